@@ -1,0 +1,1 @@
+//! The library preloaded into QEMU: creates userfaultfds, ends QEMU with its daemon

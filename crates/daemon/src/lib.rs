@@ -1,0 +1,1 @@
+//! The host daemon: VMs, primaries, backups and the links between hosts

@@ -1,0 +1,1 @@
+//! A laboratory on one machine: hosts as network namespaces, clients, watchers, failures

@@ -1,0 +1,1 @@
+//! Guest network cards: frame ports, the output buffer, tap devices and bridges

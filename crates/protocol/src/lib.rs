@@ -1,0 +1,8 @@
+//! The sans-I/O core: epochs, output commit, ownership, policies and the wire format.
+//!
+//! Nothing in this crate reads a clock, a file or a socket: the daemon and the
+//! simulator drive the same code.
+
+mod units;
+
+pub use units::*;

@@ -1,0 +1,81 @@
+//! The quantities that cross module borders, each with a type of its own.
+
+use serde::{Deserialize, Serialize};
+use std::fmt;
+
+/// Bytes in a guest page; the unit of tracking, sending and applying memory.
+pub const PAGE_SIZE: usize = 4096;
+
+macro_rules! number {
+    ($(#[$doc:meta])* $name:ident($inner:ty)) => {
+        $(#[$doc])*
+        #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
+        #[serde(transparent)]
+        pub struct $name(pub $inner);
+
+        impl fmt::Display for $name {
+            fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+                self.0.fmt(f)
+            }
+        }
+    };
+}
+
+number! {
+    /// One interval of execution between two checkpoints. Epoch 0 is the first
+    /// synchronisation; the first whole checkpoint commits epoch 1.
+    Epoch(u64)
+}
+number! {
+    /// How often the ownership of a VM has changed; grows by compare-and-swap only.
+    Generation(u64)
+}
+number! {
+    /// Index of a page inside its RAM block.
+    PageIndex(u64)
+}
+number! {
+    /// A RAM block of the machine: 0 is main memory, the others are QEMU's
+    /// auxiliary blocks (ROMs, ACPI tables, VGA memory) in order of their names.
+    BlockId(u16)
+}
+number! {
+    /// A disk of the VM, in the order of its definition.
+    DiskIndex(u16)
+}
+number! {
+    /// A network card of the VM, in the order of its definition.
+    CardIndex(u16)
+}
+
+impl Epoch {
+    /// The epoch that follows this one.
+    pub fn next(self) -> Epoch {
+        Epoch(self.0 + 1)
+    }
+}
+
+impl Generation {
+    /// The generation that a compare-and-swap from this one would make.
+    pub fn next(self) -> Generation {
+        Generation(self.0 + 1)
+    }
+}
+
+impl PageIndex {
+    /// Offset of the page's first byte in its block.
+    pub fn byte_offset(self) -> u64 {
+        self.0 * PAGE_SIZE as u64
+    }
+}
+
+/// A run of neighbouring pages of one RAM block.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct PageRun {
+    /// The block that the pages belong to.
+    pub block: BlockId,
+    /// The first page.
+    pub first: PageIndex,
+    /// How many pages, at least one.
+    pub count: u64,
+}

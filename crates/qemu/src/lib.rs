@@ -1,0 +1,1 @@
+//! Stock QEMU: VM definitions, command line, QMP, capabilities of the installed build

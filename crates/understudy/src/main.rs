@@ -1,0 +1,3 @@
+//! Understudy: a virtual machine survives the death of its host.
+
+fn main() {}
