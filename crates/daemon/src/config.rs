@@ -1,0 +1,4 @@
+//! The host's configuration file.
+
+/// A host's configuration.
+pub struct HostConfig {}

@@ -1,0 +1,163 @@
+//! What the daemon tells its users: the types behind `status` and `--json`.
+
+use serde::{Deserialize, Serialize};
+use understudy_protocol::{Epoch, Generation, Policy};
+
+/// What this host is to a VM.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum Role {
+    /// Runs the VM.
+    Primary,
+    /// Holds the VM's last committed state and stands by.
+    Backup,
+    /// Ran the VM, or tried to, and lost its ownership: its copy is halted.
+    Fenced,
+}
+
+/// How far the protection of a VM has come.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(tag = "state", rename_all = "kebab-case")]
+pub enum Protection {
+    /// Nobody asked for protection.
+    Off,
+    /// First synchronisation; the VM runs and is not protected yet.
+    Syncing {
+        /// The backup's host name.
+        peer: String,
+        /// Bytes copied so far, memory and disks.
+        done_bytes: u64,
+        /// Bytes to copy as known now; grows while the guest writes.
+        total_bytes: u64,
+        /// Seconds left at the present speed, when it can be told.
+        remaining_seconds: Option<f64>,
+    },
+    /// Every output waits for the backup.
+    Protected {
+        /// The other host's name.
+        peer: String,
+    },
+    /// Protection was asked for and is lost; the VM runs alone.
+    Degraded {
+        /// Why, for people.
+        reason: String,
+    },
+}
+
+/// Percentiles of the checkpoint pause over the last epochs, in milliseconds.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
+pub struct PauseReport {
+    /// Median.
+    pub p50: f64,
+    /// 99th percentile.
+    pub p99: f64,
+    /// Longest since protection began.
+    pub max: f64,
+}
+
+/// Where the pause of one checkpoint went. Milliseconds, except the counts.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
+pub struct CheckpointTiming {
+    /// The epoch that the checkpoint closed.
+    pub epoch: Epoch,
+    /// Pages copied while the guest was paused.
+    pub pages: u64,
+    /// Pages copied just before the pause, while the guest ran.
+    pub precopied_pages: u64,
+    /// QMP `stop`, until the guest stands still.
+    pub stop_ms: f64,
+    /// Finding the written pages.
+    pub scan_ms: f64,
+    /// Copying them.
+    pub copy_ms: f64,
+    /// Waiting for the device state after the copy.
+    pub blob_ms: f64,
+    /// QMP `cont`, until the guest runs.
+    pub cont_ms: f64,
+    /// The whole pause.
+    pub total_ms: f64,
+    /// From the end of the pause until the backup's acknowledgement.
+    pub replicate_ms: f64,
+}
+
+/// One network card of a VM on this host.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct CardReport {
+    /// The guest's MAC address.
+    pub mac: String,
+    /// The tap device on this host.
+    pub tap: String,
+    /// The bridge that the tap belongs to.
+    pub bridge: String,
+}
+
+/// One disk of a VM on this host.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct DiskReport {
+    /// The image on this host: the user's own, or this host's mirror.
+    pub path: std::path::PathBuf,
+}
+
+/// Everything that `status` shows of one VM.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct VmStatus {
+    /// The VM's name.
+    pub name: String,
+    /// What this host is to it.
+    pub role: Role,
+    /// Whether the guest executes on this host now.
+    pub live: bool,
+    /// The generation of ownership that this host knows.
+    pub generation: Generation,
+    /// The last epoch known to be committed.
+    pub epoch: Epoch,
+    /// How far protection has come.
+    pub protection: Protection,
+    /// Epochs captured and not yet acknowledged.
+    pub lag_epochs: u64,
+    /// The checkpoint policy.
+    pub policy: Policy,
+    /// Checkpoints committed since protection began.
+    pub checkpoints: u64,
+    /// The pause of recent checkpoints.
+    pub pause_ms: PauseReport,
+    /// Bytes sent to the backup since protection began.
+    pub bytes_sent: u64,
+    /// Bandwidth to the backup over the last seconds, in bytes per second.
+    pub bandwidth_bytes_per_second: u64,
+    /// Frames held for output commit at this moment.
+    pub held_frames: u64,
+    /// Process id of this host's QEMU for the VM.
+    pub qemu_pid: Option<u32>,
+    /// Unix socket of the guest's console.
+    pub console: Option<std::path::PathBuf>,
+    /// The VM's cards.
+    pub cards: Vec<CardReport>,
+    /// The VM's disks.
+    pub disks: Vec<DiskReport>,
+    /// Notable events, newest last; bounded.
+    pub events: Vec<String>,
+}
+
+/// Everything that `status` shows of one host.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct HostStatus {
+    /// The host's name.
+    pub name: String,
+    /// The daemon's version.
+    pub version: String,
+    /// The installed QEMU's version.
+    pub qemu_version: String,
+    /// Every VM that this host runs or backs up.
+    pub vms: Vec<VmStatus>,
+}
+
+/// What `protect` asks for.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct ProtectRequest {
+    /// The backup's host name, one of this host's peers.
+    pub to: String,
+    /// The policy; the VM definition's, else the default, when absent.
+    pub policy: Option<Policy>,
+}
