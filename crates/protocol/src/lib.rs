@@ -3,8 +3,18 @@
 //! Nothing in this crate reads a clock, a file or a socket: the daemon and the
 //! simulator drive the same code.
 
+mod backup;
+mod detector;
+mod ownership;
 mod policy;
+mod primary;
+mod time;
 mod units;
 
-pub use policy::Policy;
+pub use backup::{Backup, BackupAction, BackupEvent, BackupPhase};
+pub use detector::{Detector, HEARTBEAT_INTERVAL};
+pub use ownership::{Ownership, Verdict};
+pub use policy::{Due, LastCheckpoint, Policy};
+pub use primary::{PIPELINE_DEPTH, Primary, PrimaryAction, PrimaryEvent, PrimaryPhase};
+pub use time::Time;
 pub use units::*;

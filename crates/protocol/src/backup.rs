@@ -1,0 +1,207 @@
+//! The backup's half of the two invariants (DESIGN.md section 2).
+//!
+//! The backup acknowledges whole epochs only, stops acknowledging before it
+//! contests, and goes live only with the arbiter's word.
+
+use crate::{Detector, Epoch, Generation, Time, Verdict};
+use std::time::Duration;
+
+/// How long to wait before an unreachable arbiter is asked again.
+const ARBITER_RETRY: Duration = Duration::from_millis(200);
+
+/// What happens to the backup.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum BackupEvent {
+    /// The whole of this epoch is staged and its checksum is right.
+    Staged(Epoch),
+    /// Any sign of life of the primary.
+    Heard,
+    /// The connection to the primary ended, or broke the protocol.
+    PeerGone(String),
+    /// The primary asks for the take-over.
+    TakeOver,
+    /// The primary ends protection.
+    StandDown,
+    /// Time has passed.
+    Tick,
+    /// The arbiter answered a [`BackupAction::Contest`].
+    Verdict(Verdict),
+}
+
+/// What the backup must do, in this order.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum BackupAction {
+    /// Apply this staged epoch; its acknowledgement goes out first.
+    AcknowledgeAndApply(Epoch),
+    /// Ask the arbiter for the generation after this one.
+    Contest(Generation),
+    /// Start the guest from this epoch, after everything acknowledged is applied.
+    GoLive {
+        /// The generation won.
+        generation: Generation,
+        /// The last committed epoch.
+        epoch: Epoch,
+        /// Why, for people.
+        reason: String,
+    },
+    /// Forget the VM: it lives, or ends, without this copy.
+    Discard(String),
+}
+
+/// Where the backup stands.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum BackupPhase {
+    /// First synchronisation: nothing to take over with.
+    Syncing,
+    /// Holds a committed epoch and follows the primary.
+    Standing,
+    /// The primary seems lost; the arbiter decides. Nothing is acknowledged.
+    Contesting(String),
+    /// Runs the VM.
+    Live,
+    /// Forgot the VM.
+    Discarded,
+}
+
+/// The backup's state machine.
+#[derive(Clone, Debug)]
+pub struct Backup {
+    phase: BackupPhase,
+    generation: Generation,
+    committed: Epoch,
+    detector: Detector,
+    retry_at: Option<Time>,
+}
+
+impl Backup {
+    /// A backup that begins its first synchronisation with the owner of
+    /// `generation`; `timeout` is the shortest silence that counts as failure.
+    pub fn new(generation: Generation, timeout: Duration, now: Time) -> Backup {
+        Backup {
+            phase: BackupPhase::Syncing,
+            generation,
+            committed: Epoch(0),
+            detector: Detector::new(timeout, now),
+            retry_at: None,
+        }
+    }
+
+    /// Where the backup stands.
+    pub fn phase(&self) -> &BackupPhase {
+        &self.phase
+    }
+
+    /// The primary's generation, or the own one once live.
+    pub fn generation(&self) -> Generation {
+        self.generation
+    }
+
+    /// The last epoch that was acknowledged.
+    pub fn committed(&self) -> Epoch {
+        self.committed
+    }
+
+    /// When [`BackupEvent::Tick`] is due next, if nothing else happens.
+    pub fn deadline(&self) -> Option<Time> {
+        match self.phase {
+            BackupPhase::Live | BackupPhase::Discarded => None,
+            BackupPhase::Contesting(_) => self.retry_at,
+            _ => Some(self.detector.deadline()),
+        }
+    }
+
+    /// Takes one event; appends what must be done to `actions`.
+    pub fn handle(&mut self, now: Time, event: BackupEvent, actions: &mut Vec<BackupAction>) {
+        match event {
+            BackupEvent::Staged(epoch) => self.staged(now, epoch, actions),
+            BackupEvent::Heard => self.detector.heard(now),
+            BackupEvent::PeerGone(reason) => self.primary_lost(reason, actions),
+            BackupEvent::TakeOver => {
+                self.primary_lost("the primary handed over".to_owned(), actions);
+            }
+            BackupEvent::StandDown => self.stand_down(actions),
+            BackupEvent::Tick => self.tick(now, actions),
+            BackupEvent::Verdict(verdict) => self.verdict(now, verdict, actions),
+        }
+    }
+
+    fn staged(&mut self, now: Time, epoch: Epoch, actions: &mut Vec<BackupAction>) {
+        self.detector.heard(now);
+        if !matches!(self.phase, BackupPhase::Syncing | BackupPhase::Standing) {
+            return;
+        }
+        if epoch != self.committed.next() {
+            let reason = format!("epoch {epoch} arrived after epoch {}", self.committed);
+            return self.primary_lost(reason, actions);
+        }
+        self.phase = BackupPhase::Standing;
+        self.committed = epoch;
+        actions.push(BackupAction::AcknowledgeAndApply(epoch));
+    }
+
+    fn primary_lost(&mut self, reason: String, actions: &mut Vec<BackupAction>) {
+        match self.phase {
+            BackupPhase::Syncing => {
+                self.discard(format!("{reason}, before the first synchronisation ended"), actions);
+            }
+            BackupPhase::Standing => {
+                self.phase = BackupPhase::Contesting(reason);
+                self.retry_at = None;
+                actions.push(BackupAction::Contest(self.generation));
+            }
+            BackupPhase::Contesting(_) | BackupPhase::Live | BackupPhase::Discarded => {}
+        }
+    }
+
+    fn stand_down(&mut self, actions: &mut Vec<BackupAction>) {
+        if matches!(self.phase, BackupPhase::Syncing | BackupPhase::Standing) {
+            self.discard("the primary ended protection".to_owned(), actions);
+        }
+    }
+
+    fn tick(&mut self, now: Time, actions: &mut Vec<BackupAction>) {
+        match self.phase {
+            BackupPhase::Live | BackupPhase::Discarded => {}
+            BackupPhase::Contesting(_) => {
+                if self.retry_at.is_some_and(|at| now >= at) {
+                    self.retry_at = None;
+                    actions.push(BackupAction::Contest(self.generation));
+                }
+            }
+            _ => {
+                if let Some(silence) = self.detector.suspicion(now) {
+                    let reason =
+                        format!("the primary has been silent for {} ms", silence.as_millis());
+                    self.primary_lost(reason, actions);
+                }
+            }
+        }
+    }
+
+    fn verdict(&mut self, now: Time, verdict: Verdict, actions: &mut Vec<BackupAction>) {
+        let BackupPhase::Contesting(reason) = &self.phase else { return };
+        match verdict {
+            Verdict::Granted(generation) => {
+                assert!(generation > self.generation, "generations only grow");
+                let reason = reason.clone();
+                self.phase = BackupPhase::Live;
+                self.generation = generation;
+                actions.push(BackupAction::GoLive { generation, epoch: self.committed, reason });
+            }
+            Verdict::Taken(owner) => {
+                let host = owner.host.as_deref().unwrap_or("nobody");
+                let reason = format!(
+                    "{reason}; the arbiter says that {host} owns the VM at generation {}",
+                    owner.generation
+                );
+                self.discard(reason, actions);
+            }
+            Verdict::Unreachable(_) => self.retry_at = Some(now + ARBITER_RETRY),
+        }
+    }
+
+    fn discard(&mut self, reason: String, actions: &mut Vec<BackupAction>) {
+        self.phase = BackupPhase::Discarded;
+        actions.push(BackupAction::Discard(reason));
+    }
+}

@@ -1,0 +1,95 @@
+//! Failure detection: has the peer been silent for too long?
+//!
+//! A wrong suspicion costs redundancy, never correctness (DESIGN.md section 2),
+//! so the time-out may be short. It grows with the silence that is normal here.
+
+use crate::Time;
+use std::time::Duration;
+
+/// Heartbeats are sent this often.
+pub const HEARTBEAT_INTERVAL: Duration = Duration::from_millis(20);
+
+/// The time-out is at least this many times the longest recent gap.
+const JITTER_FACTOR: u32 = 3;
+
+/// However bad the jitter, silence this long is a failure.
+const CEILING: Duration = Duration::from_secs(2);
+
+/// Watches the peer's signs of life.
+#[derive(Clone, Debug)]
+pub struct Detector {
+    floor: Duration,
+    last_heard: Time,
+    typical_worst_gap: Duration,
+}
+
+impl Detector {
+    /// A detector that suspects after `floor` at the earliest; the peer counts
+    /// as heard at `now`.
+    pub fn new(floor: Duration, now: Time) -> Detector {
+        Detector { floor, last_heard: now, typical_worst_gap: HEARTBEAT_INTERVAL }
+    }
+
+    /// The peer was heard.
+    pub fn heard(&mut self, now: Time) {
+        let gap = now - self.last_heard;
+        // Rises at once, decays slowly: about 10 s to forget a burst of jitter.
+        let decayed = self.typical_worst_gap.mul_f64(0.995);
+        self.typical_worst_gap = decayed.max(gap).max(HEARTBEAT_INTERVAL);
+        self.last_heard = now;
+    }
+
+    /// Silence longer than this is suspicious.
+    pub fn timeout(&self) -> Duration {
+        self.floor.max(self.typical_worst_gap * JITTER_FACTOR).min(CEILING.max(self.floor))
+    }
+
+    /// When the peer will be suspected if it stays silent.
+    pub fn deadline(&self) -> Time {
+        self.last_heard + self.timeout()
+    }
+
+    /// The silence so far, when it is longer than the time-out.
+    pub fn suspicion(&self, now: Time) -> Option<Duration> {
+        (now > self.deadline()).then(|| now - self.last_heard)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn at(ms: u64) -> Time {
+        Time(Duration::from_millis(ms))
+    }
+
+    #[test]
+    fn suspects_after_the_floor_when_heartbeats_are_regular() {
+        let mut detector = Detector::new(Duration::from_millis(100), at(0));
+        for beat in 1..50 {
+            detector.heard(at(beat * 20));
+        }
+        assert_eq!(detector.suspicion(at(49 * 20 + 100)), None);
+        assert!(detector.suspicion(at(49 * 20 + 101)).is_some());
+    }
+
+    #[test]
+    fn jitter_widens_the_timeout_and_is_forgotten() {
+        let mut detector = Detector::new(Duration::from_millis(100), at(0));
+        detector.heard(at(80));
+        assert_eq!(detector.timeout(), Duration::from_millis(240));
+        let mut now = 80;
+        for _ in 0..1000 {
+            now += 20;
+            detector.heard(at(now));
+        }
+        assert_eq!(detector.timeout(), Duration::from_millis(100));
+    }
+
+    #[test]
+    fn jitter_never_switches_detection_off() {
+        let mut detector = Detector::new(Duration::from_millis(100), at(0));
+        detector.heard(at(60_000));
+        assert_eq!(detector.timeout(), CEILING);
+    }
+}
