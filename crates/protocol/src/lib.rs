@@ -8,13 +8,16 @@ mod detector;
 mod ownership;
 mod policy;
 mod primary;
+mod staging;
 mod time;
 mod units;
+pub mod wire;
 
 pub use backup::{Backup, BackupAction, BackupEvent, BackupPhase};
 pub use detector::{Detector, HEARTBEAT_INTERVAL};
 pub use ownership::{Ownership, Verdict};
 pub use policy::{Due, LastCheckpoint, Policy};
 pub use primary::{PIPELINE_DEPTH, Primary, PrimaryAction, PrimaryEvent, PrimaryPhase};
+pub use staging::{EpochDigest, StagedEpoch, Staging};
 pub use time::Time;
 pub use units::*;

@@ -32,8 +32,9 @@ pub enum PrimaryEvent {
     Tick,
     /// The arbiter answered a [`PrimaryAction::Contest`].
     Verdict(Verdict),
-    /// The operator wants the backup to take over; the next checkpoint is the last.
-    HandOver,
+    /// The last checkpoint of a planned fail-over placed its barrier: the guest
+    /// stands still until the backup runs it.
+    CapturedLast,
     /// The operator wants no more protection.
     Unprotect,
     /// The backup forgot the VM, after [`PrimaryAction::StandDown`].
@@ -168,7 +169,7 @@ impl Primary {
             PrimaryEvent::PeerGone(reason) => self.peer_lost(reason, actions),
             PrimaryEvent::Tick => self.tick(now, actions),
             PrimaryEvent::Verdict(verdict) => self.verdict(now, verdict, actions),
-            PrimaryEvent::HandOver => self.hand_over(),
+            PrimaryEvent::CapturedLast => self.captured_last(),
             PrimaryEvent::Unprotect => self.unprotect(actions),
             PrimaryEvent::StoodDown => self.stood_down(actions),
             PrimaryEvent::LiveElsewhere(generation) => self.live_elsewhere(generation, actions),
@@ -268,7 +269,8 @@ impl Primary {
         }
     }
 
-    fn hand_over(&mut self) {
+    fn captured_last(&mut self) {
+        self.captured();
         if self.phase == PrimaryPhase::Protected {
             self.phase = PrimaryPhase::HandingOver;
         }

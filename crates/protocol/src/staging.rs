@@ -1,0 +1,110 @@
+//! Staging: the messages of an epoch are kept until the epoch is whole.
+
+use crate::Epoch;
+use crate::wire::{Kind, Message, WireError};
+use std::collections::VecDeque;
+
+/// Counts and digest of an epoch's messages; both sides compute it, and the
+/// primary's travels in [`Kind::EpochEnd`].
+#[derive(Clone, Debug, Default)]
+pub struct EpochDigest {
+    messages: u64,
+    bytes: u64,
+    hasher: crc32fast::Hasher,
+}
+
+impl EpochDigest {
+    /// Counts one message, by its checksum and payload length.
+    pub fn add(&mut self, checksum: u32, length: usize) {
+        self.messages += 1;
+        self.bytes += length as u64;
+        self.hasher.update(&checksum.to_le_bytes());
+    }
+
+    /// The payload of the epoch's [`Kind::EpochEnd`].
+    pub fn encode(&self) -> Vec<u8> {
+        let mut bytes = Vec::with_capacity(20);
+        bytes.extend_from_slice(&self.messages.to_le_bytes());
+        bytes.extend_from_slice(&self.bytes.to_le_bytes());
+        bytes.extend_from_slice(&self.hasher.clone().finalize().to_le_bytes());
+        bytes
+    }
+}
+
+/// One epoch, whole and checked.
+#[derive(Debug)]
+pub struct StagedEpoch {
+    /// Which one.
+    pub epoch: Epoch,
+    /// Its pages, disk writes and device state, in the order they were sent.
+    pub messages: Vec<Message>,
+    /// Bytes of payload.
+    pub bytes: u64,
+}
+
+#[derive(Debug)]
+struct Partial {
+    epoch: Epoch,
+    messages: Vec<Message>,
+    digest: EpochDigest,
+}
+
+/// Collects epochs. Disk writes of epoch *n + 1* may come before the end of
+/// epoch *n*, since epochs overlap; ends come in order.
+#[derive(Debug, Default)]
+pub struct Staging {
+    partial: VecDeque<Partial>,
+    ended: Epoch,
+}
+
+impl Staging {
+    /// An empty staging area; the first epoch to end is 1.
+    pub fn new() -> Staging {
+        Staging::default()
+    }
+
+    /// Bytes that are staged in epochs that are not whole yet.
+    pub fn bytes(&self) -> u64 {
+        self.partial.iter().map(|partial| partial.digest.bytes).sum()
+    }
+
+    /// Takes a data message or an epoch's end; returns the epoch that it completes.
+    pub fn take(&mut self, message: Message) -> Result<Option<StagedEpoch>, WireError> {
+        let epoch = message.header.epoch;
+        // At most the pipeline's depth can be under way, and one that runs.
+        let open = self.ended.next()..=Epoch(self.ended.0 + crate::PIPELINE_DEPTH + 1);
+        if !open.contains(&epoch) {
+            return Err(message.malformed("its epoch is not open"));
+        }
+        if message.header.kind == Kind::EpochEnd {
+            return self.end(message).map(Some);
+        }
+        let partial = self.partial_of(epoch);
+        partial.digest.add(message.header.checksum(), message.payload.len());
+        partial.messages.push(message);
+        Ok(None)
+    }
+
+    fn end(&mut self, end: Message) -> Result<StagedEpoch, WireError> {
+        if end.header.epoch != self.ended.next() {
+            return Err(end.malformed("an earlier epoch has not ended"));
+        }
+        self.partial_of(end.header.epoch);
+        let partial = self.partial.pop_front().expect("made above, and the oldest");
+        if partial.digest.encode() != end.payload {
+            return Err(end.malformed("the epoch's messages are not what was sent"));
+        }
+        self.ended = partial.epoch;
+        let bytes = partial.digest.bytes;
+        Ok(StagedEpoch { epoch: partial.epoch, messages: partial.messages, bytes })
+    }
+
+    fn partial_of(&mut self, epoch: Epoch) -> &mut Partial {
+        let at = self.partial.partition_point(|partial| partial.epoch < epoch);
+        if self.partial.get(at).is_none_or(|partial| partial.epoch != epoch) {
+            let digest = EpochDigest::default();
+            self.partial.insert(at, Partial { epoch, messages: Vec::new(), digest });
+        }
+        &mut self.partial[at]
+    }
+}

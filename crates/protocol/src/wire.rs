@@ -1,0 +1,360 @@
+//! The messages between two hosts and their bytes (docs/WIRE.md).
+//!
+//! Every message is a fixed header, with a checksum over the rest of the header
+//! and the payload, then the payload. A decoder never allocates more than
+//! [`MAX_PAYLOAD`] and a wrong byte anywhere is an error, never a message.
+
+use crate::{BlockId, DiskIndex, Epoch, PAGE_SIZE, PageIndex};
+use std::fmt;
+
+/// Version of the wire format; peers must have the same.
+pub const WIRE_VERSION: u32 = 1;
+
+/// Bytes of a message header.
+pub const HEADER_BYTES: usize = 24;
+
+/// The largest payload, in bytes.
+pub const MAX_PAYLOAD: usize = 4 << 20;
+
+const MAGIC: [u8; 4] = *b"USTD";
+
+/// What a message is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[repr(u8)]
+pub enum Kind {
+    /// JSON: the primary's offer, first on every connection.
+    Hello = 1,
+    /// JSON: the backup accepts.
+    Welcome = 2,
+    /// Text: the sender refuses or gives up, and why.
+    Refuse = 3,
+    /// A piece of a file that the backup needs (kernel, initial RAM disk).
+    File = 4,
+    /// Everything that precedes the first synchronisation has been sent.
+    Prepare = 5,
+    /// JSON: the backup's QEMU stands ready.
+    Ready = 6,
+    /// Pages of guest memory.
+    Pages = 10,
+    /// Bytes written to a disk.
+    DiskWrite = 11,
+    /// A range of a disk that reads as zeroes now.
+    DiskZero = 12,
+    /// The device state.
+    DeviceState = 13,
+    /// The epoch is whole: counts and digest of its messages.
+    EpochEnd = 14,
+    /// The backup holds the whole epoch.
+    Acknowledge = 20,
+    /// A sign of life.
+    Heartbeat = 21,
+    /// The primary wants the backup to take over.
+    TakeOver = 22,
+    /// The primary ends protection.
+    StandDown = 23,
+    /// The backup forgot the VM.
+    StoodDown = 24,
+    /// The backup runs the VM; the epoch field holds its generation.
+    Live = 25,
+}
+
+impl Kind {
+    fn from_byte(byte: u8) -> Option<Kind> {
+        use Kind::*;
+        [
+            Hello,
+            Welcome,
+            Refuse,
+            File,
+            Prepare,
+            Ready,
+            Pages,
+            DiskWrite,
+            DiskZero,
+            DeviceState,
+            EpochEnd,
+            Acknowledge,
+            Heartbeat,
+            TakeOver,
+            StandDown,
+            StoodDown,
+            Live,
+        ]
+        .into_iter()
+        .find(|kind| *kind as u8 == byte)
+    }
+}
+
+/// Why bytes are not a message. The connection must be dropped.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum WireError {
+    /// The header does not begin as every header does.
+    #[error("the peer does not speak Understudy's protocol (bad magic {0:02x?})")]
+    Magic([u8; 4]),
+    /// An unknown kind of message.
+    #[error("unknown message kind {0}")]
+    Kind(u8),
+    /// The payload would be larger than allowed.
+    #[error("message of {0} bytes is larger than the {MAX_PAYLOAD} allowed")]
+    TooLarge(usize),
+    /// The checksum does not fit the bytes.
+    #[error("corrupt {kind:?} message: checksum {found:08x}, expected {expected:08x}")]
+    Checksum {
+        /// The message's kind.
+        kind: Kind,
+        /// Computed here.
+        found: u32,
+        /// Sent along.
+        expected: u32,
+    },
+    /// The payload is malformed although its checksum is right.
+    #[error("malformed {kind:?} message: {what}")]
+    Malformed {
+        /// The message's kind.
+        kind: Kind,
+        /// What is wrong.
+        what: &'static str,
+    },
+}
+
+/// A message header.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Header {
+    /// What the message is.
+    pub kind: Kind,
+    /// Bytes of payload.
+    pub length: usize,
+    /// The epoch that the message belongs to, where it belongs to one.
+    pub epoch: Epoch,
+    checksum: u32,
+}
+
+impl Header {
+    /// The header for a payload made of `parts`, in order.
+    pub fn for_payload(kind: Kind, epoch: Epoch, parts: &[&[u8]]) -> Header {
+        let length = parts.iter().map(|part| part.len()).sum();
+        assert!(length <= MAX_PAYLOAD, "messages are made no larger than MAX_PAYLOAD");
+        let mut header = Header { kind, length, epoch, checksum: 0 };
+        header.checksum = header.checksum_over(parts);
+        header
+    }
+
+    /// The header's bytes.
+    pub fn encode(&self) -> [u8; HEADER_BYTES] {
+        let mut bytes = [0; HEADER_BYTES];
+        bytes[0..4].copy_from_slice(&MAGIC);
+        bytes[4..20].copy_from_slice(&self.checked_fields());
+        bytes[20..24].copy_from_slice(&self.checksum.to_le_bytes());
+        bytes
+    }
+
+    /// Reads a header; the payload is still to be checked with [`Header::check`].
+    pub fn decode(bytes: &[u8; HEADER_BYTES]) -> Result<Header, WireError> {
+        let magic = [bytes[0], bytes[1], bytes[2], bytes[3]];
+        if magic != MAGIC {
+            return Err(WireError::Magic(magic));
+        }
+        let kind = Kind::from_byte(bytes[4]).ok_or(WireError::Kind(bytes[4]))?;
+        let length = u32_at(bytes, 8) as usize;
+        if length > MAX_PAYLOAD {
+            return Err(WireError::TooLarge(length));
+        }
+        let epoch = Epoch(u64_at(bytes, 12));
+        Ok(Header { kind, length, epoch, checksum: u32_at(bytes, 20) })
+    }
+
+    /// Whether `payload` is what the header announced.
+    pub fn check(&self, payload: &[u8]) -> Result<(), WireError> {
+        let found = self.checksum_over(&[payload]);
+        if found == self.checksum {
+            Ok(())
+        } else {
+            Err(WireError::Checksum { kind: self.kind, found, expected: self.checksum })
+        }
+    }
+
+    /// The checksum over the header's fields and the payload.
+    pub fn checksum(&self) -> u32 {
+        self.checksum
+    }
+
+    fn checked_fields(&self) -> [u8; 16] {
+        let mut fields = [0; 16];
+        fields[0] = self.kind as u8;
+        fields[4..8].copy_from_slice(&(self.length as u32).to_le_bytes());
+        fields[8..16].copy_from_slice(&self.epoch.0.to_le_bytes());
+        fields
+    }
+
+    fn checksum_over(&self, parts: &[&[u8]]) -> u32 {
+        let mut hasher = crc32fast::Hasher::new();
+        hasher.update(&self.checked_fields());
+        for part in parts {
+            hasher.update(part);
+        }
+        hasher.finalize()
+    }
+}
+
+/// A message, its payload checked.
+#[derive(Clone, PartialEq, Eq)]
+pub struct Message {
+    /// What the message is, and for which epoch.
+    pub header: Header,
+    /// The payload.
+    pub payload: Vec<u8>,
+}
+
+impl fmt::Debug for Message {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(
+            f,
+            "{:?}(epoch {}, {} bytes)",
+            self.header.kind,
+            self.header.epoch,
+            self.payload.len()
+        )
+    }
+}
+
+impl Message {
+    /// A message of `kind` with this payload.
+    pub fn new(kind: Kind, epoch: Epoch, payload: Vec<u8>) -> Message {
+        Message { header: Header::for_payload(kind, epoch, &[&payload]), payload }
+    }
+
+    /// An error unless the message is of `kind`.
+    pub fn malformed(&self, what: &'static str) -> WireError {
+        WireError::Malformed { kind: self.header.kind, what }
+    }
+}
+
+/// How one page travels.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum PageData<'a> {
+    /// All bytes are zero.
+    Zero,
+    /// The page as it is.
+    Raw(&'a [u8]),
+}
+
+const ZERO: u64 = 0;
+const RAW: u64 = 1;
+
+/// Builds the index of a [`Kind::Pages`] payload: block, count, then an entry
+/// a page (page number and encoding). The raw pages' bytes follow it.
+#[derive(Debug)]
+pub struct PagesIndex {
+    bytes: Vec<u8>,
+    count: u32,
+}
+
+impl PagesIndex {
+    /// An empty index for pages of `block`.
+    pub fn new(block: BlockId) -> PagesIndex {
+        let mut bytes = Vec::with_capacity(8 + 8 * 256);
+        bytes.extend_from_slice(&block.0.to_le_bytes());
+        bytes.extend_from_slice(&[0; 6]);
+        PagesIndex { bytes, count: 0 }
+    }
+
+    /// Adds a page; a raw page's bytes must follow the index in the same order.
+    pub fn push(&mut self, page: PageIndex, zero: bool) {
+        let encoding = if zero { ZERO } else { RAW };
+        self.bytes.extend_from_slice(&(page.0 << 8 | encoding).to_le_bytes());
+        self.count += 1;
+    }
+
+    /// The index's bytes.
+    pub fn finish(mut self) -> Vec<u8> {
+        self.bytes[4..8].copy_from_slice(&self.count.to_le_bytes());
+        self.bytes
+    }
+}
+
+/// Reads a [`Kind::Pages`] payload; calls `each` for every page, in order.
+/// Nothing is called unless the whole payload is well-formed.
+pub fn read_pages(
+    message: &Message,
+    mut each: impl FnMut(BlockId, PageIndex, PageData<'_>),
+) -> Result<(), WireError> {
+    let payload = &message.payload;
+    if payload.len() < 8 {
+        return Err(message.malformed("no room for the index"));
+    }
+    let block = BlockId(u16::from_le_bytes([payload[0], payload[1]]));
+    let count = u32_at(payload, 4) as usize;
+    let Some(data_start) = count.checked_mul(8).map(|n| n + 8).filter(|end| *end <= payload.len())
+    else {
+        return Err(message.malformed("the index is longer than the payload"));
+    };
+    let entries = payload[8..data_start].chunks_exact(8).map(|bytes| u64_at(bytes, 0));
+    let raw = entries.clone().filter(|entry| entry & 0xff == RAW).count();
+    if entries.clone().any(|entry| entry & 0xff > RAW) {
+        return Err(message.malformed("unknown page encoding"));
+    }
+    if payload.len() - data_start != raw * PAGE_SIZE {
+        return Err(message.malformed("the pages' bytes do not fit the index"));
+    }
+    let mut raw_pages = payload[data_start..].chunks_exact(PAGE_SIZE);
+    for entry in entries {
+        let data = match entry & 0xff {
+            ZERO => PageData::Zero,
+            _ => PageData::Raw(raw_pages.next().expect("counted above")),
+        };
+        each(block, PageIndex(entry >> 8), data);
+    }
+    Ok(())
+}
+
+/// The fixed part of [`Kind::DiskWrite`] (the data follows) and [`Kind::DiskZero`].
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct DiskRange {
+    /// The disk.
+    pub disk: DiskIndex,
+    /// First byte.
+    pub offset: u64,
+    /// Bytes.
+    pub length: u64,
+}
+
+impl DiskRange {
+    /// Bytes of the encoded range.
+    pub const BYTES: usize = 24;
+
+    /// The range's bytes.
+    pub fn encode(&self) -> [u8; DiskRange::BYTES] {
+        let mut bytes = [0; DiskRange::BYTES];
+        bytes[0..2].copy_from_slice(&self.disk.0.to_le_bytes());
+        bytes[8..16].copy_from_slice(&self.offset.to_le_bytes());
+        bytes[16..24].copy_from_slice(&self.length.to_le_bytes());
+        bytes
+    }
+
+    /// Reads a disk message: its range and, for a write, the data.
+    pub fn decode(message: &Message) -> Result<(DiskRange, &[u8]), WireError> {
+        let payload = &message.payload;
+        if payload.len() < DiskRange::BYTES {
+            return Err(message.malformed("no room for the range"));
+        }
+        let disk = DiskIndex(u16::from_le_bytes([payload[0], payload[1]]));
+        let range = DiskRange { disk, offset: u64_at(payload, 8), length: u64_at(payload, 16) };
+        if range.offset.checked_add(range.length).is_none_or(|end| end > i64::MAX as u64) {
+            return Err(message.malformed("the range ends beyond any disk"));
+        }
+        let data = &payload[DiskRange::BYTES..];
+        let expected = if message.header.kind == Kind::DiskWrite { range.length } else { 0 };
+        if data.len() as u64 != expected {
+            return Err(message.malformed("the data does not fit the range"));
+        }
+        Ok((range, data))
+    }
+}
+
+fn u32_at(bytes: &[u8], at: usize) -> u32 {
+    u32::from_le_bytes(bytes[at..at + 4].try_into().expect("four bytes"))
+}
+
+fn u64_at(bytes: &[u8], at: usize) -> u64 {
+    u64::from_le_bytes(bytes[at..at + 8].try_into().expect("eight bytes"))
+}
