@@ -108,3 +108,53 @@ impl Staging {
         &mut self.partial[at]
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn data(epoch: u64, byte: u8) -> Message {
+        Message::new(Kind::DeviceState, Epoch(epoch), vec![byte; 10])
+    }
+
+    fn end(epoch: u64, messages: &[Message]) -> Message {
+        let mut digest = EpochDigest::default();
+        for message in messages {
+            digest.add(message.header.checksum(), message.payload.len());
+        }
+        Message::new(Kind::EpochEnd, Epoch(epoch), digest.encode())
+    }
+
+    #[test]
+    fn an_epoch_is_staged_when_whole_and_the_next_may_overlap() {
+        let mut staging = Staging::new();
+        let first = data(1, 1);
+        assert!(staging.take(first.clone()).unwrap().is_none());
+        assert!(staging.take(data(2, 2)).unwrap().is_none(), "a write of the next epoch");
+        let whole = staging.take(end(1, &[first])).unwrap().unwrap();
+        assert_eq!((whole.epoch, whole.messages.len()), (Epoch(1), 1));
+        assert_eq!(staging.bytes(), 10, "the next epoch's write stays staged");
+        let whole = staging.take(end(2, &[data(2, 2)])).unwrap().unwrap();
+        assert_eq!(whole.epoch, Epoch(2));
+    }
+
+    #[test]
+    fn a_lost_a_foreign_or_a_swapped_message_is_refused() {
+        let (one, two) = (data(1, 1), data(1, 2));
+        for arrived in [vec![], vec![one.clone()], vec![two.clone(), one.clone()]] {
+            let mut staging = Staging::new();
+            for message in arrived {
+                staging.take(message).unwrap();
+            }
+            assert!(staging.take(end(1, &[one.clone(), two.clone()])).is_err());
+        }
+    }
+
+    #[test]
+    fn epochs_outside_the_pipeline_are_refused() {
+        let mut staging = Staging::new();
+        assert!(staging.take(data(0, 0)).is_err());
+        assert!(staging.take(data(5, 0)).is_err());
+        assert!(staging.take(end(2, &[])).is_err(), "epoch 1 has not ended");
+    }
+}

@@ -358,3 +358,92 @@ fn u32_at(bytes: &[u8], at: usize) -> u32 {
 fn u64_at(bytes: &[u8], at: usize) -> u64 {
     u64::from_le_bytes(bytes[at..at + 8].try_into().expect("eight bytes"))
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    fn pages_message() -> Message {
+        let mut index = PagesIndex::new(BlockId(3));
+        index.push(PageIndex(7), false);
+        index.push(PageIndex(8), true);
+        let mut payload = index.finish();
+        payload.extend_from_slice(&[0xab; PAGE_SIZE]);
+        Message::new(Kind::Pages, Epoch(9), payload)
+    }
+
+    #[test]
+    fn pages_come_back_as_they_went() {
+        let mut seen = Vec::new();
+        read_pages(&pages_message(), |block, page, data| {
+            seen.push((
+                block,
+                page,
+                matches!(data, PageData::Raw(raw) if raw == [0xab; PAGE_SIZE]),
+            ));
+        })
+        .unwrap();
+        let expected = [(BlockId(3), PageIndex(7), true), (BlockId(3), PageIndex(8), false)];
+        assert_eq!(seen, expected);
+    }
+
+    #[test]
+    fn every_flipped_bit_is_noticed() {
+        let message = pages_message();
+        let header = message.header.encode();
+        for bit in 0..HEADER_BYTES * 8 {
+            let mut bytes = header;
+            bytes[bit / 8] ^= 1 << (bit % 8);
+            // The reserved bytes 5..8 carry nothing.
+            let reserved = (5..8).contains(&(bit / 8));
+            let noticed = Header::decode(&bytes).is_err_or(|header| {
+                header.length != message.payload.len() || header.check(&message.payload).is_err()
+            });
+            assert!(noticed || reserved, "bit {bit} of the header");
+        }
+        for at in [0, 5, 9, 100, message.payload.len() - 1] {
+            let mut payload = message.payload.clone();
+            payload[at] ^= 1;
+            assert!(message.header.check(&payload).is_err(), "byte {at} of the payload");
+        }
+    }
+
+    trait ErrOr<T> {
+        fn is_err_or(self, test: impl FnOnce(T) -> bool) -> bool;
+    }
+
+    impl<T, E> ErrOr<T> for Result<T, E> {
+        fn is_err_or(self, test: impl FnOnce(T) -> bool) -> bool {
+            self.map_or(true, test)
+        }
+    }
+
+    #[test]
+    fn disk_ranges_come_back_and_wrong_ones_do_not() {
+        let range = DiskRange { disk: DiskIndex(1), offset: 4096, length: 3 };
+        let mut payload = range.encode().to_vec();
+        payload.extend_from_slice(b"abc");
+        let message = Message::new(Kind::DiskWrite, Epoch(1), payload.clone());
+        assert_eq!(DiskRange::decode(&message).unwrap(), (range, &b"abc"[..]));
+        payload.pop();
+        let short = Message::new(Kind::DiskWrite, Epoch(1), payload);
+        assert!(DiskRange::decode(&short).is_err());
+        let beyond = DiskRange { offset: u64::MAX - 1, ..range }.encode().to_vec();
+        assert!(DiskRange::decode(&Message::new(Kind::DiskZero, Epoch(1), beyond)).is_err());
+    }
+
+    proptest! {
+        #[test]
+        fn random_bytes_never_panic(bytes in proptest::collection::vec(any::<u8>(), 0..9000)) {
+            if let Some(header) = bytes.first_chunk::<HEADER_BYTES>() {
+                let _ = Header::decode(header);
+            }
+            for kind in [Kind::Pages, Kind::DiskWrite, Kind::DiskZero] {
+                let message = Message::new(kind, Epoch(1), bytes.clone());
+                let _ = read_pages(&message, |_, _, _| {});
+                let _ = DiskRange::decode(&message);
+            }
+        }
+    }
+}
