@@ -1,0 +1,155 @@
+//! The `file` arbiter: VMware FT's own test-and-set, in a directory that both
+//! hosts reach (shared or third-party storage).
+//!
+//! A VM's ownership at generation *g* is the file `VM/g`. Making it is a hard
+//! link of a finished file to that name: atomic on every file system that has
+//! hard links, and it fails when somebody was first.
+
+use serde::{Deserialize, Serialize};
+use std::fs;
+use std::io::{self, ErrorKind, Write};
+use std::path::{Path, PathBuf};
+use understudy_protocol::{Generation, Ownership, Verdict};
+
+#[derive(Serialize, Deserialize)]
+struct Record {
+    host: Option<String>,
+}
+
+/// Keeps the ownership records of all VMs; one per daemon.
+#[derive(Clone, Debug)]
+pub struct FileArbiter {
+    directory: PathBuf,
+    host: String,
+}
+
+impl FileArbiter {
+    /// The arbiter in `directory`, asked in the name of `host`.
+    pub fn new(directory: &Path, host: &str) -> FileArbiter {
+        FileArbiter { directory: directory.to_owned(), host: host.to_owned() }
+    }
+
+    /// The newest record of a VM; none when no host ever owned it.
+    pub fn current(&self, vm: &str) -> io::Result<Option<Ownership>> {
+        let entries = match fs::read_dir(self.directory.join(vm)) {
+            Ok(entries) => entries,
+            // The arbiter's own directory must be there, or it is out of reach.
+            Err(error) if error.kind() == ErrorKind::NotFound => {
+                return fs::metadata(&self.directory).map(|_| None);
+            }
+            Err(error) => return Err(error),
+        };
+        let mut newest = None;
+        for entry in entries {
+            let name = entry?.file_name();
+            newest = newest.max(name.to_str().and_then(|name| name.parse::<u64>().ok()));
+        }
+        newest.map(|generation| self.read(vm, Generation(generation))).transpose()
+    }
+
+    /// Makes this host the owner at the generation after `from`, unless another
+    /// host was first. Asking again for what this host already won is granted.
+    pub fn acquire(&self, vm: &str, from: Generation) -> Verdict {
+        self.swap(vm, from, Some(&self.host))
+            .unwrap_or_else(|error| Verdict::Unreachable(self.explain(&error)))
+    }
+
+    /// Gives the VM up after a clean stop: any host may start it then.
+    pub fn release(&self, vm: &str, from: Generation) -> io::Result<()> {
+        self.swap(vm, from, None).map(|_| ())
+    }
+
+    /// Words for an error of this arbiter.
+    pub fn explain(&self, error: &io::Error) -> String {
+        format!("the arbiter's directory {} cannot be used: {error}", self.directory.display())
+    }
+
+    fn swap(&self, vm: &str, from: Generation, host: Option<&str>) -> io::Result<Verdict> {
+        if let Some(owner) = self.current(vm)? {
+            if owner.generation > from {
+                return Ok(self.judge(owner, from, host));
+            }
+        }
+        let folder = self.directory.join(vm);
+        match fs::create_dir(&folder) {
+            Err(error) if error.kind() != ErrorKind::AlreadyExists => return Err(error),
+            _ => {}
+        }
+        let target = folder.join(from.next().to_string());
+        let finished = folder.join(format!(".{}.{}", self.host, std::process::id()));
+        write_synced(&finished, &Record { host: host.map(str::to_owned) })?;
+        let linked = fs::hard_link(&finished, &target);
+        fs::remove_file(&finished)?;
+        match linked {
+            Ok(()) => {
+                fs::File::open(&folder)?.sync_all()?;
+                Ok(Verdict::Granted(from.next()))
+            }
+            Err(error) if error.kind() == ErrorKind::AlreadyExists => {
+                Ok(self.judge(self.read(vm, from.next())?, from, host))
+            }
+            Err(error) => Err(error),
+        }
+    }
+
+    fn judge(&self, owner: Ownership, from: Generation, host: Option<&str>) -> Verdict {
+        let asked_again = owner.generation == from.next() && owner.host.as_deref() == host;
+        if asked_again { Verdict::Granted(owner.generation) } else { Verdict::Taken(owner) }
+    }
+
+    fn read(&self, vm: &str, generation: Generation) -> io::Result<Ownership> {
+        let text = fs::read(self.directory.join(vm).join(generation.to_string()))?;
+        let record: Record = serde_json::from_slice(&text)?;
+        Ok(Ownership { host: record.host, generation })
+    }
+}
+
+fn write_synced(path: &Path, record: &Record) -> io::Result<()> {
+    let mut file = fs::File::create(path)?;
+    file.write_all(&serde_json::to_vec(record)?)?;
+    file.sync_all()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn one_of_many_wins_each_generation() {
+        let directory = tempfile::tempdir().unwrap();
+        for round in 0..20 {
+            let wins: usize = std::thread::scope(|scope| {
+                let contest = |name: String| {
+                    let arbiter = FileArbiter::new(directory.path(), &name);
+                    scope.spawn(move || {
+                        matches!(arbiter.acquire("db", Generation(round)), Verdict::Granted(_))
+                    })
+                };
+                let threads: Vec<_> = (0..4).map(|i| contest(format!("host-{i}"))).collect();
+                threads.into_iter().map(|t| usize::from(t.join().unwrap())).sum()
+            });
+            assert_eq!(wins, 1, "generation {round}");
+        }
+    }
+
+    #[test]
+    fn asking_again_is_granted_and_an_old_generation_is_not() {
+        let directory = tempfile::tempdir().unwrap();
+        let a = FileArbiter::new(directory.path(), "a");
+        let b = FileArbiter::new(directory.path(), "b");
+        assert_eq!(a.acquire("db", Generation(0)), Verdict::Granted(Generation(1)));
+        assert_eq!(a.acquire("db", Generation(0)), Verdict::Granted(Generation(1)));
+        assert_eq!(b.acquire("db", Generation(1)), Verdict::Granted(Generation(2)));
+        let taken = Ownership { host: Some("b".into()), generation: Generation(2) };
+        assert_eq!(a.acquire("db", Generation(1)), Verdict::Taken(taken.clone()));
+        assert_eq!(a.acquire("db", Generation(0)), Verdict::Taken(taken));
+        b.release("db", Generation(2)).unwrap();
+        assert_eq!(b.current("db").unwrap().unwrap().host, None);
+    }
+
+    #[test]
+    fn a_missing_directory_is_no_verdict() {
+        let arbiter = FileArbiter::new(Path::new("/nonexistent/arbiter"), "a");
+        assert!(matches!(arbiter.acquire("db", Generation(0)), Verdict::Unreachable(_)));
+    }
+}

@@ -1,0 +1,129 @@
+//! What two hosts say to each other before the first byte of a VM moves.
+
+use crate::link::{Link, SETUP_TIMEOUT};
+use anyhow::Context;
+use serde::{Deserialize, Serialize};
+use std::net::{SocketAddr, TcpStream};
+use std::time::Duration;
+use understudy_protocol::Generation;
+use understudy_protocol::wire::{Kind, WIRE_VERSION};
+use understudy_qemu::VmDefinition;
+
+/// How long a connection to a peer may take.
+const CONNECT_TIMEOUT: Duration = Duration::from_secs(3);
+
+/// First message of every connection.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+pub struct Hello {
+    /// [`WIRE_VERSION`] of the sender.
+    pub wire_version: u32,
+    /// The sender's product version, for people.
+    pub product_version: String,
+    /// The sender's host name.
+    pub host: String,
+    /// What the connection is for.
+    pub purpose: Purpose,
+}
+
+/// What a connection is for.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+#[serde(tag = "purpose", rename_all = "kebab-case")]
+pub enum Purpose {
+    /// Protect this VM; checkpoints follow.
+    Protect(Box<Offer>),
+    /// The heartbeats of a session that was accepted on another connection.
+    Heartbeat {
+        /// The session.
+        session: String,
+    },
+}
+
+/// A VM that a primary wants protected.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+pub struct Offer {
+    /// Names the session; unique.
+    pub session: String,
+    /// The VM.
+    pub definition: VmDefinition,
+    /// The versioned machine type that the primary runs.
+    pub machine_type: String,
+    /// The accelerator that the primary runs.
+    pub accelerator: String,
+    /// The primary's QEMU.
+    pub qemu_version: String,
+    /// The generation at which the primary owns the VM.
+    pub generation: Generation,
+    /// Bytes of each disk's export, in the definition's order.
+    pub disk_bytes: Vec<u64>,
+    /// Boot files that follow, if any.
+    pub files: Vec<FileOffer>,
+}
+
+/// A file that the backup's QEMU needs.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+pub struct FileOffer {
+    /// What it is in the definition.
+    pub role: FileRole,
+    /// Its size in bytes.
+    pub bytes: u64,
+}
+
+/// What a file is in the definition.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum FileRole {
+    /// `kernel`
+    Kernel,
+    /// `initrd`
+    Initrd,
+}
+
+/// The backup accepts; nothing was changed yet.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+pub struct Welcome {
+    /// The backup's host name.
+    pub host: String,
+}
+
+/// The backup's QEMU stands by.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+pub struct Ready {
+    /// Name and bytes of every RAM block there, in the order of the block ids.
+    pub blocks: Vec<(String, u64)>,
+}
+
+/// Dials a peer and says hello.
+pub fn dial(address: SocketAddr, host: &str, purpose: Purpose) -> anyhow::Result<Link> {
+    let stream = TcpStream::connect_timeout(&address, CONNECT_TIMEOUT)
+        .with_context(|| format!("cannot connect to {address}: is its daemon running?"))?;
+    let link = Link::new(stream)?;
+    link.set_read_timeout(Some(SETUP_TIMEOUT))?;
+    let hello = Hello {
+        wire_version: WIRE_VERSION,
+        product_version: env!("CARGO_PKG_VERSION").to_owned(),
+        host: host.to_owned(),
+        purpose,
+    };
+    link.send_json(Kind::Hello, &hello)?;
+    Ok(link)
+}
+
+/// Reads a dialler's hello; refuses another version.
+pub fn answer(link: &Link) -> anyhow::Result<Hello> {
+    link.set_read_timeout(Some(SETUP_TIMEOUT))?;
+    // The version first: the rest may look different in another one.
+    let hello: serde_json::Value = link.expect_json(Kind::Hello)?;
+    let version = hello.get("wire_version").and_then(serde_json::Value::as_u64);
+    if version != Some(WIRE_VERSION.into()) {
+        let theirs = version.map_or("unknown".to_owned(), |version| version.to_string());
+        let reason = format!(
+            "wire version {theirs} of Understudy {} does not fit version {WIRE_VERSION} of Understudy {} here: \
+             install the same version on both hosts",
+            hello.get("product_version").and_then(|v| v.as_str()).unwrap_or("?"),
+            env!("CARGO_PKG_VERSION"),
+        );
+        link.refuse(&reason);
+        anyhow::bail!(reason);
+    }
+    serde_json::from_value(hello).context("malformed hello")
+}

@@ -1,0 +1,130 @@
+//! Messages over a TCP connection between two hosts.
+
+use anyhow::{Context, bail};
+use serde::Serialize;
+use serde::de::DeserializeOwned;
+use std::io::{self, IoSlice, Read, Write};
+use std::net::{Shutdown, TcpStream};
+use std::time::Duration;
+use understudy_protocol::Epoch;
+use understudy_protocol::wire::{HEADER_BYTES, Header, Kind, Message};
+
+/// How long set-up waits for the peer's next message.
+pub const SETUP_TIMEOUT: Duration = Duration::from_secs(20);
+
+/// One end of a connection. Clones share the connection: one thread reads,
+/// another writes.
+#[derive(Debug)]
+pub struct Link {
+    stream: TcpStream,
+}
+
+impl Link {
+    /// Takes over a fresh connection.
+    pub fn new(stream: TcpStream) -> io::Result<Link> {
+        // Acknowledgements and ends of epochs must not wait for more bytes.
+        stream.set_nodelay(true)?;
+        Ok(Link { stream })
+    }
+
+    /// A second handle of the same connection.
+    pub fn try_clone(&self) -> io::Result<Link> {
+        Ok(Link { stream: self.stream.try_clone()? })
+    }
+
+    /// Bounds every later read; none waits for ever.
+    pub fn set_read_timeout(&self, timeout: Option<Duration>) -> io::Result<()> {
+        self.stream.set_read_timeout(timeout)
+    }
+
+    /// Bounds every later write; none waits for ever.
+    pub fn set_write_timeout(&self, timeout: Option<Duration>) -> io::Result<()> {
+        self.stream.set_write_timeout(timeout)
+    }
+
+    /// Ends the connection in both directions; wakes whoever reads or writes.
+    pub fn close(&self) {
+        // An error means that it is closed already.
+        let _ = self.stream.shutdown(Shutdown::Both);
+    }
+
+    /// The next message, its checksum checked. The error says why the
+    /// connection must be dropped.
+    pub fn receive(&self) -> anyhow::Result<Message> {
+        let mut header = [0; HEADER_BYTES];
+        (&self.stream).read_exact(&mut header).map_err(explain_end)?;
+        let header = Header::decode(&header)?;
+        let mut payload = vec![0; header.length];
+        (&self.stream).read_exact(&mut payload).map_err(explain_end)?;
+        header.check(&payload)?;
+        Ok(Message { header, payload })
+    }
+
+    /// Sends one message made of `parts`, without joining them first. Returns
+    /// its header.
+    pub fn send_parts(&self, kind: Kind, epoch: Epoch, parts: &[&[u8]]) -> io::Result<Header> {
+        let header = Header::for_payload(kind, epoch, parts);
+        let bytes = header.encode();
+        let mut slices: Vec<IoSlice> = Vec::with_capacity(parts.len() + 1);
+        slices.push(IoSlice::new(&bytes));
+        slices.extend(parts.iter().map(|part| IoSlice::new(part)));
+        write_all_vectored(&self.stream, &mut slices)?;
+        Ok(header)
+    }
+
+    /// Sends a message without a payload.
+    pub fn send_signal(&self, kind: Kind, epoch: Epoch) -> io::Result<()> {
+        self.send_parts(kind, epoch, &[]).map(|_| ())
+    }
+
+    /// Sends `body` as JSON.
+    pub fn send_json(&self, kind: Kind, body: &impl Serialize) -> anyhow::Result<()> {
+        self.send_parts(kind, Epoch(0), &[&serde_json::to_vec(body)?])?;
+        Ok(())
+    }
+
+    /// Receives a JSON message of `kind`; a refusal becomes an error with the
+    /// peer's words.
+    pub fn expect_json<T: DeserializeOwned>(&self, kind: Kind) -> anyhow::Result<T> {
+        let message = self.receive()?;
+        if message.header.kind == Kind::Refuse {
+            return Err(Refused(String::from_utf8_lossy(&message.payload).into_owned()).into());
+        }
+        if message.header.kind != kind {
+            bail!("the peer sent {:?} where {kind:?} was due", message.header.kind);
+        }
+        serde_json::from_slice(&message.payload).context("malformed JSON from the peer")
+    }
+
+    /// Tells the peer why this side gives up. Best effort: it may be gone.
+    pub fn refuse(&self, reason: &str) {
+        let _ = self.send_parts(Kind::Refuse, Epoch(0), &[reason.as_bytes()]);
+    }
+}
+
+/// The peer said no, with these words.
+#[derive(Debug, thiserror::Error)]
+#[error("{0}")]
+pub struct Refused(pub String);
+
+fn explain_end(error: io::Error) -> anyhow::Error {
+    match error.kind() {
+        io::ErrorKind::UnexpectedEof => anyhow::anyhow!("the peer closed the connection"),
+        io::ErrorKind::WouldBlock | io::ErrorKind::TimedOut => {
+            anyhow::anyhow!("the peer did not answer in time")
+        }
+        _ => anyhow::Error::new(error).context("the connection failed"),
+    }
+}
+
+fn write_all_vectored(mut stream: &TcpStream, mut slices: &mut [IoSlice<'_>]) -> io::Result<()> {
+    while !slices.is_empty() {
+        match stream.write_vectored(slices) {
+            Ok(0) => return Err(io::ErrorKind::WriteZero.into()),
+            Ok(written) => IoSlice::advance_slices(&mut slices, written),
+            Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
+            Err(error) => return Err(error),
+        }
+    }
+    Ok(())
+}
