@@ -241,33 +241,35 @@ pub enum PageData<'a> {
 const ZERO: u64 = 0;
 const RAW: u64 = 1;
 
-/// Builds the index of a [`Kind::Pages`] payload: block, count, then an entry
-/// a page (page number and encoding). The raw pages' bytes follow it.
+/// Builds the index of a [`Kind::Pages`] payload: the count, then an entry a
+/// page. The raw pages' bytes follow it in the same order.
+///
+/// An entry is block (16 bits), page number (40 bits), encoding (8 bits).
 #[derive(Debug)]
 pub struct PagesIndex {
     bytes: Vec<u8>,
-    count: u32,
+    count: u64,
 }
 
 impl PagesIndex {
-    /// An empty index for pages of `block`.
-    pub fn new(block: BlockId) -> PagesIndex {
-        let mut bytes = Vec::with_capacity(8 + 8 * 256);
-        bytes.extend_from_slice(&block.0.to_le_bytes());
-        bytes.extend_from_slice(&[0; 6]);
+    /// An empty index with room for `pages`.
+    pub fn with_capacity(pages: usize) -> PagesIndex {
+        let mut bytes = Vec::with_capacity(8 + 8 * pages);
+        bytes.extend_from_slice(&[0; 8]);
         PagesIndex { bytes, count: 0 }
     }
 
     /// Adds a page; a raw page's bytes must follow the index in the same order.
-    pub fn push(&mut self, page: PageIndex, zero: bool) {
+    pub fn push(&mut self, block: BlockId, page: PageIndex, zero: bool) {
         let encoding = if zero { ZERO } else { RAW };
-        self.bytes.extend_from_slice(&(page.0 << 8 | encoding).to_le_bytes());
+        let entry = u64::from(block.0) << 48 | page.0 << 8 | encoding;
+        self.bytes.extend_from_slice(&entry.to_le_bytes());
         self.count += 1;
     }
 
     /// The index's bytes.
     pub fn finish(mut self) -> Vec<u8> {
-        self.bytes[4..8].copy_from_slice(&self.count.to_le_bytes());
+        self.bytes[0..8].copy_from_slice(&self.count.to_le_bytes());
         self.bytes
     }
 }
@@ -282,12 +284,11 @@ pub fn read_pages(
     if payload.len() < 8 {
         return Err(message.malformed("no room for the index"));
     }
-    let block = BlockId(u16::from_le_bytes([payload[0], payload[1]]));
-    let count = u32_at(payload, 4) as usize;
-    let Some(data_start) = count.checked_mul(8).map(|n| n + 8).filter(|end| *end <= payload.len())
-    else {
+    let count = u64_at(payload, 0).min(MAX_PAYLOAD as u64) as usize;
+    let data_start = 8 + count * 8;
+    if data_start > payload.len() {
         return Err(message.malformed("the index is longer than the payload"));
-    };
+    }
     let entries = payload[8..data_start].chunks_exact(8).map(|bytes| u64_at(bytes, 0));
     let raw = entries.clone().filter(|entry| entry & 0xff == RAW).count();
     if entries.clone().any(|entry| entry & 0xff > RAW) {
@@ -302,7 +303,8 @@ pub fn read_pages(
             ZERO => PageData::Zero,
             _ => PageData::Raw(raw_pages.next().expect("counted above")),
         };
-        each(block, PageIndex(entry >> 8), data);
+        let page = PageIndex(entry >> 8 & 0xff_ffff_ffff);
+        each(BlockId((entry >> 48) as u16), page, data);
     }
     Ok(())
 }
@@ -365,9 +367,9 @@ mod tests {
     use proptest::prelude::*;
 
     fn pages_message() -> Message {
-        let mut index = PagesIndex::new(BlockId(3));
-        index.push(PageIndex(7), false);
-        index.push(PageIndex(8), true);
+        let mut index = PagesIndex::with_capacity(2);
+        index.push(BlockId(3), PageIndex(7), false);
+        index.push(BlockId(0), PageIndex(8), true);
         let mut payload = index.finish();
         payload.extend_from_slice(&[0xab; PAGE_SIZE]);
         Message::new(Kind::Pages, Epoch(9), payload)
@@ -384,7 +386,7 @@ mod tests {
             ));
         })
         .unwrap();
-        let expected = [(BlockId(3), PageIndex(7), true), (BlockId(3), PageIndex(8), false)];
+        let expected = [(BlockId(3), PageIndex(7), true), (BlockId(0), PageIndex(8), false)];
         assert_eq!(seen, expected);
     }
 

@@ -1,0 +1,122 @@
+//! What a session measured: the last checkpoints and the bytes sent.
+
+use crate::clock;
+use crate::report::{CheckpointTiming, PauseReport};
+use crate::sync::lock;
+use std::collections::VecDeque;
+use std::sync::Mutex;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::Duration;
+use understudy_protocol::{Epoch, Time};
+
+/// Checkpoints whose timings are kept.
+const KEPT_TIMINGS: usize = 4096;
+
+/// The bandwidth is an average over this span.
+const BANDWIDTH_SPAN: Duration = Duration::from_secs(2);
+
+/// Measurements of one protection session.
+#[derive(Debug, Default)]
+pub struct Stats {
+    bytes_sent: AtomicU64,
+    inner: Mutex<Inner>,
+}
+
+#[derive(Debug, Default)]
+struct Inner {
+    timings: VecDeque<CheckpointTiming>,
+    resumed: VecDeque<(Epoch, Time)>,
+    committed: u64,
+    longest_pause_ms: f64,
+    sent_at: VecDeque<(Time, u64)>,
+}
+
+impl Stats {
+    /// Bytes left for the backup.
+    pub fn sent(&self, bytes: u64) {
+        self.bytes_sent.fetch_add(bytes, Ordering::Relaxed);
+    }
+
+    /// Bytes that left for the backup since protection began.
+    pub fn bytes_sent(&self) -> u64 {
+        self.bytes_sent.load(Ordering::Relaxed)
+    }
+
+    /// A checkpoint's pause ended at `resumed`.
+    pub fn captured(&self, timing: CheckpointTiming, resumed: Time) {
+        let mut inner = lock(&self.inner);
+        inner.longest_pause_ms = inner.longest_pause_ms.max(timing.total_ms);
+        inner.resumed.push_back((timing.epoch, resumed));
+        if inner.timings.len() == KEPT_TIMINGS {
+            inner.timings.pop_front();
+        }
+        inner.timings.push_back(timing);
+    }
+
+    /// The backup acknowledged `epoch` at `now`.
+    pub fn committed(&self, epoch: Epoch, now: Time) {
+        let mut inner = lock(&self.inner);
+        while let Some(&(first, resumed)) = inner.resumed.front() {
+            if first > epoch {
+                break;
+            }
+            inner.resumed.pop_front();
+            inner.committed += 1;
+            let timing = inner.timings.iter_mut().rev().find(|timing| timing.epoch == first);
+            if let Some(timing) = timing {
+                timing.replicate_ms = milliseconds(now - resumed);
+            }
+        }
+    }
+
+    /// Checkpoints committed since protection began.
+    pub fn checkpoints(&self) -> u64 {
+        lock(&self.inner).committed
+    }
+
+    /// The committed checkpoints' timings, oldest first.
+    pub fn timings(&self) -> Vec<CheckpointTiming> {
+        let inner = lock(&self.inner);
+        let waiting = inner.resumed.len();
+        let committed = inner.timings.len().saturating_sub(waiting);
+        inner.timings.iter().take(committed).copied().collect()
+    }
+
+    /// Percentiles of the pause.
+    pub fn pause(&self) -> PauseReport {
+        let inner = lock(&self.inner);
+        let mut pauses: Vec<f64> = inner.timings.iter().map(|timing| timing.total_ms).collect();
+        pauses.sort_by(f64::total_cmp);
+        let at = |share: f64| {
+            let index = (pauses.len() as f64 * share).ceil() as usize;
+            pauses.get(index.saturating_sub(1)).copied().unwrap_or(0.0)
+        };
+        PauseReport { p50: at(0.5), p99: at(0.99), max: inner.longest_pause_ms }
+    }
+
+    /// Notes the bytes sent so far; call it regularly.
+    pub fn sample(&self) {
+        let now = clock::now();
+        let bytes = self.bytes_sent();
+        let mut inner = lock(&self.inner);
+        inner.sent_at.push_back((now, bytes));
+        while inner.sent_at.front().is_some_and(|&(at, _)| now - at > BANDWIDTH_SPAN) {
+            inner.sent_at.pop_front();
+        }
+    }
+
+    /// Bytes a second to the backup, over the last two seconds.
+    pub fn bandwidth(&self) -> u64 {
+        let inner = lock(&self.inner);
+        let (Some(first), Some(last)) = (inner.sent_at.front(), inner.sent_at.back()) else {
+            return 0;
+        };
+        let seconds = (last.0 - first.0).as_secs_f64();
+        if seconds > 0.0 { ((last.1 - first.1) as f64 / seconds) as u64 } else { 0 }
+    }
+}
+
+/// A span in milliseconds, for reports.
+pub fn milliseconds(span: Duration) -> f64 {
+    span.as_secs_f64() * 1e3
+}
