@@ -1,0 +1,47 @@
+# `make help` lists the targets. `make demo` and `make test` need nothing but a
+# Debian 12 or 13 machine and root.
+
+# scripts/setup may have found or installed Rust here.
+export PATH := $(PATH):$(HOME)/.cargo/bin
+
+UNDERSTUDY := target/release/understudy
+DEMO_OPTIONS := $(if $(CUT),--cut $(CUT)) $(if $(JSON),--json)
+
+# With JSON=1 standard output holds nothing but the JSON; progress goes to
+# standard error.
+PROGRESS := $(if $(JSON),1>&2)
+
+.PHONY: help demo test test-long bench setup guests build lint clean
+.DEFAULT_GOAL := help
+
+help: ## List the targets
+	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 12
+
+demo: build guests ## Kill a VM's host; its connection lives on (CUT=network: cut it off; JSON=1: result as JSON)
+	@$(UNDERSTUDY) demo $(DEMO_OPTIONS)
+
+test: build guests ## All tests; the last line is the total
+	@scripts/test
+
+test-long: build guests ## All tests, the long ones included
+	@scripts/test --include-ignored
+
+bench: build guests ## Pause of a checkpoint against pages dirtied (JSON=1: as JSON)
+	@$(UNDERSTUDY) bench pause $(if $(JSON),--json)
+
+setup: ## Install what is missing: QEMU, Rust, a guest kernel
+	@scripts/setup $(PROGRESS)
+
+guests: setup ## Build the test guests into target/guest
+	@guests/build $(PROGRESS)
+
+build: setup ## Build the release binary and the agent
+	@cargo build --release --workspace
+
+lint: setup ## Formatting and clippy, warnings denied
+	cargo fmt --all --check
+	cargo clippy --workspace --all-targets -- -D warnings
+	cd guests/tools && cargo fmt --check && cargo clippy --target-dir ../../target/guest/build --all-targets -- -D warnings
+
+clean: ## Remove everything that was built, the guest kernel included
+	rm -rf target
