@@ -1,0 +1,56 @@
+//! The frame that tells switches behind which port a guest now lives.
+
+use crate::mac::MacAddress;
+use std::time::Duration;
+
+/// Pauses between the announcements, as QEMU's own `announce-self` makes them:
+/// the first frame goes at once, the repeats guard against its loss.
+pub(crate) const PAUSES: [Duration; 4] = [
+    Duration::from_millis(50),
+    Duration::from_millis(150),
+    Duration::from_millis(250),
+    Duration::from_millis(350),
+];
+
+const ETHERTYPE_RARP: u16 = 0x8035;
+const HARDWARE_ETHERNET: u16 = 1;
+const PROTOCOL_IPV4: u16 = 0x0800;
+const REQUEST_REVERSE: u16 = 3;
+
+/// Builds a broadcast RARP request (RFC 903) from `mac`, padded to the shortest
+/// Ethernet frame. Every switch that carries it learns the port; no host needs
+/// to understand it.
+pub fn announcement(mac: MacAddress) -> [u8; 60] {
+    let mut frame = [0u8; 60];
+    frame[0..6].fill(0xff);
+    frame[6..12].copy_from_slice(&mac.0);
+    frame[12..14].copy_from_slice(&ETHERTYPE_RARP.to_be_bytes());
+    frame[14..16].copy_from_slice(&HARDWARE_ETHERNET.to_be_bytes());
+    frame[16..18].copy_from_slice(&PROTOCOL_IPV4.to_be_bytes());
+    frame[18] = 6; // bytes in a hardware address
+    frame[19] = 4; // bytes in a protocol address
+    frame[20..22].copy_from_slice(&REQUEST_REVERSE.to_be_bytes());
+    frame[22..28].copy_from_slice(&mac.0); // sender
+    frame[32..38].copy_from_slice(&mac.0); // target: who am I?
+    frame
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn frame_is_the_rarp_request_of_rfc_903() {
+        let frame = announcement(MacAddress([0x52, 0x54, 0x00, 0x12, 0x34, 0x56]));
+        let expected: [u8; 42] = [
+            0xff, 0xff, 0xff, 0xff, 0xff, 0xff, // to everybody
+            0x52, 0x54, 0x00, 0x12, 0x34, 0x56, // from the guest
+            0x80, 0x35, // RARP
+            0x00, 0x01, 0x08, 0x00, 0x06, 0x04, 0x00, 0x03, // Ethernet, IPv4, request
+            0x52, 0x54, 0x00, 0x12, 0x34, 0x56, 0x00, 0x00, 0x00, 0x00, // sender
+            0x52, 0x54, 0x00, 0x12, 0x34, 0x56, 0x00, 0x00, 0x00, 0x00, // target
+        ];
+        assert_eq!(frame[..42], expected);
+        assert_eq!(frame[42..], [0; 18]);
+    }
+}

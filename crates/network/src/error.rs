@@ -1,0 +1,71 @@
+//! What can go wrong when a card is set up, in words for whoever has to mend it.
+
+use std::io;
+
+/// Why a card's tap, bridge or socket could not be set up.
+#[derive(Debug, thiserror::Error)]
+pub enum NetworkError {
+    /// The bridge of the card's definition is missing.
+    #[error(
+        "bridge {bridge} does not exist on this host: create it with \
+         \"ip link add {bridge} type bridge\" and \"ip link set {bridge} up\", \
+         or name another bridge"
+    )]
+    NoBridge {
+        /// The bridge's name as configured.
+        bridge: String,
+    },
+    /// There is an interface of that name, but of another kind.
+    #[error("interface {name} is no Linux bridge: name a bridge for the card")]
+    NotABridge {
+        /// The interface's name.
+        name: String,
+    },
+    /// No interface may have this name.
+    #[error(
+        "\"{tap}\" cannot be the name of a tap device: use 1 to 15 characters \
+         without blanks, \"/\", \":\" and \"%\""
+    )]
+    BadTapName {
+        /// The name as configured.
+        tap: String,
+    },
+    /// Another interface has the tap's name.
+    #[error(
+        "an interface named {tap} exists already: another VM uses it, or choose \
+         another name for the tap"
+    )]
+    TapInUse {
+        /// The tap's name.
+        tap: String,
+    },
+    /// `/dev/net/tun` is missing.
+    #[error("this host has no /dev/net/tun: load the kernel module with \"modprobe tun\"")]
+    NoTun,
+    /// The process lacks CAP_NET_ADMIN.
+    #[error("no permission to {action}: run the daemon as root or give it CAP_NET_ADMIN")]
+    NotPermitted {
+        /// What was refused.
+        action: String,
+    },
+    /// Any other refusal of the kernel.
+    #[error("cannot {action}: {source}")]
+    System {
+        /// What was refused.
+        action: String,
+        /// The kernel's reason.
+        source: io::Error,
+    },
+}
+
+impl NetworkError {
+    /// The error for `action` having failed with `source`.
+    pub(crate) fn system(action: impl Into<String>, source: impl Into<io::Error>) -> Self {
+        let (action, source) = (action.into(), source.into());
+        if source.kind() == io::ErrorKind::PermissionDenied {
+            NetworkError::NotPermitted { action }
+        } else {
+            NetworkError::System { action, source }
+        }
+    }
+}

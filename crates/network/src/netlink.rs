@@ -1,0 +1,151 @@
+//! Links and bridges, through rtnetlink, behind blocking functions.
+
+use crate::error::NetworkError;
+use crate::mac::MacAddress;
+use futures_util::TryStreamExt;
+use rtnetlink::packet_route::AddressFamily;
+use rtnetlink::packet_route::link::{InfoKind, LinkAttribute, LinkInfo, LinkMessage};
+use rtnetlink::packet_route::neighbour::{NeighbourAttribute, NeighbourMessage};
+use rtnetlink::{Handle, LinkUnspec};
+use std::io;
+
+/// Whether a Linux bridge of this name exists in the caller's network namespace.
+///
+/// # Errors
+/// If there is an interface of that name that is no bridge, or the kernel
+/// refuses to say.
+pub fn bridge_exists(name: &str) -> Result<bool, NetworkError> {
+    blocking(async |handle| Ok(find_bridge(&handle, name).await?.is_some()))
+}
+
+/// Whether a bridge has learned that `mac` lives behind one of its ports.
+///
+/// Says whether a new VM would collide with a machine that is already there. A
+/// standby finds its own primary, so ask this only before a VM first starts.
+///
+/// # Errors
+/// If the bridge does not exist, or the kernel refuses to say.
+pub fn mac_in_use(bridge: &str, mac: MacAddress) -> Result<bool, NetworkError> {
+    blocking(async |handle| {
+        let link = require_bridge(&handle, bridge).await?;
+        let mut entries =
+            handle.neighbours().get().set_address_family(AddressFamily::Bridge).execute();
+        let action = || format!("read the addresses that bridge {bridge} has learned");
+        while let Some(entry) = entries.try_next().await.map_err(failed(action))? {
+            if says(&entry, link.index, mac) {
+                return Ok(true);
+            }
+        }
+        Ok(false)
+    })
+}
+
+/// Gives a tap its address and the bridge's MTU, makes it a port of the bridge
+/// and sets it up.
+pub(crate) fn attach(tap: &str, bridge: &str, mac: MacAddress) -> Result<(), NetworkError> {
+    blocking(async |handle| {
+        let bridge_link = require_bridge(&handle, bridge).await?;
+        let action = || format!("attach {tap} to bridge {bridge}");
+        let Some(tap_link) = find(&handle, tap).await? else {
+            return Err(NetworkError::system(action(), io::Error::from(io::ErrorKind::NotFound)));
+        };
+        let mut change = LinkUnspec::new_with_index(tap_link.header.index)
+            .address(mac.0.to_vec())
+            .controller(bridge_link.index)
+            .up();
+        if let Some(mtu) = bridge_link.mtu {
+            change = change.mtu(mtu);
+        }
+        let request = handle.link().set(change.build());
+        request.execute().await.map_err(failed(action))
+    })
+}
+
+/// Fails with an explanation if there is no bridge of that name.
+pub(crate) fn check_bridge(name: &str) -> Result<(), NetworkError> {
+    blocking(async |handle| require_bridge(&handle, name).await.map(drop))
+}
+
+struct Bridge {
+    index: u32,
+    mtu: Option<u32>,
+}
+
+async fn require_bridge(handle: &Handle, name: &str) -> Result<Bridge, NetworkError> {
+    find_bridge(handle, name)
+        .await?
+        .ok_or_else(|| NetworkError::NoBridge { bridge: name.to_owned() })
+}
+
+async fn find_bridge(handle: &Handle, name: &str) -> Result<Option<Bridge>, NetworkError> {
+    let Some(link) = find(handle, name).await? else {
+        return Ok(None);
+    };
+    if !is_bridge(&link) {
+        return Err(NetworkError::NotABridge { name: name.to_owned() });
+    }
+    let mtu = link.attributes.iter().find_map(|attribute| match attribute {
+        LinkAttribute::Mtu(mtu) => Some(*mtu),
+        _ => None,
+    });
+    let index = link.header.index;
+    Ok(Some(Bridge { index, mtu }))
+}
+
+fn is_bridge(link: &LinkMessage) -> bool {
+    link.attributes.iter().any(|attribute| match attribute {
+        LinkAttribute::LinkInfo(infos) => infos.contains(&LinkInfo::Kind(InfoKind::Bridge)),
+        _ => false,
+    })
+}
+
+fn says(entry: &NeighbourMessage, bridge: u32, mac: MacAddress) -> bool {
+    let has = |wanted: NeighbourAttribute| entry.attributes.contains(&wanted);
+    has(NeighbourAttribute::Controller(bridge))
+        && has(NeighbourAttribute::LinkLayerAddress(mac.0.to_vec()))
+}
+
+async fn find(handle: &Handle, name: &str) -> Result<Option<LinkMessage>, NetworkError> {
+    let mut links = handle.link().get().match_name(name.to_owned()).execute();
+    match links.try_next().await {
+        Ok(link) => Ok(link),
+        Err(error) if is_no_device(&error) => Ok(None),
+        Err(error) => Err(failed(|| format!("look for interface {name}"))(error)),
+    }
+}
+
+fn is_no_device(error: &rtnetlink::Error) -> bool {
+    match error {
+        rtnetlink::Error::NetlinkError(message) => {
+            message.raw_code() == -(nix::errno::Errno::ENODEV as i32)
+        }
+        _ => false,
+    }
+}
+
+fn failed(action: impl Fn() -> String) -> impl Fn(rtnetlink::Error) -> NetworkError {
+    move |error| match error {
+        rtnetlink::Error::NetlinkError(message) => NetworkError::system(action(), message.to_io()),
+        other => NetworkError::system(action(), io::Error::other(other.to_string())),
+    }
+}
+
+/// Runs one conversation with the kernel to its end.
+///
+/// On a thread of its own: a tokio worker may not block on another runtime, and
+/// a new thread has the network namespace of the one that made it.
+fn blocking<T: Send>(
+    conversation: impl AsyncFnOnce(Handle) -> Result<T, NetworkError> + Send,
+) -> Result<T, NetworkError> {
+    let failed = |source: io::Error| NetworkError::system("open a netlink socket", source);
+    let run = || {
+        let runtime =
+            tokio::runtime::Builder::new_current_thread().enable_io().build().map_err(failed)?;
+        runtime.block_on(async {
+            let (connection, handle, _) = rtnetlink::new_connection().map_err(failed)?;
+            tokio::spawn(connection);
+            conversation(handle).await
+        })
+    };
+    std::thread::scope(|scope| scope.spawn(run).join().expect("netlink thread panicked"))
+}

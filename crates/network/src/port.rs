@@ -1,0 +1,274 @@
+//! A port: one network card of one VM, as this host serves it.
+
+use crate::announce::{PAUSES, announcement};
+use crate::buffer::{Gate, OutputBuffer};
+use crate::error::NetworkError;
+use crate::mac::MacAddress;
+use crate::pump::{OutputWaiting, PortCounters, Shared};
+use crate::tap::Tap;
+use nix::sys::socket::{AddressFamily, SockFlag, SockType, setsockopt, socketpair, sockopt};
+use std::os::fd::{AsRawFd, OwnedFd};
+use std::sync::atomic::Ordering;
+use std::sync::{Arc, Weak};
+use std::thread::{self, JoinHandle};
+use understudy_protocol::{CardIndex, Epoch};
+
+/// Room in each direction of the socket. With the default (about 90 frames) a
+/// burst fills it, and frames that QEMU cannot pass on are lost at the next
+/// `stop`, which purges its queues.
+const SOCKET_BUFFER_BYTES: usize = 4 << 20;
+
+/// What a port needs to know of its card.
+#[derive(Clone, Debug)]
+pub struct PortConfig {
+    /// Which card of the VM this is.
+    pub card: CardIndex,
+    /// The guest's address on this card.
+    pub mac: MacAddress,
+    /// Name of the tap device to make.
+    pub tap: String,
+    /// The bridge of this host to attach it to.
+    pub bridge: String,
+    /// Whether the VM runs here. A standby takes no inbound frames and holds
+    /// all output until told otherwise.
+    pub live: bool,
+    /// Most bytes that the output buffer holds;
+    /// [`DEFAULT_LIMIT_BYTES`](crate::DEFAULT_LIMIT_BYTES) is usual.
+    pub output_limit_bytes: usize,
+}
+
+/// QEMU's end of a card's socket, to be inherited by the QEMU process.
+#[derive(Debug)]
+pub struct GuestEnd {
+    /// The descriptor; close-on-exec, so the launcher must clear that (or dup it)
+    /// in the child, and drop this one afterwards so that the port sees the end.
+    pub socket: OwnedFd,
+}
+
+impl GuestEnd {
+    /// The value of QEMU's `-netdev` for this card, if the child keeps the
+    /// descriptor's number.
+    pub fn netdev(&self, id: &str) -> String {
+        let fd = self.socket.as_raw_fd();
+        format!("stream,id={id},server=off,addr.type=fd,addr.str={fd}")
+    }
+}
+
+/// One card of one VM: tap, socket to QEMU, output buffer and the two threads
+/// that carry frames. Dropping it drops what is held and removes the tap.
+pub struct Port {
+    card: CardIndex,
+    mac: MacAddress,
+    shared: Arc<Shared>,
+    threads: Vec<JoinHandle<()>>,
+}
+
+impl Port {
+    /// Makes the tap, attaches it to the bridge and starts the pump. QEMU is
+    /// attached by [`attach_guest`](Self::attach_guest). Blocks for some
+    /// milliseconds.
+    ///
+    /// # Errors
+    /// If the tap cannot be made or attached; nothing is left behind then.
+    pub fn open(config: PortConfig, output_waiting: OutputWaiting) -> Result<Port, NetworkError> {
+        let tap = Tap::open(&config.tap, &config.bridge, config.mac)?;
+        let gate = if config.live { Gate::Open } else { Gate::Hold };
+        let buffer = OutputBuffer::new(gate, config.output_limit_bytes);
+        let shared = Shared::new(tap, buffer, config.live, output_waiting)
+            .map_err(|errno| NetworkError::system("make an eventfd", errno))?;
+        let mut port = Port {
+            card: config.card,
+            mac: config.mac,
+            shared: Arc::new(shared),
+            threads: Vec::with_capacity(2),
+        };
+        port.spawn("out", Shared::run_outbound)?;
+        port.spawn("in", Shared::run_inbound)?;
+        Ok(port)
+    }
+
+    fn spawn(&mut self, direction: &str, run: fn(&Shared)) -> Result<(), NetworkError> {
+        let shared = Arc::clone(&self.shared);
+        let thread = thread::Builder::new()
+            .name(format!("net{}-{direction}", self.card))
+            .spawn(move || run(&shared))
+            .map_err(|source| NetworkError::system("start a thread", source))?;
+        self.threads.push(thread);
+        Ok(())
+    }
+
+    /// A fresh connection for a QEMU that is about to be started. Any earlier
+    /// one ends.
+    ///
+    /// An inherited socket pair rather than a listening socket: no path to
+    /// protect, no moment at which QEMU runs without its card, and the send
+    /// buffer of QEMU's side can be set from here.
+    ///
+    /// # Errors
+    /// If no more sockets can be made.
+    pub fn attach_guest(&self) -> Result<GuestEnd, NetworkError> {
+        let failed = |errno| NetworkError::system("make a socket pair for a card", errno);
+        let (ours, guests) =
+            socketpair(AddressFamily::Unix, SockType::Stream, None, SockFlag::SOCK_CLOEXEC)
+                .map_err(failed)?;
+        for end in [&ours, &guests] {
+            setsockopt(end, sockopt::SndBufForce, &SOCKET_BUFFER_BYTES).map_err(failed)?;
+        }
+        // Frames meant for whatever was attached before.
+        self.shared.tap.discard_queued();
+        let mut outbound = self.shared.outbound();
+        outbound.connection = Some(Arc::new(ours));
+        outbound.decoder.reset();
+        outbound.ended = None;
+        drop(outbound);
+        self.shared.wake();
+        Ok(GuestEnd { socket: guests })
+    }
+
+    /// Which card of the VM this is.
+    pub fn card(&self) -> CardIndex {
+        self.card
+    }
+
+    /// The guest's address.
+    pub fn mac(&self) -> MacAddress {
+        self.mac
+    }
+
+    /// Name of the tap device.
+    pub fn tap_name(&self) -> &str {
+        self.shared.tap.name()
+    }
+
+    /// Whether QEMU has its end of the socket.
+    pub fn is_connected(&self) -> bool {
+        self.shared.outbound().connection.is_some()
+    }
+
+    /// Why the last connection ended, if there is none.
+    pub fn disconnect_reason(&self) -> Option<String> {
+        self.shared.outbound().ended.clone()
+    }
+
+    /// Ends the current epoch: takes every frame that the paused guest has sent
+    /// into it; later ones belong to `next`. Returns how many frames are held.
+    ///
+    /// Call it between QMP `stop` and `cont`: QEMU has then written all that the
+    /// epoch sent. No frame can be counted to the wrong epoch, for the pump
+    /// reads under the same lock. A frame of which only a part has arrived
+    /// counts to `next`: it then waits longer than it must, which is safe, and
+    /// if the primary dies it was never sent, as Ethernet allows.
+    ///
+    /// # Panics
+    /// If `next` does not follow the current epoch.
+    pub fn drain_and_barrier(&self, next: Epoch) -> usize {
+        let mut outbound = self.shared.outbound();
+        while outbound.receive().more {}
+        outbound.buffer.barrier(next);
+        let held = outbound.buffer.held_frames();
+        let released = outbound.buffer.has_released();
+        drop(outbound);
+        if released {
+            self.shared.flush();
+        }
+        held
+    }
+
+    /// The backup has `epoch` and all before it: sends their frames.
+    ///
+    /// # Panics
+    /// If output is held and `epoch` has not ended.
+    pub fn release_through(&self, epoch: Epoch) {
+        self.shared.outbound().buffer.release_through(epoch);
+        self.shared.flush();
+    }
+
+    /// Protection begins in epoch `current`: output waits from now on.
+    ///
+    /// # Panics
+    /// If output is held already and `current` would be before its epoch.
+    pub fn hold(&self, current: Epoch) {
+        self.shared.outbound().buffer.hold(current);
+    }
+
+    /// This host is the sole owner by the arbiter's word: sends what is held,
+    /// and lets all later output pass at once.
+    pub fn open_gate(&self) {
+        self.shared.outbound().buffer.open();
+        self.shared.flush();
+    }
+
+    /// This host is fenced: once this returns nothing leaves through this port
+    /// any more, for good.
+    pub fn shut(&self) {
+        self.shared.outbound().buffer.shut();
+        self.shared.live.store(false, Ordering::Release);
+        self.shared.wake();
+        // Wait for a write that is under way.
+        drop(self.shared.tap_order.lock());
+    }
+
+    /// The VM is about to run here: discards what the bridge sent to the
+    /// standby, then delivers inbound frames. Output stays as it is.
+    pub fn go_live(&self) {
+        if !self.shared.live.load(Ordering::Acquire) {
+            self.shared.tap.discard_queued();
+            self.shared.live.store(true, Ordering::Release);
+            self.shared.wake();
+        }
+    }
+
+    /// Frames that wait for their epoch's commit.
+    pub fn held_frames(&self) -> usize {
+        self.shared.outbound().buffer.held_frames()
+    }
+
+    /// What the gate does with output.
+    pub fn gate(&self) -> Gate {
+        self.shared.outbound().buffer.gate()
+    }
+
+    /// What the card has carried.
+    pub fn counters(&self) -> PortCounters {
+        self.shared.counters()
+    }
+
+    /// Makes the switches learn that the guest is behind this port: sends an
+    /// [`announcement`] at once and repeats it for some 800 ms in the background.
+    /// Stops by itself when the port is dropped or fenced.
+    ///
+    /// # Errors
+    /// If no thread can be started for the repeats.
+    pub fn announce(&self) -> Result<(), NetworkError> {
+        let frame = announcement(self.mac);
+        self.shared.send_aside(&frame);
+        let shared = Arc::downgrade(&self.shared);
+        thread::Builder::new()
+            .name(format!("net{}-announce", self.card))
+            .spawn(move || repeat_announcement(&shared, &frame))
+            .map(drop)
+            .map_err(|source| NetworkError::system("start a thread", source))
+    }
+}
+
+/// Holds the port only while it sends, so that a drop removes the tap at once.
+fn repeat_announcement(shared: &Weak<Shared>, frame: &[u8]) {
+    for pause in PAUSES {
+        thread::sleep(pause);
+        let go_on = shared.upgrade().is_some_and(|shared| shared.send_aside(frame));
+        if !go_on {
+            return;
+        }
+    }
+}
+
+impl Drop for Port {
+    fn drop(&mut self) {
+        self.shared.stop.store(true, Ordering::Release);
+        self.shared.wake();
+        for thread in self.threads.drain(..) {
+            // A pump that panicked has reported that itself.
+            let _ = thread.join();
+        }
+    }
+}

@@ -1,0 +1,321 @@
+//! The two threads that carry a card's frames, and what they share.
+//!
+//! Locks, in the order in which they are taken: `tap_order` (who writes to the
+//! tap, so that frames leave in the order of release), then `outbound` (socket,
+//! decoder and output buffer; never held across a write).
+
+use crate::buffer::{Gate, OutputBuffer, Pushed};
+use crate::codec::{Decoder, HEADER_BYTES, MAX_FRAME_BYTES, encode};
+use crate::tap::Tap;
+use nix::errno::Errno;
+use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
+use nix::sys::eventfd::{EfdFlags, EventFd};
+use nix::sys::socket::{MsgFlags, recv, send};
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard};
+
+/// Called when the first frame of an epoch begins to wait: a checkpoint now
+/// would shorten its wait. Runs on a pump thread, without locks held.
+pub type OutputWaiting = Arc<dyn Fn() + Send + Sync>;
+
+/// Inbound frames are gathered up to this size before they go to QEMU.
+const INBOUND_BYTES: usize = 256 * 1024;
+
+/// What a card has carried since it was opened.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct PortCounters {
+    /// Frames from the guest that were given to the bridge.
+    pub frames_out: u64,
+    /// Their bytes.
+    pub bytes_out: u64,
+    /// Frames from the bridge that were given to QEMU.
+    pub frames_in: u64,
+    /// Their bytes.
+    pub bytes_in: u64,
+    /// Frames from the guest dropped because the output buffer was full or shut.
+    pub dropped_by_buffer: u64,
+    /// Frames from the guest that the tap did not take.
+    pub dropped_by_tap: u64,
+}
+
+/// QEMU's end of the story: the socket and what came out of it.
+pub(crate) struct Outbound {
+    pub connection: Option<Arc<OwnedFd>>,
+    pub decoder: Decoder,
+    pub buffer: OutputBuffer,
+    /// Why the last connection ended.
+    pub ended: Option<String>,
+}
+
+/// What one reading of QEMU's socket brought.
+#[derive(Default)]
+pub(crate) struct Received {
+    /// More may be waiting in the socket.
+    pub more: bool,
+    /// The first frame of an epoch began to wait.
+    pub first_held: bool,
+}
+
+impl Outbound {
+    /// Reads once, without blocking, and pushes the frames that are complete.
+    pub fn receive(&mut self) -> Received {
+        let Some(connection) = &self.connection else {
+            return Received::default();
+        };
+        let spare = self.decoder.spare();
+        match recv(connection.as_raw_fd(), spare, MsgFlags::MSG_DONTWAIT) {
+            Ok(0) => self.disconnect("QEMU closed the socket".to_owned()),
+            Ok(count) => {
+                self.decoder.filled(count);
+                return self.push_frames();
+            }
+            Err(Errno::EAGAIN) => {}
+            Err(Errno::EINTR) => {
+                return Received { more: true, first_held: false };
+            }
+            Err(errno) => self.disconnect(format!("reading from QEMU failed: {errno}")),
+        }
+        Received::default()
+    }
+
+    fn push_frames(&mut self) -> Received {
+        let mut first_held = false;
+        loop {
+            match self.decoder.next_frame() {
+                Ok(Some(frame)) => first_held |= self.buffer.push(frame) == Pushed::FirstHeld,
+                Ok(None) => break,
+                Err(error) => {
+                    self.disconnect(error.to_string());
+                    break;
+                }
+            }
+        }
+        Received { more: self.connection.is_some(), first_held }
+    }
+
+    fn disconnect(&mut self, reason: String) {
+        tracing::info!(%reason, "card disconnected from QEMU");
+        self.connection = None;
+        // Bytes of a frame that QEMU did not finish.
+        self.decoder.reset();
+        self.ended = Some(reason);
+    }
+}
+
+/// What the threads of a port and its owner share.
+pub(crate) struct Shared {
+    pub tap: Tap,
+    pub outbound: Mutex<Outbound>,
+    pub tap_order: Mutex<()>,
+    pub output_waiting: OutputWaiting,
+    /// Whether inbound frames are delivered; a standby takes none.
+    pub live: AtomicBool,
+    pub stop: AtomicBool,
+    outbound_wake: EventFd,
+    inbound_wake: EventFd,
+    counters: Counters,
+}
+
+#[derive(Default)]
+struct Counters {
+    frames_out: AtomicU64,
+    bytes_out: AtomicU64,
+    frames_in: AtomicU64,
+    bytes_in: AtomicU64,
+    dropped_by_tap: AtomicU64,
+}
+
+impl Shared {
+    pub fn new(
+        tap: Tap,
+        buffer: OutputBuffer,
+        live: bool,
+        notify: OutputWaiting,
+    ) -> nix::Result<Self> {
+        let wake =
+            || EventFd::from_value_and_flags(0, EfdFlags::EFD_NONBLOCK | EfdFlags::EFD_CLOEXEC);
+        Ok(Shared {
+            tap,
+            outbound: Mutex::new(Outbound {
+                connection: None,
+                decoder: Decoder::new(),
+                buffer,
+                ended: None,
+            }),
+            tap_order: Mutex::new(()),
+            output_waiting: notify,
+            live: AtomicBool::new(live),
+            stop: AtomicBool::new(false),
+            outbound_wake: wake()?,
+            inbound_wake: wake()?,
+            counters: Counters::default(),
+        })
+    }
+
+    /// A poisoned lock means that an invariant of output commit was violated:
+    /// nothing more may leave then, so it is passed on.
+    pub fn outbound(&self) -> MutexGuard<'_, Outbound> {
+        self.outbound.lock().expect("a thread died holding the output buffer")
+    }
+
+    /// Makes both threads look at what has changed.
+    pub fn wake(&self) {
+        for event in [&self.outbound_wake, &self.inbound_wake] {
+            // Fails only if it is signalled 2^64 times already.
+            let _ = event.write(1);
+        }
+    }
+
+    /// Writes everything that is released to the tap, in order.
+    pub fn flush(&self) {
+        let _order = self.tap_order.lock().expect("a thread died writing to the tap");
+        let mut next = self.outbound().buffer.take_released();
+        while let Some(batch) = next {
+            let (mut frames, mut bytes) = (0, 0);
+            for frame in batch.frames() {
+                if self.tap.send(frame).is_ok() {
+                    frames += 1;
+                    bytes += frame.len() as u64;
+                }
+            }
+            let refused = batch.len() as u64 - frames;
+            self.counters.frames_out.fetch_add(frames, Ordering::Relaxed);
+            self.counters.bytes_out.fetch_add(bytes, Ordering::Relaxed);
+            self.counters.dropped_by_tap.fetch_add(refused, Ordering::Relaxed);
+            let mut outbound = self.outbound();
+            outbound.buffer.recycle(batch);
+            next = outbound.buffer.take_released();
+        }
+    }
+
+    /// Sends a frame that is not the guest's own output. Returns false, having
+    /// sent nothing, if this host is fenced.
+    pub fn send_aside(&self, frame: &[u8]) -> bool {
+        let _order = self.tap_order.lock().expect("a thread died writing to the tap");
+        if self.outbound().buffer.gate() == Gate::Shut {
+            return false;
+        }
+        if let Err(error) = self.tap.send(frame) {
+            tracing::warn!(tap = self.tap.name(), %error, "the tap did not take an announcement");
+        }
+        true
+    }
+
+    pub fn counters(&self) -> PortCounters {
+        let read = |counter: &AtomicU64| counter.load(Ordering::Relaxed);
+        PortCounters {
+            frames_out: read(&self.counters.frames_out),
+            bytes_out: read(&self.counters.bytes_out),
+            frames_in: read(&self.counters.frames_in),
+            bytes_in: read(&self.counters.bytes_in),
+            dropped_by_buffer: self.outbound().buffer.dropped_frames(),
+            dropped_by_tap: read(&self.counters.dropped_by_tap),
+        }
+    }
+
+    fn stopping(&self) -> bool {
+        self.stop.load(Ordering::Acquire)
+    }
+
+    /// Guest to bridge, until the port is dropped.
+    pub fn run_outbound(&self) {
+        while !self.stopping() {
+            let connection = self.outbound().connection.clone();
+            wait(&self.outbound_wake, connection.as_ref().map(|c| (c.as_fd(), PollFlags::POLLIN)));
+            loop {
+                let (received, released) = {
+                    let mut outbound = self.outbound();
+                    (outbound.receive(), outbound.buffer.has_released())
+                };
+                if received.first_held {
+                    (self.output_waiting)();
+                }
+                if released {
+                    self.flush();
+                }
+                if !received.more || self.stopping() {
+                    break;
+                }
+            }
+        }
+    }
+
+    /// Bridge to guest, until the port is dropped.
+    pub fn run_inbound(&self) {
+        let mut gathered = vec![0; INBOUND_BYTES];
+        while !self.stopping() {
+            let connection = self.inbound_connection();
+            let tap = connection.as_ref().map(|_| (self.tap.as_fd(), PollFlags::POLLIN));
+            wait(&self.inbound_wake, tap);
+            let Some(connection) = connection else {
+                continue;
+            };
+            match self.gather(&mut gathered) {
+                Ok((length, frames)) => self.deliver(&connection, &gathered[..length], frames),
+                Err(error) => {
+                    tracing::error!(tap = self.tap.name(), %error, "the tap device is gone");
+                    return;
+                }
+            }
+        }
+    }
+
+    /// QEMU's socket, if inbound frames are to be delivered to it.
+    fn inbound_connection(&self) -> Option<Arc<OwnedFd>> {
+        if self.live.load(Ordering::Acquire) { self.outbound().connection.clone() } else { None }
+    }
+
+    /// Reads frames that wait in the tap, each after its length. Returns the
+    /// bytes and the frames read.
+    fn gather(&self, to: &mut [u8]) -> std::io::Result<(usize, u64)> {
+        let (mut length, mut frames) = (0, 0);
+        while to.len() - length >= HEADER_BYTES + MAX_FRAME_BYTES {
+            let (header, frame) = to[length..].split_at_mut(HEADER_BYTES);
+            let Some(count) = self.tap.receive(frame)? else {
+                break;
+            };
+            encode(header, count);
+            length += HEADER_BYTES + count;
+            frames += 1;
+        }
+        Ok((length, frames))
+    }
+
+    /// Gives bytes to QEMU, waiting while it does not read: the tap queues
+    /// meanwhile, as for any card that is slow. Gives up when the connection
+    /// ends or is replaced.
+    fn deliver(&self, connection: &Arc<OwnedFd>, mut bytes: &[u8], frames: u64) {
+        let total = (bytes.len() - frames as usize * HEADER_BYTES) as u64;
+        let flags = MsgFlags::MSG_DONTWAIT | MsgFlags::MSG_NOSIGNAL;
+        while !bytes.is_empty() {
+            match send(connection.as_raw_fd(), bytes, flags) {
+                Ok(count) => bytes = &bytes[count..],
+                Err(Errno::EINTR) => {}
+                Err(Errno::EAGAIN) => {
+                    wait(&self.inbound_wake, Some((connection.as_fd(), PollFlags::POLLOUT)));
+                    let current = self.inbound_connection();
+                    let same = current.is_some_and(|current| Arc::ptr_eq(&current, connection));
+                    if self.stopping() || !same {
+                        return;
+                    }
+                }
+                // The outbound thread sees the end of the connection too.
+                Err(_) => return,
+            }
+        }
+        self.counters.frames_in.fetch_add(frames, Ordering::Relaxed);
+        self.counters.bytes_in.fetch_add(total, Ordering::Relaxed);
+    }
+}
+
+/// Blocks until the event is signalled or the descriptor, if any, is ready.
+fn wait(wake: &EventFd, ready: Option<(BorrowedFd<'_>, PollFlags)>) {
+    let on_wake = PollFd::new(wake.as_fd(), PollFlags::POLLIN);
+    // Any failure (a signal) only makes the caller look once more.
+    let _ = match ready {
+        Some((fd, flags)) => poll(&mut [on_wake, PollFd::new(fd, flags)], PollTimeout::NONE),
+        None => poll(&mut [on_wake], PollTimeout::NONE),
+    };
+    let _ = wake.read();
+}

@@ -1,0 +1,156 @@
+//! Tap devices: the guest's card as the host's bridge sees it.
+#![allow(unsafe_code)]
+
+use crate::codec::MAX_FRAME_BYTES;
+use crate::error::NetworkError;
+use crate::mac::MacAddress;
+use crate::netlink;
+use nix::errno::Errno;
+use nix::libc;
+use std::fs::{File, OpenOptions};
+use std::io::{self, Read, Write};
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd};
+use std::os::unix::fs::OpenOptionsExt;
+
+/// More than a tap queues (1000 frames), so that discarding it ends even while
+/// new frames arrive.
+const DISCARD_AT_MOST: usize = 2000;
+
+/// A tap device. It vanishes from the host when this is dropped.
+#[derive(Debug)]
+pub struct Tap {
+    file: File,
+    name: String,
+}
+
+impl Tap {
+    /// Makes a tap named `name` a port of `bridge` and sets it up, for a guest's
+    /// card with the address `guest`. Blocks for some milliseconds.
+    ///
+    /// # Errors
+    /// If the bridge is missing, the name is taken or impossible, or the process
+    /// may not do this. Nothing is left behind then.
+    pub fn open(name: &str, bridge: &str, guest: MacAddress) -> Result<Tap, NetworkError> {
+        check_name(name)?;
+        netlink::check_bridge(bridge)?;
+        let tap = Tap::create(name)?;
+        silence_ipv6(name);
+        netlink::attach(name, bridge, guest.for_tap())?;
+        Ok(tap)
+    }
+
+    /// The device's name.
+    pub fn name(&self) -> &str {
+        &self.name
+    }
+
+    /// Sends one frame to the bridge, without blocking.
+    ///
+    /// # Errors
+    /// If the kernel does not take it, for instance for want of memory.
+    pub fn send(&self, frame: &[u8]) -> io::Result<()> {
+        (&self.file).write(frame).map(drop)
+    }
+
+    /// Takes one frame that the bridge sent, if there is one.
+    ///
+    /// # Errors
+    /// If the device is gone.
+    pub fn receive(&self, frame: &mut [u8]) -> io::Result<Option<usize>> {
+        match (&self.file).read(frame) {
+            Ok(length) => Ok(Some(length)),
+            Err(error) if error.kind() == io::ErrorKind::WouldBlock => Ok(None),
+            Err(error) if error.kind() == io::ErrorKind::Interrupted => Ok(None),
+            Err(error) => Err(error),
+        }
+    }
+
+    /// Throws away what the bridge sent while nobody listened. Returns how many
+    /// frames that were.
+    pub fn discard_queued(&self) -> usize {
+        let mut frame = vec![0; MAX_FRAME_BYTES];
+        (0..DISCARD_AT_MOST).take_while(|_| matches!(self.receive(&mut frame), Ok(Some(_)))).count()
+    }
+
+    /// Creates the device, down and on no bridge.
+    fn create(name: &str) -> Result<Tap, NetworkError> {
+        let file = OpenOptions::new()
+            .read(true)
+            .write(true)
+            .custom_flags(libc::O_NONBLOCK)
+            .open("/dev/net/tun")
+            .map_err(|source| match source.kind() {
+                io::ErrorKind::NotFound => NetworkError::NoTun,
+                _ => NetworkError::system("open /dev/net/tun", source),
+            })?;
+        match set_interface(&file, name) {
+            Ok(()) => Ok(Tap { file, name: name.to_owned() }),
+            // EINVAL: the interface of that name is no tap.
+            Err(Errno::EBUSY | Errno::EEXIST | Errno::EINVAL) => {
+                Err(NetworkError::TapInUse { tap: name.to_owned() })
+            }
+            Err(errno) => Err(NetworkError::system(format!("create tap device {name}"), errno)),
+        }
+    }
+}
+
+impl AsFd for Tap {
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        self.file.as_fd()
+    }
+}
+
+fn check_name(name: &str) -> Result<(), NetworkError> {
+    let allowed = |byte: u8| byte.is_ascii_graphic() && !b"/:%".contains(&byte);
+    let fits = (1..libc::IFNAMSIZ).contains(&name.len());
+    if fits && name.bytes().all(allowed) && name != "." && name != ".." {
+        return Ok(());
+    }
+    Err(NetworkError::BadTapName { tap: name.to_owned() })
+}
+
+fn set_interface(file: &File, name: &str) -> Result<(), Errno> {
+    // SAFETY: an ifreq is plain old data; all zero is a valid value.
+    let mut request: libc::ifreq = unsafe { std::mem::zeroed() };
+    // The name is shorter than the array (check_name), so a final zero stays.
+    for (to, from) in request.ifr_name.iter_mut().zip(name.bytes()) {
+        *to = from as libc::c_char;
+    }
+    // TUN_EXCL: never take over a device that somebody else has made.
+    let flags = libc::IFF_TAP | libc::IFF_NO_PI | libc::IFF_TUN_EXCL;
+    request.ifr_ifru.ifru_flags = flags as libc::c_short;
+    // SAFETY: TUNSETIFF reads and writes one ifreq, which lives through the call.
+    let result = unsafe { libc::ioctl(file.as_raw_fd(), libc::TUNSETIFF as _, &mut request) };
+    Errno::result(result).map(drop)
+}
+
+/// Keeps the host from sending router solicitations and the like to the guest:
+/// the tap is the guest's card, not an interface of the host's own.
+fn silence_ipv6(name: &str) {
+    let path = format!("/proc/sys/net/ipv6/conf/{name}/disable_ipv6");
+    match std::fs::write(&path, "1") {
+        Ok(()) => {}
+        // A kernel without IPv6.
+        Err(error) if error.kind() == io::ErrorKind::NotFound => {}
+        Err(error) => tracing::warn!(
+            %path, %error,
+            "cannot turn IPv6 off on the tap: the guest will see this host's neighbour discovery"
+        ),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn impossible_names_are_refused_before_the_kernel_is_asked() {
+        for name in ["", "sixteen-letters!", "a/b", "a b", "tap%d", "..", "ä"] {
+            let error = check_name(name).unwrap_err().to_string();
+            assert!(error.contains("cannot be the name of a tap"), "{name}: {error}");
+        }
+        for name in ["t", "fifteen-letters", "us.vm-0_1"] {
+            assert!(check_name(name).is_ok(), "{name}");
+        }
+    }
+}

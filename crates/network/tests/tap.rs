@@ -1,0 +1,58 @@
+//! Tap devices and bridges of a real kernel.
+
+mod support;
+
+use support::*;
+use understudy_network::*;
+
+#[test]
+fn tap_is_a_silent_port_of_the_bridge_and_vanishes_when_dropped() {
+    in_namespace(|| {
+        ip("link set br0 mtu 1400");
+        let tap = Tap::open("card0", "br0", GUEST).unwrap();
+        let shown = ip("-details link show card0");
+        for expected in ["master br0", "mtu 1400", "fe:54:00:12:34:56", "tun type tap", ",UP"] {
+            assert!(shown.contains(expected), "{expected}: {shown}");
+        }
+        assert!(!shown.contains("persist on"), "{shown}");
+        assert_eq!(ip("-6 address show dev card0"), "");
+        drop(tap);
+        assert!(!ip("link show").contains("card0"));
+    });
+}
+
+#[test]
+fn missing_bridge_is_named_and_leaves_no_tap() {
+    in_namespace(|| {
+        assert!(bridge_exists("br0").unwrap());
+        assert!(!bridge_exists("br7").unwrap());
+        let error = Tap::open("card0", "br7", GUEST).unwrap_err();
+        assert!(matches!(error, NetworkError::NoBridge { .. }), "{error}");
+        assert!(
+            error.to_string().starts_with("bridge br7 does not exist on this host: create it with"),
+            "{error}"
+        );
+        assert!(!ip("link show").contains("card0"));
+    });
+}
+
+#[test]
+fn interface_that_is_no_bridge_is_refused() {
+    in_namespace(|| {
+        let error = Tap::open("card0", "lo", GUEST).unwrap_err();
+        assert!(matches!(error, NetworkError::NotABridge { .. }), "{error}");
+        let error = mac_in_use("br7", GUEST).unwrap_err();
+        assert!(matches!(error, NetworkError::NoBridge { .. }), "{error}");
+    });
+}
+
+#[test]
+fn taken_name_is_refused() {
+    in_namespace(|| {
+        let _first = Tap::open("card0", "br0", GUEST).unwrap();
+        for name in ["card0", "br0", "lo"] {
+            let error = Tap::open(name, "br0", GUEST).unwrap_err();
+            assert!(matches!(error, NetworkError::TapInUse { .. }), "{name}: {error}");
+        }
+    });
+}
