@@ -1,1 +1,34 @@
-//! Guest disks: an NBD server that writes through and mirrors, and the backup's mirror
+//! Guest disks: an NBD server that writes through and mirrors, and the backup's mirror.
+//!
+//! QEMU reaches each disk of the guest as `-blockdev driver=nbd` over a unix
+//! socket of its own. The way of a write:
+//!
+//! ```text
+//! QEMU --NBD--> NbdServer --> Disk --1--> local image
+//!                                  --2--> WriteSink (the stream to the backup)
+//! ```
+//!
+//! Both steps happen under one short lock per disk, so the backup sees writes in
+//! the order in which the image took them, and [`copy_out`], which mirrors what was
+//! there before, can never put a stale block on top of a newer one.
+//!
+//! The backup's mirror is a [`Disk`] too, one without a sink: [`FreshMirror`] makes
+//! it, the epochs are applied with [`Disk::write`] and [`Disk::zero`], and while it
+//! is passive [`Disk::set_read_only`] keeps the warm QEMU from changing it.
+//!
+//! Start reading at [`Disk`], then `nbd/connection.rs`.
+
+mod cached;
+mod disk;
+mod error;
+mod flusher;
+mod format;
+mod image;
+mod mirror;
+mod nbd;
+
+pub use disk::{Disk, WriteSink};
+pub use error::DiskError;
+pub use format::{ImageFormat, export_bytes};
+pub use mirror::{COPY_CHUNK_BYTES, FreshMirror, copy_out, mirror_path};
+pub use nbd::{NbdServer, Traffic};

@@ -1,0 +1,41 @@
+//! Reading only what the page cache already holds.
+//!
+//! The NBD server serves such reads on the connection's own thread and gives only
+//! the others, which wait for the device, to its reader threads. nix does not wrap
+//! `preadv2`, hence the one unsafe call.
+#![allow(unsafe_code)]
+
+use nix::errno::Errno;
+use nix::libc;
+use std::fs::File;
+use std::io;
+use std::os::fd::AsRawFd;
+
+/// What [`read_cached`] found.
+#[derive(Debug, PartialEq, Eq)]
+pub(crate) enum Cached {
+    /// So many bytes were read, at least one.
+    Bytes(usize),
+    /// The offset is at or beyond the end of the file.
+    EndOfFile,
+    /// The next byte must come from the device.
+    Absent,
+    /// The file system cannot tell.
+    Unknown,
+}
+
+/// Reads from `offset` what can be had without waiting for the device.
+pub(crate) fn read_cached(file: &File, buffer: &mut [u8], offset: u64) -> io::Result<Cached> {
+    let offset = libc::off_t::try_from(offset).map_err(|_| Errno::EINVAL)?;
+    let vector = libc::iovec { iov_base: buffer.as_mut_ptr().cast(), iov_len: buffer.len() };
+    // SAFETY: the vector describes `buffer`, which is exclusively borrowed for the
+    // whole call, and the kernel writes at most `iov_len` bytes to it.
+    let read = unsafe { libc::preadv2(file.as_raw_fd(), &vector, 1, offset, libc::RWF_NOWAIT) };
+    match Errno::result(read) {
+        Ok(0) => Ok(Cached::EndOfFile),
+        Ok(count) => Ok(Cached::Bytes(count as usize)),
+        Err(Errno::EAGAIN | Errno::EINTR) => Ok(Cached::Absent),
+        Err(Errno::EOPNOTSUPP | Errno::ENOSYS) => Ok(Cached::Unknown),
+        Err(error) => Err(error.into()),
+    }
+}

@@ -1,0 +1,303 @@
+//! One guest disk: its image on this host, and where its writes are mirrored to.
+
+use crate::error::DiskError;
+use crate::flusher::{Done, Flusher};
+use crate::image::{Image, Space};
+use nix::errno::Errno;
+use std::fmt;
+use std::io;
+use std::ops::Range;
+use std::path::{Path, PathBuf};
+use std::sync::{Arc, Mutex, MutexGuard};
+use understudy_protocol::DiskIndex;
+
+/// Where a disk's writes go after the local image: the stream to the backup.
+///
+/// Called under the disk's ordering lock, in the order in which the image took the
+/// writes. It may block to slow the guest down; it must then come free without the help
+/// of the guest (a QEMU that stops waits for its writes).
+pub trait WriteSink: Send + Sync {
+    /// `data` was written at `offset` bytes.
+    fn write(&self, disk: DiskIndex, offset: u64, data: &[u8]);
+    /// `len` bytes from `offset` read as zeroes now.
+    fn zero(&self, disk: DiskIndex, offset: u64, len: u64);
+}
+
+/// A guest disk on this host: the primary's image or the backup's mirror.
+///
+/// The export, which the guest sees, may be larger than the image (a qcow2 image grows
+/// in it): what lies beyond the end reads as zeroes, and writes extend the file. All
+/// offsets and lengths are in bytes. Writes are ordered by a lock; reads and flushes
+/// take no lock and wait for nobody.
+pub struct Disk {
+    index: DiskIndex,
+    export_bytes: u64,
+    path: Mutex<PathBuf>,
+    image: Arc<Image>,
+    order: Mutex<Order>,
+    flusher: Flusher,
+}
+
+/// What a writer must look at, and what must not change during its write.
+#[derive(Default)]
+struct Order {
+    sink: Option<Arc<dyn WriteSink>>,
+    read_only: bool,
+}
+
+impl Disk {
+    /// Opens and locks an existing image, to be shown as a disk of `export_bytes` bytes
+    /// (see [`crate::export_bytes`]).
+    pub fn open(
+        index: DiskIndex,
+        path: impl AsRef<Path>,
+        export_bytes: u64,
+    ) -> Result<Disk, DiskError> {
+        let path = path.as_ref();
+        let image = Image::open(path)?;
+        let image_bytes = image.len().map_err(DiskError::io("examine", path))?;
+        if image_bytes > export_bytes {
+            return Err(DiskError::ExportTooSmall { path: path.into(), image_bytes, export_bytes });
+        }
+        Self::of_image(index, path, image, export_bytes)
+    }
+
+    /// A disk on a new, empty image.
+    pub(crate) fn create(
+        index: DiskIndex,
+        path: &Path,
+        export_bytes: u64,
+    ) -> Result<Disk, DiskError> {
+        Self::of_image(index, path, Image::create(path, export_bytes)?, export_bytes)
+    }
+
+    fn of_image(
+        index: DiskIndex,
+        path: &Path,
+        image: Image,
+        export_bytes: u64,
+    ) -> Result<Disk, DiskError> {
+        // With this, no offset inside the export overflows the kernel's off_t.
+        if i64::try_from(export_bytes).is_err() {
+            return Err(DiskError::ExportTooLarge { export_bytes });
+        }
+        let image = Arc::new(image);
+        let flusher = Flusher::start(&format!("disk{index}"), {
+            let image = image.clone();
+            Box::new(move || image.sync())
+        })
+        .map_err(DiskError::io("start the flusher thread of", path))?;
+        Ok(Disk {
+            index,
+            export_bytes,
+            path: Mutex::new(path.into()),
+            image,
+            order: Mutex::default(),
+            flusher,
+        })
+    }
+
+    /// Which disk of the VM this is.
+    pub fn index(&self) -> DiskIndex {
+        self.index
+    }
+
+    /// Size that the guest (or QEMU's format layer) sees.
+    pub fn export_bytes(&self) -> u64 {
+        self.export_bytes
+    }
+
+    /// Where the image is.
+    pub fn path(&self) -> PathBuf {
+        self.path.lock().expect("no code under this lock panics").clone()
+    }
+
+    /// Sends every write from now on to `sink` too, or to nobody. On return no call to
+    /// the former sink is under way.
+    pub fn set_sink(&self, sink: Option<Arc<dyn WriteSink>>) {
+        let former = std::mem::replace(&mut self.lock_order().sink, sink);
+        // Outside the lock: dropping it may take long.
+        drop(former);
+    }
+
+    /// Refuses (EPERM) or admits the guest's writes that come through the NBD server. On
+    /// return no write of the guest is under way that the new rule would refuse. The
+    /// methods of this type are the daemon's own and always admitted.
+    ///
+    /// The export is never announced as read-only: the warm QEMU's connection is the one
+    /// that goes live.
+    pub fn set_read_only(&self, read_only: bool) {
+        self.lock_order().read_only = read_only;
+    }
+
+    /// Fills `buffer` from `offset`.
+    pub fn read(&self, offset: u64, buffer: &mut [u8]) -> io::Result<()> {
+        self.check_range(offset, buffer.len() as u64)?;
+        self.image.read(offset, buffer)
+    }
+
+    /// Reads, or says `false` if that would mean waiting for the device.
+    pub(crate) fn read_if_cached(&self, offset: u64, buffer: &mut [u8]) -> io::Result<bool> {
+        self.check_range(offset, buffer.len() as u64)?;
+        self.image.read_if_cached(offset, buffer)
+    }
+
+    /// Writes to the image, then to the sink.
+    pub fn write(&self, offset: u64, data: &[u8]) -> io::Result<()> {
+        self.ordered().write(offset, data)
+    }
+
+    /// Zeroes a range and gives its space back to the file system.
+    pub fn zero(&self, offset: u64, len: u64) -> io::Result<()> {
+        self.ordered().zero(offset, len, Space::Release)
+    }
+
+    /// Zeroes a range and keeps or gets space for it.
+    pub fn zero_reserved(&self, offset: u64, len: u64) -> io::Result<()> {
+        self.ordered().zero(offset, len, Space::Reserve)
+    }
+
+    /// Gives the space of a range back; it then reads as zeroes, unless the file system
+    /// cannot punch holes, where it is left as it was.
+    pub fn trim(&self, offset: u64, len: u64) -> io::Result<()> {
+        self.ordered().trim(offset, len)
+    }
+
+    /// Waits for all completed writes to be on stable storage, whatever the checkpoints.
+    pub fn sync(&self) -> io::Result<()> {
+        self.image.sync()
+    }
+
+    /// The guest's flush: `done` is called from the flusher thread, or from this one at
+    /// once during a checkpoint.
+    pub(crate) fn flush(&self, done: Done) {
+        self.flusher.flush(done);
+    }
+
+    /// To be called before QEMU is told to stop: until [`Disk::end_checkpoint`] flushes
+    /// cost no fsync, since crash consistency comes from the backup then. A flush whose
+    /// fsync is under way is answered too.
+    pub fn begin_checkpoint(&self) {
+        self.flusher.begin_checkpoint();
+    }
+
+    /// To be called after QEMU continues: carries out, in the background, the flush that
+    /// was left out. Should it fail, the guest's next flush reports it.
+    pub fn end_checkpoint(&self) {
+        self.flusher.end_checkpoint();
+    }
+
+    /// Bytes that a first synchronisation has to look at: the image without its holes.
+    /// An estimate, since the guest goes on writing.
+    pub fn data_bytes(&self) -> io::Result<u64> {
+        let mut total = 0;
+        let mut at = 0;
+        while let Some(data) = self.next_data(at)? {
+            total += data.end - data.start;
+            at = data.end;
+        }
+        Ok(total)
+    }
+
+    /// The first run of data at or after `from`, within the export.
+    pub(crate) fn next_data(&self, from: u64) -> io::Result<Option<Range<u64>>> {
+        Ok(self.image.next_data(from)?.filter(|data| data.start < self.export_bytes))
+    }
+
+    /// Renames the image in the file system.
+    pub(crate) fn move_to(&self, to: &Path) -> io::Result<()> {
+        let mut path = self.path.lock().expect("no code under this lock panics");
+        std::fs::rename(&*path, to)?;
+        *path = to.into();
+        Ok(())
+    }
+
+    /// Access in order, for the daemon itself.
+    pub(crate) fn ordered(&self) -> Ordered<'_> {
+        Ordered { disk: self, order: self.lock_order() }
+    }
+
+    /// Access in order, for the guest: EPERM while the disk is read-only.
+    pub(crate) fn ordered_for_guest(&self) -> io::Result<Ordered<'_>> {
+        let order = self.lock_order();
+        if order.read_only {
+            return Err(Errno::EPERM.into());
+        }
+        Ok(Ordered { disk: self, order })
+    }
+
+    fn lock_order(&self) -> MutexGuard<'_, Order> {
+        // After a panic inside the sink image and mirror may differ: better stop writing.
+        self.order.lock().expect("a write sink must not panic")
+    }
+
+    fn check_range(&self, offset: u64, len: u64) -> io::Result<()> {
+        match offset.checked_add(len) {
+            Some(end) if end <= self.export_bytes => Ok(()),
+            _ => Err(io::Error::new(
+                io::ErrorKind::InvalidInput,
+                format!("{len} bytes at {offset} are beyond the disk's {}", self.export_bytes),
+            )),
+        }
+    }
+}
+
+impl fmt::Debug for Disk {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Disk")
+            .field("index", &self.index)
+            .field("path", &self.path())
+            .field("export_bytes", &self.export_bytes)
+            .finish_non_exhaustive()
+    }
+}
+
+/// The right to write: while it is held, nobody else changes the image or calls the sink.
+pub(crate) struct Ordered<'a> {
+    disk: &'a Disk,
+    order: MutexGuard<'a, Order>,
+}
+
+impl Ordered<'_> {
+    pub(crate) fn write(&self, offset: u64, data: &[u8]) -> io::Result<()> {
+        self.disk.check_range(offset, data.len() as u64)?;
+        self.disk.image.write(offset, data)?;
+        if let Some(sink) = &self.order.sink {
+            sink.write(self.disk.index, offset, data);
+        }
+        Ok(())
+    }
+
+    pub(crate) fn zero(&self, offset: u64, len: u64, space: Space) -> io::Result<()> {
+        self.disk.check_range(offset, len)?;
+        if len == 0 {
+            return Ok(());
+        }
+        self.disk.image.zero(offset, len, space)?;
+        self.mirror_zero(offset, len);
+        Ok(())
+    }
+
+    pub(crate) fn trim(&self, offset: u64, len: u64) -> io::Result<()> {
+        self.disk.check_range(offset, len)?;
+        if self.disk.image.punch(offset, len)? {
+            self.mirror_zero(offset, len);
+        }
+        Ok(())
+    }
+
+    fn mirror_zero(&self, offset: u64, len: u64) {
+        if let Some(sink) = &self.order.sink {
+            sink.zero(self.disk.index, offset, len);
+        }
+    }
+
+    /// Whether writes are mirrored at present.
+    pub(crate) fn has_sink(&self) -> bool {
+        self.order.sink.is_some()
+    }
+}
+
+#[cfg(test)]
+#[path = "disk_tests.rs"]
+mod tests;

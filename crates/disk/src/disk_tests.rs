@@ -1,0 +1,203 @@
+use super::*;
+use std::fs;
+use std::os::unix::fs::MetadataExt;
+
+/// Remembers what it was told.
+#[derive(Default)]
+struct Recorder(Mutex<Vec<(u64, Told)>>);
+
+#[derive(Debug, PartialEq)]
+enum Told {
+    Write(Vec<u8>),
+    Zero(u64),
+}
+
+impl WriteSink for Recorder {
+    fn write(&self, _: DiskIndex, offset: u64, data: &[u8]) {
+        self.0.lock().unwrap().push((offset, Told::Write(data.into())));
+    }
+
+    fn zero(&self, _: DiskIndex, offset: u64, len: u64) {
+        self.0.lock().unwrap().push((offset, Told::Zero(len)));
+    }
+}
+
+impl Recorder {
+    fn told(&self) -> Vec<(u64, Told)> {
+        std::mem::take(&mut self.0.lock().unwrap())
+    }
+}
+
+const MIB: u64 = 1 << 20;
+
+fn image(dir: &tempfile::TempDir, content: &[u8]) -> PathBuf {
+    let path = dir.path().join("image");
+    fs::write(&path, content).unwrap();
+    path
+}
+
+fn read(disk: &Disk, offset: u64, len: usize) -> Vec<u8> {
+    let mut bytes = vec![0xaa; len];
+    disk.read(offset, &mut bytes).unwrap();
+    let mut cached = vec![0xbb; len];
+    if disk.read_if_cached(offset, &mut cached).unwrap() {
+        assert_eq!(bytes, cached, "both ways of reading agree");
+    }
+    bytes
+}
+
+#[test]
+fn beyond_the_end_of_the_file_is_zero_until_written() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = image(&dir, b"abc");
+    let disk = Disk::open(DiskIndex(0), &path, MIB).unwrap();
+    assert_eq!(read(&disk, 0, 6), b"abc\0\0\0");
+    assert_eq!(read(&disk, 4096, 4), [0; 4]);
+    disk.write(5000, b"xyz").unwrap();
+    assert_eq!(fs::metadata(&path).unwrap().len(), 5003);
+    assert_eq!(read(&disk, 4999, 6), b"\0xyz\0\0");
+}
+
+#[test]
+fn nothing_is_read_or_written_outside_the_export() {
+    let dir = tempfile::tempdir().unwrap();
+    let disk = Disk::open(DiskIndex(0), image(&dir, b""), 4096).unwrap();
+    for (offset, len) in [(4096, 1), (4095, 2), (u64::MAX, 1), (0, 4097)] {
+        let kinds = [
+            disk.write(offset, &vec![0; len]).unwrap_err().kind(),
+            disk.read(offset, &mut vec![0; len]).unwrap_err().kind(),
+            disk.zero(offset, len as u64).unwrap_err().kind(),
+            disk.zero_reserved(offset, len as u64).unwrap_err().kind(),
+            disk.trim(offset, len as u64).unwrap_err().kind(),
+        ];
+        assert_eq!(kinds, [io::ErrorKind::InvalidInput; 5], "{len} bytes at {offset}");
+    }
+}
+
+#[test]
+fn zeroing_releases_space_unless_it_is_to_be_reserved() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = image(&dir, &vec![7; MIB as usize]);
+    let disk = Disk::open(DiskIndex(0), &path, 2 * MIB).unwrap();
+    let blocks = || {
+        disk.sync().unwrap();
+        fs::metadata(&path).unwrap().blocks()
+    };
+    let full = blocks();
+    disk.zero_reserved(0, MIB / 4).unwrap();
+    assert!(blocks() >= full, "reserved");
+    disk.zero(MIB / 4, MIB / 4).unwrap();
+    let punched = blocks();
+    assert!(punched < full, "{punched} < {full}");
+    disk.trim(MIB / 2, MIB).unwrap();
+    assert!(blocks() < punched);
+    assert_eq!(read(&disk, 0, MIB as usize / 2), vec![0; MIB as usize / 2]);
+    assert_eq!(read(&disk, MIB / 2, MIB as usize / 2), vec![0; MIB as usize / 2]);
+    assert_eq!(fs::metadata(&path).unwrap().len(), MIB, "holes do not grow the file");
+    disk.zero_reserved(MIB, MIB).unwrap();
+    assert_eq!(fs::metadata(&path).unwrap().len(), 2 * MIB);
+}
+
+#[test]
+fn zeroing_hits_odd_ranges_exactly() {
+    let dir = tempfile::tempdir().unwrap();
+    let disk = Disk::open(DiskIndex(0), image(&dir, &[7; 20_000]), MIB).unwrap();
+    disk.zero(1000, 9001).unwrap();
+    disk.zero_reserved(15_001, 333).unwrap();
+    let mut expected = vec![7; 20_000];
+    expected[1000..10_001].fill(0);
+    expected[15_001..15_334].fill(0);
+    assert_eq!(read(&disk, 0, 20_000), expected);
+}
+
+#[test]
+fn the_sink_hears_of_changes_in_their_order_and_only_while_set() {
+    let dir = tempfile::tempdir().unwrap();
+    let disk = Disk::open(DiskIndex(3), image(&dir, &[7; 8192]), MIB).unwrap();
+    let sink = Arc::new(Recorder::default());
+    disk.write(0, b"before").unwrap();
+    disk.set_sink(Some(sink.clone()));
+    disk.write(10, b"one").unwrap();
+    disk.zero(0, 4096).unwrap();
+    disk.write(11, b"two").unwrap();
+    disk.trim(4096, 8192).unwrap();
+    disk.zero_reserved(1, 2).unwrap();
+    disk.zero(5, 0).unwrap();
+    assert!(disk.write(MIB, b"outside").is_err(), "not mirrored either");
+    disk.set_sink(None);
+    disk.write(0, b"after").unwrap();
+    let expected = vec![
+        (10, Told::Write(b"one".into())),
+        (0, Told::Zero(4096)),
+        (11, Told::Write(b"two".into())),
+        (4096, Told::Zero(8192)),
+        (1, Told::Zero(2)),
+    ];
+    assert_eq!(sink.told(), expected);
+    assert_eq!(Arc::strong_count(&sink), 1, "let go");
+}
+
+#[test]
+fn a_local_error_is_returned_and_not_mirrored() {
+    let full = Path::new("/dev/full");
+    assert!(matches!(
+        Disk::open(DiskIndex(0), full, MIB).unwrap_err(),
+        DiskError::NotAnImage { .. }
+    ));
+    // The largest file that ext4, xfs or tmpfs take is smaller than off_t allows.
+    let dir = tempfile::tempdir().unwrap();
+    let disk = Disk::open(DiskIndex(0), image(&dir, b""), i64::MAX as u64).unwrap();
+    let sink = Arc::new(Recorder::default());
+    disk.set_sink(Some(sink.clone()));
+    let refused = disk.write(i64::MAX as u64 - 10, b"too far");
+    assert_eq!(refused.unwrap_err().kind(), io::ErrorKind::FileTooLarge);
+    assert_eq!(sink.told(), []);
+}
+
+#[test]
+fn the_guest_of_a_read_only_disk_is_refused_but_not_the_daemon() {
+    let dir = tempfile::tempdir().unwrap();
+    let disk = Disk::open(DiskIndex(0), image(&dir, b""), MIB).unwrap();
+    disk.set_read_only(true);
+    let refused = disk.ordered_for_guest().err().unwrap();
+    assert_eq!(refused.raw_os_error(), Some(Errno::EPERM as i32));
+    disk.write(0, b"epoch").unwrap();
+    disk.set_read_only(false);
+    disk.ordered_for_guest().unwrap().write(0, b"guest").unwrap();
+    assert_eq!(read(&disk, 0, 5), b"guest");
+}
+
+#[test]
+fn wrong_images_are_refused_with_the_path() {
+    let dir = tempfile::tempdir().unwrap();
+    let open = |path: &Path| Disk::open(DiskIndex(0), path, 4096).unwrap_err();
+    let missing = dir.path().join("missing");
+    assert!(matches!(open(&missing), DiskError::Missing { .. }));
+    assert!(open(&missing).to_string().contains(missing.to_str().unwrap()));
+    assert!(matches!(open(dir.path()), DiskError::NotAnImage { .. }));
+    let large = image(&dir, &[0; 4097]);
+    assert!(matches!(open(&large), DiskError::ExportTooSmall { image_bytes: 4097, .. }));
+    let huge = Disk::open(DiskIndex(0), &large, u64::MAX);
+    assert!(matches!(huge, Err(DiskError::ExportTooLarge { .. })));
+}
+
+#[test]
+fn an_image_has_one_user() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = image(&dir, b"");
+    let disk = Disk::open(DiskIndex(0), &path, 4096).unwrap();
+    let second = Disk::open(DiskIndex(1), &path, 4096);
+    assert!(matches!(second, Err(DiskError::InUse { .. })), "{second:?}");
+    drop(disk);
+    Disk::open(DiskIndex(1), &path, 4096).unwrap();
+}
+
+#[test]
+fn data_bytes_leaves_out_holes() {
+    let dir = tempfile::tempdir().unwrap();
+    let disk = Disk::open(DiskIndex(0), image(&dir, b""), 64 * MIB).unwrap();
+    assert_eq!(disk.data_bytes().unwrap(), 0);
+    disk.write(32 * MIB, &vec![1; MIB as usize]).unwrap();
+    let data = disk.data_bytes().unwrap();
+    assert!((MIB..2 * MIB).contains(&data), "{data}");
+}

@@ -1,0 +1,104 @@
+//! What can be wrong with a disk, said so that the operator can act on it.
+
+use std::io;
+use std::path::PathBuf;
+
+/// Why a disk, a mirror or its NBD server could not be set up.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum DiskError {
+    /// No file at the path.
+    #[error("disk image {path} does not exist; create it (qemu-img create) or correct the path")]
+    Missing {
+        /// The image.
+        path: PathBuf,
+    },
+    /// Something other than a regular file or a block device.
+    #[error("{path} is neither a file nor a block device; a disk image must be one of them")]
+    NotAnImage {
+        /// The path given.
+        path: PathBuf,
+    },
+    /// Somebody else holds the image open for writing, or reads it unshared.
+    #[error(
+        "disk image {path} is in use by another process (a daemon, a QEMU or a qemu-img); \
+         stop that first: two writers would destroy it"
+    )]
+    InUse {
+        /// The image.
+        path: PathBuf,
+    },
+    /// The export would hide the end of the image from the guest.
+    #[error(
+        "disk image {path} holds {image_bytes} bytes, but only {export_bytes} would be shown to \
+         the guest; take the size from export_bytes()"
+    )]
+    ExportTooSmall {
+        /// The image.
+        path: PathBuf,
+        /// Its length.
+        image_bytes: u64,
+        /// The size asked for.
+        export_bytes: u64,
+    },
+    /// The size cannot be addressed by the kernel's file offsets.
+    #[error("a disk of {export_bytes} bytes is larger than a file can be (2^63 - 1 bytes)")]
+    ExportTooLarge {
+        /// The size asked for.
+        export_bytes: u64,
+    },
+    /// A system call on the image or its directory failed.
+    #[error("cannot {action} {path}: {source}")]
+    Io {
+        /// What was tried, as a verb.
+        action: &'static str,
+        /// On what.
+        path: PathBuf,
+        /// What the kernel said.
+        source: io::Error,
+    },
+    /// Another server answers on the socket.
+    #[error("another process already serves a disk on {path}; stop it or choose another path")]
+    SocketInUse {
+        /// The socket.
+        path: PathBuf,
+    },
+    /// `qemu-img` could not be started.
+    #[error("cannot run qemu-img, which sizes qcow2 images: {source}; install qemu-utils")]
+    QemuImgMissing {
+        /// What the kernel said.
+        source: io::Error,
+    },
+    /// `qemu-img` refused the image or answered with something else than expected.
+    #[error("qemu-img {action} {path}: {message}; is it a sound image of the format given?")]
+    QemuImg {
+        /// The qemu-img command.
+        action: &'static str,
+        /// The image.
+        path: PathBuf,
+        /// What it said.
+        message: String,
+    },
+    /// The image is only part of a disk, so that mirroring it would lose the rest.
+    #[error(
+        "disk image {path} needs {needs}, which would not be mirrored; flatten it first: \
+         qemu-img convert -O qcow2 {path} NEW"
+    )]
+    NotStandalone {
+        /// The image.
+        path: PathBuf,
+        /// The other file.
+        needs: String,
+    },
+}
+
+impl DiskError {
+    /// Attaches the action and the path to what the kernel said.
+    pub(crate) fn io(
+        action: &'static str,
+        path: impl Into<PathBuf>,
+    ) -> impl FnOnce(io::Error) -> DiskError {
+        let path = path.into();
+        move |source| DiskError::Io { action, path, source }
+    }
+}

@@ -1,0 +1,170 @@
+//! Flushes, on a thread of their own so that nothing else waits for an fsync.
+//!
+//! Flushes that wait together share one fsync. During a checkpoint none is waited
+//! for: what the guest tells the world after its flush is held back until the backup
+//! has the write as well, so a crash of this host loses nothing that was promised. The
+//! flush is owed and made up for afterwards.
+
+use nix::errno::Errno;
+use std::io;
+use std::mem;
+use std::sync::{Arc, Condvar, Mutex, MutexGuard};
+use std::thread::{self, JoinHandle};
+
+/// Told once how the flush went.
+pub(crate) type Done = Box<dyn FnOnce(io::Result<()>) + Send>;
+
+#[derive(Default)]
+struct State {
+    in_checkpoint: bool,
+    /// A flush was answered without an fsync.
+    owed: bool,
+    stopping: bool,
+    /// To be answered by the next fsync.
+    waiting: Vec<Done>,
+    /// To be answered by the fsync under way.
+    syncing: Vec<Done>,
+    /// A failure that came when nobody was waiting; the next flush reports it.
+    failed: Option<Errno>,
+}
+
+/// The fsync itself.
+pub(crate) type SyncImage = Box<dyn Fn() -> io::Result<()> + Send + Sync>;
+
+struct Shared {
+    sync: SyncImage,
+    state: Mutex<State>,
+    wake: Condvar,
+}
+
+/// The flusher thread of one disk; dropping it carries out what is owed and joins it.
+pub(crate) struct Flusher {
+    shared: Arc<Shared>,
+    thread: Option<JoinHandle<()>>,
+}
+
+impl Flusher {
+    pub(crate) fn start(name: &str, sync: SyncImage) -> io::Result<Flusher> {
+        let shared =
+            Arc::new(Shared { sync, state: Mutex::new(State::default()), wake: Condvar::new() });
+        let thread = thread::Builder::new().name(format!("flush-{name}")).spawn({
+            let shared = shared.clone();
+            move || while shared.flush_once() {}
+        })?;
+        Ok(Flusher { shared, thread: Some(thread) })
+    }
+
+    /// Calls `done` once all completed writes are on stable storage, or at once during
+    /// a checkpoint.
+    pub(crate) fn flush(&self, done: Done) {
+        let mut state = self.shared.lock();
+        if state.in_checkpoint {
+            state.owed = true;
+            let result = state.take_failure();
+            drop(state);
+            return done(result);
+        }
+        state.waiting.push(done);
+        drop(state);
+        self.shared.wake.notify_one();
+    }
+
+    /// From here on flushes are answered at once, those already waiting included: the
+    /// pause must not wait for an fsync.
+    pub(crate) fn begin_checkpoint(&self) {
+        let mut state = self.shared.lock();
+        state.in_checkpoint = true;
+        let mut answer = mem::take(&mut state.waiting);
+        answer.append(&mut state.syncing);
+        if answer.is_empty() {
+            return;
+        }
+        state.owed = true;
+        let result = state.take_failure();
+        drop(state);
+        answer_all(answer, &result);
+    }
+
+    /// Flushes are carried out again, first of all the one that is owed.
+    pub(crate) fn end_checkpoint(&self) {
+        self.shared.lock().in_checkpoint = false;
+        self.shared.wake.notify_one();
+    }
+}
+
+impl Drop for Flusher {
+    fn drop(&mut self) {
+        self.shared.lock().stopping = true;
+        self.shared.wake.notify_one();
+        if let Some(thread) = self.thread.take() {
+            if thread.join().is_err() {
+                tracing::error!("the flusher thread panicked");
+            }
+        }
+    }
+}
+
+impl Shared {
+    fn lock(&self) -> MutexGuard<'_, State> {
+        self.state.lock().expect("no code under this lock panics")
+    }
+
+    /// Waits for something to flush and does it; false once there will be no more.
+    fn flush_once(&self) -> bool {
+        let mut state = self
+            .wake
+            .wait_while(self.lock(), |state| !state.stopping && !state.has_work())
+            .expect("no code under this lock panics");
+        if !state.owed && state.waiting.is_empty() {
+            return false;
+        }
+        state.owed = false;
+        state.syncing = mem::take(&mut state.waiting);
+        drop(state);
+
+        let result = (self.sync)();
+        if let Err(error) = &result {
+            tracing::error!(%error, "flush of the disk image failed");
+        }
+
+        let mut state = self.lock();
+        if let Err(error) = result {
+            state.failed = Some(errno_of(&error));
+        }
+        let answer = mem::take(&mut state.syncing);
+        if answer.is_empty() {
+            return true;
+        }
+        let result = state.take_failure();
+        drop(state);
+        answer_all(answer, &result);
+        true
+    }
+}
+
+impl State {
+    fn has_work(&self) -> bool {
+        !self.waiting.is_empty() || (self.owed && !self.in_checkpoint)
+    }
+
+    fn take_failure(&mut self) -> io::Result<()> {
+        self.failed.take().map_or(Ok(()), |errno| Err(errno.into()))
+    }
+}
+
+fn answer_all(answer: Vec<Done>, result: &io::Result<()>) {
+    for done in answer {
+        done(match result {
+            Ok(()) => Ok(()),
+            Err(error) => Err(errno_of(error).into()),
+        });
+    }
+}
+
+fn errno_of(error: &io::Error) -> Errno {
+    error.raw_os_error().map_or(Errno::EIO, Errno::from_raw)
+}
+
+#[cfg(test)]
+#[path = "flusher_tests.rs"]
+mod tests;

@@ -1,0 +1,150 @@
+use super::*;
+use crossbeam_channel::{Receiver, Sender, unbounded};
+use std::time::Duration;
+
+const DEADLINE: Duration = Duration::from_secs(20);
+
+/// A flusher whose fsyncs are carried out by the test, one by one.
+struct Bench {
+    flusher: Flusher,
+    /// Told when an fsync begins.
+    begun: Receiver<()>,
+    /// Lets the fsync end.
+    finish: Sender<io::Result<()>>,
+    answered: (Sender<(u32, bool)>, Receiver<(u32, bool)>),
+}
+
+impl Bench {
+    fn new() -> Bench {
+        let (begin, begun) = unbounded();
+        let (finish, finished) = unbounded();
+        let sync: SyncImage = Box::new(move || {
+            begin.send(()).ok();
+            // The test has let go of its end: nothing is to be waited for any more.
+            finished.recv().unwrap_or(Ok(()))
+        });
+        let flusher = Flusher::start("test", sync).unwrap();
+        Bench { flusher, begun, finish, answered: unbounded() }
+    }
+
+    fn flush(&self, id: u32) {
+        let answered = self.answered.0.clone();
+        self.flusher.flush(Box::new(move |result| {
+            answered.send((id, result.is_ok())).ok();
+        }));
+    }
+
+    fn next_fsync(&self) {
+        self.begun.recv_timeout(DEADLINE).expect("an fsync begins");
+    }
+
+    fn answer(&self) -> (u32, bool) {
+        self.answered.1.recv_timeout(DEADLINE).expect("a flush is answered")
+    }
+
+    fn no_answer(&self) {
+        assert!(self.answered.1.try_recv().is_err(), "answered too early");
+    }
+}
+
+#[test]
+fn a_flush_is_answered_after_an_fsync_that_began_after_it() {
+    let bench = Bench::new();
+    bench.flush(1);
+    bench.next_fsync();
+    bench.flush(2);
+    bench.flush(3);
+    bench.no_answer();
+    bench.finish.send(Ok(())).unwrap();
+    assert_eq!(bench.answer(), (1, true));
+
+    bench.next_fsync();
+    bench.no_answer();
+    bench.finish.send(Ok(())).unwrap();
+    assert_eq!([bench.answer(), bench.answer()], [(2, true), (3, true)]);
+    assert!(bench.begun.try_recv().is_err(), "flushes that waited together share one fsync");
+}
+
+#[test]
+fn a_failed_fsync_fails_the_flush() {
+    let bench = Bench::new();
+    bench.flush(1);
+    bench.finish.send(Err(Errno::EIO.into())).unwrap();
+    assert_eq!(bench.answer(), (1, false));
+}
+
+#[test]
+fn a_flush_inside_a_checkpoint_is_answered_at_once_and_made_up_for_once() {
+    let bench = Bench::new();
+    bench.flusher.begin_checkpoint();
+    bench.flush(1);
+    bench.flush(2);
+    assert_eq!([bench.answer(), bench.answer()], [(1, true), (2, true)]);
+    assert!(bench.begun.try_recv().is_err(), "no fsync inside the checkpoint");
+
+    bench.flusher.end_checkpoint();
+    bench.next_fsync();
+    bench.finish.send(Ok(())).unwrap();
+    // The next fsync belongs to the next flush: only one was owed.
+    bench.flush(3);
+    bench.next_fsync();
+    bench.finish.send(Ok(())).unwrap();
+    assert_eq!(bench.answer(), (3, true));
+    assert!(bench.begun.try_recv().is_err());
+}
+
+#[test]
+fn a_checkpoint_without_a_flush_owes_nothing() {
+    let bench = Bench::new();
+    bench.flusher.begin_checkpoint();
+    bench.flusher.end_checkpoint();
+    bench.flush(1);
+    bench.next_fsync();
+    bench.finish.send(Ok(())).unwrap();
+    assert_eq!(bench.answer(), (1, true));
+    assert!(bench.begun.try_recv().is_err());
+}
+
+#[test]
+fn the_beginning_of_a_checkpoint_answers_the_flush_under_way() {
+    let bench = Bench::new();
+    bench.flush(1);
+    bench.next_fsync();
+    bench.flush(2);
+    bench.flusher.begin_checkpoint();
+    assert_eq!([bench.answer(), bench.answer()], [(2, true), (1, true)]);
+    bench.finish.send(Ok(())).unwrap();
+    bench.flusher.end_checkpoint();
+    bench.next_fsync();
+    bench.finish.send(Ok(())).unwrap();
+}
+
+#[test]
+fn a_failure_that_nobody_waited_for_is_reported_by_the_next_flush() {
+    let bench = Bench::new();
+    bench.flusher.begin_checkpoint();
+    bench.flush(1);
+    assert_eq!(bench.answer(), (1, true));
+    bench.flusher.end_checkpoint();
+    bench.next_fsync();
+    bench.finish.send(Err(Errno::ENOSPC.into())).unwrap();
+
+    bench.flush(2);
+    bench.next_fsync();
+    bench.finish.send(Ok(())).unwrap();
+    assert_eq!(bench.answer(), (2, false));
+    bench.flush(3);
+    bench.next_fsync();
+    bench.finish.send(Ok(())).unwrap();
+    assert_eq!(bench.answer(), (3, true), "reported once");
+}
+
+#[test]
+fn dropping_carries_out_what_is_owed() {
+    let Bench { flusher, begun, finish, .. } = Bench::new();
+    flusher.begin_checkpoint();
+    flusher.flush(Box::new(|_| ()));
+    drop(finish);
+    drop(flusher);
+    assert_eq!(begun.try_iter().count(), 1);
+}

@@ -1,0 +1,207 @@
+//! The image file: locked, read with zeroes beyond its end, sparse.
+
+use crate::cached::{Cached, read_cached};
+use crate::error::DiskError;
+use nix::errno::Errno;
+use nix::fcntl::{FallocateFlags, FcntlArg, fallocate, fcntl};
+use nix::libc;
+use nix::unistd::{Whence, lseek};
+use std::fs::{File, OpenOptions};
+use std::io::{self, Seek, SeekFrom};
+use std::ops::Range;
+use std::os::unix::fs::{FileExt, FileTypeExt};
+use std::path::Path;
+
+static ZEROES: [u8; 64 * 1024] = [0; 64 * 1024];
+
+/// Whether zeroed space keeps, or gets, its place on the device.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Space {
+    /// Give it back to the file system.
+    Release,
+    /// Reserve it, so that a later write cannot fail for want of space.
+    Reserve,
+}
+
+/// An image open for reading and writing, and locked against other users.
+#[derive(Debug)]
+pub(crate) struct Image {
+    file: File,
+    is_device: bool,
+}
+
+impl Image {
+    /// Opens an existing image.
+    pub(crate) fn open(path: &Path) -> Result<Image, DiskError> {
+        Self::open_with(path, OpenOptions::new().read(true).write(true))
+    }
+
+    /// Makes an empty sparse image of `bytes` bytes, in place of any file at the path.
+    pub(crate) fn create(path: &Path, bytes: u64) -> Result<Image, DiskError> {
+        let mut options = OpenOptions::new();
+        options.read(true).write(true).create(true).truncate(false);
+        // Not truncated by open(): the lock must be held before anything is destroyed.
+        let image = Self::open_with(path, &options)?;
+        image.file.set_len(0).map_err(DiskError::io("empty", path))?;
+        image.file.set_len(bytes).map_err(DiskError::io("size", path))?;
+        Ok(image)
+    }
+
+    fn open_with(path: &Path, options: &OpenOptions) -> Result<Image, DiskError> {
+        let file = options.open(path).map_err(|source| match source.kind() {
+            io::ErrorKind::NotFound => DiskError::Missing { path: path.into() },
+            io::ErrorKind::IsADirectory => DiskError::NotAnImage { path: path.into() },
+            _ => DiskError::Io { action: "open", path: path.into(), source },
+        })?;
+        let kind = file.metadata().map_err(DiskError::io("examine", path))?.file_type();
+        if !kind.is_file() && !kind.is_block_device() {
+            return Err(DiskError::NotAnImage { path: path.into() });
+        }
+        lock(&file).map_err(|error| match error {
+            Errno::EAGAIN | Errno::EACCES => DiskError::InUse { path: path.into() },
+            other => DiskError::Io { action: "lock", path: path.into(), source: other.into() },
+        })?;
+        Ok(Image { file, is_device: kind.is_block_device() })
+    }
+
+    /// Present length in bytes.
+    pub(crate) fn len(&self) -> io::Result<u64> {
+        if self.is_device {
+            return (&self.file).seek(SeekFrom::End(0));
+        }
+        Ok(self.file.metadata()?.len())
+    }
+
+    /// Fills the buffer; what lies beyond the end of the file is zero.
+    pub(crate) fn read(&self, offset: u64, buffer: &mut [u8]) -> io::Result<()> {
+        let mut done = 0;
+        while done < buffer.len() {
+            match self.file.read_at(&mut buffer[done..], offset + done as u64) {
+                Ok(0) => {
+                    buffer[done..].fill(0);
+                    return Ok(());
+                }
+                Ok(count) => done += count,
+                Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
+                Err(error) => return Err(error),
+            }
+        }
+        Ok(())
+    }
+
+    /// Like [`Image::read`], but gives up (`false`) where it would wait for the device.
+    pub(crate) fn read_if_cached(&self, offset: u64, buffer: &mut [u8]) -> io::Result<bool> {
+        let mut done = 0;
+        while done < buffer.len() {
+            match read_cached(&self.file, &mut buffer[done..], offset + done as u64)? {
+                Cached::Bytes(count) => done += count,
+                Cached::EndOfFile => {
+                    buffer[done..].fill(0);
+                    return Ok(true);
+                }
+                Cached::Absent => return Ok(false),
+                // Memory file systems mostly: nothing to wait for there.
+                Cached::Unknown => {
+                    self.read(offset + done as u64, &mut buffer[done..])?;
+                    return Ok(true);
+                }
+            }
+        }
+        Ok(true)
+    }
+
+    /// Writes all of the data, growing the file as needed.
+    pub(crate) fn write(&self, offset: u64, data: &[u8]) -> io::Result<()> {
+        self.file.write_all_at(data, offset)
+    }
+
+    /// Makes the range read as zeroes.
+    pub(crate) fn zero(&self, offset: u64, len: u64, space: Space) -> io::Result<()> {
+        let zeroed = match space {
+            Space::Release => self.punch(offset, len)?,
+            Space::Reserve => {
+                self.try_fallocate(FallocateFlags::FALLOC_FL_ZERO_RANGE, offset, len)?
+            }
+        };
+        if zeroed {
+            return Ok(());
+        }
+        let end = offset + len;
+        let mut at = offset;
+        while at < end {
+            let count = (end - at).min(ZEROES.len() as u64);
+            self.write(at, &ZEROES[..count as usize])?;
+            at += count;
+        }
+        Ok(())
+    }
+
+    /// Makes the range a hole, which reads as zeroes. False, and nothing changed, where
+    /// the file system or device cannot.
+    pub(crate) fn punch(&self, offset: u64, len: u64) -> io::Result<bool> {
+        // Beyond the end there is nothing to release, and it reads as zeroes already.
+        let len = len.min(self.len()?.saturating_sub(offset));
+        if len == 0 {
+            return Ok(true);
+        }
+        let hole = FallocateFlags::FALLOC_FL_PUNCH_HOLE | FallocateFlags::FALLOC_FL_KEEP_SIZE;
+        self.try_fallocate(hole, offset, len)
+    }
+
+    fn try_fallocate(&self, mode: FallocateFlags, offset: u64, len: u64) -> io::Result<bool> {
+        let (Ok(offset), Ok(len)) = (libc::off_t::try_from(offset), libc::off_t::try_from(len))
+        else {
+            return Err(Errno::EINVAL.into());
+        };
+        loop {
+            return match fallocate(&self.file, mode, offset, len) {
+                Ok(()) => Ok(true),
+                Err(Errno::EINTR) => continue,
+                // EINVAL: a device that wants whole blocks.
+                Err(Errno::EOPNOTSUPP | Errno::ENOSYS | Errno::EINVAL) => Ok(false),
+                Err(error) => Err(error.into()),
+            };
+        }
+    }
+
+    /// The first run of data at or after `from`, skipping holes.
+    pub(crate) fn next_data(&self, from: u64) -> io::Result<Option<Range<u64>>> {
+        let from = libc::off_t::try_from(from).map_err(|_| Errno::EINVAL)?;
+        let start = match lseek(&self.file, from, Whence::SeekData) {
+            Ok(start) => start,
+            Err(Errno::ENXIO) => return Ok(None),
+            Err(error) => return Err(error.into()),
+        };
+        let end = match lseek(&self.file, start, Whence::SeekHole) {
+            Ok(end) => end,
+            // Truncated meanwhile.
+            Err(Errno::ENXIO) => return Ok(None),
+            Err(error) => return Err(error.into()),
+        };
+        Ok(Some(start as u64..end as u64))
+    }
+
+    /// Waits until all completed writes are on stable storage.
+    pub(crate) fn sync(&self) -> io::Result<()> {
+        self.file.sync_data()
+    }
+}
+
+/// Takes the locks that QEMU knows of (its `block/file-posix.c`): byte 100 + n says
+/// "I use permission n", byte 200 + n "nobody else may". We take all of both ranges
+/// exclusively, save permission 0 (consistent read), so that another daemon and every
+/// QEMU or qemu-img are kept out, except those told to look on (`qemu-img … -U`).
+/// They are open-file-description locks: they end with the descriptor.
+fn lock(file: &File) -> Result<(), Errno> {
+    for first in [101, 201] {
+        let range = libc::flock {
+            l_type: libc::F_WRLCK as libc::c_short,
+            l_whence: libc::SEEK_SET as libc::c_short,
+            l_start: first,
+            l_len: 99,
+            l_pid: 0,
+        };
+        fcntl(file, FcntlArg::F_OFD_SETLK(&range))?;
+    }
+    Ok(())
+}

@@ -1,0 +1,264 @@
+//! One client: its requests, and the replies in whatever order they come to be done.
+//!
+//! The connection's thread carries out each request at once, but for two kinds that wait
+//! for the device: reads that the page cache cannot serve go to the server's reader
+//! threads, flushes to the disk's flusher.
+
+use super::handshake::{ConnectionError, Export, Outcome, negotiate};
+use super::protocol::{Command, REQUEST_BYTES, Request, Status, reply};
+use super::traffic::Counters;
+use crate::disk::Disk;
+use crate::image::Space;
+use crossbeam_channel::{Receiver, Sender};
+use std::io::{self, BufReader, IoSlice, Read, Write};
+use std::net::Shutdown;
+use std::os::unix::net::UnixStream;
+use std::sync::{Arc, Mutex};
+use std::time::Duration;
+
+/// Holds several headers, or a header and a small write, per system call; the rest of a
+/// large write goes past it.
+const INPUT_BUFFER_BYTES: usize = 16 * 1024;
+/// Buffers for larger requests (rare: QEMU splits them) are given back after use.
+const KEPT_BUFFER_BYTES: usize = 2 * 1024 * 1024;
+/// A client that connects is a QEMU that starts; it does not dawdle.
+const HANDSHAKE_TIMEOUT: Duration = Duration::from_secs(10);
+
+/// What all connections of one server share.
+#[derive(Clone)]
+pub(super) struct Served {
+    pub(super) disk: Arc<Disk>,
+    pub(super) export: Export,
+    pub(super) counters: Arc<Counters>,
+}
+
+/// A read that must wait for the device, for a reader thread.
+pub(super) struct ColdRead {
+    request: Request,
+    replies: Arc<Replies>,
+}
+
+/// Serves one client until it goes.
+pub(super) fn serve(
+    served: &Served,
+    stream: UnixStream,
+    cold: &Sender<ColdRead>,
+) -> Result<(), ConnectionError> {
+    let mut input = BufReader::with_capacity(INPUT_BUFFER_BYTES, stream.try_clone()?);
+    stream.set_read_timeout(Some(HANDSHAKE_TIMEOUT))?;
+    if negotiate(&mut input, &mut &stream, &served.export)? == Outcome::Abort {
+        return Ok(());
+    }
+    stream.set_read_timeout(None)?;
+
+    let connection = Connection { served, replies: Arc::new(Replies::new(stream)), cold };
+    connection.transmission(&mut input)
+}
+
+/// Carries out reads that wait for the device, until no connection can send any more.
+pub(super) fn serve_cold_reads(served: &Served, cold: &Receiver<ColdRead>) {
+    let mut buffer = Buffer::default();
+    for ColdRead { request, replies } in cold {
+        let data = buffer.get(request.length as usize);
+        let result = served.disk.read(request.offset, data);
+        served.answer_read(&request, result, data, &replies);
+    }
+}
+
+impl Served {
+    fn answer_read(
+        &self,
+        request: &Request,
+        result: io::Result<()>,
+        data: &[u8],
+        replies: &Replies,
+    ) {
+        match result {
+            Ok(()) => {
+                self.counters.read(request.length);
+                replies.send(Status::Ok, request.handle, data);
+            }
+            Err(_) => self.answer(request, result, replies),
+        }
+    }
+
+    fn answer(&self, request: &Request, result: io::Result<()>, replies: &Replies) {
+        let status = Status::from(&result);
+        match &result {
+            // Expected of the warm QEMU; not worth a line each.
+            Err(error) if status != Status::NotPermitted => {
+                tracing::warn!(disk = %self.disk.index(), ?request, %error, "request failed");
+            }
+            _ => {}
+        }
+        replies.send(status, request.handle, &[]);
+    }
+}
+
+struct Connection<'a> {
+    served: &'a Served,
+    replies: Arc<Replies>,
+    cold: &'a Sender<ColdRead>,
+}
+
+impl Connection<'_> {
+    fn transmission(&self, input: &mut impl Read) -> Result<(), ConnectionError> {
+        let mut buffer = Buffer::default();
+        loop {
+            let mut header = [0; REQUEST_BYTES];
+            if !read_header(input, &mut header)? {
+                return Ok(());
+            }
+            let request = Request::parse(&header)?;
+            let payload = buffer.get(request.payload_bytes()?);
+            input.read_exact(payload)?;
+            match request.command(self.served.disk.export_bytes()) {
+                Ok(Command::Disconnect) => return Ok(()),
+                Ok(Command::Read) => self.read(request, &mut buffer),
+                Ok(command) => self.change(request, command, payload),
+                Err(status) => {
+                    tracing::warn!(?request, ?status, "refused a request");
+                    self.replies.send(status, request.handle, &[]);
+                }
+            }
+        }
+    }
+
+    fn read(&self, request: Request, buffer: &mut Buffer) {
+        let data = buffer.get(request.length as usize);
+        let result = self.served.disk.read_if_cached(request.offset, data);
+        if let Ok(false) = result {
+            let read = ColdRead { request, replies: self.replies.clone() };
+            // The readers outlive the connections.
+            self.cold.send(read).expect("the reader threads are running");
+            return;
+        }
+        self.served.answer_read(&request, result.map(|_| ()), data, &self.replies);
+    }
+
+    /// Carries out a command that changes the disk, or a flush.
+    fn change(&self, request: Request, command: Command, payload: &[u8]) {
+        match self.try_change(&request, command, payload) {
+            Ok(Durable::Later) => self.served.answer(&request, Ok(()), &self.replies),
+            Ok(Durable::BeforeReply) => {
+                let (served, replies) = (self.served.counters.clone(), self.replies.clone());
+                self.served.disk.flush(Box::new(move |result| {
+                    served.flushed();
+                    replies.send(Status::from(&result), request.handle, &[]);
+                }));
+            }
+            Err(error) => self.served.answer(&request, Err(error), &self.replies),
+        }
+    }
+
+    fn try_change(
+        &self,
+        request: &Request,
+        command: Command,
+        payload: &[u8],
+    ) -> io::Result<Durable> {
+        let (offset, len) = (request.offset, u64::from(request.length));
+        let counters = &self.served.counters;
+        let guest = || self.served.disk.ordered_for_guest();
+        match command {
+            Command::Write { fua } => {
+                guest()?.write(offset, payload)?;
+                counters.wrote(request.length);
+                Ok(Durable::from_fua(fua))
+            }
+            Command::WriteZeroes { fua, no_hole } => {
+                let space = if no_hole { Space::Reserve } else { Space::Release };
+                guest()?.zero(offset, len, space)?;
+                counters.zeroed();
+                Ok(Durable::from_fua(fua))
+            }
+            Command::Trim { fua } => {
+                guest()?.trim(offset, len)?;
+                counters.zeroed();
+                Ok(Durable::from_fua(fua))
+            }
+            Command::Flush => Ok(Durable::BeforeReply),
+            Command::Read | Command::Disconnect => unreachable!("handled by the caller"),
+        }
+    }
+}
+
+/// When a change must be on stable storage.
+enum Durable {
+    BeforeReply,
+    Later,
+}
+
+impl Durable {
+    fn from_fua(fua: bool) -> Durable {
+        if fua { Durable::BeforeReply } else { Durable::Later }
+    }
+}
+
+/// False if the client has hung up between two requests.
+fn read_header(input: &mut impl Read, header: &mut [u8; REQUEST_BYTES]) -> io::Result<bool> {
+    let mut done = 0;
+    while done < header.len() {
+        match input.read(&mut header[done..]) {
+            Ok(0) if done == 0 => return Ok(false),
+            Ok(0) => return Err(io::ErrorKind::UnexpectedEof.into()),
+            Ok(count) => done += count,
+            Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
+            Err(error) => return Err(error),
+        }
+    }
+    Ok(true)
+}
+
+/// The sending side, shared by the threads that finish this client's requests.
+pub(super) struct Replies {
+    stream: Mutex<UnixStream>,
+}
+
+impl Replies {
+    fn new(stream: UnixStream) -> Replies {
+        Replies { stream: Mutex::new(stream) }
+    }
+
+    /// Sends one reply. If that fails the connection is shut down, which its thread sees.
+    fn send(&self, status: Status, handle: u64, data: &[u8]) {
+        let header = reply(status, handle);
+        let mut stream = self.stream.lock().expect("no code under this lock panics");
+        let mut parts = [IoSlice::new(&header), IoSlice::new(data)];
+        if let Err(error) = write_all_vectored(&mut *stream, &mut parts) {
+            tracing::debug!(%error, "cannot send a reply; the client has gone");
+            // It fails only if the connection is shut down already.
+            let _ = stream.shutdown(Shutdown::Both);
+        }
+    }
+}
+
+fn write_all_vectored(output: &mut impl Write, mut parts: &mut [IoSlice<'_>]) -> io::Result<()> {
+    IoSlice::advance_slices(&mut parts, 0); // drops empty parts
+    while !parts.is_empty() {
+        match output.write_vectored(parts) {
+            Ok(0) => return Err(io::ErrorKind::WriteZero.into()),
+            Ok(count) => IoSlice::advance_slices(&mut parts, count),
+            Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
+            Err(error) => return Err(error),
+        }
+    }
+    Ok(())
+}
+
+/// Memory for one request's data, used again for the next.
+#[derive(Default)]
+struct Buffer(Vec<u8>);
+
+impl Buffer {
+    /// `len` bytes of unspecified content.
+    fn get(&mut self, len: usize) -> &mut [u8] {
+        if self.0.len() > KEPT_BUFFER_BYTES && len <= KEPT_BUFFER_BYTES {
+            self.0 = Vec::new();
+        }
+        if self.0.len() < len {
+            self.0.resize(len, 0);
+        }
+        &mut self.0[..len]
+    }
+}
