@@ -1,1 +1,180 @@
-//! The library preloaded into QEMU: creates userfaultfds, ends QEMU with its daemon
+// SPDX-License-Identifier: GPL-2.0-or-later
+//! The agent: a small library that the daemon preloads (`LD_PRELOAD`) into a stock QEMU.
+//!
+//! Two things can only be done from inside QEMU's process:
+//!
+//! - creating a userfaultfd for QEMU's memory (every later call on it works from the
+//!   daemon, which gets the descriptor over a unix socket);
+//! - ending QEMU at once when the daemon dies, however it dies: a guest whose daemon is
+//!   gone is a copy that nobody controls, and there must be at most one live copy.
+//!
+//! The agent acts only if `UNDERSTUDY_AGENT` holds the path of the daemon's socket. If
+//! anything fails it says so on stderr and ends QEMU: a guest never runs half protected.
+#![allow(unsafe_code)] // The whole crate is a library constructor and a few raw system calls.
+
+use std::env;
+use std::ffi::c_int;
+use std::io::{self, Read};
+use std::mem;
+use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
+use std::os::unix::net::UnixStream;
+use std::path::Path;
+use std::thread;
+
+/// Environment variable with the path of the daemon's socket.
+const SOCKET_VARIABLE: &str = "UNDERSTUDY_AGENT";
+
+/// First bytes of the hello; `understudy_memory::agent` reads the same.
+const HELLO_MAGIC: [u8; 8] = *b"USTDYAGT";
+
+/// Version of the hello, little-endian after the magic.
+const HELLO_VERSION: u32 = 1;
+
+/// Exit status of QEMU when the agent could not do its work.
+const EXIT_FAILED: c_int = 70;
+
+/// Exit status of QEMU when its daemon is gone.
+const EXIT_DAEMON_GONE: c_int = 71;
+
+#[used]
+// SAFETY: `.init_array` holds pointers to functions that the dynamic linker calls before `main`.
+#[unsafe(link_section = ".init_array")]
+static CONSTRUCTOR: extern "C" fn() = constructor;
+
+extern "C" fn constructor() {
+    let Some(path) = env::var_os(SOCKET_VARIABLE) else {
+        return;
+    };
+    // SAFETY: the constructor runs before `main`, when no other thread reads the environment.
+    unsafe {
+        // Programs started by QEMU must not announce themselves as guests of the daemon.
+        env::remove_var(SOCKET_VARIABLE);
+        env::remove_var("LD_PRELOAD");
+    }
+    if let Err(reason) = start(Path::new(&path)) {
+        eprintln!("understudy agent: {reason}");
+        exit_now(EXIT_FAILED);
+    }
+}
+
+/// Hands a new userfaultfd to the daemon and starts watching the daemon's life.
+fn start(path: &Path) -> Result<(), String> {
+    let userfaultfd = create_userfaultfd().map_err(explain_userfaultfd)?;
+    let link = UnixStream::connect(path)
+        .map_err(|e| format!("cannot reach the daemon at {}: {e}", path.display()))?;
+    send_hello(&link, &userfaultfd)
+        .map_err(|e| format!("cannot send the userfaultfd to the daemon: {e}"))?;
+    watch_daemon(link).map_err(|e| format!("cannot start the agent's thread: {e}"))
+}
+
+/// Creates a userfaultfd that also sees the writes of QEMU's own system calls
+/// (`UFFD_USER_MODE_ONLY` would not: disk reads into guest memory are such writes).
+fn create_userfaultfd() -> io::Result<OwnedFd> {
+    // SAFETY: the call takes one flag word and touches no memory of ours.
+    let fd = unsafe { libc::syscall(libc::SYS_userfaultfd, libc::O_CLOEXEC | libc::O_NONBLOCK) };
+    if fd < 0 {
+        return Err(io::Error::last_os_error());
+    }
+    // SAFETY: the kernel just gave us this descriptor; nobody else owns it.
+    Ok(unsafe { OwnedFd::from_raw_fd(fd as c_int) })
+}
+
+fn explain_userfaultfd(error: io::Error) -> String {
+    let remedy = match error.raw_os_error() {
+        Some(libc::EPERM) => {
+            "; start QEMU as root (it can drop to a user with -run-with user=NAME), \
+             or set sysctl vm.unprivileged_userfaultfd=1"
+        }
+        Some(libc::ENOSYS) => "; this kernel is built without CONFIG_USERFAULTFD",
+        _ => "",
+    };
+    format!("cannot create a userfaultfd: {error}{remedy}")
+}
+
+/// Sends the magic, the version and, beside them, the descriptor.
+fn send_hello(link: &UnixStream, userfaultfd: &OwnedFd) -> io::Result<()> {
+    let mut hello = [0u8; 12];
+    hello[..8].copy_from_slice(&HELLO_MAGIC);
+    hello[8..].copy_from_slice(&HELLO_VERSION.to_le_bytes());
+    let mut payload = libc::iovec { iov_base: hello.as_mut_ptr().cast(), iov_len: hello.len() };
+    // u64s, because control messages must be aligned; room for one descriptor.
+    let mut control = [0u64; 4];
+    let descriptor_bytes = mem::size_of::<c_int>() as u32;
+    // SAFETY: `msghdr` is plain data for which all zeroes are valid; the pointers put into it
+    // outlive `sendmsg`; `control` is larger than CMSG_SPACE of one descriptor (24 bytes), so
+    // CMSG_FIRSTHDR is not null and CMSG_DATA lies inside it.
+    let sent = unsafe {
+        let mut message: libc::msghdr = mem::zeroed();
+        message.msg_iov = &mut payload;
+        message.msg_iovlen = 1;
+        message.msg_control = control.as_mut_ptr().cast();
+        message.msg_controllen = libc::CMSG_SPACE(descriptor_bytes) as usize;
+        let header = libc::CMSG_FIRSTHDR(&message);
+        (*header).cmsg_level = libc::SOL_SOCKET;
+        (*header).cmsg_type = libc::SCM_RIGHTS;
+        (*header).cmsg_len = libc::CMSG_LEN(descriptor_bytes) as usize;
+        libc::CMSG_DATA(header).cast::<c_int>().write_unaligned(userfaultfd.as_raw_fd());
+        libc::sendmsg(link.as_raw_fd(), &message, libc::MSG_NOSIGNAL)
+    };
+    match usize::try_from(sent) {
+        Ok(bytes) if bytes == hello.len() => Ok(()),
+        Ok(_) => Err(io::ErrorKind::WriteZero.into()),
+        Err(_) => Err(io::Error::last_os_error()),
+    }
+}
+
+/// Starts the thread that ends QEMU when the daemon closes its end of the socket.
+fn watch_daemon(link: UnixStream) -> io::Result<()> {
+    // QEMU's signal handling expects signals on its own threads: a new thread inherits the
+    // mask, so block all while it is made.
+    let previous = block_all_signals()?;
+    let started =
+        thread::Builder::new().name("understudy".into()).spawn(move || wait_for_end(link));
+    restore_signals(&previous)?;
+    started.map(drop)
+}
+
+/// Waits for the end of the daemon, then ends QEMU.
+///
+/// No message and no clean-up on the way: a stderr that nobody reads may block, and the
+/// guest must not run on.
+fn wait_for_end(mut link: UnixStream) {
+    let mut byte = [0u8; 1];
+    loop {
+        match link.read(&mut byte) {
+            Err(e) if e.kind() == io::ErrorKind::Interrupted => continue,
+            // The daemon has nothing to say in this version, so a byte is as wrong as an error.
+            Ok(_) | Err(_) => exit_now(EXIT_DAEMON_GONE),
+        }
+    }
+}
+
+fn block_all_signals() -> io::Result<libc::sigset_t> {
+    // SAFETY: both sets are plain data on our stack, filled before they are read.
+    let (status, previous) = unsafe {
+        let mut all: libc::sigset_t = mem::zeroed();
+        let mut previous: libc::sigset_t = mem::zeroed();
+        libc::sigfillset(&mut all);
+        let status = libc::pthread_sigmask(libc::SIG_SETMASK, &all, &mut previous);
+        (status, previous)
+    };
+    signal_result(status).map(|()| previous)
+}
+
+fn restore_signals(mask: &libc::sigset_t) -> io::Result<()> {
+    // SAFETY: `mask` is a set that the kernel gave us.
+    signal_result(unsafe { libc::pthread_sigmask(libc::SIG_SETMASK, mask, std::ptr::null_mut()) })
+}
+
+fn signal_result(status: c_int) -> io::Result<()> {
+    match status {
+        0 => Ok(()),
+        code => Err(io::Error::from_raw_os_error(code)),
+    }
+}
+
+/// Ends the process without running any handler of QEMU's.
+fn exit_now(status: c_int) -> ! {
+    // SAFETY: `_exit` takes a number and does not return.
+    unsafe { libc::_exit(status) }
+}

@@ -1,1 +1,47 @@
-//! Guest memory: dirty tracking with userfaultfd and PAGEMAP_SCAN, capture of written pages
+//! Guest memory: which pages were written since the last checkpoint, and copies of them.
+//!
+//! On the primary, the [`agent`] inside QEMU hands over a [`Userfaultfd`]; [`DirtyTracker`]
+//! uses it with `PAGEMAP_SCAN` to find the pages written in an epoch; [`capture`] copies
+//! them into reusable buffers of a [`StagingPool`] for the sender.
+//!
+//! On the backup, pages are written into [`RamBlock`]s: main memory through the shared
+//! [`GuestRam`], QEMU's auxiliary blocks through its [`ProcessMemory`].
+//!
+//! [`probe`] tells whether this kernel can do it at all (Linux 6.7 or later).
+//!
+//! Paper: Remus (NSDI '08), section 2.3, "memory and CPU"; there with Xen's shadow page
+//! tables in the place of userfaultfd.
+
+pub mod agent;
+mod block;
+mod capture;
+mod dirty;
+mod error;
+mod kernel;
+mod mapping;
+mod probe;
+mod process;
+mod ram;
+mod staging;
+mod tracker;
+mod untracked;
+mod workers;
+mod zero;
+
+#[cfg(test)]
+mod tests;
+
+pub use block::{MAIN_MEMORY, RamBlock};
+pub use capture::capture;
+pub use dirty::DirtySet;
+pub use error::MemoryError;
+pub use kernel::Userfaultfd;
+pub use probe::{KernelSupport, probe};
+pub use process::ProcessMemory;
+pub use ram::GuestRam;
+pub use staging::{
+    CHUNK_PAGES, CapturedChunk, CapturedPage, CapturedPages, DEFAULT_WARM_BYTES, PageStaging,
+    StagingPool,
+};
+pub use tracker::DirtyTracker;
+pub use zero::is_zero_page;

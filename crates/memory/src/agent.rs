@@ -1,0 +1,192 @@
+//! The daemon's side of the agent that is preloaded into QEMU (crate `understudy-agent`).
+#![allow(unsafe_code)] // Takes ownership of descriptors received over a socket.
+
+use crate::{MemoryError, Userfaultfd};
+use nix::cmsg_space;
+use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
+use nix::sys::socket::{
+    ControlMessageOwned, MsgFlags, UnixAddr, getsockopt, recvmsg, sockopt::PeerCredentials,
+};
+use std::fs;
+use std::io::{self, IoSliceMut};
+use std::os::fd::{AsFd, AsRawFd, FromRawFd, OwnedFd, RawFd};
+use std::os::unix::net::{UnixListener, UnixStream};
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+/// First bytes of the agent's hello; the agent's source has the same.
+const HELLO_MAGIC: &[u8; 8] = b"USTDYAGT";
+
+/// Version of the hello that this daemon understands, little-endian after the magic.
+const HELLO_VERSION: u32 = 1;
+
+const HELLO_BYTES: usize = 12;
+
+/// Waits for the agent of one QEMU that the daemon is starting.
+///
+/// Start QEMU with `LD_PRELOAD` naming the agent library and [`AgentListener::VARIABLE`]
+/// holding this listener's path, and without `-daemonize` (the agent's thread would not
+/// survive the fork).
+#[derive(Debug)]
+pub struct AgentListener {
+    listener: UnixListener,
+    path: PathBuf,
+}
+
+impl AgentListener {
+    /// The environment variable that tells the agent where the daemon listens.
+    pub const VARIABLE: &'static str = "UNDERSTUDY_AGENT";
+
+    /// Listens at `path`, which must not exist; it is removed when the listener is dropped.
+    pub fn bind(path: impl Into<PathBuf>) -> Result<AgentListener, MemoryError> {
+        let path = path.into();
+        let listen = || {
+            let listener = UnixListener::bind(&path)?;
+            listener.set_nonblocking(true)?;
+            Ok(listener)
+        };
+        match listen() {
+            Ok(listener) => Ok(AgentListener { listener, path }),
+            Err(source) => Err(MemoryError::Listen { path, source }),
+        }
+    }
+
+    /// Path of the socket.
+    pub fn path(&self) -> &Path {
+        &self.path
+    }
+
+    /// Waits until `deadline` for the agent to connect and hand over its userfaultfd.
+    pub fn accept(&self, deadline: Instant) -> Result<AgentLink, MemoryError> {
+        let started = Instant::now();
+        let silent =
+            || MemoryError::AgentSilent { path: self.path.clone(), waited: started.elapsed() };
+        let stream = loop {
+            match self.listener.accept() {
+                Ok((stream, _)) => break stream,
+                Err(e) if e.kind() == io::ErrorKind::WouldBlock => {
+                    if !readable_before(&self.listener, deadline)? {
+                        return Err(silent());
+                    }
+                }
+                Err(e) => return Err(MemoryError::AgentLink(e)),
+            }
+        };
+        if !readable_before(&stream, deadline)? {
+            return Err(silent());
+        }
+        AgentLink::greet(stream)
+    }
+}
+
+impl Drop for AgentListener {
+    fn drop(&mut self) {
+        if let Err(e) = fs::remove_file(&self.path) {
+            tracing::warn!("cannot remove {}: {e}", self.path.display());
+        }
+    }
+}
+
+/// The connection to the agent inside a QEMU.
+///
+/// **Dropping it ends that QEMU at once**, as does the daemon's death by any cause: a guest
+/// must not outlive its daemon, which alone knows whether its copy may live.
+#[derive(Debug)]
+pub struct AgentLink {
+    /// Neither read nor written after the hello; being open is its purpose.
+    _held_open: UnixStream,
+    pid: i32,
+    userfaultfd: Arc<Userfaultfd>,
+}
+
+impl AgentLink {
+    /// QEMU's process, as the kernel vouches for it.
+    pub fn pid(&self) -> i32 {
+        self.pid
+    }
+
+    /// The userfaultfd of QEMU's address space.
+    pub fn userfaultfd(&self) -> &Arc<Userfaultfd> {
+        &self.userfaultfd
+    }
+
+    fn greet(stream: UnixStream) -> Result<AgentLink, MemoryError> {
+        let userfaultfd = receive_hello(&stream)?;
+        let peer = getsockopt(&stream, PeerCredentials).map_err(link_error)?;
+        Ok(AgentLink {
+            _held_open: stream,
+            pid: peer.pid(),
+            userfaultfd: Arc::new(Userfaultfd::negotiate(userfaultfd)?),
+        })
+    }
+}
+
+fn link_error(error: nix::Error) -> MemoryError {
+    MemoryError::AgentLink(error.into())
+}
+
+/// Waits for `socket` to be readable; false if it is not by the deadline.
+fn readable_before(socket: impl AsFd, deadline: Instant) -> Result<bool, MemoryError> {
+    loop {
+        // Rounded up to the poll's milliseconds, so that it does not spin at the end.
+        let left = deadline.saturating_duration_since(Instant::now()) + Duration::from_micros(999);
+        let timeout = PollTimeout::try_from(left).unwrap_or(PollTimeout::MAX);
+        let mut events = [PollFd::new(socket.as_fd(), PollFlags::POLLIN)];
+        match poll(&mut events, timeout) {
+            Ok(0) if Instant::now() >= deadline => return Ok(false),
+            Ok(0) | Err(nix::Error::EINTR) => continue,
+            Ok(_) => return Ok(true),
+            Err(e) => return Err(link_error(e)),
+        }
+    }
+}
+
+/// Receives the magic, the version and exactly one descriptor beside them.
+fn receive_hello(stream: &UnixStream) -> Result<OwnedFd, MemoryError> {
+    let mut hello = [0; HELLO_BYTES];
+    let mut control = cmsg_space!([RawFd; 4]);
+    let (bytes, descriptors) = {
+        let mut payload = [IoSliceMut::new(&mut hello)];
+        let flags = MsgFlags::MSG_CMSG_CLOEXEC | MsgFlags::MSG_DONTWAIT;
+        let received =
+            recvmsg::<UnixAddr>(stream.as_raw_fd(), &mut payload, Some(&mut control), flags)
+                .map_err(link_error)?;
+        let descriptors: Vec<OwnedFd> = received
+            .cmsgs()
+            .map_err(link_error)?
+            .filter_map(|message| match message {
+                ControlMessageOwned::ScmRights(fds) => Some(fds),
+                _ => None,
+            })
+            .flatten()
+            // SAFETY: the kernel made these descriptors for us in `recvmsg`; nobody else
+            // owns them.
+            .map(|fd| unsafe { OwnedFd::from_raw_fd(fd) })
+            .collect();
+        (received.bytes, descriptors)
+    };
+    check_hello(&hello[..bytes])?;
+    let [userfaultfd] = <[OwnedFd; 1]>::try_from(descriptors).map_err(|descriptors| {
+        MemoryError::AgentHello(format!("{} descriptors instead of one", descriptors.len()))
+    })?;
+    Ok(userfaultfd)
+}
+
+fn check_hello(hello: &[u8]) -> Result<(), MemoryError> {
+    let Some(version) =
+        hello.strip_prefix(HELLO_MAGIC).and_then(|rest| <[u8; 4]>::try_from(rest).ok())
+    else {
+        return Err(MemoryError::AgentHello(format!(
+            "it began with {} unknown bytes",
+            hello.len()
+        )));
+    };
+    match u32::from_le_bytes(version) {
+        HELLO_VERSION => Ok(()),
+        other => Err(MemoryError::AgentHello(format!(
+            "it has version {other}, this daemon {HELLO_VERSION}; install daemon and agent \
+             library from the same release"
+        ))),
+    }
+}

@@ -1,0 +1,60 @@
+//! What scans and captures cost on this machine. Not a test of anything: run it with
+//! `cargo test --release -p understudy-memory -- --ignored --nocapture cost`.
+
+use super::*;
+use std::time::{Duration, Instant};
+
+const EPOCHS: usize = 50;
+
+#[test]
+#[ignore = "measures, asserts nothing"]
+fn cost_of_scan_and_capture() {
+    for mebibytes in [512, 1024, 2048] {
+        measure(mebibytes);
+    }
+}
+
+fn measure(mebibytes: usize) {
+    let pages = (mebibytes << 20) / PAGE_SIZE;
+    let guest = Guest::new(pages);
+    for page in 0..pages as u64 {
+        guest.write(page, page + 1);
+    }
+    guest.content(); // The daemon's mapping of it is warm after the first synchronisation.
+    let mut all = DirtySet::new();
+    guest.blocks[0].add_content_to(&mut all).unwrap();
+    let mut page = [0; PAGE_SIZE];
+    for index in 0..pages as u64 {
+        guest.blocks[0].read(PageIndex(index), &mut page).unwrap();
+    }
+    let started = Instant::now();
+    let mut tracker = guest.track();
+    println!("{mebibytes} MiB: arm {:?}", started.elapsed());
+    let pool = StagingPool::new(DEFAULT_WARM_BYTES).unwrap();
+    let mut staging = PageStaging::new(pool.clone());
+    let mut dirty = DirtySet::new();
+    for count in [0, 300, 600, 1_000, 10_000, 50_000] {
+        let (mut scans, mut copies) = (Vec::new(), Vec::new());
+        for epoch in 0..EPOCHS as u64 {
+            for i in 0..count {
+                guest.write((i * 7919) % pages as u64, epoch + i);
+            }
+            pool.prepare(count).unwrap();
+            let started = Instant::now();
+            tracker.scan(&mut dirty).unwrap();
+            let scanned = Instant::now();
+            capture(&guest.blocks, &dirty, &mut staging).unwrap();
+            let copied = Instant::now();
+            assert_eq!(staging.take().page_count() as u64, count);
+            scans.push(scanned - started);
+            copies.push(copied - scanned);
+        }
+        let (scan, copy) = (median(scans), median(copies));
+        println!("{mebibytes} MiB, {count} pages: scan {scan:?}, copy {copy:?}");
+    }
+}
+
+fn median(mut times: Vec<Duration>) -> Duration {
+    times.sort_unstable();
+    times[times.len() / 2]
+}
