@@ -1,1 +1,54 @@
-//! A laboratory on one machine: hosts as network namespaces, clients, watchers, failures
+//! A laboratory on one machine: hosts as network namespaces joined by a
+//! switch, a client, watchers, and every failure that a host can suffer.
+//!
+//! ```text
+//!  usP-N-client     usP-N-sw               usP-N-a                usP-N-b
+//!  10.77.0.100      bridge sw0             10.77.0.1              10.77.0.2
+//!     net ────────── p-client
+//!                    p-a ───────── uplink ─ br0 ─ the VM's tap
+//!                    p-b ──────────────────────────── uplink ─ br0 ─ tap
+//! ```
+//!
+//! `P` is the process id and `N` counts the laboratories of the process, so
+//! that several can stand side by side. A [`Lab`] is removed when it is
+//! dropped, also by a panic, and when the process gets SIGINT or SIGTERM; what
+//! a killed process left is removed by the next one that makes a laboratory.
+//!
+//! | module        | is |
+//! |---------------|----|
+//! | `lab`         | the namespaces, the switch, cutting and healing |
+//! | `host`        | a daemon in its namespace, and its deaths |
+//! | `records`     | the client that must not lose a record nor its connection |
+//! | `chatter`     | load: many connections, every byte verified |
+//! | `shell`       | commands inside the guest |
+//! | `watcher`     | who sent frames in the guest's name, and when |
+//! | [`check`]     | the survivor's disk: file system and records |
+//! | `leftovers`   | what was not cleaned up |
+
+mod chatter;
+pub mod check;
+mod command;
+mod conversation;
+mod host;
+mod lab;
+mod leftovers;
+mod namespace;
+mod packet;
+mod processes;
+mod records;
+mod remains;
+mod shell;
+mod wait;
+mod watcher;
+
+pub use chatter::{ChatterClient, ChatterReport, Load};
+pub use conversation::ConversationError;
+pub use host::HostProcess;
+pub use lab::{BRIDGE, CLIENT_ADDRESS, GUEST_ADDRESS, Lab, PEER_PORT, UPLINK};
+pub use leftovers::Leftovers;
+pub use namespace::{Namespace, in_namespace};
+pub use records::{Ack, RecordClient, RecordReport, record_payload};
+pub use remains::LabName;
+pub use shell::{GuestOutput, GuestShell};
+pub use wait::wait_for;
+pub use watcher::{Mac, Watcher};

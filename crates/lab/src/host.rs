@@ -1,0 +1,303 @@
+//! A host: the daemon in its namespace, what is asked of it, and its deaths.
+
+use crate::lab::{Lab, PEER_PORT};
+use crate::namespace::Namespace;
+use crate::{processes, wait_for};
+use anyhow::{Context, Result, bail, ensure};
+use nix::sys::signal::Signal;
+use serde::Serialize;
+use serde_json::Value;
+use std::collections::BTreeMap;
+use std::ffi::OsStr;
+use std::fs::{self, File};
+use std::net::SocketAddr;
+use std::os::unix::net::UnixStream;
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, ExitStatus, Output, Stdio};
+use std::time::{Duration, Instant};
+
+/// For a daemon to answer after its start.
+const START_LIMIT: Duration = Duration::from_secs(60);
+/// For a daemon to end its VMs and itself after SIGTERM.
+const TERMINATE_LIMIT: Duration = Duration::from_secs(60);
+/// For one call of the command line; a call that hangs must not hang a test.
+const CALL_SECONDS: &str = "120";
+const LOG: &str = "daemon.log";
+/// How much of a log is worth showing.
+const LOG_TAIL_LINES: usize = 60;
+
+/// The daemon's configuration file, `host.toml`.
+#[derive(Serialize)]
+struct HostToml {
+    name: String,
+    listen: SocketAddr,
+    state_dir: PathBuf,
+    socket: PathBuf,
+    arbiter: ArbiterToml,
+    peers: BTreeMap<String, SocketAddr>,
+}
+
+#[derive(Serialize)]
+struct ArbiterToml {
+    kind: &'static str,
+    path: PathBuf,
+}
+
+/// One daemon that runs, or ran, as one host of a laboratory.
+///
+/// Dropping it kills everything on the host.
+pub struct HostProcess {
+    name: String,
+    binary: PathBuf,
+    directory: PathBuf,
+    socket: PathBuf,
+    namespace: Namespace,
+    daemon: Child,
+}
+
+impl HostProcess {
+    /// Starts `BINARY host` as a host of `lab`, every other host its peer, and
+    /// waits until its API answers. A host that was killed starts again on the
+    /// state that it left.
+    pub fn start(lab: &Lab, name: &str, binary: &Path) -> Result<HostProcess> {
+        HostProcess::start_with(lab, name, binary, &[])
+    }
+
+    /// [`start`](HostProcess::start) with environment variables for the daemon.
+    pub fn start_with(
+        lab: &Lab,
+        name: &str,
+        binary: &Path,
+        environment: &[(&str, &str)],
+    ) -> Result<HostProcess> {
+        let mut host = HostProcess::spawn(lab, name, binary, environment)?;
+        wait_for(&format!("host {name}'s API"), START_LIMIT, || host.answers())
+            .with_context(|| host.diagnostics())?;
+        Ok(host)
+    }
+
+    fn spawn(
+        lab: &Lab,
+        name: &str,
+        binary: &Path,
+        environment: &[(&str, &str)],
+    ) -> Result<HostProcess> {
+        let directory = lab.host_directory(name)?;
+        let config = write_config(lab, name)?;
+        let log = File::options().create(true).append(true).open(directory.join(LOG))?;
+        let namespace = lab.host(name)?;
+        let daemon = namespace
+            .command(binary)
+            .arg("host")
+            .arg("--config")
+            .arg(config)
+            .envs(environment.iter().copied())
+            .current_dir(&directory)
+            .stdin(Stdio::null())
+            .stdout(log.try_clone()?)
+            .stderr(log)
+            .spawn()
+            .with_context(|| {
+                format!("cannot start {} in {}", binary.display(), namespace.name())
+            })?;
+        let socket = socket(&directory);
+        let (name, binary) = (name.to_owned(), binary.to_owned());
+        Ok(HostProcess { name, binary, directory, socket, namespace, daemon })
+    }
+
+    /// Whether the API answers; an error if the daemon has ended.
+    fn answers(&mut self) -> Result<Option<()>> {
+        if let Some(status) = self.daemon.try_wait()? {
+            bail!("host {}'s daemon ended: {status}", self.name);
+        }
+        let listens = UnixStream::connect(&self.socket).is_ok();
+        Ok((listens && self.cli(["status", "--json"])?.status.success()).then_some(()))
+    }
+
+    /// The host's name.
+    pub fn name(&self) -> &str {
+        &self.name
+    }
+
+    /// The host's directory: configuration, state, log.
+    pub fn directory(&self) -> &Path {
+        &self.directory
+    }
+
+    /// The unix socket of the daemon's API.
+    pub fn socket(&self) -> &Path {
+        &self.socket
+    }
+
+    /// The host's namespace.
+    pub fn namespace(&self) -> &Namespace {
+        &self.namespace
+    }
+
+    /// The daemon's process id.
+    pub fn pid(&self) -> u32 {
+        self.daemon.id()
+    }
+
+    /// Whether the daemon runs.
+    pub fn is_running(&mut self) -> bool {
+        matches!(self.daemon.try_wait(), Ok(None))
+    }
+
+    /// Runs `BINARY --socket SOCKET ARGUMENTS…` to its end.
+    pub fn cli<S: AsRef<OsStr>>(&self, arguments: impl IntoIterator<Item = S>) -> Result<Output> {
+        let mut command = Command::new("timeout");
+        command.args(["--signal=KILL", CALL_SECONDS]).arg(&self.binary);
+        command.arg("--socket").arg(&self.socket).args(arguments).stdin(Stdio::null());
+        command.output().with_context(|| format!("cannot run {command:?}"))
+    }
+
+    /// [`cli`](HostProcess::cli) that must succeed; returns its stdout.
+    pub fn call<S: AsRef<OsStr>>(&self, arguments: impl IntoIterator<Item = S>) -> Result<String> {
+        let arguments: Vec<S> = arguments.into_iter().collect();
+        let output = self.cli(&arguments)?;
+        let words: Vec<_> = arguments.iter().map(|word| word.as_ref().to_string_lossy()).collect();
+        ensure!(
+            output.status.success(),
+            "host {}: `{}` failed ({}): {}",
+            self.name,
+            words.join(" "),
+            output.status,
+            String::from_utf8_lossy(&output.stderr).trim()
+        );
+        Ok(String::from_utf8_lossy(&output.stdout).into_owned())
+    }
+
+    /// The status of a VM that this host runs or backs up.
+    pub fn status(&self, vm: &str) -> Result<Value> {
+        let status: Value = serde_json::from_str(&self.call(["status", "--json"])?)
+            .context("`status --json` printed no JSON")?;
+        let vms = status["vms"].as_array().context("`status --json` has no list `vms`")?;
+        let found = vms.iter().find(|entry| entry["name"] == vm).cloned();
+        found.with_context(|| format!("host {} has no VM `{vm}`", self.name))
+    }
+
+    /// The host dies: SIGKILL to the daemon and every other process on it, back
+    /// to back. Returns the instant just before the first signal.
+    ///
+    /// The host's kernel lives on and closes the connections, so the peer sees
+    /// resets. Cut it off first for the silence of a power failure.
+    pub fn kill_everything(&mut self) -> Result<Instant> {
+        let everything = self.everything()?;
+        let instant = Instant::now();
+        processes::signal_all(&everything, Signal::SIGKILL)?;
+        // Needed only if it has not entered the namespace yet.
+        self.daemon.kill().context("cannot kill the daemon")?;
+        self.daemon.wait().context("cannot wait for the killed daemon")?;
+        processes::wait_until_gone(&everything)?;
+        Ok(instant)
+    }
+
+    /// Kills the daemon alone.
+    pub fn kill_daemon(&mut self) -> Result<Instant> {
+        let instant = Instant::now();
+        self.daemon.kill().context("cannot kill the daemon")?;
+        self.daemon.wait().context("cannot wait for the killed daemon")?;
+        Ok(instant)
+    }
+
+    /// Kills this host's QEMU of a VM alone.
+    pub fn kill_qemu(&self, vm: &str) -> Result<Instant> {
+        let pid = self.status(vm)?["qemu_pid"].as_u64();
+        let pid = pid.with_context(|| format!("host {} has no QEMU for `{vm}`", self.name))?;
+        let pid = u32::try_from(pid).context("`qemu_pid` is no process id")?;
+        // Never signal on the word of a report alone.
+        ensure!(self.everything()?.contains(&pid), "process {pid} is not on host {}", self.name);
+        let instant = Instant::now();
+        processes::signal_all(&[pid], Signal::SIGKILL)?;
+        processes::wait_until_gone(&[pid])?;
+        Ok(instant)
+    }
+
+    /// Stops the whole host in its tracks (SIGSTOP to everything).
+    pub fn pause(&self) -> Result<Instant> {
+        let instant = Instant::now();
+        processes::signal_all(&self.everything()?, Signal::SIGSTOP)?;
+        Ok(instant)
+    }
+
+    /// Lets a paused host go on, as if nothing had happened.
+    pub fn resume(&self) -> Result<()> {
+        processes::signal_all(&self.everything()?, Signal::SIGCONT)
+    }
+
+    /// Asks the daemon to end (SIGTERM) and waits until it has.
+    pub fn terminate(&mut self) -> Result<ExitStatus> {
+        if let Some(status) = self.daemon.try_wait()? {
+            return Ok(status);
+        }
+        processes::signal_all(&[self.pid()], Signal::SIGTERM)?;
+        wait_for(&format!("host {}'s daemon to end", self.name), TERMINATE_LIMIT, || {
+            Ok(self.daemon.try_wait()?)
+        })
+        .with_context(|| self.diagnostics())
+    }
+
+    /// The end of the daemon's log.
+    pub fn diagnostics(&self) -> String {
+        log_tail(&self.directory)
+    }
+
+    /// Every process on the host: the daemon first, its subtree, and whatever
+    /// else is in the namespace (a QEMU that outlived its daemon).
+    fn everything(&self) -> Result<Vec<u32>> {
+        let inside = self.namespace.processes()?;
+        // A daemon that ended has left its process id to others.
+        let daemon = inside.contains(&self.pid()).then(|| processes::subtree(self.pid()));
+        let mut pids = daemon.transpose()?.unwrap_or_default();
+        let others: Vec<u32> = inside.into_iter().filter(|pid| !pids.contains(pid)).collect();
+        pids.extend(others);
+        Ok(pids)
+    }
+}
+
+impl Drop for HostProcess {
+    fn drop(&mut self) {
+        if std::thread::panicking() {
+            eprintln!("{}", self.diagnostics());
+        }
+        if let Err(error) = self.kill_everything() {
+            tracing::error!("cannot end host {}: {error:#}", self.name);
+        }
+    }
+}
+
+fn socket(directory: &Path) -> PathBuf {
+    directory.join("api.sock")
+}
+
+/// Writes `host.toml` into the host's directory and returns its path.
+fn write_config(lab: &Lab, name: &str) -> Result<PathBuf> {
+    let directory = lab.host_directory(name)?;
+    let mut peers = BTreeMap::new();
+    for peer in lab.hosts().iter().filter(|peer| *peer != name) {
+        peers.insert(peer.clone(), SocketAddr::from((lab.host_address(peer)?, PEER_PORT)));
+    }
+    let config = HostToml {
+        name: name.to_owned(),
+        listen: SocketAddr::from((lab.host_address(name)?, PEER_PORT)),
+        state_dir: directory.join("state"),
+        socket: socket(&directory),
+        arbiter: ArbiterToml { kind: "file", path: lab.arbiter_directory() },
+        peers,
+    };
+    let path = directory.join("host.toml");
+    let text = toml::to_string(&config).context("cannot write the configuration as TOML")?;
+    fs::write(&path, text).with_context(|| format!("cannot write {}", path.display()))?;
+    Ok(path)
+}
+
+/// The end of the log in a host's directory, with a heading.
+pub(crate) fn log_tail(directory: &Path) -> String {
+    let path = directory.join(LOG);
+    let log = fs::read(&path).unwrap_or_default();
+    let log = String::from_utf8_lossy(&log);
+    let lines: Vec<&str> = log.lines().collect();
+    let tail = &lines[lines.len().saturating_sub(LOG_TAIL_LINES)..];
+    format!("--- {} (last {} lines)\n{}\n", path.display(), tail.len(), tail.join("\n"))
+}

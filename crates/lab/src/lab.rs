@@ -1,0 +1,235 @@
+//! The laboratory: namespaces, the switch between them, and its failures.
+
+use crate::command::run;
+use crate::leftovers::Leftovers;
+use crate::namespace::Namespace;
+use crate::remains::{self, LabName};
+use anyhow::{Context, Result, bail, ensure};
+use std::fs;
+use std::net::Ipv4Addr;
+use std::path::{Path, PathBuf};
+
+/// The bridge of every host, for the VMs' taps; it carries the host's address.
+pub const BRIDGE: &str = "br0";
+/// The bridge's port towards the switch, in every host.
+pub const UPLINK: &str = "uplink";
+/// Where the client is.
+pub const CLIENT_ADDRESS: Ipv4Addr = Ipv4Addr::new(10, 77, 0, 100);
+/// The address that a guest is given.
+pub const GUEST_ADDRESS: Ipv4Addr = Ipv4Addr::new(10, 77, 0, 50);
+/// The port on which daemons listen for their peers.
+pub const PEER_PORT: u16 = 7700;
+
+const SWITCH: &str = "sw0";
+/// Hosts have 10.77.0.1 and up, below the guest's address.
+const MOST_HOSTS: usize = 40;
+
+/// Hosts, a client and a switch between them, on this machine.
+pub struct Lab {
+    name: LabName,
+    hosts: Vec<String>,
+    directory: PathBuf,
+}
+
+impl Lab {
+    /// Builds a laboratory with these hosts ("a", "b", …).
+    pub fn new(hosts: &[&str]) -> Result<Lab> {
+        check_machine()?;
+        check_hosts(hosts)?;
+        remains::remove_stale();
+        let name = LabName::unique();
+        remains::register(&name);
+        let directory = tempfile::Builder::new().prefix(&name.directory_prefix()).tempdir();
+        let lab = Lab {
+            directory: directory.context("cannot make the laboratory's directory")?.keep(),
+            hosts: hosts.iter().map(|host| (*host).to_owned()).collect(),
+            name,
+        };
+        // From here on, an error drops `lab`, which removes what is there.
+        lab.build().with_context(|| format!("cannot build the laboratory {}", lab.name))?;
+        Ok(lab)
+    }
+
+    fn build(&self) -> Result<()> {
+        fs::create_dir(self.arbiter_directory())?;
+        let switch = self.switch();
+        switch.create()?;
+        add_bridge(&switch, SWITCH)?;
+        self.join(&self.client(), "client", "net")?;
+        set_address(&self.client(), "net", CLIENT_ADDRESS)?;
+        for host in &self.hosts {
+            fs::create_dir(self.host_directory(host)?)?;
+            let namespace = self.host(host)?;
+            self.join(&namespace, host, UPLINK)?;
+            add_bridge(&namespace, BRIDGE)?;
+            namespace.ip(&["link", "set", UPLINK, "master", BRIDGE])?;
+            set_address(&namespace, BRIDGE, self.host_address(host)?)?;
+        }
+        Ok(())
+    }
+
+    /// Makes `namespace` and a cable from its interface `end` to the switch.
+    fn join(&self, namespace: &Namespace, who: &str, end: &str) -> Result<()> {
+        namespace.create()?;
+        let (switch, port) = (self.switch(), port(who));
+        let cable = ["link", "add", &port, "type", "veth", "peer", "name", end];
+        switch.ip(&[&cable[..], &["netns", namespace.name()]].concat())?;
+        switch.ip(&["link", "set", &port, "master", SWITCH, "up"])?;
+        namespace.ip(&["link", "set", end, "up"])?;
+        Ok(())
+    }
+
+    /// The beginning of every name that the laboratory has in the system.
+    pub fn name(&self) -> &LabName {
+        &self.name
+    }
+
+    /// Its hosts' names, in the order of their addresses.
+    pub fn hosts(&self) -> &[String] {
+        &self.hosts
+    }
+
+    /// Its directory: removed with it.
+    pub fn directory(&self) -> &Path {
+        &self.directory
+    }
+
+    /// A host's own directory, for its state, its socket and its disks.
+    pub fn host_directory(&self, host: &str) -> Result<PathBuf> {
+        self.index(host)?;
+        Ok(self.directory.join(host))
+    }
+
+    /// The directory of the `file` arbiter: the storage that all hosts reach.
+    pub fn arbiter_directory(&self) -> PathBuf {
+        self.directory.join("arbiter")
+    }
+
+    /// A host's namespace.
+    pub fn host(&self, host: &str) -> Result<Namespace> {
+        self.index(host)?;
+        Ok(self.name.namespace(host))
+    }
+
+    /// The client's namespace.
+    pub fn client(&self) -> Namespace {
+        self.name.namespace("client")
+    }
+
+    fn switch(&self) -> Namespace {
+        self.name.namespace("sw")
+    }
+
+    /// A host's address.
+    pub fn host_address(&self, host: &str) -> Result<Ipv4Addr> {
+        // Fits: `check_hosts` allows no more than MOST_HOSTS.
+        Ok(Ipv4Addr::new(10, 77, 0, self.index(host)? as u8 + 1))
+    }
+
+    fn index(&self, host: &str) -> Result<usize> {
+        let found = self.hosts.iter().position(|other| other == host);
+        found.with_context(|| format!("no host `{host}` in this laboratory: {:?}", self.hosts))
+    }
+
+    /// Cuts a host off: the switch drops its frames in both directions. The
+    /// link stays up, so that only silence tells the host and its peers.
+    pub fn cut(&self, host: &str) -> Result<()> {
+        self.set_port_state(host, "0")
+    }
+
+    /// Unplugs a host's cable at the switch: both ends lose the carrier.
+    pub fn unplug(&self, host: &str) -> Result<()> {
+        self.index(host)?;
+        self.switch().ip(&["link", "set", &port(host), "down"])?;
+        Ok(())
+    }
+
+    /// Undoes [`cut`](Lab::cut) and [`unplug`](Lab::unplug).
+    pub fn heal(&self, host: &str) -> Result<()> {
+        self.index(host)?;
+        self.switch().ip(&["link", "set", &port(host), "up"])?;
+        self.set_port_state(host, "3")
+    }
+
+    /// 0 is disabled, 3 is forwarding (the kernel's BR_STATE numbers).
+    fn set_port_state(&self, host: &str, state: &str) -> Result<()> {
+        self.index(host)?;
+        let switch = self.switch();
+        let link = ["link", "set", "dev", &port(host), "state", state];
+        run("bridge", &[&["-n", switch.name()], &link[..]].concat())?;
+        Ok(())
+    }
+
+    /// What the hosts hold beyond the bare laboratory: taps and other
+    /// interfaces, processes, mounts. Empty once every daemon has ended and
+    /// has cleaned up. After the laboratory, see [`LabName::leftovers`].
+    pub fn leftovers(&self) -> Result<Leftovers> {
+        Leftovers::in_lab(self)
+    }
+
+    /// The ends of all daemons' logs, to be shown when a test fails.
+    pub fn diagnostics(&self) -> String {
+        let directories = self.hosts.iter().map(|host| self.directory.join(host));
+        directories.map(|directory| crate::host::log_tail(&directory)).collect()
+    }
+
+    /// Removes every laboratory of this process. Happens by itself on SIGINT
+    /// and SIGTERM; to be called before `std::process::exit`, which drops
+    /// nothing.
+    pub fn remove_all() {
+        remains::remove_all();
+    }
+}
+
+impl Drop for Lab {
+    fn drop(&mut self) {
+        if std::thread::panicking() {
+            eprintln!("{}", self.diagnostics());
+        }
+        if let Err(error) = remains::remove(&self.name) {
+            tracing::error!("cannot remove the laboratory {}: {error:#}", self.name);
+        }
+    }
+}
+
+/// The switch's port for `who`.
+fn port(who: &str) -> String {
+    format!("p-{who}")
+}
+
+fn add_bridge(namespace: &Namespace, name: &str) -> Result<()> {
+    let bridge = ["link", "add", name, "type", "bridge"];
+    let quiet = ["stp_state", "0", "forward_delay", "0", "mcast_snooping", "0"];
+    namespace.ip(&[&bridge[..], &quiet].concat())?;
+    namespace.ip(&["link", "set", name, "up"])?;
+    Ok(())
+}
+
+fn set_address(namespace: &Namespace, interface: &str, address: Ipv4Addr) -> Result<()> {
+    namespace.ip(&["addr", "add", &format!("{address}/24"), "dev", interface])?;
+    Ok(())
+}
+
+fn check_machine() -> Result<()> {
+    ensure!(
+        nix::unistd::geteuid().is_root(),
+        "a laboratory makes network namespaces, which needs root: run this as root"
+    );
+    run("ip", &["-V"])?;
+    run("bridge", &["-V"])?;
+    Ok(())
+}
+
+fn check_hosts(hosts: &[&str]) -> Result<()> {
+    ensure!(hosts.len() <= MOST_HOSTS, "{} hosts asked for, {MOST_HOSTS} possible", hosts.len());
+    for (index, host) in hosts.iter().enumerate() {
+        // Becomes part of an interface name, of which the kernel takes 15 bytes.
+        let plain = host.bytes().all(|byte| byte.is_ascii_lowercase() || byte.is_ascii_digit());
+        if host.is_empty() || host.len() > 12 || !plain {
+            bail!("host name `{host}`: 1 to 12 lower-case letters and digits are allowed");
+        }
+        ensure!(!["client", "sw", "arbiter"].contains(host), "host name `{host}` is taken");
+        ensure!(!hosts[..index].contains(host), "host name `{host}` is given twice");
+    }
+    Ok(())
+}

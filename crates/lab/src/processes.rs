@@ -1,0 +1,103 @@
+//! The process table, as far as the laboratory needs it.
+
+use crate::wait_for;
+use anyhow::{Context, Result};
+use nix::sys::signal::{Signal, kill};
+use nix::unistd::Pid;
+use std::collections::BTreeMap;
+use std::fs;
+use std::time::Duration;
+
+/// A killed process is gone as soon as the kernel has taken its memory apart.
+const DEATH_LIMIT: Duration = Duration::from_secs(20);
+
+/// Every process id on this machine.
+pub(crate) fn all() -> Result<Vec<u32>> {
+    let entries = fs::read_dir("/proc").context("cannot list /proc")?;
+    Ok(entries.flatten().filter_map(|entry| entry.file_name().to_str()?.parse().ok()).collect())
+}
+
+/// `root` and its descendants, parents before children.
+pub(crate) fn subtree(root: u32) -> Result<Vec<u32>> {
+    let mut children: BTreeMap<u32, Vec<u32>> = BTreeMap::new();
+    for pid in all()? {
+        if let Some((_, parent)) = state_and_parent(pid) {
+            children.entry(parent).or_default().push(pid);
+        }
+    }
+    let mut tree = vec![root];
+    let mut next = 0;
+    while let Some(&pid) = tree.get(next) {
+        tree.extend(children.remove(&pid).unwrap_or_default());
+        next += 1;
+    }
+    Ok(tree)
+}
+
+/// Whether a process still executes (a zombie does not).
+pub(crate) fn runs(pid: u32) -> bool {
+    state_and_parent(pid).is_some_and(|(state, _)| !matches!(state, 'Z' | 'X'))
+}
+
+/// State and parent of a process from `/proc/PID/stat`.
+fn state_and_parent(pid: u32) -> Option<(char, u32)> {
+    let stat = fs::read_to_string(format!("/proc/{pid}/stat")).ok()?;
+    // The name may hold anything, also ')': the fields begin after the last.
+    let mut fields = stat[stat.rfind(')')? + 1..].split_whitespace();
+    Some((fields.next()?.chars().next()?, fields.next()?.parse().ok()?))
+}
+
+/// The command line, its words joined by blanks; empty when it cannot be read.
+pub(crate) fn command_line(pid: u32) -> String {
+    let bytes = fs::read(format!("/proc/{pid}/cmdline")).unwrap_or_default();
+    String::from_utf8_lossy(&bytes).replace('\0', " ").trim_end().to_owned()
+}
+
+/// Signals every process, back to back; those already gone are no error.
+pub(crate) fn signal_all(pids: &[u32], signal: Signal) -> Result<()> {
+    for &pid in pids {
+        match kill(Pid::from_raw(pid as i32), signal) {
+            Ok(()) | Err(nix::errno::Errno::ESRCH) => {}
+            Err(error) => {
+                return Err(error).with_context(|| format!("cannot send {signal} to {pid}"));
+            }
+        }
+    }
+    Ok(())
+}
+
+/// Waits until none of the processes executes any more.
+pub(crate) fn wait_until_gone(pids: &[u32]) -> Result<()> {
+    wait_for("the killed processes to be gone", DEATH_LIMIT, || {
+        Ok((!pids.iter().any(|&pid| runs(pid))).then_some(()))
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::process::Command;
+
+    #[test]
+    fn finds_and_ends_a_subtree() {
+        let mut shell = Command::new("sh").args(["-c", "sleep 1000 & wait"]).spawn().unwrap();
+        let tree = wait_for("the shell's child", Duration::from_secs(10), || {
+            let tree = subtree(shell.id())?;
+            Ok((tree.len() == 2).then_some(tree))
+        })
+        .unwrap();
+        assert_eq!(tree[0], shell.id());
+        signal_all(&tree, Signal::SIGKILL).unwrap();
+        shell.wait().unwrap();
+        wait_until_gone(&tree).unwrap();
+        assert!(!runs(tree[1]));
+    }
+
+    #[test]
+    fn reads_this_process() {
+        let own = std::process::id();
+        assert!(all().unwrap().contains(&own));
+        assert!(runs(own));
+        assert!(command_line(own).contains("lab"), "{}", command_line(own));
+    }
+}

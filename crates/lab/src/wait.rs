@@ -1,0 +1,51 @@
+//! Waiting for a condition, with a deadline.
+
+use anyhow::{Context, Result, bail};
+use std::time::{Duration, Instant};
+
+const POLL_INTERVAL: Duration = Duration::from_millis(10);
+
+/// Calls `probe` until it yields a value, at most for `limit`.
+///
+/// `what` names the awaited thing in the error: "host b to be protected". An
+/// error of the probe ends the wait at once; a probe that wants to go on
+/// trying answers `Ok(None)`.
+pub fn wait_for<T>(
+    what: &str,
+    limit: Duration,
+    mut probe: impl FnMut() -> Result<Option<T>>,
+) -> Result<T> {
+    let begun = Instant::now();
+    loop {
+        if let Some(value) = probe().with_context(|| format!("while waiting for {what}"))? {
+            return Ok(value);
+        }
+        if begun.elapsed() >= limit {
+            bail!("waited {limit:?} in vain for {what}");
+        }
+        std::thread::sleep(POLL_INTERVAL);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn yields_the_value_of_the_first_probe_that_has_one() {
+        let mut calls = 0;
+        let value = wait_for("the third call", Duration::from_secs(10), || {
+            calls += 1;
+            Ok((calls == 3).then_some(calls))
+        });
+        assert_eq!(value.unwrap(), 3);
+    }
+
+    #[test]
+    fn the_error_says_what_was_awaited() {
+        let error = wait_for::<()>("the moon", Duration::ZERO, || Ok(None)).unwrap_err();
+        assert!(error.to_string().contains("the moon"), "{error}");
+        let error = wait_for::<()>("the moon", Duration::ZERO, || bail!("no sky")).unwrap_err();
+        assert!(format!("{error:#}").contains("the moon: no sky"), "{error:#}");
+    }
+}
