@@ -82,12 +82,15 @@ impl HostProcess {
         binary: &Path,
         environment: &[(&str, &str)],
     ) -> Result<HostProcess> {
+        // The daemon starts in its own directory.
+        let binary =
+            binary.canonicalize().with_context(|| format!("no program {}", binary.display()))?;
         let directory = lab.host_directory(name)?;
         let config = write_config(lab, name)?;
         let log = File::options().create(true).append(true).open(directory.join(LOG))?;
         let namespace = lab.host(name)?;
         let daemon = namespace
-            .command(binary)
+            .command(&binary)
             .arg("host")
             .arg("--config")
             .arg(config)
@@ -101,8 +104,7 @@ impl HostProcess {
                 format!("cannot start {} in {}", binary.display(), namespace.name())
             })?;
         let socket = socket(&directory);
-        let (name, binary) = (name.to_owned(), binary.to_owned());
-        Ok(HostProcess { name, binary, directory, socket, namespace, daemon })
+        Ok(HostProcess { name: name.to_owned(), binary, directory, socket, namespace, daemon })
     }
 
     /// Whether the API answers; an error if the daemon has ended.
@@ -258,9 +260,6 @@ impl HostProcess {
 
 impl Drop for HostProcess {
     fn drop(&mut self) {
-        if std::thread::panicking() {
-            eprintln!("{}", self.diagnostics());
-        }
         if let Err(error) = self.kill_everything() {
             tracing::error!("cannot end host {}: {error:#}", self.name);
         }

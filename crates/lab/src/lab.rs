@@ -167,7 +167,8 @@ impl Lab {
         Leftovers::in_lab(self)
     }
 
-    /// The ends of all daemons' logs, to be shown when a test fails.
+    /// The ends of all daemons' logs. Printed by itself when a panic drops the
+    /// laboratory; for other failures, to be added to the error.
     pub fn diagnostics(&self) -> String {
         let directories = self.hosts.iter().map(|host| self.directory.join(host));
         directories.map(|directory| crate::host::log_tail(&directory)).collect()
