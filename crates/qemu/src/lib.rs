@@ -1,5 +1,20 @@
 //! Stock QEMU: VM definitions, command line, QMP, capabilities of the installed build.
+//!
+//! From top to bottom, the life of a VM on one host:
+//! - [`definition`]: what the user wrote, checked;
+//! - [`capabilities`]: what the installed QEMU can do;
+//! - [`command`]: the command line, a pure function of definition and resources;
+//! - [`process`]: the running QEMU and its end;
+//! - [`qmp`]: its monitor: checkpoints, resumption, events.
 
-/// A VM as its user defines it.
-#[derive(Clone, Debug)]
-pub struct VmDefinition {}
+pub mod capabilities;
+pub mod command;
+pub mod definition;
+pub mod process;
+pub mod qmp;
+
+pub use capabilities::{Accelerator, Capabilities, kvm_works};
+pub use command::{Resources, Role, command_line};
+pub use definition::{DefinitionError, VmDefinition};
+pub use process::Qemu;
+pub use qmp::Monitor;

@@ -1,0 +1,287 @@
+//! What the installed QEMU and this machine can do.
+
+use crate::definition::AcceleratorChoice;
+use crate::process::{Launch, LaunchError, Qemu};
+use crate::qmp::{Connection, MonitorSocket, QemuVersion, QmpError};
+use nix::sys::memfd::{MFdFlags, memfd_create};
+use qapi::qmp::{qom_list_types, query_commands, query_machines, query_qmp_schema};
+use serde::{Deserialize, Serialize};
+use serde_json::Value;
+use std::ffi::OsString;
+use std::fmt;
+use std::fs::File;
+use std::io;
+use std::os::fd::{AsFd, AsRawFd};
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+/// The oldest QEMU whose `migrate-incoming` reads device state from a file.
+const OLDEST: QemuVersion = QemuVersion { major: 8, minor: 2, micro: 0 };
+
+/// How long QEMU may take to start and answer.
+const PROBE_TIMEOUT: Duration = Duration::from_secs(30);
+
+/// The commands that checkpoints are made of.
+const COMMANDS: &[&str] =
+    &["stop", "cont", "xen-save-devices-state", "migrate-incoming", "x-query-ramblock"];
+
+/// What executes the guest's instructions.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Accelerator {
+    /// QEMU's own translator.
+    Tcg,
+    /// The kernel's hypervisor.
+    Kvm,
+}
+
+impl fmt::Display for Accelerator {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Accelerator::Tcg => "tcg",
+            Accelerator::Kvm => "kvm",
+        })
+    }
+}
+
+/// What an installed QEMU can do. Probing starts it once: keep the answer.
+#[derive(Clone, Debug)]
+pub struct Capabilities {
+    /// The program.
+    pub binary: PathBuf,
+    /// Its version.
+    pub version: QemuVersion,
+    /// Its machine types.
+    pub machines: Vec<Machine>,
+    /// Its accelerators, whether or not they work here.
+    pub accelerators: Vec<Accelerator>,
+}
+
+/// A machine type.
+#[derive(Clone, Debug, PartialEq, Eq, Deserialize)]
+pub struct Machine {
+    /// Its name, with version: `pc-q35-10.0`.
+    pub name: String,
+    /// A short name for the newest version: `q35`.
+    pub alias: Option<String>,
+}
+
+/// The installed QEMU will not do.
+#[derive(Debug, thiserror::Error)]
+pub enum CapabilityError {
+    /// It cannot be started.
+    #[error(transparent)]
+    Launch(#[from] LaunchError),
+    /// It starts but does not answer as it should.
+    #[error("{} does not answer: {source}; {said}", binary.display())]
+    NoAnswer {
+        /// The program.
+        binary: PathBuf,
+        /// What went wrong.
+        source: QmpError,
+        /// What it wrote, or how it ended.
+        said: String,
+    },
+    /// It is too old.
+    #[error("{} is QEMU {version}; {OLDEST} or later is needed", binary.display())]
+    TooOld {
+        /// The program.
+        binary: PathBuf,
+        /// Its version.
+        version: QemuVersion,
+    },
+    /// It was built without something.
+    #[error("{} (QEMU {version}) lacks {what}; install the distribution's full build", binary.display())]
+    Lacks {
+        /// The program.
+        binary: PathBuf,
+        /// Its version.
+        version: QemuVersion,
+        /// What is missing.
+        what: String,
+    },
+    /// The wanted machine type is unknown to it.
+    #[error("QEMU {version} has no machine type \"{wanted}\"; it has {has}")]
+    NoSuchMachine {
+        /// What was asked for.
+        wanted: String,
+        /// Its version.
+        version: QemuVersion,
+        /// The machine types of the same family.
+        has: String,
+    },
+    /// KVM was asked for and cannot be used at all.
+    #[error("accel = \"kvm\": {0}; use \"auto\" or \"tcg\"")]
+    NoKvm(String),
+    /// The system refused something.
+    #[error("cannot probe QEMU: {0}")]
+    Io(#[from] io::Error),
+}
+
+impl Capabilities {
+    /// Starts QEMU without a machine and asks it.
+    pub fn probe(binary: &Path) -> Result<Capabilities, CapabilityError> {
+        let MonitorSocket { ours, qemus } = MonitorSocket::pair()?;
+        let log: File =
+            memfd_create(c"qemu-probe", MFdFlags::MFD_CLOEXEC).map_err(io::Error::from)?.into();
+        let qemu = Qemu::launch(&Launch {
+            binary,
+            args: &probe_arguments(qemus.as_raw_fd()),
+            env: &[],
+            inherit: &[qemus.as_fd()],
+            log: Path::new(&format!("/proc/self/fd/{}", log.as_raw_fd())),
+        })?;
+        drop(qemus);
+        let answers = Connection::open(ours, PROBE_TIMEOUT)
+            .and_then(|(mut connection, version)| Answers::get(&mut connection, version));
+        match answers {
+            Ok(answers) => answers.judge(binary),
+            Err(source) => {
+                // When QEMU ended by itself, its last words are the reason.
+                let exit = qemu.wait(Duration::from_secs(1))?;
+                let said = exit.map_or_else(|| qemu.last_words(), |exit| exit.to_string());
+                Err(CapabilityError::NoAnswer { binary: binary.to_owned(), source, said })
+            }
+        }
+    }
+
+    /// The versioned machine type for a definition's `machine`.
+    pub fn machine_type(&self, wanted: &str) -> Result<&str, CapabilityError> {
+        let fits = |m: &&Machine| m.name == wanted || m.alias.as_deref() == Some(wanted);
+        if let Some(machine) = self.machines.iter().find(fits) {
+            return Ok(&machine.name);
+        }
+        let names = self.machines.iter().map(|m| m.name.as_str());
+        let family: Vec<_> = names.filter(|n| n.starts_with("pc-")).collect();
+        Err(CapabilityError::NoSuchMachine {
+            wanted: wanted.to_owned(),
+            version: self.version,
+            has: family.join(", "),
+        })
+    }
+
+    /// The accelerator for a definition's `accel`, on this host.
+    pub fn accelerator(&self, choice: AcceleratorChoice) -> Result<Accelerator, CapabilityError> {
+        let built_in = self.accelerators.contains(&Accelerator::Kvm);
+        match choice {
+            AcceleratorChoice::Tcg => Ok(Accelerator::Tcg),
+            AcceleratorChoice::Auto if built_in && kvm_works().is_ok() => Ok(Accelerator::Kvm),
+            AcceleratorChoice::Auto => Ok(Accelerator::Tcg),
+            AcceleratorChoice::Kvm if !built_in => {
+                Err(CapabilityError::NoKvm("this QEMU was built without KVM".to_owned()))
+            }
+            // Asked for by name: a KVM without the processor's help will do.
+            AcceleratorChoice::Kvm => {
+                kvm_opens().map(|()| Accelerator::Kvm).map_err(CapabilityError::NoKvm)
+            }
+        }
+    }
+}
+
+/// Whether KVM runs ordinary guests on this machine; if not, why not.
+pub fn kvm_works() -> Result<(), String> {
+    kvm_opens()?;
+    let cpuinfo = std::fs::read_to_string("/proc/cpuinfo")
+        .map_err(|error| format!("/proc/cpuinfo cannot be read: {error}"))?;
+    if virtualization_flag(&cpuinfo) {
+        Ok(())
+    } else {
+        Err("/dev/kvm is there, but the processor offers no virtualization (no vmx or svm flag in \
+             /proc/cpuinfo): such a KVM boots no ordinary kernel"
+            .to_owned())
+    }
+}
+
+fn kvm_opens() -> Result<(), String> {
+    match File::options().read(true).write(true).open("/dev/kvm") {
+        Ok(_) => Ok(()),
+        Err(error) => Err(format!("/dev/kvm cannot be opened: {error}")),
+    }
+}
+
+fn virtualization_flag(cpuinfo: &str) -> bool {
+    let flags = cpuinfo.lines().filter(|line| line.starts_with("flags"));
+    flags.flat_map(str::split_whitespace).any(|flag| flag == "vmx" || flag == "svm")
+}
+
+fn probe_arguments(monitor: i32) -> [OsString; 11] {
+    let chardev = format!("socket,id=qmp,fd={monitor}");
+    [
+        "-machine",
+        "none",
+        "-S",
+        "-nodefaults",
+        "-no-user-config",
+        "-display",
+        "none",
+        "-chardev",
+        &chardev,
+        "-mon",
+        "chardev=qmp,mode=control",
+    ]
+    .map(OsString::from)
+}
+
+/// What QEMU answered.
+struct Answers {
+    version: QemuVersion,
+    machines: Vec<Machine>,
+    accelerators: Vec<Named>,
+    commands: Vec<Named>,
+    loads_from_file: bool,
+}
+
+#[derive(Deserialize)]
+struct Named {
+    name: String,
+}
+
+impl Answers {
+    fn get(connection: &mut Connection, version: QemuVersion) -> Result<Answers, QmpError> {
+        let accel = qom_list_types { implements: Some("accel".to_owned()), abstract_: None };
+        let schema: Vec<Value> = connection.execute(&query_qmp_schema {})?;
+        Ok(Answers {
+            version,
+            machines: connection.execute(&query_machines { compat_props: None })?,
+            accelerators: connection.execute(&accel)?,
+            commands: connection.execute(&query_commands {})?,
+            loads_from_file: loads_from_file(&schema),
+        })
+    }
+
+    fn judge(self, binary: &Path) -> Result<Capabilities, CapabilityError> {
+        let Answers { version, machines, .. } = self;
+        let binary = binary.to_owned();
+        if version < OLDEST {
+            return Err(CapabilityError::TooOld { binary, version });
+        }
+        let has = |name: &str| self.commands.iter().any(|command| command.name == name);
+        if let Some(missing) = COMMANDS.iter().find(|name| !has(name)) {
+            let what = format!("the command {missing}");
+            return Err(CapabilityError::Lacks { binary, version, what });
+        }
+        if !self.loads_from_file {
+            let what = "migration from a file".to_owned();
+            return Err(CapabilityError::Lacks { binary, version, what });
+        }
+        let known = [(Accelerator::Tcg, "tcg-accel"), (Accelerator::Kvm, "kvm-accel")];
+        let present = known.iter().filter(|(_, n)| self.accelerators.iter().any(|a| a.name == *n));
+        let accelerators = present.map(|(accelerator, _)| *accelerator).collect();
+        Ok(Capabilities { binary, version, machines, accelerators })
+    }
+}
+
+/// Whether the enumeration of migration's transports has `file`. The schema
+/// hides its name, so it is known by its other members.
+fn loads_from_file(schema: &[Value]) -> bool {
+    let members = |entity: &Value| -> Vec<String> {
+        let members = entity["members"].as_array().into_iter().flatten();
+        members.filter_map(|m| m["name"].as_str().map(str::to_owned)).collect()
+    };
+    let enums = schema.iter().filter(|entity| entity["meta-type"] == "enum");
+    enums.map(members).any(|m| ["socket", "exec", "file"].iter().all(|n| m.iter().any(|x| x == n)))
+}
+
+#[cfg(test)]
+#[path = "capabilities_tests.rs"]
+mod tests;

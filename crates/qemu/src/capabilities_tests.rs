@@ -1,0 +1,62 @@
+use super::*;
+use serde_json::json;
+
+fn answers(version: (u32, u32), loads_from_file: bool) -> Answers {
+    let named = |names: &[&str]| names.iter().map(|&n| Named { name: n.to_owned() }).collect();
+    Answers {
+        version: QemuVersion { major: version.0, minor: version.1, micro: 0 },
+        machines: vec![
+            Machine { name: "pc-q35-10.0".to_owned(), alias: Some("q35".to_owned()) },
+            Machine { name: "pc-q35-9.2".to_owned(), alias: None },
+        ],
+        accelerators: named(&["tcg-accel", "qtest-accel"]),
+        commands: named(COMMANDS),
+        loads_from_file,
+    }
+}
+
+#[test]
+fn aliases_become_versions() {
+    let qemu = answers((10, 0), true).judge(Path::new("qemu")).unwrap();
+    assert_eq!(qemu.machine_type("q35").unwrap(), "pc-q35-10.0");
+    assert_eq!(qemu.machine_type("pc-q35-9.2").unwrap(), "pc-q35-9.2");
+    let error = qemu.machine_type("pc-q35-11.0").unwrap_err().to_string();
+    assert!(error.contains("pc-q35-11.0") && error.contains("pc-q35-9.2"), "{error}");
+}
+
+#[test]
+fn what_is_missing_is_named() {
+    let error = answers((8, 1), true).judge(Path::new("qemu")).unwrap_err().to_string();
+    assert!(error.contains("8.1.0") && error.contains("8.2.0"), "{error}");
+    let error = answers((10, 0), false).judge(Path::new("qemu")).unwrap_err().to_string();
+    assert!(error.contains("migration from a file"), "{error}");
+    let mut lacking = answers((10, 0), true);
+    lacking.commands.retain(|command| command.name != "xen-save-devices-state");
+    let error = lacking.judge(Path::new("qemu")).unwrap_err().to_string();
+    assert!(error.contains("xen-save-devices-state"), "{error}");
+}
+
+#[test]
+fn kvm_by_name_needs_a_qemu_with_kvm() {
+    let qemu = answers((10, 0), true).judge(Path::new("qemu")).unwrap();
+    assert_eq!(qemu.accelerator(AcceleratorChoice::Auto).unwrap(), Accelerator::Tcg);
+    let error = qemu.accelerator(AcceleratorChoice::Kvm).unwrap_err().to_string();
+    assert!(error.contains("without KVM"), "{error}");
+}
+
+#[test]
+fn virtualization_is_a_whole_flag() {
+    assert!(virtualization_flag("model name : svm\nflags\t\t: fpu vmx sse\n"));
+    assert!(virtualization_flag("flags : svm\n"));
+    assert!(!virtualization_flag("model name : vmx\nflags\t\t: fpu svm_lock sse\n"));
+}
+
+#[test]
+fn the_transports_are_known_by_their_members() {
+    let entity = |names: &[&str]| {
+        let members: Vec<_> = names.iter().map(|n| json!({"name": n})).collect();
+        json!({"name": "1", "meta-type": "enum", "members": members})
+    };
+    assert!(loads_from_file(&[entity(&["x"]), entity(&["socket", "exec", "rdma", "file"])]));
+    assert!(!loads_from_file(&[entity(&["socket", "exec", "rdma"]), entity(&["file", "pipe"])]));
+}

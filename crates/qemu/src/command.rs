@@ -1,0 +1,263 @@
+//! QEMU's command line, as a pure function of a definition and its resources.
+//!
+//! The same definition and machine type give the same guest-visible machine on
+//! every host: versioned machine type, fixed PCI addresses, nothing by default.
+//! A standby differs only in waiting for its device state.
+
+use crate::capabilities::Accelerator;
+use crate::definition::{CardModel, DiskBus, DiskDefinition, DiskFormat, Vga, VmDefinition};
+use std::ffi::OsString;
+use std::os::fd::RawFd;
+use std::path::{Path, PathBuf};
+
+/// Disks go to PCI slots 0x03 to 0x0e; 0x01 and 0x02 stay free for chipset and video.
+const FIRST_DISK_SLOT: usize = 0x03;
+/// Virtio disks that a VM may have.
+pub const MAX_VIRTIO_DISKS: usize = 12;
+
+/// Cards go to PCI slots 0x10 to 0x1d; 0x1f is the chipset's on q35.
+const FIRST_CARD_SLOT: usize = 0x10;
+/// Cards that a VM may have.
+pub const MAX_CARDS: usize = 14;
+
+/// IDE disks that a machine has room for.
+pub const fn ide_slots(q35: bool) -> usize {
+    if q35 { 6 } else { 4 }
+}
+
+/// What one host gives to a VM. Descriptors are the daemon's own numbers: QEMU
+/// inherits them under the same numbers (see [`crate::process::Launch`]).
+#[derive(Clone, Debug)]
+pub struct Resources {
+    /// Versioned machine type, from [`crate::Capabilities::machine_type`].
+    pub machine_type: String,
+    /// What executes the guest's instructions.
+    pub accelerator: Accelerator,
+    /// Memfd of the guest's main memory, as long as the definition says.
+    pub ram: RawFd,
+    /// QEMU's end of the monitor for commands.
+    pub commands: RawFd,
+    /// QEMU's end of the monitor for events.
+    pub events: RawFd,
+    /// Per disk, the unix socket of its NBD server, which must listen already.
+    pub disks: Vec<PathBuf>,
+    /// Per card, QEMU's end of the socket to its port.
+    pub cards: Vec<RawFd>,
+    /// Where the console is, if the definition has one.
+    pub console: Option<Console>,
+    /// How QEMU starts.
+    pub role: Role,
+}
+
+/// Where the guest's first serial port goes.
+#[derive(Clone, Debug)]
+pub struct Console {
+    /// Unix socket that QEMU listens on.
+    pub socket: PathBuf,
+    /// File that QEMU appends all output to.
+    pub log: PathBuf,
+}
+
+/// How QEMU starts. In both roles the guest waits for `cont`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Role {
+    /// With a machine at power-on.
+    Fresh,
+    /// Without state: waits for [`crate::Monitor::go_live`].
+    Standby,
+}
+
+/// QEMU's arguments, without the program's name.
+///
+/// # Panics
+/// If `resources` has not one socket per disk and card of the definition.
+pub fn command_line(vm: &VmDefinition, resources: &Resources) -> Vec<OsString> {
+    assert_eq!(vm.disks.len(), resources.disks.len(), "one NBD socket per disk");
+    assert_eq!(vm.cards.len(), resources.cards.len(), "one port per card");
+    let mut args = Args::default();
+    machine(&mut args, vm, resources);
+    monitors(&mut args, resources);
+    console(&mut args, resources);
+    boot(&mut args, vm);
+    disks(&mut args, vm, &resources.disks);
+    cards(&mut args, vm, &resources.cards);
+    if resources.role == Role::Standby {
+        args.pair("-incoming", "defer");
+        // The blob of xen-save-devices-state has no configuration section.
+        args.pair("-global", "migration.send-configuration=off");
+    }
+    args.0.extend(vm.qemu_args.iter().map(OsString::from));
+    args.0
+}
+
+#[derive(Default)]
+struct Args(Vec<OsString>);
+
+impl Args {
+    fn flag(&mut self, option: &str) {
+        self.0.push(option.into());
+    }
+
+    fn pair(&mut self, option: &str, value: impl Into<OsString>) {
+        self.flag(option);
+        self.0.push(value.into());
+    }
+}
+
+fn machine(args: &mut Args, vm: &VmDefinition, resources: &Resources) {
+    args.pair("-name", format!("guest={},debug-threads=on", vm.name));
+    args.flag("-no-user-config");
+    args.flag("-nodefaults");
+    args.pair("-display", "none");
+    args.pair(
+        "-machine",
+        format!(
+            "{},accel={},suppress-vmdesc=on,memory-backend=ram",
+            resources.machine_type, resources.accelerator
+        ),
+    );
+    args.pair(
+        "-object",
+        format!(
+            "memory-backend-file,id=ram,size={},mem-path=/proc/self/fd/{},share=on,prealloc=off",
+            vm.memory.bytes(),
+            resources.ram
+        ),
+    );
+    args.pair("-m", format!("size={}B", vm.memory.bytes()));
+    args.pair("-smp", vm.vcpus.to_string());
+    if let Some(cpu) = &vm.cpu {
+        args.pair("-cpu", cpu);
+    }
+    args.pair("-rtc", "base=utc");
+    args.pair(
+        "-vga",
+        match vm.vga {
+            Vga::None => "none",
+            Vga::Std => "std",
+            Vga::Virtio => "virtio",
+        },
+    );
+    args.pair("-msg", "timestamp=on");
+    // A guest that powers off leaves a stopped QEMU, so that its last output
+    // can be committed; the daemon sees the event SHUTDOWN. Reboot is a reset.
+    args.pair("-action", "shutdown=pause");
+    args.flag("-S");
+}
+
+fn monitors(args: &mut Args, resources: &Resources) {
+    for (id, fd) in [("commands", resources.commands), ("events", resources.events)] {
+        args.pair("-chardev", format!("socket,id=qmp-{id},fd={fd}"));
+        args.pair("-mon", format!("chardev=qmp-{id},mode=control"));
+    }
+}
+
+fn console(args: &mut Args, resources: &Resources) {
+    if let Some(Console { socket, log }) = &resources.console {
+        let mut chardev = OsString::from("socket,id=console,server=on,wait=off,path=");
+        chardev.push(escaped(socket));
+        chardev.push(",logappend=on,logfile=");
+        chardev.push(escaped(log));
+        args.pair("-chardev", chardev);
+        args.pair("-serial", "chardev:console");
+    }
+}
+
+fn boot(args: &mut Args, vm: &VmDefinition) {
+    if let Some(kernel) = &vm.kernel {
+        args.pair("-kernel", kernel);
+    }
+    if let Some(initrd) = &vm.initrd {
+        args.pair("-initrd", initrd);
+    }
+    if let Some(append) = &vm.append {
+        args.pair("-append", append);
+    }
+}
+
+fn disks(args: &mut Args, vm: &VmDefinition, sockets: &[PathBuf]) {
+    let (mut virtio, mut ide) = (0, 0);
+    for (n, (disk, socket)) in vm.disks.iter().zip(sockets).enumerate() {
+        block_nodes(args, n, disk, socket);
+        let mut device = match disk.bus {
+            DiskBus::Virtio => {
+                virtio += 1;
+                let slot = FIRST_DISK_SLOT + virtio - 1;
+                format!("virtio-blk-pci,addr={slot:#04x}")
+            }
+            DiskBus::Ide => {
+                ide += 1;
+                ide_place(vm.is_q35(), ide - 1)
+            }
+        };
+        // An I/O error stops the guest and tells the daemon, which may have a
+        // backup with a sound disk.
+        device += &format!(",drive=disk{n},id=disk{n},werror=stop,rerror=stop");
+        if vm.kernel.is_none() {
+            device += &format!(",bootindex={n}");
+        }
+        args.pair("-device", device);
+    }
+}
+
+fn ide_place(q35: bool, n: usize) -> String {
+    if q35 {
+        format!("ide-hd,bus=ide.{n}")
+    } else {
+        format!("ide-hd,bus=ide.{},unit={}", n / 2, n % 2)
+    }
+}
+
+/// The disk's data come from the data plane; a raw image needs nothing above it.
+fn block_nodes(args: &mut Args, n: usize, disk: &DiskDefinition, socket: &Path) {
+    let top = format!("disk{n}");
+    let nbd = match disk.format {
+        DiskFormat::Raw => top.clone(),
+        DiskFormat::Qcow2 => format!("{top}-nbd"),
+    };
+    let mut node = OsString::from(format!(
+        "driver=nbd,node-name={nbd},discard=unmap,detect-zeroes=off,server.type=unix,server.path="
+    ));
+    node.push(escaped(socket));
+    args.pair("-blockdev", node);
+    if disk.format == DiskFormat::Qcow2 {
+        args.pair(
+            "-blockdev",
+            format!("driver=qcow2,node-name={top},file={nbd},discard=unmap,detect-zeroes=off"),
+        );
+    }
+}
+
+fn cards(args: &mut Args, vm: &VmDefinition, sockets: &[RawFd]) {
+    for (n, (card, socket)) in vm.cards.iter().zip(sockets).enumerate() {
+        let mut netdev =
+            OsString::from(format!("stream,id=card{n},server=off,addr.type=unix,addr.path="));
+        netdev.push(escaped(socket));
+        args.pair("-netdev", netdev);
+        let model = match card.model {
+            CardModel::VirtioNet => "virtio-net-pci",
+            CardModel::E1000 => "e1000",
+            CardModel::E1000e => "e1000e",
+            CardModel::Rtl8139 => "rtl8139",
+        };
+        let slot = FIRST_CARD_SLOT + n;
+        // No boot ROM: it is one more RAM block to carry, and VMs boot from disk.
+        args.pair(
+            "-device",
+            format!("{model},addr={slot:#04x},netdev=card{n},id=nic{n},mac={},rombar=0", card.mac),
+        );
+    }
+}
+
+/// In QEMU's key=value options a comma in a value is written twice.
+fn escaped(path: &Path) -> OsString {
+    use std::os::unix::ffi::{OsStrExt, OsStringExt};
+    let bytes = path.as_os_str().as_bytes();
+    let doubled =
+        bytes.iter().flat_map(|&byte| std::iter::repeat_n(byte, 1 + usize::from(byte == b',')));
+    OsString::from_vec(doubled.collect())
+}
+
+#[cfg(test)]
+#[path = "command_tests.rs"]
+mod tests;

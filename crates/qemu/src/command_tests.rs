@@ -1,0 +1,140 @@
+use super::*;
+
+fn definition(toml: &str) -> VmDefinition {
+    toml::from_str(toml).unwrap()
+}
+
+fn resources() -> Resources {
+    Resources {
+        machine_type: "pc-q35-10.0".to_owned(),
+        accelerator: Accelerator::Tcg,
+        ram: 20,
+        commands: 21,
+        events: 22,
+        disks: Vec::new(),
+        cards: Vec::new(),
+        console: None,
+        role: Role::Fresh,
+    }
+}
+
+/// The arguments as one text, an option and its value per line.
+fn lines(vm: &VmDefinition, resources: &Resources) -> String {
+    let mut text = String::new();
+    for arg in command_line(vm, resources) {
+        let arg = arg.into_string().unwrap();
+        let separator = if arg.starts_with('-') { "\n" } else { " " };
+        text = text + separator + &arg;
+    }
+    text.trim().to_owned()
+}
+
+const TWO_OF_EACH: &str = r#"
+    name = "db"
+    memory = "512M"
+    vcpus = 2
+    kernel = "/boot/vmlinuz"
+    initrd = "/boot/initrd"
+    append = "console=ttyS0 quiet"
+    qemu_args = ["-device", "virtio-rng-pci"]
+    [[disk]]
+    path = "/var/a.raw"
+    format = "raw"
+    [[disk]]
+    path = "/var/b.qcow2"
+    format = "qcow2"
+    [[card]]
+    mac = "52:54:00:00:00:01"
+    bridge = "br0"
+    [[card]]
+    mac = "52:54:00:00:00:02"
+    bridge = "br0"
+    model = "e1000"
+"#;
+
+fn two_of_each() -> (VmDefinition, Resources) {
+    let resources = Resources {
+        disks: vec!["/run/d0".into(), "/run/d,1".into()],
+        cards: vec!["/run/c0".into(), "/run/c1".into()],
+        console: Some(Console { socket: "/run/con".into(), log: "/run/con.log".into() }),
+        ..resources()
+    };
+    (definition(TWO_OF_EACH), resources)
+}
+
+#[test]
+fn everything_is_on_the_command_line() {
+    let (vm, resources) = two_of_each();
+    let expected = "\
+-name guest=db,debug-threads=on
+-no-user-config
+-nodefaults
+-display none
+-machine pc-q35-10.0,accel=tcg,suppress-vmdesc=on,memory-backend=ram
+-object memory-backend-file,id=ram,size=536870912,mem-path=/proc/self/fd/20,share=on,prealloc=off
+-m size=536870912B
+-smp 2
+-rtc base=utc
+-vga none
+-msg timestamp=on
+-action shutdown=pause
+-S
+-chardev socket,id=qmp-commands,fd=21
+-mon chardev=qmp-commands,mode=control
+-chardev socket,id=qmp-events,fd=22
+-mon chardev=qmp-events,mode=control
+-chardev socket,id=console,server=on,wait=off,path=/run/con,logappend=on,logfile=/run/con.log
+-serial chardev:console
+-kernel /boot/vmlinuz
+-initrd /boot/initrd
+-append console=ttyS0 quiet
+-blockdev driver=nbd,node-name=disk0,discard=unmap,detect-zeroes=off,server.type=unix,server.path=/run/d0
+-device virtio-blk-pci,addr=0x03,drive=disk0,id=disk0,werror=stop,rerror=stop
+-blockdev driver=nbd,node-name=disk1-nbd,discard=unmap,detect-zeroes=off,server.type=unix,server.path=/run/d,,1
+-blockdev driver=qcow2,node-name=disk1,file=disk1-nbd,discard=unmap,detect-zeroes=off
+-device virtio-blk-pci,addr=0x04,drive=disk1,id=disk1,werror=stop,rerror=stop
+-netdev stream,id=card0,server=off,addr.type=unix,addr.path=/run/c0
+-device virtio-net-pci,addr=0x10,netdev=card0,id=nic0,mac=52:54:00:00:00:01,rombar=0
+-netdev stream,id=card1,server=off,addr.type=unix,addr.path=/run/c1
+-device e1000,addr=0x11,netdev=card1,id=nic1,mac=52:54:00:00:00:02,rombar=0
+-device virtio-rng-pci";
+    assert_eq!(lines(&vm, &resources), expected);
+}
+
+#[test]
+fn a_standby_differs_only_in_waiting_for_state() {
+    let (vm, fresh) = two_of_each();
+    let standby = Resources { role: Role::Standby, ..fresh.clone() };
+    let waiting = "-incoming defer\n-global migration.send-configuration=off\n";
+    assert_eq!(lines(&vm, &standby).replace(waiting, ""), lines(&vm, &fresh));
+    assert!(lines(&vm, &standby).contains(waiting));
+}
+
+#[test]
+fn disks_boot_in_their_order_on_either_machine() {
+    let toml = r#"
+        name = "a"
+        memory = "64M"
+        vcpus = 1
+        console = false
+        vga = "std"
+        cpu = "Haswell,-avx"
+        [[disk]]
+        path = "/a"
+        format = "raw"
+        bus = "ide"
+        [[disk]]
+        path = "/b"
+        format = "raw"
+        bus = "ide"
+    "#;
+    let two = Resources { disks: vec!["/x".into(), "/y".into()], ..resources() };
+    let q35 = lines(&definition(toml), &two);
+    assert!(q35.contains(
+        "-device ide-hd,bus=ide.1,drive=disk1,id=disk1,werror=stop,rerror=stop,bootindex=1"
+    ));
+    assert!(q35.contains("-vga std") && q35.contains("-cpu Haswell,-avx"));
+    assert!(!q35.contains("-serial"));
+    let pc = lines(&definition(&format!("machine = \"pc\"\n{toml}")), &two);
+    assert!(pc.contains("-device ide-hd,bus=ide.0,unit=1,drive=disk1"));
+}

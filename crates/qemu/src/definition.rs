@@ -1,0 +1,182 @@
+//! VM definitions: what a user writes about a VM, in TOML.
+
+mod extra_args;
+mod memory_size;
+mod parse;
+mod validate;
+
+pub use memory_size::{MemorySize, MemorySizeError};
+pub use parse::{DefinitionError, LocatedProblem};
+pub use validate::Problem;
+
+use serde::{Deserialize, Serialize};
+use std::path::PathBuf;
+use understudy_network::MacAddress;
+use understudy_protocol::Policy;
+
+/// A VM as its user defines it. It also travels to the peer, as JSON.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct VmDefinition {
+    /// Letters, digits, `-` and `_`; at most 32. Unique on a host.
+    pub name: String,
+    /// Size of the guest's main memory.
+    pub memory: MemorySize,
+    /// Virtual CPUs, 1 to 255.
+    pub vcpus: u32,
+    /// QEMU's machine type, without or with version: `q35`, `pc`, `pc-q35-10.0`.
+    #[serde(default = "default_machine")]
+    pub machine: String,
+    /// What executes the guest's instructions.
+    #[serde(default)]
+    pub accel: AcceleratorChoice,
+    /// QEMU's CPU model; its default, the same on every host, when absent.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub cpu: Option<String>,
+    /// Boots this Linux kernel instead of a disk.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub kernel: Option<PathBuf>,
+    /// The kernel's initial RAM disk.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub initrd: Option<PathBuf>,
+    /// The kernel's command line.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub append: Option<String>,
+    /// Whether the guest's first serial port is a unix socket of the host.
+    #[serde(default = "default_console")]
+    pub console: bool,
+    /// QEMU's `-vga`.
+    #[serde(default)]
+    pub vga: Vga,
+    /// Further QEMU arguments, of the kinds that keep the VM protectable.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub qemu_args: Vec<String>,
+    /// Disks, in the order of the guest's bus.
+    #[serde(default, rename = "disk", skip_serializing_if = "Vec::is_empty")]
+    pub disks: Vec<DiskDefinition>,
+    /// Network cards, in the order of the guest's bus.
+    #[serde(default, rename = "card", skip_serializing_if = "Vec::is_empty")]
+    pub cards: Vec<CardDefinition>,
+    /// When to checkpoint; the host's default when absent.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub policy: Option<Policy>,
+}
+
+/// A disk of a VM.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct DiskDefinition {
+    /// The image file.
+    pub path: PathBuf,
+    /// How the image file is to be read; never guessed from its contents, which
+    /// the guest controls.
+    pub format: DiskFormat,
+    /// How the guest sees the disk.
+    #[serde(default)]
+    pub bus: DiskBus,
+}
+
+/// How an image file is to be read.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum DiskFormat {
+    /// The disk's sectors, nothing else.
+    Raw,
+    /// QEMU's own format; QEMU itself reads it.
+    Qcow2,
+}
+
+/// How the guest sees a disk.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum DiskBus {
+    /// virtio-blk.
+    #[default]
+    Virtio,
+    /// IDE, or AHCI on q35.
+    Ide,
+}
+
+/// A network card of a VM.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct CardDefinition {
+    /// Hardware address; must stay the same on every host, so it is not optional.
+    #[serde(with = "mac_text")]
+    pub mac: MacAddress,
+    /// The bridge of the host that the card is plugged into.
+    pub bridge: String,
+    /// The card's model.
+    #[serde(default)]
+    pub model: CardModel,
+}
+
+/// Models of network cards.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub enum CardModel {
+    /// virtio-net.
+    #[default]
+    #[serde(rename = "virtio-net-pci")]
+    VirtioNet,
+    /// Intel 82540EM.
+    #[serde(rename = "e1000")]
+    E1000,
+    /// Intel 82574L.
+    #[serde(rename = "e1000e")]
+    E1000e,
+    /// Realtek 8139.
+    #[serde(rename = "rtl8139")]
+    Rtl8139,
+}
+
+/// What the user wants to execute the guest's instructions.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum AcceleratorChoice {
+    /// KVM where it really works, else TCG.
+    #[default]
+    Auto,
+    /// QEMU's own translator.
+    Tcg,
+    /// KVM, whatever the processor's flags say.
+    Kvm,
+}
+
+/// QEMU's video cards.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Vga {
+    /// None.
+    #[default]
+    None,
+    /// Bochs VBE.
+    Std,
+    /// virtio-vga.
+    Virtio,
+}
+
+fn default_machine() -> String {
+    "q35".to_owned()
+}
+
+fn default_console() -> bool {
+    true
+}
+
+/// A MAC address as text.
+mod mac_text {
+    use serde::{Deserialize, Deserializer, Serializer, de::Error};
+    use understudy_network::MacAddress;
+
+    pub fn serialize<S: Serializer>(mac: &MacAddress, to: S) -> Result<S::Ok, S::Error> {
+        to.collect_str(mac)
+    }
+
+    pub fn deserialize<'de, D: Deserializer<'de>>(from: D) -> Result<MacAddress, D::Error> {
+        String::deserialize(from)?.parse().map_err(D::Error::custom)
+    }
+}
+
+#[cfg(test)]
+#[path = "definition_tests.rs"]
+mod tests;

@@ -1,0 +1,170 @@
+//! Which QEMU arguments a user may add.
+//!
+//! A list of what is allowed, not of what is refused: a disk, card or character
+//! device that Understudy does not know of would be lost at a fail-over, or
+//! would send output before it is committed.
+
+use super::Problem;
+
+/// Options that may be added; those without a value are marked.
+const ALLOWED: &[(&str, Value)] = &[
+    ("-D", Value::Any),
+    ("-acpitable", Value::Any),
+    ("-bios", Value::Any),
+    ("-boot", Value::Any),
+    ("-d", Value::Any),
+    ("-device", Value::Device),
+    ("-fw_cfg", Value::Any),
+    ("-global", Value::Global),
+    ("-k", Value::Any),
+    ("-object", Value::Object),
+    ("-rtc", Value::Any),
+    ("-smbios", Value::Any),
+    ("-trace", Value::Any),
+    ("-usb", Value::None),
+    ("-uuid", Value::Any),
+    ("-vnc", Value::Any),
+];
+
+#[derive(Clone, Copy)]
+enum Value {
+    None,
+    Any,
+    Device,
+    Global,
+    Object,
+}
+
+/// Devices tied to the host's hardware: QEMU cannot save them.
+const HOST_DEVICES: &[&str] = &["ivshmem", "pvrdma", "usb-host", "vfio", "vhost"];
+
+/// Objects that hold no state of the guest.
+const OBJECTS: &[&str] = &["iothread", "rng-builtin", "rng-random"];
+
+/// Says what is wrong with the user's arguments.
+pub(super) fn check_extra_args(args: &[String]) -> Vec<Problem> {
+    let mut problems = Vec::new();
+    let mut args = args.iter();
+    while let Some(arg) = args.next() {
+        if let Err(message) = check_option(arg, &mut args) {
+            problems.push(Problem::new("qemu_args", message));
+        }
+    }
+    problems
+}
+
+fn check_option<'a>(arg: &str, rest: &mut impl Iterator<Item = &'a String>) -> Result<(), String> {
+    // QEMU takes two dashes for one.
+    let option = arg.strip_prefix('-').filter(|a| a.starts_with('-')).unwrap_or(arg);
+    let Some(&(_, kind)) = ALLOWED.iter().find(|(allowed, _)| *allowed == option) else {
+        return Err(refusal(arg, option));
+    };
+    if matches!(kind, Value::None) {
+        return Ok(());
+    }
+    let value = rest.next().ok_or_else(|| format!("\"{arg}\" needs a value after it"))?;
+    check_value(kind, value).map_err(|why| format!("\"{arg} {value}\": {why}"))
+}
+
+fn refusal(arg: &str, option: &str) -> String {
+    let instead = match option {
+        "-m" | "-mem-path" | "-mem-prealloc" => "use the field \"memory\"",
+        "-smp" => "use the field \"vcpus\"",
+        "-cpu" => "use the field \"cpu\"",
+        "-machine" | "-M" => "use the field \"machine\"",
+        "-accel" | "-enable-kvm" => "use the field \"accel\"",
+        "-kernel" | "-initrd" | "-append" => "use the fields \"kernel\", \"initrd\", \"append\"",
+        "-name" => "use the field \"name\"",
+        "-vga" => "use the field \"vga\"",
+        "-serial" => "use the field \"console\"",
+        "-drive" | "-blockdev" | "-hda" | "-hdb" | "-hdc" | "-hdd" | "-cdrom" | "-fda" | "-fdb"
+        | "-sd" | "-pflash" | "-mtdblock" => "only disks in [[disk]] are replicated",
+        "-net" | "-netdev" | "-nic" => "only cards in [[card]] have their output held",
+        "-qmp" | "-qmp-pretty" | "-monitor" | "-mon" | "-S" | "-incoming" | "-daemonize"
+        | "-chardev" | "-loadvm" | "-gdb" | "-s" | "-no-shutdown" | "-no-reboot" | "-action" => {
+            "Understudy itself controls QEMU"
+        }
+        _ => "it is not known to keep the VM protectable",
+    };
+    let allowed: Vec<_> = ALLOWED.iter().map(|(option, _)| *option).collect();
+    format!("\"{arg}\" is refused: {instead}; allowed are {}", allowed.join(" "))
+}
+
+fn check_value(kind: Value, value: &str) -> Result<(), String> {
+    if value.trim_start().starts_with('{') && !matches!(kind, Value::Any) {
+        return Err("write it as name,key=value, not as JSON".to_owned());
+    }
+    let name = value.split(',').next().unwrap_or_default();
+    let name = name.strip_prefix("driver=").or(name.strip_prefix("qom-type=")).unwrap_or(name);
+    match kind {
+        Value::None | Value::Any => Ok(()),
+        Value::Device => {
+            if HOST_DEVICES.iter().any(|device| name.starts_with(device)) {
+                return Err(format!("{name} is tied to this host and cannot move to another"));
+            }
+            check_id(value)
+        }
+        Value::Object => {
+            if !OBJECTS.contains(&name) {
+                return Err(format!("allowed objects are {}", OBJECTS.join(", ")));
+            }
+            check_id(value)
+        }
+        Value::Global if value.starts_with("migration.") || value.contains("driver=migration") => {
+            Err("Understudy itself controls migration".to_owned())
+        }
+        Value::Global => Ok(()),
+    }
+}
+
+/// Refuses the ids that Understudy uses.
+fn check_id(value: &str) -> Result<(), String> {
+    let id = value.split(',').find_map(|part| part.strip_prefix("id=")).unwrap_or_default();
+    let numbered = |prefix| {
+        id.strip_prefix(prefix).is_some_and(|n: &str| n.starts_with(|c: char| c.is_ascii_digit()))
+    };
+    if id == "ram" || id == "console" || numbered("disk") || numbered("card") {
+        return Err(format!("the id \"{id}\" is Understudy's own; choose another"));
+    }
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn check(args: &[&str]) -> Vec<String> {
+        let args: Vec<_> = args.iter().map(|arg| (*arg).to_owned()).collect();
+        check_extra_args(&args).into_iter().map(|problem| problem.message).collect()
+    }
+
+    #[test]
+    fn harmless_arguments_pass() {
+        let args = ["-device", "virtio-rng-pci,id=entropy", "-usb", "--uuid", "1-2", "-D", "/x"];
+        assert_eq!(check(&args), Vec::<String>::new());
+    }
+
+    #[test]
+    fn whatever_evades_replication_is_refused() {
+        for (args, why) in [
+            (&["-incoming", "defer"][..], "controls QEMU"),
+            (&["--incoming"], "controls QEMU"),
+            (&["-drive"], "[[disk]]"),
+            (&["-nic"], "[[card]]"),
+            (&["-machine"], "\"machine\""),
+            (&["-m"], "\"memory\""),
+            (&["-fsdev"], "not known"),
+            (&["stray"], "not known"),
+            (&["-uuid"], "needs a value"),
+            (&["-device", "vfio-pci,host=1:0.0"], "tied to this host"),
+            (&["-device", "{\"driver\":\"vfio-pci\"}"], "not as JSON"),
+            (&["-device", "virtio-rng-pci,id=disk0"], "Understudy's own"),
+            (&["-object", "memory-backend-ram,id=x,size=1M"], "allowed objects"),
+            (&["-object", "rng-random,id=ram"], "Understudy's own"),
+            (&["-global", "migration.send-configuration=on"], "controls migration"),
+        ] {
+            let found = check(args);
+            assert!(found.iter().any(|message| message.contains(why)), "{args:?}: {found:?}");
+        }
+    }
+}

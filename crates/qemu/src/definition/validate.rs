@@ -1,0 +1,191 @@
+//! What a definition must satisfy beyond its types.
+
+use super::extra_args::check_extra_args;
+use super::{DiskBus, VmDefinition};
+use crate::command::{MAX_CARDS, MAX_VIRTIO_DISKS, ide_slots};
+use std::collections::HashMap;
+use std::fmt;
+use std::path::Path;
+
+/// One thing that is wrong with a definition.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Problem {
+    /// The field, like `disk[0].path`; empty when it is none in particular.
+    pub field: String,
+    /// What is wrong with it and what is allowed.
+    pub message: String,
+}
+
+impl Problem {
+    pub(crate) fn new(field: impl Into<String>, message: impl Into<String>) -> Problem {
+        Problem { field: field.into(), message: message.into() }
+    }
+}
+
+impl fmt::Display for Problem {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        if self.field.is_empty() {
+            f.write_str(&self.message)
+        } else {
+            write!(f, "{}: {}", self.field, self.message)
+        }
+    }
+}
+
+impl VmDefinition {
+    /// Everything wrong that can be told without looking at this host. A host
+    /// that gets a definition from its peer calls this too.
+    pub fn validate(&self) -> Vec<Problem> {
+        let mut problems = Vec::new();
+        self.check_identity(&mut problems);
+        self.check_boot(&mut problems);
+        self.check_disks(&mut problems);
+        self.check_cards(&mut problems);
+        problems.extend(check_extra_args(&self.qemu_args));
+        if let Some(Err(message)) = self.policy.map(|policy| policy.validate()) {
+            problems.push(Problem::new("policy", message));
+        }
+        problems
+    }
+
+    /// Kernel and initial RAM disk, where they are not readable files.
+    pub fn missing_boot_files(&self) -> Vec<Problem> {
+        let files = [("kernel", &self.kernel), ("initrd", &self.initrd)];
+        let missing = files.iter().filter_map(|(field, path)| missing(field, path.as_ref()?));
+        missing.collect()
+    }
+
+    /// Disk images that are not readable files.
+    pub fn missing_disk_images(&self) -> Vec<Problem> {
+        let disks = self.disks.iter().enumerate();
+        disks.filter_map(|(n, disk)| missing(&format!("disk[{n}].path"), &disk.path)).collect()
+    }
+
+    /// Whether the machine is of QEMU's q35 family.
+    pub fn is_q35(&self) -> bool {
+        self.machine == "q35" || self.machine.starts_with("pc-q35-")
+    }
+
+    fn check_identity(&self, problems: &mut Vec<Problem>) {
+        let plain = |c: char| c.is_ascii_alphanumeric() || c == '-' || c == '_';
+        if self.name.is_empty() || self.name.len() > 32 || !self.name.chars().all(plain) {
+            let message = format!(
+                "\"{}\" is no name for a VM; allowed are 1 to 32 letters, digits, '-' and '_'",
+                self.name
+            );
+            problems.push(Problem::new("name", message));
+        }
+        if !(1..=255).contains(&self.vcpus) {
+            let message = format!("{} is out of range; allowed are 1 to 255", self.vcpus);
+            problems.push(Problem::new("vcpus", message));
+        }
+        let pc = self.machine == "pc" || self.machine.starts_with("pc-i440fx-");
+        if !(self.is_q35() || pc) || !option_value(&self.machine) {
+            let message = format!(
+                "\"{}\" is not supported; allowed are \"q35\", \"pc\" and their versions, \
+                 like \"pc-q35-10.0\"",
+                self.machine
+            );
+            problems.push(Problem::new("machine", message));
+        }
+        if let Some(cpu) = &self.cpu {
+            self.check_cpu(cpu, problems);
+        }
+    }
+
+    fn check_cpu(&self, cpu: &str, problems: &mut Vec<Problem>) {
+        if cpu.is_empty() || cpu.contains(char::is_whitespace) {
+            let message = format!("\"{cpu}\" is no CPU model; see qemu-system-x86_64 -cpu help");
+            problems.push(Problem::new("cpu", message));
+        }
+        let model = cpu.split(',').next().unwrap_or_default();
+        if matches!(model, "host" | "max") {
+            let message = format!(
+                "\"{model}\" means something else on every host, and the backup must have the \
+                 same CPU; name a model that both hosts have, like \"qemu64\" or \"Haswell\""
+            );
+            problems.push(Problem::new("cpu", message));
+        }
+    }
+
+    fn check_boot(&self, problems: &mut Vec<Problem>) {
+        if self.kernel.is_none() {
+            for (field, present) in
+                [("initrd", self.initrd.is_some()), ("append", self.append.is_some())]
+            {
+                if present {
+                    let message = "it needs \"kernel\" beside it";
+                    problems.push(Problem::new(field, message));
+                }
+            }
+            if self.disks.is_empty() {
+                let message = "nothing to boot from: give \"kernel\" or a [[disk]]";
+                problems.push(Problem::new("", message));
+            }
+        }
+    }
+
+    fn check_disks(&self, problems: &mut Vec<Problem>) {
+        let mut seen = HashMap::new();
+        for (n, disk) in self.disks.iter().enumerate() {
+            if let Some(first) = seen.insert(&disk.path, n) {
+                let message =
+                    format!("{} is the image of disk[{first}] already", disk.path.display());
+                problems.push(Problem::new(format!("disk[{n}].path"), message));
+            }
+        }
+        let ide = self.disks.iter().filter(|disk| disk.bus == DiskBus::Ide).count();
+        let ide_slots = ide_slots(self.is_q35());
+        if ide > ide_slots {
+            let message = format!("{ide} IDE disks; the machine has room for {ide_slots}");
+            problems.push(Problem::new("disk", message));
+        }
+        if self.disks.len() - ide > MAX_VIRTIO_DISKS {
+            let message = format!("more than {MAX_VIRTIO_DISKS} virtio disks");
+            problems.push(Problem::new("disk", message));
+        }
+    }
+
+    fn check_cards(&self, problems: &mut Vec<Problem>) {
+        let mut seen = HashMap::new();
+        for (n, card) in self.cards.iter().enumerate() {
+            if let Some(first) = seen.insert(card.mac, n) {
+                let message = format!("{} is the address of card[{first}] already", card.mac);
+                problems.push(Problem::new(format!("card[{n}].mac"), message));
+            }
+            // The kernel's own rule for names of network devices.
+            let bad = |c: char| c == '/' || c == ':' || c.is_whitespace();
+            let name = &card.bridge;
+            if name.is_empty() || name.len() > 15 || name.contains(bad) {
+                let message = format!(
+                    "\"{name}\" is no name of a bridge; allowed are 1 to 15 characters \
+                     without '/', ':' and spaces"
+                );
+                problems.push(Problem::new(format!("card[{n}].bridge"), message));
+            }
+        }
+        if self.cards.len() > MAX_CARDS {
+            problems.push(Problem::new("card", format!("more than {MAX_CARDS} network cards")));
+        }
+    }
+}
+
+/// Whether the text can be one value in a comma-separated QEMU option.
+fn option_value(text: &str) -> bool {
+    text.chars().all(|c| c.is_ascii_alphanumeric() || matches!(c, '-' | '_' | '.'))
+}
+
+fn missing(field: &str, path: &Path) -> Option<Problem> {
+    let say = |why: &str| Some(Problem::new(field, format!("{}: {why}", path.display())));
+    match std::fs::metadata(path) {
+        Ok(found) if found.is_dir() => say("is a folder; it must be a file"),
+        Ok(_) => match std::fs::File::open(path) {
+            Ok(_) => None,
+            Err(error) => say(&format!("cannot be read: {error}")),
+        },
+        Err(error) if error.kind() == std::io::ErrorKind::NotFound => {
+            say("there is no such file (relative paths count from the definition's folder)")
+        }
+        Err(error) => say(&error.to_string()),
+    }
+}

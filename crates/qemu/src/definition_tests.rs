@@ -1,0 +1,180 @@
+use super::*;
+use std::path::Path;
+use tempfile::TempDir;
+
+/// A folder with the files that the definitions here name.
+fn folder() -> TempDir {
+    let folder = tempfile::tempdir().unwrap();
+    for name in ["vmlinuz", "a.raw", "b.qcow2"] {
+        std::fs::write(folder.path().join(name), name).unwrap();
+    }
+    folder
+}
+
+fn read(folder: &TempDir, text: &str) -> Result<VmDefinition, DefinitionError> {
+    VmDefinition::from_toml(text, &folder.path().join("vm.toml"))
+}
+
+const FULL: &str = r#"name = "db"
+memory = "512M"
+vcpus = 2
+accel = "tcg"
+kernel = "vmlinuz"
+append = "console=ttyS0"
+qemu_args = ["-device", "virtio-rng-pci"]
+
+[[disk]]
+path = "a.raw"
+format = "raw"
+
+[[disk]]
+path = "b.qcow2"
+format = "qcow2"
+bus = "ide"
+
+[[card]]
+mac = "52:54:00:00:00:01"
+bridge = "br0"
+
+[policy]
+kind = "interval"
+hz = 40
+"#;
+
+/// `FULL` with one line replaced; the first line of the error, without the path.
+fn complaint(line: &str, instead: &str) -> String {
+    let folder = folder();
+    assert!(FULL.contains(line), "{line}");
+    let error = read(&folder, &FULL.replacen(line, instead, 1)).expect_err(instead).to_string();
+    let path = format!("{}:", folder.path().join("vm.toml").display());
+    assert!(error.starts_with(&path), "{error}");
+    error[path.len()..].to_owned()
+}
+
+#[test]
+fn a_full_definition_is_read() {
+    let folder = folder();
+    let vm = read(&folder, FULL).unwrap();
+    assert_eq!(vm.memory.bytes(), 512 << 20);
+    assert_eq!(vm.machine, "q35");
+    assert_eq!(vm.kernel, Some(folder.path().join("vmlinuz")), "paths count from the folder");
+    assert_eq!(vm.disks[1].path, folder.path().join("b.qcow2"));
+    assert_eq!((vm.disks[0].bus, vm.disks[1].bus), (DiskBus::Virtio, DiskBus::Ide));
+    assert_eq!(vm.cards[0].model, CardModel::VirtioNet);
+    assert!(vm.console);
+    assert_eq!(vm.policy, Some(Policy::Interval { hz: 40 }));
+}
+
+#[test]
+fn it_travels_as_json() {
+    let vm = read(&folder(), FULL).unwrap();
+    let json = serde_json::to_string(&vm).unwrap();
+    assert_eq!(serde_json::from_str::<VmDefinition>(&json).unwrap(), vm);
+}
+
+#[test]
+fn syntax_types_and_unknown_fields_have_a_line() {
+    for (line, instead, wanted) in [
+        ("vcpus = 2", "vcpus = ", "3: "),
+        ("vcpus = 2", "vcpus = \"two\"", "3: vcpus: invalid type: string \"two\""),
+        ("vcpus = 2", "vcpus = -1", "3: vcpus: invalid value"),
+        (
+            "vcpus = 2",
+            "vcpu = 2",
+            "3: vcpu: unknown field `vcpu`, expected one of `name`, `memory`",
+        ),
+        (
+            "accel = \"tcg\"",
+            "accel = \"xen\"",
+            "4: accel: unknown variant `xen`, expected one of `auto`, `tcg`, `kvm`",
+        ),
+        (
+            "memory = \"512M\"",
+            "memory = \"513M\"",
+            "2: memory: \"513M\" is no memory size: it is not a multiple of 2M",
+        ),
+        ("bus = \"ide\"", "buss = \"ide\"", "16: disk[1].buss: unknown field"),
+        (
+            "format = \"qcow2\"",
+            "format = \"vmdk\"",
+            "15: disk[1].format: unknown variant `vmdk`, expected `raw` or `qcow2`",
+        ),
+        (
+            "52:54:00:00:00:01",
+            "01:54:00:00:00:01",
+            "19: card[0].mac: \"01:54:00:00:00:01\" is no MAC address for a card: it is a multicast address",
+        ),
+        ("format = \"raw\"\n", "", "9: disk[0]: missing field `format`"),
+        ("name = \"db\"\n", "", "1: missing field `name`"),
+        ("kind = \"interval\"", "kind = \"never\"", "22: policy"),
+    ] {
+        let found = complaint(line, instead);
+        assert!(found.starts_with(wanted), "{instead}: {found}");
+    }
+}
+
+#[test]
+fn wrong_values_have_a_line() {
+    for (line, instead, wanted) in [
+        ("name = \"db\"", "name = \"../db\"", "1: name: \"../db\" is no name for a VM"),
+        ("name = \"db\"", "name = \"\"", "1: name: "),
+        ("vcpus = 2", "vcpus = 0", "3: vcpus: 0 is out of range; allowed are 1 to 255"),
+        ("vcpus = 2", "vcpus = 256", "3: vcpus: "),
+        ("accel = \"tcg\"", "machine = \"microvm\"", "4: machine: \"microvm\" is not supported"),
+        ("accel = \"tcg\"", "machine = \"pc-q35-10.0,usb=on\"", "4: machine: "),
+        (
+            "accel = \"tcg\"",
+            "cpu = \"host\"",
+            "4: cpu: \"host\" means something else on every host",
+        ),
+        ("kernel = \"vmlinuz\"\n", "", "5: append: it needs \"kernel\""),
+        ("\"vmlinuz\"", "\"vmlinux\"", "5: kernel: "),
+        ("\"a.raw\"", "\"c.raw\"", "10: disk[0].path: "),
+        ("\"b.qcow2\"", "\"a.raw\"", "14: disk[1].path: "),
+        ("\"a.raw\"", "\".\"", "10: disk[0].path: "),
+        ("\"br0\"", "\"a bridge\"", "20: card[0].bridge: \"a bridge\" is no name of a bridge"),
+        ("-device", "-incoming", "7: qemu_args: \"-incoming\" is refused"),
+        ("hz = 40", "hz = 0", "22: policy: policy: hz is 0"),
+    ] {
+        let found = complaint(line, instead);
+        assert!(found.starts_with(wanted), "{instead}: {found}");
+    }
+    assert!(complaint("\"a.raw\"", "\"c.raw\"").contains("no such file"));
+    assert!(complaint("\"a.raw\"", "\".\"").contains("is a folder"));
+}
+
+#[test]
+fn every_wrong_value_is_reported_at_once() {
+    let second = "bridge = \"br0\"\n[[card]]\nmac = \"52:54:00:00:00:01\"\nbridge = \"br/1\"\n";
+    let text = FULL.replace("vcpus = 2", "vcpus = 300").replace("bridge = \"br0\"\n", second);
+    let problems = read(&folder(), &text).unwrap_err().problems;
+    let places: Vec<_> = problems.iter().map(|p| (p.line, p.problem.field.as_str())).collect();
+    assert_eq!(
+        places,
+        [(Some(3), "vcpus"), (Some(22), "card[1].mac"), (Some(23), "card[1].bridge")]
+    );
+}
+
+#[test]
+fn there_must_be_something_to_boot() {
+    let text = "name = \"a\"\nmemory = \"64M\"\nvcpus = 1\n";
+    let error = read(&folder(), text).unwrap_err();
+    assert_eq!(error.problems[0].line, None);
+    assert!(error.to_string().contains("vm.toml: nothing to boot from"), "{error}");
+}
+
+#[test]
+fn too_many_devices_are_refused() {
+    let mut vm = read(&folder(), FULL).unwrap();
+    let disk = |n: usize, bus| DiskDefinition {
+        path: Path::new("/d").join(n.to_string()),
+        format: DiskFormat::Raw,
+        bus,
+    };
+    vm.disks = (0..7).map(|n| disk(n, DiskBus::Ide)).collect();
+    assert!(vm.validate()[0].message.contains("room for 6"));
+    vm.disks = (0..12).map(|n| disk(n, DiskBus::Virtio)).collect();
+    assert_eq!(vm.validate(), []);
+    vm.disks.push(disk(12, DiskBus::Virtio));
+    assert!(vm.validate()[0].message.contains("more than 12 virtio disks"));
+}

@@ -1,0 +1,234 @@
+//! The running QEMU process and its end.
+
+#![allow(unsafe_code)]
+
+use nix::libc;
+use nix::poll::{PollFd, PollFlags, PollTimeout};
+use std::ffi::OsString;
+use std::fs::File;
+use std::io::{self, Read, Seek, SeekFrom};
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, OwnedFd, RawFd};
+use std::os::unix::process::CommandExt;
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, ExitStatus, Stdio};
+use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
+
+/// How much of the end of QEMU's messages goes into an error, in bytes.
+const TAIL_BYTES: u64 = 2048;
+
+/// How to start QEMU.
+pub struct Launch<'a> {
+    /// The program: a path, or a name to look for in `PATH`.
+    pub binary: &'a Path,
+    /// Its arguments, from [`crate::command_line`].
+    pub args: &'a [OsString],
+    /// Added to the daemon's environment: the agent's `LD_PRELOAD` and
+    /// `UNDERSTUDY_AGENT`.
+    pub env: &'a [(OsString, OsString)],
+    /// Descriptors that QEMU inherits, under the numbers that they have here.
+    /// It inherits no others but standard input, output and error.
+    pub inherit: &'a [BorrowedFd<'a>],
+    /// File that QEMU's standard output and error are appended to.
+    pub log: &'a Path,
+}
+
+/// QEMU could not be started.
+#[derive(Debug, thiserror::Error)]
+pub enum LaunchError {
+    /// The program is missing or not executable.
+    #[error("cannot run {}: {source}; is QEMU installed?", binary.display())]
+    Run {
+        /// The program.
+        binary: PathBuf,
+        /// The system's reason.
+        source: io::Error,
+    },
+    /// The log file cannot be written.
+    #[error("cannot write QEMU's log {}: {source}", log.display())]
+    Log {
+        /// The file.
+        log: PathBuf,
+        /// The system's reason.
+        source: io::Error,
+    },
+    /// The system refused a process descriptor.
+    #[error("cannot watch QEMU: {0}")]
+    Watch(io::Error),
+}
+
+/// How QEMU ended.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Exit {
+    /// Exit code or signal.
+    pub status: ExitStatus,
+    /// The last lines that QEMU said.
+    pub last_words: String,
+}
+
+impl std::fmt::Display for Exit {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "QEMU ended with {}", self.status)?;
+        if !self.last_words.is_empty() {
+            write!(f, "; it said: {}", self.last_words)?;
+        }
+        Ok(())
+    }
+}
+
+/// A running QEMU. Dropping it kills it.
+///
+/// Its descriptor (`AsFd`) is a pidfd: it polls readable once QEMU has ended.
+#[derive(Debug)]
+pub struct Qemu {
+    child: Mutex<Child>,
+    pid: u32,
+    pidfd: OwnedFd,
+    log: PathBuf,
+    log_start: u64,
+}
+
+impl Qemu {
+    /// Starts QEMU. That it runs shows when its monitor answers; if it does
+    /// not, [`Qemu::wait`] says why.
+    pub fn launch(launch: &Launch<'_>) -> Result<Qemu, LaunchError> {
+        let log_error = |source| LaunchError::Log { log: launch.log.to_owned(), source };
+        let log = File::options().create(true).append(true).open(launch.log).map_err(log_error)?;
+        let log_start = log.metadata().map_err(log_error)?.len();
+        let mut command = Command::new(launch.binary);
+        command
+            .args(launch.args)
+            .envs(launch.env.iter().map(|(name, value)| (name, value)))
+            .stdin(Stdio::null())
+            .stdout(log.try_clone().map_err(log_error)?)
+            .stderr(log);
+        let inherit: Vec<RawFd> = launch.inherit.iter().map(AsRawFd::as_raw_fd).collect();
+        // SAFETY: between fork and exec the closure only makes system calls; it
+        // neither allocates nor locks. The descriptors are open: they are borrowed
+        // for as long as `launch`.
+        unsafe { command.pre_exec(move || pass_on_only(&inherit)) };
+        let mut child = command
+            .spawn()
+            .map_err(|source| LaunchError::Run { binary: launch.binary.to_owned(), source })?;
+        let pid = child.id();
+        let pidfd = match pidfd_open(pid) {
+            Ok(pidfd) => pidfd,
+            Err(error) => {
+                let _ = child.kill();
+                let _ = child.wait();
+                return Err(LaunchError::Watch(error));
+            }
+        };
+        tracing::info!(pid, "started QEMU");
+        Ok(Qemu { child: Mutex::new(child), pid, pidfd, log: launch.log.to_owned(), log_start })
+    }
+
+    /// The process's number.
+    pub fn pid(&self) -> u32 {
+        self.pid
+    }
+
+    /// How QEMU ended, if it has.
+    pub fn try_wait(&self) -> io::Result<Option<Exit>> {
+        let status = self.child().try_wait()?;
+        Ok(status.map(|status| Exit { status, last_words: self.last_words() }))
+    }
+
+    /// Waits until QEMU has ended, at most so long; none if it still runs.
+    pub fn wait(&self, at_most: Duration) -> io::Result<Option<Exit>> {
+        let deadline = Instant::now() + at_most;
+        loop {
+            if let Some(exit) = self.try_wait()? {
+                return Ok(Some(exit));
+            }
+            let left = deadline.saturating_duration_since(Instant::now());
+            if left.is_zero() {
+                return Ok(None);
+            }
+            // Rounded up, or the last fraction of a millisecond would spin.
+            let millis = i32::try_from(left.as_millis() + 1).unwrap_or(i32::MAX);
+            let timeout = PollTimeout::try_from(millis).unwrap_or(PollTimeout::MAX);
+            let mut poll = [PollFd::new(self.pidfd.as_fd(), PollFlags::POLLIN)];
+            match nix::poll::poll(&mut poll, timeout) {
+                Ok(_) | Err(nix::errno::Errno::EINTR) => {}
+                Err(error) => return Err(error.into()),
+            }
+        }
+    }
+
+    /// Ends QEMU at once (SIGKILL) and reaps it. The guest gets no warning.
+    pub fn kill(&self) -> io::Result<Exit> {
+        let mut child = self.child();
+        child.kill()?;
+        let status = child.wait()?;
+        drop(child);
+        Ok(Exit { status, last_words: self.last_words() })
+    }
+
+    /// The end of what QEMU has said since it was started.
+    pub fn last_words(&self) -> String {
+        // Only for an error message: a log that cannot be read says nothing.
+        read_tail(&self.log, self.log_start).unwrap_or_default()
+    }
+
+    fn child(&self) -> MutexGuard<'_, Child> {
+        self.child.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl AsFd for Qemu {
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        self.pidfd.as_fd()
+    }
+}
+
+impl Drop for Qemu {
+    fn drop(&mut self) {
+        if let Err(error) = self.kill() {
+            tracing::error!(pid = self.pid, %error, "cannot end QEMU");
+        }
+    }
+}
+
+/// Makes exec close every descriptor from 3 up, except these.
+fn pass_on_only(inherit: &[RawFd]) -> io::Result<()> {
+    // CLOEXEC instead of closing at once: the standard library reports a failed
+    // exec through a descriptor of its own.
+    let flags = libc::CLOSE_RANGE_CLOEXEC as libc::c_int;
+    // SAFETY: a system call without pointers, on this process's own descriptors.
+    if unsafe { libc::close_range(3, libc::c_uint::MAX, flags) } < 0 {
+        return Err(io::Error::last_os_error());
+    }
+    for &fd in inherit {
+        // SAFETY: a system call without pointers, on an open descriptor.
+        if unsafe { libc::fcntl(fd, libc::F_SETFD, 0) } < 0 {
+            return Err(io::Error::last_os_error());
+        }
+    }
+    Ok(())
+}
+
+fn pidfd_open(pid: u32) -> io::Result<OwnedFd> {
+    // SAFETY: a system call without pointers. The child is not reaped yet, so the
+    // number is still its own.
+    let fd = unsafe { libc::syscall(libc::SYS_pidfd_open, pid, 0) };
+    if fd < 0 {
+        return Err(io::Error::last_os_error());
+    }
+    let fd = RawFd::try_from(fd).map_err(io::Error::other)?;
+    // SAFETY: the kernel has just made this descriptor, for us alone.
+    Ok(unsafe { OwnedFd::from_raw_fd(fd) })
+}
+
+fn read_tail(log: &Path, start: u64) -> io::Result<String> {
+    let mut file = File::open(log)?;
+    let end = file.metadata()?.len();
+    file.seek(SeekFrom::Start(start.max(end.saturating_sub(TAIL_BYTES))))?;
+    let mut bytes = Vec::new();
+    file.take(TAIL_BYTES).read_to_end(&mut bytes)?;
+    Ok(String::from_utf8_lossy(&bytes).trim().to_owned())
+}
+
+#[cfg(test)]
+#[path = "process_tests.rs"]
+mod tests;

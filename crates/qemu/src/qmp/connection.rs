@@ -1,0 +1,263 @@
+//! One QMP connection: lines of JSON out, lines of JSON in.
+
+use qapi::{Command, Empty, Execute};
+use serde::Deserialize;
+use serde::de::DeserializeOwned;
+use serde_json::Value;
+use std::collections::VecDeque;
+use std::fmt;
+use std::io::{self, BufRead, BufReader, Write};
+use std::os::unix::net::UnixStream;
+use std::time::Duration;
+
+/// A line longer than this is not from a sane QEMU; the longest, the reply to
+/// `query-qmp-schema`, has about 300 kB.
+const MAX_LINE_BYTES: u64 = 8 << 20;
+
+/// What can go wrong between the daemon and QEMU's monitor.
+#[derive(Debug, thiserror::Error)]
+pub enum QmpError {
+    /// QEMU ended, or closed its monitor; [`crate::Qemu::wait`] knows why.
+    #[error("QEMU closed its monitor")]
+    Closed,
+    /// No answer in time; QEMU hangs or the machine is overloaded.
+    #[error("QEMU did not answer \"{command}\" within {} ms", after.as_millis())]
+    Timeout {
+        /// What was asked.
+        command: &'static str,
+        /// The time given.
+        after: Duration,
+    },
+    /// QEMU refused a command.
+    #[error("QEMU refused \"{command}\": {reason}")]
+    Refused {
+        /// What was asked.
+        command: &'static str,
+        /// QEMU's reason.
+        reason: String,
+    },
+    /// An answer that cannot be understood.
+    #[error("QEMU's answer to \"{command}\" cannot be understood: {reason}")]
+    Malformed {
+        /// What was asked.
+        command: &'static str,
+        /// What is wrong with the answer.
+        reason: String,
+    },
+    /// The connection failed.
+    #[error("the connection to QEMU's monitor failed: {0}")]
+    Io(io::Error),
+    /// The device state was loaded, but the guest does not run.
+    #[error("QEMU loaded the device state but did not start the guest; see its log")]
+    NotStarted,
+}
+
+/// QEMU's version.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub struct QemuVersion {
+    /// 10 in 10.0.2.
+    pub major: u32,
+    /// 0 in 10.0.2.
+    pub minor: u32,
+    /// 2 in 10.0.2.
+    pub micro: u32,
+}
+
+impl fmt::Display for QemuVersion {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{}.{}.{}", self.major, self.minor, self.micro)
+    }
+}
+
+/// What QEMU says, line by line.
+pub(crate) enum Message {
+    /// Something happened.
+    Event {
+        /// Its name, in capitals.
+        name: String,
+        /// Its particulars, or null.
+        data: Value,
+    },
+    /// The answer to the oldest command that has none.
+    Reply(Result<Value, String>),
+}
+
+/// One QMP connection.
+#[derive(Debug)]
+pub(crate) struct Connection {
+    reader: BufReader<UnixStream>,
+    writer: UnixStream,
+    outgoing: Vec<u8>,
+    incoming: Vec<u8>,
+    /// Commands sent and not yet answered; QEMU answers in order.
+    owed: VecDeque<&'static str>,
+    timeout: Duration,
+}
+
+#[derive(Deserialize)]
+struct Line {
+    event: Option<String>,
+    #[serde(default)]
+    data: Value,
+    #[serde(rename = "return")]
+    value: Option<Value>,
+    error: Option<Refusal>,
+}
+
+#[derive(Deserialize)]
+struct Refusal {
+    desc: String,
+}
+
+#[derive(Deserialize)]
+struct Greeting {
+    #[serde(rename = "QMP")]
+    qmp: GreetingBody,
+}
+
+#[derive(Deserialize)]
+struct GreetingBody {
+    version: GreetingVersion,
+}
+
+#[derive(Deserialize)]
+struct GreetingVersion {
+    qemu: Triple,
+}
+
+#[derive(Deserialize)]
+struct Triple {
+    major: u32,
+    minor: u32,
+    micro: u32,
+}
+
+impl Connection {
+    /// Waits for QEMU's greeting and negotiates; `timeout` is for each answer,
+    /// then and later.
+    pub(crate) fn open(
+        stream: UnixStream,
+        timeout: Duration,
+    ) -> Result<(Connection, QemuVersion), QmpError> {
+        stream.set_read_timeout(Some(timeout)).map_err(QmpError::Io)?;
+        let reader = BufReader::new(stream.try_clone().map_err(QmpError::Io)?);
+        let mut connection = Connection {
+            reader,
+            writer: stream,
+            outgoing: Vec::new(),
+            incoming: Vec::new(),
+            owed: VecDeque::new(),
+            timeout,
+        };
+        const GREETING: &str = "greeting";
+        connection.read_line(GREETING)?;
+        let greeting: Greeting = serde_json::from_slice(&connection.incoming)
+            .map_err(|e| QmpError::Malformed { command: GREETING, reason: e.to_string() })?;
+        // With out-of-band commands enabled, QEMU reads the next command while
+        // it executes one, so commands can be written back to back.
+        let enable = Some(vec![qapi::qmp::QMPCapability::oob]);
+        let _: Empty = connection.execute(&qapi::qmp::qmp_capabilities { enable })?;
+        let Triple { major, minor, micro } = greeting.qmp.version.qemu;
+        Ok((connection, QemuVersion { major, minor, micro }))
+    }
+
+    /// Queues a command; [`Connection::flush`] sends it.
+    pub(crate) fn push<C: Command>(&mut self, command: &C) -> Result<(), QmpError> {
+        serde_json::to_writer(&mut self.outgoing, &Execute::<&C>::from(command))
+            .map_err(|e| QmpError::Io(e.into()))?;
+        self.outgoing.push(b'\n');
+        self.owed.push_back(C::NAME);
+        Ok(())
+    }
+
+    /// Sends all queued commands in one write.
+    pub(crate) fn flush(&mut self) -> Result<(), QmpError> {
+        let sent = self.writer.write_all(&self.outgoing);
+        self.outgoing.clear();
+        sent.map_err(|e| self.io_error("write", e))
+    }
+
+    /// Sends a command and waits for its answer, read as `T`: our own types
+    /// where a later QEMU may drop fields that `C::Ok` insists on.
+    pub(crate) fn execute<C: Command, T: DeserializeOwned>(
+        &mut self,
+        command: &C,
+    ) -> Result<T, QmpError> {
+        // Answers that an abandoned checkpoint left behind.
+        while let Some(&abandoned) = self.owed.front() {
+            if let Err(QmpError::Refused { command, reason }) = self.reply::<Value>(abandoned) {
+                tracing::warn!(command, reason, "QEMU refused an abandoned command");
+            }
+        }
+        self.push(command)?;
+        self.flush()?;
+        self.reply(C::NAME)
+    }
+
+    /// Waits for the answer to the oldest command that has none, which must be
+    /// `command`. Events in between are dropped: they have their own monitor.
+    pub(crate) fn reply<T: DeserializeOwned>(
+        &mut self,
+        command: &'static str,
+    ) -> Result<T, QmpError> {
+        loop {
+            if let Message::Reply(answer) = self.message(command)? {
+                let value = answer.map_err(|reason| QmpError::Refused { command, reason })?;
+                return serde_json::from_value(value)
+                    .map_err(|e| QmpError::Malformed { command, reason: e.to_string() });
+            }
+        }
+    }
+
+    /// Waits for the next line. `waiting_for` is for errors.
+    pub(crate) fn message(&mut self, waiting_for: &'static str) -> Result<Message, QmpError> {
+        self.read_line(waiting_for)?;
+        let malformed = |reason: String| QmpError::Malformed { command: waiting_for, reason };
+        let line: Line =
+            serde_json::from_slice(&self.incoming).map_err(|e| malformed(e.to_string()))?;
+        match line {
+            Line { event: Some(name), data, .. } => Ok(Message::Event { name, data }),
+            Line { error: Some(refusal), .. } => {
+                self.owed.pop_front();
+                Ok(Message::Reply(Err(refusal.desc)))
+            }
+            Line { value: Some(value), .. } => {
+                self.owed.pop_front();
+                Ok(Message::Reply(Ok(value)))
+            }
+            _ => Err(malformed("neither event nor answer".to_owned())),
+        }
+    }
+
+    /// From now on, waits for the next line for as long as it takes.
+    pub(crate) fn without_timeout(&mut self) -> Result<(), QmpError> {
+        self.writer.set_read_timeout(None).map_err(QmpError::Io)
+    }
+
+    fn read_line(&mut self, waiting_for: &'static str) -> Result<(), QmpError> {
+        self.incoming.clear();
+        let mut limited = io::Read::take(&mut self.reader, MAX_LINE_BYTES);
+        match limited.read_until(b'\n', &mut self.incoming) {
+            Err(error) => Err(self.io_error(waiting_for, error)),
+            Ok(_) if self.incoming.ends_with(b"\n") => Ok(()),
+            Ok(_) if self.incoming.len() as u64 == MAX_LINE_BYTES => Err(QmpError::Malformed {
+                command: waiting_for,
+                reason: "the line is too long".to_owned(),
+            }),
+            Ok(_) => Err(QmpError::Closed),
+        }
+    }
+
+    fn io_error(&self, command: &'static str, error: io::Error) -> QmpError {
+        use io::ErrorKind::{BrokenPipe, ConnectionReset, TimedOut, WouldBlock};
+        match error.kind() {
+            WouldBlock | TimedOut => QmpError::Timeout { command, after: self.timeout },
+            BrokenPipe | ConnectionReset => QmpError::Closed,
+            _ => QmpError::Io(error),
+        }
+    }
+}
+
+#[cfg(test)]
+#[path = "connection_tests.rs"]
+mod tests;

@@ -1,0 +1,48 @@
+//! The device state of a machine: what QEMU saves and loads beside memory.
+
+use nix::sys::memfd::{MFdFlags, memfd_create};
+use std::fs::File;
+use std::io;
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd};
+use std::os::unix::fs::FileExt;
+
+/// A file in memory that QEMU inherits and saves its device state to, or loads
+/// it from. The contents are QEMU's business: about 32 KiB for a small q35.
+#[derive(Debug)]
+pub struct DeviceState {
+    file: File,
+}
+
+impl DeviceState {
+    /// An empty one.
+    pub fn create() -> io::Result<DeviceState> {
+        let fd = memfd_create(c"device-state", MFdFlags::MFD_CLOEXEC)?;
+        Ok(DeviceState { file: fd.into() })
+    }
+
+    /// Replaces the contents: before [`crate::Monitor::go_live`].
+    pub fn fill(&self, contents: &[u8]) -> io::Result<()> {
+        self.file.set_len(0)?;
+        self.file.write_all_at(contents, 0)
+    }
+
+    /// Reads the contents into `contents`, replacing what it held: after
+    /// [`crate::qmp::Checkpoint::saved`].
+    pub fn read_into(&self, contents: &mut Vec<u8>) -> io::Result<()> {
+        let bytes = usize::try_from(self.file.metadata()?.len()).map_err(io::Error::other)?;
+        contents.resize(bytes, 0);
+        self.file.read_exact_at(contents, 0)
+    }
+
+    /// Its name inside a QEMU that inherited it. Every open there gets a file
+    /// position of its own, so that save and load begin at 0.
+    pub(crate) fn path_in_qemu(&self) -> String {
+        format!("/proc/self/fd/{}", self.file.as_raw_fd())
+    }
+}
+
+impl AsFd for DeviceState {
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        self.file.as_fd()
+    }
+}

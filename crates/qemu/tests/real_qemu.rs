@@ -1,0 +1,119 @@
+//! Against the installed QEMU, under TCG, with a boot sector for a guest.
+
+mod common;
+
+use common::{CAPABILITIES, LONG, NbdServer, Vm, definition};
+use std::path::Path;
+use understudy_qemu::command::Role;
+use understudy_qemu::qmp::{QmpError, RunState, VmEvent};
+use understudy_qemu::{Accelerator, Capabilities};
+
+#[test]
+fn the_installed_qemu_is_known() {
+    assert!(CAPABILITIES.accelerators.contains(&Accelerator::Tcg));
+    let versioned = CAPABILITIES.machine_type("q35").unwrap();
+    assert!(versioned.starts_with("pc-q35-"), "{versioned}");
+}
+
+#[test]
+fn a_program_that_is_no_qemu_is_named() {
+    let error = Capabilities::probe(Path::new("false")).unwrap_err().to_string();
+    assert!(error.starts_with("false does not answer"), "{error}");
+    assert!(error.contains("exit status: 1"), "{error}");
+}
+
+/// After 'A' comes 'B', after 'P' comes 'A'.
+fn successor(letter: u8) -> u8 {
+    b'A' + (letter - b'A' + 1) % 16
+}
+
+#[test]
+fn a_guest_survives_a_hundred_checkpoints_and_the_death_of_its_qemu() {
+    for format in ["raw", "qcow2"] {
+        let folder = tempfile::tempdir().unwrap();
+        let vm = definition(folder.path(), format);
+        let disk = NbdServer::start(folder.path(), &vm.disks[0].path, "nbd");
+        let mirror_image = folder.path().join("mirror");
+        std::fs::copy(&vm.disks[0].path, &mirror_image).unwrap();
+        let mirror = NbdServer::start(folder.path(), &mirror_image, "mirror.nbd");
+        let mut standby = Vm::start(&vm, &mirror, Role::Standby);
+        assert_eq!(standby.monitor.status().unwrap(), RunState::inmigrate);
+
+        let mut primary = Vm::start(&vm, &disk, Role::Fresh);
+        assert_eq!(primary.monitor.status().unwrap(), RunState::prelaunch);
+        primary.monitor.cont().unwrap();
+        primary.await_boot();
+        let mut last = primary.checkpoint();
+        for _ in 1..100 {
+            let next = primary.checkpoint();
+            assert!(next.counter() >= last.counter(), "the guest does not go back");
+            last = next;
+        }
+        let mut letter = primary.next_output();
+        for _ in 0..32 {
+            let next = primary.next_output();
+            assert_eq!(next, successor(letter), "no output is lost or doubled");
+            letter = next;
+        }
+        let exit = primary.qemu.kill().unwrap();
+        assert!(!exit.status.success());
+        primary.await_event(|event| *event == VmEvent::Disconnected);
+        assert!(matches!(primary.monitor.status(), Err(QmpError::Closed)));
+
+        standby.become_machine(&last);
+        assert_eq!(standby.monitor.status().unwrap(), RunState::running);
+        goes_on_from(&mut standby, last.counter());
+        reboots(&mut standby);
+        // The survivor is a full primary.
+        assert!(!standby.checkpoint().state.is_empty());
+        standby.monitor.quit().unwrap();
+        assert!(standby.qemu.wait(LONG).unwrap().expect("it quits").status.success());
+    }
+}
+
+/// The first letter may be the one of the counter itself, or the next.
+fn goes_on_from(vm: &mut Vm, counter: u32) {
+    let mut letter = vm.next_output();
+    let expected = b'A' + (counter % 16) as u8;
+    assert!(letter == expected || letter == successor(expected), "{letter} after {counter}");
+    for _ in 0..32 {
+        let next = vm.next_output();
+        assert_eq!(next, successor(letter));
+        letter = next;
+    }
+}
+
+/// Needs the firmware, which is in a RAM block of its own, and the disk.
+fn reboots(vm: &mut Vm) {
+    vm.monitor.system_reset().unwrap();
+    vm.await_event(|event| *event == VmEvent::Reset { guest: false });
+    vm.await_boot();
+}
+
+#[test]
+fn a_bad_device_state_ends_the_standby_with_a_reason() {
+    let folder = tempfile::tempdir().unwrap();
+    let vm = definition(folder.path(), "raw");
+    let disk = NbdServer::start(folder.path(), &vm.disks[0].path, "nbd");
+    let mut standby = Vm::start(&vm, &disk, Role::Standby);
+    standby.monitor.prepare_standby().unwrap();
+    standby.state.fill(b"this is not what QEMU saved").unwrap();
+    let error = standby.monitor.go_live(&standby.state).unwrap_err();
+    assert!(matches!(error, QmpError::Closed), "{error}");
+    let exit = standby.qemu.wait(LONG).unwrap().expect("it ends");
+    assert!(!exit.status.success() && !exit.last_words.is_empty(), "{exit}");
+}
+
+#[test]
+fn a_missing_disk_server_is_a_reason_to_end() {
+    let folder = tempfile::tempdir().unwrap();
+    let vm = definition(folder.path(), "raw");
+    let disk = NbdServer::start(folder.path(), &vm.disks[0].path, "nbd");
+    let mut primary = Vm::start(&vm, &disk, Role::Fresh);
+    primary.monitor.cont().unwrap();
+    primary.await_boot();
+    drop(disk);
+    // The guest's memory and devices go on; only its disk is gone.
+    assert!(!primary.checkpoint().state.is_empty());
+    primary.await_event(|event| *event == VmEvent::Resumed);
+}
