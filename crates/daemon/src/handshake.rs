@@ -7,7 +7,7 @@ use std::net::{SocketAddr, TcpStream};
 use std::time::Duration;
 use understudy_protocol::Generation;
 use understudy_protocol::wire::{Kind, WIRE_VERSION};
-use understudy_qemu::VmDefinition;
+use understudy_qemu::{Accelerator, VmDefinition};
 
 /// How long a connection to a peer may take.
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(3);
@@ -48,7 +48,7 @@ pub struct Offer {
     /// The versioned machine type that the primary runs.
     pub machine_type: String,
     /// The accelerator that the primary runs.
-    pub accelerator: String,
+    pub accelerator: Accelerator,
     /// The primary's QEMU.
     pub qemu_version: String,
     /// The generation at which the primary owns the VM.

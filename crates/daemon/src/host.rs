@@ -1,55 +1,602 @@
 //! The host: every VM that this daemon runs or backs up.
 
-use crate::config::HostConfig;
-use crate::error::HostError;
-use crate::report::{HostStatus, ProtectRequest, VmStatus};
-use std::sync::Arc;
-use understudy_qemu::VmDefinition;
+use crate::arbiter::FileArbiter;
+use crate::config::{ArbiterConfig, HostConfig};
+use crate::error::{ErrorKind, HostError};
+use crate::machine::{self, Machine, MachineEvent};
+use crate::report::{CheckpointTiming, HostStatus, ProtectRequest, VmStatus};
+use crate::sync::lock;
+use crate::vm::{FencedVm, PrimaryVm, Vm};
+use crate::{incoming, primary};
+use std::collections::BTreeMap;
+use std::net::TcpListener;
+use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex};
+use std::time::{Duration, Instant};
+use tracing::{info, warn};
+use understudy_disk::{Disk, ImageFormat};
+use understudy_protocol::{DiskIndex, Generation, PrimaryEvent, PrimaryPhase, Verdict};
+use understudy_qemu::definition::DiskFormat;
+use understudy_qemu::{Capabilities, Role, VmDefinition};
+
+/// How long the guest may take to power off before it is ended.
+const POWER_OFF_TIMEOUT: Duration = Duration::from_secs(30);
+
+/// How long the backup may take to answer an operator's wish.
+const PEER_TIMEOUT: Duration = Duration::from_secs(20);
 
 /// One running daemon. All calls block; call them off the async threads.
-pub struct Host {}
+pub struct Host {
+    /// The configuration.
+    pub(crate) config: HostConfig,
+    pub(crate) arbiter: Option<FileArbiter>,
+    pub(crate) capabilities: Capabilities,
+    pub(crate) agent: PathBuf,
+    /// What speaks against protecting VMs on this kernel.
+    pub(crate) kernel_problem: Option<String>,
+    pub(crate) vms: Mutex<BTreeMap<String, Vm>>,
+    /// Held while a VM is added, so that two cannot take one name.
+    pub(crate) adding: Mutex<()>,
+    sessions: AtomicU64,
+}
 
 impl Host {
     /// Checks the machine, claims the state directory, listens for peers.
-    pub fn start(_config: HostConfig) -> Result<Arc<Host>, HostError> {
-        todo!()
+    pub fn start(config: HostConfig) -> Result<Arc<Host>, HostError> {
+        let capabilities = Capabilities::probe(&config.qemu_path()?)
+            .map_err(|error| HostError::new(ErrorKind::Invalid, error.to_string()))?;
+        let agent = config.agent_path()?;
+        let kernel_problem =
+            understudy_memory::probe().require().err().map(|error| error.to_string());
+        if let Some(problem) = &kernel_problem {
+            warn!("VMs run here but cannot be protected: {problem}");
+        }
+        prepare_directory(&config.state_dir)?;
+        let listener = TcpListener::bind(config.listen).map_err(|error| {
+            let message = format!(
+                "cannot listen on {}: {error}; is another daemon running, or the address not this host's?",
+                config.listen
+            );
+            HostError::new(ErrorKind::Conflict, message)
+        })?;
+        let arbiter = config
+            .arbiter
+            .as_ref()
+            .map(|ArbiterConfig::File { path }| FileArbiter::new(path, &config.name));
+        let host = Arc::new(Host {
+            config,
+            arbiter,
+            capabilities,
+            agent,
+            kernel_problem,
+            vms: Mutex::default(),
+            adding: Mutex::default(),
+            sessions: AtomicU64::new(0),
+        });
+        incoming::listen(&host, listener)?;
+        info!("host {} listens on {}", host.config.name, host.config.listen);
+        Ok(host)
     }
+
     /// Starts a VM on this host, unprotected.
-    pub fn vm_start(&self, _definition: VmDefinition) -> Result<VmStatus, HostError> {
-        todo!()
+    pub fn vm_start(self: &Arc<Self>, definition: VmDefinition) -> Result<VmStatus, HostError> {
+        let _adding = lock(&self.adding);
+        self.check_free(&definition)?;
+        let generation = self.check_ownership(&definition.name)?;
+        let machine_type = self.machine_type(&definition)?;
+        let accelerator = self
+            .capabilities
+            .accelerator(definition.accel)
+            .map_err(|error| HostError::new(ErrorKind::Invalid, error.to_string()))?;
+        self.check_bridges(&definition)?;
+        self.check_memory(definition.memory.bytes())?;
+        let disks = open_disks(&definition)?;
+        let run_dir = self.vm_directory(&definition.name)?;
+        let name = definition.name.clone();
+        let machine = Machine::launch(machine::Plan {
+            definition,
+            machine_type,
+            accelerator,
+            run_dir: &run_dir,
+            qemu: &self.capabilities.binary,
+            agent: &self.agent,
+            disks,
+            role: Role::Fresh,
+        })
+        .map_err(|error| failed("cannot start the VM", &error))?;
+        // Everything works: only now the arbiter's record changes.
+        let generation = self.take_ownership(&name, generation)?;
+        let machine = Arc::new(machine);
+        self.watch(&machine)?;
+        let vm = self.add_primary(machine.clone(), generation, None);
+        machine.ensure_running().map_err(|error| failed("cannot start the guest", &error))?;
+        info!(vm = name, "started");
+        Ok(Vm::Primary(vm).status())
     }
+
     /// Stops a VM: ACPI power-off and a deadline, or at once with `force`.
-    pub fn vm_stop(&self, _name: &str, _force: bool) -> Result<(), HostError> {
-        todo!()
+    pub fn vm_stop(self: &Arc<Self>, name: &str, force: bool) -> Result<(), HostError> {
+        match self.vm(name)? {
+            Vm::Primary(vm) => {
+                if !force {
+                    self.power_off(&vm)?;
+                }
+                self.end_protection(&vm)?;
+                self.remove_primary(&vm);
+            }
+            Vm::Backup(session) if force => session.give_up("the operator ended the backup"),
+            Vm::Backup(session) => {
+                let message = format!(
+                    "this host only backs {name} up: run `understudy unprotect {name}` on {}, \
+                     or use --force to end the backup here",
+                    session.primary
+                );
+                return Err(HostError::new(ErrorKind::Conflict, message));
+            }
+            Vm::Fenced(_) => {
+                lock(&self.vms).remove(name);
+            }
+        }
+        Ok(())
     }
+
     /// Starts protecting a VM; returns when the peer has accepted and the first
     /// synchronisation runs. `status` shows its progress.
-    pub fn protect(&self, _name: &str, _request: ProtectRequest) -> Result<VmStatus, HostError> {
-        todo!()
+    pub fn protect(
+        self: &Arc<Self>,
+        name: &str,
+        request: ProtectRequest,
+    ) -> Result<VmStatus, HostError> {
+        let vm = self.primary(name)?;
+        if let Some(session) = vm.active_session() {
+            let message = format!(
+                "{name} is protected to {} already: run `understudy unprotect {name}` first",
+                session.peer
+            );
+            return Err(HostError::new(ErrorKind::Conflict, message));
+        }
+        if let Some(problem) = &self.kernel_problem {
+            return Err(HostError::new(ErrorKind::Invalid, problem.clone()));
+        }
+        let plan = self.plan_protection(&vm, &request)?;
+        let peer = plan.peer.clone();
+        let host = Arc::downgrade(self);
+        let owner = Arc::downgrade(&vm);
+        let over = move |phase| {
+            if let (Some(host), Some(vm)) = (host.upgrade(), owner.upgrade()) {
+                host.protection_over(&vm, phase);
+            }
+        };
+        let session = primary::protect(vm.machine.clone(), plan, over)
+            .map_err(|error| refused(&format!("cannot protect {name} to {peer}"), &error))?;
+        vm.begin(session);
+        vm.events.note(format!("protection to {peer} begins"));
+        Ok(Vm::Primary(vm).status())
     }
+
     /// Ends protection on both hosts; the VM runs on here.
-    pub fn unprotect(&self, _name: &str) -> Result<VmStatus, HostError> {
-        todo!()
+    pub fn unprotect(&self, name: &str) -> Result<VmStatus, HostError> {
+        let vm = self.primary(name)?;
+        if vm.active_session().is_none() {
+            let message = format!("{name} is not protected");
+            return Err(HostError::new(ErrorKind::Conflict, message));
+        }
+        self.end_protection(&vm)?;
+        vm.events.note("protection ended as asked for");
+        Ok(Vm::Primary(vm).status())
     }
+
     /// Planned fail-over: hands the VM to its backup without losing anything.
     /// Returns when the backup runs it.
-    pub fn failover(&self, _name: &str) -> Result<(), HostError> {
-        todo!()
+    pub fn failover(&self, name: &str) -> Result<(), HostError> {
+        let vm = self.primary(name)?;
+        let session = vm.active_session().ok_or_else(|| {
+            let message = format!("{name} is not protected: there is no backup to hand it to");
+            HostError::new(ErrorKind::Conflict, message)
+        })?;
+        if session.phase() != PrimaryPhase::Protected {
+            let message = format!("{name} is still being synchronised: wait until it is protected");
+            return Err(HostError::new(ErrorKind::Conflict, message));
+        }
+        session.request_hand_over();
+        let ended = session.wait_for_phase(PEER_TIMEOUT, |phase| {
+            matches!(phase, PrimaryPhase::Halted(_) | PrimaryPhase::Alone(_))
+        });
+        match ended {
+            Ok(PrimaryPhase::Halted(_)) => Ok(()),
+            Ok(phase) | Err(phase) => {
+                let message = format!("{name} was not handed over: {phase:?}");
+                Err(HostError::new(ErrorKind::Unreachable, message))
+            }
+        }
     }
+
     /// One VM's status.
-    pub fn vm_status(&self, _name: &str) -> Result<VmStatus, HostError> {
-        todo!()
+    pub fn vm_status(&self, name: &str) -> Result<VmStatus, HostError> {
+        Ok(self.vm(name)?.status())
     }
+
     /// The last checkpoints' timings, oldest first (at most 4 096 are kept).
-    pub fn timings(&self, _name: &str) -> Result<Vec<crate::report::CheckpointTiming>, HostError> {
-        todo!()
+    pub fn timings(&self, name: &str) -> Result<Vec<CheckpointTiming>, HostError> {
+        Ok(self.primary(name)?.timings())
     }
+
     /// Everything on this host.
     pub fn status(&self) -> HostStatus {
-        todo!()
+        let vms: Vec<Vm> = lock(&self.vms).values().cloned().collect();
+        HostStatus {
+            name: self.config.name.clone(),
+            version: env!("CARGO_PKG_VERSION").to_owned(),
+            qemu_version: self.capabilities.version.to_string(),
+            vms: vms.iter().map(Vm::status).collect(),
+        }
     }
+
     /// Ends every VM and backup of this daemon; nothing is left behind.
-    pub fn shutdown(&self) {
-        todo!()
+    pub fn shutdown(self: &Arc<Self>) {
+        let names: Vec<String> = lock(&self.vms).keys().cloned().collect();
+        for name in names {
+            if let Err(error) = self.vm_stop(&name, true) {
+                warn!(vm = name, "{error}");
+            }
+        }
     }
+
+    /// A VM by name.
+    pub(crate) fn vm(&self, name: &str) -> Result<Vm, HostError> {
+        lock(&self.vms).get(name).cloned().ok_or_else(|| {
+            let message = format!("there is no VM {name:?} on host {}", self.config.name);
+            HostError::new(ErrorKind::NotFound, message)
+        })
+    }
+
+    fn primary(&self, name: &str) -> Result<Arc<PrimaryVm>, HostError> {
+        match self.vm(name)? {
+            Vm::Primary(vm) => Ok(vm),
+            Vm::Backup(session) => {
+                let message = format!("{name} runs on {}: ask there", session.primary);
+                Err(HostError::new(ErrorKind::Conflict, message))
+            }
+            Vm::Fenced(vm) => {
+                let message = format!("{name} no longer runs on this host: {}", vm.reason);
+                Err(HostError::new(ErrorKind::Conflict, message))
+            }
+        }
+    }
+
+    /// The VM runs here from now on.
+    pub(crate) fn add_primary(
+        self: &Arc<Self>,
+        machine: Arc<Machine>,
+        generation: Generation,
+        degraded: Option<String>,
+    ) -> Arc<PrimaryVm> {
+        let vm = Arc::new(PrimaryVm::new(machine, generation, degraded));
+        let name = vm.machine.definition().name.clone();
+        lock(&self.vms).insert(name, Vm::Primary(vm.clone()));
+        vm
+    }
+
+    /// Tells the host what happens to a machine, whatever its role then is.
+    pub(crate) fn watch(self: &Arc<Self>, machine: &Arc<Machine>) -> Result<(), HostError> {
+        let host = Arc::downgrade(self);
+        let name = machine.definition().name.clone();
+        machine
+            .watch(move |event| {
+                let Some(host) = host.upgrade() else { return };
+                let name = name.clone();
+                // Off the event thread: ending protection takes its time.
+                std::thread::spawn(move || host.machine_event(&name, event));
+            })
+            .map_err(|error| failed("cannot watch QEMU", &error))
+    }
+
+    fn machine_event(self: &Arc<Self>, name: &str, event: MachineEvent) {
+        info!(vm = name, "{event:?}");
+        match (self.vm(name), event) {
+            (Ok(Vm::Primary(vm)), MachineEvent::Notice(text)) => vm.events.note(text),
+            (Ok(Vm::Primary(vm)), MachineEvent::PoweredOff) => {
+                if let Err(error) = self.end_protection(&vm) {
+                    warn!(vm = name, "{error}");
+                }
+                self.remove_primary(&vm);
+            }
+            (Ok(Vm::Primary(vm)), MachineEvent::Died(words)) => self.qemu_died(&vm, words),
+            (Ok(Vm::Backup(session)), MachineEvent::Died(words)) => session.give_up(&words),
+            _ => {}
+        }
+    }
+
+    fn qemu_died(&self, vm: &Arc<PrimaryVm>, words: String) {
+        match vm.active_session() {
+            // The backup takes over: a dead QEMU is a failure of the VM.
+            Some(session) => session.event(PrimaryEvent::GuestDied(words)),
+            None => self.fence(vm, format!("the VM ended: {words}")),
+        }
+    }
+
+    fn protection_over(self: &Arc<Self>, vm: &Arc<PrimaryVm>, phase: PrimaryPhase) {
+        match phase {
+            PrimaryPhase::Alone(Some(reason)) => {
+                warn!(vm = vm.machine.definition().name, "not protected any more: {reason}");
+                vm.events.note(format!("not protected any more: {reason}"));
+            }
+            PrimaryPhase::Halted(reason) => self.fence(vm, reason),
+            _ => {}
+        }
+    }
+
+    /// The VM lives elsewhere, or nowhere.
+    fn fence(&self, vm: &PrimaryVm, reason: String) {
+        vm.machine.halt();
+        let name = vm.machine.definition().name.clone();
+        let fenced = FencedVm { name: name.clone(), generation: vm.generation(), reason };
+        let mut vms = lock(&self.vms);
+        if matches!(vms.get(&name), Some(Vm::Primary(current)) if std::ptr::eq(&**current, vm)) {
+            vms.insert(name, Vm::Fenced(Arc::new(fenced)));
+        }
+    }
+
+    fn power_off(&self, vm: &PrimaryVm) -> Result<(), HostError> {
+        vm.machine
+            .press_power_button()
+            .map_err(|error| failed("cannot press the power button", &error))?;
+        let name = &vm.machine.definition().name;
+        let deadline = Instant::now() + POWER_OFF_TIMEOUT;
+        // The guest's power-off removes the VM.
+        while lock(&self.vms).contains_key(name) {
+            if Instant::now() > deadline {
+                let message = format!(
+                    "{name} did not power off within {} s: use --force to end it",
+                    POWER_OFF_TIMEOUT.as_secs()
+                );
+                return Err(HostError::new(ErrorKind::Conflict, message));
+            }
+            std::thread::sleep(Duration::from_millis(20));
+        }
+        Ok(())
+    }
+
+    /// Returns when the backup has forgotten the VM, or cannot take it any more.
+    fn end_protection(&self, vm: &PrimaryVm) -> Result<(), HostError> {
+        let Some(session) = vm.active_session() else { return Ok(()) };
+        session.event(PrimaryEvent::Unprotect);
+        let ended = session.wait_for_phase(PEER_TIMEOUT, |phase| {
+            matches!(phase, PrimaryPhase::Halted(_) | PrimaryPhase::Alone(_))
+        });
+        match ended {
+            Ok(PrimaryPhase::Alone(_)) => Ok(()),
+            Ok(phase) | Err(phase) => {
+                let message = format!(
+                    "protection of {} did not end: {phase:?}",
+                    vm.machine.definition().name
+                );
+                Err(HostError::new(ErrorKind::Unreachable, message))
+            }
+        }
+    }
+
+    fn remove_primary(&self, vm: &PrimaryVm) {
+        vm.machine.halt();
+        let name = &vm.machine.definition().name;
+        lock(&self.vms).remove(name);
+        if let Some(arbiter) = &self.arbiter {
+            if let Err(error) = arbiter.release(name, vm.generation()) {
+                warn!(vm = name, "{}", arbiter.explain(&error));
+            }
+        }
+        info!(vm = name, "stopped");
+    }
+
+    fn plan_protection(
+        &self,
+        vm: &PrimaryVm,
+        request: &ProtectRequest,
+    ) -> Result<primary::Plan, HostError> {
+        let invalid = |message: String| Err(HostError::new(ErrorKind::Invalid, message));
+        let definition = vm.machine.definition();
+        let Some(arbiter) = self.arbiter.clone() else {
+            return invalid(
+                "this host's configuration has no [arbiter]: without one, nobody may decide who \
+                 owns a VM after a failure"
+                    .to_owned(),
+            );
+        };
+        let Some(&address) = self.config.peers.get(&request.to) else {
+            let known: Vec<&str> = self.config.peers.keys().map(String::as_str).collect();
+            return invalid(format!(
+                "{:?} is not a peer of this host; its [peers] are: {}",
+                request.to,
+                known.join(", ")
+            ));
+        };
+        let policy = request.policy.or(definition.policy).unwrap_or_default();
+        policy.validate().map_err(|error| HostError::new(ErrorKind::Invalid, error))?;
+        let generation = match vm.generation() {
+            // Started without an arbiter's record.
+            Generation(0) => self.take_ownership(&definition.name, Generation(0))?,
+            generation => generation,
+        };
+        let number = self.sessions.fetch_add(1, Ordering::Relaxed);
+        Ok(primary::Plan {
+            host: self.config.name.clone(),
+            peer: request.to.clone(),
+            address,
+            generation,
+            policy,
+            timeout: self.config.detection_timeout,
+            arbiter,
+            qemu_version: self.capabilities.version.to_string(),
+            session: format!(
+                "{}/{}/{}/{number}",
+                self.config.name,
+                definition.name,
+                std::process::id()
+            ),
+        })
+    }
+}
+
+/// Checks that come before anything is changed.
+impl Host {
+    /// Refuses names and MAC addresses that are in use on this host.
+    pub(crate) fn check_free(&self, definition: &VmDefinition) -> Result<(), HostError> {
+        let vms = lock(&self.vms);
+        for (name, vm) in vms.iter() {
+            let machine = match vm {
+                Vm::Primary(vm) => &vm.machine,
+                Vm::Backup(session) => &session.machine,
+                Vm::Fenced(_) => continue,
+            };
+            if *name == definition.name {
+                let message =
+                    format!("there is a VM {name:?} on host {} already", self.config.name);
+                return Err(HostError::new(ErrorKind::Conflict, message));
+            }
+            let taken = &machine.definition().cards;
+            let clash = definition
+                .cards
+                .iter()
+                .find(|card| taken.iter().any(|other| other.mac == card.mac));
+            if let Some(card) = clash {
+                let message = format!("MAC {} is in use by VM {name:?} on this host", card.mac);
+                return Err(HostError::new(ErrorKind::Conflict, message));
+            }
+        }
+        Ok(())
+    }
+
+    pub(crate) fn check_bridges(&self, definition: &VmDefinition) -> Result<(), HostError> {
+        for card in &definition.cards {
+            let exists = understudy_network::bridge_exists(&card.bridge)
+                .map_err(|error| HostError::new(ErrorKind::Internal, error.to_string()))?;
+            if !exists {
+                let message = format!(
+                    "bridge {} does not exist on host {}: create it with `ip link add {} type bridge`",
+                    card.bridge, self.config.name, card.bridge
+                );
+                return Err(HostError::new(ErrorKind::Invalid, message));
+            }
+        }
+        Ok(())
+    }
+
+    /// Refuses a VM whose memory this host does not have.
+    pub(crate) fn check_memory(&self, bytes: u64) -> Result<(), HostError> {
+        let available = available_memory()
+            .map_err(|error| HostError::new(ErrorKind::Internal, error.to_string()))?;
+        if bytes > available {
+            let message = format!(
+                "the VM needs {} MiB of memory, host {} has {} MiB available",
+                bytes >> 20,
+                self.config.name,
+                available >> 20
+            );
+            return Err(HostError::new(ErrorKind::Invalid, message));
+        }
+        Ok(())
+    }
+
+    pub(crate) fn machine_type(&self, definition: &VmDefinition) -> Result<String, HostError> {
+        self.capabilities
+            .machine_type(&definition.machine)
+            .map(str::to_owned)
+            .map_err(|error| HostError::new(ErrorKind::Invalid, error.to_string()))
+    }
+
+    /// The directory of a VM's sockets, logs and mirrors.
+    pub(crate) fn vm_directory(&self, name: &str) -> Result<PathBuf, HostError> {
+        let directory = self.config.state_dir.join(name);
+        prepare_directory(&directory)?;
+        Ok(directory)
+    }
+
+    /// The generation from which this host may take the VM.
+    fn check_ownership(&self, name: &str) -> Result<Generation, HostError> {
+        let Some(arbiter) = &self.arbiter else { return Ok(Generation(0)) };
+        let current = arbiter
+            .current(name)
+            .map_err(|error| HostError::new(ErrorKind::Unreachable, arbiter.explain(&error)))?;
+        match current {
+            None => Ok(Generation(0)),
+            Some(owner) if owner.host.as_ref().is_none_or(|host| *host == self.config.name) => {
+                Ok(owner.generation)
+            }
+            Some(owner) => {
+                let message = format!(
+                    "{name} belongs to host {} (generation {}): its newest state is there",
+                    owner.host.unwrap_or_default(),
+                    owner.generation
+                );
+                Err(HostError::new(ErrorKind::Conflict, message))
+            }
+        }
+    }
+
+    fn take_ownership(&self, name: &str, from: Generation) -> Result<Generation, HostError> {
+        let Some(arbiter) = &self.arbiter else { return Ok(Generation(0)) };
+        match arbiter.acquire(name, from) {
+            Verdict::Granted(generation) => Ok(generation),
+            Verdict::Taken(owner) => {
+                let message = format!("another host took {name} just now: {owner:?}");
+                Err(HostError::new(ErrorKind::Conflict, message))
+            }
+            Verdict::Unreachable(reason) => Err(HostError::new(ErrorKind::Unreachable, reason)),
+        }
+    }
+}
+
+fn open_disks(definition: &VmDefinition) -> Result<Vec<Arc<Disk>>, HostError> {
+    let open = |(i, disk): (usize, &understudy_qemu::definition::DiskDefinition)| {
+        let format = match disk.format {
+            DiskFormat::Raw => ImageFormat::Raw,
+            DiskFormat::Qcow2 => ImageFormat::Qcow2,
+        };
+        let bytes = understudy_disk::export_bytes(&disk.path, format)?;
+        Disk::open(DiskIndex(i as u16), &disk.path, bytes).map(Arc::new)
+    };
+    definition
+        .disks
+        .iter()
+        .enumerate()
+        .map(open)
+        .collect::<Result<_, _>>()
+        .map_err(|error| HostError::new(ErrorKind::Invalid, error.to_string()))
+}
+
+fn prepare_directory(path: &Path) -> Result<(), HostError> {
+    use std::os::unix::fs::DirBuilderExt;
+    std::fs::DirBuilder::new().recursive(true).mode(0o700).create(path).map_err(|error| {
+        let message = format!("cannot create the directory {}: {error}", path.display());
+        HostError::new(ErrorKind::Invalid, message)
+    })
+}
+
+/// `MemAvailable` in bytes.
+fn available_memory() -> std::io::Result<u64> {
+    let text = std::fs::read_to_string("/proc/meminfo")?;
+    let kilobytes = text
+        .lines()
+        .find_map(|line| line.strip_prefix("MemAvailable:"))
+        .and_then(|rest| rest.trim().strip_suffix(" kB"))
+        .and_then(|number| number.trim().parse::<u64>().ok());
+    kilobytes
+        .map(|kilobytes| kilobytes * 1024)
+        .ok_or_else(|| std::io::Error::other("/proc/meminfo has no MemAvailable"))
+}
+
+/// An error of this host's own doing.
+pub(crate) fn failed(what: &str, error: &anyhow::Error) -> HostError {
+    HostError::new(ErrorKind::Internal, format!("{what}: {error:#}"))
+}
+
+/// An error that the peer, or the way to it, caused.
+fn refused(what: &str, error: &anyhow::Error) -> HostError {
+    let kind = if error.chain().any(|cause| cause.is::<crate::link::Refused>()) {
+        ErrorKind::Refused
+    } else {
+        ErrorKind::Unreachable
+    };
+    HostError::new(kind, format!("{what}: {error:#}"))
 }

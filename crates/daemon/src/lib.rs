@@ -1,9 +1,21 @@
 //! The host daemon: VMs, primaries, backups and the links between hosts.
 
+mod arbiter;
+mod backup;
+mod clock;
 pub mod config;
+mod doorbell;
 mod error;
+mod handshake;
+mod heartbeat;
 mod host;
+mod incoming;
+mod link;
+mod machine;
+mod primary;
 pub mod report;
+mod sync;
+mod vm;
 
 pub use error::{ErrorKind, HostError};
 pub use host::Host;

@@ -1,0 +1,99 @@
+//! Apply committed epochs to the backup's memory, disks and device state.
+
+use crate::machine::Machine;
+use anyhow::{Context, bail};
+use understudy_memory::RamBlock;
+use understudy_protocol::wire::{DiskRange, Kind, Message, PageData, read_pages};
+use understudy_protocol::{BlockId, PageIndex, StagedEpoch};
+
+/// Refuses a data message that does not fit this machine, before it is
+/// acknowledged: nothing of a bad epoch is ever applied.
+pub fn validate(machine: &Machine, message: &Message) -> anyhow::Result<()> {
+    match message.header.kind {
+        Kind::Pages => {
+            let mut wrong = None;
+            read_pages(message, |block, page, _| {
+                if block_of(machine, block).is_none_or(|block| page.0 >= block.pages()) {
+                    wrong = Some((block, page));
+                }
+            })?;
+            if let Some((block, page)) = wrong {
+                bail!("page {page} of RAM block {block} is not part of this machine");
+            }
+        }
+        Kind::DiskWrite | Kind::DiskZero => {
+            let (range, _) = DiskRange::decode(message)?;
+            let disk = machine.disks().get(usize::from(range.disk.0));
+            if disk.is_none_or(|disk| range.offset + range.length > disk.export_bytes()) {
+                bail!(
+                    "bytes {}+{} are not part of disk {}",
+                    range.offset,
+                    range.length,
+                    range.disk
+                );
+            }
+        }
+        Kind::DeviceState => {}
+        other => bail!("unexpected {other:?} message from the primary"),
+    }
+    Ok(())
+}
+
+/// Applies one data message that passed [`validate`]; device state is returned.
+pub fn apply(machine: &Machine, message: Message) -> anyhow::Result<Option<Vec<u8>>> {
+    match message.header.kind {
+        Kind::Pages => {
+            let mut result = Ok(());
+            read_pages(&message, |block, page, data| {
+                if result.is_ok() {
+                    result = apply_page(machine, block, page, data);
+                }
+            })?;
+            result?;
+        }
+        Kind::DiskWrite => {
+            let (range, data) = DiskRange::decode(&message)?;
+            machine.disks()[usize::from(range.disk.0)]
+                .write(range.offset, data)
+                .context("cannot write to the mirror")?;
+        }
+        Kind::DiskZero => {
+            let (range, _) = DiskRange::decode(&message)?;
+            machine.disks()[usize::from(range.disk.0)]
+                .zero(range.offset, range.length)
+                .context("cannot write to the mirror")?;
+        }
+        Kind::DeviceState => return Ok(Some(message.payload)),
+        _ => {}
+    }
+    Ok(None)
+}
+
+/// Applies a whole epoch; returns its device state.
+pub fn apply_epoch(machine: &Machine, epoch: StagedEpoch) -> anyhow::Result<Vec<u8>> {
+    let mut device_state = None;
+    for message in epoch.messages {
+        if let Some(state) = apply(machine, message)? {
+            device_state = Some(state);
+        }
+    }
+    device_state.with_context(|| format!("epoch {} has no device state", epoch.epoch))
+}
+
+fn apply_page(
+    machine: &Machine,
+    block: BlockId,
+    page: PageIndex,
+    data: PageData<'_>,
+) -> anyhow::Result<()> {
+    let block = block_of(machine, block).context("validated before")?;
+    match data {
+        PageData::Zero => block.clear(page, 1)?,
+        PageData::Raw(bytes) => block.write(page, bytes)?,
+    }
+    Ok(())
+}
+
+fn block_of(machine: &Machine, id: BlockId) -> Option<&RamBlock> {
+    machine.blocks().get(usize::from(id.0))
+}

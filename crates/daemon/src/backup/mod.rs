@@ -1,0 +1,165 @@
+//! The backup: wire → staging → acknowledgement → apply.
+//!
+//! [`accept`] takes a primary's offer, prepares mirrors and a warm QEMU, and
+//! starts the session's threads: `receive` (stage whole, acknowledge), `apply`
+//! (memory, disks, device state; then go live or forget), `control` (the
+//! arbiter) and the heartbeats.
+
+mod apply;
+mod session;
+
+pub use session::{Outcome, Session};
+
+use crate::arbiter::FileArbiter;
+use crate::clock;
+use crate::doorbell::Doorbell;
+use crate::handshake::{FileRole, Offer, Ready};
+use crate::heartbeat;
+use crate::link::Link;
+use crate::machine::Machine;
+use crate::sync::{ByteBudget, lock};
+use anyhow::{Context, bail};
+use crossbeam_channel::Receiver;
+use std::fs::File;
+use std::io::Write;
+use std::path::Path;
+use std::sync::atomic::AtomicU64;
+use std::sync::{Arc, Mutex};
+use std::thread;
+use std::time::Duration;
+use tracing::{info, warn};
+use understudy_disk::FreshMirror;
+use understudy_protocol::wire::Kind;
+use understudy_protocol::{Backup, BackupEvent, DiskIndex, Generation, Verdict};
+use understudy_qemu::VmDefinition;
+
+/// Receives the offer's boot files into `directory`; returns the definition as
+/// it is on this host: boot files and disks are this host's own.
+pub fn receive_files(link: &Link, offer: &Offer, directory: &Path) -> anyhow::Result<VmDefinition> {
+    let mut definition = offer.definition.clone();
+    for file in &offer.files {
+        let name = match file.role {
+            FileRole::Kernel => "kernel",
+            FileRole::Initrd => "initrd",
+        };
+        let path = directory.join(name);
+        receive_file(link, &path, file.bytes)
+            .with_context(|| format!("cannot receive the VM's {name}"))?;
+        match file.role {
+            FileRole::Kernel => definition.kernel = Some(path),
+            FileRole::Initrd => definition.initrd = Some(path),
+        }
+    }
+    let message = link.receive()?;
+    if message.header.kind != Kind::Prepare {
+        bail!("the primary sent {:?} where Prepare was due", message.header.kind);
+    }
+    for (i, disk) in definition.disks.iter_mut().enumerate() {
+        disk.path = understudy_disk::mirror_path(directory, DiskIndex(i as u16));
+    }
+    Ok(definition)
+}
+
+fn receive_file(link: &Link, path: &Path, bytes: u64) -> anyhow::Result<()> {
+    let mut file =
+        File::create(path).with_context(|| format!("cannot write {}", path.display()))?;
+    let mut left = bytes;
+    while left > 0 {
+        let message = link.receive()?;
+        let length = message.payload.len() as u64;
+        if message.header.kind != Kind::File || length == 0 || length > left {
+            bail!("the primary did not send the file that it announced");
+        }
+        file.write_all(&message.payload)
+            .with_context(|| format!("cannot write {}", path.display()))?;
+        left -= length;
+    }
+    Ok(())
+}
+
+/// What [`accept`] needs beside the standby.
+pub struct Plan {
+    /// Names the session.
+    pub id: String,
+    /// The primary's host name.
+    pub primary: String,
+    /// The generation at which the primary owns the VM.
+    pub generation: Generation,
+    /// The shortest silence that counts as failure.
+    pub timeout: Duration,
+    /// Who decides about ownership.
+    pub arbiter: FileArbiter,
+}
+
+/// Starts following the primary with a standby that is ready. `over` is called
+/// once, when the VM is live here or forgotten; `register` before the primary
+/// hears that the backup is ready.
+pub fn accept(
+    data: Link,
+    plan: Plan,
+    machine: Arc<Machine>,
+    mirrors: Vec<FreshMirror>,
+    over: impl FnOnce(Outcome) + Send + 'static,
+    register: impl FnOnce(&Arc<Session>),
+) -> anyhow::Result<Arc<Session>> {
+    let blocks =
+        machine.blocks().iter().map(|block| (block.name().to_owned(), block.bytes())).collect();
+    let (errands, errand_queue) = crossbeam_channel::unbounded();
+    let (contests, contest_queue) = crossbeam_channel::unbounded();
+    data.set_read_timeout(None)?;
+    let session = Arc::new(Session {
+        vm: machine.definition().name.clone(),
+        id: plan.id,
+        primary: plan.primary,
+        data,
+        heartbeat: Mutex::new(None),
+        arbiter: plan.arbiter,
+        core: Mutex::new(Backup::new(plan.generation, plan.timeout, clock::now())),
+        errands,
+        contests,
+        waiting: ByteBudget::new(session::WAITING_BYTES),
+        received: AtomicU64::new(0),
+        changed: Doorbell::default(),
+        machine,
+    });
+    spawn("apply", &session, move |session| over(session.apply_all(&errand_queue, mirrors)))?;
+    spawn("control", &session, move |session| run_control(session, &contest_queue))?;
+    register(&session);
+    session.data.send_json(Kind::Ready, &Ready { blocks })?;
+    spawn("receive", &session, |session| session.receive())?;
+    Ok(session)
+}
+
+/// Adds the heartbeat connection to a session.
+pub fn attach_heartbeat(session: &Arc<Session>, link: Link) -> anyhow::Result<()> {
+    *lock(&session.heartbeat) = Some(link.try_clone()?);
+    session.event(BackupEvent::Heard, None);
+    heartbeat::start(link, &session.vm, session.clone())
+}
+
+fn spawn(
+    role: &str,
+    session: &Arc<Session>,
+    body: impl FnOnce(&Session) + Send + 'static,
+) -> anyhow::Result<()> {
+    let session = session.clone();
+    thread::Builder::new()
+        .name(format!("{role}-{}", session.vm))
+        .spawn(move || body(&session))
+        .map(drop)
+        .context("cannot start a thread")
+}
+
+/// Asks the arbiter, which may take its time.
+fn run_control(session: &Session, contests: &Receiver<Generation>) {
+    while !heartbeat::Pulse::is_over(session) {
+        if let Ok(from) = contests.recv_timeout(Duration::from_millis(250)) {
+            let verdict = session.arbiter.acquire(&session.vm, from);
+            info!(vm = session.vm, "the arbiter's verdict: {verdict:?}");
+            if let Verdict::Unreachable(reason) = &verdict {
+                warn!(vm = session.vm, "waiting to take over: {reason}");
+            }
+            session.event(BackupEvent::Verdict(verdict), None);
+        }
+    }
+}

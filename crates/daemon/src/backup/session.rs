@@ -1,0 +1,273 @@
+//! One VM's protection, seen from the backup: the state machine and the threads
+//! that feed it.
+
+use super::apply::{apply, apply_epoch, validate};
+use crate::arbiter::FileArbiter;
+use crate::clock;
+use crate::doorbell::Doorbell;
+use crate::heartbeat::Pulse;
+use crate::link::Link;
+use crate::machine::Machine;
+use crate::sync::{ByteBudget, lock};
+use crossbeam_channel::{Receiver, Sender};
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex};
+use tracing::{error, info, warn};
+use understudy_disk::FreshMirror;
+use understudy_protocol::wire::{Kind, Message};
+use understudy_protocol::{
+    Backup, BackupAction, BackupEvent, BackupPhase, Epoch, Generation, StagedEpoch, Staging,
+};
+
+/// Bytes of whole epochs that may wait to be applied; over it the primary is
+/// slowed by the connection's flow control.
+pub(super) const WAITING_BYTES: u64 = 32 << 20;
+
+/// The state shared by a session's threads.
+pub struct Session {
+    /// The VM's name.
+    pub vm: String,
+    /// Names the session; the heartbeat connection asks for it.
+    pub id: String,
+    /// The primary's host name.
+    pub primary: String,
+    /// The standby on this host.
+    pub machine: Arc<Machine>,
+    pub(super) data: Link,
+    pub(super) heartbeat: Mutex<Option<Link>>,
+    pub(super) arbiter: FileArbiter,
+    pub(super) core: Mutex<Backup>,
+    pub(super) errands: Sender<Errand>,
+    pub(super) contests: Sender<Generation>,
+    pub(super) waiting: ByteBudget,
+    pub(super) received: AtomicU64,
+    pub(super) changed: Doorbell,
+}
+
+/// What the apply thread does, in order.
+#[derive(Debug)]
+pub enum Errand {
+    /// Apply a committed epoch.
+    Apply(StagedEpoch),
+    /// Start the guest.
+    GoLive {
+        /// The generation won.
+        generation: Generation,
+        /// Why, for people.
+        reason: String,
+    },
+    /// Forget the VM.
+    Discard,
+}
+
+/// How a session ended.
+#[derive(Debug)]
+pub enum Outcome {
+    /// The VM runs here now.
+    Live {
+        /// The generation of ownership.
+        generation: Generation,
+        /// Why, for people.
+        reason: String,
+    },
+    /// The VM owns nothing here any more.
+    Discarded,
+    /// This host owns the VM and could not start it.
+    Failed {
+        /// The generation of ownership.
+        generation: Generation,
+        /// What went wrong.
+        reason: String,
+    },
+}
+
+impl Session {
+    /// Where the session stands.
+    pub fn phase(&self) -> BackupPhase {
+        lock(&self.core).phase().clone()
+    }
+
+    /// Generation and last committed epoch.
+    pub fn position(&self) -> (Generation, Epoch) {
+        let core = lock(&self.core);
+        (core.generation(), core.committed())
+    }
+
+    /// Bytes received from the primary.
+    pub fn bytes_received(&self) -> u64 {
+        self.received.load(Ordering::Relaxed)
+    }
+
+    /// Feeds the state machine and does what it says. `staged` is the epoch
+    /// that a [`BackupEvent::Staged`] speaks of.
+    pub fn event(&self, event: BackupEvent, staged: Option<StagedEpoch>) {
+        let mut actions = Vec::new();
+        let mut core = lock(&self.core);
+        core.handle(clock::now(), event, &mut actions);
+        let mut staged = staged;
+        for action in actions {
+            self.perform(action, &mut staged);
+        }
+        self.changed.ring();
+    }
+
+    /// Under the core's lock: an acknowledgement leaves before a contest that
+    /// comes after it in the order of events. The channels' other ends live as
+    /// long as the session, so sending to them does not fail.
+    fn perform(&self, action: BackupAction, staged: &mut Option<StagedEpoch>) {
+        match action {
+            BackupAction::AcknowledgeAndApply(epoch) => {
+                let staged = staged.take().expect("the event came with its epoch");
+                let _ = self.errands.send(Errand::Apply(staged));
+                // If it cannot be sent the reading thread finds out why.
+                let _ = self.data.send_signal(Kind::Acknowledge, epoch);
+            }
+            BackupAction::Contest(from) => {
+                let _ = self.contests.send(from);
+            }
+            BackupAction::GoLive { generation, epoch, reason } => {
+                info!(vm = self.vm, "taking over at epoch {epoch}: {reason}");
+                let _ = self.errands.send(Errand::GoLive { generation, reason });
+            }
+            BackupAction::Discard(reason) => {
+                info!(vm = self.vm, "standing down: {reason}");
+                let _ = self.errands.send(Errand::Discard);
+            }
+        }
+    }
+
+    /// This backup cannot serve any more: says so to the primary and ends.
+    pub fn give_up(&self, reason: &str) {
+        warn!(vm = self.vm, "this backup gives up: {reason}");
+        self.data.refuse(reason);
+        self.event(BackupEvent::StandDown, None);
+    }
+
+    /// Receive, stage whole, acknowledge: until the connection ends.
+    pub fn receive(&self) {
+        let mut staging = Staging::new();
+        let reason = loop {
+            match self.receive_one(&mut staging) {
+                Ok(()) => {}
+                Err(error) => break format!("{error:#}"),
+            }
+        };
+        self.data.refuse(&reason);
+        self.data.close();
+        self.event(BackupEvent::PeerGone(reason), None);
+    }
+
+    fn receive_one(&self, staging: &mut Staging) -> anyhow::Result<()> {
+        let message = self.data.receive()?;
+        self.received.fetch_add(message.payload.len() as u64, Ordering::Relaxed);
+        match message.header.kind {
+            Kind::TakeOver => self.event(BackupEvent::TakeOver, None),
+            Kind::StandDown => self.event(BackupEvent::StandDown, None),
+            Kind::Refuse => {
+                anyhow::bail!("the primary gave up: {}", String::from_utf8_lossy(&message.payload))
+            }
+            Kind::EpochEnd => self.stage(staging, message)?,
+            _ => {
+                validate(&self.machine, &message)?;
+                // The first synchronisation: nothing to be kept whole yet.
+                if message.header.epoch == Epoch(0) {
+                    apply(&self.machine, message)?;
+                } else {
+                    self.stage(staging, message)?;
+                }
+            }
+        }
+        Ok(())
+    }
+
+    fn stage(&self, staging: &mut Staging, message: Message) -> anyhow::Result<()> {
+        if let Some(epoch) = staging.take(message)? {
+            let bytes = epoch.bytes;
+            self.event(BackupEvent::Staged(epoch.epoch), Some(epoch));
+            self.waiting.take(bytes);
+        }
+        Ok(())
+    }
+
+    /// Applies epochs in order until the VM is live here or forgotten.
+    pub fn apply_all(&self, errands: &Receiver<Errand>, mirrors: Vec<FreshMirror>) -> Outcome {
+        let mut mirrors = Some(mirrors);
+        let mut state = Err(anyhow::anyhow!("no epoch was applied"));
+        for errand in errands {
+            match errand {
+                Errand::Apply(epoch) => {
+                    let bytes = epoch.bytes;
+                    // After one failure the copy is behind for good.
+                    if state.is_ok() || mirrors.is_some() {
+                        state = self.apply_one(epoch, &mut mirrors);
+                    }
+                    if let Err(error) = &state {
+                        self.give_up(&format!("{error:#}"));
+                    }
+                    self.waiting.give_back(bytes);
+                }
+                Errand::GoLive { generation, reason } => {
+                    let result = state.and_then(|state| self.machine.go_live(&state));
+                    self.close(Some(generation));
+                    return match result {
+                        Ok(()) => Outcome::Live { generation, reason },
+                        Err(error) => self.failed(generation, &error),
+                    };
+                }
+                Errand::Discard => {
+                    self.machine.halt();
+                    let _ = self.data.send_signal(Kind::StoodDown, Epoch(0));
+                    self.close(None);
+                    return Outcome::Discarded;
+                }
+            }
+        }
+        Outcome::Discarded
+    }
+
+    fn apply_one(
+        &self,
+        epoch: StagedEpoch,
+        mirrors: &mut Option<Vec<FreshMirror>>,
+    ) -> anyhow::Result<Vec<u8>> {
+        let state = apply_epoch(&self.machine, epoch)?;
+        // With the first whole epoch the mirrors are images of their own.
+        for mirror in mirrors.take().into_iter().flatten() {
+            mirror.complete()?;
+        }
+        Ok(state)
+    }
+
+    fn failed(&self, generation: Generation, error: &anyhow::Error) -> Outcome {
+        error!(vm = self.vm, "cannot go live: {error:#}");
+        self.machine.halt();
+        Outcome::Failed { generation, reason: format!("{error:#}") }
+    }
+
+    /// Tells the primary where the VM lives now, and ends both connections.
+    fn close(&self, live: Option<Generation>) {
+        if let Some(generation) = live {
+            let _ = self.data.send_signal(Kind::Live, Epoch(generation.0));
+        }
+        self.data.close();
+        if let Some(heartbeat) = &*lock(&self.heartbeat) {
+            heartbeat.close();
+        }
+        self.waiting.close();
+    }
+}
+
+impl Pulse for Session {
+    fn heard(&self) {
+        self.event(BackupEvent::Heard, None);
+    }
+    fn lost(&self, reason: String) {
+        self.event(BackupEvent::PeerGone(reason), None);
+    }
+    fn tick(&self) {
+        self.event(BackupEvent::Tick, None);
+    }
+    fn is_over(&self) -> bool {
+        matches!(self.phase(), BackupPhase::Live | BackupPhase::Discarded)
+    }
+}

@@ -1,0 +1,170 @@
+//! Connections from other hosts.
+
+use crate::backup::{self, Outcome};
+use crate::error::{ErrorKind, HostError};
+use crate::handshake::{Hello, Offer, Purpose, Welcome, answer};
+use crate::host::{Host, failed};
+use crate::link::Link;
+use crate::machine::{self, Machine};
+use crate::sync::lock;
+use crate::vm::{FencedVm, Vm};
+use anyhow::bail;
+use std::net::{TcpListener, TcpStream};
+use std::sync::Arc;
+use std::thread;
+use tracing::{info, warn};
+use understudy_disk::FreshMirror;
+use understudy_protocol::DiskIndex;
+use understudy_protocol::wire::Kind;
+use understudy_qemu::Role;
+
+/// Accepts connections for as long as the host lives.
+pub fn listen(host: &Arc<Host>, listener: TcpListener) -> Result<(), HostError> {
+    let host = Arc::downgrade(host);
+    thread::Builder::new()
+        .name("listen".to_owned())
+        .spawn(move || {
+            for stream in listener.incoming().flatten() {
+                let Some(host) = host.upgrade() else { return };
+                thread::spawn(move || serve(&host, stream));
+            }
+        })
+        .map(drop)
+        .map_err(|error| {
+            HostError::new(ErrorKind::Internal, format!("cannot start a thread: {error}"))
+        })
+}
+
+fn serve(host: &Arc<Host>, stream: TcpStream) {
+    let peer = stream.peer_addr();
+    let served = Link::new(stream).map_err(Into::into).and_then(|link| {
+        let hello = answer(&link)?;
+        match hello.purpose.clone() {
+            Purpose::Protect(offer) => take_offer(host, link, &hello, &offer),
+            Purpose::Heartbeat { session } => take_heartbeat(host, link, &session),
+        }
+    });
+    if let Err(error) = served {
+        warn!("connection from {peer:?} ended: {error:#}");
+    }
+}
+
+fn take_heartbeat(host: &Host, link: Link, id: &str) -> anyhow::Result<()> {
+    let session = lock(&host.vms).values().find_map(|vm| match vm {
+        Vm::Backup(session) if session.id == id => Some(session.clone()),
+        _ => None,
+    });
+    let Some(session) = session else {
+        let reason = format!("there is no session {id:?} here");
+        link.refuse(&reason);
+        bail!(reason);
+    };
+    link.send_json(Kind::Welcome, &Welcome { host: host.config.name.clone() })?;
+    backup::attach_heartbeat(&session, link)
+}
+
+fn take_offer(host: &Arc<Host>, link: Link, hello: &Hello, offer: &Offer) -> anyhow::Result<()> {
+    let adding = lock(&host.adding);
+    if let Err(error) = examine(host, offer) {
+        link.refuse(&format!("host {} refuses: {error}", host.config.name));
+        bail!("refused {} of {}: {error}", offer.definition.name, hello.host);
+    }
+    link.send_json(Kind::Welcome, &Welcome { host: host.config.name.clone() })?;
+    if let Err(error) = stand_by(host, link.try_clone()?, hello, offer) {
+        link.refuse(&format!("host {} cannot stand by: {error:#}", host.config.name));
+        return Err(error);
+    }
+    drop(adding);
+    Ok(())
+}
+
+/// Everything that speaks against the offer, before anything is changed.
+fn examine(host: &Host, offer: &Offer) -> Result<(), HostError> {
+    let refuse = |message: String| Err(HostError::new(ErrorKind::Invalid, message));
+    let definition = &offer.definition;
+    if host.arbiter.is_none() {
+        return refuse("its configuration has no [arbiter]".to_owned());
+    }
+    if let Some(problem) = &host.kernel_problem {
+        return refuse(problem.clone());
+    }
+    let ours = host.capabilities.version.to_string();
+    if offer.qemu_version != ours {
+        return refuse(format!(
+            "its QEMU is {ours}, the primary's is {}: install the same version on both hosts",
+            offer.qemu_version
+        ));
+    }
+    if !host.capabilities.machines.iter().any(|machine| machine.name == offer.machine_type) {
+        return refuse(format!("its QEMU has no machine type {}", offer.machine_type));
+    }
+    if offer.disk_bytes.len() != definition.disks.len() {
+        return refuse("the offer does not name every disk's size".to_owned());
+    }
+    host.check_free(definition)?;
+    host.check_bridges(definition)?;
+    host.check_memory(definition.memory.bytes())
+}
+
+/// Prepares mirrors and a warm QEMU, then follows the primary.
+fn stand_by(host: &Arc<Host>, link: Link, hello: &Hello, offer: &Offer) -> anyhow::Result<()> {
+    let directory = host.vm_directory(&offer.definition.name)?;
+    let definition = backup::receive_files(&link, offer, &directory)?;
+    let name = definition.name.clone();
+    let mirrors = offer
+        .disk_bytes
+        .iter()
+        .enumerate()
+        .map(|(i, bytes)| FreshMirror::create(&directory, DiskIndex(i as u16), *bytes))
+        .collect::<Result<Vec<_>, _>>()?;
+    let machine = Arc::new(Machine::launch(machine::Plan {
+        definition,
+        machine_type: offer.machine_type.clone(),
+        accelerator: offer.accelerator,
+        run_dir: &directory,
+        qemu: &host.capabilities.binary,
+        agent: &host.agent,
+        disks: mirrors.iter().map(|mirror| mirror.disk().clone()).collect(),
+        role: Role::Standby,
+    })?);
+    host.watch(&machine)?;
+    let plan = backup::Plan {
+        id: offer.session.clone(),
+        primary: hello.host.clone(),
+        generation: offer.generation,
+        timeout: host.config.detection_timeout,
+        arbiter: host.arbiter.clone().expect("examined before"),
+    };
+    let weak = Arc::downgrade(host);
+    let own = machine.clone();
+    let over = move |outcome| {
+        if let Some(host) = weak.upgrade() {
+            end(&host, &own, outcome);
+        }
+    };
+    // Registered before the primary hears that it may connect its heartbeat.
+    backup::accept(link, plan, machine, mirrors, over, |session| {
+        lock(&host.vms).insert(name.clone(), Vm::Backup(session.clone()));
+    })?;
+    info!(vm = name, "standing by for {}", hello.host);
+    Ok(())
+}
+
+/// The session ended: the VM lives here, or this host has nothing to do with it.
+fn end(host: &Arc<Host>, machine: &Arc<Machine>, outcome: Outcome) {
+    let name = machine.definition().name.clone();
+    match outcome {
+        Outcome::Live { generation, reason } => {
+            let degraded = format!("took over: {reason}; not protected until `understudy protect`");
+            host.add_primary(machine.clone(), generation, Some(degraded));
+        }
+        Outcome::Discarded => {
+            lock(&host.vms).remove(&name);
+        }
+        Outcome::Failed { generation, reason } => {
+            let reason = failed("won the VM and could not start it", &anyhow::anyhow!(reason));
+            let fenced = FencedVm { name: name.clone(), generation, reason: reason.to_string() };
+            lock(&host.vms).insert(name, Vm::Fenced(Arc::new(fenced)));
+        }
+    }
+}

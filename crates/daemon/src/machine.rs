@@ -1,0 +1,414 @@
+//! A machine on this host: one QEMU with everything around it. The same for a
+//! VM that runs and for a standby.
+
+use crate::doorbell::Doorbell;
+use crate::sync::lock;
+use anyhow::{Context, bail};
+use std::ffi::OsString;
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd};
+use std::os::unix::net::UnixStream;
+use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard};
+use std::time::{Duration, Instant};
+use tracing::{info, warn};
+use understudy_disk::{Disk, NbdServer};
+use understudy_memory::agent::{AgentLink, AgentListener};
+use understudy_memory::{DirtyTracker, GuestRam, ProcessMemory, RamBlock};
+use understudy_network::{Port, PortConfig};
+use understudy_protocol::{BlockId, CardIndex};
+use understudy_qemu::command::Console;
+use understudy_qemu::process::Launch;
+use understudy_qemu::qmp::{DeviceState, MonitorSocket, RunState, VmEvent, watch_events};
+use understudy_qemu::{Accelerator, Monitor, Qemu, Resources, Role, VmDefinition, command_line};
+
+/// How long QEMU may take to start and to answer.
+const QEMU_TIMEOUT: Duration = Duration::from_secs(20);
+
+/// What a machine is made of.
+pub struct Plan<'a> {
+    /// The VM as it is on this host.
+    pub definition: VmDefinition,
+    /// Versioned machine type.
+    pub machine_type: String,
+    /// What executes the guest's instructions.
+    pub accelerator: Accelerator,
+    /// Directory for sockets and logs; exists, and is this VM's own.
+    pub run_dir: &'a Path,
+    /// QEMU's program.
+    pub qemu: &'a Path,
+    /// The library preloaded into QEMU.
+    pub agent: &'a Path,
+    /// The disks, in the definition's order.
+    pub disks: Vec<Arc<Disk>>,
+    /// Fresh: the VM runs here, its output goes out. Standby: nothing does.
+    pub role: Role,
+}
+
+/// What happens to a machine by itself.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum MachineEvent {
+    /// The guest powered off; QEMU stands still.
+    PoweredOff,
+    /// QEMU ended, and its last words.
+    Died(String),
+    /// Something to tell the user.
+    Notice(String),
+}
+
+/// A QEMU and everything around it. Dropping it ends QEMU.
+pub struct Machine {
+    definition: VmDefinition,
+    machine_type: String,
+    accelerator: Accelerator,
+    blocks: Vec<RamBlock>,
+    tracker: Mutex<Option<DirtyTracker>>,
+    disks: Vec<Arc<Disk>>,
+    ports: Vec<Port>,
+    monitor: Mutex<Monitor>,
+    device_state: DeviceState,
+    /// The events monitor, until [`Machine::watch`] takes it.
+    events: Mutex<Option<UnixStream>>,
+    console: Option<PathBuf>,
+    doorbell: Arc<Doorbell>,
+    halted: AtomicBool,
+    qemu: Qemu,
+    // Held open: their ends tell QEMU that this daemon lives.
+    agent: AgentLink,
+    _servers: Vec<NbdServer>,
+}
+
+impl Machine {
+    /// Starts QEMU; the guest stands still until [`Machine::ensure_running`] or
+    /// [`Machine::go_live`].
+    pub fn launch(plan: Plan<'_>) -> anyhow::Result<Machine> {
+        let doorbell = Arc::new(Doorbell::default());
+        let ram = Arc::new(GuestRam::create(plan.definition.memory.bytes())?);
+        let device_state = DeviceState::create()?;
+        let (servers, disk_sockets) = serve_disks(&plan)?;
+        let ports = open_ports(&plan, &doorbell)?;
+        let guest_ends = ports.iter().map(Port::attach_guest).collect::<Result<Vec<_>, _>>()?;
+        let commands = MonitorSocket::pair()?;
+        let events = MonitorSocket::pair()?;
+        let console = plan.definition.console.then(|| Console {
+            socket: plan.run_dir.join("console"),
+            log: plan.run_dir.join("console.log"),
+        });
+        let listener = AgentListener::bind(plan.run_dir.join("agent"))?;
+        let args = command_line(
+            &plan.definition,
+            &Resources {
+                machine_type: plan.machine_type.clone(),
+                accelerator: plan.accelerator,
+                ram: ram.fd().as_raw_fd(),
+                commands: commands.qemus.as_raw_fd(),
+                events: events.qemus.as_raw_fd(),
+                disks: disk_sockets,
+                cards: guest_ends.iter().map(|end| end.socket.as_raw_fd()).collect(),
+                console: console.clone(),
+                role: plan.role,
+            },
+        );
+        let mut inherit: Vec<BorrowedFd<'_>> =
+            vec![ram.fd(), device_state.as_fd(), commands.qemus.as_fd(), events.qemus.as_fd()];
+        inherit.extend(guest_ends.iter().map(|end| end.socket.as_fd()));
+        let log = plan.run_dir.join("qemu.log");
+        let env: [(OsString, OsString); 2] = [
+            ("LD_PRELOAD".into(), plan.agent.into()),
+            (AgentListener::VARIABLE.into(), listener.path().into()),
+        ];
+        let qemu = Qemu::launch(&Launch {
+            binary: plan.qemu,
+            args: &args,
+            env: &env,
+            inherit: &inherit,
+            log: &log,
+        })?;
+        drop((commands.qemus, events.qemus, guest_ends));
+        let started = connect(&qemu, &listener, commands.ours);
+        let (agent, mut monitor) = started.map_err(|error| explain(error, &qemu))?;
+        let blocks = ram_blocks(&mut monitor, &qemu, ram)?;
+        if plan.role == Role::Standby {
+            monitor.prepare_standby()?;
+        }
+        Ok(Machine {
+            definition: plan.definition,
+            machine_type: plan.machine_type,
+            accelerator: plan.accelerator,
+            blocks,
+            tracker: Mutex::new(None),
+            disks: plan.disks,
+            ports,
+            monitor: Mutex::new(monitor),
+            device_state,
+            console: console.map(|console| console.socket),
+            doorbell,
+            halted: AtomicBool::new(false),
+            qemu,
+            agent,
+            _servers: servers,
+            events: Mutex::new(Some(events.ours)),
+        })
+    }
+
+    /// Reports what happens to the machine from now on, on a thread of its own.
+    pub fn watch(
+        self: &Arc<Machine>,
+        on_event: impl Fn(MachineEvent) + Send + 'static,
+    ) -> anyhow::Result<()> {
+        let stream = lock(&self.events).take().context("the machine is watched already")?;
+        let machine = Arc::downgrade(self);
+        watch_events(stream, QEMU_TIMEOUT, move |event| {
+            let Some(machine) = machine.upgrade() else { return };
+            if let Some(event) = machine.interpret(event) {
+                on_event(event);
+            }
+        })?;
+        Ok(())
+    }
+
+    fn interpret(&self, event: VmEvent) -> Option<MachineEvent> {
+        if self.halted.load(Ordering::Acquire) {
+            return None;
+        }
+        match event {
+            VmEvent::Stopped | VmEvent::Resumed => None,
+            VmEvent::Shutdown { .. } => Some(MachineEvent::PoweredOff),
+            VmEvent::Reset { .. } => Some(MachineEvent::Notice("the guest rebooted".to_owned())),
+            VmEvent::Panicked => {
+                Some(MachineEvent::Notice("the guest's kernel panicked".to_owned()))
+            }
+            VmEvent::DiskError { node, reason, stopped } => {
+                let then = if stopped { "; the guest stands still" } else { "" };
+                Some(MachineEvent::Notice(format!("an error on {node}: {reason}{then}")))
+            }
+            VmEvent::Disconnected => {
+                let exit = self.qemu.wait(Duration::from_secs(1));
+                let words = match exit {
+                    Ok(Some(exit)) => exit.to_string(),
+                    _ => "QEMU closed its monitor".to_owned(),
+                };
+                Some(MachineEvent::Died(words))
+            }
+        }
+    }
+
+    /// The VM as it is on this host.
+    pub fn definition(&self) -> &VmDefinition {
+        &self.definition
+    }
+
+    /// The versioned machine type.
+    pub fn machine_type(&self) -> &str {
+        &self.machine_type
+    }
+
+    /// What executes the guest's instructions.
+    pub fn accelerator(&self) -> Accelerator {
+        self.accelerator
+    }
+
+    /// All RAM blocks; a block's id is its place here, the same on both hosts.
+    pub fn blocks(&self) -> &[RamBlock] {
+        &self.blocks
+    }
+
+    /// The disks, in the definition's order.
+    pub fn disks(&self) -> &[Arc<Disk>] {
+        &self.disks
+    }
+
+    /// The cards, in the definition's order.
+    pub fn ports(&self) -> &[Port] {
+        &self.ports
+    }
+
+    /// Rings when there is output to release; the session rings it too.
+    pub fn doorbell(&self) -> &Doorbell {
+        &self.doorbell
+    }
+
+    /// The monitor; a checkpoint holds it for its length.
+    pub fn monitor(&self) -> MutexGuard<'_, Monitor> {
+        lock(&self.monitor)
+    }
+
+    /// Where QEMU saves the device state.
+    pub fn device_state(&self) -> &DeviceState {
+        &self.device_state
+    }
+
+    /// Unix socket of the console.
+    pub fn console(&self) -> Option<&Path> {
+        self.console.as_deref()
+    }
+
+    /// QEMU's process.
+    pub fn qemu_pid(&self) -> u32 {
+        self.qemu.pid()
+    }
+
+    /// Whether QEMU runs.
+    pub fn is_alive(&self) -> bool {
+        matches!(self.qemu.try_wait(), Ok(None))
+    }
+
+    /// The dirty tracker, attached at its first use; one user at a time.
+    pub fn tracker(&self) -> anyhow::Result<MutexGuard<'_, Option<DirtyTracker>>> {
+        let mut tracker = lock(&self.tracker);
+        if tracker.is_none() {
+            let uffd = self.agent.userfaultfd().clone();
+            *tracker = Some(DirtyTracker::attach(self.agent.pid(), uffd, &self.blocks)?);
+        }
+        Ok(tracker)
+    }
+
+    /// Lets the guest run if it stands still.
+    pub fn ensure_running(&self) -> anyhow::Result<()> {
+        let mut monitor = self.monitor();
+        if monitor.status()? != RunState::running {
+            monitor.cont()?;
+        }
+        Ok(())
+    }
+
+    /// Starts the guest of a standby from `device_state`; its memory and disks
+    /// are those of the same epoch. From here on its output goes out.
+    pub fn go_live(&self, device_state: &[u8]) -> anyhow::Result<()> {
+        let began = Instant::now();
+        for disk in &self.disks {
+            disk.set_read_only(false);
+        }
+        self.device_state.fill(device_state)?;
+        for port in &self.ports {
+            port.open_gate();
+            port.go_live();
+        }
+        self.monitor()
+            .go_live(&self.device_state)
+            .map_err(|error| explain(error.into(), &self.qemu))?;
+        for port in &self.ports {
+            port.announce()?;
+        }
+        info!(
+            vm = self.definition.name,
+            "live after {:.1} ms",
+            began.elapsed().as_secs_f64() * 1e3
+        );
+        Ok(())
+    }
+
+    /// Presses the power button.
+    pub fn press_power_button(&self) -> anyhow::Result<()> {
+        Ok(self.monitor().system_powerdown()?)
+    }
+
+    /// Ends this copy for good. Nothing leaves it afterwards.
+    pub fn halt(&self) {
+        self.halted.store(true, Ordering::Release);
+        for port in &self.ports {
+            port.shut();
+        }
+        if let Err(error) = self.qemu.kill() {
+            // It has ended already, which is what was wanted.
+            warn!(vm = self.definition.name, "ending QEMU: {error}");
+        }
+    }
+}
+
+fn serve_disks(plan: &Plan<'_>) -> anyhow::Result<(Vec<NbdServer>, Vec<PathBuf>)> {
+    let mut servers = Vec::new();
+    let mut sockets = Vec::new();
+    for disk in &plan.disks {
+        if plan.role == Role::Standby {
+            disk.set_read_only(true);
+        }
+        let socket = plan.run_dir.join(format!("disk{}", disk.index()));
+        servers.push(NbdServer::serve(disk.clone(), &socket)?);
+        sockets.push(socket);
+    }
+    Ok((servers, sockets))
+}
+
+fn open_ports(plan: &Plan<'_>, doorbell: &Arc<Doorbell>) -> anyhow::Result<Vec<Port>> {
+    let mut ports = Vec::new();
+    for (i, card) in plan.definition.cards.iter().enumerate() {
+        let doorbell = doorbell.clone();
+        let config = PortConfig {
+            card: CardIndex(i as u16),
+            mac: card.mac,
+            tap: tap_name(&plan.definition.name, i),
+            bridge: card.bridge.clone(),
+            live: plan.role == Role::Fresh,
+            output_limit_bytes: understudy_network::DEFAULT_LIMIT_BYTES,
+        };
+        ports.push(Port::open(config, Arc::new(move || doorbell.ring()))?);
+    }
+    Ok(ports)
+}
+
+/// An interface name has at most 15 bytes: the VM's name, cut, a check sum of
+/// the whole name where it was cut, and the card.
+fn tap_name(vm: &str, card: usize) -> String {
+    if vm.len() <= 10 {
+        return format!("{vm}.{card}");
+    }
+    let sum = vm.bytes().fold(0u16, |sum, byte| sum.wrapping_mul(31).wrapping_add(byte.into()));
+    format!("{}{sum:04x}.{card}", &vm[..6])
+}
+
+fn connect(
+    qemu: &Qemu,
+    listener: &AgentListener,
+    commands: UnixStream,
+) -> anyhow::Result<(AgentLink, Monitor)> {
+    let agent = listener.accept(Instant::now() + QEMU_TIMEOUT)?;
+    if u32::try_from(agent.pid()) != Ok(qemu.pid()) {
+        bail!("process {} answered in the place of QEMU {}", agent.pid(), qemu.pid());
+    }
+    Ok((agent, Monitor::connect(commands, QEMU_TIMEOUT)?))
+}
+
+/// Adds what QEMU itself said, if it has ended.
+fn explain(error: anyhow::Error, qemu: &Qemu) -> anyhow::Error {
+    match qemu.wait(Duration::from_millis(500)) {
+        Ok(Some(exit)) => error.context(exit.to_string()),
+        _ => error,
+    }
+}
+
+fn ram_blocks(
+    monitor: &mut Monitor,
+    qemu: &Qemu,
+    ram: Arc<GuestRam>,
+) -> anyhow::Result<Vec<RamBlock>> {
+    let mut infos = monitor.ram_blocks()?;
+    // Main memory first, the others by name: the same order on both hosts.
+    infos.sort_by(|a, b| (!a.is_main(), &a.name).cmp(&(!b.is_main(), &b.name)));
+    if !infos.first().is_some_and(|info| info.is_main()) {
+        bail!("QEMU lists no main memory among its RAM blocks");
+    }
+    let process = Arc::new(ProcessMemory::open(qemu.pid() as i32)?);
+    let blocks = infos.into_iter().enumerate().map(|(i, info)| {
+        if i == 0 {
+            return RamBlock::main(info.name, info.address, ram.clone());
+        }
+        // All that is mapped: what is in use of it differs before the firmware ran.
+        let id = BlockId(i as u16);
+        RamBlock::auxiliary(id, info.name, info.address, info.max_bytes, process.clone())
+    });
+    Ok(blocks.collect())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn tap_names_fit_and_differ() {
+        assert_eq!(tap_name("db", 0), "db.0");
+        let (a, b) = (tap_name("customer-database-1", 13), tap_name("customer-database-2", 13));
+        assert!(a.len() <= 15 && b.len() <= 15);
+        assert_ne!(a, b);
+    }
+}

@@ -1,0 +1,243 @@
+//! The checkpoint (Remus 2.2): pause, barrier, capture, resume. All else runs
+//! beside the guest.
+
+use super::send::Outgoing;
+use super::session::{Session, Step};
+use super::stats::milliseconds;
+use crate::clock;
+use crate::machine::Machine;
+use crate::report::CheckpointTiming;
+use crate::sync::lock;
+use anyhow::Context;
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+use understudy_memory::{DirtySet, DirtyTracker, PageStaging, StagingPool, capture};
+use understudy_protocol::wire::Kind;
+use understudy_protocol::{Epoch, LastCheckpoint, PAGE_SIZE, PrimaryEvent, PrimaryPhase, Time};
+
+/// An epoch that wrote at least this many pages gets a pre-copy round just
+/// before the next pause: the guest then stands still only for what it wrote
+/// during that round.
+const PRECOPY_PAGES: u64 = 1500;
+
+/// Pages copied at once while the guest runs; bounds the memory of a round.
+const PIECE_PAGES: u64 = 2048;
+
+/// The first synchronisation ends when a round leaves this few pages …
+const SYNC_LAST_PAGES: u64 = 2000;
+
+/// … or after this many rounds, for guests that write faster than the link.
+const SYNC_ROUNDS: u32 = 8;
+
+/// Takes checkpoints until protection ends. An error says why it could not.
+pub fn run(session: &Arc<Session>) -> anyhow::Result<()> {
+    let mut tracker = session.machine.tracker()?;
+    let tracker = tracker.as_mut().context("the tracker was attached")?;
+    let mut capturer = Capturer::new(session, tracker)?;
+    if !capturer.first_synchronisation()? {
+        return Ok(());
+    }
+    let mut last = capturer.checkpoint(false)?;
+    loop {
+        match session.next_step(last) {
+            Step::Checkpoint => last = capturer.checkpoint(false)?,
+            Step::LastCheckpoint => {
+                capturer.checkpoint(true)?;
+                return capturer.await_hand_over();
+            }
+            Step::End => return Ok(()),
+        }
+    }
+}
+
+struct Capturer<'a> {
+    session: &'a Arc<Session>,
+    machine: &'a Machine,
+    tracker: &'a mut DirtyTracker,
+    staging: PageStaging,
+    dirty: DirtySet,
+    piece: DirtySet,
+    device_state: Vec<u8>,
+    last_pages: u64,
+}
+
+impl<'a> Capturer<'a> {
+    fn new(
+        session: &'a Arc<Session>,
+        tracker: &'a mut DirtyTracker,
+    ) -> anyhow::Result<Capturer<'a>> {
+        let pool = StagingPool::new(understudy_memory::DEFAULT_WARM_BYTES)?;
+        Ok(Capturer {
+            session,
+            machine: &session.machine,
+            tracker,
+            staging: PageStaging::new(pool),
+            dirty: DirtySet::new(),
+            piece: DirtySet::new(),
+            device_state: Vec::new(),
+            last_pages: 0,
+        })
+    }
+
+    /// Copies disks and memory while the guest runs, until little is left for
+    /// the first pause. False when protection ended meanwhile.
+    fn first_synchronisation(&mut self) -> anyhow::Result<bool> {
+        let session = self.session;
+        super::mirror::begin(session);
+        for disk in self.machine.disks() {
+            session.progress.expect(disk.data_bytes()?);
+        }
+        self.tracker.arm()?;
+        self.dirty.clear();
+        for block in self.machine.blocks() {
+            block.add_content_to(&mut self.dirty)?;
+        }
+        session.progress.expect(self.dirty.pages() * PAGE_SIZE as u64);
+        super::mirror::copy_disks(session)?;
+        for _ in 0..SYNC_ROUNDS {
+            self.send_dirty(Epoch(0))?;
+            if session.is_over() {
+                return Ok(false);
+            }
+            self.tracker.scan(&mut self.dirty)?;
+            session.progress.expect(self.dirty.pages() * PAGE_SIZE as u64);
+            if self.dirty.pages() < SYNC_LAST_PAGES {
+                break;
+            }
+        }
+        self.send_dirty(Epoch(0))?;
+        Ok(!session.is_over())
+    }
+
+    /// Copies and queues all of `dirty`, piece by piece, while the guest runs.
+    fn send_dirty(&mut self, epoch: Epoch) -> anyhow::Result<()> {
+        while !self.dirty.is_empty() && !self.session.is_over() {
+            self.dirty.take(PIECE_PAGES, &mut self.piece);
+            capture(self.machine.blocks(), &self.piece, &mut self.staging)?;
+            for chunk in self.staging.take().chunks {
+                self.session.outbox.put(Outgoing::Pages(epoch, chunk));
+            }
+            self.session.progress.advance(self.piece.pages() * PAGE_SIZE as u64);
+        }
+        Ok(())
+    }
+
+    /// One checkpoint. With `last`, the guest is left paused.
+    fn checkpoint(&mut self, last: bool) -> anyhow::Result<LastCheckpoint> {
+        let epoch = self.session.running();
+        let precopied_pages = self.precopy(epoch)?;
+        let mut timing = CheckpointTiming { epoch, precopied_pages, ..Default::default() };
+        let mut watch = Stopwatch::start();
+        for disk in self.machine.disks() {
+            disk.begin_checkpoint();
+        }
+        let captured = self.pause_and_copy(last, &mut watch, &mut timing);
+        for disk in self.machine.disks() {
+            disk.end_checkpoint();
+        }
+        captured?;
+        timing.total_ms = milliseconds(watch.now - watch.started);
+        self.last_pages = timing.pages + timing.precopied_pages;
+        self.session.stats.captured(timing, watch.now);
+        self.queue(epoch);
+        Ok(LastCheckpoint { started: watch.started, resumed: watch.now })
+    }
+
+    fn precopy(&mut self, epoch: Epoch) -> anyhow::Result<u64> {
+        if self.last_pages < PRECOPY_PAGES {
+            return Ok(0);
+        }
+        self.tracker.scan(&mut self.dirty)?;
+        let pages = self.dirty.pages();
+        self.send_dirty(epoch)?;
+        Ok(pages)
+    }
+
+    /// What happens while the guest stands still.
+    fn pause_and_copy(
+        &mut self,
+        last: bool,
+        watch: &mut Stopwatch,
+        timing: &mut CheckpointTiming,
+    ) -> anyhow::Result<()> {
+        let mut monitor = self.machine.monitor();
+        let mut pause = monitor.begin_checkpoint(self.machine.device_state())?;
+        pause.stopped()?;
+        timing.stop_ms = watch.lap();
+        self.tracker.scan(&mut self.dirty)?;
+        timing.scan_ms = watch.lap();
+        capture(self.machine.blocks(), &self.dirty, &mut self.staging)?;
+        timing.pages = self.dirty.pages();
+        timing.copy_ms = watch.lap();
+        pause.saved()?;
+        self.machine.device_state().read_into(&mut self.device_state)?;
+        self.place_barrier(last);
+        timing.blob_ms = watch.lap();
+        if !last {
+            pause.resume()?;
+        }
+        timing.cont_ms = watch.lap();
+        Ok(())
+    }
+
+    /// Closes the epoch: what the guest sends or writes from here on belongs to
+    /// the next one. One step with the state machine, since protection can end
+    /// at any moment and must not find its gate held afterwards.
+    fn place_barrier(&self, last: bool) {
+        let mut core = lock(&self.session.core);
+        let next = core.running().next();
+        let over = matches!(core.phase(), PrimaryPhase::Alone(_) | PrimaryPhase::Halted(_));
+        for port in self.machine.ports().iter().filter(|_| !over) {
+            if core.holds_output() {
+                port.drain_and_barrier(next);
+            } else {
+                // What went out before the first checkpoint is part of its state.
+                port.hold(next);
+            }
+        }
+        self.session.disk_epoch.store(next.0, Ordering::Release);
+        let event = if last { PrimaryEvent::CapturedLast } else { PrimaryEvent::Captured };
+        self.session.event_locked(&mut core, event);
+    }
+
+    fn queue(&mut self, epoch: Epoch) {
+        let outbox = &self.session.outbox;
+        for chunk in self.staging.take().chunks {
+            outbox.put_now(Outgoing::Pages(epoch, chunk));
+        }
+        let state = self.device_state.clone();
+        outbox.put_now(Outgoing::Data(Kind::DeviceState, epoch, state));
+        outbox.put_now(Outgoing::EpochEnd(epoch));
+    }
+
+    /// The guest stands still until the backup runs it, or until this host
+    /// turns out to be the sole owner after all.
+    fn await_hand_over(&self) -> anyhow::Result<()> {
+        loop {
+            let seen = self.machine.doorbell().count();
+            match self.session.phase() {
+                PrimaryPhase::Halted(_) | PrimaryPhase::Alone(_) => return Ok(()),
+                _ => self.machine.doorbell().wait(seen, std::time::Duration::from_secs(1)),
+            }
+        }
+    }
+}
+
+/// Laps of one checkpoint.
+struct Stopwatch {
+    started: Time,
+    now: Time,
+}
+
+impl Stopwatch {
+    fn start() -> Stopwatch {
+        let now = clock::now();
+        Stopwatch { started: now, now }
+    }
+
+    /// Milliseconds since the last lap.
+    fn lap(&mut self) -> f64 {
+        let before = std::mem::replace(&mut self.now, clock::now());
+        milliseconds(self.now - before)
+    }
+}

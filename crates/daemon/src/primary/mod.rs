@@ -1,0 +1,270 @@
+//! The primary: checkpoints flow guest → memory, disks, network → epoch → wire.
+//!
+//! [`protect`] offers a VM to a backup and starts the session's threads:
+//! `capture` (pause, barrier, capture, resume), `send` (encode, send), `receive`
+//! (acknowledgements, which release output), `control` (the arbiter) and the
+//! heartbeats. Queues between them are bounded.
+
+mod capture;
+mod mirror;
+mod progress;
+mod send;
+mod session;
+mod stats;
+
+pub use session::Session;
+
+use crate::arbiter::FileArbiter;
+use crate::clock;
+use crate::handshake::{FileOffer, FileRole, Offer, Purpose, Ready, Welcome, dial};
+use crate::heartbeat::{self, Pulse};
+use crate::link::Link;
+use crate::machine::Machine;
+use anyhow::{Context, bail};
+use crossbeam_channel::Receiver;
+use progress::Progress;
+use send::{Outflow, send_all};
+use stats::Stats;
+use std::fs::File;
+use std::io::Read;
+use std::net::SocketAddr;
+use std::path::Path;
+use std::sync::atomic::{AtomicBool, AtomicU64};
+use std::sync::{Arc, Mutex};
+use std::thread;
+use std::time::Duration;
+use tracing::{error, info};
+use understudy_protocol::wire::Kind;
+use understudy_protocol::{
+    Epoch, Generation, Policy, Primary, PrimaryEvent, PrimaryPhase, Verdict,
+};
+
+/// What `protect` needs to know.
+pub struct Plan {
+    /// This host's name.
+    pub host: String,
+    /// The backup's host name.
+    pub peer: String,
+    /// The backup's address.
+    pub address: SocketAddr,
+    /// The generation at which this host owns the VM.
+    pub generation: Generation,
+    /// When to checkpoint.
+    pub policy: Policy,
+    /// The shortest silence that counts as failure.
+    pub timeout: Duration,
+    /// Who decides about ownership.
+    pub arbiter: FileArbiter,
+    /// This host's QEMU.
+    pub qemu_version: String,
+    /// Names the session; unique.
+    pub session: String,
+}
+
+/// Offers the VM to the peer and starts the first synchronisation. `over` is
+/// called once, when protection has ended, however it did.
+pub fn protect(
+    machine: Arc<Machine>,
+    plan: Plan,
+    over: impl FnOnce(PrimaryPhase) + Send + 'static,
+) -> anyhow::Result<Arc<Session>> {
+    let data = offer(&machine, &plan)?;
+    let heartbeat =
+        dial(plan.address, &plan.host, Purpose::Heartbeat { session: plan.session.clone() })?;
+    let _: Welcome = heartbeat.expect_json(Kind::Welcome)?;
+    data.set_read_timeout(None)?;
+
+    let (outbox, outflow) = send::queue();
+    let (contests, contest_queue) = crossbeam_channel::unbounded();
+    let session = Arc::new(Session {
+        vm: machine.definition().name.clone(),
+        peer: plan.peer,
+        policy: plan.policy,
+        stats: Stats::default(),
+        progress: Progress::new(),
+        outbox,
+        disk_epoch: AtomicU64::new(0),
+        data,
+        heartbeat: heartbeat.try_clone()?,
+        hand_over: AtomicBool::new(false),
+        arbiter: plan.arbiter,
+        contests,
+        core: Mutex::new(Primary::new(plan.generation, plan.timeout, clock::now())),
+        machine,
+    });
+    start_threads(&session, heartbeat, outflow, contest_queue, over)?;
+    Ok(session)
+}
+
+/// The handshake on the data connection, until the backup's QEMU stands by.
+fn offer(machine: &Machine, plan: &Plan) -> anyhow::Result<Link> {
+    let definition = machine.definition();
+    let files = boot_files(machine);
+    let offer = Offer {
+        session: plan.session.clone(),
+        definition: definition.clone(),
+        machine_type: machine.machine_type().to_owned(),
+        accelerator: machine.accelerator(),
+        qemu_version: plan.qemu_version.clone(),
+        generation: plan.generation,
+        disk_bytes: machine.disks().iter().map(|disk| disk.export_bytes()).collect(),
+        files: files.iter().map(describe_file).collect::<anyhow::Result<_>>()?,
+    };
+    let link = dial(plan.address, &plan.host, Purpose::Protect(Box::new(offer)))?;
+    let welcome: Welcome = link.expect_json(Kind::Welcome)?;
+    if welcome.host != plan.peer {
+        let reason = format!(
+            "the host at {} is {:?}, not {:?}: correct [peers] in this host's configuration",
+            plan.address, welcome.host, plan.peer
+        );
+        link.refuse(&reason);
+        bail!(reason);
+    }
+    for (_, path) in &files {
+        send_file(&link, path)?;
+    }
+    link.send_signal(Kind::Prepare, Epoch(0))?;
+    let ready: Ready = link.expect_json(Kind::Ready)?;
+    let ours: Vec<(String, u64)> =
+        machine.blocks().iter().map(|block| (block.name().to_owned(), block.bytes())).collect();
+    if ready.blocks != ours {
+        let reason = format!(
+            "QEMU's RAM blocks differ between the hosts: {ours:?} here, {:?} on {}",
+            ready.blocks, plan.peer
+        );
+        link.refuse(&reason);
+        bail!(reason);
+    }
+    Ok(link)
+}
+
+fn boot_files(machine: &Machine) -> Vec<(FileRole, &Path)> {
+    let definition = machine.definition();
+    let kernel = definition.kernel.as_deref().map(|path| (FileRole::Kernel, path));
+    let initrd = definition.initrd.as_deref().map(|path| (FileRole::Initrd, path));
+    kernel.into_iter().chain(initrd).collect()
+}
+
+fn describe_file((role, path): &(FileRole, &Path)) -> anyhow::Result<FileOffer> {
+    let metadata = std::fs::metadata(path)
+        .with_context(|| format!("cannot read {}, which the VM boots from", path.display()))?;
+    Ok(FileOffer { role: *role, bytes: metadata.len() })
+}
+
+fn send_file(link: &Link, path: &Path) -> anyhow::Result<()> {
+    let context = || format!("cannot send {} to the backup", path.display());
+    let mut file = File::open(path).with_context(context)?;
+    let mut piece = vec![0; 1 << 20];
+    loop {
+        let length = file.read(&mut piece).with_context(context)?;
+        if length == 0 {
+            return Ok(());
+        }
+        link.send_parts(Kind::File, Epoch(0), &[&piece[..length]]).with_context(context)?;
+    }
+}
+
+fn start_threads(
+    session: &Arc<Session>,
+    heartbeat: Link,
+    outflow: Outflow,
+    contests: Receiver<Generation>,
+    over: impl FnOnce(PrimaryPhase) + Send + 'static,
+) -> anyhow::Result<()> {
+    heartbeat::start(heartbeat, &session.vm, session.clone())?;
+    let spawn = |role: &str, body: Box<dyn FnOnce(Arc<Session>) + Send>| {
+        let session = session.clone();
+        thread::Builder::new()
+            .name(format!("{role}-{}", session.vm))
+            .spawn(move || body(session))
+            .map(drop)
+            .context("cannot start a thread")
+    };
+    spawn("send", Box::new(move |session| run_send(&session, &outflow)))?;
+    spawn("receive", Box::new(|session| run_receive(&session)))?;
+    spawn("control", Box::new(move |session| run_control(&session, &contests)))?;
+    spawn("capture", Box::new(move |session| run_capture(&session, over)))
+}
+
+fn run_send(session: &Session, outflow: &Outflow) {
+    if let Err(error) = send_all(outflow, &session.data, &session.stats) {
+        session.event(PrimaryEvent::PeerGone(format!("cannot send to the backup: {error}")));
+    }
+}
+
+fn run_receive(session: &Session) {
+    let reason = loop {
+        let message = match session.data.receive() {
+            Ok(message) => message,
+            Err(error) => break format!("{error:#}"),
+        };
+        match message.header.kind {
+            Kind::Acknowledge => session.event(PrimaryEvent::Acknowledged(message.header.epoch)),
+            Kind::StoodDown => session.event(PrimaryEvent::StoodDown),
+            Kind::Live => {
+                let generation = Generation(message.header.epoch.0);
+                session.event(PrimaryEvent::LiveElsewhere(generation));
+            }
+            Kind::Refuse => break String::from_utf8_lossy(&message.payload).into_owned(),
+            other => break format!("unexpected {other:?} message from the backup"),
+        }
+    };
+    session.event(PrimaryEvent::PeerGone(reason));
+}
+
+/// Asks the arbiter, which may take its time, and samples the bandwidth.
+fn run_control(session: &Session, contests: &Receiver<Generation>) {
+    while !session.is_over() {
+        session.stats.sample();
+        if let Ok(from) = contests.recv_timeout(Duration::from_millis(250)) {
+            let verdict = session.arbiter.acquire(&session.vm, from);
+            info!(vm = session.vm, "the arbiter's verdict: {verdict:?}");
+            if let Verdict::Unreachable(reason) = &verdict {
+                error!(vm = session.vm, "output stays held: {reason}");
+            }
+            session.event(PrimaryEvent::Verdict(verdict));
+        }
+    }
+}
+
+fn run_capture(session: &Arc<Session>, over: impl FnOnce(PrimaryPhase)) {
+    if let Err(error) = capture::run(session) {
+        let reason = format!("cannot take a checkpoint: {error:#}");
+        error!(vm = session.vm, "{reason}");
+        if session.machine.is_alive() {
+            session.event(PrimaryEvent::PeerGone(reason));
+        } else {
+            session.event(PrimaryEvent::GuestDied(reason));
+        }
+    }
+    let phase = loop {
+        let ended = session.wait_for_phase(Duration::from_secs(3600), |phase| {
+            matches!(phase, PrimaryPhase::Alone(_) | PrimaryPhase::Halted(_))
+        });
+        if let Ok(phase) = ended {
+            break phase;
+        }
+    };
+    if matches!(phase, PrimaryPhase::Alone(_)) {
+        // A checkpoint that failed may have left the guest paused.
+        if let Err(error) = session.machine.ensure_running() {
+            error!(vm = session.vm, "cannot resume the guest: {error:#}");
+        }
+    }
+    over(phase);
+}
+
+impl Pulse for Session {
+    fn heard(&self) {
+        self.event(PrimaryEvent::Heard);
+    }
+    fn lost(&self, reason: String) {
+        self.event(PrimaryEvent::PeerGone(reason));
+    }
+    fn tick(&self) {
+        self.event(PrimaryEvent::Tick);
+    }
+    fn is_over(&self) -> bool {
+        Session::is_over(self)
+    }
+}

@@ -1,0 +1,215 @@
+//! One VM's protection, seen from the primary: the state machine and the
+//! threads that feed it.
+
+use super::progress::Progress;
+use super::send::{Outbox, Outgoing};
+use super::stats::Stats;
+use crate::arbiter::FileArbiter;
+use crate::clock;
+use crate::link::Link;
+use crate::machine::Machine;
+use crate::sync::lock;
+use crossbeam_channel::Sender;
+use std::sync::Arc;
+use std::sync::Mutex;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::time::Duration;
+use tracing::{info, warn};
+use understudy_protocol::wire::Kind;
+use understudy_protocol::{
+    Due, Epoch, Generation, LastCheckpoint, Policy, Primary, PrimaryAction, PrimaryEvent,
+    PrimaryPhase,
+};
+
+/// Nothing waits longer than this without looking again.
+const LONGEST_WAIT: Duration = Duration::from_millis(500);
+
+/// The state shared by a session's threads.
+pub struct Session {
+    /// The VM's name, for messages.
+    pub vm: String,
+    /// The backup's host name.
+    pub peer: String,
+    /// The VM on this host.
+    pub machine: Arc<Machine>,
+    /// When to checkpoint.
+    pub policy: Policy,
+    /// What was measured.
+    pub stats: Stats,
+    /// The first synchronisation.
+    pub progress: Progress,
+    /// What goes to the backup.
+    pub outbox: Outbox,
+    /// The tag of disk writes: 0 during the first synchronisation.
+    pub disk_epoch: AtomicU64,
+    pub(super) data: Link,
+    pub(super) heartbeat: Link,
+    pub(super) hand_over: AtomicBool,
+    pub(super) arbiter: FileArbiter,
+    pub(super) contests: Sender<Generation>,
+    pub(super) core: Mutex<Primary>,
+}
+
+/// What the capture thread does next.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Step {
+    /// Take a checkpoint.
+    Checkpoint,
+    /// Take the last checkpoint: a planned fail-over.
+    LastCheckpoint,
+    /// Protection is over.
+    End,
+}
+
+impl Session {
+    /// Where protection stands.
+    pub fn phase(&self) -> PrimaryPhase {
+        lock(&self.core).phase().clone()
+    }
+
+    /// Generation, last committed epoch and epochs in flight.
+    pub fn position(&self) -> (Generation, Epoch, u64) {
+        let core = lock(&self.core);
+        (core.generation(), core.committed(), core.in_flight())
+    }
+
+    /// The epoch that the guest executes.
+    pub fn running(&self) -> Epoch {
+        lock(&self.core).running()
+    }
+
+    /// Whether protection is over, one way or the other.
+    pub fn is_over(&self) -> bool {
+        matches!(self.phase(), PrimaryPhase::Alone(_) | PrimaryPhase::Halted(_))
+    }
+
+    /// Feeds the state machine and does what it says.
+    pub fn event(&self, event: PrimaryEvent) {
+        let mut core = lock(&self.core);
+        self.event_locked(&mut core, event);
+    }
+
+    /// The same for a caller that holds the core's lock, so that what it did
+    /// under the lock and the event are one step.
+    pub(super) fn event_locked(&self, core: &mut Primary, event: PrimaryEvent) {
+        let mut actions = Vec::new();
+        core.handle(clock::now(), event, &mut actions);
+        for action in actions {
+            self.perform(action);
+        }
+        self.machine.doorbell().ring();
+    }
+
+    /// Under the core's lock, so that the order of actions is the order of
+    /// events. Nothing here waits: what takes time goes to other threads.
+    fn perform(&self, action: PrimaryAction) {
+        match action {
+            PrimaryAction::Release(epoch) => {
+                self.stats.committed(epoch, clock::now());
+                for port in self.machine.ports() {
+                    port.release_through(epoch);
+                }
+            }
+            PrimaryAction::OpenOutput => {
+                self.end_mirroring();
+                for port in self.machine.ports() {
+                    port.open_gate();
+                }
+            }
+            PrimaryAction::Contest(from) => {
+                // The control thread lives as long as the session.
+                let _ = self.contests.send(from);
+            }
+            PrimaryAction::YieldToBackup => {
+                self.outbox.put_now(Outgoing::Signal(Kind::TakeOver));
+            }
+            PrimaryAction::StandDown => {
+                self.outbox.put_now(Outgoing::Signal(Kind::StandDown));
+            }
+            PrimaryAction::ClosePeer => {
+                self.outbox.close();
+                self.data.close();
+                self.heartbeat.close();
+            }
+            PrimaryAction::Halt(reason) => {
+                warn!(vm = self.vm, "halting this copy: {reason}");
+                for port in self.machine.ports() {
+                    port.shut();
+                }
+                self.end_mirroring();
+                self.machine.halt();
+            }
+        }
+    }
+
+    fn end_mirroring(&self) {
+        // First of all: a disk write that waits for room holds its disk's lock.
+        self.outbox.close();
+        for disk in self.machine.disks() {
+            disk.set_sink(None);
+        }
+    }
+
+    /// Waits until the capture thread has something to do.
+    pub fn next_step(&self, last: LastCheckpoint) -> Step {
+        loop {
+            let seen = self.machine.doorbell().count();
+            let wait = match self.judge(last) {
+                Ok(step) => return step,
+                Err(wait) => wait,
+            };
+            self.machine.doorbell().wait(seen, wait.min(LONGEST_WAIT));
+        }
+    }
+
+    /// The step that is due now, or how long to wait at most.
+    fn judge(&self, last: LastCheckpoint) -> Result<Step, Duration> {
+        let core = lock(&self.core);
+        if matches!(core.phase(), PrimaryPhase::Alone(_) | PrimaryPhase::Halted(_)) {
+            return Ok(Step::End);
+        }
+        if !core.may_capture() {
+            return Err(LONGEST_WAIT);
+        }
+        let protected = *core.phase() == PrimaryPhase::Protected;
+        if protected && self.hand_over.load(Ordering::Acquire) {
+            return Ok(Step::LastCheckpoint);
+        }
+        let output_waits = self.machine.ports().iter().any(|port| port.held_frames() > 0);
+        match self.policy.due(last, core.in_flight(), output_waits) {
+            Due::At(time) => {
+                let wait = time - clock::now();
+                if wait.is_zero() { Ok(Step::Checkpoint) } else { Err(wait) }
+            }
+            Due::OnChange => Err(LONGEST_WAIT),
+        }
+    }
+
+    /// Waits until `done` says so, or for `timeout`; whether it did.
+    pub fn wait_for_phase(
+        &self,
+        timeout: Duration,
+        done: impl Fn(&PrimaryPhase) -> bool,
+    ) -> Result<PrimaryPhase, PrimaryPhase> {
+        let deadline = clock::now() + timeout;
+        loop {
+            let seen = self.machine.doorbell().count();
+            let phase = self.phase();
+            if done(&phase) {
+                return Ok(phase);
+            }
+            let left = deadline - clock::now();
+            if left.is_zero() {
+                return Err(phase);
+            }
+            self.machine.doorbell().wait(seen, left.min(LONGEST_WAIT));
+        }
+    }
+
+    /// Asks for a planned fail-over.
+    pub fn request_hand_over(&self) {
+        info!(vm = self.vm, "handing over to {}", self.peer);
+        self.hand_over.store(true, Ordering::Release);
+        self.machine.doorbell().ring();
+    }
+}

@@ -1,0 +1,239 @@
+//! A VM as this host knows it, and the report about it.
+
+use crate::machine::Machine;
+use crate::report::{CardReport, CheckpointTiming, DiskReport, Protection, Role, VmStatus};
+use crate::sync::lock;
+use crate::{backup, primary};
+use std::collections::VecDeque;
+use std::sync::{Arc, Mutex};
+use understudy_protocol::{BackupPhase, Epoch, Generation, Policy, PrimaryPhase};
+
+/// Events that are kept for `status`.
+const KEPT_EVENTS: usize = 64;
+
+/// Notable events of a VM, newest last.
+#[derive(Debug, Default)]
+pub struct Events(Mutex<VecDeque<String>>);
+
+impl Events {
+    /// Notes an event.
+    pub fn note(&self, event: impl Into<String>) {
+        let mut events = lock(&self.0);
+        if events.len() == KEPT_EVENTS {
+            events.pop_front();
+        }
+        events.push_back(event.into());
+    }
+
+    fn list(&self) -> Vec<String> {
+        lock(&self.0).iter().cloned().collect()
+    }
+}
+
+/// What this host is to a VM.
+#[derive(Clone)]
+pub enum Vm {
+    /// Runs it.
+    Primary(Arc<PrimaryVm>),
+    /// Stands by for it.
+    Backup(Arc<backup::Session>),
+    /// Lost it; nothing of it is left but the name.
+    Fenced(Arc<FencedVm>),
+}
+
+/// A VM that runs on this host.
+pub struct PrimaryVm {
+    /// The machine.
+    pub machine: Arc<Machine>,
+    /// Notable events.
+    pub events: Events,
+    state: Mutex<PrimaryState>,
+}
+
+struct PrimaryState {
+    generation: Generation,
+    /// The last protection session, also after its end.
+    session: Option<Arc<primary::Session>>,
+    /// Why a VM that should be protected is not; none if nobody asked.
+    degraded: Option<String>,
+}
+
+/// A VM that this host lost.
+pub struct FencedVm {
+    /// The VM's name.
+    pub name: String,
+    /// The last generation at which this host owned it.
+    pub generation: Generation,
+    /// Why it lost it.
+    pub reason: String,
+}
+
+impl PrimaryVm {
+    /// A VM that runs here, owned at `generation`; `degraded` says why it is
+    /// not protected, if it should be.
+    pub fn new(machine: Arc<Machine>, generation: Generation, degraded: Option<String>) -> Self {
+        let events = Events::default();
+        if let Some(reason) = &degraded {
+            events.note(reason.clone());
+        }
+        let state = Mutex::new(PrimaryState { generation, session: None, degraded });
+        PrimaryVm { machine, events, state }
+    }
+
+    /// The session, if protection is under way.
+    pub fn active_session(&self) -> Option<Arc<primary::Session>> {
+        lock(&self.state).session.clone().filter(|session| !session.is_over())
+    }
+
+    /// The session's measurements, also after its end.
+    pub fn timings(&self) -> Vec<CheckpointTiming> {
+        lock(&self.state).session.as_ref().map_or_else(Vec::new, |session| session.stats.timings())
+    }
+
+    /// Protection begins.
+    pub fn begin(&self, session: Arc<primary::Session>) {
+        let mut state = lock(&self.state);
+        state.session = Some(session);
+        state.degraded = None;
+    }
+
+    /// The generation at which this host owns the VM.
+    pub fn generation(&self) -> Generation {
+        let state = lock(&self.state);
+        state.session.as_ref().map_or(state.generation, |session| session.position().0)
+    }
+
+    fn status(&self) -> VmStatus {
+        let state = lock(&self.state);
+        let mut status = machine_status(&self.machine, Role::Primary, self.machine.is_alive());
+        status.generation = state.generation;
+        status.events = self.events.list();
+        status.protection = match &state.degraded {
+            Some(reason) => Protection::Degraded { reason: reason.clone() },
+            None => Protection::Off,
+        };
+        if let Some(session) = &state.session {
+            describe_session(&mut status, session);
+        }
+        status
+    }
+}
+
+fn describe_session(status: &mut VmStatus, session: &primary::Session) {
+    let (generation, epoch, in_flight) = session.position();
+    let phase = session.phase();
+    status.generation = generation;
+    status.epoch = epoch;
+    status.policy = session.policy;
+    status.checkpoints = session.stats.checkpoints();
+    status.pause_ms = session.stats.pause();
+    status.bytes_sent = session.stats.bytes_sent();
+    if !session.is_over() {
+        status.lag_epochs = in_flight;
+        status.bandwidth_bytes_per_second = session.stats.bandwidth();
+    }
+    let peer = session.peer.clone();
+    status.protection = match phase {
+        PrimaryPhase::Syncing => {
+            let (done_bytes, total_bytes) = session.progress.bytes();
+            let remaining_seconds = session.progress.remaining_seconds();
+            Protection::Syncing { peer, done_bytes, total_bytes, remaining_seconds }
+        }
+        PrimaryPhase::Protected | PrimaryPhase::HandingOver | PrimaryPhase::StandingDown => {
+            Protection::Protected { peer }
+        }
+        PrimaryPhase::Contesting(reason) => Protection::Degraded {
+            reason: format!("{reason}; output is held until the arbiter decides"),
+        },
+        PrimaryPhase::Alone(None) => Protection::Off,
+        PrimaryPhase::Alone(Some(reason)) | PrimaryPhase::Halted(reason) => {
+            Protection::Degraded { reason }
+        }
+    };
+}
+
+/// What a machine tells, whoever runs it.
+fn machine_status(machine: &Machine, role: Role, live: bool) -> VmStatus {
+    let definition = machine.definition();
+    let ports = machine.ports();
+    let cards = definition.cards.iter().zip(ports).map(|(card, port)| CardReport {
+        mac: card.mac.to_string(),
+        tap: port.tap_name().to_owned(),
+        bridge: card.bridge.clone(),
+    });
+    VmStatus {
+        name: definition.name.clone(),
+        role,
+        live,
+        generation: Generation(0),
+        epoch: Epoch(0),
+        protection: Protection::Off,
+        lag_epochs: 0,
+        policy: definition.policy.unwrap_or_default(),
+        checkpoints: 0,
+        pause_ms: Default::default(),
+        bytes_sent: 0,
+        bandwidth_bytes_per_second: 0,
+        held_frames: ports.iter().map(|port| port.held_frames() as u64).sum(),
+        qemu_pid: Some(machine.qemu_pid()),
+        console: machine.console().map(ToOwned::to_owned),
+        cards: cards.collect(),
+        disks: machine.disks().iter().map(|disk| DiskReport { path: disk.path() }).collect(),
+        events: Vec::new(),
+    }
+}
+
+fn backup_status(session: &backup::Session) -> VmStatus {
+    let mut status = machine_status(&session.machine, Role::Backup, false);
+    (status.generation, status.epoch) = session.position();
+    let peer = session.primary.clone();
+    status.protection = match session.phase() {
+        BackupPhase::Syncing => Protection::Syncing {
+            peer,
+            done_bytes: session.bytes_received(),
+            total_bytes: session.bytes_received(),
+            remaining_seconds: None,
+        },
+        BackupPhase::Contesting(reason) => {
+            Protection::Degraded { reason: format!("{reason}; waiting for the arbiter") }
+        }
+        _ => Protection::Protected { peer },
+    };
+    status
+}
+
+impl FencedVm {
+    fn status(&self) -> VmStatus {
+        VmStatus {
+            name: self.name.clone(),
+            role: Role::Fenced,
+            live: false,
+            generation: self.generation,
+            epoch: Epoch(0),
+            protection: Protection::Degraded { reason: self.reason.clone() },
+            lag_epochs: 0,
+            policy: Policy::default(),
+            checkpoints: 0,
+            pause_ms: Default::default(),
+            bytes_sent: 0,
+            bandwidth_bytes_per_second: 0,
+            held_frames: 0,
+            qemu_pid: None,
+            console: None,
+            cards: Vec::new(),
+            disks: Vec::new(),
+            events: vec![self.reason.clone()],
+        }
+    }
+}
+
+impl Vm {
+    /// The report about the VM.
+    pub fn status(&self) -> VmStatus {
+        match self {
+            Vm::Primary(vm) => vm.status(),
+            Vm::Backup(session) => backup_status(session),
+            Vm::Fenced(vm) => vm.status(),
+        }
+    }
+}
