@@ -57,6 +57,15 @@ pub enum MemoryError {
         source: io::Error,
     },
 
+    /// QEMU ended while its memory was being scanned.
+    #[error("QEMU (process {pid}) has ended: {source}")]
+    QemuGone {
+        /// QEMU's process.
+        pid: i32,
+        /// The system's answer.
+        source: io::Error,
+    },
+
     /// The daemon's socket for agents could not be made.
     #[error("cannot listen for QEMU's agent at {}: {source}", path.display())]
     Listen {

@@ -7,6 +7,7 @@ use nix::errno::Errno;
 use std::fs::File;
 use std::io;
 use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
+use std::os::unix::fs::FileExt;
 use understudy_protocol::PAGE_SIZE;
 
 const UFFD_API: u64 = 0xAA;
@@ -194,6 +195,19 @@ impl Pagemap {
     pub fn open(pid: i32) -> io::Result<Pagemap> {
         let file = File::open(format!("/proc/{pid}/pagemap"))?;
         Ok(Pagemap { file })
+    }
+
+    /// An error if the process has ended.
+    ///
+    /// A scan cannot tell: the kernel finds no mappings left, and so nothing written.
+    pub fn check_alive(&self) -> io::Result<()> {
+        // Any entry will do. The kernel gives none once the address space is being torn
+        // down, so if there is one now, all earlier scans saw an intact one.
+        let mut entry = [0; size_of::<u64>()];
+        match self.file.read_at(&mut entry, 0)? {
+            0 => Err(Errno::ESRCH.into()),
+            _ => Ok(()),
+        }
     }
 
     /// Finds written pages from `start` on and protects them again, in one step, until

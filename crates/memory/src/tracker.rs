@@ -27,6 +27,7 @@ const REGIONS_PER_CALL: usize = 1024;
 /// Tracking ends when the tracker is dropped.
 #[derive(Debug)]
 pub struct DirtyTracker {
+    pid: i32,
     userfaultfd: Arc<Userfaultfd>,
     pagemap: Pagemap,
     tracked: Vec<TrackedBlock>,
@@ -57,6 +58,7 @@ impl DirtyTracker {
             source,
         })?;
         let mut tracker = DirtyTracker {
+            pid,
             userfaultfd,
             pagemap,
             tracked: Vec::new(),
@@ -112,7 +114,11 @@ impl DirtyTracker {
                     .map_err(|e| scan_error(&self.tracked, area.range, e))?;
             }
         }
-        self.compared.iter_mut().try_for_each(|block| block.scan(dirty))
+        self.compared.iter_mut().try_for_each(|block| block.scan(dirty))?;
+        // Last, so that it vouches for all of the scan: an epoch in which QEMU died must not
+        // look like one in which nothing was written.
+        let alive = self.pagemap.check_alive();
+        alive.map_err(|source| MemoryError::QemuGone { pid: self.pid, source })
     }
 
     fn scan_in_parallel(&mut self, dirty: &mut DirtySet) -> Result<(), MemoryError> {

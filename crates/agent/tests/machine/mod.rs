@@ -1,0 +1,185 @@
+//! A QEMU with the agent in it, started as the daemon starts one.
+#![allow(unsafe_code)] // One `pre_exec`, to let QEMU inherit two descriptors.
+
+use serde_json::{Value, json};
+use std::io::{BufRead, BufReader, Write};
+use std::os::fd::{AsRawFd, RawFd};
+use std::os::unix::net::UnixStream;
+use std::os::unix::process::CommandExt;
+use std::path::PathBuf;
+use std::process::{Child, Command, ExitStatus};
+use std::sync::Arc;
+use std::thread;
+use std::time::{Duration, Instant};
+use understudy_memory::agent::{AgentLink, AgentListener};
+use understudy_memory::{GuestRam, ProcessMemory, RamBlock};
+use understudy_protocol::BlockId;
+
+/// How long anything may take before a test fails.
+pub const DEADLINE: Duration = Duration::from_secs(60);
+
+const RAM_BYTES: u64 = 64 << 20;
+
+/// How to start a machine.
+pub struct Start<'a> {
+    /// Value of `-vga`.
+    pub display: &'a str,
+    /// Wait for a state to load, as a backup's QEMU does.
+    pub incoming: bool,
+}
+
+impl Default for Start<'_> {
+    fn default() -> Self {
+        Start { display: "none", incoming: false }
+    }
+}
+
+/// A running QEMU; it ends with the test.
+pub struct Machine {
+    process: Child,
+    qmp: BufReader<UnixStream>,
+    ram: Arc<GuestRam>,
+    link: Option<AgentLink>,
+}
+
+impl Machine {
+    /// Starts a q35 machine whose guest has not run yet.
+    pub fn start(start: Start) -> Machine {
+        let directory = tempfile::tempdir().unwrap();
+        let listener = AgentListener::bind(directory.path().join("agent.sock")).unwrap();
+        let ram = Arc::new(GuestRam::create(RAM_BYTES).unwrap());
+        let (qmp, qmp_of_qemu) = UnixStream::pair().unwrap();
+        qmp.set_read_timeout(Some(DEADLINE)).unwrap();
+
+        let memory = ram.fd().as_raw_fd();
+        let mut command = Command::new("qemu-system-x86_64");
+        command
+            .args(["-machine", "q35,accel=tcg,memory-backend=ram", "-nodefaults", "-S"])
+            .args(["-display", "none", "-vga", start.display, "-m", "64"])
+            .arg("-object")
+            .arg(format!(
+                "memory-backend-file,id=ram,size={RAM_BYTES},mem-path=/proc/self/fd/{memory},\
+                 share=on,prealloc=off"
+            ))
+            .arg("-chardev")
+            .arg(format!("socket,id=qmp,fd={}", qmp_of_qemu.as_raw_fd()))
+            .args(["-mon", "chardev=qmp,mode=control"])
+            .env("LD_PRELOAD", agent_library())
+            .env(AgentListener::VARIABLE, listener.path());
+        if start.incoming {
+            command.args(["-incoming", "defer"]);
+        }
+        inherit(&mut command, [memory, qmp_of_qemu.as_raw_fd()]);
+        let process = command.spawn().expect("qemu-system-x86_64 is installed");
+
+        let mut machine = Machine { process, qmp: BufReader::new(qmp), ram, link: None };
+        machine.link = Some(listener.accept(Instant::now() + DEADLINE).unwrap());
+        assert_eq!(machine.link().pid(), machine.process.id() as i32);
+        machine.next_line(); // The greeting.
+        machine.qmp("qmp_capabilities");
+        machine
+    }
+
+    pub fn link(&self) -> &AgentLink {
+        self.link.as_ref().expect("the link is open")
+    }
+
+    /// Closes the daemon's side of the agent's socket.
+    pub fn drop_link(&mut self) {
+        self.link = None;
+    }
+
+    /// Runs a QMP command.
+    pub fn qmp(&mut self, command: &str) -> Value {
+        let line = json!({ "execute": command }).to_string() + "\n";
+        self.qmp.get_mut().write_all(line.as_bytes()).unwrap();
+        loop {
+            let answer: Value = serde_json::from_str(&self.next_line()).unwrap();
+            if let Some(value) = answer.get("return") {
+                return value.clone();
+            }
+            assert!(answer.get("error").is_none(), "{command}: {answer}");
+        }
+    }
+
+    fn next_line(&mut self) -> String {
+        let mut line = String::new();
+        self.qmp.read_line(&mut line).unwrap();
+        line
+    }
+
+    /// All RAM blocks of the machine.
+    pub fn blocks(&mut self) -> Vec<RamBlock> {
+        let answer = self.qmp("x-query-ramblock");
+        let table = answer["human-readable-text"].as_str().unwrap();
+        let memory = Arc::new(ProcessMemory::open(self.link().pid()).unwrap());
+        let mut next_id = 1;
+        let parse = |line: &str| {
+            let fields: Vec<_> = line.split_whitespace().collect();
+            let hexadecimal = |field: &str| u64::from_str_radix(&field[2..], 16).unwrap();
+            let (name, used, address) = (fields[0], hexadecimal(fields[4]), hexadecimal(fields[6]));
+            if name == "ram" {
+                return RamBlock::main(name, address, Arc::clone(&self.ram));
+            }
+            let id = BlockId(next_id);
+            next_id += 1;
+            RamBlock::auxiliary(id, name, address, used, Arc::clone(&memory))
+        };
+        table.lines().skip(1).map(parse).collect()
+    }
+
+    /// Asks QEMU to leave; gives its exit code.
+    pub fn quit(&mut self) -> Option<i32> {
+        self.qmp("quit");
+        self.wait_for_exit().code()
+    }
+
+    pub fn wait_for_exit(&mut self) -> ExitStatus {
+        let mut status = None;
+        wait_for("QEMU to end", || {
+            status = self.process.try_wait().unwrap();
+            status.is_some()
+        });
+        status.unwrap()
+    }
+}
+
+impl Drop for Machine {
+    fn drop(&mut self) {
+        // Both fail if it has ended already, which is fine.
+        let _ = self.process.kill();
+        let _ = self.process.wait();
+    }
+}
+
+/// Clears close-on-exec of `descriptors` in the child.
+fn inherit(command: &mut Command, descriptors: [RawFd; 2]) {
+    let clear = move || {
+        for fd in descriptors {
+            // SAFETY: changes a flag of a descriptor; async-signal-safe.
+            if unsafe { libc::fcntl(fd, libc::F_SETFD, 0) } < 0 {
+                return Err(std::io::Error::last_os_error());
+            }
+        }
+        Ok(())
+    };
+    // SAFETY: the closure only calls `fcntl`, which is allowed between fork and exec.
+    unsafe { command.pre_exec(clear) };
+}
+
+/// The agent, which cargo built beside this test.
+pub fn agent_library() -> PathBuf {
+    let test = std::env::current_exe().unwrap();
+    let library = test.parent().unwrap().join("libunderstudy_agent.so");
+    assert!(library.exists(), "no agent at {}", library.display());
+    library
+}
+
+/// Waits until `condition` holds.
+pub fn wait_for(what: &str, mut condition: impl FnMut() -> bool) {
+    let deadline = Instant::now() + DEADLINE;
+    while !condition() {
+        assert!(Instant::now() < deadline, "waited in vain for {what}");
+        thread::sleep(Duration::from_millis(1));
+    }
+}
