@@ -4,6 +4,9 @@ use std::time::Duration;
 
 const DEADLINE: Duration = Duration::from_secs(20);
 
+/// Which flush it was, and whether it succeeded.
+type Answer = (u32, bool);
+
 /// A flusher whose fsyncs are carried out by the test, one by one.
 struct Bench {
     flusher: Flusher,
@@ -11,7 +14,8 @@ struct Bench {
     begun: Receiver<()>,
     /// Lets the fsync end.
     finish: Sender<io::Result<()>>,
-    answered: (Sender<(u32, bool)>, Receiver<(u32, bool)>),
+    answer: Sender<Answer>,
+    answered: Receiver<Answer>,
 }
 
 impl Bench {
@@ -24,13 +28,14 @@ impl Bench {
             finished.recv().unwrap_or(Ok(()))
         });
         let flusher = Flusher::start("test", sync).unwrap();
-        Bench { flusher, begun, finish, answered: unbounded() }
+        let (answer, answered) = unbounded();
+        Bench { flusher, begun, finish, answer, answered }
     }
 
     fn flush(&self, id: u32) {
-        let answered = self.answered.0.clone();
+        let answer = self.answer.clone();
         self.flusher.flush(Box::new(move |result| {
-            answered.send((id, result.is_ok())).ok();
+            answer.send((id, result.is_ok())).ok();
         }));
     }
 
@@ -39,11 +44,11 @@ impl Bench {
     }
 
     fn answer(&self) -> (u32, bool) {
-        self.answered.1.recv_timeout(DEADLINE).expect("a flush is answered")
+        self.answered.recv_timeout(DEADLINE).expect("a flush is answered")
     }
 
     fn no_answer(&self) {
-        assert!(self.answered.1.try_recv().is_err(), "answered too early");
+        assert!(self.answered.try_recv().is_err(), "answered too early");
     }
 }
 
