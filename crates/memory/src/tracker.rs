@@ -102,7 +102,7 @@ impl DirtyTracker {
     /// them again. `dirty` is emptied first.
     ///
     /// With the guest running this is a pre-copy round; with the guest paused, what it finds
-    /// is the rest. Once `dirty` has grown to size, nothing is allocated on one thread.
+    /// is the rest. Once `dirty` has grown to size, nothing is allocated.
     pub fn scan(&mut self, dirty: &mut DirtySet) -> Result<(), MemoryError> {
         dirty.clear();
         let bytes: u64 = self.tracked.iter().map(|block| block.range.bytes).sum();

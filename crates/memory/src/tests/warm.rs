@@ -64,10 +64,8 @@ fn a_warm_pause_neither_allocates_nor_faults() {
 }
 
 #[test]
-fn a_warm_pause_with_helpers_allocates_one_job_for_each() {
-    let (allocations, faults) = epoch_cost(2000, 3);
-    assert_eq!(faults, 0);
-    assert!(allocations <= 3, "{allocations} allocations");
+fn a_warm_pause_with_helpers_neither_allocates_nor_faults() {
+    assert_eq!(epoch_cost(2000, 3), (0, 0));
 }
 
 #[test]
