@@ -163,7 +163,7 @@ impl Port {
     /// If `next` does not follow the current epoch.
     pub fn drain_and_barrier(&self, next: Epoch) -> usize {
         let mut outbound = self.shared.outbound();
-        while outbound.receive().more {}
+        while outbound.receive().any {}
         outbound.buffer.barrier(next);
         let held = outbound.buffer.held_frames();
         let released = outbound.buffer.has_released();

@@ -51,8 +51,11 @@ pub(crate) struct Outbound {
 /// What one reading of QEMU's socket brought.
 #[derive(Default)]
 pub(crate) struct Received {
-    /// More may be waiting in the socket.
-    pub more: bool,
+    /// Something was read. Only a reading that finds nothing proves, while the
+    /// guest is paused, that the socket is empty.
+    pub any: bool,
+    /// All the room was filled, so more is likely to wait.
+    pub full: bool,
     /// The first frame of an epoch began to wait.
     pub first_held: bool,
 }
@@ -64,22 +67,28 @@ impl Outbound {
             return Received::default();
         };
         let spare = self.decoder.spare();
+        let room = spare.len();
         match recv(connection.as_raw_fd(), spare, MsgFlags::MSG_DONTWAIT) {
             Ok(0) => self.disconnect("QEMU closed the socket".to_owned()),
             Ok(count) => {
                 self.decoder.filled(count);
-                return self.push_frames();
+                return Received {
+                    first_held: self.push_frames(),
+                    any: self.connection.is_some(),
+                    full: count == room,
+                };
             }
             Err(Errno::EAGAIN) => {}
             Err(Errno::EINTR) => {
-                return Received { more: true, first_held: false };
+                return Received { any: true, ..Received::default() };
             }
             Err(errno) => self.disconnect(format!("reading from QEMU failed: {errno}")),
         }
         Received::default()
     }
 
-    fn push_frames(&mut self) -> Received {
+    /// Returns whether the first frame of an epoch began to wait.
+    fn push_frames(&mut self) -> bool {
         let mut first_held = false;
         loop {
             match self.decoder.next_frame() {
@@ -91,7 +100,7 @@ impl Outbound {
                 }
             }
         }
-        Received { more: self.connection.is_some(), first_held }
+        first_held
     }
 
     fn disconnect(&mut self, reason: String) {
@@ -234,7 +243,7 @@ impl Shared {
                 if released {
                     self.flush();
                 }
-                if !received.more || self.stopping() {
+                if !received.full || self.stopping() {
                     break;
                 }
             }
@@ -312,10 +321,21 @@ impl Shared {
 /// Blocks until the event is signalled or the descriptor, if any, is ready.
 fn wait(wake: &EventFd, ready: Option<(BorrowedFd<'_>, PollFlags)>) {
     let on_wake = PollFd::new(wake.as_fd(), PollFlags::POLLIN);
-    // Any failure (a signal) only makes the caller look once more.
-    let _ = match ready {
-        Some((fd, flags)) => poll(&mut [on_wake, PollFd::new(fd, flags)], PollTimeout::NONE),
-        None => poll(&mut [on_wake], PollTimeout::NONE),
+    let mut on_both;
+    let mut on_one;
+    let fds: &mut [PollFd<'_>] = match ready {
+        Some((fd, flags)) => {
+            on_both = [on_wake, PollFd::new(fd, flags)];
+            &mut on_both
+        }
+        None => {
+            on_one = [on_wake];
+            &mut on_one
+        }
     };
-    let _ = wake.read();
+    // A failure (a signal) only makes the caller look once more.
+    let _ = poll(fds, PollTimeout::NONE);
+    if fds[0].any().unwrap_or(true) {
+        let _ = wake.read();
+    }
 }
