@@ -230,9 +230,7 @@ fn block_nodes(args: &mut Args, n: usize, disk: &DiskDefinition, socket: &Path) 
 
 fn cards(args: &mut Args, vm: &VmDefinition, sockets: &[RawFd]) {
     for (n, (card, socket)) in vm.cards.iter().zip(sockets).enumerate() {
-        let mut netdev =
-            OsString::from(format!("stream,id=card{n},server=off,addr.type=unix,addr.path="));
-        netdev.push(escaped(socket));
+        let netdev = format!("stream,id=card{n},server=off,addr.type=fd,addr.str={socket}");
         args.pair("-netdev", netdev);
         let model = match card.model {
             CardModel::VirtioNet => "virtio-net-pci",

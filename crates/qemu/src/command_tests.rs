@@ -55,7 +55,7 @@ const TWO_OF_EACH: &str = r#"
 fn two_of_each() -> (VmDefinition, Resources) {
     let resources = Resources {
         disks: vec!["/run/d0".into(), "/run/d,1".into()],
-        cards: vec!["/run/c0".into(), "/run/c1".into()],
+        cards: vec![20, 21],
         console: Some(Console { socket: "/run/con".into(), log: "/run/con.log".into() }),
         ..resources()
     };
@@ -93,9 +93,9 @@ fn everything_is_on_the_command_line() {
 -blockdev driver=nbd,node-name=disk1-nbd,discard=unmap,detect-zeroes=off,server.type=unix,server.path=/run/d,,1
 -blockdev driver=qcow2,node-name=disk1,file=disk1-nbd,discard=unmap,detect-zeroes=off
 -device virtio-blk-pci,addr=0x04,drive=disk1,id=disk1,werror=stop,rerror=stop
--netdev stream,id=card0,server=off,addr.type=unix,addr.path=/run/c0
+-netdev stream,id=card0,server=off,addr.type=fd,addr.str=20
 -device virtio-net-pci,addr=0x10,netdev=card0,id=nic0,mac=52:54:00:00:00:01,rombar=0
--netdev stream,id=card1,server=off,addr.type=unix,addr.path=/run/c1
+-netdev stream,id=card1,server=off,addr.type=fd,addr.str=21
 -device e1000,addr=0x11,netdev=card1,id=nic1,mac=52:54:00:00:00:02,rombar=0
 -device virtio-rng-pci";
     assert_eq!(lines(&vm, &resources), expected);

@@ -106,7 +106,11 @@ fn syntax_types_and_unknown_fields_have_a_line() {
         ),
         ("format = \"raw\"\n", "", "9: disk[0]: missing field `format`"),
         ("name = \"db\"\n", "", "1: missing field `name`"),
-        ("kind = \"interval\"", "kind = \"never\"", "22: policy"),
+        (
+            "kind = \"interval\"",
+            "kind = \"never\"",
+            "23: policy.kind: unknown variant `never`, expected `interval` or `adaptive`",
+        ),
     ] {
         let found = complaint(line, instead);
         assert!(found.starts_with(wanted), "{instead}: {found}");
@@ -134,7 +138,7 @@ fn wrong_values_have_a_line() {
         ("\"a.raw\"", "\".\"", "10: disk[0].path: "),
         ("\"br0\"", "\"a bridge\"", "20: card[0].bridge: \"a bridge\" is no name of a bridge"),
         ("-device", "-incoming", "7: qemu_args: \"-incoming\" is refused"),
-        ("hz = 40", "hz = 0", "22: policy: policy: hz is 0"),
+        ("hz = 40", "hz = 0", "24: policy.hz: is 0; it must be 1 to 1000"),
     ] {
         let found = complaint(line, instead);
         assert!(found.starts_with(wanted), "{instead}: {found}");

@@ -50,7 +50,7 @@ fn a_guest_survives_a_hundred_checkpoints_and_the_death_of_its_qemu() {
             last = next;
         }
         let mut letter = primary.next_output();
-        for _ in 0..32 {
+        for _ in 0..64 {
             let next = primary.next_output();
             assert_eq!(next, successor(letter), "no output is lost or doubled");
             letter = next;

@@ -43,7 +43,7 @@ impl VmDefinition {
         self.check_cards(&mut problems);
         problems.extend(check_extra_args(&self.qemu_args));
         if let Some(Err(message)) = self.policy.map(|policy| policy.validate()) {
-            problems.push(Problem::new("policy", message));
+            problems.push(policy_problem(&message));
         }
         problems
     }
@@ -167,6 +167,15 @@ impl VmDefinition {
         if self.cards.len() > MAX_CARDS {
             problems.push(Problem::new("card", format!("more than {MAX_CARDS} network cards")));
         }
+    }
+}
+
+/// The policy's own message is like "policy: hz is 0; it must be 1 to 1000".
+fn policy_problem(message: &str) -> Problem {
+    let message = message.strip_prefix("policy: ").unwrap_or(message);
+    match message.split_once(" is ") {
+        Some((name, rest)) => Problem::new(format!("policy.{name}"), format!("is {rest}")),
+        None => Problem::new("policy", message),
     }
 }
 

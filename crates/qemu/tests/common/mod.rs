@@ -118,7 +118,7 @@ pub struct Vm {
     pub ram: File,
     pub state: DeviceState,
     pub events: mpsc::Receiver<VmEvent>,
-    pub console: UnixStream,
+    output: mpsc::Receiver<u8>,
     _folder: TempDir,
 }
 
@@ -161,9 +161,8 @@ impl Vm {
             .unwrap_or_else(|error| panic!("{error}: {:?}", qemu.wait(LONG)));
         let (sender, received) = mpsc::channel();
         watch_events(events.ours, LONG, move |event| drop(sender.send(event))).unwrap();
-        let console = UnixStream::connect(console).unwrap();
-        console.set_read_timeout(Some(LONG)).unwrap();
-        Vm { monitor, qemu, ram, state, events: received, console, _folder: folder }
+        let output = read_console(&console);
+        Vm { monitor, qemu, ram, state, events: received, output, _folder: folder }
     }
 
     /// Waits for the boot sector's first output.
@@ -172,9 +171,7 @@ impl Vm {
     }
 
     pub fn next_output(&mut self) -> u8 {
-        let mut byte = [0];
-        self.console.read_exact(&mut byte).unwrap();
-        byte[0]
+        self.output.recv_timeout(LONG).expect("output in time")
     }
 
     pub fn await_event(&self, wanted: impl Fn(&VmEvent) -> bool) -> VmEvent {
@@ -219,6 +216,21 @@ impl Vm {
             .go_live(&self.state)
             .unwrap_or_else(|error| panic!("{error}: {:?}", self.qemu.wait(LONG)));
     }
+}
+
+/// Reads all along: a full console would hold the guest up.
+fn read_console(socket: &Path) -> mpsc::Receiver<u8> {
+    let console = UnixStream::connect(socket).unwrap();
+    let (sender, output) = mpsc::channel();
+    std::thread::spawn(move || {
+        for byte in console.bytes() {
+            let Ok(byte) = byte else { return };
+            if sender.send(byte).is_err() {
+                return;
+            }
+        }
+    });
+    output
 }
 
 pub struct Machine {
