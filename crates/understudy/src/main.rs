@@ -1,3 +1,42 @@
 //! Understudy: a virtual machine survives the death of its host.
+//!
+//! One binary: the daemon (`understudy host`) and the command line that talks
+//! to it.
+//!
+//! | module       | is |
+//! |--------------|----|
+//! | [`cli`]      | the grammar of the command line |
+//! | [`commands`] | what each subcommand does |
+//! | [`api`]      | the daemon's HTTP API |
+//! | [`socket`]   | the unix socket it listens on |
+//! | [`client`]   | the API from the caller's side |
+//! | [`doctor`]   | checks of this machine |
+//! | [`failure`]  | how a command fails: words and exit code |
+//! | [`output`], [`table`], [`progress`] | what the user sees |
 
-fn main() {}
+mod api;
+mod cli;
+mod client;
+mod commands;
+mod doctor;
+mod failure;
+mod output;
+mod progress;
+mod socket;
+mod table;
+
+use clap::Parser;
+use cli::Cli;
+use std::process::ExitCode;
+
+fn main() -> ExitCode {
+    let cli = match Cli::try_parse() {
+        Ok(cli) => cli,
+        Err(error) => return failure::usage(&error),
+    };
+    output::start_log(&cli);
+    match commands::run(&cli) {
+        Ok(exit) => exit.into(),
+        Err(failure) => failure.report(cli.json),
+    }
+}

@@ -1,0 +1,214 @@
+//! The daemon's local API: HTTP/1 and JSON.
+//!
+//! | request                            | answers |
+//! |------------------------------------|---------|
+//! | `GET /v1/status`                   | [`HostStatus`] |
+//! | `POST /v1/vms` ([`VmDefinition`])  | [`VmStatus`] |
+//! | `GET /v1/vms/NAME`                 | [`VmStatus`] |
+//! | `DELETE /v1/vms/NAME?force=BOOL`   | nothing (204) |
+//! | `POST /v1/vms/NAME/protect` ([`ProtectRequest`]) | [`VmStatus`] |
+//! | `POST /v1/vms/NAME/unprotect`      | [`VmStatus`] |
+//! | `POST /v1/vms/NAME/failover`       | nothing (204) |
+//! | `GET /v1/vms/NAME/timings`         | a list of [`CheckpointTiming`] |
+//!
+//! An error is `{"error": {"kind", "message"}}`, with a status that fits.
+
+use crate::failure::ErrorBody;
+use axum::Router;
+use axum::body::Bytes;
+use axum::extract::rejection::{BytesRejection, QueryRejection};
+use axum::extract::{DefaultBodyLimit, Path, Query, State};
+use axum::http::{StatusCode, Uri};
+use axum::response::{IntoResponse, Json, Response};
+use axum::routing::{get, post};
+use serde::Deserialize;
+use serde::de::DeserializeOwned;
+use std::sync::Arc;
+use tokio::task::spawn_blocking;
+use understudy_daemon::report::{CheckpointTiming, HostStatus, ProtectRequest, VmStatus};
+use understudy_daemon::{ErrorKind, Host, HostError};
+use understudy_qemu::VmDefinition;
+
+/// The longest request body: far more than any VM definition needs.
+pub const MAX_REQUEST_BYTES: usize = 256 * 1024;
+
+/// What the API asks of a host; all calls block. [`Host`] outside of tests.
+pub trait Control: Send + Sync + 'static {
+    /// See [`Host::status`].
+    fn status(&self) -> HostStatus;
+    /// See [`Host::vm_start`].
+    fn vm_start(&self, definition: VmDefinition) -> Result<VmStatus, HostError>;
+    /// See [`Host::vm_stop`].
+    fn vm_stop(&self, name: &str, force: bool) -> Result<(), HostError>;
+    /// See [`Host::vm_status`].
+    fn vm_status(&self, name: &str) -> Result<VmStatus, HostError>;
+    /// See [`Host::protect`].
+    fn protect(&self, name: &str, request: ProtectRequest) -> Result<VmStatus, HostError>;
+    /// See [`Host::unprotect`].
+    fn unprotect(&self, name: &str) -> Result<VmStatus, HostError>;
+    /// See [`Host::failover`].
+    fn failover(&self, name: &str) -> Result<(), HostError>;
+    /// See [`Host::timings`].
+    fn timings(&self, name: &str) -> Result<Vec<CheckpointTiming>, HostError>;
+}
+
+impl Control for Arc<Host> {
+    fn status(&self) -> HostStatus {
+        Host::status(self)
+    }
+    fn vm_start(&self, definition: VmDefinition) -> Result<VmStatus, HostError> {
+        Host::vm_start(self, definition)
+    }
+    fn vm_stop(&self, name: &str, force: bool) -> Result<(), HostError> {
+        Host::vm_stop(self, name, force)
+    }
+    fn vm_status(&self, name: &str) -> Result<VmStatus, HostError> {
+        Host::vm_status(self, name)
+    }
+    fn protect(&self, name: &str, request: ProtectRequest) -> Result<VmStatus, HostError> {
+        Host::protect(self, name, request)
+    }
+    fn unprotect(&self, name: &str) -> Result<VmStatus, HostError> {
+        Host::unprotect(self, name)
+    }
+    fn failover(&self, name: &str) -> Result<(), HostError> {
+        Host::failover(self, name)
+    }
+    fn timings(&self, name: &str) -> Result<Vec<CheckpointTiming>, HostError> {
+        Host::timings(self, name)
+    }
+}
+
+type Shared = State<Arc<dyn Control>>;
+type Body = Result<Bytes, BytesRejection>;
+type Answer<T> = Result<Json<T>, ApiError>;
+
+/// The routes of the API.
+pub fn router(host: Arc<dyn Control>) -> Router {
+    Router::new()
+        .route("/v1/status", get(status))
+        .route("/v1/vms", post(vm_start))
+        .route("/v1/vms/{name}", get(vm_status).delete(vm_stop))
+        .route("/v1/vms/{name}/protect", post(protect))
+        .route("/v1/vms/{name}/unprotect", post(unprotect))
+        .route("/v1/vms/{name}/failover", post(failover))
+        .route("/v1/vms/{name}/timings", get(timings))
+        .fallback(no_such_route)
+        .method_not_allowed_fallback(wrong_method)
+        .layer(DefaultBodyLimit::max(MAX_REQUEST_BYTES))
+        .with_state(host)
+}
+
+async fn status(State(host): Shared) -> Answer<HostStatus> {
+    blocking(move || Ok(host.status())).await.map(Json)
+}
+
+async fn vm_start(State(host): Shared, body: Body) -> Answer<VmStatus> {
+    let definition = read(body)?;
+    blocking(move || host.vm_start(definition)).await.map(Json)
+}
+
+async fn vm_status(State(host): Shared, Path(name): Path<String>) -> Answer<VmStatus> {
+    blocking(move || host.vm_status(&name)).await.map(Json)
+}
+
+#[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
+struct StopQuery {
+    #[serde(default)]
+    force: bool,
+}
+
+async fn vm_stop(
+    State(host): Shared,
+    Path(name): Path<String>,
+    query: Result<Query<StopQuery>, QueryRejection>,
+) -> Result<StatusCode, ApiError> {
+    let Query(query) = query.map_err(|rejection| invalid(rejection.body_text()))?;
+    blocking(move || host.vm_stop(&name, query.force)).await?;
+    Ok(StatusCode::NO_CONTENT)
+}
+
+async fn protect(State(host): Shared, Path(name): Path<String>, body: Body) -> Answer<VmStatus> {
+    let request = read(body)?;
+    blocking(move || host.protect(&name, request)).await.map(Json)
+}
+
+async fn unprotect(State(host): Shared, Path(name): Path<String>) -> Answer<VmStatus> {
+    blocking(move || host.unprotect(&name)).await.map(Json)
+}
+
+async fn failover(State(host): Shared, Path(name): Path<String>) -> Result<StatusCode, ApiError> {
+    blocking(move || host.failover(&name)).await?;
+    Ok(StatusCode::NO_CONTENT)
+}
+
+async fn timings(State(host): Shared, Path(name): Path<String>) -> Answer<Vec<CheckpointTiming>> {
+    blocking(move || host.timings(&name)).await.map(Json)
+}
+
+async fn no_such_route(uri: Uri) -> ApiError {
+    let message = format!("the API has no {}", uri.path());
+    HostError::new(ErrorKind::NotFound, message).into()
+}
+
+async fn wrong_method(uri: Uri) -> ApiError {
+    let error = HostError::new(ErrorKind::Invalid, format!("wrong method for {}", uri.path()));
+    ApiError { status: StatusCode::METHOD_NOT_ALLOWED, error }
+}
+
+/// Calls the host off the async threads.
+async fn blocking<T, F>(call: F) -> Result<T, ApiError>
+where
+    T: Send + 'static,
+    F: FnOnce() -> Result<T, HostError> + Send + 'static,
+{
+    match spawn_blocking(call).await {
+        Ok(result) => Ok(result?),
+        Err(error) => {
+            let message = format!("the daemon failed on this request: {error}");
+            Err(HostError::new(ErrorKind::Internal, message).into())
+        }
+    }
+}
+
+fn read<T: DeserializeOwned>(body: Body) -> Result<T, ApiError> {
+    let bytes = body.map_err(|rejection| ApiError {
+        status: rejection.status(),
+        error: HostError::new(ErrorKind::Invalid, rejection.body_text()),
+    })?;
+    serde_json::from_slice(&bytes).map_err(|error| invalid(format!("request body: {error}")))
+}
+
+fn invalid(message: String) -> ApiError {
+    HostError::new(ErrorKind::Invalid, message).into()
+}
+
+/// An error as it goes over the wire.
+struct ApiError {
+    status: StatusCode,
+    error: HostError,
+}
+
+impl From<HostError> for ApiError {
+    fn from(error: HostError) -> ApiError {
+        let status = match error.kind {
+            ErrorKind::Invalid => StatusCode::BAD_REQUEST,
+            ErrorKind::NotFound => StatusCode::NOT_FOUND,
+            ErrorKind::Conflict => StatusCode::CONFLICT,
+            ErrorKind::Refused => StatusCode::BAD_GATEWAY,
+            ErrorKind::Unreachable => StatusCode::SERVICE_UNAVAILABLE,
+            ErrorKind::Internal => StatusCode::INTERNAL_SERVER_ERROR,
+        };
+        ApiError { status, error }
+    }
+}
+
+impl IntoResponse for ApiError {
+    fn into_response(self) -> Response {
+        (self.status, Json(ErrorBody { error: self.error })).into_response()
+    }
+}
+
+#[cfg(test)]
+mod tests;

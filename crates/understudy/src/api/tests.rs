@@ -1,0 +1,242 @@
+//! The API and the client, over a unix socket, with a host that only records.
+
+use super::*;
+use crate::client::Client;
+use crate::failure::{Exit, Failure, FailureKind};
+use crate::socket::ApiSocket;
+use crate::table::tests::example;
+use std::io::{Read, Write};
+use std::os::unix::net::UnixStream;
+use std::sync::Mutex;
+use tempfile::TempDir;
+use tokio::runtime::Runtime;
+use understudy_daemon::report::Protection;
+use understudy_protocol::{Epoch, Policy};
+
+/// A host with one VM, `db`, that remembers what it was asked.
+#[derive(Default)]
+struct Recorder {
+    calls: Mutex<Vec<String>>,
+    fails_with: Mutex<Option<HostError>>,
+}
+
+impl Recorder {
+    fn record(&self, name: &str, call: String) -> Result<VmStatus, HostError> {
+        self.calls.lock().unwrap().push(call);
+        if let Some(error) = self.fails_with.lock().unwrap().clone() {
+            return Err(error);
+        }
+        if name != "db" {
+            return Err(HostError::new(ErrorKind::NotFound, format!("there is no VM `{name}`")));
+        }
+        Ok(example(Protection::Protected { peer: "b".into() }))
+    }
+}
+
+impl Control for Recorder {
+    fn status(&self) -> HostStatus {
+        HostStatus {
+            name: "a".into(),
+            version: "0.1.0".into(),
+            qemu_version: "10.0.2".into(),
+            vms: vec![example(Protection::Off)],
+        }
+    }
+    fn vm_start(&self, definition: VmDefinition) -> Result<VmStatus, HostError> {
+        self.record(&definition.name, format!("start {} {}", definition.name, definition.vcpus))
+    }
+    fn vm_stop(&self, name: &str, force: bool) -> Result<(), HostError> {
+        self.record(name, format!("stop {name} {force}")).map(drop)
+    }
+    fn vm_status(&self, name: &str) -> Result<VmStatus, HostError> {
+        self.record(name, format!("status {name}"))
+    }
+    fn protect(&self, name: &str, request: ProtectRequest) -> Result<VmStatus, HostError> {
+        self.record(name, format!("protect {name} {} {:?}", request.to, request.policy))
+    }
+    fn unprotect(&self, name: &str) -> Result<VmStatus, HostError> {
+        self.record(name, format!("unprotect {name}"))
+    }
+    fn failover(&self, name: &str) -> Result<(), HostError> {
+        self.record(name, format!("failover {name}")).map(drop)
+    }
+    fn timings(&self, name: &str) -> Result<Vec<CheckpointTiming>, HostError> {
+        self.record(name, format!("timings {name}"))?;
+        Ok(vec![CheckpointTiming { epoch: Epoch(7), total_ms: 0.8, ..Default::default() }])
+    }
+}
+
+/// An API that serves a [`Recorder`].
+struct Served {
+    host: Arc<Recorder>,
+    client: Client,
+    socket: ApiSocket,
+    // Dropped in this order: the server ends, then its folder goes.
+    _runtime: Runtime,
+    _directory: TempDir,
+}
+
+fn serve() -> Served {
+    let directory = tempfile::tempdir().unwrap();
+    let socket = ApiSocket::bind(&directory.path().join("api.sock")).unwrap();
+    let runtime = Runtime::new().unwrap();
+    let host = Arc::new(Recorder::default());
+    let routes = router(host.clone());
+    let listener = socket.listener().unwrap();
+    runtime.spawn(async {
+        let listener = tokio::net::UnixListener::from_std(listener).unwrap();
+        axum::serve(listener, routes).await
+    });
+    let client = Client::new(socket.path()).unwrap();
+    Served { host, client, socket, _runtime: runtime, _directory: directory }
+}
+
+impl Served {
+    fn calls(&self) -> Vec<String> {
+        std::mem::take(&mut *self.host.calls.lock().unwrap())
+    }
+
+    /// Sends bytes as they are; returns status code and body.
+    fn raw(&self, request: &[u8]) -> (u16, String) {
+        let mut stream = UnixStream::connect(self.socket.path()).unwrap();
+        // A server that refuses a request need not read it to its end.
+        let _ = stream.write_all(request);
+        let mut answer = String::new();
+        let _ = stream.read_to_string(&mut answer);
+        let code = answer.split(' ').nth(1).and_then(|code| code.parse().ok());
+        let body = answer.split_once("\r\n\r\n").map_or("", |(_, body)| body);
+        (code.unwrap_or_else(|| panic!("no answer: {answer:?}")), body.to_owned())
+    }
+
+    fn request(&self, method: &str, path: &str, body: &str) -> (u16, serde_json::Value) {
+        let length = body.len();
+        let (code, body) = self.raw(
+            format!(
+                "{method} {path} HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\
+                 content-length: {length}\r\n\r\n{body}"
+            )
+            .as_bytes(),
+        );
+        (code, serde_json::from_str(&body).unwrap_or_else(|_| panic!("not JSON: {body}")))
+    }
+}
+
+fn definition() -> VmDefinition {
+    serde_json::from_str(r#"{"name": "db", "memory": "64M", "vcpus": 1}"#).unwrap()
+}
+
+#[test]
+fn every_call_arrives_and_is_answered() {
+    let api = serve();
+    let client = &api.client;
+    assert_eq!(client.status().unwrap(), api.host.status());
+    let vm = example(Protection::Protected { peer: "b".into() });
+    assert_eq!(client.vm_start(&definition()).unwrap(), vm);
+    assert_eq!(client.vm_status("db").unwrap(), vm);
+    let policy = Some(Policy::Interval { hz: 5 });
+    let request = ProtectRequest { to: "b".into(), policy };
+    assert_eq!(client.protect("db", &request).unwrap(), vm);
+    assert_eq!(client.unprotect("db").unwrap(), vm);
+    client.failover("db").unwrap();
+    assert_eq!(client.timings("db").unwrap()[0].epoch, Epoch(7));
+    client.vm_stop("db", false).unwrap();
+    client.vm_stop("db", true).unwrap();
+    let expected = [
+        "start db 1",
+        "status db",
+        "protect db b Some(Interval { hz: 5 })",
+        "unprotect db",
+        "failover db",
+        "timings db",
+        "stop db false",
+        "stop db true",
+    ];
+    assert_eq!(api.calls(), expected);
+}
+
+#[test]
+fn errors_keep_their_kind_and_words() {
+    let api = serve();
+    let failure = api.client.vm_status("web").unwrap_err();
+    assert_eq!(
+        failure,
+        Failure::new(FailureKind::Host(ErrorKind::NotFound), "there is no VM `web`")
+    );
+    assert_eq!(failure.exit(), Exit::NotFound);
+    let codes = [
+        (ErrorKind::Invalid, 400),
+        (ErrorKind::NotFound, 404),
+        (ErrorKind::Conflict, 409),
+        (ErrorKind::Refused, 502),
+        (ErrorKind::Unreachable, 503),
+        (ErrorKind::Internal, 500),
+    ];
+    for (kind, expected) in codes {
+        *api.host.fails_with.lock().unwrap() = Some(HostError::new(kind, "words"));
+        let failure = api.client.unprotect("db").unwrap_err();
+        assert_eq!(failure, Failure::new(FailureKind::Host(kind), "words"));
+        let (code, body) = api.request("POST", "/v1/vms/db/failover", "");
+        assert_eq!((code, &body["error"]["message"]), (expected, &"words".into()));
+    }
+}
+
+#[test]
+fn a_name_is_only_a_name() {
+    let api = serve();
+    for name in ["../status", "db?force=true", "a b", "ü", "db/protect"] {
+        let failure = api.client.vm_status(name).unwrap_err();
+        assert_eq!(failure.message, format!("there is no VM `{name}`"));
+    }
+}
+
+#[test]
+fn bad_requests_are_refused_before_the_host_is_asked() {
+    let api = serve();
+    let cases = [
+        ("POST", "/v1/vms", "{", 400),
+        ("POST", "/v1/vms", "{\"name\": \"db\"}", 400),
+        ("POST", "/v1/vms/db/protect", "{\"to\": \"b\", \"speed\": 1}", 400),
+        ("DELETE", "/v1/vms/db?force=perhaps", "", 400),
+        ("DELETE", "/v1/vms/db?forse=true", "", 400),
+        ("GET", "/v1/nothing", "", 404),
+        ("PUT", "/v1/status", "", 405),
+    ];
+    for (method, path, body, expected) in cases {
+        let (code, answer) = api.request(method, path, body);
+        assert_eq!(code, expected, "{method} {path} {body}: {answer}");
+        assert!(answer["error"]["message"].is_string(), "{answer}");
+        assert!(answer["error"]["kind"].is_string(), "{answer}");
+    }
+    let (_, answer) = api.request("POST", "/v1/vms/db/protect", "{\"to\": \"b\", \"speed\": 1}");
+    assert!(answer["error"]["message"].as_str().unwrap().contains("speed"), "{answer}");
+    assert!(api.calls().is_empty());
+}
+
+#[test]
+fn a_huge_body_is_refused() {
+    let api = serve();
+    let (code, answer) = api.request("POST", "/v1/vms", &" ".repeat(MAX_REQUEST_BYTES + 1));
+    assert_eq!((code, &answer["error"]["kind"]), (413, &"invalid".into()));
+    assert!(api.calls().is_empty());
+}
+
+#[test]
+fn a_daemon_that_is_not_there_has_its_own_exit_code() {
+    let directory = tempfile::tempdir().unwrap();
+    let path = directory.path().join("api.sock");
+    let failure = Client::new(&path).unwrap().status().unwrap_err();
+    assert_eq!(failure.exit(), Exit::NoDaemon);
+    assert!(failure.message.contains(path.to_str().unwrap()), "{}", failure.message);
+}
+
+#[test]
+fn a_daemon_that_dies_in_the_middle_is_told_from_an_answer() {
+    let directory = tempfile::tempdir().unwrap();
+    let socket = ApiSocket::bind(&directory.path().join("api.sock")).unwrap();
+    let listener = socket.listener().unwrap();
+    listener.set_nonblocking(false).unwrap();
+    let daemon = std::thread::spawn(move || drop(listener.accept().unwrap()));
+    let failure = Client::new(socket.path()).unwrap().status().unwrap_err();
+    assert_eq!(failure.exit(), Exit::NoDaemon);
+    daemon.join().unwrap();
+}

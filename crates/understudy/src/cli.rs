@@ -1,0 +1,312 @@
+//! The grammar of the command line.
+
+use clap::{Args, Parser, Subcommand, ValueEnum};
+use std::path::PathBuf;
+use understudy_daemon::config::DEFAULT_SOCKET;
+use understudy_protocol::Policy;
+
+/// Checkpoints a second of `--policy interval` without `--hz`: Remus's own rate.
+const DEFAULT_HZ: u32 = 40;
+
+const AFTER_HELP: &str = "\
+Examples:
+  understudy doctor                        is this machine ready?
+  understudy host --config host.toml       run the daemon of this host
+  understudy vm start db.toml              start a VM, unprotected
+  understudy protect db --to b             keep an understudy of it on host b
+  understudy status db                     role, lag, pauses, bandwidth
+
+Exit codes:
+  0  done
+  1  it failed; the reason is on stderr
+  2  the command line is wrong
+  3  degraded: protection was asked for and is lost
+  4  no such VM or file
+  5  the daemon does not answer on its socket
+
+With --json, results go to stdout as JSON, and errors as
+{\"error\": {\"kind\": …, \"message\": …}}.";
+
+/// Makes an ordinary virtual machine survive the death of its host.
+#[derive(Debug, Parser)]
+#[command(version, after_help = AFTER_HELP)]
+pub struct Cli {
+    /// The daemon's API socket (`host` takes it from its configuration).
+    #[arg(long, global = true, env = "UNDERSTUDY_SOCKET", value_name = "PATH", default_value = DEFAULT_SOCKET)]
+    pub socket: PathBuf,
+
+    /// Print JSON instead of text.
+    #[arg(long, global = true)]
+    pub json: bool,
+
+    /// What to log to stderr: error, warn, info, debug or trace, or a filter
+    /// such as `warn,understudy_daemon=debug`.
+    #[arg(long, global = true, env = "UNDERSTUDY_LOG", value_name = "LEVEL", value_parser = log_filter)]
+    pub log: Option<String>,
+
+    /// What to do.
+    #[command(subcommand)]
+    pub command: Command,
+}
+
+/// What to do.
+#[derive(Debug, Subcommand)]
+pub enum Command {
+    /// Run this host's daemon in the foreground, until SIGTERM or SIGINT.
+    #[command(after_help = HOST_HELP)]
+    Host {
+        /// The host's configuration (TOML).
+        #[arg(long, value_name = "FILE")]
+        config: PathBuf,
+    },
+    /// Start, stop and list VMs, and reach their consoles.
+    #[command(subcommand)]
+    Vm(VmCommand),
+    /// Keep an understudy of a VM on another host.
+    #[command(after_help = PROTECT_HELP)]
+    Protect(ProtectArgs),
+    /// End a VM's protection; it runs on here.
+    Unprotect {
+        /// The VM's name.
+        vm: String,
+    },
+    /// Hand a VM over to its backup now, losing nothing.
+    Failover {
+        /// The VM's name.
+        vm: String,
+    },
+    /// Show this host's VMs, or one of them in full.
+    #[command(after_help = "Exits with 3 if VM was to be protected and its protection is lost.")]
+    Status {
+        /// The VM's name; all VMs without it.
+        vm: Option<String>,
+    },
+    /// Check whether this machine can run and protect VMs; says what to do if not.
+    Doctor {
+        /// Check this host's configuration too: the arbiter, the peers.
+        #[arg(long, value_name = "FILE")]
+        config: Option<PathBuf>,
+    },
+}
+
+/// Work on VMs.
+#[derive(Debug, Subcommand)]
+pub enum VmCommand {
+    /// Start a VM on this host, unprotected.
+    #[command(after_help = VM_START_HELP)]
+    Start {
+        /// The VM's definition (TOML).
+        file: PathBuf,
+    },
+    /// Stop a VM: the guest is asked to power off.
+    Stop {
+        /// The VM's name.
+        name: String,
+        /// End it at once, as if its power had been cut.
+        #[arg(long)]
+        force: bool,
+    },
+    /// List this host's VMs.
+    List,
+    /// Connect this terminal to a VM's serial console; Ctrl-] leaves.
+    ///
+    /// With piped input, every byte of it goes to the console; after its end,
+    /// the command leaves once the console has been silent for a second.
+    Console {
+        /// The VM's name.
+        name: String,
+    },
+}
+
+const HOST_HELP: &str = "\
+Example of a configuration:
+
+  name = \"a\"
+  listen = \"10.0.0.1:7788\"           # where peers reach this host
+
+  [arbiter]                          # decides who owns a VM; needed to protect
+  kind = \"file\"
+  path = \"/srv/understudy/arbiter\"   # on storage that all hosts reach
+
+  [peers]
+  b = \"10.0.0.2:7788\"
+
+Optional: state_dir, socket, qemu, agent (absolute paths), and
+[detection] timeout_ms = 100 (50 to 10000), the shortest silence of a peer
+after which it is suspected.";
+
+const VM_START_HELP: &str = "\
+Example of a definition:
+
+  name = \"db\"
+  memory = \"512M\"
+  vcpus = 2
+
+  [[disk]]
+  path = \"db.img\"
+  format = \"raw\"
+
+  [[card]]
+  mac = \"52:54:00:12:34:56\"
+  bridge = \"br0\"
+
+The guest boots from its first disk, or a Linux kernel directly with kernel,
+initrd and append. Relative paths count from the definition's folder.";
+
+const PROTECT_HELP: &str = "\
+The VM runs on while its memory and disks are copied; from then on, nothing that
+it sends leaves this host before the backup holds what led to it. Interrupting
+the command does not interrupt the copy.
+
+Examples:
+  understudy protect db --to b
+  understudy protect db --to b --policy interval --hz 100";
+
+/// `protect`
+#[derive(Debug, Args)]
+pub struct ProtectArgs {
+    /// The VM's name.
+    pub vm: String,
+    /// The backup: one of this host's peers.
+    #[arg(long, value_name = "HOST")]
+    pub to: String,
+    /// When to checkpoint; by default what the VM's definition says, else adaptive.
+    #[arg(long)]
+    pub policy: Option<PolicyKind>,
+    /// Checkpoints a second, 1 to 1000, of `--policy interval` (by default 40).
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=1000))]
+    pub hz: Option<u32>,
+    /// Return as soon as the copy has begun.
+    #[arg(long)]
+    pub no_wait: bool,
+}
+
+/// Kinds of checkpoint policies.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub enum PolicyKind {
+    /// As soon as there is output to release, within a pause budget.
+    Adaptive,
+    /// At a fixed rate.
+    Interval,
+}
+
+impl ProtectArgs {
+    /// The policy asked for, if any; or what is wrong with it.
+    pub fn policy(&self) -> Result<Option<Policy>, &'static str> {
+        match (self.policy, self.hz) {
+            (None, None) => Ok(None),
+            (Some(PolicyKind::Adaptive), None) => Ok(Some(Policy::default())),
+            (Some(PolicyKind::Adaptive), Some(_)) => {
+                Err("--hz is the rate of --policy interval; adaptive has none")
+            }
+            (Some(PolicyKind::Interval) | None, hz) => {
+                Ok(Some(Policy::Interval { hz: hz.unwrap_or(DEFAULT_HZ) }))
+            }
+        }
+    }
+}
+
+fn log_filter(text: &str) -> Result<String, String> {
+    tracing_subscriber::EnvFilter::try_new(text)
+        .map(|_| text.to_owned())
+        .map_err(|error| error.to_string())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use clap::CommandFactory;
+    use clap::error::ErrorKind;
+    use understudy_daemon::config::HostConfig;
+    use understudy_qemu::VmDefinition;
+
+    fn parse(line: &str) -> Result<Cli, clap::Error> {
+        Cli::try_parse_from(line.split_whitespace())
+    }
+
+    fn policy(line: &str) -> Result<Option<Policy>, &'static str> {
+        match parse(line).unwrap().command {
+            Command::Protect(args) => args.policy(),
+            other => panic!("{other:?} is not protect"),
+        }
+    }
+
+    #[test]
+    fn the_grammar_is_consistent() {
+        Cli::command().debug_assert();
+    }
+
+    #[test]
+    fn global_options_stand_anywhere() {
+        let before = parse("understudy --json --socket /x status db").unwrap();
+        let after = parse("understudy status db --socket /x --json").unwrap();
+        for cli in [before, after] {
+            assert!(cli.json);
+            assert_eq!(cli.socket, PathBuf::from("/x"));
+            assert!(matches!(cli.command, Command::Status { vm: Some(vm) } if vm == "db"));
+        }
+    }
+
+    #[test]
+    fn policies_are_read() {
+        assert_eq!(policy("understudy protect db --to b"), Ok(None));
+        let adaptive = policy("understudy protect db --to b --policy adaptive");
+        assert_eq!(adaptive, Ok(Some(Policy::default())));
+        let interval = policy("understudy protect db --to b --policy interval");
+        assert_eq!(interval, Ok(Some(Policy::Interval { hz: 40 })));
+        let rate = policy("understudy protect db --to b --hz 100");
+        assert_eq!(rate, Ok(Some(Policy::Interval { hz: 100 })));
+        assert!(policy("understudy protect db --to b --policy adaptive --hz 5").is_err());
+    }
+
+    #[test]
+    fn wrong_command_lines_are_refused() {
+        let cases = [
+            ("understudy", ErrorKind::DisplayHelpOnMissingArgumentOrSubcommand),
+            ("understudy protect db", ErrorKind::MissingRequiredArgument),
+            ("understudy protect db --to b --hz 0", ErrorKind::ValueValidation),
+            ("understudy protect db --to b --hz 1001", ErrorKind::ValueValidation),
+            ("understudy protect db --to b --policy often", ErrorKind::InvalidValue),
+            ("understudy host", ErrorKind::MissingRequiredArgument),
+            ("understudy vm destroy db", ErrorKind::InvalidSubcommand),
+            ("understudy status --log =x= db", ErrorKind::ValueValidation),
+        ];
+        for (line, kind) in cases {
+            assert_eq!(parse(line).unwrap_err().kind(), kind, "{line}");
+        }
+    }
+
+    /// The indented lines of a help text.
+    fn example(help: &str) -> String {
+        help.lines().filter_map(|line| line.strip_prefix("  ")).map(|l| format!("{l}\n")).collect()
+    }
+
+    #[test]
+    fn the_examples_in_the_help_are_right() {
+        let folder = tempfile::tempdir().unwrap();
+        std::fs::write(folder.path().join("db.img"), [0; 512]).unwrap();
+        let file = &folder.path().join("example.toml");
+        let host = HostConfig::from_toml(&example(HOST_HELP), file).unwrap();
+        assert_eq!((host.peers.len(), host.arbiter.is_some()), (1, true));
+        let vm = VmDefinition::from_toml(&example(VM_START_HELP), file).unwrap();
+        assert_eq!((vm.disks.len(), vm.cards.len()), (1, 1));
+        for help in [AFTER_HELP, PROTECT_HELP] {
+            let lines = example(help);
+            for line in lines.lines().filter(|line| line.starts_with("understudy ")) {
+                let command = line.split("  ").next().unwrap();
+                parse(command).unwrap_or_else(|error| panic!("{command}: {error}"));
+            }
+        }
+    }
+
+    #[test]
+    fn the_help_documents_the_exit_codes() {
+        let help = Cli::command().render_long_help().to_string();
+        for code in 0..=5 {
+            assert!(
+                help.contains(&format!("\n  {code}  ")),
+                "exit code {code} is missing:\n{help}"
+            );
+        }
+    }
+}

@@ -1,0 +1,167 @@
+//! The API from the caller's side: one request, one connection.
+
+use crate::failure::{ErrorBody, Failure, FailureKind};
+use http_body_util::{BodyExt, Full, Limited};
+use hyper::body::Bytes;
+use hyper::client::conn::http1;
+use hyper::{Method, Request, StatusCode};
+use hyper_util::rt::TokioIo;
+use serde::Serialize;
+use serde::de::DeserializeOwned;
+use std::fmt::Write;
+use std::path::{Path, PathBuf};
+use tokio::net::UnixStream;
+use tokio::runtime::{Builder, Runtime};
+use understudy_daemon::HostError;
+use understudy_daemon::report::{CheckpointTiming, HostStatus, ProtectRequest, VmStatus};
+use understudy_qemu::VmDefinition;
+
+/// The longest answer that is read; timings are the longest, with about 1 MiB.
+const MAX_ANSWER_BYTES: usize = 16 * 1024 * 1024;
+
+/// A daemon, by its API socket. All calls block until the daemon has answered.
+#[derive(Debug)]
+pub struct Client {
+    socket: PathBuf,
+    runtime: Runtime,
+}
+
+impl Client {
+    /// The daemon that listens on `socket`; nothing is sent yet.
+    pub fn new(socket: &Path) -> Result<Client, Failure> {
+        let runtime = Builder::new_current_thread().enable_all().build();
+        let runtime =
+            runtime.map_err(|error| Failure::internal(format!("cannot start: {error}")))?;
+        Ok(Client { socket: socket.to_owned(), runtime })
+    }
+
+    /// Everything on the host.
+    pub fn status(&self) -> Result<HostStatus, Failure> {
+        self.json(Method::GET, "/v1/status", Bytes::new())
+    }
+
+    /// Starts a VM, unprotected.
+    pub fn vm_start(&self, definition: &VmDefinition) -> Result<VmStatus, Failure> {
+        self.json(Method::POST, "/v1/vms", encode(definition)?)
+    }
+
+    /// Stops a VM.
+    pub fn vm_stop(&self, name: &str, force: bool) -> Result<(), Failure> {
+        let path = format!("{}?force={force}", vm_path(name, ""));
+        self.send(Method::DELETE, &path, Bytes::new()).map(drop)
+    }
+
+    /// One VM's status.
+    pub fn vm_status(&self, name: &str) -> Result<VmStatus, Failure> {
+        self.json(Method::GET, &vm_path(name, ""), Bytes::new())
+    }
+
+    /// Starts protecting a VM.
+    pub fn protect(&self, name: &str, request: &ProtectRequest) -> Result<VmStatus, Failure> {
+        self.json(Method::POST, &vm_path(name, "/protect"), encode(request)?)
+    }
+
+    /// Ends a VM's protection.
+    pub fn unprotect(&self, name: &str) -> Result<VmStatus, Failure> {
+        self.json(Method::POST, &vm_path(name, "/unprotect"), Bytes::new())
+    }
+
+    /// Hands a VM over to its backup.
+    pub fn failover(&self, name: &str) -> Result<(), Failure> {
+        self.send(Method::POST, &vm_path(name, "/failover"), Bytes::new()).map(drop)
+    }
+
+    /// The last checkpoints' timings, oldest first.
+    #[cfg_attr(not(test), expect(dead_code, reason = "its first caller is `bench pause`"))]
+    pub fn timings(&self, name: &str) -> Result<Vec<CheckpointTiming>, Failure> {
+        self.json(Method::GET, &vm_path(name, "/timings"), Bytes::new())
+    }
+
+    fn json<T: DeserializeOwned>(
+        &self,
+        method: Method,
+        path: &str,
+        body: Bytes,
+    ) -> Result<T, Failure> {
+        let answer = self.send(method, path, body)?;
+        serde_json::from_slice(&answer).map_err(|error| {
+            let message = format!(
+                "the daemon's answer is not understood ({error}): is it of the same version?"
+            );
+            Failure::internal(message)
+        })
+    }
+
+    /// Sends one request; returns the body of a successful answer.
+    fn send(&self, method: Method, path: &str, body: Bytes) -> Result<Bytes, Failure> {
+        let (status, answer) = self.runtime.block_on(self.exchange(method, path, body))?;
+        if status.is_success() {
+            return Ok(answer);
+        }
+        match serde_json::from_slice::<ErrorBody<HostError>>(&answer) {
+            Ok(body) => Err(body.error.into()),
+            Err(_) => {
+                let text = String::from_utf8_lossy(&answer);
+                Err(Failure::internal(format!("the daemon answered {status}: {text}")))
+            }
+        }
+    }
+
+    async fn exchange(
+        &self,
+        method: Method,
+        path: &str,
+        body: Bytes,
+    ) -> Result<(StatusCode, Bytes), Failure> {
+        let stream = UnixStream::connect(&self.socket).await.map_err(|error| {
+            let message = format!(
+                "cannot reach the daemon on {}: {error}; is `understudy host` running, \
+                 and may you use its socket?",
+                self.socket.display()
+            );
+            Failure::new(FailureKind::DaemonUnreachable, message)
+        })?;
+        let (mut sender, connection) =
+            http1::handshake(TokioIo::new(stream)).await.map_err(broken_off)?;
+        // Its errors come out of the request, too.
+        tokio::spawn(connection);
+        let request = Request::builder()
+            .method(method)
+            .uri(path)
+            .header("host", "understudy")
+            .header("content-type", "application/json")
+            .header("connection", "close")
+            .body(Full::new(body))
+            .map_err(|error| Failure::internal(format!("malformed request: {error}")))?;
+        let answer = sender.send_request(request).await.map_err(broken_off)?;
+        let status = answer.status();
+        let body = Limited::new(answer.into_body(), MAX_ANSWER_BYTES);
+        let body = body.collect().await.map_err(broken_off)?;
+        Ok((status, body.to_bytes()))
+    }
+}
+
+fn broken_off(error: impl std::fmt::Display) -> Failure {
+    let message = format!("the daemon broke the connection off: {error}; see its log");
+    Failure::new(FailureKind::DaemonUnreachable, message)
+}
+
+fn encode(body: &impl Serialize) -> Result<Bytes, Failure> {
+    let bytes = serde_json::to_vec(body)
+        .map_err(|error| Failure::internal(format!("cannot write JSON: {error}")))?;
+    Ok(bytes.into())
+}
+
+/// The path of a VM, whatever its user called it.
+fn vm_path(name: &str, call: &str) -> String {
+    let mut path = "/v1/vms/".to_owned();
+    for byte in name.bytes() {
+        if byte.is_ascii_alphanumeric() || b"-_".contains(&byte) {
+            path.push(byte.into());
+        } else {
+            // Writing to a string cannot fail.
+            let _ = write!(path, "%{byte:02X}");
+        }
+    }
+    path + call
+}

@@ -1,0 +1,13 @@
+//! `understudy doctor`.
+
+use crate::doctor::{self, Report};
+use crate::failure::{Exit, Failure};
+use crate::output;
+use std::path::Path;
+
+/// Checks the machine and prints what was found.
+pub fn run(config: Option<&Path>, json: bool) -> Result<Exit, Failure> {
+    let report = doctor::examine(config);
+    output::show(json, &report, Report::text)?;
+    Ok(if report.ok { Exit::Ok } else { Exit::Error })
+}

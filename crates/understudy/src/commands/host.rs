@@ -1,0 +1,101 @@
+//! `understudy host`: the daemon in the foreground.
+
+use crate::api;
+use crate::failure::{Exit, Failure};
+use crate::socket::ApiSocket;
+use std::future::Future;
+use std::io;
+use std::path::Path;
+use std::sync::Arc;
+use std::time::Duration;
+use tokio::runtime::Builder;
+use tokio::signal::unix::{Signal, SignalKind, signal};
+use tokio::sync::oneshot;
+use tokio::task::{JoinError, spawn_blocking};
+use understudy_daemon::config::HostConfig;
+use understudy_daemon::{Host, HostError};
+
+/// The API waits on the host, so little work is left for its own threads.
+const API_THREADS: usize = 2;
+/// How long calls under way may take to be answered once everything has ended.
+const LAST_ANSWERS: Duration = Duration::from_secs(2);
+
+/// Runs the daemon until SIGTERM or SIGINT.
+pub fn run(config: &Path) -> Result<Exit, Failure> {
+    let config = HostConfig::load(config)?;
+    let socket = ApiSocket::bind(&config.socket)?;
+    let runtime = Builder::new_multi_thread()
+        .worker_threads(API_THREADS)
+        .enable_all()
+        .build()
+        .map_err(|error| Failure::internal(format!("cannot start threads: {error}")))?;
+    let result = runtime.block_on(serve(config, &socket));
+    // A call that still hangs must not keep the daemon from ending.
+    runtime.shutdown_background();
+    result.map(|()| Exit::Ok)
+}
+
+async fn serve(config: HostConfig, socket: &ApiSocket) -> Result<(), Failure> {
+    // From here on a signal waits until the host can be shut down in order.
+    let mut signals = Signals::new().map_err(internal)?;
+    let name = config.name.clone();
+    let host: Result<Arc<Host>, HostError> =
+        spawn_blocking(|| Host::start(config)).await.map_err(crashed)?;
+    let host = host?;
+    let (stop, stopped) = oneshot::channel::<()>();
+    let router = api::router(Arc::new(host.clone()));
+    let server = tokio::spawn(listen(socket, router, async {
+        // A dropped sender stops the server as well.
+        let _ = stopped.await;
+    })?);
+    tracing::info!(host = name, socket = %socket.path().display(), "ready");
+    let signal = signals.next().await;
+    tracing::info!(signal, "ending every VM and backup of this daemon");
+    let _ = stop.send(());
+    spawn_blocking(move || host.shutdown()).await.map_err(crashed)?;
+    match tokio::time::timeout(LAST_ANSWERS, server).await {
+        Ok(ended) => ended.map_err(crashed)?.map_err(internal)?,
+        Err(_) => tracing::warn!("some API calls were not answered"),
+    }
+    tracing::info!("ended");
+    Ok(())
+}
+
+fn listen(
+    socket: &ApiSocket,
+    router: axum::Router,
+    stop: impl Future<Output = ()> + Send + 'static,
+) -> Result<impl Future<Output = io::Result<()>> + Send + 'static, Failure> {
+    let listener = socket.listener().and_then(tokio::net::UnixListener::from_std);
+    let listener = listener.map_err(internal)?;
+    Ok(axum::serve(listener, router).with_graceful_shutdown(stop).into_future())
+}
+
+/// The signals that end the daemon.
+struct Signals {
+    terminate: Signal,
+    interrupt: Signal,
+}
+
+impl Signals {
+    fn new() -> io::Result<Signals> {
+        let terminate = signal(SignalKind::terminate())?;
+        let interrupt = signal(SignalKind::interrupt())?;
+        Ok(Signals { terminate, interrupt })
+    }
+
+    async fn next(&mut self) -> &'static str {
+        tokio::select! {
+            _ = self.terminate.recv() => "SIGTERM",
+            _ = self.interrupt.recv() => "SIGINT",
+        }
+    }
+}
+
+fn internal(error: io::Error) -> Failure {
+    Failure::internal(format!("the API cannot be served: {error}"))
+}
+
+fn crashed(error: JoinError) -> Failure {
+    Failure::internal(format!("the daemon failed: {error}"))
+}

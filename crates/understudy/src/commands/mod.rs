@@ -1,0 +1,27 @@
+//! What each subcommand does: one module per group.
+
+mod console;
+mod doctor;
+mod host;
+mod protect;
+mod relay;
+mod status;
+mod vm;
+
+use crate::cli::{Cli, Command};
+use crate::client::Client;
+use crate::failure::{Exit, Failure};
+
+/// Does what the command line says.
+pub fn run(cli: &Cli) -> Result<Exit, Failure> {
+    let client = || Client::new(&cli.socket);
+    match &cli.command {
+        Command::Host { config } => host::run(config),
+        Command::Vm(command) => vm::run(&client()?, command, cli.json),
+        Command::Protect(args) => protect::protect(&client()?, args, cli.json),
+        Command::Unprotect { vm } => protect::unprotect(&client()?, vm, cli.json),
+        Command::Failover { vm } => protect::failover(&client()?, vm, cli.json),
+        Command::Status { vm } => status::run(&client()?, vm.as_deref(), cli.json),
+        Command::Doctor { config } => doctor::run(config.as_deref(), cli.json),
+    }
+}

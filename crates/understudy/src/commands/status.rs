@@ -1,0 +1,20 @@
+//! `understudy status`.
+
+use crate::client::Client;
+use crate::failure::{Exit, Failure};
+use crate::{output, table};
+use understudy_daemon::report::Protection;
+
+/// Shows one VM, or all.
+pub fn run(client: &Client, vm: Option<&str>, json: bool) -> Result<Exit, Failure> {
+    let Some(name) = vm else {
+        output::show(json, &client.status()?, table::host)?;
+        return Ok(Exit::Ok);
+    };
+    let status = client.vm_status(name)?;
+    output::show(json, &status, table::vm)?;
+    Ok(match status.protection {
+        Protection::Degraded { .. } => Exit::Degraded,
+        _ => Exit::Ok,
+    })
+}

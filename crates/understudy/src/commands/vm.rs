@@ -1,0 +1,54 @@
+//! `understudy vm`: start, stop, list.
+
+use super::console;
+use crate::cli::VmCommand;
+use crate::client::Client;
+use crate::failure::{Exit, Failure, FailureKind};
+use crate::{output, table};
+use serde_json::json;
+use std::fs;
+use std::io;
+use std::path::Path;
+use understudy_daemon::ErrorKind;
+use understudy_qemu::VmDefinition;
+
+/// Does one of them.
+pub fn run(client: &Client, command: &VmCommand, json: bool) -> Result<Exit, Failure> {
+    match command {
+        VmCommand::Start { file } => start(client, file, json),
+        VmCommand::Stop { name, force } => stop(client, name, *force, json),
+        VmCommand::List => list(client, json),
+        VmCommand::Console { name } => console::run(client, name),
+    }
+}
+
+fn start(client: &Client, file: &Path, json: bool) -> Result<Exit, Failure> {
+    let status = client.vm_start(&read_definition(file)?)?;
+    output::show(json, &status, |vm| format!("{} runs, unprotected\n", vm.name))?;
+    Ok(Exit::Ok)
+}
+
+fn read_definition(file: &Path) -> Result<VmDefinition, Failure> {
+    let text = fs::read_to_string(file).map_err(|error| {
+        let kind = match error.kind() {
+            io::ErrorKind::NotFound => ErrorKind::NotFound,
+            _ => ErrorKind::Invalid,
+        };
+        Failure::new(FailureKind::Host(kind), format!("{}: {error}", file.display()))
+    })?;
+    VmDefinition::from_toml(&text, file)
+        .map_err(|error| Failure::new(FailureKind::Host(ErrorKind::Invalid), error.to_string()))
+}
+
+fn stop(client: &Client, name: &str, force: bool, json: bool) -> Result<Exit, Failure> {
+    client.vm_stop(name, force)?;
+    output::show(json, &json!({"name": name, "stopped": true}), |_| {
+        format!("{name} is stopped\n")
+    })?;
+    Ok(Exit::Ok)
+}
+
+fn list(client: &Client, json: bool) -> Result<Exit, Failure> {
+    output::show(json, &client.status()?.vms, |vms| table::vms(vms))?;
+    Ok(Exit::Ok)
+}

@@ -1,0 +1,119 @@
+//! What a host's configuration names: its address, the arbiter, the peers.
+
+use super::Check;
+use std::fs::{self, File};
+use std::io;
+use std::net::{SocketAddr, TcpListener, TcpStream};
+use std::path::Path;
+use std::thread;
+use std::time::Duration;
+use understudy_daemon::config::{ArbiterConfig, HostConfig};
+
+/// How long a peer may take to accept a connection.
+const PEER_TIMEOUT: Duration = Duration::from_secs(2);
+
+pub fn checks(config: &HostConfig) -> Vec<Check> {
+    let mut checks = vec![
+        Check::ok("configuration", format!("host {}", config.name)),
+        listen(config.listen),
+        arbiter(config.arbiter.as_ref()),
+    ];
+    checks.extend(peers(config));
+    checks
+}
+
+/// Whether the address is this host's; its port may be in use by the daemon.
+fn listen(address: SocketAddr) -> Check {
+    const NAME: &str = "listen";
+    match TcpListener::bind((address.ip(), 0)) {
+        Ok(_) => Check::ok(NAME, address.to_string()),
+        Err(error) => {
+            Check::fail(NAME, format!("{address}: {error}"), "use an address of this host")
+        }
+    }
+}
+
+fn arbiter(config: Option<&ArbiterConfig>) -> Check {
+    const NAME: &str = "arbiter";
+    let Some(ArbiterConfig::File { path }) = config else {
+        return Check::note(NAME, "none configured", "VMs run, but none can be protected");
+    };
+    match try_test_and_set(path) {
+        Ok(()) => Check::ok(NAME, format!("{} takes records", path.display())),
+        Err(error) => {
+            let advice = "it must be a directory that all hosts can write, with hard links";
+            Check::fail(NAME, format!("{}: {error}", path.display()), advice)
+        }
+    }
+}
+
+/// Does what the arbiter does: writes a file and links it to a new name.
+fn try_test_and_set(directory: &Path) -> io::Result<()> {
+    let written = directory.join(format!(".doctor-{}", std::process::id()));
+    let linked = written.with_extension("link");
+    let result = File::create_new(&written)
+        .and_then(|file| file.sync_all())
+        .and_then(|()| fs::hard_link(&written, &linked));
+    // All is removed, whatever was made; the first error is the one that counts.
+    let unlinked = fs::remove_file(&linked);
+    let removed = fs::remove_file(&written);
+    result.and(unlinked).and(removed)
+}
+
+fn peers(config: &HostConfig) -> Vec<Check> {
+    if config.peers.is_empty() {
+        return vec![Check::note("peers", "none configured", "VMs run, but none can be protected")];
+    }
+    thread::scope(|scope| {
+        let tries: Vec<_> = config
+            .peers
+            .iter()
+            .map(|(name, address)| scope.spawn(move || peer(name, *address)))
+            .collect();
+        tries.into_iter().map(|thread| thread.join().expect("the check does not panic")).collect()
+    })
+}
+
+fn peer(name: &str, address: SocketAddr) -> Check {
+    let check = format!("peer {name}");
+    match TcpStream::connect_timeout(&address, PEER_TIMEOUT) {
+        Ok(_) => Check::ok(&check, format!("{address} accepts connections")),
+        Err(error) => {
+            let advice = "is its daemon running, and no firewall between?";
+            Check::fail(&check, format!("{address}: {error}"), advice)
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::doctor::State;
+
+    #[test]
+    fn a_peer_that_listens_is_told_from_one_that_does_not() {
+        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+        let address = listener.local_addr().unwrap();
+        assert_eq!(peer("b", address).state, State::Ok);
+        drop(listener);
+        let check = peer("b", address);
+        assert_eq!((check.state, check.name.as_str()), (State::Fail, "peer b"));
+    }
+
+    #[test]
+    fn an_address_of_another_host_cannot_be_listened_on() {
+        assert_eq!(listen("127.0.0.1:7788".parse().unwrap()).state, State::Ok);
+        assert_eq!(listen("192.0.2.1:7788".parse().unwrap()).state, State::Fail);
+    }
+
+    #[test]
+    fn the_arbiter_is_tried_and_left_as_it_was() {
+        let directory = tempfile::tempdir().unwrap();
+        let file = |path: &Path| ArbiterConfig::File { path: path.to_owned() };
+        assert_eq!(arbiter(Some(&file(directory.path()))).state, State::Ok);
+        assert_eq!(fs::read_dir(directory.path()).unwrap().count(), 0);
+        let missing = arbiter(Some(&file(&directory.path().join("missing"))));
+        assert_eq!(missing.state, State::Fail);
+        assert_eq!(arbiter(None).state, State::Note);
+    }
+}

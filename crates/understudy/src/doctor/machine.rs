@@ -1,0 +1,155 @@
+//! The kernel, KVM, networking, rights and memory of this machine.
+
+use super::{Check, tap};
+use indicatif::HumanBytes;
+use std::fs::{self, File};
+use std::path::Path;
+
+/// Less than this is too little for any VM and its backup.
+const LEAST_MEMORY: u64 = 512 * 1024 * 1024;
+
+/// What the daemon needs beyond an ordinary user's rights, and bits of
+/// `<linux/capability.h>`.
+const CAPABILITIES: [(&str, u32); 2] = [("CAP_NET_ADMIN", 12), ("CAP_SYS_PTRACE", 19)];
+
+pub fn checks() -> Vec<Check> {
+    let mut checks = kernel();
+    checks.push(kvm());
+    checks.push(rights());
+    checks.extend(taps());
+    checks.push(bridges(Path::new("/sys/class/net")));
+    checks.push(memory());
+    checks
+}
+
+fn kernel() -> Vec<Check> {
+    let support = understudy_memory::probe();
+    let release = fs::read_to_string("/proc/sys/kernel/osrelease").unwrap_or_default();
+    let check = |name: &str, result: Result<(), String>| match result {
+        Ok(()) => Check::ok(name, format!("works (Linux {})", release.trim())),
+        Err(reason) => Check::fail(name, reason, "Linux 6.7 or later is needed, and root"),
+    };
+    vec![
+        check("userfaultfd (write-protect async, shared memory)", support.wp_async_shmem),
+        check("PAGEMAP_SCAN", support.pagemap_scan),
+    ]
+}
+
+fn kvm() -> Check {
+    match understudy_qemu::kvm_works() {
+        Ok(()) => Check::ok("KVM", "works"),
+        Err(reason) => Check::note("KVM", reason, "guests run under TCG, which is slower"),
+    }
+}
+
+fn rights() -> Check {
+    const NAME: &str = "rights";
+    let status = fs::read_to_string("/proc/self/status").unwrap_or_default();
+    match missing_capabilities(&status) {
+        Some(missing) if missing.is_empty() => {
+            Check::ok(NAME, CAPABILITIES.map(|(name, _)| name).join(", "))
+        }
+        Some(missing) => {
+            Check::fail(NAME, format!("{} missing", missing.join(", ")), "run as root")
+        }
+        None => Check::fail(NAME, "/proc/self/status cannot be read", "mount /proc"),
+    }
+}
+
+/// Which capabilities the text of a `/proc/PID/status` lacks.
+fn missing_capabilities(status: &str) -> Option<Vec<&'static str>> {
+    let line = status.lines().find_map(|line| line.strip_prefix("CapEff:"))?;
+    let effective = u64::from_str_radix(line.trim(), 16).ok()?;
+    let lacks = |(_, bit): &(&str, u32)| effective & (1 << bit) == 0;
+    Some(CAPABILITIES.into_iter().filter(lacks).map(|(name, _)| name).collect())
+}
+
+fn taps() -> [Check; 2] {
+    let device = match File::options().read(true).write(true).open(tap::TUN) {
+        Ok(file) => file,
+        Err(error) => {
+            let detail = format!("cannot be opened: {error}");
+            return [
+                Check::fail(tap::TUN, detail, "run `modprobe tun`; run as root"),
+                Check::fail("tap devices", "not tried", format!("{} comes first", tap::TUN)),
+            ];
+        }
+    };
+    let tap = match tap::try_to_create(device) {
+        Ok(()) => Check::ok("tap devices", "one was created and is gone again"),
+        Err(error) => {
+            let detail = format!("cannot be created: {error}");
+            Check::fail("tap devices", detail, "run as root, or grant CAP_NET_ADMIN")
+        }
+    };
+    [Check::ok(tap::TUN, "opens"), tap]
+}
+
+fn bridges(interfaces: &Path) -> Check {
+    let entries = fs::read_dir(interfaces).into_iter().flatten().flatten();
+    let bridges = entries.filter(|entry| entry.path().join("bridge").is_dir());
+    let mut names: Vec<_> =
+        bridges.map(|entry| entry.file_name().to_string_lossy().into_owned()).collect();
+    names.sort();
+    if names.is_empty() {
+        let advice = "VMs with network cards need one: \
+                      `ip link add br0 type bridge && ip link set br0 up`";
+        return Check::note("bridges", "none on this host", advice);
+    }
+    Check::ok("bridges", names.join(", "))
+}
+
+fn memory() -> Check {
+    const NAME: &str = "memory";
+    let text = fs::read_to_string("/proc/meminfo").unwrap_or_default();
+    let (Some(total), Some(available)) =
+        (meminfo(&text, "MemTotal:"), meminfo(&text, "MemAvailable:"))
+    else {
+        return Check::fail(NAME, "/proc/meminfo cannot be read", "mount /proc");
+    };
+    let detail = format!("{} of {} available", HumanBytes(available), HumanBytes(total));
+    if available < LEAST_MEMORY {
+        let advice = format!("at least {} are needed", HumanBytes(LEAST_MEMORY));
+        return Check::fail(NAME, detail, advice);
+    }
+    Check::ok(NAME, detail)
+}
+
+/// A value of `/proc/meminfo`, in bytes.
+fn meminfo(text: &str, field: &str) -> Option<u64> {
+    let line = text.lines().find_map(|line| line.strip_prefix(field))?;
+    line.trim().strip_suffix(" kB")?.parse::<u64>().ok()?.checked_mul(1024)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::doctor::State;
+
+    #[test]
+    fn capabilities_are_read_from_the_status() {
+        let of =
+            |effective: &str| missing_capabilities(&format!("Name:\tx\nCapEff:\t{effective}\n"));
+        assert_eq!(of("000001ffffffffff"), Some(vec![]));
+        assert_eq!(of("0000000000000000"), Some(vec!["CAP_NET_ADMIN", "CAP_SYS_PTRACE"]));
+        assert_eq!(of("0000000000001000"), Some(vec!["CAP_SYS_PTRACE"]));
+        assert_eq!(missing_capabilities("Name:\tx\n"), None);
+    }
+
+    #[test]
+    fn bridges_are_told_from_other_interfaces() {
+        let directory = tempfile::tempdir().unwrap();
+        assert_eq!(bridges(directory.path()).state, State::Note);
+        fs::create_dir_all(directory.path().join("eth0")).unwrap();
+        fs::create_dir_all(directory.path().join("br1/bridge")).unwrap();
+        fs::create_dir_all(directory.path().join("br0/bridge")).unwrap();
+        assert_eq!(bridges(directory.path()), Check::ok("bridges", "br0, br1"));
+    }
+
+    #[test]
+    fn memory_is_read_in_bytes() {
+        let text = "MemTotal:       24576 kB\nMemAvailable:   12 kB\n";
+        assert_eq!(meminfo(text, "MemTotal:"), Some(24576 * 1024));
+        assert_eq!(meminfo(text, "MemFree:"), None);
+    }
+}

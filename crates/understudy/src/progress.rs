@@ -1,0 +1,68 @@
+//! Progress of the first synchronisation, on stderr.
+
+use crate::table;
+use indicatif::{ProgressBar, ProgressStyle};
+use std::io::{self, IsTerminal};
+use std::time::{Duration, Instant};
+use understudy_daemon::report::Protection;
+
+/// How often a line is printed where a bar cannot be drawn.
+const LINE_INTERVAL: Duration = Duration::from_secs(2);
+const TEMPLATE: &str = "{msg}\n[{bar:40}] {percent} %";
+
+/// Shows how far a synchronisation has come.
+pub enum SyncProgress {
+    /// On a terminal.
+    Bar(ProgressBar),
+    /// In a log: a line now and then.
+    Lines {
+        /// When the last line was printed.
+        last: Option<Instant>,
+    },
+    /// Not at all.
+    Hidden,
+}
+
+impl SyncProgress {
+    /// What fits stderr; nothing when `hidden`.
+    pub fn new(hidden: bool) -> SyncProgress {
+        if hidden {
+            return SyncProgress::Hidden;
+        }
+        if !io::stderr().is_terminal() {
+            return SyncProgress::Lines { last: None };
+        }
+        let style = ProgressStyle::with_template(TEMPLATE).expect("the template is well-formed");
+        SyncProgress::Bar(ProgressBar::new(0).with_style(style.progress_chars("=> ")))
+    }
+
+    /// Shows the newest state.
+    pub fn update(&mut self, protection: &Protection) {
+        let Protection::Syncing { peer, done_bytes, total_bytes, remaining_seconds } = protection
+        else {
+            return;
+        };
+        let text = || table::syncing(peer, *done_bytes, *total_bytes, *remaining_seconds);
+        match self {
+            SyncProgress::Bar(bar) => {
+                bar.set_length(*total_bytes);
+                bar.set_position(*done_bytes);
+                bar.set_message(text());
+            }
+            SyncProgress::Lines { last } => {
+                if last.is_none_or(|last| last.elapsed() >= LINE_INTERVAL) {
+                    eprintln!("{}", text());
+                    *last = Some(Instant::now());
+                }
+            }
+            SyncProgress::Hidden => {}
+        }
+    }
+
+    /// Clears the bar away.
+    pub fn finish(self) {
+        if let SyncProgress::Bar(bar) = self {
+            bar.finish_and_clear();
+        }
+    }
+}

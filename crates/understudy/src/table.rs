@@ -1,0 +1,244 @@
+//! Text for people: the table of VMs and the page of one VM.
+
+use indicatif::HumanBytes;
+use std::fmt::Write;
+use understudy_daemon::report::{HostStatus, Protection, Role, VmStatus};
+use understudy_protocol::Policy;
+
+const NOTHING: &str = "-";
+
+/// One line for each VM of a host.
+pub fn host(status: &HostStatus) -> String {
+    let mut text = format!(
+        "host {}   understudy {}   QEMU {}\n",
+        status.name, status.version, status.qemu_version
+    );
+    if status.vms.is_empty() {
+        text.push_str("no VMs\n");
+        return text;
+    }
+    text.push('\n');
+    text.push_str(&vms(&status.vms));
+    text
+}
+
+/// One line for each VM, below a heading.
+pub fn vms(vms: &[VmStatus]) -> String {
+    let heading =
+        ["VM", "ROLE", "GEN", "EPOCH", "LAG", "PAUSE p50/p99/max ms", "SENT/s", "PROTECTION"];
+    let rows = vms.iter().map(|vm| {
+        [
+            vm.name.clone(),
+            role(vm),
+            vm.generation.0.to_string(),
+            vm.epoch.0.to_string(),
+            vm.lag_epochs.to_string(),
+            pauses(vm),
+            HumanBytes(vm.bandwidth_bytes_per_second).to_string(),
+            protection(&vm.protection),
+        ]
+    });
+    columns(std::iter::once(heading.map(str::to_owned)).chain(rows).collect())
+}
+
+/// Everything about one VM.
+pub fn vm(vm: &VmStatus) -> String {
+    let mut rows = vec![
+        ["VM".to_owned(), vm.name.clone()],
+        ["role".to_owned(), role(vm)],
+        ["protection".to_owned(), protection(&vm.protection)],
+        ["policy".to_owned(), policy(&vm.policy)],
+        ["generation".to_owned(), vm.generation.0.to_string()],
+        ["epoch".to_owned(), format!("{}, {} not acknowledged", vm.epoch.0, vm.lag_epochs)],
+        ["checkpoints".to_owned(), vm.checkpoints.to_string()],
+        ["pause p50/p99/max".to_owned(), format!("{} ms", pauses(vm))],
+        ["sent".to_owned(), sent(vm)],
+        ["frames held".to_owned(), vm.held_frames.to_string()],
+    ];
+    if let Some(pid) = vm.qemu_pid {
+        rows.push(["QEMU's process".to_owned(), pid.to_string()]);
+    }
+    if let Some(console) = &vm.console {
+        rows.push(["console".to_owned(), console.display().to_string()]);
+    }
+    for card in &vm.cards {
+        let text = format!("{}, tap {} on bridge {}", card.mac, card.tap, card.bridge);
+        rows.push(["card".to_owned(), text]);
+    }
+    for disk in &vm.disks {
+        rows.push(["disk".to_owned(), disk.path.display().to_string()]);
+    }
+    let mut text = columns(rows);
+    if !vm.events.is_empty() {
+        text.push_str("events, newest last:\n");
+    }
+    for event in &vm.events {
+        // Writing to a string cannot fail.
+        let _ = writeln!(text, "  {event}");
+    }
+    text
+}
+
+fn role(vm: &VmStatus) -> String {
+    let role = match vm.role {
+        Role::Primary => "primary",
+        Role::Backup => "backup",
+        Role::Fenced => "fenced",
+    };
+    // Only a primary runs the guest; anything else is worth a word.
+    match (vm.role, vm.live) {
+        (Role::Primary, false) => format!("{role}, stopped"),
+        (Role::Backup | Role::Fenced, true) => format!("{role}, live"),
+        _ => role.to_owned(),
+    }
+}
+
+fn protection(protection: &Protection) -> String {
+    match protection {
+        Protection::Off => "off".to_owned(),
+        Protection::Protected { peer } => format!("protected with {peer}"),
+        Protection::Degraded { reason } => format!("DEGRADED: {reason}"),
+        Protection::Syncing { peer, done_bytes, total_bytes, remaining_seconds } => {
+            syncing(peer, *done_bytes, *total_bytes, *remaining_seconds)
+        }
+    }
+}
+
+/// How far the first synchronisation has come, in one line.
+pub fn syncing(peer: &str, done: u64, total: u64, seconds: Option<f64>) -> String {
+    let left = match seconds {
+        Some(seconds) => format!(", about {:.0} s left", seconds.max(0.0).ceil()),
+        None => String::new(),
+    };
+    format!("syncing to {peer}: {} of {}{left}", HumanBytes(done), HumanBytes(total))
+}
+
+fn policy(policy: &Policy) -> String {
+    match policy {
+        Policy::Interval { hz } => format!("interval, {hz} a second"),
+        Policy::Adaptive { max_epoch_ms, pause_budget_percent } => format!(
+            "adaptive, epochs of at most {max_epoch_ms} ms, paused at most {pause_budget_percent} %"
+        ),
+    }
+}
+
+fn pauses(vm: &VmStatus) -> String {
+    if vm.checkpoints == 0 {
+        return NOTHING.to_owned();
+    }
+    let pause = vm.pause_ms;
+    format!("{:.2}/{:.2}/{:.2}", pause.p50, pause.p99, pause.max)
+}
+
+fn sent(vm: &VmStatus) -> String {
+    let rate = HumanBytes(vm.bandwidth_bytes_per_second);
+    format!("{}, now {rate}/s", HumanBytes(vm.bytes_sent))
+}
+
+/// Rows of equal length as aligned columns.
+fn columns<const N: usize>(rows: Vec<[String; N]>) -> String {
+    let width = |column: usize| rows.iter().map(|row| row[column].chars().count()).max();
+    let widths: [usize; N] = std::array::from_fn(|column| width(column).unwrap_or(0));
+    let mut text = String::new();
+    for row in &rows {
+        let mut line = String::new();
+        for (cell, width) in row.iter().zip(widths) {
+            // Writing to a string cannot fail.
+            let _ = write!(line, "{cell:width$}  ");
+        }
+        text.push_str(line.trim_end());
+        text.push('\n');
+    }
+    text
+}
+
+#[cfg(test)]
+pub mod tests {
+    use super::*;
+    use understudy_daemon::report::{CardReport, DiskReport, PauseReport};
+    use understudy_protocol::{Epoch, Generation};
+
+    /// A status with something in every field.
+    pub fn example(protection: Protection) -> VmStatus {
+        VmStatus {
+            name: "db".into(),
+            role: Role::Primary,
+            live: true,
+            generation: Generation(3),
+            epoch: Epoch(1234),
+            protection,
+            lag_epochs: 1,
+            policy: Policy::Interval { hz: 40 },
+            checkpoints: 1000,
+            pause_ms: PauseReport { p50: 0.8, p99: 1.5, max: 19.25 },
+            bytes_sent: 5 * 1024 * 1024,
+            bandwidth_bytes_per_second: 2048,
+            held_frames: 7,
+            qemu_pid: Some(4242),
+            console: Some("/run/db.console".into()),
+            cards: vec![CardReport {
+                mac: "52:54:00:00:00:01".into(),
+                tap: "us-db-0".into(),
+                bridge: "br0".into(),
+            }],
+            disks: vec![DiskReport { path: "/srv/db.img".into() }],
+            events: vec!["protected with b".into()],
+        }
+    }
+
+    fn host_of(vms: Vec<VmStatus>) -> HostStatus {
+        let (version, qemu_version) = ("0.1.0".into(), "10.0.2".into());
+        HostStatus { name: "a".into(), version, qemu_version, vms }
+    }
+
+    #[test]
+    fn a_vm_is_one_line_with_all_that_counts() {
+        let text = host(&host_of(vec![example(Protection::Protected { peer: "b".into() })]));
+        let line = text.lines().last().unwrap();
+        for word in
+            ["db", "primary", "3", "1234", "0.80/1.50/19.25", "2.00 KiB", "protected with b"]
+        {
+            assert!(line.contains(word), "{word:?} is missing: {line}");
+        }
+    }
+
+    #[test]
+    fn columns_are_aligned() {
+        let mut other = example(Protection::Off);
+        other.name = "a-much-longer-name".into();
+        let text = vms(&[example(Protection::Off), other]);
+        let places: Vec<_> =
+            text.lines().map(|l| l.find("primary").or(l.find("ROLE")).unwrap()).collect();
+        assert!(places.windows(2).all(|pair| pair[0] == pair[1]), "{text}");
+    }
+
+    #[test]
+    fn an_empty_host_says_so() {
+        assert!(host(&host_of(vec![])).contains("no VMs"));
+    }
+
+    #[test]
+    fn the_page_of_a_vm_shows_every_part() {
+        let text = vm(&example(Protection::Degraded { reason: "backup b is gone".into() }));
+        for word in [
+            "DEGRADED: backup b is gone",
+            "interval, 40 a second",
+            "1234, 1 not acknowledged",
+            "4242",
+            "/run/db.console",
+            "us-db-0",
+            "/srv/db.img",
+            "  protected with b",
+        ] {
+            assert!(text.contains(word), "{word:?} is missing:\n{text}");
+        }
+    }
+
+    #[test]
+    fn a_copy_under_way_shows_bytes_and_an_estimate() {
+        let mebibyte = 1024 * 1024;
+        let text = syncing("b", 10 * mebibyte, 40 * mebibyte, Some(2.2));
+        assert_eq!(text, "syncing to b: 10.00 MiB of 40.00 MiB, about 3 s left");
+        assert_eq!(syncing("b", 0, mebibyte, None), "syncing to b: 0 B of 1.00 MiB");
+    }
+}
