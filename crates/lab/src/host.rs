@@ -23,6 +23,9 @@ const TERMINATE_LIMIT: Duration = Duration::from_secs(60);
 /// For one call of the command line; a call that hangs must not hang a test.
 const CALL_SECONDS: &str = "120";
 const LOG: &str = "daemon.log";
+/// The daemon's own directory, with one directory for each VM.
+const STATE: &str = "state";
+const MACHINE_LOGS: [&str; 2] = ["qemu.log", "console.log"];
 /// How much of a log is worth showing.
 const LOG_TAIL_LINES: usize = 60;
 
@@ -43,6 +46,15 @@ struct ArbiterToml {
     path: PathBuf,
 }
 
+/// What a daemon gets beyond the laboratory's own configuration.
+#[derive(Clone, Debug, Default)]
+pub struct HostOptions {
+    /// Environment variables of the daemon.
+    pub environment: Vec<(String, String)>,
+    /// Further lines of `host.toml`: `qemu = "…"`, `[detection]` and the like.
+    pub settings: String,
+}
+
 /// One daemon that runs, or ran, as one host of a laboratory.
 ///
 /// Dropping it kills everything on the host.
@@ -60,33 +72,28 @@ impl HostProcess {
     /// waits until its API answers. A host that was killed starts again on the
     /// state that it left.
     pub fn start(lab: &Lab, name: &str, binary: &Path) -> Result<HostProcess> {
-        HostProcess::start_with(lab, name, binary, &[])
+        HostProcess::start_with(lab, name, binary, &HostOptions::default())
     }
 
-    /// [`start`](HostProcess::start) with environment variables for the daemon.
+    /// [`start`](HostProcess::start) with options.
     pub fn start_with(
         lab: &Lab,
         name: &str,
         binary: &Path,
-        environment: &[(&str, &str)],
+        options: &HostOptions,
     ) -> Result<HostProcess> {
-        let mut host = HostProcess::spawn(lab, name, binary, environment)?;
+        let mut host = HostProcess::spawn(lab, name, binary, options)?;
         wait_for(&format!("host {name}'s API"), START_LIMIT, || host.answers())
             .with_context(|| host.diagnostics())?;
         Ok(host)
     }
 
-    fn spawn(
-        lab: &Lab,
-        name: &str,
-        binary: &Path,
-        environment: &[(&str, &str)],
-    ) -> Result<HostProcess> {
+    fn spawn(lab: &Lab, name: &str, binary: &Path, options: &HostOptions) -> Result<HostProcess> {
         // The daemon starts in its own directory.
         let binary =
             binary.canonicalize().with_context(|| format!("no program {}", binary.display()))?;
         let directory = lab.host_directory(name)?;
-        let config = write_config(lab, name)?;
+        let config = write_config(lab, name, &options.settings)?;
         let log = File::options().create(true).append(true).open(directory.join(LOG))?;
         let namespace = lab.host(name)?;
         let daemon = namespace
@@ -94,7 +101,7 @@ impl HostProcess {
             .arg("host")
             .arg("--config")
             .arg(config)
-            .envs(environment.iter().copied())
+            .envs(options.environment.iter().map(|(name, value)| (name, value)))
             .current_dir(&directory)
             .stdin(Stdio::null())
             .stdout(log.try_clone()?)
@@ -271,7 +278,7 @@ fn socket(directory: &Path) -> PathBuf {
 }
 
 /// Writes `host.toml` into the host's directory and returns its path.
-fn write_config(lab: &Lab, name: &str) -> Result<PathBuf> {
+fn write_config(lab: &Lab, name: &str, settings: &str) -> Result<PathBuf> {
     let directory = lab.host_directory(name)?;
     let mut peers = BTreeMap::new();
     for peer in lab.hosts().iter().filter(|peer| *peer != name) {
@@ -280,21 +287,32 @@ fn write_config(lab: &Lab, name: &str) -> Result<PathBuf> {
     let config = HostToml {
         name: name.to_owned(),
         listen: SocketAddr::from((lab.host_address(name)?, PEER_PORT)),
-        state_dir: directory.join("state"),
+        state_dir: directory.join(STATE),
         socket: socket(&directory),
         arbiter: ArbiterToml { kind: "file", path: lab.arbiter_directory() },
         peers,
     };
+    let mut config = toml::Table::try_from(config).context("cannot write the configuration")?;
+    config.extend(settings.parse::<toml::Table>().context("the settings are no TOML")?);
     let path = directory.join("host.toml");
     let text = toml::to_string(&config).context("cannot write the configuration as TOML")?;
     fs::write(&path, text).with_context(|| format!("cannot write {}", path.display()))?;
     Ok(path)
 }
 
-/// The end of the log in a host's directory, with a heading.
+/// The ends of the logs in a host's directory: the daemon's, and those of its
+/// VMs (QEMU, console), each with a heading.
 pub(crate) fn log_tail(directory: &Path) -> String {
-    let path = directory.join(LOG);
-    let log = fs::read(&path).unwrap_or_default();
+    let entries = fs::read_dir(directory.join(STATE)).into_iter().flatten().flatten();
+    let mut machines: Vec<PathBuf> = entries.map(|entry| entry.path()).collect();
+    machines.sort();
+    let of_machine = |machine: &PathBuf| MACHINE_LOGS.map(|name| machine.join(name));
+    let logs = machines.iter().flat_map(of_machine).filter(|log| log.is_file());
+    std::iter::once(directory.join(LOG)).chain(logs).map(|log| tail(&log)).collect()
+}
+
+fn tail(path: &Path) -> String {
+    let log = fs::read(path).unwrap_or_default();
     let log = String::from_utf8_lossy(&log);
     let lines: Vec<&str> = log.lines().collect();
     let tail = &lines[lines.len().saturating_sub(LOG_TAIL_LINES)..];

@@ -18,6 +18,7 @@
 //! |---------------|----|
 //! | `lab`         | the namespaces, the switch, cutting and healing |
 //! | `host`        | a daemon in its namespace, and its deaths |
+//! | [`scene`]     | daemons, a guest and its protection: what most tests begin with |
 //! | `records`     | the client that must not lose a record nor its connection |
 //! | `chatter`     | load: many connections, every byte verified |
 //! | `shell`       | commands inside the guest |
@@ -37,18 +38,20 @@ mod packet;
 mod processes;
 mod records;
 mod remains;
+pub mod scene;
 mod shell;
 mod wait;
 mod watcher;
 
 pub use chatter::{ChatterClient, ChatterReport, Load};
 pub use conversation::ConversationError;
-pub use host::HostProcess;
+pub use host::{HostOptions, HostProcess};
 pub use lab::{BRIDGE, CLIENT_ADDRESS, GUEST_ADDRESS, Lab, PEER_PORT, UPLINK};
 pub use leftovers::Leftovers;
 pub use namespace::{Namespace, in_namespace};
 pub use records::{Ack, RecordClient, RecordReport, record_payload};
 pub use remains::LabName;
+pub use scene::{Scene, SceneOptions};
 pub use shell::{GuestOutput, GuestShell};
 pub use wait::wait_for;
 pub use watcher::{Mac, Watcher};

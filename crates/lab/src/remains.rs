@@ -155,8 +155,11 @@ pub(crate) fn remove(name: &LabName) -> Result<()> {
 
 /// Removes every laboratory of this process. Reports what fails and goes on.
 pub(crate) fn remove_all() {
-    let names = std::mem::take(&mut *living());
-    for name in names {
+    drain(&mut living());
+}
+
+fn drain(names: &mut Vec<LabName>) {
+    for name in names.drain(..) {
         if let Err(error) = name.remove() {
             tracing::error!("cannot remove the laboratory {name}: {error:#}");
         }
@@ -174,7 +177,10 @@ fn remove_on_signals() {
     };
     std::thread::spawn(move || {
         for signal in signals.forever() {
-            remove_all();
+            // Never given back: a thread whose laboratory is taken away under
+            // it waits in `remove` for the end, instead of reporting errors.
+            let mut names = living();
+            drain(&mut names);
             // Returns only if the signal cannot be raised again.
             let _ = signal_hook::low_level::emulate_default_handler(signal);
         }
