@@ -44,6 +44,9 @@ pub struct Host {
 impl Host {
     /// Checks the machine, claims the state directory, listens for peers.
     pub fn start(config: HostConfig) -> Result<Arc<Host>, HostError> {
+        abort_on_panic();
+        #[cfg(feature = "fail-points")]
+        std::mem::forget(fail::FailScenario::setup());
         let capabilities = Capabilities::probe(&config.qemu_path()?)
             .map_err(|error| HostError::new(ErrorKind::Invalid, error.to_string()))?;
         let agent = config.agent_path()?;
@@ -571,6 +574,16 @@ fn prepare_directory(path: &Path) -> Result<(), HostError> {
         let message = format!("cannot create the directory {}: {error}", path.display());
         HostError::new(ErrorKind::Invalid, message)
     })
+}
+
+/// A daemon that lost a thread cannot keep its promises: it ends, QEMU ends with
+/// it, and the backups take over.
+fn abort_on_panic() {
+    let report = std::panic::take_hook();
+    std::panic::set_hook(Box::new(move |panic| {
+        report(panic);
+        std::process::abort();
+    }));
 }
 
 /// `MemAvailable` in bytes.

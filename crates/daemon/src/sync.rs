@@ -3,7 +3,7 @@
 use std::sync::{Condvar, Mutex, MutexGuard};
 
 /// Locks a mutex. A poisoned one means that a thread panicked while it held
-/// it; the release build aborts at the first panic, so none is ever seen there.
+/// it; the daemon aborts at the first panic, so none is ever seen there.
 pub fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().expect("no thread panics while it holds a lock")
 }

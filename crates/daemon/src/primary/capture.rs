@@ -167,6 +167,7 @@ impl<'a> Capturer<'a> {
         self.tracker.scan(&mut self.dirty)?;
         timing.scan_ms = watch.lap();
         capture(self.machine.blocks(), &self.dirty, &mut self.staging)?;
+        fail::fail_point!("while-paused");
         timing.pages = self.dirty.pages();
         timing.copy_ms = watch.lap();
         pause.saved()?;

@@ -104,9 +104,11 @@ impl Encoder<'_> {
             Outgoing::Pages(epoch, chunk) => self.send_pages(epoch, &chunk),
             Outgoing::Data(kind, epoch, payload) => self.send_data(kind, epoch, &[&payload]),
             Outgoing::EpochEnd(epoch) => {
+                fail::fail_point!("before-epoch-end");
                 let digest = self.digests.remove(&epoch).unwrap_or_default();
                 let header = self.link.send_parts(Kind::EpochEnd, epoch, &[&digest.encode()])?;
                 self.count(&header);
+                fail::fail_point!("after-epoch-end");
                 Ok(())
             }
             Outgoing::Signal(kind) => self.link.send_signal(kind, Epoch(0)),

@@ -105,6 +105,7 @@ impl Session {
     fn perform(&self, action: PrimaryAction) {
         match action {
             PrimaryAction::Release(epoch) => {
+                fail::fail_point!("before-release");
                 self.stats.committed(epoch, clock::now());
                 for port in self.machine.ports() {
                     port.release_through(epoch);
