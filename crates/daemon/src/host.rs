@@ -38,6 +38,9 @@ pub struct Host {
     pub(crate) vms: Mutex<BTreeMap<String, Vm>>,
     /// Held while a VM is added, so that two cannot take one name.
     pub(crate) adding: Mutex<()>,
+    /// Held while protection is set up. Not `adding`: two hosts that protect to
+    /// each other would wait for each other.
+    protecting: Mutex<()>,
     sessions: AtomicU64,
 }
 
@@ -75,6 +78,7 @@ impl Host {
             kernel_problem,
             vms: Mutex::default(),
             adding: Mutex::default(),
+            protecting: Mutex::default(),
             sessions: AtomicU64::new(0),
         });
         incoming::listen(&host, listener)?;
@@ -123,7 +127,7 @@ impl Host {
         match self.vm(name)? {
             Vm::Primary(vm) => {
                 if !force {
-                    self.power_off(&vm)?;
+                    return self.power_off(&vm);
                 }
                 self.end_protection(&vm)?;
                 self.remove_primary(&vm);
@@ -151,6 +155,7 @@ impl Host {
         name: &str,
         request: ProtectRequest,
     ) -> Result<VmStatus, HostError> {
+        let _protecting = lock(&self.protecting);
         let vm = self.primary(name)?;
         if let Some(session) = vm.active_session() {
             let message = format!(
@@ -236,10 +241,14 @@ impl Host {
         }
     }
 
-    /// Ends every VM and backup of this daemon; nothing is left behind.
+    /// Ends the daemon's work: protected VMs are handed to their backups, the
+    /// others end, and so do backups. Nothing is left behind.
     pub fn shutdown(self: &Arc<Self>) {
         let names: Vec<String> = lock(&self.vms).keys().cloned().collect();
         for name in names {
+            if self.failover(&name).is_ok() {
+                continue;
+            }
             if let Err(error) = self.vm_stop(&name, true) {
                 warn!(vm = name, "{error}");
             }
@@ -325,7 +334,13 @@ impl Host {
                 warn!(vm = vm.machine.definition().name, "not protected any more: {reason}");
                 vm.events.note(format!("not protected any more: {reason}"));
             }
-            PrimaryPhase::Halted(reason) => self.fence(vm, reason),
+            PrimaryPhase::Halted(reason) => {
+                self.fence(vm, reason);
+                if vm.was_handed_over() {
+                    // Nothing went wrong: this host has nothing to do with it any more.
+                    lock(&self.vms).remove(&vm.machine.definition().name);
+                }
+            }
             _ => {}
         }
     }

@@ -72,6 +72,7 @@ pub struct Machine {
     console: Option<PathBuf>,
     doorbell: Arc<Doorbell>,
     halted: AtomicBool,
+    powered_off: AtomicBool,
     qemu: Qemu,
     // Held open: their ends tell QEMU that this daemon lives.
     agent: AgentLink,
@@ -144,6 +145,7 @@ impl Machine {
             console: console.map(|console| console.socket),
             doorbell,
             halted: AtomicBool::new(false),
+            powered_off: AtomicBool::new(false),
             qemu,
             agent,
             _servers: servers,
@@ -173,7 +175,10 @@ impl Machine {
         }
         match event {
             VmEvent::Stopped | VmEvent::Resumed => None,
-            VmEvent::Shutdown { .. } => Some(MachineEvent::PoweredOff),
+            VmEvent::Shutdown { .. } => {
+                self.powered_off.store(true, Ordering::Release);
+                Some(MachineEvent::PoweredOff)
+            }
             VmEvent::Reset { .. } => Some(MachineEvent::Notice("the guest rebooted".to_owned())),
             VmEvent::Panicked => {
                 Some(MachineEvent::Notice("the guest's kernel panicked".to_owned()))
@@ -251,6 +256,11 @@ impl Machine {
     /// Whether QEMU runs.
     pub fn is_alive(&self) -> bool {
         matches!(self.qemu.try_wait(), Ok(None))
+    }
+
+    /// Whether the guest powered off. QEMU refuses to go on with it then.
+    pub fn is_powered_off(&self) -> bool {
+        self.powered_off.load(Ordering::Acquire)
     }
 
     /// The dirty tracker, attached at its first use; one user at a time.

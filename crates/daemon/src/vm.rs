@@ -97,6 +97,11 @@ impl PrimaryVm {
         state.degraded = None;
     }
 
+    /// Whether the last session ended with a planned fail-over.
+    pub fn was_handed_over(&self) -> bool {
+        lock(&self.state).session.as_ref().is_some_and(|session| session.was_handed_over())
+    }
+
     /// The generation at which this host owns the VM.
     pub fn generation(&self) -> Generation {
         let state = lock(&self.state);

@@ -117,7 +117,7 @@ impl Backup {
             BackupEvent::Heard => self.detector.heard(now),
             BackupEvent::PeerGone(reason) => self.primary_lost(reason, actions),
             BackupEvent::TakeOver => {
-                self.primary_lost("the primary handed over".to_owned(), actions);
+                self.primary_lost("the primary asked for it".to_owned(), actions);
             }
             BackupEvent::StandDown => self.stand_down(actions),
             BackupEvent::Tick => self.tick(now, actions),

@@ -92,6 +92,7 @@ pub struct Primary {
     committed: Epoch,
     detector: Detector,
     retry_at: Option<Time>,
+    unprotect_asked: bool,
 }
 
 impl Primary {
@@ -105,6 +106,7 @@ impl Primary {
             committed: Epoch(0),
             detector: Detector::new(timeout * PATIENCE, now),
             retry_at: None,
+            unprotect_asked: false,
         }
     }
 
@@ -253,9 +255,9 @@ impl Primary {
         match verdict {
             Verdict::Granted(generation) => {
                 assert!(generation > self.generation, "generations only grow");
-                let reason = reason.clone();
+                let reason = (!self.unprotect_asked).then(|| reason.clone());
                 self.generation = generation;
-                self.alone(Some(reason), actions);
+                self.alone(reason, actions);
             }
             Verdict::Taken(owner) => {
                 let host = owner.host.as_deref().unwrap_or("nobody");
@@ -277,6 +279,7 @@ impl Primary {
     }
 
     fn unprotect(&mut self, actions: &mut Vec<PrimaryAction>) {
+        self.unprotect_asked = true;
         match self.phase {
             PrimaryPhase::Syncing if !self.backup_may_be_entitled() => {
                 actions.push(PrimaryAction::StandDown);

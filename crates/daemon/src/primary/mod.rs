@@ -230,8 +230,11 @@ fn run_control(session: &Session, contests: &Receiver<Generation>) {
 fn run_capture(session: &Arc<Session>, over: impl FnOnce(PrimaryPhase)) {
     if let Err(error) = capture::run(session) {
         let reason = format!("cannot take a checkpoint: {error:#}");
-        error!(vm = session.vm, "{reason}");
-        if session.machine.is_alive() {
+        if powered_off(&session.machine) {
+            // Not a failure: the host ends protection, then the VM.
+            info!(vm = session.vm, "the guest powered off: {reason}");
+        } else if session.machine.is_alive() {
+            error!(vm = session.vm, "{reason}");
             session.event(PrimaryEvent::PeerGone(reason));
         } else {
             session.event(PrimaryEvent::GuestDied(reason));
@@ -245,13 +248,22 @@ fn run_capture(session: &Arc<Session>, over: impl FnOnce(PrimaryPhase)) {
             break phase;
         }
     };
-    if matches!(phase, PrimaryPhase::Alone(_)) {
+    if matches!(phase, PrimaryPhase::Alone(_)) && !session.machine.is_powered_off() {
         // A checkpoint that failed may have left the guest paused.
         if let Err(error) = session.machine.ensure_running() {
             error!(vm = session.vm, "cannot resume the guest: {error:#}");
         }
     }
     over(phase);
+}
+
+/// QEMU's refusal to resume can be seen before its event that says why.
+fn powered_off(machine: &Machine) -> bool {
+    let deadline = clock::now() + Duration::from_millis(300);
+    while machine.is_alive() && !machine.is_powered_off() && clock::now() < deadline {
+        thread::sleep(Duration::from_millis(5));
+    }
+    machine.is_powered_off()
 }
 
 impl Pulse for Session {

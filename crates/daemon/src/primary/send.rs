@@ -25,6 +25,8 @@ pub enum Outgoing {
     EpochEnd(Epoch),
     /// A message without payload.
     Signal(Kind),
+    /// Nothing comes after this.
+    End,
 }
 
 /// The writing end of the queue.
@@ -65,9 +67,10 @@ impl Outbox {
         let _ = self.queue.send(item);
     }
 
-    /// Lets everybody who waits pass; nothing is sent any more.
+    /// Lets everybody who waits pass; what is queued is the last to be sent.
     pub fn close(&self) {
         self.budget.close();
+        let _ = self.queue.send(Outgoing::End);
     }
 }
 
@@ -76,15 +79,18 @@ impl Outgoing {
         match self {
             Outgoing::Pages(_, chunk) => chunk.bytes().len() as u64,
             Outgoing::Data(_, _, payload) => payload.len() as u64,
-            Outgoing::EpochEnd(_) | Outgoing::Signal(_) => 0,
+            Outgoing::EpochEnd(_) | Outgoing::Signal(_) | Outgoing::End => 0,
         }
     }
 }
 
-/// Sends what the queue holds until the queue ends or the connection fails.
+/// Sends what the queue holds until its end or until the connection fails.
 pub fn send_all(outflow: &Outflow, link: &Link, stats: &Stats) -> io::Result<()> {
     let mut encoder = Encoder { link, stats, digests: HashMap::new() };
     for item in &outflow.queue {
+        if matches!(item, Outgoing::End) {
+            break;
+        }
         let bytes = item.bytes();
         encoder.send(item)?;
         outflow.budget.give_back(bytes);
@@ -112,6 +118,7 @@ impl Encoder<'_> {
                 Ok(())
             }
             Outgoing::Signal(kind) => self.link.send_signal(kind, Epoch(0)),
+            Outgoing::End => Ok(()),
         }
     }
 

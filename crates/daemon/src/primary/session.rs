@@ -207,6 +207,11 @@ impl Session {
         }
     }
 
+    /// Whether a planned fail-over was asked for.
+    pub fn was_handed_over(&self) -> bool {
+        self.hand_over.load(Ordering::Acquire)
+    }
+
     /// Asks for a planned fail-over.
     pub fn request_hand_over(&self) {
         info!(vm = self.vm, "handing over to {}", self.peer);
