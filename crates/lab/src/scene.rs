@@ -371,7 +371,7 @@ fn write_definition(lab: &Lab, options: &SceneOptions) -> Result<PathBuf> {
     let card = |index| CardToml { mac: mac(index), bridge: BRIDGE };
     let definition = VmToml {
         name: VM,
-        memory: format!("{} MiB", options.memory_mib),
+        memory: format!("{}M", options.memory_mib),
         vcpus: options.vcpus,
         accel: options.accel.clone(),
         kernel: file(KERNEL),

@@ -1,6 +1,7 @@
 //! The grammar of the command line.
 
 use clap::{Args, Parser, Subcommand, ValueEnum};
+use serde::Serialize;
 use std::path::PathBuf;
 use understudy_daemon::config::DEFAULT_SOCKET;
 use understudy_protocol::Policy;
@@ -81,6 +82,9 @@ pub enum Command {
         /// The VM's name; all VMs without it.
         vm: Option<String>,
     },
+    /// Kill a guest's host, here on one machine, and see its connection live on.
+    #[command(after_help = DEMO_HELP)]
+    Demo(DemoArgs),
     /// Check whether this machine can run and protect VMs; says what to do if not.
     Doctor {
         /// Check this host's configuration too: the arbiter, the peers.
@@ -204,6 +208,34 @@ impl ProtectArgs {
             }
         }
     }
+}
+
+const DEMO_HELP: &str = "\
+Two hosts and a client are network namespaces of this machine; the rest is real.
+Needs root, and the test guest that `make guests` builds. Everything is removed
+at the end. Exits with 0 only if no acknowledged record was lost and the
+client's one connection survived.";
+
+/// `demo`
+#[derive(Debug, Args)]
+pub struct DemoArgs {
+    /// Cut the host off instead of killing it.
+    #[arg(long, value_name = "WHAT")]
+    pub cut: Option<Cut>,
+    /// Seconds of work under protection before the failure.
+    #[arg(long, value_name = "N", default_value_t = 5, value_parser = clap::value_parser!(u64).range(1..=3600))]
+    pub seconds: u64,
+    /// The test guest's files [default: target/guest of the build].
+    #[arg(long, value_name = "DIR", env = "UNDERSTUDY_GUEST")]
+    pub guest: Option<PathBuf>,
+}
+
+/// What can be cut.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum, Serialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Cut {
+    /// The host's network, silently: its link stays up.
+    Network,
 }
 
 fn log_filter(text: &str) -> Result<String, String> {

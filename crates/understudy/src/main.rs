@@ -10,6 +10,7 @@
 //! | [`api`]      | the daemon's HTTP API |
 //! | [`socket`]   | the unix socket it listens on |
 //! | [`client`]   | the API from the caller's side |
+//! | [`demo`]     | a host dies, and its guest's connection lives on |
 //! | [`doctor`]   | checks of this machine |
 //! | [`failure`]  | how a command fails: words and exit code |
 //! | [`output`], [`table`], [`progress`] | what the user sees |
@@ -18,6 +19,7 @@ mod api;
 mod cli;
 mod client;
 mod commands;
+mod demo;
 mod doctor;
 mod failure;
 mod output;

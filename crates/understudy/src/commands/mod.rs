@@ -10,6 +10,7 @@ mod vm;
 
 use crate::cli::{Cli, Command};
 use crate::client::Client;
+use crate::demo;
 use crate::failure::{Exit, Failure};
 
 /// Does what the command line says.
@@ -22,6 +23,7 @@ pub fn run(cli: &Cli) -> Result<Exit, Failure> {
         Command::Unprotect { vm } => protect::unprotect(&client()?, vm, cli.json),
         Command::Failover { vm } => protect::failover(&client()?, vm, cli.json),
         Command::Status { vm } => status::run(&client()?, vm.as_deref(), cli.json),
+        Command::Demo(args) => demo::run(args, cli.json),
         Command::Doctor { config } => doctor::run(config.as_deref(), cli.json),
     }
 }
