@@ -109,7 +109,8 @@ impl SceneOptions {
         }
     }
 
-    fn check(&self) -> Result<()> {
+    /// Says what is missing or impossible; [`Scene::start`] does so as well.
+    pub fn check(&self) -> Result<()> {
         ensure!(self.disks <= IMAGES.len(), "{} disks asked for, 2 possible", self.disks);
         ensure!((1..=2).contains(&self.cards), "{} cards asked for, 1 or 2 possible", self.cards);
         for name in self.sources() {

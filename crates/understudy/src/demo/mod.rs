@@ -50,16 +50,14 @@ fn scene_options(args: &DemoArgs) -> Result<SceneOptions, Failure> {
     }
     let binary = env::current_exe()
         .map_err(|error| Failure::internal(format!("cannot find this program: {error}")))?;
-    let guest = args.guest.clone().unwrap_or_else(guest_files);
-    if !guest.is_dir() {
-        let message = format!(
-            "there is no {}: build the test guests with `make guests`, or say where they are \
-             with --guest",
-            guest.display()
-        );
-        return Err(Failure::new(FailureKind::Host(ErrorKind::NotFound), message));
-    }
-    Ok(SceneOptions::new(&binary, &guest))
+    let options = SceneOptions::new(&binary, &args.guest.clone().unwrap_or_else(guest_files));
+    options.check().map_err(|error| {
+        Failure::new(
+            FailureKind::Host(ErrorKind::NotFound),
+            format!("{error:#} (see also --guest)"),
+        )
+    })?;
+    Ok(options)
 }
 
 /// Beside the build that this program is part of, else below where it was called.
