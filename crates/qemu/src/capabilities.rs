@@ -2,7 +2,7 @@
 
 use crate::definition::AcceleratorChoice;
 use crate::process::{Launch, LaunchError, Qemu};
-use crate::qmp::{Connection, MonitorSocket, QemuVersion, QmpError};
+use crate::qmp::{Connection, QemuVersion, QmpError};
 use nix::sys::memfd::{MFdFlags, memfd_create};
 use qapi::qmp::{qom_list_types, query_commands, query_machines, query_qmp_schema};
 use serde::{Deserialize, Serialize};
@@ -12,6 +12,7 @@ use std::fmt;
 use std::fs::File;
 use std::io;
 use std::os::fd::{AsFd, AsRawFd};
+use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
@@ -121,7 +122,7 @@ pub enum CapabilityError {
 impl Capabilities {
     /// Starts QEMU without a machine and asks it.
     pub fn probe(binary: &Path) -> Result<Capabilities, CapabilityError> {
-        let MonitorSocket { ours, qemus } = MonitorSocket::pair()?;
+        let (ours, qemus) = UnixStream::pair()?;
         let log: File =
             memfd_create(c"qemu-probe", MFdFlags::MFD_CLOEXEC).map_err(io::Error::from)?.into();
         let qemu = Qemu::launch(&Launch {

@@ -5,7 +5,10 @@
 //! A standby differs only in waiting for its device state.
 
 use crate::capabilities::Accelerator;
-use crate::definition::{CardModel, DiskBus, DiskDefinition, DiskFormat, Vga, VmDefinition};
+use crate::definition::{
+    CardModel, DiskBus, DiskDefinition, DiskFormat, Vga, VirtioInterface, VmDefinition,
+};
+use crate::qmp::MONITORS;
 use std::ffi::OsString;
 use std::os::fd::RawFd;
 use std::path::{Path, PathBuf};
@@ -35,10 +38,8 @@ pub struct Resources {
     pub accelerator: Accelerator,
     /// Memfd of the guest's main memory, as long as the definition says.
     pub ram: RawFd,
-    /// QEMU's end of the monitor for commands.
-    pub commands: RawFd,
-    /// QEMU's end of the monitor for events.
-    pub events: RawFd,
+    /// QEMU's ends of its monitors, from [`crate::qmp::QemuEnds::numbers`].
+    pub monitors: [RawFd; MONITORS],
     /// Per disk, the unix socket of its NBD server, which must listen already.
     pub disks: Vec<PathBuf>,
     /// Per card, QEMU's end of the socket to its port.
@@ -109,10 +110,11 @@ fn machine(args: &mut Args, vm: &VmDefinition, resources: &Resources) {
     args.flag("-no-user-config");
     args.flag("-nodefaults");
     args.pair("-display", "none");
+    // Without the VMware port, whose mouse is an eighth of the device state.
     args.pair(
         "-machine",
         format!(
-            "{},accel={},suppress-vmdesc=on,memory-backend=ram",
+            "{},accel={},suppress-vmdesc=on,vmport=off,memory-backend=ram",
             resources.machine_type, resources.accelerator
         ),
     );
@@ -146,9 +148,9 @@ fn machine(args: &mut Args, vm: &VmDefinition, resources: &Resources) {
 }
 
 fn monitors(args: &mut Args, resources: &Resources) {
-    for (id, fd) in [("commands", resources.commands), ("events", resources.events)] {
-        args.pair("-chardev", format!("socket,id=qmp-{id},fd={fd}"));
-        args.pair("-mon", format!("chardev=qmp-{id},mode=control"));
+    for (n, fd) in resources.monitors.iter().enumerate() {
+        args.pair("-chardev", format!("socket,id=qmp{n},fd={fd}"));
+        args.pair("-mon", format!("chardev=qmp{n},mode=control"));
     }
 }
 
@@ -183,7 +185,7 @@ fn disks(args: &mut Args, vm: &VmDefinition, sockets: &[PathBuf]) {
             DiskBus::Virtio => {
                 virtio += 1;
                 let slot = FIRST_DISK_SLOT + virtio - 1;
-                format!("virtio-blk-pci,addr={slot:#04x}")
+                format!("virtio-blk-pci,{},addr={slot:#04x}", interface(vm.virtio))
             }
             DiskBus::Ide => {
                 ide += 1;
@@ -233,10 +235,10 @@ fn cards(args: &mut Args, vm: &VmDefinition, sockets: &[RawFd]) {
         let netdev = format!("stream,id=card{n},server=off,addr.type=fd,addr.str={socket}");
         args.pair("-netdev", netdev);
         let model = match card.model {
-            CardModel::VirtioNet => "virtio-net-pci",
-            CardModel::E1000 => "e1000",
-            CardModel::E1000e => "e1000e",
-            CardModel::Rtl8139 => "rtl8139",
+            CardModel::VirtioNet => format!("virtio-net-pci,{}", interface(vm.virtio)),
+            CardModel::E1000 => "e1000".to_owned(),
+            CardModel::E1000e => "e1000e".to_owned(),
+            CardModel::Rtl8139 => "rtl8139".to_owned(),
         };
         let slot = FIRST_CARD_SLOT + n;
         // No boot ROM: it is one more RAM block to carry, and VMs boot from disk.
@@ -244,6 +246,14 @@ fn cards(args: &mut Args, vm: &VmDefinition, sockets: &[RawFd]) {
             "-device",
             format!("{model},addr={slot:#04x},netdev=card{n},id=nic{n},mac={},rombar=0", card.mac),
         );
+    }
+}
+
+/// A device with the modern interface has 1024 queues to save, used or not.
+fn interface(virtio: VirtioInterface) -> &'static str {
+    match virtio {
+        VirtioInterface::Legacy => "disable-modern=on,disable-legacy=off",
+        VirtioInterface::Modern => "disable-modern=off,disable-legacy=on",
     }
 }
 

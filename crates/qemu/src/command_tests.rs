@@ -9,8 +9,7 @@ fn resources() -> Resources {
         machine_type: "pc-q35-10.0".to_owned(),
         accelerator: Accelerator::Tcg,
         ram: 20,
-        commands: 21,
-        events: 22,
+        monitors: [21, 22, 23],
         disks: Vec::new(),
         cards: Vec::new(),
         console: None,
@@ -70,7 +69,7 @@ fn everything_is_on_the_command_line() {
 -no-user-config
 -nodefaults
 -display none
--machine pc-q35-10.0,accel=tcg,suppress-vmdesc=on,memory-backend=ram
+-machine pc-q35-10.0,accel=tcg,suppress-vmdesc=on,vmport=off,memory-backend=ram
 -object memory-backend-file,id=ram,size=536870912,mem-path=/proc/self/fd/20,share=on,prealloc=off
 -m size=536870912B
 -smp 2
@@ -79,22 +78,24 @@ fn everything_is_on_the_command_line() {
 -msg timestamp=on
 -action shutdown=pause
 -S
--chardev socket,id=qmp-commands,fd=21
--mon chardev=qmp-commands,mode=control
--chardev socket,id=qmp-events,fd=22
--mon chardev=qmp-events,mode=control
+-chardev socket,id=qmp0,fd=21
+-mon chardev=qmp0,mode=control
+-chardev socket,id=qmp1,fd=22
+-mon chardev=qmp1,mode=control
+-chardev socket,id=qmp2,fd=23
+-mon chardev=qmp2,mode=control
 -chardev socket,id=console,server=on,wait=off,path=/run/con,logappend=on,logfile=/run/con.log
 -serial chardev:console
 -kernel /boot/vmlinuz
 -initrd /boot/initrd
 -append console=ttyS0 quiet
 -blockdev driver=nbd,node-name=disk0,discard=unmap,detect-zeroes=off,server.type=unix,server.path=/run/d0
--device virtio-blk-pci,addr=0x03,drive=disk0,id=disk0,werror=stop,rerror=stop
+-device virtio-blk-pci,disable-modern=on,disable-legacy=off,addr=0x03,drive=disk0,id=disk0,werror=stop,rerror=stop
 -blockdev driver=nbd,node-name=disk1-nbd,discard=unmap,detect-zeroes=off,server.type=unix,server.path=/run/d,,1
 -blockdev driver=qcow2,node-name=disk1,file=disk1-nbd,discard=unmap,detect-zeroes=off
--device virtio-blk-pci,addr=0x04,drive=disk1,id=disk1,werror=stop,rerror=stop
+-device virtio-blk-pci,disable-modern=on,disable-legacy=off,addr=0x04,drive=disk1,id=disk1,werror=stop,rerror=stop
 -netdev stream,id=card0,server=off,addr.type=fd,addr.str=20
--device virtio-net-pci,addr=0x10,netdev=card0,id=nic0,mac=52:54:00:00:00:01,rombar=0
+-device virtio-net-pci,disable-modern=on,disable-legacy=off,addr=0x10,netdev=card0,id=nic0,mac=52:54:00:00:00:01,rombar=0
 -netdev stream,id=card1,server=off,addr.type=fd,addr.str=21
 -device e1000,addr=0x11,netdev=card1,id=nic1,mac=52:54:00:00:00:02,rombar=0
 -device virtio-rng-pci";
@@ -129,12 +130,21 @@ fn disks_boot_in_their_order_on_either_machine() {
         bus = "ide"
     "#;
     let two = Resources { disks: vec!["/x".into(), "/y".into()], ..resources() };
-    let q35 = lines(&definition(toml), &two);
+    let q35 = lines(&definition(&format!("machine = \"q35\"\n{toml}")), &two);
     assert!(q35.contains(
         "-device ide-hd,bus=ide.1,drive=disk1,id=disk1,werror=stop,rerror=stop,bootindex=1"
     ));
     assert!(q35.contains("-vga std") && q35.contains("-cpu Haswell,-avx"));
     assert!(!q35.contains("-serial"));
-    let pc = lines(&definition(&format!("machine = \"pc\"\n{toml}")), &two);
+    let pc = lines(&definition(toml), &two);
     assert!(pc.contains("-device ide-hd,bus=ide.0,unit=1,drive=disk1"));
+}
+
+#[test]
+fn guests_without_legacy_drivers_get_the_modern_interface() {
+    let (vm, resources) = two_of_each();
+    let modern = VmDefinition { virtio: VirtioInterface::Modern, ..vm };
+    assert!(
+        lines(&modern, &resources).contains("virtio-blk-pci,disable-modern=off,disable-legacy=on,")
+    );
 }

@@ -24,7 +24,8 @@ pub struct VmDefinition {
     pub memory: MemorySize,
     /// Virtual CPUs, 1 to 255.
     pub vcpus: u32,
-    /// QEMU's machine type, without or with version: `q35`, `pc`, `pc-q35-10.0`.
+    /// QEMU's machine type, without or with version: `pc`, `q35`, `pc-q35-10.0`.
+    /// `pc` by default: the device state of `q35` takes twice as long to save.
     #[serde(default = "default_machine")]
     pub machine: String,
     /// What executes the guest's instructions.
@@ -42,6 +43,9 @@ pub struct VmDefinition {
     /// The kernel's command line.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub append: Option<String>,
+    /// How the guest's drivers talk to virtio devices.
+    #[serde(default)]
+    pub virtio: VirtioInterface,
     /// Whether the guest's first serial port is a unix socket of the host.
     #[serde(default = "default_console")]
     pub console: bool,
@@ -142,6 +146,18 @@ pub enum AcceleratorChoice {
     Kvm,
 }
 
+/// How the guest's drivers talk to virtio devices.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum VirtioInterface {
+    /// As before virtio 1.0; every common guest still can. A checkpoint is shorter
+    /// by about a millisecond for each device.
+    #[default]
+    Legacy,
+    /// As since virtio 1.0, for guests without drivers for the other.
+    Modern,
+}
+
 /// QEMU's video cards.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
@@ -156,7 +172,7 @@ pub enum Vga {
 }
 
 fn default_machine() -> String {
-    "q35".to_owned()
+    "pc".to_owned()
 }
 
 fn default_console() -> bool {

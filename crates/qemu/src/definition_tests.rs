@@ -56,7 +56,8 @@ fn a_full_definition_is_read() {
     let folder = folder();
     let vm = read(&folder, FULL).unwrap();
     assert_eq!(vm.memory.bytes(), 512 << 20);
-    assert_eq!(vm.machine, "q35");
+    assert_eq!(vm.machine, "pc");
+    assert_eq!(vm.virtio, VirtioInterface::Legacy);
     assert_eq!(vm.kernel, Some(folder.path().join("vmlinuz")), "paths count from the folder");
     assert_eq!(vm.disks[1].path, folder.path().join("b.qcow2"));
     assert_eq!((vm.disks[0].bus, vm.disks[1].bus), (DiskBus::Virtio, DiskBus::Ide));
@@ -175,8 +176,10 @@ fn too_many_devices_are_refused() {
         format: DiskFormat::Raw,
         bus,
     };
-    vm.disks = (0..7).map(|n| disk(n, DiskBus::Ide)).collect();
-    assert!(vm.validate()[0].message.contains("room for 6"));
+    vm.disks = (0..5).map(|n| disk(n, DiskBus::Ide)).collect();
+    assert!(vm.validate()[0].message.contains("room for 4"));
+    vm.machine = "q35".to_owned();
+    assert_eq!(vm.validate(), []);
     vm.disks = (0..12).map(|n| disk(n, DiskBus::Virtio)).collect();
     assert_eq!(vm.validate(), []);
     vm.disks.push(disk(12, DiskBus::Virtio));

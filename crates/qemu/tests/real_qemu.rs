@@ -5,6 +5,7 @@ mod common;
 use common::{CAPABILITIES, LONG, NbdServer, Vm, definition};
 use std::path::Path;
 use understudy_qemu::command::Role;
+use understudy_qemu::definition::VirtioInterface;
 use understudy_qemu::qmp::{QmpError, RunState, VmEvent};
 use understudy_qemu::{Accelerator, Capabilities};
 
@@ -29,9 +30,13 @@ fn successor(letter: u8) -> u8 {
 
 #[test]
 fn a_guest_survives_a_hundred_checkpoints_and_the_death_of_its_qemu() {
-    for format in ["raw", "qcow2"] {
+    for (format, machine, virtio) in
+        [("raw", "pc", VirtioInterface::Legacy), ("qcow2", "q35", VirtioInterface::Modern)]
+    {
         let folder = tempfile::tempdir().unwrap();
-        let vm = definition(folder.path(), format);
+        let mut vm = definition(folder.path(), format);
+        vm.machine = machine.to_owned();
+        vm.virtio = virtio;
         let disk = NbdServer::start(folder.path(), &vm.disks[0].path, "nbd");
         let mirror_image = folder.path().join("mirror");
         std::fs::copy(&vm.disks[0].path, &mirror_image).unwrap();
@@ -91,12 +96,61 @@ fn reboots(vm: &mut Vm) {
 }
 
 #[test]
+fn an_abandoned_checkpoint_leaves_the_guest_stopped() {
+    let folder = tempfile::tempdir().unwrap();
+    let vm = definition(folder.path(), "raw");
+    let disk = NbdServer::start(folder.path(), &vm.disks[0].path, "nbd");
+    let mut primary = Vm::start(&vm, &disk, Role::Fresh);
+    primary.monitor.cont().unwrap();
+    primary.await_boot();
+    for calls in 0..3 {
+        let mut checkpoint = primary.monitor.begin_checkpoint(&primary.state).unwrap();
+        if calls > 0 {
+            checkpoint.stopped().unwrap();
+        }
+        if calls > 1 {
+            checkpoint.saved().unwrap();
+        }
+        drop(checkpoint);
+        assert_eq!(primary.monitor.status().unwrap(), RunState::paused);
+        // Another checkpoint may follow, and may end the pause.
+        let before = primary.checkpoint();
+        assert_eq!(primary.monitor.status().unwrap(), RunState::running);
+        let after = common::eventually("the guest goes on", || {
+            Some(primary.checkpoint().counter()).filter(|after| *after > before.counter())
+        });
+        assert!(after > before.counter());
+    }
+}
+
+#[test]
+fn a_guest_that_powers_off_leaves_a_machine_to_commit() {
+    let folder = tempfile::tempdir().unwrap();
+    let vm = common::power_off_definition(folder.path());
+    let disk = NbdServer::start(folder.path(), &vm.disks[0].path, "nbd");
+    let mut primary = Vm::start(&vm, &disk, Role::Fresh);
+    primary.monitor.cont().unwrap();
+    let event = primary.await_event(|event| matches!(event, VmEvent::Shutdown { .. }));
+    let reason = "guest-shutdown".to_owned();
+    assert_eq!(event, VmEvent::Shutdown { guest: true, reason });
+    common::eventually("it stands still", || {
+        (primary.monitor.status().unwrap() == RunState::shutdown).then_some(())
+    });
+    let mut checkpoint = primary.monitor.begin_checkpoint(&primary.state).unwrap();
+    checkpoint.stopped().unwrap();
+    checkpoint.saved().unwrap();
+    let error = checkpoint.resume().unwrap_err();
+    assert!(matches!(error, QmpError::Refused { command: "cont", .. }), "{error}");
+    assert_eq!(primary.monitor.status().unwrap(), RunState::shutdown);
+}
+
+#[test]
 fn a_bad_device_state_ends_the_standby_with_a_reason() {
     let folder = tempfile::tempdir().unwrap();
     let vm = definition(folder.path(), "raw");
     let disk = NbdServer::start(folder.path(), &vm.disks[0].path, "nbd");
     let mut standby = Vm::start(&vm, &disk, Role::Standby);
-    standby.monitor.prepare_standby().unwrap();
+    standby.monitor.prepare_standby(&standby.state).unwrap();
     standby.state.fill(b"this is not what QEMU saved").unwrap();
     let error = standby.monitor.go_live(&standby.state).unwrap_err();
     assert!(matches!(error, QmpError::Closed), "{error}");

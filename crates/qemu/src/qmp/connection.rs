@@ -69,6 +69,9 @@ impl fmt::Display for QemuVersion {
     }
 }
 
+/// Stands for a command that was primed and then not wanted.
+const DISARMED: &str = "disarmed command";
+
 /// What QEMU says, line by line.
 pub(crate) enum Message {
     /// Something happened.
@@ -91,7 +94,15 @@ pub(crate) struct Connection {
     incoming: Vec<u8>,
     /// Commands sent and not yet answered; QEMU answers in order.
     owed: VecDeque<&'static str>,
+    /// A command sent up to its last brace.
+    primed: Option<Primed>,
     timeout: Duration,
+}
+
+#[derive(Debug, PartialEq, Eq)]
+struct Primed {
+    command: &'static str,
+    text: Vec<u8>,
 }
 
 #[derive(Deserialize)]
@@ -147,6 +158,7 @@ impl Connection {
             outgoing: Vec::new(),
             incoming: Vec::new(),
             owed: VecDeque::new(),
+            primed: None,
             timeout,
         };
         const GREETING: &str = "greeting";
@@ -163,14 +175,50 @@ impl Connection {
 
     /// Queues a command; [`Connection::flush`] sends it.
     pub(crate) fn push<C: Command>(&mut self, command: &C) -> Result<(), QmpError> {
-        serde_json::to_writer(&mut self.outgoing, &Execute::<&C>::from(command))
-            .map_err(|e| QmpError::Io(e.into()))?;
-        self.outgoing.push(b'\n');
+        self.disarm();
+        self.outgoing.extend(unfinished(command)?);
+        self.outgoing.push(b'}');
         self.owed.push_back(C::NAME);
         Ok(())
     }
 
-    /// Sends all queued commands in one write.
+    /// Queues a command up to its last brace, which [`Connection::fire`] adds.
+    ///
+    /// QEMU reads its monitors byte by byte, with several system calls for each:
+    /// a command of 90 bytes takes it half a millisecond on a busy machine. Sent
+    /// ahead, that time is not part of a checkpoint's pause.
+    pub(crate) fn prime<C: Command>(&mut self, command: &C) -> Result<(), QmpError> {
+        let primed = Primed { command: C::NAME, text: unfinished(command)? };
+        if self.primed.as_ref() != Some(&primed) {
+            self.disarm();
+            self.outgoing.extend(&primed.text);
+            self.primed = Some(primed);
+        }
+        Ok(())
+    }
+
+    /// Queues the last brace of the primed command.
+    pub(crate) fn fire(&mut self) {
+        if let Some(Primed { command, .. }) = self.primed.take() {
+            self.outgoing.push(b'}');
+            self.owed.push_back(command);
+        }
+    }
+
+    /// Whether this command is primed.
+    pub(crate) fn is_primed(&self, command: &str) -> bool {
+        self.primed.as_ref().is_some_and(|primed| primed.command == command)
+    }
+
+    /// Makes the primed command one that QEMU refuses.
+    fn disarm(&mut self) {
+        if self.primed.take().is_some() {
+            self.outgoing.extend(br#","disarmed":0}"#);
+            self.owed.push_back(DISARMED);
+        }
+    }
+
+    /// Sends all that is queued in one write.
     pub(crate) fn flush(&mut self) -> Result<(), QmpError> {
         let sent = self.writer.write_all(&self.outgoing);
         self.outgoing.clear();
@@ -183,15 +231,27 @@ impl Connection {
         &mut self,
         command: &C,
     ) -> Result<T, QmpError> {
-        // Answers that an abandoned checkpoint left behind.
-        while let Some(&abandoned) = self.owed.front() {
-            if let Err(QmpError::Refused { command, reason }) = self.reply::<Value>(abandoned) {
-                tracing::warn!(command, reason, "QEMU refused an abandoned command");
-            }
-        }
+        self.settle()?;
         self.push(command)?;
         self.flush()?;
         self.reply(C::NAME)
+    }
+
+    /// Waits for the answers that an abandoned checkpoint left behind, so that
+    /// the next answer is to the next command.
+    pub(crate) fn settle(&mut self) -> Result<(), QmpError> {
+        self.disarm();
+        self.flush()?;
+        while let Some(&abandoned) = self.owed.front() {
+            match self.reply::<Value>(abandoned) {
+                Ok(_) | Err(QmpError::Refused { command: DISARMED, .. }) => {}
+                Err(QmpError::Refused { command, reason }) => {
+                    tracing::warn!(command, reason, "QEMU refused an abandoned command");
+                }
+                Err(error) => return Err(error),
+            }
+        }
+        Ok(())
     }
 
     /// Waits for the answer to the oldest command that has none, which must be
@@ -256,6 +316,18 @@ impl Connection {
             _ => QmpError::Io(error),
         }
     }
+}
+
+/// A command without its last brace, and without an empty list of arguments.
+fn unfinished<C: Command>(command: &C) -> Result<Vec<u8>, QmpError> {
+    let mut text =
+        serde_json::to_vec(&Execute::<&C>::from(command)).map_err(|e| QmpError::Io(e.into()))?;
+    text.pop();
+    const NONE: &[u8] = br#","arguments":{}"#;
+    if text.ends_with(NONE) {
+        text.truncate(text.len() - NONE.len());
+    }
+    Ok(text)
 }
 
 #[cfg(test)]

@@ -1,26 +1,29 @@
 use super::*;
+use serde_json::json;
+use std::sync::mpsc;
 use std::thread;
 
 const TIMEOUT: Duration = Duration::from_secs(30);
 const GREETING: &str = r#"{"QMP": {"version": {"qemu": {"micro": 2, "minor": 0, "major": 10}, "package": ""}, "capabilities": ["oob"]}}"#;
 
-/// A connection to something that greets, then answers every line with the next
-/// of these texts, then hangs up.
-fn connected_to(answers: &'static [&str]) -> Connection {
+/// A connection to something that greets, then answers every command with the
+/// next of these texts, then hangs up; and the commands that it got.
+fn connected_to(answers: &'static [&str]) -> (Connection, mpsc::Receiver<Value>) {
     let (ours, theirs) = UnixStream::pair().unwrap();
+    let (sender, commands) = mpsc::channel();
     thread::spawn(move || {
         let mut writer = theirs.try_clone().unwrap();
-        let mut lines = BufReader::new(theirs).lines();
+        let mut received = serde_json::Deserializer::from_reader(theirs).into_iter::<Value>();
         writeln!(writer, "{GREETING}").unwrap();
         for answer in ["{\"return\": {}}"].iter().chain(answers) {
-            if lines.next().is_none() {
-                return;
-            }
+            let Some(Ok(command)) = received.next() else { return };
+            sender.send(command).unwrap();
             write!(writer, "{answer}\r\n").unwrap();
         }
-        lines.next();
     });
-    Connection::open(ours, TIMEOUT).unwrap().0
+    let (connection, _) = Connection::open(ours, TIMEOUT).unwrap();
+    assert_eq!(commands.recv().unwrap()["execute"], "qmp_capabilities");
+    (connection, commands)
 }
 
 fn stop(connection: &mut Connection) -> Result<Empty, QmpError> {
@@ -29,7 +32,7 @@ fn stop(connection: &mut Connection) -> Result<Empty, QmpError> {
 
 #[test]
 fn events_are_not_taken_for_answers() {
-    let mut connection = connected_to(&[concat!(
+    let (mut connection, _commands) = connected_to(&[concat!(
         r#"{"timestamp": {"seconds": 1, "microseconds": 2}, "event": "FROM_THE_FUTURE"}"#,
         "\n",
         r#"{"return": {}}"#
@@ -39,7 +42,7 @@ fn events_are_not_taken_for_answers() {
 
 #[test]
 fn refusals_carry_the_reason() {
-    let mut connection =
+    let (mut connection, _commands) =
         connected_to(&[r#"{"error": {"class": "GenericError", "desc": "not now"}}"#]);
     let error = stop(&mut connection).unwrap_err().to_string();
     assert_eq!(error, "QEMU refused \"stop\": not now");
@@ -49,10 +52,10 @@ fn refusals_carry_the_reason() {
 fn nonsense_and_hang_ups_are_errors() {
     for nonsense in ["{\"retur", "[]", "{}", "\u{0}"] {
         let answers: &'static [&str] = Box::leak(Box::new([nonsense]));
-        let error = stop(&mut connected_to(answers)).unwrap_err();
+        let error = stop(&mut connected_to(answers).0).unwrap_err();
         assert!(matches!(error, QmpError::Malformed { command: "stop", .. }), "{error}");
     }
-    let mut connection = connected_to(&[]);
+    let (mut connection, _commands) = connected_to(&[]);
     connection.push(&qapi::qmp::stop {}).unwrap();
     connection.flush().unwrap();
     assert!(matches!(connection.reply::<Empty>("stop").unwrap_err(), QmpError::Closed));
@@ -60,7 +63,7 @@ fn nonsense_and_hang_ups_are_errors() {
 
 #[test]
 fn abandoned_answers_are_not_taken_for_later_ones() {
-    let mut connection = connected_to(&[
+    let (mut connection, _commands) = connected_to(&[
         r#"{"return": {}}"#,
         r#"{"error": {"class": "GenericError", "desc": "abandoned"}}"#,
         r#"{"return": {"running": true}}"#,
@@ -70,6 +73,39 @@ fn abandoned_answers_are_not_taken_for_later_ones() {
     connection.flush().unwrap();
     let status: Value = connection.execute(&qapi::qmp::query_status {}).unwrap();
     assert_eq!(status["running"], true);
+}
+
+#[test]
+fn a_primed_command_is_one_only_when_fired() {
+    const DONE: &str = r#"{"return": {}}"#;
+    let (mut connection, commands) = connected_to(&[DONE, DONE]);
+    connection.prime(&qapi::qmp::stop {}).unwrap();
+    connection.prime(&qapi::qmp::stop {}).unwrap();
+    connection.flush().unwrap();
+    assert!(connection.is_primed("stop") && commands.try_recv().is_err());
+    connection.fire();
+    connection.prime(&qapi::qmp::cont {}).unwrap();
+    connection.flush().unwrap();
+    connection.reply::<Empty>("stop").unwrap();
+    assert_eq!(commands.recv().unwrap(), json!({"execute": "stop"}));
+    connection.fire();
+    connection.flush().unwrap();
+    connection.reply::<Empty>("cont").unwrap();
+    assert_eq!(commands.recv().unwrap(), json!({"execute": "cont"}));
+}
+
+#[test]
+fn a_primed_command_that_is_not_wanted_is_spoilt() {
+    let (mut connection, commands) = connected_to(&[
+        r#"{"error": {"class": "GenericError", "desc": "QMP input member 'disarmed' is unexpected"}}"#,
+        r#"{"return": {"running": true}}"#,
+    ]);
+    connection.prime(&qapi::qmp::stop {}).unwrap();
+    connection.flush().unwrap();
+    let status: Value = connection.execute(&qapi::qmp::query_status {}).unwrap();
+    assert_eq!(status["running"], true);
+    assert_eq!(commands.recv().unwrap(), json!({"execute": "stop", "disarmed": 0}));
+    assert_eq!(commands.recv().unwrap(), json!({"execute": "query-status"}));
 }
 
 #[test]

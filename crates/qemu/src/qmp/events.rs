@@ -3,9 +3,7 @@
 use super::connection::{Connection, Message, QmpError};
 use serde_json::Value;
 use std::io;
-use std::os::unix::net::UnixStream;
 use std::thread;
-use std::time::Duration;
 
 /// Something that happened to a VM.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -43,14 +41,12 @@ pub enum VmEvent {
     Disconnected,
 }
 
-/// Reads the events monitor on a thread of its own until QEMU ends, and calls
-/// `on_event` there for each. Waits for QEMU's greeting before it returns.
-pub fn watch_events(
-    stream: UnixStream,
-    timeout: Duration,
+/// Reads a monitor on a thread of its own until QEMU ends, and calls `on_event`
+/// there for each event.
+pub(super) fn watch_events(
+    mut connection: Connection,
     mut on_event: impl FnMut(VmEvent) + Send + 'static,
 ) -> Result<(), QmpError> {
-    let (mut connection, _) = Connection::open(stream, timeout)?;
     connection.without_timeout()?;
     let run = move || {
         loop {

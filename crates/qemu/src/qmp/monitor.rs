@@ -2,7 +2,9 @@
 
 use super::connection::{Connection, Message, QemuVersion, QmpError};
 use super::device_state::DeviceState;
+use super::events::{VmEvent, watch_events};
 use super::ram_blocks::{self, RamBlockInfo};
+use super::sockets::MonitorSockets;
 use qapi::qmp::{
     HumanReadableText, MigrationCapability, MigrationCapabilityStatus, RunState, cont,
     migrate_incoming, migrate_set_capabilities, query_status, quit, stop, system_powerdown,
@@ -10,16 +12,18 @@ use qapi::qmp::{
 };
 use qapi::{Command, Empty};
 use serde::Deserialize;
-use std::os::unix::net::UnixStream;
 use std::time::Duration;
 
-/// QEMU's monitor for commands.
+/// QEMU's monitors.
 ///
 /// After a [`QmpError::Timeout`] or [`QmpError::Closed`] it is of no more use,
 /// nor is its QEMU.
 #[derive(Debug)]
 pub struct Monitor {
     connection: Connection,
+    /// Only saves device states: its long command waits here, sent up to its
+    /// last brace, while `connection` stops the guest.
+    saver: Connection,
     version: QemuVersion,
 }
 
@@ -29,11 +33,19 @@ struct Status {
 }
 
 impl Monitor {
-    /// Waits for QEMU's greeting and negotiates; `timeout` is for each answer,
-    /// then and later.
-    pub fn connect(stream: UnixStream, timeout: Duration) -> Result<Monitor, QmpError> {
-        let (connection, version) = Connection::open(stream, timeout)?;
-        Ok(Monitor { connection, version })
+    /// Waits for QEMU's greetings and negotiates; `timeout` is for each answer,
+    /// then and later. Starts a thread that calls `on_event` for each event,
+    /// until QEMU ends.
+    pub fn connect(
+        sockets: MonitorSockets,
+        timeout: Duration,
+        on_event: impl FnMut(VmEvent) + Send + 'static,
+    ) -> Result<Monitor, QmpError> {
+        let [commands, saver, events] = sockets.0;
+        let (connection, version) = Connection::open(commands, timeout)?;
+        let (saver, _) = Connection::open(saver, timeout)?;
+        watch_events(Connection::open(events, timeout)?.0, on_event)?;
+        Ok(Monitor { connection, saver, version })
     }
 
     /// QEMU's version.
@@ -83,32 +95,58 @@ impl Monitor {
             .map_err(|reason| QmpError::Malformed { command: x_query_ramblock::NAME, reason })
     }
 
-    /// Begins a checkpoint: sends `stop` and, right behind it, the command that
-    /// saves the device state, so that QEMU need not wait for us in between.
-    pub fn begin_checkpoint(&mut self, state: &DeviceState) -> Result<Checkpoint<'_>, QmpError> {
-        let filename = state.path_in_qemu();
-        self.connection.push(&stop {})?;
-        // `live: true` would hand the disks over, as at the end of a migration.
-        self.connection.push(&xen_save_devices_state { filename, live: Some(false) })?;
+    /// Begins a checkpoint: stops the guest.
+    pub fn begin_checkpoint<'a>(
+        &'a mut self,
+        state: &'a DeviceState,
+    ) -> Result<Checkpoint<'a>, QmpError> {
+        self.prime_checkpoint(state)?;
+        self.connection.fire();
+        self.connection.prime(&cont {})?;
         self.connection.flush()?;
-        Ok(Checkpoint { connection: &mut self.connection })
+        Ok(Checkpoint { monitor: self, state })
     }
 
-    /// Makes a standby report how loading goes; call it once, before it is
-    /// needed in a hurry.
-    pub fn prepare_standby(&mut self) -> Result<(), QmpError> {
+    /// Sends a checkpoint's commands up to their last braces.
+    fn prime_checkpoint(&mut self, state: &DeviceState) -> Result<(), QmpError> {
+        // After an abandoned checkpoint, answers may be outstanding.
+        if !self.saver.is_primed(xen_save_devices_state::NAME) {
+            self.saver.settle()?;
+        }
+        if !self.connection.is_primed(stop::NAME) {
+            self.connection.settle()?;
+        }
+        let filename = state.path_in_qemu();
+        // `live: true` would hand the disks over, as at the end of a migration.
+        self.saver.prime(&xen_save_devices_state { filename, live: Some(false) })?;
+        self.saver.flush()?;
+        self.connection.prime(&stop {})?;
+        self.connection.flush()
+    }
+
+    /// Makes a standby ready to load this device state, and to report how that
+    /// goes; call it before [`Monitor::go_live`] is needed in a hurry.
+    pub fn prepare_standby(&mut self, state: &DeviceState) -> Result<(), QmpError> {
         let events =
             MigrationCapabilityStatus { capability: MigrationCapability::events, state: true };
-        self.simple(&migrate_set_capabilities { capabilities: vec![events] })
+        self.simple(&migrate_set_capabilities { capabilities: vec![events] })?;
+        let uri = Some(format!("file:{}", state.path_in_qemu()));
+        self.connection.prime(&migrate_incoming { channels: None, exit_on_error: None, uri })?;
+        self.connection.flush()
     }
 
     /// Loads the device state into a standby whose memory is complete, and lets
     /// the guest run. Returns when it does. If QEMU cannot load the state, it
     /// ends: [`QmpError::Closed`].
     pub fn go_live(&mut self, state: &DeviceState) -> Result<(), QmpError> {
-        self.load(state)?;
+        if !self.connection.is_primed(migrate_incoming::NAME) {
+            self.prepare_standby(state)?;
+        }
+        self.connection.fire();
+        // Sent with the load: QEMU starts the guest as soon as it has loaded.
+        self.connection.push(&cont {})?;
+        self.connection.flush()?;
         let mut progress = Progress::default();
-        // `cont` is sent with the load: QEMU starts the guest when it has loaded.
         while progress.answers < 2 || !progress.resumed {
             match self.connection.message(migrate_incoming::NAME)? {
                 Message::Reply(Ok(_)) => progress.answers += 1,
@@ -126,13 +164,6 @@ impl Monitor {
             }
         }
         Ok(())
-    }
-
-    fn load(&mut self, state: &DeviceState) -> Result<(), QmpError> {
-        let uri = Some(format!("file:{}", state.path_in_qemu()));
-        self.connection.push(&migrate_incoming { channels: None, exit_on_error: None, uri })?;
-        self.connection.push(&cont {})?;
-        self.connection.flush()
     }
 
     fn simple<C: Command>(&mut self, command: &C) -> Result<(), QmpError> {
@@ -154,24 +185,30 @@ struct Progress {
 #[must_use = "the guest stays stopped"]
 #[derive(Debug)]
 pub struct Checkpoint<'m> {
-    connection: &'m mut Connection,
+    monitor: &'m mut Monitor,
+    state: &'m DeviceState,
 }
 
 impl Checkpoint<'_> {
-    /// Waits until the guest stands still: memory may be copied.
+    /// Waits until the guest stands still: memory may be copied, while QEMU
+    /// begins to save the device state.
     pub fn stopped(&mut self) -> Result<(), QmpError> {
-        self.connection.reply::<Empty>(stop::NAME).map(drop)
+        self.monitor.connection.reply::<Empty>(stop::NAME)?;
+        self.monitor.saver.fire();
+        self.monitor.saver.flush()
     }
 
     /// Waits until the device state is in its file.
     pub fn saved(&mut self) -> Result<(), QmpError> {
-        self.connection.reply::<Empty>(xen_save_devices_state::NAME).map(drop)
+        self.monitor.saver.reply::<Empty>(xen_save_devices_state::NAME).map(drop)
     }
 
     /// Lets the guest run again; returns when it does.
     pub fn resume(self) -> Result<(), QmpError> {
-        self.connection.push(&cont {})?;
-        self.connection.flush()?;
-        self.connection.reply::<Empty>(cont::NAME).map(drop)
+        self.monitor.connection.fire();
+        self.monitor.connection.flush()?;
+        self.monitor.connection.reply::<Empty>(cont::NAME)?;
+        // The guest runs: time to prepare the next checkpoint.
+        self.monitor.prime_checkpoint(self.state)
     }
 }

@@ -15,7 +15,7 @@ use std::time::{Duration, Instant};
 use tempfile::TempDir;
 use understudy_qemu::command::{Console, Resources, Role, command_line};
 use understudy_qemu::process::Launch;
-use understudy_qemu::qmp::{DeviceState, MonitorSocket, RamBlockInfo, VmEvent, watch_events};
+use understudy_qemu::qmp::{DeviceState, MonitorSockets, RamBlockInfo, VmEvent};
 use understudy_qemu::{Accelerator, Capabilities, Monitor, Qemu, VmDefinition};
 
 /// Longer than anything takes on an overloaded machine.
@@ -48,10 +48,28 @@ const BOOT_SECTOR: &[u8] = &[
 pub static CAPABILITIES: LazyLock<Capabilities> =
     LazyLock::new(|| Capabilities::probe(Path::new("qemu-system-x86_64")).expect("QEMU"));
 
+/// Writes 0x2000 (sleep, now) to the power management port that SeaBIOS sets up.
+const POWER_OFF: &[u8] = &[
+    0xba, 0x04, 0x06, // mov dx, 0x604
+    0xb8, 0x00, 0x20, // mov ax, 0x2000
+    0xef, // out dx, ax
+    0xf4, // halt: hlt
+    0xeb, 0xfd, // jmp halt
+];
+
 /// A definition with one bootable disk of this format.
 pub fn definition(folder: &Path, format: &str) -> VmDefinition {
+    define(folder, format, BOOT_SECTOR)
+}
+
+/// A definition of a guest that powers off at once.
+pub fn power_off_definition(folder: &Path) -> VmDefinition {
+    define(folder, "raw", POWER_OFF)
+}
+
+fn define(folder: &Path, format: &str, code: &[u8]) -> VmDefinition {
     let raw = folder.join("boot.raw");
-    let mut sector = BOOT_SECTOR.to_vec();
+    let mut sector = code.to_vec();
     sector.resize(510, 0);
     sector.extend([0x55, 0xaa]);
     sector.resize(1 << 20, 0);
@@ -128,8 +146,8 @@ impl Vm {
         let ram: File = memfd_create(c"guest-ram", MFdFlags::MFD_CLOEXEC).unwrap().into();
         ram.set_len(definition.memory.bytes()).unwrap();
         let state = DeviceState::create().unwrap();
-        let commands = MonitorSocket::pair().unwrap();
-        let events = MonitorSocket::pair().unwrap();
+        let (sockets, ends) = MonitorSockets::create().unwrap();
+        let [first, second, third] = ends.descriptors();
         let console = folder.path().join("console");
         let args = command_line(
             definition,
@@ -137,8 +155,7 @@ impl Vm {
                 machine_type: CAPABILITIES.machine_type(&definition.machine).unwrap().to_owned(),
                 accelerator: Accelerator::Tcg,
                 ram: ram.as_raw_fd(),
-                commands: commands.qemus.as_raw_fd(),
-                events: events.qemus.as_raw_fd(),
+                monitors: ends.numbers(),
                 disks: vec![disk.socket.clone()],
                 cards: Vec::new(),
                 console: Some(Console {
@@ -152,17 +169,17 @@ impl Vm {
             binary: &CAPABILITIES.binary,
             args: &args,
             env: &[],
-            inherit: &[ram.as_fd(), state.as_fd(), commands.qemus.as_fd(), events.qemus.as_fd()],
+            inherit: &[ram.as_fd(), state.as_fd(), first, second, third],
             log: &folder.path().join("qemu.log"),
         })
         .unwrap();
-        drop((commands.qemus, events.qemus));
-        let monitor = Monitor::connect(commands.ours, LONG)
+        drop(ends);
+        let (sender, events) = mpsc::channel();
+        let on_event = move |event| drop(sender.send(event));
+        let monitor = Monitor::connect(sockets, LONG, on_event)
             .unwrap_or_else(|error| panic!("{error}: {:?}", qemu.wait(LONG)));
-        let (sender, received) = mpsc::channel();
-        watch_events(events.ours, LONG, move |event| drop(sender.send(event))).unwrap();
         let output = read_console(&console);
-        Vm { monitor, qemu, ram, state, events: received, output, _folder: folder }
+        Vm { monitor, qemu, ram, state, events, output, _folder: folder }
     }
 
     /// Waits for the boot sector's first output.
@@ -201,9 +218,8 @@ impl Vm {
         Machine { ram, others, state }
     }
 
-    /// Makes a standby this machine.
-    pub fn become_machine(&mut self, machine: &Machine) {
-        self.monitor.prepare_standby().unwrap();
+    /// Gives a standby this machine's memory and device state.
+    pub fn prepare(&mut self, machine: &Machine) {
         self.ram.write_all_at(&machine.ram, 0).unwrap();
         let here = self.monitor.ram_blocks().unwrap();
         for (contents, block) in &machine.others {
@@ -211,7 +227,13 @@ impl Vm {
             assert!(block.bytes <= place.max_bytes);
             write_block(self.qemu.pid(), place.address, contents);
         }
+        self.monitor.prepare_standby(&self.state).unwrap();
         self.state.fill(&machine.state).unwrap();
+    }
+
+    /// Makes a standby this machine, and lets it run.
+    pub fn become_machine(&mut self, machine: &Machine) {
+        self.prepare(machine);
         self.monitor
             .go_live(&self.state)
             .unwrap_or_else(|error| panic!("{error}: {:?}", self.qemu.wait(LONG)));
