@@ -72,6 +72,20 @@ pub fn check_disk(image: &Path, acked: u64) -> Result<DiskCheck> {
     Ok(DiskCheck { file_system, records })
 }
 
+/// Checks only the file system of a raw image, as [`check_disk`] does; returns
+/// what `e2fsck` complained of.
+pub fn check_file_system(image: &Path) -> Result<Option<String>> {
+    Copy::of(image)?.recover()
+}
+
+/// Reads a file of a raw image's file system, its journal replayed.
+pub fn read_file(image: &Path, file: &str) -> Result<Vec<u8>> {
+    let copy = Copy::of(image)?;
+    // Whether it is sound is `check_file_system`'s to say.
+    copy.recover()?;
+    copy.read(file)
+}
+
 /// Compares the record file's content with what was acknowledged.
 pub fn check_records(content: &[u8], acked: u64) -> RecordCheck {
     let mut check = RecordCheck::default();

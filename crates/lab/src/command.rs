@@ -33,6 +33,7 @@ fn package(program: &str) -> &str {
     match program {
         "ip" | "bridge" => "iproute2",
         "e2fsck" | "debugfs" | "mke2fs" => "e2fsprogs",
+        "qemu-img" => "qemu-utils",
         other => other,
     }
 }

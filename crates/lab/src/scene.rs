@@ -63,8 +63,8 @@ pub struct SceneOptions {
     pub guest_files: PathBuf,
     /// The hosts.
     pub hosts: Vec<String>,
-    /// The daemons' options, the same on all hosts.
-    pub daemon: HostOptions,
+    /// The daemons' options, by host; a host that is not named has none.
+    pub daemons: BTreeMap<String, HostOptions>,
     /// The guest.
     pub kind: GuestKind,
     /// Its memory in MiB.
@@ -73,6 +73,8 @@ pub struct SceneOptions {
     pub vcpus: u32,
     /// Its disks, 0 to 2; without the first there is no record server to use.
     pub disks: usize,
+    /// Whether the second disk is a qcow2 image; all others are raw.
+    pub second_disk_is_qcow2: bool,
     /// Its cards, 1 or 2.
     pub cards: usize,
     /// QEMU's accelerator, as `accel` in the definition; its default without.
@@ -88,15 +90,23 @@ impl SceneOptions {
             binary: binary.to_owned(),
             guest_files: guest_files.to_owned(),
             hosts: vec!["a".to_owned(), "b".to_owned()],
-            daemon: HostOptions::default(),
+            daemons: BTreeMap::new(),
             kind: GuestKind::Linux,
             memory_mib: 512,
             vcpus: 1,
             disks: 1,
+            second_disk_is_qcow2: false,
             cards: 1,
             accel: None,
             policy: None,
         }
+    }
+
+    /// A host's daemon, started with its options.
+    fn start_daemon(&self, lab: &Lab, name: &str) -> Result<HostProcess> {
+        let none = HostOptions::default();
+        let options = self.daemons.get(name).unwrap_or(&none);
+        HostProcess::start_with(lab, name, &self.binary, options)
     }
 
     /// The files that the guest is made of, in `guest_files`.
@@ -205,10 +215,15 @@ impl Scene {
 
     /// Starts a host's daemon again after its death.
     pub fn restart(&mut self, name: &str) -> Result<()> {
-        let host =
-            HostProcess::start_with(&self.lab, name, &self.options.binary, &self.options.daemon)?;
+        let host = self.options.start_daemon(&self.lab, name)?;
         self.hosts.insert(name.to_owned(), host);
         Ok(())
+    }
+
+    /// [`restart`](Scene::restart) with other options than before.
+    pub fn restart_with(&mut self, name: &str, options: HostOptions) -> Result<()> {
+        self.options.daemons.insert(name.to_owned(), options);
+        self.restart(name)
     }
 
     /// The status of the VM on a host.
@@ -351,7 +366,7 @@ fn mac(card: usize) -> String {
 
 /// All daemons at once: each looks at the installed QEMU first.
 fn start_daemons(lab: &Lab, options: &SceneOptions) -> Result<BTreeMap<String, HostProcess>> {
-    let start = |name| HostProcess::start_with(lab, name, &options.binary, &options.daemon);
+    let start = |name: &str| options.start_daemon(lab, name);
     std::thread::scope(|scope| {
         let starting: Vec<_> =
             options.hosts.iter().map(|name| (name, scope.spawn(move || start(name)))).collect();
@@ -400,14 +415,19 @@ fn append(cards: usize) -> String {
 
 fn copy_disks(lab: &Lab, options: &SceneOptions) -> Result<Vec<DiskToml>> {
     let images = options.sources().into_iter().filter(|name| name.ends_with(".img"));
-    let copy = |image: &str| {
-        let (from, to) = (options.guest_files.join(image), lab.directory().join(image));
+    let copy = |(index, image): (usize, &str)| {
+        let (from, path) = (options.guest_files.join(image), lab.directory().join(image));
+        let paths = [&*from.to_string_lossy(), &*path.to_string_lossy()];
+        if index == 1 && options.second_disk_is_qcow2 {
+            let convert = ["convert", "-f", "raw", "-O", "qcow2"];
+            command::run("qemu-img", &[&convert[..], &paths].concat())?;
+            return Ok(DiskToml { path, format: "qcow2" });
+        }
         let sparse = ["--sparse=always", "--reflink=auto"];
-        let paths = [&*from.to_string_lossy(), &*to.to_string_lossy()];
         command::run("cp", &[&sparse[..], &paths].concat())?;
-        Ok(DiskToml { path: to, format: "raw" })
+        Ok(DiskToml { path, format: "raw" })
     };
-    images.map(copy).collect()
+    images.enumerate().map(copy).collect()
 }
 
 #[cfg(test)]
