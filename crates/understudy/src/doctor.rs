@@ -93,7 +93,7 @@ impl Report {
                 State::Fail => "FAIL",
             };
             let advice = match &check.advice {
-                Some(advice) => format!(": {advice}"),
+                Some(advice) => format!("; {advice}"),
                 None => String::new(),
             };
             // Writing to a string cannot fail.
@@ -121,7 +121,7 @@ mod tests {
         assert!(!report.ok);
         let text = report.text();
         assert!(text.contains("ok    kernel    Linux 6.18\n"), "{text}");
-        assert!(text.contains("FAIL  qemu-img  not found: install qemu-utils\n"), "{text}");
+        assert!(text.contains("FAIL  qemu-img  not found; install qemu-utils\n"), "{text}");
         assert!(text.ends_with("FAIL\n"), "{text}");
     }
 

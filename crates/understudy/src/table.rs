@@ -106,6 +106,10 @@ fn protection(protection: &Protection) -> String {
 
 /// How far the first synchronisation has come, in one line.
 pub fn syncing(peer: &str, done: u64, total: u64, seconds: Option<f64>) -> String {
+    // Nobody knows how much there is to copy before the backup's QEMU stands.
+    if total == 0 {
+        return format!("syncing to {peer}: {peer} prepares");
+    }
     let left = match seconds {
         Some(seconds) => format!(", about {:.0} s left", seconds.max(0.0).ceil()),
         None => String::new(),
@@ -240,5 +244,6 @@ pub mod tests {
         let text = syncing("b", 10 * mebibyte, 40 * mebibyte, Some(2.2));
         assert_eq!(text, "syncing to b: 10.00 MiB of 40.00 MiB, about 3 s left");
         assert_eq!(syncing("b", 0, mebibyte, None), "syncing to b: 0 B of 1.00 MiB");
+        assert_eq!(syncing("b", 0, 0, None), "syncing to b: b prepares");
     }
 }

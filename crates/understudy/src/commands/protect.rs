@@ -20,7 +20,10 @@ pub fn protect(client: &Client, args: &ProtectArgs, json: bool) -> Result<Exit, 
     let mut status = client.protect(&args.vm, &request)?;
     if !args.no_wait {
         let mut progress = SyncProgress::new(json);
-        let outcome = wait(client, status, &mut progress);
+        let outcome = wait(status, &mut progress, || {
+            thread::sleep(POLL_INTERVAL);
+            client.vm_status(&args.vm)
+        });
         progress.finish();
         status = outcome?;
     }
@@ -30,25 +33,23 @@ pub fn protect(client: &Client, args: &ProtectArgs, json: bool) -> Result<Exit, 
 
 /// Waits until the first synchronisation has ended, one way or the other.
 fn wait(
-    client: &Client,
     mut status: VmStatus,
     progress: &mut SyncProgress,
+    mut next: impl FnMut() -> Result<VmStatus, Failure>,
 ) -> Result<VmStatus, Failure> {
     loop {
-        match &status.protection {
+        let reason = match &status.protection {
             Protection::Protected { .. } => return Ok(status),
-            Protection::Syncing { .. } => progress.update(&status.protection),
-            Protection::Degraded { reason } => {
-                let message = format!("{} is not protected: {reason}", status.name);
-                return Err(Failure::new(FailureKind::Degraded, message));
+            Protection::Syncing { .. } => {
+                progress.update(&status.protection);
+                status = next()?;
+                continue;
             }
-            Protection::Off => {
-                let message = format!("{} is not protected: somebody ended it", status.name);
-                return Err(Failure::new(FailureKind::Degraded, message));
-            }
-        }
-        thread::sleep(POLL_INTERVAL);
-        status = client.vm_status(&status.name)?;
+            Protection::Degraded { reason } => reason,
+            Protection::Off => "its protection was ended",
+        };
+        let message = format!("{} is not protected: {reason}", status.name);
+        return Err(Failure::new(FailureKind::Degraded, message));
     }
 }
 
@@ -72,4 +73,50 @@ pub fn failover(client: &Client, vm: &str, json: bool) -> Result<Exit, Failure> 
     let done = json!({"name": vm, "failed_over": true});
     output::show(json, &done, |_| format!("{vm} runs on its backup now\n"))?;
     Ok(Exit::Ok)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::failure::Exit;
+    use crate::table::tests::example;
+
+    fn syncing() -> VmStatus {
+        example(Protection::Syncing {
+            peer: "b".into(),
+            done_bytes: 1,
+            total_bytes: 2,
+            remaining_seconds: None,
+        })
+    }
+
+    /// Waits while the protection goes from syncing through `states`.
+    fn wait_through(states: Vec<Protection>) -> Result<VmStatus, Failure> {
+        let mut states = states.into_iter().map(example);
+        wait(syncing(), &mut SyncProgress::new(true), || Ok(states.next().expect("no more states")))
+    }
+
+    #[test]
+    fn it_waits_until_protected() {
+        let protected = Protection::Protected { peer: "b".into() };
+        let status = wait_through(vec![syncing().protection, protected.clone()]).unwrap();
+        assert_eq!(status.protection, protected);
+    }
+
+    #[test]
+    fn a_failed_synchronisation_fails_with_its_reason() {
+        let reason = "b closed the connection".to_owned();
+        let failure = wait_through(vec![Protection::Degraded { reason }]).unwrap_err();
+        assert_eq!(failure.exit(), Exit::Degraded);
+        assert!(failure.message.contains("b closed the connection"), "{}", failure.message);
+        let failure = wait_through(vec![syncing().protection, Protection::Off]).unwrap_err();
+        assert_eq!(failure.exit(), Exit::Degraded);
+    }
+
+    #[test]
+    fn a_daemon_that_goes_away_ends_the_wait() {
+        let gone = Failure::new(FailureKind::DaemonUnreachable, "gone");
+        let outcome = wait(syncing(), &mut SyncProgress::new(true), || Err(gone.clone()));
+        assert_eq!(outcome.unwrap_err(), gone);
+    }
 }
