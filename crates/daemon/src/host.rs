@@ -110,12 +110,12 @@ impl Host {
             agent: &self.agent,
             disks,
             role: Role::Fresh,
+            on_event: self.event_sink(&name),
         })
         .map_err(|error| failed("cannot start the VM", &error))?;
         // Everything works: only now the arbiter's record changes.
         let generation = self.take_ownership(&name, generation)?;
         let machine = Arc::new(machine);
-        self.watch(&machine)?;
         let vm = self.add_primary(machine.clone(), generation, None);
         machine.ensure_running().map_err(|error| failed("cannot start the guest", &error))?;
         info!(vm = name, "started");
@@ -291,17 +291,15 @@ impl Host {
     }
 
     /// Tells the host what happens to a machine, whatever its role then is.
-    pub(crate) fn watch(self: &Arc<Self>, machine: &Arc<Machine>) -> Result<(), HostError> {
+    pub(crate) fn event_sink(self: &Arc<Self>, vm: &str) -> Box<dyn Fn(MachineEvent) + Send> {
         let host = Arc::downgrade(self);
-        let name = machine.definition().name.clone();
-        machine
-            .watch(move |event| {
-                let Some(host) = host.upgrade() else { return };
-                let name = name.clone();
-                // Off the event thread: ending protection takes its time.
-                std::thread::spawn(move || host.machine_event(&name, event));
-            })
-            .map_err(|error| failed("cannot watch QEMU", &error))
+        let name = vm.to_owned();
+        Box::new(move |event| {
+            let Some(host) = host.upgrade() else { return };
+            let name = name.clone();
+            // Off the event thread: ending protection takes its time.
+            std::thread::spawn(move || host.machine_event(&name, event));
+        })
     }
 
     fn machine_event(self: &Arc<Self>, name: &str, event: MachineEvent) {

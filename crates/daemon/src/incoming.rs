@@ -126,8 +126,8 @@ fn stand_by(host: &Arc<Host>, link: Link, hello: &Hello, offer: &Offer) -> anyho
         agent: &host.agent,
         disks: mirrors.iter().map(|mirror| mirror.disk().clone()).collect(),
         role: Role::Standby,
+        on_event: host.event_sink(&name),
     })?);
-    host.watch(&machine)?;
     let plan = backup::Plan {
         id: offer.session.clone(),
         primary: hello.host.clone(),

@@ -3,10 +3,9 @@
 
 use crate::doorbell::Doorbell;
 use crate::sync::lock;
-use anyhow::{Context, bail};
+use anyhow::bail;
 use std::ffi::OsString;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd};
-use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard};
@@ -19,7 +18,7 @@ use understudy_network::{Port, PortConfig};
 use understudy_protocol::{BlockId, CardIndex};
 use understudy_qemu::command::Console;
 use understudy_qemu::process::Launch;
-use understudy_qemu::qmp::{DeviceState, MonitorSocket, RunState, VmEvent, watch_events};
+use understudy_qemu::qmp::{DeviceState, MonitorSockets, RunState, VmEvent};
 use understudy_qemu::{Accelerator, Monitor, Qemu, Resources, Role, VmDefinition, command_line};
 
 /// How long QEMU may take to start and to answer.
@@ -43,6 +42,8 @@ pub struct Plan<'a> {
     pub disks: Vec<Arc<Disk>>,
     /// Fresh: the VM runs here, its output goes out. Standby: nothing does.
     pub role: Role,
+    /// Called on a thread of the machine's for everything that happens by itself.
+    pub on_event: Box<dyn Fn(MachineEvent) + Send>,
 }
 
 /// What happens to a machine by itself.
@@ -67,16 +68,20 @@ pub struct Machine {
     ports: Vec<Port>,
     monitor: Mutex<Monitor>,
     device_state: DeviceState,
-    /// The events monitor, until [`Machine::watch`] takes it.
-    events: Mutex<Option<UnixStream>>,
     console: Option<PathBuf>,
     doorbell: Arc<Doorbell>,
-    halted: AtomicBool,
-    powered_off: AtomicBool,
-    qemu: Qemu,
+    process: Arc<Process>,
     // Held open: their ends tell QEMU that this daemon lives.
     agent: AgentLink,
     _servers: Vec<NbdServer>,
+}
+
+/// QEMU's process, and what is known of its end.
+struct Process {
+    qemu: Qemu,
+    /// The end is this daemon's own doing.
+    halted: AtomicBool,
+    powered_off: AtomicBool,
 }
 
 impl Machine {
@@ -89,8 +94,7 @@ impl Machine {
         let (servers, disk_sockets) = serve_disks(&plan)?;
         let ports = open_ports(&plan, &doorbell)?;
         let guest_ends = ports.iter().map(Port::attach_guest).collect::<Result<Vec<_>, _>>()?;
-        let commands = MonitorSocket::pair()?;
-        let events = MonitorSocket::pair()?;
+        let (monitors, qemus_ends) = MonitorSockets::create()?;
         let console = plan.definition.console.then(|| Console {
             socket: plan.run_dir.join("console"),
             log: plan.run_dir.join("console.log"),
@@ -102,16 +106,15 @@ impl Machine {
                 machine_type: plan.machine_type.clone(),
                 accelerator: plan.accelerator,
                 ram: ram.fd().as_raw_fd(),
-                commands: commands.qemus.as_raw_fd(),
-                events: events.qemus.as_raw_fd(),
+                monitors: qemus_ends.numbers(),
                 disks: disk_sockets,
                 cards: guest_ends.iter().map(|end| end.socket.as_raw_fd()).collect(),
                 console: console.clone(),
                 role: plan.role,
             },
         );
-        let mut inherit: Vec<BorrowedFd<'_>> =
-            vec![ram.fd(), device_state.as_fd(), commands.qemus.as_fd(), events.qemus.as_fd()];
+        let mut inherit: Vec<BorrowedFd<'_>> = vec![ram.fd(), device_state.as_fd()];
+        inherit.extend(qemus_ends.descriptors());
         inherit.extend(guest_ends.iter().map(|end| end.socket.as_fd()));
         let log = plan.run_dir.join("qemu.log");
         let env: [(OsString, OsString); 2] = [
@@ -125,12 +128,17 @@ impl Machine {
             inherit: &inherit,
             log: &log,
         })?;
-        drop((commands.qemus, events.qemus, guest_ends));
-        let started = connect(&qemu, &listener, commands.ours);
-        let (agent, mut monitor) = started.map_err(|error| explain(error, &qemu))?;
-        let blocks = ram_blocks(&mut monitor, &qemu, ram)?;
+        drop((qemus_ends, guest_ends));
+        let process = Arc::new(Process {
+            qemu,
+            halted: AtomicBool::new(false),
+            powered_off: AtomicBool::new(false),
+        });
+        let started = connect(&process, &listener, monitors, plan.on_event);
+        let (agent, mut monitor) = started.map_err(|error| process.explain(error))?;
+        let blocks = ram_blocks(&mut monitor, &process.qemu, ram)?;
         if plan.role == Role::Standby {
-            monitor.prepare_standby()?;
+            monitor.prepare_standby(&device_state)?;
         }
         Ok(Machine {
             definition: plan.definition,
@@ -144,58 +152,10 @@ impl Machine {
             device_state,
             console: console.map(|console| console.socket),
             doorbell,
-            halted: AtomicBool::new(false),
-            powered_off: AtomicBool::new(false),
-            qemu,
+            process,
             agent,
             _servers: servers,
-            events: Mutex::new(Some(events.ours)),
         })
-    }
-
-    /// Reports what happens to the machine from now on, on a thread of its own.
-    pub fn watch(
-        self: &Arc<Machine>,
-        on_event: impl Fn(MachineEvent) + Send + 'static,
-    ) -> anyhow::Result<()> {
-        let stream = lock(&self.events).take().context("the machine is watched already")?;
-        let machine = Arc::downgrade(self);
-        watch_events(stream, QEMU_TIMEOUT, move |event| {
-            let Some(machine) = machine.upgrade() else { return };
-            if let Some(event) = machine.interpret(event) {
-                on_event(event);
-            }
-        })?;
-        Ok(())
-    }
-
-    fn interpret(&self, event: VmEvent) -> Option<MachineEvent> {
-        if self.halted.load(Ordering::Acquire) {
-            return None;
-        }
-        match event {
-            VmEvent::Stopped | VmEvent::Resumed => None,
-            VmEvent::Shutdown { .. } => {
-                self.powered_off.store(true, Ordering::Release);
-                Some(MachineEvent::PoweredOff)
-            }
-            VmEvent::Reset { .. } => Some(MachineEvent::Notice("the guest rebooted".to_owned())),
-            VmEvent::Panicked => {
-                Some(MachineEvent::Notice("the guest's kernel panicked".to_owned()))
-            }
-            VmEvent::DiskError { node, reason, stopped } => {
-                let then = if stopped { "; the guest stands still" } else { "" };
-                Some(MachineEvent::Notice(format!("an error on {node}: {reason}{then}")))
-            }
-            VmEvent::Disconnected => {
-                let exit = self.qemu.wait(Duration::from_secs(1));
-                let words = match exit {
-                    Ok(Some(exit)) => exit.to_string(),
-                    _ => "QEMU closed its monitor".to_owned(),
-                };
-                Some(MachineEvent::Died(words))
-            }
-        }
     }
 
     /// The VM as it is on this host.
@@ -250,17 +210,17 @@ impl Machine {
 
     /// QEMU's process.
     pub fn qemu_pid(&self) -> u32 {
-        self.qemu.pid()
+        self.process.qemu.pid()
     }
 
     /// Whether QEMU runs.
     pub fn is_alive(&self) -> bool {
-        matches!(self.qemu.try_wait(), Ok(None))
+        matches!(self.process.qemu.try_wait(), Ok(None))
     }
 
     /// Whether the guest powered off. QEMU refuses to go on with it then.
     pub fn is_powered_off(&self) -> bool {
-        self.powered_off.load(Ordering::Acquire)
+        self.process.powered_off.load(Ordering::Acquire)
     }
 
     /// The dirty tracker, attached at its first use; one user at a time.
@@ -296,7 +256,7 @@ impl Machine {
         }
         self.monitor()
             .go_live(&self.device_state)
-            .map_err(|error| explain(error.into(), &self.qemu))?;
+            .map_err(|error| self.process.explain(error.into()))?;
         for port in &self.ports {
             port.announce()?;
         }
@@ -315,14 +275,21 @@ impl Machine {
 
     /// Ends this copy for good. Nothing leaves it afterwards.
     pub fn halt(&self) {
-        self.halted.store(true, Ordering::Release);
         for port in &self.ports {
             port.shut();
         }
-        if let Err(error) = self.qemu.kill() {
-            // It has ended already, which is what was wanted.
-            warn!(vm = self.definition.name, "ending QEMU: {error}");
+        let halted_before = self.process.halted.swap(true, Ordering::AcqRel);
+        if !halted_before {
+            if let Err(error) = self.process.qemu.kill() {
+                warn!(vm = self.definition.name, "ending QEMU: {error}");
+            }
         }
+    }
+}
+
+impl Drop for Machine {
+    fn drop(&mut self) {
+        self.halt();
     }
 }
 
@@ -368,22 +335,60 @@ fn tap_name(vm: &str, card: usize) -> String {
 }
 
 fn connect(
-    qemu: &Qemu,
+    process: &Arc<Process>,
     listener: &AgentListener,
-    commands: UnixStream,
+    monitors: MonitorSockets,
+    on_event: Box<dyn Fn(MachineEvent) + Send>,
 ) -> anyhow::Result<(AgentLink, Monitor)> {
     let agent = listener.accept(Instant::now() + QEMU_TIMEOUT)?;
-    if u32::try_from(agent.pid()) != Ok(qemu.pid()) {
-        bail!("process {} answered in the place of QEMU {}", agent.pid(), qemu.pid());
+    let pid = process.qemu.pid();
+    if u32::try_from(agent.pid()) != Ok(pid) {
+        bail!("process {} answered in the place of QEMU {pid}", agent.pid());
     }
-    Ok((agent, Monitor::connect(commands, QEMU_TIMEOUT)?))
+    let process = process.clone();
+    let monitor = Monitor::connect(monitors, QEMU_TIMEOUT, move |event| {
+        if let Some(event) = process.interpret(event) {
+            on_event(event);
+        }
+    })?;
+    Ok((agent, monitor))
 }
 
-/// Adds what QEMU itself said, if it has ended.
-fn explain(error: anyhow::Error, qemu: &Qemu) -> anyhow::Error {
-    match qemu.wait(Duration::from_millis(500)) {
-        Ok(Some(exit)) => error.context(exit.to_string()),
-        _ => error,
+impl Process {
+    fn interpret(&self, event: VmEvent) -> Option<MachineEvent> {
+        if self.halted.load(Ordering::Acquire) {
+            return None;
+        }
+        match event {
+            VmEvent::Stopped | VmEvent::Resumed => None,
+            VmEvent::Shutdown { .. } => {
+                self.powered_off.store(true, Ordering::Release);
+                Some(MachineEvent::PoweredOff)
+            }
+            VmEvent::Reset { .. } => Some(MachineEvent::Notice("the guest rebooted".to_owned())),
+            VmEvent::Panicked => {
+                Some(MachineEvent::Notice("the guest's kernel panicked".to_owned()))
+            }
+            VmEvent::DiskError { node, reason, stopped } => {
+                let then = if stopped { "; the guest stands still" } else { "" };
+                Some(MachineEvent::Notice(format!("an error on {node}: {reason}{then}")))
+            }
+            VmEvent::Disconnected => {
+                let words = match self.qemu.wait(Duration::from_secs(1)) {
+                    Ok(Some(exit)) => exit.to_string(),
+                    _ => "QEMU closed its monitor".to_owned(),
+                };
+                Some(MachineEvent::Died(words))
+            }
+        }
+    }
+
+    /// Adds what QEMU itself said, if it has ended.
+    fn explain(&self, error: anyhow::Error) -> anyhow::Error {
+        match self.qemu.wait(Duration::from_millis(500)) {
+            Ok(Some(exit)) => error.context(exit.to_string()),
+            _ => error,
+        }
     }
 }
 
