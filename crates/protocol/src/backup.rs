@@ -3,6 +3,7 @@
 //! The backup acknowledges whole epochs only, stops acknowledging before it
 //! contests, and goes live only with the arbiter's word.
 
+use crate::detector::SYNC_PATIENCE;
 use crate::{Detector, Epoch, Generation, Time, Verdict};
 use std::time::Duration;
 
@@ -69,6 +70,8 @@ pub struct Backup {
     phase: BackupPhase,
     generation: Generation,
     committed: Epoch,
+    /// The shortest silence that counts as failure once standing by.
+    timeout: Duration,
     detector: Detector,
     retry_at: Option<Time>,
 }
@@ -81,7 +84,8 @@ impl Backup {
             phase: BackupPhase::Syncing,
             generation,
             committed: Epoch(0),
-            detector: Detector::new(timeout, now),
+            timeout,
+            detector: Detector::new(timeout.max(SYNC_PATIENCE), now),
             retry_at: None,
         }
     }
@@ -134,7 +138,10 @@ impl Backup {
             let reason = format!("epoch {epoch} arrived after epoch {}", self.committed);
             return self.primary_lost(reason, actions);
         }
-        self.phase = BackupPhase::Standing;
+        if self.phase == BackupPhase::Syncing {
+            self.phase = BackupPhase::Standing;
+            self.detector.set_floor(self.timeout);
+        }
         self.committed = epoch;
         actions.push(BackupAction::AcknowledgeAndApply(epoch));
     }
@@ -203,5 +210,38 @@ impl Backup {
     fn discard(&mut self, reason: String, actions: &mut Vec<BackupAction>) {
         self.phase = BackupPhase::Discarded;
         actions.push(BackupAction::Discard(reason));
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn at(ms: u64) -> Time {
+        Time(Duration::from_millis(ms))
+    }
+
+    #[test]
+    fn a_silence_is_borne_until_there_is_something_to_take_over() {
+        let mut backup = Backup::new(Generation(1), Duration::from_millis(100), at(0));
+        let mut actions = Vec::new();
+        backup.handle(at(1_900), BackupEvent::Tick, &mut actions);
+        assert_eq!((backup.phase(), actions.len()), (&BackupPhase::Syncing, 0));
+        // Regular signs of life, so that no jitter has been learnt.
+        for beat in 96..1_000 {
+            backup.handle(at(beat * 20), BackupEvent::Heard, &mut actions);
+        }
+        backup.handle(at(20_000), BackupEvent::Staged(Epoch(1)), &mut actions);
+        actions.clear();
+        backup.handle(at(20_101), BackupEvent::Tick, &mut actions);
+        assert_eq!(actions, [BackupAction::Contest(Generation(1))]);
+    }
+
+    #[test]
+    fn a_long_silence_ends_the_first_synchronisation() {
+        let mut backup = Backup::new(Generation(1), Duration::from_millis(100), at(0));
+        let mut actions = Vec::new();
+        backup.handle(at(2_001), BackupEvent::Tick, &mut actions);
+        assert_eq!(*backup.phase(), BackupPhase::Discarded);
     }
 }

@@ -15,6 +15,10 @@ const JITTER_FACTOR: u32 = 3;
 /// However bad the jitter, silence this long is a failure.
 const CEILING: Duration = Duration::from_secs(2);
 
+/// Nobody can take over before the first synchronisation has ended: suspecting
+/// earlier saves nothing, and a false alarm throws the whole copy away.
+pub(crate) const SYNC_PATIENCE: Duration = CEILING;
+
 /// Watches the peer's signs of life.
 #[derive(Clone, Debug)]
 pub struct Detector {
@@ -28,6 +32,11 @@ impl Detector {
     /// as heard at `now`.
     pub fn new(floor: Duration, now: Time) -> Detector {
         Detector { floor, last_heard: now, typical_worst_gap: HEARTBEAT_INTERVAL }
+    }
+
+    /// Suspects after `floor` at the earliest from now on.
+    pub fn set_floor(&mut self, floor: Duration) {
+        self.floor = floor;
     }
 
     /// The peer was heard.

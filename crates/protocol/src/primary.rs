@@ -4,6 +4,7 @@
 //! the arbiter made this host the sole owner. Everything that decides about
 //! that is here, without I/O or clock.
 
+use crate::detector::SYNC_PATIENCE;
 use crate::{Detector, Epoch, Generation, Time, Verdict};
 use std::time::Duration;
 
@@ -90,6 +91,8 @@ pub struct Primary {
     generation: Generation,
     running: Epoch,
     committed: Epoch,
+    /// The shortest silence that counts as failure once output is held.
+    timeout: Duration,
     detector: Detector,
     retry_at: Option<Time>,
     unprotect_asked: bool,
@@ -104,7 +107,8 @@ impl Primary {
             generation,
             running: Epoch(1),
             committed: Epoch(0),
-            detector: Detector::new(timeout * PATIENCE, now),
+            timeout: timeout * PATIENCE,
+            detector: Detector::new((timeout * PATIENCE).max(SYNC_PATIENCE), now),
             retry_at: None,
             unprotect_asked: false,
         }
@@ -185,6 +189,10 @@ impl Primary {
             self.in_flight() <= PIPELINE_DEPTH,
             "more epochs in flight than the pipeline holds"
         );
+        if !self.backup_may_be_entitled() {
+            // From here on a lost backup holds up output.
+            self.detector.set_floor(self.timeout);
+        }
         self.running = self.running.next();
     }
 
@@ -327,5 +335,27 @@ impl Primary {
     fn halt(&mut self, reason: String, actions: &mut Vec<PrimaryAction>) {
         self.phase = PrimaryPhase::Halted(reason.clone());
         actions.push(PrimaryAction::Halt(reason));
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_silence_is_borne_until_output_is_held() {
+        let at = |ms| Time(Duration::from_millis(ms));
+        let mut primary = Primary::new(Generation(1), Duration::from_millis(100), at(0));
+        let mut actions = Vec::new();
+        primary.handle(at(1_900), PrimaryEvent::Tick, &mut actions);
+        assert_eq!((primary.phase(), actions.len()), (&PrimaryPhase::Syncing, 0));
+        // Regular signs of life, so that no jitter has been learnt.
+        for beat in 96..1_001 {
+            primary.handle(at(beat * 20), PrimaryEvent::Heard, &mut actions);
+        }
+        primary.handle(at(20_000), PrimaryEvent::Captured, &mut actions);
+        primary.handle(at(20_301), PrimaryEvent::Tick, &mut actions);
+        let contest = PrimaryAction::Contest(Generation(1));
+        assert_eq!(actions, [PrimaryAction::ClosePeer, contest]);
     }
 }
