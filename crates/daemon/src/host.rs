@@ -183,14 +183,16 @@ impl Host {
         Ok(Vm::Primary(vm).status())
     }
 
-    /// Ends protection on both hosts; the VM runs on here.
+    /// Ends protection on both hosts; the VM runs on here. For a VM whose
+    /// protection is lost: takes note that this is how it shall be.
     pub fn unprotect(&self, name: &str) -> Result<VmStatus, HostError> {
         let vm = self.primary(name)?;
-        if vm.active_session().is_none() {
+        if vm.active_session().is_none() && !vm.is_degraded() {
             let message = format!("{name} is not protected");
             return Err(HostError::new(ErrorKind::Conflict, message));
         }
         self.end_protection(&vm)?;
+        vm.accept_unprotected();
         vm.events.note("protection ended as asked for");
         Ok(Vm::Primary(vm).status())
     }

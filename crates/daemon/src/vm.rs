@@ -97,6 +97,20 @@ impl PrimaryVm {
         state.degraded = None;
     }
 
+    /// Whether the VM should be protected and is not.
+    pub fn is_degraded(&self) -> bool {
+        matches!(self.status().protection, Protection::Degraded { .. })
+    }
+
+    /// The operator wants no protection: its lack is no degradation any more.
+    pub fn accept_unprotected(&self) {
+        let mut state = lock(&self.state);
+        if let Some(session) = state.session.take() {
+            state.generation = session.position().0;
+        }
+        state.degraded = None;
+    }
+
     /// Whether the last session ended with a planned fail-over.
     pub fn was_handed_over(&self) -> bool {
         lock(&self.state).session.as_ref().is_some_and(|session| session.was_handed_over())

@@ -230,7 +230,9 @@ fn run_control(session: &Session, contests: &Receiver<Generation>) {
 fn run_capture(session: &Arc<Session>, over: impl FnOnce(PrimaryPhase)) {
     if let Err(error) = capture::run(session) {
         let reason = format!("cannot take a checkpoint: {error:#}");
-        if powered_off(&session.machine) {
+        if session.is_over() {
+            info!(vm = session.vm, "protection ended during a checkpoint: {reason}");
+        } else if powered_off(&session.machine) {
             // Not a failure: the host ends protection, then the VM.
             info!(vm = session.vm, "the guest powered off: {reason}");
         } else if session.machine.is_alive() {
