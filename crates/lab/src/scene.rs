@@ -215,6 +215,8 @@ impl Scene {
 
     /// Starts a host's daemon again after its death.
     pub fn restart(&mut self, name: &str) -> Result<()> {
+        // Dropped first: it ends everything on its host.
+        drop(self.hosts.remove(name));
         let host = self.options.start_daemon(&self.lab, name)?;
         self.hosts.insert(name.to_owned(), host);
         Ok(())
