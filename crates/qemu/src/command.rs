@@ -242,9 +242,10 @@ fn cards(args: &mut Args, vm: &VmDefinition, sockets: &[RawFd]) {
         };
         let slot = FIRST_CARD_SLOT + n;
         // No boot ROM: it is one more RAM block to carry, and VMs boot from disk.
+        // (`rombar=0` would move it to a place with room for one card of a model.)
         args.pair(
             "-device",
-            format!("{model},addr={slot:#04x},netdev=card{n},id=nic{n},mac={},rombar=0", card.mac),
+            format!("{model},addr={slot:#04x},netdev=card{n},id=nic{n},mac={},romfile=", card.mac),
         );
     }
 }

@@ -4,8 +4,10 @@ mod common;
 
 use common::{CAPABILITIES, LONG, NbdServer, Vm, definition};
 use std::path::Path;
-use understudy_qemu::command::Role;
-use understudy_qemu::definition::VirtioInterface;
+use understudy_qemu::command::{MAX_CARDS, MAX_VIRTIO_DISKS, Role};
+use understudy_qemu::definition::{
+    CardDefinition, CardModel, DiskBus, DiskDefinition, DiskFormat, Vga, VirtioInterface,
+};
 use understudy_qemu::qmp::{QmpError, RunState, VmEvent};
 use understudy_qemu::{Accelerator, Capabilities};
 
@@ -96,6 +98,39 @@ fn reboots(vm: &mut Vm) {
 }
 
 #[test]
+fn the_largest_machine_starts_on_either_chipset() {
+    for (machine, ide) in [("pc", 4), ("q35", 6)] {
+        let folder = tempfile::tempdir().unwrap();
+        let mut vm = definition(folder.path(), "raw");
+        let disk = NbdServer::start(folder.path(), &vm.disks[0].path, "nbd");
+        vm.machine = machine.to_owned();
+        vm.vga = Vga::Std;
+        vm.qemu_args = ["-device", "virtio-rng-pci", "-vnc", "none"].map(str::to_owned).into();
+        let image = |bus, n: usize| DiskDefinition {
+            path: folder.path().join(format!("{bus:?}{n}")),
+            format: DiskFormat::Raw,
+            bus,
+        };
+        vm.disks = (0..MAX_VIRTIO_DISKS).map(|n| image(DiskBus::Virtio, n)).collect();
+        vm.disks.extend((0..ide).map(|n| image(DiskBus::Ide, n)));
+        let model = |n| if n % 2 == 0 { CardModel::VirtioNet } else { CardModel::E1000 };
+        vm.cards = (0..MAX_CARDS)
+            .map(|n| CardDefinition {
+                mac: format!("52:54:00:00:00:{n:02x}").parse().unwrap(),
+                bridge: "br0".to_owned(),
+                model: model(n),
+            })
+            .collect();
+        assert_eq!(vm.validate(), []);
+        let mut primary = Vm::start(&vm, &disk, Role::Fresh);
+        primary.monitor.cont().unwrap();
+        primary.await_boot();
+        let blocks = primary.checkpoint().others;
+        assert!(blocks.iter().any(|(_, block)| block.name.ends_with("vga.vram")), "{machine}");
+    }
+}
+
+#[test]
 fn an_abandoned_checkpoint_leaves_the_guest_stopped() {
     let folder = tempfile::tempdir().unwrap();
     let vm = definition(folder.path(), "raw");
@@ -159,7 +194,7 @@ fn a_bad_device_state_ends_the_standby_with_a_reason() {
 }
 
 #[test]
-fn a_missing_disk_server_is_a_reason_to_end() {
+fn a_guest_that_does_not_use_its_disk_outlives_the_disk_server() {
     let folder = tempfile::tempdir().unwrap();
     let vm = definition(folder.path(), "raw");
     let disk = NbdServer::start(folder.path(), &vm.disks[0].path, "nbd");

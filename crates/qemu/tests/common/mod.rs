@@ -4,7 +4,7 @@ use nix::sys::memfd::{MFdFlags, memfd_create};
 use nix::sys::uio::{RemoteIoVec, process_vm_readv};
 use nix::unistd::Pid;
 use std::fs::File;
-use std::io::{IoSliceMut, Read};
+use std::io::{BufReader, IoSliceMut, Read};
 use std::os::fd::{AsFd, AsRawFd};
 use std::os::unix::fs::FileExt;
 use std::os::unix::net::UnixStream;
@@ -100,7 +100,7 @@ impl NbdServer {
     pub fn start(folder: &Path, image: &Path, name: &str) -> NbdServer {
         let socket = folder.join(name);
         let child = Command::new("qemu-nbd")
-            .args(["--persistent", "--shared=2", "--format=raw", "--socket"])
+            .args(["--persistent", "--shared=0", "--format=raw", "--socket"])
             .args([&socket, image])
             .spawn()
             .unwrap();
@@ -129,7 +129,7 @@ pub fn eventually<T>(what: &str, mut condition: impl FnMut() -> Option<T>) -> T 
     }
 }
 
-/// A running VM with everything the daemon would hold of it.
+/// A running VM, all of whose disks are on one server, with everything the daemon would hold of it.
 pub struct Vm {
     pub monitor: Monitor,
     pub qemu: Qemu,
@@ -148,6 +148,8 @@ impl Vm {
         let state = DeviceState::create().unwrap();
         let (sockets, ends) = MonitorSockets::create().unwrap();
         let [first, second, third] = ends.descriptors();
+        // Connected to nobody who reads: enough for a card without a network.
+        let ports: Vec<_> = definition.cards.iter().map(|_| UnixStream::pair().unwrap()).collect();
         let console = folder.path().join("console");
         let args = command_line(
             definition,
@@ -156,8 +158,8 @@ impl Vm {
                 accelerator: Accelerator::Tcg,
                 ram: ram.as_raw_fd(),
                 monitors: ends.numbers(),
-                disks: vec![disk.socket.clone()],
-                cards: Vec::new(),
+                disks: vec![disk.socket.clone(); definition.disks.len()],
+                cards: ports.iter().map(|(_, qemus)| qemus.as_raw_fd()).collect(),
                 console: Some(Console {
                     socket: console.clone(),
                     log: folder.path().join("console.log"),
@@ -165,11 +167,13 @@ impl Vm {
                 role,
             },
         );
+        let mut inherit = vec![ram.as_fd(), state.as_fd(), first, second, third];
+        inherit.extend(ports.iter().map(|(_, qemus)| qemus.as_fd()));
         let qemu = Qemu::launch(&Launch {
             binary: &CAPABILITIES.binary,
             args: &args,
             env: &[],
-            inherit: &[ram.as_fd(), state.as_fd(), first, second, third],
+            inherit: &inherit,
             log: &folder.path().join("qemu.log"),
         })
         .unwrap();
@@ -245,7 +249,7 @@ fn read_console(socket: &Path) -> mpsc::Receiver<u8> {
     let console = UnixStream::connect(socket).unwrap();
     let (sender, output) = mpsc::channel();
     std::thread::spawn(move || {
-        for byte in console.bytes() {
+        for byte in BufReader::new(console).bytes() {
             let Ok(byte) = byte else { return };
             if sender.send(byte).is_err() {
                 return;
