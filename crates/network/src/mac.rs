@@ -1,6 +1,7 @@
 //! Ethernet hardware addresses.
 
 use std::fmt;
+use std::hash::{BuildHasher, RandomState};
 use std::str::FromStr;
 
 /// The hardware address of a network card.
@@ -16,16 +17,19 @@ pub struct MacParseError {
 }
 
 impl MacAddress {
-    /// The address for the host's side of a card's tap.
+    /// An address for the host's side of a card's tap.
     ///
     /// A Linux bridge takes the lowest address of its ports for its own, so the
-    /// tap gets a high one, or the host's address would change as VMs come and
-    /// go. It must also differ from the guest's, which the bridge would
-    /// otherwise take for local (libvirt has the same rule).
+    /// tap gets one of the highest, or the host's address would change as VMs
+    /// come and go. The rest is random: a bridge that takes it nevertheless must
+    /// not have the address of the same VM's tap on the other host, or the two
+    /// hosts could not talk. It must also differ from the guest's, which the
+    /// bridge would otherwise take for local.
     pub(crate) fn for_tap(self) -> MacAddress {
-        let mut bytes = self.0;
-        bytes[0] = if bytes[0] == 0xfe { 0xfa } else { 0xfe };
-        MacAddress(bytes)
+        let random = RandomState::new().hash_one(self.0).to_le_bytes();
+        let [a, b, c, d, ..] = random;
+        let tap = MacAddress([0xfe, 0xff, a, b, c, d]);
+        if tap == self { MacAddress([0xfe, 0xff, a, b, c, d ^ 1]) } else { tap }
     }
 }
 
@@ -92,11 +96,13 @@ mod tests {
     }
 
     #[test]
-    fn tap_address_never_equals_the_guests() {
-        for first in [0x52, 0xfe, 0xfa] {
-            let guest = MacAddress([first, 1, 2, 3, 4, 5]);
-            assert_ne!(guest.for_tap(), guest);
-            assert_eq!(guest.for_tap().0[0] & 1, 0);
+    fn tap_addresses_are_high_unicast_and_differ_between_hosts() {
+        let guest = MacAddress([0x52, 0x54, 0, 1, 2, 3]);
+        let (one, other) = (guest.for_tap(), guest.for_tap());
+        assert_ne!(one, other);
+        for tap in [one, other] {
+            assert_ne!(tap, guest);
+            assert_eq!((tap.0[0] & 1, &tap.0[..2]), (0, &[0xfe, 0xff][..]));
         }
     }
 }
