@@ -1,0 +1,149 @@
+//! How a test begins and ends, and what it checks whatever happened.
+
+use anyhow::{Context, Result, bail, ensure};
+use serde_json::Value;
+use std::path::{Path, PathBuf};
+use std::sync::{Mutex, PoisonError};
+use std::time::Duration;
+use understudy_lab::check::check_disk;
+use understudy_lab::scene::VM;
+use understudy_lab::{HostProcess, RecordClient, Scene, SceneOptions, wait_for};
+
+/// Between two records, so that a test is not about the disk's speed.
+pub const PACE: Duration = Duration::from_millis(5);
+/// For anything that a living machine does by itself.
+pub const LIMIT: Duration = Duration::from_secs(60);
+/// Acknowledgements that prove that the guest serves its client.
+const SERVED: u64 = 20;
+
+/// One test at a time: the machine has room for two hosts and one guest.
+static STAGE: Mutex<()> = Mutex::new(());
+
+/// The binary under test and the guests' files, one guest of the usual shape.
+pub fn options() -> SceneOptions {
+    let binary = Path::new(env!("CARGO_BIN_EXE_understudy"));
+    let agent = binary.with_file_name("libunderstudy_agent.so");
+    assert!(
+        agent.is_file(),
+        "there is no {}: run `make test`, or `cargo build -p understudy-agent` in this profile",
+        agent.display()
+    );
+    SceneOptions::new(binary, &guest_files())
+}
+
+fn guest_files() -> PathBuf {
+    let built = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../target/guest");
+    std::env::var_os("UNDERSTUDY_GUEST").map_or(built, PathBuf::from)
+}
+
+/// Plays one test on a stage of its own, then proves that nothing of it is left
+/// behind. An error shows the ends of all logs.
+pub fn play(options: SceneOptions, story: impl FnOnce(&mut Scene) -> Result<()>) {
+    // A test that failed has said so; the others go on.
+    let _turn = STAGE.lock().unwrap_or_else(PoisonError::into_inner);
+    let mut scene = Scene::start(options).unwrap_or_else(|error| panic!("{error:#}"));
+    if let Err(error) = story(&mut scene) {
+        // The laboratory prints its logs when a panic drops it.
+        panic!("{error:#}");
+    }
+    scene.finish().unwrap_or_else(|error| panic!("{error:#}"));
+}
+
+/// [`play`] with the usual guest on host a, protected to host b, and a client
+/// that appends records through its one connection.
+pub fn play_protected(
+    options: SceneOptions,
+    story: impl FnOnce(&mut Scene, RecordClient) -> Result<()>,
+) {
+    play(options, |scene| {
+        scene.protected_guest("a", "b")?;
+        let client = scene.record_client(PACE)?;
+        await_service(&client)?;
+        story(scene, client)
+    });
+}
+
+/// Waits until the guest has answered the client anew.
+pub fn await_service(client: &RecordClient) -> Result<()> {
+    let goal = client.acked() + SERVED;
+    wait_for("the guest to serve its client", LIMIT, || {
+        ensure!(!client.failed(), "the client's connection broke");
+        Ok((client.acked() >= goal).then_some(()))
+    })
+}
+
+/// The end of most tests: `host` runs the guest, serves the client on the
+/// connection that it always had, and has every acknowledged record.
+pub fn prove_survival(scene: &Scene, client: RecordClient, host: &str) -> Result<()> {
+    scene.await_live(host)?;
+    await_service(&client)?;
+    let acked = close(client)?;
+    prove_disk(scene, host, acked)
+}
+
+/// Ends the client, whose connection must have lived; returns what was
+/// acknowledged to it.
+pub fn close(client: RecordClient) -> Result<u64> {
+    let report = client.stop();
+    if let Some(error) = report.error() {
+        bail!("the client's connection did not survive: {error}");
+    }
+    Ok(report.acked())
+}
+
+/// Cuts the power of the guest on `host` and looks at its first disk as a crash
+/// would have left it.
+pub fn prove_disk(scene: &Scene, host: &str, acked: u64) -> Result<()> {
+    let image = scene.disk(host, 0)?;
+    scene.host(host)?.call(["vm", "stop", VM, "--force"])?;
+    let check = check_disk(&image, acked)?;
+    ensure!(check.is_intact(), "{} after {acked} records: {check:#?}", image.display());
+    Ok(())
+}
+
+/// What the daemon on `host` says of its protection: the state and, where there
+/// is one, the reason.
+pub fn protection(status: &Value) -> (&str, &str) {
+    let text = |field| status["protection"][field].as_str().unwrap_or_default();
+    (text("state"), text("reason"))
+}
+
+/// Waits until the guest of `host` runs there alone although it should be
+/// protected; returns the reason that `status` gives.
+pub fn await_degraded(scene: &Scene, host: &str) -> Result<String> {
+    wait_for(&format!("host {host} to say that it is degraded"), LIMIT, || {
+        let status = scene.status(host)?;
+        ensure!(status["role"] == "primary", "host {host} does not own the guest: {status}");
+        let (state, reason) = protection(&status);
+        let alone = state == "degraded" && !reason.contains("until the arbiter decides");
+        Ok(alone.then(|| reason.to_owned()))
+    })
+}
+
+/// Waits until `host` knows no VM, and has no process but its daemon.
+pub fn await_forgotten(scene: &Scene, host: &str) -> Result<()> {
+    let daemon = scene.host(host)?;
+    wait_for(&format!("host {host} to forget the VM"), LIMIT, || {
+        Ok(vms(daemon)?.is_empty().then_some(()))
+    })?;
+    wait_for(&format!("host {host}'s QEMU to be gone"), LIMIT, || {
+        Ok((daemon.namespace().processes()? == [daemon.pid()]).then_some(()))
+    })
+}
+
+/// The VMs that a host knows, by `status --json`.
+pub fn vms(host: &HostProcess) -> Result<Vec<Value>> {
+    let status: Value = serde_json::from_str(&host.call(["status", "--json"])?)?;
+    status["vms"].as_array().cloned().context("`status --json` has no list `vms`")
+}
+
+/// Runs a command that must fail; returns its exit code and its stderr.
+pub fn refusal(host: &HostProcess, arguments: &[&str]) -> Result<(i32, String)> {
+    let output = host.cli(arguments)?;
+    let words = String::from_utf8_lossy(&output.stderr).into_owned();
+    ensure!(!output.status.success(), "`{}` succeeded", arguments.join(" "));
+    let code = output.status.code();
+    let code = code.with_context(|| format!("`{}` was killed", arguments.join(" ")))?;
+    ensure!(!words.contains("panicked"), "`{}` panicked: {words}", arguments.join(" "));
+    Ok((code, words))
+}
