@@ -153,7 +153,7 @@ impl Story<'_> {
     fn boot(&self) -> Result<()> {
         self.command("a", "vm start vm.toml");
         self.scene.start_guest("a")?;
-        self.say.update("Linux boots: 512 MiB, 1 vCPU, a disk, a network card".to_owned());
+        self.say.update("Linux boots: 512 MiB, 1 vCPU, a disk, a network card");
         self.scene.await_guest()
     }
 
@@ -171,7 +171,7 @@ impl Story<'_> {
                 Protection::Protected { .. } => break,
                 Protection::Syncing { peer, done_bytes, total_bytes, remaining_seconds } => self
                     .say
-                    .update(table::syncing(peer, *done_bytes, *total_bytes, *remaining_seconds)),
+                    .update(&table::syncing(peer, *done_bytes, *total_bytes, *remaining_seconds)),
                 other => bail!("the guest is not protected: {other:?}"),
             }
             thread::sleep(GLANCE);
@@ -193,7 +193,7 @@ impl Story<'_> {
             let Protection::Protected { .. } = status.protection else {
                 bail!("protection was lost before anything was done: {:?}", status.protection);
             };
-            self.say.update(format!(
+            self.say.update(&format!(
                 "host a serves: {} records acknowledged, {:.0} a second, {} checkpoints",
                 client.acked(),
                 rate(),
@@ -237,7 +237,7 @@ impl Story<'_> {
         self.say.say("the same connection goes on: host b answers");
         let until = Instant::now() + AFTERMATH;
         while Instant::now() < until && !client.failed() {
-            self.say.update(format!("host b serves: {} records acknowledged", client.acked()));
+            self.say.update(&format!("host b serves: {} records acknowledged", client.acked()));
             thread::sleep(GLANCE);
         }
         let mut problems = Vec::new();
