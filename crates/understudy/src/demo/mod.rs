@@ -18,7 +18,7 @@ use std::path::PathBuf;
 use std::thread;
 use std::time::{Duration, Instant};
 use understudy_daemon::ErrorKind;
-use understudy_daemon::report::{Protection, Role, VmStatus};
+use understudy_daemon::report::{PauseReport, Protection, Role, VmStatus};
 use understudy_lab::check::{DiskCheck, check_disk};
 use understudy_lab::scene::VM;
 use understudy_lab::{RecordClient, Scene, SceneOptions, Watcher, wait_for};
@@ -135,11 +135,15 @@ impl Story<'_> {
         }
         let disk = self.examine(report.acked())?;
         problems.extend(complaints(&disk));
-        let outage = report.outage(failed.at);
+        let (outage, pause) = (report.outage(failed.at), failed.before.pause_ms);
         Ok(Outcome {
-            outage_ms: outage.map(|outage| (outage.as_secs_f64() * 1e4).round() / 10.0),
+            outage_ms: outage.map(|outage| microseconds(outage.as_secs_f64() * 1e3)),
             checkpoints: failed.before.checkpoints,
-            pause_ms: failed.before.pause_ms,
+            pause_ms: PauseReport {
+                p50: microseconds(pause.p50),
+                p99: microseconds(pause.p99),
+                max: microseconds(pause.max),
+            },
             bytes_sent: failed.before.bytes_sent,
             acked: report.acked(),
             lost: disk.records.lost.len() as u64,
@@ -263,7 +267,7 @@ impl Story<'_> {
         let qemu = before.qemu_pid.context("host a told no process id of its QEMU")?;
         let processes = || self.scene.host("a")?.namespace().processes();
         wait_for("host a's QEMU to be gone", TAKE_OVER_LIMIT, || {
-            Ok((!processes()?.contains(&u32::try_from(qemu)?)).then_some(()))
+            Ok((!processes()?.contains(&qemu)).then_some(()))
         })?;
         self.say.say("host a has halted its copy: the arbiter gave the guest to host b");
         Ok(())
@@ -292,6 +296,11 @@ impl Watchers {
         let first = first.context("host b has sent nothing in the guest's name")?;
         Ok(self.a.frames_after(first).context("watching host a")? > 0)
     }
+}
+
+/// Milliseconds without the digits that mean nothing.
+fn microseconds(ms: f64) -> f64 {
+    (ms * 1e3).round() / 1e3
 }
 
 fn ask(client: &Client) -> Result<VmStatus> {
