@@ -9,6 +9,12 @@
 //! |-------------|-------|
 //! | [`stage`]   | how a test begins and ends, and what it always checks |
 //! | [`deaths`]  | every way in which a host, a daemon or a QEMU can die |
+//! | [`sync`]    | the same before the first synchronisation has ended |
+//! | [`planned`] | what people do on purpose: fail over, stop, reboot |
+//! | [`relay`]   | what can go wrong on the wire, for the tests above |
 
 mod deaths;
+mod planned;
+mod relay;
 mod stage;
+mod sync;

@@ -1,0 +1,146 @@
+//! What people do on purpose: fail over, end protection, stop, reboot.
+
+use crate::stage::{
+    LIMIT, PACE, await_forgotten, await_service, close, options, play, play_protected, protection,
+    prove_disk, prove_survival, vms,
+};
+use anyhow::{Context, Result, ensure};
+use std::io::Write;
+use std::process::{Command, Stdio};
+use understudy_lab::check::check_disk;
+use understudy_lab::scene::VM;
+use understudy_lab::{Scene, wait_for};
+
+#[test]
+fn planned_fail_overs_lose_nothing() {
+    play_protected(options(), |scene, client| {
+        for (from, to) in [("a", "b"), ("b", "a")] {
+            scene.host(from)?.call(["failover", VM])?;
+            scene.await_live(to)?;
+            await_forgotten(scene, from)?;
+            await_service(&client)?;
+            scene.protect(to, from)?;
+            scene.await_protected(to, |_| ())?;
+        }
+        await_service(&client)?;
+        scene.host_mut("a")?.kill_everything()?;
+        prove_survival(scene, client, "b")
+    });
+}
+
+#[test]
+fn the_end_of_protection_leaves_nothing_on_the_backup() {
+    play_protected(options(), |scene, client| {
+        scene.host("a")?.call(["unprotect", VM])?;
+        let status = scene.status("a")?;
+        ensure!(protection(&status).0 == "off", "still protected: {status}");
+        await_forgotten(scene, "b")?;
+        await_service(&client)?;
+        // The backup's death is nothing to a guest that it does not back up.
+        scene.host_mut("b")?.kill_everything()?;
+        await_service(&client)?;
+        let acked = close(client)?;
+        prove_disk(scene, "a", acked)
+    });
+}
+
+#[test]
+fn a_protected_guest_is_stopped() {
+    play_protected(options(), |scene, client| {
+        let image = scene.disk("a", 0)?;
+        let acked = close(client)?;
+        scene.host("a")?.call(["vm", "stop", VM])?;
+        await_forgotten(scene, "a")?;
+        await_forgotten(scene, "b")?;
+        let check = check_disk(&image, acked)?;
+        ensure!(check.is_intact(), "{check:#?}");
+        // Stopped in order, it is nobody's: it can be started anew.
+        scene.start_guest("a")?;
+        ensure!(scene.status("a")?["live"] == true, "the guest does not run");
+        scene.host("a")?.call(["vm", "stop", VM, "--force"])?;
+        Ok(())
+    });
+}
+
+#[test]
+fn a_protected_guest_powers_off() {
+    play_protected(options(), |scene, client| {
+        let image = scene.disk("a", 0)?;
+        let acked = close(client)?;
+        scene.shell()?.start("poweroff")?;
+        await_forgotten(scene, "a")?;
+        await_forgotten(scene, "b")?;
+        let check = check_disk(&image, acked)?;
+        ensure!(check.is_intact(), "{check:#?}");
+        Ok(())
+    });
+}
+
+/// After the fail-over the guest must find its firmware where it always was.
+#[test]
+fn a_guest_reboots_on_either_host() {
+    play(options(), |scene| {
+        scene.protected_guest("a", "b")?;
+        reboot(scene, "a")?;
+        let status = scene.status("a")?;
+        ensure!(protection(&status).0 == "protected", "a reboot ended protection: {status}");
+        let client = scene.record_client(PACE)?;
+        await_service(&client)?;
+        scene.host_mut("a")?.kill_everything()?;
+        scene.await_live("b")?;
+        await_service(&client)?;
+        let acked = close(client)?;
+        reboot(scene, "b")?;
+        prove_disk(scene, "b", acked)
+    });
+}
+
+/// Reboots the guest on `host` and waits until its servers answer again.
+fn reboot(scene: &Scene, host: &str) -> Result<()> {
+    scene.shell()?.start("reboot")?;
+    wait_for("the guest to reboot", LIMIT, || {
+        let status = scene.status(host)?;
+        let events = status["events"].as_array().context("no `events` in the status")?;
+        Ok(events.iter().any(|event| event == "the guest rebooted").then_some(()))
+    })?;
+    scene.await_guest()
+}
+
+#[test]
+fn the_console_follows_the_guest() {
+    play_protected(options(), |scene, client| {
+        ensure!(console(scene, "a", "echo one-$((40 + 1))")?.contains("one-41"), "on host a");
+        scene.host_mut("a")?.kill_everything()?;
+        scene.await_live("b")?;
+        ensure!(console(scene, "b", "echo two-$((40 + 2))")?.contains("two-42"), "on host b");
+        prove_survival(scene, client, "b")
+    });
+}
+
+/// What `vm console` prints when a line is piped into it.
+fn console(scene: &Scene, host: &str, line: &str) -> Result<String> {
+    let mut command = Command::new(env!("CARGO_BIN_EXE_understudy"))
+        .arg("--socket")
+        .arg(scene.host(host)?.socket())
+        .args(["vm", "console", VM])
+        .stdin(Stdio::piped())
+        .stdout(Stdio::piped())
+        .stderr(Stdio::piped())
+        .spawn()?;
+    command.stdin.take().context("no pipe")?.write_all(format!("{line}\n").as_bytes())?;
+    let output = command.wait_with_output()?;
+    ensure!(output.status.success(), "`vm console` failed: {output:?}");
+    Ok(String::from_utf8_lossy(&output.stdout).into_owned())
+}
+
+/// SIGTERM to a daemon hands its protected guests over.
+#[test]
+fn a_daemon_that_ends_hands_its_guest_over() {
+    play_protected(options(), |scene, client| {
+        let status = scene.host_mut("a")?.terminate()?;
+        ensure!(status.success(), "the daemon ended with {status}");
+        scene.await_live("b")?;
+        ensure!(vms(scene.host("b")?)?.len() == 1, "b knows other VMs");
+        prove_survival(scene, client, "b")
+    });
+}
