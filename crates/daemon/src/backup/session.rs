@@ -182,9 +182,11 @@ impl Session {
 
     fn stage(&self, staging: &mut Staging, message: Message) -> anyhow::Result<()> {
         if let Some(epoch) = staging.take(message)? {
-            let bytes = epoch.bytes;
+            // Before the apply thread has it, which gives its bytes back.
+            self.waiting.force(epoch.bytes);
             self.event(BackupEvent::Staged(epoch.epoch), Some(epoch));
-            self.waiting.take(bytes);
+            // Acknowledged whatever waits; the next one is read when there is room.
+            self.waiting.take(0);
         }
         Ok(())
     }
