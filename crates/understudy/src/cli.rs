@@ -85,6 +85,9 @@ pub enum Command {
     /// Kill a guest's host, here on one machine, and see its connection live on.
     #[command(after_help = DEMO_HELP)]
     Demo(DemoArgs),
+    /// Measure this machine, on real parts.
+    #[command(subcommand)]
+    Bench(BenchCommand),
     /// Check whether this machine can run and protect VMs; says what to do if not.
     Doctor {
         /// Check this host's configuration too: the arbiter, the peers.
@@ -236,6 +239,50 @@ pub struct DemoArgs {
 pub enum Cut {
     /// The host's network, silently: its link stays up.
     Network,
+}
+
+/// `bench`
+#[derive(Debug, Subcommand)]
+pub enum BenchCommand {
+    /// How long a checkpoint stops the guest, against the pages that it wrote.
+    #[command(after_help = BENCH_PAUSE_HELP)]
+    Pause(BenchPauseArgs),
+}
+
+const BENCH_PAUSE_HELP: &str = "\
+Two hosts are network namespaces of this machine; daemons, QEMUs and the guest,
+which rewrites that many pages in every epoch, are real. Needs root, and the test
+guest that `make guests` builds. Everything is removed at the end. Figures mean
+little while something else keeps the machine busy.";
+
+/// `bench pause`
+#[derive(Debug, Args)]
+pub struct BenchPauseArgs {
+    /// Checkpoints to measure at each point.
+    #[arg(long, value_name = "N", default_value_t = 100, value_parser = epochs)]
+    pub epochs: usize,
+    /// Pages that the guest writes in each epoch; 0 is an idle guest.
+    #[arg(
+        long,
+        value_name = "N,…",
+        value_delimiter = ',',
+        default_value = "0,100,1000,10000,50000"
+    )]
+    pub points: Vec<u64>,
+    /// The guest's memory in MiB.
+    #[arg(long, value_name = "MIB", default_value_t = 512, value_parser = clap::value_parser!(u32).range(256..=65536))]
+    pub memory: u32,
+    /// The test guest's files [default: target/guest of the build].
+    #[arg(long, value_name = "DIR", env = "UNDERSTUDY_GUEST")]
+    pub guest: Option<PathBuf>,
+}
+
+fn epochs(text: &str) -> Result<usize, String> {
+    match text.parse() {
+        // The daemon keeps the timings of 4 096 checkpoints.
+        Ok(epochs) if (10..=4000).contains(&epochs) => Ok(epochs),
+        _ => Err("it must be a number from 10 to 4000".to_owned()),
+    }
 }
 
 fn log_filter(text: &str) -> Result<String, String> {

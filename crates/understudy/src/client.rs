@@ -72,7 +72,6 @@ impl Client {
     }
 
     /// The last checkpoints' timings, oldest first.
-    #[cfg_attr(not(test), expect(dead_code, reason = "its first caller is `bench pause`"))]
     pub fn timings(&self, name: &str) -> Result<Vec<CheckpointTiming>, Failure> {
         self.json(Method::GET, &vm_path(name, "/timings"), Bytes::new())
     }

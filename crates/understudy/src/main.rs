@@ -11,11 +11,13 @@
 //! | [`socket`]   | the unix socket it listens on |
 //! | [`client`]   | the API from the caller's side |
 //! | [`demo`]     | a host dies, and its guest's connection lives on |
+//! | [`bench`]    | measurements |
 //! | [`doctor`]   | checks of this machine |
 //! | [`failure`]  | how a command fails: words and exit code |
 //! | [`output`], [`table`], [`progress`] | what the user sees |
 
 mod api;
+mod bench;
 mod cli;
 mod client;
 mod commands;

@@ -14,7 +14,7 @@ use anyhow::{Context, Result, bail, ensure};
 use narrator::Narrator;
 use outcome::Outcome;
 use std::env;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::thread;
 use std::time::{Duration, Instant};
 use understudy_daemon::ErrorKind;
@@ -36,21 +36,23 @@ const GUEST_FILES: &str = "target/guest";
 
 /// Plays the demo; exits with 0 only if nothing was lost.
 pub fn run(args: &DemoArgs, json: bool) -> Result<Exit, Failure> {
-    let outcome = play(scene_options(args)?, args)?;
+    let outcome = play(scene_options(args.guest.as_deref())?, args)?;
     output::show(json, &outcome, |outcome| format!("\n{}", outcome.summary()))?;
     Ok(if outcome.is_good() { Exit::Ok } else { Exit::Error })
 }
 
-fn scene_options(args: &DemoArgs) -> Result<SceneOptions, Failure> {
+/// The usual scene with this program, for whoever may build one; `guest` is where the
+/// test guest's files are, if not in the usual place.
+pub fn scene_options(guest: Option<&Path>) -> Result<SceneOptions, Failure> {
     let invalid = |message: String| Failure::new(FailureKind::Host(ErrorKind::Invalid), message);
     if !nix::unistd::geteuid().is_root() {
         return Err(invalid(
-            "the demo makes network namespaces and taps, which needs root: run it as root".into(),
+            "this makes network namespaces and taps, which needs root: run it as root".into(),
         ));
     }
     let binary = env::current_exe()
         .map_err(|error| Failure::internal(format!("cannot find this program: {error}")))?;
-    let options = SceneOptions::new(&binary, &args.guest.clone().unwrap_or_else(guest_files));
+    let options = SceneOptions::new(&binary, &guest.map_or_else(guest_files, Path::to_owned));
     options.check().map_err(|error| {
         Failure::new(
             FailureKind::Host(ErrorKind::NotFound),

@@ -1,0 +1,261 @@
+//! `understudy bench pause`: how long a checkpoint stops the guest, against the
+//! pages that the guest wrote since the last one (Remus, figure 5).
+//!
+//! Two daemons of this very program, each in a network namespace, and a Linux
+//! guest that rewrites a known number of pages over and over while its host
+//! takes checkpoints at a fixed rate. The times are the daemon's own.
+
+use super::machine::{Machine, load_average};
+use super::memory::DaemonMemory;
+use super::report::{PauseBench, Point};
+use crate::cli::BenchPauseArgs;
+use crate::client::Client;
+use crate::demo::scene_options;
+use crate::failure::{Exit, Failure, FailureKind};
+use crate::output;
+use anyhow::{Context, Result, ensure};
+use indicatif::{ProgressBar, ProgressStyle};
+use std::thread;
+use std::time::{Duration, Instant};
+use understudy_daemon::ErrorKind;
+use understudy_daemon::report::{CheckpointTiming, ProtectRequest};
+use understudy_lab::scene::VM;
+use understudy_lab::{GuestShell, HostOptions, Scene, SceneOptions};
+use understudy_protocol::{Epoch, PAGE_SIZE, Policy};
+
+/// Memory that the guest's own system needs beside the pages to write.
+const SYSTEM_MIB: u64 = 160;
+/// The first epochs of a load are not measured: its memory comes into being.
+const WARM_UP: Duration = Duration::from_secs(2);
+/// How often the daemons are looked at.
+const GLANCE: Duration = Duration::from_millis(200);
+/// Both hosts and the load share this machine's processors, so silence means nothing.
+const DETECTION: &str = "[detection]\ntimeout_ms = 10000";
+/// For the backup to end a session of protection.
+const STAND_DOWN_LIMIT: Duration = Duration::from_secs(10);
+/// For one epoch, however slow the machine.
+const EPOCH_LIMIT: Duration = Duration::from_secs(10);
+
+/// Measures and prints.
+pub fn run(args: &BenchPauseArgs, json: bool) -> Result<Exit, Failure> {
+    check(args)?;
+    let mut options = scene_options(args.guest.as_deref())?;
+    options.memory_mib = args.memory;
+    for host in &options.hosts {
+        let settings = DETECTION.to_owned();
+        options.daemons.insert(host.clone(), HostOptions { settings, ..Default::default() });
+    }
+    let bench = measure(options, args)
+        .map_err(|error| Failure::internal(format!("the benchmark failed: {error:#}")))?;
+    output::show(json, &bench, PauseBench::table)?;
+    Ok(Exit::Ok)
+}
+
+fn check(args: &BenchPauseArgs) -> Result<(), Failure> {
+    let room = u64::from(args.memory).saturating_sub(SYSTEM_MIB) << 20;
+    match args.points.iter().max() {
+        Some(&most) if most.saturating_mul(PAGE_SIZE as u64) > room => {
+            let message = format!(
+                "--points {most}: a guest with --memory {} has room for {} pages beside its \
+                 system; give it more memory or ask for fewer pages",
+                args.memory,
+                room / PAGE_SIZE as u64
+            );
+            Err(Failure::new(FailureKind::Host(ErrorKind::Invalid), message))
+        }
+        _ => Ok(()),
+    }
+}
+
+/// The scene is gone when this returns, whatever happened.
+fn measure(options: SceneOptions, args: &BenchPauseArgs) -> Result<PauseBench> {
+    let progress = Progress::new(args);
+    progress.doing("two hosts; Linux boots on one of them");
+    let scene = Scene::start(options)?;
+    match Bench::begin(&scene, &progress).and_then(|mut bench| bench.points(args)) {
+        Ok(bench) => {
+            scene.finish()?;
+            Ok(bench)
+        }
+        Err(error) => {
+            eprintln!("{}", scene.diagnostics());
+            Err(error)
+        }
+    }
+}
+
+struct Bench<'a> {
+    scene: &'a Scene,
+    progress: &'a Progress,
+    primary: Client,
+    shell: GuestShell,
+}
+
+impl<'a> Bench<'a> {
+    fn begin(scene: &'a Scene, progress: &'a Progress) -> Result<Bench<'a>> {
+        scene.start_guest("a")?;
+        scene.await_guest()?;
+        let primary = Client::new(scene.host("a")?.socket()).map_err(words)?;
+        Ok(Bench { scene, progress, primary, shell: scene.shell()? })
+    }
+
+    fn points(&mut self, args: &BenchPauseArgs) -> Result<PauseBench> {
+        let status = self.primary.status().map_err(words)?;
+        let vm = self.primary.vm_status(VM).map_err(words)?;
+        let qemu_pid = vm.qemu_pid.context("the guest has no QEMU")?;
+        let machine = Machine::look(status.version, status.qemu_version, qemu_pid);
+        let mut points = Vec::new();
+        for &pages in &args.points {
+            let point = self.point(pages, args.epochs)?;
+            self.progress.measured(&point);
+            points.push(point);
+        }
+        Ok(PauseBench { machine, guest_memory_mib: args.memory, points })
+    }
+
+    /// One session of protection for one number of pages.
+    fn point(&mut self, pages: u64, epochs: usize) -> Result<Point> {
+        let hz = rate(pages);
+        self.progress.doing(&format!("{pages} pages an epoch: protecting the guest"));
+        self.protect(hz)?;
+        self.scene.await_protected("a", |_| ())?;
+        let load = self.start_load(pages, hz)?;
+        thread::sleep(WARM_UP);
+        let (timings, memory) = self.watch(pages, epochs)?;
+        if let Some(pid) = load {
+            self.shell.run(&format!("kill {pid}"))?;
+        }
+        self.primary.unprotect(VM).map_err(words)?;
+        let mut point = Point::from_timings(pages, hz, &timings);
+        (point.primary_memory, point.backup_memory) = memory;
+        point.load_average = load_average();
+        Ok(point)
+    }
+
+    /// Host b refuses for as long as it still stands down from the last session.
+    fn protect(&self, hz: u32) -> Result<()> {
+        let policy = Some(Policy::Interval { hz });
+        let request = ProtectRequest { to: "b".to_owned(), policy };
+        let begun = Instant::now();
+        loop {
+            match self.primary.protect(VM, &request) {
+                Ok(_) => return Ok(()),
+                Err(failure) if begun.elapsed() > STAND_DOWN_LIMIT => return Err(words(failure)),
+                Err(_) => thread::sleep(GLANCE),
+            }
+        }
+    }
+
+    /// Starts to rewrite `pages` a little more often than there are epochs, so
+    /// that each epoch sees every page written.
+    fn start_load(&mut self, pages: u64, hz: u32) -> Result<Option<u32>> {
+        if pages == 0 {
+            return Ok(None);
+        }
+        let interval_ms = 1000 / hz * 9 / 10;
+        self.shell.start(&format!("exec guest-tools dirty {pages} {interval_ms}")).map(Some)
+    }
+
+    /// Collects the next `epochs` committed checkpoints.
+    fn watch(
+        &self,
+        pages: u64,
+        epochs: usize,
+    ) -> Result<(Vec<CheckpointTiming>, (DaemonMemory, DaemonMemory))> {
+        let pids = (self.scene.host("a")?.pid(), self.scene.host("b")?.pid());
+        let mut memory = (DaemonMemory::default(), DaemonMemory::default());
+        let mut timings = Vec::new();
+        let mut last = self.timings_after(Epoch(0))?.last().map_or(Epoch(0), |last| last.epoch);
+        let mut newest = Instant::now();
+        while timings.len() < epochs {
+            thread::sleep(GLANCE);
+            let new = self.timings_after(last)?;
+            if let Some(timing) = new.last() {
+                (last, newest) = (timing.epoch, Instant::now());
+            }
+            ensure!(newest.elapsed() < EPOCH_LIMIT, "no checkpoint for {EPOCH_LIMIT:?}");
+            timings.extend(new);
+            memory.0.update(pids.0)?;
+            memory.1.update(pids.1)?;
+            self.progress.measuring(pages, timings.len().min(epochs));
+        }
+        timings.truncate(epochs);
+        Ok((timings, memory))
+    }
+
+    fn timings_after(&self, epoch: Epoch) -> Result<Vec<CheckpointTiming>> {
+        let mut timings = self.primary.timings(VM).map_err(words)?;
+        timings.retain(|timing| timing.epoch > epoch);
+        Ok(timings)
+    }
+}
+
+/// Checkpoints a second: as many as leave time to send the pages in between.
+fn rate(pages: u64) -> u32 {
+    match pages {
+        0..2_000 => 40,
+        2_000..20_000 => 10,
+        _ => 2,
+    }
+}
+
+fn words(failure: Failure) -> anyhow::Error {
+    anyhow::anyhow!(failure.message)
+}
+
+/// A bar on stderr, or a line for each point where none can be drawn.
+struct Progress {
+    bar: ProgressBar,
+    done: std::cell::Cell<u64>,
+}
+
+impl Progress {
+    fn new(args: &BenchPauseArgs) -> Progress {
+        let style = ProgressStyle::with_template("[{bar:40}] {percent:>3} %  {msg}");
+        let style = style.expect("the template is well-formed").progress_chars("=> ");
+        let all = args.points.len() * args.epochs;
+        let bar = ProgressBar::new(all as u64).with_style(style);
+        Progress { bar, done: std::cell::Cell::new(0) }
+    }
+
+    fn doing(&self, what: &str) {
+        if self.bar.is_hidden() {
+            eprintln!("{what}");
+        }
+        self.bar.set_message(what.to_owned());
+    }
+
+    fn measuring(&self, pages: u64, epochs: usize) {
+        self.bar.set_message(format!("{pages} pages an epoch: {epochs} epochs measured"));
+        self.bar.set_position(self.done.get() + epochs as u64);
+    }
+
+    fn measured(&self, point: &Point) {
+        if self.bar.is_hidden() {
+            eprintln!(
+                "{} pages an epoch: {:.2} ms, median of {}",
+                point.pages, point.total_ms, point.epochs
+            );
+        }
+        self.done.set(self.done.get() + point.epochs as u64);
+    }
+}
+
+impl Drop for Progress {
+    fn drop(&mut self) {
+        self.bar.finish_and_clear();
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn more_pages_than_the_guest_has_are_refused() {
+        let args = |points| BenchPauseArgs { epochs: 100, points, memory: 512, guest: None };
+        assert!(check(&args(vec![0, 50_000])).is_ok());
+        let failure = check(&args(vec![0, 100_000])).unwrap_err();
+        assert!(failure.message.contains("room for 90112 pages"), "{}", failure.message);
+    }
+}
