@@ -1,12 +1,13 @@
 //! The host: every VM that this daemon runs or backs up.
 
+use crate::admission::open_disks;
 use crate::arbiter::FileArbiter;
 use crate::config::{ArbiterConfig, HostConfig};
 use crate::error::{ErrorKind, HostError};
-use crate::machine::{self, Machine, MachineEvent};
+use crate::machine::{self, Machine};
 use crate::report::{CheckpointTiming, HostStatus, ProtectRequest, VmStatus};
 use crate::sync::lock;
-use crate::vm::{FencedVm, PrimaryVm, Vm};
+use crate::vm::{PrimaryVm, Vm};
 use crate::{incoming, primary};
 use std::collections::BTreeMap;
 use std::net::TcpListener;
@@ -15,16 +16,14 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 use tracing::{info, warn};
-use understudy_disk::{Disk, ImageFormat};
-use understudy_protocol::{DiskIndex, Generation, PrimaryEvent, PrimaryPhase, Verdict};
-use understudy_qemu::definition::DiskFormat;
+use understudy_protocol::{Generation, PrimaryPhase};
 use understudy_qemu::{Capabilities, Role, VmDefinition};
 
 /// How long the guest may take to power off before it is ended.
 const POWER_OFF_TIMEOUT: Duration = Duration::from_secs(30);
 
 /// How long the backup may take to answer an operator's wish.
-const PEER_TIMEOUT: Duration = Duration::from_secs(20);
+pub(crate) const PEER_TIMEOUT: Duration = Duration::from_secs(20);
 
 /// One running daemon. All calls block; call them off the async threads.
 pub struct Host {
@@ -279,83 +278,6 @@ impl Host {
         }
     }
 
-    /// The VM runs here from now on.
-    pub(crate) fn add_primary(
-        self: &Arc<Self>,
-        machine: Arc<Machine>,
-        generation: Generation,
-        degraded: Option<String>,
-    ) -> Arc<PrimaryVm> {
-        let vm = Arc::new(PrimaryVm::new(machine, generation, degraded));
-        let name = vm.machine.definition().name.clone();
-        lock(&self.vms).insert(name, Vm::Primary(vm.clone()));
-        vm
-    }
-
-    /// Tells the host what happens to a machine, whatever its role then is.
-    pub(crate) fn event_sink(self: &Arc<Self>, vm: &str) -> Box<dyn Fn(MachineEvent) + Send> {
-        let host = Arc::downgrade(self);
-        let name = vm.to_owned();
-        Box::new(move |event| {
-            let Some(host) = host.upgrade() else { return };
-            let name = name.clone();
-            // Off the event thread: ending protection takes its time.
-            std::thread::spawn(move || host.machine_event(&name, event));
-        })
-    }
-
-    fn machine_event(self: &Arc<Self>, name: &str, event: MachineEvent) {
-        info!(vm = name, "{event:?}");
-        match (self.vm(name), event) {
-            (Ok(Vm::Primary(vm)), MachineEvent::Notice(text)) => vm.events.note(text),
-            (Ok(Vm::Primary(vm)), MachineEvent::PoweredOff) => {
-                if let Err(error) = self.end_protection(&vm) {
-                    warn!(vm = name, "{error}");
-                }
-                self.remove_primary(&vm);
-            }
-            (Ok(Vm::Primary(vm)), MachineEvent::Died(words)) => self.qemu_died(&vm, words),
-            (Ok(Vm::Backup(session)), MachineEvent::Died(words)) => session.give_up(&words),
-            _ => {}
-        }
-    }
-
-    fn qemu_died(&self, vm: &Arc<PrimaryVm>, words: String) {
-        match vm.active_session() {
-            // The backup takes over: a dead QEMU is a failure of the VM.
-            Some(session) => session.event(PrimaryEvent::GuestDied(words)),
-            None => self.fence(vm, format!("the VM ended: {words}")),
-        }
-    }
-
-    fn protection_over(self: &Arc<Self>, vm: &Arc<PrimaryVm>, phase: PrimaryPhase) {
-        match phase {
-            PrimaryPhase::Alone(Some(reason)) => {
-                warn!(vm = vm.machine.definition().name, "not protected any more: {reason}");
-                vm.events.note(format!("not protected any more: {reason}"));
-            }
-            PrimaryPhase::Halted(reason) => {
-                self.fence(vm, reason);
-                if vm.was_handed_over() {
-                    // Nothing went wrong: this host has nothing to do with it any more.
-                    lock(&self.vms).remove(&vm.machine.definition().name);
-                }
-            }
-            _ => {}
-        }
-    }
-
-    /// The VM lives elsewhere, or nowhere.
-    fn fence(&self, vm: &PrimaryVm, reason: String) {
-        vm.machine.halt();
-        let name = vm.machine.definition().name.clone();
-        let fenced = FencedVm { name: name.clone(), generation: vm.generation(), reason };
-        let mut vms = lock(&self.vms);
-        if matches!(vms.get(&name), Some(Vm::Primary(current)) if std::ptr::eq(&**current, vm)) {
-            vms.insert(name, Vm::Fenced(Arc::new(fenced)));
-        }
-    }
-
     fn power_off(&self, vm: &PrimaryVm) -> Result<(), HostError> {
         vm.machine
             .press_power_button()
@@ -374,37 +296,6 @@ impl Host {
             std::thread::sleep(Duration::from_millis(20));
         }
         Ok(())
-    }
-
-    /// Returns when the backup has forgotten the VM, or cannot take it any more.
-    fn end_protection(&self, vm: &PrimaryVm) -> Result<(), HostError> {
-        let Some(session) = vm.active_session() else { return Ok(()) };
-        session.event(PrimaryEvent::Unprotect);
-        let ended = session.wait_for_phase(PEER_TIMEOUT, |phase| {
-            matches!(phase, PrimaryPhase::Halted(_) | PrimaryPhase::Alone(_))
-        });
-        match ended {
-            Ok(PrimaryPhase::Alone(_)) => Ok(()),
-            Ok(phase) | Err(phase) => {
-                let message = format!(
-                    "protection of {} did not end: {phase:?}",
-                    vm.machine.definition().name
-                );
-                Err(HostError::new(ErrorKind::Unreachable, message))
-            }
-        }
-    }
-
-    fn remove_primary(&self, vm: &PrimaryVm) {
-        vm.machine.halt();
-        let name = &vm.machine.definition().name;
-        lock(&self.vms).remove(name);
-        if let Some(arbiter) = &self.arbiter {
-            if let Err(error) = arbiter.release(name, vm.generation()) {
-                warn!(vm = name, "{}", arbiter.explain(&error));
-            }
-        }
-        info!(vm = name, "stopped");
     }
 
     fn plan_protection(
@@ -456,134 +347,7 @@ impl Host {
     }
 }
 
-/// Checks that come before anything is changed.
-impl Host {
-    /// Refuses names and MAC addresses that are in use on this host.
-    pub(crate) fn check_free(&self, definition: &VmDefinition) -> Result<(), HostError> {
-        let vms = lock(&self.vms);
-        for (name, vm) in vms.iter() {
-            let machine = match vm {
-                Vm::Primary(vm) => &vm.machine,
-                Vm::Backup(session) => &session.machine,
-                Vm::Fenced(_) => continue,
-            };
-            if *name == definition.name {
-                let message =
-                    format!("there is a VM {name:?} on host {} already", self.config.name);
-                return Err(HostError::new(ErrorKind::Conflict, message));
-            }
-            let taken = &machine.definition().cards;
-            let clash = definition
-                .cards
-                .iter()
-                .find(|card| taken.iter().any(|other| other.mac == card.mac));
-            if let Some(card) = clash {
-                let message = format!("MAC {} is in use by VM {name:?} on this host", card.mac);
-                return Err(HostError::new(ErrorKind::Conflict, message));
-            }
-        }
-        Ok(())
-    }
-
-    pub(crate) fn check_bridges(&self, definition: &VmDefinition) -> Result<(), HostError> {
-        for card in &definition.cards {
-            let exists = understudy_network::bridge_exists(&card.bridge)
-                .map_err(|error| HostError::new(ErrorKind::Internal, error.to_string()))?;
-            if !exists {
-                let message = format!(
-                    "bridge {} does not exist on host {}: create it with `ip link add {} type bridge`",
-                    card.bridge, self.config.name, card.bridge
-                );
-                return Err(HostError::new(ErrorKind::Invalid, message));
-            }
-        }
-        Ok(())
-    }
-
-    /// Refuses a VM whose memory this host does not have.
-    pub(crate) fn check_memory(&self, bytes: u64) -> Result<(), HostError> {
-        let available = available_memory()
-            .map_err(|error| HostError::new(ErrorKind::Internal, error.to_string()))?;
-        if bytes > available {
-            let message = format!(
-                "the VM needs {} MiB of memory, host {} has {} MiB available",
-                bytes >> 20,
-                self.config.name,
-                available >> 20
-            );
-            return Err(HostError::new(ErrorKind::Invalid, message));
-        }
-        Ok(())
-    }
-
-    pub(crate) fn machine_type(&self, definition: &VmDefinition) -> Result<String, HostError> {
-        self.capabilities
-            .machine_type(&definition.machine)
-            .map(str::to_owned)
-            .map_err(|error| HostError::new(ErrorKind::Invalid, error.to_string()))
-    }
-
-    /// The directory of a VM's sockets, logs and mirrors.
-    pub(crate) fn vm_directory(&self, name: &str) -> Result<PathBuf, HostError> {
-        let directory = self.config.state_dir.join(name);
-        prepare_directory(&directory)?;
-        Ok(directory)
-    }
-
-    /// The generation from which this host may take the VM.
-    fn check_ownership(&self, name: &str) -> Result<Generation, HostError> {
-        let Some(arbiter) = &self.arbiter else { return Ok(Generation(0)) };
-        let current = arbiter
-            .current(name)
-            .map_err(|error| HostError::new(ErrorKind::Unreachable, arbiter.explain(&error)))?;
-        match current {
-            None => Ok(Generation(0)),
-            Some(owner) if owner.host.as_ref().is_none_or(|host| *host == self.config.name) => {
-                Ok(owner.generation)
-            }
-            Some(owner) => {
-                let message = format!(
-                    "{name} belongs to host {} (generation {}): its newest state is there",
-                    owner.host.unwrap_or_default(),
-                    owner.generation
-                );
-                Err(HostError::new(ErrorKind::Conflict, message))
-            }
-        }
-    }
-
-    fn take_ownership(&self, name: &str, from: Generation) -> Result<Generation, HostError> {
-        let Some(arbiter) = &self.arbiter else { return Ok(Generation(0)) };
-        match arbiter.acquire(name, from) {
-            Verdict::Granted(generation) => Ok(generation),
-            Verdict::Taken(owner) => {
-                let message = format!("another host took {name} just now: {owner:?}");
-                Err(HostError::new(ErrorKind::Conflict, message))
-            }
-            Verdict::Unreachable(reason) => Err(HostError::new(ErrorKind::Unreachable, reason)),
-        }
-    }
-}
-
-fn open_disks(definition: &VmDefinition) -> Result<Vec<Arc<Disk>>, HostError> {
-    let open = |(i, disk): (usize, &understudy_qemu::definition::DiskDefinition)| {
-        let format = match disk.format {
-            DiskFormat::Raw => ImageFormat::Raw,
-            DiskFormat::Qcow2 => ImageFormat::Qcow2,
-        };
-        let bytes = understudy_disk::export_bytes(&disk.path, format)?;
-        Disk::open(DiskIndex(i as u16), &disk.path, bytes).map(Arc::new)
-    };
-    definition
-        .disks
-        .iter()
-        .enumerate()
-        .map(open)
-        .collect::<Result<_, _>>()
-        .map_err(|error| HostError::new(ErrorKind::Invalid, error.to_string()))
-}
-
-fn prepare_directory(path: &Path) -> Result<(), HostError> {
+pub(crate) fn prepare_directory(path: &Path) -> Result<(), HostError> {
     use std::os::unix::fs::DirBuilderExt;
     std::fs::DirBuilder::new().recursive(true).mode(0o700).create(path).map_err(|error| {
         let message = format!("cannot create the directory {}: {error}", path.display());
@@ -599,19 +363,6 @@ fn abort_on_panic() {
         report(panic);
         std::process::abort();
     }));
-}
-
-/// `MemAvailable` in bytes.
-fn available_memory() -> std::io::Result<u64> {
-    let text = std::fs::read_to_string("/proc/meminfo")?;
-    let kilobytes = text
-        .lines()
-        .find_map(|line| line.strip_prefix("MemAvailable:"))
-        .and_then(|rest| rest.trim().strip_suffix(" kB"))
-        .and_then(|number| number.trim().parse::<u64>().ok());
-    kilobytes
-        .map(|kilobytes| kilobytes * 1024)
-        .ok_or_else(|| std::io::Error::other("/proc/meminfo has no MemAvailable"))
 }
 
 /// An error of this host's own doing.

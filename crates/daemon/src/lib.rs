@@ -1,5 +1,6 @@
 //! The host daemon: VMs, primaries, backups and the links between hosts.
 
+mod admission;
 mod arbiter;
 mod backup;
 mod clock;
@@ -10,6 +11,7 @@ mod handshake;
 mod heartbeat;
 mod host;
 mod incoming;
+mod lifecycle;
 mod link;
 mod machine;
 mod primary;

@@ -1,0 +1,156 @@
+//! Admission: everything that speaks against a VM, found before anything is changed.
+
+use crate::error::{ErrorKind, HostError};
+use crate::host::{Host, prepare_directory};
+use crate::sync::lock;
+use crate::vm::Vm;
+use std::path::PathBuf;
+use std::sync::Arc;
+use understudy_disk::{Disk, ImageFormat};
+use understudy_protocol::{DiskIndex, Generation, Verdict};
+use understudy_qemu::VmDefinition;
+use understudy_qemu::definition::DiskFormat;
+
+impl Host {
+    /// Refuses names and MAC addresses that are in use on this host.
+    pub(crate) fn check_free(&self, definition: &VmDefinition) -> Result<(), HostError> {
+        let vms = lock(&self.vms);
+        for (name, vm) in vms.iter() {
+            let machine = match vm {
+                Vm::Primary(vm) => &vm.machine,
+                Vm::Backup(session) => &session.machine,
+                Vm::Fenced(_) => continue,
+            };
+            if *name == definition.name {
+                let message =
+                    format!("there is a VM {name:?} on host {} already", self.config.name);
+                return Err(HostError::new(ErrorKind::Conflict, message));
+            }
+            let taken = &machine.definition().cards;
+            let clash = definition
+                .cards
+                .iter()
+                .find(|card| taken.iter().any(|other| other.mac == card.mac));
+            if let Some(card) = clash {
+                let message = format!("MAC {} is in use by VM {name:?} on this host", card.mac);
+                return Err(HostError::new(ErrorKind::Conflict, message));
+            }
+        }
+        Ok(())
+    }
+
+    pub(crate) fn check_bridges(&self, definition: &VmDefinition) -> Result<(), HostError> {
+        for card in &definition.cards {
+            let exists = understudy_network::bridge_exists(&card.bridge)
+                .map_err(|error| HostError::new(ErrorKind::Internal, error.to_string()))?;
+            if !exists {
+                let message = format!(
+                    "bridge {} does not exist on host {}: create it with `ip link add {} type bridge`",
+                    card.bridge, self.config.name, card.bridge
+                );
+                return Err(HostError::new(ErrorKind::Invalid, message));
+            }
+        }
+        Ok(())
+    }
+
+    /// Refuses a VM whose memory this host does not have.
+    pub(crate) fn check_memory(&self, bytes: u64) -> Result<(), HostError> {
+        let available = available_memory()
+            .map_err(|error| HostError::new(ErrorKind::Internal, error.to_string()))?;
+        if bytes > available {
+            let message = format!(
+                "the VM needs {} MiB of memory, host {} has {} MiB available",
+                bytes >> 20,
+                self.config.name,
+                available >> 20
+            );
+            return Err(HostError::new(ErrorKind::Invalid, message));
+        }
+        Ok(())
+    }
+
+    pub(crate) fn machine_type(&self, definition: &VmDefinition) -> Result<String, HostError> {
+        self.capabilities
+            .machine_type(&definition.machine)
+            .map(str::to_owned)
+            .map_err(|error| HostError::new(ErrorKind::Invalid, error.to_string()))
+    }
+
+    /// The directory of a VM's sockets, logs and mirrors.
+    pub(crate) fn vm_directory(&self, name: &str) -> Result<PathBuf, HostError> {
+        let directory = self.config.state_dir.join(name);
+        prepare_directory(&directory)?;
+        Ok(directory)
+    }
+
+    /// The generation from which this host may take the VM.
+    pub(crate) fn check_ownership(&self, name: &str) -> Result<Generation, HostError> {
+        let Some(arbiter) = &self.arbiter else { return Ok(Generation(0)) };
+        let current = arbiter
+            .current(name)
+            .map_err(|error| HostError::new(ErrorKind::Unreachable, arbiter.explain(&error)))?;
+        match current {
+            None => Ok(Generation(0)),
+            Some(owner) if owner.host.as_ref().is_none_or(|host| *host == self.config.name) => {
+                Ok(owner.generation)
+            }
+            Some(owner) => {
+                let message = format!(
+                    "{name} belongs to host {} (generation {}): its newest state is there",
+                    owner.host.unwrap_or_default(),
+                    owner.generation
+                );
+                Err(HostError::new(ErrorKind::Conflict, message))
+            }
+        }
+    }
+
+    pub(crate) fn take_ownership(
+        &self,
+        name: &str,
+        from: Generation,
+    ) -> Result<Generation, HostError> {
+        let Some(arbiter) = &self.arbiter else { return Ok(Generation(0)) };
+        match arbiter.acquire(name, from) {
+            Verdict::Granted(generation) => Ok(generation),
+            Verdict::Taken(owner) => {
+                let message = format!("another host took {name} just now: {owner:?}");
+                Err(HostError::new(ErrorKind::Conflict, message))
+            }
+            Verdict::Unreachable(reason) => Err(HostError::new(ErrorKind::Unreachable, reason)),
+        }
+    }
+}
+
+/// Opens and locks the images of a VM's disks.
+pub(crate) fn open_disks(definition: &VmDefinition) -> Result<Vec<Arc<Disk>>, HostError> {
+    let open = |(i, disk): (usize, &understudy_qemu::definition::DiskDefinition)| {
+        let format = match disk.format {
+            DiskFormat::Raw => ImageFormat::Raw,
+            DiskFormat::Qcow2 => ImageFormat::Qcow2,
+        };
+        let bytes = understudy_disk::export_bytes(&disk.path, format)?;
+        Disk::open(DiskIndex(i as u16), &disk.path, bytes).map(Arc::new)
+    };
+    definition
+        .disks
+        .iter()
+        .enumerate()
+        .map(open)
+        .collect::<Result<_, _>>()
+        .map_err(|error| HostError::new(ErrorKind::Invalid, error.to_string()))
+}
+
+/// `MemAvailable` in bytes.
+fn available_memory() -> std::io::Result<u64> {
+    let text = std::fs::read_to_string("/proc/meminfo")?;
+    let kilobytes = text
+        .lines()
+        .find_map(|line| line.strip_prefix("MemAvailable:"))
+        .and_then(|rest| rest.trim().strip_suffix(" kB"))
+        .and_then(|number| number.trim().parse::<u64>().ok());
+    kilobytes
+        .map(|kilobytes| kilobytes * 1024)
+        .ok_or_else(|| std::io::Error::other("/proc/meminfo has no MemAvailable"))
+}

@@ -1,0 +1,120 @@
+//! What happens to VMs: they come and go, end by themselves, lose or keep their protection.
+
+use crate::error::{ErrorKind, HostError};
+use crate::host::{Host, PEER_TIMEOUT};
+use crate::machine::{Machine, MachineEvent};
+use crate::sync::lock;
+use crate::vm::{FencedVm, PrimaryVm, Vm};
+use std::sync::Arc;
+use tracing::{info, warn};
+use understudy_protocol::{Generation, PrimaryEvent, PrimaryPhase};
+
+impl Host {
+    /// The VM runs here from now on.
+    pub(crate) fn add_primary(
+        self: &Arc<Self>,
+        machine: Arc<Machine>,
+        generation: Generation,
+        degraded: Option<String>,
+    ) -> Arc<PrimaryVm> {
+        let vm = Arc::new(PrimaryVm::new(machine, generation, degraded));
+        let name = vm.machine.definition().name.clone();
+        lock(&self.vms).insert(name, Vm::Primary(vm.clone()));
+        vm
+    }
+
+    /// Tells the host what happens to a machine, whatever its role then is.
+    pub(crate) fn event_sink(self: &Arc<Self>, vm: &str) -> Box<dyn Fn(MachineEvent) + Send> {
+        let host = Arc::downgrade(self);
+        let name = vm.to_owned();
+        Box::new(move |event| {
+            let Some(host) = host.upgrade() else { return };
+            let name = name.clone();
+            // Off the event thread: ending protection takes its time.
+            std::thread::spawn(move || host.machine_event(&name, event));
+        })
+    }
+
+    fn machine_event(self: &Arc<Self>, name: &str, event: MachineEvent) {
+        info!(vm = name, "{event:?}");
+        match (self.vm(name), event) {
+            (Ok(Vm::Primary(vm)), MachineEvent::Notice(text)) => vm.events.note(text),
+            (Ok(Vm::Primary(vm)), MachineEvent::PoweredOff) => {
+                if let Err(error) = self.end_protection(&vm) {
+                    warn!(vm = name, "{error}");
+                }
+                self.remove_primary(&vm);
+            }
+            (Ok(Vm::Primary(vm)), MachineEvent::Died(words)) => self.qemu_died(&vm, words),
+            (Ok(Vm::Backup(session)), MachineEvent::Died(words)) => session.give_up(&words),
+            _ => {}
+        }
+    }
+
+    fn qemu_died(&self, vm: &Arc<PrimaryVm>, words: String) {
+        match vm.active_session() {
+            // The backup takes over: a dead QEMU is a failure of the VM.
+            Some(session) => session.event(PrimaryEvent::GuestDied(words)),
+            None => self.fence(vm, format!("the VM ended: {words}")),
+        }
+    }
+
+    pub(crate) fn protection_over(self: &Arc<Self>, vm: &Arc<PrimaryVm>, phase: PrimaryPhase) {
+        match phase {
+            PrimaryPhase::Alone(Some(reason)) => {
+                warn!(vm = vm.machine.definition().name, "not protected any more: {reason}");
+                vm.events.note(format!("not protected any more: {reason}"));
+            }
+            PrimaryPhase::Halted(reason) => {
+                self.fence(vm, reason);
+                if vm.was_handed_over() {
+                    // Nothing went wrong: this host has nothing to do with it any more.
+                    lock(&self.vms).remove(&vm.machine.definition().name);
+                }
+            }
+            _ => {}
+        }
+    }
+
+    /// The VM lives elsewhere, or nowhere.
+    fn fence(&self, vm: &PrimaryVm, reason: String) {
+        vm.machine.halt();
+        let name = vm.machine.definition().name.clone();
+        let fenced = FencedVm { name: name.clone(), generation: vm.generation(), reason };
+        let mut vms = lock(&self.vms);
+        if matches!(vms.get(&name), Some(Vm::Primary(current)) if std::ptr::eq(&**current, vm)) {
+            vms.insert(name, Vm::Fenced(Arc::new(fenced)));
+        }
+    }
+
+    /// Returns when the backup has forgotten the VM, or cannot take it any more.
+    pub(crate) fn end_protection(&self, vm: &PrimaryVm) -> Result<(), HostError> {
+        let Some(session) = vm.active_session() else { return Ok(()) };
+        session.event(PrimaryEvent::Unprotect);
+        let ended = session.wait_for_phase(PEER_TIMEOUT, |phase| {
+            matches!(phase, PrimaryPhase::Halted(_) | PrimaryPhase::Alone(_))
+        });
+        match ended {
+            Ok(PrimaryPhase::Alone(_)) => Ok(()),
+            Ok(phase) | Err(phase) => {
+                let message = format!(
+                    "protection of {} did not end: {phase:?}",
+                    vm.machine.definition().name
+                );
+                Err(HostError::new(ErrorKind::Unreachable, message))
+            }
+        }
+    }
+
+    pub(crate) fn remove_primary(&self, vm: &PrimaryVm) {
+        vm.machine.halt();
+        let name = &vm.machine.definition().name;
+        lock(&self.vms).remove(name);
+        if let Some(arbiter) = &self.arbiter {
+            if let Err(error) = arbiter.release(name, vm.generation()) {
+                warn!(vm = name, "{}", arbiter.explain(&error));
+            }
+        }
+        info!(vm = name, "stopped");
+    }
+}
