@@ -11,10 +11,16 @@
 //! | [`deaths`]  | every way in which a host, a daemon or a QEMU can die |
 //! | [`sync`]    | the same before the first synchronisation has ended |
 //! | [`planned`] | what people do on purpose: fail over, stop, reboot |
+//! | [`phases`]  | deaths at each phase of the protocol |
+//! | [`shapes`]  | two vCPUs, two disks, two cards |
+//! | [`counter`] | a guest for every accelerator |
 //! | [`relay`]   | what can go wrong on the wire, for the tests above |
 
+mod counter;
 mod deaths;
+mod phases;
 mod planned;
 mod relay;
+mod shapes;
 mod stage;
 mod sync;

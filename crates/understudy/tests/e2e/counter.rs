@@ -1,0 +1,187 @@
+//! The boot-sector guest, which needs no kernel: it counts in memory, on disk
+//! and on its serial line (guests/boot-sector/boot.s). Every accelerator runs
+//! it, also a software KVM that boots no ordinary kernel.
+
+use crate::deaths::await_empty;
+use crate::stage::{LIMIT, options, play};
+use anyhow::{Context, Result, bail, ensure};
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::time::Instant;
+use understudy_lab::scene::{GuestKind, VM};
+use understudy_lab::{Scene, SceneOptions, wait_for};
+
+/// A printed counter is so much more than the one before it.
+const STEP: u64 = 16;
+const SECTOR: usize = 512;
+/// The sectors that the guest writes in turn, from the second on.
+const SECTORS: usize = 256;
+
+fn counting(accel: &str) -> SceneOptions {
+    SceneOptions {
+        kind: GuestKind::BootSector,
+        memory_mib: 64,
+        accel: Some(accel.to_owned()),
+        ..options()
+    }
+}
+
+/// Plays on each accelerator that there is.
+fn on_every_accelerator(story: impl Fn(&mut Scene) -> Result<()>) {
+    play(counting("tcg"), &story);
+    // Decided by the device alone: where it is, KVM must do.
+    if Path::new("/dev/kvm").exists() {
+        play(counting("kvm"), &story);
+    } else {
+        eprintln!("SKIPPED on KVM: this machine has no /dev/kvm");
+    }
+}
+
+/// The guest on host a, protected to host b.
+fn protected(scene: &Scene) -> Result<()> {
+    scene.protected_guest("a", "b")?;
+    await_count(scene, "a", STEP)
+}
+
+fn console(scene: &Scene, host: &str) -> Result<PathBuf> {
+    let console = scene.status(host)?["console"].as_str().map(PathBuf::from);
+    Ok(console.context("the guest has no console")?.with_extension("log"))
+}
+
+/// The counters that the guest has printed on `host`; each follows the one
+/// before it.
+fn counts(log: &Path) -> Result<Vec<u64>> {
+    let text = String::from_utf8_lossy(&fs::read(log).unwrap_or_default()).into_owned();
+    // The last line may not be whole yet.
+    let whole = text.rsplit_once('\n').map_or("", |(whole, _)| whole);
+    // A fail-over in the midst of a line: its end is printed on the backup.
+    let lines = whole.lines().skip_while(|line| line.len() != 8);
+    let mut counts: Vec<u64> = Vec::new();
+    for line in lines {
+        // The firmware clears its screen and says that it boots.
+        let Ok(count) = u64::from_str_radix(line, 16) else {
+            ensure!(counts.is_empty(), "the guest printed `{line}` after {:x?}", counts.last());
+            continue;
+        };
+        if let Some(before) = counts.last() {
+            ensure!(count == before + STEP, "{count:x} follows {before:x}");
+        }
+        counts.push(count);
+    }
+    Ok(counts)
+}
+
+/// Waits until the guest has counted beyond `goal` on `host`.
+fn await_count(scene: &Scene, host: &str, goal: u64) -> Result<()> {
+    let log = console(scene, host)?;
+    wait_for(&format!("the guest to count beyond {goal:x} on host {host}"), LIMIT, || {
+        Ok(counts(&log)?.last().is_some_and(|&count| count > goal).then_some(()))
+    })
+}
+
+/// A counter that is committed: it was printed before several checkpoints.
+fn committed_count(scene: &Scene, host: &str) -> Result<u64> {
+    let count = *counts(&console(scene, host)?)?.last().context("nothing was counted")?;
+    let checkpoints = || -> Result<u64> {
+        scene.status(host)?["checkpoints"].as_u64().context("no `checkpoints` in the status")
+    };
+    let goal = checkpoints()? + 3;
+    wait_for("three more checkpoints", LIMIT, || Ok((checkpoints()? >= goal).then_some(())))?;
+    Ok(count)
+}
+
+/// Host b goes on from `committed` at least, and neither leaves a number out nor
+/// counts one twice, in what it prints and on its disk.
+fn prove_continuity(scene: &Scene, committed: u64) -> Result<()> {
+    scene.await_live("b")?;
+    let log = console(scene, "b")?;
+    let first =
+        wait_for("the guest to count on host b", LIMIT, || Ok(counts(&log)?.first().copied()))?;
+    ensure!(first > committed, "host b began at {first:x}, {committed:x} was committed");
+    await_count(scene, "b", first + 20 * STEP)?;
+    let image = scene.disk("b", 0)?;
+    scene.host("b")?.call(["vm", "stop", VM, "--force"])?;
+    let printed = *counts(&log)?.last().context("nothing was counted")?;
+    check_sectors(&fs::read(&image)?, printed)
+}
+
+/// The disk holds the last counters without a hole, up to what was printed.
+fn check_sectors(image: &[u8], printed: u64) -> Result<()> {
+    let mut found = Vec::new();
+    for index in 0..SECTORS {
+        let sector = &image[(1 + index) * SECTOR..][..SECTOR];
+        if sector[..4] == [0; 4] {
+            continue;
+        }
+        ensure!(&sector[..4] == b"CNTR", "sector {} is damaged", index + 1);
+        let count = u64::from(u32::from_le_bytes(sector[4..8].try_into()?));
+        let place = (count / STEP) as usize % SECTORS;
+        ensure!(place == index, "{count:x} is in the place of another counter");
+        found.push(count);
+    }
+    found.sort_unstable();
+    let Some(&last) = found.last() else { bail!("no counter is on the disk") };
+    ensure!(last >= printed, "{printed:x} was printed, the disk ends at {last:x}");
+    ensure!(last <= printed + STEP, "the disk is ahead of what was printed by more than one");
+    for (before, after) in found.iter().zip(&found[1..]) {
+        ensure!(before + STEP == *after, "{before:x} is followed by {after:x} on the disk");
+    }
+    Ok(())
+}
+
+#[test]
+fn counting_goes_on_when_the_host_is_killed() {
+    on_every_accelerator(|scene| {
+        protected(scene)?;
+        let committed = committed_count(scene, "a")?;
+        scene.host_mut("a")?.kill_everything()?;
+        prove_continuity(scene, committed)
+    });
+}
+
+#[test]
+fn counting_goes_on_when_qemu_is_killed() {
+    on_every_accelerator(|scene| {
+        protected(scene)?;
+        let committed = committed_count(scene, "a")?;
+        scene.host("a")?.kill_qemu(VM)?;
+        prove_continuity(scene, committed)?;
+        scene.await_fenced("a").map(drop)
+    });
+}
+
+#[test]
+fn counting_goes_on_when_the_host_is_cut_off() {
+    on_every_accelerator(|scene| {
+        protected(scene)?;
+        let committed = committed_count(scene, "a")?;
+        let log = console(scene, "a")?;
+        scene.lab().cut("a")?;
+        scene.await_live("b")?;
+        scene.await_fenced("a")?;
+        // Halted for good: it counts no more.
+        let (halted, fenced_at) = (counts(&log)?, Instant::now());
+        prove_continuity(scene, committed)?;
+        ensure!(counts(&log)? == halted, "a counted on, {:?} after", fenced_at.elapsed());
+        scene.lab().heal("a")
+    });
+}
+
+#[test]
+fn counting_goes_on_when_it_is_handed_over_and_back() {
+    on_every_accelerator(|scene| {
+        protected(scene)?;
+        scene.host("a")?.call(["failover", VM])?;
+        scene.await_live("b")?;
+        scene.protect("b", "a")?;
+        scene.await_protected("b", |_| ())?;
+        scene.host("b")?.call(["failover", VM])?;
+        scene.await_live("a")?;
+        scene.protect("a", "b")?;
+        scene.await_protected("a", |_| ())?;
+        let committed = committed_count(scene, "a")?;
+        scene.host_mut("a")?.kill_daemon()?;
+        await_empty(scene, "a")?;
+        prove_continuity(scene, committed)
+    });
+}

@@ -1,0 +1,93 @@
+//! Failures at each phase of the protocol, as in Remus (NSDI'08, 3.2): the
+//! primary dies right there, under a compile-like load and a chattering client.
+//!
+//! One guest lives through all the failures of a test: each time, the survivor
+//! is protected by the host that has just died. Both daemons are armed from
+//! their start; only the primary's passes the points.
+
+use crate::deaths::{await_empty, await_rounds, unharmed};
+use crate::stage::{LIMIT, await_service, options, play_protected, prove_survival};
+use anyhow::{Context, Result, ensure};
+use understudy_lab::scene::RECORDS_PORT;
+use understudy_lab::{ChatterClient, HostOptions, Load, Scene, SceneOptions, wait_for};
+
+/// Deaths at each phase.
+const DEATHS: u64 = 5;
+const CONNECTIONS: usize = 4;
+/// Load that leaves the guest some time for its clients.
+const LOAD: &str = "mkdir -p /data/load; exec nice guest-tools load /data/load";
+
+/// A daemon that dies when it passes `point` in its Nth checkpoint.
+fn armed(point: &str, seed: u64) -> HostOptions {
+    // Any spread will do, as long as it is the same in every run.
+    let checkpoints = 5 + seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) % 35;
+    let actions = format!("{point}={checkpoints}*off->panic");
+    HostOptions { environment: vec![("FAILPOINTS".to_owned(), actions)], ..HostOptions::default() }
+}
+
+fn armed_options(point: &str) -> SceneOptions {
+    let mut options = options();
+    options.daemons.insert("a".to_owned(), armed(point, 0));
+    options.daemons.insert("b".to_owned(), armed(point, 1));
+    options
+}
+
+fn primaries_die(point: &str) {
+    // The first host may die while the test is still looking around: it begins
+    // with the load, and has no more to do then than to watch.
+    play_protected(armed_options(point), |scene, client| {
+        let lab = scene.lab();
+        let pings = ChatterClient::start(lab, scene.guest(RECORDS_PORT), CONNECTIONS, Load::Pings)?;
+        scene.shell()?.start(LOAD)?;
+        let (mut victim, mut survivor) = ("a", "b");
+        for death in 1..=DEATHS {
+            await_death(scene, victim, point)
+                .with_context(|| format!("death {death}, of host {victim}"))?;
+            scene.await_live(survivor)?;
+            await_service(&client)?;
+            await_rounds(&pings, 1)?;
+            if death < DEATHS {
+                // Never armed before it is dead: its points are counted anew.
+                scene.restart_with(victim, armed(point, death + 1))?;
+                scene.protect(survivor, victim)?;
+                (victim, survivor) = (survivor, victim);
+            }
+        }
+        unharmed(&pings.stop())?;
+        prove_survival(scene, client, survivor)
+    });
+}
+
+/// Waits until a host has died of its fail point, QEMU included.
+fn await_death(scene: &mut Scene, host: &str, point: &str) -> Result<()> {
+    let daemon = scene.host_mut(host)?;
+    wait_for("the daemon to die", LIMIT, || Ok((!daemon.is_running()).then_some(())))?;
+    let words = daemon.diagnostics();
+    let cause = format!("failpoint {point} panic");
+    ensure!(words.contains(&cause), "host {host} did not die of `{cause}`:\n{words}");
+    await_empty(scene, host)
+}
+
+#[test]
+#[cfg_attr(not(feature = "fail-points"), ignore = "needs `--features fail-points`")]
+fn primaries_die_while_the_guest_is_paused() {
+    primaries_die("while-paused");
+}
+
+#[test]
+#[cfg_attr(not(feature = "fail-points"), ignore = "needs `--features fail-points`")]
+fn primaries_die_before_an_epoch_is_whole() {
+    primaries_die("before-epoch-end");
+}
+
+#[test]
+#[cfg_attr(not(feature = "fail-points"), ignore = "needs `--features fail-points`")]
+fn primaries_die_when_an_epoch_is_sent() {
+    primaries_die("after-epoch-end");
+}
+
+#[test]
+#[cfg_attr(not(feature = "fail-points"), ignore = "needs `--features fail-points`")]
+fn primaries_die_before_output_is_released() {
+    primaries_die("before-release");
+}

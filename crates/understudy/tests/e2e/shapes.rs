@@ -1,0 +1,64 @@
+//! A guest with two of everything.
+
+use crate::deaths::{await_rounds, unharmed};
+use crate::stage::{await_service, close, options, play_protected, prove_disk};
+use anyhow::{Result, ensure};
+use std::path::{Path, PathBuf};
+use std::process::Command;
+use understudy_lab::check::{check_file_system, read_file};
+use understudy_lab::scene::ECHO_PORT;
+use understudy_lab::{ChatterClient, Load, SceneOptions};
+
+#[test]
+fn two_vcpus_two_disks_and_two_cards_survive() {
+    let shape =
+        SceneOptions { vcpus: 2, disks: 2, second_disk_is_qcow2: true, cards: 2, ..options() };
+    play_protected(shape, |scene, client| {
+        let lab = scene.lab();
+        let echo = |to| ChatterClient::start(lab, to, 4, Load::Bulk(4096));
+        let first = echo(scene.guest(ECHO_PORT))?;
+        let second = echo(scene.guest_second(ECHO_PORT))?;
+        let mut shell = scene.shell()?;
+        ensure!(shell.run("nproc")?.text.trim() == "2", "the guest has not two vCPUs");
+        for _ in 0..2 {
+            shell.start("exec nice guest-tools dirty 500 20")?;
+        }
+        shell.start("while :; do dd if=/dev/urandom of=/data2/noise bs=64k count=8; sync; done")?;
+        // Answered, and so committed, in the moment before the host dies.
+        let written = shell.run("seq 1 20000 > /data2/marker && sync")?;
+        ensure!(written.code == 0, "the guest cannot write to its second disk: {written:?}");
+        await_rounds(&first, 2)?;
+        await_rounds(&second, 2)?;
+        scene.host_mut("a")?.kill_everything()?;
+        scene.await_live("b")?;
+        for chatter in [&first, &second] {
+            await_rounds(chatter, 2)?;
+        }
+        await_service(&client)?;
+        ensure!(shell.run("echo $((6 * 7))")?.text.trim() == "42", "the shell is confused");
+        unharmed(&first.stop())?;
+        unharmed(&second.stop())?;
+        let acked = close(client)?;
+        let image = scene.disk("b", 1)?;
+        prove_disk(scene, "b", acked)?;
+        let raw = to_raw(&image)?;
+        let complaint = check_file_system(&raw)?;
+        ensure!(complaint.is_none(), "the second disk is damaged: {complaint:?}");
+        let marker: String = (1..=20000).map(|number| format!("{number}\n")).collect();
+        ensure!(read_file(&raw, "/marker")? == marker.as_bytes(), "/marker is damaged");
+        Ok(())
+    });
+}
+
+/// The content of a qcow2 image, which must be sound itself.
+fn to_raw(image: &Path) -> Result<PathBuf> {
+    let check =
+        Command::new("qemu-img").args(["check", "-q", "-f", "qcow2"]).arg(image).output()?;
+    // Exit code 3 is leaked clusters: a crash may leave those, they hold nothing.
+    ensure!(matches!(check.status.code(), Some(0 | 3)), "the qcow2 image is damaged: {check:?}");
+    let raw = image.with_extension("raw");
+    let convert = ["convert", "-f", "qcow2", "-O", "raw"];
+    let converted = Command::new("qemu-img").args(convert).args([image, &raw]).output()?;
+    ensure!(converted.status.success(), "qemu-img convert failed: {converted:?}");
+    Ok(raw)
+}
