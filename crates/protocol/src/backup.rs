@@ -45,8 +45,10 @@ pub enum BackupAction {
         /// Why, for people.
         reason: String,
     },
-    /// Forget the VM: it lives, or ends, without this copy.
+    /// Forget the VM: it lives, or ends, without this copy, for this reason.
     Discard(String),
+    /// Forget the VM as the primary asked, and tell it so.
+    StandDown,
 }
 
 /// Where the backup stands.
@@ -162,7 +164,8 @@ impl Backup {
 
     fn stand_down(&mut self, actions: &mut Vec<BackupAction>) {
         if matches!(self.phase, BackupPhase::Syncing | BackupPhase::Standing) {
-            self.discard("the primary ended protection".to_owned(), actions);
+            self.phase = BackupPhase::Discarded;
+            actions.push(BackupAction::StandDown);
         }
     }
 

@@ -132,12 +132,8 @@ impl World {
                     assert!(epoch >= self.released, "the survivor lacks released output");
                     self.live_from = Some(epoch);
                 }
-                BackupAction::Discard(_) => {
-                    let stood_down = matches!(self.primary.phase(), PrimaryPhase::StandingDown);
-                    if stood_down {
-                        self.to_primary.push_back(ToPrimary::StoodDown);
-                    }
-                }
+                BackupAction::StandDown => self.to_primary.push_back(ToPrimary::StoodDown),
+                BackupAction::Discard(_) => {}
             }
         }
     }

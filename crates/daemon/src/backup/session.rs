@@ -130,7 +130,12 @@ impl Session {
                 let _ = self.errands.send(Errand::GoLive { generation, reason });
             }
             BackupAction::Discard(reason) => {
-                info!(vm = self.vm, "standing down: {reason}");
+                info!(vm = self.vm, "forgetting the VM: {reason}");
+                self.data.refuse(&reason);
+                let _ = self.errands.send(Errand::Discard);
+            }
+            BackupAction::StandDown => {
+                info!(vm = self.vm, "standing down: the primary ended protection");
                 let _ = self.errands.send(Errand::Discard);
             }
         }
