@@ -14,6 +14,11 @@ use understudy_qemu::definition::DiskFormat;
 impl Host {
     /// Refuses names and MAC addresses that are in use on this host.
     pub(crate) fn check_free(&self, definition: &VmDefinition) -> Result<(), HostError> {
+        self.check_unused(definition)?;
+        self.await_former(&definition.name)
+    }
+
+    fn check_unused(&self, definition: &VmDefinition) -> Result<(), HostError> {
         let vms = lock(&self.vms);
         for (name, vm) in vms.iter() {
             let machine = match vm {

@@ -13,7 +13,7 @@ use std::collections::BTreeMap;
 use std::net::TcpListener;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, Mutex};
+use std::sync::{Arc, Mutex, Weak};
 use std::time::{Duration, Instant};
 use tracing::{info, warn};
 use understudy_protocol::{Generation, PrimaryPhase};
@@ -35,6 +35,8 @@ pub struct Host {
     /// What speaks against protecting VMs on this kernel.
     pub(crate) kernel_problem: Option<String>,
     pub(crate) vms: Mutex<BTreeMap<String, Vm>>,
+    /// The last machine of each name, which may still be on its way out.
+    pub(crate) machines: Mutex<BTreeMap<String, Weak<Machine>>>,
     /// Held while a VM is added, so that two cannot take one name.
     pub(crate) adding: Mutex<()>,
     /// Held while protection is set up. Not `adding`: two hosts that protect to
@@ -76,6 +78,7 @@ impl Host {
             agent,
             kernel_problem,
             vms: Mutex::default(),
+            machines: Mutex::default(),
             adding: Mutex::default(),
             protecting: Mutex::default(),
             sessions: AtomicU64::new(0),
@@ -100,7 +103,7 @@ impl Host {
         let disks = open_disks(&definition)?;
         let run_dir = self.vm_directory(&definition.name)?;
         let name = definition.name.clone();
-        let machine = Machine::launch(machine::Plan {
+        let plan = machine::Plan {
             definition,
             machine_type,
             accelerator,
@@ -110,11 +113,10 @@ impl Host {
             disks,
             role: Role::Fresh,
             on_event: self.event_sink(&name),
-        })
-        .map_err(|error| failed("cannot start the VM", &error))?;
+        };
+        let machine = self.launch(plan).map_err(|error| failed("cannot start the VM", &error))?;
         // Everything works: only now the arbiter's record changes.
         let generation = self.take_ownership(&name, generation)?;
-        let machine = Arc::new(machine);
         let vm = self.add_primary(machine.clone(), generation, None);
         machine.ensure_running().map_err(|error| failed("cannot start the guest", &error))?;
         info!(vm = name, "started");

@@ -117,7 +117,7 @@ fn stand_by(host: &Arc<Host>, link: Link, hello: &Hello, offer: &Offer) -> anyho
         .enumerate()
         .map(|(i, bytes)| FreshMirror::create(&directory, DiskIndex(i as u16), *bytes))
         .collect::<Result<Vec<_>, _>>()?;
-    let machine = Arc::new(Machine::launch(machine::Plan {
+    let machine = host.launch(machine::Plan {
         definition,
         machine_type: offer.machine_type.clone(),
         accelerator: offer.accelerator,
@@ -127,7 +127,7 @@ fn stand_by(host: &Arc<Host>, link: Link, hello: &Hello, offer: &Offer) -> anyho
         disks: mirrors.iter().map(|mirror| mirror.disk().clone()).collect(),
         role: Role::Standby,
         on_event: host.event_sink(&name),
-    })?);
+    })?;
     let plan = backup::Plan {
         id: offer.session.clone(),
         primary: hello.host.clone(),

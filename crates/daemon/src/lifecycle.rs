@@ -2,14 +2,42 @@
 
 use crate::error::{ErrorKind, HostError};
 use crate::host::{Host, PEER_TIMEOUT};
-use crate::machine::{Machine, MachineEvent};
+use crate::machine::{self, Machine, MachineEvent};
 use crate::sync::lock;
 use crate::vm::{FencedVm, PrimaryVm, Vm};
 use std::sync::Arc;
+use std::time::{Duration, Instant};
 use tracing::{info, warn};
 use understudy_protocol::{Generation, PrimaryEvent, PrimaryPhase};
 
+/// How long a machine that has ended may take to be taken apart.
+const FORMER_TIMEOUT: Duration = Duration::from_secs(5);
+
 impl Host {
+    /// Starts a machine, whose name is free.
+    pub(crate) fn launch(&self, plan: machine::Plan<'_>) -> anyhow::Result<Arc<Machine>> {
+        let name = plan.definition.name.clone();
+        let machine = Arc::new(Machine::launch(plan)?);
+        lock(&self.machines).insert(name, Arc::downgrade(&machine));
+        Ok(machine)
+    }
+
+    /// Waits until the last machine of that name is gone: its sockets, taps and
+    /// images are in use until the last thread lets go of it, a moment after
+    /// its end.
+    pub(crate) fn await_former(&self, name: &str) -> Result<(), HostError> {
+        let deadline = Instant::now() + FORMER_TIMEOUT;
+        while lock(&self.machines).get(name).is_some_and(|former| former.strong_count() > 0) {
+            if Instant::now() > deadline {
+                let message = format!("the former copy of {name} has not ended yet: try again");
+                return Err(HostError::new(ErrorKind::Conflict, message));
+            }
+            std::thread::sleep(Duration::from_millis(5));
+        }
+        lock(&self.machines).remove(name);
+        Ok(())
+    }
+
     /// The VM runs here from now on.
     pub(crate) fn add_primary(
         self: &Arc<Self>,
