@@ -5,8 +5,8 @@ use anyhow::Context;
 use serde::{Deserialize, Serialize};
 use std::net::{SocketAddr, TcpStream};
 use std::time::Duration;
-use understudy_protocol::Generation;
 use understudy_protocol::wire::{Kind, WIRE_VERSION};
+use understudy_protocol::{DiskIndex, Generation};
 use understudy_qemu::{Accelerator, VmDefinition};
 
 /// How long a connection to a peer may take.
@@ -55,16 +55,16 @@ pub struct Offer {
     pub generation: Generation,
     /// Bytes of each disk's export, in the definition's order.
     pub disk_bytes: Vec<u64>,
-    /// Boot files that follow, if any.
+    /// Files that follow: what QEMU reads when it starts.
     pub files: Vec<FileOffer>,
 }
 
-/// A file that the backup's QEMU needs.
+/// A file, or the beginning of one, that the backup's QEMU needs.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct FileOffer {
     /// What it is in the definition.
     pub role: FileRole,
-    /// Its size in bytes.
+    /// How many bytes of it follow.
     pub bytes: u64,
 }
 
@@ -76,6 +76,9 @@ pub enum FileRole {
     Kernel,
     /// `initrd`
     Initrd,
+    /// The first bytes of a disk: the header of its format, which the backup's
+    /// QEMU reads when it starts.
+    DiskHead(DiskIndex),
 }
 
 /// The backup accepts; nothing was changed yet.

@@ -101,6 +101,9 @@ fn examine(host: &Host, offer: &Offer) -> Result<(), HostError> {
     if offer.disk_bytes.len() != definition.disks.len() {
         return refuse("the offer does not name every disk's size".to_owned());
     }
+    if let Some(problem) = definition.validate().first() {
+        return refuse(format!("the offered VM's definition is wrong: {problem}"));
+    }
     host.check_free(definition)?;
     host.check_bridges(definition)?;
     host.check_memory(definition.memory.bytes())
@@ -109,14 +112,14 @@ fn examine(host: &Host, offer: &Offer) -> Result<(), HostError> {
 /// Prepares mirrors and a warm QEMU, then follows the primary.
 fn stand_by(host: &Arc<Host>, link: Link, hello: &Hello, offer: &Offer) -> anyhow::Result<()> {
     let directory = host.vm_directory(&offer.definition.name)?;
-    let definition = backup::receive_files(&link, offer, &directory)?;
-    let name = definition.name.clone();
     let mirrors = offer
         .disk_bytes
         .iter()
         .enumerate()
         .map(|(i, bytes)| FreshMirror::create(&directory, DiskIndex(i as u16), *bytes))
         .collect::<Result<Vec<_>, _>>()?;
+    let definition = backup::receive_files(&link, offer, &directory, &mirrors)?;
+    let name = definition.name.clone();
     let machine = host.launch(machine::Plan {
         definition,
         machine_type: offer.machine_type.clone(),

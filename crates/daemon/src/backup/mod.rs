@@ -13,7 +13,7 @@ pub use session::{Outcome, Session};
 use crate::arbiter::FileArbiter;
 use crate::clock;
 use crate::doorbell::Doorbell;
-use crate::handshake::{FileRole, Offer, Ready};
+use crate::handshake::{FileOffer, FileRole, Offer, Ready};
 use crate::heartbeat;
 use crate::link::Link;
 use crate::machine::Machine;
@@ -21,8 +21,8 @@ use crate::sync::{ByteBudget, lock};
 use anyhow::{Context, bail};
 use crossbeam_channel::Receiver;
 use std::fs::File;
-use std::io::Write;
-use std::path::Path;
+use std::io::{self, Write};
+use std::path::{Path, PathBuf};
 use std::sync::atomic::AtomicU64;
 use std::sync::{Arc, Mutex};
 use std::thread;
@@ -33,21 +33,35 @@ use understudy_protocol::wire::Kind;
 use understudy_protocol::{Backup, BackupEvent, DiskIndex, Generation, Verdict};
 use understudy_qemu::VmDefinition;
 
-/// Receives the offer's boot files into `directory`; returns the definition as
-/// it is on this host: boot files and disks are this host's own.
-pub fn receive_files(link: &Link, offer: &Offer, directory: &Path) -> anyhow::Result<VmDefinition> {
+/// Receives the offer's files: boot files into `directory`, heads into the
+/// mirrors. Returns the definition as it is on this host: boot files and disks
+/// are this host's own.
+pub fn receive_files(
+    link: &Link,
+    offer: &Offer,
+    directory: &Path,
+    mirrors: &[FreshMirror],
+) -> anyhow::Result<VmDefinition> {
     let mut definition = offer.definition.clone();
     for file in &offer.files {
-        let name = match file.role {
-            FileRole::Kernel => "kernel",
-            FileRole::Initrd => "initrd",
-        };
-        let path = directory.join(name);
-        receive_file(link, &path, file.bytes)
-            .with_context(|| format!("cannot receive the VM's {name}"))?;
         match file.role {
-            FileRole::Kernel => definition.kernel = Some(path),
-            FileRole::Initrd => definition.initrd = Some(path),
+            FileRole::Kernel => {
+                definition.kernel = Some(receive_boot_file(link, file, directory, "kernel")?);
+            }
+            FileRole::Initrd => {
+                definition.initrd = Some(receive_boot_file(link, file, directory, "initrd")?);
+            }
+            FileRole::DiskHead(index) => {
+                let mirror = mirrors.get(usize::from(index.0));
+                let disk = mirror.with_context(|| format!("the offer has no disk {index}"))?.disk();
+                let mut offset = 0;
+                receive_file(link, file.bytes, |piece| {
+                    disk.write(offset, piece)?;
+                    offset += piece.len() as u64;
+                    Ok(())
+                })
+                .with_context(|| format!("cannot receive the beginning of disk {index}"))?;
+            }
         }
     }
     let message = link.receive()?;
@@ -60,9 +74,25 @@ pub fn receive_files(link: &Link, offer: &Offer, directory: &Path) -> anyhow::Re
     Ok(definition)
 }
 
-fn receive_file(link: &Link, path: &Path, bytes: u64) -> anyhow::Result<()> {
-    let mut file =
-        File::create(path).with_context(|| format!("cannot write {}", path.display()))?;
+fn receive_boot_file(
+    link: &Link,
+    file: &FileOffer,
+    directory: &Path,
+    name: &str,
+) -> anyhow::Result<PathBuf> {
+    let path = directory.join(name);
+    File::create(&path)
+        .map_err(Into::into)
+        .and_then(|mut target| receive_file(link, file.bytes, |piece| target.write_all(piece)))
+        .with_context(|| format!("cannot receive the VM's {name} into {}", path.display()))?;
+    Ok(path)
+}
+
+fn receive_file(
+    link: &Link,
+    bytes: u64,
+    mut take: impl FnMut(&[u8]) -> io::Result<()>,
+) -> anyhow::Result<()> {
     let mut left = bytes;
     while left > 0 {
         let message = link.receive()?;
@@ -70,8 +100,7 @@ fn receive_file(link: &Link, path: &Path, bytes: u64) -> anyhow::Result<()> {
         if message.header.kind != Kind::File || length == 0 || length > left {
             bail!("the primary did not send the file that it announced");
         }
-        file.write_all(&message.payload)
-            .with_context(|| format!("cannot write {}", path.display()))?;
+        take(&message.payload)?;
         left -= length;
     }
     Ok(())

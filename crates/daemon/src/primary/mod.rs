@@ -28,7 +28,7 @@ use stats::Stats;
 use std::fs::File;
 use std::io::Read;
 use std::net::SocketAddr;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, AtomicU64};
 use std::sync::{Arc, Mutex};
 use std::thread;
@@ -36,8 +36,12 @@ use std::time::Duration;
 use tracing::{error, info};
 use understudy_protocol::wire::Kind;
 use understudy_protocol::{
-    Epoch, Generation, Policy, Primary, PrimaryEvent, PrimaryPhase, Verdict,
+    DiskIndex, Epoch, Generation, Policy, Primary, PrimaryEvent, PrimaryPhase, Verdict,
 };
+use understudy_qemu::definition::DiskFormat;
+
+/// Holds the header of any disk format.
+const DISK_HEAD_BYTES: u64 = 64 << 10;
 
 /// What `protect` needs to know.
 pub struct Plan {
@@ -99,7 +103,7 @@ pub fn protect(
 /// The handshake on the data connection, until the backup's QEMU stands by.
 fn offer(machine: &Machine, plan: &Plan) -> anyhow::Result<Link> {
     let definition = machine.definition();
-    let files = boot_files(machine);
+    let files = start_files(machine)?;
     let offer = Offer {
         session: plan.session.clone(),
         definition: definition.clone(),
@@ -108,7 +112,7 @@ fn offer(machine: &Machine, plan: &Plan) -> anyhow::Result<Link> {
         qemu_version: plan.qemu_version.clone(),
         generation: plan.generation,
         disk_bytes: machine.disks().iter().map(|disk| disk.export_bytes()).collect(),
-        files: files.iter().map(describe_file).collect::<anyhow::Result<_>>()?,
+        files: files.iter().map(|(offer, _)| offer.clone()).collect(),
     };
     let link = dial(plan.address, &plan.host, Purpose::Protect(Box::new(offer)))?;
     let welcome: Welcome = link.expect_json(Kind::Welcome)?;
@@ -120,8 +124,8 @@ fn offer(machine: &Machine, plan: &Plan) -> anyhow::Result<Link> {
         link.refuse(&reason);
         bail!(reason);
     }
-    for (_, path) in &files {
-        send_file(&link, path)?;
+    for (offer, path) in &files {
+        send_file(&link, path, offer.bytes)?;
     }
     link.send_signal(Kind::Prepare, Epoch(0))?;
     let ready: Ready = link.expect_json(Kind::Ready)?;
@@ -138,22 +142,26 @@ fn offer(machine: &Machine, plan: &Plan) -> anyhow::Result<Link> {
     Ok(link)
 }
 
-fn boot_files(machine: &Machine) -> Vec<(FileRole, &Path)> {
+/// What the backup's QEMU reads when it starts, before the disks are copied.
+fn start_files(machine: &Machine) -> anyhow::Result<Vec<(FileOffer, PathBuf)>> {
     let definition = machine.definition();
-    let kernel = definition.kernel.as_deref().map(|path| (FileRole::Kernel, path));
-    let initrd = definition.initrd.as_deref().map(|path| (FileRole::Initrd, path));
-    kernel.into_iter().chain(initrd).collect()
+    let boot = [(FileRole::Kernel, &definition.kernel), (FileRole::Initrd, &definition.initrd)];
+    let boot = boot.into_iter().filter_map(|(role, path)| Some((role, path.clone()?, u64::MAX)));
+    let disks = definition.disks.iter().enumerate();
+    let heads = disks.filter(|(_, disk)| disk.format == DiskFormat::Qcow2).map(|(i, disk)| {
+        (FileRole::DiskHead(DiskIndex(i as u16)), disk.path.clone(), DISK_HEAD_BYTES)
+    });
+    let describe = |(role, path, most): (FileRole, PathBuf, u64)| {
+        let metadata = std::fs::metadata(&path)
+            .with_context(|| format!("cannot read {}, which the VM needs", path.display()))?;
+        Ok((FileOffer { role, bytes: metadata.len().min(most) }, path))
+    };
+    boot.chain(heads).map(describe).collect()
 }
 
-fn describe_file((role, path): &(FileRole, &Path)) -> anyhow::Result<FileOffer> {
-    let metadata = std::fs::metadata(path)
-        .with_context(|| format!("cannot read {}, which the VM boots from", path.display()))?;
-    Ok(FileOffer { role: *role, bytes: metadata.len() })
-}
-
-fn send_file(link: &Link, path: &Path) -> anyhow::Result<()> {
+fn send_file(link: &Link, path: &Path, bytes: u64) -> anyhow::Result<()> {
     let context = || format!("cannot send {} to the backup", path.display());
-    let mut file = File::open(path).with_context(context)?;
+    let mut file = File::open(path).with_context(context)?.take(bytes);
     let mut piece = vec![0; 1 << 20];
     loop {
         let length = file.read(&mut piece).with_context(context)?;
