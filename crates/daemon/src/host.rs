@@ -4,7 +4,7 @@ use crate::admission::open_disks;
 use crate::arbiter::FileArbiter;
 use crate::config::{ArbiterConfig, HostConfig};
 use crate::error::{ErrorKind, HostError};
-use crate::machine::{self, Machine};
+use crate::machine;
 use crate::report::{CheckpointTiming, HostStatus, ProtectRequest, VmStatus};
 use crate::sync::lock;
 use crate::vm::{PrimaryVm, Vm};
@@ -35,8 +35,8 @@ pub struct Host {
     /// What speaks against protecting VMs on this kernel.
     pub(crate) kernel_problem: Option<String>,
     pub(crate) vms: Mutex<BTreeMap<String, Vm>>,
-    /// The last machine of each name, which may still be on its way out.
-    pub(crate) machines: Mutex<BTreeMap<String, Weak<Machine>>>,
+    /// Whether the last machine of each name is still there, or on its way out.
+    pub(crate) presences: Mutex<BTreeMap<String, Weak<()>>>,
     /// Held while a VM is added, so that two cannot take one name.
     pub(crate) adding: Mutex<()>,
     /// Held while protection is set up. Not `adding`: two hosts that protect to
@@ -78,7 +78,7 @@ impl Host {
             agent,
             kernel_problem,
             vms: Mutex::default(),
-            machines: Mutex::default(),
+            presences: Mutex::default(),
             adding: Mutex::default(),
             protecting: Mutex::default(),
             sessions: AtomicU64::new(0),

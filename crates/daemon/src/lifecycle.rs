@@ -18,7 +18,7 @@ impl Host {
     pub(crate) fn launch(&self, plan: machine::Plan<'_>) -> anyhow::Result<Arc<Machine>> {
         let name = plan.definition.name.clone();
         let machine = Arc::new(Machine::launch(plan)?);
-        lock(&self.machines).insert(name, Arc::downgrade(&machine));
+        lock(&self.presences).insert(name, machine.presence());
         Ok(machine)
     }
 
@@ -27,14 +27,14 @@ impl Host {
     /// its end.
     pub(crate) fn await_former(&self, name: &str) -> Result<(), HostError> {
         let deadline = Instant::now() + FORMER_TIMEOUT;
-        while lock(&self.machines).get(name).is_some_and(|former| former.strong_count() > 0) {
+        while lock(&self.presences).get(name).is_some_and(|former| former.strong_count() > 0) {
             if Instant::now() > deadline {
                 let message = format!("the former copy of {name} has not ended yet: try again");
                 return Err(HostError::new(ErrorKind::Conflict, message));
             }
             std::thread::sleep(Duration::from_millis(5));
         }
-        lock(&self.machines).remove(name);
+        lock(&self.presences).remove(name);
         Ok(())
     }
 

@@ -8,7 +8,7 @@ use std::ffi::OsString;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd};
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard};
+use std::sync::{Arc, Mutex, MutexGuard, Weak};
 use std::time::{Duration, Instant};
 use tracing::{info, warn};
 use understudy_disk::{Disk, NbdServer};
@@ -74,6 +74,8 @@ pub struct Machine {
     // Held open: their ends tell QEMU that this daemon lives.
     agent: AgentLink,
     _servers: Vec<NbdServer>,
+    /// Last: fields are dropped in order.
+    presence: Arc<()>,
 }
 
 /// QEMU's process, and what is known of its end.
@@ -155,7 +157,13 @@ impl Machine {
             process,
             agent,
             _servers: servers,
+            presence: Arc::new(()),
         })
+    }
+
+    /// Dead once the machine is gone with all that it had, not a moment before.
+    pub fn presence(&self) -> Weak<()> {
+        Arc::downgrade(&self.presence)
     }
 
     /// The VM as it is on this host.
