@@ -14,6 +14,7 @@
 //! | [`phases`]  | deaths at each phase of the protocol |
 //! | [`shapes`]  | two vCPUs, two disks, two cards |
 //! | [`counter`] | a guest for every accelerator |
+//! | [`wire`]    | corrupt and truncated messages |
 //! | [`relay`]   | what can go wrong on the wire, for the tests above |
 
 mod counter;
@@ -24,3 +25,4 @@ mod relay;
 mod shapes;
 mod stage;
 mod sync;
+mod wire;
