@@ -80,8 +80,8 @@ pub fn command_line(vm: &VmDefinition, resources: &Resources) -> Vec<OsString> {
     monitors(&mut args, resources);
     console(&mut args, resources);
     boot(&mut args, vm);
-    disks(&mut args, vm, &resources.disks);
-    cards(&mut args, vm, &resources.cards);
+    disks(&mut args, vm, resources);
+    cards(&mut args, vm, resources);
     if resources.role == Role::Standby {
         args.pair("-incoming", "defer");
         // The blob of xen-save-devices-state has no configuration section.
@@ -177,15 +177,16 @@ fn boot(args: &mut Args, vm: &VmDefinition) {
     }
 }
 
-fn disks(args: &mut Args, vm: &VmDefinition, sockets: &[PathBuf]) {
+fn disks(args: &mut Args, vm: &VmDefinition, resources: &Resources) {
     let (mut virtio, mut ide) = (0, 0);
-    for (n, (disk, socket)) in vm.disks.iter().zip(sockets).enumerate() {
+    for (n, (disk, socket)) in vm.disks.iter().zip(&resources.disks).enumerate() {
         block_nodes(args, n, disk, socket);
         let mut device = match disk.bus {
             DiskBus::Virtio => {
                 virtio += 1;
                 let slot = FIRST_DISK_SLOT + virtio - 1;
-                format!("virtio-blk-pci,{},addr={slot:#04x}", interface(vm.virtio))
+                let virtio = virtio_options(vm.virtio, resources.accelerator);
+                format!("virtio-blk-pci,{virtio},addr={slot:#04x}")
             }
             DiskBus::Ide => {
                 ide += 1;
@@ -230,12 +231,14 @@ fn block_nodes(args: &mut Args, n: usize, disk: &DiskDefinition, socket: &Path) 
     }
 }
 
-fn cards(args: &mut Args, vm: &VmDefinition, sockets: &[RawFd]) {
-    for (n, (card, socket)) in vm.cards.iter().zip(sockets).enumerate() {
+fn cards(args: &mut Args, vm: &VmDefinition, resources: &Resources) {
+    for (n, (card, socket)) in vm.cards.iter().zip(&resources.cards).enumerate() {
         let netdev = format!("stream,id=card{n},server=off,addr.type=fd,addr.str={socket}");
         args.pair("-netdev", netdev);
         let model = match card.model {
-            CardModel::VirtioNet => format!("virtio-net-pci,{}", interface(vm.virtio)),
+            CardModel::VirtioNet => {
+                format!("virtio-net-pci,{}", virtio_options(vm.virtio, resources.accelerator))
+            }
             CardModel::E1000 => "e1000".to_owned(),
             CardModel::E1000e => "e1000e".to_owned(),
             CardModel::Rtl8139 => "rtl8139".to_owned(),
@@ -251,10 +254,17 @@ fn cards(args: &mut Args, vm: &VmDefinition, sockets: &[RawFd]) {
 }
 
 /// A device with the modern interface has 1024 queues to save, used or not.
-fn interface(virtio: VirtioInterface) -> &'static str {
-    match virtio {
+///
+/// QEMU attaches and detaches a device's event descriptors in every pause; without
+/// KVM they have no use but to move a request to another thread.
+fn virtio_options(interface: VirtioInterface, accelerator: Accelerator) -> String {
+    let interface = match interface {
         VirtioInterface::Legacy => "disable-modern=on,disable-legacy=off",
         VirtioInterface::Modern => "disable-modern=off,disable-legacy=on",
+    };
+    match accelerator {
+        Accelerator::Tcg => format!("{interface},ioeventfd=off"),
+        Accelerator::Kvm => interface.to_owned(),
     }
 }
 
