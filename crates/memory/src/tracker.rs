@@ -8,13 +8,13 @@ use std::sync::Arc;
 use understudy_protocol::{BlockId, PAGE_SIZE, PageIndex, PageRun};
 
 /// Part of a block that one thread scans at a time.
-const SLICE_BYTES: u64 = 256 << 20;
+const SLICE_BYTES: u64 = 64 << 20;
 
 /// From this much memory on, several threads repay being woken.
-const PARALLEL_BYTES: u64 = 1 << 30;
+const PARALLEL_BYTES: u64 = 256 << 20;
 
 /// How many regions the kernel reports in one call.
-const REGIONS_PER_CALL: usize = 1024;
+const REGIONS_PER_CALL: usize = 512;
 
 /// Sees every write to a machine's RAM blocks, whoever makes it inside QEMU: vCPUs, device
 /// emulation, system calls such as disk reads.
