@@ -15,10 +15,13 @@ use understudy_memory::{DirtySet, DirtyTracker, PageStaging, StagingPool, captur
 use understudy_protocol::wire::Kind;
 use understudy_protocol::{Epoch, LastCheckpoint, PAGE_SIZE, PrimaryEvent, PrimaryPhase, Time};
 
-/// An epoch that wrote at least this many pages gets a pre-copy round just
+/// An epoch that wrote at least this many pages gets pre-copy rounds just
 /// before the next pause: the guest then stands still only for what it wrote
-/// during that round.
-const PRECOPY_PAGES: u64 = 1500;
+/// during the last.
+const PRECOPY_PAGES: u64 = 256;
+
+/// A guest that writes as much again during a round gets another, up to so many.
+const PRECOPY_ROUNDS: u32 = 3;
 
 /// Pages copied at once while the guest runs; bounds the memory of a round.
 const PIECE_PAGES: u64 = 2048;
@@ -147,9 +150,17 @@ impl<'a> Capturer<'a> {
         if self.last_pages < PRECOPY_PAGES {
             return Ok(0);
         }
-        self.tracker.scan(&mut self.dirty)?;
-        let pages = self.dirty.pages();
-        self.send_dirty(epoch)?;
+        let mut pages = 0;
+        for _ in 0..PRECOPY_ROUNDS {
+            self.tracker.scan(&mut self.dirty)?;
+            let found = self.dirty.pages();
+            pages += found;
+            self.send_dirty(epoch)?;
+            // So few are written in the time of a round that another gains nothing.
+            if found < PRECOPY_PAGES {
+                break;
+            }
+        }
         Ok(pages)
     }
 
