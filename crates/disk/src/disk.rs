@@ -4,10 +4,12 @@ use crate::error::DiskError;
 use crate::flusher::{Done, Flusher};
 use crate::image::{Image, Space};
 use nix::errno::Errno;
+use nix::unistd::gettid;
 use std::fmt;
 use std::io;
 use std::ops::Range;
 use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicI32, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard};
 use understudy_protocol::DiskIndex;
 
@@ -36,6 +38,8 @@ pub struct Disk {
     image: Arc<Image>,
     order: Mutex<Order>,
     flusher: Flusher,
+    /// Thread id of [`Disk::server_thread`]; 0 is none.
+    server_thread: AtomicI32,
 }
 
 /// What a writer must look at, and what must not change during its write.
@@ -94,12 +98,24 @@ impl Disk {
             image,
             order: Mutex::default(),
             flusher,
+            server_thread: AtomicI32::new(0),
         })
     }
 
     /// Which disk of the VM this is.
     pub fn index(&self) -> DiskIndex {
         self.index
+    }
+
+    /// Thread id of the thread that answers QEMU, if it is connected: QEMU's `stop` waits
+    /// for it.
+    pub fn server_thread(&self) -> Option<i32> {
+        Some(self.server_thread.load(Ordering::Relaxed)).filter(|&thread| thread != 0)
+    }
+
+    /// The calling thread answers QEMU from now on.
+    pub(crate) fn set_server_thread(&self) {
+        self.server_thread.store(gettid().as_raw(), Ordering::Relaxed);
     }
 
     /// Size that the guest (or QEMU's format layer) sees.

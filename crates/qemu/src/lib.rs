@@ -5,16 +5,19 @@
 //! - [`capabilities`]: what the installed QEMU can do;
 //! - [`command`]: the command line, a pure function of definition and resources;
 //! - [`process`]: the running QEMU and its end;
-//! - [`qmp`]: its monitor: checkpoints, resumption, events.
+//! - [`qmp`]: its monitor: checkpoints, resumption, events;
+//! - [`urgency`]: priority for the length of a checkpoint's pause.
 
 pub mod capabilities;
 pub mod command;
 pub mod definition;
 pub mod process;
 pub mod qmp;
+pub mod urgency;
 
 pub use capabilities::{Accelerator, Capabilities, kvm_works};
 pub use command::{Resources, Role, command_line};
 pub use definition::{DefinitionError, VmDefinition};
 pub use process::Qemu;
 pub use qmp::Monitor;
+pub use urgency::Urgency;

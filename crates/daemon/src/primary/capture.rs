@@ -11,9 +11,11 @@ use crate::sync::lock;
 use anyhow::Context;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
+use tracing::warn;
 use understudy_memory::{DirtySet, DirtyTracker, PageStaging, StagingPool, capture};
 use understudy_protocol::wire::Kind;
 use understudy_protocol::{Epoch, LastCheckpoint, PAGE_SIZE, PrimaryEvent, PrimaryPhase, Time};
+use understudy_qemu::Urgency;
 
 /// An epoch that wrote at least this many pages gets pre-copy rounds just
 /// before the next pause: the guest then stands still only for what it wrote
@@ -62,6 +64,8 @@ struct Capturer<'a> {
     piece: DirtySet,
     device_state: Vec<u8>,
     last_pages: u64,
+    /// None where the system does not allow it.
+    urgency: Option<Urgency>,
 }
 
 impl<'a> Capturer<'a> {
@@ -79,6 +83,7 @@ impl<'a> Capturer<'a> {
             piece: DirtySet::new(),
             device_state: Vec::new(),
             last_pages: 0,
+            urgency: urgency(session),
         })
     }
 
@@ -171,6 +176,7 @@ impl<'a> Capturer<'a> {
         watch: &mut Stopwatch,
         timing: &mut CheckpointTiming,
     ) -> anyhow::Result<()> {
+        let _urgent = self.urgency.as_ref().map(Urgency::begin);
         let mut monitor = self.machine.monitor();
         let mut pause = monitor.begin_checkpoint(self.machine.device_state())?;
         pause.stopped()?;
@@ -233,6 +239,20 @@ impl<'a> Capturer<'a> {
             }
         }
     }
+}
+
+fn urgency(session: &Session) -> Option<Urgency> {
+    let machine = &session.machine;
+    let disks = machine.disks().iter().filter_map(|disk| disk.server_thread());
+    let urgency = Urgency::new(machine.qemu_pid(), disks);
+    let refused = |error: &std::io::Error| {
+        warn!(
+            vm = session.vm,
+            "no real-time priority for checkpoints ({error}): pauses will be longer; run the \
+             daemon as root or with CAP_SYS_NICE"
+        );
+    };
+    urgency.inspect_err(refused).ok()
 }
 
 /// Laps of one checkpoint.

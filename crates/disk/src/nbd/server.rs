@@ -184,6 +184,7 @@ fn start_client(stream: UnixStream, served: Served, cold: Sender<ColdRead>) -> i
     let disk = served.disk.index();
     let thread = thread::Builder::new().name(format!("nbd-disk{disk}-io")).spawn(move || {
         tracing::debug!(%disk, "NBD client connected");
+        served.disk.set_server_thread();
         match serve(&served, stream, &cold) {
             Ok(()) => tracing::debug!(%disk, "NBD client has gone"),
             Err(error) => tracing::warn!(%disk, %error, "dropped the NBD connection"),

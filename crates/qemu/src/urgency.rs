@@ -1,0 +1,111 @@
+//! Real-time priority for the threads that a paused guest waits for.
+//!
+//! A pause is a relay of short steps between the capturing thread and two
+//! threads of QEMU. An ordinary scheduler likes to wake each one on the processor
+//! where the one before still works, scanning memory in the kernel, though
+//! another processor is free, and lets unrelated work in between. Real-time
+//! threads are moved to a free processor at once. Only for the pause: for longer,
+//! a busy QEMU could starve its host.
+#![allow(unsafe_code)] // Two scheduling calls that the libraries do not wrap.
+
+use nix::errno::Errno;
+use nix::libc;
+use std::{fs, io};
+
+/// The lowest real-time priority is above all ordinary threads.
+const PRIORITY: libc::c_int = 1;
+
+/// What `-name …,debug-threads=on` calls the thread that reads the monitors.
+const MONITOR_THREAD: &str = "IO mon_iothread";
+
+/// The threads that share the work of a pause.
+#[derive(Debug)]
+pub struct Urgency {
+    threads: Vec<libc::pid_t>,
+}
+
+impl Urgency {
+    /// The calling thread, those of QEMU that carry out its commands, and `others`
+    /// (thread ids), which QEMU waits for while it stops the guest. Threads that somebody has given a scheduling policy of their own are left alone.
+    ///
+    /// An error if the system does not allow it.
+    pub fn new(qemu_pid: u32, others: impl IntoIterator<Item = i32>) -> io::Result<Urgency> {
+        let mut threads = vec![nix::unistd::gettid().as_raw()];
+        threads.extend(others);
+        for entry in fs::read_dir(format!("/proc/{qemu_pid}/task"))? {
+            let entry = entry?;
+            let tid = entry.file_name().to_string_lossy().parse().map_err(io::Error::other)?;
+            // It may have ended since it was listed.
+            let name = fs::read_to_string(entry.path().join("comm")).unwrap_or_default();
+            if u32::try_from(tid) == Ok(qemu_pid) || name.trim_end() == MONITOR_THREAD {
+                threads.push(tid);
+            }
+        }
+        threads.retain(|&tid| has_ordinary_policy(tid));
+        let urgency = Urgency { threads };
+        urgency.set(libc::SCHED_FIFO, PRIORITY)?;
+        drop(Urgent(&urgency));
+        Ok(urgency)
+    }
+
+    /// The threads run before all ordinary ones until this is dropped.
+    pub fn begin(&self) -> Urgent<'_> {
+        // It worked in `new`; if no longer, the pause is longer, and no more.
+        let _ = self.set(libc::SCHED_FIFO, PRIORITY);
+        Urgent(self)
+    }
+
+    fn set(&self, policy: libc::c_int, priority: libc::c_int) -> io::Result<()> {
+        // Threads that they start meanwhile are ordinary ones.
+        let policy = policy | libc::SCHED_RESET_ON_FORK;
+        let parameters = libc::sched_param { sched_priority: priority };
+        let mut result = Ok(());
+        for &tid in &self.threads {
+            // SAFETY: the call reads `parameters` and changes no memory.
+            let set = unsafe { libc::sched_setscheduler(tid, policy, &parameters) };
+            result = result.and(Errno::result(set).map(drop));
+        }
+        Ok(result?)
+    }
+}
+
+fn has_ordinary_policy(tid: libc::pid_t) -> bool {
+    // SAFETY: the call takes a number and touches no memory.
+    unsafe { libc::sched_getscheduler(tid) & !libc::SCHED_RESET_ON_FORK == libc::SCHED_OTHER }
+}
+
+/// While it lives, the threads of an [`Urgency`] are urgent.
+#[must_use = "the threads are urgent until it is dropped"]
+#[derive(Debug)]
+pub struct Urgent<'a>(&'a Urgency);
+
+impl Drop for Urgent<'_> {
+    fn drop(&mut self) {
+        // One that has ended needs no policy.
+        let _ = self.0.set(libc::SCHED_OTHER, 0);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_thread_is_urgent_only_for_so_long() {
+        let me = nix::unistd::gettid().as_raw();
+        // A process of ours in the place of QEMU.
+        let Ok(urgency) = Urgency::new(std::process::id(), []) else {
+            return assert!(!nix::unistd::geteuid().is_root(), "root may raise priorities");
+        };
+        assert!(has_ordinary_policy(me));
+        let urgent = urgency.begin();
+        assert!(!has_ordinary_policy(me));
+        drop(urgent);
+        assert!(has_ordinary_policy(me));
+    }
+
+    #[test]
+    fn a_process_that_is_gone_is_an_error() {
+        assert!(Urgency::new(u32::MAX, []).is_err());
+    }
+}
