@@ -36,7 +36,8 @@ struct HostToml {
     listen: SocketAddr,
     state_dir: PathBuf,
     socket: PathBuf,
-    arbiter: ArbiterToml,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    arbiter: Option<ArbiterToml>,
     peers: BTreeMap<String, SocketAddr>,
 }
 
@@ -53,6 +54,8 @@ pub struct HostOptions {
     pub environment: Vec<(String, String)>,
     /// Further lines of `host.toml`: `qemu = "…"`, `[detection]` and the like.
     pub settings: String,
+    /// Whether its configuration names no arbiter.
+    pub without_arbiter: bool,
 }
 
 /// One daemon that runs, or ran, as one host of a laboratory.
@@ -93,7 +96,7 @@ impl HostProcess {
         let binary =
             binary.canonicalize().with_context(|| format!("no program {}", binary.display()))?;
         let directory = lab.host_directory(name)?;
-        let config = write_config(lab, name, &options.settings)?;
+        let config = write_config(lab, name, options)?;
         let log = File::options().create(true).append(true).open(directory.join(LOG))?;
         let namespace = lab.host(name)?;
         let daemon = namespace
@@ -278,7 +281,7 @@ fn socket(directory: &Path) -> PathBuf {
 }
 
 /// Writes `host.toml` into the host's directory and returns its path.
-fn write_config(lab: &Lab, name: &str, settings: &str) -> Result<PathBuf> {
+fn write_config(lab: &Lab, name: &str, options: &HostOptions) -> Result<PathBuf> {
     let directory = lab.host_directory(name)?;
     let mut peers = BTreeMap::new();
     for peer in lab.hosts().iter().filter(|peer| *peer != name) {
@@ -289,11 +292,12 @@ fn write_config(lab: &Lab, name: &str, settings: &str) -> Result<PathBuf> {
         listen: SocketAddr::from((lab.host_address(name)?, PEER_PORT)),
         state_dir: directory.join(STATE),
         socket: socket(&directory),
-        arbiter: ArbiterToml { kind: "file", path: lab.arbiter_directory() },
+        arbiter: (!options.without_arbiter)
+            .then(|| ArbiterToml { kind: "file", path: lab.arbiter_directory() }),
         peers,
     };
     let mut config = toml::Table::try_from(config).context("cannot write the configuration")?;
-    config.extend(settings.parse::<toml::Table>().context("the settings are no TOML")?);
+    config.extend(options.settings.parse::<toml::Table>().context("the settings are no TOML")?);
     let path = directory.join("host.toml");
     let text = toml::to_string(&config).context("cannot write the configuration as TOML")?;
     fs::write(&path, text).with_context(|| format!("cannot write {}", path.display()))?;
