@@ -15,12 +15,15 @@
 //! | [`shapes`]  | two vCPUs, two disks, two cards |
 //! | [`counter`] | a guest for every accelerator |
 //! | [`wire`]    | corrupt and truncated messages |
+//! | [`refusals`]| bad input |
 //! | [`relay`]   | what can go wrong on the wire, for the tests above |
 
 mod counter;
 mod deaths;
+mod peer;
 mod phases;
 mod planned;
+mod refusals;
 mod relay;
 mod shapes;
 mod stage;

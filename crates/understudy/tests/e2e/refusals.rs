@@ -1,0 +1,347 @@
+//! Bad input: one clear error each, and nothing is changed.
+
+use crate::peer::{self, MadeUpPeer, hung_up, message, refusal_of};
+use crate::stage::{LIMIT, await_forgotten, options, play, protection, refusal, vms};
+use anyhow::{Context, Result, ensure};
+use serde_json::{Value, json};
+use std::fs;
+use std::path::PathBuf;
+use std::process::{Command, Output};
+use understudy_lab::scene::{GuestKind, VM};
+use understudy_lab::{CLIENT_ADDRESS, HostOptions, Scene, SceneOptions};
+use understudy_protocol::wire::Kind;
+
+/// Two hosts and the boot-sector guest, which starts at once.
+fn quick() -> SceneOptions {
+    SceneOptions { kind: GuestKind::BootSector, memory_mib: 64, ..options() }
+}
+
+/// A definition of a VM with a disk and a card.
+fn definition(scene: &Scene, name: &str) -> Result<String> {
+    let image = scene.lab().directory().join(format!("{name}.img"));
+    fs::copy(options().guest_files.join("boot-sector.img"), &image)?;
+    Ok(format!(
+        "name = \"{name}\"\nmemory = \"64M\"\nvcpus = 1\n\n\
+         [[disk]]\npath = \"{}\"\nformat = \"raw\"\n\n\
+         [[card]]\nmac = \"52:54:00:75:73:01\"\nbridge = \"br0\"\n",
+        image.display()
+    ))
+}
+
+/// Writes a file into the laboratory's directory.
+fn write(scene: &Scene, name: &str, text: &str) -> Result<PathBuf> {
+    let path = scene.lab().directory().join(name);
+    fs::write(&path, text)?;
+    Ok(path)
+}
+
+/// An error must say all of these.
+fn says(words: &str, expected: &[&str]) -> Result<()> {
+    for expected in expected {
+        ensure!(words.contains(expected), "`{expected}` is not in: {words}");
+    }
+    ensure!(words.trim_end().lines().count() == 1, "more than one line: {words}");
+    Ok(())
+}
+
+/// A wrong line in place of a right one, and what the error must say.
+struct Wrong {
+    right: &'static str,
+    wrong: &'static str,
+    says: &'static [&'static str],
+}
+
+const fn wrong(right: &'static str, wrong: &'static str, says: &'static [&'static str]) -> Wrong {
+    Wrong { right, wrong, says }
+}
+
+#[test]
+fn wrong_definitions_are_refused() {
+    let cases = [
+        wrong("memory = \"64M\"", "", &["missing field `memory`"]),
+        wrong("memory = \"64M\"", "memory = \"much\"", &[":2:", "memory", "\"512M\""]),
+        wrong("memory = \"64M\"", "memory = \"9000G\"", &["MiB", "available"]),
+        wrong("vcpus = 1", "vcpus = 0", &[":3:", "vcpus", "1 to 255"]),
+        wrong("vcpus = 1", "vcpu = 1", &[":3:", "unknown field `vcpu`", "`vcpus`"]),
+        wrong("vcpus = 1", "vcpus = \"one\"", &[":3:", "vcpus"]),
+        wrong("vcpus = 1", "vcpus = 1 1", &[":3:"]),
+        wrong("name = \"extra\"", "name = \"a b\"", &[":1:", "name", "letters"]),
+        wrong("extra.img", "absent.img", &[":6:", "disk[0].path", "absent.img"]),
+        wrong("\"raw\"", "\"vhd\"", &[":7:", "vhd", "raw", "qcow2"]),
+        wrong("\"raw\"", "\"qcow2\"", &["extra.img", "qcow2"]),
+        wrong("52:54:00:75:73:01", "52:54", &[":10:", "mac"]),
+        wrong("52:54:00:75:73:01", "53:54:00:75:73:01", &[":10:", "mac"]),
+        wrong("br0", "br9", &["bridge br9 does not exist on host a", "ip link add"]),
+    ];
+    play(quick(), |scene| {
+        let good = definition(scene, "extra")?;
+        let host = scene.host("a")?;
+        for case in &cases {
+            ensure!(good.contains(case.right), "`{}` is not in the definition", case.right);
+            let path = write(scene, "wrong.toml", &good.replacen(case.right, case.wrong, 1))?;
+            let path = path.to_string_lossy();
+            let (code, words) = refusal(host, &["vm", "start", &path])
+                .with_context(|| format!("with `{}`", case.wrong))?;
+            ensure!(code == 1, "exit code {code}: {words}");
+            says(&words, case.says)?;
+        }
+        let (code, words) = refusal(host, &["vm", "start", "/nowhere/vm.toml"])?;
+        ensure!(code == 4, "exit code {code}: {words}");
+        says(&words, &["/nowhere/vm.toml"])?;
+        await_forgotten(scene, "a")?;
+        let owners = fs::read_dir(scene.lab().arbiter_directory())?.count();
+        ensure!(owners == 0, "a refused VM has an owner");
+        Ok(())
+    });
+}
+
+#[test]
+fn what_is_in_use_is_refused() {
+    play(quick(), |scene| {
+        let first = write(scene, "first.toml", &definition(scene, "first")?)?;
+        let host = scene.host("a")?;
+        host.call(["vm", "start", &first.to_string_lossy()])?;
+        let start = |text: &str| -> Result<String> {
+            let path = write(scene, "second.toml", text)?;
+            Ok(refusal(host, &["vm", "start", &path.to_string_lossy()])?.1)
+        };
+        let second = definition(scene, "second")?;
+        says(&start(&definition(scene, "first")?)?, &["\"first\"", "host a", "already"])?;
+        says(&start(&second)?, &["52:54:00:75:73:01", "in use", "\"first\""])?;
+        let same_image = second.replace("73:01", "73:02").replace("second.img", "first.img");
+        says(&start(&same_image)?, &["first.img"])?;
+        // On another host the name is taken too: the arbiter knows its owner.
+        let elsewhere = refusal(scene.host("b")?, &["vm", "start", &first.to_string_lossy()])?;
+        says(&elsewhere.1, &["first", "host a"])?;
+        let left = vms(host)?;
+        ensure!(left.len() == 1 && left[0]["live"] == true, "not only the first VM: {left:?}");
+        await_forgotten(scene, "b")
+    });
+}
+
+/// Host a with peers that exist and peers that do not.
+fn with_peers() -> SceneOptions {
+    let mut options = quick();
+    let settings = format!(
+        "[peers]\nb = \"10.77.0.2:7700\"\nmadeup = \"{CLIENT_ADDRESS}:{}\"\n\
+         deaf = \"10.77.0.2:7999\"",
+        peer::PORT
+    );
+    options.daemons.insert("a".to_owned(), HostOptions { settings, ..HostOptions::default() });
+    options
+}
+
+/// The guest of host a runs on as if nobody had asked for anything.
+fn unharmed(scene: &Scene) -> Result<()> {
+    let status = scene.status("a")?;
+    ensure!(status["live"] == true, "the guest does not run: {status}");
+    ensure!(protection(&status).0 == "off", "protection is not off: {status}");
+    await_forgotten(scene, "b")
+}
+
+#[test]
+fn protection_that_cannot_be_is_refused() {
+    play(with_peers(), |scene| {
+        scene.start_guest("a")?;
+        let protect = |to: &str, expected: &[&str]| -> Result<()> {
+            let (code, words) = refusal(scene.host("a")?, &["protect", VM, "--to", to])?;
+            ensure!(code == 1, "exit code {code}: {words}");
+            says(&words, expected).with_context(|| format!("protecting to {to}"))?;
+            unharmed(scene)
+        };
+        protect("nobody", &["\"nobody\" is not a peer", "b, deaf, madeup"])?;
+        protect("deaf", &["deaf", "10.77.0.2:7999", "is its daemon running?"])?;
+        let answers: [(Vec<u8>, &[&str]); 5] = [
+            (message(Kind::Refuse, b"version 9 is too new"), &["version 9 is too new"]),
+            (message(Kind::Welcome, b"{\"host\": \"mallory\"}"), &["\"mallory\"", "[peers]"]),
+            (message(Kind::Welcome, b"{]"), &["malformed"]),
+            (b"HTTP/1.1 400 Bad Request\r\n\r\n".to_vec(), &["does not speak Understudy"]),
+            (Vec::new(), &["closed the connection"]),
+        ];
+        for (answer, expected) in answers {
+            let peer = MadeUpPeer::start(scene, answer)?;
+            protect("madeup", expected)?;
+            peer.hello()?;
+        }
+        let a = scene.host("a")?;
+        let (code, words) = refusal(a, &["protect", "ghost", "--to", "b"])?;
+        ensure!(code == 4, "exit code {code}: {words}");
+        says(&words, &["ghost", "host a"])?;
+        for command in ["unprotect", "failover"] {
+            says(&refusal(a, &[command, VM])?.1, &["is not protected"])?;
+        }
+        scene.host_mut("b")?.kill_everything()?;
+        let (_, words) = refusal(scene.host("a")?, &["protect", VM, "--to", "b"])?;
+        says(&words, &["cannot connect to 10.77.0.2:7700", "is its daemon running?"])?;
+        scene.restart("b")?;
+        // None of it stands in the way of what is right.
+        scene.protect("a", "b")?;
+        scene.await_protected("a", |_| ())?;
+        let (_, words) = refusal(scene.host("a")?, &["protect", VM, "--to", "b"])?;
+        says(&words, &["is protected to b already", "unprotect"])?;
+        Ok(())
+    });
+}
+
+#[test]
+fn a_bridge_that_only_one_host_has_is_refused() {
+    play(quick(), |scene| {
+        let bridge = |verb: &str| -> Result<()> {
+            let mut command = scene.lab().host("a")?.command("ip");
+            let output = command.args(["link", verb, "br1", "type", "bridge"]).output()?;
+            ensure!(output.status.success(), "ip link {verb}: {output:?}");
+            Ok(())
+        };
+        bridge("add")?;
+        let text = definition(scene, "extra")?.replace("br0", "br1");
+        let path = write(scene, "extra.toml", &text)?;
+        let host = scene.host("a")?;
+        host.call(["vm", "start", &path.to_string_lossy()])?;
+        let (_, words) = refusal(host, &["protect", "extra", "--to", "b"])?;
+        says(&words, &["bridge br1 does not exist on host b"])?;
+        ensure!(protection(&host.status("extra")?).0 == "off", "something has begun");
+        await_forgotten(scene, "b")?;
+        host.call(["vm", "stop", "extra", "--force"])?;
+        bridge("del")
+    });
+}
+
+#[test]
+fn without_an_arbiter_nothing_is_protected() {
+    let nobody = HostOptions { without_arbiter: true, ..HostOptions::default() };
+    let mut options = quick();
+    options.hosts.push("c".to_owned());
+    options.daemons.insert("c".to_owned(), nobody);
+    play(options, |scene| {
+        scene.start_guest("a")?;
+        let (_, words) = refusal(scene.host("a")?, &["protect", VM, "--to", "c"])?;
+        says(&words, &["host c refuses", "[arbiter]"])?;
+        unharmed(scene)?;
+        let text = definition(scene, "extra")?;
+        let path = write(scene, "extra.toml", &text)?;
+        let host = scene.host("c")?;
+        host.call(["vm", "start", &path.to_string_lossy()])?;
+        let (_, words) = refusal(host, &["protect", "extra", "--to", "a"])?;
+        says(&words, &["[arbiter]"])?;
+        ensure!(host.status("extra")?["live"] == true, "the guest does not run");
+        Ok(())
+    });
+}
+
+/// A genuine offer with one thing changed, and what the refusal must say.
+type Forgery = (fn(&mut Value), &'static [&'static str]);
+
+#[test]
+fn offers_that_do_not_fit_are_refused() {
+    let forgeries: [Forgery; 12] = [
+        (|hello| hello["wire_version"] = json!(999), &["wire version 999", "install the same"]),
+        (|hello| hello["purpose"]["qemu_version"] = json!("1.2.3"), &["QEMU", "1.2.3"]),
+        (|hello| hello["purpose"]["machine_type"] = json!("pc-q35-99.9"), &["pc-q35-99.9"]),
+        (|hello| definition_of(hello)["memory"] = json!("9000G"), &["MiB", "host b"]),
+        (|hello| definition_of(hello)["name"] = json!("../evil"), &["name", "../evil"]),
+        (|hello| definition_of(hello)["name"] = json!("other"), &["\"other\"", "host b already"]),
+        (|hello| definition_of(hello)["vcpus"] = json!(0), &["vcpus"]),
+        (|hello| definition_of(hello)["card"] = json!([card("73:01", "br0")]), &["in use"]),
+        (|hello| definition_of(hello)["card"] = json!([card("73:09", "br9")]), &["bridge br9"]),
+        (|hello| definition_of(hello)["qemu_args"] = json!(["-monitor", "stdio"]), &["qemu_args"]),
+        (|hello| hello["purpose"]["disk_bytes"] = json!([]), &["disk"]),
+        (|hello| *hello = heartbeat(hello), &["no session"]),
+    ];
+    play(with_peers(), |scene| {
+        let other = write(scene, "other.toml", &definition(scene, "other")?)?;
+        scene.host("b")?.call(["vm", "start", &other.to_string_lossy()])?;
+        scene.start_guest("a")?;
+        let peer = MadeUpPeer::start(scene, message(Kind::Refuse, b"only asking"))?;
+        refusal(scene.host("a")?, &["protect", VM, "--to", "madeup"])?;
+        let genuine = peer.hello()?;
+        for (index, (forge, expected)) in forgeries.iter().enumerate() {
+            let mut hello = genuine.clone();
+            forge(&mut hello);
+            let bytes = message(Kind::Hello, &serde_json::to_vec(&hello)?);
+            let words = refusal_of(scene, "b", &bytes).with_context(|| hello.to_string())?;
+            says(&words, expected).with_context(|| format!("forgery {index}"))?;
+        }
+        let noise: [Vec<u8>; 5] = [
+            b"GET / HTTP/1.1\r\nHost: understudy\r\n\r\n".to_vec(),
+            vec![0; 4096],
+            message(Kind::Pages, &[0xff; 64]),
+            message(Kind::Hello, b"{\"wire_version\": 1}"),
+            message(Kind::Hello, b"not JSON"),
+        ];
+        for bytes in noise {
+            hung_up(scene, "b", &bytes).with_context(|| bytes.escape_ascii().to_string())?;
+        }
+        let left = vms(scene.host("b")?)?;
+        ensure!(left.len() == 1 && left[0]["name"] == "other", "host b knows more: {left:?}");
+        ensure!(left[0]["live"] == true, "host b's own guest does not run: {left:?}");
+        let evil = scene.host("b")?.directory().join("evil");
+        ensure!(!evil.exists(), "{} was made", evil.display());
+        Ok(())
+    });
+}
+
+fn definition_of(hello: &mut Value) -> &mut Value {
+    &mut hello["purpose"]["definition"]
+}
+
+fn card(end_of_mac: &str, bridge: &str) -> Value {
+    json!({"mac": format!("52:54:00:75:{end_of_mac}"), "bridge": bridge})
+}
+
+fn heartbeat(hello: &Value) -> Value {
+    let mut heartbeat = hello.clone();
+    heartbeat["purpose"] = json!({"purpose": "heartbeat", "session": "a/guest/1/1"});
+    heartbeat
+}
+
+#[test]
+fn hosts_that_are_configured_wrongly_do_not_start() {
+    let cases = [
+        wrong("name = \"a\"", "name = \"\"", &[":1:", "name"]),
+        wrong("name = \"a\"", "", &["missing field `name`", "name = \"a\""]),
+        wrong("10.77.0.1:7701", "10.77.0.1", &[":2:", "listen", "IP:port"]),
+        wrong("10.77.0.1:7701", "10.77.0.1:7700", &["cannot listen on 10.77.0.1:7700"]),
+        wrong("10.77.0.1:7701", "192.0.2.1:7700", &["cannot listen on 192.0.2.1:7700"]),
+        wrong("kind = \"file\"", "kind = \"oracle\"", &[":7:", "arbiter.kind", "\"file\""]),
+        wrong("kind = \"file\"", "kin = \"file\"", &[":7:", "unknown field `kin`"]),
+        wrong("[arbiter]", "qemu = \"/nowhere/qemu\"\n[arbiter]", &["qemu", "/nowhere/qemu"]),
+        wrong("[arbiter]", "agent = \"/nowhere/a.so\"\n[arbiter]", &["agent", "/nowhere/a.so"]),
+        wrong("[arbiter]", "qemu = \"/bin/true\"\n[arbiter]", &["/bin/true"]),
+    ];
+    play(quick(), |scene| {
+        let directory = scene.lab().directory();
+        let good = format!(
+            "name = \"a\"\nlisten = \"10.77.0.1:7701\"\nstate_dir = \"{0}\"\nsocket = \"{0}.sock\"\
+             \n\n[arbiter]\nkind = \"file\"\npath = \"{1}\"\n",
+            directory.join("second").display(),
+            scene.lab().arbiter_directory().display(),
+        );
+        for case in &cases {
+            ensure!(good.contains(case.right), "`{}` is not in the file", case.right);
+            let path = write(scene, "wrong.toml", &good.replacen(case.right, case.wrong, 1))?;
+            let output =
+                start_daemon(scene, &path).with_context(|| format!("with `{}`", case.wrong))?;
+            let words = String::from_utf8_lossy(&output.stderr);
+            let last = words.trim_end().lines().last().unwrap_or_default();
+            ensure!(matches!(output.status.code(), Some(1 | 4)), "{output:?}");
+            says(last, case.says)?;
+        }
+        // The socket of a daemon that runs.
+        let socket = scene.host("a")?.socket().display().to_string();
+        let second = good.replace(&format!("{}.sock", directory.join("second").display()), &socket);
+        let output = start_daemon(scene, &write(scene, "wrong.toml", &second)?)?;
+        ensure!(output.status.code() == Some(1), "{output:?}");
+        says(String::from_utf8_lossy(&output.stderr).trim_end(), &[&socket])?;
+        ensure!(vms(scene.host("a")?)?.is_empty(), "the first daemon was harmed");
+        Ok(())
+    });
+}
+
+/// Runs another daemon on host a, which must end by itself.
+fn start_daemon(scene: &Scene, config: &std::path::Path) -> Result<Output> {
+    let mut command: Command = scene.lab().host("a")?.command("timeout");
+    command.arg(LIMIT.as_secs().to_string()).arg(env!("CARGO_BIN_EXE_understudy"));
+    let output = command.args(["host", "--config"]).arg(config).output()?;
+    ensure!(output.status.code() != Some(124), "it runs: {output:?}");
+    Ok(output)
+}
