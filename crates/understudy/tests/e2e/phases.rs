@@ -6,13 +6,15 @@
 //! their start; only the primary's passes the points.
 
 use crate::deaths::{await_empty, await_rounds, unharmed};
-use crate::stage::{LIMIT, await_service, options, play_protected, prove_survival};
+use crate::stage::{LIMIT, await_service, daemon, options, play_protected, prove_survival};
 use anyhow::{Context, Result, ensure};
 use understudy_lab::scene::RECORDS_PORT;
 use understudy_lab::{ChatterClient, HostOptions, Load, Scene, SceneOptions, wait_for};
 
 /// Deaths at each phase.
 const DEATHS: u64 = 5;
+/// Deaths of one guest's hosts in the long test.
+const MANY_DEATHS: u64 = 50;
 const CONNECTIONS: usize = 4;
 /// Load that leaves the guest some time for its clients.
 const LOAD: &str = "mkdir -p /data/load; exec nice guest-tools load /data/load";
@@ -22,7 +24,7 @@ fn armed(point: &str, seed: u64) -> HostOptions {
     // Any spread will do, as long as it is the same in every run.
     let checkpoints = 5 + seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) % 35;
     let actions = format!("{point}={checkpoints}*off->panic");
-    HostOptions { environment: vec![("FAILPOINTS".to_owned(), actions)], ..HostOptions::default() }
+    HostOptions { environment: vec![("FAILPOINTS".to_owned(), actions)], ..daemon() }
 }
 
 fn armed_options(point: &str) -> SceneOptions {
@@ -32,7 +34,7 @@ fn armed_options(point: &str) -> SceneOptions {
     options
 }
 
-fn primaries_die(point: &str) {
+fn primaries_die(point: &str, deaths: u64) {
     // The first host may die while the test is still looking around: it begins
     // with the load, and has no more to do then than to watch.
     play_protected(armed_options(point), |scene, client| {
@@ -40,13 +42,13 @@ fn primaries_die(point: &str) {
         let pings = ChatterClient::start(lab, scene.guest(RECORDS_PORT), CONNECTIONS, Load::Pings)?;
         scene.shell()?.start(LOAD)?;
         let (mut victim, mut survivor) = ("a", "b");
-        for death in 1..=DEATHS {
+        for death in 1..=deaths {
             await_death(scene, victim, point)
                 .with_context(|| format!("death {death}, of host {victim}"))?;
             scene.await_live(survivor)?;
             await_service(&client)?;
             await_rounds(&pings, 1)?;
-            if death < DEATHS {
+            if death < deaths {
                 // Never armed before it is dead: its points are counted anew.
                 scene.restart_with(victim, armed(point, death + 1))?;
                 scene.protect(survivor, victim)?;
@@ -71,23 +73,29 @@ fn await_death(scene: &mut Scene, host: &str, point: &str) -> Result<()> {
 #[test]
 #[cfg_attr(not(feature = "fail-points"), ignore = "needs `--features fail-points`")]
 fn primaries_die_while_the_guest_is_paused() {
-    primaries_die("while-paused");
+    primaries_die("while-paused", DEATHS);
 }
 
 #[test]
 #[cfg_attr(not(feature = "fail-points"), ignore = "needs `--features fail-points`")]
 fn primaries_die_before_an_epoch_is_whole() {
-    primaries_die("before-epoch-end");
+    primaries_die("before-epoch-end", DEATHS);
 }
 
 #[test]
 #[cfg_attr(not(feature = "fail-points"), ignore = "needs `--features fail-points`")]
 fn primaries_die_when_an_epoch_is_sent() {
-    primaries_die("after-epoch-end");
+    primaries_die("after-epoch-end", DEATHS);
 }
 
 #[test]
 #[cfg_attr(not(feature = "fail-points"), ignore = "needs `--features fail-points`")]
 fn primaries_die_before_output_is_released() {
-    primaries_die("before-release");
+    primaries_die("before-release", DEATHS);
+}
+
+#[test]
+#[ignore = "long: `make test-long`"]
+fn one_guest_outlives_many_hosts() {
+    primaries_die("before-release", MANY_DEATHS);
 }

@@ -1,7 +1,9 @@
 //! Bad input: one clear error each, and nothing is changed.
 
 use crate::peer::{self, MadeUpPeer, hung_up, message, refusal_of};
-use crate::stage::{LIMIT, await_forgotten, options, play, protection, refusal, vms};
+use crate::stage::{
+    LIMIT, await_forgotten, daemon, daemon_with_peers, options, play, protection, refusal, vms,
+};
 use anyhow::{Context, Result, ensure};
 use serde_json::{Value, json};
 use std::fs;
@@ -122,12 +124,11 @@ fn what_is_in_use_is_refused() {
 /// Host a with peers that exist and peers that do not.
 fn with_peers() -> SceneOptions {
     let mut options = quick();
-    let settings = format!(
-        "[peers]\nb = \"10.77.0.2:7700\"\nmadeup = \"{CLIENT_ADDRESS}:{}\"\n\
-         deaf = \"10.77.0.2:7999\"",
+    let peers = format!(
+        "b = \"10.77.0.2:7700\"\nmadeup = \"{CLIENT_ADDRESS}:{}\"\ndeaf = \"10.77.0.2:7999\"",
         peer::PORT
     );
-    options.daemons.insert("a".to_owned(), HostOptions { settings, ..HostOptions::default() });
+    options.daemons.insert("a".to_owned(), daemon_with_peers(&peers));
     options
 }
 
@@ -208,7 +209,7 @@ fn a_bridge_that_only_one_host_has_is_refused() {
 
 #[test]
 fn without_an_arbiter_nothing_is_protected() {
-    let nobody = HostOptions { without_arbiter: true, ..HostOptions::default() };
+    let nobody = HostOptions { without_arbiter: true, ..daemon() };
     let mut options = quick();
     options.hosts.push("c".to_owned());
     options.daemons.insert("c".to_owned(), nobody);

@@ -1,7 +1,7 @@
 //! A relay on the way from one host to another that understands enough of the
 //! wire format to damage exactly one message.
 
-use crate::stage::LIMIT;
+use crate::stage::{LIMIT, daemon_with_peers};
 use anyhow::{Context, Result};
 use std::io::{self, Read, Write};
 use std::net::{Shutdown, SocketAddr, TcpListener, TcpStream};
@@ -54,10 +54,7 @@ struct Shared {
 impl Relay {
     /// The options of a host that reaches host b through the relay.
     pub fn options() -> HostOptions {
-        HostOptions {
-            settings: format!("[peers]\nb = \"{CLIENT_ADDRESS}:{PORT}\""),
-            ..HostOptions::default()
-        }
+        daemon_with_peers(&format!("b = \"{CLIENT_ADDRESS}:{PORT}\""))
     }
 
     /// Starts the relay in the namespace of the laboratory's client.

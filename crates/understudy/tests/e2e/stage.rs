@@ -7,7 +7,7 @@ use std::sync::{Mutex, PoisonError};
 use std::time::Duration;
 use understudy_lab::check::check_disk;
 use understudy_lab::scene::VM;
-use understudy_lab::{HostProcess, RecordClient, Scene, SceneOptions, wait_for};
+use understudy_lab::{HostOptions, HostProcess, RecordClient, Scene, SceneOptions, wait_for};
 
 /// Between two records, so that a test is not about the disk's speed.
 pub const PACE: Duration = Duration::from_millis(5);
@@ -28,7 +28,24 @@ pub fn options() -> SceneOptions {
         "there is no {}: run `make test`, or `cargo build -p understudy-agent` in this profile",
         agent.display()
     );
-    SceneOptions::new(binary, &guest_files())
+    let mut options = SceneOptions::new(binary, &guest_files());
+    for host in &options.hosts {
+        options.daemons.insert(host.clone(), daemon());
+    }
+    options
+}
+
+/// The options of a daemon. A busy machine must not make a test go another way:
+/// silence counts as a failure later than by default.
+pub fn daemon() -> HostOptions {
+    HostOptions { settings: "[detection]\ntimeout_ms = 1500\n".to_owned(), ..Default::default() }
+}
+
+/// [`daemon`], which has only these peers.
+pub fn daemon_with_peers(peers: &str) -> HostOptions {
+    let mut options = daemon();
+    options.settings += &format!("[peers]\n{peers}\n");
+    options
 }
 
 fn guest_files() -> PathBuf {
