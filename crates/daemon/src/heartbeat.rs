@@ -5,8 +5,10 @@ use crate::link::Link;
 use std::sync::Arc;
 use std::thread;
 use std::time::{Duration, Instant};
+use tracing::debug;
 use understudy_protocol::wire::Kind;
 use understudy_protocol::{Epoch, HEARTBEAT_INTERVAL};
+use understudy_qemu::urgency::raise_this_thread;
 
 /// A thread that was not scheduled for this long looks at the peer's messages
 /// first: it cannot tell the peer's silence from its own.
@@ -38,6 +40,7 @@ pub fn start(link: Link, name: &str, session: Arc<impl Pulse>) -> anyhow::Result
 }
 
 fn beat(link: &Link, session: &impl Pulse) {
+    be_punctual();
     while !session.is_over() {
         // A broken connection is the listening thread's to report.
         let _ = link.send_signal(Kind::Heartbeat, Epoch(0));
@@ -50,7 +53,16 @@ fn beat(link: &Link, session: &impl Pulse) {
     link.close();
 }
 
+/// On a busy host a late heartbeat would look like a dead one. Where the system
+/// does not allow it, the session has said so already.
+fn be_punctual() {
+    if let Err(error) = raise_this_thread() {
+        debug!("no real-time priority for heartbeats: {error}");
+    }
+}
+
 fn listen(link: &Link, session: &impl Pulse) {
+    be_punctual();
     loop {
         match link.receive() {
             Ok(_) => session.heard(),

@@ -69,6 +69,15 @@ impl Urgency {
     }
 }
 
+/// Puts the calling thread before all ordinary ones for good: for a thread that
+/// does little and must not be late, such as one that beats like a heart.
+///
+/// An error if the system does not allow it.
+pub fn raise_this_thread() -> io::Result<()> {
+    let me = Urgency { threads: vec![nix::unistd::gettid().as_raw()] };
+    me.set(libc::SCHED_FIFO, PRIORITY)
+}
+
 fn has_ordinary_policy(tid: libc::pid_t) -> bool {
     // SAFETY: the call takes a number and touches no memory.
     unsafe { libc::sched_getscheduler(tid) & !libc::SCHED_RESET_ON_FORK == libc::SCHED_OTHER }
@@ -102,6 +111,17 @@ mod tests {
         assert!(!has_ordinary_policy(me));
         drop(urgent);
         assert!(has_ordinary_policy(me));
+    }
+
+    #[test]
+    fn a_raised_thread_stays_so() {
+        let raised = std::thread::spawn(|| {
+            raise_this_thread().map(|()| has_ordinary_policy(nix::unistd::gettid().as_raw()))
+        });
+        match raised.join().unwrap() {
+            Ok(ordinary) => assert!(!ordinary),
+            Err(_) => assert!(!nix::unistd::geteuid().is_root(), "root may raise priorities"),
+        }
     }
 
     #[test]
