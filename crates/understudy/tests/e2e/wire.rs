@@ -63,7 +63,7 @@ fn flip(bytes: &mut [u8], at: usize) -> Then {
     Then::Forward
 }
 
-fn flip_last(bytes: &mut Vec<u8>) -> Then {
+fn flip_last(bytes: &mut [u8]) -> Then {
     let last = bytes.len() - 1;
     flip(bytes, last)
 }
@@ -187,9 +187,19 @@ fn damaged_headers_end_the_connection() {
 #[test]
 fn damaged_payloads_end_the_connection() {
     endure(vec![
-        sent("a flipped bit in a page", of_an_epoch, flip_last, "corrupt Pages"),
-        sent("a flipped bit in the device state", device_state, flip_last, "corrupt DeviceState"),
-        sent("a flipped bit in an epoch's end", epoch_end, flip_last, "corrupt EpochEnd"),
+        sent("a flipped bit in a page", of_an_epoch, |bytes| flip_last(bytes), "corrupt Pages"),
+        sent(
+            "a flipped bit in the device state",
+            device_state,
+            |bytes| flip_last(bytes),
+            "corrupt DeviceState",
+        ),
+        sent(
+            "a flipped bit in an epoch's end",
+            epoch_end,
+            |bytes| flip_last(bytes),
+            "corrupt EpochEnd",
+        ),
         sent("a message cut short", of_an_epoch, truncate, "closed the connection"),
         sent("a message that is missing", of_an_epoch, lose, "not what was sent"),
         sent("a message that comes twice", device_state, repeat, "not what was sent"),
@@ -200,7 +210,7 @@ fn damaged_payloads_end_the_connection() {
 #[test]
 fn damaged_answers_end_the_connection() {
     endure(vec![
-        answered("a flipped bit", flip_last, "corrupt"),
+        answered("a flipped bit", |bytes| flip_last(bytes), "corrupt"),
         answered("an answer cut short", truncate, "closed the connection"),
         answered("an answer that comes twice", repeat, "which is not in flight"),
     ]);
