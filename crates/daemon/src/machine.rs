@@ -221,6 +221,11 @@ impl Machine {
         self.process.qemu.pid()
     }
 
+    /// How a QEMU that does not run any more ended, for people.
+    pub fn last_words(&self) -> String {
+        self.process.last_words()
+    }
+
     /// Whether QEMU runs.
     pub fn is_alive(&self) -> bool {
         matches!(self.process.qemu.try_wait(), Ok(None))
@@ -381,13 +386,15 @@ impl Process {
                 let then = if stopped { "; the guest stands still" } else { "" };
                 Some(MachineEvent::Notice(format!("an error on {node}: {reason}{then}")))
             }
-            VmEvent::Disconnected => {
-                let words = match self.qemu.wait(Duration::from_secs(1)) {
-                    Ok(Some(exit)) => exit.to_string(),
-                    _ => "QEMU closed its monitor".to_owned(),
-                };
-                Some(MachineEvent::Died(words))
-            }
+            VmEvent::Disconnected => Some(MachineEvent::Died(self.last_words())),
+        }
+    }
+
+    /// How QEMU ended, for people.
+    fn last_words(&self) -> String {
+        match self.qemu.wait(Duration::from_secs(1)) {
+            Ok(Some(exit)) => exit.to_string(),
+            _ => "QEMU closed its monitor".to_owned(),
         }
     }
 

@@ -247,7 +247,7 @@ fn run_capture(session: &Arc<Session>, over: impl FnOnce(PrimaryPhase)) {
             error!(vm = session.vm, "{reason}");
             session.event(PrimaryEvent::PeerGone(reason));
         } else {
-            session.event(PrimaryEvent::GuestDied(reason));
+            session.event(PrimaryEvent::GuestDied(session.machine.last_words()));
         }
     }
     let phase = loop {
