@@ -23,6 +23,8 @@ pub enum BackupEvent {
     TakeOver,
     /// The primary ends protection.
     StandDown,
+    /// This copy cannot be started any more.
+    CannotServe(String),
     /// Time has passed.
     Tick,
     /// The arbiter answered a [`BackupAction::Contest`].
@@ -126,6 +128,7 @@ impl Backup {
                 self.primary_lost("the primary asked for it".to_owned(), actions);
             }
             BackupEvent::StandDown => self.stand_down(actions),
+            BackupEvent::CannotServe(reason) => self.cannot_serve(reason, actions),
             BackupEvent::Tick => self.tick(now, actions),
             BackupEvent::Verdict(verdict) => self.verdict(now, verdict, actions),
         }
@@ -166,6 +169,14 @@ impl Backup {
         if matches!(self.phase, BackupPhase::Syncing | BackupPhase::Standing) {
             self.phase = BackupPhase::Discarded;
             actions.push(BackupAction::StandDown);
+        }
+    }
+
+    /// A copy that cannot run must not win the VM: before the primary hears of
+    /// it and hangs up, this backup is out of every contest.
+    fn cannot_serve(&mut self, reason: String, actions: &mut Vec<BackupAction>) {
+        if !matches!(self.phase, BackupPhase::Live | BackupPhase::Discarded) {
+            self.discard(reason, actions);
         }
     }
 
@@ -238,6 +249,17 @@ mod tests {
         actions.clear();
         backup.handle(at(20_101), BackupEvent::Tick, &mut actions);
         assert_eq!(actions, [BackupAction::Contest(Generation(1))]);
+    }
+
+    #[test]
+    fn a_copy_that_cannot_run_does_not_contest_the_vm() {
+        let mut backup = Backup::new(Generation(1), Duration::from_millis(100), at(0));
+        let mut actions = Vec::new();
+        backup.handle(at(1), BackupEvent::Staged(Epoch(1)), &mut actions);
+        actions.clear();
+        backup.handle(at(2), BackupEvent::CannotServe("QEMU ended".into()), &mut actions);
+        backup.handle(at(3), BackupEvent::PeerGone("it hung up".into()), &mut actions);
+        assert_eq!(actions, [BackupAction::Discard("QEMU ended".into())]);
     }
 
     #[test]

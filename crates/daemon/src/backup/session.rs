@@ -144,8 +144,7 @@ impl Session {
     /// This backup cannot serve any more: says so to the primary and ends.
     pub fn give_up(&self, reason: &str) {
         warn!(vm = self.vm, "this backup gives up: {reason}");
-        self.data.refuse(reason);
-        self.event(BackupEvent::StandDown, None);
+        self.event(BackupEvent::CannotServe(reason.to_owned()), None);
     }
 
     /// Receive, stage whole, acknowledge: until the connection ends.
