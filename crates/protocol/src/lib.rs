@@ -11,6 +11,7 @@ mod primary;
 mod staging;
 mod time;
 mod units;
+pub mod validity;
 pub mod wire;
 
 pub use backup::{Backup, BackupAction, BackupEvent, BackupPhase};

@@ -1,0 +1,250 @@
+//! Which host's images of a VM are the valid ones (Remus 2.5), from what the hosts and
+//! the arbiter have on record.
+//!
+//! Each host keeps an [`ImageRecord`] beside its images. It is changed, and on stable
+//! storage, before the guest first runs on them at a new generation: the paper's
+//! activation record. So the images that the guest ran on last are those whose record
+//! shows the highest generation among hosts where it ran at all. A mirror that was never
+//! activated is not among them, however new it is: a crash may have left it in the midst
+//! of an epoch. What can be concluded when somebody does not answer is decided here, and
+//! nothing is concluded that is not certain.
+
+use crate::{Generation, Ownership};
+use serde::{Deserialize, Serialize};
+
+/// What the images of a VM on one host are.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum ImageRole {
+    /// The guest runs on them, or ran until its host died.
+    Active,
+    /// The guest ran on them until it was stopped in order.
+    Stopped,
+    /// The guest ran on them until another host won the VM, or was given it.
+    Stale,
+    /// A whole mirror of another host's images; the guest never ran on it.
+    Mirror,
+    /// A mirror that is not whole: its synchronisation was not completed.
+    Syncing,
+}
+
+/// One host's record of its images of a VM.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct ImageRecord {
+    /// The host.
+    pub host: String,
+    /// What its images are.
+    pub role: ImageRole,
+    /// The generation of ownership at which the guest last ran on them; of a mirror, the
+    /// generation of its primary.
+    pub generation: Generation,
+}
+
+impl ImageRecord {
+    /// The generation at which the guest ran on these images, if it ever did.
+    pub fn ran_at(&self) -> Option<Generation> {
+        match self.role {
+            ImageRole::Active | ImageRole::Stopped | ImageRole::Stale => Some(self.generation),
+            ImageRole::Mirror | ImageRole::Syncing => None,
+        }
+    }
+}
+
+/// What the arbiter said about a VM.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum ArbiterWord {
+    /// The newest record of ownership; none when no host ever owned the VM.
+    Says(Option<Ownership>),
+    /// It cannot be reached, or there is none.
+    Silent,
+}
+
+/// All that could be learnt about a VM.
+#[derive(Clone, Debug)]
+pub struct Evidence {
+    /// The records of the hosts that answered and have one.
+    pub records: Vec<ImageRecord>,
+    /// The hosts that answered and have no images of the VM.
+    pub without: Vec<String>,
+    /// The hosts that did not answer.
+    pub silent: Vec<String>,
+    /// The arbiter's word.
+    pub arbiter: ArbiterWord,
+}
+
+/// Which images are valid.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Finding {
+    /// These are, for certain.
+    Valid {
+        /// The host that has them.
+        host: String,
+        /// The generation at which the guest ran on them.
+        generation: Generation,
+        /// Why, for people.
+        why: String,
+    },
+    /// It cannot be told, for this reason.
+    Undecided(String),
+}
+
+/// Finds the images that the guest ran on last.
+pub fn judge(evidence: &Evidence) -> Finding {
+    let ran = |record: &ImageRecord| record.ran_at().map(|at| (at, record.host.clone()));
+    let mut candidates: Vec<_> = evidence.records.iter().filter_map(ran).collect();
+    candidates.sort();
+    let Some((generation, host)) = candidates.pop() else {
+        return Finding::Undecided(nobody_ran_it(evidence));
+    };
+    if let Some((_, other)) = candidates.pop().filter(|(at, _)| *at == generation) {
+        return Finding::Undecided(format!(
+            "hosts {other} and {host} both claim to have run it at generation {generation}: one of \
+             the records is a copy, or the VM ran without an arbiter on both"
+        ));
+    }
+    match newer_possible(evidence, &host, generation) {
+        Newer::No(why) => Finding::Valid { host, generation, why },
+        Newer::Perhaps(why) => Finding::Undecided(format!(
+            "the newest images found are host {host}'s, of generation {generation}, but {why}"
+        )),
+    }
+}
+
+enum Newer {
+    No(String),
+    Perhaps(String),
+}
+
+/// Whether some host may have run the guest after `host` did at `generation`.
+fn newer_possible(evidence: &Evidence, host: &str, generation: Generation) -> Newer {
+    let ran = format!("host {host} ran it at generation {generation}");
+    let ArbiterWord::Says(ownership) = &evidence.arbiter else {
+        return match evidence.silent.as_slice() {
+            [] => Newer::No(format!("{ran}, and no other host ran it later")),
+            silent => Newer::Perhaps(format!(
+                "neither the arbiter nor {} can be asked: make one of them reachable",
+                hosts(silent)
+            )),
+        };
+    };
+    let newest = ownership.as_ref().map_or(Generation(0), |owner| owner.generation);
+    if generation >= newest {
+        return Newer::No(format!("{ran}, the newest that the arbiter knows"));
+    }
+    let owner = ownership.as_ref().and_then(|owner| owner.host.as_deref());
+    // Only the owners of the generations in between can have run it since.
+    if generation.next() == newest {
+        match owner {
+            None => return Newer::No(format!("{ran}, and it was stopped in order since")),
+            Some(owner) if owner == host => {
+                return Newer::No(format!(
+                    "{ran}, and went on with it alone at generation {newest}"
+                ));
+            }
+            Some(owner) if has_answered(evidence, owner) => {
+                return Newer::No(format!(
+                    "{ran}; host {owner} won generation {newest} but never started the guest: it \
+                     has no activation record"
+                ));
+            }
+            Some(owner) => {
+                return Newer::Perhaps(format!(
+                    "the arbiter says that host {owner} won it at generation {newest}, and that \
+                     host does not answer: start its daemon"
+                ));
+            }
+        }
+    }
+    let mut unknown = evidence.silent.clone();
+    unknown.extend(owner.filter(|owner| !has_answered(evidence, owner)).map(str::to_owned));
+    unknown.sort();
+    unknown.dedup();
+    match unknown.as_slice() {
+        [] => Newer::No(format!("{ran}, and no other host ran it later")),
+        unknown => Newer::Perhaps(format!(
+            "the arbiter knows generation {newest}, and {} may have run it since: make them \
+             reachable",
+            hosts(unknown)
+        )),
+    }
+}
+
+fn has_answered(evidence: &Evidence, host: &str) -> bool {
+    evidence.records.iter().any(|record| record.host == host)
+        || evidence.without.iter().any(|other| other == host)
+}
+
+fn nobody_ran_it(evidence: &Evidence) -> String {
+    let mirrors: Vec<String> = evidence.records.iter().map(|record| record.host.clone()).collect();
+    let silent = match evidence.silent.as_slice() {
+        [] => String::new(),
+        silent => format!("; {} cannot be asked", hosts(silent)),
+    };
+    match mirrors.as_slice() {
+        [] => format!("no host that answers has images of it{silent}"),
+        mirrors => format!(
+            "{} has a mirror that the guest never ran on, and the images that it ran on are not to \
+             be found{silent}",
+            hosts(mirrors)
+        ),
+    }
+}
+
+fn hosts(names: &[String]) -> String {
+    match names {
+        [one] => format!("host {one}"),
+        many => format!("hosts {}", many.join(", ")),
+    }
+}
+
+/// Whether `host` may start the VM afresh on its own images; the error says why not.
+/// Nobody else is asked: what is refused here, [`judge`] may still find valid.
+pub fn may_start(
+    host: &str,
+    own: Option<&ImageRecord>,
+    ownership: Option<&Ownership>,
+) -> Result<(), String> {
+    if let Some(owner) = ownership.and_then(|owner| owner.host.as_deref()) {
+        if owner != host {
+            return Err(format!(
+                "it belongs to host {owner} (generation {}): its newest state is there",
+                ownership.map_or(Generation(0), |owner| owner.generation)
+            ));
+        }
+    }
+    // Images that Understudy knows nothing about are the user's to judge.
+    let Some(own) = own else { return Ok(()) };
+    let generation = own.generation;
+    match own.role {
+        ImageRole::Active | ImageRole::Stopped => {}
+        ImageRole::Stale => {
+            return Err(format!(
+                "its images on host {host} are stale: they are of generation {generation}, and \
+                 another host took over since"
+            ));
+        }
+        ImageRole::Mirror => {
+            return Err(format!(
+                "its images on host {host} are a mirror that never took over, of the primary at \
+                 generation {generation}"
+            ));
+        }
+        ImageRole::Syncing => {
+            return Err(format!(
+                "its images on host {host} are a mirror whose synchronisation was not completed"
+            ));
+        }
+    }
+    let newest = ownership.map_or(Generation(0), |owner| owner.generation);
+    if newest > generation.next() {
+        return Err(format!(
+            "its images on host {host} are stale: they are of generation {generation}, and the \
+             arbiter knows generation {newest}"
+        ));
+    }
+    Ok(())
+}
+
+#[cfg(test)]
+#[path = "validity_tests.rs"]
+mod tests;

@@ -1,0 +1,231 @@
+use super::*;
+use proptest::prelude::*;
+
+const HOSTS: [&str; 3] = ["a", "b", "c"];
+
+fn record(host: &str, role: ImageRole, generation: u64) -> ImageRecord {
+    ImageRecord { host: host.into(), role, generation: Generation(generation) }
+}
+
+fn owned_by(host: Option<&str>, generation: u64) -> ArbiterWord {
+    let host = host.map(str::to_owned);
+    ArbiterWord::Says(Some(Ownership { host, generation: Generation(generation) }))
+}
+
+fn evidence(records: Vec<ImageRecord>, silent: &[&str], arbiter: ArbiterWord) -> Evidence {
+    let silent = silent.iter().map(|&host| host.to_owned()).collect();
+    Evidence { records, without: Vec::new(), silent, arbiter }
+}
+
+fn valid_on(evidence: &Evidence) -> Option<String> {
+    match judge(evidence) {
+        Finding::Valid { host, .. } => Some(host),
+        Finding::Undecided(_) => None,
+    }
+}
+
+#[test]
+fn a_mirror_that_was_not_activated_is_never_valid() {
+    let both = vec![record("a", ImageRole::Active, 1), record("b", ImageRole::Mirror, 1)];
+    assert_eq!(valid_on(&evidence(both.clone(), &[], owned_by(Some("a"), 1))).unwrap(), "a");
+    // Even if it has won the VM: the guest never ran there.
+    assert_eq!(valid_on(&evidence(both, &[], owned_by(Some("b"), 2))).unwrap(), "a");
+    let mirror = vec![record("b", ImageRole::Mirror, 1)];
+    assert_eq!(valid_on(&evidence(mirror, &["a"], owned_by(Some("a"), 1))), None);
+}
+
+#[test]
+fn an_activated_mirror_is_valid_and_the_former_primary_is_not() {
+    let both = vec![record("a", ImageRole::Active, 1), record("b", ImageRole::Active, 2)];
+    assert_eq!(valid_on(&evidence(both, &[], ArbiterWord::Silent)).unwrap(), "b");
+    let b_alone = vec![record("b", ImageRole::Active, 2)];
+    assert_eq!(valid_on(&evidence(b_alone, &["a"], owned_by(Some("b"), 2))).unwrap(), "b");
+}
+
+#[test]
+fn nothing_is_concluded_when_the_winner_is_silent() {
+    let a = vec![record("a", ImageRole::Active, 1)];
+    assert_eq!(valid_on(&evidence(a.clone(), &["b"], owned_by(Some("b"), 2))), None);
+    assert_eq!(valid_on(&evidence(a.clone(), &["b"], ArbiterWord::Silent)), None);
+    let without =
+        Evidence { without: vec!["b".into()], ..evidence(a, &[], owned_by(Some("b"), 2)) };
+    assert_eq!(valid_on(&without).unwrap(), "a");
+}
+
+#[test]
+fn a_fresh_start_wants_the_newest_images() {
+    let owner = |host: Option<&str>, generation| Ownership {
+        host: host.map(str::to_owned),
+        generation: Generation(generation),
+    };
+    let stopped = record("a", ImageRole::Stopped, 1);
+    assert!(may_start("a", None, None).is_ok());
+    assert!(may_start("a", Some(&stopped), Some(&owner(None, 2))).is_ok());
+    let words = may_start("a", Some(&stopped), Some(&owner(None, 4))).unwrap_err();
+    assert!(words.contains("stale") && words.contains("generation 4"), "{words}");
+    assert!(may_start("a", None, Some(&owner(Some("b"), 2))).unwrap_err().contains("host b"));
+    for role in [ImageRole::Stale, ImageRole::Mirror, ImageRole::Syncing] {
+        assert!(may_start("a", Some(&record("a", role, 1)), Some(&owner(None, 2))).is_err());
+    }
+}
+
+/// Three hosts and an arbiter, each step of which may be the last before a crash.
+#[derive(Default)]
+struct History {
+    owner: Option<Ownership>,
+    records: [Option<ImageRecord>; 3],
+    /// The host that runs the guest.
+    running: Option<usize>,
+    /// The host whose images the guest ran on last.
+    newest: Option<usize>,
+    /// The backup with a whole mirror of the one that runs.
+    backup: Option<usize>,
+}
+
+impl History {
+    fn swap(&mut self, host: Option<usize>) -> Generation {
+        let generation = self.generation().next();
+        let host = host.map(|host| HOSTS[host].to_owned());
+        self.owner = Some(Ownership { host, generation });
+        generation
+    }
+
+    fn generation(&self) -> Generation {
+        self.owner.as_ref().map_or(Generation(0), |owner| owner.generation)
+    }
+
+    fn note(&mut self, host: usize, role: ImageRole, generation: Generation) {
+        self.records[host] = Some(record(HOSTS[host], role, generation.0));
+    }
+
+    fn run(&mut self, host: usize, generation: Generation) {
+        self.note(host, ImageRole::Active, generation);
+        (self.running, self.newest) = (Some(host), Some(host));
+    }
+
+    fn crash(&mut self) {
+        (self.running, self.backup) = (None, None);
+    }
+
+    /// `crash` stops the step before its last part.
+    fn step(&mut self, what: u8, host: usize, crash: bool) {
+        match (what % 6, self.running) {
+            (0, None) => {
+                let own = self.records[host].as_ref();
+                if may_start(HOSTS[host], own, self.owner.as_ref()).is_ok() && self.knows(host) {
+                    let generation = self.swap(Some(host));
+                    if !crash {
+                        self.run(host, generation);
+                    }
+                }
+            }
+            (1, Some(primary)) if host != primary => {
+                self.note(host, ImageRole::Syncing, self.generation());
+                if !crash {
+                    self.note(host, ImageRole::Mirror, self.generation());
+                    self.backup = Some(host);
+                }
+            }
+            (2, Some(primary)) => self.take_over(primary, crash, host == primary),
+            (3, Some(primary)) => {
+                let generation = self.swap(Some(primary));
+                self.backup = None;
+                if crash {
+                    self.crash();
+                } else {
+                    self.note(primary, ImageRole::Active, generation);
+                }
+            }
+            (4, Some(primary)) => {
+                let ran = self.generation();
+                self.swap(None);
+                self.crash();
+                if !crash {
+                    self.note(primary, ImageRole::Stopped, ran);
+                }
+            }
+            (5, _) => self.crash(),
+            _ => {}
+        }
+    }
+
+    /// A user starts a VM without a record only where it never ran elsewhere.
+    fn knows(&self, host: usize) -> bool {
+        self.records[host].is_some() || self.newest.is_none()
+    }
+
+    fn take_over(&mut self, primary: usize, crash: bool, primary_lives: bool) {
+        let Some(backup) = self.backup.take() else { return };
+        let ran = self.generation();
+        let generation = self.swap(Some(backup));
+        if primary_lives {
+            self.note(primary, ImageRole::Stale, ran);
+        }
+        if crash {
+            self.crash();
+        } else {
+            self.run(backup, generation);
+        }
+    }
+
+    /// What can be learnt when these do not answer.
+    fn evidence(&self, silent: [bool; 3], arbiter_silent: bool) -> Evidence {
+        let names = |wanted: &dyn Fn(usize) -> bool| -> Vec<String> {
+            (0..3).filter(|&host| wanted(host)).map(|host| HOSTS[host].to_owned()).collect()
+        };
+        let answered = |host: &usize| !silent[*host];
+        Evidence {
+            records: (0..3).filter(answered).filter_map(|h| self.records[h].clone()).collect(),
+            without: names(&|host| !silent[host] && self.records[host].is_none()),
+            silent: names(&|host| silent[host]),
+            arbiter: if arbiter_silent {
+                ArbiterWord::Silent
+            } else {
+                ArbiterWord::Says(self.owner.clone())
+            },
+        }
+    }
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(4000))]
+
+    /// Whatever happened and whoever is silent: what is called valid is what the guest
+    /// ran on last; and if everybody answers, it is found.
+    #[test]
+    fn the_valid_images_are_those_that_the_guest_ran_on_last(
+        steps in proptest::collection::vec((any::<u8>(), 0..3usize, any::<bool>()), 1..40),
+        silent in any::<[bool; 3]>(),
+        arbiter_silent in any::<bool>(),
+    ) {
+        let mut history = History::default();
+        for (what, host, crash) in steps {
+            history.step(what, host, crash);
+            let found = judge(&history.evidence(silent, arbiter_silent));
+            if let Finding::Valid { host, .. } = &found {
+                prop_assert_eq!(Some(host.as_str()), history.newest.map(|newest| HOSTS[newest]));
+            }
+            let all = judge(&history.evidence([false; 3], arbiter_silent));
+            let told = matches!(all, Finding::Valid { .. });
+            prop_assert_eq!(told, history.newest.is_some());
+        }
+    }
+
+    /// A fresh start is never allowed on images that are not the newest.
+    #[test]
+    fn a_fresh_start_never_goes_back_in_time(
+        steps in proptest::collection::vec((any::<u8>(), 0..3usize, any::<bool>()), 1..40),
+    ) {
+        let mut history = History::default();
+        for (what, host, crash) in steps {
+            history.step(what, host, crash);
+            for (host, own) in history.records.iter().enumerate() {
+                let own = own.as_ref();
+                let may = may_start(HOSTS[host], own, history.owner.as_ref());
+                if own.is_some() && may.is_ok() {
+                    prop_assert_eq!(history.newest, Some(host));
+                }
+            }
+        }
+    }
+}
