@@ -42,6 +42,11 @@ impl ChatterClient {
         self.conversations.iter().map(Conversation::rounds).min().unwrap_or_default()
     }
 
+    /// Whether one of them has ended in an error; [`stop`](ChatterClient::stop) says which.
+    pub fn failed(&self) -> bool {
+        self.conversations.iter().any(Conversation::failed)
+    }
+
     /// Ends all conversations and reports.
     pub fn stop(self) -> ChatterReport {
         // All at once: each may have to wait for its last answer.

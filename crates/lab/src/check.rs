@@ -66,21 +66,18 @@ impl RecordCheck {
 /// Checks a raw image with an ext4 file system, of which records 1 to `acked`
 /// were acknowledged. Nothing may have the image open; it is not changed.
 pub fn check_disk(image: &Path, acked: u64) -> Result<DiskCheck> {
-    let copy = Copy::of(image)?;
-    let file_system = copy.recover()?;
-    let records = check_records(&copy.read(RECORD_FILE)?, acked);
-    Ok(DiskCheck { file_system, records })
+    Snapshot::of(image)?.check(acked)
 }
 
 /// Checks only the file system of a raw image, as [`check_disk`] does; returns
 /// what `e2fsck` complained of.
 pub fn check_file_system(image: &Path) -> Result<Option<String>> {
-    Copy::of(image)?.recover()
+    Snapshot::of(image)?.recover()
 }
 
 /// Reads a file of a raw image's file system, its journal replayed.
 pub fn read_file(image: &Path, file: &str) -> Result<Vec<u8>> {
-    let copy = Copy::of(image)?;
+    let copy = Snapshot::of(image)?;
     // Whether it is sound is `check_file_system`'s to say.
     copy.recover()?;
     copy.read(file)
@@ -118,14 +115,17 @@ fn parse_record(line: &[u8]) -> Option<u64> {
     (line == format!("{number} {}", record_payload(number))).then_some(number)
 }
 
-/// A copy of an image, to be recovered and read.
-struct Copy {
+/// A copy of an image, to be recovered and read. Of an image in use, it is what a
+/// crash would leave if the guest stands still meanwhile
+/// ([`HostProcess::freeze_guest`](crate::HostProcess::freeze_guest)).
+pub struct Snapshot {
     path: PathBuf,
     _directory: TempDir,
 }
 
-impl Copy {
-    fn of(image: &Path) -> Result<Copy> {
+impl Snapshot {
+    /// Copies the image.
+    pub fn of(image: &Path) -> Result<Snapshot> {
         // Beside the image: there is room for one, and a reflink is possible.
         let beside = image.parent().context("an image has a directory")?;
         let directory = tempfile::Builder::new().prefix("check-").tempdir_in(beside);
@@ -139,7 +139,14 @@ impl Copy {
         if !copied.status.success() {
             bail!("cannot copy {}: {}", image.display(), text(&copied));
         }
-        Ok(Copy { path, _directory: directory })
+        Ok(Snapshot { path, _directory: directory })
+    }
+
+    /// [`check_disk`], of the copy.
+    pub fn check(&self, acked: u64) -> Result<DiskCheck> {
+        let file_system = self.recover()?;
+        let records = check_records(&self.read(RECORD_FILE)?, acked);
+        Ok(DiskCheck { file_system, records })
     }
 
     /// Recovers the file system as a mount would, then checks it in full.

@@ -213,31 +213,6 @@ impl HostProcess {
         Ok(instant)
     }
 
-    /// Kills this host's QEMU of a VM alone.
-    pub fn kill_qemu(&self, vm: &str) -> Result<Instant> {
-        let pid = self.status(vm)?["qemu_pid"].as_u64();
-        let pid = pid.with_context(|| format!("host {} has no QEMU for `{vm}`", self.name))?;
-        let pid = u32::try_from(pid).context("`qemu_pid` is no process id")?;
-        // Never signal on the word of a report alone.
-        ensure!(self.everything()?.contains(&pid), "process {pid} is not on host {}", self.name);
-        let instant = Instant::now();
-        processes::signal_all(&[pid], Signal::SIGKILL)?;
-        processes::wait_until_gone(&[pid])?;
-        Ok(instant)
-    }
-
-    /// Stops the whole host in its tracks (SIGSTOP to everything).
-    pub fn pause(&self) -> Result<Instant> {
-        let instant = Instant::now();
-        processes::signal_all(&self.everything()?, Signal::SIGSTOP)?;
-        Ok(instant)
-    }
-
-    /// Lets a paused host go on, as if nothing had happened.
-    pub fn resume(&self) -> Result<()> {
-        processes::signal_all(&self.everything()?, Signal::SIGCONT)
-    }
-
     /// Asks the daemon to end (SIGTERM) and waits until it has.
     pub fn terminate(&mut self) -> Result<ExitStatus> {
         if let Some(status) = self.daemon.try_wait()? {
@@ -257,7 +232,7 @@ impl HostProcess {
 
     /// Every process on the host: the daemon first, its subtree, and whatever
     /// else is in the namespace (a QEMU that outlived its daemon).
-    fn everything(&self) -> Result<Vec<u32>> {
+    pub(crate) fn everything(&self) -> Result<Vec<u32>> {
         let inside = self.namespace.processes()?;
         // A daemon that ended has left its process id to others.
         let daemon = inside.contains(&self.pid()).then(|| processes::subtree(self.pid()));
@@ -304,15 +279,19 @@ fn write_config(lab: &Lab, name: &str, options: &HostOptions) -> Result<PathBuf>
     Ok(path)
 }
 
-/// The ends of the logs in a host's directory: the daemon's, and those of its
-/// VMs (QEMU, console), each with a heading.
+/// The ends of the logs in a host's directory, each with a heading.
 pub(crate) fn log_tail(directory: &Path) -> String {
+    logs(directory).iter().map(|log| tail(log)).collect()
+}
+
+/// The logs in a host's directory: the daemon's, and those of its VMs (QEMU, console).
+pub(crate) fn logs(directory: &Path) -> Vec<PathBuf> {
     let entries = fs::read_dir(directory.join(STATE)).into_iter().flatten().flatten();
     let mut machines: Vec<PathBuf> = entries.map(|entry| entry.path()).collect();
     machines.sort();
     let of_machine = |machine: &PathBuf| MACHINE_LOGS.map(|name| machine.join(name));
     let logs = machines.iter().flat_map(of_machine).filter(|log| log.is_file());
-    std::iter::once(directory.join(LOG)).chain(logs).map(|log| tail(&log)).collect()
+    std::iter::once(directory.join(LOG)).chain(logs).collect()
 }
 
 fn tail(path: &Path) -> String {

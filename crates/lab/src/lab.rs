@@ -174,6 +174,22 @@ impl Lab {
         directories.map(|directory| crate::host::log_tail(&directory)).collect()
     }
 
+    /// Copies all whole logs into `directory`, which is made: one folder for each host.
+    pub fn keep_logs(&self, directory: &Path) -> Result<()> {
+        for host in &self.hosts {
+            let target = directory.join(host);
+            fs::create_dir_all(&target).with_context(|| format!("in {}", target.display()))?;
+            for log in
+                crate::host::logs(&self.directory.join(host)).iter().filter(|log| log.is_file())
+            {
+                let name = log.file_name().context("a log has a name")?;
+                fs::copy(log, target.join(name))
+                    .with_context(|| format!("of {}", log.display()))?;
+            }
+        }
+        Ok(())
+    }
+
     /// Removes every laboratory of this process. Happens by itself on SIGINT
     /// and SIGTERM; to be called before `std::process::exit`, which drops
     /// nothing.

@@ -18,6 +18,7 @@
 //! |---------------|----|
 //! | `lab`         | the namespaces, the switch, cutting and healing |
 //! | `host`        | a daemon in its namespace, and its deaths |
+//! | `part`        | failures of a part of a host |
 //! | [`scene`]     | daemons, a guest and its protection: what most tests begin with |
 //! | `records`     | the client that must not lose a record nor its connection |
 //! | `chatter`     | load: many connections, every byte verified |
@@ -35,6 +36,7 @@ mod lab;
 mod leftovers;
 mod namespace;
 mod packet;
+mod part;
 mod processes;
 mod records;
 mod remains;
@@ -49,6 +51,7 @@ pub use host::{HostOptions, HostProcess};
 pub use lab::{BRIDGE, CLIENT_ADDRESS, GUEST_ADDRESS, Lab, PEER_PORT, UPLINK};
 pub use leftovers::Leftovers;
 pub use namespace::{Namespace, in_namespace};
+pub use part::{Frozen, Part};
 pub use records::{Ack, RecordClient, RecordReport, record_payload};
 pub use remains::LabName;
 pub use scene::{Scene, SceneOptions};

@@ -106,9 +106,16 @@ impl RecordReport {
     /// still on its way when the host died does not hide the silence after it.
     /// Later hiccups count too: stop the client before provoking any.
     pub fn outage(&self, failed_at: Instant) -> Option<Duration> {
-        self.transcript.answers.last().filter(|&&at| at > failed_at)?;
-        let after = self.transcript.silences().filter(|&(end, _)| end > failed_at);
-        after.map(|(_, length)| length).max()
+        self.outage_until(failed_at, self.transcript.ended)
+    }
+
+    /// [`outage`](RecordReport::outage) of a failure among several: silences that
+    /// ended after `until` do not count.
+    pub fn outage_until(&self, failed_at: Instant, until: Instant) -> Option<Duration> {
+        let window = |at: Instant| failed_at < at && at <= until;
+        self.transcript.answers.iter().find(|&&at| window(at))?;
+        let within = self.transcript.silences().filter(|&(end, _)| window(end));
+        within.map(|(_, length)| length).max()
     }
 }
 
@@ -138,6 +145,12 @@ mod tests {
         assert_eq!(outage(&[1, 20, 30], 31), ms(10));
         // Nothing came after the failure: no end of the outage was seen.
         assert_eq!(outage(&[10, 20], 500), None);
+        // Of two failures, each has its own.
+        let after = |ms| begun + Duration::from_millis(ms);
+        let two = report(begun, &[10, 20, 100, 110, 400], 401);
+        assert_eq!(two.outage_until(failed_at, after(110)), ms(80));
+        assert_eq!(two.outage_until(after(120), after(400)), ms(290));
+        assert_eq!(two.outage_until(after(120), after(399)), None);
         // A connection that went silent for good.
         assert_eq!(outage(&[10, 20, 26], 500), ms(474));
         assert_eq!(report(begun, &[10, 50, 60], 61).longest_gap(), Duration::from_millis(40));

@@ -11,6 +11,7 @@
 //! | [`socket`]   | the unix socket it listens on |
 //! | [`client`]   | the API from the caller's side |
 //! | [`demo`]     | a host dies, and its guest's connection lives on |
+//! | [`chaos`]    | failures at random, every promise checked |
 //! | [`bench`]    | measurements |
 //! | [`doctor`]   | checks of this machine |
 //! | [`failure`]  | how a command fails: words and exit code |
@@ -18,6 +19,7 @@
 
 mod api;
 mod bench;
+mod chaos;
 mod cli;
 mod client;
 mod commands;

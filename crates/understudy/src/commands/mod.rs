@@ -9,6 +9,7 @@ mod status;
 mod vm;
 
 use crate::bench;
+use crate::chaos;
 use crate::cli::{BenchCommand, Cli, Command};
 use crate::client::Client;
 use crate::demo;
@@ -25,6 +26,7 @@ pub fn run(cli: &Cli) -> Result<Exit, Failure> {
         Command::Failover { vm } => protect::failover(&client()?, vm, cli.json),
         Command::Status { vm } => status::run(&client()?, vm.as_deref(), cli.json),
         Command::Demo(args) => demo::run(args, cli.json),
+        Command::Chaos(args) => chaos::run(args, cli.json),
         Command::Bench(BenchCommand::Pause(args)) => bench::pause::run(args, cli.json),
         Command::Doctor { config } => doctor::run(config.as_deref(), cli.json),
     }

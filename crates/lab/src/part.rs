@@ -1,0 +1,100 @@
+//! A host fails in parts: its daemon or a QEMU alone, killed or stalled.
+
+use crate::host::HostProcess;
+use crate::processes;
+use anyhow::{Context, Result, ensure};
+use nix::sys::signal::Signal;
+use std::time::Instant;
+
+/// What of a host fails.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Part {
+    /// Every process on it.
+    Everything,
+    /// The daemon alone.
+    Daemon,
+    /// A QEMU alone, by its process id ([`HostProcess::qemu_pid`]).
+    Qemu(u32),
+}
+
+impl HostProcess {
+    /// This host's QEMU of a VM.
+    pub fn qemu_pid(&self, vm: &str) -> Result<u32> {
+        let pid = self.status(vm)?["qemu_pid"].as_u64();
+        let pid = pid.with_context(|| format!("host {} has no QEMU for `{vm}`", self.name()))?;
+        u32::try_from(pid).context("`qemu_pid` is no process id")
+    }
+
+    /// Kills a part of this host; returns the instant just before.
+    pub fn kill(&mut self, part: Part) -> Result<Instant> {
+        match part {
+            Part::Everything => self.kill_everything(),
+            Part::Daemon => self.kill_daemon(),
+            Part::Qemu(pid) => self.kill_process(pid),
+        }
+    }
+
+    /// Kills this host's QEMU of a VM alone.
+    pub fn kill_qemu(&self, vm: &str) -> Result<Instant> {
+        self.kill_process(self.qemu_pid(vm)?)
+    }
+
+    fn kill_process(&self, pid: u32) -> Result<Instant> {
+        let instant = self.signal(Part::Qemu(pid), Signal::SIGKILL)?;
+        processes::wait_until_gone(&[pid])?;
+        Ok(instant)
+    }
+
+    /// Stops a part of this host in its tracks (SIGSTOP); returns the instant
+    /// just before.
+    pub fn stall(&self, part: Part) -> Result<Instant> {
+        self.signal(part, Signal::SIGSTOP)
+    }
+
+    /// Stops the whole host in its tracks.
+    pub fn pause(&self) -> Result<Instant> {
+        self.stall(Part::Everything)
+    }
+
+    /// Lets everything that was stalled go on, as if nothing had happened.
+    pub fn resume(&self) -> Result<()> {
+        self.signal(Part::Everything, Signal::SIGCONT).map(drop)
+    }
+
+    /// Holds a QEMU of this host still until the guard is dropped: its guest
+    /// computes nothing, and its daemon finishes the writes under way.
+    pub fn freeze_guest(&self, vm: &str) -> Result<Frozen<'_>> {
+        self.stall(Part::Qemu(self.qemu_pid(vm)?))?;
+        Ok(Frozen { host: self })
+    }
+
+    fn signal(&self, part: Part, signal: Signal) -> Result<Instant> {
+        let everything = self.everything()?;
+        let targets = match part {
+            Part::Everything => everything,
+            Part::Daemon => vec![self.pid()],
+            Part::Qemu(pid) => {
+                // Never signal on the word of a report alone.
+                let here = everything.contains(&pid);
+                ensure!(here, "process {pid} is not on host {}", self.name());
+                vec![pid]
+            }
+        };
+        let instant = Instant::now();
+        processes::signal_all(&targets, signal)?;
+        Ok(instant)
+    }
+}
+
+/// A guest that is held still.
+pub struct Frozen<'a> {
+    host: &'a HostProcess,
+}
+
+impl Drop for Frozen<'_> {
+    fn drop(&mut self) {
+        if let Err(error) = self.host.resume() {
+            tracing::error!("a guest of host {} stays frozen: {error:#}", self.host.name());
+        }
+    }
+}

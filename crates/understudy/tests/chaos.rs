@@ -1,0 +1,36 @@
+//! Chaos as a user runs it, on a real guest (`make guests`).
+
+use serde_json::Value;
+use std::process::{Command, Stdio};
+
+/// Plays so many runs; every promise must have been kept in each.
+fn chaos(runs: u64, seed: u64) -> Value {
+    let output = Command::new(env!("CARGO_BIN_EXE_understudy"))
+        .args(["chaos", "--json", "--runs", &runs.to_string(), "--seed", &seed.to_string()])
+        .stdin(Stdio::null())
+        .output()
+        .unwrap();
+    let story = String::from_utf8_lossy(&output.stderr);
+    let result = String::from_utf8_lossy(&output.stdout);
+    assert!(output.status.success(), "{result}\n{story}");
+    let report: Value = serde_json::from_str(&result).unwrap();
+    assert_eq!(report["runs"], runs, "{report}");
+    for count in ["missed", "lost", "inconsistent_fs", "double_live", "broken"] {
+        assert_eq!(report[count], 0, "{count}: {report}");
+    }
+    report
+}
+
+#[test]
+fn a_few_failures_break_no_promise() {
+    // Among them the death of a primary, so that there is an outage to report.
+    let report = chaos(4, 3);
+    assert!(report["takeovers"].as_u64().unwrap() >= 2, "{report}");
+    assert!(report["outage_ms"]["p50"].as_f64().unwrap() > 0.0, "{report}");
+}
+
+#[test]
+#[ignore = "long: `make test-long`"]
+fn two_hundred_failures_break_no_promise() {
+    chaos(200, 1000);
+}
