@@ -1,12 +1,15 @@
 //! Admission: everything that speaks against a VM, found before anything is changed.
 
 use crate::error::{ErrorKind, HostError};
+use crate::handshake::Offer;
 use crate::host::{Host, prepare_directory};
+use crate::records::Record;
 use crate::sync::lock;
 use crate::vm::Vm;
 use std::path::PathBuf;
 use std::sync::Arc;
 use understudy_disk::{Disk, ImageFormat};
+use understudy_protocol::validity::may_start;
 use understudy_protocol::{DiskIndex, Generation, Verdict};
 use understudy_qemu::VmDefinition;
 use understudy_qemu::definition::DiskFormat;
@@ -89,26 +92,62 @@ impl Host {
         Ok(directory)
     }
 
-    /// The generation from which this host may take the VM.
-    pub(crate) fn check_ownership(&self, name: &str) -> Result<Generation, HostError> {
-        let Some(arbiter) = &self.arbiter else { return Ok(Generation(0)) };
-        let current = arbiter
-            .current(name)
-            .map_err(|error| HostError::new(ErrorKind::Unreachable, arbiter.explain(&error)))?;
-        match current {
-            None => Ok(Generation(0)),
-            Some(owner) if owner.host.as_ref().is_none_or(|host| *host == self.config.name) => {
-                Ok(owner.generation)
-            }
-            Some(owner) => {
-                let message = format!(
-                    "{name} belongs to host {} (generation {}): its newest state is there",
-                    owner.host.unwrap_or_default(),
-                    owner.generation
-                );
-                Err(HostError::new(ErrorKind::Conflict, message))
-            }
+    /// Refuses to start a VM on images that are not its newest; returns the generation
+    /// from which this host may take it.
+    pub(crate) fn check_images(&self, definition: &VmDefinition) -> Result<Generation, HostError> {
+        let name = &definition.name;
+        let record = self.record(name)?;
+        let ownership = match &self.arbiter {
+            Some(arbiter) => arbiter
+                .current(name)
+                .map_err(|error| HostError::new(ErrorKind::Unreachable, arbiter.explain(&error)))?,
+            None => None,
+        };
+        let own = record.as_ref().map(|record| &record.image);
+        let refuse = |why: String| {
+            let message = format!(
+                "{name} cannot be started here: {why}; `understudy recover {name}` finds its valid \
+                 images and starts it on them"
+            );
+            HostError::new(ErrorKind::Conflict, message)
+        };
+        may_start(&self.config.name, own, ownership.as_ref()).map_err(refuse)?;
+        if let Some(record) = &record {
+            self.check_paths(definition, record).map_err(refuse)?;
         }
+        let newest = ownership.map_or(Generation(0), |owner| owner.generation);
+        Ok(newest.max(own.map_or(Generation(0), |own| own.generation)))
+    }
+
+    /// After a take-over the newest images are this host's mirrors, whatever a
+    /// definition from before says.
+    fn check_paths(&self, definition: &VmDefinition, record: &Record) -> Result<(), String> {
+        let newest = record.images();
+        let mirrors = self.config.state_dir.join(&definition.name);
+        let named: Vec<PathBuf> = definition.disks.iter().map(|disk| disk.path.clone()).collect();
+        if named == newest || !newest.iter().any(|image| image.starts_with(&mirrors)) {
+            return Ok(());
+        }
+        let newest: Vec<String> = newest.iter().map(|path| path.display().to_string()).collect();
+        Err(format!(
+            "it took over from host {} here, and its newest images are {}, not those of the \
+             definition, which are stale",
+            record.peer.as_deref().unwrap_or("?"),
+            newest.join(", ")
+        ))
+    }
+
+    /// Refuses to overwrite images that are newer than the offered VM.
+    pub(crate) fn check_older(&self, offer: &Offer) -> Result<(), HostError> {
+        let name = &offer.definition.name;
+        let ran = self.record(name)?.and_then(|record| record.image.ran_at());
+        let Some(ran) = ran.filter(|ran| *ran >= offer.generation) else { return Ok(()) };
+        let message = format!(
+            "its own images of {name} are of generation {ran}, not older than the offered ones of \
+             generation {}: run `understudy recover {name}` to see which are valid",
+            offer.generation
+        );
+        Err(HostError::new(ErrorKind::Conflict, message))
     }
 
     pub(crate) fn take_ownership(

@@ -31,6 +31,11 @@ pub struct Hello {
 pub enum Purpose {
     /// Protect this VM; checkpoints follow.
     Protect(Box<Offer>),
+    /// What are this host's images of a VM? See [`crate::recover`].
+    Images {
+        /// The VM's name.
+        vm: String,
+    },
     /// The heartbeats of a session that was accepted on another connection.
     Heartbeat {
         /// The session.

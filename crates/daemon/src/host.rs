@@ -4,7 +4,8 @@ use crate::admission::open_disks;
 use crate::arbiter::FileArbiter;
 use crate::config::{ArbiterConfig, HostConfig};
 use crate::error::{ErrorKind, HostError};
-use crate::machine;
+use crate::machine::{self, Machine};
+use crate::records::Records;
 use crate::report::{CheckpointTiming, HostStatus, ProtectRequest, VmStatus};
 use crate::sync::lock;
 use crate::vm::{PrimaryVm, Vm};
@@ -16,6 +17,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, Weak};
 use std::time::{Duration, Instant};
 use tracing::{info, warn};
+use understudy_protocol::validity::ImageRole;
 use understudy_protocol::{Generation, PrimaryPhase};
 use understudy_qemu::{Capabilities, Role, VmDefinition};
 
@@ -34,6 +36,8 @@ pub struct Host {
     pub(crate) agent: PathBuf,
     /// What speaks against protecting VMs on this kernel.
     pub(crate) kernel_problem: Option<String>,
+    /// What this host's images are.
+    pub(crate) records: Records,
     pub(crate) vms: Mutex<BTreeMap<String, Vm>>,
     /// Whether the last machine of each name is still there, or on its way out.
     pub(crate) presences: Mutex<BTreeMap<String, Weak<()>>>,
@@ -71,7 +75,9 @@ impl Host {
             .arbiter
             .as_ref()
             .map(|ArbiterConfig::File { path }| FileArbiter::new(path, &config.name));
+        let records = Records::new(&config.state_dir, &config.name);
         let host = Arc::new(Host {
+            records,
             config,
             arbiter,
             capabilities,
@@ -84,6 +90,7 @@ impl Host {
             sessions: AtomicU64::new(0),
         });
         incoming::listen(&host, listener)?;
+        host.tell_of_the_lost();
         info!("host {} listens on {}", host.config.name, host.config.listen);
         Ok(host)
     }
@@ -92,7 +99,17 @@ impl Host {
     pub fn vm_start(self: &Arc<Self>, definition: VmDefinition) -> Result<VmStatus, HostError> {
         let _adding = lock(&self.adding);
         self.check_free(&definition)?;
-        let generation = self.check_ownership(&definition.name)?;
+        let newest = self.check_images(&definition)?;
+        self.boot(definition, newest)
+    }
+
+    /// Starts a VM whose name is free on its newest images, `newest` being the newest
+    /// generation known of it.
+    pub(crate) fn boot(
+        self: &Arc<Self>,
+        definition: VmDefinition,
+        newest: Generation,
+    ) -> Result<VmStatus, HostError> {
         let machine_type = self.machine_type(&definition)?;
         let accelerator = self
             .capabilities
@@ -116,7 +133,8 @@ impl Host {
         };
         let machine = self.launch(plan).map_err(|error| failed("cannot start the VM", &error))?;
         // Everything works: only now the arbiter's record changes.
-        let generation = self.take_ownership(&name, generation)?;
+        let generation = self.take_ownership(&name, newest)?;
+        self.note_active(&machine, generation)?;
         let vm = self.add_primary(machine.clone(), generation, None);
         machine.ensure_running().map_err(|error| failed("cannot start the guest", &error))?;
         info!(vm = name, "started");
@@ -258,6 +276,30 @@ impl Host {
         }
     }
 
+    /// The guest may run on the machine's images at this generation from now on.
+    pub(crate) fn note_active(
+        &self,
+        machine: &Machine,
+        generation: Generation,
+    ) -> Result<(), HostError> {
+        let definition = machine.definition();
+        let former = self.record(&definition.name)?;
+        let peer = former.and_then(|record| record.peer);
+        self.records
+            .write(ImageRole::Active, generation, peer, definition)
+            .map_err(|error| HostError::new(ErrorKind::Internal, error.to_string()))
+    }
+
+    /// VMs that ran here when the last daemon ended.
+    fn tell_of_the_lost(&self) {
+        for record in self.records.all() {
+            if record.image.role == ImageRole::Active {
+                let vm = &record.definition.name;
+                warn!(vm, "ran here when this host's daemon ended: `understudy recover {vm}`");
+            }
+        }
+    }
+
     /// A VM by name.
     pub(crate) fn vm(&self, name: &str) -> Result<Vm, HostError> {
         lock(&self.vms).get(name).cloned().ok_or_else(|| {
@@ -326,7 +368,11 @@ impl Host {
         policy.validate().map_err(|error| HostError::new(ErrorKind::Invalid, error))?;
         let generation = match vm.generation() {
             // Started without an arbiter's record.
-            Generation(0) => self.take_ownership(&definition.name, Generation(0))?,
+            Generation(0) => {
+                let generation = self.take_ownership(&definition.name, Generation(0))?;
+                self.note_active(&vm.machine, generation)?;
+                generation
+            }
             generation => generation,
         };
         let number = self.sessions.fetch_add(1, Ordering::Relaxed);

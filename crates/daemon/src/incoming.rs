@@ -41,11 +41,22 @@ fn serve(host: &Arc<Host>, stream: TcpStream) {
         let hello = answer(&link)?;
         match hello.purpose.clone() {
             Purpose::Protect(offer) => take_offer(host, link, &hello, &offer),
+            Purpose::Images { vm } => answer_images(host, &link, &vm),
             Purpose::Heartbeat { session } => take_heartbeat(host, link, &session),
         }
     });
     if let Err(error) = served {
         warn!("connection from {peer:?} ended: {error:#}");
+    }
+}
+
+fn answer_images(host: &Host, link: &Link, vm: &str) -> anyhow::Result<()> {
+    match host.images_answer(vm) {
+        Ok(answer) => link.send_json(Kind::Welcome, &answer),
+        Err(error) => {
+            link.refuse(&error.to_string());
+            Err(error.into())
+        }
     }
 }
 
@@ -105,6 +116,7 @@ fn examine(host: &Host, offer: &Offer) -> Result<(), HostError> {
         return refuse(format!("the offered VM's definition is wrong: {problem}"));
     }
     host.check_free(definition)?;
+    host.check_older(offer)?;
     host.check_bridges(definition)?;
     host.check_memory(definition.memory.bytes())
 }
@@ -137,6 +149,7 @@ fn stand_by(host: &Arc<Host>, link: Link, hello: &Hello, offer: &Offer) -> anyho
         generation: offer.generation,
         timeout: host.config.detection_timeout,
         arbiter: host.arbiter.clone().expect("examined before"),
+        records: host.records.clone(),
     };
     let weak = Arc::downgrade(host);
     let own = machine.clone();

@@ -15,6 +15,8 @@ mod lifecycle;
 mod link;
 mod machine;
 mod primary;
+mod records;
+mod recover;
 pub mod report;
 mod sync;
 mod vm;

@@ -8,6 +8,7 @@ use crate::vm::{FencedVm, PrimaryVm, Vm};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 use tracing::{info, warn};
+use understudy_protocol::validity::ImageRole;
 use understudy_protocol::{Generation, PrimaryEvent, PrimaryPhase};
 
 /// How long a machine that has ended may take to be taken apart.
@@ -92,8 +93,11 @@ impl Host {
             PrimaryPhase::Alone(Some(reason)) => {
                 warn!(vm = vm.machine.definition().name, "not protected any more: {reason}");
                 vm.events.note(format!("not protected any more: {reason}"));
+                self.note_generation(vm);
             }
+            PrimaryPhase::Alone(None) => self.note_generation(vm),
             PrimaryPhase::Halted(reason) => {
+                self.note_role(vm, ImageRole::Stale);
                 self.fence(vm, reason);
                 if vm.was_handed_over() {
                     // Nothing went wrong: this host has nothing to do with it any more.
@@ -101,6 +105,21 @@ impl Host {
                 }
             }
             _ => {}
+        }
+    }
+
+    /// Sole ownership may have come with a new generation. Recovery does without this
+    /// note if it has to.
+    fn note_generation(&self, vm: &PrimaryVm) {
+        if let Err(error) = self.note_active(&vm.machine, vm.generation()) {
+            warn!(vm = vm.machine.definition().name, "{error}");
+        }
+    }
+
+    fn note_role(&self, vm: &PrimaryVm, role: ImageRole) {
+        let name = &vm.machine.definition().name;
+        if let Err(error) = self.records.change(name, role, vm.generation()) {
+            warn!(vm = name, "{error}");
         }
     }
 
@@ -137,6 +156,7 @@ impl Host {
     pub(crate) fn remove_primary(&self, vm: &PrimaryVm) {
         vm.machine.halt();
         let name = &vm.machine.definition().name;
+        self.note_role(vm, ImageRole::Stopped);
         lock(&self.vms).remove(name);
         if let Some(arbiter) = &self.arbiter {
             if let Err(error) = arbiter.release(name, vm.generation()) {

@@ -152,6 +152,42 @@ pub struct HostStatus {
     pub vms: Vec<VmStatus>,
 }
 
+/// What `recover` asks for.
+#[derive(Clone, Copy, Debug, Default, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct RecoverRequest {
+    /// Only name the valid images.
+    pub dry_run: bool,
+    /// Start the VM on this host's images whatever is known of them.
+    pub force: bool,
+}
+
+/// What `recover` found and did.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct RecoverReport {
+    /// The VM.
+    pub vm: String,
+    /// The valid images, if they can be told.
+    pub valid: Option<ValidImages>,
+    /// Why these, or why they cannot be told.
+    pub reason: String,
+    /// What each host and the arbiter said, a line each.
+    pub evidence: Vec<String>,
+    /// The VM, if it was started.
+    pub status: Option<VmStatus>,
+}
+
+/// Images that hold a VM's newest state.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct ValidImages {
+    /// The host that has them.
+    pub host: String,
+    /// The generation at which the guest ran on them.
+    pub generation: Generation,
+    /// Where they are, in the order of the VM's disks.
+    pub images: Vec<std::path::PathBuf>,
+}
+
 /// What `protect` asks for.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]

@@ -20,7 +20,7 @@ pub enum ImageRole {
     Active,
     /// The guest ran on them until it was stopped in order.
     Stopped,
-    /// The guest ran on them until another host won the VM, or was given it.
+    /// The guest ran on them until this host lost the VM, or gave it up.
     Stale,
     /// A whole mirror of another host's images; the guest never ran on it.
     Mirror,
@@ -57,6 +57,16 @@ pub enum ArbiterWord {
     Says(Option<Ownership>),
     /// It cannot be reached, or there is none.
     Silent,
+}
+
+impl ArbiterWord {
+    /// The newest generation that the arbiter knows.
+    pub fn generation(&self) -> Generation {
+        match self {
+            ArbiterWord::Says(Some(owner)) => owner.generation,
+            _ => Generation(0),
+        }
+    }
 }
 
 /// All that could be learnt about a VM.
@@ -127,7 +137,7 @@ fn newer_possible(evidence: &Evidence, host: &str, generation: Generation) -> Ne
             )),
         };
     };
-    let newest = ownership.as_ref().map_or(Generation(0), |owner| owner.generation);
+    let newest = evidence.arbiter.generation();
     if generation >= newest {
         return Newer::No(format!("{ran}, the newest that the arbiter knows"));
     }
@@ -217,10 +227,12 @@ pub fn may_start(
     let generation = own.generation;
     match own.role {
         ImageRole::Active | ImageRole::Stopped => {}
+        // Given up, and nobody took it.
+        ImageRole::Stale if ownership.is_some_and(|owner| owner.generation == generation) => {}
         ImageRole::Stale => {
             return Err(format!(
                 "its images on host {host} are stale: they are of generation {generation}, and \
-                 another host took over since"
+                 this host lost it then"
             ));
         }
         ImageRole::Mirror => {

@@ -9,6 +9,7 @@
 //! | `POST /v1/vms/NAME/protect` ([`ProtectRequest`]) | [`VmStatus`] |
 //! | `POST /v1/vms/NAME/unprotect`      | [`VmStatus`] |
 //! | `POST /v1/vms/NAME/failover`       | nothing (204) |
+//! | `POST /v1/vms/NAME/recover` ([`RecoverRequest`]) | [`RecoverReport`] |
 //! | `GET /v1/vms/NAME/timings`         | a list of [`CheckpointTiming`] |
 //!
 //! An error is `{"error": {"kind", "message"}}`, with a status that fits.
@@ -25,7 +26,9 @@ use serde::Deserialize;
 use serde::de::DeserializeOwned;
 use std::sync::Arc;
 use tokio::task::spawn_blocking;
-use understudy_daemon::report::{CheckpointTiming, HostStatus, ProtectRequest, VmStatus};
+use understudy_daemon::report::{
+    CheckpointTiming, HostStatus, ProtectRequest, RecoverReport, RecoverRequest, VmStatus,
+};
 use understudy_daemon::{ErrorKind, Host, HostError};
 use understudy_qemu::VmDefinition;
 
@@ -48,6 +51,8 @@ pub trait Control: Send + Sync + 'static {
     fn unprotect(&self, name: &str) -> Result<VmStatus, HostError>;
     /// See [`Host::failover`].
     fn failover(&self, name: &str) -> Result<(), HostError>;
+    /// See [`Host::recover`].
+    fn recover(&self, name: &str, request: RecoverRequest) -> Result<RecoverReport, HostError>;
     /// See [`Host::timings`].
     fn timings(&self, name: &str) -> Result<Vec<CheckpointTiming>, HostError>;
 }
@@ -74,6 +79,9 @@ impl Control for Arc<Host> {
     fn failover(&self, name: &str) -> Result<(), HostError> {
         Host::failover(self, name)
     }
+    fn recover(&self, name: &str, request: RecoverRequest) -> Result<RecoverReport, HostError> {
+        Host::recover(self, name, request)
+    }
     fn timings(&self, name: &str) -> Result<Vec<CheckpointTiming>, HostError> {
         Host::timings(self, name)
     }
@@ -92,6 +100,7 @@ pub fn router(host: Arc<dyn Control>) -> Router {
         .route("/v1/vms/{name}/protect", post(protect))
         .route("/v1/vms/{name}/unprotect", post(unprotect))
         .route("/v1/vms/{name}/failover", post(failover))
+        .route("/v1/vms/{name}/recover", post(recover))
         .route("/v1/vms/{name}/timings", get(timings))
         .fallback(no_such_route)
         .method_not_allowed_fallback(wrong_method)
@@ -141,6 +150,15 @@ async fn unprotect(State(host): Shared, Path(name): Path<String>) -> Answer<VmSt
 async fn failover(State(host): Shared, Path(name): Path<String>) -> Result<StatusCode, ApiError> {
     blocking(move || host.failover(&name)).await?;
     Ok(StatusCode::NO_CONTENT)
+}
+
+async fn recover(
+    State(host): Shared,
+    Path(name): Path<String>,
+    body: Body,
+) -> Answer<RecoverReport> {
+    let request = read(body)?;
+    blocking(move || host.recover(&name, request)).await.map(Json)
 }
 
 async fn timings(State(host): Shared, Path(name): Path<String>) -> Answer<Vec<CheckpointTiming>> {

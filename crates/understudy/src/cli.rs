@@ -76,6 +76,9 @@ pub enum Command {
         /// The VM's name.
         vm: String,
     },
+    /// Find a VM's valid disk images after all its hosts were lost, and start it on them.
+    #[command(after_help = RECOVER_HELP)]
+    Recover(RecoverArgs),
     /// Show this host's VMs, or one of them in full.
     #[command(after_help = "Exits with 3 if VM was to be protected and its protection is lost.")]
     Status {
@@ -214,6 +217,30 @@ impl ProtectArgs {
             }
         }
     }
+}
+
+const RECOVER_HELP: &str = "\
+Asks this host, its peers' daemons and the arbiter for their records, says whose
+images the guest ran on last and why, and starts the VM if they are this host's.
+If they are another's, the command is to be run there. Nothing is started while
+it is not certain: a host that does not answer may have newer images.
+
+Examples:
+  understudy recover db --dry-run
+  understudy recover db";
+
+/// `recover`
+#[derive(Debug, Args)]
+pub struct RecoverArgs {
+    /// The VM's name.
+    pub vm: String,
+    /// Only say which images are valid, and why.
+    #[arg(long)]
+    pub dry_run: bool,
+    /// Start it on this host's images even if others are, or may be, newer: what the
+    /// guest acknowledged since is lost.
+    #[arg(long, conflicts_with = "dry_run")]
+    pub force: bool,
 }
 
 const DEMO_HELP: &str = "\
@@ -401,7 +428,7 @@ mod tests {
         assert_eq!((host.peers.len(), host.arbiter.is_some()), (1, true));
         let vm = VmDefinition::from_toml(&example(VM_START_HELP), file).unwrap();
         assert_eq!((vm.disks.len(), vm.cards.len()), (1, 1));
-        for help in [AFTER_HELP, PROTECT_HELP, CHAOS_HELP] {
+        for help in [AFTER_HELP, PROTECT_HELP, RECOVER_HELP, CHAOS_HELP] {
             let lines = example(help);
             for line in lines.lines().filter(|line| line.starts_with("understudy ")) {
                 let command = line.split("  ").next().unwrap();

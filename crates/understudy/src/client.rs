@@ -13,7 +13,9 @@ use std::path::{Path, PathBuf};
 use tokio::net::UnixStream;
 use tokio::runtime::{Builder, Runtime};
 use understudy_daemon::HostError;
-use understudy_daemon::report::{CheckpointTiming, HostStatus, ProtectRequest, VmStatus};
+use understudy_daemon::report::{
+    CheckpointTiming, HostStatus, ProtectRequest, RecoverReport, RecoverRequest, VmStatus,
+};
 use understudy_qemu::VmDefinition;
 
 /// The longest answer that is read; timings are the longest, with about 1 MiB.
@@ -69,6 +71,11 @@ impl Client {
     /// Hands a VM over to its backup.
     pub fn failover(&self, name: &str) -> Result<(), Failure> {
         self.send(Method::POST, &vm_path(name, "/failover"), Bytes::new()).map(drop)
+    }
+
+    /// Names a VM's valid images and starts it on them.
+    pub fn recover(&self, name: &str, request: RecoverRequest) -> Result<RecoverReport, Failure> {
+        self.json(Method::POST, &vm_path(name, "/recover"), encode(&request)?)
     }
 
     /// The last checkpoints' timings, oldest first.

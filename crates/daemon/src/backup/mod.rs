@@ -17,6 +17,7 @@ use crate::handshake::{FileOffer, FileRole, Offer, Ready};
 use crate::heartbeat;
 use crate::link::Link;
 use crate::machine::Machine;
+use crate::records::Records;
 use crate::sync::{ByteBudget, lock};
 use anyhow::{Context, bail};
 use crossbeam_channel::Receiver;
@@ -118,6 +119,8 @@ pub struct Plan {
     pub timeout: Duration,
     /// Who decides about ownership.
     pub arbiter: FileArbiter,
+    /// Where this host notes what its images are.
+    pub records: Records,
 }
 
 /// Starts following the primary with a standby that is ready. `over` is called
@@ -143,6 +146,7 @@ pub fn accept(
         data,
         heartbeat: Mutex::new(None),
         arbiter: plan.arbiter,
+        records: plan.records,
         core: Mutex::new(Backup::new(plan.generation, plan.timeout, clock::now())),
         errands,
         contests,

@@ -8,12 +8,16 @@ use crate::doorbell::Doorbell;
 use crate::heartbeat::Pulse;
 use crate::link::Link;
 use crate::machine::Machine;
+use crate::records::Records;
 use crate::sync::{ByteBudget, lock};
+use anyhow::Context;
 use crossbeam_channel::{Receiver, Sender};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
+use std::time::Instant;
 use tracing::{error, info, warn};
 use understudy_disk::FreshMirror;
+use understudy_protocol::validity::ImageRole;
 use understudy_protocol::wire::{Kind, Message};
 use understudy_protocol::{
     Backup, BackupAction, BackupEvent, BackupPhase, Epoch, Generation, StagedEpoch, Staging,
@@ -36,6 +40,7 @@ pub struct Session {
     pub(super) data: Link,
     pub(super) heartbeat: Mutex<Option<Link>>,
     pub(super) arbiter: FileArbiter,
+    pub(super) records: Records,
     pub(super) core: Mutex<Backup>,
     pub(super) errands: Sender<Errand>,
     pub(super) contests: Sender<Generation>,
@@ -49,6 +54,8 @@ pub struct Session {
 pub enum Errand {
     /// Apply a committed epoch.
     Apply(StagedEpoch),
+    /// Bring what was applied to stable storage.
+    Settle,
     /// Start the guest.
     GoLive {
         /// The generation won.
@@ -123,6 +130,9 @@ impl Session {
                 let _ = self.data.send_signal(Kind::Acknowledge, epoch);
             }
             BackupAction::Contest(from) => {
+                // While the arbiter is asked: the images must be on stable storage before
+                // the guest runs on them.
+                let _ = self.errands.send(Errand::Settle);
                 let _ = self.contests.send(from);
             }
             BackupAction::GoLive { generation, epoch, reason } => {
@@ -212,8 +222,16 @@ impl Session {
                     }
                     self.waiting.give_back(bytes);
                 }
+                Errand::Settle => {
+                    if let Err(error) = self.settle() {
+                        self.give_up(&format!("{error:#}"));
+                    }
+                }
                 Errand::GoLive { generation, reason } => {
-                    let result = state.and_then(|state| self.machine.go_live(&state));
+                    let result = state.and_then(|state| {
+                        self.activate(generation)?;
+                        self.machine.go_live(&state)
+                    });
                     self.close(Some(generation));
                     return match result {
                         Ok(()) => Outcome::Live { generation, reason },
@@ -238,10 +256,43 @@ impl Session {
     ) -> anyhow::Result<Vec<u8>> {
         let state = apply_epoch(&self.machine, epoch)?;
         // With the first whole epoch the mirrors are images of their own.
-        for mirror in mirrors.take().into_iter().flatten() {
-            mirror.complete()?;
+        if let Some(fresh) = mirrors.take() {
+            for mirror in fresh {
+                mirror.complete()?;
+            }
+            self.note(ImageRole::Mirror, self.position().0)?;
         }
         Ok(state)
+    }
+
+    /// Brings all that was applied to the mirrors to stable storage.
+    fn settle(&self) -> anyhow::Result<()> {
+        for disk in self.machine.disks() {
+            disk.sync().context("cannot sync the mirror")?;
+        }
+        Ok(())
+    }
+
+    /// Remus 2.5: all is on the disks first, then the activation record; then only may
+    /// the guest run.
+    fn activate(&self, generation: Generation) -> anyhow::Result<()> {
+        fail::fail_point!("before-activation");
+        let began = Instant::now();
+        self.settle()?;
+        let settled = began.elapsed();
+        self.note(ImageRole::Active, generation)?;
+        info!(
+            vm = self.vm,
+            "activated in {:.1} ms, {:.1} of them to sync the mirrors",
+            began.elapsed().as_secs_f64() * 1e3,
+            settled.as_secs_f64() * 1e3
+        );
+        Ok(())
+    }
+
+    fn note(&self, role: ImageRole, generation: Generation) -> anyhow::Result<()> {
+        let peer = Some(self.primary.clone());
+        Ok(self.records.write(role, generation, peer, self.machine.definition())?)
     }
 
     fn failed(&self, generation: Generation, error: &anyhow::Error) -> Outcome {

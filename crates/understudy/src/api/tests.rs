@@ -60,6 +60,12 @@ impl Control for Recorder {
     fn failover(&self, name: &str) -> Result<(), HostError> {
         self.record(name, format!("failover {name}")).map(drop)
     }
+    fn recover(&self, name: &str, request: RecoverRequest) -> Result<RecoverReport, HostError> {
+        let status = self.record(name, format!("recover {name} {}", request.dry_run))?;
+        let reason = "it ran here".to_owned();
+        let (vm, status) = (name.to_owned(), Some(status));
+        Ok(RecoverReport { vm, valid: None, reason, evidence: Vec::new(), status })
+    }
     fn timings(&self, name: &str) -> Result<Vec<CheckpointTiming>, HostError> {
         self.record(name, format!("timings {name}"))?;
         Ok(vec![CheckpointTiming { epoch: Epoch(7), total_ms: 0.8, ..Default::default() }])
@@ -138,6 +144,8 @@ fn every_call_arrives_and_is_answered() {
     assert_eq!(client.protect("db", &request).unwrap(), vm);
     assert_eq!(client.unprotect("db").unwrap(), vm);
     client.failover("db").unwrap();
+    let request = RecoverRequest { dry_run: true, force: false };
+    assert_eq!(client.recover("db", request).unwrap().status, Some(vm));
     assert_eq!(client.timings("db").unwrap()[0].epoch, Epoch(7));
     client.vm_stop("db", false).unwrap();
     client.vm_stop("db", true).unwrap();
@@ -147,6 +155,7 @@ fn every_call_arrives_and_is_answered() {
         "protect db b Some(Interval { hz: 5 })",
         "unprotect db",
         "failover db",
+        "recover db true",
         "timings db",
         "stop db false",
         "stop db true",

@@ -4,6 +4,7 @@ mod console;
 mod doctor;
 mod host;
 mod protect;
+mod recover;
 mod relay;
 mod status;
 mod vm;
@@ -24,6 +25,7 @@ pub fn run(cli: &Cli) -> Result<Exit, Failure> {
         Command::Protect(args) => protect::protect(&client()?, args, cli.json),
         Command::Unprotect { vm } => protect::unprotect(&client()?, vm, cli.json),
         Command::Failover { vm } => protect::failover(&client()?, vm, cli.json),
+        Command::Recover(args) => recover::run(&client()?, args, cli.json),
         Command::Status { vm } => status::run(&client()?, vm.as_deref(), cli.json),
         Command::Demo(args) => demo::run(args, cli.json),
         Command::Chaos(args) => chaos::run(args, cli.json),

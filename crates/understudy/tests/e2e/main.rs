@@ -12,6 +12,7 @@
 //! | [`sync`]    | the same before the first synchronisation has ended |
 //! | [`planned`] | what people do on purpose: fail over, stop, reboot |
 //! | [`phases`]  | deaths at each phase of the protocol |
+//! | [`recover`] | all hosts are lost: which images are valid |
 //! | [`shapes`]  | two vCPUs, two disks, two cards |
 //! | [`counter`] | a guest for every accelerator |
 //! | [`wire`]    | corrupt and truncated messages |
@@ -23,6 +24,7 @@ mod deaths;
 mod peer;
 mod phases;
 mod planned;
+mod recover;
 mod refusals;
 mod relay;
 mod shapes;

@@ -1,0 +1,222 @@
+//! Recovery after both hosts were lost: ask everybody, name the valid images, start the
+//! VM on them.
+
+use crate::error::{ErrorKind, HostError};
+use crate::handshake::{Purpose, dial};
+use crate::host::Host;
+use crate::records::Record;
+use crate::report::{RecoverReport, RecoverRequest, ValidImages};
+use crate::sync::lock;
+use crate::vm::Vm;
+use serde::{Deserialize, Serialize};
+use std::sync::Arc;
+use std::thread;
+use tracing::{info, warn};
+use understudy_protocol::validity::{ArbiterWord, Evidence, Finding, ImageRole, judge};
+use understudy_protocol::wire::Kind;
+
+/// What a host answers when it is asked about its images of a VM.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+pub struct ImagesAnswer {
+    /// The host.
+    pub host: String,
+    /// Its record, if it has images.
+    pub record: Option<Record>,
+    /// What it does with the VM at this moment, if anything.
+    pub busy: Option<String>,
+}
+
+/// Everybody's answers.
+struct Inquiry {
+    answers: Vec<ImagesAnswer>,
+    /// Hosts that did not answer, and why.
+    silent: Vec<(String, String)>,
+    arbiter: ArbiterWord,
+    arbiter_words: String,
+}
+
+impl Host {
+    /// What this host says of its images of a VM.
+    pub(crate) fn images_answer(&self, vm: &str) -> Result<ImagesAnswer, HostError> {
+        let busy = match lock(&self.vms).get(vm) {
+            Some(Vm::Primary(vm)) if vm.machine.is_alive() => Some("runs it".to_owned()),
+            Some(Vm::Backup(session)) => Some(format!("stands by for host {}", session.primary)),
+            _ => None,
+        };
+        Ok(ImagesAnswer { host: self.config.name.clone(), record: self.record(vm)?, busy })
+    }
+
+    /// This host's record of a VM.
+    pub(crate) fn record(&self, vm: &str) -> Result<Option<Record>, HostError> {
+        self.records
+            .read(vm)
+            .map_err(|error| HostError::new(ErrorKind::Internal, error.to_string()))
+    }
+
+    /// Names the valid images of a VM and, unless told not to, starts it on them if they
+    /// are this host's.
+    pub fn recover(
+        self: &Arc<Self>,
+        name: &str,
+        request: RecoverRequest,
+    ) -> Result<RecoverReport, HostError> {
+        let _adding = lock(&self.adding);
+        let inquiry = self.inquire(name)?;
+        if inquiry.answers.iter().all(|answer| answer.record.is_none()) {
+            let message = format!("no host that answers has images of {name}");
+            return Err(HostError::new(ErrorKind::NotFound, message));
+        }
+        let finding = judge(&inquiry.evidence());
+        let mut report = inquiry.report(name, &finding);
+        info!(vm = name, "asked for the valid images: {}", report.reason);
+        if request.dry_run {
+            return Ok(report);
+        }
+        if let Some(answer) = inquiry.answers.iter().find(|answer| answer.busy.is_some()) {
+            let busy = answer.busy.clone().unwrap_or_default();
+            return conflict(format!(
+                "there is nothing to recover of {name}: host {} {busy}",
+                answer.host
+            ));
+        }
+        let here = &self.config.name;
+        match &finding {
+            Finding::Valid { host, .. } if host == here => {}
+            _ if request.force => {
+                warn!(vm = name, "starting on this host's images as the operator insists");
+                report.reason = format!("forced onto host {here}'s images; {}", report.reason);
+            }
+            Finding::Valid { host, .. } => {
+                return conflict(format!(
+                    "the valid images of {name} are on host {host}: {}; run `understudy recover \
+                     {name}` there",
+                    report.reason
+                ));
+            }
+            Finding::Undecided(why) => {
+                return conflict(format!(
+                    "the valid images of {name} cannot be told: {why}; --force starts it on this \
+                     host's images all the same, and may lose what was acknowledged"
+                ));
+            }
+        }
+        let record = inquiry.answers.into_iter().find(|answer| answer.host == *here);
+        let record = record.and_then(|answer| answer.record).ok_or_else(|| {
+            HostError::new(ErrorKind::NotFound, format!("host {here} has no images of {name}"))
+        })?;
+        if record.image.role == ImageRole::Syncing {
+            return conflict(format!(
+                "the images of {name} on host {here} are a mirror whose synchronisation was not \
+                 completed: nothing can start on them"
+            ));
+        }
+        self.check_free(&record.definition)?;
+        let newest = inquiry.arbiter.generation().max(record.image.generation);
+        report.status = Some(self.boot(record.definition, newest)?);
+        Ok(report)
+    }
+
+    /// Asks this host, every peer at the same time, and the arbiter.
+    fn inquire(&self, name: &str) -> Result<Inquiry, HostError> {
+        let mut answers = vec![self.images_answer(name)?];
+        let mut silent = Vec::new();
+        let asked: Vec<_> = thread::scope(|scope| {
+            let ask = |peer: &String| {
+                let peer = peer.clone();
+                scope.spawn(move || (peer.clone(), self.ask(&peer, name)))
+            };
+            let asking: Vec<_> = self.config.peers.keys().map(ask).collect();
+            asking.into_iter().filter_map(|thread| thread.join().ok()).collect()
+        });
+        for (peer, answer) in asked {
+            match answer {
+                Ok(answer) => answers.push(answer),
+                Err(error) => silent.push((peer, format!("{error:#}"))),
+            }
+        }
+        let (arbiter, arbiter_words) = self.ask_arbiter(name);
+        Ok(Inquiry { answers, silent, arbiter, arbiter_words })
+    }
+
+    fn ask(&self, peer: &str, name: &str) -> anyhow::Result<ImagesAnswer> {
+        let purpose = Purpose::Images { vm: name.to_owned() };
+        let link = dial(self.config.peers[peer], &self.config.name, purpose)?;
+        let answer: ImagesAnswer = link.expect_json(Kind::Welcome)?;
+        anyhow::ensure!(answer.host == peer, "its address is that of host {}", answer.host);
+        Ok(answer)
+    }
+
+    fn ask_arbiter(&self, name: &str) -> (ArbiterWord, String) {
+        let Some(arbiter) = &self.arbiter else {
+            return (ArbiterWord::Silent, "none in this host's configuration".to_owned());
+        };
+        match arbiter.current(name) {
+            Ok(ownership) => {
+                let words = match &ownership {
+                    None => "no host ever owned it".to_owned(),
+                    Some(owner) => match &owner.host {
+                        Some(host) => format!("host {host} owns generation {}", owner.generation),
+                        None => format!("stopped in order at generation {}", owner.generation),
+                    },
+                };
+                (ArbiterWord::Says(ownership), words)
+            }
+            Err(error) => (ArbiterWord::Silent, arbiter.explain(&error)),
+        }
+    }
+}
+
+impl Inquiry {
+    fn evidence(&self) -> Evidence {
+        let records = self.answers.iter().filter_map(|answer| answer.record.as_ref());
+        let without = self.answers.iter().filter(|answer| answer.record.is_none());
+        Evidence {
+            records: records.map(|record| record.image.clone()).collect(),
+            without: without.map(|answer| answer.host.clone()).collect(),
+            silent: self.silent.iter().map(|(host, _)| host.clone()).collect(),
+            arbiter: self.arbiter.clone(),
+        }
+    }
+
+    fn report(&self, name: &str, finding: &Finding) -> RecoverReport {
+        let (valid, reason) = match finding {
+            Finding::Valid { host, generation, why } => {
+                let of = self.answers.iter().filter(|answer| answer.host == *host);
+                let images = of.filter_map(|answer| Some(answer.record.as_ref()?.images()));
+                let images = images.flatten().collect();
+                let valid = ValidImages { host: host.clone(), generation: *generation, images };
+                (Some(valid), why.clone())
+            }
+            Finding::Undecided(why) => (None, why.clone()),
+        };
+        let mut evidence: Vec<String> = self.answers.iter().map(describe).collect();
+        evidence.extend(self.silent.iter().map(|(host, why)| format!("host {host}: {why}")));
+        evidence.push(format!("arbiter: {}", self.arbiter_words));
+        RecoverReport { vm: name.to_owned(), valid, reason, evidence, status: None }
+    }
+}
+
+fn describe(answer: &ImagesAnswer) -> String {
+    let host = &answer.host;
+    let images = match &answer.record {
+        None => "no images".to_owned(),
+        Some(record) => {
+            let generation = record.image.generation;
+            match record.image.role {
+                ImageRole::Active => format!("ran it at generation {generation}"),
+                ImageRole::Stopped => format!("stopped it at generation {generation}"),
+                ImageRole::Stale => format!("lost it after generation {generation}"),
+                ImageRole::Mirror => format!("a mirror of generation {generation}, not activated"),
+                ImageRole::Syncing => "a mirror that is not whole".to_owned(),
+            }
+        }
+    };
+    match &answer.busy {
+        Some(busy) => format!("host {host}: {images}; {busy} now"),
+        None => format!("host {host}: {images}"),
+    }
+}
+
+fn conflict<T>(message: String) -> Result<T, HostError> {
+    Err(HostError::new(ErrorKind::Conflict, message))
+}
