@@ -8,6 +8,9 @@
 //! guest <- socket <----------------------- tap <- bridge       delivered at once
 //! ```
 //!
+//! Between the cards of VMs that are protected as one group, a [`Switch`] hands
+//! frames over at once.
+//!
 //! The output buffer is where output commit happens: a frame leaves it only
 //! when the epoch that produced it is on the backup, or when this host is the
 //! sole owner of the VM (Remus, section 2.4).
@@ -20,6 +23,7 @@ mod mac;
 mod netlink;
 mod port;
 mod pump;
+mod switch;
 mod tap;
 
 pub use announce::announcement;
@@ -30,4 +34,5 @@ pub use mac::{MacAddress, MacParseError};
 pub use netlink::{bridge_exists, mac_in_use};
 pub use port::{GuestEnd, Port, PortConfig};
 pub use pump::{OutputWaiting, PortCounters};
+pub use switch::Switch;
 pub use tap::Tap;

@@ -17,6 +17,11 @@ pub struct MacParseError {
 }
 
 impl MacAddress {
+    /// Whether it names many cards: a multicast or the broadcast address.
+    pub(crate) fn is_multicast(self) -> bool {
+        self.0[0] & 1 != 0
+    }
+
     /// An address for the host's side of a card's tap.
     ///
     /// A Linux bridge takes the lowest address of its ports for its own, so the
@@ -58,7 +63,7 @@ impl FromStr for MacAddress {
         if parts.next().is_some() {
             return Err(fail("it has more than six parts"));
         }
-        if bytes[0] & 1 != 0 {
+        if MacAddress(bytes).is_multicast() {
             return Err(fail("it is a multicast address"));
         }
         if bytes == [0; 6] {

@@ -5,6 +5,7 @@ use crate::buffer::{Gate, OutputBuffer};
 use crate::error::NetworkError;
 use crate::mac::MacAddress;
 use crate::pump::{OutputWaiting, PortCounters, Shared};
+use crate::switch::Seat;
 use crate::tap::Tap;
 use nix::sys::socket::{AddressFamily, SockFlag, SockType, setsockopt, socketpair, sockopt};
 use std::os::fd::{AsRawFd, OwnedFd};
@@ -59,6 +60,7 @@ impl GuestEnd {
 pub struct Port {
     card: CardIndex,
     mac: MacAddress,
+    bridge: String,
     shared: Arc<Shared>,
     threads: Vec<JoinHandle<()>>,
 }
@@ -79,6 +81,7 @@ impl Port {
         let mut port = Port {
             card: config.card,
             mac: config.mac,
+            bridge: config.bridge,
             shared: Arc::new(shared),
             threads: Vec::with_capacity(2),
         };
@@ -133,6 +136,22 @@ impl Port {
     /// The guest's address.
     pub fn mac(&self) -> MacAddress {
         self.mac
+    }
+
+    /// The bridge that the tap belongs to.
+    pub fn bridge(&self) -> &str {
+        &self.bridge
+    }
+
+    pub(crate) fn downgrade(&self) -> Weak<Shared> {
+        Arc::downgrade(&self.shared)
+    }
+
+    /// Frames to other members of a group take the short way from now on.
+    pub(crate) fn take_seat(&self, seat: Seat) {
+        self.shared.outbound().seat = Some(seat);
+        // The inbound thread must know before an echo comes.
+        self.shared.wake();
     }
 
     /// Name of the tap device.
@@ -192,16 +211,23 @@ impl Port {
     }
 
     /// This host is the sole owner by the arbiter's word: sends what is held,
-    /// and lets all later output pass at once.
+    /// and lets all later output pass at once. A [`Switch`](crate::Switch) is
+    /// left: all frames go over the bridge.
     pub fn open_gate(&self) {
-        self.shared.outbound().buffer.open();
+        let mut outbound = self.shared.outbound();
+        outbound.seat = None;
+        outbound.buffer.open();
+        drop(outbound);
         self.shared.flush();
     }
 
     /// This host is fenced: once this returns nothing leaves through this port
     /// any more, for good.
     pub fn shut(&self) {
-        self.shared.outbound().buffer.shut();
+        let mut outbound = self.shared.outbound();
+        outbound.seat = None;
+        outbound.buffer.shut();
+        drop(outbound);
         self.shared.live.store(false, Ordering::Release);
         self.shared.wake();
         // Wait for a write that is under way.

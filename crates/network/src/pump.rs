@@ -2,10 +2,12 @@
 //!
 //! Locks, in the order in which they are taken: `tap_order` (who writes to the
 //! tap, so that frames leave in the order of release), then `outbound` (socket,
-//! decoder and output buffer; never held across a write).
+//! decoder and output buffer; never held across a write), then another port's
+//! `inside`.
 
 use crate::buffer::{Gate, OutputBuffer, Pushed};
 use crate::codec::{Decoder, HEADER_BYTES, MAX_FRAME_BYTES, encode};
+use crate::switch::{Inside, Seat};
 use crate::tap::Tap;
 use nix::errno::Errno;
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
@@ -29,10 +31,15 @@ pub struct PortCounters {
     pub frames_out: u64,
     /// Their bytes.
     pub bytes_out: u64,
-    /// Frames from the bridge that were given to QEMU.
+    /// Frames from the bridge, or from other members of a group, that were
+    /// given to QEMU.
     pub frames_in: u64,
     /// Their bytes.
     pub bytes_in: u64,
+    /// Those of them that came from other members, past the bridge.
+    pub frames_inside: u64,
+    /// Frames from other members dropped because too many waited.
+    pub dropped_inside: u64,
     /// Frames from the guest dropped because the output buffer was full or shut.
     pub dropped_by_buffer: u64,
     /// Frames from the guest that the tap did not take.
@@ -44,6 +51,8 @@ pub(crate) struct Outbound {
     pub connection: Option<Arc<OwnedFd>>,
     pub decoder: Decoder,
     pub buffer: OutputBuffer,
+    /// The place among the cards of a group, while there is one.
+    pub seat: Option<Seat>,
     /// Why the last connection ended.
     pub ended: Option<String>,
 }
@@ -92,7 +101,11 @@ impl Outbound {
         let mut first_held = false;
         loop {
             match self.decoder.next_frame() {
-                Ok(Some(frame)) => first_held |= self.buffer.push(frame) == Pushed::FirstHeld,
+                Ok(Some(frame)) => {
+                    if self.seat.as_ref().is_none_or(|seat| seat.pass(frame)) {
+                        first_held |= self.buffer.push(frame) == Pushed::FirstHeld;
+                    }
+                }
                 Ok(None) => break,
                 Err(error) => {
                     self.disconnect(error.to_string());
@@ -112,11 +125,19 @@ impl Outbound {
     }
 }
 
+/// Where inbound frames go, and what is known of where they come from.
+struct Inbound {
+    connection: Arc<OwnedFd>,
+    seat: Option<Seat>,
+}
+
 /// What the threads of a port and its owner share.
 pub(crate) struct Shared {
     pub tap: Tap,
     pub outbound: Mutex<Outbound>,
     pub tap_order: Mutex<()>,
+    /// Frames from other members of the group.
+    inside: Mutex<Inside>,
     pub output_waiting: OutputWaiting,
     /// Whether inbound frames are delivered; a standby takes none.
     pub live: AtomicBool,
@@ -132,6 +153,7 @@ struct Counters {
     bytes_out: AtomicU64,
     frames_in: AtomicU64,
     bytes_in: AtomicU64,
+    frames_inside: AtomicU64,
     dropped_by_tap: AtomicU64,
 }
 
@@ -150,9 +172,11 @@ impl Shared {
                 connection: None,
                 decoder: Decoder::new(),
                 buffer,
+                seat: None,
                 ended: None,
             }),
             tap_order: Mutex::new(()),
+            inside: Mutex::default(),
             output_waiting: notify,
             live: AtomicBool::new(live),
             stop: AtomicBool::new(false),
@@ -213,11 +237,15 @@ impl Shared {
 
     pub fn counters(&self) -> PortCounters {
         let read = |counter: &AtomicU64| counter.load(Ordering::Relaxed);
+        // One lock at a time.
+        let dropped_inside = self.inside().dropped();
         PortCounters {
             frames_out: read(&self.counters.frames_out),
             bytes_out: read(&self.counters.bytes_out),
             frames_in: read(&self.counters.frames_in),
             bytes_in: read(&self.counters.bytes_in),
+            frames_inside: read(&self.counters.frames_inside),
+            dropped_inside,
             dropped_by_buffer: self.outbound().buffer.dropped_frames(),
             dropped_by_tap: read(&self.counters.dropped_by_tap),
         }
@@ -250,18 +278,38 @@ impl Shared {
         }
     }
 
-    /// Bridge to guest, until the port is dropped.
+    /// Takes a frame from another member of the group. Never waits.
+    pub fn take_inside(&self, frame: &[u8]) {
+        if self.live.load(Ordering::Acquire) {
+            self.inside().push(frame);
+            // Fails only if it is signalled 2^64 times already.
+            let _ = self.inbound_wake.write(1);
+        }
+    }
+
+    fn inside(&self) -> MutexGuard<'_, Inside> {
+        self.inside.lock().expect("a thread died holding the frames of a group")
+    }
+
+    /// Bridge and other members to guest, until the port is dropped.
     pub fn run_inbound(&self) {
         let mut gathered = vec![0; INBOUND_BYTES];
+        let mut inside = Vec::new();
         while !self.stopping() {
-            let connection = self.inbound_connection();
-            let tap = connection.as_ref().map(|_| (self.tap.as_fd(), PollFlags::POLLIN));
+            let inbound = self.inbound();
+            let tap = inbound.as_ref().map(|_| (self.tap.as_fd(), PollFlags::POLLIN));
             wait(&self.inbound_wake, tap);
-            let Some(connection) = connection else {
+            // Looked up again: an echo may be what it waited for.
+            let Some(inbound) = self.inbound() else {
                 continue;
             };
-            match self.gather(&mut gathered) {
-                Ok((length, frames)) => self.deliver(&connection, &gathered[..length], frames),
+            let frames = self.inside().take(&mut inside);
+            self.deliver(&inbound.connection, &inside, frames);
+            self.counters.frames_inside.fetch_add(frames, Ordering::Relaxed);
+            match self.gather(&mut gathered, inbound.seat.as_ref()) {
+                Ok((length, frames)) => {
+                    self.deliver(&inbound.connection, &gathered[..length], frames);
+                }
                 Err(error) => {
                     tracing::error!(tap = self.tap.name(), %error, "the tap device is gone");
                     return;
@@ -271,19 +319,27 @@ impl Shared {
     }
 
     /// QEMU's socket, if inbound frames are to be delivered to it.
-    fn inbound_connection(&self) -> Option<Arc<OwnedFd>> {
-        if self.live.load(Ordering::Acquire) { self.outbound().connection.clone() } else { None }
+    fn inbound(&self) -> Option<Inbound> {
+        if !self.live.load(Ordering::Acquire) {
+            return None;
+        }
+        let outbound = self.outbound();
+        let connection = outbound.connection.clone()?;
+        Some(Inbound { connection, seat: outbound.seat.clone() })
     }
 
     /// Reads frames that wait in the tap, each after its length. Returns the
-    /// bytes and the frames read.
-    fn gather(&self, to: &mut [u8]) -> std::io::Result<(usize, u64)> {
+    /// bytes and the frames read. What members sent is not taken twice.
+    fn gather(&self, to: &mut [u8], seat: Option<&Seat>) -> std::io::Result<(usize, u64)> {
         let (mut length, mut frames) = (0, 0);
         while to.len() - length >= HEADER_BYTES + MAX_FRAME_BYTES {
             let (header, frame) = to[length..].split_at_mut(HEADER_BYTES);
             let Some(count) = self.tap.receive(frame)? else {
                 break;
             };
+            if seat.is_some_and(|seat| seat.is_echo(&frame[..count])) {
+                continue;
+            }
             encode(header, count);
             length += HEADER_BYTES + count;
             frames += 1;
@@ -291,7 +347,7 @@ impl Shared {
         Ok((length, frames))
     }
 
-    /// Gives bytes to QEMU, waiting while it does not read: the tap queues
+    /// Gives bytes to QEMU, waiting while it does not read: tap and switch queue
     /// meanwhile, as for any card that is slow. Gives up when the connection
     /// ends or is replaced.
     fn deliver(&self, connection: &Arc<OwnedFd>, mut bytes: &[u8], frames: u64) {
@@ -303,8 +359,8 @@ impl Shared {
                 Err(Errno::EINTR) => {}
                 Err(Errno::EAGAIN) => {
                     wait(&self.inbound_wake, Some((connection.as_fd(), PollFlags::POLLOUT)));
-                    let current = self.inbound_connection();
-                    let same = current.is_some_and(|current| Arc::ptr_eq(&current, connection));
+                    let current = self.inbound();
+                    let same = current.is_some_and(|now| Arc::ptr_eq(&now.connection, connection));
                     if self.stopping() || !same {
                         return;
                     }

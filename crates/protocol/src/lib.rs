@@ -5,6 +5,7 @@
 
 mod backup;
 mod detector;
+mod group;
 mod ownership;
 mod policy;
 mod primary;
@@ -16,6 +17,7 @@ pub mod wire;
 
 pub use backup::{Backup, BackupAction, BackupEvent, BackupPhase};
 pub use detector::{Detector, HEARTBEAT_INTERVAL};
+pub use group::{Arrival, Gate, GroupStaging, GroupStep, Rendezvous};
 pub use ownership::{Ownership, Verdict};
 pub use policy::{Due, LastCheckpoint, Policy};
 pub use primary::{PIPELINE_DEPTH, Primary, PrimaryAction, PrimaryEvent, PrimaryPhase};

@@ -1,0 +1,210 @@
+//! Frames between the cards of a group (Remus, section 5: VMs that take their
+//! checkpoints together).
+//!
+//! Output commit holds what leaves the group. What a member sends to another
+//! one stays inside: both are rolled back together, to a cut that no frame
+//! crosses backwards, because every member stands still before any runs on. So
+//! it is handed from port to port at once, past the output buffer and the bridge.
+
+use crate::codec::{HEADER_BYTES, encode};
+use crate::mac::MacAddress;
+use crate::port::Port;
+use crate::pump::Shared;
+use std::collections::BTreeMap;
+use std::sync::{Arc, Weak};
+
+/// Bytes that may wait for one card; over it frames are lost, as on any switch.
+const QUEUE_BYTES: usize = 8 << 20;
+
+/// The cards of a group on one bridge. Cards on different bridges are on
+/// different networks and do not reach each other.
+#[derive(Debug)]
+pub struct Switch {
+    cards: Vec<Card>,
+}
+
+#[derive(Debug)]
+struct Card {
+    mac: MacAddress,
+    port: Weak<Shared>,
+}
+
+/// Where a frame that a member sends goes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Route {
+    /// Out of the group: it waits for its commit.
+    Outside,
+    /// To this card, now, and nowhere else.
+    Inside(usize),
+    /// To every other card now, and outside when it is committed.
+    Both,
+}
+
+impl Switch {
+    /// Hands frames between these ports from one to the other from now on, each
+    /// port until its gate is opened or shut. To be called while every member
+    /// stands still, when their output is held.
+    pub fn connect<'a>(ports: impl IntoIterator<Item = &'a Port>) {
+        let mut bridges: BTreeMap<&str, Vec<&Port>> = BTreeMap::new();
+        for port in ports {
+            bridges.entry(port.bridge()).or_default().push(port);
+        }
+        for ports in bridges.values() {
+            let card = |port: &&Port| Card { mac: port.mac(), port: port.downgrade() };
+            let switch = Arc::new(Switch { cards: ports.iter().map(card).collect() });
+            for (place, port) in ports.iter().enumerate() {
+                port.take_seat(Seat { switch: switch.clone(), place });
+            }
+        }
+    }
+
+    /// A source that is not the card's own is somebody behind the guest, whom
+    /// the bridge must get to know: nothing is special about those frames.
+    fn route(&self, from: usize, frame: &[u8]) -> Route {
+        let Some((target, source)) = addresses(frame) else { return Route::Outside };
+        if source != self.cards[from].mac {
+            return Route::Outside;
+        }
+        if target.is_multicast() {
+            return Route::Both;
+        }
+        let to = self.cards.iter().position(|card| card.mac == target);
+        to.filter(|&to| to != from).map_or(Route::Outside, Route::Inside)
+    }
+}
+
+/// A port's place at the switch.
+#[derive(Clone, Debug)]
+pub(crate) struct Seat {
+    switch: Arc<Switch>,
+    place: usize,
+}
+
+impl Seat {
+    /// Passes a frame of this seat's card to the members that it is for.
+    /// Returns whether it must go out as well.
+    pub fn pass(&self, frame: &[u8]) -> bool {
+        match self.switch.route(self.place, frame) {
+            Route::Outside => true,
+            Route::Inside(to) => {
+                self.give(to, frame);
+                false
+            }
+            Route::Both => {
+                for to in (0..self.switch.cards.len()).filter(|&to| to != self.place) {
+                    self.give(to, frame);
+                }
+                true
+            }
+        }
+    }
+
+    fn give(&self, to: usize, frame: &[u8]) {
+        // A port that is gone is a machine that has ended.
+        if let Some(port) = self.switch.cards[to].port.upgrade() {
+            port.take_inside(frame);
+        }
+    }
+
+    /// Whether a frame that came over the bridge is another member's: it has
+    /// been handed over long before.
+    pub fn is_echo(&self, frame: &[u8]) -> bool {
+        let others = self.switch.cards.iter().enumerate().filter(|(i, _)| *i != self.place);
+        addresses(frame).is_some_and(|(_, source)| others.map(|(_, c)| c.mac).any(|m| m == source))
+    }
+}
+
+/// Frames from other members that wait for a card, as QEMU reads them.
+#[derive(Debug, Default)]
+pub(crate) struct Inside {
+    bytes: Vec<u8>,
+    frames: u64,
+    dropped: u64,
+}
+
+impl Inside {
+    /// Appends a frame, or drops it if too many wait.
+    pub fn push(&mut self, frame: &[u8]) {
+        if self.bytes.len() + HEADER_BYTES + frame.len() > QUEUE_BYTES {
+            self.dropped += 1;
+            return;
+        }
+        let mut header = [0; HEADER_BYTES];
+        encode(&mut header, frame.len());
+        self.bytes.extend_from_slice(&header);
+        self.bytes.extend_from_slice(frame);
+        self.frames += 1;
+    }
+
+    /// Takes all that waits, in exchange for an empty buffer; returns the frames.
+    pub fn take(&mut self, bytes: &mut Vec<u8>) -> u64 {
+        bytes.clear();
+        std::mem::swap(&mut self.bytes, bytes);
+        std::mem::take(&mut self.frames)
+    }
+
+    /// Frames dropped until now.
+    pub fn dropped(&self) -> u64 {
+        self.dropped
+    }
+}
+
+/// Target and source of an Ethernet frame.
+fn addresses(frame: &[u8]) -> Option<(MacAddress, MacAddress)> {
+    let (target, rest) = frame.split_first_chunk::<6>()?;
+    let source = rest.first_chunk::<6>()?;
+    Some((MacAddress(*target), MacAddress(*source)))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn mac(last: u8) -> MacAddress {
+        MacAddress([0x52, 0x54, 0, 0, 0, last])
+    }
+
+    fn frame(to: MacAddress, from: MacAddress) -> Vec<u8> {
+        [&to.0[..], &from.0[..], &[0x88, 0xb5]].concat()
+    }
+
+    fn switch() -> Arc<Switch> {
+        let card = |last| Card { mac: mac(last), port: Weak::new() };
+        Arc::new(Switch { cards: (0..3).map(card).collect() })
+    }
+
+    #[test]
+    fn only_what_is_for_members_alone_stays_inside() {
+        let switch = switch();
+        assert_eq!(switch.route(0, &frame(mac(2), mac(0))), Route::Inside(2));
+        assert_eq!(switch.route(0, &frame(mac(9), mac(0))), Route::Outside, "a stranger");
+        assert_eq!(switch.route(0, &frame(mac(0), mac(0))), Route::Outside, "itself");
+        assert_eq!(switch.route(0, &frame(MacAddress([0xff; 6]), mac(0))), Route::Both);
+        assert_eq!(switch.route(0, &frame(mac(1), mac(7))), Route::Outside, "sent for another");
+        assert_eq!(switch.route(0, &[1; 11]), Route::Outside, "no whole header");
+    }
+
+    #[test]
+    fn only_other_members_frames_are_echoes() {
+        let seat = Seat { switch: switch(), place: 0 };
+        assert!(seat.is_echo(&frame(MacAddress([0xff; 6]), mac(1))));
+        assert!(!seat.is_echo(&frame(mac(0), mac(9))), "a stranger's");
+        assert!(!seat.is_echo(&frame(mac(1), mac(0))), "its own, from a bridge that reflects");
+        assert!(!seat.is_echo(&[0; 3]));
+    }
+
+    #[test]
+    fn a_full_queue_drops_and_goes_on() {
+        let mut inside = Inside::default();
+        for _ in 0..QUEUE_BYTES / 1000 {
+            inside.push(&[1; 1000]);
+        }
+        assert!(inside.dropped() > 0);
+        let mut bytes = Vec::new();
+        let frames = inside.take(&mut bytes);
+        assert_eq!(frames + inside.dropped(), (QUEUE_BYTES / 1000) as u64);
+        assert_eq!(bytes.len(), frames as usize * (1000 + HEADER_BYTES));
+        inside.push(&[2; 10]);
+        assert_eq!((inside.take(&mut bytes), bytes.len()), (1, 10 + HEADER_BYTES));
+    }
+}
