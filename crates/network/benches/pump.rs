@@ -133,7 +133,7 @@ fn checkpoints(port: &Port, qemu: &mut UnixStream) {
             port.drain_and_barrier(Epoch(epoch + 1));
             drains.push(start.elapsed());
             let start = Instant::now();
-            port.release_through(Epoch(epoch));
+            port.release_through(Epoch(epoch), Instant::now());
             releases.push(start.elapsed());
         }
         assert_eq!(port.counters().frames_out - first, frames * CHECKPOINTS);
@@ -160,7 +160,7 @@ fn release(port: &Port, qemu: &mut UnixStream) {
     let epoch = 2 * CHECKPOINTS + 1;
     assert_eq!(port.drain_and_barrier(Epoch(epoch + 1)), frames);
     let start = Stopwatch::start();
-    port.release_through(Epoch(epoch));
+    port.release_through(Epoch(epoch), Instant::now());
     start.report("release of 20000 held frames", frames as u64);
     port.open_gate();
 }

@@ -84,6 +84,17 @@ impl FrameBatch {
         self.ends.push(u32::try_from(self.bytes.len()).expect("a batch is small"));
     }
 
+    /// Takes the oldest frames away.
+    fn skip(&mut self, frames: usize) {
+        if frames == 0 {
+            return;
+        }
+        let gone = self.ends[frames - 1];
+        self.bytes.drain(..gone as usize);
+        self.ends.drain(..frames);
+        self.ends.iter_mut().for_each(|end| *end -= gone);
+    }
+
     fn has_room(&self, epoch: Epoch, frame: &[u8]) -> bool {
         self.epoch == epoch && self.bytes.len() + frame.len() <= BATCH_BYTES
     }
@@ -215,6 +226,28 @@ impl OutputBuffer {
         let batch = self.released.pop_front()?;
         self.used_bytes -= batch.cost();
         Some(batch)
+    }
+
+    /// Takes back a batch, of which the first `sent` frames were written, and all
+    /// that is still released: their release is out of date. They wait for the
+    /// commit of the current epoch, before all that is held already. Under an open
+    /// gate they stay released; under a shut one they are dropped.
+    pub fn take_back(&mut self, mut batch: FrameBatch, sent: usize) {
+        batch.skip(sent);
+        if self.gate == Gate::Shut {
+            self.dropped_frames += batch.len() as u64;
+            return;
+        }
+        self.used_bytes += batch.cost();
+        self.released.push_front(batch);
+        if self.gate == Gate::Open {
+            return;
+        }
+        while let Some(mut batch) = self.released.pop_back() {
+            batch.epoch = self.current;
+            self.held_frames += batch.len();
+            self.held.push_front(batch);
+        }
     }
 
     /// Gives a written batch back, so that its memory is used again.

@@ -40,6 +40,47 @@ fn frames_wait_for_their_epoch_and_leave_in_order() {
 }
 
 #[test]
+fn what_is_taken_back_waits_anew_and_keeps_its_place() {
+    let mut buffer = holding();
+    buffer.push(b"sent");
+    buffer.push(b"late");
+    buffer.barrier(Epoch(2));
+    buffer.push(b"later");
+    buffer.barrier(Epoch(3));
+    buffer.push(b"last");
+    buffer.release_through(Epoch(2));
+    let batch = buffer.take_released().unwrap();
+    buffer.take_back(batch, 1);
+    assert_eq!((buffer.held_frames(), buffer.has_released()), (3, false));
+    buffer.release_through(Epoch(2));
+    assert!(!buffer.has_released());
+    buffer.barrier(Epoch(4));
+    buffer.release_through(Epoch(3));
+    let rest: Vec<&[u8]> = vec![b"late", b"later", b"last"];
+    assert_eq!(taken(&mut buffer), rest);
+    assert_eq!((buffer.used_bytes, buffer.dropped_frames()), (0, 0));
+}
+
+#[test]
+fn what_is_taken_back_follows_the_gate() {
+    for (gate, left) in [(Gate::Open, 1), (Gate::Shut, 0)] {
+        let mut buffer = holding();
+        buffer.push(b"sent");
+        buffer.push(b"late");
+        buffer.barrier(Epoch(2));
+        buffer.release_through(Epoch(1));
+        let batch = buffer.take_released().unwrap();
+        match gate {
+            Gate::Open => buffer.open(),
+            _ => buffer.shut(),
+        }
+        buffer.take_back(batch, 1);
+        assert_eq!(taken(&mut buffer).len(), left);
+        assert_eq!((buffer.used_bytes, buffer.dropped_frames()), (0, 1 - left as u64));
+    }
+}
+
+#[test]
 #[should_panic(expected = "epoch 1 cannot be committed: 1 still runs")]
 fn running_epoch_is_never_released() {
     let mut buffer = holding();

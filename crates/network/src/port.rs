@@ -12,6 +12,7 @@ use std::os::fd::{AsRawFd, OwnedFd};
 use std::sync::atomic::Ordering;
 use std::sync::{Arc, Weak};
 use std::thread::{self, JoinHandle};
+use std::time::Instant;
 use understudy_protocol::{CardIndex, Epoch};
 
 /// Room in each direction of the socket. With the default (about 90 frames) a
@@ -193,12 +194,16 @@ impl Port {
         held
     }
 
-    /// The backup has `epoch` and all before it: sends their frames.
+    /// The backup has `epoch` and all before it: sends their frames. That this host
+    /// may do so was known at `entitled`; long after it, they wait once more.
     ///
     /// # Panics
     /// If output is held and `epoch` has not ended.
-    pub fn release_through(&self, epoch: Epoch) {
-        self.shared.outbound().buffer.release_through(epoch);
+    pub fn release_through(&self, epoch: Epoch, entitled: Instant) {
+        let mut outbound = self.shared.outbound();
+        outbound.buffer.release_through(epoch);
+        outbound.entitled = entitled;
+        drop(outbound);
         self.shared.flush();
     }
 

@@ -5,7 +5,7 @@
 //! decoder and output buffer; never held across a write), then another port's
 //! `inside`.
 
-use crate::buffer::{Gate, OutputBuffer, Pushed};
+use crate::buffer::{FrameBatch, Gate, OutputBuffer, Pushed};
 use crate::codec::{Decoder, HEADER_BYTES, MAX_FRAME_BYTES, encode};
 use crate::switch::{Inside, Seat};
 use crate::tap::Tap;
@@ -16,6 +16,8 @@ use nix::sys::socket::{MsgFlags, recv, send};
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard};
+use std::time::Instant;
+use understudy_protocol::STALL;
 
 /// Called when the first frame of an epoch begins to wait: a checkpoint now
 /// would shorten its wait. Runs on a pump thread, without locks held.
@@ -55,6 +57,8 @@ pub(crate) struct Outbound {
     pub seat: Option<Seat>,
     /// Why the last connection ended.
     pub ended: Option<String>,
+    /// When it was known for the last time that output may go.
+    pub entitled: Instant,
 }
 
 /// What one reading of QEMU's socket brought.
@@ -174,6 +178,7 @@ impl Shared {
                 buffer,
                 seat: None,
                 ended: None,
+                entitled: Instant::now(),
             }),
             tap_order: Mutex::new(()),
             inside: Mutex::default(),
@@ -200,26 +205,51 @@ impl Shared {
         }
     }
 
-    /// Writes everything that is released to the tap, in order.
+    /// Writes everything that is released to the tap, in order. A host that was
+    /// stopped meanwhile may have lost the VM: what is left then waits for the next
+    /// epoch's commit.
     pub fn flush(&self) {
         let _order = self.tap_order.lock().expect("a thread died writing to the tap");
-        let mut next = self.outbound().buffer.take_released();
-        while let Some(batch) = next {
-            let (mut frames, mut bytes) = (0, 0);
-            for frame in batch.frames() {
-                if self.tap.send(frame).is_ok() {
-                    frames += 1;
-                    bytes += frame.len() as u64;
-                }
-            }
-            let refused = batch.len() as u64 - frames;
-            self.counters.frames_out.fetch_add(frames, Ordering::Relaxed);
-            self.counters.bytes_out.fetch_add(bytes, Ordering::Relaxed);
-            self.counters.dropped_by_tap.fetch_add(refused, Ordering::Relaxed);
+        let mut entitled = None;
+        loop {
             let mut outbound = self.outbound();
-            outbound.buffer.recycle(batch);
-            next = outbound.buffer.take_released();
+            let Some(batch) = outbound.buffer.take_released() else { return };
+            // A sole owner needs no fresh word.
+            let held = outbound.buffer.gate() == Gate::Hold;
+            entitled = held.then(|| outbound.entitled.max(entitled.unwrap_or(outbound.entitled)));
+            drop(outbound);
+            let written = self.write(&batch, &mut entitled);
+            let mut outbound = self.outbound();
+            if written == batch.len() {
+                outbound.buffer.recycle(batch);
+                continue;
+            }
+            tracing::info!(tap = self.tap.name(), "stalled: released output waits once more");
+            outbound.buffer.take_back(batch, written);
+            drop(outbound);
+            (self.output_waiting)();
         }
+    }
+
+    /// Writes a batch's frames for as long as it goes on without a stall; returns
+    /// how many. `entitled`: when it was known for the last time that they may go,
+    /// if they need that.
+    fn write(&self, batch: &FrameBatch, entitled: &mut Option<Instant>) -> usize {
+        let (mut frames, mut refused, mut bytes) = (0, 0, 0);
+        for frame in batch.frames() {
+            if entitled.as_ref().is_some_and(|at| at.elapsed() > STALL) {
+                break;
+            }
+            match self.tap.send(frame) {
+                Ok(()) => (frames, bytes) = (frames + 1, bytes + frame.len() as u64),
+                Err(_) => refused += 1,
+            }
+            *entitled = entitled.map(|_| Instant::now());
+        }
+        self.counters.frames_out.fetch_add(frames, Ordering::Relaxed);
+        self.counters.bytes_out.fetch_add(bytes, Ordering::Relaxed);
+        self.counters.dropped_by_tap.fetch_add(refused, Ordering::Relaxed);
+        (frames + refused) as usize
     }
 
     /// Sends a frame that is not the guest's own output. Returns false, having

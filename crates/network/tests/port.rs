@@ -4,6 +4,7 @@ mod support;
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
+use std::time::Instant;
 use support::*;
 use understudy_network::*;
 use understudy_protocol::Epoch;
@@ -28,7 +29,7 @@ fn output_waits_for_the_commit_of_its_epoch() {
         marker.send("nothing was released");
         assert_eq!(watcher.receive(), "nothing was released");
 
-        port.release_through(Epoch(1));
+        port.release_through(Epoch(1), Instant::now());
         assert_eq!(watcher.receive(), "1a");
         assert_eq!(watcher.receive(), "1b");
         assert_eq!(port.held_frames(), 1);
@@ -36,8 +37,34 @@ fn output_waits_for_the_commit_of_its_epoch() {
         assert_eq!(watcher.receive(), "epoch 1 only");
 
         assert_eq!(port.drain_and_barrier(Epoch(3)), 1);
-        port.release_through(Epoch(2));
+        port.release_through(Epoch(2), Instant::now());
         assert_eq!(watcher.receive(), "2a");
+    });
+}
+
+#[test]
+fn a_release_that_is_out_of_date_waits_once_more() {
+    in_namespace(|| {
+        let port = open(true);
+        let mut qemu = FakeQemu::attach(&port);
+        let (watcher, marker) = (Neighbour::join(1), Neighbour::join(2));
+        port.hold(Epoch(1));
+        qemu.send("1");
+        assert_eq!(port.drain_and_barrier(Epoch(2)), 1);
+        let long_ago = Instant::now() - 2 * understudy_protocol::STALL;
+        port.release_through(Epoch(1), long_ago);
+        assert_eq!(port.held_frames(), 1);
+        marker.send("nothing was released");
+        assert_eq!(watcher.receive(), "nothing was released");
+        assert_eq!(port.drain_and_barrier(Epoch(3)), 1);
+        port.release_through(Epoch(2), Instant::now());
+        assert_eq!(watcher.receive(), "1");
+        // A sole owner's output is never out of date.
+        qemu.send("2");
+        assert_eq!(port.drain_and_barrier(Epoch(4)), 1);
+        port.release_through(Epoch(3), long_ago);
+        port.open_gate();
+        assert_eq!(watcher.receive(), "2");
     });
 }
 
@@ -53,7 +80,7 @@ fn drain_takes_all_that_was_sent_before_it() {
                 qemu.send(&format!("{epoch}.{number}"));
             }
             assert_eq!(port.drain_and_barrier(Epoch(epoch + 1)), (epoch % 7) as usize);
-            port.release_through(Epoch(epoch));
+            port.release_through(Epoch(epoch), Instant::now());
             for number in 0..epoch % 7 {
                 assert_eq!(watcher.receive(), format!("{epoch}.{number}"));
             }
@@ -74,11 +101,11 @@ fn partial_frame_counts_to_the_next_epoch() {
         assert_eq!(port.drain_and_barrier(Epoch(2)), 0);
         qemu.send_bytes(&frame[9..]);
         wait_for("the whole frame", || port.held_frames() == 1);
-        port.release_through(Epoch(1));
+        port.release_through(Epoch(1), Instant::now());
         marker.send("still held");
         assert_eq!(watcher.receive(), "still held");
         port.drain_and_barrier(Epoch(3));
-        port.release_through(Epoch(2));
+        port.release_through(Epoch(2), Instant::now());
         assert_eq!(watcher.receive(), "in two parts");
     });
 }
@@ -93,7 +120,7 @@ fn nothing_leaves_a_fenced_port() {
         qemu.send("held");
         assert_eq!(port.drain_and_barrier(Epoch(2)), 1);
         port.shut();
-        port.release_through(Epoch(1));
+        port.release_through(Epoch(1), Instant::now());
         port.open_gate();
         qemu.send("after");
         wait_for("both frames to be dropped", || port.counters().dropped_by_buffer == 2);

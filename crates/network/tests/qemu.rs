@@ -5,6 +5,7 @@ mod support;
 use std::io::{BufRead, BufReader, Write};
 use std::os::fd::OwnedFd;
 use std::process::{Child, Command, Stdio};
+use std::time::Instant;
 use support::*;
 use understudy_network::*;
 use understudy_protocol::Epoch;
@@ -68,7 +69,7 @@ fn stock_qemu_takes_the_inherited_socket() {
         qemu.announce_self();
         wait_for("QEMU's frame to be held", || port.held_frames() == 1);
         port.drain_and_barrier(Epoch(2));
-        port.release_through(Epoch(1));
+        port.release_through(Epoch(1), Instant::now());
         let heard = watcher.next(|frame| (frame[12..14] == [0x80, 0x35]).then(|| frame.to_vec()));
         assert_eq!(heard, announcement(GUEST), "QEMU announces just as this crate does");
 

@@ -20,7 +20,7 @@ pub use detector::{Detector, HEARTBEAT_INTERVAL};
 pub use group::{Arrival, Gate, GroupStaging, GroupStep, Rendezvous};
 pub use ownership::{Ownership, Verdict};
 pub use policy::{Due, LastCheckpoint, Policy};
-pub use primary::{PIPELINE_DEPTH, Primary, PrimaryAction, PrimaryEvent, PrimaryPhase};
+pub use primary::{PIPELINE_DEPTH, Primary, PrimaryAction, PrimaryEvent, PrimaryPhase, STALL};
 pub use staging::{EpochDigest, StagedEpoch, Staging};
 pub use time::Time;
 pub use units::*;

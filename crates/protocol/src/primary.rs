@@ -15,6 +15,10 @@ const PATIENCE: u32 = 3;
 /// How long to wait before an unreachable arbiter is asked again.
 const ARBITER_RETRY: Duration = Duration::from_millis(200);
 
+/// Who was stopped for longer than this may have lost the VM meanwhile: what
+/// entitled it to let output go is out of date. Shorter than any time-out.
+pub const STALL: Duration = Duration::from_millis(40);
+
 /// Epochs that may be captured and not yet acknowledged.
 pub const PIPELINE_DEPTH: u64 = 2;
 
@@ -96,6 +100,11 @@ pub struct Primary {
     detector: Detector,
     retry_at: Option<Time>,
     unprotect_asked: bool,
+    last_event: Time,
+    /// Acknowledgements of earlier epochs release nothing: they may have been
+    /// waiting here while the backup took over. One that is fresh proves that it
+    /// has not.
+    releases_from: Epoch,
 }
 
 impl Primary {
@@ -111,6 +120,8 @@ impl Primary {
             detector: Detector::new((timeout * PATIENCE).max(SYNC_PATIENCE), now),
             retry_at: None,
             unprotect_asked: false,
+            last_event: now,
+            releases_from: Epoch(0),
         }
     }
 
@@ -168,6 +179,7 @@ impl Primary {
 
     /// Takes one event; appends what must be done to `actions`.
     pub fn handle(&mut self, now: Time, event: PrimaryEvent, actions: &mut Vec<PrimaryAction>) {
+        self.notice_stall(now);
         match event {
             PrimaryEvent::Captured => self.captured(),
             PrimaryEvent::Acknowledged(epoch) => self.acknowledged(now, epoch, actions),
@@ -181,6 +193,14 @@ impl Primary {
             PrimaryEvent::LiveElsewhere(generation) => self.live_elsewhere(generation, actions),
             PrimaryEvent::GuestDied(reason) => self.guest_died(reason, actions),
         }
+    }
+
+    /// This host stood still if nothing at all happened: not even time passed.
+    fn notice_stall(&mut self, now: Time) {
+        if now - self.last_event > STALL {
+            self.releases_from = self.running;
+        }
+        self.last_event = now;
     }
 
     fn captured(&mut self) {
@@ -208,7 +228,9 @@ impl Primary {
         self.committed = epoch;
         // Also true while contesting: the backup stops acknowledging before it
         // contests, so what it acknowledged it will take over with.
-        actions.push(PrimaryAction::Release(epoch));
+        if epoch >= self.releases_from {
+            actions.push(PrimaryAction::Release(epoch));
+        }
         match self.phase {
             PrimaryPhase::Syncing => self.phase = PrimaryPhase::Protected,
             PrimaryPhase::HandingOver if self.in_flight() == 0 => {
@@ -341,6 +363,28 @@ impl Primary {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn after_a_stall_only_a_fresh_acknowledgement_releases() {
+        let at = |ms| Time(Duration::from_millis(ms));
+        let mut primary = Primary::new(Generation(1), Duration::from_millis(100), at(0));
+        let mut actions = Vec::new();
+        let mut handle = |ms, event| {
+            primary.handle(at(ms), event, &mut actions);
+            std::mem::take(&mut actions)
+        };
+        handle(1, PrimaryEvent::Captured);
+        assert_eq!(
+            handle(2, PrimaryEvent::Acknowledged(Epoch(1))),
+            [PrimaryAction::Release(Epoch(1))]
+        );
+        handle(3, PrimaryEvent::Captured);
+        // The acknowledgement of epoch 2 waited while this host stood still.
+        assert_eq!(handle(3_000, PrimaryEvent::Acknowledged(Epoch(2))), []);
+        handle(3_001, PrimaryEvent::Captured);
+        let release = [PrimaryAction::Release(Epoch(3))];
+        assert_eq!(handle(3_002, PrimaryEvent::Acknowledged(Epoch(3))), release);
+    }
 
     #[test]
     fn a_silence_is_borne_until_output_is_held() {

@@ -13,7 +13,7 @@ use crossbeam_channel::Sender;
 use std::sync::Arc;
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 use tracing::{info, warn};
 use understudy_protocol::wire::Kind;
 use understudy_protocol::{
@@ -93,22 +93,24 @@ impl Session {
     /// under the lock and the event are one step.
     pub(super) fn event_locked(&self, core: &mut Primary, event: PrimaryEvent) {
         let mut actions = Vec::new();
+        let decided = Instant::now();
         core.handle(clock::now(), event, &mut actions);
         for action in actions {
-            self.perform(action);
+            self.perform(action, decided);
         }
         self.machine.doorbell().ring();
     }
 
     /// Under the core's lock, so that the order of actions is the order of
-    /// events. Nothing here waits: what takes time goes to other threads.
-    fn perform(&self, action: PrimaryAction) {
+    /// events. Nothing here waits: what takes time goes to other threads. `decided`
+    /// is not after the time at which the state machine decided.
+    fn perform(&self, action: PrimaryAction, decided: Instant) {
         match action {
             PrimaryAction::Release(epoch) => {
                 fail::fail_point!("before-release");
                 self.stats.committed(epoch, clock::now());
                 for port in self.machine.ports() {
-                    port.release_through(epoch);
+                    port.release_through(epoch, decided);
                 }
             }
             PrimaryAction::OpenOutput => {

@@ -9,6 +9,7 @@
 //! |-------------|-------|
 //! | [`stage`]   | how a test begins and ends, and what it always checks |
 //! | [`deaths`]  | every way in which a host, a daemon or a QEMU can die |
+//! | [`stalls`]  | stalled hosts and daemons that come back |
 //! | [`sync`]    | the same before the first synchronisation has ended |
 //! | [`planned`] | what people do on purpose: fail over, stop, reboot |
 //! | [`phases`]  | deaths at each phase of the protocol |
@@ -29,5 +30,6 @@ mod refusals;
 mod relay;
 mod shapes;
 mod stage;
+mod stalls;
 mod sync;
 mod wire;

@@ -1,0 +1,111 @@
+//! A daemon, or a whole host, stops in its tracks and comes back as if nothing
+//! had happened: for longer than the time-out, and for much longer.
+//!
+//! Network load is under way, so that there is output to be let out too late.
+
+use crate::deaths::{await_rounds, unharmed};
+use crate::stage::{LIMIT, await_degraded, options, play_protected, prove_survival};
+use anyhow::{Context, Result, ensure};
+use std::time::{Duration, Instant};
+use understudy_lab::scene::{ECHO_PORT, VM};
+use understudy_lab::{ChatterClient, HostOptions, Load, Part, Scene, wait_for};
+
+/// How long the stalls are.
+const STALLS: [Duration; 2] = [Duration::from_secs(1), Duration::from_secs(10)];
+/// Silence counts as a failure well before the shorter stall is over.
+const DETECTION: &str = "[detection]\ntimeout_ms = 250\n";
+
+fn play_stalls(story: impl FnOnce(&mut Scene, &ChatterClient) -> Result<&'static str>) {
+    let mut options = options();
+    options.memory_mib = 192;
+    let daemon = HostOptions { settings: DETECTION.to_owned(), ..Default::default() };
+    options.daemons.values_mut().for_each(|options| *options = daemon.clone());
+    play_protected(options, |scene, client| {
+        let bulk =
+            ChatterClient::start(scene.lab(), scene.guest(ECHO_PORT), 2, Load::Bulk(64 * 1024))?;
+        let survivor = story(scene, &bulk)?;
+        unharmed(&bulk.stop())?;
+        prove_survival(scene, client, survivor)
+    });
+}
+
+/// The primary stalls: its backup takes over, and what returns is halted before
+/// it has let anything out. Each host has its turn.
+fn primaries_stall(part: Part) {
+    play_stalls(|scene, bulk| {
+        let (mut primary, mut backup) = ("a", "b");
+        for stall in STALLS {
+            await_rounds(bulk, 20)?;
+            let (old, new) = (scene.watch_uplink(primary, 0)?, scene.watch_uplink(backup, 0)?);
+            let stalled_at = scene.host(primary)?.stall(part)?;
+            scene.await_live(backup)?;
+            await_rounds(bulk, 5)?;
+            await_end(stalled_at + stall)?;
+            scene.host(primary)?.resume()?;
+            scene.await_fenced(primary)?;
+            await_rounds(bulk, 5)?;
+            let first = new.first_frame_after(stalled_at)?.context("the survivor was silent")?;
+            let late = old.frames_after(first)?;
+            ensure!(late == 0, "{late} frames left the stalled host after it had lost the VM");
+            scene.protect(backup, primary)?;
+            scene.await_protected(backup, |_| ())?;
+            (primary, backup) = (backup, primary);
+        }
+        scene.host_mut(primary)?.kill_everything()?;
+        Ok(backup)
+    });
+}
+
+/// The backup stalls: the primary goes on alone, and what returns goes away
+/// quietly and can serve again.
+fn backups_stall(part: Part) {
+    play_stalls(|scene, bulk| {
+        for stall in STALLS {
+            let silence = scene.watch_uplink("b", 0)?;
+            let standby = scene.host("b")?.qemu_pid(VM)?;
+            let stalled_at = scene.host("b")?.stall(part)?;
+            await_degraded(scene, "a")?;
+            await_rounds(bulk, 5)?;
+            await_end(stalled_at + stall)?;
+            scene.host("b")?.resume()?;
+            let host = scene.host("b")?.namespace();
+            wait_for("the standby to be gone", LIMIT, || {
+                Ok((!host.processes()?.contains(&standby)).then_some(()))
+            })?;
+            await_rounds(bulk, 5)?;
+            ensure!(silence.count()? == 0, "the stalled backup sent something");
+            wait_for("host b to stand by again", LIMIT, || {
+                Ok(scene.protect("a", "b").is_ok().then_some(()))
+            })?;
+            scene.await_protected("a", |_| ())?;
+            await_rounds(bulk, 5)?;
+        }
+        scene.host_mut("a")?.kill_everything()?;
+        Ok("b")
+    });
+}
+
+/// Time passes, whatever happens meanwhile.
+fn await_end(instant: Instant) -> Result<()> {
+    wait_for("the stall to be over", LIMIT, || Ok((Instant::now() >= instant).then_some(())))
+}
+
+#[test]
+fn a_primary_host_stalls_and_returns() {
+    primaries_stall(Part::Everything);
+}
+
+#[test]
+fn a_primary_daemon_stalls_and_returns() {
+    primaries_stall(Part::Daemon);
+}
+
+#[test]
+fn a_backup_host_stalls_and_returns() {
+    backups_stall(Part::Everything);
+}
+
+#[test]
+fn a_backup_daemon_stalls_and_returns() {
+    backups_stall(Part::Daemon);
+}
