@@ -4,6 +4,7 @@
 mod support;
 
 use std::sync::Arc;
+use std::time::Instant;
 use support::*;
 use understudy_network::*;
 use understudy_protocol::{CardIndex, Epoch};
@@ -55,8 +56,8 @@ fn members_hear_each_other_at_once_and_only_once() {
 
         one.drain_and_barrier(Epoch(2));
         two.drain_and_barrier(Epoch(2));
-        one.release_through(Epoch(1));
-        two.release_through(Epoch(1));
+        one.release_through(Epoch(1), Instant::now());
+        two.release_through(Epoch(1), Instant::now());
         assert_eq!(outside.receive(), "for all", "and nothing that was for members alone");
         assert_eq!(outside.receive(), "for a stranger");
         // The broadcast is on the bridge now: the next thing that two hears must
