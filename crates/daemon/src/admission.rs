@@ -100,7 +100,7 @@ impl Host {
         let ownership = match &self.arbiter {
             Some(arbiter) => arbiter
                 .current(name)
-                .map_err(|error| HostError::new(ErrorKind::Unreachable, arbiter.explain(&error)))?,
+                .map_err(|error| HostError::new(ErrorKind::Unreachable, error.to_string()))?,
             None => None,
         };
         let own = record.as_ref().map(|record| &record.image);

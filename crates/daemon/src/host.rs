@@ -1,8 +1,8 @@
 //! The host: every VM that this daemon runs or backs up.
 
 use crate::admission::open_disks;
-use crate::arbiter::FileArbiter;
-use crate::config::{ArbiterConfig, HostConfig};
+use crate::arbiter::Arbiter;
+use crate::config::HostConfig;
 use crate::error::{ErrorKind, HostError};
 use crate::machine::{self, Machine};
 use crate::records::Records;
@@ -31,7 +31,7 @@ pub(crate) const PEER_TIMEOUT: Duration = Duration::from_secs(20);
 pub struct Host {
     /// The configuration.
     pub(crate) config: HostConfig,
-    pub(crate) arbiter: Option<FileArbiter>,
+    pub(crate) arbiter: Option<Arbiter>,
     pub(crate) capabilities: Capabilities,
     pub(crate) agent: PathBuf,
     /// What speaks against protecting VMs on this kernel.
@@ -71,10 +71,7 @@ impl Host {
             );
             HostError::new(ErrorKind::Conflict, message)
         })?;
-        let arbiter = config
-            .arbiter
-            .as_ref()
-            .map(|ArbiterConfig::File { path }| FileArbiter::new(path, &config.name));
+        let arbiter = config.arbiter.as_ref().map(|kind| Arbiter::new(kind, &config.name));
         let records = Records::new(&config.state_dir, &config.name);
         let host = Arc::new(Host {
             records,

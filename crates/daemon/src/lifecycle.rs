@@ -160,7 +160,7 @@ impl Host {
         lock(&self.vms).remove(name);
         if let Some(arbiter) = &self.arbiter {
             if let Err(error) = arbiter.release(name, vm.generation()) {
-                warn!(vm = name, "{}", arbiter.explain(&error));
+                warn!(vm = name, "{error}");
             }
         }
         info!(vm = name, "stopped");

@@ -161,7 +161,7 @@ impl Host {
                 };
                 (ArbiterWord::Says(ownership), words)
             }
-            Err(error) => (ArbiterWord::Silent, arbiter.explain(&error)),
+            Err(error) => (ArbiterWord::Silent, error.to_string()),
         }
     }
 }

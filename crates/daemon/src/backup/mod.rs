@@ -10,7 +10,7 @@ mod session;
 
 pub use session::{Outcome, Session};
 
-use crate::arbiter::FileArbiter;
+use crate::arbiter::Arbiter;
 use crate::clock;
 use crate::doorbell::Doorbell;
 use crate::handshake::{FileOffer, FileRole, Offer, Ready};
@@ -118,7 +118,7 @@ pub struct Plan {
     /// The shortest silence that counts as failure.
     pub timeout: Duration,
     /// Who decides about ownership.
-    pub arbiter: FileArbiter,
+    pub arbiter: Arbiter,
     /// Where this host notes what its images are.
     pub records: Records,
 }

@@ -2,7 +2,7 @@
 //! that feed it.
 
 use super::apply::{apply, apply_epoch, validate};
-use crate::arbiter::FileArbiter;
+use crate::arbiter::Arbiter;
 use crate::clock;
 use crate::doorbell::Doorbell;
 use crate::heartbeat::Pulse;
@@ -39,7 +39,7 @@ pub struct Session {
     pub machine: Arc<Machine>,
     pub(super) data: Link,
     pub(super) heartbeat: Mutex<Option<Link>>,
-    pub(super) arbiter: FileArbiter,
+    pub(super) arbiter: Arbiter,
     pub(super) records: Records,
     pub(super) core: Mutex<Backup>,
     pub(super) errands: Sender<Errand>,

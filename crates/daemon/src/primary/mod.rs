@@ -14,7 +14,7 @@ mod stats;
 
 pub use session::Session;
 
-use crate::arbiter::FileArbiter;
+use crate::arbiter::Arbiter;
 use crate::clock;
 use crate::handshake::{FileOffer, FileRole, Offer, Purpose, Ready, Welcome, dial};
 use crate::heartbeat::{self, Pulse};
@@ -58,7 +58,7 @@ pub struct Plan {
     /// The shortest silence that counts as failure.
     pub timeout: Duration,
     /// Who decides about ownership.
-    pub arbiter: FileArbiter,
+    pub arbiter: Arbiter,
     /// This host's QEMU.
     pub qemu_version: String,
     /// Names the session; unique.

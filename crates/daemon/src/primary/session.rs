@@ -4,7 +4,7 @@
 use super::progress::Progress;
 use super::send::{Outbox, Outgoing};
 use super::stats::Stats;
-use crate::arbiter::FileArbiter;
+use crate::arbiter::Arbiter;
 use crate::clock;
 use crate::link::Link;
 use crate::machine::Machine;
@@ -45,7 +45,7 @@ pub struct Session {
     pub(super) data: Link,
     pub(super) heartbeat: Link,
     pub(super) hand_over: AtomicBool,
-    pub(super) arbiter: FileArbiter,
+    pub(super) arbiter: Arbiter,
     pub(super) contests: Sender<Generation>,
     pub(super) core: Mutex<Primary>,
 }

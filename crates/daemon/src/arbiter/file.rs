@@ -5,6 +5,7 @@
 //! link of a finished file to that name: atomic on every file system that has
 //! hard links, and it fails when somebody was first.
 
+use super::Unreachable;
 use serde::{Deserialize, Serialize};
 use std::fs;
 use std::io::{self, ErrorKind, Write};
@@ -16,7 +17,7 @@ struct Record {
     host: Option<String>,
 }
 
-/// Keeps the ownership records of all VMs; one per daemon.
+/// The records in one directory.
 #[derive(Clone, Debug)]
 pub struct FileArbiter {
     directory: PathBuf,
@@ -24,13 +25,28 @@ pub struct FileArbiter {
 }
 
 impl FileArbiter {
-    /// The arbiter in `directory`, asked in the name of `host`.
     pub fn new(directory: &Path, host: &str) -> FileArbiter {
         FileArbiter { directory: directory.to_owned(), host: host.to_owned() }
     }
 
-    /// The newest record of a VM; none when no host ever owned it.
-    pub fn current(&self, vm: &str) -> io::Result<Option<Ownership>> {
+    pub fn current(&self, vm: &str) -> Result<Option<Ownership>, Unreachable> {
+        self.newest(vm).map_err(|error| self.explain(&error))
+    }
+
+    pub fn acquire(&self, vm: &str, from: Generation) -> Result<Verdict, Unreachable> {
+        self.swap(vm, from, Some(&self.host)).map_err(|error| self.explain(&error))
+    }
+
+    pub fn release(&self, vm: &str, from: Generation) -> Result<(), Unreachable> {
+        self.swap(vm, from, None).map(drop).map_err(|error| self.explain(&error))
+    }
+
+    fn explain(&self, error: &io::Error) -> Unreachable {
+        let directory = self.directory.display();
+        Unreachable(format!("the arbiter's directory {directory} cannot be used: {error}"))
+    }
+
+    fn newest(&self, vm: &str) -> io::Result<Option<Ownership>> {
         let entries = match fs::read_dir(self.directory.join(vm)) {
             Ok(entries) => entries,
             // The arbiter's own directory must be there, or it is out of reach.
@@ -47,25 +63,8 @@ impl FileArbiter {
         newest.map(|generation| self.read(vm, Generation(generation))).transpose()
     }
 
-    /// Makes this host the owner at the generation after `from`, unless another
-    /// host was first. Asking again for what this host already won is granted.
-    pub fn acquire(&self, vm: &str, from: Generation) -> Verdict {
-        self.swap(vm, from, Some(&self.host))
-            .unwrap_or_else(|error| Verdict::Unreachable(self.explain(&error)))
-    }
-
-    /// Gives the VM up after a clean stop: any host may start it then.
-    pub fn release(&self, vm: &str, from: Generation) -> io::Result<()> {
-        self.swap(vm, from, None).map(|_| ())
-    }
-
-    /// Words for an error of this arbiter.
-    pub fn explain(&self, error: &io::Error) -> String {
-        format!("the arbiter's directory {} cannot be used: {error}", self.directory.display())
-    }
-
     fn swap(&self, vm: &str, from: Generation, host: Option<&str>) -> io::Result<Verdict> {
-        if let Some(owner) = self.current(vm)? {
+        if let Some(owner) = self.newest(vm)? {
             if owner.generation > from {
                 return Ok(self.judge(owner, from, host));
             }
@@ -122,7 +121,7 @@ mod tests {
                 let contest = |name: String| {
                     let arbiter = FileArbiter::new(directory.path(), &name);
                     scope.spawn(move || {
-                        matches!(arbiter.acquire("db", Generation(round)), Verdict::Granted(_))
+                        matches!(arbiter.acquire("db", Generation(round)), Ok(Verdict::Granted(_)))
                     })
                 };
                 let threads: Vec<_> = (0..4).map(|i| contest(format!("host-{i}"))).collect();
@@ -137,12 +136,12 @@ mod tests {
         let directory = tempfile::tempdir().unwrap();
         let a = FileArbiter::new(directory.path(), "a");
         let b = FileArbiter::new(directory.path(), "b");
-        assert_eq!(a.acquire("db", Generation(0)), Verdict::Granted(Generation(1)));
-        assert_eq!(a.acquire("db", Generation(0)), Verdict::Granted(Generation(1)));
-        assert_eq!(b.acquire("db", Generation(1)), Verdict::Granted(Generation(2)));
+        assert_eq!(a.acquire("db", Generation(0)), Ok(Verdict::Granted(Generation(1))));
+        assert_eq!(a.acquire("db", Generation(0)), Ok(Verdict::Granted(Generation(1))));
+        assert_eq!(b.acquire("db", Generation(1)), Ok(Verdict::Granted(Generation(2))));
         let taken = Ownership { host: Some("b".into()), generation: Generation(2) };
-        assert_eq!(a.acquire("db", Generation(1)), Verdict::Taken(taken.clone()));
-        assert_eq!(a.acquire("db", Generation(0)), Verdict::Taken(taken));
+        assert_eq!(a.acquire("db", Generation(1)), Ok(Verdict::Taken(taken.clone())));
+        assert_eq!(a.acquire("db", Generation(0)), Ok(Verdict::Taken(taken)));
         b.release("db", Generation(2)).unwrap();
         assert_eq!(b.current("db").unwrap().unwrap().host, None);
     }
@@ -150,6 +149,8 @@ mod tests {
     #[test]
     fn a_missing_directory_is_no_verdict() {
         let arbiter = FileArbiter::new(Path::new("/nonexistent/arbiter"), "a");
-        assert!(matches!(arbiter.acquire("db", Generation(0)), Verdict::Unreachable(_)));
+        assert!(
+            arbiter.acquire("db", Generation(0)).unwrap_err().0.contains("/nonexistent/arbiter")
+        );
     }
 }
