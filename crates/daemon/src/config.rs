@@ -10,9 +10,11 @@
 //!
 //! [peers]
 //! b = "10.0.0.2:7788"
+//! c = ["10.0.0.3:7788", "10.1.0.3:7788"]   # two paths
 //! ```
 
 use crate::error::{ErrorKind, HostError};
+use crate::handshake::MOST_PATHS;
 use serde::Deserialize;
 use std::collections::BTreeMap;
 use std::env;
@@ -52,16 +54,16 @@ const EXAMPLES: [(&str, &str); 4] = [
 pub struct HostConfig {
     /// This host's name, as its peers and the arbiter know it.
     pub name: String,
-    /// Where peers reach this host.
-    pub listen: SocketAddr,
+    /// Where peers reach this host; at least one.
+    pub listen: Vec<SocketAddr>,
     /// Where the daemon keeps what must survive it; absolute.
     pub state_dir: PathBuf,
     /// The unix socket of the local API; absolute.
     pub socket: PathBuf,
     /// Who decides which host owns a VM. Without it nothing can be protected.
     pub arbiter: Option<ArbiterConfig>,
-    /// The other hosts, by name.
-    pub peers: BTreeMap<String, SocketAddr>,
+    /// The other hosts by name, with an address for each path to them.
+    pub peers: BTreeMap<String, Vec<SocketAddr>>,
     /// QEMU, when it is not the one on the PATH; see [`HostConfig::qemu_path`].
     pub qemu: Option<PathBuf>,
     /// The agent library, when it is elsewhere; see [`HostConfig::agent_path`].
@@ -163,12 +165,12 @@ fn is_executable(path: &Path) -> bool {
 #[serde(deny_unknown_fields)]
 struct RawConfig {
     name: Spanned<String>,
-    listen: Spanned<String>,
+    listen: Spanned<toml::Value>,
     state_dir: Option<Spanned<PathBuf>>,
     socket: Option<Spanned<PathBuf>>,
     arbiter: Option<RawArbiter>,
     #[serde(default)]
-    peers: BTreeMap<Spanned<String>, Spanned<String>>,
+    peers: BTreeMap<Spanned<String>, Spanned<toml::Value>>,
     qemu: Option<Spanned<PathBuf>>,
     agent: Option<Spanned<PathBuf>>,
     detection: Option<RawDetection>,
@@ -191,8 +193,8 @@ impl RawConfig {
     fn check(self, source: &Source<'_>) -> Result<HostConfig, HostError> {
         source.check_name("name", &self.name)?;
         let name = self.name.into_inner();
-        let listen = source.address("listen", &self.listen)?;
-        let peers = check_peers(source, self.peers, &name, listen)?;
+        let listen = source.addresses("listen", &self.listen)?;
+        let peers = check_peers(source, self.peers, &name, &listen)?;
         Ok(HostConfig {
             listen,
             peers,
@@ -223,32 +225,43 @@ impl RawArbiter {
 
 fn check_peers(
     source: &Source<'_>,
-    raw: BTreeMap<Spanned<String>, Spanned<String>>,
+    raw: BTreeMap<Spanned<String>, Spanned<toml::Value>>,
     host: &str,
-    listen: SocketAddr,
-) -> Result<BTreeMap<String, SocketAddr>, HostError> {
-    let mut peers: BTreeMap<String, SocketAddr> = BTreeMap::new();
-    for (name, address) in raw {
+    listen: &[SocketAddr],
+) -> Result<BTreeMap<String, Vec<SocketAddr>>, HostError> {
+    let mut peers: BTreeMap<String, Vec<SocketAddr>> = BTreeMap::new();
+    for (name, addresses) in raw {
         let field = format!("peers.{}", name.get_ref());
         source.check_name(&field, &name)?;
         if name.get_ref() == host {
             let message = "this is the host's own name; list only the other hosts";
             return Err(source.wrong(&field, name.span(), message));
         }
-        let parsed = source.address(&field, &address)?;
-        let wrong = |message: String| Err(source.wrong(&field, address.span(), &message));
-        if parsed.ip().is_unspecified() {
-            return wrong(format!("{parsed} names no host; write the address of that host"));
-        }
-        if parsed == listen {
-            return wrong(format!("{parsed} is this host's own `listen` address"));
-        }
-        if let Some((other, _)) = peers.iter().find(|(_, known)| **known == parsed) {
-            return wrong(format!("{parsed} is already the address of peer \"{other}\""));
+        let parsed = source.addresses(&field, &addresses)?;
+        for address in &parsed {
+            if let Some(problem) = misplaced(*address, listen, &peers) {
+                return Err(source.wrong(&field, addresses.span(), &problem));
+            }
         }
         peers.insert(name.into_inner(), parsed);
     }
     Ok(peers)
+}
+
+/// What speaks against the address as a peer's.
+fn misplaced(
+    address: SocketAddr,
+    listen: &[SocketAddr],
+    peers: &BTreeMap<String, Vec<SocketAddr>>,
+) -> Option<String> {
+    if address.ip().is_unspecified() {
+        return Some(format!("{address} names no host; write the address of that host"));
+    }
+    if listen.contains(&address) {
+        return Some(format!("{address} is this host's own `listen` address"));
+    }
+    let (other, _) = peers.iter().find(|(_, known)| known.contains(&address))?;
+    Some(format!("{address} is already the address of peer \"{other}\""))
 }
 
 fn check_socket(source: &Source<'_>, raw: Option<Spanned<PathBuf>>) -> Result<PathBuf, HostError> {
@@ -332,18 +345,34 @@ impl Source<'_> {
         Err(self.wrong(field, name.span(), &message))
     }
 
-    fn address(&self, field: &str, raw: &Spanned<String>) -> Result<SocketAddr, HostError> {
-        match raw.get_ref().parse::<SocketAddr>() {
-            Ok(address) if address.port() != 0 => Ok(address),
-            _ => {
-                let message = format!(
-                    "\"{}\" is not an address; write \"IP:port\" with a port of 1 to 65535, \
-                     for example \"10.0.0.1:7788\"",
-                    raw.get_ref()
-                );
-                Err(self.wrong(field, raw.span(), &message))
-            }
+    /// One address, or a list of them: one for each path.
+    fn addresses(
+        &self,
+        field: &str,
+        raw: &Spanned<toml::Value>,
+    ) -> Result<Vec<SocketAddr>, HostError> {
+        let list = match raw.get_ref() {
+            toml::Value::Array(list) => list.as_slice(),
+            one => std::slice::from_ref(one),
+        };
+        let wrong = |message: String| Err(self.wrong(field, raw.span(), &message));
+        if !(1..=MOST_PATHS).contains(&list.len()) {
+            return wrong(format!("{} addresses; 1 to {MOST_PATHS} are possible", list.len()));
         }
+        let mut addresses = Vec::new();
+        for value in list {
+            let Some(address) = address(value) else {
+                return wrong(format!(
+                    "{value} is not an address; write \"IP:port\" with a port of 1 to 65535, \
+                     for example \"10.0.0.1:7788\", or a list of these"
+                ));
+            };
+            if addresses.contains(&address) {
+                return wrong(format!("{address} is there twice"));
+            }
+            addresses.push(address);
+        }
+        Ok(addresses)
     }
 
     fn absolute(&self, field: &str, raw: Spanned<PathBuf>) -> Result<PathBuf, HostError> {
@@ -354,6 +383,10 @@ impl Source<'_> {
             format!("\"{}\" is not an absolute path; start it with /", raw.get_ref().display());
         Err(self.wrong(field, raw.span(), &message))
     }
+}
+
+fn address(value: &toml::Value) -> Option<SocketAddr> {
+    value.as_str()?.parse().ok().filter(|address: &SocketAddr| address.port() != 0)
 }
 
 #[cfg(test)]
@@ -400,12 +433,12 @@ timeout_ms = 250
     fn a_full_file_is_read() {
         let config = HostConfig::from_toml(GOOD, Path::new("host.toml")).unwrap();
         assert_eq!(config.name, "a");
-        assert_eq!(config.listen, "10.0.0.1:7788".parse().unwrap());
+        assert_eq!(config.listen, ["10.0.0.1:7788".parse().unwrap()]);
         assert_eq!(config.state_dir, Path::new("/srv/state"));
         assert_eq!(config.socket, Path::new("/run/a.sock"));
         assert_eq!(config.arbiter, Some(ArbiterConfig::File { path: "/srv/arbiter".into() }));
-        assert_eq!(config.peers["b"], "10.0.0.2:7788".parse().unwrap());
-        assert_eq!(config.peers["c-2"], "[fe80::1]:7788".parse().unwrap());
+        assert_eq!(config.peers["b"], ["10.0.0.2:7788".parse().unwrap()]);
+        assert_eq!(config.peers["c-2"], ["[fe80::1]:7788".parse().unwrap()]);
         assert_eq!(config.qemu.as_deref(), Some(Path::new("/opt/qemu")));
         assert_eq!(config.agent.as_deref(), Some(Path::new("/opt/agent.so")));
         assert_eq!(config.detection_timeout, Duration::from_millis(250));
@@ -471,6 +504,23 @@ timeout_ms = 250
         assert_says(&broken("10.0.0.2", "10.0.0.1"), "host.toml:14: peers.b:", &["`listen`"]);
         let twice = broken("[fe80::1]", "10.0.0.2");
         assert_says(&twice, "host.toml:15: peers.c-2:", &["10.0.0.2:7788", "\"b\""]);
+    }
+
+    #[test]
+    fn a_host_may_have_several_addresses() {
+        let (one, two) = ("\"10.0.0.2:7788\"", "\"10.1.0.2:7788\"");
+        let text = GOOD.replace(one, &format!("[{one}, {two}]"));
+        let text = text.replace("\"10.0.0.1:7788\"", "[\"10.0.0.1:7788\", \"10.1.0.1:7788\"]");
+        let config = HostConfig::from_toml(&text, Path::new("host.toml")).unwrap();
+        assert_eq!(config.listen.len(), 2);
+        let expected: [SocketAddr; 2] =
+            ["10.0.0.2:7788".parse().unwrap(), "10.1.0.2:7788".parse().unwrap()];
+        assert_eq!(config.peers["b"], expected);
+        let place = "host.toml:14: peers.b:";
+        assert_says(&broken(one, "[]"), place, &["0 addresses", "1 to 8"]);
+        assert_says(&broken(one, &format!("[{one}, {one}]")), place, &["twice"]);
+        assert_says(&broken(one, &format!("[{one}, 7]")), place, &["7 is not an address"]);
+        assert_says(&broken(one, "7788"), place, &["7788 is not an address"]);
     }
 
     #[test]

@@ -5,12 +5,16 @@ use anyhow::Context;
 use serde::{Deserialize, Serialize};
 use std::net::{SocketAddr, TcpStream};
 use std::time::Duration;
+use tracing::debug;
 use understudy_protocol::wire::{Kind, WIRE_VERSION};
-use understudy_protocol::{DiskIndex, Generation};
+use understudy_protocol::{Count, DiskIndex, Generation, PathIndex};
 use understudy_qemu::{Accelerator, VmDefinition};
 
 /// How long a connection to a peer may take.
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(3);
+
+/// The paths that a peer may have.
+pub const MOST_PATHS: usize = 8;
 
 /// First message of every connection.
 #[derive(Clone, Debug, Serialize, Deserialize)]
@@ -40,6 +44,17 @@ pub enum Purpose {
     Heartbeat {
         /// The session.
         session: String,
+        /// The path that they are for.
+        path: PathIndex,
+    },
+    /// The data of a session goes on over this connection.
+    Resume {
+        /// The session.
+        session: String,
+        /// The path that the connection takes.
+        path: PathIndex,
+        /// How many of the backup's messages the primary has got.
+        received: Count,
     },
 }
 
@@ -62,6 +77,10 @@ pub struct Offer {
     pub disk_bytes: Vec<u64>,
     /// Files that follow: what QEMU reads when it starts.
     pub files: Vec<FileOffer>,
+    /// The backup's addresses that the primary knows, one for each path.
+    pub paths: Vec<SocketAddr>,
+    /// The path of this connection.
+    pub path: PathIndex,
 }
 
 /// A file, or the beginning of one, that the backup's QEMU needs.
@@ -93,11 +112,37 @@ pub struct Welcome {
     pub host: String,
 }
 
+/// The backup goes on with a session over a new connection.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+pub struct Resumed {
+    /// How many of the primary's messages the backup has got.
+    pub received: Count,
+}
+
 /// The backup's QEMU stands by.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct Ready {
     /// Name and bytes of every RAM block there, in the order of the block ids.
     pub blocks: Vec<(String, u64)>,
+}
+
+/// Dials the first of a peer's addresses that answers; returns which one it is.
+pub fn dial_first(
+    addresses: &[SocketAddr],
+    host: &str,
+    purpose: impl Fn(PathIndex) -> Purpose,
+) -> anyhow::Result<(Link, PathIndex)> {
+    let mut first_error = None;
+    for (path, address) in (0..).map(PathIndex).zip(addresses) {
+        match dial(*address, host, purpose(path)) {
+            Ok(link) => return Ok((link, path)),
+            Err(error) => {
+                debug!("{error:#}");
+                first_error.get_or_insert(error);
+            }
+        }
+    }
+    Err(first_error.context("the peer has no address")?)
 }
 
 /// Dials a peer and says hello.

@@ -1,56 +1,160 @@
-//! Signs of life between two hosts, on a connection of their own: a large epoch
-//! on the data connection must not look like a dead host.
+//! Signs of life between two hosts, on connections of their own: a large epoch
+//! on the data connection must not look like a dead host. Every path has one.
 
 use crate::link::Link;
-use std::sync::Arc;
+use crate::paths::{Consequence, PathMonitor};
+use crate::sync::lock;
+use std::io;
+use std::sync::{Arc, Mutex};
 use std::thread;
 use std::time::{Duration, Instant};
 use tracing::debug;
 use understudy_protocol::wire::Kind;
-use understudy_protocol::{Epoch, HEARTBEAT_INTERVAL};
+use understudy_protocol::{Epoch, HEARTBEAT_INTERVAL, PathEvent, PathIndex};
 use understudy_qemu::urgency::raise_this_thread;
 
 /// A thread that was not scheduled for this long looks at the peer's messages
 /// first: it cannot tell the peer's silence from its own.
 const OWN_STALL: Duration = Duration::from_millis(50);
 
+/// A heartbeat that cannot be sent for so long is not worth waiting for.
+const WRITE_TIMEOUT: Duration = Duration::from_secs(2);
+
+/// Before a path that is down is dialled again.
+const REDIAL_PAUSE: Duration = Duration::from_millis(250);
+
 /// What a session does with its heartbeats. All calls return soon.
 pub trait Pulse: Send + Sync + 'static {
+    /// The session's paths.
+    fn paths(&self) -> &PathMonitor;
+    /// The session's heartbeat connections.
+    fn heartbeats(&self) -> &Heartbeats;
     /// The peer gave a sign of life.
     fn heard(&self);
-    /// The connection ended.
+    /// The last path was reset.
     fn lost(&self, reason: String);
     /// Time has passed.
     fn tick(&self);
+    /// The path that the data goes over is down, another one is up.
+    fn leave_path(&self);
     /// Whether the session is over and its threads may end.
     fn is_over(&self) -> bool;
 }
 
-/// Starts sending and receiving heartbeats; ends with the session.
-pub fn start(link: Link, name: &str, session: Arc<impl Pulse>) -> anyhow::Result<()> {
-    link.set_read_timeout(None)?;
-    link.set_write_timeout(Some(Duration::from_secs(2)))?;
-    let receiving = link.try_clone()?;
-    let listener = session.clone();
-    thread::Builder::new()
-        .name(format!("hear-{name}"))
-        .spawn(move || listen(&receiving, &*listener))?;
-    thread::Builder::new().name(format!("beat-{name}")).spawn(move || beat(&link, &*session))?;
+/// The heartbeat connections of a session, by path.
+pub struct Heartbeats(Mutex<Slots>);
+
+struct Slots {
+    links: Vec<Option<Link>>,
+    closed: bool,
+}
+
+impl Heartbeats {
+    /// Room for this many paths.
+    pub fn new(paths: usize) -> Heartbeats {
+        Heartbeats(Mutex::new(Slots { links: vec![None; paths], closed: false }))
+    }
+
+    /// Ends all connections, also those yet to come.
+    pub fn close(&self) {
+        let mut slots = lock(&self.0);
+        slots.closed = true;
+        slots.links.iter().flatten().for_each(Link::close);
+    }
+
+    fn get(&self, path: PathIndex) -> Option<Link> {
+        lock(&self.0).links.get(usize::from(path.0)).cloned().flatten()
+    }
+
+    fn put(&self, path: PathIndex, link: Link) {
+        let mut slots = lock(&self.0);
+        if slots.closed {
+            link.close();
+        }
+        if let Some(slot) = slots.links.get_mut(usize::from(path.0))
+            && let Some(old) = slot.replace(link)
+        {
+            old.close();
+        }
+    }
+}
+
+/// Starts to send heartbeats over every path that has, or will have, a
+/// connection; ends with the session.
+pub fn start<P: Pulse>(name: &str, session: &Arc<P>) -> io::Result<()> {
+    for path in session.paths().indices() {
+        let session = session.clone();
+        spawn("beat", name, path, move || beat(path, &*session))?;
+    }
     Ok(())
 }
 
-fn beat(link: &Link, session: &impl Pulse) {
+/// Listens to a path's heartbeats, beginning with `first`, for as long as the
+/// session lives: dials again when the connection has ended. The only path is
+/// not dialled again: with it, the peer is lost.
+pub fn keep<P: Pulse>(
+    name: &str,
+    session: &Arc<P>,
+    path: PathIndex,
+    first: Option<Link>,
+    dial: impl Fn(PathIndex) -> anyhow::Result<Link> + Send + 'static,
+) -> io::Result<()> {
+    let session = session.clone();
+    spawn("hear", name, path, move || {
+        be_punctual();
+        let mut link = first.map(Ok);
+        while !session.is_over() {
+            match link.take().unwrap_or_else(|| dial(path)) {
+                Ok(link) => listen(&*session, path, link),
+                Err(error) => ended(&*session, path, format!("{error:#}")),
+            }
+            if !session.paths().are_several() {
+                return;
+            }
+            thread::sleep(REDIAL_PAUSE);
+        }
+    })
+}
+
+/// Listens to heartbeats that the peer connected, until their connection ends.
+pub fn attach<P: Pulse>(
+    name: &str,
+    session: &Arc<P>,
+    path: PathIndex,
+    link: Link,
+) -> io::Result<()> {
+    let session = session.clone();
+    spawn("hear", name, path, move || {
+        be_punctual();
+        listen(&*session, path, link);
+    })
+}
+
+fn spawn(
+    role: &str,
+    name: &str,
+    path: PathIndex,
+    body: impl FnOnce() + Send + 'static,
+) -> io::Result<()> {
+    // The system shows 15 characters of it: the VM's name comes last.
+    thread::Builder::new().name(format!("{role}{path}-{name}")).spawn(body).map(drop)
+}
+
+fn beat(path: PathIndex, session: &impl Pulse) {
     be_punctual();
     while !session.is_over() {
-        // A broken connection is the listening thread's to report.
-        let _ = link.send_signal(Kind::Heartbeat, Epoch(0));
+        if let Some(link) = session.heartbeats().get(path) {
+            // A broken connection is the listening thread's to report.
+            let _ = link.send_signal(Kind::Heartbeat, Epoch(0));
+        }
         let before = Instant::now();
         thread::sleep(HEARTBEAT_INTERVAL);
         if before.elapsed() < HEARTBEAT_INTERVAL + OWN_STALL {
+            follow(session, PathEvent::Tick);
             session.tick();
         }
     }
-    link.close();
+    session.heartbeats().close();
 }
 
 /// On a busy host a late heartbeat would look like a dead one. Where the system
@@ -61,12 +165,31 @@ fn be_punctual() {
     }
 }
 
-fn listen(link: &Link, session: &impl Pulse) {
-    be_punctual();
-    loop {
-        match link.receive() {
-            Ok(_) => session.heard(),
-            Err(error) => return session.lost(format!("heartbeat: {error:#}")),
-        }
+fn listen(session: &impl Pulse, path: PathIndex, link: Link) {
+    let set = link.set_read_timeout(None).and(link.set_write_timeout(Some(WRITE_TIMEOUT)));
+    session.heartbeats().put(path, link.clone());
+    follow(session, PathEvent::Connected(path));
+    let mut result = set.map_err(Into::into);
+    while result.is_ok() {
+        session.heard();
+        follow(session, PathEvent::Heard(path));
+        result = link.receive().map(drop);
+    }
+    let reason = result.err().map_or_else(String::new, |error| format!("{error:#}"));
+    // A connection that was replaced is not the path's end.
+    if session.heartbeats().get(path).is_some_and(|present| present.is(&link)) {
+        ended(session, path, reason);
+    }
+}
+
+fn ended(session: &impl Pulse, path: PathIndex, reason: String) {
+    follow(session, PathEvent::Ended(path, format!("heartbeat: {reason}")));
+}
+
+fn follow(session: &impl Pulse, event: PathEvent) {
+    match session.paths().event(event) {
+        Some(Consequence::Leave) => session.leave_path(),
+        Some(Consequence::Lost(reason)) => session.lost(reason),
+        None => {}
     }
 }

@@ -11,7 +11,7 @@ use crate::sync::lock;
 use crate::vm::{PrimaryVm, Vm};
 use crate::{incoming, primary};
 use std::collections::BTreeMap;
-use std::net::TcpListener;
+use std::net::{SocketAddr, TcpListener};
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, Weak};
@@ -64,13 +64,7 @@ impl Host {
             warn!("VMs run here but cannot be protected: {problem}");
         }
         prepare_directory(&config.state_dir)?;
-        let listener = TcpListener::bind(config.listen).map_err(|error| {
-            let message = format!(
-                "cannot listen on {}: {error}; is another daemon running, or the address not this host's?",
-                config.listen
-            );
-            HostError::new(ErrorKind::Conflict, message)
-        })?;
+        let listeners = config.listen.iter().map(bind).collect::<Result<Vec<_>, _>>()?;
         let arbiter = config.arbiter.as_ref().map(|kind| Arbiter::new(kind, &config.name));
         let records = Records::new(&config.state_dir, &config.name);
         let host = Arc::new(Host {
@@ -86,9 +80,11 @@ impl Host {
             protecting: Mutex::default(),
             sessions: AtomicU64::new(0),
         });
-        incoming::listen(&host, listener)?;
+        for listener in listeners {
+            incoming::listen(&host, listener)?;
+        }
         host.tell_of_the_lost();
-        info!("host {} listens on {}", host.config.name, host.config.listen);
+        info!("host {} listens on {:?}", host.config.name, host.config.listen);
         Ok(host)
     }
 
@@ -353,7 +349,7 @@ impl Host {
                     .to_owned(),
             );
         };
-        let Some(&address) = self.config.peers.get(&request.to) else {
+        let Some(addresses) = self.config.peers.get(&request.to) else {
             let known: Vec<&str> = self.config.peers.keys().map(String::as_str).collect();
             return invalid(format!(
                 "{:?} is not a peer of this host; its [peers] are: {}",
@@ -376,7 +372,7 @@ impl Host {
         Ok(primary::Plan {
             host: self.config.name.clone(),
             peer: request.to.clone(),
-            address,
+            addresses: addresses.clone(),
             generation,
             policy,
             timeout: self.config.detection_timeout,
@@ -390,6 +386,15 @@ impl Host {
             ),
         })
     }
+}
+
+fn bind(address: &SocketAddr) -> Result<TcpListener, HostError> {
+    TcpListener::bind(address).map_err(|error| {
+        let message = format!(
+            "cannot listen on {address}: {error}; is another daemon running, or the address not this host's?"
+        );
+        HostError::new(ErrorKind::Conflict, message)
+    })
 }
 
 pub(crate) fn prepare_directory(path: &Path) -> Result<(), HostError> {

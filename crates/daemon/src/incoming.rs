@@ -2,13 +2,13 @@
 
 use crate::backup::{self, Outcome};
 use crate::error::{ErrorKind, HostError};
-use crate::handshake::{Hello, Offer, Purpose, Welcome, answer};
+use crate::handshake::{Hello, MOST_PATHS, Offer, Purpose, Welcome, answer};
 use crate::host::{Host, failed};
 use crate::link::Link;
 use crate::machine::{self, Machine};
 use crate::sync::lock;
 use crate::vm::{FencedVm, Vm};
-use anyhow::bail;
+use anyhow::{anyhow, bail};
 use std::net::{TcpListener, TcpStream};
 use std::sync::Arc;
 use std::thread;
@@ -42,7 +42,15 @@ fn serve(host: &Arc<Host>, stream: TcpStream) {
         match hello.purpose.clone() {
             Purpose::Protect(offer) => take_offer(host, link, &hello, &offer),
             Purpose::Images { vm } => answer_images(host, &link, &vm),
-            Purpose::Heartbeat { session } => take_heartbeat(host, link, &session),
+            Purpose::Heartbeat { session, path } => {
+                let session = session_of(host, &link, &hello, &session)?;
+                link.send_json(Kind::Welcome, &Welcome { host: host.config.name.clone() })?;
+                backup::attach_heartbeat(&session, path, link)
+            }
+            Purpose::Resume { session, path, received } => {
+                let session = session_of(host, &link, &hello, &session)?;
+                backup::resume(&session, path, &link, received)
+            }
         }
     });
     if let Err(error) = served {
@@ -60,18 +68,24 @@ fn answer_images(host: &Host, link: &Link, vm: &str) -> anyhow::Result<()> {
     }
 }
 
-fn take_heartbeat(host: &Host, link: Link, id: &str) -> anyhow::Result<()> {
+/// The session that a further connection belongs to.
+fn session_of(
+    host: &Host,
+    link: &Link,
+    hello: &Hello,
+    id: &str,
+) -> anyhow::Result<Arc<backup::Session>> {
     let session = lock(&host.vms).values().find_map(|vm| match vm {
-        Vm::Backup(session) if session.id == id => Some(session.clone()),
+        Vm::Backup(session) if session.id == id && session.primary == hello.host => {
+            Some(session.clone())
+        }
         _ => None,
     });
-    let Some(session) = session else {
-        let reason = format!("there is no session {id:?} here");
+    session.ok_or_else(|| {
+        let reason = format!("there is no session {id:?} of host {} here", hello.host);
         link.refuse(&reason);
-        bail!(reason);
-    };
-    link.send_json(Kind::Welcome, &Welcome { host: host.config.name.clone() })?;
-    backup::attach_heartbeat(&session, link)
+        anyhow!(reason)
+    })
 }
 
 fn take_offer(host: &Arc<Host>, link: Link, hello: &Hello, offer: &Offer) -> anyhow::Result<()> {
@@ -81,7 +95,7 @@ fn take_offer(host: &Arc<Host>, link: Link, hello: &Hello, offer: &Offer) -> any
         bail!("refused {} of {}: {error}", offer.definition.name, hello.host);
     }
     link.send_json(Kind::Welcome, &Welcome { host: host.config.name.clone() })?;
-    if let Err(error) = stand_by(host, link.try_clone()?, hello, offer) {
+    if let Err(error) = stand_by(host, link.clone(), hello, offer) {
         link.refuse(&format!("host {} cannot stand by: {error:#}", host.config.name));
         return Err(error);
     }
@@ -108,6 +122,13 @@ fn examine(host: &Host, offer: &Offer) -> Result<(), HostError> {
     }
     if !host.capabilities.machines.iter().any(|machine| machine.name == offer.machine_type) {
         return refuse(format!("its QEMU has no machine type {}", offer.machine_type));
+    }
+    let paths = offer.paths.len();
+    if !(1..=MOST_PATHS).contains(&paths) {
+        return refuse(format!("{paths} paths were offered; 1 to {MOST_PATHS} are possible"));
+    }
+    if usize::from(offer.path.0) >= paths {
+        return refuse(format!("this is path {}; {paths} were offered", offer.path.0 + 1));
     }
     if offer.disk_bytes.len() != definition.disks.len() {
         return refuse("the offer does not name every disk's size".to_owned());
@@ -150,6 +171,8 @@ fn stand_by(host: &Arc<Host>, link: Link, hello: &Hello, offer: &Offer) -> anyho
         timeout: host.config.detection_timeout,
         arbiter: host.arbiter.clone().expect("examined before"),
         records: host.records.clone(),
+        addresses: offer.paths.clone(),
+        path: offer.path,
     };
     let weak = Arc::downgrade(host);
     let own = machine.clone();

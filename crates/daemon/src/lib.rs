@@ -3,6 +3,7 @@
 mod admission;
 mod arbiter;
 mod backup;
+mod channel;
 mod clock;
 pub mod config;
 mod doorbell;
@@ -14,6 +15,7 @@ mod incoming;
 mod lifecycle;
 mod link;
 mod machine;
+mod paths;
 mod primary;
 mod records;
 mod recover;

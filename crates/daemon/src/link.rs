@@ -5,6 +5,7 @@ use serde::Serialize;
 use serde::de::DeserializeOwned;
 use std::io::{self, IoSlice, Read, Write};
 use std::net::{Shutdown, TcpStream};
+use std::sync::Arc;
 use std::time::Duration;
 use understudy_protocol::Epoch;
 use understudy_protocol::wire::{HEADER_BYTES, Header, Kind, Message};
@@ -14,9 +15,9 @@ pub const SETUP_TIMEOUT: Duration = Duration::from_secs(20);
 
 /// One end of a connection. Clones share the connection: one thread reads,
 /// another writes.
-#[derive(Debug)]
+#[derive(Clone, Debug)]
 pub struct Link {
-    stream: TcpStream,
+    stream: Arc<TcpStream>,
 }
 
 impl Link {
@@ -24,12 +25,12 @@ impl Link {
     pub fn new(stream: TcpStream) -> io::Result<Link> {
         // Acknowledgements and ends of epochs must not wait for more bytes.
         stream.set_nodelay(true)?;
-        Ok(Link { stream })
+        Ok(Link { stream: Arc::new(stream) })
     }
 
-    /// A second handle of the same connection.
-    pub fn try_clone(&self) -> io::Result<Link> {
-        Ok(Link { stream: self.stream.try_clone()? })
+    /// Whether both are the same connection.
+    pub fn is(&self, other: &Link) -> bool {
+        Arc::ptr_eq(&self.stream, &other.stream)
     }
 
     /// Bounds every later read; none waits for ever.
@@ -52,10 +53,10 @@ impl Link {
     /// connection must be dropped.
     pub fn receive(&self) -> anyhow::Result<Message> {
         let mut header = [0; HEADER_BYTES];
-        (&self.stream).read_exact(&mut header).map_err(explain_end)?;
+        (&*self.stream).read_exact(&mut header).map_err(explain_end)?;
         let header = Header::decode(&header)?;
         let mut payload = vec![0; header.length];
-        (&self.stream).read_exact(&mut payload).map_err(explain_end)?;
+        (&*self.stream).read_exact(&mut payload).map_err(explain_end)?;
         header.check(&payload)?;
         Ok(Message { header, payload })
     }
@@ -64,12 +65,21 @@ impl Link {
     /// its header.
     pub fn send_parts(&self, kind: Kind, epoch: Epoch, parts: &[&[u8]]) -> io::Result<Header> {
         let header = Header::for_payload(kind, epoch, parts);
+        self.send_with(&header, parts)?;
+        Ok(header)
+    }
+
+    /// Sends a message that exists already.
+    pub fn send(&self, message: &Message) -> io::Result<()> {
+        self.send_with(&message.header, &[&message.payload])
+    }
+
+    fn send_with(&self, header: &Header, parts: &[&[u8]]) -> io::Result<()> {
         let bytes = header.encode();
         let mut slices: Vec<IoSlice> = Vec::with_capacity(parts.len() + 1);
         slices.push(IoSlice::new(&bytes));
         slices.extend(parts.iter().map(|part| IoSlice::new(part)));
-        write_all_vectored(&self.stream, &mut slices)?;
-        Ok(header)
+        write_all_vectored(&self.stream, &mut slices)
     }
 
     /// Sends a message without a payload.
@@ -86,20 +96,25 @@ impl Link {
     /// Receives a JSON message of `kind`; a refusal becomes an error with the
     /// peer's words.
     pub fn expect_json<T: DeserializeOwned>(&self, kind: Kind) -> anyhow::Result<T> {
-        let message = self.receive()?;
-        if message.header.kind == Kind::Refuse {
-            return Err(Refused(String::from_utf8_lossy(&message.payload).into_owned()).into());
-        }
-        if message.header.kind != kind {
-            bail!("the peer sent {:?} where {kind:?} was due", message.header.kind);
-        }
-        serde_json::from_slice(&message.payload).context("malformed JSON from the peer")
+        read_json(&self.receive()?, kind)
     }
 
     /// Tells the peer why this side gives up. Best effort: it may be gone.
     pub fn refuse(&self, reason: &str) {
         let _ = self.send_parts(Kind::Refuse, Epoch(0), &[reason.as_bytes()]);
     }
+}
+
+/// The JSON of a message that must be of `kind`; a refusal becomes an error with
+/// the peer's words.
+pub fn read_json<T: DeserializeOwned>(message: &Message, kind: Kind) -> anyhow::Result<T> {
+    if message.header.kind == Kind::Refuse {
+        return Err(Refused(String::from_utf8_lossy(&message.payload).into_owned()).into());
+    }
+    if message.header.kind != kind {
+        bail!("the peer sent {:?} where {kind:?} was due", message.header.kind);
+    }
+    serde_json::from_slice(&message.payload).context("malformed JSON from the peer")
 }
 
 /// The peer said no, with these words.

@@ -98,6 +98,21 @@ pub struct DiskReport {
     pub path: std::path::PathBuf,
 }
 
+/// One path to a VM's other host.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct PathReport {
+    /// The backup's address on this path.
+    pub address: std::net::SocketAddr,
+    /// Whether the peer is heard over it.
+    pub up: bool,
+    /// Whether the data goes over it.
+    pub in_use: bool,
+    /// For how many seconds it has been down.
+    pub down_seconds: Option<f64>,
+    /// Why it is down.
+    pub reason: Option<String>,
+}
+
 /// Everything that `status` shows of one VM.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct VmStatus {
@@ -135,6 +150,10 @@ pub struct VmStatus {
     pub cards: Vec<CardReport>,
     /// The VM's disks.
     pub disks: Vec<DiskReport>,
+    /// The paths to the other host, in the order of the primary's configuration;
+    /// none without protection.
+    #[serde(default)]
+    pub paths: Vec<PathReport>,
     /// Notable events, newest last; bounded.
     pub events: Vec<String>,
 }

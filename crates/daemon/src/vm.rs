@@ -149,6 +149,7 @@ fn describe_session(status: &mut VmStatus, session: &primary::Session) {
     status.bytes_sent = session.stats.bytes_sent();
     if !session.is_over() {
         status.lag_epochs = in_flight;
+        status.paths = session.paths.report();
         status.bandwidth_bytes_per_second = session.stats.bandwidth();
     }
     let peer = session.peer.clone();
@@ -198,6 +199,7 @@ fn machine_status(machine: &Machine, role: Role, live: bool) -> VmStatus {
         console: machine.console().map(ToOwned::to_owned),
         cards: cards.collect(),
         disks: machine.disks().iter().map(|disk| DiskReport { path: disk.path() }).collect(),
+        paths: Vec::new(),
         events: Vec::new(),
     }
 }
@@ -205,6 +207,7 @@ fn machine_status(machine: &Machine, role: Role, live: bool) -> VmStatus {
 fn backup_status(session: &backup::Session) -> VmStatus {
     let mut status = machine_status(&session.machine, Role::Backup, false);
     (status.generation, status.epoch) = session.position();
+    status.paths = session.paths.report();
     let peer = session.primary.clone();
     status.protection = match session.phase() {
         BackupPhase::Syncing => Protection::Syncing {
@@ -241,6 +244,7 @@ impl FencedVm {
             console: None,
             cards: Vec::new(),
             disks: Vec::new(),
+            paths: Vec::new(),
             events: vec![self.reason.clone()],
         }
     }

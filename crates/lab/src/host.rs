@@ -1,6 +1,6 @@
 //! A host: the daemon in its namespace, what is asked of it, and its deaths.
 
-use crate::lab::{Lab, PEER_PORT};
+use crate::lab::Lab;
 use crate::namespace::Namespace;
 use crate::{processes, wait_for};
 use anyhow::{Context, Result, bail, ensure};
@@ -33,12 +33,12 @@ const LOG_TAIL_LINES: usize = 60;
 #[derive(Serialize)]
 struct HostToml {
     name: String,
-    listen: SocketAddr,
+    listen: Vec<SocketAddr>,
     state_dir: PathBuf,
     socket: PathBuf,
     #[serde(skip_serializing_if = "Option::is_none")]
     arbiter: Option<ArbiterToml>,
-    peers: BTreeMap<String, SocketAddr>,
+    peers: BTreeMap<String, Vec<SocketAddr>>,
 }
 
 #[derive(Serialize)]
@@ -260,11 +260,11 @@ fn write_config(lab: &Lab, name: &str, options: &HostOptions) -> Result<PathBuf>
     let directory = lab.host_directory(name)?;
     let mut peers = BTreeMap::new();
     for peer in lab.hosts().iter().filter(|peer| *peer != name) {
-        peers.insert(peer.clone(), SocketAddr::from((lab.host_address(peer)?, PEER_PORT)));
+        peers.insert(peer.clone(), lab.peer_addresses(peer)?);
     }
     let config = HostToml {
         name: name.to_owned(),
-        listen: SocketAddr::from((lab.host_address(name)?, PEER_PORT)),
+        listen: lab.peer_addresses(name)?,
         state_dir: directory.join(STATE),
         socket: socket(&directory),
         arbiter: (!options.without_arbiter)

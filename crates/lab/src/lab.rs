@@ -6,7 +6,7 @@ use crate::namespace::Namespace;
 use crate::remains::{self, LabName};
 use anyhow::{Context, Result, bail, ensure};
 use std::fs;
-use std::net::Ipv4Addr;
+use std::net::{Ipv4Addr, SocketAddr};
 use std::path::{Path, PathBuf};
 
 /// The bridge of every host, for the VMs' taps; it carries the host's address.
@@ -20,7 +20,13 @@ pub const GUEST_ADDRESS: Ipv4Addr = Ipv4Addr::new(10, 77, 0, 50);
 /// The port on which daemons listen for their peers.
 pub const PEER_PORT: u16 = 7700;
 
+/// The kernel's BR_STATE numbers.
+const DISABLED: &str = "0";
+const FORWARDING: &str = "3";
+
 const SWITCH: &str = "sw0";
+/// Cables that hosts may have between them beside the switch.
+const MOST_CABLES: usize = 4;
 /// Hosts have 10.77.0.1 and up, below the guest's address.
 const MOST_HOSTS: usize = 40;
 
@@ -28,14 +34,22 @@ const MOST_HOSTS: usize = 40;
 pub struct Lab {
     name: LabName,
     hosts: Vec<String>,
+    cables: usize,
     directory: PathBuf,
 }
 
 impl Lab {
     /// Builds a laboratory with these hosts ("a", "b", …).
     pub fn new(hosts: &[&str]) -> Result<Lab> {
+        Lab::with_cables(hosts, 0)
+    }
+
+    /// The same, with so many further networks between the hosts, for their
+    /// daemons alone; each can be cut by itself.
+    pub fn with_cables(hosts: &[&str], cables: usize) -> Result<Lab> {
         check_machine()?;
         check_hosts(hosts)?;
+        ensure!(cables <= MOST_CABLES, "{cables} cables asked for, {MOST_CABLES} possible");
         remains::remove_stale();
         let name = LabName::unique();
         remains::register(&name);
@@ -43,6 +57,7 @@ impl Lab {
         let lab = Lab {
             directory: directory.context("cannot make the laboratory's directory")?.keep(),
             hosts: hosts.iter().map(|host| (*host).to_owned()).collect(),
+            cables,
             name,
         };
         // From here on, an error drops `lab`, which removes what is there.
@@ -55,26 +70,39 @@ impl Lab {
         let switch = self.switch();
         switch.create()?;
         add_bridge(&switch, SWITCH)?;
-        self.join(&self.client(), "client", "net")?;
+        self.client().create()?;
+        self.join(&self.client(), &port("client"), "net", SWITCH)?;
         set_address(&self.client(), "net", CLIENT_ADDRESS)?;
         for host in &self.hosts {
             fs::create_dir(self.host_directory(host)?)?;
             let namespace = self.host(host)?;
-            self.join(&namespace, host, UPLINK)?;
+            namespace.create()?;
+            self.join(&namespace, &port(host), UPLINK, SWITCH)?;
             add_bridge(&namespace, BRIDGE)?;
             namespace.ip(&["link", "set", UPLINK, "master", BRIDGE])?;
             set_address(&namespace, BRIDGE, self.host_address(host)?)?;
         }
+        (0..self.cables).try_for_each(|cable| self.add_cable(cable))
+    }
+
+    fn add_cable(&self, cable: usize) -> Result<()> {
+        let bridge = format!("sw{}", cable + 1);
+        add_bridge(&self.switch(), &bridge)?;
+        for host in &self.hosts {
+            let (namespace, end) = (self.host(host)?, cable_end(cable));
+            self.join(&namespace, &cable_port(cable, host), &end, &bridge)?;
+            set_address(&namespace, &end, self.cable_address(host, cable)?)?;
+        }
         Ok(())
     }
 
-    /// Makes `namespace` and a cable from its interface `end` to the switch.
-    fn join(&self, namespace: &Namespace, who: &str, end: &str) -> Result<()> {
-        namespace.create()?;
-        let (switch, port) = (self.switch(), port(who));
-        let cable = ["link", "add", &port, "type", "veth", "peer", "name", end];
+    /// A cable from a namespace's interface `end` to a port of a bridge of the
+    /// switch.
+    fn join(&self, namespace: &Namespace, port: &str, end: &str, bridge: &str) -> Result<()> {
+        let switch = self.switch();
+        let cable = ["link", "add", port, "type", "veth", "peer", "name", end];
         switch.ip(&[&cable[..], &["netns", namespace.name()]].concat())?;
-        switch.ip(&["link", "set", &port, "master", SWITCH, "up"])?;
+        switch.ip(&["link", "set", port, "master", bridge, "up"])?;
         namespace.ip(&["link", "set", end, "up"])?;
         Ok(())
     }
@@ -126,6 +154,28 @@ impl Lab {
         Ok(Ipv4Addr::new(10, 77, 0, self.index(host)? as u8 + 1))
     }
 
+    fn cable_address(&self, host: &str, cable: usize) -> Result<Ipv4Addr> {
+        Ok(Ipv4Addr::new(10, 81 + cable as u8, 0, self.index(host)? as u8 + 1))
+    }
+
+    /// Where a host's daemon listens for its peers: one address for each cable,
+    /// or the host's own if it has none.
+    pub fn peer_addresses(&self, host: &str) -> Result<Vec<SocketAddr>> {
+        let addresses = match self.cables {
+            0 => vec![self.host_address(host)?],
+            cables => {
+                (0..cables).map(|cable| self.cable_address(host, cable)).collect::<Result<_>>()?
+            }
+        };
+        Ok(addresses.into_iter().map(|address| (address, PEER_PORT).into()).collect())
+    }
+
+    /// The names of a host's own interfaces.
+    pub(crate) fn interfaces(&self) -> Vec<String> {
+        let cables = (0..self.cables).map(cable_end);
+        ["lo", BRIDGE, UPLINK].map(str::to_owned).into_iter().chain(cables).collect()
+    }
+
     fn index(&self, host: &str) -> Result<usize> {
         let found = self.hosts.iter().position(|other| other == host);
         found.with_context(|| format!("no host `{host}` in this laboratory: {:?}", self.hosts))
@@ -134,7 +184,20 @@ impl Lab {
     /// Cuts a host off: the switch drops its frames in both directions. The
     /// link stays up, so that only silence tells the host and its peers.
     pub fn cut(&self, host: &str) -> Result<()> {
-        self.set_port_state(host, "0")
+        (0..self.cables).try_for_each(|cable| self.cut_cable(host, cable))?;
+        self.set_port_state(&port(host), DISABLED)
+    }
+
+    /// The same for one of the cables that [`Lab::with_cables`] laid.
+    pub fn cut_cable(&self, host: &str, cable: usize) -> Result<()> {
+        self.index(host)?;
+        self.set_port_state(&cable_port(cable, host), DISABLED)
+    }
+
+    /// Undoes [`cut_cable`](Lab::cut_cable).
+    pub fn heal_cable(&self, host: &str, cable: usize) -> Result<()> {
+        self.index(host)?;
+        self.set_port_state(&cable_port(cable, host), FORWARDING)
     }
 
     /// Unplugs a host's cable at the switch: both ends lose the carrier.
@@ -148,14 +211,13 @@ impl Lab {
     pub fn heal(&self, host: &str) -> Result<()> {
         self.index(host)?;
         self.switch().ip(&["link", "set", &port(host), "up"])?;
-        self.set_port_state(host, "3")
+        (0..self.cables).try_for_each(|cable| self.heal_cable(host, cable))?;
+        self.set_port_state(&port(host), FORWARDING)
     }
 
-    /// 0 is disabled, 3 is forwarding (the kernel's BR_STATE numbers).
-    fn set_port_state(&self, host: &str, state: &str) -> Result<()> {
-        self.index(host)?;
+    fn set_port_state(&self, port: &str, state: &str) -> Result<()> {
         let switch = self.switch();
-        let link = ["link", "set", "dev", &port(host), "state", state];
+        let link = ["link", "set", "dev", port, "state", state];
         run("bridge", &[&["-n", switch.name()], &link[..]].concat())?;
         Ok(())
     }
@@ -212,6 +274,16 @@ impl Drop for Lab {
 /// The switch's port for `who`.
 fn port(who: &str) -> String {
     format!("p-{who}")
+}
+
+/// The switch's port for a host on one of the further cables.
+fn cable_port(cable: usize, host: &str) -> String {
+    format!("p{}-{host}", cable + 1)
+}
+
+/// A host's interface on one of the further cables.
+fn cable_end(cable: usize) -> String {
+    format!("cable{}", cable + 1)
 }
 
 fn add_bridge(namespace: &Namespace, name: &str) -> Result<()> {

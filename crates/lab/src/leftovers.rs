@@ -1,6 +1,6 @@
 //! What was not cleaned up.
 
-use crate::lab::{BRIDGE, Lab, UPLINK};
+use crate::lab::Lab;
 use crate::processes;
 use crate::remains::LabName;
 use anyhow::Result;
@@ -36,8 +36,8 @@ impl Leftovers {
         let mut inside = Vec::new();
         for host in lab.hosts() {
             let namespace = lab.host(host)?;
-            let own = |name: &String| ["lo", BRIDGE, UPLINK].contains(&name.as_str());
-            let others = namespace.interfaces()?.into_iter().filter(|name| !own(name));
+            let own = lab.interfaces();
+            let others = namespace.interfaces()?.into_iter().filter(|name| !own.contains(name));
             interfaces.extend(others.map(|name| format!("{}/{name}", namespace.name())));
             inside.extend(namespace.processes()?);
         }

@@ -9,6 +9,9 @@
 //!                    p-b ──────────────────────────── uplink ─ br0 ─ tap
 //! ```
 //!
+//! [`Lab::with_cables`] adds networks of the same kind between the hosts alone:
+//! 10.81.0.1 on `cable1`, 10.82.0.1 on `cable2`, and so on.
+//!
 //! `P` is the process id and `N` counts the laboratories of the process, so
 //! that several can stand side by side. A [`Lab`] is removed when it is
 //! dropped, also by a panic, and when the process gets SIGINT or SIGTERM; what

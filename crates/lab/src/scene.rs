@@ -63,6 +63,9 @@ pub struct SceneOptions {
     pub guest_files: PathBuf,
     /// The hosts.
     pub hosts: Vec<String>,
+    /// Networks between the hosts for their daemons alone; without, they use
+    /// the guest's.
+    pub cables: usize,
     /// The daemons' options, by host; a host that is not named has none.
     pub daemons: BTreeMap<String, HostOptions>,
     /// The guest.
@@ -90,6 +93,7 @@ impl SceneOptions {
             binary: binary.to_owned(),
             guest_files: guest_files.to_owned(),
             hosts: vec!["a".to_owned(), "b".to_owned()],
+            cables: 0,
             daemons: BTreeMap::new(),
             kind: GuestKind::Linux,
             memory_mib: 512,
@@ -184,7 +188,7 @@ impl Scene {
     pub fn start(options: SceneOptions) -> Result<Scene> {
         options.check()?;
         let names: Vec<&str> = options.hosts.iter().map(String::as_str).collect();
-        let lab = Lab::new(&names)?;
+        let lab = Lab::with_cables(&names, options.cables)?;
         if options.cards == 2 {
             lab.client().ip(&["addr", "add", SECOND_CLIENT, "dev", "net"])?;
         }

@@ -2,7 +2,7 @@
 
 use std::fs::{self, File};
 use std::io::{BufRead, BufReader, Write};
-use std::net::{Ipv4Addr, TcpListener, UdpSocket};
+use std::net::{Ipv4Addr, TcpListener, TcpStream, UdpSocket};
 use std::path::Path;
 use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
@@ -66,6 +66,28 @@ fn an_unplugged_host_loses_its_carrier_until_healed() {
     assert!(!client_hears(&lab, "a", SILENCE));
     lab.heal("a").unwrap();
     assert!(client_hears(&lab, "a", LIMIT));
+}
+
+#[test]
+fn a_cable_is_cut_by_itself() {
+    let lab = Lab::with_cables(&["a", "b"], 2).unwrap();
+    let reach = |cable: usize| {
+        let to = lab.peer_addresses("b").unwrap()[cable];
+        let listener = in_namespace(&lab.host("b").unwrap(), || TcpListener::bind(to).unwrap());
+        let connect = || TcpStream::connect_timeout(&to, Duration::from_secs(1)).is_ok();
+        let reached = in_namespace(&lab.host("a").unwrap(), connect).unwrap();
+        drop(listener);
+        reached
+    };
+    assert!(reach(0) && reach(1));
+    lab.cut_cable("a", 0).unwrap();
+    assert!(!reach(0) && reach(1));
+    lab.heal_cable("a", 0).unwrap();
+    lab.cut("a").unwrap();
+    assert!(!reach(0) && !reach(1));
+    lab.heal("a").unwrap();
+    assert!(reach(0) && reach(1));
+    assert!(lab.leftovers().unwrap().is_empty(), "{}", lab.leftovers().unwrap());
 }
 
 #[test]

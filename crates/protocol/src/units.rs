@@ -48,6 +48,11 @@ number! {
     CardIndex(u16)
 }
 
+number! {
+    /// A path between two hosts, in the order of the primary's configuration.
+    PathIndex(u16)
+}
+
 impl Epoch {
     /// The epoch that follows this one.
     pub fn next(self) -> Epoch {

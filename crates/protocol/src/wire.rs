@@ -56,6 +56,9 @@ pub enum Kind {
     StoodDown = 24,
     /// The backup runs the VM; the epoch field holds its generation.
     Live = 25,
+    /// The sender got as many messages of the session as the epoch field says.
+    /// Only where there are several paths; not counted itself.
+    Received = 26,
 }
 
 impl Kind {
@@ -79,6 +82,7 @@ impl Kind {
             StandDown,
             StoodDown,
             Live,
+            Received,
         ]
         .into_iter()
         .find(|kind| *kind as u8 == byte)

@@ -2,7 +2,7 @@
 
 use indicatif::HumanBytes;
 use std::fmt::Write;
-use understudy_daemon::report::{HostStatus, Protection, Role, VmStatus};
+use understudy_daemon::report::{HostStatus, PathReport, Protection, Role, VmStatus};
 use understudy_protocol::Policy;
 
 const NOTHING: &str = "-";
@@ -61,6 +61,9 @@ pub fn vm(vm: &VmStatus) -> String {
     if let Some(console) = &vm.console {
         rows.push(["console".to_owned(), console.display().to_string()]);
     }
+    for (number, report) in (1..).zip(&vm.paths) {
+        rows.push([format!("path {number}"), path(report)]);
+    }
     for card in &vm.cards {
         let text = format!("{}, tap {} on bridge {}", card.mac, card.tap, card.bridge);
         rows.push(["card".to_owned(), text]);
@@ -115,6 +118,19 @@ pub fn syncing(peer: &str, done: u64, total: u64, seconds: Option<f64>) -> Strin
         None => String::new(),
     };
     format!("syncing to {peer}: {} of {}{left}", HumanBytes(done), HumanBytes(total))
+}
+
+fn path(path: &PathReport) -> String {
+    let address = path.address;
+    let state = match (path.down_seconds, &path.reason) {
+        (Some(seconds), reason) => {
+            format!("DOWN for {seconds:.0} s: {}", reason.as_deref().unwrap_or(NOTHING))
+        }
+        (None, _) if !path.up => "connecting".to_owned(),
+        (None, _) if path.in_use => "up, in use".to_owned(),
+        (None, _) => "up".to_owned(),
+    };
+    format!("{address} {state}")
 }
 
 fn policy(policy: &Policy) -> String {
@@ -186,6 +202,22 @@ pub mod tests {
                 bridge: "br0".into(),
             }],
             disks: vec![DiskReport { path: "/srv/db.img".into() }],
+            paths: vec![
+                PathReport {
+                    address: "10.0.0.2:7788".parse().unwrap(),
+                    up: false,
+                    in_use: false,
+                    down_seconds: Some(12.3),
+                    reason: Some("silent for 101 ms".into()),
+                },
+                PathReport {
+                    address: "10.1.0.2:7788".parse().unwrap(),
+                    up: true,
+                    in_use: true,
+                    down_seconds: None,
+                    reason: None,
+                },
+            ],
             events: vec!["protected with b".into()],
         }
     }
@@ -231,6 +263,8 @@ pub mod tests {
             "4242",
             "/run/db.console",
             "us-db-0",
+            "10.0.0.2:7788 DOWN for 12 s: silent for 101 ms",
+            "10.1.0.2:7788 up, in use",
             "/srv/db.img",
             "  protected with b",
         ] {

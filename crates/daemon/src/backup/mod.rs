@@ -11,18 +11,21 @@ mod session;
 pub use session::{Outcome, Session};
 
 use crate::arbiter::Arbiter;
+use crate::channel::{Channel, Renewal};
 use crate::clock;
 use crate::doorbell::Doorbell;
-use crate::handshake::{FileOffer, FileRole, Offer, Ready};
-use crate::heartbeat;
+use crate::handshake::{FileOffer, FileRole, Offer, Ready, Resumed};
+use crate::heartbeat::{self, Heartbeats};
 use crate::link::Link;
 use crate::machine::Machine;
+use crate::paths::PathMonitor;
 use crate::records::Records;
-use crate::sync::{ByteBudget, lock};
+use crate::sync::ByteBudget;
 use anyhow::{Context, bail};
 use crossbeam_channel::Receiver;
 use std::fs::File;
 use std::io::{self, Write};
+use std::net::SocketAddr;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::AtomicU64;
 use std::sync::{Arc, Mutex};
@@ -31,7 +34,7 @@ use std::time::Duration;
 use tracing::{info, warn};
 use understudy_disk::FreshMirror;
 use understudy_protocol::wire::Kind;
-use understudy_protocol::{Backup, BackupEvent, DiskIndex, Generation, Verdict};
+use understudy_protocol::{Backup, BackupEvent, Count, DiskIndex, Generation, PathIndex, Verdict};
 use understudy_qemu::VmDefinition;
 
 /// Receives the offer's files: boot files into `directory`, heads into the
@@ -121,13 +124,17 @@ pub struct Plan {
     pub arbiter: Arbiter,
     /// Where this host notes what its images are.
     pub records: Records,
+    /// This host's addresses, as the primary knows them: one for each path.
+    pub addresses: Vec<SocketAddr>,
+    /// The path of the data connection.
+    pub path: PathIndex,
 }
 
 /// Starts following the primary with a standby that is ready. `over` is called
 /// once, when the VM is live here or forgotten; `register` before the primary
 /// hears that the backup is ready.
 pub fn accept(
-    data: Link,
+    link: Link,
     plan: Plan,
     machine: Arc<Machine>,
     mirrors: Vec<FreshMirror>,
@@ -138,13 +145,19 @@ pub fn accept(
         machine.blocks().iter().map(|block| (block.name().to_owned(), block.bytes())).collect();
     let (errands, errand_queue) = crossbeam_channel::unbounded();
     let (contests, contest_queue) = crossbeam_channel::unbounded();
-    data.set_read_timeout(None)?;
+    link.set_read_timeout(None)?;
+    let vm = machine.definition().name.clone();
+    let (addresses, path) = (plan.addresses, plan.path);
+    let heartbeats = Heartbeats::new(addresses.len());
+    let paths = PathMonitor::new(&vm, &plan.primary, addresses, path, plan.timeout);
+    let renewal = if paths.are_several() { Renewal::Await } else { Renewal::Never };
     let session = Arc::new(Session {
-        vm: machine.definition().name.clone(),
+        vm,
         id: plan.id,
         primary: plan.primary,
-        data,
-        heartbeat: Mutex::new(None),
+        data: Channel::new(link, renewal),
+        heartbeats,
+        paths,
         arbiter: plan.arbiter,
         records: plan.records,
         core: Mutex::new(Backup::new(plan.generation, plan.timeout, clock::now())),
@@ -159,15 +172,29 @@ pub fn accept(
     spawn("control", &session, move |session| run_control(session, &contest_queue))?;
     register(&session);
     session.data.send_json(Kind::Ready, &Ready { blocks })?;
+    heartbeat::start(&session.vm, &session)?;
     spawn("receive", &session, |session| session.receive())?;
     Ok(session)
 }
 
-/// Adds the heartbeat connection to a session.
-pub fn attach_heartbeat(session: &Arc<Session>, link: Link) -> anyhow::Result<()> {
-    *lock(&session.heartbeat) = Some(link.try_clone()?);
-    session.event(BackupEvent::Heard, None);
-    heartbeat::start(link, &session.vm, session.clone())
+/// Adds the heartbeat connection of a path to a session.
+pub fn attach_heartbeat(session: &Arc<Session>, path: PathIndex, link: Link) -> anyhow::Result<()> {
+    Ok(heartbeat::attach(&session.vm, session, path, link)?)
+}
+
+/// The session's data goes on over this connection; the primary has got
+/// `received` messages. Returns when everything that it lacks was sent.
+pub fn resume(
+    session: &Session,
+    path: PathIndex,
+    link: &Link,
+    received: Count,
+) -> anyhow::Result<()> {
+    link.set_read_timeout(None)?;
+    session.data.resume(link, received, |received| {
+        session.paths.use_path(path);
+        link.send_json(Kind::Welcome, &Resumed { received })
+    })
 }
 
 fn spawn(

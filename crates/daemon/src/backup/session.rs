@@ -3,11 +3,12 @@
 
 use super::apply::{apply, apply_epoch, validate};
 use crate::arbiter::Arbiter;
+use crate::channel::Channel;
 use crate::clock;
 use crate::doorbell::Doorbell;
-use crate::heartbeat::Pulse;
-use crate::link::Link;
+use crate::heartbeat::{Heartbeats, Pulse};
 use crate::machine::Machine;
+use crate::paths::PathMonitor;
 use crate::records::Records;
 use crate::sync::{ByteBudget, lock};
 use anyhow::Context;
@@ -37,8 +38,10 @@ pub struct Session {
     pub primary: String,
     /// The standby on this host.
     pub machine: Arc<Machine>,
-    pub(super) data: Link,
-    pub(super) heartbeat: Mutex<Option<Link>>,
+    /// The paths to the primary.
+    pub paths: PathMonitor,
+    pub(super) data: Arc<Channel>,
+    pub(super) heartbeats: Heartbeats,
     pub(super) arbiter: Arbiter,
     pub(super) records: Records,
     pub(super) core: Mutex<Backup>,
@@ -301,20 +304,26 @@ impl Session {
         Outcome::Failed { generation, reason: format!("{error:#}") }
     }
 
-    /// Tells the primary where the VM lives now, and ends both connections.
+    /// Tells the primary where the VM lives now, and ends all connections.
     fn close(&self, live: Option<Generation>) {
         if let Some(generation) = live {
             let _ = self.data.send_signal(Kind::Live, Epoch(generation.0));
         }
         self.data.close();
-        if let Some(heartbeat) = &*lock(&self.heartbeat) {
-            heartbeat.close();
-        }
+        self.heartbeats.close();
         self.waiting.close();
     }
 }
 
 impl Pulse for Session {
+    fn paths(&self) -> &PathMonitor {
+        &self.paths
+    }
+    fn heartbeats(&self) -> &Heartbeats {
+        &self.heartbeats
+    }
+    // The primary dials.
+    fn leave_path(&self) {}
     fn heard(&self) {
         self.event(BackupEvent::Heard, None);
     }

@@ -6,6 +6,7 @@
 //! heartbeats. Queues between them are bounded.
 
 mod capture;
+mod dialler;
 mod mirror;
 mod progress;
 mod send;
@@ -15,13 +16,16 @@ mod stats;
 pub use session::Session;
 
 use crate::arbiter::Arbiter;
+use crate::channel::{Channel, Dial, Renewal};
 use crate::clock;
-use crate::handshake::{FileOffer, FileRole, Offer, Purpose, Ready, Welcome, dial};
-use crate::heartbeat::{self, Pulse};
-use crate::link::Link;
+use crate::handshake::{FileOffer, FileRole, Offer, Ready, Welcome};
+use crate::heartbeat::{self, Heartbeats, Pulse};
+use crate::link::{Link, read_json};
 use crate::machine::Machine;
+use crate::paths::PathMonitor;
 use anyhow::{Context, bail};
 use crossbeam_channel::Receiver;
+use dialler::Dialler;
 use progress::Progress;
 use send::{Outflow, send_all};
 use stats::Stats;
@@ -36,7 +40,7 @@ use std::time::Duration;
 use tracing::{error, info};
 use understudy_protocol::wire::Kind;
 use understudy_protocol::{
-    DiskIndex, Epoch, Generation, Policy, Primary, PrimaryEvent, PrimaryPhase, Verdict,
+    DiskIndex, Epoch, Generation, PathIndex, Policy, Primary, PrimaryEvent, PrimaryPhase, Verdict,
 };
 use understudy_qemu::definition::DiskFormat;
 
@@ -49,8 +53,8 @@ pub struct Plan {
     pub host: String,
     /// The backup's host name.
     pub peer: String,
-    /// The backup's address.
-    pub address: SocketAddr,
+    /// The backup's addresses, one for each path.
+    pub addresses: Vec<SocketAddr>,
     /// The generation at which this host owns the VM.
     pub generation: Generation,
     /// When to checkpoint.
@@ -72,10 +76,18 @@ pub fn protect(
     plan: Plan,
     over: impl FnOnce(PrimaryPhase) + Send + 'static,
 ) -> anyhow::Result<Arc<Session>> {
-    let data = offer(&machine, &plan)?;
-    let heartbeat =
-        dial(plan.address, &plan.host, Purpose::Heartbeat { session: plan.session.clone() })?;
-    let _: Welcome = heartbeat.expect_json(Kind::Welcome)?;
+    let dialler = Dialler {
+        host: plan.host.clone(),
+        session: plan.session.clone(),
+        addresses: plan.addresses.clone(),
+    };
+    let (link, path) = offer(&machine, &plan, &dialler)?;
+    let vm = &machine.definition().name;
+    let paths = PathMonitor::new(vm, &plan.peer, plan.addresses.clone(), path, plan.timeout);
+    let paths = Arc::new(paths);
+    let data = Channel::new(link, renewal(&dialler, &paths));
+    await_ready(&data, &machine, &plan.peer)?;
+    let heartbeat = dialler.heartbeat(path)?;
     data.set_read_timeout(None)?;
 
     let (outbox, outflow) = send::queue();
@@ -89,19 +101,21 @@ pub fn protect(
         outbox,
         disk_epoch: AtomicU64::new(0),
         data,
-        heartbeat: heartbeat.try_clone()?,
+        heartbeats: Heartbeats::new(plan.addresses.len()),
+        paths,
         hand_over: AtomicBool::new(false),
         arbiter: plan.arbiter,
         contests,
         core: Mutex::new(Primary::new(plan.generation, plan.timeout, clock::now())),
         machine,
     });
-    start_threads(&session, heartbeat, outflow, contest_queue, over)?;
+    start_heartbeats(&session, (path, heartbeat), &dialler)?;
+    start_threads(&session, outflow, contest_queue, over)?;
     Ok(session)
 }
 
-/// The handshake on the data connection, until the backup's QEMU stands by.
-fn offer(machine: &Machine, plan: &Plan) -> anyhow::Result<Link> {
+/// The handshake on the data connection, until the backup starts its QEMU.
+fn offer(machine: &Machine, plan: &Plan, dialler: &Dialler) -> anyhow::Result<(Link, PathIndex)> {
     let definition = machine.definition();
     let files = start_files(machine)?;
     let offer = Offer {
@@ -113,13 +127,17 @@ fn offer(machine: &Machine, plan: &Plan) -> anyhow::Result<Link> {
         generation: plan.generation,
         disk_bytes: machine.disks().iter().map(|disk| disk.export_bytes()).collect(),
         files: files.iter().map(|(offer, _)| offer.clone()).collect(),
+        paths: plan.addresses.clone(),
+        path: PathIndex(0),
     };
-    let link = dial(plan.address, &plan.host, Purpose::Protect(Box::new(offer)))?;
+    let (link, path) = dialler.offer(offer)?;
     let welcome: Welcome = link.expect_json(Kind::Welcome)?;
     if welcome.host != plan.peer {
         let reason = format!(
             "the host at {} is {:?}, not {:?}: correct [peers] in this host's configuration",
-            plan.address, welcome.host, plan.peer
+            plan.addresses[usize::from(path.0)],
+            welcome.host,
+            plan.peer
         );
         link.refuse(&reason);
         bail!(reason);
@@ -128,18 +146,45 @@ fn offer(machine: &Machine, plan: &Plan) -> anyhow::Result<Link> {
         send_file(&link, path, offer.bytes)?;
     }
     link.send_signal(Kind::Prepare, Epoch(0))?;
-    let ready: Ready = link.expect_json(Kind::Ready)?;
+    Ok((link, path))
+}
+
+/// How the session's data gets from one path to the next.
+fn renewal(dialler: &Dialler, paths: &Arc<PathMonitor>) -> Renewal {
+    if !paths.are_several() {
+        return Renewal::Never;
+    }
+    let (dialler, paths) = (dialler.clone(), paths.clone());
+    let dial: Dial = Box::new(move |received| {
+        let mut result = Ok(None);
+        for path in paths.candidates() {
+            match dialler.resume(path, received) {
+                Ok(resumption) => {
+                    paths.use_path(path);
+                    return Ok(Some(resumption));
+                }
+                Err(error) => result = Err(error),
+            }
+        }
+        result
+    });
+    Renewal::Dial(dial)
+}
+
+/// Waits until the backup's QEMU stands by with the same memory as this one.
+fn await_ready(data: &Arc<Channel>, machine: &Machine, peer: &str) -> anyhow::Result<()> {
+    let ready: Ready = read_json(&data.receive()?, Kind::Ready)?;
     let ours: Vec<(String, u64)> =
         machine.blocks().iter().map(|block| (block.name().to_owned(), block.bytes())).collect();
     if ready.blocks != ours {
         let reason = format!(
-            "QEMU's RAM blocks differ between the hosts: {ours:?} here, {:?} on {}",
-            ready.blocks, plan.peer
+            "QEMU's RAM blocks differ between the hosts: {ours:?} here, {:?} on {peer}",
+            ready.blocks
         );
-        link.refuse(&reason);
+        data.refuse(&reason);
         bail!(reason);
     }
-    Ok(link)
+    Ok(())
 }
 
 /// What the backup's QEMU reads when it starts, before the disks are copied.
@@ -172,14 +217,28 @@ fn send_file(link: &Link, path: &Path, bytes: u64) -> anyhow::Result<()> {
     }
 }
 
+/// `first` is the path that is connected already.
+fn start_heartbeats(
+    session: &Arc<Session>,
+    first: (PathIndex, Link),
+    dialler: &Dialler,
+) -> anyhow::Result<()> {
+    let (in_use, link) = first;
+    heartbeat::start(&session.vm, session)?;
+    for path in session.paths.indices() {
+        let dialler = dialler.clone();
+        let first = (path == in_use).then(|| link.clone());
+        heartbeat::keep(&session.vm, session, path, first, move |path| dialler.heartbeat(path))?;
+    }
+    Ok(())
+}
+
 fn start_threads(
     session: &Arc<Session>,
-    heartbeat: Link,
     outflow: Outflow,
     contests: Receiver<Generation>,
     over: impl FnOnce(PrimaryPhase) + Send + 'static,
 ) -> anyhow::Result<()> {
-    heartbeat::start(heartbeat, &session.vm, session.clone())?;
     let spawn = |role: &str, body: Box<dyn FnOnce(Arc<Session>) + Send>| {
         let session = session.clone();
         thread::Builder::new()
@@ -277,6 +336,15 @@ fn powered_off(machine: &Machine) -> bool {
 }
 
 impl Pulse for Session {
+    fn paths(&self) -> &PathMonitor {
+        &self.paths
+    }
+    fn heartbeats(&self) -> &Heartbeats {
+        &self.heartbeats
+    }
+    fn leave_path(&self) {
+        self.data.abandon();
+    }
     fn heard(&self) {
         self.event(PrimaryEvent::Heard);
     }

@@ -1,7 +1,7 @@
 //! Encode and send: the queue between the guest's side and the wire.
 
 use super::stats::Stats;
-use crate::link::Link;
+use crate::channel::Channel;
 use crate::sync::ByteBudget;
 use crossbeam_channel::{Receiver, Sender};
 use std::collections::HashMap;
@@ -85,7 +85,7 @@ impl Outgoing {
 }
 
 /// Sends what the queue holds until its end or until the connection fails.
-pub fn send_all(outflow: &Outflow, link: &Link, stats: &Stats) -> io::Result<()> {
+pub fn send_all(outflow: &Outflow, link: &Channel, stats: &Stats) -> io::Result<()> {
     let mut encoder = Encoder { link, stats, digests: HashMap::new() };
     for item in &outflow.queue {
         if matches!(item, Outgoing::End) {
@@ -99,7 +99,7 @@ pub fn send_all(outflow: &Outflow, link: &Link, stats: &Stats) -> io::Result<()>
 }
 
 struct Encoder<'a> {
-    link: &'a Link,
+    link: &'a Channel,
     stats: &'a Stats,
     digests: HashMap<Epoch, EpochDigest>,
 }

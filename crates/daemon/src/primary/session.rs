@@ -5,9 +5,11 @@ use super::progress::Progress;
 use super::send::{Outbox, Outgoing};
 use super::stats::Stats;
 use crate::arbiter::Arbiter;
+use crate::channel::Channel;
 use crate::clock;
-use crate::link::Link;
+use crate::heartbeat::Heartbeats;
 use crate::machine::Machine;
+use crate::paths::PathMonitor;
 use crate::sync::lock;
 use crossbeam_channel::Sender;
 use std::sync::Arc;
@@ -42,8 +44,10 @@ pub struct Session {
     pub outbox: Outbox,
     /// The tag of disk writes: 0 during the first synchronisation.
     pub disk_epoch: AtomicU64,
-    pub(super) data: Link,
-    pub(super) heartbeat: Link,
+    /// The paths to the backup.
+    pub paths: Arc<PathMonitor>,
+    pub(super) data: Arc<Channel>,
+    pub(super) heartbeats: Heartbeats,
     pub(super) hand_over: AtomicBool,
     pub(super) arbiter: Arbiter,
     pub(super) contests: Sender<Generation>,
@@ -132,7 +136,7 @@ impl Session {
             PrimaryAction::ClosePeer => {
                 self.outbox.close();
                 self.data.close();
-                self.heartbeat.close();
+                self.heartbeats.close();
             }
             PrimaryAction::Halt(reason) => {
                 warn!(vm = self.vm, "halting this copy: {reason}");

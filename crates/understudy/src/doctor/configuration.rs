@@ -13,11 +13,9 @@ use understudy_daemon::config::{ArbiterConfig, HostConfig};
 const PEER_TIMEOUT: Duration = Duration::from_secs(2);
 
 pub fn checks(config: &HostConfig) -> Vec<Check> {
-    let mut checks = vec![
-        Check::ok("configuration", format!("host {}", config.name)),
-        listen(config.listen),
-        arbiter(config.arbiter.as_ref()),
-    ];
+    let mut checks = vec![Check::ok("configuration", format!("host {}", config.name))];
+    checks.extend(config.listen.iter().map(|address| listen(*address)));
+    checks.push(arbiter(config.arbiter.as_ref()));
     checks.extend(peers(config));
     checks
 }
@@ -68,7 +66,8 @@ fn peers(config: &HostConfig) -> Vec<Check> {
         let tries: Vec<_> = config
             .peers
             .iter()
-            .map(|(name, address)| scope.spawn(move || peer(name, *address)))
+            .flat_map(|(name, addresses)| addresses.iter().map(move |address| (name, *address)))
+            .map(|(name, address)| scope.spawn(move || peer(name, address)))
             .collect();
         tries.into_iter().map(|thread| thread.join().expect("the check does not panic")).collect()
     })

@@ -14,6 +14,7 @@
 //! | [`planned`] | what people do on purpose: fail over, stop, reboot |
 //! | [`phases`]  | deaths at each phase of the protocol |
 //! | [`recover`] | all hosts are lost: which images are valid |
+//! | [`paths`]   | several paths between the hosts, cut one by one |
 //! | [`shapes`]  | two vCPUs, two disks, two cards |
 //! | [`counter`] | a guest for every accelerator |
 //! | [`wire`]    | corrupt and truncated messages |
@@ -22,6 +23,7 @@
 
 mod counter;
 mod deaths;
+mod paths;
 mod peer;
 mod phases;
 mod planned;

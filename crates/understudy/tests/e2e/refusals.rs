@@ -234,7 +234,7 @@ type Forgery = (fn(&mut Value), &'static [&'static str]);
 
 #[test]
 fn offers_that_do_not_fit_are_refused() {
-    let forgeries: [Forgery; 12] = [
+    let forgeries: [Forgery; 15] = [
         (|hello| hello["wire_version"] = json!(999), &["wire version 999", "install the same"]),
         (|hello| hello["purpose"]["qemu_version"] = json!("1.2.3"), &["QEMU", "1.2.3"]),
         (|hello| hello["purpose"]["machine_type"] = json!("pc-q35-99.9"), &["pc-q35-99.9"]),
@@ -246,7 +246,10 @@ fn offers_that_do_not_fit_are_refused() {
         (|hello| definition_of(hello)["card"] = json!([card("73:09", "br9")]), &["bridge br9"]),
         (|hello| definition_of(hello)["qemu_args"] = json!(["-monitor", "stdio"]), &["qemu_args"]),
         (|hello| hello["purpose"]["disk_bytes"] = json!([]), &["disk"]),
+        (|hello| hello["purpose"]["paths"] = json!([]), &["0 paths", "1 to 8"]),
+        (|hello| hello["purpose"]["path"] = json!(1), &["path 2", "1 were offered"]),
         (|hello| *hello = heartbeat(hello), &["no session"]),
+        (|hello| *hello = resumption(hello), &["no session"]),
     ];
     play(with_peers(), |scene| {
         let other = write(scene, "other.toml", &definition(scene, "other")?)?;
@@ -291,8 +294,15 @@ fn card(end_of_mac: &str, bridge: &str) -> Value {
 
 fn heartbeat(hello: &Value) -> Value {
     let mut heartbeat = hello.clone();
-    heartbeat["purpose"] = json!({"purpose": "heartbeat", "session": "a/guest/1/1"});
+    heartbeat["purpose"] = json!({"purpose": "heartbeat", "session": "a/guest/1/1", "path": 0});
     heartbeat
+}
+
+fn resumption(hello: &Value) -> Value {
+    let mut resumption = heartbeat(hello);
+    resumption["purpose"]["purpose"] = json!("resume");
+    resumption["purpose"]["received"] = json!(0);
+    resumption
 }
 
 #[test]

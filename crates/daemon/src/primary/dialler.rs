@@ -1,0 +1,55 @@
+//! The connections of one session: the primary opens them all.
+
+use crate::channel::Resumption;
+use crate::handshake::{Offer, Purpose, Resumed, Welcome, dial, dial_first};
+use crate::link::Link;
+use anyhow::Context;
+use std::net::SocketAddr;
+use std::time::Duration;
+use understudy_protocol::wire::Kind;
+use understudy_protocol::{Count, PathIndex};
+
+/// A backup that lives resumes a session within this time.
+const RESUME_TIMEOUT: Duration = Duration::from_secs(2);
+
+/// Dials the backup, path by path.
+#[derive(Clone)]
+pub struct Dialler {
+    /// This host's name.
+    pub host: String,
+    /// Names the session.
+    pub session: String,
+    /// The backup's addresses, one for each path.
+    pub addresses: Vec<SocketAddr>,
+}
+
+impl Dialler {
+    /// Offers the VM over the first path that the backup answers on.
+    pub fn offer(&self, offer: Offer) -> anyhow::Result<(Link, PathIndex)> {
+        dial_first(&self.addresses, &self.host, |path| {
+            Purpose::Protect(Box::new(Offer { path, ..offer.clone() }))
+        })
+    }
+
+    /// The heartbeats of a path.
+    pub fn heartbeat(&self, path: PathIndex) -> anyhow::Result<Link> {
+        let link = self.dial(path, Purpose::Heartbeat { session: self.session.clone(), path })?;
+        let _: Welcome = link.expect_json(Kind::Welcome)?;
+        Ok(link)
+    }
+
+    /// The session's data, over another path; `received` messages arrived here.
+    pub fn resume(&self, path: PathIndex, received: Count) -> anyhow::Result<Resumption> {
+        let purpose = Purpose::Resume { session: self.session.clone(), path, received };
+        let link = self.dial(path, purpose)?;
+        link.set_read_timeout(Some(RESUME_TIMEOUT))?;
+        let resumed: Resumed = link.expect_json(Kind::Welcome)?;
+        link.set_read_timeout(None)?;
+        Ok((link, resumed.received))
+    }
+
+    fn dial(&self, path: PathIndex, purpose: Purpose) -> anyhow::Result<Link> {
+        let address = self.addresses.get(usize::from(path.0)).context("there is no such path")?;
+        dial(*address, &self.host, purpose)
+    }
+}

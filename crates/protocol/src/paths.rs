@@ -1,0 +1,291 @@
+//! The paths between two hosts: which of them live, and which one carries the
+//! session's data.
+//!
+//! Every path has heartbeats of its own. A path that falls silent, or whose
+//! connection ends, is down; the data moves to another one. The peer itself is
+//! suspected only when no path is left: at once when the last one was reset,
+//! after the state machine's own time-out when it fell silent.
+
+use crate::{Detector, PathIndex, Time};
+use std::time::Duration;
+
+/// What happens to a path.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum PathEvent {
+    /// Its heartbeat connection stands.
+    Connected(PathIndex),
+    /// The peer's heartbeat came over it.
+    Heard(PathIndex),
+    /// Its heartbeat connection ended, or could not be made.
+    Ended(PathIndex, String),
+    /// The data goes over this path from now on.
+    InUse(PathIndex),
+    /// Time has passed.
+    Tick,
+}
+
+/// What follows from it.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum PathAction {
+    /// The path works.
+    Up(PathIndex),
+    /// The path does not work any more, for this reason.
+    Down(PathIndex, String),
+    /// Move the data away from this path, which is down, to one that is up.
+    Leave(PathIndex),
+    /// The last path was reset: the peer is gone, for this reason.
+    Lost(String),
+}
+
+/// Where a path stands.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum PathState {
+    /// Its first connection is being made.
+    Connecting,
+    /// The peer is heard over it.
+    Up,
+    /// It does not work.
+    Down {
+        /// Since when.
+        since: Time,
+        /// Why, for people.
+        reason: String,
+    },
+}
+
+#[derive(Clone, Debug)]
+struct Path {
+    detector: Detector,
+    connected: bool,
+    state: PathState,
+}
+
+/// All paths to one peer, for one session.
+#[derive(Clone, Debug)]
+pub struct Paths {
+    paths: Vec<Path>,
+    in_use: PathIndex,
+    /// The shortest silence that makes a path count as down.
+    floor: Duration,
+}
+
+impl Paths {
+    /// `count` paths, none connected yet; the data goes over `in_use`.
+    pub fn new(count: usize, in_use: PathIndex, floor: Duration, now: Time) -> Paths {
+        let detector = Detector::new(floor, now);
+        let path = Path { detector, connected: false, state: PathState::Connecting };
+        Paths { paths: vec![path; count], in_use, floor }
+    }
+
+    /// Where each path stands.
+    pub fn states(&self) -> impl Iterator<Item = &PathState> {
+        self.paths.iter().map(|path| &path.state)
+    }
+
+    /// The path that the data goes over.
+    pub fn in_use(&self) -> PathIndex {
+        self.in_use
+    }
+
+    /// The paths that are up, the one in use last: it may have failed just now.
+    pub fn candidates(&self) -> Vec<PathIndex> {
+        let up = |(index, path): (usize, &Path)| {
+            (path.state == PathState::Up).then_some(PathIndex(index as u16))
+        };
+        let mut up: Vec<PathIndex> = self.paths.iter().enumerate().filter_map(up).collect();
+        up.sort_by_key(|path| *path == self.in_use);
+        up
+    }
+
+    /// Takes one event; appends what follows to `actions`. A path that does not
+    /// exist is nobody's: nothing happens.
+    pub fn handle(&mut self, now: Time, event: PathEvent, actions: &mut Vec<PathAction>) {
+        match event {
+            PathEvent::Connected(path) => self.connected(now, path, actions),
+            PathEvent::Heard(path) => self.heard(now, path, actions),
+            PathEvent::Ended(path, reason) => self.ended(now, path, reason, actions),
+            PathEvent::InUse(path) => self.in_use = path,
+            PathEvent::Tick => self.tick(now, actions),
+        }
+        self.leave_if_down(actions);
+    }
+
+    fn get(&mut self, path: PathIndex) -> Option<&mut Path> {
+        self.paths.get_mut(usize::from(path.0))
+    }
+
+    fn connected(&mut self, now: Time, index: PathIndex, actions: &mut Vec<PathAction>) {
+        let floor = self.floor;
+        let Some(path) = self.get(index) else { return };
+        // What was learnt from an outage says nothing about jitter.
+        path.detector = Detector::new(floor, now);
+        path.connected = true;
+        path.come_up(index, actions);
+    }
+
+    fn heard(&mut self, now: Time, index: PathIndex, actions: &mut Vec<PathAction>) {
+        let floor = self.floor;
+        let Some(path) = self.get(index).filter(|path| path.connected) else { return };
+        if path.state == PathState::Up {
+            return path.detector.heard(now);
+        }
+        path.detector = Detector::new(floor, now);
+        path.come_up(index, actions);
+    }
+
+    fn ended(
+        &mut self,
+        now: Time,
+        index: PathIndex,
+        reason: String,
+        actions: &mut Vec<PathAction>,
+    ) {
+        let Some(path) = self.get(index) else { return };
+        let was_connected = std::mem::replace(&mut path.connected, false);
+        path.go_down(now, index, &reason, actions);
+        if was_connected && self.candidates().is_empty() {
+            actions.push(PathAction::Lost(reason));
+        }
+    }
+
+    fn tick(&mut self, now: Time, actions: &mut Vec<PathAction>) {
+        for (index, path) in self.paths.iter_mut().enumerate() {
+            let Some(silence) = path.detector.suspicion(now).filter(|_| path.connected) else {
+                continue;
+            };
+            let reason = format!("silent for {} ms", silence.as_millis());
+            path.go_down(now, PathIndex(index as u16), &reason, actions);
+        }
+    }
+
+    fn leave_if_down(&self, actions: &mut Vec<PathAction>) {
+        let in_use = self.paths.get(usize::from(self.in_use.0));
+        let down = in_use.is_some_and(|path| matches!(path.state, PathState::Down { .. }));
+        if down && !self.candidates().is_empty() {
+            actions.push(PathAction::Leave(self.in_use));
+        }
+    }
+}
+
+impl Path {
+    fn come_up(&mut self, index: PathIndex, actions: &mut Vec<PathAction>) {
+        if matches!(std::mem::replace(&mut self.state, PathState::Up), PathState::Down { .. }) {
+            actions.push(PathAction::Up(index));
+        }
+    }
+
+    /// The first reason is the one that counts.
+    fn go_down(
+        &mut self,
+        now: Time,
+        index: PathIndex,
+        reason: &str,
+        actions: &mut Vec<PathAction>,
+    ) {
+        if !matches!(self.state, PathState::Down { .. }) {
+            self.state = PathState::Down { since: now, reason: reason.to_owned() };
+            actions.push(PathAction::Down(index, reason.to_owned()));
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const A: PathIndex = PathIndex(0);
+    const B: PathIndex = PathIndex(1);
+    const FLOOR: Duration = Duration::from_millis(100);
+
+    fn at(ms: u64) -> Time {
+        Time(Duration::from_millis(ms))
+    }
+
+    /// Two paths that are up at 0 ms, the data on A.
+    fn two() -> Paths {
+        let mut paths = Paths::new(2, A, FLOOR, at(0));
+        assert_eq!(
+            [
+                after(&mut paths, 0, PathEvent::Connected(A)),
+                after(&mut paths, 0, PathEvent::Connected(B))
+            ],
+            [[], []]
+        );
+        paths
+    }
+
+    fn after(paths: &mut Paths, ms: u64, event: PathEvent) -> Vec<PathAction> {
+        let mut actions = Vec::new();
+        paths.handle(at(ms), event, &mut actions);
+        actions
+    }
+
+    #[test]
+    fn the_data_leaves_a_silent_path_and_stays_away() {
+        let mut paths = two();
+        after(&mut paths, 90, PathEvent::Heard(B));
+        let down = after(&mut paths, 101, PathEvent::Tick);
+        let silent = PathAction::Down(A, "silent for 101 ms".to_owned());
+        assert_eq!(down, [silent, PathAction::Leave(A)]);
+        assert_eq!(paths.candidates(), [B]);
+        after(&mut paths, 110, PathEvent::InUse(B));
+        assert_eq!(after(&mut paths, 120, PathEvent::Heard(A)), [PathAction::Up(A)]);
+        assert_eq!(paths.candidates(), [A, B], "the one in use is the last resort");
+        assert_eq!(paths.in_use(), B);
+    }
+
+    #[test]
+    fn the_peer_is_gone_with_the_reset_of_the_last_path() {
+        let mut paths = two();
+        let reset = || "reset".to_owned();
+        let actions = after(&mut paths, 1, PathEvent::Ended(A, reset()));
+        assert_eq!(actions, [PathAction::Down(A, reset()), PathAction::Leave(A)]);
+        // A dial that fails is no news.
+        assert_eq!(after(&mut paths, 2, PathEvent::Ended(A, reset())), [PathAction::Leave(A)]);
+        let actions = after(&mut paths, 3, PathEvent::Ended(B, reset()));
+        assert_eq!(actions, [PathAction::Down(B, reset()), PathAction::Lost(reset())]);
+    }
+
+    #[test]
+    fn a_reset_counts_when_the_other_path_is_silent() {
+        let mut paths = two();
+        after(&mut paths, 90, PathEvent::Heard(B));
+        after(&mut paths, 101, PathEvent::Tick);
+        let actions = after(&mut paths, 102, PathEvent::Ended(B, "reset".to_owned()));
+        assert_eq!(actions.last(), Some(&PathAction::Lost("reset".to_owned())));
+    }
+
+    #[test]
+    fn silence_of_all_paths_is_not_for_this_to_judge() {
+        let mut paths = two();
+        let actions = after(&mut paths, 500, PathEvent::Tick);
+        assert!(actions.iter().all(|action| matches!(action, PathAction::Down(..))), "{actions:?}");
+    }
+
+    #[test]
+    fn a_path_that_returns_takes_the_data_from_one_that_is_down() {
+        let mut paths = two();
+        after(&mut paths, 500, PathEvent::Tick);
+        let actions = after(&mut paths, 510, PathEvent::Heard(B));
+        assert_eq!(actions, [PathAction::Up(B), PathAction::Leave(A)]);
+    }
+
+    #[test]
+    fn the_only_path_is_lost_at_once_and_never_left() {
+        let mut paths = Paths::new(1, A, FLOOR, at(0));
+        after(&mut paths, 0, PathEvent::Connected(A));
+        let actions = after(&mut paths, 200, PathEvent::Tick);
+        assert_eq!(actions, [PathAction::Down(A, "silent for 200 ms".to_owned())]);
+        let actions = after(&mut paths, 201, PathEvent::Ended(A, "reset".to_owned()));
+        assert_eq!(actions, [PathAction::Lost("reset".to_owned())]);
+    }
+
+    #[test]
+    fn paths_that_do_not_exist_change_nothing() {
+        let mut paths = two();
+        for event in [PathEvent::Heard(PathIndex(9)), PathEvent::Ended(PathIndex(9), String::new())]
+        {
+            assert_eq!(after(&mut paths, 1, event), []);
+        }
+    }
+}
