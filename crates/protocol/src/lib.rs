@@ -10,6 +10,7 @@ mod ownership;
 mod paths;
 mod policy;
 mod primary;
+pub mod repair;
 mod staging;
 mod time;
 mod units;

@@ -1,0 +1,164 @@
+use super::*;
+use proptest::prelude::*;
+
+const MIB: u64 = 1 << 20;
+
+fn at(ms: u64) -> Time {
+    Time(Duration::from_millis(ms))
+}
+
+fn fit(host: &str, free_mib: u64) -> Candidate {
+    let fitness = Fitness { free_memory: free_mib * MIB, ..Fitness::default() };
+    Candidate { host: host.to_owned(), answer: Ok(fitness) }
+}
+
+fn unfit(host: &str) -> Candidate {
+    Candidate { host: host.to_owned(), answer: Err("does not answer".to_owned()) }
+}
+
+fn step(repair: &mut Repair, ms: u64, event: RepairEvent) -> Vec<RepairAction> {
+    let mut actions = Vec::new();
+    repair.handle(at(ms), 0, event, &mut actions);
+    actions
+}
+
+fn lost(reason: &str) -> RepairEvent {
+    RepairEvent::Lost(reason.to_owned())
+}
+
+fn attempt(host: &str) -> Vec<RepairAction> {
+    vec![RepairAction::Attempt(host.to_owned())]
+}
+
+#[test]
+fn a_loss_is_repaired_at_once_with_the_roomiest_host() {
+    let mut repair = Repair::default();
+    assert_eq!(step(&mut repair, 0, lost("b is silent")), [RepairAction::Survey]);
+    let found = vec![unfit("b"), fit("c", 100), fit("d", 200)];
+    assert_eq!(step(&mut repair, 5, RepairEvent::Surveyed(found)), attempt("d"));
+    assert!(step(&mut repair, 9, RepairEvent::Protected).is_empty());
+    assert_eq!((repair.phase(), repair.deadline()), (&RepairPhase::Idle, None));
+}
+
+#[test]
+fn load_and_a_shared_zone_count_before_memory() {
+    let rank = |candidates: [(u32, bool, u64); 2]| {
+        let mut repair = Repair::default();
+        step(&mut repair, 0, lost("x"));
+        let candidate = |(name, (load_percent, same_zone, free_memory)): (&str, _)| Candidate {
+            host: name.to_owned(),
+            answer: Ok(Fitness { free_memory, load_percent, same_zone }),
+        };
+        let found = ["first", "second"].into_iter().zip(candidates).map(candidate).collect();
+        step(&mut repair, 0, RepairEvent::Surveyed(found))
+    };
+    assert_eq!(rank([(180, false, 9), (20, false, 1)]), attempt("second"));
+    assert_eq!(rank([(30, false, 1), (20, false, 9)]), attempt("second"), "about as busy");
+    assert_eq!(rank([(0, true, 9), (180, false, 1)]), attempt("second"));
+}
+
+#[test]
+fn all_are_tried_before_it_waits_longer_and_longer() {
+    let mut repair = Repair::default();
+    step(&mut repair, 0, lost("x"));
+    let both = || RepairEvent::Surveyed(vec![fit("b", 2), fit("c", 1)]);
+    assert_eq!(step(&mut repair, 0, both()), attempt("b"));
+    assert_eq!(step(&mut repair, 1, lost("refused")), attempt("c"));
+    assert_eq!(step(&mut repair, 2, lost("refused too")), []);
+    assert_eq!(repair.deadline(), Some(at(502)));
+    assert_eq!(repair.reason(), "c: refused too");
+    assert_eq!(step(&mut repair, 501, RepairEvent::Tick), []);
+    assert_eq!(step(&mut repair, 502, RepairEvent::Tick), [RepairAction::Survey]);
+    // The one that failed first is tried first again, whatever its memory.
+    assert_eq!(step(&mut repair, 502, both()), attempt("b"));
+    step(&mut repair, 502, lost("x"));
+    step(&mut repair, 502, lost("x"));
+    assert_eq!(repair.deadline(), Some(at(1_502)));
+    let mut now = 1_502;
+    for _ in 0..20 {
+        step(&mut repair, now, RepairEvent::Tick);
+        step(&mut repair, now, RepairEvent::Surveyed(vec![unfit("b")]));
+        let wait = repair.deadline().unwrap() - at(now);
+        assert!(wait <= LONGEST_WAIT, "{wait:?}");
+        now += wait.as_millis() as u64;
+    }
+    assert_eq!(repair.reason(), "b: does not answer");
+}
+
+#[test]
+fn a_host_that_failed_comes_last_for_a_while() {
+    let mut repair = Repair::default();
+    step(&mut repair, 0, lost("x"));
+    step(&mut repair, 0, RepairEvent::Surveyed(vec![fit("b", 9), fit("c", 1)]));
+    assert_eq!(step(&mut repair, 1, lost("x")), attempt("c"));
+    step(&mut repair, 2, RepairEvent::Protected);
+    let found = || RepairEvent::Surveyed(vec![fit("b", 9), fit("c", 1)]);
+    step(&mut repair, 20_000, lost("x"));
+    assert_eq!(step(&mut repair, 20_000, found()), attempt("c"));
+    step(&mut repair, 20_000, RepairEvent::Protected);
+    step(&mut repair, 80_000, lost("x"));
+    assert_eq!(step(&mut repair, 80_000, found()), attempt("b"), "forgiven");
+}
+
+#[test]
+fn protection_that_does_not_last_is_not_set_up_again_at_once() {
+    let mut repair = Repair::default();
+    step(&mut repair, 0, lost("x"));
+    step(&mut repair, 0, RepairEvent::Surveyed(vec![fit("b", 1)]));
+    step(&mut repair, 1, RepairEvent::Protected);
+    assert_eq!(step(&mut repair, 2, lost("again")), []);
+    assert_eq!(repair.deadline(), Some(at(502)));
+    step(&mut repair, 502, RepairEvent::Tick);
+    step(&mut repair, 502, RepairEvent::Surveyed(vec![fit("b", 1)]));
+    step(&mut repair, 503, RepairEvent::Protected);
+    assert_eq!(step(&mut repair, 20_000, lost("much later")), [RepairAction::Survey]);
+}
+
+#[test]
+fn what_nobody_wants_any_more_is_not_repaired() {
+    let mut repair = Repair::default();
+    step(&mut repair, 0, lost("x"));
+    step(&mut repair, 1, RepairEvent::Ended);
+    assert_eq!(step(&mut repair, 2, RepairEvent::Surveyed(vec![fit("b", 1)])), []);
+    assert_eq!(step(&mut repair, 60_000, RepairEvent::Tick), []);
+    assert_eq!(repair.phase(), &RepairPhase::Idle);
+}
+
+proptest! {
+    /// Whatever the hosts do for a while: once one of them takes the VM, it is
+    /// protected within one longest wait and one round.
+    #[test]
+    fn protection_returns_once_a_host_takes_the_vm(
+        faults in proptest::collection::vec((0u32..=1_000, 0usize..4), 0..40)
+    ) {
+        let mut repair = Repair::default();
+        let mut actions = Vec::new();
+        let mut now = at(0);
+        repair.handle(now, 0, lost("x"), &mut actions);
+        let mut faults = faults.into_iter();
+        let mut healthy_since = None;
+        loop {
+            let (jitter, fault) = faults.next().unwrap_or_else(|| {
+                healthy_since.get_or_insert(now);
+                (1_000, 3)
+            });
+            let event = match actions.pop() {
+                Some(RepairAction::Survey) => RepairEvent::Surveyed(match fault {
+                    0 => vec![unfit("b"), unfit("c")],
+                    1 => vec![],
+                    _ => vec![fit("b", 1), fit("c", 2)],
+                }),
+                Some(RepairAction::Attempt(_)) if fault < 3 => lost("no"),
+                Some(RepairAction::Attempt(_)) => break,
+                None => {
+                    now = repair.deadline().expect("it never gives up");
+                    RepairEvent::Tick
+                }
+            };
+            repair.handle(now, jitter, event, &mut actions);
+            prop_assert!(actions.len() <= 1);
+        }
+        let late = healthy_since.map_or(Duration::ZERO, |since| now - since);
+        prop_assert!(late <= LONGEST_WAIT * 3 / 2, "{late:?}");
+    }
+}
