@@ -62,22 +62,6 @@ impl Host {
         Ok(())
     }
 
-    /// Refuses a VM whose memory this host does not have.
-    pub(crate) fn check_memory(&self, bytes: u64) -> Result<(), HostError> {
-        let available = available_memory()
-            .map_err(|error| HostError::new(ErrorKind::Internal, error.to_string()))?;
-        if bytes > available {
-            let message = format!(
-                "the VM needs {} MiB of memory, host {} has {} MiB available",
-                bytes >> 20,
-                self.config.name,
-                available >> 20
-            );
-            return Err(HostError::new(ErrorKind::Invalid, message));
-        }
-        Ok(())
-    }
-
     pub(crate) fn machine_type(&self, definition: &VmDefinition) -> Result<String, HostError> {
         self.capabilities
             .machine_type(&definition.machine)
@@ -184,17 +168,4 @@ pub(crate) fn open_disks(definition: &VmDefinition) -> Result<Vec<Arc<Disk>>, Ho
         .map(open)
         .collect::<Result<_, _>>()
         .map_err(|error| HostError::new(ErrorKind::Invalid, error.to_string()))
-}
-
-/// `MemAvailable` in bytes.
-fn available_memory() -> std::io::Result<u64> {
-    let text = std::fs::read_to_string("/proc/meminfo")?;
-    let kilobytes = text
-        .lines()
-        .find_map(|line| line.strip_prefix("MemAvailable:"))
-        .and_then(|rest| rest.trim().strip_suffix(" kB"))
-        .and_then(|number| number.trim().parse::<u64>().ok());
-    kilobytes
-        .map(|kilobytes| kilobytes * 1024)
-        .ok_or_else(|| std::io::Error::other("/proc/meminfo has no MemAvailable"))
 }

@@ -27,6 +27,7 @@ use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 use toml::Spanned;
+use understudy_qemu::definition::MemorySize;
 
 /// Where the daemon listens for the command line, unless told otherwise.
 pub const DEFAULT_SOCKET: &str = "/run/understudy/understudy.sock";
@@ -68,6 +69,9 @@ pub struct HostConfig {
     pub qemu: Option<PathBuf>,
     /// The agent library, when it is elsewhere; see [`HostConfig::agent_path`].
     pub agent: Option<PathBuf>,
+    /// The most memory that VMs and backups may take together, in bytes; without
+    /// it, what the system has.
+    pub memory_limit: Option<u64>,
     /// The shortest silence after which a peer is suspected.
     pub detection_timeout: Duration,
 }
@@ -173,6 +177,7 @@ struct RawConfig {
     peers: BTreeMap<Spanned<String>, Spanned<toml::Value>>,
     qemu: Option<Spanned<PathBuf>>,
     agent: Option<Spanned<PathBuf>>,
+    memory: Option<MemorySize>,
     detection: Option<RawDetection>,
 }
 
@@ -206,6 +211,7 @@ impl RawConfig {
             arbiter: self.arbiter.map(|arbiter| arbiter.check(source)).transpose()?,
             qemu: self.qemu.map(|path| source.absolute("qemu", path)).transpose()?,
             agent: self.agent.map(|path| source.absolute("agent", path)).transpose()?,
+            memory_limit: self.memory.map(MemorySize::bytes),
             detection_timeout: check_detection(source, self.detection)?,
             name,
         })
@@ -521,6 +527,18 @@ timeout_ms = 250
         assert_says(&broken(one, &format!("[{one}, {one}]")), place, &["twice"]);
         assert_says(&broken(one, &format!("[{one}, 7]")), place, &["7 is not an address"]);
         assert_says(&broken(one, "7788"), place, &["7788 is not an address"]);
+    }
+
+    #[test]
+    fn the_memory_limit_is_a_memory_size() {
+        let with = |line: &str| {
+            let text = GOOD.replacen("\n[arbiter]", &format!("{line}\n[arbiter]"), 1);
+            HostConfig::from_toml(&text, Path::new("host.toml"))
+        };
+        assert_eq!(with("").unwrap().memory_limit, None);
+        assert_eq!(with("memory = \"2G\"\n").unwrap().memory_limit, Some(2 << 30));
+        let message = with("memory = \"lots\"\n").unwrap_err().message;
+        assert!(message.contains("memory") && message.contains("lots"), "{message}");
     }
 
     #[test]

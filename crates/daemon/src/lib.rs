@@ -20,6 +20,7 @@ mod primary;
 mod records;
 mod recover;
 pub mod report;
+mod room;
 mod sync;
 mod vm;
 

@@ -62,6 +62,7 @@ pub struct Machine {
     definition: VmDefinition,
     machine_type: String,
     accelerator: Accelerator,
+    ram: Arc<GuestRam>,
     blocks: Vec<RamBlock>,
     tracker: Mutex<Option<DirtyTracker>>,
     disks: Vec<Arc<Disk>>,
@@ -138,7 +139,7 @@ impl Machine {
         });
         let started = connect(&process, &listener, monitors, plan.on_event);
         let (agent, mut monitor) = started.map_err(|error| process.explain(error))?;
-        let blocks = ram_blocks(&mut monitor, &process.qemu, ram)?;
+        let blocks = ram_blocks(&mut monitor, &process.qemu, ram.clone())?;
         if plan.role == Role::Standby {
             monitor.prepare_standby(&device_state)?;
         }
@@ -146,6 +147,7 @@ impl Machine {
             definition: plan.definition,
             machine_type: plan.machine_type,
             accelerator: plan.accelerator,
+            ram,
             blocks,
             tracker: Mutex::new(None),
             disks: plan.disks,
@@ -179,6 +181,11 @@ impl Machine {
     /// What executes the guest's instructions.
     pub fn accelerator(&self) -> Accelerator {
         self.accelerator
+    }
+
+    /// The guest's main memory.
+    pub fn ram(&self) -> &GuestRam {
+        &self.ram
     }
 
     /// All RAM blocks; a block's id is its place here, the same on both hosts.

@@ -6,6 +6,7 @@ use crate::mapping::SharedMapping;
 use nix::errno::Errno;
 use nix::fcntl::{FallocateFlags, FcntlArg, SealFlag, fallocate, fcntl};
 use nix::sys::memfd::{MFdFlags, memfd_create};
+use nix::sys::stat::fstat;
 use nix::unistd::{Whence, ftruncate, lseek};
 use std::io;
 use std::num::NonZeroUsize;
@@ -74,6 +75,17 @@ impl GuestRam {
     /// Size in pages.
     pub fn pages(&self) -> u64 {
         self.bytes / PAGE_SIZE as u64
+    }
+
+    /// Bytes that it takes up in this host's memory now.
+    pub fn resident_bytes(&self) -> Result<u64, MemoryError> {
+        let status = fstat(&self.memfd).map_err(|e| MemoryError::Ram {
+            action: "cannot look at",
+            bytes: self.bytes,
+            source: e.into(),
+        })?;
+        // The kernel counts in units of 512 bytes, whatever the block size.
+        Ok(status.st_blocks as u64 * 512)
     }
 
     /// The runs of pages that have content, in order; all other pages are zero.

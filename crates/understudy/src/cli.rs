@@ -144,7 +144,8 @@ Example of a configuration:
   [peers]
   b = \"10.0.0.2:7788\"
 
-Optional: state_dir, socket, qemu, agent (absolute paths), and
+Optional: state_dir, socket, qemu, agent (absolute paths), memory = \"64G\" (the
+most that VMs and backups may take together; else what is available), and
 [detection] timeout_ms = 100 (50 to 10000), the shortest silence of a peer
 after which it is suspected.";
 

@@ -12,6 +12,7 @@
 //! | [`stalls`]  | stalled hosts and daemons that come back |
 //! | [`sync`]    | the same before the first synchronisation has ended |
 //! | [`planned`] | what people do on purpose: fail over, stop, reboot |
+//! | [`crowd`]   | one backup for eight VMs of two primaries |
 //! | [`phases`]  | deaths at each phase of the protocol |
 //! | [`recover`] | all hosts are lost: which images are valid |
 //! | [`paths`]   | several paths between the hosts, cut one by one |
@@ -22,6 +23,7 @@
 //! | [`relay`]   | what can go wrong on the wire, for the tests above |
 
 mod counter;
+mod crowd;
 mod deaths;
 mod paths;
 mod peer;
