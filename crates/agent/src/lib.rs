@@ -59,12 +59,23 @@ extern "C" fn constructor() {
 
 /// Hands a new userfaultfd to the daemon and starts watching the daemon's life.
 fn start(path: &Path) -> Result<(), String> {
+    disable_huge_pages().map_err(|e| format!("cannot disable transparent huge pages: {e}"))?;
     let userfaultfd = create_userfaultfd().map_err(explain_userfaultfd)?;
     let link = UnixStream::connect(path)
         .map_err(|e| format!("cannot reach the daemon at {}: {e}", path.display()))?;
     send_hello(&link, &userfaultfd)
         .map_err(|e| format!("cannot send the userfaultfd to the daemon: {e}"))?;
     watch_daemon(link).map_err(|e| format!("cannot start the agent's thread: {e}"))
+}
+
+/// Keeps the kernel from mapping guest memory in units of 2 MiB, which QEMU asks for: when it
+/// splits such a unit, it forgets that pages in it were written.
+fn disable_huge_pages() -> io::Result<()> {
+    // SAFETY: the call takes numbers and touches no memory.
+    match unsafe { libc::prctl(libc::PR_SET_THP_DISABLE, 1, 0, 0, 0) } {
+        0 => Ok(()),
+        _ => Err(io::Error::last_os_error()),
+    }
 }
 
 /// Creates a userfaultfd that also sees the writes of QEMU's own system calls

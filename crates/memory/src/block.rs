@@ -93,6 +93,14 @@ impl RamBlock {
         }
     }
 
+    /// The first page from `from` on that may have content; all before it are zero.
+    pub(crate) fn next_content(&self, from: PageIndex) -> Result<Option<PageIndex>, MemoryError> {
+        match &self.source {
+            Source::Main(ram) => ram.next_data_page(from),
+            Source::Auxiliary(_) => Ok(Some(from)),
+        }
+    }
+
     /// Reads whole pages from `first` on, as many as fit `into`, which must be a multiple of
     /// [`PAGE_SIZE`]. The part of a last page beyond the block's end reads as zero.
     ///

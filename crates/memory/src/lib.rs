@@ -13,6 +13,7 @@
 //! tables in the place of userfaultfd.
 
 pub mod agent;
+mod area;
 mod block;
 mod capture;
 mod dirty;

@@ -123,6 +123,22 @@ impl GuestRam {
         }))
     }
 
+    /// The first page with content from `from` on.
+    ///
+    /// Fast, however far it is: the kernel skips holes. The end of a run of data takes it
+    /// as long as the run is.
+    pub(crate) fn next_data_page(&self, from: PageIndex) -> Result<Option<PageIndex>, MemoryError> {
+        match lseek(&self.memfd, from.byte_offset() as i64, Whence::SeekData) {
+            Ok(offset) => Ok(Some(PageIndex(offset as u64 / PAGE_SIZE as u64))),
+            Err(Errno::ENXIO) => Ok(None), // Nothing but a hole, or the end.
+            Err(e) => Err(MemoryError::Ram {
+                action: "cannot find the content of",
+                bytes: self.bytes,
+                source: e.into(),
+            }),
+        }
+    }
+
     /// Copies whole pages from `first` on into `into`.
     ///
     /// The guest may be writing them: the copy is then a mix of old and new. That is fine

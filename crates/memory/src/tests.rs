@@ -44,6 +44,13 @@ impl Guest {
         self.view.copy_in(page as usize * PAGE_SIZE, &value.to_ne_bytes());
     }
 
+    /// The guest reads a page.
+    fn read(&self, page: u64) {
+        let mut content = [0; PAGE_SIZE];
+        self.view.copy_out(page as usize * PAGE_SIZE, &mut content);
+        std::hint::black_box(content);
+    }
+
     /// All of main memory, as the guest sees it.
     fn content(&self) -> Vec<u8> {
         let mut content = vec![0; self.ram.bytes() as usize];

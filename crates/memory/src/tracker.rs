@@ -1,20 +1,18 @@
 //! Finding the pages that the guest wrote.
 
-use crate::kernel::{AddressRange, PageRegion, Pagemap, Userfaultfd};
+use crate::area::ScanArea;
+use crate::kernel::{AddressRange, Pagemap, Userfaultfd};
 use crate::untracked::ComparedBlock;
 use crate::{DirtySet, MemoryError, RamBlock, workers};
-use std::io;
 use std::sync::Arc;
-use understudy_protocol::{BlockId, PAGE_SIZE, PageIndex, PageRun};
+use understudy_protocol::PAGE_SIZE;
 
 /// Part of a block that one thread scans at a time.
 const SLICE_BYTES: u64 = 64 << 20;
 
-/// From this much memory on, several threads repay being woken.
-const PARALLEL_BYTES: u64 = 256 << 20;
-
-/// How many regions the kernel reports in one call.
-const REGIONS_PER_CALL: usize = 512;
+/// From this many page tables on (2 MiB of touched memory each), several threads repay
+/// being woken.
+const PARALLEL_TABLES: usize = 128;
 
 /// Sees every write to a machine's RAM blocks, whoever makes it inside QEMU: vCPUs, device
 /// emulation, system calls such as disk reads.
@@ -23,6 +21,9 @@ const REGIONS_PER_CALL: usize = 512;
 /// having to answer (userfaultfd's asynchronous write-protection); a scan of the page tables
 /// collects the notes and protects again. Blocks that the kernel cannot protect are compared
 /// with their last content if they are small.
+///
+/// It sees writes, not discards of pages (`FALLOC_FL_PUNCH_HOLE`), so a machine must have no
+/// device that discards memory, such as a balloon.
 ///
 /// Tracking ends when the tracker is dropped.
 #[derive(Debug)]
@@ -37,7 +38,7 @@ pub struct DirtyTracker {
 
 #[derive(Debug)]
 struct TrackedBlock {
-    name: String,
+    block: RamBlock,
     range: AddressRange,
 }
 
@@ -79,21 +80,19 @@ impl DirtyTracker {
         };
         match self.userfaultfd.register(range) {
             Ok(()) => {
-                self.tracked.push(TrackedBlock { name: block.name().into(), range });
-                self.slices.extend(Slice::divide(block.id(), range));
+                self.tracked.push(TrackedBlock { block: block.clone(), range });
+                self.slices.extend(Slice::divide(block, range));
             }
             Err(source) => self.compared.push(ComparedBlock::new(block, source)?),
         }
         Ok(())
     }
 
-    /// Protects all pages. From now on every write is seen, and reported by the next
-    /// [`DirtyTracker::scan`]. Takes some 10 ms per GiB; the guest may run meanwhile.
+    /// Protects all memory that has content. From now on every write is seen, and reported by
+    /// the next [`DirtyTracker::scan`]. Takes some 10 ms per GiB; the guest may run meanwhile.
     pub fn arm(&mut self) -> Result<(), MemoryError> {
-        for block in &self.tracked {
-            self.userfaultfd
-                .write_protect(block.range)
-                .map_err(|e| block.error("UFFDIO_WRITEPROTECT", e))?;
+        for Slice { area, .. } in &mut self.slices {
+            area.arm(&self.userfaultfd)?;
         }
         self.compared.iter_mut().try_for_each(ComparedBlock::arm)
     }
@@ -101,17 +100,18 @@ impl DirtyTracker {
     /// Finds the pages written since the last scan (or [`DirtyTracker::arm`]) and protects
     /// them again. `dirty` is emptied first.
     ///
+    /// What is reported was written, or read for the first time: a page comes into being then.
+    ///
     /// With the guest running this is a pre-copy round; with the guest paused, what it finds
     /// is the rest. Once `dirty` has grown to size, nothing is allocated.
     pub fn scan(&mut self, dirty: &mut DirtySet) -> Result<(), MemoryError> {
         dirty.clear();
-        let bytes: u64 = self.tracked.iter().map(|block| block.range.bytes).sum();
-        if bytes >= PARALLEL_BYTES {
+        let tables: usize = self.slices.iter().map(|slice| slice.area.armed_tables()).sum();
+        if tables >= PARALLEL_TABLES {
             self.scan_in_parallel(dirty)?;
         } else {
             for Slice { area, .. } in &mut self.slices {
-                area.scan(&self.pagemap, dirty)
-                    .map_err(|e| scan_error(&self.tracked, area.range, e))?;
+                area.scan(&self.pagemap, dirty)?;
             }
         }
         self.compared.iter_mut().try_for_each(|block| block.scan(dirty))?;
@@ -122,10 +122,10 @@ impl DirtyTracker {
     }
 
     fn scan_in_parallel(&mut self, dirty: &mut DirtySet) -> Result<(), MemoryError> {
-        let (pagemap, tracked) = (&self.pagemap, &self.tracked);
+        let pagemap = &self.pagemap;
         workers::for_each(&mut self.slices, |Slice { area, written }| {
             written.clear();
-            area.scan(pagemap, written).map_err(|e| scan_error(tracked, area.range, e))
+            area.scan(pagemap, written)
         })?;
         for slice in &self.slices {
             dirty.append(&slice.written);
@@ -141,8 +141,9 @@ impl DirtyTracker {
     fn unregister_all(&mut self) -> Result<(), MemoryError> {
         let mut result = Ok(());
         for block in self.tracked.drain(..) {
-            if let Err(e) = self.userfaultfd.unregister(block.range) {
-                result = Err(block.error("UFFDIO_UNREGISTER", e));
+            if let Err(source) = self.userfaultfd.unregister(block.range) {
+                let name = block.block.name().into();
+                result = Err(MemoryError::Tracking { call: "UFFDIO_UNREGISTER", name, source });
             }
         }
         result
@@ -158,23 +159,6 @@ impl Drop for DirtyTracker {
     }
 }
 
-impl TrackedBlock {
-    fn error(&self, call: &'static str, source: io::Error) -> MemoryError {
-        MemoryError::Tracking { call, name: self.name.clone(), source }
-    }
-}
-
-fn scan_error(tracked: &[TrackedBlock], range: AddressRange, source: io::Error) -> MemoryError {
-    let block = tracked
-        .iter()
-        .find(|block| block.range.start <= range.start && range.end() <= block.range.end());
-    MemoryError::Tracking {
-        call: "PAGEMAP_SCAN",
-        name: block.map_or_else(String::new, |block| block.name.clone()),
-        source,
-    }
-}
-
 /// A part of a tracked block.
 #[derive(Debug)]
 struct Slice {
@@ -183,52 +167,15 @@ struct Slice {
     written: DirtySet,
 }
 
-/// Where to scan, and room for the kernel's report.
-#[derive(Debug)]
-struct ScanArea {
-    block: BlockId,
-    block_start: u64,
-    range: AddressRange,
-    regions: Box<[PageRegion]>,
-}
-
 impl Slice {
-    fn divide(block: BlockId, whole: AddressRange) -> impl Iterator<Item = Slice> {
+    fn divide(block: &RamBlock, whole: AddressRange) -> impl Iterator<Item = Slice> {
         (0..whole.bytes.div_ceil(SLICE_BYTES)).map(move |i| {
             let offset = i * SLICE_BYTES;
             let range = AddressRange {
                 start: whole.start + offset,
                 bytes: SLICE_BYTES.min(whole.bytes - offset),
             };
-            let regions = REGIONS_PER_CALL.min(range.pages() as usize);
-            Slice {
-                area: ScanArea {
-                    block,
-                    block_start: whole.start,
-                    range,
-                    regions: vec![PageRegion::default(); regions].into(),
-                },
-                written: DirtySet::new(),
-            }
+            Slice { area: ScanArea::new(block, range), written: DirtySet::new() }
         })
-    }
-}
-
-impl ScanArea {
-    fn scan(&mut self, pagemap: &Pagemap, found: &mut DirtySet) -> io::Result<()> {
-        let mut start = self.range.start;
-        while start < self.range.end() {
-            let (count, stopped_at) =
-                pagemap.scan_and_protect(start, self.range.end(), &mut self.regions)?;
-            for region in &self.regions[..count] {
-                found.push(PageRun {
-                    block: self.block,
-                    first: PageIndex((region.start - self.block_start) / PAGE_SIZE as u64),
-                    count: (region.end - region.start) / PAGE_SIZE as u64,
-                });
-            }
-            start = stopped_at;
-        }
-        Ok(())
     }
 }

@@ -14,6 +14,34 @@ fn cost_of_scan_and_capture() {
     }
 }
 
+#[test]
+#[ignore = "measures, asserts nothing"]
+fn cost_of_a_scan_of_mostly_idle_memory() {
+    for gibibytes in [1, 2, 4, 8, 16] {
+        let guest = Guest::new((gibibytes << 30) / PAGE_SIZE);
+        let touched = (256 << 20) / PAGE_SIZE as u64;
+        // A third in one piece, the rest in pieces all over.
+        let place = |page: u64| match page % 3 {
+            0 => page,
+            _ => page % 512 + (page / 512 * 7919 * 512) % guest.ram.pages(),
+        };
+        for page in 0..touched {
+            guest.write(place(page), page + 1);
+        }
+        let mut tracker = guest.track();
+        let mut dirty = DirtySet::new();
+        let scans = (0..EPOCHS as u64).map(|epoch| {
+            for page in 0..100 {
+                guest.write(place(page * 99), epoch);
+            }
+            let started = Instant::now();
+            tracker.scan(&mut dirty).unwrap();
+            started.elapsed()
+        });
+        println!("{gibibytes} GiB, 256 MiB touched: scan {}", summary(scans.collect()));
+    }
+}
+
 fn measure(mebibytes: usize) {
     let pages = (mebibytes << 20) / PAGE_SIZE;
     let guest = Guest::new(pages);
