@@ -38,6 +38,8 @@ pub enum BackupAction {
     AcknowledgeAndApply(Epoch),
     /// Ask the arbiter for the generation after this one.
     Contest(Generation),
+    /// Close the connections to the primary.
+    ClosePeer,
     /// Start the guest from this epoch, after everything acknowledged is applied.
     GoLive {
         /// The generation won.
@@ -217,7 +219,12 @@ impl Backup {
                 );
                 self.discard(reason, actions);
             }
-            Verdict::Unreachable(_) => self.retry_at = Some(now + ARBITER_RETRY),
+            Verdict::Unreachable(_) => {
+                self.retry_at = Some(now + ARBITER_RETRY);
+                // Nothing is acknowledged any more. A primary that lives must not
+                // wait for it in vain: it may reach the arbiter.
+                actions.push(BackupAction::ClosePeer);
+            }
         }
     }
 
@@ -260,6 +267,21 @@ mod tests {
         backup.handle(at(2), BackupEvent::CannotServe("QEMU ended".into()), &mut actions);
         backup.handle(at(3), BackupEvent::PeerGone("it hung up".into()), &mut actions);
         assert_eq!(actions, [BackupAction::Discard("QEMU ended".into())]);
+    }
+
+    #[test]
+    fn a_backup_that_cannot_ask_hangs_up_so_that_the_primary_may_ask() {
+        let mut backup = Backup::new(Generation(1), Duration::from_millis(100), at(0));
+        let mut actions = Vec::new();
+        backup.handle(at(1), BackupEvent::Staged(Epoch(1)), &mut actions);
+        backup.handle(at(2), BackupEvent::TakeOver, &mut actions);
+        actions.clear();
+        let silent = Verdict::Unreachable("no answer".into());
+        backup.handle(at(3), BackupEvent::Verdict(silent), &mut actions);
+        assert_eq!(actions, [BackupAction::ClosePeer]);
+        actions.clear();
+        backup.handle(at(203), BackupEvent::Tick, &mut actions);
+        assert_eq!(actions, [BackupAction::Contest(Generation(1))], "and asks on");
     }
 
     #[test]

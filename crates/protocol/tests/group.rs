@@ -214,7 +214,7 @@ impl World {
                     self.backup(BackupEvent::Verdict(verdict));
                 }
                 BackupAction::GoLive { epoch, .. } => self.live_from = Some(epoch),
-                BackupAction::Discard(_) | BackupAction::StandDown => {}
+                BackupAction::ClosePeer | BackupAction::Discard(_) | BackupAction::StandDown => {}
             }
         }
     }

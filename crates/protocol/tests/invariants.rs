@@ -133,6 +133,7 @@ impl World {
                     self.live_from = Some(epoch);
                 }
                 BackupAction::StandDown => self.to_primary.push_back(ToPrimary::StoodDown),
+                BackupAction::ClosePeer => self.connected = false,
                 BackupAction::Discard(_) => {}
             }
         }

@@ -138,6 +138,7 @@ impl Session {
                 let _ = self.errands.send(Errand::Settle);
                 let _ = self.contests.send(from);
             }
+            BackupAction::ClosePeer => self.close_connections(),
             BackupAction::GoLive { generation, epoch, reason } => {
                 info!(vm = self.vm, "taking over at epoch {epoch}: {reason}");
                 let _ = self.errands.send(Errand::GoLive { generation, reason });
@@ -309,9 +310,13 @@ impl Session {
         if let Some(generation) = live {
             let _ = self.data.send_signal(Kind::Live, Epoch(generation.0));
         }
+        self.close_connections();
+        self.waiting.close();
+    }
+
+    fn close_connections(&self) {
         self.data.close();
         self.heartbeats.close();
-        self.waiting.close();
     }
 }
 
