@@ -11,7 +11,7 @@ DEMO_OPTIONS := $(if $(CUT),--cut $(CUT)) $(if $(JSON),--json)
 # standard error.
 PROGRESS := $(if $(JSON),1>&2)
 
-.PHONY: help demo test test-long bench setup guests build lint clean
+.PHONY: help demo test test-long simulate bench setup guests build lint clean
 .DEFAULT_GOAL := help
 
 help: ## List the targets
@@ -25,6 +25,10 @@ test: guests ## All tests; the last line is the total
 
 test-long: guests ## All tests, the long ones included
 	@scripts/test --include-ignored
+
+simulate: setup ## Try the protocol on schedules of simulated failures (SEEDS=N; JSON=1: as JSON)
+	@cargo build --release -p understudy $(PROGRESS)
+	@$(UNDERSTUDY) simulate --seeds $(or $(SEEDS),10000) $(if $(JSON),--json)
 
 bench: build guests ## Pause of a checkpoint against pages dirtied (JSON=1: as JSON)
 	@$(UNDERSTUDY) bench pause $(if $(JSON),--json)

@@ -6,6 +6,7 @@ mod host;
 mod protect;
 mod recover;
 mod relay;
+mod simulate;
 mod status;
 mod vm;
 
@@ -29,6 +30,7 @@ pub fn run(cli: &Cli) -> Result<Exit, Failure> {
         Command::Status { vm } => status::run(&client()?, vm.as_deref(), cli.json),
         Command::Demo(args) => demo::run(args, cli.json),
         Command::Chaos(args) => chaos::run(args, cli.json),
+        Command::Simulate(args) => simulate::run(args, cli.json),
         Command::Bench(BenchCommand::Pause(args)) => bench::pause::run(args, cli.json),
         Command::Doctor { config } => doctor::run(config.as_deref(), cli.json),
     }

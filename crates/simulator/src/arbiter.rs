@@ -1,0 +1,110 @@
+//! The arbiter: one compare-and-swap register, which may be out of reach, slow,
+//! or lose its answers.
+
+use crate::host::{HostId, Role, SessionId};
+use crate::world::{Event, World};
+use std::collections::BTreeSet;
+use understudy_protocol::{BackupPhase, Generation, Ownership, PrimaryPhase, Verdict};
+
+/// The register and who reaches it.
+#[derive(Debug)]
+pub struct Arbiter {
+    /// Who owns the VM.
+    pub owner: HostId,
+    /// Since which change of owner.
+    pub generation: Generation,
+    /// Down for everybody.
+    pub down: bool,
+    /// Hosts that do not reach it.
+    pub cut_off: BTreeSet<HostId>,
+}
+
+/// A question under way.
+#[derive(Clone, Copy, Debug)]
+pub struct Question {
+    /// Tells questions apart.
+    pub ticket: u64,
+    /// Who asks.
+    pub host: HostId,
+    /// For which session.
+    pub session: SessionId,
+    /// The generation that the asker knows.
+    pub from: Generation,
+}
+
+impl Arbiter {
+    /// `owner` owns the VM at `generation`.
+    pub fn new(owner: HostId, generation: Generation) -> Arbiter {
+        Arbiter { owner, generation, down: false, cut_off: BTreeSet::new() }
+    }
+
+    /// Whether `host` gets an answer now.
+    pub fn reachable(&self, host: HostId) -> bool {
+        !self.down && !self.cut_off.contains(&host)
+    }
+
+    /// The compare-and-swap. Asking again for what was won is granted.
+    pub fn acquire(&mut self, host: HostId, from: Generation) -> Verdict {
+        let again = self.generation == from.next() && self.owner == host;
+        if self.generation == from || again {
+            (self.owner, self.generation) = (host, from.next());
+            return Verdict::Granted(from.next());
+        }
+        let owner = Some(self.owner.to_string());
+        Verdict::Taken(Ownership { host: owner, generation: self.generation })
+    }
+}
+
+impl World {
+    /// `host` asks the arbiter in the name of `session`; returns the ticket.
+    pub(crate) fn ask_arbiter(
+        &mut self,
+        host: HostId,
+        session: SessionId,
+        from: Generation,
+    ) -> u64 {
+        let contests = |role: &Role| match role {
+            Role::Backup(standby) => matches!(standby.core.phase(), BackupPhase::Contesting(_)),
+            Role::Primary(running) => running
+                .session
+                .as_ref()
+                .is_some_and(|session| matches!(session.core.phase(), PrimaryPhase::Contesting(_))),
+            Role::Idle | Role::Fenced => false,
+        };
+        let contesting = self.hosts.iter().filter(|host| contests(&host.role)).count();
+        self.coverage.contested_by_both += u64::from(contesting > 1);
+        self.tickets += 1;
+        let question = Question { ticket: self.tickets, host, session, from };
+        self.note(host, || format!("asks the arbiter for generation {}", from.next()));
+        let travel = self.random.micros(200, 3_000);
+        // A question may linger and be served after its asker gave up.
+        let lingers = self.random.percent(self.schedule.lost_answers / 2);
+        let travel = if lingers { travel + self.random.millis(100, 900) } else { travel };
+        self.after(travel, Event::Question(question));
+        let patience = self.random.millis(200, 300);
+        let unreachable = Verdict::Unreachable("no answer".to_owned());
+        self.after(patience, Event::Answer(question, unreachable));
+        question.ticket
+    }
+
+    pub(crate) fn question_arrives(&mut self, question: Question) {
+        if !self.arbiter.reachable(question.host) {
+            return;
+        }
+        let verdict = self.arbiter.acquire(question.host, question.from);
+        self.note_world(|| format!("arbiter: {} asks, {verdict:?}", question.host));
+        if self.random.percent(self.schedule.lost_answers) {
+            if matches!(verdict, Verdict::Granted(_)) {
+                self.coverage.grant_unheard += 1;
+            }
+            return;
+        }
+        let travel = self.random.micros(200, 3_000);
+        if self.random.percent(self.schedule.lost_answers) {
+            // Delivered twice.
+            let again = travel + self.random.micros(1, 2_000);
+            self.after(again, Event::Answer(question, verdict.clone()));
+        }
+        self.after(travel, Event::Answer(question, verdict));
+    }
+}

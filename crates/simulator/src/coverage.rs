@@ -1,0 +1,84 @@
+//! What the schedules reached: a simulator that never gets into trouble proves
+//! nothing.
+
+use serde::Serialize;
+
+macro_rules! coverage {
+    ($($(#[$doc:meta])* $name:ident,)*) => {
+        /// How often each interesting thing happened.
+        #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
+        pub struct Coverage {
+            $($(#[$doc])* pub $name: u64,)*
+        }
+
+        impl Coverage {
+            /// Adds what another schedule reached.
+            pub fn add(&mut self, other: &Coverage) {
+                $(self.$name += other.$name;)*
+            }
+
+            /// Every counter by name.
+            pub fn counts(&self) -> Vec<(&'static str, u64)> {
+                vec![$((stringify!($name), self.$name),)*]
+            }
+        }
+    };
+}
+
+coverage! {
+    /// Epochs that were committed.
+    commits,
+    /// Frames that left.
+    frames,
+    /// A backup went live.
+    takeovers,
+    /// A primary won the arbiter and went on alone.
+    primaries_alone,
+    /// Both sides of a session asked the arbiter.
+    contested_by_both,
+    /// A host that ran the VM was told that another has it.
+    primaries_halted,
+    /// The arbiter did not answer a primary.
+    unreachable_to_primary,
+    /// The arbiter did not answer a backup.
+    unreachable_to_backup,
+    /// The arbiter granted, and the answer was lost.
+    grant_unheard,
+    /// An acknowledgement came to a primary that contested already.
+    released_while_contesting,
+    /// A late acknowledgement released output although the backup was live: the
+    /// same bytes, from two hosts.
+    released_after_takeover,
+    /// A planned fail-over began.
+    hand_overs,
+    /// A planned fail-over failed and the guest ran on where it was.
+    hand_overs_undone,
+    /// A backup forgot the VM because the operator ended protection.
+    stood_down,
+    /// Ending protection turned into a contest.
+    stand_downs_contested,
+    /// A QEMU died under a host that lives.
+    guest_deaths,
+    /// A standby could not serve any more.
+    standbys_failed,
+    /// A host came back to its senses after a stall.
+    stalls,
+    /// Hosts that lost their power.
+    power_losses,
+    /// All hosts had lost their power.
+    all_powerless,
+    /// The VM was brought up again from the image named valid.
+    recoveries,
+    /// The image named valid had been a mirror.
+    recoveries_from_mirror,
+    /// A message was damaged on its way.
+    damaged,
+    /// A disk write came before the end of the epoch before its own.
+    overlaps,
+    /// A backup went live and dropped what it had of an epoch that was not whole.
+    partial_epochs_dropped,
+    /// The VM was protected again after it had lost its protection.
+    reprotections,
+    /// Faults that struck.
+    faults,
+}

@@ -1,0 +1,139 @@
+//! The guest: a machine whose whole state says which moment it is from.
+
+use std::collections::VecDeque;
+use understudy_protocol::Epoch;
+
+/// Pages of guest memory.
+pub const PAGES: usize = 8;
+
+/// Blocks of the guest's disk.
+pub const BLOCKS: usize = 8;
+
+/// What each page, or each disk block, holds: the state that wrote it last.
+pub type Pages = [u64; PAGES];
+/// See [`Pages`].
+pub type Blocks = [u64; BLOCKS];
+
+/// One history of the guest: a fail-over begins a new one where the epoch ended.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct LineageId(pub u32);
+
+/// A moment of a guest's execution. Numbers only grow, over all lineages.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct State {
+    /// The history that it belongs to.
+    pub lineage: LineageId,
+    /// Its number.
+    pub number: u64,
+}
+
+impl State {
+    /// The device state as it travels.
+    pub fn encode(self) -> Vec<u8> {
+        [u64::from(self.lineage.0).to_le_bytes(), self.number.to_le_bytes()].concat()
+    }
+
+    /// Reads what [`State::encode`] made.
+    pub fn decode(bytes: &[u8]) -> State {
+        let word = |at: usize| u64::from_le_bytes(bytes[at..at + 8].try_into().expect("8 bytes"));
+        State { lineage: LineageId(word(0) as u32), number: word(8) }
+    }
+}
+
+/// CPU and memory of a running guest; its disk is the host's image.
+#[derive(Clone, Debug)]
+pub struct Guest {
+    /// CPU and device state.
+    pub state: State,
+    /// Memory.
+    pub pages: Pages,
+    /// The disk as the guest last flushed it, which it tells its clients about.
+    pub flushed: Claim,
+}
+
+/// What a client was told is safe on disk: the blocks at the time of a flush.
+#[derive(Clone, Copy, Debug)]
+pub struct Claim {
+    /// When the flush was.
+    pub state: State,
+    /// What the blocks held.
+    pub blocks: Blocks,
+}
+
+/// A frame that the guest sent: it shows the outside which state it was in.
+#[derive(Clone, Debug)]
+pub struct Frame {
+    /// The state that produced it.
+    pub state: State,
+    /// The records that it acknowledges.
+    pub claim: Claim,
+}
+
+/// What a card does with the guest's frames.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Gate {
+    /// Lets them out at once.
+    Open,
+    /// Holds them, tagged with the epoch that runs.
+    Held(Epoch),
+    /// Lets nothing out ever again.
+    Shut,
+}
+
+/// The network card: a pipe from QEMU, and the output buffer behind it.
+#[derive(Debug)]
+pub struct Port {
+    /// What happens to frames.
+    pub gate: Gate,
+    pipe: Vec<Frame>,
+    held: VecDeque<(Epoch, Frame)>,
+}
+
+impl Port {
+    /// A card without frames.
+    pub fn new(gate: Gate) -> Port {
+        Port { gate, pipe: Vec::new(), held: VecDeque::new() }
+    }
+
+    /// Whether frames wait for their epoch.
+    pub fn holds_frames(&self) -> bool {
+        !self.held.is_empty()
+    }
+
+    /// The guest sends a frame; it takes a moment to arrive in the buffer.
+    pub fn send(&mut self, frame: Frame) {
+        self.pipe.push(frame);
+    }
+
+    /// What is in the pipe arrives; returns what goes out at once.
+    pub fn drain(&mut self) -> Vec<Frame> {
+        let arrived = std::mem::take(&mut self.pipe);
+        match self.gate {
+            Gate::Open => return arrived,
+            Gate::Held(epoch) => self.held.extend(arrived.into_iter().map(|frame| (epoch, frame))),
+            Gate::Shut => {}
+        }
+        Vec::new()
+    }
+
+    /// Lets out the frames of epochs up to `epoch`.
+    pub fn release_through(&mut self, epoch: Epoch) -> Vec<Frame> {
+        let ready = self.held.partition_point(|(tag, _)| *tag <= epoch);
+        self.held.drain(..ready).map(|(_, frame)| frame).collect()
+    }
+
+    /// Lets out everything, from now on at once.
+    pub fn open(&mut self) -> Vec<Frame> {
+        self.gate = Gate::Open;
+        let mut out: Vec<Frame> = self.held.drain(..).map(|(_, frame)| frame).collect();
+        out.append(&mut self.drain());
+        out
+    }
+
+    /// Lets nothing out ever again.
+    pub fn shut(&mut self) {
+        self.gate = Gate::Shut;
+        self.pipe.clear();
+        self.held.clear();
+    }
+}

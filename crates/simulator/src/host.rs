@@ -1,0 +1,166 @@
+//! A host: its disk, which outlives a crash, and its part in the VM, which does not.
+
+use crate::backup::Standby;
+use crate::guest::{BLOCKS, Blocks, Guest, LineageId, Port};
+use crate::network::ConnectionId;
+use crate::primary::Session;
+use crate::random::Random;
+use std::fmt;
+use understudy_protocol::validity::{ImageRecord, ImageRole};
+use understudy_protocol::{Generation, Time};
+
+/// A host by number; the trace calls them a, b, c.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub struct HostId(pub usize);
+
+impl fmt::Display for HostId {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{}", char::from(b'a' + self.0 as u8))
+    }
+}
+
+/// One protection of the VM, on both of its hosts.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub struct SessionId(pub u32);
+
+/// A running copy of the VM, so that events of a former one are told apart.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct CopyId(pub u32);
+
+/// A host.
+#[derive(Debug)]
+pub struct Host {
+    /// Whether it has power and a daemon.
+    pub up: bool,
+    /// Counts restarts.
+    pub life: u32,
+    /// It stood still from then on.
+    pub stalled_from: Time,
+    /// Nothing runs here before this time.
+    pub stalled_until: Time,
+    /// The image of the VM's disk.
+    pub image: Image,
+    /// What it does for the VM.
+    pub role: Role,
+}
+
+/// What a host does for the VM.
+#[derive(Debug)]
+pub enum Role {
+    /// Nothing.
+    Idle,
+    /// Runs it.
+    Primary(Box<Running>),
+    /// Keeps an understudy of it.
+    Backup(Box<Standby>),
+    /// Ran it until another host took it.
+    Fenced,
+}
+
+/// The VM on the host that runs it.
+#[derive(Debug)]
+pub struct Running {
+    /// Tells copies apart.
+    pub copy: CopyId,
+    /// CPU and memory.
+    pub guest: Guest,
+    /// Changes whenever the guest stops or starts, so that old steps are void.
+    pub runs: u32,
+    /// Whether the guest stands still.
+    pub paused: bool,
+    /// The card.
+    pub port: Port,
+    /// The generation at which this host owns the VM.
+    pub generation: Generation,
+    /// Its protection, if any.
+    pub session: Option<Session>,
+    /// An offer that is being made.
+    pub dialling: Option<Dialling>,
+    /// Whether the operator wants it protected.
+    pub wanted: bool,
+}
+
+/// An offer to a backup that has not been answered yet.
+#[derive(Clone, Copy, Debug)]
+pub struct Dialling {
+    /// To whom.
+    pub peer: HostId,
+    /// The future session.
+    pub session: SessionId,
+    /// Its data connection.
+    pub data: ConnectionId,
+    /// Its heartbeat connection, once the backup is ready.
+    pub heartbeat: Option<ConnectionId>,
+}
+
+/// A disk image: what is written, and what of it would survive a power loss.
+#[derive(Clone, Debug)]
+pub struct Image {
+    /// What reads see.
+    pub blocks: Blocks,
+    /// What is on stable storage.
+    pub synced: Blocks,
+    /// The history that wrote it last.
+    pub lineage: LineageId,
+    /// What it is, and since when; always on stable storage.
+    pub record: Option<(ImageRole, Generation)>,
+}
+
+impl Image {
+    /// An image without content.
+    pub fn blank() -> Image {
+        let blocks = [0; BLOCKS];
+        Image { blocks, synced: blocks, lineage: LineageId(0), record: None }
+    }
+
+    /// The host's record of it.
+    pub fn record_of(&self, host: HostId) -> Option<ImageRecord> {
+        let (role, generation) = self.record?;
+        Some(ImageRecord { host: host.to_string(), role, generation })
+    }
+
+    /// Puts everything on stable storage.
+    pub fn sync(&mut self) {
+        self.synced = self.blocks;
+    }
+
+    /// The power fails: of what was not synced, anything may be there.
+    pub fn lose_power(&mut self, random: &mut Random) {
+        for (block, synced) in self.blocks.iter_mut().zip(&mut self.synced) {
+            if random.percent(50) {
+                *block = *synced;
+            }
+            *synced = *block;
+        }
+    }
+}
+
+impl Host {
+    /// A host that has just been started.
+    pub fn new() -> Host {
+        let (stalled_from, stalled_until) = (Time::default(), Time::default());
+        let (image, role) = (Image::blank(), Role::Idle);
+        Host { up: true, life: 0, stalled_from, stalled_until, image, role }
+    }
+
+    /// The VM, if it runs here.
+    pub fn running(&mut self) -> Option<&mut Running> {
+        match &mut self.role {
+            Role::Primary(running) => Some(running),
+            _ => None,
+        }
+    }
+
+    /// The session of that id, if the VM runs here under it.
+    pub fn session(&mut self, id: SessionId) -> Option<&mut Session> {
+        self.running()?.session.as_mut().filter(|session| session.id == id)
+    }
+
+    /// The standby of that session, if it is here.
+    pub fn standby(&mut self, id: SessionId) -> Option<&mut Standby> {
+        match &mut self.role {
+            Role::Backup(standby) if standby.id == id => Some(standby),
+            _ => None,
+        }
+    }
+}

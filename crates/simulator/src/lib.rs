@@ -1,0 +1,41 @@
+//! Seeds become schedules of failures for the protocol core.
+//!
+//! The code that decides about output commit and ownership (`understudy-protocol`,
+//! the same that the daemon runs) is driven through a world of virtual time: two
+//! or three hosts, an arbiter, connections between them. One seed decides what
+//! fails, and when; the same seed gives the same story, to be read with its
+//! trace.
+//!
+//! | module | is |
+//! |---|---|
+//! | [`schedule`] | a seed becomes a list of faults |
+//! | [`world`] | virtual time, events, the guest's steps |
+//! | [`faults`], [`operator`] | what fails; what operators and hosts do about it |
+//! | [`primary`], [`backup`] | the drivers: what the daemon does around the core |
+//! | [`network`], [`arbiter`], [`host`], [`guest`] | the parts of the world |
+//! | [`oracle`], [`checks`], [`records`] | the truth, and the invariants against it |
+//! | [`mutant`] | planted bugs, which the checks must find |
+//! | [`coverage`], [`trace`] | what was reached, and the story of one seed |
+
+mod arbiter;
+mod backup;
+mod checks;
+mod coverage;
+mod faults;
+mod guest;
+mod host;
+mod mutant;
+mod network;
+mod operator;
+mod oracle;
+mod primary;
+mod random;
+mod records;
+mod schedule;
+mod sweep;
+mod trace;
+mod world;
+
+pub use coverage::Coverage;
+pub use mutant::Mutant;
+pub use sweep::{Failure, Found, Mutants, Report, Story, replay, simulate};

@@ -1,0 +1,263 @@
+//! Connections between hosts, as TCP gives them: in order, or broken; late, or
+//! held up by a partition; the tail of what was sent may be lost.
+
+use crate::host::{HostId, Role};
+use crate::world::{Event, World};
+use std::collections::VecDeque;
+use std::time::Duration;
+use understudy_protocol::Time;
+use understudy_protocol::wire::Message;
+
+/// A connection by number.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct ConnectionId(usize);
+
+/// All connections, and the state of the ways between hosts.
+#[derive(Debug)]
+pub struct Network {
+    connections: Vec<Connection>,
+    /// Partitions that cut the way from one host to another just now.
+    cuts: Vec<(HostId, HostId)>,
+    /// Added to every delay.
+    pub extra_delay: Duration,
+    /// The next message to arrive is damaged.
+    pub damage: bool,
+}
+
+#[derive(Debug)]
+struct Connection {
+    ends: [HostId; 2],
+    open: [bool; 2],
+    /// Towards each end.
+    pipes: [Pipe; 2],
+}
+
+#[derive(Debug, Default)]
+struct Pipe {
+    items: VecDeque<Item>,
+    /// An arrival is in the event queue.
+    scheduled: bool,
+    /// The receiving thread has a message in hand.
+    reading: bool,
+}
+
+#[derive(Debug)]
+struct Item {
+    arrives: Time,
+    /// None: the other end closed.
+    message: Option<Message>,
+}
+
+impl Network {
+    /// A network without connections.
+    pub fn new() -> Network {
+        let extra_delay = Duration::ZERO;
+        Network { connections: Vec::new(), cuts: Vec::new(), extra_delay, damage: false }
+    }
+
+    fn is_cut(&self, from: HostId, to: HostId) -> bool {
+        self.cuts.contains(&(from, to))
+    }
+
+    fn end_of(&self, id: ConnectionId, host: HostId) -> usize {
+        usize::from(self.connections[id.0].ends[1] == host)
+    }
+}
+
+impl World {
+    /// Opens a connection; the first message on it says what it is for.
+    pub(crate) fn dial(&mut self, from: HostId, to: HostId) -> ConnectionId {
+        let pipes = [Pipe::default(), Pipe::default()];
+        self.network.connections.push(Connection { ends: [from, to], open: [true; 2], pipes });
+        ConnectionId(self.network.connections.len() - 1)
+    }
+
+    /// Sends on a connection; into the void if it is closed.
+    pub(crate) fn send(&mut self, host: HostId, id: ConnectionId, message: Message) {
+        let end = self.network.end_of(id, host);
+        if self.network.connections[id.0].open[end] {
+            self.put(id, 1 - end, Some(message));
+        }
+    }
+
+    /// Closes a host's end. What it sent before still arrives.
+    pub(crate) fn close(&mut self, host: HostId, id: ConnectionId) {
+        let end = self.network.end_of(id, host);
+        if std::mem::replace(&mut self.network.connections[id.0].open[end], false) {
+            self.put(id, 1 - end, None);
+        }
+    }
+
+    fn put(&mut self, id: ConnectionId, end: usize, message: Option<Message>) {
+        let (low, high) = self.schedule.latency;
+        let delay = self.random.micros(low, high) + self.network.extra_delay;
+        let pipe = &mut self.network.connections[id.0].pipes[end];
+        let earliest = pipe.items.back().map_or(Time::default(), |last| last.arrives);
+        let arrives = earliest.max(self.now + delay);
+        pipe.items.push_back(Item { arrives, message });
+        self.schedule_arrival(id, end, Duration::ZERO);
+    }
+
+    fn schedule_arrival(&mut self, id: ConnectionId, end: usize, delay: Duration) {
+        let now = self.now;
+        let pipe = &mut self.network.connections[id.0].pipes[end];
+        if let (false, Some(item)) = (pipe.scheduled || pipe.reading, pipe.items.front()) {
+            pipe.scheduled = true;
+            let at = item.arrives.max(now + delay);
+            self.at(at, Event::Arrival(id, end));
+        }
+    }
+
+    pub(crate) fn arrival_host(&self, id: ConnectionId, end: usize) -> HostId {
+        self.network.connections[id.0].ends[end]
+    }
+
+    pub(crate) fn arrival(&mut self, id: ConnectionId, end: usize) {
+        let connection = &mut self.network.connections[id.0];
+        let (to, from) = (connection.ends[end], connection.ends[1 - end]);
+        connection.pipes[end].scheduled = false;
+        if !self.hosts[to.0].up {
+            connection.pipes[end].items.clear();
+            return;
+        }
+        if self.network.is_cut(from, to) {
+            return; // Sent again when the partition heals.
+        }
+        let connection = &mut self.network.connections[id.0];
+        let Some(item) = connection.pipes[end].items.pop_front() else { return };
+        let open = connection.open[end];
+        if open && item.message.is_some() && self.random.percent(5) {
+            return self.read_slowly(id, end, item);
+        }
+        self.schedule_arrival(id, end, Duration::ZERO);
+        match item.message {
+            Some(_) if !open => self.reset(id, 1 - end),
+            Some(message) if std::mem::take(&mut self.network.damage) => {
+                self.coverage.damaged += 1;
+                self.damaged_arrival(to, id, message);
+            }
+            Some(message) => self.receive(to, id, message),
+            None if open => {
+                self.close(to, id);
+                self.connection_ended(to, id, "the connection ended");
+            }
+            None => {}
+        }
+    }
+
+    /// A thread has read a message and takes its time: meanwhile others may have
+    /// closed the connection.
+    fn read_slowly(&mut self, id: ConnectionId, end: usize, item: Item) {
+        let Some(message) = item.message else { return };
+        let to = self.arrival_host(id, end);
+        let handled = self.now + self.random.micros(10, 3_000);
+        self.network.connections[id.0].pipes[end].reading = true;
+        let life = self.hosts[to.0].life;
+        self.at(handled, Event::Read(to, life, id, message));
+    }
+
+    pub(crate) fn read(&mut self, to: HostId, life: u32, id: ConnectionId, message: Message) {
+        if self.hosts[to.0].life == life {
+            self.receive(to, id, message);
+        }
+        let end = self.network.end_of(id, to);
+        self.network.connections[id.0].pipes[end].reading = false;
+        self.schedule_arrival(id, end, Duration::ZERO);
+    }
+
+    /// What arrives is not what was sent: the receiver must notice.
+    fn damaged_arrival(&mut self, to: HostId, id: ConnectionId, mut message: Message) {
+        let at = self.random.index(message.payload.len().max(1));
+        match message.payload.get_mut(at) {
+            Some(byte) => *byte ^= 1 << self.random.below(8),
+            None => message.payload.push(0),
+        }
+        if message.header.check(&message.payload).is_ok() {
+            return self.violation("a damaged message passed its check".to_owned());
+        }
+        self.close(to, id);
+        self.connection_ended(to, id, "a damaged message arrived");
+    }
+
+    /// Tells an end that the other does not know the connection (any more).
+    fn reset(&mut self, id: ConnectionId, end: usize) {
+        if self.network.connections[id.0].open[end] {
+            self.put(id, end, None);
+        }
+    }
+
+    /// The connection breaks: a tail of what is under way is lost both ways, and
+    /// each end hears of it in its own time.
+    pub(crate) fn break_connection(&mut self, id: ConnectionId) {
+        for end in 0..2 {
+            self.lose_tail(id, end);
+            if self.network.connections[id.0].open[end] {
+                let delay = self.random.millis(0, 150);
+                self.network.extra_delay += delay;
+                self.put(id, end, None);
+                self.network.extra_delay -= delay;
+            }
+        }
+    }
+
+    fn lose_tail(&mut self, id: ConnectionId, end: usize) {
+        let length = self.network.connections[id.0].pipes[end].items.len();
+        let kept = self.random.index(length + 1);
+        self.network.connections[id.0].pipes[end].items.truncate(kept);
+    }
+
+    /// All of a host's connections end with its daemon (`tell`: the kernel says
+    /// so to the peers) or with its power.
+    pub(crate) fn drop_connections(&mut self, host: HostId, tell: bool) {
+        for index in 0..self.network.connections.len() {
+            let connection = &self.network.connections[index];
+            let Some(end) = connection.ends.iter().position(|end| *end == host) else { continue };
+            if !connection.open[end] {
+                continue;
+            }
+            let id = ConnectionId(index);
+            self.lose_tail(id, 1 - end);
+            if tell {
+                self.close(host, id);
+            }
+            self.network.connections[index].open[end] = false;
+        }
+    }
+
+    /// Nothing gets from one host to the other any more.
+    pub(crate) fn cut(&mut self, from: HostId, to: HostId) {
+        self.network.cuts.push((from, to));
+    }
+
+    /// Undoes one [`World::cut`]; what waited is sent again.
+    pub(crate) fn heal(&mut self, from: HostId, to: HostId) {
+        let cuts = &mut self.network.cuts;
+        if let Some(at) = cuts.iter().position(|cut| *cut == (from, to)) {
+            cuts.swap_remove(at);
+        }
+        for index in 0..self.network.connections.len() {
+            if let Some(end) = (0..2).find(|end| self.network.connections[index].ends[*end] == to) {
+                let retransmission = self.random.millis(0, 250);
+                self.schedule_arrival(ConnectionId(index), end, retransmission);
+            }
+        }
+    }
+
+    /// Every partition ends.
+    pub(crate) fn heal_all(&mut self) {
+        while let Some(&(from, to)) = self.network.cuts.first() {
+            self.heal(from, to);
+        }
+    }
+
+    /// The connections of the VM's protection just now: data, heartbeat.
+    pub(crate) fn session_connections(&self) -> Vec<ConnectionId> {
+        let of_role = |role: &Role| match role {
+            Role::Primary(running) => {
+                running.session.as_ref().map(|session| vec![session.data, session.heartbeat])
+            }
+            _ => None,
+        };
+        self.hosts.iter().find_map(|host| of_role(&host.role)).unwrap_or_default()
+    }
+}

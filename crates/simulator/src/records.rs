@@ -1,0 +1,93 @@
+//! Which host's image is valid: the decision of `understudy recover`, checked
+//! against the truth.
+
+use crate::host::{HostId, Image};
+use crate::world::World;
+use understudy_protocol::validity::{ArbiterWord, Evidence, Finding, ImageRole, judge, may_start};
+use understudy_protocol::{Generation, Ownership};
+
+impl World {
+    /// Writes a host's record of its image.
+    pub(crate) fn set_record(&mut self, host: HostId, role: ImageRole, generation: Generation) {
+        self.hosts[host.0].image.record = Some((role, generation));
+        if role == ImageRole::Active {
+            self.oracle.activate(host);
+        }
+        self.check_records();
+    }
+
+    /// If all power failed now, what clients were told is safe must be on the
+    /// image that the guest ran on last.
+    pub(crate) fn check_image(&mut self) {
+        let host = self.oracle.ran_last();
+        let image: &Image = &self.hosts[host.0].image;
+        if let Some(lack) = self.oracle.lacks(image) {
+            self.violation(format!("{host}'s image is the valid one, but {lack}"));
+        }
+    }
+
+    /// The records name the valid image when everybody answers, and no other
+    /// whoever does not.
+    pub(crate) fn check_records(&mut self) {
+        let truth = self.oracle.ran_last();
+        match self.valid_image() {
+            Some(named) if named == truth => {}
+            named => {
+                return self.violation(format!("{truth}'s image is valid, named is {named:?}"));
+            }
+        }
+        let silent = self.random.index(1 << self.hosts.len());
+        let is_silent = |host: &HostId| silent >> host.0 & 1 == 1;
+        let arbiter = self.random.percent(50);
+        let finding = judge(&self.evidence(is_silent, arbiter));
+        if let Finding::Valid { host, why, .. } = finding {
+            if host != truth.to_string() {
+                self.violation(format!("{truth}'s image is valid, named is {host}: {why}"));
+            }
+        }
+        self.check_starts(truth);
+    }
+
+    /// No host may start the VM afresh on an image that is not the valid one.
+    fn check_starts(&mut self, truth: HostId) {
+        let ownership = self.ownership();
+        for host in (0..self.hosts.len()).map(HostId).filter(|host| *host != truth) {
+            let record = self.hosts[host.0].image.record_of(host);
+            let may = may_start(&host.to_string(), record.as_ref(), Some(&ownership));
+            if record.is_some() && may.is_ok() {
+                self.violation(format!("{host} may start the VM, the valid image is {truth}'s"));
+            }
+        }
+    }
+
+    /// The image that the records of all hosts name.
+    pub(crate) fn valid_image(&self) -> Option<HostId> {
+        match judge(&self.evidence(|_| false, true)) {
+            Finding::Valid { host, .. } => {
+                (0..self.hosts.len()).map(HostId).find(|id| id.to_string() == host)
+            }
+            Finding::Undecided(_) => None,
+        }
+    }
+
+    fn evidence(&self, is_silent: impl Fn(&HostId) -> bool, arbiter: bool) -> Evidence {
+        let (silent, answering): (Vec<HostId>, Vec<HostId>) =
+            (0..self.hosts.len()).map(HostId).partition(is_silent);
+        let record = |host: &HostId| self.hosts[host.0].image.record_of(*host);
+        let blank = answering.iter().filter(|host| record(host).is_none());
+        Evidence {
+            records: answering.iter().filter_map(record).collect(),
+            without: blank.map(HostId::to_string).collect(),
+            silent: silent.iter().map(HostId::to_string).collect(),
+            arbiter: match arbiter {
+                true => ArbiterWord::Says(Some(self.ownership())),
+                false => ArbiterWord::Silent,
+            },
+        }
+    }
+
+    fn ownership(&self) -> Ownership {
+        let (owner, generation) = (self.arbiter.owner, self.arbiter.generation);
+        Ownership { host: Some(owner.to_string()), generation }
+    }
+}

@@ -1,0 +1,207 @@
+//! A seed becomes a schedule: how the world is, and what goes wrong when.
+
+use crate::random::Random;
+use std::time::Duration;
+use understudy_protocol::{Policy, Time};
+
+/// Faults strike before this time.
+const TROUBLE: u64 = 4_000;
+
+/// What a seed decides in advance; the rest is decided as it happens.
+#[derive(Clone, Debug)]
+pub struct Schedule {
+    /// How many hosts there are.
+    pub hosts: usize,
+    /// When the primary checkpoints.
+    pub policy: Policy,
+    /// The shortest silence that counts as failure.
+    pub timeout: Duration,
+    /// Delay of a message, in microseconds.
+    pub latency: (u64, u64),
+    /// Of a hundred answers of the arbiter, so many are lost, late or doubled.
+    pub lost_answers: u64,
+    /// What goes wrong.
+    pub faults: Vec<Planned>,
+    /// A host that does not reach the arbiter even when all else is well.
+    pub without_arbiter: Option<usize>,
+    /// From here on nothing goes wrong any more, and what did is repaired.
+    pub calm_from: Time,
+}
+
+/// A fault and its time.
+#[derive(Clone, Copy, Debug)]
+pub struct Planned {
+    /// When it strikes.
+    pub when: When,
+    /// What strikes.
+    pub fault: Fault,
+}
+
+/// When a fault strikes.
+#[derive(Clone, Copy, Debug)]
+pub enum When {
+    /// At this time.
+    At(Time),
+    /// When this has happened so many times: the moments that matter are short.
+    Upon(Moment, u32),
+}
+
+/// Moments at which a failure is most interesting.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub enum Moment {
+    /// An epoch was closed.
+    Captured,
+    /// An epoch's end was sent.
+    EndSent,
+    /// An epoch was acknowledged.
+    Acknowledged,
+    /// An epoch is being applied.
+    Applying,
+    /// The primary asks the arbiter.
+    PrimaryContests,
+    /// The backup asks the arbiter.
+    BackupContests,
+    /// The backup has won.
+    Granted,
+    /// The backup has written its activation record.
+    Activated,
+    /// The backup runs the VM.
+    Live,
+    /// The primary hands the VM over.
+    HandingOver,
+    /// The backup is to forget the VM.
+    StandingDown,
+}
+
+/// Whom a fault strikes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Target {
+    /// The host that runs the VM.
+    Primary,
+    /// The host that keeps an understudy.
+    Backup,
+    /// A host by number.
+    Host(usize),
+}
+
+/// What goes wrong.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Fault {
+    /// A host loses its power for so long.
+    PowerLoss(Target, Duration),
+    /// All hosts lose their power for so long.
+    AllPowerLoss(Duration),
+    /// A daemon dies; its kernel closes its connections.
+    DaemonDeath(Target, Duration),
+    /// A QEMU dies.
+    QemuDeath(Target),
+    /// Nothing gets through between primary and backup.
+    Partition(Duration),
+    /// Nothing gets through one way: from the primary, or to it.
+    OneWay(bool, Duration),
+    /// A host is cut off from the others and from the arbiter.
+    Isolation(Target, Duration),
+    /// A host does not reach the arbiter.
+    ArbiterCut(Target, Duration),
+    /// The arbiter is down.
+    ArbiterDown(Duration),
+    /// One of the session's connections breaks (true: the data connection).
+    Break(bool),
+    /// A host stands still.
+    Stall(Target, Duration),
+    /// Everything is late.
+    Delay(Duration, Duration),
+    /// The next message to arrive is damaged.
+    Damage,
+    /// The operator hands the VM over.
+    Failover,
+    /// The operator ends protection.
+    Unprotect,
+}
+
+impl Fault {
+    /// Whether a protected VM must come through this fault alone.
+    pub fn is_survivable(self) -> bool {
+        !matches!(self, Fault::AllPowerLoss(_) | Fault::Unprotect)
+    }
+}
+
+impl Schedule {
+    /// The schedule of a seed.
+    pub fn new(seed: u64) -> Schedule {
+        let random = &mut Random::new(seed, 1);
+        let hosts = if random.percent(30) { 3 } else { 2 };
+        let policy = match random.percent(40) {
+            true => Policy::Interval { hz: 10 + random.below(90) as u32 },
+            false => Policy::default(),
+        };
+        let latency = if random.percent(80) { (50, 1_500) } else { (500, 40_000) };
+        let lost_answers = if random.percent(60) { 0 } else { random.below(40) };
+        let without_arbiter = random.percent(15).then(|| random.index(hosts));
+        let count = [1, 1, 2, 2, 3, 3, 4, 5, 7, 10][random.index(10)];
+        let faults = (0..count).map(|_| Planned::any(random, hosts)).collect();
+        Schedule {
+            hosts,
+            policy,
+            timeout: Duration::from_millis(100),
+            latency,
+            lost_answers,
+            faults,
+            without_arbiter,
+            calm_from: Time(Duration::from_millis(TROUBLE)),
+        }
+    }
+}
+
+impl Planned {
+    fn any(random: &mut Random, hosts: usize) -> Planned {
+        let when = match random.percent(40) {
+            true => Planned::upon(random),
+            false => When::At(Time(random.millis(20, TROUBLE - 500))),
+        };
+        Planned { when, fault: Fault::any(random, hosts) }
+    }
+
+    fn upon(random: &mut Random) -> When {
+        use Moment::*;
+        let often = [Captured, EndSent, Acknowledged, Applying];
+        let rare =
+            [PrimaryContests, BackupContests, Granted, Activated, Live, HandingOver, StandingDown];
+        match random.percent(50) {
+            true => When::Upon(often[random.index(often.len())], 1 + random.below(40) as u32),
+            false => When::Upon(rare[random.index(rare.len())], 1 + random.below(2) as u32),
+        }
+    }
+}
+
+impl Fault {
+    fn any(random: &mut Random, hosts: usize) -> Fault {
+        let target = match random.below(10) {
+            0..=4 => Target::Primary,
+            5..=8 => Target::Backup,
+            _ => Target::Host(random.index(hosts)),
+        };
+        // Short enough to be borne, or long enough to be suspected.
+        let span = match random.percent(40) {
+            true => random.millis(5, 150),
+            false => random.millis(150, 2_500),
+        };
+        match random.below(100) {
+            0..12 => Fault::PowerLoss(target, span),
+            12..16 => Fault::AllPowerLoss(span),
+            16..24 => Fault::DaemonDeath(target, span),
+            24..30 => Fault::QemuDeath(target),
+            30..38 => Fault::Partition(span),
+            38..44 => Fault::OneWay(random.percent(50), span),
+            44..50 => Fault::Isolation(target, span),
+            50..57 => Fault::ArbiterCut(target, span),
+            57..62 => Fault::ArbiterDown(span),
+            62..70 => Fault::Break(random.percent(50)),
+            70..78 => Fault::Stall(target, span),
+            78..82 => Fault::Delay(random.millis(1, 300), span),
+            82..86 => Fault::Damage,
+            86..94 => Fault::Failover,
+            _ => Fault::Unprotect,
+        }
+    }
+}

@@ -1,0 +1,381 @@
+//! The world: a virtual clock, the events to come, and everything they happen to.
+
+use crate::arbiter::{Arbiter, Question};
+use crate::coverage::Coverage;
+use crate::guest::{BLOCKS, Claim, Frame, Guest, PAGES, State};
+use crate::host::{CopyId, Host, HostId, Role, SessionId};
+use crate::mutant::Mutant;
+use crate::network::{ConnectionId, Network};
+use crate::oracle::Oracle;
+use crate::primary::Capture;
+use crate::random::Random;
+use crate::schedule::{Fault, Moment, Planned, Schedule, When};
+use crate::trace::Trace;
+use std::collections::{BTreeMap, BTreeSet};
+use std::time::Duration;
+use understudy_protocol::validity::ImageRole;
+use understudy_protocol::wire::Message;
+use understudy_protocol::{
+    BackupEvent, Epoch, Generation, PrimaryEvent, PrimaryPhase, Time, Verdict,
+};
+
+/// A beat that comes later than this tells of an own stall, not of the peer's.
+pub const OWN_STALL: Duration = Duration::from_millis(50);
+
+/// Once nothing goes wrong any more, protection must be back within this time.
+const RETURN_WITHIN: Duration = Duration::from_secs(20);
+
+/// The operator looks at the hosts this often.
+const OPERATOR_LOOKS: Duration = Duration::from_millis(300);
+
+/// Something that will happen.
+#[derive(Debug)]
+pub(crate) enum Event {
+    GuestStep(HostId, CopyId, u32),
+    SyncPiece(HostId, SessionId, usize),
+    CheckpointDue(HostId, SessionId),
+    PauseEnds(HostId, SessionId, bool),
+    Captured(HostId, SessionId, Box<Capture>),
+    PrimaryBeat(HostId, SessionId),
+    BackupBeat(HostId, SessionId),
+    Errand(HostId, SessionId),
+    SeekBackup(HostId, CopyId),
+    OfferExpires(HostId, SessionId),
+    Arrival(ConnectionId, usize),
+    Read(HostId, u32, ConnectionId, Message),
+    Question(Question),
+    Answer(Question, Verdict),
+    Strike(Fault),
+    PowerOn(HostId, u32),
+    Heal(HostId, HostId),
+    ArbiterBack(Option<HostId>),
+    DelayEnds(Duration),
+    WantedAgain,
+    Calm,
+    OperatorLooks,
+}
+
+/// Everything.
+pub(crate) struct World {
+    pub(crate) now: Time,
+    pub(crate) schedule: Schedule,
+    pub(crate) random: Random,
+    pub(crate) hosts: Vec<Host>,
+    pub(crate) network: Network,
+    pub(crate) arbiter: Arbiter,
+    pub(crate) oracle: Oracle,
+    pub(crate) coverage: Coverage,
+    pub(crate) mutant: Option<Mutant>,
+    pub(crate) tickets: u64,
+    pub(crate) triggers: Vec<Planned>,
+    pub(crate) sessions: u32,
+    /// One failure struck a VM that was protected, and nothing else will.
+    pub(crate) must_survive: bool,
+    pub(crate) trace: Trace,
+    pub(crate) violation: Option<String>,
+    answered: BTreeSet<u64>,
+    copies: u32,
+    events: BTreeMap<(Time, u64), Event>,
+    scheduled: u64,
+    handing_over: bool,
+    protections: u64,
+    /// Commits when calm came.
+    commits_before: Option<u64>,
+    /// When output last left the VM.
+    pub(crate) last_output: Time,
+    /// When the copy that is live went live.
+    pub(crate) live_since: Time,
+}
+
+impl World {
+    /// The world of a seed: host a runs the VM, and protection begins.
+    pub(crate) fn new(seed: u64, mutant: Option<Mutant>, trace: bool) -> World {
+        let schedule = Schedule::new(seed);
+        let (first, generation) = (HostId(0), Generation(1));
+        let told = schedule.clone();
+        let mut world = World {
+            now: Time::default(),
+            random: Random::new(seed, 0),
+            hosts: (0..schedule.hosts).map(|_| Host::new()).collect(),
+            network: Network::new(),
+            arbiter: Arbiter::new(first, generation),
+            oracle: Oracle::new(),
+            coverage: Coverage::default(),
+            mutant,
+            tickets: 0,
+            triggers: Vec::new(),
+            sessions: 0,
+            must_survive: false,
+            trace: Trace::new(trace),
+            violation: None,
+            answered: BTreeSet::new(),
+            copies: 0,
+            events: BTreeMap::new(),
+            scheduled: 0,
+            handing_over: false,
+            protections: 0,
+            commits_before: None,
+            last_output: Time::default(),
+            live_since: Time::default(),
+            schedule,
+        };
+        world.note_world(|| format!("{told:?}"));
+        world.boot(first, generation, None);
+        for planned in world.schedule.faults.clone() {
+            match planned.when {
+                When::At(time) => world.at(time, Event::Strike(planned.fault)),
+                When::Upon(..) => world.triggers.push(planned),
+            }
+        }
+        world.arbiter.cut_off.extend(world.schedule.without_arbiter.map(HostId));
+        world.at(world.schedule.calm_from, Event::Calm);
+        world.after(OPERATOR_LOOKS, Event::OperatorLooks);
+        world
+    }
+
+    /// Runs until the schedule has ended or an invariant is broken.
+    pub(crate) fn run(&mut self) {
+        while self.violation.is_none() {
+            let Some(((time, _), event)) = self.events.pop_first() else { return };
+            self.now = time;
+            if let Some(until) = self.stalled(&event) {
+                let awake = until + self.random.micros(1, 5_000);
+                self.at(awake, event);
+                continue;
+            }
+            self.happen(event);
+            self.check_live();
+            if self.has_settled() {
+                return;
+            }
+            if self.now > self.schedule.calm_from + RETURN_WITHIN {
+                return self.check_what_never_settled();
+            }
+        }
+    }
+
+    pub(crate) fn at(&mut self, time: Time, event: Event) {
+        self.scheduled += 1;
+        self.events.insert((time, self.scheduled), event);
+    }
+
+    pub(crate) fn after(&mut self, delay: Duration, event: Event) {
+        self.at(self.now + delay, event);
+    }
+
+    pub(crate) fn note(&mut self, host: HostId, words: impl FnOnce() -> String) {
+        self.trace.note(self.now, Some(host), words);
+    }
+
+    /// Something that matters only when something else happens near it.
+    pub(crate) fn note_routine(&mut self, host: HostId, words: impl FnOnce() -> String) {
+        self.trace.routine(self.now, host, words);
+    }
+
+    pub(crate) fn note_world(&mut self, words: impl FnOnce() -> String) {
+        self.trace.note(self.now, None, words);
+    }
+
+    /// An invariant is broken; the first time counts.
+    pub(crate) fn violation(&mut self, what: String) {
+        if self.violation.is_none() {
+            self.note_world(|| format!("VIOLATION: {what}"));
+            self.violation = Some(what);
+        }
+    }
+
+    /// Until when the host that the event happens to stands still, if it does.
+    fn stalled(&self, event: &Event) -> Option<Time> {
+        use Event::*;
+        let host = match event {
+            GuestStep(host, ..) | SyncPiece(host, ..) | CheckpointDue(host, ..) => host,
+            PauseEnds(host, ..) | Captured(host, ..) | Errand(host, ..) => host,
+            PrimaryBeat(host, _) | BackupBeat(host, _) | SeekBackup(host, _) => host,
+            OfferExpires(host, _) | Read(host, ..) => host,
+            Answer(question, _) => &question.host,
+            Arrival(id, end) => &self.arrival_host(*id, *end),
+            _ => return None,
+        };
+        let until = self.hosts[host.0].stalled_until;
+        (until > self.now).then_some(until)
+    }
+
+    fn happen(&mut self, event: Event) {
+        match event {
+            Event::GuestStep(host, copy, runs) => self.guest_step(host, copy, runs),
+            Event::SyncPiece(host, id, piece) => self.sync_piece(host, id, piece),
+            Event::CheckpointDue(host, id) => self.consider_checkpoint(host, id),
+            Event::PauseEnds(host, id, last) => self.pause_ends(host, id, last),
+            Event::Captured(host, id, capture) => self.send_capture(host, id, *capture),
+            Event::PrimaryBeat(host, id) => self.primary_beat(host, id),
+            Event::BackupBeat(host, id) => self.backup_beat(host, id),
+            Event::Errand(host, id) => self.do_errand(host, id),
+            Event::SeekBackup(host, copy) => self.offer(host, copy),
+            Event::OfferExpires(host, id) => self.offer_expires(host, id),
+            Event::Arrival(id, end) => self.arrival(id, end),
+            Event::Read(host, life, id, message) => self.read(host, life, id, message),
+            Event::Question(question) => self.question_arrives(question),
+            Event::Answer(question, verdict) => self.answer_arrives(question, verdict),
+            Event::Strike(fault) => self.strike(fault),
+            Event::PowerOn(host, life) => self.power_on(host, life),
+            Event::Heal(from, to) => self.heal(from, to),
+            Event::ArbiterBack(host) => self.arbiter_back(host),
+            Event::DelayEnds(delay) => {
+                self.network.extra_delay = self.network.extra_delay.saturating_sub(delay);
+            }
+            Event::WantedAgain => self.want_protection(),
+            Event::Calm => {
+                self.calm();
+                self.commits_before = Some(self.coverage.commits);
+            }
+            Event::OperatorLooks => {
+                self.recover_if_lost();
+                self.after(OPERATOR_LOOKS, Event::OperatorLooks);
+            }
+        }
+    }
+
+    fn answer_arrives(&mut self, question: Question, verdict: Verdict) {
+        let unreachable = matches!(verdict, Verdict::Unreachable(_));
+        // The asker's patience ends only if it has heard nothing.
+        if !self.answered.insert(question.ticket) && unreachable {
+            return;
+        }
+        let (host, id) = (question.host, question.session);
+        self.note(host, || format!("hears of the arbiter: {verdict:?}"));
+        if self.hosts[host.0].session(id).is_some() {
+            self.coverage.unreachable_to_primary += u64::from(unreachable);
+            self.primary_event(host, id, PrimaryEvent::Verdict(verdict));
+        } else if self.hosts[host.0].standby(id).is_some() {
+            self.coverage.unreachable_to_backup += u64::from(unreachable);
+            self.backup_event(host, id, BackupEvent::Verdict(verdict), None);
+        }
+    }
+
+    /// The guest runs a little further.
+    fn guest_step(&mut self, host: HostId, copy: CopyId, runs: u32) {
+        let Some(running) = self.hosts[host.0].running() else { return };
+        if running.copy != copy || running.runs != runs || running.paused {
+            return;
+        }
+        let state = self.oracle.next_state(running.guest.state.lineage);
+        running.guest.state = state;
+        let page = self.random.index(PAGES);
+        running.guest.pages[page] = state.number;
+        self.page_written(host, page);
+        if self.random.percent(25) {
+            let block = self.random.index(BLOCKS);
+            self.hosts[host.0].image.blocks[block] = state.number;
+            self.block_written(host, block, state.number);
+        }
+        self.guest_talks(host);
+        let next = self.random.micros(200, 4_000);
+        self.after(next, Event::GuestStep(host, copy, runs));
+    }
+
+    fn guest_talks(&mut self, host: HostId) {
+        let flushes = self.random.percent(8);
+        let (sends, arrives) = (self.random.percent(40), self.random.percent(70));
+        let host_state = &mut self.hosts[host.0];
+        if flushes {
+            host_state.image.sync();
+        }
+        let synced = host_state.image.synced;
+        let Some(running) = host_state.running() else { return };
+        let guest = &mut running.guest;
+        if flushes {
+            guest.flushed = Claim { state: guest.state, blocks: synced };
+        }
+        if sends {
+            let frame = Frame { state: guest.state, claim: guest.flushed };
+            running.port.send(frame);
+        }
+        let out = if arrives { running.port.drain() } else { Vec::new() };
+        let session = running.session.as_ref().map(|session| session.id);
+        self.let_out(host, out);
+        if let Some(id) = session {
+            self.consider_checkpoint(host, id);
+        }
+    }
+
+    /// Lets a guest that stands still run.
+    pub(crate) fn resume_guest(&mut self, host: HostId) {
+        let Some(running) = self.hosts[host.0].running() else { return };
+        running.paused = false;
+        running.runs += 1;
+        let event = Event::GuestStep(host, running.copy, running.runs);
+        let soon = self.random.micros(50, 500);
+        self.after(soon, event);
+    }
+
+    pub(crate) fn new_copy(&mut self) -> CopyId {
+        self.copies += 1;
+        CopyId(self.copies)
+    }
+
+    /// The VM boots from this host's image, which is valid from here on.
+    pub(crate) fn boot(&mut self, host: HostId, generation: Generation, origin: Option<State>) {
+        let state = self.oracle.new_lineage(origin);
+        let image = &mut self.hosts[host.0].image;
+        image.lineage = state.lineage;
+        let flushed = Claim { state, blocks: image.synced };
+        self.set_record(host, ImageRole::Active, generation);
+        let guest = Guest { state, pages: [state.number; PAGES], flushed };
+        self.run_here(host, guest, generation);
+    }
+
+    /// Counts what a primary's change of phase tells.
+    pub(crate) fn primary_turned(&mut self, before: &PrimaryPhase, after: &PrimaryPhase) {
+        use PrimaryPhase::*;
+        match (before, after) {
+            (Syncing, Protected) => {
+                self.coverage.reprotections += u64::from(self.protections > 0);
+                self.protections += 1;
+            }
+            (_, HandingOver) => {
+                self.coverage.hand_overs += 1;
+                self.handing_over = true;
+                self.moment(Moment::HandingOver);
+            }
+            (StandingDown, Contesting(_)) => self.coverage.stand_downs_contested += 1,
+            (StandingDown, Alone(_)) => self.coverage.stood_down += 1,
+            (Contesting(_), Alone(_)) => {
+                self.coverage.primaries_alone += 1;
+                let undone = std::mem::take(&mut self.handing_over);
+                self.coverage.hand_overs_undone += u64::from(undone);
+            }
+            (_, Halted(_)) => {
+                self.coverage.primaries_halted += 1;
+                self.handing_over = false;
+            }
+            _ => {}
+        }
+    }
+
+    /// Protection never came back: excused only while a host that has the VM
+    /// does not reach the arbiter and so must wait.
+    fn check_what_never_settled(&mut self) {
+        let Some(cut_off) = self.schedule.without_arbiter else {
+            return self.violation("protection did not return although nothing fails".to_owned());
+        };
+        let silent = self.now - self.last_output > RETURN_WITHIN / 2;
+        for host in (0..self.hosts.len()).map(HostId).filter(|host| host.0 != cut_off) {
+            if silent && self.hosts[host.0].running().is_some() {
+                self.violation(format!("{host} reaches the arbiter, and yet its VM is held up"));
+            }
+        }
+    }
+
+    /// Whether calm has come and the VM is protected, and works, again.
+    fn has_settled(&self) -> bool {
+        let Some(before) = self.commits_before else { return false };
+        let protected = |role: &Role| match role {
+            Role::Primary(running) => running.session.as_ref().is_some_and(|session| {
+                *session.core.phase() == PrimaryPhase::Protected
+                    && session.core.committed() > Epoch(3)
+            }),
+            _ => false,
+        };
+        self.coverage.commits > before + 3 && self.hosts.iter().any(|host| protected(&host.role))
+    }
+}
