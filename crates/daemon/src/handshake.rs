@@ -1,5 +1,6 @@
 //! What two hosts say to each other before the first byte of a VM moves.
 
+use crate::group::Membership;
 use crate::link::{Link, SETUP_TIMEOUT};
 use anyhow::Context;
 use serde::{Deserialize, Serialize};
@@ -73,6 +74,9 @@ pub struct Offer {
     pub qemu_version: String,
     /// The generation at which the primary owns the VM.
     pub generation: Generation,
+    /// The group that the VM is protected with, if any.
+    #[serde(default)]
+    pub group: Option<GroupOffer>,
     /// Bytes of each disk's export, in the definition's order.
     pub disk_bytes: Vec<u64>,
     /// Files that follow: what QEMU reads when it starts.
@@ -81,6 +85,15 @@ pub struct Offer {
     pub paths: Vec<SocketAddr>,
     /// The path of this connection.
     pub path: PathIndex,
+}
+
+/// A VM that is protected with others. The members are offered in order.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+pub struct GroupOffer {
+    /// Who they are.
+    pub membership: Membership,
+    /// The VM's place among them.
+    pub place: usize,
 }
 
 /// A file, or the beginning of one, that the backup's QEMU needs.

@@ -4,12 +4,13 @@ use crate::admission::open_disks;
 use crate::arbiter::Arbiter;
 use crate::config::HostConfig;
 use crate::error::{ErrorKind, HostError};
+use crate::group::Membership;
 use crate::machine::{self, Machine};
 use crate::records::Records;
 use crate::report::{CheckpointTiming, HostStatus, ProtectRequest, VmStatus};
 use crate::sync::lock;
 use crate::vm::{PrimaryVm, Vm};
-use crate::{incoming, primary};
+use crate::{backup, incoming, primary};
 use std::collections::BTreeMap;
 use std::net::{SocketAddr, TcpListener};
 use std::path::{Path, PathBuf};
@@ -45,7 +46,9 @@ pub struct Host {
     pub(crate) adding: Mutex<()>,
     /// Held while protection is set up. Not `adding`: two hosts that protect to
     /// each other would wait for each other.
-    protecting: Mutex<()>,
+    pub(crate) protecting: Mutex<()>,
+    /// Groups that this host backs up, or did, by the session of their leader.
+    pub(crate) backed_groups: Mutex<Vec<Weak<backup::Group>>>,
     sessions: AtomicU64,
 }
 
@@ -78,6 +81,7 @@ impl Host {
             presences: Mutex::default(),
             adding: Mutex::default(),
             protecting: Mutex::default(),
+            backed_groups: Mutex::default(),
             sessions: AtomicU64::new(0),
         });
         for listener in listeners {
@@ -141,7 +145,9 @@ impl Host {
                 if !force {
                     return self.power_off(&vm);
                 }
+                let fellows = self.fellows(&vm);
                 self.end_protection(&vm)?;
+                self.leave_group(&vm, &fellows);
                 self.remove_primary(&vm);
             }
             Vm::Backup(session) if force => session.give_up("the operator ended the backup"),
@@ -169,6 +175,17 @@ impl Host {
     ) -> Result<VmStatus, HostError> {
         let _protecting = lock(&self.protecting);
         let vm = self.primary(name)?;
+        self.check_protectable(&vm)?;
+        let plan = self.plan_protection(&vm, &request)?;
+        let membership = Membership::of_one(name, plan.generation);
+        let group = primary::Group::new(membership, plan.timeout);
+        self.begin_protection(&vm, plan, (group, 0))?;
+        Ok(Vm::Primary(vm).status())
+    }
+
+    /// Refuses to protect what is protected, or cannot be.
+    pub(crate) fn check_protectable(&self, vm: &PrimaryVm) -> Result<(), HostError> {
+        let name = &vm.machine.definition().name;
         if let Some(session) = vm.active_session() {
             let message = format!(
                 "{name} is protected to {} already: run `understudy unprotect {name}` first",
@@ -176,26 +193,35 @@ impl Host {
             );
             return Err(HostError::new(ErrorKind::Conflict, message));
         }
-        if let Some(problem) = &self.kernel_problem {
-            return Err(HostError::new(ErrorKind::Invalid, problem.clone()));
+        match &self.kernel_problem {
+            Some(problem) => Err(HostError::new(ErrorKind::Invalid, problem.clone())),
+            None => Ok(()),
         }
-        let plan = self.plan_protection(&vm, &request)?;
-        let peer = plan.peer.clone();
+    }
+
+    /// Begins the protection of the member of a group at this place.
+    pub(crate) fn begin_protection(
+        self: &Arc<Self>,
+        vm: &Arc<PrimaryVm>,
+        plan: primary::Plan,
+        group: (Arc<primary::Group>, usize),
+    ) -> Result<(), HostError> {
+        let (name, peer) = (vm.machine.definition().name.clone(), plan.peer.clone());
         let host = Arc::downgrade(self);
-        let owner = Arc::downgrade(&vm);
+        let owner = Arc::downgrade(vm);
         let over = move |phase| {
             if let (Some(host), Some(vm)) = (host.upgrade(), owner.upgrade()) {
                 host.protection_over(&vm, phase);
             }
         };
-        let session = primary::protect(vm.machine.clone(), plan, over)
+        let session = primary::protect(vm.machine.clone(), plan, group, over)
             .map_err(|error| refused(&format!("cannot protect {name} to {peer}"), &error))?;
         vm.begin(session);
         vm.events.note(format!("protection to {peer} begins"));
-        Ok(Vm::Primary(vm).status())
+        Ok(())
     }
 
-    /// Ends protection on both hosts; the VM runs on here. For a VM whose
+    /// Ends protection on both hosts, of a group as a whole; the VM runs on here. For a VM whose
     /// protection is lost: takes note that this is how it shall be.
     pub fn unprotect(&self, name: &str) -> Result<VmStatus, HostError> {
         let vm = self.primary(name)?;
@@ -203,13 +229,16 @@ impl Host {
             let message = format!("{name} is not protected");
             return Err(HostError::new(ErrorKind::Conflict, message));
         }
+        let fellows = self.fellows(&vm);
         self.end_protection(&vm)?;
-        vm.accept_unprotected();
-        vm.events.note("protection ended as asked for");
+        for vm in fellows.iter().chain([&vm]) {
+            vm.accept_unprotected();
+            vm.events.note("protection ended as asked for");
+        }
         Ok(Vm::Primary(vm).status())
     }
 
-    /// Planned fail-over: hands the VM to its backup without losing anything.
+    /// Planned fail-over: hands the VM, and its group, to the backup without losing anything.
     /// Returns when the backup runs it.
     pub fn failover(&self, name: &str) -> Result<(), HostError> {
         let vm = self.primary(name)?;
@@ -301,7 +330,7 @@ impl Host {
         })
     }
 
-    fn primary(&self, name: &str) -> Result<Arc<PrimaryVm>, HostError> {
+    pub(crate) fn primary(&self, name: &str) -> Result<Arc<PrimaryVm>, HostError> {
         match self.vm(name)? {
             Vm::Primary(vm) => Ok(vm),
             Vm::Backup(session) => {
@@ -335,7 +364,7 @@ impl Host {
         Ok(())
     }
 
-    fn plan_protection(
+    pub(crate) fn plan_protection(
         &self,
         vm: &PrimaryVm,
         request: &ProtectRequest,

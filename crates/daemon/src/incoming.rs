@@ -2,15 +2,16 @@
 
 use crate::backup::{self, Outcome};
 use crate::error::{ErrorKind, HostError};
-use crate::handshake::{Hello, MOST_PATHS, Offer, Purpose, Welcome, answer};
+use crate::group::{Member, Membership};
+use crate::handshake::{GroupOffer, Hello, MOST_PATHS, Offer, Purpose, Welcome, answer};
 use crate::host::{Host, failed};
 use crate::link::Link;
 use crate::machine::{self, Machine};
 use crate::sync::lock;
 use crate::vm::{FencedVm, Vm};
-use anyhow::{anyhow, bail};
+use anyhow::{Context, anyhow, bail};
 use std::net::{TcpListener, TcpStream};
-use std::sync::Arc;
+use std::sync::{Arc, Weak};
 use std::thread;
 use tracing::{info, warn};
 use understudy_disk::FreshMirror;
@@ -167,7 +168,7 @@ fn stand_by(host: &Arc<Host>, link: Link, hello: &Hello, offer: &Offer) -> anyho
     let plan = backup::Plan {
         id: offer.session.clone(),
         primary: hello.host.clone(),
-        generation: offer.generation,
+        group: group_of(host, hello, offer)?,
         timeout: host.config.detection_timeout,
         arbiter: host.arbiter.clone().expect("examined before"),
         records: host.records.clone(),
@@ -187,6 +188,34 @@ fn stand_by(host: &Arc<Host>, link: Link, hello: &Hello, offer: &Offer) -> anyho
     })?;
     info!(vm = name, "standing by for {}", hello.host);
     Ok(())
+}
+
+/// The group that the VM is offered for, and its place there. The first member's
+/// offer makes it.
+fn group_of(
+    host: &Host,
+    hello: &Hello,
+    offer: &Offer,
+) -> anyhow::Result<(Arc<backup::Group>, usize)> {
+    let timeout = host.config.detection_timeout;
+    let Some(GroupOffer { membership, place }) = offer.group.clone() else {
+        let membership = Membership::of_one(&offer.definition.name, offer.generation);
+        return Ok((backup::Group::new(membership, &hello.host, timeout), 0));
+    };
+    let own = Member { vm: offer.definition.name.clone(), generation: offer.generation };
+    if membership.members.get(place) != Some(&own) {
+        bail!("the offer's group does not have {} in its place", own.vm);
+    }
+    let mut groups = lock(&host.backed_groups);
+    groups.retain(|group| group.strong_count() > 0);
+    if place == 0 {
+        let group = backup::Group::new(membership, &hello.host, timeout);
+        groups.push(Arc::downgrade(&group));
+        return Ok((group, 0));
+    }
+    let mut alive = groups.iter().filter_map(Weak::upgrade);
+    let found = alive.find(|group| group.awaits(&membership, &hello.host, place));
+    found.map(|group| (group, place)).context("the group's protection has ended meanwhile")
 }
 
 /// The session ended: the VM lives here, or this host has nothing to do with it.

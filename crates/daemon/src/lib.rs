@@ -8,6 +8,7 @@ mod clock;
 pub mod config;
 mod doorbell;
 mod error;
+mod group;
 mod handshake;
 mod heartbeat;
 mod host;

@@ -69,9 +69,11 @@ impl Host {
         match (self.vm(name), event) {
             (Ok(Vm::Primary(vm)), MachineEvent::Notice(text)) => vm.events.note(text),
             (Ok(Vm::Primary(vm)), MachineEvent::PoweredOff) => {
+                let fellows = self.fellows(&vm);
                 if let Err(error) = self.end_protection(&vm) {
                     warn!(vm = name, "{error}");
                 }
+                self.leave_group(&vm, &fellows);
                 self.remove_primary(&vm);
             }
             (Ok(Vm::Primary(vm)), MachineEvent::Died(words)) => self.qemu_died(&vm, words),

@@ -126,6 +126,9 @@ pub struct VmStatus {
     pub generation: Generation,
     /// The last epoch known to be committed.
     pub epoch: Epoch,
+    /// The group that the VM is protected with.
+    #[serde(default)]
+    pub group: Option<String>,
     /// How far protection has come.
     pub protection: Protection,
     /// Epochs captured and not yet acknowledged.
@@ -214,5 +217,17 @@ pub struct ProtectRequest {
     /// The backup's host name, one of this host's peers.
     pub to: String,
     /// The policy; the VM definition's, else the default, when absent.
+    pub policy: Option<Policy>,
+}
+
+/// What `protect --group` asks for.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct GroupRequest {
+    /// The VMs, at least two.
+    pub vms: Vec<String>,
+    /// The backup's host name, one of this host's peers.
+    pub to: String,
+    /// The group's policy; when absent that of the VMs' definitions, which must agree.
     pub policy: Option<Policy>,
 }

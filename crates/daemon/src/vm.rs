@@ -116,6 +116,31 @@ impl PrimaryVm {
         lock(&self.state).session.as_ref().is_some_and(|session| session.was_handed_over())
     }
 
+    /// The members of the VM's group, itself included; none without a group.
+    pub fn fellow_names(&self) -> Vec<String> {
+        let state = lock(&self.state);
+        let membership = state.session.as_ref().map(|session| session.membership());
+        let members = membership.filter(|membership| membership.name.is_some());
+        members.into_iter().flat_map(|all| &all.members).map(|one| one.vm.clone()).collect()
+    }
+
+    /// Whether both are protected, or were last, in one group.
+    pub fn is_fellow(&self, other: &PrimaryVm) -> bool {
+        let group =
+            |vm: &PrimaryVm| lock(&vm.state).session.as_ref().map(|session| session.group());
+        match (group(self), group(other)) {
+            (Some(ours), Some(theirs)) => Arc::ptr_eq(&ours, &theirs),
+            _ => false,
+        }
+    }
+
+    /// Protection that was asked for has ended, for this reason.
+    pub fn degrade(&self, reason: String) {
+        self.accept_unprotected();
+        self.events.note(reason.clone());
+        lock(&self.state).degraded = Some(reason);
+    }
+
     /// The generation at which this host owns the VM.
     pub fn generation(&self) -> Generation {
         let state = lock(&self.state);
@@ -142,6 +167,7 @@ fn describe_session(status: &mut VmStatus, session: &primary::Session) {
     let (generation, epoch, in_flight) = session.position();
     let phase = session.phase();
     status.generation = generation;
+    status.group = session.membership().name.clone();
     status.epoch = epoch;
     status.policy = session.policy;
     status.checkpoints = session.stats.checkpoints();
@@ -187,6 +213,7 @@ fn machine_status(machine: &Machine, role: Role, live: bool) -> VmStatus {
         live,
         generation: Generation(0),
         epoch: Epoch(0),
+        group: None,
         protection: Protection::Off,
         lag_epochs: 0,
         policy: definition.policy.unwrap_or_default(),
@@ -208,6 +235,7 @@ fn backup_status(session: &backup::Session) -> VmStatus {
     let mut status = machine_status(&session.machine, Role::Backup, false);
     (status.generation, status.epoch) = session.position();
     status.paths = session.paths.report();
+    status.group = session.membership().name.clone();
     let peer = session.primary.clone();
     status.protection = match session.phase() {
         BackupPhase::Syncing => Protection::Syncing {
@@ -232,6 +260,7 @@ impl FencedVm {
             live: false,
             generation: self.generation,
             epoch: Epoch(0),
+            group: None,
             protection: Protection::Degraded { reason: self.reason.clone() },
             lag_epochs: 0,
             policy: Policy::default(),

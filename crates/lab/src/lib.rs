@@ -33,6 +33,7 @@
 mod chatter;
 pub mod check;
 mod command;
+pub mod companion;
 mod conversation;
 mod host;
 mod lab;
@@ -49,6 +50,7 @@ mod wait;
 mod watcher;
 
 pub use chatter::{ChatterClient, ChatterReport, Load};
+pub use companion::Companion;
 pub use conversation::ConversationError;
 pub use host::{HostOptions, HostProcess};
 pub use lab::{BRIDGE, CLIENT_ADDRESS, GUEST_ADDRESS, Lab, PEER_PORT, UPLINK};

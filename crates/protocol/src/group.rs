@@ -31,7 +31,8 @@ pub struct Gate(u64);
 /// What became of an arrival at a gate.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Arrival {
-    /// All others are there: the gate is open, and this member acts for all.
+    /// All others are there: this member acts for all, then calls
+    /// [`Rendezvous::open`].
     Last,
     /// Wait until [`Rendezvous::is_open`] says so of this gate.
     Wait(Gate),
@@ -71,19 +72,25 @@ impl Rendezvous {
         if self.arrived < self.members {
             return Arrival::Wait(self.gate);
         }
-        self.arrived = 0;
-        self.gate = Gate(self.gate.0 + 1);
         Arrival::Last
     }
 
-    /// Whether all have come to `gate`.
+    /// Lets all who have come pass.
+    pub fn open(&mut self) {
+        assert_eq!(self.arrived, self.members, "opened by the last to arrive");
+        self.arrived = 0;
+        self.gate = Gate(self.gate.0 + 1);
+    }
+
+    /// Whether all may pass `gate`.
     pub fn is_open(&self, gate: Gate) -> bool {
         self.gate > gate
     }
 
     /// A member cannot take checkpoints any more: nobody needs to wait for it.
-    pub fn break_up(&mut self) {
-        self.broken = true;
+    /// Returns whether it is the first.
+    pub fn break_up(&mut self) -> bool {
+        !std::mem::replace(&mut self.broken, true)
     }
 
     /// Whether a member will never come.
@@ -168,6 +175,8 @@ mod tests {
         assert_eq!(rendezvous.arrive(), Arrival::Wait(first));
         assert!(!rendezvous.is_open(first));
         assert_eq!(rendezvous.arrive(), Arrival::Last);
+        assert!(!rendezvous.is_open(first), "the last one acts first");
+        rendezvous.open();
         assert!(rendezvous.is_open(first));
         let Arrival::Wait(second) = rendezvous.arrive() else { panic!("alone at the gate") };
         assert!(!rendezvous.is_open(second), "the next gate is another one");

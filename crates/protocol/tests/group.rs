@@ -119,7 +119,10 @@ impl World {
         self.threads[member] = match self.threads[member] {
             Thread::Running if self.primary.may_capture() => match self.rendezvous.arrive() {
                 Arrival::Wait(gate) => Thread::AwaitsCheckpoint(gate),
-                Arrival::Last => self.stop(),
+                Arrival::Last => {
+                    self.rendezvous.open();
+                    self.stop()
+                }
             },
             Thread::AwaitsCheckpoint(gate) if self.rendezvous.is_open(gate) => self.stop(),
             Thread::Stopped(gate) if open(gate) => Thread::Capturing,
@@ -138,6 +141,7 @@ impl World {
             Arrival::Wait(gate) => Thread::Stopped(gate),
             Arrival::Last => {
                 self.primary(PrimaryEvent::Captured);
+                self.rendezvous.open();
                 Thread::Capturing
             }
         }

@@ -7,6 +7,7 @@
 //! | `GET /v1/vms/NAME`                 | [`VmStatus`] |
 //! | `DELETE /v1/vms/NAME?force=BOOL`   | nothing (204) |
 //! | `POST /v1/vms/NAME/protect` ([`ProtectRequest`]) | [`VmStatus`] |
+//! | `POST /v1/groups/NAME/protect` ([`GroupRequest`]) | a list of [`VmStatus`] |
 //! | `POST /v1/vms/NAME/unprotect`      | [`VmStatus`] |
 //! | `POST /v1/vms/NAME/failover`       | nothing (204) |
 //! | `POST /v1/vms/NAME/recover` ([`RecoverRequest`]) | [`RecoverReport`] |
@@ -27,7 +28,8 @@ use serde::de::DeserializeOwned;
 use std::sync::Arc;
 use tokio::task::spawn_blocking;
 use understudy_daemon::report::{
-    CheckpointTiming, HostStatus, ProtectRequest, RecoverReport, RecoverRequest, VmStatus,
+    CheckpointTiming, GroupRequest, HostStatus, ProtectRequest, RecoverReport, RecoverRequest,
+    VmStatus,
 };
 use understudy_daemon::{ErrorKind, Host, HostError};
 use understudy_qemu::VmDefinition;
@@ -47,6 +49,8 @@ pub trait Control: Send + Sync + 'static {
     fn vm_status(&self, name: &str) -> Result<VmStatus, HostError>;
     /// See [`Host::protect`].
     fn protect(&self, name: &str, request: ProtectRequest) -> Result<VmStatus, HostError>;
+    /// See [`Host::protect_group`].
+    fn protect_group(&self, name: &str, request: GroupRequest) -> Result<Vec<VmStatus>, HostError>;
     /// See [`Host::unprotect`].
     fn unprotect(&self, name: &str) -> Result<VmStatus, HostError>;
     /// See [`Host::failover`].
@@ -73,6 +77,9 @@ impl Control for Arc<Host> {
     fn protect(&self, name: &str, request: ProtectRequest) -> Result<VmStatus, HostError> {
         Host::protect(self, name, request)
     }
+    fn protect_group(&self, name: &str, request: GroupRequest) -> Result<Vec<VmStatus>, HostError> {
+        Host::protect_group(self, name, request)
+    }
     fn unprotect(&self, name: &str) -> Result<VmStatus, HostError> {
         Host::unprotect(self, name)
     }
@@ -98,6 +105,7 @@ pub fn router(host: Arc<dyn Control>) -> Router {
         .route("/v1/vms", post(vm_start))
         .route("/v1/vms/{name}", get(vm_status).delete(vm_stop))
         .route("/v1/vms/{name}/protect", post(protect))
+        .route("/v1/groups/{name}/protect", post(protect_group))
         .route("/v1/vms/{name}/unprotect", post(unprotect))
         .route("/v1/vms/{name}/failover", post(failover))
         .route("/v1/vms/{name}/recover", post(recover))
@@ -141,6 +149,15 @@ async fn vm_stop(
 async fn protect(State(host): Shared, Path(name): Path<String>, body: Body) -> Answer<VmStatus> {
     let request = read(body)?;
     blocking(move || host.protect(&name, request)).await.map(Json)
+}
+
+async fn protect_group(
+    State(host): Shared,
+    Path(name): Path<String>,
+    body: Body,
+) -> Answer<Vec<VmStatus>> {
+    let request = read(body)?;
+    blocking(move || host.protect_group(&name, request)).await.map(Json)
 }
 
 async fn unprotect(State(host): Shared, Path(name): Path<String>) -> Answer<VmStatus> {

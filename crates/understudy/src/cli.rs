@@ -63,15 +63,15 @@ pub enum Command {
     /// Start, stop and list VMs, and reach their consoles.
     #[command(subcommand)]
     Vm(VmCommand),
-    /// Keep an understudy of a VM on another host.
+    /// Keep an understudy of a VM, or of a group of VMs, on another host.
     #[command(after_help = PROTECT_HELP)]
     Protect(ProtectArgs),
-    /// End a VM's protection; it runs on here.
+    /// End the protection of a VM, and of its whole group; it runs on here.
     Unprotect {
         /// The VM's name.
         vm: String,
     },
-    /// Hand a VM over to its backup now, losing nothing.
+    /// Hand a VM, and its whole group, over to its backup now, losing nothing.
     Failover {
         /// The VM's name.
         vm: String,
@@ -175,15 +175,24 @@ The VM runs on while its memory and disks are copied; from then on, nothing that
 it sends leaves this host before the backup holds what led to it. Interrupting
 the command does not interrupt the copy.
 
+VMs of one group take their checkpoints together, so that what they say to each
+other need not wait; only what leaves the group does. They run on one host, have
+one backup, and are taken over, failed over and unprotected as one.
+
 Examples:
   understudy protect db --to b
-  understudy protect db --to b --policy interval --hz 100";
+  understudy protect db --to b --policy interval --hz 100
+  understudy protect db web --group shop --to b";
 
 /// `protect`
 #[derive(Debug, Args)]
 pub struct ProtectArgs {
-    /// The VM's name.
-    pub vm: String,
+    /// The VM's name; several with --group.
+    #[arg(required = true, value_name = "VM")]
+    pub vms: Vec<String>,
+    /// Protect the VMs as one group of this name.
+    #[arg(long, value_name = "NAME")]
+    pub group: Option<String>,
     /// The backup: one of this host's peers.
     #[arg(long, value_name = "HOST")]
     pub to: String,

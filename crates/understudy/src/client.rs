@@ -14,7 +14,8 @@ use tokio::net::UnixStream;
 use tokio::runtime::{Builder, Runtime};
 use understudy_daemon::HostError;
 use understudy_daemon::report::{
-    CheckpointTiming, HostStatus, ProtectRequest, RecoverReport, RecoverRequest, VmStatus,
+    CheckpointTiming, GroupRequest, HostStatus, ProtectRequest, RecoverReport, RecoverRequest,
+    VmStatus,
 };
 use understudy_qemu::VmDefinition;
 
@@ -61,6 +62,15 @@ impl Client {
     /// Starts protecting a VM.
     pub fn protect(&self, name: &str, request: &ProtectRequest) -> Result<VmStatus, Failure> {
         self.json(Method::POST, &vm_path(name, "/protect"), encode(request)?)
+    }
+
+    /// Starts protecting VMs as one group.
+    pub fn protect_group(
+        &self,
+        name: &str,
+        request: &GroupRequest,
+    ) -> Result<Vec<VmStatus>, Failure> {
+        self.json(Method::POST, &path("/v1/groups/", name, "/protect"), encode(request)?)
     }
 
     /// Ends a VM's protection.
@@ -160,7 +170,11 @@ fn encode(body: &impl Serialize) -> Result<Bytes, Failure> {
 
 /// The path of a VM, whatever its user called it.
 fn vm_path(name: &str, call: &str) -> String {
-    let mut path = "/v1/vms/".to_owned();
+    path("/v1/vms/", name, call)
+}
+
+fn path(collection: &str, name: &str, call: &str) -> String {
+    let mut path = collection.to_owned();
     for byte in name.bytes() {
         if byte.is_ascii_alphanumeric() || b"-_".contains(&byte) {
             path.push(byte.into());

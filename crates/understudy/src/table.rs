@@ -35,7 +35,7 @@ pub fn vms(vms: &[VmStatus]) -> String {
             vm.lag_epochs.to_string(),
             pauses(vm),
             HumanBytes(vm.bandwidth_bytes_per_second).to_string(),
-            protection(&vm.protection),
+            protection(vm),
         ]
     });
     columns(std::iter::once(heading.map(str::to_owned)).chain(rows).collect())
@@ -46,7 +46,7 @@ pub fn vm(vm: &VmStatus) -> String {
     let mut rows = vec![
         ["VM".to_owned(), vm.name.clone()],
         ["role".to_owned(), role(vm)],
-        ["protection".to_owned(), protection(&vm.protection)],
+        ["protection".to_owned(), protection(vm)],
         ["policy".to_owned(), policy(&vm.policy)],
         ["generation".to_owned(), vm.generation.0.to_string()],
         ["epoch".to_owned(), format!("{}, {} not acknowledged", vm.epoch.0, vm.lag_epochs)],
@@ -96,10 +96,13 @@ fn role(vm: &VmStatus) -> String {
     }
 }
 
-fn protection(protection: &Protection) -> String {
-    match protection {
+fn protection(vm: &VmStatus) -> String {
+    match &vm.protection {
         Protection::Off => "off".to_owned(),
-        Protection::Protected { peer } => format!("protected with {peer}"),
+        Protection::Protected { peer } => match &vm.group {
+            Some(group) => format!("protected with {peer} in group {group}"),
+            None => format!("protected with {peer}"),
+        },
         Protection::Degraded { reason } => format!("DEGRADED: {reason}"),
         Protection::Syncing { peer, done_bytes, total_bytes, remaining_seconds } => {
             syncing(peer, *done_bytes, *total_bytes, *remaining_seconds)
@@ -186,6 +189,7 @@ pub mod tests {
             live: true,
             generation: Generation(3),
             epoch: Epoch(1234),
+            group: None,
             protection,
             lag_epochs: 1,
             policy: Policy::Interval { hz: 40 },
@@ -246,6 +250,13 @@ pub mod tests {
         let places: Vec<_> =
             text.lines().map(|l| l.find("primary").or(l.find("ROLE")).unwrap()).collect();
         assert!(places.windows(2).all(|pair| pair[0] == pair[1]), "{text}");
+    }
+
+    #[test]
+    fn a_member_shows_its_group() {
+        let mut member = example(Protection::Protected { peer: "b".into() });
+        member.group = Some("shop".into());
+        assert!(vms(&[member]).contains("protected with b in group shop"));
     }
 
     #[test]

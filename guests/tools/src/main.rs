@@ -10,10 +10,13 @@
 //! | `blast PORT`              | TCP server that returns every byte it gets |
 //! | `dirty PAGES INTERVAL_MS` | rewrites PAGES pages of memory every INTERVAL_MS (0: continuously) |
 //! | `load DIR`                | compile-like load: short processes, small files, some arithmetic |
+//! | `ask SERVER append FILE`  | appends records at another guest's server, HOST:PORT, and keeps count in FILE |
+//! | `ask SERVER ping ROUNDS`  | measures round trips to it |
 //! | `await-ports PORT…`       | returns once every port accepts connections |
 //!
 //! The protocols are documented in the modules.
 
+mod ask;
 mod blast;
 mod dirty;
 mod load;
@@ -24,7 +27,8 @@ mod server;
 use std::process::ExitCode;
 
 const USAGE: &str = "usage: guest-tools records PORT FILE | run PORT | blast PORT \
-                     | dirty PAGES INTERVAL_MS | load DIR | await-ports PORT...";
+                     | dirty PAGES INTERVAL_MS | load DIR | ask SERVER append FILE \
+                     | ask SERVER ping ROUNDS | await-ports PORT...";
 
 fn main() -> ExitCode {
     let arguments: Vec<String> = std::env::args().skip(1).collect();
@@ -48,6 +52,8 @@ fn dispatch(arguments: &[String]) -> Result<(), String> {
         }
         ["load", directory] => load::build_forever(directory.as_ref()),
         [load::COMPILE, source, object] => load::compile(source.as_ref(), object.as_ref()),
+        ["ask", server, "append", file] => ask::append(server, file.as_ref()),
+        ["ask", server, "ping", rounds] => ask::ping(server, number("ROUNDS", rounds)?),
         ["await-ports", ports @ ..] if !ports.is_empty() => ports
             .iter()
             .map(|port| number("PORT", port))

@@ -6,13 +6,14 @@
 //! arbiter) and the heartbeats.
 
 mod apply;
+mod group;
 mod session;
 
+pub use group::Group;
 pub use session::{Outcome, Session};
 
 use crate::arbiter::Arbiter;
 use crate::channel::{Channel, Renewal};
-use crate::clock;
 use crate::doorbell::Doorbell;
 use crate::handshake::{FileOffer, FileRole, Offer, Ready, Resumed};
 use crate::heartbeat::{self, Heartbeats};
@@ -27,14 +28,14 @@ use std::fs::File;
 use std::io::{self, Write};
 use std::net::SocketAddr;
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 use std::sync::atomic::AtomicU64;
-use std::sync::{Arc, Mutex};
 use std::thread;
 use std::time::Duration;
 use tracing::{info, warn};
 use understudy_disk::FreshMirror;
 use understudy_protocol::wire::Kind;
-use understudy_protocol::{Backup, BackupEvent, Count, DiskIndex, Generation, PathIndex, Verdict};
+use understudy_protocol::{BackupEvent, Count, DiskIndex, Generation, PathIndex, Verdict};
 use understudy_qemu::VmDefinition;
 
 /// Receives the offer's files: boot files into `directory`, heads into the
@@ -116,8 +117,8 @@ pub struct Plan {
     pub id: String,
     /// The primary's host name.
     pub primary: String,
-    /// The generation at which the primary owns the VM.
-    pub generation: Generation,
+    /// The VM's group, and its place there; the members join in order.
+    pub group: (Arc<Group>, usize),
     /// The shortest silence that counts as failure.
     pub timeout: Duration,
     /// Who decides about ownership.
@@ -160,7 +161,9 @@ pub fn accept(
         paths,
         arbiter: plan.arbiter,
         records: plan.records,
-        core: Mutex::new(Backup::new(plan.generation, plan.timeout, clock::now())),
+        core: plan.group.0.core.clone(),
+        group: plan.group.0,
+        place: plan.group.1,
         errands,
         contests,
         waiting: ByteBudget::new(session::WAITING_BYTES),
@@ -168,6 +171,7 @@ pub fn accept(
         changed: Doorbell::default(),
         machine,
     });
+    session.group.join(&session)?;
     spawn("apply", &session, move |session| over(session.apply_all(&errand_queue, mirrors)))?;
     spawn("control", &session, move |session| run_control(session, &contest_queue))?;
     register(&session);
@@ -214,7 +218,7 @@ fn spawn(
 fn run_control(session: &Session, contests: &Receiver<Generation>) {
     while !heartbeat::Pulse::is_over(session) {
         if let Ok(from) = contests.recv_timeout(Duration::from_millis(250)) {
-            let verdict = session.arbiter.acquire(&session.vm, from);
+            let verdict = session.membership().acquire(&session.arbiter, from);
             info!(vm = session.vm, "the arbiter's verdict: {verdict:?}");
             if let Verdict::Unreachable(reason) = &verdict {
                 warn!(vm = session.vm, "waiting to take over: {reason}");

@@ -2,10 +2,12 @@
 //! that feed it.
 
 use super::apply::{apply, apply_epoch, validate};
+use super::group::Group;
 use crate::arbiter::Arbiter;
 use crate::channel::Channel;
 use crate::clock;
 use crate::doorbell::Doorbell;
+use crate::group::Membership;
 use crate::heartbeat::{Heartbeats, Pulse};
 use crate::machine::Machine;
 use crate::paths::PathMonitor;
@@ -44,7 +46,11 @@ pub struct Session {
     pub(super) heartbeats: Heartbeats,
     pub(super) arbiter: Arbiter,
     pub(super) records: Records,
-    pub(super) core: Mutex<Backup>,
+    /// The VMs that are protected with this one, and its place among them.
+    pub(super) group: Arc<Group>,
+    pub(super) place: usize,
+    /// The group's.
+    pub(super) core: Arc<Mutex<Backup>>,
     pub(super) errands: Sender<Errand>,
     pub(super) contests: Sender<Generation>,
     pub(super) waiting: ByteBudget,
@@ -100,7 +106,12 @@ impl Session {
     /// Generation and last committed epoch.
     pub fn position(&self) -> (Generation, Epoch) {
         let core = lock(&self.core);
-        (core.generation(), core.committed())
+        (self.group.generation(self, core.generation()), core.committed())
+    }
+
+    /// Who this VM is protected with.
+    pub fn membership(&self) -> &Membership {
+        &self.group.membership
     }
 
     /// Bytes received from the primary.
@@ -108,44 +119,52 @@ impl Session {
         self.received.load(Ordering::Relaxed)
     }
 
-    /// Feeds the state machine and does what it says. `staged` is the epoch
-    /// that a [`BackupEvent::Staged`] speaks of.
-    pub fn event(&self, event: BackupEvent, staged: Option<StagedEpoch>) {
+    /// Feeds the group's state machine and does what it says. `parts` are those of
+    /// the epoch that a [`BackupEvent::Staged`] speaks of, one for each member.
+    pub fn event(&self, event: BackupEvent, parts: Option<Vec<StagedEpoch>>) {
         let mut actions = Vec::new();
         let mut core = lock(&self.core);
         core.handle(clock::now(), event, &mut actions);
-        let mut staged = staged;
-        for action in actions {
-            self.perform(action, &mut staged);
+        let mut parts = parts.into_iter().flatten();
+        for action in &actions {
+            self.group.each(|member| member.perform(action, &mut parts));
         }
-        self.changed.ring();
+        self.group.each(|member| member.changed.ring());
     }
 
     /// Under the core's lock: an acknowledgement leaves before a contest that
     /// comes after it in the order of events. The channels' other ends live as
-    /// long as the session, so sending to them does not fail.
-    fn perform(&self, action: BackupAction, staged: &mut Option<StagedEpoch>) {
+    /// long as the session, so sending to them does not fail. Every member does the
+    /// same, but for what the leader says for all.
+    fn perform(&self, action: &BackupAction, parts: &mut impl Iterator<Item = StagedEpoch>) {
+        let leads = self.place == 0;
         match action {
-            BackupAction::AcknowledgeAndApply(epoch) => {
-                let staged = staged.take().expect("the event came with its epoch");
-                let _ = self.errands.send(Errand::Apply(staged));
-                // If it cannot be sent the reading thread finds out why.
-                let _ = self.data.send_signal(Kind::Acknowledge, epoch);
+            &BackupAction::AcknowledgeAndApply(epoch) => {
+                let part = parts.next().expect("the event came with every member's part");
+                let _ = self.errands.send(Errand::Apply(part));
+                if leads {
+                    // If it cannot be sent the reading thread finds out why.
+                    let _ = self.data.send_signal(Kind::Acknowledge, epoch);
+                }
             }
-            BackupAction::Contest(from) => {
+            &BackupAction::Contest(from) => {
                 // While the arbiter is asked: the images must be on stable storage before
                 // the guest runs on them.
                 let _ = self.errands.send(Errand::Settle);
-                let _ = self.contests.send(from);
+                if leads {
+                    let _ = self.contests.send(from);
+                }
             }
             BackupAction::ClosePeer => self.close_connections(),
             BackupAction::GoLive { generation, epoch, reason } => {
                 info!(vm = self.vm, "taking over at epoch {epoch}: {reason}");
+                let generation = self.group.generation(self, *generation);
+                let reason = reason.clone();
                 let _ = self.errands.send(Errand::GoLive { generation, reason });
             }
             BackupAction::Discard(reason) => {
                 info!(vm = self.vm, "forgetting the VM: {reason}");
-                self.data.refuse(&reason);
+                self.data.refuse(reason);
                 let _ = self.errands.send(Errand::Discard);
             }
             BackupAction::StandDown => {
@@ -202,7 +221,7 @@ impl Session {
         if let Some(epoch) = staging.take(message)? {
             // Before the apply thread has it, which gives its bytes back.
             self.waiting.force(epoch.bytes);
-            self.event(BackupEvent::Staged(epoch.epoch), Some(epoch));
+            self.group.staged(self, epoch);
             // Acknowledged whatever waits; the next one is read when there is room.
             self.waiting.take(0);
         }
@@ -232,10 +251,14 @@ impl Session {
                     }
                 }
                 Errand::GoLive { generation, reason } => {
-                    let result = state.and_then(|state| {
+                    let ready = state.and_then(|state| {
                         self.activate(generation)?;
-                        self.machine.go_live(&state)
+                        Ok(state)
                     });
+                    let result = self
+                        .group
+                        .all_or_none(ready)
+                        .and_then(|state| self.machine.go_live(&state));
                     self.close(Some(generation));
                     return match result {
                         Ok(()) => Outcome::Live { generation, reason },

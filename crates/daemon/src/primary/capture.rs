@@ -1,5 +1,5 @@
 //! The checkpoint (Remus 2.2): pause, barrier, capture, resume. All else runs
-//! beside the guest.
+//! beside the guest. The members of a group meet before the pause and in it.
 
 use super::send::Outgoing;
 use super::session::{Session, Step};
@@ -7,14 +7,12 @@ use super::stats::milliseconds;
 use crate::clock;
 use crate::machine::Machine;
 use crate::report::CheckpointTiming;
-use crate::sync::lock;
 use anyhow::Context;
 use std::sync::Arc;
-use std::sync::atomic::Ordering;
 use tracing::warn;
 use understudy_memory::{DirtySet, DirtyTracker, PageStaging, StagingPool, capture};
 use understudy_protocol::wire::Kind;
-use understudy_protocol::{Epoch, LastCheckpoint, PAGE_SIZE, PrimaryEvent, PrimaryPhase, Time};
+use understudy_protocol::{Epoch, LastCheckpoint, PAGE_SIZE, PrimaryPhase, Time};
 use understudy_qemu::Urgency;
 
 /// An epoch that wrote at least this many pages gets pre-copy rounds just
@@ -42,10 +40,10 @@ pub fn run(session: &Arc<Session>) -> anyhow::Result<()> {
     if !capturer.first_synchronisation()? {
         return Ok(());
     }
-    let mut last = capturer.checkpoint(false)?;
+    capturer.checkpoint(false)?;
     loop {
-        match session.next_step(last) {
-            Step::Checkpoint => last = capturer.checkpoint(false)?,
+        match session.next_step() {
+            Step::Checkpoint => capturer.checkpoint(false)?,
             Step::LastCheckpoint => {
                 capturer.checkpoint(true)?;
                 return capturer.await_hand_over();
@@ -102,19 +100,27 @@ impl<'a> Capturer<'a> {
         }
         session.progress.expect(self.dirty.pages() * PAGE_SIZE as u64);
         super::mirror::copy_disks(session)?;
+        self.copy_memory()?;
+        if session.group.is_shared() {
+            // Others may take longer; the guest has written meanwhile.
+            session.group.meet(session, || ())?;
+            self.tracker.scan(&mut self.dirty)?;
+            self.copy_memory()?;
+        }
+        Ok(!session.is_over())
+    }
+
+    /// Copies all of `dirty` and what is written meanwhile, until that is little.
+    fn copy_memory(&mut self) -> anyhow::Result<()> {
         for _ in 0..SYNC_ROUNDS {
             self.send_dirty(Epoch(0))?;
-            if session.is_over() {
-                return Ok(false);
-            }
             self.tracker.scan(&mut self.dirty)?;
-            session.progress.expect(self.dirty.pages() * PAGE_SIZE as u64);
-            if self.dirty.pages() < SYNC_LAST_PAGES {
+            self.session.progress.expect(self.dirty.pages() * PAGE_SIZE as u64);
+            if self.dirty.pages() < SYNC_LAST_PAGES || self.session.is_over() {
                 break;
             }
         }
-        self.send_dirty(Epoch(0))?;
-        Ok(!session.is_over())
+        self.send_dirty(Epoch(0))
     }
 
     /// Copies and queues all of `dirty`, piece by piece, while the guest runs.
@@ -131,9 +137,10 @@ impl<'a> Capturer<'a> {
     }
 
     /// One checkpoint. With `last`, the guest is left paused.
-    fn checkpoint(&mut self, last: bool) -> anyhow::Result<LastCheckpoint> {
+    fn checkpoint(&mut self, last: bool) -> anyhow::Result<()> {
         let epoch = self.session.running();
         let precopied_pages = self.precopy(epoch)?;
+        self.session.group.meet(self.session, || ())?;
         let mut timing = CheckpointTiming { epoch, precopied_pages, ..Default::default() };
         let mut watch = Stopwatch::start();
         for disk in self.machine.disks() {
@@ -148,7 +155,10 @@ impl<'a> Capturer<'a> {
         self.last_pages = timing.pages + timing.precopied_pages;
         self.session.stats.captured(timing, watch.now);
         self.queue(epoch);
-        Ok(LastCheckpoint { started: watch.started, resumed: watch.now })
+        let checkpoint = LastCheckpoint { started: watch.started, resumed: watch.now };
+        self.session.group.rendezvous().resumed(checkpoint);
+        self.session.group.ring();
+        Ok(())
     }
 
     fn precopy(&mut self, epoch: Epoch) -> anyhow::Result<u64> {
@@ -180,6 +190,9 @@ impl<'a> Capturer<'a> {
         let mut monitor = self.machine.monitor();
         let mut pause = monitor.begin_checkpoint(self.machine.device_state())?;
         pause.stopped()?;
+        // Nobody runs on, or is copied, before all stand still.
+        let group = &self.session.group;
+        group.meet(self.session, || group.place_barrier(self.session, last))?;
         timing.stop_ms = watch.lap();
         self.tracker.scan(&mut self.dirty)?;
         timing.scan_ms = watch.lap();
@@ -189,33 +202,12 @@ impl<'a> Capturer<'a> {
         timing.copy_ms = watch.lap();
         pause.saved()?;
         self.machine.device_state().read_into(&mut self.device_state)?;
-        self.place_barrier(last);
         timing.blob_ms = watch.lap();
         if !last {
             pause.resume()?;
         }
         timing.cont_ms = watch.lap();
         Ok(())
-    }
-
-    /// Closes the epoch: what the guest sends or writes from here on belongs to
-    /// the next one. One step with the state machine, since protection can end
-    /// at any moment and must not find its gate held afterwards.
-    fn place_barrier(&self, last: bool) {
-        let mut core = lock(&self.session.core);
-        let next = core.running().next();
-        let over = matches!(core.phase(), PrimaryPhase::Alone(_) | PrimaryPhase::Halted(_));
-        for port in self.machine.ports().iter().filter(|_| !over) {
-            if core.holds_output() {
-                port.drain_and_barrier(next);
-            } else {
-                // What went out before the first checkpoint is part of its state.
-                port.hold(next);
-            }
-        }
-        self.session.disk_epoch.store(next.0, Ordering::Release);
-        let event = if last { PrimaryEvent::CapturedLast } else { PrimaryEvent::Captured };
-        self.session.event_locked(&mut core, event);
     }
 
     fn queue(&mut self, epoch: Epoch) {

@@ -7,18 +7,20 @@
 
 mod capture;
 mod dialler;
+mod group;
 mod mirror;
 mod progress;
 mod send;
 mod session;
 mod stats;
 
+pub use group::Group;
 pub use session::Session;
 
 use crate::arbiter::Arbiter;
 use crate::channel::{Channel, Dial, Renewal};
 use crate::clock;
-use crate::handshake::{FileOffer, FileRole, Offer, Ready, Welcome};
+use crate::handshake::{FileOffer, FileRole, GroupOffer, Offer, Ready, Welcome};
 use crate::heartbeat::{self, Heartbeats, Pulse};
 use crate::link::{Link, read_json};
 use crate::machine::Machine;
@@ -33,14 +35,14 @@ use std::fs::File;
 use std::io::Read;
 use std::net::SocketAddr;
 use std::path::{Path, PathBuf};
-use std::sync::atomic::{AtomicBool, AtomicU64};
-use std::sync::{Arc, Mutex};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::thread;
 use std::time::Duration;
 use tracing::{error, info};
 use understudy_protocol::wire::Kind;
 use understudy_protocol::{
-    DiskIndex, Epoch, Generation, PathIndex, Policy, Primary, PrimaryEvent, PrimaryPhase, Verdict,
+    DiskIndex, Epoch, Generation, PathIndex, Policy, PrimaryEvent, PrimaryPhase, Verdict,
 };
 use understudy_qemu::definition::DiskFormat;
 
@@ -69,11 +71,13 @@ pub struct Plan {
     pub session: String,
 }
 
-/// Offers the VM to the peer and starts the first synchronisation. `over` is
-/// called once, when protection has ended, however it did.
+/// Offers the VM to the peer, as the member of a group at this place, and starts
+/// the first synchronisation. `over` is called once, when protection has ended,
+/// however it did.
 pub fn protect(
     machine: Arc<Machine>,
     plan: Plan,
+    (group, place): (Arc<Group>, usize),
     over: impl FnOnce(PrimaryPhase) + Send + 'static,
 ) -> anyhow::Result<Arc<Session>> {
     let dialler = Dialler {
@@ -81,7 +85,7 @@ pub fn protect(
         session: plan.session.clone(),
         addresses: plan.addresses.clone(),
     };
-    let (link, path) = offer(&machine, &plan, &dialler)?;
+    let (link, path) = offer(&machine, &plan, (&group, place), &dialler)?;
     let vm = &machine.definition().name;
     let paths = PathMonitor::new(vm, &plan.peer, plan.addresses.clone(), path, plan.timeout);
     let paths = Arc::new(paths);
@@ -103,19 +107,27 @@ pub fn protect(
         data,
         heartbeats: Heartbeats::new(plan.addresses.len()),
         paths,
-        hand_over: AtomicBool::new(false),
+        place,
+        stood_down: AtomicBool::new(false),
         arbiter: plan.arbiter,
         contests,
-        core: Mutex::new(Primary::new(plan.generation, plan.timeout, clock::now())),
+        core: group.core.clone(),
+        group,
         machine,
     });
+    session.group.join(&session)?;
     start_heartbeats(&session, (path, heartbeat), &dialler)?;
     start_threads(&session, outflow, contest_queue, over)?;
     Ok(session)
 }
 
 /// The handshake on the data connection, until the backup starts its QEMU.
-fn offer(machine: &Machine, plan: &Plan, dialler: &Dialler) -> anyhow::Result<(Link, PathIndex)> {
+fn offer(
+    machine: &Machine,
+    plan: &Plan,
+    group: (&Group, usize),
+    dialler: &Dialler,
+) -> anyhow::Result<(Link, PathIndex)> {
     let definition = machine.definition();
     let files = start_files(machine)?;
     let offer = Offer {
@@ -125,6 +137,10 @@ fn offer(machine: &Machine, plan: &Plan, dialler: &Dialler) -> anyhow::Result<(L
         accelerator: machine.accelerator(),
         qemu_version: plan.qemu_version.clone(),
         generation: plan.generation,
+        group: group
+            .0
+            .is_shared()
+            .then(|| GroupOffer { membership: group.0.membership.clone(), place: group.1 }),
         disk_bytes: machine.disks().iter().map(|disk| disk.export_bytes()).collect(),
         files: files.iter().map(|(offer, _)| offer.clone()).collect(),
         paths: plan.addresses.clone(),
@@ -267,7 +283,7 @@ fn run_receive(session: &Session) {
         };
         match message.header.kind {
             Kind::Acknowledge => session.event(PrimaryEvent::Acknowledged(message.header.epoch)),
-            Kind::StoodDown => session.event(PrimaryEvent::StoodDown),
+            Kind::StoodDown => return session.group.stood_down(session),
             Kind::Live => {
                 let generation = Generation(message.header.epoch.0);
                 session.event(PrimaryEvent::LiveElsewhere(generation));
@@ -284,7 +300,7 @@ fn run_control(session: &Session, contests: &Receiver<Generation>) {
     while !session.is_over() {
         session.stats.sample();
         if let Ok(from) = contests.recv_timeout(Duration::from_millis(250)) {
-            let verdict = session.arbiter.acquire(&session.vm, from);
+            let verdict = session.membership().acquire(&session.arbiter, from);
             info!(vm = session.vm, "the arbiter's verdict: {verdict:?}");
             if let Verdict::Unreachable(reason) = &verdict {
                 error!(vm = session.vm, "output stays held: {reason}");
@@ -297,7 +313,10 @@ fn run_control(session: &Session, contests: &Receiver<Generation>) {
 fn run_capture(session: &Arc<Session>, over: impl FnOnce(PrimaryPhase)) {
     if let Err(error) = capture::run(session) {
         let reason = format!("cannot take a checkpoint: {error:#}");
-        if session.is_over() {
+        let first = session.group.break_up();
+        if !first {
+            info!(vm = session.vm, "waiting for the end of the group's protection: {reason}");
+        } else if session.is_over() {
             info!(vm = session.vm, "protection ended during a checkpoint: {reason}");
         } else if powered_off(&session.machine) {
             // Not a failure: the host ends protection, then the VM.
@@ -349,7 +368,10 @@ impl Pulse for Session {
         self.event(PrimaryEvent::Heard);
     }
     fn lost(&self, reason: String) {
-        self.event(PrimaryEvent::PeerGone(reason));
+        // Others of the group may still have to be forgotten.
+        if !self.stood_down.load(Ordering::Acquire) {
+            self.event(PrimaryEvent::PeerGone(reason));
+        }
     }
     fn tick(&self) {
         self.event(PrimaryEvent::Tick);

@@ -1,12 +1,14 @@
 //! One VM's protection, seen from the primary: the state machine and the
 //! threads that feed it.
 
+use super::group::Group;
 use super::progress::Progress;
 use super::send::{Outbox, Outgoing};
 use super::stats::Stats;
 use crate::arbiter::Arbiter;
 use crate::channel::Channel;
 use crate::clock;
+use crate::group::Membership;
 use crate::heartbeat::Heartbeats;
 use crate::machine::Machine;
 use crate::paths::PathMonitor;
@@ -14,17 +16,17 @@ use crate::sync::lock;
 use crossbeam_channel::Sender;
 use std::sync::Arc;
 use std::sync::Mutex;
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64};
 use std::time::{Duration, Instant};
 use tracing::{info, warn};
 use understudy_protocol::wire::Kind;
 use understudy_protocol::{
-    Due, Epoch, Generation, LastCheckpoint, Policy, Primary, PrimaryAction, PrimaryEvent,
-    PrimaryPhase,
+    Due, Epoch, Generation, GroupStep, Policy, Primary, PrimaryAction, PrimaryEvent, PrimaryPhase,
+    Rendezvous,
 };
 
 /// Nothing waits longer than this without looking again.
-const LONGEST_WAIT: Duration = Duration::from_millis(500);
+pub(super) const LONGEST_WAIT: Duration = Duration::from_millis(500);
 
 /// The state shared by a session's threads.
 pub struct Session {
@@ -48,10 +50,15 @@ pub struct Session {
     pub paths: Arc<PathMonitor>,
     pub(super) data: Arc<Channel>,
     pub(super) heartbeats: Heartbeats,
-    pub(super) hand_over: AtomicBool,
+    /// The VMs that this one is protected with, and this one's place among them.
+    pub(super) group: Arc<Group>,
+    pub(super) place: usize,
+    /// The backup has said its last word.
+    pub(super) stood_down: AtomicBool,
     pub(super) arbiter: Arbiter,
     pub(super) contests: Sender<Generation>,
-    pub(super) core: Mutex<Primary>,
+    /// The group's.
+    pub(super) core: Arc<Mutex<Primary>>,
 }
 
 /// What the capture thread does next.
@@ -74,7 +81,19 @@ impl Session {
     /// Generation, last committed epoch and epochs in flight.
     pub fn position(&self) -> (Generation, Epoch, u64) {
         let core = lock(&self.core);
-        (core.generation(), core.committed(), core.in_flight())
+        let member = &self.group.membership.members[self.place];
+        let generation = self.group.generation(member, core.generation());
+        (generation, core.committed(), core.in_flight())
+    }
+
+    /// What this VM shares with those that it is protected with.
+    pub fn group(&self) -> Arc<Group> {
+        self.group.clone()
+    }
+
+    /// Who this VM is protected with.
+    pub fn membership(&self) -> &Membership {
+        &self.group.membership
     }
 
     /// The epoch that the guest executes.
@@ -99,18 +118,20 @@ impl Session {
         let mut actions = Vec::new();
         let decided = Instant::now();
         core.handle(clock::now(), event, &mut actions);
-        for action in actions {
-            self.perform(action, decided);
+        for action in &actions {
+            self.group.each(|member| member.perform(action, decided));
         }
-        self.machine.doorbell().ring();
+        self.group.ring();
     }
 
     /// Under the core's lock, so that the order of actions is the order of
-    /// events. Nothing here waits: what takes time goes to other threads. `decided`
-    /// is not after the time at which the state machine decided.
-    fn perform(&self, action: PrimaryAction, decided: Instant) {
+    /// events. Every member does the same, but for what the leader says for all.
+    /// Nothing here waits: what takes time goes to other threads. `decided` is not
+    /// after the time at which the state machine decided.
+    fn perform(&self, action: &PrimaryAction, decided: Instant) {
+        let leads = self.place == 0;
         match action {
-            PrimaryAction::Release(epoch) => {
+            &PrimaryAction::Release(epoch) => {
                 fail::fail_point!("before-release");
                 self.stats.committed(epoch, clock::now());
                 for port in self.machine.ports() {
@@ -123,15 +144,17 @@ impl Session {
                     port.open_gate();
                 }
             }
-            PrimaryAction::Contest(from) => {
+            &PrimaryAction::Contest(from) if leads => {
                 // The control thread lives as long as the session.
                 let _ = self.contests.send(from);
             }
-            PrimaryAction::YieldToBackup => {
+            PrimaryAction::YieldToBackup if leads => {
                 self.outbox.put_now(Outgoing::Signal(Kind::TakeOver));
             }
-            PrimaryAction::StandDown => {
+            PrimaryAction::StandDown if leads => {
                 self.outbox.put_now(Outgoing::Signal(Kind::StandDown));
+            }
+            PrimaryAction::Contest(_) | PrimaryAction::YieldToBackup | PrimaryAction::StandDown => {
             }
             PrimaryAction::ClosePeer => {
                 self.outbox.close();
@@ -158,10 +181,10 @@ impl Session {
     }
 
     /// Waits until the capture thread has something to do.
-    pub fn next_step(&self, last: LastCheckpoint) -> Step {
+    pub fn next_step(&self) -> Step {
         loop {
             let seen = self.machine.doorbell().count();
-            let wait = match self.judge(last) {
+            let wait = match self.judge() {
                 Ok(step) => return step,
                 Err(wait) => wait,
             };
@@ -169,24 +192,42 @@ impl Session {
         }
     }
 
-    /// The step that is due now, or how long to wait at most.
-    fn judge(&self, last: LastCheckpoint) -> Result<Step, Duration> {
+    /// The step that is due now, or how long to wait at most. What one member
+    /// finds due, all members do.
+    fn judge(&self) -> Result<Step, Duration> {
         let core = lock(&self.core);
         if matches!(core.phase(), PrimaryPhase::Alone(_) | PrimaryPhase::Halted(_)) {
             return Ok(Step::End);
         }
-        if !core.may_capture() {
-            return Err(LONGEST_WAIT);
-        }
+        let mut rendezvous = self.group.rendezvous();
+        let step = match rendezvous.announced(core.running()) {
+            Some(step) => step,
+            None => {
+                let step = self.due(&core, &rendezvous)?;
+                rendezvous.announce(core.running(), step);
+                self.group.ring();
+                step
+            }
+        };
+        Ok(match step {
+            GroupStep::Checkpoint => Step::Checkpoint,
+            GroupStep::LastCheckpoint => Step::LastCheckpoint,
+        })
+    }
+
+    /// What the group is to do now, or how long to wait at most.
+    fn due(&self, core: &Primary, rendezvous: &Rendezvous) -> Result<GroupStep, Duration> {
+        // None while a member still stands still.
+        let last = rendezvous.last().filter(|_| !rendezvous.is_broken() && core.may_capture());
+        let Some(last) = last else { return Err(LONGEST_WAIT) };
         let protected = *core.phase() == PrimaryPhase::Protected;
-        if protected && self.hand_over.load(Ordering::Acquire) {
-            return Ok(Step::LastCheckpoint);
+        if protected && self.group.was_handed_over() {
+            return Ok(GroupStep::LastCheckpoint);
         }
-        let output_waits = self.machine.ports().iter().any(|port| port.held_frames() > 0);
-        match self.policy.due(last, core.in_flight(), output_waits) {
+        match self.policy.due(last, core.in_flight(), self.group.output_waits()) {
             Due::At(time) => {
                 let wait = time - clock::now();
-                if wait.is_zero() { Ok(Step::Checkpoint) } else { Err(wait) }
+                if wait.is_zero() { Ok(GroupStep::Checkpoint) } else { Err(wait) }
             }
             Due::OnChange => Err(LONGEST_WAIT),
         }
@@ -215,13 +256,12 @@ impl Session {
 
     /// Whether a planned fail-over was asked for.
     pub fn was_handed_over(&self) -> bool {
-        self.hand_over.load(Ordering::Acquire)
+        self.group.was_handed_over()
     }
 
     /// Asks for a planned fail-over.
     pub fn request_hand_over(&self) {
         info!(vm = self.vm, "handing over to {}", self.peer);
-        self.hand_over.store(true, Ordering::Release);
-        self.machine.doorbell().ring();
+        self.group.request_hand_over();
     }
 }

@@ -54,6 +54,10 @@ impl Control for Recorder {
     fn protect(&self, name: &str, request: ProtectRequest) -> Result<VmStatus, HostError> {
         self.record(name, format!("protect {name} {} {:?}", request.to, request.policy))
     }
+    fn protect_group(&self, name: &str, request: GroupRequest) -> Result<Vec<VmStatus>, HostError> {
+        let call = format!("group {name} {} {:?}", request.to, request.vms);
+        request.vms.iter().map(|vm| self.record(vm, call.clone())).collect()
+    }
     fn unprotect(&self, name: &str) -> Result<VmStatus, HostError> {
         self.record(name, format!("unprotect {name}"))
     }
@@ -142,6 +146,8 @@ fn every_call_arrives_and_is_answered() {
     let policy = Some(Policy::Interval { hz: 5 });
     let request = ProtectRequest { to: "b".into(), policy };
     assert_eq!(client.protect("db", &request).unwrap(), vm);
+    let request = GroupRequest { vms: vec!["db".into()], to: "b".into(), policy };
+    assert_eq!(client.protect_group("shop", &request).unwrap(), [vm.clone()]);
     assert_eq!(client.unprotect("db").unwrap(), vm);
     client.failover("db").unwrap();
     let request = RecoverRequest { dry_run: true, force: false };
@@ -153,6 +159,7 @@ fn every_call_arrives_and_is_answered() {
         "start db 1",
         "status db",
         "protect db b Some(Interval { hz: 5 })",
+        "group shop b [\"db\"]",
         "unprotect db",
         "failover db",
         "recover db true",

@@ -8,27 +8,54 @@ use crate::progress::SyncProgress;
 use serde_json::json;
 use std::thread;
 use std::time::Duration;
-use understudy_daemon::report::{ProtectRequest, Protection, VmStatus};
+use understudy_daemon::report::{GroupRequest, ProtectRequest, Protection, VmStatus};
 
 /// How often the progress is asked for.
 const POLL_INTERVAL: Duration = Duration::from_millis(200);
 
-/// Protects a VM; waits until it is protected, unless told not to.
+/// Protects a VM or a group; waits until it is protected, unless told not to.
 pub fn protect(client: &Client, args: &ProtectArgs, json: bool) -> Result<Exit, Failure> {
     let policy = args.policy().map_err(|words| Failure::new(FailureKind::Usage, words))?;
-    let request = ProtectRequest { to: args.to.clone(), policy };
-    let mut status = client.protect(&args.vm, &request)?;
-    if !args.no_wait {
-        let mut progress = SyncProgress::new(json);
-        let outcome = wait(status, &mut progress, || {
-            thread::sleep(POLL_INTERVAL);
-            client.vm_status(&args.vm)
-        });
-        progress.finish();
-        status = outcome?;
+    let to = args.to.clone();
+    match (&args.group, &args.vms[..]) {
+        (Some(group), vms) => {
+            let request = GroupRequest { vms: vms.to_vec(), to, policy };
+            let begun = client.protect_group(group, &request)?;
+            let follow = |status| follow(client, status, args.no_wait, json);
+            let all = begun.into_iter().map(follow).collect::<Result<Vec<_>, _>>()?;
+            output::show(json, &all, |all| all.iter().map(describe).collect())?;
+        }
+        (None, [vm]) => {
+            let begun = client.protect(vm, &ProtectRequest { to, policy })?;
+            let status = follow(client, begun, args.no_wait, json)?;
+            output::show(json, &status, describe)?;
+        }
+        (None, _) => {
+            let words = "several VMs are protected as one group: name it with --group NAME, \
+                         or protect them one by one";
+            return Err(Failure::new(FailureKind::Usage, words));
+        }
     }
-    output::show(json, &status, describe)?;
     Ok(Exit::Ok)
+}
+
+/// Waits until a VM is protected, unless told not to.
+fn follow(
+    client: &Client,
+    begun: VmStatus,
+    no_wait: bool,
+    json: bool,
+) -> Result<VmStatus, Failure> {
+    if no_wait {
+        return Ok(begun);
+    }
+    let (name, mut progress) = (begun.name.clone(), SyncProgress::new(json));
+    let outcome = wait(begun, &mut progress, || {
+        thread::sleep(POLL_INTERVAL);
+        client.vm_status(&name)
+    });
+    progress.finish();
+    outcome
 }
 
 /// Waits until the first synchronisation has ended, one way or the other.
@@ -54,25 +81,40 @@ fn wait(
 }
 
 fn describe(vm: &VmStatus) -> String {
-    match &vm.protection {
-        Protection::Protected { peer } => format!("{} is protected: {peer} stands by\n", vm.name),
+    match (&vm.protection, &vm.group) {
+        (Protection::Protected { peer }, Some(group)) => {
+            format!("{} is protected in group {group}: {peer} stands by\n", vm.name)
+        }
+        (Protection::Protected { peer }, None) => {
+            format!("{} is protected: {peer} stands by\n", vm.name)
+        }
         _ => format!("{} is being copied; see `understudy status {}`\n", vm.name, vm.name),
     }
 }
 
 /// Ends a VM's protection.
 pub fn unprotect(client: &Client, vm: &str, json: bool) -> Result<Exit, Failure> {
+    let group = client.vm_status(vm)?.group;
     let status = client.unprotect(vm)?;
-    output::show(json, &status, |_| format!("{vm} runs on, unprotected\n"))?;
+    output::show(json, &status, |_| format!("{} on, unprotected\n", whom(vm, &group, "run")))?;
     Ok(Exit::Ok)
 }
 
 /// Hands a VM over to its backup.
 pub fn failover(client: &Client, vm: &str, json: bool) -> Result<Exit, Failure> {
+    let group = client.vm_status(vm)?.group;
     client.failover(vm)?;
-    let done = json!({"name": vm, "failed_over": true});
-    output::show(json, &done, |_| format!("{vm} runs on its backup now\n"))?;
+    let done = json!({"name": vm, "group": group, "failed_over": true});
+    output::show(json, &done, |_| format!("{} on the backup now\n", whom(vm, &group, "run")))?;
     Ok(Exit::Ok)
+}
+
+/// The VM, or all of its group, as the subject of a sentence.
+fn whom(vm: &str, group: &Option<String>, verb: &str) -> String {
+    match group {
+        Some(group) => format!("{vm} and all others of group {group} {verb}"),
+        None => format!("{vm} {verb}s"),
+    }
 }
 
 #[cfg(test)]

@@ -12,6 +12,7 @@
 //! | [`stalls`]  | stalled hosts and daemons that come back |
 //! | [`sync`]    | the same before the first synchronisation has ended |
 //! | [`planned`] | what people do on purpose: fail over, stop, reboot |
+//! | [`group`]   | two guests that are protected as one |
 //! | [`crowd`]   | one backup for eight VMs of two primaries |
 //! | [`phases`]  | deaths at each phase of the protocol |
 //! | [`recover`] | all hosts are lost: which images are valid |
@@ -25,6 +26,7 @@
 mod counter;
 mod crowd;
 mod deaths;
+mod group;
 mod paths;
 mod peer;
 mod phases;

@@ -1,0 +1,237 @@
+//! Groups: VMs that are protected, taken over and fenced as one (Remus, section 5).
+//!
+//! All members run on one host and have one backup. Each keeps its own record at
+//! the arbiter; the group is owned by whoever owns all of them, won in one order,
+//! so that the first record decides between two hosts that contest the group.
+
+use crate::arbiter::Arbiter;
+use crate::error::{ErrorKind, HostError};
+use crate::host::Host;
+use crate::primary;
+use crate::report::{GroupRequest, ProtectRequest, VmStatus};
+use crate::sync::lock;
+use crate::vm::{PrimaryVm, Vm};
+use serde::{Deserialize, Serialize};
+use std::sync::Arc;
+use tracing::warn;
+use understudy_protocol::{Generation, Policy, Verdict};
+
+/// One VM of a group.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Member {
+    /// The VM's name.
+    pub vm: String,
+    /// The generation at which the primary owned it when protection began.
+    pub generation: Generation,
+}
+
+/// Who is in a group. The order of the members is the same everywhere.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Membership {
+    /// The group's name; none for a VM that is protected by itself.
+    pub name: Option<String>,
+    /// The members, at least one.
+    pub members: Vec<Member>,
+}
+
+impl Membership {
+    /// A VM by itself.
+    pub fn of_one(vm: &str, generation: Generation) -> Membership {
+        let member = Member { vm: vm.to_owned(), generation };
+        Membership { name: None, members: vec![member] }
+    }
+
+    /// The member whose generation is that of the group's state machine.
+    pub fn leader(&self) -> &Member {
+        &self.members[0]
+    }
+
+    /// A member's generation, when the leader's is `leaders`: all change together.
+    pub fn generation_of(&self, member: &Member, leaders: Generation) -> Generation {
+        Generation(member.generation.0 + (leaders.0 - self.leader().generation.0))
+    }
+
+    /// Makes this host the owner of all members, or of none. `from` is the
+    /// leader's generation. Asking again is harmless.
+    pub fn acquire(&self, arbiter: &Arbiter, from: Generation) -> Verdict {
+        let mut won: Vec<(&Member, Generation)> = Vec::new();
+        for member in &self.members {
+            match arbiter.acquire(&member.vm, self.generation_of(member, from)) {
+                Verdict::Granted(generation) => won.push((member, generation)),
+                Verdict::Taken(owner) => {
+                    give_back(arbiter, &won);
+                    return Verdict::Taken(owner);
+                }
+                unreachable @ Verdict::Unreachable(_) => return unreachable,
+            }
+        }
+        Verdict::Granted(won[0].1)
+    }
+}
+
+/// Somebody started a member anew: the group is not to be had any more.
+fn give_back(arbiter: &Arbiter, won: &[(&Member, Generation)]) {
+    for (member, generation) in won {
+        if let Err(error) = arbiter.release(&member.vm, *generation) {
+            warn!(vm = member.vm, "{}", error);
+        }
+    }
+}
+
+impl Host {
+    /// Starts protecting VMs of this host as one group; returns when the peer has
+    /// accepted all of them and the first synchronisation runs.
+    pub fn protect_group(
+        self: &Arc<Self>,
+        name: &str,
+        request: GroupRequest,
+    ) -> Result<Vec<VmStatus>, HostError> {
+        let _protecting = lock(&self.protecting);
+        check_request(name, &request)?;
+        let vms: Vec<Arc<PrimaryVm>> =
+            request.vms.iter().map(|vm| self.own_member(name, vm)).collect::<Result<_, _>>()?;
+        vms.iter().try_for_each(|vm| self.check_protectable(vm))?;
+        let policy = common_policy(&vms, request.policy)?;
+        let request = ProtectRequest { to: request.to, policy: Some(policy) };
+        let plans = vms
+            .iter()
+            .map(|vm| self.plan_protection(vm, &request))
+            .collect::<Result<Vec<_>, _>>()?;
+        let member = |(vm, plan): (&Arc<PrimaryVm>, &primary::Plan)| Member {
+            vm: vm.machine.definition().name.clone(),
+            generation: plan.generation,
+        };
+        let members = vms.iter().zip(&plans).map(member).collect();
+        let membership = Membership { name: Some(name.to_owned()), members };
+        let group = primary::Group::new(membership, self.config.detection_timeout);
+        for (begun, (vm, plan)) in vms.iter().zip(plans).enumerate() {
+            if let Err(error) = self.begin_protection(vm, plan, (group.clone(), begun)) {
+                self.abandon(&vms[..begun]);
+                return Err(error);
+            }
+        }
+        Ok(vms.iter().map(|vm| Vm::Primary(vm.clone()).status()).collect())
+    }
+
+    /// A member, which must run here.
+    fn own_member(&self, group: &str, vm: &str) -> Result<Arc<PrimaryVm>, HostError> {
+        let explain = |error: HostError| {
+            let message = format!(
+                "group {group}: {error}; all VMs of a group must run on the host that protects it"
+            );
+            HostError::new(error.kind, message)
+        };
+        self.primary(vm).map_err(explain)
+    }
+
+    /// One member was refused: the others stay as they were.
+    fn abandon(&self, begun: &[Arc<PrimaryVm>]) {
+        for vm in begun {
+            if let Err(error) = self.end_protection(vm) {
+                warn!(vm = vm.machine.definition().name, "{error}");
+            }
+            vm.accept_unprotected();
+        }
+    }
+
+    /// The other members of a VM's group on this host.
+    pub(crate) fn fellows(&self, vm: &PrimaryVm) -> Vec<Arc<PrimaryVm>> {
+        let own = &vm.machine.definition().name;
+        let vms = lock(&self.vms);
+        let others = vm.fellow_names().into_iter().filter(|name| name != own);
+        let primary = |name: String| match vms.get(&name) {
+            Some(Vm::Primary(other)) if other.is_fellow(vm) => Some(other.clone()),
+            _ => None,
+        };
+        others.filter_map(primary).collect()
+    }
+
+    /// A VM leaves its host for good: the rest of its group is not protected any
+    /// more, which nobody asked for.
+    pub(crate) fn leave_group(&self, vm: &PrimaryVm, fellows: &[Arc<PrimaryVm>]) {
+        let name = &vm.machine.definition().name;
+        for fellow in fellows {
+            let reason = format!(
+                "{name}, of the same group, was stopped, which ended the group; not protected \
+                 until `understudy protect`"
+            );
+            warn!(vm = fellow.machine.definition().name, "{reason}");
+            fellow.degrade(reason);
+        }
+    }
+}
+
+fn check_request(name: &str, request: &GroupRequest) -> Result<(), HostError> {
+    let invalid = |message: String| Err(HostError::new(ErrorKind::Invalid, message));
+    let plain = |byte: u8| byte.is_ascii_alphanumeric() || b"-_.".contains(&byte);
+    if name.is_empty() || name.len() > 64 || !name.bytes().all(plain) {
+        return invalid(format!(
+            "{name:?} cannot be the name of a group: 1 to 64 letters, digits, '-', '_' and '.'"
+        ));
+    }
+    if request.vms.len() < 2 {
+        return invalid(format!("group {name}: a group has at least two VMs"));
+    }
+    let twice = request.vms.iter().enumerate().find(|(i, vm)| request.vms[..*i].contains(vm));
+    match twice {
+        Some((_, vm)) => invalid(format!("group {name}: {vm} is named twice")),
+        None => Ok(()),
+    }
+}
+
+/// The group has one policy: the one asked for, or what all definitions say.
+fn common_policy(vms: &[Arc<PrimaryVm>], asked: Option<Policy>) -> Result<Policy, HostError> {
+    let mut policies = vms.iter().map(|vm| vm.machine.definition().policy.unwrap_or_default());
+    let first = policies.next().unwrap_or_default();
+    match asked {
+        Some(policy) => Ok(policy),
+        None if policies.all(|policy| policy == first) => Ok(first),
+        None => {
+            let message = "the members' definitions name different checkpoint policies, and a \
+                           group has one: choose it with --policy";
+            Err(HostError::new(ErrorKind::Invalid, message.to_owned()))
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::config::ArbiterConfig;
+    use std::path::Path;
+    use understudy_protocol::Ownership;
+
+    fn group() -> Membership {
+        let member = |(vm, generation): (&str, u64)| Member {
+            vm: vm.to_owned(),
+            generation: Generation(generation),
+        };
+        let members = [("db", 1), ("web", 4)].map(member).to_vec();
+        Membership { name: Some("shop".to_owned()), members }
+    }
+
+    fn arbiters(directory: &Path) -> (Arbiter, Arbiter) {
+        let config = ArbiterConfig::File { path: directory.to_owned() };
+        (Arbiter::new(&config, "a"), Arbiter::new(&config, "b"))
+    }
+
+    #[test]
+    fn a_group_is_won_as_a_whole_and_once() {
+        let directory = tempfile::tempdir().unwrap();
+        let (a, b) = arbiters(directory.path());
+        assert_eq!(group().acquire(&b, Generation(1)), Verdict::Granted(Generation(2)));
+        assert_eq!(group().acquire(&b, Generation(1)), Verdict::Granted(Generation(2)));
+        assert!(matches!(group().acquire(&a, Generation(1)), Verdict::Taken(_)));
+        let owner = Ownership { host: Some("b".into()), generation: Generation(5) };
+        assert_eq!(b.current("web").unwrap(), Some(owner));
+    }
+
+    #[test]
+    fn a_member_that_was_started_anew_keeps_the_group_from_moving() {
+        let directory = tempfile::tempdir().unwrap();
+        let (a, b) = arbiters(directory.path());
+        assert_eq!(a.acquire("web", Generation(4)), Verdict::Granted(Generation(5)));
+        assert!(matches!(group().acquire(&b, Generation(1)), Verdict::Taken(_)));
+        assert_eq!(b.current("db").unwrap().unwrap().host, None, "given back");
+    }
+}

@@ -1,0 +1,175 @@
+//! A group, seen from the primary: VMs that take their checkpoints together
+//! (Remus, section 5). A VM that is protected by itself is a group of one.
+//!
+//! The members share one state machine: what happens to one of them happens to
+//! all. Each has its own threads and connections; the first one, the leader,
+//! speaks for the group where one word is enough.
+
+use super::session::{LONGEST_WAIT, Session};
+use crate::clock;
+use crate::group::{Member, Membership};
+use crate::sync::lock;
+use anyhow::{bail, ensure};
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, Weak};
+use std::time::Duration;
+use understudy_network::Switch;
+use understudy_protocol::{Arrival, Generation, Primary, PrimaryEvent, PrimaryPhase, Rendezvous};
+
+/// The members, and what they share.
+pub struct Group {
+    /// Who they are, and how they are owned.
+    pub membership: Membership,
+    /// The state machine of all.
+    pub(super) core: Arc<Mutex<Primary>>,
+    rendezvous: Mutex<Rendezvous>,
+    sessions: Mutex<Vec<Weak<Session>>>,
+    hand_over: AtomicBool,
+}
+
+impl Group {
+    /// A group whose protection is about to begin; `timeout` is the shortest
+    /// silence that counts as failure.
+    pub fn new(membership: Membership, timeout: Duration) -> Arc<Group> {
+        let core = Primary::new(membership.leader().generation, timeout, clock::now());
+        Arc::new(Group {
+            rendezvous: Mutex::new(Rendezvous::new(membership.members.len())),
+            membership,
+            core: Arc::new(Mutex::new(core)),
+            sessions: Mutex::default(),
+            hand_over: AtomicBool::new(false),
+        })
+    }
+
+    /// Whether it has more than one member.
+    pub fn is_shared(&self) -> bool {
+        self.membership.members.len() > 1
+    }
+
+    /// The next member's session begins; in the order of the members.
+    pub(super) fn join(&self, session: &Arc<Session>) -> anyhow::Result<()> {
+        let core = lock(&self.core);
+        match core.phase() {
+            PrimaryPhase::Alone(Some(reason)) | PrimaryPhase::Halted(reason) => {
+                bail!("the group's protection has ended: {reason}")
+            }
+            PrimaryPhase::Alone(None) => bail!("the group's protection has ended"),
+            _ => lock(&self.sessions).push(Arc::downgrade(session)),
+        }
+        Ok(())
+    }
+
+    /// Calls `act` for each member that has begun, in order.
+    pub(super) fn each(&self, mut act: impl FnMut(&Session)) {
+        let sessions: Vec<_> = lock(&self.sessions).iter().filter_map(Weak::upgrade).collect();
+        sessions.iter().for_each(|session| act(session));
+    }
+
+    /// Wakes every member's threads.
+    pub(super) fn ring(&self) {
+        self.each(|member| member.machine.doorbell().ring());
+    }
+
+    /// A member's generation, when the group's state machine is at `leaders`.
+    pub(super) fn generation(&self, member: &Member, leaders: Generation) -> Generation {
+        self.membership.generation_of(member, leaders)
+    }
+
+    /// Where the members meet. Taken after the core's lock.
+    pub(super) fn rendezvous(&self) -> MutexGuard<'_, Rendezvous> {
+        lock(&self.rendezvous)
+    }
+
+    /// Whether output of any member waits for a commit.
+    pub(super) fn output_waits(&self) -> bool {
+        let mut waits = false;
+        self.each(|member| {
+            waits |= member.machine.ports().iter().any(|port| port.held_frames() > 0);
+        });
+        waits
+    }
+
+    /// Waits until every member has come this far. The last one to come does
+    /// `act` first.
+    pub(super) fn meet(&self, session: &Session, act: impl FnOnce()) -> anyhow::Result<()> {
+        let arrival = self.rendezvous().arrive();
+        let Arrival::Wait(gate) = arrival else {
+            act();
+            self.rendezvous().open();
+            self.ring();
+            return Ok(());
+        };
+        loop {
+            let seen = session.machine.doorbell().count();
+            if self.rendezvous().is_open(gate) {
+                return Ok(());
+            }
+            ensure!(!self.rendezvous().is_broken(), "another member of the group cannot take any");
+            ensure!(!session.is_over(), "protection has ended");
+            session.machine.doorbell().wait(seen, LONGEST_WAIT);
+        }
+    }
+
+    /// A member takes no checkpoints any more. Returns whether it is the first.
+    pub(super) fn break_up(&self) -> bool {
+        let first = self.rendezvous().break_up();
+        self.ring();
+        first
+    }
+
+    /// Closes the epoch of every member, all of whom stand still: what they send
+    /// or write from here on belongs to the next one. One step with the state
+    /// machine, since protection can end at any moment and must not find a gate
+    /// held afterwards.
+    pub(super) fn place_barrier(&self, session: &Session, last: bool) {
+        let mut core = lock(&self.core);
+        let next = core.running().next();
+        let over = matches!(core.phase(), PrimaryPhase::Alone(_) | PrimaryPhase::Halted(_));
+        if !over {
+            let first = !core.holds_output();
+            self.each(|member| {
+                for port in member.machine.ports() {
+                    if first {
+                        // What went out before the first checkpoint is part of its state.
+                        port.hold(next);
+                    } else {
+                        port.drain_and_barrier(next);
+                    }
+                }
+            });
+            if first && self.is_shared() {
+                self.connect_members();
+            }
+        }
+        self.each(|member| member.disk_epoch.store(next.0, Ordering::Release));
+        let event = if last { PrimaryEvent::CapturedLast } else { PrimaryEvent::Captured };
+        session.event_locked(&mut core, event);
+    }
+
+    /// From the first cut on, members hear each other without waiting.
+    fn connect_members(&self) {
+        let sessions: Vec<_> = lock(&self.sessions).iter().filter_map(Weak::upgrade).collect();
+        Switch::connect(sessions.iter().flat_map(|session| session.machine.ports()));
+    }
+
+    /// A member's backup has forgotten it: its last word.
+    pub(super) fn stood_down(&self, session: &Session) {
+        session.stood_down.store(true, Ordering::Release);
+        let mut all = true;
+        self.each(|member| all &= member.stood_down.load(Ordering::Acquire));
+        if all {
+            session.event(PrimaryEvent::StoodDown);
+        }
+    }
+
+    /// Whether a planned fail-over was asked for.
+    pub(super) fn was_handed_over(&self) -> bool {
+        self.hand_over.load(Ordering::Acquire)
+    }
+
+    /// Asks for a planned fail-over of all members.
+    pub(super) fn request_hand_over(&self) {
+        self.hand_over.store(true, Ordering::Release);
+        self.ring();
+    }
+}

@@ -1,0 +1,242 @@
+//! Two guests protected as one group: one asks the other over a TCP connection
+//! inside the group, while a client outside asks the first. Whatever fails, both
+//! move together, both connections live on, and neither guest knows of anything
+//! that the other has forgotten.
+
+use crate::stage::{
+    PACE, await_forgotten, await_service, close, options, play, protection, prove_disk, refusal,
+    vms,
+};
+use anyhow::{Context, Result, ensure};
+use serde_json::Value;
+use std::time::{Duration, Instant};
+use understudy_lab::check::check_disk;
+use understudy_lab::companion::{COMPANION, COMPANION_ADDRESS, Companion};
+use understudy_lab::scene::{RECORDS_PORT, VM};
+use understudy_lab::{GuestShell, RecordClient, Scene, wait_for};
+
+/// For anything that a living machine does by itself.
+const LIMIT: Duration = Duration::from_secs(60);
+/// Answers inside the group that prove that the guests talk.
+const ANSWERED: u64 = 20;
+const BOTH: [&str; 2] = [VM, COMPANION];
+
+/// The conversation between the guests.
+struct Inner {
+    asking: GuestShell,
+    answering: GuestShell,
+    /// The asking program's process.
+    pid: u32,
+}
+
+impl Inner {
+    fn start(scene: &Scene, companion: &Companion) -> Result<Inner> {
+        let mut asking = scene.shell()?;
+        let server = format!("{COMPANION_ADDRESS}:{RECORDS_PORT}");
+        let ask = format!("exec guest-tools ask {server} append /tmp/inner 2>/tmp/inner-error");
+        let pid = asking.start(&ask)?;
+        let mut inner = Inner { asking, answering: companion.shell(scene)?, pid };
+        inner.prove_alive()?;
+        Ok(inner)
+    }
+
+    /// Requests sent and answers received, as the asking guest knows.
+    fn asked(&mut self) -> Result<(u64, u64)> {
+        let text = self.asking.run("cat /tmp/inner /tmp/inner-error")?.text;
+        let mut numbers = text.split_whitespace().map(str::parse::<u64>);
+        match (numbers.next(), numbers.next(), numbers.next()) {
+            (Some(Ok(sent)), Some(Ok(answered)), None) => Ok((sent, answered)),
+            _ => anyhow::bail!("the guests' conversation broke: {text}"),
+        }
+    }
+
+    /// The last record that the answering guest has.
+    fn last(&mut self) -> Result<u64> {
+        let text = self.answering.run("tail -n 1 /data/records")?.text;
+        let number = text.split(' ').next().and_then(|number| number.parse().ok());
+        number.with_context(|| format!("no record in the companion: {text:?}"))
+    }
+
+    /// Ends the conversation; returns how many records were answered.
+    fn stop(mut self) -> Result<u64> {
+        self.asking.run(&format!("kill {}", self.pid))?;
+        Ok(self.asked()?.1)
+    }
+
+    /// The guests go on talking on the connection that they always had, and
+    /// agree on what was said.
+    fn prove_alive(&mut self) -> Result<()> {
+        let begin = wait_for("the guests to have begun", LIMIT, || Ok(self.asked().ok()))?.1;
+        wait_for("the guests to talk", LIMIT, || {
+            let (_, answered) = self.asked()?;
+            Ok((answered >= begin + ANSWERED).then_some(()))
+        })?;
+        let (_, answered) = self.asked()?;
+        let last = self.last()?;
+        let (sent, _) = self.asked()?;
+        ensure!(answered <= last, "record {answered} was answered, and {last} is the last");
+        ensure!(last <= sent, "record {last} is there, and {sent} is the last sent");
+        Ok(())
+    }
+}
+
+/// Both guests on host a, protected to b as one group, talking.
+fn play_group(story: impl FnOnce(&mut Scene, RecordClient, Inner) -> Result<()>) {
+    let mut options = options();
+    options.memory_mib = 256;
+    play(options, |scene| {
+        let companion = Companion::new(scene)?;
+        scene.start_guest("a")?;
+        companion.start(scene.host("a")?)?;
+        scene.await_guest()?;
+        companion.await_boot(scene)?;
+        protect(scene, "a", "b")?;
+        let client = scene.record_client(PACE)?;
+        let inner = Inner::start(scene, &companion)?;
+        await_service(&client)?;
+        story(scene, client, inner)
+    });
+}
+
+fn protect(scene: &Scene, from: &str, to: &str) -> Result<()> {
+    scene.host(from)?.call(["protect", VM, COMPANION, "--group", "pair", "--to", to])?;
+    for vm in BOTH {
+        let status = scene.host(from)?.status(vm)?;
+        ensure!(protection(&status).0 == "protected", "{vm} is not protected: {status}");
+        ensure!(status["group"] == "pair", "{vm} is in no group: {status}");
+    }
+    Ok(())
+}
+
+/// Waits until `host` runs both guests.
+fn await_both(scene: &Scene, host: &str) -> Result<()> {
+    let both = format!("host {host} to run both guests");
+    wait_for(&both, LIMIT, || {
+        let lives = |vm: &Value| vm["role"] == "primary" && vm["live"] == true;
+        Ok((vms(scene.host(host)?)?.iter().filter(|vm| lives(vm)).count() == 2).then_some(()))
+    })
+}
+
+/// `host` took both over at the same epoch, and they and their clients go on.
+fn prove_survival(scene: &Scene, client: RecordClient, mut inner: Inner, host: &str) -> Result<()> {
+    await_both(scene, host)?;
+    let epochs = take_over_epochs(scene, host)?;
+    ensure!(epochs.len() == 2 && epochs[0] == epochs[1], "not one epoch: {epochs:?}");
+    await_service(&client)?;
+    inner.prove_alive()?;
+    let answered = inner.stop()?;
+    let image = scene.host(host)?.status(COMPANION)?["disks"][0]["path"].clone();
+    let image = image.as_str().context("the companion has no disk")?.to_owned();
+    prove_disk(scene, host, close(client)?)?;
+    scene.host(host)?.call(["vm", "stop", COMPANION, "--force"])?;
+    let check = check_disk(image.as_ref(), answered)?;
+    ensure!(check.is_intact(), "{image} after {answered} records: {check:#?}");
+    Ok(())
+}
+
+/// The epochs at which a host's daemon says that it took VMs over.
+fn take_over_epochs(scene: &Scene, host: &str) -> Result<Vec<String>> {
+    let log = std::fs::read_to_string(scene.host(host)?.directory().join("daemon.log"))?;
+    let lines = log.lines().filter_map(|line| line.split_once("taking over at epoch "));
+    Ok(lines.map(|(_, rest)| rest.split(':').next().unwrap_or_default().to_owned()).collect())
+}
+
+#[test]
+fn the_host_of_a_group_is_killed() {
+    play_group(|scene, client, inner| {
+        scene.host_mut("a")?.kill_everything()?;
+        prove_survival(scene, client, inner, "b")
+    });
+}
+
+#[test]
+fn one_members_qemu_is_killed_and_the_group_moves() {
+    play_group(|scene, client, inner| {
+        scene.host("a")?.kill_qemu(COMPANION)?;
+        prove_survival(scene, client, inner, "b")?;
+        for vm in BOTH {
+            let status = scene.host("a")?.status(vm)?;
+            ensure!(status["role"] == "fenced", "{vm} is left on a: {status}");
+        }
+        Ok(())
+    });
+}
+
+#[test]
+fn the_host_of_a_group_is_cut_off() {
+    play_group(|scene, client, inner| {
+        let (a, b) = (scene.watch_uplink("a", 0)?, scene.watch_uplink("b", 0)?);
+        let cut_at = Instant::now();
+        scene.lab().cut("a")?;
+        await_both(scene, "b")?;
+        await_service(&client)?;
+        wait_for("host a to halt both copies", LIMIT, || {
+            let all = vms(scene.host("a")?)?;
+            Ok(all.iter().all(|vm| vm["role"] == "fenced").then_some(()))
+        })?;
+        scene.lab().heal("a")?;
+        await_service(&client)?;
+        let first = b.first_frame_after(cut_at)?.context("b answered no client")?;
+        ensure!(a.frames_after(first)? == 0, "a still sent something after b had begun to");
+        prove_survival(scene, client, inner, "b")
+    });
+}
+
+#[test]
+fn a_group_fails_over_and_back_and_ends_as_one() {
+    play_group(|scene, client, mut inner| {
+        for (from, to) in [("a", "b"), ("b", "a")] {
+            scene.host(from)?.call(["failover", COMPANION])?;
+            await_both(scene, to)?;
+            await_forgotten(scene, from)?;
+            await_service(&client)?;
+            inner.prove_alive()?;
+            protect(scene, to, from)?;
+        }
+        scene.host("a")?.call(["unprotect", VM])?;
+        await_forgotten(scene, "b")?;
+        for vm in BOTH {
+            let status = scene.host("a")?.status(vm)?;
+            ensure!(protection(&status).0 == "off", "{vm} is still protected: {status}");
+        }
+        await_service(&client)?;
+        inner.prove_alive()?;
+        prove_disk(scene, "a", close(client)?)
+    });
+}
+
+/// The group ends with a member that powers off; who is left says so.
+#[test]
+fn a_member_powers_off() {
+    play_group(|scene, client, mut inner| {
+        refuse(scene)?;
+        inner.answering.start("poweroff")?;
+        wait_for("the guest to be alone", LIMIT, || {
+            let status = scene.status("a")?;
+            Ok((protection(&status).0 == "degraded").then_some(()))
+        })?;
+        let status = scene.status("a")?;
+        ensure!(protection(&status).1.contains(COMPANION), "not said why: {status}");
+        await_forgotten(scene, "b")?;
+        await_service(&client)?;
+        prove_disk(scene, "a", close(client)?)
+    });
+}
+
+/// What cannot be a group is refused, with words, and nothing is changed.
+fn refuse(scene: &Scene) -> Result<()> {
+    let host = scene.host("a")?;
+    let cases = [
+        (&["protect", VM, COMPANION, "--to", "b"][..], "--group"),
+        (&["protect", VM, "--group", "one", "--to", "b"], "at least two"),
+        (&["protect", VM, VM, "--group", "twin", "--to", "b"], "named twice"),
+        (&["protect", VM, "nobody", "--group", "odd", "--to", "b"], "must run on the host"),
+        (&["protect", VM, COMPANION, "--group", "a/b", "--to", "b"], "name of a group"),
+        (&["protect", VM, COMPANION, "--group", "again", "--to", "b"], "already"),
+    ];
+    for (arguments, word) in cases {
+        let (_, words) = refusal(host, arguments)?;
+        ensure!(words.contains(word), "{arguments:?}: no {word:?} in: {words}");
+    }
+    Ok(())
+}
