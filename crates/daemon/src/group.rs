@@ -92,7 +92,8 @@ impl Host {
             request.vms.iter().map(|vm| self.own_member(name, vm)).collect::<Result<_, _>>()?;
         vms.iter().try_for_each(|vm| self.check_protectable(vm))?;
         let policy = common_policy(&vms, request.policy)?;
-        let request = ProtectRequest { to: request.to, policy: Some(policy) };
+        let request =
+            ProtectRequest { to: request.to, policy: Some(policy), encoding: request.encoding };
         let plans = vms
             .iter()
             .map(|vm| self.plan_protection(vm, &request))

@@ -388,6 +388,7 @@ impl Host {
         };
         let policy = request.policy.or(definition.policy).unwrap_or_default();
         policy.validate().map_err(|error| HostError::new(ErrorKind::Invalid, error))?;
+        request.encoding.validate().map_err(|error| HostError::new(ErrorKind::Invalid, error))?;
         let generation = match vm.generation() {
             // Started without an arbiter's record.
             Generation(0) => {
@@ -404,6 +405,7 @@ impl Host {
             addresses: addresses.clone(),
             generation,
             policy,
+            encoding: request.encoding,
             timeout: self.config.detection_timeout,
             arbiter,
             qemu_version: self.capabilities.version.to_string(),

@@ -1,6 +1,7 @@
 //! What the daemon tells its users: the types behind `status` and `--json`.
 
 use serde::{Deserialize, Serialize};
+use understudy_encoding::{Counters, EncodingPlan, Methods};
 use understudy_protocol::{Epoch, Generation, Policy};
 
 /// What this host is to a VM.
@@ -139,6 +140,8 @@ pub struct VmStatus {
     pub checkpoints: u64,
     /// The pause of recent checkpoints.
     pub pause_ms: PauseReport,
+    /// How pages are encoded; none if this host is not protecting the VM.
+    pub compression: Option<CompressionReport>,
     /// Bytes sent to the backup since protection began.
     pub bytes_sent: u64,
     /// Bandwidth to the backup over the last seconds, in bytes per second.
@@ -210,14 +213,36 @@ pub struct ValidImages {
     pub images: Vec<std::path::PathBuf>,
 }
 
+/// How pages are encoded on their way to the backup, since the first synchronisation.
+#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
+pub struct CompressionReport {
+    /// What was asked for.
+    pub asked: EncodingPlan,
+    /// The methods in use now; `auto` changes them.
+    pub methods: Methods,
+    /// Bytes of pages for each byte sent.
+    pub ratio: Option<f64>,
+    /// Share of pages found in the cache, 0 to 1.
+    pub hit_rate: Option<f64>,
+    /// Milliseconds of CPU time for each MB of pages.
+    pub cpu_ms_per_mb: Option<f64>,
+    /// What the link was found to carry, in bytes per second.
+    pub link_bytes_per_second: Option<u64>,
+    /// The counts behind these figures.
+    pub counters: Counters,
+}
+
 /// What `protect` asks for.
-#[derive(Clone, Debug, Serialize, Deserialize)]
+#[derive(Clone, Debug, Default, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct ProtectRequest {
     /// The backup's host name, one of this host's peers.
     pub to: String,
     /// The policy; the VM definition's, else the default, when absent.
     pub policy: Option<Policy>,
+    /// How pages are encoded.
+    #[serde(default)]
+    pub encoding: EncodingPlan,
 }
 
 /// What `protect --group` asks for.
@@ -230,4 +255,7 @@ pub struct GroupRequest {
     pub to: String,
     /// The group's policy; when absent that of the VMs' definitions, which must agree.
     pub policy: Option<Policy>,
+    /// How their pages are encoded.
+    #[serde(default)]
+    pub encoding: EncodingPlan,
 }

@@ -1,7 +1,9 @@
 //! A VM as this host knows it, and the report about it.
 
 use crate::machine::Machine;
-use crate::report::{CardReport, CheckpointTiming, DiskReport, Protection, Role, VmStatus};
+use crate::report::{
+    CardReport, CheckpointTiming, CompressionReport, DiskReport, Protection, Role, VmStatus,
+};
 use crate::sync::lock;
 use crate::{backup, primary};
 use std::collections::VecDeque;
@@ -173,6 +175,7 @@ fn describe_session(status: &mut VmStatus, session: &primary::Session) {
     status.checkpoints = session.stats.checkpoints();
     status.pause_ms = session.stats.pause();
     status.bytes_sent = session.stats.bytes_sent();
+    status.compression = Some(describe_compression(session));
     if !session.is_over() {
         status.lag_epochs = in_flight;
         status.paths = session.paths.report();
@@ -198,6 +201,22 @@ fn describe_session(status: &mut VmStatus, session: &primary::Session) {
     };
 }
 
+fn describe_compression(session: &primary::Session) -> CompressionReport {
+    let (counters, methods) = session.stats.encoding();
+    let seconds_per_byte = session.stats.link(|link| link.seconds_per_byte());
+    CompressionReport {
+        asked: session.encoding,
+        methods,
+        ratio: counters.ratio(),
+        hit_rate: counters.hit_rate(),
+        cpu_ms_per_mb: counters.cpu_ms_per_mb(),
+        link_bytes_per_second: seconds_per_byte
+            .filter(|&seconds| seconds > 0.0)
+            .map(|seconds| (1.0 / seconds) as u64),
+        counters,
+    }
+}
+
 /// What a machine tells, whoever runs it.
 fn machine_status(machine: &Machine, role: Role, live: bool) -> VmStatus {
     let definition = machine.definition();
@@ -219,6 +238,7 @@ fn machine_status(machine: &Machine, role: Role, live: bool) -> VmStatus {
         policy: definition.policy.unwrap_or_default(),
         checkpoints: 0,
         pause_ms: Default::default(),
+        compression: None,
         bytes_sent: 0,
         bandwidth_bytes_per_second: 0,
         held_frames: ports.iter().map(|port| port.held_frames() as u64).sum(),
@@ -266,6 +286,7 @@ impl FencedVm {
             policy: Policy::default(),
             checkpoints: 0,
             pause_ms: Default::default(),
+            compression: None,
             bytes_sent: 0,
             bandwidth_bytes_per_second: 0,
             held_frames: 0,

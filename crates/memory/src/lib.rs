@@ -27,7 +27,6 @@ mod staging;
 mod tracker;
 mod untracked;
 mod workers;
-mod zero;
 
 #[cfg(test)]
 mod tests;
@@ -45,4 +44,3 @@ pub use staging::{
     StagingPool,
 };
 pub use tracker::DirtyTracker;
-pub use zero::is_zero_page;

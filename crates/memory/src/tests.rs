@@ -9,6 +9,7 @@ use crate::mapping::SharedMapping;
 use crate::*;
 use std::num::NonZeroUsize;
 use std::sync::Arc;
+use understudy_encoding::is_zero_page;
 use understudy_protocol::{BlockId, PAGE_SIZE, PageIndex, PageRun};
 
 /// A "guest": main memory and the mapping through which it is written.

@@ -4,11 +4,11 @@
 //! and the payload, then the payload. A decoder never allocates more than
 //! [`MAX_PAYLOAD`] and a wrong byte anywhere is an error, never a message.
 
-use crate::{BlockId, DiskIndex, Epoch, PAGE_SIZE, PageIndex};
+use crate::{DiskIndex, Epoch};
 use std::fmt;
 
 /// Version of the wire format; peers must have the same.
-pub const WIRE_VERSION: u32 = 1;
+pub const WIRE_VERSION: u32 = 2;
 
 /// Bytes of a message header.
 pub const HEADER_BYTES: usize = 24;
@@ -34,7 +34,7 @@ pub enum Kind {
     Prepare = 5,
     /// JSON: the backup's QEMU stands ready.
     Ready = 6,
-    /// Pages of guest memory.
+    /// Pages of guest memory (crate `understudy-encoding`).
     Pages = 10,
     /// Bytes written to a disk.
     DiskWrite = 11,
@@ -251,86 +251,6 @@ impl Message {
     }
 }
 
-/// How one page travels.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum PageData<'a> {
-    /// All bytes are zero.
-    Zero,
-    /// The page as it is.
-    Raw(&'a [u8]),
-}
-
-const ZERO: u64 = 0;
-const RAW: u64 = 1;
-
-/// Builds the index of a [`Kind::Pages`] payload: the count, then an entry a
-/// page. The raw pages' bytes follow it in the same order.
-///
-/// An entry is block (16 bits), page number (40 bits), encoding (8 bits).
-#[derive(Debug)]
-pub struct PagesIndex {
-    bytes: Vec<u8>,
-    count: u64,
-}
-
-impl PagesIndex {
-    /// An empty index with room for `pages`.
-    pub fn with_capacity(pages: usize) -> PagesIndex {
-        let mut bytes = Vec::with_capacity(8 + 8 * pages);
-        bytes.extend_from_slice(&[0; 8]);
-        PagesIndex { bytes, count: 0 }
-    }
-
-    /// Adds a page; a raw page's bytes must follow the index in the same order.
-    pub fn push(&mut self, block: BlockId, page: PageIndex, zero: bool) {
-        let encoding = if zero { ZERO } else { RAW };
-        let entry = u64::from(block.0) << 48 | page.0 << 8 | encoding;
-        self.bytes.extend_from_slice(&entry.to_le_bytes());
-        self.count += 1;
-    }
-
-    /// The index's bytes.
-    pub fn finish(mut self) -> Vec<u8> {
-        self.bytes[0..8].copy_from_slice(&self.count.to_le_bytes());
-        self.bytes
-    }
-}
-
-/// Reads a [`Kind::Pages`] payload; calls `each` for every page, in order.
-/// Nothing is called unless the whole payload is well-formed.
-pub fn read_pages(
-    message: &Message,
-    mut each: impl FnMut(BlockId, PageIndex, PageData<'_>),
-) -> Result<(), WireError> {
-    let payload = &message.payload;
-    if payload.len() < 8 {
-        return Err(message.malformed("no room for the index"));
-    }
-    let count = u64_at(payload, 0).min(MAX_PAYLOAD as u64) as usize;
-    let data_start = 8 + count * 8;
-    if data_start > payload.len() {
-        return Err(message.malformed("the index is longer than the payload"));
-    }
-    let entries = payload[8..data_start].chunks_exact(8).map(|bytes| u64_at(bytes, 0));
-    let raw = entries.clone().filter(|entry| entry & 0xff == RAW).count();
-    if entries.clone().any(|entry| entry & 0xff > RAW) {
-        return Err(message.malformed("unknown page encoding"));
-    }
-    if payload.len() - data_start != raw * PAGE_SIZE {
-        return Err(message.malformed("the pages' bytes do not fit the index"));
-    }
-    let mut raw_pages = payload[data_start..].chunks_exact(PAGE_SIZE);
-    for entry in entries {
-        let data = match entry & 0xff {
-            ZERO => PageData::Zero,
-            _ => PageData::Raw(raw_pages.next().expect("counted above")),
-        };
-        let page = PageIndex(entry >> 8 & 0xff_ffff_ffff);
-        each(BlockId((entry >> 48) as u16), page, data);
-    }
-    Ok(())
-}
-
 /// The fixed part of [`Kind::DiskWrite`] (the data follows) and [`Kind::DiskZero`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct DiskRange {
@@ -388,33 +308,9 @@ mod tests {
     use super::*;
     use proptest::prelude::*;
 
-    fn pages_message() -> Message {
-        let mut index = PagesIndex::with_capacity(2);
-        index.push(BlockId(3), PageIndex(7), false);
-        index.push(BlockId(0), PageIndex(8), true);
-        let mut payload = index.finish();
-        payload.extend_from_slice(&[0xab; PAGE_SIZE]);
-        Message::new(Kind::Pages, Epoch(9), payload)
-    }
-
-    #[test]
-    fn pages_come_back_as_they_went() {
-        let mut seen = Vec::new();
-        read_pages(&pages_message(), |block, page, data| {
-            seen.push((
-                block,
-                page,
-                matches!(data, PageData::Raw(raw) if raw == [0xab; PAGE_SIZE]),
-            ));
-        })
-        .unwrap();
-        let expected = [(BlockId(3), PageIndex(7), true), (BlockId(0), PageIndex(8), false)];
-        assert_eq!(seen, expected);
-    }
-
     #[test]
     fn every_flipped_bit_is_noticed() {
-        let message = pages_message();
+        let message = Message::new(Kind::Pages, Epoch(9), vec![0xab; 5000]);
         let header = message.header.encode();
         for bit in 0..HEADER_BYTES * 8 {
             let mut bytes = header;
@@ -449,9 +345,8 @@ mod tests {
             if let Some(header) = bytes.first_chunk::<HEADER_BYTES>() {
                 let _ = Header::decode(header);
             }
-            for kind in [Kind::Pages, Kind::DiskWrite, Kind::DiskZero] {
+            for kind in [Kind::DiskWrite, Kind::DiskZero] {
                 let message = Message::new(kind, Epoch(1), bytes.clone());
-                let _ = read_pages(&message, |_, _, _| {});
                 let _ = DiskRange::decode(&message);
             }
         }

@@ -4,6 +4,7 @@ use clap::{Args, Parser, Subcommand, ValueEnum};
 use serde::Serialize;
 use std::path::PathBuf;
 use understudy_daemon::config::DEFAULT_SOCKET;
+use understudy_encoding::{Compression, DEFAULT_CACHE_PAGES, EncodingPlan, MOST_CACHE_PAGES};
 use understudy_protocol::Policy;
 
 /// Checkpoints a second of `--policy interval` without `--hz`: Remus's own rate.
@@ -182,6 +183,7 @@ one backup, and are taken over, failed over and unprotected as one.
 Examples:
   understudy protect db --to b
   understudy protect db --to b --policy interval --hz 100
+  understudy protect db --to b --compression hybrid --cache-pages 65536
   understudy protect db web --group shop --to b";
 
 /// `protect`
@@ -202,6 +204,12 @@ pub struct ProtectArgs {
     /// Checkpoints a second, 1 to 1000, of `--policy interval` (by default 40).
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=1000))]
     pub hz: Option<u32>,
+    /// How written pages are encoded.
+    #[arg(long, value_name = "HOW", default_value = "auto")]
+    pub compression: CompressionKind,
+    /// Pages of 4 KiB in the cache that deltas are made against.
+    #[arg(long, value_name = "N", default_value_t = DEFAULT_CACHE_PAGES, value_parser = clap::value_parser!(u32).range(1..=i64::from(MOST_CACHE_PAGES)))]
+    pub cache_pages: u32,
     /// Return as soon as the copy has begun.
     #[arg(long)]
     pub no_wait: bool,
@@ -216,7 +224,39 @@ pub enum PolicyKind {
     Interval,
 }
 
+/// Ways to encode pages. Zero pages take no room in any.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub enum CompressionKind {
+    /// What saves more time on the link than it costs of the CPU.
+    Auto,
+    /// Pages as they are.
+    None,
+    /// A general compressor.
+    General,
+    /// What changed since a page was last sent.
+    Xor,
+    /// What changed, and the general compressor where that does not fit.
+    Hybrid,
+}
+
+impl From<CompressionKind> for Compression {
+    fn from(kind: CompressionKind) -> Compression {
+        match kind {
+            CompressionKind::Auto => Compression::Auto,
+            CompressionKind::None => Compression::None,
+            CompressionKind::General => Compression::General,
+            CompressionKind::Xor => Compression::Xor,
+            CompressionKind::Hybrid => Compression::Hybrid,
+        }
+    }
+}
+
 impl ProtectArgs {
+    /// How pages are to be encoded.
+    pub fn encoding(&self) -> EncodingPlan {
+        EncodingPlan { compression: self.compression.into(), cache_pages: self.cache_pages }
+    }
+
     /// The policy asked for, if any; or what is wrong with it.
     pub fn policy(&self) -> Result<Option<Policy>, &'static str> {
         match (self.policy, self.hz) {

@@ -2,7 +2,10 @@
 
 use indicatif::HumanBytes;
 use std::fmt::Write;
-use understudy_daemon::report::{HostStatus, PathReport, Protection, Role, VmStatus};
+use understudy_daemon::report::{
+    CompressionReport, HostStatus, PathReport, Protection, Role, VmStatus,
+};
+use understudy_encoding::Compression;
 use understudy_protocol::Policy;
 
 const NOTHING: &str = "-";
@@ -55,6 +58,9 @@ pub fn vm(vm: &VmStatus) -> String {
         ["sent".to_owned(), sent(vm)],
         ["frames held".to_owned(), vm.held_frames.to_string()],
     ];
+    if let Some(compression) = &vm.compression {
+        rows.push(["compression".to_owned(), self::compression(compression)]);
+    }
     if let Some(pid) = vm.qemu_pid {
         rows.push(["QEMU's process".to_owned(), pid.to_string()]);
     }
@@ -158,6 +164,37 @@ fn sent(vm: &VmStatus) -> String {
     format!("{}, now {rate}/s", HumanBytes(vm.bytes_sent))
 }
 
+fn compression(report: &CompressionReport) -> String {
+    let asked = match report.asked.compression {
+        Compression::Auto => "auto",
+        Compression::None => "none",
+        Compression::General => "general",
+        Compression::Xor => "xor",
+        Compression::Hybrid => "hybrid",
+    };
+    let methods = match (report.methods.xor, report.methods.general) {
+        (true, true) => "xor and general",
+        (true, false) => "xor",
+        (false, true) => "general",
+        (false, false) => "zero pages only",
+    };
+    let mut text = format!("{asked}: {methods}");
+    // Writing to a string cannot fail.
+    if let Some(ratio) = report.ratio {
+        let _ = write!(text, ", {ratio:.1} : 1");
+    }
+    if let Some(hit_rate) = report.hit_rate {
+        let _ = write!(text, ", {:.0} % cache hits", hit_rate * 100.0);
+    }
+    if let Some(cpu) = report.cpu_ms_per_mb {
+        let _ = write!(text, ", {cpu:.2} ms CPU/MB");
+    }
+    if let Some(speed) = report.link_bytes_per_second {
+        let _ = write!(text, ", link carries {}/s", HumanBytes(speed));
+    }
+    text
+}
+
 /// Rows of equal length as aligned columns.
 fn columns<const N: usize>(rows: Vec<[String; N]>) -> String {
     let width = |column: usize| rows.iter().map(|row| row[column].chars().count()).max();
@@ -179,6 +216,7 @@ fn columns<const N: usize>(rows: Vec<[String; N]>) -> String {
 pub mod tests {
     use super::*;
     use understudy_daemon::report::{CardReport, DiskReport, PauseReport};
+    use understudy_encoding::{Counters, EncodingPlan, Methods};
     use understudy_protocol::{Epoch, Generation};
 
     /// A status with something in every field.
@@ -195,6 +233,15 @@ pub mod tests {
             policy: Policy::Interval { hz: 40 },
             checkpoints: 1000,
             pause_ms: PauseReport { p50: 0.8, p99: 1.5, max: 19.25 },
+            compression: Some(CompressionReport {
+                asked: EncodingPlan::default(),
+                methods: Methods { xor: true, general: false },
+                ratio: Some(10.0),
+                hit_rate: Some(0.99),
+                cpu_ms_per_mb: Some(0.5),
+                link_bytes_per_second: Some(1 << 30),
+                counters: Counters::default(),
+            }),
             bytes_sent: 5 * 1024 * 1024,
             bandwidth_bytes_per_second: 2048,
             held_frames: 7,
@@ -271,6 +318,7 @@ pub mod tests {
             "DEGRADED: backup b is gone",
             "interval, 40 a second",
             "1234, 1 not acknowledged",
+            "auto: xor, 10.0 : 1, 99 % cache hits, 0.50 ms CPU/MB, link carries 1.00 GiB/s",
             "4242",
             "/run/db.console",
             "us-db-0",

@@ -2,24 +2,25 @@
 
 use crate::machine::Machine;
 use anyhow::{Context, bail};
+use understudy_encoding::{PageData, read_pages};
 use understudy_memory::RamBlock;
-use understudy_protocol::wire::{DiskRange, Kind, Message, PageData, read_pages};
-use understudy_protocol::{BlockId, PageIndex, StagedEpoch};
+use understudy_protocol::wire::{DiskRange, Kind, Message};
+use understudy_protocol::{BlockId, PAGE_SIZE, PageIndex, StagedEpoch};
 
 /// Refuses a data message that does not fit this machine, before it is
 /// acknowledged: nothing of a bad epoch is ever applied.
 pub fn validate(machine: &Machine, message: &Message) -> anyhow::Result<()> {
     match message.header.kind {
         Kind::Pages => {
-            let mut wrong = None;
-            read_pages(message, |block, page, _| {
+            let mut any = [0; PAGE_SIZE];
+            read_pages(&message.payload, |block, page, data| {
                 if block_of(machine, block).is_none_or(|block| page.0 >= block.pages()) {
-                    wrong = Some((block, page));
+                    bail!("page {page} of RAM block {block} is not part of this machine");
                 }
+                // Whether data are right does not depend on the page that they change,
+                // which may be in an epoch yet to be applied.
+                Ok(data.apply(&mut any)?)
             })?;
-            if let Some((block, page)) = wrong {
-                bail!("page {page} of RAM block {block} is not part of this machine");
-            }
         }
         Kind::DiskWrite | Kind::DiskZero => {
             let (range, _) = DiskRange::decode(message)?;
@@ -43,13 +44,9 @@ pub fn validate(machine: &Machine, message: &Message) -> anyhow::Result<()> {
 pub fn apply(machine: &Machine, message: Message) -> anyhow::Result<Option<Vec<u8>>> {
     match message.header.kind {
         Kind::Pages => {
-            let mut result = Ok(());
-            read_pages(&message, |block, page, data| {
-                if result.is_ok() {
-                    result = apply_page(machine, block, page, data);
-                }
+            read_pages(&message.payload, |block, page, data| {
+                apply_page(machine, block, page, data)
             })?;
-            result?;
         }
         Kind::DiskWrite => {
             let (range, data) = DiskRange::decode(&message)?;
@@ -90,6 +87,14 @@ fn apply_page(
     match data {
         PageData::Zero => block.clear(page, 1)?,
         PageData::Raw(bytes) => block.write(page, bytes)?,
+        PageData::Delta(_) | PageData::General(_) => {
+            let mut content = [0; PAGE_SIZE];
+            if let PageData::Delta(_) = data {
+                block.read(page, &mut content)?;
+            }
+            data.apply(&mut content)?;
+            block.write(page, &content)?;
+        }
     }
     Ok(())
 }

@@ -8,6 +8,7 @@
 mod capture;
 mod dialler;
 mod group;
+mod link_speed;
 mod mirror;
 mod progress;
 mod send;
@@ -40,6 +41,7 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::thread;
 use std::time::Duration;
 use tracing::{error, info};
+use understudy_encoding::EncodingPlan;
 use understudy_protocol::wire::Kind;
 use understudy_protocol::{
     DiskIndex, Epoch, Generation, PathIndex, Policy, PrimaryEvent, PrimaryPhase, Verdict,
@@ -61,6 +63,8 @@ pub struct Plan {
     pub generation: Generation,
     /// When to checkpoint.
     pub policy: Policy,
+    /// How pages are encoded.
+    pub encoding: EncodingPlan,
     /// The shortest silence that counts as failure.
     pub timeout: Duration,
     /// Who decides about ownership.
@@ -100,6 +104,7 @@ pub fn protect(
         vm: machine.definition().name.clone(),
         peer: plan.peer,
         policy: plan.policy,
+        encoding: plan.encoding,
         stats: Stats::default(),
         progress: Progress::new(),
         outbox,
@@ -270,7 +275,7 @@ fn start_threads(
 }
 
 fn run_send(session: &Session, outflow: &Outflow) {
-    if let Err(error) = send_all(outflow, &session.data, &session.stats) {
+    if let Err(error) = send_all(outflow, &session.data, &session.stats, session.encoding) {
         session.event(PrimaryEvent::PeerGone(format!("cannot send to the backup: {error}")));
     }
 }

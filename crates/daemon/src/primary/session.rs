@@ -19,6 +19,7 @@ use std::sync::Mutex;
 use std::sync::atomic::{AtomicBool, AtomicU64};
 use std::time::{Duration, Instant};
 use tracing::{info, warn};
+use understudy_encoding::EncodingPlan;
 use understudy_protocol::wire::Kind;
 use understudy_protocol::{
     Due, Epoch, Generation, GroupStep, Policy, Primary, PrimaryAction, PrimaryEvent, PrimaryPhase,
@@ -38,6 +39,8 @@ pub struct Session {
     pub machine: Arc<Machine>,
     /// When to checkpoint.
     pub policy: Policy,
+    /// How pages are encoded.
+    pub encoding: EncodingPlan,
     /// What was measured.
     pub stats: Stats,
     /// The first synchronisation.

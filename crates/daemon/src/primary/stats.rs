@@ -1,5 +1,6 @@
 //! What a session measured: the last checkpoints and the bytes sent.
 
+use super::link_speed::LinkSpeed;
 use crate::clock;
 use crate::report::{CheckpointTiming, PauseReport};
 use crate::sync::lock;
@@ -7,6 +8,7 @@ use std::collections::VecDeque;
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
+use understudy_encoding::{Counters, Methods};
 use understudy_protocol::{Epoch, Time};
 
 /// Checkpoints whose timings are kept.
@@ -20,6 +22,8 @@ const BANDWIDTH_SPAN: Duration = Duration::from_secs(2);
 pub struct Stats {
     bytes_sent: AtomicU64,
     inner: Mutex<Inner>,
+    link: Mutex<LinkSpeed>,
+    encoding: Mutex<(Counters, Methods)>,
 }
 
 #[derive(Debug, Default)]
@@ -42,6 +46,21 @@ impl Stats {
         self.bytes_sent.load(Ordering::Relaxed)
     }
 
+    /// Works with what was learned about the link.
+    pub fn link<T>(&self, work: impl FnOnce(&mut LinkSpeed) -> T) -> T {
+        work(&mut lock(&self.link))
+    }
+
+    /// What the encoder did so far, and with what it goes on.
+    pub fn encoded(&self, counters: Counters, methods: Methods) {
+        *lock(&self.encoding) = (counters, methods);
+    }
+
+    /// What [`Stats::encoded`] was told last.
+    pub fn encoding(&self) -> (Counters, Methods) {
+        *lock(&self.encoding)
+    }
+
     /// A checkpoint's pause ended at `resumed`.
     pub fn captured(&self, timing: CheckpointTiming, resumed: Time) {
         let mut inner = lock(&self.inner);
@@ -55,6 +74,7 @@ impl Stats {
 
     /// The backup acknowledged `epoch` at `now`.
     pub fn committed(&self, epoch: Epoch, now: Time) {
+        self.link(|link| link.acknowledged(epoch, now));
         let mut inner = lock(&self.inner);
         while let Some(&(first, resumed)) = inner.resumed.front() {
             if first > epoch {

@@ -11,6 +11,7 @@ use std::sync::Mutex;
 use tempfile::TempDir;
 use tokio::runtime::Runtime;
 use understudy_daemon::report::Protection;
+use understudy_encoding::EncodingPlan;
 use understudy_protocol::{Epoch, Policy};
 
 /// A host with one VM, `db`, that remembers what it was asked.
@@ -144,9 +145,14 @@ fn every_call_arrives_and_is_answered() {
     assert_eq!(client.vm_start(&definition()).unwrap(), vm);
     assert_eq!(client.vm_status("db").unwrap(), vm);
     let policy = Some(Policy::Interval { hz: 5 });
-    let request = ProtectRequest { to: "b".into(), policy };
+    let request = ProtectRequest { to: "b".into(), policy, ..Default::default() };
     assert_eq!(client.protect("db", &request).unwrap(), vm);
-    let request = GroupRequest { vms: vec!["db".into()], to: "b".into(), policy };
+    let request = GroupRequest {
+        vms: vec!["db".into()],
+        to: "b".into(),
+        policy,
+        encoding: EncodingPlan::default(),
+    };
     assert_eq!(client.protect_group("shop", &request).unwrap(), [vm.clone()]);
     assert_eq!(client.unprotect("db").unwrap(), vm);
     client.failover("db").unwrap();

@@ -135,7 +135,7 @@ impl<'a> Bench<'a> {
     /// Host b refuses for as long as it still stands down from the last session.
     fn protect(&self, hz: u32) -> Result<()> {
         let policy = Some(Policy::Interval { hz });
-        let request = ProtectRequest { to: "b".to_owned(), policy };
+        let request = ProtectRequest { to: "b".to_owned(), policy, ..Default::default() };
         let begun = Instant::now();
         loop {
             match self.primary.protect(VM, &request) {

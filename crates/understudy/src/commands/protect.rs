@@ -16,17 +16,17 @@ const POLL_INTERVAL: Duration = Duration::from_millis(200);
 /// Protects a VM or a group; waits until it is protected, unless told not to.
 pub fn protect(client: &Client, args: &ProtectArgs, json: bool) -> Result<Exit, Failure> {
     let policy = args.policy().map_err(|words| Failure::new(FailureKind::Usage, words))?;
-    let to = args.to.clone();
+    let (to, encoding) = (args.to.clone(), args.encoding());
     match (&args.group, &args.vms[..]) {
         (Some(group), vms) => {
-            let request = GroupRequest { vms: vms.to_vec(), to, policy };
+            let request = GroupRequest { vms: vms.to_vec(), to, policy, encoding };
             let begun = client.protect_group(group, &request)?;
             let follow = |status| follow(client, status, args.no_wait, json);
             let all = begun.into_iter().map(follow).collect::<Result<Vec<_>, _>>()?;
             output::show(json, &all, |all| all.iter().map(describe).collect())?;
         }
         (None, [vm]) => {
-            let begun = client.protect(vm, &ProtectRequest { to, policy })?;
+            let begun = client.protect(vm, &ProtectRequest { to, policy, encoding })?;
             let status = follow(client, begun, args.no_wait, json)?;
             output::show(json, &status, describe)?;
         }

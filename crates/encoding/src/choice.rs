@@ -1,0 +1,232 @@
+//! Which methods are worth their CPU time on this link.
+
+use crate::{DEFAULT_CACHE_PAGES, MOST_CACHE_PAGES};
+use serde::{Deserialize, Serialize};
+use std::time::Duration;
+use understudy_protocol::PAGE_SIZE;
+
+/// What a user asks for.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum Compression {
+    /// Each method as long as it saves more time on the link than it costs of the CPU.
+    #[default]
+    Auto,
+    /// Only zero pages are left out.
+    None,
+    /// The general compressor.
+    General,
+    /// Deltas against the cache.
+    Xor,
+    /// Deltas, and the general compressor for what they do not fit.
+    Hybrid,
+}
+
+/// How a session's pages are to be encoded.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(default, deny_unknown_fields)]
+pub struct EncodingPlan {
+    /// Which methods may be used.
+    pub compression: Compression,
+    /// Pages in the cache of what was sent, 1 to [`MOST_CACHE_PAGES`]; 4 KiB each.
+    pub cache_pages: u32,
+}
+
+impl Default for EncodingPlan {
+    fn default() -> EncodingPlan {
+        EncodingPlan { compression: Compression::default(), cache_pages: DEFAULT_CACHE_PAGES }
+    }
+}
+
+impl EncodingPlan {
+    /// What is wrong with it, if anything is.
+    pub fn validate(&self) -> Result<(), String> {
+        let pages = self.cache_pages;
+        match (1..=MOST_CACHE_PAGES).contains(&pages) {
+            true => Ok(()),
+            false => Err(format!("cache_pages: is {pages}; it must be 1 to {MOST_CACHE_PAGES}")),
+        }
+    }
+}
+
+/// The methods in use, beside leaving zero pages out.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Methods {
+    /// Deltas against the cache.
+    pub xor: bool,
+    /// The general compressor.
+    pub general: bool,
+}
+
+/// Every so many messages the general compressor is tried, to keep its figures true.
+const GENERAL_TRIAL: u64 = 64;
+
+/// A verdict about deltas is reached over so many times the cache's pages: a page
+/// must be able to come twice.
+const DELTA_SPAN: u64 = 2;
+
+/// Deltas that did not pay rest for so many spans.
+const DELTA_REST: u64 = 8;
+
+/// Decides for one session, message by message.
+#[derive(Debug)]
+pub(crate) struct Choice {
+    asked: Compression,
+    /// Seconds that a byte takes on the link; 0 as long as nobody knows.
+    link: f64,
+    messages: u64,
+    general: Gain,
+    delta: Gain,
+    /// Pages until the next verdict about deltas.
+    span: u64,
+    until_verdict: u64,
+    resting: bool,
+}
+
+/// What a method costs and saves, a page on average.
+#[derive(Clone, Copy, Debug, Default)]
+struct Gain {
+    pages: f64,
+    seconds: f64,
+    saved_bytes: f64,
+}
+
+impl Gain {
+    /// Older pages count for less and less.
+    const MEMORY: f64 = 20_000.0;
+
+    fn add(&mut self, pages: u64, took: Duration, saved_bytes: u64) {
+        self.pages += pages as f64;
+        self.seconds += took.as_secs_f64();
+        self.saved_bytes += saved_bytes as f64;
+        if self.pages > Gain::MEMORY {
+            let fade = Gain::MEMORY / self.pages;
+            self.pages *= fade;
+            self.seconds *= fade;
+            self.saved_bytes *= fade;
+        }
+    }
+
+    fn pays(&self, link: f64) -> bool {
+        self.saved_bytes * link > self.seconds
+    }
+}
+
+impl Choice {
+    pub fn new(plan: EncodingPlan) -> Choice {
+        let span = DELTA_SPAN * u64::from(plan.cache_pages);
+        Choice {
+            asked: plan.compression,
+            link: 0.0,
+            messages: 0,
+            general: Gain::default(),
+            delta: Gain::default(),
+            span,
+            until_verdict: span,
+            resting: false,
+        }
+    }
+
+    pub fn set_link(&mut self, seconds_per_byte: f64) {
+        self.link = seconds_per_byte;
+    }
+
+    /// The methods in use now.
+    pub fn methods(&self) -> Methods {
+        match self.asked {
+            Compression::None => Methods::default(),
+            Compression::General => Methods { xor: false, general: true },
+            Compression::Xor => Methods { xor: true, general: false },
+            Compression::Hybrid => Methods { xor: true, general: true },
+            Compression::Auto => {
+                Methods { xor: !self.resting, general: self.general.pays(self.link) }
+            }
+        }
+    }
+
+    /// The methods for the next message: those in use, and what is to be tried.
+    pub fn next_message(&mut self) -> Methods {
+        self.messages += 1;
+        let trial = self.asked == Compression::Auto && self.messages % GENERAL_TRIAL == 1;
+        let methods = self.methods();
+        Methods { general: methods.general || trial, ..methods }
+    }
+
+    /// `pages` were given to the general compressor.
+    pub fn general_did(&mut self, pages: u64, took: Duration, saved_bytes: u64) {
+        self.general.add(pages, took, saved_bytes);
+    }
+
+    /// `pages` were looked up, or would have been.
+    pub fn delta_did(&mut self, pages: u64, took: Duration, saved_bytes: u64) {
+        if self.asked != Compression::Auto {
+            return;
+        }
+        if !self.resting {
+            self.delta.add(pages, took, saved_bytes);
+        }
+        self.until_verdict = self.until_verdict.saturating_sub(pages);
+        if self.until_verdict > 0 {
+            return;
+        }
+        self.resting = !self.resting && !self.delta.pays(self.link);
+        self.until_verdict = self.span * if self.resting { DELTA_REST } else { 1 };
+        self.delta = Gain::default();
+    }
+}
+
+/// Bytes that a page needs less, encoded in `bytes`.
+pub(crate) fn saved(bytes: usize) -> u64 {
+    PAGE_SIZE.saturating_sub(bytes) as u64
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const FAST: f64 = 1e-9;
+    const SLOW: f64 = 80e-9; // 100 Mbit/s
+
+    fn asked(compression: Compression) -> Choice {
+        Choice::new(EncodingPlan { compression, cache_pages: 100 })
+    }
+
+    fn choice(link: f64) -> Choice {
+        let mut choice = asked(Compression::Auto);
+        choice.set_link(link);
+        choice
+    }
+
+    #[test]
+    fn the_general_compressor_must_be_worth_its_time() {
+        for (link, worth) in [(FAST, false), (SLOW, true)] {
+            let mut choice = choice(link);
+            assert!(choice.next_message().general, "tried once to know");
+            choice.general_did(256, Duration::from_micros(256 * 8), 256 * 2000);
+            assert_eq!(choice.next_message().general, worth);
+            let trials = (0..GENERAL_TRIAL).filter(|_| choice.next_message().general).count();
+            assert_eq!(trials, if worth { GENERAL_TRIAL as usize } else { 1 });
+        }
+    }
+
+    #[test]
+    fn deltas_that_never_hit_rest_and_are_tried_again() {
+        let mut choice = choice(FAST);
+        assert!(choice.methods().xor);
+        choice.delta_did(200, Duration::from_micros(200), 0);
+        assert!(!choice.methods().xor);
+        choice.delta_did(200 * (DELTA_REST - 1), Duration::ZERO, 0);
+        assert!(!choice.methods().xor);
+        choice.delta_did(200, Duration::ZERO, 0);
+        assert!(choice.methods().xor);
+        choice.delta_did(200, Duration::from_micros(200), 200 * 4000);
+        assert!(choice.methods().xor, "they pay now");
+    }
+
+    #[test]
+    fn what_the_user_asked_for_stays() {
+        let mut choice = asked(Compression::Xor);
+        choice.delta_did(10_000, Duration::from_secs(1), 0);
+        assert_eq!(choice.next_message(), Methods { xor: true, general: false });
+    }
+}
