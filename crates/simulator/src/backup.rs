@@ -8,6 +8,7 @@ use crate::network::ConnectionId;
 use crate::schedule::Moment;
 use crate::world::{Event, World};
 use std::collections::VecDeque;
+use understudy_protocol::repair::Repair;
 use understudy_protocol::validity::ImageRole;
 use understudy_protocol::wire::{DiskRange, Kind, Message};
 use understudy_protocol::{
@@ -301,6 +302,9 @@ impl World {
         if !right {
             self.violation(format!("{host} goes live from {origin:?}, not from epoch {committed}"));
         }
+        if self.handed_over.is_some_and(|(of, state)| of == id && state != origin) {
+            self.violation(format!("a planned fail-over lost the guest's last state: {origin:?}"));
+        }
         if let Some(shown) = self.oracle.shown().filter(|it| !self.oracle.descends(origin, *it)) {
             self.violation(format!("output commit: {host} goes live without {shown:?}"));
         }
@@ -332,10 +336,11 @@ impl World {
             generation,
             session: None,
             dialling: None,
+            repair: Repair::default(),
             wanted: true,
         }));
         self.resume_guest(host);
-        self.seek_backup(host);
+        self.protection_lost(host, "nobody backs it up");
     }
 
     fn discard(&mut self, host: HostId, id: SessionId) {

@@ -6,6 +6,7 @@ use crate::network::ConnectionId;
 use crate::primary::Session;
 use crate::random::Random;
 use std::fmt;
+use understudy_protocol::repair::Repair;
 use understudy_protocol::validity::{ImageRecord, ImageRole};
 use understudy_protocol::{Generation, Time};
 
@@ -76,6 +77,8 @@ pub struct Running {
     pub session: Option<Session>,
     /// An offer that is being made.
     pub dialling: Option<Dialling>,
+    /// Who is to protect it next.
+    pub repair: Repair,
     /// Whether the operator wants it protected.
     pub wanted: bool,
 }

@@ -11,7 +11,8 @@
 //! | [`schedule`] | a seed becomes a list of faults |
 //! | [`world`] | virtual time, events, the guest's steps |
 //! | [`faults`], [`operator`] | what fails; what operators and hosts do about it |
-//! | [`primary`], [`backup`] | the drivers: what the daemon does around the core |
+//! | [`primary`], [`backup`], [`repair`] | the drivers: what the daemon does around the core |
+//! | [`messages`] | what arrives finds the part that it is for |
 //! | [`network`], [`arbiter`], [`host`], [`guest`] | the parts of the world |
 //! | [`oracle`], [`checks`], [`records`] | the truth, and the invariants against it |
 //! | [`mutant`] | planted bugs, which the checks must find |
@@ -24,6 +25,7 @@ mod coverage;
 mod faults;
 mod guest;
 mod host;
+mod messages;
 mod mutant;
 mod network;
 mod operator;
@@ -31,6 +33,7 @@ mod oracle;
 mod primary;
 mod random;
 mod records;
+mod repair;
 mod schedule;
 mod sweep;
 mod trace;

@@ -65,6 +65,12 @@ impl Network {
 }
 
 impl World {
+    /// Whether messages get through both ways just now.
+    pub(crate) fn reaches(&self, host: HostId, other: HostId) -> bool {
+        let cut = self.network.is_cut(host, other) || self.network.is_cut(other, host);
+        !cut && self.hosts[other.0].up
+    }
+
     /// Opens a connection; the first message on it says what it is for.
     pub(crate) fn dial(&mut self, from: HostId, to: HostId) -> ConnectionId {
         let pipes = [Pipe::default(), Pipe::default()];

@@ -9,6 +9,7 @@ use crate::schedule::Moment;
 use crate::world::{Event, World};
 use std::collections::BTreeMap;
 use std::time::Duration;
+use understudy_protocol::repair::RepairEvent;
 use understudy_protocol::validity::ImageRole;
 use understudy_protocol::wire::{DiskRange, Kind, Message};
 use understudy_protocol::{
@@ -271,6 +272,9 @@ impl World {
         if before != after {
             self.note(host, || format!("primary: {after:?}"));
             self.primary_turned(&before, &after);
+            if before == PrimaryPhase::Syncing && after == PrimaryPhase::Protected {
+                self.repair_event(host, RepairEvent::Protected);
+            }
         }
         self.consider_checkpoint(host, id);
     }
@@ -302,7 +306,10 @@ impl World {
                 self.ask_arbiter(host, id, from);
                 self.moment(Moment::PrimaryContests);
             }
-            PrimaryAction::YieldToBackup => self.send(host, data, signal(Kind::TakeOver)),
+            PrimaryAction::YieldToBackup => {
+                self.note_hand_over(host, id);
+                self.send(host, data, signal(Kind::TakeOver));
+            }
             PrimaryAction::StandDown => self.send(host, data, signal(Kind::StandDown)),
             PrimaryAction::ClosePeer => {
                 self.close(host, data);
@@ -319,6 +326,15 @@ impl World {
                     self.set_record(host, ImageRole::Stale, generation);
                 }
             }
+        }
+    }
+
+    /// From here on the backup is to go on exactly where the guest stands.
+    fn note_hand_over(&mut self, host: HostId, id: SessionId) {
+        let Some(running) = self.hosts[host.0].running() else { return };
+        let phase = running.session.as_ref().map(|session| session.core.phase());
+        if phase == Some(&PrimaryPhase::HandingOver) {
+            self.handed_over = Some((id, running.guest.state));
         }
     }
 
@@ -342,7 +358,7 @@ impl World {
         if stands_still {
             self.resume_guest(host);
         }
-        self.seek_backup(host);
+        self.protection_lost(host, "protection ended");
     }
 }
 
