@@ -97,7 +97,7 @@ impl World {
         standing && *session.core.phase() == PrimaryPhase::Protected
     }
 
-    fn primary_host(&self) -> Option<HostId> {
+    pub(crate) fn primary_host(&self) -> Option<HostId> {
         let is_primary = |host: &HostId| matches!(self.hosts[host.0].role, Role::Primary(_));
         (0..self.hosts.len()).map(HostId).find(is_primary)
     }
@@ -214,7 +214,9 @@ impl World {
         self.heal_all();
         for id in (0..self.hosts.len()).map(HostId) {
             let life = self.hosts[id.0].life;
-            self.power_on(id, life);
+            if self.schedule.never_returns != Some(id.0) {
+                self.power_on(id, life);
+            }
             self.hosts[id.0].stalled_until = Time::default();
         }
         self.want_protection();

@@ -45,17 +45,17 @@ impl World {
         }
     }
 
-    /// If the VM is nowhere and all hosts are up, the operator brings it up from
-    /// the image that the hosts' records name.
+    /// If the VM is nowhere, the operator brings it up from the image that is
+    /// valid for certain, by the records of the hosts that answer.
     pub(crate) fn recover_if_lost(&mut self) {
         let gone = |role: &Role| matches!(role, Role::Idle | Role::Fenced);
-        if !self.hosts.iter().all(|host| host.up && gone(&host.role)) {
+        if !self.hosts.iter().all(|host| gone(&host.role)) {
             return;
         }
         if self.must_survive {
             return self.violation("one failure lost a VM that was protected".to_owned());
         }
-        let Some(host) = self.valid_image() else { return };
+        let Some(host) = self.valid_image(|host| !self.hosts[host.0].up) else { return };
         if !self.arbiter.reachable(host) {
             return;
         }

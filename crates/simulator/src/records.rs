@@ -30,7 +30,7 @@ impl World {
     /// whoever does not.
     pub(crate) fn check_records(&mut self) {
         let truth = self.oracle.ran_last();
-        match self.valid_image() {
+        match self.valid_image(|_| false) {
             Some(named) if named == truth => {}
             named => {
                 return self.violation(format!("{truth}'s image is valid, named is {named:?}"));
@@ -60,9 +60,9 @@ impl World {
         }
     }
 
-    /// The image that the records of all hosts name.
-    pub(crate) fn valid_image(&self) -> Option<HostId> {
-        match judge(&self.evidence(|_| false, true)) {
+    /// The image that the arbiter and the records of the hosts that answer name.
+    pub(crate) fn valid_image(&self, is_silent: impl Fn(&HostId) -> bool) -> Option<HostId> {
+        match judge(&self.evidence(is_silent, true)) {
             Finding::Valid { host, .. } => {
                 (0..self.hosts.len()).map(HostId).find(|id| id.to_string() == host)
             }

@@ -7,6 +7,9 @@ use understudy_protocol::{Policy, Time};
 /// Faults strike before this time.
 const TROUBLE: u64 = 4_000;
 
+/// Longer than any schedule.
+const FOR_GOOD: Duration = Duration::from_secs(3_600);
+
 /// What a seed decides in advance; the rest is decided as it happens.
 #[derive(Clone, Debug)]
 pub struct Schedule {
@@ -24,6 +27,8 @@ pub struct Schedule {
     pub faults: Vec<Planned>,
     /// A host that does not reach the arbiter even when all else is well.
     pub without_arbiter: Option<usize>,
+    /// A host that loses its power for good.
+    pub never_returns: Option<usize>,
     /// From here on nothing goes wrong any more, and what did is repaired.
     pub calm_from: Time,
 }
@@ -139,7 +144,14 @@ impl Schedule {
         let lost_answers = if random.percent(60) { 0 } else { random.below(40) };
         let without_arbiter = random.percent(15).then(|| random.index(hosts));
         let count = [1, 1, 2, 2, 3, 3, 4, 5, 7, 10][random.index(10)];
-        let faults = (0..count).map(|_| Planned::any(random, hosts)).collect();
+        let mut faults: Vec<_> = (0..count).map(|_| Planned::any(random, hosts)).collect();
+        let never_returns = random.percent(10).then(|| random.index(hosts));
+        if let Some(host) = never_returns {
+            let when = When::At(Time(random.millis(200, TROUBLE - 500)));
+            let fault = Fault::PowerLoss(Target::Host(host), FOR_GOOD);
+            let last = faults.len() - 1;
+            faults[last] = Planned { when, fault };
+        }
         Schedule {
             hosts,
             policy,
@@ -148,6 +160,7 @@ impl Schedule {
             lost_answers,
             faults,
             without_arbiter,
+            never_returns,
             calm_from: Time(Duration::from_millis(TROUBLE)),
         }
     }

@@ -152,7 +152,7 @@ impl World {
             if self.has_settled() {
                 return;
             }
-            if self.now > self.schedule.calm_from + RETURN_WITHIN {
+            if self.now > self.schedule.calm_from + self.patience() {
                 return self.check_what_never_settled();
             }
         }
@@ -357,17 +357,39 @@ impl World {
         }
     }
 
-    /// Protection never came back: excused only while a host that has the VM
-    /// does not reach the arbiter and so must wait.
+    /// How long to wait for what the schedule allows to come back.
+    fn patience(&self) -> Duration {
+        if self.may_be_protected() { RETURN_WITHIN } else { RETURN_WITHIN / 2 }
+    }
+
+    /// Whether there are two hosts, and an arbiter for each of them, in the end.
+    fn may_be_protected(&self) -> bool {
+        let left = self.hosts.len() - usize::from(self.schedule.never_returns.is_some());
+        left > 1 && self.schedule.without_arbiter.is_none()
+    }
+
+    /// Protection has not come back. Excused only where there is no VM any more,
+    /// and where it waits for a backup or an arbiter that never comes: then the
+    /// VM must at least work, unless its own host lacks the arbiter.
     fn check_what_never_settled(&mut self) {
-        let Some(cut_off) = self.schedule.without_arbiter else {
-            return self.violation("protection did not return although nothing fails".to_owned());
-        };
-        let silent = self.now - self.last_output > RETURN_WITHIN / 2;
-        for host in (0..self.hosts.len()).map(HostId).filter(|host| host.0 != cut_off) {
-            if silent && self.hosts[host.0].running().is_some() {
+        let silent = self.now - self.last_output > self.patience() / 2;
+        let cut_off = self.schedule.without_arbiter.map(HostId);
+        for host in (0..self.hosts.len()).map(HostId).filter(|host| Some(*host) != cut_off) {
+            if self.hosts[host.0].running().is_none() {
+                continue;
+            }
+            if silent {
                 self.violation(format!("{host} reaches the arbiter, and yet its VM is held up"));
             }
+            if self.may_be_protected() {
+                self.violation("protection did not return although nothing fails".to_owned());
+            }
+        }
+        if self.schedule.never_returns.is_none()
+            && self.primary_host().is_none()
+            && cut_off.is_none()
+        {
+            self.violation("nobody has the VM although nothing fails".to_owned());
         }
     }
 
