@@ -4,7 +4,7 @@ use crate::host::{HostId, Role};
 use crate::schedule::{Fault, Moment, Planned, Target, When};
 use crate::world::{Event, World};
 use std::time::Duration;
-use understudy_protocol::{BackupEvent, BackupPhase, PrimaryEvent, PrimaryPhase, Time};
+use understudy_protocol::{BackupPhase, PrimaryEvent, PrimaryPhase, Time};
 
 impl World {
     /// Something happens that a fault may wait for.
@@ -152,7 +152,6 @@ impl World {
     }
 
     fn qemu_dies(&mut self, host: HostId) {
-        let reason = || "its QEMU died".to_owned();
         let (mut session, mut standby) = (None, None);
         match &self.hosts[host.0].role {
             Role::Primary(running) => session = Some(running.session.as_ref().map(|s| s.id)),
@@ -162,13 +161,16 @@ impl World {
         if let Some(session) = session {
             self.coverage.guest_deaths += 1;
             match session {
-                Some(id) => self.primary_event(host, id, PrimaryEvent::GuestDied(reason())),
+                Some(id) => self.primary_event(
+                    host,
+                    id,
+                    PrimaryEvent::GuestDied("its QEMU died".to_owned()),
+                ),
                 None => self.hosts[host.0].role = Role::Fenced,
             }
         }
         if let Some(id) = standby {
-            self.coverage.standbys_failed += 1;
-            self.backup_event(host, id, BackupEvent::CannotServe(reason()), None);
+            self.standby_breaks(host, id);
         }
     }
 

@@ -9,19 +9,21 @@
 //! | module | is |
 //! |---|---|
 //! | [`schedule`] | a seed becomes a list of faults |
-//! | [`world`] | virtual time, events, the guest's steps |
+//! | [`world`], [`settle`] | virtual time and events; what must hold in the end |
 //! | [`faults`], [`operator`] | what fails; what operators and hosts do about it |
-//! | [`primary`], [`backup`], [`repair`] | the drivers: what the daemon does around the core |
+//! | [`primary`], [`capture`], [`backup`], [`errands`], [`repair`] | the drivers: what the daemon does around the core |
 //! | [`messages`] | what arrives finds the part that it is for |
-//! | [`network`], [`arbiter`], [`host`], [`guest`] | the parts of the world |
+//! | [`network`], [`arbiter`], [`host`], [`guest`], [`running`] | the parts of the world |
 //! | [`oracle`], [`checks`], [`records`] | the truth, and the invariants against it |
 //! | [`mutant`] | planted bugs, which the checks must find |
 //! | [`coverage`], [`trace`] | what was reached, and the story of one seed |
 
 mod arbiter;
 mod backup;
+mod capture;
 mod checks;
 mod coverage;
+mod errands;
 mod faults;
 mod guest;
 mod host;
@@ -34,7 +36,9 @@ mod primary;
 mod random;
 mod records;
 mod repair;
+mod running;
 mod schedule;
+mod settle;
 mod sweep;
 mod trace;
 mod world;

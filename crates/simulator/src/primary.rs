@@ -1,20 +1,19 @@
 //! The primary's driver: what the daemon does around [`Primary`].
 
-use crate::guest::{Frame, Gate, PAGES, State};
+use crate::guest::{Frame, PAGES};
 use crate::host::{HostId, Role, SessionId};
 use crate::mutant::Mutant;
 use crate::network::ConnectionId;
-use crate::oracle::Boundary;
 use crate::schedule::Moment;
 use crate::world::{Event, World};
 use std::collections::BTreeMap;
 use std::time::Duration;
 use understudy_protocol::repair::RepairEvent;
 use understudy_protocol::validity::ImageRole;
-use understudy_protocol::wire::{DiskRange, Kind, Message};
+use understudy_protocol::wire::{Kind, Message};
 use understudy_protocol::{
-    DiskIndex, Due, Epoch, EpochDigest, Generation, LastCheckpoint, Primary, PrimaryAction,
-    PrimaryEvent, PrimaryPhase, Time,
+    Epoch, EpochDigest, Generation, LastCheckpoint, Primary, PrimaryAction, PrimaryEvent,
+    PrimaryPhase, Time,
 };
 
 /// One protection, seen from the primary.
@@ -33,23 +32,15 @@ pub struct Session {
     /// A planned fail-over was asked for.
     pub hand_over: bool,
     /// The tag of disk writes: 0 during the first synchronisation.
-    disk_epoch: Epoch,
-    digests: BTreeMap<Epoch, EpochDigest>,
+    pub(crate) disk_epoch: Epoch,
+    pub(crate) digests: BTreeMap<Epoch, EpochDigest>,
     /// Pages written since they were sent last.
-    dirty: [bool; PAGES],
-    last: LastCheckpoint,
+    pub(crate) dirty: [bool; PAGES],
+    pub(crate) last: LastCheckpoint,
     /// The first synchronisation, or a checkpoint, is being taken.
-    busy: bool,
-    check_at: Option<Time>,
+    pub(crate) busy: bool,
+    pub(crate) check_at: Option<Time>,
     next_beat: Time,
-}
-
-/// What a checkpoint copied while the guest stood still.
-#[derive(Debug)]
-pub struct Capture {
-    epoch: Epoch,
-    pages: Vec<u8>,
-    state: State,
 }
 
 impl World {
@@ -77,155 +68,6 @@ impl World {
         self.note(host, || format!("protects the VM on {}", dialled.peer));
         self.after(Duration::ZERO, Event::PrimaryBeat(host, id));
         self.after(Duration::ZERO, Event::SyncPiece(host, id, 0));
-    }
-
-    /// Copies a page and a block while the guest runs.
-    pub(crate) fn sync_piece(&mut self, host: HostId, id: SessionId, piece: usize) {
-        let value = self.hosts[host.0].image.blocks.get(piece).copied();
-        let Some(running) = self.hosts[host.0].running() else { return };
-        let page = running.guest.pages.get(piece).copied();
-        let Some(session) = running.session.as_mut().filter(|session| session.id == id) else {
-            return;
-        };
-        let (Some(value), Some(page)) = (value, page) else {
-            session.busy = false;
-            self.note(host, || "has sent a first copy".to_owned());
-            return self.consider_checkpoint(host, id);
-        };
-        session.dirty[piece] = false;
-        self.send_data(host, id, Kind::Pages, Epoch(0), page_entry(piece, page));
-        self.send_data(host, id, Kind::DiskWrite, Epoch(0), disk_write(piece, value));
-        let next = self.random.micros(300, 6_000);
-        self.after(next, Event::SyncPiece(host, id, piece + 1));
-    }
-
-    /// The guest wrote a page.
-    pub(crate) fn page_written(&mut self, host: HostId, page: usize) {
-        if let Some(session) = self.hosts[host.0].running().and_then(|vm| vm.session.as_mut()) {
-            session.dirty[page] = true;
-        }
-    }
-
-    /// The guest wrote a block: it goes to the backup at once.
-    pub(crate) fn block_written(&mut self, host: HostId, block: usize, value: u64) {
-        let session = self.hosts[host.0].running().and_then(|vm| vm.session.as_ref());
-        if let Some((id, epoch)) = session.map(|session| (session.id, session.disk_epoch)) {
-            self.send_data(host, id, Kind::DiskWrite, epoch, disk_write(block, value));
-        }
-    }
-
-    /// Takes a checkpoint if one is due, or looks again when it will be.
-    pub(crate) fn consider_checkpoint(&mut self, host: HostId, id: SessionId) {
-        let (now, policy) = (self.now, self.schedule.policy);
-        let Some(running) = self.hosts[host.0].running() else { return };
-        let output_waits = running.port.holds_frames();
-        let Some(session) = running.session.as_mut().filter(|session| session.id == id) else {
-            return;
-        };
-        if session.busy || !session.core.may_capture() {
-            return;
-        }
-        if session.hand_over && *session.core.phase() == PrimaryPhase::Protected {
-            return self.pause(host, id, true);
-        }
-        let due = match session.core.running() {
-            Epoch(1) => Due::At(now),
-            _ => policy.due(session.last, session.core.in_flight(), output_waits),
-        };
-        match due {
-            Due::At(time) if time <= now => self.pause(host, id, false),
-            Due::At(time) if session.check_at != Some(time) => {
-                session.check_at = Some(time);
-                self.at(time, Event::CheckpointDue(host, id));
-            }
-            Due::At(_) | Due::OnChange => {}
-        }
-    }
-
-    fn pause(&mut self, host: HostId, id: SessionId, last: bool) {
-        let now = self.now;
-        let Some(running) = self.hosts[host.0].running() else { return };
-        running.paused = true;
-        running.runs += 1;
-        if let Some(session) = &mut running.session {
-            session.busy = true;
-            session.last.started = now;
-        }
-        let length = self.random.micros(200, 3_000);
-        self.after(length, Event::PauseEnds(host, id, last));
-    }
-
-    /// Barrier, capture, resume.
-    pub(crate) fn pause_ends(&mut self, host: HostId, id: SessionId, last: bool) {
-        let now = self.now;
-        let blocks = self.hosts[host.0].image.blocks;
-        let barrier_lost = self.mutant == Some(Mutant::LoseBarrier) && self.random.percent(20);
-        let Some(running) = self.hosts[host.0].running() else { return };
-        let Some(session) = running.session.as_mut().filter(|session| session.id == id) else {
-            return;
-        };
-        let (epoch, next) = (session.core.running(), session.core.running().next());
-        if !barrier_lost {
-            if session.core.holds_output() {
-                running.port.drain();
-            }
-            running.port.gate = Gate::Held(next);
-        }
-        session.disk_epoch = next;
-        session.last.resumed = now;
-        let pages = &running.guest.pages;
-        let written = (0..PAGES).filter(|page| session.dirty[*page]);
-        let capture = Capture {
-            epoch,
-            pages: written.flat_map(|page| page_entry(page, pages[page])).collect(),
-            state: running.guest.state,
-        };
-        session.dirty = [false; PAGES];
-        let boundary = Boundary { state: running.guest.state, pages: *pages, blocks };
-        self.oracle.record(id, epoch, boundary);
-        self.note_routine(host, || format!("closes epoch {epoch}"));
-        if !last {
-            self.resume_guest(host);
-        }
-        let event = if last { PrimaryEvent::CapturedLast } else { PrimaryEvent::Captured };
-        self.primary_event(host, id, event);
-        let encode = self.random.micros(10, 1_500);
-        self.after(encode, Event::Captured(host, id, Box::new(capture)));
-        self.moment(Moment::Captured);
-    }
-
-    /// A checkpoint's data goes out, its end last.
-    pub(crate) fn send_capture(&mut self, host: HostId, id: SessionId, capture: Capture) {
-        if self.hosts[host.0].session(id).is_none() {
-            return;
-        }
-        self.send_data(host, id, Kind::Pages, capture.epoch, capture.pages);
-        self.send_data(host, id, Kind::DeviceState, capture.epoch, capture.state.encode());
-        let Some(session) = self.hosts[host.0].session(id) else { return };
-        let digest = session.digests.remove(&capture.epoch).unwrap_or_default();
-        session.busy = false;
-        let data = session.data;
-        self.send(host, data, Message::new(Kind::EpochEnd, capture.epoch, digest.encode()));
-        self.moment(Moment::EndSent);
-        self.consider_checkpoint(host, id);
-    }
-
-    fn send_data(
-        &mut self,
-        host: HostId,
-        id: SessionId,
-        kind: Kind,
-        epoch: Epoch,
-        payload: Vec<u8>,
-    ) {
-        let Some(session) = self.hosts[host.0].session(id) else { return };
-        let message = Message::new(kind, epoch, payload);
-        if epoch > Epoch(0) {
-            let digest = session.digests.entry(epoch).or_default();
-            digest.add(message.header.checksum(), message.payload.len());
-        }
-        let data = session.data;
-        self.send(host, data, message);
     }
 
     /// A message of the backup.
@@ -360,15 +202,4 @@ impl World {
         }
         self.protection_lost(host, "protection ended");
     }
-}
-
-/// A page as it travels.
-fn page_entry(page: usize, value: u64) -> Vec<u8> {
-    [(page as u64).to_le_bytes(), value.to_le_bytes()].concat()
-}
-
-/// A disk write as it travels: each block is a number.
-fn disk_write(block: usize, value: u64) -> Vec<u8> {
-    let range = DiskRange { disk: DiskIndex(0), offset: block as u64 * 8, length: 8 };
-    [range.encode().as_slice(), &value.to_le_bytes()].concat()
 }

@@ -1,29 +1,23 @@
 //! The world: a virtual clock, the events to come, and everything they happen to.
 
 use crate::arbiter::{Arbiter, Question};
+use crate::capture::Capture;
 use crate::coverage::Coverage;
-use crate::guest::{BLOCKS, Claim, Frame, Guest, PAGES, State};
-use crate::host::{CopyId, Host, HostId, Role, SessionId};
+use crate::guest::State;
+use crate::host::{CopyId, Host, HostId, SessionId};
 use crate::mutant::Mutant;
 use crate::network::{ConnectionId, Network};
 use crate::oracle::Oracle;
-use crate::primary::Capture;
 use crate::random::Random;
 use crate::schedule::{Fault, Moment, Planned, Schedule, When};
 use crate::trace::Trace;
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
-use understudy_protocol::validity::ImageRole;
 use understudy_protocol::wire::Message;
-use understudy_protocol::{
-    BackupEvent, Epoch, Generation, PrimaryEvent, PrimaryPhase, Time, Verdict,
-};
+use understudy_protocol::{BackupEvent, Generation, PrimaryEvent, PrimaryPhase, Time, Verdict};
 
 /// A beat that comes later than this tells of an own stall, not of the peer's.
 pub const OWN_STALL: Duration = Duration::from_millis(50);
-
-/// Once nothing goes wrong any more, protection must be back within this time.
-const RETURN_WITHIN: Duration = Duration::from_secs(20);
 
 /// The operator looks at the hosts this often.
 const OPERATOR_LOOKS: Duration = Duration::from_millis(300);
@@ -75,7 +69,7 @@ pub(crate) struct World {
     pub(crate) trace: Trace,
     pub(crate) violation: Option<String>,
     answered: BTreeSet<u64>,
-    copies: u32,
+    pub(crate) copies: u32,
     events: BTreeMap<(Time, u64), Event>,
     scheduled: u64,
     /// A planned fail-over: the session, and the state at which the guest stands.
@@ -83,7 +77,7 @@ pub(crate) struct World {
     handing_over: bool,
     protections: u64,
     /// Commits when calm came.
-    commits_before: Option<u64>,
+    pub(crate) commits_before: Option<u64>,
     /// When output last left the VM.
     pub(crate) last_output: Time,
     /// When the copy that is live went live.
@@ -257,78 +251,6 @@ impl World {
         }
     }
 
-    /// The guest runs a little further.
-    fn guest_step(&mut self, host: HostId, copy: CopyId, runs: u32) {
-        let Some(running) = self.hosts[host.0].running() else { return };
-        if running.copy != copy || running.runs != runs || running.paused {
-            return;
-        }
-        let state = self.oracle.next_state(running.guest.state.lineage);
-        running.guest.state = state;
-        let page = self.random.index(PAGES);
-        running.guest.pages[page] = state.number;
-        self.page_written(host, page);
-        if self.random.percent(25) {
-            let block = self.random.index(BLOCKS);
-            self.hosts[host.0].image.blocks[block] = state.number;
-            self.block_written(host, block, state.number);
-        }
-        self.guest_talks(host);
-        let next = self.random.micros(200, 4_000);
-        self.after(next, Event::GuestStep(host, copy, runs));
-    }
-
-    fn guest_talks(&mut self, host: HostId) {
-        let flushes = self.random.percent(8);
-        let (sends, arrives) = (self.random.percent(40), self.random.percent(70));
-        let host_state = &mut self.hosts[host.0];
-        if flushes {
-            host_state.image.sync();
-        }
-        let synced = host_state.image.synced;
-        let Some(running) = host_state.running() else { return };
-        let guest = &mut running.guest;
-        if flushes {
-            guest.flushed = Claim { state: guest.state, blocks: synced };
-        }
-        if sends {
-            let frame = Frame { state: guest.state, claim: guest.flushed };
-            running.port.send(frame);
-        }
-        let out = if arrives { running.port.drain() } else { Vec::new() };
-        let session = running.session.as_ref().map(|session| session.id);
-        self.let_out(host, out);
-        if let Some(id) = session {
-            self.consider_checkpoint(host, id);
-        }
-    }
-
-    /// Lets a guest that stands still run.
-    pub(crate) fn resume_guest(&mut self, host: HostId) {
-        let Some(running) = self.hosts[host.0].running() else { return };
-        running.paused = false;
-        running.runs += 1;
-        let event = Event::GuestStep(host, running.copy, running.runs);
-        let soon = self.random.micros(50, 500);
-        self.after(soon, event);
-    }
-
-    pub(crate) fn new_copy(&mut self) -> CopyId {
-        self.copies += 1;
-        CopyId(self.copies)
-    }
-
-    /// The VM boots from this host's image, which is valid from here on.
-    pub(crate) fn boot(&mut self, host: HostId, generation: Generation, origin: Option<State>) {
-        let state = self.oracle.new_lineage(origin);
-        let image = &mut self.hosts[host.0].image;
-        image.lineage = state.lineage;
-        let flushed = Claim { state, blocks: image.synced };
-        self.set_record(host, ImageRole::Active, generation);
-        let guest = Guest { state, pages: [state.number; PAGES], flushed };
-        self.run_here(host, guest, generation);
-    }
-
     /// Counts what a primary's change of phase tells.
     pub(crate) fn primary_turned(&mut self, before: &PrimaryPhase, after: &PrimaryPhase) {
         use PrimaryPhase::*;
@@ -355,54 +277,5 @@ impl World {
             }
             _ => {}
         }
-    }
-
-    /// How long to wait for what the schedule allows to come back.
-    fn patience(&self) -> Duration {
-        if self.may_be_protected() { RETURN_WITHIN } else { RETURN_WITHIN / 2 }
-    }
-
-    /// Whether there are two hosts, and an arbiter for each of them, in the end.
-    fn may_be_protected(&self) -> bool {
-        let left = self.hosts.len() - usize::from(self.schedule.never_returns.is_some());
-        left > 1 && self.schedule.without_arbiter.is_none()
-    }
-
-    /// Protection has not come back. Excused only where there is no VM any more,
-    /// and where it waits for a backup or an arbiter that never comes: then the
-    /// VM must at least work, unless its own host lacks the arbiter.
-    fn check_what_never_settled(&mut self) {
-        let silent = self.now - self.last_output > self.patience() / 2;
-        let cut_off = self.schedule.without_arbiter.map(HostId);
-        for host in (0..self.hosts.len()).map(HostId).filter(|host| Some(*host) != cut_off) {
-            if self.hosts[host.0].running().is_none() {
-                continue;
-            }
-            if silent {
-                self.violation(format!("{host} reaches the arbiter, and yet its VM is held up"));
-            }
-            if self.may_be_protected() {
-                self.violation("protection did not return although nothing fails".to_owned());
-            }
-        }
-        if self.schedule.never_returns.is_none()
-            && self.primary_host().is_none()
-            && cut_off.is_none()
-        {
-            self.violation("nobody has the VM although nothing fails".to_owned());
-        }
-    }
-
-    /// Whether calm has come and the VM is protected, and works, again.
-    fn has_settled(&self) -> bool {
-        let Some(before) = self.commits_before else { return false };
-        let protected = |role: &Role| match role {
-            Role::Primary(running) => running.session.as_ref().is_some_and(|session| {
-                *session.core.phase() == PrimaryPhase::Protected
-                    && session.core.committed() > Epoch(3)
-            }),
-            _ => false,
-        };
-        self.coverage.commits > before + 3 && self.hosts.iter().any(|host| protected(&host.role))
     }
 }

@@ -1,0 +1,177 @@
+//! What a backup does beside receiving: apply, activate, go live, forget.
+
+use crate::guest::{Claim, Guest, State};
+use crate::host::{HostId, Role, SessionId};
+use crate::schedule::Moment;
+use crate::world::{Event, World};
+use understudy_protocol::validity::ImageRole;
+use understudy_protocol::wire::{DiskRange, Kind, Message};
+use understudy_protocol::{BackupEvent, BackupPhase, Epoch, Generation, StagedEpoch};
+
+/// What is done beside receiving, in order.
+#[derive(Debug)]
+pub(crate) enum Errand {
+    Apply(StagedEpoch),
+    /// Writes the activation record.
+    Activate(Generation),
+    /// Starts the guest.
+    GoLive(Generation),
+    Discard,
+}
+
+impl World {
+    pub(crate) fn errand(&mut self, host: HostId, id: SessionId, errand: Errand) {
+        let Some(standby) = self.hosts[host.0].standby(id) else { return };
+        standby.errands.push_back(errand);
+        if standby.errands.len() == 1 {
+            let soon = self.random.micros(10, 1_000);
+            self.after(soon, Event::Errand(host, id));
+        }
+    }
+
+    /// Does a piece of the errand in front.
+    pub(crate) fn do_errand(&mut self, host: HostId, id: SessionId) {
+        let Some(standby) = self.hosts[host.0].standby(id) else { return };
+        let done = match standby.errands.front() {
+            None => return,
+            Some(Errand::Apply(_)) => self.apply_next(host, id),
+            Some(&Errand::Activate(generation)) => {
+                self.activate(host, id, generation);
+                true
+            }
+            Some(&Errand::GoLive(generation)) => return self.go_live(host, id, generation),
+            Some(Errand::Discard) => return self.discard(host, id),
+        };
+        let Some(standby) = self.hosts[host.0].standby(id) else { return };
+        if done {
+            standby.errands.pop_front();
+        }
+        if !standby.errands.is_empty() {
+            let next = self.random.micros(10, 600);
+            self.after(next, Event::Errand(host, id));
+        }
+    }
+
+    /// Applies one message of the epoch in front; whether that was the last.
+    fn apply_next(&mut self, host: HostId, id: SessionId) -> bool {
+        let Some(standby) = self.hosts[host.0].standby(id) else { return true };
+        let Some(Errand::Apply(whole)) = standby.errands.front_mut() else { return true };
+        let epoch = whole.epoch;
+        if standby.progress < whole.messages.len() {
+            let empty = Message::new(Kind::Pages, epoch, Vec::new());
+            let message = std::mem::replace(&mut whole.messages[standby.progress], empty);
+            standby.progress += 1;
+            let applied = standby.applied;
+            self.apply_message(host, id, &message);
+            self.check_copy(host, applied, true);
+            self.moment(Moment::Applying);
+            return false;
+        }
+        standby.progress = 0;
+        standby.applied = epoch;
+        let generation = standby.core.generation();
+        if epoch == Epoch(1) {
+            self.set_record(host, ImageRole::Mirror, generation);
+        }
+        self.check_copy(host, epoch, false);
+        true
+    }
+
+    pub(crate) fn apply_message(&mut self, host: HostId, id: SessionId, message: &Message) {
+        let word = |bytes: &[u8]| u64::from_le_bytes(bytes.try_into().expect("8 bytes"));
+        match message.header.kind {
+            Kind::Pages => {
+                let Some(standby) = self.hosts[host.0].standby(id) else { return };
+                for entry in message.payload.chunks_exact(16) {
+                    standby.pages[word(&entry[..8]) as usize] = word(&entry[8..]);
+                }
+            }
+            Kind::DiskWrite => match DiskRange::decode(message) {
+                Ok((range, data)) => {
+                    self.hosts[host.0].image.blocks[range.offset as usize / 8] = word(data);
+                }
+                Err(error) => self.violation(format!("{host} cannot read a disk write: {error}")),
+            },
+            Kind::DeviceState => {
+                let Some(standby) = self.hosts[host.0].standby(id) else { return };
+                standby.device_state = Some(State::decode(&message.payload));
+            }
+            other => self.violation(format!("{host} was sent a {other:?} message")),
+        }
+    }
+
+    /// Before the guest runs here, this host's image is on stable storage and
+    /// says that it is the valid one.
+    fn activate(&mut self, host: HostId, id: SessionId, generation: Generation) {
+        let Some(standby) = self.hosts[host.0].standby(id) else { return };
+        let state = standby.device_state.expect("an epoch was applied");
+        self.check_owner(host, generation);
+        let image = &mut self.hosts[host.0].image;
+        image.sync();
+        image.lineage = state.lineage;
+        self.set_record(host, ImageRole::Active, generation);
+        self.check_image();
+        self.note(host, || format!("its image is valid at generation {generation}"));
+        self.moment(Moment::Activated);
+    }
+
+    /// The standby's QEMU dies. Before the arbiter's grant the core knows what to
+    /// do; after it, the VM cannot start here.
+    pub(crate) fn standby_breaks(&mut self, host: HostId, id: SessionId) {
+        let Some(standby) = self.hosts[host.0].standby(id) else { return };
+        standby.broken = true;
+        let granted = *standby.core.phase() == BackupPhase::Live;
+        self.coverage.standbys_failed += 1;
+        let reason = "its QEMU died".to_owned();
+        self.backup_event(host, id, BackupEvent::CannotServe(reason), None);
+        let Some(standby) = self.hosts[host.0].standby(id) else { return };
+        if !granted && *standby.core.phase() != BackupPhase::Discarded {
+            self.violation(format!("{host} may still win the VM, and cannot run it"));
+        }
+    }
+
+    fn go_live(&mut self, host: HostId, id: SessionId, generation: Generation) {
+        let Some(standby) = self.hosts[host.0].standby(id) else { return };
+        if standby.broken {
+            self.close_standby(host, id);
+            self.note(host, || "cannot start the VM that it won".to_owned());
+            self.hosts[host.0].role = Role::Fenced;
+            return;
+        }
+        let (committed, pages) = (standby.core.committed(), standby.pages);
+        let data = standby.data;
+        let origin = standby.device_state.expect("an epoch was applied");
+        self.coverage.partial_epochs_dropped += u64::from(standby.staging.bytes() > 0);
+        self.check_copy(host, committed, false);
+        let right = self.oracle.boundary(id, committed).is_some_and(|it| it.state == origin);
+        if !right {
+            self.violation(format!("{host} goes live from {origin:?}, not from epoch {committed}"));
+        }
+        if self.handed_over.is_some_and(|(of, state)| of == id && state != origin) {
+            self.violation(format!("a planned fail-over lost the guest's last state: {origin:?}"));
+        }
+        if let Some(shown) = self.oracle.shown().filter(|it| !self.oracle.descends(origin, *it)) {
+            self.violation(format!("output commit: {host} goes live without {shown:?}"));
+        }
+        self.send(host, data, Message::new(Kind::Live, Epoch(generation.0), Vec::new()));
+        self.close_standby(host, id);
+        let state = self.oracle.new_lineage(Some(origin));
+        let image = &mut self.hosts[host.0].image;
+        image.lineage = state.lineage;
+        let flushed = Claim { state, blocks: image.synced };
+        self.note(host, || format!("goes live from epoch {committed}"));
+        self.coverage.takeovers += 1;
+        self.live_since = self.now;
+        self.run_here(host, Guest { state, pages, flushed }, generation);
+        self.moment(Moment::Live);
+    }
+
+    fn discard(&mut self, host: HostId, id: SessionId) {
+        let Some(standby) = self.hosts[host.0].standby(id) else { return };
+        let data = standby.data;
+        self.send(host, data, Message::new(Kind::StoodDown, Epoch(0), Vec::new()));
+        self.close_standby(host, id);
+        self.hosts[host.0].role = Role::Idle;
+        self.note(host, || "has forgotten the VM".to_owned());
+    }
+}

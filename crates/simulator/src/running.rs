@@ -1,0 +1,101 @@
+//! The VM on the host that runs it: the guest's steps, and how it comes to run.
+
+use crate::guest::{BLOCKS, Claim, Frame, Gate, Guest, PAGES, Port, State};
+use crate::host::{CopyId, HostId, Role, Running};
+use crate::world::{Event, World};
+use understudy_protocol::Generation;
+use understudy_protocol::repair::Repair;
+use understudy_protocol::validity::ImageRole;
+
+impl World {
+    /// The guest runs a little further.
+    pub(crate) fn guest_step(&mut self, host: HostId, copy: CopyId, runs: u32) {
+        let Some(running) = self.hosts[host.0].running() else { return };
+        if running.copy != copy || running.runs != runs || running.paused {
+            return;
+        }
+        let state = self.oracle.next_state(running.guest.state.lineage);
+        running.guest.state = state;
+        let page = self.random.index(PAGES);
+        running.guest.pages[page] = state.number;
+        self.page_written(host, page);
+        if self.random.percent(25) {
+            let block = self.random.index(BLOCKS);
+            self.hosts[host.0].image.blocks[block] = state.number;
+            self.block_written(host, block, state.number);
+        }
+        self.guest_talks(host);
+        let next = self.random.micros(200, 4_000);
+        self.after(next, Event::GuestStep(host, copy, runs));
+    }
+
+    fn guest_talks(&mut self, host: HostId) {
+        let flushes = self.random.percent(8);
+        let (sends, arrives) = (self.random.percent(40), self.random.percent(70));
+        let host_state = &mut self.hosts[host.0];
+        if flushes {
+            host_state.image.sync();
+        }
+        let synced = host_state.image.synced;
+        let Some(running) = host_state.running() else { return };
+        let guest = &mut running.guest;
+        if flushes {
+            guest.flushed = Claim { state: guest.state, blocks: synced };
+        }
+        if sends {
+            let frame = Frame { state: guest.state, claim: guest.flushed };
+            running.port.send(frame);
+        }
+        let out = if arrives { running.port.drain() } else { Vec::new() };
+        let session = running.session.as_ref().map(|session| session.id);
+        self.let_out(host, out);
+        if let Some(id) = session {
+            self.consider_checkpoint(host, id);
+        }
+    }
+
+    /// Lets a guest that stands still run.
+    pub(crate) fn resume_guest(&mut self, host: HostId) {
+        let Some(running) = self.hosts[host.0].running() else { return };
+        running.paused = false;
+        running.runs += 1;
+        let event = Event::GuestStep(host, running.copy, running.runs);
+        let soon = self.random.micros(50, 500);
+        self.after(soon, event);
+    }
+
+    pub(crate) fn new_copy(&mut self) -> CopyId {
+        self.copies += 1;
+        CopyId(self.copies)
+    }
+
+    /// The VM boots from this host's image, which is valid from here on.
+    pub(crate) fn boot(&mut self, host: HostId, generation: Generation, origin: Option<State>) {
+        let state = self.oracle.new_lineage(origin);
+        let image = &mut self.hosts[host.0].image;
+        image.lineage = state.lineage;
+        let flushed = Claim { state, blocks: image.synced };
+        self.set_record(host, ImageRole::Active, generation);
+        let guest = Guest { state, pages: [state.number; PAGES], flushed };
+        self.run_here(host, guest, generation);
+    }
+
+    /// The VM runs here, unprotected.
+    pub(crate) fn run_here(&mut self, host: HostId, guest: Guest, generation: Generation) {
+        let copy = self.new_copy();
+        self.hosts[host.0].role = Role::Primary(Box::new(Running {
+            copy,
+            guest,
+            runs: 0,
+            paused: true,
+            port: Port::new(Gate::Open),
+            generation,
+            session: None,
+            dialling: None,
+            repair: Repair::default(),
+            wanted: true,
+        }));
+        self.resume_guest(host);
+        self.protection_lost(host, "nobody backs it up");
+    }
+}
