@@ -51,6 +51,15 @@ impl Membership {
         Generation(member.generation.0 + (leaders.0 - self.leader().generation.0))
     }
 
+    /// The command that protects the VM, and its group, again.
+    pub fn remedy(&self) -> String {
+        let vms: Vec<&str> = self.members.iter().map(|member| member.vm.as_str()).collect();
+        match &self.name {
+            Some(name) => format!("understudy protect {} --group {name}", vms.join(" ")),
+            None => format!("understudy protect {}", vms.join(" ")),
+        }
+    }
+
     /// Makes this host the owner of all members, or of none. `from` is the
     /// leader's generation. Asking again is harmless.
     pub fn acquire(&self, arbiter: &Arbiter, from: Generation) -> Verdict {
@@ -151,7 +160,8 @@ impl Host {
     /// more, which nobody asked for.
     pub(crate) fn leave_group(&self, vm: &PrimaryVm, fellows: &[Arc<PrimaryVm>]) {
         let name = &vm.machine.definition().name;
-        for fellow in fellows {
+        // One that is still protected says itself how that goes on.
+        for fellow in fellows.iter().filter(|fellow| fellow.active_session().is_none()) {
             let reason = format!(
                 "{name}, of the same group, was stopped, which ended the group; not protected \
                  until `understudy protect`"
@@ -225,6 +235,7 @@ mod tests {
         assert!(matches!(group().acquire(&a, Generation(1)), Verdict::Taken(_)));
         let owner = Ownership { host: Some("b".into()), generation: Generation(5) };
         assert_eq!(b.current("web").unwrap(), Some(owner));
+        assert_eq!(group().remedy(), "understudy protect db web --group shop");
     }
 
     #[test]

@@ -177,9 +177,10 @@ fn stand_by(host: &Arc<Host>, link: Link, hello: &Hello, offer: &Offer) -> anyho
     };
     let weak = Arc::downgrade(host);
     let own = machine.clone();
+    let remedy = plan.group.0.membership.remedy();
     let over = move |outcome| {
         if let Some(host) = weak.upgrade() {
-            end(&host, &own, outcome);
+            end(&host, &own, &remedy, outcome);
         }
     };
     // Registered before the primary hears that it may connect its heartbeat.
@@ -219,11 +220,11 @@ fn group_of(
 }
 
 /// The session ended: the VM lives here, or this host has nothing to do with it.
-fn end(host: &Arc<Host>, machine: &Arc<Machine>, outcome: Outcome) {
+fn end(host: &Arc<Host>, machine: &Arc<Machine>, remedy: &str, outcome: Outcome) {
     let name = machine.definition().name.clone();
     match outcome {
         Outcome::Live { generation, reason } => {
-            let degraded = format!("took over: {reason}; not protected until `understudy protect`");
+            let degraded = format!("took over: {reason}; not protected until `{remedy}`");
             host.add_primary(machine.clone(), generation, Some(degraded));
         }
         Outcome::Discarded => {

@@ -386,6 +386,9 @@ pub enum BenchCommand {
     /// How long a checkpoint stops the guest, against the pages that it wrote.
     #[command(after_help = BENCH_PAUSE_HELP)]
     Pause(BenchPauseArgs),
+    /// Round trips between two guests: one group, one by one, unprotected.
+    #[command(after_help = BENCH_GROUP_HELP)]
+    Group(BenchGroupArgs),
 }
 
 const BENCH_PAUSE_HELP: &str = "\
@@ -393,6 +396,25 @@ Two hosts are network namespaces of this machine; daemons, QEMUs and the guest,
 which rewrites that many pages in every epoch, are real. Needs root, and the test
 guest that `make guests` builds. Everything is removed at the end. Figures mean
 little while something else keeps the machine busy.";
+
+const BENCH_GROUP_HELP: &str = "\
+One guest asks a server in the other over TCP, each request after the last answer:
+alone, and while a client outside asks the first guest likewise. Parts and
+conditions as for `bench pause`.";
+
+/// `bench group`
+#[derive(Debug, Args)]
+pub struct BenchGroupArgs {
+    /// Seconds of each measurement.
+    #[arg(long, value_name = "N", default_value_t = 3, value_parser = clap::value_parser!(u64).range(1..=600))]
+    pub seconds: u64,
+    /// How often everything is measured, in turn; medians are reported.
+    #[arg(long, value_name = "N", default_value_t = 3, value_parser = clap::value_parser!(u32).range(1..=100))]
+    pub repeats: u32,
+    /// The test guest's files [default: target/guest of the build].
+    #[arg(long, value_name = "DIR", env = "UNDERSTUDY_GUEST")]
+    pub guest: Option<PathBuf>,
+}
 
 /// `bench pause`
 #[derive(Debug, Args)]

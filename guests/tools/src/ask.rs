@@ -3,8 +3,8 @@
 //!
 //! - `append`: asks for record 1, 2, 3, … for ever, each after the answer to the
 //!   one before; FILE always holds `SENT ANSWERED`, two numbers.
-//! - `ping`: asks ROUNDS times and prints the percentiles of the round trips,
-//!   measured by this guest's clock, which stands still while the guest does.
+//! - `ping`: asks for SECONDS and prints `rounds N p50_us A p99_us B`, measured by
+//!   this guest's clock, which stands still while the guest does.
 
 use std::fs::File;
 use std::io::{BufRead, BufReader, Write};
@@ -43,17 +43,19 @@ fn payload(number: u64) -> String {
     (0..3).map(digits).collect()
 }
 
-/// Pings `server` so many times and prints how long it took.
-pub fn ping(server: &str, rounds: usize) -> Result<(), String> {
+/// Pings `server` for so many seconds and prints how long the round trips took.
+pub fn ping(server: &str, seconds: u64) -> Result<(), String> {
     let mut line = Line::connect(server)?;
-    let mut times = Vec::with_capacity(rounds);
-    for round in 0..rounds {
-        let asked = Instant::now();
+    let mut times = Vec::new();
+    let begun = Instant::now();
+    while begun.elapsed() < Duration::from_secs(seconds) {
+        let (round, asked) = (times.len(), Instant::now());
         line.ask(&format!("ping {round}\n"), &format!("pong {round}\n"))?;
         times.push(asked.elapsed());
     }
     times.sort();
-    println!("rounds {rounds} p50_us {} p99_us {}", micros(&times, 50), micros(&times, 99));
+    let (p50, p99) = (micros(&times, 50), micros(&times, 99));
+    println!("rounds {} p50_us {p50} p99_us {p99}", times.len());
     Ok(())
 }
 

@@ -11,7 +11,7 @@
 //! | `dirty PAGES INTERVAL_MS` | rewrites PAGES pages of memory every INTERVAL_MS (0: continuously) |
 //! | `load DIR`                | compile-like load: short processes, small files, some arithmetic |
 //! | `ask SERVER append FILE`  | appends records at another guest's server, HOST:PORT, and keeps count in FILE |
-//! | `ask SERVER ping ROUNDS`  | measures round trips to it |
+//! | `ask SERVER ping SECONDS` | measures round trips to it |
 //! | `await-ports PORT…`       | returns once every port accepts connections |
 //!
 //! The protocols are documented in the modules.
@@ -28,7 +28,7 @@ use std::process::ExitCode;
 
 const USAGE: &str = "usage: guest-tools records PORT FILE | run PORT | blast PORT \
                      | dirty PAGES INTERVAL_MS | load DIR | ask SERVER append FILE \
-                     | ask SERVER ping ROUNDS | await-ports PORT...";
+                     | ask SERVER ping SECONDS | await-ports PORT...";
 
 fn main() -> ExitCode {
     let arguments: Vec<String> = std::env::args().skip(1).collect();
@@ -53,7 +53,7 @@ fn dispatch(arguments: &[String]) -> Result<(), String> {
         ["load", directory] => load::build_forever(directory.as_ref()),
         [load::COMPILE, source, object] => load::compile(source.as_ref(), object.as_ref()),
         ["ask", server, "append", file] => ask::append(server, file.as_ref()),
-        ["ask", server, "ping", rounds] => ask::ping(server, number("ROUNDS", rounds)?),
+        ["ask", server, "ping", seconds] => ask::ping(server, number("SECONDS", seconds)?),
         ["await-ports", ports @ ..] if !ports.is_empty() => ports
             .iter()
             .map(|port| number("PORT", port))

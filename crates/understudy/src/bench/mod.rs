@@ -3,10 +3,12 @@
 //! | module    | is |
 //! |-----------|----|
 //! | [`pause`] | how long a checkpoint stops the guest, against the pages it wrote |
+//! | [`group`] | round trips between two guests, protected as a group, one by one, not at all |
 //! | `report`  | the result: medians, JSON, the table |
 //! | `memory`  | how much memory the daemons hold |
 //! | `machine` | what it was measured on |
 
+pub mod group;
 mod machine;
 mod memory;
 pub mod pause;

@@ -142,8 +142,22 @@ fn take_over_epochs(scene: &Scene, host: &str) -> Result<Vec<String>> {
 }
 
 #[test]
-fn the_host_of_a_group_is_killed() {
-    play_group(|scene, client, inner| {
+fn the_backup_of_a_group_is_killed_and_then_its_host() {
+    play_group(|scene, client, mut inner| {
+        scene.host_mut("b")?.kill_everything()?;
+        for vm in BOTH {
+            wait_for(&format!("{vm} to be degraded"), LIMIT, || {
+                let status = scene.host("a")?.status(vm)?;
+                let (state, reason) = protection(&status);
+                Ok((state == "degraded" && !reason.contains("until the arbiter")).then_some(()))
+            })?;
+        }
+        await_service(&client)?;
+        inner.prove_alive()?;
+        scene.restart("b")?;
+        protect(scene, "a", "b")?;
+        await_service(&client)?;
+        inner.prove_alive()?;
         scene.host_mut("a")?.kill_everything()?;
         prove_survival(scene, client, inner, "b")
     });
