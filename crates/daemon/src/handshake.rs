@@ -2,6 +2,7 @@
 
 use crate::group::Membership;
 use crate::link::{Link, SETUP_TIMEOUT};
+use crate::resync::Resync;
 use anyhow::Context;
 use serde::{Deserialize, Serialize};
 use std::net::{SocketAddr, TcpStream};
@@ -79,6 +80,9 @@ pub struct Offer {
     pub group: Option<GroupOffer>,
     /// Bytes of each disk's export, in the definition's order.
     pub disk_bytes: Vec<u64>,
+    /// Sessions since which every change of the primary's disks is known.
+    #[serde(default)]
+    pub sessions: Vec<String>,
     /// Files that follow: what QEMU reads when it starts.
     pub files: Vec<FileOffer>,
     /// The backup's addresses that the primary knows, one for each path.
@@ -123,6 +127,19 @@ pub enum FileRole {
 pub struct Welcome {
     /// The backup's host name.
     pub host: String,
+    /// What the backup's own images lack, if they need not be copied in full.
+    #[serde(default)]
+    pub resync: Option<Resync>,
+    /// Why they must.
+    #[serde(default)]
+    pub full_because: String,
+}
+
+impl Welcome {
+    /// A welcome that says nothing of disks.
+    pub fn of(host: &str) -> Welcome {
+        Welcome { host: host.to_owned(), resync: None, full_because: String::new() }
+    }
 }
 
 /// The backup goes on with a session over a new connection.

@@ -6,15 +6,15 @@ use crate::config::HostConfig;
 use crate::error::{ErrorKind, HostError};
 use crate::group::Membership;
 use crate::machine::{self, Machine};
-use crate::records::Records;
+use crate::records::{Record, Records};
 use crate::report::{CheckpointTiming, HostStatus, ProtectRequest, VmStatus};
+use crate::resync;
 use crate::sync::lock;
 use crate::vm::{PrimaryVm, Vm};
 use crate::{backup, incoming, primary};
 use std::collections::BTreeMap;
 use std::net::{SocketAddr, TcpListener};
 use std::path::{Path, PathBuf};
-use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, Weak};
 use std::time::{Duration, Instant};
 use tracing::{info, warn};
@@ -49,7 +49,6 @@ pub struct Host {
     pub(crate) protecting: Mutex<()>,
     /// Groups that this host backs up, or did, by the session of their leader.
     pub(crate) backed_groups: Mutex<Vec<Weak<backup::Group>>>,
-    sessions: AtomicU64,
 }
 
 impl Host {
@@ -82,7 +81,6 @@ impl Host {
             adding: Mutex::default(),
             protecting: Mutex::default(),
             backed_groups: Mutex::default(),
-            sessions: AtomicU64::new(0),
         });
         for listener in listeners {
             incoming::listen(&host, listener)?;
@@ -115,6 +113,7 @@ impl Host {
         self.check_bridges(&definition)?;
         self.check_memory(definition.memory.bytes())?;
         let disks = open_disks(&definition)?;
+        let former = self.record(&definition.name)?;
         let run_dir = self.vm_directory(&definition.name)?;
         let name = definition.name.clone();
         let plan = machine::Plan {
@@ -131,7 +130,7 @@ impl Host {
         let machine = self.launch(plan).map_err(|error| failed("cannot start the VM", &error))?;
         // Everything works: only now the arbiter's record changes.
         let generation = self.take_ownership(&name, newest)?;
-        self.note_active(&machine, generation)?;
+        self.note_active(&machine, generation, former, &run_dir)?;
         let vm = self.add_primary(machine.clone(), generation, None);
         machine.ensure_running().map_err(|error| failed("cannot start the guest", &error))?;
         info!(vm = name, "started");
@@ -303,13 +302,25 @@ impl Host {
         &self,
         machine: &Machine,
         generation: Generation,
+        former: Option<Record>,
+        directory: &Path,
     ) -> Result<(), HostError> {
-        let definition = machine.definition();
-        let former = self.record(&definition.name)?;
-        let peer = former.and_then(|record| record.peer);
-        self.records
-            .write(ImageRole::Active, generation, peer, definition)
-            .map_err(|error| HostError::new(ErrorKind::Internal, error.to_string()))
+        let mut record = self.records.of(ImageRole::Active, generation, machine.definition());
+        if let Some(former) = former {
+            record.sessions = resync::reopen(&former, machine.disks(), directory);
+            record.peer = former.peer;
+        }
+        self.records.write(&record).map_err(internal)
+    }
+
+    /// The guest goes on running on the machine's images at this generation.
+    pub(crate) fn note_generation_of(
+        &self,
+        machine: &Machine,
+        generation: Generation,
+    ) -> Result<(), HostError> {
+        let name = &machine.definition().name;
+        self.records.change(name, |record| record.image.generation = generation).map_err(internal)
     }
 
     /// VMs that ran here when the last daemon ended.
@@ -393,12 +404,12 @@ impl Host {
             // Started without an arbiter's record.
             Generation(0) => {
                 let generation = self.take_ownership(&definition.name, Generation(0))?;
-                self.note_active(&vm.machine, generation)?;
+                self.note_generation_of(&vm.machine, generation)?;
                 generation
             }
             generation => generation,
         };
-        let number = self.sessions.fetch_add(1, Ordering::Relaxed);
+        let directory = self.vm_directory(&definition.name)?;
         Ok(primary::Plan {
             host: self.config.name.clone(),
             peer: request.to.clone(),
@@ -409,12 +420,11 @@ impl Host {
             timeout: self.config.detection_timeout,
             arbiter,
             qemu_version: self.capabilities.version.to_string(),
-            session: format!(
-                "{}/{}/{}/{number}",
-                self.config.name,
-                definition.name,
-                std::process::id()
-            ),
+            session: resync::fresh_session(&self.config.name, &definition.name)
+                .map_err(internal)?,
+            sessions: resync::track(&vm.machine, &self.records, &directory)
+                .map_err(|error| failed("cannot note the changes of the disks", &error))?,
+            records: self.records.clone(),
         })
     }
 }
@@ -426,6 +436,10 @@ fn bind(address: &SocketAddr) -> Result<TcpListener, HostError> {
         );
         HostError::new(ErrorKind::Conflict, message)
     })
+}
+
+fn internal(error: std::io::Error) -> HostError {
+    HostError::new(ErrorKind::Internal, error.to_string())
 }
 
 pub(crate) fn prepare_directory(path: &Path) -> Result<(), HostError> {

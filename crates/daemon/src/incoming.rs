@@ -7,15 +7,18 @@ use crate::handshake::{GroupOffer, Hello, MOST_PATHS, Offer, Purpose, Welcome, a
 use crate::host::{Host, failed};
 use crate::link::Link;
 use crate::machine::{self, Machine};
+use crate::resync::{self, Groundwork};
 use crate::sync::lock;
 use crate::vm::{FencedVm, Vm};
 use anyhow::{Context, anyhow, bail};
 use std::net::{TcpListener, TcpStream};
+use std::path::Path;
 use std::sync::{Arc, Weak};
 use std::thread;
 use tracing::{info, warn};
-use understudy_disk::FreshMirror;
+use understudy_disk::{FreshMirror, Mirror};
 use understudy_protocol::DiskIndex;
+use understudy_protocol::validity::ImageRole;
 use understudy_protocol::wire::Kind;
 use understudy_qemu::Role;
 
@@ -45,7 +48,7 @@ fn serve(host: &Arc<Host>, stream: TcpStream) {
             Purpose::Images { vm } => answer_images(host, &link, &vm),
             Purpose::Heartbeat { session, path } => {
                 let session = session_of(host, &link, &hello, &session)?;
-                link.send_json(Kind::Welcome, &Welcome { host: host.config.name.clone() })?;
+                link.send_json(Kind::Welcome, &Welcome::of(&host.config.name))?;
                 backup::attach_heartbeat(&session, path, link)
             }
             Purpose::Resume { session, path, received } => {
@@ -95,8 +98,15 @@ fn take_offer(host: &Arc<Host>, link: Link, hello: &Hello, offer: &Offer) -> any
         link.refuse(&format!("host {} refuses: {error}", host.config.name));
         bail!("refused {} of {}: {error}", offer.definition.name, hello.host);
     }
-    link.send_json(Kind::Welcome, &Welcome { host: host.config.name.clone() })?;
-    if let Err(error) = stand_by(host, link.clone(), hello, offer) {
+    let directory = host.vm_directory(&offer.definition.name)?;
+    let groundwork = resync::examine(host, offer, &directory);
+    let mut welcome = Welcome::of(&host.config.name);
+    match &groundwork {
+        Groundwork::Full(why) => welcome.full_because = why.clone(),
+        Groundwork::Resync(_, resync) => welcome.resync = Some(resync.clone()),
+    }
+    link.send_json(Kind::Welcome, &welcome)?;
+    if let Err(error) = stand_by(host, link.clone(), hello, offer, groundwork) {
         link.refuse(&format!("host {} cannot stand by: {error:#}", host.config.name));
         return Err(error);
     }
@@ -144,16 +154,23 @@ fn examine(host: &Host, offer: &Offer) -> Result<(), HostError> {
 }
 
 /// Prepares mirrors and a warm QEMU, then follows the primary.
-fn stand_by(host: &Arc<Host>, link: Link, hello: &Hello, offer: &Offer) -> anyhow::Result<()> {
+fn stand_by(
+    host: &Arc<Host>,
+    link: Link,
+    hello: &Hello,
+    offer: &Offer,
+    groundwork: Groundwork,
+) -> anyhow::Result<()> {
     let directory = host.vm_directory(&offer.definition.name)?;
-    let mirrors = offer
-        .disk_bytes
-        .iter()
-        .enumerate()
-        .map(|(i, bytes)| FreshMirror::create(&directory, DiskIndex(i as u16), *bytes))
-        .collect::<Result<Vec<_>, _>>()?;
+    let name = offer.definition.name.clone();
+    let former = host.record(&name)?.map_or_else(Vec::new, |record| record.sessions);
+    let resyncs = matches!(groundwork, Groundwork::Resync(..));
+    let mirrors = make_mirrors(host, offer, &directory, groundwork)?;
     let definition = backup::receive_files(&link, offer, &directory, &mirrors)?;
-    let name = definition.name.clone();
+    if resyncs {
+        // The primary has noted what changed here: the copy can be taken up again.
+        host.records.change(&name, |record| record.sessions = former)?;
+    }
     let machine = host.launch(machine::Plan {
         definition,
         machine_type: offer.machine_type.clone(),
@@ -174,6 +191,7 @@ fn stand_by(host: &Arc<Host>, link: Link, hello: &Hello, offer: &Offer) -> anyho
         records: host.records.clone(),
         addresses: offer.paths.clone(),
         path: offer.path,
+        directory: directory.clone(),
     };
     let weak = Arc::downgrade(host);
     let own = machine.clone();
@@ -219,6 +237,34 @@ fn group_of(
     found.map(|group| (group, place)).context("the group's protection has ended meanwhile")
 }
 
+/// New mirrors, or this host's images as they are, which from now on are not what they were.
+fn make_mirrors(
+    host: &Host,
+    offer: &Offer,
+    directory: &Path,
+    groundwork: Groundwork,
+) -> anyhow::Result<Vec<Mirror>> {
+    let name = &offer.definition.name;
+    match groundwork {
+        Groundwork::Full(why) => {
+            info!(vm = name, "all of the disks will be copied: {why}");
+            let fresh = |(i, bytes): (usize, &u64)| {
+                FreshMirror::create(directory, DiskIndex(i as u16), *bytes).map(Mirror::Fresh)
+            };
+            Ok(offer.disk_bytes.iter().enumerate().map(fresh).collect::<Result<_, _>>()?)
+        }
+        Groundwork::Resync(disks, _) => {
+            info!(vm = name, "only what changed of the disks will be copied");
+            host.records.change(name, |record| {
+                record.image.role = ImageRole::Syncing;
+                record.image.generation = offer.generation;
+                record.sessions.clear();
+            })?;
+            Ok(disks.into_iter().map(Mirror::Resynced).collect())
+        }
+    }
+}
+
 /// The session ended: the VM lives here, or this host has nothing to do with it.
 fn end(host: &Arc<Host>, machine: &Arc<Machine>, remedy: &str, outcome: Outcome) {
     let name = machine.definition().name.clone();
@@ -226,6 +272,10 @@ fn end(host: &Arc<Host>, machine: &Arc<Machine>, remedy: &str, outcome: Outcome)
         Outcome::Live { generation, reason } => {
             let degraded = format!("took over: {reason}; not protected until `{remedy}`");
             host.add_primary(machine.clone(), generation, Some(degraded));
+            // The activation says so already; the record is where it belongs.
+            if let Err(error) = host.records.change(&name, |_| ()) {
+                warn!(vm = name, "{error}");
+            }
         }
         Outcome::Discarded => {
             lock(&host.vms).remove(&name);

@@ -21,6 +21,7 @@ mod primary;
 mod records;
 mod recover;
 pub mod report;
+mod resync;
 mod room;
 mod sync;
 mod vm;

@@ -113,14 +113,17 @@ impl Host {
     /// Sole ownership may have come with a new generation. Recovery does without this
     /// note if it has to.
     fn note_generation(&self, vm: &PrimaryVm) {
-        if let Err(error) = self.note_active(&vm.machine, vm.generation()) {
+        if let Err(error) = self.note_generation_of(&vm.machine, vm.generation()) {
             warn!(vm = vm.machine.definition().name, "{error}");
         }
     }
 
     fn note_role(&self, vm: &PrimaryVm, role: ImageRole) {
         let name = &vm.machine.definition().name;
-        if let Err(error) = self.records.change(name, role, vm.generation()) {
+        if let Err(error) = self.records.change(name, |record| {
+            record.image.role = role;
+            record.image.generation = vm.generation();
+        }) {
             warn!(vm = name, "{error}");
         }
     }

@@ -4,16 +4,26 @@
 //! [`Records::write`] returns; what it means is in `understudy_protocol::validity`. It
 //! also keeps the VM's definition as it is on this host, so that the VM can be started
 //! again on these images when everything else is gone.
+//!
+//! A backup that takes over has no time for that: its record says `mirror`, and beside it
+//! lies an [`Activation`], one sector made ready before, which takes one write to the
+//! disk. It counts as if the record said `active`, if it is of the same session.
 
+use crate::sync::lock;
 use serde::{Deserialize, Serialize};
 use std::fs::{self, File};
 use std::io::{self, ErrorKind, Write};
+use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
+use std::sync::{Arc, Mutex};
 use understudy_protocol::Generation;
 use understudy_protocol::validity::{ImageRecord, ImageRole};
 use understudy_qemu::VmDefinition;
 
 const FILE: &str = "record.json";
+const ACTIVATION: &str = "activation";
+/// Written to the device as a whole, or not at all.
+const SECTOR_BYTES: usize = 512;
 
 /// What this host's images of a VM are.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
@@ -22,6 +32,10 @@ pub struct Record {
     pub image: ImageRecord,
     /// The other host of the last protection.
     pub peer: Option<String>,
+    /// The sessions since whose first synchronisation every change of the images is known;
+    /// see [`crate::resync`].
+    #[serde(default)]
+    pub sessions: Vec<String>,
     /// The VM as it is on this host; its disks are the images.
     pub definition: VmDefinition,
 }
@@ -38,17 +52,38 @@ impl Record {
 pub struct Records {
     state_dir: PathBuf,
     host: String,
+    /// Held while a record is changed.
+    changing: Arc<Mutex<()>>,
 }
 
 impl Records {
     /// The records of `host`, below its state directory.
     pub fn new(state_dir: &Path, host: &str) -> Records {
-        Records { state_dir: state_dir.to_owned(), host: host.to_owned() }
+        Records { state_dir: state_dir.to_owned(), host: host.to_owned(), changing: Arc::default() }
     }
 
     /// The record of a VM, if this host ever had images of it. An unreadable record is an
     /// error, never taken for none.
     pub fn read(&self, vm: &str) -> io::Result<Option<Record>> {
+        let Some(mut record) = self.read_file(vm)? else { return Ok(None) };
+        if record.image.role == ImageRole::Mirror {
+            if let Some(activated) = Activation::read(&self.path(vm).with_file_name(ACTIVATION))? {
+                if record.sessions == [activated.session] {
+                    record.image.role = ImageRole::Active;
+                    record.image.generation = activated.generation;
+                }
+            }
+        }
+        Ok(Some(record))
+    }
+
+    /// Makes an activation of a VM's mirror ready, whose record is of this session.
+    pub fn prepare_activation(&self, vm: &str, session: &str) -> io::Result<Activation> {
+        let path = self.path(vm).with_file_name(ACTIVATION);
+        Activation::prepare(&path, session).map_err(|error| explain("prepare", &path, error))
+    }
+
+    fn read_file(&self, vm: &str) -> io::Result<Option<Record>> {
         let path = self.path(vm);
         let text = match fs::read(&path) {
             Ok(text) => text,
@@ -60,26 +95,31 @@ impl Records {
             .map_err(|error| explain("read", &path, error.into()))
     }
 
-    /// Notes what this host's images of a VM are from now on; on return it is on stable
-    /// storage.
-    pub fn write(
-        &self,
-        role: ImageRole,
-        generation: Generation,
-        peer: Option<String>,
-        definition: &VmDefinition,
-    ) -> io::Result<()> {
+    /// A record of this host's, to be written.
+    pub fn of(&self, role: ImageRole, generation: Generation, definition: &VmDefinition) -> Record {
         let image = ImageRecord { host: self.host.clone(), role, generation };
-        let record = Record { image, peer, definition: definition.clone() };
-        let path = self.path(&definition.name);
-        replace(&path, &serde_json::to_vec_pretty(&record)?)
-            .map_err(|error| explain("write", &path, error))
+        Record { image, peer: None, sessions: Vec::new(), definition: definition.clone() }
     }
 
-    /// Changes role and generation of the record that is there.
-    pub fn change(&self, vm: &str, role: ImageRole, generation: Generation) -> io::Result<()> {
-        let Some(record) = self.read(vm)? else { return Ok(()) };
-        self.write(role, generation, record.peer, &record.definition)
+    /// Notes what this host's images of a VM are from now on; on return it is on stable
+    /// storage.
+    pub fn write(&self, record: &Record) -> io::Result<()> {
+        let _changing = lock(&self.changing);
+        self.replace(record)
+    }
+
+    /// Changes the record that is there, if one is.
+    pub fn change(&self, vm: &str, change: impl FnOnce(&mut Record)) -> io::Result<()> {
+        let _changing = lock(&self.changing);
+        let Some(mut record) = self.read(vm)? else { return Ok(()) };
+        change(&mut record);
+        self.replace(&record)
+    }
+
+    fn replace(&self, record: &Record) -> io::Result<()> {
+        let path = self.path(&record.definition.name);
+        replace(&path, &serde_json::to_vec_pretty(record)?)
+            .map_err(|error| explain("write", &path, error))
     }
 
     /// All records that can be read; in the log, those that cannot.
@@ -101,14 +141,67 @@ impl Records {
     }
 }
 
+/// The place for the record that the guest runs on a mirror.
+#[derive(Debug)]
+pub struct Activation {
+    file: File,
+    session: String,
+}
+
+#[derive(Serialize, Deserialize)]
+struct Activated {
+    session: String,
+    generation: Generation,
+}
+
+impl Activation {
+    fn prepare(path: &Path, session: &str) -> io::Result<Activation> {
+        let file = File::create(path)?;
+        // Written, not left as a hole: later, nothing but this sector has to be synced.
+        file.write_all_at(&[0; SECTOR_BYTES], 0)?;
+        file.sync_all()?;
+        File::open(parent(path))?.sync_all()?;
+        Ok(Activation { file, session: session.to_owned() })
+    }
+
+    /// The guest runs on the mirror at `generation` from now on; on return that is on
+    /// stable storage.
+    pub fn write(&self, generation: Generation) -> io::Result<()> {
+        let activated = Activated { session: self.session.clone(), generation };
+        let mut sector = serde_json::to_vec(&activated)?;
+        sector.push(b'\n');
+        if sector.len() > SECTOR_BYTES {
+            return Err(io::Error::other("the activation record does not fit into a sector"));
+        }
+        sector.resize(SECTOR_BYTES, 0);
+        self.file.write_all_at(&sector, 0)?;
+        self.file.sync_data()
+    }
+
+    fn read(path: &Path) -> io::Result<Option<Activated>> {
+        let sector = match fs::read(path) {
+            Ok(sector) => sector,
+            Err(error) if error.kind() == ErrorKind::NotFound => return Ok(None),
+            Err(error) => return Err(explain("read", path, error)),
+        };
+        let Some(end) = sector.iter().position(|&byte| byte == b'\n') else { return Ok(None) };
+        serde_json::from_slice(&sector[..end])
+            .map(Some)
+            .map_err(|error| explain("read", path, error.into()))
+    }
+}
+
+fn parent(path: &Path) -> &Path {
+    path.parent().expect("the name was joined to a directory")
+}
+
 fn replace(path: &Path, content: &[u8]) -> io::Result<()> {
     let finished = path.with_extension("json.new");
     let mut file = File::create(&finished)?;
     file.write_all(content)?;
     file.sync_all()?;
     fs::rename(&finished, path)?;
-    let directory = path.parent().expect("the name was joined to a directory");
-    File::open(directory)?.sync_all()
+    File::open(parent(path))?.sync_all()
 }
 
 fn explain(action: &str, path: &Path, error: io::Error) -> io::Error {
@@ -133,15 +226,39 @@ mod tests {
         assert_eq!(records.read("db").unwrap(), None);
         fs::create_dir(directory.path().join("db")).unwrap();
         let peer = Some("b".to_owned());
-        records.write(ImageRole::Mirror, Generation(1), peer.clone(), &definition()).unwrap();
-        records.change("db", ImageRole::Active, Generation(2)).unwrap();
+        let mirror = records.of(ImageRole::Mirror, Generation(1), &definition());
+        records.write(&Record { peer: peer.clone(), ..mirror }).unwrap();
+        records.change("db", |record| record.image.generation = Generation(2)).unwrap();
         let record = records.read("db").unwrap().unwrap();
-        assert_eq!(record.image.role, ImageRole::Active);
+        assert_eq!(record.image.role, ImageRole::Mirror);
         assert_eq!(record.image.generation, Generation(2));
         assert_eq!((record.peer, record.definition), (peer, definition()));
         let left = fs::read_dir(directory.path().join("db")).unwrap().count();
         assert_eq!(left, 1, "nothing but the record");
         assert_eq!(records.all().len(), 1);
+    }
+
+    #[test]
+    fn an_activation_counts_for_its_own_session_only() {
+        let directory = tempfile::tempdir().unwrap();
+        let records = Records::new(directory.path(), "b");
+        fs::create_dir(directory.path().join("db")).unwrap();
+        let role = |records: &Records| {
+            let image = records.read("db").unwrap().unwrap().image;
+            (image.role, image.generation)
+        };
+        let mirror = records.of(ImageRole::Mirror, Generation(1), &definition());
+        let of_session =
+            |session: &str| Record { sessions: vec![session.into()], ..mirror.clone() };
+        records.write(&of_session("s1")).unwrap();
+        let activation = records.prepare_activation("db", "s1").unwrap();
+        assert_eq!(role(&records), (ImageRole::Mirror, Generation(1)));
+        activation.write(Generation(2)).unwrap();
+        assert_eq!(role(&records), (ImageRole::Active, Generation(2)));
+        // A later mirror is not activated by it, however often its record is changed.
+        records.write(&of_session("s2")).unwrap();
+        records.change("db", |_| ()).unwrap();
+        assert_eq!(role(&records), (ImageRole::Mirror, Generation(1)));
     }
 
     #[test]

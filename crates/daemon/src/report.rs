@@ -114,6 +114,20 @@ pub struct PathReport {
     pub reason: Option<String>,
 }
 
+/// How the first synchronisation of a VM's disks went, or goes.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct DiskSync {
+    /// Why everything was copied; none if only what may have changed was.
+    pub full_because: Option<String>,
+    /// Bytes sent of the disks copied so far, without what the guest wrote meanwhile.
+    pub bytes: u64,
+    /// How long that took.
+    pub seconds: f64,
+    /// Bytes of the disks in which the hosts' images may differ: what another
+    /// synchronisation would copy if the backup failed now.
+    pub differing_bytes: u64,
+}
+
 /// Everything that `status` shows of one VM.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct VmStatus {
@@ -132,6 +146,9 @@ pub struct VmStatus {
     pub group: Option<String>,
     /// How far protection has come.
     pub protection: Protection,
+    /// How the disks came to the backup, if the VM is or was protected from here.
+    #[serde(default)]
+    pub disk_sync: Option<DiskSync>,
     /// Epochs captured and not yet acknowledged.
     pub lag_epochs: u64,
     /// The checkpoint policy.

@@ -2,8 +2,10 @@
 
 use crate::machine::Machine;
 use crate::report::{
-    CardReport, CheckpointTiming, CompressionReport, DiskReport, Protection, Role, VmStatus,
+    CardReport, CheckpointTiming, CompressionReport, DiskReport, DiskSync, Protection, Role,
+    VmStatus,
 };
+use crate::resync::{self, Basis};
 use crate::sync::lock;
 use crate::{backup, primary};
 use std::collections::VecDeque;
@@ -176,6 +178,17 @@ fn describe_session(status: &mut VmStatus, session: &primary::Session) {
     status.pause_ms = session.stats.pause();
     status.bytes_sent = session.stats.bytes_sent();
     status.compression = Some(describe_compression(session));
+    let (bytes, elapsed) = session.progress.disks();
+    let full_because = match &session.basis {
+        Basis::Full(why) => Some(why.clone()),
+        Basis::Changes(_) => None,
+    };
+    status.disk_sync = Some(DiskSync {
+        full_because,
+        bytes,
+        seconds: elapsed.as_secs_f64(),
+        differing_bytes: resync::differing_bytes(&session.machine),
+    });
     if !session.is_over() {
         status.lag_epochs = in_flight;
         status.paths = session.paths.report();
@@ -234,6 +247,7 @@ fn machine_status(machine: &Machine, role: Role, live: bool) -> VmStatus {
         epoch: Epoch(0),
         group: None,
         protection: Protection::Off,
+        disk_sync: None,
         lag_epochs: 0,
         policy: definition.policy.unwrap_or_default(),
         checkpoints: 0,
@@ -282,6 +296,7 @@ impl FencedVm {
             epoch: Epoch(0),
             group: None,
             protection: Protection::Degraded { reason: self.reason.clone() },
+            disk_sync: None,
             lag_epochs: 0,
             policy: Policy::default(),
             checkpoints: 0,

@@ -1,5 +1,6 @@
 //! One guest disk: its image on this host, and where its writes are mirrored to.
 
+use crate::changes::ChangeMap;
 use crate::error::DiskError;
 use crate::flusher::{Done, Flusher};
 use crate::image::{Image, Space};
@@ -46,6 +47,7 @@ pub struct Disk {
 #[derive(Default)]
 struct Order {
     sink: Option<Arc<dyn WriteSink>>,
+    changes: Option<Arc<ChangeMap>>,
     read_only: bool,
 }
 
@@ -134,6 +136,24 @@ impl Disk {
         let former = std::mem::replace(&mut self.lock_order().sink, sink);
         // Outside the lock: dropping it may take long.
         drop(former);
+    }
+
+    /// Notes every change in `changes` from now on, before it is made.
+    pub fn set_changes(&self, changes: Option<Arc<ChangeMap>>) {
+        self.lock_order().changes = changes;
+    }
+
+    /// Where changes are noted, if anywhere.
+    pub fn changes(&self) -> Option<Arc<ChangeMap>> {
+        self.lock_order().changes.clone()
+    }
+
+    /// [`ChangeMap::end_round`] will forget the changes that went to the sink before this.
+    pub fn begin_round(&self) {
+        // Under the lock, nobody is between mark and sink.
+        if let Some(changes) = &self.lock_order().changes {
+            changes.begin_round();
+        }
     }
 
     /// Refuses (EPERM) or admits the guest's writes that come through the NBD server. On
@@ -258,6 +278,18 @@ impl Disk {
     }
 }
 
+impl Drop for Disk {
+    fn drop(&mut self) {
+        let Ok(order) = self.order.get_mut() else { return };
+        let Some(changes) = order.changes.take() else { return };
+        let path = self.path();
+        // Nobody writes any more: the map can outlive the host's kernel.
+        if let Err(error) = self.image.sync().and_then(|()| changes.seal(&path)) {
+            tracing::warn!(path = %path.display(), %error, "cannot seal the list of changed blocks");
+        }
+    }
+}
+
 impl fmt::Debug for Disk {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("Disk")
@@ -277,6 +309,7 @@ pub(crate) struct Ordered<'a> {
 impl Ordered<'_> {
     pub(crate) fn write(&self, offset: u64, data: &[u8]) -> io::Result<()> {
         self.disk.check_range(offset, data.len() as u64)?;
+        self.mark(offset, data.len() as u64)?;
         self.disk.image.write(offset, data)?;
         if let Some(sink) = &self.order.sink {
             sink.write(self.disk.index, offset, data);
@@ -289,6 +322,7 @@ impl Ordered<'_> {
         if len == 0 {
             return Ok(());
         }
+        self.mark(offset, len)?;
         self.disk.image.zero(offset, len, space)?;
         self.mirror_zero(offset, len);
         Ok(())
@@ -296,10 +330,15 @@ impl Ordered<'_> {
 
     pub(crate) fn trim(&self, offset: u64, len: u64) -> io::Result<()> {
         self.disk.check_range(offset, len)?;
+        self.mark(offset, len)?;
         if self.disk.image.punch(offset, len)? {
             self.mirror_zero(offset, len);
         }
         Ok(())
+    }
+
+    fn mark(&self, offset: u64, len: u64) -> io::Result<()> {
+        self.order.changes.as_ref().map_or(Ok(()), |changes| changes.mark(offset, len))
     }
 
     fn mirror_zero(&self, offset: u64, len: u64) {

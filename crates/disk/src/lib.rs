@@ -16,9 +16,13 @@
 //! it, the epochs are applied with [`Disk::write`] and [`Disk::zero`], and while it
 //! is passive [`Disk::set_read_only`] keeps the warm QEMU from changing it.
 //!
+//! While two hosts' images of a disk differ, or may come to differ, a [`ChangeMap`] tells
+//! where: [`copy_changed`] then brings the other one up to date without copying it all.
+//!
 //! Start reading at [`Disk`], then `nbd/connection.rs`.
 
 mod cached;
+mod changes;
 mod disk;
 mod error;
 mod flusher;
@@ -27,8 +31,11 @@ mod image;
 mod mirror;
 mod nbd;
 
+pub use changes::{ChangeMap, GRANULE_BYTES};
 pub use disk::{Disk, WriteSink};
 pub use error::DiskError;
 pub use format::{ImageFormat, export_bytes};
-pub use mirror::{COPY_CHUNK_BYTES, FreshMirror, copy_out, mirror_path};
+pub use mirror::{
+    COPY_CHUNK_BYTES, FreshMirror, Mirror, changes_path, copy_changed, copy_out, mirror_path,
+};
 pub use nbd::{NbdServer, Traffic};

@@ -1,9 +1,11 @@
 //! The backup's mirror and the background copy that fills it.
 
+use crate::changes::GRANULE_BYTES;
 use crate::disk::{Disk, WriteSink};
 use crate::error::DiskError;
 use std::fs::{self, File};
 use std::io;
+use std::ops::Range;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -74,6 +76,74 @@ impl Drop for FreshMirror {
     }
 }
 
+/// Where a host keeps what it changed of a disk since its last full copy.
+pub fn changes_path(dir: &Path, index: DiskIndex) -> PathBuf {
+    dir.join(format!("disk{index}.changes"))
+}
+
+/// A mirror during its first synchronisation.
+#[derive(Debug)]
+pub enum Mirror {
+    /// A new image, filled from nothing.
+    Fresh(FreshMirror),
+    /// An older image, brought up to date in place. Until it is complete it is neither
+    /// what it was nor what it will be.
+    Resynced(Arc<Disk>),
+}
+
+impl Mirror {
+    /// The disk, to be written, and to be served to the warm QEMU.
+    pub fn disk(&self) -> &Arc<Disk> {
+        match self {
+            Mirror::Fresh(mirror) => mirror.disk(),
+            Mirror::Resynced(disk) => disk,
+        }
+    }
+
+    /// Where the image lies, or will lie once it is whole.
+    pub fn target(&self) -> PathBuf {
+        match self {
+            Mirror::Fresh(mirror) => mirror.target.clone(),
+            Mirror::Resynced(disk) => disk.path(),
+        }
+    }
+
+    /// Declares the mirror whole; it is on stable storage then.
+    pub fn complete(self) -> Result<(), DiskError> {
+        match self {
+            Mirror::Fresh(mirror) => mirror.complete().map(drop),
+            Mirror::Resynced(disk) => disk.sync().map_err(DiskError::io("sync", disk.path())),
+        }
+    }
+}
+
+/// Copies the granules that `changes` tells to `sink`, in the background of the guest's
+/// own writes: brings an older image up to date. Otherwise like [`copy_out`]; what reads
+/// as zeroes is sent as such. The runs are to be read after the disk's sink was set.
+pub fn copy_changed(
+    disk: &Disk,
+    changes: &[Range<u64>],
+    sink: &dyn WriteSink,
+    progress: &mut dyn FnMut(u64),
+    cancel: &AtomicBool,
+) -> io::Result<u64> {
+    let mut buffer = vec![0; COPY_CHUNK_BYTES];
+    let mut done = 0;
+    for run in changes {
+        let mut at = run.start * GRANULE_BYTES;
+        let end = (run.end * GRANULE_BYTES).min(disk.export_bytes());
+        while at < end {
+            check(cancel)?;
+            let chunk = &mut buffer[..COPY_CHUNK_BYTES.min((end - at) as usize)];
+            copy_chunk(disk, sink, at, chunk, Zeroes::Send)?;
+            at += chunk.len() as u64;
+            done += chunk.len() as u64;
+            progress(done);
+        }
+    }
+    Ok(done)
+}
+
 /// Copies what the image holds to `sink`, in the background of the guest's own writes:
 /// the first synchronisation of a fresh mirror.
 ///
@@ -100,11 +170,9 @@ pub fn copy_out(
         at = data.start;
         let end = data.end.min(disk.export_bytes());
         while at < end {
-            if cancel.load(Ordering::Relaxed) {
-                return Err(io::Error::new(io::ErrorKind::Interrupted, "the copy was cancelled"));
-            }
+            check(cancel)?;
             let chunk = &mut buffer[..COPY_CHUNK_BYTES.min((end - at) as usize)];
-            if copy_chunk(disk, sink, at, chunk)? {
+            if copy_chunk(disk, sink, at, chunk, Zeroes::Skip)? {
                 sent += chunk.len() as u64;
             }
             at += chunk.len() as u64;
@@ -115,12 +183,29 @@ pub fn copy_out(
     Ok(sent)
 }
 
-/// Reads and sends one chunk with all writers locked out; false if it was all zeroes.
+fn check(cancel: &AtomicBool) -> io::Result<()> {
+    if cancel.load(Ordering::Relaxed) {
+        return Err(io::Error::new(io::ErrorKind::Interrupted, "the copy was cancelled"));
+    }
+    Ok(())
+}
+
+/// What to do with a chunk of zeroes.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Zeroes {
+    /// Nothing: the mirror is fresh.
+    Skip,
+    /// Send that they are zeroes.
+    Send,
+}
+
+/// Reads and sends one chunk with all writers locked out; false if it was skipped.
 fn copy_chunk(
     disk: &Disk,
     sink: &dyn WriteSink,
     offset: u64,
     chunk: &mut [u8],
+    zeroes: Zeroes,
 ) -> io::Result<bool> {
     let ordered = disk.ordered();
     if !ordered.has_sink() {
@@ -131,7 +216,10 @@ fn copy_chunk(
     }
     disk.read(offset, chunk)?;
     if is_zero(chunk) {
-        return Ok(false);
+        if zeroes == Zeroes::Send {
+            sink.zero(disk.index(), offset, chunk.len() as u64);
+        }
+        return Ok(zeroes == Zeroes::Send);
     }
     sink.write(disk.index(), offset, chunk);
     Ok(true)

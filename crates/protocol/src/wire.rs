@@ -59,6 +59,8 @@ pub enum Kind {
     /// The sender got as many messages of the session as the epoch field says.
     /// Only where there are several paths; not counted itself.
     Received = 26,
+    /// The backup has the disk writes up to this epoch on stable storage.
+    Settled = 27,
 }
 
 impl Kind {
@@ -83,6 +85,7 @@ impl Kind {
             StoodDown,
             Live,
             Received,
+            Settled,
         ]
         .into_iter()
         .find(|kind| *kind as u8 == byte)

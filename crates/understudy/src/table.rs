@@ -3,7 +3,7 @@
 use indicatif::HumanBytes;
 use std::fmt::Write;
 use understudy_daemon::report::{
-    CompressionReport, HostStatus, PathReport, Protection, Role, VmStatus,
+    CompressionReport, DiskSync, HostStatus, PathReport, Protection, Role, VmStatus,
 };
 use understudy_encoding::Compression;
 use understudy_protocol::Policy;
@@ -60,6 +60,9 @@ pub fn vm(vm: &VmStatus) -> String {
     ];
     if let Some(compression) = &vm.compression {
         rows.push(["compression".to_owned(), self::compression(compression)]);
+    }
+    if let Some(sync) = &vm.disk_sync {
+        rows.push(["disks copied".to_owned(), disk_sync(sync)]);
     }
     if let Some(pid) = vm.qemu_pid {
         rows.push(["QEMU's process".to_owned(), pid.to_string()]);
@@ -140,6 +143,14 @@ fn path(path: &PathReport) -> String {
         (None, _) => "up".to_owned(),
     };
     format!("{address} {state}")
+}
+
+fn disk_sync(sync: &DiskSync) -> String {
+    let copied = format!("{} in {:.1} s", HumanBytes(sync.bytes), sync.seconds);
+    match &sync.full_because {
+        Some(why) => format!("{copied}, all data: {why}"),
+        None => format!("{copied}, only what had changed"),
+    }
 }
 
 fn policy(policy: &Policy) -> String {
@@ -229,6 +240,12 @@ pub mod tests {
             epoch: Epoch(1234),
             group: None,
             protection,
+            disk_sync: Some(DiskSync {
+                full_because: None,
+                bytes: 3 << 20,
+                seconds: 0.5,
+                differing_bytes: 1 << 20,
+            }),
             lag_epochs: 1,
             policy: Policy::Interval { hz: 40 },
             checkpoints: 1000,
@@ -320,6 +337,7 @@ pub mod tests {
             "1234, 1 not acknowledged",
             "auto: xor, 10.0 : 1, 99 % cache hits, 0.50 ms CPU/MB, link carries 1.00 GiB/s",
             "4242",
+            "3.00 MiB in 0.5 s, only what had changed",
             "/run/db.console",
             "us-db-0",
             "10.0.0.2:7788 DOWN for 12 s: silent for 101 ms",

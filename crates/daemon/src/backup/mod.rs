@@ -29,14 +29,18 @@ use std::io::{self, Write};
 use std::net::SocketAddr;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
+use std::sync::Mutex;
 use std::sync::atomic::AtomicU64;
 use std::thread;
 use std::time::Duration;
 use tracing::{info, warn};
-use understudy_disk::FreshMirror;
+use understudy_disk::Mirror;
 use understudy_protocol::wire::Kind;
-use understudy_protocol::{BackupEvent, Count, DiskIndex, Generation, PathIndex, Verdict};
+use understudy_protocol::{BackupEvent, Count, Epoch, Generation, PathIndex, Verdict};
 use understudy_qemu::VmDefinition;
+
+/// How often the mirrors are brought to stable storage.
+const SETTLE_INTERVAL: Duration = Duration::from_millis(500);
 
 /// Receives the offer's files: boot files into `directory`, heads into the
 /// mirrors. Returns the definition as it is on this host: boot files and disks
@@ -45,7 +49,7 @@ pub fn receive_files(
     link: &Link,
     offer: &Offer,
     directory: &Path,
-    mirrors: &[FreshMirror],
+    mirrors: &[Mirror],
 ) -> anyhow::Result<VmDefinition> {
     let mut definition = offer.definition.clone();
     for file in &offer.files {
@@ -73,8 +77,8 @@ pub fn receive_files(
     if message.header.kind != Kind::Prepare {
         bail!("the primary sent {:?} where Prepare was due", message.header.kind);
     }
-    for (i, disk) in definition.disks.iter_mut().enumerate() {
-        disk.path = understudy_disk::mirror_path(directory, DiskIndex(i as u16));
+    for (disk, mirror) in definition.disks.iter_mut().zip(mirrors) {
+        disk.path = mirror.target();
     }
     Ok(definition)
 }
@@ -129,6 +133,8 @@ pub struct Plan {
     pub addresses: Vec<SocketAddr>,
     /// The path of the data connection.
     pub path: PathIndex,
+    /// The VM's directory on this host.
+    pub directory: PathBuf,
 }
 
 /// Starts following the primary with a standby that is ready. `over` is called
@@ -138,7 +144,7 @@ pub fn accept(
     link: Link,
     plan: Plan,
     machine: Arc<Machine>,
-    mirrors: Vec<FreshMirror>,
+    mirrors: Vec<Mirror>,
     over: impl FnOnce(Outcome) + Send + 'static,
     register: impl FnOnce(&Arc<Session>),
 ) -> anyhow::Result<Arc<Session>> {
@@ -164,6 +170,9 @@ pub fn accept(
         core: plan.group.0.core.clone(),
         group: plan.group.0,
         place: plan.group.1,
+        directory: plan.directory,
+        readiness: Mutex::new(None),
+        applied: AtomicU64::new(0),
         errands,
         contests,
         waiting: ByteBudget::new(session::WAITING_BYTES),
@@ -173,6 +182,7 @@ pub fn accept(
     });
     session.group.join(&session)?;
     spawn("apply", &session, move |session| over(session.apply_all(&errand_queue, mirrors)))?;
+    spawn("settle", &session, run_settle)?;
     spawn("control", &session, move |session| run_control(session, &contest_queue))?;
     register(&session);
     session.data.send_json(Kind::Ready, &Ready { blocks })?;
@@ -212,6 +222,23 @@ fn spawn(
         .spawn(move || body(&session))
         .map(drop)
         .context("cannot start a thread")
+}
+
+/// Brings the mirrors to stable storage now and then, and tells the primary: it need not
+/// remember these changes, and a take-over finds little left to sync.
+fn run_settle(session: &Session) {
+    let mut settled = Epoch(0);
+    while !heartbeat::Pulse::is_over(session) {
+        thread::sleep(SETTLE_INTERVAL);
+        let applied = session.applied();
+        if applied > settled && !heartbeat::Pulse::is_over(session) {
+            match session.settle() {
+                Ok(()) => session.tell_settled(applied),
+                Err(error) => session.give_up(&format!("{error:#}")),
+            }
+            settled = applied;
+        }
+    }
 }
 
 /// Asks the arbiter, which may take its time.

@@ -11,15 +11,17 @@ use crate::group::Membership;
 use crate::heartbeat::{Heartbeats, Pulse};
 use crate::machine::Machine;
 use crate::paths::PathMonitor;
-use crate::records::Records;
+use crate::records::{Activation, Record, Records};
+use crate::resync;
 use crate::sync::{ByteBudget, lock};
 use anyhow::Context;
 use crossbeam_channel::{Receiver, Sender};
+use std::path::PathBuf;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::Instant;
 use tracing::{error, info, warn};
-use understudy_disk::FreshMirror;
+use understudy_disk::{ChangeMap, Mirror};
 use understudy_protocol::validity::ImageRole;
 use understudy_protocol::wire::{Kind, Message};
 use understudy_protocol::{
@@ -46,6 +48,12 @@ pub struct Session {
     pub(super) heartbeats: Heartbeats,
     pub(super) arbiter: Arbiter,
     pub(super) records: Records,
+    /// The VM's directory.
+    pub(super) directory: PathBuf,
+    /// What is ready for a take-over, once there is something to take over with.
+    pub(super) readiness: Mutex<Option<Readiness>>,
+    /// The last epoch that the mirrors hold.
+    pub(super) applied: AtomicU64,
     /// The VMs that are protected with this one, and its place among them.
     pub(super) group: Arc<Group>,
     pub(super) place: usize,
@@ -56,6 +64,13 @@ pub struct Session {
     pub(super) waiting: ByteBudget,
     pub(super) received: AtomicU64,
     pub(super) changed: Doorbell,
+}
+
+/// What is made before a take-over, so that it costs no time then.
+pub struct Readiness {
+    /// Where the guest's changes will be noted, for each disk.
+    changes: Vec<Arc<ChangeMap>>,
+    activation: Activation,
 }
 
 /// What the apply thread does, in order.
@@ -229,7 +244,7 @@ impl Session {
     }
 
     /// Applies epochs in order until the VM is live here or forgotten.
-    pub fn apply_all(&self, errands: &Receiver<Errand>, mirrors: Vec<FreshMirror>) -> Outcome {
+    pub fn apply_all(&self, errands: &Receiver<Errand>, mirrors: Vec<Mirror>) -> Outcome {
         let mut mirrors = Some(mirrors);
         let mut state = Err(anyhow::anyhow!("no epoch was applied"));
         for errand in errands {
@@ -279,25 +294,49 @@ impl Session {
     fn apply_one(
         &self,
         epoch: StagedEpoch,
-        mirrors: &mut Option<Vec<FreshMirror>>,
+        mirrors: &mut Option<Vec<Mirror>>,
     ) -> anyhow::Result<Vec<u8>> {
+        let number = epoch.epoch;
         let state = apply_epoch(&self.machine, epoch)?;
         // With the first whole epoch the mirrors are images of their own.
         if let Some(fresh) = mirrors.take() {
             for mirror in fresh {
                 mirror.complete()?;
             }
-            self.note(ImageRole::Mirror, self.position().0)?;
+            self.make_ready()?;
         }
+        self.applied.store(number.0, Ordering::Release);
         Ok(state)
     }
 
+    /// The mirrors are whole: they are this host's images from now on.
+    fn make_ready(&self) -> anyhow::Result<()> {
+        let definition = self.machine.definition();
+        let record = self.records.of(ImageRole::Mirror, self.position().0, definition);
+        let (peer, sessions) = (Some(self.primary.clone()), vec![self.id.clone()]);
+        self.records.write(&Record { peer, sessions, ..record })?;
+        let changes = resync::create(self.machine.disks(), &self.directory)?;
+        let activation = self.records.prepare_activation(&self.vm, &self.id)?;
+        *lock(&self.readiness) = Some(Readiness { changes, activation });
+        Ok(())
+    }
+
     /// Brings all that was applied to the mirrors to stable storage.
-    fn settle(&self) -> anyhow::Result<()> {
+    pub(super) fn settle(&self) -> anyhow::Result<()> {
         for disk in self.machine.disks() {
             disk.sync().context("cannot sync the mirror")?;
         }
         Ok(())
+    }
+
+    /// The last epoch that the mirrors hold.
+    pub(super) fn applied(&self) -> Epoch {
+        Epoch(self.applied.load(Ordering::Acquire))
+    }
+
+    pub(super) fn tell_settled(&self, epoch: Epoch) {
+        // If it cannot be sent the reading thread finds out why.
+        let _ = self.data.send_signal(Kind::Settled, epoch);
     }
 
     /// Remus 2.5: all is on the disks first, then the activation record; then only may
@@ -307,7 +346,11 @@ impl Session {
         let began = Instant::now();
         self.settle()?;
         let settled = began.elapsed();
-        self.note(ImageRole::Active, generation)?;
+        let ready = lock(&self.readiness).take().context("no epoch was applied")?;
+        for (disk, changes) in self.machine.disks().iter().zip(ready.changes) {
+            disk.set_changes(Some(changes));
+        }
+        ready.activation.write(generation).context("cannot write the activation record")?;
         info!(
             vm = self.vm,
             "activated in {:.1} ms, {:.1} of them to sync the mirrors",
@@ -315,11 +358,6 @@ impl Session {
             settled.as_secs_f64() * 1e3
         );
         Ok(())
-    }
-
-    fn note(&self, role: ImageRole, generation: Generation) -> anyhow::Result<()> {
-        let peer = Some(self.primary.clone());
-        Ok(self.records.write(role, generation, peer, self.machine.definition())?)
     }
 
     fn failed(&self, generation: Generation, error: &anyhow::Error) -> Outcome {

@@ -90,16 +90,14 @@ impl<'a> Capturer<'a> {
     fn first_synchronisation(&mut self) -> anyhow::Result<bool> {
         let session = self.session;
         super::mirror::begin(session);
-        for disk in self.machine.disks() {
-            session.progress.expect(disk.data_bytes()?);
-        }
+        let shares = super::mirror::shares(session)?;
         self.tracker.arm()?;
         self.dirty.clear();
         for block in self.machine.blocks() {
             block.add_content_to(&mut self.dirty)?;
         }
         session.progress.expect(self.dirty.pages() * PAGE_SIZE as u64);
-        super::mirror::copy_disks(session)?;
+        super::mirror::copy_disks(session, &shares)?;
         self.copy_memory()?;
         if session.group.is_shared() {
             // Others may take longer; the guest has written meanwhile.

@@ -2,9 +2,16 @@
 
 use super::send::Outgoing;
 use super::session::Session;
+use crate::resync::Basis;
+use anyhow::Context;
+use std::io;
+use std::ops::Range;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
-use understudy_disk::WriteSink;
+use std::thread;
+use std::time::{Duration, Instant};
+use tracing::warn;
+use understudy_disk::{Disk, GRANULE_BYTES, WriteSink, copy_changed, copy_out};
 use understudy_protocol::wire::{DiskRange, Kind};
 use understudy_protocol::{DiskIndex, Epoch};
 
@@ -45,11 +52,35 @@ pub fn begin(session: &Arc<Session>) {
     }
 }
 
-/// Copies what the disks hold while the guest runs; writes meanwhile are
-/// ordered with the copies by each disk's lock.
-pub fn copy_disks(session: &Arc<Session>) -> anyhow::Result<()> {
+/// What is to be copied of a disk.
+pub enum Share {
+    /// All data.
+    Data,
+    /// These runs of blocks.
+    Changes(Vec<Range<u64>>),
+}
+
+/// What is to be copied of each disk, counted into the progress. To be called after
+/// [`begin`]: what changes from then on reaches the backup by itself.
+pub fn shares(session: &Session) -> anyhow::Result<Vec<Share>> {
+    let share = |disk: &Arc<Disk>| {
+        if let Basis::Full(_) = session.basis {
+            session.progress.expect(disk.data_bytes()?);
+            return Ok(Share::Data);
+        }
+        let runs = disk.changes().context("changes are tracked before an offer")?.runs();
+        session.progress.expect(runs.iter().map(|run| (run.end - run.start) * GRANULE_BYTES).sum());
+        Ok(Share::Changes(runs))
+    };
+    session.machine.disks().iter().map(share).collect()
+}
+
+/// Copies disks while the guest runs; writes meanwhile are ordered with the
+/// copies by each disk's lock.
+pub fn copy_disks(session: &Arc<Session>, shares: &[Share]) -> anyhow::Result<()> {
     let sink = Mirroring(Arc::downgrade(session));
-    for disk in session.machine.disks() {
+    let began = Instant::now();
+    for (disk, share) in session.machine.disks().iter().zip(shares) {
         let cancel = AtomicBool::new(false);
         let mut reported = 0;
         let mut progress = |done: u64| {
@@ -59,7 +90,51 @@ pub fn copy_disks(session: &Arc<Session>) -> anyhow::Result<()> {
                 cancel.store(true, Ordering::Relaxed);
             }
         };
-        understudy_disk::copy_out(disk, &sink, &mut progress, &cancel)?;
+        let bytes = match share {
+            Share::Data => copy_out(disk, &sink, &mut progress, &cancel)?,
+            Share::Changes(runs) => copy_changed(disk, runs, &sink, &mut progress, &cancel)?,
+        };
+        session.progress.copied_of_disks(bytes, began.elapsed());
+    }
+    Ok(())
+}
+
+/// How often changes that are on the backup's disks are forgotten.
+const ROUND_INTERVAL: Duration = Duration::from_millis(500);
+
+/// Forgets changes once they are on the backup's disks, until protection ends.
+pub fn run_rounds(session: &Session) {
+    if let Err(error) = rounds(session) {
+        // What is not forgotten is copied once more after a failure.
+        warn!(vm = session.vm, "changes of the disks are not forgotten any more: {error}");
+    }
+}
+
+fn rounds(session: &Session) -> io::Result<()> {
+    let mut joined = false;
+    // The epoch at whose end all that was set aside had gone to the backup.
+    let mut closing = None;
+    while !session.is_over() {
+        thread::sleep(ROUND_INTERVAL);
+        let settled = Epoch(session.settled.load(Ordering::Acquire));
+        if settled == Epoch(0) || closing.is_some_and(|closing| settled < closing) {
+            continue;
+        }
+        if !joined {
+            // From here on the maps know nothing of earlier sessions.
+            let only = vec![session.id.clone()];
+            session.records.change(&session.vm, |record| record.sessions = only)?;
+            joined = true;
+        }
+        for disk in session.machine.disks() {
+            let Some(changes) = disk.changes() else { continue };
+            if closing.is_some() {
+                changes.end_round()?;
+            }
+            disk.begin_round();
+        }
+        // Read last: no write before it has a later epoch.
+        closing = Some(Epoch(session.disk_epoch.load(Ordering::Acquire)));
     }
     Ok(())
 }

@@ -26,6 +26,8 @@ use crate::heartbeat::{self, Heartbeats, Pulse};
 use crate::link::{Link, read_json};
 use crate::machine::Machine;
 use crate::paths::PathMonitor;
+use crate::records::Records;
+use crate::resync::{self, Basis};
 use anyhow::{Context, bail};
 use crossbeam_channel::Receiver;
 use dialler::Dialler;
@@ -73,6 +75,10 @@ pub struct Plan {
     pub qemu_version: String,
     /// Names the session; unique.
     pub session: String,
+    /// Sessions since which every change of the disks is known.
+    pub sessions: Vec<String>,
+    /// Where this host notes what its images are.
+    pub records: Records,
 }
 
 /// Offers the VM to the peer, as the member of a group at this place, and starts
@@ -89,7 +95,7 @@ pub fn protect(
         session: plan.session.clone(),
         addresses: plan.addresses.clone(),
     };
-    let (link, path) = offer(&machine, &plan, (&group, place), &dialler)?;
+    let (link, path, basis) = offer(&machine, &plan, (&group, place), &dialler)?;
     let vm = &machine.definition().name;
     let paths = PathMonitor::new(vm, &plan.peer, plan.addresses.clone(), path, plan.timeout);
     let paths = Arc::new(paths);
@@ -97,12 +103,21 @@ pub fn protect(
     await_ready(&data, &machine, &plan.peer)?;
     let heartbeat = dialler.heartbeat(path)?;
     data.set_read_timeout(None)?;
+    // Before the first change goes to the backup without being forgotten later.
+    plan.records.change(&machine.definition().name, |record| {
+        record.peer = Some(plan.peer.clone());
+        record.sessions.push(plan.session.clone());
+    })?;
 
     let (outbox, outflow) = send::queue();
     let (contests, contest_queue) = crossbeam_channel::unbounded();
     let session = Arc::new(Session {
         vm: machine.definition().name.clone(),
         peer: plan.peer,
+        id: plan.session,
+        basis,
+        records: plan.records,
+        settled: AtomicU64::new(0),
         policy: plan.policy,
         encoding: plan.encoding,
         stats: Stats::default(),
@@ -132,7 +147,7 @@ fn offer(
     plan: &Plan,
     group: (&Group, usize),
     dialler: &Dialler,
-) -> anyhow::Result<(Link, PathIndex)> {
+) -> anyhow::Result<(Link, PathIndex, Basis)> {
     let definition = machine.definition();
     let files = start_files(machine)?;
     let offer = Offer {
@@ -147,6 +162,7 @@ fn offer(
             .is_shared()
             .then(|| GroupOffer { membership: group.0.membership.clone(), place: group.1 }),
         disk_bytes: machine.disks().iter().map(|disk| disk.export_bytes()).collect(),
+        sessions: plan.sessions.clone(),
         files: files.iter().map(|(offer, _)| offer.clone()).collect(),
         paths: plan.addresses.clone(),
         path: PathIndex(0),
@@ -163,11 +179,19 @@ fn offer(
         link.refuse(&reason);
         bail!(reason);
     }
+    let basis = match &welcome.resync {
+        None => Basis::Full(welcome.full_because),
+        Some(resync) => {
+            // On disk before the backup changes anything: it may ask again.
+            resync::merge(machine, &plan.sessions, resync)?;
+            Basis::Changes(resync.session.clone())
+        }
+    };
     for (offer, path) in &files {
         send_file(&link, path, offer.bytes)?;
     }
     link.send_signal(Kind::Prepare, Epoch(0))?;
-    Ok((link, path))
+    Ok((link, path, basis))
 }
 
 /// How the session's data gets from one path to the next.
@@ -270,6 +294,7 @@ fn start_threads(
     };
     spawn("send", Box::new(move |session| run_send(&session, &outflow)))?;
     spawn("receive", Box::new(|session| run_receive(&session)))?;
+    spawn("settle", Box::new(|session| mirror::run_rounds(&session)))?;
     spawn("control", Box::new(move |session| run_control(&session, &contests)))?;
     spawn("capture", Box::new(move |session| run_capture(&session, over)))
 }
@@ -288,6 +313,9 @@ fn run_receive(session: &Session) {
         };
         match message.header.kind {
             Kind::Acknowledge => session.event(PrimaryEvent::Acknowledged(message.header.epoch)),
+            Kind::Settled => {
+                session.settled.fetch_max(message.header.epoch.0, Ordering::AcqRel);
+            }
             Kind::StoodDown => return session.group.stood_down(session),
             Kind::Live => {
                 let generation = Generation(message.header.epoch.0);

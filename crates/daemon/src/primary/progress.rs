@@ -1,7 +1,7 @@
 //! How far the first synchronisation has come.
 
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 /// Bytes to copy and copied, and the time that left an estimate.
 #[derive(Debug)]
@@ -9,12 +9,20 @@ pub struct Progress {
     started: Instant,
     done: AtomicU64,
     total: AtomicU64,
+    disk_bytes: AtomicU64,
+    disk_micros: AtomicU64,
 }
 
 impl Progress {
     /// Nothing copied, nothing known.
     pub fn new() -> Progress {
-        Progress { started: Instant::now(), done: AtomicU64::new(0), total: AtomicU64::new(0) }
+        Progress {
+            started: Instant::now(),
+            done: AtomicU64::new(0),
+            total: AtomicU64::new(0),
+            disk_bytes: AtomicU64::new(0),
+            disk_micros: AtomicU64::new(0),
+        }
     }
 
     /// More to copy became known.
@@ -25,6 +33,19 @@ impl Progress {
     /// `bytes` more were copied.
     pub fn advance(&self, bytes: u64) {
         self.done.fetch_add(bytes, Ordering::Relaxed);
+    }
+
+    /// Another disk is copied, which took so many bytes; so long for all until now.
+    pub fn copied_of_disks(&self, bytes: u64, elapsed: Duration) {
+        self.disk_bytes.fetch_add(bytes, Ordering::Relaxed);
+        self.disk_micros.store(elapsed.as_micros() as u64, Ordering::Relaxed);
+    }
+
+    /// Bytes sent to bring the disks up to date, without what the guest wrote meanwhile,
+    /// and how long it took.
+    pub fn disks(&self) -> (u64, Duration) {
+        let elapsed = Duration::from_micros(self.disk_micros.load(Ordering::Relaxed));
+        (self.disk_bytes.load(Ordering::Relaxed), elapsed)
     }
 
     /// Bytes copied so far, and bytes in all as known now.

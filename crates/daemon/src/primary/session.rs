@@ -12,6 +12,8 @@ use crate::group::Membership;
 use crate::heartbeat::Heartbeats;
 use crate::machine::Machine;
 use crate::paths::PathMonitor;
+use crate::records::Records;
+use crate::resync::Basis;
 use crate::sync::lock;
 use crossbeam_channel::Sender;
 use std::sync::Arc;
@@ -35,6 +37,10 @@ pub struct Session {
     pub vm: String,
     /// The backup's host name.
     pub peer: String,
+    /// Names the session.
+    pub id: String,
+    /// What the first synchronisation begins with.
+    pub basis: Basis,
     /// The VM on this host.
     pub machine: Arc<Machine>,
     /// When to checkpoint.
@@ -53,6 +59,9 @@ pub struct Session {
     pub paths: Arc<PathMonitor>,
     pub(super) data: Arc<Channel>,
     pub(super) heartbeats: Heartbeats,
+    pub(super) records: Records,
+    /// The last epoch that is on the backup's disks.
+    pub(super) settled: AtomicU64,
     /// The VMs that this one is protected with, and this one's place among them.
     pub(super) group: Arc<Group>,
     pub(super) place: usize,

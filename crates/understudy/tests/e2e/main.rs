@@ -17,6 +17,7 @@
 //! | [`phases`]  | deaths at each phase of the protocol |
 //! | [`recover`] | all hosts are lost: which images are valid |
 //! | [`paths`]   | several paths between the hosts, cut one by one |
+//! | [`resync`]  | only what changed is copied after a failure |
 //! | [`shapes`]  | two vCPUs, two disks, two cards |
 //! | [`counter`] | a guest for every accelerator |
 //! | [`wire`]    | corrupt and truncated messages |
@@ -34,6 +35,7 @@ mod planned;
 mod recover;
 mod refusals;
 mod relay;
+mod resync;
 mod shapes;
 mod stage;
 mod stalls;

@@ -1,0 +1,245 @@
+//! Which parts of an image may differ from another host's copy of it: a bitmap that
+//! outlives the daemon.
+//!
+//! A bit stands for [`GRANULE_BYTES`] of the disk. It is in the file before the image is
+//! written, so that a killed daemon leaves no change unrecorded. The file lives in the
+//! page cache like the image itself, which outlives processes but not the power: after a
+//! restart of the host it is not believed (it holds the kernel's boot id), unless it was
+//! sealed after the last write.
+//!
+//! Bits are cleared in rounds: [`ChangeMap::begin_round`] sets aside what was marked until
+//! then, and [`ChangeMap::end_round`] forgets it, once the other host has it on its disk.
+
+use crate::error::DiskError;
+use std::fs::{self, File, OpenOptions};
+use std::io;
+use std::ops::Range;
+use std::os::unix::fs::{FileExt, MetadataExt, OpenOptionsExt};
+use std::path::Path;
+use std::sync::{Mutex, MutexGuard};
+
+/// Bytes of the disk that one bit stands for.
+pub const GRANULE_BYTES: u64 = 64 * 1024;
+
+const MAGIC: &[u8; 8] = b"USCHNG1\n";
+/// Magic, bytes of the disk, seal, boot id; the bits begin at the next page.
+const BITS_AT: u64 = 4096;
+const SEAL_AT: u64 = 16;
+const BOOT_ID_AT: u64 = 32;
+/// Not sealed: the image may have been written since.
+const OPEN: i64 = 0;
+
+/// The persistent bitmap of one disk.
+#[derive(Debug)]
+pub struct ChangeMap {
+    granules: u64,
+    state: Mutex<State>,
+}
+
+#[derive(Debug)]
+struct State {
+    file: File,
+    /// Marked since the round began.
+    current: Vec<u8>,
+    /// Marked before.
+    closing: Vec<u8>,
+}
+
+impl ChangeMap {
+    /// An empty map for a disk of `disk_bytes`, in place of a former one. It is sealed for
+    /// `image` until [`ChangeMap::unseal`].
+    pub fn create(path: &Path, disk_bytes: u64, image: &Path) -> Result<ChangeMap, DiskError> {
+        let error = DiskError::io("create the list of changed blocks", path);
+        Self::try_create(path, disk_bytes, image).map_err(error)
+    }
+
+    fn try_create(path: &Path, disk_bytes: u64, image: &Path) -> io::Result<ChangeMap> {
+        // Not in place: a crash must not leave half of the one and half of the other.
+        let fresh = path.with_extension("new");
+        let mut options = OpenOptions::new();
+        let file = options.read(true).write(true).create(true).truncate(true).mode(0o600);
+        let file = file.open(&fresh)?;
+        let granules = disk_bytes.div_ceil(GRANULE_BYTES);
+        let bits = vec![0; granules.div_ceil(8) as usize];
+        file.write_all_at(MAGIC, 0)?;
+        file.write_all_at(&disk_bytes.to_le_bytes(), 8)?;
+        // Written, not left as holes: marking must not fail for want of space.
+        file.write_all_at(&bits, BITS_AT)?;
+        let state = State { file, closing: bits.clone(), current: bits };
+        state.seal(image)?;
+        fs::rename(&fresh, path)?;
+        Ok(ChangeMap { granules, state: Mutex::new(state) })
+    }
+
+    /// The map at `path`, if it tells all changes of `image`; else why it does not.
+    pub fn open(
+        path: &Path,
+        disk_bytes: u64,
+        image: &Path,
+    ) -> io::Result<Result<ChangeMap, String>> {
+        let file = match OpenOptions::new().read(true).write(true).open(path) {
+            Ok(file) => file,
+            Err(error) if error.kind() == io::ErrorKind::NotFound => {
+                return Ok(Err("there is no list of changed blocks".to_owned()));
+            }
+            Err(error) => return Err(error),
+        };
+        let granules = disk_bytes.div_ceil(GRANULE_BYTES);
+        let length = BITS_AT + granules.div_ceil(8);
+        let mut header = [0; 16];
+        if file.metadata()?.len() != length {
+            return Ok(Err("the disk's size has changed".to_owned()));
+        }
+        file.read_exact_at(&mut header, 0)?;
+        if header[..8] != *MAGIC || header[8..] != disk_bytes.to_le_bytes() {
+            return Ok(Err("the disk's size has changed".to_owned()));
+        }
+        if let Some(doubt) = doubt(&file, image)? {
+            return Ok(Err(doubt));
+        }
+        let mut current = vec![0; granules.div_ceil(8) as usize];
+        file.read_exact_at(&mut current, BITS_AT)?;
+        let state = State { file, closing: vec![0; current.len()], current };
+        Ok(Ok(ChangeMap { granules, state: Mutex::new(state) }))
+    }
+
+    /// To be called before the image is written: the map tells its changes from now on,
+    /// for as long as the host's kernel runs.
+    pub fn unseal(&self) -> io::Result<()> {
+        let state = self.lock();
+        state.file.write_all_at(&boot_id()?, BOOT_ID_AT)?;
+        state.file.write_all_at(&OPEN.to_le_bytes(), SEAL_AT)?;
+        state.file.sync_data()
+    }
+
+    /// To be called when nobody writes the image any more, after it was synced: the map
+    /// will be believed whatever happens to the host, unless the image changes.
+    pub fn seal(&self, image: &Path) -> io::Result<()> {
+        self.lock().seal(image)
+    }
+
+    /// Notes that a range is about to change.
+    pub(crate) fn mark(&self, offset: u64, len: u64) -> io::Result<()> {
+        if len == 0 {
+            return Ok(());
+        }
+        let last = (offset + len - 1) / GRANULE_BYTES;
+        self.lock().mark(offset / GRANULE_BYTES..last.min(self.granules - 1) + 1)
+    }
+
+    /// Marks runs of granules that changed on the other host.
+    pub fn merge(&self, runs: &[Range<u64>]) -> io::Result<()> {
+        let mut state = self.lock();
+        for run in runs {
+            if run.start >= run.end || run.end > self.granules {
+                return Err(io::Error::new(
+                    io::ErrorKind::InvalidInput,
+                    format!("blocks {run:?} are not part of the disk's {}", self.granules),
+                ));
+            }
+            state.mark(run.clone())?;
+        }
+        Ok(())
+    }
+
+    /// Sets aside what was marked so far; [`ChangeMap::end_round`] forgets just that. The
+    /// caller makes sure that no write is between its mark and its way to the sink.
+    pub(crate) fn begin_round(&self) {
+        let state = &mut *self.lock();
+        for (closing, current) in state.closing.iter_mut().zip(&mut state.current) {
+            *closing |= std::mem::take(current);
+        }
+    }
+
+    /// The other host has what was set aside on its disk.
+    pub fn end_round(&self) -> io::Result<()> {
+        let mut state = self.lock();
+        state.closing.fill(0);
+        // Whatever part of it reaches the file, every bit of `current` stays set.
+        state.file.write_all_at(&state.current, BITS_AT)
+    }
+
+    /// The changed granules, as runs in ascending order.
+    pub fn runs(&self) -> Vec<Range<u64>> {
+        let state = self.lock();
+        let mut runs: Vec<Range<u64>> = Vec::new();
+        for granule in (0..self.granules).filter(|&granule| state.is_marked(granule)) {
+            match runs.last_mut() {
+                Some(run) if run.end == granule => run.end += 1,
+                _ => runs.push(granule..granule + 1),
+            }
+        }
+        runs
+    }
+
+    fn lock(&self) -> MutexGuard<'_, State> {
+        self.state.lock().expect("no code under this lock panics")
+    }
+}
+
+impl State {
+    fn is_marked(&self, granule: u64) -> bool {
+        let (byte, bit) = place(granule);
+        (self.current[byte] | self.closing[byte]) & bit != 0
+    }
+
+    fn mark(&mut self, granules: Range<u64>) -> io::Result<()> {
+        let (first, last) = (place(granules.start).0, place(granules.end - 1).0);
+        let mut is_new = false;
+        for granule in granules {
+            let (byte, bit) = place(granule);
+            is_new |= (self.current[byte] | self.closing[byte]) & bit == 0;
+            self.current[byte] |= bit;
+        }
+        if !is_new {
+            return Ok(());
+        }
+        let both = |(current, closing): (&u8, &u8)| current | closing;
+        let bytes = self.current[first..=last].iter().zip(&self.closing[first..=last]);
+        let bytes: Vec<u8> = bytes.map(both).collect();
+        self.file.write_all_at(&bytes, BITS_AT + first as u64)
+    }
+
+    fn seal(&self, image: &Path) -> io::Result<()> {
+        self.file.sync_data()?;
+        self.file.write_all_at(&modified_at(image)?.to_le_bytes(), SEAL_AT)?;
+        self.file.sync_data()
+    }
+}
+
+/// Byte and bit of a granule.
+fn place(granule: u64) -> (usize, u8) {
+    ((granule / 8) as usize, 1 << (granule % 8))
+}
+
+/// Why the map may not tell all changes of the image.
+fn doubt(file: &File, image: &Path) -> io::Result<Option<String>> {
+    let mut seal = [0; 8];
+    file.read_exact_at(&mut seal, SEAL_AT)?;
+    let seal = i64::from_le_bytes(seal);
+    if seal != OPEN {
+        let changed = seal != modified_at(image)?;
+        return Ok(changed.then(|| format!("{} was changed by other means", image.display())));
+    }
+    let mut written_in = [0; 36];
+    file.read_exact_at(&mut written_in, BOOT_ID_AT)?;
+    let same = written_in == boot_id()?;
+    Ok((!same).then(|| "the host was restarted without an orderly end of the VM".to_owned()))
+}
+
+/// Nanoseconds; never [`OPEN`].
+fn modified_at(image: &Path) -> io::Result<i64> {
+    let metadata = fs::metadata(image)?;
+    let nanoseconds = metadata.mtime().wrapping_mul(1_000_000_000) + metadata.mtime_nsec();
+    Ok(nanoseconds.max(1))
+}
+
+/// Names this run of the kernel.
+fn boot_id() -> io::Result<[u8; 36]> {
+    let text = fs::read("/proc/sys/kernel/random/boot_id")?;
+    text.first_chunk().copied().ok_or_else(|| io::Error::other("the kernel's boot id is too short"))
+}
+
+#[cfg(test)]
+#[path = "changes_tests.rs"]
+mod tests;

@@ -1,0 +1,137 @@
+use super::*;
+use crate::disk::Disk;
+use proptest::prelude::*;
+use std::collections::BTreeSet;
+use std::path::PathBuf;
+use std::sync::Arc;
+use tempfile::TempDir;
+use understudy_protocol::DiskIndex;
+
+const DISK_BYTES: u64 = 100 * GRANULE_BYTES + 512;
+
+/// A directory with an image, and where its map goes.
+fn image() -> (TempDir, PathBuf, PathBuf) {
+    let directory = tempfile::tempdir().unwrap();
+    let (image, map) = (directory.path().join("disk.img"), directory.path().join("disk.changes"));
+    File::create(&image).unwrap().set_len(DISK_BYTES).unwrap();
+    (directory, image, map)
+}
+
+fn create(map: &Path, image: &Path) -> ChangeMap {
+    ChangeMap::create(map, DISK_BYTES, image).unwrap()
+}
+
+fn reopen(map: &Path, image: &Path) -> Result<ChangeMap, String> {
+    ChangeMap::open(map, DISK_BYTES, image).unwrap()
+}
+
+#[test]
+fn marks_outlive_a_map_that_was_not_closed() {
+    let (_directory, image, path) = image();
+    let map = create(&path, &image);
+    map.unseal().unwrap();
+    map.mark(0, 1).unwrap();
+    map.mark(3 * GRANULE_BYTES - 1, 2).unwrap();
+    map.mark(DISK_BYTES - 1, 1).unwrap();
+    map.mark(7, 0).unwrap();
+    assert_eq!(map.runs(), [0..1, 2..4, 100..101]);
+    std::mem::forget(map);
+    assert_eq!(reopen(&path, &image).unwrap().runs(), [0..1, 2..4, 100..101]);
+}
+
+#[test]
+fn a_round_forgets_what_was_marked_before_it_and_no_more() {
+    let (_directory, image, path) = image();
+    let map = create(&path, &image);
+    map.unseal().unwrap();
+    map.mark(0, 2 * GRANULE_BYTES).unwrap();
+    map.begin_round();
+    map.mark(GRANULE_BYTES, 1).unwrap();
+    map.mark(9 * GRANULE_BYTES, 1).unwrap();
+    assert_eq!(reopen(&path, &image).unwrap().runs(), [0..2, 9..10]);
+    map.end_round().unwrap();
+    assert_eq!(map.runs(), [1..2, 9..10]);
+    assert_eq!(reopen(&path, &image).unwrap().runs(), [1..2, 9..10]);
+    // A round that never ends keeps all.
+    map.begin_round();
+    map.begin_round();
+    assert_eq!(reopen(&path, &image).unwrap().runs(), [1..2, 9..10]);
+}
+
+#[test]
+fn a_map_in_doubt_says_why() {
+    let (_directory, image, path) = image();
+    assert!(reopen(&path, &image).unwrap_err().contains("no list"));
+    let map = create(&path, &image);
+    map.unseal().unwrap();
+    // As after a power failure: another run of the kernel.
+    map.lock().file.write_all_at(b"00000000-0000-0000-0000-000000000000", BOOT_ID_AT).unwrap();
+    assert!(reopen(&path, &image).unwrap_err().contains("restarted"));
+    map.seal(&image).unwrap();
+    assert!(reopen(&path, &image).is_ok(), "sealed, it outlives the kernel");
+    // As fsck would.
+    std::thread::sleep(std::time::Duration::from_millis(20));
+    fs::write(&image, b"changed").unwrap();
+    assert!(reopen(&path, &image).unwrap_err().contains("other means"));
+    let other_size = ChangeMap::open(&path, DISK_BYTES + GRANULE_BYTES, &image).unwrap();
+    assert!(other_size.unwrap_err().contains("size"));
+}
+
+#[test]
+fn changes_of_the_other_host_are_checked() {
+    let (_directory, image, path) = image();
+    let map = create(&path, &image);
+    map.merge(&[1..3, 50..101]).unwrap();
+    assert_eq!(map.runs(), [1..3, 50..101]);
+    for wrong in [100..102, 5..5, 0..u64::MAX] {
+        assert!(map.merge(&[wrong]).is_err());
+    }
+}
+
+#[test]
+fn a_disk_marks_before_it_changes() {
+    let (_directory, image, path) = image();
+    let map = Arc::new(create(&path, &image));
+    let disk = Disk::open(DiskIndex(0), &image, DISK_BYTES).unwrap();
+    disk.write(0, b"before").unwrap();
+    disk.set_changes(Some(map.clone()));
+    disk.write(2 * GRANULE_BYTES, b"w").unwrap();
+    disk.zero(4 * GRANULE_BYTES, 1).unwrap();
+    disk.trim(6 * GRANULE_BYTES, 1).unwrap();
+    disk.zero_reserved(8 * GRANULE_BYTES, 1).unwrap();
+    assert_eq!(map.runs(), [2..3, 4..5, 6..7, 8..9]);
+}
+
+proptest! {
+    /// Against a plain set of granules.
+    #[test]
+    fn the_map_holds_what_was_marked_since_the_last_ended_round(
+        steps in proptest::collection::vec((0..3u8, 0..DISK_BYTES, 0..5 * GRANULE_BYTES), 0..60),
+    ) {
+        let (_directory, image, path) = image();
+        let map = create(&path, &image);
+        let (mut current, mut closing) = (BTreeSet::new(), BTreeSet::new());
+        for (what, offset, len) in steps {
+            let len = len.min(DISK_BYTES - offset);
+            match what {
+                0 => {
+                    map.mark(offset, len).unwrap();
+                    let end = (offset + len).div_ceil(GRANULE_BYTES);
+                    current.extend((offset / GRANULE_BYTES..end).filter(|_| len > 0));
+                }
+                1 => {
+                    map.begin_round();
+                    closing.append(&mut current);
+                }
+                _ => {
+                    map.end_round().unwrap();
+                    closing.clear();
+                }
+            }
+            let expected: BTreeSet<u64> = current.union(&closing).copied().collect();
+            let found = |runs: Vec<Range<u64>>| runs.into_iter().flatten().collect::<BTreeSet<_>>();
+            prop_assert_eq!(&found(map.runs()), &expected);
+            prop_assert_eq!(&found(reopen(&path, &image).unwrap().runs()), &expected);
+        }
+    }
+}

@@ -1,0 +1,181 @@
+//! After a failure, only what changed of the disks is copied; the mirror is the same as
+//! the primary's image all the same.
+
+use crate::deaths::await_empty;
+use crate::stage::{
+    LIMIT, await_degraded, await_service, close, options, play_protected, prove_disk,
+    prove_survival, refusal,
+};
+use anyhow::{Context, Result, ensure};
+use std::fs::File;
+use std::io::Read;
+use std::path::Path;
+use understudy_lab::scene::VM;
+use understudy_lab::{Scene, wait_for};
+
+/// What a guest that writes a few MiB can change at most, journal and tables included.
+const MOST_BYTES: u64 = 24 << 20;
+
+/// Writes all the time, flushed or not, until told to stop.
+const BUSY: &str =
+    "while [ ! -e /tmp/stop ]; do dd if=/dev/urandom of=/data/busy bs=64k count=16; done";
+
+/// Far more on the disk than [`MOST_BYTES`].
+const FILL: &str =
+    "tr '\\0' x < /dev/zero | dd of=/data/fill bs=1M count=64 iflag=fullblock && sync";
+
+/// Protects the guest of `from` to `to` again; returns the bytes of the disks that were
+/// copied, and why all of them were, if so.
+fn protect_again(scene: &Scene, from: &str, to: &str) -> Result<(u64, Option<String>)> {
+    scene.protect(from, to)?;
+    let status = scene.await_protected(from, |_| ())?;
+    let sync = &status["disk_sync"];
+    let bytes = sync["bytes"].as_u64().with_context(|| format!("no bytes in {sync}"))?;
+    Ok((bytes, sync["full_because"].as_str().map(str::to_owned)))
+}
+
+fn expect_resync(scene: &Scene, from: &str, to: &str) -> Result<()> {
+    let (bytes, full_because) = protect_again(scene, from, to)?;
+    ensure!(full_because.is_none(), "everything was copied: {full_because:?}");
+    ensure!(bytes < MOST_BYTES, "{bytes} bytes were copied, which is more than had changed");
+    Ok(())
+}
+
+/// Writes 4 MiB of noise, and frees what was written the last time.
+fn write_some(scene: &Scene) -> Result<()> {
+    let line = "rm -f /data/noise && dd if=/dev/urandom of=/data/noise bs=1M count=4 && sync";
+    let output = scene.shell()?.run(line)?;
+    ensure!(output.code == 0, "`{line}` failed: {output:?}");
+    Ok(())
+}
+
+/// Waits until the primary knows that its backup has most of it on its disk.
+fn await_settled(scene: &Scene) -> Result<()> {
+    wait_for("the backup to have the changes on its disk", LIMIT, || {
+        let bytes = scene.status("a")?["disk_sync"]["differing_bytes"].as_u64();
+        Ok((bytes.context("no differing_bytes")? < MOST_BYTES / 3).then_some(()))
+    })
+}
+
+/// Waits until the images of both hosts are the same, byte by byte: at the latest when
+/// the guest leaves its disk alone.
+fn await_equal_images(scene: &Scene) -> Result<()> {
+    let (a, b) = (scene.disk("a", 0)?, scene.disk("b", 0)?);
+    ensure!(a != b, "both hosts use {}", a.display());
+    wait_for("the images to be equal", LIMIT, || Ok(are_equal(&a, &b)?.then_some(())))
+}
+
+fn are_equal(a: &Path, b: &Path) -> Result<bool> {
+    let (mut a, mut b) = (File::open(a)?, File::open(b)?);
+    if a.metadata()?.len() != b.metadata()?.len() {
+        return Ok(false);
+    }
+    let (mut of_a, mut of_b) = (vec![0; 1 << 20], vec![0; 1 << 20]);
+    loop {
+        let count = a.read(&mut of_a)?;
+        if count == 0 {
+            return Ok(true);
+        }
+        b.read_exact(&mut of_b[..count])?;
+        if of_a[..count] != of_b[..count] {
+            return Ok(false);
+        }
+    }
+}
+
+#[test]
+fn a_former_primary_is_brought_up_to_date() {
+    play_protected(options(), |scene, client| {
+        let output = scene.shell()?.run(FILL)?;
+        ensure!(output.code == 0, "`{FILL}` failed: {output:?}");
+        await_settled(scene)?;
+        // What was written on a in epochs that b never saw must go, too.
+        scene.shell()?.start(BUSY)?;
+        await_service(&client)?;
+        scene.host_mut("a")?.kill_everything()?;
+        scene.await_live("b")?;
+        scene.shell()?.run("touch /tmp/stop")?;
+        write_some(scene)?;
+        scene.restart("a")?;
+        let old_image = scene.lab().directory().join("disk.img");
+        expect_resync(scene, "b", "a")?;
+        ensure!(scene.disk("a", 0)? == old_image, "host a's image was not used");
+        await_service(&client)?;
+        // And back: nothing is left of either host's own ways.
+        scene.host_mut("b")?.kill_everything()?;
+        scene.await_live("a")?;
+        write_some(scene)?;
+        scene.restart("b")?;
+        expect_resync(scene, "a", "b")?;
+        let acked = close(client)?;
+        await_equal_images(scene)?;
+        prove_disk(scene, "a", acked)
+    });
+}
+
+#[test]
+fn a_backup_that_was_away_is_brought_up_to_date() {
+    play_protected(options(), |scene, client| {
+        scene.shell()?.start(BUSY)?;
+        scene.host_mut("b")?.kill_everything()?;
+        await_degraded(scene, "a")?;
+        scene.shell()?.run("touch /tmp/stop")?;
+        write_some(scene)?;
+        await_service(&client)?;
+        scene.restart("b")?;
+        expect_resync(scene, "a", "b")?;
+        await_service(&client)?;
+        // An end of protection that was asked for, and its begin.
+        scene.host("a")?.call(["unprotect", VM])?;
+        write_some(scene)?;
+        expect_resync(scene, "a", "b")?;
+        await_equal_images(scene)?;
+        scene.host_mut("a")?.kill_everything()?;
+        prove_survival(scene, client, "b")
+    });
+}
+
+#[test]
+fn after_the_loss_of_both_hosts_only_what_changed_is_copied() {
+    play_protected(options(), |scene, client| {
+        write_some(scene)?;
+        for host in ["a", "b"] {
+            scene.host(host)?.pause()?;
+        }
+        for host in ["a", "b"] {
+            scene.host_mut(host)?.kill_everything()?;
+            await_empty(scene, host)?;
+        }
+        let acked = client.stop().acked();
+        scene.restart("a")?;
+        scene.restart("b")?;
+        scene.host("a")?.call(["recover", VM])?;
+        scene.await_guest()?;
+        expect_resync(scene, "a", "b")?;
+        await_equal_images(scene)?;
+        // Before it is complete, a mirror that is brought up to date is nothing to start on.
+        let (_, words) = refusal(scene.host("b")?, &["recover", VM, "--force"])?;
+        ensure!(words.contains("nothing to recover"), "{words}");
+        prove_disk(scene, "a", acked)
+    });
+}
+
+#[test]
+fn when_in_doubt_everything_is_copied() {
+    play_protected(options(), |scene, client| {
+        scene.host_mut("a")?.kill_everything()?;
+        scene.await_live("b")?;
+        // As after a power failure of host a: the list is of another run of the kernel.
+        let list = scene.host("a")?.directory().join("state").join(VM).join("disk0.changes");
+        let mut bytes = std::fs::read(&list)?;
+        bytes[32..40].copy_from_slice(b"00000000");
+        std::fs::write(&list, bytes)?;
+        scene.restart("a")?;
+        let (_, full_because) = protect_again(scene, "b", "a")?;
+        let why = full_because.context("only what had changed was copied")?;
+        ensure!(why.contains("restarted"), "{why}");
+        let acked = close(client)?;
+        await_equal_images(scene)?;
+        prove_disk(scene, "b", acked)
+    });
+}
