@@ -344,7 +344,12 @@ mod tests {
         let listener = TcpListener::bind("127.0.0.1:0").unwrap();
         let dialled = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
         let (accepted, _) = listener.accept().unwrap();
-        (Link::new(dialled).unwrap(), Link::new(accepted).unwrap())
+        let ours = Link::dialled(dialled, "b", None).unwrap();
+        let theirs = Link::accepted(accepted, None).unwrap();
+        for link in [&ours, &theirs] {
+            link.set_read_timeout(None).unwrap();
+        }
+        (ours, theirs)
     }
 
     /// A primary's and a backup's end; a dial reaches the backup at once.

@@ -4,6 +4,11 @@
 //! name = "a"
 //! listen = "10.0.0.1:7788"
 //!
+//! [tls]                         # `understudy pki` makes these
+//! ca = "/etc/understudy/ca.pem"
+//! cert = "/etc/understudy/a.pem"
+//! key = "/etc/understudy/a.key"
+//!
 //! [arbiter]
 //! kind = "file"
 //! path = "/srv/arbiter"
@@ -15,6 +20,7 @@
 
 use crate::error::{ErrorKind, HostError};
 use crate::handshake::MOST_PATHS;
+use crate::tls::TlsFiles;
 use serde::Deserialize;
 use std::collections::BTreeMap;
 use std::env;
@@ -65,6 +71,11 @@ pub struct HostConfig {
     pub arbiter: Option<ArbiterConfig>,
     /// The other hosts by name, with an address for each path to them.
     pub peers: BTreeMap<String, Vec<SocketAddr>>,
+    /// How this host and its peers recognise each other.
+    pub tls: Option<TlsFiles>,
+    /// Whether the operator wants to do without it although others can reach
+    /// this host.
+    pub insecure: bool,
     /// QEMU, when it is not the one on the PATH; see [`HostConfig::qemu_path`].
     pub qemu: Option<PathBuf>,
     /// The agent library, when it is elsewhere; see [`HostConfig::agent_path`].
@@ -175,6 +186,8 @@ struct RawConfig {
     arbiter: Option<RawArbiter>,
     #[serde(default)]
     peers: BTreeMap<Spanned<String>, Spanned<toml::Value>>,
+    tls: Option<RawTls>,
+    insecure: Option<Spanned<bool>>,
     qemu: Option<Spanned<PathBuf>>,
     agent: Option<Spanned<PathBuf>>,
     memory: Option<MemorySize>,
@@ -194,15 +207,44 @@ struct RawDetection {
     timeout_ms: Option<Spanned<i64>>,
 }
 
+#[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
+struct RawTls {
+    ca: Spanned<PathBuf>,
+    cert: Spanned<PathBuf>,
+    key: Spanned<PathBuf>,
+}
+
+impl RawTls {
+    fn check(self, source: &Source<'_>) -> Result<TlsFiles, HostError> {
+        Ok(TlsFiles {
+            ca: source.absolute("tls.ca", self.ca)?,
+            cert: source.absolute("tls.cert", self.cert)?,
+            key: source.absolute("tls.key", self.key)?,
+        })
+    }
+}
+
 impl RawConfig {
     fn check(self, source: &Source<'_>) -> Result<HostConfig, HostError> {
         source.check_name("name", &self.name)?;
         let name = self.name.into_inner();
         let listen = source.addresses("listen", &self.listen)?;
+        let tls = self.tls.map(|tls| tls.check(source)).transpose()?;
+        let insecure = check_insecure(source, self.insecure, tls.is_some())?;
+        if tls.is_none() && !insecure {
+            refuse_strangers(source, "listen", &self.listen, &listen)?;
+            for (name, raw) in &self.peers {
+                let field = format!("peers.{}", name.get_ref());
+                refuse_strangers(source, &field, raw, &source.addresses(&field, raw)?)?;
+            }
+        }
         let peers = check_peers(source, self.peers, &name, &listen)?;
         Ok(HostConfig {
             listen,
             peers,
+            tls,
+            insecure,
             socket: check_socket(source, self.socket)?,
             state_dir: match self.state_dir {
                 Some(path) => source.absolute("state_dir", path)?,
@@ -252,6 +294,37 @@ fn check_peers(
         peers.insert(name.into_inner(), parsed);
     }
     Ok(peers)
+}
+
+fn check_insecure(
+    source: &Source<'_>,
+    raw: Option<Spanned<bool>>,
+    has_tls: bool,
+) -> Result<bool, HostError> {
+    let Some(raw) = raw else { return Ok(false) };
+    if *raw.get_ref() && has_tls {
+        let message = "there is a [tls]: remove one of them";
+        return Err(source.wrong("insecure", raw.span(), message));
+    }
+    Ok(raw.into_inner())
+}
+
+/// Without certificates, hosts talk to each other on one machine only.
+fn refuse_strangers(
+    source: &Source<'_>,
+    field: &str,
+    raw: &Spanned<toml::Value>,
+    addresses: &[SocketAddr],
+) -> Result<(), HostError> {
+    let Some(address) = addresses.iter().find(|address| !address.ip().is_loopback()) else {
+        return Ok(());
+    };
+    let message = format!(
+        "{address} is not on this machine alone, and there is no [tls]: anybody on the way could \
+         read and change VMs. Make certificates with `understudy pki` and name them in [tls], \
+         or write insecure = true where nobody else is on the network"
+    );
+    Err(source.wrong(field, raw.span(), &message))
 }
 
 /// What speaks against the address as a peer's.
@@ -338,17 +411,7 @@ impl Source<'_> {
     }
 
     fn check_name(&self, field: &str, name: &Spanned<String>) -> Result<(), HostError> {
-        let text = name.get_ref();
-        let allowed = |c: char| c.is_ascii_alphanumeric() || c == '-';
-        let good = !text.is_empty() && text.len() <= LONGEST_NAME && !text.starts_with('-');
-        if good && text.chars().all(allowed) {
-            return Ok(());
-        }
-        let message = format!(
-            "\"{text}\" is not a host name; allowed are 1 to {LONGEST_NAME} letters, digits and -, \
-             not starting with -"
-        );
-        Err(self.wrong(field, name.span(), &message))
+        check_host_name(name.get_ref()).map_err(|problem| self.wrong(field, name.span(), &problem))
     }
 
     /// One address, or a list of them: one for each path.
@@ -391,6 +454,19 @@ impl Source<'_> {
     }
 }
 
+/// The problem with a host's name, if there is one.
+pub(crate) fn check_host_name(name: &str) -> Result<(), String> {
+    let allowed = |c: char| c.is_ascii_alphanumeric() || c == '-';
+    let good = !name.is_empty() && name.len() <= LONGEST_NAME && !name.starts_with('-');
+    if good && name.chars().all(allowed) {
+        return Ok(());
+    }
+    Err(format!(
+        "\"{name}\" is not a host name; allowed are 1 to {LONGEST_NAME} letters, digits and -, \
+         not starting with -"
+    ))
+}
+
 fn address(value: &toml::Value) -> Option<SocketAddr> {
     value.as_str()?.parse().ok().filter(|address: &SocketAddr| address.port() != 0)
 }
@@ -417,6 +493,11 @@ c-2 = "[fe80::1]:7788"
 
 [detection]
 timeout_ms = 250
+
+[tls]
+ca = "/etc/ca.pem"
+cert = "/etc/a.pem"
+key = "/etc/a.key"
 "#;
 
     /// The error that `GOOD` gives once `from` in it has become `to`.
@@ -452,7 +533,7 @@ timeout_ms = 250
 
     #[test]
     fn what_is_left_out_has_its_default() {
-        let text = "name = 'a'\nlisten = '0.0.0.0:7788'";
+        let text = "name = 'a'\nlisten = '127.0.0.1:7788'";
         let config = HostConfig::from_toml(text, Path::new("host.toml")).unwrap();
         assert_eq!(config.state_dir, Path::new("/var/lib/understudy"));
         assert_eq!(config.socket, Path::new(DEFAULT_SOCKET));
@@ -539,6 +620,24 @@ timeout_ms = 250
         assert_eq!(with("memory = \"2G\"\n").unwrap().memory_limit, Some(2 << 30));
         let message = with("memory = \"lots\"\n").unwrap_err().message;
         assert!(message.contains("memory") && message.contains("lots"), "{message}");
+    }
+
+    #[test]
+    fn strangers_are_kept_out_unless_the_operator_says_so() {
+        let (open, tls) = GOOD.split_once("[tls]").unwrap();
+        let read = |text: &str| HostConfig::from_toml(text, Path::new("host.toml"));
+        let refused = |text: &str| read(text).unwrap_err().message;
+        let words = ["10.0.0.1:7788", "[tls]", "understudy pki", "insecure = true"];
+        assert_says(&refused(open), "host.toml:3: listen:", &words);
+        // Loopback is this machine's own, but the way to the peers is not.
+        let local = open.replace("10.0.0.1", "127.0.0.1");
+        assert_says(&refused(&local), "host.toml:14: peers.b:", &["10.0.0.2:7788"]);
+        assert!(read(&format!("insecure = true\n{open}")).unwrap().insecure);
+        let both = format!("insecure = true\n{open}[tls]{tls}");
+        assert_says(&refused(&both), "host.toml:1: insecure:", &["[tls]"]);
+        let config = read(GOOD).unwrap();
+        assert_eq!(config.tls.unwrap().cert, Path::new("/etc/a.pem"));
+        assert_says(&broken("/etc/a.key", "a.key"), "host.toml:23: tls.key:", &["absolute"]);
     }
 
     #[test]

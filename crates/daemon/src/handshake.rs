@@ -1,11 +1,13 @@
 //! What two hosts say to each other before the first byte of a VM moves.
 
 use crate::group::Membership;
-use crate::link::{Link, SETUP_TIMEOUT};
+use crate::link::Link;
 use crate::resync::Resync;
+use crate::tls::Tls;
 use anyhow::Context;
 use serde::{Deserialize, Serialize};
 use std::net::{SocketAddr, TcpStream};
+use std::sync::Arc;
 use std::time::Duration;
 use tracing::debug;
 use understudy_protocol::wire::{Kind, WIRE_VERSION};
@@ -156,44 +158,56 @@ pub struct Ready {
     pub blocks: Vec<(String, u64)>,
 }
 
-/// Dials the first of a peer's addresses that answers; returns which one it is.
-pub fn dial_first(
-    addresses: &[SocketAddr],
-    host: &str,
-    purpose: impl Fn(PathIndex) -> Purpose,
-) -> anyhow::Result<(Link, PathIndex)> {
-    let mut first_error = None;
-    for (path, address) in (0..).map(PathIndex).zip(addresses) {
-        match dial(*address, host, purpose(path)) {
-            Ok(link) => return Ok((link, path)),
-            Err(error) => {
-                debug!("{error:#}");
-                first_error.get_or_insert(error);
+/// Who a host is to its peers.
+#[derive(Clone, Debug)]
+pub struct Identity {
+    /// Its name.
+    pub name: String,
+    /// Its certificates, if it has any.
+    pub tls: Option<Arc<Tls>>,
+}
+
+impl Identity {
+    /// Dials the first of a peer's addresses that answers; returns which one it is.
+    pub fn dial_first(
+        &self,
+        peer: &str,
+        addresses: &[SocketAddr],
+        purpose: impl Fn(PathIndex) -> Purpose,
+    ) -> anyhow::Result<(Link, PathIndex)> {
+        let mut first_error = None;
+        for (path, address) in (0..).map(PathIndex).zip(addresses) {
+            match self.dial(peer, *address, purpose(path)) {
+                Ok(link) => return Ok((link, path)),
+                Err(error) => {
+                    debug!("{error:#}");
+                    first_error.get_or_insert(error);
+                }
             }
         }
+        Err(first_error.context("the peer has no address")?)
     }
-    Err(first_error.context("the peer has no address")?)
+
+    /// Dials a peer and says hello.
+    pub fn dial(&self, peer: &str, address: SocketAddr, purpose: Purpose) -> anyhow::Result<Link> {
+        let socket = TcpStream::connect_timeout(&address, CONNECT_TIMEOUT)
+            .with_context(|| format!("cannot connect to {address}: is its daemon running?"))?;
+        let link = Link::dialled(socket, peer, self.tls.as_deref())
+            .with_context(|| format!("host {peer} at {address}"))?;
+        let hello = Hello {
+            wire_version: WIRE_VERSION,
+            product_version: env!("CARGO_PKG_VERSION").to_owned(),
+            host: self.name.clone(),
+            purpose,
+        };
+        link.send_json(Kind::Hello, &hello)?;
+        Ok(link)
+    }
 }
 
-/// Dials a peer and says hello.
-pub fn dial(address: SocketAddr, host: &str, purpose: Purpose) -> anyhow::Result<Link> {
-    let stream = TcpStream::connect_timeout(&address, CONNECT_TIMEOUT)
-        .with_context(|| format!("cannot connect to {address}: is its daemon running?"))?;
-    let link = Link::new(stream)?;
-    link.set_read_timeout(Some(SETUP_TIMEOUT))?;
-    let hello = Hello {
-        wire_version: WIRE_VERSION,
-        product_version: env!("CARGO_PKG_VERSION").to_owned(),
-        host: host.to_owned(),
-        purpose,
-    };
-    link.send_json(Kind::Hello, &hello)?;
-    Ok(link)
-}
-
-/// Reads a dialler's hello; refuses another version.
+/// Reads a dialler's hello; refuses another version, and a name that is not the
+/// dialler's own.
 pub fn answer(link: &Link) -> anyhow::Result<Hello> {
-    link.set_read_timeout(Some(SETUP_TIMEOUT))?;
     // The version first: the rest may look different in another one.
     let hello: serde_json::Value = link.expect_json(Kind::Hello)?;
     let version = hello.get("wire_version").and_then(serde_json::Value::as_u64);
@@ -208,5 +222,10 @@ pub fn answer(link: &Link) -> anyhow::Result<Hello> {
         link.refuse(&reason);
         anyhow::bail!(reason);
     }
-    serde_json::from_value(hello).context("malformed hello")
+    let hello: Hello = serde_json::from_value(hello).context("malformed hello")?;
+    if let Err(error) = link.check_peer(&hello.host) {
+        link.refuse(&format!("{error:#}"));
+        return Err(error);
+    }
+    Ok(hello)
 }

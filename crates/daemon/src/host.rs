@@ -5,11 +5,13 @@ use crate::arbiter::Arbiter;
 use crate::config::HostConfig;
 use crate::error::{ErrorKind, HostError};
 use crate::group::Membership;
+use crate::handshake::Identity;
 use crate::machine::{self, Machine};
 use crate::records::{Record, Records};
 use crate::report::{CheckpointTiming, HostStatus, ProtectRequest, VmStatus};
 use crate::resync;
 use crate::sync::lock;
+use crate::tls::Tls;
 use crate::vm::{PrimaryVm, Vm};
 use crate::{backup, incoming, primary};
 use std::collections::BTreeMap;
@@ -32,6 +34,7 @@ pub(crate) const PEER_TIMEOUT: Duration = Duration::from_secs(20);
 pub struct Host {
     /// The configuration.
     pub(crate) config: HostConfig,
+    pub(crate) identity: Identity,
     pub(crate) arbiter: Option<Arbiter>,
     pub(crate) capabilities: Capabilities,
     pub(crate) agent: PathBuf,
@@ -65,6 +68,7 @@ impl Host {
         if let Some(problem) = &kernel_problem {
             warn!("VMs run here but cannot be protected: {problem}");
         }
+        let identity = identify(&config)?;
         prepare_directory(&config.state_dir)?;
         let listeners = config.listen.iter().map(bind).collect::<Result<Vec<_>, _>>()?;
         let arbiter = config.arbiter.as_ref().map(|kind| Arbiter::new(kind, &config.name));
@@ -72,6 +76,7 @@ impl Host {
         let host = Arc::new(Host {
             records,
             config,
+            identity,
             arbiter,
             capabilities,
             agent,
@@ -411,7 +416,7 @@ impl Host {
         };
         let directory = self.vm_directory(&definition.name)?;
         Ok(primary::Plan {
-            host: self.config.name.clone(),
+            identity: self.identity.clone(),
             peer: request.to.clone(),
             addresses: addresses.clone(),
             generation,
@@ -427,6 +432,20 @@ impl Host {
             records: self.records.clone(),
         })
     }
+}
+
+fn identify(config: &HostConfig) -> Result<Identity, HostError> {
+    let load = |files| Tls::load(files, &config.name).map(Arc::new);
+    let tls = config
+        .tls
+        .as_ref()
+        .map(load)
+        .transpose()
+        .map_err(|error| HostError::new(ErrorKind::Invalid, format!("[tls]: {error:#}")))?;
+    if config.insecure {
+        warn!("insecure = true: whoever reaches this host may read and change its VMs");
+    }
+    Ok(Identity { name: config.name.clone(), tls })
 }
 
 fn bind(address: &SocketAddr) -> Result<TcpListener, HostError> {

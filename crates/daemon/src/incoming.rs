@@ -41,7 +41,7 @@ pub fn listen(host: &Arc<Host>, listener: TcpListener) -> Result<(), HostError> 
 
 fn serve(host: &Arc<Host>, stream: TcpStream) {
     let peer = stream.peer_addr();
-    let served = Link::new(stream).map_err(Into::into).and_then(|link| {
+    let served = Link::accepted(stream, host.identity.tls.as_deref()).and_then(|link| {
         let hello = answer(&link)?;
         match hello.purpose.clone() {
             Purpose::Protect(offer) => take_offer(host, link, &hello, &offer),

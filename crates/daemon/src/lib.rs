@@ -17,6 +17,7 @@ mod lifecycle;
 mod link;
 mod machine;
 mod paths;
+pub mod pki;
 mod primary;
 mod records;
 mod recover;
@@ -24,6 +25,7 @@ pub mod report;
 mod resync;
 mod room;
 mod sync;
+mod tls;
 mod vm;
 
 pub use error::{ErrorKind, HostError};

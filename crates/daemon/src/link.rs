@@ -1,5 +1,7 @@
-//! Messages over a TCP connection between two hosts.
+//! Messages over a connection between two hosts: TCP, with TLS on it where the
+//! configuration has certificates.
 
+use crate::tls::{NotTls, Tls, TlsStream, explain, part};
 use anyhow::{Context, bail};
 use serde::Serialize;
 use serde::de::DeserializeOwned;
@@ -16,47 +18,76 @@ pub const SETUP_TIMEOUT: Duration = Duration::from_secs(20);
 /// One end of a connection. Clones share the connection: one thread reads,
 /// another writes.
 #[derive(Clone, Debug)]
-pub struct Link {
-    stream: Arc<TcpStream>,
+pub struct Link(Arc<Connection>);
+
+#[derive(Debug)]
+struct Connection {
+    socket: TcpStream,
+    tls: Option<TlsStream>,
 }
 
 impl Link {
-    /// Takes over a fresh connection.
-    pub fn new(stream: TcpStream) -> io::Result<Link> {
-        // Acknowledgements and ends of epochs must not wait for more bytes.
-        stream.set_nodelay(true)?;
-        Ok(Link { stream: Arc::new(stream) })
+    /// Takes over a connection that this host opened to `peer`; carries the TLS
+    /// handshake out if there are certificates.
+    pub fn dialled(socket: TcpStream, peer: &str, tls: Option<&Tls>) -> anyhow::Result<Link> {
+        prepare(&socket)?;
+        let tls = tls.map(|tls| tls.dial(&socket, peer)).transpose();
+        let tls = tls.inspect_err(|_| part(&socket))?;
+        Ok(Link(Arc::new(Connection { socket, tls })))
+    }
+
+    /// The same for a connection that a peer opened.
+    pub fn accepted(socket: TcpStream, tls: Option<&Tls>) -> anyhow::Result<Link> {
+        prepare(&socket)?;
+        let result = tls.map(|tls| tls.accept(&socket)).transpose();
+        match result {
+            Ok(tls) => Ok(Link(Arc::new(Connection { socket, tls }))),
+            Err(error) => {
+                let link = Link(Arc::new(Connection { socket, tls: None }));
+                if error.is::<NotTls>() {
+                    link.refuse("the host speaks TLS: this host's configuration needs [tls], too");
+                }
+                part(&link.0.socket);
+                Err(error)
+            }
+        }
+    }
+
+    /// An error if the peer's certificate is not this host's. Without TLS,
+    /// everybody is who they say.
+    pub fn check_peer(&self, host: &str) -> anyhow::Result<()> {
+        self.0.tls.as_ref().map_or(Ok(()), |tls| tls.check_peer(host))
     }
 
     /// Whether both are the same connection.
     pub fn is(&self, other: &Link) -> bool {
-        Arc::ptr_eq(&self.stream, &other.stream)
+        Arc::ptr_eq(&self.0, &other.0)
     }
 
     /// Bounds every later read; none waits for ever.
     pub fn set_read_timeout(&self, timeout: Option<Duration>) -> io::Result<()> {
-        self.stream.set_read_timeout(timeout)
+        self.0.socket.set_read_timeout(timeout)
     }
 
     /// Bounds every later write; none waits for ever.
     pub fn set_write_timeout(&self, timeout: Option<Duration>) -> io::Result<()> {
-        self.stream.set_write_timeout(timeout)
+        self.0.socket.set_write_timeout(timeout)
     }
 
     /// Ends the connection in both directions; wakes whoever reads or writes.
     pub fn close(&self) {
         // An error means that it is closed already.
-        let _ = self.stream.shutdown(Shutdown::Both);
+        let _ = self.0.socket.shutdown(Shutdown::Both);
     }
 
     /// The next message, its checksum checked. The error says why the
     /// connection must be dropped.
     pub fn receive(&self) -> anyhow::Result<Message> {
         let mut header = [0; HEADER_BYTES];
-        (&*self.stream).read_exact(&mut header).map_err(explain_end)?;
+        self.0.read_exact(&mut header).map_err(explain_end)?;
         let header = Header::decode(&header)?;
         let mut payload = vec![0; header.length];
-        (&*self.stream).read_exact(&mut payload).map_err(explain_end)?;
+        self.0.read_exact(&mut payload).map_err(explain_end)?;
         header.check(&payload)?;
         Ok(Message { header, payload })
     }
@@ -79,7 +110,7 @@ impl Link {
         let mut slices: Vec<IoSlice> = Vec::with_capacity(parts.len() + 1);
         slices.push(IoSlice::new(&bytes));
         slices.extend(parts.iter().map(|part| IoSlice::new(part)));
-        write_all_vectored(&self.stream, &mut slices)
+        self.0.write_all(&mut slices)
     }
 
     /// Sends a message without a payload.
@@ -122,7 +153,40 @@ pub fn read_json<T: DeserializeOwned>(message: &Message, kind: Kind) -> anyhow::
 #[error("{0}")]
 pub struct Refused(pub String);
 
+/// For the handshake: whoever does not go on with it is not waited for.
+fn prepare(socket: &TcpStream) -> io::Result<()> {
+    // Acknowledgements and ends of epochs must not wait for more bytes.
+    socket.set_nodelay(true)?;
+    socket.set_read_timeout(Some(SETUP_TIMEOUT))
+}
+
+impl Connection {
+    fn read_exact(&self, buffer: &mut [u8]) -> io::Result<()> {
+        let Some(tls) = &self.tls else { return (&self.socket).read_exact(buffer) };
+        let mut filled = 0;
+        while filled < buffer.len() {
+            match tls.read(&self.socket, &mut buffer[filled..]) {
+                Ok(0) => return Err(io::ErrorKind::UnexpectedEof.into()),
+                Ok(length) => filled += length,
+                Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
+                Err(error) => return Err(error),
+            }
+        }
+        Ok(())
+    }
+
+    fn write_all(&self, slices: &mut [IoSlice<'_>]) -> io::Result<()> {
+        match &self.tls {
+            Some(tls) => tls.write_all(&self.socket, slices),
+            None => write_all_vectored(&self.socket, slices),
+        }
+    }
+}
+
 fn explain_end(error: io::Error) -> anyhow::Error {
+    if let Some(words) = explain(&error) {
+        return anyhow::anyhow!(words);
+    }
     match error.kind() {
         io::ErrorKind::UnexpectedEof => anyhow::anyhow!("the peer closed the connection"),
         io::ErrorKind::WouldBlock | io::ErrorKind::TimedOut => {

@@ -2,7 +2,7 @@
 //! VM on them.
 
 use crate::error::{ErrorKind, HostError};
-use crate::handshake::{Purpose, dial_first};
+use crate::handshake::Purpose;
 use crate::host::Host;
 use crate::records::Record;
 use crate::report::{RecoverReport, RecoverRequest, ValidImages};
@@ -140,7 +140,7 @@ impl Host {
 
     fn ask(&self, peer: &str, name: &str) -> anyhow::Result<ImagesAnswer> {
         let purpose = Purpose::Images { vm: name.to_owned() };
-        let link = dial_first(&self.config.peers[peer], &self.config.name, |_| purpose.clone())?.0;
+        let link = self.identity.dial_first(peer, &self.config.peers[peer], |_| purpose.clone())?.0;
         let answer: ImagesAnswer = link.expect_json(Kind::Welcome)?;
         anyhow::ensure!(answer.host == peer, "its address is that of host {}", answer.host);
         Ok(answer)

@@ -1,5 +1,6 @@
 //! A host: the daemon in its namespace, what is asked of it, and its deaths.
 
+use crate::command::run;
 use crate::lab::Lab;
 use crate::namespace::Namespace;
 use crate::{processes, wait_for};
@@ -33,12 +34,41 @@ const LOG_TAIL_LINES: usize = 60;
 #[derive(Serialize)]
 struct HostToml {
     name: String,
-    listen: Vec<SocketAddr>,
+    listen: Addresses,
     state_dir: PathBuf,
     socket: PathBuf,
     #[serde(skip_serializing_if = "Option::is_none")]
     arbiter: Option<ArbiterToml>,
-    peers: BTreeMap<String, Vec<SocketAddr>>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    insecure: Option<bool>,
+    peers: BTreeMap<String, Addresses>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    tls: Option<TlsToml>,
+}
+
+/// As a user would write them.
+#[derive(Serialize)]
+#[serde(untagged)]
+enum Addresses {
+    One(SocketAddr),
+    Several(Vec<SocketAddr>),
+}
+
+impl Addresses {
+    fn of(lab: &Lab, host: &str) -> Result<Addresses> {
+        let addresses = lab.peer_addresses(host)?;
+        Ok(match addresses[..] {
+            [one] => Addresses::One(one),
+            _ => Addresses::Several(addresses),
+        })
+    }
+}
+
+#[derive(Serialize)]
+struct TlsToml {
+    ca: PathBuf,
+    cert: PathBuf,
+    key: PathBuf,
 }
 
 #[derive(Serialize)]
@@ -56,6 +86,9 @@ pub struct HostOptions {
     pub settings: String,
     /// Whether its configuration names no arbiter.
     pub without_arbiter: bool,
+    /// Whether hosts talk in the clear, for tests that read along: one such
+    /// host makes its whole [`Scene`](crate::Scene) so.
+    pub insecure: bool,
 }
 
 /// One daemon that runs, or ran, as one host of a laboratory.
@@ -255,21 +288,48 @@ fn socket(directory: &Path) -> PathBuf {
     directory.join("api.sock")
 }
 
+/// Makes an authority in the laboratory and a certificate for each of its hosts,
+/// as a user would. Hosts that are started before do without.
+pub fn issue_certificates(lab: &Lab, binary: &Path) -> Result<()> {
+    let directory = pki_directory(lab);
+    let directory = directory.to_string_lossy();
+    let program = binary.to_string_lossy();
+    run(&program, &["pki", "init", "--dir", &directory])?;
+    for host in lab.hosts() {
+        run(&program, &["pki", "issue", host, "--dir", &directory])?;
+    }
+    Ok(())
+}
+
+fn pki_directory(lab: &Lab) -> PathBuf {
+    lab.directory().join("pki")
+}
+
+fn certificate(lab: &Lab, name: &str) -> Option<TlsToml> {
+    let file = |name: String| pki_directory(lab).join(name);
+    let [ca, cert, key] =
+        [file("ca.pem".to_owned()), file(format!("{name}.pem")), file(format!("{name}.key"))];
+    cert.is_file().then_some(TlsToml { ca, cert, key })
+}
+
 /// Writes `host.toml` into the host's directory and returns its path.
 fn write_config(lab: &Lab, name: &str, options: &HostOptions) -> Result<PathBuf> {
     let directory = lab.host_directory(name)?;
     let mut peers = BTreeMap::new();
     for peer in lab.hosts().iter().filter(|peer| *peer != name) {
-        peers.insert(peer.clone(), lab.peer_addresses(peer)?);
+        peers.insert(peer.clone(), Addresses::of(lab, peer)?);
     }
+    let tls = (!options.insecure).then(|| certificate(lab, name)).flatten();
     let config = HostToml {
         name: name.to_owned(),
-        listen: lab.peer_addresses(name)?,
+        listen: Addresses::of(lab, name)?,
         state_dir: directory.join(STATE),
         socket: socket(&directory),
         arbiter: (!options.without_arbiter)
             .then(|| ArbiterToml { kind: "file", path: lab.arbiter_directory() }),
         peers,
+        insecure: tls.is_none().then_some(true),
+        tls,
     };
     let mut config = toml::Table::try_from(config).context("cannot write the configuration")?;
     config.extend(options.settings.parse::<toml::Table>().context("the settings are no TOML")?);

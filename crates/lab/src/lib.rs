@@ -52,7 +52,7 @@ mod watcher;
 pub use chatter::{ChatterClient, ChatterReport, Load};
 pub use companion::Companion;
 pub use conversation::ConversationError;
-pub use host::{HostOptions, HostProcess};
+pub use host::{HostOptions, HostProcess, issue_certificates};
 pub use lab::{BRIDGE, CLIENT_ADDRESS, GUEST_ADDRESS, Lab, PEER_PORT, UPLINK};
 pub use leftovers::Leftovers;
 pub use namespace::{Namespace, in_namespace};

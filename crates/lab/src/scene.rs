@@ -2,7 +2,7 @@
 //! hosts run the daemon, and one test guest that can be started, protected,
 //! talked to, and found again on another host.
 
-use crate::host::{HostOptions, HostProcess};
+use crate::host::{HostOptions, HostProcess, issue_certificates};
 use crate::lab::{BRIDGE, GUEST_ADDRESS, Lab};
 use crate::records::RecordClient;
 use crate::shell::GuestShell;
@@ -191,6 +191,10 @@ impl Scene {
         let lab = Lab::with_cables(&names, options.cables)?;
         if options.cards == 2 {
             lab.client().ip(&["addr", "add", SECOND_CLIENT, "dev", "net"])?;
+        }
+        // A host with certificates does not talk to one without.
+        if !options.daemons.values().any(|daemon| daemon.insecure) {
+            issue_certificates(&lab, &options.binary)?;
         }
         let definition = write_definition(&lab, &options)?;
         let hosts = start_daemons(&lab, &options)?;

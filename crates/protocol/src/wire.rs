@@ -98,6 +98,9 @@ pub enum WireError {
     /// The header does not begin as every header does.
     #[error("the peer does not speak Understudy's protocol (bad magic {0:02x?})")]
     Magic([u8; 4]),
+    /// The peer wants TLS, this side does not.
+    #[error("the peer speaks TLS: this host's configuration needs [tls], too")]
+    Tls,
     /// An unknown kind of message.
     #[error("unknown message kind {0}")]
     Kind(u8),
@@ -164,6 +167,10 @@ impl Header {
     pub fn decode(bytes: &[u8; HEADER_BYTES]) -> Result<Header, WireError> {
         let magic = [bytes[0], bytes[1], bytes[2], bytes[3]];
         if magic != MAGIC {
+            // A TLS record: an alert or a handshake.
+            if matches!(magic, [0x15 | 0x16, 3, ..]) {
+                return Err(WireError::Tls);
+            }
             return Err(WireError::Magic(magic));
         }
         let kind = Kind::from_byte(bytes[4]).ok_or(WireError::Kind(bytes[4]))?;

@@ -95,6 +95,9 @@ pub enum Command {
     /// Try the protocol on schedules of simulated failures.
     #[command(after_help = SIMULATE_HELP)]
     Simulate(SimulateArgs),
+    /// Make the certificates by which hosts recognise each other.
+    #[command(subcommand, after_help = PKI_HELP)]
+    Pki(PkiCommand),
     /// Measure this machine, on real parts.
     #[command(subcommand)]
     Bench(BenchCommand),
@@ -135,6 +138,45 @@ pub enum VmCommand {
     },
 }
 
+/// Work on certificates.
+#[derive(Debug, Subcommand)]
+pub enum PkiCommand {
+    /// Make a certificate authority: DIR/ca.pem and DIR/ca.key.
+    Init {
+        /// Where it is kept.
+        #[arg(long, value_name = "DIR", default_value = ".")]
+        dir: PathBuf,
+    },
+    /// Issue a certificate for a host: DIR/NAME.pem and DIR/NAME.key.
+    Issue {
+        /// The host's name, as in its configuration and its peers'.
+        name: String,
+        /// Where the authority is kept.
+        #[arg(long, value_name = "DIR", default_value = ".")]
+        dir: PathBuf,
+        /// For how many days it is valid.
+        #[arg(long, value_name = "N", default_value_t = 825, value_parser = clap::value_parser!(u32).range(1..=36500))]
+        days: u32,
+    },
+}
+
+const PKI_HELP: &str = "\
+Example, for hosts a and b, on any machine that is kept safe:
+
+  understudy pki init
+  understudy pki issue a
+  understudy pki issue b
+
+Each host gets ca.pem and its own two files, and names them in its configuration:
+
+  [tls]
+  ca = \"/etc/understudy/ca.pem\"
+  cert = \"/etc/understudy/a.pem\"
+  key = \"/etc/understudy/a.key\"        # mode 0600
+
+ca.key belongs on no host: whoever has it can be any host. Nothing that exists
+is overwritten.";
+
 const HOST_HELP: &str = "\
 Example of a configuration:
 
@@ -146,7 +188,12 @@ Example of a configuration:
   path = \"/srv/understudy/arbiter\"   # on storage that all hosts reach
 
   [peers]
-  b = \"10.0.0.2:7788\"
+  b = \"10.0.0.2:7788\"              # or a list: an address for each path to it
+
+  [tls]                              # see `understudy pki`; not needed on loopback
+  ca = \"/etc/understudy/ca.pem\"
+  cert = \"/etc/understudy/a.pem\"
+  key = \"/etc/understudy/a.key\"
 
 Optional: state_dir, socket, qemu, agent (absolute paths), memory = \"64G\" (the
 most that VMs and backups may take together; else what is available), and

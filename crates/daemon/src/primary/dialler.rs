@@ -1,7 +1,7 @@
 //! The connections of one session: the primary opens them all.
 
 use crate::channel::Resumption;
-use crate::handshake::{Offer, Purpose, Resumed, Welcome, dial, dial_first};
+use crate::handshake::{Identity, Offer, Purpose, Resumed, Welcome};
 use crate::link::Link;
 use anyhow::Context;
 use std::net::SocketAddr;
@@ -15,8 +15,10 @@ const RESUME_TIMEOUT: Duration = Duration::from_secs(2);
 /// Dials the backup, path by path.
 #[derive(Clone)]
 pub struct Dialler {
-    /// This host's name.
-    pub host: String,
+    /// Who this host is.
+    pub identity: Identity,
+    /// The backup's host name.
+    pub peer: String,
     /// Names the session.
     pub session: String,
     /// The backup's addresses, one for each path.
@@ -26,7 +28,7 @@ pub struct Dialler {
 impl Dialler {
     /// Offers the VM over the first path that the backup answers on.
     pub fn offer(&self, offer: Offer) -> anyhow::Result<(Link, PathIndex)> {
-        dial_first(&self.addresses, &self.host, |path| {
+        self.identity.dial_first(&self.peer, &self.addresses, |path| {
             Purpose::Protect(Box::new(Offer { path, ..offer.clone() }))
         })
     }
@@ -50,6 +52,6 @@ impl Dialler {
 
     fn dial(&self, path: PathIndex, purpose: Purpose) -> anyhow::Result<Link> {
         let address = self.addresses.get(usize::from(path.0)).context("there is no such path")?;
-        dial(*address, &self.host, purpose)
+        self.identity.dial(&self.peer, *address, purpose)
     }
 }

@@ -21,7 +21,7 @@ pub use session::Session;
 use crate::arbiter::Arbiter;
 use crate::channel::{Channel, Dial, Renewal};
 use crate::clock;
-use crate::handshake::{FileOffer, FileRole, GroupOffer, Offer, Ready, Welcome};
+use crate::handshake::{FileOffer, FileRole, GroupOffer, Identity, Offer, Ready, Welcome};
 use crate::heartbeat::{self, Heartbeats, Pulse};
 use crate::link::{Link, read_json};
 use crate::machine::Machine;
@@ -55,8 +55,8 @@ const DISK_HEAD_BYTES: u64 = 64 << 10;
 
 /// What `protect` needs to know.
 pub struct Plan {
-    /// This host's name.
-    pub host: String,
+    /// Who this host is.
+    pub identity: Identity,
     /// The backup's host name.
     pub peer: String,
     /// The backup's addresses, one for each path.
@@ -91,7 +91,8 @@ pub fn protect(
     over: impl FnOnce(PrimaryPhase) + Send + 'static,
 ) -> anyhow::Result<Arc<Session>> {
     let dialler = Dialler {
-        host: plan.host.clone(),
+        identity: plan.identity.clone(),
+        peer: plan.peer.clone(),
         session: plan.session.clone(),
         addresses: plan.addresses.clone(),
     };

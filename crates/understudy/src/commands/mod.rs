@@ -3,6 +3,7 @@
 mod console;
 mod doctor;
 mod host;
+mod pki;
 mod protect;
 mod recover;
 mod relay;
@@ -28,6 +29,7 @@ pub fn run(cli: &Cli) -> Result<Exit, Failure> {
         Command::Failover { vm } => protect::failover(&client()?, vm, cli.json),
         Command::Recover(args) => recover::run(&client()?, args, cli.json),
         Command::Status { vm } => status::run(&client()?, vm.as_deref(), cli.json),
+        Command::Pki(command) => pki::run(command, cli.json),
         Command::Demo(args) => demo::run(args, cli.json),
         Command::Chaos(args) => chaos::run(args, cli.json),
         Command::Simulate(args) => simulate::run(args, cli.json),

@@ -22,6 +22,7 @@
 //! | [`counter`] | a guest for every accelerator |
 //! | [`wire`]    | corrupt and truncated messages |
 //! | [`refusals`]| bad input |
+//! | [`security`]| who is let in |
 //! | [`relay`]   | what can go wrong on the wire, for the tests above |
 
 mod counter;
@@ -36,6 +37,7 @@ mod recover;
 mod refusals;
 mod relay;
 mod resync;
+mod security;
 mod shapes;
 mod stage;
 mod stalls;

@@ -12,22 +12,35 @@ fn two_paths() -> SceneOptions {
     SceneOptions { cables: 2, ..options() }
 }
 
-/// Waits until both hosts say that the data goes over this path, and that the
-/// other one is down, or up.
-fn await_path(scene: &Scene, in_use: usize, other_is_up: bool) -> Result<()> {
-    let goal = |status: &Value| {
-        let paths = &status["paths"];
-        paths[in_use]["in_use"] == true
-            && paths[in_use]["up"] == true
-            && paths[1 - in_use]["up"] == other_is_up
-            && paths[1 - in_use]["down_seconds"].is_null() == other_is_up
-    };
-    let what = format!("both hosts to use path {}, the other up: {other_is_up}", in_use + 1);
-    wait_for(&what, LIMIT, || {
+/// Waits until both hosts, which keep their parts, say so of the session's paths.
+fn await_paths(scene: &Scene, what: &str, goal: impl Fn(&Value) -> bool) -> Result<()> {
+    wait_for(&format!("both hosts to say: {what}"), LIMIT, || {
         let (a, b) = (scene.status("a")?, scene.status("b")?);
         ensure!(a["role"] == "primary" && b["role"] == "backup", "the VM moved: {a} {b}");
-        Ok((goal(&a) && goal(&b)).then_some(()))
+        Ok((goal(&a["paths"]) && goal(&b["paths"])).then_some(()))
     })
+}
+
+fn await_both_up(scene: &Scene) -> Result<()> {
+    await_paths(scene, "both paths are up", |paths| {
+        (0..2).all(|path| paths[path]["up"] == true && paths[path]["down_seconds"].is_null())
+    })
+}
+
+/// Cuts the cable that the data goes over, and waits until it goes over the
+/// other one. Which it is, a busy machine may have changed. Returns it.
+fn cut_the_one_in_use(scene: &Scene) -> Result<usize> {
+    let paths = scene.status("a")?["paths"].clone();
+    let cut = usize::from(paths[1]["in_use"] == true);
+    scene.lab().cut_cable("a", cut)?;
+    await_paths(scene, "the data goes over the path that is left", |paths| {
+        let (gone, left) = (&paths[cut], &paths[1 - cut]);
+        left["in_use"] == true
+            && left["up"] == true
+            && gone["up"] == false
+            && !gone["down_seconds"].is_null()
+    })?;
+    Ok(cut)
 }
 
 fn epoch(scene: &Scene) -> Result<u64> {
@@ -50,14 +63,13 @@ fn await_progress(scene: &Scene) -> Result<()> {
 fn paths_come_and_go_and_the_vm_stays() {
     play_protected(two_paths(), |scene, client| {
         scene.shell()?.start("guest-tools dirty 2000 20")?;
-        await_path(scene, 0, true)?;
-        for (cut, left) in [(0, 1), (1, 0)] {
-            scene.lab().cut_cable("a", cut)?;
-            await_path(scene, left, false)?;
+        await_both_up(scene)?;
+        for _ in 0..2 {
+            let cut = cut_the_one_in_use(scene)?;
             await_service(&client)?;
             await_progress(scene)?;
             scene.lab().heal_cable("a", cut)?;
-            await_path(scene, left, true)?;
+            await_both_up(scene)?;
         }
         ensure!(scene.status("a")?["generation"] == 1, "ownership has changed");
         // Without any path, the peer is gone: the backup takes over.
@@ -72,8 +84,7 @@ fn paths_come_and_go_and_the_vm_stays() {
 #[test]
 fn a_host_is_killed_while_a_path_is_down() {
     play_protected(two_paths(), |scene, client| {
-        scene.lab().cut_cable("b", 0)?;
-        await_path(scene, 1, false)?;
+        cut_the_one_in_use(scene)?;
         await_service(&client)?;
         scene.host_mut("a")?.kill_everything()?;
         prove_survival(scene, client, "b")
@@ -98,9 +109,8 @@ fn a_path_is_cut_during_first_synchronisation() {
             let done = status["protection"]["done_bytes"].as_u64().unwrap_or_default();
             Ok((done > 1 << 20).then_some(()))
         })?;
-        scene.lab().cut_cable("a", 0)?;
+        cut_the_one_in_use(scene)?;
         scene.await_protected("a", |_| ())?;
-        await_path(scene, 1, false)?;
         await_service(&client)?;
         scene.host_mut("a")?.kill_everything()?;
         prove_survival(scene, client, "b")

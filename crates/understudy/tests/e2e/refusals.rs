@@ -14,7 +14,7 @@ use understudy_lab::{CLIENT_ADDRESS, HostOptions, Scene, SceneOptions};
 use understudy_protocol::wire::Kind;
 
 /// Two hosts and the boot-sector guest, which starts at once.
-fn quick() -> SceneOptions {
+pub fn quick() -> SceneOptions {
     SceneOptions { kind: GuestKind::BootSector, memory_mib: 64, ..options() }
 }
 
@@ -38,12 +38,18 @@ fn write(scene: &Scene, name: &str, text: &str) -> Result<PathBuf> {
 }
 
 /// An error must say all of these.
-fn says(words: &str, expected: &[&str]) -> Result<()> {
+pub fn says(words: &str, expected: &[&str]) -> Result<()> {
     for expected in expected {
         ensure!(words.contains(expected), "`{expected}` is not in: {words}");
     }
     ensure!(words.trim_end().lines().count() == 1, "more than one line: {words}");
     Ok(())
+}
+
+/// Everything that a host's daemon has logged.
+pub fn log_of(scene: &Scene, host: &str) -> Result<String> {
+    let log = fs::read(scene.host(host)?.directory().join("daemon.log"))?;
+    Ok(String::from_utf8_lossy(&log).into_owned())
 }
 
 /// A wrong line in place of a right one, and what the error must say.
@@ -128,12 +134,13 @@ fn with_peers() -> SceneOptions {
         "b = \"10.77.0.2:7700\"\nmadeup = \"{CLIENT_ADDRESS}:{}\"\ndeaf = \"10.77.0.2:7999\"",
         peer::PORT
     );
-    options.daemons.insert("a".to_owned(), daemon_with_peers(&peers));
+    let daemon = HostOptions { insecure: true, ..daemon_with_peers(&peers) };
+    options.daemons.insert("a".to_owned(), daemon);
     options
 }
 
 /// The guest of host a runs on as if nobody had asked for anything.
-fn unharmed(scene: &Scene) -> Result<()> {
+pub fn unharmed(scene: &Scene) -> Result<()> {
     let status = scene.status("a")?;
     ensure!(status["live"] == true, "the guest does not run: {status}");
     ensure!(protection(&status).0 == "off", "protection is not off: {status}");
@@ -313,6 +320,7 @@ fn hosts_that_are_configured_wrongly_do_not_start() {
         wrong("10.77.0.1:7701", "10.77.0.1", &[":2:", "listen", "IP:port"]),
         wrong("10.77.0.1:7701", "10.77.0.1:7700", &["cannot listen on 10.77.0.1:7700"]),
         wrong("10.77.0.1:7701", "192.0.2.1:7700", &["cannot listen on 192.0.2.1:7700"]),
+        wrong("insecure = true", "", &[":2:", "listen", "[tls]", "understudy pki"]),
         wrong("kind = \"file\"", "kind = \"oracle\"", &[":7:", "arbiter.kind", "\"file\""]),
         wrong("kind = \"file\"", "kin = \"file\"", &[":7:", "unknown field `kin`"]),
         wrong("[arbiter]", "qemu = \"/nowhere/qemu\"\n[arbiter]", &["qemu", "/nowhere/qemu"]),
@@ -323,7 +331,7 @@ fn hosts_that_are_configured_wrongly_do_not_start() {
         let directory = scene.lab().directory();
         let good = format!(
             "name = \"a\"\nlisten = \"10.77.0.1:7701\"\nstate_dir = \"{0}\"\nsocket = \"{0}.sock\"\
-             \n\n[arbiter]\nkind = \"file\"\npath = \"{1}\"\n",
+             \ninsecure = true\n[arbiter]\nkind = \"file\"\npath = \"{1}\"\n",
             directory.join("second").display(),
             scene.lab().arbiter_directory().display(),
         );

@@ -1,0 +1,212 @@
+//! Real handshakes over loopback: who is let in, who is not, and what both
+//! sides say.
+
+use super::*;
+use crate::pki;
+use std::io::{IoSlice, Read, Write};
+use std::net::TcpListener;
+use std::thread;
+use std::time::{Duration, SystemTime};
+
+fn sockets() -> (TcpStream, TcpStream) {
+    let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+    let dialled = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
+    let accepted = listener.accept().unwrap().0;
+    for socket in [&dialled, &accepted] {
+        socket.set_read_timeout(Some(Duration::from_secs(10))).unwrap();
+    }
+    (dialled, accepted)
+}
+
+/// A CA in a directory of its own.
+struct Authority(tempfile::TempDir);
+
+impl Authority {
+    fn new() -> Authority {
+        let directory = tempfile::tempdir().unwrap();
+        pki::init(directory.path()).unwrap();
+        Authority(directory)
+    }
+
+    fn issue(&self, name: &str) -> Tls {
+        self.issue_at(SystemTime::now(), name)
+    }
+
+    /// For a day from then on.
+    fn issue_at(&self, then: SystemTime, name: &str) -> Tls {
+        let written = pki::issue_at(then, self.0.path(), name, 1).unwrap();
+        let ca = self.0.path().join(pki::CA_CERT);
+        Tls::load(&TlsFiles { ca, cert: written.cert, key: written.key }, name).unwrap()
+    }
+}
+
+/// A dials `peer` on B; what each side says of it. The dialler hears of a
+/// refusal of its certificate with its first read.
+fn meet(a: &Tls, b: &Tls, peer: &str) -> (Result<(), String>, Result<(), String>) {
+    let (dialled, accepted) = sockets();
+    thread::scope(|scope| {
+        let accepting = scope.spawn(move || {
+            let stream = b.accept(&accepted).map_err(|error| format!("{error:#}"))?;
+            stream.check_peer("a").map_err(|error| format!("{error:#}"))?;
+            stream.write_all(&accepted, &[IoSlice::new(b"!")]).map_err(|e| e.to_string())
+        });
+        let dialling = || {
+            let stream = a.dial(&dialled, peer).map_err(|error| format!("{error:#}"))?;
+            match stream.read(&dialled, &mut [0]) {
+                Ok(1) => Ok(()),
+                Ok(_) => Err("hung up".to_owned()),
+                Err(error) => Err(explain(&error).unwrap_or_else(|| error.to_string())),
+            }
+        };
+        let dialled = dialling();
+        (dialled, accepting.join().unwrap())
+    })
+}
+
+fn assert_says(result: Result<(), String>, words: &str) {
+    let said = result.expect_err("it was let in");
+    assert!(said.contains(words), "{said:?} does not say {words:?}");
+}
+
+#[test]
+fn hosts_of_one_authority_know_each_other() {
+    let authority = Authority::new();
+    let (a, b) = (authority.issue("a"), authority.issue("b"));
+    assert_eq!(meet(&a, &b, "b"), (Ok(()), Ok(())));
+}
+
+#[test]
+fn a_host_of_another_authority_is_refused() {
+    let (one, other) = (Authority::new(), Authority::new());
+    let (dialler, acceptor) = meet(&one.issue("a"), &other.issue("b"), "b");
+    assert_says(dialler, "another CA than the one in this host's [tls]");
+    assert_says(acceptor, "another CA than the one in the peer's [tls]");
+}
+
+#[test]
+fn a_dialler_of_another_authority_is_refused() {
+    let (one, other) = (Authority::new(), Authority::new());
+    // The dialler trusts the acceptor; the acceptor does not trust it.
+    let (key, cert) = {
+        let written = pki::issue(other.0.path(), "a", 1).unwrap();
+        (written.key, written.cert)
+    };
+    let ca = one.0.path().join(pki::CA_CERT);
+    let stranger = Tls::load(&TlsFiles { ca, cert, key }, "a").unwrap();
+    let (dialler, acceptor) = meet(&stranger, &one.issue("b"), "b");
+    assert_says(dialler, "another CA than the one in the peer's [tls]");
+    assert_says(acceptor, "another CA than the one in this host's [tls]");
+}
+
+#[test]
+fn an_expired_certificate_is_refused() {
+    let authority = Authority::new();
+    const DAY: Duration = Duration::from_secs(24 * 3600);
+    let (a, b) = (authority.issue("a"), authority.issue("b"));
+    let (before, after) = (SystemTime::now() - 2 * DAY, SystemTime::now() + 2 * DAY);
+    let old = authority.issue_at(before, "old");
+    let (dialler, acceptor) = meet(&old, &b, "b");
+    assert_says(dialler, "this host's certificate has expired");
+    assert_says(acceptor, "it has expired");
+    let (dialler, acceptor) = meet(&a, &old, "old");
+    assert_says(dialler, "it has expired");
+    assert_says(acceptor, "this host's certificate has expired");
+    let (_, acceptor) = meet(&authority.issue_at(after, "new"), &b, "b");
+    assert_says(acceptor, "not valid yet");
+}
+
+#[test]
+fn a_certificate_of_another_host_is_refused() {
+    let authority = Authority::new();
+    let (a, b) = (authority.issue("a"), authority.issue("b"));
+    let (dialler, _) = meet(&a, &b, "c");
+    assert_says(dialler, "it is for another host");
+    let (_, acceptor) = meet(&b, &a, "a");
+    assert_says(acceptor, "it is for another host");
+}
+
+#[test]
+fn a_client_without_tls_is_refused_and_so_is_a_server() {
+    let authority = Authority::new();
+    let host = authority.issue("a");
+    let (mut plain, accepted) = sockets();
+    plain.write_all(b"USTD, and more than a record's header").unwrap();
+    let error = host.accept(&accepted).unwrap_err();
+    assert!(error.to_string().contains("does not speak TLS"), "{error}");
+    let (dialled, plain) = sockets();
+    drop(plain);
+    let error = host.dial(&dialled, "b").unwrap_err();
+    assert!(error.to_string().contains("does its configuration have [tls]?"), "{error}");
+}
+
+/// A client hello of TLS 1.2: without the extension that offers 1.3.
+#[test]
+fn an_older_version_is_refused() {
+    let groups = [0, 10, 0, 4, 0, 2, 0, 0x1d];
+    let signatures = [0, 13, 0, 4, 0, 2, 4, 3];
+    let extensions = [&[0, 16][..], &groups, &signatures].concat();
+    let ciphers = [0, 2, 0xc0, 0x2b];
+    let body = [&[3, 3][..], &[7; 32], &[0], &ciphers, &[1, 0], &extensions].concat();
+    let handshake = [&[1, 0, 0, body.len() as u8][..], &body].concat();
+    let record = [&[22, 3, 3, 0, handshake.len() as u8][..], &handshake].concat();
+    let (mut old, accepted) = sockets();
+    old.write_all(&record).unwrap();
+    let error = Authority::new().issue("a").accept(&accepted).unwrap_err();
+    assert!(error.to_string().contains("cannot do TLS 1.3"), "{error}");
+    drop(accepted);
+    let mut answer = Vec::new();
+    old.read_to_end(&mut answer).unwrap();
+    // An alert, fatal: protocol version.
+    assert_eq!((answer[0], &answer[5..]), (21, &[2, 70][..]));
+}
+
+#[test]
+fn certificates_and_keys_are_checked_when_they_are_loaded() {
+    let authority = Authority::new();
+    let written = pki::issue(authority.0.path(), "a", 1).unwrap();
+    let other = pki::issue(authority.0.path(), "b", 1).unwrap();
+    let ca = authority.0.path().join(pki::CA_CERT);
+    let files = TlsFiles { ca, cert: written.cert, key: written.key.clone() };
+    let refused = |files: &TlsFiles, name| format!("{:#}", Tls::load(files, name).unwrap_err());
+    assert!(refused(&files, "c").contains("is not a certificate of host \"c\""));
+    let swapped = TlsFiles { key: other.key, ..files.clone() };
+    assert!(refused(&swapped, "a").contains("cannot use the certificate"));
+    let no_key = TlsFiles { key: files.cert.clone(), ..files.clone() };
+    assert!(refused(&no_key, "a").contains("chmod 600"));
+    std::fs::set_permissions(&written.key, std::fs::Permissions::from_mode(0o640)).unwrap();
+    assert!(refused(&files, "a").contains("chmod 600"));
+    let missing = TlsFiles { ca: "/nonexistent".into(), ..files };
+    std::fs::set_permissions(&written.key, std::fs::Permissions::from_mode(0o600)).unwrap();
+    assert!(refused(&missing, "a").contains("cannot read /nonexistent"));
+}
+
+#[test]
+fn one_thread_reads_while_another_writes() {
+    const BYTES: usize = 3 << 20;
+    let authority = Authority::new();
+    let (a, b) = (authority.issue("a"), authority.issue("b"));
+    let (dialled, accepted) = sockets();
+    let (ours, theirs) = thread::scope(|scope| {
+        let accepting = scope.spawn(|| b.accept(&accepted).unwrap());
+        (a.dial(&dialled, "b").unwrap(), accepting.join().unwrap())
+    });
+    let data: Vec<u8> = (0..BYTES).map(|i| (i % 251) as u8).collect();
+    let write = |stream: &TlsStream, socket: &TcpStream| {
+        let (head, rest) = data.split_at(24);
+        stream.write_all(socket, &[IoSlice::new(head), IoSlice::new(rest)]).unwrap();
+    };
+    let read = |stream: &TlsStream, socket: &TcpStream| {
+        let (mut got, mut at) = (vec![0; BYTES], 0);
+        while at < BYTES {
+            at += stream.read(socket, &mut got[at..]).unwrap();
+        }
+        assert!(got == data);
+    };
+    // More than the sockets hold, both ways at once.
+    thread::scope(|scope| {
+        scope.spawn(|| write(&ours, &dialled));
+        scope.spawn(|| write(&theirs, &accepted));
+        scope.spawn(|| read(&ours, &dialled));
+        scope.spawn(|| read(&theirs, &accepted));
+    });
+}
