@@ -140,7 +140,7 @@ impl Host {
         from: Generation,
     ) -> Result<Generation, HostError> {
         let Some(arbiter) = &self.arbiter else { return Ok(Generation(0)) };
-        match arbiter.acquire(name, from) {
+        match arbiter.claim(name, from) {
             Verdict::Granted(generation) => Ok(generation),
             Verdict::Taken(owner) => {
                 let message = format!("another host took {name} just now: {owner:?}");

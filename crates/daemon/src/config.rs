@@ -18,9 +18,14 @@
 //! c = ["10.0.0.3:7788", "10.1.0.3:7788"]   # two paths
 //! ```
 
+mod arbiter;
+
+pub use arbiter::{ArbiterConfig, EtcdConfig, EtcdTls};
+
 use crate::error::{ErrorKind, HostError};
 use crate::handshake::MOST_PATHS;
 use crate::tls::TlsFiles;
+use arbiter::RawArbiter;
 use serde::Deserialize;
 use std::collections::BTreeMap;
 use std::env;
@@ -49,11 +54,10 @@ const LONGEST_NAME: usize = 63;
 const LONGEST_SOCKET_PATH: usize = 107;
 
 /// What the TOML reader says of each field that must be there, and an example.
-const EXAMPLES: [(&str, &str); 4] = [
+const EXAMPLES: [(&str, &str); 3] = [
     ("missing field `name`", "name = \"a\""),
     ("missing field `listen`", "listen = \"10.0.0.1:7788\""),
     ("missing field `kind`", "kind = \"file\""),
-    ("missing field `path`", "path = \"/srv/understudy/arbiter\""),
 ];
 
 /// A host's configuration, checked.
@@ -85,16 +89,25 @@ pub struct HostConfig {
     pub memory_limit: Option<u64>,
     /// The shortest silence after which a peer is suspected.
     pub detection_timeout: Duration,
+    /// How lost protection is restored.
+    pub repair: RepairConfig,
 }
 
-/// Where the ownership of VMs is recorded.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub enum ArbiterConfig {
-    /// A directory that every host reaches.
-    File {
-        /// The directory; absolute.
-        path: PathBuf,
-    },
+/// How lost protection is restored.
+#[derive(Clone, Debug, PartialEq, Eq, Deserialize)]
+#[serde(default, deny_unknown_fields)]
+pub struct RepairConfig {
+    /// Whether VMs that run on this host get a new backup by themselves.
+    pub enabled: bool,
+    /// What this host shares its fate with, a rack for example: a backup is
+    /// rather chosen in another zone.
+    pub zone: Option<String>,
+}
+
+impl Default for RepairConfig {
+    fn default() -> RepairConfig {
+        RepairConfig { enabled: true, zone: None }
+    }
 }
 
 impl HostConfig {
@@ -192,13 +205,8 @@ struct RawConfig {
     agent: Option<Spanned<PathBuf>>,
     memory: Option<MemorySize>,
     detection: Option<RawDetection>,
-}
-
-#[derive(Deserialize)]
-#[serde(deny_unknown_fields)]
-struct RawArbiter {
-    kind: Spanned<String>,
-    path: Spanned<PathBuf>,
+    #[serde(default)]
+    repair: RepairConfig,
 }
 
 #[derive(Deserialize)]
@@ -255,19 +263,9 @@ impl RawConfig {
             agent: self.agent.map(|path| source.absolute("agent", path)).transpose()?,
             memory_limit: self.memory.map(MemorySize::bytes),
             detection_timeout: check_detection(source, self.detection)?,
+            repair: self.repair,
             name,
         })
-    }
-}
-
-impl RawArbiter {
-    fn check(self, source: &Source<'_>) -> Result<ArbiterConfig, HostError> {
-        if self.kind.get_ref() != "file" {
-            let message =
-                format!("\"{}\" is not a kind of arbiter; write \"file\"", self.kind.get_ref());
-            return Err(source.wrong("arbiter.kind", self.kind.span(), &message));
-        }
-        Ok(ArbiterConfig::File { path: source.absolute("arbiter.path", self.path)? })
     }
 }
 

@@ -99,10 +99,17 @@ impl Host {
         check_request(name, &request)?;
         let vms: Vec<Arc<PrimaryVm>> =
             request.vms.iter().map(|vm| self.own_member(name, vm)).collect::<Result<_, _>>()?;
+        let _none_is_repaired: Vec<_> = vms.iter().map(|vm| lock(&vm.protecting)).collect();
         vms.iter().try_for_each(|vm| self.check_protectable(vm))?;
         let policy = common_policy(&vms, request.policy)?;
-        let request =
-            ProtectRequest { to: request.to, policy: Some(policy), encoding: request.encoding };
+        // A group that lost its protection is left to the operator: repair knows
+        // single VMs only.
+        let request = ProtectRequest {
+            to: request.to,
+            policy: Some(policy),
+            encoding: request.encoding,
+            repair: false,
+        };
         let plans = vms
             .iter()
             .map(|vm| self.plan_protection(vm, &request))
@@ -119,6 +126,10 @@ impl Host {
                 self.abandon(&vms[..begun]);
                 return Err(error);
             }
+        }
+        for vm in &vms {
+            vm.repairer.set_wish(Some(request.clone()));
+            vm.repairer.ended();
         }
         Ok(vms.iter().map(|vm| Vm::Primary(vm.clone()).status()).collect())
     }
@@ -223,7 +234,11 @@ mod tests {
 
     fn arbiters(directory: &Path) -> (Arbiter, Arbiter) {
         let config = ArbiterConfig::File { path: directory.to_owned() };
-        (Arbiter::new(&config, "a"), Arbiter::new(&config, "b"))
+        let arbiter = |host| Arbiter::new(&config, host).unwrap();
+        // Host a has started both.
+        arbiter("a").claim("db", Generation(0));
+        arbiter("a").claim("web", Generation(3));
+        (arbiter("a"), arbiter("b"))
     }
 
     #[test]

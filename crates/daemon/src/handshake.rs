@@ -2,6 +2,7 @@
 
 use crate::group::Membership;
 use crate::link::Link;
+use crate::report::ProtectRequest;
 use crate::resync::Resync;
 use crate::tls::Tls;
 use anyhow::Context;
@@ -43,6 +44,13 @@ pub enum Purpose {
     Images {
         /// The VM's name.
         vm: String,
+    },
+    /// Could this host back a VM up? See [`crate::survey`].
+    Survey {
+        /// The VM's name.
+        vm: String,
+        /// Bytes of its memory.
+        memory: u64,
     },
     /// The heartbeats of a session that was accepted on another connection.
     Heartbeat {
@@ -91,6 +99,9 @@ pub struct Offer {
     pub paths: Vec<SocketAddr>,
     /// The path of this connection.
     pub path: PathIndex,
+    /// What the operator asked for; the backup does the same after a take-over.
+    #[serde(default)]
+    pub wish: Option<ProtectRequest>,
 }
 
 /// A VM that is protected with others. The members are offered in order.

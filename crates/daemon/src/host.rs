@@ -7,6 +7,7 @@ use crate::error::{ErrorKind, HostError};
 use crate::group::Membership;
 use crate::handshake::Identity;
 use crate::machine::{self, Machine};
+use crate::membership::{self, Members};
 use crate::records::{Record, Records};
 use crate::report::{CheckpointTiming, HostStatus, ProtectRequest, VmStatus};
 use crate::resync;
@@ -17,6 +18,7 @@ use crate::{backup, incoming, primary};
 use std::collections::BTreeMap;
 use std::net::{SocketAddr, TcpListener};
 use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, Weak};
 use std::time::{Duration, Instant};
 use tracing::{info, warn};
@@ -47,11 +49,15 @@ pub struct Host {
     pub(crate) presences: Mutex<BTreeMap<String, Weak<()>>>,
     /// Held while a VM is added, so that two cannot take one name.
     pub(crate) adding: Mutex<()>,
-    /// Held while protection is set up. Not `adding`: two hosts that protect to
-    /// each other would wait for each other.
+    /// Held while a group's protection is set up. Not `adding`: two hosts that
+    /// protect to each other would wait for each other.
     pub(crate) protecting: Mutex<()>,
     /// Groups that this host backs up, or did, by the session of their leader.
     pub(crate) backed_groups: Mutex<Vec<Weak<backup::Group>>>,
+    /// The other hosts, as far as etcd knows them.
+    pub(crate) members: Members,
+    /// Set for good when the daemon ends.
+    closing: AtomicBool,
 }
 
 impl Host {
@@ -72,6 +78,9 @@ impl Host {
         prepare_directory(&config.state_dir)?;
         let listeners = config.listen.iter().map(bind).collect::<Result<Vec<_>, _>>()?;
         let arbiter = config.arbiter.as_ref().map(|kind| Arbiter::new(kind, &config.name));
+        let arbiter = arbiter
+            .transpose()
+            .map_err(|error| HostError::new(ErrorKind::Invalid, format!("[arbiter]: {error:#}")))?;
         let records = Records::new(&config.state_dir, &config.name);
         let host = Arc::new(Host {
             records,
@@ -86,10 +95,13 @@ impl Host {
             adding: Mutex::default(),
             protecting: Mutex::default(),
             backed_groups: Mutex::default(),
+            members: Members::default(),
+            closing: AtomicBool::new(false),
         });
         for listener in listeners {
             incoming::listen(&host, listener)?;
         }
+        membership::join(&host);
         host.tell_of_the_lost();
         info!("host {} listens on {:?}", host.config.name, host.config.listen);
         Ok(host)
@@ -177,14 +189,46 @@ impl Host {
         name: &str,
         request: ProtectRequest,
     ) -> Result<VmStatus, HostError> {
-        let _protecting = lock(&self.protecting);
         let vm = self.primary(name)?;
-        self.check_protectable(&vm)?;
-        let plan = self.plan_protection(&vm, &request)?;
-        let membership = Membership::of_one(name, plan.generation);
+        let _protecting = lock(&vm.protecting);
+        // The operator decides: nothing else is tried meanwhile.
+        vm.repairer.ended();
+        let begun = self.begin_alone(&vm, request);
+        if let Err(error) = &begun {
+            if vm.is_degraded() {
+                vm.repairer.lost(&error.to_string());
+            }
+        }
+        begun.map(|()| Vm::Primary(vm.clone()).status())
+    }
+
+    /// Protects a VM to another host, as its operator wished.
+    pub(crate) fn protect_again(
+        self: &Arc<Self>,
+        vm: &Arc<PrimaryVm>,
+        to: &str,
+    ) -> Result<(), HostError> {
+        let _protecting = lock(&vm.protecting);
+        let wish = vm.repairer.wish().filter(|_| !self.is_closing()).ok_or_else(|| {
+            HostError::new(ErrorKind::Conflict, "nobody wants it protected any more".to_owned())
+        })?;
+        self.begin_alone(vm, ProtectRequest { to: to.to_owned(), ..wish })
+    }
+
+    /// Begins the protection of a VM by itself.
+    fn begin_alone(
+        self: &Arc<Self>,
+        vm: &Arc<PrimaryVm>,
+        request: ProtectRequest,
+    ) -> Result<(), HostError> {
+        self.check_protectable(vm)?;
+        let plan = self.plan_protection(vm, &request)?;
+        let membership = Membership::of_one(&vm.machine.definition().name, plan.generation);
         let group = primary::Group::new(membership, plan.timeout);
-        self.begin_protection(&vm, plan, (group, 0))?;
-        Ok(Vm::Primary(vm).status())
+        // Before protection can be lost again.
+        let former = vm.repairer.wish();
+        vm.repairer.set_wish(Some(request));
+        self.begin_protection(vm, plan, (group, 0)).inspect_err(|_| vm.repairer.set_wish(former))
     }
 
     /// Refuses to protect what is protected, or cannot be.
@@ -229,17 +273,21 @@ impl Host {
     /// protection is lost: takes note that this is how it shall be.
     pub fn unprotect(&self, name: &str) -> Result<VmStatus, HostError> {
         let vm = self.primary(name)?;
+        let _protecting = lock(&vm.protecting);
         if vm.active_session().is_none() && !vm.is_degraded() {
             let message = format!("{name} is not protected");
             return Err(HostError::new(ErrorKind::Conflict, message));
         }
         let fellows = self.fellows(&vm);
+        vm.repairer.set_wish(None);
+        vm.repairer.ended();
         self.end_protection(&vm)?;
         for vm in fellows.iter().chain([&vm]) {
+            vm.repairer.set_wish(None);
             vm.accept_unprotected();
             vm.events.note("protection ended as asked for");
         }
-        Ok(Vm::Primary(vm).status())
+        Ok(Vm::Primary(vm.clone()).status())
     }
 
     /// Planned fail-over: hands the VM, and its group, to the backup without losing anything.
@@ -291,6 +339,7 @@ impl Host {
     /// Ends the daemon's work: protected VMs are handed to their backups, the
     /// others end, and so do backups. Nothing is left behind.
     pub fn shutdown(self: &Arc<Self>) {
+        self.closing.store(true, Ordering::Release);
         let names: Vec<String> = lock(&self.vms).keys().cloned().collect();
         for name in names {
             if self.failover(&name).is_ok() {
@@ -300,6 +349,14 @@ impl Host {
                 warn!(vm = name, "{error}");
             }
         }
+        if let Some(etcd) = self.arbiter.as_ref().and_then(Arbiter::etcd) {
+            self.members.leave(etcd);
+        }
+    }
+
+    /// Whether the daemon is about to end.
+    pub(crate) fn is_closing(&self) -> bool {
+        self.closing.load(Ordering::Acquire)
     }
 
     /// The guest may run on the machine's images at this generation from now on.
@@ -394,8 +451,9 @@ impl Host {
                     .to_owned(),
             );
         };
-        let Some(addresses) = self.config.peers.get(&request.to) else {
-            let known: Vec<&str> = self.config.peers.keys().map(String::as_str).collect();
+        let known = self.known_hosts();
+        let Some(addresses) = known.get(&request.to) else {
+            let known: Vec<&str> = known.keys().map(String::as_str).collect();
             return invalid(format!(
                 "{:?} is not a peer of this host; its [peers] are: {}",
                 request.to,
@@ -430,6 +488,7 @@ impl Host {
             sessions: resync::track(&vm.machine, &self.records, &directory)
                 .map_err(|error| failed("cannot note the changes of the disks", &error))?,
             records: self.records.clone(),
+            wish: request.clone(),
         })
     }
 }

@@ -7,6 +7,7 @@ use crate::handshake::{GroupOffer, Hello, MOST_PATHS, Offer, Purpose, Welcome, a
 use crate::host::{Host, failed};
 use crate::link::Link;
 use crate::machine::{self, Machine};
+use crate::report::ProtectRequest;
 use crate::resync::{self, Groundwork};
 use crate::sync::lock;
 use crate::vm::{FencedVm, Vm};
@@ -45,6 +46,9 @@ fn serve(host: &Arc<Host>, stream: TcpStream) {
         let hello = answer(&link)?;
         match hello.purpose.clone() {
             Purpose::Protect(offer) => take_offer(host, link, &hello, &offer),
+            Purpose::Survey { vm, memory } => {
+                link.send_json(Kind::Welcome, &host.survey_answer(&vm, memory))
+            }
             Purpose::Images { vm } => answer_images(host, &link, &vm),
             Purpose::Heartbeat { session, path } => {
                 let session = session_of(host, &link, &hello, &session)?;
@@ -118,6 +122,9 @@ fn take_offer(host: &Arc<Host>, link: Link, hello: &Hello, offer: &Offer) -> any
 fn examine(host: &Host, offer: &Offer) -> Result<(), HostError> {
     let refuse = |message: String| Err(HostError::new(ErrorKind::Invalid, message));
     let definition = &offer.definition;
+    if host.is_closing() {
+        return refuse("it is shutting down".to_owned());
+    }
     if host.arbiter.is_none() {
         return refuse("its configuration has no [arbiter]".to_owned());
     }
@@ -194,11 +201,11 @@ fn stand_by(
         directory: directory.clone(),
     };
     let weak = Arc::downgrade(host);
-    let own = machine.clone();
+    let (own, wish) = (machine.clone(), offer.wish.clone());
     let remedy = plan.group.0.membership.remedy();
     let over = move |outcome| {
         if let Some(host) = weak.upgrade() {
-            end(&host, &own, &remedy, outcome);
+            end(&host, &own, (wish, &remedy), outcome);
         }
     };
     // Registered before the primary hears that it may connect its heartbeat.
@@ -266,12 +273,17 @@ fn make_mirrors(
 }
 
 /// The session ended: the VM lives here, or this host has nothing to do with it.
-fn end(host: &Arc<Host>, machine: &Arc<Machine>, remedy: &str, outcome: Outcome) {
+fn end(
+    host: &Arc<Host>,
+    machine: &Arc<Machine>,
+    (wish, remedy): (Option<ProtectRequest>, &str),
+    outcome: Outcome,
+) {
     let name = machine.definition().name.clone();
     match outcome {
         Outcome::Live { generation, reason } => {
-            let degraded = format!("took over: {reason}; not protected until `{remedy}`");
-            host.add_primary(machine.clone(), generation, Some(degraded));
+            let vm = host.add_primary(machine.clone(), generation, wish);
+            host.degraded(&vm, format!("took over: {reason}"), remedy);
             // The activation says so already; the record is where it belongs.
             if let Err(error) = host.records.change(&name, |_| ()) {
                 warn!(vm = name, "{error}");

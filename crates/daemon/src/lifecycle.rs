@@ -3,6 +3,8 @@
 use crate::error::{ErrorKind, HostError};
 use crate::host::{Host, PEER_TIMEOUT};
 use crate::machine::{self, Machine, MachineEvent};
+use crate::repair;
+use crate::report::ProtectRequest;
 use crate::sync::lock;
 use crate::vm::{FencedVm, PrimaryVm, Vm};
 use std::sync::Arc;
@@ -44,12 +46,25 @@ impl Host {
         self: &Arc<Self>,
         machine: Arc<Machine>,
         generation: Generation,
-        degraded: Option<String>,
+        wish: Option<ProtectRequest>,
     ) -> Arc<PrimaryVm> {
-        let vm = Arc::new(PrimaryVm::new(machine, generation, degraded));
+        let vm = Arc::new(PrimaryVm::new(machine, generation, wish));
         let name = vm.machine.definition().name.clone();
         lock(&self.vms).insert(name, Vm::Primary(vm.clone()));
+        if self.config.repair.enabled {
+            repair::start(self, &vm);
+        }
         vm
+    }
+
+    /// The VM should be protected and is not, for this reason; `remedy` is the
+    /// operator's, if it is not protected again without one.
+    pub(crate) fn degraded(&self, vm: &PrimaryVm, mut reason: String, remedy: &str) {
+        let repairs = self.config.repair.enabled && vm.repairer.lost(&reason);
+        if !repairs {
+            reason += &format!("; not protected until `{remedy}`");
+        }
+        vm.degrade(reason);
     }
 
     /// Tells the host what happens to a machine, whatever its role then is.
@@ -96,8 +111,12 @@ impl Host {
                 warn!(vm = vm.machine.definition().name, "not protected any more: {reason}");
                 vm.events.note(format!("not protected any more: {reason}"));
                 self.note_generation(vm);
+                vm.repairer.lost(&reason);
             }
-            PrimaryPhase::Alone(None) => self.note_generation(vm),
+            PrimaryPhase::Alone(None) => {
+                vm.repairer.ended();
+                self.note_generation(vm);
+            }
             PrimaryPhase::Halted(reason) => {
                 self.note_role(vm, ImageRole::Stale);
                 self.fence(vm, reason);

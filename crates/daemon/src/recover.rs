@@ -9,6 +9,7 @@ use crate::report::{RecoverReport, RecoverRequest, ValidImages};
 use crate::sync::lock;
 use crate::vm::Vm;
 use serde::{Deserialize, Serialize};
+use std::net::SocketAddr;
 use std::sync::Arc;
 use std::thread;
 use tracing::{info, warn};
@@ -120,12 +121,14 @@ impl Host {
     fn inquire(&self, name: &str) -> Result<Inquiry, HostError> {
         let mut answers = vec![self.images_answer(name)?];
         let mut silent = Vec::new();
+        let known = self.known_hosts();
         let asked: Vec<_> = thread::scope(|scope| {
             let ask = |peer: &String| {
                 let peer = peer.clone();
-                scope.spawn(move || (peer.clone(), self.ask(&peer, name)))
+                let addresses = &known[&peer];
+                scope.spawn(move || (peer.clone(), self.ask(&peer, addresses, name)))
             };
-            let asking: Vec<_> = self.config.peers.keys().map(ask).collect();
+            let asking: Vec<_> = known.keys().map(ask).collect();
             asking.into_iter().filter_map(|thread| thread.join().ok()).collect()
         });
         for (peer, answer) in asked {
@@ -138,9 +141,14 @@ impl Host {
         Ok(Inquiry { answers, silent, arbiter, arbiter_words })
     }
 
-    fn ask(&self, peer: &str, name: &str) -> anyhow::Result<ImagesAnswer> {
+    fn ask(
+        &self,
+        peer: &str,
+        addresses: &[SocketAddr],
+        name: &str,
+    ) -> anyhow::Result<ImagesAnswer> {
         let purpose = Purpose::Images { vm: name.to_owned() };
-        let link = self.identity.dial_first(peer, &self.config.peers[peer], |_| purpose.clone())?.0;
+        let link = self.identity.dial_first(peer, addresses, |_| purpose.clone())?.0;
         let answer: ImagesAnswer = link.expect_json(Kind::Welcome)?;
         anyhow::ensure!(answer.host == peer, "its address is that of host {}", answer.host);
         Ok(answer)

@@ -250,16 +250,23 @@ pub struct CompressionReport {
 }
 
 /// What `protect` asks for.
-#[derive(Clone, Debug, Default, Serialize, Deserialize)]
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct ProtectRequest {
-    /// The backup's host name, one of this host's peers.
+    /// The backup's host name, one of the hosts that this one knows.
     pub to: String,
     /// The policy; the VM definition's, else the default, when absent.
     pub policy: Option<Policy>,
     /// How pages are encoded.
     #[serde(default)]
     pub encoding: EncodingPlan,
+    /// Whether protection that is lost is restored with another backup.
+    #[serde(default = "restored")]
+    pub repair: bool,
+}
+
+fn restored() -> bool {
+    true
 }
 
 /// What `protect --group` asks for.
@@ -268,7 +275,7 @@ pub struct ProtectRequest {
 pub struct GroupRequest {
     /// The VMs, at least two.
     pub vms: Vec<String>,
-    /// The backup's host name, one of this host's peers.
+    /// The backup's host name, one of the hosts that this one knows.
     pub to: String,
     /// The group's policy; when absent that of the VMs' definitions, which must agree.
     pub policy: Option<Policy>,

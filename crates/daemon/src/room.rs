@@ -41,6 +41,11 @@ impl Host {
             .map_or(Ok(()), |message| Err(HostError::new(ErrorKind::Invalid, message)))
     }
 
+    /// Bytes of memory that this host could promise to further VMs.
+    pub(crate) fn free_memory(&self) -> u64 {
+        self.room().map_or(0, |room| room.free())
+    }
+
     fn room(&self) -> anyhow::Result<Room> {
         let mut room = Room {
             available: kib_field(Path::new("/proc/meminfo"), "MemAvailable:")?,
@@ -71,6 +76,11 @@ impl Host {
 }
 
 impl Room {
+    fn free(&self) -> u64 {
+        let free = self.available.saturating_sub(self.untaken);
+        self.limit.map_or(free, |limit| free.min(limit.saturating_sub(self.promised)))
+    }
+
     /// Why a guest of so many bytes does not fit, for people.
     fn refusal(&self, bytes: u64, host: &str) -> Option<String> {
         let Room { vms, promised, untaken, available, limit } = *self;
@@ -133,6 +143,7 @@ mod tests {
         ] {
             assert!(refusal.contains(part), "{refusal}");
         }
+        assert_eq!(room.free(), GIB);
         let taken = Room { untaken: 0, ..room };
         assert_eq!(taken.refusal(GIB, "b"), None);
     }
@@ -142,6 +153,7 @@ mod tests {
         let room =
             Room { vms: 1, promised: GIB, untaken: 0, available: 64 * GIB, limit: Some(2 * GIB) };
         assert_eq!(room.refusal(GIB / 2, "b"), None);
+        assert_eq!(room.free(), GIB);
         let refusal = room.refusal(GIB, "b").unwrap();
         for part in ["gives its VMs 2048 MiB", "`memory`", "1 have 1024 MiB"] {
             assert!(refusal.contains(part), "{refusal}");

@@ -1,9 +1,10 @@
 //! A VM as this host knows it, and the report about it.
 
 use crate::machine::Machine;
+use crate::repair::Repairer;
 use crate::report::{
-    CardReport, CheckpointTiming, CompressionReport, DiskReport, DiskSync, Protection, Role,
-    VmStatus,
+    CardReport, CheckpointTiming, CompressionReport, DiskReport, DiskSync, ProtectRequest,
+    Protection, Role, VmStatus,
 };
 use crate::resync::{self, Basis};
 use crate::sync::lock;
@@ -51,6 +52,10 @@ pub struct PrimaryVm {
     pub machine: Arc<Machine>,
     /// Notable events.
     pub events: Events,
+    /// Restores its protection.
+    pub repairer: Repairer,
+    /// Held while protection is set up or ended.
+    pub protecting: Mutex<()>,
     state: Mutex<PrimaryState>,
 }
 
@@ -73,15 +78,26 @@ pub struct FencedVm {
 }
 
 impl PrimaryVm {
-    /// A VM that runs here, owned at `generation`; `degraded` says why it is
-    /// not protected, if it should be.
-    pub fn new(machine: Arc<Machine>, generation: Generation, degraded: Option<String>) -> Self {
-        let events = Events::default();
-        if let Some(reason) = &degraded {
-            events.note(reason.clone());
+    /// A VM that runs here, owned at `generation`, and how it should be
+    /// protected, if it should.
+    pub fn new(
+        machine: Arc<Machine>,
+        generation: Generation,
+        wish: Option<ProtectRequest>,
+    ) -> PrimaryVm {
+        let state = PrimaryState { generation, session: None, degraded: None };
+        PrimaryVm {
+            machine,
+            events: Events::default(),
+            repairer: Repairer::new(wish),
+            protecting: Mutex::default(),
+            state: Mutex::new(state),
         }
-        let state = Mutex::new(PrimaryState { generation, session: None, degraded });
-        PrimaryVm { machine, events, state }
+    }
+
+    /// Whether every output waits for a backup.
+    pub fn is_protected(&self) -> bool {
+        self.active_session().is_some_and(|session| session.phase() == PrimaryPhase::Protected)
     }
 
     /// The session, if protection is under way.
@@ -162,6 +178,11 @@ impl PrimaryVm {
         };
         if let Some(session) = &state.session {
             describe_session(&mut status, session);
+        }
+        if let Protection::Degraded { reason } = &mut status.protection {
+            if let Some(repair) = self.repairer.describe() {
+                *reason += &format!("; {repair}");
+            }
         }
         status
     }

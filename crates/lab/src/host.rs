@@ -1,6 +1,7 @@
 //! A host: the daemon in its namespace, what is asked of it, and its deaths.
 
 use crate::command::run;
+use crate::etcd::Etcd;
 use crate::lab::Lab;
 use crate::namespace::Namespace;
 use crate::{processes, wait_for};
@@ -72,9 +73,22 @@ struct TlsToml {
 }
 
 #[derive(Serialize)]
-struct ArbiterToml {
-    kind: &'static str,
-    path: PathBuf,
+#[serde(tag = "kind", rename_all = "lowercase")]
+enum ArbiterToml {
+    File { path: PathBuf },
+    Etcd { endpoints: Vec<String> },
+}
+
+/// The arbiter that a daemon's configuration names.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum ArbiterKind {
+    /// The laboratory's directory.
+    #[default]
+    File,
+    /// The laboratory's [`Etcd`], which must have been started.
+    Etcd,
+    /// None.
+    None,
 }
 
 /// What a daemon gets beyond the laboratory's own configuration.
@@ -84,8 +98,10 @@ pub struct HostOptions {
     pub environment: Vec<(String, String)>,
     /// Further lines of `host.toml`: `qemu = "…"`, `[detection]` and the like.
     pub settings: String,
-    /// Whether its configuration names no arbiter.
-    pub without_arbiter: bool,
+    /// Its arbiter.
+    pub arbiter: ArbiterKind,
+    /// Whether its configuration names no peers.
+    pub without_peers: bool,
     /// Whether hosts talk in the clear, for tests that read along: one such
     /// host makes its whole [`Scene`](crate::Scene) so.
     pub insecure: bool,
@@ -316,7 +332,8 @@ fn certificate(lab: &Lab, name: &str) -> Option<TlsToml> {
 fn write_config(lab: &Lab, name: &str, options: &HostOptions) -> Result<PathBuf> {
     let directory = lab.host_directory(name)?;
     let mut peers = BTreeMap::new();
-    for peer in lab.hosts().iter().filter(|peer| *peer != name) {
+    let others = lab.hosts().iter().filter(|peer| *peer != name && !options.without_peers);
+    for peer in others {
         peers.insert(peer.clone(), Addresses::of(lab, peer)?);
     }
     let tls = (!options.insecure).then(|| certificate(lab, name)).flatten();
@@ -325,8 +342,13 @@ fn write_config(lab: &Lab, name: &str, options: &HostOptions) -> Result<PathBuf>
         listen: Addresses::of(lab, name)?,
         state_dir: directory.join(STATE),
         socket: socket(&directory),
-        arbiter: (!options.without_arbiter)
-            .then(|| ArbiterToml { kind: "file", path: lab.arbiter_directory() }),
+        arbiter: match options.arbiter {
+            ArbiterKind::File => Some(ArbiterToml::File { path: lab.arbiter_directory() }),
+            ArbiterKind::Etcd => {
+                Some(ArbiterToml::Etcd { endpoints: vec![Etcd::endpoint(lab, name)?] })
+            }
+            ArbiterKind::None => None,
+        },
         peers,
         insecure: tls.is_none().then_some(true),
         tls,

@@ -1,6 +1,7 @@
 //! The laboratory: namespaces, the switch between them, and its failures.
 
 use crate::command::run;
+use crate::etcd;
 use crate::leftovers::Leftovers;
 use crate::namespace::Namespace;
 use crate::remains::{self, LabName};
@@ -144,6 +145,11 @@ impl Lab {
         self.name.namespace("client")
     }
 
+    /// The namespace of the arbiter, when it is an etcd.
+    pub(crate) fn etcd(&self) -> Namespace {
+        self.name.namespace("etcd")
+    }
+
     fn switch(&self) -> Namespace {
         self.name.namespace("sw")
     }
@@ -173,7 +179,7 @@ impl Lab {
     /// The names of a host's own interfaces.
     pub(crate) fn interfaces(&self) -> Vec<String> {
         let cables = (0..self.cables).map(cable_end);
-        ["lo", BRIDGE, UPLINK].map(str::to_owned).into_iter().chain(cables).collect()
+        ["lo", BRIDGE, UPLINK, etcd::LINK].map(str::to_owned).into_iter().chain(cables).collect()
     }
 
     fn index(&self, host: &str) -> Result<usize> {
@@ -317,7 +323,7 @@ fn check_hosts(hosts: &[&str]) -> Result<()> {
         if host.is_empty() || host.len() > 12 || !plain {
             bail!("host name `{host}`: 1 to 12 lower-case letters and digits are allowed");
         }
-        ensure!(!["client", "sw", "arbiter"].contains(host), "host name `{host}` is taken");
+        ensure!(!["client", "sw", "arbiter", "etcd"].contains(host), "host name `{host}` is taken");
         ensure!(!hosts[..index].contains(host), "host name `{host}` is given twice");
     }
     Ok(())

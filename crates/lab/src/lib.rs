@@ -21,6 +21,7 @@
 //! |---------------|----|
 //! | `lab`         | the namespaces, the switch, cutting and healing |
 //! | `host`        | a daemon in its namespace, and its deaths |
+//! | `etcd`        | an etcd that is the arbiter, and its links to the hosts |
 //! | `part`        | failures of a part of a host |
 //! | [`scene`]     | daemons, a guest and its protection: what most tests begin with |
 //! | `records`     | the client that must not lose a record nor its connection |
@@ -35,6 +36,7 @@ pub mod check;
 mod command;
 pub mod companion;
 mod conversation;
+mod etcd;
 mod host;
 mod lab;
 mod leftovers;
@@ -52,7 +54,8 @@ mod watcher;
 pub use chatter::{ChatterClient, ChatterReport, Load};
 pub use companion::Companion;
 pub use conversation::ConversationError;
-pub use host::{HostOptions, HostProcess, issue_certificates};
+pub use etcd::Etcd;
+pub use host::{ArbiterKind, HostOptions, HostProcess, issue_certificates};
 pub use lab::{BRIDGE, CLIENT_ADDRESS, GUEST_ADDRESS, Lab, PEER_PORT, UPLINK};
 pub use leftovers::Leftovers;
 pub use namespace::{Namespace, in_namespace};

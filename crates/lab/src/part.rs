@@ -1,9 +1,11 @@
 //! A host fails in parts: its daemon or a QEMU alone, killed or stalled.
 
+use crate::command::run;
 use crate::host::HostProcess;
 use crate::processes;
 use anyhow::{Context, Result, ensure};
 use nix::sys::signal::Signal;
+use std::path::Path;
 use std::time::Instant;
 
 /// What of a host fails.
@@ -23,6 +25,24 @@ impl HostProcess {
         let pid = self.status(vm)?["qemu_pid"].as_u64();
         let pid = pid.with_context(|| format!("host {} has no QEMU for `{vm}`", self.name()))?;
         u32::try_from(pid).context("`qemu_pid` is no process id")
+    }
+
+    /// Puts an empty directory in the place of `directory`, for this host's
+    /// daemon alone: shared storage that is not mounted. Gone with the daemon.
+    pub fn hide(&self, directory: &Path) -> Result<()> {
+        let directory = directory.to_string_lossy();
+        self.inside(&["mount", "-t", "tmpfs", "tmpfs", &directory])
+    }
+
+    /// Undoes [`hide`](HostProcess::hide).
+    pub fn unhide(&self, directory: &Path) -> Result<()> {
+        self.inside(&["umount", &directory.to_string_lossy()])
+    }
+
+    /// Runs a command among the daemon's mounts.
+    fn inside(&self, command: &[&str]) -> Result<()> {
+        let target = format!("--target={}", self.pid());
+        run("nsenter", &[&[&target, "--mount"], command].concat()).map(drop)
     }
 
     /// Kills a part of this host; returns the instant just before.

@@ -2,7 +2,8 @@
 //! hosts run the daemon, and one test guest that can be started, protected,
 //! talked to, and found again on another host.
 
-use crate::host::{HostOptions, HostProcess, issue_certificates};
+use crate::etcd::Etcd;
+use crate::host::{ArbiterKind, HostOptions, HostProcess, issue_certificates};
 use crate::lab::{BRIDGE, GUEST_ADDRESS, Lab};
 use crate::records::RecordClient;
 use crate::shell::GuestShell;
@@ -177,6 +178,7 @@ struct CardToml {
 pub struct Scene {
     // Before the laboratory, which they live in: fields are dropped in order.
     hosts: BTreeMap<String, HostProcess>,
+    etcd: Option<Etcd>,
     options: SceneOptions,
     definition: PathBuf,
     lab: Lab,
@@ -197,13 +199,21 @@ impl Scene {
             issue_certificates(&lab, &options.binary)?;
         }
         let definition = write_definition(&lab, &options)?;
+        let uses_etcd = |host: &HostOptions| host.arbiter == ArbiterKind::Etcd;
+        let etcd = options.daemons.values().any(uses_etcd);
+        let etcd = etcd.then(|| Etcd::start(&lab, &options.guest_files)).transpose()?;
         let hosts = start_daemons(&lab, &options)?;
-        Ok(Scene { hosts, options, definition, lab })
+        Ok(Scene { hosts, etcd, options, definition, lab })
     }
 
     /// The laboratory.
     pub fn lab(&self) -> &Lab {
         &self.lab
+    }
+
+    /// The arbiter, if a daemon's options ask for [`ArbiterKind::Etcd`].
+    pub fn etcd(&mut self) -> Result<&mut Etcd> {
+        self.etcd.as_mut().context("no host of this scene uses etcd")
     }
 
     /// The VM's definition file.
@@ -359,6 +369,7 @@ impl Scene {
                 ensure!(status.success(), "host {name}'s daemon ended with {status}");
             }
         }
+        drop(self.etcd.take());
         let left = self.lab.leftovers()?;
         ensure!(left.is_empty(), "the daemons left behind:\n{left}\n{}", self.diagnostics());
         let name = self.lab.name().clone();

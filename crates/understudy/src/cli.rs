@@ -260,6 +260,9 @@ pub struct ProtectArgs {
     /// Return as soon as the copy has begun.
     #[arg(long)]
     pub no_wait: bool,
+    /// Do not look for another backup when protection is lost.
+    #[arg(long)]
+    pub no_repair: bool,
 }
 
 /// Kinds of checkpoint policies.

@@ -5,7 +5,7 @@
 //! link of a finished file to that name: atomic on every file system that has
 //! hard links, and it fails when somebody was first.
 
-use super::Unreachable;
+use super::{Unreachable, judge, stands};
 use serde::{Deserialize, Serialize};
 use std::fs;
 use std::io::{self, ErrorKind, Write};
@@ -33,7 +33,19 @@ impl FileArbiter {
         self.newest(vm).map_err(|error| self.explain(&error))
     }
 
-    pub fn acquire(&self, vm: &str, from: Generation) -> Result<Verdict, Unreachable> {
+    pub fn acquire(
+        &self,
+        vm: &str,
+        from: Generation,
+        strict: bool,
+    ) -> Result<Verdict, Unreachable> {
+        if strict {
+            let owner = self.current(vm)?;
+            // Beyond `from` the contest is over, one way or the other.
+            if owner.as_ref().is_none_or(|owner| owner.generation <= from) {
+                stands(vm, owner.as_ref(), from)?;
+            }
+        }
         self.swap(vm, from, Some(&self.host)).map_err(|error| self.explain(&error))
     }
 
@@ -66,7 +78,7 @@ impl FileArbiter {
     fn swap(&self, vm: &str, from: Generation, host: Option<&str>) -> io::Result<Verdict> {
         if let Some(owner) = self.newest(vm)? {
             if owner.generation > from {
-                return Ok(self.judge(owner, from, host));
+                return Ok(judge(owner, from, host));
             }
         }
         let folder = self.directory.join(vm);
@@ -85,15 +97,10 @@ impl FileArbiter {
                 Ok(Verdict::Granted(from.next()))
             }
             Err(error) if error.kind() == ErrorKind::AlreadyExists => {
-                Ok(self.judge(self.read(vm, from.next())?, from, host))
+                Ok(judge(self.read(vm, from.next())?, from, host))
             }
             Err(error) => Err(error),
         }
-    }
-
-    fn judge(&self, owner: Ownership, from: Generation, host: Option<&str>) -> Verdict {
-        let asked_again = owner.generation == from.next() && owner.host.as_deref() == host;
-        if asked_again { Verdict::Granted(owner.generation) } else { Verdict::Taken(owner) }
     }
 
     fn read(&self, vm: &str, generation: Generation) -> io::Result<Ownership> {
@@ -121,7 +128,10 @@ mod tests {
                 let contest = |name: String| {
                     let arbiter = FileArbiter::new(directory.path(), &name);
                     scope.spawn(move || {
-                        matches!(arbiter.acquire("db", Generation(round)), Ok(Verdict::Granted(_)))
+                        matches!(
+                            arbiter.acquire("db", Generation(round), true),
+                            Ok(Verdict::Granted(_))
+                        )
                     })
                 };
                 let threads: Vec<_> = (0..4).map(|i| contest(format!("host-{i}"))).collect();
@@ -136,12 +146,12 @@ mod tests {
         let directory = tempfile::tempdir().unwrap();
         let a = FileArbiter::new(directory.path(), "a");
         let b = FileArbiter::new(directory.path(), "b");
-        assert_eq!(a.acquire("db", Generation(0)), Ok(Verdict::Granted(Generation(1))));
-        assert_eq!(a.acquire("db", Generation(0)), Ok(Verdict::Granted(Generation(1))));
-        assert_eq!(b.acquire("db", Generation(1)), Ok(Verdict::Granted(Generation(2))));
+        assert_eq!(a.acquire("db", Generation(0), true), Ok(Verdict::Granted(Generation(1))));
+        assert_eq!(a.acquire("db", Generation(0), true), Ok(Verdict::Granted(Generation(1))));
+        assert_eq!(b.acquire("db", Generation(1), true), Ok(Verdict::Granted(Generation(2))));
         let taken = Ownership { host: Some("b".into()), generation: Generation(2) };
-        assert_eq!(a.acquire("db", Generation(1)), Ok(Verdict::Taken(taken.clone())));
-        assert_eq!(a.acquire("db", Generation(0)), Ok(Verdict::Taken(taken)));
+        assert_eq!(a.acquire("db", Generation(1), true), Ok(Verdict::Taken(taken.clone())));
+        assert_eq!(a.acquire("db", Generation(0), true), Ok(Verdict::Taken(taken)));
         b.release("db", Generation(2)).unwrap();
         assert_eq!(b.current("db").unwrap().unwrap().host, None);
     }
@@ -150,7 +160,23 @@ mod tests {
     fn a_missing_directory_is_no_verdict() {
         let arbiter = FileArbiter::new(Path::new("/nonexistent/arbiter"), "a");
         assert!(
-            arbiter.acquire("db", Generation(0)).unwrap_err().0.contains("/nonexistent/arbiter")
+            arbiter
+                .acquire("db", Generation(0), true)
+                .unwrap_err()
+                .0
+                .contains("/nonexistent/arbiter")
         );
+    }
+
+    #[test]
+    fn an_arbiter_that_lost_its_records_decides_nothing() {
+        let directory = tempfile::tempdir().unwrap();
+        let a = FileArbiter::new(directory.path(), "a");
+        let words = a.acquire("db", Generation(3), true).unwrap_err().0;
+        assert!(words.contains("generation 0") && words.contains("it was 3"), "{words}");
+        // A start is not a contest.
+        assert_eq!(a.acquire("db", Generation(3), false), Ok(Verdict::Granted(Generation(4))));
+        let older = a.acquire("db", Generation(7), true).unwrap_err().0;
+        assert!(older.contains("generation 4"), "{older}");
     }
 }

@@ -27,6 +27,7 @@ use crate::link::{Link, read_json};
 use crate::machine::Machine;
 use crate::paths::PathMonitor;
 use crate::records::Records;
+use crate::report::ProtectRequest;
 use crate::resync::{self, Basis};
 use anyhow::{Context, bail};
 use crossbeam_channel::Receiver;
@@ -79,6 +80,8 @@ pub struct Plan {
     pub sessions: Vec<String>,
     /// Where this host notes what its images are.
     pub records: Records,
+    /// What the operator asked for.
+    pub wish: ProtectRequest,
 }
 
 /// Offers the VM to the peer, as the member of a group at this place, and starts
@@ -167,6 +170,7 @@ fn offer(
         files: files.iter().map(|(offer, _)| offer.clone()).collect(),
         paths: plan.addresses.clone(),
         path: PathIndex(0),
+        wish: Some(plan.wish.clone()),
     };
     let (link, path) = dialler.offer(offer)?;
     let welcome: Welcome = link.expect_json(Kind::Welcome)?;

@@ -207,6 +207,7 @@ impl<'a> Bench<'a> {
                         to: to.clone(),
                         policy,
                         encoding: EncodingPlan::default(),
+                        repair: false,
                     };
                     self.primary.protect(vm, &request).map(drop)
                 }

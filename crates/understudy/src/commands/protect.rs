@@ -26,7 +26,8 @@ pub fn protect(client: &Client, args: &ProtectArgs, json: bool) -> Result<Exit, 
             output::show(json, &all, |all| all.iter().map(describe).collect())?;
         }
         (None, [vm]) => {
-            let begun = client.protect(vm, &ProtectRequest { to, policy, encoding })?;
+            let request = ProtectRequest { to, policy, encoding, repair: !args.no_repair };
+            let begun = client.protect(vm, &request)?;
             let status = follow(client, begun, args.no_wait, json)?;
             output::show(json, &status, describe)?;
         }

@@ -1,13 +1,15 @@
 //! What a host's configuration names: its address, the arbiter, the peers.
 
 use super::Check;
+use anyhow::Context;
 use std::fs::{self, File};
 use std::io;
 use std::net::{SocketAddr, TcpListener, TcpStream};
 use std::path::Path;
 use std::thread;
 use std::time::Duration;
-use understudy_daemon::config::{ArbiterConfig, HostConfig};
+use understudy_daemon::config::{ArbiterConfig, EtcdConfig, HostConfig};
+use understudy_daemon::etcd::Etcd;
 
 /// How long a peer may take to accept a connection.
 const PEER_TIMEOUT: Duration = Duration::from_secs(2);
@@ -33,16 +35,32 @@ fn listen(address: SocketAddr) -> Check {
 
 fn arbiter(config: Option<&ArbiterConfig>) -> Check {
     const NAME: &str = "arbiter";
-    let Some(ArbiterConfig::File { path }) = config else {
-        return Check::note(NAME, "none configured", "VMs run, but none can be protected");
+    let (tried, detail, advice) = match config {
+        None => return Check::note(NAME, "none configured", "VMs run, but none can be protected"),
+        Some(ArbiterConfig::File { path }) => (
+            try_test_and_set(path).with_context(|| path.display().to_string()),
+            format!("{} takes records", path.display()),
+            "it must be a directory that all hosts can write, with hard links",
+        ),
+        Some(ArbiterConfig::Etcd(etcd)) => (
+            try_etcd(etcd),
+            format!("etcd answers at {}", etcd.endpoints.join(", ")),
+            "all endpoints must be members of one cluster that has a leader",
+        ),
     };
-    match try_test_and_set(path) {
-        Ok(()) => Check::ok(NAME, format!("{} takes records", path.display())),
-        Err(error) => {
-            let advice = "it must be a directory that all hosts can write, with hard links";
-            Check::fail(NAME, format!("{}: {error}", path.display()), advice)
-        }
+    match tried {
+        Ok(()) => Check::ok(NAME, detail),
+        Err(error) => Check::fail(NAME, format!("{error:#}"), advice),
     }
+}
+
+/// Every endpoint answers with what the whole cluster knows; changes nothing.
+fn try_etcd(config: &EtcdConfig) -> anyhow::Result<()> {
+    for endpoint in &config.endpoints {
+        let alone = EtcdConfig { endpoints: vec![endpoint.clone()], ..config.clone() };
+        Etcd::new(&alone)?.get::<serde_json::Value>("/doctor")?;
+    }
+    Ok(())
 }
 
 /// Does what the arbiter does: writes a file and links it to a new name.
@@ -113,6 +131,19 @@ mod tests {
         assert_eq!(fs::read_dir(directory.path()).unwrap().count(), 0);
         let missing = arbiter(Some(&file(&directory.path().join("missing"))));
         assert_eq!(missing.state, State::Fail);
+        assert!(missing.detail.contains("missing"), "{}", missing.detail);
         assert_eq!(arbiter(None).state, State::Note);
+    }
+
+    #[test]
+    fn an_etcd_that_does_not_answer_is_named() {
+        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+        let endpoint = format!("http://{}", listener.local_addr().unwrap());
+        drop(listener);
+        let prefix = "/understudy".to_owned();
+        let etcd = EtcdConfig { endpoints: vec![endpoint.clone()], prefix, tls: None };
+        let check = arbiter(Some(&ArbiterConfig::Etcd(etcd)));
+        assert_eq!(check.state, State::Fail);
+        assert!(check.detail.contains(&endpoint), "{}", check.detail);
     }
 }

@@ -15,6 +15,8 @@
 //! | [`group`]   | two guests that are protected as one |
 //! | [`crowd`]   | one backup for eight VMs of two primaries |
 //! | [`phases`]  | deaths at each phase of the protocol |
+//! | [`fencing`] | partitions, and an arbiter that cannot be reached |
+//! | [`repair`]  | redundancy that restores itself, on three hosts |
 //! | [`recover`] | all hosts are lost: which images are valid |
 //! | [`paths`]   | several paths between the hosts, cut one by one |
 //! | [`resync`]  | only what changed is copied after a failure |
@@ -28,6 +30,7 @@
 mod counter;
 mod crowd;
 mod deaths;
+mod fencing;
 mod group;
 mod paths;
 mod peer;
@@ -36,6 +39,7 @@ mod planned;
 mod recover;
 mod refusals;
 mod relay;
+mod repair;
 mod resync;
 mod security;
 mod shapes;

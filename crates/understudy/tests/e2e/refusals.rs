@@ -10,7 +10,7 @@ use std::fs;
 use std::path::PathBuf;
 use std::process::{Command, Output};
 use understudy_lab::scene::{GuestKind, VM};
-use understudy_lab::{CLIENT_ADDRESS, HostOptions, Scene, SceneOptions};
+use understudy_lab::{ArbiterKind, CLIENT_ADDRESS, HostOptions, Scene, SceneOptions};
 use understudy_protocol::wire::Kind;
 
 /// Two hosts and the boot-sector guest, which starts at once.
@@ -216,7 +216,7 @@ fn a_bridge_that_only_one_host_has_is_refused() {
 
 #[test]
 fn without_an_arbiter_nothing_is_protected() {
-    let nobody = HostOptions { without_arbiter: true, ..daemon() };
+    let nobody = HostOptions { arbiter: ArbiterKind::None, ..daemon() };
     let mut options = quick();
     options.hosts.push("c".to_owned());
     options.daemons.insert("c".to_owned(), nobody);

@@ -11,6 +11,7 @@ use understudy_lab::{HostOptions, HostProcess, RecordClient, Scene, SceneOptions
 
 /// Between two records, so that a test is not about the disk's speed.
 pub const PACE: Duration = Duration::from_millis(5);
+const DETECTION: &str = "[detection]\ntimeout_ms = 1500\n";
 /// For anything that a living machine does by itself.
 pub const LIMIT: Duration = Duration::from_secs(60);
 /// Acknowledgements that prove that the guest serves its client.
@@ -36,9 +37,16 @@ pub fn options() -> SceneOptions {
 }
 
 /// The options of a daemon. A busy machine must not make a test go another way:
-/// silence counts as a failure later than by default.
+/// silence counts as a failure later than by default. Lost protection stays
+/// lost, so that a test sees it.
 pub fn daemon() -> HostOptions {
-    HostOptions { settings: "[detection]\ntimeout_ms = 1500\n".to_owned(), ..Default::default() }
+    let settings = format!("{DETECTION}[repair]\nenabled = false\n");
+    HostOptions { settings, ..Default::default() }
+}
+
+/// [`daemon`] that restores lost protection, as daemons do by default.
+pub fn repairing_daemon() -> HostOptions {
+    HostOptions { settings: DETECTION.to_owned(), ..Default::default() }
 }
 
 /// [`daemon`], which has only these peers.

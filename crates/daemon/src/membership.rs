@@ -1,0 +1,126 @@
+//! Membership: with an `etcd` arbiter, every host that lives is known to all.
+//!
+//! `PREFIX/hosts/NAME` says where the host is and how busy; it hangs on a lease,
+//! so that a host that is dead, or out of etcd's reach, vanishes by itself.
+
+use crate::etcd::{Etcd, Lease};
+use crate::host::Host;
+use crate::survey::load_percent;
+use crate::sync::lock;
+use serde::{Deserialize, Serialize};
+use std::collections::BTreeMap;
+use std::net::SocketAddr;
+use std::sync::{Arc, Mutex, Weak};
+use std::thread;
+use std::time::Duration;
+use tracing::{info, warn};
+
+/// How often a host speaks up.
+const INTERVAL: Duration = Duration::from_secs(2);
+/// How long a silent host stays a member, in seconds.
+const LEASE_SECONDS: u64 = 7;
+const FOLDER: &str = "/hosts/";
+
+/// What a host says of itself.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Member {
+    /// Where its peers reach it.
+    pub addresses: Vec<SocketAddr>,
+    /// Bytes of memory that it has to spare.
+    pub free_memory: u64,
+    /// Runnable threads for each 100 processors.
+    pub load_percent: u32,
+    /// VMs that it runs or backs up.
+    pub vms: u32,
+    /// Its product version.
+    pub version: String,
+}
+
+/// The other hosts, as etcd last told; empty without etcd.
+#[derive(Debug, Default)]
+pub struct Members {
+    others: Mutex<BTreeMap<String, Member>>,
+    lease: Mutex<Option<Lease>>,
+}
+
+impl Members {
+    /// The other members.
+    pub fn others(&self) -> BTreeMap<String, Member> {
+        lock(&self.others).clone()
+    }
+
+    /// Leaves, as far as etcd can be reached.
+    pub fn leave(&self, etcd: &Etcd) {
+        let Some(lease) = lock(&self.lease).take() else { return };
+        if let Err(error) = etcd.revoke(lease) {
+            info!("still a member for {LEASE_SECONDS} s: {error:#}");
+        }
+    }
+
+    /// Says that this host lives, and reads who else does.
+    fn renew(&self, etcd: &Etcd, name: &str, own: &Member) -> anyhow::Result<()> {
+        let mut lease = lock(&self.lease);
+        let held = match *lease {
+            Some(held) if etcd.keep_alive(held)? => held,
+            _ => etcd.lease(LEASE_SECONDS)?,
+        };
+        *lease = Some(held);
+        drop(lease);
+        etcd.put(&format!("{FOLDER}{name}"), own, held)?;
+        let mut others = BTreeMap::new();
+        for entry in etcd.list::<Member>(FOLDER)? {
+            let host = entry.key.trim_start_matches(FOLDER).to_owned();
+            if host != name {
+                others.insert(host, entry.value);
+            }
+        }
+        *lock(&self.others) = others;
+        Ok(())
+    }
+}
+
+/// Joins the members, if the arbiter is etcd, for as long as the host lives.
+pub fn join(host: &Arc<Host>) {
+    let Some(etcd) = host.arbiter.as_ref().and_then(|arbiter| arbiter.etcd()).cloned() else {
+        return;
+    };
+    if host.config.listen.iter().any(|address| address.ip().is_unspecified()) {
+        warn!("not a member: `listen` names no address that other hosts could use");
+        return;
+    }
+    let host = Arc::downgrade(host);
+    let spawned =
+        thread::Builder::new().name("membership".to_owned()).spawn(move || run(&host, &etcd));
+    if let Err(error) = spawned {
+        warn!("not a member: cannot start a thread: {error}");
+    }
+}
+
+fn run(host: &Weak<Host>, etcd: &Etcd) {
+    let mut well = true;
+    while let Some(host) = host.upgrade() {
+        if host.is_closing() {
+            return;
+        }
+        let renewed = host.members.renew(etcd, &host.config.name, &describe(&host));
+        match &renewed {
+            Err(error) if well => warn!("not seen as a member: {error:#}"),
+            Ok(()) if !well => info!("seen as a member again"),
+            _ => {}
+        }
+        well = renewed.is_ok();
+        drop(host);
+        thread::sleep(INTERVAL);
+    }
+}
+
+fn describe(host: &Host) -> Member {
+    let vms = lock(&host.vms).len() as u32;
+    Member {
+        addresses: host.config.listen.clone(),
+        free_memory: host.free_memory(),
+        load_percent: load_percent(),
+        vms,
+        version: env!("CARGO_PKG_VERSION").to_owned(),
+    }
+}

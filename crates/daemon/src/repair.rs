@@ -1,0 +1,188 @@
+//! Redundancy restored by itself: drives `understudy_protocol::repair`, one
+//! thread for each VM that runs here.
+//!
+//! What is wanted is the operator's last `protect` or `unprotect`. It travels to
+//! the backup with every offer, so that a survivor knows it too.
+
+use crate::clock;
+use crate::host::Host;
+use crate::report::ProtectRequest;
+use crate::sync::lock;
+use crate::vm::PrimaryVm;
+use crossbeam_channel::{Receiver, RecvTimeoutError, Sender};
+use std::collections::VecDeque;
+use std::hash::{BuildHasher, Hasher, RandomState};
+use std::sync::{Arc, Mutex, Weak};
+use std::thread;
+use std::time::Duration;
+use tracing::{error, info, warn};
+use understudy_protocol::Time;
+use understudy_protocol::repair::{Repair, RepairAction, RepairEvent, RepairPhase};
+
+/// How often a synchronisation is looked at.
+const SYNC_INTERVAL: Duration = Duration::from_millis(100);
+/// The thread looks up at least this often: its VM may have gone.
+const LONGEST_SLEEP: Duration = Duration::from_secs(2);
+
+/// The repair of one VM's protection.
+pub struct Repairer {
+    core: Mutex<Repair>,
+    wish: Mutex<Option<ProtectRequest>>,
+    /// The end of the last wait that the log knows of.
+    logged: Mutex<Option<Time>>,
+    events: Sender<RepairEvent>,
+    inbox: Receiver<RepairEvent>,
+}
+
+impl Repairer {
+    /// A VM that should be protected as `wish` says.
+    pub fn new(wish: Option<ProtectRequest>) -> Repairer {
+        let (events, inbox) = crossbeam_channel::unbounded();
+        Repairer {
+            core: Mutex::default(),
+            wish: Mutex::new(wish),
+            logged: Mutex::default(),
+            events,
+            inbox,
+        }
+    }
+
+    /// How the VM should be protected; none if it should not.
+    pub fn wish(&self) -> Option<ProtectRequest> {
+        lock(&self.wish).clone()
+    }
+
+    /// The operator wants this from now on.
+    pub fn set_wish(&self, wish: Option<ProtectRequest>) {
+        *lock(&self.wish) = wish;
+    }
+
+    /// Protection is lost, or could not be set up; whether it shall be restored.
+    pub fn lost(&self, reason: &str) -> bool {
+        let wanted = self.wish().is_some_and(|wish| wish.repair);
+        if wanted {
+            self.tell(RepairEvent::Lost(reason.to_owned()));
+        }
+        wanted
+    }
+
+    /// There is nothing to repair (any more): the operator decided.
+    pub fn ended(&self) {
+        self.tell(RepairEvent::Ended);
+    }
+
+    fn tell(&self, event: RepairEvent) {
+        // The inbox is this value's own.
+        let _ = self.events.send(event);
+    }
+
+    /// What is being done about lost protection, for people.
+    pub fn describe(&self) -> Option<String> {
+        let core = lock(&self.core);
+        let detail = match core.phase() {
+            RepairPhase::Idle => return None,
+            RepairPhase::Surveying => "asking the hosts".to_owned(),
+            RepairPhase::Attempting(host) => format!("trying {host}"),
+            RepairPhase::Waiting(until) => {
+                let seconds = (*until - clock::now()).as_secs_f64();
+                format!("{}, next try in {seconds:.1} s", core.reason())
+            }
+        };
+        Some(format!("unprotected: looking for a backup ({detail})"))
+    }
+
+    fn sleep(&self) -> Duration {
+        let core = lock(&self.core);
+        match (core.phase(), core.deadline()) {
+            (RepairPhase::Attempting(_), _) => SYNC_INTERVAL,
+            (_, Some(until)) => (until - clock::now()).min(LONGEST_SLEEP),
+            _ => LONGEST_SLEEP,
+        }
+    }
+
+    fn handle(&self, event: RepairEvent) -> Vec<RepairAction> {
+        let mut actions = Vec::new();
+        lock(&self.core).handle(clock::now(), jitter(), event, &mut actions);
+        actions
+    }
+
+    /// Says once for each round why no host took the VM.
+    fn log_round(&self, vm: &str) {
+        let core = lock(&self.core);
+        let mut logged = lock(&self.logged);
+        if let RepairPhase::Waiting(until) = core.phase() {
+            if *logged != Some(*until) {
+                warn!(vm, "still unprotected: {}", core.reason());
+                *logged = Some(*until);
+            }
+        }
+    }
+
+    fn is_attempting(&self) -> bool {
+        matches!(lock(&self.core).phase(), RepairPhase::Attempting(_))
+    }
+}
+
+/// 0 to 1 000, different on each call and each host.
+fn jitter() -> u32 {
+    (RandomState::new().build_hasher().finish() % 1_001) as u32
+}
+
+/// Watches over a VM's protection for as long as the VM runs here.
+pub(crate) fn start(host: &Arc<Host>, vm: &Arc<PrimaryVm>) {
+    let (host, weak) = (Arc::downgrade(host), Arc::downgrade(vm));
+    let inbox = vm.repairer.inbox.clone();
+    let name = vm.machine.definition().name.clone();
+    let thread = thread::Builder::new().name(format!("repair-{name}"));
+    if let Err(error) = thread.spawn(move || watch(&host, &weak, &inbox)) {
+        error!(vm = name, "lost protection will not be restored: {error}");
+    }
+}
+
+/// Never holds the VM while it waits or asks other hosts.
+fn watch(host: &Weak<Host>, vm: &Weak<PrimaryVm>, inbox: &Receiver<RepairEvent>) {
+    loop {
+        let Some(sleep) = vm.upgrade().map(|vm| vm.repairer.sleep()) else { return };
+        let event = match inbox.recv_timeout(sleep) {
+            Ok(event) => event,
+            Err(RecvTimeoutError::Timeout) => RepairEvent::Tick,
+            Err(RecvTimeoutError::Disconnected) => return,
+        };
+        if step(host, vm, event).is_none() {
+            return;
+        }
+    }
+}
+
+/// Feeds one event and does what comes of it. None when the VM or the host has
+/// gone.
+fn step(host: &Weak<Host>, weak: &Weak<PrimaryVm>, event: RepairEvent) -> Option<()> {
+    let mut events = VecDeque::from([event]);
+    while let Some(mut event) = events.pop_front() {
+        let vm = weak.upgrade()?;
+        if event == RepairEvent::Tick && vm.repairer.is_attempting() && vm.is_protected() {
+            event = RepairEvent::Protected;
+        }
+        let actions = vm.repairer.handle(event);
+        vm.repairer.log_round(&vm.machine.definition().name);
+        let (name, memory) =
+            (vm.machine.definition().name.clone(), vm.machine.definition().memory.bytes());
+        drop(vm);
+        for action in actions {
+            let host = host.upgrade()?;
+            match action {
+                RepairAction::Survey => {
+                    events.push_back(RepairEvent::Surveyed(host.survey(&name, memory)));
+                }
+                RepairAction::Attempt(to) => {
+                    info!(vm = name, "looking for a backup: trying host {to}");
+                    if let Err(error) = host.protect_again(&weak.upgrade()?, &to) {
+                        info!(vm = name, "{error}");
+                        events.push_back(RepairEvent::Lost(error.to_string()));
+                    }
+                }
+            }
+        }
+    }
+    Some(())
+}

@@ -1,0 +1,147 @@
+//! Which host could back a VM up, and how well: asked of every known host over
+//! the link between hosts, all at the same time.
+
+use crate::handshake::Purpose;
+use crate::host::Host;
+use crate::sync::lock;
+use crate::vm::Vm;
+use serde::{Deserialize, Serialize};
+use std::collections::BTreeMap;
+use std::net::SocketAddr;
+use std::sync::Arc;
+use std::thread;
+use std::time::{Duration, Instant};
+use understudy_protocol::repair::{Candidate, Fitness};
+use understudy_protocol::wire::Kind;
+
+/// For a host to answer: one that is down must not hold up the choice of another.
+const PATIENCE: Duration = Duration::from_millis(1_500);
+/// At most so many hosts beside the configured peers are asked, the roomiest.
+const MOST_MEMBERS: usize = 16;
+
+/// What a host answers.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+pub struct SurveyAnswer {
+    /// The host.
+    pub host: String,
+    /// Bytes of memory that it has to spare.
+    pub free_memory: u64,
+    /// Runnable threads for each 100 processors.
+    pub load_percent: u32,
+    /// VMs that it runs or backs up.
+    pub vms: u32,
+    /// What it shares its fate with.
+    pub zone: Option<String>,
+    /// Why it cannot take the VM, if it cannot.
+    pub refuses: Option<String>,
+}
+
+impl Host {
+    /// What this host says when it is asked whether it could back `vm` up.
+    pub(crate) fn survey_answer(&self, vm: &str, memory: u64) -> SurveyAnswer {
+        let vms = lock(&self.vms).len() as u32;
+        SurveyAnswer {
+            host: self.config.name.clone(),
+            free_memory: self.free_memory(),
+            load_percent: load_percent(),
+            vms,
+            zone: self.config.repair.zone.clone(),
+            refuses: self.objection(vm, memory),
+        }
+    }
+
+    fn objection(&self, vm: &str, memory: u64) -> Option<String> {
+        if self.is_closing() {
+            return Some("is shutting down".to_owned());
+        }
+        if self.arbiter.is_none() {
+            return Some("has no [arbiter]".to_owned());
+        }
+        if let Some(problem) = &self.kernel_problem {
+            return Some(problem.clone());
+        }
+        match lock(&self.vms).get(vm) {
+            Some(Vm::Primary(_)) => return Some(format!("still has a copy of {vm}")),
+            Some(Vm::Backup(session)) => {
+                return Some(format!("stands by for host {}", session.primary));
+            }
+            // Gives way to the new backup.
+            Some(Vm::Fenced(_)) | None => {}
+        }
+        self.check_memory(memory).err().map(|error| error.to_string())
+    }
+
+    /// Every host that this one knows, with its addresses: the configured peers,
+    /// and the members that etcd knows of.
+    pub(crate) fn known_hosts(&self) -> BTreeMap<String, Vec<SocketAddr>> {
+        let mut members: Vec<_> = self.members.others().into_iter().collect();
+        members.sort_by_key(|(_, member)| std::cmp::Reverse(member.free_memory));
+        members.truncate(MOST_MEMBERS);
+        let mut known: BTreeMap<_, _> =
+            members.into_iter().map(|(name, member)| (name, member.addresses)).collect();
+        // What the operator wrote counts more than what a host says of itself.
+        known.extend(self.config.peers.clone());
+        known
+    }
+
+    /// Asks every known host whether, and how well, it could back `vm` up.
+    pub(crate) fn survey(self: &Arc<Self>, vm: &str, memory: u64) -> Vec<Candidate> {
+        let known = self.known_hosts();
+        let (answers, answered) = crossbeam_channel::unbounded();
+        for (host, addresses) in known.clone() {
+            let (answers, asker) = (answers.clone(), self.clone());
+            let purpose = Purpose::Survey { vm: vm.to_owned(), memory };
+            // One that takes too long ends by itself; nobody waits for it.
+            thread::spawn(move || {
+                let answer = asker.ask_fitness(&host, &addresses, &purpose);
+                // The asker may have stopped listening.
+                let _ = answers.send((host, answer));
+            });
+        }
+        drop(answers);
+        let deadline = Instant::now() + PATIENCE;
+        let mut found = BTreeMap::new();
+        while let Ok((host, answer)) = answered.recv_deadline(deadline) {
+            found.insert(host, answer);
+        }
+        let judge = |host: String| {
+            let silent = || Err("does not answer".to_owned());
+            Candidate { answer: found.remove(&host).unwrap_or_else(silent), host }
+        };
+        known.into_keys().map(judge).collect()
+    }
+
+    fn ask_fitness(
+        &self,
+        host: &str,
+        addresses: &[SocketAddr],
+        purpose: &Purpose,
+    ) -> Result<Fitness, String> {
+        let ask = || -> anyhow::Result<SurveyAnswer> {
+            let (link, _) = self.identity.dial_first(host, addresses, |_| purpose.clone())?;
+            link.set_read_timeout(Some(PATIENCE))?;
+            link.expect_json(Kind::Welcome)
+        };
+        let answer = ask().map_err(|error| format!("{error:#}"))?;
+        if answer.host != host {
+            return Err(format!("its address is that of host {}", answer.host));
+        }
+        if let Some(reason) = answer.refuses {
+            return Err(reason);
+        }
+        let zone = &self.config.repair.zone;
+        Ok(Fitness {
+            free_memory: answer.free_memory,
+            load_percent: answer.load_percent,
+            same_zone: zone.is_some() && *zone == answer.zone,
+        })
+    }
+}
+
+/// The load of the last minute, in percent of the processors.
+pub(crate) fn load_percent() -> u32 {
+    let text = std::fs::read_to_string("/proc/loadavg").unwrap_or_default();
+    let load: f64 = text.split(' ').next().and_then(|load| load.parse().ok()).unwrap_or(0.0);
+    let processors = thread::available_parallelism().map_or(1, usize::from);
+    (load * 100.0 / processors as f64) as u32
+}

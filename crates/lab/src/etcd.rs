@@ -1,0 +1,141 @@
+//! A real etcd in a namespace of its own, with one link to every host: the
+//! arbiter can be out of any host's reach while the hosts still see each other.
+//!
+//! The link of host number *n* is 10.79.*n*.0/24; etcd is at .1, the host at .2.
+
+use crate::lab::Lab;
+use crate::namespace::Namespace;
+use crate::{in_namespace, processes, wait_for};
+use anyhow::{Context, Result};
+use std::fs::File;
+use std::net::{Ipv4Addr, SocketAddr, TcpStream};
+use std::path::{Path, PathBuf};
+use std::process::{Child, Stdio};
+use std::time::Duration;
+
+/// Where etcd answers, on every address of its namespace.
+const CLIENT_PORT: u16 = 2379;
+const PEER_PORT: u16 = 2380;
+/// For etcd to answer after its start, on a busy machine.
+const START_LIMIT: Duration = Duration::from_secs(60);
+/// A host's interface towards etcd.
+pub(crate) const LINK: &str = "etcd";
+
+/// One etcd that is the arbiter of a laboratory. Dropping it kills it.
+pub struct Etcd {
+    binary: PathBuf,
+    namespace: Namespace,
+    directory: PathBuf,
+    process: Child,
+}
+
+impl Etcd {
+    /// Lays the links and starts etcd; `guest_files` is where `scripts/setup`
+    /// unpacked it, should it not be installed.
+    pub fn start(lab: &Lab, guest_files: &Path) -> Result<Etcd> {
+        let namespace = lab.etcd();
+        namespace.create()?;
+        for (index, host) in lab.hosts().iter().enumerate() {
+            lay_link(&namespace, &lab.host(host)?, host, index)?;
+        }
+        let directory = lab.directory().join("etcd");
+        std::fs::create_dir(&directory)?;
+        let binary = find_binary(guest_files)?;
+        let process = spawn(&binary, &namespace, &directory)?;
+        let etcd = Etcd { binary, namespace, directory, process };
+        etcd.await_answer()?;
+        Ok(etcd)
+    }
+
+    /// The URL at which a host reaches it.
+    pub(crate) fn endpoint(lab: &Lab, host: &str) -> Result<String> {
+        let index = lab.hosts().iter().position(|other| other == host);
+        let index = index.with_context(|| format!("no host `{host}` in this laboratory"))?;
+        Ok(format!("http://{}:{CLIENT_PORT}", address(index, 1)))
+    }
+
+    /// Cuts the link of one host.
+    pub fn cut(&self, host: &str) -> Result<()> {
+        self.namespace.ip(&["link", "set", &port(host), "down"]).map(drop)
+    }
+
+    /// Undoes [`cut`](Etcd::cut).
+    pub fn heal(&self, host: &str) -> Result<()> {
+        self.namespace.ip(&["link", "set", &port(host), "up"]).map(drop)
+    }
+
+    /// SIGKILL.
+    pub fn kill(&mut self) -> Result<()> {
+        self.process.kill().context("cannot kill etcd")?;
+        self.process.wait().context("cannot wait for etcd")?;
+        processes::wait_until_gone(&[self.process.id()])
+    }
+
+    /// Starts it again on its data, and waits until it answers.
+    pub fn restart(&mut self) -> Result<()> {
+        self.process = spawn(&self.binary, &self.namespace, &self.directory)?;
+        self.await_answer()
+    }
+
+    /// etcd opens its port once it has joined its (own) cluster.
+    fn await_answer(&self) -> Result<()> {
+        wait_for("etcd to answer", START_LIMIT, || {
+            let to = SocketAddr::from((Ipv4Addr::LOCALHOST, CLIENT_PORT));
+            let connect = || TcpStream::connect_timeout(&to, Duration::from_millis(200)).is_ok();
+            Ok(in_namespace(&self.namespace, connect)?.then_some(()))
+        })
+        .with_context(|| format!("its log is {}", self.directory.join("etcd.log").display()))
+    }
+}
+
+impl Drop for Etcd {
+    fn drop(&mut self) {
+        if let Err(error) = self.kill() {
+            tracing::error!("cannot end etcd: {error:#}");
+        }
+    }
+}
+
+fn lay_link(namespace: &Namespace, host: &Namespace, name: &str, index: usize) -> Result<()> {
+    let port = port(name);
+    let veth = ["link", "add", &port, "type", "veth", "peer", "name", LINK, "netns", host.name()];
+    namespace.ip(&veth)?;
+    for (side, interface, last) in [(namespace, port.as_str(), 1), (host, LINK, 2)] {
+        let address = format!("{}/24", address(index, last));
+        side.ip(&["addr", "add", &address, "dev", interface])?;
+        side.ip(&["link", "set", interface, "up"])?;
+    }
+    Ok(())
+}
+
+/// etcd's interface towards a host.
+fn port(host: &str) -> String {
+    format!("to-{host}")
+}
+
+fn address(index: usize, last: u8) -> Ipv4Addr {
+    // Fits: a laboratory has fewer hosts.
+    Ipv4Addr::new(10, 79, index as u8 + 1, last)
+}
+
+fn find_binary(guest_files: &Path) -> Result<PathBuf> {
+    let unpacked = guest_files.join("etcd/usr/bin/etcd");
+    let path = std::env::var_os("PATH").unwrap_or_default();
+    let installed = std::env::split_paths(&path).map(|folder| folder.join("etcd"));
+    let found = installed.chain([unpacked]).find(|path| path.is_file());
+    found.context("there is no etcd: run scripts/setup, or install the package etcd-server")
+}
+
+fn spawn(binary: &Path, namespace: &Namespace, directory: &Path) -> Result<Child> {
+    let log = directory.join("etcd.log");
+    let log = File::options().create(true).append(true).open(log)?;
+    let client = format!("http://0.0.0.0:{CLIENT_PORT}");
+    let peer = format!("http://127.0.0.1:{PEER_PORT}");
+    let mut etcd = namespace.command(binary);
+    etcd.args(["--name", "arbiter", "--listen-client-urls", &client]);
+    etcd.args(["--advertise-client-urls", &client, "--listen-peer-urls", &peer]);
+    etcd.args(["--initial-advertise-peer-urls", &peer, "--initial-cluster"]);
+    etcd.arg(format!("arbiter={peer}")).arg("--data-dir").arg(directory.join("data"));
+    etcd.stdin(Stdio::null()).stdout(log.try_clone()?).stderr(log);
+    etcd.spawn().with_context(|| format!("cannot start {}", binary.display()))
+}
