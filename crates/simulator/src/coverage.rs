@@ -79,6 +79,8 @@ coverage! {
     partial_epochs_dropped,
     /// The VM was protected again after it had lost its protection.
     reprotections,
+    /// Three hosts ran the VM, one after the other.
+    ran_on_three_hosts,
     /// Faults that struck.
     faults,
 }

@@ -35,6 +35,8 @@ pub struct Host {
     pub up: bool,
     /// Counts restarts.
     pub life: u32,
+    /// Whether it ever ran the VM.
+    pub ran: bool,
     /// It stood still from then on.
     pub stalled_from: Time,
     /// Nothing runs here before this time.
@@ -143,7 +145,7 @@ impl Host {
     pub fn new() -> Host {
         let (stalled_from, stalled_until) = (Time::default(), Time::default());
         let (image, role) = (Image::blank(), Role::Idle);
-        Host { up: true, life: 0, stalled_from, stalled_until, image, role }
+        Host { up: true, life: 0, ran: false, stalled_from, stalled_until, image, role }
     }
 
     /// The VM, if it runs here.

@@ -83,6 +83,10 @@ impl World {
     /// The VM runs here, unprotected.
     pub(crate) fn run_here(&mut self, host: HostId, guest: Guest, generation: Generation) {
         let copy = self.new_copy();
+        if !std::mem::replace(&mut self.hosts[host.0].ran, true) {
+            let ran = self.hosts.iter().filter(|host| host.ran).count();
+            self.coverage.ran_on_three_hosts += u64::from(ran == 3);
+        }
         self.hosts[host.0].role = Role::Primary(Box::new(Running {
             copy,
             guest,
