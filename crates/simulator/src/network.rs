@@ -132,7 +132,7 @@ impl World {
         let connection = &mut self.network.connections[id.0];
         let Some(item) = connection.pipes[end].items.pop_front() else { return };
         let open = connection.open[end];
-        if open && item.message.is_some() && self.random.percent(5) {
+        if open && item.message.is_some() && self.random.percent(15) {
             return self.read_slowly(id, end, item);
         }
         self.schedule_arrival(id, end, Duration::ZERO);
@@ -156,7 +156,7 @@ impl World {
     fn read_slowly(&mut self, id: ConnectionId, end: usize, item: Item) {
         let Some(message) = item.message else { return };
         let to = self.arrival_host(id, end);
-        let handled = self.now + self.random.micros(10, 3_000);
+        let handled = self.now + self.random.micros(10, 5_000);
         self.network.connections[id.0].pipes[end].reading = true;
         let life = self.hosts[to.0].life;
         self.at(handled, Event::Read(to, life, id, message));
