@@ -18,7 +18,7 @@ use std::fs;
 use std::ops::Range;
 use std::path::Path;
 use std::sync::Arc;
-use understudy_disk::{ChangeMap, Disk, GRANULE_BYTES, changes_path};
+use understudy_disk::{ChangeMap, Disk, changes_path};
 use understudy_protocol::DiskIndex;
 use understudy_protocol::validity::ImageRole;
 
@@ -119,8 +119,7 @@ pub fn reopen(record: &Record, disks: &[Arc<Disk>], directory: &Path) -> Vec<Str
 /// Bytes of a machine's disks in which the other host's images may differ.
 pub fn differing_bytes(machine: &Machine) -> u64 {
     let maps = machine.disks().iter().filter_map(|disk| disk.changes());
-    let runs = maps.flat_map(|map| map.runs());
-    runs.map(|run| (run.end - run.start) * GRANULE_BYTES).sum()
+    maps.map(|map| map.changed_bytes()).sum()
 }
 
 fn open_maps(disks: &[Arc<Disk>], directory: &Path) -> Result<Vec<ChangeMap>, String> {

@@ -83,6 +83,7 @@ fn changes_of_the_other_host_are_checked() {
     let map = create(&path, &image);
     map.merge(&[1..3, 50..101]).unwrap();
     assert_eq!(map.runs(), [1..3, 50..101]);
+    assert_eq!(map.changed_bytes(), 53 * GRANULE_BYTES);
     for wrong in [100..102, 5..5, 0..u64::MAX] {
         assert!(map.merge(&[wrong]).is_err());
     }
