@@ -24,6 +24,13 @@ use std::thread;
 /// Environment variable with the path of the daemon's socket.
 const SOCKET_VARIABLE: &str = "UNDERSTUDY_AGENT";
 
+/// Environment variable with the number of an inherited `/dev/userfaultfd`: what it
+/// makes belongs to the process that asks, which thus needs no right of its own.
+const DEVICE_VARIABLE: &str = "UNDERSTUDY_USERFAULTFD";
+
+/// `USERFAULTFD_IOC_NEW` of `<linux/userfaultfd.h>`.
+const IOC_NEW: libc::c_ulong = 0xAA00;
+
 /// First bytes of the hello; `understudy_memory::agent` reads the same.
 const HELLO_MAGIC: [u8; 8] = *b"USTDYAGT";
 
@@ -45,22 +52,24 @@ extern "C" fn constructor() {
     let Some(path) = env::var_os(SOCKET_VARIABLE) else {
         return;
     };
+    let device = env::var(DEVICE_VARIABLE).ok().and_then(|number| number.parse().ok());
     // SAFETY: the constructor runs before `main`, when no other thread reads the environment.
     unsafe {
+        env::remove_var(DEVICE_VARIABLE);
         // Programs started by QEMU must not announce themselves as guests of the daemon.
         env::remove_var(SOCKET_VARIABLE);
         env::remove_var("LD_PRELOAD");
     }
-    if let Err(reason) = start(Path::new(&path)) {
+    if let Err(reason) = start(Path::new(&path), device) {
         eprintln!("understudy agent: {reason}");
         exit_now(EXIT_FAILED);
     }
 }
 
 /// Hands a new userfaultfd to the daemon and starts watching the daemon's life.
-fn start(path: &Path) -> Result<(), String> {
+fn start(path: &Path, device: Option<c_int>) -> Result<(), String> {
     disable_huge_pages().map_err(|e| format!("cannot disable transparent huge pages: {e}"))?;
-    let userfaultfd = create_userfaultfd().map_err(explain_userfaultfd)?;
+    let userfaultfd = create_userfaultfd(device).map_err(explain_userfaultfd)?;
     let link = UnixStream::connect(path)
         .map_err(|e| format!("cannot reach the daemon at {}: {e}", path.display()))?;
     send_hello(&link, &userfaultfd)
@@ -80,9 +89,19 @@ fn disable_huge_pages() -> io::Result<()> {
 
 /// Creates a userfaultfd that also sees the writes of QEMU's own system calls
 /// (`UFFD_USER_MODE_ONLY` would not: disk reads into guest memory are such writes).
-fn create_userfaultfd() -> io::Result<OwnedFd> {
-    // SAFETY: the call takes one flag word and touches no memory of ours.
-    let fd = unsafe { libc::syscall(libc::SYS_userfaultfd, libc::O_CLOEXEC | libc::O_NONBLOCK) };
+fn create_userfaultfd(device: Option<c_int>) -> io::Result<OwnedFd> {
+    let flags = libc::O_CLOEXEC | libc::O_NONBLOCK;
+    let fd = match device {
+        Some(device) => {
+            // SAFETY: the daemon has passed this descriptor on for this one use; nobody
+            // else in this process knows of it.
+            let device = unsafe { OwnedFd::from_raw_fd(device) };
+            // SAFETY: the call takes one flag word and touches no memory of ours.
+            i64::from(unsafe { libc::ioctl(device.as_raw_fd(), IOC_NEW, flags) })
+        }
+        // SAFETY: as above.
+        None => unsafe { libc::syscall(libc::SYS_userfaultfd, flags) },
+    };
     if fd < 0 {
         return Err(io::Error::last_os_error());
     }
@@ -93,7 +112,7 @@ fn create_userfaultfd() -> io::Result<OwnedFd> {
 fn explain_userfaultfd(error: io::Error) -> String {
     let remedy = match error.raw_os_error() {
         Some(libc::EPERM) => {
-            "; start QEMU as root (it can drop to a user with -run-with user=NAME), \
+            "; run the daemon as root, with /dev/userfaultfd, \
              or set sysctl vm.unprivileged_userfaultfd=1"
         }
         Some(libc::ENOSYS) => "; this kernel is built without CONFIG_USERFAULTFD",

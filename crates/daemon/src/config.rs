@@ -38,6 +38,7 @@ use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 use toml::Spanned;
+use understudy_qemu::RunAs;
 use understudy_qemu::definition::MemorySize;
 
 /// Where the daemon listens for the command line, unless told otherwise.
@@ -84,6 +85,8 @@ pub struct HostConfig {
     pub qemu: Option<PathBuf>,
     /// The agent library, when it is elsewhere; see [`HostConfig::agent_path`].
     pub agent: Option<PathBuf>,
+    /// Who QEMU runs as.
+    pub run_as: RunAs,
     /// The most memory that VMs and backups may take together, in bytes; without
     /// it, what the system has.
     pub memory_limit: Option<u64>,
@@ -204,9 +207,16 @@ struct RawConfig {
     qemu: Option<Spanned<PathBuf>>,
     agent: Option<Spanned<PathBuf>>,
     memory: Option<MemorySize>,
+    qemu_process: Option<RawQemuProcess>,
     detection: Option<RawDetection>,
     #[serde(default)]
     repair: RepairConfig,
+}
+
+#[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
+struct RawQemuProcess {
+    user: Option<Spanned<String>>,
 }
 
 #[derive(Deserialize)]
@@ -261,6 +271,7 @@ impl RawConfig {
             arbiter: self.arbiter.map(|arbiter| arbiter.check(source)).transpose()?,
             qemu: self.qemu.map(|path| source.absolute("qemu", path)).transpose()?,
             agent: self.agent.map(|path| source.absolute("agent", path)).transpose()?,
+            run_as: check_user(source, self.qemu_process)?,
             memory_limit: self.memory.map(MemorySize::bytes),
             detection_timeout: check_detection(source, self.detection)?,
             repair: self.repair,
@@ -352,6 +363,12 @@ fn check_socket(source: &Source<'_>, raw: Option<Spanned<PathBuf>>) -> Result<Pa
         return Err(source.wrong("socket", span, &message));
     }
     Ok(path)
+}
+
+fn check_user(source: &Source<'_>, raw: Option<RawQemuProcess>) -> Result<RunAs, HostError> {
+    let Some(user) = raw.and_then(|process| process.user) else { return Ok(RunAs::default()) };
+    RunAs::named(user.get_ref())
+        .map_err(|error| source.wrong("qemu_process.user", user.span(), &error.to_string()))
 }
 
 fn check_detection(source: &Source<'_>, raw: Option<RawDetection>) -> Result<Duration, HostError> {
@@ -636,6 +653,17 @@ key = "/etc/a.key"
         let config = read(GOOD).unwrap();
         assert_eq!(config.tls.unwrap().cert, Path::new("/etc/a.pem"));
         assert_says(&broken("/etc/a.key", "a.key"), "host.toml:23: tls.key:", &["absolute"]);
+    }
+
+    #[test]
+    fn qemus_user_must_exist_and_not_be_root() {
+        let with = |user: &str| {
+            let text = format!("{GOOD}[qemu_process]\nuser = \"{user}\"\n");
+            HostConfig::from_toml(&text, Path::new("host.toml")).unwrap_err().message
+        };
+        let place = format!("host.toml:{}: qemu_process.user:", GOOD.lines().count() + 2);
+        assert_says(&with("no-such-user"), &place, &["useradd"]);
+        assert_says(&with("root"), &place, &["root"]);
     }
 
     #[test]

@@ -140,6 +140,7 @@ impl Host {
             run_dir: &run_dir,
             qemu: &self.capabilities.binary,
             agent: &self.agent,
+            run_as: &self.config.run_as,
             disks,
             role: Role::Fresh,
             on_event: self.event_sink(&name),
@@ -307,7 +308,7 @@ impl Host {
             matches!(phase, PrimaryPhase::Halted(_) | PrimaryPhase::Alone(_))
         });
         match ended {
-            Ok(PrimaryPhase::Halted(_)) => Ok(()),
+            Ok(PrimaryPhase::Halted(_)) => self.await_handed_over(&vm),
             Ok(phase) | Err(phase) => {
                 let message = format!("{name} was not handed over: {phase:?}");
                 Err(HostError::new(ErrorKind::Unreachable, message))

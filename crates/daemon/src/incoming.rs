@@ -185,6 +185,7 @@ fn stand_by(
         run_dir: &directory,
         qemu: &host.capabilities.binary,
         agent: &host.agent,
+        run_as: &host.config.run_as,
         disks: mirrors.iter().map(|mirror| mirror.disk().clone()).collect(),
         role: Role::Standby,
         on_event: host.event_sink(&name),

@@ -12,6 +12,7 @@ pub mod etcd;
 mod group;
 mod handshake;
 mod heartbeat;
+mod home;
 mod host;
 mod incoming;
 mod lifecycle;

@@ -41,6 +41,23 @@ impl Host {
         Ok(())
     }
 
+    /// Waits until this host has forgotten a VM that lives elsewhere by the
+    /// operator's wish: from then on it may be its backup.
+    pub(crate) fn await_handed_over(&self, vm: &PrimaryVm) -> Result<(), HostError> {
+        let name = &vm.machine.definition().name;
+        let deadline = Instant::now() + FORMER_TIMEOUT;
+        let is_there =
+            |current: &Vm| matches!(current, Vm::Primary(current) if std::ptr::eq(&**current, vm));
+        while lock(&self.vms).get(name).is_some_and(is_there) {
+            if Instant::now() > deadline {
+                let message = format!("{name} runs on its backup, but has not ended here yet");
+                return Err(HostError::new(ErrorKind::Conflict, message));
+            }
+            std::thread::sleep(Duration::from_millis(5));
+        }
+        Ok(())
+    }
+
     /// The VM runs here from now on.
     pub(crate) fn add_primary(
         self: &Arc<Self>,

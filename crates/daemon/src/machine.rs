@@ -2,9 +2,9 @@
 //! VM that runs and for a standby.
 
 use crate::doorbell::Doorbell;
+use crate::home::{AGENT, CONSOLE, CONSOLE_LOG, Home, Lent, disk_socket};
 use crate::sync::lock;
 use anyhow::bail;
-use std::ffi::OsString;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd};
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -19,7 +19,9 @@ use understudy_protocol::{BlockId, CardIndex};
 use understudy_qemu::command::Console;
 use understudy_qemu::process::Launch;
 use understudy_qemu::qmp::{DeviceState, MonitorSockets, RunState, VmEvent};
-use understudy_qemu::{Accelerator, Monitor, Qemu, Resources, Role, VmDefinition, command_line};
+use understudy_qemu::{
+    Accelerator, Monitor, Qemu, Resources, Role, RunAs, VmDefinition, command_line, user,
+};
 
 /// How long QEMU may take to start and to answer.
 const QEMU_TIMEOUT: Duration = Duration::from_secs(20);
@@ -38,6 +40,8 @@ pub struct Plan<'a> {
     pub qemu: &'a Path,
     /// The library preloaded into QEMU.
     pub agent: &'a Path,
+    /// Who QEMU runs as.
+    pub run_as: &'a RunAs,
     /// The disks, in the definition's order.
     pub disks: Vec<Arc<Disk>>,
     /// Fresh: the VM runs here, its output goes out. Standby: nothing does.
@@ -94,42 +98,47 @@ impl Machine {
         let doorbell = Arc::new(Doorbell::default());
         let ram = Arc::new(GuestRam::create(plan.definition.memory.bytes())?);
         let device_state = DeviceState::create()?;
-        let (servers, disk_sockets) = serve_disks(&plan)?;
+        let user = plan.run_as.next();
+        let home = Home::prepare(plan.run_dir, user)?;
+        user::give(ram.fd(), user)?;
+        user::give(&device_state, user)?;
+        let servers = serve_disks(&plan, &home)?;
         let ports = open_ports(&plan, &doorbell)?;
         let guest_ends = ports.iter().map(Port::attach_guest).collect::<Result<Vec<_>, _>>()?;
         let (monitors, qemus_ends) = MonitorSockets::create()?;
-        let console = plan.definition.console.then(|| Console {
-            socket: plan.run_dir.join("console"),
-            log: plan.run_dir.join("console.log"),
-        });
-        let listener = AgentListener::bind(plan.run_dir.join("agent"))?;
+        let console = plan.definition.console.then(|| home.path(CONSOLE));
+        let listener = AgentListener::bind(home.path(AGENT))?;
+        user::give_socket(listener.path(), user)?;
+        let lent = Lent::open(&plan, user)?;
         let args = command_line(
             &plan.definition,
             &Resources {
                 machine_type: plan.machine_type.clone(),
                 accelerator: plan.accelerator,
+                kvm: lent.kvm.as_ref().map(AsRawFd::as_raw_fd),
+                boot: lent.boot_files(),
                 ram: ram.fd().as_raw_fd(),
                 monitors: qemus_ends.numbers(),
-                disks: disk_sockets,
+                disks: plan.disks.iter().map(|disk| disk_socket(disk).into()).collect(),
                 cards: guest_ends.iter().map(|end| end.socket.as_raw_fd()).collect(),
-                console: console.clone(),
+                console: console
+                    .is_some()
+                    .then(|| Console { socket: CONSOLE.into(), log: CONSOLE_LOG.into() }),
                 role: plan.role,
             },
         );
         let mut inherit: Vec<BorrowedFd<'_>> = vec![ram.fd(), device_state.as_fd()];
         inherit.extend(qemus_ends.descriptors());
         inherit.extend(guest_ends.iter().map(|end| end.socket.as_fd()));
-        let log = plan.run_dir.join("qemu.log");
-        let env: [(OsString, OsString); 2] = [
-            ("LD_PRELOAD".into(), plan.agent.into()),
-            (AgentListener::VARIABLE.into(), listener.path().into()),
-        ];
+        inherit.extend(lent.descriptors());
         let qemu = Qemu::launch(&Launch {
             binary: plan.qemu,
             args: &args,
-            env: &env,
+            env: &lent.environment(),
             inherit: &inherit,
-            log: &log,
+            log: &plan.run_dir.join("qemu.log"),
+            directory: Some(home.directory()),
+            user,
         })?;
         drop((qemus_ends, guest_ends));
         let process = Arc::new(Process {
@@ -154,7 +163,7 @@ impl Machine {
             ports,
             monitor: Mutex::new(monitor),
             device_state,
-            console: console.map(|console| console.socket),
+            console,
             doorbell,
             process,
             agent,
@@ -313,18 +322,17 @@ impl Drop for Machine {
     }
 }
 
-fn serve_disks(plan: &Plan<'_>) -> anyhow::Result<(Vec<NbdServer>, Vec<PathBuf>)> {
+fn serve_disks(plan: &Plan<'_>, home: &Home) -> anyhow::Result<Vec<NbdServer>> {
     let mut servers = Vec::new();
-    let mut sockets = Vec::new();
     for disk in &plan.disks {
         if plan.role == Role::Standby {
             disk.set_read_only(true);
         }
-        let socket = plan.run_dir.join(format!("disk{}", disk.index()));
+        let socket = home.path(&disk_socket(disk));
         servers.push(NbdServer::serve(disk.clone(), &socket)?);
-        sockets.push(socket);
+        home.give_socket(&socket)?;
     }
-    Ok((servers, sockets))
+    Ok(servers)
 }
 
 fn open_ports(plan: &Plan<'_>, doorbell: &Arc<Doorbell>) -> anyhow::Result<Vec<Port>> {

@@ -27,7 +27,7 @@ const CALL_SECONDS: &str = "120";
 const LOG: &str = "daemon.log";
 /// The daemon's own directory, with one directory for each VM.
 const STATE: &str = "state";
-const MACHINE_LOGS: [&str; 2] = ["qemu.log", "console.log"];
+const MACHINE_LOGS: [&str; 2] = ["qemu.log", "qemu/console.log"];
 /// How much of a log is worth showing.
 const LOG_TAIL_LINES: usize = 60;
 

@@ -23,6 +23,9 @@ const HELLO_VERSION: u32 = 1;
 
 const HELLO_BYTES: usize = 12;
 
+/// Makes userfaultfds for whoever holds it open.
+pub const DEVICE: &str = "/dev/userfaultfd";
+
 /// Waits for the agent of one QEMU that the daemon is starting.
 ///
 /// Start QEMU with `LD_PRELOAD` naming the agent library and [`AgentListener::VARIABLE`]
@@ -37,6 +40,10 @@ pub struct AgentListener {
 impl AgentListener {
     /// The environment variable that tells the agent where the daemon listens.
     pub const VARIABLE: &'static str = "UNDERSTUDY_AGENT";
+
+    /// The environment variable with the number of an inherited [`DEVICE`], for a QEMU
+    /// without the right to make a userfaultfd by itself.
+    pub const DEVICE_VARIABLE: &'static str = "UNDERSTUDY_USERFAULTFD";
 
     /// Listens at `path`, which must not exist; it is removed when the listener is dropped.
     pub fn bind(path: impl Into<PathBuf>) -> Result<AgentListener, MemoryError> {

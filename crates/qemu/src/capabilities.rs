@@ -131,6 +131,8 @@ impl Capabilities {
             env: &[],
             inherit: &[qemus.as_fd()],
             log: Path::new(&format!("/proc/self/fd/{}", log.as_raw_fd())),
+            directory: None,
+            user: None,
         })?;
         drop(qemus);
         let answers = Connection::open(ours, PROBE_TIMEOUT)

@@ -28,6 +28,9 @@ pub const fn ide_slots(q35: bool) -> usize {
     if q35 { 6 } else { 4 }
 }
 
+/// QEMU's number for the set with the KVM device's descriptor.
+const KVM_SET: u32 = 1;
+
 /// What one host gives to a VM. Descriptors are the daemon's own numbers: QEMU
 /// inherits them under the same numbers (see [`crate::process::Launch`]).
 #[derive(Clone, Debug)]
@@ -36,6 +39,10 @@ pub struct Resources {
     pub machine_type: String,
     /// What executes the guest's instructions.
     pub accelerator: Accelerator,
+    /// The opened KVM device, for a QEMU that may not open it itself.
+    pub kvm: Option<RawFd>,
+    /// Kernel and initial RAM disk as QEMU reads them, if the definition has them.
+    pub boot: BootFiles,
     /// Memfd of the guest's main memory, as long as the definition says.
     pub ram: RawFd,
     /// QEMU's ends of its monitors, from [`crate::qmp::QemuEnds::numbers`].
@@ -48,6 +55,15 @@ pub struct Resources {
     pub console: Option<Console>,
     /// How QEMU starts.
     pub role: Role,
+}
+
+/// The files that a guest without a boot loader begins with.
+#[derive(Clone, Debug, Default)]
+pub struct BootFiles {
+    /// The kernel.
+    pub kernel: Option<PathBuf>,
+    /// The initial RAM disk.
+    pub initrd: Option<PathBuf>,
 }
 
 /// Where the guest's first serial port goes.
@@ -79,7 +95,7 @@ pub fn command_line(vm: &VmDefinition, resources: &Resources) -> Vec<OsString> {
     machine(&mut args, vm, resources);
     monitors(&mut args, resources);
     console(&mut args, resources);
-    boot(&mut args, vm);
+    boot(&mut args, vm, &resources.boot);
     disks(&mut args, vm, resources);
     cards(&mut args, vm, resources);
     if resources.role == Role::Standby {
@@ -109,15 +125,14 @@ fn machine(args: &mut Args, vm: &VmDefinition, resources: &Resources) {
     args.pair("-name", format!("guest={},debug-threads=on", vm.name));
     args.flag("-no-user-config");
     args.flag("-nodefaults");
+    sandbox(args);
     args.pair("-display", "none");
     // Without the VMware port, whose mouse is an eighth of the device state.
     args.pair(
         "-machine",
-        format!(
-            "{},accel={},suppress-vmdesc=on,vmport=off,memory-backend=ram",
-            resources.machine_type, resources.accelerator
-        ),
+        format!("{},suppress-vmdesc=on,vmport=off,memory-backend=ram", resources.machine_type),
     );
+    accelerator(args, resources);
     args.pair(
         "-object",
         format!(
@@ -147,6 +162,24 @@ fn machine(args: &mut Args, vm: &VmDefinition, resources: &Resources) {
     args.flag("-S");
 }
 
+/// System calls that QEMU does not need, and a guest that broke out of it might want.
+fn sandbox(args: &mut Args) {
+    args.pair(
+        "-sandbox",
+        "on,obsolete=deny,elevateprivileges=deny,spawn=deny,resourcecontrol=deny",
+    );
+}
+
+fn accelerator(args: &mut Args, resources: &Resources) {
+    match resources.kvm {
+        Some(fd) if resources.accelerator == Accelerator::Kvm => {
+            args.pair("-add-fd", format!("fd={fd},set={KVM_SET}"));
+            args.pair("-accel", format!("kvm,device=/dev/fdset/{KVM_SET}"));
+        }
+        _ => args.pair("-accel", resources.accelerator.to_string()),
+    }
+}
+
 fn monitors(args: &mut Args, resources: &Resources) {
     for (n, fd) in resources.monitors.iter().enumerate() {
         args.pair("-chardev", format!("socket,id=qmp{n},fd={fd}"));
@@ -165,11 +198,11 @@ fn console(args: &mut Args, resources: &Resources) {
     }
 }
 
-fn boot(args: &mut Args, vm: &VmDefinition) {
-    if let Some(kernel) = &vm.kernel {
+fn boot(args: &mut Args, vm: &VmDefinition, files: &BootFiles) {
+    if let Some(kernel) = &files.kernel {
         args.pair("-kernel", kernel);
     }
-    if let Some(initrd) = &vm.initrd {
+    if let Some(initrd) = &files.initrd {
         args.pair("-initrd", initrd);
     }
     if let Some(append) = &vm.append {

@@ -8,6 +8,8 @@ fn resources() -> Resources {
     Resources {
         machine_type: "pc-q35-10.0".to_owned(),
         accelerator: Accelerator::Tcg,
+        kvm: None,
+        boot: BootFiles::default(),
         ram: 20,
         monitors: [21, 22, 23],
         disks: Vec::new(),
@@ -56,6 +58,10 @@ fn two_of_each() -> (VmDefinition, Resources) {
         disks: vec!["/run/d0".into(), "/run/d,1".into()],
         cards: vec![20, 21],
         console: Some(Console { socket: "/run/con".into(), log: "/run/con.log".into() }),
+        boot: BootFiles {
+            kernel: Some("/proc/self/fd/30".into()),
+            initrd: Some("/proc/self/fd/31".into()),
+        },
         ..resources()
     };
     (definition(TWO_OF_EACH), resources)
@@ -68,8 +74,10 @@ fn everything_is_on_the_command_line() {
 -name guest=db,debug-threads=on
 -no-user-config
 -nodefaults
+-sandbox on,obsolete=deny,elevateprivileges=deny,spawn=deny,resourcecontrol=deny
 -display none
--machine pc-q35-10.0,accel=tcg,suppress-vmdesc=on,vmport=off,memory-backend=ram
+-machine pc-q35-10.0,suppress-vmdesc=on,vmport=off,memory-backend=ram
+-accel tcg
 -object memory-backend-file,id=ram,size=536870912,mem-path=/proc/self/fd/20,share=on,prealloc=off
 -m size=536870912B
 -smp 2
@@ -86,8 +94,8 @@ fn everything_is_on_the_command_line() {
 -mon chardev=qmp2,mode=control
 -chardev socket,id=console,server=on,wait=off,path=/run/con,logappend=on,logfile=/run/con.log
 -serial chardev:console
--kernel /boot/vmlinuz
--initrd /boot/initrd
+-kernel /proc/self/fd/30
+-initrd /proc/self/fd/31
 -append console=ttyS0 quiet
 -blockdev driver=nbd,node-name=disk0,discard=unmap,detect-zeroes=off,server.type=unix,server.path=/run/d0
 -device virtio-blk-pci,disable-modern=on,disable-legacy=off,ioeventfd=off,addr=0x03,drive=disk0,id=disk0,werror=stop,rerror=stop

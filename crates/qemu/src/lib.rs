@@ -4,6 +4,7 @@
 //! - [`definition`]: what the user wrote, checked;
 //! - [`capabilities`]: what the installed QEMU can do;
 //! - [`command`]: the command line, a pure function of definition and resources;
+//! - [`user`]: who it runs as;
 //! - [`process`]: the running QEMU and its end;
 //! - [`qmp`]: its monitor: checkpoints, resumption, events;
 //! - [`urgency`]: priority for the length of a checkpoint's pause.
@@ -14,6 +15,7 @@ pub mod definition;
 pub mod process;
 pub mod qmp;
 pub mod urgency;
+pub mod user;
 
 pub use capabilities::{Accelerator, Capabilities, kvm_works};
 pub use command::{Resources, Role, command_line};
@@ -21,3 +23,4 @@ pub use definition::{DefinitionError, VmDefinition};
 pub use process::Qemu;
 pub use qmp::Monitor;
 pub use urgency::Urgency;
+pub use user::RunAs;

@@ -2,12 +2,14 @@
 
 #![allow(unsafe_code)]
 
+use crate::user::{User, become_user};
 use nix::libc;
 use nix::poll::{PollFd, PollFlags, PollTimeout};
 use std::ffi::OsString;
 use std::fs::File;
 use std::io::{self, Read, Seek, SeekFrom};
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, OwnedFd, RawFd};
+use std::os::unix::fs::OpenOptionsExt;
 use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, ExitStatus, Stdio};
@@ -31,6 +33,10 @@ pub struct Launch<'a> {
     pub inherit: &'a [BorrowedFd<'a>],
     /// File that QEMU's standard output and error are appended to.
     pub log: &'a Path,
+    /// The directory that it works in; this process's own without.
+    pub directory: Option<&'a Path>,
+    /// Who it runs as; this process's user without.
+    pub user: Option<User>,
 }
 
 /// QEMU could not be started.
@@ -49,6 +55,14 @@ pub enum LaunchError {
     Log {
         /// The file.
         log: PathBuf,
+        /// The system's reason.
+        source: io::Error,
+    },
+    /// The directory that it should work in cannot be opened.
+    #[error("cannot use {} as QEMU's directory: {source}", directory.display())]
+    Directory {
+        /// The directory.
+        directory: PathBuf,
         /// The system's reason.
         source: io::Error,
     },
@@ -102,11 +116,18 @@ impl Qemu {
             .stdin(Stdio::null())
             .stdout(log.try_clone().map_err(log_error)?)
             .stderr(log);
+        let directory = launch.directory.map(open_directory).transpose()?;
+        let user = launch.user;
         let inherit: Vec<RawFd> = launch.inherit.iter().map(AsRawFd::as_raw_fd).collect();
         // SAFETY: between fork and exec the closure only makes system calls; it
         // neither allocates nor locks. The descriptors are open: they are borrowed
         // for as long as `launch`.
-        unsafe { command.pre_exec(move || pass_on_only(&inherit)) };
+        unsafe {
+            command.pre_exec(move || {
+                pass_on_only(&inherit)?;
+                become_user(directory.as_ref().map(AsFd::as_fd), user)
+            })
+        };
         let mut child = command
             .spawn()
             .map_err(|source| LaunchError::Run { binary: launch.binary.to_owned(), source })?;
@@ -188,6 +209,12 @@ impl Drop for Qemu {
             tracing::error!(pid = self.pid, %error, "cannot end QEMU");
         }
     }
+}
+
+fn open_directory(path: &Path) -> Result<File, LaunchError> {
+    let flags = libc::O_PATH | libc::O_DIRECTORY | libc::O_NOFOLLOW;
+    let opened = File::options().read(true).custom_flags(flags).open(path);
+    opened.map_err(|source| LaunchError::Directory { directory: path.to_owned(), source })
 }
 
 /// Makes exec close every descriptor from 3 up, except these.

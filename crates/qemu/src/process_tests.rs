@@ -9,6 +9,8 @@ fn shell(script: &str, inherit: &[BorrowedFd<'_>], log: &Path) -> Result<Qemu, L
         env: &[("WORD".into(), "hello".into())],
         inherit,
         log,
+        directory: None,
+        user: None,
     })
 }
 
@@ -61,7 +63,42 @@ fn a_missing_program_is_named() {
         env: &[],
         inherit: &[],
         log: &folder.path().join("log"),
+        directory: None,
+        user: None,
     })
     .unwrap_err();
     assert!(error.to_string().contains("cannot run /no/such/qemu"), "{error}");
+}
+
+#[test]
+fn it_becomes_another_user_in_a_directory_that_this_one_cannot_reach() {
+    if !nix::unistd::geteuid().is_root() {
+        return eprintln!("SKIPPED: needs root");
+    }
+    let folder = tempfile::tempdir().unwrap();
+    std::fs::set_permissions(folder.path(), std::os::unix::fs::PermissionsExt::from_mode(0o700))
+        .unwrap();
+    let directory = folder.path().join("own");
+    let user = crate::RunAs::OwnNumber.next();
+    crate::user::give_directory(&directory, user, "").unwrap();
+    let script = "id -u; id -g; cat /proc/self/status; echo made > here; ls ..";
+    let qemu = Qemu::launch(&Launch {
+        binary: Path::new("/bin/sh"),
+        args: &["-c".into(), script.into()],
+        env: &[],
+        inherit: &[],
+        log: &folder.path().join("log"),
+        directory: Some(&directory),
+        user,
+    })
+    .unwrap();
+    qemu.wait(LONG).unwrap().expect("it ends");
+    let said = std::fs::read_to_string(folder.path().join("log")).unwrap();
+    let number: u32 = said.lines().next().unwrap().parse().unwrap();
+    assert!(number >= 0x7000_0000, "{said}");
+    for line in ["CapEff:\t0000000000000000", "CapPrm:\t0000000000000000", "Groups:\t \n"] {
+        assert!(said.contains(line), "{line}: {said}");
+    }
+    assert!(said.contains("Permission denied"), "{said}");
+    assert_eq!(std::fs::read_to_string(directory.join("here")).unwrap(), "made\n");
 }

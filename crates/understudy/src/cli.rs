@@ -196,7 +196,8 @@ Example of a configuration:
   key = \"/etc/understudy/a.key\"
 
 Optional: state_dir, socket, qemu, agent (absolute paths), memory = \"64G\" (the
-most that VMs and backups may take together; else what is available), and
+most that VMs and backups may take together; else what is available),
+[qemu_process] user = \"NAME\" (else each QEMU is a user of its own), and
 [detection] timeout_ms = 100 (50 to 10000), the shortest silence of a peer
 after which it is suspected.";
 

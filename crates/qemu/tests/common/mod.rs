@@ -156,6 +156,8 @@ impl Vm {
             &Resources {
                 machine_type: CAPABILITIES.machine_type(&definition.machine).unwrap().to_owned(),
                 accelerator: Accelerator::Tcg,
+                kvm: None,
+                boot: Default::default(),
                 ram: ram.as_raw_fd(),
                 monitors: ends.numbers(),
                 disks: vec![disk.socket.clone(); definition.disks.len()],
@@ -175,6 +177,8 @@ impl Vm {
             env: &[],
             inherit: &inherit,
             log: &folder.path().join("qemu.log"),
+            directory: None,
+            user: None,
         })
         .unwrap();
         drop(ends);

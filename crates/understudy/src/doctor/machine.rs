@@ -4,6 +4,7 @@ use super::{Check, tap};
 use indicatif::HumanBytes;
 use std::fs::{self, File};
 use std::path::Path;
+use understudy_memory::agent::DEVICE;
 
 /// Less than this is too little for any VM and its backup.
 const LEAST_MEMORY: u64 = 512 * 1024 * 1024;
@@ -14,6 +15,7 @@ const CAPABILITIES: [(&str, u32); 2] = [("CAP_NET_ADMIN", 12), ("CAP_SYS_PTRACE"
 
 pub fn checks() -> Vec<Check> {
     let mut checks = kernel();
+    checks.push(userfaultfd_device(Path::new(DEVICE)));
     checks.push(kvm());
     checks.push(rights());
     checks.extend(taps());
@@ -33,6 +35,25 @@ fn kernel() -> Vec<Check> {
         check("userfaultfd (write-protect async, shared memory)", support.wp_async_shmem),
         check("PAGEMAP_SCAN", support.pagemap_scan),
     ]
+}
+
+/// A QEMU that is not root makes its userfaultfd through this device.
+fn userfaultfd_device(path: &Path) -> Check {
+    let name = DEVICE;
+    let error = match File::options().read(true).write(true).open(path) {
+        Ok(_) => return Check::ok(name, "opens"),
+        Err(error) => error,
+    };
+    let detail = format!("cannot be opened: {error}");
+    let setting = fs::read_to_string("/proc/sys/vm/unprivileged_userfaultfd").unwrap_or_default();
+    if setting.trim() == "1" {
+        let advice = "vm.unprivileged_userfaultfd is 1, which does as well";
+        return Check::note(name, detail, advice);
+    }
+    let advice = "QEMU, which is not root, needs it: run as root; where the device is missing \
+                  (a container), make it with the number that /proc/misc has for userfaultfd, \
+                  `mknod /dev/userfaultfd c 10 NUMBER`, or set `sysctl vm.unprivileged_userfaultfd=1`";
+    Check::fail(name, detail, advice)
 }
 
 fn kvm() -> Check {
@@ -134,6 +155,13 @@ mod tests {
         assert_eq!(of("0000000000000000"), Some(vec!["CAP_NET_ADMIN", "CAP_SYS_PTRACE"]));
         assert_eq!(of("0000000000001000"), Some(vec!["CAP_SYS_PTRACE"]));
         assert_eq!(missing_capabilities("Name:\tx\n"), None);
+    }
+
+    #[test]
+    fn a_missing_userfaultfd_device_is_told_with_its_remedy() {
+        let check = userfaultfd_device(Path::new("/nonexistent/userfaultfd"));
+        assert_ne!(check.state, State::Ok);
+        assert!(check.advice.unwrap().contains("unprivileged_userfaultfd"));
     }
 
     #[test]

@@ -94,7 +94,7 @@ fn committed_count(scene: &Scene, host: &str) -> Result<u64> {
 /// neither leaves a number out nor counts one twice.
 fn prove_first_continuity(scene: &Scene, committed: u64) -> Result<()> {
     prove_continuity(scene, committed)?;
-    let log = scene.host("b")?.directory().join("state").join(VM).join("console.log");
+    let log = scene.host("b")?.directory().join("state").join(VM).join("qemu/console.log");
     ensure!(runs(&log)?.len() == 1, "the guest left numbers out: {:x?}", runs(&log)?);
     Ok(())
 }

@@ -13,6 +13,7 @@
 //! | [`sync`]    | the same before the first synchronisation has ended |
 //! | [`planned`] | what people do on purpose: fail over, stop, reboot |
 //! | [`group`]   | two guests that are protected as one |
+//! | [`confinement`] | a QEMU without rights |
 //! | [`crowd`]   | one backup for eight VMs of two primaries |
 //! | [`phases`]  | deaths at each phase of the protocol |
 //! | [`fencing`] | partitions, and an arbiter that cannot be reached |
@@ -27,6 +28,7 @@
 //! | [`security`]| who is let in |
 //! | [`relay`]   | what can go wrong on the wire, for the tests above |
 
+mod confinement;
 mod counter;
 mod crowd;
 mod deaths;

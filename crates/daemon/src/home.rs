@@ -1,0 +1,132 @@
+//! What a QEMU finds on its host: a directory of its own, and the host's files that
+//! it was handed open. It reaches nothing else.
+
+use crate::machine::Plan;
+use anyhow::Context;
+use std::ffi::OsString;
+use std::fs::File;
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd};
+use std::path::{Path, PathBuf};
+use understudy_disk::Disk;
+use understudy_memory::agent::{AgentListener, DEVICE};
+use understudy_qemu::Accelerator;
+use understudy_qemu::command::BootFiles;
+use understudy_qemu::user::{self, User, path_in_qemu};
+
+/// The console's socket and log, and the agent's socket, in QEMU's directory.
+pub(crate) const CONSOLE: &str = "console";
+pub(crate) const CONSOLE_LOG: &str = "console.log";
+pub(crate) const AGENT: &str = "agent";
+
+const DIRECTORY: &str = "qemu";
+const KVM: &str = "/dev/kvm";
+
+/// The socket of a disk's server, in QEMU's directory.
+pub(crate) fn disk_socket(disk: &Disk) -> String {
+    format!("disk{}", disk.index())
+}
+
+/// The directory that QEMU works in, below the VM's, into which it cannot look.
+pub(crate) struct Home {
+    directory: PathBuf,
+    user: Option<User>,
+}
+
+impl Home {
+    /// Makes it QEMU's, without what an earlier one has left.
+    pub(crate) fn prepare(vm_directory: &Path, user: Option<User>) -> anyhow::Result<Home> {
+        let directory = vm_directory.join(DIRECTORY);
+        user::give_directory(&directory, user, CONSOLE_LOG)
+            .with_context(|| format!("cannot prepare {}", directory.display()))?;
+        Ok(Home { directory, user })
+    }
+
+    pub(crate) fn directory(&self) -> &Path {
+        &self.directory
+    }
+
+    /// The path of a file in it, for the daemon.
+    pub(crate) fn path(&self, name: &str) -> PathBuf {
+        self.directory.join(name)
+    }
+
+    /// Lets QEMU connect to a socket that the daemon has made in it.
+    pub(crate) fn give_socket(&self, socket: &Path) -> std::io::Result<()> {
+        user::give_socket(socket, self.user)
+    }
+}
+
+/// Files of the host's that QEMU inherits open.
+pub(crate) struct Lent {
+    agent: File,
+    kernel: Option<File>,
+    initrd: Option<File>,
+    /// None if QEMU has the daemon's own rights.
+    userfaultfd: Option<File>,
+    /// The same, or if it is not to use KVM.
+    pub(crate) kvm: Option<File>,
+}
+
+impl Lent {
+    pub(crate) fn open(plan: &Plan<'_>, user: Option<User>) -> anyhow::Result<Lent> {
+        let lend = |path: &Path| {
+            user::lend(path, user).with_context(|| format!("cannot read {}", path.display()))
+        };
+        let boot_file = |path: &Option<PathBuf>| path.as_deref().map(lend).transpose();
+        let device = |path: &str| File::options().read(true).write(true).open(path);
+        let kvm = user.is_some() && plan.accelerator == Accelerator::Kvm;
+        let userfaultfd = match user {
+            Some(_) => userfaultfd(device(DEVICE))?,
+            None => None,
+        };
+        Ok(Lent {
+            agent: lend(plan.agent)?,
+            kernel: boot_file(&plan.definition.kernel)?,
+            initrd: boot_file(&plan.definition.initrd)?,
+            userfaultfd,
+            kvm: kvm.then(|| device(KVM)).transpose().context("cannot open /dev/kvm")?,
+        })
+    }
+
+    pub(crate) fn boot_files(&self) -> BootFiles {
+        let inside = |file: &Option<File>| file.as_ref().map(|file| path_in_qemu(file.as_raw_fd()));
+        BootFiles { kernel: inside(&self.kernel), initrd: inside(&self.initrd) }
+    }
+
+    /// What the agent must know, and the dynamic linker of the agent.
+    pub(crate) fn environment(&self) -> Vec<(OsString, OsString)> {
+        let mut environment: Vec<(OsString, OsString)> = vec![
+            ("LD_PRELOAD".into(), path_in_qemu(self.agent.as_raw_fd()).into()),
+            (AgentListener::VARIABLE.into(), AGENT.into()),
+        ];
+        if let Some(device) = &self.userfaultfd {
+            let number = device.as_raw_fd().to_string();
+            environment.push((AgentListener::DEVICE_VARIABLE.into(), number.into()));
+        }
+        environment
+    }
+
+    pub(crate) fn descriptors(&self) -> impl Iterator<Item = BorrowedFd<'_>> {
+        let optional = [&self.kernel, &self.initrd, &self.userfaultfd, &self.kvm];
+        let optional = optional.into_iter().flatten();
+        std::iter::once(&self.agent).chain(optional).map(AsFd::as_fd)
+    }
+}
+
+/// Without the device, any user must be allowed to make a userfaultfd.
+fn userfaultfd(opened: std::io::Result<File>) -> anyhow::Result<Option<File>> {
+    let error = match opened {
+        Ok(device) => return Ok(Some(device)),
+        Err(error) => error,
+    };
+    let setting = std::fs::read_to_string("/proc/sys/vm/unprivileged_userfaultfd");
+    if setting.is_ok_and(|value| value.trim() == "1") {
+        return Ok(None);
+    }
+    Err(error).with_context(|| {
+        format!(
+            "cannot open {DEVICE}, without which a QEMU that is not root cannot have its memory \
+             tracked (`understudy doctor` says what to do)"
+        )
+    })
+}

@@ -1,0 +1,104 @@
+//! What a guest that broke out of its QEMU would find: nothing.
+
+use crate::stage::{options, play_protected, prove_survival};
+use anyhow::{Context, Result, ensure};
+use std::fs;
+use std::os::unix::fs::MetadataExt;
+use std::os::unix::process::CommandExt;
+use std::path::Path;
+use std::process::Command;
+use understudy_lab::Scene;
+use understudy_lab::scene::VM;
+
+const NOBODY: u32 = 65534;
+
+/// A field of a process's status, without its name.
+fn field(pid: u32, name: &str) -> Result<String> {
+    let status = fs::read_to_string(format!("/proc/{pid}/status"))?;
+    let line = status.lines().find_map(|line| line.strip_prefix(name));
+    Ok(line.with_context(|| format!("no {name} of process {pid}"))?.trim().to_owned())
+}
+
+/// Without root, capabilities and most system calls; returns its user.
+fn check_process(pid: u32) -> Result<u32> {
+    let uid: u32 = field(pid, "Uid:")?.split_whitespace().next().context("no user")?.parse()?;
+    ensure!(uid != 0, "QEMU runs as root");
+    for (ids, name) in [(uid, "Uid:"), (uid, "Gid:")] {
+        let found = field(pid, name)?;
+        ensure!(found.split_whitespace().all(|id| id == ids.to_string()), "{name} {found}");
+    }
+    ensure!(field(pid, "Groups:")?.is_empty(), "QEMU is in groups");
+    for capabilities in ["CapInh:", "CapPrm:", "CapEff:", "CapAmb:"] {
+        ensure!(field(pid, capabilities)?.trim_start_matches('0').is_empty(), "{capabilities}");
+    }
+    ensure!(field(pid, "NoNewPrivs:")? == "1", "QEMU may gain privileges");
+    for task in fs::read_dir(format!("/proc/{pid}/task"))? {
+        let task: u32 = task?.file_name().to_string_lossy().parse()?;
+        ensure!(field(task, "Seccomp:")? == "2", "thread {task} has no filter of system calls");
+    }
+    Ok(uid)
+}
+
+/// Files in memory are QEMU's and nobody else's.
+fn check_memory(pid: u32, uid: u32) -> Result<()> {
+    let mut found = 0;
+    for entry in fs::read_dir(format!("/proc/{pid}/fd"))? {
+        let path = entry?.path();
+        // It may have been closed since.
+        let Ok(target) = fs::read_link(&path) else { continue };
+        if !target.to_string_lossy().starts_with("/memfd:") {
+            continue;
+        }
+        found += 1;
+        let file = fs::metadata(&path)?;
+        ensure!(file.mode() & 0o077 == 0, "{}: mode {:o}", target.display(), file.mode());
+        ensure!(file.uid() == uid, "{} belongs to {}", target.display(), file.uid());
+    }
+    ensure!(found >= 2, "{found} files in memory: the guest's RAM and device state are missing");
+    Ok(())
+}
+
+/// What a user can read below a directory.
+fn readable(directory: &Path, uid: u32) -> Result<String> {
+    let mut find = Command::new("find");
+    find.arg(directory).args(["-readable", "-print"]).current_dir("/").uid(uid).gid(uid);
+    Ok(String::from_utf8_lossy(&find.output()?.stdout).into_owned())
+}
+
+fn check_host(scene: &Scene, host: &str) -> Result<u32> {
+    let pid = scene.host(host)?.qemu_pid(VM)?;
+    let uid = check_process(pid)?;
+    check_memory(pid, uid)?;
+    let state = scene.host(host)?.directory().join("state");
+    for uid in [uid, NOBODY] {
+        let found = readable(&state, uid)?;
+        ensure!(found.is_empty(), "user {uid} can read on host {host}:\n{found}");
+    }
+    Ok(uid)
+}
+
+#[test]
+fn qemu_has_no_rights_and_its_memory_is_private() {
+    play_protected(options(), |scene, client| {
+        let (a, b) = (check_host(scene, "a")?, check_host(scene, "b")?);
+        ensure!(a != b, "both QEMUs run as user {a}");
+        scene.host_mut("a")?.kill_everything()?;
+        prove_survival(scene, client, "b")
+    });
+}
+
+#[test]
+fn all_qemus_run_as_the_configured_user() {
+    let mut options = options();
+    for daemon in options.daemons.values_mut() {
+        daemon.settings += "[qemu_process]\nuser = \"nobody\"\n";
+    }
+    play_protected(options, |scene, client| {
+        for host in ["a", "b"] {
+            let pid = scene.host(host)?.qemu_pid(VM)?;
+            ensure!(check_process(pid)? == NOBODY, "host {host}");
+        }
+        scene.host_mut("a")?.kill_everything()?;
+        prove_survival(scene, client, "b")
+    });
+}
