@@ -22,6 +22,7 @@
 //! | [`paths`]   | several paths between the hosts, cut one by one |
 //! | [`resync`]  | only what changed is copied after a failure |
 //! | [`shapes`]  | two vCPUs, two disks, two cards |
+//! | [`compression`] | every way to encode pages |
 //! | [`counter`] | a guest for every accelerator |
 //! | [`wire`]    | corrupt and truncated messages |
 //! | [`refusals`]| bad input |
@@ -29,6 +30,7 @@
 //! | [`relay`]   | what can go wrong on the wire, for the tests above |
 
 mod confinement;
+mod compression;
 mod counter;
 mod crowd;
 mod deaths;

@@ -10,7 +10,7 @@ use std::path::PathBuf;
 use understudy_lab::scene::VM;
 use understudy_lab::{RecordClient, Scene, wait_for};
 use understudy_protocol::Epoch;
-use understudy_protocol::wire::{Header, Kind};
+use understudy_protocol::wire::{HEADER_BYTES, Header, Kind, Message};
 
 /// Where a header's fields are (docs/WIRE.md).
 const KIND: usize = 4;
@@ -213,5 +213,53 @@ fn damaged_answers_end_the_connection() {
         answered("a flipped bit", |bytes| flip_last(bytes), "corrupt"),
         answered("an answer cut short", truncate, "closed the connection"),
         answered("an answer that comes twice", repeat, "which is not in flight"),
+    ]);
+}
+
+/// Another `Pages` payload in the place of one, with the right checksums.
+fn replace_pages(bytes: &mut Vec<u8>, payload: &[u8]) -> Then {
+    let header = bytes.first_chunk::<HEADER_BYTES>().expect("a whole message");
+    let header = Header::decode(header).expect("the primary's message");
+    let message = Message::new(Kind::Pages, header.epoch, payload.to_vec());
+    *bytes = [&message.header.encode()[..], &message.payload].concat();
+    Then::Forward
+}
+
+/// A payload of one page of the guest's memory, number 256, in this kind and encoding.
+fn one_page(kind: u8, encoded: &[u8]) -> Vec<u8> {
+    let length = (encoded.len() as u16).to_le_bytes();
+    let part = (encoded.len() as u32 + 2).to_le_bytes();
+    [&[1, 0, 0, 0], &part[..], &[kind, 0, 1, 0, 0, 0, 0, 0], &length, encoded].concat()
+}
+
+/// Well-formed on the wire, but the encodings in it are not: refused before the epoch is
+/// acknowledged, since its end never comes to be looked at.
+#[test]
+fn malformed_encodings_end_the_connection() {
+    endure(vec![
+        sent(
+            "a delta that leaves its page",
+            of_an_epoch,
+            |bytes| replace_pages(bytes, &one_page(2, &[0xff, 0x1f, 2, 7, 7])),
+            "a delta does not fit",
+        ),
+        sent(
+            "compressed data that are none",
+            of_an_epoch,
+            |bytes| replace_pages(bytes, &one_page(3, &[0xff; 64])),
+            "compressed data",
+        ),
+        sent(
+            "an unknown kind of page",
+            of_an_epoch,
+            |bytes| replace_pages(bytes, &one_page(9, &[])),
+            "unknown kind of page",
+        ),
+        sent(
+            "more pages than there may be",
+            of_an_epoch,
+            |bytes| replace_pages(bytes, &[0xff; 5000]),
+            "more pages",
+        ),
     ]);
 }
