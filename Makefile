@@ -11,7 +11,7 @@ DEMO_OPTIONS := $(if $(CUT),--cut $(CUT)) $(if $(JSON),--json)
 # standard error.
 PROGRESS := $(if $(JSON),1>&2)
 
-.PHONY: help demo test test-long simulate bench setup guests build lint clean
+.PHONY: help demo test test-long simulate bench bench-compression setup guests build lint clean
 .DEFAULT_GOAL := help
 
 help: ## List the targets
@@ -32,6 +32,10 @@ simulate: setup ## Try the protocol on schedules of simulated failures (SEEDS=N;
 
 bench: build guests ## Pause of a checkpoint against pages dirtied (JSON=1: as JSON)
 	@$(UNDERSTUDY) bench pause $(if $(JSON),--json)
+
+bench-compression: build guests ## Ways to encode pages, on a guest that compiles (JSON=1: as JSON)
+	@guests/toolchain $(PROGRESS)
+	@$(UNDERSTUDY) bench compression $(if $(JSON),--json)
 
 setup: ## Install what is missing: QEMU, Rust, a guest kernel
 	@scripts/setup $(PROGRESS)

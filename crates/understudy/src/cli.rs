@@ -440,6 +440,35 @@ pub enum BenchCommand {
     /// Round trips between two guests: one group, one by one, unprotected.
     #[command(after_help = BENCH_GROUP_HELP)]
     Group(BenchGroupArgs),
+    /// What each way to encode pages gains and costs, while the guest compiles.
+    #[command(after_help = BENCH_COMPRESSION_HELP)]
+    Compression(BenchCompressionArgs),
+}
+
+const BENCH_COMPRESSION_HELP: &str = "\
+Two hosts are network namespaces of this machine; daemons, QEMUs and the guest,
+which runs a C compiler over and over, are real. Each way is measured in turn,
+round after round. Needs root, and the guest with a compiler that
+guests/toolchain builds. Everything is removed at the end.";
+
+/// `bench compression`
+#[derive(Debug, Args)]
+pub struct BenchCompressionArgs {
+    /// How often each way is measured.
+    #[arg(long, value_name = "N", default_value_t = 3, value_parser = clap::value_parser!(u32).range(1..=100))]
+    pub rounds: u32,
+    /// Seconds of each measurement.
+    #[arg(long, value_name = "N", default_value_t = 10, value_parser = clap::value_parser!(u64).range(2..=3600))]
+    pub seconds: u64,
+    /// Checkpoints a second.
+    #[arg(long, value_name = "N", default_value_t = 20, value_parser = clap::value_parser!(u32).range(1..=1000))]
+    pub hz: u32,
+    /// Pages of 4 KiB in the cache that deltas are made against.
+    #[arg(long, value_name = "N", default_value_t = DEFAULT_CACHE_PAGES, value_parser = clap::value_parser!(u32).range(1..=i64::from(MOST_CACHE_PAGES)))]
+    pub cache_pages: u32,
+    /// The test guest's files, with a folder `toolchain` [default: target/guest of the build].
+    #[arg(long, value_name = "DIR", env = "UNDERSTUDY_GUEST")]
+    pub guest: Option<PathBuf>,
 }
 
 const BENCH_PAUSE_HELP: &str = "\

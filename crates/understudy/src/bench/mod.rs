@@ -4,10 +4,13 @@
 //! |-----------|----|
 //! | [`pause`] | how long a checkpoint stops the guest, against the pages it wrote |
 //! | [`group`] | round trips between two guests, protected as a group, one by one, not at all |
-//! | `report`  | the result: medians, JSON, the table |
+//! | [`compression`] | what each way to encode pages gains and costs while the guest compiles |
+//! | `report`, `compression_report` | the results: medians, JSON, the tables |
 //! | `memory`  | how much memory the daemons hold |
 //! | `machine` | what it was measured on |
 
+pub mod compression;
+mod compression_report;
 pub mod group;
 mod machine;
 mod memory;

@@ -33,6 +33,7 @@ pub fn run(cli: &Cli) -> Result<Exit, Failure> {
         Command::Demo(args) => demo::run(args, cli.json),
         Command::Chaos(args) => chaos::run(args, cli.json),
         Command::Simulate(args) => simulate::run(args, cli.json),
+        Command::Bench(BenchCommand::Compression(args)) => bench::compression::run(args, cli.json),
         Command::Bench(BenchCommand::Pause(args)) => bench::pause::run(args, cli.json),
         Command::Bench(BenchCommand::Group(args)) => bench::group::run(args, cli.json),
         Command::Doctor { config } => doctor::run(config.as_deref(), cli.json),

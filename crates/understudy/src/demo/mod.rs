@@ -63,7 +63,7 @@ pub fn scene_options(guest: Option<&Path>) -> Result<SceneOptions, Failure> {
 }
 
 /// Beside the build that this program is part of, else below where it was called.
-fn guest_files() -> PathBuf {
+pub fn guest_files() -> PathBuf {
     let build = env::current_exe().ok().and_then(|exe| Some(exe.parent()?.parent()?.join("guest")));
     build.filter(|path| path.is_dir()).unwrap_or_else(|| GUEST_FILES.into())
 }
