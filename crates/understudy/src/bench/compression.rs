@@ -121,7 +121,10 @@ fn sample(
     args: &BenchCompressionArgs,
 ) -> Result<Sample> {
     let policy = Some(Policy::Interval { hz: args.hz });
-    protect(primary, &ProtectRequest { to: "b".to_owned(), policy, encoding })?;
+    protect(
+        primary,
+        &ProtectRequest { to: "b".to_owned(), policy, encoding, ..Default::default() },
+    )?;
     scene.await_protected("a", |_| ())?;
     thread::sleep(WARM_UP);
     let (first, began) = (look(primary)?, Instant::now());
