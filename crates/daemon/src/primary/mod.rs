@@ -306,7 +306,7 @@ fn start_threads(
 
 fn run_send(session: &Session, outflow: &Outflow) {
     if let Err(error) = send_all(outflow, &session.data, &session.stats, session.encoding) {
-        session.event(PrimaryEvent::PeerGone(format!("cannot send to the backup: {error}")));
+        session.lost_aside(format!("cannot send to the backup: {error}"));
     }
 }
 
@@ -406,10 +406,7 @@ impl Pulse for Session {
         self.event(PrimaryEvent::Heard);
     }
     fn lost(&self, reason: String) {
-        // Others of the group may still have to be forgotten.
-        if !self.stood_down.load(Ordering::Acquire) {
-            self.event(PrimaryEvent::PeerGone(reason));
-        }
+        self.lost_aside(reason);
     }
     fn tick(&self) {
         self.event(PrimaryEvent::Tick);

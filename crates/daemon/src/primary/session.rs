@@ -266,6 +266,15 @@ impl Session {
         }
     }
 
+    /// A connection to the backup ended that does not carry its words. While the
+    /// backup forgets the VM, and others of its group, it hangs up: then its last
+    /// word counts, which the receiving thread reads, and nothing else.
+    pub(super) fn lost_aside(&self, reason: String) {
+        if self.phase() != PrimaryPhase::StandingDown {
+            self.event(PrimaryEvent::PeerGone(reason));
+        }
+    }
+
     /// Whether a planned fail-over was asked for.
     pub fn was_handed_over(&self) -> bool {
         self.group.was_handed_over()

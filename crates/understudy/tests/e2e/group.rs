@@ -225,12 +225,11 @@ fn a_member_powers_off() {
     play_group(|scene, client, mut inner| {
         refuse(scene)?;
         inner.answering.start("poweroff")?;
-        wait_for("the guest to be alone", LIMIT, || {
+        wait_for("the guest to be alone and to say why", LIMIT, || {
             let status = scene.status("a")?;
-            Ok((protection(&status).0 == "degraded").then_some(()))
+            let (state, reason) = protection(&status);
+            Ok((state == "degraded" && reason.contains(COMPANION)).then_some(()))
         })?;
-        let status = scene.status("a")?;
-        ensure!(protection(&status).1.contains(COMPANION), "not said why: {status}");
         await_forgotten(scene, "b")?;
         await_service(&client)?;
         prove_disk(scene, "a", close(client)?)
