@@ -29,6 +29,7 @@
 //! | `shell`       | commands inside the guest |
 //! | `watcher`     | who sent frames in the guest's name, and when |
 //! | [`check`]     | the survivor's disk: file system and records |
+//! | `long_line`   | distance between two hosts: delay and a limited rate |
 //! | `leftovers`   | what was not cleaned up |
 
 mod chatter;
@@ -40,6 +41,7 @@ mod etcd;
 mod host;
 mod lab;
 mod leftovers;
+mod long_line;
 mod namespace;
 mod packet;
 mod part;
@@ -58,6 +60,7 @@ pub use etcd::Etcd;
 pub use host::{ArbiterKind, HostOptions, HostProcess, issue_certificates};
 pub use lab::{BRIDGE, CLIENT_ADDRESS, GUEST_ADDRESS, Lab, PEER_PORT, UPLINK};
 pub use leftovers::Leftovers;
+pub use long_line::LongLine;
 pub use namespace::{Namespace, in_namespace};
 pub use part::{Frozen, Part};
 pub use records::{Ack, RecordClient, RecordReport, record_payload};

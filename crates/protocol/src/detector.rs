@@ -96,6 +96,20 @@ mod tests {
     }
 
     #[test]
+    fn distance_alone_is_no_reason_for_suspicion() {
+        let (beat, distance) = (HEARTBEAT_INTERVAL, Duration::from_millis(50));
+        let mut detector = Detector::new(Duration::from_millis(100), at(0));
+        for sent in 0..500 {
+            let arrives = at(0) + beat * sent + distance;
+            assert_eq!(detector.suspicion(arrives), None, "at beat {sent}");
+            detector.heard(arrives);
+        }
+        let last = at(0) + beat * 499 + distance;
+        assert!(detector.timeout() <= 3 * (distance + beat), "{:?}", detector.timeout());
+        assert!(detector.suspicion(last + detector.timeout() * 2).is_some());
+    }
+
+    #[test]
     fn jitter_never_switches_detection_off() {
         let mut detector = Detector::new(Duration::from_millis(100), at(0));
         detector.heard(at(60_000));

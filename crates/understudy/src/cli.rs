@@ -443,6 +443,9 @@ pub enum BenchCommand {
     /// What each way to encode pages gains and costs, while the guest compiles.
     #[command(after_help = BENCH_COMPRESSION_HELP)]
     Compression(BenchCompressionArgs),
+    /// What a client waits when the backup is 1 to 50 ms away over 100 Mbit/s.
+    #[command(after_help = BENCH_DISTANCE_HELP)]
+    Distance(BenchDistanceArgs),
 }
 
 const BENCH_COMPRESSION_HELP: &str = "\
@@ -467,6 +470,22 @@ pub struct BenchCompressionArgs {
     #[arg(long, value_name = "N", default_value_t = DEFAULT_CACHE_PAGES, value_parser = clap::value_parser!(u32).range(1..=i64::from(MOST_CACHE_PAGES)))]
     pub cache_pages: u32,
     /// The test guest's files, with a folder `toolchain` [default: target/guest of the build].
+    #[arg(long, value_name = "DIR", env = "UNDERSTUDY_GUEST")]
+    pub guest: Option<PathBuf>,
+}
+
+const BENCH_DISTANCE_HELP: &str = "\
+A client appends records to a file in the guest, each after the last one's
+acknowledgement. A relay delays every byte between the hosts, each way. Parts and
+conditions as for `bench pause`.";
+
+/// `bench distance`
+#[derive(Debug, Args)]
+pub struct BenchDistanceArgs {
+    /// Seconds of each measurement.
+    #[arg(long, value_name = "N", default_value_t = 5, value_parser = clap::value_parser!(u64).range(1..=600))]
+    pub seconds: u64,
+    /// The test guest's files [default: target/guest of the build].
     #[arg(long, value_name = "DIR", env = "UNDERSTUDY_GUEST")]
     pub guest: Option<PathBuf>,
 }

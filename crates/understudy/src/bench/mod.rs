@@ -5,12 +5,14 @@
 //! | [`pause`] | how long a checkpoint stops the guest, against the pages it wrote |
 //! | [`group`] | round trips between two guests, protected as a group, one by one, not at all |
 //! | [`compression`] | what each way to encode pages gains and costs while the guest compiles |
+//! | [`distance`]| records a second, and what they wait, with the backup far away |
 //! | `report`, `compression_report` | the results: medians, JSON, the tables |
 //! | `memory`  | how much memory the daemons hold |
 //! | `machine` | what it was measured on |
 
 pub mod compression;
 mod compression_report;
+pub mod distance;
 pub mod group;
 mod machine;
 mod memory;

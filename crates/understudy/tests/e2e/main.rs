@@ -21,6 +21,7 @@
 //! | [`recover`] | all hosts are lost: which images are valid |
 //! | [`paths`]   | several paths between the hosts, cut one by one |
 //! | [`resync`]  | only what changed is copied after a failure |
+//! | [`distance`]| a backup far away |
 //! | [`shapes`]  | two vCPUs, two disks, two cards |
 //! | [`compression`] | every way to encode pages |
 //! | [`counter`] | a guest for every accelerator |
@@ -29,11 +30,12 @@
 //! | [`security`]| who is let in |
 //! | [`relay`]   | what can go wrong on the wire, for the tests above |
 
-mod confinement;
 mod compression;
+mod confinement;
 mod counter;
 mod crowd;
 mod deaths;
+mod distance;
 mod fencing;
 mod group;
 mod paths;
