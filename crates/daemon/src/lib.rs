@@ -3,6 +3,7 @@
 mod admission;
 mod arbiter;
 mod backup;
+mod cgroup;
 mod channel;
 mod clock;
 pub mod config;

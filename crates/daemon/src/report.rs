@@ -61,6 +61,8 @@ pub struct PauseReport {
 pub struct CheckpointTiming {
     /// The epoch that the checkpoint closed.
     pub epoch: Epoch,
+    /// The part of its processors that the guest had, in percent; 100 is no limit.
+    pub vcpu_percent: u32,
     /// Pages copied while the guest was paused.
     pub pages: u64,
     /// Pages copied just before the pause, while the guest ran.
@@ -79,6 +81,20 @@ pub struct CheckpointTiming {
     pub total_ms: f64,
     /// From the end of the pause until the backup's acknowledgement.
     pub replicate_ms: f64,
+}
+
+/// What is done about a guest that writes faster than the link carries.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct ThrottleReport {
+    /// The part of its processors that the guest may use, in percent; 100 is no limit.
+    pub vcpu_percent: u32,
+    /// Why the guest cannot be slowed down although it should be. Its epochs grow, and its
+    /// output waits for them.
+    pub unavailable: Option<String>,
+    /// Epochs that were cut short since protection began.
+    pub cut_short: u64,
+    /// Written pages that the link and the backup take in a second, as far as it is known.
+    pub link_pages_per_second: Option<u64>,
 }
 
 /// One network card of a VM on this host.
@@ -163,6 +179,9 @@ pub struct VmStatus {
     pub bytes_sent: u64,
     /// Bandwidth to the backup over the last seconds, in bytes per second.
     pub bandwidth_bytes_per_second: u64,
+    /// What is done about a guest that writes faster than the link carries; while
+    /// protection lasts.
+    pub throttle: Option<ThrottleReport>,
     /// Frames held for output commit at this moment.
     pub held_frames: u64,
     /// Process id of this host's QEMU for the VM.

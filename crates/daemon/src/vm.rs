@@ -212,6 +212,7 @@ fn describe_session(status: &mut VmStatus, session: &primary::Session) {
     });
     if !session.is_over() {
         status.lag_epochs = in_flight;
+        status.throttle = Some(session.pace.report());
         status.paths = session.paths.report();
         status.bandwidth_bytes_per_second = session.stats.bandwidth();
     }
@@ -276,6 +277,7 @@ fn machine_status(machine: &Machine, role: Role, live: bool) -> VmStatus {
         compression: None,
         bytes_sent: 0,
         bandwidth_bytes_per_second: 0,
+        throttle: None,
         held_frames: ports.iter().map(|port| port.held_frames() as u64).sum(),
         qemu_pid: Some(machine.qemu_pid()),
         console: machine.console().map(ToOwned::to_owned),
@@ -325,6 +327,7 @@ impl FencedVm {
             compression: None,
             bytes_sent: 0,
             bandwidth_bytes_per_second: 0,
+            throttle: None,
             held_frames: 0,
             qemu_pid: None,
             console: None,

@@ -25,6 +25,13 @@ const TERMINATE_LIMIT: Duration = Duration::from_secs(60);
 /// For one call of the command line; a call that hangs must not hang a test.
 const CALL_SECONDS: &str = "120";
 const LOG: &str = "daemon.log";
+/// Executes the daemon in its own place: the process id is the daemon's.
+const SHELL: &str = "/bin/sh";
+/// `ip netns exec` hides the control groups behind a /sys of the namespace's own. The CPU
+/// controller is in version 1 or in version 2, never in both.
+const MOUNT_CONTROL_GROUPS: &str = "{ mount -t tmpfs none /sys/fs/cgroup && \
+     mkdir /sys/fs/cgroup/cpu && mount -t cgroup -o cpu none /sys/fs/cgroup/cpu || \
+     mount -t cgroup2 none /sys/fs/cgroup; } 2>/dev/null;";
 /// The daemon's own directory, with one directory for each VM.
 const STATE: &str = "state";
 const MACHINE_LOGS: [&str; 2] = ["qemu.log", "qemu/console.log"];
@@ -105,6 +112,8 @@ pub struct HostOptions {
     /// Whether hosts talk in the clear, for tests that read along: one such
     /// host makes its whole [`Scene`](crate::Scene) so.
     pub insecure: bool,
+    /// Whether it finds no control groups.
+    pub without_control_groups: bool,
 }
 
 /// One daemon that runs, or ran, as one host of a laboratory.
@@ -148,8 +157,11 @@ impl HostProcess {
         let config = write_config(lab, name, options)?;
         let log = File::options().create(true).append(true).open(directory.join(LOG))?;
         let namespace = lab.host(name)?;
-        let daemon = namespace
-            .command(&binary)
+        let mut command = namespace.command(SHELL);
+        let mounts = if options.without_control_groups { "" } else { MOUNT_CONTROL_GROUPS };
+        let daemon = command
+            .args(["-c", &format!("{mounts} exec \"$0\" \"$@\"")])
+            .arg(&binary)
             .arg("host")
             .arg("--config")
             .arg(config)
@@ -296,6 +308,21 @@ impl Drop for HostProcess {
     fn drop(&mut self) {
         if let Err(error) = self.kill_everything() {
             tracing::error!("cannot end host {}: {error:#}", self.name);
+        }
+        remove_control_groups();
+    }
+}
+
+/// Removes the control groups of QEMUs that died with their daemon. What is in use cannot be
+/// removed, what is another's is left to it.
+fn remove_control_groups() {
+    for mount in ["/sys/fs/cgroup", "/sys/fs/cgroup/cpu"] {
+        for entry in fs::read_dir(mount).into_iter().flatten().flatten() {
+            let name = entry.file_name();
+            let pid = name.to_str().and_then(|name| name.strip_prefix("understudy-"));
+            if pid.is_some_and(|pid| !Path::new("/proc").join(pid).exists()) {
+                let _ = fs::remove_dir(entry.path());
+            }
         }
     }
 }

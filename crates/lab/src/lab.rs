@@ -200,6 +200,17 @@ impl Lab {
         self.set_port_state(&cable_port(cable, host), DISABLED)
     }
 
+    /// Limits what a host sends and what it receives to so many Mbit/s each.
+    pub fn limit_speed(&self, host: &str, mbits: u32) -> Result<()> {
+        let rate = format!("{mbits}mbit");
+        let limit = ["root", "tbf", "rate", &rate, "burst", "128kb", "latency", "50ms"];
+        for (namespace, interface) in [(self.host(host)?, UPLINK), (self.switch(), &port(host))] {
+            let device = ["-n", namespace.name(), "qdisc", "replace", "dev", interface];
+            run("tc", &[&device[..], &limit].concat())?;
+        }
+        Ok(())
+    }
+
     /// Undoes [`cut_cable`](Lab::cut_cable).
     pub fn heal_cable(&self, host: &str, cable: usize) -> Result<()> {
         self.index(host)?;

@@ -81,6 +81,24 @@ impl ScanArea {
         Ok(())
     }
 
+    /// How many pages the next scan would find, without memory touched for the first time.
+    pub fn count(&mut self, pagemap: &Pagemap) -> Result<u64, MemoryError> {
+        let mut pages = 0;
+        let mut next = self.range.start;
+        while let Some(range) = self.next_used(next) {
+            next = range.start;
+            while next < range.end() {
+                let (count, stopped_at) = pagemap
+                    .scan_only(next, range.end(), &mut self.regions)
+                    .map_err(|e| self.error("PAGEMAP_SCAN", e))?;
+                let found = self.regions[..count].iter();
+                pages += found.map(|region| region.end - region.start).sum::<u64>();
+                next = stopped_at;
+            }
+        }
+        Ok(pages / PAGE_SIZE as u64)
+    }
+
     fn scan_range(
         &mut self,
         pagemap: &Pagemap,

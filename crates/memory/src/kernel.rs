@@ -221,9 +221,29 @@ impl Pagemap {
         end: u64,
         found: &mut [PageRegion],
     ) -> io::Result<(usize, u64)> {
+        self.scan(PM_SCAN_WP_MATCHING | PM_SCAN_CHECK_WPASYNC, start, end, found)
+    }
+
+    /// The same, and protects nothing.
+    pub fn scan_only(
+        &self,
+        start: u64,
+        end: u64,
+        found: &mut [PageRegion],
+    ) -> io::Result<(usize, u64)> {
+        self.scan(PM_SCAN_CHECK_WPASYNC, start, end, found)
+    }
+
+    fn scan(
+        &self,
+        flags: u64,
+        start: u64,
+        end: u64,
+        found: &mut [PageRegion],
+    ) -> io::Result<(usize, u64)> {
         let mut arg = PmScanArg {
             size: size_of::<PmScanArg>() as u64,
-            flags: PM_SCAN_WP_MATCHING | PM_SCAN_CHECK_WPASYNC,
+            flags,
             start,
             end,
             vec: found.as_mut_ptr() as u64,

@@ -121,6 +121,12 @@ impl DirtyTracker {
         alive.map_err(|source| MemoryError::QemuGone { pid: self.pid, source })
     }
 
+    /// About how many pages the next scan will find: memory that is touched for the first
+    /// time is not counted. Changes nothing; the guest may run.
+    pub fn count(&mut self) -> Result<u64, MemoryError> {
+        self.slices.iter_mut().map(|slice| slice.area.count(&self.pagemap)).sum()
+    }
+
     fn scan_in_parallel(&mut self, dirty: &mut DirtySet) -> Result<(), MemoryError> {
         let pagemap = &self.pagemap;
         workers::for_each(&mut self.slices, |Slice { area, written }| {

@@ -4,6 +4,9 @@ use crate::Time;
 use serde::{Deserialize, Serialize};
 use std::time::Duration;
 
+/// Epochs that reach the backup within this time are no reason to slow a guest down.
+const SHORTEST_TARGET: Duration = Duration::from_millis(100);
+
 /// When the primary takes a checkpoint.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(tag = "kind", rename_all = "kebab-case", deny_unknown_fields)]
@@ -46,6 +49,18 @@ impl Policy {
                 check("pause_budget_percent", pause_budget_percent, 1, 90)
             }
         }
+    }
+}
+
+impl Policy {
+    /// The time in which an epoch should reach the backup: an epoch's own length, so that the
+    /// link keeps pace, and no less than a slow round trip.
+    pub fn transfer_target(&self) -> Duration {
+        let epoch = match *self {
+            Policy::Interval { hz } => Duration::from_secs(1) / hz,
+            Policy::Adaptive { max_epoch_ms, .. } => Duration::from_millis(max_epoch_ms.into()),
+        };
+        epoch.max(SHORTEST_TARGET)
     }
 }
 
@@ -123,6 +138,14 @@ mod tests {
         assert_eq!(policy.due(LAST, 0, true), Due::At(at(1008)), "2 ms of pause at 25 % cost 6 ms");
         assert_eq!(policy.due(LAST, 0, false), Due::At(at(1200)));
         assert_eq!(policy.due(LAST, 1, true), Due::OnChange, "the batch forms until the commit");
+    }
+
+    #[test]
+    fn an_epoch_should_arrive_within_its_own_length() {
+        let target = |policy: Policy| policy.transfer_target().as_millis();
+        assert_eq!(target(Policy::default()), 200);
+        assert_eq!(target(Policy::Interval { hz: 2 }), 500);
+        assert_eq!(target(Policy::Interval { hz: 1000 }), 100);
     }
 
     #[test]

@@ -440,6 +440,9 @@ pub enum BenchCommand {
     /// Round trips between two guests: one group, one by one, unprotected.
     #[command(after_help = BENCH_GROUP_HELP)]
     Group(BenchGroupArgs),
+    /// What becomes of a guest that writes faster than the link carries.
+    #[command(after_help = BENCH_THROTTLE_HELP)]
+    Throttle(BenchThrottleArgs),
     /// What each way to encode pages gains and costs, while the guest compiles.
     #[command(after_help = BENCH_COMPRESSION_HELP)]
     Compression(BenchCompressionArgs),
@@ -529,12 +532,53 @@ pub struct BenchPauseArgs {
         default_value = "0,100,1000,10000,50000"
     )]
     pub points: Vec<u64>,
-    /// The guest's memory in MiB.
-    #[arg(long, value_name = "MIB", default_value_t = 512, value_parser = clap::value_parser!(u32).range(256..=65536))]
-    pub memory: u32,
+    /// The guest's memory, in MiB or with a unit; all points are measured with each size.
+    #[arg(
+        long,
+        value_name = "SIZE,…",
+        value_delimiter = ',',
+        default_value = "512M",
+        value_parser = memory_mib
+    )]
+    pub memory: Vec<u32>,
     /// The test guest's files [default: target/guest of the build].
     #[arg(long, value_name = "DIR", env = "UNDERSTUDY_GUEST")]
     pub guest: Option<PathBuf>,
+}
+
+const BENCH_THROTTLE_HELP: &str = "\
+The same laboratory as in `bench pause`, with a slow link between the hosts. Measured
+twice: where control groups are hidden from the daemon, so that it cannot slow the
+guest down, and where they are not.";
+
+/// `bench throttle`
+#[derive(Debug, Args)]
+pub struct BenchThrottleArgs {
+    /// Speed of the link between the hosts, in Mbit/s.
+    #[arg(long, value_name = "MBITS", default_value_t = 100, value_parser = clap::value_parser!(u32).range(10..=10_000))]
+    pub link: u32,
+    /// Pages that the guest fills with noise without rest.
+    #[arg(long, value_name = "N", default_value_t = 10_000, value_parser = clap::value_parser!(u64).range(16..=20_000))]
+    pub pages: u64,
+    /// How long to measure, each time.
+    #[arg(long, value_name = "S", default_value_t = 30, value_parser = clap::value_parser!(u64).range(5..=600))]
+    pub seconds: u64,
+    /// The test guest's files [default: target/guest of the build].
+    #[arg(long, value_name = "DIR", env = "UNDERSTUDY_GUEST")]
+    pub guest: Option<PathBuf>,
+}
+
+/// `512`, `512M` or `4G`.
+fn memory_mib(text: &str) -> Result<u32, String> {
+    let (number, unit) = match text.strip_suffix('G') {
+        Some(number) => (number, 1024),
+        None => (text.strip_suffix('M').unwrap_or(text), 1),
+    };
+    let mib = number.parse::<u32>().ok().and_then(|number| number.checked_mul(unit));
+    match mib {
+        Some(mib) if (256..=65536).contains(&mib) => Ok(mib),
+        _ => Err("it must be 256M to 64G".to_owned()),
+    }
 }
 
 fn epochs(text: &str) -> Result<usize, String> {

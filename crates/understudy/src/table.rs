@@ -3,7 +3,7 @@
 use indicatif::HumanBytes;
 use std::fmt::Write;
 use understudy_daemon::report::{
-    CompressionReport, DiskSync, HostStatus, PathReport, Protection, Role, VmStatus,
+    CompressionReport, DiskSync, HostStatus, PathReport, Protection, Role, ThrottleReport, VmStatus,
 };
 use understudy_encoding::Compression;
 use understudy_protocol::Policy;
@@ -44,6 +44,23 @@ pub fn vms(vms: &[VmStatus]) -> String {
     columns(std::iter::once(heading.map(str::to_owned)).chain(rows).collect())
 }
 
+/// How fast the guest may run.
+fn processors(throttle: &ThrottleReport) -> String {
+    let cut_short = match throttle.cut_short {
+        0 => String::new(),
+        epochs => format!("; {epochs} epochs cut short"),
+    };
+    match (&throttle.unavailable, throttle.vcpu_percent) {
+        (Some(reason), _) => {
+            format!("not slowed down although it writes faster than the link: {reason}{cut_short}")
+        }
+        (None, 100) => format!("all of their time{cut_short}"),
+        (None, percent) => {
+            format!("{percent} % of their time: it writes faster than the link{cut_short}")
+        }
+    }
+}
+
 /// Everything about one VM.
 pub fn vm(vm: &VmStatus) -> String {
     let mut rows = vec![
@@ -63,6 +80,9 @@ pub fn vm(vm: &VmStatus) -> String {
     }
     if let Some(sync) = &vm.disk_sync {
         rows.push(["disks copied".to_owned(), disk_sync(sync)]);
+    }
+    if let Some(throttle) = &vm.throttle {
+        rows.push(["processors".to_owned(), processors(throttle)]);
     }
     if let Some(pid) = vm.qemu_pid {
         rows.push(["QEMU's process".to_owned(), pid.to_string()]);
@@ -261,6 +281,7 @@ pub mod tests {
             }),
             bytes_sent: 5 * 1024 * 1024,
             bandwidth_bytes_per_second: 2048,
+            throttle: None,
             held_frames: 7,
             qemu_pid: Some(4242),
             console: Some("/run/db.console".into()),

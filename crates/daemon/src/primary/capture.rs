@@ -44,6 +44,7 @@ pub fn run(session: &Arc<Session>) -> anyhow::Result<()> {
     loop {
         match session.next_step() {
             Step::Checkpoint => capturer.checkpoint(false)?,
+            Step::Look => capturer.look()?,
             Step::LastCheckpoint => {
                 capturer.checkpoint(true)?;
                 return capturer.await_hand_over();
@@ -137,14 +138,19 @@ impl<'a> Capturer<'a> {
     /// One checkpoint. With `last`, the guest is left paused.
     fn checkpoint(&mut self, last: bool) -> anyhow::Result<()> {
         let epoch = self.session.running();
+        let began = clock::now();
         let precopied_pages = self.precopy(epoch)?;
         self.session.group.meet(self.session, || ())?;
-        let mut timing = CheckpointTiming { epoch, precopied_pages, ..Default::default() };
+        let vcpu_percent = self.session.pace.report().vcpu_percent;
+        let mut timing =
+            CheckpointTiming { epoch, precopied_pages, vcpu_percent, ..Default::default() };
         let mut watch = Stopwatch::start();
         for disk in self.machine.disks() {
             disk.begin_checkpoint();
         }
+        let unlimited = self.session.pace.lift();
         let captured = self.pause_and_copy(last, &mut watch, &mut timing);
+        drop(unlimited);
         for disk in self.machine.disks() {
             disk.end_checkpoint();
         }
@@ -152,6 +158,7 @@ impl<'a> Capturer<'a> {
         timing.total_ms = milliseconds(watch.now - watch.started);
         self.last_pages = timing.pages + timing.precopied_pages;
         self.session.stats.captured(timing, watch.now);
+        self.session.pace.captured(epoch, self.last_pages, began);
         self.queue(epoch);
         let checkpoint = LastCheckpoint { started: watch.started, resumed: watch.now };
         self.session.group.rendezvous().resumed(checkpoint);
@@ -159,8 +166,18 @@ impl<'a> Capturer<'a> {
         Ok(())
     }
 
+    /// Looks how much the guest has written, and cuts its epoch short if it is too much.
+    fn look(&mut self) -> anyhow::Result<()> {
+        let dirty = self.tracker.count()?;
+        if self.session.pace.looked(dirty) {
+            self.session.cut_short();
+        }
+        Ok(())
+    }
+
     fn precopy(&mut self, epoch: Epoch) -> anyhow::Result<u64> {
-        if self.last_pages < PRECOPY_PAGES {
+        // Where the link is the limit, what is sent twice costs more than a pause.
+        if self.last_pages < PRECOPY_PAGES || self.session.pace.is_limiting() {
             return Ok(0);
         }
         let mut pages = 0;

@@ -10,6 +10,7 @@ mod dialler;
 mod group;
 mod link_speed;
 mod mirror;
+mod pace;
 mod progress;
 mod send;
 mod session;
@@ -32,6 +33,7 @@ use crate::resync::{self, Basis};
 use anyhow::{Context, bail};
 use crossbeam_channel::Receiver;
 use dialler::Dialler;
+use pace::Pace;
 use progress::Progress;
 use send::{Outflow, send_all};
 use stats::Stats;
@@ -126,6 +128,7 @@ pub fn protect(
         encoding: plan.encoding,
         stats: Stats::default(),
         progress: Progress::new(),
+        pace: Pace::new(vm, machine.qemu_pid(), &plan.policy),
         outbox,
         disk_epoch: AtomicU64::new(0),
         data,
@@ -349,7 +352,9 @@ fn run_control(session: &Session, contests: &Receiver<Generation>) {
 }
 
 fn run_capture(session: &Arc<Session>, over: impl FnOnce(PrimaryPhase)) {
-    if let Err(error) = capture::run(session) {
+    let captured = capture::run(session);
+    session.pace.end();
+    if let Err(error) = captured {
         let reason = format!("cannot take a checkpoint: {error:#}");
         let first = session.group.break_up();
         if !first {

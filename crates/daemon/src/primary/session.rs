@@ -2,6 +2,7 @@
 //! threads that feed it.
 
 use super::group::Group;
+use super::pace::Pace;
 use super::progress::Progress;
 use super::send::{Outbox, Outgoing};
 use super::stats::Stats;
@@ -49,6 +50,8 @@ pub struct Session {
     pub encoding: EncodingPlan,
     /// What was measured.
     pub stats: Stats,
+    /// How fast the guest may run.
+    pub pace: Pace,
     /// The first synchronisation.
     pub progress: Progress,
     /// What goes to the backup.
@@ -78,6 +81,8 @@ pub struct Session {
 pub enum Step {
     /// Take a checkpoint.
     Checkpoint,
+    /// See how much the guest has written.
+    Look,
     /// Take the last checkpoint: a planned fail-over.
     LastCheckpoint,
     /// Protection is over.
@@ -146,6 +151,7 @@ impl Session {
             &PrimaryAction::Release(epoch) => {
                 fail::fail_point!("before-release");
                 self.stats.committed(epoch, clock::now());
+                self.pace.committed(epoch, clock::now());
                 for port in self.machine.ports() {
                     port.release_through(epoch, decided);
                 }
@@ -196,10 +202,16 @@ impl Session {
     pub fn next_step(&self) -> Step {
         loop {
             let seen = self.machine.doorbell().count();
-            let wait = match self.judge() {
+            let mut wait = match self.judge() {
                 Ok(step) => return step,
                 Err(wait) => wait,
             };
+            if let Some(look) = self.pace.next_look() {
+                if look.is_zero() {
+                    return Step::Look;
+                }
+                wait = wait.min(look);
+            }
             self.machine.doorbell().wait(seen, wait.min(LONGEST_WAIT));
         }
     }
@@ -225,6 +237,17 @@ impl Session {
             GroupStep::Checkpoint => Step::Checkpoint,
             GroupStep::LastCheckpoint => Step::LastCheckpoint,
         })
+    }
+
+    /// Makes a checkpoint due now, unless it cannot be taken or is due already.
+    pub fn cut_short(&self) {
+        let core = lock(&self.core);
+        let mut rendezvous = self.group.rendezvous();
+        let idle = rendezvous.last().is_some() && rendezvous.announced(core.running()).is_none();
+        if idle && core.may_capture() {
+            rendezvous.announce(core.running(), GroupStep::Checkpoint);
+            self.group.ring();
+        }
     }
 
     /// What the group is to do now, or how long to wait at most.

@@ -26,6 +26,22 @@ fn exactly_the_written_pages_are_found_once() {
 }
 
 #[test]
+fn written_pages_are_counted_and_still_found() {
+    let guest = Guest::new(1024);
+    for page in [0, 1023] {
+        guest.write(page, 1);
+    }
+    let mut tracker = guest.track();
+    assert_eq!(tracker.count().unwrap(), 0);
+    for page in [0, 1, 200, 1023] {
+        guest.write(page, 2);
+    }
+    assert_eq!(tracker.count().unwrap(), 4);
+    assert_eq!(scan(&mut tracker), [run(0, 2), run(200, 1), run(1023, 1)]);
+    assert_eq!(tracker.count().unwrap(), 0);
+}
+
+#[test]
 fn reading_is_not_writing() {
     let guest = Guest::new(256);
     guest.write(7, 1);

@@ -4,6 +4,7 @@
 //! |-----------|----|
 //! | [`pause`] | how long a checkpoint stops the guest, against the pages it wrote |
 //! | [`group`] | round trips between two guests, protected as a group, one by one, not at all |
+//! | [`throttle`] | what becomes of a guest that writes faster than the link carries |
 //! | [`compression`] | what each way to encode pages gains and costs while the guest compiles |
 //! | [`distance`]| records a second, and what they wait, with the backup far away |
 //! | `report`, `compression_report` | the results: medians, JSON, the tables |
@@ -18,3 +19,4 @@ mod machine;
 mod memory;
 pub mod pause;
 mod report;
+pub mod throttle;

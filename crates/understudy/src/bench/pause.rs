@@ -30,7 +30,7 @@ const WARM_UP: Duration = Duration::from_secs(2);
 /// How often the daemons are looked at.
 const GLANCE: Duration = Duration::from_millis(200);
 /// Both hosts and the load share this machine's processors, so silence means nothing.
-const DETECTION: &str = "[detection]\ntimeout_ms = 10000";
+pub(super) const DETECTION: &str = "[detection]\ntimeout_ms = 10000";
 /// For the backup to end a session of protection.
 const STAND_DOWN_LIMIT: Duration = Duration::from_secs(10);
 /// For one epoch, however slow the machine.
@@ -40,7 +40,6 @@ const EPOCH_LIMIT: Duration = Duration::from_secs(10);
 pub fn run(args: &BenchPauseArgs, json: bool) -> Result<Exit, Failure> {
     check(args)?;
     let mut options = scene_options(args.guest.as_deref())?;
-    options.memory_mib = args.memory;
     for host in &options.hosts {
         let settings = DETECTION.to_owned();
         options.daemons.insert(host.clone(), HostOptions { settings, ..Default::default() });
@@ -52,13 +51,13 @@ pub fn run(args: &BenchPauseArgs, json: bool) -> Result<Exit, Failure> {
 }
 
 fn check(args: &BenchPauseArgs) -> Result<(), Failure> {
-    let room = u64::from(args.memory).saturating_sub(SYSTEM_MIB) << 20;
+    let memory = args.memory.iter().min().copied().unwrap_or_default();
+    let room = u64::from(memory).saturating_sub(SYSTEM_MIB) << 20;
     match args.points.iter().max() {
         Some(&most) if most.saturating_mul(PAGE_SIZE as u64) > room => {
             let message = format!(
-                "--points {most}: a guest with --memory {} has room for {} pages beside its \
+                "--points {most}: a guest with --memory {memory} has room for {} pages beside its \
                  system; give it more memory or ask for fewer pages",
-                args.memory,
                 room / PAGE_SIZE as u64
             );
             Err(Failure::new(FailureKind::Host(ErrorKind::Invalid), message))
@@ -67,12 +66,32 @@ fn check(args: &BenchPauseArgs) -> Result<(), Failure> {
     }
 }
 
-/// The scene is gone when this returns, whatever happened.
 fn measure(options: SceneOptions, args: &BenchPauseArgs) -> Result<PauseBench> {
     let progress = Progress::new(args);
-    progress.doing("two hosts; Linux boots on one of them");
+    let mut result: Option<PauseBench> = None;
+    for &memory_mib in &args.memory {
+        let options = SceneOptions { memory_mib, ..options.clone() };
+        let bench = measure_guest(options, args, &progress)?;
+        match &mut result {
+            Some(result) => result.points.extend(bench.points),
+            None => result = Some(bench),
+        }
+    }
+    result.context("no size of guest to measure")
+}
+
+/// The scene is gone when this returns, whatever happened.
+fn measure_guest(
+    options: SceneOptions,
+    args: &BenchPauseArgs,
+    progress: &Progress,
+) -> Result<PauseBench> {
+    let memory_mib = options.memory_mib;
+    progress.doing(&format!("two hosts; Linux boots on one of them, with {memory_mib} MiB"));
     let scene = Scene::start(options)?;
-    match Bench::begin(&scene, &progress).and_then(|mut bench| bench.points(args)) {
+    let measured =
+        Bench::begin(&scene, progress, memory_mib).and_then(|mut bench| bench.points(args));
+    match measured {
         Ok(bench) => {
             scene.finish()?;
             Ok(bench)
@@ -87,16 +106,17 @@ fn measure(options: SceneOptions, args: &BenchPauseArgs) -> Result<PauseBench> {
 struct Bench<'a> {
     scene: &'a Scene,
     progress: &'a Progress,
+    memory_mib: u32,
     primary: Client,
     shell: GuestShell,
 }
 
 impl<'a> Bench<'a> {
-    fn begin(scene: &'a Scene, progress: &'a Progress) -> Result<Bench<'a>> {
+    fn begin(scene: &'a Scene, progress: &'a Progress, memory_mib: u32) -> Result<Bench<'a>> {
         scene.start_guest("a")?;
         scene.await_guest()?;
         let primary = Client::new(scene.host("a")?.socket()).map_err(words)?;
-        Ok(Bench { scene, progress, primary, shell: scene.shell()? })
+        Ok(Bench { scene, progress, memory_mib, primary, shell: scene.shell()? })
     }
 
     fn points(&mut self, args: &BenchPauseArgs) -> Result<PauseBench> {
@@ -110,7 +130,7 @@ impl<'a> Bench<'a> {
             self.progress.measured(&point);
             points.push(point);
         }
-        Ok(PauseBench { machine, guest_memory_mib: args.memory, points })
+        Ok(PauseBench { machine, points })
     }
 
     /// One session of protection for one number of pages.
@@ -126,7 +146,7 @@ impl<'a> Bench<'a> {
             self.shell.run(&format!("kill {pid}"))?;
         }
         self.primary.unprotect(VM).map_err(words)?;
-        let mut point = Point::from_timings(pages, hz, &timings);
+        let mut point = Point::from_timings(self.memory_mib, pages, hz, &timings);
         (point.primary_memory, point.backup_memory) = memory;
         point.load_average = load_average();
         Ok(point)
@@ -199,7 +219,7 @@ fn rate(pages: u64) -> u32 {
     }
 }
 
-fn words(failure: Failure) -> anyhow::Error {
+pub(super) fn words(failure: Failure) -> anyhow::Error {
     anyhow::anyhow!(failure.message)
 }
 
@@ -213,7 +233,7 @@ impl Progress {
     fn new(args: &BenchPauseArgs) -> Progress {
         let style = ProgressStyle::with_template("[{bar:40}] {percent:>3} %  {msg}");
         let style = style.expect("the template is well-formed").progress_chars("=> ");
-        let all = args.points.len() * args.epochs;
+        let all = args.memory.len() * args.points.len() * args.epochs;
         let bar = ProgressBar::new(all as u64).with_style(style);
         Progress { bar, done: std::cell::Cell::new(0) }
     }
@@ -253,7 +273,7 @@ mod tests {
 
     #[test]
     fn more_pages_than_the_guest_has_are_refused() {
-        let args = |points| BenchPauseArgs { epochs: 100, points, memory: 512, guest: None };
+        let args = |points| BenchPauseArgs { epochs: 100, points, memory: vec![512], guest: None };
         assert!(check(&args(vec![0, 50_000])).is_ok());
         let failure = check(&args(vec![0, 100_000])).unwrap_err();
         assert!(failure.message.contains("room for 90112 pages"), "{}", failure.message);

@@ -11,9 +11,7 @@ use understudy_daemon::report::CheckpointTiming;
 pub struct PauseBench {
     /// What was measured on.
     pub machine: Machine,
-    /// The guest's memory in MiB.
-    pub guest_memory_mib: u32,
-    /// One entry for each number of pages, in the order asked for.
+    /// One entry for each size of guest and number of pages, in the order asked for.
     pub points: Vec<Point>,
 }
 
@@ -21,6 +19,8 @@ pub struct PauseBench {
 /// medians over the epochs, in milliseconds.
 #[derive(Clone, Debug, Serialize)]
 pub struct Point {
+    /// The guest's memory in MiB.
+    pub memory_mib: u32,
     /// Pages that the guest's load rewrites in each epoch; 0 is an idle guest.
     pub pages: u64,
     /// Checkpoints a second that were asked for.
@@ -57,7 +57,12 @@ pub struct Point {
 
 impl Point {
     /// Medians over `timings`, which must not be empty.
-    pub fn from_timings(pages: u64, hz: u32, timings: &[CheckpointTiming]) -> Point {
+    pub fn from_timings(
+        memory_mib: u32,
+        pages: u64,
+        hz: u32,
+        timings: &[CheckpointTiming],
+    ) -> Point {
         let at = |share: f64, value: &dyn Fn(&CheckpointTiming) -> f64| {
             let mut values: Vec<f64> = timings.iter().map(value).collect();
             values.sort_by(f64::total_cmp);
@@ -65,6 +70,7 @@ impl Point {
         };
         let median = |value: &dyn Fn(&CheckpointTiming) -> f64| at(0.5, value);
         Point {
+            memory_mib,
             pages,
             hz,
             epochs: timings.len(),
@@ -98,16 +104,17 @@ impl PauseBench {
         let Machine { cpu, cpus, kernel, qemu, accel, understudy, .. } = &self.machine;
         let mut text = format!(
             "{cpu}, {cpus} CPUs, Linux {kernel}, QEMU {qemu} ({accel}), understudy {understudy}\n\
-             guest of {} MiB; medians in milliseconds; memory: the daemons' own at most, MiB\n\n",
-            self.guest_memory_mib
+             medians in milliseconds; guest: its memory, primary and backup: the daemons' own at \
+             most, MiB\n\n"
         );
-        text += "  pages  paused  precop  stop  scan  copy  blob  cont  TOTAL    p99  replic  epochs  \
+        text += "  guest   pages  paused  precop  stop  scan  copy  blob  cont  TOTAL    p99  replic  epochs  \
                  primary  backup\n";
         for p in &self.points {
             // Writing to a string cannot fail.
             let _ = writeln!(
                 text,
-                "{:7} {:7.0} {:7.0} {:5.2} {:5.2} {:5.2} {:5.2} {:5.2} {:6.2} {:6.2} {:7.1} {:7} {:8.1} {:7.1}",
+                "{:7} {:7} {:7.0} {:7.0} {:5.2} {:5.2} {:5.2} {:5.2} {:5.2} {:6.2} {:6.2} {:7.1} {:7} {:8.1} {:7.1}",
+                p.memory_mib,
                 p.pages,
                 p.paused_pages,
                 p.precopied_pages,
@@ -144,7 +151,7 @@ mod tests {
 
     #[test]
     fn medians_and_the_99th_percentile() {
-        let point = Point::from_timings(100, 40, &timings());
+        let point = Point::from_timings(512, 100, 40, &timings());
         assert_eq!((point.total_ms, point.p99_ms, point.paused_pages), (100.0, 198.0, 100.0));
         assert_eq!((point.stop_ms, point.epochs), (0.25, 200));
         assert_eq!(quantile(&[7.0], 0.99), 7.0);
@@ -152,7 +159,7 @@ mod tests {
 
     #[test]
     fn the_json_has_the_documented_fields() {
-        let point = serde_json::to_value(Point::from_timings(100, 40, &timings())).unwrap();
+        let point = serde_json::to_value(Point::from_timings(512, 100, 40, &timings())).unwrap();
         for field in [
             "pages",
             "stop_ms",

@@ -28,6 +28,7 @@
 //! | [`wire`]    | corrupt and truncated messages |
 //! | [`refusals`]| bad input |
 //! | [`security`]| who is let in |
+//! | [`throttle`]| a guest that writes faster than a slow link carries |
 //! | [`relay`]   | what can go wrong on the wire, for the tests above |
 
 mod compression;
@@ -52,4 +53,5 @@ mod shapes;
 mod stage;
 mod stalls;
 mod sync;
+mod throttle;
 mod wire;

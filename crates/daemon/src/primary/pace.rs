@@ -1,0 +1,161 @@
+//! The guest's pace: the throttle's decisions, carried out and shown.
+
+use crate::cgroup::VcpuGroup;
+use crate::clock;
+use crate::report::ThrottleReport;
+use crate::sync::lock;
+use std::sync::Mutex;
+use std::time::Duration;
+use tracing::{info, warn};
+use understudy_protocol::{Epoch, Policy, Throttle, Time};
+
+/// One guest's pace. The capture thread changes it; everybody may ask.
+#[derive(Debug)]
+pub struct Pace {
+    vm: String,
+    qemu_pid: u32,
+    throttle: Mutex<Throttle>,
+    vcpus: Mutex<Vcpus>,
+}
+
+/// What holds of the vCPUs at present.
+#[derive(Debug)]
+enum Vcpus {
+    Free,
+    Limited(VcpuGroup, f64),
+    /// They should be slower than they can be made.
+    OutOfReach(String),
+}
+
+impl Pace {
+    /// A guest at full speed, protected under `policy`.
+    pub fn new(vm: &str, qemu_pid: u32, policy: &Policy) -> Pace {
+        Pace {
+            vm: vm.to_owned(),
+            qemu_pid,
+            throttle: Mutex::new(Throttle::new(policy.transfer_target())),
+            vcpus: Mutex::new(Vcpus::Free),
+        }
+    }
+
+    /// An epoch was captured; the first of its pages were queued at `began`.
+    pub fn captured(&self, epoch: Epoch, pages: u64, began: Time) {
+        lock(&self.throttle).captured(epoch, pages, began);
+        self.apply();
+    }
+
+    /// The backup has all epochs up to `epoch`.
+    pub fn committed(&self, epoch: Epoch, now: Time) {
+        lock(&self.throttle).committed(epoch, now);
+    }
+
+    /// How long to wait before somebody looks how much the guest has written, if at all.
+    pub fn next_look(&self) -> Option<Duration> {
+        lock(&self.throttle).next_look(clock::now())
+    }
+
+    /// The guest has written `dirty` pages so far; true if its epoch is to be cut short.
+    pub fn looked(&self, dirty: u64) -> bool {
+        let cut_short = lock(&self.throttle).looked(dirty, clock::now());
+        self.apply();
+        cut_short
+    }
+
+    /// Whether the link, not the pause, is what the guest waits for.
+    pub fn is_limiting(&self) -> bool {
+        lock(&self.throttle).is_limiting()
+    }
+
+    /// The part of its processors that the guest may use, in percent.
+    pub fn vcpu_percent(&self) -> u32 {
+        (lock(&self.throttle).share() * 100.0).round() as u32
+    }
+
+    /// Lets the vCPUs run until the guard is dropped: to stand still they must get to run.
+    pub fn lift(&self) -> Lifted<'_> {
+        if let Vcpus::Limited(group, _) = &*lock(&self.vcpus) {
+            self.complain(group.limit(1.0));
+        }
+        Lifted(self)
+    }
+
+    /// Gives the guest its processors back for good.
+    pub fn end(&self) {
+        *lock(&self.vcpus) = Vcpus::Free;
+    }
+
+    /// For `status`.
+    pub fn report(&self) -> ThrottleReport {
+        let (capacity, cut_short) = {
+            let throttle = lock(&self.throttle);
+            (throttle.capacity(), throttle.cut_short())
+        };
+        let (limited, unavailable) = match &*lock(&self.vcpus) {
+            Vcpus::Free => (false, None),
+            Vcpus::Limited(..) => (true, None),
+            Vcpus::OutOfReach(reason) => (false, Some(reason.clone())),
+        };
+        let vcpu_percent = if limited { self.vcpu_percent() } else { 100 };
+        ThrottleReport { vcpu_percent, unavailable, cut_short, link_pages_per_second: capacity }
+    }
+
+    fn apply(&self) {
+        let share = lock(&self.throttle).share();
+        let mut vcpus = lock(&self.vcpus);
+        match &mut *vcpus {
+            Vcpus::Free if share < 1.0 => *vcpus = self.begin(share),
+            Vcpus::Limited(..) if share == 1.0 => {
+                info!(vm = self.vm, "the guest has all of its processors again");
+                *vcpus = Vcpus::Free;
+            }
+            Vcpus::Limited(group, applied) if *applied != share => {
+                *applied = share;
+                self.complain(group.limit(share));
+            }
+            Vcpus::OutOfReach(_) if share == 1.0 => *vcpus = Vcpus::Free,
+            _ => {}
+        }
+    }
+
+    fn begin(&self, share: f64) -> Vcpus {
+        let limited = VcpuGroup::create(self.qemu_pid).and_then(|group| {
+            group.limit(share)?;
+            Ok(group)
+        });
+        match limited {
+            Ok(group) => {
+                warn!(
+                    vm = self.vm,
+                    "the guest writes faster than the link carries: slowing it down"
+                );
+                Vcpus::Limited(group, share)
+            }
+            Err(error) => {
+                let reason = format!("{error:#}");
+                warn!(
+                    vm = self.vm,
+                    "the guest writes faster than the link carries and cannot be slowed down, so \
+                     its output is held for longer: {reason}"
+                );
+                Vcpus::OutOfReach(reason)
+            }
+        }
+    }
+
+    fn complain(&self, result: anyhow::Result<()>) {
+        if let Err(error) = result {
+            warn!(vm = self.vm, "the guest's speed stays as it is: {error:#}");
+        }
+    }
+}
+
+/// While it lives, the vCPUs run without a limit.
+pub struct Lifted<'a>(&'a Pace);
+
+impl Drop for Lifted<'_> {
+    fn drop(&mut self) {
+        if let Vcpus::Limited(group, share) = &*lock(&self.0.vcpus) {
+            self.0.complain(group.limit(*share));
+        }
+    }
+}

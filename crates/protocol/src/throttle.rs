@@ -1,0 +1,257 @@
+//! Keeping a guest within what the link carries (Remus, section 3.4).
+//!
+//! An epoch's pages should reach the backup within a target time. While the guest runs,
+//! somebody looks now and then how many pages it has written; when these alone would take
+//! the target time, the epoch is cut short. A guest that writes as much again while the
+//! epoch before is still on its way outruns the link: its processors are slowed down, step
+//! by step, and given back when epochs have become small.
+
+use crate::{Epoch, Time};
+use std::collections::VecDeque;
+use std::time::Duration;
+
+/// Looks at a running epoch are this far apart.
+const LOOK_INTERVAL: Duration = Duration::from_millis(25);
+
+/// Smaller epochs say nothing about the link: their time is that of the round trip.
+const TELLING_PAGES: u64 = 256;
+
+/// Pages a second that few guests exceed all of a sudden: such a link is looked after only
+/// when the last epoch took its share of it.
+const FAST_LINK: f64 = 100_000.0;
+
+/// Each look that finds the guest outrunning the link takes this part of its processors.
+const SLOWER: f64 = 0.8;
+
+/// Each small epoch gives as much back.
+const FASTER: f64 = 1.25;
+
+/// What a guest always keeps of its processors.
+const LEAST_SHARE: f64 = 0.02;
+
+/// Measures the link, and decides when an epoch is cut short and how fast the guest may run.
+#[derive(Clone, Debug)]
+pub struct Throttle {
+    target: Duration,
+    /// Pages a second, from the guest to the backup's acknowledgement.
+    capacity: Option<f64>,
+    in_flight: VecDeque<Flight>,
+    last_commit: Time,
+    last_pages: u64,
+    last_look: Time,
+    share: f64,
+    cut_short: u64,
+}
+
+#[derive(Clone, Copy, Debug)]
+struct Flight {
+    epoch: Epoch,
+    began: Time,
+    pages: u64,
+}
+
+impl Throttle {
+    /// An epoch should take `target` to reach the backup, at most.
+    pub fn new(target: Duration) -> Throttle {
+        Throttle {
+            target,
+            capacity: None,
+            in_flight: VecDeque::new(),
+            last_commit: Time::default(),
+            last_pages: 0,
+            last_look: Time::default(),
+            share: 1.0,
+            cut_short: 0,
+        }
+    }
+
+    /// `epoch` with so many pages was captured; the first of them were queued at `began`.
+    pub fn captured(&mut self, epoch: Epoch, pages: u64, began: Time) {
+        self.in_flight.push_back(Flight { epoch, began, pages });
+        self.last_pages = pages;
+        match self.transfer_time(pages) {
+            Some(time) if time > 2 * self.target => self.slow_down(),
+            Some(time) if 2 * time > self.target => {}
+            _ => self.speed_up(),
+        }
+    }
+
+    /// The backup has all epochs up to `epoch`.
+    pub fn committed(&mut self, epoch: Epoch, now: Time) {
+        while let Some(flight) = self.in_flight.pop_front_if(|flight| flight.epoch <= epoch) {
+            let span = now - flight.began.max(self.last_commit);
+            self.last_commit = now;
+            if !span.is_zero() {
+                self.measured(flight.pages, flight.pages as f64 / span.as_secs_f64());
+            }
+        }
+    }
+
+    /// A small epoch may say that the link is faster than thought, not that it is slower.
+    fn measured(&mut self, pages: u64, rate: f64) {
+        let telling = pages >= TELLING_PAGES;
+        self.capacity = match self.capacity {
+            None => telling.then_some(rate),
+            Some(known) if rate > known => Some((known + rate) / 2.0),
+            Some(known) if telling => Some(known * 0.75 + rate * 0.25),
+            known => known,
+        };
+    }
+
+    /// How long to wait before the next look; none while the guest is far from the limit.
+    pub fn next_look(&self, now: Time) -> Option<Duration> {
+        let near = self.transfer_time(self.last_pages)? * 4 > self.target;
+        let slow = self.capacity? < FAST_LINK;
+        (near || slow || self.is_limiting()).then(|| self.last_look + LOOK_INTERVAL - now)
+    }
+
+    /// The guest has written `dirty` pages in this epoch so far. True if the epoch is to be
+    /// cut short now.
+    pub fn looked(&mut self, dirty: u64, now: Time) -> bool {
+        self.last_look = now;
+        let too_much = self.transfer_time(dirty).is_some_and(|time| time >= self.target);
+        if too_much && !self.in_flight.is_empty() {
+            self.slow_down();
+            return false;
+        }
+        self.cut_short += u64::from(too_much);
+        too_much
+    }
+
+    /// The part of its processors that the guest may use, 0.02 to 1.
+    pub fn share(&self) -> f64 {
+        self.share
+    }
+
+    /// Whether the guest is slowed down.
+    pub fn is_limiting(&self) -> bool {
+        self.share < 1.0
+    }
+
+    /// Epochs that were cut short.
+    pub fn cut_short(&self) -> u64 {
+        self.cut_short
+    }
+
+    /// Pages a second that the link and the backup take, as far as it is known.
+    pub fn capacity(&self) -> Option<u64> {
+        self.capacity.map(|rate| rate as u64)
+    }
+
+    fn transfer_time(&self, pages: u64) -> Option<Duration> {
+        let seconds = pages as f64 / self.capacity?;
+        // No wait is as long as that.
+        Some(Duration::try_from_secs_f64(seconds).unwrap_or(Duration::MAX / 8))
+    }
+
+    fn slow_down(&mut self) {
+        self.share = (self.share * SLOWER).max(LEAST_SHARE);
+    }
+
+    fn speed_up(&mut self) {
+        self.share = (self.share * FASTER).min(1.0);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const TARGET: Duration = Duration::from_millis(200);
+
+    fn at(ms: u64) -> Time {
+        Time(Duration::from_millis(ms))
+    }
+
+    /// Has measured a link that takes 3 000 pages a second: 600 within the target time.
+    fn slow_link() -> Throttle {
+        let mut throttle = Throttle::new(TARGET);
+        throttle.captured(Epoch(1), 600, at(0));
+        throttle.committed(Epoch(1), at(200));
+        assert_eq!(throttle.capacity(), Some(3000));
+        throttle
+    }
+
+    #[test]
+    fn nothing_is_decided_before_the_link_is_known() {
+        let mut throttle = Throttle::new(TARGET);
+        assert_eq!(throttle.next_look(at(0)), None);
+        throttle.captured(Epoch(1), 1_000_000, at(0));
+        assert!(!throttle.looked(1_000_000, at(1)));
+        assert!(!throttle.is_limiting());
+    }
+
+    #[test]
+    fn a_guest_far_from_the_limit_is_not_looked_at() {
+        let mut throttle = Throttle::new(TARGET);
+        throttle.captured(Epoch(1), 60_000, at(0));
+        throttle.committed(Epoch(1), at(200));
+        assert_eq!(throttle.next_look(at(1000)), Some(Duration::ZERO));
+        throttle.captured(Epoch(2), 10_000, at(1000));
+        assert_eq!(throttle.next_look(at(1000)), None);
+    }
+
+    #[test]
+    fn an_epoch_that_fills_the_target_time_is_cut_short() {
+        let mut throttle = slow_link();
+        assert!(!throttle.looked(599, at(300)));
+        assert_eq!(throttle.next_look(at(310)), Some(Duration::from_millis(15)));
+        assert!(throttle.looked(600, at(325)));
+        assert_eq!(throttle.cut_short(), 1);
+        assert!(!throttle.is_limiting());
+    }
+
+    #[test]
+    fn a_guest_that_outruns_the_link_is_slowed_down_and_gets_its_processors_back() {
+        let mut throttle = slow_link();
+        throttle.captured(Epoch(2), 600, at(300));
+        assert!(!throttle.looked(700, at(325)), "the epoch before is still on its way");
+        assert_eq!(throttle.share(), 0.8);
+        for i in 0..100 {
+            throttle.looked(700, at(350 + i));
+        }
+        assert_eq!(throttle.share(), 0.02);
+        let mut epochs = 0;
+        while throttle.is_limiting() {
+            epochs += 1;
+            throttle.captured(Epoch(2 + epochs), 100, at(1000 + 100 * epochs));
+            throttle.committed(Epoch(2 + epochs), at(1010 + 100 * epochs));
+        }
+        assert!(epochs < 20, "{epochs}");
+    }
+
+    /// A guest that writes at a fixed rate per share settles where the link can follow.
+    #[test]
+    fn it_settles_at_the_speed_of_the_link() {
+        const LINK: f64 = 3000.0;
+        for guest in [1000.0, 4000.0, 20_000.0, 50_000.0] {
+            let mut throttle = slow_link();
+            let (mut now, mut dirty, mut epoch, mut began) = (1000, 0.0, 2, 1000);
+            let mut arrives: Option<u64> = None;
+            let mut largest: f64 = 0.0;
+            for _ in 0..20_000 {
+                now += 1;
+                dirty += guest * throttle.share() / 1000.0;
+                if arrives.is_some_and(|time| time <= now) {
+                    throttle.committed(Epoch(epoch), at(now));
+                    arrives = None;
+                }
+                let due = throttle.next_look(at(now)) == Some(Duration::ZERO);
+                let cut = due && throttle.looked(dirty as u64, at(now));
+                if arrives.is_none() && (cut || now >= began + 200) {
+                    if now > 10_000 {
+                        largest = largest.max(dirty);
+                    }
+                    (epoch, began) = (epoch + 1, now);
+                    throttle.captured(Epoch(epoch), dirty as u64, at(now));
+                    arrives = Some(now + (dirty / LINK * 1000.0) as u64 + 2);
+                    dirty = 0.0;
+                }
+            }
+            assert!(largest < 900.0, "{guest} pages a second: {largest} pages in an epoch");
+            let used = guest * throttle.share();
+            assert!(used < 1.5 * LINK, "{guest}: {used} pages a second");
+            assert!(used > 0.3 * guest.min(LINK), "{guest}: only {used} pages a second");
+        }
+    }
+}

@@ -1,0 +1,80 @@
+//! A guest that writes faster than a slow link carries.
+
+use crate::stage::{LIMIT, await_service, daemon, options, play_protected, prove_survival};
+use anyhow::{Context, Result, ensure};
+use serde_json::Value;
+use understudy_lab::{HostOptions, Scene, SceneOptions, wait_for};
+use understudy_protocol::Policy;
+
+/// 12 MB/s: some 3 000 pages.
+const SLOW_MBITS: u32 = 100;
+/// Noise, which no encoding makes smaller.
+const MAKE_NOISE: &str = "for i in 1 2; do dd if=/dev/urandom of=/tmp/$i bs=64k count=300; done";
+/// Writes 20 MB of it over and over, as fast as the guest can.
+const LOAD: &str = "while :; do cat /tmp/1 > /tmp/out; cat /tmp/2 > /tmp/out; done";
+
+/// What `status` says of the guest's throttle.
+fn throttle(scene: &Scene) -> Result<Value> {
+    Ok(scene.status("a")?["throttle"].clone())
+}
+
+fn await_throttle(scene: &Scene, what: &str, wanted: impl Fn(&Value) -> bool) -> Result<Value> {
+    wait_for(what, LIMIT, || {
+        let throttle = throttle(scene)?;
+        Ok(wanted(&throttle).then_some(throttle))
+    })
+}
+
+fn percent(throttle: &Value) -> u64 {
+    throttle["vcpu_percent"].as_u64().unwrap_or_default()
+}
+
+#[test]
+fn a_guest_that_outruns_the_link_is_slowed_down_and_loses_nothing() {
+    let options = SceneOptions { policy: Some(Policy::Interval { hz: 4 }), ..options() };
+    play_protected(options, |scene, client| {
+        scene.lab().limit_speed("b", SLOW_MBITS)?;
+        let mut shell = scene.shell()?;
+        shell.run(MAKE_NOISE)?;
+        let load = shell.start(LOAD)?;
+        let limited = await_throttle(scene, "the guest to be slowed down", |throttle| {
+            percent(throttle) < 100
+        })?;
+        let rate = limited["link_pages_per_second"].as_u64().context("no speed of the link")?;
+        ensure!(rate < 20_000, "{rate} pages a second over {SLOW_MBITS} Mbit/s");
+        await_service(&client)?;
+        shell.run(&format!("kill {load}"))?;
+        await_throttle(scene, "the guest to get its processors back", |throttle| {
+            percent(throttle) == 100
+        })?;
+        // The link is known by now, and idle: the first large epoch does not get far.
+        shell.start(LOAD)?;
+        await_throttle(scene, "epochs to be cut short and the guest slowed down", |throttle| {
+            percent(throttle) < 100 && throttle["cut_short"].as_u64() > Some(0)
+        })?;
+        await_service(&client)?;
+        scene.host_mut("a")?.kill_everything()?;
+        prove_survival(scene, client, "b")
+    });
+}
+
+#[test]
+fn without_control_groups_the_status_says_so_and_nothing_is_lost() {
+    let mut options = options();
+    let bare = HostOptions { without_control_groups: true, ..daemon() };
+    options.daemons.insert("a".to_owned(), bare);
+    play_protected(options, |scene, client| {
+        scene.lab().limit_speed("b", SLOW_MBITS)?;
+        let mut shell = scene.shell()?;
+        shell.run(MAKE_NOISE)?;
+        shell.start(LOAD)?;
+        let throttle = await_throttle(scene, "status to say what is missing", |throttle| {
+            throttle["unavailable"].is_string()
+        })?;
+        let reason = throttle["unavailable"].as_str().unwrap_or_default();
+        ensure!(reason.contains("control group"), "{reason}");
+        ensure!(percent(&throttle) == 100, "{throttle}");
+        scene.host_mut("a")?.kill_everything()?;
+        prove_survival(scene, client, "b")
+    });
+}
