@@ -36,7 +36,8 @@ pub struct Throttle {
     /// Pages a second, from the guest to the backup's acknowledgement.
     capacity: Option<f64>,
     in_flight: VecDeque<Flight>,
-    last_commit: Time,
+    /// What arrived while the link was busy without a rest.
+    arrived: Arrived,
     last_pages: u64,
     last_look: Time,
     share: f64,
@@ -46,7 +47,12 @@ pub struct Throttle {
 #[derive(Clone, Copy, Debug)]
 struct Flight {
     epoch: Epoch,
-    began: Time,
+    pages: u64,
+}
+
+#[derive(Clone, Copy, Debug, Default)]
+struct Arrived {
+    since: Time,
     pages: u64,
 }
 
@@ -57,7 +63,7 @@ impl Throttle {
             target,
             capacity: None,
             in_flight: VecDeque::new(),
-            last_commit: Time::default(),
+            arrived: Arrived::default(),
             last_pages: 0,
             last_look: Time::default(),
             share: 1.0,
@@ -67,7 +73,10 @@ impl Throttle {
 
     /// `epoch` with so many pages was captured; the first of them were queued at `began`.
     pub fn captured(&mut self, epoch: Epoch, pages: u64, began: Time) {
-        self.in_flight.push_back(Flight { epoch, began, pages });
+        if self.in_flight.is_empty() {
+            self.arrived = Arrived { since: began, pages: 0 };
+        }
+        self.in_flight.push_back(Flight { epoch, pages });
         self.last_pages = pages;
         match self.transfer_time(pages) {
             Some(time) if time > 2 * self.target => self.slow_down(),
@@ -79,11 +88,22 @@ impl Throttle {
     /// The backup has all epochs up to `epoch`.
     pub fn committed(&mut self, epoch: Epoch, now: Time) {
         while let Some(flight) = self.in_flight.pop_front_if(|flight| flight.epoch <= epoch) {
-            let span = now - flight.began.max(self.last_commit);
-            self.last_commit = now;
-            if !span.is_zero() {
-                self.measured(flight.pages, flight.pages as f64 / span.as_secs_f64());
-            }
+            self.arrived.pages += flight.pages;
+        }
+        self.measure(now);
+    }
+
+    /// Over all the time that the link is busy: acknowledgements may come in bunches.
+    fn measure(&mut self, now: Time) {
+        let Arrived { since, pages } = self.arrived;
+        let span = now - since;
+        if pages == 0 || span.is_zero() {
+            return;
+        }
+        self.measured(pages, pages as f64 / span.as_secs_f64());
+        if span > 4 * self.target {
+            // The past counts half.
+            self.arrived = Arrived { since: since + span / 2, pages: pages / 2 };
         }
     }
 
@@ -92,8 +112,7 @@ impl Throttle {
         let telling = pages >= TELLING_PAGES;
         self.capacity = match self.capacity {
             None => telling.then_some(rate),
-            Some(known) if rate > known => Some((known + rate) / 2.0),
-            Some(known) if telling => Some(known * 0.75 + rate * 0.25),
+            Some(known) if telling || rate > known => Some((known + rate) / 2.0),
             known => known,
         };
     }
@@ -189,6 +208,19 @@ mod tests {
         assert_eq!(throttle.next_look(at(1000)), Some(Duration::ZERO));
         throttle.captured(Epoch(2), 10_000, at(1000));
         assert_eq!(throttle.next_look(at(1000)), None);
+    }
+
+    #[test]
+    fn acknowledgements_in_bunches_do_not_make_the_link_fast() {
+        let mut throttle = slow_link();
+        for i in 1..20 {
+            let (now, epoch) = (i * 1000, 2 * i);
+            throttle.captured(Epoch(epoch), 1500, at(now));
+            throttle.captured(Epoch(epoch + 1), 1500, at(now + 500));
+            throttle.committed(Epoch(epoch), at(now + 998));
+            throttle.committed(Epoch(epoch + 1), at(now + 999));
+        }
+        assert!(throttle.capacity() < Some(4000), "{:?}", throttle.capacity());
     }
 
     #[test]

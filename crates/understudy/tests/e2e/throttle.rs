@@ -1,13 +1,15 @@
 //! A guest that writes faster than a slow link carries.
 
 use crate::stage::{LIMIT, await_service, daemon, options, play_protected, prove_survival};
-use anyhow::{Context, Result, ensure};
+use anyhow::{Result, ensure};
 use serde_json::Value;
 use understudy_lab::{HostOptions, Scene, SceneOptions, wait_for};
 use understudy_protocol::Policy;
 
 /// 12 MB/s: some 3 000 pages.
 const SLOW_MBITS: u32 = 100;
+/// No link of that speed carries as much noise in a second.
+const MOST_PAGES: u64 = 10_000;
 /// Noise, which no encoding makes smaller.
 const MAKE_NOISE: &str = "for i in 1 2; do dd if=/dev/urandom of=/tmp/$i bs=64k count=300; done";
 /// Writes 20 MB of it over and over, as fast as the guest can.
@@ -37,11 +39,10 @@ fn a_guest_that_outruns_the_link_is_slowed_down_and_loses_nothing() {
         let mut shell = scene.shell()?;
         shell.run(MAKE_NOISE)?;
         let load = shell.start(LOAD)?;
-        let limited = await_throttle(scene, "the guest to be slowed down", |throttle| {
-            percent(throttle) < 100
+        await_throttle(scene, "the link to be known and the guest slowed down", |throttle| {
+            let known = throttle["link_pages_per_second"].as_u64();
+            percent(throttle) < 100 && known.is_some_and(|rate| rate < MOST_PAGES)
         })?;
-        let rate = limited["link_pages_per_second"].as_u64().context("no speed of the link")?;
-        ensure!(rate < 20_000, "{rate} pages a second over {SLOW_MBITS} Mbit/s");
         await_service(&client)?;
         shell.run(&format!("kill {load}"))?;
         await_throttle(scene, "the guest to get its processors back", |throttle| {
