@@ -49,6 +49,8 @@ impl Mirroring {
 pub fn begin(session: &Arc<Session>) {
     for disk in session.machine.disks() {
         disk.set_sink(Some(Arc::new(Mirroring(Arc::downgrade(session)))));
+        // What changed until here goes over with the first synchronisation.
+        disk.begin_round();
     }
 }
 
@@ -113,11 +115,11 @@ pub fn run_rounds(session: &Session) {
 fn rounds(session: &Session) -> io::Result<()> {
     let mut joined = false;
     // The epoch at whose end all that was set aside had gone to the backup.
-    let mut closing = None;
+    let mut closing = Epoch(0);
     while !session.is_over() {
         thread::sleep(ROUND_INTERVAL);
         let settled = Epoch(session.settled.load(Ordering::Acquire));
-        if settled == Epoch(0) || closing.is_some_and(|closing| settled < closing) {
+        if settled == Epoch(0) || settled < closing {
             continue;
         }
         if !joined {
@@ -128,13 +130,11 @@ fn rounds(session: &Session) -> io::Result<()> {
         }
         for disk in session.machine.disks() {
             let Some(changes) = disk.changes() else { continue };
-            if closing.is_some() {
-                changes.end_round()?;
-            }
+            changes.end_round()?;
             disk.begin_round();
         }
         // Read last: no write before it has a later epoch.
-        closing = Some(Epoch(session.disk_epoch.load(Ordering::Acquire)));
+        closing = Epoch(session.disk_epoch.load(Ordering::Acquire));
     }
     Ok(())
 }
