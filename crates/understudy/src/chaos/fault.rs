@@ -200,8 +200,12 @@ mod tests {
         let faults: Vec<Fault> = (0..400).map(Fault::draw).collect();
         let kind = |fault: &Fault| {
             let absence = fault.absence().map(|absence| absence >= CERTAIN);
-            let name = format!("{:?}", fault.kind);
-            let name = name.split(&[',', ' ']).next().unwrap_or_default().to_owned();
+            let name = match fault.kind {
+                Kind::Kill(what) => format!("kill {what:?}"),
+                Kind::Stall(what, _) => format!("stall {what:?}"),
+                Kind::Cut(_) => "cut".to_owned(),
+                Kind::Unplug(_) => "unplug".to_owned(),
+            };
             format!("{:?} {name} {absence:?}", fault.side)
         };
         let kinds: BTreeSet<String> = faults.iter().map(kind).collect();
