@@ -135,10 +135,9 @@ impl ScanArea {
     }
 
     fn add_content(&self, run: PageRun, found: &mut DirtySet) -> Result<(), MemoryError> {
+        let end = run.first.0 + run.count;
         let mut next = run.first;
-        while let Some(first) = self.block.next_content(next)?
-            && first.0 < run.first.0 + run.count
-        {
+        while let Some(first) = self.block.next_content(next)?.filter(|page| page.0 < end) {
             found.push(PageRun { first, count: 1, ..run });
             next = PageIndex(first.0 + 1);
         }

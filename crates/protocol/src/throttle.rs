@@ -87,8 +87,8 @@ impl Throttle {
 
     /// The backup has all epochs up to `epoch`.
     pub fn committed(&mut self, epoch: Epoch, now: Time) {
-        while let Some(flight) = self.in_flight.pop_front_if(|flight| flight.epoch <= epoch) {
-            self.arrived.pages += flight.pages;
+        while self.in_flight.front().is_some_and(|flight| flight.epoch <= epoch) {
+            self.arrived.pages += self.in_flight.pop_front().map_or(0, |flight| flight.pages);
         }
         self.measure(now);
     }
