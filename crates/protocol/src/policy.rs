@@ -17,7 +17,8 @@ pub enum Policy {
         hz: u32,
     },
     /// As soon as there is output to release and the last checkpoint is
-    /// committed, inside a pause budget; without output, epochs stretch.
+    /// committed, inside a pause budget, after `max_epoch_ms` at the latest; without
+    /// output, epochs stretch.
     Adaptive {
         /// The longest epoch, in milliseconds, 1 to 10 000.
         max_epoch_ms: u32,
@@ -97,8 +98,12 @@ impl Policy {
                 if in_flight > 0 {
                     return Due::OnChange;
                 }
-                let longest = last.started + Duration::from_millis(max_epoch_ms.into());
-                let earliest = last.resumed + budget_gap(last, pause_budget_percent);
+                let max_epoch = Duration::from_millis(max_epoch_ms.into());
+                let longest = last.started + max_epoch;
+                // Output never waits for more than the longest epoch: one pause that
+                // took seconds (a QEMU that stood still) is not the guest's to make up for.
+                let gap = budget_gap(last, pause_budget_percent).min(max_epoch);
+                let earliest = last.resumed + gap;
                 if output_waits { Due::At(earliest) } else { Due::At(longest.max(earliest)) }
             }
         }
@@ -146,6 +151,12 @@ mod tests {
         assert_eq!(target(Policy::default()), 200);
         assert_eq!(target(Policy::Interval { hz: 2 }), 500);
         assert_eq!(target(Policy::Interval { hz: 1000 }), 100);
+    }
+
+    #[test]
+    fn one_very_long_pause_does_not_hold_up_output() {
+        let last = LastCheckpoint { started: at(1000), resumed: at(11_000) };
+        assert_eq!(Policy::default().due(last, 0, true), Due::At(at(11_200)));
     }
 
     #[test]
