@@ -106,6 +106,15 @@ impl DirtyTracker {
     /// is the rest. Once `dirty` has grown to size, nothing is allocated.
     pub fn scan(&mut self, dirty: &mut DirtySet) -> Result<(), MemoryError> {
         dirty.clear();
+        let scanned = self.scan_everything(dirty);
+        // Last, so that it vouches for all of the scan: an epoch in which QEMU died must not
+        // look like one in which nothing was written.
+        let alive = self.pagemap.check_alive();
+        alive.map_err(|source| MemoryError::QemuGone { pid: self.pid, source })?;
+        scanned
+    }
+
+    fn scan_everything(&mut self, dirty: &mut DirtySet) -> Result<(), MemoryError> {
         let tables: usize = self.slices.iter().map(|slice| slice.area.armed_tables()).sum();
         if tables >= PARALLEL_TABLES {
             self.scan_in_parallel(dirty)?;
@@ -114,11 +123,7 @@ impl DirtyTracker {
                 area.scan(&self.pagemap, dirty)?;
             }
         }
-        self.compared.iter_mut().try_for_each(|block| block.scan(dirty))?;
-        // Last, so that it vouches for all of the scan: an epoch in which QEMU died must not
-        // look like one in which nothing was written.
-        let alive = self.pagemap.check_alive();
-        alive.map_err(|source| MemoryError::QemuGone { pid: self.pid, source })
+        self.compared.iter_mut().try_for_each(|block| block.scan(dirty))
     }
 
     /// About how many pages the next scan will find: memory that is touched for the first
