@@ -153,7 +153,7 @@ fn every_call_arrives_and_is_answered() {
         policy,
         encoding: EncodingPlan::default(),
     };
-    assert_eq!(client.protect_group("shop", &request).unwrap(), [vm.clone()]);
+    assert_eq!(client.protect_group("shop", &request).unwrap(), std::slice::from_ref(&vm));
     assert_eq!(client.unprotect("db").unwrap(), vm);
     client.failover("db").unwrap();
     let request = RecoverRequest { dry_run: true, force: false };
