@@ -11,7 +11,7 @@ use std::io;
 use std::ops::Range;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicI32, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock};
 use understudy_protocol::DiskIndex;
 
 /// Where a disk's writes go after the local image: the stream to the backup.
@@ -20,10 +20,22 @@ use understudy_protocol::DiskIndex;
 /// writes. It may block to slow the guest down; it must then come free without the help
 /// of the guest (a QEMU that stops waits for its writes).
 pub trait WriteSink: Send + Sync {
+    /// `len` bytes from `offset` are about to change. Unless this fails, or the file system
+    /// cannot punch holes, one of the other calls follows.
+    fn begin(&self, disk: DiskIndex, offset: u64, len: u64);
     /// `data` was written at `offset` bytes.
     fn write(&self, disk: DiskIndex, offset: u64, data: &[u8]);
     /// `len` bytes from `offset` read as zeroes now.
     fn zero(&self, disk: DiskIndex, offset: u64, len: u64);
+}
+
+/// Who learns what the guest reads. Called under no lock of the disk.
+pub trait ReadSink: Send + Sync {
+    /// A read begins; what this returns goes to [`ReadSink::read`], which without it is not
+    /// called.
+    fn begin(&self) -> Option<u64>;
+    /// `data` were read at `offset` bytes.
+    fn read(&self, began: u64, disk: DiskIndex, offset: u64, data: &[u8]);
 }
 
 /// A guest disk on this host: the primary's image or the backup's mirror.
@@ -39,6 +51,8 @@ pub struct Disk {
     image: Arc<Image>,
     order: Mutex<Order>,
     flusher: Flusher,
+    /// Not in [`Order`]: a write that waits for its sink must not keep reads waiting.
+    reads: RwLock<Option<Arc<dyn ReadSink>>>,
     /// Thread id of [`Disk::server_thread`]; 0 is none.
     server_thread: AtomicI32,
 }
@@ -100,6 +114,7 @@ impl Disk {
             image,
             order: Mutex::default(),
             flusher,
+            reads: RwLock::default(),
             server_thread: AtomicI32::new(0),
         })
     }
@@ -136,6 +151,18 @@ impl Disk {
         let former = std::mem::replace(&mut self.lock_order().sink, sink);
         // Outside the lock: dropping it may take long.
         drop(former);
+    }
+
+    /// Tells `sink` what the guest reads from now on, or nobody.
+    pub fn set_read_sink(&self, sink: Option<Arc<dyn ReadSink>>) {
+        *self.reads.write().unwrap_or_else(PoisonError::into_inner) = sink;
+    }
+
+    /// The guest begins a read.
+    pub(crate) fn begin_read(&self) -> Option<WatchedRead> {
+        let sink = self.reads.read().unwrap_or_else(PoisonError::into_inner).clone()?;
+        let began = sink.begin()?;
+        Some(WatchedRead { sink, began })
     }
 
     /// Notes every change in `changes` from now on, before it is made.
@@ -300,6 +327,18 @@ impl fmt::Debug for Disk {
     }
 }
 
+/// A read of the guest that a [`ReadSink`] wants to know of.
+pub(crate) struct WatchedRead {
+    sink: Arc<dyn ReadSink>,
+    began: u64,
+}
+
+impl WatchedRead {
+    pub(crate) fn end(self, disk: DiskIndex, offset: u64, data: &[u8]) {
+        self.sink.read(self.began, disk, offset, data);
+    }
+}
+
 /// The right to write: while it is held, nobody else changes the image or calls the sink.
 pub(crate) struct Ordered<'a> {
     disk: &'a Disk,
@@ -309,7 +348,7 @@ pub(crate) struct Ordered<'a> {
 impl Ordered<'_> {
     pub(crate) fn write(&self, offset: u64, data: &[u8]) -> io::Result<()> {
         self.disk.check_range(offset, data.len() as u64)?;
-        self.mark(offset, data.len() as u64)?;
+        self.begin(offset, data.len() as u64)?;
         self.disk.image.write(offset, data)?;
         if let Some(sink) = &self.order.sink {
             sink.write(self.disk.index, offset, data);
@@ -322,7 +361,7 @@ impl Ordered<'_> {
         if len == 0 {
             return Ok(());
         }
-        self.mark(offset, len)?;
+        self.begin(offset, len)?;
         self.disk.image.zero(offset, len, space)?;
         self.mirror_zero(offset, len);
         Ok(())
@@ -330,15 +369,21 @@ impl Ordered<'_> {
 
     pub(crate) fn trim(&self, offset: u64, len: u64) -> io::Result<()> {
         self.disk.check_range(offset, len)?;
-        self.mark(offset, len)?;
+        self.begin(offset, len)?;
         if self.disk.image.punch(offset, len)? {
             self.mirror_zero(offset, len);
         }
         Ok(())
     }
 
-    fn mark(&self, offset: u64, len: u64) -> io::Result<()> {
-        self.order.changes.as_ref().map_or(Ok(()), |changes| changes.mark(offset, len))
+    fn begin(&self, offset: u64, len: u64) -> io::Result<()> {
+        if let Some(changes) = &self.order.changes {
+            changes.mark(offset, len)?;
+        }
+        if let Some(sink) = &self.order.sink {
+            sink.begin(self.disk.index, offset, len);
+        }
+        Ok(())
     }
 
     fn mirror_zero(&self, offset: u64, len: u64) {

@@ -13,6 +13,8 @@ enum Told {
 }
 
 impl WriteSink for Recorder {
+    fn begin(&self, _: DiskIndex, _: u64, _: u64) {}
+
     fn write(&self, _: DiskIndex, offset: u64, data: &[u8]) {
         self.0.lock().unwrap().push((offset, Told::Write(data.into())));
     }

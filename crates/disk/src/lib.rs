@@ -32,7 +32,7 @@ mod mirror;
 mod nbd;
 
 pub use changes::{ChangeMap, GRANULE_BYTES};
-pub use disk::{Disk, WriteSink};
+pub use disk::{Disk, ReadSink, WriteSink};
 pub use error::DiskError;
 pub use format::{ImageFormat, export_bytes};
 pub use mirror::{

@@ -18,6 +18,8 @@ struct Stream {
 }
 
 impl WriteSink for Stream {
+    fn begin(&self, _: DiskIndex, _: u64, _: u64) {}
+
     fn write(&self, _: DiskIndex, offset: u64, data: &[u8]) {
         self.mirror.write(offset, data).unwrap();
         self.sent.fetch_add(data.len() as u64, Ordering::Relaxed);

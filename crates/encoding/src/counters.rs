@@ -16,6 +16,10 @@ pub struct Counters {
     pub unchanged: u64,
     /// Sent as deltas.
     pub delta: u64,
+    /// Sent as references to blocks of a disk.
+    pub reference: u64,
+    /// Bytes that these would have taken more, raw.
+    pub reference_saved_bytes: u64,
     /// Sent through the general compressor.
     pub general: u64,
     /// Sent as they are.
@@ -66,6 +70,8 @@ impl Sub for Counters {
             zero: self.zero - earlier.zero,
             unchanged: self.unchanged - earlier.unchanged,
             delta: self.delta - earlier.delta,
+            reference: self.reference - earlier.reference,
+            reference_saved_bytes: self.reference_saved_bytes - earlier.reference_saved_bytes,
             general: self.general - earlier.general,
             raw: self.raw - earlier.raw,
             lookups: self.lookups - earlier.lookups,

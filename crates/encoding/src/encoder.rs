@@ -2,8 +2,8 @@
 
 use crate::cache::PageCache;
 use crate::choice::{Choice, saved};
-use crate::message::{DELTA, GENERAL, Index, RAW, ZERO};
-use crate::{Counters, EncodingPlan, Methods, Page, delta, is_zero_page};
+use crate::message::{DELTA, GENERAL, Index, RAW, REFERENCE, ZERO};
+use crate::{Counters, EncodingPlan, Methods, Page, Reference, delta, is_zero_page};
 use std::ops::Range;
 use std::time::Duration;
 use understudy_protocol::{BlockId, PAGE_SIZE, PageIndex, PageRun};
@@ -40,6 +40,7 @@ enum Plan {
     Zero,
     Unchanged,
     Delta(Range<usize>),
+    Reference(Reference),
     Other,
 }
 
@@ -83,11 +84,15 @@ impl Encoder {
     /// All that is encoded must be sent, in this order. `first` says that this is the first
     /// synchronisation: the cache is left alone, since most of its pages do not come again
     /// soon, and nothing is counted.
+    ///
+    /// `find` is asked where the backup has a page on its mirror: by the time this message
+    /// comes to be received, and until it is applied.
     pub fn encode<'a>(
         &'a mut self,
         runs: &[PageRun],
         content: &'a [u8],
         first: bool,
+        find: impl Fn(&Page) -> Option<Reference>,
     ) -> EncodedPages<'a> {
         let before = self.counters;
         let mut methods = self.choice.next_message();
@@ -101,7 +106,9 @@ impl Encoder {
         let found = (self.cpu_clock)();
         if !first {
             self.judge_deltas(found.saturating_sub(start));
+            self.find_references(runs, content, find);
         }
+        let found = (self.cpu_clock)();
         self.fill_message(runs, content, methods, found);
         self.counters.cpu_ns += ((self.cpu_clock)().saturating_sub(start)).as_nanos() as u64;
 
@@ -135,6 +142,20 @@ impl Encoder {
                 false => Plan::Other,
             };
             self.work.plans.push(plan);
+        }
+    }
+
+    /// What is left goes as references, as far as the backup's mirror has it.
+    fn find_references(
+        &mut self,
+        runs: &[PageRun],
+        content: &[u8],
+        find: impl Fn(&Page) -> Option<Reference>,
+    ) {
+        for (plan, (_, _, page)) in self.work.plans.iter_mut().zip(pages(runs, content)) {
+            if let Plan::Other = plan {
+                *plan = find(page).map_or(Plan::Other, Plan::Reference);
+            }
         }
     }
 
@@ -201,6 +222,12 @@ impl Encoder {
                         DELTA
                     }
                 }
+                Plan::Reference(reference) => {
+                    encoded.extend_from_slice(&reference.encode());
+                    counters.reference += 1;
+                    counters.reference_saved_bytes += saved(Reference::BYTES);
+                    REFERENCE
+                }
                 Plan::Other if methods.general && general(page, PAGE_SIZE, encoded) => {
                     counters.general += 1;
                     GENERAL
@@ -226,7 +253,7 @@ impl Plan {
         match self {
             Plan::Unchanged => saved(0),
             Plan::Delta(delta) => saved(delta.len()),
-            Plan::Zero | Plan::Other => 0,
+            Plan::Zero | Plan::Reference(_) | Plan::Other => 0,
         }
     }
 }

@@ -4,6 +4,7 @@
 //! |---------|------------|------|
 //! | zero    | nothing    | every byte is zero |
 //! | delta   | the bytes that changed, run-length coded | the last version sent is in the cache |
+//! | reference | a block of a disk, and its hash | the backup's mirror holds the page |
 //! | general | LZ4        | it is not, or nearly all of it changed |
 //! | raw     | the page   | nothing else is smaller |
 //!
@@ -27,12 +28,14 @@ mod choice;
 mod counters;
 mod encoder;
 mod message;
+mod reference;
 mod zero;
 
 pub use choice::{Compression, EncodingPlan, Methods};
 pub use counters::Counters;
 pub use encoder::{EncodedPages, Encoder};
 pub use message::{EncodingError, MOST_PAGES, PageData, read_pages};
+pub use reference::{DiskBlock, PageHash, Reference};
 pub use zero::is_zero_page;
 
 use understudy_protocol::PAGE_SIZE;

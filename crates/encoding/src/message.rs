@@ -5,10 +5,10 @@
 //! | 0–3   | pages, at most [`MOST_PAGES`] |
 //! | 4–7   | bytes of the encoded part |
 //! | 8–    | an entry a page: block (16 bits), page number (40 bits), kind (8 bits) |
-//! |       | the encoded part: for every delta and general page its length (u16) and bytes |
+//! |       | the encoded part: for every delta and general page its length (u16) and bytes, for every reference its 26 bytes |
 //! |       | the raw part: every raw page |
 
-use crate::{Page, delta};
+use crate::{DiskBlock, Page, PageHash, Reference, delta};
 use understudy_protocol::{BlockId, PAGE_SIZE, PageIndex};
 
 /// Pages in one message, at most; bounds what a reader does for one.
@@ -18,6 +18,7 @@ pub(crate) const ZERO: u64 = 0;
 pub(crate) const RAW: u64 = 1;
 pub(crate) const DELTA: u64 = 2;
 pub(crate) const GENERAL: u64 = 3;
+pub(crate) const REFERENCE: u64 = 4;
 
 const PREFIX: usize = 8;
 const ENTRY: usize = 8;
@@ -38,24 +39,38 @@ pub enum PageData<'a> {
     Delta(&'a [u8]),
     /// The page, compressed.
     General(&'a [u8]),
+    /// What a block of a disk holds.
+    Reference(Reference),
 }
 
 impl PageData<'_> {
     /// Makes `page`, which is in the version last sent, what it is now. An error does not
-    /// depend on what the page holds: try on any page to check the data.
-    pub fn apply(&self, page: &mut Page) -> Result<(), EncodingError> {
+    /// depend on what the page holds: try on any page to check the data. `read` reads the
+    /// block that a reference means; its errors end the matter too.
+    pub fn apply<E: From<EncodingError>>(
+        &self,
+        page: &mut Page,
+        read: impl FnOnce(DiskBlock, &mut Page) -> Result<(), E>,
+    ) -> Result<(), E> {
         match self {
             PageData::Zero => page.fill(0),
             PageData::Raw(bytes) => page.copy_from_slice(*bytes),
             PageData::Delta(bytes) => {
                 if !delta::apply(bytes, page) {
-                    return Err(EncodingError("a delta does not fit a page"));
+                    return Err(EncodingError("a delta does not fit a page").into());
                 }
             }
             PageData::General(bytes) => match lz4_flex::block::decompress_into(bytes, page) {
                 Ok(PAGE_SIZE) => {}
-                _ => return Err(EncodingError("compressed data are not those of a page")),
+                _ => return Err(EncodingError("compressed data are not those of a page").into()),
             },
+            PageData::Reference(Reference { block, hash }) => {
+                read(*block, page)?;
+                if PageHash::of(page) != *hash {
+                    let error = "the mirror does not hold the page that a reference means";
+                    return Err(EncodingError(error).into());
+                }
+            }
         }
         Ok(())
     }
@@ -103,7 +118,8 @@ pub fn read_pages<E: From<EncodingError>>(
             ZERO => PageData::Zero,
             RAW => PageData::Raw(take_page(&mut raw)?),
             DELTA => PageData::Delta(take_piece(&mut encoded)?),
-            _ => PageData::General(take_piece(&mut encoded)?),
+            GENERAL => PageData::General(take_piece(&mut encoded)?),
+            _ => PageData::Reference(take_reference(&mut encoded)?),
         };
         each(BlockId((entry >> 48) as u16), PageIndex(entry >> 8 & 0xff_ffff_ffff), data)?;
     }
@@ -148,6 +164,7 @@ impl<'a> Parts<'a> {
             match entry & 0xff {
                 ZERO => {}
                 RAW => drop(take_page(&mut raw)?),
+                REFERENCE => drop(take_reference(&mut encoded)?),
                 DELTA | GENERAL => drop(take_piece(&mut encoded)?),
                 _ => return Err(EncodingError("unknown kind of page")),
             }
@@ -163,6 +180,13 @@ fn take_page<'a>(raw: &mut &'a [u8]) -> Result<&'a Page, EncodingError> {
     let (page, rest) = raw.split_first_chunk().ok_or(EncodingError("a raw page is missing"))?;
     *raw = rest;
     Ok(page)
+}
+
+fn take_reference(encoded: &mut &[u8]) -> Result<Reference, EncodingError> {
+    let missing = EncodingError("a reference is missing");
+    let (reference, rest) = encoded.split_first_chunk().ok_or(missing)?;
+    *encoded = rest;
+    Ok(Reference::decode(reference))
 }
 
 fn take_piece<'a>(encoded: &mut &'a [u8]) -> Result<&'a [u8], EncodingError> {

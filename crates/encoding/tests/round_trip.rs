@@ -3,9 +3,10 @@
 use proptest::prelude::*;
 use std::time::Duration;
 use understudy_encoding::{
-    Compression, Encoder, EncodingError, EncodingPlan, MOST_PAGES, Page, PageData, read_pages,
+    Compression, DiskBlock, Encoder, EncodingError, EncodingPlan, MOST_PAGES, Page, PageData,
+    PageHash, Reference, read_pages,
 };
-use understudy_protocol::{BlockId, PAGE_SIZE, PageIndex, PageRun};
+use understudy_protocol::{BlockId, DiskIndex, PAGE_SIZE, PageIndex, PageRun};
 
 const PAGES: u64 = 24;
 const BLOCK: BlockId = BlockId(2);
@@ -72,14 +73,20 @@ fn encode(encoder: &mut Encoder, pages: &[(u64, Page)], first: bool) -> Vec<u8> 
     let run = |&(page, _): &(u64, Page)| PageRun { block: BLOCK, first: PageIndex(page), count: 1 };
     let runs: Vec<PageRun> = pages.iter().map(run).collect();
     let content: Vec<u8> = pages.iter().flat_map(|(_, page)| *page).collect();
-    encoder.encode(&runs, &content, first).parts.concat()
+    encoder.encode(&runs, &content, first, |_| None).parts.concat()
 }
 
 fn apply(payload: &[u8], memory: &mut [Page]) -> Result<(), EncodingError> {
     read_pages(payload, |block, page, data| {
         assert_eq!(block, BLOCK);
-        data.apply(&mut memory[page.0 as usize])
+        data.apply(&mut memory[page.0 as usize], no_disk)
     })
+}
+
+/// The disk of messages that refer to none, or to anything.
+fn no_disk(block: DiskBlock, page: &mut Page) -> Result<(), EncodingError> {
+    page.fill(block.number as u8);
+    Ok(())
 }
 
 fn mode() -> impl Strategy<Value = Compression> {
@@ -123,7 +130,7 @@ proptest! {
     #[test]
     fn random_bytes_are_refused_or_read(bytes in proptest::collection::vec(any::<u8>(), 0..9000)) {
         let mut page = [0; PAGE_SIZE];
-        let _ = read_pages(&bytes, |_, _, data| data.apply(&mut page));
+        let _ = read_pages(&bytes, |_, _, data| data.apply(&mut page, no_disk));
     }
 
     /// A right message, a little wrong: gets much further than random bytes.
@@ -152,8 +159,8 @@ proptest! {
             payload.truncate(cut.index(payload.len()));
         }
         let (mut one, mut other) = ([0; PAGE_SIZE], [255; PAGE_SIZE]);
-        let checked = read_pages(&payload, |_, _, data| data.apply(&mut one));
-        let applied = read_pages(&payload, |_, _, data| data.apply(&mut other));
+        let checked = read_pages(&payload, |_, _, data| data.apply(&mut one, no_disk));
+        let applied = read_pages(&payload, |_, _, data| data.apply(&mut other, no_disk));
         prop_assert_eq!(checked, applied, "the check does not depend on the page");
     }
 }
@@ -204,9 +211,10 @@ fn a_reader_is_bounded_before_it_does_anything() {
     refuse(&[&(MOST_PAGES as u32 + 1).to_le_bytes()[..], &[0; 9000]].concat(), "more pages");
     refuse(&[2, 0, 0, 0, 0, 0, 0, 0, 0], "index is longer");
     refuse(&[0, 0, 0, 0, 9, 0, 0, 0, 0], "encoded part is longer");
-    refuse(&[1, 0, 0, 0, 0, 0, 0, 0, 4, 0, 0, 0, 0, 0, 2, 0], "unknown kind");
+    refuse(&[1, 0, 0, 0, 0, 0, 0, 0, 5, 0, 0, 0, 0, 0, 2, 0], "unknown kind");
     refuse(&[1, 0, 0, 0, 0, 0, 0, 0, 1, 0, 0, 0, 0, 0, 2, 0], "raw page is missing");
     refuse(&[1, 0, 0, 0, 1, 0, 0, 0, 2, 0, 0, 0, 0, 0, 2, 0, 9], "encoded page is missing");
+    refuse(&[1, 0, 0, 0, 1, 0, 0, 0, 4, 0, 0, 0, 0, 0, 2, 0, 9], "reference is missing");
     refuse(&[1, 0, 0, 0, 1, 0, 0, 0, 0, 0, 0, 0, 0, 0, 2, 0, 9], "more bytes");
 }
 
@@ -216,9 +224,92 @@ fn data_that_do_not_make_a_page_are_refused() {
     let short = lz4_flex::block::compress(&[1; PAGE_SIZE - 1]);
     let long = lz4_flex::block::compress(&[1; PAGE_SIZE + 1]);
     for bytes in [&short[..], &long, &[], &[0xff; 300]] {
-        assert!(PageData::General(bytes).apply(&mut page).is_err());
+        assert!(PageData::General(bytes).apply(&mut page, no_disk).is_err());
     }
     for bytes in [&[0u8, 0][..], &[0, 5, 1], &[0xff, 0xff, 1], &[0xff, 0x20, 1, 7], &[5]] {
-        assert!(PageData::Delta(bytes).apply(&mut page).is_err(), "{bytes:?}");
+        assert!(PageData::Delta(bytes).apply(&mut page, no_disk).is_err(), "{bytes:?}");
     }
+}
+
+/// Blocks of one disk, each with noise of its own.
+fn disk() -> Vec<Page> {
+    let mut disk = vec![[0; PAGE_SIZE]; 8];
+    (1..).zip(&mut disk).for_each(|(seed, block)| fill_with_noise(block, seed));
+    disk
+}
+
+fn find(disk: &[Page], page: &Page) -> Option<Reference> {
+    let number = disk.iter().position(|block| block == page)? as u64;
+    Some(Reference { block: DiskBlock { disk: DiskIndex(1), number }, hash: PageHash::of(page) })
+}
+
+fn read_block(disk: &[Page], block: DiskBlock, page: &mut Page) -> Result<(), EncodingError> {
+    assert_eq!(block.disk, DiskIndex(1));
+    *page = disk[block.number as usize];
+    Ok(())
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(60))]
+
+    #[test]
+    fn pages_that_a_disk_holds_are_read_from_it(
+        mode in mode(),
+        history in proptest::collection::vec(
+            proptest::collection::vec((0..PAGES, any::<Option<(prop::sample::Index, bool)>>()), 0..20),
+            1..12,
+        ),
+    ) {
+        let disk = disk();
+        let mut encoder = new_encoder(mode, 16);
+        let mut guest = vec![[0; PAGE_SIZE]; PAGES as usize];
+        let mut backup = guest.clone();
+        for message in history {
+            let mut captured = Vec::new();
+            for (page, from) in message {
+                let content = &mut guest[page as usize];
+                match from {
+                    Some((block, changed)) => {
+                        *content = disk[block.index(disk.len())];
+                        content[9] ^= u8::from(changed);
+                    }
+                    None => content[77] ^= 1,
+                }
+                captured.push((PageRun { block: BLOCK, first: PageIndex(page), count: 1 }, *content));
+            }
+            let (runs, content): (Vec<PageRun>, Vec<Page>) = captured.into_iter().unzip();
+            let content = content.concat();
+            let payload =
+                encoder.encode(&runs, &content, false, |page| find(&disk, page)).parts.concat();
+            read_pages(&payload, |_, page, data| {
+                data.apply(&mut backup[page.0 as usize], |block, page| read_block(&disk, block, page))
+            })
+            .unwrap();
+            prop_assert!(guest == backup);
+        }
+    }
+}
+
+#[test]
+fn a_mirror_that_holds_something_else_is_found_out() {
+    let mut disk = disk();
+    let mut encoder = new_encoder(Compression::Auto, 16);
+    let runs = [PageRun { block: BLOCK, first: PageIndex(3), count: 1 }];
+    let content = disk[5];
+    let payload = encoder.encode(&runs, &content, false, |page| find(&disk, page)).parts.concat();
+    assert!(payload.len() < 100, "it is a reference");
+    let counters = encoder.counters();
+    assert_eq!((counters.reference, counters.reference_saved_bytes), (1, 4096 - 26));
+    assert_eq!((counters.raw, counters.general), (0, 0));
+    let read = |disk: &[Page]| {
+        let mut page = [0; PAGE_SIZE];
+        read_pages(&payload, |_, _, data| {
+            data.apply(&mut page, |block, page| read_block(disk, block, page))
+        })
+        .map(|()| page)
+    };
+    assert_eq!(read(&disk), Ok(content));
+    disk[5][4095] ^= 1;
+    let error = read(&disk).unwrap_err().to_string();
+    assert!(error.contains("does not hold the page"), "{error}");
 }

@@ -217,6 +217,10 @@ fn compression(report: &CompressionReport) -> String {
     if let Some(hit_rate) = report.hit_rate {
         let _ = write!(text, ", {:.0} % cache hits", hit_rate * 100.0);
     }
+    if report.counters.reference > 0 {
+        let saved = HumanBytes(report.counters.reference_saved_bytes);
+        let _ = write!(text, ", {saved} saved by reading the mirror");
+    }
     if let Some(cpu) = report.cpu_ms_per_mb {
         let _ = write!(text, ", {cpu:.2} ms CPU/MB");
     }

@@ -2,7 +2,7 @@
 
 use crate::machine::Machine;
 use anyhow::{Context, bail};
-use understudy_encoding::{PageData, read_pages};
+use understudy_encoding::{DiskBlock, Page, PageData, read_pages};
 use understudy_memory::RamBlock;
 use understudy_protocol::wire::{DiskRange, Kind, Message};
 use understudy_protocol::{BlockId, PAGE_SIZE, PageIndex, StagedEpoch};
@@ -18,8 +18,9 @@ pub fn validate(machine: &Machine, message: &Message) -> anyhow::Result<()> {
                     bail!("page {page} of RAM block {block} is not part of this machine");
                 }
                 // Whether data are right does not depend on the page that they change,
-                // which may be in an epoch yet to be applied.
-                Ok(data.apply(&mut any)?)
+                // which may be in an epoch yet to be applied. A block that is referred to is
+                // in none: the primary waited for its last write to be settled.
+                data.apply(&mut any, |block, page| read_mirror(machine, block, page))
             })?;
         }
         Kind::DiskWrite | Kind::DiskZero => {
@@ -87,16 +88,27 @@ fn apply_page(
     match data {
         PageData::Zero => block.clear(page, 1)?,
         PageData::Raw(bytes) => block.write(page, bytes)?,
-        PageData::Delta(_) | PageData::General(_) => {
+        PageData::Delta(_) | PageData::General(_) | PageData::Reference(_) => {
             let mut content = [0; PAGE_SIZE];
             if let PageData::Delta(_) = data {
                 block.read(page, &mut content)?;
             }
-            data.apply(&mut content)?;
+            data.apply(&mut content, |block, page| read_mirror(machine, block, page))?;
             block.write(page, &content)?;
         }
     }
     Ok(())
+}
+
+/// Reads what a reference means.
+fn read_mirror(machine: &Machine, block: DiskBlock, page: &mut Page) -> anyhow::Result<()> {
+    let DiskBlock { disk: index, number } = block;
+    let disk = machine.disks().get(usize::from(index.0));
+    let (Some(disk), Some(offset)) = (disk, block.offset()) else {
+        bail!("a page refers to block {number} of disk {index}, which this machine lacks");
+    };
+    disk.read(offset, page)
+        .with_context(|| format!("a page refers to block {number} of disk {index}"))
 }
 
 fn block_of(machine: &Machine, id: BlockId) -> Option<&RamBlock> {

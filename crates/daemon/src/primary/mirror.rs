@@ -1,5 +1,6 @@
 //! Disk writes on their way to the backup.
 
+use super::references::References;
 use super::send::Outgoing;
 use super::session::Session;
 use crate::resync::Basis;
@@ -11,7 +12,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread;
 use std::time::{Duration, Instant};
 use tracing::warn;
-use understudy_disk::{Disk, GRANULE_BYTES, WriteSink, copy_changed, copy_out};
+use understudy_disk::{Disk, GRANULE_BYTES, ReadSink, WriteSink, copy_changed, copy_out};
 use understudy_protocol::wire::{DiskRange, Kind};
 use understudy_protocol::{DiskIndex, Epoch};
 
@@ -20,6 +21,10 @@ use understudy_protocol::{DiskIndex, Epoch};
 struct Mirroring(std::sync::Weak<Session>);
 
 impl WriteSink for Mirroring {
+    fn begin(&self, disk: DiskIndex, offset: u64, length: u64) {
+        self.references(|references| references.begin_write(disk, offset, length));
+    }
+
     fn write(&self, disk: DiskIndex, offset: u64, data: &[u8]) {
         // A request may be larger than a message.
         for (i, part) in data.chunks(1 << 20).enumerate() {
@@ -27,20 +32,31 @@ impl WriteSink for Mirroring {
             let range = DiskRange { disk, offset, length: part.len() as u64 };
             self.put(Kind::DiskWrite, range, part);
         }
+        self.references(|references| references.end_write(disk));
     }
 
     fn zero(&self, disk: DiskIndex, offset: u64, length: u64) {
         self.put(Kind::DiskZero, DiskRange { disk, offset, length }, &[]);
+        self.references(|references| references.end_write(disk));
     }
 }
 
 impl Mirroring {
+    fn references(&self, tell: impl FnOnce(&References)) {
+        if let Some(references) = self.0.upgrade().and_then(|session| session.references.clone()) {
+            tell(&references);
+        }
+    }
+
     fn put(&self, kind: Kind, range: DiskRange, data: &[u8]) {
         let Some(session) = self.0.upgrade() else { return };
         let mut payload = Vec::with_capacity(DiskRange::BYTES + data.len());
         payload.extend_from_slice(&range.encode());
         payload.extend_from_slice(data);
         let epoch = Epoch(session.disk_epoch.load(Ordering::Acquire));
+        if let Some(references) = &session.references {
+            references.wrote(range.disk, range.offset, range.length, epoch);
+        }
         session.outbox.put(Outgoing::Data(kind, epoch, payload));
     }
 }
@@ -51,6 +67,9 @@ pub fn begin(session: &Arc<Session>) {
         disk.set_sink(Some(Arc::new(Mirroring(Arc::downgrade(session)))));
         // What changed until here goes over with the first synchronisation.
         disk.begin_round();
+        // After the writes' sink: no write goes unnoticed that a remembered block meets.
+        let references = session.references.clone();
+        disk.set_read_sink(references.map(|references| references as Arc<dyn ReadSink>));
     }
 }
 

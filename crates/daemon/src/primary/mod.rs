@@ -12,6 +12,7 @@ mod link_speed;
 mod mirror;
 mod pace;
 mod progress;
+mod references;
 mod send;
 mod session;
 mod stats;
@@ -35,6 +36,7 @@ use crossbeam_channel::Receiver;
 use dialler::Dialler;
 use pace::Pace;
 use progress::Progress;
+use references::References;
 use send::{Outflow, send_all};
 use stats::Stats;
 use std::fs::File;
@@ -46,7 +48,7 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::thread;
 use std::time::Duration;
 use tracing::{error, info};
-use understudy_encoding::EncodingPlan;
+use understudy_encoding::{Compression, EncodingPlan};
 use understudy_protocol::wire::Kind;
 use understudy_protocol::{
     DiskIndex, Epoch, Generation, PathIndex, Policy, PrimaryEvent, PrimaryPhase, Verdict,
@@ -124,6 +126,7 @@ pub fn protect(
         basis,
         records: plan.records,
         settled: AtomicU64::new(0),
+        references: references(&plan.encoding),
         policy: plan.policy,
         encoding: plan.encoding,
         stats: Stats::default(),
@@ -308,9 +311,14 @@ fn start_threads(
 }
 
 fn run_send(session: &Session, outflow: &Outflow) {
-    if let Err(error) = send_all(outflow, &session.data, &session.stats, session.encoding) {
+    if let Err(error) = send_all(outflow, session) {
         session.lost_aside(format!("cannot send to the backup: {error}"));
     }
+}
+
+/// Without compression pages are sent as they are.
+fn references(plan: &EncodingPlan) -> Option<Arc<References>> {
+    (plan.compression != Compression::None).then(|| Arc::new(References::new()))
 }
 
 fn run_receive(session: &Session) {
@@ -323,6 +331,9 @@ fn run_receive(session: &Session) {
             Kind::Acknowledge => session.event(PrimaryEvent::Acknowledged(message.header.epoch)),
             Kind::Settled => {
                 session.settled.fetch_max(message.header.epoch.0, Ordering::AcqRel);
+                if let Some(references) = &session.references {
+                    references.settle(message.header.epoch);
+                }
             }
             Kind::StoodDown => return session.group.stood_down(session),
             Kind::Live => {

@@ -1,6 +1,8 @@
 //! Encode and send: the queue between the guest's side and the wire.
 
 use super::link_speed::Burst;
+use super::references::References;
+use super::session::Session;
 use super::stats::Stats;
 use crate::channel::Channel;
 use crate::clock;
@@ -10,7 +12,7 @@ use std::collections::HashMap;
 use std::io;
 use std::sync::Arc;
 use std::time::Duration;
-use understudy_encoding::{Encoder, EncodingPlan};
+use understudy_encoding::{Encoder, Page};
 use understudy_memory::CapturedChunk;
 use understudy_protocol::wire::{HEADER_BYTES, Header, Kind};
 use understudy_protocol::{Epoch, EpochDigest};
@@ -89,15 +91,12 @@ impl Outgoing {
 }
 
 /// Sends what the queue holds until its end or until the connection fails.
-pub fn send_all(
-    outflow: &Outflow,
-    link: &Channel,
-    stats: &Stats,
-    plan: EncodingPlan,
-) -> io::Result<()> {
-    let encoder = Encoder::new(plan, thread_cpu_time);
+pub fn send_all(outflow: &Outflow, session: &Session) -> io::Result<()> {
+    let Session { data: link, stats, references, .. } = session;
+    let references = references.as_deref();
+    let encoder = Encoder::new(session.encoding, thread_cpu_time);
     let burst = Burst::begin(clock::now());
-    let mut sending = Sending { link, stats, encoder, digests: HashMap::new(), burst };
+    let mut sending = Sending { link, stats, encoder, references, digests: HashMap::new(), burst };
     while let Some(item) = sending.next(outflow) {
         if matches!(item, Outgoing::End) {
             break;
@@ -120,6 +119,7 @@ struct Sending<'a> {
     link: &'a Channel,
     stats: &'a Stats,
     encoder: Encoder,
+    references: Option<&'a References>,
     digests: HashMap<Epoch, EpochDigest>,
     burst: Burst,
 }
@@ -162,7 +162,9 @@ impl Sending<'_> {
             self.encoder.set_link(seconds);
         }
         let began = clock::now();
-        let encoded = self.encoder.encode(chunk.runs(), chunk.bytes(), epoch == Epoch(0));
+        let references = self.references;
+        let find = |page: &Page| references?.find(page);
+        let encoded = self.encoder.encode(chunk.runs(), chunk.bytes(), epoch == Epoch(0), find);
         let encoding_ended = clock::now();
         let header = self.link.send_parts(Kind::Pages, epoch, &encoded.parts)?;
         self.sent(epoch, &header);

@@ -4,6 +4,7 @@
 use super::group::Group;
 use super::pace::Pace;
 use super::progress::Progress;
+use super::references::References;
 use super::send::{Outbox, Outgoing};
 use super::stats::Stats;
 use crate::arbiter::Arbiter;
@@ -65,6 +66,8 @@ pub struct Session {
     pub(super) records: Records,
     /// The last epoch that is on the backup's disks.
     pub(super) settled: AtomicU64,
+    /// What the guest read from its disks, if references may be sent.
+    pub(super) references: Option<Arc<References>>,
     /// The VMs that this one is protected with, and this one's place among them.
     pub(super) group: Arc<Group>,
     pub(super) place: usize,
@@ -195,6 +198,7 @@ impl Session {
         self.outbox.close();
         for disk in self.machine.disks() {
             disk.set_sink(None);
+            disk.set_read_sink(None);
         }
     }
 

@@ -7,7 +7,7 @@
 use super::handshake::{ConnectionError, Export, Outcome, negotiate};
 use super::protocol::{Command, REQUEST_BYTES, Request, Status, reply};
 use super::traffic::Counters;
-use crate::disk::Disk;
+use crate::disk::{Disk, WatchedRead};
 use crate::image::Space;
 use crossbeam_channel::{Receiver, Sender};
 use std::io::{self, BufReader, IoSlice, Read, Write};
@@ -60,8 +60,9 @@ pub(super) fn serve_cold_reads(served: &Served, cold: &Receiver<ColdRead>) {
     let mut buffer = Buffer::default();
     for ColdRead { request, replies } in cold {
         let data = buffer.get(request.length as usize);
+        let watched = served.disk.begin_read();
         let result = served.disk.read(request.offset, data);
-        served.answer_read(&request, result, data, &replies);
+        served.answer_read(&request, result, data, &replies, watched);
     }
 }
 
@@ -72,11 +73,15 @@ impl Served {
         result: io::Result<()>,
         data: &[u8],
         replies: &Replies,
+        watched: Option<WatchedRead>,
     ) {
         match result {
             Ok(()) => {
                 self.counters.read(request.length);
                 replies.send(Status::Ok, request.handle, data);
+                if let Some(watched) = watched {
+                    watched.end(self.disk.index(), request.offset, data);
+                }
             }
             Err(_) => self.answer(request, result, replies),
         }
@@ -126,6 +131,7 @@ impl Connection<'_> {
 
     fn read(&self, request: Request, buffer: &mut Buffer) {
         let data = buffer.get(request.length as usize);
+        let watched = self.served.disk.begin_read();
         let result = self.served.disk.read_if_cached(request.offset, data);
         if let Ok(false) = result {
             let read = ColdRead { request, replies: self.replies.clone() };
@@ -133,7 +139,7 @@ impl Connection<'_> {
             self.cold.send(read).expect("the reader threads are running");
             return;
         }
-        self.served.answer_read(&request, result.map(|_| ()), data, &self.replies);
+        self.served.answer_read(&request, result.map(|_| ()), data, &self.replies, watched);
     }
 
     /// Carries out a command that changes the disk, or a flush.

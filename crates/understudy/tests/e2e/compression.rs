@@ -1,6 +1,6 @@
 //! Every way to encode pages: the guest's memory is right on the other host.
 
-use crate::stage::{LIMIT, PACE, await_service, options, play, prove_survival};
+use crate::stage::{LIMIT, PACE, await_service, options, play, play_protected, prove_survival};
 use anyhow::{Context, Result, ensure};
 use understudy_lab::scene::VM;
 use understudy_lab::{GuestShell, Scene, wait_for};
@@ -48,6 +48,78 @@ fn memory_is_right_with_every_compression() {
         }
         prove_survival(scene, client, here)
     });
+}
+
+/// A file that does not change, and how the guest reads it from its disk.
+const MAKE_STILL: &str =
+    "dd if=/dev/urandom of=/data/still bs=1M count=12 2> /dev/null && sync && md5sum /data/still";
+const READ_STILL: &str = "echo 3 > /proc/sys/vm/drop_caches; cat /data/still > /dev/null";
+
+/// A file that changes between reads from the disk, and what was wrong with it ever.
+const CHURN: &str = "while :; do dd if=/dev/urandom of=/tmp/new bs=64k count=32; \
+                     cp /tmp/new /data/churn; sync; echo 3 > /proc/sys/vm/drop_caches; \
+                     cat /data/still > /dev/null; cmp /tmp/new /data/churn >> /tmp/bad 2>&1; \
+                     echo >> /tmp/rounds; done";
+/// Enough for the test to be about them.
+const REFERENCES: u64 = 500;
+
+/// Remus 5, introspection: what was read from a disk is read on the backup too.
+#[test]
+fn pages_read_from_the_disk_are_read_from_the_mirror() {
+    play_protected(options(), |scene, client| {
+        let mut shell = scene.shell()?;
+        let still = shell.run(MAKE_STILL)?;
+        ensure!(still.code == 0, "`{MAKE_STILL}` failed: {still:?}");
+        await_references(scene, REFERENCES, || shell.run(READ_STILL).map(drop))?;
+        let churn = shell.start(CHURN)?;
+        let so_far = references(scene)?;
+        await_rounds(&mut shell, 3)?;
+        await_references(scene, so_far + REFERENCES, || Ok(()))?;
+        scene.host_mut("a")?.kill_everything()?;
+        scene.await_live("b")?;
+        await_service(&client)?;
+        // The first time from the page cache, as far as it has the file.
+        for line in ["md5sum /data/still", &format!("{READ_STILL}; md5sum /data/still")] {
+            let now = shell.run(line)?.text;
+            ensure!(
+                last_line(&now) == last_line(&still.text),
+                "the file was {still:?}, is {now:?}"
+            );
+        }
+        let rounds = rounds(&mut shell)?;
+        await_rounds(&mut shell, rounds + 2)?;
+        let bad = shell.run(&format!("kill -9 -{churn}; cat /tmp/bad"))?;
+        ensure!(bad.text.trim().is_empty(), "the guest read what it had not written: {bad:?}");
+        prove_survival(scene, client, "b")
+    });
+}
+
+fn references(scene: &Scene) -> Result<u64> {
+    let counters = scene.status("a")?["compression"]["counters"].take();
+    counters["reference"].as_u64().with_context(|| format!("no references in {counters}"))
+}
+
+/// Waits until so many references were sent; does `work` meanwhile.
+fn await_references(scene: &Scene, goal: u64, mut work: impl FnMut() -> Result<()>) -> Result<()> {
+    wait_for("pages to be sent as references", LIMIT, || {
+        work()?;
+        Ok((references(scene)? >= goal).then_some(()))
+    })
+}
+
+fn rounds(shell: &mut GuestShell) -> Result<u64> {
+    let output = shell.run("cat /tmp/rounds 2> /dev/null | wc -l")?;
+    last_line(&output.text).parse().with_context(|| format!("`wc` said {output:?}"))
+}
+
+fn await_rounds(shell: &mut GuestShell, goal: u64) -> Result<()> {
+    wait_for("the guest to write and read its file", LIMIT, || {
+        Ok((rounds(shell)? >= goal).then_some(()))
+    })
+}
+
+fn last_line(text: &str) -> &str {
+    text.lines().last().unwrap_or_default().trim()
 }
 
 /// Waits until what the mode is about has happened a few hundred times.
