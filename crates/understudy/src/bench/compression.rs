@@ -6,6 +6,7 @@
 
 use super::compression_report::{CompressionBench, Sample, Way};
 use super::machine::{Machine, load_average};
+use super::on_scene;
 use crate::cli::BenchCompressionArgs;
 use crate::client::Client;
 use crate::demo::{guest_files, scene_options};
@@ -61,13 +62,7 @@ pub fn run(args: &BenchCompressionArgs, json: bool) -> Result<Exit, Failure> {
         let settings = DETECTION.to_owned();
         options.daemons.insert(host.clone(), HostOptions { settings, ..Default::default() });
     }
-    let bench = Scene::start(options)
-        .and_then(|scene| {
-            let bench =
-                measure(&scene, args).inspect_err(|_| eprintln!("{}", scene.diagnostics()))?;
-            scene.finish()?;
-            Ok(bench)
-        })
+    let bench = on_scene(options, |scene| measure(scene, args))
         .map_err(|error| Failure::internal(format!("the benchmark failed: {error:#}")))?;
     output::show(json, &bench, CompressionBench::table)?;
     Ok(Exit::Ok)

@@ -4,6 +4,7 @@
 //! to the backup delays every byte and carries 100 Mbit/s.
 
 use super::machine::{Machine, load_average};
+use super::on_scene;
 use crate::cli::BenchDistanceArgs;
 use crate::client::Client;
 use crate::demo::scene_options;
@@ -71,22 +72,8 @@ pub fn run(args: &BenchDistanceArgs, json: bool) -> Result<Exit, Failure> {
         options.daemons.insert(host.to_owned(), HostOptions { settings, ..Default::default() });
     }
     eprintln!("two hosts and a long line; the guest boots");
-    let measure = || {
-        let scene = Scene::start(options)?;
-        match measure(&scene, args) {
-            Ok(bench) => {
-                scene.finish()?;
-                Ok(bench)
-            }
-            Err(error) => {
-                eprintln!("{}", scene.diagnostics());
-                Err(error)
-            }
-        }
-    };
-    let bench: DistanceBench = measure().map_err(|error: anyhow::Error| {
-        Failure::internal(format!("the benchmark failed: {error:#}"))
-    })?;
+    let bench = on_scene(options, |scene| measure(scene, args))
+        .map_err(|error| Failure::internal(format!("the benchmark failed: {error:#}")))?;
     output::show(json, &bench, DistanceBench::table)?;
     Ok(Exit::Ok)
 }

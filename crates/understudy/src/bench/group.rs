@@ -6,6 +6,7 @@
 //! by the guest's, which stands still while the guest does.
 
 use super::machine::{Machine, load_average};
+use super::on_scene;
 use crate::cli::BenchGroupArgs;
 use crate::client::Client;
 use crate::demo::scene_options;
@@ -102,20 +103,9 @@ pub fn run(args: &BenchGroupArgs, json: bool) -> Result<Exit, Failure> {
     Ok(Exit::Ok)
 }
 
-/// The scene is gone when this returns, whatever happened.
 fn measure(options: SceneOptions, args: &BenchGroupArgs) -> Result<GroupBench> {
     eprintln!("two hosts; two guests boot on one of them");
-    let scene = Scene::start(options)?;
-    match Bench::begin(&scene, args).and_then(Bench::all) {
-        Ok(bench) => {
-            scene.finish()?;
-            Ok(bench)
-        }
-        Err(error) => {
-            eprintln!("{}", scene.diagnostics());
-            Err(error)
-        }
-    }
+    on_scene(options, |scene| Bench::begin(scene, args).and_then(Bench::all))
 }
 
 struct Bench<'a> {

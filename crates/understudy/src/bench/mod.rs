@@ -20,3 +20,17 @@ mod memory;
 pub mod pause;
 mod report;
 pub mod throttle;
+
+use understudy_lab::{Scene, SceneOptions};
+
+/// Measures on a scene of its own, which is gone when this returns, whatever happened.
+/// An error shows the ends of its logs first.
+fn on_scene<T>(
+    options: SceneOptions,
+    measure: impl FnOnce(&Scene) -> anyhow::Result<T>,
+) -> anyhow::Result<T> {
+    let scene = Scene::start(options)?;
+    let measured = measure(&scene).inspect_err(|_| eprintln!("{}", scene.diagnostics()))?;
+    scene.finish()?;
+    Ok(measured)
+}

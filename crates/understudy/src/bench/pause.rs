@@ -7,6 +7,7 @@
 
 use super::machine::{Machine, load_average};
 use super::memory::DaemonMemory;
+use super::on_scene;
 use super::report::{PauseBench, Point};
 use crate::cli::BenchPauseArgs;
 use crate::client::Client;
@@ -88,19 +89,9 @@ fn measure_guest(
 ) -> Result<PauseBench> {
     let memory_mib = options.memory_mib;
     progress.doing(&format!("two hosts; Linux boots on one of them, with {memory_mib} MiB"));
-    let scene = Scene::start(options)?;
-    let measured =
-        Bench::begin(&scene, progress, memory_mib).and_then(|mut bench| bench.points(args));
-    match measured {
-        Ok(bench) => {
-            scene.finish()?;
-            Ok(bench)
-        }
-        Err(error) => {
-            eprintln!("{}", scene.diagnostics());
-            Err(error)
-        }
-    }
+    on_scene(options, |scene| {
+        Bench::begin(scene, progress, memory_mib).and_then(|mut bench| bench.points(args))
+    })
 }
 
 struct Bench<'a> {

@@ -2,6 +2,7 @@
 //! carries (Remus, section 3.4), with and without its vCPUs being slowed down.
 
 use super::machine::{Machine, load_average};
+use super::on_scene;
 use super::pause::{DETECTION, words};
 use crate::cli::BenchThrottleArgs;
 use crate::client::Client;
@@ -100,17 +101,7 @@ fn measure_guest(
         let daemon = HostOptions { settings, without_control_groups, ..Default::default() };
         options.daemons.insert(host.clone(), daemon);
     }
-    let scene = Scene::start(options)?;
-    match measure_scene(&scene, args) {
-        Ok(measured) => {
-            scene.finish()?;
-            Ok(measured)
-        }
-        Err(error) => {
-            eprintln!("{}", scene.diagnostics());
-            Err(error)
-        }
-    }
+    on_scene(options, |scene| measure_scene(scene, args))
 }
 
 fn measure_scene(scene: &Scene, args: &BenchThrottleArgs) -> Result<(Machine, Measured)> {

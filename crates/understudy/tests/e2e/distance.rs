@@ -1,13 +1,13 @@
 //! A backup far away: 50 ms each way, over 100 Mbit/s.
 
 use crate::stage::{PACE, await_service, daemon_with_peers, options, play, prove_survival};
-use anyhow::ensure;
+use anyhow::{Result, ensure};
 use std::time::Duration;
-use understudy_lab::LongLine;
 use understudy_lab::scene::VM;
+use understudy_lab::{LongLine, RecordClient, Scene};
 
-#[test]
-fn a_backup_far_away_takes_over_and_loses_nothing() {
+/// [`play`] with a guest on host a that is protected to the far host b, and its client.
+fn play_far_away(story: impl FnOnce(&mut Scene, RecordClient) -> Result<()>) {
     let mut options = options();
     let peers = format!("b = \"{}\"", LongLine::address());
     options.daemons.insert("a".to_owned(), daemon_with_peers(&peers));
@@ -17,6 +17,13 @@ fn a_backup_far_away_takes_over_and_loses_nothing() {
         scene.protected_guest("a", "b")?;
         let client = scene.record_client(PACE)?;
         await_service(&client)?;
+        story(scene, client)
+    });
+}
+
+#[test]
+fn a_backup_far_away_takes_over_and_loses_nothing() {
+    play_far_away(|scene, client| {
         let status = scene.status("a")?;
         ensure!(status["protection"]["state"] == "protected", "a false alarm: {status}");
         scene.host_mut("a")?.kill_everything()?;
@@ -26,15 +33,7 @@ fn a_backup_far_away_takes_over_and_loses_nothing() {
 
 #[test]
 fn a_planned_fail_over_to_a_backup_far_away() {
-    let mut options = options();
-    let peers = format!("b = \"{}\"", LongLine::address());
-    options.daemons.insert("a".to_owned(), daemon_with_peers(&peers));
-    play(options, |scene| {
-        let line = LongLine::lay(scene.lab(), "b", 100_000_000)?;
-        line.set_delay(Duration::from_millis(50));
-        scene.protected_guest("a", "b")?;
-        let client = scene.record_client(PACE)?;
-        await_service(&client)?;
+    play_far_away(|scene, client| {
         scene.host("a")?.call(["failover", VM])?;
         prove_survival(scene, client, "b")
     });
