@@ -1,0 +1,163 @@
+//! The grammar of `understudy bench`.
+
+use clap::{Args, Subcommand};
+use std::path::PathBuf;
+use understudy_encoding::{DEFAULT_CACHE_PAGES, MOST_CACHE_PAGES};
+
+/// `bench`
+#[derive(Debug, Subcommand)]
+pub enum BenchCommand {
+    /// How long a checkpoint stops the guest, against the pages that it wrote.
+    #[command(after_help = BENCH_PAUSE_HELP)]
+    Pause(BenchPauseArgs),
+    /// Round trips between two guests: one group, one by one, unprotected.
+    #[command(after_help = BENCH_GROUP_HELP)]
+    Group(BenchGroupArgs),
+    /// What becomes of a guest that writes faster than the link carries.
+    #[command(after_help = BENCH_THROTTLE_HELP)]
+    Throttle(BenchThrottleArgs),
+    /// What each way to encode pages gains and costs, while the guest compiles.
+    #[command(after_help = BENCH_COMPRESSION_HELP)]
+    Compression(BenchCompressionArgs),
+    /// What a client waits when the backup is 1 to 50 ms away over 100 Mbit/s.
+    #[command(after_help = BENCH_DISTANCE_HELP)]
+    Distance(BenchDistanceArgs),
+}
+
+const BENCH_COMPRESSION_HELP: &str = "\
+Two hosts are network namespaces of this machine; daemons, QEMUs and the guest,
+which runs a C compiler over and over, are real. Each way is measured in turn,
+round after round. Needs root, and the guest with a compiler that
+guests/toolchain builds. Everything is removed at the end.";
+
+/// `bench compression`
+#[derive(Debug, Args)]
+pub struct BenchCompressionArgs {
+    /// How often each way is measured.
+    #[arg(long, value_name = "N", default_value_t = 3, value_parser = clap::value_parser!(u32).range(1..=100))]
+    pub rounds: u32,
+    /// Seconds of each measurement.
+    #[arg(long, value_name = "N", default_value_t = 10, value_parser = clap::value_parser!(u64).range(2..=3600))]
+    pub seconds: u64,
+    /// Checkpoints a second.
+    #[arg(long, value_name = "N", default_value_t = 20, value_parser = clap::value_parser!(u32).range(1..=1000))]
+    pub hz: u32,
+    /// Pages of 4 KiB in the cache that deltas are made against.
+    #[arg(long, value_name = "N", default_value_t = DEFAULT_CACHE_PAGES, value_parser = clap::value_parser!(u32).range(1..=i64::from(MOST_CACHE_PAGES)))]
+    pub cache_pages: u32,
+    /// The test guest's files, with a folder `toolchain` [default: target/guest of the build].
+    #[arg(long, value_name = "DIR", env = "UNDERSTUDY_GUEST")]
+    pub guest: Option<PathBuf>,
+}
+
+const BENCH_DISTANCE_HELP: &str = "\
+A client appends records to a file in the guest, each after the last one's
+acknowledgement. A relay delays every byte between the hosts, each way. Parts and
+conditions as for `bench pause`.";
+
+/// `bench distance`
+#[derive(Debug, Args)]
+pub struct BenchDistanceArgs {
+    /// Seconds of each measurement.
+    #[arg(long, value_name = "N", default_value_t = 5, value_parser = clap::value_parser!(u64).range(1..=600))]
+    pub seconds: u64,
+    /// The test guest's files [default: target/guest of the build].
+    #[arg(long, value_name = "DIR", env = "UNDERSTUDY_GUEST")]
+    pub guest: Option<PathBuf>,
+}
+
+const BENCH_PAUSE_HELP: &str = "\
+Two hosts are network namespaces of this machine; daemons, QEMUs and the guest,
+which rewrites that many pages in every epoch, are real. Needs root, and the test
+guest that `make guests` builds. Everything is removed at the end. Figures mean
+little while something else keeps the machine busy.";
+
+const BENCH_GROUP_HELP: &str = "\
+One guest asks a server in the other over TCP, each request after the last answer:
+alone, and while a client outside asks the first guest likewise. Parts and
+conditions as for `bench pause`.";
+
+/// `bench group`
+#[derive(Debug, Args)]
+pub struct BenchGroupArgs {
+    /// Seconds of each measurement.
+    #[arg(long, value_name = "N", default_value_t = 3, value_parser = clap::value_parser!(u64).range(1..=600))]
+    pub seconds: u64,
+    /// How often everything is measured, in turn; medians are reported.
+    #[arg(long, value_name = "N", default_value_t = 3, value_parser = clap::value_parser!(u32).range(1..=100))]
+    pub repeats: u32,
+    /// The test guest's files [default: target/guest of the build].
+    #[arg(long, value_name = "DIR", env = "UNDERSTUDY_GUEST")]
+    pub guest: Option<PathBuf>,
+}
+
+/// `bench pause`
+#[derive(Debug, Args)]
+pub struct BenchPauseArgs {
+    /// Checkpoints to measure at each point.
+    #[arg(long, value_name = "N", default_value_t = 100, value_parser = epochs)]
+    pub epochs: usize,
+    /// Pages that the guest writes in each epoch; 0 is an idle guest.
+    #[arg(
+        long,
+        value_name = "N,…",
+        value_delimiter = ',',
+        default_value = "0,100,1000,10000,50000"
+    )]
+    pub points: Vec<u64>,
+    /// The guest's memory, in MiB or with a unit; all points are measured with each size.
+    #[arg(
+        long,
+        value_name = "SIZE,…",
+        value_delimiter = ',',
+        default_value = "512M",
+        value_parser = memory_mib
+    )]
+    pub memory: Vec<u32>,
+    /// The test guest's files [default: target/guest of the build].
+    #[arg(long, value_name = "DIR", env = "UNDERSTUDY_GUEST")]
+    pub guest: Option<PathBuf>,
+}
+
+const BENCH_THROTTLE_HELP: &str = "\
+The same laboratory as in `bench pause`, with a slow link between the hosts. Measured
+twice: where control groups are hidden from the daemon, so that it cannot slow the
+guest down, and where they are not.";
+
+/// `bench throttle`
+#[derive(Debug, Args)]
+pub struct BenchThrottleArgs {
+    /// Speed of the link between the hosts, in Mbit/s.
+    #[arg(long, value_name = "MBITS", default_value_t = 100, value_parser = clap::value_parser!(u32).range(10..=10_000))]
+    pub link: u32,
+    /// Pages that the guest fills with noise without rest.
+    #[arg(long, value_name = "N", default_value_t = 10_000, value_parser = clap::value_parser!(u64).range(16..=20_000))]
+    pub pages: u64,
+    /// How long to measure, each time.
+    #[arg(long, value_name = "S", default_value_t = 30, value_parser = clap::value_parser!(u64).range(5..=600))]
+    pub seconds: u64,
+    /// The test guest's files [default: target/guest of the build].
+    #[arg(long, value_name = "DIR", env = "UNDERSTUDY_GUEST")]
+    pub guest: Option<PathBuf>,
+}
+
+/// `512`, `512M` or `4G`.
+fn memory_mib(text: &str) -> Result<u32, String> {
+    let (number, unit) = match text.strip_suffix('G') {
+        Some(number) => (number, 1024),
+        None => (text.strip_suffix('M').unwrap_or(text), 1),
+    };
+    let mib = number.parse::<u32>().ok().and_then(|number| number.checked_mul(unit));
+    match mib {
+        Some(mib) if (256..=65536).contains(&mib) => Ok(mib),
+        _ => Err("it must be 256M to 64G".to_owned()),
+    }
+}
+
+fn epochs(text: &str) -> Result<usize, String> {
+    match text.parse() {
+        // The daemon keeps the timings of 4 096 checkpoints.
+        Ok(epochs) if (10..=4000).contains(&epochs) => Ok(epochs),
+        _ => Err("it must be a number from 10 to 4000".to_owned()),
+    }
+}
