@@ -282,8 +282,9 @@ fn end(
 ) {
     let name = machine.definition().name.clone();
     match outcome {
-        Outcome::Live { generation, reason } => {
+        Outcome::Live { generation, reason, takeover } => {
             let vm = host.add_primary(machine.clone(), generation, wish);
+            vm.took_over(takeover);
             host.degraded(&vm, format!("took over: {reason}"), remedy);
             // The activation says so already; the record is where it belongs.
             if let Err(error) = host.records.change(&name, |_| ()) {

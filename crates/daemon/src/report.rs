@@ -144,6 +144,20 @@ pub struct DiskSync {
     pub differing_bytes: u64,
 }
 
+/// Where the time of a take-over went, in milliseconds. Detection comes before it: from
+/// the failure to the suspicion.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
+pub struct TakeoverReport {
+    /// From the suspicion until the arbiter gave the VM to this host.
+    pub arbiter_ms: f64,
+    /// Bringing to the disks all that was acknowledged, and the activation record.
+    pub activation_ms: f64,
+    /// Loading the device state, until the guest ran.
+    pub restart_ms: f64,
+    /// From the suspicion until the guest ran.
+    pub total_ms: f64,
+}
+
 /// Everything that `status` shows of one VM.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct VmStatus {
@@ -167,6 +181,9 @@ pub struct VmStatus {
     pub disk_sync: Option<DiskSync>,
     /// Epochs captured and not yet acknowledged.
     pub lag_epochs: u64,
+    /// How the VM came to this host, if this host took it over and runs it.
+    #[serde(default)]
+    pub takeover: Option<TakeoverReport>,
     /// The checkpoint policy.
     pub policy: Policy,
     /// Checkpoints committed since protection began.

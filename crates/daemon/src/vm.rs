@@ -4,13 +4,13 @@ use crate::machine::Machine;
 use crate::repair::Repairer;
 use crate::report::{
     CardReport, CheckpointTiming, CompressionReport, DiskReport, DiskSync, ProtectRequest,
-    Protection, Role, VmStatus,
+    Protection, Role, TakeoverReport, VmStatus,
 };
 use crate::resync::{self, Basis};
 use crate::sync::lock;
 use crate::{backup, primary};
 use std::collections::VecDeque;
-use std::sync::{Arc, Mutex};
+use std::sync::{Arc, Mutex, OnceLock};
 use understudy_protocol::{BackupPhase, Epoch, Generation, Policy, PrimaryPhase};
 
 /// Events that are kept for `status`.
@@ -56,6 +56,8 @@ pub struct PrimaryVm {
     pub repairer: Repairer,
     /// Held while protection is set up or ended.
     pub protecting: Mutex<()>,
+    /// How it came to this host, if by a take-over.
+    takeover: OnceLock<TakeoverReport>,
     state: Mutex<PrimaryState>,
 }
 
@@ -91,8 +93,15 @@ impl PrimaryVm {
             events: Events::default(),
             repairer: Repairer::new(wish),
             protecting: Mutex::default(),
+            takeover: OnceLock::new(),
             state: Mutex::new(state),
         }
+    }
+
+    /// It came to this host by a take-over.
+    pub(crate) fn took_over(&self, takeover: TakeoverReport) {
+        // A VM comes once.
+        let _ = self.takeover.set(takeover);
     }
 
     /// Whether every output waits for a backup.
@@ -172,6 +181,7 @@ impl PrimaryVm {
         let mut status = machine_status(&self.machine, Role::Primary, self.machine.is_alive());
         status.generation = state.generation;
         status.events = self.events.list();
+        status.takeover = self.takeover.get().copied();
         status.protection = match &state.degraded {
             Some(reason) => Protection::Degraded { reason: reason.clone() },
             None => Protection::Off,
@@ -271,6 +281,7 @@ fn machine_status(machine: &Machine, role: Role, live: bool) -> VmStatus {
         protection: Protection::Off,
         disk_sync: None,
         lag_epochs: 0,
+        takeover: None,
         policy: definition.policy.unwrap_or_default(),
         checkpoints: 0,
         pause_ms: Default::default(),
@@ -321,6 +332,7 @@ impl FencedVm {
             protection: Protection::Degraded { reason: self.reason.clone() },
             disk_sync: None,
             lag_epochs: 0,
+            takeover: None,
             policy: Policy::default(),
             checkpoints: 0,
             pause_ms: Default::default(),

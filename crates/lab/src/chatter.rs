@@ -5,7 +5,7 @@ use crate::lab::Lab;
 use crate::records::mix;
 use anyhow::Result;
 use std::net::SocketAddr;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 /// What the connections carry.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -77,6 +77,13 @@ impl ChatterReport {
     pub fn longest_gap(&self) -> Duration {
         let longest = self.transcripts.iter().map(Transcript::longest_silence).max();
         longest.unwrap_or_default()
+    }
+
+    /// The longest outage of a connection because of a failure at `failed_at`, as
+    /// [`RecordReport::outage_until`](crate::RecordReport::outage_until) has it.
+    pub fn outage_until(&self, failed_at: Instant, until: Instant) -> Option<Duration> {
+        let outages = self.transcripts.iter().map(|transcript| transcript.outage(failed_at, until));
+        outages.collect::<Option<Vec<_>>>()?.into_iter().max()
     }
 }
 

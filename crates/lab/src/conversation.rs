@@ -77,6 +77,15 @@ impl Transcript {
         let ends = self.answers.iter().copied().chain([self.ended]);
         starts.zip(ends).map(|(start, end)| (end, end - start))
     }
+
+    /// The longest silence that ended after `failed_at` and not after `until`; none
+    /// if no answer came in that time.
+    pub(crate) fn outage(&self, failed_at: Instant, until: Instant) -> Option<Duration> {
+        let window = |at: Instant| failed_at < at && at <= until;
+        self.answers.iter().find(|&&at| window(at))?;
+        let within = self.silences().filter(|&(end, _)| window(end));
+        within.map(|(_, length)| length).max()
+    }
 }
 
 /// A conversation under way on its own thread.

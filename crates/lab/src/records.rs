@@ -112,10 +112,7 @@ impl RecordReport {
     /// [`outage`](RecordReport::outage) of a failure among several: silences that
     /// ended after `until` do not count.
     pub fn outage_until(&self, failed_at: Instant, until: Instant) -> Option<Duration> {
-        let window = |at: Instant| failed_at < at && at <= until;
-        self.transcript.answers.iter().find(|&&at| window(at))?;
-        let within = self.transcript.silences().filter(|&(end, _)| window(end));
-        within.map(|(_, length)| length).max()
+        self.transcript.outage(failed_at, until)
     }
 }
 

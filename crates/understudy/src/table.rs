@@ -271,6 +271,7 @@ pub mod tests {
                 differing_bytes: 1 << 20,
             }),
             lag_epochs: 1,
+            takeover: None,
             policy: Policy::Interval { hz: 40 },
             checkpoints: 1000,
             pause_ms: PauseReport { p50: 0.8, p99: 1.5, max: 19.25 },

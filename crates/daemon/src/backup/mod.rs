@@ -8,6 +8,7 @@
 mod apply;
 mod group;
 mod session;
+mod takeover;
 
 pub use group::Group;
 pub use session::{Outcome, Session};
@@ -177,6 +178,7 @@ pub fn accept(
         contests,
         waiting: ByteBudget::new(session::WAITING_BYTES),
         received: AtomicU64::new(0),
+        clock: takeover::Clock::default(),
         changed: Doorbell::default(),
         machine,
     });

@@ -3,6 +3,7 @@
 
 use super::apply::{apply, apply_epoch, validate};
 use super::group::Group;
+use super::takeover::{self, Stage};
 use crate::arbiter::Arbiter;
 use crate::channel::Channel;
 use crate::clock;
@@ -12,6 +13,7 @@ use crate::heartbeat::{Heartbeats, Pulse};
 use crate::machine::Machine;
 use crate::paths::PathMonitor;
 use crate::records::{Activation, Record, Records};
+use crate::report::TakeoverReport;
 use crate::resync;
 use crate::sync::{ByteBudget, lock};
 use anyhow::Context;
@@ -63,6 +65,8 @@ pub struct Session {
     pub(super) contests: Sender<Generation>,
     pub(super) waiting: ByteBudget,
     pub(super) received: AtomicU64,
+    /// Of the take-over, if it comes to one.
+    pub(super) clock: takeover::Clock,
     pub(super) changed: Doorbell,
 }
 
@@ -100,6 +104,8 @@ pub enum Outcome {
         generation: Generation,
         /// Why, for people.
         reason: String,
+        /// How long it took.
+        takeover: TakeoverReport,
     },
     /// The VM owns nothing here any more.
     Discarded,
@@ -163,6 +169,7 @@ impl Session {
                 }
             }
             &BackupAction::Contest(from) => {
+                self.clock.reach(Stage::Suspected);
                 // While the arbiter is asked: the images must be on stable storage before
                 // the guest runs on them.
                 let _ = self.errands.send(Errand::Settle);
@@ -172,6 +179,7 @@ impl Session {
             }
             BackupAction::ClosePeer => self.close_connections(),
             BackupAction::GoLive { generation, epoch, reason } => {
+                self.clock.reach(Stage::Granted);
                 info!(vm = self.vm, "taking over at epoch {epoch}: {reason}");
                 let generation = self.group.generation(self, *generation);
                 let reason = reason.clone();
@@ -270,13 +278,16 @@ impl Session {
                         self.activate(generation)?;
                         Ok(state)
                     });
-                    let result = self
-                        .group
-                        .all_or_none(ready)
-                        .and_then(|state| self.machine.go_live(&state));
+                    let result = self.group.all_or_none(ready).and_then(|state| {
+                        self.clock.reach(Stage::Activated);
+                        self.machine.go_live(&state)
+                    });
+                    self.clock.reach(Stage::Live);
                     self.close(Some(generation));
                     return match result {
-                        Ok(()) => Outcome::Live { generation, reason },
+                        Ok(()) => {
+                            Outcome::Live { generation, reason, takeover: self.clock.report() }
+                        }
                         Err(error) => self.failed(generation, &error),
                     };
                 }

@@ -7,6 +7,7 @@
 //! | [`throttle`] | what becomes of a guest that writes faster than the link carries |
 //! | [`compression`] | what each way to encode pages gains and costs while the guest compiles |
 //! | [`distance`]| records a second, and what they wait, with the backup far away |
+//! | [`failover`] | how long clients wait when a host dies |
 //! | `report`, `compression_report` | the results: medians, JSON, the tables |
 //! | `memory`  | how much memory the daemons hold |
 //! | `machine` | what it was measured on |
@@ -14,6 +15,7 @@
 pub mod compression;
 mod compression_report;
 pub mod distance;
+pub mod failover;
 pub mod group;
 mod machine;
 mod memory;

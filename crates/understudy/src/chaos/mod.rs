@@ -15,7 +15,7 @@
 mod fault;
 mod report;
 mod run;
-mod stage;
+pub mod stage;
 
 use crate::cli::ChaosArgs;
 use crate::demo::scene_options;
@@ -73,7 +73,7 @@ impl Chaos {
     fn live(&mut self, seeds: &[u64]) {
         let mut left = seeds;
         while let Some(&next) = left.first() {
-            let mut stage = match Stage::set(self.options.clone()) {
+            let mut stage = match Stage::under_load(self.options.clone()) {
                 Ok(stage) => stage,
                 Err(error) => {
                     self.fail(None, next, format!("the guest cannot be started: {error:#}"));
@@ -98,7 +98,7 @@ impl Chaos {
                 self.advance();
             }
             match stage.clear(!broken) {
-                Ok(records) => self.outages.extend(outages(&runs, &records)),
+                Ok(said) => self.outages.extend(outages(&runs, &said.records)),
                 Err(error) => self.fail(None, next, format!("{error:#}")),
             }
         }

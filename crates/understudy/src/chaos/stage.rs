@@ -4,11 +4,11 @@ use crate::client::Client;
 use anyhow::{Context, Result, anyhow, bail, ensure};
 use std::path::Path;
 use std::time::{Duration, Instant};
-use understudy_daemon::report::{Protection, Role, VmStatus};
+use understudy_daemon::report::{HostStatus, Protection, Role, VmStatus};
 use understudy_lab::check::{DiskCheck, Snapshot};
 use understudy_lab::scene::{ECHO_PORT, RECORDS_PORT, VM};
-use understudy_lab::{ChatterClient, Load, RecordClient, RecordReport, Scene, SceneOptions};
-use understudy_lab::{Watcher, wait_for};
+use understudy_lab::{ChatterClient, ChatterReport, Load, RecordClient, RecordReport};
+use understudy_lab::{Scene, SceneOptions, Watcher, wait_for};
 
 /// The two hosts.
 pub const HOSTS: [&str; 2] = ["a", "b"];
@@ -37,21 +37,46 @@ pub struct Stage {
     watchers: [Watcher; 2],
 }
 
+/// What the clients have seen.
+pub struct Said {
+    /// The one that appends records.
+    pub records: RecordReport,
+    /// The others.
+    pub chatter: Vec<ChatterReport>,
+}
+
 impl Stage {
     /// Boots the guest on the first host and puts it under load.
-    pub fn set(options: SceneOptions) -> Result<Stage> {
+    pub fn under_load(options: SceneOptions) -> Result<Stage> {
+        Stage::set(options, &LOADS, &[(RECORDS_PORT, PINGS, Load::Pings), (ECHO_PORT, 1, BULK)])
+    }
+
+    /// Boots the guest on the first host; it has nothing to do but for its client, and
+    /// another connection that carries blocks of so many bytes both ways, if any.
+    pub fn at_rest(options: SceneOptions, bulk: Option<usize>) -> Result<Stage> {
+        let bulk: Vec<_> =
+            bulk.map(|bytes| (ECHO_PORT, 1, Load::Bulk(bytes))).into_iter().collect();
+        Stage::set(options, &[], &bulk)
+    }
+
+    /// With these commands in the guest, and these connections beside the records.
+    fn set(
+        options: SceneOptions,
+        commands: &[&str],
+        connections: &[(u16, usize, Load)],
+    ) -> Result<Stage> {
         let scene = Scene::start(options)?;
         scene.start_guest(HOSTS[0])?;
         scene.await_guest()?;
         let mut shell = scene.shell()?;
-        for load in LOADS {
-            shell.start(load)?;
+        for command in commands {
+            shell.start(command)?;
         }
         let (lab, guest) = (scene.lab(), |port| scene.guest(port));
-        let chatter = vec![
-            ChatterClient::start(lab, guest(RECORDS_PORT), PINGS, Load::Pings)?,
-            ChatterClient::start(lab, guest(ECHO_PORT), 1, BULK)?,
-        ];
+        let chatter = connections
+            .iter()
+            .map(|&(port, count, load)| ChatterClient::start(lab, guest(port), count, load));
+        let chatter = chatter.collect::<Result<_>>()?;
         let records = scene.record_client(PACE)?;
         let watchers = [scene.watch_uplink(HOSTS[0], 0)?, scene.watch_uplink(HOSTS[1], 0)?];
         Ok(Stage { scene, records, chatter, watchers })
@@ -70,9 +95,12 @@ impl Stage {
     /// What the daemon on `host` says of the guest; none if it knows none. Not to
     /// be asked of a host that stands still.
     pub fn status(&self, host: &str) -> Result<Option<VmStatus>> {
-        let status =
-            client(&self.scene, host)?.status().map_err(|failure| anyhow!(failure.message))?;
-        Ok(status.vms.into_iter().find(|vm| vm.name == VM))
+        Ok(self.host_status(host)?.vms.into_iter().find(|vm| vm.name == VM))
+    }
+
+    /// What the daemon on `host` says of itself.
+    pub fn host_status(&self, host: &str) -> Result<HostStatus> {
+        client(&self.scene, host)?.status().map_err(|failure| anyhow!(failure.message))
     }
 
     /// The host that runs the guest and may let its output go, if there is just one.
@@ -163,13 +191,14 @@ impl Stage {
     /// `owner` had begun to send in its name, since `begun`. A loser that never
     /// owned it must have been silent all the time.
     pub fn answered_from_two(&self, owner: &str, begun: Instant, moved: bool) -> Result<bool> {
-        let since = if moved {
-            let first = self.watcher(owner).first_frame_after(begun)?;
-            first.context("the new owner has sent nothing in the guest's name")?
-        } else {
-            begun
-        };
+        let since = if moved { self.first_frame(owner, begun)? } else { begun };
         Ok(self.watcher(other(owner)).frames_after(since)? > 0)
+    }
+
+    /// The first frame after `instant` that `host` sent in the guest's name.
+    pub fn first_frame(&self, host: &str, instant: Instant) -> Result<Instant> {
+        let first = self.watcher(host).first_frame_after(instant)?;
+        first.with_context(|| format!("host {host} has sent nothing in the guest's name"))
     }
 
     fn watcher(&self, host: &str) -> &Watcher {
@@ -192,14 +221,16 @@ impl Stage {
     }
 
     /// Ends the guest and its clients; `clean`: proves that nothing is left behind.
-    pub fn clear(self, clean: bool) -> Result<RecordReport> {
+    pub fn clear(self, clean: bool) -> Result<Said> {
         let Stage { mut scene, records, chatter, watchers } = self;
-        let report = records.stop();
-        let errors: Vec<String> = chatter
-            .into_iter()
-            .flat_map(|chatter| {
-                chatter.stop().errors().into_iter().map(ToString::to_string).collect::<Vec<_>>()
-            })
+        let said = Said {
+            records: records.stop(),
+            chatter: chatter.into_iter().map(ChatterClient::stop).collect(),
+        };
+        let errors: Vec<String> = said
+            .chatter
+            .iter()
+            .flat_map(|report| report.errors().into_iter().map(ToString::to_string))
             .collect();
         drop(watchers);
         if clean {
@@ -211,7 +242,7 @@ impl Stage {
             }
             scene.finish()?;
         }
-        Ok(report)
+        Ok(said)
     }
 }
 

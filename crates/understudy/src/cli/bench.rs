@@ -1,5 +1,6 @@
 //! The grammar of `understudy bench`.
 
+use crate::bench::failover::ClientKind;
 use clap::{Args, Subcommand};
 use std::path::PathBuf;
 use understudy_encoding::{DEFAULT_CACHE_PAGES, MOST_CACHE_PAGES};
@@ -22,6 +23,9 @@ pub enum BenchCommand {
     /// What a client waits when the backup is 1 to 50 ms away over 100 Mbit/s.
     #[command(after_help = BENCH_DISTANCE_HELP)]
     Distance(BenchDistanceArgs),
+    /// How long clients wait when a host dies, or is cut off.
+    #[command(after_help = BENCH_FAILOVER_HELP)]
+    Failover(BenchFailoverArgs),
 }
 
 const BENCH_COMPRESSION_HELP: &str = "\
@@ -61,6 +65,28 @@ pub struct BenchDistanceArgs {
     /// Seconds of each measurement.
     #[arg(long, value_name = "N", default_value_t = 5, value_parser = clap::value_parser!(u64).range(1..=600))]
     pub seconds: u64,
+    /// The test guest's files [default: target/guest of the build].
+    #[arg(long, value_name = "DIR", env = "UNDERSTUDY_GUEST")]
+    pub guest: Option<PathBuf>,
+}
+
+const BENCH_FAILOVER_HELP: &str = "\
+One guest and one TCP connection live through all failures: the host that failed
+becomes the backup for the next one. An outage is the longest time without an
+answer. Parts and conditions as for `bench pause`.";
+
+/// `bench failover`
+#[derive(Debug, Args)]
+pub struct BenchFailoverArgs {
+    /// How often everything on the primary's host is killed.
+    #[arg(long, value_name = "N", default_value_t = 30, value_parser = clap::value_parser!(u32).range(1..=10_000))]
+    pub kills: u32,
+    /// How often the primary's host is cut off from the network instead.
+    #[arg(long, value_name = "N", default_value_t = 10, value_parser = clap::value_parser!(u32).range(..=10_000))]
+    pub cuts: u32,
+    /// Who waits.
+    #[arg(long, value_name = "KIND", value_enum, default_value = "records")]
+    pub client: ClientKind,
     /// The test guest's files [default: target/guest of the build].
     #[arg(long, value_name = "DIR", env = "UNDERSTUDY_GUEST")]
     pub guest: Option<PathBuf>,

@@ -36,6 +36,7 @@ pub fn run(cli: &Cli) -> Result<Exit, Failure> {
         Command::Bench(BenchCommand::Compression(args)) => bench::compression::run(args, cli.json),
         Command::Bench(BenchCommand::Pause(args)) => bench::pause::run(args, cli.json),
         Command::Bench(BenchCommand::Distance(args)) => bench::distance::run(args, cli.json),
+        Command::Bench(BenchCommand::Failover(args)) => bench::failover::run(args, cli.json),
         Command::Bench(BenchCommand::Group(args)) => bench::group::run(args, cli.json),
         Command::Bench(BenchCommand::Throttle(args)) => bench::throttle::run(args, cli.json),
         Command::Doctor { config } => doctor::run(config.as_deref(), cli.json),
