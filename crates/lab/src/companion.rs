@@ -7,10 +7,10 @@ use crate::lab::GUEST_ADDRESS;
 use crate::records::RecordClient;
 use crate::scene::{RECORDS_PORT, SHELL_PORT, Scene};
 use crate::shell::GuestShell;
-use crate::{in_namespace, wait_for};
+use crate::wait::await_servers;
 use anyhow::{Context, Result};
 use std::fs;
-use std::net::{Ipv4Addr, SocketAddr, TcpStream};
+use std::net::{Ipv4Addr, SocketAddr};
 use std::path::PathBuf;
 use std::time::Duration;
 use toml::{Table, Value};
@@ -20,11 +20,6 @@ pub const COMPANION: &str = "companion";
 /// Its address.
 pub const COMPANION_ADDRESS: Ipv4Addr = Ipv4Addr::new(10, 77, 0, 51);
 const MAC: &str = "52:54:00:75:74:01";
-
-/// For a guest to boot, under emulation and on a busy machine.
-const BOOT_LIMIT: Duration = Duration::from_secs(120);
-/// For one try to connect to a guest that boots.
-const CONNECT_LIMIT: Duration = Duration::from_millis(500);
 
 /// The second guest of a scene: the same as the first but for its name, address
 /// and disk.
@@ -68,12 +63,8 @@ impl Companion {
 
     /// Waits until its servers answer the client.
     pub fn await_boot(&self, scene: &Scene) -> Result<()> {
-        let client = scene.lab().client();
-        wait_for("the companion to boot", BOOT_LIMIT, || {
-            let servers = [RECORDS_PORT, SHELL_PORT].map(Companion::address);
-            let answers = |to: &SocketAddr| TcpStream::connect_timeout(to, CONNECT_LIMIT).is_ok();
-            Ok(in_namespace(&client, || servers.iter().all(answers))?.then_some(()))
-        })
+        let servers = [RECORDS_PORT, SHELL_PORT].map(Companion::address);
+        await_servers(scene.lab(), "the companion", &servers)
     }
 
     /// One of its servers.

@@ -24,6 +24,7 @@
 //! | `etcd`        | an etcd that is the arbiter, and its links to the hosts |
 //! | `part`        | failures of a part of a host |
 //! | [`scene`]     | daemons, a guest and its protection: what most tests begin with |
+//! | `plain`       | a guest on QEMU without the product, to compare with |
 //! | `records`     | the client that must not lose a record nor its connection |
 //! | `chatter`     | load: many connections, every byte verified |
 //! | `shell`       | commands inside the guest |
@@ -37,6 +38,7 @@ pub mod check;
 mod command;
 pub mod companion;
 mod conversation;
+mod emulator;
 mod etcd;
 mod host;
 mod lab;
@@ -45,7 +47,9 @@ mod long_line;
 mod namespace;
 mod packet;
 mod part;
+mod plain;
 mod processes;
+mod qmp;
 mod records;
 mod remains;
 pub mod scene;
@@ -63,6 +67,7 @@ pub use leftovers::Leftovers;
 pub use long_line::LongLine;
 pub use namespace::{Namespace, in_namespace};
 pub use part::{Frozen, Part};
+pub use plain::{PLAIN_ADDRESS, PlainGuest, PlainOptions};
 pub use records::{Ack, RecordClient, RecordReport, record_payload};
 pub use remains::LabName;
 pub use scene::{Scene, SceneOptions};

@@ -7,14 +7,15 @@ use crate::host::{ArbiterKind, HostOptions, HostProcess, issue_certificates};
 use crate::lab::{BRIDGE, GUEST_ADDRESS, Lab};
 use crate::records::RecordClient;
 use crate::shell::GuestShell;
+use crate::wait::await_servers;
 use crate::watcher::{Mac, Watcher};
-use crate::{command, in_namespace, wait_for};
+use crate::{command, wait_for};
 use anyhow::{Context, Result, bail, ensure};
 use serde::Serialize;
 use serde_json::Value;
 use std::collections::BTreeMap;
 use std::fs;
-use std::net::{Ipv4Addr, SocketAddr, TcpStream};
+use std::net::{Ipv4Addr, SocketAddr};
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 use understudy_protocol::Policy;
@@ -31,10 +32,6 @@ pub const ECHO_PORT: u16 = 7002;
 pub const SECOND_ADDRESS: Ipv4Addr = Ipv4Addr::new(10, 78, 0, 50);
 const SECOND_CLIENT: &str = "10.78.0.100/24";
 
-/// For a guest to boot, under emulation and on a busy machine.
-const BOOT_LIMIT: Duration = Duration::from_secs(120);
-/// For one try to connect to a guest that boots.
-const CONNECT_LIMIT: Duration = Duration::from_millis(500);
 /// For a first synchronisation.
 const SYNC_LIMIT: Duration = Duration::from_secs(180);
 /// For a backup to run the guest after a failure.
@@ -260,12 +257,8 @@ impl Scene {
 
     /// Waits until the guest's servers answer the client.
     pub fn await_guest(&self) -> Result<()> {
-        let client = self.lab.client();
-        wait_for("the guest to boot", BOOT_LIMIT, || {
-            let servers = [RECORDS_PORT, SHELL_PORT, ECHO_PORT].map(|port| self.guest(port));
-            let answers = |to: &SocketAddr| TcpStream::connect_timeout(to, CONNECT_LIMIT).is_ok();
-            Ok(in_namespace(&client, || servers.iter().all(answers))?.then_some(()))
-        })
+        let servers = [RECORDS_PORT, SHELL_PORT, ECHO_PORT].map(|port| self.guest(port));
+        await_servers(&self.lab, "the guest", &servers)
     }
 
     /// Begins to protect the guest of host `from` to host `to`.
@@ -413,7 +406,7 @@ fn write_definition(lab: &Lab, options: &SceneOptions) -> Result<PathBuf> {
         accel: options.accel.clone(),
         kernel: file(KERNEL),
         initrd: file(INITRD),
-        append: linux.then(|| append(options.cards)),
+        append: linux.then(|| append(GUEST_ADDRESS, options.cards)),
         policy: options.policy,
         disk: copy_disks(lab, options)?,
         card: (0..cards).map(card).collect(),
@@ -425,10 +418,10 @@ fn write_definition(lab: &Lab, options: &SceneOptions) -> Result<PathBuf> {
 }
 
 /// The kernel's command line.
-fn append(cards: usize) -> String {
+pub(crate) fn append(address: Ipv4Addr, cards: usize) -> String {
     // An emulated timer is late on a busy machine: no reason to call it broken.
     let mut line = "console=ttyS0 quiet no_timer_check cryptomgr.notests".to_owned();
-    line += &format!(" us.ip={GUEST_ADDRESS}/24");
+    line += &format!(" us.ip={address}/24");
     if cards == 2 {
         // Both cards are on one bridge: each is to answer for itself only.
         line += &format!(" us.ip2={SECOND_ADDRESS}/24 sysctl.net.ipv4.conf.all.arp_ignore=1");
@@ -472,7 +465,7 @@ mod tests {
     #[test]
     fn cards_have_addresses_of_their_own() {
         assert_ne!(mac(0).parse::<Mac>().unwrap(), mac(1).parse::<Mac>().unwrap());
-        assert!(append(1).ends_with("us.ip=10.77.0.50/24"));
-        assert!(append(2).contains("us.ip2=10.78.0.50/24"));
+        assert!(append(GUEST_ADDRESS, 1).ends_with("us.ip=10.77.0.50/24"));
+        assert!(append(GUEST_ADDRESS, 2).contains("us.ip2=10.78.0.50/24"));
     }
 }

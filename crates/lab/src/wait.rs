@@ -1,9 +1,16 @@
 //! Waiting for a condition, with a deadline.
 
+use crate::lab::Lab;
+use crate::namespace::in_namespace;
 use anyhow::{Context, Result, bail};
+use std::net::{SocketAddr, TcpStream};
 use std::time::{Duration, Instant};
 
 const POLL_INTERVAL: Duration = Duration::from_millis(10);
+/// For a guest to boot, under emulation and on a busy machine.
+const BOOT_LIMIT: Duration = Duration::from_secs(120);
+/// For one try to connect to a guest that boots.
+const CONNECT_LIMIT: Duration = Duration::from_millis(500);
 
 /// Calls `probe` until it yields a value, at most for `limit`.
 ///
@@ -25,6 +32,15 @@ pub fn wait_for<T>(
         }
         std::thread::sleep(POLL_INTERVAL);
     }
+}
+
+/// Waits until a booting guest's `servers` all answer the laboratory's client.
+pub(crate) fn await_servers(lab: &Lab, guest: &str, servers: &[SocketAddr]) -> Result<()> {
+    let client = lab.client();
+    let answers = |to: &SocketAddr| TcpStream::connect_timeout(to, CONNECT_LIMIT).is_ok();
+    wait_for(&format!("{guest} to boot"), BOOT_LIMIT, || {
+        Ok(in_namespace(&client, || servers.iter().all(answers))?.then_some(()))
+    })
 }
 
 #[cfg(test)]

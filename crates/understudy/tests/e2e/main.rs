@@ -26,6 +26,7 @@
 //! | [`compression`] | every way to encode pages |
 //! | [`counter`] | a guest for every accelerator |
 //! | [`wire`]    | corrupt and truncated messages |
+//! | [`plain`]   | a guest without the product beside a guest with it |
 //! | [`refusals`]| bad input |
 //! | [`security`]| who is let in |
 //! | [`throttle`]| a guest that writes faster than a slow link carries |
@@ -42,6 +43,7 @@ mod group;
 mod paths;
 mod peer;
 mod phases;
+mod plain;
 mod planned;
 mod recover;
 mod refusals;

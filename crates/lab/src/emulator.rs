@@ -1,0 +1,212 @@
+//! A QEMU of the laboratory's own, in a host's namespace: the machine that the
+//! product would make of a definition, with QEMU's own parts where the product
+//! has its data plane.
+
+use crate::in_namespace;
+use crate::lab::{BRIDGE, Lab};
+use crate::qmp::{Events, Qmp};
+use anyhow::{Context, Result, ensure};
+use serde_json::{Value, json};
+use std::ffi::OsString;
+use std::os::fd::{AsFd, AsRawFd};
+use std::os::unix::net::UnixStream;
+use std::path::{Path, PathBuf};
+use std::sync::{Mutex, PoisonError};
+use std::time::Duration;
+use understudy_qemu::command::{BootFiles, Console};
+use understudy_qemu::process::Launch;
+use understudy_qemu::{Capabilities, Qemu, Resources, Role, VmDefinition, command_line};
+
+/// For a QEMU that has closed its monitor to be gone.
+const END_LIMIT: Duration = Duration::from_secs(5);
+const CONSOLE: &str = "console";
+const LOG: &str = "qemu.log";
+
+/// What to start.
+pub(crate) struct Blueprint<'a> {
+    /// QEMU's program.
+    pub qemu: &'a Path,
+    /// The machine. Its one card goes to the tap.
+    pub definition: &'a VmDefinition,
+    /// The tap that QEMU makes; it becomes a port of the host's bridge.
+    pub tap: &'a str,
+    /// For each disk, the arguments that make the block node `disk0`, `disk1`, …
+    pub disks: Vec<Vec<OsString>>,
+    /// Further arguments.
+    pub more: Vec<OsString>,
+    /// For QEMU's log and its sockets; must exist.
+    pub directory: &'a Path,
+}
+
+/// A running QEMU, whose guest stands still at first. Dropping it ends it.
+pub(crate) struct Emulator {
+    process: Qemu,
+    qmp: Mutex<Qmp>,
+    events: Events,
+    console: PathBuf,
+}
+
+impl Emulator {
+    /// Starts it on a host of `lab`.
+    pub(crate) fn start(lab: &Lab, host: &str, blueprint: &Blueprint<'_>) -> Result<Emulator> {
+        let pairs = [UnixStream::pair()?, UnixStream::pair()?, UnixStream::pair()?];
+        let [(commands, a), (events, b), (_unused, c)] = &pairs;
+        let args = arguments(blueprint, [a, b, c].map(AsRawFd::as_raw_fd))?;
+        let namespace = lab.host(host)?;
+        let launch = Launch {
+            binary: blueprint.qemu,
+            args: &args,
+            env: &[],
+            inherit: &[a, b, c].map(AsFd::as_fd),
+            log: &blueprint.directory.join(LOG),
+            directory: None,
+            user: None,
+        };
+        let process = in_namespace(&namespace, || Qemu::launch(&launch))??;
+        let (commands, events) = (commands.try_clone()?, events.try_clone()?);
+        // With them go this process's copies of QEMU's ends: its end is seen.
+        drop(pairs);
+        let greeted = Qmp::open(commands).and_then(|qmp| Ok((qmp, Events::watch(events)?)));
+        let (qmp, events) = greeted.map_err(|error| explained(&process, error))?;
+        // As the product's taps: a bridge takes its lowest port's address for its own.
+        let address = format!("fe{}", &blueprint.definition.cards[0].mac.to_string()[2..]);
+        namespace.ip(&[
+            "link",
+            "set",
+            blueprint.tap,
+            "address",
+            &address,
+            "master",
+            BRIDGE,
+            "up",
+        ])?;
+        let console = blueprint.directory.join(CONSOLE);
+        Ok(Emulator { process, qmp: Mutex::new(qmp), events, console })
+    }
+
+    /// Executes a QMP command. When QEMU has ended, the error has its last words.
+    pub(crate) fn execute(&self, command: &str, arguments: Value) -> Result<Value> {
+        let mut qmp = self.qmp.lock().unwrap_or_else(PoisonError::into_inner);
+        let answer = qmp.execute(command, arguments);
+        if qmp.is_closed() {
+            return answer.map_err(|error| explained(&self.process, error));
+        }
+        answer
+    }
+
+    /// Lets the guest run.
+    pub(crate) fn cont(&self) -> Result<()> {
+        self.execute("cont", json!({})).map(drop)
+    }
+
+    /// Makes the guest stand still.
+    pub(crate) fn stop(&self) -> Result<()> {
+        self.execute("stop", json!({})).map(drop)
+    }
+
+    /// How long the guest stood still, each time that it did and ran on.
+    pub(crate) fn pauses(&self) -> Vec<Duration> {
+        self.events.pauses()
+    }
+
+    /// The unix socket of the guest's console.
+    pub(crate) fn console(&self) -> &Path {
+        &self.console
+    }
+
+    /// The process id.
+    pub(crate) fn pid(&self) -> u32 {
+        self.process.pid()
+    }
+}
+
+/// How a QEMU ended that has closed its monitor, which is the reason of `error`.
+fn explained(process: &Qemu, error: anyhow::Error) -> anyhow::Error {
+    match process.wait(END_LIMIT) {
+        Ok(Some(exit)) => error.context(exit),
+        _ => error,
+    }
+}
+
+/// The product's command line for this machine, with its parts exchanged.
+fn arguments(blueprint: &Blueprint<'_>, monitors: [i32; 3]) -> Result<Vec<OsString>> {
+    let Blueprint { definition, directory, .. } = *blueprint;
+    let capabilities = Capabilities::probe(blueprint.qemu)?;
+    let resources = Resources {
+        machine_type: capabilities.machine_type(&definition.machine)?.to_owned(),
+        accelerator: capabilities.accelerator(definition.accel)?,
+        kvm: None,
+        boot: BootFiles { kernel: definition.kernel.clone(), initrd: definition.initrd.clone() },
+        monitors,
+        console: Some(Console {
+            socket: directory.join(CONSOLE),
+            log: directory.join(format!("{CONSOLE}.log")),
+        }),
+        role: Role::Fresh,
+        // Exchanged below.
+        ram: -1,
+        disks: vec![PathBuf::new(); definition.disks.len()],
+        cards: vec![-1; definition.cards.len()],
+    };
+    let mut args = command_line(definition, &resources);
+    let bytes = definition.memory.bytes();
+    let memory = format!("memory-backend-ram,id=ram,size={bytes}");
+    exchange(&mut args, "-object", "id=ram", &["-object".into(), memory.into()])?;
+    for (n, disk) in blueprint.disks.iter().enumerate() {
+        exchange(&mut args, "-blockdev", &format!("node-name=disk{n}"), disk)?;
+    }
+    let card = format!("tap,id=card0,ifname={},script=no,downscript=no,vhost=off", blueprint.tap);
+    exchange(&mut args, "-netdev", "id=card0", &["-netdev".into(), card.into()])?;
+    args.extend(blueprint.more.iter().cloned());
+    Ok(args)
+}
+
+/// Puts `new` in the place of the one `option` whose value has the word `mark`.
+fn exchange(args: &mut Vec<OsString>, option: &str, mark: &str, new: &[OsString]) -> Result<()> {
+    let has_mark = |value: &OsString| value.to_string_lossy().split(',').any(|word| word == mark);
+    let found = args.windows(2).position(|pair| pair[0] == option && has_mark(&pair[1]));
+    let at = found.with_context(|| {
+        format!("the product's command line has no `{option} …{mark}…` to be exchanged")
+    })?;
+    args.splice(at..at + 2, new.iter().cloned());
+    Ok(())
+}
+
+/// The arguments that make the block node `diskN` of a local raw image.
+///
+/// The cache is the product's: writes go to the host's page cache, and the guest's
+/// flush is an fdatasync. (With `cache.direct=on` plain QEMU would wait for the
+/// device at every write, and be compared with something else.)
+pub(crate) fn raw_disk(n: usize, image: &Path) -> Result<Vec<OsString>> {
+    let image = image.to_str().context("the image's path is not UTF-8")?;
+    let node = json!({
+        "driver": "file", "node-name": format!("disk{n}"), "filename": image, "aio": "threads",
+        "cache": {"direct": false, "no-flush": false},
+        "discard": "unmap", "detect-zeroes": "off",
+    });
+    Ok(vec!["-blockdev".into(), node.to_string().into()])
+}
+
+/// Refuses names of taps that the kernel would refuse, or that others have.
+pub(crate) fn check_tap(lab: &Lab, host: &str, tap: &str) -> Result<()> {
+    let plain = tap.bytes().all(|byte| byte.is_ascii_alphanumeric() || byte == b'-');
+    ensure!((1..16).contains(&tap.len()) && plain, "`{tap}` cannot be the name of a tap");
+    let taken = lab.host(host)?.interfaces()?.iter().any(|name| name == tap);
+    ensure!(!taken, "host {host} has an interface `{tap}` already");
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn parts_are_exchanged_whole_and_a_missing_one_is_an_error() {
+        let words = |text: &str| text.split(' ').map(OsString::from).collect::<Vec<_>>();
+        let mut args = words("-object a,id=ram0 -object b,id=ram,size=1 -S");
+        exchange(&mut args, "-object", "id=ram", &words("-object c -object d")).unwrap();
+        assert_eq!(args, words("-object a,id=ram0 -object c -object d -S"));
+        let error = exchange(&mut args, "-netdev", "id=card0", &[]).unwrap_err().to_string();
+        assert!(error.contains("-netdev") && error.contains("id=card0"), "{error}");
+    }
+}

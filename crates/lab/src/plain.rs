@@ -1,0 +1,211 @@
+//! A guest on QEMU as anybody would start it, without the product: what the
+//! product's guests are compared with.
+//!
+//! It is the machine that the product makes of the same definition (type, devices,
+//! places, accelerator, sandbox), but its card is QEMU's own tap, its disks are
+//! local raw files in the host's page cache (see [`PlainOptions::disks`]), and
+//! its memory is QEMU's ordinary memory.
+
+use crate::command;
+use crate::emulator::{Blueprint, Emulator, check_tap, raw_disk};
+use crate::lab::Lab;
+use crate::wait::await_servers;
+use anyhow::{Context, Result, ensure};
+use std::ffi::OsString;
+use std::net::{Ipv4Addr, SocketAddr};
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+use tempfile::TempDir;
+use understudy_qemu::VmDefinition;
+use understudy_qemu::definition::{
+    AcceleratorChoice, CardDefinition, CardModel, DiskBus, DiskDefinition, DiskFormat, Vga,
+    VirtioInterface,
+};
+
+/// The address of a plain guest, unless its options say another.
+pub const PLAIN_ADDRESS: Ipv4Addr = Ipv4Addr::new(10, 77, 0, 60);
+const MAC: &str = "52:54:00:75:75:01";
+const QEMU: &str = "qemu-system-x86_64";
+
+/// What a plain guest is made of.
+#[derive(Clone, Debug)]
+pub struct PlainOptions {
+    /// Its name on its host, and its tap's: at most 15 letters, digits and `-`.
+    pub name: String,
+    /// Its kernel.
+    pub kernel: PathBuf,
+    /// The kernel's initial RAM disk.
+    pub initrd: PathBuf,
+    /// The kernel's command line, which gives it `address`.
+    pub append: String,
+    /// Raw images; the guest gets copies. They are read and written through the
+    /// host's page cache, and a flush of the guest's is an fdatasync: the same that
+    /// the product's NBD server does and promises.
+    pub disks: Vec<PathBuf>,
+    /// Its memory in MiB.
+    pub memory_mib: u32,
+    /// Its virtual CPUs.
+    pub vcpus: u32,
+    /// What executes its instructions.
+    pub accel: AcceleratorChoice,
+    /// Its card's hardware address.
+    pub mac: String,
+    /// Its address.
+    pub address: Ipv4Addr,
+    /// QEMU's program.
+    pub qemu: PathBuf,
+}
+
+impl PlainOptions {
+    /// The test guest of `guests/build`: 512 MiB, one vCPU, one disk, one card.
+    pub fn test_guest(guest_files: &Path) -> PlainOptions {
+        PlainOptions {
+            name: "plain".to_owned(),
+            kernel: guest_files.join("vmlinuz"),
+            initrd: guest_files.join("initrd.gz"),
+            append: crate::scene::append(PLAIN_ADDRESS, 1),
+            disks: vec![guest_files.join("disk.img")],
+            memory_mib: 512,
+            vcpus: 1,
+            accel: AcceleratorChoice::Auto,
+            mac: MAC.to_owned(),
+            address: PLAIN_ADDRESS,
+            qemu: QEMU.into(),
+        }
+    }
+
+    /// As a user of the product would define it.
+    pub(crate) fn definition(&self, disks: &[PathBuf]) -> Result<VmDefinition> {
+        let disk = |path: &PathBuf| DiskDefinition {
+            path: path.clone(),
+            format: DiskFormat::Raw,
+            bus: DiskBus::Virtio,
+        };
+        let card = CardDefinition {
+            mac: self.mac.parse()?,
+            bridge: crate::lab::BRIDGE.to_owned(),
+            model: CardModel::VirtioNet,
+        };
+        let definition = VmDefinition {
+            name: self.name.clone(),
+            memory: format!("{}M", self.memory_mib).parse()?,
+            vcpus: self.vcpus,
+            machine: "pc".to_owned(),
+            accel: self.accel,
+            cpu: None,
+            kernel: Some(self.kernel.clone()),
+            initrd: Some(self.initrd.clone()),
+            append: Some(self.append.clone()),
+            virtio: VirtioInterface::Legacy,
+            console: true,
+            vga: Vga::None,
+            qemu_args: Vec::new(),
+            disks: disks.iter().map(disk).collect(),
+            cards: vec![card],
+            policy: None,
+        };
+        let problems = definition.validate().into_iter().chain(definition.missing_boot_files());
+        let problems: Vec<String> = problems.map(|problem| problem.to_string()).collect();
+        ensure!(problems.is_empty(), "{}", problems.join("; "));
+        Ok(definition)
+    }
+
+    /// A directory on a host with copies of the disks, and their paths.
+    pub(crate) fn lay_out(&self, lab: &Lab, host: &str) -> Result<(TempDir, Vec<PathBuf>)> {
+        let directory = tempfile::Builder::new()
+            .prefix(&format!("{}-", self.name))
+            .tempdir_in(lab.host_directory(host)?)?;
+        let copy = |(n, image): (usize, &PathBuf)| {
+            let copy = directory.path().join(format!("disk{n}.img"));
+            let paths = [&*image.to_string_lossy(), &*copy.to_string_lossy()];
+            command::run("cp", &[&["--sparse=always", "--reflink=auto"][..], &paths].concat())?;
+            Ok(copy)
+        };
+        let copies = self.disks.iter().enumerate().map(copy).collect::<Result<_>>()?;
+        Ok((directory, copies))
+    }
+}
+
+/// A running guest without the product. Dropping it ends its QEMU, and removes its
+/// tap, its disks and its directory.
+pub struct PlainGuest {
+    // Fields are dropped in order: QEMU first, then what it uses.
+    emulator: Emulator,
+    directory: TempDir,
+    address: Ipv4Addr,
+}
+
+impl PlainGuest {
+    /// Starts it on a host, and returns while it boots.
+    pub fn start(lab: &Lab, host: &str, options: &PlainOptions) -> Result<PlainGuest> {
+        let (directory, disks) = options.lay_out(lab, host)?;
+        let emulator = start_emulator(lab, host, options, &options.name, directory.path(), &disks)
+            .with_context(|| format!("cannot start the plain guest `{}`", options.name))?;
+        emulator.cont()?;
+        Ok(PlainGuest { emulator, directory, address: options.address })
+    }
+
+    /// Waits until its servers on these ports answer the laboratory's client.
+    pub fn await_boot(&self, lab: &Lab, ports: &[u16]) -> Result<()> {
+        let servers: Vec<SocketAddr> = ports.iter().map(|&port| self.server(port)).collect();
+        await_servers(lab, "the plain guest", &servers)
+            .with_context(|| format!("its files are in {}", self.directory.path().display()))
+    }
+
+    /// One of its servers.
+    pub fn server(&self, port: u16) -> SocketAddr {
+        SocketAddr::from((self.address, port))
+    }
+
+    /// Its address.
+    pub fn address(&self) -> Ipv4Addr {
+        self.address
+    }
+
+    /// The unix socket of its console.
+    pub fn console(&self) -> &Path {
+        self.emulator.console()
+    }
+
+    /// QEMU's process id.
+    pub fn qemu_pid(&self) -> u32 {
+        self.emulator.pid()
+    }
+
+    /// Makes it stand still (QMP `stop`).
+    pub fn pause(&self) -> Result<()> {
+        self.emulator.stop()
+    }
+
+    /// Lets it run on (QMP `cont`).
+    pub fn resume(&self) -> Result<()> {
+        self.emulator.cont()
+    }
+
+    /// How long it stood still, each time that it did and ran on.
+    pub fn pauses(&self) -> Vec<Duration> {
+        self.emulator.pauses()
+    }
+}
+
+fn start_emulator(
+    lab: &Lab,
+    host: &str,
+    options: &PlainOptions,
+    tap: &str,
+    directory: &Path,
+    disks: &[PathBuf],
+) -> Result<Emulator> {
+    check_tap(lab, host, tap)?;
+    let definition = options.definition(disks)?;
+    let nodes = disks.iter().enumerate().map(|(n, image)| raw_disk(n, image));
+    let blueprint = Blueprint {
+        qemu: &options.qemu,
+        definition: &definition,
+        tap,
+        disks: nodes.collect::<Result<Vec<Vec<OsString>>>>()?,
+        more: Vec::new(),
+        directory,
+    };
+    Emulator::start(lab, host, &blueprint)
+}
