@@ -94,6 +94,8 @@ pub struct HostConfig {
     pub detection_timeout: Duration,
     /// How lost protection is restored.
     pub repair: RepairConfig,
+    /// Whether VMs may be followed by a backup without output commit.
+    pub allow_unheld_output: bool,
 }
 
 /// How lost protection is restored.
@@ -211,6 +213,15 @@ struct RawConfig {
     detection: Option<RawDetection>,
     #[serde(default)]
     repair: RepairConfig,
+    #[serde(default)]
+    experiments: RawExperiments,
+}
+
+/// What no host does that is to protect anything.
+#[derive(Default, Deserialize)]
+#[serde(default, deny_unknown_fields)]
+struct RawExperiments {
+    allow_unheld_output: bool,
 }
 
 #[derive(Deserialize)]
@@ -275,6 +286,7 @@ impl RawConfig {
             memory_limit: self.memory.map(MemorySize::bytes),
             detection_timeout: check_detection(source, self.detection)?,
             repair: self.repair,
+            allow_unheld_output: self.experiments.allow_unheld_output,
             name,
         })
     }
@@ -555,6 +567,16 @@ key = "/etc/a.key"
         assert_eq!(config.detection_timeout, Duration::from_millis(100));
         assert_eq!((config.arbiter, config.qemu, config.agent), (None, None, None));
         assert!(config.peers.is_empty());
+    }
+
+    #[test]
+    fn output_is_held_unless_the_operator_allows_otherwise() {
+        let read = |text: &str| HostConfig::from_toml(text, Path::new("host.toml"));
+        assert!(!read(GOOD).unwrap().allow_unheld_output);
+        let text = format!("{GOOD}[experiments]\nallow_unheld_output = true\n");
+        assert!(read(&text).unwrap().allow_unheld_output);
+        let text = format!("{GOOD}[experiments]\nunheld = true\n");
+        assert_says(&read(&text).unwrap_err().message, "host.toml:", &["allow_unheld_output"]);
     }
 
     #[test]

@@ -14,7 +14,7 @@ use crate::vm::{PrimaryVm, Vm};
 use serde::{Deserialize, Serialize};
 use std::sync::Arc;
 use tracing::warn;
-use understudy_protocol::{Generation, Policy, Verdict};
+use understudy_protocol::{Generation, Output, Policy, Verdict};
 
 /// One VM of a group.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -109,6 +109,7 @@ impl Host {
             policy: Some(policy),
             encoding: request.encoding,
             repair: false,
+            output: Output::Held,
         };
         let plans = vms
             .iter()
@@ -120,7 +121,7 @@ impl Host {
         };
         let members = vms.iter().zip(&plans).map(member).collect();
         let membership = Membership { name: Some(name.to_owned()), members };
-        let group = primary::Group::new(membership, self.config.detection_timeout);
+        let group = primary::Group::new(membership, self.config.detection_timeout, Output::Held);
         for (begun, (vm, plan)) in vms.iter().zip(plans).enumerate() {
             if let Err(error) = self.begin_protection(vm, plan, (group.clone(), begun)) {
                 self.abandon(&vms[..begun]);

@@ -23,7 +23,7 @@ use std::sync::{Arc, Mutex, Weak};
 use std::time::{Duration, Instant};
 use tracing::{info, warn};
 use understudy_protocol::validity::ImageRole;
-use understudy_protocol::{Generation, PrimaryPhase};
+use understudy_protocol::{Generation, Output, PrimaryPhase};
 use understudy_qemu::{Capabilities, Role, VmDefinition};
 
 /// How long the guest may take to power off before it is ended.
@@ -225,7 +225,7 @@ impl Host {
         self.check_protectable(vm)?;
         let plan = self.plan_protection(vm, &request)?;
         let membership = Membership::of_one(&vm.machine.definition().name, plan.generation);
-        let group = primary::Group::new(membership, plan.timeout);
+        let group = primary::Group::new(membership, plan.timeout, request.output);
         // Before protection can be lost again.
         let former = vm.repairer.wish();
         vm.repairer.set_wish(Some(request));
@@ -256,6 +256,7 @@ impl Host {
         group: (Arc<primary::Group>, usize),
     ) -> Result<(), HostError> {
         let (name, peer) = (vm.machine.definition().name.clone(), plan.peer.clone());
+        let output = plan.wish.output;
         let host = Arc::downgrade(self);
         let owner = Arc::downgrade(vm);
         let over = move |phase| {
@@ -267,6 +268,12 @@ impl Host {
             .map_err(|error| refused(&format!("cannot protect {name} to {peer}"), &error))?;
         vm.begin(session);
         vm.events.note(format!("protection to {peer} begins"));
+        if output == Output::Unheld {
+            let words = "NOT PROTECTED: output is not held, as asked for; a fail-over undoes what \
+                         clients have seen";
+            warn!(vm = name, "{words}");
+            vm.events.note(words);
+        }
         Ok(())
     }
 
@@ -461,6 +468,14 @@ impl Host {
                 known.join(", ")
             ));
         };
+        if request.output == Output::Unheld && !self.config.allow_unheld_output {
+            return invalid(
+                "output that is not held is not protected: this host does that for measurements \
+                 only, and only if its configuration says allow_unheld_output = true under \
+                 [experiments]"
+                    .to_owned(),
+            );
+        }
         let policy = request.policy.or(definition.policy).unwrap_or_default();
         policy.validate().map_err(|error| HostError::new(ErrorKind::Invalid, error))?;
         request.encoding.validate().map_err(|error| HostError::new(ErrorKind::Invalid, error))?;

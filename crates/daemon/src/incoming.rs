@@ -18,9 +18,9 @@ use std::sync::{Arc, Weak};
 use std::thread;
 use tracing::{info, warn};
 use understudy_disk::{FreshMirror, Mirror};
-use understudy_protocol::DiskIndex;
 use understudy_protocol::validity::ImageRole;
 use understudy_protocol::wire::Kind;
+use understudy_protocol::{DiskIndex, Output};
 use understudy_qemu::Role;
 
 /// Accepts connections for as long as the host lives.
@@ -227,7 +227,8 @@ fn group_of(
     let timeout = host.config.detection_timeout;
     let Some(GroupOffer { membership, place }) = offer.group.clone() else {
         let membership = Membership::of_one(&offer.definition.name, offer.generation);
-        return Ok((backup::Group::new(membership, &hello.host, timeout), 0));
+        let output = offer.wish.as_ref().map_or(Output::Held, |wish| wish.output);
+        return Ok((backup::Group::new(membership, &hello.host, timeout, output), 0));
     };
     let own = Member { vm: offer.definition.name.clone(), generation: offer.generation };
     if membership.members.get(place) != Some(&own) {
@@ -236,7 +237,7 @@ fn group_of(
     let mut groups = lock(&host.backed_groups);
     groups.retain(|group| group.strong_count() > 0);
     if place == 0 {
-        let group = backup::Group::new(membership, &hello.host, timeout);
+        let group = backup::Group::new(membership, &hello.host, timeout, Output::Held);
         groups.push(Arc::downgrade(&group));
         return Ok((group, 0));
     }

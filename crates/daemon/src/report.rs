@@ -2,7 +2,7 @@
 
 use serde::{Deserialize, Serialize};
 use understudy_encoding::{Counters, EncodingPlan, Methods};
-use understudy_protocol::{Epoch, Generation, Policy};
+use understudy_protocol::{Epoch, Generation, Output, Policy};
 
 /// What this host is to a VM.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -35,6 +35,12 @@ pub enum Protection {
     },
     /// Every output waits for the backup.
     Protected {
+        /// The other host's name.
+        peer: String,
+    },
+    /// A backup follows, but output does not wait for it, as the operator asked: a fail-over
+    /// undoes what clients have seen. For measurements; counts as degraded.
+    Unheld {
         /// The other host's name.
         peer: String,
     },
@@ -299,6 +305,10 @@ pub struct ProtectRequest {
     /// Whether protection that is lost is restored with another backup.
     #[serde(default = "restored")]
     pub repair: bool,
+    /// Whether output waits for its commit. Without that the VM is not protected: the host's
+    /// configuration must allow it.
+    #[serde(default, skip_serializing_if = "Output::is_held")]
+    pub output: Output,
 }
 
 fn restored() -> bool {

@@ -11,7 +11,7 @@ use crate::sync::lock;
 use crate::{backup, primary};
 use std::collections::VecDeque;
 use std::sync::{Arc, Mutex, OnceLock};
-use understudy_protocol::{BackupPhase, Epoch, Generation, Policy, PrimaryPhase};
+use understudy_protocol::{BackupPhase, Epoch, Generation, Output, Policy, PrimaryPhase};
 
 /// Events that are kept for `status`.
 const KEPT_EVENTS: usize = 64;
@@ -234,7 +234,7 @@ fn describe_session(status: &mut VmStatus, session: &primary::Session) {
             Protection::Syncing { peer, done_bytes, total_bytes, remaining_seconds }
         }
         PrimaryPhase::Protected | PrimaryPhase::HandingOver | PrimaryPhase::StandingDown => {
-            Protection::Protected { peer }
+            followed(peer, session.output())
         }
         PrimaryPhase::Contesting(reason) => Protection::Degraded {
             reason: format!("{reason}; output is held until the arbiter decides"),
@@ -244,6 +244,14 @@ fn describe_session(status: &mut VmStatus, session: &primary::Session) {
             Protection::Degraded { reason }
         }
     };
+}
+
+/// A backup follows.
+fn followed(peer: String, output: Output) -> Protection {
+    match output {
+        Output::Held => Protection::Protected { peer },
+        Output::Unheld => Protection::Unheld { peer },
+    }
 }
 
 fn describe_compression(session: &primary::Session) -> CompressionReport {
@@ -315,7 +323,7 @@ fn backup_status(session: &backup::Session) -> VmStatus {
         BackupPhase::Contesting(reason) => {
             Protection::Degraded { reason: format!("{reason}; waiting for the arbiter") }
         }
-        _ => Protection::Protected { peer },
+        _ => followed(peer, session.output()),
     };
     status
 }

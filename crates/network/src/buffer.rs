@@ -27,6 +27,9 @@ const FRAME_OVERHEAD_BYTES: usize = size_of::<u32>();
 pub enum Gate {
     /// Protected: frames wait until their epoch is committed.
     Hold,
+    /// A backup follows, but output is not held: frames pass while the host has a permit,
+    /// and else wait like held ones.
+    Unheld,
     /// This host is the sole owner: frames pass at once.
     Open,
     /// Fenced: frames are dropped, for good.
@@ -143,7 +146,9 @@ impl OutputBuffer {
             return Pushed::Dropped;
         }
         self.used_bytes += cost;
-        if self.gate == Gate::Open {
+        // Not past what was taken back before.
+        let passes = self.gate == Gate::Unheld && self.held.is_empty();
+        if self.gate == Gate::Open || passes {
             append(&mut self.released, &mut self.spare, self.current, frame);
             return Pushed::Released;
         }
@@ -207,6 +212,25 @@ impl OutputBuffer {
         );
         self.gate = Gate::Hold;
         self.current = current;
+    }
+
+    /// A backup follows from epoch `current` on, without output commit: frames pass, and
+    /// what [`take_back`](Self::take_back) returns waits. A shut gate stays shut.
+    ///
+    /// # Panics
+    /// As [`hold`](Self::hold) does.
+    pub fn unhold(&mut self, current: Epoch) {
+        self.hold(current);
+        if self.gate == Gate::Hold {
+            self.gate = Gate::Unheld;
+        }
+    }
+
+    /// Everything that was taken back may go out, unless output is held.
+    pub fn release_unheld(&mut self) {
+        while self.gate == Gate::Unheld && !self.held.is_empty() {
+            self.release_oldest();
+        }
     }
 
     /// Another host owns the VM: everything is dropped, now and for good, also

@@ -175,6 +175,7 @@ enum Step {
     Take,
     Open,
     Hold(u64),
+    Unhold(u64),
     Shut,
 }
 
@@ -186,6 +187,7 @@ fn step() -> impl Strategy<Value = Step> {
         4 => Just(Step::Take),
         1 => Just(Step::Open),
         1 => (0u64..3).prop_map(Step::Hold),
+        1 => (0u64..3).prop_map(Step::Unhold),
         1 => Just(Step::Shut),
     ]
 }
@@ -210,7 +212,10 @@ impl Model {
             (_, Step::Barrier(by)) => self.current += by,
             (Gate::Shut, _) | (_, Step::Take) => {}
             (Gate::Open, Step::Push(_)) => self.out.push(frame.to_vec()),
-            (Gate::Hold, Step::Push(_)) => self.held.push((self.current, frame.to_vec())),
+            (Gate::Unheld, Step::Push(_)) if self.held.is_empty() => self.out.push(frame.to_vec()),
+            (Gate::Hold | Gate::Unheld, Step::Push(_)) => {
+                self.held.push((self.current, frame.to_vec()))
+            }
             (_, Step::Release(back)) => {
                 if let Some(epoch) = self.current.checked_sub(*back) {
                     self.release(epoch);
@@ -222,6 +227,10 @@ impl Model {
             }
             (_, Step::Hold(by)) => {
                 self.gate = Gate::Hold;
+                self.current += by;
+            }
+            (_, Step::Unhold(by)) => {
+                self.gate = Gate::Unheld;
                 self.current += by;
             }
             (_, Step::Shut) => {
@@ -246,6 +255,7 @@ fn apply(buffer: &mut OutputBuffer, step: &Step, frame: &[u8]) {
         Step::Take => {}
         Step::Open => buffer.open(),
         Step::Hold(by) => buffer.hold(Epoch(current + by)),
+        Step::Unhold(by) => buffer.unhold(Epoch(current + by)),
         Step::Shut => buffer.shut(),
     }
 }
@@ -288,4 +298,26 @@ proptest! {
         taken(&mut buffer);
         prop_assert_eq!(buffer.used_bytes, 0);
     }
+}
+
+#[test]
+fn unheld_frames_pass_and_what_is_taken_back_keeps_its_place() {
+    let mut buffer = OutputBuffer::new(Gate::Open, DEFAULT_LIMIT_BYTES);
+    buffer.unhold(Epoch(2));
+    assert_eq!(buffer.push(b"one"), Pushed::Released);
+    let batch = buffer.take_released().unwrap();
+    // No permit: nothing of it was written.
+    buffer.take_back(batch, 0);
+    assert_eq!(buffer.held_frames(), 1);
+    assert_ne!(buffer.push(b"two"), Pushed::Released, "not past the first");
+    buffer.release_unheld();
+    assert_eq!(buffer.push(b"three"), Pushed::Released);
+    let mut out = Vec::new();
+    while let Some(batch) = buffer.take_released() {
+        out.extend(batch.frames().map(<[u8]>::to_vec));
+    }
+    assert_eq!(out, [&b"one"[..], b"two", b"three"]);
+    buffer.shut();
+    buffer.unhold(Epoch(3));
+    assert_eq!(buffer.push(b"four"), Pushed::Dropped);
 }

@@ -215,6 +215,26 @@ impl Port {
         self.shared.outbound().buffer.hold(current);
     }
 
+    /// A backup follows from epoch `current` on, without output commit: output leaves at
+    /// once while there is a [permit](Self::permit), and else waits for a release.
+    ///
+    /// # Panics
+    /// As [`hold`](Self::hold) does.
+    pub fn unhold(&self, current: Epoch) {
+        let mut outbound = self.shared.outbound();
+        outbound.permitted_until = Instant::now();
+        outbound.buffer.unhold(current);
+    }
+
+    /// Output that is not held may leave until then.
+    pub fn permit(&self, until: Instant) {
+        let mut outbound = self.shared.outbound();
+        outbound.permitted_until = until;
+        outbound.buffer.release_unheld();
+        drop(outbound);
+        self.shared.flush();
+    }
+
     /// This host is the sole owner by the arbiter's word: sends what is held,
     /// and lets all later output pass at once. A [`Switch`](crate::Switch) is
     /// left: all frames go over the bridge.

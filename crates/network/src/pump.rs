@@ -59,6 +59,48 @@ pub(crate) struct Outbound {
     pub ended: Option<String>,
     /// When it was known for the last time that output may go.
     pub entitled: Instant,
+    /// Until when output may go that is not held.
+    pub permitted_until: Instant,
+}
+
+/// Until when frames may be written.
+#[derive(Clone, Copy)]
+enum Entitlement {
+    /// For good: the sole owner needs no fresh word.
+    Forever,
+    /// For [`STALL`] after this, and after each frame in turn.
+    Fresh(Instant),
+    /// Until then.
+    Until(Instant),
+}
+
+impl Entitlement {
+    /// What entitles the batch that is taken now; `before` entitled the one before it.
+    fn of(outbound: &Outbound, before: Option<Entitlement>) -> Entitlement {
+        match (outbound.buffer.gate(), before) {
+            (Gate::Hold, Some(Entitlement::Fresh(at))) => {
+                Entitlement::Fresh(outbound.entitled.max(at))
+            }
+            (Gate::Hold, _) => Entitlement::Fresh(outbound.entitled),
+            (Gate::Unheld, _) => Entitlement::Until(outbound.permitted_until),
+            (Gate::Open | Gate::Shut, _) => Entitlement::Forever,
+        }
+    }
+
+    fn is_over(self) -> bool {
+        match self {
+            Entitlement::Forever => false,
+            Entitlement::Fresh(at) => at.elapsed() > STALL,
+            Entitlement::Until(end) => Instant::now() >= end,
+        }
+    }
+
+    /// A frame was written.
+    fn renew(&mut self) {
+        if let Entitlement::Fresh(at) = self {
+            *at = Instant::now();
+        }
+    }
 }
 
 /// What one reading of QEMU's socket brought.
@@ -179,6 +221,7 @@ impl Shared {
                 seat: None,
                 ended: None,
                 entitled: Instant::now(),
+                permitted_until: Instant::now(),
             }),
             tap_order: Mutex::new(()),
             inside: Mutex::default(),
@@ -214,37 +257,36 @@ impl Shared {
         loop {
             let mut outbound = self.outbound();
             let Some(batch) = outbound.buffer.take_released() else { return };
-            // A sole owner needs no fresh word.
-            let held = outbound.buffer.gate() == Gate::Hold;
-            entitled = held.then(|| outbound.entitled.max(entitled.unwrap_or(outbound.entitled)));
+            let now = entitled.insert(Entitlement::of(&outbound, entitled));
             drop(outbound);
-            let written = self.write(&batch, &mut entitled);
+            let written = self.write(&batch, now);
             let mut outbound = self.outbound();
             if written == batch.len() {
                 outbound.buffer.recycle(batch);
                 continue;
             }
-            tracing::info!(tap = self.tap.name(), "stalled: released output waits once more");
+            if matches!(now, Entitlement::Fresh(_)) {
+                let tap = self.tap.name();
+                tracing::info!(tap, "stalled: released output waits once more");
+            }
             outbound.buffer.take_back(batch, written);
             drop(outbound);
             (self.output_waiting)();
         }
     }
 
-    /// Writes a batch's frames for as long as it goes on without a stall; returns
-    /// how many. `entitled`: when it was known for the last time that they may go,
-    /// if they need that.
-    fn write(&self, batch: &FrameBatch, entitled: &mut Option<Instant>) -> usize {
+    /// Writes a batch's frames for as long as they are entitled to it; returns how many.
+    fn write(&self, batch: &FrameBatch, entitled: &mut Entitlement) -> usize {
         let (mut frames, mut refused, mut bytes) = (0, 0, 0);
         for frame in batch.frames() {
-            if entitled.as_ref().is_some_and(|at| at.elapsed() > STALL) {
+            if entitled.is_over() {
                 break;
             }
             match self.tap.send(frame) {
                 Ok(()) => (frames, bytes) = (frames + 1, bytes + frame.len() as u64),
                 Err(_) => refused += 1,
             }
-            *entitled = entitled.map(|_| Instant::now());
+            entitled.renew();
         }
         self.counters.frames_out.fetch_add(frames, Ordering::Relaxed);
         self.counters.bytes_out.fetch_add(bytes, Ordering::Relaxed);

@@ -4,7 +4,8 @@
 //! contests, and goes live only with the arbiter's word.
 
 use crate::detector::SYNC_PATIENCE;
-use crate::{Detector, Epoch, Generation, Time, Verdict};
+use crate::output::LEASE_IS_OVER;
+use crate::{Detector, Epoch, Generation, Output, Time, Verdict};
 use std::time::Duration;
 
 /// How long to wait before an unreachable arbiter is asked again.
@@ -80,6 +81,9 @@ pub struct Backup {
     timeout: Duration,
     detector: Detector,
     retry_at: Option<Time>,
+    output: Output,
+    /// The primary may let output go until then.
+    leased_until: Time,
 }
 
 impl Backup {
@@ -93,7 +97,19 @@ impl Backup {
             timeout,
             detector: Detector::new(timeout.max(SYNC_PATIENCE), now),
             retry_at: None,
+            output: Output::Held,
+            leased_until: now,
         }
+    }
+
+    /// The same, with this rule for the guest's output.
+    pub fn with_output(self, output: Output) -> Backup {
+        Backup { output, ..self }
+    }
+
+    /// The rule for the guest's output.
+    pub fn output(&self) -> Output {
+        self.output
     }
 
     /// Where the backup stands.
@@ -125,9 +141,11 @@ impl Backup {
         match event {
             BackupEvent::Staged(epoch) => self.staged(now, epoch, actions),
             BackupEvent::Heard => self.detector.heard(now),
-            BackupEvent::PeerGone(reason) => self.primary_lost(reason, actions),
+            BackupEvent::PeerGone(reason) => self.primary_lost(now, reason, actions),
             BackupEvent::TakeOver => {
-                self.primary_lost("the primary asked for it".to_owned(), actions);
+                // It lets nothing go any more.
+                self.leased_until = now;
+                self.primary_lost(now, "the primary asked for it".to_owned(), actions);
             }
             BackupEvent::StandDown => self.stand_down(actions),
             BackupEvent::CannotServe(reason) => self.cannot_serve(reason, actions),
@@ -143,23 +161,31 @@ impl Backup {
         }
         if epoch != self.committed.next() {
             let reason = format!("epoch {epoch} arrived after epoch {}", self.committed);
-            return self.primary_lost(reason, actions);
+            return self.primary_lost(now, reason, actions);
         }
         if self.phase == BackupPhase::Syncing {
             self.phase = BackupPhase::Standing;
             self.detector.set_floor(self.timeout);
         }
         self.committed = epoch;
+        if self.output == Output::Unheld {
+            self.leased_until = now + LEASE_IS_OVER;
+        }
         actions.push(BackupAction::AcknowledgeAndApply(epoch));
     }
 
-    fn primary_lost(&mut self, reason: String, actions: &mut Vec<BackupAction>) {
+    fn primary_lost(&mut self, now: Time, reason: String, actions: &mut Vec<BackupAction>) {
         match self.phase {
             BackupPhase::Syncing => {
                 self.discard(format!("{reason}, before the first synchronisation ended"), actions);
             }
             BackupPhase::Standing => {
                 self.phase = BackupPhase::Contesting(reason);
+                if now < self.leased_until {
+                    self.retry_at = Some(self.leased_until);
+                    // As long as this one may not ask, the primary should.
+                    return actions.push(BackupAction::ClosePeer);
+                }
                 self.retry_at = None;
                 actions.push(BackupAction::Contest(self.generation));
             }
@@ -195,7 +221,7 @@ impl Backup {
                 if let Some(silence) = self.detector.suspicion(now) {
                     let reason =
                         format!("the primary has been silent for {} ms", silence.as_millis());
-                    self.primary_lost(reason, actions);
+                    self.primary_lost(now, reason, actions);
                 }
             }
         }
@@ -282,6 +308,27 @@ mod tests {
         actions.clear();
         backup.handle(at(203), BackupEvent::Tick, &mut actions);
         assert_eq!(actions, [BackupAction::Contest(Generation(1))], "and asks on");
+    }
+
+    #[test]
+    fn a_primary_that_holds_nothing_is_waited_for() {
+        let new = Backup::new(Generation(1), Duration::from_millis(100), at(0));
+        let mut backup = new.with_output(Output::Unheld);
+        let mut actions = Vec::new();
+        backup.handle(at(100), BackupEvent::Staged(Epoch(1)), &mut actions);
+        let asked = backup.clone();
+        actions.clear();
+        backup.handle(at(101), BackupEvent::PeerGone("it hung up".into()), &mut actions);
+        assert_eq!(actions, [BackupAction::ClosePeer]);
+        actions.clear();
+        backup.handle(at(1_199), BackupEvent::Tick, &mut actions);
+        assert_eq!(actions, []);
+        backup.handle(at(1_200), BackupEvent::Tick, &mut actions);
+        assert_eq!(actions, [BackupAction::Contest(Generation(1))]);
+        let mut backup = asked;
+        actions.clear();
+        backup.handle(at(101), BackupEvent::TakeOver, &mut actions);
+        assert_eq!(actions, [BackupAction::Contest(Generation(1))], "it was asked to");
     }
 
     #[test]

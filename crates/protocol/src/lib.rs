@@ -6,6 +6,7 @@
 mod backup;
 mod detector;
 mod group;
+mod output;
 mod ownership;
 mod paths;
 mod policy;
@@ -22,6 +23,7 @@ pub mod wire;
 pub use backup::{Backup, BackupAction, BackupEvent, BackupPhase};
 pub use detector::{Detector, HEARTBEAT_INTERVAL};
 pub use group::{Arrival, Gate, GroupStaging, GroupStep, Rendezvous};
+pub use output::Output;
 pub use ownership::{Ownership, Verdict};
 pub use paths::{PathAction, PathEvent, PathState, Paths};
 pub use policy::{Due, LastCheckpoint, Policy};

@@ -5,7 +5,9 @@
 //! that is here, without I/O or clock.
 
 use crate::detector::SYNC_PATIENCE;
-use crate::{Detector, Epoch, Generation, Time, Verdict};
+use crate::output::LEASE;
+use crate::{Detector, Epoch, Generation, Output, Time, Verdict};
+use std::collections::VecDeque;
 use std::time::Duration;
 
 /// A lost backup only holds up output, a lost primary holds up the guest: when
@@ -55,6 +57,8 @@ pub enum PrimaryEvent {
 pub enum PrimaryAction {
     /// Let out every frame of epochs up to this one.
     Release(Epoch),
+    /// Only with [`Output::Unheld`]: let output go at once, for so long from now on.
+    Permit(Duration),
     /// Let out everything, from now on at once: this host is the sole owner.
     OpenOutput,
     /// Ask the arbiter for the generation after this one.
@@ -74,7 +78,8 @@ pub enum PrimaryAction {
 pub enum PrimaryPhase {
     /// First synchronisation; the backup cannot take over yet.
     Syncing,
-    /// Every output waits for its epoch's acknowledgement.
+    /// The backup follows. Every output waits for its epoch's acknowledgement, unless the
+    /// output is [unheld](Output::Unheld).
     Protected,
     /// The last checkpoint is being handed over; the guest stands still.
     HandingOver,
@@ -105,6 +110,9 @@ pub struct Primary {
     /// waiting here while the backup took over. One that is fresh proves that it
     /// has not.
     releases_from: Epoch,
+    output: Output,
+    /// When the epochs in flight were captured, oldest first.
+    captured_at: VecDeque<Time>,
 }
 
 impl Primary {
@@ -122,7 +130,19 @@ impl Primary {
             unprotect_asked: false,
             last_event: now,
             releases_from: Epoch(0),
+            output: Output::Held,
+            captured_at: VecDeque::new(),
         }
+    }
+
+    /// The same, with this rule for the guest's output.
+    pub fn with_output(self, output: Output) -> Primary {
+        Primary { output, ..self }
+    }
+
+    /// The rule for the guest's output.
+    pub fn output(&self) -> Output {
+        self.output
     }
 
     /// Where the primary stands.
@@ -159,8 +179,16 @@ impl Primary {
         captures && self.in_flight() < PIPELINE_DEPTH
     }
 
-    /// Whether output must be held: from the first capture until sole ownership.
+    /// Whether output must wait for its commit: from the first capture until sole
+    /// ownership. Never, where output is [unheld](Output::Unheld): there it needs a
+    /// [permit](PrimaryAction::Permit).
     pub fn holds_output(&self) -> bool {
+        self.output == Output::Held && self.guards_output()
+    }
+
+    /// Whether output leaves by this state machine's word only: from the first capture
+    /// until sole ownership, held or not.
+    pub fn guards_output(&self) -> bool {
         match self.phase {
             PrimaryPhase::Alone(_) => false,
             PrimaryPhase::Syncing => self.backup_may_be_entitled(),
@@ -181,13 +209,13 @@ impl Primary {
     pub fn handle(&mut self, now: Time, event: PrimaryEvent, actions: &mut Vec<PrimaryAction>) {
         self.notice_stall(now);
         match event {
-            PrimaryEvent::Captured => self.captured(),
+            PrimaryEvent::Captured => self.captured(now),
             PrimaryEvent::Acknowledged(epoch) => self.acknowledged(now, epoch, actions),
             PrimaryEvent::Heard => self.detector.heard(now),
             PrimaryEvent::PeerGone(reason) => self.peer_lost(reason, actions),
             PrimaryEvent::Tick => self.tick(now, actions),
             PrimaryEvent::Verdict(verdict) => self.verdict(now, verdict, actions),
-            PrimaryEvent::CapturedLast => self.captured_last(),
+            PrimaryEvent::CapturedLast => self.captured_last(now),
             PrimaryEvent::Unprotect => self.unprotect(actions),
             PrimaryEvent::StoodDown => self.stood_down(actions),
             PrimaryEvent::LiveElsewhere(generation) => self.live_elsewhere(generation, actions),
@@ -203,7 +231,7 @@ impl Primary {
         self.last_event = now;
     }
 
-    fn captured(&mut self) {
+    fn captured(&mut self, now: Time) {
         // Not `may_capture`: the phase can change between its check and the barrier.
         assert!(
             self.in_flight() <= PIPELINE_DEPTH,
@@ -214,6 +242,7 @@ impl Primary {
             self.detector.set_floor(self.timeout);
         }
         self.running = self.running.next();
+        self.captured_at.push_back(now);
     }
 
     fn acknowledged(&mut self, now: Time, epoch: Epoch, actions: &mut Vec<PrimaryAction>) {
@@ -225,7 +254,13 @@ impl Primary {
             let reason = format!("the backup acknowledged epoch {epoch}, which is not in flight");
             return self.peer_lost(reason, actions);
         }
+        let newly = (epoch.0 - self.committed.0) as usize;
+        let captured = self.captured_at.drain(..newly).next_back();
         self.committed = epoch;
+        if let (Output::Unheld, Some(captured)) = (self.output, captured) {
+            // Nothing is left of it if the acknowledgement waited while this host stood still.
+            actions.push(PrimaryAction::Permit(captured + LEASE - now));
+        }
         // Also true while contesting: the backup stops acknowledging before it
         // contests, so what it acknowledged it will take over with.
         if epoch >= self.releases_from {
@@ -301,8 +336,8 @@ impl Primary {
         }
     }
 
-    fn captured_last(&mut self) {
-        self.captured();
+    fn captured_last(&mut self, now: Time) {
+        self.captured(now);
         if self.phase == PrimaryPhase::Protected {
             self.phase = PrimaryPhase::HandingOver;
         }
@@ -384,6 +419,33 @@ mod tests {
         handle(3_001, PrimaryEvent::Captured);
         let release = [PrimaryAction::Release(Epoch(3))];
         assert_eq!(handle(3_002, PrimaryEvent::Acknowledged(Epoch(3))), release);
+    }
+
+    #[test]
+    fn unheld_output_needs_a_permit_that_runs_out() {
+        let at = |ms| Time(Duration::from_millis(ms));
+        let mut actions = Vec::new();
+        let new = Primary::new(Generation(1), Duration::from_millis(100), at(0));
+        let mut primary = new.with_output(Output::Unheld);
+        let mut handle = |ms, event| {
+            primary.handle(at(ms), event, &mut actions);
+            assert!(!primary.holds_output(), "it is no output commit");
+            let permits = actions.drain(..).filter_map(|action| match action {
+                PrimaryAction::Permit(length) => Some(length.as_millis()),
+                _ => None,
+            });
+            permits.collect::<Vec<_>>()
+        };
+        assert!(handle(100, PrimaryEvent::Captured).is_empty());
+        assert!(handle(110, PrimaryEvent::Captured).is_empty());
+        // It counts from the capture of the epoch that was acknowledged.
+        assert_eq!(handle(130, PrimaryEvent::Acknowledged(Epoch(1))), [970]);
+        assert_eq!(handle(140, PrimaryEvent::Acknowledged(Epoch(2))), [970]);
+        assert!(handle(150, PrimaryEvent::Captured).is_empty());
+        // The acknowledgement waited while this host stood still.
+        assert_eq!(handle(9_000, PrimaryEvent::Acknowledged(Epoch(3))), [0]);
+        assert!(handle(9_001, PrimaryEvent::PeerGone("it hung up".into())).is_empty());
+        assert!(primary.guards_output(), "until the arbiter's word");
     }
 
     #[test]

@@ -140,6 +140,7 @@ impl World {
                 self.note_routine(host, || format!("releases epoch {epoch}: {count} frames"));
                 self.let_out(host, frames);
             }
+            PrimaryAction::Permit(_) => unreachable!("only where output is not held"),
             PrimaryAction::OpenOutput => {
                 self.open_output(host);
                 self.note_generation(host);

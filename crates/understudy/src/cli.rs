@@ -9,7 +9,7 @@ use serde::Serialize;
 use std::path::PathBuf;
 use understudy_daemon::config::DEFAULT_SOCKET;
 use understudy_encoding::{Compression, DEFAULT_CACHE_PAGES, EncodingPlan, MOST_CACHE_PAGES};
-use understudy_protocol::Policy;
+use understudy_protocol::{Output, Policy};
 
 /// Checkpoints a second of `--policy interval` without `--hz`: Remus's own rate.
 const DEFAULT_HZ: u32 = 40;
@@ -268,6 +268,10 @@ pub struct ProtectArgs {
     /// Do not look for another backup when protection is lost.
     #[arg(long)]
     pub no_repair: bool,
+    /// For measurements: what the guest sends leaves at once. The VM is NOT protected then, and
+    /// this exits with 3; this host's configuration must allow it under [experiments].
+    #[arg(long, conflicts_with = "group")]
+    pub unheld_output: bool,
 }
 
 /// Kinds of checkpoint policies.
@@ -307,6 +311,11 @@ impl From<CompressionKind> for Compression {
 }
 
 impl ProtectArgs {
+    /// The rule for what the guest sends.
+    pub fn output(&self) -> Output {
+        if self.unheld_output { Output::Unheld } else { Output::Held }
+    }
+
     /// How pages are to be encoded.
     pub fn encoding(&self) -> EncodingPlan {
         EncodingPlan { compression: self.compression.into(), cache_pages: self.cache_pages }

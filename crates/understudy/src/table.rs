@@ -133,6 +133,9 @@ fn protection(vm: &VmStatus) -> String {
             None => format!("protected with {peer}"),
         },
         Protection::Degraded { reason } => format!("DEGRADED: {reason}"),
+        Protection::Unheld { peer } => {
+            format!("NOT PROTECTED: output is not held, as asked for; {peer} follows")
+        }
         Protection::Syncing { peer, done_bytes, total_bytes, remaining_seconds } => {
             syncing(peer, *done_bytes, *total_bytes, *remaining_seconds)
         }

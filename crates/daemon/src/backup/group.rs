@@ -14,7 +14,7 @@ use anyhow::bail;
 use std::sync::{Arc, Mutex, Weak};
 use std::time::Duration;
 use understudy_protocol::{
-    Backup, BackupEvent, BackupPhase, Generation, GroupStaging, StagedEpoch,
+    Backup, BackupEvent, BackupPhase, Generation, GroupStaging, Output, StagedEpoch,
 };
 
 /// Nothing waits longer than this without looking again.
@@ -43,9 +43,15 @@ struct Readiness {
 
 impl Group {
     /// A group that is about to be offered by the host `primary`; `timeout` is the
-    /// shortest silence that counts as failure.
-    pub fn new(membership: Membership, primary: &str, timeout: Duration) -> Arc<Group> {
+    /// shortest silence that counts as failure, `output` the rule for what the guests send.
+    pub fn new(
+        membership: Membership,
+        primary: &str,
+        timeout: Duration,
+        output: Output,
+    ) -> Arc<Group> {
         let core = Backup::new(membership.leader().generation, timeout, clock::now());
+        let core = core.with_output(output);
         Arc::new(Group {
             staging: Mutex::new(GroupStaging::new(membership.members.len())),
             membership,

@@ -27,7 +27,7 @@ use understudy_disk::{ChangeMap, Mirror};
 use understudy_protocol::validity::ImageRole;
 use understudy_protocol::wire::{Kind, Message};
 use understudy_protocol::{
-    Backup, BackupAction, BackupEvent, BackupPhase, Epoch, Generation, StagedEpoch, Staging,
+    Backup, BackupAction, BackupEvent, BackupPhase, Epoch, Generation, Output, StagedEpoch, Staging,
 };
 
 /// Bytes of whole epochs that may wait to be applied; over it the primary is
@@ -122,6 +122,11 @@ impl Session {
     /// Where the session stands.
     pub fn phase(&self) -> BackupPhase {
         lock(&self.core).phase().clone()
+    }
+
+    /// The rule for what the guest sends.
+    pub fn output(&self) -> Output {
+        lock(&self.core).output()
     }
 
     /// Generation and last committed epoch.

@@ -14,7 +14,9 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, Weak};
 use std::time::Duration;
 use understudy_network::Switch;
-use understudy_protocol::{Arrival, Generation, Primary, PrimaryEvent, PrimaryPhase, Rendezvous};
+use understudy_protocol::{
+    Arrival, Generation, Output, Primary, PrimaryEvent, PrimaryPhase, Rendezvous,
+};
 
 /// The members, and what they share.
 pub struct Group {
@@ -29,9 +31,10 @@ pub struct Group {
 
 impl Group {
     /// A group whose protection is about to begin; `timeout` is the shortest
-    /// silence that counts as failure.
-    pub fn new(membership: Membership, timeout: Duration) -> Arc<Group> {
+    /// silence that counts as failure, `output` the rule for what the guests send.
+    pub fn new(membership: Membership, timeout: Duration, output: Output) -> Arc<Group> {
         let core = Primary::new(membership.leader().generation, timeout, clock::now());
+        let core = core.with_output(output);
         Arc::new(Group {
             rendezvous: Mutex::new(Rendezvous::new(membership.members.len())),
             membership,
@@ -126,14 +129,16 @@ impl Group {
         let next = core.running().next();
         let over = matches!(core.phase(), PrimaryPhase::Alone(_) | PrimaryPhase::Halted(_));
         if !over {
-            let first = !core.holds_output();
+            let first = !core.guards_output();
             self.each(|member| {
                 for port in member.machine.ports() {
-                    if first {
+                    if !first {
+                        port.drain_and_barrier(next);
+                    } else if core.output() == Output::Unheld {
+                        port.unhold(next);
+                    } else {
                         // What went out before the first checkpoint is part of its state.
                         port.hold(next);
-                    } else {
-                        port.drain_and_barrier(next);
                     }
                 }
             });

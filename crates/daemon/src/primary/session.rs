@@ -26,8 +26,8 @@ use tracing::{info, warn};
 use understudy_encoding::EncodingPlan;
 use understudy_protocol::wire::Kind;
 use understudy_protocol::{
-    Due, Epoch, Generation, GroupStep, Policy, Primary, PrimaryAction, PrimaryEvent, PrimaryPhase,
-    Rendezvous,
+    Due, Epoch, Generation, GroupStep, Output, Policy, Primary, PrimaryAction, PrimaryEvent,
+    PrimaryPhase, Rendezvous,
 };
 
 /// Nothing waits longer than this without looking again.
@@ -98,6 +98,11 @@ impl Session {
         lock(&self.core).phase().clone()
     }
 
+    /// The rule for what the guest sends.
+    pub fn output(&self) -> Output {
+        lock(&self.core).output()
+    }
+
     /// Generation, last committed epoch and epochs in flight.
     pub fn position(&self) -> (Generation, Epoch, u64) {
         let core = lock(&self.core);
@@ -157,6 +162,11 @@ impl Session {
                 self.pace.committed(epoch, clock::now());
                 for port in self.machine.ports() {
                     port.release_through(epoch, decided);
+                }
+            }
+            &PrimaryAction::Permit(length) => {
+                for port in self.machine.ports() {
+                    port.permit(decided + length);
                 }
             }
             PrimaryAction::OpenOutput => {

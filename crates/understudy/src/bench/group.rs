@@ -24,7 +24,7 @@ use understudy_lab::scene::{RECORDS_PORT, VM};
 use understudy_lab::{
     ChatterClient, Companion, GuestShell, HostOptions, Load, Scene, SceneOptions, wait_for,
 };
-use understudy_protocol::Policy;
+use understudy_protocol::{Output, Policy};
 
 const MEMORY_MIB: u32 = 256;
 /// Both hosts and both guests share this machine's processors: silence means nothing.
@@ -198,6 +198,7 @@ impl<'a> Bench<'a> {
                         policy,
                         encoding: EncodingPlan::default(),
                         repair: false,
+                        output: Output::Held,
                     };
                     self.primary.protect(vm, &request).map(drop)
                 }

@@ -26,10 +26,14 @@ pub fn protect(client: &Client, args: &ProtectArgs, json: bool) -> Result<Exit, 
             output::show(json, &all, |all| all.iter().map(describe).collect())?;
         }
         (None, [vm]) => {
-            let request = ProtectRequest { to, policy, encoding, repair: !args.no_repair };
+            let (repair, output) = (!args.no_repair, args.output());
+            let request = ProtectRequest { to, policy, encoding, repair, output };
             let begun = client.protect(vm, &request)?;
             let status = follow(client, begun, args.no_wait, json)?;
             output::show(json, &status, describe)?;
+            if args.unheld_output && !args.no_wait {
+                return Ok(Exit::Degraded);
+            }
         }
         (None, _) => {
             let words = "several VMs are protected as one group: name it with --group NAME, \
@@ -67,7 +71,7 @@ fn wait(
 ) -> Result<VmStatus, Failure> {
     loop {
         let reason = match &status.protection {
-            Protection::Protected { .. } => return Ok(status),
+            Protection::Protected { .. } | Protection::Unheld { .. } => return Ok(status),
             Protection::Syncing { .. } => {
                 progress.update(&status.protection);
                 status = next()?;
@@ -88,6 +92,9 @@ fn describe(vm: &VmStatus) -> String {
         }
         (Protection::Protected { peer }, None) => {
             format!("{} is protected: {peer} stands by\n", vm.name)
+        }
+        (Protection::Unheld { peer }, _) => {
+            format!("{} is NOT protected: {peer} follows it, but its output is not held\n", vm.name)
         }
         _ => format!("{} is being copied; see `understudy status {}`\n", vm.name, vm.name),
     }

@@ -14,7 +14,7 @@ pub fn run(client: &Client, vm: Option<&str>, json: bool) -> Result<Exit, Failur
     let status = client.vm_status(name)?;
     output::show(json, &status, table::vm)?;
     Ok(match status.protection {
-        Protection::Degraded { .. } => Exit::Degraded,
+        Protection::Degraded { .. } | Protection::Unheld { .. } => Exit::Degraded,
         _ => Exit::Ok,
     })
 }

@@ -30,6 +30,7 @@
 //! | [`refusals`]| bad input |
 //! | [`security`]| who is let in |
 //! | [`throttle`]| a guest that writes faster than a slow link carries |
+//! | [`unheld`]  | output that is not held |
 //! | [`relay`]   | what can go wrong on the wire, for the tests above |
 
 mod compression;
@@ -56,4 +57,5 @@ mod stage;
 mod stalls;
 mod sync;
 mod throttle;
+mod unheld;
 mod wire;
