@@ -12,6 +12,8 @@
 //! anything fails it says so on stderr and ends QEMU: a guest never runs half protected.
 #![allow(unsafe_code)] // The whole crate is a library constructor and a few raw system calls.
 
+mod lockstep;
+
 use std::env;
 use std::ffi::c_int;
 use std::io::{self, Read};
@@ -74,7 +76,8 @@ fn start(path: &Path, device: Option<c_int>) -> Result<(), String> {
         .map_err(|e| format!("cannot reach the daemon at {}: {e}", path.display()))?;
     send_hello(&link, &userfaultfd)
         .map_err(|e| format!("cannot send the userfaultfd to the daemon: {e}"))?;
-    watch_daemon(link).map_err(|e| format!("cannot start the agent's thread: {e}"))
+    watch_daemon(link).map_err(|e| format!("cannot start the agent's thread: {e}"))?;
+    lockstep::start()
 }
 
 /// Keeps the kernel from mapping guest memory in units of 2 MiB, which QEMU asks for: when it

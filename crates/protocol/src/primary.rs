@@ -21,7 +21,7 @@ const ARBITER_RETRY: Duration = Duration::from_millis(200);
 /// entitled it to let output go is out of date. Shorter than any time-out.
 pub const STALL: Duration = Duration::from_millis(40);
 
-/// Epochs that may be captured and not yet acknowledged.
+/// Checkpoints that may be captured and not yet acknowledged.
 pub const PIPELINE_DEPTH: u64 = 2;
 
 /// What happens to the primary.
@@ -113,6 +113,8 @@ pub struct Primary {
     output: Output,
     /// When the epochs in flight were captured, oldest first.
     captured_at: VecDeque<Time>,
+    /// Epochs that may be captured and not yet acknowledged.
+    pipeline: u64,
 }
 
 impl Primary {
@@ -132,6 +134,7 @@ impl Primary {
             releases_from: Epoch(0),
             output: Output::Held,
             captured_at: VecDeque::new(),
+            pipeline: PIPELINE_DEPTH,
         }
     }
 
@@ -143,6 +146,12 @@ impl Primary {
     /// The rule for the guest's output.
     pub fn output(&self) -> Output {
         self.output
+    }
+
+    /// Lets so many epochs be captured and not yet acknowledged: for epochs that are not
+    /// checkpoints, but batches of a log (lockstep mode).
+    pub fn with_pipeline(self, epochs: u64) -> Primary {
+        Primary { pipeline: epochs, ..self }
     }
 
     /// Where the primary stands.
@@ -176,7 +185,7 @@ impl Primary {
             self.phase,
             PrimaryPhase::Syncing | PrimaryPhase::Protected | PrimaryPhase::StandingDown
         );
-        captures && self.in_flight() < PIPELINE_DEPTH
+        captures && self.in_flight() < self.pipeline
     }
 
     /// Whether output must wait for its commit: from the first capture until sole
@@ -233,10 +242,7 @@ impl Primary {
 
     fn captured(&mut self, now: Time) {
         // Not `may_capture`: the phase can change between its check and the barrier.
-        assert!(
-            self.in_flight() <= PIPELINE_DEPTH,
-            "more epochs in flight than the pipeline holds"
-        );
+        assert!(self.in_flight() <= self.pipeline, "more epochs in flight than the pipeline holds");
         if !self.backup_may_be_entitled() {
             // From here on a lost backup holds up output.
             self.detector.set_floor(self.timeout);

@@ -1,0 +1,248 @@
+// SPDX-License-Identifier: GPL-2.0-or-later
+//! QEMU's log file, which is a socket.
+
+use super::qemu::{EVENT_END, LOG_VERSION};
+use super::status::now;
+use super::{LOG_NAME, Lockstep, Role, lockstep, next};
+use std::ffi::{CStr, c_char, c_int, c_void};
+use std::io;
+use std::ptr;
+use std::sync::OnceLock;
+use std::sync::atomic::Ordering;
+use std::thread;
+use std::time::Duration;
+
+/// QEMU's buffer before the log's hooks.
+const BUFFER_BYTES: usize = 64 << 10;
+
+/// How long log may wait in QEMU's buffer when no frame brings it out.
+const FLUSH_INTERVAL: Duration = Duration::from_millis(1);
+
+type Open = unsafe extern "C" fn(*const c_char, *const c_char) -> *mut libc::FILE;
+type Read = unsafe extern "C" fn(*mut c_void, *mut c_char, usize) -> isize;
+type Write = unsafe extern "C" fn(*mut c_void, *const c_char, usize) -> isize;
+type Seek = unsafe extern "C" fn(*mut c_void, *mut i64, c_int) -> c_int;
+type Close = unsafe extern "C" fn(*mut c_void) -> c_int;
+
+/// `cookie_io_functions_t` of the C library.
+#[repr(C)]
+struct Functions {
+    read: Option<Read>,
+    write: Option<Write>,
+    seek: Option<Seek>,
+    close: Option<Close>,
+}
+
+unsafe extern "C" {
+    fn fopencookie(
+        cookie: *mut c_void,
+        mode: *const c_char,
+        functions: Functions,
+    ) -> *mut libc::FILE;
+}
+
+/// The first fields of the C library's `FILE`, which its own inline functions use.
+#[repr(C)]
+struct ReadBuffer {
+    flags: c_int,
+    next: *const u8,
+    end: *const u8,
+}
+
+/// Starts the thread that brings the log out and keeps the status up to date.
+pub fn start(lockstep: &'static Lockstep) -> Result<(), String> {
+    super::control::spawn("understudy-log", move || {
+        loop {
+            thread::sleep(FLUSH_INTERVAL);
+            lockstep.refresh();
+        }
+    })
+}
+
+impl Lockstep {
+    /// Brings the log out of QEMU's buffer. Blocks while the daemon has no room.
+    pub(super) fn flush(&self) {
+        let file = self.file.load(Ordering::Acquire);
+        if !file.is_null() && self.role() == Role::Record {
+            // SAFETY: the file is never closed while QEMU records.
+            unsafe { libc::fflush(file) };
+        }
+    }
+
+    fn refresh(&self) {
+        match self.role() {
+            Role::Record => self.flush(),
+            Role::Replay => self.publish_taken(),
+            Role::Live => {}
+        }
+        self.status.instructions.store(self.qemu.instructions(), Ordering::Relaxed);
+        self.status.event.store(self.qemu.data_kind().into(), Ordering::Release);
+    }
+
+    fn publish_taken(&self) {
+        let file = self.file.load(Ordering::Acquire);
+        if file.is_null() {
+            return;
+        }
+        // Before the buffer: what is taken meanwhile is then seen too late, never too early.
+        let passed = self.passed.load(Ordering::Acquire);
+        // SAFETY: two words of a file that is never closed; another thread may change them.
+        let buffered = unsafe {
+            let buffer = file.cast::<ReadBuffer>();
+            let next = (&raw const (*buffer).next).read_volatile();
+            let end = (&raw const (*buffer).end).read_volatile();
+            (end as usize).saturating_sub(next as usize)
+        };
+        let taken = passed.saturating_sub(buffered as u64);
+        self.status.position.fetch_max(taken, Ordering::Release);
+    }
+
+    fn write(&self, bytes: &[u8]) {
+        if self.flowing.load(Ordering::Acquire) {
+            self.send(bytes);
+        }
+        let passed = self.passed.fetch_add(bytes.len() as u64, Ordering::AcqRel);
+        self.status.position.store(passed + bytes.len() as u64, Ordering::Release);
+    }
+
+    fn send(&self, mut bytes: &[u8]) {
+        let mut flags = libc::MSG_NOSIGNAL | libc::MSG_DONTWAIT;
+        while !bytes.is_empty() {
+            // SAFETY: reads from a slice.
+            let sent = unsafe { libc::send(self.log, bytes.as_ptr().cast(), bytes.len(), flags) };
+            match usize::try_from(sent) {
+                Ok(sent) => bytes = &bytes[sent..],
+                Err(_) => match io::Error::last_os_error().kind() {
+                    io::ErrorKind::Interrupted => {}
+                    io::ErrorKind::WouldBlock => {
+                        flags = libc::MSG_NOSIGNAL;
+                        self.begin_block();
+                    }
+                    // The daemon takes no more: it has lost the backup, and says so next.
+                    _ => break,
+                },
+            }
+        }
+        self.end_block();
+    }
+
+    fn read(&self, buffer: &mut [u8]) -> usize {
+        if let Some(bytes) = self.read_prelude(buffer) {
+            return bytes;
+        }
+        let mut flags = libc::MSG_DONTWAIT;
+        let read = loop {
+            // SAFETY: writes into a slice.
+            let read =
+                unsafe { libc::recv(self.log, buffer.as_mut_ptr().cast(), buffer.len(), flags) };
+            match usize::try_from(read) {
+                Ok(read) => break read,
+                Err(_) => match io::Error::last_os_error().kind() {
+                    io::ErrorKind::Interrupted => {}
+                    io::ErrorKind::WouldBlock => {
+                        flags = 0;
+                        self.begin_block();
+                    }
+                    _ => break 0,
+                },
+            }
+        };
+        self.end_block();
+        if read == 0 {
+            // The daemon closes the log only when it ends; QEMU then ends with it. Till
+            // then nothing happens any more.
+            buffer[0] = EVENT_END;
+            return 1;
+        }
+        self.passed.fetch_add(read as u64, Ordering::AcqRel);
+        read
+    }
+
+    /// What a backup's QEMU finds in its log before it follows: the version, and ends, which
+    /// it reads at its start and when it has loaded the device state.
+    fn read_prelude(&self, buffer: &mut [u8]) -> Option<usize> {
+        if self.prelude.load(Ordering::Acquire) == 0 {
+            self.prelude.store(1, Ordering::Release);
+            buffer[..LOG_VERSION.len()].copy_from_slice(&LOG_VERSION);
+            return Some(LOG_VERSION.len());
+        }
+        if self.flowing.load(Ordering::Acquire) {
+            return None;
+        }
+        buffer[0] = EVENT_END;
+        Some(1)
+    }
+
+    fn begin_block(&self) {
+        self.status.blocked_since.store(now(), Ordering::Release);
+    }
+
+    fn end_block(&self) {
+        let since = self.status.blocked_since.swap(0, Ordering::AcqRel);
+        if since != 0 {
+            self.status.blocked.fetch_add(now().saturating_sub(since), Ordering::Relaxed);
+        }
+    }
+
+    /// Opens the log for QEMU.
+    fn open(&'static self, mode: *const c_char) -> *mut libc::FILE {
+        let functions =
+            Functions { read: Some(read_hook), write: Some(write_hook), seek: None, close: None };
+        // SAFETY: `mode` is the caller's; the hooks do without a cookie.
+        unsafe {
+            let file = fopencookie(ptr::null_mut(), mode, functions);
+            if !file.is_null() {
+                libc::setvbuf(file, ptr::null_mut(), libc::_IOFBF, BUFFER_BYTES);
+                self.file.store(file, Ordering::Release);
+            }
+            file
+        }
+    }
+}
+
+unsafe extern "C" fn read_hook(_: *mut c_void, buffer: *mut c_char, bytes: usize) -> isize {
+    let Some(lockstep) = lockstep().filter(|_| bytes >= LOG_VERSION.len()) else {
+        return -1;
+    };
+    // SAFETY: the C library gives its buffer of that size.
+    let buffer = unsafe { std::slice::from_raw_parts_mut(buffer.cast::<u8>(), bytes) };
+    lockstep.read(buffer) as isize
+}
+
+unsafe extern "C" fn write_hook(_: *mut c_void, buffer: *const c_char, bytes: usize) -> isize {
+    if let Some(lockstep) = lockstep() {
+        // SAFETY: the C library gives its buffer of that size.
+        lockstep.write(unsafe { std::slice::from_raw_parts(buffer.cast::<u8>(), bytes) });
+    }
+    bytes as isize
+}
+
+/// Opens the log if `path` is its name.
+unsafe fn open_log(path: *const c_char, mode: *const c_char) -> Option<*mut libc::FILE> {
+    let lockstep = lockstep()?;
+    // SAFETY: the caller of `fopen` gives a string.
+    let is_log = unsafe { CStr::from_ptr(path) }.to_bytes() == LOG_NAME;
+    is_log.then(|| lockstep.open(mode))
+}
+
+/// Stands in for the C library's `fopen`.
+///
+/// # Safety
+/// As there.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn fopen(path: *const c_char, mode: *const c_char) -> *mut libc::FILE {
+    static NEXT: OnceLock<usize> = OnceLock::new();
+    // SAFETY: the arguments are passed on as they are.
+    unsafe { open_log(path, mode).unwrap_or_else(|| next::<Open>(&NEXT, c"fopen")(path, mode)) }
+}
+
+/// Stands in for the C library's `fopen64`.
+///
+/// # Safety
+/// As there.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn fopen64(path: *const c_char, mode: *const c_char) -> *mut libc::FILE {
+    static NEXT: OnceLock<usize> = OnceLock::new();
+    // SAFETY: the arguments are passed on as they are.
+    unsafe { open_log(path, mode).unwrap_or_else(|| next::<Open>(&NEXT, c"fopen64")(path, mode)) }
+}

@@ -1,0 +1,139 @@
+// SPDX-License-Identifier: GPL-2.0-or-later
+//! Lockstep: QEMU's record/replay log passes through the agent.
+//!
+//! The agent stands in for a few functions of the C library. It acts only in a QEMU whose
+//! daemon asked for it by [`VARIABLE`]; in every other it passes the calls on.
+//!
+//! - `fopen` of [`LOG_NAME`] gives a file whose bytes go to, or come from, a socket of the
+//!   daemon's ([`log`]): a full one stops the primary, an empty one stops the backup;
+//! - `sendmsg` to a card's socket brings the log out first, so that the daemon, reading the
+//!   frame, finds a position that covers it; on a backup it sends nothing ([`output`]);
+//! - `ppoll` keeps QEMU from sleeping while there is log ([`wait`]).
+
+mod control;
+mod log;
+mod output;
+mod qemu;
+mod status;
+mod wait;
+
+use qemu::Qemu;
+use status::Status;
+use std::env;
+use std::ffi::c_int;
+use std::sync::OnceLock;
+use std::sync::atomic::{AtomicBool, AtomicPtr, AtomicU8, AtomicU64, Ordering};
+
+/// `ROLE,LOG,STATUS,CONTROL,CARD…`: `record` or `replay`, then numbers of descriptors.
+const VARIABLE: &str = "UNDERSTUDY_LOCKSTEP";
+
+/// The name of the log in QEMU's `rrfile=`; no file of that name is ever opened.
+const LOG_NAME: &[u8] = b"understudy-log";
+
+static LOCKSTEP: OnceLock<Lockstep> = OnceLock::new();
+
+/// What this QEMU is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Role {
+    /// A primary, whether or not it has a backup.
+    Record = 1,
+    /// A backup.
+    Replay = 2,
+    /// A backup that took over.
+    Live = 3,
+}
+
+/// All about this QEMU's lockstep.
+struct Lockstep {
+    qemu: Qemu,
+    status: &'static Status,
+    /// The daemon's end has the log; a stream socket.
+    log: c_int,
+    cards: Vec<c_int>,
+    role: AtomicU8,
+    /// QEMU's log, once it has opened it.
+    file: AtomicPtr<libc::FILE>,
+    /// The log goes to the daemon (primary) or comes from it (backup); else it is
+    /// discarded (primary), or an end without end (backup).
+    flowing: AtomicBool,
+    /// Bytes of log that passed through the socket or were discarded.
+    passed: AtomicU64,
+    /// Bytes of the log's prelude that a backup's QEMU has taken.
+    prelude: AtomicU64,
+}
+
+impl Lockstep {
+    fn role(&self) -> Role {
+        match self.role.load(Ordering::Acquire) {
+            1 => Role::Record,
+            2 => Role::Replay,
+            _ => Role::Live,
+        }
+    }
+}
+
+/// What the hooks act on: none in a QEMU without lockstep.
+fn lockstep() -> Option<&'static Lockstep> {
+    LOCKSTEP.get()
+}
+
+/// Prepares the hooks, if the daemon asked for lockstep. Before `main`, on its only thread.
+pub fn start() -> Result<(), String> {
+    let Ok(wish) = env::var(VARIABLE) else {
+        return Ok(());
+    };
+    // SAFETY: before `main`; no other thread reads the environment.
+    unsafe { env::remove_var(VARIABLE) };
+    let (role, descriptors) = parse(&wish).ok_or_else(|| format!("{VARIABLE}={wish}: unknown"))?;
+    let [log, status, control, cards @ ..] = &descriptors[..] else {
+        return Err(format!("{VARIABLE}={wish}: too few descriptors"));
+    };
+    for &fd in &descriptors {
+        // Programs that QEMU starts must not hold them open.
+        // SAFETY: changes a flag of a descriptor.
+        if unsafe { libc::fcntl(fd, libc::F_SETFD, libc::FD_CLOEXEC) } < 0 {
+            return Err(format!("{VARIABLE}={wish}: {fd} is no descriptor"));
+        }
+    }
+    let status = Status::map(*status).map_err(|e| format!("cannot map the log's status: {e}"))?;
+    let lockstep = Lockstep {
+        qemu: Qemu::find()?,
+        status,
+        log: *log,
+        cards: cards.to_vec(),
+        role: AtomicU8::new(role as u8),
+        file: AtomicPtr::default(),
+        flowing: AtomicBool::new(false),
+        passed: AtomicU64::new(0),
+        prelude: AtomicU64::new(0),
+    };
+    let lockstep = LOCKSTEP.get_or_init(|| lockstep);
+    control::start(lockstep, *control)?;
+    log::start(lockstep)
+}
+
+fn parse(wish: &str) -> Option<(Role, Vec<c_int>)> {
+    let (role, descriptors) = wish.split_once(',')?;
+    let role = match role {
+        "record" => Role::Record,
+        "replay" => Role::Replay,
+        _ => return None,
+    };
+    let descriptors = descriptors.split(',').map(|number| number.parse().ok());
+    Some((role, descriptors.collect::<Option<_>>()?))
+}
+
+/// Finds the function that the agent stands in for, once.
+fn next<F: Copy>(place: &'static OnceLock<usize>, name: &std::ffi::CStr) -> F {
+    let address = *place.get_or_init(|| {
+        // SAFETY: asks the dynamic linker; the name ends with a zero byte.
+        let address = unsafe { libc::dlsym(libc::RTLD_NEXT, name.as_ptr()) };
+        if address.is_null() {
+            crate::exit_now(crate::EXIT_FAILED);
+        }
+        address as usize
+    });
+    assert_eq!(std::mem::size_of::<F>(), std::mem::size_of::<usize>());
+    // SAFETY: `F` is the function's type: each caller names a function of the C library.
+    unsafe { std::mem::transmute_copy(&address) }
+}

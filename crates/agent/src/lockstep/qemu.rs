@@ -1,0 +1,234 @@
+// SPDX-License-Identifier: GPL-2.0-or-later
+//! What the agent calls and reads inside QEMU to steer record and replay.
+//!
+//! QEMU exports its functions and globals to plug-ins; none of these is a promise of
+//! QEMU's, so that every name must be there, and [`ReplayState`] has the layout of the
+//! builds that were proven (QEMU 10.0).
+
+use std::ffi::{CStr, CString, c_char, c_int, c_void};
+use std::mem;
+
+/// What runs on QEMU's main loop once.
+pub type BottomHalf = unsafe extern "C" fn(*mut c_void);
+
+/// What runs for each network card.
+type EachNic = unsafe extern "C" fn(*mut c_void, *mut c_void);
+
+/// Values of QEMU's `replay_mode`.
+pub const MODE_RECORD: c_int = 1;
+/// A backup that follows a log.
+pub const MODE_PLAY: c_int = 2;
+
+/// The event that ends a log (`EVENT_END`).
+pub const EVENT_END: u8 = 39;
+
+/// The log's first four bytes as replay wants them (`REPLAY_VERSION`, big-endian).
+pub const LOG_VERSION: [u8; 4] = [0x00, 0xe0, 0x20, 0x0c];
+
+/// `ReplayState` of QEMU's `replay/replay-internal.h`.
+#[repr(C)]
+pub struct ReplayState {
+    cached_clock: [i64; 2],
+    /// Instructions executed up to the last event.
+    pub current_icount: u64,
+    /// Instructions left until the next event (replay).
+    pub instruction_count: c_int,
+    current_event: u32,
+    /// Kind of the event that replay waits to execute.
+    pub data_kind: u32,
+    /// Whether `data_kind` was read and not executed yet.
+    pub has_unread_data: bool,
+    file_offset: u64,
+    /// Disk requests so far.
+    pub block_request_id: u64,
+    /// Number of the asynchronous event that replay waits for, or all ones.
+    pub read_event_id: u64,
+}
+
+/// QEMU's functions and variables, found by name.
+pub struct Qemu {
+    aio_context: unsafe extern "C" fn() -> *mut c_void,
+    schedule: unsafe extern "C" fn(*mut c_void, BottomHalf, *mut c_void, *const c_char),
+    drain_disks: unsafe extern "C" fn(),
+    save_instructions: unsafe extern "C" fn(),
+    mutex_locked: unsafe extern "C" fn() -> bool,
+    has_events: unsafe extern "C" fn() -> bool,
+    finish_events: unsafe extern "C" fn(),
+    enable_events: unsafe extern "C" fn(),
+    finish: unsafe extern "C" fn(),
+    fetch_data_kind: unsafe extern "C" fn(),
+    icount_raw: unsafe extern "C" fn() -> i64,
+    timer_notify: unsafe extern "C" fn(*mut c_void, c_int),
+    foreach_nic: unsafe extern "C" fn(EachNic, *mut c_void),
+    nic_queue: unsafe extern "C" fn(*mut c_void) -> *mut c_void,
+    purge_queue: unsafe extern "C" fn(*mut c_void, bool),
+    mode: *const c_int,
+    state: *mut ReplayState,
+    log_file: *mut *mut libc::FILE,
+}
+
+// SAFETY: the pointers are to functions and to variables that exist as long as the process;
+// who may touch them when is said at each method.
+unsafe impl Send for Qemu {}
+// SAFETY: as above.
+unsafe impl Sync for Qemu {}
+
+/// Finds a symbol of the program; its type is the caller's word.
+fn find<T>(name: &str) -> Result<T, String> {
+    let symbol = CString::new(name).expect("names have no zero byte");
+    // SAFETY: asks the dynamic linker; the name ends with a zero byte.
+    let address = unsafe { libc::dlsym(libc::RTLD_DEFAULT, symbol.as_ptr()) };
+    if address.is_null() {
+        return Err(format!("this QEMU has no `{name}`: lockstep is not proven with it"));
+    }
+    assert_eq!(mem::size_of::<T>(), mem::size_of::<*mut c_void>());
+    // SAFETY: `T` is a pointer or a function pointer (same size; not null).
+    Ok(unsafe { mem::transmute_copy(&address) })
+}
+
+impl Qemu {
+    /// Finds everything, or says what is missing.
+    pub fn find() -> Result<Qemu, String> {
+        Ok(Qemu {
+            aio_context: find("qemu_get_aio_context")?,
+            schedule: find("aio_bh_schedule_oneshot_full")?,
+            drain_disks: find("bdrv_drain_all")?,
+            save_instructions: find("replay_save_instructions")?,
+            mutex_locked: find("replay_mutex_locked")?,
+            has_events: find("replay_has_events")?,
+            finish_events: find("replay_finish_events")?,
+            enable_events: find("replay_enable_events")?,
+            finish: find("replay_finish")?,
+            fetch_data_kind: find("replay_fetch_data_kind")?,
+            icount_raw: find("icount_get_raw")?,
+            timer_notify: find("qemu_timer_notify_cb")?,
+            foreach_nic: find("qemu_foreach_nic")?,
+            nic_queue: find("qemu_get_queue")?,
+            purge_queue: find("qemu_flush_or_purge_queued_packets")?,
+            mode: find("replay_mode")?,
+            state: find("replay_state")?,
+            log_file: find("replay_file")?,
+        })
+    }
+
+    /// Lets `run` be called once on the main loop. May be called on any thread.
+    ///
+    /// # Safety
+    /// `argument` must be good for `run` until it has run.
+    pub unsafe fn schedule(&self, run: BottomHalf, argument: *mut c_void) {
+        const NAME: &CStr = c"understudy";
+        // SAFETY: both functions may be called on any thread; the argument is the caller's.
+        unsafe { (self.schedule)((self.aio_context)(), run, argument, NAME.as_ptr()) }
+    }
+
+    /// `MODE_RECORD`, `MODE_PLAY`, or none.
+    pub fn mode(&self) -> c_int {
+        // SAFETY: a word that changes at the start and at go-live only.
+        unsafe { self.mode.read_volatile() }
+    }
+
+    /// Kind of the event that replay waits to execute; what another thread changes
+    /// meanwhile may be seen late.
+    pub fn data_kind(&self) -> u32 {
+        // SAFETY: an aligned word of a variable that is always there.
+        unsafe { (&raw const (*self.state).data_kind).read_volatile() }
+    }
+
+    /// Instructions executed, as of the last event.
+    pub fn instructions(&self) -> u64 {
+        // SAFETY: as above.
+        unsafe { (&raw const (*self.state).current_icount).read_volatile() }
+    }
+
+    /// Whether events wait for being logged. May be called on any thread.
+    pub fn has_events(&self) -> bool {
+        // SAFETY: looks whether a list is empty.
+        unsafe { (self.has_events)() }
+    }
+
+    /// Wakes the vCPU thread, which then logs what waits. May be called on any thread.
+    pub fn wake_vcpu(&self) {
+        const QEMU_CLOCK_VIRTUAL: c_int = 1;
+        // SAFETY: kicks the vCPU; the first argument is not used by QEMU.
+        unsafe { (self.timer_notify)(std::ptr::null_mut(), QEMU_CLOCK_VIRTUAL) }
+    }
+
+    /// Brings the instruction count into the log, if this thread may write there.
+    pub fn save_instructions(&self) {
+        // SAFETY: asks whether this thread holds the replay lock, which the call needs.
+        unsafe {
+            if (self.mutex_locked)() {
+                (self.save_instructions)();
+            }
+        }
+    }
+
+    /// Leaves nothing under way: no event to be logged, no disk request, no frame in a queue.
+    ///
+    /// # Safety
+    /// Only on the main loop of a stopped machine that records.
+    pub unsafe fn quiesce(&self) {
+        unsafe extern "C" fn purge(nic: *mut c_void, qemu: *mut c_void) {
+            // SAFETY: QEMU gives a card, and the argument is the `Qemu` below.
+            unsafe {
+                let qemu = &*qemu.cast::<Qemu>();
+                (qemu.purge_queue)((qemu.nic_queue)(nic), true);
+            }
+        }
+        // SAFETY: the caller's word; `purge` is done with `self` when the call returns.
+        unsafe {
+            (self.finish_events)();
+            (self.drain_disks)();
+            (self.foreach_nic)(purge, std::ptr::from_ref(self).cast_mut().cast());
+            (self.enable_events)();
+        }
+        self.save_instructions();
+    }
+
+    /// Forgets the event read ahead and reads the next from the log, which may block.
+    ///
+    /// # Safety
+    /// Only on the main loop of a stopped machine that replays.
+    pub unsafe fn refetch(&self) {
+        // SAFETY: the caller's word.
+        unsafe {
+            (*self.state).has_unread_data = false;
+            (self.fetch_data_kind)();
+        }
+    }
+
+    /// Ends replay: the machine is an ordinary one from here on, with the same disks.
+    ///
+    /// # Safety
+    /// Only on the main loop of a stopped machine whose log is used up.
+    pub unsafe fn finish(&self) {
+        // SAFETY: the caller's word.
+        unsafe {
+            (self.finish)();
+            (self.drain_disks)();
+        }
+    }
+
+    /// Makes a machine that ended replay one whose device state can be saved for another
+    /// that records: saving wants a log file and the true instruction count.
+    ///
+    /// # Safety
+    /// Only on the main loop of a stopped machine after [`Qemu::finish`].
+    pub unsafe fn prepare_for_save(&self) -> Result<(), String> {
+        // SAFETY: the caller's word; nobody reads or writes the file: replay is over.
+        unsafe {
+            if (*self.log_file).is_null() {
+                let file = libc::fopen(c"/dev/null".as_ptr(), c"w".as_ptr());
+                if file.is_null() {
+                    return Err("cannot open /dev/null".to_owned());
+                }
+                *self.log_file = file;
+            }
+            (*self.state).current_icount = (self.icount_raw)() as u64;
+            (*self.state).data_kind = EVENT_END.into();
+            (*self.state).has_unread_data = false;
+            (*self.state).instruction_count = 0;
+        }
+        Ok(())
+    }
+}

@@ -1,0 +1,99 @@
+// SPDX-License-Identifier: GPL-2.0-or-later
+//! QEMU's main loop must not sleep while there is something to log or to replay.
+
+use super::qemu::{EVENT_END, MODE_PLAY, MODE_RECORD};
+use super::{lockstep, next};
+use std::ffi::c_int;
+use std::sync::OnceLock;
+
+type Poll = unsafe extern "C" fn(
+    *mut libc::pollfd,
+    libc::nfds_t,
+    *const libc::timespec,
+    *const libc::sigset_t,
+) -> c_int;
+
+/// Event kinds of QEMU's log (`replay/replay-internal.h`) that the main loop executes, so
+/// that it must look again at once: clocks, their warp, resets and checkpoints of timers.
+const OF_MAIN_LOOP: [u32; 7] = [28, 29, 30, 32, 33, 35, 36];
+
+/// The vCPU is to execute instructions next.
+const INSTRUCTION: u32 = 0;
+
+/// How long the main loop of a backup may sleep before it looks at the log again, in
+/// nanoseconds; none without a limit.
+fn longest_sleep() -> Option<i64> {
+    let lockstep = lockstep()?;
+    match lockstep.qemu.mode() {
+        MODE_RECORD => {
+            // Events that came while the vCPU sleeps would wait for its next timer.
+            if lockstep.qemu.has_events() {
+                lockstep.qemu.wake_vcpu();
+            }
+            None
+        }
+        MODE_PLAY => match lockstep.qemu.data_kind() {
+            kind if kind == u32::from(EVENT_END) => None,
+            INSTRUCTION => Some(10_000_000),
+            kind if OF_MAIN_LOOP.contains(&kind) => Some(0),
+            _ => Some(200_000),
+        },
+        _ => None,
+    }
+}
+
+unsafe fn wait(
+    next: Poll,
+    fds: *mut libc::pollfd,
+    count: libc::nfds_t,
+    timeout: *const libc::timespec,
+    mask: *const libc::sigset_t,
+) -> c_int {
+    let limit = longest_sleep().map(|tv_nsec| libc::timespec { tv_sec: 0, tv_nsec });
+    // SAFETY: `timeout` is null or the caller's; the others are passed on as they are.
+    unsafe {
+        let timeout = match &limit {
+            Some(limit)
+                if timeout.is_null()
+                    || (*timeout).tv_sec > 0
+                    || (*timeout).tv_nsec > limit.tv_nsec =>
+            {
+                limit
+            }
+            _ => timeout,
+        };
+        next(fds, count, timeout, mask)
+    }
+}
+
+/// Stands in for the C library's `ppoll`.
+///
+/// # Safety
+/// As there.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn ppoll(
+    fds: *mut libc::pollfd,
+    count: libc::nfds_t,
+    timeout: *const libc::timespec,
+    mask: *const libc::sigset_t,
+) -> c_int {
+    static NEXT: OnceLock<usize> = OnceLock::new();
+    // SAFETY: the arguments are the caller's.
+    unsafe { wait(next(&NEXT, c"ppoll"), fds, count, timeout, mask) }
+}
+
+/// Stands in for the `ppoll` of programs that were built to check their buffers.
+///
+/// # Safety
+/// As of `ppoll`; the compiler has checked the size of `fds`.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn __ppoll_chk(
+    fds: *mut libc::pollfd,
+    count: libc::nfds_t,
+    timeout: *const libc::timespec,
+    mask: *const libc::sigset_t,
+    _size: usize,
+) -> c_int {
+    // SAFETY: the arguments are the caller's.
+    unsafe { ppoll(fds, count, timeout, mask) }
+}

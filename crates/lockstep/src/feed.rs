@@ -1,0 +1,174 @@
+//! The backup's side of the logging channel: from the wire to its QEMU.
+
+use crate::{BadEvent, END, EventScanner, LogPosition};
+use std::collections::VecDeque;
+use understudy_protocol::Time;
+
+/// The log that was acknowledged and that QEMU has not got yet.
+///
+/// QEMU gets whole events only: an event whose end never comes would hold it for ever. At
+/// the end of the primary the part of an event that was left is dropped, and an end follows
+/// (VMware FT, 2.3): the backup then stands exactly behind the last event.
+#[derive(Debug, Default)]
+pub struct Feed {
+    scanner: EventScanner,
+    waiting: VecDeque<u8>,
+    /// Where `waiting` begins.
+    given: LogPosition,
+    /// What QEMU is known to have taken.
+    taken: LogPosition,
+    /// Ends of batches, and when they came.
+    arrivals: VecDeque<(LogPosition, Time)>,
+    ended: bool,
+}
+
+impl Feed {
+    /// At the beginning of a log.
+    pub fn new() -> Feed {
+        Feed::default()
+    }
+
+    /// A batch came, to be acknowledged if this goes well: what is no log of a proven QEMU
+    /// cannot be replayed, and must not be acknowledged.
+    ///
+    /// # Panics
+    /// After [`Feed::end`].
+    pub fn receive(&mut self, batch: &[u8], now: Time) -> Result<(), BadEvent> {
+        assert!(!self.ended, "a batch after the end");
+        let mut scanner = self.scanner.clone();
+        scanner.scan(batch)?;
+        self.scanner = scanner;
+        self.waiting.extend(batch);
+        if !batch.is_empty() {
+            self.arrivals.push_back((self.received(), now));
+        }
+        Ok(())
+    }
+
+    /// Where the log that came ends.
+    pub fn received(&self) -> LogPosition {
+        self.scanner.whole() + self.scanner.partial()
+    }
+
+    /// Bytes that wait here: the backup reads no more from the wire while they are many.
+    pub fn waiting(&self) -> usize {
+        self.waiting.len()
+    }
+
+    /// What QEMU may get now, without its last partial event; in one piece at most.
+    pub fn ready(&mut self) -> &[u8] {
+        let whole = match self.ended {
+            true => self.waiting.len(),
+            false => self.scanner.whole().bytes_since(self.given) as usize,
+        };
+        let (first, _) = self.waiting.as_slices();
+        &first[..whole.min(first.len())]
+    }
+
+    /// QEMU got the first `bytes` of [`Feed::ready`].
+    pub fn gave(&mut self, bytes: usize) {
+        self.waiting.drain(..bytes);
+        self.given = self.given + bytes;
+    }
+
+    /// Nothing more will come: drops the partial event, adds an end. Returns how many
+    /// bytes were dropped. Once QEMU waits at the end, all that was acknowledged happened.
+    pub fn end(&mut self) -> usize {
+        if self.ended {
+            return 0;
+        }
+        self.ended = true;
+        let partial = self.scanner.partial();
+        self.waiting.truncate(self.waiting.len() - partial);
+        self.waiting.push_back(END);
+        partial
+    }
+
+    /// QEMU has executed the log up to here, so far as it says.
+    pub fn taken(&mut self, position: LogPosition) {
+        self.taken = self.taken.max(position);
+        while self.arrivals.front().is_some_and(|&(end, _)| end <= self.taken) {
+            self.arrivals.pop_front();
+        }
+    }
+
+    /// Whole events that QEMU has not executed, in bytes of log.
+    pub fn pending(&self) -> u64 {
+        self.scanner.whole().bytes_since(self.taken)
+    }
+
+    /// When the oldest batch came that QEMU has not executed whole.
+    pub fn behind_since(&self) -> Option<Time> {
+        self.arrivals.front().filter(|_| self.pending() > 0).map(|&(_, came)| came)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+    use std::time::Duration;
+
+    const AT: Time = Time(Duration::ZERO);
+
+    /// Instructions, a frame of three bytes, an interrupt.
+    const LOG: &[u8] = &[0, 0, 0, 1, 0, 9, 0, 0, 0, 0, 0, 0, 0, 0, 3, 7, 7, 7, 1];
+    const ENDS: [usize; 3] = [5, 18, 19];
+
+    fn drain(feed: &mut Feed, most: usize) -> Vec<u8> {
+        let mut got = Vec::new();
+        loop {
+            let ready = feed.ready();
+            let piece = ready[..ready.len().min(most)].to_vec();
+            if piece.is_empty() {
+                return got;
+            }
+            feed.gave(piece.len());
+            got.extend(piece);
+        }
+    }
+
+    proptest! {
+        #[test]
+        fn qemu_gets_whole_events_and_an_end_wherever_the_log_stops(
+            stop in 0..=LOG.len(), cut in 1..8usize, most in 1..8usize, early in any::<bool>(),
+        ) {
+            let mut feed = Feed::new();
+            let mut got = Vec::new();
+            for batch in LOG[..stop].chunks(cut) {
+                feed.receive(batch, AT).unwrap();
+                if early {
+                    got.extend(drain(&mut feed, most));
+                    prop_assert!(got.is_empty() || ENDS.contains(&got.len()));
+                }
+            }
+            let whole = ENDS.into_iter().rev().find(|&end| end <= stop).unwrap_or(0);
+            prop_assert_eq!(feed.end(), stop - whole);
+            got.extend(drain(&mut feed, most));
+            prop_assert_eq!(got, [&LOG[..whole], &[END]].concat());
+        }
+    }
+
+    #[test]
+    fn a_bad_batch_changes_nothing() {
+        let mut feed = Feed::new();
+        feed.receive(&LOG[..7], AT).unwrap();
+        assert!(feed.receive(&[0; 8].map(|_| 0xff), AT).is_err());
+        assert_eq!((feed.received(), feed.ready().len()), (LogPosition(7), 5));
+        feed.receive(&LOG[7..], AT).unwrap();
+        assert_eq!(feed.ready().len(), LOG.len());
+    }
+
+    #[test]
+    fn the_lag_is_that_of_the_oldest_batch_that_is_not_executed() {
+        let at = |ms| Time(Duration::from_millis(ms));
+        let mut feed = Feed::new();
+        feed.receive(&LOG[..5], at(1)).unwrap();
+        feed.receive(&LOG[5..], at(4)).unwrap();
+        assert_eq!((feed.behind_since(), feed.pending()), (Some(at(1)), 19));
+        feed.taken(LogPosition(6));
+        assert_eq!(feed.behind_since(), Some(at(4)));
+        feed.taken(LogPosition(19));
+        assert_eq!((feed.behind_since(), feed.pending()), (None, 0));
+    }
+}

@@ -1,0 +1,30 @@
+//! Lockstep mode without I/O or clock (VMware FT; DESIGN.md section 5).
+//!
+//! The primary's QEMU writes a log of everything that is not determined; the backup's QEMU
+//! executes the same instructions by it. Who may take over, and when output may leave, is
+//! decided by the same machines as in checkpoint mode, [`understudy_protocol::Primary`] and
+//! [`understudy_protocol::Backup`]: **a batch of log is their epoch**. Batch 1 is the
+//! machine as it was copied; a batch is acknowledged when it was received, before it is
+//! replayed, and frames of batch *n* leave when *n* is acknowledged.
+//!
+//! | what | where |
+//! |---|---|
+//! | places in the log, and the bounds of its events | [`LogPosition`], [`EventScanner`] |
+//! | primary: cuts the log into batches, bounded | [`Batcher`] |
+//! | backup: what was acknowledged goes to its QEMU, whole events only, then an end | [`Feed`] |
+//! | how far the backup is behind, and the primary's share of CPU | [`Lag`], [`Pace`] |
+//! | a backup that replays no more | [`Watchdog`] |
+
+mod batch;
+mod event;
+mod feed;
+mod lag;
+mod position;
+mod watchdog;
+
+pub use batch::Batcher;
+pub use event::{BadEvent, END, EventScanner};
+pub use feed::Feed;
+pub use lag::{Lag, Pace};
+pub use position::LogPosition;
+pub use watchdog::{Signs, Watchdog};
