@@ -125,6 +125,7 @@ impl Machine {
                     .is_some()
                     .then(|| Console { socket: CONSOLE.into(), log: CONSOLE_LOG.into() }),
                 role: plan.role,
+                lockstep: None,
             },
         );
         let mut inherit: Vec<BorrowedFd<'_>> = vec![ram.fd(), device_state.as_fd()];

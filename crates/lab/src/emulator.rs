@@ -143,6 +143,7 @@ fn arguments(blueprint: &Blueprint<'_>, monitors: [i32; 3]) -> Result<Vec<OsStri
             log: directory.join(format!("{CONSOLE}.log")),
         }),
         role: Role::Fresh,
+        lockstep: None,
         // Exchanged below.
         ram: -1,
         disks: vec![PathBuf::new(); definition.disks.len()],

@@ -84,6 +84,11 @@ impl Feed {
         partial
     }
 
+    /// Whether QEMU got everything, the end included.
+    pub fn is_over(&self) -> bool {
+        self.ended && self.waiting.is_empty()
+    }
+
     /// QEMU has executed the log up to here, so far as it says.
     pub fn taken(&mut self, position: LogPosition) {
         self.taken = self.taken.max(position);

@@ -194,6 +194,22 @@ impl Port {
         held
     }
 
+    /// Ends the current epoch while the guest runs on: every frame that was read belongs to
+    /// it, what has not been read to `next`. For epochs that are batches of a log (lockstep
+    /// mode): a frame that belongs to a later one than it could waits longer, and is safe.
+    ///
+    /// # Panics
+    /// If `next` does not follow the current epoch.
+    pub fn barrier(&self, next: Epoch) {
+        let mut outbound = self.shared.outbound();
+        outbound.buffer.barrier(next);
+        let released = outbound.buffer.has_released();
+        drop(outbound);
+        if released {
+            self.shared.flush();
+        }
+    }
+
     /// The backup has `epoch` and all before it: sends their frames. That this host
     /// may do so was known at `entitled`; long after it, they wait once more.
     ///

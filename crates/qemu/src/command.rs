@@ -8,6 +8,7 @@ use crate::capabilities::Accelerator;
 use crate::definition::{
     CardModel, DiskBus, DiskDefinition, DiskFormat, Vga, VirtioInterface, VmDefinition,
 };
+use crate::lockstep::{ICOUNT_SHIFT, LOG_NAME, LogRole};
 use crate::qmp::MONITORS;
 use std::ffi::OsString;
 use std::os::fd::RawFd;
@@ -55,6 +56,18 @@ pub struct Resources {
     pub console: Option<Console>,
     /// How QEMU starts.
     pub role: Role,
+    /// If it runs in lockstep.
+    pub lockstep: Option<Lockstep>,
+}
+
+/// How a QEMU runs in lockstep. Both hosts' clocks begin at the same time of day, wherever
+/// and whenever their QEMUs are started.
+#[derive(Clone, Debug)]
+pub struct Lockstep {
+    /// What it does with its log.
+    pub role: LogRole,
+    /// What the guest's clock shows first, in UTC: `2026-11-21T00:00:00`.
+    pub clock: String,
 }
 
 /// The files that a guest without a boot loader begins with.
@@ -127,10 +140,15 @@ fn machine(args: &mut Args, vm: &VmDefinition, resources: &Resources) {
     args.flag("-nodefaults");
     sandbox(args);
     args.pair("-display", "none");
-    // Without the VMware port, whose mouse is an eighth of the device state.
+    // Without the VMware port, whose mouse is an eighth of the device state. Replay hangs
+    // with the HPET.
+    let hpet = if resources.lockstep.is_some() { ",hpet=off" } else { "" };
     args.pair(
         "-machine",
-        format!("{},suppress-vmdesc=on,vmport=off,memory-backend=ram", resources.machine_type),
+        format!(
+            "{},suppress-vmdesc=on,vmport=off,memory-backend=ram{hpet}",
+            resources.machine_type
+        ),
     );
     accelerator(args, resources);
     args.pair(
@@ -146,7 +164,10 @@ fn machine(args: &mut Args, vm: &VmDefinition, resources: &Resources) {
     if let Some(cpu) = &vm.cpu {
         args.pair("-cpu", cpu);
     }
-    args.pair("-rtc", "base=utc");
+    match &resources.lockstep {
+        None => args.pair("-rtc", "base=utc"),
+        Some(lockstep) => replayable(args, lockstep),
+    }
     args.pair(
         "-vga",
         match vm.vga {
@@ -160,6 +181,14 @@ fn machine(args: &mut Args, vm: &VmDefinition, resources: &Resources) {
     // can be committed; the daemon sees the event SHUTDOWN. Reboot is a reset.
     args.pair("-action", "shutdown=pause");
     args.flag("-S");
+}
+
+/// The guest's time is counted in its own instructions, and what is not determined by them
+/// goes to, or comes from, the log.
+fn replayable(args: &mut Args, lockstep: &Lockstep) {
+    args.pair("-rtc", format!("base={},clock=vm", lockstep.clock));
+    let role = lockstep.role.name();
+    args.pair("-icount", format!("shift={ICOUNT_SHIFT},rr={role},rrfile={LOG_NAME}"));
 }
 
 /// System calls that QEMU does not need, and a guest that broke out of it might want.
@@ -213,7 +242,7 @@ fn boot(args: &mut Args, vm: &VmDefinition, files: &BootFiles) {
 fn disks(args: &mut Args, vm: &VmDefinition, resources: &Resources) {
     let (mut virtio, mut ide) = (0, 0);
     for (n, (disk, socket)) in vm.disks.iter().zip(&resources.disks).enumerate() {
-        block_nodes(args, n, disk, socket);
+        block_nodes(args, n, disk, socket, resources.lockstep.is_some());
         let mut device = match disk.bus {
             DiskBus::Virtio => {
                 virtio += 1;
@@ -244,9 +273,10 @@ fn ide_place(q35: bool, n: usize) -> String {
     }
 }
 
-/// The disk's data come from the data plane; a raw image needs nothing above it.
-fn block_nodes(args: &mut Args, n: usize, disk: &DiskDefinition, socket: &Path) {
-    let top = format!("disk{n}");
+/// The disk's data come from the data plane; a raw image needs nothing above it. In lockstep
+/// requests end when the log says so.
+fn block_nodes(args: &mut Args, n: usize, disk: &DiskDefinition, socket: &Path, replay: bool) {
+    let top = if replay { format!("disk{n}-image") } else { format!("disk{n}") };
     let nbd = match disk.format {
         DiskFormat::Raw => top.clone(),
         DiskFormat::Qcow2 => format!("{top}-nbd"),
@@ -262,6 +292,9 @@ fn block_nodes(args: &mut Args, n: usize, disk: &DiskDefinition, socket: &Path) 
             format!("driver=qcow2,node-name={top},file={nbd},discard=unmap,detect-zeroes=off"),
         );
     }
+    if replay {
+        args.pair("-blockdev", format!("driver=blkreplay,node-name=disk{n},image={top}"));
+    }
 }
 
 fn cards(args: &mut Args, vm: &VmDefinition, resources: &Resources) {
@@ -270,7 +303,10 @@ fn cards(args: &mut Args, vm: &VmDefinition, resources: &Resources) {
         args.pair("-netdev", netdev);
         let model = match card.model {
             CardModel::VirtioNet => {
-                format!("virtio-net-pci,{}", virtio_options(vm.virtio, resources.accelerator))
+                let virtio = virtio_options(vm.virtio, resources.accelerator);
+                // What QEMU has the guest say by itself is in no log.
+                let quiet = if resources.lockstep.is_some() { ",guest_announce=off" } else { "" };
+                format!("virtio-net-pci,{virtio}{quiet}")
             }
             CardModel::E1000 => "e1000".to_owned(),
             CardModel::E1000e => "e1000e".to_owned(),
@@ -283,6 +319,9 @@ fn cards(args: &mut Args, vm: &VmDefinition, resources: &Resources) {
             "-device",
             format!("{model},addr={slot:#04x},netdev=card{n},id=nic{n},mac={},romfile=", card.mac),
         );
+        if resources.lockstep.is_some() {
+            args.pair("-object", format!("filter-replay,id=replay{n},netdev=card{n}"));
+        }
     }
 }
 

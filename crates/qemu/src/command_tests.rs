@@ -16,6 +16,7 @@ fn resources() -> Resources {
         cards: Vec::new(),
         console: None,
         role: Role::Fresh,
+        lockstep: None,
     }
 }
 

@@ -5,6 +5,7 @@
 //! - [`capabilities`]: what the installed QEMU can do;
 //! - [`command`]: the command line, a pure function of definition and resources;
 //! - [`user`]: who it runs as;
+//! - [`lockstep`]: what lockstep needs of it, and the way of its log;
 //! - [`process`]: the running QEMU and its end;
 //! - [`qmp`]: its monitor: checkpoints, resumption, events;
 //! - [`urgency`]: priority for the length of a checkpoint's pause.
@@ -12,6 +13,7 @@
 pub mod capabilities;
 pub mod command;
 pub mod definition;
+pub mod lockstep;
 pub mod process;
 pub mod qmp;
 pub mod urgency;

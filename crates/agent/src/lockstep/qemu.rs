@@ -90,7 +90,7 @@ impl Qemu {
     /// Finds everything, or says what is missing.
     pub fn find() -> Result<Qemu, String> {
         Ok(Qemu {
-            aio_context: find("qemu_get_aio_context")?,
+            aio_context: find("iohandler_get_aio_context")?,
             schedule: find("aio_bh_schedule_oneshot_full")?,
             drain_disks: find("bdrv_drain_all")?,
             save_instructions: find("replay_save_instructions")?,

@@ -124,6 +124,12 @@ impl Monitor {
         self.connection.flush()
     }
 
+    /// Saves the device state of a machine that stands still.
+    pub fn save(&mut self, state: &DeviceState) -> Result<(), QmpError> {
+        let filename = state.path_in_qemu();
+        self.simple(&xen_save_devices_state { filename, live: Some(false) })
+    }
+
     /// Makes a standby ready to load this device state, and to report how that
     /// goes; call it before [`Monitor::go_live`] is needed in a hurry.
     pub fn prepare_standby(&mut self, state: &DeviceState) -> Result<(), QmpError> {
@@ -161,6 +167,29 @@ impl Monitor {
             }
             if progress.answers == 2 && progress.loaded && !progress.resumed {
                 return Err(QmpError::NotStarted);
+            }
+        }
+        Ok(())
+    }
+
+    /// Loads the device state into a standby whose memory is complete; the guest stands
+    /// still until [`Monitor::cont`]. If QEMU cannot load it, it ends: [`QmpError::Closed`].
+    pub fn load(&mut self, state: &DeviceState) -> Result<(), QmpError> {
+        if !self.connection.is_primed(migrate_incoming::NAME) {
+            self.prepare_standby(state)?;
+        }
+        self.connection.fire();
+        self.connection.flush()?;
+        let (mut answered, mut loaded) = (false, false);
+        while !(answered && loaded) {
+            match self.connection.message(migrate_incoming::NAME)? {
+                Message::Reply(Ok(_)) => answered = true,
+                Message::Reply(Err(reason)) => {
+                    return Err(QmpError::Refused { command: migrate_incoming::NAME, reason });
+                }
+                Message::Event { name, data } => {
+                    loaded |= name == "MIGRATION" && data["status"] == "completed";
+                }
             }
         }
         Ok(())

@@ -167,6 +167,7 @@ impl Vm {
                     log: folder.path().join("console.log"),
                 }),
                 role,
+                lockstep: None,
             },
         );
         let mut inherit = vec![ram.as_fd(), state.as_fd(), first, second, third];

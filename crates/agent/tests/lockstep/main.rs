@@ -1,0 +1,161 @@
+//! Two stock QEMUs in lockstep, with the daemon's sides of everything in this process: its
+//! command line, disks, ports, memory, and the logging channel between.
+//!
+//! It needs root and the guest that `make guests` builds.
+
+mod channel;
+mod client;
+mod replica;
+mod vm;
+
+use channel::Channel;
+use client::Client;
+use replica::Replica;
+use std::process::Command;
+use std::thread;
+use std::time::{Duration, Instant};
+use understudy_protocol::Epoch;
+use understudy_qemu::lockstep::{LogRole, Request};
+use vm::Vm;
+
+/// How long anything may take before a test fails.
+const DEADLINE: Duration = Duration::from_secs(90);
+
+/// The copy of the machine; the log's batches follow.
+const MACHINE: Epoch = Epoch(1);
+
+/// Disk, fork-heavy shell work and computation, for ever.
+const LOADS: [&str; 3] = [
+    "exec guest-tools load /data/build",
+    "while :; do dd if=/dev/urandom of=/data/z bs=4k count=300 conv=fsync; md5sum /data/z; \
+     rm /data/z; sleep 0.2; done",
+    "while :; do for i in 1 2 3 4 5; do ls /bin | md5sum; done; sleep 0.3; done",
+];
+
+/// Runs a test in a network namespace of its own, which vanishes with its last thread.
+fn in_namespace(body: impl FnOnce() + Send + 'static) {
+    let test = thread::spawn(|| {
+        nix::sched::unshare(nix::sched::CloneFlags::CLONE_NEWNET).expect("these tests need root");
+        for arguments in [
+            "link set lo up",
+            "link add br0 type bridge",
+            "addr add 10.9.0.1/24 dev br0",
+            "link set br0 up",
+        ] {
+            let done = Command::new("ip").args(arguments.split(' ')).status().unwrap();
+            assert!(done.success(), "ip {arguments}");
+        }
+        body();
+    });
+    if let Err(panic) = test.join() {
+        std::panic::resume_unwind(panic);
+    }
+}
+
+/// Waits until `condition` holds.
+fn wait_for(what: &str, mut condition: impl FnMut() -> bool) {
+    let deadline = Instant::now() + DEADLINE;
+    while !condition() {
+        assert!(Instant::now() < deadline, "waited in vain for {what}");
+        thread::sleep(Duration::from_millis(1));
+    }
+}
+
+fn seconds(variable: &str, default: u64) -> Duration {
+    let wanted = std::env::var(variable).ok().and_then(|text| text.parse().ok());
+    Duration::from_secs(wanted.unwrap_or(default))
+}
+
+/// Starts a backup of a running VM: copied while it runs, paused for the rest.
+fn protect(primary: &mut Vm, backup: &mut Vm) -> Channel {
+    let mut replica = Replica::begin(primary, backup);
+    replica.copy_while_running();
+    let frozen = Instant::now();
+    primary.monitor.stop().unwrap();
+    let stopped = frozen.elapsed();
+    primary.log.ask(Request::Quiesce).unwrap();
+    let begins = primary.log.ask(Request::Attach).unwrap();
+    let state = primary.save_devices();
+    let saved = frozen.elapsed();
+    let pages = replica.copy_the_rest();
+    let copied = frozen.elapsed();
+    primary.port.hold(MACHINE.next());
+    backup.load(&state);
+    let loaded = frozen.elapsed();
+    let channel = Channel::open(primary, backup, begins);
+    primary.monitor.cont().unwrap();
+    println!(
+        "frozen for {:.1} ms (stop {stopped:.1?}, devices {saved:.1?}, {pages} pages \
+         {copied:.1?}, load {loaded:.1?})",
+        frozen.elapsed().as_secs_f64() * 1e3
+    );
+    wait_for("the first of the log", || channel.has_log());
+    backup.log.ask(Request::Follow).unwrap();
+    backup.monitor.cont().unwrap();
+    channel
+}
+
+/// Stops the primary, lets the backup come to the same instruction, and compares.
+fn compare(primary: &mut Vm, backup: &mut Vm, channel: &Channel) {
+    primary.monitor.stop().unwrap();
+    let end = channel.position_of(primary.log.ask(Request::Flush).unwrap());
+    wait_for("the backup to come to the same place", || {
+        channel.note_progress(backup);
+        backup.log.status().position >= end && backup.log.status().is_blocked
+    });
+    let (one, other) = (primary.log.status(), backup.log.status());
+    assert_eq!(one.instructions, other.instructions);
+    let differences = replica::differences(primary, backup);
+    assert_eq!(differences, Vec::<String>::new(), "after {} bytes of log", end);
+    primary.monitor.cont().unwrap();
+}
+
+/// The backup of a primary that is gone goes on in its place.
+fn take_over(backup: &mut Vm, channel: Channel) {
+    let began = Instant::now();
+    channel.end();
+    backup.await_end_of_log();
+    let drained = began.elapsed();
+    backup.monitor.stop().unwrap();
+    backup.log.ask(Request::GoLive).unwrap();
+    backup.disk.set_read_only(false);
+    backup.port.open_gate();
+    backup.port.go_live();
+    backup.monitor.cont().unwrap();
+    backup.port.announce().unwrap();
+    println!("live after {:.1?}, of which the rest of the log {drained:.1?}", began.elapsed());
+}
+
+#[test]
+fn a_backup_follows_byte_by_byte_and_takes_over_an_open_connection() {
+    in_namespace(|| {
+        let mut primary = Vm::start("p", LogRole::Record);
+        primary.run_until_ready();
+        for load in LOADS {
+            client::run_in_guest(load);
+        }
+        let client = Client::start();
+        wait_for("some answers", || client.answers() > 50);
+
+        let mut backup = Vm::start("b", LogRole::Replay);
+        let channel = protect(&mut primary, &mut backup);
+        let console = primary.console_bytes();
+        let until = Instant::now() + seconds("LOCKSTEP_SECONDS", 6);
+        while Instant::now() < until {
+            thread::sleep(Duration::from_millis(50));
+            channel.note_progress(&backup);
+        }
+        println!("{}", channel.account());
+        compare(&mut primary, &mut backup, &channel);
+        let before = client.answers();
+        wait_for("answers under protection", || client.answers() > before + 50);
+
+        primary.kill();
+        let said = primary.console_since(console);
+        take_over(&mut backup, channel);
+        let before = client.answers();
+        wait_for("answers from the new primary", || client.answers() > before + 200);
+        println!("{}", client.end());
+        assert!(backup.console_since(0).starts_with(&said), "the backup's console differs");
+    });
+}

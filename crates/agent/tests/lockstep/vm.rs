@@ -1,0 +1,228 @@
+//! One side: a stock QEMU in lockstep, and all that the daemon has of it.
+
+use crate::{DEADLINE, wait_for};
+use std::fs;
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd};
+use std::os::unix::net::UnixStream;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+use std::sync::Arc;
+use std::thread;
+use std::time::{Duration, Instant};
+use tempfile::TempDir;
+use understudy_disk::{Disk, NbdServer};
+use understudy_memory::agent::{AgentLink, AgentListener};
+use understudy_memory::{GuestRam, ProcessMemory, RamBlock};
+use understudy_network::{Port, PortConfig};
+use understudy_protocol::{BlockId, CardIndex, DiskIndex};
+use understudy_qemu::command::{BootFiles, Console, Lockstep, Resources, Role, command_line};
+use understudy_qemu::lockstep::{LogChannel, LogRole, obstacles};
+use understudy_qemu::process::Launch;
+use understudy_qemu::qmp::{DeviceState, MonitorSockets};
+use understudy_qemu::{Accelerator, Capabilities, Monitor, Qemu, VmDefinition};
+
+const DISK_BYTES: u64 = 256 << 20;
+
+/// The last event of a log.
+const END: u64 = understudy_lockstep::END as u64;
+
+pub struct Vm {
+    pub monitor: Monitor,
+    pub log: LogChannel,
+    pub disk: Arc<Disk>,
+    pub port: Arc<Port>,
+    pub blocks: Vec<RamBlock>,
+    pub agent: AgentLink,
+    pub qemu: Qemu,
+    state: DeviceState,
+    _server: NbdServer,
+    folder: TempDir,
+}
+
+fn guest_file(name: &str) -> PathBuf {
+    let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../target/guest").join(name);
+    path.canonicalize().unwrap_or_else(|e| panic!("{}: {e}; run `make guests`", path.display()))
+}
+
+fn definition() -> VmDefinition {
+    let text = format!(
+        "name = \"lock\"\nmemory = \"256M\"\nvcpus = 1\naccel = \"tcg\"\n\
+         kernel = \"{}\"\ninitrd = \"{}\"\n\
+         append = \"console=ttyS0 quiet cryptomgr.notests us.ip=10.9.0.2/24\"\n\
+         [[disk]]\npath = \"disk.raw\"\nformat = \"raw\"\n\
+         [[card]]\nmac = \"52:54:00:12:34:56\"\nbridge = \"br0\"\n",
+        guest_file("vmlinuz").display(),
+        guest_file("initrd.gz").display(),
+    );
+    VmDefinition::from_toml(&text, Path::new("/lock.toml")).unwrap()
+}
+
+/// A primary's disk is a copy of the guest's, a backup's is empty.
+fn make_disk(folder: &Path, role: LogRole) -> Arc<Disk> {
+    let image = folder.join("disk.raw");
+    match role {
+        LogRole::Record => {
+            let source = guest_file("disk.img");
+            let copied = Command::new("cp").arg("--sparse=always").args([&source, &image]).status();
+            assert!(copied.unwrap().success());
+        }
+        LogRole::Replay => fs::File::create(&image).unwrap().set_len(DISK_BYTES).unwrap(),
+    }
+    let disk = Arc::new(Disk::open(DiskIndex(0), &image, DISK_BYTES).unwrap());
+    disk.set_read_only(role == LogRole::Replay);
+    disk
+}
+
+/// The agent, which cargo built beside this test.
+fn agent_library() -> PathBuf {
+    let test = std::env::current_exe().unwrap();
+    test.parent().unwrap().join("libunderstudy_agent.so")
+}
+
+impl Vm {
+    pub fn start(name: &str, role: LogRole) -> Vm {
+        let folder = tempfile::tempdir().unwrap();
+        let definition = definition();
+        let capabilities = Capabilities::probe(Path::new("qemu-system-x86_64")).unwrap();
+        let disk = make_disk(folder.path(), role);
+        let nbd = folder.path().join("disk.nbd");
+        let server = NbdServer::serve(disk.clone(), &nbd).unwrap();
+        let config = PortConfig {
+            card: CardIndex(0),
+            mac: definition.cards[0].mac,
+            tap: format!("tap-{name}"),
+            bridge: "br0".into(),
+            live: role == LogRole::Record,
+            output_limit_bytes: understudy_network::DEFAULT_LIMIT_BYTES,
+        };
+        let port = Arc::new(Port::open(config, Arc::new(|| {})).unwrap());
+        let card = port.attach_guest().unwrap();
+        let ram = Arc::new(GuestRam::create(definition.memory.bytes()).unwrap());
+        let state = DeviceState::create().unwrap();
+        let (sockets, ends) = MonitorSockets::create().unwrap();
+        let (log, log_ends) = LogChannel::create(DEADLINE).unwrap();
+        let listener = AgentListener::bind(folder.path().join("agent")).unwrap();
+        let console = folder.path().join("console");
+        let resources = Resources {
+            machine_type: capabilities.machine_type(&definition.machine).unwrap().to_owned(),
+            accelerator: Accelerator::Tcg,
+            kvm: None,
+            boot: BootFiles {
+                kernel: definition.kernel.clone(),
+                initrd: definition.initrd.clone(),
+            },
+            ram: ram.fd().as_raw_fd(),
+            monitors: ends.numbers(),
+            disks: vec![nbd],
+            cards: vec![card.socket.as_raw_fd()],
+            console: Some(Console {
+                socket: console.clone(),
+                log: folder.path().join("console.log"),
+            }),
+            role: match role {
+                LogRole::Record => Role::Fresh,
+                LogRole::Replay => Role::Standby,
+            },
+            lockstep: Some(Lockstep { role, clock: "2026-11-21T00:00:00".into() }),
+        };
+        let mut inherit: Vec<BorrowedFd> = vec![ram.fd(), state.as_fd(), card.socket.as_fd()];
+        inherit.extend(ends.descriptors());
+        inherit.extend(log_ends.descriptors());
+        let qemu = Qemu::launch(&Launch {
+            binary: &capabilities.binary,
+            args: &command_line(&definition, &resources),
+            env: &[
+                ("LD_PRELOAD".into(), agent_library().into()),
+                (AgentListener::VARIABLE.into(), listener.path().into()),
+                log_ends.environment(role, &resources.cards),
+            ],
+            inherit: &inherit,
+            log: &folder.path().join("qemu.log"),
+            directory: None,
+            user: None,
+        })
+        .unwrap();
+        drop((ends, log_ends, card));
+        let agent = listener
+            .accept(Instant::now() + DEADLINE)
+            .unwrap_or_else(|error| panic!("{error}: {:?}", qemu.wait(DEADLINE / 30)));
+        let mut monitor = Monitor::connect(sockets, DEADLINE, |_| {})
+            .unwrap_or_else(|error| panic!("{error}: {:?}", qemu.wait(DEADLINE / 30)));
+        let refusals = obstacles(&definition, Accelerator::Tcg, Some(monitor.version()));
+        assert_eq!(refusals, Vec::<String>::new());
+        let blocks = ram_blocks(&mut monitor, &qemu, &ram);
+        if role == LogRole::Replay {
+            monitor.prepare_standby(&state).unwrap();
+        }
+        drain_console(&console);
+        Vm { monitor, log, disk, port, blocks, agent, qemu, state, _server: server, folder }
+    }
+
+    pub fn run_until_ready(&mut self) {
+        self.monitor.cont().unwrap();
+        wait_for("the guest to boot", || {
+            let said = self.console_since(0);
+            said.windows(22).any(|words| words == b"UNDERSTUDY-GUEST-READY")
+        });
+    }
+
+    /// Everything that the guest has written to its console.
+    pub fn console_bytes(&self) -> usize {
+        self.console_since(0).len()
+    }
+
+    pub fn console_since(&self, start: usize) -> Vec<u8> {
+        let said = fs::read(self.folder.path().join("console.log")).unwrap_or_default();
+        said[start.min(said.len())..].to_vec()
+    }
+
+    /// The device state of the stopped machine.
+    pub fn save_devices(&mut self) -> Vec<u8> {
+        self.monitor.save(&self.state).unwrap();
+        let mut state = Vec::new();
+        self.state.read_into(&mut state).unwrap();
+        state
+    }
+
+    /// Loads a device state; the machine stays stopped.
+    pub fn load(&mut self, state: &[u8]) {
+        self.state.fill(state).unwrap();
+        self.disk.set_read_only(false);
+        self.monitor.load(&self.state).unwrap_or_else(|error| {
+            panic!("{error}: {:?}", self.qemu.wait(Duration::from_secs(3)))
+        });
+    }
+
+    pub fn await_end_of_log(&self) {
+        wait_for("the end of the log", || self.log.status().event == END);
+    }
+
+    pub fn kill(&self) {
+        self.port.shut();
+        self.qemu.kill().unwrap();
+    }
+}
+
+fn ram_blocks(monitor: &mut Monitor, qemu: &Qemu, ram: &Arc<GuestRam>) -> Vec<RamBlock> {
+    let process = Arc::new(ProcessMemory::open(qemu.pid() as i32).unwrap());
+    let mut infos = monitor.ram_blocks().unwrap();
+    infos.sort_by(|a, b| (!a.is_main(), &a.name).cmp(&(!b.is_main(), &b.name)));
+    let block = |(n, info): (usize, understudy_qemu::qmp::RamBlockInfo)| match info.is_main() {
+        true => RamBlock::main(info.name, info.address, ram.clone()),
+        // The mapped length: what is in use differs before the firmware ran.
+        false => RamBlock::auxiliary(
+            BlockId(n as u16),
+            info.name,
+            info.address,
+            info.max_bytes,
+            process.clone(),
+        ),
+    };
+    infos.into_iter().enumerate().map(block).collect()
+}
+
+/// Reads all along: QEMU waits for a console that is full.
+fn drain_console(socket: &Path) {
+    let mut console = UnixStream::connect(socket).unwrap();
+    thread::spawn(move || std::io::copy(&mut console, &mut std::io::sink()));
+}
