@@ -11,7 +11,7 @@ DEMO_OPTIONS := $(if $(CUT),--cut $(CUT)) $(if $(JSON),--json)
 # standard error.
 PROGRESS := $(if $(JSON),1>&2)
 
-.PHONY: help demo test test-long simulate bench bench-compression setup guests build lint clean
+.PHONY: help demo test test-long simulate bench bench-compression bench-guest setup guests build lint clean
 .DEFAULT_GOAL := help
 
 help: ## List the targets
@@ -36,6 +36,9 @@ bench: build guests ## Pause of a checkpoint against pages dirtied (JSON=1: as J
 bench-compression: build guests ## Ways to encode pages, on a guest that compiles (JSON=1: as JSON)
 	@guests/toolchain $(PROGRESS)
 	@$(UNDERSTUDY) bench compression $(if $(JSON),--json)
+
+bench-guest: guests ## Build the guest of the benchmark suite into target/guest/bench
+	@guests/bench $(PROGRESS)
 
 setup: ## Install what is missing: QEMU, Rust, a guest kernel
 	@scripts/setup $(PROGRESS)

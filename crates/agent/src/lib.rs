@@ -1,17 +1,20 @@
 // SPDX-License-Identifier: GPL-2.0-or-later
 //! The agent: a small library that the daemon preloads (`LD_PRELOAD`) into a stock QEMU.
 //!
-//! Two things can only be done from inside QEMU's process:
+//! Three things can only be done from inside QEMU's process:
 //!
 //! - creating a userfaultfd for QEMU's memory (every later call on it works from the
 //!   daemon, which gets the descriptor over a unix socket);
 //! - ending QEMU at once when the daemon dies, however it dies: a guest whose daemon is
-//!   gone is a copy that nobody controls, and there must be at most one live copy.
+//!   gone is a copy that nobody controls, and there must be at most one live copy;
+//! - answering for the cards' taps, which are none (`card`).
 //!
 //! The agent acts only if `UNDERSTUDY_AGENT` holds the path of the daemon's socket. If
 //! anything fails it says so on stderr and ends QEMU: a guest never runs half protected.
 #![allow(unsafe_code)] // The whole crate is a library constructor and a few raw system calls.
 
+mod card;
+mod descriptor;
 mod lockstep;
 
 use std::env;
@@ -55,14 +58,17 @@ extern "C" fn constructor() {
         return;
     };
     let device = env::var(DEVICE_VARIABLE).ok().and_then(|number| number.parse().ok());
+    let cards = env::var(card::VARIABLE).ok();
     // SAFETY: the constructor runs before `main`, when no other thread reads the environment.
     unsafe {
         env::remove_var(DEVICE_VARIABLE);
+        env::remove_var(card::VARIABLE);
         // Programs started by QEMU must not announce themselves as guests of the daemon.
         env::remove_var(SOCKET_VARIABLE);
         env::remove_var("LD_PRELOAD");
     }
-    if let Err(reason) = start(Path::new(&path), device) {
+    let cards = cards.map_or(Ok(()), |numbers| card::register(&numbers));
+    if let Err(reason) = cards.and_then(|()| start(Path::new(&path), device)) {
         eprintln!("understudy agent: {reason}");
         exit_now(EXIT_FAILED);
     }
@@ -129,31 +135,7 @@ fn send_hello(link: &UnixStream, userfaultfd: &OwnedFd) -> io::Result<()> {
     let mut hello = [0u8; 12];
     hello[..8].copy_from_slice(&HELLO_MAGIC);
     hello[8..].copy_from_slice(&HELLO_VERSION.to_le_bytes());
-    let mut payload = libc::iovec { iov_base: hello.as_mut_ptr().cast(), iov_len: hello.len() };
-    // u64s, because control messages must be aligned; room for one descriptor.
-    let mut control = [0u64; 4];
-    let descriptor_bytes = mem::size_of::<c_int>() as u32;
-    // SAFETY: `msghdr` is plain data for which all zeroes are valid; the pointers put into it
-    // outlive `sendmsg`; `control` is larger than CMSG_SPACE of one descriptor (24 bytes), so
-    // CMSG_FIRSTHDR is not null and CMSG_DATA lies inside it.
-    let sent = unsafe {
-        let mut message: libc::msghdr = mem::zeroed();
-        message.msg_iov = &mut payload;
-        message.msg_iovlen = 1;
-        message.msg_control = control.as_mut_ptr().cast();
-        message.msg_controllen = libc::CMSG_SPACE(descriptor_bytes) as usize;
-        let header = libc::CMSG_FIRSTHDR(&message);
-        (*header).cmsg_level = libc::SOL_SOCKET;
-        (*header).cmsg_type = libc::SCM_RIGHTS;
-        (*header).cmsg_len = libc::CMSG_LEN(descriptor_bytes) as usize;
-        libc::CMSG_DATA(header).cast::<c_int>().write_unaligned(userfaultfd.as_raw_fd());
-        libc::sendmsg(link.as_raw_fd(), &message, libc::MSG_NOSIGNAL)
-    };
-    match usize::try_from(sent) {
-        Ok(bytes) if bytes == hello.len() => Ok(()),
-        Ok(_) => Err(io::ErrorKind::WriteZero.into()),
-        Err(_) => Err(io::Error::last_os_error()),
-    }
+    descriptor::send(link.as_raw_fd(), &hello, userfaultfd)
 }
 
 /// Starts the thread that ends QEMU when the daemon closes its end of the socket.

@@ -5,6 +5,7 @@ use crate::doorbell::Doorbell;
 use crate::home::{AGENT, CONSOLE, CONSOLE_LOG, Home, Lent, disk_socket};
 use crate::sync::lock;
 use anyhow::bail;
+use std::ffi::OsString;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd};
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -14,7 +15,7 @@ use tracing::{info, warn};
 use understudy_disk::{Disk, NbdServer};
 use understudy_memory::agent::{AgentLink, AgentListener};
 use understudy_memory::{DirtyTracker, GuestRam, ProcessMemory, RamBlock};
-use understudy_network::{Port, PortConfig};
+use understudy_network::{CARDS_VARIABLE, GuestEnd, Port, PortConfig};
 use understudy_protocol::{BlockId, CardIndex};
 use understudy_qemu::command::Console;
 use understudy_qemu::process::Launch;
@@ -132,10 +133,12 @@ impl Machine {
         inherit.extend(qemus_ends.descriptors());
         inherit.extend(guest_ends.iter().map(|end| end.socket.as_fd()));
         inherit.extend(lent.descriptors());
+        let mut environment = lent.environment();
+        environment.extend(cards_variable(&guest_ends));
         let qemu = Qemu::launch(&Launch {
             binary: plan.qemu,
             args: &args,
-            env: &lent.environment(),
+            env: &environment,
             inherit: &inherit,
             log: &plan.run_dir.join("qemu.log"),
             directory: Some(home.directory()),
@@ -282,12 +285,13 @@ impl Machine {
         self.device_state.fill(device_state)?;
         for port in &self.ports {
             port.open_gate();
-            port.go_live();
+            port.discard_inbound();
         }
         self.monitor()
             .go_live(&self.device_state)
             .map_err(|error| self.process.explain(error.into()))?;
         for port in &self.ports {
+            port.go_live();
             port.announce()?;
         }
         info!(
@@ -351,6 +355,12 @@ fn open_ports(plan: &Plan<'_>, doorbell: &Arc<Doorbell>) -> anyhow::Result<Vec<P
         ports.push(Port::open(config, Arc::new(move || doorbell.ring()))?);
     }
     Ok(ports)
+}
+
+/// Tells the agent which descriptors it must answer for.
+fn cards_variable(guest_ends: &[GuestEnd]) -> Option<(OsString, OsString)> {
+    let numbers: Vec<_> = guest_ends.iter().map(|end| end.socket.as_raw_fd().to_string()).collect();
+    (!numbers.is_empty()).then(|| (CARDS_VARIABLE.into(), numbers.join(",").into()))
 }
 
 /// An interface name has at most 15 bytes: the VM's name, cut, a check sum of

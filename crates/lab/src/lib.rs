@@ -28,15 +28,20 @@
 //! | `records`     | the client that must not lose a record nor its connection |
 //! | `chatter`     | load: many connections, every byte verified |
 //! | `shell`       | commands inside the guest |
+//! | `console`     | commands on its serial console, timed from outside |
+//! | `round_trips` | how long the guest takes to answer |
+//! | `bench_guest` | what the guest of the benchmark suite boots from |
 //! | `watcher`     | who sent frames in the guest's name, and when |
 //! | [`check`]     | the survivor's disk: file system and records |
 //! | `long_line`   | distance between two hosts: delay and a limited rate |
 //! | `leftovers`   | what was not cleaned up |
 
+mod bench_guest;
 mod chatter;
 pub mod check;
 mod command;
 pub mod companion;
+mod console;
 mod conversation;
 mod emulator;
 mod etcd;
@@ -52,13 +57,16 @@ mod processes;
 mod qmp;
 mod records;
 mod remains;
+mod round_trips;
 pub mod scene;
 mod shell;
 mod wait;
 mod watcher;
 
+pub use bench_guest::BenchGuest;
 pub use chatter::{ChatterClient, ChatterReport, Load};
 pub use companion::Companion;
+pub use console::{Console, ConsoleOutput};
 pub use conversation::ConversationError;
 pub use etcd::Etcd;
 pub use host::{ArbiterKind, HostOptions, HostProcess, issue_certificates};
@@ -70,6 +78,7 @@ pub use part::{Frozen, Part};
 pub use plain::{PLAIN_ADDRESS, PlainGuest, PlainOptions};
 pub use records::{Ack, RecordClient, RecordReport, record_payload};
 pub use remains::LabName;
+pub use round_trips::round_trips;
 pub use scene::{Scene, SceneOptions};
 pub use shell::{GuestOutput, GuestShell};
 pub use wait::wait_for;

@@ -2,6 +2,7 @@
 //! hosts run the daemon, and one test guest that can be started, protected,
 //! talked to, and found again on another host.
 
+use crate::bench_guest::{self, BENCH_IMAGE, BenchGuest};
 use crate::etcd::Etcd;
 use crate::host::{ArbiterKind, HostOptions, HostProcess, issue_certificates};
 use crate::lab::{BRIDGE, GUEST_ADDRESS, Lab};
@@ -28,6 +29,10 @@ pub const RECORDS_PORT: u16 = 7000;
 pub const SHELL_PORT: u16 = 7001;
 /// The guest's echo server.
 pub const ECHO_PORT: u16 = 7002;
+/// The bench guest's tbench server.
+pub const TBENCH_PORT: u16 = 7003;
+/// The bench guest's web server.
+pub const WEB_PORT: u16 = 80;
 /// The address of the guest's second card, and its network's client.
 pub const SECOND_ADDRESS: Ipv4Addr = Ipv4Addr::new(10, 78, 0, 50);
 const SECOND_CLIENT: &str = "10.78.0.100/24";
@@ -40,8 +45,8 @@ const TAKE_OVER_LIMIT: Duration = Duration::from_secs(30);
 /// The images that `guests/build` makes disks from, in the guest's order.
 const IMAGES: [&str; 2] = ["disk.img", "disk2.img"];
 const BOOT_IMAGE: &str = "boot-sector.img";
-const KERNEL: &str = "vmlinuz";
-const INITRD: &str = "initrd.gz";
+pub(crate) const KERNEL: &str = "vmlinuz";
+pub(crate) const INITRD: &str = "initrd.gz";
 
 /// Which of the test guests.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -50,6 +55,25 @@ pub enum GuestKind {
     Linux,
     /// The real-mode boot sector: one disk, no card, no servers.
     BootSector,
+    /// Debian with the programs of the benchmark suite: one disk, one card. Needs
+    /// `guests/bench`.
+    Bench,
+}
+
+impl GuestKind {
+    /// Whether it runs Linux, and so the servers of the guest tools.
+    fn is_linux(self) -> bool {
+        self != GuestKind::BootSector
+    }
+
+    /// The ports of the servers that are up once the guest is.
+    fn ports(self) -> &'static [u16] {
+        match self {
+            GuestKind::Linux => &[RECORDS_PORT, SHELL_PORT, ECHO_PORT],
+            GuestKind::BootSector => &[],
+            GuestKind::Bench => &[RECORDS_PORT, SHELL_PORT, ECHO_PORT, TBENCH_PORT, WEB_PORT],
+        }
+    }
 }
 
 /// What a scene is made of.
@@ -115,6 +139,7 @@ impl SceneOptions {
     fn sources(&self) -> Vec<&'static str> {
         match self.kind {
             GuestKind::BootSector => vec![BOOT_IMAGE],
+            GuestKind::Bench => vec![KERNEL, INITRD, BENCH_IMAGE],
             GuestKind::Linux => {
                 [&[KERNEL, INITRD][..], &IMAGES[..self.disks.min(IMAGES.len())]].concat()
             }
@@ -125,6 +150,13 @@ impl SceneOptions {
     pub fn check(&self) -> Result<()> {
         ensure!(self.disks <= IMAGES.len(), "{} disks asked for, 2 possible", self.disks);
         ensure!((1..=2).contains(&self.cards), "{} cards asked for, 1 or 2 possible", self.cards);
+        if self.kind == GuestKind::Bench {
+            ensure!(
+                self.disks == 1 && self.cards == 1,
+                "the bench guest has one disk and one card"
+            );
+            BenchGuest::files(&self.guest_files, GUEST_ADDRESS)?;
+        }
         for name in self.sources() {
             let path = self.guest_files.join(name);
             ensure!(
@@ -257,7 +289,8 @@ impl Scene {
 
     /// Waits until the guest's servers answer the client.
     pub fn await_guest(&self) -> Result<()> {
-        let servers = [RECORDS_PORT, SHELL_PORT, ECHO_PORT].map(|port| self.guest(port));
+        let ports = self.options.kind.ports();
+        let servers: Vec<_> = ports.iter().map(|&port| self.guest(port)).collect();
         await_servers(&self.lab, "the guest", &servers)
     }
 
@@ -285,7 +318,7 @@ impl Scene {
     /// and waits for that: the beginning of most tests.
     pub fn protected_guest(&self, from: &str, to: &str) -> Result<()> {
         self.start_guest(from)?;
-        if self.options.kind == GuestKind::Linux {
+        if self.options.kind.is_linux() {
             self.await_guest()?;
         }
         self.protect(from, to)?;
@@ -342,6 +375,13 @@ impl Scene {
         path.map(PathBuf::from).with_context(|| format!("host {host} has no disk {index}"))
     }
 
+    /// The socket of the guest's serial console, on the host that runs it.
+    pub fn console(&self, host: &str) -> Result<PathBuf> {
+        let status = self.status(host)?;
+        let path = status["console"].as_str();
+        path.map(PathBuf::from).with_context(|| format!("host {host} has no console of the guest"))
+    }
+
     /// Asks the guest on `host` to power off, and waits until the VM is gone.
     pub fn power_off(&self, host: &str) -> Result<()> {
         self.host(host)?.call(["vm", "stop", VM])?;
@@ -395,7 +435,7 @@ fn start_daemons(lab: &Lab, options: &SceneOptions) -> Result<BTreeMap<String, H
 
 /// Copies the disks and writes the definition; returns its path.
 fn write_definition(lab: &Lab, options: &SceneOptions) -> Result<PathBuf> {
-    let linux = options.kind == GuestKind::Linux;
+    let linux = options.kind.is_linux();
     let file = |name| linux.then(|| options.guest_files.join(name));
     let cards = if linux { options.cards } else { 0 };
     let card = |index| CardToml { mac: mac(index), bridge: BRIDGE };
@@ -406,7 +446,11 @@ fn write_definition(lab: &Lab, options: &SceneOptions) -> Result<PathBuf> {
         accel: options.accel.clone(),
         kernel: file(KERNEL),
         initrd: file(INITRD),
-        append: linux.then(|| append(GUEST_ADDRESS, options.cards)),
+        append: match options.kind {
+            GuestKind::BootSector => None,
+            GuestKind::Linux => Some(append(GUEST_ADDRESS, options.cards)),
+            GuestKind::Bench => Some(bench_guest::append(GUEST_ADDRESS)),
+        },
         policy: options.policy,
         disk: copy_disks(lab, options)?,
         card: (0..cards).map(card).collect(),
@@ -432,7 +476,8 @@ pub(crate) fn append(address: Ipv4Addr, cards: usize) -> String {
 fn copy_disks(lab: &Lab, options: &SceneOptions) -> Result<Vec<DiskToml>> {
     let images = options.sources().into_iter().filter(|name| name.ends_with(".img"));
     let copy = |(index, image): (usize, &str)| {
-        let (from, path) = (options.guest_files.join(image), lab.directory().join(image));
+        let from = options.guest_files.join(image);
+        let path = lab.directory().join(from.file_name().unwrap_or_default());
         let paths = [&*from.to_string_lossy(), &*path.to_string_lossy()];
         if index == 1 && options.second_disk_is_qcow2 {
             let convert = ["convert", "-f", "raw", "-O", "qcow2"];

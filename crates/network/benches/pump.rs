@@ -3,9 +3,9 @@
 
 use nix::sched::{CloneFlags, unshare};
 use nix::sys::resource::{UsageWho, getrusage};
+use nix::sys::socket::{MsgFlags, recv, send};
 use nix::sys::time::TimeValLike;
-use std::io::{Read, Write};
-use std::os::unix::net::UnixStream;
+use std::os::fd::{AsRawFd, OwnedFd};
 use std::process::Command;
 use std::sync::Arc;
 use std::thread;
@@ -38,10 +38,10 @@ fn main() {
         output_limit_bytes: DEFAULT_LIMIT_BYTES,
     };
     let port = Port::open(config, Arc::new(|| {})).unwrap();
-    let mut qemu = UnixStream::from(port.attach_guest().unwrap().socket);
-    outbound(&port, &mut qemu);
-    checkpoints(&port, &mut qemu);
-    release(&port, &mut qemu);
+    let qemu = port.attach_guest().unwrap().socket;
+    outbound(&port, &qemu);
+    checkpoints(&port, &qemu);
+    release(&port, &qemu);
     inbound(&port, qemu);
 }
 
@@ -50,18 +50,20 @@ fn ip(arguments: &str) {
     assert!(status.success(), "ip {arguments}");
 }
 
-fn frame(to: MacAddress, from: MacAddress) -> Vec<u8> {
-    let mut frame = [to.0, from.0].concat();
-    frame.extend_from_slice(&[0x88, 0xb5]);
-    frame.resize(FRAME_BYTES, 0x55);
-    frame
+/// A frame with the header that the tap has.
+fn packet(to: MacAddress, from: MacAddress) -> Vec<u8> {
+    let mut packet = [&[0; HEADER_BYTES][..], &to.0, &from.0, &[0x88, 0xb5]].concat();
+    packet.resize(HEADER_BYTES + FRAME_BYTES, 0x55);
+    packet
 }
 
-fn with_length(frame: &[u8]) -> Vec<u8> {
-    let mut bytes = vec![0; HEADER_BYTES];
-    encode(&mut bytes, frame.len());
-    bytes.extend_from_slice(frame);
-    bytes
+/// The same with the header that QEMU begins with.
+fn message() -> Vec<u8> {
+    packet(NEIGHBOUR, GUEST).split_off(2)
+}
+
+fn write(qemu: &OwnedFd, message: &[u8]) {
+    send(qemu.as_raw_fd(), message, MsgFlags::empty()).unwrap();
 }
 
 /// Time on the clock, on this thread's CPU, and on that of all threads.
@@ -97,20 +99,20 @@ fn cpu(who: UsageWho) -> Duration {
 
 fn bare_tap() {
     let tap = Tap::open("bare", "br0", GUEST).unwrap();
-    let frame = frame(NEIGHBOUR, GUEST);
+    let packet = packet(NEIGHBOUR, GUEST);
     let start = Stopwatch::start();
     for _ in 0..FRAMES {
-        tap.send(&frame).unwrap();
+        tap.send(&packet).unwrap();
     }
     start.report("bare tap, out", FRAMES);
 }
 
 /// One write per frame, as QEMU does it.
-fn outbound(port: &Port, qemu: &mut UnixStream) {
-    let bytes = with_length(&frame(NEIGHBOUR, GUEST));
+fn outbound(port: &Port, qemu: &OwnedFd) {
+    let message = message();
     let start = Stopwatch::start();
     for _ in 0..FRAMES {
-        qemu.write_all(&bytes).unwrap();
+        write(qemu, &message);
     }
     while port.counters().frames_out < FRAMES {
         thread::sleep(Duration::from_micros(100));
@@ -118,8 +120,8 @@ fn outbound(port: &Port, qemu: &mut UnixStream) {
     start.report("port with open gate, out", FRAMES);
 }
 
-fn checkpoints(port: &Port, qemu: &mut UnixStream) {
-    let bytes = with_length(&frame(NEIGHBOUR, GUEST));
+fn checkpoints(port: &Port, qemu: &OwnedFd) {
+    let message = message();
     port.hold(Epoch(1));
     for frames in [0, 10] {
         let first = port.counters().frames_out;
@@ -127,7 +129,7 @@ fn checkpoints(port: &Port, qemu: &mut UnixStream) {
         let base = if frames == 0 { 1 } else { CHECKPOINTS + 1 };
         for epoch in base..base + CHECKPOINTS {
             for _ in 0..frames {
-                qemu.write_all(&bytes).unwrap();
+                write(qemu, &message);
             }
             let start = Instant::now();
             port.drain_and_barrier(Epoch(epoch + 1));
@@ -151,11 +153,11 @@ fn percentiles(mut times: Vec<Duration>) -> String {
     format!("p50 {:.1?} p99 {:.1?}", at(50), at(99))
 }
 
-fn release(port: &Port, qemu: &mut UnixStream) {
+fn release(port: &Port, qemu: &OwnedFd) {
     let frames = 20_000;
-    let bytes = with_length(&frame(NEIGHBOUR, GUEST));
+    let message = message();
     for _ in 0..frames {
-        qemu.write_all(&bytes).unwrap();
+        write(qemu, &message);
     }
     let epoch = 2 * CHECKPOINTS + 1;
     assert_eq!(port.drain_and_barrier(Epoch(epoch + 1)), frames);
@@ -166,17 +168,17 @@ fn release(port: &Port, qemu: &mut UnixStream) {
 }
 
 /// As many frames as the tap's queue takes, again and again.
-fn inbound(port: &Port, mut qemu: UnixStream) {
+fn inbound(port: &Port, qemu: OwnedFd) {
     let neighbour = Tap::open("neighbour", "br0", NEIGHBOUR).unwrap();
-    let frame = frame(GUEST, NEIGHBOUR);
+    let packet = packet(GUEST, NEIGHBOUR);
     let first = port.counters().frames_in;
     let start = Stopwatch::start();
     let reader = thread::spawn(move || {
         let mut bytes = vec![0; 69_632]; // as QEMU reads
-        while qemu.read(&mut bytes).is_ok_and(|count| count > 0) {}
+        while recv(qemu.as_raw_fd(), &mut bytes, MsgFlags::empty()).is_ok_and(|count| count > 0) {}
     });
     for _ in 0..FRAMES {
-        neighbour.send(&frame).unwrap();
+        neighbour.send(&packet).unwrap();
     }
     let arrived = port.counters().frames_in - first;
     start.report("port and reader, in (sender not slowed)", arrived);

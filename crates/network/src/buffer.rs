@@ -6,6 +6,7 @@
 //! ([`OutputBuffer::open`]): output commit, Remus section 2.4. Pure: the caller
 //! takes what is released and writes it.
 
+use crate::frames::Frames;
 use std::collections::VecDeque;
 use understudy_protocol::Epoch;
 
@@ -49,57 +50,26 @@ pub enum Pushed {
     Dropped,
 }
 
-/// Frames of one epoch, in the order in which the guest sent them.
+/// Frames of one epoch with their headers, in the order in which the guest sent
+/// them.
 #[derive(Debug, Default)]
 pub struct FrameBatch {
     epoch: Epoch,
-    bytes: Vec<u8>,
-    ends: Vec<u32>,
+    frames: Frames,
 }
 
 impl FrameBatch {
     /// The frames, oldest first.
-    pub fn frames(&self) -> impl Iterator<Item = &[u8]> {
-        let mut start = 0;
-        self.ends.iter().map(move |&end| {
-            let frame = &self.bytes[start..end as usize];
-            start = end as usize;
-            frame
-        })
-    }
-
-    /// How many frames there are.
-    pub fn len(&self) -> usize {
-        self.ends.len()
-    }
-
-    /// Whether there is none.
-    pub fn is_empty(&self) -> bool {
-        self.ends.is_empty()
+    pub fn frames(&self) -> &Frames {
+        &self.frames
     }
 
     fn cost(&self) -> usize {
-        self.bytes.len() + self.ends.len() * FRAME_OVERHEAD_BYTES
-    }
-
-    fn push(&mut self, frame: &[u8]) {
-        self.bytes.extend_from_slice(frame);
-        self.ends.push(u32::try_from(self.bytes.len()).expect("a batch is small"));
-    }
-
-    /// Takes the oldest frames away.
-    fn skip(&mut self, frames: usize) {
-        if frames == 0 {
-            return;
-        }
-        let gone = self.ends[frames - 1];
-        self.bytes.drain(..gone as usize);
-        self.ends.drain(..frames);
-        self.ends.iter_mut().for_each(|end| *end -= gone);
+        self.frames.used() + self.frames.len() * FRAME_OVERHEAD_BYTES
     }
 
     fn has_room(&self, epoch: Epoch, frame: &[u8]) -> bool {
-        self.epoch == epoch && self.bytes.len() + frame.len() <= BATCH_BYTES
+        self.epoch == epoch && self.frames.used() + frame.len() <= BATCH_BYTES
     }
 }
 
@@ -237,7 +207,7 @@ impl OutputBuffer {
     /// what was released but not yet taken.
     pub fn shut(&mut self) {
         self.gate = Gate::Shut;
-        let lost = self.held.iter().chain(&self.released).map(FrameBatch::len);
+        let lost = self.held.iter().chain(&self.released).map(|batch| batch.frames.len());
         self.dropped_frames += lost.sum::<usize>() as u64;
         self.held = VecDeque::new();
         self.released = VecDeque::new();
@@ -257,9 +227,9 @@ impl OutputBuffer {
     /// commit of the current epoch, before all that is held already. Under an open
     /// gate they stay released; under a shut one they are dropped.
     pub fn take_back(&mut self, mut batch: FrameBatch, sent: usize) {
-        batch.skip(sent);
+        batch.frames.skip(sent);
         if self.gate == Gate::Shut {
-            self.dropped_frames += batch.len() as u64;
+            self.dropped_frames += batch.frames.len() as u64;
             return;
         }
         self.used_bytes += batch.cost();
@@ -269,7 +239,7 @@ impl OutputBuffer {
         }
         while let Some(mut batch) = self.released.pop_back() {
             batch.epoch = self.current;
-            self.held_frames += batch.len();
+            self.held_frames += batch.frames.len();
             self.held.push_front(batch);
         }
     }
@@ -277,8 +247,7 @@ impl OutputBuffer {
     /// Gives a written batch back, so that its memory is used again.
     pub fn recycle(&mut self, mut batch: FrameBatch) {
         if self.spare.len() < SPARE_BATCHES {
-            batch.bytes.clear();
-            batch.ends.clear();
+            batch.frames.clear();
             self.spare.push(batch);
         }
     }
@@ -310,7 +279,7 @@ impl OutputBuffer {
 
     fn release_oldest(&mut self) {
         if let Some(batch) = self.held.pop_front() {
-            self.held_frames -= batch.len();
+            self.held_frames -= batch.frames.len();
             self.released.push_back(batch);
         }
     }
@@ -324,12 +293,12 @@ fn append(
     frame: &[u8],
 ) {
     if let Some(last) = queue.back_mut().filter(|last| last.has_room(epoch, frame)) {
-        last.push(frame);
+        last.frames.push(frame);
         return;
     }
     let mut batch = spare.pop().unwrap_or_default();
     batch.epoch = epoch;
-    batch.push(frame);
+    batch.frames.push(frame);
     queue.push_back(batch);
 }
 

@@ -6,7 +6,7 @@ use proptest::prelude::*;
 fn taken(buffer: &mut OutputBuffer) -> Vec<Vec<u8>> {
     let mut frames = Vec::new();
     while let Some(batch) = buffer.take_released() {
-        frames.extend(batch.frames().map(<[u8]>::to_vec));
+        frames.extend(batch.frames().iter().map(<[u8]>::to_vec));
         buffer.recycle(batch);
     }
     frames
@@ -156,15 +156,15 @@ fn batches_are_bounded_and_used_again() {
     buffer.barrier(Epoch(2));
     buffer.release_through(Epoch(1));
     let batch = buffer.take_released().unwrap();
-    assert!(batch.bytes.len() <= BATCH_BYTES);
-    let memory = batch.bytes.as_ptr();
+    assert!(batch.frames().used() <= BATCH_BYTES);
+    let memory = batch.frames().get(0).as_ptr();
     buffer.recycle(batch);
     assert_eq!(taken(&mut buffer).len(), 1000 - BATCH_BYTES / 1500);
     let last = buffer.spare.pop().unwrap();
-    assert!(last.is_empty());
+    assert!(last.frames().is_empty());
     buffer.spare.truncate(1);
     buffer.push(b"again");
-    assert_eq!(buffer.held[0].bytes.as_ptr(), memory);
+    assert_eq!(buffer.held[0].frames().get(0).as_ptr(), memory);
 }
 
 #[derive(Clone, Debug)]
@@ -314,7 +314,7 @@ fn unheld_frames_pass_and_what_is_taken_back_keeps_its_place() {
     assert_eq!(buffer.push(b"three"), Pushed::Released);
     let mut out = Vec::new();
     while let Some(batch) = buffer.take_released() {
-        out.extend(batch.frames().map(<[u8]>::to_vec));
+        out.extend(batch.frames().iter().map(<[u8]>::to_vec));
     }
     assert_eq!(out, [&b"one"[..], b"two", b"three"]);
     buffer.shut();

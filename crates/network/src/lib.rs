@@ -1,12 +1,17 @@
 //! Guest network cards: frame ports, the output buffer, tap devices and bridges.
 //!
-//! A card of a VM is `-netdev stream` in QEMU: Ethernet frames over a unix
-//! socket. A [`Port`] is this host's end of that socket. It carries
+//! A card of a VM is `-netdev tap` in QEMU, but what it takes for a tap is a unix
+//! socket: the agent answers for it. A [`Port`] is this host's end of that socket,
+//! on which each frame is a message, after virtio's network header. It carries
 //!
 //! ```text
-//! guest -> socket -> codec -> OutputBuffer -> tap -> bridge    held until committed
-//! guest <- socket <----------------------- tap <- bridge       delivered at once
+//! guest -> socket -> OutputBuffer -> tap -> bridge    held until committed
+//! guest <- socket <---------------- tap <- bridge     delivered at once
 //! ```
+//!
+//! The header lets long TCP segments and frames without checksums through, as far
+//! as the guest's driver has agreed to them: what it offers comes as a `control`
+//! message between the frames.
 //!
 //! Between the cards of VMs that are protected as one group, a [`Switch`] hands
 //! frames over at once.
@@ -17,10 +22,15 @@
 
 mod announce;
 mod buffer;
-mod codec;
+mod control;
+mod entitlement;
 mod error;
+mod frames;
+mod header;
 mod mac;
+mod messages;
 mod netlink;
+mod outbound;
 mod port;
 mod pump;
 mod switch;
@@ -28,8 +38,10 @@ mod tap;
 
 pub use announce::announcement;
 pub use buffer::{DEFAULT_LIMIT_BYTES, FrameBatch, Gate, OutputBuffer, Pushed};
-pub use codec::{Decoder, FrameTooLong, HEADER_BYTES, MAX_FRAME_BYTES, encode};
+pub use control::CARDS_VARIABLE;
 pub use error::NetworkError;
+pub use frames::Frames;
+pub use header::{HEADER_BYTES, MAX_BYTES, MAX_FRAME_BYTES, Offloads, ethernet};
 pub use mac::{MacAddress, MacParseError};
 pub use netlink::{bridge_exists, mac_in_use};
 pub use port::{GuestEnd, Port, PortConfig};

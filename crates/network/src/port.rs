@@ -3,22 +3,26 @@
 use crate::announce::{PAUSES, announcement};
 use crate::buffer::{Gate, OutputBuffer};
 use crate::error::NetworkError;
+use crate::header::Offloads;
 use crate::mac::MacAddress;
 use crate::pump::{OutputWaiting, PortCounters, Shared};
 use crate::switch::Seat;
 use crate::tap::Tap;
 use nix::sys::socket::{AddressFamily, SockFlag, SockType, setsockopt, socketpair, sockopt};
-use std::os::fd::{AsRawFd, OwnedFd};
+use std::os::fd::OwnedFd;
 use std::sync::atomic::Ordering;
 use std::sync::{Arc, Weak};
 use std::thread::{self, JoinHandle};
 use std::time::Instant;
 use understudy_protocol::{CardIndex, Epoch};
 
-/// Room in each direction of the socket. With the default (about 90 frames) a
-/// burst fills it, and frames that QEMU cannot pass on are lost at the next
-/// `stop`, which purges its queues.
-const SOCKET_BUFFER_BYTES: usize = 4 << 20;
+/// Room in the socket to QEMU; beyond it frames wait in the tap.
+const INBOUND_BUFFER_BYTES: usize = 4 << 20;
+
+/// Room in the socket from QEMU: more than a card's full queue of the longest
+/// frames. Frames that QEMU cannot pass on are lost at the next `stop`, which
+/// purges its queues.
+const OUTBOUND_BUFFER_BYTES: usize = 32 << 20;
 
 /// What a port needs to know of its card.
 #[derive(Clone, Debug)]
@@ -39,21 +43,14 @@ pub struct PortConfig {
     pub output_limit_bytes: usize,
 }
 
-/// QEMU's end of a card's socket, to be inherited by the QEMU process.
+/// QEMU's end of a card's socket, to be inherited by the QEMU process, which takes
+/// it for a tap: `-netdev tap,fd=…`. It needs the agent for that, which must know
+/// the descriptor's number, see [`CARDS_VARIABLE`](crate::CARDS_VARIABLE).
 #[derive(Debug)]
 pub struct GuestEnd {
     /// The descriptor; close-on-exec, so the launcher must clear that (or dup it)
     /// in the child, and drop this one afterwards so that the port sees the end.
     pub socket: OwnedFd,
-}
-
-impl GuestEnd {
-    /// The value of QEMU's `-netdev` for this card, if the child keeps the
-    /// descriptor's number.
-    pub fn netdev(&self, id: &str) -> String {
-        let fd = self.socket.as_raw_fd();
-        format!("stream,id={id},server=off,addr.type=fd,addr.str={fd}")
-    }
 }
 
 /// One card of one VM: tap, socket to QEMU, output buffer and the two threads
@@ -106,25 +103,25 @@ impl Port {
     ///
     /// An inherited socket pair rather than a listening socket: no path to
     /// protect, no moment at which QEMU runs without its card, and the send
-    /// buffer of QEMU's side can be set from here.
+    /// buffer of QEMU's side can be set from here. Of packets, since a tap is
+    /// read and written frame by frame.
     ///
     /// # Errors
     /// If no more sockets can be made.
     pub fn attach_guest(&self) -> Result<GuestEnd, NetworkError> {
         let failed = |errno| NetworkError::system("make a socket pair for a card", errno);
         let (ours, guests) =
-            socketpair(AddressFamily::Unix, SockType::Stream, None, SockFlag::SOCK_CLOEXEC)
+            socketpair(AddressFamily::Unix, SockType::SeqPacket, None, SockFlag::SOCK_CLOEXEC)
                 .map_err(failed)?;
-        for end in [&ours, &guests] {
-            setsockopt(end, sockopt::SndBufForce, &SOCKET_BUFFER_BYTES).map_err(failed)?;
-        }
+        setsockopt(&ours, sockopt::SndBufForce, &INBOUND_BUFFER_BYTES).map_err(failed)?;
+        setsockopt(&guests, sockopt::SndBufForce, &OUTBOUND_BUFFER_BYTES).map_err(failed)?;
         // Frames meant for whatever was attached before.
         self.shared.tap.discard_queued();
-        let mut outbound = self.shared.outbound();
-        outbound.connection = Some(Arc::new(ours));
-        outbound.decoder.reset();
-        outbound.ended = None;
-        drop(outbound);
+        self.shared
+            .tap
+            .set_offloads(Offloads::NONE)
+            .map_err(|source| NetworkError::system("reset a tap's offloads", source))?;
+        self.shared.outbound().connect(ours);
         self.shared.wake();
         Ok(GuestEnd { socket: guests })
     }
@@ -162,7 +159,7 @@ impl Port {
 
     /// Whether QEMU has its end of the socket.
     pub fn is_connected(&self) -> bool {
-        self.shared.outbound().connection.is_some()
+        self.shared.outbound().connection().is_some()
     }
 
     /// Why the last connection ended, if there is none.
@@ -175,15 +172,13 @@ impl Port {
     ///
     /// Call it between QMP `stop` and `cont`: QEMU has then written all that the
     /// epoch sent. No frame can be counted to the wrong epoch, for the pump
-    /// reads under the same lock. A frame of which only a part has arrived
-    /// counts to `next`: it then waits longer than it must, which is safe, and
-    /// if the primary dies it was never sent, as Ethernet allows.
+    /// reads under the same lock. A frame is one message, there or not.
     ///
     /// # Panics
     /// If `next` does not follow the current epoch.
     pub fn drain_and_barrier(&self, next: Epoch) -> usize {
         let mut outbound = self.shared.outbound();
-        while outbound.receive().any {}
+        while self.shared.receive(&mut outbound).any {}
         outbound.buffer.barrier(next);
         let held = outbound.buffer.held_frames();
         let released = outbound.buffer.has_released();
@@ -259,6 +254,7 @@ impl Port {
         outbound.seat = None;
         outbound.buffer.open();
         drop(outbound);
+        self.shared.wake();
         self.shared.flush();
     }
 
@@ -275,12 +271,17 @@ impl Port {
         drop(self.shared.tap_order.lock());
     }
 
-    /// The VM is about to run here: discards what the bridge sent to the
-    /// standby, then delivers inbound frames. Output stays as it is.
-    pub fn go_live(&self) {
+    /// Discards what the bridge sent to the standby.
+    pub fn discard_inbound(&self) {
         if !self.shared.live.load(Ordering::Acquire) {
             self.shared.tap.discard_queued();
-            self.shared.live.store(true, Ordering::Release);
+        }
+    }
+
+    /// The VM runs here: delivers inbound frames from now on. Not before QEMU has
+    /// loaded the card's state: until then it drops them. Output stays as it is.
+    pub fn go_live(&self) {
+        if !self.shared.live.swap(true, Ordering::AcqRel) {
             self.shared.wake();
         }
     }

@@ -1,42 +1,43 @@
 //! The two threads that carry a card's frames, and what they share.
 //!
 //! Locks, in the order in which they are taken: `tap_order` (who writes to the
-//! tap, so that frames leave in the order of release), then `outbound` (socket,
-//! decoder and output buffer; never held across a write), then another port's
-//! `inside`.
+//! tap, so that frames leave in the order of release), then `outbound` (socket
+//! and output buffer; never held across a write), then another port's `inside`.
 
-use crate::buffer::{FrameBatch, Gate, OutputBuffer, Pushed};
-use crate::codec::{Decoder, HEADER_BYTES, MAX_FRAME_BYTES, encode};
+use crate::buffer::{FrameBatch, Gate, OutputBuffer};
+use crate::entitlement::Entitlement;
+use crate::frames::Frames;
+use crate::header::{HEADER_BYTES, MAX_BYTES};
+use crate::messages;
+use crate::outbound::{Inbound, Outbound, Received};
 use crate::switch::{Inside, Seat};
 use crate::tap::Tap;
 use nix::errno::Errno;
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use nix::sys::eventfd::{EfdFlags, EventFd};
-use nix::sys::socket::{MsgFlags, recv, send};
-use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard};
-use std::time::Instant;
-use understudy_protocol::STALL;
 
 /// Called when the first frame of an epoch begins to wait: a checkpoint now
 /// would shorten its wait. Runs on a pump thread, without locks held.
 pub type OutputWaiting = Arc<dyn Fn() + Send + Sync>;
 
-/// Inbound frames are gathered up to this size before they go to QEMU.
+/// Inbound frames are gathered until these are exceeded before they go to QEMU.
 const INBOUND_BYTES: usize = 256 * 1024;
+const INBOUND_FRAMES: usize = 64;
 
 /// What a card has carried since it was opened.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct PortCounters {
     /// Frames from the guest that were given to the bridge.
     pub frames_out: u64,
-    /// Their bytes.
+    /// Their bytes, without headers of ours.
     pub bytes_out: u64,
     /// Frames from the bridge, or from other members of a group, that were
     /// given to QEMU.
     pub frames_in: u64,
-    /// Their bytes.
+    /// Their bytes, without headers of ours.
     pub bytes_in: u64,
     /// Those of them that came from other members, past the bridge.
     pub frames_inside: u64,
@@ -44,137 +45,8 @@ pub struct PortCounters {
     pub dropped_inside: u64,
     /// Frames from the guest dropped because the output buffer was full or shut.
     pub dropped_by_buffer: u64,
-    /// Frames from the guest that the tap did not take.
+    /// Frames from the guest that the tap did not take, or that no tap would.
     pub dropped_by_tap: u64,
-}
-
-/// QEMU's end of the story: the socket and what came out of it.
-pub(crate) struct Outbound {
-    pub connection: Option<Arc<OwnedFd>>,
-    pub decoder: Decoder,
-    pub buffer: OutputBuffer,
-    /// The place among the cards of a group, while there is one.
-    pub seat: Option<Seat>,
-    /// Why the last connection ended.
-    pub ended: Option<String>,
-    /// When it was known for the last time that output may go.
-    pub entitled: Instant,
-    /// Until when output may go that is not held.
-    pub permitted_until: Instant,
-}
-
-/// Until when frames may be written.
-#[derive(Clone, Copy)]
-enum Entitlement {
-    /// For good: the sole owner needs no fresh word.
-    Forever,
-    /// For [`STALL`] after this, and after each frame in turn.
-    Fresh(Instant),
-    /// Until then.
-    Until(Instant),
-}
-
-impl Entitlement {
-    /// What entitles the batch that is taken now; `before` entitled the one before it.
-    fn of(outbound: &Outbound, before: Option<Entitlement>) -> Entitlement {
-        match (outbound.buffer.gate(), before) {
-            (Gate::Hold, Some(Entitlement::Fresh(at))) => {
-                Entitlement::Fresh(outbound.entitled.max(at))
-            }
-            (Gate::Hold, _) => Entitlement::Fresh(outbound.entitled),
-            (Gate::Unheld, _) => Entitlement::Until(outbound.permitted_until),
-            (Gate::Open | Gate::Shut, _) => Entitlement::Forever,
-        }
-    }
-
-    fn is_over(self) -> bool {
-        match self {
-            Entitlement::Forever => false,
-            Entitlement::Fresh(at) => at.elapsed() > STALL,
-            Entitlement::Until(end) => Instant::now() >= end,
-        }
-    }
-
-    /// A frame was written.
-    fn renew(&mut self) {
-        if let Entitlement::Fresh(at) = self {
-            *at = Instant::now();
-        }
-    }
-}
-
-/// What one reading of QEMU's socket brought.
-#[derive(Default)]
-pub(crate) struct Received {
-    /// Something was read. Only a reading that finds nothing proves, while the
-    /// guest is paused, that the socket is empty.
-    pub any: bool,
-    /// All the room was filled, so more is likely to wait.
-    pub full: bool,
-    /// The first frame of an epoch began to wait.
-    pub first_held: bool,
-}
-
-impl Outbound {
-    /// Reads once, without blocking, and pushes the frames that are complete.
-    pub fn receive(&mut self) -> Received {
-        let Some(connection) = &self.connection else {
-            return Received::default();
-        };
-        let spare = self.decoder.spare();
-        let room = spare.len();
-        match recv(connection.as_raw_fd(), spare, MsgFlags::MSG_DONTWAIT) {
-            Ok(0) => self.disconnect("QEMU closed the socket".to_owned()),
-            Ok(count) => {
-                self.decoder.filled(count);
-                return Received {
-                    first_held: self.push_frames(),
-                    any: self.connection.is_some(),
-                    full: count == room,
-                };
-            }
-            Err(Errno::EAGAIN) => {}
-            Err(Errno::EINTR) => {
-                return Received { any: true, ..Received::default() };
-            }
-            Err(errno) => self.disconnect(format!("reading from QEMU failed: {errno}")),
-        }
-        Received::default()
-    }
-
-    /// Returns whether the first frame of an epoch began to wait.
-    fn push_frames(&mut self) -> bool {
-        let mut first_held = false;
-        loop {
-            match self.decoder.next_frame() {
-                Ok(Some(frame)) => {
-                    if self.seat.as_ref().is_none_or(|seat| seat.pass(frame)) {
-                        first_held |= self.buffer.push(frame) == Pushed::FirstHeld;
-                    }
-                }
-                Ok(None) => break,
-                Err(error) => {
-                    self.disconnect(error.to_string());
-                    break;
-                }
-            }
-        }
-        first_held
-    }
-
-    fn disconnect(&mut self, reason: String) {
-        tracing::info!(%reason, "card disconnected from QEMU");
-        self.connection = None;
-        // Bytes of a frame that QEMU did not finish.
-        self.decoder.reset();
-        self.ended = Some(reason);
-    }
-}
-
-/// Where inbound frames go, and what is known of where they come from.
-struct Inbound {
-    connection: Arc<OwnedFd>,
-    seat: Option<Seat>,
 }
 
 /// What the threads of a port and its owner share.
@@ -188,6 +60,8 @@ pub(crate) struct Shared {
     /// Whether inbound frames are delivered; a standby takes none.
     pub live: AtomicBool,
     pub stop: AtomicBool,
+    /// What the inbound thread knows of `outbound` is out of date.
+    changed: AtomicBool,
     outbound_wake: EventFd,
     inbound_wake: EventFd,
     counters: Counters,
@@ -214,20 +88,13 @@ impl Shared {
             || EventFd::from_value_and_flags(0, EfdFlags::EFD_NONBLOCK | EfdFlags::EFD_CLOEXEC);
         Ok(Shared {
             tap,
-            outbound: Mutex::new(Outbound {
-                connection: None,
-                decoder: Decoder::new(),
-                buffer,
-                seat: None,
-                ended: None,
-                entitled: Instant::now(),
-                permitted_until: Instant::now(),
-            }),
+            outbound: Mutex::new(Outbound::new(buffer)),
             tap_order: Mutex::new(()),
             inside: Mutex::default(),
             output_waiting: notify,
             live: AtomicBool::new(live),
             stop: AtomicBool::new(false),
+            changed: AtomicBool::new(false),
             outbound_wake: wake()?,
             inbound_wake: wake()?,
             counters: Counters::default(),
@@ -242,10 +109,20 @@ impl Shared {
 
     /// Makes both threads look at what has changed.
     pub fn wake(&self) {
+        self.changed.store(true, Ordering::Release);
         for event in [&self.outbound_wake, &self.inbound_wake] {
             // Fails only if it is signalled 2^64 times already.
             let _ = event.write(1);
         }
+    }
+
+    /// Reads once what QEMU sent.
+    pub fn receive(&self, outbound: &mut Outbound) -> Received {
+        let received = outbound.receive(&self.tap);
+        if received.changed {
+            self.wake();
+        }
+        received
     }
 
     /// Writes everything that is released to the tap, in order. A host that was
@@ -261,7 +138,7 @@ impl Shared {
             drop(outbound);
             let written = self.write(&batch, now);
             let mut outbound = self.outbound();
-            if written == batch.len() {
+            if written == batch.frames().len() {
                 outbound.buffer.recycle(batch);
                 continue;
             }
@@ -278,17 +155,18 @@ impl Shared {
     /// Writes a batch's frames for as long as they are entitled to it; returns how many.
     fn write(&self, batch: &FrameBatch, entitled: &mut Entitlement) -> usize {
         let (mut frames, mut refused, mut bytes) = (0, 0, 0);
-        for frame in batch.frames() {
+        for packet in batch.frames().iter() {
             if entitled.is_over() {
                 break;
             }
-            match self.tap.send(frame) {
-                Ok(()) => (frames, bytes) = (frames + 1, bytes + frame.len() as u64),
+            match self.tap.send(packet) {
+                Ok(()) => (frames, bytes) = (frames + 1, bytes + packet.len() as u64),
                 Err(_) => refused += 1,
             }
             entitled.renew();
         }
         self.counters.frames_out.fetch_add(frames, Ordering::Relaxed);
+        let bytes = bytes - frames * HEADER_BYTES as u64;
         self.counters.bytes_out.fetch_add(bytes, Ordering::Relaxed);
         self.counters.dropped_by_tap.fetch_add(refused, Ordering::Relaxed);
         (frames + refused) as usize
@@ -301,7 +179,8 @@ impl Shared {
         if self.outbound().buffer.gate() == Gate::Shut {
             return false;
         }
-        if let Err(error) = self.tap.send(frame) {
+        let packet = [&[0; HEADER_BYTES], frame].concat();
+        if let Err(error) = self.tap.send(&packet) {
             tracing::warn!(tap = self.tap.name(), %error, "the tap did not take an announcement");
         }
         true
@@ -311,6 +190,10 @@ impl Shared {
         let read = |counter: &AtomicU64| counter.load(Ordering::Relaxed);
         // One lock at a time.
         let dropped_inside = self.inside().dropped();
+        let (too_long, dropped_by_buffer) = {
+            let outbound = self.outbound();
+            (outbound.too_long, outbound.buffer.dropped_frames())
+        };
         PortCounters {
             frames_out: read(&self.counters.frames_out),
             bytes_out: read(&self.counters.bytes_out),
@@ -318,8 +201,8 @@ impl Shared {
             bytes_in: read(&self.counters.bytes_in),
             frames_inside: read(&self.counters.frames_inside),
             dropped_inside,
-            dropped_by_buffer: self.outbound().buffer.dropped_frames(),
-            dropped_by_tap: read(&self.counters.dropped_by_tap),
+            dropped_by_buffer,
+            dropped_by_tap: read(&self.counters.dropped_by_tap) + too_long,
         }
     }
 
@@ -330,12 +213,12 @@ impl Shared {
     /// Guest to bridge, until the port is dropped.
     pub fn run_outbound(&self) {
         while !self.stopping() {
-            let connection = self.outbound().connection.clone();
+            let connection = self.outbound().connection().cloned();
             wait(&self.outbound_wake, connection.as_ref().map(|c| (c.as_fd(), PollFlags::POLLIN)));
             loop {
                 let (received, released) = {
                     let mut outbound = self.outbound();
-                    (outbound.receive(), outbound.buffer.has_released())
+                    (self.receive(&mut outbound), outbound.buffer.has_released())
                 };
                 if received.first_held {
                     (self.output_waiting)();
@@ -350,13 +233,21 @@ impl Shared {
         }
     }
 
-    /// Takes a frame from another member of the group. Never waits.
-    pub fn take_inside(&self, frame: &[u8]) {
-        if self.live.load(Ordering::Acquire) {
-            self.inside().push(frame);
-            // Fails only if it is signalled 2^64 times already.
-            let _ = self.inbound_wake.write(1);
+    /// Takes a frame from another member of the group, if the card can. Never
+    /// waits.
+    pub fn take_inside(&self, packet: &[u8]) -> bool {
+        if !self.live.load(Ordering::Acquire) {
+            return true;
         }
+        let taken = self.inside().push(packet, self.tap.offloads());
+        self.look_again();
+        taken
+    }
+
+    /// Makes the inbound thread look for frames from members.
+    fn look_again(&self) {
+        // Fails only if it is signalled 2^64 times already.
+        let _ = self.inbound_wake.write(1);
     }
 
     fn inside(&self) -> MutexGuard<'_, Inside> {
@@ -365,84 +256,89 @@ impl Shared {
 
     /// Bridge and other members to guest, until the port is dropped.
     pub fn run_inbound(&self) {
-        let mut gathered = vec![0; INBOUND_BYTES];
-        let mut inside = Vec::new();
+        let (mut gathered, mut inside) = (Frames::default(), Frames::default());
+        let mut known = None;
         while !self.stopping() {
-            let inbound = self.inbound();
-            let tap = inbound.as_ref().map(|_| (self.tap.as_fd(), PollFlags::POLLIN));
+            let live = self.live.load(Ordering::Acquire) && known.is_some();
+            let tap = live.then(|| (self.tap.as_fd(), PollFlags::POLLIN));
             wait(&self.inbound_wake, tap);
-            // Looked up again: an echo may be what it waited for.
-            let Some(inbound) = self.inbound() else {
+            // An echo may be what it waited for: what is known must be renewed first.
+            self.renew(&mut known);
+            let Some(inbound) = known.as_ref().filter(|_| self.live.load(Ordering::Acquire)) else {
                 continue;
             };
-            let frames = self.inside().take(&mut inside);
-            self.deliver(&inbound.connection, &inside, frames);
-            self.counters.frames_inside.fetch_add(frames, Ordering::Relaxed);
-            match self.gather(&mut gathered, inbound.seat.as_ref()) {
-                Ok((length, frames)) => {
-                    self.deliver(&inbound.connection, &gathered[..length], frames);
-                }
-                Err(error) => {
-                    tracing::error!(tap = self.tap.name(), %error, "the tap device is gone");
-                    return;
-                }
+            self.inside().take(&mut inside);
+            self.deliver(inbound, &inside);
+            self.counters.frames_inside.fetch_add(inside.len() as u64, Ordering::Relaxed);
+            if let Err(error) = self.gather(&mut gathered, inbound.seat.as_ref()) {
+                tracing::error!(tap = self.tap.name(), %error, "the tap device is gone");
+                return;
             }
+            self.deliver(inbound, &gathered);
         }
     }
 
-    /// QEMU's socket, if inbound frames are to be delivered to it.
-    fn inbound(&self) -> Option<Inbound> {
-        if !self.live.load(Ordering::Acquire) {
-            return None;
+    /// Looks at how frames get to QEMU, if that has changed, and tells the agent
+    /// if it waits for that.
+    fn renew(&self, known: &mut Option<Inbound>) {
+        if !self.changed.swap(false, Ordering::AcqRel) {
+            return;
         }
-        let outbound = self.outbound();
-        let connection = outbound.connection.clone()?;
-        Some(Inbound { connection, seat: outbound.seat.clone() })
+        let (inbound, answer_due) = self.outbound().inbound();
+        if let Some(inbound) = inbound.as_ref().filter(|_| answer_due) {
+            while messages::answer(&inbound.connection) == Err(Errno::EAGAIN)
+                && self.wait_for_room(&inbound.connection)
+            {}
+            self.look_again();
+        }
+        *known = inbound;
     }
 
-    /// Reads frames that wait in the tap, each after its length. Returns the
-    /// bytes and the frames read. What members sent is not taken twice.
-    fn gather(&self, to: &mut [u8], seat: Option<&Seat>) -> std::io::Result<(usize, u64)> {
-        let (mut length, mut frames) = (0, 0);
-        while to.len() - length >= HEADER_BYTES + MAX_FRAME_BYTES {
-            let (header, frame) = to[length..].split_at_mut(HEADER_BYTES);
-            let Some(count) = self.tap.receive(frame)? else {
+    /// Reads frames that wait in the tap. What members sent is not taken twice.
+    fn gather(&self, to: &mut Frames, seat: Option<&Seat>) -> std::io::Result<()> {
+        to.clear();
+        while to.used() < INBOUND_BYTES && to.len() < INBOUND_FRAMES {
+            let room = to.room(MAX_BYTES);
+            let Some(count) = self.tap.receive(room)? else {
                 break;
             };
-            if seat.is_some_and(|seat| seat.is_echo(&frame[..count])) {
-                continue;
+            if !seat.is_some_and(|seat| seat.is_echo(&room[..count])) {
+                to.taken(count);
             }
-            encode(header, count);
-            length += HEADER_BYTES + count;
-            frames += 1;
         }
-        Ok((length, frames))
+        Ok(())
     }
 
-    /// Gives bytes to QEMU, waiting while it does not read: tap and switch queue
+    /// Gives frames to QEMU, waiting while it does not read: tap and switch queue
     /// meanwhile, as for any card that is slow. Gives up when the connection
     /// ends or is replaced.
-    fn deliver(&self, connection: &Arc<OwnedFd>, mut bytes: &[u8], frames: u64) {
-        let total = (bytes.len() - frames as usize * HEADER_BYTES) as u64;
-        let flags = MsgFlags::MSG_DONTWAIT | MsgFlags::MSG_NOSIGNAL;
-        while !bytes.is_empty() {
-            match send(connection.as_raw_fd(), bytes, flags) {
-                Ok(count) => bytes = &bytes[count..],
+    fn deliver(&self, to: &Inbound, frames: &Frames) {
+        let (mut sent, mut waited) = (0, false);
+        while sent < frames.len() {
+            match messages::write(&to.connection, frames, sent, to.header) {
+                Ok(count) => sent += count,
                 Err(Errno::EINTR) => {}
-                Err(Errno::EAGAIN) => {
-                    wait(&self.inbound_wake, Some((connection.as_fd(), PollFlags::POLLOUT)));
-                    let current = self.inbound();
-                    let same = current.is_some_and(|now| Arc::ptr_eq(&now.connection, connection));
-                    if self.stopping() || !same {
-                        return;
-                    }
-                }
+                Err(Errno::EAGAIN) if self.wait_for_room(&to.connection) => waited = true,
                 // The outbound thread sees the end of the connection too.
                 Err(_) => return,
             }
         }
-        self.counters.frames_in.fetch_add(frames, Ordering::Relaxed);
-        self.counters.bytes_in.fetch_add(total, Ordering::Relaxed);
+        if waited {
+            // What else woke this thread meanwhile is still to be seen to.
+            self.look_again();
+        }
+        let (frames, bytes) = (frames.len(), frames.used() - frames.len() * HEADER_BYTES);
+        self.counters.frames_in.fetch_add(frames as u64, Ordering::Relaxed);
+        self.counters.bytes_in.fetch_add(bytes as u64, Ordering::Relaxed);
+    }
+
+    /// Waits until QEMU has read something. Returns false when the connection is
+    /// none any more, or the port is dropped or fenced.
+    fn wait_for_room(&self, connection: &Arc<OwnedFd>) -> bool {
+        wait(&self.inbound_wake, Some((connection.as_fd(), PollFlags::POLLOUT)));
+        let outbound = self.outbound();
+        let same = outbound.connection().is_some_and(|now| Arc::ptr_eq(now, connection));
+        same && outbound.buffer.gate() != Gate::Shut && !self.stopping()
     }
 }
 

@@ -5,8 +5,11 @@
 //! one stays inside: both are rolled back together, to a cut that no frame
 //! crosses backwards, because every member stands still before any runs on. So
 //! it is handed from port to port at once, past the output buffer and the bridge.
+//! Only a long TCP segment for a card that takes none goes the way of all output:
+//! the kernel cuts it up.
 
-use crate::codec::{HEADER_BYTES, encode};
+use crate::frames::Frames;
+use crate::header::{Offloads, ethernet, fitted};
 use crate::mac::MacAddress;
 use crate::port::Port;
 use crate::pump::Shared;
@@ -60,8 +63,8 @@ impl Switch {
 
     /// A source that is not the card's own is somebody behind the guest, whom
     /// the bridge must get to know: nothing is special about those frames.
-    fn route(&self, from: usize, frame: &[u8]) -> Route {
-        let Some((target, source)) = addresses(frame) else { return Route::Outside };
+    fn route(&self, from: usize, packet: &[u8]) -> Route {
+        let Some((target, source)) = addresses(packet) else { return Route::Outside };
         if source != self.cards[from].mac {
             return Route::Outside;
         }
@@ -83,64 +86,63 @@ pub(crate) struct Seat {
 impl Seat {
     /// Passes a frame of this seat's card to the members that it is for.
     /// Returns whether it must go out as well.
-    pub fn pass(&self, frame: &[u8]) -> bool {
-        match self.switch.route(self.place, frame) {
+    pub fn pass(&self, packet: &[u8]) -> bool {
+        match self.switch.route(self.place, packet) {
             Route::Outside => true,
-            Route::Inside(to) => {
-                self.give(to, frame);
-                false
-            }
+            Route::Inside(to) => !self.give(to, packet),
             Route::Both => {
                 for to in (0..self.switch.cards.len()).filter(|&to| to != self.place) {
-                    self.give(to, frame);
+                    // Long frames are TCP's, never for many: whatever cannot be
+                    // given here is not what a driver sends.
+                    self.give(to, packet);
                 }
                 true
             }
         }
     }
 
-    fn give(&self, to: usize, frame: &[u8]) {
+    /// Returns whether the card could take the frame.
+    fn give(&self, to: usize, packet: &[u8]) -> bool {
         // A port that is gone is a machine that has ended.
-        if let Some(port) = self.switch.cards[to].port.upgrade() {
-            port.take_inside(frame);
-        }
+        self.switch.cards[to].port.upgrade().is_none_or(|port| port.take_inside(packet))
     }
 
-    /// Whether a frame that came over the bridge is another member's: it has
-    /// been handed over long before.
-    pub fn is_echo(&self, frame: &[u8]) -> bool {
-        let others = self.switch.cards.iter().enumerate().filter(|(i, _)| *i != self.place);
-        addresses(frame).is_some_and(|(_, source)| others.map(|(_, c)| c.mac).any(|m| m == source))
+    /// Whether a frame that came over the bridge is another member's that has been
+    /// handed over long before. One for this card alone has not: it went out in
+    /// place of that.
+    pub fn is_echo(&self, packet: &[u8]) -> bool {
+        let own = self.switch.cards[self.place].mac;
+        let others = self.switch.cards.iter().map(|card| card.mac).filter(|mac| *mac != own);
+        addresses(packet).is_some_and(|(target, source)| {
+            target != own && others.into_iter().any(|mac| mac == source)
+        })
     }
 }
 
-/// Frames from other members that wait for a card, as QEMU reads them.
+/// Frames from other members that wait for a card.
 #[derive(Debug, Default)]
 pub(crate) struct Inside {
-    bytes: Vec<u8>,
-    frames: u64,
+    frames: Frames,
     dropped: u64,
 }
 
 impl Inside {
-    /// Appends a frame, or drops it if too many wait.
-    pub fn push(&mut self, frame: &[u8]) {
-        if self.bytes.len() + HEADER_BYTES + frame.len() > QUEUE_BYTES {
+    /// Appends a frame, or drops it if too many wait. Returns false if a card with
+    /// these offloads cannot take it.
+    pub fn push(&mut self, packet: &[u8], takes: Offloads) -> bool {
+        let Some(packet) = fitted(packet, takes) else { return false };
+        if self.frames.used() + packet.len() > QUEUE_BYTES {
             self.dropped += 1;
-            return;
+        } else {
+            self.frames.push(&packet);
         }
-        let mut header = [0; HEADER_BYTES];
-        encode(&mut header, frame.len());
-        self.bytes.extend_from_slice(&header);
-        self.bytes.extend_from_slice(frame);
-        self.frames += 1;
+        true
     }
 
-    /// Takes all that waits, in exchange for an empty buffer; returns the frames.
-    pub fn take(&mut self, bytes: &mut Vec<u8>) -> u64 {
-        bytes.clear();
-        std::mem::swap(&mut self.bytes, bytes);
-        std::mem::take(&mut self.frames)
+    /// Takes all that waits, in exchange for an emptied memory.
+    pub fn take(&mut self, into: &mut Frames) {
+        into.clear();
+        std::mem::swap(&mut self.frames, into);
     }
 
     /// Frames dropped until now.
@@ -150,8 +152,8 @@ impl Inside {
 }
 
 /// Target and source of an Ethernet frame.
-fn addresses(frame: &[u8]) -> Option<(MacAddress, MacAddress)> {
-    let (target, rest) = frame.split_first_chunk::<6>()?;
+fn addresses(packet: &[u8]) -> Option<(MacAddress, MacAddress)> {
+    let (target, rest) = ethernet(packet).split_first_chunk::<6>()?;
     let source = rest.first_chunk::<6>()?;
     Some((MacAddress(*target), MacAddress(*source)))
 }
@@ -159,13 +161,14 @@ fn addresses(frame: &[u8]) -> Option<(MacAddress, MacAddress)> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::header::HEADER_BYTES;
 
     fn mac(last: u8) -> MacAddress {
         MacAddress([0x52, 0x54, 0, 0, 0, last])
     }
 
     fn frame(to: MacAddress, from: MacAddress) -> Vec<u8> {
-        [&to.0[..], &from.0[..], &[0x88, 0xb5]].concat()
+        [&[0; HEADER_BYTES][..], &to.0, &from.0, &[0x88, 0xb5]].concat()
     }
 
     fn switch() -> Arc<Switch> {
@@ -181,7 +184,7 @@ mod tests {
         assert_eq!(switch.route(0, &frame(mac(0), mac(0))), Route::Outside, "itself");
         assert_eq!(switch.route(0, &frame(MacAddress([0xff; 6]), mac(0))), Route::Both);
         assert_eq!(switch.route(0, &frame(mac(1), mac(7))), Route::Outside, "sent for another");
-        assert_eq!(switch.route(0, &[1; 11]), Route::Outside, "no whole header");
+        assert_eq!(switch.route(0, &[1; HEADER_BYTES + 11]), Route::Outside, "no whole header");
     }
 
     #[test]
@@ -190,21 +193,24 @@ mod tests {
         assert!(seat.is_echo(&frame(MacAddress([0xff; 6]), mac(1))));
         assert!(!seat.is_echo(&frame(mac(0), mac(9))), "a stranger's");
         assert!(!seat.is_echo(&frame(mac(1), mac(0))), "its own, from a bridge that reflects");
+        assert!(!seat.is_echo(&frame(mac(0), mac(1))), "went out in its place: too long to give");
         assert!(!seat.is_echo(&[0; 3]));
     }
 
     #[test]
     fn a_full_queue_drops_and_goes_on() {
         let mut inside = Inside::default();
-        for _ in 0..QUEUE_BYTES / 1000 {
-            inside.push(&[1; 1000]);
+        let packet = vec![0; 1000];
+        for _ in 0..QUEUE_BYTES / 1000 + 7 {
+            assert!(inside.push(&packet, Offloads::NONE));
         }
-        assert!(inside.dropped() > 0);
-        let mut bytes = Vec::new();
-        let frames = inside.take(&mut bytes);
-        assert_eq!(frames + inside.dropped(), (QUEUE_BYTES / 1000) as u64);
-        assert_eq!(bytes.len(), frames as usize * (1000 + HEADER_BYTES));
-        inside.push(&[2; 10]);
-        assert_eq!((inside.take(&mut bytes), bytes.len()), (1, 10 + HEADER_BYTES));
+        assert_eq!(inside.dropped(), 7);
+        let mut frames = Frames::default();
+        inside.take(&mut frames);
+        assert_eq!(frames.len(), QUEUE_BYTES / 1000);
+        assert_eq!(frames.used(), QUEUE_BYTES / 1000 * 1000);
+        inside.push(&[0; 22], Offloads::NONE);
+        inside.take(&mut frames);
+        assert_eq!((frames.len(), frames.used()), (1, 22));
     }
 }

@@ -1,8 +1,8 @@
 //! Tap devices: the guest's card as the host's bridge sees it.
 #![allow(unsafe_code)]
 
-use crate::codec::MAX_FRAME_BYTES;
 use crate::error::NetworkError;
+use crate::header::{HEADER_BYTES, MAX_BYTES, Offloads};
 use crate::mac::MacAddress;
 use crate::netlink;
 use nix::errno::Errno;
@@ -11,16 +11,22 @@ use std::fs::{File, OpenOptions};
 use std::io::{self, Read, Write};
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd};
 use std::os::unix::fs::OpenOptionsExt;
+use std::sync::atomic::{AtomicU32, Ordering};
 
 /// More than a tap queues (1000 frames), so that discarding it ends even while
 /// new frames arrive.
 const DISCARD_AT_MOST: usize = 2000;
 
 /// A tap device. It vanishes from the host when this is dropped.
+///
+/// Frames have the header of [`HEADER_BYTES`] before them, both ways. Long TCP
+/// segments and frames without their checksum may be sent always; they are
+/// received once [`set_offloads`](Self::set_offloads) says so.
 #[derive(Debug)]
 pub struct Tap {
     file: File,
     name: String,
+    offloads: AtomicU32,
 }
 
 impl Tap {
@@ -44,20 +50,40 @@ impl Tap {
         &self.name
     }
 
+    /// Has the kernel leave to the guest's driver what that takes upon itself.
+    ///
+    /// # Errors
+    /// If the kernel does not know one of the offloads.
+    pub fn set_offloads(&self, offloads: Offloads) -> io::Result<()> {
+        // SAFETY: TUNSETOFFLOAD takes a number and touches no memory.
+        let result = unsafe {
+            libc::ioctl(self.file.as_raw_fd(), libc::TUNSETOFFLOAD as _, offloads.bits())
+        };
+        Errno::result(result)?;
+        self.offloads.store(offloads.bits(), Ordering::Release);
+        Ok(())
+    }
+
+    /// What the guest's driver does itself.
+    pub fn offloads(&self) -> Offloads {
+        Offloads::from_bits(self.offloads.load(Ordering::Acquire)).unwrap_or_default()
+    }
+
     /// Sends one frame to the bridge, without blocking.
     ///
     /// # Errors
     /// If the kernel does not take it, for instance for want of memory.
-    pub fn send(&self, frame: &[u8]) -> io::Result<()> {
-        (&self.file).write(frame).map(drop)
+    pub fn send(&self, packet: &[u8]) -> io::Result<()> {
+        (&self.file).write(packet).map(drop)
     }
 
-    /// Takes one frame that the bridge sent, if there is one.
+    /// Takes one frame that the bridge sent, if there is one. Up to [`MAX_BYTES`]
+    /// long.
     ///
     /// # Errors
     /// If the device is gone.
-    pub fn receive(&self, frame: &mut [u8]) -> io::Result<Option<usize>> {
-        match (&self.file).read(frame) {
+    pub fn receive(&self, packet: &mut [u8]) -> io::Result<Option<usize>> {
+        match (&self.file).read(packet) {
             Ok(length) => Ok(Some(length)),
             Err(error) if error.kind() == io::ErrorKind::WouldBlock => Ok(None),
             Err(error) if error.kind() == io::ErrorKind::Interrupted => Ok(None),
@@ -68,8 +94,9 @@ impl Tap {
     /// Throws away what the bridge sent while nobody listened. Returns how many
     /// frames that were.
     pub fn discard_queued(&self) -> usize {
-        let mut frame = vec![0; MAX_FRAME_BYTES];
-        (0..DISCARD_AT_MOST).take_while(|_| matches!(self.receive(&mut frame), Ok(Some(_)))).count()
+        let mut packet = vec![0; MAX_BYTES];
+        let received = |_: &usize| matches!(self.receive(&mut packet), Ok(Some(_)));
+        (0..DISCARD_AT_MOST).take_while(received).count()
     }
 
     /// Creates the device, down and on no bridge.
@@ -84,7 +111,7 @@ impl Tap {
                 _ => NetworkError::system("open /dev/net/tun", source),
             })?;
         match set_interface(&file, name) {
-            Ok(()) => Ok(Tap { file, name: name.to_owned() }),
+            Ok(()) => Ok(Tap { file, name: name.to_owned(), offloads: AtomicU32::new(0) }),
             // EINVAL: the interface of that name is no tap.
             Err(Errno::EBUSY | Errno::EEXIST | Errno::EINVAL) => {
                 Err(NetworkError::TapInUse { tap: name.to_owned() })
@@ -117,10 +144,14 @@ fn set_interface(file: &File, name: &str) -> Result<(), Errno> {
         *to = from as libc::c_char;
     }
     // TUN_EXCL: never take over a device that somebody else has made.
-    let flags = libc::IFF_TAP | libc::IFF_NO_PI | libc::IFF_TUN_EXCL;
+    let flags = libc::IFF_TAP | libc::IFF_NO_PI | libc::IFF_VNET_HDR | libc::IFF_TUN_EXCL;
     request.ifr_ifru.ifru_flags = flags as libc::c_short;
     // SAFETY: TUNSETIFF reads and writes one ifreq, which lives through the call.
     let result = unsafe { libc::ioctl(file.as_raw_fd(), libc::TUNSETIFF as _, &mut request) };
+    Errno::result(result)?;
+    let header = HEADER_BYTES as libc::c_int;
+    // SAFETY: TUNSETVNETHDRSZ reads one int, which lives through the call.
+    let result = unsafe { libc::ioctl(file.as_raw_fd(), libc::TUNSETVNETHDRSZ as _, &header) };
     Errno::result(result).map(drop)
 }
 

@@ -1,4 +1,4 @@
-//! A port between a socket that speaks QEMU's framing and a real bridge.
+//! A port between a socket that speaks as QEMU and the agent do, and a real bridge.
 
 mod support;
 
@@ -89,24 +89,41 @@ fn drain_takes_all_that_was_sent_before_it() {
 }
 
 #[test]
-fn partial_frame_counts_to_the_next_epoch() {
+fn what_qemu_wrote_before_it_ended_still_leaves() {
     in_namespace(|| {
         let port = open(true);
         let mut qemu = FakeQemu::attach(&port);
-        let (watcher, marker) = (Neighbour::join(1), Neighbour::join(2));
+        let watcher = Neighbour::join(1);
+        watcher.send("never read");
+        wait_for("a frame that QEMU leaves unread", || port.counters().frames_in > 0);
         port.hold(Epoch(1));
-        let frame = frame(GUEST, "in two parts");
-        qemu.send_bytes(&(frame.len() as u32).to_be_bytes());
-        qemu.send_bytes(&frame[..9]);
-        assert_eq!(port.drain_and_barrier(Epoch(2)), 0);
-        qemu.send_bytes(&frame[9..]);
-        wait_for("the whole frame", || port.held_frames() == 1);
+        for number in 0..20 {
+            qemu.send(&number.to_string());
+        }
+        drop(qemu);
+        wait_for("the end to be seen", || !port.is_connected());
+        assert_eq!(port.disconnect_reason().unwrap(), "QEMU closed the socket");
+        port.drain_and_barrier(Epoch(2));
         port.release_through(Epoch(1), Instant::now());
-        marker.send("still held");
-        assert_eq!(watcher.receive(), "still held");
-        port.drain_and_barrier(Epoch(3));
-        port.release_through(Epoch(2), Instant::now());
-        assert_eq!(watcher.receive(), "in two parts");
+        for number in 0..20 {
+            assert_eq!(watcher.receive(), number.to_string());
+        }
+    });
+}
+
+/// More than the socket takes at once: QEMU waits, and nothing is lost.
+#[test]
+fn a_burst_is_held_whole() {
+    in_namespace(|| {
+        let port = open(true);
+        let mut qemu = FakeQemu::attach(&port);
+        port.hold(Epoch(1));
+        let long = long_segment(GUEST, MacAddress([0x52, 0x54, 0, 0, 0, 1]), &[7; 60_000]);
+        for _ in 0..900 {
+            qemu.send_packet(&long);
+        }
+        assert_eq!(port.drain_and_barrier(Epoch(2)), 900);
+        assert_eq!(port.counters().dropped_by_buffer, 0);
     });
 }
 
@@ -181,6 +198,7 @@ fn standby_takes_nothing_until_it_goes_live_and_then_only_what_is_new() {
             neighbour.send("for the primary");
         }
         assert_eq!(port.counters().frames_in, 0);
+        port.discard_inbound();
         port.go_live();
         neighbour.send("for the survivor");
         assert_eq!(qemu.receive(), "for the survivor");
@@ -236,15 +254,19 @@ fn end_of_qemu_is_reported_and_another_can_be_attached() {
 }
 
 #[test]
-fn impossible_length_ends_the_connection_with_its_reason() {
-    in_namespace(|| {
-        let port = open(true);
-        let mut qemu = FakeQemu::attach(&port);
-        qemu.send_bytes(&[0xff; 100]);
-        wait_for("the connection to end", || !port.is_connected());
-        let reason = port.disconnect_reason().unwrap();
-        assert!(reason.contains("a frame of 4294967295 bytes"), "{reason}");
-    });
+fn what_makes_no_sense_ends_the_connection_with_its_reason() {
+    let no_header: fn(&mut FakeQemu) = |qemu| qemu.send_bytes(&[0xff; 9]);
+    let unknown: fn(&mut FakeQemu) = |qemu| qemu.control(&control(7, 0));
+    for (say, expected) in [(no_header, "without a whole header"), (unknown, "of one version?")] {
+        in_namespace(move || {
+            let port = open(true);
+            let mut qemu = FakeQemu::attach(&port);
+            say(&mut qemu);
+            wait_for("the connection to end", || !port.is_connected());
+            let reason = port.disconnect_reason().unwrap();
+            assert!(reason.contains(expected), "{reason}");
+        });
+    }
 }
 
 #[test]
@@ -253,11 +275,112 @@ fn frames_that_the_tap_refuses_are_counted() {
         let port = open(true);
         let mut qemu = FakeQemu::attach(&port);
         let watcher = Neighbour::join(1);
-        qemu.send_bytes(&[0, 0, 0, 3, 1, 2, 3]); // no Ethernet header
+        qemu.send_packet(&[&PLAIN[..], &[1, 2, 3]].concat()); // no Ethernet header
+        qemu.send_packet(&vec![0; MAX_BYTES + 1]);
         qemu.send("good");
         assert_eq!(watcher.receive(), "good");
         wait_for("the counters", || port.counters().frames_out == 1);
-        assert_eq!(port.counters().dropped_by_tap, 1);
+        assert_eq!(port.counters().dropped_by_tap, 2);
+    });
+}
+
+/// A guest decides what its frames hold, but not what comes beside them.
+#[test]
+fn a_guest_cannot_speak_as_the_agent() {
+    in_namespace(|| {
+        let port = open(true);
+        let mut qemu = FakeQemu::attach(&port);
+        let watcher = Neighbour::join(1);
+        qemu.send_bytes(&control(1, 12));
+        qemu.send_bytes(&control(2, ALL_OFFLOADS));
+        qemu.send("still the same header");
+        assert_eq!(watcher.receive(), "still the same header");
+        wait_for("the counters", || port.counters().dropped_by_tap == 2);
+        watcher.send("and no answer");
+        assert_eq!(qemu.receive(), "and no answer");
+    });
+}
+
+#[test]
+fn the_header_changes_between_frames_both_ways() {
+    in_namespace(|| {
+        let port = open(true);
+        let mut qemu = FakeQemu::attach(&port);
+        let neighbour = Neighbour::join(1);
+        for (round, bytes) in [12, 10, 12].into_iter().enumerate() {
+            qemu.send(&format!("before {round}"));
+            let before = port.counters().frames_in;
+            neighbour.send("on its way");
+            wait_for("a frame on its way", || port.counters().frames_in > before);
+            assert!(qemu.change_header(bytes) > 0, "what was on its way is discarded");
+            qemu.send(&format!("after {round}"));
+            assert_eq!(neighbour.receive(), format!("before {round}"));
+            assert_eq!(neighbour.receive(), format!("after {round}"));
+            neighbour.send("answer");
+            assert_eq!(qemu.receive(), "answer");
+        }
+        // A standby is answered too.
+        drop(port);
+        let port = open(false);
+        FakeQemu::attach(&port).change_header(12);
+    });
+}
+
+#[test]
+fn a_long_segment_leaves_as_frames_that_others_understand() {
+    in_namespace(|| {
+        let port = open(true);
+        let mut qemu = FakeQemu::attach(&port);
+        let neighbour = Neighbour::join(1);
+        qemu.change_header(12);
+        let payload: Vec<u8> = (0..40_000u32).map(|n| (n % 251) as u8).collect();
+        qemu.send_packet(&long_segment(GUEST, neighbour.mac(), &payload));
+        let mut heard = Vec::new();
+        while heard.len() < payload.len() {
+            let part = neighbour.next(tcp_payload);
+            assert!(part.len() <= CUT_BYTES, "{}", part.len());
+            heard.extend(part);
+        }
+        assert!(heard == payload);
+        wait_for("the counters", || port.counters().frames_out == 1);
+        assert_eq!(port.counters().bytes_out, 40_054, "it left this port in one piece");
+    });
+}
+
+#[test]
+fn a_long_segment_arrives_whole_where_the_driver_takes_it() {
+    in_namespace(|| {
+        let port = open(true);
+        let mut qemu = FakeQemu::attach(&port);
+        let neighbour = Neighbour::join(1);
+        let payload: Vec<u8> = (0..40_000u32).map(|n| (n % 251) as u8).collect();
+        let segment = long_segment(neighbour.mac(), GUEST, &payload);
+        let next = |qemu: &mut FakeQemu, read: fn(&[u8]) -> Option<Vec<u8>>| {
+            (0..).find_map(|_| read(&qemu.receive_frame())).unwrap()
+        };
+
+        neighbour.send_packet(&segment);
+        let mut heard = Vec::new();
+        while heard.len() < payload.len() {
+            let part = next(&mut qemu, tcp_payload);
+            assert!(part.len() <= CUT_BYTES, "{}", part.len());
+            heard.extend(part);
+        }
+        assert!(heard == payload, "a driver without offloads gets what the wire carries");
+
+        qemu.change_header(12);
+        qemu.offer(ALL_OFFLOADS);
+        qemu.send("offered");
+        assert_eq!(neighbour.receive(), "offered");
+        neighbour.send_packet(&segment);
+        let whole: fn(&[u8]) -> Option<Vec<u8>> =
+            |frame| (frame[12..14] == [8, 0]).then(|| frame[54..].to_vec());
+        assert!(next(&mut qemu, whole) == payload);
+
+        // Another QEMU begins without.
+        let mut qemu = FakeQemu::attach(&port);
+        neighbour.send_packet(&segment);
+        assert_eq!(next(&mut qemu, tcp_payload).len(), CUT_BYTES);
     });
 }
 

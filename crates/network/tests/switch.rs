@@ -30,8 +30,7 @@ fn mac(number: u8) -> MacAddress {
 fn say(qemu: &mut FakeQemu, from: MacAddress, to: MacAddress, text: &str) {
     let mut frame = frame(from, text);
     frame[..6].copy_from_slice(&to.0);
-    let length = (frame.len() as u32).to_be_bytes();
-    qemu.send_bytes(&[&length[..], &frame].concat());
+    qemu.send_packet(&[&PLAIN[..], &frame].concat());
 }
 
 #[test]
@@ -96,5 +95,38 @@ fn an_open_gate_leaves_the_group_and_a_shut_one_is_silent() {
         say(&mut qemu2, mac(2), mac(1), "to a fenced host");
         outside.send("the bridge lives");
         assert_eq!(qemu2.receive(), "the bridge lives");
+    });
+}
+
+/// What a member cannot take goes out, where the kernel cuts it up, and comes back.
+#[test]
+fn a_long_segment_goes_the_way_that_its_taker_can_take() {
+    in_namespace(|| {
+        let ((one, mut qemu1), (two, mut qemu2)) = (member(1), member(2));
+        for port in [&one, &two] {
+            port.hold(Epoch(1));
+        }
+        Switch::connect([&one, &two]);
+        let segment = long_segment(mac(1), mac(2), &[7; 20_000]);
+
+        qemu1.send_packet(&segment);
+        wait_for("the segment to be held", || one.held_frames() == 1);
+        say(&mut qemu1, mac(1), mac(2), "short ones stay inside");
+        assert_eq!(qemu2.receive(), "short ones stay inside");
+        one.drain_and_barrier(Epoch(2));
+        one.release_through(Epoch(1), Instant::now());
+        let mut heard = 0;
+        while heard < 20_000 {
+            let part = tcp_payload(&qemu2.receive_frame());
+            heard += part.map_or(0, |part| part.len());
+        }
+
+        qemu2.offer(ALL_OFFLOADS);
+        say(&mut qemu2, mac(2), mac(1), "offered");
+        assert_eq!(qemu1.receive(), "offered");
+        qemu1.send_packet(&segment);
+        let frame = (0..).map(|_| qemu2.receive_frame()).find(|f| f[12..14] == [8, 0]).unwrap();
+        assert_eq!(frame, ethernet(&segment), "at once, and in one piece");
+        assert_eq!(one.held_frames(), 0);
     });
 }

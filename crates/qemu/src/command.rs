@@ -299,8 +299,8 @@ fn block_nodes(args: &mut Args, n: usize, disk: &DiskDefinition, socket: &Path, 
 
 fn cards(args: &mut Args, vm: &VmDefinition, resources: &Resources) {
     for (n, (card, socket)) in vm.cards.iter().zip(&resources.cards).enumerate() {
-        let netdev = format!("stream,id=card{n},server=off,addr.type=fd,addr.str={socket}");
-        args.pair("-netdev", netdev);
+        // No tap, but a socket for which the agent answers as a tap would.
+        args.pair("-netdev", format!("tap,id=card{n},fd={socket}"));
         let model = match card.model {
             CardModel::VirtioNet => {
                 let virtio = virtio_options(vm.virtio, resources.accelerator);

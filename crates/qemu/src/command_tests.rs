@@ -103,9 +103,9 @@ fn everything_is_on_the_command_line() {
 -blockdev driver=nbd,node-name=disk1-nbd,discard=unmap,detect-zeroes=off,server.type=unix,server.path=/run/d,,1
 -blockdev driver=qcow2,node-name=disk1,file=disk1-nbd,discard=unmap,detect-zeroes=off
 -device virtio-blk-pci,disable-modern=on,disable-legacy=off,ioeventfd=off,addr=0x04,drive=disk1,id=disk1,werror=stop,rerror=stop
--netdev stream,id=card0,server=off,addr.type=fd,addr.str=20
+-netdev tap,id=card0,fd=20
 -device virtio-net-pci,disable-modern=on,disable-legacy=off,ioeventfd=off,addr=0x10,netdev=card0,id=nic0,mac=52:54:00:00:00:01,romfile=
--netdev stream,id=card1,server=off,addr.type=fd,addr.str=21
+-netdev tap,id=card1,fd=21
 -device e1000,addr=0x11,netdev=card1,id=nic1,mac=52:54:00:00:00:02,romfile=
 -device virtio-rng-pci";
     assert_eq!(lines(&vm, &resources), expected);

@@ -16,7 +16,7 @@ use nix::unistd::ftruncate;
 use std::ffi::OsString;
 use std::io::{self, Read, Write};
 use std::num::NonZeroUsize;
-use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd, RawFd};
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 use std::os::unix::net::UnixStream;
 use std::ptr::NonNull;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -160,11 +160,10 @@ impl LogEnds {
         [self.log.as_fd(), self.status.as_fd(), self.control.as_fd()]
     }
 
-    /// For [`crate::process::Launch::env`]; `cards` are QEMU's ends of its cards' sockets.
-    pub fn environment(&self, role: LogRole, cards: &[RawFd]) -> (OsString, OsString) {
-        let own = self.descriptors().map(|fd| fd.as_raw_fd());
-        let numbers: Vec<_> = own.iter().chain(cards).map(RawFd::to_string).collect();
-        (VARIABLE.into(), format!("{},{}", role.name(), numbers.join(",")).into())
+    /// For [`crate::process::Launch::env`].
+    pub fn environment(&self, role: LogRole) -> (OsString, OsString) {
+        let [log, status, control] = self.descriptors().map(|fd| fd.as_raw_fd());
+        (VARIABLE.into(), format!("{},{log},{status},{control}", role.name()).into())
     }
 }
 

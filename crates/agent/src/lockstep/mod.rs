@@ -6,7 +6,7 @@
 //!
 //! - `fopen` of [`LOG_NAME`] gives a file whose bytes go to, or come from, a socket of the
 //!   daemon's ([`log`]): a full one stops the primary, an empty one stops the backup;
-//! - `sendmsg` to a card's socket brings the log out first, so that the daemon, reading the
+//! - `writev` to a card's socket brings the log out first, so that the daemon, reading the
 //!   frame, finds a position that covers it; on a backup it sends nothing ([`output`]);
 //! - `ppoll` keeps QEMU from sleeping while there is log ([`wait`]).
 
@@ -24,7 +24,7 @@ use std::ffi::c_int;
 use std::sync::OnceLock;
 use std::sync::atomic::{AtomicBool, AtomicPtr, AtomicU8, AtomicU64, Ordering};
 
-/// `ROLE,LOG,STATUS,CONTROL,CARD…`: `record` or `replay`, then numbers of descriptors.
+/// `ROLE,LOG,STATUS,CONTROL`: `record` or `replay`, then numbers of descriptors.
 const VARIABLE: &str = "UNDERSTUDY_LOCKSTEP";
 
 /// The name of the log in QEMU's `rrfile=`; no file of that name is ever opened.
@@ -49,7 +49,6 @@ struct Lockstep {
     status: &'static Status,
     /// The daemon's end has the log; a stream socket.
     log: c_int,
-    cards: Vec<c_int>,
     role: AtomicU8,
     /// QEMU's log, once it has opened it.
     file: AtomicPtr<libc::FILE>,
@@ -85,8 +84,8 @@ pub fn start() -> Result<(), String> {
     // SAFETY: before `main`; no other thread reads the environment.
     unsafe { env::remove_var(VARIABLE) };
     let (role, descriptors) = parse(&wish).ok_or_else(|| format!("{VARIABLE}={wish}: unknown"))?;
-    let [log, status, control, cards @ ..] = &descriptors[..] else {
-        return Err(format!("{VARIABLE}={wish}: too few descriptors"));
+    let [log, status, control] = &descriptors[..] else {
+        return Err(format!("{VARIABLE}={wish}: not three descriptors"));
     };
     for &fd in &descriptors {
         // Programs that QEMU starts must not hold them open.
@@ -100,7 +99,6 @@ pub fn start() -> Result<(), String> {
         qemu: Qemu::find()?,
         status,
         log: *log,
-        cards: cards.to_vec(),
         role: AtomicU8::new(role as u8),
         file: AtomicPtr::default(),
         flowing: AtomicBool::new(false),

@@ -1,37 +1,38 @@
 // SPDX-License-Identifier: GPL-2.0-or-later
 //! What the guest sends: the log that leads to it leaves QEMU first.
 
+use crate::card::is_card;
 use super::{Lockstep, Role, lockstep, next};
 use std::ffi::c_int;
 use std::io;
 use std::sync::OnceLock;
 use std::sync::atomic::Ordering;
 
-type SendMessage = unsafe extern "C" fn(c_int, *const libc::msghdr, c_int) -> isize;
+type WriteParts = unsafe extern "C" fn(c_int, *const libc::iovec, c_int) -> isize;
 
-/// Stands in for the C library's `sendmsg`, by which QEMU gives frames to a card's socket.
+/// Stands in for the C library's `writev`, by which QEMU gives a frame to a card's socket.
 ///
 /// # Safety
 /// As there.
 #[unsafe(no_mangle)]
-pub unsafe extern "C" fn sendmsg(fd: c_int, message: *const libc::msghdr, flags: c_int) -> isize {
+pub unsafe extern "C" fn writev(fd: c_int, parts: *const libc::iovec, count: c_int) -> isize {
     static NEXT: OnceLock<usize> = OnceLock::new();
-    let next: SendMessage = next(&NEXT, c"sendmsg");
-    let Some(lockstep) = lockstep().filter(|lockstep| lockstep.cards.contains(&fd)) else {
+    let next: WriteParts = next(&NEXT, c"writev");
+    let Some(lockstep) = lockstep().filter(|_| is_card(fd)) else {
         // SAFETY: the arguments are passed on as they are.
-        return unsafe { next(fd, message, flags) };
+        return unsafe { next(fd, parts, count) };
     };
     lockstep.status.frames.fetch_add(1, Ordering::Relaxed);
     match lockstep.role() {
         Role::Record => lockstep.flush_for_output(),
         // The primary sends it. QEMU must not notice a difference.
-        // SAFETY: the message is the caller's.
-        Role::Replay => return unsafe { bytes_of(message) },
+        // SAFETY: the parts are the caller's.
+        Role::Replay => return unsafe { bytes_of(parts, count) },
         Role::Live => {}
     }
     loop {
         // SAFETY: the arguments are passed on as they are.
-        let sent = unsafe { next(fd, message, flags) };
+        let sent = unsafe { next(fd, parts, count) };
         if sent >= 0 || io::Error::last_os_error().kind() != io::ErrorKind::WouldBlock {
             return sent;
         }
@@ -47,9 +48,9 @@ impl Lockstep {
     }
 }
 
-unsafe fn bytes_of(message: *const libc::msghdr) -> isize {
-    // SAFETY: the caller of `sendmsg` gives a message with that many parts.
-    let parts = unsafe { std::slice::from_raw_parts((*message).msg_iov, (*message).msg_iovlen) };
+unsafe fn bytes_of(parts: *const libc::iovec, count: c_int) -> isize {
+    // SAFETY: the caller of `writev` gives that many parts.
+    let parts = unsafe { std::slice::from_raw_parts(parts, count as usize) };
     parts.iter().map(|part| part.iov_len).sum::<usize>() as isize
 }
 

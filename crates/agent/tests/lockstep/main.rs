@@ -119,9 +119,10 @@ fn take_over(backup: &mut Vm, channel: Channel) {
     backup.monitor.stop().unwrap();
     backup.log.ask(Request::GoLive).unwrap();
     backup.disk.set_read_only(false);
+    backup.port.discard_inbound();
     backup.port.open_gate();
-    backup.port.go_live();
     backup.monitor.cont().unwrap();
+    backup.port.go_live();
     backup.port.announce().unwrap();
     println!("live after {:.1?}, of which the rest of the log {drained:.1?}", began.elapsed());
 }

@@ -13,7 +13,7 @@ use tempfile::TempDir;
 use understudy_disk::{Disk, NbdServer};
 use understudy_memory::agent::{AgentLink, AgentListener};
 use understudy_memory::{GuestRam, ProcessMemory, RamBlock};
-use understudy_network::{Port, PortConfig};
+use understudy_network::{CARDS_VARIABLE, Port, PortConfig};
 use understudy_protocol::{BlockId, CardIndex, DiskIndex};
 use understudy_qemu::command::{BootFiles, Console, Lockstep, Resources, Role, command_line};
 use understudy_qemu::lockstep::{LogChannel, LogRole, obstacles};
@@ -134,7 +134,8 @@ impl Vm {
             env: &[
                 ("LD_PRELOAD".into(), agent_library().into()),
                 (AgentListener::VARIABLE.into(), listener.path().into()),
-                log_ends.environment(role, &resources.cards),
+                log_ends.environment(role),
+                (CARDS_VARIABLE.into(), card.socket.as_raw_fd().to_string().into()),
             ],
             inherit: &inherit,
             log: &folder.path().join("qemu.log"),

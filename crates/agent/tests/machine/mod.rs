@@ -3,7 +3,7 @@
 
 use serde_json::{Value, json};
 use std::io::{BufRead, BufReader, Write};
-use std::os::fd::{AsRawFd, RawFd};
+use std::os::fd::{AsRawFd, OwnedFd, RawFd};
 use std::os::unix::net::UnixStream;
 use std::os::unix::process::CommandExt;
 use std::path::PathBuf;
@@ -26,11 +26,13 @@ pub struct Start<'a> {
     pub display: &'a str,
     /// Wait for a state to load, as a backup's QEMU does.
     pub incoming: bool,
+    /// QEMU's end of a card's socket.
+    pub card: Option<OwnedFd>,
 }
 
 impl Default for Start<'_> {
     fn default() -> Self {
-        Start { display: "none", incoming: false }
+        Start { display: "none", incoming: false, card: None }
     }
 }
 
@@ -69,7 +71,16 @@ impl Machine {
         if start.incoming {
             command.args(["-incoming", "defer"]);
         }
-        inherit(&mut command, [memory, qmp_of_qemu.as_raw_fd()]);
+        let mut inherited = vec![memory, qmp_of_qemu.as_raw_fd()];
+        if let Some(card) = &start.card {
+            let number = card.as_raw_fd();
+            command
+                .args(["-netdev", &format!("tap,id=card0,fd={number}")])
+                .args(["-device", "virtio-net-pci,netdev=card0,romfile=,mac=52:54:00:12:34:56"])
+                .env("UNDERSTUDY_CARDS", number.to_string());
+            inherited.push(number);
+        }
+        inherit(&mut command, inherited);
         let process = command.spawn().expect("qemu-system-x86_64 is installed");
 
         let mut machine = Machine { process, qmp: BufReader::new(qmp), ram, link: None };
@@ -91,7 +102,12 @@ impl Machine {
 
     /// Runs a QMP command.
     pub fn qmp(&mut self, command: &str) -> Value {
-        let line = json!({ "execute": command }).to_string() + "\n";
+        self.qmp_with(command, json!({}))
+    }
+
+    /// Runs a QMP command with arguments.
+    pub fn qmp_with(&mut self, command: &str, arguments: Value) -> Value {
+        let line = json!({ "execute": command, "arguments": arguments }).to_string() + "\n";
         self.qmp.get_mut().write_all(line.as_bytes()).unwrap();
         loop {
             let answer: Value = serde_json::from_str(&self.next_line()).unwrap();
@@ -153,9 +169,9 @@ impl Drop for Machine {
 }
 
 /// Clears close-on-exec of `descriptors` in the child.
-fn inherit(command: &mut Command, descriptors: [RawFd; 2]) {
+fn inherit(command: &mut Command, descriptors: Vec<RawFd>) {
     let clear = move || {
-        for fd in descriptors {
+        for &fd in &descriptors {
             // SAFETY: changes a flag of a descriptor; async-signal-safe.
             if unsafe { libc::fcntl(fd, libc::F_SETFD, 0) } < 0 {
                 return Err(std::io::Error::last_os_error());

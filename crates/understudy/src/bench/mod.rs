@@ -6,6 +6,8 @@
 //! | [`group`] | round trips between two guests, protected as a group, one by one, not at all |
 //! | [`throttle`] | what becomes of a guest that writes faster than the link carries |
 //! | [`compression`] | what each way to encode pages gains and costs while the guest compiles |
+//! | [`workload`] | one workload of the suite by itself |
+//! | `workloads` | what each workload runs |
 //! | [`distance`]| records a second, and what they wait, with the backup far away |
 //! | [`failover`] | how long clients wait when a host dies |
 //! | `report`, `compression_report` | the results: medians, JSON, the tables |
@@ -22,6 +24,8 @@ mod memory;
 pub mod pause;
 mod report;
 pub mod throttle;
+pub mod workload;
+pub mod workloads;
 
 use understudy_lab::{Scene, SceneOptions};
 

@@ -93,7 +93,7 @@ impl Point {
 
 /// The smallest of the sorted `values` that at least `share` of them do not
 /// exceed.
-fn quantile(values: &[f64], share: f64) -> f64 {
+pub(super) fn quantile(values: &[f64], share: f64) -> f64 {
     let rank = (values.len() as f64 * share).ceil() as usize;
     values[rank.clamp(1, values.len()) - 1]
 }

@@ -1,6 +1,7 @@
 //! The grammar of `understudy bench`.
 
 use crate::bench::failover::ClientKind;
+use crate::bench::workloads::Workload;
 use clap::{Args, Subcommand};
 use std::path::PathBuf;
 use understudy_encoding::{DEFAULT_CACHE_PAGES, MOST_CACHE_PAGES};
@@ -26,6 +27,34 @@ pub enum BenchCommand {
     /// How long clients wait when a host dies, or is cut off.
     #[command(after_help = BENCH_FAILOVER_HELP)]
     Failover(BenchFailoverArgs),
+    /// What workloads do in one guest, protected or not.
+    #[command(after_help = BENCH_WORKLOAD_HELP)]
+    Workload(BenchWorkloadArgs),
+}
+
+const BENCH_WORKLOAD_HELP: &str = "\
+Real programs in a Debian guest, and their clients outside; every time is taken
+outside the guest. Parts and conditions as for `bench pause`; the guest is the one
+of `make bench-guest`.";
+
+/// `bench workload`
+#[derive(Debug, Args)]
+pub struct BenchWorkloadArgs {
+    /// Which of them, one after the other; all without.
+    #[arg(value_enum, value_name = "NAME")]
+    pub names: Vec<Workload>,
+    /// A part of the work.
+    #[arg(long)]
+    pub quick: bool,
+    /// Protect the guest, with the default policy.
+    #[arg(long)]
+    pub protected: bool,
+    /// How often each is run.
+    #[arg(long, value_name = "N", default_value_t = 1, value_parser = clap::value_parser!(u32).range(1..=100))]
+    pub runs: u32,
+    /// The test guests' files, with a folder `bench` [default: target/guest of the build].
+    #[arg(long, value_name = "DIR", env = "UNDERSTUDY_GUEST")]
+    pub guest: Option<PathBuf>,
 }
 
 const BENCH_COMPRESSION_HELP: &str = "\

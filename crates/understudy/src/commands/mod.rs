@@ -38,6 +38,7 @@ pub fn run(cli: &Cli) -> Result<Exit, Failure> {
         Command::Bench(BenchCommand::Distance(args)) => bench::distance::run(args, cli.json),
         Command::Bench(BenchCommand::Failover(args)) => bench::failover::run(args, cli.json),
         Command::Bench(BenchCommand::Group(args)) => bench::group::run(args, cli.json),
+        Command::Bench(BenchCommand::Workload(args)) => bench::workload::run(args, cli.json),
         Command::Bench(BenchCommand::Throttle(args)) => bench::throttle::run(args, cli.json),
         Command::Doctor { config } => doctor::run(config.as_deref(), cli.json),
     }

@@ -9,6 +9,7 @@
 //! |-------------|-------|
 //! | [`stage`]   | how a test begins and ends, and what it always checks |
 //! | [`deaths`]  | every way in which a host, a daemon or a QEMU can die |
+//! | [`bulk`]    | bulk transfers on long TCP segments |
 //! | [`stalls`]  | stalled hosts and daemons that come back |
 //! | [`sync`]    | the same before the first synchronisation has ended |
 //! | [`planned`] | what people do on purpose: fail over, stop, reboot |
@@ -33,6 +34,7 @@
 //! | [`unheld`]  | output that is not held |
 //! | [`relay`]   | what can go wrong on the wire, for the tests above |
 
+mod bulk;
 mod compression;
 mod confinement;
 mod counter;

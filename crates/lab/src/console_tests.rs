@@ -1,0 +1,83 @@
+use super::*;
+use nix::pty::openpty;
+use std::fs::File;
+use std::os::fd::OwnedFd;
+use std::os::unix::net::UnixListener;
+use std::process::{Child, Command, Stdio};
+use std::thread;
+
+const LIMIT: Duration = Duration::from_secs(60);
+
+/// A shell on a terminal, and a socket that stands for the serial port.
+struct Guest {
+    _directory: tempfile::TempDir,
+    socket: std::path::PathBuf,
+    shell: Child,
+}
+
+impl Guest {
+    fn boot() -> Guest {
+        let directory = tempfile::tempdir().unwrap();
+        let socket = directory.path().join("console");
+        let listener = UnixListener::bind(&socket).unwrap();
+        let terminal = openpty(None, None).unwrap();
+        let stdio = |fd: &OwnedFd| Stdio::from(fd.try_clone().unwrap());
+        let shell = Command::new("setsid")
+            .args(["--ctty", "sh", "-i"])
+            .env("PS1", "prompt# ")
+            .stdin(stdio(&terminal.slave))
+            .stdout(stdio(&terminal.slave))
+            .stderr(stdio(&terminal.slave))
+            .spawn()
+            .unwrap();
+        drop(terminal.slave);
+        let master = File::from(terminal.master);
+        thread::spawn(move || {
+            for connection in listener.incoming() {
+                let mut to_guest = master.try_clone().unwrap();
+                let mut from_guest = master.try_clone().unwrap();
+                let mut input = connection.unwrap();
+                let mut output = input.try_clone().unwrap();
+                thread::spawn(move || std::io::copy(&mut from_guest, &mut output));
+                let _ = std::io::copy(&mut input, &mut to_guest);
+            }
+        });
+        Guest { _directory: directory, socket, shell }
+    }
+}
+
+impl Drop for Guest {
+    fn drop(&mut self) {
+        self.shell.kill().unwrap();
+        self.shell.wait().unwrap();
+    }
+}
+
+#[test]
+fn a_line_returns_its_output_and_exit_code() {
+    let guest = Guest::boot();
+    let mut console = Console::connect(&guest.socket).unwrap();
+    let output = console.run("echo out; echo err >&2; exit 3", LIMIT).unwrap();
+    assert_eq!((output.code, output.text.as_str()), (3, "out\nerr\n"));
+    let output = console.run("printf 'no newline'", LIMIT).unwrap();
+    assert_eq!((output.code, output.text.as_str()), (0, "no newline"));
+    let output = console.run("sleep 0.2 && seq 10000 | wc -l", LIMIT).unwrap();
+    assert_eq!(output.text, "10000\n");
+    assert!(output.took >= Duration::from_millis(200), "{output:?}");
+}
+
+#[test]
+fn a_line_that_does_not_end_is_an_error_with_its_output() {
+    let guest = Guest::boot();
+    let mut console = Console::connect(&guest.socket).unwrap();
+    let error = console.run("echo begun; sleep 600", Duration::from_secs(1)).unwrap_err();
+    let error = format!("{error:#}");
+    assert!(error.contains("sleep 600") && error.contains("begun"), "{error}");
+    // As at QEMU's socket, the next connection is served when this one is gone. It ends
+    // what this one left running.
+    drop(console);
+    let mut console = Console::connect(&guest.socket).unwrap();
+    let output = console.run("echo why; exit 7", LIMIT).unwrap();
+    let failure = output.expect_success("line").unwrap_err().to_string();
+    assert!(failure.contains("ended with 7") && failure.contains("why"), "{failure}");
+}

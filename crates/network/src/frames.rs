@@ -1,0 +1,73 @@
+//! Frames that lie back to back, so that one more costs no allocation.
+
+/// Frames in their order, each with the header of [`crate::header`] before it.
+#[derive(Debug, Default)]
+pub struct Frames {
+    /// Longer than what is in use once memory is used again.
+    bytes: Vec<u8>,
+    ends: Vec<u32>,
+}
+
+impl Frames {
+    /// The frames with their headers, oldest first.
+    pub fn iter(&self) -> impl Iterator<Item = &[u8]> {
+        (0..self.len()).map(|n| self.get(n))
+    }
+
+    /// The frame at this place.
+    pub(crate) fn get(&self, n: usize) -> &[u8] {
+        let start = n.checked_sub(1).map_or(0, |before| self.ends[before]);
+        &self.bytes[start as usize..self.ends[n] as usize]
+    }
+
+    /// How many frames there are.
+    pub fn len(&self) -> usize {
+        self.ends.len()
+    }
+
+    /// Whether there is none.
+    pub fn is_empty(&self) -> bool {
+        self.ends.is_empty()
+    }
+
+    /// Bytes of all frames and headers.
+    pub(crate) fn used(&self) -> usize {
+        self.ends.last().map_or(0, |&end| end as usize)
+    }
+
+    pub(crate) fn push(&mut self, frame: &[u8]) {
+        self.room(frame.len()).copy_from_slice(frame);
+        self.taken(frame.len());
+    }
+
+    /// Room for the next frame; [`taken`](Self::taken) makes it one.
+    pub(crate) fn room(&mut self, bytes: usize) -> &mut [u8] {
+        let (start, end) = (self.used(), self.used() + bytes);
+        if self.bytes.len() < end {
+            self.bytes.resize(end, 0);
+        }
+        &mut self.bytes[start..end]
+    }
+
+    pub(crate) fn taken(&mut self, bytes: usize) {
+        let end = self.used() + bytes;
+        debug_assert!(end <= self.bytes.len(), "more than there was room for");
+        self.ends.push(u32::try_from(end).expect("these are far less than 4 GiB"));
+    }
+
+    /// Takes the oldest frames away.
+    pub(crate) fn skip(&mut self, frames: usize) {
+        if frames == 0 {
+            return;
+        }
+        let gone = self.ends[frames - 1];
+        self.bytes.drain(..gone as usize);
+        self.ends.drain(..frames);
+        self.ends.iter_mut().for_each(|end| *end -= gone);
+    }
+
+    /// Forgets all frames, and keeps the memory.
+    pub(crate) fn clear(&mut self) {
+        self.ends.clear();
+    }
+}

@@ -1,0 +1,163 @@
+//! QEMU's end of a card: its socket, what came out of it, and who waits for that.
+
+use crate::buffer::{OutputBuffer, Pushed};
+use crate::control::{Control, HeaderLength};
+use crate::header::Offloads;
+use crate::messages::{Inbox, Message, READ_AT_ONCE};
+use crate::switch::Seat;
+use crate::tap::Tap;
+use nix::errno::Errno;
+use std::os::fd::OwnedFd;
+use std::sync::Arc;
+use std::time::Instant;
+
+/// Where frames to the guest go, and what is known of where they come from.
+#[derive(Clone)]
+pub(crate) struct Inbound {
+    pub connection: Arc<OwnedFd>,
+    pub header: HeaderLength,
+    pub seat: Option<Seat>,
+}
+
+/// The socket and what came out of it.
+pub(crate) struct Outbound {
+    connection: Option<Arc<OwnedFd>>,
+    /// As QEMU has it.
+    header: HeaderLength,
+    /// The agent waits to hear that the header's length is known.
+    answer_due: bool,
+    inbox: Inbox,
+    pub buffer: OutputBuffer,
+    /// The place among the cards of a group, while there is one.
+    pub seat: Option<Seat>,
+    /// Why the last connection ended.
+    pub ended: Option<String>,
+    /// When it was known for the last time that output may go.
+    pub entitled: Instant,
+    /// Until when output may go that is not held.
+    pub permitted_until: Instant,
+    /// Frames that were longer than any can be.
+    pub too_long: u64,
+}
+
+/// What one reading of QEMU's socket brought.
+#[derive(Default)]
+pub(crate) struct Received {
+    /// Something was read. Only a reading that finds nothing proves, while the
+    /// guest is paused, that the socket is empty.
+    pub any: bool,
+    /// As much as can be was read, so more is likely to wait.
+    pub full: bool,
+    /// The first frame of an epoch began to wait.
+    pub first_held: bool,
+    /// What the inbound thread goes by is not what it was.
+    pub changed: bool,
+}
+
+impl Outbound {
+    pub fn new(buffer: OutputBuffer) -> Self {
+        Outbound {
+            connection: None,
+            header: HeaderLength::Short,
+            answer_due: false,
+            inbox: Inbox::new(),
+            buffer,
+            seat: None,
+            ended: None,
+            entitled: Instant::now(),
+            permitted_until: Instant::now(),
+            too_long: 0,
+        }
+    }
+
+    /// A new QEMU is at the other end of this socket.
+    pub fn connect(&mut self, connection: OwnedFd) {
+        self.connection = Some(Arc::new(connection));
+        (self.header, self.answer_due) = (HeaderLength::Short, false);
+        self.ended = None;
+    }
+
+    /// The socket, if QEMU has its other end.
+    pub fn connection(&self) -> Option<&Arc<OwnedFd>> {
+        self.connection.as_ref()
+    }
+
+    /// How frames get to QEMU, and whether the agent must be answered before the
+    /// next one.
+    pub fn inbound(&mut self) -> (Option<Inbound>, bool) {
+        let inbound = self.connection.clone().map(|connection| Inbound {
+            connection,
+            header: self.header,
+            seat: self.seat.clone(),
+        });
+        (inbound, std::mem::take(&mut self.answer_due))
+    }
+
+    /// Reads once, without blocking, and pushes the frames.
+    pub fn receive(&mut self, tap: &Tap) -> Received {
+        let Some(connection) = self.connection.clone() else {
+            return Received::default();
+        };
+        let count = match self.inbox.receive(&connection, self.header) {
+            Ok(count) => count,
+            Err(Errno::EAGAIN) => return Received::default(),
+            // Told once when QEMU ended with inbound frames unread; what it sent
+            // before that still waits.
+            Err(Errno::EINTR | Errno::ECONNRESET) => {
+                return Received { any: true, ..Received::default() };
+            }
+            Err(errno) => {
+                self.disconnect(format!("reading from QEMU failed: {errno}"));
+                return Received { changed: true, ..Received::default() };
+            }
+        };
+        let mut received = Received { full: count == READ_AT_ONCE, ..Received::default() };
+        let mut ended = None;
+        for n in 0..count {
+            match self.inbox.message(n) {
+                Message::Frame(packet) => {
+                    if self.seat.as_ref().is_none_or(|seat| seat.pass(packet)) {
+                        received.first_held |= self.buffer.push(packet) == Pushed::FirstHeld;
+                    }
+                }
+                Message::TooLong => self.too_long += 1,
+                Message::Control(bytes) => match Control::decode(bytes) {
+                    Some(Control::Header(length)) => {
+                        (self.header, self.answer_due) = (length, true);
+                        received.changed = true;
+                    }
+                    Some(Control::Offloads(offloads)) => set_offloads(tap, offloads),
+                    None => {
+                        ended = Some(
+                            "the agent in QEMU said what is not known here; are it and this daemon of one version?",
+                        )
+                    }
+                },
+                Message::Short => ended = Some("QEMU sent a frame without a whole header"),
+                Message::End => ended = Some("QEMU closed the socket"),
+            }
+            if let Some(reason) = ended {
+                self.disconnect(reason.to_owned());
+                return Received { any: false, changed: true, ..received };
+            }
+        }
+        Received { any: true, ..received }
+    }
+
+    fn disconnect(&mut self, reason: String) {
+        tracing::info!(%reason, "card disconnected from QEMU");
+        self.connection = None;
+        self.ended = Some(reason);
+    }
+}
+
+/// Without them the guest gets finished frames, which it takes as well.
+fn set_offloads(tap: &Tap, offloads: Offloads) {
+    match tap.set_offloads(offloads) {
+        Ok(()) => tracing::debug!(tap = tap.name(), bits = offloads.bits(), "offloads"),
+        Err(error) => tracing::warn!(
+            tap = tap.name(), %error,
+            "the kernel refuses the offloads of the guest's card: receiving will be slow"
+        ),
+    }
+}

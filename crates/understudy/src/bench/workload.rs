@@ -1,0 +1,74 @@
+//! `understudy bench workload`: one guest, protected or not, and workloads on it.
+
+use super::on_scene;
+use super::pause::DETECTION;
+use super::workloads::{Bed, Better, Sample, Scale, Workload};
+use crate::cli::BenchWorkloadArgs;
+use crate::demo::scene_options;
+use crate::failure::{Exit, Failure};
+use crate::output;
+use anyhow::Result;
+use serde::Serialize;
+use std::fmt::Write;
+use understudy_lab::scene::GuestKind;
+use understudy_lab::{GUEST_ADDRESS, HostOptions, Scene};
+
+/// What one workload measured; `--json` prints a list of these.
+#[derive(Clone, Debug, Serialize)]
+pub struct Measured {
+    /// The workload.
+    pub workload: Workload,
+    /// The unit of the samples' values.
+    pub unit: &'static str,
+    /// Which way they are to go.
+    pub better: Better,
+    /// One for each run.
+    pub samples: Vec<Sample>,
+}
+
+/// Measures and prints.
+pub fn run(args: &BenchWorkloadArgs, json: bool) -> Result<Exit, Failure> {
+    let mut options = scene_options(args.guest.as_deref())?;
+    options.kind = GuestKind::Bench;
+    for host in &options.hosts {
+        let settings = DETECTION.to_owned();
+        options.daemons.insert(host.clone(), HostOptions { settings, ..Default::default() });
+    }
+    let measured = on_scene(options, |scene| measure(scene, args))
+        .map_err(|error| Failure::internal(format!("the benchmark failed: {error:#}")))?;
+    output::show(json, &measured, |measured| table(measured))?;
+    Ok(Exit::Ok)
+}
+
+fn measure(scene: &Scene, args: &BenchWorkloadArgs) -> Result<Vec<Measured>> {
+    scene.start_guest("a")?;
+    scene.await_guest()?;
+    if args.protected {
+        scene.protect("a", "b")?;
+        scene.await_protected("a", |_| ())?;
+    }
+    let console = scene.console("a")?;
+    let bed = Bed { lab: scene.lab(), address: GUEST_ADDRESS, console: &console };
+    let scale = if args.quick { Scale::Quick } else { Scale::Full };
+    let names = if args.names.is_empty() { &Workload::ALL[..] } else { &args.names };
+    let measure = |&workload: &Workload| {
+        eprintln!("{}", workload.name());
+        let samples = (0..args.runs).map(|_| workload.run(&bed, scale)).collect::<Result<_>>()?;
+        Ok(Measured { workload, unit: workload.unit(), better: workload.better(), samples })
+    };
+    names.iter().map(measure).collect()
+}
+
+fn table(measured: &[Measured]) -> String {
+    let mut text = String::new();
+    for Measured { workload, unit, samples, .. } in measured {
+        for sample in samples {
+            let _ = write!(text, "{:10} {:10.2} {unit}", workload.name(), sample.value);
+            for figure in &sample.more {
+                let _ = write!(text, "   {} {:.2} {}", figure.name, figure.value, figure.unit);
+            }
+            text.push('\n');
+        }
+    }
+    text
+}

@@ -1,0 +1,234 @@
+//! The workloads of the suite: what each runs, and what it measures.
+//!
+//! | module       | workloads |
+//! |--------------|-----------|
+//! | `sysbench`   | `cpu`, `memory`, `fileio` |
+//! | `compile`    | `compile` |
+//! | `postmark`   | `postmark` |
+//! | `transfer`   | `upload`, `download` |
+//! | `web`        | `web` |
+//! | `tbench`     | `tbench` |
+//! | `latency`    | `latency` |
+//! | `outside`    | programs on the client's side, with a deadline |
+//!
+//! Each does the same work on every variant of the guest, and leaves nothing behind in
+//! it for the next. Every time is taken by this machine's clock: the guest's stands still
+//! while the guest does, so that it would leave out the pauses.
+
+mod compile;
+mod latency;
+mod outside;
+mod postmark;
+mod sysbench;
+mod tbench;
+mod transfer;
+mod web;
+
+use anyhow::{Context, Result};
+use clap::ValueEnum;
+use serde::Serialize;
+use std::net::{Ipv4Addr, SocketAddr};
+use std::path::Path;
+use std::time::Duration;
+use understudy_lab::{Console, ConsoleOutput, Lab};
+
+/// For what is not measured: preparing and cleaning up, on a busy machine.
+const ASIDE_LIMIT: Duration = Duration::from_secs(240);
+
+/// What runs in the guest, or against it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, ValueEnum)]
+#[serde(rename_all = "lowercase")]
+pub enum Workload {
+    /// sysbench looks for the primes up to 10 000, a fixed number of times.
+    Cpu,
+    /// sysbench writes a fixed amount to memory in blocks of 1 KB.
+    Memory,
+    /// sysbench reads and writes at random in a set of files, a fixed number of times.
+    Fileio,
+    /// gcc builds zlib.
+    Compile,
+    /// Postmark: a mail server's small files, 10 000 transactions.
+    Postmark,
+    /// 50 MB from the client to the guest over one TCP connection.
+    Upload,
+    /// 50 MB from the guest to the client over one TCP connection.
+    Download,
+    /// Apache and 100 clients that fetch a page of 72 950 bytes.
+    Web,
+    /// The traffic of a file server's clients (dbench's tbench).
+    Tbench,
+    /// Request and response, with an idle guest and with a busy one.
+    Latency,
+}
+
+/// Which way a figure is to go.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Better {
+    /// A rate.
+    Higher,
+    /// A time.
+    Lower,
+}
+
+/// How much work a workload does: the same for every variant of the guest.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Scale {
+    /// Some 10 to 20 seconds on an unprotected guest under emulation; a transfer takes as
+    /// long as its 50 MB do.
+    Full,
+    /// A few seconds.
+    Quick,
+}
+
+impl Scale {
+    /// One of two amounts.
+    fn of<T>(self, full: T, quick: T) -> T {
+        match self {
+            Scale::Full => full,
+            Scale::Quick => quick,
+        }
+    }
+}
+
+/// The guest that a workload runs on, whoever runs the guest.
+#[derive(Clone, Copy)]
+pub struct Bed<'a> {
+    /// The laboratory; clients run in its client's namespace.
+    pub lab: &'a Lab,
+    /// The guest's address.
+    pub address: Ipv4Addr,
+    /// The socket of the guest's serial console, with nobody connected to it.
+    pub console: &'a Path,
+}
+
+impl Bed<'_> {
+    fn server(&self, port: u16) -> SocketAddr {
+        SocketAddr::from((self.address, port))
+    }
+
+    fn console(&self) -> Result<Console> {
+        Console::connect(self.console)
+    }
+}
+
+/// What one run of a workload measured.
+#[derive(Clone, Debug, PartialEq, Serialize)]
+pub struct Sample {
+    /// The workload's figure, in its [`Workload::unit`].
+    pub value: f64,
+    /// What else it measured.
+    pub more: Vec<Figure>,
+}
+
+/// A further figure of a workload.
+#[derive(Clone, Debug, PartialEq, Serialize)]
+pub struct Figure {
+    /// What it is, in a word or two: `p99_idle`.
+    pub name: &'static str,
+    /// Its unit.
+    pub unit: &'static str,
+    /// Which way it is to go.
+    pub better: Better,
+    /// The figure.
+    pub value: f64,
+}
+
+impl Sample {
+    fn seconds(took: Duration) -> Sample {
+        Sample { value: took.as_secs_f64(), more: Vec::new() }
+    }
+}
+
+impl Workload {
+    /// All of them, in the order of the reports.
+    pub const ALL: [Workload; 10] = [
+        Workload::Cpu,
+        Workload::Memory,
+        Workload::Fileio,
+        Workload::Compile,
+        Workload::Postmark,
+        Workload::Upload,
+        Workload::Download,
+        Workload::Web,
+        Workload::Tbench,
+        Workload::Latency,
+    ];
+
+    /// Its name in reports and on the command line.
+    pub fn name(self) -> &'static str {
+        match self {
+            Workload::Cpu => "cpu",
+            Workload::Memory => "memory",
+            Workload::Fileio => "fileio",
+            Workload::Compile => "compile",
+            Workload::Postmark => "postmark",
+            Workload::Upload => "upload",
+            Workload::Download => "download",
+            Workload::Web => "web",
+            Workload::Tbench => "tbench",
+            Workload::Latency => "latency",
+        }
+    }
+
+    /// The unit of its figure.
+    pub fn unit(self) -> &'static str {
+        match self {
+            Workload::Web => "requests/s",
+            Workload::Tbench => "MB/s",
+            Workload::Latency => "ms",
+            _ => "s",
+        }
+    }
+
+    /// Which way its figure is to go.
+    pub fn better(self) -> Better {
+        match self {
+            Workload::Web | Workload::Tbench => Better::Higher,
+            _ => Better::Lower,
+        }
+    }
+
+    /// Runs it once. An error says what went wrong and shows what the program printed;
+    /// the guest may then need to be started anew.
+    pub fn run(self, bed: &Bed<'_>, scale: Scale) -> Result<Sample> {
+        let sample = match self {
+            Workload::Cpu => sysbench::cpu(bed, scale),
+            Workload::Memory => sysbench::memory(bed, scale),
+            Workload::Fileio => sysbench::fileio(bed, scale),
+            Workload::Compile => compile::run(bed, scale),
+            Workload::Postmark => postmark::run(bed, scale),
+            Workload::Upload => transfer::upload(bed, scale),
+            Workload::Download => transfer::download(bed, scale),
+            Workload::Web => web::run(bed, scale),
+            Workload::Tbench => tbench::run(bed, scale),
+            Workload::Latency => latency::run(bed, scale),
+        };
+        sample.with_context(|| format!("the workload `{}`", self.name()))
+    }
+}
+
+/// Runs a line that is not measured, and that must succeed.
+fn aside(console: &mut Console, line: &str) -> Result<ConsoleOutput> {
+    console.run(line, ASIDE_LIMIT)?.expect_success(line)
+}
+
+/// The first word of what follows `label` in an output.
+fn after<'a>(text: &'a str, label: &str) -> Option<&'a str> {
+    let (_, rest) = text.split_once(label)?;
+    rest.split_whitespace().next()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn names_are_those_of_the_command_line() {
+        for workload in Workload::ALL {
+            let value = workload.to_possible_value().expect("every workload can be asked for");
+            assert_eq!(value.get_name(), workload.name());
+        }
+        assert_eq!(Workload::ALL.len(), Workload::value_variants().len());
+    }
+}
