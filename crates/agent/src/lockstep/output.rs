@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: GPL-2.0-or-later
 //! What the guest sends: the log that leads to it leaves QEMU first.
 
-use crate::card::is_card;
 use super::{Lockstep, Role, lockstep, next};
+use crate::card::is_card;
 use std::ffi::c_int;
 use std::io;
 use std::sync::OnceLock;
