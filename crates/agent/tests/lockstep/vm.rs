@@ -44,15 +44,16 @@ fn guest_file(name: &str) -> PathBuf {
     path.canonicalize().unwrap_or_else(|e| panic!("{}: {e}; run `make guests`", path.display()))
 }
 
-fn definition() -> VmDefinition {
+fn definition(image: &Path) -> VmDefinition {
     let text = format!(
         "name = \"lock\"\nmemory = \"256M\"\nvcpus = 1\naccel = \"tcg\"\n\
          kernel = \"{}\"\ninitrd = \"{}\"\n\
          append = \"console=ttyS0 quiet cryptomgr.notests us.ip=10.9.0.2/24\"\n\
-         [[disk]]\npath = \"disk.raw\"\nformat = \"raw\"\n\
+         [[disk]]\npath = \"{}\"\nformat = \"raw\"\n\
          [[card]]\nmac = \"52:54:00:12:34:56\"\nbridge = \"br0\"\n",
         guest_file("vmlinuz").display(),
         guest_file("initrd.gz").display(),
+        image.display(),
     );
     VmDefinition::from_toml(&text, Path::new("/lock.toml")).unwrap()
 }
@@ -82,9 +83,9 @@ fn agent_library() -> PathBuf {
 impl Vm {
     pub fn start(name: &str, role: LogRole) -> Vm {
         let folder = tempfile::tempdir().unwrap();
-        let definition = definition();
         let capabilities = Capabilities::probe(Path::new("qemu-system-x86_64")).unwrap();
         let disk = make_disk(folder.path(), role);
+        let definition = definition(&disk.path());
         let nbd = folder.path().join("disk.nbd");
         let server = NbdServer::serve(disk.clone(), &nbd).unwrap();
         let config = PortConfig {
