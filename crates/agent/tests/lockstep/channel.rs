@@ -122,7 +122,10 @@ impl Shared {
         let mut buffer = vec![0; 256 << 10];
         while !self.over.load(Ordering::Acquire) {
             let mut readable = [PollFd::new(log.as_fd(), PollFlags::POLLIN)];
-            poll(&mut readable, PollTimeout::from(LONGEST_BATCH)).unwrap();
+            let came = poll(&mut readable, PollTimeout::from(LONGEST_BATCH)).unwrap();
+            if came == 0 && port.held_frames() == 0 {
+                continue;
+            }
             // The order matters: see `Batcher`.
             next = next.next();
             port.barrier(next);

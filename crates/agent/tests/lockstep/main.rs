@@ -99,12 +99,11 @@ fn protect(primary: &mut Vm, backup: &mut Vm) -> Channel {
 fn compare(primary: &mut Vm, backup: &mut Vm, channel: &Channel) {
     primary.monitor.stop().unwrap();
     let end = channel.position_of(primary.log.ask(Request::Flush).unwrap());
-    wait_for("the backup to come to the same place", || {
+    wait_for("the backup to come to the same instruction", || {
         channel.note_progress(backup);
-        backup.log.status().position >= end && backup.log.status().is_blocked
+        let (one, other) = (primary.log.status(), backup.log.status());
+        other.position >= end && other.is_blocked && other.instructions == one.instructions
     });
-    let (one, other) = (primary.log.status(), backup.log.status());
-    assert_eq!(one.instructions, other.instructions);
     let differences = replica::differences(primary, backup);
     assert_eq!(differences, Vec::<String>::new(), "after {} bytes of log", end);
     primary.monitor.cont().unwrap();
@@ -120,11 +119,77 @@ fn take_over(backup: &mut Vm, channel: Channel) {
     backup.log.ask(Request::GoLive).unwrap();
     backup.disk.set_read_only(false);
     backup.port.discard_inbound();
-    backup.port.open_gate();
     backup.monitor.cont().unwrap();
-    backup.port.go_live();
-    backup.port.announce().unwrap();
+    backup.open_network();
     println!("live after {:.1?}, of which the rest of the log {drained:.1?}", began.elapsed());
+}
+
+/// Moves a VM that took over into a QEMU that records, so that it can have a backup again.
+fn succeed(former: &mut Vm, next: &mut Vm) {
+    let mut replica = Replica::begin(former, next);
+    replica.copy_while_running();
+    let frozen = Instant::now();
+    former.monitor.stop().unwrap();
+    former.log.ask(Request::PrepareForSave).unwrap();
+    let state = former.save_devices();
+    replica.copy_the_rest();
+    next.load(&state);
+    former.port.shut();
+    next.port.discard_inbound();
+    next.monitor.cont().unwrap();
+    next.open_network();
+    println!("moved: frozen for {:.1?}", frozen.elapsed());
+}
+
+#[test]
+fn one_connection_outlives_two_primaries() {
+    in_namespace(|| {
+        let mut first = Vm::start("p", LogRole::Record);
+        first.run_until_ready();
+        client::run_in_guest(LOADS[1]);
+        let client = Client::start();
+        let wait_for_answers = |count| {
+            let before = client.answers();
+            wait_for("answers", || client.answers() > before + count);
+        };
+        let mut second = Vm::start("b", LogRole::Replay);
+        let channel = protect(&mut first, &mut second);
+        wait_for_answers(200);
+        first.kill();
+        take_over(&mut second, channel);
+        wait_for_answers(100);
+
+        let mut third = Vm::start_successor("c");
+        succeed(&mut second, &mut third);
+        drop(second);
+        wait_for_answers(100);
+        let mut fourth = Vm::start("d", LogRole::Replay);
+        let channel = protect(&mut third, &mut fourth);
+        wait_for_answers(200);
+        compare(&mut third, &mut fourth, &channel);
+        wait_for_answers(50);
+        third.kill();
+        take_over(&mut fourth, channel);
+        wait_for_answers(100);
+        println!("{}", client.end());
+    });
+}
+
+#[test]
+fn a_guest_reboots_and_powers_off_on_both_sides() {
+    in_namespace(|| {
+        let mut primary = Vm::start("p", LogRole::Record);
+        primary.run_until_ready();
+        let mut backup = Vm::start("b", LogRole::Replay);
+        let channel = protect(&mut primary, &mut backup);
+        client::run_in_guest("reboot");
+        wait_for("the primary's guest to boot again", || primary.boots() == 2);
+        wait_for("the backup's guest to boot again", || backup.boots() == 1);
+        compare(&mut primary, &mut backup, &channel);
+        client::run_in_guest("poweroff");
+        wait_for("the primary to power off", || primary.is_powered_off());
+        wait_for("the backup to power off", || backup.is_powered_off());
+    });
 }
 
 #[test]

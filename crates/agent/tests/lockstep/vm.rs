@@ -7,6 +7,7 @@ use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::sync::Arc;
+use std::sync::mpsc::{Receiver, channel};
 use std::thread;
 use std::time::{Duration, Instant};
 use tempfile::TempDir;
@@ -18,7 +19,7 @@ use understudy_protocol::{BlockId, CardIndex, DiskIndex};
 use understudy_qemu::command::{BootFiles, Console, Lockstep, Resources, Role, command_line};
 use understudy_qemu::lockstep::{LogChannel, LogRole, obstacles};
 use understudy_qemu::process::Launch;
-use understudy_qemu::qmp::{DeviceState, MonitorSockets};
+use understudy_qemu::qmp::{DeviceState, MonitorSockets, VmEvent};
 use understudy_qemu::{Accelerator, Capabilities, Monitor, Qemu, VmDefinition};
 
 const DISK_BYTES: u64 = 256 << 20;
@@ -34,6 +35,7 @@ pub struct Vm {
     pub blocks: Vec<RamBlock>,
     pub agent: AgentLink,
     pub qemu: Qemu,
+    events: Receiver<VmEvent>,
     state: DeviceState,
     _server: NbdServer,
     folder: TempDir,
@@ -58,19 +60,19 @@ fn definition(image: &Path) -> VmDefinition {
     VmDefinition::from_toml(&text, Path::new("/lock.toml")).unwrap()
 }
 
-/// A primary's disk is a copy of the guest's, a backup's is empty.
-fn make_disk(folder: &Path, role: LogRole) -> Arc<Disk> {
+/// The disk of a VM at power-on is a copy of the guest's; one that waits has an empty one.
+fn make_disk(folder: &Path, start: Role) -> Arc<Disk> {
     let image = folder.join("disk.raw");
-    match role {
-        LogRole::Record => {
+    match start {
+        Role::Fresh => {
             let source = guest_file("disk.img");
             let copied = Command::new("cp").arg("--sparse=always").args([&source, &image]).status();
             assert!(copied.unwrap().success());
         }
-        LogRole::Replay => fs::File::create(&image).unwrap().set_len(DISK_BYTES).unwrap(),
+        Role::Standby => fs::File::create(&image).unwrap().set_len(DISK_BYTES).unwrap(),
     }
     let disk = Arc::new(Disk::open(DiskIndex(0), &image, DISK_BYTES).unwrap());
-    disk.set_read_only(role == LogRole::Replay);
+    disk.set_read_only(start == Role::Standby);
     disk
 }
 
@@ -81,10 +83,21 @@ fn agent_library() -> PathBuf {
 }
 
 impl Vm {
+    /// A VM at power-on that records, or one that waits for a machine's state.
     pub fn start(name: &str, role: LogRole) -> Vm {
+        let waits = role == LogRole::Replay;
+        Vm::start_so(name, role, if waits { Role::Standby } else { Role::Fresh })
+    }
+
+    /// A VM that records, and waits for the state of a machine that ran elsewhere.
+    pub fn start_successor(name: &str) -> Vm {
+        Vm::start_so(name, LogRole::Record, Role::Standby)
+    }
+
+    fn start_so(name: &str, role: LogRole, start: Role) -> Vm {
         let folder = tempfile::tempdir().unwrap();
         let capabilities = Capabilities::probe(Path::new("qemu-system-x86_64")).unwrap();
-        let disk = make_disk(folder.path(), role);
+        let disk = make_disk(folder.path(), start);
         let definition = definition(&disk.path());
         let nbd = folder.path().join("disk.nbd");
         let server = NbdServer::serve(disk.clone(), &nbd).unwrap();
@@ -93,7 +106,7 @@ impl Vm {
             mac: definition.cards[0].mac,
             tap: format!("tap-{name}"),
             bridge: "br0".into(),
-            live: role == LogRole::Record,
+            live: start == Role::Fresh,
             output_limit_bytes: understudy_network::DEFAULT_LIMIT_BYTES,
         };
         let port = Arc::new(Port::open(config, Arc::new(|| {})).unwrap());
@@ -120,10 +133,7 @@ impl Vm {
                 socket: console.clone(),
                 log: folder.path().join("console.log"),
             }),
-            role: match role {
-                LogRole::Record => Role::Fresh,
-                LogRole::Replay => Role::Standby,
-            },
+            role: start,
             lockstep: Some(Lockstep { role, clock: "2026-11-21T00:00:00".into() }),
         };
         let mut inherit: Vec<BorrowedFd> = vec![ram.fd(), state.as_fd(), card.socket.as_fd()];
@@ -148,24 +158,44 @@ impl Vm {
         let agent = listener
             .accept(Instant::now() + DEADLINE)
             .unwrap_or_else(|error| panic!("{error}: {:?}", qemu.wait(DEADLINE / 30)));
-        let mut monitor = Monitor::connect(sockets, DEADLINE, |_| {})
-            .unwrap_or_else(|error| panic!("{error}: {:?}", qemu.wait(DEADLINE / 30)));
+        let (sender, events) = channel();
+        let mut monitor =
+            Monitor::connect(sockets, DEADLINE, move |event| drop(sender.send(event)))
+                .unwrap_or_else(|error| panic!("{error}: {:?}", qemu.wait(DEADLINE / 30)));
         let refusals = obstacles(&definition, Accelerator::Tcg, Some(monitor.version()));
         assert_eq!(refusals, Vec::<String>::new());
         let blocks = ram_blocks(&mut monitor, &qemu, &ram);
-        if role == LogRole::Replay {
+        if start == Role::Standby {
             monitor.prepare_standby(&state).unwrap();
         }
         drain_console(&console);
-        Vm { monitor, log, disk, port, blocks, agent, qemu, state, _server: server, folder }
+        Vm {
+            monitor,
+            log,
+            disk,
+            port,
+            blocks,
+            agent,
+            qemu,
+            events,
+            state,
+            _server: server,
+            folder,
+        }
     }
 
     pub fn run_until_ready(&mut self) {
         self.monitor.cont().unwrap();
-        wait_for("the guest to boot", || {
-            let said = self.console_since(0);
-            said.windows(22).any(|words| words == b"UNDERSTUDY-GUEST-READY")
-        });
+        wait_for("the guest to boot", || self.boots() == 1);
+    }
+
+    /// How often the guest has said that it is ready.
+    pub fn boots(&self) -> usize {
+        String::from_utf8_lossy(&self.console_since(0)).matches("UNDERSTUDY-GUEST-READY").count()
+    }
+
+    pub fn is_powered_off(&self) -> bool {
+        self.events.try_iter().any(|event| matches!(event, VmEvent::Shutdown { .. }))
     }
 
     /// Everything that the guest has written to its console.
@@ -176,6 +206,13 @@ impl Vm {
     pub fn console_since(&self, start: usize) -> Vec<u8> {
         let said = fs::read(self.folder.path().join("console.log")).unwrap_or_default();
         said[start.min(said.len())..].to_vec()
+    }
+
+    /// The VM's output goes out from now on, and what is sent to it comes in.
+    pub fn open_network(&self) {
+        self.port.open_gate();
+        self.port.go_live();
+        self.port.announce().unwrap();
     }
 
     /// The device state of the stopped machine.
