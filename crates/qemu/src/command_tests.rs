@@ -157,3 +157,28 @@ fn guests_without_legacy_drivers_get_the_modern_interface() {
         lines(&modern, &resources).contains("virtio-blk-pci,disable-modern=off,disable-legacy=on,")
     );
 }
+
+#[test]
+fn in_lockstep_everything_undetermined_passes_through_the_log() {
+    let vm = definition(
+        "name = \"a\"\nmemory = \"64M\"\nvcpus = 1\n[[disk]]\npath = \"a\"\nformat = \"raw\"\n\
+         [[card]]\nmac = \"52:54:00:00:00:01\"\nbridge = \"br0\"",
+    );
+    let of = |role| {
+        let lockstep = Some(Lockstep { role, clock: "2026-11-21T00:00:00".to_owned() });
+        let (disks, cards) = (vec!["/run/d0".into()], vec![20]);
+        lines(&vm, &Resources { disks, cards, lockstep, ..resources() })
+    };
+    let primary = of(LogRole::Record);
+    for expected in [
+        "-machine pc-q35-10.0,suppress-vmdesc=on,vmport=off,memory-backend=ram,hpet=off",
+        "-rtc base=2026-11-21T00:00:00,clock=vm",
+        "-icount shift=1,rr=record,rrfile=understudy-log",
+        "-blockdev driver=blkreplay,node-name=disk0,image=disk0-image",
+        "-object filter-replay,id=replay0,netdev=card0",
+        "ioeventfd=off,guest_announce=off,addr=0x10",
+    ] {
+        assert!(primary.contains(expected), "{expected} is not in:\n{primary}");
+    }
+    assert_eq!(of(LogRole::Replay), primary.replace("rr=record", "rr=replay"));
+}

@@ -201,6 +201,23 @@ impl LogChannel {
         }
     }
 
+    /// Throws away the log that was not read. Between [`Request::Detach`] and the next
+    /// [`Request::Attach`]: what is left of one backup's log is no part of the next one's.
+    pub fn discard_log(&mut self) -> io::Result<()> {
+        self.log.set_nonblocking(true)?;
+        let mut rest = [0; 4096];
+        loop {
+            match self.log.read(&mut rest) {
+                Ok(0) => return Err(io::ErrorKind::UnexpectedEof.into()),
+                Ok(_) => {}
+                Err(error) if error.kind() == io::ErrorKind::WouldBlock => break,
+                Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
+                Err(error) => return Err(error),
+            }
+        }
+        self.log.set_nonblocking(false)
+    }
+
     /// What QEMU shows of its work.
     pub fn status(&self) -> LogStatus {
         self.status.read()

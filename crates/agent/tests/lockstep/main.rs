@@ -124,6 +124,14 @@ fn take_over(backup: &mut Vm, channel: Channel) {
     println!("live after {:.1?}, of which the rest of the log {drained:.1?}", began.elapsed());
 }
 
+/// The primary of a backup that is gone goes on by itself.
+fn go_on_alone(primary: &mut Vm, channel: Channel) {
+    primary.log.ask(Request::Detach).unwrap();
+    channel.end();
+    primary.log.discard_log().unwrap();
+    primary.port.open_gate();
+}
+
 /// Moves a VM that took over into a QEMU that records, so that it can have a backup again.
 fn succeed(former: &mut Vm, next: &mut Vm) {
     let mut replica = Replica::begin(former, next);
@@ -171,6 +179,28 @@ fn one_connection_outlives_two_primaries() {
         third.kill();
         take_over(&mut fourth, channel);
         wait_for_answers(100);
+        println!("{}", client.end());
+    });
+}
+
+#[test]
+fn a_primary_outlives_its_backup_and_gets_another() {
+    in_namespace(|| {
+        let mut primary = Vm::start("p", LogRole::Record);
+        primary.run_until_ready();
+        client::run_in_guest(LOADS[1]);
+        let client = Client::start();
+        for name in ["b", "c"] {
+            let mut backup = Vm::start(name, LogRole::Replay);
+            let channel = protect(&mut primary, &mut backup);
+            let before = client.answers();
+            wait_for("answers under protection", || client.answers() > before + 100);
+            compare(&mut primary, &mut backup, &channel);
+            backup.kill();
+            go_on_alone(&mut primary, channel);
+            let before = client.answers();
+            wait_for("answers without a backup", || client.answers() > before + 100);
+        }
         println!("{}", client.end());
     });
 }

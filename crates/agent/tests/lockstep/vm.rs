@@ -169,19 +169,7 @@ impl Vm {
             monitor.prepare_standby(&state).unwrap();
         }
         drain_console(&console);
-        Vm {
-            monitor,
-            log,
-            disk,
-            port,
-            blocks,
-            agent,
-            qemu,
-            events,
-            state,
-            _server: server,
-            folder,
-        }
+        Vm { monitor, log, disk, port, blocks, agent, qemu, events, state, _server: server, folder }
     }
 
     pub fn run_until_ready(&mut self) {
