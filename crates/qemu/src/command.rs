@@ -189,6 +189,9 @@ fn replayable(args: &mut Args, lockstep: &Lockstep) {
     args.pair("-rtc", format!("base={},clock=vm", lockstep.clock));
     let role = lockstep.role.name();
     args.pair("-icount", format!("shift={ICOUNT_SHIFT},rr={role},rrfile={LOG_NAME}"));
+    // Its reset waits for the vCPU's thread while it holds the lock of record and replay, for
+    // which that thread waits: a reboot would never end.
+    args.pair("-global", "apic.vapic=off");
 }
 
 /// System calls that QEMU does not need, and a guest that broke out of it might want.
