@@ -24,21 +24,24 @@ const LOG: &str = "qemu.log";
 
 /// What to start.
 pub(crate) struct Blueprint<'a> {
-    /// QEMU's program.
-    pub qemu: &'a Path,
+    /// QEMU.
+    pub qemu: &'a Capabilities,
     /// The machine. Its one card goes to the tap.
     pub definition: &'a VmDefinition,
     /// The tap that QEMU makes; it becomes a port of the host's bridge.
     pub tap: &'a str,
     /// For each disk, the arguments that make the block node `disk0`, `disk1`, …
     pub disks: Vec<Vec<OsString>>,
+    /// Whether it waits for a migration, after which its guest runs by itself.
+    pub incoming: bool,
     /// Further arguments.
     pub more: Vec<OsString>,
     /// For QEMU's log and its sockets; must exist.
     pub directory: &'a Path,
 }
 
-/// A running QEMU, whose guest stands still at first. Dropping it ends it.
+/// A running QEMU. Its guest stands still until [`Emulator::cont`], or until it has
+/// come by a migration. Dropping it ends it.
 pub(crate) struct Emulator {
     process: Qemu,
     qmp: Mutex<Qmp>,
@@ -54,7 +57,7 @@ impl Emulator {
         let args = arguments(blueprint, [a, b, c].map(AsRawFd::as_raw_fd))?;
         let namespace = lab.host(host)?;
         let launch = Launch {
-            binary: blueprint.qemu,
+            binary: &blueprint.qemu.binary,
             args: &args,
             env: &[],
             inherit: &[a, b, c].map(AsFd::as_fd),
@@ -104,9 +107,9 @@ impl Emulator {
         self.execute("stop", json!({})).map(drop)
     }
 
-    /// How long the guest stood still, each time that it did and ran on.
-    pub(crate) fn pauses(&self) -> Vec<Duration> {
-        self.events.pauses()
+    /// What happened.
+    pub(crate) fn events(&self) -> &Events {
+        &self.events
     }
 
     /// The unix socket of the guest's console.
@@ -130,11 +133,10 @@ fn explained(process: &Qemu, error: anyhow::Error) -> anyhow::Error {
 
 /// The product's command line for this machine, with its parts exchanged.
 fn arguments(blueprint: &Blueprint<'_>, monitors: [i32; 3]) -> Result<Vec<OsString>> {
-    let Blueprint { definition, directory, .. } = *blueprint;
-    let capabilities = Capabilities::probe(blueprint.qemu)?;
+    let Blueprint { definition, directory, qemu, .. } = *blueprint;
     let resources = Resources {
-        machine_type: capabilities.machine_type(&definition.machine)?.to_owned(),
-        accelerator: capabilities.accelerator(definition.accel)?,
+        machine_type: qemu.machine_type(&definition.machine)?.to_owned(),
+        accelerator: qemu.accelerator(definition.accel)?,
         kvm: None,
         boot: BootFiles { kernel: definition.kernel.clone(), initrd: definition.initrd.clone() },
         monitors,
@@ -157,6 +159,11 @@ fn arguments(blueprint: &Blueprint<'_>, monitors: [i32; 3]) -> Result<Vec<OsStri
     }
     let card = format!("tap,id=card0,ifname={},script=no,downscript=no,vhost=off", blueprint.tap);
     exchange(&mut args, "-netdev", "id=card0", &["-netdev".into(), card.into()])?;
+    if blueprint.incoming {
+        // Without -S, or the guest would stand still after its migration.
+        args.retain(|arg| arg != "-S");
+        args.extend(["-incoming", "defer"].map(OsString::from));
+    }
     args.extend(blueprint.more.iter().cloned());
     Ok(args)
 }

@@ -25,6 +25,7 @@
 //! | `part`        | failures of a part of a host |
 //! | [`scene`]     | daemons, a guest and its protection: what most tests begin with |
 //! | `plain`       | a guest on QEMU without the product, to compare with |
+//! | `migration`   | live migration of such a guest, and its downtime |
 //! | `records`     | the client that must not lose a record nor its connection |
 //! | `chatter`     | load: many connections, every byte verified |
 //! | `shell`       | commands inside the guest |
@@ -49,6 +50,7 @@ mod host;
 mod lab;
 mod leftovers;
 mod long_line;
+mod migration;
 mod namespace;
 mod packet;
 mod part;
@@ -73,6 +75,7 @@ pub use host::{ArbiterKind, HostOptions, HostProcess, issue_certificates};
 pub use lab::{BRIDGE, CLIENT_ADDRESS, GUEST_ADDRESS, Lab, PEER_PORT, UPLINK};
 pub use leftovers::Leftovers;
 pub use long_line::LongLine;
+pub use migration::{Migration, MigrationLimits};
 pub use namespace::{Namespace, in_namespace};
 pub use part::{Frozen, Part};
 pub use plain::{PLAIN_ADDRESS, PlainGuest, PlainOptions};

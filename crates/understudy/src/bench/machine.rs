@@ -62,7 +62,7 @@ pub fn kib(text: &str) -> Option<u64> {
 fn accel(qemu_pid: u32) -> Option<String> {
     let line = fs::read(format!("/proc/{qemu_pid}/cmdline")).ok()?;
     let line = String::from_utf8_lossy(&line).into_owned();
-    let (_, rest) = line.split_once("accel=")?;
+    let (_, rest) = line.split_once("\0-accel\0")?;
     rest.split([',', '\0']).next().map(str::to_owned)
 }
 

@@ -3,6 +3,8 @@
 //! | module    | is |
 //! |-----------|----|
 //! | [`pause`] | how long a checkpoint stops the guest, against the pages it wrote |
+//! | `migration` | live migrations of the same guest, for the pause to be compared with |
+//! | `papers`  | figures that were measured elsewhere |
 //! | [`group`] | round trips between two guests, protected as a group, one by one, not at all |
 //! | [`throttle`] | what becomes of a guest that writes faster than the link carries |
 //! | [`compression`] | what each way to encode pages gains and costs while the guest compiles |
@@ -21,6 +23,8 @@ pub mod failover;
 pub mod group;
 mod machine;
 mod memory;
+mod migration;
+mod papers;
 pub mod pause;
 mod report;
 pub mod throttle;

@@ -169,6 +169,10 @@ pub struct BenchPauseArgs {
         value_parser = memory_mib
     )]
     pub memory: Vec<u32>,
+    /// Live migrations of the same guest at each point, for comparison, with each of two
+    /// settings; 0 for none.
+    #[arg(long, value_name = "N", default_value_t = 3, value_parser = clap::value_parser!(u32).range(0..=100))]
+    pub migrations: u32,
     /// The test guest's files [default: target/guest of the build].
     #[arg(long, value_name = "DIR", env = "UNDERSTUDY_GUEST")]
     pub guest: Option<PathBuf>,
