@@ -171,7 +171,8 @@ fn locate(mounts: &str, groups: &str) -> anyhow::Result<(PathBuf, Version)> {
     );
 }
 
-fn vcpu_threads(qemu_pid: u32) -> anyhow::Result<Vec<String>> {
+/// The ids of the threads that run the guest.
+pub fn vcpu_threads(qemu_pid: u32) -> anyhow::Result<Vec<String>> {
     let mut threads = Vec::new();
     for entry in fs::read_dir(format!("/proc/{qemu_pid}/task")).context("QEMU is gone")? {
         let entry = entry?;

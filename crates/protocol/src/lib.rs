@@ -26,7 +26,7 @@ pub use group::{Arrival, Gate, GroupStaging, GroupStep, Rendezvous};
 pub use output::Output;
 pub use ownership::{Ownership, Verdict};
 pub use paths::{PathAction, PathEvent, PathState, Paths};
-pub use policy::{Due, LastCheckpoint, Policy};
+pub use policy::{Activity, Due, LastCheckpoint, Policy, Situation};
 pub use primary::{PIPELINE_DEPTH, Primary, PrimaryAction, PrimaryEvent, PrimaryPhase, STALL};
 pub use staging::{EpochDigest, StagedEpoch, Staging};
 pub use throttle::Throttle;

@@ -7,7 +7,13 @@ use crate::oracle::Boundary;
 use crate::schedule::Moment;
 use crate::world::{Event, World};
 use understudy_protocol::wire::{DiskRange, Kind, Message};
-use understudy_protocol::{DiskIndex, Due, Epoch, PrimaryEvent, PrimaryPhase};
+use understudy_protocol::{Activity, DiskIndex, Due, Epoch, PrimaryEvent, PrimaryPhase, Situation};
+
+/// Sometimes idle, sometimes busy, and always the same for a seed.
+fn guessed_activity(state: State) -> Activity {
+    let busy_share = (state.number % 5) as f64 / 4.0;
+    Activity { idle: state.number % 2 == 0, busy_share }
+}
 
 /// What a checkpoint copied while the guest stood still.
 #[derive(Debug)]
@@ -57,7 +63,8 @@ impl World {
     pub(crate) fn consider_checkpoint(&mut self, host: HostId, id: SessionId) {
         let (now, policy) = (self.now, self.schedule.policy);
         let Some(running) = self.hosts[host.0].running() else { return };
-        let output_waits = running.port.holds_frames();
+        let output_since = running.port.holds_frames().then_some(now);
+        let activity = guessed_activity(running.guest.state);
         let Some(session) = running.session.as_mut().filter(|session| session.id == id) else {
             return;
         };
@@ -69,15 +76,19 @@ impl World {
         }
         let due = match session.core.running() {
             Epoch(1) => Due::At(now),
-            _ => policy.due(session.last, session.core.in_flight(), output_waits),
+            _ => {
+                let in_flight = session.core.in_flight();
+                let situation = Situation { now, last: session.last, in_flight, output_since };
+                policy.due(&situation, || activity)
+            }
         };
         match due {
             Due::At(time) if time <= now => self.pause(host, id, false),
-            Due::At(time) if session.check_at != Some(time) => {
+            Due::At(time) | Due::Look(time) if session.check_at != Some(time) => {
                 session.check_at = Some(time);
                 self.at(time, Event::CheckpointDue(host, id));
             }
-            Due::At(_) | Due::OnChange => {}
+            Due::At(_) | Due::Look(_) | Due::OnChange => {}
         }
     }
 

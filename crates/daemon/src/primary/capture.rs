@@ -156,6 +156,7 @@ impl<'a> Capturer<'a> {
         }
         captured?;
         timing.total_ms = milliseconds(watch.now - watch.started);
+        self.session.watch.resumed();
         self.last_pages = timing.pages + timing.precopied_pages;
         self.session.stats.captured(timing, watch.now);
         self.session.pace.captured(epoch, self.last_pages, began);

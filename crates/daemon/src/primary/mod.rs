@@ -5,6 +5,7 @@
 //! (acknowledgements, which release output), `control` (the arbiter) and the
 //! heartbeats. Queues between them are bounded.
 
+mod activity;
 mod capture;
 mod dialler;
 mod group;
@@ -31,6 +32,7 @@ use crate::paths::PathMonitor;
 use crate::records::Records;
 use crate::report::ProtectRequest;
 use crate::resync::{self, Basis};
+use activity::Watch;
 use anyhow::{Context, bail};
 use crossbeam_channel::Receiver;
 use dialler::Dialler;
@@ -43,8 +45,8 @@ use std::fs::File;
 use std::io::Read;
 use std::net::SocketAddr;
 use std::path::{Path, PathBuf};
-use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::{Arc, Mutex};
 use std::thread;
 use std::time::Duration;
 use tracing::{error, info};
@@ -132,6 +134,8 @@ pub fn protect(
         stats: Stats::default(),
         progress: Progress::new(),
         pace: Pace::new(vm, machine.qemu_pid(), &plan.policy),
+        watch: Watch::new(&machine)?,
+        output_seen: Mutex::default(),
         outbox,
         disk_epoch: AtomicU64::new(0),
         data,

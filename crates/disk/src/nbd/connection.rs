@@ -51,7 +51,8 @@ pub(super) fn serve(
     }
     stream.set_read_timeout(None)?;
 
-    let connection = Connection { served, replies: Arc::new(Replies::new(stream)), cold };
+    let connection =
+        Connection { served, replies: Arc::new(Replies::new(stream, served.disk.clone())), cold };
     connection.transmission(&mut input)
 }
 
@@ -117,8 +118,12 @@ impl Connection<'_> {
             let request = Request::parse(&header)?;
             let payload = buffer.get(request.payload_bytes()?);
             input.read_exact(payload)?;
-            match request.command(self.served.disk.export_bytes()) {
-                Ok(Command::Disconnect) => return Ok(()),
+            let command = request.command(self.served.disk.export_bytes());
+            if command == Ok(Command::Disconnect) {
+                return Ok(());
+            }
+            self.served.disk.request_begins();
+            match command {
                 Ok(Command::Read) => self.read(request, &mut buffer),
                 Ok(command) => self.change(request, command, payload),
                 Err(status) => {
@@ -219,15 +224,17 @@ fn read_header(input: &mut impl Read, header: &mut [u8; REQUEST_BYTES]) -> io::R
 /// The sending side, shared by the threads that finish this client's requests.
 pub(super) struct Replies {
     stream: Mutex<UnixStream>,
+    disk: Arc<Disk>,
 }
 
 impl Replies {
-    fn new(stream: UnixStream) -> Replies {
-        Replies { stream: Mutex::new(stream) }
+    fn new(stream: UnixStream, disk: Arc<Disk>) -> Replies {
+        Replies { stream: Mutex::new(stream), disk }
     }
 
-    /// Sends one reply. If that fails the connection is shut down, which its thread sees.
+    /// Sends the one reply to a request. If that fails the connection is shut down, which its thread sees.
     fn send(&self, status: Status, handle: u64, data: &[u8]) {
+        self.disk.request_ends();
         let header = reply(status, handle);
         let mut stream = self.stream.lock().expect("no code under this lock panics");
         let mut parts = [IoSlice::new(&header), IoSlice::new(data)];
