@@ -20,10 +20,10 @@ help: ## List the targets
 demo: build guests ## Kill a VM's host; its connection lives on (CUT=network: cut it off; JSON=1: result as JSON)
 	@$(UNDERSTUDY) demo $(DEMO_OPTIONS)
 
-test: guests ## All tests; the last line is the total
+test: bench-guest ## All tests; the last line is the total
 	@scripts/test
 
-test-long: guests ## All tests, the long ones included
+test-long: bench-guest ## All tests, the long ones included
 	@scripts/test --include-ignored
 
 simulate: setup ## Try the protocol on schedules of simulated failures (SEEDS=N; JSON=1: as JSON)
