@@ -5,7 +5,7 @@ pub struct Pauses {
     /// Where they are from.
     pub source: &'static str,
     /// Pages, and the least and the most milliseconds.
-    points: &'static [(u64, f64, f64)],
+    pub points: &'static [(u64, f64, f64)],
 }
 
 /// QEMU's COLO, whose stock build does not run.

@@ -8,8 +8,8 @@
 use super::machine::{Machine, load_average};
 use super::memory::DaemonMemory;
 use super::migration::Migrations;
-use super::on_scene;
 use super::report::{PauseBench, Point};
+use super::{on_scene, patient, words};
 use crate::cli::BenchPauseArgs;
 use crate::client::Client;
 use crate::demo::scene_options;
@@ -22,7 +22,7 @@ use std::time::{Duration, Instant};
 use understudy_daemon::ErrorKind;
 use understudy_daemon::report::{CheckpointTiming, ProtectRequest};
 use understudy_lab::scene::VM;
-use understudy_lab::{GuestShell, HostOptions, Scene, SceneOptions};
+use understudy_lab::{GuestShell, Scene, SceneOptions};
 use understudy_protocol::{Epoch, PAGE_SIZE, Policy};
 
 /// Memory that the guest's own system needs beside the pages to write.
@@ -31,8 +31,6 @@ const SYSTEM_MIB: u64 = 160;
 const WARM_UP: Duration = Duration::from_secs(2);
 /// How often the daemons are looked at.
 const GLANCE: Duration = Duration::from_millis(200);
-/// Both hosts and the load share this machine's processors, so silence means nothing.
-pub(super) const DETECTION: &str = "[detection]\ntimeout_ms = 10000";
 /// For the backup to end a session of protection.
 const STAND_DOWN_LIMIT: Duration = Duration::from_secs(10);
 /// For one epoch, however slow the machine.
@@ -41,11 +39,7 @@ const EPOCH_LIMIT: Duration = Duration::from_secs(10);
 /// Measures and prints.
 pub fn run(args: &BenchPauseArgs, json: bool) -> Result<Exit, Failure> {
     check(args)?;
-    let mut options = scene_options(args.guest.as_deref())?;
-    for host in &options.hosts {
-        let settings = DETECTION.to_owned();
-        options.daemons.insert(host.clone(), HostOptions { settings, ..Default::default() });
-    }
+    let options = scene_options(args.guest.as_deref())?;
     let bench = measure(options, args)
         .map_err(|error| Failure::internal(format!("the benchmark failed: {error:#}")))?;
     output::show(json, &bench, PauseBench::table)?;
@@ -68,7 +62,9 @@ fn check(args: &BenchPauseArgs) -> Result<(), Failure> {
     }
 }
 
-fn measure(options: SceneOptions, args: &BenchPauseArgs) -> Result<PauseBench> {
+/// Measures on scenes of its own, one for each size of guest.
+pub(super) fn measure(options: SceneOptions, args: &BenchPauseArgs) -> Result<PauseBench> {
+    let options = patient(options);
     let progress = Progress::new(args);
     let mut result: Option<PauseBench> = None;
     for &memory_mib in &args.memory {
@@ -227,10 +223,6 @@ fn rate(pages: u64) -> u32 {
         2_000..20_000 => 10,
         _ => 2,
     }
-}
-
-pub(super) fn words(failure: Failure) -> anyhow::Error {
-    anyhow::anyhow!(failure.message)
 }
 
 /// A bar on stderr, or a line for each point where none can be drawn.
