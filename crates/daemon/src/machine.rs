@@ -3,6 +3,7 @@
 
 use crate::doorbell::Doorbell;
 use crate::home::{AGENT, CONSOLE, CONSOLE_LOG, Home, Lent, disk_socket};
+use crate::pause::{Pause, Pauser};
 use crate::sync::lock;
 use anyhow::bail;
 use std::ffi::OsString;
@@ -74,6 +75,7 @@ pub struct Machine {
     ports: Vec<Port>,
     monitor: Mutex<Monitor>,
     device_state: DeviceState,
+    pauser: Pauser,
     console: Option<PathBuf>,
     doorbell: Arc<Doorbell>,
     process: Arc<Process>,
@@ -152,6 +154,8 @@ impl Machine {
         let started = connect(&process, &listener, monitors, plan.on_event);
         let (agent, mut monitor) = started.map_err(|error| process.explain(error))?;
         let blocks = ram_blocks(&mut monitor, &process.qemu, ram.clone())?;
+        let name = &plan.definition.name;
+        let pauser = Pauser::choose(name, &agent, &monitor, &device_state, QEMU_TIMEOUT)?;
         if plan.role == Role::Standby {
             monitor.prepare_standby(&device_state)?;
         }
@@ -166,6 +170,7 @@ impl Machine {
             ports,
             monitor: Mutex::new(monitor),
             device_state,
+            pauser,
             console,
             doorbell,
             process,
@@ -225,9 +230,15 @@ impl Machine {
         lock(&self.monitor)
     }
 
-    /// Where QEMU saves the device state.
-    pub fn device_state(&self) -> &DeviceState {
-        &self.device_state
+    /// Stops the guest for a checkpoint. Its monitor is the caller's: nobody else may ask
+    /// anything meanwhile.
+    pub fn pause<'m>(&'m self, monitor: &'m mut Monitor) -> anyhow::Result<Pause<'m>> {
+        self.pauser.begin(monitor, &self.device_state)
+    }
+
+    /// Why pauses go through the monitor and take longer; none if they do not.
+    pub fn pause_obstacle(&self) -> Option<&str> {
+        self.pauser.obstacle()
     }
 
     /// Unix socket of the console.

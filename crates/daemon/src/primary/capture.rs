@@ -204,8 +204,7 @@ impl<'a> Capturer<'a> {
     ) -> anyhow::Result<()> {
         let _urgent = self.urgency.as_ref().map(Urgency::begin);
         let mut monitor = self.machine.monitor();
-        let mut pause = monitor.begin_checkpoint(self.machine.device_state())?;
-        pause.stopped()?;
+        let mut pause = self.machine.pause(&mut monitor)?;
         // Nobody runs on, or is copied, before all stand still.
         let group = &self.session.group;
         group.meet(self.session, || group.place_barrier(self.session, last))?;
@@ -216,8 +215,7 @@ impl<'a> Capturer<'a> {
         fail::fail_point!("while-paused");
         timing.pages = self.dirty.pages();
         timing.copy_ms = watch.lap();
-        pause.saved()?;
-        self.machine.device_state().read_into(&mut self.device_state)?;
+        pause.saved(&mut self.device_state)?;
         timing.blob_ms = watch.lap();
         if !last {
             pause.resume()?;
