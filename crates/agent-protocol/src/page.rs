@@ -56,8 +56,10 @@ pub struct PausePage {
     pub answer: Word,
     /// Length of the device state in its file, once it is [`Answer::Saved`].
     pub device_state_bytes: AtomicU64,
-    /// When each answer was given: nanoseconds of `CLOCK_MONOTONIC`, by its number. The
-    /// first is when the agent heard the bell.
+    /// When the daemon rang the bell: nanoseconds of `CLOCK_MONOTONIC`, as below.
+    pub rung: AtomicU64,
+    /// When each answer was given, by its number. The first is when the agent heard the
+    /// bell.
     pub stamps: [AtomicU64; PausePage::STAMPS],
 }
 
@@ -67,6 +69,13 @@ impl PausePage {
 
     /// Size of the memfd.
     pub const BYTES: usize = 4096;
+
+    /// The daemon is about to ring the bell for a new pause.
+    pub fn begin(&self) {
+        self.answer.set(Answer::None as u32);
+        self.rung.store(now(), Ordering::Relaxed);
+        self.order.set(Order::Begin as u32);
+    }
 
     /// Notes the time, then tells.
     pub fn tell(&self, answer: Answer) {

@@ -196,6 +196,9 @@ pub struct VmStatus {
     pub checkpoints: u64,
     /// The pause of recent checkpoints.
     pub pause_ms: PauseReport,
+    /// Why pauses go through QMP, and take longer; none if the agent inside QEMU does them.
+    #[serde(default)]
+    pub pauses_through_qmp: Option<String>,
     /// How pages are encoded; none if this host is not protecting the VM.
     pub compression: Option<CompressionReport>,
     /// Bytes sent to the backup since protection began.

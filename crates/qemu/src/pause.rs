@@ -66,10 +66,15 @@ impl From<Errno> for PauseError {
     }
 }
 
+/// Whether the agent pauses machines of this version of QEMU.
+pub fn is_proven(version: QemuVersion) -> bool {
+    PROVEN.contains(&(version.major, version.minor))
+}
+
 /// Why the agent cannot pause this QEMU, for people; none if it can.
 pub fn obstacle(version: QemuVersion, hello: &Hello) -> Option<String> {
-    if !PROVEN.contains(&(version.major, version.minor)) {
-        return Some(format!("it is not proven with QEMU {version}"));
+    if !is_proven(version) {
+        return Some(format!("pauses by the agent are not proven with QEMU {version}"));
     }
     let missing = hello.missing.as_ref()?;
     Some(format!("this build of QEMU {version} does not export {missing}"))
@@ -108,8 +113,7 @@ impl AgentPauser {
     ///
     /// One pause at a time: whoever pauses holds the machine's [`crate::Monitor`].
     pub fn begin(&self) -> Result<Option<AgentPause<'_>>, PauseError> {
-        self.page.answer.set(Answer::None as u32);
-        self.page.order.set(Order::Begin as u32);
+        self.page.begin();
         write(&self.bell, &1u64.to_ne_bytes())?;
         let mut pause = AgentPause { pauser: self, is_due: true };
         match pause.await_answer(Answer::None, "stop the guest")? {
@@ -258,7 +262,9 @@ impl Page {
     fn trace(&self) {
         let stamp = |answer: Answer| self.stamps[answer as usize].load(Ordering::Relaxed);
         let micros = |from, to| stamp(to).saturating_sub(stamp(from)) / 1000;
+        let rung = self.rung.load(Ordering::Relaxed);
         tracing::trace!(
+            wake_us = stamp(Answer::None).saturating_sub(rung) / 1000,
             stop_us = micros(Answer::None, Answer::Stopped),
             save_us = micros(Answer::Stopped, Answer::Saved),
             rest_us = micros(Answer::Saved, Answer::Running),
@@ -280,5 +286,20 @@ impl Drop for Page {
     fn drop(&mut self) {
         // SAFETY: `create` mapped it; references to it do not outlive `self`.
         let _ = unsafe { munmap(self.0.cast(), PausePage::BYTES) };
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn only_a_known_qemu_that_has_all_is_paused_by_the_agent() {
+        let version = |major, minor| QemuVersion { major, minor, micro: 2 };
+        let whole = Hello { missing: None };
+        assert_eq!(obstacle(version(10, 0), &whole), None);
+        let lacking = Hello { missing: Some("vm_state_notify".to_owned()) };
+        assert!(obstacle(version(10, 0), &lacking).unwrap().contains("export vm_state_notify"));
+        assert!(obstacle(version(9, 2), &whole).unwrap().contains("not proven with QEMU 9.2.2"));
     }
 }

@@ -144,12 +144,16 @@ impl<'a> Capturer<'a> {
         let vcpu_percent = self.session.pace.report().vcpu_percent;
         let mut timing =
             CheckpointTiming { epoch, precopied_pages, vcpu_percent, ..Default::default() };
-        let mut watch = Stopwatch::start();
         for disk in self.machine.disks() {
             disk.begin_checkpoint();
         }
         let unlimited = self.session.pace.lift();
+        let urgent = self.urgency.take();
+        let guard = urgent.as_ref().map(Urgency::begin);
+        let mut watch = Stopwatch::start();
         let captured = self.pause_and_copy(last, &mut watch, &mut timing);
+        drop(guard);
+        self.urgency = urgent;
         drop(unlimited);
         for disk in self.machine.disks() {
             disk.end_checkpoint();
@@ -202,7 +206,6 @@ impl<'a> Capturer<'a> {
         watch: &mut Stopwatch,
         timing: &mut CheckpointTiming,
     ) -> anyhow::Result<()> {
-        let _urgent = self.urgency.as_ref().map(Urgency::begin);
         let mut monitor = self.machine.monitor();
         let mut pause = self.machine.pause(&mut monitor)?;
         // Nobody runs on, or is copied, before all stand still.

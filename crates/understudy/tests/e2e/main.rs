@@ -16,6 +16,7 @@
 //! | [`group`]   | two guests that are protected as one |
 //! | [`confinement`] | a QEMU without rights |
 //! | [`crowd`]   | one backup for eight VMs of two primaries |
+//! | [`pauses`]  | both ways to pause a guest |
 //! | [`phases`]  | deaths at each phase of the protocol |
 //! | [`fencing`] | partitions, and an arbiter that cannot be reached |
 //! | [`repair`]  | redundancy that restores itself, on three hosts |
@@ -44,6 +45,7 @@ mod distance;
 mod fencing;
 mod group;
 mod paths;
+mod pauses;
 mod peer;
 mod phases;
 mod plain;

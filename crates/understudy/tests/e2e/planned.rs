@@ -96,7 +96,7 @@ fn a_guest_reboots_on_either_host() {
 }
 
 /// Reboots the guest on `host` and waits until its servers answer again.
-fn reboot(scene: &Scene, host: &str) -> Result<()> {
+pub fn reboot(scene: &Scene, host: &str) -> Result<()> {
     scene.shell()?.start("reboot")?;
     wait_for("the guest to reboot", LIMIT, || {
         let status = scene.status(host)?;
