@@ -1,5 +1,4 @@
 //! A QEMU with the agent in it, started as the daemon starts one.
-#![allow(dead_code)] // Each of the tests uses a part of it.
 #![allow(unsafe_code)] // One `pre_exec`, to let QEMU inherit two descriptors.
 
 use serde_json::{Value, json};

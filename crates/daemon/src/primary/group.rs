@@ -110,7 +110,9 @@ impl Group {
         let Arrival::Wait(gate) = arrival else {
             act();
             self.rendezvous().open();
-            self.ring();
+            if self.is_shared() {
+                self.ring();
+            }
             return Ok(());
         };
         loop {
