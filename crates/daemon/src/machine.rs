@@ -295,7 +295,6 @@ impl Machine {
         self.device_state.fill(device_state)?;
         for port in &self.ports {
             port.open_gate();
-            port.discard_inbound();
         }
         self.monitor()
             .go_live(&self.device_state)

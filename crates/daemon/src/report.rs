@@ -162,6 +162,25 @@ pub struct TakeoverReport {
     pub restart_ms: f64,
     /// From the suspicion until the guest ran.
     pub total_ms: f64,
+    /// Frames that clients had sent to the lost primary, and that the guest was given again.
+    pub injected_frames: u64,
+}
+
+/// Copies of what the guest receives, which the primary sends to the backup so that a
+/// take-over does not lose them. Counts since protection began.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
+pub struct InboundReport {
+    /// Frames that were forwarded.
+    pub frames: u64,
+    /// Their bytes.
+    pub bytes: u64,
+    /// Frames over the bound, or without a connection: a client that sent one may have to
+    /// repeat it after a take-over.
+    pub dropped: u64,
+    /// On the backup: frames of epochs that are not committed.
+    pub kept_frames: u64,
+    /// Their bytes.
+    pub kept_bytes: u64,
 }
 
 /// Everything that `status` shows of one VM.
@@ -187,6 +206,9 @@ pub struct VmStatus {
     pub disk_sync: Option<DiskSync>,
     /// Epochs captured and not yet acknowledged.
     pub lag_epochs: u64,
+    /// Copies of what the guest receives, while it is protected.
+    #[serde(default)]
+    pub inbound: Option<InboundReport>,
     /// How the VM came to this host, if this host took it over and runs it.
     #[serde(default)]
     pub takeover: Option<TakeoverReport>,

@@ -5,6 +5,7 @@ use crate::buffer::{Gate, OutputBuffer};
 use crate::error::NetworkError;
 use crate::header::Offloads;
 use crate::mac::MacAddress;
+use crate::outbound::InboundSink;
 use crate::pump::{OutputWaiting, PortCounters, Shared};
 use crate::switch::Seat;
 use crate::tap::Tap;
@@ -255,7 +256,9 @@ impl Port {
         drop(self.shared.tap_order.lock());
     }
 
-    /// Discards what the bridge sent to the standby.
+    /// A take-over may be near: discards what the bridge has sent to the standby. What it
+    /// sends from now on, as it does once the primary's link is down, is delivered when the
+    /// VM runs here, as much of it as the tap queues.
     pub fn discard_inbound(&self) {
         if !self.shared.live.load(Ordering::Acquire) {
             self.shared.tap.discard_queued();
@@ -268,6 +271,18 @@ impl Port {
         if !self.shared.live.swap(true, Ordering::AcqRel) {
             self.shared.wake();
         }
+    }
+
+    /// From now on `sink`, if any, gets a copy of each inbound frame from the bridge.
+    pub fn forward_inbound(&self, sink: Option<InboundSink>) {
+        self.shared.outbound().sink = sink;
+        self.shared.wake();
+    }
+
+    /// Gives the guest, which runs here, a frame that did not come over the bridge.
+    /// Returns whether its card can take such frames.
+    pub fn inject(&self, frame: &[u8]) -> bool {
+        self.shared.take_inside(frame)
     }
 
     /// Frames that wait for their epoch's commit.

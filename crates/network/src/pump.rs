@@ -34,12 +34,12 @@ pub struct PortCounters {
     pub frames_out: u64,
     /// Their bytes, without headers of ours.
     pub bytes_out: u64,
-    /// Frames from the bridge, or from other members of a group, that were
-    /// given to QEMU.
+    /// Frames from the bridge, from other members of a group, or kept for a take-over,
+    /// that were given to QEMU.
     pub frames_in: u64,
     /// Their bytes, without headers of ours.
     pub bytes_in: u64,
-    /// Those of them that came from other members, past the bridge.
+    /// Those of them that came past the bridge.
     pub frames_inside: u64,
     /// Frames from other members dropped because too many waited.
     pub dropped_inside: u64,
@@ -233,7 +233,7 @@ impl Shared {
         }
     }
 
-    /// Takes a frame from another member of the group, if the card can. Never
+    /// Takes a frame that does not come over the bridge, if the card can. Never
     /// waits.
     pub fn take_inside(&self, packet: &[u8]) -> bool {
         if !self.live.load(Ordering::Acquire) {
@@ -275,6 +275,9 @@ impl Shared {
                 return;
             }
             self.deliver(inbound, &gathered);
+            if let Some(sink) = &inbound.sink {
+                gathered.iter().for_each(|frame| sink(frame));
+            }
         }
     }
 

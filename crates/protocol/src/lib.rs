@@ -6,6 +6,7 @@
 mod backup;
 mod detector;
 mod group;
+mod inbound;
 mod output;
 mod ownership;
 mod paths;
@@ -23,6 +24,7 @@ pub mod wire;
 pub use backup::{Backup, BackupAction, BackupEvent, BackupPhase};
 pub use detector::{Detector, HEARTBEAT_INTERVAL};
 pub use group::{Arrival, Gate, GroupStaging, GroupStep, Rendezvous};
+pub use inbound::{FORWARDED_BYTES, Forwarding, InboundFrames, KEPT_FOR, Kept};
 pub use output::Output;
 pub use ownership::{Ownership, Verdict};
 pub use paths::{PathAction, PathEvent, PathState, Paths};

@@ -277,6 +277,7 @@ pub mod tests {
                 differing_bytes: 1 << 20,
             }),
             lag_epochs: 1,
+            inbound: None,
             takeover: None,
             policy: Policy::Interval { hz: 40 },
             checkpoints: 1000,

@@ -3,6 +3,7 @@
 
 use super::apply::{apply, apply_epoch, validate};
 use super::group::Group;
+use super::inbound::Inbound;
 use super::takeover::{self, Stage};
 use crate::arbiter::Arbiter;
 use crate::channel::Channel;
@@ -46,6 +47,8 @@ pub struct Session {
     pub machine: Arc<Machine>,
     /// The paths to the primary.
     pub paths: PathMonitor,
+    /// What the primary's guest receives, for a take-over.
+    pub inbound: Inbound,
     pub(super) data: Arc<Channel>,
     pub(super) heartbeats: Heartbeats,
     pub(super) arbiter: Arbiter,
@@ -168,6 +171,7 @@ impl Session {
             &BackupAction::AcknowledgeAndApply(epoch) => {
                 let part = parts.next().expect("the event came with every member's part");
                 let _ = self.errands.send(Errand::Apply(part));
+                self.inbound.commit(epoch);
                 if leads {
                     // If it cannot be sent the reading thread finds out why.
                     let _ = self.data.send_signal(Kind::Acknowledge, epoch);
@@ -175,6 +179,9 @@ impl Session {
             }
             &BackupAction::Contest(from) => {
                 self.clock.reach(Stage::Suspected);
+                for port in self.machine.ports() {
+                    port.discard_inbound();
+                }
                 // While the arbiter is asked: the images must be on stable storage before
                 // the guest runs on them.
                 let _ = self.errands.send(Errand::Settle);
@@ -288,10 +295,14 @@ impl Session {
                         self.machine.go_live(&state)
                     });
                     self.clock.reach(Stage::Live);
+                    let injected =
+                        result.as_ref().map_or(0, |()| self.inbound.inject(&self.machine));
                     self.close(Some(generation));
                     return match result {
                         Ok(()) => {
-                            Outcome::Live { generation, reason, takeover: self.clock.report() }
+                            let takeover =
+                                TakeoverReport { injected_frames: injected, ..self.clock.report() };
+                            Outcome::Live { generation, reason, takeover }
                         }
                         Err(error) => self.failed(generation, &error),
                     };
@@ -394,6 +405,7 @@ impl Session {
     fn close_connections(&self) {
         self.data.close();
         self.heartbeats.close();
+        self.inbound.close();
     }
 }
 

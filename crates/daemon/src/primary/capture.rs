@@ -91,6 +91,7 @@ impl<'a> Capturer<'a> {
     fn first_synchronisation(&mut self) -> anyhow::Result<bool> {
         let session = self.session;
         super::mirror::begin(session);
+        super::inbound::begin(session);
         let shares = super::mirror::shares(session)?;
         self.tracker.arm()?;
         self.dirty.clear();
@@ -148,8 +149,9 @@ impl<'a> Capturer<'a> {
             disk.begin_checkpoint();
         }
         let unlimited = self.session.pace.lift();
-        let urgent = self.urgency.take();
+let urgent = self.urgency.take();
         let guard = urgent.as_ref().map(Urgency::begin);
+        self.session.inbound.begin_epoch(epoch.next());
         let mut watch = Stopwatch::start();
         let captured = self.pause_and_copy(last, &mut watch, &mut timing);
         drop(guard);

@@ -2,13 +2,14 @@
 //!
 //! [`protect`] offers a VM to a backup and starts the session's threads:
 //! `capture` (pause, barrier, capture, resume), `send` (encode, send), `receive`
-//! (acknowledgements, which release output), `control` (the arbiter) and the
-//! heartbeats. Queues between them are bounded.
+//! (acknowledgements, which release output), `control` (the arbiter), `inbound`
+//! (copies of what the guest receives) and the heartbeats. Queues between them are bounded.
 
 mod activity;
 mod capture;
 mod dialler;
 mod group;
+mod inbound;
 mod link_speed;
 mod mirror;
 mod pace;
@@ -120,6 +121,7 @@ pub fn protect(
     })?;
 
     let (outbox, outflow) = send::queue();
+    let (inbound, copies) = inbound::queue();
     let (contests, contest_queue) = crossbeam_channel::unbounded();
     let session = Arc::new(Session {
         vm: machine.definition().name.clone(),
@@ -137,6 +139,7 @@ pub fn protect(
         watch: Watch::new(&machine)?,
         output_seen: Mutex::default(),
         outbox,
+        inbound,
         disk_epoch: AtomicU64::new(0),
         data,
         heartbeats: Heartbeats::new(plan.addresses.len()),
@@ -151,7 +154,7 @@ pub fn protect(
     });
     session.group.join(&session)?;
     start_heartbeats(&session, (path, heartbeat), &dialler)?;
-    start_threads(&session, outflow, contest_queue, over)?;
+    start_threads(&session, outflow, contest_queue, (copies, dialler), over)?;
     Ok(session)
 }
 
@@ -297,6 +300,7 @@ fn start_threads(
     session: &Arc<Session>,
     outflow: Outflow,
     contests: Receiver<Generation>,
+    (copies, dialler): (inbound::Copies, Dialler),
     over: impl FnOnce(PrimaryPhase) + Send + 'static,
 ) -> anyhow::Result<()> {
     let spawn = |role: &str, body: Box<dyn FnOnce(Arc<Session>) + Send>| {
@@ -311,6 +315,7 @@ fn start_threads(
     spawn("receive", Box::new(|session| run_receive(&session)))?;
     spawn("settle", Box::new(|session| mirror::run_rounds(&session)))?;
     spawn("control", Box::new(move |session| run_control(&session, &contests)))?;
+    spawn("inbound", Box::new(move |session| inbound::run(&session, &copies, &dialler)))?;
     spawn("capture", Box::new(move |session| run_capture(&session, over)))
 }
 

@@ -3,6 +3,7 @@
 
 use super::activity::Watch;
 use super::group::Group;
+use super::inbound::{self, Inbound};
 use super::pace::Pace;
 use super::progress::Progress;
 use super::references::References;
@@ -61,6 +62,8 @@ pub struct Session {
     pub progress: Progress,
     /// What goes to the backup.
     pub outbox: Outbox,
+    /// Copies of what the guest receives.
+    pub inbound: Arc<Inbound>,
     /// The tag of disk writes: 0 during the first synchronisation.
     pub disk_epoch: AtomicU64,
     /// The paths to the backup.
@@ -221,6 +224,7 @@ impl Session {
             disk.set_sink(None);
             disk.set_read_sink(None);
         }
+        inbound::end(self);
     }
 
     /// Waits until the capture thread has something to do.

@@ -17,6 +17,7 @@
 //! | [`confinement`] | a QEMU without rights |
 //! | [`crowd`]   | one backup for eight VMs of two primaries |
 //! | [`pauses`]  | both ways to pause a guest |
+//! | [`inbound`] | what clients have just said survives their primary |
 //! | [`phases`]  | deaths at each phase of the protocol |
 //! | [`fencing`] | partitions, and an arbiter that cannot be reached |
 //! | [`repair`]  | redundancy that restores itself, on three hosts |
@@ -44,6 +45,7 @@ mod deaths;
 mod distance;
 mod fencing;
 mod group;
+mod inbound;
 mod paths;
 mod pauses;
 mod peer;
