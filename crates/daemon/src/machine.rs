@@ -286,29 +286,36 @@ impl Machine {
     }
 
     /// Starts the guest of a standby from `device_state`; its memory and disks
-    /// are those of the same epoch. From here on its output goes out.
-    pub fn go_live(&self, device_state: &[u8]) -> anyhow::Result<()> {
+    /// are those of the same epoch. From here on its output goes out, behind `before`,
+    /// which it sent on its former host. Returns how many of those were sent.
+    pub fn go_live(
+        &self,
+        device_state: &[u8],
+        before: &[(CardIndex, Vec<u8>)],
+    ) -> anyhow::Result<u64> {
         let began = Instant::now();
         for disk in &self.disks {
             disk.set_read_only(false);
         }
         self.device_state.fill(device_state)?;
-        for port in &self.ports {
-            port.open_gate();
-        }
         self.monitor()
             .go_live(&self.device_state)
             .map_err(|error| self.process.explain(error.into()))?;
+        let mut sent = 0;
         for port in &self.ports {
             port.go_live();
+            // First of all, so that what follows finds its way back.
             port.announce()?;
+            let own = before.iter().filter(|(card, _)| *card == port.card());
+            sent += own.filter(|(_, frame)| port.resend(frame)).count() as u64;
+            port.open_gate();
         }
         info!(
             vm = self.definition.name,
             "live after {:.1} ms",
             began.elapsed().as_secs_f64() * 1e3
         );
-        Ok(())
+        Ok(sent)
     }
 
     /// Presses the power button.

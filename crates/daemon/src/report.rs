@@ -164,6 +164,22 @@ pub struct TakeoverReport {
     pub total_ms: f64,
     /// Frames that clients had sent to the lost primary, and that the guest was given again.
     pub injected_frames: u64,
+    /// Frames of committed epochs that the lost primary may not have released, and that were
+    /// sent from here.
+    #[serde(default)]
+    pub resent_frames: u64,
+}
+
+/// Frames that travel to the backup with the epoch in which the guest sent them, so that a
+/// take-over does not lose what waited for its commit. Counts since protection began.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
+pub struct OutboundReport {
+    /// Frames that were carried; on the backup those of committed epochs.
+    pub frames: u64,
+    /// Their bytes.
+    pub bytes: u64,
+    /// On the primary: frames over an epoch's bound, which the guest may have to repeat.
+    pub left_out: u64,
 }
 
 /// Copies of what the guest receives, which the primary sends to the backup so that a
@@ -209,6 +225,9 @@ pub struct VmStatus {
     /// Copies of what the guest receives, while it is protected.
     #[serde(default)]
     pub inbound: Option<InboundReport>,
+    /// What of the guest's output travels to the backup, while it is protected.
+    #[serde(default)]
+    pub outbound: Option<OutboundReport>,
     /// How the VM came to this host, if this host took it over and runs it.
     #[serde(default)]
     pub takeover: Option<TakeoverReport>,

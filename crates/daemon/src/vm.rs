@@ -223,6 +223,7 @@ fn describe_session(status: &mut VmStatus, session: &primary::Session) {
     if !session.is_over() {
         status.lag_epochs = in_flight;
         status.inbound = Some(session.inbound.report());
+        status.outbound = Some(session.outbound.report());
         status.throttle = Some(session.pace.report());
         status.paths = session.paths.report();
         status.bandwidth_bytes_per_second = session.stats.bandwidth();
@@ -291,6 +292,7 @@ fn machine_status(machine: &Machine, role: Role, live: bool) -> VmStatus {
         disk_sync: None,
         lag_epochs: 0,
         inbound: None,
+        outbound: None,
         takeover: None,
         policy: definition.policy.unwrap_or_default(),
         checkpoints: 0,
@@ -315,6 +317,7 @@ fn backup_status(session: &backup::Session) -> VmStatus {
     (status.generation, status.epoch) = session.position();
     status.paths = session.paths.report();
     status.inbound = Some(session.inbound.report());
+    status.outbound = Some(session.outbound.report());
     status.group = session.membership().name.clone();
     let peer = session.primary.clone();
     status.protection = match session.phase() {
@@ -345,6 +348,7 @@ impl FencedVm {
             disk_sync: None,
             lag_epochs: 0,
             inbound: None,
+            outbound: None,
             takeover: None,
             policy: Policy::default(),
             checkpoints: 0,

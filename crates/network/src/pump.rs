@@ -172,16 +172,15 @@ impl Shared {
         (frames + refused) as usize
     }
 
-    /// Sends a frame that is not the guest's own output. Returns false, having
-    /// sent nothing, if this host is fenced.
-    pub fn send_aside(&self, frame: &[u8]) -> bool {
+    /// Sends a frame, its header before it, that is not output of the guest that runs
+    /// here. Returns false, having sent nothing, if this host is fenced.
+    pub fn send_aside(&self, packet: &[u8]) -> bool {
         let _order = self.tap_order.lock().expect("a thread died writing to the tap");
         if self.outbound().buffer.gate() == Gate::Shut {
             return false;
         }
-        let packet = [&[0; HEADER_BYTES], frame].concat();
-        if let Err(error) = self.tap.send(&packet) {
-            tracing::warn!(tap = self.tap.name(), %error, "the tap did not take an announcement");
+        if let Err(error) = self.tap.send(packet) {
+            tracing::warn!(tap = self.tap.name(), %error, "the tap did not take a frame");
         }
         true
     }

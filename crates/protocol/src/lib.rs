@@ -5,8 +5,10 @@
 
 mod backup;
 mod detector;
+mod frames;
 mod group;
 mod inbound;
+mod outbound;
 mod output;
 mod ownership;
 mod paths;
@@ -23,8 +25,10 @@ pub mod wire;
 
 pub use backup::{Backup, BackupAction, BackupEvent, BackupPhase};
 pub use detector::{Detector, HEARTBEAT_INTERVAL};
+pub use frames::{Allowance, CardFrames, KEPT_FOR};
 pub use group::{Arrival, Gate, GroupStaging, GroupStep, Rendezvous};
-pub use inbound::{FORWARDED_BYTES, Forwarding, InboundFrames, KEPT_FOR, Kept};
+pub use inbound::{FORWARDED_BYTES, Kept};
+pub use outbound::{CARRIED_BYTES, Carried};
 pub use output::Output;
 pub use ownership::{Ownership, Verdict};
 pub use paths::{PathAction, PathEvent, PathState, Paths};

@@ -7,7 +7,9 @@ use crate::oracle::Boundary;
 use crate::schedule::Moment;
 use crate::world::{Event, World};
 use understudy_protocol::wire::{DiskRange, Kind, Message};
-use understudy_protocol::{Activity, DiskIndex, Due, Epoch, PrimaryEvent, PrimaryPhase, Situation};
+use understudy_protocol::{
+    Activity, CardFrames, CardIndex, DiskIndex, Due, Epoch, PrimaryEvent, PrimaryPhase, Situation,
+};
 
 /// Sometimes idle, sometimes busy, and always the same for a seed.
 fn guessed_activity(state: State) -> Activity {
@@ -150,6 +152,7 @@ impl World {
             return;
         }
         self.send_data(host, id, Kind::Pages, capture.epoch, capture.pages);
+        self.send_frames(host, id, capture.epoch);
         self.send_data(host, id, Kind::DeviceState, capture.epoch, capture.state.encode());
         let Some(session) = self.hosts[host.0].session(id) else { return };
         let digest = session.digests.remove(&capture.epoch).unwrap_or_default();
@@ -158,6 +161,19 @@ impl World {
         self.send(host, data, Message::new(Kind::EpochEnd, capture.epoch, digest.encode()));
         self.moment(Moment::EndSent);
         self.consider_checkpoint(host, id);
+    }
+
+    /// What the guest sent in the epoch goes with it.
+    fn send_frames(&mut self, host: HostId, id: SessionId, epoch: Epoch) {
+        let Some(running) = self.hosts[host.0].running() else { return };
+        let mut message = CardFrames::outbound(epoch, CardIndex(0));
+        let mut count = 0;
+        for frame in running.port.held_of(epoch) {
+            count += u64::from(message.push(&frame.encode()));
+        }
+        if count > 0 {
+            self.send_data(host, id, Kind::Outbound, epoch, message.into_payload());
+        }
     }
 
     fn send_data(

@@ -278,6 +278,7 @@ pub mod tests {
             }),
             lag_epochs: 1,
             inbound: None,
+            outbound: None,
             takeover: None,
             policy: Policy::Interval { hz: 40 },
             checkpoints: 1000,

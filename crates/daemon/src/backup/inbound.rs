@@ -8,7 +8,7 @@ use crate::report::InboundReport;
 use crate::sync::lock;
 use std::sync::Mutex;
 use tracing::debug;
-use understudy_protocol::{CardIndex, Epoch, InboundFrames, Kept};
+use understudy_protocol::{CardFrames, CardIndex, Epoch, Kept};
 
 /// What is kept, and the connection that it comes over.
 pub struct Inbound(Mutex<State>);
@@ -49,7 +49,7 @@ impl Inbound {
     fn receive_all(&self, link: &Link) -> anyhow::Result<()> {
         loop {
             let message = link.receive()?;
-            let (card, frames) = InboundFrames::decode(&message)?;
+            let (card, frames) = CardFrames::decode(&message)?;
             let mut state = lock(&self.0);
             for frame in frames {
                 state.kept.put(clock::now(), message.header.epoch, card, frame);

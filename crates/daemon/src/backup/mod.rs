@@ -8,6 +8,7 @@
 mod apply;
 mod group;
 mod inbound;
+mod outbound;
 mod session;
 mod takeover;
 
@@ -181,6 +182,7 @@ pub fn accept(
         received: AtomicU64::new(0),
         clock: takeover::Clock::default(),
         inbound: inbound::Inbound::new(machine.ports().len()),
+        outbound: outbound::Outbound::new(machine.ports().len()),
         changed: Doorbell::default(),
         machine,
     });

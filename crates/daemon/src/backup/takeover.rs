@@ -43,6 +43,7 @@ impl Clock {
             restart_ms: between(Stage::Activated, Stage::Live),
             total_ms: between(Stage::Suspected, Stage::Live),
             injected_frames: 0,
+            resent_frames: 0,
         }
     }
 }

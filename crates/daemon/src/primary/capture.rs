@@ -149,7 +149,7 @@ impl<'a> Capturer<'a> {
             disk.begin_checkpoint();
         }
         let unlimited = self.session.pace.lift();
-let urgent = self.urgency.take();
+        let urgent = self.urgency.take();
         let guard = urgent.as_ref().map(Urgency::begin);
         self.session.inbound.begin_epoch(epoch.next());
         let mut watch = Stopwatch::start();
@@ -234,6 +234,7 @@ let urgent = self.urgency.take();
         for chunk in self.staging.take().chunks {
             outbox.put_now(Outgoing::Pages(epoch, chunk));
         }
+        super::outbound::queue(self.session, epoch);
         let state = self.device_state.clone();
         outbox.put_now(Outgoing::Data(Kind::DeviceState, epoch, state));
         outbox.put_now(Outgoing::EpochEnd(epoch));

@@ -14,7 +14,7 @@ use std::time::{Duration, Instant};
 use tracing::debug;
 use understudy_network::InboundSink;
 use understudy_protocol::wire::Kind;
-use understudy_protocol::{CardIndex, Epoch, Forwarding, InboundFrames};
+use understudy_protocol::{Allowance, CardFrames, CardIndex, Epoch, FORWARDED_BYTES};
 
 /// Frames that may wait for the connection; over it they are not forwarded.
 const QUEUE_FRAMES: usize = 512;
@@ -80,13 +80,14 @@ impl Inbound {
 
     /// Called with every frame that a card got.
     fn sink(self: &Arc<Self>, card: CardIndex) -> InboundSink {
-        let (inbound, forwarding) = (self.clone(), Mutex::new(Forwarding::default()));
+        let allowance = Mutex::new(Allowance::new(FORWARDED_BYTES));
+        let inbound = self.clone();
         Arc::new(move |frame: &[u8]| {
             let epoch = Epoch(inbound.epoch.load(Ordering::Acquire));
             if epoch == Epoch(0) {
                 return;
             }
-            let admitted = lock(&forwarding).admit(epoch, frame.len());
+            let admitted = lock(&allowance).admit(epoch, frame.len());
             let copy = || Arrival { epoch, card, frame: frame.to_vec() };
             match admitted.then(|| inbound.queue.try_send(copy())) {
                 Some(Ok(()) | Err(TrySendError::Disconnected(_))) => {}
@@ -122,7 +123,7 @@ pub fn run(session: &Session, copies: &Copies, dialler: &Dialler) {
         line.connect();
         let first = next.take().or_else(|| copies.0.recv_timeout(GLANCE).ok());
         let Some(first) = first else { continue };
-        let mut message = InboundFrames::new(first.epoch, first.card);
+        let mut message = CardFrames::inbound(first.epoch, first.card);
         let (mut count, mut bytes) = (0, 0);
         let mut copy = first;
         loop {
@@ -172,7 +173,7 @@ impl Line<'_> {
         }
     }
 
-    fn send(&mut self, message: &InboundFrames, frames: u64, bytes: u64) {
+    fn send(&mut self, message: &CardFrames, frames: u64, bytes: u64) {
         let inbound = &self.session.inbound;
         // Committed while it waited here: the backup would throw it away.
         if message.epoch() <= self.session.position().1 {

@@ -12,6 +12,7 @@ mod group;
 mod inbound;
 mod link_speed;
 mod mirror;
+mod outbound;
 mod pace;
 mod progress;
 mod references;
@@ -140,6 +141,7 @@ pub fn protect(
         output_seen: Mutex::default(),
         outbox,
         inbound,
+        outbound: outbound::Outbound::default(),
         disk_epoch: AtomicU64::new(0),
         data,
         heartbeats: Heartbeats::new(plan.addresses.len()),

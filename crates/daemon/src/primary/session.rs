@@ -4,6 +4,7 @@
 use super::activity::Watch;
 use super::group::Group;
 use super::inbound::{self, Inbound};
+use super::outbound::Outbound;
 use super::pace::Pace;
 use super::progress::Progress;
 use super::references::References;
@@ -64,6 +65,8 @@ pub struct Session {
     pub outbox: Outbox,
     /// Copies of what the guest receives.
     pub inbound: Arc<Inbound>,
+    /// What the guest sent, on its way to the backup.
+    pub outbound: Outbound,
     /// The tag of disk writes: 0 during the first synchronisation.
     pub disk_epoch: AtomicU64,
     /// The paths to the backup.

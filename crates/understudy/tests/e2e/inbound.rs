@@ -1,13 +1,16 @@
-//! What clients have just said is not lost with the primary: the backup has a copy,
-//! as much of it as it needs and no more.
+//! What clients have just said is not lost with the primary, nor what the guest has just
+//! answered: the backup has a copy, as much of it as it needs and no more.
 
-use crate::stage::{LIMIT, PACE, close, options, play, prove_disk};
+use crate::deaths::await_empty;
+use crate::stage::{LIMIT, PACE, close, daemon, options, play, prove_disk};
 use anyhow::{Context, Result, ensure};
 use serde_json::Value;
+use std::io::ErrorKind;
+use std::net::UdpSocket;
 use std::time::Duration;
 use understudy_lab::scene::ECHO_PORT;
-use understudy_lab::{CLIENT_ADDRESS, ChatterClient, Lab, Load, SceneOptions};
-use understudy_lab::{in_namespace, wait_for};
+use understudy_lab::{CLIENT_ADDRESS, ChatterClient, HostOptions, Lab, Load, Scene};
+use understudy_lab::{SceneOptions, in_namespace, wait_for};
 use understudy_protocol::{FORWARDED_BYTES, Policy};
 
 /// A client that says no more in a test than its first word.
@@ -15,6 +18,10 @@ const SILENCE: Duration = Duration::from_secs(3600);
 /// More at a time than is copied of an epoch.
 const UPLOADS: usize = 16;
 const UPLOAD_BYTES: usize = 64 << 10;
+/// The discard service, which no guest offers.
+const UNUSED_PORT: u16 = 9;
+/// Releases of a host before it dies in the next one.
+const RELEASES: u32 = 6;
 
 /// Epochs of this length: what happens in one can be seen from outside.
 fn epochs(hz: u32) -> SceneOptions {
@@ -60,10 +67,14 @@ fn what_a_committed_epoch_has_received_is_not_injected() {
     play(epochs(10), |scene| {
         scene.protected_guest("a", "b")?;
         let client = scene.record_client(SILENCE)?;
+        wait_for("the answer", LIMIT, || Ok((client.acked() == 1).then_some(())))?;
+        let answered = scene.status("a")?["epoch"].as_u64();
         wait_for("every copy to be forgotten", LIMIT, || {
             let b = scene.status("b")?;
+            // The client has confirmed the answer long since.
+            let is_later = b["epoch"].as_u64() > answered.map(|epoch| epoch + 5);
             let is_forgotten = count(&b, "frames")? > 0 && count(&b, "kept_frames")? == 0;
-            Ok((client.acked() == 1 && is_forgotten).then_some(()))
+            Ok((is_later && is_forgotten).then_some(()))
         })?;
         scene.host_mut("a")?.kill_everything()?;
         let status = scene.await_live("b")?;
@@ -103,6 +114,55 @@ fn of_an_upload_only_the_beginning_of_each_epoch_is_copied() {
         ensure!(report.errors().is_empty(), "the upload: {:?}", report.errors());
         Ok(())
     });
+}
+
+#[test]
+#[cfg_attr(not(feature = "fail-points"), ignore = "needs `--features fail-points`")]
+fn answers_of_a_committed_epoch_that_were_not_released_come_from_the_backup() {
+    let mut options = epochs(1);
+    let action = format!("before-release={RELEASES}*off->panic");
+    let environment = vec![("FAILPOINTS".to_owned(), action)];
+    options.daemons.insert("a".to_owned(), HostOptions { environment, ..daemon() });
+    play(options, |scene| {
+        scene.protected_guest("a", "b")?;
+        // One in each epoch, soon after it began; so one in that which a does not release.
+        let mut questions = Vec::new();
+        let mut epoch = 0;
+        wait_for("host a to die", LIMIT, || {
+            if !scene.host_mut("a")?.is_running() {
+                return Ok(Some(()));
+            }
+            // A host that is dying does not say.
+            let Ok(status) = scene.status("a") else { return Ok(None) };
+            let released = status["epoch"].as_u64().context("no epoch")?;
+            if released > epoch {
+                epoch = released;
+                questions.push(ask(scene)?);
+            }
+            Ok(None)
+        })?;
+        await_empty(scene, "a")?;
+        let status = scene.await_live("b")?;
+        let resent = status["takeover"]["resent_frames"].as_u64();
+        ensure!(resent > Some(0), "nothing was sent again: {status}");
+        // Nobody repeats these: not the client, nor the guest.
+        for (n, question) in questions.iter().enumerate() {
+            let answer = question.recv(&mut [0]).map_err(|error| error.kind());
+            let is_answered = answer == Err(ErrorKind::ConnectionRefused);
+            ensure!(is_answered, "question {} of {}: {answer:?}", n + 1, questions.len());
+        }
+        Ok(())
+    });
+}
+
+/// Asks the guest for a service that it does not offer: its kernel says so, once.
+fn ask(scene: &Scene) -> Result<UdpSocket> {
+    let bind = || UdpSocket::bind((CLIENT_ADDRESS, 0));
+    let socket = in_namespace(&scene.lab().client(), bind)??;
+    socket.connect(scene.guest(UNUSED_PORT))?;
+    socket.set_read_timeout(Some(LIMIT))?;
+    socket.send(&[0])?;
+    Ok(socket)
 }
 
 /// What a host's status says of copied frames.
