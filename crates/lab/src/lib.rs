@@ -26,6 +26,7 @@
 //! | [`scene`]     | daemons, a guest and its protection: what most tests begin with |
 //! | `plain`       | a guest on QEMU without the product, to compare with |
 //! | `migration`   | live migration of such a guest, and its downtime |
+//! | `colo`        | the same guest under QEMU's own fault tolerance |
 //! | `records`     | the client that must not lose a record nor its connection |
 //! | `chatter`     | load: many connections, every byte verified |
 //! | `shell`       | commands inside the guest |
@@ -40,6 +41,7 @@
 mod bench_guest;
 mod chatter;
 pub mod check;
+mod colo;
 mod command;
 pub mod companion;
 mod console;
@@ -67,6 +69,7 @@ mod watcher;
 
 pub use bench_guest::BenchGuest;
 pub use chatter::{ChatterClient, ChatterReport, Load};
+pub use colo::{Colo, ColoError};
 pub use companion::Companion;
 pub use console::{Console, ConsoleOutput};
 pub use conversation::ConversationError;

@@ -63,7 +63,7 @@ impl PlainGuest {
     ) -> Result<Option<Migration>> {
         self.hops += 1;
         let tap = format!("{}-{}", self.home.options.name, self.hops);
-        let target = self.home.start_qemu(lab, &tap, true).context("the target of a migration")?;
+        let target = self.home.start_plain(lab, &tap, true).context("the target of a migration")?;
         let socket = self.home.directory.path().join(format!("{tap}/{SOCKET}"));
         let uri = format!("unix:{}", socket.display());
         target.execute("migrate-incoming", json!({"uri": uri}))?;
@@ -133,6 +133,6 @@ impl Migration {
 }
 
 /// The arguments that switch a capability of migrations on.
-fn capability(name: &str) -> Value {
+pub(crate) fn capability(name: &str) -> Value {
     json!({"capabilities": [{"capability": name, "state": true}]})
 }

@@ -6,8 +6,9 @@
 //! local raw files in the host's page cache (see [`PlainOptions::disks`]), and
 //! its memory is QEMU's ordinary memory.
 
+use crate::bench_guest::BenchGuest;
 use crate::command;
-use crate::emulator::{Blueprint, Emulator, check_tap, raw_disk};
+use crate::emulator::{Blueprint, Emulator, Parts, check_tap, raw_disk};
 use crate::lab::Lab;
 use crate::wait::await_servers;
 use anyhow::{Context, Result, ensure};
@@ -74,6 +75,14 @@ impl PlainOptions {
         }
     }
 
+    /// The guest of the benchmark suite, with the shape of the test guest.
+    pub fn bench_guest(guest_files: &Path) -> Result<PlainOptions> {
+        let BenchGuest { kernel, initrd, append, image } =
+            BenchGuest::files(guest_files, PLAIN_ADDRESS)?;
+        let (disks, shape) = (vec![image], PlainOptions::test_guest(guest_files));
+        Ok(PlainOptions { kernel, initrd, append, disks, ..shape })
+    }
+
     /// As a user of the product would define it.
     pub(crate) fn definition(&self, disks: &[PathBuf]) -> Result<VmDefinition> {
         let disk = |path: &PathBuf| DiskDefinition {
@@ -118,11 +127,11 @@ pub(crate) struct Home {
     qemu: Capabilities,
     /// Removed with everything in it.
     pub(crate) directory: TempDir,
-    disks: Vec<PathBuf>,
+    pub(crate) disks: Vec<PathBuf>,
 }
 
 impl Home {
-    fn make(lab: &Lab, host: &str, options: &PlainOptions) -> Result<Home> {
+    pub(crate) fn make(lab: &Lab, host: &str, options: &PlainOptions) -> Result<Home> {
         let qemu = Capabilities::probe(&options.qemu)?;
         let directory = tempfile::Builder::new()
             .prefix(&format!("{}-", options.name))
@@ -131,21 +140,25 @@ impl Home {
         Ok(Home { options: options.clone(), host: host.to_owned(), qemu, directory, disks })
     }
 
-    /// Starts a QEMU with this tap.
-    pub(crate) fn start_qemu(&self, lab: &Lab, tap: &str, incoming: bool) -> Result<Emulator> {
+    /// QEMU's version.
+    pub(crate) fn version(&self) -> String {
+        self.qemu.version.to_string()
+    }
+
+    /// Starts a QEMU with this tap and the raw disks.
+    pub(crate) fn start_plain(&self, lab: &Lab, tap: &str, incoming: bool) -> Result<Emulator> {
+        let nodes = self.disks.iter().enumerate().map(|(n, image)| raw_disk(n, image));
+        self.start(lab, tap, Parts { disks: nodes.collect::<Result<_>>()?, incoming, more: vec![] })
+    }
+
+    /// Starts a QEMU with this tap and these parts.
+    pub(crate) fn start(&self, lab: &Lab, tap: &str, parts: Parts) -> Result<Emulator> {
         check_tap(lab, &self.host, tap)?;
         let directory = self.directory.path().join(tap);
         fs::create_dir(&directory)?;
-        let nodes = self.disks.iter().enumerate().map(|(n, image)| raw_disk(n, image));
-        let blueprint = Blueprint {
-            qemu: &self.qemu,
-            definition: &self.options.definition(&self.disks)?,
-            tap,
-            disks: nodes.collect::<Result<_>>()?,
-            incoming,
-            more: Vec::new(),
-            directory: &directory,
-        };
+        let definition = &self.options.definition(&self.disks)?;
+        let blueprint =
+            Blueprint { qemu: &self.qemu, definition, tap, parts, directory: &directory };
         Emulator::start(lab, &self.host, &blueprint)
     }
 }
@@ -176,7 +189,7 @@ impl PlainGuest {
     pub fn start(lab: &Lab, host: &str, options: &PlainOptions) -> Result<PlainGuest> {
         let started = || {
             let home = Home::make(lab, host, options)?;
-            let emulator = home.start_qemu(lab, &options.name, false)?;
+            let emulator = home.start_plain(lab, &options.name, false)?;
             emulator.cont()?;
             Ok(PlainGuest { emulator, home, hops: 0 })
         };

@@ -116,6 +116,11 @@ impl Events {
         self.list().iter().skip(known).rev().find(|event| event.name == name).cloned()
     }
 
+    /// All events of that name, oldest first.
+    pub(crate) fn all(&self, name: &str) -> Vec<Event> {
+        self.list().iter().filter(|event| event.name == name).cloned().collect()
+    }
+
     /// How long the guest stood still, each time that it did and ran on.
     pub(crate) fn pauses(&self) -> Vec<Duration> {
         let mut stopped = None;

@@ -30,7 +30,8 @@ Each result goes at once to DIR/samples.jsonl. A suite that was interrupted goes
 where it was if build, guest, machine and scale are the same; results of another
 build are kept beside. DIR/report.json and DIR/report.html hold the report.
 
-Exits with 1 if something could not be measured.
+Exits with 1 if something could not be measured, but for QEMU's COLO (variant colo),
+which does not run on every QEMU: then its row has the error that was met.
 
 Examples:
   understudy bench --quick                       less than ten minutes

@@ -30,6 +30,7 @@
 //! | [`counter`] | a guest for every accelerator |
 //! | [`wire`]    | corrupt and truncated messages |
 //! | [`plain`]   | a guest without the product beside a guest with it |
+//! | [`colo`]    | QEMU's own fault tolerance, or why it does not run |
 //! | [`refusals`]| bad input |
 //! | [`security`]| who is let in |
 //! | [`throttle`]| a guest that writes faster than a slow link carries |
@@ -37,6 +38,7 @@
 //! | [`relay`]   | what can go wrong on the wire, for the tests above |
 
 mod bulk;
+mod colo;
 mod compression;
 mod confinement;
 mod counter;

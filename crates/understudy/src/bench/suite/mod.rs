@@ -1,5 +1,5 @@
 //! `understudy bench`: what protection costs for each kind of workload, beside an
-//! unprotected guest and plain QEMU.
+//! unprotected guest, plain QEMU and QEMU's COLO.
 //!
 //! | module       | is |
 //! |--------------|----|
@@ -124,9 +124,10 @@ fn write(folder: &Path, report: &Report) -> Result<()> {
     Ok(())
 }
 
-/// Whether everything has a figure.
+/// Whether everything of ours has a figure. Whether COLO runs is QEMU's affair.
 fn complete(report: &Report) -> bool {
-    report.workloads.values().flatten().all(|(_, cell)| cell.error.is_none())
+    let mut cells = report.workloads.values().flatten();
+    cells.all(|(&variant, cell)| variant == Variant::Colo || cell.error.is_none())
 }
 
 #[cfg(test)]

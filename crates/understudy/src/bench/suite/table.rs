@@ -8,7 +8,7 @@ use std::collections::BTreeMap;
 use std::fmt::Write;
 
 /// Columns of the overview beside the unprotected guest's figure.
-const COLUMNS: [Variant; 7] = [
+const COLUMNS: [Variant; 8] = [
     Variant::Adaptive,
     Variant::Hz10,
     Variant::Hz20,
@@ -16,6 +16,7 @@ const COLUMNS: [Variant; 7] = [
     Variant::Hz40,
     Variant::NoBuffer,
     Variant::Plain,
+    Variant::Colo,
 ];
 
 /// All of the report.
@@ -55,7 +56,7 @@ fn overview(report: &Report) -> String {
             continue;
         };
         text += &format!(
-            "{subject:11} {:>22} {:62}  {}\n",
+            "{subject:11} {:>22} {:71}  {}\n",
             figure(cell),
             "",
             judgement(subject, cells)

@@ -9,7 +9,7 @@ use super::variant::{Subject, Variant};
 use crate::bench::workloads::{Bed, Figure, Scale};
 use crate::bench::{patient, words};
 use crate::client::Client;
-use crate::demo::scene_options;
+use crate::demo::{guest_files, scene_options};
 use anyhow::{Context, Result};
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
@@ -19,7 +19,9 @@ use std::path::{Path, PathBuf};
 use std::thread;
 use std::time::Duration;
 use understudy_lab::scene::{ECHO_PORT, GuestKind, SHELL_PORT, TBENCH_PORT, VM, WEB_PORT};
-use understudy_lab::{BenchGuest, GUEST_ADDRESS, PLAIN_ADDRESS, PlainGuest, PlainOptions, Scene};
+use understudy_lab::{
+    BenchGuest, Colo, ColoError, GUEST_ADDRESS, Lab, PlainGuest, PlainOptions, Scene,
+};
 
 /// A guest that ran on after it had stood still catches up with its timers.
 const SETTLE: Duration = Duration::from_secs(1);
@@ -41,13 +43,15 @@ pub struct Bench {
     output: PathBuf,
     quick: bool,
     testbed: Option<Testbed>,
+    /// Why COLO does not run here, once that is known.
+    refusal: Option<ColoError>,
 }
 
 impl Bench {
     /// With the guests' files in `guest`, if not in the usual place; logs of what fails go
     /// to `output`.
     pub fn new(guest: Option<PathBuf>, output: &Path, quick: bool) -> Bench {
-        Bench { guest, output: output.to_owned(), quick, testbed: None }
+        Bench { guest, output: output.to_owned(), quick, testbed: None, refusal: None }
     }
 
     /// One measurement. After an error the next one has a fresh testbed.
@@ -55,6 +59,9 @@ impl Bench {
         if step.subject.own_variant().is_some() {
             self.end()?;
             return figures::measure(step.subject, self.guest.as_deref(), self.quick);
+        }
+        if step.variant == Variant::Colo {
+            return self.measure_colo(step.subject);
         }
         let mut testbed = match self.testbed.take() {
             Some(testbed) => testbed,
@@ -72,6 +79,24 @@ impl Bench {
                 Err(error.context(format!("see {}", log.display())))
             }
         }
+    }
+
+    /// A workload under COLO, in a laboratory of its own. Where COLO does not run it is
+    /// tried but once.
+    fn measure_colo(&mut self, subject: Subject) -> Result<Measured> {
+        if let Some(refusal) = &self.refusal {
+            return Err(refusal.clone().into());
+        }
+        self.end()?;
+        let options = PlainOptions::bench_guest(&self.guest.clone().unwrap_or_else(guest_files))?;
+        let lab = Lab::new(&["a", "b"])?;
+        let colo = Colo::start(&lab, &options, &SERVERS);
+        let colo = colo.inspect_err(|refusal| self.refusal = Some(refusal.clone()))?;
+        let bed = Bed { lab: &lab, address: colo.address(), console: colo.console() };
+        let measured = work(&bed, subject, self.quick);
+        // If COLO has ended meanwhile, the figure is none of COLO's.
+        colo.check()?;
+        measured
     }
 
     /// Ends the testbed, and proves that nothing of it is left.
@@ -175,12 +200,7 @@ impl Testbed {
 
     /// The same guest on host a, without the daemon.
     fn start_plain(&self) -> Result<PlainGuest> {
-        let files = BenchGuest::files(&self.guest, PLAIN_ADDRESS)?;
-        let mut options = PlainOptions::test_guest(&self.guest);
-        options.kernel = files.kernel;
-        options.initrd = files.initrd;
-        options.append = files.append;
-        options.disks = vec![files.image];
+        let options = PlainOptions::bench_guest(&self.guest)?;
         let plain = PlainGuest::start(self.scene.lab(), "a", &options)?;
         plain.await_boot(self.scene.lab(), &SERVERS)?;
         Ok(plain)
@@ -188,25 +208,13 @@ impl Testbed {
 
     /// Runs a workload on the guest whose turn it is.
     fn work(&self, subject: Subject, quick: bool) -> Result<Measured> {
-        let workload = subject.workload().context("no workload")?;
         let (address, console) = match &self.plain {
             Some(plain) if self.turn == Side::Plain => {
                 (plain.address(), plain.console().to_owned())
             }
             _ => (GUEST_ADDRESS, self.console.clone()),
         };
-        let bed = Bed { lab: self.scene.lab(), address, console: &console };
-        let scale = if quick { Scale::Quick } else { Scale::Full };
-        let sample = workload.run(&bed, scale)?;
-        let detail = |figure: &Figure| (format!("{}_{}", figure.name, figure.unit), figure.value);
-        Ok(Measured {
-            value: sample.value,
-            unit: workload.unit().to_owned(),
-            better: workload.better(),
-            details: sample.more.iter().map(detail).collect(),
-            protection: None,
-            extra: Value::Null,
-        })
+        work(&Bed { lab: self.scene.lab(), address, console: &console }, subject, quick)
     }
 
     fn end(mut self) -> Result<()> {
@@ -214,4 +222,19 @@ impl Testbed {
         drop(self.plain.take());
         self.scene.finish()
     }
+}
+
+fn work(bed: &Bed<'_>, subject: Subject, quick: bool) -> Result<Measured> {
+    let workload = subject.workload().context("no workload")?;
+    let scale = if quick { Scale::Quick } else { Scale::Full };
+    let sample = workload.run(bed, scale)?;
+    let detail = |figure: &Figure| (format!("{}_{}", figure.name, figure.unit), figure.value);
+    Ok(Measured {
+        value: sample.value,
+        unit: workload.unit().to_owned(),
+        better: workload.better(),
+        details: sample.more.iter().map(detail).collect(),
+        protection: None,
+        extra: Value::Null,
+    })
 }

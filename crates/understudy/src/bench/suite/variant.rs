@@ -108,6 +108,8 @@ pub enum Variant {
     NoBuffer,
     /// The same guest in a QEMU of its own: tap and raw file, nothing of ours.
     Plain,
+    /// The same guest under QEMU's own fault tolerance, where that runs.
+    Colo,
 }
 
 impl Variant {
@@ -124,7 +126,7 @@ impl Variant {
     pub fn protection(self) -> Option<ProtectRequest> {
         let interval = |hz| Some(Policy::Interval { hz });
         let policy = match self {
-            Variant::Unprotected | Variant::Plain => return None,
+            Variant::Unprotected | Variant::Plain | Variant::Colo => return None,
             Variant::Adaptive | Variant::NoBuffer => Some(Policy::default()),
             Variant::Hz10 => interval(10),
             Variant::Hz20 => interval(20),
@@ -175,7 +177,8 @@ mod tests {
         same_names::<Subject>();
         same_names::<Variant>();
         let names: Vec<String> = Variant::all().iter().map(Variant::to_string).collect();
-        let documented = ["unprotected", "adaptive", "10", "20", "30", "40", "nobuffer", "plain"];
+        let documented =
+            ["unprotected", "adaptive", "10", "20", "30", "40", "nobuffer", "plain", "colo"];
         assert_eq!(names, documented);
     }
 
