@@ -1,12 +1,8 @@
 //! Both ways to pause a guest: by the agent inside QEMU, and through QMP.
 
-use crate::planned::reboot;
-use crate::stage::{
-    PACE, await_forgotten, await_service, close, daemon, options, play, play_protected, prove_disk,
-    prove_survival,
-};
+use crate::planned::{fail_over_and_reboot, power_off, reboot};
+use crate::stage::{daemon, options, play, play_protected, prove_survival};
 use anyhow::{Result, ensure};
-use understudy_lab::check::check_disk;
 use understudy_lab::{Scene, SceneOptions};
 
 /// Which way it is, and why, as `status` says.
@@ -44,27 +40,11 @@ fn a_guest_paused_through_qmp_survives_and_reboots() {
         let way = way(scene, "a")?;
         ensure!(way.contains("UNDERSTUDY_PAUSE"), "the reason: {way}");
         reboot(scene, "a")?;
-        let client = scene.record_client(PACE)?;
-        await_service(&client)?;
-        scene.host_mut("a")?.kill_everything()?;
-        scene.await_live("b")?;
-        await_service(&client)?;
-        let acked = close(client)?;
-        reboot(scene, "b")?;
-        prove_disk(scene, "b", acked)
+        fail_over_and_reboot(scene)
     });
 }
 
 #[test]
 fn a_guest_paused_through_qmp_powers_off() {
-    play_protected(through_qmp(), |scene, client| {
-        let image = scene.disk("a", 0)?;
-        let acked = close(client)?;
-        scene.shell()?.start("poweroff")?;
-        await_forgotten(scene, "a")?;
-        await_forgotten(scene, "b")?;
-        let check = check_disk(&image, acked)?;
-        ensure!(check.is_intact(), "{check:#?}");
-        Ok(())
-    });
+    play_protected(through_qmp(), power_off);
 }
