@@ -11,7 +11,7 @@ DEMO_OPTIONS := $(if $(CUT),--cut $(CUT)) $(if $(JSON),--json)
 # standard error.
 PROGRESS := $(if $(JSON),1>&2)
 
-.PHONY: help demo test test-long simulate bench bench-compression bench-guest setup guests build lint clean
+.PHONY: help demo test test-long simulate bench bench-quick bench-compression bench-guest setup guests build lint clean
 .DEFAULT_GOAL := help
 
 help: ## List the targets
@@ -20,18 +20,22 @@ help: ## List the targets
 demo: build guests ## Kill a VM's host; its connection lives on (CUT=network: cut it off; JSON=1: result as JSON)
 	@$(UNDERSTUDY) demo $(DEMO_OPTIONS)
 
-test: guests ## All tests; the last line is the total
+test: bench-guest ## All tests; the last line is the total
 	@scripts/test
 
-test-long: guests ## All tests, the long ones included
+test-long: bench-guest ## All tests, the long ones included
 	@scripts/test --include-ignored
 
 simulate: setup ## Try the protocol on schedules of simulated failures (SEEDS=N; JSON=1: as JSON)
 	@cargo build --release -p understudy $(PROGRESS)
 	@$(UNDERSTUDY) simulate --seeds $(or $(SEEDS),10000) $(if $(JSON),--json)
 
-bench: build guests ## Pause of a checkpoint against pages dirtied (JSON=1: as JSON)
-	@$(UNDERSTUDY) bench pause $(if $(JSON),--json)
+bench: build guests bench-guest ## What protection costs, all workloads (QUICK=1; ONLY=cpu,web; JSON=1: as JSON)
+	@guests/toolchain $(PROGRESS)
+	@$(UNDERSTUDY) bench $(if $(QUICK),--quick) $(if $(ONLY),--only $(ONLY)) $(if $(JSON),--json)
+
+bench-quick: ## The same in less than ten minutes, a first look
+	@$(MAKE) --no-print-directory bench QUICK=1
 
 bench-compression: build guests ## Ways to encode pages, on a guest that compiles (JSON=1: as JSON)
 	@guests/toolchain $(PROGRESS)

@@ -1,46 +1,43 @@
 // SPDX-License-Identifier: GPL-2.0-or-later
 //! The agent: a small library that the daemon preloads (`LD_PRELOAD`) into a stock QEMU.
 //!
-//! Three things can only be done from inside QEMU's process:
+//! Some things can only be done, or done well, from inside QEMU's process:
 //!
 //! - creating a userfaultfd for QEMU's memory (every later call on it works from the
 //!   daemon, which gets the descriptor over a unix socket);
 //! - ending QEMU at once when the daemon dies, however it dies: a guest whose daemon is
 //!   gone is a copy that nobody controls, and there must be at most one live copy;
-//! - answering for the cards' taps, which are none (`card`).
+//! - answering for the cards' taps, which are none (`card`);
+//! - pausing the machine for a checkpoint without a dozen hand-overs between threads
+//!   (`pause.rs`).
+//!
+//! What is said between daemon and agent is described in `understudy-agent-protocol`.
 //!
 //! The agent acts only if `UNDERSTUDY_AGENT` holds the path of the daemon's socket. If
 //! anything fails it says so on stderr and ends QEMU: a guest never runs half protected.
 #![allow(unsafe_code)] // The whole crate is a library constructor and a few raw system calls.
 
 mod card;
+mod daemon;
 mod descriptor;
 mod lockstep;
+mod main_loop;
+mod pause;
+mod qemu_symbols;
 
+use pause::QemuPause;
 use std::env;
 use std::ffi::c_int;
-use std::io::{self, Read};
+use std::io;
 use std::mem;
 use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
 use std::os::unix::net::UnixStream;
 use std::path::Path;
 use std::thread;
-
-/// Environment variable with the path of the daemon's socket.
-const SOCKET_VARIABLE: &str = "UNDERSTUDY_AGENT";
-
-/// Environment variable with the number of an inherited `/dev/userfaultfd`: what it
-/// makes belongs to the process that asks, which thus needs no right of its own.
-const DEVICE_VARIABLE: &str = "UNDERSTUDY_USERFAULTFD";
+use understudy_agent_protocol::{DEVICE_VARIABLE, Hello, SOCKET_VARIABLE};
 
 /// `USERFAULTFD_IOC_NEW` of `<linux/userfaultfd.h>`.
 const IOC_NEW: libc::c_ulong = 0xAA00;
-
-/// First bytes of the hello; `understudy_memory::agent` reads the same.
-const HELLO_MAGIC: [u8; 8] = *b"USTDYAGT";
-
-/// Version of the hello, little-endian after the magic.
-const HELLO_VERSION: u32 = 1;
 
 /// Exit status of QEMU when the agent could not do its work.
 const EXIT_FAILED: c_int = 70;
@@ -80,9 +77,12 @@ fn start(path: &Path, device: Option<c_int>) -> Result<(), String> {
     let userfaultfd = create_userfaultfd(device).map_err(explain_userfaultfd)?;
     let link = UnixStream::connect(path)
         .map_err(|e| format!("cannot reach the daemon at {}: {e}", path.display()))?;
-    send_hello(&link, &userfaultfd)
+    let pausing = QemuPause::find();
+    let hello = Hello { missing: pausing.as_ref().err().cloned() };
+    daemon::send_hello(&link, &hello, &userfaultfd)
         .map_err(|e| format!("cannot send the userfaultfd to the daemon: {e}"))?;
-    watch_daemon(link).map_err(|e| format!("cannot start the agent's thread: {e}"))?;
+    attend_daemon(link, pausing.ok())
+        .map_err(|e| format!("cannot start the agent's thread: {e}"))?;
     lockstep::start()
 }
 
@@ -130,38 +130,29 @@ fn explain_userfaultfd(error: io::Error) -> String {
     format!("cannot create a userfaultfd: {error}{remedy}")
 }
 
-/// Sends the magic, the version and, beside them, the descriptor.
-fn send_hello(link: &UnixStream, userfaultfd: &OwnedFd) -> io::Result<()> {
-    let mut hello = [0u8; 12];
-    hello[..8].copy_from_slice(&HELLO_MAGIC);
-    hello[8..].copy_from_slice(&HELLO_VERSION.to_le_bytes());
-    descriptor::send(link.as_raw_fd(), &hello, userfaultfd)
-}
-
-/// Starts the thread that ends QEMU when the daemon closes its end of the socket.
-fn watch_daemon(link: UnixStream) -> io::Result<()> {
+/// Starts the thread that listens to the daemon.
+fn attend_daemon(link: UnixStream, pausing: Option<QemuPause>) -> io::Result<()> {
     // QEMU's signal handling expects signals on its own threads: a new thread inherits the
     // mask, so block all while it is made.
     let previous = block_all_signals()?;
     let started =
-        thread::Builder::new().name("understudy".into()).spawn(move || wait_for_end(link));
+        thread::Builder::new().name("understudy".into()).spawn(move || attend(link, pausing));
     restore_signals(&previous)?;
     started.map(drop)
 }
 
-/// Waits for the end of the daemon, then ends QEMU.
+/// Does what the daemon says until its end, then ends QEMU.
 ///
 /// No message and no clean-up on the way: a stderr that nobody reads may block, and the
 /// guest must not run on.
-fn wait_for_end(mut link: UnixStream) {
-    let mut byte = [0u8; 1];
-    loop {
-        match link.read(&mut byte) {
-            Err(e) if e.kind() == io::ErrorKind::Interrupted => continue,
-            // The daemon has nothing to say in this version, so a byte is as wrong as an error.
-            Ok(_) | Err(_) => exit_now(EXIT_DAEMON_GONE),
+fn attend(link: UnixStream, mut pausing: Option<QemuPause>) {
+    while let Ok(descriptors) = daemon::receive_arm(&link) {
+        let armed = pausing.take().is_some_and(|pausing| pause::arm(pausing, descriptors).is_ok());
+        if !armed {
+            break;
         }
     }
+    exit_now(EXIT_DAEMON_GONE)
 }
 
 fn block_all_signals() -> io::Result<libc::sigset_t> {

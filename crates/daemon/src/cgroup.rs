@@ -8,6 +8,7 @@ use anyhow::{Context, bail, ensure};
 use std::fs;
 use std::path::{Path, PathBuf};
 use tracing::warn;
+use understudy_qemu::urgency::VCPU_NAMES;
 
 /// A thread that has used its share up stands still for the rest of it: as short as the
 /// least quota and the least share allow.
@@ -15,9 +16,6 @@ const PERIOD_US: u64 = 50_000;
 
 /// The kernel accepts no less.
 const LEAST_QUOTA_US: u64 = 1_000;
-
-/// What QEMU calls its vCPU threads: `CPU 0/KVM`, or one for all vCPUs.
-const VCPU_NAMES: [&str; 2] = ["CPU ", "ALL CPUs"];
 
 /// Groups of ours are named so, with QEMU's process id behind.
 const PREFIX: &str = "understudy-";
@@ -171,7 +169,8 @@ fn locate(mounts: &str, groups: &str) -> anyhow::Result<(PathBuf, Version)> {
     );
 }
 
-fn vcpu_threads(qemu_pid: u32) -> anyhow::Result<Vec<String>> {
+/// The ids of the threads that run the guest.
+pub fn vcpu_threads(qemu_pid: u32) -> anyhow::Result<Vec<String>> {
     let mut threads = Vec::new();
     for entry in fs::read_dir(format!("/proc/{qemu_pid}/task")).context("QEMU is gone")? {
         let entry = entry?;

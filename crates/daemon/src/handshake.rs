@@ -59,6 +59,11 @@ pub enum Purpose {
         /// The path that they are for.
         path: PathIndex,
     },
+    /// Copies of what the guest of a session receives.
+    Inbound {
+        /// The session.
+        session: String,
+    },
     /// The data of a session goes on over this connection.
     Resume {
         /// The session.

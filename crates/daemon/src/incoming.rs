@@ -55,6 +55,11 @@ fn serve(host: &Arc<Host>, stream: TcpStream) {
                 link.send_json(Kind::Welcome, &Welcome::of(&host.config.name))?;
                 backup::attach_heartbeat(&session, path, link)
             }
+            Purpose::Inbound { session } => {
+                let session = session_of(host, &link, &hello, &session)?;
+                link.send_json(Kind::Welcome, &Welcome::of(&host.config.name))?;
+                backup::attach_inbound(&session, link)
+            }
             Purpose::Resume { session, path, received } => {
                 let session = session_of(host, &link, &hello, &session)?;
                 backup::resume(&session, path, &link, received)

@@ -21,6 +21,7 @@ mod link;
 mod machine;
 mod membership;
 mod paths;
+mod pause;
 pub mod pki;
 mod primary;
 mod records;

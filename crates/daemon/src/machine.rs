@@ -3,6 +3,7 @@
 
 use crate::doorbell::Doorbell;
 use crate::home::{AGENT, CONSOLE, CONSOLE_LOG, Home, Lent, disk_socket};
+use crate::pause::{Pause, Pauser};
 use crate::sync::lock;
 use anyhow::bail;
 use std::ffi::OsString;
@@ -74,6 +75,7 @@ pub struct Machine {
     ports: Vec<Port>,
     monitor: Mutex<Monitor>,
     device_state: DeviceState,
+    pauser: Pauser,
     console: Option<PathBuf>,
     doorbell: Arc<Doorbell>,
     process: Arc<Process>,
@@ -153,6 +155,8 @@ impl Machine {
         let started = connect(&process, &listener, monitors, plan.on_event);
         let (agent, mut monitor) = started.map_err(|error| process.explain(error))?;
         let blocks = ram_blocks(&mut monitor, &process.qemu, ram.clone())?;
+        let name = &plan.definition.name;
+        let pauser = Pauser::choose(name, &agent, &monitor, &device_state, QEMU_TIMEOUT)?;
         if plan.role == Role::Standby {
             monitor.prepare_standby(&device_state)?;
         }
@@ -167,6 +171,7 @@ impl Machine {
             ports,
             monitor: Mutex::new(monitor),
             device_state,
+            pauser,
             console,
             doorbell,
             process,
@@ -226,9 +231,15 @@ impl Machine {
         lock(&self.monitor)
     }
 
-    /// Where QEMU saves the device state.
-    pub fn device_state(&self) -> &DeviceState {
-        &self.device_state
+    /// Stops the guest for a checkpoint. Its monitor is the caller's: nobody else may ask
+    /// anything meanwhile.
+    pub fn pause<'m>(&'m self, monitor: &'m mut Monitor) -> anyhow::Result<Pause<'m>> {
+        self.pauser.begin(monitor, &self.device_state)
+    }
+
+    /// Why pauses go through the monitor and take longer; none if they do not.
+    pub fn pause_obstacle(&self) -> Option<&str> {
+        self.pauser.obstacle()
     }
 
     /// Unix socket of the console.
@@ -276,30 +287,36 @@ impl Machine {
     }
 
     /// Starts the guest of a standby from `device_state`; its memory and disks
-    /// are those of the same epoch. From here on its output goes out.
-    pub fn go_live(&self, device_state: &[u8]) -> anyhow::Result<()> {
+    /// are those of the same epoch. From here on its output goes out, behind `before`,
+    /// which it sent on its former host. Returns how many of those were sent.
+    pub fn go_live(
+        &self,
+        device_state: &[u8],
+        before: &[(CardIndex, Vec<u8>)],
+    ) -> anyhow::Result<u64> {
         let began = Instant::now();
         for disk in &self.disks {
             disk.set_read_only(false);
         }
         self.device_state.fill(device_state)?;
-        for port in &self.ports {
-            port.open_gate();
-            port.discard_inbound();
-        }
         self.monitor()
             .go_live(&self.device_state)
             .map_err(|error| self.process.explain(error.into()))?;
+        let mut sent = 0;
         for port in &self.ports {
             port.go_live();
+            // First of all, so that what follows finds its way back.
             port.announce()?;
+            let own = before.iter().filter(|(card, _)| *card == port.card());
+            sent += own.filter(|(_, frame)| port.resend(frame)).count() as u64;
+            port.open_gate();
         }
         info!(
             vm = self.definition.name,
             "live after {:.1} ms",
             began.elapsed().as_secs_f64() * 1e3
         );
-        Ok(())
+        Ok(sent)
     }
 
     /// Presses the power button.

@@ -162,6 +162,41 @@ pub struct TakeoverReport {
     pub restart_ms: f64,
     /// From the suspicion until the guest ran.
     pub total_ms: f64,
+    /// Frames that clients had sent to the lost primary, and that the guest was given again.
+    pub injected_frames: u64,
+    /// Frames of committed epochs that the lost primary may not have released, and that were
+    /// sent from here.
+    #[serde(default)]
+    pub resent_frames: u64,
+}
+
+/// Frames that travel to the backup with the epoch in which the guest sent them, so that a
+/// take-over does not lose what waited for its commit. Counts since protection began.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
+pub struct OutboundReport {
+    /// Frames that were carried; on the backup those of committed epochs.
+    pub frames: u64,
+    /// Their bytes.
+    pub bytes: u64,
+    /// On the primary: frames over an epoch's bound, which the guest may have to repeat.
+    pub left_out: u64,
+}
+
+/// Copies of what the guest receives, which the primary sends to the backup so that a
+/// take-over does not lose them. Counts since protection began.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
+pub struct InboundReport {
+    /// Frames that were forwarded.
+    pub frames: u64,
+    /// Their bytes.
+    pub bytes: u64,
+    /// Frames over the bound, or without a connection: a client that sent one may have to
+    /// repeat it after a take-over.
+    pub dropped: u64,
+    /// On the backup: frames of epochs that are not committed.
+    pub kept_frames: u64,
+    /// Their bytes.
+    pub kept_bytes: u64,
 }
 
 /// Everything that `status` shows of one VM.
@@ -187,6 +222,12 @@ pub struct VmStatus {
     pub disk_sync: Option<DiskSync>,
     /// Epochs captured and not yet acknowledged.
     pub lag_epochs: u64,
+    /// Copies of what the guest receives, while it is protected.
+    #[serde(default)]
+    pub inbound: Option<InboundReport>,
+    /// What of the guest's output travels to the backup, while it is protected.
+    #[serde(default)]
+    pub outbound: Option<OutboundReport>,
     /// How the VM came to this host, if this host took it over and runs it.
     #[serde(default)]
     pub takeover: Option<TakeoverReport>,
@@ -196,6 +237,9 @@ pub struct VmStatus {
     pub checkpoints: u64,
     /// The pause of recent checkpoints.
     pub pause_ms: PauseReport,
+    /// Why pauses go through QMP, and take longer; none if the agent inside QEMU does them.
+    #[serde(default)]
+    pub pauses_through_qmp: Option<String>,
     /// How pages are encoded; none if this host is not protecting the VM.
     pub compression: Option<CompressionReport>,
     /// Bytes sent to the backup since protection began.

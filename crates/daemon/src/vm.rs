@@ -222,6 +222,8 @@ fn describe_session(status: &mut VmStatus, session: &primary::Session) {
     });
     if !session.is_over() {
         status.lag_epochs = in_flight;
+        status.inbound = Some(session.inbound.report());
+        status.outbound = Some(session.outbound.report());
         status.throttle = Some(session.pace.report());
         status.paths = session.paths.report();
         status.bandwidth_bytes_per_second = session.stats.bandwidth();
@@ -289,10 +291,13 @@ fn machine_status(machine: &Machine, role: Role, live: bool) -> VmStatus {
         protection: Protection::Off,
         disk_sync: None,
         lag_epochs: 0,
+        inbound: None,
+        outbound: None,
         takeover: None,
         policy: definition.policy.unwrap_or_default(),
         checkpoints: 0,
         pause_ms: Default::default(),
+        pauses_through_qmp: machine.pause_obstacle().map(str::to_owned),
         compression: None,
         bytes_sent: 0,
         bandwidth_bytes_per_second: 0,
@@ -311,6 +316,8 @@ fn backup_status(session: &backup::Session) -> VmStatus {
     let mut status = machine_status(&session.machine, Role::Backup, false);
     (status.generation, status.epoch) = session.position();
     status.paths = session.paths.report();
+    status.inbound = Some(session.inbound.report());
+    status.outbound = Some(session.outbound.report());
     status.group = session.membership().name.clone();
     let peer = session.primary.clone();
     status.protection = match session.phase() {
@@ -340,10 +347,13 @@ impl FencedVm {
             protection: Protection::Degraded { reason: self.reason.clone() },
             disk_sync: None,
             lag_epochs: 0,
+            inbound: None,
+            outbound: None,
             takeover: None,
             policy: Policy::default(),
             checkpoints: 0,
             pause_ms: Default::default(),
+            pauses_through_qmp: None,
             compression: None,
             bytes_sent: 0,
             bandwidth_bytes_per_second: 0,

@@ -10,7 +10,7 @@ use std::fmt;
 use std::io;
 use std::ops::Range;
 use std::path::{Path, PathBuf};
-use std::sync::atomic::{AtomicI32, Ordering};
+use std::sync::atomic::{AtomicI32, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock};
 use understudy_protocol::DiskIndex;
 
@@ -55,6 +55,8 @@ pub struct Disk {
     reads: RwLock<Option<Arc<dyn ReadSink>>>,
     /// Thread id of [`Disk::server_thread`]; 0 is none.
     server_thread: AtomicI32,
+    /// Requests of the guest that are not answered.
+    requests: AtomicUsize,
 }
 
 /// What a writer must look at, and what must not change during its write.
@@ -116,6 +118,7 @@ impl Disk {
             flusher,
             reads: RwLock::default(),
             server_thread: AtomicI32::new(0),
+            requests: AtomicUsize::new(0),
         })
     }
 
@@ -133,6 +136,19 @@ impl Disk {
     /// The calling thread answers QEMU from now on.
     pub(crate) fn set_server_thread(&self) {
         self.server_thread.store(gettid().as_raw(), Ordering::Relaxed);
+    }
+
+    /// Whether the guest waits for this disk.
+    pub fn has_requests(&self) -> bool {
+        self.requests.load(Ordering::Relaxed) > 0
+    }
+
+    pub(crate) fn request_begins(&self) {
+        self.requests.fetch_add(1, Ordering::Relaxed);
+    }
+
+    pub(crate) fn request_ends(&self) {
+        self.requests.fetch_sub(1, Ordering::Relaxed);
     }
 
     /// Size that the guest (or QEMU's format layer) sees.

@@ -101,10 +101,12 @@ impl Console {
     /// Types until a shell answers; then it neither prompts nor echoes.
     fn await_shell(&mut self) -> Result<()> {
         let begun = Instant::now();
+        // Control-C ends a half-typed line, or a command of somebody before. Not at once:
+        // it would end a shell that is just starting.
+        let mut control = "";
         loop {
             let marker = self.marker("shell");
-            // Control-C first: for a half-typed line, or a command of somebody before.
-            let greeting = format!("\x03\nPS1=; PS2=; stty -echo; echo {}\n", quoted(&marker));
+            let greeting = format!("{control}\nPS1=; PS2=; stty -echo; echo {}\n", quoted(&marker));
             self.send(&greeting)?;
             let found = self.await_marker(&marker, Instant::now() + GREETING_LIMIT);
             match found {
@@ -112,6 +114,7 @@ impl Console {
                 Err(_) if begun.elapsed() < CONNECT_LIMIT => {}
                 Err(error) => return Err(error.context("no shell answers")),
             }
+            control = "\x03";
         }
     }
 

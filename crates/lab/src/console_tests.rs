@@ -31,7 +31,14 @@ impl Guest {
             .spawn()
             .unwrap();
         drop(terminal.slave);
-        let master = File::from(terminal.master);
+        let mut master = File::from(terminal.master);
+        let mut said = Vec::new();
+        // Before its prompt, control-C would end it, and nothing here starts it again.
+        while find(&said, b"prompt# ").is_none() {
+            let mut byte = [0];
+            master.read_exact(&mut byte).unwrap();
+            said.push(byte[0]);
+        }
         thread::spawn(move || {
             for connection in listener.incoming() {
                 let mut to_guest = master.try_clone().unwrap();

@@ -14,7 +14,7 @@ use std::path::{Path, PathBuf};
 use std::sync::{Mutex, PoisonError};
 use std::time::Duration;
 use understudy_qemu::command::{BootFiles, Console};
-use understudy_qemu::process::Launch;
+use understudy_qemu::process::{Exit, Launch};
 use understudy_qemu::{Capabilities, Qemu, Resources, Role, VmDefinition, command_line};
 
 /// For a QEMU that has closed its monitor to be gone.
@@ -24,21 +24,30 @@ const LOG: &str = "qemu.log";
 
 /// What to start.
 pub(crate) struct Blueprint<'a> {
-    /// QEMU's program.
-    pub qemu: &'a Path,
+    /// QEMU.
+    pub qemu: &'a Capabilities,
     /// The machine. Its one card goes to the tap.
     pub definition: &'a VmDefinition,
     /// The tap that QEMU makes; it becomes a port of the host's bridge.
     pub tap: &'a str,
-    /// For each disk, the arguments that make the block node `disk0`, `disk1`, …
-    pub disks: Vec<Vec<OsString>>,
-    /// Further arguments.
-    pub more: Vec<OsString>,
+    /// What it has in the place of the product's.
+    pub parts: Parts,
     /// For QEMU's log and its sockets; must exist.
     pub directory: &'a Path,
 }
 
-/// A running QEMU, whose guest stands still at first. Dropping it ends it.
+/// Parts of a machine that the product has not.
+pub(crate) struct Parts {
+    /// For each disk, the arguments that make the block node or drive `disk0`, `disk1`, …
+    pub disks: Vec<Vec<OsString>>,
+    /// Whether it waits for a migration, after which its guest runs by itself.
+    pub incoming: bool,
+    /// Further arguments.
+    pub more: Vec<OsString>,
+}
+
+/// A running QEMU. Its guest stands still until [`Emulator::cont`], or until it has
+/// come by a migration. Dropping it ends it.
 pub(crate) struct Emulator {
     process: Qemu,
     qmp: Mutex<Qmp>,
@@ -54,7 +63,7 @@ impl Emulator {
         let args = arguments(blueprint, [a, b, c].map(AsRawFd::as_raw_fd))?;
         let namespace = lab.host(host)?;
         let launch = Launch {
-            binary: blueprint.qemu,
+            binary: &blueprint.qemu.binary,
             args: &args,
             env: &[],
             inherit: &[a, b, c].map(AsFd::as_fd),
@@ -104,9 +113,19 @@ impl Emulator {
         self.execute("stop", json!({})).map(drop)
     }
 
-    /// How long the guest stood still, each time that it did and ran on.
-    pub(crate) fn pauses(&self) -> Vec<Duration> {
-        self.events.pauses()
+    /// What happened.
+    pub(crate) fn events(&self) -> &Events {
+        &self.events
+    }
+
+    /// How it ended, if it has.
+    pub(crate) fn exit(&self) -> Result<Option<Exit>> {
+        Ok(self.process.try_wait()?)
+    }
+
+    /// The end of what it has said on its standard output and error.
+    pub(crate) fn last_words(&self) -> String {
+        self.process.last_words()
     }
 
     /// The unix socket of the guest's console.
@@ -130,11 +149,10 @@ fn explained(process: &Qemu, error: anyhow::Error) -> anyhow::Error {
 
 /// The product's command line for this machine, with its parts exchanged.
 fn arguments(blueprint: &Blueprint<'_>, monitors: [i32; 3]) -> Result<Vec<OsString>> {
-    let Blueprint { definition, directory, .. } = *blueprint;
-    let capabilities = Capabilities::probe(blueprint.qemu)?;
+    let Blueprint { qemu, definition, directory, ref parts, .. } = *blueprint;
     let resources = Resources {
-        machine_type: capabilities.machine_type(&definition.machine)?.to_owned(),
-        accelerator: capabilities.accelerator(definition.accel)?,
+        machine_type: qemu.machine_type(&definition.machine)?.to_owned(),
+        accelerator: qemu.accelerator(definition.accel)?,
         kvm: None,
         boot: BootFiles { kernel: definition.kernel.clone(), initrd: definition.initrd.clone() },
         monitors,
@@ -153,12 +171,17 @@ fn arguments(blueprint: &Blueprint<'_>, monitors: [i32; 3]) -> Result<Vec<OsStri
     let bytes = definition.memory.bytes();
     let memory = format!("memory-backend-ram,id=ram,size={bytes}");
     exchange(&mut args, "-object", "id=ram", &["-object".into(), memory.into()])?;
-    for (n, disk) in blueprint.disks.iter().enumerate() {
+    for (n, disk) in parts.disks.iter().enumerate() {
         exchange(&mut args, "-blockdev", &format!("node-name=disk{n}"), disk)?;
     }
     let card = format!("tap,id=card0,ifname={},script=no,downscript=no,vhost=off", blueprint.tap);
     exchange(&mut args, "-netdev", "id=card0", &["-netdev".into(), card.into()])?;
-    args.extend(blueprint.more.iter().cloned());
+    if parts.incoming {
+        // Without -S, or the guest would stand still after its migration.
+        args.retain(|arg| arg != "-S");
+        args.extend(["-incoming", "defer"].map(OsString::from));
+    }
+    args.extend(parts.more.iter().cloned());
     Ok(args)
 }
 

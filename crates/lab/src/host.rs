@@ -250,14 +250,16 @@ impl HostProcess {
         found.with_context(|| format!("host {} has no VM `{vm}`", self.name))
     }
 
-    /// The host dies: SIGKILL to the daemon and every other process on it, back
-    /// to back. Returns the instant just before the first signal.
+    /// The host dies: all on it stand still (SIGSTOP), so that nobody lives to see
+    /// another's death, and then are killed. Returns the instant just before the first
+    /// signal.
     ///
     /// The host's kernel lives on and closes the connections, so the peer sees
     /// resets. Cut it off first for the silence of a power failure.
     pub fn kill_everything(&mut self) -> Result<Instant> {
         let everything = self.everything()?;
         let instant = Instant::now();
+        processes::signal_all(&everything, Signal::SIGSTOP)?;
         processes::signal_all(&everything, Signal::SIGKILL)?;
         // Needed only if it has not entered the namespace yet.
         self.daemon.kill().context("cannot kill the daemon")?;

@@ -25,6 +25,8 @@
 //! | `part`        | failures of a part of a host |
 //! | [`scene`]     | daemons, a guest and its protection: what most tests begin with |
 //! | `plain`       | a guest on QEMU without the product, to compare with |
+//! | `migration`   | live migration of such a guest, and its downtime |
+//! | `colo`        | the same guest under QEMU's own fault tolerance |
 //! | `records`     | the client that must not lose a record nor its connection |
 //! | `chatter`     | load: many connections, every byte verified |
 //! | `shell`       | commands inside the guest |
@@ -39,6 +41,7 @@
 mod bench_guest;
 mod chatter;
 pub mod check;
+mod colo;
 mod command;
 pub mod companion;
 mod console;
@@ -49,6 +52,7 @@ mod host;
 mod lab;
 mod leftovers;
 mod long_line;
+mod migration;
 mod namespace;
 mod packet;
 mod part;
@@ -65,6 +69,7 @@ mod watcher;
 
 pub use bench_guest::BenchGuest;
 pub use chatter::{ChatterClient, ChatterReport, Load};
+pub use colo::{Colo, ColoError};
 pub use companion::Companion;
 pub use console::{Console, ConsoleOutput};
 pub use conversation::ConversationError;
@@ -73,6 +78,7 @@ pub use host::{ArbiterKind, HostOptions, HostProcess, issue_certificates};
 pub use lab::{BRIDGE, CLIENT_ADDRESS, GUEST_ADDRESS, Lab, PEER_PORT, UPLINK};
 pub use leftovers::Leftovers;
 pub use long_line::LongLine;
+pub use migration::{Migration, MigrationLimits};
 pub use namespace::{Namespace, in_namespace};
 pub use part::{Frozen, Part};
 pub use plain::{PLAIN_ADDRESS, PlainGuest, PlainOptions};

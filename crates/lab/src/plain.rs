@@ -6,21 +6,22 @@
 //! local raw files in the host's page cache (see [`PlainOptions::disks`]), and
 //! its memory is QEMU's ordinary memory.
 
+use crate::bench_guest::BenchGuest;
 use crate::command;
-use crate::emulator::{Blueprint, Emulator, check_tap, raw_disk};
+use crate::emulator::{Blueprint, Emulator, Parts, check_tap, raw_disk};
 use crate::lab::Lab;
 use crate::wait::await_servers;
 use anyhow::{Context, Result, ensure};
-use std::ffi::OsString;
+use std::fs;
 use std::net::{Ipv4Addr, SocketAddr};
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 use tempfile::TempDir;
-use understudy_qemu::VmDefinition;
 use understudy_qemu::definition::{
     AcceleratorChoice, CardDefinition, CardModel, DiskBus, DiskDefinition, DiskFormat, Vga,
     VirtioInterface,
 };
+use understudy_qemu::{Capabilities, VmDefinition};
 
 /// The address of a plain guest, unless its options say another.
 pub const PLAIN_ADDRESS: Ipv4Addr = Ipv4Addr::new(10, 77, 0, 60);
@@ -74,6 +75,14 @@ impl PlainOptions {
         }
     }
 
+    /// The guest of the benchmark suite, with the shape of the test guest.
+    pub fn bench_guest(guest_files: &Path) -> Result<PlainOptions> {
+        let BenchGuest { kernel, initrd, append, image } =
+            BenchGuest::files(guest_files, PLAIN_ADDRESS)?;
+        let (disks, shape) = (vec![image], PlainOptions::test_guest(guest_files));
+        Ok(PlainOptions { kernel, initrd, append, disks, ..shape })
+    }
+
     /// As a user of the product would define it.
     pub(crate) fn definition(&self, disks: &[PathBuf]) -> Result<VmDefinition> {
         let disk = |path: &PathBuf| DiskDefinition {
@@ -109,57 +118,99 @@ impl PlainOptions {
         ensure!(problems.is_empty(), "{}", problems.join("; "));
         Ok(definition)
     }
+}
 
-    /// A directory on a host with copies of the disks, and their paths.
-    pub(crate) fn lay_out(&self, lab: &Lab, host: &str) -> Result<(TempDir, Vec<PathBuf>)> {
+/// Where a plain guest is at home: what each QEMU that runs it is started with.
+pub(crate) struct Home {
+    pub(crate) options: PlainOptions,
+    pub(crate) host: String,
+    qemu: Capabilities,
+    /// Removed with everything in it.
+    pub(crate) directory: TempDir,
+    pub(crate) disks: Vec<PathBuf>,
+}
+
+impl Home {
+    pub(crate) fn make(lab: &Lab, host: &str, options: &PlainOptions) -> Result<Home> {
+        let qemu = Capabilities::probe(&options.qemu)?;
         let directory = tempfile::Builder::new()
-            .prefix(&format!("{}-", self.name))
+            .prefix(&format!("{}-", options.name))
             .tempdir_in(lab.host_directory(host)?)?;
-        let copy = |(n, image): (usize, &PathBuf)| {
-            let copy = directory.path().join(format!("disk{n}.img"));
-            let paths = [&*image.to_string_lossy(), &*copy.to_string_lossy()];
-            command::run("cp", &[&["--sparse=always", "--reflink=auto"][..], &paths].concat())?;
-            Ok(copy)
-        };
-        let copies = self.disks.iter().enumerate().map(copy).collect::<Result<_>>()?;
-        Ok((directory, copies))
+        let disks = copy_disks(&options.disks, directory.path())?;
+        Ok(Home { options: options.clone(), host: host.to_owned(), qemu, directory, disks })
     }
+
+    /// QEMU's version.
+    pub(crate) fn version(&self) -> String {
+        self.qemu.version.to_string()
+    }
+
+    /// Starts a QEMU with this tap and the raw disks.
+    pub(crate) fn start_plain(&self, lab: &Lab, tap: &str, incoming: bool) -> Result<Emulator> {
+        let nodes = self.disks.iter().enumerate().map(|(n, image)| raw_disk(n, image));
+        self.start(lab, tap, Parts { disks: nodes.collect::<Result<_>>()?, incoming, more: vec![] })
+    }
+
+    /// Starts a QEMU with this tap and these parts.
+    pub(crate) fn start(&self, lab: &Lab, tap: &str, parts: Parts) -> Result<Emulator> {
+        check_tap(lab, &self.host, tap)?;
+        let directory = self.directory.path().join(tap);
+        fs::create_dir(&directory)?;
+        let definition = &self.options.definition(&self.disks)?;
+        let blueprint =
+            Blueprint { qemu: &self.qemu, definition, tap, parts, directory: &directory };
+        Emulator::start(lab, &self.host, &blueprint)
+    }
+}
+
+/// Copies of the images in `directory`.
+pub(crate) fn copy_disks(images: &[PathBuf], directory: &Path) -> Result<Vec<PathBuf>> {
+    let copy = |(n, image): (usize, &PathBuf)| {
+        let copy = directory.join(format!("disk{n}.img"));
+        let paths = [&*image.to_string_lossy(), &*copy.to_string_lossy()];
+        command::run("cp", &[&["--sparse=always", "--reflink=auto"][..], &paths].concat())?;
+        Ok(copy)
+    };
+    images.iter().enumerate().map(copy).collect()
 }
 
 /// A running guest without the product. Dropping it ends its QEMU, and removes its
 /// tap, its disks and its directory.
 pub struct PlainGuest {
     // Fields are dropped in order: QEMU first, then what it uses.
-    emulator: Emulator,
-    directory: TempDir,
-    address: Ipv4Addr,
+    pub(crate) emulator: Emulator,
+    pub(crate) home: Home,
+    /// How often it was migrated, or was to be.
+    pub(crate) hops: u32,
 }
 
 impl PlainGuest {
     /// Starts it on a host, and returns while it boots.
     pub fn start(lab: &Lab, host: &str, options: &PlainOptions) -> Result<PlainGuest> {
-        let (directory, disks) = options.lay_out(lab, host)?;
-        let emulator = start_emulator(lab, host, options, &options.name, directory.path(), &disks)
-            .with_context(|| format!("cannot start the plain guest `{}`", options.name))?;
-        emulator.cont()?;
-        Ok(PlainGuest { emulator, directory, address: options.address })
+        let started = || {
+            let home = Home::make(lab, host, options)?;
+            let emulator = home.start_plain(lab, &options.name, false)?;
+            emulator.cont()?;
+            Ok(PlainGuest { emulator, home, hops: 0 })
+        };
+        let started: Result<PlainGuest> = started();
+        started.with_context(|| format!("cannot start the plain guest `{}`", options.name))
     }
 
     /// Waits until its servers on these ports answer the laboratory's client.
     pub fn await_boot(&self, lab: &Lab, ports: &[u16]) -> Result<()> {
         let servers: Vec<SocketAddr> = ports.iter().map(|&port| self.server(port)).collect();
         await_servers(lab, "the plain guest", &servers)
-            .with_context(|| format!("its files are in {}", self.directory.path().display()))
     }
 
     /// One of its servers.
     pub fn server(&self, port: u16) -> SocketAddr {
-        SocketAddr::from((self.address, port))
+        SocketAddr::from((self.home.options.address, port))
     }
 
     /// Its address.
     pub fn address(&self) -> Ipv4Addr {
-        self.address
+        self.home.options.address
     }
 
     /// The unix socket of its console.
@@ -184,28 +235,6 @@ impl PlainGuest {
 
     /// How long it stood still, each time that it did and ran on.
     pub fn pauses(&self) -> Vec<Duration> {
-        self.emulator.pauses()
+        self.emulator.events().pauses()
     }
-}
-
-fn start_emulator(
-    lab: &Lab,
-    host: &str,
-    options: &PlainOptions,
-    tap: &str,
-    directory: &Path,
-    disks: &[PathBuf],
-) -> Result<Emulator> {
-    check_tap(lab, host, tap)?;
-    let definition = options.definition(disks)?;
-    let nodes = disks.iter().enumerate().map(|(n, image)| raw_disk(n, image));
-    let blueprint = Blueprint {
-        qemu: &options.qemu,
-        definition: &definition,
-        tap,
-        disks: nodes.collect::<Result<Vec<Vec<OsString>>>>()?,
-        more: Vec::new(),
-        directory,
-    };
-    Emulator::start(lab, host, &blueprint)
 }

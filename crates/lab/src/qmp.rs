@@ -81,6 +81,8 @@ pub(crate) struct Event {
     pub micros: u64,
     /// QEMU's name for it: `STOP`, `RESUME`, `MIGRATION` and so on.
     pub name: String,
+    /// Its particulars.
+    pub data: Value,
 }
 
 /// A monitor that notes all events, on a thread that ends with QEMU.
@@ -96,12 +98,27 @@ impl Events {
         let noted = events.clone();
         let note = move || {
             // Ends with QEMU, whether by an error or by the end of what it says.
-            while let Ok(Some(line)) = read_line(&mut reader) {
-                noted.list().extend(Event::of(&line));
+            while let Ok(Some(mut line)) = read_line(&mut reader) {
+                noted.list().extend(Event::of(&mut line));
             }
         };
         std::thread::Builder::new().name("qemu-events".to_owned()).spawn(note)?;
         Ok(events)
+    }
+
+    /// How many events there were so far.
+    pub(crate) fn count(&self) -> usize {
+        self.list().len()
+    }
+
+    /// The last event of that name, but for the first `known` events of all.
+    pub(crate) fn last(&self, name: &str, known: usize) -> Option<Event> {
+        self.list().iter().skip(known).rev().find(|event| event.name == name).cloned()
+    }
+
+    /// All events of that name, oldest first.
+    pub(crate) fn all(&self, name: &str) -> Vec<Event> {
+        self.list().iter().filter(|event| event.name == name).cloned().collect()
     }
 
     /// How long the guest stood still, each time that it did and ran on.
@@ -128,11 +145,11 @@ impl Events {
 }
 
 impl Event {
-    fn of(line: &Value) -> Option<Event> {
+    fn of(line: &mut Value) -> Option<Event> {
         let time = |unit: &str| line["timestamp"][unit].as_u64();
         let micros = time("seconds")? * 1_000_000 + time("microseconds")?;
         let name = line["event"].as_str()?.to_owned();
-        Some(Event { micros, name })
+        Some(Event { micros, name, data: line["data"].take() })
     }
 }
 
@@ -187,7 +204,7 @@ mod tests {
             "\n",
         )))
         .unwrap();
-        let noted = || Ok((events.list().len() == 4).then_some(()));
+        let noted = || Ok((events.count() == 4).then_some(()));
         wait_for("the events", Duration::from_secs(10), noted).unwrap();
         assert_eq!(events.pauses(), [Duration::from_micros(2500)]);
     }

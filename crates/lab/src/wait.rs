@@ -36,11 +36,15 @@ pub fn wait_for<T>(
 
 /// Waits until a booting guest's `servers` all answer the laboratory's client.
 pub(crate) fn await_servers(lab: &Lab, guest: &str, servers: &[SocketAddr]) -> Result<()> {
-    let client = lab.client();
-    let answers = |to: &SocketAddr| TcpStream::connect_timeout(to, CONNECT_LIMIT).is_ok();
     wait_for(&format!("{guest} to boot"), BOOT_LIMIT, || {
-        Ok(in_namespace(&client, || servers.iter().all(answers))?.then_some(()))
+        Ok(servers_answer(lab, servers)?.then_some(()))
     })
+}
+
+/// Whether all of a guest's `servers` take a connection of the laboratory's client.
+pub(crate) fn servers_answer(lab: &Lab, servers: &[SocketAddr]) -> Result<bool> {
+    let answers = |to: &SocketAddr| TcpStream::connect_timeout(to, CONNECT_LIMIT).is_ok();
+    in_namespace(&lab.client(), || servers.iter().all(answers))
 }
 
 #[cfg(test)]

@@ -9,19 +9,12 @@ use nix::sys::socket::{
 };
 use std::fs;
 use std::io::{self, IoSliceMut};
-use std::os::fd::{AsFd, AsRawFd, FromRawFd, OwnedFd, RawFd};
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, OwnedFd, RawFd};
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
-
-/// First bytes of the agent's hello; the agent's source has the same.
-const HELLO_MAGIC: &[u8; 8] = b"USTDYAGT";
-
-/// Version of the hello that this daemon understands, little-endian after the magic.
-const HELLO_VERSION: u32 = 1;
-
-const HELLO_BYTES: usize = 12;
+use understudy_agent_protocol::Hello;
 
 /// Makes userfaultfds for whoever holds it open.
 pub const DEVICE: &str = "/dev/userfaultfd";
@@ -39,11 +32,11 @@ pub struct AgentListener {
 
 impl AgentListener {
     /// The environment variable that tells the agent where the daemon listens.
-    pub const VARIABLE: &'static str = "UNDERSTUDY_AGENT";
+    pub const VARIABLE: &'static str = understudy_agent_protocol::SOCKET_VARIABLE;
 
     /// The environment variable with the number of an inherited [`DEVICE`], for a QEMU
     /// without the right to make a userfaultfd by itself.
-    pub const DEVICE_VARIABLE: &'static str = "UNDERSTUDY_USERFAULTFD";
+    pub const DEVICE_VARIABLE: &'static str = understudy_agent_protocol::DEVICE_VARIABLE;
 
     /// Listens at `path`, which must not exist; it is removed when the listener is dropped.
     pub fn bind(path: impl Into<PathBuf>) -> Result<AgentListener, MemoryError> {
@@ -101,8 +94,9 @@ impl Drop for AgentListener {
 /// must not outlive its daemon, which alone knows whether its copy may live.
 #[derive(Debug)]
 pub struct AgentLink {
-    /// Neither read nor written after the hello; being open is its purpose.
-    _held_open: UnixStream,
+    /// That it is open is what it is for; see [`AgentLink::socket`].
+    stream: UnixStream,
+    hello: Hello,
     pid: i32,
     userfaultfd: Arc<Userfaultfd>,
 }
@@ -118,11 +112,22 @@ impl AgentLink {
         &self.userfaultfd
     }
 
+    /// What the agent said of itself.
+    pub fn hello(&self) -> &Hello {
+        &self.hello
+    }
+
+    /// The connection, for `understudy_qemu::pause`; anything else that is sent ends QEMU.
+    pub fn socket(&self) -> BorrowedFd<'_> {
+        self.stream.as_fd()
+    }
+
     fn greet(stream: UnixStream) -> Result<AgentLink, MemoryError> {
-        let userfaultfd = receive_hello(&stream)?;
+        let (hello, userfaultfd) = receive_hello(&stream)?;
         let peer = getsockopt(&stream, PeerCredentials).map_err(link_error)?;
         Ok(AgentLink {
-            _held_open: stream,
+            stream,
+            hello,
             pid: peer.pid(),
             userfaultfd: Arc::new(Userfaultfd::negotiate(userfaultfd)?),
         })
@@ -149,9 +154,10 @@ fn readable_before(socket: impl AsFd, deadline: Instant) -> Result<bool, MemoryE
     }
 }
 
-/// Receives the magic, the version and exactly one descriptor beside them.
-fn receive_hello(stream: &UnixStream) -> Result<OwnedFd, MemoryError> {
-    let mut hello = [0; HELLO_BYTES];
+/// Receives the hello and exactly one descriptor beside it.
+fn receive_hello(stream: &UnixStream) -> Result<(Hello, OwnedFd), MemoryError> {
+    // One more, so that a longer message is not taken for a hello.
+    let mut hello = [0; Hello::BYTES + 1];
     let mut control = cmsg_space!([RawFd; 4]);
     let (bytes, descriptors) = {
         let mut payload = [IoSliceMut::new(&mut hello)];
@@ -173,27 +179,10 @@ fn receive_hello(stream: &UnixStream) -> Result<OwnedFd, MemoryError> {
             .collect();
         (received.bytes, descriptors)
     };
-    check_hello(&hello[..bytes])?;
+    let hello =
+        Hello::decode(&hello[..bytes]).map_err(|e| MemoryError::AgentHello(e.to_string()))?;
     let [userfaultfd] = <[OwnedFd; 1]>::try_from(descriptors).map_err(|descriptors| {
         MemoryError::AgentHello(format!("{} descriptors instead of one", descriptors.len()))
     })?;
-    Ok(userfaultfd)
-}
-
-fn check_hello(hello: &[u8]) -> Result<(), MemoryError> {
-    let Some(version) =
-        hello.strip_prefix(HELLO_MAGIC).and_then(|rest| <[u8; 4]>::try_from(rest).ok())
-    else {
-        return Err(MemoryError::AgentHello(format!(
-            "it began with {} unknown bytes",
-            hello.len()
-        )));
-    };
-    match u32::from_le_bytes(version) {
-        HELLO_VERSION => Ok(()),
-        other => Err(MemoryError::AgentHello(format!(
-            "it has version {other}, this daemon {HELLO_VERSION}; install daemon and agent \
-             library from the same release"
-        ))),
-    }
+    Ok((hello, userfaultfd))
 }

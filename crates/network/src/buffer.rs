@@ -272,6 +272,12 @@ impl OutputBuffer {
         self.held_frames
     }
 
+    /// The frames of an epoch that wait for its commit, oldest first.
+    pub fn held_of(&self, epoch: Epoch) -> impl Iterator<Item = &[u8]> {
+        let batches = self.held.iter().filter(move |batch| batch.epoch == epoch);
+        batches.flat_map(|batch| batch.frames.iter())
+    }
+
     /// Frames dropped because the buffer was full or shut.
     pub fn dropped_frames(&self) -> u64 {
         self.dropped_frames

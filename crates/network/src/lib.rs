@@ -44,6 +44,7 @@ pub use frames::Frames;
 pub use header::{HEADER_BYTES, MAX_BYTES, MAX_FRAME_BYTES, Offloads, ethernet};
 pub use mac::{MacAddress, MacParseError};
 pub use netlink::{bridge_exists, mac_in_use};
+pub use outbound::InboundSink;
 pub use port::{GuestEnd, Port, PortConfig};
 pub use pump::{OutputWaiting, PortCounters};
 pub use switch::Switch;

@@ -11,12 +11,17 @@ use std::os::fd::OwnedFd;
 use std::sync::Arc;
 use std::time::Instant;
 
+/// Called with a copy of each frame from the bridge that QEMU was given, its header
+/// before it. Runs on the pump's thread: it must not wait.
+pub type InboundSink = Arc<dyn Fn(&[u8]) + Send + Sync>;
+
 /// Where frames to the guest go, and what is known of where they come from.
 #[derive(Clone)]
 pub(crate) struct Inbound {
     pub connection: Arc<OwnedFd>,
     pub header: HeaderLength,
     pub seat: Option<Seat>,
+    pub sink: Option<InboundSink>,
 }
 
 /// The socket and what came out of it.
@@ -30,6 +35,8 @@ pub(crate) struct Outbound {
     pub buffer: OutputBuffer,
     /// The place among the cards of a group, while there is one.
     pub seat: Option<Seat>,
+    /// Who gets copies of inbound frames.
+    pub sink: Option<InboundSink>,
     /// Why the last connection ended.
     pub ended: Option<String>,
     /// When it was known for the last time that output may go.
@@ -63,6 +70,7 @@ impl Outbound {
             inbox: Inbox::new(),
             buffer,
             seat: None,
+            sink: None,
             ended: None,
             entitled: Instant::now(),
             permitted_until: Instant::now(),
@@ -89,6 +97,7 @@ impl Outbound {
             connection,
             header: self.header,
             seat: self.seat.clone(),
+            sink: self.sink.clone(),
         });
         (inbound, std::mem::take(&mut self.answer_due))
     }

@@ -3,8 +3,9 @@
 use crate::announce::{PAUSES, announcement};
 use crate::buffer::{Gate, OutputBuffer};
 use crate::error::NetworkError;
-use crate::header::Offloads;
+use crate::header::{HEADER_BYTES, Offloads};
 use crate::mac::MacAddress;
+use crate::outbound::InboundSink;
 use crate::pump::{OutputWaiting, PortCounters, Shared};
 use crate::switch::Seat;
 use crate::tap::Tap;
@@ -271,7 +272,9 @@ impl Port {
         drop(self.shared.tap_order.lock());
     }
 
-    /// Discards what the bridge sent to the standby.
+    /// A take-over may be near: discards what the bridge has sent to the standby. What it
+    /// sends from now on, as it does once the primary's link is down, is delivered when the
+    /// VM runs here, as much of it as the tap queues.
     pub fn discard_inbound(&self) {
         if !self.shared.live.load(Ordering::Acquire) {
             self.shared.tap.discard_queued();
@@ -281,9 +284,41 @@ impl Port {
     /// The VM runs here: delivers inbound frames from now on. Not before QEMU has
     /// loaded the card's state: until then it drops them. Output stays as it is.
     pub fn go_live(&self) {
+        // What the guest's driver takes was said while QEMU loaded that state.
+        let mut outbound = self.shared.outbound();
+        self.shared.receive(&mut outbound);
+        let released = outbound.buffer.has_released();
+        drop(outbound);
+        if released {
+            self.shared.flush();
+        }
         if !self.shared.live.swap(true, Ordering::AcqRel) {
             self.shared.wake();
         }
+    }
+
+    /// From now on `sink`, if any, gets a copy of each inbound frame from the bridge.
+    pub fn forward_inbound(&self, sink: Option<InboundSink>) {
+        self.shared.outbound().sink = sink;
+        self.shared.wake();
+    }
+
+    /// Gives the guest, which runs here, a frame that did not come over the bridge.
+    /// Returns whether its card can take such frames.
+    pub fn inject(&self, frame: &[u8]) -> bool {
+        self.shared.take_inside(frame)
+    }
+
+    /// Calls `each` with the frames of an epoch that wait for its commit, each with its
+    /// header before it, oldest first.
+    pub fn held_of(&self, epoch: Epoch, each: impl FnMut(&[u8])) {
+        self.shared.outbound().buffer.held_of(epoch).for_each(each);
+    }
+
+    /// Sends a frame that the guest sent on another host, for this one is its owner now.
+    /// Returns false, having sent nothing, if this host is fenced.
+    pub fn resend(&self, frame: &[u8]) -> bool {
+        self.shared.send_aside(frame)
     }
 
     /// Frames that wait for their epoch's commit.
@@ -308,7 +343,7 @@ impl Port {
     /// # Errors
     /// If no thread can be started for the repeats.
     pub fn announce(&self) -> Result<(), NetworkError> {
-        let frame = announcement(self.mac);
+        let frame = [&[0; HEADER_BYTES][..], &announcement(self.mac)].concat();
         self.shared.send_aside(&frame);
         let shared = Arc::downgrade(&self.shared);
         thread::Builder::new()

@@ -34,12 +34,12 @@ pub struct PortCounters {
     pub frames_out: u64,
     /// Their bytes, without headers of ours.
     pub bytes_out: u64,
-    /// Frames from the bridge, or from other members of a group, that were
-    /// given to QEMU.
+    /// Frames from the bridge, from other members of a group, or kept for a take-over,
+    /// that were given to QEMU.
     pub frames_in: u64,
     /// Their bytes, without headers of ours.
     pub bytes_in: u64,
-    /// Those of them that came from other members, past the bridge.
+    /// Those of them that came past the bridge.
     pub frames_inside: u64,
     /// Frames from other members dropped because too many waited.
     pub dropped_inside: u64,
@@ -172,16 +172,15 @@ impl Shared {
         (frames + refused) as usize
     }
 
-    /// Sends a frame that is not the guest's own output. Returns false, having
-    /// sent nothing, if this host is fenced.
-    pub fn send_aside(&self, frame: &[u8]) -> bool {
+    /// Sends a frame, its header before it, that is not output of the guest that runs
+    /// here. Returns false, having sent nothing, if this host is fenced.
+    pub fn send_aside(&self, packet: &[u8]) -> bool {
         let _order = self.tap_order.lock().expect("a thread died writing to the tap");
         if self.outbound().buffer.gate() == Gate::Shut {
             return false;
         }
-        let packet = [&[0; HEADER_BYTES], frame].concat();
-        if let Err(error) = self.tap.send(&packet) {
-            tracing::warn!(tap = self.tap.name(), %error, "the tap did not take an announcement");
+        if let Err(error) = self.tap.send(packet) {
+            tracing::warn!(tap = self.tap.name(), %error, "the tap did not take a frame");
         }
         true
     }
@@ -233,7 +232,7 @@ impl Shared {
         }
     }
 
-    /// Takes a frame from another member of the group, if the card can. Never
+    /// Takes a frame that does not come over the bridge, if the card can. Never
     /// waits.
     pub fn take_inside(&self, packet: &[u8]) -> bool {
         if !self.live.load(Ordering::Acquire) {
@@ -275,6 +274,9 @@ impl Shared {
                 return;
             }
             self.deliver(inbound, &gathered);
+            if let Some(sink) = &inbound.sink {
+                gathered.iter().for_each(|frame| sink(frame));
+            }
         }
     }
 

@@ -5,7 +5,10 @@
 
 mod backup;
 mod detector;
+mod frames;
 mod group;
+mod inbound;
+mod outbound;
 mod output;
 mod ownership;
 mod paths;
@@ -22,11 +25,14 @@ pub mod wire;
 
 pub use backup::{Backup, BackupAction, BackupEvent, BackupPhase};
 pub use detector::{Detector, HEARTBEAT_INTERVAL};
+pub use frames::{Allowance, CardFrames, KEPT_FOR};
 pub use group::{Arrival, Gate, GroupStaging, GroupStep, Rendezvous};
+pub use inbound::{FORWARDED_BYTES, Kept};
+pub use outbound::{CARRIED_BYTES, Carried};
 pub use output::Output;
 pub use ownership::{Ownership, Verdict};
 pub use paths::{PathAction, PathEvent, PathState, Paths};
-pub use policy::{Due, LastCheckpoint, Policy};
+pub use policy::{Activity, Due, LastCheckpoint, Policy, Situation};
 pub use primary::{PIPELINE_DEPTH, Primary, PrimaryAction, PrimaryEvent, PrimaryPhase, STALL};
 pub use staging::{EpochDigest, StagedEpoch, Staging};
 pub use throttle::Throttle;

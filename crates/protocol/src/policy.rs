@@ -1,4 +1,15 @@
 //! When to checkpoint.
+//!
+//! The adaptive policy takes a checkpoint for the sake of output that waits, one at a time,
+//! so that what is sent meanwhile forms the next batch. A pause costs a guest what it would
+//! have run in it:
+//!
+//! - An idle guest (it waits for nothing but its own output, or for nothing at all) pays
+//!   nothing: the checkpoint is taken at once.
+//! - A guest that runs pays by the share of its time that it ran since the last pause: it
+//!   gets that share of the time that keeps a guest under full load within the budget. One
+//!   that falls idle before is not made to wait any longer.
+//! - Without output, epochs stretch to the longest.
 
 use crate::Time;
 use serde::{Deserialize, Serialize};
@@ -6,6 +17,9 @@ use std::time::Duration;
 
 /// Epochs that reach the backup within this time are no reason to slow a guest down.
 const SHORTEST_TARGET: Duration = Duration::from_millis(100);
+
+/// The first look at a guest that may fall idle; a look costs some 15 µs.
+const SHORTEST_LOOK: Duration = Duration::from_micros(100);
 
 /// When the primary takes a checkpoint.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
@@ -16,20 +30,21 @@ pub enum Policy {
         /// Checkpoints a second, 1 to 1 000.
         hz: u32,
     },
-    /// As soon as there is output to release and the last checkpoint is
-    /// committed, inside a pause budget, after `max_epoch_ms` at the latest; without
-    /// output, epochs stretch.
+    /// As soon as there is output to release, the last checkpoint is committed, and the
+    /// guest is idle or has run for long enough; after `max_epoch_ms` at the latest.
+    /// Without output, epochs stretch.
     Adaptive {
         /// The longest epoch, in milliseconds, 1 to 10 000.
         max_epoch_ms: u32,
-        /// The most time the guest may stand paused, in percent, 1 to 90.
+        /// The most time that a guest that would always run may stand paused, in percent,
+        /// 1 to 90.
         pause_budget_percent: u32,
     },
 }
 
 impl Default for Policy {
     fn default() -> Policy {
-        Policy::Adaptive { max_epoch_ms: 200, pause_budget_percent: 25 }
+        Policy::Adaptive { max_epoch_ms: 200, pause_budget_percent: 10 }
     }
 }
 
@@ -74,19 +89,43 @@ pub struct LastCheckpoint {
     pub resumed: Time,
 }
 
+/// What the guest does.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Activity {
+    /// Nothing of it wants to run, and it waits for no disk.
+    pub idle: bool,
+    /// The share of its processors' time that it has used since it was resumed, 0 to 1.
+    pub busy_share: f64,
+}
+
+/// What there is to know when a checkpoint is considered.
+#[derive(Clone, Copy, Debug)]
+pub struct Situation {
+    /// The present time.
+    pub now: Time,
+    /// The last checkpoint.
+    pub last: LastCheckpoint,
+    /// Epochs captured and not yet committed.
+    pub in_flight: u64,
+    /// Since when frames have been held, if any are.
+    pub output_since: Option<Time>,
+}
+
 /// What the policy says.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Due {
     /// Take a checkpoint when this time has come, unless something changes first.
     At(Time),
+    /// Ask again at this time: the guest may have fallen idle.
+    Look(Time),
     /// Wait until something changes: output, or a commit.
     OnChange,
 }
 
 impl Policy {
-    /// When the next checkpoint is due. `in_flight` counts epochs captured and
-    /// not yet committed, `output_waits` whether frames are held.
-    pub fn due(&self, last: LastCheckpoint, in_flight: u64, output_waits: bool) -> Due {
+    /// When the next checkpoint is due. `activity` is asked only where it matters.
+    pub fn due(&self, situation: &Situation, activity: impl FnOnce() -> Activity) -> Due {
+        let Situation { now, last, in_flight, output_since } = *situation;
         match *self {
             Policy::Interval { hz } => {
                 if in_flight >= crate::PIPELINE_DEPTH {
@@ -99,71 +138,40 @@ impl Policy {
                     return Due::OnChange;
                 }
                 let max_epoch = Duration::from_millis(max_epoch_ms.into());
-                let longest = last.started + max_epoch;
                 // Output never waits for more than the longest epoch: one pause that
                 // took seconds (a QEMU that stood still) is not the guest's to make up for.
                 let gap = budget_gap(last, pause_budget_percent).min(max_epoch);
-                let earliest = last.resumed + gap;
-                if output_waits { Due::At(earliest) } else { Due::At(longest.max(earliest)) }
+                let Some(since) = output_since else {
+                    return Due::At((last.started + max_epoch).max(last.resumed + gap));
+                };
+                let activity = activity();
+                if activity.idle {
+                    return Due::At(now);
+                }
+                let share = activity.busy_share.clamp(0.0, 1.0);
+                let paid = last.resumed + gap.mul_f64(share);
+                // It stops as soon as it is told to, in the midst of an answer. The likelier
+                // there is more to come, the longer it may finish.
+                let settled = since + (last.resumed - last.started).min(gap).mul_f64(share);
+                let due = paid.max(settled).min((since + max_epoch).max(last.resumed + gap));
+                if due <= now { Due::At(due) } else { Due::Look(due.min(next_look(now, since))) }
             }
         }
     }
 }
 
-/// The time the guest must run so that its last pause stays within the budget.
+/// Looks come less often the longer output has waited.
+fn next_look(now: Time, since: Time) -> Time {
+    now + ((now - since) / 2).max(SHORTEST_LOOK)
+}
+
+/// The time that a guest under full load must run so that its last pause stays within the
+/// budget.
 fn budget_gap(last: LastCheckpoint, percent: u32) -> Duration {
     let pause = last.resumed - last.started;
     pause * (100 - percent) / percent
 }
 
 #[cfg(test)]
-mod tests {
-    use super::*;
-
-    fn at(ms: u64) -> Time {
-        Time(Duration::from_millis(ms))
-    }
-
-    const LAST: LastCheckpoint = LastCheckpoint {
-        started: Time(Duration::from_millis(1000)),
-        resumed: Time(Duration::from_millis(1002)),
-    };
-
-    #[test]
-    fn interval_keeps_its_rate_and_the_depth() {
-        let policy = Policy::Interval { hz: 40 };
-        assert_eq!(policy.due(LAST, 0, false), Due::At(at(1025)));
-        assert_eq!(policy.due(LAST, 1, true), Due::At(at(1025)));
-        assert_eq!(policy.due(LAST, 2, true), Due::OnChange);
-    }
-
-    #[test]
-    fn adaptive_follows_output_inside_the_budget() {
-        let policy = Policy::default();
-        assert_eq!(policy.due(LAST, 0, true), Due::At(at(1008)), "2 ms of pause at 25 % cost 6 ms");
-        assert_eq!(policy.due(LAST, 0, false), Due::At(at(1200)));
-        assert_eq!(policy.due(LAST, 1, true), Due::OnChange, "the batch forms until the commit");
-    }
-
-    #[test]
-    fn an_epoch_should_arrive_within_its_own_length() {
-        let target = |policy: Policy| policy.transfer_target().as_millis();
-        assert_eq!(target(Policy::default()), 200);
-        assert_eq!(target(Policy::Interval { hz: 2 }), 500);
-        assert_eq!(target(Policy::Interval { hz: 1000 }), 100);
-    }
-
-    #[test]
-    fn one_very_long_pause_does_not_hold_up_output() {
-        let last = LastCheckpoint { started: at(1000), resumed: at(11_000) };
-        assert_eq!(Policy::default().due(last, 0, true), Due::At(at(11_200)));
-    }
-
-    #[test]
-    fn wrong_numbers_are_named() {
-        assert!(Policy::Interval { hz: 0 }.validate().unwrap_err().contains("hz"));
-        let policy = Policy::Adaptive { max_epoch_ms: 10, pause_budget_percent: 100 };
-        assert!(policy.validate().unwrap_err().contains("pause_budget_percent"));
-        assert!(Policy::default().validate().is_ok());
-    }
-}
+#[path = "policy_tests.rs"]
+mod tests;

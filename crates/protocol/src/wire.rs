@@ -8,7 +8,7 @@ use crate::{DiskIndex, Epoch};
 use std::fmt;
 
 /// Version of the wire format; peers must have the same.
-pub const WIRE_VERSION: u32 = 3;
+pub const WIRE_VERSION: u32 = 5;
 
 /// Bytes of a message header.
 pub const HEADER_BYTES: usize = 24;
@@ -61,6 +61,12 @@ pub enum Kind {
     Received = 26,
     /// The backup has the disk writes up to this epoch on stable storage.
     Settled = 27,
+    /// Copies of frames that the primary's guest receives in this epoch
+    /// ([`CardFrames`](crate::CardFrames)).
+    Inbound = 28,
+    /// Frames that the guest sent in this epoch, and that wait for its commit
+    /// ([`CardFrames`](crate::CardFrames)).
+    Outbound = 29,
 }
 
 impl Kind {
@@ -86,6 +92,8 @@ impl Kind {
             Live,
             Received,
             Settled,
+            Inbound,
+            Outbound,
         ]
         .into_iter()
         .find(|kind| *kind as u8 == byte)

@@ -8,12 +8,14 @@
 //! - [`lockstep`]: what lockstep needs of it, and the way of its log;
 //! - [`process`]: the running QEMU and its end;
 //! - [`qmp`]: its monitor: checkpoints, resumption, events;
+//! - [`pause`]: the pause of a checkpoint through the agent inside QEMU;
 //! - [`urgency`]: priority for the length of a checkpoint's pause.
 
 pub mod capabilities;
 pub mod command;
 pub mod definition;
 pub mod lockstep;
+pub mod pause;
 pub mod process;
 pub mod qmp;
 pub mod urgency;
@@ -22,6 +24,7 @@ pub mod user;
 pub use capabilities::{Accelerator, Capabilities, kvm_works};
 pub use command::{Resources, Role, command_line};
 pub use definition::{DefinitionError, VmDefinition};
+pub use pause::AgentPauser;
 pub use process::Qemu;
 pub use qmp::Monitor;
 pub use urgency::Urgency;

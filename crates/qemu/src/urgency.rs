@@ -1,7 +1,7 @@
 //! Real-time priority for the threads that a paused guest waits for.
 //!
-//! A pause is a relay of short steps between the capturing thread and two
-//! threads of QEMU. An ordinary scheduler likes to wake each one on the processor
+//! A pause is a relay of short steps between the capturing thread, two threads of
+//! QEMU and its vCPUs, which have to notice that they are to stop. An ordinary scheduler likes to wake each one on the processor
 //! where the one before still works, scanning memory in the kernel, though
 //! another processor is free, and lets unrelated work in between. Real-time
 //! threads are moved to a free processor at once. Only for the pause: for longer,
@@ -12,8 +12,14 @@ use nix::errno::Errno;
 use nix::libc;
 use std::{fs, io};
 
-/// The lowest real-time priority is above all ordinary threads.
-const PRIORITY: libc::c_int = 1;
+/// Any real-time priority is above all ordinary threads.
+const PRIORITY: libc::c_int = 2;
+
+/// A vCPU runs on until somebody gets to stop it, so that must be able to.
+const VCPU_PRIORITY: libc::c_int = 1;
+
+/// What QEMU calls its vCPU threads: `CPU 0/KVM`, or one for all vCPUs.
+pub const VCPU_NAMES: [&str; 2] = ["CPU ", "ALL CPUs"];
 
 /// What `-name …,debug-threads=on` calls the thread that reads the monitors.
 const MONITOR_THREAD: &str = "IO mon_iothread";
@@ -21,7 +27,7 @@ const MONITOR_THREAD: &str = "IO mon_iothread";
 /// The threads that share the work of a pause.
 #[derive(Debug)]
 pub struct Urgency {
-    threads: Vec<libc::pid_t>,
+    threads: Vec<(libc::pid_t, libc::c_int)>,
 }
 
 impl Urgency {
@@ -30,20 +36,25 @@ impl Urgency {
     ///
     /// An error if the system does not allow it.
     pub fn new(qemu_pid: u32, others: impl IntoIterator<Item = i32>) -> io::Result<Urgency> {
-        let mut threads = vec![nix::unistd::gettid().as_raw()];
-        threads.extend(others);
+        // This one first, or the vCPUs could keep it from going on.
+        let mut threads = vec![(nix::unistd::gettid().as_raw(), PRIORITY)];
+        threads.extend(others.into_iter().map(|tid| (tid, PRIORITY)));
+        let mut vcpus = Vec::new();
         for entry in fs::read_dir(format!("/proc/{qemu_pid}/task"))? {
             let entry = entry?;
             let tid = entry.file_name().to_string_lossy().parse().map_err(io::Error::other)?;
             // It may have ended since it was listed.
             let name = fs::read_to_string(entry.path().join("comm")).unwrap_or_default();
             if u32::try_from(tid) == Ok(qemu_pid) || name.trim_end() == MONITOR_THREAD {
-                threads.push(tid);
+                threads.push((tid, PRIORITY));
+            } else if VCPU_NAMES.iter().any(|prefix| name.starts_with(prefix)) {
+                vcpus.push((tid, VCPU_PRIORITY));
             }
         }
-        threads.retain(|&tid| has_ordinary_policy(tid));
+        threads.extend(vcpus);
+        threads.retain(|&(tid, _)| has_ordinary_policy(tid));
         let urgency = Urgency { threads };
-        urgency.set(libc::SCHED_FIFO, PRIORITY)?;
+        urgency.raise()?;
         drop(Urgent(&urgency));
         Ok(urgency)
     }
@@ -51,22 +62,26 @@ impl Urgency {
     /// The threads run before all ordinary ones until this is dropped.
     pub fn begin(&self) -> Urgent<'_> {
         // It worked in `new`; if no longer, the pause is longer, and no more.
-        let _ = self.set(libc::SCHED_FIFO, PRIORITY);
+        let _ = self.raise();
         Urgent(self)
     }
 
-    fn set(&self, policy: libc::c_int, priority: libc::c_int) -> io::Result<()> {
-        // Threads that they start meanwhile are ordinary ones.
-        let policy = policy | libc::SCHED_RESET_ON_FORK;
-        let parameters = libc::sched_param { sched_priority: priority };
+    fn raise(&self) -> io::Result<()> {
         let mut result = Ok(());
-        for &tid in &self.threads {
-            // SAFETY: the call reads `parameters` and changes no memory.
-            let set = unsafe { libc::sched_setscheduler(tid, policy, &parameters) };
-            result = result.and(Errno::result(set).map(drop));
+        for &(tid, priority) in &self.threads {
+            result = result.and(set(tid, libc::SCHED_FIFO, priority));
         }
-        Ok(result?)
+        result
     }
+}
+
+fn set(tid: libc::pid_t, policy: libc::c_int, priority: libc::c_int) -> io::Result<()> {
+    // Threads that it starts meanwhile are ordinary ones.
+    let policy = policy | libc::SCHED_RESET_ON_FORK;
+    let parameters = libc::sched_param { sched_priority: priority };
+    // SAFETY: the call reads `parameters` and changes no memory.
+    let set = unsafe { libc::sched_setscheduler(tid, policy, &parameters) };
+    Ok(Errno::result(set).map(drop)?)
 }
 
 /// Puts the calling thread before all ordinary ones for good: for a thread that
@@ -74,8 +89,7 @@ impl Urgency {
 ///
 /// An error if the system does not allow it.
 pub fn raise_this_thread() -> io::Result<()> {
-    let me = Urgency { threads: vec![nix::unistd::gettid().as_raw()] };
-    me.set(libc::SCHED_FIFO, PRIORITY)
+    set(nix::unistd::gettid().as_raw(), libc::SCHED_FIFO, PRIORITY)
 }
 
 fn has_ordinary_policy(tid: libc::pid_t) -> bool {
@@ -90,8 +104,10 @@ pub struct Urgent<'a>(&'a Urgency);
 
 impl Drop for Urgent<'_> {
     fn drop(&mut self) {
-        // One that has ended needs no policy.
-        let _ = self.0.set(libc::SCHED_OTHER, 0);
+        // The vCPUs first, as they came last. One that has ended needs no policy.
+        for &(tid, _) in self.0.threads.iter().rev() {
+            let _ = set(tid, libc::SCHED_OTHER, 0);
+        }
     }
 }
 

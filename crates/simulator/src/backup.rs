@@ -11,8 +11,8 @@ use std::collections::VecDeque;
 use understudy_protocol::validity::ImageRole;
 use understudy_protocol::wire::{Kind, Message};
 use understudy_protocol::{
-    Backup, BackupAction, BackupEvent, BackupPhase, Epoch, Generation, StagedEpoch, Staging, Time,
-    Verdict,
+    Backup, BackupAction, BackupEvent, BackupPhase, Carried, Epoch, Generation, StagedEpoch,
+    Staging, Time, Verdict,
 };
 
 /// The VM on the host that keeps an understudy of it.
@@ -31,6 +31,8 @@ pub struct Standby {
     pub(crate) staging: Staging,
     pub(crate) device_state: Option<State>,
     pub(crate) applied: Epoch,
+    /// What the guest sent that the primary may not have released.
+    pub(crate) carried: Carried,
     pub(crate) errands: VecDeque<Errand>,
     /// Messages of the epoch in front that are applied already.
     pub(crate) progress: usize,
@@ -58,6 +60,7 @@ impl World {
             staging: Staging::new(),
             device_state: None,
             applied: Epoch(0),
+            carried: Carried::new(1),
             errands: VecDeque::new(),
             progress: 0,
             next_beat: self.now,
@@ -148,11 +151,13 @@ impl World {
         action: BackupAction,
         staged: &mut Option<StagedEpoch>,
     ) {
+        let now = self.now;
         let Some(standby) = self.hosts[host.0].standby(id) else { return };
         let data = standby.data;
         match action {
             BackupAction::AcknowledgeAndApply(epoch) => {
-                let whole = staged.take().expect("the event came with its epoch");
+                let mut whole = staged.take().expect("the event came with its epoch");
+                standby.carried.commit(now, epoch, &mut whole.messages);
                 self.errand(host, id, Errand::Apply(whole));
                 self.note_routine(host, || format!("acknowledges epoch {epoch}"));
                 if self.mutant == Some(Mutant::AckBeforeStaged) {

@@ -7,7 +7,15 @@ use crate::oracle::Boundary;
 use crate::schedule::Moment;
 use crate::world::{Event, World};
 use understudy_protocol::wire::{DiskRange, Kind, Message};
-use understudy_protocol::{DiskIndex, Due, Epoch, PrimaryEvent, PrimaryPhase};
+use understudy_protocol::{
+    Activity, CardFrames, CardIndex, DiskIndex, Due, Epoch, PrimaryEvent, PrimaryPhase, Situation,
+};
+
+/// Sometimes idle, sometimes busy, and always the same for a seed.
+fn guessed_activity(state: State) -> Activity {
+    let busy_share = (state.number % 5) as f64 / 4.0;
+    Activity { idle: state.number % 2 == 0, busy_share }
+}
 
 /// What a checkpoint copied while the guest stood still.
 #[derive(Debug)]
@@ -57,7 +65,8 @@ impl World {
     pub(crate) fn consider_checkpoint(&mut self, host: HostId, id: SessionId) {
         let (now, policy) = (self.now, self.schedule.policy);
         let Some(running) = self.hosts[host.0].running() else { return };
-        let output_waits = running.port.holds_frames();
+        let output_since = running.port.holds_frames().then_some(now);
+        let activity = guessed_activity(running.guest.state);
         let Some(session) = running.session.as_mut().filter(|session| session.id == id) else {
             return;
         };
@@ -69,15 +78,19 @@ impl World {
         }
         let due = match session.core.running() {
             Epoch(1) => Due::At(now),
-            _ => policy.due(session.last, session.core.in_flight(), output_waits),
+            _ => {
+                let in_flight = session.core.in_flight();
+                let situation = Situation { now, last: session.last, in_flight, output_since };
+                policy.due(&situation, || activity)
+            }
         };
         match due {
             Due::At(time) if time <= now => self.pause(host, id, false),
-            Due::At(time) if session.check_at != Some(time) => {
+            Due::At(time) | Due::Look(time) if session.check_at != Some(time) => {
                 session.check_at = Some(time);
                 self.at(time, Event::CheckpointDue(host, id));
             }
-            Due::At(_) | Due::OnChange => {}
+            Due::At(_) | Due::Look(_) | Due::OnChange => {}
         }
     }
 
@@ -139,6 +152,7 @@ impl World {
             return;
         }
         self.send_data(host, id, Kind::Pages, capture.epoch, capture.pages);
+        self.send_frames(host, id, capture.epoch);
         self.send_data(host, id, Kind::DeviceState, capture.epoch, capture.state.encode());
         let Some(session) = self.hosts[host.0].session(id) else { return };
         let digest = session.digests.remove(&capture.epoch).unwrap_or_default();
@@ -147,6 +161,19 @@ impl World {
         self.send(host, data, Message::new(Kind::EpochEnd, capture.epoch, digest.encode()));
         self.moment(Moment::EndSent);
         self.consider_checkpoint(host, id);
+    }
+
+    /// What the guest sent in the epoch goes with it.
+    fn send_frames(&mut self, host: HostId, id: SessionId, epoch: Epoch) {
+        let Some(running) = self.hosts[host.0].running() else { return };
+        let mut message = CardFrames::outbound(epoch, CardIndex(0));
+        let mut count = 0;
+        for frame in running.port.held_of(epoch) {
+            count += u64::from(message.push(&frame.encode()));
+        }
+        if count > 0 {
+            self.send_data(host, id, Kind::Outbound, epoch, message.into_payload());
+        }
     }
 
     fn send_data(

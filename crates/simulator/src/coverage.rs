@@ -77,6 +77,10 @@ coverage! {
     overlaps,
     /// A backup went live and dropped what it had of an epoch that was not whole.
     partial_epochs_dropped,
+    /// A backup that went live sent a frame of a committed epoch.
+    frames_resent,
+    /// It was one that the outside had not seen.
+    frames_rescued,
     /// The VM was protected again after it had lost its protection.
     reprotections,
     /// Three hosts ran the VM, one after the other.

@@ -1,12 +1,12 @@
 //! What a backup does beside receiving: apply, activate, go live, forget.
 
-use crate::guest::{Claim, Guest, State};
+use crate::guest::{Claim, Frame, Guest, State};
 use crate::host::{HostId, Role, SessionId};
 use crate::schedule::Moment;
 use crate::world::{Event, World};
 use understudy_protocol::validity::ImageRole;
 use understudy_protocol::wire::{DiskRange, Kind, Message};
-use understudy_protocol::{BackupEvent, BackupPhase, Epoch, Generation, StagedEpoch};
+use understudy_protocol::{BackupEvent, BackupPhase, CardIndex, Epoch, Generation, StagedEpoch};
 
 /// What is done beside receiving, in order.
 #[derive(Debug)]
@@ -96,6 +96,7 @@ impl World {
                 let Some(standby) = self.hosts[host.0].standby(id) else { return };
                 standby.device_state = Some(State::decode(&message.payload));
             }
+            Kind::Outbound => {}
             other => self.violation(format!("{host} was sent a {other:?} message")),
         }
     }
@@ -131,6 +132,7 @@ impl World {
     }
 
     fn go_live(&mut self, host: HostId, id: SessionId, generation: Generation) {
+        let now = self.now;
         let Some(standby) = self.hosts[host.0].standby(id) else { return };
         if standby.broken {
             self.close_standby(host, id);
@@ -140,6 +142,7 @@ impl World {
         }
         let (committed, pages) = (standby.core.committed(), standby.pages);
         let data = standby.data;
+        let carried = standby.carried.take(now);
         let origin = standby.device_state.expect("an epoch was applied");
         self.coverage.partial_epochs_dropped += u64::from(standby.staging.bytes() > 0);
         self.check_copy(host, committed, false);
@@ -163,7 +166,19 @@ impl World {
         self.coverage.takeovers += 1;
         self.live_since = self.now;
         self.run_here(host, Guest { state, pages, flushed }, generation);
+        self.resend(host, carried);
         self.moment(Moment::Live);
+    }
+
+    /// What the former primary may not have released leaves from here, under the same
+    /// checks as any other output.
+    fn resend(&mut self, host: HostId, carried: Vec<(CardIndex, Vec<u8>)>) {
+        let frames: Vec<Frame> = carried.iter().map(|(_, bytes)| Frame::decode(bytes)).collect();
+        let shown = self.oracle.shown();
+        let is_new = |frame: &&Frame| shown.is_none_or(|it| !self.oracle.descends(it, frame.state));
+        self.coverage.frames_rescued += frames.iter().filter(is_new).count() as u64;
+        self.coverage.frames_resent += frames.len() as u64;
+        self.let_out(host, frames);
     }
 
     fn discard(&mut self, host: HostId, id: SessionId) {

@@ -69,6 +69,25 @@ pub struct Frame {
     pub claim: Claim,
 }
 
+impl Frame {
+    /// The frame as it is on the wire.
+    pub fn encode(&self) -> Vec<u8> {
+        let blocks = self.claim.blocks.iter().flat_map(|block| block.to_le_bytes());
+        [self.state.encode(), self.claim.state.encode(), blocks.collect()].concat()
+    }
+
+    /// Reads what [`Frame::encode`] made.
+    pub fn decode(bytes: &[u8]) -> Frame {
+        let (state, claimed) = (State::decode(&bytes[..16]), State::decode(&bytes[16..32]));
+        let mut words = bytes[32..].chunks_exact(8);
+        let mut word = || {
+            u64::from_le_bytes(words.next().expect("all blocks")[..].try_into().expect("8 bytes"))
+        };
+        let blocks = std::array::from_fn(|_| word());
+        Frame { state, claim: Claim { state: claimed, blocks } }
+    }
+}
+
 /// What a card does with the guest's frames.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Gate {
@@ -98,6 +117,11 @@ impl Port {
     /// Whether frames wait for their epoch.
     pub fn holds_frames(&self) -> bool {
         !self.held.is_empty()
+    }
+
+    /// The frames of an epoch that wait for its commit.
+    pub fn held_of(&self, epoch: Epoch) -> impl Iterator<Item = &Frame> {
+        self.held.iter().filter(move |(tag, _)| *tag == epoch).map(|(_, frame)| frame)
     }
 
     /// The guest sends a frame; it takes a moment to arrive in the buffer.

@@ -2,6 +2,8 @@
 
 mod bench;
 
+#[cfg(test)]
+use bench::SUITE_HELP;
 pub use bench::*;
 
 use clap::{Args, Parser, Subcommand, ValueEnum};
@@ -102,9 +104,8 @@ pub enum Command {
     /// Make the certificates by which hosts recognise each other.
     #[command(subcommand, after_help = PKI_HELP)]
     Pki(PkiCommand),
-    /// Measure this machine, on real parts.
-    #[command(subcommand)]
-    Bench(BenchCommand),
+    /// Measure what protection costs on this machine, on real parts.
+    Bench(BenchArgs),
     /// Check whether this machine can run and protect VMs; says what to do if not.
     Doctor {
         /// Check this host's configuration too: the arbiter, the peers.
@@ -528,7 +529,8 @@ mod tests {
         assert_eq!((host.peers.len(), host.arbiter.is_some()), (1, true));
         let vm = VmDefinition::from_toml(&example(VM_START_HELP), file).unwrap();
         assert_eq!((vm.disks.len(), vm.cards.len()), (1, 1));
-        for help in [AFTER_HELP, SIMULATE_HELP, PROTECT_HELP, RECOVER_HELP, CHAOS_HELP] {
+        let helps = [AFTER_HELP, SIMULATE_HELP, PROTECT_HELP, RECOVER_HELP, CHAOS_HELP, SUITE_HELP];
+        for help in helps {
             let lines = example(help);
             for line in lines.lines().filter(|line| line.starts_with("understudy ")) {
                 let command = line.split("  ").next().unwrap();

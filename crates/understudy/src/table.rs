@@ -75,6 +75,9 @@ pub fn vm(vm: &VmStatus) -> String {
         ["sent".to_owned(), sent(vm)],
         ["frames held".to_owned(), vm.held_frames.to_string()],
     ];
+    if let Some(reason) = &vm.pauses_through_qmp {
+        rows.push(["pauses".to_owned(), format!("through QMP, which takes longer: {reason}")]);
+    }
     if let Some(compression) = &vm.compression {
         rows.push(["compression".to_owned(), self::compression(compression)]);
     }
@@ -274,10 +277,13 @@ pub mod tests {
                 differing_bytes: 1 << 20,
             }),
             lag_epochs: 1,
+            inbound: None,
+            outbound: None,
             takeover: None,
             policy: Policy::Interval { hz: 40 },
             checkpoints: 1000,
             pause_ms: PauseReport { p50: 0.8, p99: 1.5, max: 19.25 },
+            pauses_through_qmp: None,
             compression: Some(CompressionReport {
                 asked: EncodingPlan::default(),
                 methods: Methods { xor: true, general: false },

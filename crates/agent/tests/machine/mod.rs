@@ -107,8 +107,7 @@ impl Machine {
 
     /// Runs a QMP command with arguments.
     pub fn qmp_with(&mut self, command: &str, arguments: Value) -> Value {
-        let line = json!({ "execute": command, "arguments": arguments }).to_string() + "\n";
-        self.qmp.get_mut().write_all(line.as_bytes()).unwrap();
+        self.write(&json!({ "execute": command, "arguments": arguments }));
         loop {
             let answer: Value = serde_json::from_str(&self.next_line()).unwrap();
             if let Some(value) = answer.get("return") {
@@ -116,6 +115,38 @@ impl Machine {
             }
             assert!(answer.get("error").is_none(), "{command}: {answer}");
         }
+    }
+
+    /// Sends a QMP command, and does not wait for it.
+    pub fn send(&mut self, command: &str) {
+        self.write(&json!({ "execute": command }));
+    }
+
+    fn write(&mut self, command: &Value) {
+        let line = command.to_string() + "\n";
+        self.qmp.get_mut().write_all(line.as_bytes()).unwrap();
+    }
+
+    /// Reads on until QEMU reports this event.
+    pub fn await_event(&mut self, name: &str) {
+        loop {
+            let line: Value = serde_json::from_str(&self.next_line()).unwrap();
+            if line["event"] == name {
+                return;
+            }
+        }
+    }
+
+    /// Sends something to the agent.
+    pub fn send_to_agent(&mut self, bytes: &[u8]) {
+        let socket = self.link().socket().try_clone_to_owned().unwrap();
+        UnixStream::from(socket).write_all(bytes).unwrap();
+    }
+
+    /// Kills QEMU.
+    pub fn kill(&mut self) {
+        self.process.kill().unwrap();
+        self.process.wait().unwrap();
     }
 
     fn next_line(&mut self) -> String {

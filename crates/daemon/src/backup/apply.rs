@@ -5,7 +5,7 @@ use anyhow::{Context, bail};
 use understudy_encoding::{DiskBlock, Page, PageData, read_pages};
 use understudy_memory::RamBlock;
 use understudy_protocol::wire::{DiskRange, Kind, Message};
-use understudy_protocol::{BlockId, PAGE_SIZE, PageIndex, StagedEpoch};
+use understudy_protocol::{BlockId, CardFrames, PAGE_SIZE, PageIndex, StagedEpoch};
 
 /// Refuses a data message that does not fit this machine, before it is
 /// acknowledged: nothing of a bad epoch is ever applied.
@@ -33,6 +33,12 @@ pub fn validate(machine: &Machine, message: &Message) -> anyhow::Result<()> {
                     range.length,
                     range.disk
                 );
+            }
+        }
+        Kind::Outbound => {
+            let (card, _) = CardFrames::decode(message)?;
+            if usize::from(card.0) >= machine.ports().len() {
+                bail!("frames of card {card}, which this machine lacks");
             }
         }
         Kind::DeviceState => {}

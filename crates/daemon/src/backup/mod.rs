@@ -3,10 +3,12 @@
 //! [`accept`] takes a primary's offer, prepares mirrors and a warm QEMU, and
 //! starts the session's threads: `receive` (stage whole, acknowledge), `apply`
 //! (memory, disks, device state; then go live or forget), `control` (the
-//! arbiter) and the heartbeats.
+//! arbiter), `inbound` (copies of what the guest receives) and the heartbeats.
 
 mod apply;
 mod group;
+mod inbound;
+mod outbound;
 mod session;
 mod takeover;
 
@@ -179,6 +181,8 @@ pub fn accept(
         waiting: ByteBudget::new(session::WAITING_BYTES),
         received: AtomicU64::new(0),
         clock: takeover::Clock::default(),
+        inbound: inbound::Inbound::new(machine.ports().len()),
+        outbound: outbound::Outbound::new(machine.ports().len()),
         changed: Doorbell::default(),
         machine,
     });
@@ -196,6 +200,11 @@ pub fn accept(
 /// Adds the heartbeat connection of a path to a session.
 pub fn attach_heartbeat(session: &Arc<Session>, path: PathIndex, link: Link) -> anyhow::Result<()> {
     Ok(heartbeat::attach(&session.vm, session, path, link)?)
+}
+
+/// Adds the connection over which copies of the guest's inbound frames come.
+pub fn attach_inbound(session: &Arc<Session>, link: Link) -> anyhow::Result<()> {
+    spawn("inbound", session, move |session| session.inbound.receive(&link))
 }
 
 /// The session's data goes on over this connection; the primary has got

@@ -3,6 +3,8 @@
 
 use super::apply::{apply, apply_epoch, validate};
 use super::group::Group;
+use super::inbound::Inbound;
+use super::outbound::Outbound;
 use super::takeover::{self, Stage};
 use crate::arbiter::Arbiter;
 use crate::channel::Channel;
@@ -46,6 +48,10 @@ pub struct Session {
     pub machine: Arc<Machine>,
     /// The paths to the primary.
     pub paths: PathMonitor,
+    /// What the primary's guest receives, for a take-over.
+    pub inbound: Inbound,
+    /// What the guest sent that the primary may not have released.
+    pub outbound: Outbound,
     pub(super) data: Arc<Channel>,
     pub(super) heartbeats: Heartbeats,
     pub(super) arbiter: Arbiter,
@@ -166,7 +172,9 @@ impl Session {
         let leads = self.place == 0;
         match action {
             &BackupAction::AcknowledgeAndApply(epoch) => {
-                let part = parts.next().expect("the event came with every member's part");
+                let mut part = parts.next().expect("the event came with every member's part");
+                self.inbound.commit(epoch);
+                self.outbound.commit(&mut part);
                 let _ = self.errands.send(Errand::Apply(part));
                 if leads {
                     // If it cannot be sent the reading thread finds out why.
@@ -175,6 +183,9 @@ impl Session {
             }
             &BackupAction::Contest(from) => {
                 self.clock.reach(Stage::Suspected);
+                for port in self.machine.ports() {
+                    port.discard_inbound();
+                }
                 // While the arbiter is asked: the images must be on stable storage before
                 // the guest runs on them.
                 let _ = self.errands.send(Errand::Settle);
@@ -283,16 +294,11 @@ impl Session {
                         self.activate(generation)?;
                         Ok(state)
                     });
-                    let result = self.group.all_or_none(ready).and_then(|state| {
-                        self.clock.reach(Stage::Activated);
-                        self.machine.go_live(&state)
-                    });
-                    self.clock.reach(Stage::Live);
+                    let result =
+                        self.group.all_or_none(ready).and_then(|state| self.go_live(&state));
                     self.close(Some(generation));
                     return match result {
-                        Ok(()) => {
-                            Outcome::Live { generation, reason, takeover: self.clock.report() }
-                        }
+                        Ok(takeover) => Outcome::Live { generation, reason, takeover },
                         Err(error) => self.failed(generation, &error),
                     };
                 }
@@ -305,6 +311,15 @@ impl Session {
             }
         }
         Outcome::Discarded
+    }
+
+    /// Starts the guest, and takes up its conversations where the primary left them.
+    fn go_live(&self, state: &[u8]) -> anyhow::Result<TakeoverReport> {
+        self.clock.reach(Stage::Activated);
+        let resent_frames = self.machine.go_live(state, &self.outbound.take())?;
+        self.clock.reach(Stage::Live);
+        let injected_frames = self.inbound.inject(&self.machine);
+        Ok(TakeoverReport { injected_frames, resent_frames, ..self.clock.report() })
     }
 
     fn apply_one(
@@ -394,6 +409,7 @@ impl Session {
     fn close_connections(&self) {
         self.data.close();
         self.heartbeats.close();
+        self.inbound.close();
     }
 }
 

@@ -42,6 +42,8 @@ impl Clock {
             activation_ms: between(Stage::Granted, Stage::Activated),
             restart_ms: between(Stage::Activated, Stage::Live),
             total_ms: between(Stage::Suspected, Stage::Live),
+            injected_frames: 0,
+            resent_frames: 0,
         }
     }
 }

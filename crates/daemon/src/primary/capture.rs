@@ -91,6 +91,7 @@ impl<'a> Capturer<'a> {
     fn first_synchronisation(&mut self) -> anyhow::Result<bool> {
         let session = self.session;
         super::mirror::begin(session);
+        super::inbound::begin(session);
         let shares = super::mirror::shares(session)?;
         self.tracker.arm()?;
         self.dirty.clear();
@@ -144,18 +145,24 @@ impl<'a> Capturer<'a> {
         let vcpu_percent = self.session.pace.report().vcpu_percent;
         let mut timing =
             CheckpointTiming { epoch, precopied_pages, vcpu_percent, ..Default::default() };
-        let mut watch = Stopwatch::start();
         for disk in self.machine.disks() {
             disk.begin_checkpoint();
         }
         let unlimited = self.session.pace.lift();
+        let urgent = self.urgency.take();
+        let guard = urgent.as_ref().map(Urgency::begin);
+        self.session.inbound.begin_epoch(epoch.next());
+        let mut watch = Stopwatch::start();
         let captured = self.pause_and_copy(last, &mut watch, &mut timing);
+        drop(guard);
+        self.urgency = urgent;
         drop(unlimited);
         for disk in self.machine.disks() {
             disk.end_checkpoint();
         }
         captured?;
         timing.total_ms = milliseconds(watch.now - watch.started);
+        self.session.watch.resumed();
         self.last_pages = timing.pages + timing.precopied_pages;
         self.session.stats.captured(timing, watch.now);
         self.session.pace.captured(epoch, self.last_pages, began);
@@ -201,10 +208,8 @@ impl<'a> Capturer<'a> {
         watch: &mut Stopwatch,
         timing: &mut CheckpointTiming,
     ) -> anyhow::Result<()> {
-        let _urgent = self.urgency.as_ref().map(Urgency::begin);
         let mut monitor = self.machine.monitor();
-        let mut pause = monitor.begin_checkpoint(self.machine.device_state())?;
-        pause.stopped()?;
+        let mut pause = self.machine.pause(&mut monitor)?;
         // Nobody runs on, or is copied, before all stand still.
         let group = &self.session.group;
         group.meet(self.session, || group.place_barrier(self.session, last))?;
@@ -215,8 +220,7 @@ impl<'a> Capturer<'a> {
         fail::fail_point!("while-paused");
         timing.pages = self.dirty.pages();
         timing.copy_ms = watch.lap();
-        pause.saved()?;
-        self.machine.device_state().read_into(&mut self.device_state)?;
+        pause.saved(&mut self.device_state)?;
         timing.blob_ms = watch.lap();
         if !last {
             pause.resume()?;
@@ -230,6 +234,7 @@ impl<'a> Capturer<'a> {
         for chunk in self.staging.take().chunks {
             outbox.put_now(Outgoing::Pages(epoch, chunk));
         }
+        super::outbound::queue(self.session, epoch);
         let state = self.device_state.clone();
         outbox.put_now(Outgoing::Data(Kind::DeviceState, epoch, state));
         outbox.put_now(Outgoing::EpochEnd(epoch));

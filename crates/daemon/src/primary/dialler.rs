@@ -40,6 +40,13 @@ impl Dialler {
         Ok(link)
     }
 
+    /// Copies of what the guest receives.
+    pub fn inbound(&self, path: PathIndex) -> anyhow::Result<Link> {
+        let link = self.dial(path, Purpose::Inbound { session: self.session.clone() })?;
+        let _: Welcome = link.expect_json(Kind::Welcome)?;
+        Ok(link)
+    }
+
     /// The session's data, over another path; `received` messages arrived here.
     pub fn resume(&self, path: PathIndex, received: Count) -> anyhow::Result<Resumption> {
         let purpose = Purpose::Resume { session: self.session.clone(), path, received };

@@ -15,7 +15,7 @@ use std::sync::{Arc, Mutex, MutexGuard, Weak};
 use std::time::Duration;
 use understudy_network::Switch;
 use understudy_protocol::{
-    Arrival, Generation, Output, Primary, PrimaryEvent, PrimaryPhase, Rendezvous,
+    Activity, Arrival, Generation, Output, Primary, PrimaryEvent, PrimaryPhase, Rendezvous,
 };
 
 /// The members, and what they share.
@@ -92,6 +92,17 @@ impl Group {
         waits
     }
 
+    /// What the members do: as much as the busiest of them.
+    pub(super) fn activity(&self) -> Activity {
+        let mut all = Activity { idle: true, busy_share: 0.0 };
+        self.each(|member| {
+            let one = member.watch.activity(&member.machine);
+            all.idle &= one.idle;
+            all.busy_share = all.busy_share.max(one.busy_share);
+        });
+        all
+    }
+
     /// Waits until every member has come this far. The last one to come does
     /// `act` first.
     pub(super) fn meet(&self, session: &Session, act: impl FnOnce()) -> anyhow::Result<()> {
@@ -99,7 +110,9 @@ impl Group {
         let Arrival::Wait(gate) = arrival else {
             act();
             self.rendezvous().open();
-            self.ring();
+            if self.is_shared() {
+                self.ring();
+            }
             return Ok(());
         };
         loop {

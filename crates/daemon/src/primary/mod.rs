@@ -2,14 +2,17 @@
 //!
 //! [`protect`] offers a VM to a backup and starts the session's threads:
 //! `capture` (pause, barrier, capture, resume), `send` (encode, send), `receive`
-//! (acknowledgements, which release output), `control` (the arbiter) and the
-//! heartbeats. Queues between them are bounded.
+//! (acknowledgements, which release output), `control` (the arbiter), `inbound`
+//! (copies of what the guest receives) and the heartbeats. Queues between them are bounded.
 
+mod activity;
 mod capture;
 mod dialler;
 mod group;
+mod inbound;
 mod link_speed;
 mod mirror;
+mod outbound;
 mod pace;
 mod progress;
 mod references;
@@ -31,6 +34,7 @@ use crate::paths::PathMonitor;
 use crate::records::Records;
 use crate::report::ProtectRequest;
 use crate::resync::{self, Basis};
+use activity::Watch;
 use anyhow::{Context, bail};
 use crossbeam_channel::Receiver;
 use dialler::Dialler;
@@ -43,8 +47,8 @@ use std::fs::File;
 use std::io::Read;
 use std::net::SocketAddr;
 use std::path::{Path, PathBuf};
-use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::{Arc, Mutex};
 use std::thread;
 use std::time::Duration;
 use tracing::{error, info};
@@ -118,6 +122,7 @@ pub fn protect(
     })?;
 
     let (outbox, outflow) = send::queue();
+    let (inbound, copies) = inbound::queue();
     let (contests, contest_queue) = crossbeam_channel::unbounded();
     let session = Arc::new(Session {
         vm: machine.definition().name.clone(),
@@ -132,7 +137,11 @@ pub fn protect(
         stats: Stats::default(),
         progress: Progress::new(),
         pace: Pace::new(vm, machine.qemu_pid(), &plan.policy),
+        watch: Watch::new(&machine)?,
+        output_seen: Mutex::default(),
         outbox,
+        inbound,
+        outbound: outbound::Outbound::default(),
         disk_epoch: AtomicU64::new(0),
         data,
         heartbeats: Heartbeats::new(plan.addresses.len()),
@@ -147,7 +156,7 @@ pub fn protect(
     });
     session.group.join(&session)?;
     start_heartbeats(&session, (path, heartbeat), &dialler)?;
-    start_threads(&session, outflow, contest_queue, over)?;
+    start_threads(&session, outflow, contest_queue, (copies, dialler), over)?;
     Ok(session)
 }
 
@@ -293,6 +302,7 @@ fn start_threads(
     session: &Arc<Session>,
     outflow: Outflow,
     contests: Receiver<Generation>,
+    (copies, dialler): (inbound::Copies, Dialler),
     over: impl FnOnce(PrimaryPhase) + Send + 'static,
 ) -> anyhow::Result<()> {
     let spawn = |role: &str, body: Box<dyn FnOnce(Arc<Session>) + Send>| {
@@ -307,6 +317,7 @@ fn start_threads(
     spawn("receive", Box::new(|session| run_receive(&session)))?;
     spawn("settle", Box::new(|session| mirror::run_rounds(&session)))?;
     spawn("control", Box::new(move |session| run_control(&session, &contests)))?;
+    spawn("inbound", Box::new(move |session| inbound::run(&session, &copies, &dialler)))?;
     spawn("capture", Box::new(move |session| run_capture(&session, over)))
 }
 

@@ -1,7 +1,10 @@
 //! One VM's protection, seen from the primary: the state machine and the
 //! threads that feed it.
 
+use super::activity::Watch;
 use super::group::Group;
+use super::inbound::{self, Inbound};
+use super::outbound::Outbound;
 use super::pace::Pace;
 use super::progress::Progress;
 use super::references::References;
@@ -26,8 +29,8 @@ use tracing::{info, warn};
 use understudy_encoding::EncodingPlan;
 use understudy_protocol::wire::Kind;
 use understudy_protocol::{
-    Due, Epoch, Generation, GroupStep, Output, Policy, Primary, PrimaryAction, PrimaryEvent,
-    PrimaryPhase, Rendezvous,
+    Due, Epoch, Generation, GroupStep, LastCheckpoint, Output, Policy, Primary, PrimaryAction,
+    PrimaryEvent, PrimaryPhase, Rendezvous, Situation, Time,
 };
 
 /// Nothing waits longer than this without looking again.
@@ -53,10 +56,17 @@ pub struct Session {
     pub stats: Stats,
     /// How fast the guest may run.
     pub pace: Pace,
+    /// What the guest does.
+    pub(super) watch: Watch,
+    pub(super) output_seen: Mutex<OutputSeen>,
     /// The first synchronisation.
     pub progress: Progress,
     /// What goes to the backup.
     pub outbox: Outbox,
+    /// Copies of what the guest receives.
+    pub inbound: Arc<Inbound>,
+    /// What the guest sent, on its way to the backup.
+    pub outbound: Outbound,
     /// The tag of disk writes: 0 during the first synchronisation.
     pub disk_epoch: AtomicU64,
     /// The paths to the backup.
@@ -77,6 +87,13 @@ pub struct Session {
     pub(super) contests: Sender<Generation>,
     /// The group's.
     pub(super) core: Arc<Mutex<Primary>>,
+}
+
+/// Since when output of the epoch that runs has waited, once the one before was committed.
+#[derive(Debug, Default)]
+pub(super) struct OutputSeen {
+    epoch: Epoch,
+    since: Option<Time>,
 }
 
 /// What the capture thread does next.
@@ -210,6 +227,7 @@ impl Session {
             disk.set_sink(None);
             disk.set_read_sink(None);
         }
+        inbound::end(self);
     }
 
     /// Waits until the capture thread has something to do.
@@ -273,13 +291,26 @@ impl Session {
         if protected && self.group.was_handed_over() {
             return Ok(GroupStep::LastCheckpoint);
         }
-        match self.policy.due(last, core.in_flight(), self.group.output_waits()) {
-            Due::At(time) => {
-                let wait = time - clock::now();
-                if wait.is_zero() { Ok(GroupStep::Checkpoint) } else { Err(wait) }
-            }
+        let now = clock::now();
+        let in_flight = core.in_flight();
+        let output_since =
+            if in_flight == 0 { self.output_since(core.running(), last, now) } else { None };
+        let situation = Situation { now, last, in_flight, output_since };
+        match self.policy.due(&situation, || self.group.activity()) {
+            Due::At(time) if time <= now => Ok(GroupStep::Checkpoint),
+            Due::At(time) | Due::Look(time) => Err(time - now),
             Due::OnChange => Err(LONGEST_WAIT),
         }
+    }
+
+    fn output_since(&self, running: Epoch, last: LastCheckpoint, now: Time) -> Option<Time> {
+        let mut seen = lock(&self.output_seen);
+        // What came while the epoch before was on its way has waited since then.
+        let began = if seen.epoch == running { now } else { last.resumed };
+        let since = seen.since.filter(|_| seen.epoch == running).unwrap_or(began);
+        let since = self.group.output_waits().then_some(since);
+        *seen = OutputSeen { epoch: running, since };
+        since
     }
 
     /// Waits until `done` says so, or for `timeout`; whether it did.

@@ -10,19 +10,23 @@ use super::traffic::Counters;
 use crate::disk::{Disk, WatchedRead};
 use crate::image::Space;
 use crossbeam_channel::{Receiver, Sender};
+use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
+use nix::sys::socket::{setsockopt, sockopt};
 use std::io::{self, BufReader, IoSlice, Read, Write};
 use std::net::Shutdown;
+use std::os::fd::AsFd;
 use std::os::unix::net::UnixStream;
 use std::sync::{Arc, Mutex};
-use std::time::Duration;
 
 /// Holds several headers, or a header and a small write, per system call; the rest of a
 /// large write goes past it.
 const INPUT_BUFFER_BYTES: usize = 16 * 1024;
+/// Room for a few of QEMU's largest requests, with what the kernel counts beside them.
+const SEND_BUFFER_BYTES: usize = 4 * 1024 * 1024;
 /// Buffers for larger requests (rare: QEMU splits them) are given back after use.
 const KEPT_BUFFER_BYTES: usize = 2 * 1024 * 1024;
 /// A client that connects is a QEMU that starts; it does not dawdle.
-const HANDSHAKE_TIMEOUT: Duration = Duration::from_secs(10);
+const HANDSHAKE_TIMEOUT_MS: u16 = 10_000;
 
 /// What all connections of one server share.
 #[derive(Clone)]
@@ -44,15 +48,46 @@ pub(super) fn serve(
     stream: UnixStream,
     cold: &Sender<ColdRead>,
 ) -> Result<(), ConnectionError> {
-    let mut input = BufReader::with_capacity(INPUT_BUFFER_BYTES, stream.try_clone()?);
-    stream.set_read_timeout(Some(HANDSHAKE_TIMEOUT))?;
+    make_room(&stream);
+    let requests = Requests { stream: stream.try_clone()?, patience: HANDSHAKE_TIMEOUT_MS.into() };
+    let mut input = BufReader::with_capacity(INPUT_BUFFER_BYTES, requests);
     if negotiate(&mut input, &mut &stream, &served.export)? == Outcome::Abort {
         return Ok(());
     }
-    stream.set_read_timeout(None)?;
+    input.get_mut().patience = PollTimeout::NONE;
 
-    let connection = Connection { served, replies: Arc::new(Replies::new(stream)), cold };
+    let connection =
+        Connection { served, replies: Arc::new(Replies::new(stream, served.disk.clone())), cold };
     connection.transmission(&mut input)
+}
+
+/// The receiving side.
+struct Requests {
+    stream: UnixStream,
+    /// Waits so long for the next bytes.
+    patience: PollTimeout,
+}
+
+impl Read for Requests {
+    /// Waits by `poll`: a thread that sleeps in `recv` the kernel wakes for nothing each time
+    /// that the client has taken a reply out of the socket.
+    fn read(&mut self, buffer: &mut [u8]) -> io::Result<usize> {
+        let mut stream = [PollFd::new(self.stream.as_fd(), PollFlags::POLLIN)];
+        match poll(&mut stream, self.patience)? {
+            0 => Err(io::ErrorKind::TimedOut.into()),
+            _ => self.stream.read(buffer),
+        }
+    }
+}
+
+/// Lets whole replies wait in the socket, whose room is the sender's.
+fn make_room(stream: &UnixStream) {
+    // The first is for a daemon with CAP_NET_ADMIN, the second as much as others may have.
+    if setsockopt(stream, sockopt::SndBufForce, &SEND_BUFFER_BYTES).is_err() {
+        if let Err(error) = setsockopt(stream, sockopt::SndBuf, &SEND_BUFFER_BYTES) {
+            tracing::debug!(%error, "an NBD connection keeps its small buffer");
+        }
+    }
 }
 
 /// Carries out reads that wait for the device, until no connection can send any more.
@@ -117,8 +152,12 @@ impl Connection<'_> {
             let request = Request::parse(&header)?;
             let payload = buffer.get(request.payload_bytes()?);
             input.read_exact(payload)?;
-            match request.command(self.served.disk.export_bytes()) {
-                Ok(Command::Disconnect) => return Ok(()),
+            let command = request.command(self.served.disk.export_bytes());
+            if command == Ok(Command::Disconnect) {
+                return Ok(());
+            }
+            self.served.disk.request_begins();
+            match command {
                 Ok(Command::Read) => self.read(request, &mut buffer),
                 Ok(command) => self.change(request, command, payload),
                 Err(status) => {
@@ -219,15 +258,17 @@ fn read_header(input: &mut impl Read, header: &mut [u8; REQUEST_BYTES]) -> io::R
 /// The sending side, shared by the threads that finish this client's requests.
 pub(super) struct Replies {
     stream: Mutex<UnixStream>,
+    disk: Arc<Disk>,
 }
 
 impl Replies {
-    fn new(stream: UnixStream) -> Replies {
-        Replies { stream: Mutex::new(stream) }
+    fn new(stream: UnixStream, disk: Arc<Disk>) -> Replies {
+        Replies { stream: Mutex::new(stream), disk }
     }
 
-    /// Sends one reply. If that fails the connection is shut down, which its thread sees.
+    /// Sends the one reply to a request. If that fails the connection is shut down, which its thread sees.
     fn send(&self, status: Status, handle: u64, data: &[u8]) {
+        self.disk.request_ends();
         let header = reply(status, handle);
         let mut stream = self.stream.lock().expect("no code under this lock panics");
         let mut parts = [IoSlice::new(&header), IoSlice::new(data)];

@@ -29,7 +29,13 @@ impl DeviceState {
     /// Reads the contents into `contents`, replacing what it held: after
     /// [`crate::qmp::Checkpoint::saved`].
     pub fn read_into(&self, contents: &mut Vec<u8>) -> io::Result<()> {
-        let bytes = usize::try_from(self.file.metadata()?.len()).map_err(io::Error::other)?;
+        self.read_first(self.file.metadata()?.len(), contents)
+    }
+
+    /// Reads so many bytes of the contents into `contents`, replacing what it held: after
+    /// [`crate::pause::AgentPause::saved`].
+    pub fn read_first(&self, bytes: u64, contents: &mut Vec<u8>) -> io::Result<()> {
+        let bytes = usize::try_from(bytes).map_err(io::Error::other)?;
         contents.resize(bytes, 0);
         self.file.read_exact_at(contents, 0)
     }

@@ -1,5 +1,6 @@
 //! Real QEMUs for the tests: a VM whose guest is one boot sector.
 
+use nix::sched::{CloneFlags, unshare};
 use nix::sys::memfd::{MFdFlags, memfd_create};
 use nix::sys::uio::{RemoteIoVec, process_vm_readv};
 use nix::unistd::Pid;
@@ -13,7 +14,9 @@ use std::process::{Child, Command};
 use std::sync::{LazyLock, mpsc};
 use std::time::{Duration, Instant};
 use tempfile::TempDir;
+use understudy_network::Tap;
 use understudy_qemu::command::{Console, Resources, Role, command_line};
+use understudy_qemu::definition::CardDefinition;
 use understudy_qemu::process::Launch;
 use understudy_qemu::qmp::{DeviceState, MonitorSockets, RamBlockInfo, VmEvent};
 use understudy_qemu::{Accelerator, Capabilities, Monitor, Qemu, VmDefinition};
@@ -129,6 +132,18 @@ pub fn eventually<T>(what: &str, mut condition: impl FnMut() -> Option<T>) -> T 
     }
 }
 
+/// Taps for the cards, in a network of their own: without the agent, a card needs a real one.
+fn open_taps(cards: &[CardDefinition]) -> Vec<Tap> {
+    if cards.is_empty() {
+        return Vec::new();
+    }
+    unshare(CloneFlags::CLONE_NEWNET).expect("these tests need root");
+    run("ip", &["link", "add", "br0", "type", "bridge"], Path::new("/"));
+    run("ip", &["link", "set", "br0", "up"], Path::new("/"));
+    let open = |(n, card): (_, &CardDefinition)| Tap::open(&format!("card{n}"), "br0", card.mac);
+    cards.iter().enumerate().map(|card| open(card).expect("a tap")).collect()
+}
+
 /// A running VM, all of whose disks are on one server, with everything the daemon would hold of it.
 pub struct Vm {
     pub monitor: Monitor,
@@ -148,8 +163,7 @@ impl Vm {
         let state = DeviceState::create().unwrap();
         let (sockets, ends) = MonitorSockets::create().unwrap();
         let [first, second, third] = ends.descriptors();
-        // Connected to nobody who reads: enough for a card without a network.
-        let ports: Vec<_> = definition.cards.iter().map(|_| UnixStream::pair().unwrap()).collect();
+        let taps = open_taps(&definition.cards);
         let console = folder.path().join("console");
         let args = command_line(
             definition,
@@ -161,7 +175,7 @@ impl Vm {
                 ram: ram.as_raw_fd(),
                 monitors: ends.numbers(),
                 disks: vec![disk.socket.clone(); definition.disks.len()],
-                cards: ports.iter().map(|(_, qemus)| qemus.as_raw_fd()).collect(),
+                cards: taps.iter().map(|tap| tap.as_fd().as_raw_fd()).collect(),
                 console: Some(Console {
                     socket: console.clone(),
                     log: folder.path().join("console.log"),
@@ -171,7 +185,7 @@ impl Vm {
             },
         );
         let mut inherit = vec![ram.as_fd(), state.as_fd(), first, second, third];
-        inherit.extend(ports.iter().map(|(_, qemus)| qemus.as_fd()));
+        inherit.extend(taps.iter().map(Tap::as_fd));
         let qemu = Qemu::launch(&Launch {
             binary: &CAPABILITIES.binary,
             args: &args,

@@ -6,7 +6,7 @@
 
 use super::compression_report::{CompressionBench, Sample, Way};
 use super::machine::{Machine, load_average};
-use super::on_scene;
+use super::{on_scene, patient, words};
 use crate::cli::BenchCompressionArgs;
 use crate::client::Client;
 use crate::demo::{guest_files, scene_options};
@@ -20,7 +20,7 @@ use understudy_daemon::ErrorKind;
 use understudy_daemon::report::{CompressionReport, ProtectRequest, VmStatus};
 use understudy_encoding::{Compression, EncodingPlan};
 use understudy_lab::scene::VM;
-use understudy_lab::{GuestShell, HostOptions, Scene};
+use understudy_lab::{GuestShell, Scene, SceneOptions};
 use understudy_protocol::Policy;
 
 /// What `guests/toolchain` builds, beside the guest's other files.
@@ -34,8 +34,6 @@ const PROVE: &str =
 const WARM_UP: Duration = Duration::from_secs(4);
 /// Between two points of the bandwidth over time.
 const GLANCE: Duration = Duration::from_millis(500);
-/// Both hosts and the load share this machine's processors, so silence means nothing.
-const DETECTION: &str = "[detection]\ntimeout_ms = 10000";
 /// For the backup to end a session of protection.
 const STAND_DOWN_LIMIT: Duration = Duration::from_secs(10);
 
@@ -48,6 +46,13 @@ const WAYS: [(&str, Compression); 4] = [
 
 /// Measures and prints.
 pub fn run(args: &BenchCompressionArgs, json: bool) -> Result<Exit, Failure> {
+    let bench = measure(args)?;
+    output::show(json, &bench, CompressionBench::table)?;
+    Ok(Exit::Ok)
+}
+
+/// Measures on a scene of its own.
+pub(super) fn measure(args: &BenchCompressionArgs) -> Result<CompressionBench, Failure> {
     let files = args.guest.clone().unwrap_or_else(guest_files).join(TOOLCHAIN);
     if !files.is_dir() {
         let words = format!(
@@ -56,19 +61,12 @@ pub fn run(args: &BenchCompressionArgs, json: bool) -> Result<Exit, Failure> {
         );
         return Err(Failure::new(FailureKind::Host(ErrorKind::NotFound), words));
     }
-    let mut options = scene_options(Some(&files))?;
-    options.disks = 2;
-    for host in &options.hosts {
-        let settings = DETECTION.to_owned();
-        options.daemons.insert(host.clone(), HostOptions { settings, ..Default::default() });
-    }
-    let bench = on_scene(options, |scene| measure(scene, args))
-        .map_err(|error| Failure::internal(format!("the benchmark failed: {error:#}")))?;
-    output::show(json, &bench, CompressionBench::table)?;
-    Ok(Exit::Ok)
+    let options = SceneOptions { disks: 2, ..patient(scene_options(Some(&files))?) };
+    on_scene(options, |scene| compare(scene, args))
+        .map_err(|error| Failure::internal(format!("the benchmark failed: {error:#}")))
 }
 
-fn measure(scene: &Scene, args: &BenchCompressionArgs) -> Result<CompressionBench> {
+fn compare(scene: &Scene, args: &BenchCompressionArgs) -> Result<CompressionBench> {
     scene.start_guest("a")?;
     scene.await_guest()?;
     let primary = Client::new(scene.host("a")?.socket()).map_err(words)?;
@@ -159,8 +157,4 @@ fn protect(primary: &Client, request: &ProtectRequest) -> Result<()> {
             Err(_) => thread::sleep(GLANCE),
         }
     }
-}
-
-fn words(failure: Failure) -> anyhow::Error {
-    anyhow::anyhow!(failure.message)
 }

@@ -4,7 +4,7 @@
 //! to the backup delays every byte and carries 100 Mbit/s.
 
 use super::machine::{Machine, load_average};
-use super::on_scene;
+use super::{DETECTION, on_scene, words};
 use crate::cli::BenchDistanceArgs;
 use crate::client::Client;
 use crate::demo::scene_options;
@@ -21,8 +21,6 @@ use understudy_lab::{HostOptions, LongLine, RecordClient, Scene, wait_for};
 const DELAYS_MS: [u64; 5] = [0, 1, 5, 20, 50];
 const BITS_PER_SECOND: u64 = 100_000_000;
 const MEMORY_MIB: u32 = 256;
-/// Everything shares this machine's processors: silence means nothing.
-const DETECTION: &str = "[detection]\ntimeout_ms = 10000\n";
 /// For the backup to have forgotten the guest.
 const LIMIT: Duration = Duration::from_secs(60);
 /// Records at the start of a measurement that do not count.
@@ -140,10 +138,6 @@ fn records(
         checkpoints_per_second: per_second(before.checkpoints, after.checkpoints),
         bytes_per_second: per_second(before.bytes_sent, after.bytes_sent),
     })
-}
-
-fn words(failure: Failure) -> anyhow::Error {
-    anyhow::anyhow!(failure.message)
 }
 
 impl DistanceBench {

@@ -219,7 +219,7 @@ fn look(stage: &mut Stage) -> Result<Machine> {
 }
 
 impl FailureKind {
-    fn name(self) -> &'static str {
+    pub(super) fn name(self) -> &'static str {
         match self {
             FailureKind::Kill => "kill",
             FailureKind::Cut => "cut",

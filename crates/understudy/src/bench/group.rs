@@ -6,7 +6,7 @@
 //! by the guest's, which stands still while the guest does.
 
 use super::machine::{Machine, load_average};
-use super::on_scene;
+use super::{on_scene, patient, words};
 use crate::cli::BenchGroupArgs;
 use crate::client::Client;
 use crate::demo::scene_options;
@@ -21,14 +21,10 @@ use understudy_daemon::report::{GroupRequest, ProtectRequest, Protection};
 use understudy_encoding::EncodingPlan;
 use understudy_lab::companion::{COMPANION, COMPANION_ADDRESS};
 use understudy_lab::scene::{RECORDS_PORT, VM};
-use understudy_lab::{
-    ChatterClient, Companion, GuestShell, HostOptions, Load, Scene, SceneOptions, wait_for,
-};
+use understudy_lab::{ChatterClient, Companion, GuestShell, Load, Scene, SceneOptions, wait_for};
 use understudy_protocol::{Output, Policy};
 
 const MEMORY_MIB: u32 = 256;
-/// Both hosts and both guests share this machine's processors: silence means nothing.
-const DETECTION: &str = "[detection]\ntimeout_ms = 10000";
 /// For both guests to be protected, or for the backup to have forgotten them.
 const LIMIT: Duration = Duration::from_secs(60);
 const GLANCE: Duration = Duration::from_millis(200);
@@ -91,12 +87,8 @@ pub struct GroupBench {
 
 /// Measures and prints.
 pub fn run(args: &BenchGroupArgs, json: bool) -> Result<Exit, Failure> {
-    let mut options = scene_options(args.guest.as_deref())?;
+    let mut options = patient(scene_options(args.guest.as_deref())?);
     options.memory_mib = MEMORY_MIB;
-    for host in &options.hosts {
-        let settings = DETECTION.to_owned();
-        options.daemons.insert(host.clone(), HostOptions { settings, ..Default::default() });
-    }
     let bench = measure(options, args)
         .map_err(|error| Failure::internal(format!("the benchmark failed: {error:#}")))?;
     output::show(json, &bench, GroupBench::table)?;
@@ -267,10 +259,6 @@ fn medians(runs: &[Trips]) -> Trips {
         p99_ms: median(|trips| trips.p99_ms),
         outside_per_second: median(|trips| trips.outside_per_second),
     }
-}
-
-fn words(failure: Failure) -> anyhow::Error {
-    anyhow::anyhow!(failure.message)
 }
 
 impl GroupBench {

@@ -1,10 +1,10 @@
 //! What was measured on: figures without it say little.
 
-use serde::Serialize;
+use serde::{Deserialize, Serialize};
 use std::fs;
 
 /// The machine, and what was measured.
-#[derive(Clone, Debug, Serialize)]
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Machine {
     /// The processor's name.
     pub cpu: String,
@@ -25,6 +25,12 @@ pub struct Machine {
 impl Machine {
     /// This machine, with the QEMU that runs as `qemu_pid`.
     pub fn look(understudy: String, qemu: String, qemu_pid: u32) -> Machine {
+        let accel = accel(qemu_pid).unwrap_or_else(unknown);
+        Machine { understudy, ..Machine::here(qemu, accel) }
+    }
+
+    /// This machine and this program, with a QEMU of that version and accelerator.
+    pub fn here(qemu: String, accel: String) -> Machine {
         let uname = nix::sys::utsname::uname();
         let release = uname.map(|uname| uname.release().to_string_lossy().into_owned());
         let memory_kib = field("/proc/meminfo", "MemTotal").and_then(|text| kib(&text));
@@ -34,8 +40,8 @@ impl Machine {
             memory_mib: memory_kib.unwrap_or_default() / 1024,
             kernel: release.unwrap_or_else(|_| unknown()),
             qemu,
-            accel: accel(qemu_pid).unwrap_or_else(unknown),
-            understudy,
+            accel,
+            understudy: env!("CARGO_PKG_VERSION").to_owned(),
         }
     }
 }
@@ -62,7 +68,7 @@ pub fn kib(text: &str) -> Option<u64> {
 fn accel(qemu_pid: u32) -> Option<String> {
     let line = fs::read(format!("/proc/{qemu_pid}/cmdline")).ok()?;
     let line = String::from_utf8_lossy(&line).into_owned();
-    let (_, rest) = line.split_once("accel=")?;
+    let (_, rest) = line.split_once("\0-accel\0")?;
     rest.split([',', '\0']).next().map(str::to_owned)
 }
 

@@ -2,7 +2,10 @@
 //!
 //! | module    | is |
 //! |-----------|----|
+//! | [`suite`] | every workload of the papers in every variant, and the report |
 //! | [`pause`] | how long a checkpoint stops the guest, against the pages it wrote |
+//! | `migration` | live migrations of the same guest, for the pause to be compared with |
+//! | `papers`  | figures that were measured elsewhere |
 //! | [`group`] | round trips between two guests, protected as a group, one by one, not at all |
 //! | [`throttle`] | what becomes of a guest that writes faster than the link carries |
 //! | [`compression`] | what each way to encode pages gains and costs while the guest compiles |
@@ -21,13 +24,48 @@ pub mod failover;
 pub mod group;
 mod machine;
 mod memory;
+mod migration;
+mod papers;
 pub mod pause;
 mod report;
+pub mod suite;
 pub mod throttle;
 pub mod workload;
 pub mod workloads;
 
-use understudy_lab::{Scene, SceneOptions};
+use crate::cli::{BenchArgs, BenchCommand};
+use crate::failure::{Exit, Failure};
+use understudy_lab::{HostOptions, Scene, SceneOptions};
+
+/// One measurement, or the suite.
+pub fn run(args: &BenchArgs, json: bool) -> Result<Exit, Failure> {
+    match &args.command {
+        None => suite::run(&args.suite, json),
+        Some(BenchCommand::Compression(args)) => compression::run(args, json),
+        Some(BenchCommand::Distance(args)) => distance::run(args, json),
+        Some(BenchCommand::Failover(args)) => failover::run(args, json),
+        Some(BenchCommand::Group(args)) => group::run(args, json),
+        Some(BenchCommand::Pause(args)) => pause::run(args, json),
+        Some(BenchCommand::Throttle(args)) => throttle::run(args, json),
+        Some(BenchCommand::Workload(args)) => workload::run(args, json),
+    }
+}
+
+/// Both hosts and the guest's load share this machine's processors, so silence means nothing.
+const DETECTION: &str = "[detection]\ntimeout_ms = 10000\n";
+
+/// With hosts that suspect each other only after a long silence.
+fn patient(mut options: SceneOptions) -> SceneOptions {
+    for host in &options.hosts {
+        let settings = DETECTION.to_owned();
+        options.daemons.insert(host.clone(), HostOptions { settings, ..Default::default() });
+    }
+    options
+}
+
+fn words(failure: Failure) -> anyhow::Error {
+    anyhow::anyhow!(failure.message)
+}
 
 /// Measures on a scene of its own, which is gone when this returns, whatever happened.
 /// An error shows the ends of its logs first.

@@ -7,8 +7,9 @@
 
 use super::machine::{Machine, load_average};
 use super::memory::DaemonMemory;
-use super::on_scene;
+use super::migration::Migrations;
 use super::report::{PauseBench, Point};
+use super::{on_scene, patient, words};
 use crate::cli::BenchPauseArgs;
 use crate::client::Client;
 use crate::demo::scene_options;
@@ -21,7 +22,7 @@ use std::time::{Duration, Instant};
 use understudy_daemon::ErrorKind;
 use understudy_daemon::report::{CheckpointTiming, ProtectRequest};
 use understudy_lab::scene::VM;
-use understudy_lab::{GuestShell, HostOptions, Scene, SceneOptions};
+use understudy_lab::{GuestShell, Scene, SceneOptions};
 use understudy_protocol::{Epoch, PAGE_SIZE, Policy};
 
 /// Memory that the guest's own system needs beside the pages to write.
@@ -30,8 +31,6 @@ const SYSTEM_MIB: u64 = 160;
 const WARM_UP: Duration = Duration::from_secs(2);
 /// How often the daemons are looked at.
 const GLANCE: Duration = Duration::from_millis(200);
-/// Both hosts and the load share this machine's processors, so silence means nothing.
-pub(super) const DETECTION: &str = "[detection]\ntimeout_ms = 10000";
 /// For the backup to end a session of protection.
 const STAND_DOWN_LIMIT: Duration = Duration::from_secs(10);
 /// For one epoch, however slow the machine.
@@ -40,11 +39,7 @@ const EPOCH_LIMIT: Duration = Duration::from_secs(10);
 /// Measures and prints.
 pub fn run(args: &BenchPauseArgs, json: bool) -> Result<Exit, Failure> {
     check(args)?;
-    let mut options = scene_options(args.guest.as_deref())?;
-    for host in &options.hosts {
-        let settings = DETECTION.to_owned();
-        options.daemons.insert(host.clone(), HostOptions { settings, ..Default::default() });
-    }
+    let options = scene_options(args.guest.as_deref())?;
     let bench = measure(options, args)
         .map_err(|error| Failure::internal(format!("the benchmark failed: {error:#}")))?;
     output::show(json, &bench, PauseBench::table)?;
@@ -67,7 +62,9 @@ fn check(args: &BenchPauseArgs) -> Result<(), Failure> {
     }
 }
 
-fn measure(options: SceneOptions, args: &BenchPauseArgs) -> Result<PauseBench> {
+/// Measures on scenes of its own, one for each size of guest.
+pub(super) fn measure(options: SceneOptions, args: &BenchPauseArgs) -> Result<PauseBench> {
+    let options = patient(options);
     let progress = Progress::new(args);
     let mut result: Option<PauseBench> = None;
     for &memory_mib in &args.memory {
@@ -87,10 +84,15 @@ fn measure_guest(
     args: &BenchPauseArgs,
     progress: &Progress,
 ) -> Result<PauseBench> {
-    let memory_mib = options.memory_mib;
+    let (memory_mib, guest_files) = (options.memory_mib, options.guest_files.clone());
     progress.doing(&format!("two hosts; Linux boots on one of them, with {memory_mib} MiB"));
     on_scene(options, |scene| {
-        Bench::begin(scene, progress, memory_mib).and_then(|mut bench| bench.points(args))
+        let mut bench = Bench::begin(scene, progress, memory_mib)?;
+        if args.migrations > 0 {
+            progress.doing("the same guest boots without the product, to be migrated");
+            bench.migrations = Some(Migrations::begin(scene.lab(), &guest_files, memory_mib)?);
+        }
+        bench.points(args)
     })
 }
 
@@ -100,6 +102,7 @@ struct Bench<'a> {
     memory_mib: u32,
     primary: Client,
     shell: GuestShell,
+    migrations: Option<Migrations<'a>>,
 }
 
 impl<'a> Bench<'a> {
@@ -107,7 +110,8 @@ impl<'a> Bench<'a> {
         scene.start_guest("a")?;
         scene.await_guest()?;
         let primary = Client::new(scene.host("a")?.socket()).map_err(words)?;
-        Ok(Bench { scene, progress, memory_mib, primary, shell: scene.shell()? })
+        let shell = scene.shell()?;
+        Ok(Bench { scene, progress, memory_mib, primary, shell, migrations: None })
     }
 
     fn points(&mut self, args: &BenchPauseArgs) -> Result<PauseBench> {
@@ -117,7 +121,13 @@ impl<'a> Bench<'a> {
         let machine = Machine::look(status.version, status.qemu_version, qemu_pid);
         let mut points = Vec::new();
         for &pages in &args.points {
-            let point = self.point(pages, args.epochs)?;
+            let mut point = self.point(pages, args.epochs)?;
+            if let Some(migrations) = &mut self.migrations {
+                self.progress.doing(&format!("{pages} pages: migrating the guest"));
+                let load = start_load(migrations.shell(), pages, point.hz)?;
+                point.migration = Some(migrations.downtimes(args.migrations)?);
+                stop_load(migrations.shell(), load)?;
+            }
             self.progress.measured(&point);
             points.push(point);
         }
@@ -130,12 +140,10 @@ impl<'a> Bench<'a> {
         self.progress.doing(&format!("{pages} pages an epoch: protecting the guest"));
         self.protect(hz)?;
         self.scene.await_protected("a", |_| ())?;
-        let load = self.start_load(pages, hz)?;
+        let load = start_load(&mut self.shell, pages, hz)?;
         thread::sleep(WARM_UP);
         let (timings, memory) = self.watch(pages, epochs)?;
-        if let Some(pid) = load {
-            self.shell.run(&format!("kill {pid}"))?;
-        }
+        stop_load(&mut self.shell, load)?;
         self.primary.unprotect(VM).map_err(words)?;
         let mut point = Point::from_timings(self.memory_mib, pages, hz, &timings);
         (point.primary_memory, point.backup_memory) = memory;
@@ -155,16 +163,6 @@ impl<'a> Bench<'a> {
                 Err(_) => thread::sleep(GLANCE),
             }
         }
-    }
-
-    /// Starts to rewrite `pages` a little more often than there are epochs, so
-    /// that each epoch sees every page written.
-    fn start_load(&mut self, pages: u64, hz: u32) -> Result<Option<u32>> {
-        if pages == 0 {
-            return Ok(None);
-        }
-        let interval_ms = 1000 / hz * 9 / 10;
-        self.shell.start(&format!("exec guest-tools dirty {pages} {interval_ms}")).map(Some)
     }
 
     /// Collects the next `epochs` committed checkpoints.
@@ -201,6 +199,23 @@ impl<'a> Bench<'a> {
     }
 }
 
+/// Starts to rewrite `pages` a little more often than there are epochs, so that each
+/// epoch sees every page written.
+fn start_load(shell: &mut GuestShell, pages: u64, hz: u32) -> Result<Option<u32>> {
+    if pages == 0 {
+        return Ok(None);
+    }
+    let interval_ms = 1000 / hz * 9 / 10;
+    shell.start(&format!("exec guest-tools dirty {pages} {interval_ms}")).map(Some)
+}
+
+fn stop_load(shell: &mut GuestShell, load: Option<u32>) -> Result<()> {
+    match load {
+        Some(pid) => shell.run(&format!("kill {pid}")).map(drop),
+        None => Ok(()),
+    }
+}
+
 /// Checkpoints a second: as many as leave time to send the pages in between.
 fn rate(pages: u64) -> u32 {
     match pages {
@@ -208,10 +223,6 @@ fn rate(pages: u64) -> u32 {
         2_000..20_000 => 10,
         _ => 2,
     }
-}
-
-pub(super) fn words(failure: Failure) -> anyhow::Error {
-    anyhow::anyhow!(failure.message)
 }
 
 /// A bar on stderr, or a line for each point where none can be drawn.
@@ -264,7 +275,14 @@ mod tests {
 
     #[test]
     fn more_pages_than_the_guest_has_are_refused() {
-        let args = |points| BenchPauseArgs { epochs: 100, points, memory: vec![512], guest: None };
+        let memory = vec![512];
+        let args = |points| BenchPauseArgs {
+            epochs: 100,
+            points,
+            memory: memory.clone(),
+            migrations: 3,
+            guest: None,
+        };
         assert!(check(&args(vec![0, 50_000])).is_ok());
         let failure = check(&args(vec![0, 100_000])).unwrap_err();
         assert!(failure.message.contains("room for 90112 pages"), "{}", failure.message);

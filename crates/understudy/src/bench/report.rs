@@ -2,6 +2,8 @@
 
 use super::machine::Machine;
 use super::memory::DaemonMemory;
+use super::migration::Downtimes;
+use super::papers::COLO_PAUSES;
 use serde::Serialize;
 use std::fmt::Write;
 use understudy_daemon::report::CheckpointTiming;
@@ -53,6 +55,8 @@ pub struct Point {
     pub primary_memory: DaemonMemory,
     /// The backup's daemon.
     pub backup_memory: DaemonMemory,
+    /// Live migrations of the same guest with the same load, if any were asked for.
+    pub migration: Option<Downtimes>,
 }
 
 impl Point {
@@ -87,6 +91,7 @@ impl Point {
             load_average: None,
             primary_memory: DaemonMemory::default(),
             backup_memory: DaemonMemory::default(),
+            migration: None,
         }
     }
 }
@@ -129,6 +134,36 @@ impl PauseBench {
                 p.epochs,
                 p.primary_memory.private_peak_mib,
                 p.backup_memory.private_peak_mib,
+            );
+        }
+        text + &self.peers_table()
+    }
+
+    /// The pause beside what QEMU itself offers to move a guest.
+    fn peers_table(&self) -> String {
+        if self.points.iter().all(|point| point.migration.is_none()) {
+            return String::new();
+        }
+        let mut text = format!(
+            "\nbeside the downtime of a live migration of the same guest, median (least–most) in \
+             milliseconds;\ndefault: QEMU's limits, small: downtime-limit 10 ms, bandwidth \
+             unlimited;\nCOLO: {}\n\n  guest   pages   PAUSE       migration, default         \
+             migration, small      COLO\n",
+            COLO_PAUSES.source
+        );
+        for p in &self.points {
+            let (default, small) = p
+                .migration
+                .as_ref()
+                .map(|m| (m.default.words(), m.small.words()))
+                .unwrap_or_default();
+            let _ = writeln!(
+                text,
+                "{:7} {:7} {:7.2} {default:>24} {small:>24} {:>9}",
+                p.memory_mib,
+                p.pages,
+                p.total_ms,
+                COLO_PAUSES.words(p.pages),
             );
         }
         text

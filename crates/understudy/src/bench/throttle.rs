@@ -2,8 +2,7 @@
 //! carries (Remus, section 3.4), with and without its vCPUs being slowed down.
 
 use super::machine::{Machine, load_average};
-use super::on_scene;
-use super::pause::{DETECTION, words};
+use super::{DETECTION, on_scene, words};
 use crate::cli::BenchThrottleArgs;
 use crate::client::Client;
 use crate::demo::scene_options;

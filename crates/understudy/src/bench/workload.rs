@@ -1,8 +1,7 @@
 //! `understudy bench workload`: one guest, protected or not, and workloads on it.
 
-use super::on_scene;
-use super::pause::DETECTION;
 use super::workloads::{Bed, Better, Sample, Scale, Workload};
+use super::{on_scene, patient};
 use crate::cli::BenchWorkloadArgs;
 use crate::demo::scene_options;
 use crate::failure::{Exit, Failure};
@@ -11,7 +10,7 @@ use anyhow::Result;
 use serde::Serialize;
 use std::fmt::Write;
 use understudy_lab::scene::GuestKind;
-use understudy_lab::{GUEST_ADDRESS, HostOptions, Scene};
+use understudy_lab::{GUEST_ADDRESS, Scene};
 
 /// What one workload measured; `--json` prints a list of these.
 #[derive(Clone, Debug, Serialize)]
@@ -28,12 +27,8 @@ pub struct Measured {
 
 /// Measures and prints.
 pub fn run(args: &BenchWorkloadArgs, json: bool) -> Result<Exit, Failure> {
-    let mut options = scene_options(args.guest.as_deref())?;
+    let mut options = patient(scene_options(args.guest.as_deref())?);
     options.kind = GuestKind::Bench;
-    for host in &options.hosts {
-        let settings = DETECTION.to_owned();
-        options.daemons.insert(host.clone(), HostOptions { settings, ..Default::default() });
-    }
     let measured = on_scene(options, |scene| measure(scene, args))
         .map_err(|error| Failure::internal(format!("the benchmark failed: {error:#}")))?;
     output::show(json, &measured, |measured| table(measured))?;

@@ -1,12 +1,70 @@
 //! The grammar of `understudy bench`.
 
 use crate::bench::failover::ClientKind;
+use crate::bench::suite::{Subject, Variant};
 use crate::bench::workloads::Workload;
 use clap::{Args, Subcommand};
 use std::path::PathBuf;
 use understudy_encoding::{DEFAULT_CACHE_PAGES, MOST_CACHE_PAGES};
 
 /// `bench`
+#[derive(Debug, Args)]
+#[command(args_conflicts_with_subcommands = true, after_help = SUITE_HELP)]
+pub struct BenchArgs {
+    /// One measurement by itself.
+    #[command(subcommand)]
+    pub command: Option<BenchCommand>,
+    /// Without one: the suite.
+    #[command(flatten)]
+    pub suite: SuiteArgs,
+}
+
+pub(super) const SUITE_HELP: &str = "\
+Without a subcommand: the suite. Each workload runs in a guest in every variant, one
+after the other, round by round, beside an unprotected guest; then the pause, the
+compression and fail-over are measured. Two hosts and a client are network
+namespaces of this machine; the rest is real. Needs root, and the guests of
+`make guests` and `make bench-guest` (compression: guests/toolchain).
+
+Each result goes at once to DIR/samples.jsonl. A suite that was interrupted goes on
+where it was if build, guest, machine and scale are the same; results of another
+build are kept beside. DIR/report.json and DIR/report.html hold the report.
+
+Exits with 1 if something could not be measured, but for QEMU's COLO (variant colo),
+which does not run on every QEMU: then its row has the error that was met.
+
+Examples:
+  understudy bench --quick                       less than ten minutes
+  understudy bench --only cpu,web --runs 5
+  understudy bench --variants unprotected,adaptive";
+
+/// `bench`, the suite.
+#[derive(Debug, Args)]
+pub struct SuiteArgs {
+    /// Only these.
+    #[arg(long, value_name = "NAME,…", value_delimiter = ',')]
+    pub only: Vec<Subject>,
+    /// Workloads in these variants only.
+    #[arg(long, value_name = "NAME,…", value_delimiter = ',')]
+    pub variants: Vec<Variant>,
+    /// Small workloads, few variants, one round: a first look.
+    #[arg(long)]
+    pub quick: bool,
+    /// Rounds [default: 3; 1 with --quick].
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=100))]
+    pub runs: Option<u32>,
+    /// Begin anew; earlier results are kept beside.
+    #[arg(long)]
+    pub fresh: bool,
+    /// Where results and reports are kept.
+    #[arg(long, value_name = "DIR", default_value = "target/bench")]
+    pub output: PathBuf,
+    /// The test guests' files [default: target/guest of the build].
+    #[arg(long, value_name = "DIR", env = "UNDERSTUDY_GUEST")]
+    pub guest: Option<PathBuf>,
+}
+
+/// `bench`, one measurement by itself.
 #[derive(Debug, Subcommand)]
 pub enum BenchCommand {
     /// How long a checkpoint stops the guest, against the pages that it wrote.
@@ -169,6 +227,10 @@ pub struct BenchPauseArgs {
         value_parser = memory_mib
     )]
     pub memory: Vec<u32>,
+    /// Live migrations of the same guest at each point, for comparison, with each of two
+    /// settings; 0 for none.
+    #[arg(long, value_name = "N", default_value_t = 3, value_parser = clap::value_parser!(u32).range(0..=100))]
+    pub migrations: u32,
     /// The test guest's files [default: target/guest of the build].
     #[arg(long, value_name = "DIR", env = "UNDERSTUDY_GUEST")]
     pub guest: Option<PathBuf>,

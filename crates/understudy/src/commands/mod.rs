@@ -13,7 +13,7 @@ mod vm;
 
 use crate::bench;
 use crate::chaos;
-use crate::cli::{BenchCommand, Cli, Command};
+use crate::cli::{Cli, Command};
 use crate::client::Client;
 use crate::demo;
 use crate::failure::{Exit, Failure};
@@ -33,13 +33,7 @@ pub fn run(cli: &Cli) -> Result<Exit, Failure> {
         Command::Demo(args) => demo::run(args, cli.json),
         Command::Chaos(args) => chaos::run(args, cli.json),
         Command::Simulate(args) => simulate::run(args, cli.json),
-        Command::Bench(BenchCommand::Compression(args)) => bench::compression::run(args, cli.json),
-        Command::Bench(BenchCommand::Pause(args)) => bench::pause::run(args, cli.json),
-        Command::Bench(BenchCommand::Distance(args)) => bench::distance::run(args, cli.json),
-        Command::Bench(BenchCommand::Failover(args)) => bench::failover::run(args, cli.json),
-        Command::Bench(BenchCommand::Group(args)) => bench::group::run(args, cli.json),
-        Command::Bench(BenchCommand::Workload(args)) => bench::workload::run(args, cli.json),
-        Command::Bench(BenchCommand::Throttle(args)) => bench::throttle::run(args, cli.json),
+        Command::Bench(args) => bench::run(args, cli.json),
         Command::Doctor { config } => doctor::run(config.as_deref(), cli.json),
     }
 }

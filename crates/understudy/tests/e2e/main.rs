@@ -16,6 +16,8 @@
 //! | [`group`]   | two guests that are protected as one |
 //! | [`confinement`] | a QEMU without rights |
 //! | [`crowd`]   | one backup for eight VMs of two primaries |
+//! | [`pauses`]  | both ways to pause a guest |
+//! | [`inbound`] | what clients have just said survives their primary |
 //! | [`phases`]  | deaths at each phase of the protocol |
 //! | [`fencing`] | partitions, and an arbiter that cannot be reached |
 //! | [`repair`]  | redundancy that restores itself, on three hosts |
@@ -28,6 +30,7 @@
 //! | [`counter`] | a guest for every accelerator |
 //! | [`wire`]    | corrupt and truncated messages |
 //! | [`plain`]   | a guest without the product beside a guest with it |
+//! | [`colo`]    | QEMU's own fault tolerance, or why it does not run |
 //! | [`refusals`]| bad input |
 //! | [`security`]| who is let in |
 //! | [`throttle`]| a guest that writes faster than a slow link carries |
@@ -35,6 +38,7 @@
 //! | [`relay`]   | what can go wrong on the wire, for the tests above |
 
 mod bulk;
+mod colo;
 mod compression;
 mod confinement;
 mod counter;
@@ -43,7 +47,9 @@ mod deaths;
 mod distance;
 mod fencing;
 mod group;
+mod inbound;
 mod paths;
+mod pauses;
 mod peer;
 mod phases;
 mod plain;

@@ -6,8 +6,11 @@ use std::io::{ErrorKind, Read, Write};
 use std::net::{SocketAddr, TcpStream};
 use std::path::Path;
 use std::time::Duration;
-use understudy_lab::scene::ECHO_PORT;
-use understudy_lab::{Lab, PlainGuest, PlainOptions, in_namespace, wait_for};
+use understudy_lab::scene::{ECHO_PORT, SHELL_PORT};
+use understudy_lab::{
+    GuestShell, Lab, MigrationLimits, PlainGuest, PlainOptions, SceneOptions, in_namespace,
+    wait_for,
+};
 
 /// A paused guest is watched for so long.
 const SILENCE: Duration = Duration::from_millis(700);
@@ -59,6 +62,44 @@ fn a_plain_guest_runs_beside_a_managed_one_and_leaves_nothing() {
         let interfaces = scene.lab().host("a")?.interfaces()?;
         ensure!(!interfaces.contains(&plain.name), "a tap is left behind: {interfaces:?}");
         Ok(())
+    });
+}
+
+#[test]
+fn a_plain_guest_migrates_with_its_connections_or_stays_where_it_is() {
+    let options = SceneOptions { hosts: vec!["a".to_owned()], ..options() };
+    let plain = PlainOptions::test_guest(&options.guest_files);
+    play(options, |scene| {
+        let lab = scene.lab();
+        let mut guest = PlainGuest::start(lab, "a", &plain)?;
+        guest.await_boot(lab, &[ECHO_PORT, SHELL_PORT])?;
+        let mut connection = connect(lab, guest.server(ECHO_PORT))?;
+        let mut echo = |word: &[u8]| {
+            connection.write_all(word)?;
+            await_echo(&mut connection, word)
+        };
+        let mut shell = GuestShell::connect(lab, guest.server(SHELL_PORT))?;
+        shell.start("exec guest-tools dirty 1000 20")?;
+        echo(b"on the source")?;
+
+        let pid = guest.qemu_pid();
+        let migrated = guest.migrate(lab, &MigrationLimits::default(), LIMIT)?;
+        let migration = migrated.context("QEMU found no moment to switch")?;
+        ensure!(guest.qemu_pid() != pid, "the guest is in the same QEMU");
+        ensure!(!migration.downtime.is_zero() && migration.downtime < migration.total);
+        ensure!(migration.rounds >= 2 && migration.bytes > 1 << 20, "{migration:?}");
+        echo(b"on the target")?;
+
+        // The guest's memory does not fit through this in so short a time.
+        let crawl = MigrationLimits { bandwidth: 1 << 20, ..Default::default() };
+        let pid = guest.qemu_pid();
+        let migrated = guest.migrate(lab, &crawl, Duration::from_secs(1))?;
+        ensure!(migrated.is_none() && guest.qemu_pid() == pid, "{migrated:?}");
+        echo(b"still there")?;
+
+        let migrated = guest.migrate(lab, &MigrationLimits::default(), LIMIT)?;
+        ensure!(migrated.is_some(), "the second migration came to no end");
+        echo(b"on the second target")
     });
 }
 

@@ -9,7 +9,7 @@ use std::io::Write;
 use std::process::{Command, Stdio};
 use understudy_lab::check::check_disk;
 use understudy_lab::scene::VM;
-use understudy_lab::{Scene, wait_for};
+use understudy_lab::{RecordClient, Scene, wait_for};
 
 #[test]
 fn planned_fail_overs_lose_nothing() {
@@ -64,16 +64,7 @@ fn a_protected_guest_is_stopped() {
 
 #[test]
 fn a_protected_guest_powers_off() {
-    play_protected(options(), |scene, client| {
-        let image = scene.disk("a", 0)?;
-        let acked = close(client)?;
-        scene.shell()?.start("poweroff")?;
-        await_forgotten(scene, "a")?;
-        await_forgotten(scene, "b")?;
-        let check = check_disk(&image, acked)?;
-        ensure!(check.is_intact(), "{check:#?}");
-        Ok(())
-    });
+    play_protected(options(), power_off);
 }
 
 /// After the fail-over the guest must find its firmware where it always was.
@@ -84,19 +75,36 @@ fn a_guest_reboots_on_either_host() {
         reboot(scene, "a")?;
         let status = scene.status("a")?;
         ensure!(protection(&status).0 == "protected", "a reboot ended protection: {status}");
-        let client = scene.record_client(PACE)?;
-        await_service(&client)?;
-        scene.host_mut("a")?.kill_everything()?;
-        scene.await_live("b")?;
-        await_service(&client)?;
-        let acked = close(client)?;
-        reboot(scene, "b")?;
-        prove_disk(scene, "b", acked)
+        fail_over_and_reboot(scene)
     });
 }
 
+/// The guest, protected on host a, powers off; its disk is whole and both hosts forget it.
+pub fn power_off(scene: &mut Scene, client: RecordClient) -> Result<()> {
+    let image = scene.disk("a", 0)?;
+    let acked = close(client)?;
+    scene.shell()?.start("poweroff")?;
+    await_forgotten(scene, "a")?;
+    await_forgotten(scene, "b")?;
+    let check = check_disk(&image, acked)?;
+    ensure!(check.is_intact(), "{check:#?}");
+    Ok(())
+}
+
+/// Host a dies, and the guest reboots where it goes on.
+pub fn fail_over_and_reboot(scene: &mut Scene) -> Result<()> {
+    let client = scene.record_client(PACE)?;
+    await_service(&client)?;
+    scene.host_mut("a")?.kill_everything()?;
+    scene.await_live("b")?;
+    await_service(&client)?;
+    let acked = close(client)?;
+    reboot(scene, "b")?;
+    prove_disk(scene, "b", acked)
+}
+
 /// Reboots the guest on `host` and waits until its servers answer again.
-fn reboot(scene: &Scene, host: &str) -> Result<()> {
+pub fn reboot(scene: &Scene, host: &str) -> Result<()> {
     scene.shell()?.start("reboot")?;
     wait_for("the guest to reboot", LIMIT, || {
         let status = scene.status(host)?;

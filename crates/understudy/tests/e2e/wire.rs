@@ -63,6 +63,12 @@ fn flip(bytes: &mut [u8], at: usize) -> Then {
     Then::Forward
 }
 
+/// A number that no kind of message has; with a single flipped bit it may be another's.
+fn no_kind(bytes: &mut [u8]) -> Then {
+    bytes[KIND] = u8::MAX;
+    Then::Forward
+}
+
 fn flip_last(bytes: &mut [u8]) -> Then {
     let last = bytes.len() - 1;
     flip(bytes, last)
@@ -161,7 +167,7 @@ impl Log {
 fn damaged_headers_end_the_connection() {
     endure(vec![
         sent("a wrong magic", of_an_epoch, |bytes| flip(bytes, 0), "bad magic"),
-        sent("an unknown kind", device_state, |bytes| flip(bytes, KIND), "unknown message kind"),
+        sent("an unknown kind", device_state, |bytes| no_kind(bytes), "unknown message kind"),
         sent("a wrong epoch", device_state, |bytes| flip(bytes, EPOCH), "corrupt"),
         sent(
             "a length beyond all bounds",

@@ -5,7 +5,7 @@ use anyhow::{Context, Result, ensure};
 use std::time::Duration;
 
 const LIMIT: Duration = Duration::from_secs(600);
-const TRANSACTIONS: (u32, u32) = (10_000, 4_000);
+const TRANSACTIONS: (u32, u32) = (10_000, 5_000);
 /// Files at the start; as it comes.
 const FILES: u64 = 500;
 

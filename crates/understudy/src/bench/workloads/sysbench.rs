@@ -11,11 +11,11 @@ const PRIMES: u32 = 10_000;
 const PRIME_SEARCHES: (u64, u64) = (6_000, 1_500);
 
 const BLOCK: &str = "1K";
-const BLOCKS: (u64, u64) = (8 << 20, 2 << 20);
+const BLOCKS: (u64, u64) = (16 << 20, 4 << 20);
 
 /// Half of the guest's memory, and read from the disk at first.
 const FILES: &str = "--file-num=16 --file-total-size=256M";
-const REQUESTS: (u64, u64) = (10_000, 3_000);
+const REQUESTS: (u64, u64) = (40_000, 10_000);
 
 /// Primes up to 10 000.
 pub fn cpu(bed: &Bed<'_>, scale: Scale) -> Result<Sample> {

@@ -1,0 +1,97 @@
+// SPDX-License-Identifier: Apache-2.0 OR GPL-2.0-or-later
+//! The agent's first and only message.
+
+use std::fmt;
+
+const MAGIC: [u8; 8] = *b"USTDYAGT";
+
+/// Changes with anything in this crate.
+const VERSION: u32 = 2;
+
+/// Longest name of a function that can be reported.
+const NAME_BYTES: usize = 64;
+
+/// What the agent says of itself: magic, version, and the name of what it misses in QEMU.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Hello {
+    /// What QEMU lacks for pauses by the agent; none if it lacks nothing.
+    pub missing: Option<String>,
+}
+
+/// Why bytes are no hello of this version.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum HelloError {
+    /// Something else was sent, of so many bytes.
+    Unknown(usize),
+    /// The agent is of another release.
+    Version(u32),
+}
+
+impl Hello {
+    /// Length of every hello.
+    pub const BYTES: usize = MAGIC.len() + 4 + NAME_BYTES;
+
+    /// The message. A long name is cut.
+    pub fn encode(&self) -> [u8; Hello::BYTES] {
+        let mut bytes = [0; Hello::BYTES];
+        bytes[..8].copy_from_slice(&MAGIC);
+        bytes[8..12].copy_from_slice(&VERSION.to_le_bytes());
+        let name = self.missing.as_deref().unwrap_or_default().as_bytes();
+        let length = name.len().min(NAME_BYTES);
+        bytes[12..][..length].copy_from_slice(&name[..length]);
+        bytes
+    }
+
+    /// Understands what [`Hello::encode`] made.
+    pub fn decode(bytes: &[u8]) -> Result<Hello, HelloError> {
+        let unknown = HelloError::Unknown(bytes.len());
+        let rest = bytes.strip_prefix(&MAGIC).ok_or(unknown)?;
+        let (version, name) = rest.split_first_chunk::<4>().ok_or(unknown)?;
+        match u32::from_le_bytes(*version) {
+            VERSION if bytes.len() == Hello::BYTES => {}
+            VERSION => return Err(unknown),
+            other => return Err(HelloError::Version(other)),
+        }
+        let name = String::from_utf8_lossy(name);
+        let name = name.trim_end_matches('\0');
+        Ok(Hello { missing: (!name.is_empty()).then(|| name.to_owned()) })
+    }
+}
+
+impl fmt::Display for HelloError {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            HelloError::Unknown(bytes) => write!(f, "it began with {bytes} unknown bytes"),
+            HelloError::Version(other) => write!(
+                f,
+                "it has version {other}, this daemon {VERSION}; install daemon and agent library \
+                 from the same release"
+            ),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_hello_says_what_is_missing() {
+        for missing in [None, Some("vm_state_notify".to_owned())] {
+            let hello = Hello { missing };
+            assert_eq!(Hello::decode(&hello.encode()), Ok(hello));
+        }
+        let long = Hello { missing: Some("x".repeat(200)) };
+        assert_eq!(Hello::decode(&long.encode()).unwrap().missing.unwrap().len(), NAME_BYTES);
+    }
+
+    #[test]
+    fn anything_else_is_refused() {
+        assert_eq!(Hello::decode(b""), Err(HelloError::Unknown(0)));
+        assert_eq!(Hello::decode(b"GET / HTTP/1.1"), Err(HelloError::Unknown(14)));
+        let mut bytes = Hello { missing: None }.encode();
+        assert_eq!(Hello::decode(&bytes[..20]), Err(HelloError::Unknown(20)));
+        bytes[8] = 1;
+        assert_eq!(Hello::decode(&bytes[..12]), Err(HelloError::Version(1)));
+    }
+}

@@ -1,0 +1,39 @@
+// SPDX-License-Identifier: Apache-2.0 OR GPL-2.0-or-later
+//! What the daemon and the agent inside QEMU say to each other.
+//!
+//! 1. The agent connects to the daemon's socket while QEMU starts, and sends a [`Hello`]
+//!    with a userfaultfd beside it. From then on the end of the connection, however it
+//!    comes about, ends QEMU.
+//! 2. If the agent can pause the machine, the daemon may send [`ARM`], once, when QEMU's
+//!    monitors answer, with three descriptors beside it: a memfd with a [`PausePage`], an
+//!    eventfd (the bell) and the file for the device state.
+//! 3. A pause: the daemon writes [`Order::Begin`] into the page and rings the bell. The
+//!    agent stops the machine in QEMU's main loop ([`Answer::Stopped`]), saves the device
+//!    state ([`Answer::Saved`]) and waits for [`Order::Resume`] ([`Answer::Running`]) or
+//!    [`Order::Stay`] ([`Answer::Staying`]). A machine that does not run is left as it is
+//!    ([`Answer::Refused`]).
+//!
+//! Numbers are little-endian. A machine whose agent and daemon are of different releases is
+//! refused by the version in the hello, so the rest needs none.
+#![allow(unsafe_code)] // Sleeping on a word of shared memory is a system call.
+
+mod hello;
+mod page;
+mod word;
+
+pub use hello::{Hello, HelloError};
+pub use page::{Answer, Order, PausePage};
+pub use word::Word;
+
+/// Environment variable with the path of the daemon's socket.
+pub const SOCKET_VARIABLE: &str = "UNDERSTUDY_AGENT";
+
+/// Environment variable with the number of an inherited `/dev/userfaultfd`: what it makes
+/// belongs to the process that asks, which thus needs no right of its own.
+pub const DEVICE_VARIABLE: &str = "UNDERSTUDY_USERFAULTFD";
+
+/// The daemon's only message: pauses will be asked for through the descriptors beside it.
+pub const ARM: [u8; 8] = *b"USTDYARM";
+
+/// How many descriptors are beside [`ARM`].
+pub const ARM_DESCRIPTORS: usize = 3;

@@ -1,0 +1,119 @@
+// SPDX-License-Identifier: Apache-2.0 OR GPL-2.0-or-later
+//! The page of memory over which a pause is arranged.
+
+use crate::Word;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+/// What the daemon wants; the number is what [`PausePage::order`] holds.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[repr(u32)]
+pub enum Order {
+    /// Stop the machine and save its device state. Ring the bell, too.
+    Begin = 1,
+    /// Let it run again.
+    Resume = 2,
+    /// Leave it stopped.
+    Stay = 3,
+}
+
+/// How far the agent is; the number is what [`PausePage::answer`] holds.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[repr(u32)]
+pub enum Answer {
+    /// Nothing has happened yet.
+    None = 0,
+    /// The machine stands still, its disk requests are answered.
+    Stopped = 1,
+    /// The device state is in its file.
+    Saved = 2,
+    /// The device state could not be saved; QEMU has said why. The machine stands still.
+    NotSaved = 3,
+    /// The machine runs again: the end of a pause.
+    Running = 4,
+    /// The machine is left stopped: the end of a pause.
+    Staying = 5,
+    /// The machine did not run, for another reason than a pause: nothing was done.
+    Refused = 6,
+}
+
+impl Answer {
+    /// The answer with this number, if there is one: the number comes from QEMU.
+    pub fn from_number(number: u32) -> Option<Answer> {
+        use Answer::*;
+        let all = [None, Stopped, Saved, NotSaved, Running, Staying, Refused];
+        all.into_iter().find(|&answer| answer as u32 == number)
+    }
+}
+
+/// What both map. The daemon believes nothing in it beyond what it can check: a guest may
+/// have taken QEMU over.
+#[derive(Debug, Default)]
+#[repr(C)]
+pub struct PausePage {
+    /// An [`Order`], or 0 before the first.
+    pub order: Word,
+    /// An [`Answer`].
+    pub answer: Word,
+    /// Length of the device state in its file, once it is [`Answer::Saved`].
+    pub device_state_bytes: AtomicU64,
+    /// When the daemon rang the bell: nanoseconds of `CLOCK_MONOTONIC`, as below.
+    pub rung: AtomicU64,
+    /// When each answer was given, by its number. The first is when the agent heard the
+    /// bell.
+    pub stamps: [AtomicU64; PausePage::STAMPS],
+}
+
+impl PausePage {
+    /// How many stamps there are.
+    pub const STAMPS: usize = 8;
+
+    /// Size of the memfd.
+    pub const BYTES: usize = 4096;
+
+    /// The daemon is about to ring the bell for a new pause.
+    pub fn begin(&self) {
+        self.answer.set(Answer::None as u32);
+        self.rung.store(now(), Ordering::Relaxed);
+        self.order.set(Order::Begin as u32);
+    }
+
+    /// Notes the time, then tells.
+    pub fn tell(&self, answer: Answer) {
+        self.stamp(answer);
+        self.answer.set(answer as u32);
+    }
+
+    /// Notes the time.
+    pub fn stamp(&self, answer: Answer) {
+        self.stamps[answer as usize].store(now(), Ordering::Relaxed);
+    }
+}
+
+const _: () = assert!(size_of::<PausePage>() <= PausePage::BYTES);
+
+fn now() -> u64 {
+    let mut time = libc::timespec { tv_sec: 0, tv_nsec: 0 };
+    // SAFETY: the call fills `time`; this clock exists on every Linux.
+    unsafe { libc::clock_gettime(libc::CLOCK_MONOTONIC, &mut time) };
+    time.tv_sec as u64 * 1_000_000_000 + time.tv_nsec as u64
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn numbers_from_qemu_are_checked() {
+        assert_eq!(Answer::from_number(Answer::Saved as u32), Some(Answer::Saved));
+        assert_eq!(Answer::from_number(7), None);
+        assert_eq!(Answer::from_number(u32::MAX), None);
+    }
+
+    #[test]
+    fn an_answer_has_its_time() {
+        let page = PausePage::default();
+        page.tell(Answer::Stopped);
+        assert_eq!(page.answer.get(), Answer::Stopped as u32);
+        assert!(page.stamps[Answer::Stopped as usize].load(Ordering::Relaxed) > 0);
+    }
+}

@@ -1,0 +1,265 @@
+// SPDX-License-Identifier: GPL-2.0-or-later
+//! The pause of a checkpoint, from inside QEMU.
+//!
+//! It does what the monitor's commands `stop`, `xen-save-devices-state` and `cont` do, in one
+//! go in the main loop, which the daemon wakes with an eventfd. What is left out, and why:
+//!
+//! - flushing the disks, which `stop` does twice: it makes writes durable, which is no part
+//!   of a checkpoint (the daemon answers those flushes without waiting for a disk);
+//! - the events STOP and RESUME: nobody can see the machine stopped, since the main loop
+//!   answers no monitor meanwhile. A machine that is left stopped does send STOP;
+//! - resetting I/O errors of disks, which `cont` does for an operator who removed the cause.
+//!
+//! A request to reset or to power off that the main loop has not served yet would not be part
+//! of the device state. So the pause waits until it is served.
+
+use crate::main_loop::MainLoop;
+use crate::qemu_symbols::{address, function};
+use std::ffi::{CStr, c_char, c_int, c_void};
+use std::io;
+use std::os::fd::{AsFd, AsRawFd, OwnedFd};
+use std::ptr;
+use std::sync::atomic::Ordering;
+use std::time::Duration;
+use understudy_agent_protocol::{ARM_DESCRIPTORS, Answer, Order, PausePage};
+
+/// `RUN_STATE_PAUSED` and `RUN_STATE_RUNNING` of QEMU, and what it calls them.
+const PAUSED: (c_int, &CStr) = (4, c"paused");
+const RUNNING: (c_int, &CStr) = (9, c"running");
+
+/// How long to wait for an order between two looks; the daemon's end is seen elsewhere.
+const LONGEST_WAIT: Duration = Duration::from_secs(1);
+
+type Action = unsafe extern "C" fn();
+
+/// The functions of QEMU that a pause takes.
+#[derive(Clone, Copy)]
+pub struct QemuPause {
+    main_loop: MainLoop,
+    runstate_check: unsafe extern "C" fn(c_int) -> bool,
+    runstate_set: unsafe extern "C" fn(c_int),
+    reset_requested: unsafe extern "C" fn() -> c_int,
+    shutdown_requested: unsafe extern "C" fn() -> c_int,
+    disable_ticks: Action,
+    enable_ticks: Action,
+    pause_vcpus: Action,
+    resume_vcpus: Action,
+    notify_state: unsafe extern "C" fn(bool, c_int),
+    drain_disks: Action,
+    send_stop_event: Action,
+    store_running: Action,
+    channel_of_fd: unsafe extern "C" fn(c_int) -> *mut c_void,
+    open_for_output: unsafe extern "C" fn(*mut c_void) -> *mut c_void,
+    unref: unsafe extern "C" fn(*mut c_void),
+    save_devices: unsafe extern "C" fn(*mut c_void) -> c_int,
+    close: unsafe extern "C" fn(*mut c_void) -> c_int,
+}
+
+impl QemuPause {
+    /// Finds them, or names what is missing.
+    pub fn find() -> Result<QemuPause, String> {
+        check_run_states()?;
+        // SAFETY: declared so in QEMU's headers system/runstate.h, system/cpus.h,
+        // system/cpu-timers.h, block/block-global-state.h, migration/global_state.h,
+        // io/channel-file.h, qom/object.h, and migration/{qemu-file,savevm}.h. (The results of
+        // `vm_state_notify` and `qemu_save_device_state`, where there are any, are numbers.)
+        unsafe {
+            Ok(QemuPause {
+                main_loop: MainLoop::find()?,
+                runstate_check: function(c"runstate_check")?,
+                runstate_set: function(c"runstate_set")?,
+                reset_requested: function(c"qemu_reset_requested_get")?,
+                shutdown_requested: function(c"qemu_shutdown_requested_get")?,
+                disable_ticks: function(c"cpu_disable_ticks")?,
+                enable_ticks: function(c"cpu_enable_ticks")?,
+                pause_vcpus: function(c"pause_all_vcpus")?,
+                resume_vcpus: function(c"resume_all_vcpus")?,
+                notify_state: function(c"vm_state_notify")?,
+                drain_disks: function(c"bdrv_drain_all")?,
+                send_stop_event: function(c"qapi_event_send_stop")?,
+                store_running: function(c"global_state_store_running")?,
+                channel_of_fd: function(c"qio_channel_file_new_fd")?,
+                open_for_output: function(c"qemu_file_new_output")?,
+                unref: function(c"object_unref")?,
+                save_devices: function(c"qemu_save_device_state")?,
+                close: function(c"qemu_fclose")?,
+            })
+        }
+    }
+}
+
+/// Whether the numbers of run states mean what they should.
+fn check_run_states() -> Result<(), String> {
+    /// The first field of `QEnumLookup`: the names, by number.
+    type Names = *const *const c_char;
+    let lookup = address(c"RunState_lookup")?.cast::<Names>();
+    for (number, name) in [PAUSED, RUNNING] {
+        // SAFETY: the table is constant, and has had 15 names and more since QEMU 2.
+        let found = unsafe { CStr::from_ptr(*lookup.read().add(number as usize)) };
+        if found != name {
+            return Err(format!("run state {}", name.to_string_lossy()));
+        }
+    }
+    Ok(())
+}
+
+/// Gets ready for pauses; the descriptors are the page's, the bell and the device state's
+/// file. QEMU must be initialised.
+pub fn arm(qemu: QemuPause, descriptors: [OwnedFd; ARM_DESCRIPTORS]) -> io::Result<()> {
+    let [page, bell, file] = descriptors;
+    // SAFETY: a new mapping, which stays for good. The daemon made the file of this size, and
+    // sealed it.
+    let page = unsafe {
+        let access = libc::PROT_READ | libc::PROT_WRITE;
+        let page = page.as_raw_fd();
+        libc::mmap(ptr::null_mut(), PausePage::BYTES, access, libc::MAP_SHARED, page, 0)
+    };
+    if page == libc::MAP_FAILED {
+        return Err(io::Error::last_os_error());
+    }
+    // SAFETY: aligned, never unmapped, and valid whatever it contains: it has atomics only.
+    let page = unsafe { &*page.cast::<PausePage>() };
+    let pauser: &'static Pauser = Box::leak(Box::new(Pauser { qemu, page, bell, file }));
+    // SAFETY: the callback gets what it expects, which lives for good.
+    unsafe { qemu.main_loop.run(Pauser::listen, pauser.as_opaque()) };
+    Ok(())
+}
+
+/// Carries out pauses. What is unsafe in it calls functions of QEMU that want the main thread
+/// and the big lock: all its methods but `arm` are called in the main loop.
+struct Pauser {
+    qemu: QemuPause,
+    page: &'static PausePage,
+    bell: OwnedFd,
+    file: OwnedFd,
+}
+
+impl Pauser {
+    fn as_opaque(&'static self) -> *mut c_void {
+        ptr::from_ref(self).cast_mut().cast()
+    }
+
+    /// Begins to listen to the bell.
+    extern "C" fn listen(opaque: *mut c_void) {
+        // SAFETY: `arm` gave us this; nobody has a mutable reference.
+        let pauser = unsafe { &*opaque.cast::<Pauser>() };
+        // SAFETY: in the main loop; the bell belongs to `pauser`, which lives for good.
+        unsafe { pauser.qemu.main_loop.watch(pauser.bell.as_fd(), Pauser::rung, opaque) };
+    }
+
+    /// The bell rings.
+    extern "C" fn rung(opaque: *mut c_void) {
+        // SAFETY: as in `listen`.
+        let pauser = unsafe { &*opaque.cast::<Pauser>() };
+        let mut count = 0u64;
+        // SAFETY: reads the eight bytes of an eventfd.
+        unsafe { libc::read(pauser.bell.as_raw_fd(), ptr::from_mut(&mut count).cast(), 8) };
+        pauser.page.stamp(Answer::None);
+        Pauser::attend(opaque);
+    }
+
+    /// Carries the pause out, or tries again when the main loop has served what is in the way.
+    extern "C" fn attend(opaque: *mut c_void) {
+        // SAFETY: as in `listen`.
+        let pauser = unsafe { &*opaque.cast::<Pauser>() };
+        if pauser.page.order.get() == Order::Begin as u32 && !pauser.pause() {
+            // SAFETY: as in `arm`.
+            unsafe { pauser.qemu.main_loop.run(Pauser::attend, opaque) };
+        }
+    }
+
+    /// One pause, from beginning to end. False if it must be tried again.
+    fn pause(&self) -> bool {
+        if self.has_requests() {
+            return false;
+        }
+        // SAFETY: in the main loop.
+        if !unsafe { (self.qemu.runstate_check)(RUNNING.0) } {
+            self.page.tell(Answer::Refused);
+            return true;
+        }
+        self.stop();
+        if self.has_requests() {
+            self.start();
+            return false;
+        }
+        self.page.tell(Answer::Stopped);
+        let saved = self.save();
+        self.page.tell(if saved { Answer::Saved } else { Answer::NotSaved });
+        if self.await_order() == Order::Resume as u32 {
+            self.start();
+            self.page.tell(Answer::Running);
+        } else {
+            // SAFETY: in the main loop.
+            unsafe { (self.qemu.send_stop_event)() };
+            self.page.tell(Answer::Staying);
+        }
+        true
+    }
+
+    fn has_requests(&self) -> bool {
+        // SAFETY: in the main loop; the calls read a variable each.
+        unsafe { (self.qemu.reset_requested)() != 0 || (self.qemu.shutdown_requested)() != 0 }
+    }
+
+    /// What QEMU's `do_vm_stop` does, in its order.
+    fn stop(&self) {
+        // SAFETY: in the main loop, with a machine that runs.
+        unsafe {
+            (self.qemu.runstate_set)(PAUSED.0);
+            (self.qemu.disable_ticks)();
+            (self.qemu.pause_vcpus)();
+            (self.qemu.notify_state)(false, PAUSED.0);
+            (self.qemu.drain_disks)();
+        }
+    }
+
+    /// What QEMU's `vm_start` does, in its order. A pending request to stop, as for an error
+    /// of a disk, stays pending: the main loop serves it next.
+    fn start(&self) {
+        // SAFETY: in the main loop, with a machine that `stop` stopped.
+        unsafe {
+            (self.qemu.enable_ticks)();
+            (self.qemu.runstate_set)(RUNNING.0);
+            (self.qemu.notify_state)(true, RUNNING.0);
+            (self.qemu.resume_vcpus)();
+        }
+    }
+
+    /// What QEMU's `qmp_xen_save_devices_state` does once the machine is stopped. The file
+    /// keeps its memory: what lies behind the new content is no part of it.
+    fn save(&self) -> bool {
+        let file = self.file.as_raw_fd();
+        // SAFETY: in the main loop. QEMU owns the copy of the descriptor from
+        // `channel_of_fd` on, which shares its position with ours, and closes it with the
+        // file; the reference to the channel goes over to the file.
+        let (saved, end) = unsafe {
+            (self.qemu.store_running)();
+            libc::lseek(file, 0, libc::SEEK_SET);
+            let copy = libc::fcntl(file, libc::F_DUPFD_CLOEXEC, 0);
+            if copy < 0 {
+                return false;
+            }
+            let channel = (self.qemu.channel_of_fd)(copy);
+            let output = (self.qemu.open_for_output)(channel);
+            (self.qemu.unref)(channel);
+            let saved = (self.qemu.save_devices)(output);
+            let closed = (self.qemu.close)(output);
+            (saved >= 0 && closed >= 0, libc::lseek(file, 0, libc::SEEK_CUR))
+        };
+        let bytes = u64::try_from(end).unwrap_or(0);
+        self.page.device_state_bytes.store(bytes, Ordering::Relaxed);
+        saved && bytes > 0
+    }
+
+    /// Waits until the daemon says how the pause ends. However long: the machine stands
+    /// still as long as the daemon wants, and the daemon's end ends this process.
+    fn await_order(&self) -> u32 {
+        loop {
+            match self.page.order.wait(Order::Begin as u32, LONGEST_WAIT) {
+                order if order == Order::Begin as u32 => {}
+                order => return order,
+            }
+        }
+    }
+}

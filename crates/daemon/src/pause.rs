@@ -1,0 +1,106 @@
+//! How a machine is paused for a checkpoint: by the agent inside QEMU where that is proven,
+//! else through the monitor. That takes longer, and is no less safe.
+
+use anyhow::Context;
+use std::env;
+use std::time::Duration;
+use tracing::{info, warn};
+use understudy_memory::agent::AgentLink;
+use understudy_qemu::Monitor;
+use understudy_qemu::pause::{AgentPause, AgentPauser, obstacle};
+use understudy_qemu::qmp::{Checkpoint, DeviceState};
+
+/// Set to `qmp`, it has the daemon pause through the monitor: to tell, when something goes
+/// wrong, whether the agent is the cause.
+const VARIABLE: &str = "UNDERSTUDY_PAUSE";
+
+/// Pauses one machine.
+#[derive(Debug)]
+pub struct Pauser {
+    /// Or why it is not the agent.
+    agent: Result<AgentPauser, String>,
+}
+
+impl Pauser {
+    /// The best one for this QEMU, whose monitors answer.
+    pub fn choose(
+        vm: &str,
+        agent: &AgentLink,
+        monitor: &Monitor,
+        state: &DeviceState,
+        timeout: Duration,
+    ) -> anyhow::Result<Pauser> {
+        let forced = env::var_os(VARIABLE).is_some_and(|value| value == "qmp");
+        let obstacle = match forced {
+            true => Some(format!("{VARIABLE}=qmp asks for it")),
+            false => obstacle(monitor.version(), agent.hello()),
+        };
+        if let Some(obstacle) = obstacle {
+            warn!(vm, "pauses through QMP, which take longer: {obstacle}");
+            return Ok(Pauser { agent: Err(obstacle) });
+        }
+        let pauser = AgentPauser::arm(agent.socket(), state, timeout)
+            .context("cannot arm QEMU's agent for pauses")?;
+        Ok(Pauser { agent: Ok(pauser) })
+    }
+
+    /// Why pauses go through the monitor; none if they do not.
+    pub fn obstacle(&self) -> Option<&str> {
+        self.agent.as_ref().err().map(String::as_str)
+    }
+
+    /// Stops the guest and has QEMU begin to save its device state.
+    pub fn begin<'a>(
+        &'a self,
+        monitor: &'a mut Monitor,
+        state: &'a DeviceState,
+    ) -> anyhow::Result<Pause<'a>> {
+        if let Ok(agent) = &self.agent {
+            match agent.begin()? {
+                Some(pause) => return Ok(Pause { way: Way::Agent(pause), state }),
+                None => info!("the guest does not run; this checkpoint goes through QMP"),
+            }
+        }
+        let mut checkpoint = monitor.begin_checkpoint(state)?;
+        checkpoint.stopped()?;
+        Ok(Pause { way: Way::Monitor(checkpoint), state })
+    }
+}
+
+/// A guest that stands still. Without [`Pause::resume`] it stays so.
+#[must_use = "the guest stays stopped"]
+pub struct Pause<'a> {
+    way: Way<'a>,
+    state: &'a DeviceState,
+}
+
+enum Way<'a> {
+    Agent(AgentPause<'a>),
+    Monitor(Checkpoint<'a>),
+}
+
+impl Pause<'_> {
+    /// Waits until QEMU has saved its device state, and reads it.
+    pub fn saved(&mut self, device_state: &mut Vec<u8>) -> anyhow::Result<()> {
+        match &mut self.way {
+            Way::Agent(pause) => {
+                let bytes = pause.saved()?;
+                self.state.read_first(bytes, device_state)?;
+            }
+            Way::Monitor(checkpoint) => {
+                checkpoint.saved()?;
+                self.state.read_into(device_state)?;
+            }
+        }
+        Ok(())
+    }
+
+    /// Lets the guest run again, after [`Pause::saved`]; returns when it does.
+    pub fn resume(self) -> anyhow::Result<()> {
+        match self.way {
+            Way::Agent(pause) => pause.resume()?,
+            Way::Monitor(checkpoint) => checkpoint.resume()?,
+        }
+        Ok(())
+    }
+}

@@ -1,0 +1,217 @@
+//! Copies of frames on their way to the backup: how many of an epoch, and how they
+//! travel. [`inbound`](crate::inbound) and [`outbound`](crate::outbound) say what
+//! they are for.
+
+use crate::wire::{Kind, Message, WireError};
+use crate::{CardIndex, Epoch};
+use std::time::Duration;
+
+/// Older copies are of no use: TCP has repeated what they say long since.
+pub const KEPT_FOR: Duration = Duration::from_secs(2);
+
+/// What a frame costs beside its bytes: its length.
+const LENGTH_BYTES: usize = 4;
+
+/// The card, before the frames of a message.
+const CARD_BYTES: usize = 2;
+
+/// Which of a card's frames are copied: those with which an epoch begins, as many as
+/// there is room for.
+#[derive(Clone, Debug)]
+pub struct Allowance {
+    bytes: usize,
+    epoch: Epoch,
+    used: usize,
+}
+
+impl Allowance {
+    /// So many bytes for each epoch.
+    pub fn new(bytes: usize) -> Allowance {
+        Allowance { bytes, epoch: Epoch::default(), used: 0 }
+    }
+
+    /// Whether the next frame, which is one of `epoch`, is copied.
+    pub fn admit(&mut self, epoch: Epoch, frame_bytes: usize) -> bool {
+        if epoch != self.epoch {
+            (self.epoch, self.used) = (epoch, 0);
+        }
+        let used = self.used + LENGTH_BYTES + frame_bytes;
+        let admitted = used <= self.bytes;
+        // After the first one that does not fit, none: a hole helps nobody.
+        self.used = if admitted { used } else { self.bytes };
+        admitted
+    }
+}
+
+/// Frames of one card and epoch, on the wire: [`Kind::Inbound`] and [`Kind::Outbound`].
+#[derive(Clone, Debug)]
+pub struct CardFrames {
+    epoch: Epoch,
+    limit: usize,
+    payload: Vec<u8>,
+}
+
+impl CardFrames {
+    /// No frames yet, that a card received in an epoch.
+    pub fn inbound(epoch: Epoch, card: CardIndex) -> CardFrames {
+        CardFrames::new(epoch, card, crate::FORWARDED_BYTES)
+    }
+
+    /// No frames yet, that a card sent in an epoch.
+    pub fn outbound(epoch: Epoch, card: CardIndex) -> CardFrames {
+        CardFrames::new(epoch, card, crate::CARRIED_BYTES)
+    }
+
+    fn new(epoch: Epoch, card: CardIndex, limit: usize) -> CardFrames {
+        CardFrames { epoch, limit, payload: card.0.to_le_bytes().to_vec() }
+    }
+
+    /// Appends a frame, if it fits.
+    pub fn push(&mut self, frame: &[u8]) -> bool {
+        let fits = self.payload.len() + LENGTH_BYTES + frame.len() <= CARD_BYTES + self.limit;
+        if fits && !frame.is_empty() {
+            // It fits into the limit, and so its length into four bytes.
+            self.payload.extend_from_slice(&(frame.len() as u32).to_le_bytes());
+            self.payload.extend_from_slice(frame);
+        }
+        fits
+    }
+
+    /// The epoch that received or sent the frames.
+    pub fn epoch(&self) -> Epoch {
+        self.epoch
+    }
+
+    /// The message's payload.
+    pub fn payload(&self) -> &[u8] {
+        &self.payload
+    }
+
+    /// Takes the message's payload.
+    pub fn into_payload(self) -> Vec<u8> {
+        self.payload
+    }
+
+    /// Reads a message: its card and its frames, in order.
+    ///
+    /// # Errors
+    /// If it is larger than any that [`push`](CardFrames::push) makes, a frame is
+    /// empty, or the lengths do not fit.
+    pub fn decode(message: &Message) -> Result<(CardIndex, Vec<&[u8]>), WireError> {
+        let limit = match message.header.kind {
+            Kind::Inbound => crate::FORWARDED_BYTES,
+            Kind::Outbound => crate::CARRIED_BYTES,
+            _ => return Err(message.malformed("it carries no frames")),
+        };
+        if message.payload.len() > CARD_BYTES + limit {
+            return Err(message.malformed("more frames than are copied of an epoch"));
+        }
+        let Some((card, mut rest)) = message.payload.split_first_chunk::<CARD_BYTES>() else {
+            return Err(message.malformed("no room for the card"));
+        };
+        let mut frames = Vec::new();
+        while !rest.is_empty() {
+            let (length, after) = rest
+                .split_first_chunk::<LENGTH_BYTES>()
+                .ok_or_else(|| message.malformed("no room for a frame's length"))?;
+            let length = u32::from_le_bytes(*length) as usize;
+            if length == 0 || length > after.len() {
+                return Err(message.malformed("a frame of an impossible length"));
+            }
+            let (frame, after) = after.split_at(length);
+            frames.push(frame);
+            rest = after;
+        }
+        Ok((CardIndex(u16::from_le_bytes(*card)), frames))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::{CARRIED_BYTES, FORWARDED_BYTES};
+    use proptest::prelude::*;
+
+    #[test]
+    fn an_epochs_beginning_is_copied_and_the_next_one_begins_anew() {
+        let mut allowance = Allowance::new(FORWARDED_BYTES);
+        let longest = FORWARDED_BYTES - LENGTH_BYTES;
+        assert!(allowance.admit(Epoch(1), longest));
+        assert!(!allowance.admit(Epoch(1), 1));
+        assert!(allowance.admit(Epoch(2), 1000));
+        assert!(!allowance.admit(Epoch(2), longest));
+        assert!(!allowance.admit(Epoch(2), 1), "no hole");
+    }
+
+    #[test]
+    fn malformed_messages_are_refused() {
+        let decode = |payload: Vec<u8>| {
+            CardFrames::decode(&Message::new(Kind::Inbound, Epoch(1), payload))
+                .map(|(card, frames)| (card, frames.len()))
+        };
+        assert_eq!(decode(vec![1, 0]), Ok((CardIndex(1), 0)));
+        assert_eq!(decode(vec![1, 0, 2, 0, 0, 0, 7, 7]), Ok((CardIndex(1), 1)));
+        for wrong in [
+            vec![],
+            vec![0],
+            vec![0, 0, 1, 0, 0],
+            vec![0, 0, 0, 0, 0, 0],
+            vec![0, 0, 2, 0, 0, 0, 7],
+            vec![0, 0, 0xff, 0xff, 0xff, 0xff, 7],
+            vec![0; CARD_BYTES + FORWARDED_BYTES + 1],
+        ] {
+            assert!(decode(wrong.clone()).is_err(), "{wrong:?}");
+        }
+        let other = Message::new(Kind::DeviceState, Epoch(1), vec![0, 0]);
+        assert!(CardFrames::decode(&other).is_err());
+    }
+
+    #[test]
+    fn each_direction_has_its_bound() {
+        let frame = vec![7; CARRIED_BYTES];
+        let mut message = CardFrames::inbound(Epoch(1), CardIndex(0));
+        assert!(message.push(&frame));
+        let decode = |kind| {
+            let message = Message::new(kind, Epoch(1), message.payload().to_vec());
+            CardFrames::decode(&message).map(|(_, frames)| frames.len())
+        };
+        assert_eq!(decode(Kind::Inbound), Ok(1));
+        assert!(decode(Kind::Outbound).is_err());
+    }
+
+    proptest! {
+        #[test]
+        fn what_was_admitted_fits_a_message_and_comes_back(
+            lengths in prop::collection::vec(1usize..70_000, 0..40),
+            outbound in any::<bool>(),
+        ) {
+            let (kind, limit, mut message) = if outbound {
+                (Kind::Outbound, CARRIED_BYTES, CardFrames::outbound(Epoch(3), CardIndex(2)))
+            } else {
+                (Kind::Inbound, FORWARDED_BYTES, CardFrames::inbound(Epoch(3), CardIndex(2)))
+            };
+            let mut allowance = Allowance::new(limit);
+            let mut sent = Vec::new();
+            for length in lengths {
+                if allowance.admit(Epoch(3), length) {
+                    let frame = vec![length as u8; length];
+                    prop_assert!(message.push(&frame));
+                    sent.push(frame);
+                }
+            }
+            let message = Message::new(kind, message.epoch(), message.into_payload());
+            let (card, frames) = CardFrames::decode(&message).unwrap();
+            prop_assert_eq!(card, CardIndex(2));
+            prop_assert_eq!(frames, sent);
+        }
+
+        #[test]
+        fn random_bytes_never_panic(
+            bytes in prop::collection::vec(any::<u8>(), 0..3000),
+            outbound in any::<bool>(),
+        ) {
+            let kind = if outbound { Kind::Outbound } else { Kind::Inbound };
+            let _ = CardFrames::decode(&Message::new(kind, Epoch(1), bytes));
+        }
+    }
+}

@@ -1,0 +1,305 @@
+//! The pause of a checkpoint through the agent inside QEMU.
+//!
+//! It takes half the time of [`crate::qmp::Checkpoint`], which is there for what the agent
+//! cannot do: a QEMU whose functions are not known, and a machine that does not run.
+#![allow(unsafe_code)] // Maps a page that QEMU shares.
+
+use crate::qmp::{DeviceState, QemuVersion};
+use nix::errno::Errno;
+use nix::fcntl::{FcntlArg, SealFlag, fcntl};
+use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
+use nix::sys::memfd::{MFdFlags, memfd_create};
+use nix::sys::mman::{MapFlags, ProtFlags, mmap, munmap};
+use nix::sys::socket::{ControlMessage, MsgFlags, UnixAddr, sendmsg};
+use nix::unistd::{ftruncate, write};
+use std::io::{self, IoSlice};
+use std::num::NonZeroUsize;
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, OwnedFd};
+use std::ptr::NonNull;
+use std::sync::atomic::Ordering;
+use std::time::{Duration, Instant};
+use understudy_agent_protocol::{ARM, Answer, Hello, Order, PausePage};
+
+/// Versions (major, minor) in which the end-to-end tests have run with pauses by the agent.
+/// What a function of QEMU does, and with which arguments, may change with any other.
+const PROVEN: [(u32, u32); 1] = [(10, 0)];
+
+/// How often to see whether QEMU lives while it is waited for.
+const GLANCE: Duration = Duration::from_millis(20);
+
+/// A device state is some 30 KiB; what says that it is larger than this is no sane QEMU.
+const MOST_STATE_BYTES: u64 = 64 << 20;
+
+/// Why a pause through the agent failed. QEMU is of no more use.
+#[derive(Debug, thiserror::Error)]
+pub enum PauseError {
+    /// QEMU ended; [`crate::Qemu::wait`] knows why.
+    #[error("QEMU ended during a checkpoint")]
+    Ended,
+    /// No answer in time.
+    #[error("QEMU's main loop did not {what} within {} ms", after.as_millis())]
+    Silent {
+        /// What was waited for.
+        what: &'static str,
+        /// The time given.
+        after: Duration,
+    },
+    /// An answer that does not belong here.
+    #[error("QEMU's agent gave answer {answer} when it was to {what}")]
+    Answer {
+        /// What was waited for.
+        what: &'static str,
+        /// The answer's number.
+        answer: u32,
+    },
+    /// QEMU failed to save the device state.
+    #[error("QEMU could not save its device state; see its log")]
+    NotSaved,
+    /// The system refused something.
+    #[error("the connection to QEMU's agent failed: {0}")]
+    Io(#[from] io::Error),
+}
+
+impl From<Errno> for PauseError {
+    fn from(error: Errno) -> PauseError {
+        PauseError::Io(error.into())
+    }
+}
+
+/// Whether the agent pauses machines of this version of QEMU.
+pub fn is_proven(version: QemuVersion) -> bool {
+    PROVEN.contains(&(version.major, version.minor))
+}
+
+/// Why the agent cannot pause this QEMU, for people; none if it can.
+pub fn obstacle(version: QemuVersion, hello: &Hello) -> Option<String> {
+    if !is_proven(version) {
+        return Some(format!("pauses by the agent are not proven with QEMU {version}"));
+    }
+    let missing = hello.missing.as_ref()?;
+    Some(format!("this build of QEMU {version} does not export {missing}"))
+}
+
+/// Pauses one machine through the agent.
+#[derive(Debug)]
+pub struct AgentPauser {
+    page: Page,
+    bell: OwnedFd,
+    /// Says when QEMU has ended.
+    socket: OwnedFd,
+    timeout: Duration,
+}
+
+impl AgentPauser {
+    /// Arms the agent at the other end of `socket`, once for a QEMU, when its monitors
+    /// answer. Device states will be saved in `state`, which must be empty or the last one
+    /// saved so. `timeout` is for each step of a pause.
+    pub fn arm(
+        socket: BorrowedFd<'_>,
+        state: &DeviceState,
+        timeout: Duration,
+    ) -> Result<AgentPauser, PauseError> {
+        let (page, memfd) = Page::create()?;
+        let bell = eventfd()?;
+        let descriptors = [memfd.as_raw_fd(), bell.as_raw_fd(), state.as_fd().as_raw_fd()];
+        let beside = [ControlMessage::ScmRights(&descriptors)];
+        let flags = MsgFlags::MSG_NOSIGNAL;
+        sendmsg::<UnixAddr>(socket.as_raw_fd(), &[IoSlice::new(&ARM)], &beside, flags, None)?;
+        Ok(AgentPauser { page, bell, socket: socket.try_clone_to_owned()?, timeout })
+    }
+
+    /// Stops the guest; none if it does not run, for another reason than a pause. While the
+    /// result lives, QEMU's main loop does nothing else and its monitors do not answer.
+    ///
+    /// One pause at a time: whoever pauses holds the machine's [`crate::Monitor`].
+    pub fn begin(&self) -> Result<Option<AgentPause<'_>>, PauseError> {
+        self.page.begin();
+        write(&self.bell, &1u64.to_ne_bytes())?;
+        let mut pause = AgentPause { pauser: self, is_due: true };
+        match pause.await_answer(Answer::None, "stop the guest")? {
+            Answer::Refused => {
+                pause.is_due = false;
+                Ok(None)
+            }
+            // It may be further by now.
+            Answer::Stopped | Answer::Saved | Answer::NotSaved => Ok(Some(pause)),
+            other => Err(unexpected(other, "stop the guest")),
+        }
+    }
+
+    /// Waits for another answer than `seen`.
+    fn await_answer(&self, seen: Answer, what: &'static str) -> Result<Answer, PauseError> {
+        let begun = Instant::now();
+        let after = self.timeout;
+        loop {
+            let answer = self.page.answer.wait(seen as u32, GLANCE);
+            if answer != seen as u32 {
+                let unknown = PauseError::Answer { what, answer };
+                return Answer::from_number(answer).ok_or(unknown);
+            }
+            if has_ended(self.socket.as_fd())? {
+                return Err(PauseError::Ended);
+            }
+            if begun.elapsed() > after {
+                return Err(PauseError::Silent { what, after });
+            }
+        }
+    }
+}
+
+fn unexpected(answer: Answer, what: &'static str) -> PauseError {
+    PauseError::Answer { what, answer: answer as u32 }
+}
+
+/// A guest that stands still. QEMU begins at once to save its device state. Without
+/// [`AgentPause::resume`] the guest stays stopped.
+#[must_use = "the guest stays stopped"]
+#[derive(Debug)]
+pub struct AgentPause<'p> {
+    pauser: &'p AgentPauser,
+    /// Whether the agent waits for an order.
+    is_due: bool,
+}
+
+impl AgentPause<'_> {
+    /// Waits until the device state is in its file, and returns its length.
+    pub fn saved(&mut self) -> Result<u64, PauseError> {
+        const WHAT: &str = "save the device state";
+        match self.await_answer(Answer::Stopped, WHAT)? {
+            Answer::Saved => {}
+            Answer::NotSaved => return Err(PauseError::NotSaved),
+            other => return Err(unexpected(other, WHAT)),
+        }
+        match self.pauser.page.device_state_bytes.load(Ordering::Relaxed) {
+            bytes @ 1..=MOST_STATE_BYTES => Ok(bytes),
+            _ => Err(PauseError::NotSaved),
+        }
+    }
+
+    /// Lets the guest run again, after [`AgentPause::saved`]; returns when it does.
+    pub fn resume(mut self) -> Result<(), PauseError> {
+        self.is_due = false;
+        self.pauser.page.order.set(Order::Resume as u32);
+        match self.await_answer(Answer::Saved, "let the guest run")? {
+            Answer::Running => {
+                self.pauser.page.trace();
+                Ok(())
+            }
+            other => Err(unexpected(other, "let the guest run")),
+        }
+    }
+
+    /// Waits for another answer than `seen`. An error ends the pause.
+    fn await_answer(&mut self, seen: Answer, what: &'static str) -> Result<Answer, PauseError> {
+        let answer = self.pauser.await_answer(seen, what);
+        if answer.is_err() {
+            self.is_due = false;
+            self.pauser.page.order.set(Order::Stay as u32);
+        }
+        answer
+    }
+}
+
+impl Drop for AgentPause<'_> {
+    fn drop(&mut self) {
+        if !self.is_due {
+            return;
+        }
+        self.pauser.page.order.set(Order::Stay as u32);
+        // The monitors answer again when this is heard.
+        let mut seen = Answer::None;
+        while seen != Answer::Staying {
+            match self.await_answer(seen, "leave the guest stopped") {
+                Ok(answer) => seen = answer,
+                Err(error) => return tracing::warn!("{error}"),
+            }
+        }
+    }
+}
+
+/// The agent never sends anything after its hello, so what can be read is the end.
+fn has_ended(socket: BorrowedFd<'_>) -> Result<bool, PauseError> {
+    match poll(&mut [PollFd::new(socket, PollFlags::POLLIN)], PollTimeout::ZERO) {
+        Ok(ready) => Ok(ready > 0),
+        Err(Errno::EINTR) => Ok(false),
+        Err(error) => Err(error.into()),
+    }
+}
+
+fn eventfd() -> io::Result<OwnedFd> {
+    // SAFETY: the call takes numbers and makes a descriptor, for us alone.
+    unsafe {
+        let fd = nix::libc::eventfd(0, nix::libc::EFD_CLOEXEC | nix::libc::EFD_NONBLOCK);
+        Ok(OwnedFd::from_raw_fd(Errno::result(fd)?))
+    }
+}
+
+/// This process's mapping of a page.
+#[derive(Debug)]
+struct Page(NonNull<PausePage>);
+
+// SAFETY: the page has atomics only, for which any thread may hold the pointer.
+unsafe impl Send for Page {}
+// SAFETY: as above.
+unsafe impl Sync for Page {}
+
+impl Page {
+    fn create() -> Result<(Page, OwnedFd), PauseError> {
+        let bytes = NonZeroUsize::new(PausePage::BYTES).expect("a page has bytes");
+        let flags = MFdFlags::MFD_CLOEXEC | MFdFlags::MFD_ALLOW_SEALING;
+        let memfd = memfd_create("understudy-pause", flags)?;
+        ftruncate(&memfd, bytes.get() as i64)?;
+        // QEMU must not be able to cut the page off from under this process.
+        let seals = SealFlag::F_SEAL_SHRINK | SealFlag::F_SEAL_GROW | SealFlag::F_SEAL_SEAL;
+        fcntl(&memfd, FcntlArg::F_ADD_SEALS(seals))?;
+        let access = ProtFlags::PROT_READ | ProtFlags::PROT_WRITE;
+        // SAFETY: a new mapping at an address of the kernel's choice.
+        let map = unsafe { mmap(None, bytes, access, MapFlags::MAP_SHARED, &memfd, 0)? };
+        Ok((Page(map.cast()), memfd))
+    }
+
+    /// Where the time of the last pause went, as QEMU's side saw it.
+    fn trace(&self) {
+        let stamp = |answer: Answer| self.stamps[answer as usize].load(Ordering::Relaxed);
+        let micros = |from, to| stamp(to).saturating_sub(stamp(from)) / 1000;
+        let rung = self.rung.load(Ordering::Relaxed);
+        tracing::trace!(
+            wake_us = stamp(Answer::None).saturating_sub(rung) / 1000,
+            stop_us = micros(Answer::None, Answer::Stopped),
+            save_us = micros(Answer::Stopped, Answer::Saved),
+            rest_us = micros(Answer::Saved, Answer::Running),
+            "a pause by the agent"
+        );
+    }
+}
+
+impl std::ops::Deref for Page {
+    type Target = PausePage;
+
+    fn deref(&self) -> &PausePage {
+        // SAFETY: mapped until this is dropped, never shrunk, and valid whatever it contains.
+        unsafe { self.0.as_ref() }
+    }
+}
+
+impl Drop for Page {
+    fn drop(&mut self) {
+        // SAFETY: `create` mapped it; references to it do not outlive `self`.
+        let _ = unsafe { munmap(self.0.cast(), PausePage::BYTES) };
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn only_a_known_qemu_that_has_all_is_paused_by_the_agent() {
+        let version = |major, minor| QemuVersion { major, minor, micro: 2 };
+        let whole = Hello { missing: None };
+        assert_eq!(obstacle(version(10, 0), &whole), None);
+        let lacking = Hello { missing: Some("vm_state_notify".to_owned()) };
+        assert!(obstacle(version(10, 0), &lacking).unwrap().contains("export vm_state_notify"));
+        assert!(obstacle(version(9, 2), &whole).unwrap().contains("not proven with QEMU 9.2.2"));
+    }
+}

@@ -1,0 +1,160 @@
+//! `understudy bench`: what protection costs for each kind of workload, beside an
+//! unprotected guest, plain QEMU and QEMU's COLO.
+//!
+//! | module       | is |
+//! |--------------|----|
+//! | [`variant`]  | what is measured, and how the guest is kept meanwhile |
+//! | `plan`       | what is measured when |
+//! | `runner`     | one step after the other, failures included |
+//! | `testbed`    | the laboratory: a managed guest, a plain one, and whose turn it is |
+//! | `protection` | from one variant to the next; what the daemon counts |
+//! | `figures`    | the figures with a laboratory of their own |
+//! | `store`      | the results file, from which a run goes on |
+//! | `identity`   | which results belong together |
+//! | `statistics` | medians, spread, ratios |
+//! | `papers`     | what others have published, and what is aimed at |
+//! | `report`     | all of it, as JSON; `table` for a terminal, `html` and `charts` as a page |
+
+mod charts;
+mod figures;
+mod html;
+mod identity;
+mod papers;
+mod plan;
+mod progress;
+mod protection;
+mod report;
+mod runner;
+mod statistics;
+mod store;
+mod table;
+mod testbed;
+mod variant;
+
+pub use variant::{Subject, Variant};
+
+use crate::cli::SuiteArgs;
+use crate::demo::{guest_files, scene_options};
+use crate::failure::{Exit, Failure};
+use crate::output;
+use anyhow::{Context, Result};
+use progress::Progress;
+use report::Report;
+use std::fs;
+use std::path::Path;
+use store::{Beginning, Store};
+use testbed::Bench;
+
+const RUNS: u32 = 3;
+const QUICK_RUNS: u32 = 1;
+const REPORT_JSON: &str = "report.json";
+const REPORT_HTML: &str = "report.html";
+
+/// Measures what is missing, and prints the report.
+pub fn run(args: &SuiteArgs, json: bool) -> Result<Exit, Failure> {
+    // Whether anything can be measured at all.
+    scene_options(args.guest.as_deref())?;
+    let report = measure(args)
+        .map_err(|error| Failure::internal(format!("the benchmarks failed: {error:#}")))?;
+    output::show(json, &report, table::table)?;
+    eprintln!("report: {}", args.output.join(REPORT_HTML).display());
+    Ok(if complete(&report) { Exit::Ok } else { Exit::Error })
+}
+
+fn measure(args: &SuiteArgs) -> Result<Report> {
+    let steps = plan::plan(&subjects(args), &variants(args), runs(args));
+    let guest = args.guest.clone().unwrap_or_else(guest_files);
+    let identity = identity::run(scale(args), &testbed::files(&guest))?;
+    let mut bench = Bench::new(args.guest.clone(), &args.output, args.quick);
+    let (mut store, begun) = Store::open(&args.output, &identity, args.fresh)?;
+    announce(&begun, &store, args);
+    let progress = Progress::new(steps.len());
+    let report = |store: &Store| write(&args.output, &Report::of(store.run(), store.samples()));
+    runner::run(&mut store, &steps, &progress, |step| bench.measure(step), report)?;
+    bench.end()?;
+    Ok(Report::of(store.run(), store.samples()))
+}
+
+fn subjects(args: &SuiteArgs) -> Vec<Subject> {
+    chosen(Subject::all(), &args.only)
+}
+
+fn variants(args: &SuiteArgs) -> Vec<Variant> {
+    let all =
+        if args.quick && args.variants.is_empty() { &Variant::QUICK[..] } else { Variant::all() };
+    chosen(all, &args.variants)
+}
+
+/// Of `all`, in that order; all if nothing was asked for.
+fn chosen<T: Copy + PartialEq>(all: &[T], asked: &[T]) -> Vec<T> {
+    all.iter().copied().filter(|one| asked.is_empty() || asked.contains(one)).collect()
+}
+
+fn runs(args: &SuiteArgs) -> u32 {
+    args.runs.unwrap_or(if args.quick { QUICK_RUNS } else { RUNS })
+}
+
+fn scale(args: &SuiteArgs) -> &'static str {
+    if args.quick { "quick" } else { "full" }
+}
+
+fn announce(begun: &Beginning, store: &Store, args: &SuiteArgs) {
+    let file = args.output.join(store::SAMPLES);
+    match begun {
+        Beginning::New => {}
+        Beginning::Resumed => eprintln!(
+            "{} has {} measurements of this build and machine: going on from there",
+            file.display(),
+            store.samples().len()
+        ),
+        Beginning::SetAside { why, kept } => {
+            eprintln!("beginning anew ({why}); earlier results are in {}", kept.display());
+        }
+    }
+}
+
+/// Both forms of the report; each is whole at any time.
+fn write(folder: &Path, report: &Report) -> Result<()> {
+    let json = serde_json::to_string_pretty(report)?;
+    for (name, text) in [(REPORT_JSON, json), (REPORT_HTML, html::page(report)?)] {
+        let (path, part) = (folder.join(name), folder.join(format!("{name}.part")));
+        let written = fs::write(&part, text).and_then(|()| fs::rename(&part, &path));
+        written.with_context(|| format!("cannot write {}", path.display()))?;
+    }
+    Ok(())
+}
+
+/// Whether everything of ours has a figure. Whether COLO runs is QEMU's affair.
+fn complete(report: &Report) -> bool {
+    let mut cells = report.workloads.values().flatten();
+    cells.all(|(&variant, cell)| variant == Variant::Colo || cell.error.is_none())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_was_asked_for_is_chosen_in_the_order_of_the_report() {
+        let chosen = chosen(Variant::all(), &[Variant::Plain, Variant::Adaptive]);
+        assert_eq!(chosen, [Variant::Adaptive, Variant::Plain]);
+        assert_eq!(super::chosen(Subject::all(), &[]), Subject::all());
+    }
+
+    #[test]
+    fn both_reports_are_written_and_a_failure_is_seen() {
+        let folder = tempfile::tempdir().unwrap();
+        let mut report = report::tests::report();
+        write(folder.path(), &report).unwrap();
+        let json = fs::read_to_string(folder.path().join(REPORT_JSON)).unwrap();
+        let json: serde_json::Value = serde_json::from_str(&json).unwrap();
+        assert_eq!(json["workloads"]["cpu"]["adaptive"]["ratio"], 0.5);
+        let page = fs::read_to_string(folder.path().join(REPORT_HTML)).unwrap();
+        assert!(page.starts_with("<!doctype html>") && page.ends_with("</html>\n"));
+        assert!(!complete(&report));
+        for cells in report.workloads.values_mut() {
+            cells.remove(&Variant::Plain);
+        }
+        assert!(complete(&report));
+    }
+}

@@ -1,0 +1,46 @@
+//! The benchmark suite as a user runs it, on the guest of `make bench-guest`.
+
+use serde_json::Value;
+use std::fs;
+use std::path::Path;
+use std::process::{Command, Stdio};
+
+/// What it printed: the report, and what it said meanwhile.
+fn latency(output: &Path) -> (Value, String) {
+    let done = Command::new(env!("CARGO_BIN_EXE_understudy"))
+        .args(["bench", "--json", "--quick", "--only", "latency", "--runs", "1"])
+        .args(["--variants", "unprotected,adaptive", "--output"])
+        .arg(output)
+        .stdin(Stdio::null())
+        .output()
+        .unwrap();
+    let story = String::from_utf8_lossy(&done.stderr).into_owned();
+    assert!(done.status.success(), "{story}");
+    (serde_json::from_slice(&done.stdout).unwrap(), story)
+}
+
+#[test]
+#[ignore = "long: `make test-long`, which builds the bench guest"]
+fn latency_is_measured_in_two_variants_and_not_again() {
+    let folder = tempfile::tempdir().unwrap();
+    let (report, story) = latency(folder.path());
+    let cells = &report["workloads"]["latency"];
+    let field = |variant: &str, field: &str| cells[variant][field].as_f64();
+    for variant in ["unprotected", "adaptive"] {
+        assert_eq!(cells[variant]["runs"], 1, "{report}\n{story}");
+        assert!(field(variant, "median").unwrap() > 0.0, "{report}");
+        assert_eq!(cells[variant]["unit"], "ms");
+    }
+    assert_eq!(field("unprotected", "ratio"), Some(1.0));
+    assert!(field("adaptive", "ratio").is_some(), "{report}");
+    // It was protected, and the other one was not.
+    assert!(field("adaptive", "checkpoints_per_s").unwrap() > 0.0, "{report}");
+    assert!(field("adaptive", "replication_mbit_s").unwrap() > 0.0, "{report}");
+    assert_eq!(field("unprotected", "checkpoints_per_s"), None);
+    let page = fs::read_to_string(folder.path().join("report.html")).unwrap();
+    assert!(page.contains("<tr><td>latency<td>") && page.contains("<svg"));
+
+    let (again, story) = latency(folder.path());
+    assert_eq!(again, report, "everything was there already:\n{story}");
+    assert!(story.contains("2 measurements"), "{story}");
+}
