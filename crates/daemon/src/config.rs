@@ -13,6 +13,9 @@
 //! kind = "file"
 //! path = "/srv/arbiter"
 //!
+//! [metrics]
+//! listen = "10.0.0.1:9177"
+//!
 //! [peers]
 //! b = "10.0.0.2:7788"
 //! c = ["10.0.0.3:7788", "10.1.0.3:7788"]   # two paths
@@ -68,6 +71,8 @@ pub struct HostConfig {
     pub socket: PathBuf,
     /// Who decides which host owns a VM. Without it nothing can be protected.
     pub arbiter: Option<ArbiterConfig>,
+    /// Where metrics can be read by anybody, beside the local API.
+    pub metrics: Option<SocketAddr>,
     /// The other hosts by name, with an address for each path to them.
     pub peers: BTreeMap<String, Vec<SocketAddr>>,
     /// How this host and its peers recognise each other.
@@ -209,6 +214,13 @@ struct RawConfig {
     repair: RepairConfig,
     #[serde(default)]
     experiments: RawExperiments,
+    metrics: Option<RawMetrics>,
+}
+
+#[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
+struct RawMetrics {
+    listen: Spanned<toml::Value>,
 }
 
 /// What no host does that is to protect anything.
@@ -265,6 +277,7 @@ impl RawConfig {
         let peers = check_peers(source, self.peers, &name, &listen)?;
         Ok(HostConfig {
             listen,
+            metrics: check_metrics(source, self.metrics)?,
             peers,
             tls,
             insecure,
@@ -375,6 +388,17 @@ fn check_user(source: &Source<'_>, raw: Option<RawQemuProcess>) -> Result<RunAs,
     let Some(user) = raw.and_then(|process| process.user) else { return Ok(RunAs::default()) };
     RunAs::named(user.get_ref())
         .map_err(|error| source.wrong("qemu_process.user", user.span(), &error.to_string()))
+}
+
+fn check_metrics(
+    source: &Source<'_>,
+    raw: Option<RawMetrics>,
+) -> Result<Option<SocketAddr>, HostError> {
+    let Some(RawMetrics { listen }) = raw else { return Ok(None) };
+    match source.addresses("metrics.listen", &listen)?[..] {
+        [one] => Ok(Some(one)),
+        _ => Err(source.wrong("metrics.listen", listen.span(), "one address is possible")),
+    }
 }
 
 fn check_detection(source: &Source<'_>, raw: Option<RawDetection>) -> Result<Duration, HostError> {

@@ -36,6 +36,10 @@ fn broken(from: &str, to: &str) -> String {
     error.message
 }
 
+fn read(text: &str) -> Result<HostConfig, HostError> {
+    HostConfig::from_toml(text, Path::new("host.toml"))
+}
+
 fn assert_says(message: &str, place: &str, words: &[&str]) {
     assert!(message.starts_with(place), "{message:?} does not start with {place:?}");
     for word in words {
@@ -71,7 +75,6 @@ fn what_is_left_out_has_its_default() {
 
 #[test]
 fn output_is_held_unless_the_operator_allows_otherwise() {
-    let read = |text: &str| HostConfig::from_toml(text, Path::new("host.toml"));
     assert!(!read(GOOD).unwrap().allow_unheld_output);
     let text = format!("{GOOD}[experiments]\nallow_unheld_output = true\n");
     assert!(read(&text).unwrap().allow_unheld_output);
@@ -225,4 +228,15 @@ fn configured_programs_must_be_there() {
     let config = HostConfig::from_toml(GOOD, Path::new("host.toml")).unwrap();
     assert!(config.qemu_path().unwrap_err().message.contains("/opt/qemu"));
     assert!(config.agent_path().unwrap_err().message.contains("/opt/agent.so"));
+}
+
+#[test]
+fn metrics_have_one_address() {
+    assert_eq!(read(GOOD).unwrap().metrics, None);
+    let with = |listen: &str| read(&format!("{GOOD}[metrics]\nlisten = {listen}\n"));
+    let address = "10.0.0.1:9177".parse().unwrap();
+    assert_eq!(with("\"10.0.0.1:9177\"").unwrap().metrics, Some(address));
+    for wrong in ["\"here\"", "[\"10.0.0.1:1\", \"10.0.0.1:2\"]", "9177"] {
+        assert_says(&with(wrong).unwrap_err().message, "host.toml:", &["metrics.listen"]);
+    }
 }
