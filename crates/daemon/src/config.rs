@@ -13,26 +13,31 @@
 //! kind = "file"
 //! path = "/srv/arbiter"
 //!
+//! [metrics]
+//! listen = "10.0.0.1:9177"
+//!
 //! [peers]
 //! b = "10.0.0.2:7788"
 //! c = ["10.0.0.3:7788", "10.1.0.3:7788"]   # two paths
 //! ```
 
 mod arbiter;
+mod source;
 
 pub use arbiter::{ArbiterConfig, EtcdConfig, EtcdTls};
 
 use crate::error::{ErrorKind, HostError};
-use crate::handshake::MOST_PATHS;
 use crate::tls::TlsFiles;
 use arbiter::RawArbiter;
 use serde::Deserialize;
+use source::Source;
+pub(crate) use source::check_host_name;
 use std::collections::BTreeMap;
 use std::env;
 use std::fs;
 use std::io;
 use std::net::SocketAddr;
-use std::ops::{Range, RangeInclusive};
+use std::ops::RangeInclusive;
 use std::os::unix::ffi::OsStrExt;
 use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
@@ -50,16 +55,8 @@ const DEFAULT_STATE_DIR: &str = "/var/lib/understudy";
 const DEFAULT_QEMU: &str = "qemu-system-x86_64";
 const DEFAULT_DETECTION_MS: u64 = 100;
 const DETECTION_MS: RangeInclusive<u64> = 50..=10_000;
-const LONGEST_NAME: usize = 63;
 /// `sun_path` of a unix address has 108 bytes, the last of them zero.
 const LONGEST_SOCKET_PATH: usize = 107;
-
-/// What the TOML reader says of each field that must be there, and an example.
-const EXAMPLES: [(&str, &str); 3] = [
-    ("missing field `name`", "name = \"a\""),
-    ("missing field `listen`", "listen = \"10.0.0.1:7788\""),
-    ("missing field `kind`", "kind = \"file\""),
-];
 
 /// A host's configuration, checked.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -74,6 +71,8 @@ pub struct HostConfig {
     pub socket: PathBuf,
     /// Who decides which host owns a VM. Without it nothing can be protected.
     pub arbiter: Option<ArbiterConfig>,
+    /// Where metrics can be read by anybody, beside the local API.
+    pub metrics: Option<SocketAddr>,
     /// The other hosts by name, with an address for each path to them.
     pub peers: BTreeMap<String, Vec<SocketAddr>>,
     /// How this host and its peers recognise each other.
@@ -130,7 +129,7 @@ impl HostConfig {
 
     /// Checks the text of a configuration; `file` is only for the errors.
     pub fn from_toml(text: &str, file: &Path) -> Result<HostConfig, HostError> {
-        let source = Source { text, file };
+        let source = Source::new(text, file);
         let raw: RawConfig = toml::from_str(text).map_err(|error| source.syntax(&error))?;
         raw.check(&source)
     }
@@ -215,6 +214,13 @@ struct RawConfig {
     repair: RepairConfig,
     #[serde(default)]
     experiments: RawExperiments,
+    metrics: Option<RawMetrics>,
+}
+
+#[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
+struct RawMetrics {
+    listen: Spanned<toml::Value>,
 }
 
 /// What no host does that is to protect anything.
@@ -271,6 +277,7 @@ impl RawConfig {
         let peers = check_peers(source, self.peers, &name, &listen)?;
         Ok(HostConfig {
             listen,
+            metrics: check_metrics(source, self.metrics)?,
             peers,
             tls,
             insecure,
@@ -383,6 +390,17 @@ fn check_user(source: &Source<'_>, raw: Option<RawQemuProcess>) -> Result<RunAs,
         .map_err(|error| source.wrong("qemu_process.user", user.span(), &error.to_string()))
 }
 
+fn check_metrics(
+    source: &Source<'_>,
+    raw: Option<RawMetrics>,
+) -> Result<Option<SocketAddr>, HostError> {
+    let Some(RawMetrics { listen }) = raw else { return Ok(None) };
+    match source.addresses("metrics.listen", &listen)?[..] {
+        [one] => Ok(Some(one)),
+        _ => Err(source.wrong("metrics.listen", listen.span(), "one address is possible")),
+    }
+}
+
 fn check_detection(source: &Source<'_>, raw: Option<RawDetection>) -> Result<Duration, HostError> {
     let Some(timeout) = raw.and_then(|detection| detection.timeout_ms) else {
         return Ok(Duration::from_millis(DEFAULT_DETECTION_MS));
@@ -400,334 +418,5 @@ fn check_detection(source: &Source<'_>, raw: Option<RawDetection>) -> Result<Dur
     }
 }
 
-/// The text under check; places every error in it.
-struct Source<'a> {
-    text: &'a str,
-    file: &'a Path,
-}
-
-impl Source<'_> {
-    fn wrong(&self, field: &str, span: Range<usize>, message: &str) -> HostError {
-        let line = self.line_of(span.start);
-        let message = format!("{}:{line}: {field}: {message}", self.file.display());
-        HostError::new(ErrorKind::Invalid, message)
-    }
-
-    /// An error of the TOML reader. Where its words do not name the field, the
-    /// line that it stands on does.
-    fn syntax(&self, error: &toml::de::Error) -> HostError {
-        let mut message = error.message().trim().replace('\n', ", ");
-        message = message.replace("expected i64", "expected a whole number");
-        if let Some((_, example)) = EXAMPLES.iter().find(|(missing, _)| message == *missing) {
-            message = format!("{message}; write for example {example}");
-        }
-        let file = self.file.display();
-        let line = self.line_of(error.span().map_or(0, |span| span.start));
-        let key = self.text.lines().nth(line - 1).and_then(|line| line.split_once('='));
-        let message = match key {
-            Some((key, _)) if !message.contains(" field ") => {
-                format!("{file}:{line}: {}: {message}", key.trim())
-            }
-            _ => format!("{file}:{line}: {message}"),
-        };
-        HostError::new(ErrorKind::Invalid, message)
-    }
-
-    fn line_of(&self, offset: usize) -> usize {
-        self.text.bytes().take(offset).filter(|byte| *byte == b'\n').count() + 1
-    }
-
-    fn check_name(&self, field: &str, name: &Spanned<String>) -> Result<(), HostError> {
-        check_host_name(name.get_ref()).map_err(|problem| self.wrong(field, name.span(), &problem))
-    }
-
-    /// One address, or a list of them: one for each path.
-    fn addresses(
-        &self,
-        field: &str,
-        raw: &Spanned<toml::Value>,
-    ) -> Result<Vec<SocketAddr>, HostError> {
-        let list = match raw.get_ref() {
-            toml::Value::Array(list) => list.as_slice(),
-            one => std::slice::from_ref(one),
-        };
-        let wrong = |message: String| Err(self.wrong(field, raw.span(), &message));
-        if !(1..=MOST_PATHS).contains(&list.len()) {
-            return wrong(format!("{} addresses; 1 to {MOST_PATHS} are possible", list.len()));
-        }
-        let mut addresses = Vec::new();
-        for value in list {
-            let Some(address) = address(value) else {
-                return wrong(format!(
-                    "{value} is not an address; write \"IP:port\" with a port of 1 to 65535, \
-                     for example \"10.0.0.1:7788\", or a list of these"
-                ));
-            };
-            if addresses.contains(&address) {
-                return wrong(format!("{address} is there twice"));
-            }
-            addresses.push(address);
-        }
-        Ok(addresses)
-    }
-
-    fn absolute(&self, field: &str, raw: Spanned<PathBuf>) -> Result<PathBuf, HostError> {
-        if raw.get_ref().is_absolute() {
-            return Ok(raw.into_inner());
-        }
-        let message =
-            format!("\"{}\" is not an absolute path; start it with /", raw.get_ref().display());
-        Err(self.wrong(field, raw.span(), &message))
-    }
-}
-
-/// The problem with a host's name, if there is one.
-pub(crate) fn check_host_name(name: &str) -> Result<(), String> {
-    let allowed = |c: char| c.is_ascii_alphanumeric() || c == '-';
-    let good = !name.is_empty() && name.len() <= LONGEST_NAME && !name.starts_with('-');
-    if good && name.chars().all(allowed) {
-        return Ok(());
-    }
-    Err(format!(
-        "\"{name}\" is not a host name; allowed are 1 to {LONGEST_NAME} letters, digits and -, \
-         not starting with -"
-    ))
-}
-
-fn address(value: &toml::Value) -> Option<SocketAddr> {
-    value.as_str()?.parse().ok().filter(|address: &SocketAddr| address.port() != 0)
-}
-
 #[cfg(test)]
-mod tests {
-    use super::*;
-
-    const GOOD: &str = r#"
-name = "a"
-listen = "10.0.0.1:7788"
-state_dir = "/srv/state"
-socket = "/run/a.sock"
-qemu = "/opt/qemu"
-agent = "/opt/agent.so"
-
-[arbiter]
-kind = "file"
-path = "/srv/arbiter"
-
-[peers]
-b = "10.0.0.2:7788"
-c-2 = "[fe80::1]:7788"
-
-[detection]
-timeout_ms = 250
-
-[tls]
-ca = "/etc/ca.pem"
-cert = "/etc/a.pem"
-key = "/etc/a.key"
-"#;
-
-    /// The error that `GOOD` gives once `from` in it has become `to`.
-    fn broken(from: &str, to: &str) -> String {
-        assert!(GOOD.contains(from), "{from} is not in the good text");
-        let text = GOOD.replacen(from, to, 1);
-        let error = HostConfig::from_toml(&text, Path::new("host.toml")).unwrap_err();
-        assert_eq!(error.kind, ErrorKind::Invalid);
-        error.message
-    }
-
-    fn assert_says(message: &str, place: &str, words: &[&str]) {
-        assert!(message.starts_with(place), "{message:?} does not start with {place:?}");
-        for word in words {
-            assert!(message.contains(word), "{message:?} does not say {word:?}");
-        }
-    }
-
-    #[test]
-    fn a_full_file_is_read() {
-        let config = HostConfig::from_toml(GOOD, Path::new("host.toml")).unwrap();
-        assert_eq!(config.name, "a");
-        assert_eq!(config.listen, ["10.0.0.1:7788".parse().unwrap()]);
-        assert_eq!(config.state_dir, Path::new("/srv/state"));
-        assert_eq!(config.socket, Path::new("/run/a.sock"));
-        assert_eq!(config.arbiter, Some(ArbiterConfig::File { path: "/srv/arbiter".into() }));
-        assert_eq!(config.peers["b"], ["10.0.0.2:7788".parse().unwrap()]);
-        assert_eq!(config.peers["c-2"], ["[fe80::1]:7788".parse().unwrap()]);
-        assert_eq!(config.qemu.as_deref(), Some(Path::new("/opt/qemu")));
-        assert_eq!(config.agent.as_deref(), Some(Path::new("/opt/agent.so")));
-        assert_eq!(config.detection_timeout, Duration::from_millis(250));
-    }
-
-    #[test]
-    fn what_is_left_out_has_its_default() {
-        let text = "name = 'a'\nlisten = '127.0.0.1:7788'";
-        let config = HostConfig::from_toml(text, Path::new("host.toml")).unwrap();
-        assert_eq!(config.state_dir, Path::new("/var/lib/understudy"));
-        assert_eq!(config.socket, Path::new(DEFAULT_SOCKET));
-        assert_eq!(config.detection_timeout, Duration::from_millis(100));
-        assert_eq!((config.arbiter, config.qemu, config.agent), (None, None, None));
-        assert!(config.peers.is_empty());
-    }
-
-    #[test]
-    fn output_is_held_unless_the_operator_allows_otherwise() {
-        let read = |text: &str| HostConfig::from_toml(text, Path::new("host.toml"));
-        assert!(!read(GOOD).unwrap().allow_unheld_output);
-        let text = format!("{GOOD}[experiments]\nallow_unheld_output = true\n");
-        assert!(read(&text).unwrap().allow_unheld_output);
-        let text = format!("{GOOD}[experiments]\nunheld = true\n");
-        assert_says(&read(&text).unwrap_err().message, "host.toml:", &["allow_unheld_output"]);
-    }
-
-    #[test]
-    fn a_field_of_the_wrong_kind_or_unknown_is_named() {
-        assert_says(&broken("name = \"a\"", "name = 5"), "host.toml:2: name:", &["string"]);
-        assert_says(&broken("state_dir", "statedir"), "host.toml:4:", &["statedir", "state_dir"]);
-        assert_says(&broken("250", "\"x\""), "host.toml:18: timeout_ms:", &["whole number"]);
-        assert_says(&broken("timeout_ms", "timeout"), "host.toml:18:", &["timeout", "timeout_ms"]);
-        assert_says(&broken("path = \"/srv/arbiter\"", ""), "host.toml:", &["`path`", "path ="]);
-    }
-
-    #[test]
-    fn a_missing_field_is_named() {
-        assert_says(&broken("name = \"a\"", ""), "host.toml:", &["missing", "`name`", "name ="]);
-        assert_says(
-            &broken("listen = \"10.0.0.1:7788\"", ""),
-            "host.toml:",
-            &["`listen`", "listen ="],
-        );
-    }
-
-    #[test]
-    fn broken_toml_is_placed() {
-        assert_says(&broken("socket = \"/run/a.sock\"", "socket = \"/run"), "host.toml:5:", &[]);
-    }
-
-    #[test]
-    fn a_bad_name_says_what_is_allowed() {
-        for name in ["", "a b", "-a", "host.example", &"x".repeat(64)] {
-            let message = broken("name = \"a\"", &format!("name = \"{name}\""));
-            assert_says(&message, "host.toml:2: name:", &[name, "letters, digits"]);
-        }
-        assert_says(&broken("c-2 =", "\"c_2\" ="), "host.toml:15: peers.c_2:", &["letters"]);
-    }
-
-    #[test]
-    fn a_bad_address_says_how_to_write_it() {
-        for address in ["10.0.0.1", "host:7788", "10.0.0.1:0", "10.0.0.1:70000"] {
-            let message = broken("10.0.0.1:7788", address);
-            assert_says(&message, "host.toml:3: listen:", &[address, "IP:port"]);
-        }
-        assert_says(&broken("10.0.0.2:7788", "b"), "host.toml:14: peers.b:", &["IP:port"]);
-        assert_says(&broken("10.0.0.2", "0.0.0.0"), "host.toml:14: peers.b:", &["no host"]);
-    }
-
-    #[test]
-    fn peers_differ_from_each_other_and_from_this_host() {
-        assert_says(&broken("b = ", "a = "), "host.toml:14: peers.a:", &["own name"]);
-        assert_says(&broken("10.0.0.2", "10.0.0.1"), "host.toml:14: peers.b:", &["`listen`"]);
-        let twice = broken("[fe80::1]", "10.0.0.2");
-        assert_says(&twice, "host.toml:15: peers.c-2:", &["10.0.0.2:7788", "\"b\""]);
-    }
-
-    #[test]
-    fn a_host_may_have_several_addresses() {
-        let (one, two) = ("\"10.0.0.2:7788\"", "\"10.1.0.2:7788\"");
-        let text = GOOD.replace(one, &format!("[{one}, {two}]"));
-        let text = text.replace("\"10.0.0.1:7788\"", "[\"10.0.0.1:7788\", \"10.1.0.1:7788\"]");
-        let config = HostConfig::from_toml(&text, Path::new("host.toml")).unwrap();
-        assert_eq!(config.listen.len(), 2);
-        let expected: [SocketAddr; 2] =
-            ["10.0.0.2:7788".parse().unwrap(), "10.1.0.2:7788".parse().unwrap()];
-        assert_eq!(config.peers["b"], expected);
-        let place = "host.toml:14: peers.b:";
-        assert_says(&broken(one, "[]"), place, &["0 addresses", "1 to 8"]);
-        assert_says(&broken(one, &format!("[{one}, {one}]")), place, &["twice"]);
-        assert_says(&broken(one, &format!("[{one}, 7]")), place, &["7 is not an address"]);
-        assert_says(&broken(one, "7788"), place, &["7788 is not an address"]);
-    }
-
-    #[test]
-    fn the_memory_limit_is_a_memory_size() {
-        let with = |line: &str| {
-            let text = GOOD.replacen("\n[arbiter]", &format!("{line}\n[arbiter]"), 1);
-            HostConfig::from_toml(&text, Path::new("host.toml"))
-        };
-        assert_eq!(with("").unwrap().memory_limit, None);
-        assert_eq!(with("memory = \"2G\"\n").unwrap().memory_limit, Some(2 << 30));
-        let message = with("memory = \"lots\"\n").unwrap_err().message;
-        assert!(message.contains("memory") && message.contains("lots"), "{message}");
-    }
-
-    #[test]
-    fn strangers_are_kept_out_unless_the_operator_says_so() {
-        let (open, tls) = GOOD.split_once("[tls]").unwrap();
-        let read = |text: &str| HostConfig::from_toml(text, Path::new("host.toml"));
-        let refused = |text: &str| read(text).unwrap_err().message;
-        let words = ["10.0.0.1:7788", "[tls]", "understudy pki", "insecure = true"];
-        assert_says(&refused(open), "host.toml:3: listen:", &words);
-        // Loopback is this machine's own, but the way to the peers is not.
-        let local = open.replace("10.0.0.1", "127.0.0.1");
-        assert_says(&refused(&local), "host.toml:14: peers.b:", &["10.0.0.2:7788"]);
-        assert!(read(&format!("insecure = true\n{open}")).unwrap().insecure);
-        let both = format!("insecure = true\n{open}[tls]{tls}");
-        assert_says(&refused(&both), "host.toml:1: insecure:", &["[tls]"]);
-        let config = read(GOOD).unwrap();
-        assert_eq!(config.tls.unwrap().cert, Path::new("/etc/a.pem"));
-        assert_says(&broken("/etc/a.key", "a.key"), "host.toml:23: tls.key:", &["absolute"]);
-    }
-
-    #[test]
-    fn qemus_user_must_exist_and_not_be_root() {
-        let with = |user: &str| {
-            let text = format!("{GOOD}[qemu_process]\nuser = \"{user}\"\n");
-            HostConfig::from_toml(&text, Path::new("host.toml")).unwrap_err().message
-        };
-        let place = format!("host.toml:{}: qemu_process.user:", GOOD.lines().count() + 2);
-        assert_says(&with("no-such-user"), &place, &["useradd"]);
-        assert_says(&with("root"), &place, &["root"]);
-    }
-
-    #[test]
-    fn relative_paths_are_refused() {
-        let cases = [
-            ("/srv/state", "host.toml:4: state_dir:"),
-            ("/run/a.sock", "host.toml:5: socket:"),
-            ("/opt/qemu", "host.toml:6: qemu:"),
-            ("/opt/agent.so", "host.toml:7: agent:"),
-            ("/srv/arbiter", "host.toml:11: arbiter.path:"),
-        ];
-        for (path, place) in cases {
-            assert_says(&broken(path, &path[1..]), place, &[&path[1..], "absolute"]);
-        }
-    }
-
-    #[test]
-    fn a_socket_path_fits_into_an_address() {
-        let long = format!("/{}", "s".repeat(107));
-        assert_says(&broken("/run/a.sock", &long), "host.toml:5: socket:", &["108", "107"]);
-    }
-
-    #[test]
-    fn the_arbiter_and_the_time_out_are_checked() {
-        assert_says(&broken("\"file\"", "\"disk\""), "host.toml:10: arbiter.kind:", &["\"file\""]);
-        for value in ["49", "10001", "-1"] {
-            let message = broken("250", value);
-            assert_says(&message, "host.toml:18: detection.timeout_ms:", &[value, "50 to 10000"]);
-        }
-    }
-
-    #[test]
-    fn a_file_that_is_not_there_is_not_found() {
-        let error = HostConfig::load(Path::new("/nonexistent/host.toml")).unwrap_err();
-        assert_eq!(error.kind, ErrorKind::NotFound);
-        assert!(error.message.contains("/nonexistent/host.toml"));
-    }
-
-    #[test]
-    fn configured_programs_must_be_there() {
-        let config = HostConfig::from_toml(GOOD, Path::new("host.toml")).unwrap();
-        assert!(config.qemu_path().unwrap_err().message.contains("/opt/qemu"));
-        assert!(config.agent_path().unwrap_err().message.contains("/opt/agent.so"));
-    }
-}
+mod tests;

@@ -12,10 +12,12 @@
 //! | `POST /v1/vms/NAME/failover`       | nothing (204) |
 //! | `POST /v1/vms/NAME/recover` ([`RecoverRequest`]) | [`RecoverReport`] |
 //! | `GET /v1/vms/NAME/timings`         | a list of [`CheckpointTiming`] |
+//! | `GET /metrics`                     | OpenMetrics text |
 //!
 //! An error is `{"error": {"kind", "message"}}`, with a status that fits.
 
 use crate::failure::ErrorBody;
+use crate::metrics;
 use axum::Router;
 use axum::body::Bytes;
 use axum::extract::rejection::{BytesRejection, QueryRejection};
@@ -113,7 +115,8 @@ pub fn router(host: Arc<dyn Control>) -> Router {
         .fallback(no_such_route)
         .method_not_allowed_fallback(wrong_method)
         .layer(DefaultBodyLimit::max(MAX_REQUEST_BYTES))
-        .with_state(host)
+        .with_state(host.clone())
+        .merge(metrics::router(host))
 }
 
 async fn status(State(host): Shared) -> Answer<HostStatus> {

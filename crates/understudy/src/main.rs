@@ -26,6 +26,7 @@ mod commands;
 mod demo;
 mod doctor;
 mod failure;
+mod metrics;
 mod output;
 mod progress;
 mod socket;

@@ -2,9 +2,11 @@
 
 use crate::api;
 use crate::failure::{Exit, Failure};
+use crate::metrics;
 use crate::socket::ApiSocket;
 use std::future::Future;
 use std::io;
+use std::net::SocketAddr;
 use std::path::Path;
 use std::sync::Arc;
 use std::time::Duration;
@@ -13,7 +15,7 @@ use tokio::signal::unix::{Signal, SignalKind, signal};
 use tokio::sync::oneshot;
 use tokio::task::{JoinError, spawn_blocking};
 use understudy_daemon::config::HostConfig;
-use understudy_daemon::{Host, HostError};
+use understudy_daemon::{ErrorKind, Host, HostError};
 
 /// The API waits on the host, so little work is left for its own threads.
 const API_THREADS: usize = 2;
@@ -39,6 +41,10 @@ async fn serve(config: HostConfig, socket: &ApiSocket) -> Result<(), Failure> {
     // From here on a signal waits until the host can be shut down in order.
     let mut signals = Signals::new().map_err(internal)?;
     let name = config.name.clone();
+    let metrics = match config.metrics {
+        Some(address) => Some(bind_metrics(address).await?),
+        None => None,
+    };
     let host: Result<Arc<Host>, HostError> =
         spawn_blocking(|| Host::start(config)).await.map_err(crashed)?;
     let host = host?;
@@ -48,6 +54,11 @@ async fn serve(config: HostConfig, socket: &ApiSocket) -> Result<(), Failure> {
         // A dropped sender stops the server as well.
         let _ = stopped.await;
     })?);
+    if let Some(listener) = metrics {
+        let router = metrics::router(Arc::new(host.clone()));
+        // It ends with the daemon: it only answers questions.
+        tokio::spawn(axum::serve(listener, router).into_future());
+    }
     tracing::info!(host = name, socket = %socket.path().display(), "ready");
     let signal = signals.next().await;
     tracing::info!(signal, "ending every VM and backup of this daemon");
@@ -69,6 +80,16 @@ fn listen(
     let listener = socket.listener().and_then(tokio::net::UnixListener::from_std);
     let listener = listener.map_err(internal)?;
     Ok(axum::serve(listener, router).with_graceful_shutdown(stop).into_future())
+}
+
+async fn bind_metrics(address: SocketAddr) -> Result<tokio::net::TcpListener, HostError> {
+    tokio::net::TcpListener::bind(address).await.map_err(|error| {
+        let message = format!(
+            "cannot serve metrics on {address}: {error}; correct `listen` in [metrics] of the \
+             configuration"
+        );
+        HostError::new(ErrorKind::Conflict, message)
+    })
 }
 
 /// The signals that end the daemon.

@@ -48,6 +48,7 @@ mod distance;
 mod fencing;
 mod group;
 mod inbound;
+mod metrics;
 mod paths;
 mod pauses;
 mod peer;
