@@ -3,7 +3,9 @@
 use crate::error::{ErrorKind, HostError};
 use crate::handshake::Offer;
 use crate::host::{Host, prepare_directory};
+use crate::machine::Machine;
 use crate::records::Record;
+use crate::report::Mode;
 use crate::sync::lock;
 use crate::vm::Vm;
 use std::path::PathBuf;
@@ -11,8 +13,9 @@ use std::sync::Arc;
 use understudy_disk::{Disk, ImageFormat};
 use understudy_protocol::validity::may_start;
 use understudy_protocol::{DiskIndex, Generation, Verdict};
-use understudy_qemu::VmDefinition;
 use understudy_qemu::definition::DiskFormat;
+use understudy_qemu::lockstep::{LogRole, obstacles};
+use understudy_qemu::{Accelerator, VmDefinition};
 
 impl Host {
     /// Refuses names and MAC addresses that are in use on this host.
@@ -60,6 +63,45 @@ impl Host {
             }
         }
         Ok(())
+    }
+
+    /// Refuses a VM that cannot run in lockstep with this host's QEMU.
+    pub(crate) fn check_lockstep(
+        &self,
+        definition: &VmDefinition,
+        accelerator: Accelerator,
+    ) -> Result<(), HostError> {
+        let found = obstacles(definition, accelerator, Some(self.capabilities.version));
+        if found.is_empty() {
+            return Ok(());
+        }
+        let message = format!(
+            "{} cannot run in lockstep on host {}: {}; `--mode checkpoint` protects it",
+            definition.name,
+            self.config.name,
+            found.join("; ")
+        );
+        Err(HostError::new(ErrorKind::Invalid, message))
+    }
+
+    /// Refuses a mode that the machine, as its QEMU was started, is not made for.
+    pub(crate) fn check_mode(&self, machine: &Machine, mode: Mode) -> Result<(), HostError> {
+        let name = &machine.definition().name;
+        let conflict = |message: String| Err(HostError::new(ErrorKind::Conflict, message));
+        if mode == Mode::Lockstep {
+            self.check_lockstep(machine.definition(), machine.accelerator())?;
+        }
+        match (machine.lockstep().map(|lockstep| lockstep.role), mode) {
+            (Some(LogRole::Replay), _) => conflict(format!(
+                "{name}'s QEMU took over from a log, and cannot have a backup: stop the VM and \
+                 start it again"
+            )),
+            (None, Mode::Lockstep) => conflict(format!(
+                "{name}'s QEMU does not record: start the VM with `lockstep = true` in its \
+                 definition, or protect it with `--mode checkpoint`"
+            )),
+            _ => Ok(()),
+        }
     }
 
     pub(crate) fn machine_type(&self, definition: &VmDefinition) -> Result<String, HostError> {

@@ -8,7 +8,7 @@ use crate::arbiter::Arbiter;
 use crate::error::{ErrorKind, HostError};
 use crate::host::Host;
 use crate::primary;
-use crate::report::{GroupRequest, ProtectRequest, VmStatus};
+use crate::report::{GroupRequest, Mode, ProtectRequest, VmStatus};
 use crate::sync::lock;
 use crate::vm::{PrimaryVm, Vm};
 use serde::{Deserialize, Serialize};
@@ -106,6 +106,7 @@ impl Host {
         // single VMs only.
         let request = ProtectRequest {
             to: request.to,
+            mode: Mode::Checkpoint,
             policy: Some(policy),
             encoding: request.encoding,
             repair: false,

@@ -2,7 +2,7 @@
 
 use crate::group::Membership;
 use crate::link::Link;
-use crate::report::ProtectRequest;
+use crate::report::{Mode, ProtectRequest};
 use crate::resync::Resync;
 use crate::tls::Tls;
 use anyhow::Context;
@@ -13,7 +13,7 @@ use std::time::Duration;
 use tracing::debug;
 use understudy_protocol::wire::{Kind, WIRE_VERSION};
 use understudy_protocol::{Count, DiskIndex, Generation, PathIndex};
-use understudy_qemu::{Accelerator, VmDefinition};
+use understudy_qemu::{Accelerator, ClockBase, VmDefinition};
 
 /// How long a connection to a peer may take.
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(3);
@@ -88,6 +88,13 @@ pub struct Offer {
     pub accelerator: Accelerator,
     /// The primary's QEMU.
     pub qemu_version: String,
+    /// How the backup is to keep up.
+    #[serde(default)]
+    pub mode: Mode,
+    /// What the guest's clock showed first, if the primary's QEMU counts instructions: the
+    /// backup's must too.
+    #[serde(default)]
+    pub clock: Option<ClockBase>,
     /// The generation at which the primary owns the VM.
     pub generation: Generation,
     /// The group that the VM is protected with, if any.

@@ -24,7 +24,9 @@ use std::time::{Duration, Instant};
 use tracing::{info, warn};
 use understudy_protocol::validity::ImageRole;
 use understudy_protocol::{Generation, Output, PrimaryPhase};
-use understudy_qemu::{Capabilities, Role, VmDefinition};
+use understudy_qemu::command::Lockstep;
+use understudy_qemu::lockstep::LogRole;
+use understudy_qemu::{Accelerator, Capabilities, ClockBase, Role, VmDefinition};
 
 /// How long the guest may take to power off before it is ended.
 const POWER_OFF_TIMEOUT: Duration = Duration::from_secs(30);
@@ -129,6 +131,10 @@ impl Host {
             .map_err(|error| HostError::new(ErrorKind::Invalid, error.to_string()))?;
         self.check_bridges(&definition)?;
         self.check_memory(definition.memory.bytes())?;
+        let lockstep = match definition.lockstep {
+            true => Some(self.recording(&definition, accelerator)?),
+            false => None,
+        };
         let disks = open_disks(&definition)?;
         let former = self.record(&definition.name)?;
         let run_dir = self.vm_directory(&definition.name)?;
@@ -143,6 +149,7 @@ impl Host {
             run_as: &self.config.run_as,
             disks,
             role: Role::Fresh,
+            lockstep,
             on_event: self.event_sink(&name),
         };
         let machine = self.launch(plan).map_err(|error| failed("cannot start the VM", &error))?;
@@ -153,6 +160,16 @@ impl Host {
         machine.ensure_running().map_err(|error| failed("cannot start the guest", &error))?;
         info!(vm = name, "started");
         Ok(Vm::Primary(vm).status())
+    }
+
+    /// How a QEMU of this host records, from now on.
+    fn recording(
+        &self,
+        definition: &VmDefinition,
+        accelerator: Accelerator,
+    ) -> Result<Lockstep, HostError> {
+        self.check_lockstep(definition, accelerator)?;
+        Ok(Lockstep { role: LogRole::Record, clock: ClockBase::now() })
     }
 
     /// Stops a VM: ACPI power-off and a deadline, or at once with `force`.
@@ -476,6 +493,7 @@ impl Host {
                     .to_owned(),
             );
         }
+        self.check_mode(&vm.machine, request.mode)?;
         let policy = request.policy.or(definition.policy).unwrap_or_default();
         policy.validate().map_err(|error| HostError::new(ErrorKind::Invalid, error))?;
         request.encoding.validate().map_err(|error| HostError::new(ErrorKind::Invalid, error))?;
@@ -494,6 +512,7 @@ impl Host {
             peer: request.to.clone(),
             addresses: addresses.clone(),
             generation,
+            mode: request.mode,
             policy,
             encoding: request.encoding,
             timeout: self.config.detection_timeout,

@@ -7,7 +7,7 @@ use crate::handshake::{GroupOffer, Hello, MOST_PATHS, Offer, Purpose, Welcome, a
 use crate::host::{Host, failed};
 use crate::link::Link;
 use crate::machine::{self, Machine};
-use crate::report::ProtectRequest;
+use crate::report::{Mode, ProtectRequest};
 use crate::resync::{self, Groundwork};
 use crate::sync::lock;
 use crate::vm::{FencedVm, Vm};
@@ -22,6 +22,8 @@ use understudy_protocol::validity::ImageRole;
 use understudy_protocol::wire::Kind;
 use understudy_protocol::{DiskIndex, Output};
 use understudy_qemu::Role;
+use understudy_qemu::command::Lockstep;
+use understudy_qemu::lockstep::LogRole;
 
 /// Accepts connections for as long as the host lives.
 pub fn listen(host: &Arc<Host>, listener: TcpListener) -> Result<(), HostError> {
@@ -159,6 +161,12 @@ fn examine(host: &Host, offer: &Offer) -> Result<(), HostError> {
     if let Some(problem) = definition.validate().first() {
         return refuse(format!("the offered VM's definition is wrong: {problem}"));
     }
+    if offer.mode == Mode::Lockstep && offer.clock.is_none() {
+        return refuse("the primary's QEMU does not record".to_owned());
+    }
+    if offer.clock.is_some() {
+        host.check_lockstep(definition, offer.accelerator)?;
+    }
     host.check_free(definition)?;
     host.check_older(offer)?;
     host.check_bridges(definition)?;
@@ -193,11 +201,13 @@ fn stand_by(
         run_as: &host.config.run_as,
         disks: mirrors.iter().map(|mirror| mirror.disk().clone()).collect(),
         role: Role::Standby,
+        lockstep: lockstep_of(offer),
         on_event: host.event_sink(&name),
     })?;
     let plan = backup::Plan {
         id: offer.session.clone(),
         primary: hello.host.clone(),
+        mode: offer.mode,
         group: group_of(host, hello, offer)?,
         timeout: host.config.detection_timeout,
         arbiter: host.arbiter.clone().expect("examined before"),
@@ -220,6 +230,16 @@ fn stand_by(
     })?;
     info!(vm = name, "standing by for {}", hello.host);
     Ok(())
+}
+
+/// The standby of a QEMU that counts instructions must do so too, else it could not load its
+/// state.
+fn lockstep_of(offer: &Offer) -> Option<Lockstep> {
+    let role = match offer.mode {
+        Mode::Lockstep => LogRole::Replay,
+        Mode::Checkpoint => LogRole::Record,
+    };
+    offer.clock.clone().map(|clock| Lockstep { role, clock })
 }
 
 /// The group that the VM is offered for, and its place there. The first member's

@@ -18,7 +18,8 @@ use understudy_memory::agent::{AgentLink, AgentListener};
 use understudy_memory::{DirtyTracker, GuestRam, ProcessMemory, RamBlock};
 use understudy_network::{CARDS_VARIABLE, GuestEnd, Port, PortConfig};
 use understudy_protocol::{BlockId, CardIndex};
-use understudy_qemu::command::Console;
+use understudy_qemu::command::{Console, Lockstep};
+use understudy_qemu::lockstep::{LogChannel, LogEnds};
 use understudy_qemu::process::Launch;
 use understudy_qemu::qmp::{DeviceState, MonitorSockets, RunState, VmEvent};
 use understudy_qemu::{
@@ -48,6 +49,8 @@ pub struct Plan<'a> {
     pub disks: Vec<Arc<Disk>>,
     /// Fresh: the VM runs here, its output goes out. Standby: nothing does.
     pub role: Role,
+    /// How its QEMU takes part in lockstep; none if it does not.
+    pub lockstep: Option<Lockstep>,
     /// Called on a thread of the machine's for everything that happens by itself.
     pub on_event: Box<dyn Fn(MachineEvent) + Send>,
 }
@@ -76,6 +79,9 @@ pub struct Machine {
     monitor: Mutex<Monitor>,
     device_state: DeviceState,
     pauser: Pauser,
+    lockstep: Option<Lockstep>,
+    #[allow(dead_code)] // Until sessions in lockstep use it.
+    log: Option<LogChannel>,
     console: Option<PathBuf>,
     doorbell: Arc<Doorbell>,
     process: Arc<Process>,
@@ -113,6 +119,7 @@ impl Machine {
         let listener = AgentListener::bind(home.path(AGENT))?;
         user::give_socket(listener.path(), user)?;
         let lent = Lent::open(&plan, user)?;
+        let (log, qemus_log) = open_log(&plan)?.unzip();
         let args = command_line(
             &plan.definition,
             &Resources {
@@ -128,7 +135,7 @@ impl Machine {
                     .is_some()
                     .then(|| Console { socket: CONSOLE.into(), log: CONSOLE_LOG.into() }),
                 role: plan.role,
-                lockstep: None,
+                lockstep: plan.lockstep.clone(),
             },
         );
         let mut inherit: Vec<BorrowedFd<'_>> = vec![ram.fd(), device_state.as_fd()];
@@ -136,6 +143,10 @@ impl Machine {
         inherit.extend(guest_ends.iter().map(|end| end.socket.as_fd()));
         inherit.extend(lent.descriptors());
         let mut environment = lent.environment();
+        if let (Some(ends), Some(lockstep)) = (&qemus_log, &plan.lockstep) {
+            inherit.extend(ends.descriptors());
+            environment.push(ends.environment(lockstep.role));
+        }
         environment.extend(cards_variable(&guest_ends));
         let qemu = Qemu::launch(&Launch {
             binary: plan.qemu,
@@ -146,7 +157,7 @@ impl Machine {
             directory: Some(home.directory()),
             user,
         })?;
-        drop((qemus_ends, guest_ends));
+        drop((qemus_ends, guest_ends, qemus_log));
         let process = Arc::new(Process {
             qemu,
             halted: AtomicBool::new(false),
@@ -172,6 +183,8 @@ impl Machine {
             monitor: Mutex::new(monitor),
             device_state,
             pauser,
+            lockstep: plan.lockstep,
+            log,
             console,
             doorbell,
             process,
@@ -240,6 +253,17 @@ impl Machine {
     /// Why pauses go through the monitor and take longer; none if they do not.
     pub fn pause_obstacle(&self) -> Option<&str> {
         self.pauser.obstacle()
+    }
+
+    /// How its QEMU was started for lockstep; none if it cannot take part.
+    pub fn lockstep(&self) -> Option<&Lockstep> {
+        self.lockstep.as_ref()
+    }
+
+    /// The way of its log, if its QEMU can take part in lockstep.
+    #[allow(dead_code)] // Until sessions in lockstep use it.
+    pub fn log(&self) -> Option<&LogChannel> {
+        self.log.as_ref()
     }
 
     /// Unix socket of the console.
@@ -372,6 +396,10 @@ fn open_ports(plan: &Plan<'_>, doorbell: &Arc<Doorbell>) -> anyhow::Result<Vec<P
         ports.push(Port::open(config, Arc::new(move || doorbell.ring()))?);
     }
     Ok(ports)
+}
+
+fn open_log(plan: &Plan<'_>) -> std::io::Result<Option<(LogChannel, LogEnds)>> {
+    plan.lockstep.as_ref().map(|_| LogChannel::create(QEMU_TIMEOUT)).transpose()
 }
 
 /// Tells the agent which descriptors it must answer for.

@@ -220,6 +220,12 @@ pub struct VmStatus {
     /// How the disks came to the backup, if the VM is or was protected from here.
     #[serde(default)]
     pub disk_sync: Option<DiskSync>,
+    /// How the backup keeps up, while there is one.
+    #[serde(default)]
+    pub mode: Mode,
+    /// How far both are apart; while the VM is protected in lockstep.
+    #[serde(default)]
+    pub lockstep: Option<LockstepReport>,
     /// Epochs captured and not yet acknowledged.
     pub lag_epochs: u64,
     /// Copies of what the guest receives, while it is protected.
@@ -335,12 +341,49 @@ pub struct CompressionReport {
     pub counters: Counters,
 }
 
+/// How a backup keeps up with a VM.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum Mode {
+    /// It gets what the guest wrote, as of a moment, many times a second (Remus).
+    #[default]
+    Checkpoint,
+    /// It executes the guest's instructions too, with the same inputs (VMware FT).
+    Lockstep,
+}
+
+impl Mode {
+    /// Whether it is the default.
+    pub fn is_checkpoint(&self) -> bool {
+        *self == Mode::Checkpoint
+    }
+}
+
+/// A VM in lockstep, as one of its hosts sees it.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
+pub struct LockstepReport {
+    /// For how long the backup has had log that it has not executed, in milliseconds.
+    pub lag_ms: f64,
+    /// Instructions that the primary is known to be ahead.
+    pub lag_instructions: u64,
+    /// Log of the last seconds, in Mbit/s.
+    pub log_mbit_s: f64,
+    /// Frames that wait for the acknowledgement of their log.
+    pub held_frames: u64,
+    /// Whether QEMU stands still for the log: a primary's because the backup takes no more, a
+    /// backup's because there is none.
+    pub blocked: bool,
+}
+
 /// What `protect` asks for.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct ProtectRequest {
     /// The backup's host name, one of the hosts that this one knows.
     pub to: String,
+    /// How the backup keeps up.
+    #[serde(default, skip_serializing_if = "Mode::is_checkpoint")]
+    pub mode: Mode,
     /// The policy; the VM definition's, else the default, when absent.
     pub policy: Option<Policy>,
     /// How pages are encoded.

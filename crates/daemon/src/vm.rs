@@ -3,7 +3,7 @@
 use crate::machine::Machine;
 use crate::repair::Repairer;
 use crate::report::{
-    CardReport, CheckpointTiming, CompressionReport, DiskReport, DiskSync, ProtectRequest,
+    CardReport, CheckpointTiming, CompressionReport, DiskReport, DiskSync, Mode, ProtectRequest,
     Protection, Role, TakeoverReport, VmStatus,
 };
 use crate::resync::{self, Basis};
@@ -205,6 +205,7 @@ fn describe_session(status: &mut VmStatus, session: &primary::Session) {
     status.group = session.membership().name.clone();
     status.epoch = epoch;
     status.policy = session.policy;
+    status.mode = session.mode;
     status.checkpoints = session.stats.checkpoints();
     status.pause_ms = session.stats.pause();
     status.bytes_sent = session.stats.bytes_sent();
@@ -290,6 +291,8 @@ fn machine_status(machine: &Machine, role: Role, live: bool) -> VmStatus {
         group: None,
         protection: Protection::Off,
         disk_sync: None,
+        mode: Mode::Checkpoint,
+        lockstep: None,
         lag_epochs: 0,
         inbound: None,
         outbound: None,
@@ -314,6 +317,7 @@ fn machine_status(machine: &Machine, role: Role, live: bool) -> VmStatus {
 
 fn backup_status(session: &backup::Session) -> VmStatus {
     let mut status = machine_status(&session.machine, Role::Backup, false);
+    status.mode = session.mode;
     (status.generation, status.epoch) = session.position();
     status.paths = session.paths.report();
     status.inbound = Some(session.inbound.report());
@@ -346,6 +350,8 @@ impl FencedVm {
             group: None,
             protection: Protection::Degraded { reason: self.reason.clone() },
             disk_sync: None,
+            mode: Mode::Checkpoint,
+            lockstep: None,
             lag_epochs: 0,
             inbound: None,
             outbound: None,

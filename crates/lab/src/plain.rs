@@ -108,6 +108,7 @@ impl PlainOptions {
             virtio: VirtioInterface::Legacy,
             console: true,
             vga: Vga::None,
+            lockstep: false,
             qemu_args: Vec::new(),
             disks: disks.iter().map(disk).collect(),
             cards: vec![card],

@@ -106,6 +106,8 @@ pub struct SceneOptions {
     pub accel: Option<String>,
     /// The checkpoint policy in the definition; the product's default without.
     pub policy: Option<Policy>,
+    /// Whether its QEMU counts instructions from the start, as `lockstep` in the definition.
+    pub lockstep: bool,
 }
 
 impl SceneOptions {
@@ -125,6 +127,7 @@ impl SceneOptions {
             cards: 1,
             accel: None,
             policy: None,
+            lockstep: false,
         }
     }
 
@@ -177,6 +180,7 @@ struct VmToml {
     vcpus: u32,
     #[serde(skip_serializing_if = "Option::is_none")]
     accel: Option<String>,
+    lockstep: bool,
     #[serde(skip_serializing_if = "Option::is_none")]
     kernel: Option<PathBuf>,
     #[serde(skip_serializing_if = "Option::is_none")]
@@ -444,6 +448,7 @@ fn write_definition(lab: &Lab, options: &SceneOptions) -> Result<PathBuf> {
         memory: format!("{}M", options.memory_mib),
         vcpus: options.vcpus,
         accel: options.accel.clone(),
+        lockstep: options.lockstep,
         kernel: file(KERNEL),
         initrd: file(INITRD),
         append: match options.kind {

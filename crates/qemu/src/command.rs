@@ -5,6 +5,7 @@
 //! A standby differs only in waiting for its device state.
 
 use crate::capabilities::Accelerator;
+use crate::clock::ClockBase;
 use crate::definition::{
     CardModel, DiskBus, DiskDefinition, DiskFormat, Vga, VirtioInterface, VmDefinition,
 };
@@ -62,12 +63,12 @@ pub struct Resources {
 
 /// How a QEMU runs in lockstep. Both hosts' clocks begin at the same time of day, wherever
 /// and whenever their QEMUs are started.
-#[derive(Clone, Debug)]
+#[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Lockstep {
     /// What it does with its log.
     pub role: LogRole,
-    /// What the guest's clock shows first, in UTC: `2026-11-21T00:00:00`.
-    pub clock: String,
+    /// What the guest's clock shows first.
+    pub clock: ClockBase,
 }
 
 /// The files that a guest without a boot loader begins with.

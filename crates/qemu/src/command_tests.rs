@@ -165,7 +165,8 @@ fn in_lockstep_everything_undetermined_passes_through_the_log() {
          [[card]]\nmac = \"52:54:00:00:00:01\"\nbridge = \"br0\"",
     );
     let of = |role| {
-        let lockstep = Some(Lockstep { role, clock: "2026-11-21T00:00:00".to_owned() });
+        let clock = "2026-11-21T00:00:00".to_owned().try_into().unwrap();
+        let lockstep = Some(Lockstep { role, clock });
         let (disks, cards) = (vec!["/run/d0".into()], vec![20]);
         lines(&vm, &Resources { disks, cards, lockstep, ..resources() })
     };

@@ -52,6 +52,10 @@ pub struct VmDefinition {
     /// QEMU's `-vga`.
     #[serde(default)]
     pub vga: Vga,
+    /// Whether QEMU counts the guest's instructions from the start, which slows it down, so
+    /// that the VM can be protected in lockstep without being moved into another QEMU.
+    #[serde(default, skip_serializing_if = "is_false")]
+    pub lockstep: bool,
     /// Further QEMU arguments, of the kinds that keep the VM protectable.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub qemu_args: Vec<String>,
@@ -173,6 +177,11 @@ pub enum Vga {
 
 fn default_machine() -> String {
     "pc".to_owned()
+}
+
+// By reference, as serde wants it.
+fn is_false(value: &bool) -> bool {
+    !value
 }
 
 fn default_console() -> bool {

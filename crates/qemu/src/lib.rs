@@ -12,6 +12,7 @@
 //! - [`urgency`]: priority for the length of a checkpoint's pause.
 
 pub mod capabilities;
+mod clock;
 pub mod command;
 pub mod definition;
 pub mod lockstep;
@@ -22,6 +23,7 @@ pub mod urgency;
 pub mod user;
 
 pub use capabilities::{Accelerator, Capabilities, kvm_works};
+pub use clock::ClockBase;
 pub use command::{Resources, Role, command_line};
 pub use definition::{DefinitionError, VmDefinition};
 pub use pause::AgentPauser;

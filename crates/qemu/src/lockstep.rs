@@ -20,6 +20,7 @@ use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 use std::os::unix::net::UnixStream;
 use std::ptr::NonNull;
 use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Mutex, PoisonError};
 use std::time::Duration;
 
 /// Versions of QEMU (major, minor) in which lockstep is proven. The log's format, and what the
@@ -173,7 +174,8 @@ pub struct LogChannel {
     /// The log itself.
     pub log: UnixStream,
     status: StatusPage,
-    control: UnixStream,
+    /// One request at a time.
+    control: Mutex<UnixStream>,
 }
 
 impl LogChannel {
@@ -187,14 +189,15 @@ impl LogChannel {
         control.set_read_timeout(Some(timeout))?;
         let (status, memfd) = StatusPage::create()?;
         let ends = LogEnds { log: qemus_log.into(), status: memfd, control: qemus_control.into() };
-        Ok((LogChannel { log, status, control }, ends))
+        Ok((LogChannel { log, status, control: Mutex::new(control) }, ends))
     }
 
     /// Asks the agent, waits, and gives the bytes of log that have passed it so far.
-    pub fn ask(&mut self, request: Request) -> Result<u64, LockstepError> {
-        self.control.write_all(&[request.byte()])?;
+    pub fn ask(&self, request: Request) -> Result<u64, LockstepError> {
+        let mut control = self.control.lock().unwrap_or_else(PoisonError::into_inner);
+        control.write_all(&[request.byte()])?;
         let mut answer = [0; 8];
-        self.control.read_exact(&mut answer)?;
+        control.read_exact(&mut answer)?;
         match u64::from_le_bytes(answer) {
             REFUSED => Err(LockstepError::Refused(request)),
             passed => Ok(passed),
@@ -203,11 +206,11 @@ impl LogChannel {
 
     /// Throws away the log that was not read. Between [`Request::Detach`] and the next
     /// [`Request::Attach`]: what is left of one backup's log is no part of the next one's.
-    pub fn discard_log(&mut self) -> io::Result<()> {
+    pub fn discard_log(&self) -> io::Result<()> {
         self.log.set_nonblocking(true)?;
         let mut rest = [0; 4096];
         loop {
-            match self.log.read(&mut rest) {
+            match (&self.log).read(&mut rest) {
                 Ok(0) => return Err(io::ErrorKind::UnexpectedEof.into()),
                 Ok(_) => {}
                 Err(error) if error.kind() == io::ErrorKind::WouldBlock => break,

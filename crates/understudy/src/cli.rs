@@ -1,20 +1,19 @@
-//! The grammar of the command line; that of the benchmarks is in [`bench`].
+//! The grammar of the command line; that of the benchmarks is in [`bench`], that of
+//! `protect` in [`protect`].
 
 mod bench;
+mod protect;
 
 #[cfg(test)]
 use bench::SUITE_HELP;
 pub use bench::*;
+use protect::PROTECT_HELP;
+pub use protect::*;
 
 use clap::{Args, Parser, Subcommand, ValueEnum};
 use serde::Serialize;
 use std::path::PathBuf;
 use understudy_daemon::config::DEFAULT_SOCKET;
-use understudy_encoding::{Compression, DEFAULT_CACHE_PAGES, EncodingPlan, MOST_CACHE_PAGES};
-use understudy_protocol::{Output, Policy};
-
-/// Checkpoints a second of `--policy interval` without `--hz`: Remus's own rate.
-const DEFAULT_HZ: u32 = 40;
 
 const AFTER_HELP: &str = "\
 Examples:
@@ -224,119 +223,6 @@ Example of a definition:
 The guest boots from its first disk, or a Linux kernel directly with kernel,
 initrd and append. Relative paths count from the definition's folder.";
 
-const PROTECT_HELP: &str = "\
-The VM runs on while its memory and disks are copied; from then on, nothing that
-it sends leaves this host before the backup holds what led to it. Interrupting
-the command does not interrupt the copy.
-
-VMs of one group take their checkpoints together, so that what they say to each
-other need not wait; only what leaves the group does. They run on one host, have
-one backup, and are taken over, failed over and unprotected as one.
-
-Examples:
-  understudy protect db --to b
-  understudy protect db --to b --policy interval --hz 100
-  understudy protect db --to b --compression hybrid --cache-pages 65536
-  understudy protect db web --group shop --to b";
-
-/// `protect`
-#[derive(Debug, Args)]
-pub struct ProtectArgs {
-    /// The VM's name; several with --group.
-    #[arg(required = true, value_name = "VM")]
-    pub vms: Vec<String>,
-    /// Protect the VMs as one group of this name.
-    #[arg(long, value_name = "NAME")]
-    pub group: Option<String>,
-    /// The backup: one of this host's peers.
-    #[arg(long, value_name = "HOST")]
-    pub to: String,
-    /// When to checkpoint; by default what the VM's definition says, else adaptive.
-    #[arg(long)]
-    pub policy: Option<PolicyKind>,
-    /// Checkpoints a second, 1 to 1000, of `--policy interval` (by default 40).
-    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=1000))]
-    pub hz: Option<u32>,
-    /// How written pages are encoded.
-    #[arg(long, value_name = "HOW", default_value = "auto")]
-    pub compression: CompressionKind,
-    /// Pages of 4 KiB in the cache that deltas are made against.
-    #[arg(long, value_name = "N", default_value_t = DEFAULT_CACHE_PAGES, value_parser = clap::value_parser!(u32).range(1..=i64::from(MOST_CACHE_PAGES)))]
-    pub cache_pages: u32,
-    /// Return as soon as the copy has begun.
-    #[arg(long)]
-    pub no_wait: bool,
-    /// Do not look for another backup when protection is lost.
-    #[arg(long)]
-    pub no_repair: bool,
-    /// For measurements: what the guest sends leaves at once. The VM is NOT protected then, and
-    /// this exits with 3; this host's configuration must allow it under [experiments].
-    #[arg(long, conflicts_with = "group")]
-    pub unheld_output: bool,
-}
-
-/// Kinds of checkpoint policies.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
-pub enum PolicyKind {
-    /// As soon as there is output to release, within a pause budget.
-    Adaptive,
-    /// At a fixed rate.
-    Interval,
-}
-
-/// Ways to encode pages. Zero pages take no room in any.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
-pub enum CompressionKind {
-    /// What saves more time on the link than it costs of the CPU.
-    Auto,
-    /// Pages as they are.
-    None,
-    /// A general compressor.
-    General,
-    /// What changed since a page was last sent.
-    Xor,
-    /// What changed, and the general compressor where that does not fit.
-    Hybrid,
-}
-
-impl From<CompressionKind> for Compression {
-    fn from(kind: CompressionKind) -> Compression {
-        match kind {
-            CompressionKind::Auto => Compression::Auto,
-            CompressionKind::None => Compression::None,
-            CompressionKind::General => Compression::General,
-            CompressionKind::Xor => Compression::Xor,
-            CompressionKind::Hybrid => Compression::Hybrid,
-        }
-    }
-}
-
-impl ProtectArgs {
-    /// The rule for what the guest sends.
-    pub fn output(&self) -> Output {
-        if self.unheld_output { Output::Unheld } else { Output::Held }
-    }
-
-    /// How pages are to be encoded.
-    pub fn encoding(&self) -> EncodingPlan {
-        EncodingPlan { compression: self.compression.into(), cache_pages: self.cache_pages }
-    }
-
-    /// The policy asked for, if any; or what is wrong with it.
-    pub fn policy(&self) -> Result<Option<Policy>, &'static str> {
-        match (self.policy, self.hz) {
-            (None, None) => Ok(None),
-            (Some(PolicyKind::Adaptive), None) => Ok(Some(Policy::default())),
-            (Some(PolicyKind::Adaptive), Some(_)) => {
-                Err("--hz is the rate of --policy interval; adaptive has none")
-            }
-            (Some(PolicyKind::Interval) | None, hz) => {
-                Ok(Some(Policy::Interval { hz: hz.unwrap_or(DEFAULT_HZ) }))
-            }
-        }
-    }
-}
-
 const RECOVER_HELP: &str = "\
 Asks this host, its peers' daemons and the arbiter for their records, says whose
 images the guest ran on last and why, and starts the VM if they are this host's.
@@ -463,13 +349,6 @@ mod tests {
         Cli::try_parse_from(line.split_whitespace())
     }
 
-    fn policy(line: &str) -> Result<Option<Policy>, &'static str> {
-        match parse(line).unwrap().command {
-            Command::Protect(args) => args.policy(),
-            other => panic!("{other:?} is not protect"),
-        }
-    }
-
     #[test]
     fn the_grammar_is_consistent() {
         Cli::command().debug_assert();
@@ -484,18 +363,6 @@ mod tests {
             assert_eq!(cli.socket, PathBuf::from("/x"));
             assert!(matches!(cli.command, Command::Status { vm: Some(vm) } if vm == "db"));
         }
-    }
-
-    #[test]
-    fn policies_are_read() {
-        assert_eq!(policy("understudy protect db --to b"), Ok(None));
-        let adaptive = policy("understudy protect db --to b --policy adaptive");
-        assert_eq!(adaptive, Ok(Some(Policy::default())));
-        let interval = policy("understudy protect db --to b --policy interval");
-        assert_eq!(interval, Ok(Some(Policy::Interval { hz: 40 })));
-        let rate = policy("understudy protect db --to b --hz 100");
-        assert_eq!(rate, Ok(Some(Policy::Interval { hz: 100 })));
-        assert!(policy("understudy protect db --to b --policy adaptive --hz 5").is_err());
     }
 
     #[test]

@@ -3,7 +3,8 @@
 use indicatif::HumanBytes;
 use std::fmt::Write;
 use understudy_daemon::report::{
-    CompressionReport, DiskSync, HostStatus, PathReport, Protection, Role, ThrottleReport, VmStatus,
+    CompressionReport, DiskSync, HostStatus, LockstepReport, Mode, PathReport, Protection, Role,
+    ThrottleReport, VmStatus,
 };
 use understudy_encoding::Compression;
 use understudy_protocol::Policy;
@@ -67,7 +68,7 @@ pub fn vm(vm: &VmStatus) -> String {
         ["VM".to_owned(), vm.name.clone()],
         ["role".to_owned(), role(vm)],
         ["protection".to_owned(), protection(vm)],
-        ["policy".to_owned(), policy(&vm.policy)],
+        ["mode".to_owned(), mode(vm)],
         ["generation".to_owned(), vm.generation.0.to_string()],
         ["epoch".to_owned(), format!("{}, {} not acknowledged", vm.epoch.0, vm.lag_epochs)],
         ["checkpoints".to_owned(), vm.checkpoints.to_string()],
@@ -75,6 +76,9 @@ pub fn vm(vm: &VmStatus) -> String {
         ["sent".to_owned(), sent(vm)],
         ["frames held".to_owned(), vm.held_frames.to_string()],
     ];
+    if let Some(lockstep) = &vm.lockstep {
+        rows.push(["lockstep".to_owned(), self::lockstep(lockstep)]);
+    }
     if let Some(reason) = &vm.pauses_through_qmp {
         rows.push(["pauses".to_owned(), format!("through QMP, which takes longer: {reason}")]);
     }
@@ -179,6 +183,22 @@ fn disk_sync(sync: &DiskSync) -> String {
     }
 }
 
+/// A policy is one of checkpoints.
+fn mode(vm: &VmStatus) -> String {
+    match vm.mode {
+        Mode::Checkpoint => format!("checkpoints, {}", policy(&vm.policy)),
+        Mode::Lockstep => "lockstep".to_owned(),
+    }
+}
+
+fn lockstep(report: &LockstepReport) -> String {
+    let blocked = if report.blocked { ", BLOCKED by the log" } else { "" };
+    format!(
+        "{:.1} ms and {} instructions behind, log {:.2} Mbit/s{blocked}",
+        report.lag_ms, report.lag_instructions, report.log_mbit_s
+    )
+}
+
 fn policy(policy: &Policy) -> String {
     match policy {
         Policy::Interval { hz } => format!("interval, {hz} a second"),
@@ -276,6 +296,8 @@ pub mod tests {
                 seconds: 0.5,
                 differing_bytes: 1 << 20,
             }),
+            mode: Mode::Checkpoint,
+            lockstep: None,
             lag_epochs: 1,
             inbound: None,
             outbound: None,
@@ -382,6 +404,21 @@ pub mod tests {
         ] {
             assert!(text.contains(word), "{word:?} is missing:\n{text}");
         }
+    }
+
+    #[test]
+    fn a_vm_in_lockstep_shows_how_far_both_are_apart() {
+        let mut status = example(Protection::Protected { peer: "b".into() });
+        status.mode = Mode::Lockstep;
+        let (lag_ms, log_mbit_s) = (1.25, 0.4);
+        let report =
+            LockstepReport { lag_ms, lag_instructions: 77, log_mbit_s, ..Default::default() };
+        status.lockstep = Some(report);
+        let text = vm(&status);
+        assert!(text.contains("1.2 ms and 77 instructions behind, log 0.40 Mbit/s\n"), "{text}");
+        assert!(!text.contains("interval"), "{text}");
+        status.lockstep = Some(LockstepReport { blocked: true, ..report });
+        assert!(vm(&status).contains("BLOCKED"));
     }
 
     #[test]

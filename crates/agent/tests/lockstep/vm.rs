@@ -117,6 +117,7 @@ impl Vm {
         let (log, log_ends) = LogChannel::create(DEADLINE).unwrap();
         let listener = AgentListener::bind(folder.path().join("agent")).unwrap();
         let console = folder.path().join("console");
+        let clock = "2026-11-21T00:00:00".to_owned().try_into().unwrap();
         let resources = Resources {
             machine_type: capabilities.machine_type(&definition.machine).unwrap().to_owned(),
             accelerator: Accelerator::Tcg,
@@ -134,7 +135,7 @@ impl Vm {
                 log: folder.path().join("console.log"),
             }),
             role: start,
-            lockstep: Some(Lockstep { role, clock: "2026-11-21T00:00:00".into() }),
+            lockstep: Some(Lockstep { role, clock }),
         };
         let mut inherit: Vec<BorrowedFd> = vec![ram.fd(), state.as_fd(), card.socket.as_fd()];
         inherit.extend(ends.descriptors());

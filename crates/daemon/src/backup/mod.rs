@@ -24,6 +24,7 @@ use crate::link::Link;
 use crate::machine::Machine;
 use crate::paths::PathMonitor;
 use crate::records::Records;
+use crate::report::Mode;
 use crate::sync::ByteBudget;
 use anyhow::{Context, bail};
 use crossbeam_channel::Receiver;
@@ -124,6 +125,8 @@ pub struct Plan {
     pub id: String,
     /// The primary's host name.
     pub primary: String,
+    /// How this host is to keep up with it.
+    pub mode: Mode,
     /// The VM's group, and its place there; the members join in order.
     pub group: (Arc<Group>, usize),
     /// The shortest silence that counts as failure.
@@ -165,6 +168,7 @@ pub fn accept(
         vm,
         id: plan.id,
         primary: plan.primary,
+        mode: plan.mode,
         data: Channel::new(link, renewal),
         heartbeats,
         paths,

@@ -15,7 +15,7 @@ use crate::heartbeat::{Heartbeats, Pulse};
 use crate::machine::Machine;
 use crate::paths::PathMonitor;
 use crate::records::{Activation, Record, Records};
-use crate::report::TakeoverReport;
+use crate::report::{Mode, TakeoverReport};
 use crate::resync;
 use crate::sync::{ByteBudget, lock};
 use anyhow::Context;
@@ -44,6 +44,8 @@ pub struct Session {
     pub id: String,
     /// The primary's host name.
     pub primary: String,
+    /// How this host keeps up with it.
+    pub mode: Mode,
     /// The standby on this host.
     pub machine: Arc<Machine>,
     /// The paths to the primary.

@@ -32,7 +32,7 @@ use crate::link::{Link, read_json};
 use crate::machine::Machine;
 use crate::paths::PathMonitor;
 use crate::records::Records;
-use crate::report::ProtectRequest;
+use crate::report::{Mode, ProtectRequest};
 use crate::resync::{self, Basis};
 use activity::Watch;
 use anyhow::{Context, bail};
@@ -72,6 +72,8 @@ pub struct Plan {
     pub addresses: Vec<SocketAddr>,
     /// The generation at which this host owns the VM.
     pub generation: Generation,
+    /// How the backup is to keep up. The wish may be another one.
+    pub mode: Mode,
     /// When to checkpoint.
     pub policy: Policy,
     /// How pages are encoded.
@@ -101,6 +103,9 @@ pub fn protect(
     (group, place): (Arc<Group>, usize),
     over: impl FnOnce(PrimaryPhase) + Send + 'static,
 ) -> anyhow::Result<Arc<Session>> {
+    if plan.mode == Mode::Lockstep {
+        bail!("sessions in lockstep are not built yet; use `--mode checkpoint`");
+    }
     let dialler = Dialler {
         identity: plan.identity.clone(),
         peer: plan.peer.clone(),
@@ -132,6 +137,7 @@ pub fn protect(
         records: plan.records,
         settled: AtomicU64::new(0),
         references: references(&plan.encoding),
+        mode: plan.mode,
         policy: plan.policy,
         encoding: plan.encoding,
         stats: Stats::default(),
@@ -175,6 +181,8 @@ fn offer(
         machine_type: machine.machine_type().to_owned(),
         accelerator: machine.accelerator(),
         qemu_version: plan.qemu_version.clone(),
+        mode: plan.mode,
+        clock: machine.lockstep().map(|lockstep| lockstep.clock.clone()),
         generation: plan.generation,
         group: group
             .0

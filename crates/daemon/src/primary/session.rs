@@ -18,6 +18,7 @@ use crate::heartbeat::Heartbeats;
 use crate::machine::Machine;
 use crate::paths::PathMonitor;
 use crate::records::Records;
+use crate::report::Mode;
 use crate::resync::Basis;
 use crate::sync::lock;
 use crossbeam_channel::Sender;
@@ -50,6 +51,8 @@ pub struct Session {
     pub machine: Arc<Machine>,
     /// When to checkpoint.
     pub policy: Policy,
+    /// How the backup keeps up.
+    pub mode: Mode,
     /// How pages are encoded.
     pub encoding: EncodingPlan,
     /// What was measured.

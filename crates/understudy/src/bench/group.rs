@@ -22,7 +22,7 @@ use understudy_encoding::EncodingPlan;
 use understudy_lab::companion::{COMPANION, COMPANION_ADDRESS};
 use understudy_lab::scene::{RECORDS_PORT, VM};
 use understudy_lab::{ChatterClient, Companion, GuestShell, Load, Scene, SceneOptions, wait_for};
-use understudy_protocol::{Output, Policy};
+use understudy_protocol::Policy;
 
 const MEMORY_MIB: u32 = 256;
 /// For both guests to be protected, or for the backup to have forgotten them.
@@ -188,9 +188,8 @@ impl<'a> Bench<'a> {
                     let request = ProtectRequest {
                         to: to.clone(),
                         policy,
-                        encoding: EncodingPlan::default(),
                         repair: false,
-                        output: Output::Held,
+                        ..ProtectRequest::default()
                     };
                     self.primary.protect(vm, &request).map(drop)
                 }

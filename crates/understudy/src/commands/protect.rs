@@ -1,6 +1,6 @@
 //! `understudy protect`, `unprotect` and `failover`.
 
-use crate::cli::ProtectArgs;
+use crate::cli::{ModeKind, ProtectArgs};
 use crate::client::Client;
 use crate::failure::{Exit, Failure, FailureKind};
 use crate::output;
@@ -18,6 +18,11 @@ pub fn protect(client: &Client, args: &ProtectArgs, json: bool) -> Result<Exit, 
     let policy = args.policy().map_err(|words| Failure::new(FailureKind::Usage, words))?;
     let (to, encoding) = (args.to.clone(), args.encoding());
     match (&args.group, &args.vms[..]) {
+        (Some(_), _) if args.mode == ModeKind::Lockstep => {
+            let words = "a group cannot be protected in lockstep: protect its VMs one by one, or \
+                         the group with --mode checkpoint";
+            return Err(Failure::new(FailureKind::Usage, words));
+        }
         (Some(group), vms) => {
             let request = GroupRequest { vms: vms.to_vec(), to, policy, encoding };
             let begun = client.protect_group(group, &request)?;
@@ -27,7 +32,8 @@ pub fn protect(client: &Client, args: &ProtectArgs, json: bool) -> Result<Exit, 
         }
         (None, [vm]) => {
             let (repair, output) = (!args.no_repair, args.output());
-            let request = ProtectRequest { to, policy, encoding, repair, output };
+            let mode = args.mode.into();
+            let request = ProtectRequest { to, mode, policy, encoding, repair, output };
             let begun = client.protect(vm, &request)?;
             let status = follow(client, begun, args.no_wait, json)?;
             output::show(json, &status, describe)?;
