@@ -12,16 +12,20 @@
 //!    state ([`Answer::Saved`]) and waits for [`Order::Resume`] ([`Answer::Running`]) or
 //!    [`Order::Stay`] ([`Answer::Staying`]). A machine that does not run is left as it is
 //!    ([`Answer::Refused`]).
+//! 4. A QEMU in lockstep ([`LOCKSTEP_VARIABLE`]) shows a [`LogPage`], is asked for
+//!    [`Request`]s, and is paused with a [`LogErrand`], also when it does not run.
 //!
 //! Numbers are little-endian. A machine whose agent and daemon are of different releases is
 //! refused by the version in the hello, so the rest needs none.
 #![allow(unsafe_code)] // Sleeping on a word of shared memory is a system call.
 
 mod hello;
+mod lockstep;
 mod page;
 mod word;
 
 pub use hello::{Hello, HelloError};
+pub use lockstep::{LOCKSTEP_VARIABLE, LOG_NAME, LogErrand, LogPage, LogRole, Request};
 pub use page::{Answer, Order, PausePage};
 pub use word::Word;
 

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0 OR GPL-2.0-or-later
 //! The page of memory over which a pause is arranged.
 
-use crate::Word;
+use crate::{LogErrand, Word};
 use std::sync::atomic::{AtomicU64, Ordering};
 
 /// What the daemon wants; the number is what [`PausePage::order`] holds.
@@ -30,9 +30,10 @@ pub enum Answer {
     NotSaved = 3,
     /// The machine runs again: the end of a pause.
     Running = 4,
-    /// The machine is left stopped: the end of a pause.
+    /// The machine is left stopped, or was stopped before: the end of a pause.
     Staying = 5,
-    /// The machine did not run, for another reason than a pause: nothing was done.
+    /// Nothing was done. The machine did not run, for another reason than a pause, and is
+    /// not in lockstep; or it is not in the role for the errand.
     Refused = 6,
 }
 
@@ -54,8 +55,13 @@ pub struct PausePage {
     pub order: Word,
     /// An [`Answer`].
     pub answer: Word,
+    /// A [`LogErrand`], for this pause.
+    pub errand: Word,
     /// Length of the device state in its file, once it is [`Answer::Saved`].
     pub device_state_bytes: AtomicU64,
+    /// Bytes of log that had passed the agent when the device state was saved (or, for
+    /// [`LogErrand::Detach`], before): where an attached log begins, or a detached one ends.
+    pub log_position: AtomicU64,
     /// When the daemon rang the bell: nanoseconds of `CLOCK_MONOTONIC`, as below.
     pub rung: AtomicU64,
     /// When each answer was given, by its number. The first is when the agent heard the
@@ -71,8 +77,9 @@ impl PausePage {
     pub const BYTES: usize = 4096;
 
     /// The daemon is about to ring the bell for a new pause.
-    pub fn begin(&self) {
+    pub fn begin(&self, errand: LogErrand) {
         self.answer.set(Answer::None as u32);
+        self.errand.set(errand as u32);
         self.rung.store(now(), Ordering::Relaxed);
         self.order.set(Order::Begin as u32);
     }
@@ -91,7 +98,8 @@ impl PausePage {
 
 const _: () = assert!(size_of::<PausePage>() <= PausePage::BYTES);
 
-fn now() -> u64 {
+/// The monotonic clock, in nanoseconds.
+pub(crate) fn now() -> u64 {
     let mut time = libc::timespec { tv_sec: 0, tv_nsec: 0 };
     // SAFETY: the call fills `time`; this clock exists on every Linux.
     unsafe { libc::clock_gettime(libc::CLOCK_MONOTONIC, &mut time) };

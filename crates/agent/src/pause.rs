@@ -12,7 +12,11 @@
 //!
 //! A request to reset or to power off that the main loop has not served yet would not be part
 //! of the device state. So the pause waits until it is served.
+//!
+//! In a QEMU in lockstep the pause is also where the log begins and ends (`lockstep/pause.rs`),
+//! and works on a machine that is stopped already.
 
+use crate::lockstep;
 use crate::main_loop::MainLoop;
 use crate::qemu_symbols::{address, function};
 use std::ffi::{CStr, c_char, c_int, c_void};
@@ -21,9 +25,10 @@ use std::os::fd::{AsFd, AsRawFd, OwnedFd};
 use std::ptr;
 use std::sync::atomic::Ordering;
 use std::time::Duration;
-use understudy_agent_protocol::{ARM_DESCRIPTORS, Answer, Order, PausePage};
+use understudy_agent_protocol::{ARM_DESCRIPTORS, Answer, LogErrand, Order, PausePage};
 
-/// `RUN_STATE_PAUSED` and `RUN_STATE_RUNNING` of QEMU, and what it calls them.
+/// Run states of QEMU, and what it calls them. One that is `inmigrate` has no state yet.
+const INMIGRATE: (c_int, &CStr) = (1, c"inmigrate");
 const PAUSED: (c_int, &CStr) = (4, c"paused");
 const RUNNING: (c_int, &CStr) = (9, c"running");
 
@@ -93,7 +98,7 @@ fn check_run_states() -> Result<(), String> {
     /// The first field of `QEnumLookup`: the names, by number.
     type Names = *const *const c_char;
     let lookup = address(c"RunState_lookup")?.cast::<Names>();
-    for (number, name) in [PAUSED, RUNNING] {
+    for (number, name) in [INMIGRATE, PAUSED, RUNNING] {
         // SAFETY: the table is constant, and has had 15 names and more since QEMU 2.
         let found = unsafe { CStr::from_ptr(*lookup.read().add(number as usize)) };
         if found != name {
@@ -173,27 +178,58 @@ impl Pauser {
         if self.has_requests() {
             return false;
         }
-        // SAFETY: in the main loop.
-        if !unsafe { (self.qemu.runstate_check)(RUNNING.0) } {
+        let errand = LogErrand::from_number(self.page.errand.get());
+        let runs = self.is_in(RUNNING);
+        let Some(errand) = errand.filter(|&errand| self.takes(errand, runs)) else {
             self.page.tell(Answer::Refused);
             return true;
+        };
+        if runs {
+            self.stop();
+            if self.has_requests() {
+                self.start();
+                return false;
+            }
         }
-        self.stop();
-        if self.has_requests() {
-            self.start();
-            return false;
-        }
-        self.page.tell(Answer::Stopped);
-        let saved = self.save();
+        let saved = self.settle_and_save(errand);
         self.page.tell(if saved { Answer::Saved } else { Answer::NotSaved });
-        if self.await_order() == Order::Resume as u32 {
+        let order = self.await_order();
+        if runs && order == Order::Resume as u32 {
             self.start();
             self.page.tell(Answer::Running);
-        } else {
+            return true;
+        }
+        if runs {
             // SAFETY: in the main loop.
             unsafe { (self.qemu.send_stop_event)() };
-            self.page.tell(Answer::Staying);
         }
+        self.page.tell(Answer::Staying);
+        true
+    }
+
+    fn is_in(&self, state: (c_int, &CStr)) -> bool {
+        // SAFETY: in the main loop; the call reads a variable.
+        unsafe { (self.qemu.runstate_check)(state.0) }
+    }
+
+    fn takes(&self, errand: LogErrand, runs: bool) -> bool {
+        !self.is_in(INMIGRATE) && lockstep::takes(errand, runs)
+    }
+
+    /// The machine stands still: what is left of a pause before its end.
+    fn settle_and_save(&self, errand: LogErrand) -> bool {
+        // SAFETY: in the main loop, and the machine is stopped.
+        let Some(mut position) = (unsafe { lockstep::settle(errand) }) else {
+            return false;
+        };
+        self.page.tell(Answer::Stopped);
+        if !self.save() {
+            return false;
+        }
+        if errand == LogErrand::Attach {
+            position = lockstep::attach();
+        }
+        self.page.log_position.store(position, Ordering::Relaxed);
         true
     }
 

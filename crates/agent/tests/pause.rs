@@ -8,6 +8,7 @@ use machine::{DEADLINE, Machine, Start};
 use serde_json::json;
 use std::fs;
 use understudy_qemu::AgentPauser;
+use understudy_qemu::lockstep::LogErrand;
 use understudy_qemu::pause::PauseError;
 use understudy_qemu::qmp::DeviceState;
 
@@ -80,6 +81,15 @@ fn an_abandoned_pause_leaves_the_machine_stopped_and_is_not_the_last() {
     let mut pause = armed.pauser.begin().unwrap().expect("the machine runs");
     pause.saved().unwrap();
     pause.resume().unwrap();
+    assert_eq!(armed.run_state(), "running");
+}
+
+#[test]
+fn a_machine_that_is_not_in_lockstep_refuses_what_only_lockstep_has() {
+    let mut armed = Armed::running();
+    for errand in [LogErrand::Attach, LogErrand::Detach] {
+        assert!(armed.pauser.begin_with(errand).unwrap().is_none());
+    }
     assert_eq!(armed.run_state(), "running");
 }
 

@@ -19,7 +19,7 @@ use understudy_memory::{DirtyTracker, GuestRam, ProcessMemory, RamBlock};
 use understudy_network::{CARDS_VARIABLE, GuestEnd, Port, PortConfig};
 use understudy_protocol::{BlockId, CardIndex};
 use understudy_qemu::command::{Console, Lockstep};
-use understudy_qemu::lockstep::{LogChannel, LogEnds};
+use understudy_qemu::lockstep::{LogChannel, LogEnds, LogErrand};
 use understudy_qemu::process::Launch;
 use understudy_qemu::qmp::{DeviceState, MonitorSockets, RunState, VmEvent};
 use understudy_qemu::{
@@ -245,9 +245,13 @@ impl Machine {
     }
 
     /// Stops the guest for a checkpoint. Its monitor is the caller's: nobody else may ask
-    /// anything meanwhile.
-    pub fn pause<'m>(&'m self, monitor: &'m mut Monitor) -> anyhow::Result<Pause<'m>> {
-        self.pauser.begin(monitor, &self.device_state)
+    /// anything meanwhile. In lockstep the log may begin or end there.
+    pub fn pause<'m>(
+        &'m self,
+        monitor: &'m mut Monitor,
+        errand: LogErrand,
+    ) -> anyhow::Result<Pause<'m>> {
+        self.pauser.begin(monitor, &self.device_state, errand)
     }
 
     /// Why pauses go through the monitor and take longer; none if they do not.

@@ -1,12 +1,13 @@
 //! How a machine is paused for a checkpoint: by the agent inside QEMU where that is proven,
 //! else through the monitor. That takes longer, and is no less safe.
 
-use anyhow::Context;
+use anyhow::{Context, bail};
 use std::env;
 use std::time::Duration;
 use tracing::{info, warn};
 use understudy_memory::agent::AgentLink;
 use understudy_qemu::Monitor;
+use understudy_qemu::lockstep::LogErrand;
 use understudy_qemu::pause::{AgentPause, AgentPauser, obstacle};
 use understudy_qemu::qmp::{Checkpoint, DeviceState};
 
@@ -49,17 +50,25 @@ impl Pauser {
         self.agent.as_ref().err().map(String::as_str)
     }
 
-    /// Stops the guest and has QEMU begin to save its device state.
+    /// Stops the guest and has QEMU begin to save its device state. An errand is for a QEMU in
+    /// lockstep, and only the agent can do it.
     pub fn begin<'a>(
         &'a self,
         monitor: &'a mut Monitor,
         state: &'a DeviceState,
+        errand: LogErrand,
     ) -> anyhow::Result<Pause<'a>> {
         if let Ok(agent) = &self.agent {
-            match agent.begin()? {
+            match agent.begin_with(errand)? {
                 Some(pause) => return Ok(Pause { way: Way::Agent(pause), state }),
+                None if errand != LogErrand::None => {
+                    bail!("QEMU's agent refused a pause to {errand:?} the log")
+                }
                 None => info!("the guest does not run; this checkpoint goes through QMP"),
             }
+        }
+        if let (Err(obstacle), true) = (&self.agent, errand != LogErrand::None) {
+            bail!("lockstep needs pauses by the agent inside QEMU: {obstacle}");
         }
         let mut checkpoint = monitor.begin_checkpoint(state)?;
         checkpoint.stopped()?;
@@ -80,19 +89,21 @@ enum Way<'a> {
 }
 
 impl Pause<'_> {
-    /// Waits until QEMU has saved its device state, and reads it.
-    pub fn saved(&mut self, device_state: &mut Vec<u8>) -> anyhow::Result<()> {
+    /// Waits until QEMU has saved its device state, and reads it. Gives the bytes of log that
+    /// had passed QEMU where its log begins or ends; 0 if it is not in lockstep.
+    pub fn saved(&mut self, device_state: &mut Vec<u8>) -> anyhow::Result<u64> {
         match &mut self.way {
             Way::Agent(pause) => {
                 let bytes = pause.saved()?;
                 self.state.read_first(bytes, device_state)?;
+                Ok(pause.log_position())
             }
             Way::Monitor(checkpoint) => {
                 checkpoint.saved()?;
                 self.state.read_into(device_state)?;
+                Ok(0)
             }
         }
-        Ok(())
     }
 
     /// Lets the guest run again, after [`Pause::saved`]; returns when it does.

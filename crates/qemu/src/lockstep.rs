@@ -9,6 +9,7 @@ use crate::capabilities::Accelerator;
 use crate::definition::{CardModel, DiskBus, DiskFormat, Vga, VmDefinition};
 use crate::qmp::QemuVersion;
 use nix::errno::Errno;
+use nix::fcntl::{FcntlArg, SealFlag, fcntl};
 use nix::sys::memfd::{MFdFlags, memfd_create};
 use nix::sys::mman::{MapFlags, ProtFlags, mmap, munmap};
 use nix::sys::socket::{setsockopt, sockopt};
@@ -22,47 +23,21 @@ use std::ptr::NonNull;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Mutex, PoisonError};
 use std::time::Duration;
+use understudy_agent_protocol::{LOCKSTEP_VARIABLE, LogPage};
+
+pub(crate) use understudy_agent_protocol::LOG_NAME;
+pub use understudy_agent_protocol::{LogErrand, LogRole, Request};
 
 /// Versions of QEMU (major, minor) in which lockstep is proven. The log's format, and what the
 /// agent calls, may change with any other.
 const PROVEN: [(u32, u32); 1] = [(10, 0)];
 
-/// Tells the agent what to do; the agent's source has the same.
-const VARIABLE: &str = "UNDERSTUDY_LOCKSTEP";
-
-/// The log's name for QEMU; the agent's source has the same.
-pub(crate) const LOG_NAME: &str = "understudy-log";
-
 /// Guest instructions take 2 ns each: 500 million a second. (`auto` makes the guest wait for
 /// up to 1.3 s now and then; 3 lets its time run 11 times too fast under load.)
 pub(crate) const ICOUNT_SHIFT: u32 = 1;
 
-/// First word of the status page; the agent writes the same.
-const STATUS_MAGIC: u64 = u64::from_le_bytes(*b"USTDYLK1");
-
 /// Room for log between QEMU and the daemon, in bytes.
 const SOCKET_BUFFER_BYTES: usize = 1 << 20;
-
-/// What the agent answers to what it cannot do.
-const REFUSED: u64 = u64::MAX;
-
-/// What a QEMU in lockstep does with its log.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum LogRole {
-    /// A primary: writes it.
-    Record,
-    /// A backup: executes it.
-    Replay,
-}
-
-impl LogRole {
-    pub(crate) fn name(self) -> &'static str {
-        match self {
-            LogRole::Record => "record",
-            LogRole::Replay => "replay",
-        }
-    }
-}
 
 /// Why this VM cannot run in lockstep, for people; empty if it can. Each is followed by what
 /// to do: `--mode checkpoint` works with all of them.
@@ -101,41 +76,6 @@ pub fn obstacles(
     found
 }
 
-/// What the agent is asked for. All but [`Request::Detach`] are done in QEMU's main loop,
-/// which on a backup may be waiting for log.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Request {
-    /// Primary, stopped: leave nothing under way, so that the machine can be copied.
-    Quiesce,
-    /// Primary, stopped: the log goes to the daemon from here on, not to nowhere.
-    Attach,
-    /// Primary: the log goes to nowhere from here on.
-    Detach,
-    /// Primary: bring the log out up to this instruction.
-    Flush,
-    /// Backup, loaded and stopped: the log comes from the daemon from here on. Waits for its
-    /// first bytes.
-    Follow,
-    /// Backup, stopped at the end of its log: an ordinary machine from here on.
-    GoLive,
-    /// The same, later, stopped: make a device state that another primary can load.
-    PrepareForSave,
-}
-
-impl Request {
-    fn byte(self) -> u8 {
-        match self {
-            Request::Quiesce => b'q',
-            Request::Attach => b'a',
-            Request::Detach => b'd',
-            Request::Flush => b's',
-            Request::Follow => b'f',
-            Request::GoLive => b'l',
-            Request::PrepareForSave => b'p',
-        }
-    }
-}
-
 /// The agent did not do what it was asked for.
 #[derive(Debug, thiserror::Error)]
 pub enum LockstepError {
@@ -151,20 +91,20 @@ pub enum LockstepError {
 #[derive(Debug)]
 pub struct LogEnds {
     log: OwnedFd,
-    status: OwnedFd,
+    page: OwnedFd,
     control: OwnedFd,
 }
 
 impl LogEnds {
     /// For [`crate::process::Launch::inherit`].
     pub fn descriptors(&self) -> [BorrowedFd<'_>; 3] {
-        [self.log.as_fd(), self.status.as_fd(), self.control.as_fd()]
+        [self.log.as_fd(), self.page.as_fd(), self.control.as_fd()]
     }
 
     /// For [`crate::process::Launch::env`].
     pub fn environment(&self, role: LogRole) -> (OsString, OsString) {
-        let [log, status, control] = self.descriptors().map(|fd| fd.as_raw_fd());
-        (VARIABLE.into(), format!("{},{log},{status},{control}", role.name()).into())
+        let [log, page, control] = self.descriptors().map(|fd| fd.as_raw_fd());
+        (LOCKSTEP_VARIABLE.into(), format!("{},{log},{page},{control}", role.name()).into())
     }
 }
 
@@ -173,7 +113,7 @@ impl LogEnds {
 pub struct LogChannel {
     /// The log itself.
     pub log: UnixStream,
-    status: StatusPage,
+    page: Page,
     /// One request at a time.
     control: Mutex<UnixStream>,
 }
@@ -187,25 +127,25 @@ impl LogChannel {
         }
         let (control, qemus_control) = UnixStream::pair()?;
         control.set_read_timeout(Some(timeout))?;
-        let (status, memfd) = StatusPage::create()?;
-        let ends = LogEnds { log: qemus_log.into(), status: memfd, control: qemus_control.into() };
-        Ok((LogChannel { log, status, control: Mutex::new(control) }, ends))
+        let (page, memfd) = Page::create()?;
+        let ends = LogEnds { log: qemus_log.into(), page: memfd, control: qemus_control.into() };
+        Ok((LogChannel { log, page, control: Mutex::new(control) }, ends))
     }
 
     /// Asks the agent, waits, and gives the bytes of log that have passed it so far.
     pub fn ask(&self, request: Request) -> Result<u64, LockstepError> {
         let mut control = self.control.lock().unwrap_or_else(PoisonError::into_inner);
-        control.write_all(&[request.byte()])?;
+        control.write_all(&[request as u8])?;
         let mut answer = [0; 8];
         control.read_exact(&mut answer)?;
         match u64::from_le_bytes(answer) {
-            REFUSED => Err(LockstepError::Refused(request)),
+            Request::REFUSED => Err(LockstepError::Refused(request)),
             passed => Ok(passed),
         }
     }
 
     /// Throws away the log that was not read. Between [`Request::Detach`] and the next
-    /// [`Request::Attach`]: what is left of one backup's log is no part of the next one's.
+    /// [`LogErrand::Attach`]: what is left of one backup's log is no part of the next one's.
     pub fn discard_log(&self) -> io::Result<()> {
         self.log.set_nonblocking(true)?;
         let mut rest = [0; 4096];
@@ -223,7 +163,7 @@ impl LogChannel {
 
     /// What QEMU shows of its work.
     pub fn status(&self) -> LogStatus {
-        self.status.read()
+        self.page.read()
     }
 }
 
@@ -245,45 +185,51 @@ pub struct LogStatus {
     pub frames: u64,
 }
 
-/// The page that the agent writes: words, in the order of the agent's `Status`.
+/// This process's mapping of the page that the agent writes.
 #[derive(Debug)]
-struct StatusPage(NonNull<[AtomicU64; 7]>);
+struct Page(NonNull<LogPage>);
 
 // SAFETY: the page has atomics only, and stays mapped as long as this lives.
-unsafe impl Send for StatusPage {}
+unsafe impl Send for Page {}
 // SAFETY: as above.
-unsafe impl Sync for StatusPage {}
+unsafe impl Sync for Page {}
 
-impl StatusPage {
-    const BYTES: NonZeroUsize = NonZeroUsize::new(4096).unwrap();
+impl Page {
+    const BYTES: NonZeroUsize = NonZeroUsize::new(LogPage::BYTES).unwrap();
 
-    fn create() -> Result<(StatusPage, OwnedFd), Errno> {
-        let memfd = memfd_create(c"lockstep-status", MFdFlags::MFD_CLOEXEC)?;
+    fn create() -> Result<(Page, OwnedFd), Errno> {
+        let flags = MFdFlags::MFD_CLOEXEC | MFdFlags::MFD_ALLOW_SEALING;
+        let memfd = memfd_create(c"understudy-log", flags)?;
         ftruncate(&memfd, Self::BYTES.get() as i64)?;
+        // QEMU must not be able to cut the page off from under this process.
+        let seals = SealFlag::F_SEAL_SHRINK | SealFlag::F_SEAL_GROW | SealFlag::F_SEAL_SEAL;
+        fcntl(&memfd, FcntlArg::F_ADD_SEALS(seals))?;
         let access = ProtFlags::PROT_READ;
         // SAFETY: a new mapping at an address of the kernel's choice.
         let page = unsafe { mmap(None, Self::BYTES, access, MapFlags::MAP_SHARED, &memfd, 0)? };
-        Ok((StatusPage(page.cast()), memfd))
+        Ok((Page(page.cast()), memfd))
     }
 
     fn read(&self) -> LogStatus {
-        // SAFETY: mapped, aligned to a page, and valid whatever it contains.
-        let words = unsafe { self.0.as_ref() };
-        let [magic, position, blocked_since, blocked, instructions, event, frames] =
-            words.each_ref().map(|word| word.load(Ordering::Acquire));
-        if magic != STATUS_MAGIC {
-            return LogStatus::default(); // The agent has not started.
+        // SAFETY: mapped until this is dropped, never shrunk, and valid whatever it contains.
+        let page = unsafe { self.0.as_ref() };
+        let word = |word: &AtomicU64| word.load(Ordering::Acquire);
+        LogStatus {
+            position: word(&page.position),
+            is_blocked: word(&page.blocked_since) != 0,
+            blocked: word(&page.blocked),
+            instructions: word(&page.instructions),
+            event: word(&page.event),
+            frames: word(&page.frames),
         }
-        let is_blocked = blocked_since != 0;
-        LogStatus { position, is_blocked, blocked, instructions, event, frames }
     }
 }
 
-impl Drop for StatusPage {
+impl Drop for Page {
     fn drop(&mut self) {
         // SAFETY: mapped in `create`, and nobody has a reference into it.
         if let Err(error) = unsafe { munmap(self.0.cast(), Self::BYTES.get()) } {
-            tracing::warn!("cannot unmap a log's status: {error}");
+            tracing::warn!("cannot unmap a log's page: {error}");
         }
     }
 }

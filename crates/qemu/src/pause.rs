@@ -18,7 +18,7 @@ use std::os::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, OwnedFd};
 use std::ptr::NonNull;
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
-use understudy_agent_protocol::{ARM, Answer, Hello, Order, PausePage};
+use understudy_agent_protocol::{ARM, Answer, Hello, LogErrand, Order, PausePage};
 
 /// Versions (major, minor) in which the end-to-end tests have run with pauses by the agent.
 /// What a function of QEMU does, and with which arguments, may change with any other.
@@ -113,7 +113,17 @@ impl AgentPauser {
     ///
     /// One pause at a time: whoever pauses holds the machine's [`crate::Monitor`].
     pub fn begin(&self) -> Result<Option<AgentPause<'_>>, PauseError> {
-        self.page.begin();
+        self.begin_with(LogErrand::None)
+    }
+
+    /// The same for a QEMU in lockstep, whose log begins or ends with this pause. A guest that
+    /// does not run is paused, too, and stays as it is. None if this QEMU cannot: a backup, or
+    /// one that does not record (after a take-over only [`LogErrand::None`] is possible).
+    ///
+    /// Without an errand the log must not be attached: a primary in lockstep has no
+    /// checkpoints.
+    pub fn begin_with(&self, errand: LogErrand) -> Result<Option<AgentPause<'_>>, PauseError> {
+        self.page.begin(errand);
         write(&self.bell, &1u64.to_ne_bytes())?;
         let mut pause = AgentPause { pauser: self, is_due: true };
         match pause.await_answer(Answer::None, "stop the guest")? {
@@ -176,7 +186,14 @@ impl AgentPause<'_> {
         }
     }
 
-    /// Lets the guest run again, after [`AgentPause::saved`]; returns when it does.
+    /// After [`AgentPause::saved`]: the bytes of log that had passed the agent where the log
+    /// begins ([`LogErrand::Attach`]) or ends ([`LogErrand::Detach`]).
+    pub fn log_position(&self) -> u64 {
+        self.pauser.page.log_position.load(Ordering::Relaxed)
+    }
+
+    /// Lets the guest run again, after [`AgentPause::saved`]; returns when it does. A guest
+    /// that did not run before does not now.
     pub fn resume(mut self) -> Result<(), PauseError> {
         self.is_due = false;
         self.pauser.page.order.set(Order::Resume as u32);
@@ -185,6 +202,7 @@ impl AgentPause<'_> {
                 self.pauser.page.trace();
                 Ok(())
             }
+            Answer::Staying => Ok(()),
             other => Err(unexpected(other, "let the guest run")),
         }
     }

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: GPL-2.0-or-later
-//! What the daemon asks for: one byte each, answered by a number.
+//! What the daemon asks for besides pauses.
 
 use super::{Lockstep, Role};
 use std::ffi::{c_int, c_void};
@@ -9,9 +9,7 @@ use std::os::unix::net::UnixStream;
 use std::sync::atomic::Ordering;
 use std::sync::mpsc::{SyncSender, sync_channel};
 use std::thread;
-
-/// An answer that says no.
-const REFUSED: u64 = u64::MAX;
+use understudy_agent_protocol::Request;
 
 /// Starts a thread without signals: QEMU handles them on its own.
 pub fn spawn(name: &str, body: impl FnOnce() + Send + 'static) -> Result<(), String> {
@@ -33,15 +31,16 @@ pub fn start(lockstep: &'static Lockstep, socket: c_int) -> Result<(), String> {
 
 /// The daemon's end is watched elsewhere: QEMU ends with it.
 fn serve(lockstep: &'static Lockstep, mut socket: UnixStream) {
-    let mut request = [0];
-    while socket.read_exact(&mut request).is_ok() {
-        let answer = match request[0] {
+    let mut byte = [0];
+    while socket.read_exact(&mut byte).is_ok() {
+        let answer = match Request::from_byte(byte[0]) {
             // At once, not on the main loop, which may wait for room in the log.
-            b'd' => {
+            Some(Request::Detach) => {
                 lockstep.flowing.store(false, Ordering::Release);
-                0
+                lockstep.passed.load(Ordering::Acquire)
             }
-            request => on_main_loop(lockstep, request),
+            Some(request) => on_main_loop(lockstep, request),
+            None => Request::REFUSED,
         };
         if socket.write_all(&answer.to_le_bytes()).is_err() {
             return;
@@ -51,24 +50,24 @@ fn serve(lockstep: &'static Lockstep, mut socket: UnixStream) {
 
 struct Errand {
     lockstep: &'static Lockstep,
-    request: u8,
+    request: Request,
     answer: SyncSender<u64>,
 }
 
-fn on_main_loop(lockstep: &'static Lockstep, request: u8) -> u64 {
+fn on_main_loop(lockstep: &'static Lockstep, request: Request) -> u64 {
     unsafe extern "C" fn run(errand: *mut c_void) {
         // SAFETY: the box given below; QEMU calls this once.
         let errand = unsafe { Box::from_raw(errand.cast::<Errand>()) };
         // SAFETY: this is the main loop.
         let answer = unsafe { errand.lockstep.perform(errand.request) };
         // It waits for it.
-        let _ = errand.answer.send(answer.unwrap_or(REFUSED));
+        let _ = errand.answer.send(answer.unwrap_or(Request::REFUSED));
     }
     let (answer, answered) = sync_channel(1);
     let errand = Box::into_raw(Box::new(Errand { lockstep, request, answer }));
     // SAFETY: the box is `run`'s from here on.
     unsafe { lockstep.qemu.schedule(run, errand.cast()) };
-    answered.recv().unwrap_or(REFUSED)
+    answered.recv().unwrap_or(Request::REFUSED)
 }
 
 impl Lockstep {
@@ -76,37 +75,19 @@ impl Lockstep {
     ///
     /// # Safety
     /// Only on QEMU's main loop.
-    unsafe fn perform(&self, request: u8) -> Option<u64> {
+    unsafe fn perform(&self, request: Request) -> Option<u64> {
         // SAFETY: on the main loop, of a stopped machine, in the role that each call needs.
         unsafe {
             match (request, self.role()) {
-                // Quiesce: nothing is under way any more.
-                (b'q', Role::Record) => {
-                    self.qemu.quiesce();
-                    self.flush();
-                }
-                // Attach: the log goes to the daemon, from the position answered on.
-                (b'a', Role::Record) => {
-                    self.flush();
-                    self.flowing.store(true, Ordering::Release);
-                }
-                // Bring the log out, up to this instruction.
-                (b's', Role::Record) => {
-                    self.qemu.save_instructions();
-                    self.flush();
-                }
-                // Follow: the log comes from the daemon, which has some already.
-                (b'f', Role::Replay) => {
+                (Request::Flush, Role::Record) => self.flush_now(),
+                (Request::Follow, Role::Replay) => {
                     self.flowing.store(true, Ordering::Release);
                     self.qemu.refetch();
                 }
-                // Go live; the log is used up.
-                (b'l', Role::Replay) => {
+                (Request::GoLive, Role::Replay) => {
                     self.role.store(Role::Live as u8, Ordering::Release);
                     self.qemu.finish();
                 }
-                // Before the device state of a backup that went live is saved.
-                (b'p', Role::Live) => self.qemu.prepare_for_save().ok()?,
                 _ => return None,
             }
         }

@@ -2,8 +2,7 @@
 //! QEMU's log file, which is a socket.
 
 use super::qemu::{EVENT_END, LOG_VERSION};
-use super::status::now;
-use super::{LOG_NAME, Lockstep, Role, lockstep, next};
+use super::{Lockstep, Role, lockstep, next};
 use std::ffi::{CStr, c_char, c_int, c_void};
 use std::io;
 use std::ptr;
@@ -11,6 +10,7 @@ use std::sync::OnceLock;
 use std::sync::atomic::Ordering;
 use std::thread;
 use std::time::Duration;
+use understudy_agent_protocol::LOG_NAME;
 
 /// QEMU's buffer before the log's hooks.
 const BUFFER_BYTES: usize = 64 << 10;
@@ -69,14 +69,20 @@ impl Lockstep {
         }
     }
 
+    /// The same, up to this instruction.
+    pub(super) fn flush_now(&self) {
+        self.qemu.save_instructions();
+        self.flush();
+    }
+
     fn refresh(&self) {
         match self.role() {
             Role::Record => self.flush(),
             Role::Replay => self.publish_taken(),
             Role::Live => {}
         }
-        self.status.instructions.store(self.qemu.instructions(), Ordering::Relaxed);
-        self.status.event.store(self.qemu.data_kind().into(), Ordering::Release);
+        self.page.instructions.store(self.qemu.instructions(), Ordering::Relaxed);
+        self.page.event.store(self.qemu.data_kind().into(), Ordering::Release);
     }
 
     fn publish_taken(&self) {
@@ -94,7 +100,7 @@ impl Lockstep {
             (end as usize).saturating_sub(next as usize)
         };
         let taken = passed.saturating_sub(buffered as u64);
-        self.status.position.fetch_max(taken, Ordering::Release);
+        self.page.position.fetch_max(taken, Ordering::Release);
     }
 
     fn write(&self, bytes: &[u8]) {
@@ -102,7 +108,7 @@ impl Lockstep {
             self.send(bytes);
         }
         let passed = self.passed.fetch_add(bytes.len() as u64, Ordering::AcqRel);
-        self.status.position.store(passed + bytes.len() as u64, Ordering::Release);
+        self.page.position.store(passed + bytes.len() as u64, Ordering::Release);
     }
 
     fn send(&self, mut bytes: &[u8]) {
@@ -116,14 +122,14 @@ impl Lockstep {
                     io::ErrorKind::Interrupted => {}
                     io::ErrorKind::WouldBlock => {
                         flags = libc::MSG_NOSIGNAL;
-                        self.begin_block();
+                        self.page.begin_block();
                     }
                     // The daemon takes no more: it has lost the backup, and says so next.
                     _ => break,
                 },
             }
         }
-        self.end_block();
+        self.page.end_block();
     }
 
     fn read(&self, buffer: &mut [u8]) -> usize {
@@ -141,13 +147,13 @@ impl Lockstep {
                     io::ErrorKind::Interrupted => {}
                     io::ErrorKind::WouldBlock => {
                         flags = 0;
-                        self.begin_block();
+                        self.page.begin_block();
                     }
                     _ => break 0,
                 },
             }
         };
-        self.end_block();
+        self.page.end_block();
         if read == 0 {
             // The daemon closes the log only when it ends; QEMU then ends with it. Till
             // then nothing happens any more.
@@ -171,17 +177,6 @@ impl Lockstep {
         }
         buffer[0] = EVENT_END;
         Some(1)
-    }
-
-    fn begin_block(&self) {
-        self.status.blocked_since.store(now(), Ordering::Release);
-    }
-
-    fn end_block(&self) {
-        let since = self.status.blocked_since.swap(0, Ordering::AcqRel);
-        if since != 0 {
-            self.status.blocked.fetch_add(now().saturating_sub(since), Ordering::Relaxed);
-        }
     }
 
     /// Opens the log for QEMU.
@@ -221,7 +216,7 @@ unsafe extern "C" fn write_hook(_: *mut c_void, buffer: *const c_char, bytes: us
 unsafe fn open_log(path: *const c_char, mode: *const c_char) -> Option<*mut libc::FILE> {
     let lockstep = lockstep()?;
     // SAFETY: the caller of `fopen` gives a string.
-    let is_log = unsafe { CStr::from_ptr(path) }.to_bytes() == LOG_NAME;
+    let is_log = unsafe { CStr::from_ptr(path) }.to_bytes() == LOG_NAME.as_bytes();
     is_log.then(|| lockstep.open(mode))
 }
 

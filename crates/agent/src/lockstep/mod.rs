@@ -2,9 +2,9 @@
 //! Lockstep: QEMU's record/replay log passes through the agent.
 //!
 //! The agent stands in for a few functions of the C library. It acts only in a QEMU whose
-//! daemon asked for it by [`VARIABLE`]; in every other it passes the calls on.
+//! daemon asked for it by `UNDERSTUDY_LOCKSTEP`; in every other it passes the calls on.
 //!
-//! - `fopen` of [`LOG_NAME`] gives a file whose bytes go to, or come from, a socket of the
+//! - `fopen` of `understudy-log` gives a file whose bytes go to, or come from, a socket of the
 //!   daemon's ([`log`]): a full one stops the primary, an empty one stops the backup;
 //! - `writev` to a card's socket brings the log out first, so that the daemon, reading the
 //!   frame, finds a position that covers it; on a backup it sends nothing ([`output`]);
@@ -13,22 +13,20 @@
 mod control;
 mod log;
 mod output;
+mod pause;
 mod qemu;
-mod status;
 mod wait;
 
 use qemu::Qemu;
-use status::Status;
 use std::env;
 use std::ffi::c_int;
+use std::io;
+use std::ptr;
 use std::sync::OnceLock;
 use std::sync::atomic::{AtomicBool, AtomicPtr, AtomicU8, AtomicU64, Ordering};
+use understudy_agent_protocol::{LOCKSTEP_VARIABLE as VARIABLE, LogPage, LogRole};
 
-/// `ROLE,LOG,STATUS,CONTROL`: `record` or `replay`, then numbers of descriptors.
-const VARIABLE: &str = "UNDERSTUDY_LOCKSTEP";
-
-/// The name of the log in QEMU's `rrfile=`; no file of that name is ever opened.
-const LOG_NAME: &[u8] = b"understudy-log";
+pub use pause::{attach, settle, takes};
 
 static LOCKSTEP: OnceLock<Lockstep> = OnceLock::new();
 
@@ -46,7 +44,7 @@ enum Role {
 /// All about this QEMU's lockstep.
 struct Lockstep {
     qemu: Qemu,
-    status: &'static Status,
+    page: &'static LogPage,
     /// The daemon's end has the log; a stream socket.
     log: c_int,
     role: AtomicU8,
@@ -84,7 +82,7 @@ pub fn start() -> Result<(), String> {
     // SAFETY: before `main`; no other thread reads the environment.
     unsafe { env::remove_var(VARIABLE) };
     let (role, descriptors) = parse(&wish).ok_or_else(|| format!("{VARIABLE}={wish}: unknown"))?;
-    let [log, status, control] = &descriptors[..] else {
+    let [log, page, control] = &descriptors[..] else {
         return Err(format!("{VARIABLE}={wish}: not three descriptors"));
     };
     for &fd in &descriptors {
@@ -94,10 +92,10 @@ pub fn start() -> Result<(), String> {
             return Err(format!("{VARIABLE}={wish}: {fd} is no descriptor"));
         }
     }
-    let status = Status::map(*status).map_err(|e| format!("cannot map the log's status: {e}"))?;
+    let page = map(*page).map_err(|e| format!("cannot map the log's page: {e}"))?;
     let lockstep = Lockstep {
         qemu: Qemu::find()?,
-        status,
+        page,
         log: *log,
         role: AtomicU8::new(role as u8),
         file: AtomicPtr::default(),
@@ -112,13 +110,25 @@ pub fn start() -> Result<(), String> {
 
 fn parse(wish: &str) -> Option<(Role, Vec<c_int>)> {
     let (role, descriptors) = wish.split_once(',')?;
-    let role = match role {
-        "record" => Role::Record,
-        "replay" => Role::Replay,
-        _ => return None,
+    let role = match LogRole::from_name(role)? {
+        LogRole::Record => Role::Record,
+        LogRole::Replay => Role::Replay,
     };
     let descriptors = descriptors.split(',').map(|number| number.parse().ok());
     Some((role, descriptors.collect::<Option<_>>()?))
+}
+
+/// Maps the page that the daemon made.
+fn map(fd: c_int) -> io::Result<&'static LogPage> {
+    let access = libc::PROT_READ | libc::PROT_WRITE;
+    // SAFETY: a new mapping at an address of the kernel's choice.
+    let page =
+        unsafe { libc::mmap(ptr::null_mut(), LogPage::BYTES, access, libc::MAP_SHARED, fd, 0) };
+    if page == libc::MAP_FAILED {
+        return Err(io::Error::last_os_error());
+    }
+    // SAFETY: aligned, never unmapped, and valid whatever it contains: it has atomics only.
+    Ok(unsafe { &*page.cast::<LogPage>() })
 }
 
 /// Finds the function that the agent stands in for, once.

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: GPL-2.0-or-later
 //! What the guest sends: the log that leads to it leaves QEMU first.
 
-use super::{Lockstep, Role, lockstep, next};
+use super::{Role, lockstep, next};
 use crate::card::is_card;
 use std::ffi::c_int;
 use std::io;
@@ -22,9 +22,9 @@ pub unsafe extern "C" fn writev(fd: c_int, parts: *const libc::iovec, count: c_i
         // SAFETY: the arguments are passed on as they are.
         return unsafe { next(fd, parts, count) };
     };
-    lockstep.status.frames.fetch_add(1, Ordering::Relaxed);
+    lockstep.page.frames.fetch_add(1, Ordering::Relaxed);
     match lockstep.role() {
-        Role::Record => lockstep.flush_for_output(),
+        Role::Record => lockstep.flush_now(),
         // The primary sends it. QEMU must not notice a difference.
         // SAFETY: the parts are the caller's.
         Role::Replay => return unsafe { bytes_of(parts, count) },
@@ -38,13 +38,6 @@ pub unsafe extern "C" fn writev(fd: c_int, parts: *const libc::iovec, count: c_i
         }
         // To be refused would change what QEMU does next, and the log does not tell of it.
         wait_for_room(fd);
-    }
-}
-
-impl Lockstep {
-    fn flush_for_output(&self) {
-        self.qemu.save_instructions();
-        self.flush();
     }
 }
 

@@ -15,7 +15,7 @@ use std::process::Command;
 use std::thread;
 use std::time::{Duration, Instant};
 use understudy_protocol::Epoch;
-use understudy_qemu::lockstep::{LogRole, Request};
+use understudy_qemu::lockstep::{LogErrand, LogRole, Request};
 use vm::Vm;
 
 /// How long anything may take before a test fails.
@@ -67,15 +67,14 @@ fn seconds(variable: &str, default: u64) -> Duration {
 }
 
 /// Starts a backup of a running VM: copied while it runs, paused for the rest.
-fn protect(primary: &mut Vm, backup: &mut Vm) -> Channel {
+fn protect(primary: &Vm, backup: &mut Vm) -> Channel {
     let mut replica = Replica::begin(primary, backup);
     replica.copy_while_running();
     let frozen = Instant::now();
-    primary.monitor.stop().unwrap();
+    let mut pause = primary.pauser.begin_with(LogErrand::Attach).unwrap().expect("it records");
     let stopped = frozen.elapsed();
-    primary.log.ask(Request::Quiesce).unwrap();
-    let begins = primary.log.ask(Request::Attach).unwrap();
-    let state = primary.save_devices();
+    let state = primary.device_state(pause.saved().unwrap());
+    let begins = pause.log_position();
     let saved = frozen.elapsed();
     let pages = replica.copy_the_rest();
     let copied = frozen.elapsed();
@@ -83,7 +82,7 @@ fn protect(primary: &mut Vm, backup: &mut Vm) -> Channel {
     backup.load(&state);
     let loaded = frozen.elapsed();
     let channel = Channel::open(primary, backup, begins);
-    primary.monitor.cont().unwrap();
+    pause.resume().unwrap();
     println!(
         "frozen for {:.1} ms (stop {stopped:.1?}, devices {saved:.1?}, {pages} pages \
          {copied:.1?}, load {loaded:.1?})",
@@ -133,13 +132,13 @@ fn go_on_alone(primary: &mut Vm, channel: Channel) {
 }
 
 /// Moves a VM that took over into a QEMU that records, so that it can have a backup again.
-fn succeed(former: &mut Vm, next: &mut Vm) {
+fn succeed(former: &Vm, next: &mut Vm) {
     let mut replica = Replica::begin(former, next);
     replica.copy_while_running();
     let frozen = Instant::now();
-    former.monitor.stop().unwrap();
-    former.log.ask(Request::PrepareForSave).unwrap();
-    let state = former.save_devices();
+    let mut pause = former.pauser.begin().unwrap().expect("it has ended its replay");
+    let state = former.device_state(pause.saved().unwrap());
+    drop(pause);
     replica.copy_the_rest();
     next.load(&state);
     former.port.shut();
@@ -161,18 +160,18 @@ fn one_connection_outlives_two_primaries() {
             wait_for("answers", || client.answers() > before + count);
         };
         let mut second = Vm::start("b", LogRole::Replay);
-        let channel = protect(&mut first, &mut second);
+        let channel = protect(&first, &mut second);
         wait_for_answers(200);
         first.kill();
         take_over(&mut second, channel);
         wait_for_answers(100);
 
         let mut third = Vm::start_successor("c");
-        succeed(&mut second, &mut third);
+        succeed(&second, &mut third);
         drop(second);
         wait_for_answers(100);
         let mut fourth = Vm::start("d", LogRole::Replay);
-        let channel = protect(&mut third, &mut fourth);
+        let channel = protect(&third, &mut fourth);
         wait_for_answers(200);
         compare(&mut third, &mut fourth, &channel);
         wait_for_answers(50);
@@ -192,7 +191,7 @@ fn a_primary_outlives_its_backup_and_gets_another() {
         let client = Client::start();
         for name in ["b", "c"] {
             let mut backup = Vm::start(name, LogRole::Replay);
-            let channel = protect(&mut primary, &mut backup);
+            let channel = protect(&primary, &mut backup);
             let before = client.answers();
             wait_for("answers under protection", || client.answers() > before + 100);
             compare(&mut primary, &mut backup, &channel);
@@ -212,7 +211,7 @@ fn a_guest_reboots_and_powers_off_on_both_sides() {
         let mut primary = Vm::start("p", LogRole::Record);
         primary.run_until_ready();
         let mut backup = Vm::start("b", LogRole::Replay);
-        let channel = protect(&mut primary, &mut backup);
+        let channel = protect(&primary, &mut backup);
         client::run_in_guest("reboot");
         wait_for("the primary's guest to boot again", || primary.boots() == 2);
         wait_for("the backup's guest to boot again", || backup.boots() == 1);
@@ -235,7 +234,7 @@ fn a_backup_follows_byte_by_byte_and_takes_over_an_open_connection() {
         wait_for("some answers", || client.answers() > 50);
 
         let mut backup = Vm::start("b", LogRole::Replay);
-        let channel = protect(&mut primary, &mut backup);
+        let channel = protect(&primary, &mut backup);
         let console = primary.console_bytes();
         let until = Instant::now() + seconds("LOCKSTEP_SECONDS", 6);
         while Instant::now() < until {

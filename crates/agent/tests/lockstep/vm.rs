@@ -20,7 +20,7 @@ use understudy_qemu::command::{BootFiles, Console, Lockstep, Resources, Role, co
 use understudy_qemu::lockstep::{LogChannel, LogRole, obstacles};
 use understudy_qemu::process::Launch;
 use understudy_qemu::qmp::{DeviceState, MonitorSockets, VmEvent};
-use understudy_qemu::{Accelerator, Capabilities, Monitor, Qemu, VmDefinition};
+use understudy_qemu::{Accelerator, AgentPauser, Capabilities, Monitor, Qemu, VmDefinition};
 
 const DISK_BYTES: u64 = 256 << 20;
 
@@ -29,6 +29,7 @@ const END: u64 = understudy_lockstep::END as u64;
 
 pub struct Vm {
     pub monitor: Monitor,
+    pub pauser: AgentPauser,
     pub log: LogChannel,
     pub disk: Arc<Disk>,
     pub port: Arc<Port>,
@@ -165,12 +166,26 @@ impl Vm {
                 .unwrap_or_else(|error| panic!("{error}: {:?}", qemu.wait(DEADLINE / 30)));
         let refusals = obstacles(&definition, Accelerator::Tcg, Some(monitor.version()));
         assert_eq!(refusals, Vec::<String>::new());
+        let pauser = AgentPauser::arm(agent.socket(), &state, DEADLINE).unwrap();
         let blocks = ram_blocks(&mut monitor, &qemu, &ram);
         if start == Role::Standby {
             monitor.prepare_standby(&state).unwrap();
         }
         drain_console(&console);
-        Vm { monitor, log, disk, port, blocks, agent, qemu, events, state, _server: server, folder }
+        Vm {
+            monitor,
+            pauser,
+            log,
+            disk,
+            port,
+            blocks,
+            agent,
+            qemu,
+            events,
+            state,
+            _server: server,
+            folder,
+        }
     }
 
     pub fn run_until_ready(&mut self) {
@@ -204,11 +219,10 @@ impl Vm {
         self.port.announce().unwrap();
     }
 
-    /// The device state of the stopped machine.
-    pub fn save_devices(&mut self) -> Vec<u8> {
-        self.monitor.save(&self.state).unwrap();
+    /// The device state that a pause has saved, of this length.
+    pub fn device_state(&self, bytes: u64) -> Vec<u8> {
         let mut state = Vec::new();
-        self.state.read_into(&mut state).unwrap();
+        self.state.read_first(bytes, &mut state).unwrap();
         state
     }
 

@@ -14,6 +14,7 @@ use understudy_memory::{DirtySet, DirtyTracker, PageStaging, StagingPool, captur
 use understudy_protocol::wire::Kind;
 use understudy_protocol::{Epoch, LastCheckpoint, PAGE_SIZE, PrimaryPhase, Time};
 use understudy_qemu::Urgency;
+use understudy_qemu::lockstep::LogErrand;
 
 /// An epoch that wrote at least this many pages gets pre-copy rounds just
 /// before the next pause: the guest then stands still only for what it wrote
@@ -209,7 +210,7 @@ impl<'a> Capturer<'a> {
         timing: &mut CheckpointTiming,
     ) -> anyhow::Result<()> {
         let mut monitor = self.machine.monitor();
-        let mut pause = self.machine.pause(&mut monitor)?;
+        let mut pause = self.machine.pause(&mut monitor, LogErrand::None)?;
         // Nobody runs on, or is copied, before all stand still.
         let group = &self.session.group;
         group.meet(self.session, || group.place_barrier(self.session, last))?;

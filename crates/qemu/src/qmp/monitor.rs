@@ -124,12 +124,6 @@ impl Monitor {
         self.connection.flush()
     }
 
-    /// Saves the device state of a machine that stands still.
-    pub fn save(&mut self, state: &DeviceState) -> Result<(), QmpError> {
-        let filename = state.path_in_qemu();
-        self.simple(&xen_save_devices_state { filename, live: Some(false) })
-    }
-
     /// Makes a standby ready to load this device state, and to report how that
     /// goes; call it before [`Monitor::go_live`] is needed in a hurry.
     pub fn prepare_standby(&mut self, state: &DeviceState) -> Result<(), QmpError> {

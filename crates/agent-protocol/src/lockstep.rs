@@ -1,0 +1,160 @@
+// SPDX-License-Identifier: Apache-2.0 OR GPL-2.0-or-later
+//! Lockstep: what the agent is told at its start, what it is asked for, and what it shows.
+
+use crate::page::now;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+/// Environment variable with `ROLE,LOG,PAGE,CONTROL`: `record` or `replay`, then the numbers of
+/// inherited descriptors: the log's socket, a memfd with a [`LogPage`], and the socket on which
+/// [`Request`]s come.
+pub const LOCKSTEP_VARIABLE: &str = "UNDERSTUDY_LOCKSTEP";
+
+/// The log's name for QEMU (`rrfile=`). No file of that name is ever opened.
+pub const LOG_NAME: &str = "understudy-log";
+
+/// What a QEMU in lockstep does with its log.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum LogRole {
+    /// A primary: writes it.
+    Record,
+    /// A backup: executes it.
+    Replay,
+}
+
+impl LogRole {
+    /// As QEMU and [`LOCKSTEP_VARIABLE`] call it.
+    pub fn name(self) -> &'static str {
+        match self {
+            LogRole::Record => "record",
+            LogRole::Replay => "replay",
+        }
+    }
+
+    /// The role of that name.
+    pub fn from_name(name: &str) -> Option<LogRole> {
+        [LogRole::Record, LogRole::Replay].into_iter().find(|role| role.name() == name)
+    }
+}
+
+/// What the agent is asked for on its control socket: one byte, answered by eight: the bytes of
+/// log that have passed it so far, or [`Request::REFUSED`]. All but [`Request::Detach`] are done
+/// in QEMU's main loop, which on a backup may be waiting for log.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[repr(u8)]
+pub enum Request {
+    /// Primary: the log goes to nowhere from here on, because there is no backup any more.
+    Detach = b'd',
+    /// Primary: bring the log out up to this instruction.
+    Flush = b's',
+    /// Backup, loaded and stopped: the log comes from the daemon from here on. Waits for its
+    /// first bytes.
+    Follow = b'f',
+    /// Backup, stopped at the end of its log: an ordinary machine from here on.
+    GoLive = b'l',
+}
+
+impl Request {
+    /// The answer to what the agent cannot do in its role.
+    pub const REFUSED: u64 = u64::MAX;
+
+    /// The request with this number.
+    pub fn from_byte(byte: u8) -> Option<Request> {
+        use Request::*;
+        [Detach, Flush, Follow, GoLive].into_iter().find(|&request| request as u8 == byte)
+    }
+}
+
+/// What a pause does with the log of a primary, in QEMU's main loop, between stopping the
+/// machine and letting it go.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[repr(u32)]
+pub enum LogErrand {
+    /// Nothing.
+    #[default]
+    None = 0,
+    /// The log goes to the daemon from the device state of this pause on: the two are what a
+    /// backup needs.
+    Attach = 1,
+    /// The log goes to nowhere from the instruction of this pause on. The frames that the
+    /// machine has sent since the last log was read are covered by the device state and the
+    /// memory of this pause, not by the log.
+    Detach = 2,
+}
+
+impl LogErrand {
+    /// The errand with this number.
+    pub fn from_number(number: u32) -> Option<LogErrand> {
+        use LogErrand::*;
+        [None, Attach, Detach].into_iter().find(|&errand| errand as u32 == number)
+    }
+}
+
+/// What the daemon sees of the log without asking. The agent alone writes.
+#[derive(Debug, Default)]
+#[repr(C)]
+pub struct LogPage {
+    /// Primary: bytes of log that QEMU has written and that left through the agent.
+    /// Backup: bytes of log that QEMU has taken, without what its buffer still holds.
+    pub position: AtomicU64,
+    /// Since when QEMU stands still for the log (primary: no room, backup: none left), in
+    /// nanoseconds of the monotonic clock; 0 if it does not.
+    pub blocked_since: AtomicU64,
+    /// Nanoseconds that it stood still, without the present wait.
+    pub blocked: AtomicU64,
+    /// Instructions executed, as of the last event.
+    pub instructions: AtomicU64,
+    /// Kind of the event that replay waits to execute.
+    pub event: AtomicU64,
+    /// Frames that the guest has sent.
+    pub frames: AtomicU64,
+}
+
+impl LogPage {
+    /// Size of the memfd.
+    pub const BYTES: usize = 4096;
+
+    /// QEMU begins to stand still.
+    pub fn begin_block(&self) {
+        self.blocked_since.store(now(), Ordering::Release);
+    }
+
+    /// It goes on, if it stood still.
+    pub fn end_block(&self) {
+        let since = self.blocked_since.swap(0, Ordering::AcqRel);
+        if since != 0 {
+            self.blocked.fetch_add(now().saturating_sub(since), Ordering::Relaxed);
+        }
+    }
+}
+
+const _: () = assert!(size_of::<LogPage>() <= LogPage::BYTES);
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_is_said_is_understood() {
+        for request in [Request::Detach, Request::Flush, Request::Follow, Request::GoLive] {
+            assert_eq!(Request::from_byte(request as u8), Some(request));
+        }
+        assert_eq!(Request::from_byte(b'x'), None);
+        for errand in [LogErrand::None, LogErrand::Attach, LogErrand::Detach] {
+            assert_eq!(LogErrand::from_number(errand as u32), Some(errand));
+        }
+        assert_eq!(LogErrand::from_number(3), None);
+        assert_eq!(LogRole::from_name("replay"), Some(LogRole::Replay));
+        assert_eq!(LogRole::from_name("rewind"), None);
+    }
+
+    #[test]
+    fn the_time_of_a_wait_is_counted_once_it_is_over() {
+        let page = LogPage::default();
+        page.end_block();
+        assert_eq!(page.blocked.load(Ordering::Relaxed), 0);
+        page.begin_block();
+        assert_ne!(page.blocked_since.load(Ordering::Relaxed), 0);
+        page.end_block();
+        assert_eq!(page.blocked_since.load(Ordering::Relaxed), 0);
+    }
+}
