@@ -11,7 +11,7 @@ DEMO_OPTIONS := $(if $(CUT),--cut $(CUT)) $(if $(JSON),--json)
 # standard error.
 PROGRESS := $(if $(JSON),1>&2)
 
-.PHONY: help demo test test-long simulate bench bench-quick bench-compression bench-guest setup guests build lint clean
+.PHONY: help demo test test-long simulate bench bench-quick bench-compression bench-lockstep bench-guest setup guests build lint clean
 .DEFAULT_GOAL := help
 
 help: ## List the targets
@@ -40,6 +40,9 @@ bench-quick: ## The same in less than ten minutes, a first look
 bench-compression: build guests ## Ways to encode pages, on a guest that compiles (JSON=1: as JSON)
 	@guests/toolchain $(PROGRESS)
 	@$(UNDERSTUDY) bench compression $(if $(JSON),--json)
+
+bench-lockstep: build guests bench-guest ## What lockstep costs, and its log (QUICK=1; ONLY=cpu,web; JSON=1: as JSON)
+	@$(UNDERSTUDY) bench lockstep $(if $(QUICK),--quick) $(if $(ONLY),--only $(ONLY)) $(if $(JSON),--json)
 
 bench-guest: guests ## Build the guest of the benchmark suite into target/guest/bench
 	@guests/bench $(PROGRESS)

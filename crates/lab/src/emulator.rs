@@ -13,7 +13,8 @@ use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
 use std::sync::{Mutex, PoisonError};
 use std::time::Duration;
-use understudy_qemu::command::{BootFiles, Console};
+use understudy_qemu::command::{BootFiles, Console, Lockstep};
+use understudy_qemu::lockstep::LogRole;
 use understudy_qemu::process::{Exit, Launch};
 use understudy_qemu::{Capabilities, Qemu, Resources, Role, VmDefinition, command_line};
 
@@ -21,6 +22,8 @@ use understudy_qemu::{Capabilities, Qemu, Resources, Role, VmDefinition, command
 const END_LIMIT: Duration = Duration::from_secs(5);
 const CONSOLE: &str = "console";
 const LOG: &str = "qemu.log";
+/// When the clock of a guest begins that counts its time.
+const CLOCK: &str = "2027-01-01T00:00:00";
 
 /// What to start.
 pub(crate) struct Blueprint<'a> {
@@ -28,6 +31,8 @@ pub(crate) struct Blueprint<'a> {
     pub qemu: &'a Capabilities,
     /// The machine. Its one card goes to the tap.
     pub definition: &'a VmDefinition,
+    /// Whether its time is counted in instructions, as in lockstep.
+    pub counted: bool,
     /// The tap that QEMU makes; it becomes a port of the host's bridge.
     pub tap: &'a str,
     /// What it has in the place of the product's.
@@ -149,7 +154,7 @@ fn explained(process: &Qemu, error: anyhow::Error) -> anyhow::Error {
 
 /// The product's command line for this machine, with its parts exchanged.
 fn arguments(blueprint: &Blueprint<'_>, monitors: [i32; 3]) -> Result<Vec<OsString>> {
-    let Blueprint { qemu, definition, directory, ref parts, .. } = *blueprint;
+    let Blueprint { qemu, definition, counted, directory, ref parts, .. } = *blueprint;
     let resources = Resources {
         machine_type: qemu.machine_type(&definition.machine)?.to_owned(),
         accelerator: qemu.accelerator(definition.accel)?,
@@ -161,13 +166,16 @@ fn arguments(blueprint: &Blueprint<'_>, monitors: [i32; 3]) -> Result<Vec<OsStri
             log: directory.join(format!("{CONSOLE}.log")),
         }),
         role: Role::Fresh,
-        lockstep: None,
+        lockstep: counted.then(|| Lockstep { role: LogRole::Record, clock: CLOCK.to_owned() }),
         // Exchanged below.
         ram: -1,
         disks: vec![PathBuf::new(); definition.disks.len()],
         cards: vec![-1; definition.cards.len()],
     };
     let mut args = command_line(definition, &resources);
+    if counted {
+        without_log(&mut args, definition)?;
+    }
     let bytes = definition.memory.bytes();
     let memory = format!("memory-backend-ram,id=ram,size={bytes}");
     exchange(&mut args, "-object", "id=ram", &["-object".into(), memory.into()])?;
@@ -183,6 +191,23 @@ fn arguments(blueprint: &Blueprint<'_>, monitors: [i32; 3]) -> Result<Vec<OsStri
     }
     args.extend(parts.more.iter().cloned());
     Ok(args)
+}
+
+/// Takes the log out of a machine in lockstep, and all that is there for the log.
+fn without_log(args: &mut Vec<OsString>, definition: &VmDefinition) -> Result<()> {
+    let at = args.iter().position(|arg| arg == "-icount").context("no `-icount`")? + 1;
+    let clock = args[at].to_string_lossy().into_owned();
+    let (clock, _log) = clock.split_once(",rr=").context("`-icount` without a log")?;
+    args[at] = clock.into();
+    for n in 0..definition.cards.len() {
+        exchange(args, "-object", &format!("id=replay{n}"), &[])?;
+    }
+    for n in 0..definition.disks.len() {
+        let (above, image) = (format!("node-name=disk{n}"), format!("node-name=disk{n}-image"));
+        exchange(args, "-blockdev", &above, &[])?;
+        exchange(args, "-blockdev", &image, &["-blockdev".into(), above.into()])?;
+    }
+    Ok(())
 }
 
 /// Puts `new` in the place of the one `option` whose value has the word `mark`.
@@ -223,6 +248,35 @@ pub(crate) fn check_tap(lab: &Lab, host: &str, tap: &str) -> Result<()> {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_machine_in_lockstep_is_left_with_its_clock() {
+        let definition = "name = \"a\"\nmemory = \"64M\"\nvcpus = 1\n\
+                          [[disk]]\npath = \"a\"\nformat = \"raw\"\n\
+                          [[card]]\nmac = \"52:54:00:00:00:01\"\nbridge = \"b\"";
+        let definition: VmDefinition = toml::from_str(definition).unwrap();
+        let lockstep = Lockstep { role: LogRole::Record, clock: CLOCK.to_owned() };
+        let resources = Resources {
+            machine_type: "pc".to_owned(),
+            accelerator: understudy_qemu::Accelerator::Tcg,
+            kvm: None,
+            boot: BootFiles::default(),
+            ram: 3,
+            monitors: [4, 5, 6],
+            disks: vec!["nbd".into()],
+            cards: vec![7],
+            console: None,
+            role: Role::Fresh,
+            lockstep: Some(lockstep),
+        };
+        let mut args = command_line(&definition, &resources);
+        without_log(&mut args, &definition).unwrap();
+        let text: Vec<_> = args.iter().map(|arg| arg.to_string_lossy()).collect();
+        let text = text.join(" ");
+        assert!(text.contains("-icount shift=") && text.contains("hpet=off"), "{text}");
+        assert!(!text.contains("replay") && !text.contains("rr="), "{text}");
+        assert!(text.contains("-blockdev node-name=disk0 "), "{text}");
+    }
 
     #[test]
     fn parts_are_exchanged_whole_and_a_missing_one_is_an_error() {

@@ -26,6 +26,8 @@ use understudy_qemu::{Capabilities, VmDefinition};
 /// The address of a plain guest, unless its options say another.
 pub const PLAIN_ADDRESS: Ipv4Addr = Ipv4Addr::new(10, 77, 0, 60);
 const MAC: &str = "52:54:00:75:75:01";
+const COUNTED_ADDRESS: Ipv4Addr = Ipv4Addr::new(10, 77, 0, 61);
+const COUNTED_MAC: &str = "52:54:00:75:75:02";
 const QEMU: &str = "qemu-system-x86_64";
 
 /// What a plain guest is made of.
@@ -49,6 +51,9 @@ pub struct PlainOptions {
     pub vcpus: u32,
     /// What executes its instructions.
     pub accel: AcceleratorChoice,
+    /// Whether its time is counted in its instructions, with all that the product changes of
+    /// a machine for lockstep but the log.
+    pub counted: bool,
     /// Its card's hardware address.
     pub mac: String,
     /// Its address.
@@ -69,6 +74,7 @@ impl PlainOptions {
             memory_mib: 512,
             vcpus: 1,
             accel: AcceleratorChoice::Auto,
+            counted: false,
             mac: MAC.to_owned(),
             address: PLAIN_ADDRESS,
             qemu: QEMU.into(),
@@ -81,6 +87,22 @@ impl PlainOptions {
             BenchGuest::files(guest_files, PLAIN_ADDRESS)?;
         let (disks, shape) = (vec![image], PlainOptions::test_guest(guest_files));
         Ok(PlainOptions { kernel, initrd, append, disks, ..shape })
+    }
+
+    /// The same, for a second one beside it: as the product's lockstep would run it, but
+    /// without a log.
+    pub fn counted_bench_guest(guest_files: &Path) -> Result<PlainOptions> {
+        let append = BenchGuest::files(guest_files, COUNTED_ADDRESS)?.append;
+        let plain = PlainOptions::bench_guest(guest_files)?;
+        Ok(PlainOptions {
+            name: "counted".to_owned(),
+            append,
+            accel: AcceleratorChoice::Tcg,
+            counted: true,
+            mac: COUNTED_MAC.to_owned(),
+            address: COUNTED_ADDRESS,
+            ..plain
+        })
     }
 
     /// As a user of the product would define it.
@@ -158,8 +180,8 @@ impl Home {
         let directory = self.directory.path().join(tap);
         fs::create_dir(&directory)?;
         let definition = &self.options.definition(&self.disks)?;
-        let blueprint =
-            Blueprint { qemu: &self.qemu, definition, tap, parts, directory: &directory };
+        let (qemu, counted) = (&self.qemu, self.options.counted);
+        let blueprint = Blueprint { qemu, definition, counted, tap, parts, directory: &directory };
         Emulator::start(lab, &self.host, &blueprint)
     }
 }

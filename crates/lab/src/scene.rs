@@ -249,6 +249,11 @@ impl Scene {
         self.etcd.as_mut().context("no host of this scene uses etcd")
     }
 
+    /// Where the guests' files are.
+    pub fn guest_files(&self) -> &Path {
+        &self.options.guest_files
+    }
+
     /// The VM's definition file.
     pub fn definition(&self) -> &Path {
         &self.definition

@@ -119,7 +119,7 @@ impl Shared {
         batches: &Sender<Batch>,
     ) {
         let mut next = MACHINE.next();
-        let mut buffer = vec![0; 256 << 10];
+        let mut buffer = vec![0; LIMIT_BYTES as usize];
         while !self.over.load(Ordering::Acquire) {
             let mut readable = [PollFd::new(log.as_fd(), PollFlags::POLLIN)];
             let came = poll(&mut readable, PollTimeout::from(LONGEST_BATCH)).unwrap();

@@ -10,6 +10,11 @@ use std::time::{Duration, Instant};
 
 const RECORDS: ([u8; 4], u16) = ([10, 9, 0, 2], 7000);
 const RUN: ([u8; 4], u16) = ([10, 9, 0, 2], 7001);
+const ECHO: ([u8; 4], u16) = ([10, 9, 0, 2], 7002);
+
+/// What goes to the guest and comes back at once; more than a window of TCP's.
+const BULK_BYTES: usize = 256 << 10;
+const BETWEEN_BULKS: Duration = Duration::from_millis(100);
 
 pub struct Client {
     shared: Arc<Shared>,
@@ -76,6 +81,49 @@ fn talk(connection: TcpStream, shared: &Shared) -> Vec<Duration> {
         thread::sleep(Duration::from_millis(5));
     }
     times
+}
+
+/// A client that sends much and gets it back, again and again; every byte is checked.
+pub struct Bulk {
+    stop: Arc<AtomicBool>,
+    thread: JoinHandle<u64>,
+}
+
+impl Bulk {
+    pub fn start() -> Bulk {
+        let connection = TcpStream::connect(SocketAddr::from(ECHO)).unwrap();
+        connection.set_read_timeout(Some(DEADLINE)).unwrap();
+        let stop = Arc::new(AtomicBool::new(false));
+        let of_thread = stop.clone();
+        Bulk { stop, thread: thread::spawn(move || send_and_compare(&connection, &of_thread)) }
+    }
+
+    /// Ends it; returns the bytes that went each way.
+    pub fn end(self) -> u64 {
+        self.stop.store(true, Ordering::Relaxed);
+        self.thread.join().expect("everything came back as it was sent")
+    }
+}
+
+fn send_and_compare(connection: &TcpStream, stop: &AtomicBool) -> u64 {
+    let mut bytes = 0;
+    for round in 0_u64.. {
+        if stop.load(Ordering::Relaxed) {
+            break;
+        }
+        let noise = |n: usize| (n as u64).wrapping_add(round).wrapping_mul(0x9e37_79b9_7f4a_7c15);
+        let sent: Vec<u8> = (0..BULK_BYTES).map(|n| (noise(n) >> 56) as u8).collect();
+        let mut back = vec![0; BULK_BYTES];
+        // Both at once: neither side's buffers hold all of it.
+        thread::scope(|scope| {
+            scope.spawn(|| (&*connection).write_all(&sent).unwrap());
+            (&*connection).read_exact(&mut back).unwrap();
+        });
+        assert!(sent == back, "what came back differs");
+        bytes += BULK_BYTES as u64;
+        thread::sleep(BETWEEN_BULKS);
+    }
+    bytes
 }
 
 /// Starts a shell line in the guest.

@@ -6,6 +6,7 @@
 mod channel;
 mod client;
 mod replica;
+mod soak;
 mod vm;
 
 use channel::Channel;

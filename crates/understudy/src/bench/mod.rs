@@ -7,6 +7,7 @@
 //! | `migration` | live migrations of the same guest, for the pause to be compared with |
 //! | `papers`  | figures that were measured elsewhere |
 //! | [`group`] | round trips between two guests, protected as a group, one by one, not at all |
+//! | [`lockstep`] | what lockstep costs, and its log |
 //! | [`throttle`] | what becomes of a guest that writes faster than the link carries |
 //! | [`compression`] | what each way to encode pages gains and costs while the guest compiles |
 //! | [`workload`] | one workload of the suite by itself |
@@ -22,6 +23,7 @@ mod compression_report;
 pub mod distance;
 pub mod failover;
 pub mod group;
+pub mod lockstep;
 mod machine;
 mod memory;
 mod migration;
@@ -45,6 +47,7 @@ pub fn run(args: &BenchArgs, json: bool) -> Result<Exit, Failure> {
         Some(BenchCommand::Distance(args)) => distance::run(args, json),
         Some(BenchCommand::Failover(args)) => failover::run(args, json),
         Some(BenchCommand::Group(args)) => group::run(args, json),
+        Some(BenchCommand::Lockstep(args)) => lockstep::run(args, json),
         Some(BenchCommand::Pause(args)) => pause::run(args, json),
         Some(BenchCommand::Throttle(args)) => throttle::run(args, json),
         Some(BenchCommand::Workload(args)) => workload::run(args, json),

@@ -1,6 +1,7 @@
 //! The grammar of `understudy bench`.
 
 use crate::bench::failover::ClientKind;
+use crate::bench::lockstep;
 use crate::bench::suite::{Subject, Variant};
 use crate::bench::workloads::Workload;
 use clap::{Args, Subcommand};
@@ -73,6 +74,9 @@ pub enum BenchCommand {
     /// Round trips between two guests: one group, one by one, unprotected.
     #[command(after_help = BENCH_GROUP_HELP)]
     Group(BenchGroupArgs),
+    /// What lockstep costs, and its log, beside plain QEMU and checkpoints.
+    #[command(after_help = BENCH_LOCKSTEP_HELP)]
+    Lockstep(BenchLockstepArgs),
     /// What becomes of a guest that writes faster than the link carries.
     #[command(after_help = BENCH_THROTTLE_HELP)]
     Throttle(BenchThrottleArgs),
@@ -200,6 +204,37 @@ pub struct BenchGroupArgs {
     #[arg(long, value_name = "N", default_value_t = 3, value_parser = clap::value_parser!(u32).range(1..=100))]
     pub repeats: u32,
     /// The test guest's files [default: target/guest of the build].
+    #[arg(long, value_name = "DIR", env = "UNDERSTUDY_GUEST")]
+    pub guest: Option<PathBuf>,
+}
+
+const BENCH_LOCKSTEP_HELP: &str = "\
+Real programs in a Debian guest on one vCPU without KVM, as lockstep needs it: on plain
+QEMU (tcg), on plain QEMU that counts instructions (icount), in lockstep, and protected by
+checkpoints (latency only); one after the other, round by round. Every time is taken
+outside the guest. Parts and conditions as for `bench pause`; the guest is the one of
+`make bench-guest`. Exits with 1 if something could not be measured.
+
+Examples:
+  understudy bench lockstep --quick
+  understudy bench lockstep --only cpu,web --runs 5 --json";
+
+/// `bench lockstep`
+#[derive(Debug, Args)]
+pub struct BenchLockstepArgs {
+    /// Only these.
+    #[arg(long, value_name = "NAME,…", value_delimiter = ',')]
+    pub only: Vec<lockstep::Subject>,
+    /// In these variants only.
+    #[arg(long, value_name = "NAME,…", value_delimiter = ',')]
+    pub variants: Vec<lockstep::Variant>,
+    /// A part of the work, one round: a first look.
+    #[arg(long)]
+    pub quick: bool,
+    /// Rounds [default: 3; 1 with --quick].
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=100))]
+    pub runs: Option<u32>,
+    /// The test guests' files, with a folder `bench` [default: target/guest of the build].
     #[arg(long, value_name = "DIR", env = "UNDERSTUDY_GUEST")]
     pub guest: Option<PathBuf>,
 }

@@ -18,17 +18,17 @@
 mod charts;
 mod figures;
 mod html;
-mod identity;
+pub(super) mod identity;
 mod papers;
-mod plan;
+pub(super) mod plan;
 mod progress;
-mod protection;
+pub(super) mod protection;
 mod report;
 mod runner;
-mod statistics;
-mod store;
-mod table;
-mod testbed;
+pub(super) mod statistics;
+pub(super) mod store;
+pub(super) mod table;
+pub(super) mod testbed;
 mod variant;
 
 pub use variant::{Subject, Variant};

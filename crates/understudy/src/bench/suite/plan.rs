@@ -22,10 +22,8 @@ pub fn plan(subjects: &[Subject], variants: &[Variant], runs: u32) -> Vec<Step> 
     for round in 1..=runs {
         let workloads = subjects.iter().filter(|subject| subject.own_variant().is_none());
         for (n, &subject) in workloads.enumerate() {
-            let first = n + round as usize - 1;
-            let variant = |n: usize| variants[(first + n) % variants.len()];
-            let step = |n| Step { round, subject, variant: variant(n) };
-            steps.extend((0..variants.len()).map(step));
+            let step = |variant| Step { round, subject, variant };
+            steps.extend(rotated(variants, n + round as usize - 1).map(step));
         }
     }
     let own = |&subject: &Subject| {
@@ -33,6 +31,11 @@ pub fn plan(subjects: &[Subject], variants: &[Variant], runs: u32) -> Vec<Step> 
     };
     steps.extend(subjects.iter().filter_map(own));
     steps
+}
+
+/// All of `variants` in their order, beginning with that one.
+pub fn rotated<V: Copy>(variants: &[V], first: usize) -> impl Iterator<Item = V> {
+    (0..variants.len()).map(move |n| variants[(first + n) % variants.len()])
 }
 
 /// The steps that have no result yet, in order: neither a figure nor a last error.

@@ -25,11 +25,11 @@ const SETTLE: Duration = Duration::from_secs(1);
 const SURELY_A_CHECKPOINT: Duration = Duration::from_secs(2);
 
 /// Protects the guest as asked, and returns once it is and has settled.
-pub fn begin(primary: &Client, request: &ProtectRequest) -> Result<()> {
-    primary.protect(VM, request).map_err(words)?;
+pub fn begin(primary: &Client, vm: &str, request: &ProtectRequest) -> Result<()> {
+    primary.protect(vm, request).map_err(words)?;
     let begun = Instant::now();
     loop {
-        let status = primary.vm_status(VM).map_err(words)?;
+        let status = primary.vm_status(vm).map_err(words)?;
         match status.protection {
             Protection::Syncing { .. } => {}
             _ if follows(&status) => break,
@@ -44,9 +44,9 @@ pub fn begin(primary: &Client, request: &ProtectRequest) -> Result<()> {
 
 /// Ends the protection, and returns once the backup has forgotten the guest: nothing of
 /// one variant falls into the next.
-pub fn end(primary: &Client, backup: &Client) -> Result<()> {
-    primary.unprotect(VM).map_err(words)?;
-    wait_for("host b to forget the guest", FORGET_LIMIT, || match backup.vm_status(VM) {
+pub fn end(primary: &Client, backup: &Client, vm: &str) -> Result<()> {
+    primary.unprotect(vm).map_err(words)?;
+    wait_for("host b to forget the guest", FORGET_LIMIT, || match backup.vm_status(vm) {
         Err(failure) if failure.kind == FailureKind::Host(ErrorKind::NotFound) => Ok(Some(())),
         Err(failure) => Err(words(failure)),
         Ok(_) => Ok(None),

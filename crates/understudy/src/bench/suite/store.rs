@@ -224,7 +224,7 @@ fn set_aside(path: &Path, run: &Run) -> Result<PathBuf> {
 }
 
 #[cfg(test)]
-pub(super) mod tests {
+pub(in crate::bench) mod tests {
     use super::*;
 
     pub fn run() -> Run {

@@ -24,10 +24,10 @@ use understudy_lab::{
 };
 
 /// A guest that ran on after it had stood still catches up with its timers.
-const SETTLE: Duration = Duration::from_secs(1);
+pub const SETTLE: Duration = Duration::from_secs(1);
 
 /// The servers that the workloads need.
-const SERVERS: [u16; 4] = [SHELL_PORT, ECHO_PORT, TBENCH_PORT, WEB_PORT];
+pub const SERVERS: [u16; 4] = [SHELL_PORT, ECHO_PORT, TBENCH_PORT, WEB_PORT];
 /// Lets the variant without output buffering be asked for.
 const EXPERIMENTS: &str = "[experiments]\nallow_unheld_output = true\n";
 
@@ -165,11 +165,11 @@ impl Testbed {
         let Some(request) = step.variant.protection() else {
             return self.work(step.subject, quick);
         };
-        protection::begin(&self.primary, &request)?;
+        protection::begin(&self.primary, VM, &request)?;
         let watch = Watch::begin(&self.primary)?;
         let mut measured = self.work(step.subject, quick)?;
         measured.protection = Some(watch.end(&self.primary)?);
-        protection::end(&self.primary, &self.backup)?;
+        protection::end(&self.primary, &self.backup, VM)?;
         Ok(measured)
     }
 

@@ -4,6 +4,7 @@
 //! |--------------|-----------|
 //! | `sysbench`   | `cpu`, `memory`, `fileio` |
 //! | `compile`    | `compile` |
+//! | `database`   | `database` |
 //! | `postmark`   | `postmark` |
 //! | `transfer`   | `upload`, `download` |
 //! | `web`        | `web` |
@@ -16,6 +17,7 @@
 //! while the guest does, so that it would leave out the pauses.
 
 mod compile;
+mod database;
 mod latency;
 mod outside;
 mod postmark;
@@ -23,6 +25,8 @@ mod sysbench;
 mod tbench;
 mod transfer;
 mod web;
+
+pub use transfer::MEGABYTES as TRANSFER;
 
 use anyhow::{Context, Result};
 use clap::ValueEnum;
@@ -47,6 +51,8 @@ pub enum Workload {
     Fileio,
     /// gcc builds zlib.
     Compile,
+    /// SQLite: a bank's transactions, each on the disk before the next.
+    Database,
     /// Postmark: a mail server's small files, 10 000 transactions.
     Postmark,
     /// 50 MB from the client to the guest over one TCP connection.
@@ -83,7 +89,7 @@ pub enum Scale {
 
 impl Scale {
     /// One of two amounts.
-    fn of<T>(self, full: T, quick: T) -> T {
+    pub fn of<T>(self, full: T, quick: T) -> T {
         match self {
             Scale::Full => full,
             Scale::Quick => quick,
@@ -142,11 +148,12 @@ impl Sample {
 
 impl Workload {
     /// All of them, in the order of the reports.
-    pub const ALL: [Workload; 10] = [
+    pub const ALL: [Workload; 11] = [
         Workload::Cpu,
         Workload::Memory,
         Workload::Fileio,
         Workload::Compile,
+        Workload::Database,
         Workload::Postmark,
         Workload::Upload,
         Workload::Download,
@@ -162,6 +169,7 @@ impl Workload {
             Workload::Memory => "memory",
             Workload::Fileio => "fileio",
             Workload::Compile => "compile",
+            Workload::Database => "database",
             Workload::Postmark => "postmark",
             Workload::Upload => "upload",
             Workload::Download => "download",
@@ -197,6 +205,7 @@ impl Workload {
             Workload::Memory => sysbench::memory(bed, scale),
             Workload::Fileio => sysbench::fileio(bed, scale),
             Workload::Compile => compile::run(bed, scale),
+            Workload::Database => database::run(bed, scale),
             Workload::Postmark => postmark::run(bed, scale),
             Workload::Upload => transfer::upload(bed, scale),
             Workload::Download => transfer::download(bed, scale),

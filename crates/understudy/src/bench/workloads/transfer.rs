@@ -12,7 +12,8 @@ use std::io::{Read, copy};
 use std::path::PathBuf;
 use std::time::Duration;
 
-const MEGABYTES: (u64, u64) = (50, 20);
+/// What is sent.
+pub const MEGABYTES: (u64, u64) = (50, 20);
 const MEGABYTE: u64 = 1_000_000;
 const LIMIT: Duration = Duration::from_secs(600);
 const PORT: &str = "9000";

@@ -1,0 +1,56 @@
+//! Long runs under mixed load: after each, memory and disk of both sides are the same, byte
+//! by byte.
+
+use crate::client::{self, Bulk, Client};
+use crate::vm::Vm;
+use crate::{LOADS, compare, in_namespace, protect, seconds, wait_for};
+use std::thread;
+use std::time::{Duration, Instant};
+use understudy_qemu::lockstep::LogRole;
+
+const RUN_SECONDS: u64 = 60;
+
+/// How often the backup's progress is looked at.
+const GLANCE: Duration = Duration::from_millis(50);
+
+#[test]
+fn two_runs_of_a_minute_end_with_identical_machines() {
+    soak(2);
+}
+
+#[test]
+#[ignore = "takes some ten minutes; with the two above, ten runs"]
+fn eight_more_runs_of_a_minute_end_with_identical_machines() {
+    soak(8);
+}
+
+/// Disk, processes that come and go, and TCP both ways, `runs` times with fresh machines.
+fn soak(runs: u32) {
+    for run in 1..=runs {
+        in_namespace(move || {
+            let mut primary = Vm::start("p", LogRole::Record);
+            primary.run_until_ready();
+            for load in LOADS {
+                client::run_in_guest(load);
+            }
+            let (records, bulk) = (Client::start(), Bulk::start());
+            wait_for("some answers", || records.answers() > 50);
+
+            let mut backup = Vm::start("b", LogRole::Replay);
+            let channel = protect(&mut primary, &mut backup);
+            let until = Instant::now() + seconds("LOCKSTEP_SECONDS", RUN_SECONDS);
+            while Instant::now() < until {
+                thread::sleep(GLANCE);
+                channel.note_progress(&backup);
+            }
+            let account = channel.account();
+            compare(&mut primary, &mut backup, &channel);
+            println!(
+                "run {run} of {runs}: identical; {account}; {}; {} bytes each way",
+                records.end(),
+                bulk.end()
+            );
+            channel.end();
+        });
+    }
+}

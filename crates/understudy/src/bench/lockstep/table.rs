@@ -1,0 +1,137 @@
+//! The report for a terminal.
+
+use super::plan::{Subject, Variant};
+use super::report::{
+    LEAST_RATIO, Link, MOST_ADDED_MS, MOST_IDLE_LOG, MOST_LAG_MS, MOST_LOG, Report, Row,
+};
+use crate::bench::machine::Machine;
+use crate::bench::suite::table::number;
+use std::collections::BTreeMap;
+
+/// VMware FT (2010): what its authors measured on two hosts of their own, with hardware's
+/// help for virtual machines.
+const PAPER: &str = "\
+VMware FT: ratio 0.94 to 0.99 with 1.5 to 18 Mbit/s of log, 0.5 to 1.5 of an idle guest;
+  transmit 940 -> 855, receive 940 -> 604 Mbit/s with a log link of 1 Gbit/s; lag < 100 ms";
+
+/// All of the report.
+pub fn table(report: &Report) -> String {
+    let Machine { cpu, cpus, kernel, qemu, understudy, .. } = &report.machine;
+    let mut text = format!(
+        "{cpu}, {cpus} CPUs, Linux {kernel}, QEMU {qemu} (tcg), understudy {understudy}, build \
+         {}, scale {}\n",
+        report.build, report.scale
+    );
+    for condition in report.conditions {
+        text += &format!("- {condition}\n");
+    }
+    text += &workloads(&report.workloads);
+    text += &network(&report.network);
+    text += &format!(
+        "\nidle log {} Mbit/s (aim: at most {MOST_IDLE_LOG})\n",
+        show(report.idle_log_mbit_s)
+    );
+    text += &latency(report);
+    text += &format!("\n{PAPER}\n");
+    for error in &report.errors {
+        text += &format!("\nfailed: {}\n", error.replace('\n', "\n  "));
+    }
+    text
+}
+
+fn workloads(rows: &BTreeMap<Subject, Row>) -> String {
+    let mut text = format!(
+        "\n{:9} {:>16} {:>16} {:>16} {:>6} {:>7} {:>10} {:>8} {:>8}\n",
+        "workload",
+        "tcg",
+        "icount",
+        "lockstep",
+        "ratio",
+        "to tcg",
+        "log Mbit/s",
+        "lag p50",
+        "p99 ms"
+    );
+    for (subject, row) in rows {
+        text += &format!("{subject:9}{}\n", cells(row));
+    }
+    text + &format!(
+        "aim: ratio at least {LEAST_RATIO}, log at most {MOST_LOG} Mbit/s, lag p99 at most \
+         {MOST_LAG_MS} ms\n"
+    )
+}
+
+fn cells(row: &Row) -> String {
+    let figure = |variant: Variant| {
+        let runs = row.variants.get(&variant);
+        runs.map_or_else(
+            || "-".to_owned(),
+            |runs| format!("{} ± {} {}", number(runs.median), number(runs.spread), short(row.unit)),
+        )
+    };
+    let of = [Variant::Tcg, Variant::Icount, Variant::Lockstep].map(figure);
+    let rest = [row.ratio, row.ratio_to_tcg, row.log_mbit_s, row.lag_ms_p50, row.lag_ms_p99];
+    let [ratio, to_tcg, log, p50, p99] = rest.map(show);
+    format!(
+        " {:>16} {:>16} {:>16} {ratio:>6} {to_tcg:>7} {log:>10} {p50:>8} {p99:>8}",
+        of[0], of[1], of[2]
+    )
+}
+
+fn short(unit: &str) -> &str {
+    if unit == "requests/s" { "/s" } else { unit }
+}
+
+fn network(links: &BTreeMap<Subject, Link>) -> String {
+    let mut text = format!(
+        "\n{:9} {:>16} {:>16} {:>16} {:>6} {:>10}\n",
+        "Mbit/s", "tcg", "icount", "lockstep", "ratio", "log Mbit/s"
+    );
+    for (way, Link { base, ft, tcg, row }) in links {
+        let [tcg, base, ft, ratio, log] = [*tcg, *base, *ft, row.ratio, row.log_mbit_s].map(show);
+        text += &format!("{way:9} {tcg:>16} {base:>16} {ft:>16} {ratio:>6} {log:>10}\n");
+    }
+    text
+}
+
+fn latency(report: &Report) -> String {
+    let Some(latency) = &report.latency else { return String::new() };
+    let names = ["p50_idle", "p99_idle", "p50_load", "p99_load"];
+    let mut text = format!("\n{:11}", "latency ms");
+    text += &names.map(|name| format!(" {name:>9}")).concat();
+    text.push('\n');
+    for (variant, figures) in &latency.variants {
+        let figures = names.map(|name| format!(" {:>9}", show(figures.get(name).copied())));
+        text += &format!("{variant:11}{}\n", figures.concat());
+    }
+    text + &format!(
+        "added to an idle guest at the median: {} ms by lockstep (aim: at most {MOST_ADDED_MS}), {} \
+         by checkpoints\n",
+        show(latency.added_by_lockstep_ms),
+        show(latency.added_by_checkpoints_ms)
+    )
+}
+
+fn show(value: Option<f64>) -> String {
+    value.map_or_else(|| "-".to_owned(), number)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::report::tests::report;
+    use super::*;
+
+    #[test]
+    fn the_table_has_each_row_and_the_errors() {
+        let text = table(&report());
+        let line = |start: &str| {
+            text.lines().find(|line| line.starts_with(start)).unwrap_or_else(|| panic!("{text}"))
+        };
+        assert!(line("cpu").contains("8.00 ± 0.00 s") && line("cpu").contains("0.50"), "{text}");
+        assert!(line("web").contains("2.00 ± 0.00 /s"), "{text}");
+        assert!(line("transmit").contains("100") && line("transmit").contains("50.0"), "{text}");
+        assert!(line("idle log").contains("3.00"), "{text}");
+        assert!(line("checkpoint").contains("4.00"), "{text}");
+        assert!(line("failed: round 2, web, tcg").contains("QEMU ended"), "{text}");
+    }
+}

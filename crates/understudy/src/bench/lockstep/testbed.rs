@@ -1,0 +1,239 @@
+//! The laboratory: a guest for each variant, of which one runs at a time.
+
+use super::plan::{Step, Subject, Variant};
+use crate::bench::suite::protection;
+use crate::bench::suite::table::number;
+use crate::bench::suite::testbed::{SERVERS, SETTLE};
+use crate::bench::workloads::{Bed, Sample, Scale};
+use crate::bench::{patient, words};
+use crate::client::Client;
+use crate::demo::scene_options;
+use anyhow::{Context, Result};
+use nix::sys::signal::{Signal, kill};
+use nix::unistd::Pid;
+use serde::Serialize;
+use std::collections::BTreeMap;
+use std::net::Ipv4Addr;
+use std::path::{Path, PathBuf};
+use std::thread;
+use understudy_daemon::report::ProtectRequest;
+use understudy_lab::companion::{COMPANION, COMPANION_ADDRESS, Companion};
+use understudy_lab::scene::{GuestKind, VM};
+use understudy_lab::{GUEST_ADDRESS, PlainGuest, PlainOptions, Scene};
+
+/// What a step measured.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Taken {
+    /// The workload's figures; none of an idle guest.
+    pub sample: Option<Sample>,
+    /// The log, of a guest in lockstep.
+    pub log: Option<LogFigures>,
+}
+
+/// What the daemon counted of the log during a step.
+#[derive(Clone, Copy, Debug, PartialEq, Serialize)]
+pub struct LogFigures {
+    /// Millions of bits of log a second.
+    pub mbit_s: f64,
+    /// How far the backup was behind, in milliseconds: the median.
+    pub lag_ms_p50: f64,
+    /// The 99th percentile.
+    pub lag_ms_p99: f64,
+}
+
+impl Taken {
+    /// For the progress.
+    pub fn words(&self) -> String {
+        let figure = self.sample.as_ref().map(|sample| number(sample.value));
+        let log = self.log.map(|log| {
+            format!(
+                "{} Mbit/s of log, lag {} ms, p99 {}",
+                number(log.mbit_s),
+                number(log.lag_ms_p50),
+                number(log.lag_ms_p99)
+            )
+        });
+        figure.into_iter().chain(log).collect::<Vec<_>>().join("; ")
+    }
+}
+
+/// Measures step after step on a testbed that it makes when there is none.
+pub struct Bench {
+    guest: Option<PathBuf>,
+    scale: Scale,
+    testbed: Option<Testbed>,
+}
+
+impl Bench {
+    /// With the guests' files in `guest`, if not in the usual place.
+    pub fn new(guest: Option<PathBuf>, scale: Scale) -> Bench {
+        Bench { guest, scale, testbed: None }
+    }
+
+    /// One measurement. After an error, which shows the logs, the next one has a fresh testbed.
+    pub fn measure(&mut self, step: Step) -> Result<Taken> {
+        let mut testbed = match self.testbed.take() {
+            Some(testbed) => testbed,
+            None => Testbed::start(self.guest.as_deref())?,
+        };
+        let taken = testbed
+            .measure(step, self.scale)
+            .inspect_err(|_| eprintln!("{}", testbed.scene.diagnostics()))?;
+        self.testbed = Some(testbed);
+        Ok(taken)
+    }
+
+    /// Ends the testbed, and proves that nothing of it is left.
+    pub fn end(&mut self) -> Result<()> {
+        self.testbed.take().map_or(Ok(()), Testbed::end)
+    }
+}
+
+/// A guest that was booted.
+enum Guest {
+    /// On plain QEMU.
+    Plain(PlainGuest),
+    /// The daemon's, unprotected while it is not measured.
+    Managed(Managed),
+}
+
+struct Managed {
+    vm: &'static str,
+    address: Ipv4Addr,
+    console: PathBuf,
+}
+
+struct Testbed {
+    // Before the scene, on whose host they run: fields are dropped in order.
+    guests: BTreeMap<Variant, Guest>,
+    /// Whose guest runs; the others stand still.
+    turn: Option<Variant>,
+    companion: Companion,
+    primary: Client,
+    backup: Client,
+    scene: Scene,
+}
+
+impl Testbed {
+    fn start(guest: Option<&Path>) -> Result<Testbed> {
+        let mut options = patient(scene_options(guest).map_err(words)?);
+        options.kind = GuestKind::Bench;
+        // The same in each variant, and what lockstep needs.
+        options.accel = Some("tcg".to_owned());
+        let scene = Scene::start(options)?;
+        let client = |host| Client::new(scene.host(host)?.socket()).map_err(words);
+        let (primary, backup) = (client("a")?, client("b")?);
+        let companion = Companion::new(&scene)?;
+        Ok(Testbed { guests: BTreeMap::new(), turn: None, companion, primary, backup, scene })
+    }
+
+    fn measure(&mut self, step: Step, scale: Scale) -> Result<Taken> {
+        self.give_turn(step.variant)?;
+        let guest = &self.guests[&step.variant];
+        let Some((vm, request)) = protection_of(step.variant, guest) else {
+            return Ok(Taken { sample: self.work(step.subject, guest, scale)?, log: None });
+        };
+        protection::begin(&self.primary, vm, &request)?;
+        let sample = self.work(step.subject, guest, scale)?;
+        protection::end(&self.primary, &self.backup, vm)?;
+        Ok(Taken { sample, log: None })
+    }
+
+    /// Runs a workload.
+    fn work(&self, subject: Subject, guest: &Guest, scale: Scale) -> Result<Option<Sample>> {
+        let (address, console) = match guest {
+            Guest::Plain(plain) => (plain.address(), plain.console()),
+            Guest::Managed(managed) => (managed.address, &*managed.console),
+        };
+        let bed = Bed { lab: self.scene.lab(), address, console };
+        subject.workload().map(|workload| workload.run(&bed, scale)).transpose()
+    }
+
+    /// Lets one variant's guest run, which is booted if there is none, and all others stand
+    /// still.
+    fn give_turn(&mut self, variant: Variant) -> Result<()> {
+        if self.turn == Some(variant) {
+            return Ok(());
+        }
+        if let Some(before) = self.turn.take() {
+            self.halt(&self.guests[&before])?;
+        }
+        match self.guests.get(&variant) {
+            Some(guest) => self.resume(guest)?,
+            None => {
+                let guest = self.boot(variant)?;
+                self.guests.insert(variant, guest);
+            }
+        }
+        self.turn = Some(variant);
+        thread::sleep(SETTLE);
+        Ok(())
+    }
+
+    fn boot(&self, variant: Variant) -> Result<Guest> {
+        let files = self.scene.guest_files();
+        let options = match variant {
+            Variant::Tcg => PlainOptions::bench_guest(files)?,
+            Variant::Icount => PlainOptions::counted_bench_guest(files)?,
+            Variant::Lockstep => {
+                self.scene.start_guest("a")?;
+                self.scene.await_guest()?;
+                return self.managed(VM, GUEST_ADDRESS);
+            }
+            Variant::Checkpoint => {
+                self.companion.start(self.scene.host("a")?)?;
+                self.companion.await_boot(&self.scene)?;
+                return self.managed(COMPANION, COMPANION_ADDRESS);
+            }
+        };
+        let plain = PlainGuest::start(self.scene.lab(), "a", &options)?;
+        plain.await_boot(self.scene.lab(), &SERVERS)?;
+        Ok(Guest::Plain(plain))
+    }
+
+    fn managed(&self, vm: &'static str, address: Ipv4Addr) -> Result<Guest> {
+        let status = self.primary.vm_status(vm).map_err(words)?;
+        let console = status.console.with_context(|| format!("{vm} has no console"))?;
+        Ok(Guest::Managed(Managed { vm, address, console }))
+    }
+
+    fn halt(&self, guest: &Guest) -> Result<()> {
+        match guest {
+            Guest::Plain(plain) => plain.pause(),
+            // The daemon has all of QEMU's monitors: the kernel stops the process.
+            Guest::Managed(managed) => Ok(kill(self.qemu(managed)?, Signal::SIGSTOP)?),
+        }
+    }
+
+    fn resume(&self, guest: &Guest) -> Result<()> {
+        match guest {
+            Guest::Plain(plain) => plain.resume(),
+            Guest::Managed(managed) => Ok(kill(self.qemu(managed)?, Signal::SIGCONT)?),
+        }
+    }
+
+    /// Its QEMU of now: lockstep gives a guest another one.
+    fn qemu(&self, managed: &Managed) -> Result<Pid> {
+        let status = self.primary.vm_status(managed.vm).map_err(words)?;
+        let pid = status.qemu_pid.with_context(|| format!("{} has no QEMU", managed.vm))?;
+        Ok(Pid::from_raw(pid.try_into()?))
+    }
+
+    fn end(mut self) -> Result<()> {
+        for (variant, guest) in std::mem::take(&mut self.guests) {
+            if self.turn != Some(variant) {
+                self.resume(&guest)?;
+            }
+        }
+        self.scene.finish()
+    }
+}
+
+/// What to ask the daemon for; none where it does not protect the guest.
+fn protection_of(variant: Variant, guest: &Guest) -> Option<(&'static str, ProtectRequest)> {
+    let Guest::Managed(managed) = guest else { return None };
+    let _ = variant;
+    // A backup that is lost is to be seen, not replaced.
+    let request = ProtectRequest { to: "b".to_owned(), repair: false, ..Default::default() };
+    Some((managed.vm, request))
+}
