@@ -5,7 +5,7 @@
 export PATH := $(PATH):$(HOME)/.cargo/bin
 
 UNDERSTUDY := target/release/understudy
-DEMO_OPTIONS := $(if $(CUT),--cut $(CUT)) $(if $(JSON),--json)
+DEMO_OPTIONS := $(if $(MODE),--mode $(MODE)) $(if $(CUT),--cut $(CUT)) $(if $(JSON),--json)
 
 # With JSON=1 standard output holds nothing but the JSON; progress goes to
 # standard error.
@@ -17,7 +17,7 @@ PROGRESS := $(if $(JSON),1>&2)
 help: ## List the targets
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 12
 
-demo: build guests ## Kill a VM's host; its connection lives on (CUT=network: cut it off; JSON=1: result as JSON)
+demo: build guests ## Kill a VM's host; its connection lives on (CUT=network: cut it off; MODE=lockstep; JSON=1: as JSON)
 	@$(UNDERSTUDY) demo $(DEMO_OPTIONS)
 
 test: bench-guest ## All tests; the last line is the total

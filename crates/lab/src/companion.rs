@@ -22,7 +22,7 @@ pub const COMPANION_ADDRESS: Ipv4Addr = Ipv4Addr::new(10, 77, 0, 51);
 const MAC: &str = "52:54:00:75:74:01";
 
 /// The second guest of a scene: the same as the first but for its name, address
-/// and disk.
+/// and disk, and never in lockstep.
 pub struct Companion {
     definition: PathBuf,
 }
@@ -44,6 +44,7 @@ impl Companion {
         let append = append.replace(&GUEST_ADDRESS.to_string(), &COMPANION_ADDRESS.to_string());
         table.insert("append".to_owned(), Value::String(append));
         table.insert("name".to_owned(), Value::String(COMPANION.to_owned()));
+        table.remove("lockstep");
         let directory = scene.lab().directory();
         let (from, to) = (directory.join("disk.img"), directory.join("companion.img"));
         let (from, to) = (from.to_string_lossy(), to.to_string_lossy());

@@ -16,14 +16,12 @@ use std::time::Duration;
 use understudy_qemu::command::{BootFiles, Console, Lockstep};
 use understudy_qemu::lockstep::LogRole;
 use understudy_qemu::process::{Exit, Launch};
-use understudy_qemu::{Capabilities, Qemu, Resources, Role, VmDefinition, command_line};
+use understudy_qemu::{Capabilities, ClockBase, Qemu, Resources, Role, VmDefinition, command_line};
 
 /// For a QEMU that has closed its monitor to be gone.
 const END_LIMIT: Duration = Duration::from_secs(5);
 const CONSOLE: &str = "console";
 const LOG: &str = "qemu.log";
-/// When the clock of a guest begins that counts its time.
-const CLOCK: &str = "2027-01-01T00:00:00";
 
 /// What to start.
 pub(crate) struct Blueprint<'a> {
@@ -166,7 +164,7 @@ fn arguments(blueprint: &Blueprint<'_>, monitors: [i32; 3]) -> Result<Vec<OsStri
             log: directory.join(format!("{CONSOLE}.log")),
         }),
         role: Role::Fresh,
-        lockstep: counted.then(|| Lockstep { role: LogRole::Record, clock: CLOCK.to_owned() }),
+        lockstep: counted.then(|| Lockstep { role: LogRole::Record, clock: ClockBase::now() }),
         // Exchanged below.
         ram: -1,
         disks: vec![PathBuf::new(); definition.disks.len()],
@@ -255,7 +253,7 @@ mod tests {
                           [[disk]]\npath = \"a\"\nformat = \"raw\"\n\
                           [[card]]\nmac = \"52:54:00:00:00:01\"\nbridge = \"b\"";
         let definition: VmDefinition = toml::from_str(definition).unwrap();
-        let lockstep = Lockstep { role: LogRole::Record, clock: CLOCK.to_owned() };
+        let lockstep = Lockstep { role: LogRole::Record, clock: ClockBase::now() };
         let resources = Resources {
             machine_type: "pc".to_owned(),
             accelerator: understudy_qemu::Accelerator::Tcg,

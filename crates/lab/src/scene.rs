@@ -305,7 +305,8 @@ impl Scene {
 
     /// Begins to protect the guest of host `from` to host `to`.
     pub fn protect(&self, from: &str, to: &str) -> Result<()> {
-        self.host(from)?.call(["protect", VM, "--to", to, "--no-wait"])?;
+        let mode = if self.options.lockstep { "lockstep" } else { "checkpoint" };
+        self.host(from)?.call(["protect", VM, "--to", to, "--mode", mode, "--no-wait"])?;
         Ok(())
     }
 

@@ -256,6 +256,9 @@ client's one connection survived.";
 /// `demo`
 #[derive(Debug, Args)]
 pub struct DemoArgs {
+    /// How the backup keeps up.
+    #[arg(long, value_name = "HOW", default_value = "checkpoint")]
+    pub mode: ModeKind,
     /// Cut the host off instead of killing it.
     #[arg(long, value_name = "WHAT")]
     pub cut: Option<Cut>,

@@ -6,13 +6,13 @@
 mod narrator;
 mod outcome;
 
-use crate::cli::{Cut, DemoArgs};
+use crate::cli::{Cut, DemoArgs, ModeKind};
 use crate::client::Client;
 use crate::failure::{Exit, Failure, FailureKind};
 use crate::{output, table};
 use anyhow::{Context, Result, bail, ensure};
 use narrator::Narrator;
-use outcome::Outcome;
+use outcome::{LogOutcome, Outcome};
 use std::env;
 use std::path::{Path, PathBuf};
 use std::thread;
@@ -36,7 +36,12 @@ const GUEST_FILES: &str = "target/guest";
 
 /// Plays the demo; exits with 0 only if nothing was lost.
 pub fn run(args: &DemoArgs, json: bool) -> Result<Exit, Failure> {
-    let outcome = play(scene_options(args.guest.as_deref())?, args)?;
+    let mut options = scene_options(args.guest.as_deref())?;
+    if args.mode == ModeKind::Lockstep {
+        options.accel = Some("tcg".to_owned());
+        options.lockstep = true;
+    }
+    let outcome = play(options, args)?;
     output::show(json, &outcome, |outcome| format!("\n{}", outcome.summary()))?;
     Ok(if outcome.is_good() { Exit::Ok } else { Exit::Error })
 }
@@ -147,6 +152,7 @@ impl Story<'_> {
                 max: microseconds(pause.max),
             },
             bytes_sent: failed.before.bytes_sent,
+            lockstep: failed.before.lockstep.map(LogOutcome::from),
             acked: report.acked(),
             lost: disk.records.lost.len() as u64,
             connection_survived: report.connection_survived() && outage.is_some(),
@@ -168,7 +174,11 @@ impl Story<'_> {
     }
 
     fn protect(&self) -> Result<()> {
-        self.command("a", &format!("protect {VM} --to b"));
+        let mode = match self.args.mode {
+            ModeKind::Checkpoint => "",
+            ModeKind::Lockstep => " --mode lockstep",
+        };
+        self.command("a", &format!("protect {VM} --to b{mode}"));
         self.scene.protect("a", "b")?;
         let a = self.api("a")?;
         loop {
@@ -200,18 +210,17 @@ impl Story<'_> {
                 bail!("protection was lost before anything was done: {:?}", status.protection);
             };
             self.say.update(&format!(
-                "host a serves: {} records acknowledged, {:.0} a second, {} checkpoints",
+                "host a serves: {} records acknowledged, {:.0} a second, {}",
                 client.acked(),
                 rate(),
-                status.checkpoints
+                followed(&status)
             ));
         }
         self.say.say(format!(
-            "{} records acknowledged, {:.0} a second; {} checkpoints, each a pause of {:.1} ms",
+            "{} records acknowledged, {:.0} a second; {}",
             client.acked(),
             rate(),
-            status.checkpoints,
-            status.pause_ms.p50
+            followed(&status)
         ));
         Ok(status)
     }
@@ -297,6 +306,20 @@ impl Watchers {
         let first = self.b.first_frame_after(failed_at).context("watching host b")?;
         let first = first.context("host b has sent nothing in the guest's name")?;
         Ok(self.a.frames_after(first).context("watching host a")? > 0)
+    }
+}
+
+/// How the backup keeps up.
+fn followed(status: &VmStatus) -> String {
+    match &status.lockstep {
+        None => {
+            let (checkpoints, pause) = (status.checkpoints, status.pause_ms.p50);
+            format!("{checkpoints} checkpoints, each a pause of {pause:.1} ms")
+        }
+        Some(lockstep) => {
+            let (lag, log) = (lockstep.lag_ms, lockstep.log_mbit_s);
+            format!("host b executes the same {lag:.1} ms behind, by {log:.1} Mbit/s of log")
+        }
     }
 }
 

@@ -3,7 +3,7 @@
 use crate::cli::Cut;
 use indicatif::HumanBytes;
 use serde::Serialize;
-use understudy_daemon::report::PauseReport;
+use understudy_daemon::report::{LockstepReport, PauseReport};
 
 /// The result of `understudy demo`; `--json` prints it as it is.
 #[derive(Clone, Debug, Serialize)]
@@ -17,6 +17,9 @@ pub struct Outcome {
     pub pause_ms: PauseReport,
     /// Bytes sent to the backup before the failure.
     pub bytes_sent: u64,
+    /// In lockstep: how far both hosts were apart.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub lockstep: Option<LogOutcome>,
     /// Records that the client saw acknowledged.
     pub acked: u64,
     /// Those of them that are not on the survivor's disk.
@@ -33,6 +36,22 @@ pub struct Outcome {
     /// Everything that went wrong, in words.
     #[serde(skip)]
     pub problems: Vec<String>,
+}
+
+/// Lockstep, as of the primary's last report before the failure.
+#[derive(Clone, Copy, Debug, PartialEq, Serialize)]
+pub struct LogOutcome {
+    /// For how long the backup had had log that it had not executed, in milliseconds: this
+    /// much of the outage at least is its catching up.
+    pub lag_ms: f64,
+    /// Log of the last seconds, in Mbit/s.
+    pub log_mbit_s: f64,
+}
+
+impl From<LockstepReport> for LogOutcome {
+    fn from(report: LockstepReport) -> LogOutcome {
+        LogOutcome { lag_ms: report.lag_ms, log_mbit_s: report.log_mbit_s }
+    }
 }
 
 impl Outcome {
@@ -56,10 +75,16 @@ impl Outcome {
             ("outage", outage),
             ("connection", connection.to_owned()),
             ("records", format!("{} acknowledged, {} lost", self.acked, self.lost)),
-            ("checkpoints", self.checkpoints.to_string()),
-            ("pause", format!("p50 {p50:.2} ms, p99 {p99:.2} ms, max {max:.2} ms")),
-            ("sent to b", HumanBytes(self.bytes_sent).to_string()),
         ];
+        match self.lockstep {
+            Some(LogOutcome { lag_ms, log_mbit_s }) => {
+                rows.push(("lag", format!("{lag_ms:.1} ms when host a failed")));
+                rows.push(("log", format!("{log_mbit_s:.1} Mbit/s")));
+            }
+            None => rows.push(("checkpoints", self.checkpoints.to_string())),
+        }
+        rows.push(("pause", format!("p50 {p50:.2} ms, p99 {p99:.2} ms, max {max:.2} ms")));
+        rows.push(("sent to b", HumanBytes(self.bytes_sent).to_string()));
         if let Some(both) = self.both_answered {
             let text = if both { "answered at the same time" } else { "never both answered" };
             rows.push(("the two copies", text.to_owned()));
@@ -78,6 +103,7 @@ mod tests {
             checkpoints: 900,
             pause_ms: PauseReport { p50: 0.9, p99: 2.0, max: 4.0 },
             bytes_sent: 1 << 20,
+            lockstep: None,
             acked: 1234,
             lost: 0,
             connection_survived: true,
@@ -96,6 +122,9 @@ mod tests {
             "acked": 1234, "lost": 0, "connection_survived": true,
         });
         assert_eq!(json, expected);
+        let lockstep = Some(LogOutcome { lag_ms: 1.5, log_mbit_s: 3.0 });
+        let json = serde_json::to_value(Outcome { lockstep, ..outcome() }).unwrap();
+        assert_eq!(json["lockstep"], serde_json::json!({"lag_ms": 1.5, "log_mbit_s": 3.0}));
         let cut = Outcome { cut: Some(Cut::Network), both_answered: Some(false), ..outcome() };
         let json = serde_json::to_value(cut).unwrap();
         assert_eq!((&json["cut"], &json["both_answered"]), (&"network".into(), &false.into()));

@@ -1,8 +1,9 @@
 //! The result of `bench lockstep`: the paper's two tables, beside this machine's figures.
 
 use super::Sample;
+use super::log::LogFigures;
 use super::plan::{Subject, Variant};
-use super::testbed::{LogFigures, Taken};
+use super::testbed::Taken;
 use crate::bench::machine::Machine;
 use crate::bench::suite::statistics::{Summary, median, ratio};
 use crate::bench::suite::store::Run;

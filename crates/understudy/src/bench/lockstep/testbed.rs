@@ -1,5 +1,6 @@
 //! The laboratory: a guest for each variant, of which one runs at a time.
 
+use super::log::{self, LogFigures};
 use super::plan::{Step, Subject, Variant};
 use crate::bench::suite::protection;
 use crate::bench::suite::table::number;
@@ -11,15 +12,18 @@ use crate::demo::scene_options;
 use anyhow::{Context, Result};
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
-use serde::Serialize;
 use std::collections::BTreeMap;
 use std::net::Ipv4Addr;
 use std::path::{Path, PathBuf};
 use std::thread;
-use understudy_daemon::report::ProtectRequest;
+use std::time::Duration;
+use understudy_daemon::report::{Mode, ProtectRequest};
 use understudy_lab::companion::{COMPANION, COMPANION_ADDRESS, Companion};
 use understudy_lab::scene::{GuestKind, VM};
 use understudy_lab::{GUEST_ADDRESS, PlainGuest, PlainOptions, Scene};
+
+/// For so long an idle guest is looked at.
+const IDLE: Duration = Duration::from_secs(10);
 
 /// What a step measured.
 #[derive(Clone, Debug, PartialEq)]
@@ -28,17 +32,6 @@ pub struct Taken {
     pub sample: Option<Sample>,
     /// The log, of a guest in lockstep.
     pub log: Option<LogFigures>,
-}
-
-/// What the daemon counted of the log during a step.
-#[derive(Clone, Copy, Debug, PartialEq, Serialize)]
-pub struct LogFigures {
-    /// Millions of bits of log a second.
-    pub mbit_s: f64,
-    /// How far the backup was behind, in milliseconds: the median.
-    pub lag_ms_p50: f64,
-    /// The 99th percentile.
-    pub lag_ms_p99: f64,
 }
 
 impl Taken {
@@ -120,6 +113,7 @@ impl Testbed {
         options.kind = GuestKind::Bench;
         // The same in each variant, and what lockstep needs.
         options.accel = Some("tcg".to_owned());
+        options.lockstep = true;
         let scene = Scene::start(options)?;
         let client = |host| Client::new(scene.host(host)?.socket()).map_err(words);
         let (primary, backup) = (client("a")?, client("b")?);
@@ -130,13 +124,23 @@ impl Testbed {
     fn measure(&mut self, step: Step, scale: Scale) -> Result<Taken> {
         self.give_turn(step.variant)?;
         let guest = &self.guests[&step.variant];
-        let Some((vm, request)) = protection_of(step.variant, guest) else {
-            return Ok(Taken { sample: self.work(step.subject, guest, scale)?, log: None });
+        let work = || self.work(step.subject, guest, scale);
+        let Guest::Managed(Managed { vm, .. }) = *guest else {
+            return Ok(Taken { sample: work()?, log: None });
         };
-        protection::begin(&self.primary, vm, &request)?;
-        let sample = self.work(step.subject, guest, scale)?;
+        let mode = mode(step.variant);
+        // A backup that is lost is to be seen, not replaced.
+        let to_b = ProtectRequest { to: "b".to_owned(), mode, repair: false, ..Default::default() };
+        protection::begin(&self.primary, vm, &to_b)?;
+        let taken = match mode {
+            Mode::Checkpoint => Taken { sample: work()?, log: None },
+            Mode::Lockstep => {
+                let (sample, log) = log::during(&self.primary, vm, work)?;
+                Taken { sample, log: Some(log) }
+            }
+        };
         protection::end(&self.primary, &self.backup, vm)?;
-        Ok(Taken { sample, log: None })
+        Ok(taken)
     }
 
     /// Runs a workload.
@@ -146,7 +150,11 @@ impl Testbed {
             Guest::Managed(managed) => (managed.address, &*managed.console),
         };
         let bed = Bed { lab: self.scene.lab(), address, console };
-        subject.workload().map(|workload| workload.run(&bed, scale)).transpose()
+        let Some(workload) = subject.workload() else {
+            thread::sleep(IDLE);
+            return Ok(None);
+        };
+        workload.run(&bed, scale).map(Some)
     }
 
     /// Lets one variant's guest run, which is booted if there is none, and all others stand
@@ -229,11 +237,10 @@ impl Testbed {
     }
 }
 
-/// What to ask the daemon for; none where it does not protect the guest.
-fn protection_of(variant: Variant, guest: &Guest) -> Option<(&'static str, ProtectRequest)> {
-    let Guest::Managed(managed) = guest else { return None };
-    let _ = variant;
-    // A backup that is lost is to be seen, not replaced.
-    let request = ProtectRequest { to: "b".to_owned(), repair: false, ..Default::default() };
-    Some((managed.vm, request))
+/// How the daemon protects the guest of a variant.
+fn mode(variant: Variant) -> Mode {
+    match variant {
+        Variant::Lockstep => Mode::Lockstep,
+        Variant::Tcg | Variant::Icount | Variant::Checkpoint => Mode::Checkpoint,
+    }
 }
