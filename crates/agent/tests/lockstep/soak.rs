@@ -37,7 +37,7 @@ fn soak(runs: u32) {
             wait_for("some answers", || records.answers() > 50);
 
             let mut backup = Vm::start("b", LogRole::Replay);
-            let channel = protect(&mut primary, &mut backup);
+            let channel = protect(&primary, &mut backup);
             let until = Instant::now() + seconds("LOCKSTEP_SECONDS", RUN_SECONDS);
             while Instant::now() < until {
                 thread::sleep(GLANCE);

@@ -85,7 +85,7 @@ impl Bench {
 /// A guest that was booted.
 enum Guest {
     /// On plain QEMU.
-    Plain(PlainGuest),
+    Plain(Box<PlainGuest>),
     /// The daemon's, unprotected while it is not measured.
     Managed(Managed),
 }
@@ -196,7 +196,7 @@ impl Testbed {
         };
         let plain = PlainGuest::start(self.scene.lab(), "a", &options)?;
         plain.await_boot(self.scene.lab(), &SERVERS)?;
-        Ok(Guest::Plain(plain))
+        Ok(Guest::Plain(Box::new(plain)))
     }
 
     fn managed(&self, vm: &'static str, address: Ipv4Addr) -> Result<Guest> {
