@@ -32,6 +32,7 @@
 //! | [`plain`]   | a guest without the product beside a guest with it |
 //! | [`colo`]    | QEMU's own fault tolerance, or why it does not run |
 //! | [`refusals`]| bad input |
+//! | [`lockstep_refusals`] | what lockstep is not proven for |
 //! | [`security`]| who is let in |
 //! | [`throttle`]| a guest that writes faster than a slow link carries |
 //! | [`unheld`]  | output that is not held |
@@ -48,6 +49,7 @@ mod distance;
 mod fencing;
 mod group;
 mod inbound;
+mod lockstep_refusals;
 mod metrics;
 mod paths;
 mod pauses;
