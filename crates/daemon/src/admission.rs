@@ -14,7 +14,7 @@ use understudy_disk::{Disk, ImageFormat};
 use understudy_protocol::validity::may_start;
 use understudy_protocol::{DiskIndex, Generation, Verdict};
 use understudy_qemu::definition::DiskFormat;
-use understudy_qemu::lockstep::{LogRole, obstacles};
+use understudy_qemu::lockstep::obstacles;
 use understudy_qemu::{Accelerator, VmDefinition};
 
 impl Host {
@@ -28,7 +28,7 @@ impl Host {
         let vms = lock(&self.vms);
         for (name, vm) in vms.iter() {
             let machine = match vm {
-                Vm::Primary(vm) => &vm.machine,
+                Vm::Primary(vm) => &vm.machine(),
                 Vm::Backup(session) => &session.machine,
                 Vm::Fenced(_) => continue,
             };
@@ -91,11 +91,7 @@ impl Host {
         if mode == Mode::Lockstep {
             self.check_lockstep(machine.definition(), machine.accelerator())?;
         }
-        match (machine.lockstep().map(|lockstep| lockstep.role), mode) {
-            (Some(LogRole::Replay), _) => conflict(format!(
-                "{name}'s QEMU took over from a log, and cannot have a backup: stop the VM and \
-                 start it again"
-            )),
+        match (machine.lockstep(), mode) {
             (None, Mode::Lockstep) => conflict(format!(
                 "{name}'s QEMU does not record: start the VM with `lockstep = true` in its \
                  definition, or protect it with `--mode checkpoint`"
