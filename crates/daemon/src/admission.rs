@@ -84,19 +84,11 @@ impl Host {
         Err(HostError::new(ErrorKind::Invalid, message))
     }
 
-    /// Refuses a mode that the machine, as its QEMU was started, is not made for.
+    /// Refuses a mode that the machine is not made for.
     pub(crate) fn check_mode(&self, machine: &Machine, mode: Mode) -> Result<(), HostError> {
-        let name = &machine.definition().name;
-        let conflict = |message: String| Err(HostError::new(ErrorKind::Conflict, message));
-        if mode == Mode::Lockstep {
-            self.check_lockstep(machine.definition(), machine.accelerator())?;
-        }
-        match (machine.lockstep(), mode) {
-            (None, Mode::Lockstep) => conflict(format!(
-                "{name}'s QEMU does not record: start the VM with `lockstep = true` in its \
-                 definition, or protect it with `--mode checkpoint`"
-            )),
-            _ => Ok(()),
+        match mode {
+            Mode::Lockstep => self.check_lockstep(machine.definition(), machine.accelerator()),
+            Mode::Checkpoint => Ok(()),
         }
     }
 

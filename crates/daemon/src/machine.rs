@@ -161,6 +161,7 @@ impl Machine {
         if let (Some(ends), Some(lockstep)) = (&qemus_log, &plan.lockstep) {
             inherit.extend(ends.descriptors());
             environment.push(ends.environment(lockstep.role));
+            environment.extend(lockstep.clock.environment());
         }
         environment.extend(cards_variable(&guest_ends));
         let qemu = Qemu::launch(&Launch {

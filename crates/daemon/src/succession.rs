@@ -19,9 +19,10 @@ use std::time::{Duration, Instant};
 use tracing::{info, warn};
 use understudy_memory::RamBlock;
 use understudy_protocol::{PAGE_SIZE, PageIndex};
-use understudy_qemu::Role;
 use understudy_qemu::command::Lockstep;
+use understudy_qemu::counting::count_instructions;
 use understudy_qemu::lockstep::{LogErrand, LogRole};
+use understudy_qemu::{ClockBase, Role, TickRate};
 
 /// QEMU takes a frame in microseconds; one whose card is full takes no more anyhow.
 const INBOUND_PATIENCE: Duration = Duration::from_millis(20);
@@ -39,6 +40,12 @@ impl Host {
         match former.lockstep() {
             Some(Lockstep { role: LogRole::Replay, clock }) => {
                 let recording = Lockstep { role: LogRole::Record, clock: clock.clone() };
+                self.move_to_another_qemu(vm, &former, recording)
+                    .map_err(|error| failed("the VM cannot be moved into another QEMU", &error))
+            }
+            None if mode == Mode::Lockstep => {
+                let clock = ClockBase::now().with_tick_rate(TickRate::of_this_host());
+                let recording = Lockstep { role: LogRole::Record, clock };
                 self.move_to_another_qemu(vm, &former, recording)
                     .map_err(|error| failed("the VM cannot be moved into another QEMU", &error))
             }
@@ -109,6 +116,10 @@ fn hand_over(former: &Machine, next: &Machine) -> anyhow::Result<Instant> {
     let moved = former.pause(&mut monitor, LogErrand::None).and_then(|mut pause| {
         let mut state = Vec::new();
         let moved = pause.saved(&mut state).and_then(|_| {
+            if let (None, Some(lockstep)) = (former.lockstep(), next.lockstep()) {
+                let rate = lockstep.clock.tick_rate().unwrap_or(TickRate(1 << 32));
+                count_instructions(&mut state, rate)?;
+            }
             copy_small_blocks(former.blocks(), next.blocks())?;
             next.load(&state)
         });
