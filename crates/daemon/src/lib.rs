@@ -30,7 +30,6 @@ mod repair;
 pub mod report;
 mod resync;
 mod room;
-mod succession;
 mod survey;
 mod sync;
 mod tls;

@@ -25,11 +25,6 @@ impl Host {
         Ok(machine)
     }
 
-    /// The VM's machine is another one.
-    pub(crate) fn presences_of(&self, name: &str, machine: &Machine) {
-        lock(&self.presences).insert(name.to_owned(), machine.presence());
-    }
-
     /// Waits until the last machine of that name is gone: its sockets, taps and
     /// images are in use until the last thread lets go of it, a moment after
     /// its end.
@@ -49,7 +44,7 @@ impl Host {
     /// Waits until this host has forgotten a VM that lives elsewhere by the
     /// operator's wish: from then on it may be its backup.
     pub(crate) fn await_handed_over(&self, vm: &PrimaryVm) -> Result<(), HostError> {
-        let name = vm.name();
+        let name = &vm.machine.definition().name;
         let deadline = Instant::now() + FORMER_TIMEOUT;
         let is_there =
             |current: &Vm| matches!(current, Vm::Primary(current) if std::ptr::eq(&**current, vm));
@@ -71,7 +66,7 @@ impl Host {
         wish: Option<ProtectRequest>,
     ) -> Arc<PrimaryVm> {
         let vm = Arc::new(PrimaryVm::new(machine, generation, wish));
-        let name = vm.name().to_owned();
+        let name = vm.machine.definition().name.clone();
         lock(&self.vms).insert(name, Vm::Primary(vm.clone()));
         if self.config.repair.enabled {
             repair::start(self, &vm);
@@ -130,7 +125,7 @@ impl Host {
     pub(crate) fn protection_over(self: &Arc<Self>, vm: &Arc<PrimaryVm>, phase: PrimaryPhase) {
         match phase {
             PrimaryPhase::Alone(Some(reason)) => {
-                warn!(vm = vm.name(), "not protected any more: {reason}");
+                warn!(vm = vm.machine.definition().name, "not protected any more: {reason}");
                 vm.events.note(format!("not protected any more: {reason}"));
                 self.note_generation(vm);
                 vm.repairer.lost(&reason);
@@ -144,7 +139,7 @@ impl Host {
                 self.fence(vm, reason);
                 if vm.was_handed_over() {
                     // Nothing went wrong: this host has nothing to do with it any more.
-                    lock(&self.vms).remove(vm.name());
+                    lock(&self.vms).remove(&vm.machine.definition().name);
                 }
             }
             _ => {}
@@ -154,13 +149,13 @@ impl Host {
     /// Sole ownership may have come with a new generation. Recovery does without this
     /// note if it has to.
     fn note_generation(&self, vm: &PrimaryVm) {
-        if let Err(error) = self.note_generation_of(&vm.machine(), vm.generation()) {
-            warn!(vm = vm.name(), "{error}");
+        if let Err(error) = self.note_generation_of(&vm.machine, vm.generation()) {
+            warn!(vm = vm.machine.definition().name, "{error}");
         }
     }
 
     fn note_role(&self, vm: &PrimaryVm, role: ImageRole) {
-        let name = vm.name();
+        let name = &vm.machine.definition().name;
         if let Err(error) = self.records.change(name, |record| {
             record.image.role = role;
             record.image.generation = vm.generation();
@@ -170,9 +165,9 @@ impl Host {
     }
 
     /// The VM lives elsewhere, or nowhere.
-    pub(crate) fn fence(&self, vm: &PrimaryVm, reason: String) {
-        vm.machine().halt();
-        let name = vm.name().to_owned();
+    fn fence(&self, vm: &PrimaryVm, reason: String) {
+        vm.machine.halt();
+        let name = vm.machine.definition().name.clone();
         let fenced = FencedVm { name: name.clone(), generation: vm.generation(), reason };
         let mut vms = lock(&self.vms);
         if matches!(vms.get(&name), Some(Vm::Primary(current)) if std::ptr::eq(&**current, vm)) {
@@ -190,15 +185,18 @@ impl Host {
         match ended {
             Ok(PrimaryPhase::Alone(_)) => Ok(()),
             Ok(phase) | Err(phase) => {
-                let message = format!("protection of {} did not end: {phase:?}", vm.name());
+                let message = format!(
+                    "protection of {} did not end: {phase:?}",
+                    vm.machine.definition().name
+                );
                 Err(HostError::new(ErrorKind::Unreachable, message))
             }
         }
     }
 
     pub(crate) fn remove_primary(&self, vm: &PrimaryVm) {
-        vm.machine().halt();
-        let name = vm.name();
+        vm.machine.halt();
+        let name = &vm.machine.definition().name;
         self.note_role(vm, ImageRole::Stopped);
         lock(&self.vms).remove(name);
         if let Some(arbiter) = &self.arbiter {

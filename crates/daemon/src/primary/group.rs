@@ -167,9 +167,7 @@ impl Group {
     /// From the first cut on, members hear each other without waiting.
     fn connect_members(&self) {
         let sessions: Vec<_> = lock(&self.sessions).iter().filter_map(Weak::upgrade).collect();
-        Switch::connect(
-            sessions.iter().flat_map(|session| session.machine.ports()).map(|port| &**port),
-        );
+        Switch::connect(sessions.iter().flat_map(|session| session.machine.ports()));
     }
 
     /// A member's backup has forgotten it: its last word.

@@ -34,7 +34,6 @@
 //! | [`refusals`]| bad input |
 //! | [`lockstep_refusals`] | what lockstep is not proven for |
 //! | [`security`]| who is let in |
-//! | [`succession`] | a VM goes on in another QEMU |
 //! | [`throttle`]| a guest that writes faster than a slow link carries |
 //! | [`unheld`]  | output that is not held |
 //! | [`relay`]   | what can go wrong on the wire, for the tests above |
@@ -67,7 +66,6 @@ mod security;
 mod shapes;
 mod stage;
 mod stalls;
-mod succession;
 mod sync;
 mod throttle;
 mod unheld;
