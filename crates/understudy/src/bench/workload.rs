@@ -1,6 +1,6 @@
 //! `understudy bench workload`: one guest, protected or not, and workloads on it.
 
-use super::workloads::{Bed, Better, Sample, Scale, Workload};
+use super::workloads::{Bed, Better, Door, Sample, Scale, Workload};
 use super::{on_scene, patient};
 use crate::cli::BenchWorkloadArgs;
 use crate::demo::scene_options;
@@ -43,7 +43,7 @@ fn measure(scene: &Scene, args: &BenchWorkloadArgs) -> Result<Vec<Measured>> {
         scene.await_protected("a", |_| ())?;
     }
     let console = scene.console("a")?;
-    let bed = Bed { lab: scene.lab(), address: GUEST_ADDRESS, console: &console };
+    let bed = Bed { lab: scene.lab(), address: GUEST_ADDRESS, door: Door::Console(&console) };
     let scale = if args.quick { Scale::Quick } else { Scale::Full };
     let names = if args.names.is_empty() { &Workload::ALL[..] } else { &args.names };
     let measure = |&workload: &Workload| {

@@ -5,7 +5,7 @@ use super::plan::{Step, Subject, Variant};
 use crate::bench::suite::protection;
 use crate::bench::suite::table::number;
 use crate::bench::suite::testbed::{SERVERS, SETTLE};
-use crate::bench::workloads::{Bed, Sample, Scale};
+use crate::bench::workloads::{Bed, Door, Sample, Scale};
 use crate::bench::{patient, words};
 use crate::client::Client;
 use crate::demo::scene_options;
@@ -93,7 +93,6 @@ enum Guest {
 struct Managed {
     vm: &'static str,
     address: Ipv4Addr,
-    console: PathBuf,
 }
 
 struct Testbed {
@@ -145,11 +144,12 @@ impl Testbed {
 
     /// Runs a workload.
     fn work(&self, subject: Subject, guest: &Guest, scale: Scale) -> Result<Option<Sample>> {
-        let (address, console) = match guest {
-            Guest::Plain(plain) => (plain.address(), plain.console()),
-            Guest::Managed(managed) => (managed.address, &*managed.console),
+        let address = match guest {
+            Guest::Plain(plain) => plain.address(),
+            Guest::Managed(managed) => managed.address,
         };
-        let bed = Bed { lab: self.scene.lab(), address, console };
+        // The same for all, and what works with one that records.
+        let bed = Bed { lab: self.scene.lab(), address, door: Door::Network };
         let Some(workload) = subject.workload() else {
             thread::sleep(IDLE);
             return Ok(None);
@@ -186,23 +186,17 @@ impl Testbed {
             Variant::Lockstep => {
                 self.scene.start_guest("a")?;
                 self.scene.await_guest()?;
-                return self.managed(VM, GUEST_ADDRESS);
+                return Ok(Guest::Managed(Managed { vm: VM, address: GUEST_ADDRESS }));
             }
             Variant::Checkpoint => {
                 self.companion.start(self.scene.host("a")?)?;
                 self.companion.await_boot(&self.scene)?;
-                return self.managed(COMPANION, COMPANION_ADDRESS);
+                return Ok(Guest::Managed(Managed { vm: COMPANION, address: COMPANION_ADDRESS }));
             }
         };
         let plain = PlainGuest::start(self.scene.lab(), "a", &options)?;
         plain.await_boot(self.scene.lab(), &SERVERS)?;
         Ok(Guest::Plain(Box::new(plain)))
-    }
-
-    fn managed(&self, vm: &'static str, address: Ipv4Addr) -> Result<Guest> {
-        let status = self.primary.vm_status(vm).map_err(words)?;
-        let console = status.console.with_context(|| format!("{vm} has no console"))?;
-        Ok(Guest::Managed(Managed { vm, address, console }))
     }
 
     fn halt(&self, guest: &Guest) -> Result<()> {

@@ -6,7 +6,7 @@ use super::plan::Step;
 use super::protection::{self, Watch};
 use super::store::Measured;
 use super::variant::{Subject, Variant};
-use crate::bench::workloads::{Bed, Figure, Scale};
+use crate::bench::workloads::{Bed, Door, Figure, Scale};
 use crate::bench::{patient, words};
 use crate::client::Client;
 use crate::demo::{guest_files, scene_options};
@@ -92,7 +92,7 @@ impl Bench {
         let lab = Lab::new(&["a", "b"])?;
         let colo = Colo::start(&lab, &options, &SERVERS);
         let colo = colo.inspect_err(|refusal| self.refusal = Some(refusal.clone()))?;
-        let bed = Bed { lab: &lab, address: colo.address(), console: colo.console() };
+        let bed = Bed { lab: &lab, address: colo.address(), door: Door::Console(colo.console()) };
         let measured = work(&bed, subject, self.quick);
         // If COLO has ended meanwhile, the figure is none of COLO's.
         colo.check()?;
@@ -214,7 +214,7 @@ impl Testbed {
             }
             _ => (GUEST_ADDRESS, self.console.clone()),
         };
-        work(&Bed { lab: self.scene.lab(), address, console: &console }, subject, quick)
+        work(&Bed { lab: self.scene.lab(), address, door: Door::Console(&console) }, subject, quick)
     }
 
     fn end(mut self) -> Result<()> {

@@ -15,14 +15,11 @@ const LIBRARY: &str = "libz.a";
 const PART: &str = "adler32.o compress.o uncompr.o zutil.o gzclose.o inffast.o";
 
 pub fn run(bed: &Bed<'_>, scale: Scale) -> Result<Sample> {
-    let mut console = bed.console()?;
-    aside(&mut console, PREPARE)?;
+    let mut shell = bed.shell()?;
+    aside(&mut shell, PREPARE)?;
     let goals = scale.of(LIBRARY, PART);
     let line = format!("cd /work/compile && make -s CC=gcc CFLAGS=-O1 {goals}");
-    let output = console.run(&line, LIMIT)?.expect_success(&line)?;
-    aside(
-        &mut console,
-        &format!("cd /work/compile && ls {goals} && rm -rf /work/compile && sync"),
-    )?;
+    let output = shell.run(&line, LIMIT)?.expect_success(&line)?;
+    aside(&mut shell, &format!("cd /work/compile && ls {goals} && rm -rf /work/compile && sync"))?;
     Ok(Sample::seconds(output.took))
 }

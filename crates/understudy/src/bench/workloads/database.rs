@@ -17,18 +17,18 @@ const PRAGMAS: &str = "PRAGMA journal_mode = WAL; PRAGMA synchronous = FULL;";
 
 pub fn run(bed: &Bed<'_>, scale: Scale) -> Result<Sample> {
     let transactions = scale.of(TRANSACTIONS.0, TRANSACTIONS.1);
-    let mut console = bed.console()?;
-    aside(&mut console, &format!("rm -rf {FOLDER} && mkdir -p {FOLDER}"))?;
-    aside(&mut console, &format!("sqlite3 {FOLDER}/bank \"{PRAGMAS} {}\"", schema()))?;
-    aside(&mut console, &format!("{} && sync", script(transactions)))?;
+    let mut shell = bed.shell()?;
+    aside(&mut shell, &format!("rm -rf {FOLDER} && mkdir -p {FOLDER}"))?;
+    aside(&mut shell, &format!("sqlite3 {FOLDER}/bank \"{PRAGMAS} {}\"", schema()))?;
+    aside(&mut shell, &format!("{} && sync", script(transactions)))?;
     let line = format!("sqlite3 {FOLDER}/bank < {FOLDER}/script > /dev/null");
-    let output = console.run(&line, LIMIT)?.expect_success(&line)?;
-    let books = aside(&mut console, &format!("sqlite3 {FOLDER}/bank \"{BALANCE}\""))?.text;
+    let output = shell.run(&line, LIMIT)?.expect_success(&line)?;
+    let books = aside(&mut shell, &format!("sqlite3 {FOLDER}/bank \"{BALANCE}\""))?.text;
     ensure!(
         books.trim() == format!("{transactions}|1"),
         "the bank's books do not balance after {transactions} transactions: {books}"
     );
-    aside(&mut console, &format!("rm -rf {FOLDER} && sync"))?;
+    aside(&mut shell, &format!("rm -rf {FOLDER} && sync"))?;
     Ok(Sample::seconds(output.took))
 }
 

@@ -15,12 +15,12 @@ const LOAD: &str = "sh -c 'while :; do :; done' > /dev/null 2>&1 & echo $!";
 
 pub fn run(bed: &Bed<'_>, scale: Scale) -> Result<Sample> {
     let rounds = scale.of(ROUNDS.0, ROUNDS.1);
-    let mut console = bed.console()?;
+    let mut shell = bed.shell()?;
     let idle = measure(bed, rounds)?;
-    let load = aside(&mut console, LOAD)?;
+    let load = aside(&mut shell, LOAD)?;
     let pid: u32 = load.text.trim().parse().with_context(|| format!("no pid: {load:?}"))?;
     let busy = measure(bed, rounds);
-    aside(&mut console, &format!("kill {pid}"))?;
+    aside(&mut shell, &format!("kill {pid}"))?;
     let busy = busy?;
     let figure = |name, value| Figure { name, unit: "ms", better: Better::Lower, value };
     Ok(Sample {

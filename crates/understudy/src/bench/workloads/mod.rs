@@ -33,8 +33,9 @@ use clap::ValueEnum;
 use serde::{Deserialize, Serialize};
 use std::net::{Ipv4Addr, SocketAddr};
 use std::path::Path;
-use std::time::Duration;
-use understudy_lab::{Console, ConsoleOutput, Lab};
+use std::time::{Duration, Instant};
+use understudy_lab::scene::SHELL_PORT;
+use understudy_lab::{Console, ConsoleOutput, GuestOutput, GuestShell, Lab};
 
 /// For what is not measured: preparing and cleaning up, on a busy machine.
 const ASIDE_LIMIT: Duration = Duration::from_secs(240);
@@ -104,8 +105,38 @@ pub struct Bed<'a> {
     pub lab: &'a Lab,
     /// The guest's address.
     pub address: Ipv4Addr,
-    /// The socket of the guest's serial console, with nobody connected to it.
-    pub console: &'a Path,
+    /// How shell lines come to it.
+    pub door: Door<'a>,
+}
+
+/// A way for shell lines into a guest.
+#[derive(Clone, Copy)]
+pub enum Door<'a> {
+    /// The socket of its serial console, with nobody connected to it: makes no frames.
+    Console(&'a Path),
+    /// Its server of shell lines. A QEMU that records loses what is typed faster than the
+    /// guest reads it.
+    Network,
+}
+
+/// A shell in the guest.
+enum Shell {
+    Console(Console),
+    Network(GuestShell),
+}
+
+impl Shell {
+    /// Runs one line of shell to its end; an error after `limit`, or the server's own.
+    fn run(&mut self, line: &str, limit: Duration) -> Result<ConsoleOutput> {
+        match self {
+            Shell::Console(console) => console.run(line, limit),
+            Shell::Network(shell) => {
+                let begun = Instant::now();
+                let GuestOutput { code, text } = shell.run(line)?;
+                Ok(ConsoleOutput { code, text, took: begun.elapsed() })
+            }
+        }
+    }
 }
 
 impl Bed<'_> {
@@ -113,8 +144,13 @@ impl Bed<'_> {
         SocketAddr::from((self.address, port))
     }
 
-    fn console(&self) -> Result<Console> {
-        Console::connect(self.console)
+    fn shell(&self) -> Result<Shell> {
+        match self.door {
+            Door::Console(socket) => Console::connect(socket).map(Shell::Console),
+            Door::Network => {
+                GuestShell::connect(self.lab, self.server(SHELL_PORT)).map(Shell::Network)
+            }
+        }
     }
 }
 
@@ -218,8 +254,8 @@ impl Workload {
 }
 
 /// Runs a line that is not measured, and that must succeed.
-fn aside(console: &mut Console, line: &str) -> Result<ConsoleOutput> {
-    console.run(line, ASIDE_LIMIT)?.expect_success(line)
+fn aside(shell: &mut Shell, line: &str) -> Result<ConsoleOutput> {
+    shell.run(line, ASIDE_LIMIT)?.expect_success(line)
 }
 
 /// The first word of what follows `label` in an output.

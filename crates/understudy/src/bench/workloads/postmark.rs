@@ -11,13 +11,13 @@ const FILES: u64 = 500;
 
 pub fn run(bed: &Bed<'_>, scale: Scale) -> Result<Sample> {
     let transactions = scale.of(TRANSACTIONS.0, TRANSACTIONS.1);
-    let mut console = bed.console()?;
-    aside(&mut console, "mkdir -p /work/postmark")?;
+    let mut shell = bed.shell()?;
+    aside(&mut shell, "mkdir -p /work/postmark")?;
     let line = format!(
         "printf 'set location /work/postmark\\nset number {FILES}\\n\
          set transactions {transactions}\\nrun\\nquit\\n' | postmark"
     );
-    let output = console.run(&line, LIMIT)?.expect_success(&line)?;
+    let output = shell.run(&line, LIMIT)?.expect_success(&line)?;
     let (created, deleted) = parse_files(&output.text)
         .with_context(|| format!("postmark printed no counts: {}", output.text))?;
     ensure!(
@@ -25,7 +25,7 @@ pub fn run(bed: &Bed<'_>, scale: Scale) -> Result<Sample> {
         "postmark created {created} files and deleted {deleted}: {}",
         output.text
     );
-    aside(&mut console, "rm -rf /work/postmark && sync")?;
+    aside(&mut shell, "rm -rf /work/postmark && sync")?;
     Ok(Sample::seconds(output.took))
 }
 

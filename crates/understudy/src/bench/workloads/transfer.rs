@@ -23,12 +23,12 @@ const LISTENING: &str = ":2328 00000000:0000 0A";
 pub fn upload(bed: &Bed<'_>, scale: Scale) -> Result<Sample> {
     let bytes = scale.of(MEGABYTES.0, MEGABYTES.1) * MEGABYTE;
     let file = noise(bed, bytes)?;
-    let mut console = bed.console()?;
+    let mut shell = bed.shell()?;
     aside(
-        &mut console,
+        &mut shell,
         &format!(
             "rm -f /tmp/received; {{ nc.openbsd -4 -d -l {PORT} 2> /tmp/nc | wc -c > /tmp/count; \
-             mv /tmp/count /tmp/received; }} > /dev/null & {}",
+             mv /tmp/count /tmp/received; }} > /dev/null 2>&1 & {}",
             await_listener()
         ),
     )?;
@@ -36,7 +36,7 @@ pub fn upload(bed: &Bed<'_>, scale: Scale) -> Result<Sample> {
     let sent = outside::run(bed, LIMIT, "nc.openbsd", &["-N", &address, PORT], Some(&file))?;
     let line = "while [ ! -e /tmp/received ]; do sleep 0.05; done; cat /tmp/received /tmp/nc; \
                 rm /tmp/received /tmp/nc";
-    let received = aside(&mut console, line)?.text;
+    let received = aside(&mut shell, line)?.text;
     ensure!(
         received.trim() == bytes.to_string(),
         "the guest received `{}` of {bytes} bytes",
@@ -47,9 +47,9 @@ pub fn upload(bed: &Bed<'_>, scale: Scale) -> Result<Sample> {
 
 pub fn download(bed: &Bed<'_>, scale: Scale) -> Result<Sample> {
     let megabytes = scale.of(MEGABYTES.0, MEGABYTES.1);
-    let mut console = bed.console()?;
+    let mut shell = bed.shell()?;
     aside(
-        &mut console,
+        &mut shell,
         &format!(
             "dd if=/dev/urandom of=/tmp/noise bs={MEGABYTE} count={megabytes} && \
              {{ nc.openbsd -4 -N -l {PORT} < /tmp/noise > /dev/null 2>&1 & {}; }}",
@@ -58,7 +58,7 @@ pub fn download(bed: &Bed<'_>, scale: Scale) -> Result<Sample> {
     )?;
     let address = bed.address.to_string();
     let got = outside::run(bed, LIMIT, "nc.openbsd", &["-d", &address, PORT], None)?;
-    aside(&mut console, "rm /tmp/noise")?;
+    aside(&mut shell, "rm /tmp/noise")?;
     let (bytes, wanted) = (got.output.len() as u64, megabytes * MEGABYTE);
     ensure!(bytes == wanted, "the client received {bytes} of {wanted} bytes");
     Ok(Sample::seconds(got.took))

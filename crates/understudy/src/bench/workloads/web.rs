@@ -15,7 +15,7 @@ const PAGE_BYTES: u64 = 72_950;
 pub fn run(bed: &Bed<'_>, scale: Scale) -> Result<Sample> {
     fetch(bed, WARM_UP_SECONDS)?;
     let report = fetch(bed, scale.of(SECONDS.0, SECONDS.1))?;
-    aside(&mut bed.console()?, ": > /var/log/apache-access.log")?;
+    aside(&mut bed.shell()?, ": > /var/log/apache-access.log")?;
     let latency = |name, value| Figure { name, unit: "ms", better: Better::Lower, value };
     Ok(Sample {
         value: report.requests_per_second,
