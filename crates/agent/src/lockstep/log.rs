@@ -189,6 +189,8 @@ impl Lockstep {
             if !file.is_null() {
                 libc::setvbuf(file, ptr::null_mut(), libc::_IOFBF, BUFFER_BYTES);
                 self.file.store(file, Ordering::Release);
+                // QEMU opens its log once, after it made its main loop.
+                self.watch_runs();
             }
             file
         }

@@ -11,6 +11,7 @@
 //! - `ppoll` keeps QEMU from sleeping while there is log ([`wait`]).
 
 mod control;
+mod halt;
 mod log;
 mod output;
 mod pause;

@@ -14,6 +14,9 @@ pub type BottomHalf = unsafe extern "C" fn(*mut c_void);
 /// What runs for each network card.
 type EachNic = unsafe extern "C" fn(*mut c_void, *mut c_void);
 
+/// What QEMU calls when the machine begins or ceases to run.
+pub type RunHandler = unsafe extern "C" fn(*mut c_void, bool, c_int);
+
 /// Values of QEMU's `replay_mode`.
 pub const MODE_RECORD: c_int = 1;
 /// A backup that follows a log.
@@ -57,6 +60,9 @@ pub struct Qemu {
     enable_events: unsafe extern "C" fn(),
     finish: unsafe extern "C" fn(),
     fetch_data_kind: unsafe extern "C" fn(),
+    on_run: unsafe extern "C" fn(RunHandler, *mut c_void) -> *mut c_void,
+    enable_clock: unsafe extern "C" fn(c_int, bool),
+    is_running: unsafe extern "C" fn() -> bool,
     icount_raw: unsafe extern "C" fn() -> i64,
     timer_notify: unsafe extern "C" fn(*mut c_void, c_int),
     foreach_nic: unsafe extern "C" fn(EachNic, *mut c_void),
@@ -100,6 +106,9 @@ impl Qemu {
             enable_events: find("replay_enable_events")?,
             finish: find("replay_finish")?,
             fetch_data_kind: find("replay_fetch_data_kind")?,
+            on_run: find("qemu_add_vm_change_state_handler")?,
+            enable_clock: find("qemu_clock_enable")?,
+            is_running: find("runstate_is_running")?,
             icount_raw: find("icount_get_raw")?,
             timer_notify: find("qemu_timer_notify_cb")?,
             foreach_nic: find("qemu_foreach_nic")?,
@@ -146,6 +155,12 @@ impl Qemu {
         unsafe { (self.has_events)() }
     }
 
+    /// Whether the machine runs. May be called on any thread.
+    pub fn runs(&self) -> bool {
+        // SAFETY: reads a variable.
+        unsafe { (self.is_running)() }
+    }
+
     /// Wakes the vCPU thread, which then logs what waits. May be called on any thread.
     pub fn wake_vcpu(&self) {
         const QEMU_CLOCK_VIRTUAL: c_int = 1;
@@ -161,6 +176,26 @@ impl Qemu {
                 (self.save_instructions)();
             }
         }
+    }
+
+    /// Has `handler` called on the main loop whenever the machine begins or ceases to run.
+    ///
+    /// # Safety
+    /// On QEMU's main thread, after its main loop was made.
+    pub unsafe fn on_run(&self, handler: RunHandler) {
+        // SAFETY: as the caller vouches.
+        unsafe { (self.on_run)(handler, std::ptr::null_mut()) };
+    }
+
+    /// Whether timers of the clock VIRTUAL_RT are served.
+    ///
+    /// # Safety
+    /// On QEMU's main thread, after its main loop was made, and not out of a timer, for whose
+    /// end this would wait.
+    pub unsafe fn enable_timers(&self, enabled: bool) {
+        const VIRTUAL_RT: c_int = 3;
+        // SAFETY: as the caller vouches.
+        unsafe { (self.enable_clock)(VIRTUAL_RT, enabled) };
     }
 
     /// Leaves nothing under way: no event to be logged, no disk request, no frame in a queue.

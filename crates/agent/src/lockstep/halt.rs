@@ -1,0 +1,37 @@
+// SPDX-License-Identifier: GPL-2.0-or-later
+//! While the machine stands still nothing is logged, and nothing is replayed.
+//!
+//! QEMU serves the timers of its clock VIRTUAL_RT even then, and logs that; but the one of them
+//! that warps the guest's time acts differently then. A primary and a backup, one of which runs
+//! while the other does not, would diverge. So these timers stop with the machine.
+
+use super::{Lockstep, Role, lockstep};
+use std::ffi::{c_int, c_void};
+use std::sync::atomic::Ordering;
+
+impl Lockstep {
+    /// Before the machine runs for the first time.
+    ///
+    /// # Safety
+    /// Once, on QEMU's main thread, after its main loop was made.
+    pub(super) unsafe fn watch_runs(&self) {
+        // SAFETY: as the caller vouches.
+        unsafe {
+            self.qemu.on_run(run_changed);
+            self.qemu.enable_timers(false);
+        }
+    }
+}
+
+unsafe extern "C" fn run_changed(_: *mut c_void, runs: bool, _: c_int) {
+    let Some(lockstep) = lockstep() else {
+        return;
+    };
+    // SAFETY: QEMU calls this on its main loop, when the monitor, the agent or a request of the
+    // guest's starts or stops the machine: never out of a timer.
+    unsafe { lockstep.qemu.enable_timers(runs) };
+    if !runs && lockstep.role() == Role::Record && lockstep.flowing.load(Ordering::Acquire) {
+        // A backup executes the last event, a power-off for one, when it sees what follows.
+        lockstep.flush_now();
+    }
+}
