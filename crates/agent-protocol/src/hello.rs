@@ -6,16 +6,18 @@ use std::fmt;
 const MAGIC: [u8; 8] = *b"USTDYAGT";
 
 /// Changes with anything in this crate.
-const VERSION: u32 = 3;
+const VERSION: u32 = 4;
 
 /// Longest name of a function that can be reported.
 const NAME_BYTES: usize = 64;
 
-/// What the agent says of itself: magic, version, and the name of what it misses in QEMU.
-#[derive(Clone, Debug, PartialEq, Eq)]
+/// What the agent says of itself: magic, version, and the names of what it misses in QEMU.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Hello {
     /// What QEMU lacks for pauses by the agent; none if it lacks nothing.
     pub missing: Option<String>,
+    /// What QEMU lacks, or has otherwise, for lockstep; none if it is as it should be.
+    pub missing_for_lockstep: Option<String>,
 }
 
 /// Why bytes are no hello of this version.
@@ -29,16 +31,19 @@ pub enum HelloError {
 
 impl Hello {
     /// Length of every hello.
-    pub const BYTES: usize = MAGIC.len() + 4 + NAME_BYTES;
+    pub const BYTES: usize = MAGIC.len() + 4 + 2 * NAME_BYTES;
 
     /// The message. A long name is cut.
     pub fn encode(&self) -> [u8; Hello::BYTES] {
         let mut bytes = [0; Hello::BYTES];
         bytes[..8].copy_from_slice(&MAGIC);
         bytes[8..12].copy_from_slice(&VERSION.to_le_bytes());
-        let name = self.missing.as_deref().unwrap_or_default().as_bytes();
-        let length = name.len().min(NAME_BYTES);
-        bytes[12..][..length].copy_from_slice(&name[..length]);
+        let names = bytes[12..].chunks_exact_mut(NAME_BYTES);
+        for (to, name) in names.zip([&self.missing, &self.missing_for_lockstep]) {
+            let name = name.as_deref().unwrap_or_default().as_bytes();
+            let length = name.len().min(NAME_BYTES);
+            to[..length].copy_from_slice(&name[..length]);
+        }
         bytes
     }
 
@@ -46,15 +51,19 @@ impl Hello {
     pub fn decode(bytes: &[u8]) -> Result<Hello, HelloError> {
         let unknown = HelloError::Unknown(bytes.len());
         let rest = bytes.strip_prefix(&MAGIC).ok_or(unknown)?;
-        let (version, name) = rest.split_first_chunk::<4>().ok_or(unknown)?;
+        let (version, names) = rest.split_first_chunk::<4>().ok_or(unknown)?;
         match u32::from_le_bytes(*version) {
             VERSION if bytes.len() == Hello::BYTES => {}
             VERSION => return Err(unknown),
             other => return Err(HelloError::Version(other)),
         }
-        let name = String::from_utf8_lossy(name);
-        let name = name.trim_end_matches('\0');
-        Ok(Hello { missing: (!name.is_empty()).then(|| name.to_owned()) })
+        let mut names = names.chunks_exact(NAME_BYTES).map(|name| {
+            let name = String::from_utf8_lossy(name);
+            let name = name.trim_end_matches('\0');
+            (!name.is_empty()).then(|| name.to_owned())
+        });
+        let mut next = || names.next().flatten();
+        Ok(Hello { missing: next(), missing_for_lockstep: next() })
     }
 }
 
@@ -78,10 +87,10 @@ mod tests {
     #[test]
     fn a_hello_says_what_is_missing() {
         for missing in [None, Some("vm_state_notify".to_owned())] {
-            let hello = Hello { missing };
+            let hello = Hello { missing, missing_for_lockstep: Some("a".to_owned()) };
             assert_eq!(Hello::decode(&hello.encode()), Ok(hello));
         }
-        let long = Hello { missing: Some("x".repeat(200)) };
+        let long = Hello { missing: Some("x".repeat(200)), missing_for_lockstep: None };
         assert_eq!(Hello::decode(&long.encode()).unwrap().missing.unwrap().len(), NAME_BYTES);
     }
 
@@ -89,7 +98,7 @@ mod tests {
     fn anything_else_is_refused() {
         assert_eq!(Hello::decode(b""), Err(HelloError::Unknown(0)));
         assert_eq!(Hello::decode(b"GET / HTTP/1.1"), Err(HelloError::Unknown(14)));
-        let mut bytes = Hello { missing: None }.encode();
+        let mut bytes = Hello::default().encode();
         assert_eq!(Hello::decode(&bytes[..20]), Err(HelloError::Unknown(20)));
         bytes[8] = 1;
         assert_eq!(Hello::decode(&bytes[..12]), Err(HelloError::Version(1)));

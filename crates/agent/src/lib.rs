@@ -78,7 +78,10 @@ fn start(path: &Path, device: Option<c_int>) -> Result<(), String> {
     let link = UnixStream::connect(path)
         .map_err(|e| format!("cannot reach the daemon at {}: {e}", path.display()))?;
     let pausing = QemuPause::find();
-    let hello = Hello { missing: pausing.as_ref().err().cloned() };
+    let hello = Hello {
+        missing: pausing.as_ref().err().cloned(),
+        missing_for_lockstep: lockstep::probe().err(),
+    };
     daemon::send_hello(&link, &hello, &userfaultfd)
         .map_err(|e| format!("cannot send the userfaultfd to the daemon: {e}"))?;
     attend_daemon(link, pausing.ok())

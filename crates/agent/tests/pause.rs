@@ -23,6 +23,7 @@ impl Armed {
     fn start() -> Armed {
         let machine = Machine::start(Start::default());
         assert_eq!(machine.link().hello().missing, None);
+        assert_eq!(machine.link().hello().missing_for_lockstep, None);
         let state = DeviceState::create().unwrap();
         let pauser = AgentPauser::arm(machine.link().socket(), &state, DEADLINE).unwrap();
         Armed { machine, state, pauser }

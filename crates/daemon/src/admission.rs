@@ -90,6 +90,10 @@ impl Host {
         let conflict = |message: String| Err(HostError::new(ErrorKind::Conflict, message));
         if mode == Mode::Lockstep {
             self.check_lockstep(machine.definition(), machine.accelerator())?;
+            if let Some(obstacle) = machine.lockstep_obstacle() {
+                let message = format!("{name}: {obstacle}; `--mode checkpoint` protects it");
+                return Err(HostError::new(ErrorKind::Invalid, message));
+            }
         }
         match (machine.lockstep().map(|lockstep| lockstep.role), mode) {
             (Some(LogRole::Replay), _) => conflict(format!(

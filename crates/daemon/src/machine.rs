@@ -19,7 +19,7 @@ use understudy_memory::{DirtyTracker, GuestRam, ProcessMemory, RamBlock};
 use understudy_network::{CARDS_VARIABLE, GuestEnd, Port, PortConfig};
 use understudy_protocol::{BlockId, CardIndex};
 use understudy_qemu::command::{Console, Lockstep};
-use understudy_qemu::lockstep::{LogChannel, LogEnds, LogErrand};
+use understudy_qemu::lockstep::{self, LogChannel, LogEnds, LogErrand};
 use understudy_qemu::process::Launch;
 use understudy_qemu::qmp::{DeviceState, MonitorSockets, RunState, VmEvent};
 use understudy_qemu::{
@@ -252,6 +252,11 @@ impl Machine {
         errand: LogErrand,
     ) -> anyhow::Result<Pause<'m>> {
         self.pauser.begin(monitor, &self.device_state, errand)
+    }
+
+    /// Why this QEMU cannot be in lockstep, by the way it was built; none if it can.
+    pub fn lockstep_obstacle(&self) -> Option<String> {
+        lockstep::build_obstacle(self.agent.hello())
     }
 
     /// Why pauses go through the monitor and take longer; none if they do not.

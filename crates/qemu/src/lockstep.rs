@@ -23,7 +23,7 @@ use std::ptr::NonNull;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Mutex, PoisonError};
 use std::time::Duration;
-use understudy_agent_protocol::{LOCKSTEP_VARIABLE, LogPage};
+use understudy_agent_protocol::{Hello, LOCKSTEP_VARIABLE, LogPage};
 
 pub(crate) use understudy_agent_protocol::LOG_NAME;
 pub use understudy_agent_protocol::{LogErrand, LogRole, Request};
@@ -74,6 +74,18 @@ pub fn obstacles(
         refuse(format!("QEMU {version} is not proven; {}.{} is", PROVEN[0].0, PROVEN[0].1));
     }
     found
+}
+
+/// Why a QEMU that runs cannot be in lockstep, as the agent inside found; none if it can. Its
+/// version, which [`obstacles`] checks, says what it does; this, whether it was built so that
+/// the agent can steer it.
+pub fn build_obstacle(hello: &Hello) -> Option<String> {
+    let what = hello.missing.as_ref().or(hello.missing_for_lockstep.as_ref())?;
+    Some(format!(
+        "this build of QEMU is not one that lockstep is proven with ({what}); Debian's builds of \
+         QEMU {}.{} are",
+        PROVEN[0].0, PROVEN[0].1
+    ))
 }
 
 /// The agent did not do what it was asked for.
@@ -240,6 +252,15 @@ mod tests {
 
     fn definition(toml: &str) -> VmDefinition {
         toml::from_str(toml).unwrap()
+    }
+
+    #[test]
+    fn an_unproven_build_is_refused_with_the_proven_ones() {
+        assert_eq!(build_obstacle(&Hello::default()), None);
+        let other = "replay_state has 72 bytes".to_owned();
+        let hello = Hello { missing_for_lockstep: Some(other), ..Hello::default() };
+        let found = build_obstacle(&hello).unwrap();
+        assert!(found.contains("72 bytes") && found.contains("QEMU 10.0"), "{found}");
     }
 
     #[test]

@@ -314,9 +314,9 @@ mod tests {
     #[test]
     fn only_a_known_qemu_that_has_all_is_paused_by_the_agent() {
         let version = |major, minor| QemuVersion { major, minor, micro: 2 };
-        let whole = Hello { missing: None };
+        let whole = Hello::default();
         assert_eq!(obstacle(version(10, 0), &whole), None);
-        let lacking = Hello { missing: Some("vm_state_notify".to_owned()) };
+        let lacking = Hello { missing: Some("vm_state_notify".to_owned()), ..whole.clone() };
         assert!(obstacle(version(10, 0), &lacking).unwrap().contains("export vm_state_notify"));
         assert!(obstacle(version(9, 2), &whole).unwrap().contains("not proven with QEMU 9.2.2"));
     }

@@ -75,6 +75,11 @@ fn lockstep() -> Option<&'static Lockstep> {
     LOCKSTEP.get()
 }
 
+/// Whether this QEMU is one that lockstep knows, or what of it is not.
+pub fn probe() -> Result<(), String> {
+    Qemu::find().map(drop)
+}
+
 /// Prepares the hooks, if the daemon asked for lockstep. Before `main`, on its only thread.
 pub fn start() -> Result<(), String> {
     let Ok(wish) = env::var(VARIABLE) else {
@@ -95,7 +100,8 @@ pub fn start() -> Result<(), String> {
     }
     let page = map(*page).map_err(|e| format!("cannot map the log's page: {e}"))?;
     let lockstep = Lockstep {
-        qemu: Qemu::find()?,
+        qemu: Qemu::find()
+            .map_err(|what| format!("lockstep is not proven with this QEMU: {what}"))?,
         page,
         log: *log,
         role: AtomicU8::new(role as u8),

@@ -85,16 +85,39 @@ fn find<T>(name: &str) -> Result<T, String> {
     // SAFETY: asks the dynamic linker; the name ends with a zero byte.
     let address = unsafe { libc::dlsym(libc::RTLD_DEFAULT, symbol.as_ptr()) };
     if address.is_null() {
-        return Err(format!("this QEMU has no `{name}`: lockstep is not proven with it"));
+        return Err(format!("no {name}"));
     }
     assert_eq!(mem::size_of::<T>(), mem::size_of::<*mut c_void>());
     // SAFETY: `T` is a pointer or a function pointer (same size; not null).
     Ok(unsafe { mem::transmute_copy(&address) })
 }
 
+/// Checks that a variable of QEMU's has the size of our `T`.
+fn check_size<T>(name: &CStr) -> Result<(), String> {
+    const WANT_SYMBOL: c_int = 1; // RTLD_DL_SYMENT
+    // SAFETY: the name ends with a zero byte; the structures are filled before they are read,
+    // and the symbol is one of the dynamic linker's, which stays.
+    let found = unsafe {
+        let address = libc::dlsym(libc::RTLD_DEFAULT, name.as_ptr());
+        let mut info: libc::Dl_info = mem::zeroed();
+        let mut symbol: *mut c_void = std::ptr::null_mut();
+        match libc::dladdr1(address, &mut info, &mut symbol, WANT_SYMBOL) {
+            0 => None,
+            _ => symbol.cast::<libc::Elf64_Sym>().as_ref().map(|symbol| symbol.st_size),
+        }
+    };
+    match found {
+        Some(bytes) if bytes == mem::size_of::<T>() as u64 => Ok(()),
+        Some(bytes) => Err(format!("{} has {bytes} bytes", name.to_string_lossy())),
+        None => Err(format!("no size of {}", name.to_string_lossy())),
+    }
+}
+
 impl Qemu {
-    /// Finds everything, or says what is missing.
+    /// Finds everything, or says what is missing or different.
     pub fn find() -> Result<Qemu, String> {
+        check_size::<ReplayState>(c"replay_state")?;
+        check_size::<c_int>(c"replay_mode")?;
         Ok(Qemu {
             aio_context: find("iohandler_get_aio_context")?,
             schedule: find("aio_bh_schedule_oneshot_full")?,

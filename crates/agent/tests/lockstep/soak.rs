@@ -44,7 +44,7 @@ fn soak(runs: u32) {
                 channel.note_progress(&backup);
             }
             let account = channel.account();
-            compare(&mut primary, &mut backup, &channel);
+            compare(&mut primary, &backup, &channel);
             println!(
                 "run {run} of {runs}: identical; {account}; {}; {} bytes each way",
                 records.end(),
