@@ -30,8 +30,13 @@ unsafe extern "C" fn run_changed(_: *mut c_void, runs: bool, _: c_int) {
     // SAFETY: QEMU calls this on its main loop, when the monitor, the agent or a request of the
     // guest's starts or stops the machine: never out of a timer.
     unsafe { lockstep.qemu.enable_timers(runs) };
-    if !runs && lockstep.role() == Role::Record && lockstep.flowing.load(Ordering::Acquire) {
+    match lockstep.role() {
         // A backup executes the last event, a power-off for one, when it sees what follows.
-        lockstep.flush_now();
+        Role::Record if !runs && lockstep.flowing.load(Ordering::Acquire) => lockstep.flush_now(),
+        Role::Replay if runs && lockstep.stopped_early.swap(false, Ordering::AcqRel) => {
+            // SAFETY: on the main loop, before the vCPU runs.
+            unsafe { lockstep.qemu.refetch() }
+        }
+        _ => {}
     }
 }

@@ -145,6 +145,12 @@ impl Lockstep {
                 Ok(read) => break read,
                 Err(_) => match io::Error::last_os_error().kind() {
                     io::ErrorKind::Interrupted => {}
+                    // To wait would keep the machine from it. What follows is read when it runs.
+                    io::ErrorKind::WouldBlock if self.qemu.is_stopping() => {
+                        self.stopped_early.store(true, Ordering::Release);
+                        buffer[0] = EVENT_END;
+                        return 1;
+                    }
                     io::ErrorKind::WouldBlock => {
                         flags = 0;
                         self.page.begin_block();

@@ -54,6 +54,8 @@ struct Lockstep {
     /// The log goes to the daemon (primary) or comes from it (backup); else it is
     /// discarded (primary), or an end without end (backup).
     flowing: AtomicBool,
+    /// A backup's QEMU was given an end, for want of log, because the machine was stopping.
+    stopped_early: AtomicBool,
     /// Bytes of log that passed through the socket or were discarded.
     passed: AtomicU64,
     /// Bytes of the log's prelude that a backup's QEMU has taken.
@@ -107,6 +109,7 @@ pub fn start() -> Result<(), String> {
         role: AtomicU8::new(role as u8),
         file: AtomicPtr::default(),
         flowing: AtomicBool::new(false),
+        stopped_early: AtomicBool::new(false),
         passed: AtomicU64::new(0),
         prelude: AtomicU64::new(0),
     };

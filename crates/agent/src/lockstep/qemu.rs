@@ -25,6 +25,9 @@ pub const MODE_PLAY: c_int = 2;
 /// The event that ends a log (`EVENT_END`).
 pub const EVENT_END: u8 = 39;
 
+/// Requests to power off, by their causes (`EVENT_SHUTDOWN` and on).
+const SHUTDOWNS: std::ops::RangeInclusive<u32> = 10..=21;
+
 /// The log's first four bytes as replay wants them (`REPLAY_VERSION`, big-endian).
 pub const LOG_VERSION: [u8; 4] = [0x00, 0xe0, 0x20, 0x0c];
 
@@ -62,6 +65,7 @@ pub struct Qemu {
     fetch_data_kind: unsafe extern "C" fn(),
     on_run: unsafe extern "C" fn(RunHandler, *mut c_void) -> *mut c_void,
     enable_clock: unsafe extern "C" fn(c_int, bool),
+    shutdown_requested: unsafe extern "C" fn() -> c_int,
     is_running: unsafe extern "C" fn() -> bool,
     icount_raw: unsafe extern "C" fn() -> i64,
     timer_notify: unsafe extern "C" fn(*mut c_void, c_int),
@@ -131,6 +135,7 @@ impl Qemu {
             fetch_data_kind: find("replay_fetch_data_kind")?,
             on_run: find("qemu_add_vm_change_state_handler")?,
             enable_clock: find("qemu_clock_enable")?,
+            shutdown_requested: find("qemu_shutdown_requested_get")?,
             is_running: find("runstate_is_running")?,
             icount_raw: find("icount_get_raw")?,
             timer_notify: find("qemu_timer_notify_cb")?,
@@ -182,6 +187,14 @@ impl Qemu {
     pub fn runs(&self) -> bool {
         // SAFETY: reads a variable.
         unsafe { (self.is_running)() }
+    }
+
+    /// Whether the machine stands still, or is about to: it powers off, and no lock is needed
+    /// to know it. May be called on any thread.
+    pub fn is_stopping(&self) -> bool {
+        // SAFETY: reads a variable.
+        let requested = unsafe { (self.shutdown_requested)() != 0 };
+        requested || !self.runs() || SHUTDOWNS.contains(&self.data_kind())
     }
 
     /// Wakes the vCPU thread, which then logs what waits. May be called on any thread.
