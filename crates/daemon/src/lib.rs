@@ -18,6 +18,7 @@ mod host;
 mod incoming;
 mod lifecycle;
 mod link;
+mod lockstep;
 mod machine;
 mod membership;
 mod paths;

@@ -335,6 +335,18 @@ impl Machine {
         self.monitor()
             .go_live(&self.device_state)
             .map_err(|error| self.process.explain(error.into()))?;
+        let sent = self.open_network(before)?;
+        info!(
+            vm = self.definition.name,
+            "live after {:.1} ms",
+            began.elapsed().as_secs_f64() * 1e3
+        );
+        Ok(sent)
+    }
+
+    /// The guest runs here: its output goes out from here on, behind `before`, which it sent
+    /// on its former host. Returns how many of those were sent.
+    pub fn open_network(&self, before: &[(CardIndex, Vec<u8>)]) -> anyhow::Result<u64> {
         let mut sent = 0;
         for port in &self.ports {
             port.go_live();
@@ -344,12 +356,18 @@ impl Machine {
             sent += own.filter(|(_, frame)| port.resend(frame)).count() as u64;
             port.open_gate();
         }
-        info!(
-            vm = self.definition.name,
-            "live after {:.1} ms",
-            began.elapsed().as_secs_f64() * 1e3
-        );
         Ok(sent)
+    }
+
+    /// Loads the state of a machine whose memory and disks are complete; the guest stands still.
+    /// In lockstep: its QEMU writes the disks itself from now on.
+    pub fn load(&self, device_state: &[u8]) -> anyhow::Result<()> {
+        for disk in &self.disks {
+            disk.set_read_only(false);
+        }
+        self.device_state.fill(device_state)?;
+        let loaded = self.monitor().load(&self.device_state);
+        loaded.map_err(|error| self.process.explain(error.into()))
     }
 
     /// Presses the power button.

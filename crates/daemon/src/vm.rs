@@ -3,8 +3,8 @@
 use crate::machine::Machine;
 use crate::repair::Repairer;
 use crate::report::{
-    CardReport, CheckpointTiming, CompressionReport, DiskReport, DiskSync, Mode, ProtectRequest,
-    Protection, Role, TakeoverReport, VmStatus,
+    CardReport, CheckpointTiming, CompressionReport, DiskReport, DiskSync, LockstepReport, Mode,
+    ProtectRequest, Protection, Role, TakeoverReport, VmStatus,
 };
 use crate::resync::{self, Basis};
 use crate::sync::lock;
@@ -226,6 +226,7 @@ fn describe_session(status: &mut VmStatus, session: &primary::Session) {
         status.inbound = Some(session.inbound.report());
         status.outbound = Some(session.outbound.report());
         status.throttle = Some(session.pace.report());
+        status.lockstep = lockstep_report(session, status.held_frames);
         status.paths = session.paths.report();
         status.bandwidth_bytes_per_second = session.stats.bandwidth();
     }
@@ -247,6 +248,11 @@ fn describe_session(status: &mut VmStatus, session: &primary::Session) {
             Protection::Degraded { reason }
         }
     };
+}
+
+fn lockstep_report(session: &primary::Session, held_frames: u64) -> Option<LockstepReport> {
+    let log = session.machine.log()?;
+    Some(session.recording.as_ref()?.report(log, held_frames))
 }
 
 /// A backup follows.
@@ -320,6 +326,7 @@ fn backup_status(session: &backup::Session) -> VmStatus {
     status.mode = session.mode;
     (status.generation, status.epoch) = session.position();
     status.paths = session.paths.report();
+    status.lockstep = session.following.as_ref().map(|following| following.report());
     status.inbound = Some(session.inbound.report());
     status.outbound = Some(session.outbound.report());
     status.group = session.membership().name.clone();

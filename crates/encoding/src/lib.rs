@@ -19,6 +19,8 @@
 //! The backup reads messages with [`read_pages`]. What is wrong with one can be told
 //! without the pages it changes, so that it is refused before it is acknowledged.
 //!
+//! Batches of a log (lockstep mode) have their own, simpler way: [`encode_log`].
+//!
 //! No I/O and no clock here: the caller lends one.
 
 pub mod cache;
@@ -27,6 +29,7 @@ pub mod delta;
 mod choice;
 mod counters;
 mod encoder;
+mod log;
 mod message;
 mod reference;
 mod zero;
@@ -34,6 +37,7 @@ mod zero;
 pub use choice::{Compression, EncodingPlan, Methods};
 pub use counters::Counters;
 pub use encoder::{EncodedPages, Encoder};
+pub use log::{LogError, MOST_LOG_BYTES, decode_log, encode_log};
 pub use message::{EncodingError, MOST_PAGES, PageData, read_pages};
 pub use reference::{DiskBlock, PageHash, Reference};
 pub use zero::is_zero_page;

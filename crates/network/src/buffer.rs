@@ -272,6 +272,11 @@ impl OutputBuffer {
         self.held_frames
     }
 
+    /// Whether a frame of the current epoch waits.
+    pub fn holds_current(&self) -> bool {
+        self.held.back().is_some_and(|last| last.epoch == self.current)
+    }
+
     /// The frames of an epoch that wait for its commit, oldest first.
     pub fn held_of(&self, epoch: Epoch) -> impl Iterator<Item = &[u8]> {
         let batches = self.held.iter().filter(move |batch| batch.epoch == epoch);

@@ -326,6 +326,11 @@ impl Port {
         self.shared.outbound().buffer.held_frames()
     }
 
+    /// Whether a frame of the epoch that runs waits for its commit.
+    pub fn has_new_output(&self) -> bool {
+        self.shared.outbound().buffer.holds_current()
+    }
+
     /// What the gate does with output.
     pub fn gate(&self) -> Gate {
         self.shared.outbound().buffer.gate()

@@ -8,7 +8,7 @@ use crate::{DiskIndex, Epoch};
 use std::fmt;
 
 /// Version of the wire format; peers must have the same.
-pub const WIRE_VERSION: u32 = 5;
+pub const WIRE_VERSION: u32 = 6;
 
 /// Bytes of a message header.
 pub const HEADER_BYTES: usize = 24;
@@ -67,6 +67,11 @@ pub enum Kind {
     /// Frames that the guest sent in this epoch, and that wait for its commit
     /// ([`CardFrames`](crate::CardFrames)).
     Outbound = 29,
+    /// A batch of QEMU's log, which is an epoch of lockstep mode
+    /// (crate `understudy-encoding`).
+    Log = 30,
+    /// How far the backup has executed the log ([`LogProgress`]). Lockstep mode.
+    Progress = 31,
 }
 
 impl Kind {
@@ -94,6 +99,8 @@ impl Kind {
             Settled,
             Inbound,
             Outbound,
+            Log,
+            Progress,
         ]
         .into_iter()
         .find(|kind| *kind as u8 == byte)
@@ -313,6 +320,49 @@ impl DiskRange {
     }
 }
 
+/// How far a backup in lockstep is: the payload of [`Kind::Progress`].
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct LogProgress {
+    /// Bytes of log that it has executed.
+    pub position: u64,
+    /// Instructions that it has executed, as of the last event.
+    pub instructions: u64,
+    /// How long ago the oldest batch came that it has not executed whole, in microseconds.
+    pub lag_us: u64,
+    /// Nanoseconds that it has waited for log.
+    pub starved_ns: u64,
+}
+
+impl LogProgress {
+    /// Bytes of the encoded progress.
+    pub const BYTES: usize = 32;
+
+    /// Its bytes.
+    pub fn encode(&self) -> [u8; LogProgress::BYTES] {
+        let mut bytes = [0; LogProgress::BYTES];
+        let words = [self.position, self.instructions, self.lag_us, self.starved_ns];
+        for (place, word) in bytes.chunks_exact_mut(8).zip(words) {
+            place.copy_from_slice(&word.to_le_bytes());
+        }
+        bytes
+    }
+
+    /// Reads what [`LogProgress::encode`] made.
+    pub fn decode(message: &Message) -> Result<LogProgress, WireError> {
+        let payload = &message.payload;
+        if payload.len() != LogProgress::BYTES {
+            return Err(message.malformed("it has another length"));
+        }
+        let word = |n: usize| u64_at(payload, 8 * n);
+        Ok(LogProgress {
+            position: word(0),
+            instructions: word(1),
+            lag_us: word(2),
+            starved_ns: word(3),
+        })
+    }
+}
+
 fn u32_at(bytes: &[u8], at: usize) -> u32 {
     u32::from_le_bytes(bytes[at..at + 4].try_into().expect("four bytes"))
 }
@@ -355,6 +405,15 @@ mod tests {
         assert!(DiskRange::decode(&short).is_err());
         let beyond = DiskRange { offset: u64::MAX - 1, ..range }.encode().to_vec();
         assert!(DiskRange::decode(&Message::new(Kind::DiskZero, Epoch(1), beyond)).is_err());
+    }
+
+    #[test]
+    fn progress_comes_back_and_wrong_lengths_do_not() {
+        let progress =
+            LogProgress { position: 1, instructions: 2, lag_us: 3, starved_ns: u64::MAX };
+        let message = |bytes: &[u8]| Message::new(Kind::Progress, Epoch(0), bytes.to_vec());
+        assert_eq!(LogProgress::decode(&message(&progress.encode())).unwrap(), progress);
+        assert!(LogProgress::decode(&message(&progress.encode()[1..])).is_err());
     }
 
     proptest! {

@@ -12,7 +12,7 @@ use nix::errno::Errno;
 use nix::fcntl::{FcntlArg, SealFlag, fcntl};
 use nix::sys::memfd::{MFdFlags, memfd_create};
 use nix::sys::mman::{MapFlags, ProtFlags, mmap, munmap};
-use nix::sys::socket::{setsockopt, sockopt};
+use nix::sys::socket::{MsgFlags, recv, setsockopt, sockopt};
 use nix::unistd::ftruncate;
 use std::ffi::OsString;
 use std::io::{self, Read, Write};
@@ -171,6 +171,16 @@ impl LogChannel {
             }
         }
         self.log.set_nonblocking(false)
+    }
+
+    /// Reads log that is there; never waits. 0 when QEMU has ended.
+    pub fn read_now(&self, buffer: &mut [u8]) -> io::Result<usize> {
+        loop {
+            match recv(self.log.as_raw_fd(), buffer, MsgFlags::MSG_DONTWAIT) {
+                Err(Errno::EINTR) => {}
+                result => return Ok(result?),
+            }
+        }
     }
 
     /// What QEMU shows of its work.

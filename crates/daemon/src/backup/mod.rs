@@ -21,6 +21,7 @@ use crate::doorbell::Doorbell;
 use crate::handshake::{FileOffer, FileRole, Offer, Ready, Resumed};
 use crate::heartbeat::{self, Heartbeats};
 use crate::link::Link;
+use crate::lockstep::backup::{self as lockstep, Following};
 use crate::machine::Machine;
 use crate::paths::PathMonitor;
 use crate::records::Records;
@@ -169,6 +170,7 @@ pub fn accept(
         id: plan.id,
         primary: plan.primary,
         mode: plan.mode,
+        following: (plan.mode == Mode::Lockstep).then(Following::new),
         data: Channel::new(link, renewal),
         heartbeats,
         paths,
@@ -192,6 +194,10 @@ pub fn accept(
     });
     session.group.join(&session)?;
     spawn("apply", &session, move |session| over(session.apply_all(&errand_queue, mirrors)))?;
+    if session.following.is_some() {
+        spawn("feed", &session, |session| with_log(session, lockstep::feed))?;
+        spawn("follow", &session, |session| with_log(session, lockstep::watch))?;
+    }
     spawn("settle", &session, run_settle)?;
     spawn("control", &session, move |session| run_control(session, &contest_queue))?;
     register(&session);
@@ -239,16 +245,26 @@ fn spawn(
         .context("cannot start a thread")
 }
 
+fn with_log(session: &Session, work: impl FnOnce(&Session, &Following)) {
+    if let Some(following) = &session.following {
+        work(session, following);
+    }
+}
+
 /// Brings the mirrors to stable storage now and then, and tells the primary: it need not
 /// remember these changes, and a take-over finds little left to sync.
 fn run_settle(session: &Session) {
     let mut settled = Epoch(0);
+    // In lockstep QEMU writes them itself, and the primary remembers all changes.
+    let always = session.following.is_some();
     while !heartbeat::Pulse::is_over(session) {
         thread::sleep(SETTLE_INTERVAL);
         let applied = session.applied();
-        if applied > settled && !heartbeat::Pulse::is_over(session) {
+        let due = applied > settled || (always && applied > Epoch(0));
+        if due && !heartbeat::Pulse::is_over(session) {
             match session.settle() {
-                Ok(()) => session.tell_settled(applied),
+                Ok(()) if applied > settled => session.tell_settled(applied),
+                Ok(()) => {}
                 Err(error) => session.give_up(&format!("{error:#}")),
             }
             settled = applied;

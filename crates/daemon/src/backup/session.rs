@@ -12,13 +12,16 @@ use crate::clock;
 use crate::doorbell::Doorbell;
 use crate::group::Membership;
 use crate::heartbeat::{Heartbeats, Pulse};
+use crate::lockstep::backup::{self as lockstep, Following};
+use crate::lockstep::be_urgent;
+use crate::lockstep::primary::MACHINE;
 use crate::machine::Machine;
 use crate::paths::PathMonitor;
 use crate::records::{Activation, Record, Records};
 use crate::report::{Mode, TakeoverReport};
 use crate::resync;
 use crate::sync::{ByteBudget, lock};
-use anyhow::Context;
+use anyhow::{Context, ensure};
 use crossbeam_channel::{Receiver, Sender};
 use std::path::PathBuf;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -27,7 +30,7 @@ use std::time::Instant;
 use tracing::{error, info, warn};
 use understudy_disk::{ChangeMap, Mirror};
 use understudy_protocol::validity::ImageRole;
-use understudy_protocol::wire::{Kind, Message};
+use understudy_protocol::wire::{Kind, LogProgress, Message};
 use understudy_protocol::{
     Backup, BackupAction, BackupEvent, BackupPhase, Epoch, Generation, Output, StagedEpoch, Staging,
 };
@@ -46,6 +49,8 @@ pub struct Session {
     pub primary: String,
     /// How this host keeps up with it.
     pub mode: Mode,
+    /// Its log, in lockstep.
+    pub following: Option<Following>,
     /// The standby on this host.
     pub machine: Arc<Machine>,
     /// The paths to the primary.
@@ -173,6 +178,12 @@ impl Session {
     fn perform(&self, action: &BackupAction, parts: &mut impl Iterator<Item = StagedEpoch>) {
         let leads = self.place == 0;
         match action {
+            &BackupAction::AcknowledgeAndApply(epoch)
+                if self.following.is_some() && epoch > MACHINE =>
+            {
+                // A batch of log, which was taken in before.
+                let _ = self.data.send_signal(Kind::Acknowledge, epoch);
+            }
             &BackupAction::AcknowledgeAndApply(epoch) => {
                 let mut part = parts.next().expect("the event came with every member's part");
                 self.inbound.commit(epoch);
@@ -198,6 +209,7 @@ impl Session {
             BackupAction::ClosePeer => self.close_connections(),
             BackupAction::GoLive { generation, epoch, reason } => {
                 self.clock.reach(Stage::Granted);
+                self.end_log();
                 info!(vm = self.vm, "taking over at epoch {epoch}: {reason}");
                 let generation = self.group.generation(self, *generation);
                 let reason = reason.clone();
@@ -205,11 +217,13 @@ impl Session {
             }
             BackupAction::Discard(reason) => {
                 info!(vm = self.vm, "forgetting the VM: {reason}");
+                self.end_log();
                 self.data.refuse(reason);
                 let _ = self.errands.send(Errand::Discard);
             }
             BackupAction::StandDown => {
                 info!(vm = self.vm, "standing down: the primary ended protection");
+                self.end_log();
                 let _ = self.errands.send(Errand::Discard);
             }
         }
@@ -244,6 +258,7 @@ impl Session {
             Kind::Refuse => {
                 anyhow::bail!("the primary gave up: {}", String::from_utf8_lossy(&message.payload))
             }
+            Kind::Log => self.take_log(&message)?,
             Kind::EpochEnd => self.stage(staging, message)?,
             _ => {
                 validate(&self.machine, &message)?;
@@ -258,7 +273,33 @@ impl Session {
         Ok(())
     }
 
+    /// Lockstep: the batch is acknowledged, and executed when QEMU comes to it.
+    fn take_log(&self, message: &Message) -> anyhow::Result<()> {
+        let epoch = message.header.epoch;
+        let following = self.following.as_ref().context("a log came, which was not agreed on")?;
+        if epoch == MACHINE.next() {
+            // Output waits for this thread from here on, and for nothing else.
+            be_urgent();
+        }
+        if following.take(message)? {
+            self.event(BackupEvent::Staged(epoch), None);
+        }
+        following.await_room();
+        Ok(())
+    }
+
+    fn end_log(&self) {
+        if let Some(following) = &self.following {
+            following.end();
+        }
+    }
+
     fn stage(&self, staging: &mut Staging, message: Message) -> anyhow::Result<()> {
+        ensure!(
+            self.following.is_none() || message.header.epoch <= MACHINE,
+            "{:?} came after the log had begun",
+            message.header.kind
+        );
         if let Some(epoch) = staging.take(message)? {
             // Before the apply thread has it, which gives its bytes back.
             self.waiting.force(epoch.bytes);
@@ -280,6 +321,10 @@ impl Session {
                     // After one failure the copy is behind for good.
                     if state.is_ok() || mirrors.is_some() {
                         state = self.apply_one(epoch, &mut mirrors);
+                        if let (Ok(machine), Some(following)) = (&state, &self.following) {
+                            let begun = lockstep::begin(&self.machine, following, machine);
+                            state = begun.and(state);
+                        }
                     }
                     if let Err(error) = &state {
                         self.give_up(&format!("{error:#}"));
@@ -293,6 +338,9 @@ impl Session {
                 }
                 Errand::GoLive { generation, reason } => {
                     let ready = state.and_then(|state| {
+                        if let Some(following) = &self.following {
+                            lockstep::await_end(&self.machine, following)?;
+                        }
                         self.activate(generation)?;
                         Ok(state)
                     });
@@ -318,7 +366,10 @@ impl Session {
     /// Starts the guest, and takes up its conversations where the primary left them.
     fn go_live(&self, state: &[u8]) -> anyhow::Result<TakeoverReport> {
         self.clock.reach(Stage::Activated);
-        let resent_frames = self.machine.go_live(state, &self.outbound.take())?;
+        let resent_frames = match &self.following {
+            Some(_) => lockstep::go_live(&self.machine)?,
+            None => self.machine.go_live(state, &self.outbound.take())?,
+        };
         self.clock.reach(Stage::Live);
         let injected_frames = self.inbound.inject(&self.machine);
         Ok(TakeoverReport { injected_frames, resent_frames, ..self.clock.report() })
@@ -365,6 +416,12 @@ impl Session {
     /// The last epoch that the mirrors hold.
     pub(super) fn applied(&self) -> Epoch {
         Epoch(self.applied.load(Ordering::Acquire))
+    }
+
+    /// Lockstep: tells the primary how far QEMU is.
+    pub(crate) fn tell_progress(&self, progress: &LogProgress) {
+        // If it cannot be sent the reading thread finds out why.
+        let _ = self.data.send_parts(Kind::Progress, Epoch(0), &[&progress.encode()]);
     }
 
     pub(super) fn tell_settled(&self, epoch: Epoch) {

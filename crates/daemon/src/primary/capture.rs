@@ -5,6 +5,7 @@ use super::send::Outgoing;
 use super::session::{Session, Step};
 use super::stats::milliseconds;
 use crate::clock;
+use crate::lockstep;
 use crate::machine::Machine;
 use crate::report::CheckpointTiming;
 use anyhow::Context;
@@ -12,7 +13,7 @@ use std::sync::Arc;
 use tracing::warn;
 use understudy_memory::{DirtySet, DirtyTracker, PageStaging, StagingPool, capture};
 use understudy_protocol::wire::Kind;
-use understudy_protocol::{Epoch, LastCheckpoint, PAGE_SIZE, PrimaryPhase, Time};
+use understudy_protocol::{Epoch, LastCheckpoint, PAGE_SIZE, Time};
 use understudy_qemu::Urgency;
 use understudy_qemu::lockstep::LogErrand;
 
@@ -42,13 +43,17 @@ pub fn run(session: &Arc<Session>) -> anyhow::Result<()> {
         return Ok(());
     }
     capturer.checkpoint(false)?;
+    if let Some(recording) = &session.recording {
+        return lockstep::primary::run(session, recording);
+    }
     loop {
         match session.next_step() {
             Step::Checkpoint => capturer.checkpoint(false)?,
             Step::Look => capturer.look()?,
             Step::LastCheckpoint => {
                 capturer.checkpoint(true)?;
-                return capturer.await_hand_over();
+                session.await_hand_over();
+                return Ok(());
             }
             Step::End => return Ok(()),
         }
@@ -92,7 +97,9 @@ impl<'a> Capturer<'a> {
     fn first_synchronisation(&mut self) -> anyhow::Result<bool> {
         let session = self.session;
         super::mirror::begin(session);
-        super::inbound::begin(session);
+        if session.recording.is_none() {
+            super::inbound::begin(session);
+        }
         let shares = super::mirror::shares(session)?;
         self.tracker.arm()?;
         self.dirty.clear();
@@ -210,10 +217,17 @@ impl<'a> Capturer<'a> {
         timing: &mut CheckpointTiming,
     ) -> anyhow::Result<()> {
         let mut monitor = self.machine.monitor();
-        let mut pause = self.machine.pause(&mut monitor, LogErrand::None)?;
+        let errand = match self.session.recording {
+            Some(_) => LogErrand::Attach,
+            None => LogErrand::None,
+        };
+        let mut pause = self.machine.pause(&mut monitor, errand)?;
         // Nobody runs on, or is copied, before all stand still.
         let group = &self.session.group;
         group.meet(self.session, || group.place_barrier(self.session, last))?;
+        if self.session.recording.is_some() {
+            super::mirror::end(self.session);
+        }
         timing.stop_ms = watch.lap();
         self.tracker.scan(&mut self.dirty)?;
         timing.scan_ms = watch.lap();
@@ -239,18 +253,6 @@ impl<'a> Capturer<'a> {
         let state = self.device_state.clone();
         outbox.put_now(Outgoing::Data(Kind::DeviceState, epoch, state));
         outbox.put_now(Outgoing::EpochEnd(epoch));
-    }
-
-    /// The guest stands still until the backup runs it, or until this host
-    /// turns out to be the sole owner after all.
-    fn await_hand_over(&self) -> anyhow::Result<()> {
-        loop {
-            let seen = self.machine.doorbell().count();
-            match self.session.phase() {
-                PrimaryPhase::Halted(_) | PrimaryPhase::Alone(_) => return Ok(()),
-                _ => self.machine.doorbell().wait(seen, std::time::Duration::from_secs(1)),
-            }
-        }
     }
 }
 

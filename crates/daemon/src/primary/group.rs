@@ -8,6 +8,7 @@
 use super::session::{LONGEST_WAIT, Session};
 use crate::clock;
 use crate::group::{Member, Membership};
+use crate::lockstep::primary::PIPELINE;
 use crate::sync::lock;
 use anyhow::{bail, ensure};
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -15,7 +16,7 @@ use std::sync::{Arc, Mutex, MutexGuard, Weak};
 use std::time::Duration;
 use understudy_network::Switch;
 use understudy_protocol::{
-    Activity, Arrival, Generation, Output, Primary, PrimaryEvent, PrimaryPhase, Rendezvous,
+    Activity, Arrival, Epoch, Generation, Output, Primary, PrimaryEvent, PrimaryPhase, Rendezvous,
 };
 
 /// The members, and what they share.
@@ -162,6 +163,32 @@ impl Group {
         self.each(|member| member.disk_epoch.store(next.0, Ordering::Release));
         let event = if last { PrimaryEvent::CapturedLast } else { PrimaryEvent::Captured };
         session.event_locked(&mut core, event);
+    }
+
+    /// Closes a batch of a VM's log, in lockstep: what it sent until now belongs to it. With
+    /// `last`, the guest stands still. None when protection is over.
+    pub(super) fn cut_batch(&self, session: &Session, last: bool) -> Option<Epoch> {
+        let mut core = lock(&self.core);
+        if !core.may_capture() {
+            return None;
+        }
+        let epoch = core.running();
+        for port in session.machine.ports() {
+            if last {
+                port.drain_and_barrier(epoch.next());
+            } else {
+                port.barrier(epoch.next());
+            }
+        }
+        let event = if last { PrimaryEvent::CapturedLast } else { PrimaryEvent::Captured };
+        session.event_locked(&mut core, event);
+        Some(epoch)
+    }
+
+    /// The VM's epochs will be batches of log: there may be many on their way.
+    pub(super) fn follow_log(&self) {
+        let mut core = lock(&self.core);
+        *core = core.clone().with_pipeline(PIPELINE);
     }
 
     /// From the first cut on, members hear each other without waiting.

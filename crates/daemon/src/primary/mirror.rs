@@ -73,6 +73,15 @@ pub fn begin(session: &Arc<Session>) {
     }
 }
 
+/// In lockstep: the guest stands still, and nothing that it writes from here on goes over. The
+/// backup's own guest writes it there.
+pub fn end(session: &Session) {
+    for disk in session.machine.disks() {
+        disk.set_sink(None);
+        disk.set_read_sink(None);
+    }
+}
+
 /// What is to be copied of a disk.
 pub enum Share {
     /// All data.

@@ -29,6 +29,8 @@ use crate::clock;
 use crate::handshake::{FileOffer, FileRole, GroupOffer, Identity, Offer, Ready, Welcome};
 use crate::heartbeat::{self, Heartbeats, Pulse};
 use crate::link::{Link, read_json};
+use crate::lockstep::be_urgent;
+use crate::lockstep::primary::{MACHINE, Recording};
 use crate::machine::Machine;
 use crate::paths::PathMonitor;
 use crate::records::Records;
@@ -53,7 +55,7 @@ use std::thread;
 use std::time::Duration;
 use tracing::{error, info};
 use understudy_encoding::{Compression, EncodingPlan};
-use understudy_protocol::wire::Kind;
+use understudy_protocol::wire::{Kind, LogProgress};
 use understudy_protocol::{
     DiskIndex, Epoch, Generation, PathIndex, Policy, PrimaryEvent, PrimaryPhase, Verdict,
 };
@@ -103,9 +105,6 @@ pub fn protect(
     (group, place): (Arc<Group>, usize),
     over: impl FnOnce(PrimaryPhase) + Send + 'static,
 ) -> anyhow::Result<Arc<Session>> {
-    if plan.mode == Mode::Lockstep {
-        bail!("sessions in lockstep are not built yet; use `--mode checkpoint`");
-    }
     let dialler = Dialler {
         identity: plan.identity.clone(),
         peer: plan.peer.clone(),
@@ -136,7 +135,8 @@ pub fn protect(
         basis,
         records: plan.records,
         settled: AtomicU64::new(0),
-        references: references(&plan.encoding),
+        recording: (plan.mode == Mode::Lockstep).then(Recording::new),
+        references: references(&plan.encoding, plan.mode),
         mode: plan.mode,
         policy: plan.policy,
         encoding: plan.encoding,
@@ -161,6 +161,9 @@ pub fn protect(
         machine,
     });
     session.group.join(&session)?;
+    if session.recording.is_some() {
+        session.group.follow_log();
+    }
     start_heartbeats(&session, (path, heartbeat), &dialler)?;
     start_threads(&session, outflow, contest_queue, (copies, dialler), over)?;
     Ok(session)
@@ -325,7 +328,9 @@ fn start_threads(
     spawn("receive", Box::new(|session| run_receive(&session)))?;
     spawn("settle", Box::new(|session| mirror::run_rounds(&session)))?;
     spawn("control", Box::new(move |session| run_control(&session, &contests)))?;
-    spawn("inbound", Box::new(move |session| inbound::run(&session, &copies, &dialler)))?;
+    if session.recording.is_none() {
+        spawn("inbound", Box::new(move |session| inbound::run(&session, &copies, &dialler)))?;
+    }
     spawn("capture", Box::new(move |session| run_capture(&session, over)))
 }
 
@@ -335,9 +340,10 @@ fn run_send(session: &Session, outflow: &Outflow) {
     }
 }
 
-/// Without compression pages are sent as they are.
-fn references(plan: &EncodingPlan) -> Option<Arc<References>> {
-    (plan.compression != Compression::None).then(|| Arc::new(References::new()))
+/// Without compression pages are sent as they are; in lockstep there are few.
+fn references(plan: &EncodingPlan, mode: Mode) -> Option<Arc<References>> {
+    let refers = plan.compression != Compression::None && mode == Mode::Checkpoint;
+    refers.then(|| Arc::new(References::new()))
 }
 
 fn run_receive(session: &Session) {
@@ -347,7 +353,26 @@ fn run_receive(session: &Session) {
             Err(error) => break format!("{error:#}"),
         };
         match message.header.kind {
-            Kind::Acknowledge => session.event(PrimaryEvent::Acknowledged(message.header.epoch)),
+            Kind::Acknowledge => {
+                let epoch = message.header.epoch;
+                if let Some(recording) = &session.recording {
+                    recording.acknowledged(epoch);
+                    // Output waits for this thread from here on, and for nothing else.
+                    if epoch == MACHINE {
+                        be_urgent();
+                    }
+                }
+                session.event(PrimaryEvent::Acknowledged(epoch));
+            }
+            Kind::Progress => match (LogProgress::decode(&message), &session.recording) {
+                (Ok(progress), Some(recording)) => {
+                    if let Some(share) = recording.progressed(progress) {
+                        session.pace.limit(share);
+                    }
+                }
+                (Err(error), _) => break error.to_string(),
+                (Ok(_), None) => break "the backup sent Progress, but follows no log".to_owned(),
+            },
             Kind::Settled => {
                 session.settled.fetch_max(message.header.epoch.0, Ordering::AcqRel);
                 if let Some(references) = &session.references {

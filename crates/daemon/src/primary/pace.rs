@@ -9,6 +9,10 @@ use std::time::Duration;
 use tracing::{info, warn};
 use understudy_protocol::{Epoch, Policy, Throttle, Time};
 
+/// Why a guest is slowed down.
+const OUTRUNS_LINK: &str = "writes faster than the link carries";
+const OUTRUNS_BACKUP: &str = "is faster than its backup executes the log";
+
 /// One guest's pace. The capture thread changes it; everybody may ask.
 #[derive(Debug)]
 pub struct Pace {
@@ -41,7 +45,7 @@ impl Pace {
     /// An epoch was captured; the first of its pages were queued at `began`.
     pub fn captured(&self, epoch: Epoch, pages: u64, began: Time) {
         lock(&self.throttle).captured(epoch, pages, began);
-        self.apply();
+        self.apply_throttle();
     }
 
     /// The backup has all epochs up to `epoch`.
@@ -57,8 +61,14 @@ impl Pace {
     /// The guest has written `dirty` pages so far; true if its epoch is to be cut short.
     pub fn looked(&self, dirty: u64) -> bool {
         let cut_short = lock(&self.throttle).looked(dirty, clock::now());
-        self.apply();
+        self.apply_throttle();
         cut_short
+    }
+
+    /// In lockstep: the part of its processor that the guest may use, so that the backup keeps
+    /// up.
+    pub fn limit(&self, share: f64) {
+        self.apply(share, OUTRUNS_BACKUP);
     }
 
     /// Whether the link, not the pause, is what the guest waits for.
@@ -68,7 +78,10 @@ impl Pace {
 
     /// The part of its processors that the guest may use, in percent.
     pub fn vcpu_percent(&self) -> u32 {
-        (lock(&self.throttle).share() * 100.0).round() as u32
+        match &*lock(&self.vcpus) {
+            Vcpus::Limited(_, share) => (share * 100.0).round() as u32,
+            Vcpus::Free | Vcpus::OutOfReach(_) => 100,
+        }
     }
 
     /// Lets the vCPUs run until the guard is dropped: to stand still they must get to run.
@@ -90,20 +103,27 @@ impl Pace {
             let throttle = lock(&self.throttle);
             (throttle.capacity(), throttle.cut_short())
         };
-        let (limited, unavailable) = match &*lock(&self.vcpus) {
-            Vcpus::Free => (false, None),
-            Vcpus::Limited(..) => (true, None),
-            Vcpus::OutOfReach(reason) => (false, Some(reason.clone())),
+        let unavailable = match &*lock(&self.vcpus) {
+            Vcpus::Free | Vcpus::Limited(..) => None,
+            Vcpus::OutOfReach(reason) => Some(reason.clone()),
         };
-        let vcpu_percent = if limited { self.vcpu_percent() } else { 100 };
-        ThrottleReport { vcpu_percent, unavailable, cut_short, link_pages_per_second: capacity }
+        ThrottleReport {
+            vcpu_percent: self.vcpu_percent(),
+            unavailable,
+            cut_short,
+            link_pages_per_second: capacity,
+        }
     }
 
-    fn apply(&self) {
+    fn apply_throttle(&self) {
         let share = lock(&self.throttle).share();
+        self.apply(share, OUTRUNS_LINK);
+    }
+
+    fn apply(&self, share: f64, why: &str) {
         let mut vcpus = lock(&self.vcpus);
         match &mut *vcpus {
-            Vcpus::Free if share < 1.0 => *vcpus = self.begin(share),
+            Vcpus::Free if share < 1.0 => *vcpus = self.begin(share, why),
             Vcpus::Limited(..) if share == 1.0 => {
                 info!(vm = self.vm, "the guest has all of its processors again");
                 *vcpus = Vcpus::Free;
@@ -117,25 +137,22 @@ impl Pace {
         }
     }
 
-    fn begin(&self, share: f64) -> Vcpus {
+    fn begin(&self, share: f64, why: &str) -> Vcpus {
         let limited = VcpuGroup::create(self.qemu_pid).and_then(|group| {
             group.limit(share)?;
             Ok(group)
         });
         match limited {
             Ok(group) => {
-                warn!(
-                    vm = self.vm,
-                    "the guest writes faster than the link carries: slowing it down"
-                );
+                warn!(vm = self.vm, "the guest {why}: slowing it down");
                 Vcpus::Limited(group, share)
             }
             Err(error) => {
                 let reason = format!("{error:#}");
                 warn!(
                     vm = self.vm,
-                    "the guest writes faster than the link carries and cannot be slowed down, so \
-                     its output is held for longer: {reason}"
+                    "the guest {why} and cannot be slowed down, so that its output, or a fail-over, \
+                     takes longer: {reason}"
                 );
                 Vcpus::OutOfReach(reason)
             }

@@ -15,6 +15,7 @@ use crate::channel::Channel;
 use crate::clock;
 use crate::group::Membership;
 use crate::heartbeat::Heartbeats;
+use crate::lockstep::primary::{MACHINE, Recording};
 use crate::machine::Machine;
 use crate::paths::PathMonitor;
 use crate::records::Records;
@@ -55,6 +56,8 @@ pub struct Session {
     pub mode: Mode,
     /// How pages are encoded.
     pub encoding: EncodingPlan,
+    /// Its log, in lockstep.
+    pub recording: Option<Recording>,
     /// What was measured.
     pub stats: Stats,
     /// How fast the guest may run.
@@ -74,7 +77,7 @@ pub struct Session {
     pub disk_epoch: AtomicU64,
     /// The paths to the backup.
     pub paths: Arc<PathMonitor>,
-    pub(super) data: Arc<Channel>,
+    pub(crate) data: Arc<Channel>,
     pub(super) heartbeats: Heartbeats,
     pub(super) records: Records,
     /// The last epoch that is on the backup's disks.
@@ -161,12 +164,17 @@ impl Session {
     /// under the lock and the event are one step.
     pub(super) fn event_locked(&self, core: &mut Primary, event: PrimaryEvent) {
         let mut actions = Vec::new();
-        let decided = Instant::now();
+        let (decided, before) = (Instant::now(), core.phase().clone());
         core.handle(clock::now(), event, &mut actions);
         for action in &actions {
             self.group.each(|member| member.perform(action, decided));
         }
-        self.group.ring();
+        // A log's thread has hundreds of epochs a second to see to, and waits for few of their
+        // acknowledgements.
+        let flows = self.recording.as_ref().is_some_and(|recording| !recording.is_blocked());
+        if !flows || before != *core.phase() {
+            self.group.ring();
+        }
     }
 
     /// Under the core's lock, so that the order of actions is the order of
@@ -178,8 +186,10 @@ impl Session {
         match action {
             &PrimaryAction::Release(epoch) => {
                 fail::fail_point!("before-release");
-                self.stats.committed(epoch, clock::now());
-                self.pace.committed(epoch, clock::now());
+                if self.recording.is_none() || epoch <= MACHINE {
+                    self.stats.committed(epoch, clock::now());
+                    self.pace.committed(epoch, clock::now());
+                }
                 for port in self.machine.ports() {
                     port.release_through(epoch, decided);
                 }
@@ -340,13 +350,39 @@ impl Session {
     /// A connection to the backup ended that does not carry its words. While the
     /// backup forgets the VM, and others of its group, it hangs up: then its last
     /// word counts, which the receiving thread reads, and nothing else.
-    pub(super) fn lost_aside(&self, reason: String) {
+    pub(crate) fn lost_aside(&self, reason: String) {
         if self.phase() != PrimaryPhase::StandingDown {
             self.event(PrimaryEvent::PeerGone(reason));
         }
     }
 
-    /// Whether a planned fail-over was asked for.
+    /// The guest stands still until the backup runs it, or until this host turns out to be the
+    /// sole owner after all.
+    pub fn await_hand_over(&self) {
+        loop {
+            let seen = self.machine.doorbell().count();
+            match self.phase() {
+                PrimaryPhase::Halted(_) | PrimaryPhase::Alone(_) => return,
+                _ => self.machine.doorbell().wait(seen, Duration::from_secs(1)),
+            }
+        }
+    }
+
+    /// Whether another epoch may be closed now.
+    pub fn may_capture(&self) -> bool {
+        lock(&self.core).may_capture()
+    }
+
+    /// Epochs that were closed and not acknowledged.
+    pub fn in_flight(&self) -> u64 {
+        lock(&self.core).in_flight()
+    }
+
+    /// Closes a batch of log; see [`Group::cut_batch`].
+    pub fn cut_batch(&self, last: bool) -> Option<Epoch> {
+        self.group.cut_batch(self, last)
+    }
+
     pub fn was_handed_over(&self) -> bool {
         self.group.was_handed_over()
     }

@@ -25,6 +25,7 @@
 //! | [`paths`]   | several paths between the hosts, cut one by one |
 //! | [`resync`]  | only what changed is copied after a failure |
 //! | [`distance`]| a backup far away |
+//! | [`lockstep`] | the same failures of a VM in lockstep |
 //! | [`shapes`]  | two vCPUs, two disks, two cards |
 //! | [`compression`] | every way to encode pages |
 //! | [`counter`] | a guest for every accelerator |
@@ -49,6 +50,7 @@ mod distance;
 mod fencing;
 mod group;
 mod inbound;
+mod lockstep;
 mod lockstep_refusals;
 mod metrics;
 mod paths;

@@ -1,0 +1,258 @@
+//! The backup's side: what came is acknowledged, then executed.
+//!
+//! | thread | does |
+//! |---|---|
+//! | `receive` | takes batches in; they are acknowledged before they are executed |
+//! | `feed` | gives QEMU the log, as it takes it |
+//! | `follow` | sees how far QEMU is, tells the primary, notices one that has diverged |
+//! | `apply` | loads the machine, lets it follow; at the end of the log, goes live |
+
+use super::Rate;
+use super::primary::MACHINE;
+use crate::backup::Session;
+use crate::clock;
+use crate::heartbeat::Pulse;
+use crate::machine::Machine;
+use crate::report::LockstepReport;
+use crate::sync::lock;
+use anyhow::{Context, bail, ensure};
+use std::io::Write;
+use std::sync::{Condvar, Mutex};
+use std::thread;
+use std::time::{Duration, Instant};
+use tracing::info;
+use understudy_encoding::decode_log;
+use understudy_lockstep::{END, Feed, LogPosition, Signs, Watchdog};
+use understudy_protocol::Epoch;
+use understudy_protocol::wire::{LogProgress, Message};
+use understudy_qemu::lockstep::{LogChannel, LogStatus, Request};
+
+/// Log that waits for QEMU here, at most; over it nothing more is read from the wire.
+const WAITING_BYTES: usize = 8 << 20;
+
+/// Log is given to QEMU in pieces.
+const PIECE_BYTES: usize = 64 << 10;
+
+/// How often QEMU's progress is looked at, and how often the primary hears of it.
+const LOOK_INTERVAL: Duration = Duration::from_millis(10);
+const TELL_INTERVAL: Duration = Duration::from_millis(50);
+
+/// A QEMU that has log and does nothing for so long has diverged.
+const PATIENCE: Duration = Duration::from_secs(10);
+
+/// How often a take-over looks whether QEMU has come to the log's end.
+const END_INTERVAL: Duration = Duration::from_micros(250);
+
+/// A log on its way to this host's QEMU.
+#[derive(Debug, Default)]
+pub struct Following {
+    state: Mutex<State>,
+    changed: Condvar,
+    rate: Rate,
+}
+
+#[derive(Debug, Default)]
+struct State {
+    feed: Feed,
+    last: Epoch,
+    /// Nothing more is taken in.
+    ended: bool,
+    /// As of the last look.
+    progress: LogProgress,
+    blocked: bool,
+}
+
+impl Following {
+    /// A log that has not begun.
+    pub fn new() -> Following {
+        let following = Following::default();
+        lock(&following.state).last = MACHINE;
+        following
+    }
+
+    /// Takes a batch in; it may be acknowledged then. False if it is of no more use.
+    pub fn take(&self, message: &Message) -> anyhow::Result<bool> {
+        let epoch = message.header.epoch;
+        let log = decode_log(&message.payload)?;
+        let mut state = lock(&self.state);
+        if state.ended {
+            return Ok(false);
+        }
+        ensure!(epoch == state.last.next(), "batch {epoch} of the log came after {}", state.last);
+        state.feed.receive(&log, clock::now())?;
+        state.last = epoch;
+        self.rate.note(state.feed.received().0);
+        self.changed.notify_all();
+        Ok(true)
+    }
+
+    /// Waits while QEMU has too much before it: the connection's flow control then tells the
+    /// primary.
+    pub fn await_room(&self) {
+        let state = lock(&self.state);
+        let full = |state: &mut State| !state.ended && state.feed.waiting() > WAITING_BYTES;
+        drop(self.changed.wait_while(state, full).expect("see lock"));
+    }
+
+    /// Nothing more will come, or is wanted: QEMU comes to the end of what there is.
+    pub fn end(&self) {
+        let mut state = lock(&self.state);
+        if !state.ended {
+            state.ended = true;
+            state.feed.end();
+            self.changed.notify_all();
+        }
+    }
+
+    /// Waits for the first of the log; false if it has ended before.
+    fn await_log(&self) -> bool {
+        let state = lock(&self.state);
+        let none = |state: &mut State| !state.ended && state.feed.received() == LogPosition(0);
+        let state = self.changed.wait_while(state, none).expect("see lock");
+        state.feed.received() > LogPosition(0)
+    }
+
+    /// The next piece for QEMU; none after the end.
+    fn next_piece(&self) -> Option<Vec<u8>> {
+        let mut state = lock(&self.state);
+        loop {
+            let ready = state.feed.ready();
+            if !ready.is_empty() {
+                return Some(ready[..ready.len().min(PIECE_BYTES)].to_vec());
+            }
+            if state.feed.is_over() {
+                return None;
+            }
+            state = self.changed.wait(state).expect("see lock");
+        }
+    }
+
+    fn gave(&self, bytes: usize) {
+        lock(&self.state).feed.gave(bytes);
+        self.changed.notify_all();
+    }
+
+    /// QEMU shows this of its work. Gives how much of the log it has before it.
+    fn note(&self, status: LogStatus) -> (LogProgress, u64) {
+        let now = clock::now();
+        let mut state = lock(&self.state);
+        state.feed.taken(LogPosition(status.position));
+        let lag = state.feed.behind_since().map_or(Duration::ZERO, |since| now - since);
+        state.blocked = status.is_blocked;
+        state.progress = LogProgress {
+            position: status.position,
+            instructions: status.instructions,
+            lag_us: lag.as_micros() as u64,
+            starved_ns: status.blocked,
+        };
+        (state.progress, state.feed.pending())
+    }
+
+    fn is_over(&self) -> bool {
+        lock(&self.state).feed.is_over()
+    }
+
+    /// What `status` shows.
+    pub fn report(&self) -> LockstepReport {
+        let state = lock(&self.state);
+        LockstepReport {
+            lag_ms: state.progress.lag_us as f64 / 1e3,
+            lag_instructions: 0,
+            log_mbit_s: self.rate.mbit_s(),
+            held_frames: 0,
+            blocked: state.blocked,
+        }
+    }
+}
+
+/// Gives QEMU the log until its end.
+pub fn feed(session: &Session, following: &Following) {
+    let Some(log) = session.machine.log() else { return };
+    while let Some(piece) = following.next_piece() {
+        if (&log.log).write_all(&piece).is_err() {
+            // QEMU has ended, which others notice.
+            return;
+        }
+        following.gave(piece.len());
+    }
+}
+
+/// Watches QEMU follow until the session is over.
+pub fn watch(session: &Session, following: &Following) {
+    let Some(log) = session.machine.log() else { return };
+    let mut dog = Watchdog::new(PATIENCE, clock::now());
+    let (mut told, mut told_at) = (LogProgress::default(), Instant::now());
+    while !session.is_over() {
+        thread::sleep(LOOK_INTERVAL);
+        let (progress, pending) = following.note(log.status());
+        let signs =
+            Signs { taken: LogPosition(progress.position), instructions: progress.instructions };
+        // Before the machine is loaded nothing is executed: then others are waited for.
+        let pending = if progress.position > 0 { pending } else { 0 };
+        if let Some(stuck) = dog.look(signs, pending, clock::now()) {
+            let reason = format!(
+                "the backup has diverged: it has executed nothing for {:.0} s with {pending} bytes \
+                 of log before it; {:?}",
+                stuck.as_secs_f64(),
+                log.status()
+            );
+            return session.give_up(&reason);
+        }
+        let still = LogProgress { starved_ns: told.starved_ns, ..progress } == told;
+        if told_at.elapsed() >= TELL_INTERVAL && !still {
+            session.tell_progress(&progress);
+            (told, told_at) = (progress, Instant::now());
+        }
+    }
+}
+
+/// Loads the machine and lets it execute its log, as soon as there is any.
+pub fn begin(machine: &Machine, following: &Following, device_state: &[u8]) -> anyhow::Result<()> {
+    let log = machine.log().context("this QEMU does not replay")?;
+    machine.load(device_state).context("cannot load the machine's state")?;
+    if following.await_log() {
+        log.ask(Request::Follow)?;
+        machine.monitor().cont()?;
+    }
+    Ok(())
+}
+
+/// Waits until QEMU has executed all of the log, which has ended.
+pub fn await_end(machine: &Machine, following: &Following) -> anyhow::Result<()> {
+    let log = machine.log().context("this QEMU does not replay")?;
+    if !following.await_log() {
+        return Ok(());
+    }
+    let began = Instant::now();
+    let mut dog = Watchdog::new(PATIENCE, clock::now());
+    while !(following.is_over() && log.status().event == u64::from(END)) {
+        let (progress, pending) = following.note(log.status());
+        let signs =
+            Signs { taken: LogPosition(progress.position), instructions: progress.instructions };
+        if dog.look(signs, pending, clock::now()).is_some() {
+            bail!(
+                "this copy has diverged: {pending} bytes of its log are not executed; {:?}",
+                log.status()
+            );
+        }
+        ensure!(machine.is_alive(), "QEMU ended: {}", machine.last_words());
+        thread::sleep(END_INTERVAL);
+    }
+    info!(
+        vm = machine.definition().name,
+        "executed the rest of the log in {:.1} ms",
+        began.elapsed().as_secs_f64() * 1e3
+    );
+    Ok(())
+}
+
+/// A QEMU at the end of its log becomes an ordinary one; its guest runs on.
+pub fn go_live(machine: &Machine) -> anyhow::Result<u64> {
+    let log: &LogChannel = machine.log().context("this QEMU does not replay")?;
+    let mut monitor = machine.monitor();
+    monitor.stop()?;
+    log.ask(Request::GoLive)?;
+    monitor.cont()?;
+    drop(monitor);
+    machine.open_network(&[])
+}

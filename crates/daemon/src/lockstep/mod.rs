@@ -1,0 +1,64 @@
+//! Lockstep between two hosts: QEMU's log flows from the primary's QEMU to the backup's.
+//!
+//! A session in lockstep begins as every session does, with the first synchronisation
+//! (epoch 0) and a first checkpoint (epoch 1), in whose pause the log begins. From then on
+//! its epochs are batches of log:
+//!
+//! | | |
+//! |---|---|
+//! | [`primary`] | QEMU → batch → wire; room for what is not acknowledged |
+//! | [`backup`] | wire → acknowledge → QEMU; lag; the end of the log, and going live |
+//!
+//! Who may let output out, and who may go on alone, decide the machines of
+//! `understudy_protocol`, as in checkpoint mode.
+
+pub mod backup;
+pub mod primary;
+
+use crate::clock;
+use crate::sync::lock;
+use std::collections::VecDeque;
+use std::sync::Mutex;
+use std::time::Duration;
+use tracing::debug;
+use understudy_protocol::Time;
+use understudy_qemu::urgency::raise_this_thread;
+
+/// The rate of the log is an average over this span.
+const RATE_SPAN: Duration = Duration::from_secs(2);
+
+/// Between two looks at a count of bytes.
+const RATE_STEP: Duration = Duration::from_millis(100);
+
+/// Puts this thread before all ordinary ones: output waits for it, and it does little.
+pub fn be_urgent() {
+    if let Err(error) = raise_this_thread() {
+        debug!("no real-time priority for the log: {error}");
+    }
+}
+
+/// How fast a log grows.
+#[derive(Debug, Default)]
+struct Rate(Mutex<VecDeque<(Time, u64)>>);
+
+impl Rate {
+    /// The log has so many bytes now.
+    fn note(&self, bytes: u64) {
+        let now = clock::now();
+        let mut seen = lock(&self.0);
+        if seen.back().is_some_and(|&(at, _)| now - at < RATE_STEP) {
+            return;
+        }
+        seen.push_back((now, bytes));
+        while seen.front().is_some_and(|&(at, _)| now - at > RATE_SPAN) {
+            seen.pop_front();
+        }
+    }
+
+    fn mbit_s(&self) -> f64 {
+        let seen = lock(&self.0);
+        let (Some(first), Some(last)) = (seen.front(), seen.back()) else { return 0.0 };
+        let seconds = (last.0 - first.0).as_secs_f64();
+        if seconds > 0.0 { (last.1 - first.1) as f64 * 8e-6 / seconds } else { 0.0 }
+    }
+}

@@ -1,0 +1,294 @@
+//! The primary's side: log leaves QEMU, is cut into batches and sent.
+//!
+//! One thread waits for log and for output, cuts and sends, so that nothing is handed over on
+//! the way of a frame's log to the wire. Acknowledgements come on the receiving thread, which
+//! releases the frames. QEMU waits while its socket is full.
+
+use super::{Rate, be_urgent};
+use crate::clock;
+use crate::doorbell::Ringing;
+use crate::primary::Session;
+use crate::report::LockstepReport;
+use crate::sync::lock;
+use anyhow::{Context, ensure};
+use nix::errno::Errno;
+use nix::poll::{PollFd, PollFlags, ppoll};
+use nix::sys::time::TimeSpec;
+use std::io::ErrorKind;
+use std::os::fd::AsFd;
+use std::sync::Mutex;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::{Duration, Instant};
+use tracing::info;
+use understudy_encoding::{MOST_LOG_BYTES, encode_log};
+use understudy_lockstep::{Batcher, Pace};
+use understudy_protocol::wire::{HEADER_BYTES, Kind, LogProgress};
+use understudy_protocol::{Epoch, PrimaryPhase};
+use understudy_qemu::lockstep::{LogChannel, LogErrand, Request};
+
+/// The machine as it was copied: the log begins behind this epoch.
+pub const MACHINE: Epoch = Epoch(1);
+
+/// Batches that may be on their way; their bytes are bounded by [`UNACKNOWLEDGED_BYTES`].
+pub const PIPELINE: u64 = 4096;
+
+/// Log that may be sent and not acknowledged.
+const UNACKNOWLEDGED_BYTES: u64 = 4 << 20;
+
+/// Log that no output waits for is sent so much later, for the sake of fewer batches.
+const GATHER: Duration = Duration::from_millis(3);
+
+/// Nothing waits longer than this without looking again.
+const LONGEST_WAIT: Duration = Duration::from_millis(500);
+
+/// Output that was committed and could not be released waits for another batch's commit.
+const RETRY: Duration = Duration::from_millis(10);
+
+/// What a session's threads know of its log.
+#[derive(Debug)]
+pub struct Recording {
+    batcher: Mutex<Batcher>,
+    progress: Mutex<LogProgress>,
+    pace: Mutex<Pace>,
+    rate: Rate,
+    /// The channel is full.
+    blocked: AtomicBool,
+}
+
+impl Recording {
+    /// A log that has not begun.
+    pub fn new() -> Recording {
+        Recording {
+            batcher: Mutex::new(Batcher::new(MACHINE, UNACKNOWLEDGED_BYTES)),
+            progress: Mutex::default(),
+            pace: Mutex::new(Pace::new(clock::now())),
+            rate: Rate::default(),
+            blocked: AtomicBool::new(false),
+        }
+    }
+
+    /// The backup has this epoch and all before it.
+    pub fn acknowledged(&self, epoch: Epoch) {
+        lock(&self.batcher).acknowledged(epoch);
+    }
+
+    /// The backup has executed so much. Gives the part of its processor that the guest may use
+    /// from now on, if that changes.
+    pub fn progressed(&self, progress: LogProgress) -> Option<f64> {
+        *lock(&self.progress) = progress;
+        let mut pace = lock(&self.pace);
+        let lag = Duration::from_micros(progress.lag_us);
+        pace.reported(lag, clock::now()).then(|| pace.share())
+    }
+
+    /// Whether somebody waits for an acknowledgement.
+    pub fn is_blocked(&self) -> bool {
+        self.blocked.load(Ordering::Acquire)
+    }
+
+    /// What `status` shows.
+    pub fn report(&self, log: &LogChannel, held_frames: u64) -> LockstepReport {
+        let (progress, status) = (*lock(&self.progress), log.status());
+        LockstepReport {
+            lag_ms: progress.lag_us as f64 / 1e3,
+            lag_instructions: status.instructions.saturating_sub(progress.instructions),
+            log_mbit_s: self.rate.mbit_s(),
+            held_frames,
+            blocked: self.is_blocked() || status.is_blocked,
+        }
+    }
+}
+
+/// Sends the log until protection ends; the guest runs, and its log began in epoch 1's pause.
+pub fn run(session: &Session, recording: &Recording) -> anyhow::Result<()> {
+    let log = session.machine.log().context("this QEMU does not record")?;
+    let ringing = session.machine.doorbell().listen().context("cannot make an eventfd")?;
+    be_urgent();
+    let cutter = Cutter {
+        session,
+        recording,
+        log,
+        ringing,
+        log_since: None,
+        batch: Vec::new(),
+        message: Vec::new(),
+    };
+    let followed = cutter.follow();
+    // Before QEMU is asked anything else: it may be waiting for room in the log.
+    let freed = release(log);
+    followed.and_then(|()| {
+        let lives = session.machine.is_alive();
+        if lives { freed.context("cannot end the log") } else { Ok(()) }
+    })
+}
+
+/// There is no backup any more: QEMU's log goes to nowhere.
+fn release(log: &LogChannel) -> anyhow::Result<()> {
+    log.ask(Request::Detach)?;
+    Ok(log.discard_log()?)
+}
+
+/// What the log's thread does next.
+enum Turn {
+    Batch,
+    HandOver,
+    End,
+}
+
+/// Cuts the log into batches.
+struct Cutter<'a> {
+    session: &'a Session,
+    recording: &'a Recording,
+    log: &'a LogChannel,
+    ringing: Ringing<'a>,
+    /// Since when there has been log that nobody has read.
+    log_since: Option<Instant>,
+    batch: Vec<u8>,
+    message: Vec<u8>,
+}
+
+impl Cutter<'_> {
+    fn follow(mut self) -> anyhow::Result<()> {
+        loop {
+            match self.next()? {
+                Turn::Batch => self.cut(false)?,
+                Turn::HandOver => return self.hand_over(),
+                Turn::End => return Ok(()),
+            }
+        }
+    }
+
+    /// Waits until there is something to do.
+    fn next(&mut self) -> anyhow::Result<Turn> {
+        loop {
+            self.ringing.clear();
+            match self.session.phase() {
+                // Epoch 1 is on its way; nothing may overtake it.
+                PrimaryPhase::Syncing => {
+                    self.wait(false, LONGEST_WAIT)?;
+                    continue;
+                }
+                PrimaryPhase::Protected => {}
+                _ => return Ok(Turn::End),
+            }
+            let full = lock(&self.recording.batcher).room() == 0 || !self.session.may_capture();
+            self.recording.blocked.store(full, Ordering::Release);
+            if full {
+                // Looked at again: an acknowledgement may have come just before.
+                let room = lock(&self.recording.batcher).room() > 0;
+                if !(room && self.session.may_capture()) {
+                    self.wait(false, LONGEST_WAIT)?;
+                }
+                continue;
+            }
+            if self.session.was_handed_over() {
+                return Ok(Turn::HandOver);
+            }
+            let ports = self.session.machine.ports();
+            if ports.iter().any(|port| port.has_new_output()) {
+                return Ok(Turn::Batch);
+            }
+            let left = match self.log_since {
+                Some(since) => GATHER.saturating_sub(since.elapsed()),
+                None if self.session.in_flight() == 0
+                    && ports.iter().any(|port| port.held_frames() > 0) =>
+                {
+                    RETRY
+                }
+                None => LONGEST_WAIT,
+            };
+            if left.is_zero() {
+                return Ok(Turn::Batch);
+            }
+            let came = self.wait(self.log_since.is_none(), left)?;
+            match came {
+                Came::Log => self.log_since = Some(Instant::now()),
+                Came::Nothing if left == RETRY => return Ok(Turn::Batch),
+                Came::Nothing | Came::Ring => {}
+            }
+        }
+    }
+
+    /// Waits for a ring, and for log if that is asked for.
+    fn wait(&self, for_log: bool, longest: Duration) -> anyhow::Result<Came> {
+        let readable = PollFlags::POLLIN;
+        let mut both = [
+            PollFd::new(self.ringing.as_fd(), readable),
+            PollFd::new(self.log.log.as_fd(), readable),
+        ];
+        let fds = if for_log { &mut both[..] } else { &mut both[..1] };
+        match ppoll(fds, Some(TimeSpec::from_duration(longest)), None) {
+            Ok(0) => Ok(Came::Nothing),
+            Ok(_) if for_log && both[1].any().unwrap_or(true) => Ok(Came::Log),
+            Ok(_) | Err(Errno::EINTR) => Ok(Came::Ring),
+            Err(error) => Err(error).context("cannot wait for log"),
+        }
+    }
+
+    /// In this order: what was sent so far belongs to the batch; all the log that led to it
+    /// has left QEMU; the batch goes.
+    fn cut(&mut self, last: bool) -> anyhow::Result<()> {
+        let Some(epoch) = self.session.cut_batch(last) else { return Ok(()) };
+        self.log_since = None;
+        self.read_all()?;
+        let end = {
+            let mut batcher = lock(&self.recording.batcher);
+            let number = batcher.cut(self.batch.len());
+            ensure!(number == epoch, "batch {number} of the log is epoch {epoch}");
+            batcher.end()
+        };
+        self.recording.rate.note(end.0);
+        encode_log(&self.batch, &mut self.message);
+        fail::fail_point!("before-log");
+        match self.session.data.send_parts(Kind::Log, epoch, &[&self.message]) {
+            Ok(header) => self.session.stats.sent((HEADER_BYTES + header.length) as u64),
+            Err(error) => self.session.lost_aside(format!("cannot send to the backup: {error}")),
+        }
+        Ok(())
+    }
+
+    /// Reads all the log that is there now, which is less than a batch may be: the socket's
+    /// room bounds it. What comes while it reads may be part of it.
+    fn read_all(&mut self) -> anyhow::Result<()> {
+        const PIECE: usize = 64 << 10;
+        self.batch.clear();
+        while self.batch.len() + PIECE <= MOST_LOG_BYTES {
+            let start = self.batch.len();
+            self.batch.resize(start + PIECE, 0);
+            let read = self.log.read_now(&mut self.batch[start..]);
+            self.batch.truncate(start + *read.as_ref().unwrap_or(&0));
+            match read {
+                Ok(0) => anyhow::bail!("QEMU closed its log"),
+                Ok(_) => {}
+                Err(error) if error.kind() == ErrorKind::WouldBlock => break,
+                Err(error) => return Err(error).context("cannot read QEMU's log"),
+            }
+        }
+        Ok(())
+    }
+
+    /// A planned fail-over: the guest stands still, the last of its log goes over, and the
+    /// backup runs it.
+    fn hand_over(&mut self) -> anyhow::Result<()> {
+        // So that there is room for what stopping logs.
+        self.cut(false)?;
+        {
+            let mut monitor = self.session.machine.monitor();
+            let mut pause = self.session.machine.pause(&mut monitor, LogErrand::Detach)?;
+            // The backup has a state of its own; but the log ends where this one was saved.
+            pause.saved(&mut Vec::new())?;
+        }
+        self.cut(true)?;
+        info!(vm = self.session.vm, "the last of the log is on its way");
+        self.session.await_hand_over();
+        Ok(())
+    }
+}
+
+/// What ended a wait.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Came {
+    Log,
+    Ring,
+    Nothing,
+}

@@ -1,0 +1,182 @@
+//! VMs in lockstep: the backup executes the primary's log. The same failures as of VMs with
+//! checkpoints; what clients see is proved in the same way, and the console of the backup is
+//! that of the primary, and more.
+
+use crate::deaths::{await_rounds, unharmed};
+use crate::planned::power_off;
+use crate::stage::{
+    LIMIT, await_degraded, await_forgotten, await_service, close, options, play_protected,
+    prove_disk, prove_survival,
+};
+use anyhow::{Context, Result, ensure};
+use std::path::PathBuf;
+use std::time::Instant;
+use understudy_lab::scene::{ECHO_PORT, RECORDS_PORT, VM};
+use understudy_lab::{ChatterClient, Load, Scene, SceneOptions, wait_for};
+
+/// What keeps the guest's disk and its console busy.
+const BUSY: &str = "n=0; while :; do dd if=/dev/urandom of=/data/noise bs=64k count=32; sync; \
+                    n=$((n + 1)); echo round $n > /dev/console; done";
+
+fn lockstep() -> SceneOptions {
+    SceneOptions { lockstep: true, memory_mib: 256, ..options() }
+}
+
+#[test]
+fn a_primary_is_killed_at_rest() {
+    play_protected(lockstep(), |scene, client| {
+        in_lockstep(scene, "a")?;
+        scene.host_mut("a")?.kill_everything()?;
+        prove_survival(scene, client, "b")
+    });
+}
+
+#[test]
+fn a_primary_is_killed_under_load() {
+    play_protected(lockstep(), |scene, client| {
+        let quiet = console_of(scene, "a")?.len();
+        scene.shell()?.start(BUSY)?;
+        let lab = scene.lab();
+        let pings = ChatterClient::start(lab, scene.guest(RECORDS_PORT), 8, Load::Pings)?;
+        let bulk = ChatterClient::start(lab, scene.guest(ECHO_PORT), 2, Load::Bulk(16 * 1024))?;
+        await_rounds(&pings, 20)?;
+        await_rounds(&bulk, 5)?;
+        let console = console_log(scene, "a")?;
+        scene.host_mut("a")?.kill_everything()?;
+        let said = std::fs::read(console)?;
+        scene.await_live("b")?;
+        await_rounds(&pings, 5)?;
+        await_rounds(&bulk, 2)?;
+        await_service(&client)?;
+        unharmed(&pings.stop())?;
+        unharmed(&bulk.stop())?;
+        no_disk_errors(scene, "b")?;
+        wait_for("the backup to say what the primary said", LIMIT, || {
+            Ok((console_of(scene, "b")?.len() >= said.len() - quiet).then_some(()))
+        })?;
+        let says = console_of(scene, "b")?;
+        ensure!(says.starts_with(&said[quiet..]), "the consoles differ");
+        prove_survival(scene, client, "b")
+    });
+}
+
+#[test]
+fn a_primary_is_cut_off() {
+    play_protected(lockstep(), |scene, client| {
+        scene.shell()?.start(BUSY)?;
+        let (a, b) = (scene.watch_uplink("a", 0)?, scene.watch_uplink("b", 0)?);
+        let cut_at = Instant::now();
+        scene.lab().cut("a")?;
+        scene.await_live("b")?;
+        await_service(&client)?;
+        let fenced = scene.await_fenced("a")?;
+        ensure!(fenced["live"] == false, "a still lives: {fenced}");
+        let first = b.first_frame_after(cut_at)?.context("b answered no client")?;
+        ensure!(a.frames_after(first)? == 0, "a still sent something after b had begun to");
+        scene.lab().heal("a")?;
+        await_service(&client)?;
+        prove_survival(scene, client, "b")
+    });
+}
+
+#[test]
+fn qemu_of_a_primary_is_killed() {
+    play_protected(lockstep(), |scene, client| {
+        scene.host("a")?.kill_qemu(VM)?;
+        prove_survival(scene, client, "b")
+    });
+}
+
+#[test]
+fn a_backup_dies_and_another_one_follows() {
+    play_protected(lockstep(), |scene, client| {
+        scene.shell()?.start(BUSY)?;
+        scene.host_mut("b")?.kill_everything()?;
+        await_degraded(scene, "a")?;
+        await_service(&client)?;
+        scene.restart("b")?;
+        scene.protect("a", "b")?;
+        scene.await_protected("a", |_| ())?;
+        in_lockstep(scene, "a")?;
+        await_service(&client)?;
+        scene.host_mut("a")?.kill_everything()?;
+        prove_survival(scene, client, "b")
+    });
+}
+
+#[test]
+fn the_qemu_of_a_backup_dies() {
+    play_protected(lockstep(), |scene, client| {
+        scene.host("b")?.kill_qemu(VM)?;
+        await_degraded(scene, "a")?;
+        await_service(&client)?;
+        scene.protect("a", "b")?;
+        scene.await_protected("a", |_| ())?;
+        await_service(&client)?;
+        scene.host_mut("a")?.kill_everything()?;
+        prove_survival(scene, client, "b")
+    });
+}
+
+#[test]
+fn a_planned_fail_over_loses_nothing() {
+    play_protected(lockstep(), |scene, client| {
+        scene.shell()?.start(BUSY)?;
+        scene.host("a")?.call(["failover", VM])?;
+        scene.await_live("b")?;
+        await_forgotten(scene, "a")?;
+        prove_survival(scene, client, "b")
+    });
+}
+
+#[test]
+fn the_end_of_protection_leaves_nothing_on_the_backup() {
+    play_protected(lockstep(), |scene, client| {
+        scene.host("a")?.call(["unprotect", VM])?;
+        await_forgotten(scene, "b")?;
+        await_service(&client)?;
+        scene.protect("a", "b")?;
+        scene.await_protected("a", |_| ())?;
+        scene.host("a")?.call(["unprotect", VM])?;
+        scene.host_mut("b")?.kill_everything()?;
+        await_service(&client)?;
+        let acked = close(client)?;
+        prove_disk(scene, "a", acked)
+    });
+}
+
+#[test]
+fn a_guest_powers_off() {
+    play_protected(lockstep(), power_off);
+}
+
+/// Waits until the backup of the guest on `host` follows, and checks what `status` says.
+fn in_lockstep(scene: &Scene, host: &str) -> Result<()> {
+    wait_for("the backup to execute the log", LIMIT, || {
+        let status = scene.status(host)?;
+        ensure!(status["mode"] == "lockstep", "not in lockstep: {status}");
+        let report = &status["lockstep"];
+        let flows = report["log_mbit_s"].as_f64().context("no log_mbit_s")? > 0.0;
+        Ok((flows && report["lag_ms"].as_f64().context("no lag_ms")? < 1e3).then_some(()))
+    })
+}
+
+fn console_log(scene: &Scene, host: &str) -> Result<PathBuf> {
+    let socket = scene.console(host)?;
+    Ok(socket.with_file_name("console.log"))
+}
+
+fn console_of(scene: &Scene, host: &str) -> Result<Vec<u8>> {
+    Ok(std::fs::read(console_log(scene, host)?)?)
+}
+
+fn no_disk_errors(scene: &Scene, host: &str) -> Result<()> {
+    let status = scene.status(host)?;
+    let events = status["events"].as_array().context("no `events` in the status")?;
+    let bad: Vec<_> =
+        events.iter().filter(|event| event.to_string().contains("an error on")).collect();
+    ensure!(bad.is_empty(), "{bad:?}");
+    let kernel = scene.shell()?.run("dmesg | grep -i 'i/o error' | head -3")?;
+    ensure!(kernel.code != 0 || kernel.text.is_empty(), "the guest saw {kernel:?}");
+    Ok(())
+}
