@@ -210,9 +210,9 @@ pub struct BenchGroupArgs {
 
 const BENCH_LOCKSTEP_HELP: &str = "\
 Real programs in a Debian guest on one vCPU without KVM, as lockstep needs it: on plain
-QEMU (tcg), on plain QEMU that counts instructions (icount), in lockstep, and protected by
-checkpoints (latency only); one after the other, round by round. Every time is taken
-outside the guest. Parts and conditions as for `bench pause`; the guest is the one of
+QEMU (tcg), on plain QEMU that counts instructions (icount), on one that records without a
+backup (record), in lockstep, and protected by checkpoints (latency only); one after the
+other, round by round. Every time is taken outside the guest. Parts and conditions as for `bench pause`; the guest is the one of
 `make bench-guest`. Exits with 1 if something could not be measured.
 
 Examples:

@@ -46,9 +46,9 @@ impl Subject {
     /// How the guest is kept while it is measured.
     fn variants(self) -> &'static [Variant] {
         match self {
-            Subject::Idle => &Variant::ALL[2..3],
+            Subject::Idle => &[Variant::Lockstep],
             Subject::Latency => &Variant::ALL,
-            _ => &Variant::ALL[..3],
+            _ => &Variant::ALL[..4],
         }
     }
 }
@@ -61,6 +61,8 @@ pub enum Variant {
     Tcg,
     /// On plain QEMU that counts instructions, as lockstep's does: what lockstep is compared with.
     Icount,
+    /// In a QEMU that records, behind our data plane, without a backup.
+    Record,
     /// Protected in lockstep.
     Lockstep,
     /// Protected by checkpoints, with the policy that one gets.
@@ -69,8 +71,8 @@ pub enum Variant {
 
 impl Variant {
     /// All of them.
-    pub const ALL: [Variant; 4] =
-        [Variant::Tcg, Variant::Icount, Variant::Lockstep, Variant::Checkpoint];
+    pub const ALL: [Variant; 5] =
+        [Variant::Tcg, Variant::Icount, Variant::Record, Variant::Lockstep, Variant::Checkpoint];
 }
 
 /// One measurement to make.

@@ -26,6 +26,7 @@ pub const MOST_ADDED_MS: f64 = 1.5;
 const CONDITIONS: &[&str] = &[
     "both hosts, both QEMUs and the clients share this machine's processors",
     "tcg and icount: QEMU with a tap and a raw file; icount: as lockstep's, without a log",
+    "record: lockstep's guest while it is not protected",
     "ratio: speed beside icount; times are this machine's, not the guest's",
     "medians of the rounds; spread: half of greatest minus least",
 ];

@@ -41,10 +41,11 @@ pub fn table(report: &Report) -> String {
 
 fn workloads(rows: &BTreeMap<Subject, Row>) -> String {
     let mut text = format!(
-        "\n{:9} {:>16} {:>16} {:>16} {:>6} {:>7} {:>10} {:>8} {:>8}\n",
+        "\n{:9} {:>16} {:>16} {:>16} {:>16} {:>6} {:>7} {:>10} {:>8} {:>8}\n",
         "workload",
         "tcg",
         "icount",
+        "record",
         "lockstep",
         "ratio",
         "to tcg",
@@ -69,12 +70,12 @@ fn cells(row: &Row) -> String {
             |runs| format!("{} ± {} {}", number(runs.median), number(runs.spread), short(row.unit)),
         )
     };
-    let of = [Variant::Tcg, Variant::Icount, Variant::Lockstep].map(figure);
+    let of = [Variant::Tcg, Variant::Icount, Variant::Record, Variant::Lockstep].map(figure);
     let rest = [row.ratio, row.ratio_to_tcg, row.log_mbit_s, row.lag_ms_p50, row.lag_ms_p99];
     let [ratio, to_tcg, log, p50, p99] = rest.map(show);
     format!(
-        " {:>16} {:>16} {:>16} {ratio:>6} {to_tcg:>7} {log:>10} {p50:>8} {p99:>8}",
-        of[0], of[1], of[2]
+        " {:>16} {:>16} {:>16} {:>16} {ratio:>6} {to_tcg:>7} {log:>10} {p50:>8} {p99:>8}",
+        of[0], of[1], of[2], of[3]
     )
 }
 

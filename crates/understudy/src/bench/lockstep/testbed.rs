@@ -121,11 +121,13 @@ impl Testbed {
     }
 
     fn measure(&mut self, step: Step, scale: Scale) -> Result<Taken> {
-        self.give_turn(step.variant)?;
-        let guest = &self.guests[&step.variant];
+        let home = home(step.variant);
+        self.give_turn(home)?;
+        let guest = &self.guests[&home];
         let work = || self.work(step.subject, guest, scale);
-        let Guest::Managed(Managed { vm, .. }) = *guest else {
-            return Ok(Taken { sample: work()?, log: None });
+        let vm = match guest {
+            Guest::Managed(managed) if step.variant != Variant::Record => managed.vm,
+            _ => return Ok(Taken { sample: work()?, log: None }),
         };
         let mode = mode(step.variant);
         // A backup that is lost is to be seen, not replaced.
@@ -183,7 +185,7 @@ impl Testbed {
         let options = match variant {
             Variant::Tcg => PlainOptions::bench_guest(files)?,
             Variant::Icount => PlainOptions::counted_bench_guest(files)?,
-            Variant::Lockstep => {
+            Variant::Record | Variant::Lockstep => {
                 self.scene.start_guest("a")?;
                 self.scene.await_guest()?;
                 return Ok(Guest::Managed(Managed { vm: VM, address: GUEST_ADDRESS }));
@@ -235,6 +237,14 @@ impl Testbed {
 fn mode(variant: Variant) -> Mode {
     match variant {
         Variant::Lockstep => Mode::Lockstep,
-        Variant::Tcg | Variant::Icount | Variant::Checkpoint => Mode::Checkpoint,
+        _ => Mode::Checkpoint,
+    }
+}
+
+/// Whose guest a variant is measured on.
+fn home(variant: Variant) -> Variant {
+    match variant {
+        Variant::Record => Variant::Lockstep,
+        other => other,
     }
 }
