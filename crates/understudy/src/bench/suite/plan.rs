@@ -122,12 +122,12 @@ mod tests {
             let left = left(&steps, &samples);
             affordable(left, &samples, Duration::from_secs(seconds)).len()
         };
-        // Each takes 40 s: see `sample`.
+        // Each takes 10 s: see `sample`.
         assert_eq!(affordable(1, 1), 2, "the first round is whole");
-        assert_eq!(affordable(3, 239), 0);
-        assert_eq!(affordable(3, 240), 3);
+        assert_eq!(affordable(3, 59), 0);
+        assert_eq!(affordable(3, 60), 3);
         assert_eq!(affordable(4, 1), 2, "what was begun is ended");
-        assert_eq!(affordable(3, 360), 6);
+        assert_eq!(affordable(3, 90), 6);
     }
 
     #[test]
