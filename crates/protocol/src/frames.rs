@@ -15,30 +15,48 @@ const LENGTH_BYTES: usize = 4;
 /// The card, before the frames of a message.
 const CARD_BYTES: usize = 2;
 
+/// An epoch with more than this is one of a bulk transfer, and so, most likely, is the next.
+const BULK_BYTES: usize = 32 << 10;
+
+/// What is copied of such a next epoch, or its first frame if that is longer.
+const BULK_COPIED_BYTES: usize = 8 << 10;
+
 /// Which of a card's frames are copied: those with which an epoch begins, as many as
 /// there is room for.
+///
+/// In the midst of a bulk transfer those are few: copying it all would replicate the guest's
+/// traffic, and TCP needs no more than the acknowledgement of a first frame to repeat the
+/// rest without waiting for its timer.
 #[derive(Clone, Debug)]
 pub struct Allowance {
     bytes: usize,
     epoch: Epoch,
+    /// The room in this epoch.
+    limit: usize,
     used: usize,
+    /// Bytes of all frames of this epoch, copied or not.
+    seen: usize,
 }
 
 impl Allowance {
     /// So many bytes for each epoch.
     pub fn new(bytes: usize) -> Allowance {
-        Allowance { bytes, epoch: Epoch::default(), used: 0 }
+        Allowance { bytes, epoch: Epoch::default(), limit: bytes, used: 0, seen: 0 }
     }
 
     /// Whether the next frame, which is one of `epoch`, is copied.
     pub fn admit(&mut self, epoch: Epoch, frame_bytes: usize) -> bool {
         if epoch != self.epoch {
-            (self.epoch, self.used) = (epoch, 0);
+            let bulk = epoch == self.epoch.next() && self.seen > BULK_BYTES;
+            let limit = if bulk { BULK_COPIED_BYTES.min(self.bytes) } else { self.bytes };
+            *self = Allowance { bytes: self.bytes, epoch, limit, used: 0, seen: 0 };
         }
         let used = self.used + LENGTH_BYTES + frame_bytes;
-        let admitted = used <= self.bytes;
+        let first = self.seen == 0 && used <= self.bytes;
+        let admitted = first || used <= self.limit;
         // After the first one that does not fit, none: a hole helps nobody.
         self.used = if admitted { used } else { self.bytes };
+        self.seen += LENGTH_BYTES + frame_bytes;
         admitted
     }
 }
@@ -138,9 +156,24 @@ mod tests {
         let longest = FORWARDED_BYTES - LENGTH_BYTES;
         assert!(allowance.admit(Epoch(1), longest));
         assert!(!allowance.admit(Epoch(1), 1));
-        assert!(allowance.admit(Epoch(2), 1000));
-        assert!(!allowance.admit(Epoch(2), longest));
-        assert!(!allowance.admit(Epoch(2), 1), "no hole");
+        assert!(allowance.admit(Epoch(3), 1000));
+        assert!(!allowance.admit(Epoch(3), longest));
+        assert!(!allowance.admit(Epoch(3), 1), "no hole");
+    }
+
+    #[test]
+    fn of_a_bulk_transfer_each_epochs_first_frame_is_enough() {
+        let mut allowance = Allowance::new(FORWARDED_BYTES);
+        let mut copied = |epoch, lengths: &[usize]| {
+            lengths.iter().filter(|&&length| allowance.admit(Epoch(epoch), length)).count()
+        };
+        assert_eq!(copied(1, &[60_000, 60_000, 60_000]), 2);
+        assert_eq!(copied(2, &[60_000, 60_000, 60_000]), 1, "however long it is");
+        assert_eq!(copied(3, &[1_500; 40]), 5);
+        assert_eq!(copied(4, &[1_500; 20]), 5);
+        assert_eq!(copied(5, &[1_500; 20]), 20, "the last epoch had little");
+        assert_eq!(copied(6, &[60_000]), 1);
+        assert_eq!(copied(8, &[60_000, 60_000]), 2, "the last epoch had nothing");
     }
 
     #[test]

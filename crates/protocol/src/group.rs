@@ -106,6 +106,7 @@ impl Rendezvous {
             Some(last) => Some(LastCheckpoint {
                 started: last.started.min(checkpoint.started),
                 resumed: last.resumed.max(checkpoint.resumed),
+                pages: last.pages.max(checkpoint.pages),
             }),
         };
         self.resumed = (self.resumed + 1) % self.members;
@@ -165,7 +166,7 @@ mod tests {
 
     fn checkpoint(started: u64, resumed: u64) -> LastCheckpoint {
         let at = |ms| Time(Duration::from_millis(ms));
-        LastCheckpoint { started: at(started), resumed: at(resumed) }
+        LastCheckpoint { started: at(started), resumed: at(resumed), pages: 0 }
     }
 
     #[test]

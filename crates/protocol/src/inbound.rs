@@ -15,9 +15,8 @@
 use crate::{Allowance, CardIndex, Epoch, KEPT_FOR, PIPELINE_DEPTH, Time};
 use std::collections::BTreeMap;
 
-/// Bytes that are forwarded for each epoch and card: the longest frame and more
-/// beside it, and little enough for a bulk transfer not to be sent twice. The
-/// beginning of one is enough: its acknowledgements make the sender repeat the rest.
+/// Bytes that are forwarded at most for each epoch and card: the longest frame and more
+/// beside it. Of a bulk transfer far less is, see [`Allowance`].
 pub const FORWARDED_BYTES: usize = 128 << 10;
 
 /// What the backup keeps of a guest's inbound frames. Bounded: a few epochs, each

@@ -16,9 +16,8 @@ use crate::wire::{Kind, Message};
 use crate::{Allowance, CardFrames, CardIndex, Epoch, KEPT_FOR, PIPELINE_DEPTH, Time};
 use std::collections::VecDeque;
 
-/// Bytes that are carried for each epoch and card: the longest frame and some beside it.
-/// More would only make epochs larger: of a bulk transfer the beginning is enough, its
-/// acknowledgements make the guest repeat the rest.
+/// Bytes that are carried at most for each epoch and card: the longest frame and some
+/// beside it. Of a bulk transfer far less is, see [`Allowance`].
 pub const CARRIED_BYTES: usize = 80 << 10;
 
 /// What the backup keeps of committed epochs' frames: of those that the primary may not

@@ -10,6 +10,7 @@ const POLICY: Policy = Policy::Adaptive { max_epoch_ms: 200, pause_budget_percen
 const LAST: LastCheckpoint = LastCheckpoint {
     started: Time(Duration::from_millis(1000)),
     resumed: Time(Duration::from_millis(1002)),
+    pages: 0,
 };
 
 fn at(ms: u64) -> Time {
@@ -58,6 +59,21 @@ fn a_busy_guest_pays_with_time_by_its_share() {
 }
 
 #[test]
+fn a_busy_guest_pays_for_its_pages_up_to_a_bound() {
+    let due = |pages, now| {
+        let last = LastCheckpoint { pages, ..LAST };
+        POLICY.due(&Situation { last, ..waiting(now, 1003) }, || FULL_LOAD)
+    };
+    assert_eq!(due(200, 1029), Due::At(at(1029)), "18 ms for the pause, 9 for the pages");
+    assert!(matches!(due(200, 1028), Due::Look(_)));
+    assert_eq!(due(1 << 40, 1035), Due::At(at(1035)), "15 ms for any number of pages");
+    assert!(matches!(due(1 << 40, 1034), Due::Look(_)));
+    let idle = LastCheckpoint { pages: 1000, ..LAST };
+    let situation = Situation { last: idle, ..waiting(1003, 1003) };
+    assert_eq!(POLICY.due(&situation, || IDLE), Due::At(at(1003)));
+}
+
+#[test]
 fn looks_become_rarer() {
     let look = |now: Time| {
         let situation = Situation { now, ..waiting(0, 1003) };
@@ -92,7 +108,7 @@ fn an_epoch_should_arrive_within_its_own_length() {
 
 #[test]
 fn one_very_long_pause_does_not_hold_up_output() {
-    let last = LastCheckpoint { started: at(1000), resumed: at(11_000) };
+    let last = LastCheckpoint { resumed: at(11_000), ..LAST };
     let due = |now| {
         let situation = Situation { last, ..waiting(now, 11_000) };
         POLICY.due(&situation, || FULL_LOAD)
@@ -121,7 +137,8 @@ struct Play {
 
 /// From one resumption to the next pause: when it begins.
 fn next_pause(policy: Policy, play: &Play) -> u64 {
-    let last = LastCheckpoint { started: Time(Duration::ZERO), resumed: micros(play.pause) };
+    let last =
+        LastCheckpoint { started: Time(Duration::ZERO), resumed: micros(play.pause), pages: 0 };
     let commit = play.pause + play.commit;
     let output = play.output_after.map(|after| play.pause + after);
     let mut now = play.pause;

@@ -60,7 +60,7 @@ impl World {
             disk_epoch: Epoch(0),
             digests: BTreeMap::new(),
             dirty: [false; PAGES],
-            last: LastCheckpoint { started: now, resumed: now },
+            last: LastCheckpoint { started: now, resumed: now, pages: 0 },
             busy: true,
             check_at: None,
             next_beat: now,

@@ -175,7 +175,8 @@ impl<'a> Capturer<'a> {
         self.session.stats.captured(timing, watch.now);
         self.session.pace.captured(epoch, self.last_pages, began);
         self.queue(epoch);
-        let checkpoint = LastCheckpoint { started: watch.started, resumed: watch.now };
+        let checkpoint =
+            LastCheckpoint { started: watch.started, resumed: watch.now, pages: self.last_pages };
         self.session.group.rendezvous().resumed(checkpoint);
         self.session.group.ring();
         Ok(())

@@ -147,7 +147,7 @@ pub fn protect(
         output_seen: Mutex::default(),
         outbox,
         inbound,
-        outbound: outbound::Outbound::default(),
+        outbound: outbound::Outbound::new(machine.ports().len()),
         disk_epoch: AtomicU64::new(0),
         data,
         heartbeats: Heartbeats::new(plan.addresses.len()),

@@ -4,20 +4,34 @@
 use super::send::Outgoing;
 use super::session::Session;
 use crate::report::OutboundReport;
+use crate::sync::lock;
+use std::sync::Mutex;
 use std::sync::atomic::{AtomicU64, Ordering};
 use understudy_network::Port;
 use understudy_protocol::wire::Kind;
 use understudy_protocol::{Allowance, CARRIED_BYTES, CardFrames, Epoch, Output};
 
 /// What was carried of a session's outbound frames.
-#[derive(Default)]
 pub struct Outbound {
+    /// Each card's.
+    allowances: Vec<Mutex<Allowance>>,
     frames: AtomicU64,
     bytes: AtomicU64,
     left_out: AtomicU64,
 }
 
 impl Outbound {
+    /// Nothing yet, of a guest with so many cards.
+    pub fn new(cards: usize) -> Outbound {
+        let allowance = || Mutex::new(Allowance::new(CARRIED_BYTES));
+        Outbound {
+            allowances: std::iter::repeat_with(allowance).take(cards).collect(),
+            frames: AtomicU64::new(0),
+            bytes: AtomicU64::new(0),
+            left_out: AtomicU64::new(0),
+        }
+    }
+
     /// What `status` shows.
     pub fn report(&self) -> OutboundReport {
         OutboundReport {
@@ -29,7 +43,7 @@ impl Outbound {
 
     /// The card's frames of `epoch`, as many as there is room for.
     fn gather(&self, port: &Port, epoch: Epoch) -> (CardFrames, u64) {
-        let mut allowance = Allowance::new(CARRIED_BYTES);
+        let mut allowance = lock(&self.allowances[usize::from(port.card().0)]);
         let mut message = CardFrames::outbound(epoch, port.card());
         let (mut frames, mut bytes) = (0, 0);
         port.held_of(epoch, |frame| {

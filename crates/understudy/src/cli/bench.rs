@@ -54,6 +54,10 @@ pub struct SuiteArgs {
     /// Rounds [default: 3; 1 with --quick].
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=100))]
     pub runs: Option<u32>,
+    /// Begin no further round of a workload that does not end within so many minutes, those
+    /// of an interrupted run counted; the first round is always whole.
+    #[arg(long, value_name = "N", default_value = "80", value_parser = clap::value_parser!(u64).range(1..=10_000))]
+    pub minutes: u64,
     /// Begin anew; earlier results are kept beside.
     #[arg(long)]
     pub fresh: bool,

@@ -42,6 +42,7 @@ use progress::Progress;
 use report::Report;
 use std::fs;
 use std::path::Path;
+use std::time::Duration;
 use store::{Beginning, Store};
 use testbed::Bench;
 
@@ -70,7 +71,8 @@ fn measure(args: &SuiteArgs) -> Result<Report> {
     announce(&begun, &store, args);
     let progress = Progress::new(steps.len());
     let report = |store: &Store| write(&args.output, &Report::of(store.run(), store.samples()));
-    runner::run(&mut store, &steps, &progress, |step| bench.measure(step), report)?;
+    let budget = Duration::from_secs(60 * args.minutes);
+    runner::run(&mut store, (&steps, budget), &progress, |step| bench.measure(step), report)?;
     bench.end()?;
     Ok(Report::of(store.run(), store.samples()))
 }

@@ -2,6 +2,7 @@
 
 use super::store::{Outcome, Sample};
 use super::variant::{Subject, Variant};
+use std::time::Duration;
 
 /// One measurement to make.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -16,8 +17,11 @@ pub struct Step {
 
 /// Round by round, each workload in every variant, one after the other, so that what else
 /// the machine does falls on all of them. Each workload and round begins with another
-/// variant. Figures with a laboratory of their own come last, once.
+/// variant. Figures with a laboratory of their own come once, after the first round.
 pub fn plan(subjects: &[Subject], variants: &[Variant], runs: u32) -> Vec<Step> {
+    let own = |&subject: &Subject| {
+        subject.own_variant().map(|variant| Step { round: 1, subject, variant })
+    };
     let mut steps = Vec::new();
     for round in 1..=runs {
         let workloads = subjects.iter().filter(|subject| subject.own_variant().is_none());
@@ -25,17 +29,35 @@ pub fn plan(subjects: &[Subject], variants: &[Variant], runs: u32) -> Vec<Step> 
             let step = |variant| Step { round, subject, variant };
             steps.extend(rotated(variants, n + round as usize - 1).map(step));
         }
+        if round == 1 {
+            steps.extend(subjects.iter().filter_map(own));
+        }
     }
-    let own = |&subject: &Subject| {
-        subject.own_variant().map(|variant| Step { round: 1, subject, variant })
-    };
-    steps.extend(subjects.iter().filter_map(own));
     steps
 }
 
 /// All of `variants` in their order, beginning with that one.
 pub fn rotated<V: Copy>(variants: &[V], first: usize) -> impl Iterator<Item = V> {
     (0..variants.len()).map(move |n| variants[(first + n) % variants.len()])
+}
+
+/// What of `left` fits into `budget`, with what was spent before. Everything is measured once
+/// whatever it takes; after that a workload's round is begun only if it can be ended, so that
+/// all variants have it.
+pub fn affordable(left: Vec<Step>, samples: &[Sample], budget: Duration) -> Vec<Step> {
+    let mut spent: f64 = samples.iter().map(|sample| sample.took_seconds).sum();
+    let mut affordable = Vec::new();
+    for block in left.chunk_by(|one, next| (one.round, one.subject) == (next.round, next.subject)) {
+        let of =
+            |sample: &Sample| (sample.round, sample.subject) == (block[0].round, block[0].subject);
+        let begun = block[0].round == 1 || samples.iter().any(of);
+        spent += seconds_left(block, samples).unwrap_or(0.0);
+        if !begun && spent > budget.as_secs_f64() {
+            break;
+        }
+        affordable.extend(block);
+    }
+    affordable
 }
 
 /// The steps that have no result yet, in order: neither a figure nor a last error.
@@ -88,7 +110,27 @@ mod tests {
             }
         }
         let pause = Step { round: 1, subject: Subject::Pause, variant: Variant::Adaptive };
-        assert_eq!(steps.last(), Some(&pause));
+        assert_eq!(steps[2 * 3], pause);
+    }
+
+    #[test]
+    fn after_the_first_round_only_what_can_be_ended_is_begun() {
+        let steps = plan(&SUBJECTS[..1], &VARIANTS, 3);
+        let done = |count: usize| -> Vec<Sample> {
+            let sample = |step: &Step| seconds(step.subject, step.variant, step.round, 1.0);
+            steps[..count].iter().map(sample).collect()
+        };
+        let affordable = |count, seconds| {
+            let samples = done(count);
+            let left = left(&steps, &samples);
+            affordable(left, &samples, Duration::from_secs(seconds)).len()
+        };
+        // Each takes 10 s: see `sample`.
+        assert_eq!(affordable(1, 1), 2, "the first round is whole");
+        assert_eq!(affordable(3, 59), 0);
+        assert_eq!(affordable(3, 60), 3);
+        assert_eq!(affordable(4, 1), 2, "what was begun is ended");
+        assert_eq!(affordable(3, 90), 6);
     }
 
     #[test]

@@ -5,19 +5,20 @@ use super::progress::Progress;
 use super::store::{Measured, Outcome, Sample, Store};
 use crate::bench::machine::load_average;
 use anyhow::Result;
-use std::time::{Instant, SystemTime, UNIX_EPOCH};
+use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 /// Measures what has no result yet, and keeps each as soon as it is there. What fails is
-/// tried once more. `report` sees the results after each step.
+/// tried once more. `report` sees the results after each step. What does not fit into `budget`
+/// is left out, from the last round on.
 pub fn run(
     store: &mut Store,
-    steps: &[Step],
+    (steps, budget): (&[Step], Duration),
     progress: &Progress,
     mut measure: impl FnMut(&Step) -> Result<Measured>,
     mut report: impl FnMut(&Store) -> Result<()>,
 ) -> Result<()> {
     loop {
-        let left = plan::left(steps, store.samples());
+        let left = left(steps, store, budget);
         let Some(step) = left.first() else { return report(store) };
         let done = steps.len() - left.len();
         progress.begin(step, done, plan::seconds_left(&left, store.samples()));
@@ -28,12 +29,16 @@ pub fn run(
             Err(error) => Outcome::Failed { error: format!("{error:#}"), last: again },
         };
         store.add(sample(step, begun, outcome))?;
-        let left = plan::left(steps, store.samples());
+        let left = self::left(steps, store, budget);
         let newest = store.samples().last().expect("one was added");
         let seconds = plan::seconds_left(&left, store.samples());
         progress.end(step, steps.len() - left.len(), newest, seconds);
         report(store)?;
     }
+}
+
+fn left(steps: &[Step], store: &Store, budget: Duration) -> Vec<Step> {
+    plan::affordable(plan::left(steps, store.samples()), store.samples(), budget)
 }
 
 fn has_failed(store: &Store, step: &Step) -> bool {
@@ -81,7 +86,8 @@ mod tests {
             tried.push(*step);
             measure(step)
         };
-        run(&mut store, &steps, &Progress::new(steps.len()), measure, |_| Ok(())).unwrap();
+        let plan = (&steps[..], Duration::from_secs(3600));
+        run(&mut store, plan, &Progress::new(steps.len()), measure, |_| Ok(())).unwrap();
         (tried, Report::of(store.run(), store.samples()))
     }
 
