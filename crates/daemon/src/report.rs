@@ -156,6 +156,12 @@ pub struct DiskSync {
 pub struct TakeoverReport {
     /// From the suspicion until the arbiter gave the VM to this host.
     pub arbiter_ms: f64,
+    /// Lockstep: how far this host was behind when it suspected the failure.
+    #[serde(default)]
+    pub lag_ms: f64,
+    /// Lockstep: executing what was left of the log, once the arbiter had decided.
+    #[serde(default)]
+    pub log_ms: f64,
     /// Bringing to the disks all that was acknowledged, and the activation record.
     pub activation_ms: f64,
     /// Loading the device state, until the guest ran.

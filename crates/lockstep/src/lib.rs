@@ -25,6 +25,6 @@ mod watchdog;
 pub use batch::Batcher;
 pub use event::{BadEvent, END, EventScanner};
 pub use feed::Feed;
-pub use lag::{Lag, Pace};
+pub use lag::{Lag, MOST_LAG, Pace};
 pub use position::LogPosition;
 pub use watchdog::{Signs, Watchdog};

@@ -134,6 +134,12 @@ impl Page<'_> {
         self.each("vm_cpu_share", help, |vm| {
             vm.throttle.as_ref().map(|throttle| f64::from(throttle.vcpu_percent) / 100.0)
         });
+        self.each("vm_lockstep_lag_seconds", "How far the backup's execution is behind", |vm| {
+            vm.lockstep.map(|lockstep| lockstep.lag_ms / 1e3)
+        });
+        self.each("vm_lockstep_blocked", "1 if QEMU stands still for the log", |vm| {
+            vm.lockstep.map(|lockstep| f64::from(u8::from(lockstep.blocked)))
+        });
         self.each("vm_takeover_seconds", "How long this host's take-over of the VM took", |vm| {
             vm.takeover.as_ref().map(|takeover| takeover.total_ms / 1e3)
         });

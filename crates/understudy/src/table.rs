@@ -46,19 +46,21 @@ pub fn vms(vms: &[VmStatus]) -> String {
 }
 
 /// How fast the guest may run.
-fn processors(throttle: &ThrottleReport) -> String {
+fn processors(throttle: &ThrottleReport, mode: Mode) -> String {
+    let because = match mode {
+        Mode::Checkpoint => "it writes faster than the link",
+        Mode::Lockstep => "it is faster than its backup",
+    };
     let cut_short = match throttle.cut_short {
         0 => String::new(),
         epochs => format!("; {epochs} epochs cut short"),
     };
     match (&throttle.unavailable, throttle.vcpu_percent) {
         (Some(reason), _) => {
-            format!("not slowed down although it writes faster than the link: {reason}{cut_short}")
+            format!("not slowed down although {because}: {reason}{cut_short}")
         }
         (None, 100) => format!("all of their time{cut_short}"),
-        (None, percent) => {
-            format!("{percent} % of their time: it writes faster than the link{cut_short}")
-        }
+        (None, percent) => format!("{percent} % of their time: {because}{cut_short}"),
     }
 }
 
@@ -89,7 +91,7 @@ pub fn vm(vm: &VmStatus) -> String {
         rows.push(["disks copied".to_owned(), disk_sync(sync)]);
     }
     if let Some(throttle) = &vm.throttle {
-        rows.push(["processors".to_owned(), processors(throttle)]);
+        rows.push(["processors".to_owned(), processors(throttle, vm.mode)]);
     }
     if let Some(pid) = vm.qemu_pid {
         rows.push(["QEMU's process".to_owned(), pid.to_string()]);

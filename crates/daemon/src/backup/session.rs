@@ -196,6 +196,9 @@ impl Session {
             }
             &BackupAction::Contest(from) => {
                 self.clock.reach(Stage::Suspected);
+                if let Some(following) = &self.following {
+                    following.note_failure();
+                }
                 for port in self.machine.ports() {
                     port.discard_inbound();
                 }
@@ -341,6 +344,7 @@ impl Session {
                         if let Some(following) = &self.following {
                             lockstep::await_end(&self.machine, following)?;
                         }
+                        self.clock.reach(Stage::Executed);
                         self.activate(generation)?;
                         Ok(state)
                     });
@@ -372,7 +376,8 @@ impl Session {
         };
         self.clock.reach(Stage::Live);
         let injected_frames = self.inbound.inject(&self.machine);
-        Ok(TakeoverReport { injected_frames, resent_frames, ..self.clock.report() })
+        let lag_ms = self.following.as_ref().map_or(0.0, Following::lag_at_failure_ms);
+        Ok(TakeoverReport { lag_ms, injected_frames, resent_frames, ..self.clock.report() })
     }
 
     fn apply_one(

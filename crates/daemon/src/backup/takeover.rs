@@ -12,6 +12,8 @@ pub enum Stage {
     Suspected,
     /// The arbiter has given the VM to this host.
     Granted,
+    /// In lockstep: all of the log is executed.
+    Executed,
     /// All that was acknowledged is on the disks, and the activation record is written.
     Activated,
     /// The guest runs.
@@ -39,7 +41,9 @@ impl Clock {
         };
         TakeoverReport {
             arbiter_ms: between(Stage::Suspected, Stage::Granted),
-            activation_ms: between(Stage::Granted, Stage::Activated),
+            log_ms: between(Stage::Granted, Stage::Executed),
+            lag_ms: 0.0,
+            activation_ms: between(Stage::Executed, Stage::Activated),
             restart_ms: between(Stage::Activated, Stage::Live),
             total_ms: between(Stage::Suspected, Stage::Live),
             injected_frames: 0,

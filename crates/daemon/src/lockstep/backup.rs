@@ -60,6 +60,15 @@ struct State {
     /// As of the last look.
     progress: LogProgress,
     blocked: bool,
+    /// How far behind QEMU was when the primary seemed lost first.
+    lag_at_failure: Option<Duration>,
+}
+
+impl State {
+    /// How long ago the oldest log came that QEMU has not executed.
+    fn lag(&self) -> Duration {
+        self.feed.behind_since().map_or(Duration::ZERO, |since| clock::now() - since)
+    }
 }
 
 impl Following {
@@ -132,12 +141,23 @@ impl Following {
         self.changed.notify_all();
     }
 
+    /// The primary seems lost: how far QEMU is behind is part of the outage.
+    pub fn note_failure(&self) {
+        let mut state = lock(&self.state);
+        let lag = state.lag();
+        state.lag_at_failure.get_or_insert(lag);
+    }
+
+    /// How far QEMU was behind when the primary seemed lost, in milliseconds.
+    pub fn lag_at_failure_ms(&self) -> f64 {
+        lock(&self.state).lag_at_failure.unwrap_or_default().as_secs_f64() * 1e3
+    }
+
     /// QEMU shows this of its work. Gives how much of the log it has before it.
     fn note(&self, status: LogStatus) -> (LogProgress, u64) {
-        let now = clock::now();
         let mut state = lock(&self.state);
         state.feed.taken(LogPosition(status.position));
-        let lag = state.feed.behind_since().map_or(Duration::ZERO, |since| now - since);
+        let lag = state.lag();
         state.blocked = status.is_blocked;
         state.progress = LogProgress {
             position: status.position,

@@ -21,7 +21,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 use tracing::info;
 use understudy_encoding::{MOST_LOG_BYTES, encode_log};
-use understudy_lockstep::{Batcher, Pace};
+use understudy_lockstep::{Batcher, MOST_LAG, Pace};
 use understudy_protocol::wire::{HEADER_BYTES, Kind, LogProgress};
 use understudy_protocol::{Epoch, PrimaryPhase};
 use understudy_qemu::lockstep::{LogChannel, LogErrand, Request};
@@ -51,7 +51,7 @@ pub struct Recording {
     progress: Mutex<LogProgress>,
     pace: Mutex<Pace>,
     rate: Rate,
-    /// The channel is full.
+    /// The channel is full, or the backup too far behind.
     blocked: AtomicBool,
 }
 
@@ -72,6 +72,16 @@ impl Recording {
         lock(&self.batcher).acknowledged(epoch);
     }
 
+    /// The log begins.
+    fn begin(&self) {
+        *lock(&self.pace) = Pace::new(clock::now());
+    }
+
+    /// Whether a fail-over would take too long.
+    fn is_far_behind(&self) -> bool {
+        Duration::from_micros(lock(&self.progress).lag_us) > MOST_LAG
+    }
+
     /// The backup has executed so much. Gives the part of its processor that the guest may use
     /// from now on, if that changes.
     pub fn progressed(&self, progress: LogProgress) -> Option<f64> {
@@ -81,7 +91,7 @@ impl Recording {
         pace.reported(lag, clock::now()).then(|| pace.share())
     }
 
-    /// Whether somebody waits for an acknowledgement.
+    /// Whether somebody waits for an acknowledgement, or for the backup.
     pub fn is_blocked(&self) -> bool {
         self.blocked.load(Ordering::Acquire)
     }
@@ -104,6 +114,9 @@ pub fn run(session: &Session, recording: &Recording) -> anyhow::Result<()> {
     let log = session.machine.log().context("this QEMU does not record")?;
     let ringing = session.machine.doorbell().listen().context("cannot make an eventfd")?;
     be_urgent();
+    recording.begin();
+    // What the first synchronisation asked for has ended with it.
+    session.pace.limit(1.0);
     let cutter = Cutter {
         session,
         recording,
@@ -171,12 +184,11 @@ impl Cutter<'_> {
                 PrimaryPhase::Protected => {}
                 _ => return Ok(Turn::End),
             }
-            let full = lock(&self.recording.batcher).room() == 0 || !self.session.may_capture();
-            self.recording.blocked.store(full, Ordering::Release);
-            if full {
+            let must_wait = self.must_wait();
+            self.recording.blocked.store(must_wait, Ordering::Release);
+            if must_wait {
                 // Looked at again: an acknowledgement may have come just before.
-                let room = lock(&self.recording.batcher).room() > 0;
-                if !(room && self.session.may_capture()) {
+                if self.must_wait() {
                     self.wait(false, LONGEST_WAIT)?;
                 }
                 continue;
@@ -207,6 +219,13 @@ impl Cutter<'_> {
                 Came::Nothing | Came::Ring => {}
             }
         }
+    }
+
+    /// No log is read: the guest will stand still. The backup of a planned fail-over executes
+    /// the rest in any case.
+    fn must_wait(&self) -> bool {
+        let far = self.recording.is_far_behind() && !self.session.was_handed_over();
+        far || lock(&self.recording.batcher).room() == 0 || !self.session.may_capture()
     }
 
     /// Waits for a ring, and for log if that is asked for.
@@ -273,6 +292,7 @@ impl Cutter<'_> {
         // So that there is room for what stopping logs.
         self.cut(false)?;
         {
+            let _full_speed = self.session.pace.lift();
             let mut monitor = self.session.machine.monitor();
             let mut pause = self.session.machine.pause(&mut monitor, LogErrand::Detach)?;
             // The backup has a state of its own; but the log ends where this one was saved.

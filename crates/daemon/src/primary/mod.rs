@@ -369,6 +369,9 @@ fn run_receive(session: &Session) {
                     if let Some(share) = recording.progressed(progress) {
                         session.pace.limit(share);
                     }
+                    if recording.is_blocked() {
+                        session.group.ring();
+                    }
                 }
                 (Err(error), _) => break error.to_string(),
                 (Ok(_), None) => break "the backup sent Progress, but follows no log".to_owned(),

@@ -9,6 +9,9 @@ use crate::stage::{
     prove_disk, prove_survival,
 };
 use anyhow::{Context, Result, ensure};
+use nix::sys::signal::{self, Signal};
+use nix::unistd::Pid;
+use serde_json::Value;
 use std::path::PathBuf;
 use std::time::Instant;
 use understudy_lab::scene::{ECHO_PORT, RECORDS_PORT, VM};
@@ -148,6 +151,44 @@ fn the_end_of_protection_leaves_nothing_on_the_backup() {
 #[test]
 fn a_guest_powers_off() {
     play_protected(lockstep(), power_off);
+}
+
+#[test]
+fn a_backup_that_stalls_is_waited_for() {
+    play_protected(lockstep(), |scene, client| {
+        in_lockstep(scene, "a")?;
+        scene.shell()?.start(BUSY)?;
+        let qemu = stop_qemu(scene, "b")?;
+        let behind = await_blocked(scene, true)?;
+        ensure!(behind["lag_instructions"].as_u64() > Some(0), "{behind}");
+        signal::kill(qemu, Signal::SIGCONT)?;
+        await_blocked(scene, false)?;
+        await_service(&client)?;
+        let qemu = stop_qemu(scene, "b")?;
+        await_blocked(scene, true)?;
+        scene.host_mut("a")?.kill_everything()?;
+        signal::kill(qemu, Signal::SIGCONT)?;
+        let takeover = &scene.await_live("b")?["takeover"];
+        ensure!(takeover["lag_ms"].as_f64() > Some(2e3), "b was not behind: {takeover}");
+        prove_survival(scene, client, "b")
+    });
+}
+
+/// Stops the QEMU of the backup.
+fn stop_qemu(scene: &Scene, host: &str) -> Result<Pid> {
+    let pid = scene.status(host)?["qemu_pid"].as_i64().context("no QEMU")?;
+    let qemu = Pid::from_raw(pid.try_into()?);
+    signal::kill(qemu, Signal::SIGSTOP)?;
+    Ok(qemu)
+}
+
+/// Waits until the guest on host a stands still for its backup, or does not any more.
+fn await_blocked(scene: &Scene, blocked: bool) -> Result<Value> {
+    wait_for("the primary to wait, or to go on", LIMIT, || {
+        let report = scene.status("a")?["lockstep"].clone();
+        let far = report["lag_ms"].as_f64().context("no lag_ms")? > 2e3;
+        Ok((report["blocked"] == blocked && far == blocked).then_some(report))
+    })
 }
 
 /// Waits until the backup of the guest on `host` follows, and checks what `status` says.
