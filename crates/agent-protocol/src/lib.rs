@@ -25,7 +25,9 @@ mod page;
 mod word;
 
 pub use hello::{Hello, HelloError};
-pub use lockstep::{LOCKSTEP_VARIABLE, LOG_NAME, LogErrand, LogPage, LogRole, Request};
+pub use lockstep::{
+    LOCKSTEP_VARIABLE, LOG_NAME, LogErrand, LogPage, LogRole, Request, TICKS_VARIABLE,
+};
 pub use page::{Answer, Order, PausePage};
 pub use word::Word;
 

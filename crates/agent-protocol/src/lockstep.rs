@@ -9,6 +9,10 @@ use std::sync::atomic::{AtomicU64, Ordering};
 /// [`Request`]s come.
 pub const LOCKSTEP_VARIABLE: &str = "UNDERSTUDY_LOCKSTEP";
 
+/// Environment variable with the rate of the guest's time stamp counter, in ticks in 2^32 ns;
+/// without it, it counts nanoseconds.
+pub const TICKS_VARIABLE: &str = "UNDERSTUDY_TICKS";
+
 /// The log's name for QEMU (`rrfile=`). No file of that name is ever opened.
 pub const LOG_NAME: &str = "understudy-log";
 

@@ -14,7 +14,7 @@ use understudy_disk::{Disk, ImageFormat};
 use understudy_protocol::validity::may_start;
 use understudy_protocol::{DiskIndex, Generation, Verdict};
 use understudy_qemu::definition::DiskFormat;
-use understudy_qemu::lockstep::{LogRole, obstacles};
+use understudy_qemu::lockstep::obstacles;
 use understudy_qemu::{Accelerator, VmDefinition};
 
 impl Host {
@@ -28,7 +28,7 @@ impl Host {
         let vms = lock(&self.vms);
         for (name, vm) in vms.iter() {
             let machine = match vm {
-                Vm::Primary(vm) => &vm.machine,
+                Vm::Primary(vm) => &vm.machine(),
                 Vm::Backup(session) => &session.machine,
                 Vm::Fenced(_) => continue,
             };
@@ -84,27 +84,21 @@ impl Host {
         Err(HostError::new(ErrorKind::Invalid, message))
     }
 
-    /// Refuses a mode that the machine, as its QEMU was started, is not made for.
+    /// Refuses a mode that the machine is not made for.
     pub(crate) fn check_mode(&self, machine: &Machine, mode: Mode) -> Result<(), HostError> {
-        let name = &machine.definition().name;
-        let conflict = |message: String| Err(HostError::new(ErrorKind::Conflict, message));
-        if mode == Mode::Lockstep {
-            self.check_lockstep(machine.definition(), machine.accelerator())?;
-            if let Some(obstacle) = machine.lockstep_obstacle() {
-                let message = format!("{name}: {obstacle}; `--mode checkpoint` protects it");
-                return Err(HostError::new(ErrorKind::Invalid, message));
-            }
+        if mode == Mode::Checkpoint {
+            return Ok(());
         }
-        match (machine.lockstep().map(|lockstep| lockstep.role), mode) {
-            (Some(LogRole::Replay), _) => conflict(format!(
-                "{name}'s QEMU took over from a log, and cannot have a backup: stop the VM and \
-                 start it again"
-            )),
-            (None, Mode::Lockstep) => conflict(format!(
-                "{name}'s QEMU does not record: start the VM with `lockstep = true` in its \
-                 definition, or protect it with `--mode checkpoint`"
-            )),
-            _ => Ok(()),
+        self.check_lockstep(machine.definition(), machine.accelerator())?;
+        match machine.lockstep_obstacle() {
+            None => Ok(()),
+            Some(obstacle) => {
+                let message = format!(
+                    "{}: {obstacle}; `--mode checkpoint` protects it",
+                    machine.definition().name
+                );
+                Err(HostError::new(ErrorKind::Invalid, message))
+            }
         }
     }
 

@@ -101,6 +101,7 @@ impl Host {
             request.vms.iter().map(|vm| self.own_member(name, vm)).collect::<Result<_, _>>()?;
         let _none_is_repaired: Vec<_> = vms.iter().map(|vm| lock(&vm.protecting)).collect();
         vms.iter().try_for_each(|vm| self.check_protectable(vm))?;
+        vms.iter().try_for_each(|vm| self.make_fit(vm, Mode::Checkpoint))?;
         let policy = common_policy(&vms, request.policy)?;
         // A group that lost its protection is left to the operator: repair knows
         // single VMs only.
@@ -117,7 +118,7 @@ impl Host {
             .map(|vm| self.plan_protection(vm, &request))
             .collect::<Result<Vec<_>, _>>()?;
         let member = |(vm, plan): (&Arc<PrimaryVm>, &primary::Plan)| Member {
-            vm: vm.machine.definition().name.clone(),
+            vm: vm.name().to_owned(),
             generation: plan.generation,
         };
         let members = vms.iter().zip(&plans).map(member).collect();
@@ -151,7 +152,7 @@ impl Host {
     fn abandon(&self, begun: &[Arc<PrimaryVm>]) {
         for vm in begun {
             if let Err(error) = self.end_protection(vm) {
-                warn!(vm = vm.machine.definition().name, "{error}");
+                warn!(vm = vm.name(), "{error}");
             }
             vm.accept_unprotected();
         }
@@ -159,7 +160,7 @@ impl Host {
 
     /// The other members of a VM's group on this host.
     pub(crate) fn fellows(&self, vm: &PrimaryVm) -> Vec<Arc<PrimaryVm>> {
-        let own = &vm.machine.definition().name;
+        let own = vm.name();
         let vms = lock(&self.vms);
         let others = vm.fellow_names().into_iter().filter(|name| name != own);
         let primary = |name: String| match vms.get(&name) {
@@ -172,14 +173,14 @@ impl Host {
     /// A VM leaves its host for good: the rest of its group is not protected any
     /// more, which nobody asked for.
     pub(crate) fn leave_group(&self, vm: &PrimaryVm, fellows: &[Arc<PrimaryVm>]) {
-        let name = &vm.machine.definition().name;
+        let name = vm.name();
         // One that is still protected says itself how that goes on.
         for fellow in fellows.iter().filter(|fellow| fellow.active_session().is_none()) {
             let reason = format!(
                 "{name}, of the same group, was stopped, which ended the group; not protected \
                  until `understudy protect`"
             );
-            warn!(vm = fellow.machine.definition().name, "{reason}");
+            warn!(vm = fellow.name(), "{reason}");
             fellow.degrade(reason);
         }
     }
@@ -205,7 +206,7 @@ fn check_request(name: &str, request: &GroupRequest) -> Result<(), HostError> {
 
 /// The group has one policy: the one asked for, or what all definitions say.
 fn common_policy(vms: &[Arc<PrimaryVm>], asked: Option<Policy>) -> Result<Policy, HostError> {
-    let mut policies = vms.iter().map(|vm| vm.machine.definition().policy.unwrap_or_default());
+    let mut policies = vms.iter().map(|vm| vm.machine().definition().policy.unwrap_or_default());
     let first = policies.next().unwrap_or_default();
     match asked {
         Some(policy) => Ok(policy),

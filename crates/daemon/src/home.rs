@@ -19,6 +19,8 @@ pub(crate) const CONSOLE_LOG: &str = "console.log";
 pub(crate) const AGENT: &str = "agent";
 
 const DIRECTORY: &str = "qemu";
+/// Of a QEMU that is to go on in another's place.
+const NEXT: &str = "qemu.next";
 const KVM: &str = "/dev/kvm";
 
 /// The socket of a disk's server, in QEMU's directory.
@@ -41,6 +43,35 @@ impl Home {
         Ok(Home { directory, user })
     }
 
+    /// The directory of a QEMU that is to go on in the place of one that lives. Both append
+    /// to one log of the console.
+    pub(crate) fn prepare_next(vm_directory: &Path, user: Option<User>) -> anyhow::Result<Home> {
+        let directory = vm_directory.join(NEXT);
+        let prepare = || -> std::io::Result<()> {
+            remove_directory(&directory)?;
+            std::fs::create_dir(&directory)?;
+            let log = vm_directory.join(DIRECTORY).join(CONSOLE_LOG);
+            if log.exists() {
+                std::fs::hard_link(log, directory.join(CONSOLE_LOG))?;
+            }
+            user::give_directory(&directory, user, CONSOLE_LOG)
+        };
+        prepare().with_context(|| format!("cannot prepare {}", directory.display()))?;
+        Ok(Home { directory, user })
+    }
+
+    /// The next QEMU's directory takes the place of the former's, which has ended.
+    pub(crate) fn replace(vm_directory: &Path) -> std::io::Result<()> {
+        let directory = vm_directory.join(DIRECTORY);
+        remove_directory(&directory)?;
+        std::fs::rename(vm_directory.join(NEXT), directory)
+    }
+
+    /// Where the daemon finds a file of it once it is the VM's only one.
+    pub(crate) fn lasting_path(&self, name: &str) -> PathBuf {
+        self.directory.with_file_name(DIRECTORY).join(name)
+    }
+
     pub(crate) fn directory(&self) -> &Path {
         &self.directory
     }
@@ -53,6 +84,13 @@ impl Home {
     /// Lets QEMU connect to a socket that the daemon has made in it.
     pub(crate) fn give_socket(&self, socket: &Path) -> std::io::Result<()> {
         user::give_socket(socket, self.user)
+    }
+}
+
+fn remove_directory(directory: &Path) -> std::io::Result<()> {
+    match std::fs::remove_dir_all(directory) {
+        Err(error) if error.kind() != std::io::ErrorKind::NotFound => Err(error),
+        _ => Ok(()),
     }
 }
 

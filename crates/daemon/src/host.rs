@@ -150,6 +150,7 @@ impl Host {
             disks,
             role: Role::Fresh,
             lockstep,
+            former: None,
             on_event: self.event_sink(&name),
         };
         let machine = self.launch(plan).map_err(|error| failed("cannot start the VM", &error))?;
@@ -240,8 +241,9 @@ impl Host {
         request: ProtectRequest,
     ) -> Result<(), HostError> {
         self.check_protectable(vm)?;
+        self.make_fit(vm, request.mode)?;
         let plan = self.plan_protection(vm, &request)?;
-        let membership = Membership::of_one(&vm.machine.definition().name, plan.generation);
+        let membership = Membership::of_one(vm.name(), plan.generation);
         let group = primary::Group::new(membership, plan.timeout, request.output);
         // Before protection can be lost again.
         let former = vm.repairer.wish();
@@ -251,7 +253,7 @@ impl Host {
 
     /// Refuses to protect what is protected, or cannot be.
     pub(crate) fn check_protectable(&self, vm: &PrimaryVm) -> Result<(), HostError> {
-        let name = &vm.machine.definition().name;
+        let name = vm.name();
         if let Some(session) = vm.active_session() {
             let message = format!(
                 "{name} is protected to {} already: run `understudy unprotect {name}` first",
@@ -272,7 +274,7 @@ impl Host {
         plan: primary::Plan,
         group: (Arc<primary::Group>, usize),
     ) -> Result<(), HostError> {
-        let (name, peer) = (vm.machine.definition().name.clone(), plan.peer.clone());
+        let (name, peer) = (vm.name().to_owned(), plan.peer.clone());
         let output = plan.wish.output;
         let host = Arc::downgrade(self);
         let owner = Arc::downgrade(vm);
@@ -281,7 +283,7 @@ impl Host {
                 host.protection_over(&vm, phase);
             }
         };
-        let session = primary::protect(vm.machine.clone(), plan, group, over)
+        let session = primary::protect(vm.machine(), plan, group, over)
             .map_err(|error| refused(&format!("cannot protect {name} to {peer}"), &error))?;
         vm.begin(session);
         vm.events.note(format!("protection to {peer} begins"));
@@ -443,10 +445,10 @@ impl Host {
     }
 
     fn power_off(&self, vm: &PrimaryVm) -> Result<(), HostError> {
-        vm.machine
+        vm.machine()
             .press_power_button()
             .map_err(|error| failed("cannot press the power button", &error))?;
-        let name = &vm.machine.definition().name;
+        let name = vm.name();
         let deadline = Instant::now() + POWER_OFF_TIMEOUT;
         // The guest's power-off removes the VM.
         while lock(&self.vms).contains_key(name) {
@@ -468,7 +470,8 @@ impl Host {
         request: &ProtectRequest,
     ) -> Result<primary::Plan, HostError> {
         let invalid = |message: String| Err(HostError::new(ErrorKind::Invalid, message));
-        let definition = vm.machine.definition();
+        let machine = vm.machine();
+        let definition = machine.definition();
         let Some(arbiter) = self.arbiter.clone() else {
             return invalid(
                 "this host's configuration has no [arbiter]: without one, nobody may decide who \
@@ -493,7 +496,6 @@ impl Host {
                     .to_owned(),
             );
         }
-        self.check_mode(&vm.machine, request.mode)?;
         let policy = request.policy.or(definition.policy).unwrap_or_default();
         policy.validate().map_err(|error| HostError::new(ErrorKind::Invalid, error))?;
         request.encoding.validate().map_err(|error| HostError::new(ErrorKind::Invalid, error))?;
@@ -501,7 +503,7 @@ impl Host {
             // Started without an arbiter's record.
             Generation(0) => {
                 let generation = self.take_ownership(&definition.name, Generation(0))?;
-                self.note_generation_of(&vm.machine, generation)?;
+                self.note_generation_of(&machine, generation)?;
                 generation
             }
             generation => generation,
@@ -520,7 +522,7 @@ impl Host {
             qemu_version: self.capabilities.version.to_string(),
             session: resync::fresh_session(&self.config.name, &definition.name)
                 .map_err(internal)?,
-            sessions: resync::track(&vm.machine, &self.records, &directory)
+            sessions: resync::track(&machine, &self.records, &directory)
                 .map_err(|error| failed("cannot note the changes of the disks", &error))?,
             records: self.records.clone(),
             wish: request.clone(),

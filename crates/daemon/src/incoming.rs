@@ -202,6 +202,7 @@ fn stand_by(
         disks: mirrors.iter().map(|mirror| mirror.disk().clone()).collect(),
         role: Role::Standby,
         lockstep: lockstep_of(offer),
+        former: None,
         on_event: host.event_sink(&name),
     })?;
     let plan = backup::Plan {

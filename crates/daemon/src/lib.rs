@@ -31,6 +31,7 @@ mod repair;
 pub mod report;
 mod resync;
 mod room;
+mod succession;
 mod survey;
 mod sync;
 mod tls;

@@ -25,6 +25,11 @@ impl Host {
         Ok(machine)
     }
 
+    /// The VM's machine is another one.
+    pub(crate) fn presences_of(&self, name: &str, machine: &Machine) {
+        lock(&self.presences).insert(name.to_owned(), machine.presence());
+    }
+
     /// Waits until the last machine of that name is gone: its sockets, taps and
     /// images are in use until the last thread lets go of it, a moment after
     /// its end.
@@ -44,7 +49,7 @@ impl Host {
     /// Waits until this host has forgotten a VM that lives elsewhere by the
     /// operator's wish: from then on it may be its backup.
     pub(crate) fn await_handed_over(&self, vm: &PrimaryVm) -> Result<(), HostError> {
-        let name = &vm.machine.definition().name;
+        let name = vm.name();
         let deadline = Instant::now() + FORMER_TIMEOUT;
         let is_there =
             |current: &Vm| matches!(current, Vm::Primary(current) if std::ptr::eq(&**current, vm));
@@ -66,7 +71,7 @@ impl Host {
         wish: Option<ProtectRequest>,
     ) -> Arc<PrimaryVm> {
         let vm = Arc::new(PrimaryVm::new(machine, generation, wish));
-        let name = vm.machine.definition().name.clone();
+        let name = vm.name().to_owned();
         lock(&self.vms).insert(name, Vm::Primary(vm.clone()));
         if self.config.repair.enabled {
             repair::start(self, &vm);
@@ -125,7 +130,7 @@ impl Host {
     pub(crate) fn protection_over(self: &Arc<Self>, vm: &Arc<PrimaryVm>, phase: PrimaryPhase) {
         match phase {
             PrimaryPhase::Alone(Some(reason)) => {
-                warn!(vm = vm.machine.definition().name, "not protected any more: {reason}");
+                warn!(vm = vm.name(), "not protected any more: {reason}");
                 vm.events.note(format!("not protected any more: {reason}"));
                 self.note_generation(vm);
                 vm.repairer.lost(&reason);
@@ -139,7 +144,7 @@ impl Host {
                 self.fence(vm, reason);
                 if vm.was_handed_over() {
                     // Nothing went wrong: this host has nothing to do with it any more.
-                    lock(&self.vms).remove(&vm.machine.definition().name);
+                    lock(&self.vms).remove(vm.name());
                 }
             }
             _ => {}
@@ -149,13 +154,13 @@ impl Host {
     /// Sole ownership may have come with a new generation. Recovery does without this
     /// note if it has to.
     fn note_generation(&self, vm: &PrimaryVm) {
-        if let Err(error) = self.note_generation_of(&vm.machine, vm.generation()) {
-            warn!(vm = vm.machine.definition().name, "{error}");
+        if let Err(error) = self.note_generation_of(&vm.machine(), vm.generation()) {
+            warn!(vm = vm.name(), "{error}");
         }
     }
 
     fn note_role(&self, vm: &PrimaryVm, role: ImageRole) {
-        let name = &vm.machine.definition().name;
+        let name = vm.name();
         if let Err(error) = self.records.change(name, |record| {
             record.image.role = role;
             record.image.generation = vm.generation();
@@ -165,9 +170,9 @@ impl Host {
     }
 
     /// The VM lives elsewhere, or nowhere.
-    fn fence(&self, vm: &PrimaryVm, reason: String) {
-        vm.machine.halt();
-        let name = vm.machine.definition().name.clone();
+    pub(crate) fn fence(&self, vm: &PrimaryVm, reason: String) {
+        vm.machine().halt();
+        let name = vm.name().to_owned();
         let fenced = FencedVm { name: name.clone(), generation: vm.generation(), reason };
         let mut vms = lock(&self.vms);
         if matches!(vms.get(&name), Some(Vm::Primary(current)) if std::ptr::eq(&**current, vm)) {
@@ -185,18 +190,15 @@ impl Host {
         match ended {
             Ok(PrimaryPhase::Alone(_)) => Ok(()),
             Ok(phase) | Err(phase) => {
-                let message = format!(
-                    "protection of {} did not end: {phase:?}",
-                    vm.machine.definition().name
-                );
+                let message = format!("protection of {} did not end: {phase:?}", vm.name());
                 Err(HostError::new(ErrorKind::Unreachable, message))
             }
         }
     }
 
     pub(crate) fn remove_primary(&self, vm: &PrimaryVm) {
-        vm.machine.halt();
-        let name = &vm.machine.definition().name;
+        vm.machine().halt();
+        let name = vm.name();
         self.note_role(vm, ImageRole::Stopped);
         lock(&self.vms).remove(name);
         if let Some(arbiter) = &self.arbiter {

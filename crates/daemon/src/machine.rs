@@ -16,7 +16,7 @@ use tracing::{info, warn};
 use understudy_disk::{Disk, NbdServer};
 use understudy_memory::agent::{AgentLink, AgentListener};
 use understudy_memory::{DirtyTracker, GuestRam, ProcessMemory, RamBlock};
-use understudy_network::{CARDS_VARIABLE, GuestEnd, Port, PortConfig};
+use understudy_network::{CARDS_VARIABLE, GuestEnd, NetworkError, NextGuest, Port, PortConfig};
 use understudy_protocol::{BlockId, CardIndex};
 use understudy_qemu::command::{Console, Lockstep};
 use understudy_qemu::lockstep::{self, LogChannel, LogEnds, LogErrand};
@@ -51,6 +51,8 @@ pub struct Plan<'a> {
     pub role: Role,
     /// How its QEMU takes part in lockstep; none if it does not.
     pub lockstep: Option<Lockstep>,
+    /// The machine in whose place it is to go on: it has the same memory, disks and ports.
+    pub former: Option<&'a Machine>,
     /// Called on a thread of the machine's for everything that happens by itself.
     pub on_event: Box<dyn Fn(MachineEvent) + Send>,
 }
@@ -75,7 +77,9 @@ pub struct Machine {
     blocks: Vec<RamBlock>,
     tracker: Mutex<Option<DirtyTracker>>,
     disks: Vec<Arc<Disk>>,
-    ports: Vec<Port>,
+    ports: Vec<Arc<Port>>,
+    /// The ports' sockets to this QEMU, while another one has them.
+    next_guests: Mutex<Vec<NextGuest>>,
     monitor: Mutex<Monitor>,
     device_state: DeviceState,
     pauser: Pauser,
@@ -84,6 +88,8 @@ pub struct Machine {
     log: Option<LogChannel>,
     console: Option<PathBuf>,
     doorbell: Arc<Doorbell>,
+    /// Another machine has its place.
+    retired: AtomicBool,
     process: Arc<Process>,
     // Held open: their ends tell QEMU that this daemon lives.
     agent: AgentLink,
@@ -104,18 +110,27 @@ impl Machine {
     /// Starts QEMU; the guest stands still until [`Machine::ensure_running`] or
     /// [`Machine::go_live`].
     pub fn launch(plan: Plan<'_>) -> anyhow::Result<Machine> {
-        let doorbell = Arc::new(Doorbell::default());
-        let ram = Arc::new(GuestRam::create(plan.definition.memory.bytes())?);
+        let doorbell = plan.former.map_or_else(Arc::default, |former| former.doorbell.clone());
+        let ram = match plan.former {
+            Some(former) => former.ram.clone(),
+            None => Arc::new(GuestRam::create(plan.definition.memory.bytes())?),
+        };
         let device_state = DeviceState::create()?;
         let user = plan.run_as.next();
-        let home = Home::prepare(plan.run_dir, user)?;
+        let home = match plan.former {
+            Some(_) => Home::prepare_next(plan.run_dir, user)?,
+            None => Home::prepare(plan.run_dir, user)?,
+        };
         user::give(ram.fd(), user)?;
         user::give(&device_state, user)?;
         let servers = serve_disks(&plan, &home)?;
-        let ports = open_ports(&plan, &doorbell)?;
-        let guest_ends = ports.iter().map(Port::attach_guest).collect::<Result<Vec<_>, _>>()?;
+        let ports = match plan.former {
+            Some(former) => former.ports.clone(),
+            None => open_ports(&plan, &doorbell)?,
+        };
+        let (guest_ends, next_guests) = attach(&ports, plan.former.is_some())?;
         let (monitors, qemus_ends) = MonitorSockets::create()?;
-        let console = plan.definition.console.then(|| home.path(CONSOLE));
+        let console = plan.definition.console.then(|| home.lasting_path(CONSOLE));
         let listener = AgentListener::bind(home.path(AGENT))?;
         user::give_socket(listener.path(), user)?;
         let lent = Lent::open(&plan, user)?;
@@ -146,6 +161,7 @@ impl Machine {
         if let (Some(ends), Some(lockstep)) = (&qemus_log, &plan.lockstep) {
             inherit.extend(ends.descriptors());
             environment.push(ends.environment(lockstep.role));
+            environment.extend(lockstep.clock.environment());
         }
         environment.extend(cards_variable(&guest_ends));
         let qemu = Qemu::launch(&Launch {
@@ -180,6 +196,7 @@ impl Machine {
             tracker: Mutex::new(None),
             disks: plan.disks,
             ports,
+            next_guests: Mutex::new(next_guests),
             monitor: Mutex::new(monitor),
             device_state,
             pauser,
@@ -187,6 +204,7 @@ impl Machine {
             log,
             console,
             doorbell,
+            retired: AtomicBool::new(false),
             process,
             agent,
             _servers: servers,
@@ -230,7 +248,7 @@ impl Machine {
     }
 
     /// The cards, in the definition's order.
-    pub fn ports(&self) -> &[Port] {
+    pub fn ports(&self) -> &[Arc<Port>] {
         &self.ports
     }
 
@@ -375,11 +393,36 @@ impl Machine {
         Ok(self.monitor().system_powerdown()?)
     }
 
+    /// Takes the ports over from the machine in whose place this one goes on.
+    pub(crate) fn take_ports(&self) {
+        let next_guests = std::mem::take(&mut *lock(&self.next_guests));
+        for (port, next) in self.ports.iter().zip(next_guests) {
+            port.hand_over(next);
+        }
+    }
+
     /// Ends this copy for good. Nothing leaves it afterwards.
     pub fn halt(&self) {
-        for port in &self.ports {
-            port.shut();
+        // Not if they are another machine's: it has taken them, or not given them yet.
+        if !self.is_retired() && lock(&self.next_guests).is_empty() {
+            for port in &self.ports {
+                port.shut();
+            }
         }
+        self.end();
+    }
+
+    /// Ends this copy for good; another has its place, and its ports.
+    pub(crate) fn retire(&self) {
+        self.retired.store(true, Ordering::Release);
+        self.end();
+    }
+
+    fn is_retired(&self) -> bool {
+        self.retired.load(Ordering::Acquire)
+    }
+
+    fn end(&self) {
         let halted_before = self.process.halted.swap(true, Ordering::AcqRel);
         if !halted_before {
             if let Err(error) = self.process.qemu.kill() {
@@ -398,7 +441,7 @@ impl Drop for Machine {
 fn serve_disks(plan: &Plan<'_>, home: &Home) -> anyhow::Result<Vec<NbdServer>> {
     let mut servers = Vec::new();
     for disk in &plan.disks {
-        if plan.role == Role::Standby {
+        if plan.role == Role::Standby && plan.former.is_none() {
             disk.set_read_only(true);
         }
         let socket = home.path(&disk_socket(disk));
@@ -408,7 +451,7 @@ fn serve_disks(plan: &Plan<'_>, home: &Home) -> anyhow::Result<Vec<NbdServer>> {
     Ok(servers)
 }
 
-fn open_ports(plan: &Plan<'_>, doorbell: &Arc<Doorbell>) -> anyhow::Result<Vec<Port>> {
+fn open_ports(plan: &Plan<'_>, doorbell: &Arc<Doorbell>) -> anyhow::Result<Vec<Arc<Port>>> {
     let mut ports = Vec::new();
     for (i, card) in plan.definition.cards.iter().enumerate() {
         let doorbell = doorbell.clone();
@@ -420,9 +463,22 @@ fn open_ports(plan: &Plan<'_>, doorbell: &Arc<Doorbell>) -> anyhow::Result<Vec<P
             live: plan.role == Role::Fresh,
             output_limit_bytes: understudy_network::DEFAULT_LIMIT_BYTES,
         };
-        ports.push(Port::open(config, Arc::new(move || doorbell.ring()))?);
+        ports.push(Arc::new(Port::open(config, Arc::new(move || doorbell.ring()))?));
     }
     Ok(ports)
+}
+
+/// QEMU's ends of the ports' sockets; the ports' own ends only if another QEMU has the ports.
+fn attach(
+    ports: &[Arc<Port>],
+    later: bool,
+) -> Result<(Vec<GuestEnd>, Vec<NextGuest>), NetworkError> {
+    if later {
+        let prepared = ports.iter().map(|port| port.prepare_guest());
+        return Ok(prepared.collect::<Result<Vec<_>, _>>()?.into_iter().unzip());
+    }
+    let ends = ports.iter().map(|port| port.attach_guest()).collect::<Result<_, _>>()?;
+    Ok((ends, Vec::new()))
 }
 
 fn open_log(plan: &Plan<'_>) -> std::io::Result<Option<(LogChannel, LogEnds)>> {

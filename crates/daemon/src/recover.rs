@@ -40,7 +40,7 @@ impl Host {
     /// What this host says of its images of a VM.
     pub(crate) fn images_answer(&self, vm: &str) -> Result<ImagesAnswer, HostError> {
         let busy = match lock(&self.vms).get(vm) {
-            Some(Vm::Primary(vm)) if vm.machine.is_alive() => Some("runs it".to_owned()),
+            Some(Vm::Primary(vm)) if vm.machine().is_alive() => Some("runs it".to_owned()),
             Some(Vm::Backup(session)) => Some(format!("stands by for host {}", session.primary)),
             _ => None,
         };

@@ -132,7 +132,7 @@ fn jitter() -> u32 {
 pub(crate) fn start(host: &Arc<Host>, vm: &Arc<PrimaryVm>) {
     let (host, weak) = (Arc::downgrade(host), Arc::downgrade(vm));
     let inbox = vm.repairer.inbox.clone();
-    let name = vm.machine.definition().name.clone();
+    let name = vm.name().to_owned();
     let thread = thread::Builder::new().name(format!("repair-{name}"));
     if let Err(error) = thread.spawn(move || watch(&host, &weak, &inbox)) {
         error!(vm = name, "lost protection will not be restored: {error}");
@@ -164,9 +164,8 @@ fn step(host: &Weak<Host>, weak: &Weak<PrimaryVm>, event: RepairEvent) -> Option
             event = RepairEvent::Protected;
         }
         let actions = vm.repairer.handle(event);
-        vm.repairer.log_round(&vm.machine.definition().name);
-        let (name, memory) =
-            (vm.machine.definition().name.clone(), vm.machine.definition().memory.bytes());
+        vm.repairer.log_round(vm.name());
+        let (name, memory) = (vm.name().to_owned(), vm.machine().definition().memory.bytes());
         drop(vm);
         for action in actions {
             let host = host.upgrade()?;

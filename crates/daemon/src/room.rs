@@ -67,7 +67,7 @@ impl Host {
 
     fn machines(&self) -> Vec<Arc<Machine>> {
         let machine = |vm: &Vm| match vm {
-            Vm::Primary(vm) => Some(vm.machine.clone()),
+            Vm::Primary(vm) => Some(vm.machine()),
             Vm::Backup(session) => Some(session.machine.clone()),
             Vm::Fenced(_) => None,
         };

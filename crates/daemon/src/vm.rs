@@ -48,8 +48,9 @@ pub enum Vm {
 
 /// A VM that runs on this host.
 pub struct PrimaryVm {
-    /// The machine.
-    pub machine: Arc<Machine>,
+    name: String,
+    /// The machine: another one after a succession.
+    machine: Mutex<Arc<Machine>>,
     /// Notable events.
     pub events: Events,
     /// Restores its protection.
@@ -89,13 +90,29 @@ impl PrimaryVm {
     ) -> PrimaryVm {
         let state = PrimaryState { generation, session: None, degraded: None };
         PrimaryVm {
-            machine,
+            name: machine.definition().name.clone(),
+            machine: Mutex::new(machine),
             events: Events::default(),
             repairer: Repairer::new(wish),
             protecting: Mutex::default(),
             takeover: OnceLock::new(),
             state: Mutex::new(state),
         }
+    }
+
+    /// The VM's name.
+    pub fn name(&self) -> &str {
+        &self.name
+    }
+
+    /// The machine that it runs on now.
+    pub fn machine(&self) -> Arc<Machine> {
+        lock(&self.machine).clone()
+    }
+
+    /// It goes on in this machine.
+    pub(crate) fn succeed(&self, next: Arc<Machine>) {
+        *lock(&self.machine) = next;
     }
 
     /// It came to this host by a take-over.
@@ -177,8 +194,9 @@ impl PrimaryVm {
     }
 
     fn status(&self) -> VmStatus {
+        let machine = self.machine();
         let state = lock(&self.state);
-        let mut status = machine_status(&self.machine, Role::Primary, self.machine.is_alive());
+        let mut status = machine_status(&machine, Role::Primary, machine.is_alive());
         status.generation = state.generation;
         status.events = self.events.list();
         status.takeover = self.takeover.get().copied();

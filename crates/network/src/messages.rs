@@ -23,6 +23,15 @@ const _: () = assert!(SLOT_BYTES > MAX_BYTES);
 /// Room for the descriptors beside a message, more than one needs.
 type Beside = [u64; 4];
 
+/// Whether the other end has read all that was written. True if that cannot be told.
+pub(crate) fn is_taken(connection: &OwnedFd) -> bool {
+    let mut unread: libc::c_int = 0;
+    // SAFETY: the kernel writes one `int`, which lives here.
+    let result =
+        unsafe { libc::ioctl(connection.as_raw_fd(), libc::TIOCOUTQ as _, &raw mut unread) };
+    result != 0 || unread == 0
+}
+
 /// One message, as it came.
 pub(crate) enum Message<'a> {
     /// A frame with its header.

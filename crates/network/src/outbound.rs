@@ -3,7 +3,8 @@
 use crate::buffer::{OutputBuffer, Pushed};
 use crate::control::{Control, HeaderLength};
 use crate::header::Offloads;
-use crate::messages::{Inbox, Message, READ_AT_ONCE};
+use crate::messages::{self, Inbox, Message, READ_AT_ONCE};
+use crate::next::Said;
 use crate::switch::Seat;
 use crate::tap::Tap;
 use nix::errno::Errno;
@@ -79,10 +80,21 @@ impl Outbound {
     }
 
     /// A new QEMU is at the other end of this socket.
-    pub fn connect(&mut self, connection: OwnedFd) {
-        self.connection = Some(Arc::new(connection));
+    pub fn connect(&mut self, connection: Arc<OwnedFd>) {
+        self.connection = Some(connection);
         (self.header, self.answer_due) = (HeaderLength::Short, false);
         self.ended = None;
+    }
+
+    /// It has said this of its card already.
+    pub fn resume(&mut self, said: Said, tap: &Tap) {
+        self.header = said.header;
+        set_offloads(tap, said.offloads);
+    }
+
+    /// Whether QEMU has taken all frames that it was given.
+    pub fn is_taken(&self) -> bool {
+        self.connection.as_ref().is_none_or(|connection| messages::is_taken(connection))
     }
 
     /// The socket, if QEMU has its other end.

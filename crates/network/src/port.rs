@@ -5,6 +5,7 @@ use crate::buffer::{Gate, OutputBuffer};
 use crate::error::NetworkError;
 use crate::header::{HEADER_BYTES, Offloads};
 use crate::mac::MacAddress;
+use crate::next::NextGuest;
 use crate::outbound::InboundSink;
 use crate::pump::{OutputWaiting, PortCounters, Shared};
 use crate::switch::Seat;
@@ -14,7 +15,7 @@ use std::os::fd::OwnedFd;
 use std::sync::atomic::Ordering;
 use std::sync::{Arc, Weak};
 use std::thread::{self, JoinHandle};
-use std::time::Instant;
+use std::time::{Duration, Instant};
 use understudy_protocol::{CardIndex, Epoch};
 
 /// Room in the socket to QEMU; beyond it frames wait in the tap.
@@ -110,21 +111,63 @@ impl Port {
     /// # Errors
     /// If no more sockets can be made.
     pub fn attach_guest(&self) -> Result<GuestEnd, NetworkError> {
-        let failed = |errno| NetworkError::system("make a socket pair for a card", errno);
-        let (ours, guests) =
-            socketpair(AddressFamily::Unix, SockType::SeqPacket, None, SockFlag::SOCK_CLOEXEC)
-                .map_err(failed)?;
-        setsockopt(&ours, sockopt::SndBufForce, &INBOUND_BUFFER_BYTES).map_err(failed)?;
-        setsockopt(&guests, sockopt::SndBufForce, &OUTBOUND_BUFFER_BYTES).map_err(failed)?;
+        let (end, ours) = socket_pair()?;
         // Frames meant for whatever was attached before.
         self.shared.tap.discard_queued();
         self.shared
             .tap
             .set_offloads(Offloads::NONE)
             .map_err(|source| NetworkError::system("reset a tap's offloads", source))?;
-        self.shared.outbound().connect(ours);
+        self.shared.outbound().connect(ours.into());
         self.shared.wake();
-        Ok(GuestEnd { socket: guests })
+        Ok(end)
+    }
+
+    /// A connection for a QEMU that is to go on in the place of the one that is attached,
+    /// once [`hand_over`](Self::hand_over) is called.
+    ///
+    /// # Errors
+    /// If no more sockets can be made.
+    pub fn prepare_guest(&self) -> Result<(GuestEnd, NextGuest), NetworkError> {
+        let (end, ours) = socket_pair()?;
+        Ok((end, NextGuest::serve(ours)?))
+    }
+
+    /// Lets frames for the guest wait in the tap, so that QEMU has taken all that it was given
+    /// when its guest is stopped soon after. Returns whether it has, within `at_most`.
+    pub fn hold_inbound(&self, at_most: Duration) -> bool {
+        let deadline = Instant::now() + at_most;
+        self.shared.live.store(false, Ordering::Release);
+        self.shared.wake();
+        loop {
+            let taken = self.shared.outbound().is_taken();
+            if taken || Instant::now() > deadline {
+                return taken;
+            }
+            thread::sleep(Duration::from_micros(200));
+        }
+    }
+
+    /// After [`hold_inbound`](Self::hold_inbound), when the guest goes on in the QEMU that was
+    /// attached: inbound frames are delivered again.
+    pub fn resume_inbound(&self) {
+        self.shared.live.store(true, Ordering::Release);
+        self.shared.wake();
+    }
+
+    /// The guest goes on in another QEMU, which has loaded the card's state: takes what the
+    /// former sent, then leaves it. Inbound frames that waited are delivered.
+    pub fn hand_over(&self, next: NextGuest) {
+        let mut outbound = self.shared.outbound();
+        while self.shared.receive(&mut outbound).any {}
+        let (socket, said) = next.take();
+        outbound.connect(socket);
+        if let Some(said) = said {
+            outbound.resume(said, &self.shared.tap);
+        }
+        drop(outbound);
+        self.shared.flush();
+        self.go_live();
     }
 
     /// Which card of the VM this is.
@@ -357,6 +400,16 @@ impl Port {
             .map(drop)
             .map_err(|source| NetworkError::system("start a thread", source))
     }
+}
+
+fn socket_pair() -> Result<(GuestEnd, OwnedFd), NetworkError> {
+    let failed = |errno| NetworkError::system("make a socket pair for a card", errno);
+    let (ours, guests) =
+        socketpair(AddressFamily::Unix, SockType::SeqPacket, None, SockFlag::SOCK_CLOEXEC)
+            .map_err(failed)?;
+    setsockopt(&ours, sockopt::SndBufForce, &INBOUND_BUFFER_BYTES).map_err(failed)?;
+    setsockopt(&guests, sockopt::SndBufForce, &OUTBOUND_BUFFER_BYTES).map_err(failed)?;
+    Ok((GuestEnd { socket: guests }, ours))
 }
 
 /// Holds the port only while it sends, so that a drop removes the tap at once.

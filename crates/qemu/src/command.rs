@@ -9,7 +9,7 @@ use crate::clock::ClockBase;
 use crate::definition::{
     CardModel, DiskBus, DiskDefinition, DiskFormat, Vga, VirtioInterface, VmDefinition,
 };
-use crate::lockstep::{ICOUNT_SHIFT, LOG_NAME, LogRole};
+use crate::lockstep::{ICOUNT_SHIFT, LOG_NAME, LogRole, obstacles};
 use crate::qmp::MONITORS;
 use std::ffi::OsString;
 use std::os::fd::RawFd;
@@ -143,7 +143,7 @@ fn machine(args: &mut Args, vm: &VmDefinition, resources: &Resources) {
     args.pair("-display", "none");
     // Without the VMware port, whose mouse is an eighth of the device state. Replay hangs
     // with the HPET.
-    let hpet = if resources.lockstep.is_some() { ",hpet=off" } else { "" };
+    let hpet = if may_count(vm, resources) { ",hpet=off" } else { "" };
     args.pair(
         "-machine",
         format!(
@@ -165,6 +165,11 @@ fn machine(args: &mut Args, vm: &VmDefinition, resources: &Resources) {
     if let Some(cpu) = &vm.cpu {
         args.pair("-cpu", cpu);
     }
+    if may_count(vm, resources) {
+        // Its reset waits for the vCPU's thread while it holds the lock of record and replay,
+        // for which that thread waits: a reboot would never end.
+        args.pair("-global", "apic.vapic=off");
+    }
     match &resources.lockstep {
         None => args.pair("-rtc", "base=utc"),
         Some(lockstep) => replayable(args, lockstep),
@@ -184,15 +189,18 @@ fn machine(args: &mut Args, vm: &VmDefinition, resources: &Resources) {
     args.flag("-S");
 }
 
+/// Whether the VM may be moved into a QEMU that counts instructions, or is in one: the guest
+/// sees the same machine in both, without what is not replayed.
+fn may_count(vm: &VmDefinition, resources: &Resources) -> bool {
+    obstacles(vm, resources.accelerator, None).is_empty()
+}
+
 /// The guest's time is counted in its own instructions, and what is not determined by them
 /// goes to, or comes from, the log.
 fn replayable(args: &mut Args, lockstep: &Lockstep) {
-    args.pair("-rtc", format!("base={},clock=vm", lockstep.clock));
+    args.pair("-rtc", format!("base={},clock=vm", lockstep.clock.first()));
     let role = lockstep.role.name();
     args.pair("-icount", format!("shift={ICOUNT_SHIFT},rr={role},rrfile={LOG_NAME}"));
-    // Its reset waits for the vCPU's thread while it holds the lock of record and replay, for
-    // which that thread waits: a reboot would never end.
-    args.pair("-global", "apic.vapic=off");
 }
 
 /// System calls that QEMU does not need, and a guest that broke out of it might want.
@@ -309,7 +317,7 @@ fn cards(args: &mut Args, vm: &VmDefinition, resources: &Resources) {
             CardModel::VirtioNet => {
                 let virtio = virtio_options(vm.virtio, resources.accelerator);
                 // What QEMU has the guest say by itself is in no log.
-                let quiet = if resources.lockstep.is_some() { ",guest_announce=off" } else { "" };
+                let quiet = if may_count(vm, resources) { ",guest_announce=off" } else { "" };
                 format!("virtio-net-pci,{virtio}{quiet}")
             }
             CardModel::E1000 => "e1000".to_owned(),

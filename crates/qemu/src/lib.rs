@@ -6,6 +6,7 @@
 //! - [`command`]: the command line, a pure function of definition and resources;
 //! - [`user`]: who it runs as;
 //! - [`lockstep`]: what lockstep needs of it, and the way of its log;
+//! - [`counting`]: the device state of a VM that is moved into a QEMU that counts instructions;
 //! - [`process`]: the running QEMU and its end;
 //! - [`qmp`]: its monitor: checkpoints, resumption, events;
 //! - [`pause`]: the pause of a checkpoint through the agent inside QEMU;
@@ -14,6 +15,7 @@
 pub mod capabilities;
 mod clock;
 pub mod command;
+pub mod counting;
 pub mod definition;
 pub mod lockstep;
 pub mod pause;
@@ -23,7 +25,7 @@ pub mod urgency;
 pub mod user;
 
 pub use capabilities::{Accelerator, Capabilities, kvm_works};
-pub use clock::ClockBase;
+pub use clock::{ClockBase, TickRate};
 pub use command::{Resources, Role, command_line};
 pub use definition::{DefinitionError, VmDefinition};
 pub use pause::AgentPauser;

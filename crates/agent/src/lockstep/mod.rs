@@ -16,6 +16,7 @@ mod log;
 mod output;
 mod pause;
 mod qemu;
+mod ticks;
 mod wait;
 
 use qemu::Qemu;
@@ -114,6 +115,7 @@ pub fn start() -> Result<(), String> {
         prelude: AtomicU64::new(0),
     };
     let lockstep = LOCKSTEP.get_or_init(|| lockstep);
+    ticks::start()?;
     control::start(lockstep, *control)?;
     log::start(lockstep)
 }

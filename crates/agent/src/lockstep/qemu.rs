@@ -84,7 +84,7 @@ unsafe impl Send for Qemu {}
 unsafe impl Sync for Qemu {}
 
 /// Finds a symbol of the program; its type is the caller's word.
-fn find<T>(name: &str) -> Result<T, String> {
+pub fn find<T>(name: &str) -> Result<T, String> {
     let symbol = CString::new(name).expect("names have no zero byte");
     // SAFETY: asks the dynamic linker; the name ends with a zero byte.
     let address = unsafe { libc::dlsym(libc::RTLD_DEFAULT, symbol.as_ptr()) };

@@ -2,7 +2,7 @@
 //! QEMU's main loop must not sleep while there is something to log or to replay.
 
 use super::qemu::{EVENT_END, MODE_PLAY, MODE_RECORD, Qemu};
-use super::{lockstep, next};
+use super::{lockstep, next, ticks};
 use std::ffi::c_int;
 use std::sync::OnceLock;
 use std::thread;
@@ -36,6 +36,7 @@ const BREATHS: u32 = 20;
 /// nanoseconds; none without a limit.
 fn longest_sleep() -> Option<i64> {
     let lockstep = lockstep()?;
+    ticks::install();
     match lockstep.qemu.mode() {
         MODE_RECORD => {
             // Events that came while the vCPU sleeps would wait for its next timer. If the

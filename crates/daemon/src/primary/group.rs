@@ -194,7 +194,9 @@ impl Group {
     /// From the first cut on, members hear each other without waiting.
     fn connect_members(&self) {
         let sessions: Vec<_> = lock(&self.sessions).iter().filter_map(Weak::upgrade).collect();
-        Switch::connect(sessions.iter().flat_map(|session| session.machine.ports()));
+        Switch::connect(
+            sessions.iter().flat_map(|session| session.machine.ports()).map(|port| &**port),
+        );
     }
 
     /// A member's backup has forgotten it: its last word.

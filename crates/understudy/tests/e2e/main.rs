@@ -35,6 +35,7 @@
 //! | [`refusals`]| bad input |
 //! | [`lockstep_refusals`] | what lockstep is not proven for |
 //! | [`security`]| who is let in |
+//! | [`succession`] | a VM goes on in another QEMU |
 //! | [`throttle`]| a guest that writes faster than a slow link carries |
 //! | [`unheld`]  | output that is not held |
 //! | [`relay`]   | what can go wrong on the wire, for the tests above |
@@ -68,6 +69,7 @@ mod security;
 mod shapes;
 mod stage;
 mod stalls;
+mod succession;
 mod sync;
 mod throttle;
 mod unheld;

@@ -1,0 +1,111 @@
+//! A QEMU that is to go on in the place of the one that a port is attached to.
+
+use crate::control::{Control, HeaderLength};
+use crate::error::NetworkError;
+use crate::header::Offloads;
+use crate::messages::{self, Inbox, Message, READ_AT_ONCE};
+use nix::errno::Errno;
+use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
+use nix::sys::eventfd::{EfdFlags, EventFd};
+use std::os::fd::{AsFd, OwnedFd};
+use std::sync::Arc;
+use std::thread::{self, JoinHandle};
+
+/// The port's end of such a QEMU's socket. The agent there is answered while QEMU starts and
+/// loads the card's state; no guest sends frames yet.
+#[derive(Debug)]
+pub struct NextGuest {
+    socket: Arc<OwnedFd>,
+    over: Arc<EventFd>,
+    thread: Option<JoinHandle<Said>>,
+}
+
+/// What the agent has said of the card.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Said {
+    pub header: HeaderLength,
+    pub offloads: Offloads,
+}
+
+impl NextGuest {
+    pub(crate) fn serve(socket: OwnedFd) -> Result<NextGuest, NetworkError> {
+        let socket = Arc::new(socket);
+        let over = EventFd::from_flags(EfdFlags::EFD_NONBLOCK | EfdFlags::EFD_CLOEXEC)
+            .map_err(|errno| NetworkError::system("make an eventfd", errno))?;
+        let over = Arc::new(over);
+        let (of_thread, until) = (socket.clone(), over.clone());
+        let thread = thread::Builder::new()
+            .name("net-next".to_owned())
+            .spawn(move || listen(&of_thread, &until))
+            .map_err(|source| NetworkError::system("start a thread", source))?;
+        Ok(NextGuest { socket, over, thread: Some(thread) })
+    }
+
+    /// The socket, and what was said on it, which is read by the caller from now on.
+    pub(crate) fn take(mut self) -> (Arc<OwnedFd>, Option<Said>) {
+        let said = self.end();
+        (self.socket.clone(), said)
+    }
+
+    fn end(&mut self) -> Option<Said> {
+        // Fails only if it is signalled 2^64 times already.
+        let _ = self.over.write(1);
+        // A thread that panicked has reported that itself.
+        self.thread.take().and_then(|thread| thread.join().ok())
+    }
+}
+
+impl Drop for NextGuest {
+    fn drop(&mut self) {
+        self.end();
+    }
+}
+
+/// Until QEMU has ended, or somebody else listens; what was said before is taken in.
+fn listen(socket: &OwnedFd, over: &EventFd) -> Said {
+    let mut said = Said { header: HeaderLength::Short, offloads: Offloads::NONE };
+    let mut inbox = Inbox::new();
+    loop {
+        let mut waited =
+            [socket.as_fd(), over.as_fd()].map(|fd| PollFd::new(fd, PollFlags::POLLIN));
+        if poll(&mut waited, PollTimeout::NONE).is_err_and(|errno| errno != Errno::EINTR) {
+            return said;
+        }
+        let is_over = waited[1].any().unwrap_or(true);
+        let more = hear(socket, &mut inbox, &mut said);
+        if is_over || !more {
+            return said;
+        }
+    }
+}
+
+/// Takes in what was said; false if there is nobody any more.
+fn hear(socket: &OwnedFd, inbox: &mut Inbox, said: &mut Said) -> bool {
+    loop {
+        let count = match inbox.receive(socket, said.header) {
+            Ok(count) => count,
+            Err(errno) => return matches!(errno, Errno::EAGAIN | Errno::EINTR),
+        };
+        for n in 0..count {
+            match inbox.message(n) {
+                Message::Control(bytes) => match Control::decode(bytes) {
+                    Some(Control::Header(length)) => {
+                        said.header = length;
+                        // Nothing else was written to this socket: there is room.
+                        if messages::answer(socket).is_err() {
+                            return false;
+                        }
+                    }
+                    Some(Control::Offloads(offloads)) => said.offloads = offloads,
+                    None => return false,
+                },
+                Message::End => return false,
+                // Of a guest that does not run.
+                Message::Frame(_) | Message::TooLong | Message::Short => {}
+            }
+        }
+        if count < READ_AT_ONCE {
+            return true;
+        }
+    }
+}

@@ -1,0 +1,63 @@
+//! A VM goes on in another QEMU on its host, so that it can be protected in lockstep.
+
+use crate::stage::{LIMIT, PACE, await_service, close, options, play, prove_disk};
+use anyhow::{Context, Result, bail, ensure};
+use std::path::Path;
+use understudy_lab::scene::VM;
+use understudy_lab::{GuestShell, Scene, SceneOptions, wait_for};
+
+fn pid(scene: &Scene) -> Result<u64> {
+    scene.status("a")?["qemu_pid"].as_u64().context("no QEMU")
+}
+
+/// Seconds by the guest's system clock and by its real-time clock, which are two clocks.
+fn clocks(shell: &mut GuestShell) -> Result<(f64, f64)> {
+    let said = shell.run("cut -d' ' -f1 /proc/uptime; cat /sys/class/rtc/rtc0/since_epoch")?.text;
+    let mut lines = said.lines().map(|line| line.trim().parse::<f64>());
+    match (lines.next(), lines.next()) {
+        (Some(Ok(system)), Some(Ok(real_time))) => Ok((system, real_time)),
+        _ => bail!("the guest's clocks: {said}"),
+    }
+}
+
+/// The guest's clocks go on at one pace: one that counted at another rate than the guest was
+/// told would be off by a factor of two or more.
+fn prove_time(scene: &Scene) -> Result<()> {
+    let mut shell = scene.shell()?;
+    let before = clocks(&mut shell)?;
+    let passed = wait_for("ten seconds of the guest's", LIMIT, || {
+        let now = clocks(&mut shell)?;
+        let passed = (now.0 - before.0, now.1 - before.1);
+        Ok((passed.1 >= 10.0).then_some(passed))
+    })?;
+    let pace = passed.0 / passed.1;
+    ensure!((0.7..1.4).contains(&pace), "seconds by system and real-time clock: {passed:?}");
+    Ok(())
+}
+
+#[test]
+fn a_running_guest_is_moved_followed_and_taken_over() {
+    let small = SceneOptions { memory_mib: 256, accel: Some("tcg".into()), ..options() };
+    play(small, |scene| {
+        scene.start_guest("a")?;
+        scene.await_guest()?;
+        let client = scene.record_client(PACE)?;
+        await_service(&client)?;
+        let former = pid(scene)?;
+        scene.host("a")?.call(["protect", VM, "--to", "b", "--mode", "lockstep", "--no-wait"])?;
+        let events = scene.status("a")?["events"].to_string();
+        ensure!(events.contains("goes on in another QEMU"), "no event: {events}");
+        ensure!(pid(scene)? != former, "it was not moved: {events}");
+        ensure!(!Path::new(&format!("/proc/{former}")).exists(), "two QEMUs live");
+        await_service(&client)?;
+        scene.await_protected("a", |_| ())?;
+        await_service(&client)?;
+        scene.host_mut("a")?.kill_everything()?;
+        scene.await_live("b")?;
+        await_service(&client)?;
+        let acked = close(client)?;
+        // The backup's QEMU counts the guest's time as the primary's did.
+        prove_time(scene)?;
+        prove_disk(scene, "b", acked)
+    });
+}
