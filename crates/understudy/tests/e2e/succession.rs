@@ -61,3 +61,26 @@ fn a_running_guest_is_moved_followed_and_taken_over() {
         prove_disk(scene, "b", acked)
     });
 }
+
+#[test]
+fn a_guest_that_was_taken_over_gets_a_backup_again() {
+    let recording = SceneOptions { memory_mib: 256, lockstep: true, ..options() };
+    play(SceneOptions { accel: Some("tcg".into()), ..recording }, |scene| {
+        scene.start_guest("a")?;
+        scene.await_guest()?;
+        let client = scene.record_client(PACE)?;
+        await_service(&client)?;
+        for (from, to) in [("a", "b"), ("b", "a")] {
+            let lockstep = ["protect", VM, "--to", to, "--mode", "lockstep", "--no-wait"];
+            scene.host(from)?.call(lockstep)?;
+            scene.await_protected(from, |_| ())?;
+            await_service(&client)?;
+            scene.host_mut(from)?.kill_everything()?;
+            scene.await_live(to)?;
+            await_service(&client)?;
+            scene.restart(from)?;
+        }
+        let acked = close(client)?;
+        prove_disk(scene, "a", acked)
+    });
+}
