@@ -9,7 +9,7 @@ use crate::handshake::Identity;
 use crate::machine::{self, Machine};
 use crate::membership::{self, Members};
 use crate::records::{Record, Records};
-use crate::report::{CheckpointTiming, HostStatus, ProtectRequest, VmStatus};
+use crate::report::{CheckpointTiming, HostStatus, Mode, ProtectRequest, VmStatus};
 use crate::resync;
 use crate::sync::lock;
 use crate::tls::Tls;
@@ -212,6 +212,7 @@ impl Host {
         let _protecting = lock(&vm.protecting);
         // The operator decides: nothing else is tried meanwhile.
         vm.repairer.ended();
+        vm.repairer.trust_lockstep();
         let begun = self.begin_alone(&vm, request);
         if let Err(error) = &begun {
             if vm.is_degraded() {
@@ -231,7 +232,16 @@ impl Host {
         let wish = vm.repairer.wish().filter(|_| !self.is_closing()).ok_or_else(|| {
             HostError::new(ErrorKind::Conflict, "nobody wants it protected any more".to_owned())
         })?;
-        self.begin_alone(vm, ProtectRequest { to: to.to_owned(), ..wish })
+        let mut request = ProtectRequest { to: to.to_owned(), ..wish };
+        if request.mode == Mode::Lockstep && vm.repairer.distrusts_lockstep() {
+            request.mode = Mode::Checkpoint;
+            vm.events.note(format!(
+                "the backup diverged twice in a row: protected with checkpoints, until `understudy \
+                 protect {name} --mode lockstep`",
+                name = vm.name()
+            ));
+        }
+        self.begin_alone(vm, request)
     }
 
     /// Begins the protection of a VM by itself.

@@ -114,7 +114,7 @@ impl Host {
                 self.remove_primary(&vm);
             }
             (Ok(Vm::Primary(vm)), MachineEvent::Died(words)) => self.qemu_died(&vm, words),
-            (Ok(Vm::Backup(session)), MachineEvent::Died(words)) => session.give_up(&words),
+            (Ok(Vm::Backup(session)), MachineEvent::Died(words)) => session.qemu_died(&words),
             _ => {}
         }
     }
@@ -133,6 +133,9 @@ impl Host {
                 warn!(vm = vm.name(), "not protected any more: {reason}");
                 vm.events.note(format!("not protected any more: {reason}"));
                 self.note_generation(vm);
+                if vm.has_diverged() {
+                    vm.repairer.diverged();
+                }
                 vm.repairer.lost(&reason);
             }
             PrimaryPhase::Alone(None) => {

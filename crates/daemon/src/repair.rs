@@ -21,6 +21,8 @@ use understudy_protocol::repair::{Repair, RepairAction, RepairEvent, RepairPhase
 
 /// How often a synchronisation is looked at.
 const SYNC_INTERVAL: Duration = Duration::from_millis(100);
+/// A divergence so long after another is not the second in a row.
+const HEALTHY: Duration = Duration::from_secs(600);
 /// The thread looks up at least this often: its VM may have gone.
 const LONGEST_SLEEP: Duration = Duration::from_secs(2);
 
@@ -30,6 +32,8 @@ pub struct Repairer {
     wish: Mutex<Option<ProtectRequest>>,
     /// The end of the last wait that the log knows of.
     logged: Mutex<Option<Time>>,
+    /// How often in a row a backup diverged, and when last.
+    divergences: Mutex<(u32, Time)>,
     events: Sender<RepairEvent>,
     inbox: Receiver<RepairEvent>,
 }
@@ -42,6 +46,7 @@ impl Repairer {
             core: Mutex::default(),
             wish: Mutex::new(wish),
             logged: Mutex::default(),
+            divergences: Mutex::default(),
             events,
             inbox,
         }
@@ -64,6 +69,24 @@ impl Repairer {
             self.tell(RepairEvent::Lost(reason.to_owned()));
         }
         wanted
+    }
+
+    /// A backup did not follow the log.
+    pub fn diverged(&self) {
+        let now = clock::now();
+        let mut divergences = lock(&self.divergences);
+        let in_a_row = now - divergences.1 < HEALTHY;
+        *divergences = (if in_a_row { divergences.0 + 1 } else { 1 }, now);
+    }
+
+    /// Whether backups have diverged so often that lockstep is not tried again.
+    pub fn distrusts_lockstep(&self) -> bool {
+        lock(&self.divergences).0 > 1
+    }
+
+    /// The operator asks for it again.
+    pub fn trust_lockstep(&self) {
+        *lock(&self.divergences) = Default::default();
     }
 
     /// There is nothing to repair (any more): the operator decided.

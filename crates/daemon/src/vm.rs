@@ -157,6 +157,11 @@ impl PrimaryVm {
         state.degraded = None;
     }
 
+    /// Whether the last session ended because the backup did not follow the log.
+    pub(crate) fn has_diverged(&self) -> bool {
+        lock(&self.state).session.as_ref().is_some_and(|session| session.has_diverged())
+    }
+
     /// Whether the last session ended with a planned fail-over.
     pub fn was_handed_over(&self) -> bool {
         lock(&self.state).session.as_ref().is_some_and(|session| session.was_handed_over())

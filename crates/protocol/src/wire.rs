@@ -72,6 +72,8 @@ pub enum Kind {
     Log = 30,
     /// How far the backup has executed the log ([`LogProgress`]). Lockstep mode.
     Progress = 31,
+    /// The backup's QEMU does not follow the log any more: text, why. Lockstep mode.
+    Diverged = 32,
 }
 
 impl Kind {
@@ -101,6 +103,7 @@ impl Kind {
             Outbound,
             Log,
             Progress,
+            Diverged,
         ]
         .into_iter()
         .find(|kind| *kind as u8 == byte)

@@ -35,7 +35,7 @@ use std::net::SocketAddr;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::Mutex;
-use std::sync::atomic::AtomicU64;
+use std::sync::atomic::{AtomicBool, AtomicU64};
 use std::thread;
 use std::time::Duration;
 use tracing::{info, warn};
@@ -186,6 +186,7 @@ pub fn accept(
         contests,
         waiting: ByteBudget::new(session::WAITING_BYTES),
         received: AtomicU64::new(0),
+        diverged: AtomicBool::new(false),
         clock: takeover::Clock::default(),
         inbound: inbound::Inbound::new(machine.ports().len()),
         outbound: outbound::Outbound::new(machine.ports().len()),

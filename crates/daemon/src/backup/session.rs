@@ -14,6 +14,7 @@ use crate::group::Membership;
 use crate::heartbeat::{Heartbeats, Pulse};
 use crate::lockstep::backup::{self as lockstep, Following};
 use crate::lockstep::be_urgent;
+use crate::lockstep::evidence;
 use crate::lockstep::primary::MACHINE;
 use crate::machine::Machine;
 use crate::paths::PathMonitor;
@@ -24,7 +25,7 @@ use crate::sync::{ByteBudget, lock};
 use anyhow::{Context, ensure};
 use crossbeam_channel::{Receiver, Sender};
 use std::path::PathBuf;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::Instant;
 use tracing::{error, info, warn};
@@ -78,6 +79,8 @@ pub struct Session {
     pub(super) contests: Sender<Generation>,
     pub(super) waiting: ByteBudget,
     pub(super) received: AtomicU64,
+    /// QEMU does not follow the log any more.
+    pub(super) diverged: AtomicBool,
     /// Of the take-over, if it comes to one.
     pub(super) clock: takeover::Clock,
     pub(super) changed: Doorbell,
@@ -221,7 +224,12 @@ impl Session {
             BackupAction::Discard(reason) => {
                 info!(vm = self.vm, "forgetting the VM: {reason}");
                 self.end_log();
-                self.data.refuse(reason);
+                if self.diverged.load(Ordering::Acquire) {
+                    // If it cannot be sent the reading thread finds out why.
+                    let _ = self.data.send_parts(Kind::Diverged, Epoch(0), &[reason.as_bytes()]);
+                } else {
+                    self.data.refuse(reason);
+                }
                 let _ = self.errands.send(Errand::Discard);
             }
             BackupAction::StandDown => {
@@ -236,6 +244,32 @@ impl Session {
     pub fn give_up(&self, reason: &str) {
         warn!(vm = self.vm, "this backup gives up: {reason}");
         self.event(BackupEvent::CannotServe(reason.to_owned()), None);
+    }
+
+    /// Lockstep: QEMU does not follow the log any more. What it did last is kept.
+    pub(crate) fn diverged(&self, reason: &str) {
+        let following = self.following.as_ref();
+        let kept = following
+            .map(|following| evidence::keep(&self.directory, &self.machine, following, reason));
+        let reason = match kept {
+            Some(Ok(place)) => format!("{reason}; see {} on this backup", place.display()),
+            Some(Err(error)) => format!("{reason}; nothing was kept of it: {error:#}"),
+            None => reason.to_owned(),
+        };
+        // Told when this host has given up, never before: the primary hangs up then, and this
+        // host must not contest the VM for that.
+        self.diverged.store(true, Ordering::Release);
+        self.give_up(&reason);
+    }
+
+    /// This standby's QEMU ended, which a log that makes no sense to it may be the cause of.
+    pub(crate) fn qemu_died(&self, words: &str) {
+        match &self.following {
+            Some(following) if following.has_begun() => {
+                self.diverged(&format!("the backup does not follow the log: {words}"));
+            }
+            _ => self.give_up(words),
+        }
     }
 
     /// Receive, stage whole, acknowledge: until the connection ends.

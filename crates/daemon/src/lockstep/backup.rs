@@ -16,6 +16,7 @@ use crate::machine::Machine;
 use crate::report::LockstepReport;
 use crate::sync::lock;
 use anyhow::{Context, bail, ensure};
+use std::collections::VecDeque;
 use std::io::Write;
 use std::sync::{Condvar, Mutex};
 use std::thread;
@@ -32,6 +33,9 @@ const WAITING_BYTES: usize = 8 << 20;
 
 /// Log is given to QEMU in pieces.
 const PIECE_BYTES: usize = 64 << 10;
+
+/// What is kept of the log that QEMU got: more than its socket holds.
+const RECENT_BYTES: usize = 1 << 20;
 
 /// How often QEMU's progress is looked at, and how often the primary hears of it.
 const LOOK_INTERVAL: Duration = Duration::from_millis(10);
@@ -60,6 +64,12 @@ struct State {
     /// As of the last look.
     progress: LogProgress,
     blocked: bool,
+    /// The machine is loaded, and runs on log.
+    begun: bool,
+    /// Bytes that QEMU got.
+    given: u64,
+    /// The end of what QEMU got.
+    recent: VecDeque<u8>,
     /// How far behind QEMU was when the primary seemed lost first.
     lag_at_failure: Option<Duration>,
 }
@@ -136,8 +146,14 @@ impl Following {
         }
     }
 
-    fn gave(&self, bytes: usize) {
-        lock(&self.state).feed.gave(bytes);
+    fn gave(&self, piece: &[u8]) {
+        let mut state = lock(&self.state);
+        state.feed.gave(piece.len());
+        state.given += piece.len() as u64;
+        state.recent.extend(piece);
+        let surplus = state.recent.len().saturating_sub(RECENT_BYTES);
+        state.recent.drain(..surplus);
+        drop(state);
         self.changed.notify_all();
     }
 
@@ -165,11 +181,25 @@ impl Following {
             lag_us: lag.as_micros() as u64,
             starved_ns: status.blocked,
         };
-        (state.progress, state.feed.pending())
+        // Before the machine is loaded nothing is executed: then others are waited for.
+        let pending = if state.begun { state.feed.pending() } else { 0 };
+        (state.progress, pending)
     }
 
     fn is_over(&self) -> bool {
         lock(&self.state).feed.is_over()
+    }
+
+    /// Whether QEMU executes the log.
+    pub fn has_begun(&self) -> bool {
+        lock(&self.state).begun
+    }
+
+    /// The end of what QEMU got, and the position in the log where it begins.
+    pub fn recent(&self) -> (LogPosition, Vec<u8>) {
+        let state = lock(&self.state);
+        let begins = state.given - state.recent.len() as u64;
+        (LogPosition(begins), state.recent.iter().copied().collect())
     }
 
     /// What `status` shows.
@@ -188,13 +218,19 @@ impl Following {
 /// Gives QEMU the log until its end.
 pub fn feed(session: &Session, following: &Following) {
     let Some(log) = session.machine.log() else { return };
-    while let Some(piece) = following.next_piece() {
+    while let Some(mut piece) = following.next_piece() {
+        spoil(&mut piece);
         if (&log.log).write_all(&piece).is_err() {
             // QEMU has ended, which others notice.
             return;
         }
-        following.gave(piece.len());
+        following.gave(&piece);
     }
+}
+
+/// A test makes the log another one here.
+fn spoil(_piece: &mut [u8]) {
+    fail::fail_point!("spoil-log", |_| _piece[0] ^= 1);
 }
 
 /// Watches QEMU follow until the session is over.
@@ -207,8 +243,6 @@ pub fn watch(session: &Session, following: &Following) {
         let (progress, pending) = following.note(log.status());
         let signs =
             Signs { taken: LogPosition(progress.position), instructions: progress.instructions };
-        // Before the machine is loaded nothing is executed: then others are waited for.
-        let pending = if progress.position > 0 { pending } else { 0 };
         if let Some(stuck) = dog.look(signs, pending, clock::now()) {
             let reason = format!(
                 "the backup has diverged: it has executed nothing for {:.0} s with {pending} bytes \
@@ -216,7 +250,7 @@ pub fn watch(session: &Session, following: &Following) {
                 stuck.as_secs_f64(),
                 log.status()
             );
-            return session.give_up(&reason);
+            return session.diverged(&reason);
         }
         let still = LogProgress { starved_ns: told.starved_ns, ..progress } == told;
         if told_at.elapsed() >= TELL_INTERVAL && !still {
@@ -233,6 +267,7 @@ pub fn begin(machine: &Machine, following: &Following, device_state: &[u8]) -> a
     if following.await_log() {
         log.ask(Request::Follow)?;
         machine.monitor().cont()?;
+        lock(&following.state).begun = true;
     }
     Ok(())
 }

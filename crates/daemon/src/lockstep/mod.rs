@@ -7,12 +7,14 @@
 //! | | |
 //! |---|---|
 //! | [`primary`] | QEMU → batch → wire; room for what is not acknowledged |
+//! | [`evidence`] | what is kept of a backup that has diverged |
 //! | [`backup`] | wire → acknowledge → QEMU; lag; the end of the log, and going live |
 //!
 //! Who may let output out, and who may go on alone, decide the machines of
 //! `understudy_protocol`, as in checkpoint mode.
 
 pub mod backup;
+pub mod evidence;
 pub mod primary;
 
 use crate::clock;

@@ -154,6 +154,7 @@ pub fn protect(
         paths,
         place,
         stood_down: AtomicBool::new(false),
+        diverged: AtomicBool::new(false),
         arbiter: plan.arbiter,
         contests,
         core: group.core.clone(),
@@ -386,6 +387,10 @@ fn run_receive(session: &Session) {
             Kind::Live => {
                 let generation = Generation(message.header.epoch.0);
                 session.event(PrimaryEvent::LiveElsewhere(generation));
+            }
+            Kind::Diverged => {
+                session.diverged.store(true, Ordering::Release);
+                break String::from_utf8_lossy(&message.payload).into_owned();
             }
             Kind::Refuse => break String::from_utf8_lossy(&message.payload).into_owned(),
             other => break format!("unexpected {other:?} message from the backup"),

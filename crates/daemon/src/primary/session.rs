@@ -25,7 +25,7 @@ use crate::sync::lock;
 use crossbeam_channel::Sender;
 use std::sync::Arc;
 use std::sync::Mutex;
-use std::sync::atomic::{AtomicBool, AtomicU64};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 use tracing::{info, warn};
 use understudy_encoding::EncodingPlan;
@@ -89,6 +89,8 @@ pub struct Session {
     pub(super) place: usize,
     /// The backup has said its last word.
     pub(super) stood_down: AtomicBool,
+    /// The backup's QEMU did not follow the log.
+    pub(super) diverged: AtomicBool,
     pub(super) arbiter: Arbiter,
     pub(super) contests: Sender<Generation>,
     /// The group's.
@@ -366,6 +368,11 @@ impl Session {
                 _ => self.machine.doorbell().wait(seen, Duration::from_secs(1)),
             }
         }
+    }
+
+    /// Whether it ended because the backup did not follow the log.
+    pub fn has_diverged(&self) -> bool {
+        self.diverged.load(Ordering::Acquire)
     }
 
     /// Whether another epoch may be closed now.

@@ -6,7 +6,7 @@ use crate::deaths::{await_rounds, unharmed};
 use crate::planned::power_off;
 use crate::stage::{
     LIMIT, await_degraded, await_forgotten, await_service, close, options, play_protected,
-    prove_disk, prove_survival,
+    prove_disk, prove_survival, repairing_daemon,
 };
 use anyhow::{Context, Result, ensure};
 use nix::sys::signal::{self, Signal};
@@ -15,7 +15,7 @@ use serde_json::Value;
 use std::path::PathBuf;
 use std::time::Instant;
 use understudy_lab::scene::{ECHO_PORT, RECORDS_PORT, VM};
-use understudy_lab::{ChatterClient, Load, Scene, SceneOptions, wait_for};
+use understudy_lab::{ChatterClient, HostOptions, Load, Scene, SceneOptions, wait_for};
 
 /// What keeps the guest's disk and its console busy.
 const BUSY: &str = "n=0; while :; do dd if=/dev/urandom of=/data/noise bs=64k count=32; sync; \
@@ -172,6 +172,53 @@ fn a_backup_that_stalls_is_waited_for() {
         ensure!(takeover["lag_ms"].as_f64() > Some(2e3), "b was not behind: {takeover}");
         prove_survival(scene, client, "b")
     });
+}
+
+#[test]
+fn a_backup_that_diverges_is_replaced_and_the_second_time_distrusted() {
+    let mut options = lockstep();
+    let spoilt = ("FAILPOINTS".to_owned(), "spoil-log=300*off->1*return->off".to_owned());
+    options.daemons.insert("a".to_owned(), repairing_daemon());
+    let b = HostOptions { environment: vec![spoilt], ..repairing_daemon() };
+    options.daemons.insert("b".to_owned(), b);
+    play_protected(options, |scene, client| {
+        await_divergences(scene, 1)?;
+        let kept = scene.host("b")?.directory().join("state").join(VM).join("diverged");
+        let report = std::fs::read_to_string(kept.join("report.txt"))?;
+        ensure!(report.contains("QEMU got the log up to"), "{report}");
+        ensure!(std::fs::metadata(kept.join("log.bin"))?.len() > 0, "no log was kept");
+        await_repaired(scene, "lockstep")?;
+        in_lockstep(scene, "a")?;
+        await_service(&client)?;
+        stop_qemu(scene, "b")?;
+        await_divergences(scene, 2)?;
+        let status = await_repaired(scene, "checkpoint")?;
+        let events = status["events"].to_string();
+        ensure!(events.contains("diverged twice in a row"), "nobody says why: {events}");
+        await_service(&client)?;
+        scene.host_mut("a")?.kill_everything()?;
+        prove_survival(scene, client, "b")
+    });
+}
+
+/// Waits until host a has lost so many backups that did not follow, and says so.
+fn await_divergences(scene: &Scene, many: usize) -> Result<()> {
+    wait_for("the backup to be given up", LIMIT, || {
+        let status = scene.status("a")?;
+        let events = status["events"].as_array().context("no `events` in the status")?;
+        let lost = events.iter().filter(|event| event.to_string().contains("/diverged on this"));
+        Ok((lost.count() >= many).then_some(()))
+    })
+}
+
+/// Waits until the guest on host a is protected again, in this mode.
+fn await_repaired(scene: &Scene, mode: &str) -> Result<Value> {
+    wait_for("the VM to be protected again", LIMIT, || {
+        let status = scene.status("a")?;
+        let again = status["protection"]["state"] == "protected";
+        ensure!(!again || status["mode"] == mode, "not in {mode} mode: {status}");
+        Ok(again.then_some(status))
+    })
 }
 
 /// Stops the QEMU of the backup.
