@@ -37,6 +37,7 @@ fn a_primary_is_killed_at_rest() {
 #[test]
 fn a_primary_is_killed_under_load() {
     play_protected(lockstep(), |scene, client| {
+        in_lockstep(scene, "a")?;
         let quiet = console_of(scene, "a")?.len();
         scene.shell()?.start(BUSY)?;
         let lab = scene.lab();
@@ -58,7 +59,11 @@ fn a_primary_is_killed_under_load() {
             Ok((console_of(scene, "b")?.len() >= said.len() - quiet).then_some(()))
         })?;
         let says = console_of(scene, "b")?;
-        ensure!(says.starts_with(&said[quiet..]), "the consoles differ");
+        let [primary, backup] = [&said[quiet..], &says].map(String::from_utf8_lossy);
+        ensure!(
+            backup.starts_with(&*primary),
+            "the primary said {primary:?}, the backup {backup:?}"
+        );
         prove_survival(scene, client, "b")
     });
 }
