@@ -22,8 +22,9 @@ impl Guest {
         let listener = UnixListener::bind(&socket).unwrap();
         let terminal = openpty(None, None).unwrap();
         let stdio = |fd: &OwnedFd| Stdio::from(fd.try_clone().unwrap());
-        let shell = Command::new("setsid")
-            .args(["--ctty", "sh", "-i"])
+        // Whoever started the tests may have left control-C ignored; a guest does not.
+        let shell = Command::new("env")
+            .args(["--default-signal", "setsid", "--ctty", "sh", "-i"])
             .env("PS1", "prompt# ")
             .stdin(stdio(&terminal.slave))
             .stdout(stdio(&terminal.slave))
