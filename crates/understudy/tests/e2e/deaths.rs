@@ -7,7 +7,7 @@ use crate::stage::{
 use anyhow::{Context, Result, ensure};
 use std::time::{Duration, Instant};
 use understudy_lab::scene::{ECHO_PORT, RECORDS_PORT, VM};
-use understudy_lab::{ChatterClient, ChatterReport, Load, Scene, wait_for};
+use understudy_lab::{ChatterClient, ChatterReport, Load, Scene, SceneOptions, wait_for};
 
 #[test]
 fn a_host_is_killed_at_rest() {
@@ -103,7 +103,12 @@ fn qemu_alone_is_killed() {
 
 #[test]
 fn the_standby_qemu_alone_is_killed() {
-    play_protected(options(), |scene, client| {
+    kill_the_standby_qemu(options());
+}
+
+/// In either mode.
+pub fn kill_the_standby_qemu(options: SceneOptions) {
+    play_protected(options, |scene, client| {
         scene.host("b")?.kill_qemu(VM)?;
         await_degraded(scene, "a")?;
         await_service(&client)?;

@@ -2,6 +2,7 @@
 //! checkpoints; what clients see is proved in the same way, and the console of the backup is
 //! that of the primary, and more.
 
+use crate::deaths::kill_the_standby_qemu;
 use crate::deaths::{await_rounds, unharmed};
 use crate::planned::power_off;
 use crate::stage::{
@@ -114,16 +115,7 @@ fn a_backup_dies_and_another_one_follows() {
 
 #[test]
 fn the_qemu_of_a_backup_dies() {
-    play_protected(lockstep(), |scene, client| {
-        scene.host("b")?.kill_qemu(VM)?;
-        await_degraded(scene, "a")?;
-        await_service(&client)?;
-        scene.protect("a", "b")?;
-        scene.await_protected("a", |_| ())?;
-        await_service(&client)?;
-        scene.host_mut("a")?.kill_everything()?;
-        prove_survival(scene, client, "b")
-    });
+    kill_the_standby_qemu(lockstep());
 }
 
 #[test]
