@@ -30,18 +30,51 @@ impl Entitlement {
         }
     }
 
-    pub fn is_over(self) -> bool {
+    /// Whether a frame may be written at `now`, just before it is. While the word is fresh it
+    /// stays so from frame to frame: from this check to the next, not from the end of the
+    /// write, for a host that is stopped in a write comes out of it much later.
+    pub fn lasts(&mut self, now: Instant) -> bool {
         match self {
-            Entitlement::Forever => false,
-            Entitlement::Fresh(at) => at.elapsed() > STALL,
-            Entitlement::Until(end) => Instant::now() >= end,
+            Entitlement::Forever => true,
+            Entitlement::Fresh(at) if now.saturating_duration_since(*at) > STALL => false,
+            Entitlement::Fresh(at) => {
+                *at = now.max(*at);
+                true
+            }
+            Entitlement::Until(end) => now < *end,
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::time::Duration;
+
+    #[test]
+    fn a_fresh_word_lasts_while_frames_follow_each_other() {
+        let start = Instant::now();
+        let mut entitled = Entitlement::Fresh(start);
+        for n in 1..10 {
+            assert!(entitled.lasts(start + n * STALL));
         }
     }
 
-    /// A frame was written.
-    pub fn renew(&mut self) {
-        if let Entitlement::Fresh(at) = self {
-            *at = Instant::now();
-        }
+    #[test]
+    fn a_host_that_was_stopped_in_a_write_sends_nothing_after_it() {
+        let start = Instant::now();
+        let mut entitled = Entitlement::Fresh(start);
+        assert!(entitled.lasts(start));
+        let resumed = start + STALL + Duration::from_millis(1);
+        assert!(!entitled.lasts(resumed));
+        assert!(!entitled.lasts(resumed), "it takes a new word");
+    }
+
+    #[test]
+    fn a_permit_ends_when_it_says() {
+        let end = Instant::now();
+        let mut entitled = Entitlement::Until(end);
+        assert!(entitled.lasts(end - Duration::from_millis(1)));
+        assert!(!entitled.lasts(end));
     }
 }

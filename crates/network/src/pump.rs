@@ -18,6 +18,7 @@ use nix::sys::eventfd::{EfdFlags, EventFd};
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard};
+use std::time::Instant;
 
 /// Called when the first frame of an epoch begins to wait: a checkpoint now
 /// would shorten its wait. Runs on a pump thread, without locks held.
@@ -156,14 +157,13 @@ impl Shared {
     fn write(&self, batch: &FrameBatch, entitled: &mut Entitlement) -> usize {
         let (mut frames, mut refused, mut bytes) = (0, 0, 0);
         for packet in batch.frames().iter() {
-            if entitled.is_over() {
+            if !entitled.lasts(Instant::now()) {
                 break;
             }
             match self.tap.send(packet) {
                 Ok(()) => (frames, bytes) = (frames + 1, bytes + packet.len() as u64),
                 Err(_) => refused += 1,
             }
-            entitled.renew();
         }
         self.counters.frames_out.fetch_add(frames, Ordering::Relaxed);
         let bytes = bytes - frames * HEADER_BYTES as u64;
