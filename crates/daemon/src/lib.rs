@@ -3,6 +3,7 @@
 mod admission;
 mod arbiter;
 mod backup;
+mod boot;
 mod cgroup;
 mod channel;
 mod clock;
@@ -25,6 +26,7 @@ mod paths;
 mod pause;
 pub mod pki;
 mod primary;
+mod protection;
 mod records;
 mod recover;
 mod repair;

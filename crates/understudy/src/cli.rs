@@ -1,17 +1,19 @@
 //! The grammar of the command line; that of the benchmarks is in [`bench`], that of
-//! `protect` in [`protect`].
+//! `protect` in [`protect`], that of `demo` and the like in [`trial`].
 
 mod bench;
 mod protect;
+mod trial;
 
 #[cfg(test)]
 use bench::SUITE_HELP;
 pub use bench::*;
 use protect::PROTECT_HELP;
 pub use protect::*;
+pub use trial::*;
+use trial::{CHAOS_HELP, DEMO_HELP, SIMULATE_HELP};
 
-use clap::{Args, Parser, Subcommand, ValueEnum};
-use serde::Serialize;
+use clap::{Args, Parser, Subcommand};
 use std::path::PathBuf;
 use understudy_daemon::config::DEFAULT_SOCKET;
 
@@ -247,93 +249,6 @@ pub struct RecoverArgs {
     pub force: bool,
 }
 
-const DEMO_HELP: &str = "\
-Two hosts and a client are network namespaces of this machine; the rest is real.
-Needs root, and the test guest that `make guests` builds. Everything is removed
-at the end. Exits with 0 only if no acknowledged record was lost and the
-client's one connection survived.";
-
-/// `demo`
-#[derive(Debug, Args)]
-pub struct DemoArgs {
-    /// How the backup keeps up.
-    #[arg(long, value_name = "HOW", default_value = "checkpoint")]
-    pub mode: ModeKind,
-    /// Cut the host off instead of killing it.
-    #[arg(long, value_name = "WHAT")]
-    pub cut: Option<Cut>,
-    /// Seconds of work under protection before the failure.
-    #[arg(long, value_name = "N", default_value_t = 5, value_parser = clap::value_parser!(u64).range(1..=3600))]
-    pub seconds: u64,
-    /// The test guest's files [default: target/guest of the build].
-    #[arg(long, value_name = "DIR", env = "UNDERSTUDY_GUEST")]
-    pub guest: Option<PathBuf>,
-}
-
-/// What can be cut.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum, Serialize)]
-#[serde(rename_all = "lowercase")]
-pub enum Cut {
-    /// The host's network, silently: its link stays up.
-    Network,
-}
-
-const CHAOS_HELP: &str = "\
-Each run: a guest under load on disk, memory and network, protected; one failure
-drawn from the run's seed (a process or a host is killed, stalls and comes back,
-is cut off, loses its cable, at any moment); then every promise is checked: the
-clients' connections live on, no acknowledged record is lost, the file system is
-sound, and never do both copies answer.
-
-Two hosts and a client are network namespaces of this machine; the rest is real.
-Needs root, and the test guest that `make guests` builds. Logs of a run that went
-wrong are kept. Exits with 0 only if every promise was kept.
-
-Examples:
-  understudy chaos --runs 200
-  understudy chaos --runs 1 --seed 117     that run of seed 117, again";
-
-/// `chaos`
-#[derive(Debug, Args)]
-pub struct ChaosArgs {
-    /// How many failures.
-    #[arg(long, value_name = "N", default_value_t = 20, value_parser = clap::value_parser!(u64).range(1..=1_000_000))]
-    pub runs: u64,
-    /// The first run's seed; the others count on from it.
-    #[arg(long, value_name = "S", default_value_t = 1)]
-    pub seed: u64,
-    /// The test guest's files [default: target/guest of the build].
-    #[arg(long, value_name = "DIR", env = "UNDERSTUDY_GUEST")]
-    pub guest: Option<PathBuf>,
-}
-
-const SIMULATE_HELP: &str = "\
-The state machines that decide about output and ownership, the same code that the
-daemon runs, in a world of virtual time: hosts, an arbiter and the connections
-between them are simulated, and a seed decides what fails and when. Every
-invariant is checked at every step. Then known bugs are planted, one after the
-other, and must be found by the same seeds. Needs no privileges.
-
-Exits with 0 only if no invariant was broken and every planted bug was found.
-
-Examples:
-  understudy simulate --seeds 100000
-  understudy simulate --seed 4711          what happens in that schedule, line by line";
-
-/// `simulate`
-#[derive(Debug, Args)]
-pub struct SimulateArgs {
-    /// How many schedules.
-    #[arg(long, value_name = "N", default_value_t = 10_000, value_parser = clap::value_parser!(u64).range(1..=1_000_000_000))]
-    pub seeds: u64,
-    /// The first seed.
-    #[arg(long, value_name = "S", default_value_t = 0, value_parser = clap::value_parser!(u64).range(..=u64::MAX / 2))]
-    pub from: u64,
-    /// Replay this one seed and tell its story.
-    #[arg(long, value_name = "S", conflicts_with_all = ["seeds", "from"])]
-    pub seed: Option<u64>,
-}
-
 fn log_filter(text: &str) -> Result<String, String> {
     tracing_subscriber::EnvFilter::try_new(text)
         .map(|_| text.to_owned())
@@ -341,82 +256,4 @@ fn log_filter(text: &str) -> Result<String, String> {
 }
 
 #[cfg(test)]
-mod tests {
-    use super::*;
-    use clap::CommandFactory;
-    use clap::error::ErrorKind;
-    use understudy_daemon::config::HostConfig;
-    use understudy_qemu::VmDefinition;
-
-    fn parse(line: &str) -> Result<Cli, clap::Error> {
-        Cli::try_parse_from(line.split_whitespace())
-    }
-
-    #[test]
-    fn the_grammar_is_consistent() {
-        Cli::command().debug_assert();
-    }
-
-    #[test]
-    fn global_options_stand_anywhere() {
-        let before = parse("understudy --json --socket /x status db").unwrap();
-        let after = parse("understudy status db --socket /x --json").unwrap();
-        for cli in [before, after] {
-            assert!(cli.json);
-            assert_eq!(cli.socket, PathBuf::from("/x"));
-            assert!(matches!(cli.command, Command::Status { vm: Some(vm) } if vm == "db"));
-        }
-    }
-
-    #[test]
-    fn wrong_command_lines_are_refused() {
-        let cases = [
-            ("understudy", ErrorKind::DisplayHelpOnMissingArgumentOrSubcommand),
-            ("understudy protect db", ErrorKind::MissingRequiredArgument),
-            ("understudy protect db --to b --hz 0", ErrorKind::ValueValidation),
-            ("understudy protect db --to b --hz 1001", ErrorKind::ValueValidation),
-            ("understudy protect db --to b --policy often", ErrorKind::InvalidValue),
-            ("understudy host", ErrorKind::MissingRequiredArgument),
-            ("understudy vm destroy db", ErrorKind::InvalidSubcommand),
-            ("understudy status --log =x= db", ErrorKind::ValueValidation),
-        ];
-        for (line, kind) in cases {
-            assert_eq!(parse(line).unwrap_err().kind(), kind, "{line}");
-        }
-    }
-
-    /// The indented lines of a help text.
-    fn example(help: &str) -> String {
-        help.lines().filter_map(|line| line.strip_prefix("  ")).map(|l| format!("{l}\n")).collect()
-    }
-
-    #[test]
-    fn the_examples_in_the_help_are_right() {
-        let folder = tempfile::tempdir().unwrap();
-        std::fs::write(folder.path().join("db.img"), [0; 512]).unwrap();
-        let file = &folder.path().join("example.toml");
-        let host = HostConfig::from_toml(&example(HOST_HELP), file).unwrap();
-        assert_eq!((host.peers.len(), host.arbiter.is_some()), (1, true));
-        let vm = VmDefinition::from_toml(&example(VM_START_HELP), file).unwrap();
-        assert_eq!((vm.disks.len(), vm.cards.len()), (1, 1));
-        let helps = [AFTER_HELP, SIMULATE_HELP, PROTECT_HELP, RECOVER_HELP, CHAOS_HELP, SUITE_HELP];
-        for help in helps {
-            let lines = example(help);
-            for line in lines.lines().filter(|line| line.starts_with("understudy ")) {
-                let command = line.split("  ").next().unwrap();
-                parse(command).unwrap_or_else(|error| panic!("{command}: {error}"));
-            }
-        }
-    }
-
-    #[test]
-    fn the_help_documents_the_exit_codes() {
-        let help = Cli::command().render_long_help().to_string();
-        for code in 0..=5 {
-            assert!(
-                help.contains(&format!("\n  {code}  ")),
-                "exit code {code} is missing:\n{help}"
-            );
-        }
-    }
-}
+mod tests;

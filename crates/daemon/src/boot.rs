@@ -1,0 +1,133 @@
+//! Starts and stops VMs.
+
+use crate::admission::open_disks;
+use crate::error::{ErrorKind, HostError};
+use crate::host::{Host, failed};
+use crate::machine;
+use crate::report::VmStatus;
+use crate::sync::lock;
+use crate::vm::{PrimaryVm, Vm};
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+use tracing::info;
+use understudy_protocol::Generation;
+use understudy_qemu::command::Lockstep;
+use understudy_qemu::lockstep::LogRole;
+use understudy_qemu::{Accelerator, ClockBase, Role, VmDefinition};
+
+/// How long the guest may take to power off before it is ended.
+const POWER_OFF_TIMEOUT: Duration = Duration::from_secs(30);
+
+impl Host {
+    /// Starts a VM on this host, unprotected.
+    pub fn vm_start(self: &Arc<Self>, definition: VmDefinition) -> Result<VmStatus, HostError> {
+        let _adding = lock(&self.adding);
+        self.check_free(&definition)?;
+        let newest = self.check_images(&definition)?;
+        self.boot(definition, newest)
+    }
+
+    /// Starts a VM whose name is free on its newest images, `newest` being the newest
+    /// generation known of it.
+    pub(crate) fn boot(
+        self: &Arc<Self>,
+        definition: VmDefinition,
+        newest: Generation,
+    ) -> Result<VmStatus, HostError> {
+        let machine_type = self.machine_type(&definition)?;
+        let accelerator = self
+            .capabilities
+            .accelerator(definition.accel)
+            .map_err(|error| HostError::new(ErrorKind::Invalid, error.to_string()))?;
+        self.check_bridges(&definition)?;
+        self.check_memory(definition.memory.bytes())?;
+        let lockstep = match definition.lockstep {
+            true => Some(self.recording(&definition, accelerator)?),
+            false => None,
+        };
+        let disks = open_disks(&definition)?;
+        let former = self.record(&definition.name)?;
+        let run_dir = self.vm_directory(&definition.name)?;
+        let name = definition.name.clone();
+        let plan = machine::Plan {
+            definition,
+            machine_type,
+            accelerator,
+            run_dir: &run_dir,
+            qemu: &self.capabilities.binary,
+            agent: &self.agent,
+            run_as: &self.config.run_as,
+            disks,
+            role: Role::Fresh,
+            lockstep,
+            former: None,
+            on_event: self.event_sink(&name),
+        };
+        let machine = self.launch(plan).map_err(|error| failed("cannot start the VM", &error))?;
+        // Everything works: only now the arbiter's record changes.
+        let generation = self.take_ownership(&name, newest)?;
+        self.note_active(&machine, generation, former, &run_dir)?;
+        let vm = self.add_primary(machine.clone(), generation, None);
+        machine.ensure_running().map_err(|error| failed("cannot start the guest", &error))?;
+        info!(vm = name, "started");
+        Ok(Vm::Primary(vm).status())
+    }
+
+    /// How a QEMU of this host records, from now on.
+    fn recording(
+        &self,
+        definition: &VmDefinition,
+        accelerator: Accelerator,
+    ) -> Result<Lockstep, HostError> {
+        self.check_lockstep(definition, accelerator)?;
+        Ok(Lockstep { role: LogRole::Record, clock: ClockBase::now() })
+    }
+
+    /// Stops a VM: ACPI power-off and a deadline, or at once with `force`.
+    pub fn vm_stop(self: &Arc<Self>, name: &str, force: bool) -> Result<(), HostError> {
+        match self.vm(name)? {
+            Vm::Primary(vm) => {
+                if !force {
+                    return self.power_off(&vm);
+                }
+                let fellows = self.fellows(&vm);
+                self.end_protection(&vm)?;
+                self.leave_group(&vm, &fellows);
+                self.remove_primary(&vm);
+            }
+            Vm::Backup(session) if force => session.give_up("the operator ended the backup"),
+            Vm::Backup(session) => {
+                let message = format!(
+                    "this host only backs {name} up: run `understudy unprotect {name}` on {}, \
+                     or use --force to end the backup here",
+                    session.primary
+                );
+                return Err(HostError::new(ErrorKind::Conflict, message));
+            }
+            Vm::Fenced(_) => {
+                lock(&self.vms).remove(name);
+            }
+        }
+        Ok(())
+    }
+
+    fn power_off(&self, vm: &PrimaryVm) -> Result<(), HostError> {
+        vm.machine()
+            .press_power_button()
+            .map_err(|error| failed("cannot press the power button", &error))?;
+        let name = vm.name();
+        let deadline = Instant::now() + POWER_OFF_TIMEOUT;
+        // The guest's power-off removes the VM.
+        while lock(&self.vms).contains_key(name) {
+            if Instant::now() > deadline {
+                let message = format!(
+                    "{name} did not power off within {} s: use --force to end it",
+                    POWER_OFF_TIMEOUT.as_secs()
+                );
+                return Err(HostError::new(ErrorKind::Conflict, message));
+            }
+            std::thread::sleep(Duration::from_millis(20));
+        }
+        Ok(())
+    }
+}

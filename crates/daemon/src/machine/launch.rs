@@ -1,0 +1,263 @@
+//! How a machine comes to be: its QEMU, and all that QEMU must find.
+
+use super::process::{Process, connect};
+use super::{Machine, MachineEvent};
+use crate::doorbell::Doorbell;
+use crate::home::{AGENT, CONSOLE, CONSOLE_LOG, Home, Lent, disk_socket};
+use crate::pause::Pauser;
+use anyhow::bail;
+use std::ffi::OsString;
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd};
+use std::path::Path;
+use std::sync::atomic::AtomicBool;
+use std::sync::{Arc, Mutex};
+use std::time::Duration;
+use understudy_disk::{Disk, NbdServer};
+use understudy_memory::agent::AgentListener;
+use understudy_memory::{GuestRam, ProcessMemory, RamBlock};
+use understudy_network::{CARDS_VARIABLE, GuestEnd, NetworkError, NextGuest, Port, PortConfig};
+use understudy_protocol::{BlockId, CardIndex};
+use understudy_qemu::command::{Console, Lockstep};
+use understudy_qemu::lockstep::{LogChannel, LogEnds};
+use understudy_qemu::process::Launch;
+use understudy_qemu::qmp::{DeviceState, MonitorSockets};
+use understudy_qemu::{
+    Accelerator, Monitor, Qemu, Resources, Role, RunAs, VmDefinition, command_line, user,
+};
+
+/// How long QEMU may take to start and to answer.
+pub(super) const QEMU_TIMEOUT: Duration = Duration::from_secs(20);
+
+/// What a machine is made of.
+pub struct Plan<'a> {
+    /// The VM as it is on this host.
+    pub definition: VmDefinition,
+    /// Versioned machine type.
+    pub machine_type: String,
+    /// What executes the guest's instructions.
+    pub accelerator: Accelerator,
+    /// Directory for sockets and logs; exists, and is this VM's own.
+    pub run_dir: &'a Path,
+    /// QEMU's program.
+    pub qemu: &'a Path,
+    /// The library preloaded into QEMU.
+    pub agent: &'a Path,
+    /// Who QEMU runs as.
+    pub run_as: &'a RunAs,
+    /// The disks, in the definition's order.
+    pub disks: Vec<Arc<Disk>>,
+    /// Fresh: the VM runs here, its output goes out. Standby: nothing does.
+    pub role: Role,
+    /// How its QEMU takes part in lockstep; none if it does not.
+    pub lockstep: Option<Lockstep>,
+    /// The machine in whose place it is to go on: it has the same memory, disks and ports.
+    pub former: Option<&'a Machine>,
+    /// Called on a thread of the machine's for everything that happens by itself.
+    pub on_event: Box<dyn Fn(MachineEvent) + Send>,
+}
+
+impl Machine {
+    /// Starts QEMU; the guest stands still until [`Machine::ensure_running`] or
+    /// [`Machine::go_live`].
+    pub fn launch(plan: Plan<'_>) -> anyhow::Result<Machine> {
+        let doorbell = plan.former.map_or_else(Arc::default, |former| former.doorbell.clone());
+        let ram = match plan.former {
+            Some(former) => former.ram.clone(),
+            None => Arc::new(GuestRam::create(plan.definition.memory.bytes())?),
+        };
+        let device_state = DeviceState::create()?;
+        let user = plan.run_as.next();
+        let home = match plan.former {
+            Some(_) => Home::prepare_next(plan.run_dir, user)?,
+            None => Home::prepare(plan.run_dir, user)?,
+        };
+        user::give(ram.fd(), user)?;
+        user::give(&device_state, user)?;
+        let servers = serve_disks(&plan, &home)?;
+        let ports = match plan.former {
+            Some(former) => former.ports.clone(),
+            None => open_ports(&plan, &doorbell)?,
+        };
+        let (guest_ends, next_guests) = attach(&ports, plan.former.is_some())?;
+        let (monitors, qemus_ends) = MonitorSockets::create()?;
+        let console = plan.definition.console.then(|| home.lasting_path(CONSOLE));
+        let listener = AgentListener::bind(home.path(AGENT))?;
+        user::give_socket(listener.path(), user)?;
+        let lent = Lent::open(&plan, user)?;
+        let (log, qemus_log) = open_log(&plan)?.unzip();
+        let args = command_line(
+            &plan.definition,
+            &Resources {
+                machine_type: plan.machine_type.clone(),
+                accelerator: plan.accelerator,
+                kvm: lent.kvm.as_ref().map(AsRawFd::as_raw_fd),
+                boot: lent.boot_files(),
+                ram: ram.fd().as_raw_fd(),
+                monitors: qemus_ends.numbers(),
+                disks: plan.disks.iter().map(|disk| disk_socket(disk).into()).collect(),
+                cards: guest_ends.iter().map(|end| end.socket.as_raw_fd()).collect(),
+                console: console
+                    .is_some()
+                    .then(|| Console { socket: CONSOLE.into(), log: CONSOLE_LOG.into() }),
+                role: plan.role,
+                lockstep: plan.lockstep.clone(),
+            },
+        );
+        let mut inherit: Vec<BorrowedFd<'_>> = vec![ram.fd(), device_state.as_fd()];
+        inherit.extend(qemus_ends.descriptors());
+        inherit.extend(guest_ends.iter().map(|end| end.socket.as_fd()));
+        inherit.extend(lent.descriptors());
+        let mut environment = lent.environment();
+        if let (Some(ends), Some(lockstep)) = (&qemus_log, &plan.lockstep) {
+            inherit.extend(ends.descriptors());
+            environment.push(ends.environment(lockstep.role));
+            environment.extend(lockstep.clock.environment());
+        }
+        environment.extend(cards_variable(&guest_ends));
+        let qemu = Qemu::launch(&Launch {
+            binary: plan.qemu,
+            args: &args,
+            env: &environment,
+            inherit: &inherit,
+            log: &plan.run_dir.join("qemu.log"),
+            directory: Some(home.directory()),
+            user,
+        })?;
+        drop((qemus_ends, guest_ends, qemus_log));
+        let process = Arc::new(Process {
+            qemu,
+            halted: AtomicBool::new(false),
+            powered_off: AtomicBool::new(false),
+        });
+        let started = connect(&process, &listener, monitors, plan.on_event);
+        let (agent, mut monitor) = started.map_err(|error| process.explain(error))?;
+        let blocks = ram_blocks(&mut monitor, &process.qemu, ram.clone())?;
+        let name = &plan.definition.name;
+        let pauser = Pauser::choose(name, &agent, &monitor, &device_state, QEMU_TIMEOUT)?;
+        if plan.role == Role::Standby {
+            monitor.prepare_standby(&device_state)?;
+        }
+        Ok(Machine {
+            definition: plan.definition,
+            machine_type: plan.machine_type,
+            accelerator: plan.accelerator,
+            ram,
+            blocks,
+            tracker: Mutex::new(None),
+            disks: plan.disks,
+            ports,
+            next_guests: Mutex::new(next_guests),
+            monitor: Mutex::new(monitor),
+            device_state,
+            pauser,
+            lockstep: plan.lockstep,
+            log,
+            console,
+            doorbell,
+            retired: AtomicBool::new(false),
+            process,
+            agent,
+            _servers: servers,
+            presence: Arc::new(()),
+        })
+    }
+}
+
+fn serve_disks(plan: &Plan<'_>, home: &Home) -> anyhow::Result<Vec<NbdServer>> {
+    let mut servers = Vec::new();
+    for disk in &plan.disks {
+        if plan.role == Role::Standby && plan.former.is_none() {
+            disk.set_read_only(true);
+        }
+        let socket = home.path(&disk_socket(disk));
+        servers.push(NbdServer::serve(disk.clone(), &socket)?);
+        home.give_socket(&socket)?;
+    }
+    Ok(servers)
+}
+
+fn open_ports(plan: &Plan<'_>, doorbell: &Arc<Doorbell>) -> anyhow::Result<Vec<Arc<Port>>> {
+    let mut ports = Vec::new();
+    for (i, card) in plan.definition.cards.iter().enumerate() {
+        let doorbell = doorbell.clone();
+        let config = PortConfig {
+            card: CardIndex(i as u16),
+            mac: card.mac,
+            tap: tap_name(&plan.definition.name, i),
+            bridge: card.bridge.clone(),
+            live: plan.role == Role::Fresh,
+            output_limit_bytes: understudy_network::DEFAULT_LIMIT_BYTES,
+        };
+        ports.push(Arc::new(Port::open(config, Arc::new(move || doorbell.ring()))?));
+    }
+    Ok(ports)
+}
+
+/// QEMU's ends of the ports' sockets; the ports' own ends only if another QEMU has the ports.
+fn attach(
+    ports: &[Arc<Port>],
+    later: bool,
+) -> Result<(Vec<GuestEnd>, Vec<NextGuest>), NetworkError> {
+    if later {
+        let prepared = ports.iter().map(|port| port.prepare_guest());
+        return Ok(prepared.collect::<Result<Vec<_>, _>>()?.into_iter().unzip());
+    }
+    let ends = ports.iter().map(|port| port.attach_guest()).collect::<Result<_, _>>()?;
+    Ok((ends, Vec::new()))
+}
+
+fn open_log(plan: &Plan<'_>) -> std::io::Result<Option<(LogChannel, LogEnds)>> {
+    plan.lockstep.as_ref().map(|_| LogChannel::create(QEMU_TIMEOUT)).transpose()
+}
+
+/// Tells the agent which descriptors it must answer for.
+fn cards_variable(guest_ends: &[GuestEnd]) -> Option<(OsString, OsString)> {
+    let numbers: Vec<_> = guest_ends.iter().map(|end| end.socket.as_raw_fd().to_string()).collect();
+    (!numbers.is_empty()).then(|| (CARDS_VARIABLE.into(), numbers.join(",").into()))
+}
+
+/// An interface name has at most 15 bytes: the VM's name, cut, a check sum of
+/// the whole name where it was cut, and the card.
+fn tap_name(vm: &str, card: usize) -> String {
+    if vm.len() <= 10 {
+        return format!("{vm}.{card}");
+    }
+    let sum = vm.bytes().fold(0u16, |sum, byte| sum.wrapping_mul(31).wrapping_add(byte.into()));
+    format!("{}{sum:04x}.{card}", &vm[..6])
+}
+
+fn ram_blocks(
+    monitor: &mut Monitor,
+    qemu: &Qemu,
+    ram: Arc<GuestRam>,
+) -> anyhow::Result<Vec<RamBlock>> {
+    let mut infos = monitor.ram_blocks()?;
+    // Main memory first, the others by name: the same order on both hosts.
+    infos.sort_by(|a, b| (!a.is_main(), &a.name).cmp(&(!b.is_main(), &b.name)));
+    if !infos.first().is_some_and(|info| info.is_main()) {
+        bail!("QEMU lists no main memory among its RAM blocks");
+    }
+    let process = Arc::new(ProcessMemory::open(qemu.pid() as i32)?);
+    let blocks = infos.into_iter().enumerate().map(|(i, info)| {
+        if i == 0 {
+            return RamBlock::main(info.name, info.address, ram.clone());
+        }
+        // All that is mapped: what is in use of it differs before the firmware ran.
+        let id = BlockId(i as u16);
+        RamBlock::auxiliary(id, info.name, info.address, info.max_bytes, process.clone())
+    });
+    Ok(blocks.collect())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn tap_names_fit_and_differ() {
+        assert_eq!(tap_name("db", 0), "db.0");
+        let (a, b) = (tap_name("customer-database-1", 13), tap_name("customer-database-2", 13));
+        assert!(a.len() <= 15 && b.len() <= 15);
+        assert_ne!(a, b);
+    }
+}

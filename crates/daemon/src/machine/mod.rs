@@ -1,0 +1,294 @@
+//! A machine on this host: one QEMU with everything around it. The same for a
+//! VM that runs and for a standby.
+
+mod launch;
+mod process;
+
+pub use launch::Plan;
+
+use crate::doorbell::Doorbell;
+use crate::pause::{Pause, Pauser};
+use crate::sync::lock;
+use process::Process;
+use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, Weak};
+use std::time::Instant;
+use tracing::{info, warn};
+use understudy_disk::{Disk, NbdServer};
+use understudy_memory::agent::AgentLink;
+use understudy_memory::{DirtyTracker, GuestRam, RamBlock};
+use understudy_network::{NextGuest, Port};
+use understudy_protocol::CardIndex;
+use understudy_qemu::command::Lockstep;
+use understudy_qemu::lockstep::{self, LogChannel, LogErrand};
+use understudy_qemu::qmp::{DeviceState, RunState};
+use understudy_qemu::{Accelerator, Monitor, VmDefinition};
+
+/// What happens to a machine by itself.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum MachineEvent {
+    /// The guest powered off; QEMU stands still.
+    PoweredOff,
+    /// QEMU ended, and its last words.
+    Died(String),
+    /// Something to tell the user.
+    Notice(String),
+}
+
+/// A QEMU and everything around it. Dropping it ends QEMU.
+pub struct Machine {
+    definition: VmDefinition,
+    machine_type: String,
+    accelerator: Accelerator,
+    ram: Arc<GuestRam>,
+    blocks: Vec<RamBlock>,
+    tracker: Mutex<Option<DirtyTracker>>,
+    disks: Vec<Arc<Disk>>,
+    ports: Vec<Arc<Port>>,
+    /// The ports' sockets to this QEMU, while another one has them.
+    next_guests: Mutex<Vec<NextGuest>>,
+    monitor: Mutex<Monitor>,
+    device_state: DeviceState,
+    pauser: Pauser,
+    lockstep: Option<Lockstep>,
+    #[allow(dead_code)] // Until sessions in lockstep use it.
+    log: Option<LogChannel>,
+    console: Option<PathBuf>,
+    doorbell: Arc<Doorbell>,
+    /// Another machine has its place.
+    retired: AtomicBool,
+    process: Arc<Process>,
+    // Held open: their ends tell QEMU that this daemon lives.
+    agent: AgentLink,
+    _servers: Vec<NbdServer>,
+    /// Last: fields are dropped in order.
+    presence: Arc<()>,
+}
+
+impl Machine {
+    /// Dead once the machine is gone with all that it had, not a moment before.
+    pub fn presence(&self) -> Weak<()> {
+        Arc::downgrade(&self.presence)
+    }
+
+    /// The VM as it is on this host.
+    pub fn definition(&self) -> &VmDefinition {
+        &self.definition
+    }
+
+    /// The versioned machine type.
+    pub fn machine_type(&self) -> &str {
+        &self.machine_type
+    }
+
+    /// What executes the guest's instructions.
+    pub fn accelerator(&self) -> Accelerator {
+        self.accelerator
+    }
+
+    /// The guest's main memory.
+    pub fn ram(&self) -> &GuestRam {
+        &self.ram
+    }
+
+    /// All RAM blocks; a block's id is its place here, the same on both hosts.
+    pub fn blocks(&self) -> &[RamBlock] {
+        &self.blocks
+    }
+
+    /// The disks, in the definition's order.
+    pub fn disks(&self) -> &[Arc<Disk>] {
+        &self.disks
+    }
+
+    /// The cards, in the definition's order.
+    pub fn ports(&self) -> &[Arc<Port>] {
+        &self.ports
+    }
+
+    /// Rings when there is output to release; the session rings it too.
+    pub fn doorbell(&self) -> &Doorbell {
+        &self.doorbell
+    }
+
+    /// The monitor; a checkpoint holds it for its length.
+    pub fn monitor(&self) -> MutexGuard<'_, Monitor> {
+        lock(&self.monitor)
+    }
+
+    /// Stops the guest for a checkpoint. Its monitor is the caller's: nobody else may ask
+    /// anything meanwhile. In lockstep the log may begin or end there.
+    pub fn pause<'m>(
+        &'m self,
+        monitor: &'m mut Monitor,
+        errand: LogErrand,
+    ) -> anyhow::Result<Pause<'m>> {
+        self.pauser.begin(monitor, &self.device_state, errand)
+    }
+
+    /// Why this QEMU cannot be in lockstep, by the way it was built; none if it can.
+    pub fn lockstep_obstacle(&self) -> Option<String> {
+        lockstep::build_obstacle(self.agent.hello())
+    }
+
+    /// Why pauses go through the monitor and take longer; none if they do not.
+    pub fn pause_obstacle(&self) -> Option<&str> {
+        self.pauser.obstacle()
+    }
+
+    /// How its QEMU was started for lockstep; none if it cannot take part.
+    pub fn lockstep(&self) -> Option<&Lockstep> {
+        self.lockstep.as_ref()
+    }
+
+    /// The way of its log, if its QEMU can take part in lockstep.
+    #[allow(dead_code)] // Until sessions in lockstep use it.
+    pub fn log(&self) -> Option<&LogChannel> {
+        self.log.as_ref()
+    }
+
+    /// Unix socket of the console.
+    pub fn console(&self) -> Option<&Path> {
+        self.console.as_deref()
+    }
+
+    /// QEMU's process.
+    pub fn qemu_pid(&self) -> u32 {
+        self.process.qemu.pid()
+    }
+
+    /// How a QEMU that does not run any more ended, for people.
+    pub fn last_words(&self) -> String {
+        self.process.last_words()
+    }
+
+    /// Whether QEMU runs.
+    pub fn is_alive(&self) -> bool {
+        matches!(self.process.qemu.try_wait(), Ok(None))
+    }
+
+    /// Whether the guest powered off. QEMU refuses to go on with it then.
+    pub fn is_powered_off(&self) -> bool {
+        self.process.powered_off.load(Ordering::Acquire)
+    }
+
+    /// The dirty tracker, attached at its first use; one user at a time.
+    pub fn tracker(&self) -> anyhow::Result<MutexGuard<'_, Option<DirtyTracker>>> {
+        let mut tracker = lock(&self.tracker);
+        if tracker.is_none() {
+            let uffd = self.agent.userfaultfd().clone();
+            *tracker = Some(DirtyTracker::attach(self.agent.pid(), uffd, &self.blocks)?);
+        }
+        Ok(tracker)
+    }
+
+    /// Lets the guest run if it stands still.
+    pub fn ensure_running(&self) -> anyhow::Result<()> {
+        let mut monitor = self.monitor();
+        if monitor.status()? != RunState::running {
+            monitor.cont()?;
+        }
+        Ok(())
+    }
+
+    /// Starts the guest of a standby from `device_state`; its memory and disks
+    /// are those of the same epoch. From here on its output goes out, behind `before`,
+    /// which it sent on its former host. Returns how many of those were sent.
+    pub fn go_live(
+        &self,
+        device_state: &[u8],
+        before: &[(CardIndex, Vec<u8>)],
+    ) -> anyhow::Result<u64> {
+        let began = Instant::now();
+        for disk in &self.disks {
+            disk.set_read_only(false);
+        }
+        self.device_state.fill(device_state)?;
+        self.monitor()
+            .go_live(&self.device_state)
+            .map_err(|error| self.process.explain(error.into()))?;
+        let sent = self.open_network(before)?;
+        info!(
+            vm = self.definition.name,
+            "live after {:.1} ms",
+            began.elapsed().as_secs_f64() * 1e3
+        );
+        Ok(sent)
+    }
+
+    /// The guest runs here: its output goes out from here on, behind `before`, which it sent
+    /// on its former host. Returns how many of those were sent.
+    pub fn open_network(&self, before: &[(CardIndex, Vec<u8>)]) -> anyhow::Result<u64> {
+        let mut sent = 0;
+        for port in &self.ports {
+            port.go_live();
+            // First of all, so that what follows finds its way back.
+            port.announce()?;
+            let own = before.iter().filter(|(card, _)| *card == port.card());
+            sent += own.filter(|(_, frame)| port.resend(frame)).count() as u64;
+            port.open_gate();
+        }
+        Ok(sent)
+    }
+
+    /// Loads the state of a machine whose memory and disks are complete; the guest stands still.
+    /// In lockstep: its QEMU writes the disks itself from now on.
+    pub fn load(&self, device_state: &[u8]) -> anyhow::Result<()> {
+        for disk in &self.disks {
+            disk.set_read_only(false);
+        }
+        self.device_state.fill(device_state)?;
+        let loaded = self.monitor().load(&self.device_state);
+        loaded.map_err(|error| self.process.explain(error.into()))
+    }
+
+    /// Presses the power button.
+    pub fn press_power_button(&self) -> anyhow::Result<()> {
+        Ok(self.monitor().system_powerdown()?)
+    }
+
+    /// Takes the ports over from the machine in whose place this one goes on.
+    pub(crate) fn take_ports(&self) {
+        let next_guests = std::mem::take(&mut *lock(&self.next_guests));
+        for (port, next) in self.ports.iter().zip(next_guests) {
+            port.hand_over(next);
+        }
+    }
+
+    /// Ends this copy for good. Nothing leaves it afterwards.
+    pub fn halt(&self) {
+        // Not if they are another machine's: it has taken them, or not given them yet.
+        if !self.is_retired() && lock(&self.next_guests).is_empty() {
+            for port in &self.ports {
+                port.shut();
+            }
+        }
+        self.end();
+    }
+
+    /// Ends this copy for good; another has its place, and its ports.
+    pub(crate) fn retire(&self) {
+        self.retired.store(true, Ordering::Release);
+        self.end();
+    }
+
+    fn is_retired(&self) -> bool {
+        self.retired.load(Ordering::Acquire)
+    }
+
+    fn end(&self) {
+        let halted_before = self.process.halted.swap(true, Ordering::AcqRel);
+        if !halted_before {
+            if let Err(error) = self.process.qemu.kill() {
+                warn!(vm = self.definition.name, "ending QEMU: {error}");
+            }
+        }
+    }
+}
+
+impl Drop for Machine {
+    fn drop(&mut self) {
+        self.halt();
+    }
+}

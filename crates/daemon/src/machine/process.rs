@@ -1,0 +1,79 @@
+//! QEMU's process, and what it says by itself.
+
+use super::MachineEvent;
+use super::launch::QEMU_TIMEOUT;
+use anyhow::bail;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::{Duration, Instant};
+use understudy_memory::agent::{AgentLink, AgentListener};
+use understudy_qemu::qmp::{MonitorSockets, VmEvent};
+use understudy_qemu::{Monitor, Qemu};
+
+/// QEMU's process, and what is known of its end.
+pub(super) struct Process {
+    pub(super) qemu: Qemu,
+    /// The end is this daemon's own doing.
+    pub(super) halted: AtomicBool,
+    pub(super) powered_off: AtomicBool,
+}
+
+impl Process {
+    fn interpret(&self, event: VmEvent) -> Option<MachineEvent> {
+        if self.halted.load(Ordering::Acquire) {
+            return None;
+        }
+        match event {
+            VmEvent::Stopped | VmEvent::Resumed => None,
+            VmEvent::Shutdown { .. } => {
+                self.powered_off.store(true, Ordering::Release);
+                Some(MachineEvent::PoweredOff)
+            }
+            VmEvent::Reset { .. } => Some(MachineEvent::Notice("the guest rebooted".to_owned())),
+            VmEvent::Panicked => {
+                Some(MachineEvent::Notice("the guest's kernel panicked".to_owned()))
+            }
+            VmEvent::DiskError { node, reason, stopped } => {
+                let then = if stopped { "; the guest stands still" } else { "" };
+                Some(MachineEvent::Notice(format!("an error on {node}: {reason}{then}")))
+            }
+            VmEvent::Disconnected => Some(MachineEvent::Died(self.last_words())),
+        }
+    }
+
+    /// How QEMU ended, for people.
+    pub(super) fn last_words(&self) -> String {
+        match self.qemu.wait(Duration::from_secs(1)) {
+            Ok(Some(exit)) => exit.to_string(),
+            _ => "QEMU closed its monitor".to_owned(),
+        }
+    }
+
+    /// Adds what QEMU itself said, if it has ended.
+    pub(super) fn explain(&self, error: anyhow::Error) -> anyhow::Error {
+        match self.qemu.wait(Duration::from_millis(500)) {
+            Ok(Some(exit)) => error.context(exit.to_string()),
+            _ => error,
+        }
+    }
+}
+
+pub(super) fn connect(
+    process: &Arc<Process>,
+    listener: &AgentListener,
+    monitors: MonitorSockets,
+    on_event: Box<dyn Fn(MachineEvent) + Send>,
+) -> anyhow::Result<(AgentLink, Monitor)> {
+    let agent = listener.accept(Instant::now() + QEMU_TIMEOUT)?;
+    let pid = process.qemu.pid();
+    if u32::try_from(agent.pid()) != Ok(pid) {
+        bail!("process {} answered in the place of QEMU {pid}", agent.pid());
+    }
+    let process = process.clone();
+    let monitor = Monitor::connect(monitors, QEMU_TIMEOUT, move |event| {
+        if let Some(event) = process.interpret(event) {
+            on_event(event);
+        }
+    })?;
+    Ok((agent, monitor))
+}

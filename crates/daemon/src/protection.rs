@@ -1,0 +1,240 @@
+//! Protection as the operator asks for it: its begin, its end, the planned fail-over.
+
+use crate::error::{ErrorKind, HostError};
+use crate::group::Membership;
+use crate::host::{Host, PEER_TIMEOUT, failed, internal};
+use crate::report::{Mode, ProtectRequest, VmStatus};
+use crate::sync::lock;
+use crate::vm::{PrimaryVm, Vm};
+use crate::{primary, resync};
+use std::sync::Arc;
+use tracing::warn;
+use understudy_protocol::{Generation, Output, PrimaryPhase};
+
+impl Host {
+    /// Starts protecting a VM; returns when the peer has accepted and the first
+    /// synchronisation runs. `status` shows its progress.
+    pub fn protect(
+        self: &Arc<Self>,
+        name: &str,
+        request: ProtectRequest,
+    ) -> Result<VmStatus, HostError> {
+        let vm = self.primary(name)?;
+        let _protecting = lock(&vm.protecting);
+        // The operator decides: nothing else is tried meanwhile.
+        vm.repairer.ended();
+        vm.repairer.trust_lockstep();
+        let begun = self.begin_alone(&vm, request);
+        if let Err(error) = &begun {
+            if vm.is_degraded() {
+                vm.repairer.lost(&error.to_string());
+            }
+        }
+        begun.map(|()| Vm::Primary(vm.clone()).status())
+    }
+
+    /// Protects a VM to another host, as its operator wished.
+    pub(crate) fn protect_again(
+        self: &Arc<Self>,
+        vm: &Arc<PrimaryVm>,
+        to: &str,
+    ) -> Result<(), HostError> {
+        let _protecting = lock(&vm.protecting);
+        let wish = vm.repairer.wish().filter(|_| !self.is_closing()).ok_or_else(|| {
+            HostError::new(ErrorKind::Conflict, "nobody wants it protected any more".to_owned())
+        })?;
+        let mut request = ProtectRequest { to: to.to_owned(), ..wish };
+        if request.mode == Mode::Lockstep && vm.repairer.distrusts_lockstep() {
+            request.mode = Mode::Checkpoint;
+            vm.events.note(format!(
+                "the backup diverged twice in a row: protected with checkpoints, until `understudy \
+                 protect {name} --mode lockstep`",
+                name = vm.name()
+            ));
+        }
+        self.begin_alone(vm, request)
+    }
+
+    /// Begins the protection of a VM by itself.
+    fn begin_alone(
+        self: &Arc<Self>,
+        vm: &Arc<PrimaryVm>,
+        request: ProtectRequest,
+    ) -> Result<(), HostError> {
+        self.check_protectable(vm)?;
+        self.make_fit(vm, request.mode)?;
+        let plan = self.plan_protection(vm, &request)?;
+        let membership = Membership::of_one(vm.name(), plan.generation);
+        let group = primary::Group::new(membership, plan.timeout, request.output);
+        // Before protection can be lost again.
+        let former = vm.repairer.wish();
+        vm.repairer.set_wish(Some(request));
+        self.begin_protection(vm, plan, (group, 0)).inspect_err(|_| vm.repairer.set_wish(former))
+    }
+
+    /// Refuses to protect what is protected, or cannot be.
+    pub(crate) fn check_protectable(&self, vm: &PrimaryVm) -> Result<(), HostError> {
+        let name = vm.name();
+        if let Some(session) = vm.active_session() {
+            let message = format!(
+                "{name} is protected to {} already: run `understudy unprotect {name}` first",
+                session.peer
+            );
+            return Err(HostError::new(ErrorKind::Conflict, message));
+        }
+        match &self.kernel_problem {
+            Some(problem) => Err(HostError::new(ErrorKind::Invalid, problem.clone())),
+            None => Ok(()),
+        }
+    }
+
+    /// Begins the protection of the member of a group at this place.
+    pub(crate) fn begin_protection(
+        self: &Arc<Self>,
+        vm: &Arc<PrimaryVm>,
+        plan: primary::Plan,
+        group: (Arc<primary::Group>, usize),
+    ) -> Result<(), HostError> {
+        let (name, peer) = (vm.name().to_owned(), plan.peer.clone());
+        let output = plan.wish.output;
+        let host = Arc::downgrade(self);
+        let owner = Arc::downgrade(vm);
+        let over = move |phase| {
+            if let (Some(host), Some(vm)) = (host.upgrade(), owner.upgrade()) {
+                host.protection_over(&vm, phase);
+            }
+        };
+        let session = primary::protect(vm.machine(), plan, group, over)
+            .map_err(|error| refused(&format!("cannot protect {name} to {peer}"), &error))?;
+        vm.begin(session);
+        vm.events.note(format!("protection to {peer} begins"));
+        if output == Output::Unheld {
+            let words = "NOT PROTECTED: output is not held, as asked for; a fail-over undoes what \
+                         clients have seen";
+            warn!(vm = name, "{words}");
+            vm.events.note(words);
+        }
+        Ok(())
+    }
+
+    /// Ends protection on both hosts, of a group as a whole; the VM runs on here. For a VM whose
+    /// protection is lost: takes note that this is how it shall be.
+    pub fn unprotect(&self, name: &str) -> Result<VmStatus, HostError> {
+        let vm = self.primary(name)?;
+        let _protecting = lock(&vm.protecting);
+        if vm.active_session().is_none() && !vm.is_degraded() {
+            let message = format!("{name} is not protected");
+            return Err(HostError::new(ErrorKind::Conflict, message));
+        }
+        let fellows = self.fellows(&vm);
+        vm.repairer.set_wish(None);
+        vm.repairer.ended();
+        self.end_protection(&vm)?;
+        for vm in fellows.iter().chain([&vm]) {
+            vm.repairer.set_wish(None);
+            vm.accept_unprotected();
+            vm.events.note("protection ended as asked for");
+        }
+        Ok(Vm::Primary(vm.clone()).status())
+    }
+
+    /// Planned fail-over: hands the VM, and its group, to the backup without losing anything.
+    /// Returns when the backup runs it.
+    pub fn failover(&self, name: &str) -> Result<(), HostError> {
+        let vm = self.primary(name)?;
+        let session = vm.active_session().ok_or_else(|| {
+            let message = format!("{name} is not protected: there is no backup to hand it to");
+            HostError::new(ErrorKind::Conflict, message)
+        })?;
+        if session.phase() != PrimaryPhase::Protected {
+            let message = format!("{name} is still being synchronised: wait until it is protected");
+            return Err(HostError::new(ErrorKind::Conflict, message));
+        }
+        session.request_hand_over();
+        let ended = session.wait_for_phase(PEER_TIMEOUT, |phase| {
+            matches!(phase, PrimaryPhase::Halted(_) | PrimaryPhase::Alone(_))
+        });
+        match ended {
+            Ok(PrimaryPhase::Halted(_)) => self.await_handed_over(&vm),
+            Ok(phase) | Err(phase) => {
+                let message = format!("{name} was not handed over: {phase:?}");
+                Err(HostError::new(ErrorKind::Unreachable, message))
+            }
+        }
+    }
+
+    pub(crate) fn plan_protection(
+        &self,
+        vm: &PrimaryVm,
+        request: &ProtectRequest,
+    ) -> Result<primary::Plan, HostError> {
+        let invalid = |message: String| Err(HostError::new(ErrorKind::Invalid, message));
+        let machine = vm.machine();
+        let definition = machine.definition();
+        let Some(arbiter) = self.arbiter.clone() else {
+            return invalid(
+                "this host's configuration has no [arbiter]: without one, nobody may decide who \
+                 owns a VM after a failure"
+                    .to_owned(),
+            );
+        };
+        let known = self.known_hosts();
+        let Some(addresses) = known.get(&request.to) else {
+            let known: Vec<&str> = known.keys().map(String::as_str).collect();
+            return invalid(format!(
+                "{:?} is not a peer of this host; its [peers] are: {}",
+                request.to,
+                known.join(", ")
+            ));
+        };
+        if request.output == Output::Unheld && !self.config.allow_unheld_output {
+            return invalid(
+                "output that is not held is not protected: this host does that for measurements \
+                 only, and only if its configuration says allow_unheld_output = true under \
+                 [experiments]"
+                    .to_owned(),
+            );
+        }
+        let policy = request.policy.or(definition.policy).unwrap_or_default();
+        policy.validate().map_err(|error| HostError::new(ErrorKind::Invalid, error))?;
+        request.encoding.validate().map_err(|error| HostError::new(ErrorKind::Invalid, error))?;
+        let generation = match vm.generation() {
+            // Started without an arbiter's record.
+            Generation(0) => {
+                let generation = self.take_ownership(&definition.name, Generation(0))?;
+                self.note_generation_of(&machine, generation)?;
+                generation
+            }
+            generation => generation,
+        };
+        let directory = self.vm_directory(&definition.name)?;
+        Ok(primary::Plan {
+            identity: self.identity.clone(),
+            peer: request.to.clone(),
+            addresses: addresses.clone(),
+            generation,
+            mode: request.mode,
+            policy,
+            encoding: request.encoding,
+            timeout: self.config.detection_timeout,
+            arbiter,
+            qemu_version: self.capabilities.version.to_string(),
+            session: resync::fresh_session(&self.config.name, &definition.name)
+                .map_err(internal)?,
+            sessions: resync::track(&machine, &self.records, &directory)
+                .map_err(|error| failed("cannot note the changes of the disks", &error))?,
+            records: self.records.clone(),
+            wish: request.clone(),
+        })
+    }
+}
+
+/// An error that the peer, or the way to it, caused.
+fn refused(what: &str, error: &anyhow::Error) -> HostError {
+    let kind = if error.chain().any(|cause| cause.is::<crate::link::Refused>()) {
+        ErrorKind::Refused
+    } else {
+        ErrorKind::Unreachable
+    };
+    HostError::new(kind, format!("{what}: {error:#}"))
+}

@@ -1,0 +1,74 @@
+use super::*;
+use clap::CommandFactory;
+use clap::error::ErrorKind;
+use understudy_daemon::config::HostConfig;
+use understudy_qemu::VmDefinition;
+
+fn parse(line: &str) -> Result<Cli, clap::Error> {
+    Cli::try_parse_from(line.split_whitespace())
+}
+
+#[test]
+fn the_grammar_is_consistent() {
+    Cli::command().debug_assert();
+}
+
+#[test]
+fn global_options_stand_anywhere() {
+    let before = parse("understudy --json --socket /x status db").unwrap();
+    let after = parse("understudy status db --socket /x --json").unwrap();
+    for cli in [before, after] {
+        assert!(cli.json);
+        assert_eq!(cli.socket, PathBuf::from("/x"));
+        assert!(matches!(cli.command, Command::Status { vm: Some(vm) } if vm == "db"));
+    }
+}
+
+#[test]
+fn wrong_command_lines_are_refused() {
+    let cases = [
+        ("understudy", ErrorKind::DisplayHelpOnMissingArgumentOrSubcommand),
+        ("understudy protect db", ErrorKind::MissingRequiredArgument),
+        ("understudy protect db --to b --hz 0", ErrorKind::ValueValidation),
+        ("understudy protect db --to b --hz 1001", ErrorKind::ValueValidation),
+        ("understudy protect db --to b --policy often", ErrorKind::InvalidValue),
+        ("understudy host", ErrorKind::MissingRequiredArgument),
+        ("understudy vm destroy db", ErrorKind::InvalidSubcommand),
+        ("understudy status --log =x= db", ErrorKind::ValueValidation),
+    ];
+    for (line, kind) in cases {
+        assert_eq!(parse(line).unwrap_err().kind(), kind, "{line}");
+    }
+}
+
+/// The indented lines of a help text.
+fn example(help: &str) -> String {
+    help.lines().filter_map(|line| line.strip_prefix("  ")).map(|l| format!("{l}\n")).collect()
+}
+
+#[test]
+fn the_examples_in_the_help_are_right() {
+    let folder = tempfile::tempdir().unwrap();
+    std::fs::write(folder.path().join("db.img"), [0; 512]).unwrap();
+    let file = &folder.path().join("example.toml");
+    let host = HostConfig::from_toml(&example(HOST_HELP), file).unwrap();
+    assert_eq!((host.peers.len(), host.arbiter.is_some()), (1, true));
+    let vm = VmDefinition::from_toml(&example(VM_START_HELP), file).unwrap();
+    assert_eq!((vm.disks.len(), vm.cards.len()), (1, 1));
+    let helps = [AFTER_HELP, SIMULATE_HELP, PROTECT_HELP, RECOVER_HELP, CHAOS_HELP, SUITE_HELP];
+    for help in helps {
+        let lines = example(help);
+        for line in lines.lines().filter(|line| line.starts_with("understudy ")) {
+            let command = line.split("  ").next().unwrap();
+            parse(command).unwrap_or_else(|error| panic!("{command}: {error}"));
+        }
+    }
+}
+
+#[test]
+fn the_help_documents_the_exit_codes() {
+    let help = Cli::command().render_long_help().to_string();
+    for code in 0..=5 {
+        assert!(help.contains(&format!("\n  {code}  ")), "exit code {code} is missing:\n{help}");
+    }
+}
