@@ -4,6 +4,7 @@ use crate::changes::ChangeMap;
 use crate::error::DiskError;
 use crate::flusher::{Done, Flusher};
 use crate::image::{Image, Space};
+use crate::lent::Loan;
 use nix::errno::Errno;
 use nix::unistd::gettid;
 use std::fmt;
@@ -219,6 +220,12 @@ impl Disk {
     pub(crate) fn read_if_cached(&self, offset: u64, buffer: &mut [u8]) -> io::Result<bool> {
         self.check_range(offset, buffer.len() as u64)?;
         self.image.read_if_cached(offset, buffer)
+    }
+
+    /// Lends a range of the export, behind a header, if that needs no copy and no waiting.
+    pub(crate) fn lend(&self, loan: &mut Loan, header: &[u8], offset: u64, len: u32) -> bool {
+        self.check_range(offset, len.into()).is_ok()
+            && self.image.lend(loan, header, offset, len as usize)
     }
 
     /// Writes to the image, then to the sink.

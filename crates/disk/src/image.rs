@@ -2,6 +2,7 @@
 
 use crate::cached::{Cached, read_cached};
 use crate::error::DiskError;
+use crate::lent::Loan;
 use nix::errno::Errno;
 use nix::fcntl::{FallocateFlags, FcntlArg, fallocate, fcntl};
 use nix::libc;
@@ -108,6 +109,11 @@ impl Image {
             }
         }
         Ok(true)
+    }
+
+    /// Lends a range, behind a header, if the page cache has all of it.
+    pub(crate) fn lend(&self, loan: &mut Loan, header: &[u8], offset: u64, len: usize) -> bool {
+        loan.take(header, &self.file, offset, len)
     }
 
     /// Writes all of the data, growing the file as needed.

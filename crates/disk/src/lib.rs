@@ -28,6 +28,7 @@ mod error;
 mod flusher;
 mod format;
 mod image;
+mod lent;
 mod mirror;
 mod nbd;
 

@@ -9,6 +9,7 @@ use super::protocol::{Command, REQUEST_BYTES, Request, Status, reply};
 use super::traffic::Counters;
 use crate::disk::{Disk, WatchedRead};
 use crate::image::Space;
+use crate::lent::Loan;
 use crossbeam_channel::{Receiver, Sender};
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use nix::sys::socket::{setsockopt, sockopt};
@@ -25,6 +26,8 @@ const INPUT_BUFFER_BYTES: usize = 16 * 1024;
 const SEND_BUFFER_BYTES: usize = 4 * 1024 * 1024;
 /// Buffers for larger requests (rare: QEMU splits them) are given back after use.
 const KEPT_BUFFER_BYTES: usize = 2 * 1024 * 1024;
+/// Reads from here on are lent to the socket by the page cache; below, a copy costs less.
+const LENT_BYTES: u32 = 32 * 1024;
 /// A client that connects is a QEMU that starts; it does not dawdle.
 const HANDSHAKE_TIMEOUT_MS: u16 = 10_000;
 
@@ -143,7 +146,7 @@ struct Connection<'a> {
 
 impl Connection<'_> {
     fn transmission(&self, input: &mut impl Read) -> Result<(), ConnectionError> {
-        let mut buffer = Buffer::default();
+        let (mut buffer, mut loan) = (Buffer::default(), Loan::default());
         loop {
             let mut header = [0; REQUEST_BYTES];
             if !read_header(input, &mut header)? {
@@ -158,7 +161,7 @@ impl Connection<'_> {
             }
             self.served.disk.request_begins();
             match command {
-                Ok(Command::Read) => self.read(request, &mut buffer),
+                Ok(Command::Read) => self.read(request, &mut buffer, &mut loan),
                 Ok(command) => self.change(request, command, payload),
                 Err(status) => {
                     tracing::warn!(?request, ?status, "refused a request");
@@ -168,9 +171,13 @@ impl Connection<'_> {
         }
     }
 
-    fn read(&self, request: Request, buffer: &mut Buffer) {
-        let data = buffer.get(request.length as usize);
+    fn read(&self, request: Request, buffer: &mut Buffer, loan: &mut Loan) {
         let watched = self.served.disk.begin_read();
+        // Who watches wants what the guest got, so that needs a copy.
+        if watched.is_none() && request.length >= LENT_BYTES && self.lend(&request, loan) {
+            return;
+        }
+        let data = buffer.get(request.length as usize);
         let result = self.served.disk.read_if_cached(request.offset, data);
         if let Ok(false) = result {
             let read = ColdRead { request, replies: self.replies.clone() };
@@ -179,6 +186,17 @@ impl Connection<'_> {
             return;
         }
         self.served.answer_read(&request, result.map(|_| ()), data, &self.replies, watched);
+    }
+
+    /// Answers a read without copying the data, if that can be done at once.
+    fn lend(&self, request: &Request, loan: &mut Loan) -> bool {
+        let header = reply(Status::Ok, request.handle);
+        if !self.served.disk.lend(loan, &header, request.offset, request.length) {
+            return false;
+        }
+        self.served.counters.read(request.length);
+        self.replies.send_with(|stream| loan.send(stream));
+        true
     }
 
     /// Carries out a command that changes the disk, or a flush.
@@ -266,13 +284,18 @@ impl Replies {
         Replies { stream: Mutex::new(stream), disk }
     }
 
-    /// Sends the one reply to a request. If that fails the connection is shut down, which its thread sees.
+    /// Sends the one reply to a request.
     fn send(&self, status: Status, handle: u64, data: &[u8]) {
-        self.disk.request_ends();
         let header = reply(status, handle);
-        let mut stream = self.stream.lock().expect("no code under this lock panics");
         let mut parts = [IoSlice::new(&header), IoSlice::new(data)];
-        if let Err(error) = write_all_vectored(&mut *stream, &mut parts) {
+        self.send_with(|mut stream| write_all_vectored(&mut stream, &mut parts));
+    }
+
+    /// Sends it by whatever means. If that fails the connection is shut down, which its thread sees.
+    fn send_with(&self, send: impl FnOnce(&UnixStream) -> io::Result<()>) {
+        self.disk.request_ends();
+        let stream = self.stream.lock().expect("no code under this lock panics");
+        if let Err(error) = send(&stream) {
             tracing::debug!(%error, "cannot send a reply; the client has gone");
             // It fails only if the connection is shut down already.
             let _ = stream.shutdown(Shutdown::Both);
