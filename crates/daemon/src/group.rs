@@ -8,7 +8,7 @@ use crate::arbiter::Arbiter;
 use crate::error::{ErrorKind, HostError};
 use crate::host::Host;
 use crate::primary;
-use crate::report::{GroupRequest, Mode, ProtectRequest, VmStatus};
+use crate::report::{DiskReads, GroupRequest, Mode, ProtectRequest, VmStatus};
 use crate::sync::lock;
 use crate::vm::{PrimaryVm, Vm};
 use serde::{Deserialize, Serialize};
@@ -108,6 +108,7 @@ impl Host {
         let request = ProtectRequest {
             to: request.to,
             mode: Mode::Checkpoint,
+            disk_reads: DiskReads::default(),
             policy: Some(policy),
             encoding: request.encoding,
             repair: false,

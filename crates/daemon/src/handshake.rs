@@ -2,7 +2,7 @@
 
 use crate::group::Membership;
 use crate::link::Link;
-use crate::report::{Mode, ProtectRequest};
+use crate::report::{DiskReads, Mode, ProtectRequest};
 use crate::resync::Resync;
 use crate::tls::Tls;
 use anyhow::Context;
@@ -91,6 +91,9 @@ pub struct Offer {
     /// How the backup is to keep up.
     #[serde(default)]
     pub mode: Mode,
+    /// In lockstep: where the backup gets what its guest reads from its disks.
+    #[serde(default)]
+    pub disk_reads: DiskReads,
     /// What the guest's clock showed first, if the primary's QEMU counts instructions: the
     /// backup's must too.
     #[serde(default)]

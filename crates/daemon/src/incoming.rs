@@ -209,6 +209,7 @@ fn stand_by(
         id: offer.session.clone(),
         primary: hello.host.clone(),
         mode: offer.mode,
+        disk_reads: offer.disk_reads,
         group: group_of(host, hello, offer)?,
         timeout: host.config.detection_timeout,
         arbiter: host.arbiter.clone().expect("examined before"),

@@ -128,6 +128,9 @@ impl Host {
     }
 
     pub(crate) fn protection_over(self: &Arc<Self>, vm: &Arc<PrimaryVm>, phase: PrimaryPhase) {
+        if matches!(phase, PrimaryPhase::Alone(_)) {
+            self.note_end_of_lockstep(vm);
+        }
         match phase {
             PrimaryPhase::Alone(Some(reason)) => {
                 warn!(vm = vm.name(), "not protected any more: {reason}");
@@ -159,6 +162,16 @@ impl Host {
     fn note_generation(&self, vm: &PrimaryVm) {
         if let Err(error) = self.note_generation_of(&vm.machine(), vm.generation()) {
             warn!(vm = vm.name(), "{error}");
+        }
+    }
+
+    /// A guest that lives on carries out all that its log told.
+    fn note_end_of_lockstep(&self, vm: &PrimaryVm) {
+        if !vm.machine().is_alive() {
+            return;
+        }
+        if let Err(error) = self.records.change(vm.name(), |record| record.in_lockstep = false) {
+            warn!(vm = vm.name(), "the next start of the VM will copy all of its disks: {error}");
         }
     }
 

@@ -3,7 +3,7 @@
 use crate::error::{ErrorKind, HostError};
 use crate::group::Membership;
 use crate::host::{Host, PEER_TIMEOUT, failed, internal};
-use crate::report::{Mode, ProtectRequest, VmStatus};
+use crate::report::{DiskReads, Mode, ProtectRequest, VmStatus};
 use crate::sync::lock;
 use crate::vm::{PrimaryVm, Vm};
 use crate::{primary, resync};
@@ -19,6 +19,7 @@ impl Host {
         name: &str,
         request: ProtectRequest,
     ) -> Result<VmStatus, HostError> {
+        check_disk_reads(&request)?;
         let vm = self.primary(name)?;
         let _protecting = lock(&vm.protecting);
         // The operator decides: nothing else is tried meanwhile.
@@ -45,7 +46,7 @@ impl Host {
         })?;
         let mut request = ProtectRequest { to: to.to_owned(), ..wish };
         if request.mode == Mode::Lockstep && vm.repairer.distrusts_lockstep() {
-            request.mode = Mode::Checkpoint;
+            (request.mode, request.disk_reads) = (Mode::Checkpoint, DiskReads::default());
             vm.events.note(format!(
                 "the backup diverged twice in a row: protected with checkpoints, until `understudy \
                  protect {name} --mode lockstep`",
@@ -214,6 +215,7 @@ impl Host {
             addresses: addresses.clone(),
             generation,
             mode: request.mode,
+            disk_reads: request.disk_reads,
             policy,
             encoding: request.encoding,
             timeout: self.config.detection_timeout,
@@ -237,4 +239,14 @@ fn refused(what: &str, error: &anyhow::Error) -> HostError {
         ErrorKind::Unreachable
     };
     HostError::new(kind, format!("{what}: {error:#}"))
+}
+
+/// Refuses what only lockstep can do.
+fn check_disk_reads(request: &ProtectRequest) -> Result<(), HostError> {
+    if request.mode == Mode::Checkpoint && request.disk_reads == DiskReads::Log {
+        let message = "disk reads travel with lockstep's log only (`disk_reads` \"log\"): a backup \
+                       that gets checkpoints reads no disk; ask for lockstep, or leave it out";
+        return Err(HostError::new(ErrorKind::Invalid, message.to_owned()));
+    }
+    Ok(())
 }

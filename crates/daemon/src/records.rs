@@ -36,6 +36,10 @@ pub struct Record {
     /// see [`crate::resync`].
     #[serde(default)]
     pub sessions: Vec<String>,
+    /// In lockstep, or lost while it was: the mirror may have writes that this host's guest began
+    /// and this host did not carry out.
+    #[serde(default)]
+    pub in_lockstep: bool,
     /// The VM as it is on this host; its disks are the images.
     pub definition: VmDefinition,
 }
@@ -98,7 +102,13 @@ impl Records {
     /// A record of this host's, to be written.
     pub fn of(&self, role: ImageRole, generation: Generation, definition: &VmDefinition) -> Record {
         let image = ImageRecord { host: self.host.clone(), role, generation };
-        Record { image, peer: None, sessions: Vec::new(), definition: definition.clone() }
+        Record {
+            image,
+            peer: None,
+            sessions: Vec::new(),
+            in_lockstep: false,
+            definition: definition.clone(),
+        }
     }
 
     /// Notes what this host's images of a VM are from now on; on return it is on stable

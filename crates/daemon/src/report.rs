@@ -365,6 +365,24 @@ impl Mode {
     }
 }
 
+/// Where a backup in lockstep gets what its guest reads from its disks.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum DiskReads {
+    /// It reads its own mirrors.
+    #[default]
+    Backup,
+    /// What the primary's guest read travels with the log.
+    Log,
+}
+
+impl DiskReads {
+    /// Whether it is the default.
+    pub fn is_backup(&self) -> bool {
+        *self == DiskReads::Backup
+    }
+}
+
 /// A VM in lockstep, as one of its hosts sees it.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct LockstepReport {
@@ -379,6 +397,12 @@ pub struct LockstepReport {
     /// Whether QEMU stands still for the log: a primary's because the backup takes no more, a
     /// backup's because there is none.
     pub blocked: bool,
+    /// Where the backup gets what its guest reads from its disks.
+    #[serde(default)]
+    pub disk_reads: DiskReads,
+    /// What travels of disk reads, in Mbit/s before it is compressed. Not part of `log_mbit_s`.
+    #[serde(default)]
+    pub disk_read_mbit_s: f64,
 }
 
 /// What `protect` asks for.
@@ -390,6 +414,9 @@ pub struct ProtectRequest {
     /// How the backup keeps up.
     #[serde(default, skip_serializing_if = "Mode::is_checkpoint")]
     pub mode: Mode,
+    /// Where a backup in lockstep gets what its guest reads from its disks.
+    #[serde(default, skip_serializing_if = "DiskReads::is_backup")]
+    pub disk_reads: DiskReads,
     /// The policy; the VM definition's, else the default, when absent.
     pub policy: Option<Policy>,
     /// How pages are encoded.

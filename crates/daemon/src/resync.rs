@@ -95,6 +95,14 @@ pub fn reopen(record: &Record, disks: &[Arc<Disk>], directory: &Path) -> Vec<Str
     if record.sessions.is_empty() || paths != record.images() {
         return Vec::new();
     }
+    if record.in_lockstep {
+        tracing::warn!(
+            vm = record.definition.name,
+            "the next synchronisation will copy all: the VM was lost in lockstep, and its mirror \
+             may have what was not written here"
+        );
+        return Vec::new();
+    }
     let unsealed = |maps: Vec<ChangeMap>| -> Result<Vec<ChangeMap>, String> {
         maps.iter().try_for_each(ChangeMap::unseal).map_err(|error| error.to_string())?;
         Ok(maps)

@@ -5,6 +5,7 @@ use crate::error::DiskError;
 use crate::flusher::{Done, Flusher};
 use crate::image::{Image, Space};
 use crate::lent::Loan;
+use crate::reads::Reads;
 use nix::errno::Errno;
 use nix::unistd::gettid;
 use std::fmt;
@@ -30,15 +31,6 @@ pub trait WriteSink: Send + Sync {
     fn zero(&self, disk: DiskIndex, offset: u64, len: u64);
 }
 
-/// Who learns what the guest reads. Called under no lock of the disk.
-pub trait ReadSink: Send + Sync {
-    /// A read begins; what this returns goes to [`ReadSink::read`], which without it is not
-    /// called.
-    fn begin(&self) -> Option<u64>;
-    /// `data` were read at `offset` bytes.
-    fn read(&self, began: u64, disk: DiskIndex, offset: u64, data: &[u8]);
-}
-
 /// A guest disk on this host: the primary's image or the backup's mirror.
 ///
 /// The export, which the guest sees, may be larger than the image (a qcow2 image grows
@@ -53,7 +45,7 @@ pub struct Disk {
     order: Mutex<Order>,
     flusher: Flusher,
     /// Not in [`Order`]: a write that waits for its sink must not keep reads waiting.
-    reads: RwLock<Option<Arc<dyn ReadSink>>>,
+    reads: RwLock<Reads>,
     /// Thread id of [`Disk::server_thread`]; 0 is none.
     server_thread: AtomicI32,
     /// Requests of the guest that are not answered.
@@ -66,6 +58,16 @@ struct Order {
     sink: Option<Arc<dyn WriteSink>>,
     changes: Option<Arc<ChangeMap>>,
     read_only: bool,
+    guest_writes: GuestWrites,
+}
+
+/// The guest's requests that changed a disk, or tried to.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct GuestWrites {
+    /// How many came.
+    pub count: u64,
+    /// How many of them failed.
+    pub failed: u64,
 }
 
 impl Disk {
@@ -170,16 +172,21 @@ impl Disk {
         drop(former);
     }
 
-    /// Tells `sink` what the guest reads from now on, or nobody.
-    pub fn set_read_sink(&self, sink: Option<Arc<dyn ReadSink>>) {
-        *self.reads.write().unwrap_or_else(PoisonError::into_inner) = sink;
+    /// What is done about the guest's reads that come from now on.
+    pub fn set_reads(&self, reads: Reads) {
+        *self.reads.write().unwrap_or_else(PoisonError::into_inner) = reads;
     }
 
-    /// The guest begins a read.
-    pub(crate) fn begin_read(&self) -> Option<WatchedRead> {
-        let sink = self.reads.read().unwrap_or_else(PoisonError::into_inner).clone()?;
-        let began = sink.begin()?;
-        Some(WatchedRead { sink, began })
+    pub(crate) fn reads(&self) -> Reads {
+        self.reads.read().unwrap_or_else(PoisonError::into_inner).clone()
+    }
+
+    /// To be called before QEMU is told to wait for its reads: none waits for anything but the
+    /// device from now on.
+    pub fn let_reads_pass(&self) {
+        if let Reads::Recorded(recorder) = self.reads() {
+            recorder.let_pass();
+        }
     }
 
     /// Notes every change in `changes` from now on, before it is made.
@@ -192,12 +199,26 @@ impl Disk {
         self.lock_order().changes.clone()
     }
 
-    /// [`ChangeMap::end_round`] will forget the changes that went to the sink before this.
-    pub fn begin_round(&self) {
+    /// [`ChangeMap::end_round`] will forget the changes that went to the sink before this: the
+    /// guest's are those that this gives.
+    pub fn begin_round(&self) -> GuestWrites {
         // Under the lock, nobody is between mark and sink.
-        if let Some(changes) = &self.lock_order().changes {
+        let order = self.lock_order();
+        if let Some(changes) = &order.changes {
             changes.begin_round();
         }
+        order.guest_writes
+    }
+
+    /// What the guest has changed so far, through the NBD server. None is under way: those that
+    /// are counted are in the image.
+    pub fn guest_writes(&self) -> GuestWrites {
+        self.lock_order().guest_writes
+    }
+
+    /// The guest's last write could not be carried out.
+    pub(crate) fn note_failed_write(&self) {
+        self.lock_order().guest_writes.failed += 1;
     }
 
     /// Refuses (EPERM) or admits the guest's writes that come through the NBD server. On
@@ -213,12 +234,14 @@ impl Disk {
     /// Fills `buffer` from `offset`.
     pub fn read(&self, offset: u64, buffer: &mut [u8]) -> io::Result<()> {
         self.check_range(offset, buffer.len() as u64)?;
+        fail_in_a_test()?;
         self.image.read(offset, buffer)
     }
 
     /// Reads, or says `false` if that would mean waiting for the device.
     pub(crate) fn read_if_cached(&self, offset: u64, buffer: &mut [u8]) -> io::Result<bool> {
         self.check_range(offset, buffer.len() as u64)?;
+        fail_in_a_test()?;
         self.image.read_if_cached(offset, buffer)
     }
 
@@ -305,10 +328,11 @@ impl Disk {
 
     /// Access in order, for the guest: EPERM while the disk is read-only.
     pub(crate) fn ordered_for_guest(&self) -> io::Result<Ordered<'_>> {
-        let order = self.lock_order();
+        let mut order = self.lock_order();
         if order.read_only {
             return Err(Errno::EPERM.into());
         }
+        order.guest_writes.count += 1;
         Ok(Ordered { disk: self, order })
     }
 
@@ -350,16 +374,13 @@ impl fmt::Debug for Disk {
     }
 }
 
-/// A read of the guest that a [`ReadSink`] wants to know of.
-pub(crate) struct WatchedRead {
-    sink: Arc<dyn ReadSink>,
-    began: u64,
-}
-
-impl WatchedRead {
-    pub(crate) fn end(self, disk: DiskIndex, offset: u64, data: &[u8]) {
-        self.sink.read(self.began, disk, offset, data);
-    }
+/// A test makes reads fail for as long as there is the file that the fail point names.
+fn fail_in_a_test() -> io::Result<()> {
+    fail::fail_point!("read-disk", |file| match file {
+        Some(file) if Path::new(&file).exists() => Err(Errno::EIO.into()),
+        _ => Ok(()),
+    });
+    Ok(())
 }
 
 /// The right to write: while it is held, nobody else changes the image or calls the sink.

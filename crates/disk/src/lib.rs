@@ -31,12 +31,14 @@ mod image;
 mod lent;
 mod mirror;
 mod nbd;
+mod reads;
 
 pub use changes::{ChangeMap, GRANULE_BYTES};
-pub use disk::{Disk, ReadSink, WriteSink};
+pub use disk::{Disk, GuestWrites, WriteSink};
 pub use error::DiskError;
 pub use format::{ImageFormat, export_bytes};
 pub use mirror::{
     COPY_CHUNK_BYTES, FreshMirror, Mirror, changes_path, copy_changed, copy_out, mirror_path,
 };
-pub use nbd::{NbdServer, Traffic};
+pub use nbd::{AwaitedRead, NbdServer, Traffic};
+pub use reads::{ReadFollower, ReadRecorder, ReadSink, Reads, Span};

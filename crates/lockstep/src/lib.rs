@@ -12,6 +12,8 @@
 //! | places in the log, and the bounds of its events | [`LogPosition`], [`EventScanner`] |
 //! | primary: cuts the log into batches, bounded | [`Batcher`] |
 //! | backup: what was acknowledged goes to its QEMU, whole events only, then an end | [`Feed`] |
+//! | disk reads whose data travel with the log | [`DiskRead`], [`ReadScript`] |
+//! | which changes of the disks both hosts have | [`Written`], [`Rounds`] |
 //! | how far the backup is behind, and the primary's share of CPU | [`Lag`], [`Pace`] |
 //! | a backup that replays no more | [`Watchdog`] |
 
@@ -20,11 +22,15 @@ mod event;
 mod feed;
 mod lag;
 mod position;
+mod reads;
 mod watchdog;
+mod writes;
 
 pub use batch::Batcher;
 pub use event::{BadEvent, END, EventScanner};
 pub use feed::Feed;
 pub use lag::{Lag, MOST_LAG, Pace};
 pub use position::LogPosition;
+pub use reads::{BadRead, DiskRead, ReadDecoder, ReadOutcome, ReadScript};
 pub use watchdog::{Signs, Watchdog};
+pub use writes::{BadCounts, Rounds, Written};

@@ -8,7 +8,7 @@ use crate::{DiskIndex, Epoch};
 use std::fmt;
 
 /// Version of the wire format; peers must have the same.
-pub const WIRE_VERSION: u32 = 6;
+pub const WIRE_VERSION: u32 = 7;
 
 /// Bytes of a message header.
 pub const HEADER_BYTES: usize = 24;
@@ -74,6 +74,12 @@ pub enum Kind {
     Progress = 31,
     /// The backup's QEMU does not follow the log any more: text, why. Lockstep mode.
     Diverged = 32,
+    /// What disk reads gave that the log of this epoch, or of a later one, tells the ends of
+    /// (crate `understudy-lockstep`). Lockstep mode, before the epoch's [`Kind::Log`].
+    DiskReads = 33,
+    /// How many writes of the guest, since its log began, each disk of the sender has; of the
+    /// backup's, on stable storage (crate `understudy-lockstep`). Lockstep mode.
+    Written = 34,
 }
 
 impl Kind {
@@ -104,6 +110,8 @@ impl Kind {
             Log,
             Progress,
             Diverged,
+            DiskReads,
+            Written,
         ]
         .into_iter()
         .find(|kind| *kind as u8 == byte)

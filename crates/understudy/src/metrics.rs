@@ -137,6 +137,10 @@ impl Page<'_> {
         self.each("vm_lockstep_lag_seconds", "How far the backup's execution is behind", |vm| {
             vm.lockstep.map(|lockstep| lockstep.lag_ms / 1e3)
         });
+        let help = "Disk reads that travel with the log, bits a second";
+        self.each("vm_lockstep_disk_read_bits", help, |vm| {
+            vm.lockstep.map(|lockstep| lockstep.disk_read_mbit_s * 1e6)
+        });
         self.each("vm_lockstep_blocked", "1 if QEMU stands still for the log", |vm| {
             vm.lockstep.map(|lockstep| f64::from(u8::from(lockstep.blocked)))
         });

@@ -3,8 +3,8 @@
 use indicatif::HumanBytes;
 use std::fmt::Write;
 use understudy_daemon::report::{
-    CompressionReport, DiskSync, HostStatus, LockstepReport, Mode, PathReport, Protection, Role,
-    ThrottleReport, VmStatus,
+    CompressionReport, DiskReads, DiskSync, HostStatus, LockstepReport, Mode, PathReport,
+    Protection, Role, ThrottleReport, VmStatus,
 };
 use understudy_encoding::Compression;
 use understudy_protocol::Policy;
@@ -195,8 +195,12 @@ fn mode(vm: &VmStatus) -> String {
 
 fn lockstep(report: &LockstepReport) -> String {
     let blocked = if report.blocked { ", BLOCKED by the log" } else { "" };
+    let reads = match report.disk_reads {
+        DiskReads::Backup => String::new(),
+        DiskReads::Log => format!(", with disk reads {:.2} Mbit/s", report.disk_read_mbit_s),
+    };
     format!(
-        "{:.1} ms and {} instructions behind, log {:.2} Mbit/s{blocked}",
+        "{:.1} ms and {} instructions behind, log {:.2} Mbit/s{reads}{blocked}",
         report.lag_ms, report.lag_instructions, report.log_mbit_s
     )
 }
@@ -419,6 +423,10 @@ pub mod tests {
         let text = vm(&status);
         assert!(text.contains("1.2 ms and 77 instructions behind, log 0.40 Mbit/s\n"), "{text}");
         assert!(!text.contains("interval"), "{text}");
+        let logged =
+            LockstepReport { disk_reads: DiskReads::Log, disk_read_mbit_s: 12.5, ..report };
+        status.lockstep = Some(logged);
+        assert!(vm(&status).contains("0.40 Mbit/s, with disk reads 12.50 Mbit/s\n"));
         status.lockstep = Some(LockstepReport { blocked: true, ..report });
         assert!(vm(&status).contains("BLOCKED"));
     }

@@ -25,7 +25,7 @@ use crate::lockstep::backup::{self as lockstep, Following};
 use crate::machine::Machine;
 use crate::paths::PathMonitor;
 use crate::records::Records;
-use crate::report::Mode;
+use crate::report::{DiskReads, Mode};
 use crate::sync::ByteBudget;
 use anyhow::{Context, bail};
 use crossbeam_channel::Receiver;
@@ -128,6 +128,8 @@ pub struct Plan {
     pub primary: String,
     /// How this host is to keep up with it.
     pub mode: Mode,
+    /// In lockstep: where its guest's reads come from.
+    pub disk_reads: DiskReads,
     /// The VM's group, and its place there; the members join in order.
     pub group: (Arc<Group>, usize),
     /// The shortest silence that counts as failure.
@@ -170,7 +172,8 @@ pub fn accept(
         id: plan.id,
         primary: plan.primary,
         mode: plan.mode,
-        following: (plan.mode == Mode::Lockstep).then(Following::new),
+        following: (plan.mode == Mode::Lockstep)
+            .then(|| Following::new(plan.disk_reads, machine.disks().len())),
         data: Channel::new(link, renewal),
         heartbeats,
         paths,
@@ -197,6 +200,7 @@ pub fn accept(
     spawn("apply", &session, move |session| over(session.apply_all(&errand_queue, mirrors)))?;
     if session.following.is_some() {
         spawn("feed", &session, |session| with_log(session, lockstep::feed))?;
+        spawn("reads", &session, |session| with_log(session, |_, log| log.reads().run()))?;
         spawn("follow", &session, |session| with_log(session, lockstep::watch))?;
     }
     spawn("settle", &session, run_settle)?;
@@ -256,16 +260,26 @@ fn with_log(session: &Session, work: impl FnOnce(&Session, &Following)) {
 /// remember these changes, and a take-over finds little left to sync.
 fn run_settle(session: &Session) {
     let mut settled = Epoch(0);
-    // In lockstep QEMU writes them itself, and the primary remembers all changes.
+    // In lockstep QEMU writes them itself.
     let always = session.following.is_some();
     while !heartbeat::Pulse::is_over(session) {
         thread::sleep(SETTLE_INTERVAL);
         let applied = session.applied();
+        let following = session.following.as_ref();
+        // Before they are brought to stable storage.
+        let written = following.and_then(|following| following.writes().now(&session.machine));
         let due = applied > settled || (always && applied > Epoch(0));
         if due && !heartbeat::Pulse::is_over(session) {
             match session.settle() {
                 Ok(()) if applied > settled => session.tell_settled(applied),
-                Ok(()) => {}
+                Ok(()) => {
+                    if let (Some(following), Some(written)) = (following, written) {
+                        session.tell_written(&written);
+                        if let Err(error) = following.writes().strike_off(&session.machine) {
+                            session.give_up(&format!("{error:#}"));
+                        }
+                    }
+                }
                 Err(error) => session.give_up(&format!("{error:#}")),
             }
             settled = applied;

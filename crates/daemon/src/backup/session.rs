@@ -30,6 +30,7 @@ use std::sync::{Arc, Mutex};
 use std::time::Instant;
 use tracing::{error, info, warn};
 use understudy_disk::{ChangeMap, Mirror};
+use understudy_lockstep::Written;
 use understudy_protocol::validity::ImageRole;
 use understudy_protocol::wire::{Kind, LogProgress, Message};
 use understudy_protocol::{
@@ -248,6 +249,10 @@ impl Session {
 
     /// Lockstep: QEMU does not follow the log any more. What it did last is kept.
     pub(crate) fn diverged(&self, reason: &str) {
+        // What it wrote nobody knows: its mirrors are no base for another synchronisation.
+        if let Err(error) = self.records.change(&self.vm, |record| record.sessions.clear()) {
+            error!(vm = self.vm, "{error}");
+        }
         let following = self.following.as_ref();
         let kept = following
             .map(|following| evidence::keep(&self.directory, &self.machine, following, reason));
@@ -296,6 +301,14 @@ impl Session {
                 anyhow::bail!("the primary gave up: {}", String::from_utf8_lossy(&message.payload))
             }
             Kind::Log => self.take_log(&message)?,
+            Kind::Written => {
+                let following = self.following.as_ref().context("counts came, but no log")?;
+                following.writes().told(&message, self.machine.disks().len())?;
+            }
+            Kind::DiskReads => {
+                let following = self.following.as_ref();
+                following.context("reads came, but there is no log")?.reads().take(&message)?;
+            }
             Kind::EpochEnd => self.stage(staging, message)?,
             _ => {
                 validate(&self.machine, &message)?;
@@ -359,6 +372,7 @@ impl Session {
                     if state.is_ok() || mirrors.is_some() {
                         state = self.apply_one(epoch, &mut mirrors);
                         if let (Ok(machine), Some(following)) = (&state, &self.following) {
+                            self.note_changes();
                             let begun = lockstep::begin(&self.machine, following, machine);
                             state = begun.and(state);
                         }
@@ -444,6 +458,16 @@ impl Session {
         Ok(())
     }
 
+    /// In lockstep the guest writes the mirrors before a take-over: what the primary may lack is
+    /// noted from here on.
+    fn note_changes(&self) {
+        if let Some(ready) = &*lock(&self.readiness) {
+            for (disk, changes) in self.machine.disks().iter().zip(&ready.changes) {
+                disk.set_changes(Some(changes.clone()));
+            }
+        }
+    }
+
     /// Brings all that was applied to the mirrors to stable storage.
     pub(super) fn settle(&self) -> anyhow::Result<()> {
         for disk in self.machine.disks() {
@@ -461,6 +485,12 @@ impl Session {
     pub(crate) fn tell_progress(&self, progress: &LogProgress) {
         // If it cannot be sent the reading thread finds out why.
         let _ = self.data.send_parts(Kind::Progress, Epoch(0), &[&progress.encode()]);
+    }
+
+    /// Lockstep: tells the primary what its mirrors have on stable storage.
+    pub(super) fn tell_written(&self, written: &Written) {
+        // If it cannot be sent the reading thread finds out why.
+        let _ = self.data.send_parts(Kind::Written, Epoch(0), &[&written.encode()]);
     }
 
     pub(super) fn tell_settled(&self, epoch: Epoch) {

@@ -5,20 +5,23 @@
 //! | `receive` | takes batches in; they are acknowledged before they are executed |
 //! | `feed` | gives QEMU the log, as it takes it |
 //! | `follow` | sees how far QEMU is, tells the primary, notices one that has diverged |
+//! | `reads` | answers disk reads that wait for their data |
 //! | `apply` | loads the machine, lets it follow; at the end of the log, goes live |
 
 use super::Rate;
 use super::primary::MACHINE;
+use super::reads::{self, ReadFailure, Reads};
+use super::writes::Writes;
 use crate::backup::Session;
 use crate::clock;
 use crate::heartbeat::Pulse;
 use crate::machine::Machine;
-use crate::report::LockstepReport;
+use crate::report::{DiskReads, LockstepReport};
 use crate::sync::lock;
 use anyhow::{Context, bail, ensure};
 use std::collections::VecDeque;
 use std::io::Write;
-use std::sync::{Condvar, Mutex};
+use std::sync::{Arc, Condvar, Mutex};
 use std::thread;
 use std::time::{Duration, Instant};
 use tracing::info;
@@ -48,11 +51,13 @@ const PATIENCE: Duration = Duration::from_secs(10);
 const END_INTERVAL: Duration = Duration::from_micros(250);
 
 /// A log on its way to this host's QEMU.
-#[derive(Debug, Default)]
+#[derive(Debug)]
 pub struct Following {
     state: Mutex<State>,
     changed: Condvar,
     rate: Rate,
+    reads: Arc<Reads>,
+    writes: Writes,
 }
 
 #[derive(Debug, Default)]
@@ -82,11 +87,25 @@ impl State {
 }
 
 impl Following {
-    /// A log that has not begun.
-    pub fn new() -> Following {
-        let following = Following::default();
-        lock(&following.state).last = MACHINE;
-        following
+    /// A log that has not begun, of a guest with so many disks.
+    pub fn new(disk_reads: DiskReads, disks: usize) -> Following {
+        Following {
+            state: Mutex::new(State { last: MACHINE, ..Default::default() }),
+            changed: Condvar::new(),
+            rate: Rate::default(),
+            reads: Reads::new(disk_reads, disks),
+            writes: Writes::default(),
+        }
+    }
+
+    /// What its guest reads.
+    pub fn reads(&self) -> &Arc<Reads> {
+        &self.reads
+    }
+
+    /// What its disks have.
+    pub fn writes(&self) -> &Writes {
+        &self.writes
     }
 
     /// Takes a batch in; it may be acknowledged then. False if it is of no more use.
@@ -106,11 +125,18 @@ impl Following {
     }
 
     /// Waits while QEMU has too much before it: the connection's flow control then tells the
-    /// primary.
+    /// primary. Data of reads are too much only while it has log as well, which may ask for
+    /// them.
     pub fn await_room(&self) {
-        let state = lock(&self.state);
-        let full = |state: &mut State| !state.ended && state.feed.waiting() > WAITING_BYTES;
-        drop(self.changed.wait_while(state, full).expect("see lock"));
+        let mut state = lock(&self.state);
+        let is_full = |state: &State| {
+            let reads = state.begun && state.feed.pending() > 0 && self.reads.is_full();
+            state.feed.waiting() > WAITING_BYTES || reads
+        };
+        while !state.ended && is_full(&state) {
+            // Nobody tells that reads were asked for.
+            state = self.changed.wait_timeout(state, LOOK_INTERVAL).expect("see lock").0;
+        }
     }
 
     /// Nothing more will come, or is wanted: QEMU comes to the end of what there is.
@@ -120,6 +146,8 @@ impl Following {
             state.ended = true;
             state.feed.end();
             self.changed.notify_all();
+            // In this order: no batch is acknowledged whose reads are not taken in.
+            self.reads.end();
         }
     }
 
@@ -211,6 +239,8 @@ impl Following {
             log_mbit_s: self.rate.mbit_s(),
             held_frames: 0,
             blocked: state.blocked,
+            disk_reads: self.reads.source(),
+            disk_read_mbit_s: self.reads.mbit_s(),
         }
     }
 }
@@ -240,6 +270,11 @@ pub fn watch(session: &Session, following: &Following) {
     let (mut told, mut told_at) = (LogProgress::default(), Instant::now());
     while !session.is_over() {
         thread::sleep(LOOK_INTERVAL);
+        match following.reads.failure() {
+            Some(ReadFailure::Diverged(reason)) => return session.diverged(&reason),
+            Some(ReadFailure::Unreadable(reason)) => return session.give_up(&reason),
+            None => {}
+        }
         let (progress, pending) = following.note(log.status());
         let signs =
             Signs { taken: LogPosition(progress.position), instructions: progress.instructions };
@@ -265,6 +300,8 @@ pub fn begin(machine: &Machine, following: &Following, device_state: &[u8]) -> a
     let log = machine.log().context("this QEMU does not replay")?;
     machine.load(device_state).context("cannot load the machine's state")?;
     if following.await_log() {
+        following.writes.begin(machine);
+        reads::follow(machine, &following.reads);
         log.ask(Request::Follow)?;
         machine.monitor().cont()?;
         lock(&following.state).begun = true;
@@ -291,6 +328,9 @@ pub fn await_end(machine: &Machine, following: &Following) -> anyhow::Result<()>
             );
         }
         ensure!(machine.is_alive(), "QEMU ended: {}", machine.last_words());
+        if let Some(failure) = following.reads.failure() {
+            bail!("{}", failure.words());
+        }
         thread::sleep(END_INTERVAL);
     }
     info!(
@@ -307,6 +347,7 @@ pub fn go_live(machine: &Machine) -> anyhow::Result<u64> {
     let mut monitor = machine.monitor();
     monitor.stop()?;
     log.ask(Request::GoLive)?;
+    reads::forget(machine);
     monitor.cont()?;
     drop(monitor);
     machine.open_network(&[])

@@ -8,6 +8,8 @@
 //! |---|---|
 //! | [`primary`] | QEMU → batch → wire; room for what is not acknowledged |
 //! | [`evidence`] | what is kept of a backup that has diverged |
+//! | [`reads`] | what disk reads gave, with the log if that is asked for |
+//! | [`writes`] | which changed blocks both hosts have |
 //! | [`backup`] | wire → acknowledge → QEMU; lag; the end of the log, and going live |
 //!
 //! Who may let output out, and who may go on alone, decide the machines of
@@ -16,6 +18,8 @@
 pub mod backup;
 pub mod evidence;
 pub mod primary;
+pub mod reads;
+pub mod writes;
 
 use crate::clock;
 use crate::sync::lock;

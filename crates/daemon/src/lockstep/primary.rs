@@ -4,11 +4,14 @@
 //! the way of a frame's log to the wire. Acknowledgements come on the receiving thread, which
 //! releases the frames. QEMU waits while its socket is full.
 
+use super::reads::{self, ReadTrail};
+use super::writes::Writes;
 use super::{Rate, be_urgent};
 use crate::clock;
 use crate::doorbell::Ringing;
+use crate::machine::Machine;
 use crate::primary::Session;
-use crate::report::LockstepReport;
+use crate::report::{DiskReads, LockstepReport};
 use crate::sync::lock;
 use anyhow::{Context, ensure};
 use nix::errno::Errno;
@@ -16,8 +19,8 @@ use nix::poll::{PollFd, PollFlags, ppoll};
 use nix::sys::time::TimeSpec;
 use std::io::ErrorKind;
 use std::os::fd::AsFd;
-use std::sync::Mutex;
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 use tracing::info;
 use understudy_encoding::{MOST_LOG_BYTES, encode_log};
@@ -38,6 +41,9 @@ const UNACKNOWLEDGED_BYTES: u64 = 4 << 20;
 /// Log that no output waits for is sent so much later, for the sake of fewer batches.
 const GATHER: Duration = Duration::from_millis(3);
 
+/// What disk reads gave travels in pieces of at most so much.
+const READS_PIECE_BYTES: usize = 1 << 20;
+
 /// Nothing waits longer than this without looking again.
 const LONGEST_WAIT: Duration = Duration::from_millis(500);
 
@@ -53,12 +59,25 @@ pub struct Recording {
     rate: Rate,
     /// The channel is full, or the backup too far behind.
     blocked: AtomicBool,
+    /// What its disk reads gave, if that goes to the backup.
+    pub reads: Option<Arc<ReadTrail>>,
+    /// What its disks have.
+    pub writes: Writes,
 }
 
 impl Recording {
-    /// A log that has not begun.
-    pub fn new() -> Recording {
+    /// The log of this machine, which has not begun.
+    pub fn new(machine: &Arc<Machine>, disk_reads: DiskReads) -> Recording {
+        let weak = Arc::downgrade(machine);
+        let wake = move || {
+            if let Some(machine) = weak.upgrade() {
+                machine.doorbell().ring();
+            }
+        };
+        let logged = disk_reads == DiskReads::Log;
         Recording {
+            writes: Writes::default(),
+            reads: logged.then(|| ReadTrail::new(machine.disks().len(), wake)),
             batcher: Mutex::new(Batcher::new(MACHINE, UNACKNOWLEDGED_BYTES)),
             progress: Mutex::default(),
             pace: Mutex::new(Pace::new(clock::now())),
@@ -70,6 +89,11 @@ impl Recording {
     /// The backup has this epoch and all before it.
     pub fn acknowledged(&self, epoch: Epoch) {
         lock(&self.batcher).acknowledged(epoch);
+    }
+
+    /// Whether reads of the guest may soon wait for a batch.
+    fn reads_press(&self) -> bool {
+        self.reads.as_ref().is_some_and(|reads| reads.is_pressing())
     }
 
     /// The log begins.
@@ -105,6 +129,8 @@ impl Recording {
             log_mbit_s: self.rate.mbit_s(),
             held_frames,
             blocked: self.is_blocked() || status.is_blocked,
+            disk_reads: self.reads.as_ref().map_or(DiskReads::Backup, |_| DiskReads::Log),
+            disk_read_mbit_s: self.reads.as_ref().map_or(0.0, |reads| reads.mbit_s()),
         }
     }
 }
@@ -127,6 +153,10 @@ pub fn run(session: &Session, recording: &Recording) -> anyhow::Result<()> {
         message: Vec::new(),
     };
     let followed = cutter.follow();
+    if let Some(reads) = &recording.reads {
+        reads.close();
+        reads::forget(&session.machine);
+    }
     // Before QEMU is asked anything else: it may be waiting for room in the log.
     let freed = release(log);
     followed.and_then(|()| {
@@ -197,7 +227,7 @@ impl Cutter<'_> {
                 return Ok(Turn::HandOver);
             }
             let ports = self.session.machine.ports();
-            if ports.iter().any(|port| port.has_new_output()) {
+            if ports.iter().any(|port| port.has_new_output()) || self.recording.reads_press() {
                 return Ok(Turn::Batch);
             }
             let left = match self.log_since {
@@ -245,7 +275,8 @@ impl Cutter<'_> {
     }
 
     /// In this order: what was sent so far belongs to the batch; all the log that led to it
-    /// has left QEMU; the batch goes.
+    /// has left QEMU; so has the data of all reads whose ends that log tells, and goes first;
+    /// the batch goes.
     fn cut(&mut self, last: bool) -> anyhow::Result<()> {
         let Some(epoch) = self.session.cut_batch(last) else { return Ok(()) };
         self.log_since = None;
@@ -257,13 +288,28 @@ impl Cutter<'_> {
             batcher.end()
         };
         self.recording.rate.note(end.0);
+        if let Some(reads) = &self.recording.reads {
+            self.send_reads(epoch, &reads.take());
+        }
         encode_log(&self.batch, &mut self.message);
         fail::fail_point!("before-log");
-        match self.session.data.send_parts(Kind::Log, epoch, &[&self.message]) {
+        self.send(Kind::Log, epoch);
+        Ok(())
+    }
+
+    fn send_reads(&mut self, epoch: Epoch, stream: &[u8]) {
+        for piece in stream.chunks(READS_PIECE_BYTES) {
+            encode_log(piece, &mut self.message);
+            self.send(Kind::DiskReads, epoch);
+        }
+    }
+
+    /// Sends the message that was made.
+    fn send(&self, kind: Kind, epoch: Epoch) {
+        match self.session.data.send_parts(kind, epoch, &[&self.message]) {
             Ok(header) => self.session.stats.sent((HEADER_BYTES + header.length) as u64),
             Err(error) => self.session.lost_aside(format!("cannot send to the backup: {error}")),
         }
-        Ok(())
     }
 
     /// Reads all the log that is there now, which is less than a batch may be: the socket's

@@ -124,6 +124,11 @@ impl Machine {
         monitor: &'m mut Monitor,
         errand: LogErrand,
     ) -> anyhow::Result<Pause<'m>> {
+        if errand == LogErrand::Detach {
+            for disk in &self.disks {
+                disk.let_reads_pass();
+            }
+        }
         self.pauser.begin(monitor, &self.device_state, errand)
     }
 

@@ -3,17 +3,17 @@
 use super::references::References;
 use super::send::Outgoing;
 use super::session::Session;
+use crate::lockstep::reads;
 use crate::resync::Basis;
 use anyhow::Context;
-use std::io;
 use std::ops::Range;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread;
 use std::time::{Duration, Instant};
 use tracing::warn;
-use understudy_disk::{Disk, GRANULE_BYTES, ReadSink, WriteSink, copy_changed, copy_out};
-use understudy_protocol::wire::{DiskRange, Kind};
+use understudy_disk::{Disk, GRANULE_BYTES, Reads, WriteSink, copy_changed, copy_out};
+use understudy_protocol::wire::{DiskRange, HEADER_BYTES, Kind};
 use understudy_protocol::{DiskIndex, Epoch};
 
 /// Streams a disk's writes into the session's queue, tagged with the epoch that
@@ -69,16 +69,23 @@ pub fn begin(session: &Arc<Session>) {
         disk.begin_round();
         // After the writes' sink: no write goes unnoticed that a remembered block meets.
         let references = session.references.clone();
-        disk.set_read_sink(references.map(|references| references as Arc<dyn ReadSink>));
+        disk.set_reads(references.map_or(Reads::Plain, |references| Reads::Watched(references)));
     }
 }
 
 /// In lockstep: the guest stands still, and nothing that it writes from here on goes over. The
-/// backup's own guest writes it there.
+/// backup's own guest writes it there. What it reads does, if that was asked for.
 pub fn end(session: &Session) {
     for disk in session.machine.disks() {
         disk.set_sink(None);
-        disk.set_read_sink(None);
+    }
+    let recording = session.recording.as_ref();
+    if let Some(recording) = recording {
+        recording.writes.begin(&session.machine);
+    }
+    match recording.and_then(|recording| recording.reads.as_ref()) {
+        Some(trail) => reads::record(&session.machine, trail),
+        None => reads::copy(&session.machine),
     }
 }
 
@@ -134,14 +141,16 @@ const ROUND_INTERVAL: Duration = Duration::from_millis(500);
 
 /// Forgets changes once they are on the backup's disks, until protection ends.
 pub fn run_rounds(session: &Session) {
-    if let Err(error) = rounds(session) {
+    if let Err(error) = rounds(session)
+        && !session.is_over()
+    {
         // What is not forgotten is copied once more after a failure.
         warn!(vm = session.vm, "changes of the disks are not forgotten any more: {error}");
     }
 }
 
-fn rounds(session: &Session) -> io::Result<()> {
-    let mut joined = false;
+fn rounds(session: &Session) -> anyhow::Result<()> {
+    let (mut joined, mut told) = (false, None);
     // The epoch at whose end all that was set aside had gone to the backup.
     let mut closing = Epoch(0);
     while !session.is_over() {
@@ -155,6 +164,16 @@ fn rounds(session: &Session) -> io::Result<()> {
             let only = vec![session.id.clone()];
             session.records.change(&session.vm, |record| record.sessions = only)?;
             joined = true;
+        }
+        if let Some(recording) = &session.recording {
+            recording.writes.strike_off(&session.machine)?;
+            let written = recording.writes.now(&session.machine);
+            if let Some(counts) = written.as_ref().filter(|_| written != told) {
+                let sent = session.data.send_parts(Kind::Written, Epoch(0), &[&counts.encode()]);
+                session.stats.sent((HEADER_BYTES + sent?.length) as u64);
+            }
+            told = written;
+            continue;
         }
         for disk in session.machine.disks() {
             let Some(changes) = disk.changes() else { continue };

@@ -34,7 +34,7 @@ use crate::lockstep::primary::{MACHINE, Recording};
 use crate::machine::Machine;
 use crate::paths::PathMonitor;
 use crate::records::Records;
-use crate::report::{Mode, ProtectRequest};
+use crate::report::{DiskReads, Mode, ProtectRequest};
 use crate::resync::{self, Basis};
 use activity::Watch;
 use anyhow::{Context, bail};
@@ -76,6 +76,8 @@ pub struct Plan {
     pub generation: Generation,
     /// How the backup is to keep up. The wish may be another one.
     pub mode: Mode,
+    /// In lockstep: where the backup gets what its guest reads.
+    pub disk_reads: DiskReads,
     /// When to checkpoint.
     pub policy: Policy,
     /// How pages are encoded.
@@ -123,6 +125,7 @@ pub fn protect(
     plan.records.change(&machine.definition().name, |record| {
         record.peer = Some(plan.peer.clone());
         record.sessions.push(plan.session.clone());
+        record.in_lockstep = plan.mode == Mode::Lockstep;
     })?;
 
     let (outbox, outflow) = send::queue();
@@ -135,7 +138,7 @@ pub fn protect(
         basis,
         records: plan.records,
         settled: AtomicU64::new(0),
-        recording: (plan.mode == Mode::Lockstep).then(Recording::new),
+        recording: (plan.mode == Mode::Lockstep).then(|| Recording::new(&machine, plan.disk_reads)),
         references: references(&plan.encoding, plan.mode),
         mode: plan.mode,
         policy: plan.policy,
@@ -186,6 +189,7 @@ fn offer(
         accelerator: machine.accelerator(),
         qemu_version: plan.qemu_version.clone(),
         mode: plan.mode,
+        disk_reads: plan.disk_reads,
         clock: machine.lockstep().map(|lockstep| lockstep.clock.clone()),
         generation: plan.generation,
         group: group
@@ -381,6 +385,16 @@ fn run_receive(session: &Session) {
                 session.settled.fetch_max(message.header.epoch.0, Ordering::AcqRel);
                 if let Some(references) = &session.references {
                     references.settle(message.header.epoch);
+                }
+            }
+            Kind::Written => {
+                let disks = session.machine.disks().len();
+                let told = match &session.recording {
+                    Some(recording) => recording.writes.told(&message, disks),
+                    None => Err(anyhow::anyhow!("the backup sent Written, but follows no log")),
+                };
+                if let Err(error) = told {
+                    break format!("{error:#}");
                 }
             }
             Kind::StoodDown => return session.group.stood_down(session),

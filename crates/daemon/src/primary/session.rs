@@ -16,6 +16,7 @@ use crate::clock;
 use crate::group::Membership;
 use crate::heartbeat::Heartbeats;
 use crate::lockstep::primary::{MACHINE, Recording};
+use crate::lockstep::reads;
 use crate::machine::Machine;
 use crate::paths::PathMonitor;
 use crate::records::Records;
@@ -240,8 +241,12 @@ impl Session {
         self.outbox.close();
         for disk in self.machine.disks() {
             disk.set_sink(None);
-            disk.set_read_sink(None);
         }
+        let recording = self.recording.as_ref();
+        if let Some(trail) = recording.and_then(|recording| recording.reads.as_ref()) {
+            trail.close();
+        }
+        reads::forget(&self.machine);
         inbound::end(self);
     }
 

@@ -6,11 +6,12 @@
 
 use super::handshake::{ConnectionError, Export, Outcome, negotiate};
 use super::protocol::{Command, REQUEST_BYTES, Request, Status, reply};
+use super::reading::ColdRead;
 use super::traffic::Counters;
-use crate::disk::{Disk, WatchedRead};
+use crate::disk::Disk;
 use crate::image::Space;
 use crate::lent::Loan;
-use crossbeam_channel::{Receiver, Sender};
+use crossbeam_channel::Sender;
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use nix::sys::socket::{setsockopt, sockopt};
 use std::io::{self, BufReader, IoSlice, Read, Write};
@@ -27,7 +28,7 @@ const SEND_BUFFER_BYTES: usize = 4 * 1024 * 1024;
 /// Buffers for larger requests (rare: QEMU splits them) are given back after use.
 const KEPT_BUFFER_BYTES: usize = 2 * 1024 * 1024;
 /// Reads from here on are lent to the socket by the page cache; below, a copy costs less.
-const LENT_BYTES: u32 = 32 * 1024;
+pub(super) const LENT_BYTES: u32 = 32 * 1024;
 /// A client that connects is a QEMU that starts; it does not dawdle.
 const HANDSHAKE_TIMEOUT_MS: u16 = 10_000;
 
@@ -37,12 +38,6 @@ pub(super) struct Served {
     pub(super) disk: Arc<Disk>,
     pub(super) export: Export,
     pub(super) counters: Arc<Counters>,
-}
-
-/// A read that must wait for the device, for a reader thread.
-pub(super) struct ColdRead {
-    request: Request,
-    replies: Arc<Replies>,
 }
 
 /// Serves one client until it goes.
@@ -93,39 +88,8 @@ fn make_room(stream: &UnixStream) {
     }
 }
 
-/// Carries out reads that wait for the device, until no connection can send any more.
-pub(super) fn serve_cold_reads(served: &Served, cold: &Receiver<ColdRead>) {
-    let mut buffer = Buffer::default();
-    for ColdRead { request, replies } in cold {
-        let data = buffer.get(request.length as usize);
-        let watched = served.disk.begin_read();
-        let result = served.disk.read(request.offset, data);
-        served.answer_read(&request, result, data, &replies, watched);
-    }
-}
-
 impl Served {
-    fn answer_read(
-        &self,
-        request: &Request,
-        result: io::Result<()>,
-        data: &[u8],
-        replies: &Replies,
-        watched: Option<WatchedRead>,
-    ) {
-        match result {
-            Ok(()) => {
-                self.counters.read(request.length);
-                replies.send(Status::Ok, request.handle, data);
-                if let Some(watched) = watched {
-                    watched.end(self.disk.index(), request.offset, data);
-                }
-            }
-            Err(_) => self.answer(request, result, replies),
-        }
-    }
-
-    fn answer(&self, request: &Request, result: io::Result<()>, replies: &Replies) {
+    pub(super) fn answer(&self, request: &Request, result: io::Result<()>, replies: &Replies) {
         let status = Status::from(&result);
         match &result {
             // Expected of the warm QEMU; not worth a line each.
@@ -138,10 +102,10 @@ impl Served {
     }
 }
 
-struct Connection<'a> {
-    served: &'a Served,
-    replies: Arc<Replies>,
-    cold: &'a Sender<ColdRead>,
+pub(super) struct Connection<'a> {
+    pub(super) served: &'a Served,
+    pub(super) replies: Arc<Replies>,
+    pub(super) cold: &'a Sender<ColdRead>,
 }
 
 impl Connection<'_> {
@@ -171,34 +135,6 @@ impl Connection<'_> {
         }
     }
 
-    fn read(&self, request: Request, buffer: &mut Buffer, loan: &mut Loan) {
-        let watched = self.served.disk.begin_read();
-        // Who watches wants what the guest got, so that needs a copy.
-        if watched.is_none() && request.length >= LENT_BYTES && self.lend(&request, loan) {
-            return;
-        }
-        let data = buffer.get(request.length as usize);
-        let result = self.served.disk.read_if_cached(request.offset, data);
-        if let Ok(false) = result {
-            let read = ColdRead { request, replies: self.replies.clone() };
-            // The readers outlive the connections.
-            self.cold.send(read).expect("the reader threads are running");
-            return;
-        }
-        self.served.answer_read(&request, result.map(|_| ()), data, &self.replies, watched);
-    }
-
-    /// Answers a read without copying the data, if that can be done at once.
-    fn lend(&self, request: &Request, loan: &mut Loan) -> bool {
-        let header = reply(Status::Ok, request.handle);
-        if !self.served.disk.lend(loan, &header, request.offset, request.length) {
-            return false;
-        }
-        self.served.counters.read(request.length);
-        self.replies.send_with(|stream| loan.send(stream));
-        true
-    }
-
     /// Carries out a command that changes the disk, or a flush.
     fn change(&self, request: Request, command: Command, payload: &[u8]) {
         match self.try_change(&request, command, payload) {
@@ -210,7 +146,10 @@ impl Connection<'_> {
                     replies.send(Status::from(&result), request.handle, &[]);
                 }));
             }
-            Err(error) => self.served.answer(&request, Err(error), &self.replies),
+            Err(error) => {
+                self.served.disk.note_failed_write();
+                self.served.answer(&request, Err(error), &self.replies);
+            }
         }
     }
 
@@ -285,14 +224,14 @@ impl Replies {
     }
 
     /// Sends the one reply to a request.
-    fn send(&self, status: Status, handle: u64, data: &[u8]) {
+    pub(super) fn send(&self, status: Status, handle: u64, data: &[u8]) {
         let header = reply(status, handle);
         let mut parts = [IoSlice::new(&header), IoSlice::new(data)];
         self.send_with(|mut stream| write_all_vectored(&mut stream, &mut parts));
     }
 
     /// Sends it by whatever means. If that fails the connection is shut down, which its thread sees.
-    fn send_with(&self, send: impl FnOnce(&UnixStream) -> io::Result<()>) {
+    pub(super) fn send_with(&self, send: impl FnOnce(&UnixStream) -> io::Result<()>) {
         self.disk.request_ends();
         let stream = self.stream.lock().expect("no code under this lock panics");
         if let Err(error) = send(&stream) {
@@ -318,11 +257,11 @@ fn write_all_vectored(output: &mut impl Write, mut parts: &mut [IoSlice<'_>]) ->
 
 /// Memory for one request's data, used again for the next.
 #[derive(Default)]
-struct Buffer(Vec<u8>);
+pub(super) struct Buffer(Vec<u8>);
 
 impl Buffer {
     /// `len` bytes of unspecified content.
-    fn get(&mut self, len: usize) -> &mut [u8] {
+    pub(super) fn get(&mut self, len: usize) -> &mut [u8] {
         if self.0.len() > KEPT_BUFFER_BYTES && len <= KEPT_BUFFER_BYTES {
             self.0 = Vec::new();
         }

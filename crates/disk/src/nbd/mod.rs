@@ -9,13 +9,16 @@
 //! - `protocol`: the bytes, pure.
 //! - `handshake`: options, until client and server agree on the export.
 //! - `connection`: requests and replies of one client.
+//! - `reading`: the reads among them.
 //! - `server`: the socket and the threads.
 
 mod connection;
 mod handshake;
 mod protocol;
+mod reading;
 mod server;
 mod traffic;
 
+pub use reading::AwaitedRead;
 pub use server::NbdServer;
 pub use traffic::Traffic;

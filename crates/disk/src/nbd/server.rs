@@ -1,7 +1,8 @@
 //! The listening socket and the threads of one disk's server.
 
-use super::connection::{ColdRead, Served, serve, serve_cold_reads};
+use super::connection::{Served, serve};
 use super::handshake::Export;
+use super::reading::{ColdRead, serve_cold_reads};
 use super::traffic::{Counters, Traffic};
 use crate::disk::Disk;
 use crate::error::DiskError;

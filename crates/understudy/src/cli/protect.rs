@@ -1,7 +1,7 @@
 //! The grammar of `protect`.
 
 use clap::{Args, ValueEnum};
-use understudy_daemon::report::Mode;
+use understudy_daemon::report::{DiskReads, Mode};
 use understudy_encoding::{Compression, DEFAULT_CACHE_PAGES, EncodingPlan, MOST_CACHE_PAGES};
 use understudy_protocol::{Output, Policy};
 
@@ -22,6 +22,7 @@ Examples:
   understudy protect db --to b --policy interval --hz 100
   understudy protect db --to b --compression hybrid --cache-pages 65536
   understudy protect db --to b --mode lockstep
+  understudy protect db --to b --mode lockstep --disk-reads log
   understudy protect db web --group shop --to b";
 
 /// `protect`
@@ -39,6 +40,9 @@ pub struct ProtectArgs {
     /// How the backup keeps up.
     #[arg(long, value_name = "HOW", default_value = "checkpoint")]
     pub mode: ModeKind,
+    /// In lockstep: where the backup gets what its guest reads from its disks.
+    #[arg(long, value_name = "WHERE", default_value = "backup")]
+    pub disk_reads: DiskReadsKind,
     /// When to checkpoint; by default what the VM's definition says, else adaptive.
     #[arg(long)]
     pub policy: Option<PolicyKind>,
@@ -77,6 +81,24 @@ impl From<ModeKind> for Mode {
         match kind {
             ModeKind::Checkpoint => Mode::Checkpoint,
             ModeKind::Lockstep => Mode::Lockstep,
+        }
+    }
+}
+
+/// Where a backup in lockstep gets what its guest reads.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub enum DiskReadsKind {
+    /// It reads its own mirrors: little travels.
+    Backup,
+    /// What the primary's guest read travels with the log: the backup's disks are only written.
+    Log,
+}
+
+impl From<DiskReadsKind> for DiskReads {
+    fn from(kind: DiskReadsKind) -> DiskReads {
+        match kind {
+            DiskReadsKind::Backup => DiskReads::Backup,
+            DiskReadsKind::Log => DiskReads::Log,
         }
     }
 }
@@ -177,5 +199,13 @@ mod tests {
         let mode = |line| Mode::from(read(line).mode);
         assert_eq!(mode("understudy protect db --to b"), Mode::Checkpoint);
         assert_eq!(mode("understudy protect db --to b --mode lockstep"), Mode::Lockstep);
+    }
+
+    #[test]
+    fn a_backup_in_lockstep_reads_its_own_disks_by_default() {
+        let reads = |line| DiskReads::from(read(line).disk_reads);
+        assert_eq!(reads("understudy protect db --to b --mode lockstep"), DiskReads::Backup);
+        let logged = "understudy protect db --to b --mode lockstep --disk-reads log";
+        assert_eq!(reads(logged), DiskReads::Log);
     }
 }

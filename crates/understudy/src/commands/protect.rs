@@ -1,6 +1,6 @@
 //! `understudy protect`, `unprotect` and `failover`.
 
-use crate::cli::{ModeKind, ProtectArgs};
+use crate::cli::{DiskReadsKind, ModeKind, ProtectArgs};
 use crate::client::Client;
 use crate::failure::{Exit, Failure, FailureKind};
 use crate::output;
@@ -17,6 +17,11 @@ const POLL_INTERVAL: Duration = Duration::from_millis(200);
 pub fn protect(client: &Client, args: &ProtectArgs, json: bool) -> Result<Exit, Failure> {
     let policy = args.policy().map_err(|words| Failure::new(FailureKind::Usage, words))?;
     let (to, encoding) = (args.to.clone(), args.encoding());
+    if (args.mode, args.disk_reads) == (ModeKind::Checkpoint, DiskReadsKind::Log) {
+        let words = "--disk-reads log is for --mode lockstep: a backup that gets checkpoints reads \
+                     no disk";
+        return Err(Failure::new(FailureKind::Usage, words));
+    }
     match (&args.group, &args.vms[..]) {
         (Some(_), _) if args.mode == ModeKind::Lockstep => {
             let words = "a group cannot be protected in lockstep: protect its VMs one by one, or \
@@ -32,8 +37,8 @@ pub fn protect(client: &Client, args: &ProtectArgs, json: bool) -> Result<Exit, 
         }
         (None, [vm]) => {
             let (repair, output) = (!args.no_repair, args.output());
-            let mode = args.mode.into();
-            let request = ProtectRequest { to, mode, policy, encoding, repair, output };
+            let (mode, disk_reads) = (args.mode.into(), args.disk_reads.into());
+            let request = ProtectRequest { to, mode, disk_reads, policy, encoding, repair, output };
             let begun = client.protect(vm, &request)?;
             let status = follow(client, begun, args.no_wait, json)?;
             output::show(json, &status, describe)?;

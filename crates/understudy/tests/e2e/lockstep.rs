@@ -22,7 +22,7 @@ use understudy_lab::{ChatterClient, HostOptions, Load, Scene, SceneOptions, wait
 const BUSY: &str = "n=0; while :; do dd if=/dev/urandom of=/data/noise bs=64k count=32; sync; \
                     n=$((n + 1)); echo round $n > /dev/console; done";
 
-fn lockstep() -> SceneOptions {
+pub fn lockstep() -> SceneOptions {
     SceneOptions { lockstep: true, memory_mib: 256, ..options() }
 }
 
@@ -236,7 +236,7 @@ fn await_blocked(scene: &Scene, blocked: bool) -> Result<Value> {
 }
 
 /// Waits until the backup of the guest on `host` follows, and checks what `status` says.
-fn in_lockstep(scene: &Scene, host: &str) -> Result<()> {
+pub fn in_lockstep(scene: &Scene, host: &str) -> Result<()> {
     wait_for("the backup to execute the log", LIMIT, || {
         let status = scene.status(host)?;
         ensure!(status["mode"] == "lockstep", "not in lockstep: {status}");
@@ -251,7 +251,7 @@ fn console_log(scene: &Scene, host: &str) -> Result<PathBuf> {
     Ok(socket.with_file_name("console.log"))
 }
 
-fn console_of(scene: &Scene, host: &str) -> Result<Vec<u8>> {
+pub fn console_of(scene: &Scene, host: &str) -> Result<Vec<u8>> {
     Ok(std::fs::read(console_log(scene, host)?)?)
 }
 

@@ -24,6 +24,7 @@
 //! | [`recover`] | all hosts are lost: which images are valid |
 //! | [`paths`]   | several paths between the hosts, cut one by one |
 //! | [`resync`]  | only what changed is copied after a failure |
+//! | [`disk_reads`] | reads that travel with the log of lockstep |
 //! | [`distance`]| a backup far away |
 //! | [`lockstep`] | the same failures of a VM in lockstep |
 //! | [`shapes`]  | two vCPUs, two disks, two cards |
@@ -47,6 +48,7 @@ mod confinement;
 mod counter;
 mod crowd;
 mod deaths;
+mod disk_reads;
 mod distance;
 mod fencing;
 mod group;

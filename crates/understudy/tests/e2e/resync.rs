@@ -2,6 +2,7 @@
 //! the primary's image all the same.
 
 use crate::deaths::await_empty;
+use crate::lockstep::lockstep;
 use crate::stage::{
     LIMIT, await_degraded, await_service, close, options, play_protected, prove_disk,
     prove_survival, refusal,
@@ -11,7 +12,7 @@ use std::fs::File;
 use std::io::Read;
 use std::path::Path;
 use understudy_lab::scene::VM;
-use understudy_lab::{Scene, wait_for};
+use understudy_lab::{Scene, SceneOptions, wait_for};
 
 /// What a guest that writes a few MiB can change at most, journal and tables included.
 const MOST_BYTES: u64 = 24 << 20;
@@ -85,7 +86,16 @@ fn are_equal(a: &Path, b: &Path) -> Result<bool> {
 
 #[test]
 fn a_former_primary_is_brought_up_to_date() {
-    play_protected(options(), |scene, client| {
+    bring_up_to_date(options());
+}
+
+#[test]
+fn a_former_primary_in_lockstep_is_brought_up_to_date() {
+    bring_up_to_date(lockstep());
+}
+
+fn bring_up_to_date(options: SceneOptions) {
+    play_protected(options, |scene, client| {
         let output = scene.shell()?.run(FILL)?;
         ensure!(output.code == 0, "`{FILL}` failed: {output:?}");
         await_settled(scene)?;

@@ -1,0 +1,187 @@
+//! The guest's reads: at once what the page cache has, on a reader's thread what waits for the
+//! device, and in lockstep what the primary's guest read.
+
+use super::connection::{Buffer, Connection, LENT_BYTES, Replies, Served};
+use super::protocol::{Request, Status, reply};
+use crate::lent::Loan;
+use crate::reads::{ReadFollower, ReadRecorder, ReadSink, Reads, Span};
+use crossbeam_channel::Receiver;
+use std::fmt;
+use std::io;
+use std::sync::Arc;
+use std::thread;
+use std::time::Duration;
+use understudy_protocol::DiskIndex;
+
+/// In lockstep a read that fails here is tried so often again before this image is given up …
+const RETRIES: u32 = 5;
+/// … after so long each time.
+const RETRY_PAUSE: Duration = Duration::from_millis(100);
+
+/// A read that must wait for the device, for a reader thread.
+pub(super) struct ColdRead {
+    request: Request,
+    replies: Arc<Replies>,
+    beside: Beside,
+}
+
+/// What is done about a read, beside answering it.
+enum Beside {
+    Nothing,
+    Copied,
+    /// With what the sink returned at its beginning.
+    Watched(Arc<dyn ReadSink>, u64),
+    /// With the read's number.
+    Recorded(Arc<dyn ReadRecorder>, u64),
+    Followed(Arc<dyn ReadFollower>),
+}
+
+impl Connection<'_> {
+    pub(super) fn read(&self, request: Request, buffer: &mut Buffer, loan: &mut Loan) {
+        let Some(beside) = self.begin(&request) else { return };
+        // Whoever looks on wants what the guest got, so that needs a copy.
+        let may_lend = matches!(beside, Beside::Nothing) && request.length >= LENT_BYTES;
+        if may_lend && self.lend(&request, loan) {
+            return;
+        }
+        let data = buffer.get(request.length as usize);
+        let result = self.served.disk.read_if_cached(request.offset, data);
+        let again = result.is_err() && matches!(beside, Beside::Followed(_));
+        if matches!(result, Ok(false)) || again {
+            let read = ColdRead { request, replies: self.replies.clone(), beside };
+            // The readers outlive the connections.
+            self.cold.send(read).expect("the reader threads are running");
+            return;
+        }
+        self.served.answer_read(&request, result.map(|_| ()), data, &self.replies, &beside);
+    }
+
+    /// Answers a read without copying the data, if that can be done at once.
+    fn lend(&self, request: &Request, loan: &mut Loan) -> bool {
+        let header = reply(Status::Ok, request.handle);
+        if !self.served.disk.lend(loan, &header, request.offset, request.length) {
+            return false;
+        }
+        self.served.counters.read(request.length);
+        self.replies.send_with(|stream| loan.send(stream));
+        true
+    }
+
+    /// None if somebody else answers it.
+    fn begin(&self, request: &Request) -> Option<Beside> {
+        Some(match self.served.disk.reads() {
+            Reads::Plain => Beside::Nothing,
+            Reads::Copied => Beside::Copied,
+            Reads::Watched(sink) => match sink.begin() {
+                Some(began) => Beside::Watched(sink, began),
+                None => Beside::Nothing,
+            },
+            Reads::Recorded(recorder) => {
+                let number = recorder.came(self.served.disk.index());
+                Beside::Recorded(recorder, number)
+            }
+            Reads::Followed(follower) => {
+                let (served, replies) = (self.served.clone(), self.replies.clone());
+                follower.came(AwaitedRead { request: *request, served, replies })?;
+                Beside::Followed(follower)
+            }
+        })
+    }
+}
+
+/// Carries out reads that wait for the device, until no connection can send any more.
+pub(super) fn serve_cold_reads(served: &Served, cold: &Receiver<ColdRead>) {
+    let mut buffer = Buffer::default();
+    for ColdRead { request, replies, beside } in cold {
+        let data = buffer.get(request.length as usize);
+        let mut result = served.disk.read(request.offset, data);
+        if let Beside::Followed(follower) = &beside {
+            for _ in 0..RETRIES {
+                if result.is_ok() {
+                    break;
+                }
+                thread::sleep(RETRY_PAUSE);
+                result = served.disk.read(request.offset, data);
+            }
+            if let Err(error) = &result {
+                follower.failed(served.disk.index(), span(&request), error);
+                continue;
+            }
+        }
+        served.answer_read(&request, result, data, &replies, &beside);
+    }
+}
+
+fn span(request: &Request) -> Span {
+    Span { offset: request.offset, length: request.length }
+}
+
+impl Served {
+    fn answer_read(
+        &self,
+        request: &Request,
+        result: io::Result<()>,
+        data: &[u8],
+        replies: &Replies,
+        beside: &Beside,
+    ) {
+        let disk = self.disk.index();
+        if let Beside::Recorded(recorder, number) = beside {
+            // Before QEMU has it: what comes of it is in the log only afterwards.
+            let outcome = match Status::from(&result) {
+                Status::Ok => Ok(data),
+                status => Err(status as u32),
+            };
+            recorder.gave(disk, *number, span(request), outcome);
+        }
+        if result.is_err() {
+            return self.answer(request, result, replies);
+        }
+        self.counters.read(request.length);
+        replies.send(Status::Ok, request.handle, data);
+        if let Beside::Watched(sink, began) = beside {
+            sink.read(*began, disk, request.offset, data);
+        }
+    }
+}
+
+/// A read of the guest that waits for its answer.
+pub struct AwaitedRead {
+    request: Request,
+    served: Served,
+    replies: Arc<Replies>,
+}
+
+impl AwaitedRead {
+    /// The disk.
+    pub fn disk(&self) -> DiskIndex {
+        self.served.disk.index()
+    }
+
+    /// What is to be read.
+    pub fn span(&self) -> Span {
+        span(&self.request)
+    }
+
+    /// The guest gets this: the data, or the error of that number.
+    pub fn answer(self, outcome: Result<&[u8], u32>) {
+        let (result, data) = match outcome {
+            Ok(data) => (Ok(()), data),
+            Err(number) => (Err(io::Error::from_raw_os_error(number as i32)), &[][..]),
+        };
+        self.served.answer_read(&self.request, result, data, &self.replies, &Beside::Nothing);
+    }
+
+    /// The guest gets what this host's image has.
+    pub fn read_here(self) {
+        let mut data = vec![0; self.request.length as usize];
+        let result = self.served.disk.read(self.request.offset, &mut data);
+        self.served.answer_read(&self.request, result, &data, &self.replies, &Beside::Nothing);
+    }
+}
+
+impl fmt::Debug for AwaitedRead {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("AwaitedRead").field("request", &self.request).finish_non_exhaustive()
+    }
+}

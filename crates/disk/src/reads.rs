@@ -1,0 +1,61 @@
+//! What is done about the guest's reads beside answering them.
+
+use crate::nbd::AwaitedRead;
+use std::io;
+use std::sync::Arc;
+use understudy_protocol::DiskIndex;
+
+/// Who learns what the guest reads. Called under no lock of the disk.
+pub trait ReadSink: Send + Sync {
+    /// A read begins; what this returns goes to [`ReadSink::read`], which without it is not
+    /// called.
+    fn begin(&self) -> Option<u64>;
+    /// `data` were read at `offset` bytes.
+    fn read(&self, began: u64, disk: DiskIndex, offset: u64, data: &[u8]);
+}
+
+/// Lockstep, on the primary: what the guest's reads give goes to the backup (VMware FT, 4.2).
+pub trait ReadRecorder: Send + Sync {
+    /// The disk's next read came; gives its number. May wait, which slows the guest down, until
+    /// [`ReadRecorder::let_pass`].
+    fn came(&self, disk: DiskIndex) -> u64;
+    /// What the read gave, its data or the number of its error. QEMU does not have it yet.
+    fn gave(&self, disk: DiskIndex, number: u64, at: Span, outcome: Result<&[u8], u32>);
+    /// From now on no read waits: a QEMU that stops waits for its reads.
+    fn let_pass(&self);
+}
+
+/// Lockstep, on the backup: whoever knows what the primary's reads gave.
+pub trait ReadFollower: Send + Sync {
+    /// The next read of a disk came. Given back, it is to be read from this image.
+    fn came(&self, read: AwaitedRead) -> Option<AwaitedRead>;
+    /// This image could not be read, again and again. The read is not answered: the guest would
+    /// see an error that the primary's does not.
+    fn failed(&self, disk: DiskIndex, at: Span, error: &io::Error);
+}
+
+/// A part of a disk, in bytes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Span {
+    /// First byte.
+    pub offset: u64,
+    /// How many.
+    pub length: u32,
+}
+
+/// What is done about the guest's reads.
+#[derive(Clone, Default)]
+pub enum Reads {
+    /// Nothing.
+    #[default]
+    Plain,
+    /// Nothing, but a read gives what the image has at its turn: a page that is lent to the socket
+    /// shows a later write, which in lockstep only one of both guests may see.
+    Copied,
+    /// Somebody learns of them afterwards.
+    Watched(Arc<dyn ReadSink>),
+    /// Somebody learns of them before QEMU.
+    Recorded(Arc<dyn ReadRecorder>),
+    /// Somebody may know what they gave elsewhere.
+    Followed(Arc<dyn ReadFollower>),
+}
