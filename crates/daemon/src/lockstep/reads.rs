@@ -346,3 +346,51 @@ pub fn forget(machine: &Machine) {
         disk.set_reads(understudy_disk::Reads::Plain);
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::sync::atomic::{AtomicUsize, Ordering};
+    use std::thread;
+    use understudy_protocol::Epoch;
+    use understudy_protocol::wire::Kind;
+
+    const DISK: DiskIndex = DiskIndex(0);
+
+    fn fill(trail: &ReadTrail, bytes: usize) {
+        let number = trail.came(DISK);
+        let at = Span { offset: 0, length: bytes as u32 };
+        trail.gave(DISK, number, at, Ok(&vec![1; bytes]));
+    }
+
+    #[test]
+    fn reads_wait_while_much_waits_for_a_batch() {
+        let wakes = Arc::new(AtomicUsize::new(0));
+        let count = wakes.clone();
+        let trail = ReadTrail::new(1, move || {
+            count.fetch_add(1, Ordering::Relaxed);
+        });
+        fill(&trail, PRESSING_BYTES);
+        fill(&trail, MOST_WAITING_BYTES);
+        assert!(trail.is_pressing() && wakes.load(Ordering::Relaxed) == 1);
+        thread::scope(|scope| {
+            let next = scope.spawn(|| trail.came(DISK));
+            assert!(trail.take().len() > MOST_WAITING_BYTES);
+            assert_eq!(next.join().unwrap(), 2);
+        });
+        fill(&trail, MOST_WAITING_BYTES + 1);
+        // A QEMU that stops waits for its reads.
+        trail.let_pass();
+        fill(&trail, 1);
+        trail.close();
+        fill(&trail, 1);
+        assert!(trail.take().is_empty(), "something was noted behind the end");
+    }
+
+    #[test]
+    fn data_that_were_not_agreed_on_are_refused() {
+        let message = Message::new(Kind::DiskReads, Epoch(2), Vec::new());
+        assert!(Reads::new(DiskReads::Backup, 1).take(&message).is_err());
+        assert!(Reads::new(DiskReads::Log, 1).take(&message).is_err(), "malformed");
+    }
+}

@@ -6,8 +6,8 @@ use crate::deaths::kill_the_standby_qemu;
 use crate::deaths::{await_rounds, unharmed};
 use crate::planned::power_off;
 use crate::stage::{
-    LIMIT, await_degraded, await_forgotten, await_service, close, options, play_protected,
-    prove_disk, prove_survival, repairing_daemon,
+    LIMIT, PACE, await_degraded, await_forgotten, await_service, close, options, play,
+    play_protected, prove_disk, prove_survival, repairing_daemon,
 };
 use anyhow::{Context, Result, ensure};
 use nix::sys::signal::{self, Signal};
@@ -17,6 +17,9 @@ use std::path::PathBuf;
 use std::time::Instant;
 use understudy_lab::scene::{ECHO_PORT, RECORDS_PORT, VM};
 use understudy_lab::{ChatterClient, HostOptions, Load, Scene, SceneOptions, wait_for};
+
+/// What the guest says once it has booted.
+const READY: &str = "UNDERSTUDY-GUEST-READY";
 
 /// What keeps the guest's disk and its console busy.
 const BUSY: &str = "n=0; while :; do dd if=/dev/urandom of=/data/noise bs=64k count=32; sync; \
@@ -66,6 +69,28 @@ fn a_primary_is_killed_under_load() {
             "the primary said {primary:?}, the backup {backup:?}"
         );
         prove_survival(scene, client, "b")
+    });
+}
+
+#[test]
+fn a_primary_is_killed_while_its_guest_boots() {
+    play(lockstep(), |scene| {
+        scene.protected_guest("a", "b")?;
+        let console = console_log(scene, "a")?;
+        scene.shell()?.start("reboot -f")?;
+        wait_for("the guest to reboot", LIMIT, || {
+            let events = scene.status("a")?["events"].to_string();
+            Ok(events.contains("the guest rebooted").then_some(()))
+        })?;
+        scene.host_mut("a")?.kill_everything()?;
+        let said = String::from_utf8_lossy(&std::fs::read(console)?).into_owned();
+        ensure!(said.matches(READY).count() == 1, "the guest was up again: {said}");
+        // What was left of the log of a boot takes its time.
+        wait_for("the backup to run the guest", LIMIT, || {
+            Ok((scene.status("b")?["live"] == true).then_some(()))
+        })?;
+        scene.await_guest()?;
+        prove_survival(scene, scene.record_client(PACE)?, "b")
     });
 }
 
