@@ -15,7 +15,7 @@ use understudy_protocol::validity::may_start;
 use understudy_protocol::{DiskIndex, Generation, Verdict};
 use understudy_qemu::definition::DiskFormat;
 use understudy_qemu::lockstep::obstacles;
-use understudy_qemu::{Accelerator, VmDefinition};
+use understudy_qemu::{Accelerator, VmDefinition, build_id, peer_obstacle};
 
 impl Host {
     /// Refuses names and MAC addresses that are in use on this host.
@@ -82,6 +82,22 @@ impl Host {
             found.join("; ")
         );
         Err(HostError::new(ErrorKind::Invalid, message))
+    }
+
+    /// Refuses to execute the log of a primary whose QEMU is another build than this host's.
+    pub(crate) fn check_build(&self, primarys: Option<&str>) -> Result<(), HostError> {
+        let program = &self.capabilities.binary;
+        let ours = build_id(program).map_err(|error| {
+            let message = format!("cannot read {}: {error}", program.display());
+            HostError::new(ErrorKind::Invalid, message)
+        })?;
+        match peer_obstacle(ours.as_deref(), primarys) {
+            None => Ok(()),
+            Some(obstacle) => {
+                let message = format!("{obstacle}; or use `--mode checkpoint`");
+                Err(HostError::new(ErrorKind::Invalid, message))
+            }
+        }
     }
 
     /// Refuses a mode that the machine is not made for.

@@ -88,6 +88,9 @@ pub struct Offer {
     pub accelerator: Accelerator,
     /// The primary's QEMU.
     pub qemu_version: String,
+    /// Its build, by which lockstep tells whether both are the same.
+    #[serde(default)]
+    pub qemu_build: Option<String>,
     /// How the backup is to keep up.
     #[serde(default)]
     pub mode: Mode,

@@ -164,6 +164,9 @@ fn examine(host: &Host, offer: &Offer) -> Result<(), HostError> {
     if offer.mode == Mode::Lockstep && offer.clock.is_none() {
         return refuse("the primary's QEMU does not record".to_owned());
     }
+    if offer.mode == Mode::Lockstep {
+        host.check_build(offer.qemu_build.as_deref())?;
+    }
     if offer.clock.is_some() {
         host.check_lockstep(definition, offer.accelerator)?;
     }

@@ -37,20 +37,20 @@ impl Host {
     ) -> Result<(), HostError> {
         let former = vm.machine();
         self.check_mode(&former, mode)?;
-        match former.lockstep() {
-            Some(Lockstep { role: LogRole::Replay, clock }) => {
-                let recording = Lockstep { role: LogRole::Record, clock: clock.clone() };
-                self.move_to_another_qemu(vm, &former, recording)
-                    .map_err(|error| failed("the VM cannot be moved into another QEMU", &error))
-            }
+        let clock = match former.lockstep() {
+            Some(Lockstep { role: LogRole::Replay, clock }) => clock.clone(),
             None if mode == Mode::Lockstep => {
-                let clock = ClockBase::now().with_tick_rate(TickRate::of_this_host());
-                let recording = Lockstep { role: LogRole::Record, clock };
-                self.move_to_another_qemu(vm, &former, recording)
-                    .map_err(|error| failed("the VM cannot be moved into another QEMU", &error))
+                ClockBase::now().with_tick_rate(TickRate::of_this_host())
             }
-            _ => Ok(()),
-        }
+            _ => return Ok(()),
+        };
+        let recording = Lockstep { role: LogRole::Record, clock };
+        self.move_to_another_qemu(vm, &former, recording).map_err(|error| {
+            let error = failed("the VM cannot be moved into another QEMU", &error);
+            warn!(vm = vm.name(), "{error}");
+            vm.events.note(error.to_string());
+            error
+        })
     }
 
     fn move_to_another_qemu(
@@ -121,6 +121,7 @@ fn hand_over(former: &Machine, next: &Machine) -> anyhow::Result<Instant> {
                 count_instructions(&mut state, rate)?;
             }
             copy_small_blocks(former.blocks(), next.blocks())?;
+            spoil(&mut state);
             next.load(&state)
         });
         if moved.is_err() {
@@ -136,6 +137,11 @@ fn hand_over(former: &Machine, next: &Machine) -> anyhow::Result<Instant> {
     next.take_ports();
     former.retire();
     Ok(began)
+}
+
+/// A test makes a state of it that no QEMU loads.
+fn spoil(_state: &mut [u8]) {
+    fail::fail_point!("spoil-state", |_| _state[0] ^= 1);
 }
 
 fn check_blocks(former: &Machine, next: &Machine) -> anyhow::Result<()> {

@@ -12,6 +12,7 @@
 //! - [`pause`]: the pause of a checkpoint through the agent inside QEMU;
 //! - [`urgency`]: priority for the length of a checkpoint's pause.
 
+mod build_id;
 pub mod capabilities;
 mod clock;
 pub mod command;
@@ -24,6 +25,7 @@ pub mod qmp;
 pub mod urgency;
 pub mod user;
 
+pub use build_id::{build_id, peer_obstacle};
 pub use capabilities::{Accelerator, Capabilities, kvm_works};
 pub use clock::{ClockBase, TickRate};
 pub use command::{Resources, Role, command_line};

@@ -23,7 +23,7 @@ use understudy_protocol::CardIndex;
 use understudy_qemu::command::Lockstep;
 use understudy_qemu::lockstep::{self, LogChannel, LogErrand};
 use understudy_qemu::qmp::{DeviceState, RunState};
-use understudy_qemu::{Accelerator, Monitor, VmDefinition};
+use understudy_qemu::{Accelerator, Monitor, VmDefinition, build_id};
 
 /// What happens to a machine by itself.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -161,6 +161,12 @@ impl Machine {
     /// QEMU's process.
     pub fn qemu_pid(&self) -> u32 {
         self.process.qemu.pid()
+    }
+
+    /// The build of QEMU that runs; none if it has no name.
+    pub fn qemu_build(&self) -> Option<String> {
+        let program = format!("/proc/{}/exe", self.qemu_pid());
+        build_id(Path::new(&program)).ok().flatten()
     }
 
     /// How a QEMU that does not run any more ended, for people.

@@ -188,6 +188,7 @@ fn offer(
         machine_type: machine.machine_type().to_owned(),
         accelerator: machine.accelerator(),
         qemu_version: plan.qemu_version.clone(),
+        qemu_build: machine.qemu_build(),
         mode: plan.mode,
         disk_reads: plan.disk_reads,
         clock: machine.lockstep().map(|lockstep| lockstep.clock.clone()),

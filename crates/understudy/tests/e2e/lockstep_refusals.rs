@@ -1,10 +1,14 @@
 //! What lockstep is not proven for is refused before anything starts, with the way out.
 
 use crate::refusals::{quick, says, unharmed};
-use crate::stage::{play, refusal};
+use crate::stage::{daemon, play, refusal};
 use anyhow::{Context, Result, ensure};
+use std::fs;
+use std::os::unix::fs::{PermissionsExt, symlink};
+use std::path::{Path, PathBuf};
 use understudy_lab::scene::{GuestKind, VM};
-use understudy_lab::{Scene, SceneOptions};
+use understudy_lab::{HostOptions, Scene, SceneOptions};
+use understudy_qemu::build_id;
 
 /// The guest on host a, for which lockstep is refused in these words.
 fn refused(options: SceneOptions, expected: &[&str]) {
@@ -29,6 +33,34 @@ fn what_is_not_proven_is_refused_and_checkpoints_work() {
     refused(two_vcpus, &["2 vCPUs; lockstep works with one"]);
     let qcow2 = SceneOptions { disks: 2, second_disk_is_qcow2: true, ..linux };
     refused(qcow2, &["disk 1 is not a raw virtio disk"]);
+}
+
+/// The installed QEMU, but for its build id; it finds its firmware as the other does.
+fn another_build(place: &Path) -> Result<PathBuf> {
+    let installed = fs::canonicalize("/usr/bin/qemu-system-x86_64")?;
+    let id = build_id(&installed)?.context("the installed QEMU has no build id")?;
+    let byte = |i| u8::from_str_radix(&id[i..i + 2], 16);
+    let id: Vec<u8> = (0..id.len()).step_by(2).map(byte).collect::<Result<_, _>>()?;
+    let mut program = fs::read(installed)?;
+    let at = program.windows(id.len()).position(|part| part == id).context("no such id")?;
+    program[at] ^= 1;
+    fs::set_permissions(place, fs::Permissions::from_mode(0o755))?;
+    fs::create_dir(place.join("bin"))?;
+    symlink("/usr/share", place.join("share"))?;
+    let path = place.join("bin/qemu-system-x86_64");
+    fs::write(&path, program)?;
+    fs::set_permissions(&path, fs::Permissions::from_mode(0o755))?;
+    Ok(path)
+}
+
+#[test]
+fn a_backup_with_another_build_of_qemu_is_refused() {
+    let place = tempfile::tempdir().unwrap();
+    let qemu = another_build(place.path()).unwrap();
+    let settings = format!("qemu = \"{}\"\n{}", qemu.display(), daemon().settings);
+    let mut options = SceneOptions { accel: Some("tcg".into()), ..quick() };
+    options.daemons.insert("b".to_owned(), HostOptions { settings, ..daemon() });
+    refused(options, &["host b refuses", "another build than the primary's"]);
 }
 
 #[test]

@@ -1,10 +1,10 @@
 //! A VM goes on in another QEMU on its host, so that it can be protected in lockstep.
 
-use crate::stage::{LIMIT, PACE, await_service, close, options, play, prove_disk};
+use crate::stage::{LIMIT, PACE, await_service, close, daemon, options, play, prove_disk, refusal};
 use anyhow::{Context, Result, bail, ensure};
 use std::path::Path;
 use understudy_lab::scene::VM;
-use understudy_lab::{GuestShell, Scene, SceneOptions, wait_for};
+use understudy_lab::{GuestShell, HostOptions, Scene, SceneOptions, wait_for};
 
 fn pid(scene: &Scene) -> Result<u64> {
     scene.status("a")?["qemu_pid"].as_u64().context("no QEMU")
@@ -35,15 +35,33 @@ fn prove_time(scene: &Scene) -> Result<()> {
     Ok(())
 }
 
+/// The next QEMU cannot load what it is given: the guest goes on in the former.
+fn does_not_move(scene: &Scene) -> Result<()> {
+    let former = pid(scene)?;
+    let lockstep = ["protect", VM, "--to", "b", "--mode", "lockstep"];
+    let (code, words) = refusal(scene.host("a")?, &lockstep)?;
+    ensure!(code == 1 && words.contains("it goes on as it was"), "{code}: {words}");
+    let status = scene.status("a")?;
+    ensure!(status["qemu_pid"] == former && status["live"] == true, "{status}");
+    ensure!(status["protection"]["state"] == "off", "{status}");
+    let events = status["events"].to_string();
+    ensure!(events.contains("cannot be moved into another QEMU"), "no event: {events}");
+    Ok(())
+}
+
 #[test]
 fn a_running_guest_is_moved_followed_and_taken_over() {
-    let small = SceneOptions { memory_mib: 256, accel: Some("tcg".into()), ..options() };
+    let mut small = SceneOptions { memory_mib: 256, accel: Some("tcg".into()), ..options() };
+    let spoilt = ("FAILPOINTS".to_owned(), "spoil-state=1*return->off".to_owned());
+    small.daemons.insert("a".to_owned(), HostOptions { environment: vec![spoilt], ..daemon() });
     play(small, |scene| {
         scene.start_guest("a")?;
         scene.await_guest()?;
         let client = scene.record_client(PACE)?;
         await_service(&client)?;
         let former = pid(scene)?;
+        does_not_move(scene)?;
+        await_service(&client)?;
         scene.host("a")?.call(["protect", VM, "--to", "b", "--mode", "lockstep", "--no-wait"])?;
         let events = scene.status("a")?["events"].to_string();
         ensure!(events.contains("goes on in another QEMU"), "no event: {events}");
