@@ -8,7 +8,9 @@
 //!   daemon's ([`log`]): a full one stops the primary, an empty one stops the backup;
 //! - `writev` to a card's socket brings the log out first, so that the daemon, reading the
 //!   frame, finds a position that covers it; on a backup it sends nothing ([`output`]);
-//! - `ppoll` keeps QEMU from sleeping while there is log ([`wait`]).
+//! - `ppoll` keeps QEMU from sleeping while there is log ([`wait`]);
+//! - `write` to an eventfd of QEMU's loops, on a backup, is left out when it wakes them for
+//!   nothing ([`wake`]).
 
 mod control;
 mod halt;
@@ -18,6 +20,7 @@ mod pause;
 mod qemu;
 mod ticks;
 mod wait;
+mod wake;
 
 use qemu::Qemu;
 use std::env;

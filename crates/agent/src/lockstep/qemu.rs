@@ -31,6 +31,20 @@ const SHUTDOWNS: std::ops::RangeInclusive<u32> = 10..=21;
 /// The log's first four bytes as replay wants them (`REPLAY_VERSION`, big-endian).
 pub const LOG_VERSION: [u8; 4] = [0x00, 0xe0, 0x20, 0x0c];
 
+/// The loops of QEMU that its vCPU wakes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Loop {
+    /// The main loop has two contexts.
+    Main,
+    Handlers,
+    /// The thread of the monitors.
+    Monitors,
+}
+
+impl Loop {
+    pub const ALL: [Loop; 3] = [Loop::Main, Loop::Handlers, Loop::Monitors];
+}
+
 /// `ReplayState` of QEMU's `replay/replay-internal.h`.
 #[repr(C)]
 pub struct ReplayState {
@@ -54,6 +68,13 @@ pub struct ReplayState {
 /// QEMU's functions and variables, found by name.
 pub struct Qemu {
     aio_context: unsafe extern "C" fn() -> *mut c_void,
+    main_context: unsafe extern "C" fn() -> *mut c_void,
+    objects: unsafe extern "C" fn() -> *mut c_void,
+    object: unsafe extern "C" fn(*mut c_void, *const c_char) -> *mut c_void,
+    thread_context: unsafe extern "C" fn(*mut c_void) -> *mut c_void,
+    notify: unsafe extern "C" fn(*mut c_void),
+    in_vcpu_thread: unsafe extern "C" fn() -> bool,
+    vcpu_idle: unsafe extern "C" fn() -> bool,
     schedule: unsafe extern "C" fn(*mut c_void, BottomHalf, *mut c_void, *const c_char),
     drain_disks: unsafe extern "C" fn(),
     save_instructions: unsafe extern "C" fn(),
@@ -124,6 +145,13 @@ impl Qemu {
         check_size::<c_int>(c"replay_mode")?;
         Ok(Qemu {
             aio_context: find("iohandler_get_aio_context")?,
+            main_context: find("qemu_get_aio_context")?,
+            objects: find("object_get_internal_root")?,
+            object: find("object_resolve_path_component")?,
+            thread_context: find("iothread_get_aio_context")?,
+            notify: find("aio_notify")?,
+            in_vcpu_thread: find("qemu_in_vcpu_thread")?,
+            vcpu_idle: find("all_cpu_threads_idle")?,
             schedule: find("aio_bh_schedule_oneshot_full")?,
             drain_disks: find("bdrv_drain_all")?,
             save_instructions: find("replay_save_instructions")?,
@@ -169,6 +197,47 @@ impl Qemu {
     pub fn data_kind(&self) -> u32 {
         // SAFETY: an aligned word of a variable that is always there.
         unsafe { (&raw const (*self.state).data_kind).read_volatile() }
+    }
+
+    /// Number of the event that replay waits to execute.
+    pub fn event_number(&self) -> u32 {
+        // SAFETY: as above.
+        unsafe { (&raw const (*self.state).current_event).read_volatile() }
+    }
+
+    /// Whether this is the thread of the vCPU.
+    pub fn is_vcpu_thread(&self) -> bool {
+        // SAFETY: looks at a variable of the thread's.
+        unsafe { (self.in_vcpu_thread)() }
+    }
+
+    /// Whether the vCPU has nothing to execute: its guest waits for an interrupt, or the machine
+    /// stands still. What another thread changes meanwhile may be seen late.
+    pub fn is_vcpu_idle(&self) -> bool {
+        // SAFETY: reads words of a vCPU that is never removed.
+        unsafe { (self.vcpu_idle)() }
+    }
+
+    /// Has a loop look around once, if it sleeps. For the main thread.
+    pub fn wake(&self, which: Loop) {
+        // SAFETY: a context may be woken from any thread. The monitors' thread is made before
+        // the main loop runs, and stays.
+        unsafe {
+            let context = match which {
+                Loop::Main => (self.main_context)(),
+                Loop::Handlers => (self.aio_context)(),
+                Loop::Monitors => {
+                    let thread = (self.object)((self.objects)(), c"mon_iothread".as_ptr());
+                    if thread.is_null() {
+                        return;
+                    }
+                    (self.thread_context)(thread)
+                }
+            };
+            if !context.is_null() {
+                (self.notify)(context);
+            }
+        }
     }
 
     /// Instructions executed, as of the last event.

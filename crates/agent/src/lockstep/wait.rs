@@ -1,12 +1,10 @@
 // SPDX-License-Identifier: GPL-2.0-or-later
 //! QEMU's main loop must not sleep while there is something to log or to replay.
 
-use super::qemu::{EVENT_END, MODE_PLAY, MODE_RECORD, Qemu};
-use super::{lockstep, next, ticks};
+use super::qemu::{EVENT_END, MODE_PLAY, MODE_RECORD};
+use super::{lockstep, next, ticks, wake};
 use std::ffi::c_int;
 use std::sync::OnceLock;
-use std::thread;
-use std::time::Duration;
 
 type Poll = unsafe extern "C" fn(
     *mut libc::pollfd,
@@ -19,24 +17,29 @@ type Poll = unsafe extern "C" fn(
 /// that it must look again at once: clocks, their warp, resets and checkpoints of timers.
 const OF_MAIN_LOOP: [u32; 7] = [28, 29, 30, 32, 33, 35, 36];
 
-/// The vCPU is to execute instructions next.
-const INSTRUCTION: u32 = 0;
-
 /// Event kinds that the vCPU's thread executes by itself: instructions, interrupts, exceptions,
-/// the account of the clock's warp and the checkpoint of virtual timers. QEMU wakes the main
-/// loop after each nevertheless, and the two then fight for the lock of replay.
-const OF_VCPU: [u32; 5] = [INSTRUCTION, 1, 2, 31, 34];
+/// what other threads asked for (bottom halves, frames), the account of the clock's warp and
+/// the checkpoint of virtual timers.
+const OF_VCPU: [u32; 8] = [0, 1, 2, 3, 4, 9, 31, 34];
 
-/// How long the main loop of a backup leaves the vCPU's thread alone then, and how often as
-/// long as that gets on.
-const BREATH: Duration = Duration::from_micros(50);
-const BREATHS: u32 = 20;
+/// For so long the main loop of a backup leaves the vCPU alone; it is woken before when an
+/// event is its own.
+const LEAVE_ALONE: i64 = 10_000_000;
+
+/// So soon it looks again what holds the vCPU up.
+const LOOK_AGAIN: i64 = 200_000;
+
+/// Whether the vCPU's thread executes events of this kind, without the main loop.
+pub fn is_of_vcpu(kind: u32) -> bool {
+    OF_VCPU.contains(&kind)
+}
 
 /// How long the main loop of a backup may sleep before it looks at the log again, in
 /// nanoseconds; none without a limit.
 fn longest_sleep() -> Option<i64> {
     let lockstep = lockstep()?;
     ticks::install();
+    wake::learn(&lockstep.qemu);
     match lockstep.qemu.mode() {
         MODE_RECORD => {
             // Events that came while the vCPU sleeps would wait for its next timer. If the
@@ -46,29 +49,13 @@ fn longest_sleep() -> Option<i64> {
             }
             None
         }
-        MODE_PLAY => {
-            let_vcpu_run(&lockstep.qemu);
-            match lockstep.qemu.data_kind() {
-                kind if kind == u32::from(EVENT_END) => None,
-                INSTRUCTION => Some(10_000_000),
-                kind if OF_MAIN_LOOP.contains(&kind) => Some(0),
-                _ => Some(200_000),
-            }
-        }
+        MODE_PLAY => match lockstep.qemu.data_kind() {
+            kind if kind == u32::from(EVENT_END) => None,
+            kind if OF_MAIN_LOOP.contains(&kind) => Some(0),
+            kind if is_of_vcpu(kind) && !lockstep.qemu.is_vcpu_idle() => Some(LEAVE_ALONE),
+            _ => Some(LOOK_AGAIN),
+        },
         _ => None,
-    }
-}
-
-fn let_vcpu_run(qemu: &Qemu) {
-    for _ in 0..BREATHS {
-        let before = qemu.instructions();
-        if !OF_VCPU.contains(&qemu.data_kind()) {
-            break;
-        }
-        thread::sleep(BREATH);
-        if qemu.instructions() == before {
-            break;
-        }
     }
 }
 
