@@ -8,6 +8,7 @@ mod cgroup;
 mod channel;
 mod clock;
 pub mod config;
+mod console;
 mod doorbell;
 mod error;
 pub mod etcd;

@@ -13,7 +13,7 @@ use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
 use std::sync::{Mutex, PoisonError};
 use std::time::Duration;
-use understudy_qemu::command::{BootFiles, Console, Lockstep};
+use understudy_qemu::command::{BootFiles, Console, ConsoleSocket, Lockstep};
 use understudy_qemu::lockstep::LogRole;
 use understudy_qemu::process::{Exit, Launch};
 use understudy_qemu::{Capabilities, ClockBase, Qemu, Resources, Role, VmDefinition, command_line};
@@ -160,7 +160,7 @@ fn arguments(blueprint: &Blueprint<'_>, monitors: [i32; 3]) -> Result<Vec<OsStri
         boot: BootFiles { kernel: definition.kernel.clone(), initrd: definition.initrd.clone() },
         monitors,
         console: Some(Console {
-            socket: directory.join(CONSOLE),
+            socket: ConsoleSocket::Listen(directory.join(CONSOLE)),
             log: directory.join(format!("{CONSOLE}.log")),
         }),
         role: Role::Fresh,

@@ -83,10 +83,20 @@ pub struct BootFiles {
 /// Where the guest's first serial port goes.
 #[derive(Clone, Debug)]
 pub struct Console {
-    /// Unix socket that QEMU listens on.
-    pub socket: PathBuf,
+    /// Its socket.
+    pub socket: ConsoleSocket,
     /// File that QEMU appends all output to.
     pub log: PathBuf,
+}
+
+/// The socket of a console.
+#[derive(Clone, Debug)]
+pub enum ConsoleSocket {
+    /// QEMU listens there. While nobody is connected the port takes no byte, and a log of
+    /// lockstep says so: the backup then shows nothing of what was said.
+    Listen(PathBuf),
+    /// QEMU's end of one that is connected.
+    Connected(RawFd),
 }
 
 /// How QEMU starts. In both roles the guest waits for `cont`.
@@ -230,8 +240,14 @@ fn monitors(args: &mut Args, resources: &Resources) {
 
 fn console(args: &mut Args, resources: &Resources) {
     if let Some(Console { socket, log }) = &resources.console {
-        let mut chardev = OsString::from("socket,id=console,server=on,wait=off,path=");
-        chardev.push(escaped(socket));
+        let mut chardev = OsString::from("socket,id=console,");
+        match socket {
+            ConsoleSocket::Listen(path) => {
+                chardev.push("server=on,wait=off,path=");
+                chardev.push(escaped(path));
+            }
+            ConsoleSocket::Connected(fd) => chardev.push(format!("fd={fd}")),
+        }
         chardev.push(",logappend=on,logfile=");
         chardev.push(escaped(log));
         args.pair("-chardev", chardev);

@@ -58,7 +58,10 @@ fn two_of_each() -> (VmDefinition, Resources) {
     let resources = Resources {
         disks: vec!["/run/d0".into(), "/run/d,1".into()],
         cards: vec![20, 21],
-        console: Some(Console { socket: "/run/con".into(), log: "/run/con.log".into() }),
+        console: Some(Console {
+            socket: ConsoleSocket::Listen("/run/con".into()),
+            log: "/run/con.log".into(),
+        }),
         boot: BootFiles {
             kernel: Some("/proc/self/fd/30".into()),
             initrd: Some("/proc/self/fd/31".into()),
@@ -182,4 +185,13 @@ fn in_lockstep_everything_undetermined_passes_through_the_log() {
         assert!(primary.contains(expected), "{expected} is not in:\n{primary}");
     }
     assert_eq!(of(LogRole::Replay), primary.replace("rr=record", "rr=replay"));
+}
+
+#[test]
+fn a_console_may_be_a_socket_that_is_connected() {
+    let (vm, mut resources) = two_of_each();
+    resources.console =
+        Some(Console { socket: ConsoleSocket::Connected(27), log: "/run/con.log".into() });
+    let wanted = "-chardev socket,id=console,fd=27,logappend=on,logfile=/run/con.log";
+    assert!(lines(&vm, &resources).contains(wanted));
 }

@@ -16,7 +16,9 @@ use understudy_memory::agent::{AgentLink, AgentListener};
 use understudy_memory::{GuestRam, ProcessMemory, RamBlock};
 use understudy_network::{CARDS_VARIABLE, Port, PortConfig};
 use understudy_protocol::{BlockId, CardIndex, DiskIndex};
-use understudy_qemu::command::{BootFiles, Console, Lockstep, Resources, Role, command_line};
+use understudy_qemu::command::{
+    BootFiles, Console, ConsoleSocket, Lockstep, Resources, Role, command_line,
+};
 use understudy_qemu::lockstep::{LogChannel, LogRole, obstacles};
 use understudy_qemu::process::Launch;
 use understudy_qemu::qmp::{DeviceState, MonitorSockets, VmEvent};
@@ -132,7 +134,7 @@ impl Vm {
             disks: vec![nbd],
             cards: vec![card.socket.as_raw_fd()],
             console: Some(Console {
-                socket: console.clone(),
+                socket: ConsoleSocket::Listen(console.clone()),
                 log: folder.path().join("console.log"),
             }),
             role: start,

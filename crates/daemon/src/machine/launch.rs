@@ -2,6 +2,7 @@
 
 use super::process::{Process, connect};
 use super::{Machine, MachineEvent};
+use crate::console::ConsoleServer;
 use crate::doorbell::Doorbell;
 use crate::home::{AGENT, CONSOLE, CONSOLE_LOG, Home, Lent, disk_socket};
 use crate::pause::Pauser;
@@ -17,7 +18,7 @@ use understudy_memory::agent::AgentListener;
 use understudy_memory::{GuestRam, ProcessMemory, RamBlock};
 use understudy_network::{CARDS_VARIABLE, GuestEnd, NetworkError, NextGuest, Port, PortConfig};
 use understudy_protocol::{BlockId, CardIndex};
-use understudy_qemu::command::{Console, Lockstep};
+use understudy_qemu::command::{Console, ConsoleSocket, Lockstep};
 use understudy_qemu::lockstep::{LogChannel, LogEnds};
 use understudy_qemu::process::Launch;
 use understudy_qemu::qmp::{DeviceState, MonitorSockets};
@@ -81,6 +82,8 @@ impl Machine {
         let (guest_ends, next_guests) = attach(&ports, plan.former.is_some())?;
         let (monitors, qemus_ends) = MonitorSockets::create()?;
         let console = plan.definition.console.then(|| home.lasting_path(CONSOLE));
+        let serve = || ConsoleServer::serve(&home.path(CONSOLE));
+        let (console_server, console_end) = console.as_ref().map(|_| serve()).transpose()?.unzip();
         let listener = AgentListener::bind(home.path(AGENT))?;
         user::give_socket(listener.path(), user)?;
         let lent = Lent::open(&plan, user)?;
@@ -96,9 +99,10 @@ impl Machine {
                 monitors: qemus_ends.numbers(),
                 disks: plan.disks.iter().map(|disk| disk_socket(disk).into()).collect(),
                 cards: guest_ends.iter().map(|end| end.socket.as_raw_fd()).collect(),
-                console: console
-                    .is_some()
-                    .then(|| Console { socket: CONSOLE.into(), log: CONSOLE_LOG.into() }),
+                console: console_end.as_ref().map(|end| Console {
+                    socket: ConsoleSocket::Connected(end.as_raw_fd()),
+                    log: CONSOLE_LOG.into(),
+                }),
                 role: plan.role,
                 lockstep: plan.lockstep.clone(),
             },
@@ -106,6 +110,7 @@ impl Machine {
         let mut inherit: Vec<BorrowedFd<'_>> = vec![ram.fd(), device_state.as_fd()];
         inherit.extend(qemus_ends.descriptors());
         inherit.extend(guest_ends.iter().map(|end| end.socket.as_fd()));
+        inherit.extend(console_end.as_ref().map(|end| end.as_fd()));
         inherit.extend(lent.descriptors());
         let mut environment = lent.environment();
         if let (Some(ends), Some(lockstep)) = (&qemus_log, &plan.lockstep) {
@@ -123,7 +128,7 @@ impl Machine {
             directory: Some(home.directory()),
             user,
         })?;
-        drop((qemus_ends, guest_ends, qemus_log));
+        drop((qemus_ends, guest_ends, qemus_log, console_end));
         let process = Arc::new(Process {
             qemu,
             halted: AtomicBool::new(false),
@@ -158,6 +163,7 @@ impl Machine {
             process,
             agent,
             _servers: servers,
+            _console_server: console_server,
             presence: Arc::new(()),
         })
     }

@@ -6,6 +6,7 @@ mod process;
 
 pub use launch::Plan;
 
+use crate::console::ConsoleServer;
 use crate::doorbell::Doorbell;
 use crate::pause::{Pause, Pauser};
 use crate::sync::lock;
@@ -62,6 +63,7 @@ pub struct Machine {
     // Held open: their ends tell QEMU that this daemon lives.
     agent: AgentLink,
     _servers: Vec<NbdServer>,
+    _console_server: Option<ConsoleServer>,
     /// Last: fields are dropped in order.
     presence: Arc<()>,
 }

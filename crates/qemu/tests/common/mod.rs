@@ -15,7 +15,7 @@ use std::sync::{LazyLock, mpsc};
 use std::time::{Duration, Instant};
 use tempfile::TempDir;
 use understudy_network::Tap;
-use understudy_qemu::command::{Console, Resources, Role, command_line};
+use understudy_qemu::command::{Console, ConsoleSocket, Resources, Role, command_line};
 use understudy_qemu::definition::CardDefinition;
 use understudy_qemu::process::Launch;
 use understudy_qemu::qmp::{DeviceState, MonitorSockets, RamBlockInfo, VmEvent};
@@ -177,7 +177,7 @@ impl Vm {
                 disks: vec![disk.socket.clone(); definition.disks.len()],
                 cards: taps.iter().map(|tap| tap.as_fd().as_raw_fd()).collect(),
                 console: Some(Console {
-                    socket: console.clone(),
+                    socket: ConsoleSocket::Listen(console.clone()),
                     log: folder.path().join("console.log"),
                 }),
                 role,

@@ -49,6 +49,9 @@ fn a_primary_is_killed_under_load() {
         let bulk = ChatterClient::start(lab, scene.guest(ECHO_PORT), 2, Load::Bulk(16 * 1024))?;
         await_rounds(&pings, 20)?;
         await_rounds(&bulk, 5)?;
+        wait_for("the primary to say something", LIMIT, || {
+            Ok((console_of(scene, "a")?.len() > quiet).then_some(()))
+        })?;
         let console = console_log(scene, "a")?;
         scene.host_mut("a")?.kill_everything()?;
         let said = std::fs::read(console)?;
