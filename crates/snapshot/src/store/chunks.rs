@@ -39,8 +39,11 @@ impl Store {
         compression: Compression,
     ) -> Result<u64, StoreError> {
         let path = self.chunk_path(chunk.id);
-        if self.has_chunk(chunk.id).await? {
-            return Ok(0);
+        // Read, not only looked for: what is damaged is written anew.
+        match self.read_chunk(chunk.id).await {
+            Ok(_) => return Ok(0),
+            Err(StoreError::MissingChunk(_) | StoreError::BadChunk { .. }) => {}
+            Err(error) => return Err(error),
         }
         let stored = encode_chunk(&chunk.content, compression);
         let bytes = stored.len() as u64;

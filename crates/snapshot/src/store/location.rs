@@ -8,9 +8,6 @@ use std::fmt;
 use std::path::PathBuf;
 use std::sync::Arc;
 
-/// For chunks, and for names.
-type Connected = (Arc<dyn ObjectStore>, Arc<dyn ObjectStore>);
-
 #[derive(Debug)]
 pub(super) enum Location {
     Directory(PathBuf),
@@ -51,24 +48,26 @@ impl Location {
         }
     }
 
-    pub fn connect(&self) -> Result<Connected, StoreError> {
+    pub fn connect(&self) -> Result<Arc<dyn ObjectStore>, StoreError> {
         match self {
             Location::Directory(path) => {
                 if !path.is_dir() {
                     return Err(StoreError::Unknown(self.to_string()));
                 }
-                let open = || LocalFileSystem::new_with_prefix(path);
-                let opened = open().and_then(|chunks| Ok((chunks, open()?.with_fsync(true))));
-                let (chunks, names) = opened.map_err(|error| self.failed("open", error))?;
-                Ok((Arc::new(chunks), Arc::new(names)))
+                // What was put is on stable storage, its name too: a chunk that others reckon with
+                // must outlive a power failure. With many at once it costs little.
+                let opened = LocalFileSystem::new_with_prefix(path);
+                let store = opened.map_err(|error| self.failed("open", error))?;
+                Ok(Arc::new(store.with_fsync(true)))
             }
             // Credentials, endpoint and region as for other programs: from AWS_… variables.
             #[cfg(feature = "s3")]
             Location::S3 { url, .. } => {
+                // The one that the rest of the program uses. Somebody may have done it before.
+                let _ = rustls::crypto::ring::default_provider().install_default();
                 let builder = object_store::aws::AmazonS3Builder::from_env().with_url(url);
                 let store = builder.build().map_err(|error| self.failed("be reached", error))?;
-                let store: Arc<dyn ObjectStore> = Arc::new(store);
-                Ok((store.clone(), store))
+                Ok(Arc::new(store))
             }
         }
     }
@@ -79,18 +78,6 @@ impl Location {
             Location::Directory(_) => Path::default(),
             #[cfg(feature = "s3")]
             Location::S3 { prefix, .. } => prefix.clone(),
-        }
-    }
-
-    /// What was written is on stable storage: once for thousands of chunks.
-    pub fn settle(&self) -> std::io::Result<()> {
-        match self {
-            Location::Directory(path) => {
-                let directory = std::fs::File::open(path)?;
-                nix::unistd::syncfs(&directory).map_err(Into::into)
-            }
-            #[cfg(feature = "s3")]
-            Location::S3 { .. } => Ok(()),
         }
     }
 

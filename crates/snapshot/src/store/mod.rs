@@ -41,10 +41,7 @@ const CONCURRENT: usize = 32;
 pub struct Store {
     location: Location,
     runtime: Runtime,
-    /// For chunks: of a directory they are on stable storage only after [`Store::settle`].
     objects: Arc<dyn ObjectStore>,
-    /// For what makes a snapshot be there: on stable storage at once.
-    names: Arc<dyn ObjectStore>,
 }
 
 impl Store {
@@ -73,7 +70,7 @@ impl Store {
     }
 
     fn reach(location: Location) -> Result<Store, StoreError> {
-        let (objects, names) = location.connect()?;
+        let objects = location.connect()?;
         let runtime = tokio::runtime::Builder::new_multi_thread()
             .worker_threads(1)
             .thread_name("store")
@@ -84,7 +81,7 @@ impl Store {
                 doing: "start its thread".into(),
                 why: error.to_string(),
             })?;
-        Ok(Store { location, runtime, objects, names })
+        Ok(Store { location, runtime, objects })
     }
 
     /// Where it is, for people.
@@ -124,7 +121,7 @@ impl Store {
 
     /// None if there is no such object.
     fn get(&self, path: &Path) -> Result<Option<Vec<u8>>, StoreError> {
-        let read = self.block(async { self.names.get(path).await?.bytes().await });
+        let read = self.block(async { self.objects.get(path).await?.bytes().await });
         match read {
             Ok(bytes) => Ok(Some(bytes.into())),
             Err(object_store::Error::NotFound { .. }) => Ok(None),
@@ -135,7 +132,7 @@ impl Store {
     /// Returns whether it was not there before; it is left alone if it was.
     fn put_new(&self, path: &Path, bytes: Vec<u8>) -> Result<bool, StoreError> {
         let payload = PutPayload::from(bytes);
-        match self.block(self.names.put_opts(path, payload, PutMode::Create.into())) {
+        match self.block(self.objects.put_opts(path, payload, PutMode::Create.into())) {
             Ok(_) => Ok(true),
             Err(object_store::Error::AlreadyExists { .. }) => Ok(false),
             Err(error) => Err(self.failed(format!("write {path}"), error)),
@@ -144,7 +141,7 @@ impl Store {
 
     /// Removes what may be gone already.
     fn delete(&self, path: &Path) -> Result<(), StoreError> {
-        match self.block(self.names.delete(path)) {
+        match self.block(self.objects.delete(path)) {
             Ok(()) | Err(object_store::Error::NotFound { .. }) => Ok(()),
             Err(error) => Err(self.failed(format!("remove {path}"), error)),
         }
@@ -159,11 +156,6 @@ impl Store {
             Err(object_store::Error::NotFound { .. }) => Ok(Vec::new()),
             Err(error) => Err(self.failed(format!("list {prefix}"), error)),
         }
-    }
-
-    /// All chunks that were put are on stable storage when this returns.
-    fn settle(&self) -> Result<(), StoreError> {
-        self.location.settle().map_err(|error| self.failed("write to stable storage", error))
     }
 }
 

@@ -57,8 +57,8 @@ impl Store {
         }
     }
 
-    /// Makes the snapshot one: everything that it refers to is there and on stable storage, then
-    /// the manifest is written.
+    /// Makes the snapshot one: the manifest is written, once everything that it
+    /// refers to is there.
     ///
     /// After an error it is not there, unless the store has failed in the midst of writing the
     /// manifest: then [`Store::snapshot`] tells, once the store can be reached.
@@ -68,7 +68,6 @@ impl Store {
     pub fn publish(&self, writing: Writing, manifest: &Manifest) -> Result<(), StoreError> {
         assert_eq!((&writing.group, writing.number), (&manifest.group, manifest.number));
         self.check_whole(manifest)?;
-        self.settle()?;
         let mark = self.writing_path(&writing);
         if self.get(&mark)?.is_none() {
             return Err(StoreError::Overtaken(writing.number));

@@ -170,14 +170,17 @@ fn a_snapshot_comes_back_and_the_next_one_stores_what_changed() {
 }
 
 #[test]
-fn what_is_there_is_not_written_again() {
+fn what_is_there_is_not_written_again_unless_it_is_damaged() {
     let bench = Bench::new();
-    let (_, _) = bench.take(&AreaMap::zeros(UNITS), &all(), 1);
+    let (manifest, map) = bench.take(&AreaMap::zeros(UNITS), &all(), 1);
     let mut packer = Packer::new();
     let mut chunks: Vec<_> =
         all().iter().filter_map(|&unit| packer.put(unit, &content(unit, 1), Lane::Rest)).collect();
     chunks.extend(packer.finish(&AreaMap::zeros(UNITS)).0);
-    assert_eq!(bench.store.put_chunks(chunks, Compression::None).unwrap(), 0);
+    assert_eq!(bench.store.put_chunks(chunks.clone(), Compression::None).unwrap(), 0);
+    std::fs::write(bench.file(map.chunks()[0]), "").unwrap();
+    assert!(bench.store.put_chunks(chunks, Compression::None).unwrap() > 0);
+    assert!(bench.store.verify(&manifest).unwrap().problems.is_empty());
 }
 
 #[test]
