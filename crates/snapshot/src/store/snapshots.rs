@@ -30,8 +30,10 @@ pub struct Listed {
 }
 
 impl Store {
-    /// Begins a snapshot of a group, with the first number behind `after` that this store has
-    /// not seen. `now` is in seconds since 1970. To be called before anything is put.
+    /// Begins a snapshot of a group, with the first number behind `after` that this store does
+    /// not know. `after` is the last number that the members' [`Cut`](crate::Cut)s have seen, also
+    /// of a snapshot that was given up: numbers must not come twice. `now` is in seconds since
+    /// 1970. To be called before anything is put.
     pub fn begin(
         &self,
         group: &str,

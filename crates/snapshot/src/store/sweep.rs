@@ -18,8 +18,8 @@ pub enum Swept {
     Removed(u64),
     /// A snapshot is being written, or somebody else sweeps: the next sweep will do it.
     Later,
-    /// A snapshot cannot be read, for this reason: what it needs is not known, so nothing was
-    /// removed.
+    /// A snapshot cannot be read, for this reason: what it needs is not known, so nothing is
+    /// removed before that snapshot is deleted.
     Kept(String),
 }
 
@@ -56,13 +56,17 @@ impl Store {
         let mut needed = BTreeSet::new();
         for group in self.groups()? {
             for snapshot in self.snapshots(&group)? {
+                let number = snapshot.number;
                 let manifest = snapshot.manifest.and_then(|manifest| self.references(&manifest));
                 match manifest {
                     Ok(references) => needed.extend(references),
                     Err(StoreError::Failed { location, doing, why }) => {
                         return Err(StoreError::Failed { location, doing, why });
                     }
-                    Err(error) => return Ok(Swept::Kept(error.to_string())),
+                    Err(error) => {
+                        let which = format!("snapshot {number} of {group}");
+                        return Ok(Swept::Kept(format!("{which} cannot be read: {error}")));
+                    }
                 }
             }
         }
