@@ -14,7 +14,8 @@
 //! | how is a group restored, or not at all? | [`Restorer`], [`Cohort`] |
 //! | what is read from the store next? | [`Loader`] |
 //!
-//! The numbers of the paper's six rules are ours: its text was not at hand, see [`StartOrder`].
+//! HotRestore's six rules are worded as we understand them: its text was not at hand, see the
+//! head of `graph.rs`.
 
 mod contact;
 mod cut;

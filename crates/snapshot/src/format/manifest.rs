@@ -58,6 +58,10 @@ pub struct MemberManifest {
     pub in_flight: Blob,
     /// The queue of first accesses.
     pub working_set: Blob,
+    /// Pages by their last access, the last one first, and the size that sampling alone gives:
+    /// for [`Mode::WorkingSet`](crate::Mode::WorkingSet), where that is compared.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub recent: Option<Blob>,
     /// The snapshot whose chunks stand for what did not change; none if everything was saved.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub base: Option<SnapshotNumber>,
@@ -205,7 +209,8 @@ impl MemberManifest {
     /// The blobs that it refers to.
     pub(crate) fn blobs(&self) -> impl Iterator<Item = &Blob> {
         let areas = self.areas.iter().map(|entry| &entry.map);
-        areas.chain([&self.device_state, &self.in_flight, &self.working_set])
+        let always = [&self.device_state, &self.in_flight, &self.working_set];
+        areas.chain(always).chain(&self.recent)
     }
 }
 
@@ -228,6 +233,7 @@ mod tests {
             device_state: Blob::default(),
             in_flight: Blob::default(),
             working_set: Blob::default(),
+            recent: None,
             base: None,
         }
     }

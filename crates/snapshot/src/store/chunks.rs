@@ -171,10 +171,19 @@ impl Store {
 
     /// A member's queue of first accesses.
     pub fn working_set(&self, member: &MemberManifest) -> Result<WorkingSet, StoreError> {
+        self.queue(member, &member.working_set)
+    }
+
+    /// A member's pages by their last access; none if the snapshot was taken without.
+    pub fn recent(&self, member: &MemberManifest) -> Result<Option<WorkingSet>, StoreError> {
+        member.recent.as_ref().map(|blob| self.queue(member, blob)).transpose()
+    }
+
+    fn queue(&self, member: &MemberManifest, blob: &Blob) -> Result<WorkingSet, StoreError> {
         let memory = |entry: &&AreaEntry| matches!(entry.area, Area::Memory(_));
         let units = |entry: &AreaEntry| entry.bytes.div_ceil(UNIT_BYTES as u64);
         let pages = member.areas.iter().filter(memory).map(units).sum();
-        let bytes = self.blob(&member.working_set)?;
+        let bytes = self.blob(blob)?;
         self.whole(member, "working set", WorkingSet::decode(&bytes, pages))
     }
 

@@ -67,6 +67,7 @@ impl Bench {
             device_state: blob(&version.to_le_bytes().repeat(300_000)),
             in_flight: store.put_frames(&[frame], packing).unwrap(),
             working_set: blob(&WorkingSet { queue, size: 3 }.encode()),
+            recent: None,
             base: None,
         };
         (member, map)

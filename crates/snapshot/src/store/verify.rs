@@ -44,6 +44,7 @@ impl Store {
                     note(&mut uses, &state, &member.device_state.chunks);
                     verified.check(format!("{name}'s frames"), self.frames(&member))?;
                     verified.check(format!("{name}'s working set"), self.working_set(&member))?;
+                    verified.check(format!("{name}'s recent pages"), self.recent(&member))?;
                     for area in &member.areas {
                         let part = format!("{} of {name}", area.name);
                         if let Some(map) = verified.check(part.clone(), self.area(area))? {

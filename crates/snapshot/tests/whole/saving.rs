@@ -70,6 +70,7 @@ pub fn store_member(
         device_state: blob(b"registers"),
         in_flight: store.put_frames(&frames, packing).unwrap(),
         working_set: blob(&working_set.encode()),
+        recent: None,
         base: None,
     };
     saving.map = Some(map);
