@@ -32,5 +32,5 @@ pub use feed::Feed;
 pub use lag::{Lag, MOST_LAG, Pace};
 pub use position::LogPosition;
 pub use reads::{BadRead, DiskRead, ReadDecoder, ReadOutcome, ReadScript};
-pub use watchdog::{Signs, Watchdog};
+pub use watchdog::{Signs, Stuck, Watchdog};
 pub use writes::{BadCounts, Rounds, Written};

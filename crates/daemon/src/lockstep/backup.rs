@@ -26,7 +26,7 @@ use std::thread;
 use std::time::{Duration, Instant};
 use tracing::info;
 use understudy_encoding::decode_log;
-use understudy_lockstep::{END, Feed, LogPosition, Signs, Watchdog};
+use understudy_lockstep::{END, Feed, LogPosition, Signs, Stuck, Watchdog};
 use understudy_protocol::Epoch;
 use understudy_protocol::wire::{LogProgress, Message};
 use understudy_qemu::lockstep::{LogChannel, LogStatus, Request};
@@ -46,6 +46,9 @@ const TELL_INTERVAL: Duration = Duration::from_millis(50);
 
 /// A QEMU that has log and does nothing for so long has diverged.
 const PATIENCE: Duration = Duration::from_secs(10);
+
+/// So long its disks have to answer it: a busy host's may take many seconds to write.
+const DISK_PATIENCE: Duration = Duration::from_secs(60);
 
 /// How often a take-over looks whether QEMU has come to the log's end.
 const END_INTERVAL: Duration = Duration::from_micros(250);
@@ -267,7 +270,7 @@ fn spoil(_piece: &mut [u8]) {
 /// Watches QEMU follow until the session is over.
 pub fn watch(session: &Session, following: &Following) {
     let Some(log) = session.machine.log() else { return };
-    let mut dog = Watchdog::new(PATIENCE, clock::now());
+    let mut dog = watchdog();
     let (mut told, mut told_at) = (LogProgress::default(), Instant::now());
     while !session.is_over() {
         thread::sleep(LOOK_INTERVAL);
@@ -277,16 +280,17 @@ pub fn watch(session: &Session, following: &Following) {
             None => {}
         }
         let (progress, pending) = following.note(log.status());
-        let signs =
-            Signs { taken: LogPosition(progress.position), instructions: progress.instructions };
-        if let Some(stuck) = dog.look(signs, pending, clock::now()) {
-            let reason = format!(
-                "the backup has diverged: it has executed nothing for {:.0} s with {pending} bytes \
-                 of log before it; {:?}",
-                stuck.as_secs_f64(),
-                log.status()
-            );
-            return session.diverged(&reason);
+        match dog.look(signs(&session.machine, &progress), pending, clock::now()) {
+            Some(Stuck::Diverged(time)) => {
+                return session.diverged(&format!(
+                    "the backup has diverged: it has executed nothing for {:.0} s with {pending} \
+                     bytes of log before it; {:?}",
+                    time.as_secs_f64(),
+                    log.status()
+                ));
+            }
+            Some(Stuck::Disk(time)) => return session.give_up(&silent_disk(time)),
+            None => {}
         }
         let still = LogProgress { starved_ns: told.starved_ns, ..progress } == told;
         if told_at.elapsed() >= TELL_INTERVAL && !still {
@@ -294,6 +298,26 @@ pub fn watch(session: &Session, following: &Following) {
             (told, told_at) = (progress, Instant::now());
         }
     }
+}
+
+fn watchdog() -> Watchdog {
+    Watchdog::new(PATIENCE, DISK_PATIENCE, clock::now())
+}
+
+fn signs(machine: &Machine, progress: &LogProgress) -> Signs {
+    Signs {
+        taken: LogPosition(progress.position),
+        instructions: progress.instructions,
+        awaits_disk: machine.disks().iter().any(|disk| disk.has_requests()),
+    }
+}
+
+fn silent_disk(time: Duration) -> String {
+    format!(
+        "the backup's QEMU has waited for its disk for {:.0} s: look at the storage of this host's \
+         mirrors",
+        time.as_secs_f64()
+    )
 }
 
 /// Loads the machine and lets it execute its log, as soon as there is any.
@@ -317,16 +341,16 @@ pub fn await_end(machine: &Machine, following: &Following) -> anyhow::Result<()>
         return Ok(());
     }
     let began = Instant::now();
-    let mut dog = Watchdog::new(PATIENCE, clock::now());
+    let mut dog = watchdog();
     while !(following.is_over() && log.status().event == u64::from(END)) {
         let (progress, pending) = following.note(log.status());
-        let signs =
-            Signs { taken: LogPosition(progress.position), instructions: progress.instructions };
-        if dog.look(signs, pending, clock::now()).is_some() {
-            bail!(
+        match dog.look(signs(machine, &progress), pending, clock::now()) {
+            Some(Stuck::Diverged(_)) => bail!(
                 "this copy has diverged: {pending} bytes of its log are not executed; {:?}",
                 log.status()
-            );
+            ),
+            Some(Stuck::Disk(time)) => bail!("{}", silent_disk(time)),
+            None => {}
         }
         ensure!(machine.is_alive(), "QEMU ended: {}", machine.last_words());
         if let Some(failure) = following.reads.failure() {

@@ -1,0 +1,77 @@
+//! What goes around a frame between members.
+
+use crate::format::Malformed;
+use crate::{Life, Member, SnapshotNumber};
+
+/// Bytes of an envelope before its frame.
+pub const ENVELOPE_BYTES: usize = 1 + 2 + 2 + 4 + 8;
+
+/// The first byte of every envelope: version 1.
+const VERSION: u8 = 1;
+
+/// Sender, receiver and colour of a frame.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Envelope {
+    /// Who sent it.
+    pub from: Member,
+    /// Who gets it. A frame for many goes to each of them in an envelope of its own.
+    pub to: Member,
+    /// The sender's life.
+    pub life: Life,
+    /// The last snapshot that the sender had taken.
+    pub number: SnapshotNumber,
+}
+
+/// An envelope that cannot be read.
+pub type BadEnvelope = Malformed;
+
+impl Envelope {
+    /// As it travels; the frame follows, if there is one.
+    pub fn encode(&self) -> [u8; ENVELOPE_BYTES] {
+        let mut bytes = [0; ENVELOPE_BYTES];
+        bytes[0] = VERSION;
+        bytes[1..3].copy_from_slice(&self.from.0.to_le_bytes());
+        bytes[3..5].copy_from_slice(&self.to.0.to_le_bytes());
+        bytes[5..9].copy_from_slice(&self.life.0.to_le_bytes());
+        bytes[9..].copy_from_slice(&self.number.0.to_le_bytes());
+        bytes
+    }
+
+    /// The envelope, and the frame in it; none is a sign that the sender has taken its snapshot.
+    pub fn decode(bytes: &[u8]) -> Result<(Envelope, Option<&[u8]>), BadEnvelope> {
+        let mut reader = crate::format::Reader(bytes);
+        if reader.u8()? != VERSION {
+            return Err(Malformed("an envelope of a version that is not known here"));
+        }
+        let (from, to) = (Member(reader.u16()?), Member(reader.u16()?));
+        let (life, number) = (Life(reader.u32()?), SnapshotNumber(reader.u64()?));
+        let frame = Some(reader.0).filter(|frame| !frame.is_empty());
+        Ok((Envelope { from, to, life, number }, frame))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    proptest! {
+        #[test]
+        fn an_envelope_comes_back_with_its_frame(
+            from in any::<u16>(), to in any::<u16>(), life in any::<u32>(), number in any::<u64>(),
+            frame in proptest::collection::vec(any::<u8>(), 0..60), cut in 0..ENVELOPE_BYTES,
+        ) {
+            let (from, to, life) = (Member(from), Member(to), Life(life));
+            let envelope = Envelope { from, to, life, number: SnapshotNumber(number) };
+            let bytes = [&envelope.encode()[..], &frame].concat();
+            let inside = Some(&frame[..]).filter(|frame| !frame.is_empty());
+            prop_assert_eq!(Envelope::decode(&bytes), Ok((envelope, inside)));
+            prop_assert!(Envelope::decode(&bytes[..cut]).is_err());
+        }
+    }
+
+    #[test]
+    fn another_version_is_refused() {
+        assert!(Envelope::decode(&[2; 80]).is_err());
+    }
+}

@@ -1,0 +1,256 @@
+//! The consistent cut through a running group (HotSnap).
+//!
+//! Members take their snapshots at slightly different moments while they talk to each other.
+//! Each frame between them carries its sender's colour: the number of the last snapshot that
+//! the sender had taken. With it the snapshots fit together as if taken at one moment:
+//!
+//! - a frame from behind a snapshot waits until its receiver has taken that snapshot too, and
+//!   makes it do so at once: nobody has received what nobody has sent;
+//! - a frame from before a snapshot that arrives behind it was in flight: it is delivered, and
+//!   logged for delivery after a restore: nothing that was sent is missing.
+//!
+//! Frames from one member to another arrive in the order in which they were sent, some may be
+//! lost. So the log is complete when each other member has been heard from behind its own
+//! snapshot; an empty envelope, sent at once, sees to that.
+
+mod envelope;
+
+pub use envelope::{BadEnvelope, ENVELOPE_BYTES, Envelope};
+
+use crate::{Life, Member, SnapshotNumber};
+use std::collections::{BTreeSet, VecDeque};
+
+/// Bytes of frames that wait for this member's snapshot; over it frames are lost, as on any
+/// switch whose port is busy.
+const HELD_BYTES: usize = 8 << 20;
+
+/// What happens to one member. `F` is a frame.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum CutEvent<F> {
+    /// Its guest sends a frame to another member.
+    Sent {
+        /// The other member.
+        to: Member,
+        /// The frame.
+        frame: F,
+    },
+    /// An envelope came from another member, with a frame or without.
+    Arrived(Envelope, Option<F>),
+    /// The coordinator says that this snapshot is to be taken now.
+    Take(SnapshotNumber),
+    /// The VM stands still, and its state is that of this snapshot.
+    Taken {
+        /// The snapshot.
+        number: SnapshotNumber,
+        /// Frames that were delivered and that the guest has not read: they are in the card's
+        /// socket, which is no part of the VM's state. It will read them nevertheless.
+        unread: Vec<(Member, F)>,
+    },
+    /// The coordinator has given this snapshot up.
+    Abandoned(SnapshotNumber),
+}
+
+/// What must be done.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum CutAction<F> {
+    /// Send this envelope, with the frame if there is one.
+    Transmit {
+        /// Who gets it.
+        to: Member,
+        /// What goes around the frame.
+        envelope: Envelope,
+        /// The frame.
+        frame: Option<F>,
+    },
+    /// Give the frame to the guest.
+    Deliver {
+        /// Who sent it.
+        from: Member,
+        /// The frame.
+        frame: F,
+    },
+    /// Pause the VM, capture its state, and say [`CutEvent::Taken`] before it goes on.
+    Take(SnapshotNumber),
+    /// The log of this snapshot is complete: [`Cut::log`].
+    LogComplete(SnapshotNumber),
+}
+
+/// One member's view of the cut.
+#[derive(Clone, Debug)]
+pub struct Cut<F> {
+    own: Member,
+    life: Life,
+    /// Of the last snapshot that was taken, or given up.
+    number: SnapshotNumber,
+    /// Of a snapshot that is being taken.
+    taking: Option<SnapshotNumber>,
+    /// The newest number that each member was heard with.
+    heard: Vec<SnapshotNumber>,
+    held: VecDeque<(Envelope, F)>,
+    held_bytes: usize,
+    recording: Option<Recording<F>>,
+}
+
+#[derive(Clone, Debug)]
+struct Recording<F> {
+    number: SnapshotNumber,
+    /// Members from which frames may still come that were in flight.
+    open: BTreeSet<Member>,
+    log: Vec<(Member, F)>,
+}
+
+impl<F: AsRef<[u8]> + Clone> Cut<F> {
+    /// A member of a group of `members`. `number` is that of the group's last snapshot: the one
+    /// it was restored from, or the last one that was begun.
+    pub fn new(own: Member, members: usize, life: Life, number: SnapshotNumber) -> Cut<F> {
+        Cut {
+            own,
+            life,
+            number,
+            taking: None,
+            heard: vec![number; members],
+            held: VecDeque::new(),
+            held_bytes: 0,
+            recording: None,
+        }
+    }
+
+    /// The snapshot behind which the member is.
+    pub fn number(&self) -> SnapshotNumber {
+        self.number
+    }
+
+    /// Frames in flight to this member across the cut of its last snapshot, in the order of
+    /// their arrival; none before [`CutAction::LogComplete`].
+    pub fn log(&self) -> Option<&[(Member, F)]> {
+        let complete = self.recording.as_ref().filter(|recording| recording.open.is_empty());
+        complete.map(|recording| &recording.log[..])
+    }
+
+    /// Takes one event; appends what must be done to `actions`, in order.
+    pub fn handle(&mut self, event: CutEvent<F>, actions: &mut Vec<CutAction<F>>) {
+        match event {
+            CutEvent::Sent { to, frame } => actions.push(self.transmit(to, Some(frame))),
+            CutEvent::Arrived(envelope, frame) => self.arrived(envelope, frame, actions),
+            CutEvent::Take(number) => self.take(number, actions),
+            CutEvent::Taken { number, unread } => self.taken(number, unread, actions),
+            CutEvent::Abandoned(number) => self.abandoned(number, actions),
+        }
+    }
+
+    fn transmit(&self, to: Member, frame: Option<F>) -> CutAction<F> {
+        let envelope = Envelope { from: self.own, to, life: self.life, number: self.number };
+        CutAction::Transmit { to, envelope, frame }
+    }
+
+    fn arrived(&mut self, envelope: Envelope, frame: Option<F>, actions: &mut Vec<CutAction<F>>) {
+        let Envelope { from, number, .. } = envelope;
+        // Another life's frame is from a past, or a future, that is not this group's.
+        let known = from.index() < self.heard.len() && from != self.own;
+        if envelope.life != self.life || envelope.to != self.own || !known {
+            return;
+        }
+        self.heard[from.index()] = number;
+        self.close(from, actions);
+        if number > self.number {
+            if let Some(frame) = frame {
+                self.hold(envelope, frame);
+            }
+            self.take(number, actions);
+        } else if let Some(frame) = frame {
+            self.deliver(envelope, frame, actions);
+        }
+    }
+
+    /// A frame that comes from before the snapshot being recorded was in flight.
+    fn deliver(&mut self, envelope: Envelope, frame: F, actions: &mut Vec<CutAction<F>>) {
+        let Envelope { from, number, .. } = envelope;
+        if let Some(recording) = &mut self.recording {
+            if number < recording.number {
+                recording.log.push((from, frame.clone()));
+            }
+        }
+        actions.push(CutAction::Deliver { from, frame });
+    }
+
+    fn hold(&mut self, envelope: Envelope, frame: F) {
+        let bytes = frame.as_ref().len();
+        if self.held_bytes + bytes <= HELD_BYTES {
+            self.held_bytes += bytes;
+            self.held.push_back((envelope, frame));
+        }
+    }
+
+    /// Nothing from before the snapshot comes from a member that was heard from behind it.
+    fn close(&mut self, from: Member, actions: &mut Vec<CutAction<F>>) {
+        let Some(recording) = &mut self.recording else { return };
+        let behind = self.heard[from.index()] >= recording.number;
+        if behind && recording.open.remove(&from) && recording.open.is_empty() {
+            actions.push(CutAction::LogComplete(recording.number));
+        }
+    }
+
+    fn take(&mut self, number: SnapshotNumber, actions: &mut Vec<CutAction<F>>) {
+        if number > self.number && self.taking.is_none_or(|taking| taking < number) {
+            self.taking = Some(number);
+            actions.push(CutAction::Take(number));
+        }
+    }
+
+    fn taken(
+        &mut self,
+        number: SnapshotNumber,
+        unread: Vec<(Member, F)>,
+        actions: &mut Vec<CutAction<F>>,
+    ) {
+        // Given up while it was being taken.
+        if number <= self.number {
+            return;
+        }
+        self.number = number;
+        self.taking = self.taking.filter(|taking| *taking > number);
+        let others = (0..self.heard.len()).map(|other| Member(other as u16));
+        let others: Vec<Member> = others.filter(|other| *other != self.own).collect();
+        let open = others.iter().copied().filter(|other| self.heard[other.index()] < number);
+        self.recording = Some(Recording { number, open: open.collect(), log: unread });
+        for other in others {
+            actions.push(self.transmit(other, None));
+        }
+        // Also what waited for a snapshot before this one that was given up.
+        self.release(actions);
+        if self.log().is_some() {
+            actions.push(CutAction::LogComplete(number));
+        }
+    }
+
+    /// Without the snapshot the members' numbers must agree all the same, or frames from
+    /// those that took it would wait for ever.
+    fn abandoned(&mut self, number: SnapshotNumber, actions: &mut Vec<CutAction<F>>) {
+        if self.recording.as_ref().is_some_and(|recording| recording.number == number) {
+            self.recording = None;
+        }
+        if self.number < number {
+            self.number = number;
+            self.recording = None;
+            self.taking = self.taking.filter(|taking| *taking > number);
+            self.release(actions);
+        }
+    }
+
+    /// Delivers what waited for the snapshot that has now been passed.
+    fn release(&mut self, actions: &mut Vec<CutAction<F>>) {
+        for (envelope, frame) in std::mem::take(&mut self.held) {
+            match envelope.number > self.number {
+                true => self.held.push_back((envelope, frame)),
+                false => {
+                    self.held_bytes -= frame.as_ref().len();
+                    self.deliver(envelope, frame, actions);
+                }
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+#[path = "tests.rs"]
+mod tests;

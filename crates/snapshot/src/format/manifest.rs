@@ -1,0 +1,261 @@
+//! What a snapshot consists of. The manifest is written last: without it there is none.
+
+use super::chunk::Compression;
+use crate::graph::Crossing;
+use crate::{Area, ChunkId, Life, SnapshotNumber};
+use serde::{Deserialize, Serialize};
+use std::collections::BTreeSet;
+
+/// A snapshot of a group.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct Manifest {
+    /// The group's name.
+    pub group: String,
+    /// The snapshot's number in the group.
+    pub number: SnapshotNumber,
+    /// What its user calls it. Labelled snapshots are never deleted by retention.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub label: Option<String>,
+    /// When it was taken, in seconds since 1970, by the clock of the coordinator's host.
+    pub taken_at: u64,
+    /// The group's life in which it was taken.
+    pub life: Life,
+    /// How its own chunks are packed; those that were there before may be packed otherwise.
+    pub compression: Compression,
+    /// The members, in the order of the group's definition.
+    pub members: Vec<MemberEntry>,
+    /// Who had frames in flight to whom at the cut: what the order of starts is made of.
+    pub crossings: Vec<Crossing>,
+}
+
+/// A member in the manifest.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct MemberEntry {
+    /// The VM's name.
+    pub name: String,
+    /// The host that it ran on.
+    pub host: String,
+    /// Bytes of guest memory: what its restore will need.
+    pub memory: u64,
+    /// Its [`MemberManifest`].
+    pub part: Blob,
+}
+
+/// One member's part, written by the host that it ran on.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct MemberManifest {
+    /// The VM's name.
+    pub name: String,
+    /// What it ran on.
+    pub machine: Machine,
+    /// The VM's definition, as the daemon sends it to other hosts.
+    pub definition: serde_json::Value,
+    /// All RAM blocks and disks.
+    pub areas: Vec<AreaEntry>,
+    /// QEMU's device state.
+    pub device_state: Blob,
+    /// Frames to be delivered after the restore.
+    pub in_flight: Blob,
+    /// The queue of first accesses.
+    pub working_set: Blob,
+    /// Pages by their last access, the last one first, and the size that sampling alone gives:
+    /// for [`Mode::WorkingSet`](crate::Mode::WorkingSet), where that is compared.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub recent: Option<Blob>,
+    /// The snapshot whose chunks stand for what did not change; none if everything was saved.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub base: Option<SnapshotNumber>,
+}
+
+/// What device state fits to nothing else than.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Machine {
+    /// QEMU's version, as its monitor says it.
+    pub qemu: String,
+    /// The machine type with its version.
+    pub machine_type: String,
+    /// Number of vCPUs.
+    pub vcpus: u32,
+    /// Bytes of main memory.
+    pub memory: u64,
+}
+
+/// A RAM block or a disk.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct AreaEntry {
+    /// Which.
+    pub area: Area,
+    /// QEMU's name of the RAM block; the disk's path in the definition.
+    pub name: String,
+    /// Its length in bytes. The last unit is filled up with zeros.
+    pub bytes: u64,
+    /// Its [`AreaMap`](super::AreaMap).
+    pub map: Blob,
+}
+
+/// Bytes that are stored in one chunk or several.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Blob {
+    /// How many bytes.
+    pub bytes: u64,
+    /// The chunks, in order.
+    pub chunks: Vec<ChunkId>,
+}
+
+/// Why a member cannot be restored on a host.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum Unfit {
+    /// Another QEMU.
+    #[error(
+        "{member} was saved by QEMU {saved}, this host has {here}; install QEMU {saved} on it, \
+         or restore on a host that has it"
+    )]
+    Qemu {
+        /// The VM.
+        member: String,
+        /// The version that saved it.
+        saved: String,
+        /// The version on this host.
+        here: String,
+    },
+    /// A machine type that this QEMU does not have.
+    #[error("{member} is a machine of type {machine_type}, which this host's QEMU does not have")]
+    MachineType {
+        /// The VM.
+        member: String,
+        /// Its machine type.
+        machine_type: String,
+    },
+    /// Too little memory for all members that are to be restored there.
+    #[error(
+        "the members {members} need {needed} bytes of memory, this host has {free} to spare; \
+         name more hosts with --onto, or stop VMs"
+    )]
+    Memory {
+        /// The VMs.
+        members: String,
+        /// Bytes that they need together.
+        needed: u64,
+        /// Bytes that there are.
+        free: u64,
+    },
+}
+
+impl Unfit {
+    /// Whether `members` can be restored on a host with this QEMU, these machine types, and so
+    /// many bytes of memory to spare. To be asked before anything is started.
+    pub fn check(
+        members: &[MemberManifest],
+        qemu: &str,
+        machine_types: &[String],
+        free: u64,
+    ) -> Result<(), Unfit> {
+        for MemberManifest { name, machine, .. } in members {
+            let (member, saved) = (name.clone(), machine.qemu.clone());
+            if saved != qemu {
+                return Err(Unfit::Qemu { member, saved, here: qemu.to_owned() });
+            }
+            if !machine_types.contains(&machine.machine_type) {
+                let machine_type = machine.machine_type.clone();
+                return Err(Unfit::MachineType { member, machine_type });
+            }
+        }
+        let needed = members.iter().map(|member| member.machine.memory).sum();
+        if needed > free {
+            let names: Vec<&str> = members.iter().map(|member| &member.name[..]).collect();
+            return Err(Unfit::Memory { members: names.join(", "), needed, free });
+        }
+        Ok(())
+    }
+}
+
+/// A name that cannot be a group's.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[error(
+    "{0:?} cannot be the name of a group in a store: 1 to 64 letters, digits, '-', '_' and '.', \
+     and no '.' at the beginning"
+)]
+pub struct NameError(pub String);
+
+/// Whether a store can have snapshots of a group of this name: it becomes part of a path.
+pub fn check_name(name: &str) -> Result<(), NameError> {
+    let allowed = |c: char| c.is_ascii_alphanumeric() || "-_.".contains(c);
+    let sound = (1..=64).contains(&name.len()) && name.chars().all(allowed);
+    match sound && !name.starts_with('.') {
+        true => Ok(()),
+        false => Err(NameError(name.to_owned())),
+    }
+}
+
+impl Manifest {
+    /// What is wrong with a manifest that could be read.
+    pub(crate) fn check(&self) -> Result<(), &'static str> {
+        let names: BTreeSet<_> = self.members.iter().map(|member| &member.name).collect();
+        if names.len() != self.members.len() || self.members.len() > usize::from(u16::MAX) {
+            return Err("it has a member twice, or too many");
+        }
+        let there = |crossing: &Crossing| {
+            let (from, to) = (crossing.from.index(), crossing.to.index());
+            from.max(to) < self.members.len()
+        };
+        match self.crossings.iter().all(there) {
+            true => Ok(()),
+            false => Err("it has frames of a member that it does not have"),
+        }
+    }
+}
+
+impl MemberManifest {
+    /// The blobs that it refers to.
+    pub(crate) fn blobs(&self) -> impl Iterator<Item = &Blob> {
+        let areas = self.areas.iter().map(|entry| &entry.map);
+        let always = [&self.device_state, &self.in_flight, &self.working_set];
+        areas.chain(always).chain(&self.recent)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn member(name: &str, memory: u64) -> MemberManifest {
+        let machine = Machine {
+            qemu: "10.0.2".into(),
+            machine_type: "pc-i440fx-10.0".into(),
+            vcpus: 1,
+            memory,
+        };
+        MemberManifest {
+            name: name.into(),
+            machine,
+            definition: serde_json::Value::Null,
+            areas: vec![],
+            device_state: Blob::default(),
+            in_flight: Blob::default(),
+            working_set: Blob::default(),
+            recent: None,
+            base: None,
+        }
+    }
+
+    #[test]
+    fn a_host_that_does_not_fit_is_told_why() {
+        let members = [member("db", 512), member("web", 256)];
+        let types = ["pc-i440fx-10.0".to_owned()];
+        assert_eq!(Unfit::check(&members, "10.0.2", &types, 768), Ok(()));
+        let told = |qemu, types: &[String], free| {
+            Unfit::check(&members, qemu, types, free).unwrap_err().to_string()
+        };
+        assert!(told("9.2.0", &types, 768).starts_with("db was saved by QEMU 10.0.2, this host"));
+        assert!(told("10.0.2", &[], 768).contains("type pc-i440fx-10.0"));
+        assert!(told("10.0.2", &types, 767).contains("db, web need 768 bytes"));
+    }
+
+    #[test]
+    fn a_name_is_no_way_out_of_the_store() {
+        assert_eq!(check_name("shop-1.eu"), Ok(()));
+        for name in ["", "..", ".hidden", "a/b", "ä", &"x".repeat(65)] {
+            assert!(check_name(name).is_err(), "{name}");
+        }
+    }
+}

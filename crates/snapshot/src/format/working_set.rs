@@ -1,0 +1,91 @@
+//! The working set as it is stored: pages in the order of their first access.
+
+use super::bytes::{Malformed, Reader};
+use serde::{Deserialize, Serialize};
+use understudy_protocol::{BlockId, PageIndex};
+
+/// A page of a member's memory.
+#[derive(
+    Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize,
+)]
+pub struct Page {
+    /// Its RAM block.
+    pub block: BlockId,
+    /// Which page of the block.
+    pub index: PageIndex,
+}
+
+/// Pages in the order in which they should be loaded, each once, and how many of them are
+/// the working set.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct WorkingSet {
+    /// The queue, first accesses first.
+    pub queue: Vec<Page>,
+    /// Size of the working set in pages (HotRestore: 0.7 sampled + 0.3 traced). May be more
+    /// than the queue has: what follows the queue is then loaded in the order of the memory.
+    pub size: u64,
+}
+
+const RUN_BYTES: usize = 2 + 8 + 4;
+
+impl WorkingSet {
+    /// As it is stored: runs of neighbouring pages.
+    pub fn encode(&self) -> Vec<u8> {
+        let mut bytes = self.size.to_le_bytes().to_vec();
+        let continues = |a: &Page, b: &Page| a.block == b.block && a.index.0 + 1 == b.index.0;
+        for run in self.queue.chunk_by(continues) {
+            bytes.extend(run[0].block.0.to_le_bytes());
+            bytes.extend(run[0].index.0.to_le_bytes());
+            bytes.extend((run.len() as u32).to_le_bytes());
+        }
+        bytes
+    }
+
+    /// From what [`WorkingSet::encode`] made. `most` is how many pages the member has: a run of
+    /// few bytes stands for many pages, and a queue has none twice.
+    pub fn decode(bytes: &[u8], most: u64) -> Result<WorkingSet, Malformed> {
+        let mut reader = Reader(bytes);
+        let size = reader.u64()?;
+        let mut queue = Vec::with_capacity(reader.0.len() / RUN_BYTES);
+        while !reader.0.is_empty() {
+            let (block, first) = (BlockId(reader.u16()?), reader.u64()?);
+            let count = u64::from(reader.u32()?);
+            if count > most.saturating_sub(queue.len() as u64) || first > u64::MAX - count {
+                return Err(Malformed("the queue has more pages than the memory"));
+            }
+            let pages = (first..first + count).map(PageIndex);
+            queue.extend(pages.map(|index| Page { block, index }));
+        }
+        Ok(WorkingSet { queue, size })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    proptest! {
+        #[test]
+        fn the_order_survives(pages in proptest::collection::vec((0..3u16, 0..40u64), 0..100)) {
+            let page = |(block, index)| Page { block: BlockId(block), index: PageIndex(index) };
+            let set = WorkingSet { queue: pages.into_iter().map(page).collect(), size: 77 };
+            prop_assert_eq!(WorkingSet::decode(&set.encode(), 100), Ok(set));
+        }
+
+        #[test]
+        fn any_bytes_are_decoded_or_refused(
+            bytes in proptest::collection::vec(any::<u8>(), 0..200),
+        ) {
+            if let Ok(set) = WorkingSet::decode(&bytes, 1000) {
+                prop_assert!(set.queue.len() <= 1000);
+            }
+        }
+    }
+
+    #[test]
+    fn a_long_run_does_not_allocate_what_is_not_there() {
+        let bytes = [&[0; 18][..], &u32::MAX.to_le_bytes()].concat();
+        assert!(WorkingSet::decode(&bytes, 1 << 20).is_err());
+    }
+}

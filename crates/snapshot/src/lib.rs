@@ -1,0 +1,58 @@
+//! Snapshots of a running group of VMs, and their fast restore (HotSnap, HotRestore; DESIGN.md
+//! section 6). State machines, formats and policies without I/O or clock, but for [`Store`].
+//! What daemon, agent and command line do with them is in docs/cluster.md.
+//!
+//! | question | where |
+//! |---|---|
+//! | how is a snapshot taken of all members, or of none? | [`Taker`], [`TakeCohort`] |
+//! | what makes it one moment, though each member is paused at another? | [`Cut`], [`Envelope`] |
+//! | which pages will be needed first, and how many? | [`FirstAccess`], [`Sampling`], [`working_set_size`] |
+//! | how are they stored, and what costs nothing? | [`Packer`], [`AreaMap`], [`Manifest`] |
+//! | where, and how is that checked and cleaned up? | [`Store`], [`Retention`] |
+//! | who must start before whom? | [`Segment`], [`StartOrder`] |
+//! | how much is loaded before each start? | [`Mode`], [`Plan`] |
+//! | how is a group restored, or not at all? | [`Restorer`], [`Cohort`] |
+//! | what is read from the store next? | [`Loader`] |
+//!
+//! HotRestore's six rules are worded as we understand them: its text was not at hand, see the
+//! head of `graph.rs`.
+
+mod contact;
+mod cut;
+mod format;
+mod graph;
+mod loader;
+mod mode;
+mod pack;
+mod plan;
+mod queue;
+mod restore;
+mod segment;
+mod store;
+mod take;
+mod units;
+
+pub use contact::{Failure, REPEAT, SILENCE};
+pub use cut::{BadEnvelope, Cut, CutAction, CutEvent, ENVELOPE_BYTES, Envelope};
+pub use format::{
+    AreaEntry, AreaMap, BLOB_CHUNK_BYTES, BadChunk, Blob, Builder, CHUNK_UNITS, Compression,
+    Extent, InFlightFrame, Machine, Malformed, Manifest, MemberEntry, MemberManifest, NameError,
+    Page, Place, Unfit, WorkingSet, check_name,
+};
+pub use graph::{Crossing, Ring, StartOrder};
+pub use loader::{Demand, Fill, Loader};
+pub use mode::{BadWorkingSet, Mode, WorkingSetFactor};
+pub use pack::{Lane, NewChunk, Packed, Packer, scattered};
+pub use plan::{Load, NoPlan, Plan};
+pub use queue::{Clock, FirstAccess, Recency, Sampling, Score, working_set_size};
+pub use restore::{
+    Cohort, CohortAction, CohortEvent, CohortPhase, Line, Order, Report, RestoreAction,
+    RestoreEvent, RestorePhase, Restorer,
+};
+pub use segment::Segment;
+pub use store::{Listed, Problem, Retention, Store, StoreError, Swept, Verified, Writing};
+pub use take::{
+    About, Part, TakeAction, TakeCohort, TakeCohortPhase, TakeEvent, TakeOrder, TakeReport, Taker,
+    TakerAction, TakerEvent, TakerPhase,
+};
+pub use units::{Area, BadChunkId, ChunkId, Life, Member, SnapshotNumber, UNIT_BYTES};

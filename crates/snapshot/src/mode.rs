@@ -1,0 +1,135 @@
+//! The ways to restore, to compare them and to choose.
+
+use serde::{Deserialize, Serialize};
+use std::str::FromStr;
+
+/// How a group is restored.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum Mode {
+    /// All memory before the start.
+    Eager,
+    /// Nothing before the start; all on demand.
+    Lazy,
+    /// What statistical sampling says, most recently used pages first.
+    WorkingSet,
+    /// The queue of first accesses, each member started when it is loaded.
+    HotNoLine,
+    /// The queue of first accesses, and the restore line.
+    #[default]
+    Hot,
+}
+
+impl Mode {
+    /// Whether members start in the order of [`StartOrder`](crate::StartOrder), with sizes
+    /// moved by [`Plan`](crate::Plan).
+    pub fn has_line(self) -> bool {
+        self == Mode::Hot
+    }
+
+    /// Pages that a member should load before its start. `estimated` is its working set,
+    /// `sampled` what sampling alone says, `all` its memory.
+    pub fn pages_before_start(
+        self,
+        factor: WorkingSetFactor,
+        estimated: u64,
+        sampled: u64,
+        all: u64,
+    ) -> u64 {
+        let pages = match self {
+            Mode::Eager => all,
+            Mode::Lazy => 0,
+            Mode::WorkingSet => sampled,
+            Mode::HotNoLine | Mode::Hot => (estimated as f64 * factor.0).round() as u64,
+        };
+        pages.min(all)
+    }
+}
+
+impl FromStr for Mode {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Mode, String> {
+        Ok(match text {
+            "eager" => Mode::Eager,
+            "lazy" => Mode::Lazy,
+            "working-set" => Mode::WorkingSet,
+            "hot-no-line" => Mode::HotNoLine,
+            "hot" => Mode::Hot,
+            _ => {
+                return Err(format!(
+                    "{text:?} is no way to restore; there are eager, lazy, working-set, \
+                     hot-no-line and hot"
+                ));
+            }
+        })
+    }
+}
+
+/// How much of the working set is loaded before the start, 0 to 2; half of it by default.
+#[derive(Clone, Copy, Debug, PartialEq, PartialOrd, Serialize, Deserialize)]
+#[serde(try_from = "f64", into = "f64")]
+pub struct WorkingSetFactor(f64);
+
+/// A factor that is not between 0 and 2.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[error("{0} is not how much of the working set can be loaded before the start: give 0 to 2")]
+pub struct BadWorkingSet(String);
+
+impl Default for WorkingSetFactor {
+    fn default() -> WorkingSetFactor {
+        WorkingSetFactor(0.5)
+    }
+}
+
+impl TryFrom<f64> for WorkingSetFactor {
+    type Error = BadWorkingSet;
+
+    fn try_from(factor: f64) -> Result<WorkingSetFactor, BadWorkingSet> {
+        match (0.0..=2.0).contains(&factor) {
+            true => Ok(WorkingSetFactor(factor)),
+            false => Err(BadWorkingSet(factor.to_string())),
+        }
+    }
+}
+
+impl From<WorkingSetFactor> for f64 {
+    fn from(factor: WorkingSetFactor) -> f64 {
+        factor.0
+    }
+}
+
+impl FromStr for WorkingSetFactor {
+    type Err = BadWorkingSet;
+
+    fn from_str(text: &str) -> Result<WorkingSetFactor, BadWorkingSet> {
+        let factor: f64 = text.parse().map_err(|_| BadWorkingSet(format!("{text:?}")))?;
+        factor.try_into()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn each_way_loads_what_it_says() {
+        let pages = |mode: &str, factor: &str| {
+            let mode: Mode = mode.parse().unwrap();
+            mode.pages_before_start(factor.parse().unwrap(), 2001, 5000, 9000)
+        };
+        assert_eq!(pages("hot", "0.5"), 1001);
+        assert_eq!(pages("hot-no-line", "2"), 4002);
+        assert_eq!(pages("working-set", "0.5"), 5000);
+        assert_eq!((pages("eager", "0"), pages("lazy", "2")), (9000, 0));
+        assert_eq!(Mode::Hot.pages_before_start(Default::default(), u64::MAX, 0, 9000), 9000);
+    }
+
+    #[test]
+    fn what_cannot_be_is_refused() {
+        for text in ["-0.1", "2.1", "NaN", "inf", "half"] {
+            assert!(text.parse::<WorkingSetFactor>().is_err(), "{text}");
+        }
+        assert!("fast".parse::<Mode>().unwrap_err().contains("hot-no-line"));
+    }
+}

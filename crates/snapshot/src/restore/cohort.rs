@@ -1,0 +1,178 @@
+//! The cohort of one member.
+
+use super::{Order, Report};
+use crate::contact::SILENCE;
+use understudy_protocol::Time;
+
+/// What happens to a cohort.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum CohortEvent {
+    /// The coordinator says something.
+    Order(Order),
+    /// So many pages are loaded.
+    Progress(u64),
+    /// All is loaded that was asked for before the start.
+    Loaded,
+    /// The VM runs.
+    Started,
+    /// Nothing is left to load.
+    Complete,
+    /// It cannot go on, for this reason.
+    Failed(String),
+    /// Time has passed.
+    Tick,
+}
+
+/// What must be done.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum CohortAction {
+    /// Prepare a QEMU, load so many pages; then say [`CohortEvent::Loaded`] and go on loading.
+    Load {
+        /// Pages of the queue.
+        pages: u64,
+    },
+    /// Win the VM from the arbiter, load device state, deliver the frames in flight, let it
+    /// run; then say [`CohortEvent::Started`].
+    Start,
+    /// End the QEMU, if there is one, and forget what was loaded.
+    Discard,
+    /// Tell the coordinator.
+    Report(Report),
+}
+
+/// Where a cohort stands.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum CohortPhase {
+    /// Nothing was asked yet.
+    Idle,
+    /// It loads; pages so far.
+    Loading(u64),
+    /// It could start.
+    Loaded,
+    /// It was told to start.
+    Starting,
+    /// The VM runs, the rest is being loaded.
+    Running,
+    /// The VM runs, all is loaded.
+    Restored,
+    /// Given up as it was told.
+    Aborted,
+    /// Given up for this reason.
+    Failed(String),
+}
+
+/// Decides for one member.
+#[derive(Clone, Debug)]
+pub struct Cohort {
+    phase: CohortPhase,
+    /// All was loaded before the VM ran.
+    complete: bool,
+    heard: Time,
+}
+
+impl Cohort {
+    /// Nothing was asked yet.
+    pub fn new(now: Time) -> Cohort {
+        Cohort { phase: CohortPhase::Idle, complete: false, heard: now }
+    }
+
+    /// Where it stands.
+    pub fn phase(&self) -> &CohortPhase {
+        &self.phase
+    }
+
+    /// When [`CohortEvent::Tick`] is due next, if nothing else happens.
+    pub fn deadline(&self) -> Option<Time> {
+        self.may_give_up().then(|| self.heard + SILENCE)
+    }
+
+    /// Takes one event; appends what must be done to `actions`.
+    pub fn handle(&mut self, now: Time, event: CohortEvent, actions: &mut Vec<CohortAction>) {
+        match (event, &self.phase) {
+            (CohortEvent::Order(order), _) => {
+                self.heard = now;
+                self.order(order, actions);
+            }
+            (CohortEvent::Progress(pages), CohortPhase::Loading(_)) => {
+                self.phase = CohortPhase::Loading(pages);
+            }
+            (CohortEvent::Loaded, CohortPhase::Loading(_)) => {
+                self.enter(CohortPhase::Loaded, actions);
+            }
+            (CohortEvent::Started, CohortPhase::Starting) => {
+                let complete = self.complete;
+                self.enter(CohortPhase::Running, actions);
+                if complete {
+                    self.enter(CohortPhase::Restored, actions);
+                }
+            }
+            (CohortEvent::Complete, CohortPhase::Running) => {
+                self.enter(CohortPhase::Restored, actions);
+            }
+            (CohortEvent::Complete, _) => self.complete = true,
+            (CohortEvent::Failed(why), phase) if !phase.is_over() => {
+                self.fail(why, actions);
+            }
+            (CohortEvent::Tick, _) if self.deadline().is_some_and(|at| now >= at) => {
+                let silence = SILENCE.as_secs();
+                self.fail(format!("the coordinator was silent for {silence} s"), actions);
+            }
+            _ => {}
+        }
+    }
+
+    fn order(&mut self, order: Order, actions: &mut Vec<CohortAction>) {
+        match (order, &self.phase) {
+            (Order::Load { pages }, CohortPhase::Idle) => {
+                actions.push(CohortAction::Load { pages });
+                self.enter(CohortPhase::Loading(0), actions);
+            }
+            (Order::Start, CohortPhase::Loaded) => {
+                actions.push(CohortAction::Start);
+                self.enter(CohortPhase::Starting, actions);
+            }
+            (Order::Abort, phase) if !phase.is_over() => {
+                actions.push(CohortAction::Discard);
+                self.enter(CohortPhase::Aborted, actions);
+            }
+            // Said again, or overtaken: where it stands is the answer.
+            _ => self.report(actions),
+        }
+    }
+
+    fn fail(&mut self, why: String, actions: &mut Vec<CohortAction>) {
+        actions.push(CohortAction::Discard);
+        self.enter(CohortPhase::Failed(why), actions);
+    }
+
+    fn enter(&mut self, phase: CohortPhase, actions: &mut Vec<CohortAction>) {
+        self.phase = phase;
+        self.report(actions);
+    }
+
+    fn report(&self, actions: &mut Vec<CohortAction>) {
+        let report = match &self.phase {
+            CohortPhase::Idle => return,
+            CohortPhase::Loading(pages) => Report::Loading { pages: *pages },
+            CohortPhase::Loaded => Report::LoadFin,
+            CohortPhase::Starting => Report::Starting,
+            CohortPhase::Running => Report::StartFin,
+            CohortPhase::Restored => Report::RestoreFin,
+            CohortPhase::Aborted => Report::Aborted,
+            CohortPhase::Failed(why) => Report::Failed { why: why.clone() },
+        };
+        actions.push(CohortAction::Report(report));
+    }
+
+    /// A VM that runs, or is about to, needs no coordinator any more.
+    fn may_give_up(&self) -> bool {
+        matches!(self.phase, CohortPhase::Idle | CohortPhase::Loading(_) | CohortPhase::Loaded)
+    }
+}
+
+impl CohortPhase {
+    /// Whether nothing can happen any more.
+    pub fn is_over(&self) -> bool {
+        matches!(self, CohortPhase::Aborted | CohortPhase::Failed(_))
+    }
+}

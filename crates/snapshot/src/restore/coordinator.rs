@@ -1,0 +1,261 @@
+//! The coordinator of a group's restore.
+
+use super::{Order, Report};
+use crate::Member;
+use crate::contact::{Contact, Failure};
+use crate::graph::StartOrder;
+use std::time::Duration;
+use understudy_protocol::Time;
+
+/// When members start that are loaded.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Line {
+    /// The order of starts; [`StartOrder::none`] starts each member as soon as it is loaded.
+    pub order: StartOrder,
+    /// How long a loaded ring waits for members that it is in touch with over others: if these
+    /// are started too, all are answered when they speak. Longer than this is not worth it.
+    pub patience: Duration,
+}
+
+/// What happens to the restore.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum RestoreEvent {
+    /// A cohort says something.
+    Report(Member, Report),
+    /// The connection to a cohort is lost for good, for this reason.
+    Gone(Member, String),
+    /// Whoever asked for the restore does not want it any more.
+    Cancel,
+    /// Time has passed.
+    Tick,
+}
+
+/// What must be done.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum RestoreAction {
+    /// Say this to a cohort. It may be lost; it is repeated.
+    Send(Member, Order),
+}
+
+/// Where the restore stands.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum RestorePhase {
+    /// Not all members have started.
+    Starting,
+    /// All have, some still load.
+    Running,
+    /// All members run and are loaded; or failed after all had started, for these reasons.
+    Restored(Vec<Failure>),
+    /// It failed before all members had started, for this reason; nobody runs.
+    Failed(Failure),
+}
+
+#[derive(Clone, Debug, PartialEq, Eq)]
+enum State {
+    Loading,
+    Loaded,
+    Starting,
+    Started,
+    Restored,
+    /// It has stopped, or is as good as.
+    Ended,
+}
+
+/// Decides about one restore.
+#[derive(Clone, Debug)]
+pub struct Restorer {
+    line: Line,
+    pages: Vec<u64>,
+    members: Vec<State>,
+    /// Since when each ring could start but for patience.
+    ready: Vec<Option<Time>>,
+    contact: Contact,
+    phase: RestorePhase,
+    failures: Vec<Failure>,
+}
+
+impl Restorer {
+    /// Begins: each member loads so many pages before its start.
+    ///
+    /// # Panics
+    /// If there is not one number for each member.
+    pub fn new(
+        line: Line,
+        pages: Vec<u64>,
+        now: Time,
+        actions: &mut Vec<RestoreAction>,
+    ) -> Restorer {
+        assert_eq!(pages.len(), line.order.members(), "a number of pages for each member");
+        let restorer = Restorer {
+            members: vec![State::Loading; pages.len()],
+            ready: vec![None; line.order.rings().len()],
+            contact: Contact::new(pages.len(), now),
+            line,
+            pages,
+            phase: RestorePhase::Starting,
+            failures: Vec::new(),
+        };
+        restorer.send_all(actions);
+        restorer
+    }
+
+    /// Where the restore stands.
+    pub fn phase(&self) -> &RestorePhase {
+        &self.phase
+    }
+
+    /// Whether no message needs to be sent any more.
+    pub fn is_over(&self) -> bool {
+        self.all().all(|member| self.is_let_go(member))
+    }
+
+    /// When [`RestoreEvent::Tick`] is due next, if nothing else happens.
+    pub fn deadline(&self) -> Option<Time> {
+        let patience = self.line.patience;
+        let impatient = self.ready.iter().flatten().map(|since| *since + patience).min();
+        let repeat = self.contact.deadline();
+        (!self.is_over()).then(|| impatient.map_or(repeat, |at| at.min(repeat)))
+    }
+
+    /// Takes one event; appends what must be done to `actions`.
+    pub fn handle(&mut self, now: Time, event: RestoreEvent, actions: &mut Vec<RestoreAction>) {
+        match event {
+            RestoreEvent::Report(member, report) => {
+                self.contact.heard(member, now);
+                self.report(member, report, actions);
+            }
+            RestoreEvent::Gone(member, why) => self.lost(Failure::of(member, why), actions),
+            RestoreEvent::Cancel => {
+                let failure = Failure { member: None, why: "it was cancelled".into() };
+                self.abort(failure, actions);
+            }
+            RestoreEvent::Tick => self.tick(now, actions),
+        }
+        self.start_what_may(now, actions);
+        self.conclude();
+    }
+
+    fn report(&mut self, member: Member, report: Report, actions: &mut Vec<RestoreAction>) {
+        let failed = matches!(self.phase, RestorePhase::Failed(_));
+        let state = &mut self.members[member.index()];
+        match (report, &*state) {
+            (_, State::Ended) => {}
+            (Report::Failed { why }, _) => self.lost(Failure::of(member, why), actions),
+            (Report::Aborted, _) => self.lost(Failure::of(member, "it was stopped"), actions),
+            // How far it had got does not matter any more.
+            _ if failed => {}
+            (Report::LoadFin, State::Loading) => *state = State::Loaded,
+            (Report::StartFin, State::Starting) => *state = State::Started,
+            (Report::RestoreFin, State::Starting | State::Started) => *state = State::Restored,
+            _ => {}
+        }
+    }
+
+    /// A member has ended. Before all have started that is the end for all.
+    fn lost(&mut self, failure: Failure, actions: &mut Vec<RestoreAction>) {
+        let member = failure.member.expect("a member's failure");
+        if std::mem::replace(&mut self.members[member.index()], State::Ended) == State::Ended {
+            return;
+        }
+        match self.phase {
+            RestorePhase::Starting => self.abort(failure, actions),
+            RestorePhase::Failed(_) => {}
+            RestorePhase::Running | RestorePhase::Restored(_) => self.failures.push(failure),
+        }
+    }
+
+    fn abort(&mut self, failure: Failure, actions: &mut Vec<RestoreAction>) {
+        if self.phase == RestorePhase::Starting {
+            self.phase = RestorePhase::Failed(failure);
+            self.send_all(actions);
+        }
+    }
+
+    fn tick(&mut self, now: Time, actions: &mut Vec<RestoreAction>) {
+        for member in self.all() {
+            if !self.is_let_go(member) && self.contact.is_silent(member, now) {
+                self.lost(Failure::silent(member), actions);
+            }
+        }
+        if self.contact.repeat(now) {
+            self.send_all(actions);
+        }
+    }
+
+    /// Whether a member is of no concern any more. One that is restored is until all have
+    /// started: it may still have to stop.
+    fn is_let_go(&self, member: Member) -> bool {
+        match self.members[member.index()] {
+            State::Ended => true,
+            State::Restored => {
+                matches!(self.phase, RestorePhase::Running | RestorePhase::Restored(_))
+            }
+            _ => false,
+        }
+    }
+
+    /// What each member should be doing; a repetition asks where it stands.
+    fn send_all(&self, actions: &mut Vec<RestoreAction>) {
+        for member in self.all().filter(|member| !self.is_let_go(*member)) {
+            let order = match (&self.phase, &self.members[member.index()]) {
+                (RestorePhase::Failed(_), _) => Order::Abort,
+                // Also as a sign of life, for whoever waits for others.
+                (_, State::Loading | State::Loaded) => {
+                    Order::Load { pages: self.pages[member.index()] }
+                }
+                _ => Order::Start,
+            };
+            actions.push(RestoreAction::Send(member, order));
+        }
+    }
+
+    /// Starts each ring that is loaded and that may start before nobody else.
+    fn start_what_may(&mut self, now: Time, actions: &mut Vec<RestoreAction>) {
+        if self.phase != RestorePhase::Starting {
+            return;
+        }
+        for at in 0..self.ready.len() {
+            let ring = &self.line.order.rings()[at];
+            let loaded = |ring: usize| self.is_ring(ring, |state| *state != State::Loading);
+            let runs = |state: &State| matches!(state, State::Started | State::Restored);
+            let waits = self.is_ring(at, |state| *state == State::Loaded);
+            if !waits || !ring.after.iter().all(|&earlier| self.is_ring(earlier, runs)) {
+                continue;
+            }
+            let mut cluster = (0..self.ready.len())
+                .filter(|&other| self.line.order.rings()[other].cluster == ring.cluster);
+            let all_loaded = cluster.all(loaded);
+            let since = *self.ready[at].get_or_insert(now);
+            if all_loaded || now - since >= self.line.patience {
+                self.ready[at] = None;
+                self.start(at, actions);
+            }
+        }
+    }
+
+    fn is_ring(&self, ring: usize, is: impl Fn(&State) -> bool) -> bool {
+        let members = &self.line.order.rings()[ring].members;
+        members.iter().all(|member| is(&self.members[member.index()]))
+    }
+
+    fn start(&mut self, ring: usize, actions: &mut Vec<RestoreAction>) {
+        for member in self.line.order.rings()[ring].members.clone() {
+            self.members[member.index()] = State::Starting;
+            actions.push(RestoreAction::Send(member, Order::Start));
+        }
+    }
+
+    fn conclude(&mut self) {
+        let runs = |state: &State| matches!(state, State::Started | State::Restored);
+        if self.phase == RestorePhase::Starting && self.members.iter().all(runs) {
+            self.phase = RestorePhase::Running;
+        }
+        if self.phase == RestorePhase::Running && self.is_over() {
+            self.phase = RestorePhase::Restored(std::mem::take(&mut self.failures));
+        }
+    }
+
+    fn all(&self) -> impl Iterator<Item = Member> + use<> {
+        (0..self.members.len()).map(|member| Member(member as u16))
+    }
+}

@@ -1,0 +1,67 @@
+//! The restore of a group (HotRestore, restore protocol): one coordinator, a cohort for each
+//! member on the host that will run it.
+//!
+//! ```text
+//! coordinator                                  cohort
+//!     ── LOAD pages ─▶    prepares QEMU, loads that much of the queue
+//!     ◀─ LOAD_FIN ──      goes on loading while it waits
+//!     ── START ─────▶     frames in flight delivered, device state loaded, runs
+//!     ◀─ START_FIN ─      loads the rest in the order of the queue, on demand first
+//!     ◀─ RESTORE_FIN ─    all is loaded
+//! ```
+//!
+//! Orders are repeated and answered with the present state, so that lost messages do no harm.
+//! Until all members have started, one failure ends the restore for all: what was started is
+//! stopped, the snapshot is as it was, and the restore can be tried again. Afterwards a
+//! failure is the failed VM's alone. A cohort that hears nothing from its coordinator gives up
+//! what it has not started, and goes on with what it has.
+
+mod cohort;
+mod coordinator;
+
+pub use cohort::{Cohort, CohortAction, CohortEvent, CohortPhase};
+pub use coordinator::{Line, RestoreAction, RestoreEvent, RestorePhase, Restorer};
+
+use serde::{Deserialize, Serialize};
+
+/// What the coordinator says to a cohort.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub enum Order {
+    /// LOAD: load so many pages of the queue, and everything else that a start needs.
+    Load {
+        /// Pages.
+        pages: u64,
+    },
+    /// START: let the VM run.
+    Start,
+    /// The restore has failed: stop the VM, discard what was loaded.
+    Abort,
+}
+
+/// What a cohort says to the coordinator.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub enum Report {
+    /// It loads, and has got so far.
+    Loading {
+        /// Pages.
+        pages: u64,
+    },
+    /// LOAD_FIN: it could start.
+    LoadFin,
+    /// It is about to start.
+    Starting,
+    /// START_FIN: the VM runs.
+    StartFin,
+    /// RESTORE_FIN: the VM runs, and nothing is left to load.
+    RestoreFin,
+    /// It has failed, and discarded everything.
+    Failed {
+        /// Why.
+        why: String,
+    },
+    /// It has discarded everything as it was told.
+    Aborted,
+}
+
+#[cfg(test)]
+mod tests;

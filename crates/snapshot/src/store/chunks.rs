@@ -1,0 +1,198 @@
+//! Chunks and what is made of them.
+
+use super::{CONCURRENT, Store, StoreError};
+use crate::format::{
+    AreaEntry, AreaMap, BLOB_CHUNK_BYTES, Blob, Compression, InFlightFrame, Malformed, MemberEntry,
+    MemberManifest, WorkingSet, decode_chunk, decode_frames, encode_chunk, encode_frames,
+};
+use crate::pack::NewChunk;
+use crate::{Area, ChunkId, UNIT_BYTES};
+use futures_util::{StreamExt, TryStreamExt, stream};
+use object_store::path::Path;
+use object_store::{ObjectStoreExt, PutPayload};
+
+/// The longest blob that is read: more than a map of 16 TiB has.
+const MAX_BLOB: u64 = 4 << 30;
+
+impl Store {
+    pub(super) fn chunk_path(&self, id: ChunkId) -> Path {
+        let name = id.to_string();
+        self.path(&format!("chunks/{}/{name}", &name[..2]))
+    }
+
+    /// Stores chunks that are not there yet, several at once. Returns the bytes written.
+    pub fn put_chunks(
+        &self,
+        chunks: Vec<NewChunk>,
+        compression: Compression,
+    ) -> Result<u64, StoreError> {
+        let written = stream::iter(chunks)
+            .map(|chunk| self.put_chunk(chunk, compression))
+            .buffer_unordered(CONCURRENT)
+            .try_fold(0, async |sum, bytes| Ok(sum + bytes));
+        self.block(written)
+    }
+
+    async fn put_chunk(
+        &self,
+        chunk: NewChunk,
+        compression: Compression,
+    ) -> Result<u64, StoreError> {
+        let path = self.chunk_path(chunk.id);
+        // Read, not only looked for: what is damaged is written anew.
+        match self.read_chunk(chunk.id).await {
+            Ok(_) => return Ok(0),
+            Err(StoreError::MissingChunk(_) | StoreError::BadChunk { .. }) => {}
+            Err(error) => return Err(error),
+        }
+        let stored = encode_chunk(&chunk.content, compression);
+        let bytes = stored.len() as u64;
+        let put = self.objects.put(&path, PutPayload::from(stored)).await;
+        put.map_err(|error| self.failed(format!("write {path}"), error))?;
+        Ok(bytes)
+    }
+
+    pub(super) async fn has_chunk(&self, id: ChunkId) -> Result<bool, StoreError> {
+        let path = self.chunk_path(id);
+        match self.objects.head(&path).await {
+            Ok(_) => Ok(true),
+            Err(object_store::Error::NotFound { .. }) => Ok(false),
+            Err(error) => Err(self.failed(format!("look for {path}"), error)),
+        }
+    }
+
+    /// A chunk's content, checked.
+    pub fn chunk(&self, id: ChunkId) -> Result<Vec<u8>, StoreError> {
+        self.block(self.read_chunk(id))
+    }
+
+    pub(super) async fn read_chunk(&self, id: ChunkId) -> Result<Vec<u8>, StoreError> {
+        let path = self.chunk_path(id);
+        let stored = match self.objects.get(&path).await {
+            Ok(found) => found.bytes().await,
+            Err(object_store::Error::NotFound { .. }) => return Err(StoreError::MissingChunk(id)),
+            Err(error) => Err(error),
+        };
+        let stored = stored.map_err(|error| self.failed(format!("read {path}"), error))?;
+        decode_chunk(id, &stored).map_err(|why| StoreError::BadChunk { id, why })
+    }
+
+    /// Chunks' contents in this order, read ahead of the taker: `each` gets one after the
+    /// other, and ends it all with an error of its own.
+    pub fn read_chunks<E: From<StoreError>>(
+        &self,
+        ids: &[ChunkId],
+        mut each: impl FnMut(ChunkId, Vec<u8>) -> Result<(), E>,
+    ) -> Result<(), E> {
+        let mut contents = stream::iter(ids.to_vec())
+            .map(|id| async move { self.read_chunk(id).await.map(|content| (id, content)) })
+            .buffered(CONCURRENT)
+            .boxed();
+        while let Some(read) = self.block(contents.next()) {
+            let (id, content) = read?;
+            each(id, content)?;
+        }
+        Ok(())
+    }
+
+    /// Stores bytes of any length.
+    pub fn put_blob(&self, bytes: &[u8], compression: Compression) -> Result<Blob, StoreError> {
+        let chunk = |content: &[u8]| NewChunk { id: ChunkId::of(content), content: content.into() };
+        let chunks: Vec<NewChunk> = bytes.chunks(BLOB_CHUNK_BYTES).map(chunk).collect();
+        let ids = chunks.iter().map(|chunk| chunk.id).collect();
+        self.put_chunks(chunks, compression)?;
+        Ok(Blob { bytes: bytes.len() as u64, chunks: ids })
+    }
+
+    /// The bytes of a blob, checked.
+    pub fn blob(&self, blob: &Blob) -> Result<Vec<u8>, StoreError> {
+        let pieces = blob.bytes.div_ceil(BLOB_CHUNK_BYTES as u64);
+        if blob.bytes > MAX_BLOB || pieces != blob.chunks.len() as u64 {
+            return Err(StoreError::damaged("a list of chunks", "its length is impossible"));
+        }
+        let mut bytes = Vec::new();
+        self.read_chunks(&blob.chunks, |_, content| {
+            bytes.extend(content);
+            Ok::<(), StoreError>(())
+        })?;
+        match bytes.len() as u64 == blob.bytes {
+            true => Ok(bytes),
+            false => Err(StoreError::damaged("a list of chunks", "its chunks have another length")),
+        }
+    }
+
+    /// Stores a member's part; all that it refers to is stored before.
+    pub fn put_member(
+        &self,
+        member: &MemberManifest,
+        compression: Compression,
+    ) -> Result<Blob, StoreError> {
+        let json = serde_json::to_vec(member).map_err(|error| self.failed("write JSON", error))?;
+        self.put_blob(&json, compression)
+    }
+
+    /// A member's part.
+    pub fn member(&self, entry: &MemberEntry) -> Result<MemberManifest, StoreError> {
+        let json = self.blob(&entry.part)?;
+        let what = || format!("the part of {}", entry.name);
+        let member: MemberManifest =
+            serde_json::from_slice(&json).map_err(|error| StoreError::damaged(what(), error))?;
+        match member.name == entry.name {
+            true => Ok(member),
+            false => Err(StoreError::damaged(what(), "it is another member's")),
+        }
+    }
+
+    /// The map of a member's area.
+    pub fn area(&self, entry: &AreaEntry) -> Result<AreaMap, StoreError> {
+        let what = || format!("the map of {}", entry.name);
+        let map = AreaMap::decode(&self.blob(&entry.map)?)
+            .map_err(|error| StoreError::damaged(what(), error))?;
+        match map.units() == entry.bytes.div_ceil(UNIT_BYTES as u64) {
+            true => Ok(map),
+            false => Err(StoreError::damaged(what(), "it has another length")),
+        }
+    }
+
+    /// Stores the frames in flight to a member.
+    pub fn put_frames(
+        &self,
+        frames: &[InFlightFrame],
+        compression: Compression,
+    ) -> Result<Blob, StoreError> {
+        self.put_blob(&encode_frames(frames), compression)
+    }
+
+    /// The frames in flight to a member.
+    pub fn frames(&self, member: &MemberManifest) -> Result<Vec<InFlightFrame>, StoreError> {
+        let bytes = self.blob(&member.in_flight)?;
+        self.whole(member, "frames in flight", decode_frames(&bytes))
+    }
+
+    /// A member's queue of first accesses.
+    pub fn working_set(&self, member: &MemberManifest) -> Result<WorkingSet, StoreError> {
+        self.queue(member, &member.working_set)
+    }
+
+    /// A member's pages by their last access; none if the snapshot was taken without.
+    pub fn recent(&self, member: &MemberManifest) -> Result<Option<WorkingSet>, StoreError> {
+        member.recent.as_ref().map(|blob| self.queue(member, blob)).transpose()
+    }
+
+    fn queue(&self, member: &MemberManifest, blob: &Blob) -> Result<WorkingSet, StoreError> {
+        let memory = |entry: &&AreaEntry| matches!(entry.area, Area::Memory(_));
+        let units = |entry: &AreaEntry| entry.bytes.div_ceil(UNIT_BYTES as u64);
+        let pages = member.areas.iter().filter(memory).map(units).sum();
+        let bytes = self.blob(blob)?;
+        self.whole(member, "working set", WorkingSet::decode(&bytes, pages))
+    }
+
+    fn whole<T>(
+        &self,
+        member: &MemberManifest,
+        what: &str,
+        read: Result<T, Malformed>,
+    ) -> Result<T, StoreError> {
+        read.map_err(|why| StoreError::damaged(format!("the {what} of {}", member.name), why))
+    }
+}

@@ -1,0 +1,96 @@
+//! What can go wrong with a store, in words for whoever runs the command.
+
+use crate::format::{BadChunk, NameError};
+use crate::{ChunkId, SnapshotNumber};
+
+/// Why a store did not do what it was asked for.
+#[derive(Debug, thiserror::Error)]
+pub enum StoreError {
+    /// Neither a path nor a URL of a kind that this build knows.
+    #[error(
+        "{0:?} is no store: give a directory, or a URL that begins with file:// or, if this \
+         build has the feature s3, with s3://"
+    )]
+    Location(String),
+    /// There is no store.
+    #[error(
+        "there is no snapshot store at {0}: check the path; the first snapshot that is taken \
+         with it makes one"
+    )]
+    Unknown(String),
+    /// A file in the store was written by another version of this program.
+    #[error(
+        "{what} has version {found} of the format, which this version of understudy does not \
+         know; use the version that wrote it"
+    )]
+    Version {
+        /// The file.
+        what: String,
+        /// Its version.
+        found: u32,
+    },
+    /// A file is not what was written.
+    #[error("{what} is damaged ({why}); restore another snapshot, or the file from a backup")]
+    Damaged {
+        /// The file.
+        what: String,
+        /// In which way.
+        why: String,
+    },
+    /// A chunk is not there.
+    #[error(
+        "chunk {0} is missing from the store; snapshots that need it cannot be restored, \
+         `understudy cluster verify` says which parts it held"
+    )]
+    MissingChunk(ChunkId),
+    /// A chunk is not what was written.
+    #[error(
+        "chunk {id} is damaged: {why}; snapshots that need it cannot be restored, `understudy \
+         cluster verify` says which parts it held"
+    )]
+    BadChunk {
+        /// The chunk.
+        id: ChunkId,
+        /// In which way.
+        why: BadChunk,
+    },
+    /// There is no such snapshot.
+    #[error("{group} has no snapshot {number} in this store; there {there}")]
+    NoSnapshot {
+        /// The group.
+        group: String,
+        /// What was asked for.
+        number: SnapshotNumber,
+        /// Those that there are, in words.
+        there: String,
+    },
+    /// There is no snapshot of the group.
+    #[error("{0} has no snapshots in this store; `understudy cluster snapshot {0}` takes one")]
+    NoSnapshots(String),
+    /// A name that cannot be a group's.
+    #[error(transparent)]
+    Name(#[from] NameError),
+    /// The store is being cleaned up.
+    #[error("chunks that nothing refers to are being removed from the store; try again shortly")]
+    Sweeping,
+    /// The snapshot took so long, or its store was so often out of reach, that others took it
+    /// for dead and cleaned up behind it.
+    #[error("snapshot {0} was given up by a clean-up of the store before it was complete")]
+    Overtaken(SnapshotNumber),
+    /// The store itself failed.
+    #[error("the store at {location} failed to {doing}: {why}")]
+    Failed {
+        /// The store.
+        location: String,
+        /// What it was asked for.
+        doing: String,
+        /// What it, or the system, said.
+        why: String,
+    },
+}
+
+impl StoreError {
+    pub(super) fn damaged(what: impl Into<String>, why: impl ToString) -> StoreError {
+        StoreError::Damaged { what: what.into(), why: why.to_string() }
+    }
+}

@@ -1,0 +1,199 @@
+//! Snapshots begin, become visible, are listed, and go.
+
+use super::{CONCURRENT, Store, StoreError, Swept};
+use crate::format::{Manifest, check_name, seal_envelope};
+use crate::{ChunkId, SnapshotNumber};
+use futures_util::{StreamExt, TryStreamExt, stream};
+use object_store::path::Path;
+use std::collections::{BTreeMap, BTreeSet};
+
+/// How long a snapshot may take to be written before a clean-up takes it for dead. Its chunks
+/// are then removed, and it cannot be published any more.
+pub(super) const DEAD_AFTER_SECONDS: u64 = 24 * 3600;
+
+/// A snapshot that is being written. Until it is published there is none.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Writing {
+    /// The group.
+    pub group: String,
+    /// The number that it has.
+    pub number: SnapshotNumber,
+}
+
+/// A snapshot in the store.
+#[derive(Debug)]
+pub struct Listed {
+    /// Its number.
+    pub number: SnapshotNumber,
+    /// What it consists of, or why that cannot be read.
+    pub manifest: Result<Manifest, StoreError>,
+}
+
+impl Store {
+    /// Begins a snapshot of a group, with the first number behind `after` that this store does
+    /// not know. `after` is the last number that the members' [`Cut`](crate::Cut)s have seen, also
+    /// of a snapshot that was given up: numbers must not come twice. `now` is in seconds since
+    /// 1970. To be called before anything is put.
+    pub fn begin(
+        &self,
+        group: &str,
+        after: SnapshotNumber,
+        now: u64,
+    ) -> Result<Writing, StoreError> {
+        check_name(group)?;
+        let known = self.numbers("snapshots", group)?.into_keys();
+        let begun = self.numbers("writing", group)?.into_keys();
+        let mut number = known.chain(begun).max().unwrap_or_default().max(after).next();
+        let mark = |number| self.writing_path(&Writing { group: group.to_owned(), number });
+        while !self.put_new(&mark(number), now.to_string().into_bytes())? {
+            number = number.next();
+        }
+        let writing = Writing { group: group.to_owned(), number };
+        // Whoever sweeps looks for our mark after making his: one of us sees the other.
+        match self.is_sweeping(now)? {
+            false => Ok(writing),
+            true => {
+                self.delete(&mark(number))?;
+                Err(StoreError::Sweeping)
+            }
+        }
+    }
+
+    /// Makes the snapshot one: the manifest is written, once everything that it
+    /// refers to is there.
+    ///
+    /// After an error it is not there, unless the store has failed in the midst of writing the
+    /// manifest: then [`Store::snapshot`] tells, once the store can be reached.
+    ///
+    /// # Panics
+    /// If the manifest is another snapshot's.
+    pub fn publish(&self, writing: Writing, manifest: &Manifest) -> Result<(), StoreError> {
+        assert_eq!((&writing.group, writing.number), (&manifest.group, manifest.number));
+        self.check_whole(manifest)?;
+        let mark = self.writing_path(&writing);
+        if self.get(&mark)?.is_none() {
+            return Err(StoreError::Overtaken(writing.number));
+        }
+        let json = serde_json::to_string_pretty(manifest)
+            .map_err(|error| self.failed("write JSON", error))?;
+        let sealed = seal_envelope("snapshot", &(json + "\n"));
+        let path = self.snapshot_path(&writing.group, writing.number);
+        if !self.put_new(&path, sealed.into_bytes())? {
+            return Err(StoreError::Overtaken(writing.number));
+        }
+        self.delete(&mark)
+    }
+
+    /// Gives a snapshot up and removes what was written of it.
+    pub fn abandon(&self, writing: Writing, now: u64) -> Result<Swept, StoreError> {
+        self.delete(&self.writing_path(&writing))?;
+        self.sweep(now)
+    }
+
+    /// The groups that have snapshots here.
+    pub fn groups(&self) -> Result<Vec<String>, StoreError> {
+        let group = |path: Path| Some(path.parts().rev().nth(1)?.as_ref().to_owned());
+        let groups: BTreeSet<String> =
+            self.list("snapshots")?.into_iter().filter_map(group).collect();
+        Ok(groups.into_iter().collect())
+    }
+
+    /// A group's snapshots, the oldest first.
+    pub fn snapshots(&self, group: &str) -> Result<Vec<Listed>, StoreError> {
+        check_name(group)?;
+        let listed = |number| {
+            let manifest = self.read_manifest(group, number).transpose();
+            // Deleted since it was listed.
+            manifest.map(|manifest| Listed { number, manifest })
+        };
+        Ok(self.numbers("snapshots", group)?.into_keys().filter_map(listed).collect())
+    }
+
+    /// A group's snapshot, the last one without a number.
+    pub fn snapshot(
+        &self,
+        group: &str,
+        number: Option<SnapshotNumber>,
+    ) -> Result<Manifest, StoreError> {
+        check_name(group)?;
+        let there: Vec<SnapshotNumber> = self.numbers("snapshots", group)?.into_keys().collect();
+        let none = || StoreError::NoSnapshots(group.to_owned());
+        let last = there.last().copied().ok_or_else(none)?;
+        let number = number.unwrap_or(last);
+        let found = self.read_manifest(group, number)?;
+        found.ok_or_else(|| {
+            let there: Vec<String> = there.iter().map(SnapshotNumber::to_string).collect();
+            let verb = if there.len() == 1 { "is" } else { "are" };
+            let there = format!("{verb} {}", there.join(", "));
+            StoreError::NoSnapshot { group: group.to_owned(), number, there }
+        })
+    }
+
+    /// Deletes a snapshot, and what nothing else refers to. Other snapshots that were saved as
+    /// the difference from it keep what they need.
+    pub fn remove(
+        &self,
+        group: &str,
+        number: SnapshotNumber,
+        now: u64,
+    ) -> Result<Swept, StoreError> {
+        check_name(group)?;
+        if !self.numbers("snapshots", group)?.contains_key(&number) {
+            // With the error that says what there is.
+            self.snapshot(group, Some(number))?;
+        }
+        self.delete(&self.snapshot_path(group, number))?;
+        self.sweep(now)
+    }
+
+    pub(super) fn snapshot_path(&self, group: &str, number: SnapshotNumber) -> Path {
+        self.path(&format!("snapshots/{group}/{number}.json"))
+    }
+
+    fn writing_path(&self, writing: &Writing) -> Path {
+        self.path(&format!("writing/{}/{}", writing.group, writing.number))
+    }
+
+    fn numbers(
+        &self,
+        what: &str,
+        group: &str,
+    ) -> Result<BTreeMap<SnapshotNumber, Path>, StoreError> {
+        let number = |path: Path| {
+            let name = path.filename()?;
+            let number = name.strip_suffix(".json").unwrap_or(name).parse().ok()?;
+            Some((SnapshotNumber(number), path))
+        };
+        Ok(self.list(&format!("{what}/{group}"))?.into_iter().filter_map(number).collect())
+    }
+
+    fn read_manifest(
+        &self,
+        group: &str,
+        number: SnapshotNumber,
+    ) -> Result<Option<Manifest>, StoreError> {
+        let Some(bytes) = self.get(&self.snapshot_path(group, number))? else { return Ok(None) };
+        let what = format!("snapshot {number} of {group}");
+        let json = self.open_file("snapshot", &what, &bytes)?;
+        let manifest: Manifest =
+            serde_json::from_str(json).map_err(|error| StoreError::damaged(&what, error))?;
+        if (&manifest.group[..], manifest.number) != (group, number) {
+            return Err(StoreError::damaged(&what, "it is another snapshot's"));
+        }
+        manifest.check().map_err(|why| StoreError::damaged(&what, why))?;
+        Ok(Some(manifest))
+    }
+
+    /// All that a snapshot needs is there.
+    fn check_whole(&self, manifest: &Manifest) -> Result<(), StoreError> {
+        let needed: Vec<ChunkId> = self.references(manifest)?.into_iter().collect();
+        let look = stream::iter(needed)
+            .map(async |id| match self.has_chunk(id).await? {
+                true => Ok(()),
+                false => Err(StoreError::MissingChunk(id)),
+            })
+            .buffer_unordered(CONCURRENT)
+            .try_collect();
+        self.block(look)
+    }
+}

@@ -1,0 +1,214 @@
+//! The cohort of one member, for one snapshot after the other.
+
+use super::{About, Part, TakeOrder, TakeReport};
+use crate::SnapshotNumber;
+use crate::contact::SILENCE;
+use understudy_protocol::Time;
+
+/// What happens to a cohort.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum TakeEvent {
+    /// The coordinator says something.
+    Order(About<TakeOrder>),
+    /// Write protection is armed.
+    Prepared(SnapshotNumber),
+    /// The VM was paused, captured, and runs on.
+    Taken(SnapshotNumber),
+    /// Everything is in the store.
+    Saved(SnapshotNumber, Part),
+    /// It cannot go on, for this reason.
+    Failed(SnapshotNumber, String),
+    /// Time has passed.
+    Tick,
+}
+
+/// What must be done.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum TakeAction {
+    /// Arm write protection; then say [`TakeEvent::Prepared`].
+    Prepare(SnapshotNumber),
+    /// Tell the cut, [`crate::CutEvent::Take`]; once it is through and the VM runs on, say
+    /// [`TakeEvent::Taken`], and once all is in the store [`TakeEvent::Saved`].
+    Take(SnapshotNumber),
+    /// What changed since this snapshot is all that the next one needs to save.
+    Commit(SnapshotNumber),
+    /// Stop saving, lift write protection, tell the cut, and count what this snapshot would
+    /// have saved as changed since the last one that exists. The guest runs on.
+    Discard(SnapshotNumber),
+    /// Tell the coordinator.
+    Report(About<TakeReport>),
+}
+
+/// Where a cohort stands with a snapshot.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum TakeCohortPhase {
+    /// Nothing is going on.
+    Idle,
+    /// Write protection is being armed.
+    Preparing,
+    /// It can be taken.
+    Prepared,
+    /// It is being taken, or saved.
+    Taking {
+        /// Whether the pause is over.
+        taken: bool,
+    },
+    /// Everything is in the store.
+    Saved(Part),
+    /// It exists.
+    Committed,
+    /// It was given up as told.
+    Abandoned,
+    /// It was given up for this reason.
+    Failed(String),
+}
+
+/// Decides for one member.
+#[derive(Clone, Debug)]
+pub struct TakeCohort {
+    number: SnapshotNumber,
+    phase: TakeCohortPhase,
+    heard: Time,
+}
+
+impl TakeCohort {
+    /// Of a member whose group's last snapshot, taken or given up, has this number.
+    pub fn new(number: SnapshotNumber, now: Time) -> TakeCohort {
+        TakeCohort { number, phase: TakeCohortPhase::Idle, heard: now }
+    }
+
+    /// Where it stands.
+    pub fn phase(&self) -> &TakeCohortPhase {
+        &self.phase
+    }
+
+    /// When [`TakeEvent::Tick`] is due next, if nothing else happens.
+    pub fn deadline(&self) -> Option<Time> {
+        self.is_busy().then(|| self.heard + SILENCE)
+    }
+
+    /// Takes one event; appends what must be done to `actions`.
+    pub fn handle(&mut self, now: Time, event: TakeEvent, actions: &mut Vec<TakeAction>) {
+        use TakeCohortPhase::{Prepared, Preparing, Saved, Taking};
+        let own = self.number;
+        match (event, &self.phase) {
+            (TakeEvent::Order(About { number, said }), _) => self.order(now, number, said, actions),
+            (TakeEvent::Prepared(number), Preparing) if number == own => {
+                self.enter(Prepared, actions);
+            }
+            (TakeEvent::Taken(number), Taking { .. }) if number == own => {
+                self.enter(Taking { taken: true }, actions);
+            }
+            // Also before the coordinator has said so: another member's frame may have.
+            (TakeEvent::Taken(number), Prepared) if number == own => {
+                self.enter(Taking { taken: true }, actions);
+            }
+            (TakeEvent::Saved(number, part), Taking { taken: true }) if number == own => {
+                self.enter(Saved(part), actions);
+            }
+            (TakeEvent::Failed(number, why), _) if number == own && self.is_busy() => {
+                self.fail(why, actions);
+            }
+            (TakeEvent::Tick, _) if self.deadline().is_some_and(|at| now >= at) => {
+                let silence = SILENCE.as_secs();
+                self.fail(format!("the coordinator was silent for {silence} s"), actions);
+            }
+            _ => {}
+        }
+    }
+
+    fn order(
+        &mut self,
+        now: Time,
+        number: SnapshotNumber,
+        order: TakeOrder,
+        actions: &mut Vec<TakeAction>,
+    ) {
+        use TakeCohortPhase::{Abandoned, Committed, Prepared, Preparing, Saved, Taking};
+        if number < self.number {
+            return;
+        }
+        if number > self.number {
+            return self.other(now, number, order, actions);
+        }
+        self.heard = now;
+        match (order, &self.phase) {
+            (TakeOrder::Take, Prepared) => {
+                actions.push(TakeAction::Take(number));
+                self.enter(Taking { taken: false }, actions);
+            }
+            (TakeOrder::Commit, Saved(_)) => {
+                actions.push(TakeAction::Commit(number));
+                self.enter(Committed, actions);
+            }
+            (TakeOrder::Abandon, Preparing | Prepared | Taking { .. } | Saved(_)) => {
+                actions.push(TakeAction::Discard(number));
+                self.enter(Abandoned, actions);
+            }
+            // Said again: where it stands is the answer.
+            _ => self.report(actions),
+        }
+    }
+
+    /// A snapshot after the one that this cohort knows: what was going on is over.
+    fn other(
+        &mut self,
+        now: Time,
+        number: SnapshotNumber,
+        order: TakeOrder,
+        actions: &mut Vec<TakeAction>,
+    ) {
+        if self.is_busy() {
+            actions.push(TakeAction::Discard(self.number));
+        }
+        (self.number, self.heard) = (number, now);
+        match order {
+            TakeOrder::Prepare => {
+                actions.push(TakeAction::Prepare(number));
+                self.enter(TakeCohortPhase::Preparing, actions);
+            }
+            // It was given up before it came here. The cut must hear of the number.
+            TakeOrder::Abandon => {
+                actions.push(TakeAction::Discard(number));
+                self.enter(TakeCohortPhase::Abandoned, actions);
+            }
+            TakeOrder::Take | TakeOrder::Commit => {
+                self.fail(
+                    "it was told to go on with a snapshot that it does not know".into(),
+                    actions,
+                );
+            }
+        }
+    }
+
+    fn fail(&mut self, why: String, actions: &mut Vec<TakeAction>) {
+        actions.push(TakeAction::Discard(self.number));
+        self.enter(TakeCohortPhase::Failed(why), actions);
+    }
+
+    fn enter(&mut self, phase: TakeCohortPhase, actions: &mut Vec<TakeAction>) {
+        self.phase = phase;
+        self.report(actions);
+    }
+
+    fn report(&self, actions: &mut Vec<TakeAction>) {
+        let said = match &self.phase {
+            TakeCohortPhase::Idle => return,
+            TakeCohortPhase::Preparing => TakeReport::Preparing,
+            TakeCohortPhase::Prepared | TakeCohortPhase::Taking { taken: false } => {
+                TakeReport::Prepared
+            }
+            TakeCohortPhase::Taking { taken: true } => TakeReport::Taken,
+            TakeCohortPhase::Saved(part) => TakeReport::Saved(part.clone()),
+            TakeCohortPhase::Committed => TakeReport::Committed,
+            TakeCohortPhase::Abandoned => TakeReport::Abandoned,
+            TakeCohortPhase::Failed(why) => TakeReport::Failed { why: why.clone() },
+        };
+        actions.push(TakeAction::Report(About { number: self.number, said }));
+    }
+
+    fn is_busy(&self) -> bool {
+        use TakeCohortPhase::{Prepared, Preparing, Saved, Taking};
+        matches!(self.phase, Preparing | Prepared | Taking { .. } | Saved(_))
+    }
+}

@@ -1,0 +1,304 @@
+//! Random schedules: messages are lost and delayed, hosts and stores fail; a snapshot has all
+//! members or does not exist, and nobody stays armed.
+
+use super::*;
+use crate::{Failure, Member};
+use std::collections::VecDeque;
+use std::time::Duration;
+use understudy_protocol::Time;
+
+const MEMBERS: usize = 4;
+const SNAPSHOTS: u64 = 3;
+
+/// A small generator; the seed is the schedule.
+struct Random(u64);
+
+impl Random {
+    fn below(&mut self, bound: u64) -> u64 {
+        self.0 ^= self.0 << 13;
+        self.0 ^= self.0 >> 7;
+        self.0 ^= self.0 << 17;
+        self.0 % bound
+    }
+}
+
+#[derive(Clone, Copy, Debug, Default)]
+struct Faults {
+    /// Messages of a hundred that are lost.
+    loss: u64,
+    deaths: bool,
+    failures: bool,
+    store: bool,
+    orphans: bool,
+}
+
+/// One member's host, and what it really did.
+struct Host {
+    cohort: TakeCohort,
+    alive: bool,
+    armed: Option<SnapshotNumber>,
+    work: VecDeque<(Time, TakeEvent)>,
+    saved: Vec<SnapshotNumber>,
+    base: SnapshotNumber,
+    to: VecDeque<(Time, About<TakeOrder>)>,
+    from: VecDeque<(Time, About<TakeReport>)>,
+}
+
+struct World {
+    random: Random,
+    faults: Faults,
+    now: Time,
+    taker: Option<Taker>,
+    hosts: Vec<Host>,
+    publishing: Option<Time>,
+    published: Vec<SnapshotNumber>,
+    discarded: Vec<SnapshotNumber>,
+    outcomes: Vec<TakerPhase>,
+}
+
+fn part() -> Part {
+    Part { manifest: Blob::default(), crossings: vec![] }
+}
+
+impl World {
+    fn new(seed: u64, faults: Faults) -> World {
+        let now = Time(Duration::from_secs(1));
+        let host = |_| Host {
+            cohort: TakeCohort::new(SnapshotNumber(0), now),
+            alive: true,
+            armed: None,
+            work: VecDeque::new(),
+            saved: Vec::new(),
+            base: SnapshotNumber(0),
+            to: VecDeque::new(),
+            from: VecDeque::new(),
+        };
+        World {
+            random: Random(seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1),
+            faults,
+            now,
+            taker: None,
+            hosts: (0..MEMBERS).map(host).collect(),
+            publishing: None,
+            published: Vec::new(),
+            discarded: Vec::new(),
+            outcomes: Vec::new(),
+        }
+    }
+
+    fn later(&mut self, most: u64) -> Time {
+        self.now + Duration::from_millis(self.random.below(most))
+    }
+
+    fn lost(&mut self) -> bool {
+        self.random.below(100) < self.faults.loss
+    }
+
+    fn begin(&mut self, number: SnapshotNumber) {
+        let mut actions = Vec::new();
+        self.taker = Some(Taker::new(number, MEMBERS, self.now, &mut actions));
+        self.carry_out(number, actions);
+    }
+
+    fn taker(&mut self, number: SnapshotNumber, event: TakerEvent) {
+        let (mut actions, now) = (Vec::new(), self.now);
+        let Some(taker) = &mut self.taker else { return };
+        taker.handle(now, event, &mut actions);
+        self.carry_out(number, actions);
+    }
+
+    fn carry_out(&mut self, number: SnapshotNumber, actions: Vec<TakerAction>) {
+        for action in actions {
+            match action {
+                TakerAction::Send(member, order) => {
+                    if !self.lost() {
+                        let at = self.later(30);
+                        self.hosts[member.index()].to.push_back((at, order));
+                    }
+                }
+                TakerAction::Publish(parts) => {
+                    assert_eq!(parts.len(), MEMBERS);
+                    for host in &self.hosts {
+                        assert!(host.saved.contains(&number), "published without a member");
+                    }
+                    self.publishing = Some(self.later(200));
+                }
+                TakerAction::Discard => self.discarded.push(number),
+            }
+        }
+    }
+
+    fn cohort(&mut self, at: usize, event: TakeEvent) {
+        let (mut actions, now) = (Vec::new(), self.now);
+        self.hosts[at].cohort.handle(now, event, &mut actions);
+        for action in actions {
+            match action {
+                TakeAction::Prepare(number) => {
+                    assert_eq!(self.hosts[at].armed.replace(number), None, "armed twice");
+                    let done = self.later(300);
+                    self.hosts[at].work.push_back((done, TakeEvent::Prepared(number)));
+                }
+                TakeAction::Take(number) => {
+                    assert_eq!(self.hosts[at].armed, Some(number), "not prepared");
+                    let (taken, saved) = (self.later(50), self.later(3_000));
+                    let fails = self.faults.failures && self.random.below(8) == 0;
+                    let failed = TakeEvent::Failed(number, "the store is full".into());
+                    let last = if fails { failed } else { TakeEvent::Saved(number, part()) };
+                    let work = &mut self.hosts[at].work;
+                    work.push_back((taken, TakeEvent::Taken(number)));
+                    work.push_back((saved, last));
+                }
+                TakeAction::Commit(number) => {
+                    assert!(self.published.contains(&number), "committed what is not there");
+                    (self.hosts[at].armed, self.hosts[at].base) = (None, number);
+                }
+                TakeAction::Discard(_) => {
+                    self.hosts[at].armed = None;
+                    self.hosts[at].work.clear();
+                }
+                TakeAction::Report(report) => {
+                    if !self.lost() {
+                        let arrives = self.later(30);
+                        self.hosts[at].from.push_back((arrives, report));
+                    }
+                }
+            }
+        }
+    }
+
+    fn step(&mut self, number: SnapshotNumber) {
+        self.now = self.now + Duration::from_millis(10);
+        let now = self.now;
+        if self.publishing.take_if(|at| *at <= now).is_some() {
+            let fails = self.faults.store && self.random.below(3) == 0;
+            if !fails {
+                self.published.push(number);
+            }
+            let failed = TakerEvent::NotPublished("the store is gone".into());
+            self.taker(number, if fails { failed } else { TakerEvent::Published });
+        }
+        if self.faults.orphans && self.random.below(200) == 0 {
+            self.taker = None;
+        }
+        if self.faults.deaths && self.random.below(600) == 0 {
+            let dead = self.random.below(MEMBERS as u64) as usize;
+            self.hosts[dead].alive = false;
+        }
+        self.taker(number, TakerEvent::Tick);
+        for at in 0..MEMBERS {
+            self.exchange(at, number);
+        }
+    }
+
+    fn exchange(&mut self, at: usize, number: SnapshotNumber) {
+        let now = self.now;
+        fn due<T>(queue: &mut VecDeque<(Time, T)>, now: Time) -> Option<T> {
+            let due = queue.front().is_some_and(|(at, _)| *at <= now);
+            due.then(|| queue.pop_front()).flatten().map(|(_, item)| item)
+        }
+        while let Some(report) = due(&mut self.hosts[at].from, now) {
+            self.taker(number, TakerEvent::Report(Member(at as u16), report));
+        }
+        if !self.hosts[at].alive {
+            return;
+        }
+        while let Some(order) = due(&mut self.hosts[at].to, now) {
+            self.cohort(at, TakeEvent::Order(order));
+        }
+        self.cohort(at, TakeEvent::Tick);
+        while let Some(event) = due(&mut self.hosts[at].work, now) {
+            if let TakeEvent::Saved(number, _) = &event {
+                self.hosts[at].saved.push(*number);
+            }
+            self.cohort(at, event);
+        }
+    }
+
+    /// One snapshot after the other; checks what became of each.
+    fn play(mut self) -> World {
+        for number in (1..=SNAPSHOTS).map(SnapshotNumber) {
+            self.begin(number);
+            for _ in 0..2_500 {
+                self.step(number);
+            }
+            let Some(taker) = self.taker.take() else {
+                self.publishing = None;
+                continue;
+            };
+            assert!(taker.is_over(), "{number}: {:?}", taker.phase());
+            let there = self.published.contains(&number);
+            assert_eq!(there, *taker.phase() == TakerPhase::Done);
+            assert_eq!(!there, self.discarded.contains(&number), "swept if and only if given up");
+            self.outcomes.push(taker.phase().clone());
+        }
+        self
+    }
+}
+
+fn play(seed: u64, faults: Faults) -> World {
+    World::new(seed, faults).play()
+}
+
+#[test]
+fn a_lossy_network_only_delays_a_snapshot() {
+    for seed in 1..=100 {
+        let world = play(seed, Faults { loss: seed % 40, ..Faults::default() });
+        assert_eq!(world.outcomes, vec![TakerPhase::Done; SNAPSHOTS as usize], "seed {seed}");
+        for host in &world.hosts {
+            assert_eq!((host.armed, host.base), (None, SnapshotNumber(SNAPSHOTS)));
+        }
+    }
+}
+
+#[test]
+fn a_failure_leaves_no_snapshot_and_nobody_armed() {
+    let (mut failed, mut done) = (0, 0);
+    for seed in 1..=150 {
+        let faults =
+            Faults { loss: 10, failures: seed % 2 == 0, store: seed % 3 == 0, ..Faults::default() };
+        let world = play(seed, faults);
+        for outcome in &world.outcomes {
+            match outcome {
+                TakerPhase::Done => done += 1,
+                TakerPhase::Failed(Failure { why, .. }) => {
+                    assert!(
+                        ["the store is full", "the store is gone"].contains(&&why[..]),
+                        "{why}"
+                    );
+                    failed += 1;
+                }
+                other => panic!("seed {seed}: {other:?}"),
+            }
+        }
+        assert!(world.hosts.iter().all(|host| host.armed.is_none()), "seed {seed}");
+    }
+    assert!(failed > 50 && done > 50, "{failed} failed, {done} done");
+}
+
+#[test]
+fn a_dead_host_fails_what_is_not_stored_and_nothing_else() {
+    let (mut failed, mut done) = (0, 0);
+    for seed in 1..=150 {
+        let world = play(seed, Faults { loss: 5, deaths: true, ..Faults::default() });
+        failed += world.outcomes.iter().filter(|outcome| **outcome != TakerPhase::Done).count();
+        done += world.outcomes.iter().filter(|outcome| **outcome == TakerPhase::Done).count();
+        for host in world.hosts.iter().filter(|host| host.alive) {
+            assert_eq!(host.armed, None, "seed {seed}");
+        }
+    }
+    assert!(failed > 50 && done > 20, "{failed} failed, {done} done");
+}
+
+#[test]
+fn without_a_coordinator_the_members_give_up_and_run_on() {
+    let mut given_up = 0;
+    for seed in 1..=150 {
+        let world = play(seed, Faults { orphans: true, ..Faults::default() });
+        for host in &world.hosts {
+            assert_eq!(host.armed, None, "seed {seed}");
+            assert!(host.base == SnapshotNumber(0) || world.published.contains(&host.base));
+            given_up += u32::from(matches!(host.cohort.phase(), TakeCohortPhase::Failed(_)));
+        }
+    }
+    assert!(given_up > 50, "{given_up}");
+}
