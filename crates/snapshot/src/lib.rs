@@ -26,6 +26,8 @@ mod mode;
 mod pack;
 mod plan;
 mod queue;
+#[cfg(test)]
+mod random;
 mod restore;
 mod segment;
 mod store;

@@ -2,21 +2,10 @@
 //! about is a consistent cut of the whole group, and the running group notices nothing.
 
 use super::*;
+use crate::random::Random;
 use std::collections::BTreeMap;
 
 const MEMBERS: usize = 4;
-
-/// A small generator; the seed is the schedule.
-struct Random(u64);
-
-impl Random {
-    fn below(&mut self, bound: usize) -> usize {
-        self.0 ^= self.0 << 13;
-        self.0 ^= self.0 >> 7;
-        self.0 ^= self.0 << 17;
-        (self.0 % bound as u64) as usize
-    }
-}
 
 type Frame = Vec<u8>;
 
@@ -77,7 +66,7 @@ impl World {
     fn new(seed: u64, colours: bool) -> World {
         let cut = |own: usize| Cut::new(Member(own as u16), MEMBERS, Life(3), SnapshotNumber(7));
         World {
-            random: Random(seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1),
+            random: Random::new(seed),
             colours,
             guests: Default::default(),
             cuts: (0..MEMBERS).map(cut).collect(),
@@ -94,7 +83,8 @@ impl World {
     }
 
     fn step(&mut self) {
-        let (member, other) = (self.random.below(MEMBERS), self.random.below(MEMBERS));
+        let mut any = || self.random.below(MEMBERS as u64) as usize;
+        let (member, other) = (any(), any());
         match self.random.below(12) {
             0..=2 if member != other => self.send(member, other),
             3..=5 if member != other => self.carry(member, other),

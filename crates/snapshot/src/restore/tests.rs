@@ -4,6 +4,7 @@
 use super::*;
 use crate::contact::{REPEAT, SILENCE};
 use crate::graph::{Crossing, StartOrder};
+use crate::random::Random;
 use crate::{Failure, Member};
 use std::collections::VecDeque;
 use std::time::Duration;
@@ -11,18 +12,6 @@ use understudy_protocol::Time;
 
 const MEMBERS: usize = 5;
 const STEP: Duration = Duration::from_millis(10);
-
-/// A small generator; the seed is the schedule.
-struct Random(u64);
-
-impl Random {
-    fn below(&mut self, bound: u64) -> u64 {
-        self.0 ^= self.0 << 13;
-        self.0 ^= self.0 >> 7;
-        self.0 ^= self.0 << 17;
-        self.0 % bound
-    }
-}
 
 #[derive(Clone, Copy, Debug, Default)]
 struct Faults {
@@ -62,7 +51,7 @@ struct World {
 
 impl World {
     fn new(seed: u64, faults: Faults, patience: Duration) -> World {
-        let mut random = Random(seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1);
+        let mut random = Random::new(seed);
         let crossings: Vec<Crossing> = (0..random.below(7))
             .map(|_| Crossing {
                 from: Member(random.below(MEMBERS as u64) as u16),

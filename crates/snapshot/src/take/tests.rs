@@ -2,6 +2,7 @@
 //! members or does not exist, and nobody stays armed.
 
 use super::*;
+use crate::random::Random;
 use crate::{Failure, Member};
 use std::collections::VecDeque;
 use std::time::Duration;
@@ -9,18 +10,6 @@ use understudy_protocol::Time;
 
 const MEMBERS: usize = 4;
 const SNAPSHOTS: u64 = 3;
-
-/// A small generator; the seed is the schedule.
-struct Random(u64);
-
-impl Random {
-    fn below(&mut self, bound: u64) -> u64 {
-        self.0 ^= self.0 << 13;
-        self.0 ^= self.0 >> 7;
-        self.0 ^= self.0 << 17;
-        self.0 % bound
-    }
-}
 
 #[derive(Clone, Copy, Debug, Default)]
 struct Faults {
@@ -74,7 +63,7 @@ impl World {
             from: VecDeque::new(),
         };
         World {
-            random: Random(seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1),
+            random: Random::new(seed),
             faults,
             now,
             taker: None,

@@ -1,6 +1,7 @@
 //! The running group, and what its hosts do for its snapshots.
 
 use crate::MEMBERS;
+use crate::random::Random;
 use crate::saving::{Saving, store_member};
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::time::Duration;
@@ -41,18 +42,6 @@ pub fn balance(memory: &Memory) -> u64 {
 
 fn page(unit: u64) -> Page {
     Page { block: BlockId(0), index: PageIndex(unit) }
-}
-
-/// A small generator; the seed is the schedule.
-struct Random(u64);
-
-impl Random {
-    fn below(&mut self, bound: u64) -> u64 {
-        self.0 ^= self.0 << 13;
-        self.0 ^= self.0 >> 7;
-        self.0 ^= self.0 << 17;
-        self.0 % bound
-    }
 }
 
 /// One member and its host.
@@ -99,7 +88,7 @@ impl Group<'_> {
         };
         Group {
             store,
-            random: Random(seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1),
+            random: Random::new(seed),
             now,
             hosts: (0..MEMBERS).map(host).collect(),
             wires: BTreeMap::new(),
@@ -305,7 +294,7 @@ impl Group<'_> {
     fn save(&mut self, at: usize, reports: &mut Vec<(Member, About<TakeReport>)>) {
         let host = &mut self.hosts[at];
         let (Some(saving), Some(log)) = (&mut host.saving, host.cut.log()) else { return };
-        if saving.map.is_some() || self.random.0 % 5 > 0 {
+        if saving.map.is_some() || self.random.below(5) > 0 {
             return;
         }
         let number = saving.number;

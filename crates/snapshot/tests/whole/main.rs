@@ -4,6 +4,8 @@
 //! money is lost or doubled, wherever it was.
 
 mod group;
+#[path = "../../src/random.rs"]
+mod random;
 mod restored;
 mod saving;
 
