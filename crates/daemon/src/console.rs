@@ -138,11 +138,8 @@ impl Relay {
     /// Takes what the client sends, or a client.
     fn listen(&mut self) {
         let Some(client) = &mut self.client else {
-            self.client = self.listener.accept().ok().map(|(client, _)| client);
-            self.client = self.client.take().filter(|client| {
-                client.set_write_timeout(Some(PATIENCE)).is_ok()
-                    && client.set_nonblocking(false).is_ok()
-            });
+            let patient = |client: &UnixStream| client.set_write_timeout(Some(PATIENCE)).is_ok();
+            self.client = self.listener.accept().ok().map(|(client, _)| client).filter(patient);
             return;
         };
         let mut typed = [0; AT_ONCE];

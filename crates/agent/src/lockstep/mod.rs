@@ -9,8 +9,8 @@
 //! - `writev` to a card's socket brings the log out first, so that the daemon, reading the
 //!   frame, finds a position that covers it; on a backup it sends nothing ([`output`]);
 //! - `ppoll` keeps QEMU from sleeping while there is log ([`wait`]);
-//! - `write` to an eventfd of QEMU's loops, on a backup, is left out when it wakes them for
-//!   nothing ([`wake`]).
+//! - `write` by the vCPU to an eventfd of QEMU's loops is left out when it wakes them for
+//!   nothing: any loop on a backup, the monitors' on a primary ([`wake`]).
 
 mod control;
 mod halt;

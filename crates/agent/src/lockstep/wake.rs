@@ -6,7 +6,7 @@
 //! processor, and then its locks. Where threads outnumber processors that is a good part of a
 //! backup's work. QEMU wakes a loop by a write to its eventfd: such a write is left out here,
 //! and the main loop, which sleeps for a bounded time ([`super::wait`]), finds what it is to do
-//! a little later.
+//! a little later. A primary's vCPU does not wake the monitors' thread either.
 
 use super::qemu::{Loop, Qemu};
 use super::wait::is_of_vcpu;
