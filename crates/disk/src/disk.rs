@@ -1,5 +1,11 @@
 //! One guest disk: its image on this host, and where its writes are mirrored to.
 
+mod ordered;
+mod snapshot;
+
+use crate::absent::Absent;
+use crate::blocks::BlockSet;
+use crate::capture::Frozen;
 use crate::changes::ChangeMap;
 use crate::error::DiskError;
 use crate::flusher::{Done, Flusher};
@@ -8,12 +14,13 @@ use crate::lent::Loan;
 use crate::reads::Reads;
 use nix::errno::Errno;
 use nix::unistd::gettid;
+pub(crate) use ordered::Ordered;
 use std::fmt;
 use std::io;
 use std::ops::Range;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicI32, AtomicUsize, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError, RwLock};
 use understudy_protocol::DiskIndex;
 
 /// Where a disk's writes go after the local image: the stream to the backup.
@@ -44,6 +51,8 @@ pub struct Disk {
     image: Arc<Image>,
     order: Mutex<Order>,
     flusher: Flusher,
+    /// Of a disk that is being restored.
+    absent: OnceLock<Absent>,
     /// Not in [`Order`]: a write that waits for its sink must not keep reads waiting.
     reads: RwLock<Reads>,
     /// Thread id of [`Disk::server_thread`]; 0 is none.
@@ -57,6 +66,10 @@ pub struct Disk {
 struct Order {
     sink: Option<Arc<dyn WriteSink>>,
     changes: Option<Arc<ChangeMap>>,
+    /// What is still to be read of the disk as it was at a snapshot.
+    capture: Option<Arc<Frozen>>,
+    /// What changed since the snapshot that the next one builds on; none if there is no such.
+    since_base: Option<BlockSet>,
     read_only: bool,
     guest_writes: GuestWrites,
 }
@@ -119,6 +132,7 @@ impl Disk {
             image,
             order: Mutex::default(),
             flusher,
+            absent: OnceLock::new(),
             reads: RwLock::default(),
             server_thread: AtomicI32::new(0),
             requests: AtomicUsize::new(0),
@@ -235,6 +249,9 @@ impl Disk {
     pub fn read(&self, offset: u64, buffer: &mut [u8]) -> io::Result<()> {
         self.check_range(offset, buffer.len() as u64)?;
         fail_in_a_test()?;
+        if let Some(absent) = self.absent() {
+            absent.wait_for(offset, buffer.len() as u64)?;
+        }
         self.image.read(offset, buffer)
     }
 
@@ -242,12 +259,14 @@ impl Disk {
     pub(crate) fn read_if_cached(&self, offset: u64, buffer: &mut [u8]) -> io::Result<bool> {
         self.check_range(offset, buffer.len() as u64)?;
         fail_in_a_test()?;
-        self.image.read_if_cached(offset, buffer)
+        Ok(self.is_there(offset, buffer.len() as u64)
+            && self.image.read_if_cached(offset, buffer)?)
     }
 
     /// Lends a range of the export, behind a header, if that needs no copy and no waiting.
     pub(crate) fn lend(&self, loan: &mut Loan, header: &[u8], offset: u64, len: u32) -> bool {
         self.check_range(offset, len.into()).is_ok()
+            && self.is_there(offset, len.into())
             && self.image.lend(loan, header, offset, len as usize)
     }
 
@@ -310,6 +329,10 @@ impl Disk {
 
     /// The first run of data at or after `from`, within the export.
     pub(crate) fn next_data(&self, from: u64) -> io::Result<Option<Range<u64>>> {
+        if self.absent().is_some() && from < self.export_bytes {
+            // Its holes are none.
+            return Ok(Some(from..self.export_bytes));
+        }
         Ok(self.image.next_data(from)?.filter(|data| data.start < self.export_bytes))
     }
 
@@ -381,65 +404,6 @@ fn fail_in_a_test() -> io::Result<()> {
         _ => Ok(()),
     });
     Ok(())
-}
-
-/// The right to write: while it is held, nobody else changes the image or calls the sink.
-pub(crate) struct Ordered<'a> {
-    disk: &'a Disk,
-    order: MutexGuard<'a, Order>,
-}
-
-impl Ordered<'_> {
-    pub(crate) fn write(&self, offset: u64, data: &[u8]) -> io::Result<()> {
-        self.disk.check_range(offset, data.len() as u64)?;
-        self.begin(offset, data.len() as u64)?;
-        self.disk.image.write(offset, data)?;
-        if let Some(sink) = &self.order.sink {
-            sink.write(self.disk.index, offset, data);
-        }
-        Ok(())
-    }
-
-    pub(crate) fn zero(&self, offset: u64, len: u64, space: Space) -> io::Result<()> {
-        self.disk.check_range(offset, len)?;
-        if len == 0 {
-            return Ok(());
-        }
-        self.begin(offset, len)?;
-        self.disk.image.zero(offset, len, space)?;
-        self.mirror_zero(offset, len);
-        Ok(())
-    }
-
-    pub(crate) fn trim(&self, offset: u64, len: u64) -> io::Result<()> {
-        self.disk.check_range(offset, len)?;
-        self.begin(offset, len)?;
-        if self.disk.image.punch(offset, len)? {
-            self.mirror_zero(offset, len);
-        }
-        Ok(())
-    }
-
-    fn begin(&self, offset: u64, len: u64) -> io::Result<()> {
-        if let Some(changes) = &self.order.changes {
-            changes.mark(offset, len)?;
-        }
-        if let Some(sink) = &self.order.sink {
-            sink.begin(self.disk.index, offset, len);
-        }
-        Ok(())
-    }
-
-    fn mirror_zero(&self, offset: u64, len: u64) {
-        if let Some(sink) = &self.order.sink {
-            sink.zero(self.disk.index, offset, len);
-        }
-    }
-
-    /// Whether writes are mirrored at present.
-    pub(crate) fn has_sink(&self) -> bool {
-        self.order.sink.is_some()
-    }
 }
 
 #[cfg(test)]

@@ -19,9 +19,15 @@
 //! While two hosts' images of a disk differ, or may come to differ, a [`ChangeMap`] tells
 //! where: [`copy_changed`] then brings the other one up to date without copying it all.
 //!
+//! A [`Capture`] reads a disk as it was at one moment, for a snapshot, while the guest goes on
+//! writing; [`Disk::restore`] lets a guest run on an image whose blocks are still being fetched.
+//!
 //! Start reading at [`Disk`], then `nbd/connection.rs`.
 
+mod absent;
+mod blocks;
 mod cached;
+mod capture;
 mod changes;
 mod disk;
 mod error;
@@ -33,6 +39,9 @@ mod mirror;
 mod nbd;
 mod reads;
 
+pub use absent::Fetcher;
+pub use blocks::{BLOCK_BYTES, BlockSet};
+pub use capture::{Capture, ChangesTaken, PreparedCapture};
 pub use changes::{ChangeMap, GRANULE_BYTES};
 pub use disk::{Disk, GuestWrites, WriteSink};
 pub use error::DiskError;

@@ -207,6 +207,7 @@ fn copy_chunk(
     chunk: &mut [u8],
     zeroes: Zeroes,
 ) -> io::Result<bool> {
+    disk.await_range(offset, chunk.len() as u64)?;
     let ordered = disk.ordered();
     if !ordered.has_sink() {
         return Err(io::Error::new(

@@ -161,7 +161,12 @@ impl Connection<'_> {
     ) -> io::Result<Durable> {
         let (offset, len) = (request.offset, u64::from(request.length));
         let counters = &self.served.counters;
-        let guest = || self.served.disk.ordered_for_guest();
+        let disk = &self.served.disk;
+        let guest = || {
+            // Before the lock, which others need while this waits.
+            disk.await_edges(offset, len)?;
+            disk.ordered_for_guest()
+        };
         match command {
             Command::Write { fua } => {
                 guest()?.write(offset, payload)?;

@@ -1,0 +1,95 @@
+//! Changes of a disk, one after the other.
+
+use super::{Disk, Order};
+use crate::image::Space;
+use std::io;
+use std::sync::MutexGuard;
+
+/// The right to write: while it is held, nobody else changes the image or calls the sink.
+pub(crate) struct Ordered<'a> {
+    pub(super) disk: &'a Disk,
+    pub(super) order: MutexGuard<'a, Order>,
+}
+
+impl Ordered<'_> {
+    pub(crate) fn write(&mut self, offset: u64, data: &[u8]) -> io::Result<()> {
+        self.disk.check_range(offset, data.len() as u64)?;
+        self.begin(offset, data.len() as u64)?;
+        let write = || self.disk.image.write(offset, data);
+        self.change(offset, data.len() as u64, write)?;
+        if let Some(sink) = &self.order.sink {
+            sink.write(self.disk.index, offset, data);
+        }
+        Ok(())
+    }
+
+    pub(crate) fn zero(&mut self, offset: u64, len: u64, space: Space) -> io::Result<()> {
+        self.disk.check_range(offset, len)?;
+        if len == 0 {
+            return Ok(());
+        }
+        self.begin(offset, len)?;
+        self.change(offset, len, || self.disk.image.zero(offset, len, space))?;
+        self.mirror_zero(offset, len);
+        Ok(())
+    }
+
+    pub(crate) fn trim(&mut self, offset: u64, len: u64) -> io::Result<()> {
+        self.disk.check_range(offset, len)?;
+        if self.is_held(offset, len) {
+            return Ok(());
+        }
+        self.begin(offset, len)?;
+        if self.disk.image.punch(offset, len)? {
+            self.mirror_zero(offset, len);
+        }
+        Ok(())
+    }
+
+    /// Whether giving space back would mean copying it for a snapshot first, gigabytes perhaps,
+    /// or a restore is under way. A guest that trims does not care.
+    fn is_held(&self, offset: u64, len: u64) -> bool {
+        let needed = self.order.capture.as_ref().is_some_and(|capture| capture.needs(offset, len));
+        needed || self.disk.absent().is_some()
+    }
+
+    fn change(
+        &self,
+        offset: u64,
+        len: u64,
+        change: impl FnOnce() -> io::Result<()>,
+    ) -> io::Result<()> {
+        match self.disk.absent() {
+            Some(absent) => absent.overwrite(offset, len, change),
+            None => change(),
+        }
+    }
+
+    fn begin(&mut self, offset: u64, len: u64) -> io::Result<()> {
+        self.disk.await_edges(offset, len)?;
+        if let Some(changes) = &self.order.changes {
+            changes.mark(offset, len)?;
+        }
+        if let Some(changed) = &mut self.order.since_base {
+            changed.insert(changed.touched(offset, len));
+        }
+        if let Some(capture) = &self.order.capture {
+            capture.before_change(self.disk, offset, len);
+        }
+        if let Some(sink) = &self.order.sink {
+            sink.begin(self.disk.index, offset, len);
+        }
+        Ok(())
+    }
+
+    fn mirror_zero(&self, offset: u64, len: u64) {
+        if let Some(sink) = &self.order.sink {
+            sink.zero(self.disk.index, offset, len);
+        }
+    }
+
+    /// Whether writes are mirrored at present.
+    pub(crate) fn has_sink(&self) -> bool {
+        self.order.sink.is_some()
+    }
+}

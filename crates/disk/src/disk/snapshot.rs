@@ -1,0 +1,99 @@
+//! What snapshots and restores want of a disk.
+
+use super::Disk;
+use crate::absent::{Absent, Fetcher};
+use crate::blocks::BlockSet;
+use crate::capture::{Frozen, Taken};
+use std::io;
+use std::sync::Arc;
+
+impl Disk {
+    /// Turns an image that was just made, and holds zeroes, into one that is being restored:
+    /// whoever reads one of these blocks waits until [`Disk::fill`] has brought it.
+    ///
+    /// # Panics
+    /// If it was called before.
+    pub fn restore(&self, absent: BlockSet, fetcher: Arc<dyn Fetcher>) {
+        assert!(self.absent.set(Absent::new(absent, fetcher)).is_ok(), "restored twice");
+    }
+
+    /// Blocks from `first` on were fetched. What the guest overwrote meanwhile stays.
+    pub fn fill(&self, first: u64, content: &[u8]) -> io::Result<()> {
+        match self.absent.get() {
+            Some(absent) => absent.fill(&self.image, first, content),
+            None => Ok(()),
+        }
+    }
+
+    /// Blocks that are still to be fetched.
+    pub fn absent_blocks(&self) -> u64 {
+        self.absent.get().map_or(0, Absent::count)
+    }
+
+    /// Nothing more will be fetched: whoever waits gets an error. The guest has ended.
+    pub fn give_up_restore(&self) {
+        self.absent.get().inspect(|absent| absent.give_up());
+    }
+
+    pub(super) fn absent(&self) -> Option<&Absent> {
+        self.absent.get().filter(|absent| absent.any())
+    }
+
+    pub(super) fn is_there(&self, offset: u64, len: u64) -> bool {
+        self.absent().is_none_or(|absent| absent.has(offset, len))
+    }
+
+    /// To be called without any lock before a change: waits for the blocks that it changes in part.
+    pub(crate) fn await_edges(&self, offset: u64, len: u64) -> io::Result<()> {
+        self.absent().map_or(Ok(()), |absent| absent.wait_for_edges(offset, len))
+    }
+
+    /// To be called without any lock: waits for all of a range.
+    pub(crate) fn await_range(&self, offset: u64, len: u64) -> io::Result<()> {
+        self.absent().map_or(Ok(()), |absent| absent.wait_for(offset, len))
+    }
+
+    /// From now on changes are noted for the next snapshot: the disk is as the last one has it.
+    pub fn set_base(&self) {
+        self.lock_order().since_base = Some(BlockSet::none(self.export_bytes));
+    }
+
+    pub(crate) fn has_base(&self) -> bool {
+        self.lock_order().since_base.is_some()
+    }
+
+    /// A snapshot is taken: what it has to read, all of it if there is no base or `all` is given.
+    /// What changes from now on goes to the `fresh` set.
+    pub(crate) fn take_changes(
+        &self,
+        fresh: BlockSet,
+        all: Option<BlockSet>,
+    ) -> (Taken, Arc<BlockSet>) {
+        let changed = self.lock_order().since_base.replace(fresh);
+        match (all, changed) {
+            (None, Some(changed)) => {
+                let changed = Arc::new(changed);
+                (Taken::Changed(changed.clone()), changed)
+            }
+            (all, _) => {
+                let all = all.unwrap_or_else(|| BlockSet::all(self.export_bytes));
+                (Taken::All, Arc::new(all))
+            }
+        }
+    }
+
+    /// The snapshot that took them came to nothing.
+    pub(crate) fn give_back(&self, taken: Taken) {
+        let mut order = self.lock_order();
+        match (taken, &mut order.since_base) {
+            (Taken::Changed(blocks), Some(changed)) => changed.merge(&blocks),
+            _ => order.since_base = None,
+        }
+    }
+
+    /// Before a block is overwritten that the capture has not read, it puts it aside.
+    pub(crate) fn set_capture(&self, capture: Option<Arc<Frozen>>) {
+        let former = std::mem::replace(&mut self.lock_order().capture, capture);
+        drop(former);
+    }
+}
