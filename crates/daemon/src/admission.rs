@@ -21,10 +21,15 @@ impl Host {
     /// Refuses names and MAC addresses that are in use on this host.
     pub(crate) fn check_free(&self, definition: &VmDefinition) -> Result<(), HostError> {
         self.check_unused(definition)?;
+        if self.snapshots.is_restoring(&definition.name) {
+            let message = format!("{} is being restored from a snapshot", definition.name);
+            return Err(HostError::new(ErrorKind::Conflict, message));
+        }
         self.await_former(&definition.name)
     }
 
-    fn check_unused(&self, definition: &VmDefinition) -> Result<(), HostError> {
+    /// Refuses names and MAC addresses of VMs that there are.
+    pub(crate) fn check_unused(&self, definition: &VmDefinition) -> Result<(), HostError> {
         let vms = lock(&self.vms);
         for (name, vm) in vms.iter() {
             let machine = match vm {

@@ -22,13 +22,16 @@
 //! ```
 
 mod arbiter;
+mod cluster;
 mod source;
 
 pub use arbiter::{ArbiterConfig, EtcdConfig, EtcdTls};
+pub use cluster::{ClusterConfig, Schedule};
 
 use crate::error::{ErrorKind, HostError};
 use crate::tls::TlsFiles;
 use arbiter::RawArbiter;
+use cluster::RawCluster;
 use serde::Deserialize;
 use source::Source;
 pub(crate) use source::check_host_name;
@@ -95,6 +98,8 @@ pub struct HostConfig {
     pub repair: RepairConfig,
     /// Whether VMs may be followed by a backup without output commit.
     pub allow_unheld_output: bool,
+    /// Groups of VMs that are snapshotted together.
+    pub clusters: BTreeMap<String, ClusterConfig>,
 }
 
 /// How lost protection is restored.
@@ -215,6 +220,8 @@ struct RawConfig {
     #[serde(default)]
     experiments: RawExperiments,
     metrics: Option<RawMetrics>,
+    #[serde(default, rename = "cluster")]
+    clusters: BTreeMap<Spanned<String>, RawCluster>,
 }
 
 #[derive(Deserialize)]
@@ -294,6 +301,7 @@ impl RawConfig {
             detection_timeout: check_detection(source, self.detection)?,
             repair: self.repair,
             allow_unheld_output: self.experiments.allow_unheld_output,
+            clusters: cluster::check(source, self.clusters)?,
             name,
         })
     }

@@ -52,6 +52,10 @@ pub enum Purpose {
         /// Bytes of its memory.
         memory: u64,
     },
+    /// Orders and reports about snapshots and restores of groups follow.
+    Group,
+    /// Could this host take members of a snapshot? See [`crate::snapshot`].
+    MayRestore(crate::snapshot::Question),
     /// The heartbeats of a session that was accepted on another connection.
     Heartbeat {
         /// The session.

@@ -1,7 +1,7 @@
 //! The host: every VM that this daemon runs or backs up.
 
 use crate::arbiter::Arbiter;
-use crate::config::HostConfig;
+use crate::config::{ClusterConfig, HostConfig};
 use crate::error::{ErrorKind, HostError};
 use crate::handshake::Identity;
 use crate::machine::Machine;
@@ -9,6 +9,7 @@ use crate::membership::{self, Members};
 use crate::records::{Record, Records};
 use crate::report::{CheckpointTiming, HostStatus, VmStatus};
 use crate::resync;
+use crate::snapshot::Snapshots;
 use crate::sync::lock;
 use crate::tls::Tls;
 use crate::vm::{PrimaryVm, Vm};
@@ -51,6 +52,8 @@ pub struct Host {
     pub(crate) backed_groups: Mutex<Vec<Weak<backup::Group>>>,
     /// The other hosts, as far as etcd knows them.
     pub(crate) members: Members,
+    /// What it does for snapshots and restores.
+    pub(crate) snapshots: Snapshots,
     /// Set for good when the daemon ends.
     closing: AtomicBool,
 }
@@ -91,6 +94,7 @@ impl Host {
             protecting: Mutex::default(),
             backed_groups: Mutex::default(),
             members: Members::default(),
+            snapshots: Snapshots::default(),
             closing: AtomicBool::new(false),
         });
         for listener in listeners {
@@ -104,7 +108,12 @@ impl Host {
 
     /// One VM's status.
     pub fn vm_status(&self, name: &str) -> Result<VmStatus, HostError> {
-        Ok(self.vm(name)?.status())
+        Ok(self.with_filling(self.vm(name)?.status()))
+    }
+
+    fn with_filling(&self, mut status: VmStatus) -> VmStatus {
+        status.filling = self.snapshots.filling(&status.name);
+        status
     }
 
     /// The last checkpoints' timings, oldest first (at most 4 096 are kept).
@@ -119,7 +128,7 @@ impl Host {
             name: self.config.name.clone(),
             version: env!("CARGO_PKG_VERSION").to_owned(),
             qemu_version: self.capabilities.version.to_string(),
-            vms: vms.iter().map(Vm::status).collect(),
+            vms: vms.iter().map(|vm| self.with_filling(vm.status())).collect(),
         }
     }
 
@@ -180,6 +189,22 @@ impl Host {
                 warn!(vm, "ran here when this host's daemon ended: `understudy recover {vm}`");
             }
         }
+    }
+
+    /// A group that this host's configuration has.
+    pub(crate) fn cluster(&self, name: &str) -> Result<&ClusterConfig, HostError> {
+        self.config.clusters.get(name).ok_or_else(|| {
+            let known: Vec<&str> = self.config.clusters.keys().map(String::as_str).collect();
+            let known = match known.is_empty() {
+                true => "it has none".to_owned(),
+                false => format!("it has {}", known.join(", ")),
+            };
+            let message = format!(
+                "the configuration of host {} has no [cluster.{name}]; {known}",
+                self.config.name
+            );
+            HostError::new(ErrorKind::NotFound, message)
+        })
     }
 
     /// A VM by name.

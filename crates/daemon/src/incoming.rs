@@ -52,6 +52,14 @@ fn serve(host: &Arc<Host>, stream: TcpStream) {
                 link.send_json(Kind::Welcome, &host.survey_answer(&vm, memory))
             }
             Purpose::Images { vm } => answer_images(host, &link, &vm),
+            Purpose::Group => crate::snapshot::serve(host, &link),
+            Purpose::MayRestore(question) => match host.may_restore(&question) {
+                Ok(answer) => link.send_json(Kind::Welcome, &answer),
+                Err(error) => {
+                    link.refuse(&error.to_string());
+                    Err(error.into())
+                }
+            },
             Purpose::Heartbeat { session, path } => {
                 let session = session_of(host, &link, &hello, &session)?;
                 link.send_json(Kind::Welcome, &Welcome::of(&host.config.name))?;

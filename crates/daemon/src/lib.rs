@@ -34,6 +34,7 @@ mod repair;
 pub mod report;
 mod resync;
 mod room;
+pub mod snapshot;
 mod succession;
 mod survey;
 mod sync;

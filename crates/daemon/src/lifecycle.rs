@@ -79,6 +79,17 @@ impl Host {
         vm
     }
 
+    /// The VM runs here from now on, by this restore.
+    pub(crate) fn add_restored(
+        self: &Arc<Self>,
+        machine: Arc<Machine>,
+        generation: Generation,
+        restore: &str,
+    ) {
+        let vm = self.add_primary(machine, generation, None);
+        vm.note_restore(restore);
+    }
+
     /// The VM should be protected and is not, for this reason; `remedy` is the
     /// operator's, if it is not protected again without one.
     pub(crate) fn degraded(&self, vm: &PrimaryVm, mut reason: String, remedy: &str) {

@@ -83,6 +83,13 @@ impl Host {
             );
             return Err(HostError::new(ErrorKind::Conflict, message));
         }
+        if self.snapshots.is_taking(name) || self.snapshots.filling(name).is_some() {
+            let message = format!(
+                "{name} is being snapshotted, or its memory is still being loaded from a \
+                 snapshot: try again when that has ended (`understudy status {name}`)"
+            );
+            return Err(HostError::new(ErrorKind::Conflict, message));
+        }
         match &self.kernel_problem {
             Some(problem) => Err(HostError::new(ErrorKind::Invalid, problem.clone())),
             None => Ok(()),

@@ -13,6 +13,7 @@ use std::net::SocketAddr;
 use std::sync::Arc;
 use std::thread;
 use tracing::{info, warn};
+use understudy_protocol::Generation;
 use understudy_protocol::validity::{ArbiterWord, Evidence, Finding, ImageRole, judge};
 use understudy_protocol::wire::Kind;
 
@@ -25,26 +26,33 @@ pub struct ImagesAnswer {
     pub record: Option<Record>,
     /// What it does with the VM at this moment, if anything.
     pub busy: Option<String>,
+    /// Bytes of the VM's memory, if it runs there.
+    #[serde(default)]
+    pub runs: Option<u64>,
 }
 
 /// Everybody's answers.
-struct Inquiry {
+pub(crate) struct Inquiry {
     answers: Vec<ImagesAnswer>,
     /// Hosts that did not answer, and why.
     silent: Vec<(String, String)>,
-    arbiter: ArbiterWord,
-    arbiter_words: String,
+    pub(crate) arbiter: ArbiterWord,
+    pub(crate) arbiter_words: String,
 }
 
 impl Host {
     /// What this host says of its images of a VM.
     pub(crate) fn images_answer(&self, vm: &str) -> Result<ImagesAnswer, HostError> {
+        let mut runs = None;
         let busy = match lock(&self.vms).get(vm) {
-            Some(Vm::Primary(vm)) if vm.machine().is_alive() => Some("runs it".to_owned()),
+            Some(Vm::Primary(vm)) if vm.machine().is_alive() => {
+                runs = Some(vm.machine().definition().memory.bytes());
+                Some("runs it".to_owned())
+            }
             Some(Vm::Backup(session)) => Some(format!("stands by for host {}", session.primary)),
             _ => None,
         };
-        Ok(ImagesAnswer { host: self.config.name.clone(), record: self.record(vm)?, busy })
+        Ok(ImagesAnswer { host: self.config.name.clone(), record: self.record(vm)?, busy, runs })
     }
 
     /// This host's record of a VM.
@@ -118,7 +126,7 @@ impl Host {
     }
 
     /// Asks this host, every peer at the same time, and the arbiter.
-    fn inquire(&self, name: &str) -> Result<Inquiry, HostError> {
+    pub(crate) fn inquire(&self, name: &str) -> Result<Inquiry, HostError> {
         let mut answers = vec![self.images_answer(name)?];
         let mut silent = Vec::new();
         let known = self.known_hosts();
@@ -175,6 +183,40 @@ impl Host {
 }
 
 impl Inquiry {
+    /// A host that does something with the VM, and what.
+    pub(crate) fn busy(&self) -> Option<(&str, &str)> {
+        let busy = |answer: &'_ ImagesAnswer| answer.busy.is_some();
+        let answer = self.answers.iter().find(|answer| busy(answer))?;
+        Some((&answer.host, answer.busy.as_deref()?))
+    }
+
+    /// The host that runs the VM, and the bytes of its memory.
+    pub(crate) fn runner(&self) -> Option<(String, u64)> {
+        self.answers.iter().find_map(|answer| Some((answer.host.clone(), answer.runs?)))
+    }
+
+    /// Whether a host did not answer, and why.
+    pub(crate) fn silent_host(&self, host: &str) -> Option<(&str, &str)> {
+        let found = self.silent.iter().find(|(silent, _)| silent == host)?;
+        Some((&found.0, &found.1))
+    }
+
+    /// Who did not answer, as the end of a sentence.
+    pub(crate) fn silence(&self) -> String {
+        let hosts: Vec<&str> = self.silent.iter().map(|(host, _)| host.as_str()).collect();
+        match hosts.is_empty() {
+            true => String::new(),
+            false => format!("; not answering: {}", hosts.join(", ")),
+        }
+    }
+
+    /// The newest generation that anybody knows.
+    pub(crate) fn newest(&self) -> Generation {
+        let records = self.answers.iter().filter_map(|answer| answer.record.as_ref());
+        let known = records.map(|record| record.image.generation).max().unwrap_or_default();
+        known.max(self.arbiter.generation())
+    }
+
     fn evidence(&self) -> Evidence {
         let records = self.answers.iter().filter_map(|answer| answer.record.as_ref());
         let without = self.answers.iter().filter(|answer| answer.record.is_none());

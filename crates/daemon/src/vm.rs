@@ -59,6 +59,8 @@ pub struct PrimaryVm {
     pub protecting: Mutex<()>,
     /// How it came to this host, if by a take-over.
     takeover: OnceLock<TakeoverReport>,
+    /// The restore of a snapshot that it comes from.
+    restore: OnceLock<String>,
     state: Mutex<PrimaryState>,
 }
 
@@ -96,6 +98,7 @@ impl PrimaryVm {
             repairer: Repairer::new(wish),
             protecting: Mutex::default(),
             takeover: OnceLock::new(),
+            restore: OnceLock::new(),
             state: Mutex::new(state),
         }
     }
@@ -119,6 +122,17 @@ impl PrimaryVm {
     pub(crate) fn took_over(&self, takeover: TakeoverReport) {
         // A VM comes once.
         let _ = self.takeover.set(takeover);
+    }
+
+    /// It was started by this restore of a snapshot.
+    pub(crate) fn note_restore(&self, restore: &str) {
+        // A VM is restored once.
+        let _ = self.restore.set(restore.to_owned());
+    }
+
+    /// The restore that started it, if one did.
+    pub(crate) fn restored_by(&self) -> Option<&str> {
+        self.restore.get().map(String::as_str)
     }
 
     /// Whether every output waits for a backup.
@@ -326,6 +340,7 @@ fn machine_status(machine: &Machine, role: Role, live: bool) -> VmStatus {
         inbound: None,
         outbound: None,
         takeover: None,
+        filling: None,
         policy: definition.policy.unwrap_or_default(),
         checkpoints: 0,
         pause_ms: Default::default(),
@@ -386,6 +401,7 @@ impl FencedVm {
             inbound: None,
             outbound: None,
             takeover: None,
+            filling: None,
             policy: Policy::default(),
             checkpoints: 0,
             pause_ms: Default::default(),

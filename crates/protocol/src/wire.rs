@@ -8,7 +8,7 @@ use crate::{DiskIndex, Epoch};
 use std::fmt;
 
 /// Version of the wire format; peers must have the same.
-pub const WIRE_VERSION: u32 = 7;
+pub const WIRE_VERSION: u32 = 8;
 
 /// Bytes of a message header.
 pub const HEADER_BYTES: usize = 24;
@@ -80,6 +80,10 @@ pub enum Kind {
     /// How many writes of the guest, since its log began, each disk of the sender has; of the
     /// backup's, on stable storage (crate `understudy-lockstep`). Lockstep mode.
     Written = 34,
+    /// JSON: an order about a snapshot of a group, or a report.
+    Snapshot = 45,
+    /// JSON: an order about the restore of a group, or a report.
+    Restore = 46,
 }
 
 impl Kind {
@@ -112,6 +116,8 @@ impl Kind {
             Diverged,
             DiskReads,
             Written,
+            Snapshot,
+            Restore,
         ]
         .into_iter()
         .find(|kind| *kind as u8 == byte)

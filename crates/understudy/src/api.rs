@@ -12,9 +12,16 @@
 //! | `POST /v1/vms/NAME/failover`       | nothing (204) |
 //! | `POST /v1/vms/NAME/recover` ([`RecoverRequest`]) | [`RecoverReport`] |
 //! | `GET /v1/vms/NAME/timings`         | a list of [`CheckpointTiming`] |
+//! | `POST /v1/vms/NAME/snapshot`, `/v1/clusters/NAME/snapshot` ([`SnapshotRequest`]) | [`SnapshotReport`] |
+//! | `POST /v1/vms/NAME/restore`, `/v1/clusters/NAME/restore` ([`RestoreRequest`]) | [`RestoreReport`] |
+//! | `GET /v1/snapshots?group=NAME&store=URL` | a list of [`SnapshotReport`] |
+//! | `DELETE /v1/snapshots?group=NAME&number=N&store=URL` | [`DeleteReport`] |
+//! | `POST /v1/snapshots/verify?group=NAME&number=N&store=URL` | [`VerifyReport`] |
 //! | `GET /metrics`                     | OpenMetrics text |
 //!
 //! An error is `{"error": {"kind", "message"}}`, with a status that fits.
+
+mod snapshots;
 
 use crate::failure::ErrorBody;
 use crate::metrics;
@@ -33,11 +40,24 @@ use understudy_daemon::report::{
     CheckpointTiming, GroupRequest, HostStatus, ProtectRequest, RecoverReport, RecoverRequest,
     VmStatus,
 };
+use understudy_daemon::snapshot::report::{
+    DeleteReport, RestoreReport, RestoreRequest, SnapshotReport, SnapshotRequest, VerifyReport,
+};
 use understudy_daemon::{ErrorKind, Host, HostError};
 use understudy_qemu::VmDefinition;
+use understudy_snapshot::SnapshotNumber;
 
 /// The longest request body: far more than any VM definition needs.
 pub const MAX_REQUEST_BYTES: usize = 256 * 1024;
+
+/// What is snapshotted, or restored.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Subject {
+    /// A VM by itself.
+    Vm(String),
+    /// A group.
+    Cluster(String),
+}
 
 /// What the API asks of a host; all calls block. [`Host`] outside of tests.
 pub trait Control: Send + Sync + 'static {
@@ -61,6 +81,34 @@ pub trait Control: Send + Sync + 'static {
     fn recover(&self, name: &str, request: RecoverRequest) -> Result<RecoverReport, HostError>;
     /// See [`Host::timings`].
     fn timings(&self, name: &str) -> Result<Vec<CheckpointTiming>, HostError>;
+    /// See [`Host::snapshot_vm`] and [`Host::snapshot_cluster`].
+    fn snapshot(
+        &self,
+        what: &Subject,
+        asked: &SnapshotRequest,
+    ) -> Result<SnapshotReport, HostError>;
+    /// See [`Host::restore_vm`] and [`Host::restore_cluster`].
+    fn restore(&self, what: &Subject, asked: &RestoreRequest) -> Result<RestoreReport, HostError>;
+    /// See [`Host::snapshots_of`]; without a group those of all that the host knows.
+    fn snapshots(
+        &self,
+        group: Option<&str>,
+        store: Option<&str>,
+    ) -> Result<Vec<SnapshotReport>, HostError>;
+    /// See [`Host::delete_snapshot`].
+    fn delete_snapshot(
+        &self,
+        group: &str,
+        number: SnapshotNumber,
+        store: Option<&str>,
+    ) -> Result<DeleteReport, HostError>;
+    /// See [`Host::verify_snapshot`].
+    fn verify_snapshot(
+        &self,
+        group: &str,
+        number: Option<SnapshotNumber>,
+        store: Option<&str>,
+    ) -> Result<VerifyReport, HostError>;
 }
 
 impl Control for Arc<Host> {
@@ -94,6 +142,48 @@ impl Control for Arc<Host> {
     fn timings(&self, name: &str) -> Result<Vec<CheckpointTiming>, HostError> {
         Host::timings(self, name)
     }
+    fn snapshot(
+        &self,
+        what: &Subject,
+        asked: &SnapshotRequest,
+    ) -> Result<SnapshotReport, HostError> {
+        match what {
+            Subject::Vm(name) => self.snapshot_vm(name, asked),
+            Subject::Cluster(name) => self.snapshot_cluster(name, asked),
+        }
+    }
+    fn restore(&self, what: &Subject, asked: &RestoreRequest) -> Result<RestoreReport, HostError> {
+        match what {
+            Subject::Vm(name) => self.restore_vm(name, asked),
+            Subject::Cluster(name) => self.restore_cluster(name, asked),
+        }
+    }
+    fn snapshots(
+        &self,
+        group: Option<&str>,
+        store: Option<&str>,
+    ) -> Result<Vec<SnapshotReport>, HostError> {
+        match group {
+            Some(group) => self.snapshots_of(group, store),
+            None => self.all_snapshots(store),
+        }
+    }
+    fn delete_snapshot(
+        &self,
+        group: &str,
+        number: SnapshotNumber,
+        store: Option<&str>,
+    ) -> Result<DeleteReport, HostError> {
+        Host::delete_snapshot(self, group, number, store)
+    }
+    fn verify_snapshot(
+        &self,
+        group: &str,
+        number: Option<SnapshotNumber>,
+        store: Option<&str>,
+    ) -> Result<VerifyReport, HostError> {
+        Host::verify_snapshot(self, group, number, store)
+    }
 }
 
 type Shared = State<Arc<dyn Control>>;
@@ -112,6 +202,7 @@ pub fn router(host: Arc<dyn Control>) -> Router {
         .route("/v1/vms/{name}/failover", post(failover))
         .route("/v1/vms/{name}/recover", post(recover))
         .route("/v1/vms/{name}/timings", get(timings))
+        .merge(snapshots::routes())
         .fallback(no_such_route)
         .method_not_allowed_fallback(wrong_method)
         .layer(DefaultBodyLimit::max(MAX_REQUEST_BYTES))

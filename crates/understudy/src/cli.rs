@@ -3,6 +3,7 @@
 
 mod bench;
 mod protect;
+mod snapshot;
 mod trial;
 
 #[cfg(test)]
@@ -10,6 +11,8 @@ use bench::SUITE_HELP;
 pub use bench::*;
 use protect::PROTECT_HELP;
 pub use protect::*;
+use snapshot::CLUSTER_HELP;
+pub use snapshot::*;
 pub use trial::*;
 use trial::{CHAOS_HELP, DEMO_HELP, SIMULATE_HELP};
 
@@ -87,6 +90,9 @@ pub enum Command {
     /// Find a VM's valid disk images after all its hosts were lost, and start it on them.
     #[command(after_help = RECOVER_HELP)]
     Recover(RecoverArgs),
+    /// Take snapshots of several VMs as one, and restore them.
+    #[command(subcommand, after_help = CLUSTER_HELP)]
+    Cluster(ClusterCommand),
     /// Show this host's VMs, or one of them in full.
     #[command(after_help = "Exits with 3 if VM was to be protected and its protection is lost.")]
     Status {
@@ -131,6 +137,23 @@ pub enum VmCommand {
         /// End it at once, as if its power had been cut.
         #[arg(long)]
         force: bool,
+    },
+    /// Take a snapshot of a VM while it runs.
+    Snapshot {
+        /// The VM's name.
+        name: String,
+        /// How it is taken.
+        #[command(flatten)]
+        args: SnapshotArgs,
+    },
+    /// Start a VM on this host as it was in a snapshot; it must not be running.
+    Restore {
+        /// The VM's name, and the snapshot: NAME@NUMBER; the last one without.
+        #[arg(value_name = "NAME[@ID]")]
+        which: Which,
+        /// How it is restored.
+        #[command(flatten)]
+        args: RestoreArgs,
     },
     /// List this host's VMs.
     List,

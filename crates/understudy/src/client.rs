@@ -1,5 +1,6 @@
 //! The API from the caller's side: one request, one connection.
 
+use crate::api::Subject;
 use crate::failure::{ErrorBody, Failure, FailureKind};
 use http_body_util::{BodyExt, Full, Limited};
 use hyper::body::Bytes;
@@ -17,7 +18,11 @@ use understudy_daemon::report::{
     CheckpointTiming, GroupRequest, HostStatus, ProtectRequest, RecoverReport, RecoverRequest,
     VmStatus,
 };
+use understudy_daemon::snapshot::report::{
+    DeleteReport, RestoreReport, RestoreRequest, SnapshotReport, SnapshotRequest, VerifyReport,
+};
 use understudy_qemu::VmDefinition;
+use understudy_snapshot::SnapshotNumber;
 
 /// The longest answer that is read; timings are the longest, with about 1 MiB.
 const MAX_ANSWER_BYTES: usize = 16 * 1024 * 1024;
@@ -91,6 +96,55 @@ impl Client {
     /// The last checkpoints' timings, oldest first.
     pub fn timings(&self, name: &str) -> Result<Vec<CheckpointTiming>, Failure> {
         self.json(Method::GET, &vm_path(name, "/timings"), Bytes::new())
+    }
+
+    /// Takes a snapshot.
+    pub fn snapshot(
+        &self,
+        what: &Subject,
+        request: &SnapshotRequest,
+    ) -> Result<SnapshotReport, Failure> {
+        self.json(Method::POST, &subject_path(what, "/snapshot"), encode(request)?)
+    }
+
+    /// Restores a snapshot.
+    pub fn restore(
+        &self,
+        what: &Subject,
+        request: &RestoreRequest,
+    ) -> Result<RestoreReport, Failure> {
+        self.json(Method::POST, &subject_path(what, "/restore"), encode(request)?)
+    }
+
+    /// The snapshots of a group, or of all.
+    pub fn snapshots(
+        &self,
+        group: Option<&str>,
+        store: Option<&str>,
+    ) -> Result<Vec<SnapshotReport>, Failure> {
+        self.json(Method::GET, &which("/v1/snapshots", group, None, store), Bytes::new())
+    }
+
+    /// Deletes a snapshot.
+    pub fn delete_snapshot(
+        &self,
+        group: &str,
+        number: SnapshotNumber,
+        store: Option<&str>,
+    ) -> Result<DeleteReport, Failure> {
+        let path = which("/v1/snapshots", Some(group), Some(number), store);
+        self.json(Method::DELETE, &path, Bytes::new())
+    }
+
+    /// Checks a snapshot.
+    pub fn verify_snapshot(
+        &self,
+        group: &str,
+        number: Option<SnapshotNumber>,
+        store: Option<&str>,
+    ) -> Result<VerifyReport, Failure> {
+        let path = which("/v1/snapshots/verify", Some(group), number, store);
+        self.json(Method::POST, &path, Bytes::new())
     }
 
     fn json<T: DeserializeOwned>(
@@ -171,6 +225,28 @@ fn encode(body: &impl Serialize) -> Result<Bytes, Failure> {
 /// The path of a VM, whatever its user called it.
 fn vm_path(name: &str, call: &str) -> String {
     path("/v1/vms/", name, call)
+}
+
+fn subject_path(what: &Subject, call: &str) -> String {
+    match what {
+        Subject::Vm(name) => vm_path(name, call),
+        Subject::Cluster(name) => path("/v1/clusters/", name, call),
+    }
+}
+
+/// A path that says which snapshots are meant.
+fn which(
+    call: &str,
+    group: Option<&str>,
+    number: Option<SnapshotNumber>,
+    store: Option<&str>,
+) -> String {
+    let number = number.map(|number| number.to_string());
+    let fields = [("group", group), ("number", number.as_deref()), ("store", store)];
+    let given = fields.iter().filter_map(|(name, value)| Some((name, (*value)?)));
+    let query: Vec<String> =
+        given.map(|(name, value)| path(&format!("{name}="), value, "")).collect();
+    format!("{call}?{}", query.join("&"))
 }
 
 fn path(collection: &str, name: &str, call: &str) -> String {

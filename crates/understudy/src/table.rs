@@ -308,6 +308,7 @@ pub mod tests {
             inbound: None,
             outbound: None,
             takeover: None,
+            filling: None,
             policy: Policy::Interval { hz: 40 },
             checkpoints: 1000,
             pause_ms: PauseReport { p50: 0.8, p99: 1.5, max: 19.25 },

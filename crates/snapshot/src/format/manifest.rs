@@ -50,6 +50,12 @@ pub struct MemberManifest {
     pub machine: Machine,
     /// The VM's definition, as the daemon sends it to other hosts.
     pub definition: serde_json::Value,
+    /// The kernel that QEMU reads when it starts, for a VM that boots one directly.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub kernel: Option<Blob>,
+    /// The kernel's initial RAM disk.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub initrd: Option<Blob>,
     /// All RAM blocks and disks.
     pub areas: Vec<AreaEntry>,
     /// QEMU's device state.
@@ -210,7 +216,7 @@ impl MemberManifest {
     pub(crate) fn blobs(&self) -> impl Iterator<Item = &Blob> {
         let areas = self.areas.iter().map(|entry| &entry.map);
         let always = [&self.device_state, &self.in_flight, &self.working_set];
-        areas.chain(always).chain(&self.recent)
+        areas.chain(always).chain(&self.recent).chain(&self.kernel).chain(&self.initrd)
     }
 }
 
@@ -229,6 +235,8 @@ mod tests {
             name: name.into(),
             machine,
             definition: serde_json::Value::Null,
+            kernel: None,
+            initrd: None,
             areas: vec![],
             device_state: Blob::default(),
             in_flight: Blob::default(),

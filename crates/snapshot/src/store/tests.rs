@@ -58,6 +58,8 @@ impl Bench {
                 memory: UNITS * UNIT_BYTES as u64,
             },
             definition: serde_json::json!({ "name": "db" }),
+            kernel: None,
+            initrd: None,
             areas: vec![AreaEntry {
                 area: Area::Memory(BlockId(0)),
                 name: "pc.ram".into(),

@@ -61,6 +61,8 @@ pub fn store_member(
             memory: PAGES * UNIT_BYTES as u64,
         },
         definition: serde_json::Value::Null,
+        kernel: None,
+        initrd: None,
         areas: vec![AreaEntry {
             area: Area::Memory(BlockId(0)),
             name: "pc.ram".into(),

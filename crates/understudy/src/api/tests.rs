@@ -75,6 +75,61 @@ impl Control for Recorder {
         self.record(name, format!("timings {name}"))?;
         Ok(vec![CheckpointTiming { epoch: Epoch(7), total_ms: 0.8, ..Default::default() }])
     }
+    fn snapshot(
+        &self,
+        what: &Subject,
+        asked: &SnapshotRequest,
+    ) -> Result<SnapshotReport, HostError> {
+        self.record("db", format!("snapshot {what:?} {:?}", asked.label))?;
+        Ok(self.snapshots(None, asked.store.as_deref())?.remove(0))
+    }
+    fn restore(&self, what: &Subject, asked: &RestoreRequest) -> Result<RestoreReport, HostError> {
+        self.record("db", format!("restore {what:?} {:?} {:?}", asked.number, asked.mode))?;
+        Ok(RestoreReport {
+            group: "db".into(),
+            number: asked.number.unwrap_or_default(),
+            life: understudy_snapshot::Life(1),
+            mode: asked.mode,
+            members: Vec::new(),
+            backoff_ms: Default::default(),
+            warnings: Vec::new(),
+        })
+    }
+    fn snapshots(
+        &self,
+        group: Option<&str>,
+        store: Option<&str>,
+    ) -> Result<Vec<SnapshotReport>, HostError> {
+        self.record("db", format!("snapshots {group:?} {store:?}"))?;
+        Ok(vec![SnapshotReport {
+            group: "db".into(),
+            number: SnapshotNumber(3),
+            label: None,
+            store: "/srv".into(),
+            taken_at: 7,
+            members: Vec::new(),
+            damage: None,
+        }])
+    }
+    fn delete_snapshot(
+        &self,
+        group: &str,
+        number: SnapshotNumber,
+        store: Option<&str>,
+    ) -> Result<DeleteReport, HostError> {
+        self.record("db", format!("delete {group} {number} {store:?}"))?;
+        Ok(DeleteReport { group: group.to_owned(), number, chunks: String::new() })
+    }
+    fn verify_snapshot(
+        &self,
+        group: &str,
+        number: Option<SnapshotNumber>,
+        store: Option<&str>,
+    ) -> Result<VerifyReport, HostError> {
+        self.record("db", format!("verify {group} {number:?} {store:?}"))?;
+        let (group, number) = (group.to_owned(), number.unwrap_or_default());
+        Ok(VerifyReport { group, number, chunks: 1, bytes: 2, problems: Vec::new() })
+    }
 }
 
 /// An API that serves a [`Recorder`].
@@ -261,4 +316,29 @@ fn a_daemon_that_dies_in_the_middle_is_told_from_an_answer() {
     let failure = Client::new(socket.path()).unwrap().status().unwrap_err();
     assert_eq!(failure.exit(), Exit::NoDaemon);
     daemon.join().unwrap();
+}
+
+#[test]
+fn snapshots_are_asked_for_with_all_that_names_them() {
+    let served = serve();
+    let shop = Subject::Cluster("shop".into());
+    let asked = SnapshotRequest { label: Some("a b".into()), ..Default::default() };
+    assert_eq!(served.client.snapshot(&shop, &asked).unwrap().number, SnapshotNumber(3));
+    let number = Some(SnapshotNumber(3));
+    let asked = RestoreRequest { number, ..Default::default() };
+    assert_eq!(served.client.restore(&Subject::Vm("db".into()), &asked).unwrap().group, "db");
+    served.client.snapshots(Some("shop"), Some("s3://bucket/a b&c")).unwrap();
+    served.client.delete_snapshot("shop", SnapshotNumber(3), None).unwrap();
+    served.client.verify_snapshot("shop", None, Some("/srv")).unwrap();
+    let calls = [
+        "snapshot Cluster(\"shop\") Some(\"a b\")",
+        "snapshots None None",
+        "restore Vm(\"db\") Some(SnapshotNumber(3)) Hot",
+        "snapshots Some(\"shop\") Some(\"s3://bucket/a b&c\")",
+        "delete shop 3 None",
+        "verify shop None Some(\"/srv\")",
+    ];
+    assert_eq!(served.calls(), calls);
+    let (code, body) = served.raw(b"DELETE /v1/snapshots?group=shop HTTP/1.0\r\n\r\n");
+    assert!(code == 400 && body.contains("number=N"), "{code}: {body}");
 }

@@ -1,5 +1,6 @@
 //! What each subcommand does: one module per group.
 
+mod cluster;
 mod console;
 mod doctor;
 mod host;
@@ -29,6 +30,7 @@ pub fn run(cli: &Cli) -> Result<Exit, Failure> {
         Command::Failover { vm } => protect::failover(&client()?, vm, cli.json),
         Command::Recover(args) => recover::run(&client()?, args, cli.json),
         Command::Status { vm } => status::run(&client()?, vm.as_deref(), cli.json),
+        Command::Cluster(command) => cluster::run(&client()?, command, cli.json),
         Command::Pki(command) => pki::run(command, cli.json),
         Command::Demo(args) => demo::run(args, cli.json),
         Command::Chaos(args) => chaos::run(args, cli.json),

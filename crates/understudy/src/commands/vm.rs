@@ -1,6 +1,7 @@
 //! `understudy vm`: start, stop, list.
 
-use super::console;
+use super::{cluster, console};
+use crate::api::Subject;
 use crate::cli::VmCommand;
 use crate::client::Client;
 use crate::failure::{Exit, Failure, FailureKind};
@@ -17,6 +18,13 @@ pub fn run(client: &Client, command: &VmCommand, json: bool) -> Result<Exit, Fai
     match command {
         VmCommand::Start { file } => start(client, file, json),
         VmCommand::Stop { name, force } => stop(client, name, *force, json),
+        VmCommand::Snapshot { name, args } => {
+            cluster::snapshot(client, &Subject::Vm(name.clone()), args, json)
+        }
+        VmCommand::Restore { which, args } => {
+            let request = args.request(which.number, &[]);
+            cluster::restore(client, &Subject::Vm(which.name.clone()), &request, json)
+        }
         VmCommand::List => list(client, json),
         VmCommand::Console { name } => console::run(client, name),
     }

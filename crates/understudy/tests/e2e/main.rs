@@ -36,6 +36,7 @@
 //! | [`refusals`]| bad input |
 //! | [`lockstep_refusals`] | what lockstep is not proven for |
 //! | [`security`]| who is let in |
+//! | [`snapshot`] | snapshots, and VMs that run again as they were |
 //! | [`succession`] | a VM goes on in another QEMU |
 //! | [`throttle`]| a guest that writes faster than a slow link carries |
 //! | [`unheld`]  | output that is not held |
@@ -69,6 +70,7 @@ mod repair;
 mod resync;
 mod security;
 mod shapes;
+mod snapshot;
 mod stage;
 mod stalls;
 mod succession;

@@ -1,0 +1,133 @@
+//! `[cluster.NAME]`: VMs that are snapshotted, and restored, as one.
+//!
+//! ```toml
+//! [cluster.shop]
+//! members = { web = "a", db = "b" }    # VMs, and the host that each belongs on
+//! store = "/srv/snapshots"             # optional: else each command names one
+//! every_minutes = 60                   # optional: on one host of the cluster only
+//! keep = 24                            # the newest, beside those with a label
+//! keep_hours = 48                      # and all that are younger
+//! ```
+
+use super::source::{Source, check_host_name};
+use crate::error::HostError;
+use serde::Deserialize;
+use std::collections::BTreeMap;
+use std::time::Duration;
+use toml::Spanned;
+use understudy_snapshot::{Retention, check_name};
+
+/// A group of VMs.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct ClusterConfig {
+    /// Its VMs, and the host that each belongs on. The members are numbered in the order of
+    /// their names.
+    pub members: BTreeMap<String, String>,
+    /// Where its snapshots are, unless a command says otherwise.
+    pub store: Option<String>,
+    /// When this host takes snapshots by itself.
+    pub schedule: Option<Schedule>,
+}
+
+/// Snapshots that are taken by themselves.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Schedule {
+    /// Between two.
+    pub every: Duration,
+    /// Which are kept.
+    pub retention: Retention,
+}
+
+#[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
+pub(super) struct RawCluster {
+    members: Spanned<BTreeMap<String, String>>,
+    store: Option<Spanned<String>>,
+    every_minutes: Option<Spanned<i64>>,
+    keep: Option<Spanned<i64>>,
+    keep_hours: Option<Spanned<i64>>,
+}
+
+/// A year has so many: what is meant to be longer is meant to be never.
+const MOST_MINUTES: i64 = 366 * 24 * 60;
+const MOST_MEMBERS: usize = 64;
+
+pub(super) fn check(
+    source: &Source<'_>,
+    raw: BTreeMap<Spanned<String>, RawCluster>,
+) -> Result<BTreeMap<String, ClusterConfig>, HostError> {
+    let mut clusters: BTreeMap<String, ClusterConfig> = BTreeMap::new();
+    for (name, raw) in raw {
+        let field = format!("cluster.{}", name.get_ref());
+        if let Err(error) = check_name(name.get_ref()) {
+            return Err(source.wrong(&field, name.span(), &error.to_string()));
+        }
+        let members_span = raw.members.span();
+        let cluster = raw.check(source, &field)?;
+        let elsewhere = clusters.iter().find_map(|(other, known)| {
+            let twice = cluster.members.keys().find(|vm| known.members.contains_key(*vm))?;
+            Some(format!("{twice} is in [cluster.{other}] already; a VM is in one cluster"))
+        });
+        if let Some(message) = elsewhere {
+            return Err(source.wrong(&format!("{field}.members"), members_span, &message));
+        }
+        clusters.insert(name.into_inner(), cluster);
+    }
+    Ok(clusters)
+}
+
+impl RawCluster {
+    fn check(self, source: &Source<'_>, field: &str) -> Result<ClusterConfig, HostError> {
+        let span = self.members.span();
+        let members = self.members.into_inner();
+        let wrong =
+            |message: &str| source.wrong(&format!("{field}.members"), span.clone(), message);
+        if !(1..=MOST_MEMBERS).contains(&members.len()) {
+            let message = format!("{} members; 1 to {MOST_MEMBERS} are possible", members.len());
+            return Err(wrong(&message));
+        }
+        for host in members.values() {
+            check_host_name(host).map_err(|problem| wrong(&problem))?;
+        }
+        if let Some(store) = &self.store {
+            let text = store.get_ref();
+            if !text.starts_with('/') && !text.contains("://") {
+                let message = format!("{text:?} is neither an absolute path nor a URL");
+                return Err(source.wrong(&format!("{field}.store"), store.span(), &message));
+            }
+        }
+        let number = |name: &str, raw: &Option<Spanned<i64>>, least: i64| match raw {
+            None => Ok(None),
+            Some(raw) if (least..=MOST_MINUTES).contains(raw.get_ref()) => {
+                Ok(Some(*raw.get_ref() as u64))
+            }
+            Some(raw) => {
+                let message = format!(
+                    "{} is out of range; allowed is {least} to {MOST_MINUTES}",
+                    raw.get_ref()
+                );
+                Err(source.wrong(&format!("{field}.{name}"), raw.span(), &message))
+            }
+        };
+        let keep = number("keep", &self.keep, 1)?;
+        let hours = number("keep_hours", &self.keep_hours, 0)?;
+        let every = number("every_minutes", &self.every_minutes, 1)?;
+        let schedule = match (every, &self.every_minutes, &self.store) {
+            (Some(_), Some(raw), None) => {
+                let message = "name the store that the snapshots go to: store = \"/…\"";
+                return Err(source.wrong(&format!("{field}.every_minutes"), raw.span(), message));
+            }
+            (Some(minutes), ..) => Some(Schedule {
+                every: Duration::from_secs(minutes * 60),
+                retention: Retention {
+                    // Without a word about it nothing is deleted.
+                    newest: keep.map_or(usize::MAX, |keep| keep as usize),
+                    seconds: hours.unwrap_or(0) * 3600,
+                },
+            }),
+            (None, ..) => None,
+        };
+        let store = self.store.map(Spanned::into_inner);
+        Ok(ClusterConfig { members, store, schedule })
+    }
+}

@@ -1,0 +1,197 @@
+//! All of one member that a snapshot has: memory, disks, device state, what it boots from.
+
+use super::Stopped;
+use super::disk::DiskCapture;
+use super::memory::{CaptureOptions, MemoryCapture};
+use super::words::{SavedVm, TakeTask};
+use crate::host::Host;
+use crate::machine::Machine;
+use crate::sync::lock;
+use crate::vm::PrimaryVm;
+use anyhow::{Context, bail};
+use std::collections::BTreeMap;
+use std::path::Path;
+use std::sync::Arc;
+use std::sync::atomic::AtomicBool;
+use std::time::Instant;
+use tracing::info;
+use understudy_protocol::{BlockId, DiskIndex};
+use understudy_qemu::lockstep::LogErrand;
+use understudy_snapshot::{
+    Area, AreaEntry, AreaMap, Blob, MemberManifest, Part, SnapshotNumber, Store,
+};
+
+/// What the next snapshot need not save again.
+pub struct Base {
+    store: String,
+    group: String,
+    number: SnapshotNumber,
+    memory: BTreeMap<BlockId, AreaMap>,
+    disks: BTreeMap<DiskIndex, AreaMap>,
+}
+
+impl Base {
+    /// Whether it is still in the store that the next snapshot goes to.
+    fn is_there(&self, task: &TakeTask, store: &Store) -> bool {
+        let same = (&self.store, &self.group) == (&task.store, &task.group.name);
+        same && store.snapshot(&self.group, Some(self.number)).is_ok()
+    }
+}
+
+/// One member, for one snapshot.
+pub struct Capture {
+    task: TakeTask,
+    store: Store,
+    vm: Arc<PrimaryVm>,
+    machine: Arc<Machine>,
+    qemu: String,
+    base: Option<Base>,
+    memory: MemoryCapture,
+    disks: DiskCapture,
+    device_state: Vec<u8>,
+}
+
+impl Capture {
+    /// While the guest runs.
+    pub fn prepare(
+        host: &Arc<Host>,
+        task: &TakeTask,
+        base: Option<Base>,
+    ) -> anyhow::Result<Capture> {
+        let vm = host.primary(task.vm())?;
+        let machine = vm.machine();
+        // Protection that is just beginning is seen, or sees that a snapshot has begun.
+        drop(lock(&vm.protecting));
+        check(&vm, &machine)?;
+        let store = Store::open(&task.store)?;
+        let base = base.filter(|base| base.is_there(task, &store));
+        let options = CaptureOptions { compression: task.compression };
+        let memory = MemoryCapture::arm(&machine, options)
+            .with_context(|| format!("cannot prepare the memory of {}", task.vm()))?;
+        let directory = host.vm_directory(task.vm())?;
+        let disks = DiskCapture::arm(&machine, task.compression, &directory)
+            .with_context(|| format!("cannot prepare the disks of {}", task.vm()))?;
+        Ok(Capture {
+            task: task.clone(),
+            store,
+            vm,
+            machine,
+            qemu: host.capabilities.version.to_string(),
+            base,
+            memory,
+            disks,
+            device_state: Vec::new(),
+        })
+    }
+
+    /// The pause. On an error the guest runs on, or its QEMU is gone.
+    pub fn take(&mut self) -> anyhow::Result<()> {
+        // Protection may have begun since.
+        let vm = self.vm.clone();
+        let _protecting = lock(&vm.protecting);
+        check(&vm, &self.machine)?;
+        let machine = self.machine.clone();
+        for disk in machine.disks() {
+            disk.begin_checkpoint();
+        }
+        let began = Instant::now();
+        let taken = self.pause(&machine);
+        for disk in machine.disks() {
+            disk.end_checkpoint();
+        }
+        let paused = began.elapsed().as_secs_f64() * 1e3;
+        info!(vm = self.task.vm(), "stood still for {paused:.1} ms for a snapshot");
+        taken
+    }
+
+    fn pause(&mut self, machine: &Machine) -> anyhow::Result<()> {
+        let mut monitor = machine.monitor();
+        let mut pause = machine.pause(&mut monitor, LogErrand::None)?;
+        let captured = self.memory.take().and_then(|()| self.disks.take());
+        pause.saved(&mut self.device_state)?;
+        pause.resume()?;
+        captured
+    }
+
+    /// The guest runs again: all goes to the store.
+    pub fn save(self, number: SnapshotNumber, stop: &AtomicBool) -> anyhow::Result<(Part, Base)> {
+        let Capture { task, store, machine, base, .. } = self;
+        let compression = task.compression;
+        let put = |bytes: &[u8]| store.put_blob(bytes, compression);
+        let device_state = put(&self.device_state)?;
+        let definition = machine.definition();
+        let kernel = file_blob(&store, &task, definition.kernel.as_deref())?;
+        let initrd = file_blob(&store, &task, definition.initrd.as_deref())?;
+        let memory = self.memory.save(&store, base.as_ref().map(|base| &base.memory), stop)?;
+        Stopped::check(stop)?;
+        let disks = self.disks.save(&store, base.as_ref().map(|base| &base.disks), stop)?;
+        Stopped::check(stop)?;
+        let mut areas = Vec::new();
+        for block in machine.blocks() {
+            let map = memory.areas.get(&block.id()).context("a RAM block was not saved")?;
+            let (name, bytes) = (block.name().to_owned(), block.pages() * PAGE);
+            let map = put(&map.encode())?;
+            areas.push(AreaEntry { area: Area::Memory(block.id()), name, bytes, map });
+        }
+        for (disk, defined) in machine.disks().iter().zip(&definition.disks) {
+            let map = disks.areas.get(&disk.index()).context("a disk was not saved")?;
+            let name = defined.path.display().to_string();
+            let (bytes, map) = (disk.export_bytes(), put(&map.encode())?);
+            areas.push(AreaEntry { area: Area::Disk(disk.index()), name, bytes, map });
+        }
+        let saved = SavedVm { definition: definition.clone(), accelerator: machine.accelerator() };
+        let manifest = MemberManifest {
+            name: task.vm().to_owned(),
+            machine: understudy_snapshot::Machine {
+                qemu: self.qemu,
+                machine_type: machine.machine_type().to_owned(),
+                vcpus: definition.vcpus,
+                memory: definition.memory.bytes(),
+            },
+            definition: serde_json::to_value(&saved)?,
+            kernel,
+            initrd,
+            areas,
+            device_state,
+            in_flight: store.put_frames(&[], compression)?,
+            working_set: put(&memory.working_set.encode())?,
+            recent: memory.recent.map(|recent| put(&recent.encode())).transpose()?,
+            base: base.map(|base| base.number),
+        };
+        let part = Part { manifest: store.put_member(&manifest, compression)?, crossings: vec![] };
+        let (memory, disks) = (memory.areas, disks.areas);
+        let base = Base { store: task.store, group: task.group.name, number, memory, disks };
+        Ok((part, base))
+    }
+}
+
+const PAGE: u64 = understudy_protocol::PAGE_SIZE as u64;
+
+/// What speaks against a snapshot of it now.
+fn check(vm: &PrimaryVm, machine: &Machine) -> anyhow::Result<()> {
+    let name = vm.name();
+    if machine.lockstep().is_some() {
+        bail!(
+            "{name} runs in a QEMU that counts instructions for lockstep; such VMs cannot be \
+             snapshotted"
+        );
+    }
+    if let Some(session) = vm.active_session() {
+        bail!(
+            "{name} is protected by host {}; run `understudy unprotect {name}` first, and protect \
+             it again afterwards",
+            session.peer
+        );
+    }
+    if !machine.is_alive() || machine.is_powered_off() {
+        bail!("{name} does not run any more");
+    }
+    Ok(())
+}
+
+fn file_blob(store: &Store, task: &TakeTask, path: Option<&Path>) -> anyhow::Result<Option<Blob>> {
+    let Some(path) = path else { return Ok(None) };
+    let bytes = std::fs::read(path)
+        .with_context(|| format!("cannot read {}, which {} boots", path.display(), task.vm()))?;
+    Ok(Some(store.put_blob(&bytes, task.compression)?))
+}

@@ -1,0 +1,254 @@
+//! What users ask a daemon to do with a group: take a snapshot, restore one.
+
+use super::placement::{Question, store_error};
+use super::report::{RestoreReport, RestoreRequest, SnapshotReport, SnapshotRequest};
+use super::restorer::{self, Job};
+use super::taker::Coordinator;
+use super::words::{GroupPlaces, RestoreTask};
+use super::{library, unix_now};
+use crate::error::{ErrorKind, HostError};
+use crate::host::Host;
+use std::collections::BTreeMap;
+use std::sync::Arc;
+use std::time::Duration;
+use tracing::{info, warn};
+use understudy_protocol::Generation;
+use understudy_snapshot::{
+    Life, Line, Load, Manifest, Member, MemberManifest, Mode, Plan, SnapshotNumber, StartOrder,
+    Store,
+};
+
+/// How much later a member should start than one that it starts after.
+const GAP: Duration = Duration::from_millis(70);
+/// How long members that are loaded wait for others that nobody must wait for.
+const PATIENCE: Duration = Duration::from_millis(500);
+/// What a restore takes beside loading memory: a QEMU's start, the device state.
+const BESIDE: Duration = Duration::from_millis(300);
+
+impl Host {
+    /// Takes a snapshot of a group that this host's configuration has.
+    pub fn snapshot_cluster(
+        self: &Arc<Self>,
+        name: &str,
+        request: &SnapshotRequest,
+    ) -> Result<SnapshotReport, HostError> {
+        let cluster = self.cluster(name)?;
+        let vms = cluster.members.keys().cloned().collect();
+        self.snapshot_group(name, vms, request)
+    }
+
+    /// Takes a snapshot of one VM that runs here.
+    pub fn snapshot_vm(
+        self: &Arc<Self>,
+        vm: &str,
+        request: &SnapshotRequest,
+    ) -> Result<SnapshotReport, HostError> {
+        self.primary(vm)?;
+        self.snapshot_group(vm, vec![vm.to_owned()], request)
+    }
+
+    fn snapshot_group(
+        self: &Arc<Self>,
+        name: &str,
+        vms: Vec<String>,
+        request: &SnapshotRequest,
+    ) -> Result<SnapshotReport, HostError> {
+        let location = self.store_of(name, request.store.as_deref())?;
+        let mut hosts = Vec::new();
+        let mut memory = Vec::new();
+        for vm in &vms {
+            let (host, bytes) = self.find_running(vm)?;
+            hosts.push(host);
+            memory.push(bytes);
+        }
+        let group = GroupPlaces { name: name.to_owned(), vms, hosts };
+        let life = self.life_of(name)?;
+        let coordinator = Coordinator::new(self, group, life, memory, location.clone(), request)?;
+        let manifest = coordinator.run(SnapshotNumber(0))?;
+        info!("snapshot {} of {name} is in {location}", manifest.number);
+        Ok(library::snapshot_report(&manifest, &location))
+    }
+
+    /// Restores a group that this host's configuration has.
+    pub fn restore_cluster(
+        self: &Arc<Self>,
+        name: &str,
+        request: &RestoreRequest,
+    ) -> Result<RestoreReport, HostError> {
+        self.cluster(name)?;
+        self.restore_group(name, request, None)
+    }
+
+    /// Restores one VM, on this host unless told otherwise.
+    pub fn restore_vm(
+        self: &Arc<Self>,
+        vm: &str,
+        request: &RestoreRequest,
+    ) -> Result<RestoreReport, HostError> {
+        self.restore_group(vm, request, Some(&self.config.name))
+    }
+
+    fn restore_group(
+        self: &Arc<Self>,
+        name: &str,
+        request: &RestoreRequest,
+        place: Option<&str>,
+    ) -> Result<RestoreReport, HostError> {
+        let location = self.store_of(name, request.store.as_deref())?;
+        let store = Store::open(&location).map_err(|error| store_error("", error))?;
+        let found = store.snapshot(name, request.number);
+        let manifest = found.map_err(|error| store_error("", error))?;
+        let members: Vec<MemberManifest> = manifest
+            .members
+            .iter()
+            .map(|entry| store.member(entry))
+            .collect::<Result<_, _>>()
+            .map_err(|error| store_error("", error))?;
+        let hosts = place_members(&manifest, &request.onto, place);
+        let newest: Vec<Generation> = manifest
+            .members
+            .iter()
+            .map(|entry| self.check_runs_nowhere(&entry.name, request.force))
+            .collect::<Result<_, _>>()?;
+        let speeds = self.ask_all(&manifest, &location, &hosts)?;
+        let order = match request.mode.has_line() {
+            true => StartOrder::new(members.len(), &manifest.crossings),
+            false => StartOrder::none(members.len()),
+        };
+        let loads = loads(&store, &members, request, &hosts, &speeds)?;
+        let plan = plan(&order, &loads, request.mode);
+        let vms = manifest.members.iter().map(|entry| entry.name.clone()).collect();
+        let life = self.next_life(name, manifest.life)?;
+        let task = RestoreTask {
+            id: format!("{}-{}", life.0, unix_now()),
+            group: GroupPlaces { name: name.to_owned(), vms, hosts },
+            member: Member(0),
+            store: location,
+            number: manifest.number,
+            newest: Generation(0),
+            life,
+            by_recency: request.mode == Mode::WorkingSet,
+        };
+        let line = Line { order, patience: PATIENCE };
+        let (mode, wait) = (request.mode, request.wait);
+        restorer::run(self, Job { task, newest, line, pages: plan.pages, mode, wait })
+    }
+
+    /// Asks each host whether it can take its members; returns how fast it reads.
+    fn ask_all(
+        self: &Arc<Self>,
+        manifest: &Manifest,
+        location: &str,
+        hosts: &[String],
+    ) -> Result<BTreeMap<String, u64>, HostError> {
+        let mut speeds = BTreeMap::new();
+        for host in hosts {
+            if speeds.contains_key(host) {
+                continue;
+            }
+            let on_host = manifest.members.iter().zip(hosts).filter(|(_, place)| *place == host);
+            let question = Question {
+                store: location.to_owned(),
+                group: manifest.group.clone(),
+                number: manifest.number,
+                vms: on_host.map(|(entry, _)| entry.name.clone()).collect(),
+            };
+            let answer = self.ask_to_restore(host, &question)?;
+            speeds.insert(host.clone(), answer.bytes_per_second);
+        }
+        Ok(speeds)
+    }
+
+    /// The host that runs a VM, and the bytes of its memory.
+    fn find_running(&self, vm: &str) -> Result<(String, u64), HostError> {
+        let inquiry = self.inquire(vm)?;
+        inquiry.runner().ok_or_else(|| {
+            let message = format!(
+                "{vm} runs on no host that answers, so no snapshot was taken{}",
+                inquiry.silence()
+            );
+            HostError::new(ErrorKind::NotFound, message)
+        })
+    }
+}
+
+/// Where each member goes: where it ran, unless other hosts are named; then in turn, those that
+/// ran on one of them there.
+fn place_members(manifest: &Manifest, onto: &[String], place: Option<&str>) -> Vec<String> {
+    let mut turn = onto.iter().cycle();
+    let host_of = |entry: &understudy_snapshot::MemberEntry| {
+        if onto.is_empty() {
+            return place.unwrap_or(&entry.host).to_owned();
+        }
+        match onto.contains(&entry.host) {
+            true => entry.host.clone(),
+            false => turn.next().expect("a cycle of at least one").clone(),
+        }
+    };
+    manifest.members.iter().map(host_of).collect()
+}
+
+/// What is known of each member before its restore.
+fn loads(
+    store: &Store,
+    members: &[MemberManifest],
+    request: &RestoreRequest,
+    hosts: &[String],
+    speeds: &BTreeMap<String, u64>,
+) -> Result<Vec<Load>, HostError> {
+    let load = |(member, host): (&MemberManifest, &String)| {
+        let set = match request.mode {
+            Mode::WorkingSet => store.recent(member)?.unwrap_or_default(),
+            _ => store.working_set(member)?,
+        };
+        let all = member.machine.memory / understudy_snapshot::UNIT_BYTES as u64;
+        let wanted = request.mode.pages_before_start(request.working_set, set.size, set.size, all);
+        let sharing = hosts.iter().filter(|other| *other == host).count() as u64;
+        Ok(Load {
+            wanted,
+            least: 0,
+            most: all.min(wanted.max(2 * set.size)),
+            bytes_per_second: (speeds[host] / sharing).max(1),
+            beside: BESIDE,
+        })
+    };
+    let loads: Result<_, understudy_snapshot::StoreError> =
+        members.iter().zip(hosts).map(load).collect();
+    loads.map_err(|error| store_error("", error))
+}
+
+fn plan(order: &StartOrder, loads: &[Load], mode: Mode) -> Plan {
+    if !mode.has_line() {
+        return Plan::unmoved(order, loads);
+    }
+    Plan::moved(order, loads, GAP).unwrap_or_else(|why| {
+        warn!("working-set sizes are not moved: {why}");
+        Plan::unmoved(order, loads)
+    })
+}
+
+impl Host {
+    /// How often the group was restored, by the arbiter's record.
+    fn life_of(&self, group: &str) -> Result<Life, HostError> {
+        let Some(arbiter) = &self.arbiter else { return Ok(Life(0)) };
+        let current = arbiter.current(&life_key(group));
+        let current =
+            current.map_err(|error| HostError::new(ErrorKind::Unreachable, error.to_string()))?;
+        Ok(Life(current.map_or(0, |owner| owner.generation.0 as u32)))
+    }
+
+    /// A life that nobody has had. Without an arbiter all is on one host, whose clock will do.
+    fn next_life(&self, group: &str, saved: Life) -> Result<Life, HostError> {
+        if self.arbiter.is_none() {
+            return Ok(Life((unix_now() as u32).max(saved.0 + 1)));
+        }
+        let former = self.life_of(group)?.max(saved);
+        let won = self.take_ownership(&life_key(group), Generation(former.0.into()))?;
+        Ok(Life(won.0 as u32))
+    }
+}
+
+/// No VM's name has a dot.
+fn life_key(group: &str) -> String {
+    format!("cluster.{group}")
+}

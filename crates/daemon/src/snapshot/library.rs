@@ -1,0 +1,132 @@
+//! What is in a store: listed, deleted, verified.
+
+use super::placement::store_error;
+use super::report::{DeleteReport, SnapshotMember, SnapshotReport, VerifyReport};
+use super::unix_now;
+use crate::error::{ErrorKind, HostError};
+use crate::host::Host;
+use understudy_snapshot::{Listed, Manifest, SnapshotNumber, Store, Swept};
+
+impl Host {
+    /// The snapshots of a group, the oldest first.
+    pub fn snapshots_of(
+        &self,
+        group: &str,
+        store: Option<&str>,
+    ) -> Result<Vec<SnapshotReport>, HostError> {
+        let store = self.open_store(group, store)?;
+        let listed = store.snapshots(group).map_err(|error| store_error("", error))?;
+        Ok(listed.into_iter().map(|one| listed_report(group, &store.location(), one)).collect())
+    }
+
+    /// The snapshots of all groups in a store; without one, of this host's clusters.
+    pub fn all_snapshots(&self, store: Option<&str>) -> Result<Vec<SnapshotReport>, HostError> {
+        let groups = match store {
+            Some(location) => self.open_store("", Some(location))?.groups(),
+            None => Ok(self.config.clusters.keys().cloned().collect()),
+        };
+        let mut all = Vec::new();
+        for group in groups.map_err(|error| store_error("", error))? {
+            all.extend(self.snapshots_of(&group, store)?);
+        }
+        Ok(all)
+    }
+
+    /// Deletes a snapshot.
+    pub fn delete_snapshot(
+        &self,
+        group: &str,
+        number: SnapshotNumber,
+        store: Option<&str>,
+    ) -> Result<DeleteReport, HostError> {
+        let store = self.open_store(group, store)?;
+        let swept = store.remove(group, number, unix_now());
+        let chunks = match swept.map_err(|error| store_error("", error))? {
+            Swept::Removed(chunks) => format!("{chunks} chunks were removed with it"),
+            Swept::Later => {
+                "its chunks are removed later: a snapshot is being written, or was when its \
+                 daemon ended"
+                    .to_owned()
+            }
+            Swept::Kept(why) => format!("no chunk was removed: {why}"),
+        };
+        Ok(DeleteReport { group: group.to_owned(), number, chunks })
+    }
+
+    /// Reads and checks all of a snapshot, the last one without a number.
+    pub fn verify_snapshot(
+        &self,
+        group: &str,
+        number: Option<SnapshotNumber>,
+        store: Option<&str>,
+    ) -> Result<VerifyReport, HostError> {
+        let store = self.open_store(group, store)?;
+        let manifest = store.snapshot(group, number).map_err(|error| store_error("", error))?;
+        let verified = store.verify(&manifest).map_err(|error| store_error("", error))?;
+        let problems = verified.problems.iter();
+        Ok(VerifyReport {
+            group: group.to_owned(),
+            number: manifest.number,
+            chunks: verified.chunks,
+            bytes: verified.bytes,
+            problems: problems.map(|one| format!("{}: {}", one.part, one.error)).collect(),
+        })
+    }
+
+    /// The store that is named, or the group's own.
+    pub(super) fn store_of(&self, group: &str, named: Option<&str>) -> Result<String, HostError> {
+        let own = self.config.clusters.get(group).and_then(|cluster| cluster.store.clone());
+        let location = named.map(str::to_owned).or(own).ok_or_else(|| {
+            let message = format!(
+                "where are the snapshots of {group}? Give --store, or name a store in the host's \
+                 configuration under [cluster.{group}]"
+            );
+            HostError::new(ErrorKind::Invalid, message)
+        })?;
+        // Other hosts' daemons may work elsewhere.
+        Ok(match location.contains("://") {
+            true => location,
+            false => {
+                std::path::absolute(&location).map_or(location, |path| path.display().to_string())
+            }
+        })
+    }
+
+    pub(super) fn open_store(&self, group: &str, named: Option<&str>) -> Result<Store, HostError> {
+        let location = self.store_of(group, named)?;
+        Store::open(&location).map_err(|error| store_error("", error))
+    }
+}
+
+fn listed_report(group: &str, store: &str, listed: Listed) -> SnapshotReport {
+    match listed.manifest {
+        Ok(manifest) => snapshot_report(&manifest, store),
+        Err(error) => SnapshotReport {
+            group: group.to_owned(),
+            number: listed.number,
+            label: None,
+            store: store.to_owned(),
+            taken_at: 0,
+            members: Vec::new(),
+            damage: Some(error.to_string()),
+        },
+    }
+}
+
+/// A snapshot as users are told of it.
+pub(super) fn snapshot_report(manifest: &Manifest, store: &str) -> SnapshotReport {
+    let member = |entry: &understudy_snapshot::MemberEntry| SnapshotMember {
+        vm: entry.name.clone(),
+        host: entry.host.clone(),
+        memory: entry.memory,
+    };
+    SnapshotReport {
+        group: manifest.group.clone(),
+        number: manifest.number,
+        label: manifest.label.clone(),
+        store: store.to_owned(),
+        taken_at: manifest.taken_at,
+        members: manifest.members.iter().map(member).collect(),
+        damage: None,
+    }
+}

@@ -1,0 +1,230 @@
+//! From a member's part of a snapshot to a VM that runs: QEMU on fresh memory, its disks, its
+//! device state.
+
+use super::Stopped;
+use super::disk;
+use super::fill::Filler;
+use super::words::{RestoreTask, SavedVm};
+use crate::admission::open_disks;
+use crate::host::Host;
+use crate::machine::{self, Machine};
+use crate::sync::lock;
+use anyhow::{Context, bail};
+use std::collections::BTreeMap;
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::sync::atomic::AtomicBool;
+use tracing::warn;
+use understudy_protocol::BlockId;
+use understudy_qemu::{Role, VmDefinition};
+use understudy_snapshot::{Area, AreaMap, MemberManifest, Store};
+
+/// What the files of restored disks begin with.
+const PREFIX: &str = "restored-";
+
+/// A member that could start.
+pub struct Prepared {
+    machine: Arc<Machine>,
+    filler: Arc<Filler>,
+    device_state: Vec<u8>,
+    images: Images,
+    directory: PathBuf,
+}
+
+/// Files of a restore; removed unless it succeeds.
+struct Images(Vec<PathBuf>);
+
+impl Drop for Images {
+    fn drop(&mut self) {
+        for path in &self.0 {
+            if let Err(error) = fs::remove_file(path) {
+                warn!("cannot remove {}: {error}", path.display());
+            }
+        }
+    }
+}
+
+/// Loads all that the start waits for. `filling` gets the filler as soon as there is one.
+pub fn prepare(
+    host: &Arc<Host>,
+    task: &RestoreTask,
+    pages: u64,
+    stop: &AtomicBool,
+    filling: impl FnOnce(&Arc<Filler>),
+) -> anyhow::Result<Prepared> {
+    let store = Arc::new(Store::open(&task.store)?);
+    let manifest = store.snapshot(&task.group.name, Some(task.number))?;
+    let entry = manifest.members.iter().find(|entry| entry.name == task.vm());
+    let entry = entry.with_context(|| format!("{} is not in the snapshot", task.vm()))?;
+    let member = store.member(entry)?;
+    let saved = SavedVm::of(&member)?;
+    host.check_unused(&saved.definition)?;
+    host.await_former(task.vm())?;
+    let directory = host.vm_directory(task.vm())?;
+    let mut images = Images(Vec::new());
+    let mut definition = saved.definition;
+    make_boot_files(&store, &member, &directory, &mut definition)?;
+    make_disks(&store, &member, task, &directory, &mut definition, (&mut images, stop))?;
+    let machine = host.launch(machine::Plan {
+        machine_type: member.machine.machine_type.clone(),
+        accelerator: saved.accelerator,
+        run_dir: &directory,
+        qemu: &host.capabilities.binary,
+        agent: &host.agent,
+        run_as: &host.config.run_as,
+        disks: open_disks(&definition)?,
+        definition,
+        role: Role::Standby,
+        lockstep: None,
+        former: None,
+        on_event: host.event_sink(task.vm()),
+    })?;
+    let maps = memory_maps(&store, &member, &machine)?;
+    let queue = match task.by_recency {
+        true => store.recent(&member)?.unwrap_or_default().queue,
+        false => store.working_set(&member)?.queue,
+    };
+    let filler = Arc::new(Filler::new(store.clone(), machine.clone(), maps, &queue, pages));
+    filling(&filler);
+    filler.load_before_start(stop)?;
+    Stopped::check(stop)?;
+    let device_state = store.blob(&member.device_state)?;
+    Ok(Prepared { machine, filler, device_state, images, directory })
+}
+
+impl Prepared {
+    /// What fills its memory.
+    pub fn filler(&self) -> Arc<Filler> {
+        self.filler.clone()
+    }
+
+    /// Wins the VM from the arbiter and lets it run.
+    pub fn start(mut self, host: &Arc<Host>, task: &RestoreTask) -> anyhow::Result<()> {
+        let _adding = lock(&host.adding);
+        host.check_unused(self.machine.definition())?;
+        let former = host.record(task.vm())?;
+        let generation = host.take_ownership(task.vm(), task.newest)?;
+        let run = || -> anyhow::Result<()> {
+            host.note_active(&self.machine, generation, None, &self.directory)?;
+            self.filler.attach()?;
+            self.machine.go_live(&self.device_state, &[])?;
+            Ok(())
+        };
+        if let Err(error) = run() {
+            self.machine.halt();
+            // The former images are what they were.
+            let noted = former.map_or(Ok(()), |former| host.records.write(&former));
+            if let Err(error) = noted {
+                warn!(vm = task.vm(), "{error}");
+            }
+            if let Some(arbiter) = &host.arbiter {
+                if let Err(error) = arbiter.release(task.vm(), generation) {
+                    warn!(vm = task.vm(), "{error}");
+                }
+            }
+            return Err(error);
+        }
+        host.add_restored(self.machine.clone(), generation, &task.id);
+        remove_former(&self.directory, &std::mem::take(&mut self.images.0));
+        Ok(())
+    }
+}
+
+impl SavedVm {
+    /// The VM of a member's part.
+    pub fn of(member: &MemberManifest) -> anyhow::Result<SavedVm> {
+        serde_json::from_value(member.definition.clone()).with_context(|| {
+            format!(
+                "the definition of {} in the snapshot is not one that this version of understudy \
+                 knows; use the version that took it",
+                member.name
+            )
+        })
+    }
+}
+
+fn make_boot_files(
+    store: &Store,
+    member: &MemberManifest,
+    directory: &Path,
+    definition: &mut VmDefinition,
+) -> anyhow::Result<()> {
+    let files = [
+        ("kernel", &member.kernel, &mut definition.kernel),
+        ("initrd", &member.initrd, &mut definition.initrd),
+    ];
+    for (name, blob, place) in files {
+        let Some(blob) = blob else { continue };
+        let path = directory.join(name);
+        fs::write(&path, store.blob(blob)?)
+            .with_context(|| format!("cannot write {}", path.display()))?;
+        *place = Some(path);
+    }
+    Ok(())
+}
+
+/// New images beside those that are there: until the VM runs, nothing of the former is touched.
+fn make_disks(
+    store: &Store,
+    member: &MemberManifest,
+    task: &RestoreTask,
+    directory: &Path,
+    definition: &mut VmDefinition,
+    (images, stop): (&mut Images, &AtomicBool),
+) -> anyhow::Result<()> {
+    for (at, disk) in definition.disks.iter_mut().enumerate() {
+        let of_disk = |area: Area| matches!(area, Area::Disk(index) if usize::from(index.0) == at);
+        let area = member.areas.iter().find(|entry| of_disk(entry.area));
+        let area = area.with_context(|| format!("disk {at} is not in the snapshot"))?;
+        let name = format!("{PREFIX}{}-{}-disk{at}.img", task.number, task.id);
+        let path = directory.join(name);
+        images.0.push(path.clone());
+        disk::restore(store, &store.area(area)?, area.bytes, &path, stop)?;
+        disk.path = path;
+    }
+    Ok(())
+}
+
+/// The maps of the RAM blocks, which must be those of the QEMU that is there.
+fn memory_maps(
+    store: &Store,
+    member: &MemberManifest,
+    machine: &Machine,
+) -> anyhow::Result<BTreeMap<BlockId, AreaMap>> {
+    let mut maps = BTreeMap::new();
+    for entry in &member.areas {
+        let Area::Memory(id) = entry.area else { continue };
+        let block = machine.blocks().iter().find(|block| block.id() == id);
+        let map = store.area(entry)?;
+        match block {
+            Some(block) if block.name() == entry.name && block.pages() == map.units() => {
+                maps.insert(id, map);
+            }
+            _ => bail!(
+                "this host's QEMU has no RAM block {} of {} bytes, which {} was saved with; \
+                 restore it with the build of QEMU that it ran in",
+                entry.name,
+                entry.bytes,
+                member.name
+            ),
+        }
+    }
+    match maps.len() == machine.blocks().len() {
+        true => Ok(maps),
+        false => bail!("this host's QEMU has other RAM blocks than {} was saved with", member.name),
+    }
+}
+
+/// Images of earlier restores: nothing runs on them any more.
+fn remove_former(directory: &Path, own: &[PathBuf]) {
+    for entry in fs::read_dir(directory).into_iter().flatten().flatten() {
+        let path = entry.path();
+        let is_former = entry.file_name().to_string_lossy().starts_with(PREFIX);
+        if is_former && !own.contains(&path) {
+            if let Err(error) = fs::remove_file(&path) {
+                warn!("cannot remove {}: {error}", path.display());
+            }
+        }
+    }
+}

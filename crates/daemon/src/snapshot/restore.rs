@@ -1,0 +1,194 @@
+//! One member of a group that is being restored, on the host that will run it.
+
+use super::fill::{FillState, Filler};
+use super::prepare::{Prepared, prepare};
+use super::words::{Heard, Reply, RestoreTask};
+use crate::clock;
+use crate::host::Host;
+use crate::sync::lock;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex, Weak};
+use std::thread;
+use std::time::Duration;
+use tracing::{info, warn};
+use understudy_snapshot::{Cohort, CohortAction, CohortEvent, Order};
+
+/// How often a cohort looks whether its coordinator has been silent for too long, and says
+/// how far it is.
+const TICK: Duration = Duration::from_millis(500);
+
+/// A member that is being restored, or was.
+pub struct Restoring {
+    host: Weak<Host>,
+    task: RestoreTask,
+    stop: AtomicBool,
+    state: Mutex<State>,
+}
+
+struct State {
+    cohort: Cohort,
+    reply: Reply,
+    /// Loaded, and not started yet.
+    prepared: Option<Prepared>,
+    filler: Option<Arc<Filler>>,
+}
+
+impl Host {
+    /// A coordinator says something about the restore of a member to this host.
+    pub(super) fn restore_order(self: &Arc<Self>, task: RestoreTask, order: Order, reply: &Reply) {
+        let restoring = {
+            let mut all = lock(&self.snapshots.restorings);
+            let known = all.get(task.vm()).filter(|known| known.task.id == task.id).cloned();
+            match (known, &order) {
+                (Some(known), _) => known,
+                // What was told before this daemon began, or is long over, is not begun again.
+                (None, Order::Load { .. }) => {
+                    let vm = task.vm().to_owned();
+                    let begun = Restoring::new(self, task, reply);
+                    if let Some(former) = all.insert(vm, begun.clone()) {
+                        former.forget();
+                    }
+                    begun
+                }
+                (None, Order::Start | Order::Abort) => {
+                    let why = "its host knows nothing of the restore: was its daemon restarted?";
+                    let report = understudy_snapshot::Report::Failed { why: why.to_owned() };
+                    return reply(Heard::Restore(task.member, report));
+                }
+            }
+        };
+        let mut state = lock(&restoring.state);
+        state.reply = reply.clone();
+        restoring.handle(&mut state, CohortEvent::Order(order));
+    }
+}
+
+impl Restoring {
+    fn new(host: &Arc<Host>, task: RestoreTask, reply: &Reply) -> Arc<Restoring> {
+        let cohort = Cohort::new(clock::now());
+        let state = State { cohort, reply: reply.clone(), prepared: None, filler: None };
+        let host = Arc::downgrade(host);
+        Arc::new(Restoring { host, task, stop: AtomicBool::new(false), state: Mutex::new(state) })
+    }
+
+    /// How far its memory is there; none if nothing was begun, or all is given up.
+    pub fn fill_state(&self) -> Option<FillState> {
+        let filler = lock(&self.state).filler.clone();
+        filler.map(|filler| filler.state())
+    }
+
+    /// Whether it has neither failed nor started.
+    pub fn is_under_way(&self) -> bool {
+        lock(&self.state).cohort.deadline().is_some()
+    }
+
+    /// Another restore of the VM has begun: its former VM is gone.
+    fn forget(self: &Arc<Self>) {
+        self.event(CohortEvent::Failed("another restore of the VM has begun".into()));
+        self.stop.store(true, Ordering::Release);
+        lock(&self.state).filler = None;
+    }
+
+    fn event(self: &Arc<Self>, event: CohortEvent) {
+        self.handle(&mut lock(&self.state), event);
+    }
+
+    /// Under the lock, so that the order of actions is the order of events.
+    fn handle(self: &Arc<Self>, state: &mut State, event: CohortEvent) {
+        let mut actions = Vec::new();
+        state.cohort.handle(clock::now(), event, &mut actions);
+        for action in actions {
+            match action {
+                CohortAction::Load { pages } => {
+                    self.spawn(move |restoring| restoring.load(pages));
+                    self.spawn(Restoring::watch);
+                }
+                CohortAction::Start => match state.prepared.take() {
+                    Some(prepared) => self.spawn(|restoring| restoring.start(prepared)),
+                    None => warn!(vm = self.task.vm(), "told to start without being loaded"),
+                },
+                CohortAction::Discard => {
+                    self.stop.store(true, Ordering::Release);
+                    let (prepared, filler) = (state.prepared.take(), state.filler.take());
+                    // Ending QEMU takes a moment: not under the lock.
+                    self.spawn(move |restoring| {
+                        drop((prepared, filler));
+                        restoring.end_vm();
+                        Ok(())
+                    });
+                }
+                CohortAction::Report(report) => {
+                    (state.reply)(Heard::Restore(self.task.member, report));
+                }
+            }
+        }
+    }
+
+    fn spawn(
+        self: &Arc<Self>,
+        work: impl FnOnce(&Arc<Restoring>) -> anyhow::Result<()> + Send + 'static,
+    ) {
+        let restoring = self.clone();
+        thread::spawn(move || {
+            if let Err(error) = work(&restoring) {
+                restoring.event(CohortEvent::Failed(format!("{error:#}")));
+            }
+        });
+    }
+
+    /// Looks at the time, until nothing is expected of the coordinator any more.
+    fn watch(self: &Arc<Self>) -> anyhow::Result<()> {
+        while lock(&self.state).cohort.deadline().is_some() {
+            thread::sleep(TICK);
+            if let Some(fill) = self.fill_state() {
+                self.event(CohortEvent::Progress(fill.pages));
+            }
+            self.event(CohortEvent::Tick);
+        }
+        Ok(())
+    }
+
+    fn load(self: &Arc<Self>, pages: u64) -> anyhow::Result<()> {
+        let Some(host) = self.host.upgrade() else { return Ok(()) };
+        let prepared = prepare(&host, &self.task, pages, &self.stop, |filler| {
+            lock(&self.state).filler = Some(filler.clone());
+        })?;
+        fail::fail_point!("restore-loaded");
+        let mut state = lock(&self.state);
+        if self.stop.load(Ordering::Acquire) {
+            // Given up meanwhile.
+            drop(state);
+            drop(prepared);
+            return Ok(());
+        }
+        state.prepared = Some(prepared);
+        self.handle(&mut state, CohortEvent::Loaded);
+        Ok(())
+    }
+
+    fn start(self: &Arc<Self>, prepared: Prepared) -> anyhow::Result<()> {
+        let Some(host) = self.host.upgrade() else { return Ok(()) };
+        let filler = prepared.filler();
+        prepared.start(&host, &self.task)?;
+        fail::fail_point!("restore-started");
+        if self.stop.load(Ordering::Acquire) {
+            // Given up meanwhile: whoever gave up may have come before the VM was there.
+            self.end_vm();
+            return Ok(());
+        }
+        info!(vm = self.task.vm(), "runs as of snapshot {}", self.task.number);
+        self.event(CohortEvent::Started);
+        filler.complete(&self.stop)?;
+        self.event(CohortEvent::Complete);
+        Ok(())
+    }
+
+    /// Ends the VM, if this restore has started it.
+    fn end_vm(&self) {
+        let Some(host) = self.host.upgrade() else { return };
+        let Ok(vm) = host.primary(self.task.vm()) else { return };
+        if vm.restored_by() == Some(&*self.task.id) {
+            host.remove_primary(&vm);
+        }
+    }
+}

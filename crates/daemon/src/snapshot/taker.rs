@@ -1,0 +1,177 @@
+//! The coordinator of a snapshot: drives `Taker`.
+
+use super::exchange::Exchange;
+use super::placement::store_error;
+use super::report::SnapshotRequest;
+use super::unix_now;
+use super::words::{GroupPlaces, Heard, Reply, Said, TakeTask};
+use crate::clock;
+use crate::error::{ErrorKind, HostError};
+use crate::host::Host;
+use crossbeam_channel::{Receiver, Sender};
+use std::sync::Arc;
+use std::thread;
+use std::time::Duration;
+use tracing::warn;
+use understudy_snapshot::{
+    Failure, Life, Manifest, Member, MemberEntry, Part, SnapshotNumber, Store, StoreError, Taker,
+    TakerAction, TakerEvent, TakerPhase, Writing,
+};
+
+/// Before a store that did not answer is asked again whether a manifest is there.
+const ASK_AGAIN: Duration = Duration::from_secs(1);
+
+/// Takes one snapshot.
+pub struct Coordinator {
+    store: Arc<Store>,
+    task: TakeTask,
+    label: Option<String>,
+    life: Life,
+    memory: Vec<u64>,
+    events: Sender<TakerEvent>,
+    heard: Receiver<TakerEvent>,
+    exchange: Exchange,
+    writing: Option<Writing>,
+}
+
+impl Coordinator {
+    /// For this group, whose members have so much memory.
+    pub fn new(
+        host: &Arc<Host>,
+        group: GroupPlaces,
+        life: Life,
+        memory: Vec<u64>,
+        location: String,
+        request: &SnapshotRequest,
+    ) -> Result<Coordinator, HostError> {
+        let store = Store::create(&location).map_err(|error| store_error("", error))?;
+        let (events, heard) = crossbeam_channel::unbounded();
+        let sender = events.clone();
+        let reply: Reply = Arc::new(move |heard| {
+            if let Heard::Take(member, report) = heard {
+                // Nobody listens after the end.
+                let _ = sender.send(TakerEvent::Report(member, report));
+            }
+        });
+        let exchange = Exchange::new(host, &group.hosts, reply);
+        let task = TakeTask {
+            group,
+            member: Member(0),
+            store: location,
+            compression: request.compression,
+        };
+        let (store, label) = (Arc::new(store), request.label.clone());
+        Ok(Coordinator { store, task, label, life, memory, events, heard, exchange, writing: None })
+    }
+
+    /// Returns when it exists, or was given up by all that answer. `after` is the last number
+    /// that the group's members have heard of.
+    pub fn run(mut self, after: SnapshotNumber) -> Result<Manifest, HostError> {
+        let group = self.task.group.name.clone();
+        let begun = self.store.begin(&group, after, unix_now());
+        let writing = begun.map_err(|error| store_error("", error))?;
+        let number = writing.number;
+        self.writing = Some(writing);
+        let mut actions = Vec::new();
+        let members = self.task.group.vms.len();
+        let mut taker = Taker::new(number, members, clock::now(), &mut actions);
+        loop {
+            for action in std::mem::take(&mut actions) {
+                self.perform(number, action);
+            }
+            let Some(deadline) = taker.deadline() else { break };
+            let event = self.heard.recv_timeout(deadline - clock::now());
+            taker.handle(clock::now(), event.unwrap_or(TakerEvent::Tick), &mut actions);
+        }
+        match taker.phase() {
+            TakerPhase::Failed(failure) => Err(self.explain(number, failure)),
+            _ => self.store.snapshot(&group, Some(number)).map_err(|error| store_error("", error)),
+        }
+    }
+
+    fn perform(&mut self, number: SnapshotNumber, action: TakerAction) {
+        match action {
+            TakerAction::Send(member, order) => {
+                let task = TakeTask { member, ..self.task.clone() };
+                let host = &self.task.group.hosts[member.index()];
+                self.exchange.say(host, Said::Take(task, order));
+            }
+            TakerAction::Publish(parts) => {
+                let manifest = self.manifest(number, parts);
+                let Some(writing) = self.writing.take() else { return };
+                let (store, events) = (self.store.clone(), self.events.clone());
+                thread::spawn(move || {
+                    let event = publish(&store, writing, &manifest);
+                    // Nobody listens after the end.
+                    let _ = events.send(event);
+                });
+            }
+            TakerAction::Discard => {
+                let Some(writing) = self.writing.take() else { return };
+                if let Err(error) = self.store.abandon(writing, unix_now()) {
+                    warn!("what was stored of a snapshot that was given up: {error}");
+                }
+            }
+        }
+    }
+
+    fn manifest(&self, number: SnapshotNumber, parts: Vec<Part>) -> Manifest {
+        let group = &self.task.group;
+        let crossings = parts.iter().flat_map(|part| &part.crossings).copied().collect();
+        let members = parts.into_iter().enumerate().map(|(at, part)| MemberEntry {
+            name: group.vms[at].clone(),
+            host: group.hosts[at].clone(),
+            memory: self.memory[at],
+            part: part.manifest,
+        });
+        Manifest {
+            group: group.name.clone(),
+            number,
+            label: self.label.clone(),
+            taken_at: unix_now(),
+            life: self.life,
+            compression: self.task.compression,
+            members: members.collect(),
+            crossings,
+        }
+    }
+
+    fn explain(&self, number: SnapshotNumber, failure: &Failure) -> HostError {
+        let group = &self.task.group;
+        let who = match failure.member {
+            Some(member) => {
+                let (vm, host) = (&group.vms[member.index()], &group.hosts[member.index()]);
+                format!("{vm} on host {host}: ")
+            }
+            None => String::new(),
+        };
+        let message = format!(
+            "snapshot {number} of {} was given up, and nothing of it is left; {} on: {who}{failure}",
+            group.name,
+            if group.vms.len() == 1 { "the VM runs" } else { "the VMs run" },
+        );
+        HostError::new(ErrorKind::Internal, message)
+    }
+}
+
+/// Whether it is there is asked until the store says so: an error may come after the deed.
+fn publish(store: &Store, writing: Writing, manifest: &Manifest) -> TakerEvent {
+    fail::fail_point!("snapshot-publishing");
+    let (group, number) = (writing.group.clone(), writing.number);
+    let Err(error) = store.publish(writing.clone(), manifest) else { return TakerEvent::Published };
+    loop {
+        match store.snapshot(&group, Some(number)) {
+            Ok(_) => return TakerEvent::Published,
+            Err(StoreError::NoSnapshot { .. } | StoreError::NoSnapshots(_)) => {
+                if let Err(error) = store.abandon(writing, unix_now()) {
+                    warn!("what was stored of a snapshot that was given up: {error}");
+                }
+                return TakerEvent::NotPublished(error.to_string());
+            }
+            Err(unanswered) => {
+                warn!("is snapshot {number} of {group} there? {unanswered}");
+                thread::sleep(ASK_AGAIN);
+            }
+        }
+    }
+}

@@ -1,0 +1,151 @@
+//! A VM is snapshotted while its programs write, ends, and runs again as it was.
+
+use crate::refusals::says;
+use crate::stage::{LIMIT, await_forgotten, options, play, refusal};
+use anyhow::{Context, Result, ensure};
+use serde_json::Value;
+use std::fs;
+use std::path::{Path, PathBuf};
+use understudy_lab::scene::VM;
+use understudy_lab::{GuestShell, Scene, SceneOptions, wait_for};
+
+/// Counts in memory and, right behind it, on the disk.
+const COUNT: &str = "i=0; while :; do i=$((i+1)); echo $i > /tmp/count.new; \
+     mv /tmp/count.new /tmp/count; echo $i > /data/count.new; mv /data/count.new /data/count; done";
+/// What does not change: a snapshot must have every bit of it.
+const FILL: &str = "dd if=/dev/urandom of=/tmp/fill bs=64k count=300 2>/dev/null; \
+     dd if=/dev/urandom of=/data/fill bs=64k count=80 2>/dev/null; sync; \
+     md5sum /tmp/fill /data/fill";
+const SUMS: &str = "echo 3 > /proc/sys/vm/drop_caches; md5sum /tmp/fill /data/fill";
+
+fn small() -> SceneOptions {
+    SceneOptions { memory_mib: 192, ..options() }
+}
+
+fn store(scene: &Scene) -> String {
+    scene.lab().directory().join("store").display().to_string()
+}
+
+fn number(shell: &mut GuestShell, file: &str) -> Result<u64> {
+    let text = shell.run(&format!("cat {file}"))?.text;
+    text.trim().parse().with_context(|| format!("{file} in the guest: {text:?}"))
+}
+
+fn json(scene: &Scene, host: &str, arguments: &[&str]) -> Result<Value> {
+    let arguments = [arguments, &["--json"]].concat();
+    Ok(serde_json::from_str(&scene.host(host)?.call(arguments)?)?)
+}
+
+/// Restores the VM on a host; returns what it counted to when it went on there, at least.
+fn prove_restored(scene: &Scene, host: &str, sums: &str, most: u64) -> Result<u64> {
+    let mut shell = scene.shell()?;
+    let count = number(&mut shell, "/tmp/count")?;
+    ensure!(shell.run(SUMS)?.text == sums, "memory or disk are not what they were");
+    wait_for("the counter to go on", LIMIT, || {
+        Ok((number(&mut shell, "/tmp/count")? > most).then_some(()))
+    })?;
+    let (before, on_disk) = (number(&mut shell, "/tmp/count")?, number(&mut shell, "/data/count")?);
+    ensure!(on_disk + 1 >= before, "memory says {before}, the disk {on_disk}");
+    ensure!(scene.status(host)?["live"] == true, "it does not run on host {host}");
+    Ok(count)
+}
+
+#[test]
+fn a_vm_runs_again_as_it_was() {
+    play(small(), |scene| {
+        let store = store(scene);
+        scene.start_guest("a")?;
+        scene.await_guest()?;
+        let mut shell = scene.shell()?;
+        let sums = shell.run(FILL)?.text;
+        shell.start(COUNT)?;
+        wait_for("the guest to count", LIMIT, || Ok(number(&mut shell, "/data/count").ok()))?;
+        let before = number(&mut shell, "/tmp/count")?;
+        let report = json(scene, "a", &["vm", "snapshot", VM, "--store", &store])?;
+        ensure!(report["number"] == 1 && report["members"][0]["vm"] == VM, "{report}");
+        let after = number(&mut shell, "/tmp/count")?;
+        let restore = ["vm", "restore", VM, "--store", &store];
+        let (_, words) = refusal(scene.host("a")?, &restore)?;
+        says(&words, &[VM, "host a runs it", "vm stop"])?;
+        let (_, words) = refusal(scene.host("b")?, &restore)?;
+        says(&words, &[VM, "host a runs it"])?;
+        drop(shell);
+        scene.host("a")?.call(["vm", "stop", VM, "--force"])?;
+        await_forgotten(scene, "a")?;
+        // On another host, with nothing of it but the store.
+        let report = json(scene, "b", &restore)?;
+        ensure!(report["members"][0]["host"] == "b", "{report}");
+        let count = prove_restored(scene, "b", &sums, after)?;
+        ensure!(count >= before, "it counts from {count}, it was at {before} before the snapshot");
+        // Once more: a snapshot of what was restored, and of a member whose daemon died.
+        let report = json(scene, "b", &["vm", "snapshot", VM, "--store", &store])?;
+        ensure!(report["number"] == 2, "{report}");
+        scene.host_mut("b")?.kill_everything()?;
+        let (_, words) = refusal(scene.host("a")?, &restore)?;
+        says(&words, &["may run on host b", "does not answer", "--force"])?;
+        scene.restart("b")?;
+        json(scene, "a", &restore)?;
+        prove_restored(scene, "a", &sums, after)?;
+        prove_library(scene, &store)
+    });
+}
+
+/// What is in the store: listed, verified, deleted.
+fn prove_library(scene: &Scene, store: &str) -> Result<()> {
+    let in_store = |arguments: &[&'static str]| [arguments, &["--store"]].concat();
+    let listed = json(scene, "b", &[&in_store(&["cluster", "snapshots"])[..], &[store]].concat())?;
+    let numbers: Vec<&Value> = listed.as_array().into_iter().flatten().collect();
+    ensure!(numbers.len() == 2 && numbers.iter().all(|one| one["group"] == VM), "{listed}");
+    let which = format!("{VM}@2");
+    let verify = ["cluster", "verify", &which, "--store", store];
+    let verified = json(scene, "a", &verify)?;
+    ensure!(verified["problems"] == Value::Array(vec![]), "{verified}");
+    let deleted = json(scene, "a", &["cluster", "delete", &format!("{VM}@1"), "--store", store])?;
+    ensure!(deleted["number"] == 1, "{deleted}");
+    ensure!(json(scene, "a", &verify)? == verified, "the other snapshot lost something");
+    prove_refusals(scene, store)
+}
+
+/// Each wrong input gets an error of its own, and nothing is started.
+fn prove_refusals(scene: &Scene, store: &str) -> Result<()> {
+    let host = scene.host("b")?;
+    scene.host("a")?.call(["vm", "stop", VM, "--force"])?;
+    await_forgotten(scene, "a")?;
+    let words = |arguments: &[&str]| -> Result<String> { Ok(refusal(host, arguments)?.1) };
+    let which = format!("{VM}@7");
+    says(&words(&["vm", "restore", &which, "--store", store])?, &[VM, "no snapshot 7", "is 2"])?;
+    says(&words(&["vm", "restore", VM])?, &["--store"])?;
+    says(&words(&["vm", "restore", VM, "--store", "/nowhere"])?, &["no snapshot store", "/nowhere"])?;
+    says(&words(&["vm", "restore", VM, "--store", "ftp://x"])?, &["ftp://x", "no store"])?;
+    says(&words(&["vm", "snapshot", VM, "--store", store])?, &[VM, "no VM"])?;
+    says(&words(&["cluster", "snapshot", "shop"])?, &["[cluster.shop]", "host b"])?;
+    let restore = ["vm", "restore", VM, "--store", store];
+    for chunk in some_chunks(Path::new(store))? {
+        let content = fs::read(&chunk)?;
+        fs::remove_file(&chunk)?;
+        says(&words(&restore)?, &["chunk", "missing"])?;
+        let mut torn = content.clone();
+        let last = torn.len() - 1;
+        torn[last] ^= 1;
+        fs::write(&chunk, &torn)?;
+        says(&words(&restore)?, &["chunk", "damaged"])?;
+        let (_, found) = refusal(host, &["cluster", "verify", VM, "--store", store, "--json"])
+            .or_else(|_| anyhow::Ok((1, String::new())))?;
+        ensure!(!found.contains("panicked"), "{found}");
+        fs::write(&chunk, content)?;
+    }
+    await_forgotten(scene, "b")
+}
+
+/// The largest, which is content of memory or a disk.
+fn some_chunks(store: &Path) -> Result<Vec<PathBuf>> {
+    let mut chunks = Vec::new();
+    for folder in fs::read_dir(store.join("chunks"))? {
+        for chunk in fs::read_dir(folder?.path())? {
+            let chunk = chunk?;
+            chunks.push((chunk.metadata()?.len(), chunk.path()));
+        }
+    }
+    chunks.sort();
+    Ok(chunks.pop().into_iter().map(|(_, path)| path).collect())
+}
