@@ -68,6 +68,11 @@ pub enum Purpose {
         /// The session.
         session: String,
     },
+    /// Frames to the members of a cluster that run on the answering host.
+    Frames {
+        /// The cluster.
+        cluster: String,
+    },
     /// The data of a session goes on over this connection.
     Resume {
         /// The session.

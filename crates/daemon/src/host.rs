@@ -10,6 +10,7 @@ use crate::records::{Record, Records};
 use crate::report::{CheckpointTiming, HostStatus, VmStatus};
 use crate::resync;
 use crate::snapshot::Snapshots;
+use crate::snapshot::frames::Fabric;
 use crate::sync::lock;
 use crate::tls::Tls;
 use crate::vm::{PrimaryVm, Vm};
@@ -50,6 +51,8 @@ pub struct Host {
     pub(crate) protecting: Mutex<()>,
     /// Groups that this host backs up, or did, by the session of their leader.
     pub(crate) backed_groups: Mutex<Vec<Weak<backup::Group>>>,
+    /// The networks between members of clusters.
+    pub(crate) fabric: Fabric,
     /// The other hosts, as far as etcd knows them.
     pub(crate) members: Members,
     /// What it does for snapshots and restores.
@@ -93,6 +96,7 @@ impl Host {
             adding: Mutex::default(),
             protecting: Mutex::default(),
             backed_groups: Mutex::default(),
+            fabric: Fabric::default(),
             members: Members::default(),
             snapshots: Snapshots::default(),
             closing: AtomicBool::new(false),

@@ -9,6 +9,7 @@ use crate::link::Link;
 use crate::machine::{self, Machine};
 use crate::report::{Mode, ProtectRequest};
 use crate::resync::{self, Groundwork};
+use crate::snapshot::frames;
 use crate::sync::lock;
 use crate::vm::{FencedVm, Vm};
 use anyhow::{Context, anyhow, bail};
@@ -69,6 +70,9 @@ fn serve(host: &Arc<Host>, stream: TcpStream) {
                 let session = session_of(host, &link, &hello, &session)?;
                 link.send_json(Kind::Welcome, &Welcome::of(&host.config.name))?;
                 backup::attach_inbound(&session, link)
+            }
+            Purpose::Frames { cluster } => {
+                frames::serve(&host.fabric, &host.config.name, &hello.host, &cluster, &link)
             }
             Purpose::Resume { session, path, received } => {
                 let session = session_of(host, &link, &hello, &session)?;

@@ -110,12 +110,20 @@ impl OutputBuffer {
     /// Over the limit the frame is dropped: Ethernet may lose frames, whereas
     /// letting one out early would break output commit.
     pub fn push(&mut self, frame: &[u8]) -> Pushed {
-        let cost = frame.len() + FRAME_OVERHEAD_BYTES;
-        if self.gate == Gate::Shut || self.used_bytes + cost > self.limit_bytes {
+        if self.used_bytes + frame.len() + FRAME_OVERHEAD_BYTES > self.limit_bytes {
             self.dropped_frames += 1;
             return Pushed::Dropped;
         }
-        self.used_bytes += cost;
+        self.push_always(frame)
+    }
+
+    /// The same for what must not be lost for want of room: little, and seldom.
+    pub fn push_always(&mut self, frame: &[u8]) -> Pushed {
+        if self.gate == Gate::Shut {
+            self.dropped_frames += 1;
+            return Pushed::Dropped;
+        }
+        self.used_bytes += frame.len() + FRAME_OVERHEAD_BYTES;
         // Not past what was taken back before.
         let passes = self.gate == Gate::Unheld && self.held.is_empty();
         if self.gate == Gate::Open || passes {

@@ -14,7 +14,8 @@
 //! message between the frames.
 //!
 //! Between the cards of VMs that are protected as one group, a [`Switch`] hands
-//! frames over at once.
+//! frames over at once. Between the members of a cluster, on whatever hosts, a [`Fabric`]
+//! does, once they may leave their output buffer.
 //!
 //! The output buffer is where output commit happens: a frame leaves it only
 //! when the epoch that produced it is on the backup, or when this host is the
@@ -25,6 +26,7 @@ mod buffer;
 mod control;
 mod entitlement;
 mod error;
+mod fabric;
 mod frames;
 mod header;
 mod mac;
@@ -34,13 +36,16 @@ mod next;
 mod outbound;
 mod port;
 mod pump;
+mod segments;
 mod switch;
 mod tap;
+mod unread;
 
 pub use announce::announcement;
 pub use buffer::{DEFAULT_LIMIT_BYTES, FrameBatch, Gate, OutputBuffer, Pushed};
 pub use control::CARDS_VARIABLE;
 pub use error::NetworkError;
+pub use fabric::{Fabric, Inlet, addresses};
 pub use frames::Frames;
 pub use header::{HEADER_BYTES, MAX_BYTES, MAX_FRAME_BYTES, Offloads, ethernet};
 pub use mac::{MacAddress, MacParseError};
@@ -51,3 +56,4 @@ pub use port::{GuestEnd, Port, PortConfig};
 pub use pump::{OutputWaiting, PortCounters};
 pub use switch::Switch;
 pub use tap::Tap;
+pub use unread::{GuestsEnd, Unread};

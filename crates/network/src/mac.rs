@@ -18,7 +18,7 @@ pub struct MacParseError {
 
 impl MacAddress {
     /// Whether it names many cards: a multicast or the broadcast address.
-    pub(crate) fn is_multicast(self) -> bool {
+    pub fn is_multicast(self) -> bool {
         self.0[0] & 1 != 0
     }
 

@@ -2,6 +2,7 @@
 #![allow(unsafe_code)]
 
 use crate::control::{ANSWER, HeaderLength};
+use crate::fabric::without_mark;
 use crate::frames::Frames;
 use crate::header::{HEADER_BYTES, MAX_BYTES};
 use nix::errno::Errno;
@@ -116,6 +117,9 @@ impl Inbox {
                 Kind::Frame
             };
             self.arrived.push((kind, length));
+        }
+        for slot in self.slots.chunks_exact_mut(SLOT_BYTES).take(count) {
+            without_mark(&mut slot[0]);
         }
         if header == HeaderLength::Short {
             self.close_gaps();

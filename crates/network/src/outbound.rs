@@ -2,6 +2,7 @@
 
 use crate::buffer::{OutputBuffer, Pushed};
 use crate::control::{Control, HeaderLength};
+use crate::fabric::{Fabric, marked};
 use crate::header::Offloads;
 use crate::messages::{self, Inbox, Message, READ_AT_ONCE};
 use crate::next::Said;
@@ -22,7 +23,16 @@ pub(crate) struct Inbound {
     pub connection: Arc<OwnedFd>,
     pub header: HeaderLength,
     pub seat: Option<Seat>,
+    pub fabric: Option<Arc<dyn Fabric>>,
     pub sink: Option<InboundSink>,
+}
+
+impl Inbound {
+    /// Whether a frame from the bridge comes by another way, or has come already.
+    pub fn is_echo(&self, packet: &[u8]) -> bool {
+        self.seat.as_ref().is_some_and(|seat| seat.is_echo(packet))
+            || self.fabric.as_ref().is_some_and(|fabric| fabric.is_echo(packet))
+    }
 }
 
 /// The socket and what came out of it.
@@ -36,6 +46,8 @@ pub(crate) struct Outbound {
     pub buffer: OutputBuffer,
     /// The place among the cards of a group, while there is one.
     pub seat: Option<Seat>,
+    /// Who carries frames to other members of a cluster, if the card is a member's.
+    pub fabric: Option<Arc<dyn Fabric>>,
     /// Who gets copies of inbound frames.
     pub sink: Option<InboundSink>,
     /// Why the last connection ended.
@@ -71,6 +83,7 @@ impl Outbound {
             inbox: Inbox::new(),
             buffer,
             seat: None,
+            fabric: None,
             sink: None,
             ended: None,
             entitled: Instant::now(),
@@ -102,6 +115,11 @@ impl Outbound {
         self.connection.as_ref()
     }
 
+    /// The header's length, as QEMU has it.
+    pub fn header(&self) -> HeaderLength {
+        self.header
+    }
+
     /// How frames get to QEMU, and whether the agent must be answered before the
     /// next one.
     pub fn inbound(&mut self) -> (Option<Inbound>, bool) {
@@ -109,6 +127,7 @@ impl Outbound {
             connection,
             header: self.header,
             seat: self.seat.clone(),
+            fabric: self.fabric.clone(),
             sink: self.sink.clone(),
         });
         (inbound, std::mem::take(&mut self.answer_due))
@@ -137,9 +156,8 @@ impl Outbound {
         for n in 0..count {
             match self.inbox.message(n) {
                 Message::Frame(packet) => {
-                    if self.seat.as_ref().is_none_or(|seat| seat.pass(packet)) {
-                        received.first_held |= self.buffer.push(packet) == Pushed::FirstHeld;
-                    }
+                    received.first_held |=
+                        push(&mut self.buffer, self.fabric.as_deref(), self.seat.as_ref(), packet);
                 }
                 Message::TooLong => self.too_long += 1,
                 Message::Control(bytes) => match Control::decode(bytes) {
@@ -170,6 +188,29 @@ impl Outbound {
         self.connection = None;
         self.ended = Some(reason);
     }
+}
+
+/// Takes what the guest sends the way that it goes. Returns whether it is the first of its
+/// epoch that waits.
+fn push(
+    buffer: &mut OutputBuffer,
+    fabric: Option<&dyn Fabric>,
+    seat: Option<&Seat>,
+    packet: &[u8],
+) -> bool {
+    let mut first_held = false;
+    if let Some(fabric) = fabric {
+        let mut keep = |parts: &[&[u8]]| {
+            first_held |= buffer.push(&marked(parts)) == Pushed::FirstHeld;
+        };
+        if !fabric.sent(packet, &mut keep) {
+            return first_held;
+        }
+    }
+    if seat.is_none_or(|seat| seat.pass(packet)) {
+        first_held |= buffer.push(packet) == Pushed::FirstHeld;
+    }
+    first_held
 }
 
 /// Without them the guest gets finished frames, which it takes as well.

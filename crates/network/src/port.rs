@@ -1,8 +1,9 @@
 //! A port: one network card of one VM, as this host serves it.
 
 use crate::announce::{PAUSES, announcement};
-use crate::buffer::{Gate, OutputBuffer};
+use crate::buffer::{Gate, OutputBuffer, Pushed};
 use crate::error::NetworkError;
+use crate::fabric::{Fabric, Inlet, marked, message};
 use crate::header::{HEADER_BYTES, Offloads};
 use crate::mac::MacAddress;
 use crate::next::NextGuest;
@@ -10,6 +11,7 @@ use crate::outbound::InboundSink;
 use crate::pump::{OutputWaiting, PortCounters, Shared};
 use crate::switch::Seat;
 use crate::tap::Tap;
+use crate::unread::{GuestsEnd, Unread};
 use nix::sys::socket::{AddressFamily, SockFlag, SockType, setsockopt, socketpair, sockopt};
 use std::os::fd::OwnedFd;
 use std::sync::atomic::Ordering;
@@ -196,6 +198,43 @@ impl Port {
         self.shared.wake();
     }
 
+    /// From now on the fabric, if any, carries frames between this card and those of other
+    /// members of its cluster, whatever the gate does; until the port is shut.
+    pub fn set_fabric(&self, fabric: Option<Arc<dyn Fabric>>) {
+        self.shared.outbound().fabric = fabric;
+        // The inbound thread must know before an echo comes.
+        self.shared.wake();
+    }
+
+    /// The way to this card for a fabric's frames.
+    pub fn inlet(&self) -> Inlet {
+        Inlet(self.downgrade())
+    }
+
+    /// Takes every frame that the guest, which stands still, has sent. What may go out has
+    /// gone when this returns.
+    pub fn drain(&self) {
+        let mut outbound = self.shared.outbound();
+        while self.shared.receive(&mut outbound).any {}
+        drop(outbound);
+        self.shared.flush();
+    }
+
+    /// Has the fabric carry a message behind all that the guest has sent, when that may go.
+    pub fn push_message(&self, message: &[u8]) {
+        let first = self.shared.outbound().buffer.push_always(&marked(&[message]));
+        if first == Pushed::FirstHeld {
+            (self.shared.output_waiting)();
+        }
+        self.shared.flush();
+    }
+
+    /// What this card was given and its guest, which stands still until that is read, has not
+    /// taken. `end` is the socket's other end.
+    pub fn unread(&self, end: GuestsEnd) -> Unread {
+        Unread::new(self.shared.clone(), end)
+    }
+
     /// Name of the tap device.
     pub fn tap_name(&self) -> &str {
         self.shared.tap.name()
@@ -307,6 +346,7 @@ impl Port {
     pub fn shut(&self) {
         let mut outbound = self.shared.outbound();
         outbound.seat = None;
+        outbound.fabric = None;
         outbound.buffer.shut();
         drop(outbound);
         self.shared.live.store(false, Ordering::Release);
@@ -354,8 +394,11 @@ impl Port {
 
     /// Calls `each` with the frames of an epoch that wait for its commit, each with its
     /// header before it, oldest first.
+    ///
+    /// Not those that a fabric carries: another host has no use for them.
     pub fn held_of(&self, epoch: Epoch, each: impl FnMut(&[u8])) {
-        self.shared.outbound().buffer.held_of(epoch).for_each(each);
+        let outbound = self.shared.outbound();
+        outbound.buffer.held_of(epoch).filter(|packet| message(packet).is_none()).for_each(each);
     }
 
     /// Sends a frame that the guest sent on another host, for this one is its owner now.

@@ -2,15 +2,16 @@
 //!
 //! Locks, in the order in which they are taken: `tap_order` (who writes to the
 //! tap, so that frames leave in the order of release), then `outbound` (socket
-//! and output buffer; never held across a write), then another port's `inside`.
+//! and output buffer; never held across a write), then another port's `inside`. And
+//! `moving`, then `inside`; neither is held while anything else is taken or waited for.
 
 use crate::buffer::{FrameBatch, Gate, OutputBuffer};
 use crate::entitlement::Entitlement;
+use crate::fabric::{Fabric, Inside, Moving, message};
 use crate::frames::Frames;
 use crate::header::{HEADER_BYTES, MAX_BYTES};
 use crate::messages;
 use crate::outbound::{Inbound, Outbound, Received};
-use crate::switch::{Inside, Seat};
 use crate::tap::Tap;
 use nix::errno::Errno;
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
@@ -57,6 +58,8 @@ pub(crate) struct Shared {
     pub tap_order: Mutex<()>,
     /// Frames from other members of the group.
     inside: Mutex<Inside>,
+    /// Those of them that the inbound thread has taken.
+    moving: Mutex<Moving>,
     pub output_waiting: OutputWaiting,
     /// Whether inbound frames are delivered; a standby takes none.
     pub live: AtomicBool,
@@ -92,6 +95,7 @@ impl Shared {
             outbound: Mutex::new(Outbound::new(buffer)),
             tap_order: Mutex::new(()),
             inside: Mutex::default(),
+            moving: Mutex::default(),
             output_waiting: notify,
             live: AtomicBool::new(live),
             stop: AtomicBool::new(false),
@@ -136,8 +140,9 @@ impl Shared {
             let mut outbound = self.outbound();
             let Some(batch) = outbound.buffer.take_released() else { return };
             let now = entitled.insert(Entitlement::of(&outbound, entitled));
+            let fabric = outbound.fabric.clone();
             drop(outbound);
-            let written = self.write(&batch, now);
+            let written = self.write(&batch, fabric.as_deref(), now);
             let mut outbound = self.outbound();
             if written == batch.frames().len() {
                 outbound.buffer.recycle(batch);
@@ -154,11 +159,22 @@ impl Shared {
     }
 
     /// Writes a batch's frames for as long as they are entitled to it; returns how many.
-    fn write(&self, batch: &FrameBatch, entitled: &mut Entitlement) -> usize {
-        let (mut frames, mut refused, mut bytes) = (0, 0, 0);
+    fn write(
+        &self,
+        batch: &FrameBatch,
+        fabric: Option<&dyn Fabric>,
+        entitled: &mut Entitlement,
+    ) -> usize {
+        let (mut frames, mut refused, mut carried, mut bytes) = (0, 0, 0, 0);
         for packet in batch.frames().iter() {
             if !entitled.lasts(Instant::now()) {
                 break;
+            }
+            if let Some(message) = message(packet) {
+                // Without a fabric the card has left its cluster meanwhile.
+                fabric.inspect(|fabric| fabric.carry(message));
+                carried += 1;
+                continue;
             }
             match self.tap.send(packet) {
                 Ok(()) => (frames, bytes) = (frames + 1, bytes + packet.len() as u64),
@@ -169,7 +185,7 @@ impl Shared {
         let bytes = bytes - frames * HEADER_BYTES as u64;
         self.counters.bytes_out.fetch_add(bytes, Ordering::Relaxed);
         self.counters.dropped_by_tap.fetch_add(refused, Ordering::Relaxed);
-        (frames + refused) as usize
+        (frames + refused + carried) as usize
     }
 
     /// Sends a frame, its header before it, that is not output of the guest that runs
@@ -243,19 +259,33 @@ impl Shared {
         taken
     }
 
+    /// The same for a frame of another member of a cluster, in pieces if need be. `early`: also
+    /// before the guest runs here.
+    pub fn take_from_fabric(&self, packet: &[u8], early: bool) {
+        if !early && !self.live.load(Ordering::Acquire) {
+            return;
+        }
+        self.inside().push_cut(packet, self.tap.offloads());
+        self.look_again();
+    }
+
     /// Makes the inbound thread look for frames from members.
     fn look_again(&self) {
         // Fails only if it is signalled 2^64 times already.
         let _ = self.inbound_wake.write(1);
     }
 
-    fn inside(&self) -> MutexGuard<'_, Inside> {
+    pub fn moving(&self) -> MutexGuard<'_, Moving> {
+        self.moving.lock().expect("a thread died giving frames to QEMU")
+    }
+
+    pub fn inside(&self) -> MutexGuard<'_, Inside> {
         self.inside.lock().expect("a thread died holding the frames of a group")
     }
 
     /// Bridge and other members to guest, until the port is dropped.
     pub fn run_inbound(&self) {
-        let (mut gathered, mut inside) = (Frames::default(), Frames::default());
+        let mut gathered = Frames::default();
         let mut known = None;
         while !self.stopping() {
             let live = self.live.load(Ordering::Acquire) && known.is_some();
@@ -266,10 +296,8 @@ impl Shared {
             let Some(inbound) = known.as_ref().filter(|_| self.live.load(Ordering::Acquire)) else {
                 continue;
             };
-            self.inside().take(&mut inside);
-            self.deliver(inbound, &inside);
-            self.counters.frames_inside.fetch_add(inside.len() as u64, Ordering::Relaxed);
-            if let Err(error) = self.gather(&mut gathered, inbound.seat.as_ref()) {
+            self.deliver_inside(inbound);
+            if let Err(error) = self.gather(&mut gathered, inbound) {
                 tracing::error!(tap = self.tap.name(), %error, "the tap device is gone");
                 return;
             }
@@ -297,18 +325,65 @@ impl Shared {
     }
 
     /// Reads frames that wait in the tap. What members sent is not taken twice.
-    fn gather(&self, to: &mut Frames, seat: Option<&Seat>) -> std::io::Result<()> {
+    fn gather(&self, to: &mut Frames, inbound: &Inbound) -> std::io::Result<()> {
         to.clear();
         while to.used() < INBOUND_BYTES && to.len() < INBOUND_FRAMES {
             let room = to.room(MAX_BYTES);
             let Some(count) = self.tap.receive(room)? else {
                 break;
             };
-            if !seat.is_some_and(|seat| seat.is_echo(&room[..count])) {
+            if !inbound.is_echo(&room[..count]) {
                 to.taken(count);
             }
         }
         Ok(())
+    }
+
+    /// Gives QEMU what members sent, as [`deliver`](Self::deliver) does. No lock is held
+    /// while it waits, and no frame is out of sight at any moment.
+    fn deliver_inside(&self, to: &Inbound) {
+        let mut waited = false;
+        loop {
+            let mut moving = self.moving();
+            if moving.is_done() {
+                moving.clear();
+                self.inside().take(&mut moving.frames);
+            }
+            if moving.is_done() {
+                break;
+            }
+            let from = moving.sent;
+            match messages::write(&to.connection, &moving.frames, from, to.header) {
+                Ok(count) => {
+                    moving.sent += count;
+                    self.count_inside(moving.frames.iter().skip(from).take(count));
+                }
+                Err(Errno::EINTR) => {}
+                Err(Errno::EAGAIN) => {
+                    drop(moving);
+                    waited = true;
+                    if !self.wait_for_room(&to.connection) {
+                        self.moving().clear();
+                        return;
+                    }
+                }
+                Err(_) => return moving.clear(),
+            }
+        }
+        if waited {
+            // As in `deliver`.
+            self.look_again();
+        }
+    }
+
+    fn count_inside<'a>(&self, frames: impl Iterator<Item = &'a [u8]>) {
+        let (mut count, mut bytes) = (0, 0);
+        for frame in frames {
+            (count, bytes) = (count + 1, bytes + frame.len() - HEADER_BYTES);
+        }
+        self.counters.frames_inside.fetch_add(count, Ordering::Relaxed);
+        self.counters.frames_in.fetch_add(count, Ordering::Relaxed);
+        self.counters.bytes_in.fetch_add(bytes as u64, Ordering::Relaxed);
     }
 
     /// Gives frames to QEMU, waiting while it does not read: tap and switch queue

@@ -8,16 +8,12 @@
 //! Only a long TCP segment for a card that takes none goes the way of all output:
 //! the kernel cuts it up.
 
-use crate::frames::Frames;
-use crate::header::{Offloads, ethernet, fitted};
+use crate::fabric::addresses;
 use crate::mac::MacAddress;
 use crate::port::Port;
 use crate::pump::Shared;
 use std::collections::BTreeMap;
 use std::sync::{Arc, Weak};
-
-/// Bytes that may wait for one card; over it frames are lost, as on any switch.
-const QUEUE_BYTES: usize = 8 << 20;
 
 /// The cards of a group on one bridge. Cards on different bridges are on
 /// different networks and do not reach each other.
@@ -119,45 +115,6 @@ impl Seat {
     }
 }
 
-/// Frames from other members that wait for a card.
-#[derive(Debug, Default)]
-pub(crate) struct Inside {
-    frames: Frames,
-    dropped: u64,
-}
-
-impl Inside {
-    /// Appends a frame, or drops it if too many wait. Returns false if a card with
-    /// these offloads cannot take it.
-    pub fn push(&mut self, packet: &[u8], takes: Offloads) -> bool {
-        let Some(packet) = fitted(packet, takes) else { return false };
-        if self.frames.used() + packet.len() > QUEUE_BYTES {
-            self.dropped += 1;
-        } else {
-            self.frames.push(&packet);
-        }
-        true
-    }
-
-    /// Takes all that waits, in exchange for an emptied memory.
-    pub fn take(&mut self, into: &mut Frames) {
-        into.clear();
-        std::mem::swap(&mut self.frames, into);
-    }
-
-    /// Frames dropped until now.
-    pub fn dropped(&self) -> u64 {
-        self.dropped
-    }
-}
-
-/// Target and source of an Ethernet frame.
-fn addresses(packet: &[u8]) -> Option<(MacAddress, MacAddress)> {
-    let (target, rest) = ethernet(packet).split_first_chunk::<6>()?;
-    let source = rest.first_chunk::<6>()?;
-    Some((MacAddress(*target), MacAddress(*source)))
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -195,22 +152,5 @@ mod tests {
         assert!(!seat.is_echo(&frame(mac(1), mac(0))), "its own, from a bridge that reflects");
         assert!(!seat.is_echo(&frame(mac(0), mac(1))), "went out in its place: too long to give");
         assert!(!seat.is_echo(&[0; 3]));
-    }
-
-    #[test]
-    fn a_full_queue_drops_and_goes_on() {
-        let mut inside = Inside::default();
-        let packet = vec![0; 1000];
-        for _ in 0..QUEUE_BYTES / 1000 + 7 {
-            assert!(inside.push(&packet, Offloads::NONE));
-        }
-        assert_eq!(inside.dropped(), 7);
-        let mut frames = Frames::default();
-        inside.take(&mut frames);
-        assert_eq!(frames.len(), QUEUE_BYTES / 1000);
-        assert_eq!(frames.used(), QUEUE_BYTES / 1000 * 1000);
-        inside.push(&[0; 22], Offloads::NONE);
-        inside.take(&mut frames);
-        assert_eq!((frames.len(), frames.used()), (1, 22));
     }
 }

@@ -84,6 +84,11 @@ pub enum Kind {
     Snapshot = 45,
     /// JSON: an order about the restore of a group, or a report.
     Restore = 46,
+    /// Frames between the members of a cluster, each with its length and its envelope before
+    /// it (crate `understudy-snapshot`). On a connection of their own.
+    Frames = 50,
+    /// JSON: which members of a cluster run on the sender's host, with their cards.
+    Presence = 51,
 }
 
 impl Kind {
@@ -118,6 +123,8 @@ impl Kind {
             Written,
             Snapshot,
             Restore,
+            Frames,
+            Presence,
         ]
         .into_iter()
         .find(|kind| *kind as u8 == byte)

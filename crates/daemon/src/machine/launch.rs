@@ -8,7 +8,7 @@ use crate::home::{AGENT, CONSOLE, CONSOLE_LOG, Home, Lent, disk_socket};
 use crate::pause::Pauser;
 use anyhow::bail;
 use std::ffi::OsString;
-use std::os::fd::{AsFd, AsRawFd, BorrowedFd};
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, RawFd};
 use std::path::Path;
 use std::sync::atomic::AtomicBool;
 use std::sync::{Arc, Mutex};
@@ -80,6 +80,7 @@ impl Machine {
             None => open_ports(&plan, &doorbell)?,
         };
         let (guest_ends, next_guests) = attach(&ports, plan.former.is_some())?;
+        let card_ends: Vec<RawFd> = guest_ends.iter().map(|end| end.socket.as_raw_fd()).collect();
         let (monitors, qemus_ends) = MonitorSockets::create()?;
         let console = plan.definition.console.then(|| home.lasting_path(CONSOLE));
         let serve = || ConsoleServer::serve(&home.path(CONSOLE));
@@ -98,7 +99,7 @@ impl Machine {
                 ram: ram.fd().as_raw_fd(),
                 monitors: qemus_ends.numbers(),
                 disks: plan.disks.iter().map(|disk| disk_socket(disk).into()).collect(),
-                cards: guest_ends.iter().map(|end| end.socket.as_raw_fd()).collect(),
+                cards: card_ends.clone(),
                 console: console_end.as_ref().map(|end| Console {
                     socket: ConsoleSocket::Connected(end.as_raw_fd()),
                     log: CONSOLE_LOG.into(),
@@ -151,6 +152,7 @@ impl Machine {
             tracker: Mutex::new(None),
             disks: plan.disks,
             ports,
+            card_ends,
             next_guests: Mutex::new(next_guests),
             monitor: Mutex::new(monitor),
             device_state,

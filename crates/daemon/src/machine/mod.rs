@@ -11,6 +11,7 @@ use crate::doorbell::Doorbell;
 use crate::pause::{Pause, Pauser};
 use crate::sync::lock;
 use process::Process;
+use std::os::fd::RawFd;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, Weak};
@@ -19,7 +20,7 @@ use tracing::{info, warn};
 use understudy_disk::{Disk, NbdServer};
 use understudy_memory::agent::AgentLink;
 use understudy_memory::{DirtyTracker, GuestRam, RamBlock};
-use understudy_network::{NextGuest, Port};
+use understudy_network::{GuestsEnd, NetworkError, NextGuest, Port, Unread};
 use understudy_protocol::CardIndex;
 use understudy_qemu::command::Lockstep;
 use understudy_qemu::lockstep::{self, LogChannel, LogErrand};
@@ -47,6 +48,8 @@ pub struct Machine {
     tracker: Mutex<Option<DirtyTracker>>,
     disks: Vec<Arc<Disk>>,
     ports: Vec<Arc<Port>>,
+    /// The numbers under which QEMU has the other ends of the ports' sockets.
+    card_ends: Vec<RawFd>,
     /// The ports' sockets to this QEMU, while another one has them.
     next_guests: Mutex<Vec<NextGuest>>,
     monitor: Mutex<Monitor>,
@@ -107,6 +110,16 @@ impl Machine {
     /// The cards, in the definition's order.
     pub fn ports(&self) -> &[Arc<Port>] {
         &self.ports
+    }
+
+    /// Each card's frames that the guest, which stands still, was given and has not read. To be
+    /// dropped before it goes on.
+    pub fn unread(&self) -> Result<Vec<(CardIndex, Unread)>, NetworkError> {
+        let unread = |(port, number): (&Arc<Port>, &RawFd)| {
+            let end = GuestsEnd::borrow(self.qemu_pid(), *number)?;
+            Ok((port.card(), port.unread(end)))
+        };
+        self.ports.iter().zip(&self.card_ends).map(unread).collect()
     }
 
     /// Rings when there is output to release; the session rings it too.

@@ -12,6 +12,7 @@
 //! | [`prepare`] | from a part of a snapshot to a VM that runs |
 //! | [`placement`] | who may be restored where, asked before anything is started |
 //! | [`memory`], [`fill`], [`disk`] | what is captured, and filled in again |
+//! | [`frames`] | frames between members, and those in flight |
 //! | [`report`] | what users ask for and are told |
 
 mod capture;
@@ -19,6 +20,7 @@ mod command;
 mod disk;
 mod exchange;
 mod fill;
+pub(crate) mod frames;
 mod library;
 mod memory;
 mod placement;

@@ -146,6 +146,11 @@ impl FakeQemu {
         FakeQemu { socket, header_bytes: 10 }
     }
 
+    /// The socket's descriptor.
+    pub fn number(&self) -> i32 {
+        self.socket.as_raw_fd()
+    }
+
     /// Sends a message as it is.
     pub fn send_bytes(&mut self, bytes: &[u8]) {
         assert_eq!(send(self.socket.as_raw_fd(), bytes, MsgFlags::empty()), Ok(bytes.len()));

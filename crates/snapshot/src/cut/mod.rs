@@ -27,13 +27,6 @@ const HELD_BYTES: usize = 8 << 20;
 /// What happens to one member. `F` is a frame.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum CutEvent<F> {
-    /// Its guest sends a frame to another member.
-    Sent {
-        /// The other member.
-        to: Member,
-        /// The frame.
-        frame: F,
-    },
     /// An envelope came from another member, with a frame or without.
     Arrived(Envelope, Option<F>),
     /// The coordinator says that this snapshot is to be taken now.
@@ -53,15 +46,8 @@ pub enum CutEvent<F> {
 /// What must be done.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum CutAction<F> {
-    /// Send this envelope, with the frame if there is one.
-    Transmit {
-        /// Who gets it.
-        to: Member,
-        /// What goes around the frame.
-        envelope: Envelope,
-        /// The frame.
-        frame: Option<F>,
-    },
+    /// Send this envelope, without a frame, behind all that the guest has sent.
+    Transmit(Envelope),
     /// Give the frame to the guest.
     Deliver {
         /// Who sent it.
@@ -120,6 +106,11 @@ impl<F: AsRef<[u8]> + Clone> Cut<F> {
         self.number
     }
 
+    /// What goes around a frame that its guest sends to another member now.
+    pub fn envelope(&self, to: Member) -> Envelope {
+        Envelope { from: self.own, to, life: self.life, number: self.number }
+    }
+
     /// Frames in flight to this member across the cut of its last snapshot, in the order of
     /// their arrival; none before [`CutAction::LogComplete`].
     pub fn log(&self) -> Option<&[(Member, F)]> {
@@ -130,17 +121,11 @@ impl<F: AsRef<[u8]> + Clone> Cut<F> {
     /// Takes one event; appends what must be done to `actions`, in order.
     pub fn handle(&mut self, event: CutEvent<F>, actions: &mut Vec<CutAction<F>>) {
         match event {
-            CutEvent::Sent { to, frame } => actions.push(self.transmit(to, Some(frame))),
             CutEvent::Arrived(envelope, frame) => self.arrived(envelope, frame, actions),
             CutEvent::Take(number) => self.take(number, actions),
             CutEvent::Taken { number, unread } => self.taken(number, unread, actions),
             CutEvent::Abandoned(number) => self.abandoned(number, actions),
         }
-    }
-
-    fn transmit(&self, to: Member, frame: Option<F>) -> CutAction<F> {
-        let envelope = Envelope { from: self.own, to, life: self.life, number: self.number };
-        CutAction::Transmit { to, envelope, frame }
     }
 
     fn arrived(&mut self, envelope: Envelope, frame: Option<F>, actions: &mut Vec<CutAction<F>>) {
@@ -214,7 +199,7 @@ impl<F: AsRef<[u8]> + Clone> Cut<F> {
         let open = others.iter().copied().filter(|other| self.heard[other.index()] < number);
         self.recording = Some(Recording { number, open: open.collect(), log: unread });
         for other in others {
-            actions.push(self.transmit(other, None));
+            actions.push(CutAction::Transmit(self.envelope(other)));
         }
         // Also what waited for a snapshot before this one that was given up.
         self.release(actions);

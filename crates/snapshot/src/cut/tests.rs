@@ -100,7 +100,8 @@ impl World {
     fn send(&mut self, from: usize, to: usize) {
         self.guests[from].sent[to] += 1;
         let frame = frame(self.guests[from].sent[to]);
-        self.event(from, CutEvent::Sent { to: Member(to as u16), frame });
+        let envelope = self.cuts[from].envelope(Member(to as u16));
+        self.wires.entry((from, to)).or_default().push_back((envelope, Some(frame)));
     }
 
     fn carry(&mut self, from: usize, to: usize) {
@@ -170,9 +171,9 @@ impl World {
         self.cuts[member].handle(event, &mut actions);
         for action in actions {
             match action {
-                CutAction::Transmit { to, envelope, frame } => {
-                    let wire = self.wires.entry((member, to.index())).or_default();
-                    wire.push_back((envelope, frame));
+                CutAction::Transmit(envelope) => {
+                    let wire = self.wires.entry((member, envelope.to.index())).or_default();
+                    wire.push_back((envelope, None));
                 }
                 CutAction::Deliver { from, frame } => {
                     self.sockets[member].push_back((from, frame));

@@ -173,8 +173,9 @@ impl Group<'_> {
             0 | 1 => {
                 let paid = 1 + self.random.below(100);
                 self.pay(at, paid.wrapping_neg());
-                let sent = CutEvent::Sent { to: Member(other as u16), frame: frame(paid) };
-                self.cut(at, sent);
+                let envelope = self.hosts[at].cut.envelope(Member(other as u16));
+                let wire = self.wires.entry((at, other)).or_default();
+                wire.push_back((envelope, Some(frame(paid))));
             }
             2 | 3 => {
                 let arrived = self.wires.entry((other, at)).or_default().pop_front();
@@ -247,8 +248,9 @@ impl Group<'_> {
         self.hosts[at].cut.handle(event, &mut actions);
         for action in actions {
             match action {
-                CutAction::Transmit { to, envelope, frame } => {
-                    self.wires.entry((at, to.index())).or_default().push_back((envelope, frame));
+                CutAction::Transmit(envelope) => {
+                    let wire = self.wires.entry((at, envelope.to.index())).or_default();
+                    wire.push_back((envelope, None));
                 }
                 CutAction::Deliver { from, frame } => {
                     self.hosts[at].socket.push_back((from, frame));

@@ -115,7 +115,10 @@ fn prove_refusals(scene: &Scene, store: &str) -> Result<()> {
     let which = format!("{VM}@7");
     says(&words(&["vm", "restore", &which, "--store", store])?, &[VM, "no snapshot 7", "is 2"])?;
     says(&words(&["vm", "restore", VM])?, &["--store"])?;
-    says(&words(&["vm", "restore", VM, "--store", "/nowhere"])?, &["no snapshot store", "/nowhere"])?;
+    says(
+        &words(&["vm", "restore", VM, "--store", "/nowhere"])?,
+        &["no snapshot store", "/nowhere"],
+    )?;
     says(&words(&["vm", "restore", VM, "--store", "ftp://x"])?, &["ftp://x", "no store"])?;
     says(&words(&["vm", "snapshot", VM, "--store", store])?, &[VM, "no VM"])?;
     says(&words(&["cluster", "snapshot", "shop"])?, &["[cluster.shop]", "host b"])?;

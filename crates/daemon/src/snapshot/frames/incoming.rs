@@ -1,0 +1,72 @@
+//! Frames and news of members that come from another host.
+
+use super::Fabric;
+use super::batch::take_first;
+use super::network::{Call, Network};
+use crate::handshake::Welcome;
+use crate::link::{Link, read_json};
+use crate::sync::lock;
+use anyhow::{bail, ensure};
+use std::sync::{Arc, Mutex};
+use understudy_protocol::wire::{Kind, Message};
+use understudy_snapshot::check_name;
+
+/// Reads what `peer` sends to the members of a cluster, until the connection ends.
+pub(crate) fn serve(
+    fabric: &Fabric,
+    own: &str,
+    peer: &str,
+    cluster: &str,
+    link: &Link,
+) -> anyhow::Result<()> {
+    if let Err(error) = check_name(cluster) {
+        link.refuse(&error.to_string());
+        bail!(error);
+    }
+    let network = fabric.network(cluster);
+    let turn = take_turn(&network, peer, link);
+    // What came over an earlier connection is all through before anything of this one is.
+    let _turn = lock(&turn);
+    link.send_json(Kind::Welcome, &Welcome::of(own))?;
+    link.set_read_timeout(None)?;
+    loop {
+        let message = match link.receive() {
+            Ok(message) => message,
+            // As it ends when the last member there is gone, or that host is.
+            Err(_) => return Ok(()),
+        };
+        take(&network, peer, &message)?;
+    }
+}
+
+/// Ends the host's last connection, if there is one; gives whose turn it is to read.
+fn take_turn(network: &Network, peer: &str, link: &Link) -> Arc<Mutex<()>> {
+    let mut state = network.state();
+    let turn = match state.incoming.remove(peer) {
+        Some((last, turn)) => {
+            last.close();
+            turn
+        }
+        None => Arc::default(),
+    };
+    state.incoming.insert(peer.to_owned(), (link.clone(), turn.clone()));
+    turn
+}
+
+fn take(network: &Network, peer: &str, message: &Message) -> anyhow::Result<()> {
+    match message.header.kind {
+        Kind::Presence => {
+            let presence = read_json(message, Kind::Presence)?;
+            network.state().learn(peer, presence);
+        }
+        kind => {
+            ensure!(kind == Kind::Frames, "unexpected {kind:?} message between members");
+            let mut batch = &message.payload[..];
+            while let Some(message) = take_first(&mut batch)? {
+                let calls = network.state().received(message)?;
+                calls.into_iter().for_each(Call::make);
+            }
+        }
+    }
+    Ok(())
+}

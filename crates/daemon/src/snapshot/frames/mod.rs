@@ -1,0 +1,141 @@
+//! Frames between the members of a cluster, on whatever hosts, and those of them that are in
+//! flight across a snapshot (docs/cluster.md, "Frames between members").
+//!
+//! Whoever starts or restores a member's VM calls [`Fabric::join`]. From then on what its guest
+//! sends to other members goes in envelopes with its colour: to a member on this host from
+//! queue to queue, to another host over a connection of its own for each direction. It waits
+//! for its epoch's commit like all output, so a member may be protected; what it receives is to
+//! it what comes from any client.
+//!
+//! Whoever takes snapshots does this for each member:
+//!
+//! ```text
+//! coordinator says TAKE ─▶ Seat::take ─▶ CutListener::take ◀─ a frame from behind the cut
+//!                          pause the VM; Seat::taken before it goes on
+//!                          CutListener::log_complete ─▶ Seat::log ─▶ Store::put_frames
+//! coordinator says ABANDON ─▶ Seat::abandoned
+//! ```
+//!
+//! and after a restore, once the machine is there and before it goes live: [`Fabric::join`]
+//! with a greater life, then [`Seat::deliver`].
+
+#![allow(dead_code, unused_imports)] // Until snapshots are taken with it.
+
+mod batch;
+mod incoming;
+mod network;
+mod outgoing;
+mod roster;
+mod seat;
+
+pub(crate) use incoming::serve;
+pub use seat::{Seat, crossings};
+
+use crate::host::Host;
+use crate::machine::Machine;
+use crate::sync::lock;
+use network::Network;
+use std::collections::BTreeMap;
+use std::sync::{Arc, Mutex, Weak};
+use std::thread;
+use std::time::Duration;
+use understudy_snapshot::{Life, Member, SnapshotNumber};
+
+/// How often it is looked whether members are gone and whether there are new hosts.
+const LOOK: Duration = Duration::from_millis(500);
+
+/// What the driver of a member's snapshots is told by its cut. Called on threads that carry
+/// frames: it must not wait.
+pub trait CutListener: Send + Sync {
+    /// The VM is to be paused for this snapshot, by the coordinator's word or because another
+    /// member has taken it already. Once for each snapshot. If nobody has prepared it here,
+    /// nothing is to be done: its end is on the way.
+    fn take(&self, number: SnapshotNumber);
+
+    /// [`Seat::log`] is complete.
+    fn log_complete(&self, number: SnapshotNumber);
+}
+
+/// A VM that becomes a member.
+pub struct Joining {
+    /// The cluster's name.
+    pub cluster: String,
+    /// The members' names, in the same order on all hosts.
+    pub members: Vec<String>,
+    /// Which one it is.
+    pub member: Member,
+    /// How often the cluster was restored.
+    pub life: Life,
+    /// The cluster's last snapshot: the one it was restored from, or the last one begun.
+    pub number: SnapshotNumber,
+    /// Who takes the member's snapshots.
+    pub listener: Arc<dyn CutListener>,
+}
+
+/// The networks of the clusters that have members on this host.
+#[derive(Default)]
+pub struct Fabric(Mutex<BTreeMap<String, Arc<Network>>>);
+
+impl Fabric {
+    /// The machine, which does not run yet or runs here, is a member from now on, until its
+    /// ports are gone. Joining once more, with whatever number, replaces what was.
+    ///
+    /// # Errors
+    /// If the cluster lives a later life on this host.
+    pub fn join(
+        &self,
+        host: &Arc<Host>,
+        machine: &Machine,
+        joining: Joining,
+    ) -> anyhow::Result<Seat> {
+        let network = self.network(&joining.cluster);
+        let member = joining.member;
+        network.join(machine, joining)?;
+        tend(&Arc::downgrade(host), &network);
+        Ok(Seat::new(network, member))
+    }
+
+    fn network(&self, cluster: &str) -> Arc<Network> {
+        let mut networks = lock(&self.0);
+        let network = networks.entry(cluster.to_owned());
+        network.or_insert_with(|| Network::new(cluster)).clone()
+    }
+}
+
+/// Looks after a network until no member of it is left here.
+fn tend(host: &Weak<Host>, network: &Arc<Network>) {
+    if std::mem::replace(&mut network.state().tended, true) {
+        return;
+    }
+    let (host, network) = (host.clone(), network.clone());
+    thread::spawn(move || {
+        while let Some(alive) = host.upgrade() {
+            let known = alive.known_hosts();
+            let own = alive.config.name.clone();
+            drop(alive);
+            let peers = known.into_keys().filter(|peer| *peer != own);
+            if !look(&host, &network, peers) {
+                return;
+            }
+            thread::sleep(LOOK);
+        }
+        network.state().end();
+    });
+}
+
+/// Whether there is still something to look after.
+fn look(host: &Weak<Host>, network: &Arc<Network>, peers: impl Iterator<Item = String>) -> bool {
+    let mut state = network.state();
+    state.reap();
+    if state.locals.is_empty() {
+        state.end();
+        return false;
+    }
+    for peer in peers {
+        if let Some(way) = state.new_way(&peer) {
+            let (host, network) = (host.clone(), network.clone());
+            thread::spawn(move || outgoing::run(&host, &network, &way, &peer));
+        }
+    }
+    true
+}

@@ -1,0 +1,358 @@
+//! The network of one cluster, as far as it is on this host.
+//!
+//! One mutex for all of it: a frame's way from the sender's colour to the receiver's queue, or
+//! to the queue of a connection, is one step, so that nothing overtakes a sign that its sender
+//! has taken a snapshot. Nothing is waited for under it. It comes after the locks of the port
+//! that sends, and before those of the port that receives.
+
+use super::outgoing::Outgoing;
+use super::roster::{MemberCards, Place, Roster, Route};
+use super::{CutListener, Joining};
+use crate::link::Link;
+use crate::machine::Machine;
+use crate::sync::lock;
+use anyhow::ensure;
+use serde::{Deserialize, Serialize};
+use std::collections::BTreeMap;
+use std::sync::{Arc, Mutex, MutexGuard, Weak};
+use tracing::{info, warn};
+use understudy_network::{Fabric as Carrier, Inlet};
+use understudy_protocol::CardIndex;
+use understudy_snapshot::{Cut, CutAction, CutEvent, Envelope, Life, Member, SnapshotNumber};
+
+/// A frame with its header, and the card that it is for if it is for one of several.
+#[derive(Clone, Debug)]
+pub(super) struct Frame {
+    pub card: Option<CardIndex>,
+    pub bytes: Arc<[u8]>,
+}
+
+impl AsRef<[u8]> for Frame {
+    fn as_ref(&self) -> &[u8] {
+        &self.bytes
+    }
+}
+
+/// What a host says of the members that run on it.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub(super) struct Presence {
+    pub life: Life,
+    pub members: Vec<MemberCards>,
+    /// Whether the other host is to say the same of its own.
+    pub answer: bool,
+}
+
+/// See the module.
+pub(super) struct Network {
+    pub name: String,
+    state: Mutex<State>,
+}
+
+#[derive(Default)]
+pub(super) struct State {
+    pub life: Life,
+    /// The members' names.
+    pub names: Vec<String>,
+    pub roster: Roster,
+    pub locals: BTreeMap<Member, Local>,
+    /// Connections to other hosts, up or not, by host.
+    pub outgoing: BTreeMap<String, Arc<Outgoing>>,
+    /// Connections from other hosts, and whose turn it is to read from that host.
+    pub incoming: BTreeMap<String, (Link, Arc<Mutex<()>>)>,
+    /// Counts those who joined.
+    joined: u64,
+    /// Whether a thread looks after it.
+    pub tended: bool,
+}
+
+/// A member that runs here.
+pub(super) struct Local {
+    pub cut: Cut<Frame>,
+    inlets: Vec<Inlet>,
+    /// Tells it from a machine that was this member before.
+    joined: u64,
+    machine: Weak<()>,
+    listener: Arc<dyn CutListener>,
+    /// The number on the last envelope of its that went out.
+    carried: SnapshotNumber,
+}
+
+/// What a member's listener is to be told, once no lock is held.
+pub(super) struct Call {
+    listener: Arc<dyn CutListener>,
+    what: What,
+}
+
+enum What {
+    Take(SnapshotNumber),
+    LogComplete(SnapshotNumber),
+}
+
+impl Call {
+    pub fn make(self) {
+        match self.what {
+            What::Take(number) => self.listener.take(number),
+            What::LogComplete(number) => self.listener.log_complete(number),
+        }
+    }
+}
+
+impl Network {
+    pub fn new(name: &str) -> Arc<Network> {
+        Arc::new(Network { name: name.to_owned(), state: Mutex::default() })
+    }
+
+    pub fn state(&self) -> MutexGuard<'_, State> {
+        lock(&self.state)
+    }
+
+    /// A machine is a member from now on.
+    pub fn join(self: &Arc<Self>, machine: &Machine, joining: Joining) -> anyhow::Result<()> {
+        let member = joining.member;
+        ensure!(member.index() < joining.members.len(), "there is no member {}", member.0);
+        let joined = self.state().join(machine, joining, &self.name)?;
+        for port in machine.ports() {
+            let seat = CardSeat { network: self.clone(), member, joined, card: port.card() };
+            port.set_fabric(Some(Arc::new(seat)));
+        }
+        Ok(())
+    }
+
+    /// Envelopes come from one that was sent here, or from a member here.
+    pub fn carry(&self, message: &[u8]) {
+        let calls = self.state().carry(message);
+        calls.into_iter().for_each(Call::make);
+    }
+}
+
+impl State {
+    fn join(&mut self, machine: &Machine, joining: Joining, name: &str) -> anyhow::Result<u64> {
+        let Joining { members, member, life, number, listener, .. } = joining;
+        ensure!(
+            life >= self.life || self.locals.is_empty(),
+            "cluster {name} has been restored since: this is life {}, that is {}",
+            self.life.0,
+            life.0
+        );
+        if life != self.life {
+            *self = State {
+                life,
+                outgoing: std::mem::take(&mut self.outgoing),
+                incoming: std::mem::take(&mut self.incoming),
+                tended: self.tended,
+                joined: self.joined,
+                ..State::default()
+            };
+        }
+        let cut = Cut::new(member, members.len(), life, number);
+        self.names = members;
+        let inlets = machine.ports().iter().map(|port| port.inlet()).collect();
+        self.joined += 1;
+        let (joined, machine_is) = (self.joined, machine.presence());
+        let local = Local { cut, inlets, joined, machine: machine_is, listener, carried: number };
+        self.locals.insert(member, local);
+        self.roster.set(member, Place::Here, machine.definition().cards.clone());
+        info!(vm = machine.definition().name, "a member of the cluster {name}");
+        self.tell_all(true);
+        Ok(joined)
+    }
+
+    /// A member runs here no more.
+    pub fn leave(&mut self, member: Member) {
+        if self.locals.remove(&member).is_some() {
+            self.roster.remove(member);
+            self.tell_all(false);
+        }
+    }
+
+    /// A connection to a host that has none yet.
+    pub fn new_way(&mut self, peer: &str) -> Option<Arc<Outgoing>> {
+        if self.outgoing.contains_key(peer) {
+            return None;
+        }
+        let way = Outgoing::new();
+        self.outgoing.insert(peer.to_owned(), way.clone());
+        Some(way)
+    }
+
+    /// Nobody is here any more.
+    pub fn end(&mut self) {
+        std::mem::take(&mut self.outgoing).values().for_each(|way| way.end());
+        (self.roster, self.tended) = (Roster::default(), false);
+    }
+
+    /// Members whose machines are gone leave.
+    pub fn reap(&mut self) {
+        let gone = |local: &Local| match local.inlets.is_empty() {
+            true => local.machine.strong_count() == 0,
+            false => !local.inlets.iter().any(Inlet::is_open),
+        };
+        let gone: Vec<Member> =
+            self.locals.iter().filter(|(_, local)| gone(local)).map(|(own, _)| *own).collect();
+        gone.into_iter().for_each(|member| self.leave(member));
+    }
+
+    /// Why frames do not reach every member; none if they do.
+    pub fn lacks(&self) -> Option<String> {
+        let members = (0..self.names.len()).map(|member| Member(member as u16));
+        let lacks = |member: Member| {
+            let name = &self.names[member.index()];
+            match self.roster.place(member) {
+                Some(Place::Here) => None,
+                Some(Place::Host(host))
+                    if self.outgoing.get(host).is_some_and(|way| way.is_up()) =>
+                {
+                    None
+                }
+                Some(Place::Host(host)) => {
+                    Some(format!("{name} runs on host {host}, to which there is no connection"))
+                }
+                None => Some(format!("{name} runs on no host that is connected with this one")),
+            }
+        };
+        members.into_iter().find_map(lacks)
+    }
+
+    fn tell_all(&self, answer: bool) {
+        self.outgoing.values().for_each(|way| self.tell(way, answer));
+    }
+
+    /// Says who runs here, then gives each pair's number, which is never left out.
+    pub fn tell(&self, way: &Outgoing, answer: bool) {
+        way.put_presence(&self.presence(answer), &self.signs());
+    }
+
+    /// A connection to a host is there; gives its number.
+    pub fn open(&self, way: &Outgoing) -> u64 {
+        way.open(&self.presence(true), &self.signs())
+    }
+
+    fn presence(&self, answer: bool) -> Presence {
+        Presence { life: self.life, members: self.roster.here(), answer }
+    }
+
+    /// For each member here and each that is not, an envelope without a frame.
+    fn signs(&self) -> Vec<Envelope> {
+        let others = || (0..self.names.len()).map(|other| Member(other as u16));
+        let away = |other: &Member| !self.locals.contains_key(other);
+        let of_one = |(from, local): (&Member, &Local)| {
+            let (from, life, number) = (*from, self.life, local.carried);
+            others().filter(away).map(move |to| Envelope { from, to, life, number })
+        };
+        self.locals.iter().flat_map(of_one).collect()
+    }
+
+    /// A host says who runs there.
+    pub fn learn(&mut self, host: &str, presence: Presence) {
+        // An older life is over; a newer one is for those who begin it here.
+        if presence.life != self.life || self.locals.is_empty() {
+            return;
+        }
+        self.roster.replace(host, presence.members);
+        match self.outgoing.get(host) {
+            Some(way) if presence.answer => self.tell(way, false),
+            Some(_) => {}
+            None => warn!(
+                "members of a cluster run on host {host}, which is not known here: name it under \
+                 [peers], or they do not hear the members here"
+            ),
+        }
+    }
+
+    /// Takes a message on: to a member here, or to the host where the member is.
+    fn carry(&mut self, message: &[u8]) -> Vec<Call> {
+        let Ok((envelope, frame)) = Envelope::decode(message) else { return Vec::new() };
+        if let Some(local) = self.locals.get_mut(&envelope.from) {
+            local.carried = local.carried.max(envelope.number);
+        }
+        if self.locals.contains_key(&envelope.to) {
+            return self.arrived(envelope, frame);
+        }
+        if let Some(Place::Host(host)) = self.roster.place(envelope.to) {
+            if let Some(way) = self.outgoing.get(host) {
+                way.put(message, frame.is_some());
+            }
+        }
+        Vec::new()
+    }
+
+    /// An envelope has come over a connection.
+    pub fn received(&mut self, message: &[u8]) -> anyhow::Result<Vec<Call>> {
+        let (envelope, frame) = Envelope::decode(message)?;
+        Ok(self.arrived(envelope, frame))
+    }
+
+    fn arrived(&mut self, envelope: Envelope, frame: Option<&[u8]>) -> Vec<Call> {
+        let frame = frame.map(|bytes| Frame { card: None, bytes: bytes.into() });
+        self.event(envelope.to, CutEvent::Arrived(envelope, frame)).0
+    }
+
+    /// One event of a member here; gives who is to be told, and what it sends.
+    pub fn event(&mut self, own: Member, event: CutEvent<Frame>) -> (Vec<Call>, Vec<Envelope>) {
+        let (mut actions, mut calls, mut signs) = (Vec::new(), Vec::new(), Vec::new());
+        let Some(local) = self.locals.get_mut(&own) else { return (calls, signs) };
+        local.cut.handle(event, &mut actions);
+        for action in actions {
+            let what = match action {
+                CutAction::Transmit(envelope) => {
+                    signs.push(envelope);
+                    continue;
+                }
+                CutAction::Deliver { from, frame } => {
+                    for card in self.roster.takers(from, own, &frame.bytes) {
+                        local.inlet(card).inspect(|inlet| inlet.deliver(&frame.bytes));
+                    }
+                    continue;
+                }
+                CutAction::Take(number) => What::Take(number),
+                CutAction::LogComplete(number) => What::LogComplete(number),
+            };
+            calls.push(Call { listener: local.listener.clone(), what });
+        }
+        (calls, signs)
+    }
+}
+
+impl Local {
+    pub fn inlet(&self, card: CardIndex) -> Option<&Inlet> {
+        self.inlets.get(usize::from(card.0))
+    }
+}
+
+/// A card of a member, as its port sees the network.
+struct CardSeat {
+    network: Arc<Network>,
+    member: Member,
+    joined: u64,
+    card: CardIndex,
+}
+
+impl Carrier for CardSeat {
+    fn sent(&self, packet: &[u8], keep: &mut dyn FnMut(&[&[u8]])) -> bool {
+        let state = self.network.state();
+        // Another machine is the member now: nobody listens to this one any more.
+        let local = state.locals.get(&self.member).filter(|local| local.joined == self.joined);
+        let Some(local) = local else { return false };
+        let mut send = |to| keep(&[&local.cut.envelope(to).encode(), packet]);
+        match state.roster.route(self.member, self.card, packet) {
+            Route::Outside => true,
+            Route::One(to) => {
+                send(to);
+                false
+            }
+            Route::All(members) => {
+                members.into_iter().for_each(send);
+                true
+            }
+        }
+    }
+
+    fn carry(&self, message: &[u8]) {
+        self.network.carry(message);
+    }
+
+    fn is_echo(&self, packet: &[u8]) -> bool {
+        let state = self.network.state();
+        state.roster.sender(self.member, self.card, packet).is_some()
+    }
+}

@@ -1,0 +1,71 @@
+use super::super::batch::take_first;
+use super::*;
+use understudy_snapshot::{ENVELOPE_BYTES, Life, Member, SnapshotNumber};
+
+fn presence() -> Presence {
+    Presence { life: Life(1), members: Vec::new(), answer: false }
+}
+
+fn sign(number: u64) -> Envelope {
+    let (from, to) = (Member(0), Member(1));
+    Envelope { from, to, life: Life(1), number: SnapshotNumber(number) }
+}
+
+fn messages(way: &Outgoing) -> Vec<Vec<u8>> {
+    let (kind, batch) = way.next().unwrap();
+    assert_eq!(kind, Kind::Frames);
+    let mut rest = &batch[..];
+    let all = std::iter::from_fn(|| take_first(&mut rest).unwrap());
+    all.map(<[u8]>::to_vec).collect()
+}
+
+#[test]
+fn a_connection_begins_with_who_is_here_and_every_number() {
+    let way = Outgoing::new();
+    way.put(b"lost: there is no connection", false);
+    way.open(&presence(), &[sign(7)]);
+    way.put(b"frame", true);
+    assert_eq!(way.next().unwrap().0, Kind::Presence);
+    assert_eq!(messages(&way), [&sign(7).encode()[..], b"frame"]);
+}
+
+#[test]
+fn presence_keeps_its_place_among_the_frames() {
+    let way = Outgoing::new();
+    way.open(&presence(), &[]);
+    way.next().unwrap();
+    way.put(b"before", true);
+    way.put_presence(&presence(), &[sign(7)]);
+    way.put(b"behind", true);
+    assert_eq!(messages(&way), [b"before"]);
+    assert_eq!(way.next().unwrap().0, Kind::Presence);
+    assert_eq!(messages(&way), [&sign(7).encode()[..], b"behind"]);
+}
+
+#[test]
+fn frames_are_lost_when_too_many_wait_and_signs_never() {
+    let way = Outgoing::new();
+    way.open(&presence(), &[]);
+    way.next().unwrap();
+    let frame = vec![0; 1 << 20];
+    (0..20).for_each(|_| way.put(&frame, true));
+    (0..20).for_each(|number| way.put(&sign(number).encode(), false));
+    let mut sizes = Vec::new();
+    while sizes.iter().filter(|size| **size == ENVELOPE_BYTES).count() < 20 {
+        sizes.extend(messages(&way).iter().map(Vec::len));
+    }
+    assert_eq!(sizes.iter().filter(|size| **size == 1 << 20).count(), QUEUE_BYTES >> 20);
+}
+
+#[test]
+fn a_lost_connection_takes_nothing_from_its_successor() {
+    let way = Outgoing::new();
+    let first = way.open(&presence(), &[]);
+    way.close(first);
+    assert!(!way.is_up() && way.next().is_none());
+    way.open(&presence(), &[]);
+    way.close(first);
+    assert!(way.is_up());
+    way.end();
+    assert!(way.next().is_none());
+}
