@@ -9,8 +9,8 @@ use crate::membership::{self, Members};
 use crate::records::{Record, Records};
 use crate::report::{CheckpointTiming, HostStatus, VmStatus};
 use crate::resync;
-use crate::snapshot::Snapshots;
 use crate::snapshot::frames::Fabric;
+use crate::snapshot::{Snapshots, start_schedules};
 use crate::sync::lock;
 use crate::tls::Tls;
 use crate::vm::{PrimaryVm, Vm};
@@ -105,6 +105,7 @@ impl Host {
             incoming::listen(&host, listener)?;
         }
         membership::join(&host);
+        start_schedules(&host);
         host.tell_of_the_lost();
         info!("host {} listens on {:?}", host.config.name, host.config.listen);
         Ok(host)

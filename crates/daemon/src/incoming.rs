@@ -328,6 +328,7 @@ fn end(
         Outcome::Live { generation, reason, takeover } => {
             let vm = host.add_primary(machine.clone(), generation, wish);
             vm.took_over(takeover);
+            host.join_cluster(machine);
             host.degraded(&vm, format!("took over: {reason}"), remedy);
             // The activation says so already; the record is where it belongs.
             if let Err(error) = host.records.change(&name, |_| ()) {

@@ -2,13 +2,17 @@
 
 use super::Stopped;
 use super::disk::DiskCapture;
+use super::frames::crossings;
+use super::member::MemberSeat;
 use super::memory::{CaptureOptions, MemoryCapture};
+use super::take::Start;
 use super::words::{SavedVm, TakeTask};
 use crate::host::Host;
 use crate::machine::Machine;
 use crate::sync::lock;
 use crate::vm::PrimaryVm;
 use anyhow::{Context, bail};
+use crossbeam_channel::Receiver;
 use std::collections::BTreeMap;
 use std::path::Path;
 use std::sync::Arc;
@@ -41,6 +45,10 @@ impl Base {
 /// One member, for one snapshot.
 pub struct Capture {
     task: TakeTask,
+    number: SnapshotNumber,
+    seat: Option<Arc<MemberSeat>>,
+    /// Told when no frame is in flight to the member any more.
+    complete: Option<Receiver<()>>,
     store: Store,
     vm: Arc<PrimaryVm>,
     machine: Arc<Machine>,
@@ -53,16 +61,25 @@ pub struct Capture {
 
 impl Capture {
     /// While the guest runs.
-    pub fn prepare(
-        host: &Arc<Host>,
-        task: &TakeTask,
-        base: Option<Base>,
-    ) -> anyhow::Result<Capture> {
+    pub fn prepare(host: &Arc<Host>, start: Start<'_>) -> anyhow::Result<Capture> {
+        let Start { task, number, base, seat } = start;
         let vm = host.primary(task.vm())?;
         let machine = vm.machine();
         // Protection that is just beginning is seen, or sees that a snapshot has begun.
         drop(lock(&vm.protecting));
         check(&vm, &machine)?;
+        match &seat {
+            Some(seat) => seat.prepare()?,
+            None if task.group.vms.len() > 1 => bail!(
+                "{} has no seat in the cluster {}: host {} needs [cluster.{}] in its \
+                 configuration, and the VM to be started since",
+                task.vm(),
+                task.group.name,
+                host.config.name,
+                task.group.name
+            ),
+            None => {}
+        }
         let store = Store::open(&task.store)?;
         let base = base.filter(|base| base.is_there(task, &store));
         let options = CaptureOptions { compression: task.compression };
@@ -73,6 +90,9 @@ impl Capture {
             .with_context(|| format!("cannot prepare the disks of {}", task.vm()))?;
         Ok(Capture {
             task: task.clone(),
+            number,
+            seat,
+            complete: None,
             store,
             vm,
             machine,
@@ -107,15 +127,21 @@ impl Capture {
     fn pause(&mut self, machine: &Machine) -> anyhow::Result<()> {
         let mut monitor = machine.monitor();
         let mut pause = machine.pause(&mut monitor, LogErrand::None)?;
-        let captured = self.memory.take().and_then(|()| self.disks.take());
+        let mut captured = self.memory.take().and_then(|()| self.disks.take());
         pause.saved(&mut self.device_state)?;
+        if let (Some(seat), Ok(())) = (&self.seat, &captured) {
+            match seat.taken(machine, self.number) {
+                Ok(complete) => self.complete = Some(complete),
+                Err(error) => captured = Err(error),
+            }
+        }
         pause.resume()?;
         captured
     }
 
     /// The guest runs again: all goes to the store.
-    pub fn save(self, number: SnapshotNumber, stop: &AtomicBool) -> anyhow::Result<(Part, Base)> {
-        let Capture { task, store, machine, base, .. } = self;
+    pub fn save(self, stop: &AtomicBool) -> anyhow::Result<(Part, Base)> {
+        let Capture { task, number, store, machine, base, .. } = self;
         let compression = task.compression;
         let put = |bytes: &[u8]| store.put_blob(bytes, compression);
         let device_state = put(&self.device_state)?;
@@ -126,6 +152,10 @@ impl Capture {
         Stopped::check(stop)?;
         let disks = self.disks.save(&store, base.as_ref().map(|base| &base.disks), stop)?;
         Stopped::check(stop)?;
+        let log = match (&self.seat, &self.complete) {
+            (Some(seat), Some(complete)) => seat.log(complete, stop)?,
+            _ => Vec::new(),
+        };
         let mut areas = Vec::new();
         for block in machine.blocks() {
             let map = memory.areas.get(&block.id()).context("a RAM block was not saved")?;
@@ -153,12 +183,13 @@ impl Capture {
             initrd,
             areas,
             device_state,
-            in_flight: store.put_frames(&[], compression)?,
+            in_flight: store.put_frames(&log, compression)?,
             working_set: put(&memory.working_set.encode())?,
             recent: memory.recent.map(|recent| put(&recent.encode())).transpose()?,
             base: base.map(|base| base.number),
         };
-        let part = Part { manifest: store.put_member(&manifest, compression)?, crossings: vec![] };
+        let crossings = crossings(task.member, &log);
+        let part = Part { manifest: store.put_member(&manifest, compression)?, crossings };
         let (memory, disks) = (memory.areas, disks.areas);
         let base = Base { store: task.store, group: task.group.name, number, memory, disks };
         Ok((part, base))

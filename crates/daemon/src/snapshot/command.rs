@@ -14,8 +14,7 @@ use std::time::Duration;
 use tracing::{info, warn};
 use understudy_protocol::Generation;
 use understudy_snapshot::{
-    Life, Line, Load, Manifest, Member, MemberManifest, Mode, Plan, SnapshotNumber, StartOrder,
-    Store,
+    Life, Line, Load, Manifest, Member, MemberManifest, Mode, Plan, StartOrder, Store,
 };
 
 /// How much later a member should start than one that it starts after.
@@ -64,7 +63,7 @@ impl Host {
         let group = GroupPlaces { name: name.to_owned(), vms, hosts };
         let life = self.life_of(name)?;
         let coordinator = Coordinator::new(self, group, life, memory, location.clone(), request)?;
-        let manifest = coordinator.run(SnapshotNumber(0))?;
+        let manifest = coordinator.run(self.snapshots.last_number(name))?;
         info!("snapshot {} of {name} is in {location}", manifest.number);
         Ok(library::snapshot_report(&manifest, &location))
     }
@@ -229,12 +228,13 @@ fn plan(order: &StartOrder, loads: &[Load], mode: Mode) -> Plan {
 
 impl Host {
     /// How often the group was restored, by the arbiter's record.
-    fn life_of(&self, group: &str) -> Result<Life, HostError> {
-        let Some(arbiter) = &self.arbiter else { return Ok(Life(0)) };
+    pub(super) fn life_of(&self, group: &str) -> Result<Life, HostError> {
+        let known = self.snapshots.last_life(group);
+        let Some(arbiter) = &self.arbiter else { return Ok(known) };
         let current = arbiter.current(&life_key(group));
         let current =
             current.map_err(|error| HostError::new(ErrorKind::Unreachable, error.to_string()))?;
-        Ok(Life(current.map_or(0, |owner| owner.generation.0 as u32)))
+        Ok(known.max(Life(current.map_or(0, |owner| owner.generation.0 as u32))))
     }
 
     /// A life that nobody has had. Without an arbiter all is on one host, whose clock will do.

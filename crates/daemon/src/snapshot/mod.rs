@@ -7,6 +7,8 @@
 //! | [`take`], [`restore`] | one member, on its host: a cohort and its threads |
 //! | [`command`], [`taker`], [`restorer`] | the daemon that got the command: a coordinator |
 //! | [`library`] | what is in a store: list, delete, verify |
+//! | [`member`] | a VM's seat at its cluster's network, and its cut |
+//! | [`schedule`] | snapshots that are taken by themselves |
 //! | [`capture`] | all of one member that a snapshot has |
 //! | [`words`], [`exchange`] | what hosts say to each other, and how |
 //! | [`prepare`] | from a part of a snapshot to a VM that runs |
@@ -22,25 +24,30 @@ mod exchange;
 mod fill;
 pub(crate) mod frames;
 mod library;
+mod member;
 mod memory;
 mod placement;
 mod prepare;
 pub mod report;
 mod restore;
 mod restorer;
+mod schedule;
 mod take;
 mod taker;
 mod words;
 
 pub(crate) use exchange::serve;
 pub(crate) use placement::Question;
+pub(crate) use schedule::start as start_schedules;
 
 use crate::sync::lock;
+use member::MemberSeat;
 use restore::Restoring;
 use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
 use take::Taking;
+use understudy_snapshot::{Life, SnapshotNumber};
 
 /// What a store gives in a second, as long as nothing was read from it.
 const ASSUMED_SPEED: u64 = 100_000_000;
@@ -50,6 +57,9 @@ const ASSUMED_SPEED: u64 = 100_000_000;
 pub(crate) struct Snapshots {
     takings: Mutex<BTreeMap<String, Arc<Taking>>>,
     restorings: Mutex<BTreeMap<String, Arc<Restoring>>>,
+    members: Mutex<BTreeMap<String, Arc<MemberSeat>>>,
+    /// The last number and life of each group that this host has heard of.
+    groups: Mutex<BTreeMap<String, (SnapshotNumber, Life)>>,
     /// Bytes a second that were read from a store last; 0 if that is not known.
     speed: AtomicU64,
 }
@@ -61,6 +71,27 @@ impl Snapshots {
             0 => ASSUMED_SPEED,
             known => known,
         }
+    }
+
+    /// The last number that this host has heard of, of a snapshot or of one given up.
+    fn last_number(&self, group: &str) -> SnapshotNumber {
+        lock(&self.groups).get(group).map_or(SnapshotNumber(0), |known| known.0)
+    }
+
+    fn note_number(&self, group: &str, number: SnapshotNumber) {
+        let mut groups = lock(&self.groups);
+        let known = groups.entry(group.to_owned()).or_default();
+        known.0 = known.0.max(number);
+    }
+
+    fn last_life(&self, group: &str) -> Life {
+        lock(&self.groups).get(group).map_or(Life(0), |known| known.1)
+    }
+
+    fn note_life(&self, group: &str, life: Life) {
+        let mut groups = lock(&self.groups);
+        let known = groups.entry(group.to_owned()).or_default();
+        known.1 = known.1.max(life);
     }
 
     /// Whether a restore of the VM is under way.

@@ -18,7 +18,7 @@ use std::sync::atomic::AtomicBool;
 use tracing::warn;
 use understudy_protocol::BlockId;
 use understudy_qemu::{Role, VmDefinition};
-use understudy_snapshot::{Area, AreaMap, MemberManifest, Store};
+use understudy_snapshot::{Area, AreaMap, InFlightFrame, MemberManifest, Store};
 
 /// What the files of restored disks begin with.
 const PREFIX: &str = "restored-";
@@ -28,6 +28,8 @@ pub struct Prepared {
     machine: Arc<Machine>,
     filler: Arc<Filler>,
     device_state: Vec<u8>,
+    /// Frames in flight to it.
+    frames: Vec<InFlightFrame>,
     images: Images,
     directory: PathBuf,
 }
@@ -90,7 +92,8 @@ pub fn prepare(
     filler.load_before_start(stop)?;
     Stopped::check(stop)?;
     let device_state = store.blob(&member.device_state)?;
-    Ok(Prepared { machine, filler, device_state, images, directory })
+    let frames = store.frames(&member)?;
+    Ok(Prepared { machine, filler, device_state, frames, images, directory })
 }
 
 impl Prepared {
@@ -108,6 +111,7 @@ impl Prepared {
         let run = || -> anyhow::Result<()> {
             host.note_active(&self.machine, generation, None, &self.directory)?;
             self.filler.attach()?;
+            self.join(host, task)?;
             self.machine.go_live(&self.device_state, &[])?;
             Ok(())
         };
@@ -127,6 +131,19 @@ impl Prepared {
         }
         host.add_restored(self.machine.clone(), generation, &task.id);
         remove_former(&self.directory, &std::mem::take(&mut self.images.0));
+        Ok(())
+    }
+}
+
+impl Prepared {
+    /// It is a member of its group as it was; what was in flight to it comes first.
+    fn join(&self, host: &Arc<Host>, task: &RestoreTask) -> anyhow::Result<()> {
+        if task.group.vms.len() == 1 {
+            host.join_cluster(&self.machine);
+            return Ok(());
+        }
+        let seat = host.join(&self.machine, &task.group, task.life, task.number)?;
+        seat.deliver(&self.frames);
         Ok(())
     }
 }

@@ -36,6 +36,7 @@ struct State {
 impl Host {
     /// A coordinator says something about the restore of a member to this host.
     pub(super) fn restore_order(self: &Arc<Self>, task: RestoreTask, order: Order, reply: &Reply) {
+        self.snapshots.note_number(&task.group.name, task.number);
         let restoring = {
             let mut all = lock(&self.snapshots.restorings);
             let known = all.get(task.vm()).filter(|known| known.task.id == task.id).cloned();
@@ -179,6 +180,7 @@ impl Restoring {
         info!(vm = self.task.vm(), "runs as of snapshot {}", self.task.number);
         self.event(CohortEvent::Started);
         filler.complete(&self.stop)?;
+        lock(&self.state).filler = None;
         self.event(CohortEvent::Complete);
         Ok(())
     }

@@ -1,6 +1,7 @@
 //! One member of a group that is being snapshotted, on the host that runs it.
 
 use super::capture::{Base, Capture};
+use super::member::MemberSeat;
 use super::words::{Heard, Reply, TakeTask};
 use crate::clock;
 use crate::host::Host;
@@ -38,8 +39,27 @@ struct State {
 /// The thread that takes a snapshot.
 struct Job {
     stop: Arc<AtomicBool>,
-    /// Told when the VM is to be paused.
-    now: Sender<()>,
+    now: Now,
+}
+
+/// Who tells the thread that the VM is to be paused.
+enum Now {
+    /// The coordinator.
+    Order(Sender<()>),
+    /// The cut, by the coordinator's word or another member's frame.
+    Cut(Arc<MemberSeat>),
+}
+
+/// What a snapshot begins with.
+pub struct Start<'a> {
+    /// What is to be done.
+    pub task: &'a TakeTask,
+    /// Which snapshot.
+    pub number: SnapshotNumber,
+    /// What need not be saved again.
+    pub base: Option<Base>,
+    /// The member's seat at its group's network; none without other members.
+    pub seat: Option<Arc<MemberSeat>>,
 }
 
 impl Host {
@@ -50,6 +70,7 @@ impl Host {
         order: About<TakeOrder>,
         reply: &Reply,
     ) {
+        self.snapshots.note_number(&task.group.name, order.number);
         let taking = lock(&self.snapshots.takings)
             .entry(task.vm().to_owned())
             .or_insert_with(|| Taking::new(self, task.clone(), reply))
@@ -105,12 +126,7 @@ impl Taking {
         for action in actions {
             match action {
                 TakeAction::Prepare(number) => self.begin(state, number),
-                TakeAction::Take(_) => {
-                    if let Some(job) = &state.job {
-                        // One that has failed says so itself.
-                        let _ = job.now.send(());
-                    }
-                }
+                TakeAction::Take(number) => self.take_now(state, number),
                 TakeAction::Commit(number) => {
                     info!(vm = state.task.vm(), "snapshot {number} of {}", state.task.group.name);
                     state.base = state.saved.take();
@@ -118,7 +134,7 @@ impl Taking {
                 }
                 TakeAction::Discard(number) => {
                     warn!(vm = state.task.vm(), "snapshot {number} is given up");
-                    state.end();
+                    state.end(number);
                     // What changed since the base is known no more.
                     (state.base, state.saved) = (None, None);
                 }
@@ -130,12 +146,21 @@ impl Taking {
     }
 
     fn begin(self: &Arc<Self>, state: &mut State, number: SnapshotNumber) {
-        let (now, told) = crossbeam_channel::bounded(1);
+        let host = self.host.upgrade();
+        let seat = host.and_then(|host| host.seat_of(state.task.vm(), &state.task.group.name));
+        let (now, told) = match &seat {
+            Some(seat) => (Now::Cut(seat.clone()), seat.await_take(number)),
+            None => {
+                let (now, told) = crossbeam_channel::bounded(1);
+                (Now::Order(now), told)
+            }
+        };
         let stop = Arc::new(AtomicBool::new(false));
         state.job = Some(Job { stop: stop.clone(), now });
         let (taking, task, base) = (self.clone(), state.task.clone(), state.base.take());
         thread::spawn(move || {
-            if let Err(error) = taking.take(&task, number, base, &told, &stop) {
+            let start = Start { task: &task, number, base, seat };
+            if let Err(error) = taking.take(start, &told, &stop) {
                 taking.event(TakeEvent::Failed(number, format!("{error:#}")));
             }
         });
@@ -148,17 +173,30 @@ impl Taking {
         });
     }
 
+    fn take_now(self: &Arc<Self>, state: &State, number: SnapshotNumber) {
+        match state.job.as_ref().map(|job| &job.now) {
+            // A thread that has failed says so itself.
+            Some(Now::Order(now)) => drop(now.send(())),
+            Some(Now::Cut(seat)) if !seat.take_now(number) => {
+                let why = "the members have seen a later snapshot of the cluster: try again";
+                let taking = self.clone();
+                // Not under the lock.
+                thread::spawn(move || taking.event(TakeEvent::Failed(number, why.to_owned())));
+            }
+            Some(Now::Cut(_)) | None => {}
+        }
+    }
+
     /// Prepares, waits to be told, takes, saves.
     fn take(
         self: &Arc<Self>,
-        task: &TakeTask,
-        number: SnapshotNumber,
-        base: Option<Base>,
+        start: Start<'_>,
         told: &Receiver<()>,
         stop: &AtomicBool,
     ) -> anyhow::Result<()> {
         let Some(host) = self.host.upgrade() else { return Ok(()) };
-        let mut capture = Capture::prepare(&host, task, base)?;
+        let number = start.number;
+        let mut capture = Capture::prepare(&host, start)?;
         fail::fail_point!("snapshot-prepared");
         self.event(TakeEvent::Prepared(number));
         if told.recv().is_err() {
@@ -167,7 +205,7 @@ impl Taking {
         capture.take()?;
         fail::fail_point!("snapshot-taken");
         self.event(TakeEvent::Taken(number));
-        let (part, base) = capture.save(number, stop)?;
+        let (part, base) = capture.save(stop)?;
         fail::fail_point!("snapshot-saved");
         let mut state = lock(&self.state);
         state.saved = Some(base);
@@ -181,9 +219,11 @@ impl State {
         self.cohort.deadline().is_some()
     }
 
-    fn end(&mut self) {
-        if let Some(job) = self.job.take() {
-            job.stop.store(true, Ordering::Release);
+    fn end(&mut self, number: SnapshotNumber) {
+        let Some(job) = self.job.take() else { return };
+        job.stop.store(true, Ordering::Release);
+        if let Now::Cut(seat) = &job.now {
+            seat.abandon(number);
         }
     }
 }

@@ -40,8 +40,18 @@ const CONCURRENT: usize = 32;
 #[derive(Debug)]
 pub struct Store {
     location: Location,
-    runtime: Runtime,
+    /// Present until dropped.
+    runtime: Option<Runtime>,
     objects: Arc<dyn ObjectStore>,
+}
+
+impl Drop for Store {
+    fn drop(&mut self) {
+        // Whoever drops it may be a thread of another runtime, which must not wait.
+        if let Some(runtime) = self.runtime.take() {
+            runtime.shutdown_background();
+        }
+    }
 }
 
 impl Store {
@@ -81,7 +91,7 @@ impl Store {
                 doing: "start its thread".into(),
                 why: error.to_string(),
             })?;
-        Ok(Store { location, runtime, objects })
+        Ok(Store { location, runtime: Some(runtime), objects })
     }
 
     /// Where it is, for people.
@@ -99,7 +109,7 @@ impl Store {
     }
 
     fn block<T>(&self, future: impl Future<Output = T>) -> T {
-        self.runtime.block_on(future)
+        self.runtime.as_ref().expect("present until dropped").block_on(future)
     }
 
     /// The body of a file that begins with our header.

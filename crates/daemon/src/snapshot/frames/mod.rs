@@ -19,8 +19,6 @@
 //! and after a restore, once the machine is there and before it goes live: [`Fabric::join`]
 //! with a greater life, then [`Seat::deliver`].
 
-#![allow(dead_code, unused_imports)] // Until snapshots are taken with it.
-
 mod batch;
 mod incoming;
 mod network;

@@ -96,12 +96,6 @@ impl Seat {
         self.network.state().lacks()
     }
 
-    /// The member is no member any more; its frames go over the bridge.
-    pub fn leave(&self, machine: &Machine) {
-        machine.ports().iter().for_each(|port| port.set_fabric(None));
-        self.network.state().leave(self.member);
-    }
-
     fn event(&self, event: CutEvent<Frame>) {
         let (calls, _) = self.network.state().event(self.member, event);
         calls.into_iter().for_each(Call::make);

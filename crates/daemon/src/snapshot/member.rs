@@ -1,0 +1,212 @@
+//! A VM as a member of its cluster: its seat at the cluster's network, and what its cut tells
+//! whoever takes its snapshots.
+
+use super::Stopped;
+use super::frames::{CutListener, Joining, Seat};
+use super::words::GroupPlaces;
+use crate::host::Host;
+use crate::machine::Machine;
+use crate::sync::lock;
+use anyhow::bail;
+use crossbeam_channel::{Receiver, Sender};
+use std::sync::atomic::AtomicBool;
+use std::sync::{Arc, Mutex, OnceLock};
+use std::thread;
+use std::time::{Duration, Instant};
+use tracing::warn;
+use understudy_snapshot::{InFlightFrame, Life, Member, SnapshotNumber};
+
+/// For all members to be connected, before a snapshot is begun.
+const CONNECTED: Duration = Duration::from_secs(4);
+/// For the last frames that were in flight to arrive. They are milliseconds away, unless a
+/// connection is lost.
+const ARRIVED: Duration = Duration::from_secs(30);
+const LOOK: Duration = Duration::from_millis(100);
+
+/// A member that runs here.
+pub struct MemberSeat {
+    cluster: String,
+    seat: OnceLock<Seat>,
+    waiting: Mutex<Waiting>,
+}
+
+/// Who waits for a word of the cut.
+#[derive(Default)]
+struct Waiting {
+    number: SnapshotNumber,
+    take: Option<Sender<()>>,
+    log: Option<Sender<()>>,
+    /// Came before the seat was known.
+    early: Option<SnapshotNumber>,
+}
+
+impl CutListener for MemberSeat {
+    fn take(&self, number: SnapshotNumber) {
+        let mut waiting = lock(&self.waiting);
+        let prepared = waiting.number == number;
+        if let Some(take) = waiting.take.take_if(|_| prepared) {
+            // Whoever waits may have given up.
+            let _ = take.try_send(());
+            return;
+        }
+        waiting.early = Some(number);
+        drop(waiting);
+        self.let_pass();
+    }
+
+    fn log_complete(&self, number: SnapshotNumber) {
+        let waiting = lock(&self.waiting);
+        if let (true, Some(log)) = (waiting.number == number, &waiting.log) {
+            let _ = log.try_send(());
+        }
+    }
+}
+
+impl MemberSeat {
+    /// All members prepare before any takes a snapshot. One that nobody prepares here was over
+    /// before this member was there, or is given up because of it: it is not waited for.
+    fn let_pass(&self) {
+        let Some(seat) = self.seat.get() else { return };
+        if let Some(number) = lock(&self.waiting).early.take() {
+            seat.abandoned(number);
+        }
+    }
+
+    fn seat(&self) -> &Seat {
+        self.seat.get().expect("set before anybody else knows of it")
+    }
+
+    /// Waits until frames reach all members.
+    pub fn prepare(&self) -> anyhow::Result<()> {
+        let deadline = Instant::now() + CONNECTED;
+        while let Some(lacks) = self.seat().lacks() {
+            if Instant::now() > deadline {
+                bail!("the cluster {} cannot be snapshotted: {lacks}", self.cluster);
+            }
+            thread::sleep(LOOK);
+        }
+        Ok(())
+    }
+
+    /// The channel on which the cut says when to pause the VM.
+    pub fn await_take(&self, number: SnapshotNumber) -> Receiver<()> {
+        let (take, told) = crossbeam_channel::bounded(1);
+        let mut waiting = lock(&self.waiting);
+        (waiting.number, waiting.take, waiting.log) = (number, Some(take), None);
+        told
+    }
+
+    /// The coordinator says that it is to be taken. False if the cut knows a later snapshot.
+    pub fn take_now(&self, number: SnapshotNumber) -> bool {
+        self.seat().take(number);
+        let waiting = lock(&self.waiting);
+        waiting.number != number || waiting.take.is_none()
+    }
+
+    /// The VM stands still for it. Gives the channel on which the cut says when the last frame
+    /// in flight has come.
+    pub fn taken(&self, machine: &Machine, number: SnapshotNumber) -> anyhow::Result<Receiver<()>> {
+        let (log, complete) = crossbeam_channel::bounded(1);
+        lock(&self.waiting).log = Some(log);
+        self.seat().taken(machine, number)?;
+        Ok(complete)
+    }
+
+    /// The frames in flight to the member.
+    pub fn log(
+        &self,
+        complete: &Receiver<()>,
+        stop: &AtomicBool,
+    ) -> anyhow::Result<Vec<InFlightFrame>> {
+        let deadline = Instant::now() + ARRIVED;
+        while complete.recv_timeout(LOOK).is_err() {
+            Stopped::check(stop)?;
+            if Instant::now() > deadline {
+                let lacks = self.seat().lacks().unwrap_or_else(|| "all are connected".into());
+                bail!("frames that were in flight to it did not come to an end: {lacks}");
+            }
+        }
+        Ok(self.seat().log().unwrap_or_default())
+    }
+
+    /// There will be no such snapshot.
+    pub fn abandon(&self, number: SnapshotNumber) {
+        let mut waiting = lock(&self.waiting);
+        if waiting.number == number {
+            (waiting.take, waiting.log) = (None, None);
+        }
+        drop(waiting);
+        self.seat().abandoned(number);
+    }
+
+    /// Gives the guest, which does not run yet, what was in flight to it.
+    pub fn deliver(&self, log: &[InFlightFrame]) {
+        self.seat().deliver(log);
+    }
+}
+
+impl Host {
+    /// The VM, which runs here or is about to, is a member of the cluster that this host's
+    /// configuration has it in, if any.
+    pub(crate) fn join_cluster(self: &Arc<Self>, machine: &Machine) {
+        let vm = &machine.definition().name;
+        let mut clusters = self.config.clusters.iter();
+        let Some((name, cluster)) = clusters.find(|(_, known)| known.members.contains_key(vm))
+        else {
+            return;
+        };
+        let group = GroupPlaces {
+            name: name.clone(),
+            vms: cluster.members.keys().cloned().collect(),
+            hosts: cluster.members.values().cloned().collect(),
+        };
+        let join = || -> anyhow::Result<()> {
+            let life = self.life_of(name)?;
+            let number = self.snapshots.last_number(name);
+            self.join(machine, &group, life, number).map(drop)
+        };
+        if let Err(error) = join() {
+            warn!(vm, "its frames do not go through the cluster {name}: {error:#}");
+        }
+    }
+
+    /// The machine is a member of a group in this life.
+    pub(super) fn join(
+        self: &Arc<Self>,
+        machine: &Machine,
+        group: &GroupPlaces,
+        life: Life,
+        number: SnapshotNumber,
+    ) -> anyhow::Result<Arc<MemberSeat>> {
+        let vm = &machine.definition().name;
+        let Some(place) = group.vms.iter().position(|member| member == vm) else {
+            bail!("{vm} is no member of {}", group.name);
+        };
+        let own = Arc::new(MemberSeat {
+            cluster: group.name.clone(),
+            seat: OnceLock::new(),
+            waiting: Mutex::default(),
+        });
+        let joining = Joining {
+            cluster: group.name.clone(),
+            members: group.vms.clone(),
+            member: Member(place as u16),
+            life,
+            number,
+            listener: own.clone(),
+        };
+        let seat = self.fabric.join(self, machine, joining)?;
+        // Set once.
+        let _ = own.seat.set(seat);
+        own.let_pass();
+        self.snapshots.note_life(&group.name, life);
+        lock(&self.snapshots.members).insert(vm.clone(), own.clone());
+        Ok(own)
+    }
+
+    /// A VM's seat in a group, if it has one.
+    pub(super) fn seat_of(&self, vm: &str, group: &str) -> Option<Arc<MemberSeat>> {
+        let members = lock(&self.snapshots.members);
+        members.get(vm).filter(|seat| seat.cluster == group).cloned()
+    }
+}

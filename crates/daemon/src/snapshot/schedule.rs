@@ -1,0 +1,62 @@
+//! Snapshots that are taken by themselves, and deleted by themselves.
+
+use super::report::SnapshotRequest;
+use super::unix_now;
+use crate::config::ClusterConfig;
+use crate::error::HostError;
+use crate::host::Host;
+use std::sync::{Arc, Weak};
+use std::thread;
+use std::time::{Duration, Instant};
+use tracing::{info, warn};
+use understudy_snapshot::{Manifest, Retention};
+
+/// How often it is looked whether a snapshot is due: a daemon that ends is not held up for long.
+const LOOK: Duration = Duration::from_secs(1);
+
+/// One thread for each cluster that has a schedule.
+pub(crate) fn start(host: &Arc<Host>) {
+    for (name, cluster) in host.config.clusters.clone() {
+        let host = Arc::downgrade(host);
+        if cluster.schedule.is_some() {
+            thread::spawn(move || run(&host, &name, &cluster));
+        }
+    }
+}
+
+fn run(host: &Weak<Host>, name: &str, cluster: &ClusterConfig) {
+    let Some(schedule) = cluster.schedule else { return };
+    let mut due = Instant::now() + schedule.every;
+    loop {
+        thread::sleep(LOOK.min(schedule.every));
+        let Some(host) = host.upgrade().filter(|host| !host.is_closing()) else { return };
+        if Instant::now() < due {
+            continue;
+        }
+        due = Instant::now() + schedule.every;
+        if let Err(error) = host.snapshot_cluster(name, &SnapshotRequest::default()) {
+            warn!("the snapshot of {name} that was due: {error}");
+            continue;
+        }
+        if let Err(error) = host.expire(name, schedule.retention) {
+            warn!("old snapshots of {name} were not deleted: {error}");
+        }
+    }
+}
+
+impl Host {
+    /// Deletes the snapshots of a group that are not to be kept.
+    fn expire(&self, group: &str, retention: Retention) -> Result<(), HostError> {
+        let store = self.open_store(group, None)?;
+        let there =
+            store.snapshots(group).map_err(|error| super::placement::store_error("", error))?;
+        // What cannot be read is not deleted by itself.
+        let readable: Vec<Manifest> =
+            there.into_iter().filter_map(|listed| listed.manifest.ok()).collect();
+        for number in retention.expired(&readable, unix_now()) {
+            self.delete_snapshot(group, number, None)?;
+            info!("snapshot {number} of {group} was old, and is deleted");
+        }
+        Ok(())
+    }
+}
