@@ -12,11 +12,13 @@
 //! | `load DIR`                | compile-like load: short processes, small files, some arithmetic |
 //! | `ask SERVER append FILE`  | appends records at another guest's server, HOST:PORT, and keeps count in FILE |
 //! | `ask SERVER ping SECONDS` | measures round trips to it |
+//! | `bank NAME PORT PEER…`    | pays money to its peers, HOST:PORT, over TCP and UDP, and is paid (tests only) |
 //! | `await-ports PORT…`       | returns once every port accepts connections |
 //!
 //! The protocols are documented in the modules.
 
 mod ask;
+mod bank;
 mod blast;
 mod dirty;
 mod load;
@@ -28,7 +30,7 @@ use std::process::ExitCode;
 
 const USAGE: &str = "usage: guest-tools records PORT FILE | run PORT | blast PORT \
                      | dirty PAGES INTERVAL_MS | load DIR | ask SERVER append FILE \
-                     | ask SERVER ping SECONDS | await-ports PORT...";
+                     | ask SERVER ping SECONDS | bank NAME PORT PEER... | await-ports PORT...";
 
 fn main() -> ExitCode {
     let arguments: Vec<String> = std::env::args().skip(1).collect();
@@ -54,6 +56,7 @@ fn dispatch(arguments: &[String]) -> Result<(), String> {
         [load::COMPILE, source, object] => load::compile(source.as_ref(), object.as_ref()),
         ["ask", server, "append", file] => ask::append(server, file.as_ref()),
         ["ask", server, "ping", seconds] => ask::ping(server, number("SECONDS", seconds)?),
+        ["bank", name, port, peers @ ..] => bank::run(name, number("PORT", port)?, peers),
         ["await-ports", ports @ ..] if !ports.is_empty() => ports
             .iter()
             .map(|port| number("PORT", port))

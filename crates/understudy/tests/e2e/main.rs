@@ -36,6 +36,7 @@
 //! | [`refusals`]| bad input |
 //! | [`lockstep_refusals`] | what lockstep is not proven for |
 //! | [`security`]| who is let in |
+//! | [`cluster`] | groups that are snapshotted and restored as one |
 //! | [`snapshot`] | snapshots, and VMs that run again as they were |
 //! | [`succession`] | a VM goes on in another QEMU |
 //! | [`throttle`]| a guest that writes faster than a slow link carries |
@@ -43,6 +44,7 @@
 //! | [`relay`]   | what can go wrong on the wire, for the tests above |
 
 mod bulk;
+mod cluster;
 mod colo;
 mod compression;
 mod confinement;

@@ -1,0 +1,198 @@
+//! Money that guests pay to each other, over TCP and over UDP, for tests of snapshots of groups:
+//! whatever is restored, no payment is lost or doubled, and the total is what it was.
+//!
+//! Each bank begins with [`START`] and pays small amounts to each peer, one payment under way on
+//! each of its ways (peer, protocol) at any time. Payments are numbered for each way: 1, 2, 3, …
+//!
+//! | request                 | answer | |
+//! |-------------------------|--------|-|
+//! | `pay WAY NUMBER AMOUNT` | `ok NUMBER` | over TCP once; over UDP said again until it is answered |
+//! | `report`                | `BALANCE PENDING MOVES BROKEN` | pending: payments that are not answered; moves: those that were; broken: what went wrong, or `-` |
+//! | `pause`, `resume`       | `ok` | no new payments; payments again |
+
+use crate::server;
+use std::collections::HashMap;
+use std::io::{self, BufRead, BufReader, Write};
+use std::net::{Ipv4Addr, TcpStream, UdpSocket};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::thread;
+use std::time::Duration;
+
+/// What each bank begins with.
+const START: i64 = 1_000_000;
+/// Between two payments of a way, so that a guest has time for all of them.
+const PACE: Duration = Duration::from_millis(2);
+/// Before a payment over UDP is said again.
+const AGAIN: Duration = Duration::from_millis(50);
+/// Before a peer that does not listen yet is called again.
+const CALL_AGAIN: Duration = Duration::from_millis(100);
+
+struct Bank {
+    balance: i64,
+    pending: u64,
+    moves: u64,
+    paused: bool,
+    broken: Option<String>,
+    /// The last payment of each way that came in.
+    seen: HashMap<String, u64>,
+}
+
+type Shared = Arc<Mutex<Bank>>;
+
+/// Pays and is paid for ever. `peers` are HOST:PORT.
+pub fn run(name: &str, port: u16, peers: &[&str]) -> Result<(), String> {
+    let bank: Shared = Arc::new(Mutex::new(Bank {
+        balance: START,
+        pending: 0,
+        moves: 0,
+        paused: false,
+        broken: None,
+        seen: HashMap::new(),
+    }));
+    let socket = UdpSocket::bind((Ipv4Addr::UNSPECIFIED, port))
+        .map_err(|error| format!("cannot listen on port {port}: {error}"))?;
+    let own = Arc::clone(&bank);
+    thread::spawn(move || serve_datagrams(&own, &socket));
+    for peer in peers {
+        let ways: [(&str, fn(&Shared, &str, &str) -> io::Result<()>); 2] =
+            [("tcp", pay_by_stream), ("udp", pay_by_datagram)];
+        for (protocol, pay) in ways {
+            let (bank, way, peer) =
+                (Arc::clone(&bank), format!("{name}-{protocol}"), (*peer).to_owned());
+            thread::spawn(move || {
+                if let Err(error) = pay(&bank, &way, &peer) {
+                    lock(&bank).breaks(format!("{way}-to-{peer}:{error}"));
+                }
+            });
+        }
+    }
+    server::serve(port, move |stream| {
+        server::answer_lines(stream, |request| Ok(lock(&bank).answer(request, false).into_bytes()))
+    })
+}
+
+fn lock(bank: &Shared) -> MutexGuard<'_, Bank> {
+    bank.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+impl Bank {
+    fn answer(&mut self, request: &str, may_repeat: bool) -> String {
+        let words: Vec<&str> = request.split_whitespace().collect();
+        match words.as_slice() {
+            ["pay", way, number, amount] => match (number.parse(), amount.parse()) {
+                (Ok(number), Ok(amount)) => self.paid(way, number, amount, may_repeat),
+                _ => "error: no numbers\n".to_owned(),
+            },
+            ["report"] => {
+                let broken = self.broken.as_deref().unwrap_or("-").replace(' ', "_");
+                format!("{} {} {} {broken}\n", self.balance, self.pending, self.moves)
+            }
+            ["pause"] => self.set_paused(true),
+            ["resume"] => self.set_paused(false),
+            _ => format!("error: `{request}`\n"),
+        }
+    }
+
+    fn set_paused(&mut self, paused: bool) -> String {
+        self.paused = paused;
+        "ok\n".to_owned()
+    }
+
+    fn paid(&mut self, way: &str, number: u64, amount: i64, may_repeat: bool) -> String {
+        let seen = self.seen.entry(way.to_owned()).or_default();
+        match number {
+            next if next == *seen + 1 => {
+                *seen = number;
+                self.balance += amount;
+            }
+            // Its answer was lost, or came late.
+            known if known <= *seen && may_repeat => {}
+            _ => {
+                let words = format!("{way} paid {number} after {seen}");
+                self.breaks(words);
+            }
+        }
+        format!("ok {number}\n")
+    }
+
+    fn breaks(&mut self, words: String) {
+        self.broken.get_or_insert(words);
+    }
+}
+
+/// Waits until there may be payments, and takes the next one's amount away.
+fn next_payment(bank: &Shared, number: u64) -> i64 {
+    loop {
+        thread::sleep(PACE);
+        let mut bank = lock(bank);
+        if !bank.paused {
+            let amount = 1 + (number.wrapping_mul(0x9e37_79b9_7f4a_7c15) >> 57) as i64;
+            bank.balance -= amount;
+            bank.pending += 1;
+            return amount;
+        }
+    }
+}
+
+fn settle(bank: &Shared) {
+    let mut bank = lock(bank);
+    bank.pending -= 1;
+    bank.moves += 1;
+}
+
+fn pay_by_stream(bank: &Shared, way: &str, peer: &str) -> io::Result<()> {
+    let mut requests = loop {
+        match TcpStream::connect(peer) {
+            Ok(stream) => break stream,
+            Err(_) => thread::sleep(CALL_AGAIN),
+        }
+    };
+    requests.set_nodelay(true)?;
+    let mut answers = BufReader::new(requests.try_clone()?);
+    let mut answer = String::new();
+    for number in 1.. {
+        let amount = next_payment(bank, number);
+        requests.write_all(format!("pay {way} {number} {amount}\n").as_bytes())?;
+        answer.clear();
+        answers.read_line(&mut answer)?;
+        if answer != format!("ok {number}\n") {
+            return Err(io::Error::other(format!("payment {number} was answered with {answer:?}")));
+        }
+        settle(bank);
+    }
+    Ok(())
+}
+
+fn pay_by_datagram(bank: &Shared, way: &str, peer: &str) -> io::Result<()> {
+    let socket = UdpSocket::bind((Ipv4Addr::UNSPECIFIED, 0))?;
+    socket.connect(peer)?;
+    socket.set_read_timeout(Some(AGAIN))?;
+    let mut answer = [0; 64];
+    for number in 1.. {
+        let amount = next_payment(bank, number);
+        let (request, ok) = (format!("pay {way} {number} {amount}"), format!("ok {number}\n"));
+        loop {
+            // A peer that does not listen yet refuses: it is asked again.
+            let _ = socket.send(request.as_bytes());
+            match socket.recv(&mut answer) {
+                Ok(length) if answer[..length] == *ok.as_bytes() => break,
+                // An earlier answer that came twice, or none.
+                Ok(_) => {}
+                Err(_) => thread::sleep(PACE),
+            }
+        }
+        settle(bank);
+    }
+    Ok(())
+}
+
+fn serve_datagrams(bank: &Shared, socket: &UdpSocket) {
+    let mut request = [0; 128];
+    loop {
+        let Ok((length, from)) = socket.recv_from(&mut request) else { continue };
+        let text = String::from_utf8_lossy(&request[..length]).into_owned();
+        let answer = lock(bank).answer(&text, true);
+        // A lost answer is asked for again.
+        let _ = socket.send_to(answer.as_bytes(), from);
+    }
+}
