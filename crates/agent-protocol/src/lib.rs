@@ -2,8 +2,9 @@
 //! What the daemon and the agent inside QEMU say to each other.
 //!
 //! 1. The agent connects to the daemon's socket while QEMU starts, and sends a [`Hello`]
-//!    with a userfaultfd beside it. From then on the end of the connection, however it
-//!    comes about, ends QEMU.
+//!    with [`HELLO_DESCRIPTORS`] beside it: two userfaultfds (to track writes; to be told of
+//!    faults) and a socket for [`MemoryRequest`]s. From then on the end of the connection,
+//!    however it comes about, ends QEMU.
 //! 2. If the agent can pause the machine, the daemon may send [`ARM`], once, when QEMU's
 //!    monitors answer, with three descriptors beside it: a memfd with a [`PausePage`], an
 //!    eventfd (the bell) and the file for the device state.
@@ -21,6 +22,7 @@
 
 mod hello;
 mod lockstep;
+mod memory;
 mod page;
 mod word;
 
@@ -28,6 +30,7 @@ pub use hello::{Hello, HelloError};
 pub use lockstep::{
     LOCKSTEP_VARIABLE, LOG_NAME, LogErrand, LogPage, LogRole, Request, TICKS_VARIABLE,
 };
+pub use memory::{DropRange, MOST_RANGES, MemoryRequest};
 pub use page::{Answer, Order, PausePage};
 pub use word::Word;
 
@@ -37,6 +40,9 @@ pub const SOCKET_VARIABLE: &str = "UNDERSTUDY_AGENT";
 /// Environment variable with the number of an inherited `/dev/userfaultfd`: what it makes
 /// belongs to the process that asks, which thus needs no right of its own.
 pub const DEVICE_VARIABLE: &str = "UNDERSTUDY_USERFAULTFD";
+
+/// How many descriptors are beside the [`Hello`].
+pub const HELLO_DESCRIPTORS: usize = 3;
 
 /// The daemon's only message: pauses will be asked for through the descriptors beside it.
 pub const ARM: [u8; 8] = *b"USTDYARM";

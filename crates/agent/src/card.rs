@@ -156,7 +156,7 @@ impl Card {
         let proof = proof().map_err(errno)?;
         loop {
             let socket = self.socket.load(Ordering::Relaxed);
-            match crate::descriptor::send(socket, &message, &proof) {
+            match crate::descriptor::send(socket, &message, [&proof]) {
                 Err(error) if error.kind() == io::ErrorKind::WouldBlock => {
                     self.wait_for(libc::POLLOUT)
                 }

@@ -7,15 +7,19 @@ use std::io;
 use std::mem;
 use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
 use std::os::unix::net::UnixStream;
-use understudy_agent_protocol::{ARM, ARM_DESCRIPTORS, Hello};
+use understudy_agent_protocol::{ARM, ARM_DESCRIPTORS, HELLO_DESCRIPTORS, Hello};
 
 /// Room for the control message, in u64s because it must be aligned: more than CMSG_SPACE of
 /// [`ARM_DESCRIPTORS`] descriptors (32 bytes).
 type Control = [u64; 6];
 
-/// Sends the hello and, beside it, the descriptor.
-pub fn send_hello(link: &UnixStream, hello: &Hello, userfaultfd: &OwnedFd) -> io::Result<()> {
-    descriptor::send(link.as_raw_fd(), &hello.encode(), userfaultfd)
+/// Sends the hello and, beside it, the descriptors.
+pub fn send_hello(
+    link: &UnixStream,
+    hello: &Hello,
+    descriptors: [&OwnedFd; HELLO_DESCRIPTORS],
+) -> io::Result<()> {
+    descriptor::send(link.as_raw_fd(), &hello.encode(), descriptors)
 }
 
 /// Waits for [`ARM`] and takes the descriptors beside it. The end of the daemon, and whatever

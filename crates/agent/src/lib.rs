@@ -3,8 +3,9 @@
 //!
 //! Some things can only be done, or done well, from inside QEMU's process:
 //!
-//! - creating a userfaultfd for QEMU's memory (every later call on it works from the
-//!   daemon, which gets the descriptor over a unix socket);
+//! - creating userfaultfds for QEMU's memory (every later call on them works from the
+//!   daemon, which gets the descriptors over a unix socket);
+//! - dropping QEMU's mappings, so that accesses to memory are noticed (`memory.rs`);
 //! - ending QEMU at once when the daemon dies, however it dies: a guest whose daemon is
 //!   gone is a copy that nobody controls, and there must be at most one live copy;
 //! - answering for the cards' taps, which are none (`card`);
@@ -22,6 +23,7 @@ mod daemon;
 mod descriptor;
 mod lockstep;
 mod main_loop;
+mod memory;
 mod pause;
 mod qemu_symbols;
 
@@ -71,10 +73,14 @@ extern "C" fn constructor() {
     }
 }
 
-/// Hands a new userfaultfd to the daemon and starts watching the daemon's life.
+/// Hands new userfaultfds to the daemon and starts watching the daemon's life.
 fn start(path: &Path, device: Option<c_int>) -> Result<(), String> {
     disable_huge_pages().map_err(|e| format!("cannot disable transparent huge pages: {e}"))?;
-    let userfaultfd = create_userfaultfd(device).map_err(explain_userfaultfd)?;
+    // SAFETY: the daemon has passed this descriptor on for this one use; nobody else in this
+    // process knows of it.
+    let device = device.map(|device| unsafe { OwnedFd::from_raw_fd(device) });
+    let create = || create_userfaultfd(device.as_ref()).map_err(explain_userfaultfd);
+    let (tracking, faults) = (create()?, create()?);
     let link = UnixStream::connect(path)
         .map_err(|e| format!("cannot reach the daemon at {}: {e}", path.display()))?;
     let pausing = QemuPause::find();
@@ -82,10 +88,16 @@ fn start(path: &Path, device: Option<c_int>) -> Result<(), String> {
         missing: pausing.as_ref().err().cloned(),
         missing_for_lockstep: lockstep::probe().err(),
     };
-    daemon::send_hello(&link, &hello, &userfaultfd)
-        .map_err(|e| format!("cannot send the userfaultfd to the daemon: {e}"))?;
-    attend_daemon(link, pausing.ok())
-        .map_err(|e| format!("cannot start the agent's thread: {e}"))?;
+    let (requests, daemons_end) =
+        memory::socket_pair().map_err(|e| format!("cannot make a pair of sockets: {e}"))?;
+    daemon::send_hello(&link, &hello, [&tracking, &faults, &daemons_end])
+        .map_err(|e| format!("cannot send the userfaultfds to the daemon: {e}"))?;
+    // If the daemon ends while the guest waits for memory, it must go on waiting until this
+    // process ends, too: were its last descriptor closed, it would find zeros.
+    mem::forget(faults);
+    let no_thread = |e: io::Error| format!("cannot start the agent's threads: {e}");
+    start_thread("understudy", move || attend(link, pausing.ok())).map_err(no_thread)?;
+    start_thread("understudy-map", move || memory::serve(&requests)).map_err(no_thread)?;
     lockstep::start()
 }
 
@@ -101,16 +113,11 @@ fn disable_huge_pages() -> io::Result<()> {
 
 /// Creates a userfaultfd that also sees the writes of QEMU's own system calls
 /// (`UFFD_USER_MODE_ONLY` would not: disk reads into guest memory are such writes).
-fn create_userfaultfd(device: Option<c_int>) -> io::Result<OwnedFd> {
+fn create_userfaultfd(device: Option<&OwnedFd>) -> io::Result<OwnedFd> {
     let flags = libc::O_CLOEXEC | libc::O_NONBLOCK;
     let fd = match device {
-        Some(device) => {
-            // SAFETY: the daemon has passed this descriptor on for this one use; nobody
-            // else in this process knows of it.
-            let device = unsafe { OwnedFd::from_raw_fd(device) };
-            // SAFETY: the call takes one flag word and touches no memory of ours.
-            i64::from(unsafe { libc::ioctl(device.as_raw_fd(), IOC_NEW, flags) })
-        }
+        // SAFETY: the call takes one flag word and touches no memory of ours.
+        Some(device) => i64::from(unsafe { libc::ioctl(device.as_raw_fd(), IOC_NEW, flags) }),
         // SAFETY: as above.
         None => unsafe { libc::syscall(libc::SYS_userfaultfd, flags) },
     };
@@ -133,13 +140,12 @@ fn explain_userfaultfd(error: io::Error) -> String {
     format!("cannot create a userfaultfd: {error}{remedy}")
 }
 
-/// Starts the thread that listens to the daemon.
-fn attend_daemon(link: UnixStream, pausing: Option<QemuPause>) -> io::Result<()> {
+/// Starts a thread that QEMU's signals leave alone.
+fn start_thread(name: &str, work: impl FnOnce() + Send + 'static) -> io::Result<()> {
     // QEMU's signal handling expects signals on its own threads: a new thread inherits the
     // mask, so block all while it is made.
     let previous = block_all_signals()?;
-    let started =
-        thread::Builder::new().name("understudy".into()).spawn(move || attend(link, pausing));
+    let started = thread::Builder::new().name(name.into()).spawn(work);
     restore_signals(&previous)?;
     started.map(drop)
 }

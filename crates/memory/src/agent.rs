@@ -1,7 +1,8 @@
 //! The daemon's side of the agent that is preloaded into QEMU (crate `understudy-agent`).
 #![allow(unsafe_code)] // Takes ownership of descriptors received over a socket.
 
-use crate::{MemoryError, Userfaultfd};
+use crate::mappings::Mappings;
+use crate::{FaultDescriptor, MemoryError, Userfaultfd};
 use nix::cmsg_space;
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use nix::sys::socket::{
@@ -14,7 +15,7 @@ use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
-use understudy_agent_protocol::Hello;
+use understudy_agent_protocol::{HELLO_DESCRIPTORS, Hello};
 
 /// Makes userfaultfds for whoever holds it open.
 pub const DEVICE: &str = "/dev/userfaultfd";
@@ -57,7 +58,7 @@ impl AgentListener {
         &self.path
     }
 
-    /// Waits until `deadline` for the agent to connect and hand over its userfaultfd.
+    /// Waits until `deadline` for the agent to connect and hand over its userfaultfds.
     pub fn accept(&self, deadline: Instant) -> Result<AgentLink, MemoryError> {
         let started = Instant::now();
         let silent =
@@ -99,6 +100,8 @@ pub struct AgentLink {
     hello: Hello,
     pid: i32,
     userfaultfd: Arc<Userfaultfd>,
+    faults: Arc<FaultDescriptor>,
+    mappings: Arc<Mappings>,
 }
 
 impl AgentLink {
@@ -107,9 +110,19 @@ impl AgentLink {
         self.pid
     }
 
-    /// The userfaultfd of QEMU's address space.
+    /// The userfaultfd of QEMU's address space that tracks writes.
     pub fn userfaultfd(&self) -> &Arc<Userfaultfd> {
         &self.userfaultfd
+    }
+
+    /// The one that reports faults.
+    pub fn faults(&self) -> &Arc<FaultDescriptor> {
+        &self.faults
+    }
+
+    /// QEMU's mappings.
+    pub fn mappings(&self) -> &Arc<Mappings> {
+        &self.mappings
     }
 
     /// What the agent said of itself.
@@ -123,13 +136,15 @@ impl AgentLink {
     }
 
     fn greet(stream: UnixStream) -> Result<AgentLink, MemoryError> {
-        let (hello, userfaultfd) = receive_hello(&stream)?;
+        let (hello, [tracking, faults, requests]) = receive_hello(&stream)?;
         let peer = getsockopt(&stream, PeerCredentials).map_err(link_error)?;
         Ok(AgentLink {
             stream,
             hello,
             pid: peer.pid(),
-            userfaultfd: Arc::new(Userfaultfd::negotiate(userfaultfd)?),
+            userfaultfd: Arc::new(Userfaultfd::negotiate(tracking)?),
+            faults: Arc::new(FaultDescriptor::negotiate(faults)?),
+            mappings: Arc::new(Mappings::new(requests)?),
         })
     }
 }
@@ -154,11 +169,13 @@ fn readable_before(socket: impl AsFd, deadline: Instant) -> Result<bool, MemoryE
     }
 }
 
-/// Receives the hello and exactly one descriptor beside it.
-fn receive_hello(stream: &UnixStream) -> Result<(Hello, OwnedFd), MemoryError> {
+/// Receives the hello and exactly its descriptors beside it.
+fn receive_hello(
+    stream: &UnixStream,
+) -> Result<(Hello, [OwnedFd; HELLO_DESCRIPTORS]), MemoryError> {
     // One more, so that a longer message is not taken for a hello.
     let mut hello = [0; Hello::BYTES + 1];
-    let mut control = cmsg_space!([RawFd; 4]);
+    let mut control = cmsg_space!([RawFd; HELLO_DESCRIPTORS + 1]);
     let (bytes, descriptors) = {
         let mut payload = [IoSliceMut::new(&mut hello)];
         let flags = MsgFlags::MSG_CMSG_CLOEXEC | MsgFlags::MSG_DONTWAIT;
@@ -181,8 +198,9 @@ fn receive_hello(stream: &UnixStream) -> Result<(Hello, OwnedFd), MemoryError> {
     };
     let hello =
         Hello::decode(&hello[..bytes]).map_err(|e| MemoryError::AgentHello(e.to_string()))?;
-    let [userfaultfd] = <[OwnedFd; 1]>::try_from(descriptors).map_err(|descriptors| {
-        MemoryError::AgentHello(format!("{} descriptors instead of one", descriptors.len()))
+    let descriptors = descriptors.try_into().map_err(|descriptors: Vec<OwnedFd>| {
+        let count = descriptors.len();
+        MemoryError::AgentHello(format!("{count} descriptors instead of {HELLO_DESCRIPTORS}"))
     })?;
-    Ok((hello, userfaultfd))
+    Ok((hello, descriptors))
 }

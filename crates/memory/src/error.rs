@@ -124,4 +124,33 @@ pub enum MemoryError {
         /// The system's answer.
         source: io::Error,
     },
+
+    /// Memory that has one kind of userfaultfd cannot have the other.
+    #[error(
+        "the memory of this VM is watched already: it is protected by checkpoints, or another \
+         snapshot or restore of it is under way"
+    )]
+    FaultsTaken,
+
+    /// The thread that answers faults could not be started.
+    #[error("cannot start the thread that answers page faults: {0}")]
+    FaultThread(#[source] io::Error),
+
+    /// A call about faults failed.
+    #[error("{call} on the guest's main memory: {source}")]
+    Faults {
+        /// Name of the kernel's call.
+        call: &'static str,
+        /// The system's answer.
+        source: io::Error,
+    },
+
+    /// The agent inside QEMU could not do something to QEMU's mappings.
+    #[error("QEMU's agent could not {what}: {source}")]
+    Mappings {
+        /// What it was asked for.
+        what: &'static str,
+        /// The system's answer.
+        source: io::Error,
+    },
 }

@@ -10,45 +10,45 @@ use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
 use std::os::unix::fs::FileExt;
 use understudy_protocol::PAGE_SIZE;
 
-const UFFD_API: u64 = 0xAA;
-const FEATURE_WP_HUGETLBFS_SHMEM: u64 = 1 << 12;
-const FEATURE_WP_UNPOPULATED: u64 = 1 << 13;
+pub(crate) const UFFD_API: u64 = 0xAA;
+pub(crate) const FEATURE_WP_HUGETLBFS_SHMEM: u64 = 1 << 12;
+pub(crate) const FEATURE_WP_UNPOPULATED: u64 = 1 << 13;
 const FEATURE_WP_ASYNC: u64 = 1 << 15;
 const TRACKING_FEATURES: u64 =
     FEATURE_WP_HUGETLBFS_SHMEM | FEATURE_WP_UNPOPULATED | FEATURE_WP_ASYNC;
 
-const REGISTER_MODE_WP: u64 = 1 << 1;
-const WRITEPROTECT_MODE_WP: u64 = 1 << 0;
+pub(crate) const REGISTER_MODE_WP: u64 = 1 << 1;
+pub(crate) const WRITEPROTECT_MODE_WP: u64 = 1 << 0;
 
 const PM_SCAN_WP_MATCHING: u64 = 1 << 0;
 const PM_SCAN_CHECK_WPASYNC: u64 = 1 << 1;
 const PAGE_IS_WRITTEN: u64 = 1 << 1;
 
 #[repr(C)]
-struct UffdioApi {
-    api: u64,
-    features: u64,
-    ioctls: u64,
+pub(crate) struct UffdioApi {
+    pub api: u64,
+    pub features: u64,
+    pub ioctls: u64,
 }
 
 #[repr(C)]
 #[derive(Clone, Copy)]
-struct UffdioRange {
-    start: u64,
-    len: u64,
+pub(crate) struct UffdioRange {
+    pub start: u64,
+    pub len: u64,
 }
 
 #[repr(C)]
-struct UffdioRegister {
-    range: UffdioRange,
-    mode: u64,
-    ioctls: u64,
+pub(crate) struct UffdioRegister {
+    pub range: UffdioRange,
+    pub mode: u64,
+    pub ioctls: u64,
 }
 
 #[repr(C)]
-struct UffdioWriteProtect {
-    range: UffdioRange,
-    mode: u64,
+pub(crate) struct UffdioWriteProtect {
+    pub range: UffdioRange,
+    pub mode: u64,
 }
 
 /// A run of addresses that `PAGEMAP_SCAN` found.
@@ -100,7 +100,7 @@ impl AddressRange {
         self.bytes / PAGE_SIZE as u64
     }
 
-    fn raw(self) -> UffdioRange {
+    pub fn raw(self) -> UffdioRange {
         UffdioRange { start: self.start, len: self.bytes }
     }
 }

@@ -4,6 +4,10 @@
 //! uses it with `PAGEMAP_SCAN` to find the pages written in an epoch; [`capture`] copies
 //! them into reusable buffers of a [`StagingPool`] for the sender.
 //!
+//! For a snapshot, a [`Guard`] has writes wait until the page is copied, and notes which pages
+//! are touched first ([`Cut`]); after a restore, a [`DemandPager`] has accesses wait for what
+//! is not loaded yet.
+//!
 //! On the backup, pages are written into [`RamBlock`]s: main memory through the shared
 //! [`GuestRam`], QEMU's auxiliary blocks through its [`ProcessMemory`].
 //!
@@ -16,10 +20,14 @@ pub mod agent;
 mod area;
 mod block;
 mod capture;
+mod demand;
 mod dirty;
 mod error;
+mod fault;
+mod guard;
 mod kernel;
 mod mapping;
+mod mappings;
 mod probe;
 mod process;
 mod ram;
@@ -33,9 +41,13 @@ mod tests;
 
 pub use block::{MAIN_MEMORY, RamBlock};
 pub use capture::capture;
+pub use demand::{DemandPager, Missing};
 pub use dirty::DirtySet;
 pub use error::MemoryError;
+pub use fault::FaultDescriptor;
+pub use guard::{CaptureRequest, CopiedPages, Cut, FirstAccess, Guard, PageCopy, Sample};
 pub use kernel::Userfaultfd;
+pub use mappings::Mappings;
 pub use probe::{KernelSupport, probe};
 pub use process::ProcessMemory;
 pub use ram::GuestRam;

@@ -2,6 +2,8 @@
 //! a second time, and that mapping plays QEMU's.
 
 mod cost;
+mod cuts;
+mod demand;
 mod epochs;
 mod warm;
 

@@ -70,6 +70,8 @@ impl Machine {
             .env(AgentListener::VARIABLE, listener.path());
         if start.incoming {
             command.args(["-incoming", "defer"]);
+            // A device state has no such section.
+            command.args(["-global", "migration.send-configuration=off"]);
         }
         let mut inherited = vec![memory, qmp_of_qemu.as_raw_fd()];
         if let Some(card) = &start.card {

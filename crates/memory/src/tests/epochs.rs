@@ -105,7 +105,7 @@ fn pages_populated_by_a_system_call_are_found() {
 }
 
 #[allow(unsafe_code)]
-fn read_into(file: &std::fs::File, address: u64, bytes: usize) {
+pub(super) fn read_into(file: &std::fs::File, address: u64, bytes: usize) {
     use std::os::fd::AsRawFd;
     // SAFETY: the caller's range lies in a shared mapping, into which nobody holds references.
     let read = unsafe { libc::pread(file.as_raw_fd(), address as *mut _, bytes, 0) };
