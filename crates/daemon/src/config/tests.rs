@@ -240,3 +240,46 @@ fn metrics_have_one_address() {
         assert_says(&with(wrong).unwrap_err().message, "host.toml:", &["metrics.listen"]);
     }
 }
+
+const CLUSTER: &str = "[cluster.shop]\nmembers = { web = 'a', db = 'b-1' }\nstore = '/srv/s'\n";
+
+#[test]
+fn a_cluster_is_read() {
+    let text = format!("{GOOD}{CLUSTER}every_minutes = 60\nkeep = 3\nkeep_hours = 2\n");
+    let config = read(&text).unwrap();
+    let shop = &config.clusters["shop"];
+    let members: Vec<_> = shop.members.iter().map(|(vm, host)| (&vm[..], &host[..])).collect();
+    assert_eq!(members, [("db", "b-1"), ("web", "a")]);
+    let schedule = shop.schedule.unwrap();
+    assert_eq!(schedule.every, Duration::from_secs(3600));
+    assert_eq!((schedule.retention.newest, schedule.retention.seconds), (3, 7200));
+    assert_eq!(read(&format!("{GOOD}{CLUSTER}")).unwrap().clusters["shop"].schedule, None);
+}
+
+#[test]
+fn a_wrong_cluster_is_named() {
+    let wrong = |right: &str, wrong: &str| {
+        let cluster = format!("{CLUSTER}every_minutes = 60\n");
+        assert!(cluster.contains(right));
+        let message =
+            read(&format!("{GOOD}{}", cluster.replace(right, wrong))).unwrap_err().message;
+        assert!(message.starts_with("host.toml:"), "{message}");
+        message
+    };
+    let cases = [
+        ("cluster.shop", "cluster.'../x'", "cannot be the name of a group"),
+        ("{ web = 'a', db = 'b-1' }", "{}", "0 members; 1 to 64"),
+        ("'b-1'", "'b 1'", "is not a host name"),
+        ("'/srv/s'", "'srv'", "neither an absolute path nor a URL"),
+        ("60", "0", "out of range; allowed is 1 to"),
+        ("store = '/srv/s'\n", "", "name the store"),
+        ("every_minutes", "every", "every_minutes"),
+    ];
+    for (right, replaced, says) in cases {
+        let message = wrong(right, replaced);
+        assert!(message.contains(says), "{says:?} is not in: {message}");
+    }
+    let twice = format!("{GOOD}{CLUSTER}[cluster.also]\nmembers = {{ db = 'a' }}\n");
+    let message = read(&twice).unwrap_err().message;
+    assert!(message.contains("db is in [cluster.also] already"), "{message}");
+}

@@ -14,7 +14,7 @@ use std::time::Duration;
 use tracing::{info, warn};
 use understudy_protocol::Generation;
 use understudy_snapshot::{
-    Life, Line, Load, Manifest, Member, MemberManifest, Mode, Plan, StartOrder, Store,
+    Crossing, Life, Line, Load, Manifest, Member, MemberManifest, Mode, Plan, StartOrder, Store,
 };
 
 /// How much later a member should start than one that it starts after.
@@ -129,8 +129,11 @@ impl Host {
             by_recency: request.mode == Mode::WorkingSet,
         };
         let line = Line { order, patience: PATIENCE };
+        let pair =
+            |crossing: &Crossing| (crossing.from.min(crossing.to), crossing.from.max(crossing.to));
+        let talking = manifest.crossings.iter().map(pair).collect();
         let (mode, wait) = (request.mode, request.wait);
-        restorer::run(self, Job { task, newest, line, pages: plan.pages, mode, wait })
+        restorer::run(self, Job { task, newest, line, pages: plan.pages, talking, mode, wait })
     }
 
     /// Asks each host whether it can take its members; returns how fast it reads.

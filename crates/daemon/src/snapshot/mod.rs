@@ -46,11 +46,15 @@ use restore::Restoring;
 use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
+use std::time::Duration;
 use take::Taking;
 use understudy_snapshot::{Life, SnapshotNumber};
 
 /// What a store gives in a second, as long as nothing was read from it.
 const ASSUMED_SPEED: u64 = 100_000_000;
+
+/// So many pages tell how fast a store is.
+const TELLING_PAGES: u64 = 1024;
 
 /// What a host does for snapshots and restores, by VM.
 #[derive(Default)]
@@ -70,6 +74,14 @@ impl Snapshots {
         match self.speed.load(Ordering::Relaxed) {
             0 => ASSUMED_SPEED,
             known => known,
+        }
+    }
+
+    /// So many pages were read from a store in so long; few say nothing about it.
+    fn note_loaded(&self, pages: u64, took: Duration) {
+        if pages >= TELLING_PAGES && !took.is_zero() {
+            let bytes = pages as f64 * understudy_snapshot::UNIT_BYTES as f64;
+            self.speed.store((bytes / took.as_secs_f64()) as u64, Ordering::Relaxed);
         }
     }
 

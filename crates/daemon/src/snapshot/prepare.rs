@@ -15,6 +15,7 @@ use std::fs;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
+use std::time::Instant;
 use tracing::warn;
 use understudy_protocol::BlockId;
 use understudy_qemu::{Role, VmDefinition};
@@ -89,7 +90,9 @@ pub fn prepare(
     };
     let filler = Arc::new(Filler::new(store.clone(), machine.clone(), maps, &queue, pages));
     filling(&filler);
+    let began = Instant::now();
     filler.load_before_start(stop)?;
+    host.snapshots.note_loaded(filler.state().pages, began.elapsed());
     Stopped::check(stop)?;
     let device_state = store.blob(&member.device_state)?;
     let frames = store.frames(&member)?;

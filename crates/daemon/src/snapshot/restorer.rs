@@ -7,6 +7,7 @@ use crate::clock;
 use crate::error::{ErrorKind, HostError};
 use crate::host::Host;
 use crossbeam_channel::Receiver;
+use std::collections::BTreeSet;
 use std::sync::Arc;
 use std::time::Duration;
 use understudy_protocol::{Generation, Time};
@@ -24,6 +25,8 @@ pub struct Job {
     pub line: Line,
     /// Pages that each start waits for.
     pub pages: Vec<u64>,
+    /// Pairs of members that had frames in flight between them.
+    pub talking: BTreeSet<(Member, Member)>,
     /// How it is restored; for the report.
     pub mode: Mode,
     /// Whether to wait until all is loaded.
@@ -133,7 +136,7 @@ impl Restore {
             number: task.number,
             life: task.life,
             mode: self.job.mode,
-            backoff_ms: Backoff::of(differences(&starts)),
+            backoff_ms: Backoff::of(differences(&starts, &self.job.talking)),
             members,
             warnings: failures.iter().map(|failure| self.name(failure)).collect(),
         }
@@ -161,10 +164,14 @@ impl Restore {
     }
 }
 
-/// Of the starts of each pair.
-fn differences(starts: &[f64]) -> Vec<f64> {
-    let pairs = starts.iter().enumerate();
-    pairs.flat_map(|(at, one)| starts[..at].iter().map(move |other| (one - other).abs())).collect()
+/// Of the starts of each pair that was talking; of all pairs if none was.
+fn differences(starts: &[f64], talking: &BTreeSet<(Member, Member)>) -> Vec<f64> {
+    let of = |(one, other): (usize, usize)| (starts[one] - starts[other]).abs();
+    if talking.is_empty() {
+        let all = (0..starts.len()).flat_map(|one| (0..one).map(move |other| (one, other)));
+        return all.map(of).collect();
+    }
+    talking.iter().map(|(one, other)| of((one.index(), other.index()))).collect()
 }
 
 #[cfg(test)]
@@ -172,10 +179,16 @@ mod tests {
     use super::*;
 
     #[test]
-    fn back_off_is_between_each_pair_of_starts() {
-        let backoff = Backoff::of(differences(&[10.0, 30.0, 20.0]));
-        assert_eq!((backoff.max, backoff.median), (20.0, 10.0));
-        assert!((backoff.mean - 40.0 / 3.0).abs() < 1e-9);
-        assert_eq!(Backoff::of(differences(&[10.0])), Backoff::default());
+    fn back_off_is_between_the_starts_of_those_who_talk() {
+        let backoff = |starts: &[f64], talking: &[(u16, u16)]| {
+            let pairs = talking.iter().map(|&(one, other)| (Member(one), Member(other)));
+            Backoff::of(differences(starts, &pairs.collect()))
+        };
+        let starts = [10.0, 30.0, 20.0];
+        let all = backoff(&starts, &[]);
+        assert_eq!((all.max, all.median), (20.0, 10.0));
+        assert!((all.mean - 40.0 / 3.0).abs() < 1e-9);
+        assert_eq!(backoff(&starts, &[(0, 2)]).max, 10.0);
+        assert_eq!(backoff(&[10.0], &[]), Backoff::default());
     }
 }
