@@ -103,6 +103,7 @@ impl Host {
             .map(|entry| store.member(entry))
             .collect::<Result<_, _>>()
             .map_err(|error| store_error("", error))?;
+        store.check_whole(&manifest).map_err(|error| store_error("", error))?;
         let hosts = place_members(&manifest, &request.onto, place);
         let newest: Vec<Generation> = manifest
             .members

@@ -184,8 +184,8 @@ impl Store {
         Ok(Some(manifest))
     }
 
-    /// All that a snapshot needs is there.
-    fn check_whole(&self, manifest: &Manifest) -> Result<(), StoreError> {
+    /// Whether all that a snapshot needs is there; [`Store::verify`] reads it too.
+    pub fn check_whole(&self, manifest: &Manifest) -> Result<(), StoreError> {
         let needed: Vec<ChunkId> = self.references(manifest)?.into_iter().collect();
         let look = stream::iter(needed)
             .map(async |id| match self.has_chunk(id).await? {

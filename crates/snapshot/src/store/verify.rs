@@ -42,6 +42,11 @@ impl Store {
                     let name = &member.name;
                     let state = format!("the device state of {name}");
                     note(&mut uses, &state, &member.device_state.chunks);
+                    for (what, blob) in [("kernel", &member.kernel), ("initrd", &member.initrd)] {
+                        let chunks = blob.iter().flat_map(|blob| &blob.chunks).copied();
+                        let part = format!("the {what} of {name}");
+                        note(&mut uses, &part, &chunks.collect::<Vec<_>>());
+                    }
                     verified.check(format!("{name}'s frames"), self.frames(&member))?;
                     verified.check(format!("{name}'s working set"), self.working_set(&member))?;
                     verified.check(format!("{name}'s recent pages"), self.recent(&member))?;
