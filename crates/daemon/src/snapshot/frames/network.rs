@@ -18,6 +18,7 @@ use std::sync::{Arc, Mutex, MutexGuard, Weak};
 use tracing::{info, warn};
 use understudy_network::{Fabric as Carrier, Inlet};
 use understudy_protocol::CardIndex;
+use understudy_qemu::definition::CardDefinition;
 use understudy_snapshot::{Cut, CutAction, CutEvent, Envelope, Life, Member, SnapshotNumber};
 
 /// A frame with its header, and the card that it is for if it is for one of several.
@@ -77,6 +78,15 @@ pub(super) struct Local {
     carried: SnapshotNumber,
 }
 
+/// The machine of a member.
+struct Body {
+    name: String,
+    cards: Vec<CardDefinition>,
+    inlets: Vec<Inlet>,
+    /// Dead once it is gone.
+    machine: Weak<()>,
+}
+
 /// What a member's listener is to be told, once no lock is held.
 pub(super) struct Call {
     listener: Arc<dyn CutListener>,
@@ -110,7 +120,13 @@ impl Network {
     pub fn join(self: &Arc<Self>, machine: &Machine, joining: Joining) -> anyhow::Result<()> {
         let member = joining.member;
         ensure!(member.index() < joining.members.len(), "there is no member {}", member.0);
-        let joined = self.state().join(machine, joining, &self.name)?;
+        let body = Body {
+            name: machine.definition().name.clone(),
+            cards: machine.definition().cards.clone(),
+            inlets: machine.ports().iter().map(|port| port.inlet()).collect(),
+            machine: machine.presence(),
+        };
+        let joined = self.state().join(body, joining, &self.name)?;
         for port in machine.ports() {
             let seat = CardSeat { network: self.clone(), member, joined, card: port.card() };
             port.set_fabric(Some(Arc::new(seat)));
@@ -126,7 +142,7 @@ impl Network {
 }
 
 impl State {
-    fn join(&mut self, machine: &Machine, joining: Joining, name: &str) -> anyhow::Result<u64> {
+    fn join(&mut self, body: Body, joining: Joining, name: &str) -> anyhow::Result<u64> {
         let Joining { members, member, life, number, listener, .. } = joining;
         ensure!(
             life >= self.life || self.locals.is_empty(),
@@ -146,13 +162,13 @@ impl State {
         }
         let cut = Cut::new(member, members.len(), life, number);
         self.names = members;
-        let inlets = machine.ports().iter().map(|port| port.inlet()).collect();
         self.joined += 1;
-        let (joined, machine_is) = (self.joined, machine.presence());
-        let local = Local { cut, inlets, joined, machine: machine_is, listener, carried: number };
+        let joined = self.joined;
+        let Body { name: vm, cards, inlets, machine } = body;
+        let local = Local { cut, inlets, joined, machine, listener, carried: number };
         self.locals.insert(member, local);
-        self.roster.set(member, Place::Here, machine.definition().cards.clone());
-        info!(vm = machine.definition().name, "a member of the cluster {name}");
+        self.roster.set(member, Place::Here, cards);
+        info!(vm, "a member of the cluster {name}");
         self.tell_all(true);
         Ok(joined)
     }
@@ -356,3 +372,7 @@ impl Carrier for CardSeat {
         state.roster.sender(self.member, self.card, packet).is_some()
     }
 }
+
+#[cfg(test)]
+#[path = "network_tests.rs"]
+mod tests;

@@ -90,7 +90,7 @@ impl Outgoing {
     }
 
     /// The connection of this number is gone, with all that waited.
-    fn close(&self, connection: u64) {
+    pub fn close(&self, connection: u64) {
         let mut queue = lock(&self.queue);
         if queue.connection == connection {
             queue.is_up = false;
@@ -101,7 +101,7 @@ impl Outgoing {
     }
 
     /// The next messages to send; none when the connection is of no more use.
-    fn next(&self) -> Option<(Kind, Vec<u8>)> {
+    pub fn next(&self) -> Option<(Kind, Vec<u8>)> {
         let queue = lock(&self.queue);
         let idle = |queue: &mut Queue| queue.items.is_empty() && queue.is_up && !queue.is_over;
         let mut queue = self.changed.wait_while(queue, idle).expect("see lock");

@@ -1,0 +1,205 @@
+use super::super::batch::take_first;
+use super::*;
+use understudy_network::{HEADER_BYTES, MacAddress};
+use understudy_protocol::wire::Kind;
+
+const FIRST: CardIndex = CardIndex(0);
+
+/// What a listener was told.
+#[derive(Default)]
+struct Heard {
+    taken: Mutex<Vec<SnapshotNumber>>,
+    complete: Mutex<Vec<SnapshotNumber>>,
+}
+
+impl CutListener for Heard {
+    fn take(&self, number: SnapshotNumber) {
+        lock(&self.taken).push(number);
+    }
+
+    fn log_complete(&self, number: SnapshotNumber) {
+        lock(&self.complete).push(number);
+    }
+}
+
+/// A host with one member; the other member is on the other host.
+struct Side {
+    network: Arc<Network>,
+    member: Member,
+    heard: Arc<Heard>,
+    way: Arc<Outgoing>,
+    machine: Arc<()>,
+}
+
+fn mac(member: Member) -> MacAddress {
+    MacAddress([0x52, 0x54, 0, 0, 0, member.0 as u8])
+}
+
+fn frame(from: Member, to: Member, text: &str) -> Vec<u8> {
+    [&[0; HEADER_BYTES][..], &mac(to).0, &mac(from).0, &[0x88, 0xb5], text.as_bytes()].concat()
+}
+
+impl Side {
+    fn new(member: u16, peer: &str) -> Side {
+        let network = Network::new("shop");
+        let way = network.state().new_way(peer).unwrap();
+        let heard = Arc::new(Heard::default());
+        let side = Side { network, member: Member(member), heard, way, machine: Arc::new(()) };
+        side.join(Life(1), 4).unwrap();
+        side
+    }
+
+    fn join(&self, life: Life, number: u64) -> anyhow::Result<u64> {
+        let card = CardDefinition {
+            mac: mac(self.member),
+            bridge: "br0".into(),
+            model: Default::default(),
+        };
+        let machine = Arc::downgrade(&self.machine);
+        let body = Body { name: "vm".into(), cards: vec![card], inlets: Vec::new(), machine };
+        let joining = Joining {
+            cluster: "shop".into(),
+            members: vec!["web".into(), "db".into()],
+            member: self.member,
+            life,
+            number: SnapshotNumber(number),
+            listener: self.heard.clone(),
+        };
+        self.network.state().join(body, joining, "shop")
+    }
+
+    fn number(&self) -> u64 {
+        self.network.state().locals[&self.member].cut.number().0
+    }
+
+    /// Its guest sends a frame, and output commit lets it go.
+    fn send(&self, to: Member, text: &str) -> bool {
+        let joined = self.network.state().locals[&self.member].joined;
+        let (network, member) = (self.network.clone(), self.member);
+        let seat = CardSeat { network, member, joined, card: FIRST };
+        let mut kept = Vec::new();
+        let out = seat.sent(&frame(self.member, to, text), &mut |parts| kept.push(parts.concat()));
+        kept.iter().for_each(|message| seat.carry(message));
+        out
+    }
+
+    fn taken(&self, number: u64) {
+        let number = SnapshotNumber(number);
+        let taken = CutEvent::Taken { number, unread: Vec::new() };
+        let (calls, signs) = self.network.state().event(self.member, taken);
+        signs.iter().for_each(|sign| self.network.carry(&sign.encode()));
+        calls.into_iter().for_each(Call::make);
+    }
+
+    /// Everything that waits for the other host gets there.
+    fn deliver(&self, own: &str, other: &Side) {
+        loop {
+            // Something to end with, so that nothing is waited for.
+            self.way.put(b"end", false);
+            let (kind, bytes) = self.way.next().unwrap();
+            if kind == Kind::Presence {
+                let presence = serde_json::from_slice(&bytes).unwrap();
+                other.network.state().learn(own, presence);
+                continue;
+            }
+            let mut batch = &bytes[..];
+            while let Some(message) = take_first(&mut batch).unwrap() {
+                if message == b"end" {
+                    return;
+                }
+                let calls = other.network.state().received(message).unwrap();
+                calls.into_iter().for_each(Call::make);
+            }
+        }
+    }
+}
+
+/// Members 0 on host a and 1 on host b, connected.
+fn pair() -> (Side, Side) {
+    let (a, b) = (Side::new(0, "b"), Side::new(1, "a"));
+    for side in [&a, &b] {
+        assert!(side.network.state().lacks().unwrap().contains("runs on no host"));
+        side.network.state().open(&side.way);
+    }
+    for _ in 0..2 {
+        a.deliver("a", &b);
+        b.deliver("b", &a);
+    }
+    for side in [&a, &b] {
+        assert_eq!(side.network.state().lacks(), None);
+    }
+    (a, b)
+}
+
+fn told(numbers: &Mutex<Vec<SnapshotNumber>>) -> Vec<u64> {
+    lock(numbers).iter().map(|number| number.0).collect()
+}
+
+#[test]
+fn a_frame_from_behind_the_cut_makes_its_receiver_take_the_snapshot() {
+    let (a, b) = pair();
+    assert!(!a.send(b.member, "before"), "to a member, and nobody else");
+    a.taken(5);
+    a.send(b.member, "behind");
+    a.deliver("a", &b);
+    assert_eq!((told(&b.heard.taken), b.number()), (vec![5], 4));
+    assert_eq!(told(&a.heard.complete), [0; 0], "b may still send from before it");
+    b.taken(5);
+    b.deliver("b", &a);
+    assert_eq!((told(&a.heard.complete), told(&b.heard.complete)), (vec![5], vec![5]));
+}
+
+#[test]
+fn what_was_in_flight_is_in_the_receivers_log() {
+    let (a, b) = pair();
+    a.send(b.member, "in flight");
+    b.taken(5);
+    a.deliver("a", &b);
+    b.deliver("b", &a);
+    a.taken(5);
+    a.send(b.member, "behind");
+    a.deliver("a", &b);
+    let state = b.network.state();
+    let log = state.locals[&b.member].cut.log().unwrap();
+    let frames: Vec<_> = log.iter().map(|(from, frame)| (*from, frame.bytes.to_vec())).collect();
+    assert_eq!(frames, [(a.member, frame(a.member, b.member, "in flight"))]);
+}
+
+#[test]
+fn a_connection_that_breaks_loses_frames_and_no_sign() {
+    let (a, b) = pair();
+    let broken = a.network.state().open(&a.way);
+    b.taken(5);
+    a.send(b.member, "lost");
+    a.taken(5);
+    a.way.close(broken);
+    assert!(a.network.state().lacks().unwrap().contains("no connection"));
+    a.network.state().open(&a.way);
+    a.deliver("a", &b);
+    assert_eq!(told(&b.heard.complete), [5]);
+}
+
+#[test]
+fn members_of_another_life_are_not_known() {
+    let (a, b) = pair();
+    a.join(Life(2), 4).unwrap();
+    assert!(a.send(b.member, "to whom?"), "over the bridge: nobody of this life is known");
+    a.deliver("a", &b);
+    b.deliver("b", &a);
+    assert!(a.network.state().lacks().is_some());
+    assert!(a.join(Life(1), 4).is_err());
+    b.join(Life(2), 4).unwrap();
+    b.deliver("b", &a);
+    a.deliver("a", &b);
+    assert_eq!((a.network.state().lacks(), b.network.state().lacks()), (None, None));
+}
+
+#[test]
+fn a_machine_that_is_gone_is_no_member() {
+    let (mut a, b) = pair();
+    a.machine = Arc::new(());
+    a.network.state().reap();
+    a.deliver("a", &b);
+    assert!(b.network.state().lacks().unwrap().contains("web runs on no host"));
+    assert!(b.send(a.member, "over the bridge"));
+}
