@@ -12,6 +12,7 @@ use std::fs;
 use std::io;
 use std::net::Shutdown;
 use std::os::fd::AsRawFd;
+use std::os::unix::fs::MetadataExt;
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -28,10 +29,12 @@ const MAX_CONNECTIONS: usize = 16;
 
 /// Serves one disk on a unix socket, with threads of its own.
 ///
-/// Clients may come and go. Dropping the server hangs up on them, removes the socket and
+/// Clients may come and go. Dropping the server hangs up on them, removes its socket and
 /// joins the threads; a write that its sink holds up must be let go first.
 pub struct NbdServer {
     socket: PathBuf,
+    /// Which file it is: its directory may have been renamed, and another server's be in its place.
+    file: (u64, u64),
     counters: Arc<Counters>,
     listener: Arc<UnixListener>,
     stopping: Arc<AtomicBool>,
@@ -58,6 +61,7 @@ impl NbdServer {
         let stopping = Arc::new(AtomicBool::new(false));
         // From here on an error drops the server, which cleans up.
         let mut server = NbdServer {
+            file: identity(socket).map_err(DiskError::io("look at", socket))?,
             socket: socket.into(),
             counters: counters.clone(),
             listener: listener.clone(),
@@ -112,6 +116,9 @@ impl Drop for NbdServer {
         for reader in self.readers.drain(..) {
             join(reader);
         }
+        if identity(&self.socket).ok() != Some(self.file) {
+            return;
+        }
         if let Err(error) = fs::remove_file(&self.socket) {
             let socket = self.socket.display();
             tracing::warn!(%socket, %error, "cannot remove the NBD socket");
@@ -122,6 +129,12 @@ impl Drop for NbdServer {
 fn join<T>(thread: JoinHandle<T>) -> Option<T> {
     let name = thread.thread().name().unwrap_or_default().to_owned();
     thread.join().inspect_err(|_| tracing::error!(name, "a thread of the NBD server panicked")).ok()
+}
+
+/// Which file this is.
+fn identity(path: &Path) -> io::Result<(u64, u64)> {
+    let file = fs::symlink_metadata(path)?;
+    Ok((file.dev(), file.ino()))
 }
 
 /// Binds the socket; one that nobody listens on any more is replaced.
