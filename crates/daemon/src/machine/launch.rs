@@ -150,6 +150,7 @@ impl Machine {
             ram,
             blocks,
             tracker: Mutex::new(None),
+            guard: Mutex::new(None),
             disks: plan.disks,
             ports,
             card_ends,

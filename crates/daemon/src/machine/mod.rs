@@ -10,6 +10,7 @@ use crate::console::ConsoleServer;
 use crate::doorbell::Doorbell;
 use crate::pause::{Pause, Pauser};
 use crate::sync::lock;
+use anyhow::bail;
 use process::Process;
 use std::os::fd::RawFd;
 use std::path::{Path, PathBuf};
@@ -19,9 +20,9 @@ use std::time::Instant;
 use tracing::{info, warn};
 use understudy_disk::{Disk, NbdServer};
 use understudy_memory::agent::AgentLink;
-use understudy_memory::{DirtyTracker, GuestRam, RamBlock};
+use understudy_memory::{DemandPager, DirtyTracker, Guard, GuestRam, Missing, RamBlock};
 use understudy_network::{GuestsEnd, NetworkError, NextGuest, Port, Unread};
-use understudy_protocol::CardIndex;
+use understudy_protocol::{CardIndex, PageIndex};
 use understudy_qemu::command::Lockstep;
 use understudy_qemu::lockstep::{self, LogChannel, LogErrand};
 use understudy_qemu::qmp::{DeviceState, RunState};
@@ -46,6 +47,8 @@ pub struct Machine {
     ram: Arc<GuestRam>,
     blocks: Vec<RamBlock>,
     tracker: Mutex<Option<DirtyTracker>>,
+    /// Instead of the tracker, for snapshots.
+    guard: Mutex<Option<Arc<Guard>>>,
     disks: Vec<Arc<Disk>>,
     ports: Vec<Arc<Port>>,
     /// The numbers under which QEMU has the other ends of the ports' sockets.
@@ -202,11 +205,48 @@ impl Machine {
     /// The dirty tracker, attached at its first use; one user at a time.
     pub fn tracker(&self) -> anyhow::Result<MutexGuard<'_, Option<DirtyTracker>>> {
         let mut tracker = lock(&self.tracker);
+        // What changed since the last snapshot is known no more: the next one saves all.
+        self.drop_guard();
         if tracker.is_none() {
             let uffd = self.agent.userfaultfd().clone();
             *tracker = Some(DirtyTracker::attach(self.agent.pid(), uffd, &self.blocks)?);
         }
         Ok(tracker)
+    }
+
+    /// The guard of main memory, attached at its first use; not while the VM is protected, since
+    /// memory is watched in one way at a time.
+    pub fn guard(&self) -> anyhow::Result<Arc<Guard>> {
+        let Ok(mut tracker) = self.tracker.try_lock() else {
+            bail!("{} is protected by checkpoints", self.definition.name);
+        };
+        *tracker = None;
+        let mut guard = lock(&self.guard);
+        if let Some(guard) = &*guard {
+            return Ok(guard.clone());
+        }
+        let (faults, mappings) = (self.agent.faults(), self.agent.mappings());
+        let new = Arc::new(Guard::attach(faults, mappings, self.main_memory())?);
+        *guard = Some(new.clone());
+        Ok(new)
+    }
+
+    /// Lets go of main memory, once nobody has the guard any more.
+    pub fn drop_guard(&self) {
+        *lock(&self.guard) = None;
+    }
+
+    /// Has accesses to missing pages of main memory wait; `demand` is asked for each.
+    pub fn page_in(
+        &self,
+        demand: impl FnMut(PageIndex) -> Missing + Send + 'static,
+    ) -> anyhow::Result<DemandPager> {
+        Ok(DemandPager::attach(self.agent.faults(), self.main_memory(), demand)?)
+    }
+
+    fn main_memory(&self) -> &RamBlock {
+        // QEMU's list begins with it; see `launch`.
+        &self.blocks[0]
     }
 
     /// Lets the guest run if it stands still.

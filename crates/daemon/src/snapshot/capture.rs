@@ -4,7 +4,7 @@ use super::Stopped;
 use super::disk::DiskCapture;
 use super::frames::crossings;
 use super::member::MemberSeat;
-use super::memory::{CaptureOptions, MemoryCapture};
+use super::memory::{CaptureOptions, MemoryCapture, Taken};
 use super::take::Start;
 use super::words::{SavedVm, TakeTask};
 use crate::host::Host;
@@ -15,9 +15,9 @@ use anyhow::{Context, bail};
 use crossbeam_channel::Receiver;
 use std::collections::BTreeMap;
 use std::path::Path;
-use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
-use std::time::Instant;
+use std::sync::{Arc, Weak};
+use std::time::{Duration, Instant};
 use tracing::info;
 use understudy_protocol::{BlockId, DiskIndex};
 use understudy_qemu::lockstep::LogErrand;
@@ -32,13 +32,25 @@ pub struct Base {
     number: SnapshotNumber,
     memory: BTreeMap<BlockId, AreaMap>,
     disks: BTreeMap<DiskIndex, AreaMap>,
+    /// Whose memory and disks it is of: a VM that was started anew has others.
+    machine: Weak<()>,
+    /// Until the snapshot exists.
+    taken: Option<Taken>,
 }
 
 impl Base {
+    /// The snapshot exists.
+    pub fn commit(&mut self) {
+        if let Some(taken) = self.taken.take() {
+            taken.commit();
+        }
+    }
+
     /// Whether it is still in the store that the next snapshot goes to.
-    fn is_there(&self, task: &TakeTask, store: &Store) -> bool {
+    fn is_there(&self, task: &TakeTask, store: &Store, machine: &Machine) -> bool {
         let same = (&self.store, &self.group) == (&task.store, &task.group.name);
-        same && store.snapshot(&self.group, Some(self.number)).is_ok()
+        same && self.machine.ptr_eq(&machine.presence())
+            && store.snapshot(&self.group, Some(self.number)).is_ok()
     }
 }
 
@@ -81,8 +93,13 @@ impl Capture {
             None => {}
         }
         let store = Store::open(&task.store)?;
-        let base = base.filter(|base| base.is_there(task, &store));
-        let options = CaptureOptions { compression: task.compression };
+        let base = base.filter(|base| base.is_there(task, &store, &machine));
+        let options = CaptureOptions {
+            compression: task.compression,
+            incremental: base.is_some(),
+            trace: Duration::from_millis(task.trace_ms),
+            recency: task.recency,
+        };
         let memory = MemoryCapture::arm(&machine, options)
             .with_context(|| format!("cannot prepare the memory of {}", task.vm()))?;
         let directory = host.vm_directory(task.vm())?;
@@ -127,8 +144,8 @@ impl Capture {
     fn pause(&mut self, machine: &Machine) -> anyhow::Result<()> {
         let mut monitor = machine.monitor();
         let mut pause = machine.pause(&mut monitor, LogErrand::None)?;
-        let mut captured = self.memory.take().and_then(|()| self.disks.take());
         pause.saved(&mut self.device_state)?;
+        let mut captured = self.memory.take().and_then(|()| self.disks.take());
         if let (Some(seat), Ok(())) = (&self.seat, &captured) {
             match seat.taken(machine, self.number) {
                 Ok(complete) => self.complete = Some(complete),
@@ -190,8 +207,15 @@ impl Capture {
         };
         let crossings = crossings(task.member, &log);
         let part = Part { manifest: store.put_member(&manifest, compression)?, crossings };
-        let (memory, disks) = (memory.areas, disks.areas);
-        let base = Base { store: task.store, group: task.group.name, number, memory, disks };
+        let base = Base {
+            store: task.store,
+            group: task.group.name,
+            number,
+            memory: memory.areas,
+            disks: disks.areas,
+            machine: machine.presence(),
+            taken: Some(memory.taken),
+        };
         Ok((part, base))
     }
 }

@@ -1,20 +1,35 @@
-//! A restored member's memory, filled from the store.
-//!
-//! So far in the simplest way: all of it is loaded before the start, in the order of the queue.
+//! A restored member's memory, filled from the store: what the start waits for before it, the
+//! rest while the guest runs. What the guest touches comes first.
 
 use super::Stopped;
 use crate::machine::Machine;
 use crate::sync::lock;
+use anyhow::Context;
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
 use std::sync::atomic::AtomicBool;
-use std::sync::{Arc, Mutex};
-use understudy_memory::RamBlock;
-use understudy_protocol::BlockId;
-use understudy_snapshot::{AreaMap, Fill, Loader, Page, Store, UNIT_BYTES};
+use std::sync::{Arc, Condvar, Mutex, RwLock, Weak};
+use std::thread;
+use std::time::{Duration, Instant};
+use tracing::{info, warn};
+use understudy_memory::{DemandPager, MAIN_MEMORY, Missing, RamBlock};
+use understudy_protocol::{BlockId, PageIndex};
+use understudy_snapshot::{AreaMap, ChunkId, Demand, Fill, Loader, Page, Store, UNIT_BYTES};
 
-/// Chunks that are read at once.
+/// Chunks that are read at once before the start.
 const BATCH: usize = 32;
+
+/// Threads that read chunks once the guest runs.
+const READERS: usize = 4;
+
+/// How long to wait before a chunk that could not be read is tried again.
+const PAUSE: Duration = Duration::from_secs(1);
+
+/// A store that takes longer for a chunk is said not to answer.
+const SLOW: Duration = Duration::from_secs(2);
+
+/// How often who waits looks whether the machine is still there.
+const LOOK: Duration = Duration::from_millis(100);
 
 /// How far the memory of a restored member is there.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
@@ -31,10 +46,31 @@ pub struct FillState {
 
 /// Fills one member's memory.
 pub struct Filler {
-    store: Arc<Store>,
     machine: Arc<Machine>,
+    /// Of the blocks that are not main memory.
+    auxiliary: BTreeMap<BlockId, AreaMap>,
+    work: Arc<Work>,
+}
+
+/// What the threads share. They do not keep the machine alive.
+struct Work {
+    store: Arc<Store>,
+    machine: Weak<Machine>,
     loader: Mutex<Loader>,
+    /// There is something to read, or nothing left to do.
+    changed: Condvar,
+    /// Once the guest exists, and until all is there.
+    pager: RwLock<Option<DemandPager>>,
+    progress: Mutex<Progress>,
     all: u64,
+}
+
+#[derive(Default)]
+struct Progress {
+    complete: bool,
+    failed: Option<String>,
+    /// Since when each reader waits for the store.
+    reading: [Option<Instant>; READERS],
 }
 
 impl Filler {
@@ -43,66 +79,231 @@ impl Filler {
     pub fn new(
         store: Arc<Store>,
         machine: Arc<Machine>,
-        maps: BTreeMap<BlockId, AreaMap>,
+        mut maps: BTreeMap<BlockId, AreaMap>,
         queue: &[Page],
         before_start: u64,
     ) -> Filler {
+        let auxiliary = maps.split_off(&BlockId(MAIN_MEMORY.0 + 1));
         let all = maps.values().map(AreaMap::stored).sum();
-        let loader = Mutex::new(Loader::new(maps, queue, before_start));
-        Filler { store, machine, loader, all }
+        let work = Work {
+            store,
+            machine: Arc::downgrade(&machine),
+            loader: Mutex::new(Loader::new(maps, queue, before_start)),
+            changed: Condvar::new(),
+            pager: RwLock::new(None),
+            progress: Mutex::default(),
+            all,
+        };
+        Filler { machine, auxiliary, work: Arc::new(work) }
     }
 
     /// Loads what the start waits for, while the guest does not exist yet.
     pub fn load_before_start(&self, stop: &AtomicBool) -> anyhow::Result<()> {
-        self.clear_auxiliary()?;
-        loop {
+        self.load_auxiliary(stop)?;
+        while !lock(&self.work.loader).may_start() {
             Stopped::check(stop)?;
-            let next = || lock(&self.loader).next_chunk();
+            let next = || lock(&self.work.loader).next_chunk();
             let batch: Vec<_> = std::iter::from_fn(next).take(BATCH).collect();
-            if batch.is_empty() {
-                return Ok(());
-            }
-            self.store.read_chunks(&batch, |chunk, content| {
-                let fills = lock(&self.loader).read(chunk).to_vec();
-                fills.iter().try_for_each(|fill| self.fill(fill, &content))
+            self.work.store.read_chunks(&batch, |chunk, content| {
+                let fills = lock(&self.work.loader).read(chunk).to_vec();
+                fills.iter().try_for_each(|fill| self.write(fill, &content))
             })?;
         }
-    }
-
-    /// From here on pages that are missing are the guest's to ask for: to be called before the
-    /// device state is loaded.
-    pub fn attach(&self) -> anyhow::Result<()> {
         Ok(())
     }
 
-    /// The guest runs: loads the rest; returns when all is there, or `stop` is set.
-    pub fn complete(&self, _stop: &AtomicBool) -> anyhow::Result<()> {
+    /// From here on pages that are missing are the guest's to ask for: to be called before the
+    /// device state is loaded. The rest is loaded, too.
+    pub fn attach(&self) -> anyhow::Result<()> {
+        if lock(&self.work.loader).is_complete() {
+            lock(&self.work.progress).complete = true;
+            return Ok(());
+        }
+        let work = self.work.clone();
+        let pager = self.machine.page_in(move |page| work.demand(page))?;
+        *self.work.pager.write().unwrap_or_else(|poisoned| poisoned.into_inner()) = Some(pager);
+        for reader in 0..READERS {
+            let work = self.work.clone();
+            let thread = thread::Builder::new().name(format!("loader-{reader}"));
+            thread.spawn(move || work.read_on(reader)).context("cannot start a loader")?;
+        }
+        Ok(())
+    }
+
+    /// The guest runs: returns when all is there, or the machine is gone, or `stop` is set.
+    pub fn complete(&self, stop: &AtomicBool) -> anyhow::Result<()> {
+        while !lock(&self.work.progress).complete {
+            Stopped::check(stop)?;
+            if !self.machine.is_alive() {
+                anyhow::bail!("QEMU ended before its memory was loaded");
+            }
+            thread::sleep(LOOK);
+        }
         Ok(())
     }
 
     /// How far it is.
     pub fn state(&self) -> FillState {
-        let loader = lock(&self.loader);
-        let (pages, complete) = (loader.pages(), loader.is_complete());
-        FillState { pages, all: self.all, stalled: None, complete }
+        let pages = lock(&self.work.loader).pages();
+        let progress = lock(&self.work.progress);
+        let (all, complete) = (self.work.all, progress.complete);
+        FillState { pages, all, stalled: self.work.stalled(&progress), complete }
     }
 
     /// QEMU has content of its own in all blocks but the main memory.
-    fn clear_auxiliary(&self) -> anyhow::Result<()> {
-        for block in self.machine.blocks().iter().skip(1) {
-            block.clear(understudy_protocol::PageIndex(0), block.pages())?;
+    fn load_auxiliary(&self, stop: &AtomicBool) -> anyhow::Result<()> {
+        for (id, map) in &self.auxiliary {
+            Stopped::check(stop)?;
+            let block = self.block(*id)?;
+            block.clear(PageIndex(0), block.pages())?;
+            self.work.store.read_chunks(map.chunks(), |chunk, content| -> anyhow::Result<()> {
+                let extents = map.extents().iter().filter(|e| map.place(e).chunk == chunk);
+                for extent in extents {
+                    let bytes = units(&content, map.place(extent).slot, extent.count)?;
+                    block.write(PageIndex(extent.first), bytes)?;
+                }
+                Ok(())
+            })?;
         }
         Ok(())
     }
 
-    fn fill(&self, fill: &Fill, content: &[u8]) -> anyhow::Result<()> {
-        let blocks = self.machine.blocks();
-        let block = blocks.iter().find(|block: &&RamBlock| block.id() == fill.pages.block);
-        let Some(block) = block else { return Ok(()) };
-        let from = usize::from(fill.slot) * UNIT_BYTES;
-        let to = from + fill.pages.count as usize * UNIT_BYTES;
-        let bytes = content.get(from..to);
-        let bytes = bytes.ok_or_else(|| anyhow::anyhow!("a chunk of the memory is too short"))?;
-        Ok(block.write(fill.pages.first, bytes)?)
+    fn block(&self, id: BlockId) -> anyhow::Result<&RamBlock> {
+        let found = self.machine.blocks().iter().find(|block| block.id() == id);
+        found.with_context(|| format!("QEMU has no RAM block {id}"))
     }
+
+    fn write(&self, fill: &Fill, content: &[u8]) -> anyhow::Result<()> {
+        let bytes = units(content, fill.slot, fill.pages.count)?;
+        Ok(self.block(fill.pages.block)?.write(fill.pages.first, bytes)?)
+    }
+}
+
+impl Work {
+    /// The guest waits for a page.
+    fn demand(&self, index: PageIndex) -> Missing {
+        match lock(&self.loader).demand(Page { block: MAIN_MEMORY, index }) {
+            Demand::Zero => Missing::Zero,
+            Demand::Filled => Missing::Filled,
+            Demand::Coming => {
+                self.changed.notify_one();
+                Missing::Coming
+            }
+        }
+    }
+
+    /// A reader's life.
+    fn read_on(&self, reader: usize) {
+        while let Some(chunk) = self.next() {
+            lock(&self.progress).reading[reader] = Some(Instant::now());
+            let read = self.store.chunk(chunk);
+            lock(&self.progress).reading[reader] = None;
+            match read {
+                Ok(content) => self.fill(chunk, &content),
+                Err(error) => {
+                    self.failed(&error.into());
+                    // Whoever waits for it goes on waiting: stalled, and not without its memory.
+                    lock(&self.loader).failed(chunk);
+                    self.wait_to_try_again();
+                }
+            }
+        }
+        // All is there, or the machine is gone.
+        drop(self.take_pager());
+    }
+
+    fn failed(&self, error: &anyhow::Error) {
+        if lock(&self.progress).failed.replace(format!("{error:#}")).is_none() {
+            warn!("a guest may have to wait for its memory: {error:#}");
+        }
+    }
+
+    fn take_pager(&self) -> Option<DemandPager> {
+        self.pager.write().unwrap_or_else(|poisoned| poisoned.into_inner()).take()
+    }
+
+    fn is_machine_alive(&self) -> bool {
+        self.machine.upgrade().is_some_and(|machine| machine.is_alive())
+    }
+
+    /// The next chunk; none if there is nothing left to do, or nobody to do it for.
+    fn next(&self) -> Option<ChunkId> {
+        let mut loader = lock(&self.loader);
+        loop {
+            if loader.is_complete() || !self.is_machine_alive() {
+                return None;
+            }
+            if let Some(chunk) = loader.next_chunk() {
+                return Some(chunk);
+            }
+            // Others read the last ones.
+            let waited = self.changed.wait_timeout(loader, LOOK);
+            loader = waited.unwrap_or_else(|poisoned| poisoned.into_inner()).0;
+        }
+    }
+
+    /// Fills a chunk in, however long that takes: it counts as there from the beginning on.
+    fn fill(&self, chunk: ChunkId, content: &[u8]) {
+        // Taken before the chunk counts: who finds all there waits for it before he ends paging.
+        let guard = self.pager.read().unwrap_or_else(|poisoned| poisoned.into_inner());
+        let Some(pager) = &*guard else { return };
+        let fills = lock(&self.loader).read(chunk).to_vec();
+        let fill_all = || -> anyhow::Result<()> {
+            fills.iter().try_for_each(|fill| {
+                let bytes = units(content, fill.slot, fill.pages.count)?;
+                Ok(pager.fill(fill.pages.first, bytes)?)
+            })
+        };
+        while let Err(error) = fill_all() {
+            if !self.is_machine_alive() {
+                return;
+            }
+            self.failed(&error);
+            self.wait_to_try_again();
+        }
+        drop(guard);
+        lock(&self.progress).failed = None;
+        if lock(&self.loader).is_complete() {
+            self.end();
+        }
+    }
+
+    /// All that has content is there, once those who still fill in have let go of the pager.
+    fn end(&self) {
+        let Some(pager) = self.take_pager() else { return };
+        match pager.finish() {
+            Ok(()) => info!("all {} pages of a restored memory are there", self.all),
+            // Most likely QEMU has ended.
+            Err(error) => warn!("the end of loading: {error}"),
+        }
+        lock(&self.progress).complete = true;
+        self.changed.notify_all();
+    }
+
+    fn wait_to_try_again(&self) {
+        let until = Instant::now() + PAUSE;
+        while Instant::now() < until && self.machine.strong_count() > 0 {
+            thread::sleep(LOOK);
+        }
+    }
+
+    fn stalled(&self, progress: &Progress) -> Option<String> {
+        let longest = progress.reading.iter().flatten().map(Instant::elapsed).max();
+        match (&progress.failed, longest.filter(|&longest| longest > SLOW)) {
+            (Some(why), _) => Some(why.clone()),
+            (None, Some(since)) => Some(format!(
+                "the store {} has not answered for {} s",
+                self.store.location(),
+                since.as_secs()
+            )),
+            (None, None) => None,
+        }
+    }
+}
+
+/// Some units of a chunk.
+fn units(chunk: &[u8], slot: u16, count: u64) -> anyhow::Result<&[u8]> {
+    let from = usize::from(slot) * UNIT_BYTES;
+    let units = chunk.get(from..from + count as usize * UNIT_BYTES);
+    units.context("a chunk of the memory is too short")
 }

@@ -1,34 +1,60 @@
-//! A member's memory, captured for one snapshot.
-//!
-//! So far in the simplest way: all of it is copied while the guest stands still, and saved
-//! when it runs again. Nothing is traced; the working set is empty.
+//! A member's memory, captured for one snapshot: protected while the guest stands still, copied
+//! when it runs again. What it touches first meanwhile is the working set.
 
 use super::Stopped;
 use crate::machine::Machine;
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, HashSet};
 use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
-use understudy_memory::{CapturedPages, DirtySet, PageStaging, StagingPool, capture};
-use understudy_protocol::BlockId;
+use std::thread;
+use std::time::{Duration, Instant};
+use tracing::info;
+use understudy_memory::{CaptureRequest, Cut, FirstAccess, MAIN_MEMORY, RamBlock};
+use understudy_protocol::{BlockId, PAGE_SIZE, PageIndex};
 use understudy_snapshot::{
-    AreaMap, Compression, Lane, NewChunk, Packed, Packer, Store, WorkingSet,
+    AreaMap, Compression, Lane, NewChunk, Packed, Packer, Page, Recency, Store, WorkingSet,
+    scattered, working_set_size,
 };
 
 /// Chunks that are handed to the store at once.
 const BATCH: usize = 64;
+
+/// Pages that are copied in a second at most, for the guest's sake: 256 MiB.
+const PAGES_PER_SECOND: u64 = 1 << 16;
+
+/// How often the end of a trace is looked for.
+const LOOK: Duration = Duration::from_millis(20);
+
+/// After this long, each page's next access counts again, where repeated ones are wanted.
+const PERIOD: Duration = Duration::from_millis(100);
+
+/// Of a trace, at most this share of the memory is kept, with its content: a half.
+const TRACED_SHARE: u64 = 2;
+
+/// And at most so many pages: 256 MiB.
+const MOST_TRACED: u64 = 1 << 16;
 
 /// How a capture is made.
 #[derive(Clone, Copy, Debug)]
 pub struct CaptureOptions {
     /// How chunks are packed.
     pub compression: Compression,
+    /// Only what changed since the last snapshot that exists.
+    pub incremental: bool,
+    /// How long first accesses are traced after the pause.
+    pub trace: Duration,
+    /// Trace repeated accesses too, to compare with queues by recency.
+    pub recency: bool,
 }
 
-/// One member's memory, for one snapshot. Dropped at any time, it leaves nothing behind in QEMU.
+/// One member's memory, for one snapshot. Dropped at any time, it leaves no page protected and
+/// nobody waiting.
 pub struct MemoryCapture {
-    machine: Arc<Machine>,
+    taken: Taken,
     options: CaptureOptions,
-    pages: CapturedPages,
+    /// Content of the blocks that are not main memory.
+    auxiliary: Vec<(BlockId, Vec<u8>)>,
+    since: Instant,
 }
 
 /// What was saved.
@@ -39,65 +65,252 @@ pub struct SavedMemory {
     pub working_set: WorkingSet,
     /// Pages by their last access, if that was traced.
     pub recent: Option<WorkingSet>,
-    /// What became of the pages.
-    pub packed: Packed,
+    /// To be kept until the snapshot exists.
+    pub taken: Taken,
+}
+
+/// What a snapshot took out of "changed since the last one". Dropped, nothing is watched any
+/// more, and the next snapshot saves all.
+pub struct Taken {
+    machine: Arc<Machine>,
+    cut: Option<Cut>,
+}
+
+impl Taken {
+    /// The snapshot exists: the next one saves what changed since.
+    pub fn commit(mut self) {
+        if let Some(cut) = self.cut.take() {
+            cut.commit();
+        }
+    }
+
+    fn cut(&mut self) -> &mut Cut {
+        self.cut.as_mut().expect("there is one until it is committed")
+    }
+}
+
+impl Drop for Taken {
+    fn drop(&mut self) {
+        if self.cut.take().is_some() {
+            self.machine.drop_guard();
+        }
+    }
 }
 
 impl MemoryCapture {
     /// Prepares while the guest runs.
     pub fn arm(machine: &Arc<Machine>, options: CaptureOptions) -> anyhow::Result<MemoryCapture> {
-        Ok(MemoryCapture { machine: machine.clone(), options, pages: CapturedPages::default() })
+        let pages = machine.ram().pages();
+        let trace = match options.trace.is_zero() {
+            true => 0,
+            false => (pages / TRACED_SHARE).min(MOST_TRACED) as usize,
+        };
+        let request = CaptureRequest {
+            everything: !options.incremental,
+            trace,
+            every_access: options.recency,
+        };
+        let guard = machine.guard()?;
+        let cut = guard.arm(request).inspect_err(|_| machine.drop_guard())?;
+        let taken = Taken { machine: machine.clone(), cut: Some(cut) };
+        Ok(MemoryCapture { taken, options, auxiliary: Vec::new(), since: Instant::now() })
     }
 
-    /// The guest stands still: the snapshot's content is fixed from here on.
+    /// The guest stands still and its device state is saved: the snapshot's content is fixed
+    /// from here on.
     pub fn take(&mut self) -> anyhow::Result<()> {
-        let blocks = self.machine.blocks();
-        let mut all = DirtySet::new();
-        for block in blocks {
-            block.add_content_to(&mut all)?;
+        self.taken.cut().take()?;
+        let machine = self.taken.machine.clone();
+        for block in machine.blocks().iter().filter(|block| block.id() != MAIN_MEMORY) {
+            self.auxiliary.push((block.id(), content(block)?));
         }
-        let mut staging = PageStaging::new(StagingPool::new(0)?);
-        capture(blocks, &all, &mut staging)?;
-        self.pages = staging.take();
+        self.since = Instant::now();
         Ok(())
     }
 
     /// The guest runs: saves all to the store. `base` is where the content of the last
-    /// snapshot that exists is.
+    /// snapshot that exists is, if the capture is an incremental one.
     pub fn save(
-        self,
+        mut self,
         store: &Store,
-        _base: Option<&BTreeMap<BlockId, AreaMap>>,
+        base: Option<&BTreeMap<BlockId, AreaMap>>,
         stop: &AtomicBool,
     ) -> anyhow::Result<SavedMemory> {
-        let blocks = self.machine.blocks();
-        let mut packers: BTreeMap<BlockId, Packer> =
-            blocks.iter().map(|block| (block.id(), Packer::new())).collect();
-        let mut full: Vec<NewChunk> = Vec::new();
-        for page in self.pages.chunks.iter().flat_map(|chunk| chunk.pages()) {
-            let packer = packers.get_mut(&page.block).expect("a page is of a block");
-            full.extend(packer.put(page.index.0, page.bytes, Lane::Rest));
-            if full.len() >= BATCH {
-                Stopped::check(stop)?;
-                store.put_chunks(std::mem::take(&mut full), self.options.compression)?;
+        let base = base.filter(|_| self.options.incremental);
+        let mut saving = Saving::new(store, self.options.compression);
+        for (id, content) in std::mem::take(&mut self.auxiliary) {
+            let mut packer = Packer::new();
+            for (unit, page) in (0..).zip(content.chunks(PAGE_SIZE)) {
+                saving.store(packer.put(unit, page, Lane::Rest))?;
+            }
+            saving.finish(id, packer, &AreaMap::zeros((content.len() / PAGE_SIZE) as u64))?;
+        }
+        let zeros = AreaMap::zeros(self.taken.machine.ram().pages());
+        let base = base.and_then(|base| base.get(&MAIN_MEMORY)).unwrap_or(&zeros);
+        let mut packer = Packer::new();
+        let mut recency = self.options.recency.then(|| Recency::new(zeros.units() as usize));
+        self.copy(&mut saving, &mut packer, recency.as_mut(), stop)?;
+        let queue = self.end_trace(&mut saving, &mut packer, base)?;
+        self.copy_rest(&mut saving, &mut packer, stop)?;
+        saving.finish(MAIN_MEMORY, packer, base)?;
+        let packed = saving.end()?;
+        let changed = self.taken.cut().changed();
+        info!(
+            vm = self.taken.machine.definition().name,
+            changed,
+            zeros = packed.zeros,
+            duplicates = packed.duplicates,
+            traced = queue.len(),
+            "memory is saved after {:.1} s",
+            self.since.elapsed().as_secs_f64()
+        );
+        // Until normal running is sampled, the trace is all that is known.
+        let size = working_set_size(queue.len() as u64, queue.len() as u64);
+        let recent = recency.map(|recency| WorkingSet { queue: recency.pages(), size });
+        let working_set = WorkingSet { queue, size };
+        Ok(SavedMemory { areas: saving.areas, working_set, recent, taken: self.taken })
+    }
+
+    /// Copies, and traces for as long as is wanted.
+    fn copy(
+        &mut self,
+        saving: &mut Saving,
+        packer: &mut Packer,
+        mut recency: Option<&mut Recency>,
+        stop: &AtomicBool,
+    ) -> anyhow::Result<()> {
+        let mut period = Instant::now();
+        let mut pace = Pace::new();
+        loop {
+            Stopped::check(stop)?;
+            let is_traced = self.since.elapsed() < self.options.trace
+                && (self.options.recency || !self.taken.cut().trace_is_full());
+            if let Some(recency) = &mut recency {
+                let accesses = self.taken.cut().accesses();
+                accesses.into_iter().map(main_page).for_each(|page| recency.access(page));
+                if is_traced && period.elapsed() > PERIOD {
+                    self.taken.cut().watch_again()?;
+                    period = Instant::now();
+                }
+            }
+            match self.taken.cut().copy_some()? {
+                Some(copies) => {
+                    for copy in &copies.pages {
+                        saving.store(packer.put(copy.page.0, &copy.content, Lane::Rest))?;
+                    }
+                    if !copies.by_faults {
+                        pace.copied(copies.pages.len() as u64);
+                    }
+                }
+                None if is_traced => thread::sleep(LOOK),
+                None => return Ok(()),
             }
         }
-        let mut saved = SavedMemory {
-            areas: BTreeMap::new(),
-            working_set: WorkingSet::default(),
-            recent: None,
-            packed: Packed::default(),
-        };
-        for block in blocks {
-            let packer = packers.remove(&block.id()).expect("each block has one");
-            let (last, map, packed) = packer.finish(&AreaMap::zeros(block.pages()));
-            full.extend(last);
-            saved.areas.insert(block.id(), map);
-            saved.packed.put += packed.put;
-            saved.packed.zeros += packed.zeros;
-            saved.packed.duplicates += packed.duplicates;
+    }
+
+    /// What was touched first, in its order; packed so where it lies otherwise.
+    fn end_trace(
+        &mut self,
+        saving: &mut Saving,
+        packer: &mut Packer,
+        base: &AreaMap,
+    ) -> anyhow::Result<Vec<Page>> {
+        let first = self.taken.cut().end_trace();
+        let units: Vec<u64> = first.iter().map(|access| access.page.0).collect();
+        let unpacked: HashSet<u64> = scattered(base, &units).into_iter().collect();
+        for FirstAccess { page, content } in &first {
+            let wanted = self.taken.cut().is_changed(*page) || unpacked.contains(&page.0);
+            if let (true, Some(content)) = (wanted, content) {
+                saving.store(packer.put(page.0, content, Lane::WorkingSet))?;
+            }
         }
-        store.put_chunks(full, self.options.compression)?;
-        Ok(saved)
+        Ok(first.into_iter().map(|access| main_page(access.page)).collect())
+    }
+
+    /// What faults copied at the very end.
+    fn copy_rest(
+        &mut self,
+        saving: &mut Saving,
+        packer: &mut Packer,
+        stop: &AtomicBool,
+    ) -> anyhow::Result<()> {
+        while let Some(copies) = self.taken.cut().copy_some()? {
+            Stopped::check(stop)?;
+            for copy in &copies.pages {
+                saving.store(packer.put(copy.page.0, &copy.content, Lane::Rest))?;
+            }
+        }
+        Ok(())
+    }
+}
+
+fn main_page(index: PageIndex) -> Page {
+    Page { block: MAIN_MEMORY, index }
+}
+
+fn content(block: &RamBlock) -> anyhow::Result<Vec<u8>> {
+    let mut content = vec![0; block.pages() as usize * PAGE_SIZE];
+    block.read(PageIndex(0), &mut content)?;
+    Ok(content)
+}
+
+/// Hands chunks to the store, many at once.
+struct Saving<'s> {
+    store: &'s Store,
+    compression: Compression,
+    full: Vec<NewChunk>,
+    areas: BTreeMap<BlockId, AreaMap>,
+    packed: Packed,
+}
+
+impl Saving<'_> {
+    fn new(store: &Store, compression: Compression) -> Saving<'_> {
+        let (full, areas, packed) = (Vec::new(), BTreeMap::new(), Packed::default());
+        Saving { store, compression, full, areas, packed }
+    }
+
+    fn store(&mut self, chunk: Option<NewChunk>) -> anyhow::Result<()> {
+        self.full.extend(chunk);
+        if self.full.len() >= BATCH {
+            self.flush()?;
+        }
+        Ok(())
+    }
+
+    fn flush(&mut self) -> anyhow::Result<()> {
+        self.store.put_chunks(std::mem::take(&mut self.full), self.compression)?;
+        Ok(())
+    }
+
+    fn finish(&mut self, id: BlockId, packer: Packer, base: &AreaMap) -> anyhow::Result<()> {
+        let (last, map, packed) = packer.finish(base);
+        self.areas.insert(id, map);
+        self.packed.put += packed.put;
+        self.packed.zeros += packed.zeros;
+        self.packed.duplicates += packed.duplicates;
+        last.into_iter().try_for_each(|chunk| self.store(Some(chunk)))
+    }
+
+    fn end(&mut self) -> anyhow::Result<Packed> {
+        self.flush()?;
+        Ok(self.packed)
+    }
+}
+
+/// Keeps the copier from taking the processor away from the guest.
+struct Pace {
+    since: Instant,
+    pages: u64,
+}
+
+impl Pace {
+    fn new() -> Pace {
+        Pace { since: Instant::now(), pages: 0 }
+    }
+
+    fn copied(&mut self, pages: u64) {
+        self.pages += pages;
+        let due = Duration::from_micros(self.pages * 1_000_000 / PAGES_PER_SECOND);
+        thread::sleep(due.saturating_sub(self.since.elapsed()));
     }
 }

@@ -14,6 +14,11 @@ pub struct SnapshotRequest {
     pub label: Option<String>,
     /// How chunks are packed.
     pub compression: Compression,
+    /// How long first accesses to memory are traced after the pause, in milliseconds; 7 s
+    /// without.
+    pub trace_ms: Option<u64>,
+    /// Trace repeated accesses too: for `--mode working-set`.
+    pub recency: bool,
 }
 
 /// A snapshot that exists.

@@ -130,6 +130,9 @@ impl Taking {
                 TakeAction::Commit(number) => {
                     info!(vm = state.task.vm(), "snapshot {number} of {}", state.task.group.name);
                     state.base = state.saved.take();
+                    if let Some(base) = &mut state.base {
+                        base.commit();
+                    }
                     state.job = None;
                 }
                 TakeAction::Discard(number) => {

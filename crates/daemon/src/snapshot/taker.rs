@@ -18,6 +18,9 @@ use understudy_snapshot::{
     TakerAction, TakerEvent, TakerPhase, Writing,
 };
 
+/// How long first accesses are traced: the paper's seven seconds.
+const TRACE_MS: u64 = 7000;
+
 /// Before a store that did not answer is asked again whether a manifest is there.
 const ASK_AGAIN: Duration = Duration::from_secs(1);
 
@@ -59,6 +62,8 @@ impl Coordinator {
             member: Member(0),
             store: location,
             compression: request.compression,
+            trace_ms: request.trace_ms.unwrap_or(TRACE_MS),
+            recency: request.recency,
         };
         let (store, label) = (Arc::new(store), request.label.clone());
         Ok(Coordinator { store, task, label, life, memory, events, heard, exchange, writing: None })

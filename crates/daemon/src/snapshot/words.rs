@@ -32,6 +32,10 @@ pub struct TakeTask {
     pub store: String,
     /// How.
     pub compression: Compression,
+    /// How long first accesses are traced after the pause, in milliseconds.
+    pub trace_ms: u64,
+    /// Whether repeated accesses are traced too, for comparison.
+    pub recency: bool,
 }
 
 impl TakeTask {

@@ -2,6 +2,7 @@
 
 use clap::{Args, Subcommand};
 use std::str::FromStr;
+use std::time::Duration;
 use understudy_daemon::snapshot::report::{RestoreRequest, SnapshotRequest};
 use understudy_snapshot::{Compression, Mode, SnapshotNumber, WorkingSetFactor};
 
@@ -88,6 +89,19 @@ pub struct SnapshotArgs {
     /// How it is packed: none or lz4.
     #[arg(long, value_name = "HOW", default_value = "lz4", value_parser = Compression::from_str)]
     pub compression: Compression,
+    /// For how long it is noted which pages the guest touches first, 0 to 60; they are loaded
+    /// first at a restore.
+    #[arg(long, value_name = "SECONDS", default_value = "7", value_parser = trace)]
+    pub trace: Duration,
+    /// Note repeated accesses too, for `restore --mode working-set`.
+    #[arg(long)]
+    pub recency: bool,
+}
+
+/// How long is traced.
+fn trace(text: &str) -> Result<Duration, String> {
+    let seconds = text.parse().ok().filter(|seconds| (0.0..=60.0).contains(seconds));
+    seconds.map(Duration::from_secs_f64).ok_or_else(|| "give seconds, 0 to 60".to_owned())
 }
 
 impl SnapshotArgs {
@@ -97,6 +111,8 @@ impl SnapshotArgs {
             store: self.store.clone(),
             label: self.label.clone(),
             compression: self.compression,
+            trace_ms: Some(self.trace.as_millis() as u64),
+            recency: self.recency,
         }
     }
 }
