@@ -156,7 +156,7 @@ impl Bank<'_> {
     }
 
     fn snapshot(&self, host: &str) -> Result<u64> {
-        let report = self.json(host, &["cluster", "snapshot", "bank"])?;
+        let report = self.json(host, &["cluster", "snapshot", "bank", "--trace", "0.3"])?;
         report["number"].as_u64().with_context(|| format!("no number: {report}"))
     }
 
@@ -229,7 +229,8 @@ fn a_daemon_dies(point: &str) {
         let first = {
             let bank = Bank::found(scene)?;
             let first = bank.snapshot("a")?;
-            let arguments = ["cluster", "snapshot", "bank", "--store", &bank.store];
+            let arguments =
+                ["cluster", "snapshot", "bank", "--store", &bank.store, "--trace", "0.3"];
             let (_, words) = refusal(scene.host("a")?, &arguments)?;
             says(&words, &["bank1 on host b", "given up", "run on"])?;
             let listed = bank.json("a", &["cluster", "snapshots", "bank"])?;

@@ -61,7 +61,7 @@ fn a_vm_runs_again_as_it_was() {
         shell.start(COUNT)?;
         wait_for("the guest to count", LIMIT, || Ok(number(&mut shell, "/data/count").ok()))?;
         let before = number(&mut shell, "/tmp/count")?;
-        let report = json(scene, "a", &["vm", "snapshot", VM, "--store", &store])?;
+        let report = json(scene, "a", &["vm", "snapshot", VM, "--trace", "1", "--store", &store])?;
         ensure!(report["number"] == 1 && report["members"][0]["vm"] == VM, "{report}");
         let after = number(&mut shell, "/tmp/count")?;
         let restore = ["vm", "restore", VM, "--store", &store];
@@ -78,7 +78,7 @@ fn a_vm_runs_again_as_it_was() {
         let count = prove_restored(scene, "b", &sums, after)?;
         ensure!(count >= before, "it counts from {count}, it was at {before} before the snapshot");
         // Once more: a snapshot of what was restored, and of a member whose daemon died.
-        let report = json(scene, "b", &["vm", "snapshot", VM, "--store", &store])?;
+        let report = json(scene, "b", &["vm", "snapshot", VM, "--trace", "1", "--store", &store])?;
         ensure!(report["number"] == 2, "{report}");
         scene.host_mut("b")?.kill_everything()?;
         let (_, words) = refusal(scene.host("a")?, &restore)?;
