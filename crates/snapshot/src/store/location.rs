@@ -8,6 +8,13 @@ use std::fmt;
 use std::path::PathBuf;
 use std::sync::Arc;
 
+/// A request that fails is repeated so often, and for so long, before that is an error: what
+/// waits for it then says so, and asks again where it can.
+#[cfg(feature = "s3")]
+const RETRIES: usize = 3;
+#[cfg(feature = "s3")]
+const RETRY_TIME: std::time::Duration = std::time::Duration::from_secs(15);
+
 #[derive(Debug)]
 pub(super) enum Location {
     Directory(PathBuf),
@@ -66,6 +73,11 @@ impl Location {
                 // The one that the rest of the program uses. Somebody may have done it before.
                 let _ = rustls::crypto::ring::default_provider().install_default();
                 let builder = object_store::aws::AmazonS3Builder::from_env().with_url(url);
+                let builder = builder.with_retry(object_store::RetryConfig {
+                    max_retries: RETRIES,
+                    retry_timeout: RETRY_TIME,
+                    ..Default::default()
+                });
                 let store = builder.build().map_err(|error| self.failed("be reached", error))?;
                 Ok(Arc::new(store))
             }

@@ -1,0 +1,200 @@
+//! A store in S3, at a server of its own on this machine (`scripts/setup` installs it).
+//!
+//! Where the storage is, and its credentials, come from the environment, as for other programs:
+//! the test proper runs in a process of its own.
+
+use std::io::{Read, Write};
+use std::net::{TcpListener, TcpStream};
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Stdio};
+use std::thread;
+use std::time::{Duration, Instant};
+use understudy_protocol::BlockId;
+use understudy_snapshot::{
+    Area, AreaEntry, AreaMap, Blob, Compression, Lane, Life, Machine, Manifest, MemberEntry,
+    MemberManifest, Packer, SnapshotNumber, Store, StoreError, Swept, UNIT_BYTES, WorkingSet,
+};
+
+const UNITS: u64 = 300;
+const NOW: u64 = 1_790_000_000;
+const STORE: &str = "s3://snapshots/below/this";
+/// Says to the process with the test proper that it is one.
+const PORT: &str = "UNDERSTUDY_TEST_S3_PORT";
+
+struct Server {
+    process: Child,
+    port: u16,
+}
+
+impl Server {
+    fn start() -> Server {
+        let python = guest_files().join("s3/bin/python");
+        assert!(python.exists(), "{} is not there: run scripts/setup", python.display());
+        let port = TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port();
+        let process = Command::new(python)
+            .args(["-m", "moto.server", "-H", "127.0.0.1", "-p", &port.to_string()])
+            .stdin(Stdio::null())
+            .stdout(Stdio::null())
+            .stderr(Stdio::null())
+            .spawn()
+            .unwrap();
+        let server = Server { process, port };
+        let deadline = Instant::now() + Duration::from_secs(120);
+        while !server.make_bucket() {
+            assert!(Instant::now() < deadline, "the S3 server does not answer");
+            thread::sleep(Duration::from_millis(100));
+        }
+        server
+    }
+
+    fn make_bucket(&self) -> bool {
+        let Ok(mut stream) = TcpStream::connect(("127.0.0.1", self.port)) else { return false };
+        let request = "PUT /snapshots HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: 0\r\n\
+                       Authorization: AWS4-HMAC-SHA256 Credential=test/20260101/us-east-1/s3/\
+                       aws4_request, SignedHeaders=host, Signature=0\r\nConnection: close\r\n\r\n";
+        let mut answer = String::new();
+        let sent = stream.write_all(request.as_bytes());
+        let heard = sent.and_then(|()| stream.read_to_string(&mut answer));
+        heard.is_ok() && answer.split(' ').nth(1) == Some("200")
+    }
+}
+
+impl Drop for Server {
+    fn drop(&mut self) {
+        // It may be gone already.
+        let _ = self.process.kill();
+        let _ = self.process.wait();
+    }
+}
+
+fn guest_files() -> PathBuf {
+    let built = || Path::new(env!("CARGO_MANIFEST_DIR")).join("../../target/guest");
+    std::env::var_os("UNDERSTUDY_GUEST").map_or_else(built, PathBuf::from)
+}
+
+#[test]
+fn snapshots_live_in_s3_as_in_a_directory() {
+    let server = Server::start();
+    let status = Command::new(std::env::current_exe().unwrap())
+        .args(["--exact", "proper", "--ignored", "--nocapture"])
+        .env(PORT, server.port.to_string())
+        .env("AWS_ENDPOINT", format!("http://127.0.0.1:{}", server.port))
+        .envs([("AWS_ALLOW_HTTP", "true"), ("AWS_REGION", "us-east-1")])
+        .envs([("AWS_ACCESS_KEY_ID", "test"), ("AWS_SECRET_ACCESS_KEY", "test")])
+        .status()
+        .unwrap();
+    assert!(status.success(), "{status}");
+}
+
+#[test]
+#[ignore = "the other test runs it, in an environment of its own"]
+fn proper() {
+    if std::env::var_os(PORT).is_none() {
+        return;
+    }
+    let opened = Store::open(STORE);
+    assert!(matches!(opened, Err(StoreError::Unknown(_))), "{opened:?}");
+    let store = Store::create(STORE).unwrap();
+    Store::create(STORE).unwrap();
+    let (first, map) = take(&store, &AreaMap::zeros(UNITS), 0..UNITS, 1);
+    let (second, changed) = take(&store, &map, 0..130, 2);
+    assert_eq!((first.number, second.number), (SnapshotNumber(1), SnapshotNumber(2)));
+
+    let store = Store::open(STORE).unwrap();
+    assert_eq!(store.groups().unwrap(), ["shop"]);
+    for (manifest, version) in [(&first, 1), (&second, 2)] {
+        let found = store.snapshot("shop", Some(manifest.number)).unwrap();
+        assert_eq!(found, *manifest);
+        assert!(store.verify(&found).unwrap().problems.is_empty());
+        let member = store.member(&found.members[0]).unwrap();
+        let map = store.area(&member.areas[0]).unwrap();
+        store.check_whole(&found).unwrap();
+        for unit in [0, 129, 130, 299] {
+            let version = if (0..130).contains(&unit) { version } else { 1 };
+            let place = map.find(unit).unwrap();
+            let at = usize::from(place.slot) * UNIT_BYTES;
+            let chunk = store.chunk(place.chunk).unwrap();
+            assert!(chunk[at..][..UNIT_BYTES] == content(unit, version), "unit {unit}");
+        }
+    }
+    // Two that begin at once do not share a number; what is begun is not swept.
+    let begun = store.begin("shop", SnapshotNumber(0), NOW).unwrap();
+    let other = store.begin("shop", SnapshotNumber(0), NOW).unwrap();
+    assert_eq!((begun.number, other.number), (SnapshotNumber(3), SnapshotNumber(4)));
+    assert_eq!(store.sweep(NOW).unwrap(), Swept::Later);
+    store.abandon(begun, NOW).unwrap();
+    store.abandon(other, NOW).unwrap();
+
+    let removed = store.remove("shop", SnapshotNumber(1), NOW).unwrap();
+    assert!(matches!(removed, Swept::Removed(count) if count > 0), "{removed:?}");
+    assert!(store.verify(&second).unwrap().problems.is_empty(), "it needs none of what is gone");
+    store.check_whole(&second).unwrap();
+    let gone = map.chunks().iter().find(|id| !changed.chunks().contains(id)).unwrap();
+    let missing = store.chunk(*gone);
+    assert!(matches!(missing, Err(StoreError::MissingChunk(id)) if id == *gone), "{missing:?}");
+    let nowhere = Store::open("s3://another-bucket/x").unwrap_err().to_string();
+    assert!(nowhere.contains("another-bucket"), "{nowhere}");
+}
+
+fn content(unit: u64, version: u64) -> Vec<u8> {
+    (unit * 1000 + version).to_le_bytes().repeat(UNIT_BYTES / 8)
+}
+
+/// Takes a snapshot in which these units have the content of a version.
+fn take(
+    store: &Store,
+    base: &AreaMap,
+    changed: std::ops::Range<u64>,
+    version: u64,
+) -> (Manifest, AreaMap) {
+    let packing = Compression::None;
+    let writing = store.begin("shop", SnapshotNumber(0), NOW).unwrap();
+    let mut packer = Packer::new();
+    for unit in changed {
+        let full = packer.put(unit, &content(unit, version), Lane::Rest);
+        store.put_chunks(full.into_iter().collect(), packing).unwrap();
+    }
+    let (last, map, _) = packer.finish(base);
+    store.put_chunks(last, packing).unwrap();
+    let blob = |bytes: &[u8]| store.put_blob(bytes, packing).unwrap();
+    let bytes = UNITS * UNIT_BYTES as u64;
+    let entry = AreaEntry {
+        area: Area::Memory(BlockId(0)),
+        name: "pc.ram".into(),
+        bytes,
+        map: blob(&map.encode()),
+    };
+    let member = MemberManifest {
+        name: "db".into(),
+        machine: Machine {
+            qemu: "10.0.2".into(),
+            machine_type: "pc-q35-10.0".into(),
+            vcpus: 1,
+            memory: bytes,
+        },
+        definition: serde_json::json!({ "name": "db" }),
+        kernel: None,
+        initrd: None,
+        areas: vec![entry],
+        device_state: blob(b"state"),
+        in_flight: Blob::default(),
+        working_set: blob(&WorkingSet::default().encode()),
+        recent: None,
+        pause_us: 0,
+        base: None,
+    };
+    let part = store.put_member(&member, packing).unwrap();
+    let host = "host-a".to_owned();
+    let manifest = Manifest {
+        group: "shop".into(),
+        number: writing.number,
+        label: None,
+        taken_at: NOW,
+        life: Life(1),
+        compression: packing,
+        members: vec![MemberEntry { name: "db".into(), host, memory: bytes, part }],
+        crossings: vec![],
+    };
+    store.publish(writing, &manifest).unwrap();
+    (manifest, map)
+}
