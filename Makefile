@@ -11,7 +11,7 @@ DEMO_OPTIONS := $(if $(MODE),--mode $(MODE)) $(if $(CUT),--cut $(CUT)) $(if $(JS
 # standard error.
 PROGRESS := $(if $(JSON),1>&2)
 
-.PHONY: help demo test test-long simulate bench bench-quick bench-compression bench-lockstep bench-guest setup guests build lint clean
+.PHONY: help demo test test-long simulate bench bench-quick bench-compression bench-lockstep bench-restore bench-guest setup guests build lint clean
 .DEFAULT_GOAL := help
 
 help: ## List the targets
@@ -43,6 +43,9 @@ bench-compression: build guests ## Ways to encode pages, on a guest that compile
 
 bench-lockstep: build guests bench-guest ## What lockstep costs, and its log (QUICK=1; ONLY=cpu,web; JSON=1: as JSON)
 	@$(UNDERSTUDY) bench lockstep $(if $(QUICK),--quick) $(if $(ONLY),--only $(ONLY)) $(if $(JSON),--json)
+
+bench-restore: build guests ## Snapshots, and how fast each way has a VM back (QUICK=1; ONLY=eager,hot; SPEED=50: MB/s; JSON=1: as JSON)
+	@$(UNDERSTUDY) bench restore $(if $(QUICK),--quick) $(if $(ONLY),--only $(ONLY)) $(if $(SPEED),--store-speed $(SPEED)) $(if $(JSON),--json)
 
 bench-guest: guests ## Build the guest of the benchmark suite into target/guest/bench
 	@guests/bench $(PROGRESS)

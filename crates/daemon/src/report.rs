@@ -1,6 +1,6 @@
 //! What the daemon tells its users: the types behind `status` and `--json`.
 
-pub use crate::snapshot::report::FillState;
+pub use crate::snapshot::report::{FillReport, FillState};
 use serde::{Deserialize, Serialize};
 use understudy_encoding::{Counters, EncodingPlan, Methods};
 use understudy_protocol::{Epoch, Generation, Output, Policy};
@@ -244,9 +244,9 @@ pub struct VmStatus {
     /// How the VM came to this host, if this host took it over and runs it.
     #[serde(default)]
     pub takeover: Option<TakeoverReport>,
-    /// How far its memory is there, while it is still being loaded from a snapshot.
+    /// How far it is there, while it is still being loaded from a snapshot.
     #[serde(default)]
-    pub filling: Option<FillState>,
+    pub filling: Option<FillReport>,
     /// The checkpoint policy.
     pub policy: Policy,
     /// Checkpoints committed since protection began.

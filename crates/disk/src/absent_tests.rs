@@ -17,12 +17,11 @@ impl Fetcher for Asked {
 }
 
 fn restored(dir: &tempfile::TempDir, fetcher: Arc<dyn Fetcher>) -> Arc<Disk> {
-    let disk = Disk::create(DiskIndex(0), &dir.path().join("image"), DISK).unwrap();
     let mut absent = BlockSet::all(DISK);
     // The last eight are zeros in the snapshot.
     absent.remove(BLOCKS - 8..BLOCKS);
-    disk.restore(absent, fetcher);
-    Arc::new(disk)
+    let path = dir.path().join("image");
+    Arc::new(Disk::create_restored(DiskIndex(0), &path, DISK, absent, fetcher).unwrap())
 }
 
 fn block(number: u64) -> Vec<u8> {
@@ -158,4 +157,26 @@ fn random_writes_and_fetches_end_in_the_same_image() {
     }
     background.join().unwrap();
     assert!(read(&disk, 0, DISK as usize) == expected);
+}
+
+#[test]
+fn half_an_image_is_not_opened_as_a_whole_one() {
+    let dir = tempfile::tempdir().unwrap();
+    let (asked, _asks) = unbounded();
+    let disk = restored(&dir, Arc::new(Asked(asked)));
+    let path = disk.path();
+    disk.fill(0, &block(0)).unwrap();
+    assert!(disk.complete_restore().unwrap_err().to_string().contains("not all of it"));
+    drop(disk);
+    let opened = Disk::open(DiskIndex(0), &path, DISK);
+    assert!(matches!(opened, Err(crate::DiskError::Incomplete { .. })), "{opened:?}");
+
+    let (asked, _asks) = unbounded();
+    let disk = restored(&dir, Arc::new(Asked(asked)));
+    (0..BLOCKS - 8).for_each(|number| disk.fill(number, &block(number)).unwrap());
+    disk.complete_restore().unwrap();
+    drop(disk);
+    let disk = Disk::open(DiskIndex(0), &path, DISK).unwrap();
+    assert_eq!(read(&disk, 55 * BLOCK_BYTES, 1), [56]);
+    assert_eq!(std::fs::read_dir(dir.path()).unwrap().count(), 1, "the mark is gone");
 }

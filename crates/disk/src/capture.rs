@@ -136,6 +136,11 @@ impl Drop for Attached {
 }
 
 impl Capture {
+    /// The disk.
+    pub fn disk(&self) -> &Arc<Disk> {
+        &self.disk
+    }
+
     /// Whether only what changed since the base is read.
     pub fn is_incremental(&self) -> bool {
         matches!(self.changes.taken, Some(Taken::Changed(_)))

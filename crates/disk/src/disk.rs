@@ -15,6 +15,7 @@ use crate::reads::Reads;
 use nix::errno::Errno;
 use nix::unistd::gettid;
 pub(crate) use ordered::Ordered;
+pub use snapshot::incomplete_mark;
 use std::fmt;
 use std::io;
 use std::ops::Range;
@@ -92,6 +93,9 @@ impl Disk {
         export_bytes: u64,
     ) -> Result<Disk, DiskError> {
         let path = path.as_ref();
+        if incomplete_mark(path).exists() {
+            return Err(DiskError::Incomplete { path: path.into() });
+        }
         let image = Image::open(path)?;
         let image_bytes = image.len().map_err(DiskError::io("examine", path))?;
         if image_bytes > export_bytes {

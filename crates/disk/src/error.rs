@@ -28,6 +28,15 @@ pub enum DiskError {
         /// The image.
         path: PathBuf,
     },
+    /// A restore of it did not come to its end.
+    #[error(
+        "disk image {path} was being restored from a snapshot when its daemon ended: not all of \
+         it is there; restore the snapshot again"
+    )]
+    Incomplete {
+        /// The image.
+        path: PathBuf,
+    },
     /// The export would hide the end of the image from the guest.
     #[error(
         "disk image {path} holds {image_bytes} bytes, but only {export_bytes} would be shown to \

@@ -20,7 +20,7 @@
 //! where: [`copy_changed`] then brings the other one up to date without copying it all.
 //!
 //! A [`Capture`] reads a disk as it was at one moment, for a snapshot, while the guest goes on
-//! writing; [`Disk::restore`] lets a guest run on an image whose blocks are still being fetched.
+//! writing; [`Disk::create_restored`] lets a guest run on an image whose blocks are still being fetched.
 //!
 //! Start reading at [`Disk`], then `nbd/connection.rs`.
 
@@ -43,7 +43,7 @@ pub use absent::Fetcher;
 pub use blocks::{BLOCK_BYTES, BlockSet};
 pub use capture::{Capture, ChangesTaken, PreparedCapture};
 pub use changes::{ChangeMap, GRANULE_BYTES};
-pub use disk::{Disk, GuestWrites, WriteSink};
+pub use disk::{Disk, GuestWrites, WriteSink, incomplete_mark};
 pub use error::DiskError;
 pub use format::{ImageFormat, export_bytes};
 pub use mirror::{

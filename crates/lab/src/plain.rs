@@ -241,6 +241,11 @@ impl PlainGuest {
         self.emulator.console()
     }
 
+    /// QEMU's version.
+    pub fn qemu_version(&self) -> String {
+        self.home.version()
+    }
+
     /// QEMU's process id.
     pub fn qemu_pid(&self) -> u32 {
         self.emulator.pid()

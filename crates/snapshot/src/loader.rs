@@ -125,8 +125,21 @@ impl Loader {
 
     /// The chunk that is to be read next, if any.
     pub fn next_chunk(&mut self) -> Option<ChunkId> {
+        if let Some(next) = self.next_demanded() {
+            return Some(next);
+        }
         loop {
-            let next = self.demanded.pop_front().or_else(|| self.planned.pop_front())?;
+            let next = self.planned.pop_front()?;
+            if self.asked.insert(next) {
+                return Some(next);
+            }
+        }
+    }
+
+    /// The chunk that is to be read next of those that somebody waits for.
+    pub fn next_demanded(&mut self) -> Option<ChunkId> {
+        loop {
+            let next = self.demanded.pop_front()?;
             if self.asked.insert(next) {
                 return Some(next);
             }

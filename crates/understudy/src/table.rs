@@ -3,11 +3,11 @@
 use indicatif::HumanBytes;
 use std::fmt::Write;
 use understudy_daemon::report::{
-    CompressionReport, DiskReads, DiskSync, HostStatus, LockstepReport, Mode, PathReport,
-    Protection, Role, ThrottleReport, VmStatus,
+    CompressionReport, DiskReads, DiskSync, FillReport, HostStatus, LockstepReport, Mode,
+    PathReport, Protection, Role, ThrottleReport, VmStatus,
 };
 use understudy_encoding::Compression;
-use understudy_protocol::Policy;
+use understudy_protocol::{PAGE_SIZE, Policy};
 
 const NOTHING: &str = "-";
 
@@ -78,6 +78,9 @@ pub fn vm(vm: &VmStatus) -> String {
         ["sent".to_owned(), sent(vm)],
         ["frames held".to_owned(), vm.held_frames.to_string()],
     ];
+    if let Some(fill) = &vm.filling {
+        rows.push(["restored".to_owned(), filling(fill)]);
+    }
     if let Some(lockstep) = &vm.lockstep {
         rows.push(["lockstep".to_owned(), self::lockstep(lockstep)]);
     }
@@ -118,6 +121,19 @@ pub fn vm(vm: &VmStatus) -> String {
         let _ = writeln!(text, "  {event}");
     }
     text
+}
+
+/// How much of a restored VM is there.
+fn filling(fill: &FillReport) -> String {
+    let mib = |units: u64| units * PAGE_SIZE as u64 / (1 << 20);
+    let part = |there, all| format!("{} of {} MiB", mib(there), mib(all));
+    let stalled = fill.memory.stalled.as_ref().map(|why| format!("; STALLED: {why}"));
+    format!(
+        "{} of memory, {} of disks{}",
+        part(fill.memory.pages, fill.memory.all),
+        part(fill.disk_blocks, fill.all_disk_blocks),
+        stalled.unwrap_or_default()
+    )
 }
 
 fn role(vm: &VmStatus) -> String {
@@ -282,6 +298,7 @@ fn columns<const N: usize>(rows: Vec<[String; N]>) -> String {
 #[cfg(test)]
 pub mod tests {
     use super::*;
+    use understudy_daemon::report::FillState;
     use understudy_daemon::report::{CardReport, DiskReport, PauseReport};
     use understudy_encoding::{Counters, EncodingPlan, Methods};
     use understudy_protocol::{Epoch, Generation};
@@ -411,6 +428,17 @@ pub mod tests {
         ] {
             assert!(text.contains(word), "{word:?} is missing:\n{text}");
         }
+    }
+
+    #[test]
+    fn a_restored_vm_shows_what_is_there_and_why_it_stalls() {
+        let mut status = example(Protection::Off);
+        let stalled = Some("the store is gone".to_owned());
+        let memory = FillState { pages: 512, all: 2048, stalled, complete: false };
+        status.filling = Some(FillReport { memory, disk_blocks: 256, all_disk_blocks: 25_600 });
+        let text = vm(&status);
+        let expected = "2 of 8 MiB of memory, 1 of 100 MiB of disks; STALLED: the store is gone";
+        assert!(text.contains(expected), "{text}");
     }
 
     #[test]

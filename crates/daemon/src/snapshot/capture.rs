@@ -19,6 +19,7 @@ use std::sync::atomic::AtomicBool;
 use std::sync::{Arc, Weak};
 use std::time::{Duration, Instant};
 use tracing::info;
+use understudy_disk::ChangesTaken;
 use understudy_protocol::{BlockId, DiskIndex};
 use understudy_qemu::lockstep::LogErrand;
 use understudy_snapshot::{
@@ -36,6 +37,8 @@ pub struct Base {
     machine: Weak<()>,
     /// Until the snapshot exists.
     taken: Option<Taken>,
+    /// What its disks no longer tell of; none once it is committed.
+    disk_changes: Vec<ChangesTaken>,
 }
 
 impl Base {
@@ -44,6 +47,7 @@ impl Base {
         if let Some(taken) = self.taken.take() {
             taken.commit();
         }
+        self.disk_changes.drain(..).for_each(ChangesTaken::commit);
     }
 
     /// Whether it is still in the store that the next snapshot goes to.
@@ -69,6 +73,8 @@ pub struct Capture {
     memory: MemoryCapture,
     disks: DiskCapture,
     device_state: Vec<u8>,
+    /// For how long the guest stood still.
+    paused: Duration,
 }
 
 impl Capture {
@@ -103,7 +109,7 @@ impl Capture {
         let memory = MemoryCapture::arm(&machine, options)
             .with_context(|| format!("cannot prepare the memory of {}", task.vm()))?;
         let directory = host.vm_directory(task.vm())?;
-        let disks = DiskCapture::arm(&machine, task.compression, &directory)
+        let disks = DiskCapture::arm(&machine, task.compression, &directory, base.is_some())
             .with_context(|| format!("cannot prepare the disks of {}", task.vm()))?;
         Ok(Capture {
             task: task.clone(),
@@ -118,6 +124,7 @@ impl Capture {
             memory,
             disks,
             device_state: Vec::new(),
+            paused: Duration::ZERO,
         })
     }
 
@@ -136,7 +143,8 @@ impl Capture {
         for disk in machine.disks() {
             disk.end_checkpoint();
         }
-        let paused = began.elapsed().as_secs_f64() * 1e3;
+        self.paused = began.elapsed();
+        let paused = self.paused.as_secs_f64() * 1e3;
         info!(vm = self.task.vm(), "stood still for {paused:.1} ms for a snapshot");
         taken
     }
@@ -145,7 +153,7 @@ impl Capture {
         let mut monitor = machine.monitor();
         let mut pause = machine.pause(&mut monitor, LogErrand::None)?;
         pause.saved(&mut self.device_state)?;
-        let mut captured = self.memory.take().and_then(|()| self.disks.take());
+        let mut captured = self.memory.take().map(|()| self.disks.take());
         if let (Some(seat), Ok(())) = (&self.seat, &captured) {
             match seat.taken(machine, self.number) {
                 Ok(complete) => self.complete = Some(complete),
@@ -203,6 +211,7 @@ impl Capture {
             in_flight: store.put_frames(&log, compression)?,
             working_set: put(&memory.working_set.encode())?,
             recent: memory.recent.map(|recent| put(&recent.encode())).transpose()?,
+            pause_us: self.paused.as_micros() as u64,
             base: base.map(|base| base.number),
         };
         let crossings = crossings(task.member, &log);
@@ -215,6 +224,7 @@ impl Capture {
             disks: disks.areas,
             machine: machine.presence(),
             taken: Some(memory.taken),
+            disk_changes: disks.changes,
         };
         Ok((part, base))
     }

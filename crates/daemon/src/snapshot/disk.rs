@@ -1,34 +1,30 @@
-//! A member's disks, captured for one snapshot, and made again from it.
-//!
-//! So far in the simplest way: all of a disk is copied into a file while the guest stands still,
-//! and saved when it runs again; a restored disk is whole before the guest starts.
+//! A member's disks, captured for one snapshot while the guest writes on.
 
 use super::Stopped;
 use crate::machine::Machine;
 use anyhow::Context;
 use std::collections::BTreeMap;
-use std::fs::File;
-use std::os::unix::fs::FileExt;
 use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
-use understudy_disk::Disk;
+use std::thread;
+use std::time::{Duration, Instant};
+use understudy_disk::{Capture, ChangesTaken, Disk, PreparedCapture};
 use understudy_protocol::DiskIndex;
 use understudy_snapshot::{
-    AreaMap, CHUNK_UNITS, Compression, Lane, NewChunk, Packed, Packer, Store, UNIT_BYTES,
+    AreaMap, Compression, Lane, NewChunk, Packed, Packer, Store, UNIT_BYTES,
 };
 
-/// Bytes that are read at once.
-const PIECE: usize = CHUNK_UNITS * UNIT_BYTES;
-/// Chunks that are handed to the store, or read from it, at once.
+/// Chunks that are handed to the store at once.
 const BATCH: usize = 32;
+/// The copier leaves the device and the processors to the guest beyond this.
+const BYTES_PER_SECOND: f64 = 128e6;
 
-/// One member's disks, for one snapshot.
+/// One member's disks, for one snapshot. Dropped at any time, it leaves the disks as they were.
 pub struct DiskCapture {
-    machine: Arc<Machine>,
     compression: Compression,
-    /// Copies, in the order of the disks.
-    copies: Vec<File>,
+    prepared: Vec<PreparedCapture>,
+    captures: Vec<Capture>,
 }
 
 /// What was saved.
@@ -37,34 +33,36 @@ pub struct SavedDisks {
     pub areas: BTreeMap<DiskIndex, AreaMap>,
     /// What became of the blocks.
     pub packed: Packed,
+    /// To be committed when the snapshot exists.
+    pub changes: Vec<ChangesTaken>,
 }
 
 impl DiskCapture {
-    /// Prepares while the guest runs. `directory` is the VM's own.
+    /// Prepares while the guest runs. `directory` is the VM's own. With a base only what changed
+    /// since then is saved, if the disks know that.
     pub fn arm(
-        machine: &Arc<Machine>,
+        machine: &Machine,
         compression: Compression,
         directory: &Path,
+        has_base: bool,
     ) -> anyhow::Result<DiskCapture> {
-        let copy = |_: &Arc<Disk>| nameless(directory);
-        let copies = machine.disks().iter().map(copy).collect::<anyhow::Result<_>>()?;
-        Ok(DiskCapture { machine: machine.clone(), compression, copies })
+        Self::arm_disks(machine.disks(), compression, directory, has_base)
+    }
+
+    fn arm_disks(
+        disks: &[Arc<Disk>],
+        compression: Compression,
+        directory: &Path,
+        has_base: bool,
+    ) -> anyhow::Result<DiskCapture> {
+        let prepare = |disk| PreparedCapture::new(disk, directory, has_base);
+        let prepared = disks.iter().map(prepare).collect::<Result<_, _>>()?;
+        Ok(DiskCapture { compression, prepared, captures: Vec::new() })
     }
 
     /// The guest stands still: the snapshot's content is fixed from here on.
-    pub fn take(&mut self) -> anyhow::Result<()> {
-        for (disk, copy) in self.machine.disks().iter().zip(&self.copies) {
-            let mut piece = vec![0; PIECE];
-            for at in (0..disk.export_bytes()).step_by(PIECE) {
-                let length = PIECE.min((disk.export_bytes() - at) as usize);
-                let piece = &mut piece[..length];
-                disk.read(at, piece)?;
-                if piece.iter().any(|byte| *byte != 0) {
-                    copy.write_all_at(piece, at)?;
-                }
-            }
-        }
-        Ok(())
+    pub fn take(&mut self) {
+        self.captures.extend(self.prepared.drain(..).map(PreparedCapture::take));
     }
 
     /// The guest runs: saves all to the store. `base` is where the content of the last
@@ -72,84 +70,90 @@ impl DiskCapture {
     pub fn save(
         self,
         store: &Store,
-        _base: Option<&BTreeMap<DiskIndex, AreaMap>>,
+        base: Option<&BTreeMap<DiskIndex, AreaMap>>,
         stop: &AtomicBool,
     ) -> anyhow::Result<SavedDisks> {
-        let mut saved = SavedDisks { areas: BTreeMap::new(), packed: Packed::default() };
-        for (disk, copy) in self.machine.disks().iter().zip(&self.copies) {
-            let units = disk.export_bytes().div_ceil(UNIT_BYTES as u64);
-            let mut packer = Packer::new();
-            let mut full: Vec<NewChunk> = Vec::new();
-            for unit in 0..units {
-                let content = read_unit(copy, unit)?;
-                full.extend(packer.put(unit, &content, Lane::Rest));
-                if full.len() >= BATCH {
-                    Stopped::check(stop)?;
-                    store.put_chunks(std::mem::take(&mut full), self.compression)?;
-                }
-            }
-            let (last, map, packed) = packer.finish(&AreaMap::zeros(units));
-            full.extend(last);
-            store.put_chunks(full, self.compression)?;
-            saved.areas.insert(disk.index(), map);
+        let mut saved =
+            SavedDisks { areas: BTreeMap::new(), packed: Packed::default(), changes: Vec::new() };
+        for capture in self.captures {
+            let index = capture.disk().index();
+            let base = base.and_then(|base| base.get(&index));
+            let copier = Copier { store, compression: self.compression, stop, pace: Pace::new() };
+            let (map, packed, changes) =
+                copier.copy(capture, base).with_context(|| format!("cannot save disk {index}"))?;
+            saved.areas.insert(index, map);
             saved.packed.put += packed.put;
             saved.packed.zeros += packed.zeros;
             saved.packed.duplicates += packed.duplicates;
+            saved.changes.push(changes);
         }
         Ok(saved)
     }
 }
 
-/// A file without a name: gone with its descriptor.
-fn nameless(directory: &Path) -> anyhow::Result<File> {
-    let path = directory.join("snapshot.partial");
-    let make = || -> std::io::Result<File> {
-        let file =
-            File::options().read(true).write(true).create(true).truncate(true).open(&path)?;
-        std::fs::remove_file(&path)?;
-        Ok(file)
-    };
-    make().with_context(|| format!("cannot make {}", path.display()))
+/// Saves one disk.
+struct Copier<'a> {
+    store: &'a Store,
+    compression: Compression,
+    stop: &'a AtomicBool,
+    pace: Pace,
 }
 
-/// What lies beyond the end of the copy is zero.
-fn read_unit(copy: &File, unit: u64) -> std::io::Result<Vec<u8>> {
-    let mut content = vec![0; UNIT_BYTES];
-    let mut read = 0;
-    while read < UNIT_BYTES {
-        match copy.read_at(&mut content[read..], unit * UNIT_BYTES as u64 + read as u64)? {
-            0 => break,
-            more => read += more,
-        }
-    }
-    Ok(content)
-}
-
-/// Makes an image of `bytes` bytes at `path`, in place of a file that is there.
-pub fn restore(
-    store: &Store,
-    map: &AreaMap,
-    bytes: u64,
-    path: &Path,
-    stop: &AtomicBool,
-) -> anyhow::Result<()> {
-    let make = || File::options().read(true).write(true).create(true).truncate(true).open(path);
-    let image = make().with_context(|| format!("cannot make {}", path.display()))?;
-    image.set_len(bytes)?;
-    for chunks in map.chunks().chunks(BATCH) {
-        Stopped::check(stop)?;
-        store.read_chunks(chunks, |chunk, content| {
-            let of_chunk = map.extents().iter().filter(|extent| map.place(extent).chunk == chunk);
-            for extent in of_chunk {
-                let from = usize::from(map.place(extent).slot) * UNIT_BYTES;
-                let at = extent.first * UNIT_BYTES as u64;
-                // The last unit may reach beyond the image.
-                let length = (extent.count * UNIT_BYTES as u64).min(bytes.saturating_sub(at));
-                let content = content.get(from..from + length as usize);
-                image.write_all_at(content.context("a chunk of the disk is too short")?, at)?;
+impl Copier<'_> {
+    fn copy(
+        mut self,
+        mut capture: Capture,
+        base: Option<&AreaMap>,
+    ) -> anyhow::Result<(AreaMap, Packed, ChangesTaken)> {
+        let units = capture.disk().export_bytes().div_ceil(UNIT_BYTES as u64);
+        let base = match capture.is_incremental() {
+            true => base.context("what the last snapshot has of it is not known")?,
+            false => &AreaMap::zeros(units),
+        };
+        let (mut packer, mut full) = (Packer::new(), Vec::new());
+        let mut content = Vec::new();
+        while let Some(run) = capture.read(&mut content)? {
+            for (unit, content) in run.zip(content.chunks(UNIT_BYTES)) {
+                full.extend(packer.put(unit, content, Lane::Rest));
             }
-            anyhow::Ok(())
-        })?;
+            if full.len() >= BATCH {
+                self.store(&mut full)?;
+            }
+            Stopped::check(self.stop)?;
+            self.pace.wait(content.len());
+        }
+        let (last, map, packed) = packer.finish(base);
+        full.extend(last);
+        self.store(&mut full)?;
+        Ok((map, packed, capture.finish()))
     }
-    Ok(image.sync_all()?)
+
+    fn store(&self, chunks: &mut Vec<NewChunk>) -> anyhow::Result<()> {
+        self.store.put_chunks(std::mem::take(chunks), self.compression)?;
+        Ok(())
+    }
 }
+
+/// Makes a thread slow enough.
+struct Pace {
+    /// Not to be used before this.
+    next: Instant,
+}
+
+impl Pace {
+    fn new() -> Pace {
+        Pace { next: Instant::now() }
+    }
+
+    /// So many bytes were read.
+    fn wait(&mut self, bytes: usize) {
+        let now = Instant::now();
+        // What a slow store has left unused is not made up for.
+        self.next = self.next.max(now) + Duration::from_secs_f64(bytes as f64 / BYTES_PER_SECOND);
+        thread::sleep(self.next - now);
+    }
+}
+
+#[cfg(test)]
+#[path = "disk_tests.rs"]
+mod tests;

@@ -13,13 +13,14 @@
 //! | [`words`], [`exchange`] | what hosts say to each other, and how |
 //! | [`prepare`] | from a part of a snapshot to a VM that runs |
 //! | [`placement`] | who may be restored where, asked before anything is started |
-//! | [`memory`], [`fill`], [`disk`] | what is captured, and filled in again |
+//! | [`memory`], [`fill`], [`disk`], [`disk_fill`] | what is captured, and filled in again |
 //! | [`frames`] | frames between members, and those in flight |
 //! | [`report`] | what users ask for and are told |
 
 mod capture;
 mod command;
 mod disk;
+mod disk_fill;
 mod exchange;
 mod fill;
 pub(crate) mod frames;
@@ -42,6 +43,7 @@ pub(crate) use schedule::start as start_schedules;
 
 use crate::sync::lock;
 use member::MemberSeat;
+use report::FillReport;
 use restore::Restoring;
 use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -118,10 +120,11 @@ impl Snapshots {
         taking.is_some_and(|taking| taking.is_under_way())
     }
 
-    /// How far the memory of a restored VM is there; none if it was not restored, or is whole.
-    pub(crate) fn filling(&self, vm: &str) -> Option<fill::FillState> {
+    /// How far memory and disks of a restored VM are there; none if it was not restored, or is
+    /// whole.
+    pub(crate) fn filling(&self, vm: &str) -> Option<FillReport> {
         let restoring = lock(&self.restorings).get(vm).cloned();
-        restoring?.fill_state().filter(|state| !state.complete)
+        restoring?.fill_state().filter(|state| !state.memory.complete)
     }
 }
 

@@ -2,22 +2,23 @@
 //! device state.
 
 use super::Stopped;
-use super::disk;
+use super::disk_fill::DiskFiller;
 use super::fill::Filler;
 use super::words::{RestoreTask, SavedVm};
-use crate::admission::open_disks;
 use crate::host::Host;
 use crate::machine::{self, Machine};
 use crate::sync::lock;
 use anyhow::{Context, bail};
 use std::collections::BTreeMap;
 use std::fs;
+use std::io::ErrorKind;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
 use std::time::Instant;
 use tracing::warn;
-use understudy_protocol::BlockId;
+use understudy_disk::incomplete_mark;
+use understudy_protocol::{BlockId, DiskIndex};
 use understudy_qemu::{Role, VmDefinition};
 use understudy_snapshot::{Area, AreaMap, InFlightFrame, MemberManifest, Store};
 
@@ -28,6 +29,7 @@ const PREFIX: &str = "restored-";
 pub struct Prepared {
     machine: Arc<Machine>,
     filler: Arc<Filler>,
+    disks: Arc<Vec<DiskFiller>>,
     device_state: Vec<u8>,
     /// Frames in flight to it.
     frames: Vec<InFlightFrame>,
@@ -41,20 +43,23 @@ struct Images(Vec<PathBuf>);
 impl Drop for Images {
     fn drop(&mut self) {
         for path in &self.0 {
-            if let Err(error) = fs::remove_file(path) {
-                warn!("cannot remove {}: {error}", path.display());
+            match fs::remove_file(path) {
+                Err(error) if error.kind() != ErrorKind::NotFound => {
+                    warn!("cannot remove {}: {error}", path.display());
+                }
+                _ => {}
             }
         }
     }
 }
 
-/// Loads all that the start waits for. `filling` gets the filler as soon as there is one.
+/// Loads all that the start waits for. `filling` gets the fillers as soon as there are some.
 pub fn prepare(
     host: &Arc<Host>,
     task: &RestoreTask,
     pages: u64,
     stop: &AtomicBool,
-    filling: impl FnOnce(&Arc<Filler>),
+    filling: impl FnOnce(&Arc<Filler>, &Arc<Vec<DiskFiller>>),
 ) -> anyhow::Result<Prepared> {
     let store = Arc::new(Store::open(&task.store)?);
     let manifest = store.snapshot(&task.group.name, Some(task.number))?;
@@ -68,7 +73,8 @@ pub fn prepare(
     let mut images = Images(Vec::new());
     let mut definition = saved.definition;
     make_boot_files(&store, &member, &directory, &mut definition)?;
-    make_disks(&store, &member, task, &directory, &mut definition, (&mut images, stop))?;
+    let disks = make_disks(&store, &member, task, &directory, &mut definition, &mut images)?;
+    let disks = Arc::new(disks);
     let machine = host.launch(machine::Plan {
         machine_type: member.machine.machine_type.clone(),
         accelerator: saved.accelerator,
@@ -76,7 +82,7 @@ pub fn prepare(
         qemu: &host.capabilities.binary,
         agent: &host.agent,
         run_as: &host.config.run_as,
-        disks: open_disks(&definition)?,
+        disks: disks.iter().map(|filler| filler.disk().clone()).collect(),
         definition,
         role: Role::Standby,
         lockstep: None,
@@ -89,20 +95,25 @@ pub fn prepare(
         false => store.working_set(&member)?.queue,
     };
     let filler = Arc::new(Filler::new(store.clone(), machine.clone(), maps, &queue, pages));
-    filling(&filler);
+    filling(&filler, &disks);
     let began = Instant::now();
     filler.load_before_start(stop)?;
     host.snapshots.note_loaded(filler.state().pages, began.elapsed());
     Stopped::check(stop)?;
     let device_state = store.blob(&member.device_state)?;
     let frames = store.frames(&member)?;
-    Ok(Prepared { machine, filler, device_state, frames, images, directory })
+    Ok(Prepared { machine, filler, disks, device_state, frames, images, directory })
 }
 
 impl Prepared {
     /// What fills its memory.
     pub fn filler(&self) -> Arc<Filler> {
         self.filler.clone()
+    }
+
+    /// What fills its disks.
+    pub fn disks(&self) -> Arc<Vec<DiskFiller>> {
+        self.disks.clone()
     }
 
     /// Wins the VM from the arbiter and lets it run.
@@ -186,24 +197,26 @@ fn make_boot_files(
 
 /// New images beside those that are there: until the VM runs, nothing of the former is touched.
 fn make_disks(
-    store: &Store,
+    store: &Arc<Store>,
     member: &MemberManifest,
     task: &RestoreTask,
     directory: &Path,
     definition: &mut VmDefinition,
-    (images, stop): (&mut Images, &AtomicBool),
-) -> anyhow::Result<()> {
+    images: &mut Images,
+) -> anyhow::Result<Vec<DiskFiller>> {
+    let mut fillers = Vec::new();
     for (at, disk) in definition.disks.iter_mut().enumerate() {
         let of_disk = |area: Area| matches!(area, Area::Disk(index) if usize::from(index.0) == at);
         let area = member.areas.iter().find(|entry| of_disk(entry.area));
         let area = area.with_context(|| format!("disk {at} is not in the snapshot"))?;
         let name = format!("{PREFIX}{}-{}-disk{at}.img", task.number, task.id);
         let path = directory.join(name);
-        images.0.push(path.clone());
-        disk::restore(store, &store.area(area)?, area.bytes, &path, stop)?;
+        images.0.extend([path.clone(), incomplete_mark(&path)]);
+        let (map, index) = (store.area(area)?, DiskIndex(at as u16));
+        fillers.push(DiskFiller::create(store.clone(), map, index, area.bytes, &path)?);
         disk.path = path;
     }
-    Ok(())
+    Ok(fillers)
 }
 
 /// The maps of the RAM blocks, which must be those of the QEMU that is there.

@@ -4,6 +4,18 @@ pub use super::fill::FillState;
 use serde::{Deserialize, Serialize};
 use understudy_snapshot::{Compression, Life, Mode, SnapshotNumber, WorkingSetFactor};
 
+/// How far a restored VM is there.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct FillReport {
+    /// Its memory; "stalled" and "complete" are about its disks too.
+    #[serde(flatten)]
+    pub memory: FillState,
+    /// Blocks of its disks that are there.
+    pub disk_blocks: u64,
+    /// Blocks of its disks that have content in the snapshot.
+    pub all_disk_blocks: u64,
+}
+
 /// A snapshot is to be taken.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]

@@ -1,7 +1,9 @@
 //! One member of a group that is being restored, on the host that will run it.
 
-use super::fill::{FillState, Filler};
+use super::disk_fill::DiskFiller;
+use super::fill::Filler;
 use super::prepare::{Prepared, prepare};
+use super::report::FillReport;
 use super::words::{Heard, Reply, RestoreTask};
 use crate::clock;
 use crate::host::Host;
@@ -31,6 +33,8 @@ struct State {
     /// Loaded, and not started yet.
     prepared: Option<Prepared>,
     filler: Option<Arc<Filler>>,
+    /// Of its disks.
+    disks: Arc<Vec<DiskFiller>>,
 }
 
 impl Host {
@@ -67,15 +71,32 @@ impl Host {
 impl Restoring {
     fn new(host: &Arc<Host>, task: RestoreTask, reply: &Reply) -> Arc<Restoring> {
         let cohort = Cohort::new(clock::now());
-        let state = State { cohort, reply: reply.clone(), prepared: None, filler: None };
+        let state = State {
+            cohort,
+            reply: reply.clone(),
+            prepared: None,
+            filler: None,
+            disks: Arc::default(),
+        };
         let host = Arc::downgrade(host);
         Arc::new(Restoring { host, task, stop: AtomicBool::new(false), state: Mutex::new(state) })
     }
 
-    /// How far its memory is there; none if nothing was begun, or all is given up.
-    pub fn fill_state(&self) -> Option<FillState> {
-        let filler = lock(&self.state).filler.clone();
-        filler.map(|filler| filler.state())
+    /// How far it is there; none if nothing was begun, or all is given up.
+    pub fn fill_state(&self) -> Option<FillReport> {
+        let (filler, disks) = {
+            let state = lock(&self.state);
+            (state.filler.clone(), state.disks.clone())
+        };
+        let mut report = FillReport { memory: filler?.state(), ..FillReport::default() };
+        for disk in disks.iter() {
+            let (there, all) = disk.blocks();
+            report.disk_blocks += there;
+            report.all_disk_blocks += all;
+            report.memory.stalled = report.memory.stalled.or_else(|| disk.stalled());
+            report.memory.complete &= disk.is_complete();
+        }
+        Some(report)
     }
 
     /// Whether it has neither failed nor started.
@@ -87,7 +108,12 @@ impl Restoring {
     fn forget(self: &Arc<Self>) {
         self.event(CohortEvent::Failed("another restore of the VM has begun".into()));
         self.stop.store(true, Ordering::Release);
-        lock(&self.state).filler = None;
+        let mut state = lock(&self.state);
+        let disks = std::mem::take(&mut state.disks);
+        state.filler = None;
+        drop(state);
+        // Ending its threads takes a moment.
+        drop(disks);
     }
 
     fn event(self: &Arc<Self>, event: CohortEvent) {
@@ -111,10 +137,12 @@ impl Restoring {
                 CohortAction::Discard => {
                     self.stop.store(true, Ordering::Release);
                     let (prepared, filler) = (state.prepared.take(), state.filler.take());
+                    let disks = std::mem::take(&mut state.disks);
                     // Ending QEMU takes a moment: not under the lock.
                     self.spawn(move |restoring| {
                         drop((prepared, filler));
                         restoring.end_vm();
+                        drop(disks);
                         Ok(())
                     });
                 }
@@ -142,7 +170,7 @@ impl Restoring {
         while lock(&self.state).cohort.deadline().is_some() {
             thread::sleep(TICK);
             if let Some(fill) = self.fill_state() {
-                self.event(CohortEvent::Progress(fill.pages));
+                self.event(CohortEvent::Progress(fill.memory.pages));
             }
             self.event(CohortEvent::Tick);
         }
@@ -151,8 +179,9 @@ impl Restoring {
 
     fn load(self: &Arc<Self>, pages: u64) -> anyhow::Result<()> {
         let Some(host) = self.host.upgrade() else { return Ok(()) };
-        let prepared = prepare(&host, &self.task, pages, &self.stop, |filler| {
-            lock(&self.state).filler = Some(filler.clone());
+        let prepared = prepare(&host, &self.task, pages, &self.stop, |filler, disks| {
+            let mut state = lock(&self.state);
+            (state.filler, state.disks) = (Some(filler.clone()), disks.clone());
         })?;
         fail::fail_point!("restore-loaded");
         let mut state = lock(&self.state);
@@ -169,7 +198,7 @@ impl Restoring {
 
     fn start(self: &Arc<Self>, prepared: Prepared) -> anyhow::Result<()> {
         let Some(host) = self.host.upgrade() else { return Ok(()) };
-        let filler = prepared.filler();
+        let (filler, disks) = (prepared.filler(), prepared.disks());
         prepared.start(&host, &self.task)?;
         fail::fail_point!("restore-started");
         if self.stop.load(Ordering::Acquire) {
@@ -180,7 +209,12 @@ impl Restoring {
         info!(vm = self.task.vm(), "runs as of snapshot {}", self.task.number);
         self.event(CohortEvent::Started);
         filler.complete(&self.stop)?;
-        lock(&self.state).filler = None;
+        disks.iter().try_for_each(|disk| disk.complete(&self.stop))?;
+        {
+            // The store is done with.
+            let mut state = lock(&self.state);
+            (state.filler, state.disks) = (None, Arc::default());
+        }
         self.event(CohortEvent::Complete);
         Ok(())
     }

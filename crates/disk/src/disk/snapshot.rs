@@ -4,17 +4,51 @@ use super::Disk;
 use crate::absent::{Absent, Fetcher};
 use crate::blocks::BlockSet;
 use crate::capture::{Frozen, Taken};
+use crate::error::DiskError;
+use std::fs::File;
 use std::io;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
+use understudy_protocol::DiskIndex;
 
 impl Disk {
-    /// Turns an image that was just made, and holds zeroes, into one that is being restored:
-    /// whoever reads one of these blocks waits until [`Disk::fill`] has brought it.
+    /// A new image of zeroes at `path` that is being restored: whoever reads one of these blocks
+    /// waits until [`Disk::fill`] has brought it. Should the daemon end before
+    /// [`Disk::complete_restore`], nobody can open it.
+    pub fn create_restored(
+        index: DiskIndex,
+        path: &Path,
+        export_bytes: u64,
+        absent: BlockSet,
+        fetcher: Arc<dyn Fetcher>,
+    ) -> Result<Disk, DiskError> {
+        let mark = incomplete_mark(path);
+        let write = || -> io::Result<()> {
+            File::create(&mark)?.sync_all()?;
+            sync_directory_of(&mark)
+        };
+        write().map_err(DiskError::io("write", &mark))?;
+        let disk = Disk::create(index, path, export_bytes)?;
+        // Nobody else has the disk yet.
+        let _ = disk.absent.set(Absent::new(absent, fetcher));
+        Ok(disk)
+    }
+
+    /// All blocks are there: the image is one like any other, on stable storage.
     ///
-    /// # Panics
-    /// If it was called before.
-    pub fn restore(&self, absent: BlockSet, fetcher: Arc<dyn Fetcher>) {
-        assert!(self.absent.set(Absent::new(absent, fetcher)).is_ok(), "restored twice");
+    /// # Errors
+    /// A system call failed; the image stays one that nobody can open.
+    pub fn complete_restore(&self) -> Result<(), DiskError> {
+        let path = self.path();
+        let complete = || -> io::Result<()> {
+            if self.absent_blocks() > 0 {
+                return Err(io::Error::other("not all of it is there"));
+            }
+            self.sync()?;
+            std::fs::remove_file(incomplete_mark(&path))?;
+            sync_directory_of(&path)
+        };
+        complete().map_err(DiskError::io("complete", &path))
     }
 
     /// Blocks from `first` on were fetched. What the guest overwrote meanwhile stays.
@@ -31,7 +65,7 @@ impl Disk {
     }
 
     /// Nothing more will be fetched: whoever waits gets an error. The guest has ended.
-    pub fn give_up_restore(&self) {
+    pub(crate) fn give_up_restore(&self) {
         self.absent.get().inspect(|absent| absent.give_up());
     }
 
@@ -96,4 +130,15 @@ impl Disk {
         let former = std::mem::replace(&mut self.lock_order().capture, capture);
         drop(former);
     }
+}
+
+/// The file that lies beside an image while not all of it is there.
+pub fn incomplete_mark(image: &Path) -> PathBuf {
+    let mut path = image.to_owned().into_os_string();
+    path.push(".incomplete");
+    path.into()
+}
+
+fn sync_directory_of(path: &Path) -> io::Result<()> {
+    path.parent().map_or(Ok(()), |directory| File::open(directory)?.sync_all())
 }

@@ -35,6 +35,7 @@ pub struct NbdServer {
     socket: PathBuf,
     /// Which file it is: its directory may have been renamed, and another server's be in its place.
     file: (u64, u64),
+    disk: Arc<Disk>,
     counters: Arc<Counters>,
     listener: Arc<UnixListener>,
     stopping: Arc<AtomicBool>,
@@ -63,6 +64,7 @@ impl NbdServer {
         let mut server = NbdServer {
             file: identity(socket).map_err(DiskError::io("look at", socket))?,
             socket: socket.into(),
+            disk: disk.clone(),
             counters: counters.clone(),
             listener: listener.clone(),
             stopping: stopping.clone(),
@@ -109,6 +111,8 @@ impl Drop for NbdServer {
             // It fails only if the client has gone already.
             let _ = client.stream.shutdown(Shutdown::Both);
         }
+        // They wait for blocks that nobody needs any more, perhaps.
+        self.disk.give_up_restore();
         for client in clients {
             join(client.thread);
         }

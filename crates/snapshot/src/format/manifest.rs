@@ -68,6 +68,9 @@ pub struct MemberManifest {
     /// for [`Mode::WorkingSet`](crate::Mode::WorkingSet), where that is compared.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub recent: Option<Blob>,
+    /// For how long the guest stood still, in microseconds; 0 if it did not.
+    #[serde(default)]
+    pub pause_us: u64,
     /// The snapshot whose chunks stand for what did not change; none if everything was saved.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub base: Option<SnapshotNumber>,
@@ -242,6 +245,7 @@ mod tests {
             in_flight: Blob::default(),
             working_set: Blob::default(),
             recent: None,
+            pause_us: 0,
             base: None,
         }
     }

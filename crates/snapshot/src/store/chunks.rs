@@ -74,6 +74,7 @@ impl Store {
             Err(error) => Err(error),
         };
         let stored = stored.map_err(|error| self.failed(format!("read {path}"), error))?;
+        super::pace::pass(stored.len()).await;
         decode_chunk(id, &stored).map_err(|why| StoreError::BadChunk { id, why })
     }
 

@@ -13,6 +13,7 @@
 mod chunks;
 mod error;
 mod location;
+mod pace;
 mod retention;
 mod snapshots;
 mod sweep;

@@ -70,6 +70,7 @@ impl Bench {
             in_flight: store.put_frames(&[frame], packing).unwrap(),
             working_set: blob(&WorkingSet { queue, size: 3 }.encode()),
             recent: None,
+            pause_us: 0,
             base: None,
         };
         (member, map)

@@ -8,6 +8,7 @@
 //! | `papers`  | figures that were measured elsewhere |
 //! | [`group`] | round trips between two guests, protected as a group, one by one, not at all |
 //! | [`lockstep`] | what lockstep costs, and its log |
+//! | [`restore`] | snapshots, and how fast each way has a VM back |
 //! | [`throttle`] | what becomes of a guest that writes faster than the link carries |
 //! | [`compression`] | what each way to encode pages gains and costs while the guest compiles |
 //! | [`workload`] | one workload of the suite by itself |
@@ -30,6 +31,7 @@ mod migration;
 mod papers;
 pub mod pause;
 mod report;
+pub mod restore;
 pub mod suite;
 pub mod throttle;
 pub mod workload;
@@ -49,6 +51,7 @@ pub fn run(args: &BenchArgs, json: bool) -> Result<Exit, Failure> {
         Some(BenchCommand::Group(args)) => group::run(args, json),
         Some(BenchCommand::Lockstep(args)) => lockstep::run(args, json),
         Some(BenchCommand::Pause(args)) => pause::run(args, json),
+        Some(BenchCommand::Restore(args)) => restore::run(args, json),
         Some(BenchCommand::Throttle(args)) => throttle::run(args, json),
         Some(BenchCommand::Workload(args)) => workload::run(args, json),
     }

@@ -1,9 +1,9 @@
 //! The grammar of `understudy bench`.
 
 use crate::bench::failover::ClientKind;
-use crate::bench::lockstep;
 use crate::bench::suite::{Subject, Variant};
 use crate::bench::workloads::Workload;
+use crate::bench::{lockstep, restore};
 use clap::{Args, Subcommand};
 use std::path::PathBuf;
 use understudy_encoding::{DEFAULT_CACHE_PAGES, MOST_CACHE_PAGES};
@@ -81,6 +81,9 @@ pub enum BenchCommand {
     /// What lockstep costs, and its log, beside plain QEMU and checkpoints.
     #[command(after_help = BENCH_LOCKSTEP_HELP)]
     Lockstep(BenchLockstepArgs),
+    /// Snapshots of a VM, and how fast each way has it back, beside plain QEMU's own.
+    #[command(after_help = BENCH_RESTORE_HELP)]
+    Restore(BenchRestoreArgs),
     /// What becomes of a guest that writes faster than the link carries.
     #[command(after_help = BENCH_THROTTLE_HELP)]
     Throttle(BenchThrottleArgs),
@@ -241,6 +244,48 @@ pub struct BenchLockstepArgs {
     /// The test guests' files, with a folder `bench` [default: target/guest of the build].
     #[arg(long, value_name = "DIR", env = "UNDERSTUDY_GUEST")]
     pub guest: Option<PathBuf>,
+}
+
+const BENCH_RESTORE_HELP: &str = "\
+A guest whose memory is half full and which reads a twelfth of it again and again is
+snapshotted, ended, and restored in each way; a guest with the same load on plain QEMU is saved
+by `migrate file:` and loaded again; one after the other, round by round. Every time is taken
+outside the guest. Parts and conditions as for `bench pause`. Exits with 1 if something could
+not be measured.
+
+Examples:
+  understudy bench restore --quick
+  understudy bench restore --only eager,hot --store-speed 50 --json";
+
+/// `bench restore`
+#[derive(Debug, Args)]
+pub struct BenchRestoreArgs {
+    /// Only these.
+    #[arg(long, value_name = "WAY,…", value_delimiter = ',')]
+    pub only: Vec<restore::Way>,
+    /// One round: a first look.
+    #[arg(long)]
+    pub quick: bool,
+    /// Rounds [default: 5; 1 with --quick].
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=100))]
+    pub runs: Option<u32>,
+    /// Megabytes a second that come from the store [default: as many as it gives].
+    #[arg(long, value_name = "MB", value_parser = speed)]
+    pub store_speed: Option<f64>,
+    /// Memory of each guest.
+    #[arg(long, value_name = "MIB", default_value_t = 512,
+          value_parser = clap::value_parser!(u32).range(192..=16384))]
+    pub memory_mib: u32,
+    /// The test guests' files [default: target/guest of the build].
+    #[arg(long, value_name = "DIR", env = "UNDERSTUDY_GUEST")]
+    pub guest: Option<PathBuf>,
+}
+
+fn speed(text: &str) -> Result<f64, String> {
+    match text.parse() {
+        Ok(speed) if (1.0..=100_000.0).contains(&speed) => Ok(speed),
+        _ => Err("give 1 to 100000 megabytes a second".to_owned()),
+    }
 }
 
 /// `bench pause`

@@ -1,0 +1,221 @@
+//! A restored disk, filled from the store while the guest runs on it: what the guest waits for
+//! first, the rest in the background.
+
+use super::Stopped;
+use crate::sync::lock;
+use anyhow::Context;
+use std::collections::BTreeMap;
+use std::path::Path;
+use std::sync::atomic::AtomicBool;
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::thread::{self, JoinHandle};
+use std::time::Duration;
+use tracing::warn;
+use understudy_disk::{BlockSet, Disk, Fetcher};
+use understudy_protocol::{BlockId, DiskIndex, PageIndex};
+use understudy_snapshot::{AreaMap, ChunkId, Fill, Loader, Page, Store, UNIT_BYTES};
+
+/// Threads that read chunks: a store that answers after 20 ms gives 50 MB/s.
+const READERS: usize = 4;
+/// Before a store that did not answer is asked again.
+const ASK_AGAIN: Duration = Duration::from_secs(1);
+/// How often somebody who waits for all of it looks whether he is to stop.
+const LOOK: Duration = Duration::from_millis(100);
+/// The loader's name for the one area that it has here.
+const AREA: BlockId = BlockId(0);
+
+/// Fills one disk. Dropped, it stops: who waits for a block then waits until the disk's server
+/// has ended.
+pub struct DiskFiller {
+    disk: Arc<Disk>,
+    all: u64,
+    shared: Arc<Shared>,
+    readers: Vec<JoinHandle<()>>,
+}
+
+struct Shared {
+    state: Mutex<State>,
+    /// There is more to read, or less to wait for.
+    changed: Condvar,
+}
+
+struct State {
+    loader: Loader,
+    /// Whether to read what nobody waits for.
+    background: bool,
+    stopped: bool,
+    complete: bool,
+    /// Why a chunk is not there yet.
+    stalled: Option<String>,
+}
+
+impl Fetcher for Shared {
+    fn wanted(&self, block: u64) {
+        lock(&self.state).loader.demand(Page { block: AREA, index: PageIndex(block) });
+        self.changed.notify_all();
+    }
+}
+
+impl DiskFiller {
+    /// Makes an image of `bytes` bytes at `path`, in place of a file that is there. Until
+    /// [`DiskFiller::complete`] only what is asked for is read.
+    pub fn create(
+        store: Arc<Store>,
+        map: AreaMap,
+        index: DiskIndex,
+        bytes: u64,
+        path: &Path,
+    ) -> anyhow::Result<DiskFiller> {
+        let mut absent = BlockSet::none(bytes);
+        map.extents().iter().for_each(|extent| absent.insert(extent.first..extent.end()));
+        let all = map.stored();
+        let loader = Loader::new(BTreeMap::from([(AREA, map)]), &[], 0);
+        let state =
+            State { loader, background: false, stopped: false, complete: false, stalled: None };
+        let shared = Arc::new(Shared { state: Mutex::new(state), changed: Condvar::new() });
+        let disk = Disk::create_restored(index, path, bytes, absent, shared.clone())?;
+        // What the guest changes from now on is what the next snapshot has to save.
+        disk.set_base();
+        let mut filler = DiskFiller { disk: Arc::new(disk), all, shared, readers: Vec::new() };
+        for _ in 0..READERS {
+            let reader = Reader {
+                store: store.clone(),
+                disk: filler.disk.clone(),
+                shared: filler.shared.clone(),
+            };
+            let thread = thread::Builder::new().name(format!("fill-disk{index}"));
+            let spawned = thread.spawn(move || reader.run()).context("cannot start a thread")?;
+            filler.readers.push(spawned);
+        }
+        Ok(filler)
+    }
+
+    /// The disk, to be served to the guest.
+    pub fn disk(&self) -> &Arc<Disk> {
+        &self.disk
+    }
+
+    /// Blocks that are there, and all that have content in the snapshot.
+    pub fn blocks(&self) -> (u64, u64) {
+        (self.all - self.disk.absent_blocks(), self.all)
+    }
+
+    /// Whether all is on stable storage.
+    pub fn is_complete(&self) -> bool {
+        lock(&self.shared.state).complete
+    }
+
+    /// Why the guest may stand still.
+    pub fn stalled(&self) -> Option<String> {
+        lock(&self.shared.state).stalled.clone()
+    }
+
+    /// Reads the rest; returns when all is on stable storage.
+    pub fn complete(&self, stop: &AtomicBool) -> anyhow::Result<()> {
+        lock(&self.shared.state).background = true;
+        self.shared.changed.notify_all();
+        while self.disk.absent_blocks() > 0 {
+            Stopped::check(stop)?;
+            drop(self.shared.wait(lock(&self.shared.state), LOOK));
+        }
+        self.disk.complete_restore()?;
+        lock(&self.shared.state).complete = true;
+        Ok(())
+    }
+}
+
+impl Drop for DiskFiller {
+    fn drop(&mut self) {
+        lock(&self.shared.state).stopped = true;
+        self.shared.changed.notify_all();
+        for reader in self.readers.drain(..) {
+            if reader.join().is_err() {
+                warn!("a thread that filled a disk panicked");
+            }
+        }
+    }
+}
+
+impl Shared {
+    fn wait<'a>(&self, state: MutexGuard<'a, State>, time: Duration) -> MutexGuard<'a, State> {
+        self.changed.wait_timeout(state, time).unwrap_or_else(PoisonError::into_inner).0
+    }
+}
+
+struct Reader {
+    store: Arc<Store>,
+    disk: Arc<Disk>,
+    shared: Arc<Shared>,
+}
+
+impl Reader {
+    fn run(&self) {
+        while let Some(chunk) = self.next() {
+            match self.store.chunk(chunk) {
+                Ok(content) => self.fill(chunk, &content),
+                Err(error) => {
+                    lock(&self.shared.state).loader.failed(chunk);
+                    self.pause(&error);
+                }
+            }
+        }
+    }
+
+    /// Waits for something to read; none when it is to end.
+    fn next(&self) -> Option<ChunkId> {
+        let mut state = lock(&self.shared.state);
+        loop {
+            if state.stopped {
+                return None;
+            }
+            let next = match state.background {
+                true => state.loader.next_chunk(),
+                false => state.loader.next_demanded(),
+            };
+            if next.is_some() {
+                return next;
+            }
+            state = self.shared.wait(state, ASK_AGAIN);
+        }
+    }
+
+    fn fill(&self, chunk: ChunkId, content: &[u8]) {
+        let fills = lock(&self.shared.state).loader.read(chunk).to_vec();
+        for fill in fills {
+            while let Err(error) = self.write(&fill, content) {
+                // Who waits for it goes on waiting.
+                if !self.pause(&format!("{error:#}")) {
+                    return;
+                }
+            }
+        }
+        lock(&self.shared.state).stalled = None;
+        self.shared.changed.notify_all();
+    }
+
+    fn write(&self, fill: &Fill, content: &[u8]) -> anyhow::Result<()> {
+        let from = usize::from(fill.slot) * UNIT_BYTES;
+        let to = from + fill.pages.count as usize * UNIT_BYTES;
+        let content = content.get(from..to).context("a chunk of the disk is too short")?;
+        Ok(self.disk.fill(fill.pages.first.0, content)?)
+    }
+
+    /// Something has failed: notes it and waits a little. False if it is to end.
+    fn pause(&self, why: &impl ToString) -> bool {
+        let mut state = lock(&self.shared.state);
+        let why = why.to_string();
+        if state.stalled.as_ref() != Some(&why) {
+            warn!(disk = %self.disk.index(), "a disk that is being restored: {why}");
+        }
+        state.stalled = Some(why);
+        let until = std::time::Instant::now() + ASK_AGAIN;
+        while !state.stopped {
+            let left = until.saturating_duration_since(std::time::Instant::now());
+            if left.is_zero() {
+                return true;
+            }
+            state = self.shared.wait(state, left);
+        }
+        false
+    }
+}
