@@ -93,7 +93,9 @@ impl Report {
             answer_ms: figures(&|taken| Some(taken.answer_ms)),
             whole_ms: figures(&|taken| Some(taken.whole_ms)),
             loaded_share: figures(&|taken| {
-                Some(taken.pages_before_start? as f64 / taken.pages.max(1) as f64)
+                // Of eager, zeros too.
+                let share = taken.pages_before_start? as f64 / taken.pages.max(1) as f64;
+                Some(share.min(1.0))
             }),
             faster_than_eager: faster(&restore_ms),
             pause_ms: ours(&|taken| taken.pause_ms),
