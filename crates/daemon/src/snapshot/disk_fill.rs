@@ -2,6 +2,7 @@
 //! first, the rest in the background.
 
 use super::Stopped;
+use super::source::{Reading, Source};
 use crate::sync::lock;
 use anyhow::Context;
 use std::collections::BTreeMap;
@@ -13,7 +14,7 @@ use std::time::Duration;
 use tracing::warn;
 use understudy_disk::{BlockSet, Disk, Fetcher};
 use understudy_protocol::{BlockId, DiskIndex, PageIndex};
-use understudy_snapshot::{AreaMap, ChunkId, Fill, Loader, Page, Store, UNIT_BYTES};
+use understudy_snapshot::{AreaMap, ChunkId, Fill, Loader, Page, UNIT_BYTES};
 
 /// Threads that read chunks: a store that answers after 20 ms gives 50 MB/s.
 const READERS: usize = 4;
@@ -60,7 +61,7 @@ impl DiskFiller {
     /// Makes an image of `bytes` bytes at `path`, in place of a file that is there. Until
     /// [`DiskFiller::complete`] only what is asked for is read.
     pub fn create(
-        store: Arc<Store>,
+        source: Source,
         map: AreaMap,
         index: DiskIndex,
         bytes: u64,
@@ -79,7 +80,7 @@ impl DiskFiller {
         let mut filler = DiskFiller { disk: Arc::new(disk), all, shared, readers: Vec::new() };
         for _ in 0..READERS {
             let reader = Reader {
-                store: store.clone(),
+                source: source.clone(),
                 disk: filler.disk.clone(),
                 shared: filler.shared.clone(),
             };
@@ -143,15 +144,17 @@ impl Shared {
 }
 
 struct Reader {
-    store: Arc<Store>,
+    source: Source,
     disk: Arc<Disk>,
     shared: Arc<Shared>,
 }
 
 impl Reader {
     fn run(&self) {
-        while let Some(chunk) = self.next() {
-            match self.store.chunk(chunk) {
+        while let Some(reading) = self.next() {
+            let (chunk, content) = (reading.chunk, reading.content());
+            drop(reading);
+            match content {
                 Ok(content) => self.fill(chunk, &content),
                 Err(error) => {
                     lock(&self.shared.state).loader.failed(chunk);
@@ -162,20 +165,18 @@ impl Reader {
     }
 
     /// Waits for something to read; none when it is to end.
-    fn next(&self) -> Option<ChunkId> {
+    fn next(&self) -> Option<Reading<'_>> {
         let mut state = lock(&self.shared.state);
         loop {
             if state.stopped {
                 return None;
             }
-            let next = match state.background {
-                true => state.loader.next_chunk(),
-                false => state.loader.next_demanded(),
-            };
+            let read_on = state.background;
+            let next = self.source.next(&mut state.loader, read_on);
             if next.is_some() {
                 return next;
             }
-            state = self.shared.wait(state, ASK_AGAIN);
+            state = self.shared.wait(state, LOOK);
         }
     }
 

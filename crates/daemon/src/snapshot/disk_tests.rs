@@ -1,5 +1,6 @@
 use super::*;
 use crate::snapshot::disk_fill::DiskFiller;
+use crate::snapshot::source::Source;
 use std::fs;
 
 const BLOCKS: u64 = 300;
@@ -54,7 +55,14 @@ fn a_disk_is_saved_as_it_was_and_then_only_what_changed() {
     for (number, truth, saved) in [(1, first_truth, first.areas), (2, second_truth, second.areas)] {
         let image = path.join(format!("restored-{number}"));
         let map = saved[&DiskIndex(2)].clone();
-        let filler = DiskFiller::create(store.clone(), map, DiskIndex(2), BYTES, &image).unwrap();
+        let filler = DiskFiller::create(
+            Source::new(store.clone(), Default::default()),
+            map,
+            DiskIndex(2),
+            BYTES,
+            &image,
+        )
+        .unwrap();
         // On demand: nothing else is read before `complete`.
         let mut last = vec![0; UNIT_BYTES];
         filler.disk().read(199 * UNIT_BYTES as u64, &mut last).unwrap();
@@ -77,7 +85,14 @@ fn a_reader_waits_for_a_store_that_is_gone_until_it_is_back() {
     fs::rename(path.join("store/chunks"), path.join("store/away")).unwrap();
     let map = saved.areas[&DiskIndex(2)].clone();
     let image = path.join("restored");
-    let filler = DiskFiller::create(store, map, DiskIndex(2), BYTES, &image).unwrap();
+    let filler = DiskFiller::create(
+        Source::new(store, Default::default()),
+        map,
+        DiskIndex(2),
+        BYTES,
+        &image,
+    )
+    .unwrap();
     let reader = thread::spawn({
         let disk = filler.disk().clone();
         move || content(&disk)

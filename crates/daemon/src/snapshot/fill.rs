@@ -2,6 +2,7 @@
 //! rest while the guest runs. What the guest touches comes first.
 
 use super::Stopped;
+use super::source::{Reading, Source};
 use crate::machine::Machine;
 use crate::sync::lock;
 use anyhow::Context;
@@ -14,7 +15,7 @@ use std::time::{Duration, Instant};
 use tracing::{info, warn};
 use understudy_memory::{DemandPager, MAIN_MEMORY, Missing, RamBlock};
 use understudy_protocol::{BlockId, PageIndex};
-use understudy_snapshot::{AreaMap, ChunkId, Demand, Fill, Loader, Page, Store, UNIT_BYTES};
+use understudy_snapshot::{AreaMap, ChunkId, Demand, Fill, Loader, Page, UNIT_BYTES};
 
 /// Chunks that are read at once before the start.
 const BATCH: usize = 32;
@@ -54,7 +55,7 @@ pub struct Filler {
 
 /// What the threads share. They do not keep the machine alive.
 struct Work {
-    store: Arc<Store>,
+    source: Source,
     machine: Weak<Machine>,
     loader: Mutex<Loader>,
     /// There is something to read, or nothing left to do.
@@ -77,7 +78,7 @@ impl Filler {
     /// For a machine that waits for its device state. The first `before_start` pages of the
     /// queue are what its start waits for.
     pub fn new(
-        store: Arc<Store>,
+        source: Source,
         machine: Arc<Machine>,
         mut maps: BTreeMap<BlockId, AreaMap>,
         queue: &[Page],
@@ -86,7 +87,7 @@ impl Filler {
         let auxiliary = maps.split_off(&BlockId(MAIN_MEMORY.0 + 1));
         let all = maps.values().map(AreaMap::stored).sum();
         let work = Work {
-            store,
+            source,
             machine: Arc::downgrade(&machine),
             loader: Mutex::new(Loader::new(maps, queue, before_start)),
             changed: Condvar::new(),
@@ -104,7 +105,7 @@ impl Filler {
             Stopped::check(stop)?;
             let next = || lock(&self.work.loader).next_chunk();
             let batch: Vec<_> = std::iter::from_fn(next).take(BATCH).collect();
-            self.work.store.read_chunks(&batch, |chunk, content| {
+            self.work.source.store.read_chunks(&batch, |chunk, content| {
                 let fills = lock(&self.work.loader).read(chunk).to_vec();
                 fills.iter().try_for_each(|fill| self.write(fill, &content))
             })?;
@@ -156,14 +157,17 @@ impl Filler {
             Stopped::check(stop)?;
             let block = self.block(*id)?;
             block.clear(PageIndex(0), block.pages())?;
-            self.work.store.read_chunks(map.chunks(), |chunk, content| -> anyhow::Result<()> {
-                let extents = map.extents().iter().filter(|e| map.place(e).chunk == chunk);
-                for extent in extents {
-                    let bytes = units(&content, map.place(extent).slot, extent.count)?;
-                    block.write(PageIndex(extent.first), bytes)?;
-                }
-                Ok(())
-            })?;
+            self.work.source.store.read_chunks(
+                map.chunks(),
+                |chunk, content| -> anyhow::Result<()> {
+                    let extents = map.extents().iter().filter(|e| map.place(e).chunk == chunk);
+                    for extent in extents {
+                        let bytes = units(&content, map.place(extent).slot, extent.count)?;
+                        block.write(PageIndex(extent.first), bytes)?;
+                    }
+                    Ok(())
+                },
+            )?;
         }
         Ok(())
     }
@@ -182,10 +186,12 @@ impl Filler {
 impl Work {
     /// The guest waits for a page.
     fn demand(&self, index: PageIndex) -> Missing {
-        match lock(&self.loader).demand(Page { block: MAIN_MEMORY, index }) {
+        let demand = lock(&self.loader).demand(Page { block: MAIN_MEMORY, index });
+        match demand {
             Demand::Zero => Missing::Zero,
             Demand::Filled => Missing::Filled,
             Demand::Coming => {
+                self.source.wanted();
                 self.changed.notify_one();
                 Missing::Coming
             }
@@ -194,9 +200,10 @@ impl Work {
 
     /// A reader's life.
     fn read_on(&self, reader: usize) {
-        while let Some(chunk) = self.next() {
+        while let Some(reading) = self.next() {
             lock(&self.progress).reading[reader] = Some(Instant::now());
-            let read = self.store.chunk(chunk);
+            let (chunk, read) = (reading.chunk, reading.content());
+            drop(reading);
             lock(&self.progress).reading[reader] = None;
             match read {
                 Ok(content) => self.fill(chunk, &content),
@@ -227,16 +234,16 @@ impl Work {
     }
 
     /// The next chunk; none if there is nothing left to do, or nobody to do it for.
-    fn next(&self) -> Option<ChunkId> {
+    fn next(&self) -> Option<Reading<'_>> {
         let mut loader = lock(&self.loader);
         loop {
             if loader.is_complete() || !self.is_machine_alive() {
                 return None;
             }
-            if let Some(chunk) = loader.next_chunk() {
-                return Some(chunk);
+            if let Some(reading) = self.source.next(&mut loader, true) {
+                return Some(reading);
             }
-            // Others read the last ones.
+            // Others read the last ones, or what a guest waits for.
             let waited = self.changed.wait_timeout(loader, LOOK);
             loader = waited.unwrap_or_else(|poisoned| poisoned.into_inner()).0;
         }
@@ -293,7 +300,7 @@ impl Work {
             (Some(why), _) => Some(why.clone()),
             (None, Some(since)) => Some(format!(
                 "the store {} has not answered for {} s",
-                self.store.location(),
+                self.source.store.location(),
                 since.as_secs()
             )),
             (None, None) => None,

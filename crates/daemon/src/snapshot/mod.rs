@@ -33,6 +33,7 @@ pub mod report;
 mod restore;
 mod restorer;
 mod schedule;
+mod source;
 mod take;
 mod taker;
 mod words;
@@ -68,6 +69,8 @@ pub(crate) struct Snapshots {
     groups: Mutex<BTreeMap<String, (SnapshotNumber, Life)>>,
     /// Bytes a second that were read from a store last; 0 if that is not known.
     speed: AtomicU64,
+    /// What all restored guests share.
+    way: Arc<source::Way>,
 }
 
 impl Snapshots {

@@ -4,6 +4,7 @@
 use super::Stopped;
 use super::disk_fill::DiskFiller;
 use super::fill::Filler;
+use super::source::Source;
 use super::words::{RestoreTask, SavedVm};
 use crate::host::Host;
 use crate::machine::{self, Machine};
@@ -73,7 +74,8 @@ pub fn prepare(
     let mut images = Images(Vec::new());
     let mut definition = saved.definition;
     make_boot_files(&store, &member, &directory, &mut definition)?;
-    let disks = make_disks(&store, &member, task, &directory, &mut definition, &mut images)?;
+    let source = Source::new(store.clone(), host.snapshots.way.clone());
+    let disks = make_disks(&source, &member, task, &directory, &mut definition, &mut images)?;
     let disks = Arc::new(disks);
     let machine = host.launch(machine::Plan {
         machine_type: member.machine.machine_type.clone(),
@@ -94,7 +96,7 @@ pub fn prepare(
         true => store.recent(&member)?.unwrap_or_default().queue,
         false => store.working_set(&member)?.queue,
     };
-    let filler = Arc::new(Filler::new(store.clone(), machine.clone(), maps, &queue, pages));
+    let filler = Arc::new(Filler::new(source, machine.clone(), maps, &queue, pages));
     filling(&filler, &disks);
     let began = Instant::now();
     filler.load_before_start(stop)?;
@@ -197,7 +199,7 @@ fn make_boot_files(
 
 /// New images beside those that are there: until the VM runs, nothing of the former is touched.
 fn make_disks(
-    store: &Arc<Store>,
+    source: &Source,
     member: &MemberManifest,
     task: &RestoreTask,
     directory: &Path,
@@ -212,8 +214,8 @@ fn make_disks(
         let name = format!("{PREFIX}{}-{}-disk{at}.img", task.number, task.id);
         let path = directory.join(name);
         images.0.extend([path.clone(), incomplete_mark(&path)]);
-        let (map, index) = (store.area(area)?, DiskIndex(at as u16));
-        fillers.push(DiskFiller::create(store.clone(), map, index, area.bytes, &path)?);
+        let (map, index) = (source.store.area(area)?, DiskIndex(at as u16));
+        fillers.push(DiskFiller::create(source.clone(), map, index, area.bytes, &path)?);
         disk.path = path;
     }
     Ok(fillers)
