@@ -38,6 +38,8 @@ struct Bank {
 }
 
 type Shared = Arc<Mutex<Bank>>;
+/// Pays over and over: the bank, what this way is called, the peer.
+type Payer = fn(&Shared, &str, &str) -> io::Result<()>;
 
 /// Pays and is paid for ever. `peers` are HOST:PORT.
 pub fn run(name: &str, port: u16, peers: &[&str]) -> Result<(), String> {
@@ -54,8 +56,7 @@ pub fn run(name: &str, port: u16, peers: &[&str]) -> Result<(), String> {
     let own = Arc::clone(&bank);
     thread::spawn(move || serve_datagrams(&own, &socket));
     for peer in peers {
-        let ways: [(&str, fn(&Shared, &str, &str) -> io::Result<()>); 2] =
-            [("tcp", pay_by_stream), ("udp", pay_by_datagram)];
+        let ways: [(&str, Payer); 2] = [("tcp", pay_by_stream), ("udp", pay_by_datagram)];
         for (protocol, pay) in ways {
             let (bank, way, peer) =
                 (Arc::clone(&bank), format!("{name}-{protocol}"), (*peer).to_owned());
