@@ -14,6 +14,8 @@ const MOST_PAGES: u64 = 10_000;
 const MAKE_NOISE: &str = "for i in 1 2; do dd if=/dev/urandom of=/tmp/$i bs=64k count=300; done";
 /// Writes 20 MB of it over and over, as fast as the guest can.
 const LOAD: &str = "while :; do cat /tmp/1 > /tmp/out; cat /tmp/2 > /tmp/out; done";
+/// As much at once, and then nothing until the link is idle again, over and over.
+const BURSTS: &str = "while :; do cat /tmp/1 > /tmp/out; sleep 3; done";
 
 /// What `status` says of the guest's throttle.
 fn throttle(scene: &Scene) -> Result<Value> {
@@ -48,10 +50,14 @@ fn a_guest_that_outruns_the_link_is_slowed_down_and_loses_nothing() {
         await_throttle(scene, "the guest to get its processors back", |throttle| {
             percent(throttle) == 100
         })?;
-        // The link is known by now, and idle: the first large epoch does not get far.
+        // The link is known by now, and idle before each burst: its first epoch does not get far.
+        shell.start(BURSTS)?;
+        await_throttle(scene, "an epoch to be cut short", |throttle| {
+            throttle["cut_short"].as_u64() > Some(0)
+        })?;
         shell.start(LOAD)?;
-        await_throttle(scene, "epochs to be cut short and the guest slowed down", |throttle| {
-            percent(throttle) < 100 && throttle["cut_short"].as_u64() > Some(0)
+        await_throttle(scene, "the guest to be slowed down again", |throttle| {
+            percent(throttle) < 100
         })?;
         await_service(&client)?;
         scene.host_mut("a")?.kill_everything()?;
