@@ -102,7 +102,7 @@ impl Bank<'_> {
 
     fn ask(&self, member: usize, request: &str) -> Result<String> {
         let address = SocketAddr::from((address(member), PORT));
-        let connect = || TcpStream::connect_timeout(&address, Duration::from_secs(2));
+        let connect = || TcpStream::connect_timeout(&address, Duration::from_secs(20));
         let mut stream = in_namespace(&self.scene.lab().client(), connect)??;
         stream.set_read_timeout(Some(Duration::from_secs(20)))?;
         stream.write_all(format!("{request}\n").as_bytes())?;
