@@ -14,6 +14,7 @@
 //! | [`prepare`] | from a part of a snapshot to a VM that runs |
 //! | [`placement`] | who may be restored where, asked before anything is started |
 //! | [`memory`], [`fill`], [`disk`], [`disk_fill`] | what is captured, and filled in again |
+//! | [`source`] | the way to the store, which all restored guests of a host share |
 //! | [`frames`] | frames between members, and those in flight |
 //! | [`report`] | what users ask for and are told |
 
