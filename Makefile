@@ -44,8 +44,8 @@ bench-compression: build guests ## Ways to encode pages, on a guest that compile
 bench-lockstep: build guests bench-guest ## What lockstep costs, and its log (QUICK=1; ONLY=cpu,web; JSON=1: as JSON)
 	@$(UNDERSTUDY) bench lockstep $(if $(QUICK),--quick) $(if $(ONLY),--only $(ONLY)) $(if $(JSON),--json)
 
-bench-restore: build guests ## Snapshots, and how fast each way has a VM back (QUICK=1; ONLY=eager,hot; SPEED=50: MB/s; JSON=1: as JSON)
-	@$(UNDERSTUDY) bench restore $(if $(QUICK),--quick) $(if $(ONLY),--only $(ONLY)) $(if $(SPEED),--store-speed $(SPEED)) $(if $(JSON),--json)
+bench-restore: build bench-guest ## Snapshots and restores (QUICK=1; ONLY=modes,group; WAYS=eager,hot; SPEED=50: MB/s; JSON=1: as JSON)
+	@$(UNDERSTUDY) bench restore $(if $(QUICK),--quick) $(if $(ONLY),--only $(ONLY)) $(if $(WAYS),--ways $(WAYS)) $(if $(SPEED),--store-speed $(SPEED)) $(if $(JSON),--json)
 
 bench-guest: guests ## Build the guest of the benchmark suite into target/guest/bench
 	@guests/bench $(PROGRESS)

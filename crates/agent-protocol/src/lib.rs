@@ -28,7 +28,8 @@ mod word;
 
 pub use hello::{Hello, HelloError};
 pub use lockstep::{
-    LOCKSTEP_VARIABLE, LOG_NAME, LogErrand, LogPage, LogRole, Request, TICKS_VARIABLE,
+    CONSOLE_VARIABLE, LOCKSTEP_VARIABLE, LOG_NAME, LogErrand, LogPage, LogRole, Request,
+    TICKS_VARIABLE,
 };
 pub use memory::{DropRange, MOST_RANGES, MemoryRequest};
 pub use page::{Answer, Order, PausePage};

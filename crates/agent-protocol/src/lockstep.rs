@@ -9,6 +9,10 @@ use std::sync::atomic::{AtomicU64, Ordering};
 /// [`Request`]s come.
 pub const LOCKSTEP_VARIABLE: &str = "UNDERSTUDY_LOCKSTEP";
 
+/// Environment variable with the number of the descriptor that a QEMU in lockstep has its guest's
+/// console on; without it, it has none.
+pub const CONSOLE_VARIABLE: &str = "UNDERSTUDY_CONSOLE";
+
 /// Environment variable with the rate of the guest's time stamp counter, in ticks in 2^32 ns;
 /// without it, it counts nanoseconds.
 pub const TICKS_VARIABLE: &str = "UNDERSTUDY_TICKS";
@@ -41,8 +45,9 @@ impl LogRole {
 }
 
 /// What the agent is asked for on its control socket: one byte, answered by eight: the bytes of
-/// log that have passed it so far, or [`Request::REFUSED`]. All but [`Request::Detach`] are done
-/// in QEMU's main loop, which on a backup may be waiting for log.
+/// log that have passed it so far, or [`Request::REFUSED`]. All but [`Request::Detach`],
+/// [`Request::Hold`] and [`Request::LetGo`] are done in QEMU's main loop, which on a backup may be
+/// waiting for log.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(u8)]
 pub enum Request {
@@ -50,6 +55,12 @@ pub enum Request {
     Detach = b'd',
     /// Primary: bring the log out up to this instruction.
     Flush = b's',
+    /// Primary: stand still at a place of the log, as soon as the main loop comes to it, without
+    /// stopping the machine, which would be no part of the log. Answered at once, with the
+    /// number of the hold: the [`LogPage`] shows when the machine stands still, and where.
+    Hold = b'h',
+    /// Primary: that has ended, or is not wanted any more.
+    LetGo = b'g',
     /// Backup, loaded and stopped: the log comes from the daemon from here on. Waits for its
     /// first bytes.
     Follow = b'f',
@@ -64,7 +75,9 @@ impl Request {
     /// The request with this number.
     pub fn from_byte(byte: u8) -> Option<Request> {
         use Request::*;
-        [Detach, Flush, Follow, GoLive].into_iter().find(|&request| request as u8 == byte)
+        [Detach, Flush, Hold, LetGo, Follow, GoLive]
+            .into_iter()
+            .find(|&request| request as u8 == byte)
     }
 }
 
@@ -111,6 +124,15 @@ pub struct LogPage {
     pub event: AtomicU64,
     /// Frames that the guest has sent.
     pub frames: AtomicU64,
+    /// Number of the [`Request::Hold`] for which the primary stands still; 0 if it does not. The
+    /// following fields are of that hold.
+    pub held: AtomicU64,
+    /// Bytes of log, since it was attached, that lead to where it stands.
+    pub held_position: AtomicU64,
+    /// Instructions executed there.
+    pub held_instructions: AtomicU64,
+    /// Requests to disks begun there, since the log was attached.
+    pub held_disk_requests: AtomicU64,
 }
 
 impl LogPage {
@@ -139,7 +161,8 @@ mod tests {
 
     #[test]
     fn what_is_said_is_understood() {
-        for request in [Request::Detach, Request::Flush, Request::Follow, Request::GoLive] {
+        use Request::*;
+        for request in [Detach, Flush, Hold, LetGo, Follow, GoLive] {
             assert_eq!(Request::from_byte(request as u8), Some(request));
         }
         assert_eq!(Request::from_byte(b'x'), None);

@@ -1,20 +1,23 @@
 //! Admission: everything that speaks against a VM, found before anything is changed.
 
 use crate::error::{ErrorKind, HostError};
-use crate::handshake::Offer;
-use crate::host::{Host, prepare_directory};
+use crate::handshake::{Offer, Purpose, Welcome};
+use crate::host::{Host, PEER_TIMEOUT, prepare_directory};
 use crate::machine::Machine;
+use crate::protection::refused;
 use crate::records::Record;
 use crate::report::Mode;
 use crate::sync::lock;
-use crate::vm::Vm;
+use crate::vm::{PrimaryVm, Vm};
+use std::net::SocketAddr;
 use std::path::PathBuf;
 use std::sync::Arc;
 use understudy_disk::{Disk, ImageFormat};
 use understudy_protocol::validity::may_start;
+use understudy_protocol::wire::Kind;
 use understudy_protocol::{DiskIndex, Generation, Verdict};
 use understudy_qemu::definition::DiskFormat;
-use understudy_qemu::lockstep::obstacles;
+use understudy_qemu::lockstep::{LogRole, obstacles};
 use understudy_qemu::{Accelerator, VmDefinition, build_id, peer_obstacle};
 
 impl Host {
@@ -34,7 +37,7 @@ impl Host {
         for (name, vm) in vms.iter() {
             let machine = match vm {
                 Vm::Primary(vm) => &vm.machine(),
-                Vm::Backup(session) => &session.machine,
+                Vm::Backup(session) => &session.machine(),
                 Vm::Fenced(_) => continue,
             };
             if *name == definition.name {
@@ -91,11 +94,7 @@ impl Host {
 
     /// Refuses to execute the log of a primary whose QEMU is another build than this host's.
     pub(crate) fn check_build(&self, primarys: Option<&str>) -> Result<(), HostError> {
-        let program = &self.capabilities.binary;
-        let ours = build_id(program).map_err(|error| {
-            let message = format!("cannot read {}: {error}", program.display());
-            HostError::new(ErrorKind::Invalid, message)
-        })?;
+        let ours = self.installed_build()?;
         match peer_obstacle(ours.as_deref(), primarys) {
             None => Ok(()),
             Some(obstacle) => {
@@ -103,6 +102,43 @@ impl Host {
                 Err(HostError::new(ErrorKind::Invalid, message))
             }
         }
+    }
+
+    /// Asks a host whether it could execute the log of this VM, before the VM is moved into a
+    /// QEMU that records one.
+    pub(crate) fn ask_to_follow(&self, vm: &PrimaryVm, to: &str) -> Result<(), HostError> {
+        let addresses = self.addresses_of(to)?;
+        let machine = vm.machine();
+        let records = machine.lockstep().is_some_and(|own| own.role == LogRole::Record);
+        // Else it goes on in the QEMU that is installed now.
+        let build = if records { machine.qemu_build() } else { self.installed_build()? };
+        let ask = || -> anyhow::Result<Welcome> {
+            let purpose = |_| Purpose::MayFollow { build: build.clone() };
+            let (link, _) = self.identity.dial_first(to, &addresses, purpose)?;
+            link.set_read_timeout(Some(PEER_TIMEOUT))?;
+            link.expect_json(Kind::Welcome)
+        };
+        let what = format!("cannot protect {} to {to}", vm.name());
+        ask().map(drop).map_err(|error| refused(&what, &error))
+    }
+
+    fn installed_build(&self) -> Result<Option<String>, HostError> {
+        let program = &self.capabilities.binary;
+        build_id(program).map_err(|error| {
+            let message = format!("cannot read {}: {error}", program.display());
+            HostError::new(ErrorKind::Invalid, message)
+        })
+    }
+
+    /// The addresses of a host that this one knows.
+    pub(crate) fn addresses_of(&self, host: &str) -> Result<Vec<SocketAddr>, HostError> {
+        let known = self.known_hosts();
+        known.get(host).cloned().ok_or_else(|| {
+            let known: Vec<&str> = known.keys().map(String::as_str).collect();
+            let known = known.join(", ");
+            let message = format!("{host:?} is not a peer of this host; its [peers] are: {known}");
+            HostError::new(ErrorKind::Invalid, message)
+        })
     }
 
     /// Refuses a mode that the machine is not made for.

@@ -8,6 +8,7 @@ use crate::arbiter::Arbiter;
 use crate::error::{ErrorKind, HostError};
 use crate::host::Host;
 use crate::primary;
+use crate::protection::check_held_console;
 use crate::report::{DiskReads, GroupRequest, Mode, ProtectRequest, VmStatus};
 use crate::sync::lock;
 use crate::vm::{PrimaryVm, Vm};
@@ -101,6 +102,11 @@ impl Host {
             request.vms.iter().map(|vm| self.own_member(name, vm)).collect::<Result<_, _>>()?;
         let _none_is_repaired: Vec<_> = vms.iter().map(|vm| lock(&vm.protecting)).collect();
         vms.iter().try_for_each(|vm| self.check_protectable(vm))?;
+        if request.hold_console {
+            let check =
+                |vm: &Arc<PrimaryVm>| check_held_console(vm.machine().definition(), Output::Held);
+            vms.iter().try_for_each(check)?;
+        }
         vms.iter().try_for_each(|vm| self.make_fit(vm, Mode::Checkpoint))?;
         let policy = common_policy(&vms, request.policy)?;
         // A group that lost its protection is left to the operator: repair knows
@@ -113,6 +119,7 @@ impl Host {
             encoding: request.encoding,
             repair: false,
             output: Output::Held,
+            hold_console: request.hold_console,
         };
         let plans = vms
             .iter()

@@ -52,6 +52,11 @@ pub enum Purpose {
         /// Bytes of its memory.
         memory: u64,
     },
+    /// Could this host execute the log of a QEMU of this build? See [`crate::admission`].
+    MayFollow {
+        /// The GNU build id; none if it has none.
+        build: Option<String>,
+    },
     /// Orders and reports about snapshots and restores of groups follow.
     Group,
     /// Could this host take members of a snapshot? See [`crate::snapshot`].

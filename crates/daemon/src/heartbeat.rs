@@ -39,6 +39,11 @@ pub trait Pulse: Send + Sync + 'static {
     fn leave_path(&self);
     /// Whether the session is over and its threads may end.
     fn is_over(&self) -> bool;
+    /// Whether the heartbeats may end too: the end of one is a reason for the peer to give the
+    /// session up, and it must not hear that before a better one.
+    fn may_hang_up(&self) -> bool {
+        self.is_over()
+    }
 }
 
 /// The heartbeat connections of a session, by path.
@@ -142,7 +147,7 @@ fn spawn(
 
 fn beat(path: PathIndex, session: &impl Pulse) {
     be_punctual();
-    while !session.is_over() {
+    while !session.may_hang_up() {
         if let Some(link) = session.heartbeats().get(path) {
             // A broken connection is the listening thread's to report.
             let _ = link.send_signal(Kind::Heartbeat, Epoch(0));
@@ -191,5 +196,59 @@ fn follow(session: &impl Pulse, event: PathEvent) {
         Some(Consequence::Leave) => session.leave_path(),
         Some(Consequence::Lost(reason)) => session.lost(reason),
         None => {}
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::net::{TcpListener, TcpStream};
+    use std::sync::atomic::{AtomicBool, Ordering};
+
+    /// A session that is over, and that the peer shall hear of by other means first.
+    struct Parting {
+        paths: PathMonitor,
+        heartbeats: Heartbeats,
+        may_hang_up: AtomicBool,
+    }
+
+    impl Pulse for Parting {
+        fn paths(&self) -> &PathMonitor {
+            &self.paths
+        }
+        fn heartbeats(&self) -> &Heartbeats {
+            &self.heartbeats
+        }
+        fn heard(&self) {}
+        fn lost(&self, _: String) {}
+        fn tick(&self) {}
+        fn leave_path(&self) {}
+        fn is_over(&self) -> bool {
+            true
+        }
+        fn may_hang_up(&self) -> bool {
+            self.may_hang_up.load(Ordering::Acquire)
+        }
+    }
+
+    #[test]
+    fn heartbeats_go_on_until_the_session_may_hang_up() {
+        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+        let address = listener.local_addr().unwrap();
+        let peer = Link::dialled(TcpStream::connect(address).unwrap(), "b", None).unwrap();
+        let link = Link::accepted(listener.accept().unwrap().0, None).unwrap();
+        let path = PathIndex(0);
+        let session = Arc::new(Parting {
+            paths: PathMonitor::new("vm", "b", vec![address], path, Duration::from_secs(9)),
+            heartbeats: Heartbeats::new(1),
+            may_hang_up: AtomicBool::new(false),
+        });
+        session.heartbeats.put(path, link);
+        start("vm", &session).unwrap();
+        for _ in 0..10 {
+            assert_eq!(peer.receive().unwrap().header.kind, Kind::Heartbeat);
+        }
+        session.may_hang_up.store(true, Ordering::Release);
+        while peer.receive().is_ok() {}
     }
 }

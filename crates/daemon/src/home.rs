@@ -13,10 +13,12 @@ use understudy_qemu::Accelerator;
 use understudy_qemu::command::BootFiles;
 use understudy_qemu::user::{self, User, path_in_qemu};
 
-/// The console's socket and log, and the agent's socket, in QEMU's directory.
+/// The console's socket, and the agent's, in QEMU's directory.
 pub(crate) const CONSOLE: &str = "console";
-pub(crate) const CONSOLE_LOG: &str = "console.log";
 pub(crate) const AGENT: &str = "agent";
+
+/// The console's log, in the VM's directory, where QEMU cannot change it.
+pub(crate) const CONSOLE_LOG: &str = "console.log";
 
 const DIRECTORY: &str = "qemu";
 /// Of a QEMU that is to go on in another's place.
@@ -38,23 +40,17 @@ impl Home {
     /// Makes it QEMU's, without what an earlier one has left.
     pub(crate) fn prepare(vm_directory: &Path, user: Option<User>) -> anyhow::Result<Home> {
         let directory = vm_directory.join(DIRECTORY);
-        user::give_directory(&directory, user, CONSOLE_LOG)
+        user::give_directory(&directory, user)
             .with_context(|| format!("cannot prepare {}", directory.display()))?;
         Ok(Home { directory, user })
     }
 
-    /// The directory of a QEMU that is to go on in the place of one that lives. Both append
-    /// to one log of the console.
+    /// The directory of a QEMU that is to go on in the place of one that lives.
     pub(crate) fn prepare_next(vm_directory: &Path, user: Option<User>) -> anyhow::Result<Home> {
         let directory = vm_directory.join(NEXT);
         let prepare = || -> std::io::Result<()> {
             remove_directory(&directory)?;
-            std::fs::create_dir(&directory)?;
-            let log = vm_directory.join(DIRECTORY).join(CONSOLE_LOG);
-            if log.exists() {
-                std::fs::hard_link(log, directory.join(CONSOLE_LOG))?;
-            }
-            user::give_directory(&directory, user, CONSOLE_LOG)
+            user::give_directory(&directory, user)
         };
         prepare().with_context(|| format!("cannot prepare {}", directory.display()))?;
         Ok(Home { directory, user })

@@ -10,7 +10,7 @@ use crate::records::{Record, Records};
 use crate::report::{CheckpointTiming, HostStatus, VmStatus};
 use crate::resync;
 use crate::snapshot::frames::Fabric;
-use crate::snapshot::{Snapshots, start_schedules};
+use crate::snapshot::{Snapshots, start_sampling, start_schedules};
 use crate::sync::lock;
 use crate::tls::Tls;
 use crate::vm::{PrimaryVm, Vm};
@@ -106,6 +106,7 @@ impl Host {
         }
         membership::join(&host);
         start_schedules(&host);
+        start_sampling(&host);
         host.tell_of_the_lost();
         info!("host {} listens on {:?}", host.config.name, host.config.listen);
         Ok(host)
@@ -113,11 +114,12 @@ impl Host {
 
     /// One VM's status.
     pub fn vm_status(&self, name: &str) -> Result<VmStatus, HostError> {
-        Ok(self.with_filling(self.vm(name)?.status()))
+        Ok(self.with_snapshots(self.vm(name)?.status()))
     }
 
-    fn with_filling(&self, mut status: VmStatus) -> VmStatus {
+    fn with_snapshots(&self, mut status: VmStatus) -> VmStatus {
         status.filling = self.snapshots.filling(&status.name);
+        status.sampled_pages = self.snapshots.sampled_pages(&status.name);
         status
     }
 
@@ -133,7 +135,7 @@ impl Host {
             name: self.config.name.clone(),
             version: env!("CARGO_PKG_VERSION").to_owned(),
             qemu_version: self.capabilities.version.to_string(),
-            vms: vms.iter().map(|vm| self.with_filling(vm.status())).collect(),
+            vms: vms.iter().map(|vm| self.with_snapshots(vm.status())).collect(),
         }
     }
 
@@ -220,6 +222,17 @@ impl Host {
         })
     }
 
+    /// The VMs that this host runs.
+    pub(crate) fn running(&self) -> Vec<Arc<PrimaryVm>> {
+        let vms = lock(&self.vms);
+        let primary = |vm: &Vm| match vm {
+            Vm::Primary(vm) => Some(vm.clone()),
+            Vm::Backup(_) | Vm::Fenced(_) => None,
+        };
+        vms.values().filter_map(primary).collect()
+    }
+
+    /// A VM that runs on this host.
     pub(crate) fn primary(&self, name: &str) -> Result<Arc<PrimaryVm>, HostError> {
         match self.vm(name)? {
             Vm::Primary(vm) => Ok(vm),

@@ -1,20 +1,20 @@
 //! Connections from other hosts.
 
-use crate::backup::{self, Outcome};
+use crate::backup::{self, Beside, Launch, Outcome};
 use crate::error::{ErrorKind, HostError};
 use crate::group::{Member, Membership};
 use crate::handshake::{GroupOffer, Hello, MOST_PATHS, Offer, Purpose, Welcome, answer};
 use crate::host::{Host, failed};
 use crate::link::Link;
-use crate::machine::{self, Machine};
-use crate::report::{Mode, ProtectRequest};
+use crate::machine;
+use crate::report::Mode;
 use crate::resync::{self, Groundwork};
 use crate::snapshot::frames;
 use crate::sync::lock;
 use crate::vm::{FencedVm, Vm};
 use anyhow::{Context, anyhow, bail};
 use std::net::{TcpListener, TcpStream};
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::sync::{Arc, Weak};
 use std::thread;
 use tracing::{info, warn};
@@ -52,6 +52,7 @@ fn serve(host: &Arc<Host>, stream: TcpStream) {
             Purpose::Survey { vm, memory } => {
                 link.send_json(Kind::Welcome, &host.survey_answer(&vm, memory))
             }
+            Purpose::MayFollow { build } => answer_may_follow(host, &link, build.as_deref()),
             Purpose::Images { vm } => answer_images(host, &link, &vm),
             Purpose::Group => crate::snapshot::serve(host, &link),
             Purpose::MayRestore(question) => match host.may_restore(&question) {
@@ -82,6 +83,17 @@ fn serve(host: &Arc<Host>, stream: TcpStream) {
     });
     if let Err(error) = served {
         warn!("connection from {peer:?} ended: {error:#}");
+    }
+}
+
+fn answer_may_follow(host: &Host, link: &Link, build: Option<&str>) -> anyhow::Result<()> {
+    let name = &host.config.name;
+    match host.check_build(build) {
+        Ok(()) => link.send_json(Kind::Welcome, &Welcome::of(name)),
+        Err(error) => {
+            link.refuse(&format!("host {name} refuses: {error}"));
+            Err(error.into())
+        }
     }
 }
 
@@ -232,13 +244,15 @@ fn stand_by(
         addresses: offer.paths.clone(),
         path: offer.path,
         directory: directory.clone(),
+        launch: launcher(host, directory),
+        wish: offer.wish.clone(),
     };
     let weak = Arc::downgrade(host);
-    let (own, wish) = (machine.clone(), offer.wish.clone());
     let remedy = plan.group.0.membership.remedy();
+    let vm = name.clone();
     let over = move |outcome| {
         if let Some(host) = weak.upgrade() {
-            end(&host, &own, (wish, &remedy), outcome);
+            end(&host, &vm, &remedy, outcome);
         }
     };
     // Registered before the primary hears that it may connect its heartbeat.
@@ -247,6 +261,31 @@ fn stand_by(
     })?;
     info!(vm = name, "standing by for {}", hello.host);
     Ok(())
+}
+
+/// Starts a standby's QEMU for the other way of keeping up.
+fn launcher(host: &Arc<Host>, directory: PathBuf) -> Launch {
+    let host = Arc::downgrade(host);
+    Box::new(move |former, wanted| {
+        let host = host.upgrade().context("this host is shutting down")?;
+        let role = match wanted.mode {
+            Mode::Lockstep => {
+                host.check_build(wanted.qemu_build.as_deref())?;
+                host.check_mode(former, wanted.mode)?;
+                LogRole::Replay
+            }
+            Mode::Checkpoint => LogRole::Record,
+        };
+        let lockstep = Lockstep { role, clock: wanted.clock.clone() };
+        let (machine, adopted) = host.launch_beside(former, &directory, lockstep)?;
+        let (weak, next, directory) = (Arc::downgrade(&host), machine.clone(), directory.clone());
+        let adopt = move || {
+            if let Some(host) = weak.upgrade() {
+                adopted.set(&host, &next, &directory);
+            }
+        };
+        Ok(Beside { machine, adopt: Box::new(adopt) })
+    })
 }
 
 /// The standby of a QEMU that counts instructions must do so too, else it could not load its
@@ -317,31 +356,25 @@ fn make_mirrors(
 }
 
 /// The session ended: the VM lives here, or this host has nothing to do with it.
-fn end(
-    host: &Arc<Host>,
-    machine: &Arc<Machine>,
-    (wish, remedy): (Option<ProtectRequest>, &str),
-    outcome: Outcome,
-) {
-    let name = machine.definition().name.clone();
+fn end(host: &Arc<Host>, name: &str, remedy: &str, outcome: Outcome) {
     match outcome {
-        Outcome::Live { generation, reason, takeover } => {
+        Outcome::Live { machine, wish, generation, reason, takeover } => {
             let vm = host.add_primary(machine.clone(), generation, wish);
             vm.took_over(takeover);
-            host.join_cluster(machine);
+            host.join_cluster(&machine);
             host.degraded(&vm, format!("took over: {reason}"), remedy);
             // The activation says so already; the record is where it belongs.
-            if let Err(error) = host.records.change(&name, |_| ()) {
+            if let Err(error) = host.records.change(name, |_| ()) {
                 warn!(vm = name, "{error}");
             }
         }
         Outcome::Discarded => {
-            lock(&host.vms).remove(&name);
+            lock(&host.vms).remove(name);
         }
         Outcome::Failed { generation, reason } => {
             let reason = failed("won the VM and could not start it", &anyhow::anyhow!(reason));
-            let fenced = FencedVm { name: name.clone(), generation, reason: reason.to_string() };
-            lock(&host.vms).insert(name, Vm::Fenced(Arc::new(fenced)));
+            let fenced = FencedVm { name: name.to_owned(), generation, reason: reason.to_string() };
+            lock(&host.vms).insert(name.to_owned(), Vm::Fenced(Arc::new(fenced)));
         }
     }
 }

@@ -39,6 +39,7 @@ mod succession;
 mod survey;
 mod sync;
 mod tls;
+mod turn;
 mod vm;
 
 pub use error::{ErrorKind, HostError};

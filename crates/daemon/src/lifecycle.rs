@@ -177,7 +177,7 @@ impl Host {
     }
 
     /// A guest that lives on carries out all that its log told.
-    fn note_end_of_lockstep(&self, vm: &PrimaryVm) {
+    pub(crate) fn note_end_of_lockstep(&self, vm: &PrimaryVm) {
         if !vm.machine().is_alive() {
             return;
         }

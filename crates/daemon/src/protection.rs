@@ -3,13 +3,15 @@
 use crate::error::{ErrorKind, HostError};
 use crate::group::Membership;
 use crate::host::{Host, PEER_TIMEOUT, failed, internal};
-use crate::report::{DiskReads, Mode, ProtectRequest, VmStatus};
+use crate::lockstep::compare::primary::Refusal;
+use crate::report::{ComparisonReport, DiskReads, Mode, ProtectRequest, VmStatus};
 use crate::sync::lock;
 use crate::vm::{PrimaryVm, Vm};
 use crate::{primary, resync};
 use std::sync::Arc;
 use tracing::warn;
 use understudy_protocol::{Generation, Output, PrimaryPhase};
+use understudy_qemu::VmDefinition;
 
 impl Host {
     /// Starts protecting a VM; returns when the peer has accepted and the first
@@ -22,6 +24,13 @@ impl Host {
         check_disk_reads(&request)?;
         let vm = self.primary(name)?;
         let _protecting = lock(&vm.protecting);
+        if let Some(session) = vm.active_session()
+            && session.peer == request.to
+            && session.mode() != request.mode
+        {
+            self.turn(&vm, &session, &request)?;
+            return Ok(Vm::Primary(vm.clone()).status());
+        }
         // The operator decides: nothing else is tried meanwhile.
         vm.repairer.ended();
         vm.repairer.trust_lockstep();
@@ -63,6 +72,13 @@ impl Host {
         request: ProtectRequest,
     ) -> Result<(), HostError> {
         self.check_protectable(vm)?;
+        if request.mode == Mode::Lockstep {
+            self.check_mode(&vm.machine(), request.mode)?;
+            self.ask_to_follow(vm, &request.to)?;
+        }
+        if request.hold_console {
+            check_held_console(vm.machine().definition(), request.output)?;
+        }
         self.make_fit(vm, request.mode)?;
         let plan = self.plan_protection(vm, &request)?;
         let membership = Membership::of_one(vm.name(), plan.generation);
@@ -171,6 +187,38 @@ impl Host {
         }
     }
 
+    /// Compares a VM in lockstep with its backup, all of memory and disks, while both run. A
+    /// backup that differs is given up. Returns when that is known.
+    pub fn verify_lockstep(&self, name: &str) -> Result<ComparisonReport, HostError> {
+        let conflict = |message: String| HostError::new(ErrorKind::Conflict, message);
+        let vm = self.primary(name)?;
+        let session = vm.active_session();
+        let session =
+            session.filter(|session| session.mode() == Mode::Lockstep).ok_or_else(|| {
+                conflict(format!(
+                    "{name} has no backup in lockstep: there is nothing to compare it with \
+                 (`understudy protect {name} --to HOST --mode lockstep`)"
+                ))
+            })?;
+        if session.phase() != PrimaryPhase::Protected {
+            let words = "is not protected at present: wait until it is (`understudy status";
+            return Err(conflict(format!("{name} {words} {name}`)")));
+        }
+        let recording = session.recording();
+        let recording = recording.ok_or_else(|| conflict(format!("{name} has no log")))?;
+        match recording.comparer.verify() {
+            Ok(report) => {
+                vm.events.note(report.words());
+                Ok(report)
+            }
+            Err(Refusal::Busy) => Err(conflict(format!("{name} is being compared already"))),
+            Err(Refusal::Failed(reason)) => {
+                let message = format!("{name} and its backup could not be compared: {reason}");
+                Err(HostError::new(ErrorKind::Unreachable, message))
+            }
+        }
+    }
+
     pub(crate) fn plan_protection(
         &self,
         vm: &PrimaryVm,
@@ -186,15 +234,7 @@ impl Host {
                     .to_owned(),
             );
         };
-        let known = self.known_hosts();
-        let Some(addresses) = known.get(&request.to) else {
-            let known: Vec<&str> = known.keys().map(String::as_str).collect();
-            return invalid(format!(
-                "{:?} is not a peer of this host; its [peers] are: {}",
-                request.to,
-                known.join(", ")
-            ));
-        };
+        let addresses = self.addresses_of(&request.to)?;
         if request.output == Output::Unheld && !self.config.allow_unheld_output {
             return invalid(
                 "output that is not held is not protected: this host does that for measurements \
@@ -219,10 +259,11 @@ impl Host {
         Ok(primary::Plan {
             identity: self.identity.clone(),
             peer: request.to.clone(),
-            addresses: addresses.clone(),
+            addresses,
             generation,
             mode: request.mode,
             disk_reads: request.disk_reads,
+            hold_console: request.hold_console,
             policy,
             encoding: request.encoding,
             timeout: self.config.detection_timeout,
@@ -239,13 +280,29 @@ impl Host {
 }
 
 /// An error that the peer, or the way to it, caused.
-fn refused(what: &str, error: &anyhow::Error) -> HostError {
+pub(crate) fn refused(what: &str, error: &anyhow::Error) -> HostError {
     let kind = if error.chain().any(|cause| cause.is::<crate::link::Refused>()) {
         ErrorKind::Refused
     } else {
         ErrorKind::Unreachable
     };
     HostError::new(kind, format!("{what}: {error:#}"))
+}
+
+/// Refuses to hold what there is not, or beside output that is not held.
+pub(crate) fn check_held_console(
+    definition: &VmDefinition,
+    output: Output,
+) -> Result<(), HostError> {
+    let name = &definition.name;
+    let message = if output == Output::Unheld {
+        format!("{name}: the console is held with all other output or not at all: leave one out")
+    } else if !definition.console {
+        format!("{name} has no console to hold: leave it out, or define the VM with one")
+    } else {
+        return Ok(());
+    };
+    Err(HostError::new(ErrorKind::Invalid, message))
 }
 
 /// Refuses what only lockstep can do.
@@ -256,4 +313,24 @@ fn check_disk_reads(request: &ProtectRequest) -> Result<(), HostError> {
         return Err(HostError::new(ErrorKind::Invalid, message.to_owned()));
     }
     Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_console_is_held_where_there_is_one_and_with_all_other_output() {
+        let definition = |console: bool| -> VmDefinition {
+            toml::from_str(&format!(
+                "name = \"db\"\nmemory = \"64M\"\nvcpus = 1\nconsole = {console}\n\
+                 [[disk]]\npath = \"db.img\"\nformat = \"raw\""
+            ))
+            .unwrap()
+        };
+        assert!(check_held_console(&definition(true), Output::Held).is_ok());
+        let error = check_held_console(&definition(false), Output::Held).unwrap_err();
+        assert!(error.to_string().contains("db has no console"), "{error}");
+        assert!(check_held_console(&definition(true), Output::Unheld).is_err());
+    }
 }

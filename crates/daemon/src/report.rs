@@ -1,5 +1,6 @@
 //! What the daemon tells its users: the types behind `status` and `--json`.
 
+pub use crate::lockstep::compare::report::{ComparisonCounts, ComparisonReport, Difference, Part};
 pub use crate::snapshot::report::{FillReport, FillState};
 use serde::{Deserialize, Serialize};
 use understudy_encoding::{Counters, EncodingPlan, Methods};
@@ -247,6 +248,9 @@ pub struct VmStatus {
     /// How far it is there, while it is still being loaded from a snapshot.
     #[serde(default)]
     pub filling: Option<FillReport>,
+    /// Its working set in normal running, in pages, once that was sampled.
+    #[serde(default)]
+    pub sampled_pages: Option<u64>,
     /// The checkpoint policy.
     pub policy: Policy,
     /// Checkpoints committed since protection began.
@@ -267,6 +271,9 @@ pub struct VmStatus {
     pub throttle: Option<ThrottleReport>,
     /// Frames held for output commit at this moment.
     pub held_frames: u64,
+    /// Bytes of the guest's console held likewise, where that was asked for.
+    #[serde(default)]
+    pub held_console_bytes: Option<u64>,
     /// Process id of this host's QEMU for the VM.
     pub qemu_pid: Option<u32>,
     /// Unix socket of the guest's console.
@@ -407,6 +414,9 @@ pub struct LockstepReport {
     /// What travels of disk reads, in Mbit/s before it is compressed. Not part of `log_mbit_s`.
     #[serde(default)]
     pub disk_read_mbit_s: f64,
+    /// How often the backup was compared; none before the first time, and none on a backup.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub comparison: Option<ComparisonCounts>,
 }
 
 /// What `protect` asks for.
@@ -433,6 +443,9 @@ pub struct ProtectRequest {
     /// configuration must allow it.
     #[serde(default, skip_serializing_if = "Output::is_held")]
     pub output: Output,
+    /// Whether what the guest says on its console waits for its commit, too.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub hold_console: bool,
 }
 
 fn restored() -> bool {
@@ -452,4 +465,7 @@ pub struct GroupRequest {
     /// How their pages are encoded.
     #[serde(default)]
     pub encoding: EncodingPlan,
+    /// Whether what their guests say on their consoles waits for its commit, too.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub hold_console: bool,
 }

@@ -68,7 +68,7 @@ impl Host {
     fn machines(&self) -> Vec<Arc<Machine>> {
         let machine = |vm: &Vm| match vm {
             Vm::Primary(vm) => Some(vm.machine()),
-            Vm::Backup(session) => Some(session.machine.clone()),
+            Vm::Backup(session) => Some(session.machine()),
             Vm::Fenced(_) => None,
         };
         lock(&self.vms).values().filter_map(machine).collect()

@@ -10,9 +10,11 @@ use crate::error::HostError;
 use crate::home::Home;
 use crate::host::{Host, failed};
 use crate::machine::{self, Machine};
+use crate::primary::Next;
 use crate::report::Mode;
 use crate::vm::PrimaryVm;
 use anyhow::ensure;
+use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
@@ -59,15 +61,52 @@ impl Host {
         former: &Arc<Machine>,
         lockstep: Lockstep,
     ) -> anyhow::Result<()> {
+        let Next { machine: next, adopt } = self.launch_next(vm, former, lockstep)?;
+        let paused = hand_over(former, &next, || Ok(()))?;
+        adopt(&next);
+        if let Err(error) = next.ensure_running() {
+            self.fence(vm, format!("its new QEMU does not run it: {error:#}"));
+            return Err(error);
+        }
+        let paused = paused.elapsed().as_secs_f64() * 1e3;
+        info!(vm = vm.name(), "goes on in another QEMU; stood still for {paused:.1} ms");
+        Ok(())
+    }
+
+    /// Starts the QEMU in which a VM of this host is to go on; the former runs it meanwhile.
+    pub(crate) fn launch_next(
+        self: &Arc<Self>,
+        vm: &Arc<PrimaryVm>,
+        former: &Arc<Machine>,
+        lockstep: Lockstep,
+    ) -> anyhow::Result<Next> {
         let directory = self.vm_directory(vm.name())?;
+        let (machine, adopted) = self.launch_beside(former, &directory, lockstep)?;
+        let (host, vm) = (self.clone(), vm.clone());
+        let adopt = move |next: &Arc<Machine>| {
+            vm.succeed(next.clone());
+            adopted.set(&host, next, &directory);
+            vm.events.note("goes on in another QEMU, which records");
+        };
+        Ok(Next { machine, adopt: Box::new(adopt) })
+    }
+
+    /// Starts a QEMU on the memory and the disks of another one of this host.
+    pub(crate) fn launch_beside(
+        self: &Arc<Self>,
+        former: &Machine,
+        directory: &Path,
+        lockstep: Lockstep,
+    ) -> anyhow::Result<(Arc<Machine>, Adopted)> {
         // Until the VM is its own, nothing that happens to it happens to the VM.
-        let adopted = Arc::new(AtomicBool::new(false));
-        let (is_adopted, sink) = (adopted.clone(), self.event_sink(vm.name()));
-        let next = Machine::launch(machine::Plan {
+        let adopted = Adopted::default();
+        let name = &former.definition().name;
+        let (is_adopted, sink) = (adopted.0.clone(), self.event_sink(name));
+        let machine = Machine::launch(machine::Plan {
             definition: former.definition().clone(),
             machine_type: former.machine_type().to_owned(),
             accelerator: former.accelerator(),
-            run_dir: &directory,
+            run_dir: directory,
             qemu: &self.capabilities.binary,
             agent: &self.agent,
             run_as: &self.config.run_as,
@@ -81,30 +120,33 @@ impl Host {
                 }
             }),
         })?;
-        let next = Arc::new(next);
-        let paused = hand_over(former, &next)?;
-        self.presences_of(vm.name(), &next);
-        vm.succeed(next.clone());
-        adopted.store(true, Ordering::Release);
-        if let Err(error) = next.ensure_running() {
-            self.fence(vm, format!("its new QEMU does not run it: {error:#}"));
-            return Err(error);
+        Ok((Arc::new(machine), adopted))
+    }
+}
+
+/// Whether a QEMU that was started beside another one has its place.
+#[derive(Clone, Default)]
+pub(crate) struct Adopted(Arc<AtomicBool>);
+
+impl Adopted {
+    /// It has; the former one has ended.
+    pub(crate) fn set(&self, host: &Host, machine: &Machine, directory: &Path) {
+        let vm = &machine.definition().name;
+        host.presences_of(vm, machine);
+        self.0.store(true, Ordering::Release);
+        if let Err(error) = Home::replace(directory) {
+            warn!(vm, "the directory of the former QEMU stays: {error}");
         }
-        let paused = paused.elapsed().as_secs_f64() * 1e3;
-        info!(vm = vm.name(), "goes on in another QEMU; stood still for {paused:.1} ms");
-        vm.events.note(format!(
-            "goes on in another QEMU, which records; it stood still for {paused:.0} ms"
-        ));
-        if let Err(error) = Home::replace(&directory) {
-            warn!(vm = vm.name(), "the directory of the former QEMU stays: {error}");
-        }
-        Ok(())
     }
 }
 
 /// Moves the stopped guest; since when it stands still. On success the former QEMU has ended,
-/// else it goes on.
-fn hand_over(former: &Machine, next: &Machine) -> anyhow::Result<Instant> {
+/// else it goes on. `while_stopped` is called when it has written all that it will.
+pub(crate) fn hand_over(
+    former: &Machine,
+    next: &Machine,
+    while_stopped: impl FnOnce() -> anyhow::Result<()>,
+) -> anyhow::Result<Instant> {
     check_blocks(former, next)?;
     for port in former.ports() {
         if !port.hold_inbound(INBOUND_PATIENCE) {
@@ -116,6 +158,7 @@ fn hand_over(former: &Machine, next: &Machine) -> anyhow::Result<Instant> {
     let moved = former.pause(&mut monitor, LogErrand::None).and_then(|mut pause| {
         let mut state = Vec::new();
         let moved = pause.saved(&mut state).and_then(|_| {
+            while_stopped()?;
             if let (None, Some(lockstep)) = (former.lockstep(), next.lockstep()) {
                 let rate = lockstep.clock.tick_rate().unwrap_or(TickRate(1 << 32));
                 count_instructions(&mut state, rate)?;
@@ -134,7 +177,7 @@ fn hand_over(former: &Machine, next: &Machine) -> anyhow::Result<Instant> {
         return Err(error.context("it goes on as it was"));
     }
     drop(monitor);
-    next.take_ports();
+    next.take_place();
     former.retire();
     Ok(began)
 }
@@ -144,7 +187,7 @@ fn spoil(_state: &mut [u8]) {
     fail::fail_point!("spoil-state", |_| _state[0] ^= 1);
 }
 
-fn check_blocks(former: &Machine, next: &Machine) -> anyhow::Result<()> {
+pub(crate) fn check_blocks(former: &Machine, next: &Machine) -> anyhow::Result<()> {
     let shape = |machine: &Machine| -> Vec<(String, u64)> {
         machine.blocks().iter().map(|block| (block.name().to_owned(), block.bytes())).collect()
     };
@@ -154,7 +197,7 @@ fn check_blocks(former: &Machine, next: &Machine) -> anyhow::Result<()> {
 }
 
 /// All but the main memory, which both have mapped.
-fn copy_small_blocks(from: &[RamBlock], to: &[RamBlock]) -> anyhow::Result<()> {
+pub(crate) fn copy_small_blocks(from: &[RamBlock], to: &[RamBlock]) -> anyhow::Result<()> {
     for (from, to) in from.iter().zip(to).skip(1) {
         let mut content = vec![0; usize::try_from(from.pages())? * PAGE_SIZE];
         from.read(PageIndex(0), &mut content)?;

@@ -242,7 +242,7 @@ fn describe_session(status: &mut VmStatus, session: &primary::Session) {
     status.group = session.membership().name.clone();
     status.epoch = epoch;
     status.policy = session.policy;
-    status.mode = session.mode;
+    status.mode = session.mode();
     status.checkpoints = session.stats.checkpoints();
     status.pause_ms = session.stats.pause();
     status.bytes_sent = session.stats.bytes_sent();
@@ -256,10 +256,12 @@ fn describe_session(status: &mut VmStatus, session: &primary::Session) {
         full_because,
         bytes,
         seconds: elapsed.as_secs_f64(),
-        differing_bytes: resync::differing_bytes(&session.machine),
+        differing_bytes: resync::differing_bytes(&session.machine()),
     });
     if !session.is_over() {
         status.lag_epochs = in_flight;
+        let console = session.console.as_ref();
+        status.held_console_bytes = console.map(|console| console.held_bytes() as u64);
         status.inbound = Some(session.inbound.report());
         status.outbound = Some(session.outbound.report());
         status.throttle = Some(session.pace.report());
@@ -288,8 +290,8 @@ fn describe_session(status: &mut VmStatus, session: &primary::Session) {
 }
 
 fn lockstep_report(session: &primary::Session, held_frames: u64) -> Option<LockstepReport> {
-    let log = session.machine.log()?;
-    Some(session.recording.as_ref()?.report(log, held_frames))
+    let machine = session.machine();
+    Some(session.recording()?.report(machine.log()?, held_frames))
 }
 
 /// A backup follows.
@@ -341,6 +343,7 @@ fn machine_status(machine: &Machine, role: Role, live: bool) -> VmStatus {
         outbound: None,
         takeover: None,
         filling: None,
+        sampled_pages: None,
         policy: definition.policy.unwrap_or_default(),
         checkpoints: 0,
         pause_ms: Default::default(),
@@ -350,6 +353,7 @@ fn machine_status(machine: &Machine, role: Role, live: bool) -> VmStatus {
         bandwidth_bytes_per_second: 0,
         throttle: None,
         held_frames: ports.iter().map(|port| port.held_frames() as u64).sum(),
+        held_console_bytes: None,
         qemu_pid: Some(machine.qemu_pid()),
         console: machine.console().map(ToOwned::to_owned),
         cards: cards.collect(),
@@ -360,11 +364,11 @@ fn machine_status(machine: &Machine, role: Role, live: bool) -> VmStatus {
 }
 
 fn backup_status(session: &backup::Session) -> VmStatus {
-    let mut status = machine_status(&session.machine, Role::Backup, false);
-    status.mode = session.mode;
+    let mut status = machine_status(&session.machine(), Role::Backup, false);
+    status.mode = session.mode();
     (status.generation, status.epoch) = session.position();
     status.paths = session.paths.report();
-    status.lockstep = session.following.as_ref().map(|following| following.report());
+    status.lockstep = session.following().map(|following| following.report());
     status.inbound = Some(session.inbound.report());
     status.outbound = Some(session.outbound.report());
     status.group = session.membership().name.clone();
@@ -402,6 +406,7 @@ impl FencedVm {
             outbound: None,
             takeover: None,
             filling: None,
+            sampled_pages: None,
             policy: Policy::default(),
             checkpoints: 0,
             pause_ms: Default::default(),
@@ -411,6 +416,7 @@ impl FencedVm {
             bandwidth_bytes_per_second: 0,
             throttle: None,
             held_frames: 0,
+            held_console_bytes: None,
             qemu_pid: None,
             console: None,
             cards: Vec::new(),

@@ -51,6 +51,9 @@ pub struct Disk {
     path: Mutex<PathBuf>,
     image: Arc<Image>,
     order: Mutex<Order>,
+    /// Where changes are noted. Changed with the order locked; not in [`Order`], for whoever
+    /// reports of it must not wait for a write that waits for its sink.
+    changes: RwLock<Option<Arc<ChangeMap>>>,
     flusher: Flusher,
     /// Of a disk that is being restored.
     absent: OnceLock<Absent>,
@@ -66,7 +69,6 @@ pub struct Disk {
 #[derive(Default)]
 struct Order {
     sink: Option<Arc<dyn WriteSink>>,
-    changes: Option<Arc<ChangeMap>>,
     /// What is still to be read of the disk as it was at a snapshot.
     capture: Option<Arc<Frozen>>,
     /// What changed since the snapshot that the next one builds on; none if there is no such.
@@ -135,6 +137,7 @@ impl Disk {
             path: Mutex::new(path.into()),
             image,
             order: Mutex::default(),
+            changes: RwLock::default(),
             flusher,
             absent: OnceLock::new(),
             reads: RwLock::default(),
@@ -209,12 +212,13 @@ impl Disk {
 
     /// Notes every change in `changes` from now on, before it is made.
     pub fn set_changes(&self, changes: Option<Arc<ChangeMap>>) {
-        self.lock_order().changes = changes;
+        let _order = self.lock_order();
+        *self.changes.write().unwrap_or_else(PoisonError::into_inner) = changes;
     }
 
-    /// Where changes are noted, if anywhere.
+    /// Where changes are noted, if anywhere. Waits for no write.
     pub fn changes(&self) -> Option<Arc<ChangeMap>> {
-        self.lock_order().changes.clone()
+        self.changes.read().unwrap_or_else(PoisonError::into_inner).clone()
     }
 
     /// [`ChangeMap::end_round`] will forget the changes that went to the sink before this: the
@@ -222,7 +226,7 @@ impl Disk {
     pub fn begin_round(&self) -> GuestWrites {
         // Under the lock, nobody is between mark and sink.
         let order = self.lock_order();
-        if let Some(changes) = &order.changes {
+        if let Some(changes) = self.changes() {
             changes.begin_round();
         }
         order.guest_writes
@@ -381,8 +385,10 @@ impl Disk {
 
 impl Drop for Disk {
     fn drop(&mut self) {
-        let Ok(order) = self.order.get_mut() else { return };
-        let Some(changes) = order.changes.take() else { return };
+        if self.order.is_poisoned() {
+            return;
+        }
+        let Some(changes) = self.changes() else { return };
         let path = self.path();
         // Nobody writes any more: the map can outlive the host's kernel.
         if let Err(error) = self.image.sync().and_then(|()| changes.seal(&path)) {

@@ -203,3 +203,42 @@ fn data_bytes_leaves_out_holes() {
     let data = disk.data_bytes().unwrap();
     assert!((MIB..2 * MIB).contains(&data), "{data}");
 }
+
+/// Takes a write when it is told to.
+struct Stalled {
+    begun: crossbeam_channel::Sender<()>,
+    go_on: crossbeam_channel::Receiver<()>,
+}
+
+impl WriteSink for Stalled {
+    fn begin(&self, _: DiskIndex, _: u64, _: u64) {}
+
+    fn write(&self, _: DiskIndex, _: u64, _: &[u8]) {
+        self.begun.send(()).unwrap();
+        self.go_on.recv().unwrap();
+    }
+
+    fn zero(&self, _: DiskIndex, _: u64, _: u64) {}
+}
+
+#[test]
+fn who_reports_of_changes_does_not_wait_for_a_write_that_waits_for_the_link() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = image(&dir, b"");
+    let disk = Disk::open(DiskIndex(0), &path, MIB).unwrap();
+    let map = ChangeMap::create(&dir.path().join("changes"), MIB, &path).unwrap();
+    disk.set_changes(Some(Arc::new(map)));
+    let (begun, wait_begun) = crossbeam_channel::bounded(1);
+    let (go_on, wait_go_on) = crossbeam_channel::bounded(1);
+    disk.set_sink(Some(Arc::new(Stalled { begun, go_on: wait_go_on })));
+    std::thread::scope(|scope| {
+        scope.spawn(|| disk.write(0, b"x").unwrap());
+        wait_begun.recv().unwrap();
+        let (said, hear) = crossbeam_channel::bounded(1);
+        let asked = &disk;
+        scope.spawn(move || said.send(asked.changes().unwrap().changed_bytes()).unwrap());
+        let heard = hear.recv_timeout(std::time::Duration::from_secs(20));
+        go_on.send(()).unwrap();
+        assert!(heard.expect("an answer while the write waits") > 0);
+    });
+}

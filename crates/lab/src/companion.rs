@@ -1,19 +1,16 @@
 //! A second guest in a scene, beside the first on every host's bridge: for tests
 //! and measurements of guests that talk to each other.
 
-use crate::command;
 use crate::host::HostProcess;
-use crate::lab::GUEST_ADDRESS;
 use crate::records::RecordClient;
 use crate::scene::{RECORDS_PORT, SHELL_PORT, Scene};
 use crate::shell::GuestShell;
+use crate::sibling::Sibling;
 use crate::wait::await_servers;
-use anyhow::{Context, Result};
-use std::fs;
+use anyhow::Result;
 use std::net::{Ipv4Addr, SocketAddr};
 use std::path::PathBuf;
 use std::time::Duration;
-use toml::{Table, Value};
 
 /// The second guest's name on every host.
 pub const COMPANION: &str = "companion";
@@ -28,32 +25,10 @@ pub struct Companion {
 }
 
 impl Companion {
-    /// Writes its definition and copies its disk from the first guest's, which
-    /// must not have been started yet.
+    /// Defines it; the first guest must not have been started yet.
     pub fn new(scene: &Scene) -> Result<Companion> {
-        let text = fs::read_to_string(scene.definition())?;
-        let mut table: Table = text.parse().context("the scene's definition is no TOML")?;
-        let first = |table: &mut Table, list: &str, field: &str, value: String| -> Result<()> {
-            let entry = table.get_mut(list).and_then(|list| list.get_mut(0));
-            let entry = entry.and_then(Value::as_table_mut);
-            let entry = entry.with_context(|| format!("the first guest has no {list}"))?;
-            entry.insert(field.to_owned(), Value::String(value));
-            Ok(())
-        };
-        let append = table.get("append").and_then(Value::as_str).unwrap_or_default();
-        let append = append.replace(&GUEST_ADDRESS.to_string(), &COMPANION_ADDRESS.to_string());
-        table.insert("append".to_owned(), Value::String(append));
-        table.insert("name".to_owned(), Value::String(COMPANION.to_owned()));
-        table.remove("lockstep");
-        let directory = scene.lab().directory();
-        let (from, to) = (directory.join("disk.img"), directory.join("companion.img"));
-        let (from, to) = (from.to_string_lossy(), to.to_string_lossy());
-        command::run("cp", &["--sparse=always", "--reflink=auto", &from, &to])?;
-        first(&mut table, "disk", "path", to.into_owned())?;
-        first(&mut table, "card", "mac", MAC.to_owned())?;
-        let definition = directory.join("companion.toml");
-        fs::write(&definition, table.to_string())?;
-        Ok(Companion { definition })
+        let companion = Sibling { name: COMPANION, address: COMPANION_ADDRESS, mac: MAC };
+        Ok(Companion { definition: companion.define(scene)? })
     }
 
     /// Starts it on a host, and returns while it boots.

@@ -161,7 +161,7 @@ fn arguments(blueprint: &Blueprint<'_>, monitors: [i32; 3]) -> Result<Vec<OsStri
         monitors,
         console: Some(Console {
             socket: ConsoleSocket::Listen(directory.join(CONSOLE)),
-            log: directory.join(format!("{CONSOLE}.log")),
+            log: Some(directory.join(format!("{CONSOLE}.log"))),
         }),
         role: Role::Fresh,
         lockstep: counted.then(|| Lockstep { role: LogRole::Record, clock: ClockBase::now() }),

@@ -34,7 +34,7 @@ const MOUNT_CONTROL_GROUPS: &str = "{ mount -t tmpfs none /sys/fs/cgroup && \
      mount -t cgroup2 none /sys/fs/cgroup; } 2>/dev/null;";
 /// The daemon's own directory, with one directory for each VM.
 const STATE: &str = "state";
-const MACHINE_LOGS: [&str; 2] = ["qemu.log", "qemu/console.log"];
+const MACHINE_LOGS: [&str; 2] = ["qemu.log", "console.log"];
 /// How much of a log is worth showing.
 const LOG_TAIL_LINES: usize = 60;
 

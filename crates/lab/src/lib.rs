@@ -65,6 +65,7 @@ mod round_trips;
 mod saved;
 pub mod scene;
 mod shell;
+mod sibling;
 mod wait;
 mod watcher;
 
@@ -86,8 +87,9 @@ pub use plain::{PLAIN_ADDRESS, PlainGuest, PlainOptions};
 pub use records::{Ack, RecordClient, RecordReport, record_payload};
 pub use remains::LabName;
 pub use round_trips::round_trips;
-pub use saved::Saved;
+pub use saved::{Saved, SavedInside};
 pub use scene::{Scene, SceneOptions};
 pub use shell::{GuestOutput, GuestShell};
+pub use sibling::Sibling;
 pub use wait::wait_for;
 pub use watcher::{Mac, Watcher};

@@ -1,11 +1,12 @@
 //! What QEMU itself offers to save a machine and have it back: `migrate file:`, and `-incoming`
-//! from there.
+//! from there; savevm and loadvm.
 
+use crate::command;
 use crate::lab::Lab;
 use crate::plain::PlainGuest;
 use crate::wait::wait_for;
 use anyhow::{Context, Result, bail};
-use serde_json::json;
+use serde_json::{Value, json};
 use std::fs::File;
 use std::io::{ErrorKind, Read, Write};
 use std::os::unix::net::UnixStream;
@@ -16,6 +17,10 @@ use std::time::{Duration, Instant};
 /// For a guest to be saved, or to be back.
 const LIMIT: Duration = Duration::from_secs(120);
 const SOCKET: &str = "saved";
+/// The image that savevm writes to, and its node.
+const INSIDE: &str = "inside";
+/// Room for all of a guest's memory.
+const INSIDE_SIZE: &str = "64G";
 /// Bytes that are read at once from a slow store.
 const PIECE: usize = 64 * 1024;
 
@@ -72,6 +77,56 @@ impl PlainGuest {
         let took = began.elapsed();
         self.emulator = target;
         Ok(took)
+    }
+}
+
+/// The guest, saved by savevm.
+#[derive(Debug)]
+pub struct SavedInside {
+    /// How long that took: the guest stood still.
+    pub took: Duration,
+    /// Bytes of the image.
+    pub bytes: u64,
+}
+
+impl PlainGuest {
+    /// Saves the guest as savevm does (QMP `snapshot-save`), into an image beside its disks: of a
+    /// guest whose disks are raw, only the machine's state. It runs on afterwards. Once.
+    pub fn save_inside(&self) -> Result<SavedInside> {
+        let image = self.home.directory.path().join(INSIDE);
+        let path = image.display().to_string();
+        command::run("qemu-img", &["create", "-q", "-f", "qcow2", &path, INSIDE_SIZE])?;
+        let file = json!({"driver": "file", "filename": path});
+        let node = json!({"driver": "qcow2", "node-name": INSIDE, "file": file});
+        self.emulator.execute("blockdev-add", node)?;
+        let began = Instant::now();
+        self.run_job("snapshot-save")?;
+        Ok(SavedInside { took: began.elapsed(), bytes: image.metadata()?.len() })
+    }
+
+    /// Has it back as loadvm does, in the QEMU that is there. It must stand still, and does so
+    /// afterwards. Returns how long that took.
+    pub fn load_inside(&self) -> Result<Duration> {
+        let began = Instant::now();
+        self.run_job("snapshot-load")?;
+        Ok(began.elapsed())
+    }
+
+    fn run_job(&self, command: &str) -> Result<()> {
+        let arguments =
+            json!({"job-id": command, "tag": INSIDE, "vmstate": INSIDE, "devices": [INSIDE]});
+        self.emulator.execute(command, arguments)?;
+        let error = wait_for(&format!("{command} to end"), LIMIT, || {
+            let jobs = self.emulator.execute("query-jobs", json!({}))?;
+            let own = jobs.as_array().into_iter().flatten().find(|job| job["id"] == command);
+            let own = own.with_context(|| format!("there is no job {command}"))?;
+            Ok((own["status"] == "concluded").then(|| own["error"].clone()))
+        })?;
+        self.emulator.execute("job-dismiss", json!({"id": command}))?;
+        match error {
+            Value::Null => Ok(()),
+            error => bail!("{command}: {error}"),
+        }
     }
 }
 

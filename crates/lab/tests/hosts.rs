@@ -2,10 +2,10 @@
 //! same command line that has one child, as the daemon has a QEMU.
 
 use std::fs;
-use std::os::unix::fs::PermissionsExt;
+use std::io::Write;
 use std::os::unix::net::UnixListener;
 use std::path::{Path, PathBuf};
-use std::process::Command;
+use std::process::{Command, Stdio};
 use std::time::Duration;
 use understudy_lab::{HostProcess, Lab, wait_for};
 
@@ -41,9 +41,18 @@ fn binary(lab: &Lab) -> PathBuf {
          cat \"$(dirname \"$2\")/status.json\";;\nesac\n",
         test.display()
     );
-    fs::write(&path, script).unwrap();
-    fs::set_permissions(&path, fs::Permissions::from_mode(0o755)).unwrap();
+    write_program(&path, &script);
     path
+}
+
+/// Another process writes it: a program that is open for writing, even in the child that another
+/// test's thread is about to start, cannot be executed.
+fn write_program(path: &Path, script: &str) {
+    let mut install = Command::new("install");
+    install.args(["-m", "755", "/dev/stdin"]).arg(path).stdin(Stdio::piped());
+    let mut child = install.spawn().unwrap();
+    child.stdin.take().unwrap().write_all(script.as_bytes()).unwrap();
+    assert!(child.wait().unwrap().success(), "cannot write {}", path.display());
 }
 
 fn runs(pid: u64) -> bool {
@@ -136,8 +145,7 @@ fn a_host_can_be_paused_resumed_and_asked_to_end() {
 fn a_daemon_that_ends_at_once_is_told_with_its_log() {
     let lab = Lab::new(&["a"]).unwrap();
     let path = lab.directory().join("broken");
-    fs::write(&path, "#!/bin/sh\necho 'no such bridge' >&2; exit 3\n").unwrap();
-    fs::set_permissions(&path, fs::Permissions::from_mode(0o755)).unwrap();
+    write_program(&path, "#!/bin/sh\necho 'no such bridge' >&2; exit 3\n");
     let error = HostProcess::start(&lab, "a", &path).err().expect("an error");
     let error = format!("{error:#}");
     assert!(error.contains("no such bridge") && error.contains("exit status: 3"), "{error}");

@@ -8,6 +8,12 @@ use crate::LogPosition;
 /// The event that ends a log.
 pub const END: u8 = 39;
 
+/// Instructions were executed.
+const INSTRUCTIONS: u8 = 0;
+
+/// A disk request has ended.
+const DISK_END: u8 = 8;
+
 /// The largest array that a card, a console or a random source can have made.
 const LARGEST_ARRAY: u32 = 1 << 20;
 
@@ -75,6 +81,8 @@ fn shape(kind: u8) -> Option<Shape> {
 pub struct EventScanner {
     whole: LogPosition,
     events: u64,
+    disk_ends: u64,
+    ends_with_instructions: bool,
     /// Of the event under way, as far as its length is not known yet.
     head: [u8; LONGEST_HEAD],
     head_bytes: usize,
@@ -103,6 +111,16 @@ impl EventScanner {
     /// Whole events so far.
     pub fn events(&self) -> u64 {
         self.events
+    }
+
+    /// How many disk requests have ended, as the whole events tell.
+    pub fn disk_ends(&self) -> u64 {
+        self.disk_ends
+    }
+
+    /// Whether the last whole event is instructions that were executed.
+    pub fn ends_with_instructions(&self) -> bool {
+        self.ends_with_instructions
     }
 
     /// The next bytes of the log. After an error it takes no more.
@@ -153,6 +171,8 @@ impl EventScanner {
     fn end_event(&mut self) {
         self.whole = self.whole + self.partial;
         self.events += 1;
+        self.disk_ends += u64::from(self.head[0] == DISK_END);
+        self.ends_with_instructions = self.head[0] == INSTRUCTIONS;
         (self.head_bytes, self.partial) = (0, 0);
     }
 }

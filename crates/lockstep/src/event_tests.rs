@@ -45,6 +45,10 @@ proptest! {
             prop_assert_eq!(scanner.partial(), seen - whole);
         }
         prop_assert_eq!(scanner.events(), events.len() as u64);
+        let ends = events.iter().filter(|event| event[0] == 8).count();
+        prop_assert_eq!(scanner.disk_ends(), ends as u64);
+        let last = events.last().map(|event| event[0]);
+        prop_assert_eq!(scanner.ends_with_instructions(), last == Some(0));
     }
 
     #[test]

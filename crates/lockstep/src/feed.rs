@@ -19,7 +19,31 @@ pub struct Feed {
     taken: LogPosition,
     /// Ends of batches, and when they came.
     arrivals: VecDeque<(LogPosition, Time)>,
+    /// Where QEMU is to stop, in order; with what the log tells there, once it has come so far.
+    marks: VecDeque<(LogPosition, Option<Mark>)>,
     ended: bool,
+}
+
+/// A place of the log at which QEMU stops for a moment.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Mark {
+    /// Where.
+    pub position: LogPosition,
+    /// How many disk requests have ended before.
+    pub disk_ends: u64,
+    /// Whether the last event before it is instructions that were executed.
+    pub ends_with_instructions: bool,
+}
+
+/// No place where QEMU can be stopped.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum BadMark {
+    /// It came too late.
+    #[error("QEMU is to stop at {0} of its log, of which {1} has come already")]
+    Passed(LogPosition, LogPosition),
+    /// It came before another that lies behind it.
+    #[error("QEMU is to stop at {0} of its log, after {1}")]
+    Disordered(LogPosition, LogPosition),
 }
 
 impl Feed {
@@ -35,9 +59,17 @@ impl Feed {
     /// After [`Feed::end`].
     pub fn receive(&mut self, batch: &[u8], now: Time) -> Result<(), BadEvent> {
         assert!(!self.ended, "a batch after the end");
-        let mut scanner = self.scanner.clone();
-        scanner.scan(batch)?;
-        self.scanner = scanner;
+        let (mut scanner, mut marks) = (self.scanner.clone(), self.marks.clone());
+        let mut rest = batch;
+        for (at, mark) in marks.iter_mut().filter(|(_, mark)| mark.is_none()) {
+            let bytes = at.bytes_since(scanner.whole() + scanner.partial()) as usize;
+            let Some((before, behind)) = rest.split_at_checked(bytes) else { break };
+            scanner.scan(before)?;
+            *mark = Some(Mark::of(&scanner));
+            rest = behind;
+        }
+        scanner.scan(rest)?;
+        (self.scanner, self.marks) = (scanner, marks);
         self.waiting.extend(batch);
         if !batch.is_empty() {
             self.arrivals.push_back((self.received(), now));
@@ -59,7 +91,11 @@ impl Feed {
     pub fn ready(&mut self) -> &[u8] {
         let whole = match self.ended {
             true => self.waiting.len(),
-            false => self.scanner.whole().bytes_since(self.given) as usize,
+            false => {
+                let mark = self.marks.front().map(|&(at, _)| at);
+                let end = self.scanner.whole().min(mark.unwrap_or(LogPosition(u64::MAX)));
+                end.bytes_since(self.given) as usize
+            }
         };
         let (first, _) = self.waiting.as_slices();
         &first[..whole.min(first.len())]
@@ -71,6 +107,32 @@ impl Feed {
         self.given = self.given + bytes;
     }
 
+    /// QEMU gets no log behind this place until [`Feed::pass_mark`]. To be called before log from
+    /// behind it comes.
+    pub fn mark(&mut self, at: LogPosition) -> Result<(), BadMark> {
+        let received = self.received();
+        if at < received {
+            return Err(BadMark::Passed(at, received));
+        }
+        if let Some(&(last, _)) = self.marks.back().filter(|&&(last, _)| last > at) {
+            return Err(BadMark::Disordered(at, last));
+        }
+        let here = (at == received).then(|| Mark::of(&self.scanner));
+        self.marks.push_back((at, here));
+        Ok(())
+    }
+
+    /// The mark up to which QEMU has got the log.
+    pub fn at_mark(&self) -> Option<Mark> {
+        let &(at, mark) = self.marks.front()?;
+        mark.filter(|_| at == self.given)
+    }
+
+    /// QEMU may go on.
+    pub fn pass_mark(&mut self) {
+        self.marks.pop_front();
+    }
+
     /// Nothing more will come: drops the partial event, adds an end. Returns how many
     /// bytes were dropped. Once QEMU waits at the end, all that was acknowledged happened.
     pub fn end(&mut self) -> usize {
@@ -78,6 +140,7 @@ impl Feed {
             return 0;
         }
         self.ended = true;
+        self.marks.clear();
         let partial = self.scanner.partial();
         self.waiting.truncate(self.waiting.len() - partial);
         self.waiting.push_back(END);
@@ -105,6 +168,17 @@ impl Feed {
     /// When the oldest batch came that QEMU has not executed whole.
     pub fn behind_since(&self) -> Option<Time> {
         self.arrivals.front().filter(|_| self.pending() > 0).map(|&(_, came)| came)
+    }
+}
+
+impl Mark {
+    /// At the end of what was scanned.
+    fn of(scanner: &EventScanner) -> Mark {
+        Mark {
+            position: scanner.whole() + scanner.partial(),
+            disk_ends: scanner.disk_ends(),
+            ends_with_instructions: scanner.ends_with_instructions(),
+        }
     }
 }
 
@@ -152,6 +226,39 @@ mod tests {
             got.extend(drain(&mut feed, most));
             prop_assert_eq!(got, [&LOG[..whole], &[END]].concat());
         }
+    }
+
+    #[test]
+    fn qemu_stops_at_marks_and_nowhere_else() {
+        let mut feed = Feed::new();
+        let at = LogPosition;
+        feed.receive(&LOG[..5], AT).unwrap();
+        assert_eq!(feed.mark(at(4)), Err(BadMark::Passed(at(4), at(5))));
+        feed.mark(at(5)).unwrap();
+        feed.mark(at(18)).unwrap();
+        assert_eq!(feed.mark(at(17)), Err(BadMark::Disordered(at(17), at(18))));
+        assert_eq!(feed.at_mark(), None, "QEMU has not got the log");
+        feed.receive(&LOG[5..], AT).unwrap();
+        assert_eq!(drain(&mut feed, 100), &LOG[..5]);
+        let first = Mark { position: at(5), disk_ends: 0, ends_with_instructions: true };
+        assert_eq!(feed.at_mark(), Some(first));
+        feed.pass_mark();
+        assert_eq!(drain(&mut feed, 3), &LOG[5..18]);
+        let second = Mark { position: at(18), ends_with_instructions: false, ..first };
+        assert_eq!(feed.at_mark(), Some(second));
+        feed.pass_mark();
+        assert_eq!(drain(&mut feed, 100), &LOG[18..]);
+        assert_eq!(feed.at_mark(), None);
+    }
+
+    #[test]
+    fn the_end_of_a_log_passes_all_marks() {
+        let mut feed = Feed::new();
+        feed.mark(LogPosition(5)).unwrap();
+        feed.receive(LOG, AT).unwrap();
+        feed.end();
+        assert_eq!(drain(&mut feed, 100), [LOG, &[END]].concat());
+        assert_eq!(feed.at_mark(), None);
     }
 
     #[test]

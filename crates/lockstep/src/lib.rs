@@ -16,10 +16,13 @@
 //! | which changes of the disks both hosts have | [`Written`], [`Rounds`] |
 //! | how far the backup is behind, and the primary's share of CPU | [`Lag`], [`Pace`] |
 //! | a backup that replays no more | [`Watchdog`] |
+//! | both machines compared at a place of the log | [`Comparison`], [`Findings`], [`Inquiry`] |
 
 mod batch;
+mod comparison;
 mod event;
 mod feed;
+mod inquiry;
 mod lag;
 mod position;
 mod reads;
@@ -27,8 +30,13 @@ mod watchdog;
 mod writes;
 
 pub use batch::Batcher;
+pub use comparison::{
+    BadComparison, CHECKSUM_BYTES, Comparison, EXTENT_BYTES, Finding, Findings, MOST_SPOTS, Place,
+    Reading, Spot,
+};
 pub use event::{BadEvent, END, EventScanner};
-pub use feed::Feed;
+pub use feed::{BadMark, Feed, Mark};
+pub use inquiry::{Inquiry, NoResult, Tally};
 pub use lag::{Lag, MOST_LAG, Pace};
 pub use position::LogPosition;
 pub use reads::{BadRead, DiskRead, ReadDecoder, ReadOutcome, ReadScript};

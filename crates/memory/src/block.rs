@@ -120,6 +120,17 @@ impl RamBlock {
         }
     }
 
+    /// The same, and pages of main memory that nobody wrote stay holes: for whoever reads all.
+    pub fn peek(&self, first: PageIndex, into: &mut [u8]) -> Result<(), MemoryError> {
+        match &self.source {
+            Source::Main(ram) => {
+                self.check(first, into.len())?;
+                ram.peek(first, into)
+            }
+            Source::Auxiliary(_) => self.read(first, into),
+        }
+    }
+
     /// Writes whole pages from `first` on; `from` must be a multiple of [`PAGE_SIZE`]. What
     /// lies beyond the block's end is dropped.
     pub fn write(&self, first: PageIndex, from: &[u8]) -> Result<(), MemoryError> {

@@ -132,6 +132,10 @@ pub enum MemoryError {
     )]
     FaultsTaken,
 
+    /// The image of a standby cannot be read any more.
+    #[error("the image is gone: the VM runs on this memory now, or is not followed any more")]
+    ImageGone,
+
     /// The thread that answers faults could not be started.
     #[error("cannot start the thread that answers page faults: {0}")]
     FaultThread(#[source] io::Error),

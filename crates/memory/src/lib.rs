@@ -9,7 +9,8 @@
 //! is not loaded yet.
 //!
 //! On the backup, pages are written into [`RamBlock`]s: main memory through the shared
-//! [`GuestRam`], QEMU's auxiliary blocks through its [`ProcessMemory`].
+//! [`GuestRam`], QEMU's auxiliary blocks through its [`ProcessMemory`]. A [`StillImage`] is what
+//! a snapshot reads of them while later epochs are written.
 //!
 //! [`probe`] tells whether this kernel can do it at all (Linux 6.7 or later).
 //!
@@ -32,6 +33,7 @@ mod probe;
 mod process;
 mod ram;
 mod staging;
+mod still;
 mod tracker;
 mod untracked;
 mod workers;
@@ -55,4 +57,5 @@ pub use staging::{
     CHUNK_PAGES, CapturedChunk, CapturedPage, CapturedPages, DEFAULT_WARM_BYTES, PageStaging,
     StagingPool,
 };
+pub use still::{StillImage, StillPage};
 pub use tracker::DirtyTracker;

@@ -7,6 +7,7 @@ use nix::errno::Errno;
 use nix::fcntl::{FallocateFlags, FcntlArg, SealFlag, fallocate, fcntl};
 use nix::sys::memfd::{MFdFlags, memfd_create};
 use nix::sys::stat::fstat;
+use nix::sys::uio::pread;
 use nix::unistd::{Whence, ftruncate, lseek};
 use std::io;
 use std::num::NonZeroUsize;
@@ -146,6 +147,24 @@ impl GuestRam {
     /// next scan and the page is copied again, at the latest while the guest is paused.
     pub(crate) fn read(&self, first: PageIndex, into: &mut [u8]) {
         self.map.copy_out(first.byte_offset() as usize, into);
+    }
+
+    /// The same, and what nobody wrote stays a hole.
+    pub(crate) fn peek(&self, first: PageIndex, into: &mut [u8]) -> Result<(), MemoryError> {
+        let (mut offset, bytes) = (first.byte_offset() as i64, into.len() as u64);
+        let mut rest = into;
+        while !rest.is_empty() {
+            let read = match pread(&self.memfd, rest, offset) {
+                Ok(0) => Err(io::ErrorKind::UnexpectedEof.into()),
+                Err(Errno::EINTR) => Ok(0),
+                result => result.map_err(io::Error::from),
+            };
+            let read =
+                read.map_err(|source| MemoryError::Ram { action: "cannot read", bytes, source })?;
+            offset += read as i64;
+            rest = &mut rest[read..];
+        }
+        Ok(())
     }
 
     /// Writes whole pages from `first` on.

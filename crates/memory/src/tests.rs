@@ -5,6 +5,7 @@ mod cost;
 mod cuts;
 mod demand;
 mod epochs;
+mod still;
 mod warm;
 
 use crate::mapping::SharedMapping;

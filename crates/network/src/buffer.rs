@@ -280,6 +280,11 @@ impl OutputBuffer {
         self.held_frames
     }
 
+    /// Bytes of the frames that wait for their epoch's commit.
+    pub fn held_bytes(&self) -> usize {
+        self.held.iter().map(|batch| batch.frames.used()).sum()
+    }
+
     /// Whether a frame of the current epoch waits.
     pub fn holds_current(&self) -> bool {
         self.held.back().is_some_and(|last| last.epoch == self.current)

@@ -160,6 +160,12 @@ impl Port {
     /// The guest goes on in another QEMU, which has loaded the card's state: takes what the
     /// former sent, then leaves it. Inbound frames that waited are delivered.
     pub fn hand_over(&self, next: NextGuest) {
+        self.attach_next(next);
+        self.go_live();
+    }
+
+    /// A standby's place is another QEMU's from now on, which takes no inbound frames either.
+    pub fn attach_next(&self, next: NextGuest) {
         let mut outbound = self.shared.outbound();
         while self.shared.receive(&mut outbound).any {}
         let (socket, said) = next.take();
@@ -168,8 +174,8 @@ impl Port {
             outbound.resume(said, &self.shared.tap);
         }
         drop(outbound);
+        self.shared.wake();
         self.shared.flush();
-        self.go_live();
     }
 
     /// Which card of the VM this is.

@@ -21,7 +21,7 @@ const SHORTEST_TARGET: Duration = Duration::from_millis(100);
 
 /// What a written page costs a guest beside the pause: the fault at its next write, and what
 /// copying and sending take of processors and caches that the guest shares. Measured: 8 to
-/// 16 µs on two processors (docs/performance.md).
+/// 16 µs on two processors (docs/performance/policy.md).
 const PAGE_COST: Duration = Duration::from_micros(5);
 
 /// Output waits for no longer than this on account of pages: the throughput of a connection

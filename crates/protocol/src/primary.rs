@@ -154,6 +154,11 @@ impl Primary {
         Primary { pipeline: epochs, ..self }
     }
 
+    /// The same from now on. Where more are on their way, the next one waits for them.
+    pub fn set_pipeline(&mut self, epochs: u64) {
+        self.pipeline = epochs;
+    }
+
     /// Where the primary stands.
     pub fn phase(&self) -> &PrimaryPhase {
         &self.phase
@@ -425,6 +430,22 @@ mod tests {
         handle(3_001, PrimaryEvent::Captured);
         let release = [PrimaryAction::Release(Epoch(3))];
         assert_eq!(handle(3_002, PrimaryEvent::Acknowledged(Epoch(3))), release);
+    }
+
+    #[test]
+    fn a_shorter_pipeline_waits_for_what_is_on_its_way() {
+        let new = Primary::new(Generation(1), Duration::from_millis(100), Time::default());
+        let mut primary = new.with_pipeline(9);
+        let handle = |primary: &mut Primary, event| {
+            primary.handle(Time::default(), event, &mut Vec::new());
+        };
+        (0..5).for_each(|_| handle(&mut primary, PrimaryEvent::Captured));
+        primary.set_pipeline(PIPELINE_DEPTH);
+        assert!(!primary.may_capture());
+        handle(&mut primary, PrimaryEvent::Acknowledged(Epoch(3)));
+        assert!(!primary.may_capture());
+        handle(&mut primary, PrimaryEvent::Acknowledged(Epoch(4)));
+        assert!(primary.may_capture());
     }
 
     #[test]

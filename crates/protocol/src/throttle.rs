@@ -107,19 +107,27 @@ impl Throttle {
         }
     }
 
-    /// A small epoch may say that the link is faster than thought, not that it is slower.
+    /// A small epoch may say that the link is faster than thought, not that it is slower; the
+    /// few pages of an idle guest, which are hardly changed, say neither.
     fn measured(&mut self, pages: u64, rate: f64) {
         let telling = pages >= TELLING_PAGES;
         self.capacity = match self.capacity {
             None => telling.then_some(rate),
-            Some(known) if telling || rate > known => Some((known + rate) / 2.0),
+            Some(known) if telling || rate > known && self.is_near(pages) => {
+                Some((known + rate) / 2.0)
+            }
             known => known,
         };
     }
 
+    /// Whether so many pages take a good part of the target time.
+    fn is_near(&self, pages: u64) -> bool {
+        self.transfer_time(pages).is_some_and(|time| time * 4 > self.target)
+    }
+
     /// How long to wait before the next look; none while the guest is far from the limit.
     pub fn next_look(&self, now: Time) -> Option<Duration> {
-        let near = self.transfer_time(self.last_pages)? * 4 > self.target;
+        let near = self.is_near(self.last_pages);
         let slow = self.capacity? < FAST_LINK;
         (near || slow || self.is_limiting()).then(|| self.last_look + LOOK_INTERVAL - now)
     }
@@ -221,6 +229,27 @@ mod tests {
             throttle.committed(Epoch(epoch + 1), at(now + 999));
         }
         assert!(throttle.capacity() < Some(4000), "{:?}", throttle.capacity());
+    }
+
+    #[test]
+    fn an_idle_guest_does_not_make_the_link_fast() {
+        let mut throttle = slow_link();
+        for i in 1..20 {
+            throttle.captured(Epoch(1 + i), 30, at(i * 1000));
+            throttle.committed(Epoch(1 + i), at(i * 1000 + 1));
+        }
+        assert_eq!(throttle.capacity(), Some(3000));
+        assert!(throttle.looked(600, at(30_000)));
+    }
+
+    #[test]
+    fn a_link_that_becomes_faster_is_noticed_by_small_epochs_too() {
+        let mut throttle = slow_link();
+        for i in 1..10 {
+            throttle.captured(Epoch(1 + i), 200, at(i * 1000));
+            throttle.committed(Epoch(1 + i), at(i * 1000 + 10));
+        }
+        assert!(throttle.capacity() > Some(3500), "{:?}", throttle.capacity());
     }
 
     #[test]

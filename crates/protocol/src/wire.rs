@@ -8,7 +8,7 @@ use crate::{DiskIndex, Epoch};
 use std::fmt;
 
 /// Version of the wire format; peers must have the same.
-pub const WIRE_VERSION: u32 = 8;
+pub const WIRE_VERSION: u32 = 11;
 
 /// Bytes of a message header.
 pub const HEADER_BYTES: usize = 24;
@@ -80,15 +80,41 @@ pub enum Kind {
     /// How many writes of the guest, since its log began, each disk of the sender has; of the
     /// backup's, on stable storage (crate `understudy-lockstep`). Lockstep mode.
     Written = 34,
+    /// JSON: the primary is about to turn to the other way of keeping up, or is not after all.
+    Turn = 35,
+    /// JSON: whether the backup is ready for it.
+    TurnAnswer = 36,
+    /// The log begins where this epoch, a checkpoint, ends. A part of it.
+    LogBegins = 37,
+    /// The last of the log, up to this epoch, which is a checkpoint again (crate
+    /// `understudy-encoding`). A part of it.
+    LogEnds = 38,
+    /// A place of the log, and what the primary has there
+    /// (crate `understudy-lockstep`). Lockstep mode, before log from behind that place.
+    Compare = 40,
+    /// What differed there (crate `understudy-lockstep`). Lockstep mode.
+    Compared = 41,
+    /// The backup has diverged, as comparisons show: text, why. Lockstep mode.
+    Condemn = 42,
     /// JSON: an order about a snapshot of a group, or a report.
     Snapshot = 45,
     /// JSON: an order about the restore of a group, or a report.
     Restore = 46,
+    /// JSON: the backup is to keep what it has at the end of this epoch, for a snapshot. Part of
+    /// the epoch.
+    Keep = 47,
+    /// JSON: what became of it.
+    Kept = 48,
+    /// The snapshot, whose number is in the epoch field, is given up: nothing is to be kept for it.
+    LetGo = 49,
     /// Frames between the members of a cluster, each with its length and its envelope before
     /// it (crate `understudy-snapshot`). On a connection of their own.
     Frames = 50,
     /// JSON: which members of a cluster run on the sender's host, with their cards.
     Presence = 51,
+    /// What the guest said on its console in this epoch, and that waits for its commit. Only
+    /// where that was asked for; in lockstep the backup's guest says it itself.
+    Console = 52,
 }
 
 impl Kind {
@@ -121,10 +147,21 @@ impl Kind {
             Diverged,
             DiskReads,
             Written,
+            Turn,
+            TurnAnswer,
+            LogBegins,
+            LogEnds,
+            Compare,
+            Compared,
+            Condemn,
             Snapshot,
             Restore,
+            Keep,
+            Kept,
+            LetGo,
             Frames,
             Presence,
+            Console,
         ]
         .into_iter()
         .find(|kind| *kind as u8 == byte)

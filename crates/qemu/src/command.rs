@@ -85,8 +85,8 @@ pub struct BootFiles {
 pub struct Console {
     /// Its socket.
     pub socket: ConsoleSocket,
-    /// File that QEMU appends all output to.
-    pub log: PathBuf,
+    /// File that QEMU appends all output to; none if whoever has the other end keeps one.
+    pub log: Option<PathBuf>,
 }
 
 /// The socket of a console.
@@ -248,8 +248,10 @@ fn console(args: &mut Args, resources: &Resources) {
             }
             ConsoleSocket::Connected(fd) => chardev.push(format!("fd={fd}")),
         }
-        chardev.push(",logappend=on,logfile=");
-        chardev.push(escaped(log));
+        if let Some(log) = log {
+            chardev.push(",logappend=on,logfile=");
+            chardev.push(escaped(log));
+        }
         args.pair("-chardev", chardev);
         args.pair("-serial", "chardev:console");
     }

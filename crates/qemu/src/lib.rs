@@ -18,6 +18,7 @@ mod clock;
 pub mod command;
 pub mod counting;
 pub mod definition;
+pub mod hold;
 pub mod lockstep;
 pub mod pause;
 pub mod process;

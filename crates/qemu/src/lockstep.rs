@@ -7,6 +7,7 @@
 
 use crate::capabilities::Accelerator;
 use crate::definition::{CardModel, DiskBus, DiskFormat, Vga, VmDefinition};
+use crate::hold::Held;
 use crate::qmp::QemuVersion;
 use nix::errno::Errno;
 use nix::fcntl::{FcntlArg, SealFlag, fcntl};
@@ -26,7 +27,7 @@ use std::time::Duration;
 use understudy_agent_protocol::{Hello, LOCKSTEP_VARIABLE, LogPage};
 
 pub(crate) use understudy_agent_protocol::LOG_NAME;
-pub use understudy_agent_protocol::{LogErrand, LogRole, Request};
+pub use understudy_agent_protocol::{CONSOLE_VARIABLE, LogErrand, LogRole, Request};
 
 /// Versions of QEMU (major, minor) in which lockstep is proven. The log's format, and what the
 /// agent calls, may change with any other.
@@ -183,6 +184,11 @@ impl LogChannel {
         }
     }
 
+    /// Where QEMU stands still for [`LogChannel::hold`], if it does.
+    pub(crate) fn held(&self) -> Option<Held> {
+        self.page.held()
+    }
+
     /// What QEMU shows of its work.
     pub fn status(&self) -> LogStatus {
         self.page.read()
@@ -232,9 +238,27 @@ impl Page {
         Ok((Page(page.cast()), memfd))
     }
 
-    fn read(&self) -> LogStatus {
+    fn held(&self) -> Option<Held> {
+        let page = self.page();
+        let word = |word: &AtomicU64| word.load(Ordering::Acquire);
+        let number = word(&page.held);
+        let held = Held {
+            number,
+            position: word(&page.held_position),
+            instructions: word(&page.held_instructions),
+            disk_requests: word(&page.held_disk_requests),
+        };
+        // The agent writes the others while this is 0.
+        (number != 0 && word(&page.held) == number).then_some(held)
+    }
+
+    fn page(&self) -> &LogPage {
         // SAFETY: mapped until this is dropped, never shrunk, and valid whatever it contains.
-        let page = unsafe { self.0.as_ref() };
+        unsafe { self.0.as_ref() }
+    }
+
+    fn read(&self) -> LogStatus {
+        let page = self.page();
         let word = |word: &AtomicU64| word.load(Ordering::Acquire);
         LogStatus {
             position: word(&page.position),

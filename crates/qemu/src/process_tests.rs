@@ -80,7 +80,7 @@ fn it_becomes_another_user_in_a_directory_that_this_one_cannot_reach() {
         .unwrap();
     let directory = folder.path().join("own");
     let user = crate::RunAs::OwnNumber.next();
-    crate::user::give_directory(&directory, user, "").unwrap();
+    crate::user::give_directory(&directory, user).unwrap();
     let script = "id -u; id -g; cat /proc/self/status; echo made > here; ls ..";
     let qemu = Qemu::launch(&Launch {
         binary: Path::new("/bin/sh"),

@@ -115,18 +115,13 @@ pub fn give_socket(path: &Path, user: Option<User>) -> io::Result<()> {
 
 /// Makes the directory that a QEMU works in, and empties it of what another QEMU,
 /// which may have been another user, has left there, but for the file `keep`.
-pub fn give_directory(path: &Path, user: Option<User>, keep: &str) -> io::Result<()> {
+pub fn give_directory(path: &Path, user: Option<User>) -> io::Result<()> {
     match fs::DirBuilder::new().mode(0o700).create(path) {
         Err(error) if error.kind() != io::ErrorKind::AlreadyExists => return Err(error),
         _ => {}
     }
     for entry in fs::read_dir(path)? {
-        let entry = entry?;
-        if entry.file_name() == keep {
-            give_socket(&entry.path(), user)?;
-        } else {
-            fs::remove_file(entry.path())?;
-        }
+        fs::remove_file(entry?.path())?;
     }
     give_socket(path, user)
 }
@@ -242,15 +237,15 @@ mod tests {
         let (directory, outside) = (folder.path().join("qemu"), folder.path().join("outside"));
         fs::write(&outside, "the host's").unwrap();
         let first = RunAs::OwnNumber.next();
-        give_directory(&directory, first, "log").unwrap();
-        fs::write(directory.join("log"), "kept").unwrap();
+        give_directory(&directory, first).unwrap();
+        fs::write(directory.join("log"), "gone").unwrap();
         // Links that a guest has planted lead nowhere.
         std::os::unix::fs::symlink(&outside, directory.join("socket")).unwrap();
         let second = RunAs::OwnNumber.next();
-        give_directory(&directory, second, "log").unwrap();
+        give_directory(&directory, second).unwrap();
         let owner = |path: &Path| Uid::from_raw(fs::symlink_metadata(path).unwrap().uid());
         assert_eq!(Some(owner(&directory)), second.map(|user| user.uid));
-        assert_eq!(Some(owner(&directory.join("log"))), second.map(|user| user.uid));
+        assert!(!directory.join("log").exists());
         assert!(owner(&outside).is_root());
         assert!(!directory.join("socket").exists());
         assert_eq!(fs::metadata(&directory).unwrap().mode() & 0o777, 0o700);

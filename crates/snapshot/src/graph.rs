@@ -15,8 +15,10 @@
 //! 4. Members that must each start no later than the other, directly or around a **ring**,
 //!    start together.
 //! 5. The order holds along chains: a ring starts when all rings before it have.
-//! 6. Members between which nothing is in flight, in neither direction and over no chain,
-//!    start as soon as they are loaded.
+//! 6. Members between which nothing is in flight, in neither direction and over no chain, ask
+//!    for no order.
+//!
+//! When they start, as far as the order leaves that open: [`Line`](crate::Line).
 
 use crate::Member;
 use serde::{Deserialize, Serialize};
@@ -53,8 +55,6 @@ pub struct Ring {
     /// Rings that start before this one and that it is in direct touch with; each has a lower
     /// index.
     pub after: BTreeSet<usize>,
-    /// Which rings belong together over chains: those of one cluster have the same number.
-    pub cluster: usize,
 }
 
 impl StartOrder {
@@ -82,7 +82,6 @@ impl StartOrder {
             let others = earlier.iter().map(|&other| ring_of[other]);
             rings[ring].after.extend(others.filter(|&other| other != ring));
         }
-        number_clusters(&mut rings);
         StartOrder { rings, ring_of }
     }
 
@@ -112,20 +111,6 @@ impl StartOrder {
             let earlier = ring.after.iter().flat_map(|&other| &self.rings[other].members);
             earlier.flat_map(|&first| ring.members.iter().map(move |&then| (first, then)))
         })
-    }
-}
-
-/// A cluster takes the number of its last ring.
-fn number_clusters(rings: &mut [Ring]) {
-    for at in 0..rings.len() {
-        let joined: BTreeSet<usize> =
-            rings[at].after.iter().map(|&earlier| rings[earlier].cluster).collect();
-        rings[at].cluster = at;
-        for ring in &mut rings[..at] {
-            if joined.contains(&ring.cluster) {
-                ring.cluster = at;
-            }
-        }
     }
 }
 

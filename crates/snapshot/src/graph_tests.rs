@@ -17,9 +17,6 @@ fn who_gets_data_starts_before_who_sends_it() {
     let at = |member: u16| starts.iter().position(|ring| *ring == [member]).unwrap();
     assert!(at(2) < at(1) && at(1) < at(0), "{starts:?}");
     assert_eq!(order.pairs().count(), 2);
-    let cluster = |member| order.rings()[order.ring(Member(member))].cluster;
-    assert_eq!((cluster(0), cluster(1)), (cluster(2), cluster(2)));
-    assert_ne!(cluster(0), cluster(3), "nothing in flight");
 }
 
 #[test]
@@ -75,8 +72,6 @@ proptest! {
         }
         for (at, ring) in order.rings().iter().enumerate() {
             prop_assert!(ring.after.iter().all(|&earlier| earlier < at));
-            let same = |&earlier: &usize| order.rings()[earlier].cluster == ring.cluster;
-            prop_assert!(ring.after.iter().all(same));
         }
     }
 }

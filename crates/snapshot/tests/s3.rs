@@ -180,6 +180,8 @@ fn take(
         in_flight: Blob::default(),
         working_set: blob(&WorkingSet::default().encode()),
         recent: None,
+        clock: None,
+        sampled: None,
         pause_us: 0,
         base: None,
     };

@@ -11,6 +11,7 @@
 //! | `POST /v1/vms/NAME/unprotect`      | [`VmStatus`] |
 //! | `POST /v1/vms/NAME/failover`       | nothing (204) |
 //! | `POST /v1/vms/NAME/recover` ([`RecoverRequest`]) | [`RecoverReport`] |
+//! | `POST /v1/vms/NAME/lockstep/verify` | [`ComparisonReport`] |
 //! | `GET /v1/vms/NAME/timings`         | a list of [`CheckpointTiming`] |
 //! | `POST /v1/vms/NAME/snapshot`, `/v1/clusters/NAME/snapshot` ([`SnapshotRequest`]) | [`SnapshotReport`] |
 //! | `POST /v1/vms/NAME/restore`, `/v1/clusters/NAME/restore` ([`RestoreRequest`]) | [`RestoreReport`] |
@@ -37,8 +38,8 @@ use serde::de::DeserializeOwned;
 use std::sync::Arc;
 use tokio::task::spawn_blocking;
 use understudy_daemon::report::{
-    CheckpointTiming, GroupRequest, HostStatus, ProtectRequest, RecoverReport, RecoverRequest,
-    VmStatus,
+    CheckpointTiming, ComparisonReport, GroupRequest, HostStatus, ProtectRequest, RecoverReport,
+    RecoverRequest, VmStatus,
 };
 use understudy_daemon::snapshot::report::{
     DeleteReport, RestoreReport, RestoreRequest, SnapshotReport, SnapshotRequest, VerifyReport,
@@ -81,6 +82,8 @@ pub trait Control: Send + Sync + 'static {
     fn recover(&self, name: &str, request: RecoverRequest) -> Result<RecoverReport, HostError>;
     /// See [`Host::timings`].
     fn timings(&self, name: &str) -> Result<Vec<CheckpointTiming>, HostError>;
+    /// See [`Host::verify_lockstep`].
+    fn verify_lockstep(&self, name: &str) -> Result<ComparisonReport, HostError>;
     /// See [`Host::snapshot_vm`] and [`Host::snapshot_cluster`].
     fn snapshot(
         &self,
@@ -142,6 +145,9 @@ impl Control for Arc<Host> {
     fn timings(&self, name: &str) -> Result<Vec<CheckpointTiming>, HostError> {
         Host::timings(self, name)
     }
+    fn verify_lockstep(&self, name: &str) -> Result<ComparisonReport, HostError> {
+        Host::verify_lockstep(self, name)
+    }
     fn snapshot(
         &self,
         what: &Subject,
@@ -202,6 +208,7 @@ pub fn router(host: Arc<dyn Control>) -> Router {
         .route("/v1/vms/{name}/failover", post(failover))
         .route("/v1/vms/{name}/recover", post(recover))
         .route("/v1/vms/{name}/timings", get(timings))
+        .route("/v1/vms/{name}/lockstep/verify", post(verify_lockstep))
         .merge(snapshots::routes())
         .fallback(no_such_route)
         .method_not_allowed_fallback(wrong_method)
@@ -274,6 +281,13 @@ async fn recover(
 
 async fn timings(State(host): Shared, Path(name): Path<String>) -> Answer<Vec<CheckpointTiming>> {
     blocking(move || host.timings(&name)).await.map(Json)
+}
+
+async fn verify_lockstep(
+    State(host): Shared,
+    Path(name): Path<String>,
+) -> Answer<ComparisonReport> {
+    blocking(move || host.verify_lockstep(&name)).await.map(Json)
 }
 
 async fn no_such_route(uri: Uri) -> ApiError {

@@ -87,6 +87,9 @@ pub enum Command {
         /// The VM's name.
         vm: String,
     },
+    /// Look after VMs in lockstep.
+    #[command(subcommand)]
+    Lockstep(LockstepCommand),
     /// Find a VM's valid disk images after all its hosts were lost, and start it on them.
     #[command(after_help = RECOVER_HELP)]
     Recover(RecoverArgs),
@@ -167,6 +170,17 @@ pub enum VmCommand {
     },
 }
 
+/// Work on VMs in lockstep.
+#[derive(Debug, Subcommand)]
+pub enum LockstepCommand {
+    /// Compare a VM with its backup, all of memory and disks, while both run.
+    #[command(after_help = LOCKSTEP_VERIFY_HELP)]
+    Verify {
+        /// The VM's name.
+        vm: String,
+    },
+}
+
 /// Work on certificates.
 #[derive(Debug, Subcommand)]
 pub enum PkiCommand {
@@ -188,6 +202,15 @@ pub enum PkiCommand {
         days: u32,
     },
 }
+
+const LOCKSTEP_VERIFY_HELP: &str = "\
+Run it on the host that the VM runs on. The guest stands still for some
+milliseconds again and again, never for long. Exits with 0 if both are the same,
+with 1 if they differ: then the backup has diverged and is given up, and the VM
+is protected anew.
+
+Example:
+  understudy lockstep verify db --json";
 
 const PKI_HELP: &str = "\
 Example, for hosts a and b, on any machine that is kept safe:

@@ -15,8 +15,8 @@ use tokio::net::UnixStream;
 use tokio::runtime::{Builder, Runtime};
 use understudy_daemon::HostError;
 use understudy_daemon::report::{
-    CheckpointTiming, GroupRequest, HostStatus, ProtectRequest, RecoverReport, RecoverRequest,
-    VmStatus,
+    CheckpointTiming, ComparisonReport, GroupRequest, HostStatus, ProtectRequest, RecoverReport,
+    RecoverRequest, VmStatus,
 };
 use understudy_daemon::snapshot::report::{
     DeleteReport, RestoreReport, RestoreRequest, SnapshotReport, SnapshotRequest, VerifyReport,
@@ -96,6 +96,11 @@ impl Client {
     /// The last checkpoints' timings, oldest first.
     pub fn timings(&self, name: &str) -> Result<Vec<CheckpointTiming>, Failure> {
         self.json(Method::GET, &vm_path(name, "/timings"), Bytes::new())
+    }
+
+    /// Compares a VM with its backup in lockstep.
+    pub fn verify_lockstep(&self, name: &str) -> Result<ComparisonReport, Failure> {
+        self.json(Method::POST, &vm_path(name, "/lockstep/verify"), Bytes::new())
     }
 
     /// Takes a snapshot.

@@ -122,6 +122,9 @@ impl Page<'_> {
         self.each("vm_held_frames", "Frames that wait for output commit", |vm| {
             Some(vm.held_frames as f64)
         });
+        self.each("vm_held_console_bytes", "Bytes of the console held likewise", |vm| {
+            vm.held_console_bytes.map(|bytes| bytes as f64)
+        });
         let vms = self.vms;
         let pauses = |vm: &VmStatus| {
             let pause = vm.pause_ms;
@@ -143,6 +146,15 @@ impl Page<'_> {
         });
         self.each("vm_lockstep_blocked", "1 if QEMU stands still for the log", |vm| {
             vm.lockstep.map(|lockstep| f64::from(u8::from(lockstep.blocked)))
+        });
+        let counts = |vm: &VmStatus| vm.lockstep.and_then(|lockstep| lockstep.comparison);
+        let help = "Comparisons with the backup in lockstep since protection began";
+        self.each("vm_lockstep_comparisons", help, |vm| {
+            counts(vm).map(|counts| counts.comparisons as f64)
+        });
+        let help = "Since the last comparison with the backup in lockstep";
+        self.each("vm_lockstep_comparison_age_seconds", help, |vm| {
+            counts(vm).map(|counts| counts.seconds_ago)
         });
         self.each("vm_takeover_seconds", "How long this host's take-over of the VM took", |vm| {
             vm.takeover.as_ref().map(|takeover| takeover.total_ms / 1e3)
@@ -206,6 +218,7 @@ mod tests {
             r#"understudy_vm_role{vm="db",role="primary"} 1.0"#,
             r#"understudy_vm_committed_epoch{vm="db"} 1234.0"#,
             r#"understudy_vm_held_frames{vm="db"} 7.0"#,
+            r#"understudy_vm_held_console_bytes{vm="db"} 9.0"#,
             r#"understudy_vm_pause_seconds{vm="db",quantile="0.99"} 0.0015"#,
             r#"understudy_vm_path_up{vm="db",address="10.1.0.2:7788"} 1.0"#,
             r#"understudy_vm_path_up{vm="db",address="10.0.0.2:7788"} 0.0"#,

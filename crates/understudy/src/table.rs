@@ -78,8 +78,15 @@ pub fn vm(vm: &VmStatus) -> String {
         ["sent".to_owned(), sent(vm)],
         ["frames held".to_owned(), vm.held_frames.to_string()],
     ];
+    if let Some(bytes) = vm.held_console_bytes {
+        rows.push(["console held".to_owned(), format!("{bytes} bytes")]);
+    }
     if let Some(fill) = &vm.filling {
         rows.push(["restored".to_owned(), filling(fill)]);
+    }
+    if let Some(pages) = vm.sampled_pages {
+        let mib = pages * PAGE_SIZE as u64 / (1 << 20);
+        rows.push(["working set".to_owned(), format!("{pages} pages ({mib} MiB), sampled")]);
     }
     if let Some(lockstep) = &vm.lockstep {
         rows.push(["lockstep".to_owned(), self::lockstep(lockstep)]);
@@ -215,8 +222,11 @@ fn lockstep(report: &LockstepReport) -> String {
         DiskReads::Backup => String::new(),
         DiskReads::Log => format!(", with disk reads {:.2} Mbit/s", report.disk_read_mbit_s),
     };
+    let compared = report.comparison.map_or_else(String::new, |counts| {
+        format!(", compared {} times, last {:.0} s ago", counts.comparisons, counts.seconds_ago)
+    });
     format!(
-        "{:.1} ms and {} instructions behind, log {:.2} Mbit/s{reads}{blocked}",
+        "{:.1} ms and {} instructions behind, log {:.2} Mbit/s{reads}{compared}{blocked}",
         report.lag_ms, report.lag_instructions, report.log_mbit_s
     )
 }
@@ -299,7 +309,7 @@ fn columns<const N: usize>(rows: Vec<[String; N]>) -> String {
 pub mod tests {
     use super::*;
     use understudy_daemon::report::FillState;
-    use understudy_daemon::report::{CardReport, DiskReport, PauseReport};
+    use understudy_daemon::report::{CardReport, ComparisonCounts, DiskReport, PauseReport};
     use understudy_encoding::{Counters, EncodingPlan, Methods};
     use understudy_protocol::{Epoch, Generation};
 
@@ -326,6 +336,7 @@ pub mod tests {
             outbound: None,
             takeover: None,
             filling: None,
+            sampled_pages: None,
             policy: Policy::Interval { hz: 40 },
             checkpoints: 1000,
             pause_ms: PauseReport { p50: 0.8, p99: 1.5, max: 19.25 },
@@ -343,6 +354,7 @@ pub mod tests {
             bandwidth_bytes_per_second: 2048,
             throttle: None,
             held_frames: 7,
+            held_console_bytes: Some(9),
             qemu_pid: Some(4242),
             console: Some("/run/db.console".into()),
             cards: vec![CardReport {
@@ -442,6 +454,14 @@ pub mod tests {
     }
 
     #[test]
+    fn a_vm_that_was_sampled_shows_its_working_set() {
+        let mut status = example(Protection::Off);
+        assert!(!vm(&status).contains("working set"));
+        status.sampled_pages = Some(1025);
+        assert!(vm(&status).contains("1025 pages (4 MiB), sampled"));
+    }
+
+    #[test]
     fn a_vm_in_lockstep_shows_how_far_both_are_apart() {
         let mut status = example(Protection::Protected { peer: "b".into() });
         status.mode = Mode::Lockstep;
@@ -456,6 +476,10 @@ pub mod tests {
             LockstepReport { disk_reads: DiskReads::Log, disk_read_mbit_s: 12.5, ..report };
         status.lockstep = Some(logged);
         assert!(vm(&status).contains("0.40 Mbit/s, with disk reads 12.50 Mbit/s\n"));
+        let comparison =
+            ComparisonCounts { comparisons: 3, seconds_ago: 7.4, ..Default::default() };
+        status.lockstep = Some(LockstepReport { comparison: Some(comparison), ..report });
+        assert!(vm(&status).contains("0.40 Mbit/s, compared 3 times, last 7 s ago\n"));
         status.lockstep = Some(LockstepReport { blocked: true, ..report });
         assert!(vm(&status).contains("BLOCKED"));
     }

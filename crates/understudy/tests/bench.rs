@@ -44,3 +44,30 @@ fn latency_is_measured_in_two_variants_and_not_again() {
     assert_eq!(again, report, "everything was there already:\n{story}");
     assert!(story.contains("2 measurements"), "{story}");
 }
+
+#[test]
+#[ignore = "long: `make test-long`, which builds the bench guest"]
+fn lockstep_is_measured_beside_counted_instructions() {
+    let done = Command::new(env!("CARGO_BIN_EXE_understudy"))
+        .args(["bench", "lockstep", "--json", "--quick", "--only", "cpu,disk_reads"])
+        .args(["--variants", "icount,lockstep,lockstep-log"])
+        .stdin(Stdio::null())
+        .output()
+        .unwrap();
+    let story = String::from_utf8_lossy(&done.stderr);
+    assert!(done.status.success(), "{story}");
+    let report: Value = serde_json::from_slice(&done.stdout).unwrap();
+    assert_eq!(report["errors"].as_array().map(Vec::len), Some(0), "{report}");
+    let cpu = &report["workloads"]["cpu"];
+    for field in ["ratio", "log_mbit_s", "lag_ms_p50", "lag_ms_p99"] {
+        assert!(cpu[field].is_number(), "{field}: {report}\n{story}");
+    }
+    for variant in ["icount", "lockstep"] {
+        assert!(cpu["variants"][variant]["median"].as_f64() > Some(0.0), "{report}");
+    }
+    // What was read is in the log, or it is not.
+    let reads = &report["disk_reads"]["variants"];
+    let log = |variant: &str| reads[variant]["log_mbit_s"].as_f64().unwrap();
+    assert!(log("lockstep-log") > 10.0 * log("lockstep"), "{report}");
+    assert!(reads["icount"]["log_mbit_s"].is_null(), "{report}");
+}

@@ -9,6 +9,9 @@
 //! | `pay WAY NUMBER AMOUNT` | `ok NUMBER` | over TCP once; over UDP said again until it is answered |
 //! | `report`                | `BALANCE PENDING MOVES BROKEN` | pending: payments that are not answered; moves: those that were; broken: what went wrong, or `-` |
 //! | `pause`, `resume`       | `ok` | no new payments; payments again |
+//! | `silence`               | `ok MICROSECONDS` | the longest that a payment over TCP waited for its answer since this was asked last, by this guest's clock, which stands still while the guest does |
+//!
+//! `BANK_PACE_MS` in the environment: milliseconds between two payments of a way, 2 without.
 
 use crate::server;
 use std::collections::HashMap;
@@ -16,14 +19,18 @@ use std::io::{self, BufRead, BufReader, Write};
 use std::net::{Ipv4Addr, TcpStream, UdpSocket};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 /// What each bank begins with.
 const START: i64 = 1_000_000;
-/// Between two payments of a way, so that a guest has time for all of them.
-const PACE: Duration = Duration::from_millis(2);
+/// Milliseconds between two payments of a way, so that a guest has time for all of them.
+const PACE_MS: u64 = 2;
+/// Names others.
+const PACE_VARIABLE: &str = "BANK_PACE_MS";
 /// Before a payment over UDP is said again.
 const AGAIN: Duration = Duration::from_millis(50);
+/// After an error, which may come at once.
+const AGAIN_AT_ONCE: Duration = Duration::from_millis(2);
 /// Before a peer that does not listen yet is called again.
 const CALL_AGAIN: Duration = Duration::from_millis(100);
 
@@ -32,6 +39,9 @@ struct Bank {
     pending: u64,
     moves: u64,
     paused: bool,
+    pace: Duration,
+    /// The longest wait for an answer over TCP since somebody asked.
+    silence: Duration,
     broken: Option<String>,
     /// The last payment of each way that came in.
     seen: HashMap<String, u64>,
@@ -43,11 +53,17 @@ type Payer = fn(&Shared, &str, &str) -> io::Result<()>;
 
 /// Pays and is paid for ever. `peers` are HOST:PORT.
 pub fn run(name: &str, port: u16, peers: &[&str]) -> Result<(), String> {
+    let pace = match std::env::var(PACE_VARIABLE) {
+        Ok(text) => text.parse().map_err(|_| format!("{PACE_VARIABLE}: `{text}` is no number"))?,
+        Err(_) => PACE_MS,
+    };
     let bank: Shared = Arc::new(Mutex::new(Bank {
         balance: START,
         pending: 0,
         moves: 0,
         paused: false,
+        pace: Duration::from_millis(pace),
+        silence: Duration::ZERO,
         broken: None,
         seen: HashMap::new(),
     }));
@@ -88,6 +104,9 @@ impl Bank {
                 let broken = self.broken.as_deref().unwrap_or("-").replace(' ', "_");
                 format!("{} {} {} {broken}\n", self.balance, self.pending, self.moves)
             }
+            ["silence"] => {
+                format!("ok {}\n", std::mem::take(&mut self.silence).as_micros())
+            }
             ["pause"] => self.set_paused(true),
             ["resume"] => self.set_paused(false),
             _ => format!("error: `{request}`\n"),
@@ -124,7 +143,8 @@ impl Bank {
 /// Waits until there may be payments, and takes the next one's amount away.
 fn next_payment(bank: &Shared, number: u64) -> i64 {
     loop {
-        thread::sleep(PACE);
+        let pace = lock(bank).pace;
+        thread::sleep(pace);
         let mut bank = lock(bank);
         if !bank.paused {
             let amount = 1 + (number.wrapping_mul(0x9e37_79b9_7f4a_7c15) >> 57) as i64;
@@ -153,6 +173,7 @@ fn pay_by_stream(bank: &Shared, way: &str, peer: &str) -> io::Result<()> {
     let mut answer = String::new();
     for number in 1.. {
         let amount = next_payment(bank, number);
+        let asked = Instant::now();
         requests.write_all(format!("pay {way} {number} {amount}\n").as_bytes())?;
         answer.clear();
         answers.read_line(&mut answer)?;
@@ -160,6 +181,8 @@ fn pay_by_stream(bank: &Shared, way: &str, peer: &str) -> io::Result<()> {
             return Err(io::Error::other(format!("payment {number} was answered with {answer:?}")));
         }
         settle(bank);
+        let mut bank = lock(bank);
+        bank.silence = bank.silence.max(asked.elapsed());
     }
     Ok(())
 }
@@ -179,7 +202,7 @@ fn pay_by_datagram(bank: &Shared, way: &str, peer: &str) -> io::Result<()> {
                 Ok(length) if answer[..length] == *ok.as_bytes() => break,
                 // An earlier answer that came twice, or none.
                 Ok(_) => {}
-                Err(_) => thread::sleep(PACE),
+                Err(_) => thread::sleep(AGAIN_AT_ONCE),
             }
         }
         settle(bank);

@@ -13,6 +13,7 @@
 //! | `ask SERVER append FILE`  | appends records at another guest's server, HOST:PORT, and keeps count in FILE |
 //! | `ask SERVER ping SECONDS` | measures round trips to it |
 //! | `bank NAME PORT PEER…`    | pays money to its peers, HOST:PORT, over TCP and UDP, and is paid (tests only) |
+//! | `search PORT MIB PEER…`   | holds MIB MiB of documents in memory, and looks them up here and at its peers, HOST:PORT (measurements only) |
 //! | `await-ports PORT…`       | returns once every port accepts connections |
 //!
 //! The protocols are documented in the modules.
@@ -24,13 +25,15 @@ mod dirty;
 mod load;
 mod records;
 mod run;
+mod search;
 mod server;
 
 use std::process::ExitCode;
 
 const USAGE: &str = "usage: guest-tools records PORT FILE | run PORT | blast PORT \
                      | dirty PAGES INTERVAL_MS | load DIR | ask SERVER append FILE \
-                     | ask SERVER ping SECONDS | bank NAME PORT PEER... | await-ports PORT...";
+                     | ask SERVER ping SECONDS | bank NAME PORT PEER... | search PORT MIB PEER... \
+                     | await-ports PORT...";
 
 fn main() -> ExitCode {
     let arguments: Vec<String> = std::env::args().skip(1).collect();
@@ -57,6 +60,9 @@ fn dispatch(arguments: &[String]) -> Result<(), String> {
         ["ask", server, "append", file] => ask::append(server, file.as_ref()),
         ["ask", server, "ping", seconds] => ask::ping(server, number("SECONDS", seconds)?),
         ["bank", name, port, peers @ ..] => bank::run(name, number("PORT", port)?, peers),
+        ["search", port, mib, peers @ ..] => {
+            search::serve(number("PORT", port)?, number("MIB", mib)?, peers)
+        }
         ["await-ports", ports @ ..] if !ports.is_empty() => ports
             .iter()
             .map(|port| number("PORT", port))

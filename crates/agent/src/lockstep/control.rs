@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: GPL-2.0-or-later
 //! What the daemon asks for besides pauses.
 
-use super::{Lockstep, Role};
+use super::{Lockstep, Role, hold};
 use std::ffi::{c_int, c_void};
 use std::io::{Read, Write};
 use std::os::fd::FromRawFd;
@@ -37,6 +37,11 @@ fn serve(lockstep: &'static Lockstep, mut socket: UnixStream) {
             // At once, not on the main loop, which may wait for room in the log.
             Some(Request::Detach) => {
                 lockstep.flowing.store(false, Ordering::Release);
+                lockstep.passed.load(Ordering::Acquire)
+            }
+            Some(Request::Hold) => hold::begin(lockstep),
+            Some(Request::LetGo) => {
+                lockstep.hold.end();
                 lockstep.passed.load(Ordering::Acquire)
             }
             Some(request) => on_main_loop(lockstep, request),

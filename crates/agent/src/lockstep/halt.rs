@@ -32,7 +32,15 @@ unsafe extern "C" fn run_changed(_: *mut c_void, runs: bool, _: c_int) {
     unsafe { lockstep.qemu.enable_timers(runs) };
     match lockstep.role() {
         // A backup executes the last event, a power-off for one, when it sees what follows.
-        Role::Record if !runs && lockstep.flowing.load(Ordering::Acquire) => lockstep.flush_now(),
+        Role::Record if !runs => {
+            if lockstep.flowing.load(Ordering::Acquire) {
+                lockstep.flush_now();
+            } else {
+                lockstep.flush();
+            }
+            // What it said is part of what it is now.
+            lockstep.bring_words_out();
+        }
         Role::Replay if runs && lockstep.stopped_early.swap(false, Ordering::AcqRel) => {
             // SAFETY: on the main loop, before the vCPU runs.
             unsafe { lockstep.qemu.refetch() }

@@ -43,10 +43,18 @@ unsafe extern "C" {
 
 /// The first fields of the C library's `FILE`, which its own inline functions use.
 #[repr(C)]
-struct ReadBuffer {
+struct Buffers {
     flags: c_int,
-    next: *const u8,
-    end: *const u8,
+    read_next: *const u8,
+    read_end: *const u8,
+    read_base: *const u8,
+    write_base: *const u8,
+    write_next: *const u8,
+}
+
+unsafe extern "C" {
+    fn flockfile(file: *mut libc::FILE);
+    fn funlockfile(file: *mut libc::FILE);
 }
 
 /// Starts the thread that brings the log out and keeps the status up to date.
@@ -77,7 +85,10 @@ impl Lockstep {
 
     fn refresh(&self) {
         match self.role() {
-            Role::Record => self.flush(),
+            Role::Record => {
+                self.flush();
+                self.bring_words_out();
+            }
             Role::Replay => self.publish_taken(),
             Role::Live => {}
         }
@@ -94,13 +105,31 @@ impl Lockstep {
         let passed = self.passed.load(Ordering::Acquire);
         // SAFETY: two words of a file that is never closed; another thread may change them.
         let buffered = unsafe {
-            let buffer = file.cast::<ReadBuffer>();
-            let next = (&raw const (*buffer).next).read_volatile();
-            let end = (&raw const (*buffer).end).read_volatile();
+            let buffers = file.cast::<Buffers>();
+            let next = (&raw const (*buffers).read_next).read_volatile();
+            let end = (&raw const (*buffers).read_end).read_volatile();
             (end as usize).saturating_sub(next as usize)
         };
         let taken = passed.saturating_sub(buffered as u64);
         self.page.position.fetch_max(taken, Ordering::Release);
+    }
+
+    /// Bytes of log that QEMU has written, what is in its buffer included.
+    pub(super) fn logged(&self) -> u64 {
+        let file = self.file.load(Ordering::Acquire);
+        if file.is_null() {
+            return self.passed.load(Ordering::Acquire);
+        }
+        // SAFETY: a file that is never closed. While it is locked nobody writes to it, or brings
+        // out what is in its buffer.
+        unsafe {
+            flockfile(file);
+            let buffers = file.cast::<Buffers>();
+            let buffered = (*buffers).write_next as usize - (*buffers).write_base as usize;
+            let logged = self.passed.load(Ordering::Acquire) + buffered as u64;
+            funlockfile(file);
+            logged
+        }
     }
 
     fn write(&self, bytes: &[u8]) {

@@ -8,12 +8,17 @@
 //!   daemon's ([`log`]): a full one stops the primary, an empty one stops the backup;
 //! - `writev` to a card's socket brings the log out first, so that the daemon, reading the
 //!   frame, finds a position that covers it; on a backup it sends nothing ([`output`]);
+//! - `sendmsg` and `recvmsg` on the console's socket: what the guest says leaves behind its log,
+//!   what is typed comes as the port has room ([`console`]);
+//! - the main loop stands still for a moment at a place of the log ([`hold`]), for a comparison;
 //! - `ppoll` keeps QEMU from sleeping while there is log ([`wait`]);
 //! - `write` by the vCPU to an eventfd of QEMU's loops is left out when it wakes them for
 //!   nothing: any loop on a backup, the monitors' on a primary ([`wake`]).
 
+mod console;
 mod control;
 mod halt;
+mod hold;
 mod log;
 mod output;
 mod pause;
@@ -22,6 +27,8 @@ mod ticks;
 mod wait;
 mod wake;
 
+use console::Console;
+use hold::Hold;
 use qemu::Qemu;
 use std::env;
 use std::ffi::c_int;
@@ -53,6 +60,7 @@ struct Lockstep {
     /// The daemon's end has the log; a stream socket.
     log: c_int,
     role: AtomicU8,
+    console: Option<Console>,
     /// QEMU's log, once it has opened it.
     file: AtomicPtr<libc::FILE>,
     /// The log goes to the daemon (primary) or comes from it (backup); else it is
@@ -62,8 +70,20 @@ struct Lockstep {
     stopped_early: AtomicBool,
     /// Bytes of log that passed through the socket or were discarded.
     passed: AtomicU64,
+    /// Where the log was attached last.
+    attached: Attached,
+    hold: Hold,
     /// Bytes of the log's prelude that a backup's QEMU has taken.
     prelude: AtomicU64,
+}
+
+/// The beginning of the log that the backup gets.
+#[derive(Default)]
+struct Attached {
+    /// Bytes of log that had passed.
+    position: AtomicU64,
+    /// Requests to disks that had begun, and ended.
+    disk_requests: AtomicU64,
 }
 
 impl Lockstep {
@@ -111,10 +131,13 @@ pub fn start() -> Result<(), String> {
         page,
         log: *log,
         role: AtomicU8::new(role as u8),
+        console: console::find()?,
         file: AtomicPtr::default(),
         flowing: AtomicBool::new(false),
         stopped_early: AtomicBool::new(false),
         passed: AtomicU64::new(0),
+        attached: Attached::default(),
+        hold: Hold::default(),
         prelude: AtomicU64::new(0),
     };
     let lockstep = LOCKSTEP.get_or_init(|| lockstep);

@@ -56,5 +56,8 @@ pub fn attach() -> u64 {
     };
     lockstep.flush_now();
     lockstep.flowing.store(true, Ordering::Release);
-    lockstep.passed.load(Ordering::Acquire)
+    let position = lockstep.passed.load(Ordering::Acquire);
+    lockstep.attached.position.store(position, Ordering::Release);
+    lockstep.attached.disk_requests.store(lockstep.qemu.disk_requests(), Ordering::Release);
+    position
 }

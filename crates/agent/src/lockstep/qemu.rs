@@ -80,6 +80,8 @@ pub struct Qemu {
     save_instructions: unsafe extern "C" fn(),
     mutex_locked: unsafe extern "C" fn() -> bool,
     has_events: unsafe extern "C" fn() -> bool,
+    find_chardev: unsafe extern "C" fn(*const c_char) -> *mut c_void,
+    chardev_room: unsafe extern "C" fn(*mut c_void) -> c_int,
     finish_events: unsafe extern "C" fn(),
     enable_events: unsafe extern "C" fn(),
     finish: unsafe extern "C" fn(),
@@ -157,6 +159,8 @@ impl Qemu {
             save_instructions: find("replay_save_instructions")?,
             mutex_locked: find("replay_mutex_locked")?,
             has_events: find("replay_has_events")?,
+            find_chardev: find("qemu_chr_find")?,
+            chardev_room: find("qemu_chr_be_can_write")?,
             finish_events: find("replay_finish_events")?,
             enable_events: find("replay_enable_events")?,
             finish: find("replay_finish")?,
@@ -246,10 +250,34 @@ impl Qemu {
         unsafe { (&raw const (*self.state).current_icount).read_volatile() }
     }
 
+    /// Whether instructions were executed that are not in the log yet. Where the log is written.
+    pub fn has_executed(&self) -> bool {
+        // SAFETY: counts, on a thread that may ask for it.
+        let executed = unsafe { (self.icount_raw)() };
+        executed as u64 != self.instructions()
+    }
+
+    /// Requests to disks that have begun.
+    pub fn disk_requests(&self) -> u64 {
+        // SAFETY: as above.
+        unsafe { (&raw const (*self.state).block_request_id).read_volatile() }
+    }
+
     /// Whether events wait for being logged. May be called on any thread.
     pub fn has_events(&self) -> bool {
         // SAFETY: looks whether a list is empty.
         unsafe { (self.has_events)() }
+    }
+
+    /// Bytes that the port of the guest's console has room for. On QEMU's main thread, which
+    /// reads what is typed.
+    pub fn console_room(&self) -> usize {
+        // SAFETY: looks for a name, and asks the port, which nobody removes.
+        let room = unsafe {
+            let console = (self.find_chardev)(c"console".as_ptr());
+            if console.is_null() { 0 } else { (self.chardev_room)(console) }
+        };
+        usize::try_from(room).unwrap_or(0)
     }
 
     /// Whether the machine runs. May be called on any thread.

@@ -2,7 +2,7 @@
 //! QEMU's main loop must not sleep while there is something to log or to replay.
 
 use super::qemu::{EVENT_END, MODE_PLAY, MODE_RECORD};
-use super::{lockstep, next, ticks, wake};
+use super::{console, lockstep, next, ticks, wake};
 use std::ffi::c_int;
 use std::sync::OnceLock;
 
@@ -59,6 +59,19 @@ fn longest_sleep() -> Option<i64> {
     }
 }
 
+/// The place among these of a console that is not to be looked at now.
+///
+/// # Safety
+/// As of `ppoll`.
+unsafe fn silent_console(fds: *const libc::pollfd, count: libc::nfds_t) -> Option<usize> {
+    if fds.is_null() {
+        return None;
+    }
+    // SAFETY: the caller's word.
+    let fds = unsafe { std::slice::from_raw_parts(fds, count as usize) };
+    fds.iter().position(|fd| console::must_wait(fd.fd))
+}
+
 unsafe fn wait(
     next: Poll,
     fds: *mut libc::pollfd,
@@ -66,9 +79,14 @@ unsafe fn wait(
     timeout: *const libc::timespec,
     mask: *const libc::sigset_t,
 ) -> c_int {
-    let limit = longest_sleep().map(|tv_nsec| libc::timespec { tv_sec: 0, tv_nsec });
-    // SAFETY: `timeout` is null or the caller's; the others are passed on as they are.
+    // SAFETY: as the caller vouches.
+    let silent = unsafe { silent_console(fds, count) };
+    let limit = longest_sleep().or(silent.map(|_| LOOK_AGAIN));
+    let limit = limit.map(|tv_nsec| libc::timespec { tv_sec: 0, tv_nsec });
+    // SAFETY: `timeout` is null or the caller's, as is `fds`; the others are passed on as they
+    // are.
     unsafe {
+        let looked_for = silent.map(|place| std::mem::take(&mut (*fds.add(place)).events));
         let timeout = match &limit {
             Some(limit)
                 if timeout.is_null()
@@ -79,7 +97,11 @@ unsafe fn wait(
             }
             _ => timeout,
         };
-        next(fds, count, timeout, mask)
+        let ready = next(fds, count, timeout, mask);
+        if let (Some(place), Some(events)) = (silent, looked_for) {
+            (*fds.add(place)).events = events;
+        }
+        ready
     }
 }
 

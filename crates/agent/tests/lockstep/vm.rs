@@ -135,7 +135,7 @@ impl Vm {
             cards: vec![card.socket.as_raw_fd()],
             console: Some(Console {
                 socket: ConsoleSocket::Listen(console.clone()),
-                log: folder.path().join("console.log"),
+                log: Some(folder.path().join("console.log")),
             }),
             role: start,
             lockstep: Some(Lockstep { role, clock }),

@@ -1,9 +1,10 @@
 //! Apply committed epochs to the backup's memory, disks and device state.
 
 use crate::machine::Machine;
+use crate::snapshot::KeepOrder;
 use anyhow::{Context, bail};
 use understudy_encoding::{DiskBlock, Page, PageData, read_pages};
-use understudy_memory::RamBlock;
+use understudy_memory::{RamBlock, StillImage};
 use understudy_protocol::wire::{DiskRange, Kind, Message};
 use understudy_protocol::{BlockId, CardFrames, PAGE_SIZE, PageIndex, StagedEpoch};
 
@@ -41,17 +42,27 @@ pub fn validate(machine: &Machine, message: &Message) -> anyhow::Result<()> {
                 bail!("frames of card {card}, which this machine lacks");
             }
         }
-        Kind::DeviceState => {}
+        Kind::Keep => keep_order(message).map(drop)?,
+        Kind::Console if machine.console_output().is_none() => {
+            bail!("a console spoke, which this machine lacks");
+        }
+        Kind::Console | Kind::DeviceState => {}
         other => bail!("unexpected {other:?} message from the primary"),
     }
     Ok(())
 }
 
-/// Applies one data message that passed [`validate`]; device state is returned.
-pub fn apply(machine: &Machine, message: Message) -> anyhow::Result<Option<Vec<u8>>> {
+/// Applies one data message that passed [`validate`]; device state is returned. Whoever reads
+/// the image as it was before is told of what is written.
+pub fn apply(
+    machine: &Machine,
+    message: Message,
+    image: Option<&StillImage>,
+) -> anyhow::Result<Option<Vec<u8>>> {
     match message.header.kind {
         Kind::Pages => {
             read_pages(&message.payload, |block, page, data| {
+                image.inspect(|image| image.before_write(block, page));
                 apply_page(machine, block, page, data)
             })?;
         }
@@ -67,21 +78,46 @@ pub fn apply(machine: &Machine, message: Message) -> anyhow::Result<Option<Vec<u
                 .zero(range.offset, range.length)
                 .context("cannot write to the mirror")?;
         }
+        Kind::Console => {
+            if let Some(console) = machine.console_output() {
+                console.say(&message.payload);
+            }
+        }
         Kind::DeviceState => return Ok(Some(message.payload)),
         _ => {}
     }
     Ok(None)
 }
 
-/// Applies a whole epoch; returns its device state.
-pub fn apply_epoch(machine: &Machine, epoch: StagedEpoch) -> anyhow::Result<Vec<u8>> {
-    let mut device_state = None;
+/// A whole epoch that was applied.
+pub struct Applied {
+    /// QEMU's device state at its end.
+    pub device_state: Vec<u8>,
+    /// What is there now is to be kept for a snapshot.
+    pub keep: Option<KeepOrder>,
+}
+
+/// Applies a whole epoch. `image` is told of what is written.
+pub fn apply_epoch(
+    machine: &Machine,
+    epoch: StagedEpoch,
+    image: Option<&StillImage>,
+) -> anyhow::Result<Applied> {
+    let (mut device_state, mut keep) = (None, None);
     for message in epoch.messages {
-        if let Some(state) = apply(machine, message)? {
+        if message.header.kind == Kind::Keep {
+            keep = Some(keep_order(&message)?);
+        } else if let Some(state) = apply(machine, message, image)? {
             device_state = Some(state);
         }
     }
-    device_state.with_context(|| format!("epoch {} has no device state", epoch.epoch))
+    let device_state =
+        device_state.with_context(|| format!("epoch {} has no device state", epoch.epoch))?;
+    Ok(Applied { device_state, keep })
+}
+
+fn keep_order(message: &Message) -> anyhow::Result<KeepOrder> {
+    serde_json::from_slice(&message.payload).context("a malformed Keep message")
 }
 
 fn apply_page(

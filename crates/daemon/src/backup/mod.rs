@@ -5,15 +5,23 @@
 //! (memory, disks, device state; then go live or forget), `control` (the
 //! arbiter), `inbound` (copies of what the guest receives) and the heartbeats.
 
+mod activation;
 mod apply;
+mod errands;
 mod group;
 mod inbound;
 mod outbound;
+mod parting;
+mod receive;
 mod session;
 mod takeover;
+mod tell;
+mod turn;
 
 pub use group::Group;
-pub use session::{Outcome, Session};
+pub use session::Session;
+pub use takeover::Outcome;
+pub use turn::{Beside, Launch};
 
 use crate::arbiter::Arbiter;
 use crate::channel::{Channel, Renewal};
@@ -22,10 +30,11 @@ use crate::handshake::{FileOffer, FileRole, Offer, Ready, Resumed};
 use crate::heartbeat::{self, Heartbeats};
 use crate::link::Link;
 use crate::lockstep::backup::{self as lockstep, Following};
+use crate::lockstep::primary::MACHINE;
 use crate::machine::Machine;
 use crate::paths::PathMonitor;
 use crate::records::Records;
-use crate::report::{DiskReads, Mode};
+use crate::report::{DiskReads, Mode, ProtectRequest};
 use crate::sync::ByteBudget;
 use anyhow::{Context, bail};
 use crossbeam_channel::Receiver;
@@ -144,6 +153,10 @@ pub struct Plan {
     pub path: PathIndex,
     /// The VM's directory on this host.
     pub directory: PathBuf,
+    /// Starts a QEMU for the other way of keeping up.
+    pub launch: Launch,
+    /// What the operator asked for.
+    pub wish: Option<ProtectRequest>,
 }
 
 /// Starts following the primary with a standby that is ready. `over` is called
@@ -171,9 +184,14 @@ pub fn accept(
         vm,
         id: plan.id,
         primary: plan.primary,
-        mode: plan.mode,
-        following: (plan.mode == Mode::Lockstep)
-            .then(|| Following::new(plan.disk_reads, machine.disks().len())),
+        following: Mutex::new(
+            (plan.mode == Mode::Lockstep)
+                .then(|| Arc::new(Following::new(plan.disk_reads, machine.disks().len(), MACHINE))),
+        ),
+        orders: Mutex::default(),
+        turns: AtomicU64::new(0),
+        launch: plan.launch,
+        wish: Mutex::new(plan.wish),
         data: Channel::new(link, renewal),
         heartbeats,
         paths,
@@ -188,22 +206,19 @@ pub fn accept(
         errands,
         contests,
         waiting: ByteBudget::new(session::WAITING_BYTES),
+        keeper: Arc::default(),
         received: AtomicU64::new(0),
         diverged: AtomicBool::new(false),
+        parting: parting::Parting::default(),
         clock: takeover::Clock::default(),
         inbound: inbound::Inbound::new(machine.ports().len()),
         outbound: outbound::Outbound::new(machine.ports().len()),
         changed: Doorbell::default(),
-        machine,
+        machine: Mutex::new(machine),
     });
     session.group.join(&session)?;
     spawn("apply", &session, move |session| over(session.apply_all(&errand_queue, mirrors)))?;
-    if session.following.is_some() {
-        spawn("feed", &session, |session| with_log(session, lockstep::feed))?;
-        spawn("reads", &session, |session| with_log(session, |_, log| log.reads().run()))?;
-        spawn("follow", &session, |session| with_log(session, lockstep::watch))?;
-    }
-    spawn("settle", &session, run_settle)?;
+    spawn("settle", &session, |session| run_settle(session))?;
     spawn("control", &session, move |session| run_control(session, &contest_queue))?;
     register(&session);
     session.data.send_json(Kind::Ready, &Ready { blocks })?;
@@ -240,7 +255,7 @@ pub fn resume(
 fn spawn(
     role: &str,
     session: &Arc<Session>,
-    body: impl FnOnce(&Session) + Send + 'static,
+    body: impl FnOnce(&Arc<Session>) + Send + 'static,
 ) -> anyhow::Result<()> {
     let session = session.clone();
     thread::Builder::new()
@@ -250,32 +265,38 @@ fn spawn(
         .context("cannot start a thread")
 }
 
-fn with_log(session: &Session, work: impl FnOnce(&Session, &Following)) {
-    if let Some(following) = &session.following {
-        work(session, following);
-    }
+/// Starts the threads of a log that is about to be executed.
+fn follow(session: &Arc<Session>, following: &Arc<Following>) -> anyhow::Result<()> {
+    let (machine, log) = (session.machine(), following.clone());
+    spawn("feed", session, move |session| lockstep::feed(session, &machine, &log))?;
+    let log = following.clone();
+    spawn("reads", session, move |_| log.reads().run())?;
+    let (machine, log) = (session.machine(), following.clone());
+    spawn("follow", session, move |session| lockstep::watch(session, &machine, &log))
 }
 
 /// Brings the mirrors to stable storage now and then, and tells the primary: it need not
 /// remember these changes, and a take-over finds little left to sync.
 fn run_settle(session: &Session) {
     let mut settled = Epoch(0);
-    // In lockstep QEMU writes them itself.
-    let always = session.following.is_some();
     while !heartbeat::Pulse::is_over(session) {
         thread::sleep(SETTLE_INTERVAL);
         let applied = session.applied();
-        let following = session.following.as_ref();
+        let (machine, following) = (session.machine(), session.following());
         // Before they are brought to stable storage.
-        let written = following.and_then(|following| following.writes().now(&session.machine));
-        let due = applied > settled || (always && applied > Epoch(0));
+        let written = following.as_ref().and_then(|following| following.writes().now(&machine));
+        // In lockstep QEMU writes them itself.
+        let due = applied > settled || (following.is_some() && applied > Epoch(0));
         if due && !heartbeat::Pulse::is_over(session) {
             match session.settle() {
                 Ok(()) if applied > settled => session.tell_settled(applied),
                 Ok(()) => {
-                    if let (Some(following), Some(written)) = (following, written) {
+                    let still = session.following().zip(following);
+                    if let (Some((now, following)), Some(written)) = (still, written)
+                        && Arc::ptr_eq(&now, &following)
+                    {
                         session.tell_written(&written);
-                        if let Err(error) = following.writes().strike_off(&session.machine) {
+                        if let Err(error) = following.writes().strike_off(&machine) {
                             session.give_up(&format!("{error:#}"));
                         }
                     }

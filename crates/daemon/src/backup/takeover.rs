@@ -1,53 +1,110 @@
-//! Where the time of a take-over goes.
+//! The end of a backup: the VM goes on here, or is forgotten.
 
-use crate::report::TakeoverReport;
+mod clock;
+
+pub use clock::{Clock, Stage};
+
+use super::session::Session;
+use crate::lockstep::backup::{self as lockstep, Following};
+use crate::machine::Machine;
+use crate::report::{ProtectRequest, TakeoverReport};
 use crate::sync::lock;
-use std::sync::Mutex;
-use std::time::Instant;
+use std::sync::Arc;
+use tracing::error;
+use understudy_protocol::wire::Kind;
+use understudy_protocol::{Epoch, Generation};
 
-/// A take-over's stages, in their order.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Stage {
-    /// The primary seems lost; the arbiter is asked.
-    Suspected,
-    /// The arbiter has given the VM to this host.
-    Granted,
-    /// In lockstep: all of the log is executed.
-    Executed,
-    /// All that was acknowledged is on the disks, and the activation record is written.
-    Activated,
-    /// The guest runs.
-    Live,
+/// How a session ended.
+pub enum Outcome {
+    /// The VM runs here now.
+    Live {
+        /// The machine that it runs on.
+        machine: Arc<Machine>,
+        /// What its operator asked for.
+        wish: Option<ProtectRequest>,
+        /// The generation of ownership.
+        generation: Generation,
+        /// Why, for people.
+        reason: String,
+        /// How long it took.
+        takeover: TakeoverReport,
+    },
+    /// The VM owns nothing here any more.
+    Discarded,
+    /// This host owns the VM and could not start it.
+    Failed {
+        /// The generation of ownership.
+        generation: Generation,
+        /// What went wrong.
+        reason: String,
+    },
 }
 
-const STAGES: usize = Stage::Live as usize + 1;
-
-/// When each stage was reached.
-#[derive(Debug, Default)]
-pub struct Clock(Mutex<[Option<Instant>; STAGES]>);
-
-impl Clock {
-    /// The stage is reached now, unless it was before.
-    pub fn reach(&self, stage: Stage) {
-        lock(&self.0)[stage as usize].get_or_insert_with(Instant::now);
+impl Session {
+    /// The VM is this host's. `state` is that of the last epoch, `log` what is executed behind it.
+    pub(super) fn take_over(
+        &self,
+        state: anyhow::Result<Vec<u8>>,
+        log: Option<&Arc<Following>>,
+        generation: Generation,
+        reason: String,
+    ) -> Outcome {
+        // The guest tells of none of its writes.
+        self.keeper.end();
+        let ready = state.and_then(|state| {
+            if let Some(following) = log {
+                lockstep::await_end(&self.machine(), following)?;
+            }
+            self.clock.reach(Stage::Executed);
+            self.activate(generation)?;
+            Ok(state)
+        });
+        let result =
+            self.group.all_or_none(ready).and_then(|state| self.go_live(&state, log.is_some()));
+        self.close(Some(generation));
+        let (machine, wish) = (self.machine(), lock(&self.wish).clone());
+        match result {
+            Ok(takeover) => Outcome::Live { machine, wish, generation, reason, takeover },
+            Err(error) => self.failed(generation, &error),
+        }
     }
 
-    /// The stages' lengths in milliseconds; 0 for one that was not reached.
-    pub fn report(&self) -> TakeoverReport {
-        let reached = *lock(&self.0);
-        let between = |from: Stage, to: Stage| {
-            let (from, to) = (reached[from as usize], reached[to as usize]);
-            from.zip(to).map_or(0.0, |(from, to)| (to - from).as_secs_f64() * 1e3)
+    /// The VM is not this host's any more.
+    pub(super) fn forget(&self) -> Outcome {
+        self.keeper.end();
+        self.machine().halt();
+        let _ = self.data.send_signal(Kind::StoodDown, Epoch(0));
+        self.parting.await_hang_up(&self.changed);
+        self.close(None);
+        Outcome::Discarded
+    }
+
+    /// Starts the guest, and takes up its conversations where the primary left them.
+    fn go_live(&self, state: &[u8], in_lockstep: bool) -> anyhow::Result<TakeoverReport> {
+        self.clock.reach(Stage::Activated);
+        let resent_frames = match in_lockstep {
+            true => lockstep::go_live(&self.machine())?,
+            false => self.machine().go_live(state, &self.outbound.take())?,
         };
-        TakeoverReport {
-            arbiter_ms: between(Stage::Suspected, Stage::Granted),
-            log_ms: between(Stage::Granted, Stage::Executed),
-            lag_ms: 0.0,
-            activation_ms: between(Stage::Executed, Stage::Activated),
-            restart_ms: between(Stage::Activated, Stage::Live),
-            total_ms: between(Stage::Suspected, Stage::Live),
-            injected_frames: 0,
-            resent_frames: 0,
+        self.clock.reach(Stage::Live);
+        let injected_frames = self.inbound.inject(&self.machine());
+        let lag_ms = self.following().map_or(0.0, |following| following.lag_at_failure_ms());
+        Ok(TakeoverReport { lag_ms, injected_frames, resent_frames, ..self.clock.report() })
+    }
+
+    fn failed(&self, generation: Generation, error: &anyhow::Error) -> Outcome {
+        error!(vm = self.vm, "cannot go live: {error:#}");
+        self.machine().halt();
+        Outcome::Failed { generation, reason: format!("{error:#}") }
+    }
+
+    /// Tells the primary where the VM lives now, and ends all connections.
+    fn close(&self, live: Option<Generation>) {
+        self.forget_other();
+        if let Some(generation) = live {
+            let _ = self.data.send_signal(Kind::Live, Epoch(generation.0));
         }
+        self.close_connections();
+        self.waiting.close();
     }
 }

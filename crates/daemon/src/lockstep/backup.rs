@@ -9,7 +9,8 @@
 //! | `apply` | loads the machine, lets it follow; at the end of the log, goes live |
 
 use super::Rate;
-use super::primary::MACHINE;
+use super::compare::Differing;
+use super::compare::backup::{self as compare, Asked};
 use super::reads::{self, ReadFailure, Reads};
 use super::writes::Writes;
 use crate::backup::Session;
@@ -24,9 +25,11 @@ use std::io::Write;
 use std::sync::{Arc, Condvar, Mutex};
 use std::thread;
 use std::time::{Duration, Instant};
-use tracing::info;
+use tracing::{info, warn};
 use understudy_encoding::decode_log;
-use understudy_lockstep::{END, Feed, LogPosition, Signs, Stuck, Watchdog};
+use understudy_lockstep::{
+    Comparison, END, Feed, Findings, LogPosition, Mark, Signs, Stuck, Watchdog,
+};
 use understudy_protocol::Epoch;
 use understudy_protocol::wire::{LogProgress, Message};
 use understudy_qemu::lockstep::{LogChannel, LogStatus, Request};
@@ -56,6 +59,8 @@ const END_INTERVAL: Duration = Duration::from_micros(250);
 /// A log on its way to this host's QEMU.
 #[derive(Debug)]
 pub struct Following {
+    /// The log begins behind this epoch.
+    machine: Epoch,
     state: Mutex<State>,
     changed: Condvar,
     rate: Rate,
@@ -67,8 +72,14 @@ pub struct Following {
 struct State {
     feed: Feed,
     last: Epoch,
+    /// What is compared at the marks of the feed.
+    asked: Asked,
+    /// An epoch is on its way that is a checkpoint again.
+    ending: bool,
     /// Nothing more is taken in.
     ended: bool,
+    /// QEMU has another place: there is nothing left to be watched.
+    left: bool,
     /// As of the last look.
     progress: LogProgress,
     blocked: bool,
@@ -90,15 +101,21 @@ impl State {
 }
 
 impl Following {
-    /// A log that has not begun, of a guest with so many disks.
-    pub fn new(disk_reads: DiskReads, disks: usize) -> Following {
+    /// A log that begins behind `epoch`, of a guest with so many disks.
+    pub fn new(disk_reads: DiskReads, disks: usize, epoch: Epoch) -> Following {
         Following {
-            state: Mutex::new(State { last: MACHINE, ..Default::default() }),
+            machine: epoch,
+            state: Mutex::new(State { last: epoch, ..Default::default() }),
             changed: Condvar::new(),
             rate: Rate::default(),
             reads: Reads::new(disk_reads, disks),
             writes: Writes::default(),
         }
+    }
+
+    /// The epoch behind which it begins.
+    pub fn machine(&self) -> Epoch {
+        self.machine
     }
 
     /// What its guest reads.
@@ -148,10 +165,41 @@ impl Following {
         if !state.ended {
             state.ended = true;
             state.feed.end();
+            state.asked.clear();
             self.changed.notify_all();
             // In this order: no batch is acknowledged whose reads are not taken in.
             self.reads.end();
         }
+    }
+
+    /// An epoch is on its way that is a checkpoint again, with which the log ends.
+    pub fn expect_end(&self) {
+        lock(&self.state).ending = true;
+    }
+
+    /// Whether checkpoints may come.
+    pub fn is_ending(&self) -> bool {
+        lock(&self.state).ending
+    }
+
+    /// That epoch is committed: this is the rest of the log.
+    pub fn end_with(&self, rest: &[u8]) -> anyhow::Result<()> {
+        let mut state = lock(&self.state);
+        if !state.ended {
+            state.feed.receive(rest, clock::now())?;
+        }
+        drop(state);
+        self.end();
+        Ok(())
+    }
+
+    /// QEMU has executed all of it, and another one has its place.
+    pub fn leave(&self) {
+        lock(&self.state).left = true;
+    }
+
+    fn is_left(&self) -> bool {
+        lock(&self.state).left
     }
 
     /// Waits for the first of the log; false if it has ended before.
@@ -162,13 +210,46 @@ impl Following {
         state.feed.received() > LogPosition(0)
     }
 
-    /// The next piece for QEMU; none after the end.
-    fn next_piece(&self) -> Option<Vec<u8>> {
+    /// The primary asks what this machine has at a place of the log.
+    pub fn compare(&self, comparison: Comparison) -> anyhow::Result<()> {
+        let mut state = lock(&self.state);
+        if !state.ended {
+            state.feed.mark(comparison.place.position)?;
+            state.asked.push(comparison)?;
+            self.changed.notify_all();
+        }
+        Ok(())
+    }
+
+    /// QEMU may go on behind the place; something differed there.
+    fn compared(&self, differing: Differing) {
+        let mut state = lock(&self.state);
+        state.asked.keep(differing);
+        state.feed.pass_mark();
+    }
+
+    /// What differed when something did last.
+    pub fn differing(&self) -> Differing {
+        lock(&self.state).asked.differing().clone()
+    }
+
+    fn has_ended(&self) -> bool {
+        lock(&self.state).ended
+    }
+
+    /// What QEMU is given next; none after the end.
+    fn next_turn(&self) -> Option<Turn> {
         let mut state = lock(&self.state);
         loop {
+            if let Some(mark) = state.feed.at_mark() {
+                match state.asked.pop() {
+                    Some(comparison) => return Some(Turn::Compare(comparison, mark)),
+                    None => state.feed.pass_mark(),
+                }
+            }
             let ready = state.feed.ready();
             if !ready.is_empty() {
-                return Some(ready[..ready.len().min(PIECE_BYTES)].to_vec());
+                return Some(Turn::Piece(ready[..ready.len().min(PIECE_BYTES)].to_vec()));
             }
             if state.feed.is_over() {
                 return None;
@@ -244,20 +325,65 @@ impl Following {
             blocked: state.blocked,
             disk_reads: self.reads.source(),
             disk_read_mbit_s: self.reads.mbit_s(),
+            comparison: None,
         }
     }
 }
 
 /// Gives QEMU the log until its end.
-pub fn feed(session: &Session, following: &Following) {
-    let Some(log) = session.machine.log() else { return };
-    while let Some(mut piece) = following.next_piece() {
-        spoil(&mut piece);
-        if (&log.log).write_all(&piece).is_err() {
-            // QEMU has ended, which others notice.
-            return;
+pub fn feed(session: &Session, machine: &Machine, following: &Following) {
+    let Some(log) = machine.log() else { return };
+    while let Some(turn) = following.next_turn() {
+        match turn {
+            Turn::Piece(mut piece) => {
+                spoil(&mut piece);
+                if (&log.log).write_all(&piece).is_err() {
+                    // QEMU has ended, which others notice.
+                    return;
+                }
+                following.gave(&piece);
+            }
+            Turn::Compare(comparison, mark) => {
+                let differing = compare_at(session, (machine, log), following, &comparison, &mark);
+                following.compared(differing);
+            }
         }
-        following.gave(&piece);
+    }
+}
+
+/// What the feeding thread does next.
+enum Turn {
+    /// Gives QEMU a piece of the log.
+    Piece(Vec<u8>),
+    /// Lets QEMU come to the end of what it got, and compares.
+    Compare(Comparison, Mark),
+}
+
+/// Compares at a place up to which QEMU has got the log, and tells the primary.
+fn compare_at(
+    session: &Session,
+    (machine, log): (&Machine, &LogChannel),
+    following: &Following,
+    comparison: &Comparison,
+    mark: &Mark,
+) -> Differing {
+    let is_over = || following.has_ended() || session.is_over();
+    let place = &comparison.place;
+    let compared = match compare::await_place(log, place, is_over) {
+        None => return Vec::new(),
+        Some(true) => compare::compare(machine, comparison, mark),
+        Some(false) => Ok((Findings { number: place.number, ..Default::default() }, Vec::new())),
+    };
+    match compared {
+        Ok((findings, differing)) => {
+            session.tell_findings(&findings);
+            differing
+        }
+        Err(error) => {
+            warn!(vm = session.vm, "cannot compare: {error:#}");
+            session.tell_findings(&Findings { number: place.number, ..Default::default() });
+            Vec::new()
+        }
     }
 }
 
@@ -267,12 +393,12 @@ fn spoil(_piece: &mut [u8]) {
     fail::fail_point!("spoil-log", |_| _piece[0] = 0xff);
 }
 
-/// Watches QEMU follow until the session is over.
-pub fn watch(session: &Session, following: &Following) {
-    let Some(log) = session.machine.log() else { return };
+/// Watches QEMU follow until the session is over, or follows no more.
+pub fn watch(session: &Session, machine: &Machine, following: &Following) {
+    let Some(log) = machine.log() else { return };
     let mut dog = watchdog();
     let (mut told, mut told_at) = (LogProgress::default(), Instant::now());
-    while !session.is_over() {
+    while !session.is_over() && !following.is_left() {
         thread::sleep(LOOK_INTERVAL);
         match following.reads.failure() {
             Some(ReadFailure::Diverged(reason)) => return session.diverged(&reason),
@@ -280,7 +406,7 @@ pub fn watch(session: &Session, following: &Following) {
             None => {}
         }
         let (progress, pending) = following.note(log.status());
-        match dog.look(signs(&session.machine, &progress), pending, clock::now()) {
+        match dog.look(signs(machine, &progress), pending, clock::now()) {
             Some(Stuck::Diverged(time)) => {
                 return session.diverged(&format!(
                     "the backup has diverged: it has executed nothing for {:.0} s with {pending} \
@@ -368,12 +494,17 @@ pub fn await_end(machine: &Machine, following: &Following) -> anyhow::Result<()>
 
 /// A QEMU at the end of its log becomes an ordinary one; its guest runs on.
 pub fn go_live(machine: &Machine) -> anyhow::Result<u64> {
+    stop(machine)?;
+    machine.monitor().cont()?;
+    machine.open_network(&[])
+}
+
+/// A QEMU at the end of its log becomes an ordinary one, whose guest stands still: its disks
+/// have all that it wrote.
+pub fn stop(machine: &Machine) -> anyhow::Result<()> {
     let log: &LogChannel = machine.log().context("this QEMU does not replay")?;
-    let mut monitor = machine.monitor();
-    monitor.stop()?;
+    machine.monitor().stop()?;
     log.ask(Request::GoLive)?;
     reads::forget(machine);
-    monitor.cont()?;
-    drop(monitor);
-    machine.open_network(&[])
+    Ok(())
 }

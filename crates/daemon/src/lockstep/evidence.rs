@@ -6,12 +6,14 @@ use crate::machine::Machine;
 use anyhow::Context;
 use std::fs;
 use std::path::{Path, PathBuf};
+use understudy_lockstep::Spot;
 
 /// In the VM's directory; the next divergence replaces it.
 const DIRECTORY: &str = "diverged";
 
 /// Keeps the reason and QEMU's state (`report.txt`), the end of the log that it got
-/// (`log.bin`) and its console. Gives their directory.
+/// (`log.bin`), its console, and what a comparison found different (`memory-BLOCK-OFFSET.bin`,
+/// `disk-NUMBER-OFFSET.bin`). Gives their directory.
 pub fn keep(
     vm_directory: &Path,
     machine: &Machine,
@@ -34,8 +36,16 @@ pub fn keep(
         );
         fs::write(directory.join("report.txt"), report)?;
         fs::write(directory.join("log.bin"), log)?;
-        if let Some(console) = machine.console() {
-            fs::copy(console.with_file_name(CONSOLE_LOG), directory.join(CONSOLE_LOG))?;
+        for (spot, content) in following.differing() {
+            let (kind, of) = match spot {
+                Spot::Page { block, .. } => ("memory", block),
+                Spot::Extent { disk, .. } => ("disk", disk),
+            };
+            let name = format!("{kind}-{of}-{:#x}.bin", spot.offset());
+            fs::write(directory.join(name), content)?;
+        }
+        if machine.console().is_some() {
+            fs::copy(vm_directory.join(CONSOLE_LOG), directory.join(CONSOLE_LOG))?;
         }
         Ok(())
     };

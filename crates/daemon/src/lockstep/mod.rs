@@ -10,12 +10,14 @@
 //! | [`evidence`] | what is kept of a backup that has diverged |
 //! | [`reads`] | what disk reads gave, with the log if that is asked for |
 //! | [`writes`] | which changed blocks both hosts have |
+//! | [`compare`] | whether both machines have the same |
 //! | [`backup`] | wire → acknowledge → QEMU; lag; the end of the log, and going live |
 //!
 //! Who may let output out, and who may go on alone, decide the machines of
 //! `understudy_protocol`, as in checkpoint mode.
 
 pub mod backup;
+pub mod compare;
 pub mod evidence;
 pub mod primary;
 pub mod reads;

@@ -4,6 +4,7 @@
 //! the way of a frame's log to the wire. Acknowledgements come on the receiving thread, which
 //! releases the frames. QEMU waits while its socket is full.
 
+use super::compare::primary::Comparer;
 use super::reads::{self, ReadTrail};
 use super::writes::Writes;
 use super::{Rate, be_urgent};
@@ -29,7 +30,8 @@ use understudy_protocol::wire::{HEADER_BYTES, Kind, LogProgress};
 use understudy_protocol::{Epoch, PrimaryPhase};
 use understudy_qemu::lockstep::{LogChannel, LogErrand, Request};
 
-/// The machine as it was copied: the log begins behind this epoch.
+/// The machine as it was copied: the log of a session that begins in lockstep begins behind this
+/// epoch.
 pub const MACHINE: Epoch = Epoch(1);
 
 /// Batches that may be on their way; their bytes are bounded by [`UNACKNOWLEDGED_BYTES`].
@@ -47,12 +49,15 @@ const READS_PIECE_BYTES: usize = 1 << 20;
 /// Nothing waits longer than this without looking again.
 const LONGEST_WAIT: Duration = Duration::from_millis(500);
 
-/// Output that was committed and could not be released waits for another batch's commit.
+/// Output that was committed and could not be released waits for another batch's commit, as do
+/// words on the console that were read just after their log.
 const RETRY: Duration = Duration::from_millis(10);
 
 /// What a session's threads know of its log.
 #[derive(Debug)]
 pub struct Recording {
+    /// The log begins behind this epoch.
+    machine: Epoch,
     batcher: Mutex<Batcher>,
     progress: Mutex<LogProgress>,
     pace: Mutex<Pace>,
@@ -63,11 +68,13 @@ pub struct Recording {
     pub reads: Option<Arc<ReadTrail>>,
     /// What its disks have.
     pub writes: Writes,
+    /// Whether its backup has the same.
+    pub comparer: Comparer,
 }
 
 impl Recording {
-    /// The log of this machine, which has not begun.
-    pub fn new(machine: &Arc<Machine>, disk_reads: DiskReads) -> Recording {
+    /// The log of this machine, which begins behind `epoch`.
+    pub fn new(machine: &Arc<Machine>, disk_reads: DiskReads, epoch: Epoch) -> Recording {
         let weak = Arc::downgrade(machine);
         let wake = move || {
             if let Some(machine) = weak.upgrade() {
@@ -76,14 +83,21 @@ impl Recording {
         };
         let logged = disk_reads == DiskReads::Log;
         Recording {
+            machine: epoch,
             writes: Writes::default(),
+            comparer: Comparer::default(),
             reads: logged.then(|| ReadTrail::new(machine.disks().len(), wake)),
-            batcher: Mutex::new(Batcher::new(MACHINE, UNACKNOWLEDGED_BYTES)),
+            batcher: Mutex::new(Batcher::new(epoch, UNACKNOWLEDGED_BYTES)),
             progress: Mutex::default(),
             pace: Mutex::new(Pace::new(clock::now())),
             rate: Rate::default(),
             blocked: AtomicBool::new(false),
         }
+    }
+
+    /// The epoch behind which it begins.
+    pub fn machine(&self) -> Epoch {
+        self.machine
     }
 
     /// The backup has this epoch and all before it.
@@ -103,7 +117,12 @@ impl Recording {
 
     /// Whether a fail-over would take too long.
     fn is_far_behind(&self) -> bool {
-        Duration::from_micros(lock(&self.progress).lag_us) > MOST_LAG
+        self.lag() > MOST_LAG
+    }
+
+    /// How far the backup is behind.
+    pub fn lag(&self) -> Duration {
+        Duration::from_micros(lock(&self.progress).lag_us)
     }
 
     /// The backup has executed so much. Gives the part of its processor that the guest may use
@@ -131,20 +150,36 @@ impl Recording {
             blocked: self.is_blocked() || status.is_blocked,
             disk_reads: self.reads.as_ref().map_or(DiskReads::Backup, |_| DiskReads::Log),
             disk_read_mbit_s: self.reads.as_ref().map_or(0.0, |reads| reads.mbit_s()),
+            comparison: self.comparer.report(),
         }
     }
 }
 
-/// Sends the log until protection ends; the guest runs, and its log began in epoch 1's pause.
-pub fn run(session: &Session, recording: &Recording) -> anyhow::Result<()> {
-    let log = session.machine.log().context("this QEMU does not record")?;
-    let ringing = session.machine.doorbell().listen().context("cannot make an eventfd")?;
+/// How the thread of a log comes to its end.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Followed {
+    /// Protection is over.
+    ToTheEnd,
+    /// The log is to end with the next epoch, a checkpoint.
+    UntilTurn,
+}
+
+/// Sends the log until protection ends, or turns to checkpoints; the guest runs, and its log
+/// began in the last pause.
+pub fn run(
+    session: &Session,
+    machine: &Machine,
+    recording: &Recording,
+) -> anyhow::Result<Followed> {
+    let log = machine.log().context("this QEMU does not record")?;
+    let ringing = machine.doorbell().listen().context("cannot make an eventfd")?;
     be_urgent();
     recording.begin();
     // What the first synchronisation asked for has ended with it.
     session.pace.limit(1.0);
     let cutter = Cutter {
         session,
+        machine,
         recording,
         log,
         ringing,
@@ -153,20 +188,44 @@ pub fn run(session: &Session, recording: &Recording) -> anyhow::Result<()> {
         message: Vec::new(),
     };
     let followed = cutter.follow();
+    if let Ok(Followed::UntilTurn) = followed {
+        return followed;
+    }
     if let Some(reads) = &recording.reads {
         reads.close();
-        reads::forget(&session.machine);
+        reads::forget(machine);
     }
     // Before QEMU is asked anything else: it may be waiting for room in the log.
-    let freed = release(log);
-    followed.and_then(|()| {
-        let lives = session.machine.is_alive();
-        if lives { freed.context("cannot end the log") } else { Ok(()) }
-    })
+    let freed = release(machine);
+    if followed.is_ok() && machine.is_alive() {
+        freed.context("cannot end the log")?;
+    }
+    followed
 }
 
-/// There is no backup any more: QEMU's log goes to nowhere.
-fn release(log: &LogChannel) -> anyhow::Result<()> {
+/// The guest stands still, and its log has ended with this epoch, of which the rest of the log is
+/// a part. Sends what disk reads gave, and gives that rest, encoded.
+pub fn end(
+    session: &Session,
+    machine: &Machine,
+    recording: &Recording,
+    epoch: Epoch,
+) -> anyhow::Result<Vec<u8>> {
+    let log = machine.log().context("this QEMU does not record")?;
+    let (mut rest, mut message) = (Vec::new(), Vec::new());
+    read_all(log, &mut rest)?;
+    if let Some(reads) = &recording.reads {
+        send_reads(session, epoch, &reads.take(), &mut message);
+        reads.close();
+    }
+    reads::forget(machine);
+    encode_log(&rest, &mut message);
+    Ok(message)
+}
+
+/// Nobody follows any more: QEMU's log goes to nowhere.
+pub fn release(machine: &Machine) -> anyhow::Result<()> {
+    let log = machine.log().context("this QEMU does not record")?;
     log.ask(Request::Detach)?;
     Ok(log.discard_log()?)
 }
@@ -175,12 +234,14 @@ fn release(log: &LogChannel) -> anyhow::Result<()> {
 enum Turn {
     Batch,
     HandOver,
+    Checkpoints,
     End,
 }
 
 /// Cuts the log into batches.
 struct Cutter<'a> {
     session: &'a Session,
+    machine: &'a Machine,
     recording: &'a Recording,
     log: &'a LogChannel,
     ringing: Ringing<'a>,
@@ -191,12 +252,20 @@ struct Cutter<'a> {
 }
 
 impl Cutter<'_> {
-    fn follow(mut self) -> anyhow::Result<()> {
+    fn follow(mut self) -> anyhow::Result<Followed> {
         loop {
             match self.next()? {
                 Turn::Batch => self.cut(false)?,
-                Turn::HandOver => return self.hand_over(),
-                Turn::End => return Ok(()),
+                Turn::HandOver => {
+                    self.hand_over()?;
+                    return Ok(Followed::ToTheEnd);
+                }
+                Turn::Checkpoints => {
+                    // So that there is room for what stopping logs.
+                    self.cut(false)?;
+                    return Ok(Followed::UntilTurn);
+                }
+                Turn::End => return Ok(Followed::ToTheEnd),
             }
         }
     }
@@ -205,14 +274,13 @@ impl Cutter<'_> {
     fn next(&mut self) -> anyhow::Result<Turn> {
         loop {
             self.ringing.clear();
-            match self.session.phase() {
-                // Epoch 1 is on its way; nothing may overtake it.
-                PrimaryPhase::Syncing => {
-                    self.wait(false, LONGEST_WAIT)?;
-                    continue;
-                }
-                PrimaryPhase::Protected => {}
-                _ => return Ok(Turn::End),
+            if !matches!(self.session.phase(), PrimaryPhase::Syncing | PrimaryPhase::Protected) {
+                return Ok(Turn::End);
+            }
+            if !self.session.has_committed(self.recording.machine) {
+                // It is on its way; nothing may overtake it.
+                self.wait(false, LONGEST_WAIT)?;
+                continue;
             }
             let must_wait = self.must_wait();
             self.recording.blocked.store(must_wait, Ordering::Release);
@@ -226,17 +294,16 @@ impl Cutter<'_> {
             if self.session.was_handed_over() {
                 return Ok(Turn::HandOver);
             }
-            let ports = self.session.machine.ports();
+            if self.session.turning.is_due() {
+                return Ok(Turn::Checkpoints);
+            }
+            let ports = self.machine.ports();
             if ports.iter().any(|port| port.has_new_output()) || self.recording.reads_press() {
                 return Ok(Turn::Batch);
             }
             let left = match self.log_since {
                 Some(since) => GATHER.saturating_sub(since.elapsed()),
-                None if self.session.in_flight() == 0
-                    && ports.iter().any(|port| port.held_frames() > 0) =>
-                {
-                    RETRY
-                }
+                None if self.session.in_flight() == 0 && self.session.output_waits() => RETRY,
                 None => LONGEST_WAIT,
             };
             if left.is_zero() {
@@ -280,7 +347,7 @@ impl Cutter<'_> {
     fn cut(&mut self, last: bool) -> anyhow::Result<()> {
         let Some(epoch) = self.session.cut_batch(last) else { return Ok(()) };
         self.log_since = None;
-        self.read_all()?;
+        read_all(self.log, &mut self.batch)?;
         let end = {
             let mut batcher = lock(&self.recording.batcher);
             let number = batcher.cut(self.batch.len());
@@ -289,46 +356,16 @@ impl Cutter<'_> {
         };
         self.recording.rate.note(end.0);
         if let Some(reads) = &self.recording.reads {
-            self.send_reads(epoch, &reads.take());
+            send_reads(self.session, epoch, &reads.take(), &mut self.message);
+        }
+        // After the log was read: none from behind the places has been.
+        for comparison in self.recording.comparer.take() {
+            self.message = comparison;
+            send(self.session, Kind::Compare, epoch, &self.message);
         }
         encode_log(&self.batch, &mut self.message);
         fail::fail_point!("before-log");
-        self.send(Kind::Log, epoch);
-        Ok(())
-    }
-
-    fn send_reads(&mut self, epoch: Epoch, stream: &[u8]) {
-        for piece in stream.chunks(READS_PIECE_BYTES) {
-            encode_log(piece, &mut self.message);
-            self.send(Kind::DiskReads, epoch);
-        }
-    }
-
-    /// Sends the message that was made.
-    fn send(&self, kind: Kind, epoch: Epoch) {
-        match self.session.data.send_parts(kind, epoch, &[&self.message]) {
-            Ok(header) => self.session.stats.sent((HEADER_BYTES + header.length) as u64),
-            Err(error) => self.session.lost_aside(format!("cannot send to the backup: {error}")),
-        }
-    }
-
-    /// Reads all the log that is there now, which is less than a batch may be: the socket's
-    /// room bounds it. What comes while it reads may be part of it.
-    fn read_all(&mut self) -> anyhow::Result<()> {
-        const PIECE: usize = 64 << 10;
-        self.batch.clear();
-        while self.batch.len() + PIECE <= MOST_LOG_BYTES {
-            let start = self.batch.len();
-            self.batch.resize(start + PIECE, 0);
-            let read = self.log.read_now(&mut self.batch[start..]);
-            self.batch.truncate(start + *read.as_ref().unwrap_or(&0));
-            match read {
-                Ok(0) => anyhow::bail!("QEMU closed its log"),
-                Ok(_) => {}
-                Err(error) if error.kind() == ErrorKind::WouldBlock => break,
-                Err(error) => return Err(error).context("cannot read QEMU's log"),
-            }
-        }
+        send(self.session, Kind::Log, epoch, &self.message);
         Ok(())
     }
 
@@ -339,8 +376,8 @@ impl Cutter<'_> {
         self.cut(false)?;
         {
             let _full_speed = self.session.pace.lift();
-            let mut monitor = self.session.machine.monitor();
-            let mut pause = self.session.machine.pause(&mut monitor, LogErrand::Detach)?;
+            let mut monitor = self.machine.monitor();
+            let mut pause = self.machine.pause(&mut monitor, LogErrand::Detach)?;
             // The backup has a state of its own; but the log ends where this one was saved.
             pause.saved(&mut Vec::new())?;
         }
@@ -349,6 +386,40 @@ impl Cutter<'_> {
         self.session.await_hand_over();
         Ok(())
     }
+}
+
+fn send_reads(session: &Session, epoch: Epoch, stream: &[u8], message: &mut Vec<u8>) {
+    for piece in stream.chunks(READS_PIECE_BYTES) {
+        encode_log(piece, message);
+        send(session, Kind::DiskReads, epoch, message);
+    }
+}
+
+fn send(session: &Session, kind: Kind, epoch: Epoch, message: &[u8]) {
+    match session.data.send_parts(kind, epoch, &[message]) {
+        Ok(header) => session.stats.sent((HEADER_BYTES + header.length) as u64),
+        Err(error) => session.lost_aside(format!("cannot send to the backup: {error}")),
+    }
+}
+
+/// Reads all the log that is there now, which is less than a batch may be: the socket's room
+/// bounds it. What comes while it reads may be part of it.
+fn read_all(log: &LogChannel, batch: &mut Vec<u8>) -> anyhow::Result<()> {
+    const PIECE: usize = 64 << 10;
+    batch.clear();
+    while batch.len() + PIECE <= MOST_LOG_BYTES {
+        let start = batch.len();
+        batch.resize(start + PIECE, 0);
+        let read = log.read_now(&mut batch[start..]);
+        batch.truncate(start + *read.as_ref().unwrap_or(&0));
+        match read {
+            Ok(0) => anyhow::bail!("QEMU closed its log"),
+            Ok(_) => {}
+            Err(error) if error.kind() == ErrorKind::WouldBlock => break,
+            Err(error) => return Err(error).context("cannot read QEMU's log"),
+        }
+    }
+    Ok(())
 }
 
 /// What ended a wait.

@@ -9,6 +9,7 @@ use crate::pause::Pauser;
 use anyhow::bail;
 use std::ffi::OsString;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, RawFd};
+use std::os::unix::net::UnixStream;
 use std::path::Path;
 use std::sync::atomic::AtomicBool;
 use std::sync::{Arc, Mutex};
@@ -19,7 +20,7 @@ use understudy_memory::{GuestRam, ProcessMemory, RamBlock};
 use understudy_network::{CARDS_VARIABLE, GuestEnd, NetworkError, NextGuest, Port, PortConfig};
 use understudy_protocol::{BlockId, CardIndex};
 use understudy_qemu::command::{Console, ConsoleSocket, Lockstep};
-use understudy_qemu::lockstep::{LogChannel, LogEnds};
+use understudy_qemu::lockstep::{CONSOLE_VARIABLE, LogChannel, LogEnds};
 use understudy_qemu::process::Launch;
 use understudy_qemu::qmp::{DeviceState, MonitorSockets};
 use understudy_qemu::{
@@ -83,7 +84,11 @@ impl Machine {
         let card_ends: Vec<RawFd> = guest_ends.iter().map(|end| end.socket.as_raw_fd()).collect();
         let (monitors, qemus_ends) = MonitorSockets::create()?;
         let console = plan.definition.console.then(|| home.lasting_path(CONSOLE));
-        let serve = || ConsoleServer::serve(&home.path(CONSOLE));
+        let serve = || {
+            let (path, log) = (home.path(CONSOLE), plan.run_dir.join(CONSOLE_LOG));
+            let doorbell = doorbell.clone();
+            ConsoleServer::serve(&path, &log, Box::new(move || doorbell.ring()))
+        };
         let (console_server, console_end) = console.as_ref().map(|_| serve()).transpose()?.unzip();
         let listener = AgentListener::bind(home.path(AGENT))?;
         user::give_socket(listener.path(), user)?;
@@ -102,7 +107,7 @@ impl Machine {
                 cards: card_ends.clone(),
                 console: console_end.as_ref().map(|end| Console {
                     socket: ConsoleSocket::Connected(end.as_raw_fd()),
-                    log: CONSOLE_LOG.into(),
+                    log: None,
                 }),
                 role: plan.role,
                 lockstep: plan.lockstep.clone(),
@@ -118,6 +123,7 @@ impl Machine {
             inherit.extend(ends.descriptors());
             environment.push(ends.environment(lockstep.role));
             environment.extend(lockstep.clock.environment());
+            environment.extend(console_end.as_ref().map(console_variable));
         }
         environment.extend(cards_variable(&guest_ends));
         let qemu = Qemu::launch(&Launch {
@@ -151,6 +157,8 @@ impl Machine {
             blocks,
             tracker: Mutex::new(None),
             guard: Mutex::new(None),
+            auxiliary: Mutex::new(None),
+            sample: Mutex::new(None),
             disks: plan.disks,
             ports,
             card_ends,
@@ -165,8 +173,8 @@ impl Machine {
             retired: AtomicBool::new(false),
             process,
             agent,
-            _servers: servers,
-            _console_server: console_server,
+            servers,
+            console_server,
             presence: Arc::new(()),
         })
     }
@@ -179,7 +187,10 @@ fn serve_disks(plan: &Plan<'_>, home: &Home) -> anyhow::Result<Vec<NbdServer>> {
             disk.set_read_only(true);
         }
         let socket = home.path(&disk_socket(disk));
-        servers.push(NbdServer::serve(disk.clone(), &socket)?);
+        servers.push(match plan.former {
+            Some(_) => NbdServer::serve_aside(disk.clone(), &socket)?,
+            None => NbdServer::serve(disk.clone(), &socket)?,
+        });
         home.give_socket(&socket)?;
     }
     Ok(servers)
@@ -217,6 +228,11 @@ fn attach(
 
 fn open_log(plan: &Plan<'_>) -> std::io::Result<Option<(LogChannel, LogEnds)>> {
     plan.lockstep.as_ref().map(|_| LogChannel::create(QEMU_TIMEOUT)).transpose()
+}
+
+/// Tells the agent of a QEMU in lockstep which descriptor is the console's.
+fn console_variable(end: &UnixStream) -> (OsString, OsString) {
+    (CONSOLE_VARIABLE.into(), end.as_raw_fd().to_string().into())
 }
 
 /// Tells the agent which descriptors it must answer for.

@@ -6,7 +6,7 @@ mod process;
 
 pub use launch::Plan;
 
-use crate::console::ConsoleServer;
+use crate::console::{ConsoleOutput, ConsoleServer};
 use crate::doorbell::Doorbell;
 use crate::pause::{Pause, Pauser};
 use crate::sync::lock;
@@ -20,7 +20,10 @@ use std::time::Instant;
 use tracing::{info, warn};
 use understudy_disk::{Disk, NbdServer};
 use understudy_memory::agent::AgentLink;
-use understudy_memory::{DemandPager, DirtyTracker, Guard, GuestRam, Missing, RamBlock};
+use understudy_memory::{
+    CaptureRequest, Cut, DemandPager, DirtySet, DirtyTracker, Guard, GuestRam, Missing, RamBlock,
+    Sample,
+};
 use understudy_network::{GuestsEnd, NetworkError, NextGuest, Port, Unread};
 use understudy_protocol::{CardIndex, PageIndex};
 use understudy_qemu::command::Lockstep;
@@ -49,6 +52,10 @@ pub struct Machine {
     tracker: Mutex<Option<DirtyTracker>>,
     /// Instead of the tracker, for snapshots.
     guard: Mutex<Option<Arc<Guard>>>,
+    /// Of all blocks but main memory, while a snapshot is being prepared.
+    auxiliary: Mutex<Option<DirtyTracker>>,
+    /// Pages that are watched in normal running; taken before the guard.
+    sample: Mutex<Option<Sample>>,
     disks: Vec<Arc<Disk>>,
     ports: Vec<Arc<Port>>,
     /// The numbers under which QEMU has the other ends of the ports' sockets.
@@ -59,7 +66,6 @@ pub struct Machine {
     device_state: DeviceState,
     pauser: Pauser,
     lockstep: Option<Lockstep>,
-    #[allow(dead_code)] // Until sessions in lockstep use it.
     log: Option<LogChannel>,
     console: Option<PathBuf>,
     doorbell: Arc<Doorbell>,
@@ -68,8 +74,8 @@ pub struct Machine {
     process: Arc<Process>,
     // Held open: their ends tell QEMU that this daemon lives.
     agent: AgentLink,
-    _servers: Vec<NbdServer>,
-    _console_server: Option<ConsoleServer>,
+    servers: Vec<NbdServer>,
+    console_server: Option<ConsoleServer>,
     /// Last: fields are dropped in order.
     presence: Arc<()>,
 }
@@ -166,7 +172,6 @@ impl Machine {
     }
 
     /// The way of its log, if its QEMU can take part in lockstep.
-    #[allow(dead_code)] // Until sessions in lockstep use it.
     pub fn log(&self) -> Option<&LogChannel> {
         self.log.as_ref()
     }
@@ -174,6 +179,11 @@ impl Machine {
     /// Unix socket of the console.
     pub fn console(&self) -> Option<&Path> {
         self.console.as_deref()
+    }
+
+    /// What the guest says on its console, on its way out; none if it has no console.
+    pub(crate) fn console_output(&self) -> Option<&Arc<ConsoleOutput>> {
+        self.console_server.as_ref().map(ConsoleServer::output)
     }
 
     /// QEMU's process.
@@ -207,6 +217,7 @@ impl Machine {
         let mut tracker = lock(&self.tracker);
         // What changed since the last snapshot is known no more: the next one saves all.
         self.drop_guard();
+        self.forget_auxiliary();
         if tracker.is_none() {
             let uffd = self.agent.userfaultfd().clone();
             *tracker = Some(DirtyTracker::attach(self.agent.pid(), uffd, &self.blocks)?);
@@ -216,11 +227,8 @@ impl Machine {
 
     /// The guard of main memory, attached at its first use; not while the VM is protected, since
     /// memory is watched in one way at a time.
-    pub fn guard(&self) -> anyhow::Result<Arc<Guard>> {
-        let Ok(mut tracker) = self.tracker.try_lock() else {
-            bail!("{} is protected by checkpoints", self.definition.name);
-        };
-        *tracker = None;
+    fn guard(&self) -> anyhow::Result<Arc<Guard>> {
+        *self.unprotected()? = None;
         let mut guard = lock(&self.guard);
         if let Some(guard) = &*guard {
             return Ok(guard.clone());
@@ -231,8 +239,72 @@ impl Machine {
         Ok(new)
     }
 
+    /// From now on writes to all blocks but main memory are seen by [`Machine::scan_auxiliary`].
+    pub fn track_auxiliary(&self) -> anyhow::Result<()> {
+        // Until it is there, protection cannot begin.
+        let mut tracker = self.unprotected()?;
+        *tracker = None;
+        let uffd = self.agent.userfaultfd().clone();
+        let mut auxiliary = DirtyTracker::attach(self.agent.pid(), uffd, &self.blocks[1..])?;
+        auxiliary.arm()?;
+        *lock(&self.auxiliary) = Some(auxiliary);
+        Ok(())
+    }
+
+    /// What was written to them since.
+    pub fn scan_auxiliary(&self, dirty: &mut DirtySet) -> anyhow::Result<()> {
+        match &mut *lock(&self.auxiliary) {
+            Some(auxiliary) => Ok(auxiliary.scan(dirty)?),
+            None => bail!("protection of {} has begun meanwhile", self.definition.name),
+        }
+    }
+
+    /// Writes to them need not be seen any more.
+    pub fn forget_auxiliary(&self) {
+        *lock(&self.auxiliary) = None;
+    }
+
+    /// Whoever protects the VM holds its tracker all the time.
+    fn unprotected(&self) -> anyhow::Result<MutexGuard<'_, Option<DirtyTracker>>> {
+        match self.tracker.try_lock() {
+            Ok(tracker) => Ok(tracker),
+            Err(_) => bail!("{} is protected by checkpoints", self.definition.name),
+        }
+    }
+
+    /// Gets ready for a cut of main memory. Sampling ends before: one of them at a time.
+    pub fn arm_cut(&self, request: CaptureRequest) -> anyhow::Result<Cut> {
+        let mut sample = lock(&self.sample);
+        *sample = None;
+        Ok(self.guard()?.arm(request)?)
+    }
+
+    /// Watches these pages of main memory until [`Machine::end_sample`]. False if nothing guards
+    /// memory, or a snapshot does: sampling alone is no reason to have the guest wait at its
+    /// writes.
+    pub fn begin_sample(&self, pages: &[PageIndex]) -> bool {
+        let mut sample = lock(&self.sample);
+        let Some(guard) = lock(&self.guard).clone() else { return false };
+        *sample = guard.sample(pages).ok();
+        sample.is_some()
+    }
+
+    /// The watched pages that were accessed; none if something else has ended the watch.
+    pub fn end_sample(&self) -> Option<Vec<PageIndex>> {
+        lock(&self.sample).take().map(Sample::end)
+    }
+
+    /// Watches all pages of main memory; [`Machine::drop_guard`] afterwards. Its guest waits at the
+    /// first access to each.
+    pub fn watch_all(&self) -> anyhow::Result<Sample> {
+        let all: Vec<PageIndex> = (0..self.main_memory().pages()).map(PageIndex).collect();
+        Ok(self.guard()?.sample(&all)?)
+    }
+
     /// Lets go of main memory, once nobody has the guard any more.
     pub fn drop_guard(&self) {
+        let mut sample = lock(&self.sample);
+        *sample = None;
         *lock(&self.guard) = None;
     }
 
@@ -298,8 +370,8 @@ impl Machine {
         Ok(sent)
     }
 
-    /// Loads the state of a machine whose memory and disks are complete; the guest stands still.
-    /// In lockstep: its QEMU writes the disks itself from now on.
+    /// Loads the state of a machine whose memory and disks are complete, or come when they are
+    /// asked for; the guest stands still. Its QEMU may write the disks from now on.
     pub fn load(&self, device_state: &[u8]) -> anyhow::Result<()> {
         for disk in &self.disks {
             disk.set_read_only(false);
@@ -309,16 +381,32 @@ impl Machine {
         loaded.map_err(|error| self.process.explain(error.into()))
     }
 
+    /// Lets the guest of a loaded machine run; its output goes out from here on.
+    pub fn start_loaded(&self) -> anyhow::Result<()> {
+        self.monitor().cont().map_err(|error| self.process.explain(error.into()))?;
+        self.open_network(&[]).map(drop)
+    }
+
     /// Presses the power button.
     pub fn press_power_button(&self) -> anyhow::Result<()> {
         Ok(self.monitor().system_powerdown()?)
     }
 
-    /// Takes the ports over from the machine in whose place this one goes on.
-    pub(crate) fn take_ports(&self) {
+    /// Takes ports and disks over from the machine in whose place this one goes on.
+    pub(crate) fn take_place(&self) {
+        self.take_over_ports(Port::hand_over);
+    }
+
+    /// The same of a standby's.
+    pub(crate) fn take_place_aside(&self) {
+        self.take_over_ports(Port::attach_next);
+    }
+
+    fn take_over_ports(&self, take: impl Fn(&Port, NextGuest)) {
+        self.servers.iter().for_each(NbdServer::adopt);
         let next_guests = std::mem::take(&mut *lock(&self.next_guests));
         for (port, next) in self.ports.iter().zip(next_guests) {
-            port.hand_over(next);
+            take(port, next);
         }
     }
 
@@ -333,13 +421,15 @@ impl Machine {
         self.end();
     }
 
-    /// Ends this copy for good; another has its place, and its ports.
+    /// Ends this copy for good; another has its place, and its ports. When this returns QEMU is
+    /// gone.
     pub(crate) fn retire(&self) {
         self.retired.store(true, Ordering::Release);
         self.end();
     }
 
-    fn is_retired(&self) -> bool {
+    /// Whether another machine has its place.
+    pub(crate) fn is_retired(&self) -> bool {
         self.retired.load(Ordering::Acquire)
     }
 

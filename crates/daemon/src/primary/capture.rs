@@ -1,19 +1,25 @@
 //! The checkpoint (Remus 2.2): pause, barrier, capture, resume. All else runs
 //! beside the guest. The members of a group meet before the pause and in it.
 
+use super::due::Step;
+use super::keep::Closing;
+mod turns;
+
 use super::send::Outgoing;
-use super::session::{Session, Step};
+use super::session::Session;
 use super::stats::milliseconds;
 use crate::clock;
 use crate::lockstep;
+use crate::lockstep::primary::{Followed, MACHINE};
 use crate::machine::Machine;
-use crate::report::CheckpointTiming;
+use crate::report::{CheckpointTiming, DiskReads};
+use crate::sync::lock;
 use anyhow::Context;
 use std::sync::Arc;
 use tracing::warn;
 use understudy_memory::{DirtySet, DirtyTracker, PageStaging, StagingPool, capture};
 use understudy_protocol::wire::Kind;
-use understudy_protocol::{Epoch, LastCheckpoint, PAGE_SIZE, Time};
+use understudy_protocol::{Epoch, LastCheckpoint, PAGE_SIZE, PrimaryPhase, Time};
 use understudy_qemu::Urgency;
 use understudy_qemu::lockstep::LogErrand;
 
@@ -28,36 +34,64 @@ const PRECOPY_ROUNDS: u32 = 3;
 /// Pages copied at once while the guest runs; bounds the memory of a round.
 const PIECE_PAGES: u64 = 2048;
 
+/// What the guest says on its console travels in pieces of at most so much.
+const CONSOLE_PIECE_BYTES: usize = 1 << 20;
+
 /// The first synchronisation ends when a round leaves this few pages …
 const SYNC_LAST_PAGES: u64 = 2000;
 
 /// … or after this many rounds, for guests that write faster than the link.
 const SYNC_ROUNDS: u32 = 8;
 
-/// Takes checkpoints until protection ends. An error says why it could not.
+/// What a checkpoint is beside one.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Cut {
+    /// Nothing.
+    Plain,
+    /// The last one: the guest is left paused.
+    Last,
+    /// The log begins with its pause.
+    LogBegins,
+    /// The log ends with its pause.
+    LogEnds,
+}
+
+/// Takes checkpoints, and sees to the log, until protection ends. An error says why it could not.
 pub fn run(session: &Arc<Session>) -> anyhow::Result<()> {
-    let mut tracker = session.machine.tracker()?;
-    let tracker = tracker.as_mut().context("the tracker was attached")?;
-    let mut capturer = Capturer::new(session, tracker)?;
-    if !capturer.first_synchronisation()? {
-        return Ok(());
-    }
-    capturer.checkpoint(false)?;
-    if let Some(recording) = &session.recording {
-        return lockstep::primary::run(session, recording);
-    }
+    let mut begin = Begin::Synchronisation;
     loop {
-        match session.next_step() {
-            Step::Checkpoint => capturer.checkpoint(false)?,
-            Step::Look => capturer.look()?,
-            Step::LastCheckpoint => {
-                capturer.checkpoint(true)?;
-                session.await_hand_over();
-                return Ok(());
-            }
-            Step::End => return Ok(()),
+        let machine = session.machine();
+        let mut tracker = machine.tracker()?;
+        let tracker = tracker.as_mut().context("the tracker was attached")?;
+        let mut capturer = Capturer::new(session, &machine, tracker)?;
+        match capturer.run(begin)? {
+            End::Over => return Ok(()),
+            End::Moved(moved) => begin = Begin::Moved(moved),
         }
     }
+}
+
+/// How a machine's capture begins.
+enum Begin {
+    /// The backup has nothing.
+    Synchronisation,
+    /// In the midst of an epoch, the guest came from another machine.
+    Moved(Moved),
+}
+
+/// How it ends.
+enum End {
+    /// Protection is over.
+    Over,
+    /// The guest goes on in another machine.
+    Moved(Moved),
+}
+
+/// A guest that has just moved into a machine that records, for the sake of its log.
+struct Moved {
+    /// What it wrote in the former machine since the last checkpoint.
+    dirty: DirtySet,
+    disk_reads: DiskReads,
 }
 
 struct Capturer<'a> {
@@ -67,8 +101,14 @@ struct Capturer<'a> {
     staging: PageStaging,
     dirty: DirtySet,
     piece: DirtySet,
+    /// To be copied with the next checkpoint, whatever is found then.
+    carried: DirtySet,
     device_state: Vec<u8>,
+    /// The rest of a log that ended with the last pause, encoded.
+    end_of_log: Vec<u8>,
     last_pages: u64,
+    /// Of the epoch that is being closed, if a snapshot is made of it.
+    closing: Option<Closing>,
     /// None where the system does not allow it.
     urgency: Option<Urgency>,
 }
@@ -76,20 +116,70 @@ struct Capturer<'a> {
 impl<'a> Capturer<'a> {
     fn new(
         session: &'a Arc<Session>,
+        machine: &'a Machine,
         tracker: &'a mut DirtyTracker,
     ) -> anyhow::Result<Capturer<'a>> {
         let pool = StagingPool::new(understudy_memory::DEFAULT_WARM_BYTES)?;
         Ok(Capturer {
             session,
-            machine: &session.machine,
+            machine,
             tracker,
             staging: PageStaging::new(pool),
             dirty: DirtySet::new(),
             piece: DirtySet::new(),
+            carried: DirtySet::new(),
             device_state: Vec::new(),
+            end_of_log: Vec::new(),
             last_pages: 0,
-            urgency: urgency(session),
+            closing: None,
+            urgency: urgency(session, machine),
         })
+    }
+
+    fn run(&mut self, begin: Begin) -> anyhow::Result<End> {
+        match (begin, self.session.recording()) {
+            (Begin::Synchronisation, recording) => {
+                if !self.first_synchronisation()? {
+                    return Ok(End::Over);
+                }
+                match recording {
+                    None => self.checkpoint(Cut::Plain)?,
+                    Some(recording) => {
+                        self.checkpoint(Cut::LogBegins)?;
+                        if self.follow(&recording)? == Followed::ToTheEnd {
+                            return Ok(End::Over);
+                        }
+                    }
+                }
+            }
+            (Begin::Moved(moved), _) => {
+                self.carried = moved.dirty;
+                if self.turn_to_lockstep(moved.disk_reads)? == Followed::ToTheEnd {
+                    return Ok(End::Over);
+                }
+            }
+        }
+        self.take_checkpoints()
+    }
+
+    fn take_checkpoints(&mut self) -> anyhow::Result<End> {
+        loop {
+            match self.session.next_step() {
+                Step::Checkpoint => self.checkpoint(Cut::Plain)?,
+                Step::Look => self.look()?,
+                Step::LastCheckpoint => {
+                    self.checkpoint(Cut::Last)?;
+                    self.session.await_hand_over();
+                    return Ok(End::Over);
+                }
+                Step::Turn => {
+                    if let Some(end) = self.turn()? {
+                        return Ok(end);
+                    }
+                }
+                Step::End => return Ok(End::Over),
+            }
+        }
     }
 
     /// Copies disks and memory while the guest runs, until little is left for
@@ -97,7 +187,7 @@ impl<'a> Capturer<'a> {
     fn first_synchronisation(&mut self) -> anyhow::Result<bool> {
         let session = self.session;
         super::mirror::begin(session);
-        if session.recording.is_none() {
+        if session.recording().is_none() {
             super::inbound::begin(session);
         }
         let shares = super::mirror::shares(session)?;
@@ -144,11 +234,12 @@ impl<'a> Capturer<'a> {
         Ok(())
     }
 
-    /// One checkpoint. With `last`, the guest is left paused.
-    fn checkpoint(&mut self, last: bool) -> anyhow::Result<()> {
+    /// One checkpoint.
+    fn checkpoint(&mut self, cut: Cut) -> anyhow::Result<()> {
         let epoch = self.session.running();
         let began = clock::now();
-        let precopied_pages = self.precopy(epoch)?;
+        // The end of a log must go before all pages.
+        let precopied_pages = if cut == Cut::LogEnds { 0 } else { self.precopy(epoch)? };
         self.session.group.meet(self.session, || ())?;
         let vcpu_percent = self.session.pace.report().vcpu_percent;
         let mut timing =
@@ -161,7 +252,7 @@ impl<'a> Capturer<'a> {
         let guard = urgent.as_ref().map(Urgency::begin);
         self.session.inbound.begin_epoch(epoch.next());
         let mut watch = Stopwatch::start();
-        let captured = self.pause_and_copy(last, &mut watch, &mut timing);
+        let captured = self.pause_and_copy(cut, &mut watch, &mut timing);
         drop(guard);
         self.urgency = urgent;
         drop(unlimited);
@@ -170,11 +261,11 @@ impl<'a> Capturer<'a> {
         }
         captured?;
         timing.total_ms = milliseconds(watch.now - watch.started);
-        self.session.watch.resumed();
+        lock(&self.session.watch).resumed();
         self.last_pages = timing.pages + timing.precopied_pages;
         self.session.stats.captured(timing, watch.now);
         self.session.pace.captured(epoch, self.last_pages, began);
-        self.queue(epoch);
+        self.queue(epoch, cut);
         let checkpoint =
             LastCheckpoint { started: watch.started, resumed: watch.now, pages: self.last_pages };
         self.session.group.rendezvous().resumed(checkpoint);
@@ -213,24 +304,37 @@ impl<'a> Capturer<'a> {
     /// What happens while the guest stands still.
     fn pause_and_copy(
         &mut self,
-        last: bool,
+        cut: Cut,
         watch: &mut Stopwatch,
         timing: &mut CheckpointTiming,
     ) -> anyhow::Result<()> {
         let mut monitor = self.machine.monitor();
-        let errand = match self.session.recording {
-            Some(_) => LogErrand::Attach,
-            None => LogErrand::None,
+        let errand = match cut {
+            Cut::LogBegins => LogErrand::Attach,
+            Cut::LogEnds => LogErrand::Detach,
+            Cut::Plain | Cut::Last => LogErrand::None,
         };
+        let epoch = self.session.running();
         let mut pause = self.machine.pause(&mut monitor, errand)?;
         // Nobody runs on, or is copied, before all stand still.
         let group = &self.session.group;
-        group.meet(self.session, || group.place_barrier(self.session, last))?;
-        if self.session.recording.is_some() {
-            super::mirror::end(self.session);
+        group.meet(self.session, || group.place_barrier(self.session, cut == Cut::Last))?;
+        match cut {
+            Cut::LogBegins => super::mirror::end(self.session),
+            Cut::LogEnds => {
+                let recording = self.session.recording().context("there is no log")?;
+                let (session, machine) = (self.session, self.machine);
+                self.end_of_log = lockstep::primary::end(session, machine, &recording, epoch)?;
+                super::mirror::resume(self.session);
+            }
+            Cut::Plain | Cut::Last => {}
+        }
+        if cut == Cut::Plain && self.session.phase() == PrimaryPhase::Protected {
+            self.closing = self.session.keeping.in_pause();
         }
         timing.stop_ms = watch.lap();
         self.tracker.scan(&mut self.dirty)?;
+        self.dirty.append(&self.carried);
         timing.scan_ms = watch.lap();
         capture(self.machine.blocks(), &self.dirty, &mut self.staging)?;
         fail::fail_point!("while-paused");
@@ -238,27 +342,46 @@ impl<'a> Capturer<'a> {
         timing.copy_ms = watch.lap();
         pause.saved(&mut self.device_state)?;
         timing.blob_ms = watch.lap();
-        if !last {
+        if cut != Cut::Last {
             pause.resume()?;
         }
+        self.carried.clear();
         timing.cont_ms = watch.lap();
         Ok(())
     }
 
-    fn queue(&mut self, epoch: Epoch) {
+    fn queue(&mut self, epoch: Epoch, cut: Cut) {
         let outbox = &self.session.outbox;
+        match cut {
+            Cut::LogBegins if epoch > MACHINE => {
+                outbox.put_now(Outgoing::Data(Kind::LogBegins, epoch, Vec::new()));
+            }
+            Cut::LogEnds => {
+                let log = std::mem::take(&mut self.end_of_log);
+                outbox.put_now(Outgoing::Data(Kind::LogEnds, epoch, log));
+                outbox.put_now(Outgoing::Forget);
+            }
+            _ => {}
+        }
         for chunk in self.staging.take().chunks {
             outbox.put_now(Outgoing::Pages(epoch, chunk));
         }
         super::outbound::queue(self.session, epoch);
+        if let Some(console) = &self.session.console {
+            for piece in console.held_of(epoch).chunks(CONSOLE_PIECE_BYTES) {
+                outbox.put_now(Outgoing::Data(Kind::Console, epoch, piece.to_vec()));
+            }
+        }
         let state = self.device_state.clone();
         outbox.put_now(Outgoing::Data(Kind::DeviceState, epoch, state));
+        if let Some(closing) = self.closing.take() {
+            closing.queue(self.session, epoch);
+        }
         outbox.put_now(Outgoing::EpochEnd(epoch));
     }
 }
 
-fn urgency(session: &Session) -> Option<Urgency> {
-    let machine = &session.machine;
+fn urgency(session: &Session, machine: &Machine) -> Option<Urgency> {
     let disks = machine.disks().iter().filter_map(|disk| disk.server_thread());
     let urgency = Urgency::new(machine.qemu_pid(), disks);
     let refused = |error: &std::io::Error| {

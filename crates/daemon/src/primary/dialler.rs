@@ -1,10 +1,12 @@
 //! The connections of one session: the primary opens them all.
 
-use crate::channel::Resumption;
+use crate::channel::{Dial, Renewal, Resumption};
 use crate::handshake::{Identity, Offer, Purpose, Resumed, Welcome};
 use crate::link::Link;
+use crate::paths::PathMonitor;
 use anyhow::Context;
 use std::net::SocketAddr;
+use std::sync::Arc;
 use std::time::Duration;
 use understudy_protocol::wire::Kind;
 use understudy_protocol::{Count, PathIndex};
@@ -55,6 +57,28 @@ impl Dialler {
         let resumed: Resumed = link.expect_json(Kind::Welcome)?;
         link.set_read_timeout(None)?;
         Ok((link, resumed.received))
+    }
+
+    /// How the session's data gets from one path to the next.
+    pub fn renewal(&self, paths: &Arc<PathMonitor>) -> Renewal {
+        if !paths.are_several() {
+            return Renewal::Never;
+        }
+        let (dialler, paths) = (self.clone(), paths.clone());
+        let dial: Dial = Box::new(move |received| {
+            let mut result = Ok(None);
+            for path in paths.candidates() {
+                match dialler.resume(path, received) {
+                    Ok(resumption) => {
+                        paths.use_path(path);
+                        return Ok(Some(resumption));
+                    }
+                    Err(error) => result = Err(error),
+                }
+            }
+            result
+        });
+        Renewal::Dial(dial)
     }
 
     fn dial(&self, path: PathIndex, purpose: Purpose) -> anyhow::Result<Link> {

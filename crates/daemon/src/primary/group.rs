@@ -71,7 +71,7 @@ impl Group {
 
     /// Wakes every member's threads.
     pub(super) fn ring(&self) {
-        self.each(|member| member.machine.doorbell().ring());
+        self.each(|member| member.machine().doorbell().ring());
     }
 
     /// A member's generation, when the group's state machine is at `leaders`.
@@ -88,7 +88,7 @@ impl Group {
     pub(super) fn output_waits(&self) -> bool {
         let mut waits = false;
         self.each(|member| {
-            waits |= member.machine.ports().iter().any(|port| port.held_frames() > 0);
+            waits |= member.output_waits();
         });
         waits
     }
@@ -97,7 +97,7 @@ impl Group {
     pub(super) fn activity(&self) -> Activity {
         let mut all = Activity { idle: true, busy_share: 0.0 };
         self.each(|member| {
-            let one = member.watch.activity(&member.machine);
+            let one = lock(&member.watch).activity(&member.machine());
             all.idle &= one.idle;
             all.busy_share = all.busy_share.max(one.busy_share);
         });
@@ -117,13 +117,13 @@ impl Group {
             return Ok(());
         };
         loop {
-            let seen = session.machine.doorbell().count();
+            let seen = session.machine().doorbell().count();
             if self.rendezvous().is_open(gate) {
                 return Ok(());
             }
             ensure!(!self.rendezvous().is_broken(), "another member of the group cannot take any");
             ensure!(!session.is_over(), "protection has ended");
-            session.machine.doorbell().wait(seen, LONGEST_WAIT);
+            session.machine().doorbell().wait(seen, LONGEST_WAIT);
         }
     }
 
@@ -145,7 +145,7 @@ impl Group {
         if !over {
             let first = !core.guards_output();
             self.each(|member| {
-                for port in member.machine.ports() {
+                for port in member.machine().ports() {
                     if !first {
                         port.drain_and_barrier(next);
                     } else if core.output() == Output::Unheld {
@@ -154,6 +154,11 @@ impl Group {
                         // What went out before the first checkpoint is part of its state.
                         port.hold(next);
                     }
+                }
+                match &member.console {
+                    Some(console) if first => console.hold(next),
+                    Some(console) => console.drain_and_barrier(next),
+                    None => {}
                 }
             });
             if first && self.is_shared() {
@@ -173,12 +178,17 @@ impl Group {
             return None;
         }
         let epoch = core.running();
-        for port in session.machine.ports() {
+        for port in session.machine().ports() {
             if last {
                 port.drain_and_barrier(epoch.next());
             } else {
                 port.barrier(epoch.next());
             }
+        }
+        match &session.console {
+            Some(console) if last => console.drain_and_barrier(epoch.next()),
+            Some(console) => console.barrier(epoch.next()),
+            None => {}
         }
         let event = if last { PrimaryEvent::CapturedLast } else { PrimaryEvent::Captured };
         session.event_locked(&mut core, event);
@@ -194,9 +204,8 @@ impl Group {
     /// From the first cut on, members hear each other without waiting.
     fn connect_members(&self) {
         let sessions: Vec<_> = lock(&self.sessions).iter().filter_map(Weak::upgrade).collect();
-        Switch::connect(
-            sessions.iter().flat_map(|session| session.machine.ports()).map(|port| &**port),
-        );
+        let machines: Vec<_> = sessions.iter().map(|session| session.machine()).collect();
+        Switch::connect(machines.iter().flat_map(|machine| machine.ports()).map(|port| &**port));
     }
 
     /// A member's backup has forgotten it: its last word.

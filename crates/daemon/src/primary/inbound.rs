@@ -103,14 +103,14 @@ impl Inbound {
 
 /// From now on the session's cards forward what they get.
 pub fn begin(session: &Session) {
-    for port in session.machine.ports() {
+    for port in session.machine().ports() {
         port.forward_inbound(Some(session.inbound.sink(port.card())));
     }
 }
 
 /// The cards forward nothing more.
 pub fn end(session: &Session) {
-    for port in session.machine.ports() {
+    for port in session.machine().ports() {
         port.forward_inbound(None);
     }
 }
@@ -120,7 +120,10 @@ pub fn run(session: &Session, copies: &Copies, dialler: &Dialler) {
     let mut line = Line { session, dialler, link: None, dialled: None };
     let mut next = None;
     while !session.is_over() {
-        line.connect();
+        // In lockstep nothing is forwarded.
+        if session.recording().is_none() {
+            line.connect();
+        }
         let first = next.take().or_else(|| copies.0.recv_timeout(GLANCE).ok());
         let Some(first) = first else { continue };
         let mut message = CardFrames::inbound(first.epoch, first.card);

@@ -5,6 +5,7 @@ use super::send::Outgoing;
 use super::session::Session;
 use crate::lockstep::reads;
 use crate::resync::Basis;
+use crate::sync::lock;
 use anyhow::Context;
 use std::ops::Range;
 use std::sync::Arc;
@@ -63,7 +64,7 @@ impl Mirroring {
 
 /// From here on, every write of every disk goes to the backup too.
 pub fn begin(session: &Arc<Session>) {
-    for disk in session.machine.disks() {
+    for disk in session.machine().disks() {
         disk.set_sink(Some(Arc::new(Mirroring(Arc::downgrade(session)))));
         // What changed until here goes over with the first synchronisation.
         disk.begin_round();
@@ -76,16 +77,23 @@ pub fn begin(session: &Arc<Session>) {
 /// In lockstep: the guest stands still, and nothing that it writes from here on goes over. The
 /// backup's own guest writes it there. What it reads does, if that was asked for.
 pub fn end(session: &Session) {
-    for disk in session.machine.disks() {
+    for disk in session.machine().disks() {
         disk.set_sink(None);
     }
-    let recording = session.recording.as_ref();
-    if let Some(recording) = recording {
-        recording.writes.begin(&session.machine);
+    let (machine, recording) = (session.machine(), session.recording());
+    if let Some(recording) = &recording {
+        recording.writes.begin(&machine);
     }
-    match recording.and_then(|recording| recording.reads.as_ref()) {
-        Some(trail) => reads::record(&session.machine, trail),
-        None => reads::copy(&session.machine),
+    match recording.as_ref().and_then(|recording| recording.reads.as_ref()) {
+        Some(trail) => reads::record(&machine, trail),
+        None => reads::copy(&machine),
+    }
+}
+
+/// The guest stands still at the end of its log: what it writes from here on goes over again.
+pub fn resume(session: &Arc<Session>) {
+    for disk in session.machine().disks() {
+        disk.set_sink(Some(Arc::new(Mirroring(Arc::downgrade(session)))));
     }
 }
 
@@ -109,7 +117,7 @@ pub fn shares(session: &Session) -> anyhow::Result<Vec<Share>> {
         session.progress.expect(runs.iter().map(|run| (run.end - run.start) * GRANULE_BYTES).sum());
         Ok(Share::Changes(runs))
     };
-    session.machine.disks().iter().map(share).collect()
+    session.machine().disks().iter().map(share).collect()
 }
 
 /// Copies disks while the guest runs; writes meanwhile are ordered with the
@@ -117,7 +125,7 @@ pub fn shares(session: &Session) -> anyhow::Result<Vec<Share>> {
 pub fn copy_disks(session: &Arc<Session>, shares: &[Share]) -> anyhow::Result<()> {
     let sink = Mirroring(Arc::downgrade(session));
     let began = Instant::now();
-    for (disk, share) in session.machine.disks().iter().zip(shares) {
+    for (disk, share) in session.machine().disks().iter().zip(shares) {
         let cancel = AtomicBool::new(false);
         let mut reported = 0;
         let mut progress = |done: u64| {
@@ -150,13 +158,15 @@ pub fn run_rounds(session: &Session) {
 }
 
 fn rounds(session: &Session) -> anyhow::Result<()> {
-    let (mut joined, mut told) = (false, None);
+    let (mut joined, mut told) = (false, (Epoch(0), None));
     // The epoch at whose end all that was set aside had gone to the backup.
     let mut closing = Epoch(0);
     while !session.is_over() {
         thread::sleep(ROUND_INTERVAL);
+        // Nothing that was set aside in the other way is forgotten in this one.
+        let _one_way = lock(&session.rounds);
         let settled = Epoch(session.settled.load(Ordering::Acquire));
-        if settled == Epoch(0) || settled < closing {
+        if settled < session.turned() || settled < closing {
             continue;
         }
         if !joined {
@@ -165,17 +175,20 @@ fn rounds(session: &Session) -> anyhow::Result<()> {
             session.records.change(&session.vm, |record| record.sessions = only)?;
             joined = true;
         }
-        if let Some(recording) = &session.recording {
-            recording.writes.strike_off(&session.machine)?;
-            let written = recording.writes.now(&session.machine);
-            if let Some(counts) = written.as_ref().filter(|_| written != told) {
+        let machine = session.machine();
+        if let Some(recording) = session.recording() {
+            recording.writes.strike_off(&machine)?;
+            let written = (recording.machine(), recording.writes.now(&machine));
+            if let (_, Some(counts)) = &written
+                && written != told
+            {
                 let sent = session.data.send_parts(Kind::Written, Epoch(0), &[&counts.encode()]);
                 session.stats.sent((HEADER_BYTES + sent?.length) as u64);
             }
             told = written;
             continue;
         }
-        for disk in session.machine.disks() {
+        for disk in machine.disks() {
             let Some(changes) = disk.changes() else { continue };
             changes.end_round()?;
             disk.begin_round();

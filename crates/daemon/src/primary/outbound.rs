@@ -64,7 +64,7 @@ pub fn queue(session: &Session, epoch: Epoch) {
     if session.output() == Output::Unheld {
         return;
     }
-    for port in session.machine.ports() {
+    for port in session.machine().ports() {
         let (message, frames) = session.outbound.gather(port, epoch);
         if frames > 0 {
             let payload = message.into_payload();

@@ -5,6 +5,7 @@ use crate::clock;
 use crate::report::ThrottleReport;
 use crate::sync::lock;
 use std::sync::Mutex;
+use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::Duration;
 use tracing::{info, warn};
 use understudy_protocol::{Epoch, Policy, Throttle, Time};
@@ -17,7 +18,7 @@ const OUTRUNS_BACKUP: &str = "is faster than its backup executes the log";
 #[derive(Debug)]
 pub struct Pace {
     vm: String,
-    qemu_pid: u32,
+    qemu_pid: AtomicU32,
     throttle: Mutex<Throttle>,
     vcpus: Mutex<Vcpus>,
 }
@@ -36,10 +37,17 @@ impl Pace {
     pub fn new(vm: &str, qemu_pid: u32, policy: &Policy) -> Pace {
         Pace {
             vm: vm.to_owned(),
-            qemu_pid,
+            qemu_pid: AtomicU32::new(qemu_pid),
             throttle: Mutex::new(Throttle::new(policy.transfer_target())),
             vcpus: Mutex::new(Vcpus::Free),
         }
+    }
+
+    /// The guest is in another QEMU, at full speed.
+    pub fn moved(&self, qemu_pid: u32) {
+        let mut vcpus = lock(&self.vcpus);
+        self.qemu_pid.store(qemu_pid, Ordering::Release);
+        *vcpus = Vcpus::Free;
     }
 
     /// An epoch was captured; the first of its pages were queued at `began`.
@@ -138,7 +146,7 @@ impl Pace {
     }
 
     fn begin(&self, share: f64, why: &str) -> Vcpus {
-        let limited = VcpuGroup::create(self.qemu_pid).and_then(|group| {
+        let limited = VcpuGroup::create(self.qemu_pid.load(Ordering::Acquire)).and_then(|group| {
             group.limit(share)?;
             Ok(group)
         });

@@ -77,6 +77,11 @@ impl References {
         lock(&self.0).under_way.remove(&disk);
     }
 
+    /// From now on no page is known, for good: the mirror is written by others, too.
+    pub fn stop(&self) {
+        *lock(&self.0) = Table::new(0);
+    }
+
     /// The mirror holds everything up to `epoch`.
     pub fn settle(&self, epoch: Epoch) {
         lock(&self.0).settle(epoch);
@@ -140,7 +145,7 @@ impl Table {
         let under_way = self.under_way.get(&block.disk);
         let under_way = under_way.is_some_and(|range| range.contains(&block.number));
         let known = self.by_hash.contains_key(&hash) || self.by_block.contains_key(&block);
-        if !current || written || under_way || known {
+        if !current || written || under_way || known || self.capacity == 0 {
             return;
         }
         if self.slots.len() < self.capacity {
@@ -347,6 +352,18 @@ mod tests {
         references.settle(Epoch(15));
         read(&references, 1, 1);
         assert_eq!(found(&references, 1), Some(1));
+    }
+
+    #[test]
+    fn once_stopped_it_knows_nothing_any_more() {
+        let references = settled(1);
+        read(&references, 3, 7);
+        references.stop();
+        assert_eq!(found(&references, 7), None);
+        write(&references, 4, 2);
+        references.settle(Epoch(9));
+        read(&references, 3, 7);
+        assert_eq!(found(&references, 7), None);
     }
 
     #[test]

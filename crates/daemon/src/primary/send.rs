@@ -12,7 +12,7 @@ use std::collections::HashMap;
 use std::io;
 use std::sync::Arc;
 use std::time::Duration;
-use understudy_encoding::{Encoder, Page};
+use understudy_encoding::{Encoder, EncodingPlan, Page};
 use understudy_memory::CapturedChunk;
 use understudy_protocol::wire::{HEADER_BYTES, Header, Kind};
 use understudy_protocol::{Epoch, EpochDigest};
@@ -27,6 +27,8 @@ pub enum Outgoing {
     Pages(Epoch, CapturedChunk),
     /// A disk write, a zeroed range or the device state.
     Data(Kind, Epoch, Vec<u8>),
+    /// The backup's memory has changed by other means: what was sent before is no base for deltas.
+    Forget,
     /// Everything of the epoch went before.
     EpochEnd(Epoch),
     /// A message without payload.
@@ -85,18 +87,18 @@ impl Outgoing {
         match self {
             Outgoing::Pages(_, chunk) => chunk.bytes().len() as u64,
             Outgoing::Data(_, _, payload) => payload.len() as u64,
-            Outgoing::EpochEnd(_) | Outgoing::Signal(_) | Outgoing::End => 0,
+            Outgoing::Forget | Outgoing::EpochEnd(_) | Outgoing::Signal(_) | Outgoing::End => 0,
         }
     }
 }
 
 /// Sends what the queue holds until its end or until the connection fails.
 pub fn send_all(outflow: &Outflow, session: &Session) -> io::Result<()> {
-    let Session { data: link, stats, references, .. } = session;
+    let Session { data: link, stats, references, encoding: plan, .. } = session;
     let references = references.as_deref();
-    let encoder = Encoder::new(session.encoding, thread_cpu_time);
-    let burst = Burst::begin(clock::now());
-    let mut sending = Sending { link, stats, encoder, references, digests: HashMap::new(), burst };
+    let encoder = Encoder::new(*plan, thread_cpu_time);
+    let (digests, burst) = (HashMap::new(), Burst::begin(clock::now()));
+    let mut sending = Sending { link, stats, plan: *plan, encoder, references, digests, burst };
     while let Some(item) = sending.next(outflow) {
         if matches!(item, Outgoing::End) {
             break;
@@ -118,6 +120,7 @@ fn thread_cpu_time() -> Duration {
 struct Sending<'a> {
     link: &'a Channel,
     stats: &'a Stats,
+    plan: EncodingPlan,
     encoder: Encoder,
     references: Option<&'a References>,
     digests: HashMap<Epoch, EpochDigest>,
@@ -150,6 +153,10 @@ impl Sending<'_> {
                 self.count(&header);
                 self.stats.link(|link| link.ended(epoch, &self.burst));
                 fail::fail_point!("after-epoch-end");
+                Ok(())
+            }
+            Outgoing::Forget => {
+                self.encoder = Encoder::new(self.plan, thread_cpu_time);
                 Ok(())
             }
             Outgoing::Signal(kind) => self.link.send_signal(kind, Epoch(0)),

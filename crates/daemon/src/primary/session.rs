@@ -1,39 +1,41 @@
-//! One VM's protection, seen from the primary: the state machine and the
-//! threads that feed it.
+//! One VM's protection, seen from the primary: the state machine, what it says is done, and what
+//! the session's threads share.
 
 use super::activity::Watch;
+use super::due::OutputSeen;
 use super::group::Group;
 use super::inbound::{self, Inbound};
+use super::keep::Keeping;
 use super::outbound::Outbound;
 use super::pace::Pace;
 use super::progress::Progress;
 use super::references::References;
 use super::send::{Outbox, Outgoing};
 use super::stats::Stats;
+use super::turn::Turning;
 use crate::arbiter::Arbiter;
 use crate::channel::Channel;
 use crate::clock;
+use crate::console::ConsoleOutput;
 use crate::group::Membership;
-use crate::heartbeat::Heartbeats;
-use crate::lockstep::primary::{MACHINE, Recording};
+use crate::heartbeat::{Heartbeats, Pulse};
+use crate::lockstep::primary::Recording;
 use crate::lockstep::reads;
 use crate::machine::Machine;
 use crate::paths::PathMonitor;
 use crate::records::Records;
-use crate::report::Mode;
 use crate::resync::Basis;
 use crate::sync::lock;
+use anyhow::bail;
 use crossbeam_channel::Sender;
-use std::sync::Arc;
-use std::sync::Mutex;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 use tracing::{info, warn};
 use understudy_encoding::EncodingPlan;
 use understudy_protocol::wire::Kind;
 use understudy_protocol::{
-    Due, Epoch, Generation, GroupStep, LastCheckpoint, Output, Policy, Primary, PrimaryAction,
-    PrimaryEvent, PrimaryPhase, Rendezvous, Situation, Time,
+    Epoch, Generation, Output, Policy, Primary, PrimaryAction, PrimaryEvent, PrimaryPhase,
 };
 
 /// Nothing waits longer than this without looking again.
@@ -49,22 +51,28 @@ pub struct Session {
     pub id: String,
     /// What the first synchronisation begins with.
     pub basis: Basis,
-    /// The VM on this host.
-    pub machine: Arc<Machine>,
+    /// The VM on this host: another machine after a succession.
+    pub(super) machine: Mutex<Arc<Machine>>,
     /// When to checkpoint.
     pub policy: Policy,
-    /// How the backup keeps up.
-    pub mode: Mode,
     /// How pages are encoded.
     pub encoding: EncodingPlan,
+    /// What the guest says on its console, if that waits for its commit, too.
+    pub(crate) console: Option<Arc<ConsoleOutput>>,
     /// Its log, in lockstep.
-    pub recording: Option<Recording>,
+    pub(super) recording: Mutex<Option<Arc<Recording>>>,
+    /// The change of the way in which the backup keeps up.
+    pub turning: Turning,
+    /// The epoch since which it keeps up as it does.
+    pub(super) turned: AtomicU64,
+    /// Held while changes of the disks are forgotten, and while the way changes.
+    pub(super) rounds: Mutex<()>,
     /// What was measured.
     pub stats: Stats,
     /// How fast the guest may run.
     pub pace: Pace,
     /// What the guest does.
-    pub(super) watch: Watch,
+    pub(super) watch: Mutex<Watch>,
     pub(super) output_seen: Mutex<OutputSeen>,
     /// The first synchronisation.
     pub progress: Progress,
@@ -80,6 +88,8 @@ pub struct Session {
     pub paths: Arc<PathMonitor>,
     pub(crate) data: Arc<Channel>,
     pub(super) heartbeats: Heartbeats,
+    /// Epochs that a snapshot is made of.
+    pub(super) keeping: Keeping,
     pub(super) records: Records,
     /// The last epoch that is on the backup's disks.
     pub(super) settled: AtomicU64,
@@ -98,27 +108,32 @@ pub struct Session {
     pub(super) core: Arc<Mutex<Primary>>,
 }
 
-/// Since when output of the epoch that runs has waited, once the one before was committed.
-#[derive(Debug, Default)]
-pub(super) struct OutputSeen {
-    epoch: Epoch,
-    since: Option<Time>,
-}
-
-/// What the capture thread does next.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Step {
-    /// Take a checkpoint.
-    Checkpoint,
-    /// See how much the guest has written.
-    Look,
-    /// Take the last checkpoint: a planned fail-over.
-    LastCheckpoint,
-    /// Protection is over.
-    End,
-}
-
 impl Session {
+    /// Whether output of this VM waits for a commit.
+    pub(crate) fn output_waits(&self) -> bool {
+        self.machine().ports().iter().any(|port| port.held_frames() > 0)
+            || self.console.as_ref().is_some_and(|console| console.held_bytes() > 0)
+    }
+
+    /// The machine that the VM is on now.
+    pub fn machine(&self) -> Arc<Machine> {
+        lock(&self.machine).clone()
+    }
+
+    /// The VM goes on in this machine; on an error it does not run.
+    pub(super) fn moved(&self, next: &Arc<Machine>) -> anyhow::Result<()> {
+        self.pace.moved(next.qemu_pid());
+        *lock(&self.watch) = Watch::new(next)?;
+        // Under the core's lock: whoever is told to halt the machine halts this one.
+        let core = lock(&self.core);
+        *lock(&self.machine) = next.clone();
+        if let PrimaryPhase::Halted(reason) = core.phase() {
+            next.halt();
+            bail!("another host has the VM: {reason}");
+        }
+        Ok(())
+    }
+
     /// Where protection stands.
     pub fn phase(&self) -> PrimaryPhase {
         lock(&self.core).phase().clone()
@@ -174,7 +189,7 @@ impl Session {
         }
         // A log's thread has hundreds of epochs a second to see to, and waits for few of their
         // acknowledgements.
-        let flows = self.recording.as_ref().is_some_and(|recording| !recording.is_blocked());
+        let flows = self.recording().is_some_and(|recording| !recording.is_blocked());
         if !flows || before != *core.phase() {
             self.group.ring();
         }
@@ -189,23 +204,29 @@ impl Session {
         match action {
             &PrimaryAction::Release(epoch) => {
                 fail::fail_point!("before-release");
-                if self.recording.is_none() || epoch <= MACHINE {
+                if self.is_checkpoint(epoch) {
                     self.stats.committed(epoch, clock::now());
                     self.pace.committed(epoch, clock::now());
                 }
-                for port in self.machine.ports() {
+                for port in self.machine().ports() {
                     port.release_through(epoch, decided);
+                }
+                if let Some(console) = &self.console {
+                    console.release_through(epoch);
                 }
             }
             &PrimaryAction::Permit(length) => {
-                for port in self.machine.ports() {
+                for port in self.machine().ports() {
                     port.permit(decided + length);
                 }
             }
             PrimaryAction::OpenOutput => {
                 self.end_mirroring();
-                for port in self.machine.ports() {
+                for port in self.machine().ports() {
                     port.open_gate();
+                }
+                if let Some(console) = &self.console {
+                    console.open();
                 }
             }
             &PrimaryAction::Contest(from) if leads => {
@@ -227,11 +248,14 @@ impl Session {
             }
             PrimaryAction::Halt(reason) => {
                 warn!(vm = self.vm, "halting this copy: {reason}");
-                for port in self.machine.ports() {
+                for port in self.machine().ports() {
                     port.shut();
                 }
+                if let Some(console) = &self.console {
+                    console.shut();
+                }
                 self.end_mirroring();
-                self.machine.halt();
+                self.machine().halt();
             }
         }
     }
@@ -239,98 +263,14 @@ impl Session {
     fn end_mirroring(&self) {
         // First of all: a disk write that waits for room holds its disk's lock.
         self.outbox.close();
-        for disk in self.machine.disks() {
+        for disk in self.machine().disks() {
             disk.set_sink(None);
         }
-        let recording = self.recording.as_ref();
-        if let Some(trail) = recording.and_then(|recording| recording.reads.as_ref()) {
+        if let Some(trail) = self.recording().and_then(|recording| recording.reads.clone()) {
             trail.close();
         }
-        reads::forget(&self.machine);
+        reads::forget(&self.machine());
         inbound::end(self);
-    }
-
-    /// Waits until the capture thread has something to do.
-    pub fn next_step(&self) -> Step {
-        loop {
-            let seen = self.machine.doorbell().count();
-            let mut wait = match self.judge() {
-                Ok(step) => return step,
-                Err(wait) => wait,
-            };
-            if let Some(look) = self.pace.next_look() {
-                if look.is_zero() {
-                    return Step::Look;
-                }
-                wait = wait.min(look);
-            }
-            self.machine.doorbell().wait(seen, wait.min(LONGEST_WAIT));
-        }
-    }
-
-    /// The step that is due now, or how long to wait at most. What one member
-    /// finds due, all members do.
-    fn judge(&self) -> Result<Step, Duration> {
-        let core = lock(&self.core);
-        if matches!(core.phase(), PrimaryPhase::Alone(_) | PrimaryPhase::Halted(_)) {
-            return Ok(Step::End);
-        }
-        let mut rendezvous = self.group.rendezvous();
-        let step = match rendezvous.announced(core.running()) {
-            Some(step) => step,
-            None => {
-                let step = self.due(&core, &rendezvous)?;
-                rendezvous.announce(core.running(), step);
-                self.group.ring();
-                step
-            }
-        };
-        Ok(match step {
-            GroupStep::Checkpoint => Step::Checkpoint,
-            GroupStep::LastCheckpoint => Step::LastCheckpoint,
-        })
-    }
-
-    /// Makes a checkpoint due now, unless it cannot be taken or is due already.
-    pub fn cut_short(&self) {
-        let core = lock(&self.core);
-        let mut rendezvous = self.group.rendezvous();
-        let idle = rendezvous.last().is_some() && rendezvous.announced(core.running()).is_none();
-        if idle && core.may_capture() {
-            rendezvous.announce(core.running(), GroupStep::Checkpoint);
-            self.group.ring();
-        }
-    }
-
-    /// What the group is to do now, or how long to wait at most.
-    fn due(&self, core: &Primary, rendezvous: &Rendezvous) -> Result<GroupStep, Duration> {
-        // None while a member still stands still.
-        let last = rendezvous.last().filter(|_| !rendezvous.is_broken() && core.may_capture());
-        let Some(last) = last else { return Err(LONGEST_WAIT) };
-        let protected = *core.phase() == PrimaryPhase::Protected;
-        if protected && self.group.was_handed_over() {
-            return Ok(GroupStep::LastCheckpoint);
-        }
-        let now = clock::now();
-        let in_flight = core.in_flight();
-        let output_since =
-            if in_flight == 0 { self.output_since(core.running(), last, now) } else { None };
-        let situation = Situation { now, last, in_flight, output_since };
-        match self.policy.due(&situation, || self.group.activity()) {
-            Due::At(time) if time <= now => Ok(GroupStep::Checkpoint),
-            Due::At(time) | Due::Look(time) => Err(time - now),
-            Due::OnChange => Err(LONGEST_WAIT),
-        }
-    }
-
-    fn output_since(&self, running: Epoch, last: LastCheckpoint, now: Time) -> Option<Time> {
-        let mut seen = lock(&self.output_seen);
-        // What came while the epoch before was on its way has waited since then.
-        let began = if seen.epoch == running { now } else { last.resumed };
-        let since = seen.since.filter(|_| seen.epoch == running).unwrap_or(began);
-        let since = self.group.output_waits().then_some(since);
-        *seen = OutputSeen { epoch: running, since };
-        since
     }
 
     /// Waits until `done` says so, or for `timeout`; whether it did.
@@ -341,7 +281,7 @@ impl Session {
     ) -> Result<PrimaryPhase, PrimaryPhase> {
         let deadline = clock::now() + timeout;
         loop {
-            let seen = self.machine.doorbell().count();
+            let seen = self.machine().doorbell().count();
             let phase = self.phase();
             if done(&phase) {
                 return Ok(phase);
@@ -350,7 +290,7 @@ impl Session {
             if left.is_zero() {
                 return Err(phase);
             }
-            self.machine.doorbell().wait(seen, left.min(LONGEST_WAIT));
+            self.machine().doorbell().wait(seen, left.min(LONGEST_WAIT));
         }
     }
 
@@ -367,10 +307,10 @@ impl Session {
     /// sole owner after all.
     pub fn await_hand_over(&self) {
         loop {
-            let seen = self.machine.doorbell().count();
+            let seen = self.machine().doorbell().count();
             match self.phase() {
                 PrimaryPhase::Halted(_) | PrimaryPhase::Alone(_) => return,
-                _ => self.machine.doorbell().wait(seen, Duration::from_secs(1)),
+                _ => self.machine().doorbell().wait(seen, Duration::from_secs(1)),
             }
         }
     }
@@ -383,6 +323,11 @@ impl Session {
     /// Whether another epoch may be closed now.
     pub fn may_capture(&self) -> bool {
         lock(&self.core).may_capture()
+    }
+
+    /// The backup has this epoch.
+    pub fn has_committed(&self, epoch: Epoch) -> bool {
+        lock(&self.core).committed() >= epoch
     }
 
     /// Epochs that were closed and not acknowledged.
@@ -403,5 +348,29 @@ impl Session {
     pub fn request_hand_over(&self) {
         info!(vm = self.vm, "handing over to {}", self.peer);
         self.group.request_hand_over();
+    }
+}
+
+impl Pulse for Session {
+    fn paths(&self) -> &PathMonitor {
+        &self.paths
+    }
+    fn heartbeats(&self) -> &Heartbeats {
+        &self.heartbeats
+    }
+    fn leave_path(&self) {
+        self.data.abandon();
+    }
+    fn heard(&self) {
+        self.event(PrimaryEvent::Heard);
+    }
+    fn lost(&self, reason: String) {
+        self.lost_aside(reason);
+    }
+    fn tick(&self) {
+        self.event(PrimaryEvent::Tick);
+    }
+    fn is_over(&self) -> bool {
+        Session::is_over(self)
     }
 }

@@ -2,11 +2,11 @@
 
 use super::Stopped;
 use super::disk::DiskCapture;
-use super::frames::crossings;
 use super::member::MemberSeat;
 use super::memory::{CaptureOptions, MemoryCapture, Taken};
+use super::part::{Content, Shape, put_part};
 use super::take::Start;
-use super::words::{SavedVm, TakeTask};
+use super::words::{RestoreTask, TakeTask};
 use crate::host::Host;
 use crate::machine::Machine;
 use crate::sync::lock;
@@ -14,7 +14,6 @@ use crate::vm::PrimaryVm;
 use anyhow::{Context, bail};
 use crossbeam_channel::Receiver;
 use std::collections::BTreeMap;
-use std::path::Path;
 use std::sync::atomic::AtomicBool;
 use std::sync::{Arc, Weak};
 use std::time::{Duration, Instant};
@@ -22,32 +21,61 @@ use tracing::info;
 use understudy_disk::ChangesTaken;
 use understudy_protocol::{BlockId, DiskIndex};
 use understudy_qemu::lockstep::LogErrand;
-use understudy_snapshot::{
-    Area, AreaEntry, AreaMap, Blob, MemberManifest, Part, SnapshotNumber, Store,
-};
+use understudy_snapshot::{Area, AreaMap, Part, SnapshotNumber, Store};
 
-/// What the next snapshot need not save again.
+/// The last snapshot that exists: what the next one need not save again.
+#[derive(Clone)]
 pub struct Base {
     store: String,
     group: String,
     number: SnapshotNumber,
-    memory: BTreeMap<BlockId, AreaMap>,
-    disks: BTreeMap<DiskIndex, AreaMap>,
+    memory: Arc<BTreeMap<BlockId, AreaMap>>,
+    disks: Arc<BTreeMap<DiskIndex, AreaMap>>,
     /// Whose memory and disks it is of: a VM that was started anew has others.
     machine: Weak<()>,
-    /// Until the snapshot exists.
-    taken: Option<Taken>,
-    /// What its disks no longer tell of; none once it is committed.
+}
+
+/// One that is stored, and does not exist yet. Dropped, what it saved counts as changed since the
+/// one before.
+pub struct Saved {
+    base: Base,
+    taken: Taken,
+    /// What its disks no longer tell of.
     disk_changes: Vec<ChangesTaken>,
 }
 
-impl Base {
+impl Saved {
     /// The snapshot exists.
-    pub fn commit(&mut self) {
-        if let Some(taken) = self.taken.take() {
-            taken.commit();
+    pub fn commit(self) -> Base {
+        self.taken.commit();
+        self.disk_changes.into_iter().for_each(ChangesTaken::commit);
+        self.base
+    }
+}
+
+impl Base {
+    /// Of a VM that was just restored from this snapshot, all of it: its disks know what they have
+    /// changed since then.
+    pub fn of_restored(task: &RestoreTask, machine: &Machine) -> anyhow::Result<Base> {
+        let store = Store::open(&task.store)?;
+        let manifest = store.snapshot(&task.group.name, Some(task.number))?;
+        let entry = manifest.members.iter().find(|entry| entry.name == task.vm());
+        let member = store.member(entry.context("it is not in the snapshot any more")?)?;
+        let (mut memory, mut disks) = (BTreeMap::new(), BTreeMap::new());
+        for entry in &member.areas {
+            match entry.area {
+                Area::Memory(id) => drop(memory.insert(id, store.area(entry)?)),
+                Area::Disk(index) => drop(disks.insert(index, store.area(entry)?)),
+            }
         }
-        self.disk_changes.drain(..).for_each(ChangesTaken::commit);
+        Ok(Base {
+            store: task.store.clone(),
+            group: task.group.name.clone(),
+            number: task.number,
+            memory: Arc::new(memory),
+            disks: Arc::new(disks),
+            machine: machine.presence(),
+        })
     }
 
     /// Whether it is still in the store that the next snapshot goes to.
@@ -73,6 +101,8 @@ pub struct Capture {
     memory: MemoryCapture,
     disks: DiskCapture,
     device_state: Vec<u8>,
+    /// The working set in normal running, if that was sampled.
+    sampled: Option<u64>,
     /// For how long the guest stood still.
     paused: Duration,
 }
@@ -86,25 +116,16 @@ impl Capture {
         // Protection that is just beginning is seen, or sees that a snapshot has begun.
         drop(lock(&vm.protecting));
         check(&vm, &machine)?;
-        match &seat {
-            Some(seat) => seat.prepare()?,
-            None if task.group.vms.len() > 1 => bail!(
-                "{} has no seat in the cluster {}: host {} needs [cluster.{}] in its \
-                 configuration, and the VM to be started since",
-                task.vm(),
-                task.group.name,
-                host.config.name,
-                task.group.name
-            ),
-            None => {}
-        }
+        connect(host, task, seat.as_ref())?;
         let store = Store::open(&task.store)?;
         let base = base.filter(|base| base.is_there(task, &store, &machine));
+        let sampled = host.snapshots.sampled(&machine);
         let options = CaptureOptions {
             compression: task.compression,
             incremental: base.is_some(),
             trace: Duration::from_millis(task.trace_ms),
             recency: task.recency,
+            sampled,
         };
         let memory = MemoryCapture::arm(&machine, options)
             .with_context(|| format!("cannot prepare the memory of {}", task.vm()))?;
@@ -124,6 +145,7 @@ impl Capture {
             memory,
             disks,
             device_state: Vec::new(),
+            sampled,
             paused: Duration::ZERO,
         })
     }
@@ -165,98 +187,83 @@ impl Capture {
     }
 
     /// The guest runs again: all goes to the store.
-    pub fn save(self, stop: &AtomicBool) -> anyhow::Result<(Part, Base)> {
+    pub fn save(self, stop: &AtomicBool) -> anyhow::Result<(Part, Saved)> {
         let Capture { task, number, store, machine, base, .. } = self;
         let compression = task.compression;
         let put = |bytes: &[u8]| store.put_blob(bytes, compression);
         let device_state = put(&self.device_state)?;
-        let definition = machine.definition();
-        let kernel = file_blob(&store, &task, definition.kernel.as_deref())?;
-        let initrd = file_blob(&store, &task, definition.initrd.as_deref())?;
-        let memory = self.memory.save(&store, base.as_ref().map(|base| &base.memory), stop)?;
+        let memory = self.memory.save(&store, base.as_ref().map(|base| &*base.memory), stop)?;
         Stopped::check(stop)?;
-        let disks = self.disks.save(&store, base.as_ref().map(|base| &base.disks), stop)?;
+        let disks = self.disks.save(&store, base.as_ref().map(|base| &*base.disks), stop)?;
         Stopped::check(stop)?;
         let log = match (&self.seat, &self.complete) {
             (Some(seat), Some(complete)) => seat.log(complete, stop)?,
             _ => Vec::new(),
         };
-        let mut areas = Vec::new();
-        for block in machine.blocks() {
-            let map = memory.areas.get(&block.id()).context("a RAM block was not saved")?;
-            let (name, bytes) = (block.name().to_owned(), block.pages() * PAGE);
-            let map = put(&map.encode())?;
-            areas.push(AreaEntry { area: Area::Memory(block.id()), name, bytes, map });
-        }
-        for (disk, defined) in machine.disks().iter().zip(&definition.disks) {
-            let map = disks.areas.get(&disk.index()).context("a disk was not saved")?;
-            let name = defined.path.display().to_string();
-            let (bytes, map) = (disk.export_bytes(), put(&map.encode())?);
-            areas.push(AreaEntry { area: Area::Disk(disk.index()), name, bytes, map });
-        }
-        let saved = SavedVm { definition: definition.clone(), accelerator: machine.accelerator() };
-        let manifest = MemberManifest {
-            name: task.vm().to_owned(),
-            machine: understudy_snapshot::Machine {
-                qemu: self.qemu,
-                machine_type: machine.machine_type().to_owned(),
-                vcpus: definition.vcpus,
-                memory: definition.memory.bytes(),
-            },
-            definition: serde_json::to_value(&saved)?,
-            kernel,
-            initrd,
-            areas,
+        let shape = Shape::of(&machine);
+        let content = Content {
+            areas: shape.put_areas(&store, compression, &memory.areas, &disks.areas)?,
             device_state,
-            in_flight: store.put_frames(&log, compression)?,
             working_set: put(&memory.working_set.encode())?,
             recent: memory.recent.map(|recent| put(&recent.encode())).transpose()?,
+            clock: memory.by_clock.map(|kept| put(&kept.encode())).transpose()?,
+            sampled: self.sampled,
             pause_us: self.paused.as_micros() as u64,
             base: base.map(|base| base.number),
         };
-        let crossings = crossings(task.member, &log);
-        let part = Part { manifest: store.put_member(&manifest, compression)?, crossings };
+        let part = put_part(&store, &task, &machine, self.qemu, &log, content)?;
         let base = Base {
             store: task.store,
             group: task.group.name,
             number,
-            memory: memory.areas,
-            disks: disks.areas,
+            memory: Arc::new(memory.areas),
+            disks: Arc::new(disks.areas),
             machine: machine.presence(),
-            taken: Some(memory.taken),
-            disk_changes: disks.changes,
         };
-        Ok((part, base))
+        Ok((part, Saved { base, taken: memory.taken, disk_changes: disks.changes }))
     }
 }
 
-const PAGE: u64 = understudy_protocol::PAGE_SIZE as u64;
+/// Waits until the member's frames reach all others.
+pub(super) fn connect(
+    host: &Host,
+    task: &TakeTask,
+    seat: Option<&Arc<MemberSeat>>,
+) -> anyhow::Result<()> {
+    match seat {
+        Some(seat) => seat.prepare(),
+        None if task.group.vms.len() > 1 => bail!(
+            "{} has no seat in the cluster {}: host {} needs [cluster.{}] in its configuration, \
+             and the VM to be started since",
+            task.vm(),
+            task.group.name,
+            host.config.name,
+            task.group.name
+        ),
+        None => Ok(()),
+    }
+}
 
 /// What speaks against a snapshot of it now.
 fn check(vm: &PrimaryVm, machine: &Machine) -> anyhow::Result<()> {
     let name = vm.name();
+    check_runs(name, machine)?;
+    match vm.active_session() {
+        Some(session) => bail!("protection of {name} by host {} has begun meanwhile", session.peer),
+        None => Ok(()),
+    }
+}
+
+/// What speaks against a snapshot of it, protected or not.
+pub(super) fn check_runs(name: &str, machine: &Machine) -> anyhow::Result<()> {
     if machine.lockstep().is_some() {
         bail!(
             "{name} runs in a QEMU that counts instructions for lockstep; such VMs cannot be \
              snapshotted"
         );
     }
-    if let Some(session) = vm.active_session() {
-        bail!(
-            "{name} is protected by host {}; run `understudy unprotect {name}` first, and protect \
-             it again afterwards",
-            session.peer
-        );
-    }
     if !machine.is_alive() || machine.is_powered_off() {
         bail!("{name} does not run any more");
     }
     Ok(())
-}
-
-fn file_blob(store: &Store, task: &TakeTask, path: Option<&Path>) -> anyhow::Result<Option<Blob>> {
-    let Some(path) = path else { return Ok(None) };
-    let bytes = std::fs::read(path)
-        .with_context(|| format!("cannot read {}, which {} boots", path.display(), task.vm()))?;
-    Ok(Some(store.put_blob(&bytes, task.compression)?))
 }

@@ -19,8 +19,9 @@ use understudy_snapshot::{
 
 /// How much later a member should start than one that it starts after.
 const GAP: Duration = Duration::from_millis(70);
-/// How long members that are loaded wait for others that nobody must wait for.
-const PATIENCE: Duration = Duration::from_millis(500);
+/// How long members that are loaded wait for others: what they would say to them until then is
+/// said in vain. As long as TCP takes for its first four attempts (0.2, 0.4, 0.8 and 1.6 s).
+const PATIENCE: Duration = Duration::from_secs(3);
 /// What a restore takes beside loading memory: a QEMU's start, the device state.
 const BESIDE: Duration = Duration::from_millis(300);
 
@@ -111,9 +112,9 @@ impl Host {
             .map(|entry| self.check_runs_nowhere(&entry.name, request.force))
             .collect::<Result<_, _>>()?;
         let speeds = self.ask_all(&manifest, &location, &hosts)?;
-        let order = match request.mode.has_line() {
-            true => StartOrder::new(members.len(), &manifest.crossings),
-            false => StartOrder::none(members.len()),
+        let (order, patience) = match request.mode.has_line() {
+            true => (StartOrder::new(members.len(), &manifest.crossings), PATIENCE),
+            false => (StartOrder::none(members.len()), Duration::ZERO),
         };
         let loads = loads(&store, &members, request, &hosts, &speeds)?;
         let plan = plan(&order, &loads, request.mode);
@@ -129,7 +130,7 @@ impl Host {
             life,
             by_recency: request.mode == Mode::WorkingSet,
         };
-        let line = Line { order, patience: PATIENCE };
+        let line = Line { order, patience };
         let pair =
             |crossing: &Crossing| (crossing.from.min(crossing.to), crossing.from.max(crossing.to));
         let talking = manifest.crossings.iter().map(pair).collect();
@@ -201,7 +202,7 @@ fn loads(
 ) -> Result<Vec<Load>, HostError> {
     let load = |(member, host): (&MemberManifest, &String)| {
         let set = match request.mode {
-            Mode::WorkingSet => store.recent(member)?.unwrap_or_default(),
+            Mode::WorkingSet => store.by_sampling(member)?,
             _ => store.working_set(member)?,
         };
         let all = member.machine.memory / understudy_snapshot::UNIT_BYTES as u64;

@@ -8,7 +8,7 @@ use crate::sync::lock;
 use anyhow::Context;
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
-use std::sync::atomic::AtomicBool;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Condvar, Mutex, RwLock, Weak};
 use std::thread;
 use std::time::{Duration, Instant};
@@ -63,7 +63,11 @@ struct Work {
     /// Once the guest exists, and until all is there.
     pager: RwLock<Option<DemandPager>>,
     progress: Mutex<Progress>,
+    /// Whether what nobody waits for is loaded, too.
+    reads_on: AtomicBool,
     all: u64,
+    /// How often the guest waited for a page.
+    waits: AtomicU64,
 }
 
 #[derive(Default)]
@@ -93,7 +97,9 @@ impl Filler {
             changed: Condvar::new(),
             pager: RwLock::new(None),
             progress: Mutex::default(),
+            reads_on: AtomicBool::new(false),
             all,
+            waits: AtomicU64::new(0),
         };
         Filler { machine, auxiliary, work: Arc::new(work) }
     }
@@ -114,7 +120,7 @@ impl Filler {
     }
 
     /// From here on pages that are missing are the guest's to ask for: to be called before the
-    /// device state is loaded. The rest is loaded, too.
+    /// device state is loaded.
     pub fn attach(&self) -> anyhow::Result<()> {
         if lock(&self.work.loader).is_complete() {
             lock(&self.work.progress).complete = true;
@@ -131,8 +137,12 @@ impl Filler {
         Ok(())
     }
 
-    /// The guest runs: returns when all is there, or the machine is gone, or `stop` is set.
+    /// The guest runs, so the rest is loaded, too: until then other members of its group may
+    /// still load what their starts wait for. Returns when all is there, or the machine is gone,
+    /// or `stop` is set.
     pub fn complete(&self, stop: &AtomicBool) -> anyhow::Result<()> {
+        self.work.reads_on.store(true, Ordering::Release);
+        self.work.changed.notify_all();
         while !lock(&self.work.progress).complete {
             Stopped::check(stop)?;
             if !self.machine.is_alive() {
@@ -149,6 +159,11 @@ impl Filler {
         let progress = lock(&self.work.progress);
         let (all, complete) = (self.work.all, progress.complete);
         FillState { pages, all, stalled: self.work.stalled(&progress), complete }
+    }
+
+    /// How often the guest has waited for a page until now.
+    pub fn waits(&self) -> u64 {
+        self.work.waits.load(Ordering::Relaxed)
     }
 
     /// QEMU has content of its own in all blocks but the main memory.
@@ -191,6 +206,7 @@ impl Work {
             Demand::Zero => Missing::Zero,
             Demand::Filled => Missing::Filled,
             Demand::Coming => {
+                self.waits.fetch_add(1, Ordering::Relaxed);
                 self.source.wanted();
                 self.changed.notify_one();
                 Missing::Coming
@@ -240,7 +256,8 @@ impl Work {
             if loader.is_complete() || !self.is_machine_alive() {
                 return None;
             }
-            if let Some(reading) = self.source.next(&mut loader, true) {
+            let reads_on = self.reads_on.load(Ordering::Acquire);
+            if let Some(reading) = self.source.next(&mut loader, reads_on) {
                 return Some(reading);
             }
             // Others read the last ones, or what a guest waits for.

@@ -2,17 +2,19 @@
 //! when it runs again. What it touches first meanwhile is the working set.
 
 use super::Stopped;
+use super::trial::SnapshotTrace;
 use crate::machine::Machine;
+use anyhow::Context;
 use std::collections::{BTreeMap, HashSet};
 use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
 use std::thread;
 use std::time::{Duration, Instant};
 use tracing::info;
-use understudy_memory::{CaptureRequest, Cut, FirstAccess, MAIN_MEMORY, RamBlock};
+use understudy_memory::{CaptureRequest, Cut, DirtySet, FirstAccess, MAIN_MEMORY, RamBlock};
 use understudy_protocol::{BlockId, PAGE_SIZE, PageIndex};
 use understudy_snapshot::{
-    AreaMap, Compression, Lane, NewChunk, Packed, Packer, Page, Recency, Store, WorkingSet,
+    AreaMap, Clock, Compression, Lane, NewChunk, Packed, Packer, Page, Recency, Store, WorkingSet,
     scattered, working_set_size,
 };
 
@@ -34,6 +36,9 @@ const TRACED_SHARE: u64 = 2;
 /// And at most so many pages: 256 MiB.
 const MOST_TRACED: u64 = 1 << 16;
 
+/// Where repeated accesses are wanted, so many are kept at most: 128 MiB.
+const MOST_ACCESSES: usize = 1 << 24;
+
 /// How a capture is made.
 #[derive(Clone, Copy, Debug)]
 pub struct CaptureOptions {
@@ -45,6 +50,8 @@ pub struct CaptureOptions {
     pub trace: Duration,
     /// Trace repeated accesses too, to compare with queues by recency.
     pub recency: bool,
+    /// The working set in pages that sampling gave, if anybody sampled.
+    pub sampled: Option<u64>,
 }
 
 /// One member's memory, for one snapshot. Dropped at any time, it leaves no page protected and
@@ -52,8 +59,10 @@ pub struct CaptureOptions {
 pub struct MemoryCapture {
     taken: Taken,
     options: CaptureOptions,
-    /// Content of the blocks that are not main memory.
-    auxiliary: Vec<(BlockId, Vec<u8>)>,
+    /// Content of the blocks that are not main memory: read while the guest runs, and again in
+    /// the pause what was written meanwhile.
+    auxiliary: BTreeMap<BlockId, Vec<u8>>,
+    written: DirtySet,
     since: Instant,
 }
 
@@ -65,15 +74,18 @@ pub struct SavedMemory {
     pub working_set: WorkingSet,
     /// Pages by their last access, if that was traced.
     pub recent: Option<WorkingSet>,
+    /// What CLOCK keeps of the same accesses.
+    pub by_clock: Option<WorkingSet>,
     /// To be kept until the snapshot exists.
     pub taken: Taken,
 }
 
-/// What a snapshot took out of "changed since the last one". Dropped, nothing is watched any
-/// more, and the next snapshot saves all.
+/// What a snapshot took out of "changed since the last one". Dropped, that is given back; if
+/// there is none before it, nothing is watched any more.
 pub struct Taken {
     machine: Arc<Machine>,
     cut: Option<Cut>,
+    is_incremental: bool,
 }
 
 impl Taken {
@@ -91,7 +103,8 @@ impl Taken {
 
 impl Drop for Taken {
     fn drop(&mut self) {
-        if self.cut.take().is_some() {
+        self.machine.forget_auxiliary();
+        if self.cut.take().is_some() && !self.is_incremental {
             self.machine.drop_guard();
         }
     }
@@ -100,20 +113,22 @@ impl Drop for Taken {
 impl MemoryCapture {
     /// Prepares while the guest runs.
     pub fn arm(machine: &Arc<Machine>, options: CaptureOptions) -> anyhow::Result<MemoryCapture> {
-        let pages = machine.ram().pages();
-        let trace = match options.trace.is_zero() {
-            true => 0,
-            false => (pages / TRACED_SHARE).min(MOST_TRACED) as usize,
-        };
+        let trace = most_traced(machine.ram().pages(), options.trace);
         let request = CaptureRequest {
             everything: !options.incremental,
             trace,
             every_access: options.recency,
         };
-        let guard = machine.guard()?;
-        let cut = guard.arm(request).inspect_err(|_| machine.drop_guard())?;
-        let taken = Taken { machine: machine.clone(), cut: Some(cut) };
-        Ok(MemoryCapture { taken, options, auxiliary: Vec::new(), since: Instant::now() })
+        let cut = machine.arm_cut(request).inspect_err(|_| machine.drop_guard())?;
+        let is_incremental = options.incremental;
+        let taken = Taken { machine: machine.clone(), cut: Some(cut), is_incremental };
+        machine.track_auxiliary()?;
+        let mut auxiliary = BTreeMap::new();
+        for block in machine.blocks().iter().filter(|block| block.id() != MAIN_MEMORY) {
+            auxiliary.insert(block.id(), content(block)?);
+        }
+        let (written, since) = (DirtySet::new(), Instant::now());
+        Ok(MemoryCapture { taken, options, auxiliary, written, since })
     }
 
     /// The guest stands still and its device state is saved: the snapshot's content is fixed
@@ -121,8 +136,13 @@ impl MemoryCapture {
     pub fn take(&mut self) -> anyhow::Result<()> {
         self.taken.cut().take()?;
         let machine = self.taken.machine.clone();
-        for block in machine.blocks().iter().filter(|block| block.id() != MAIN_MEMORY) {
-            self.auxiliary.push((block.id(), content(block)?));
+        machine.scan_auxiliary(&mut self.written)?;
+        for run in self.written.runs() {
+            let block = machine.blocks().get(usize::from(run.block.0));
+            let content = self.auxiliary.get_mut(&run.block);
+            let (block, content) = block.zip(content).context("a RAM block that is not there")?;
+            let from = run.first.0 as usize * PAGE_SIZE;
+            block.read(run.first, &mut content[from..from + run.count as usize * PAGE_SIZE])?;
         }
         self.since = Instant::now();
         Ok(())
@@ -136,6 +156,7 @@ impl MemoryCapture {
         base: Option<&BTreeMap<BlockId, AreaMap>>,
         stop: &AtomicBool,
     ) -> anyhow::Result<SavedMemory> {
+        self.taken.machine.forget_auxiliary();
         let base = base.filter(|_| self.options.incremental);
         let mut saving = Saving::new(store, self.options.compression);
         for (id, content) in std::mem::take(&mut self.auxiliary) {
@@ -148,8 +169,8 @@ impl MemoryCapture {
         let zeros = AreaMap::zeros(self.taken.machine.ram().pages());
         let base = base.and_then(|base| base.get(&MAIN_MEMORY)).unwrap_or(&zeros);
         let mut packer = Packer::new();
-        let mut recency = self.options.recency.then(|| Recency::new(zeros.units() as usize));
-        self.copy(&mut saving, &mut packer, recency.as_mut(), stop)?;
+        let mut accesses = self.options.recency.then(Vec::new);
+        self.copy(&mut saving, &mut packer, accesses.as_mut(), stop)?;
         let queue = self.end_trace(&mut saving, &mut packer, base)?;
         self.copy_rest(&mut saving, &mut packer, stop)?;
         saving.finish(MAIN_MEMORY, packer, base)?;
@@ -164,11 +185,17 @@ impl MemoryCapture {
             "memory is saved after {:.1} s",
             self.since.elapsed().as_secs_f64()
         );
-        // Until normal running is sampled, the trace is all that is known.
-        let size = working_set_size(queue.len() as u64, queue.len() as u64);
-        let recent = recency.map(|recency| WorkingSet { queue: recency.pages(), size });
+        let traced = queue.len() as u64;
+        // Where nobody has sampled, the trace is all that is known.
+        let sampled = self.options.sampled.unwrap_or(traced);
+        let size = working_set_size(sampled, traced);
+        let recent = accesses.as_ref().map(|all| by_recency(all, sampled));
+        let by_clock = accesses.as_ref().map(|all| by_clock(all, size));
+        if let Some(accesses) = &accesses {
+            SnapshotTrace::write_if_wanted(&self.taken.machine.definition().name, accesses);
+        }
         let working_set = WorkingSet { queue, size };
-        Ok(SavedMemory { areas: saving.areas, working_set, recent, taken: self.taken })
+        Ok(SavedMemory { areas: saving.areas, working_set, recent, by_clock, taken: self.taken })
     }
 
     /// Copies, and traces for as long as is wanted.
@@ -176,18 +203,20 @@ impl MemoryCapture {
         &mut self,
         saving: &mut Saving,
         packer: &mut Packer,
-        mut recency: Option<&mut Recency>,
+        mut accesses: Option<&mut Vec<PageIndex>>,
         stop: &AtomicBool,
     ) -> anyhow::Result<()> {
         let mut period = Instant::now();
         let mut pace = Pace::new();
         loop {
             Stopped::check(stop)?;
-            let is_traced = self.since.elapsed() < self.options.trace
-                && (self.options.recency || !self.taken.cut().trace_is_full());
-            if let Some(recency) = &mut recency {
-                let accesses = self.taken.cut().accesses();
-                accesses.into_iter().map(main_page).for_each(|page| recency.access(page));
+            let wants_more = match &accesses {
+                Some(accesses) => accesses.len() < MOST_ACCESSES,
+                None => !self.taken.cut().trace_is_full(),
+            };
+            let is_traced = self.since.elapsed() < self.options.trace && wants_more;
+            if let Some(accesses) = &mut accesses {
+                accesses.append(&mut self.taken.cut().accesses());
                 if is_traced && period.elapsed() > PERIOD {
                     self.taken.cut().watch_again()?;
                     period = Instant::now();
@@ -244,6 +273,20 @@ impl MemoryCapture {
     }
 }
 
+/// All pages that were accessed, those accessed last first.
+fn by_recency(accesses: &[PageIndex], size: u64) -> WorkingSet {
+    let mut recency = Recency::new(accesses.len().max(1));
+    accesses.iter().copied().map(main_page).for_each(|page| recency.access(page));
+    WorkingSet { queue: recency.pages(), size }
+}
+
+/// What CLOCK keeps in `size` pages.
+fn by_clock(accesses: &[PageIndex], size: u64) -> WorkingSet {
+    let mut clock = Clock::new(size.max(1) as usize);
+    accesses.iter().copied().map(main_page).for_each(|page| clock.access(page));
+    WorkingSet { queue: clock.pages(), size }
+}
+
 fn main_page(index: PageIndex) -> Page {
     Page { block: MAIN_MEMORY, index }
 }
@@ -254,22 +297,30 @@ fn content(block: &RamBlock) -> anyhow::Result<Vec<u8>> {
     Ok(content)
 }
 
+/// How many first accesses are noted of so many pages.
+pub(super) fn most_traced(pages: u64, trace: Duration) -> usize {
+    match trace.is_zero() {
+        true => 0,
+        false => (pages / TRACED_SHARE).min(MOST_TRACED) as usize,
+    }
+}
+
 /// Hands chunks to the store, many at once.
-struct Saving<'s> {
+pub(super) struct Saving<'s> {
     store: &'s Store,
     compression: Compression,
     full: Vec<NewChunk>,
-    areas: BTreeMap<BlockId, AreaMap>,
+    pub areas: BTreeMap<BlockId, AreaMap>,
     packed: Packed,
 }
 
 impl Saving<'_> {
-    fn new(store: &Store, compression: Compression) -> Saving<'_> {
+    pub fn new(store: &Store, compression: Compression) -> Saving<'_> {
         let (full, areas, packed) = (Vec::new(), BTreeMap::new(), Packed::default());
         Saving { store, compression, full, areas, packed }
     }
 
-    fn store(&mut self, chunk: Option<NewChunk>) -> anyhow::Result<()> {
+    pub fn store(&mut self, chunk: Option<NewChunk>) -> anyhow::Result<()> {
         self.full.extend(chunk);
         if self.full.len() >= BATCH {
             self.flush()?;
@@ -282,7 +333,7 @@ impl Saving<'_> {
         Ok(())
     }
 
-    fn finish(&mut self, id: BlockId, packer: Packer, base: &AreaMap) -> anyhow::Result<()> {
+    pub fn finish(&mut self, id: BlockId, packer: Packer, base: &AreaMap) -> anyhow::Result<()> {
         let (last, map, packed) = packer.finish(base);
         self.areas.insert(id, map);
         self.packed.put += packed.put;
@@ -291,26 +342,43 @@ impl Saving<'_> {
         last.into_iter().try_for_each(|chunk| self.store(Some(chunk)))
     }
 
-    fn end(&mut self) -> anyhow::Result<Packed> {
+    pub fn end(&mut self) -> anyhow::Result<Packed> {
         self.flush()?;
         Ok(self.packed)
     }
 }
 
 /// Keeps the copier from taking the processor away from the guest.
-struct Pace {
+pub(super) struct Pace {
     since: Instant,
     pages: u64,
 }
 
 impl Pace {
-    fn new() -> Pace {
+    pub fn new() -> Pace {
         Pace { since: Instant::now(), pages: 0 }
     }
 
-    fn copied(&mut self, pages: u64) {
+    pub fn copied(&mut self, pages: u64) {
         self.pages += pages;
         let due = Duration::from_micros(self.pages * 1_000_000 / PAGES_PER_SECOND);
         thread::sleep(due.saturating_sub(self.since.elapsed()));
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn queues_are_made_of_one_list_of_accesses() {
+        let accesses = [1, 2, 3, 1, 4, 1].map(PageIndex);
+        let pages = |indices: &[u64]| indices.iter().map(|&i| main_page(PageIndex(i))).collect();
+        let recent = by_recency(&accesses, 7);
+        assert_eq!((recent.queue, recent.size), (pages(&[1, 4, 3, 2]), 7));
+        let mut kept = by_clock(&accesses, 2).queue;
+        kept.sort();
+        assert_eq!(kept, pages(&[1, 4]) as Vec<Page>);
+        assert_eq!(by_clock(&[], 0).queue, []);
     }
 }

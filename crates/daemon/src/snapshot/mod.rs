@@ -8,8 +8,11 @@
 //! | [`command`], [`taker`], [`restorer`] | the daemon that got the command: a coordinator |
 //! | [`library`] | what is in a store: list, delete, verify |
 //! | [`member`] | a VM's seat at its cluster's network, and its cut |
+//! | [`sampling`] | working sets in normal running |
 //! | [`schedule`] | snapshots that are taken by themselves |
 //! | [`capture`] | all of one member that a snapshot has |
+//! | [`mirrored`], [`kept`] | the same of a protected one, which its backup stores |
+//! | [`part`] | how it is described in the store |
 //! | [`words`], [`exchange`] | what hosts say to each other, and how |
 //! | [`prepare`] | from a part of a snapshot to a VM that runs |
 //! | [`placement`] | who may be restored where, asked before anything is started |
@@ -17,6 +20,7 @@
 //! | [`source`] | the way to the store, which all restored guests of a host share |
 //! | [`frames`] | frames between members, and those in flight |
 //! | [`report`] | what users ask for and are told |
+//! | [`trial`] | for trials: which memory guests touch |
 
 mod capture;
 mod command;
@@ -25,23 +29,31 @@ mod disk_fill;
 mod exchange;
 mod fill;
 pub(crate) mod frames;
+mod kept;
 mod library;
 mod member;
 mod memory;
+mod mirrored;
+mod part;
 mod placement;
 mod prepare;
 pub mod report;
 mod restore;
 mod restorer;
+mod sampling;
 mod schedule;
 mod source;
 mod take;
 mod taker;
+pub mod trial;
 mod words;
 
 pub(crate) use exchange::serve;
+pub(crate) use kept::Keeper;
 pub(crate) use placement::Question;
+pub(crate) use sampling::start as start_sampling;
 pub(crate) use schedule::start as start_schedules;
+pub(crate) use words::{KeepOrder, Kept};
 
 use crate::sync::lock;
 use member::MemberSeat;
@@ -70,6 +82,7 @@ pub(crate) struct Snapshots {
     groups: Mutex<BTreeMap<String, (SnapshotNumber, Life)>>,
     /// Bytes a second that were read from a store last; 0 if that is not known.
     speed: AtomicU64,
+    samplings: sampling::Samplings,
     /// What all restored guests share.
     way: Arc<source::Way>,
 }

@@ -5,6 +5,7 @@ use super::Stopped;
 use super::disk_fill::DiskFiller;
 use super::fill::Filler;
 use super::source::Source;
+use super::trial::Watch;
 use super::words::{RestoreTask, SavedVm};
 use crate::host::Host;
 use crate::machine::{self, Machine};
@@ -31,7 +32,6 @@ pub struct Prepared {
     machine: Arc<Machine>,
     filler: Arc<Filler>,
     disks: Arc<Vec<DiskFiller>>,
-    device_state: Vec<u8>,
     /// Frames in flight to it.
     frames: Vec<InFlightFrame>,
     images: Images,
@@ -54,7 +54,7 @@ impl Drop for Images {
     }
 }
 
-/// Loads all that the start waits for. `filling` gets the fillers as soon as there are some.
+/// Loads all that the start waits for, and the device state. `filling` gets the fillers as soon as there are some.
 pub fn prepare(
     host: &Arc<Host>,
     task: &RestoreTask,
@@ -93,7 +93,7 @@ pub fn prepare(
     })?;
     let maps = memory_maps(&store, &member, &machine)?;
     let queue = match task.by_recency {
-        true => store.recent(&member)?.unwrap_or_default().queue,
+        true => store.by_sampling(&member)?.queue,
         false => store.working_set(&member)?.queue,
     };
     let filler = Arc::new(Filler::new(source, machine.clone(), maps, &queue, pages));
@@ -102,9 +102,11 @@ pub fn prepare(
     filler.load_before_start(stop)?;
     host.snapshots.note_loaded(filler.state().pages, began.elapsed());
     Stopped::check(stop)?;
-    let device_state = store.blob(&member.device_state)?;
+    // What takes time is done here: when members start in a line, each start is short.
     let frames = store.frames(&member)?;
-    Ok(Prepared { machine, filler, disks, device_state, frames, images, directory })
+    filler.attach()?;
+    machine.load(&store.blob(&member.device_state)?)?;
+    Ok(Prepared { machine, filler, disks, frames, images, directory })
 }
 
 impl Prepared {
@@ -126,9 +128,12 @@ impl Prepared {
         let generation = host.take_ownership(task.vm(), task.newest)?;
         let run = || -> anyhow::Result<()> {
             host.note_active(&self.machine, generation, None, &self.directory)?;
-            self.filler.attach()?;
+            let watch = Watch::begin(&self.machine, &self.filler)?;
             self.join(host, task)?;
-            self.machine.go_live(&self.device_state, &[])?;
+            self.machine.start_loaded()?;
+            if let Some(watch) = watch {
+                watch.run();
+            }
             Ok(())
         };
         if let Err(error) = run() {

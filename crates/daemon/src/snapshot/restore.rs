@@ -210,6 +210,9 @@ impl Restoring {
         self.event(CohortEvent::Started);
         filler.complete(&self.stop)?;
         disks.iter().try_for_each(|disk| disk.complete(&self.stop))?;
+        if let Ok(vm) = host.primary(self.task.vm()) {
+            host.note_base(&self.task, &vm.machine());
+        }
         {
             // The store is done with.
             let mut state = lock(&self.state);

@@ -93,8 +93,18 @@ impl Source {
 impl Reading<'_> {
     /// Its content, checked.
     pub fn content(&self) -> Result<Vec<u8>, StoreError> {
+        be_silent_in_a_test();
         self.source.store.chunk(self.chunk)
     }
+}
+
+/// A test has the store silent for as long as there is the file that the fail point names.
+fn be_silent_in_a_test() {
+    fail::fail_point!("store-silent", |file| {
+        while file.as_ref().is_some_and(|file| std::path::Path::new(file).exists()) {
+            std::thread::sleep(QUIET);
+        }
+    });
 }
 
 impl Drop for Reading<'_> {

@@ -1,23 +1,31 @@
 //! One member of a group that is being snapshotted, on the host that runs it.
 
-use super::capture::{Base, Capture};
+use super::capture::{Base, Capture, Saved};
 use super::member::MemberSeat;
-use super::words::{Heard, Reply, TakeTask};
+use super::mirrored::MirroredCapture;
+use super::words::{Heard, Reply, RestoreTask, TakeTask};
 use crate::clock;
 use crate::host::Host;
+use crate::machine::Machine;
 use crate::sync::lock;
+use anyhow::bail;
 use crossbeam_channel::{Receiver, Sender};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, Weak};
-use std::thread;
-use std::time::Duration;
+use std::thread::{self, JoinHandle};
+use std::time::{Duration, Instant};
 use tracing::{info, warn};
 use understudy_snapshot::{
-    About, SnapshotNumber, TakeAction, TakeCohort, TakeEvent, TakeOrder, TakeReport,
+    About, Compression, Part, SnapshotNumber, TakeAction, TakeCohort, TakeEvent, TakeOrder,
+    TakeReport,
 };
 
 /// How often a cohort looks whether its coordinator has been silent for too long.
 const TICK: Duration = Duration::from_millis(500);
+
+/// How long a thread that was told to stop may go on.
+const ENDING: Duration = Duration::from_secs(4);
+const LOOK: Duration = Duration::from_millis(20);
 
 /// A member, for one snapshot after the other.
 pub struct Taking {
@@ -33,7 +41,9 @@ struct State {
     /// The last snapshot that exists.
     base: Option<Base>,
     /// Of the one that is being taken, once it is saved.
-    saved: Option<Base>,
+    saved: Option<Saved>,
+    /// The thread that took the one before.
+    thread: Option<JoinHandle<()>>,
 }
 
 /// The thread that takes a snapshot.
@@ -62,6 +72,42 @@ pub struct Start<'a> {
     pub seat: Option<Arc<MemberSeat>>,
 }
 
+/// Where a member's image comes from.
+enum Image {
+    /// The guest, which is paused.
+    Own(Box<Capture>),
+    /// Its backup.
+    Mirrored(Box<MirroredCapture>),
+}
+
+impl Image {
+    fn prepare(host: &Arc<Host>, start: Start<'_>) -> anyhow::Result<Image> {
+        let vm = host.primary(start.task.vm())?;
+        Ok(match vm.active_session() {
+            Some(session) => {
+                let prepared = MirroredCapture::prepare(host, start, vm.machine(), session);
+                Image::Mirrored(Box::new(prepared?))
+            }
+            None => Image::Own(Box::new(Capture::prepare(host, start)?)),
+        })
+    }
+
+    fn take(&mut self) -> anyhow::Result<()> {
+        match self {
+            Image::Own(capture) => capture.take(),
+            Image::Mirrored(capture) => capture.take(),
+        }
+    }
+
+    /// The part, and what makes it the base of the next one.
+    fn save(self, stop: &AtomicBool) -> anyhow::Result<(Part, Option<Saved>)> {
+        Ok(match self {
+            Image::Own(capture) => capture.save(stop).map(|(part, saved)| (part, Some(saved)))?,
+            Image::Mirrored(capture) => (capture.save(stop)?, None),
+        })
+    }
+}
+
 impl Host {
     /// A coordinator says something about the snapshot of a member that runs here.
     pub(super) fn take_order(
@@ -79,6 +125,34 @@ impl Host {
     }
 }
 
+impl Host {
+    /// A VM was restored from a snapshot, and all of it is there: the next one need not save
+    /// again what its disks have kept.
+    pub(super) fn note_base(self: &Arc<Self>, restored: &RestoreTask, machine: &Machine) {
+        let base = match Base::of_restored(restored, machine) {
+            Ok(base) => base,
+            Err(error) => {
+                warn!(vm = restored.vm(), "its next snapshot saves everything: {error:#}");
+                return;
+            }
+        };
+        let task = TakeTask {
+            group: restored.group.clone(),
+            member: restored.member,
+            store: restored.store.clone(),
+            compression: Compression::default(),
+            trace_ms: 0,
+            recency: false,
+        };
+        // Whoever orders a snapshot says where reports go.
+        let nobody: Reply = Arc::new(|_| ());
+        let mut all = lock(&self.snapshots.takings);
+        let taking = all.entry(task.vm().to_owned());
+        let taking = taking.or_insert_with(|| Taking::new(self, task.clone(), &nobody));
+        lock(&taking.state).base = Some(base);
+    }
+}
+
 impl Taking {
     fn new(host: &Arc<Host>, task: TakeTask, reply: &Reply) -> Arc<Taking> {
         let state = State {
@@ -88,6 +162,7 @@ impl Taking {
             job: None,
             base: None,
             saved: None,
+            thread: None,
         };
         Arc::new(Taking { host: Arc::downgrade(host), state: Mutex::new(state) })
     }
@@ -129,17 +204,17 @@ impl Taking {
                 TakeAction::Take(number) => self.take_now(state, number),
                 TakeAction::Commit(number) => {
                     info!(vm = state.task.vm(), "snapshot {number} of {}", state.task.group.name);
-                    state.base = state.saved.take();
-                    if let Some(base) = &mut state.base {
-                        base.commit();
+                    // Of a protected VM nothing is noted that the next one could leave out.
+                    if let Some(saved) = state.saved.take() {
+                        state.base = Some(saved.commit());
                     }
                     state.job = None;
                 }
                 TakeAction::Discard(number) => {
                     warn!(vm = state.task.vm(), "snapshot {number} is given up");
                     state.end(number);
-                    // What changed since the base is known no more.
-                    (state.base, state.saved) = (None, None);
+                    // It counts as changed since the base again.
+                    state.saved = None;
                 }
                 TakeAction::Report(report) => {
                     (state.reply)(Heard::Take(state.task.member, report));
@@ -160,13 +235,15 @@ impl Taking {
         };
         let stop = Arc::new(AtomicBool::new(false));
         state.job = Some(Job { stop: stop.clone(), now });
-        let (taking, task, base) = (self.clone(), state.task.clone(), state.base.take());
-        thread::spawn(move || {
+        let (taking, task, base) = (self.clone(), state.task.clone(), state.base.clone());
+        let former = state.thread.take();
+        state.thread = Some(thread::spawn(move || {
             let start = Start { task: &task, number, base, seat };
-            if let Err(error) = taking.take(start, &told, &stop) {
+            let taken = await_end(former).and_then(|()| taking.take(start, &told, &stop));
+            if let Err(error) = taken {
                 taking.event(TakeEvent::Failed(number, format!("{error:#}")));
             }
-        });
+        }));
         let taking = self.clone();
         thread::spawn(move || {
             while lock(&taking.state).is_busy() {
@@ -199,19 +276,19 @@ impl Taking {
     ) -> anyhow::Result<()> {
         let Some(host) = self.host.upgrade() else { return Ok(()) };
         let number = start.number;
-        let mut capture = Capture::prepare(&host, start)?;
+        let mut image = Image::prepare(&host, start)?;
         fail::fail_point!("snapshot-prepared");
         self.event(TakeEvent::Prepared(number));
         if told.recv().is_err() {
             return Ok(());
         }
-        capture.take()?;
+        image.take()?;
         fail::fail_point!("snapshot-taken");
         self.event(TakeEvent::Taken(number));
-        let (part, base) = capture.save(stop)?;
+        let (part, saved) = image.save(stop)?;
         fail::fail_point!("snapshot-saved");
         let mut state = lock(&self.state);
-        state.saved = Some(base);
+        state.saved = saved;
         self.handle(&mut state, TakeEvent::Saved(number, part));
         Ok(())
     }
@@ -229,6 +306,18 @@ impl State {
             seat.abandon(number);
         }
     }
+}
+
+/// What the thread before took of memory and disks is given back when it ends.
+fn await_end(former: Option<JoinHandle<()>>) -> anyhow::Result<()> {
+    let deadline = Instant::now() + ENDING;
+    while former.as_ref().is_some_and(|former| !former.is_finished()) {
+        if Instant::now() > deadline {
+            bail!("what was begun of the snapshot before still waits for its store: try again");
+        }
+        thread::sleep(LOOK);
+    }
+    Ok(())
 }
 
 fn cohort() -> TakeCohort {

@@ -7,7 +7,8 @@ use std::sync::Arc;
 use understudy_protocol::Generation;
 use understudy_qemu::{Accelerator, VmDefinition};
 use understudy_snapshot::{
-    About, Compression, Life, Member, Order, Report, SnapshotNumber, TakeOrder, TakeReport,
+    About, AreaEntry, Blob, Compression, Life, Member, Order, Report, SnapshotNumber, TakeOrder,
+    TakeReport,
 };
 
 /// Who is in a group, and where.
@@ -93,6 +94,43 @@ pub enum Heard {
 
 /// Where reports go.
 pub type Reply = Arc<dyn Fn(Heard) + Send + Sync>;
+
+/// From a primary to its backup: what it has at the end of this epoch is a snapshot's.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct KeepOrder {
+    /// The snapshot's group.
+    pub group: String,
+    /// Which one.
+    pub number: SnapshotNumber,
+    /// Where it is stored.
+    pub store: String,
+    /// How.
+    pub compression: Compression,
+    /// How long first writes are noted, in milliseconds.
+    pub trace_ms: u64,
+}
+
+/// And back.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Kept {
+    /// The snapshot's group.
+    pub group: String,
+    /// Which one.
+    pub number: SnapshotNumber,
+    /// Where it is in the store, or why it is not there.
+    pub image: Result<KeptImage, String>,
+}
+
+/// All of a protected VM that its backup has.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct KeptImage {
+    /// RAM blocks and disks.
+    pub areas: Vec<AreaEntry>,
+    /// QEMU's device state.
+    pub device_state: Blob,
+    /// The queue of first writes.
+    pub working_set: Blob,
+}
 
 /// A VM as it is saved with its part of a snapshot.
 #[derive(Clone, Debug, Serialize, Deserialize)]

@@ -67,7 +67,7 @@ impl Ordered<'_> {
 
     fn begin(&mut self, offset: u64, len: u64) -> io::Result<()> {
         self.disk.await_edges(offset, len)?;
-        if let Some(changes) = &self.order.changes {
+        if let Some(changes) = self.disk.changes() {
             changes.mark(offset, len)?;
         }
         if let Some(changed) = &mut self.order.since_base {

@@ -18,6 +18,7 @@ use std::io::{self, BufReader, IoSlice, Read, Write};
 use std::net::Shutdown;
 use std::os::fd::AsFd;
 use std::os::unix::net::UnixStream;
+use std::sync::atomic::AtomicBool;
 use std::sync::{Arc, Mutex};
 
 /// Holds several headers, or a header and a small write, per system call; the rest of a
@@ -38,6 +39,8 @@ pub(super) struct Served {
     pub(super) disk: Arc<Disk>,
     pub(super) export: Export,
     pub(super) counters: Arc<Counters>,
+    /// The client is not the guest's QEMU yet.
+    pub(super) aside: Arc<AtomicBool>,
 }
 
 /// Serves one client until it goes.

@@ -9,6 +9,7 @@ use crossbeam_channel::Receiver;
 use std::fmt;
 use std::io;
 use std::sync::Arc;
+use std::sync::atomic::Ordering;
 use std::thread;
 use std::time::Duration;
 use understudy_protocol::DiskIndex;
@@ -69,6 +70,9 @@ impl Connection<'_> {
 
     /// None if somebody else answers it.
     fn begin(&self, request: &Request) -> Option<Beside> {
+        if self.served.aside.load(Ordering::Acquire) {
+            return Some(Beside::Nothing);
+        }
         Some(match self.served.disk.reads() {
             Reads::Plain => Beside::Nothing,
             Reads::Copied => Beside::Copied,

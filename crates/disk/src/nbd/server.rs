@@ -37,6 +37,7 @@ pub struct NbdServer {
     file: (u64, u64),
     disk: Arc<Disk>,
     counters: Arc<Counters>,
+    aside: Arc<AtomicBool>,
     listener: Arc<UnixListener>,
     stopping: Arc<AtomicBool>,
     /// The accepting thread ends with the connections that are left.
@@ -54,11 +55,26 @@ impl NbdServer {
     ///
     /// The export is called `diskN`, and the empty name means it too.
     pub fn serve(disk: Arc<Disk>, socket: impl AsRef<Path>) -> Result<NbdServer, DiskError> {
-        let socket = socket.as_ref();
+        Self::start(disk, socket.as_ref(), false)
+    }
+
+    /// The same for a QEMU that is to go on in another's place: until [`NbdServer::adopt`] what
+    /// it reads is nothing that its guest reads.
+    pub fn serve_aside(disk: Arc<Disk>, socket: impl AsRef<Path>) -> Result<NbdServer, DiskError> {
+        Self::start(disk, socket.as_ref(), true)
+    }
+
+    /// The guest is in this server's QEMU from now on.
+    pub fn adopt(&self) {
+        self.aside.store(false, Ordering::Release);
+    }
+
+    fn start(disk: Arc<Disk>, socket: &Path, aside: bool) -> Result<NbdServer, DiskError> {
         let listener = Arc::new(bind(socket)?);
         let name = format!("disk{}", disk.index());
         let export = Export { name: name.clone(), bytes: disk.export_bytes() };
         let counters = Arc::new(Counters::default());
+        let aside = Arc::new(AtomicBool::new(aside));
         let stopping = Arc::new(AtomicBool::new(false));
         // From here on an error drops the server, which cleans up.
         let mut server = NbdServer {
@@ -66,13 +82,14 @@ impl NbdServer {
             socket: socket.into(),
             disk: disk.clone(),
             counters: counters.clone(),
+            aside: aside.clone(),
             listener: listener.clone(),
             stopping: stopping.clone(),
             acceptor: None,
             readers: Vec::new(),
         };
         let spawn_failed = || DiskError::io("start a thread to serve", socket);
-        let served = Served { disk, export, counters };
+        let served = Served { disk, export, counters, aside };
         let (cold, waiting) = bounded(WAITING_READS);
         for _ in 0..READERS {
             let (served, waiting) = (served.clone(), waiting.clone());

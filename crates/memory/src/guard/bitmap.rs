@@ -3,11 +3,11 @@
 use std::sync::atomic::{AtomicU64, Ordering::SeqCst};
 
 /// Pages in a word.
-pub(super) const WORD_PAGES: u64 = u64::BITS as u64;
+pub(crate) const WORD_PAGES: u64 = u64::BITS as u64;
 
 /// A set of the pages of a block.
 #[derive(Debug)]
-pub(super) struct PageBitmap(Box<[AtomicU64]>);
+pub(crate) struct PageBitmap(Box<[AtomicU64]>);
 
 impl PageBitmap {
     /// The empty set, of so many pages.
@@ -90,7 +90,7 @@ fn bits(first: u64, count: u64) -> u64 {
 }
 
 /// The runs in a word: first page of the word, and how many.
-pub(super) fn runs(mut word: u64) -> impl Iterator<Item = (u64, u64)> {
+pub(crate) fn runs(mut word: u64) -> impl Iterator<Item = (u64, u64)> {
     std::iter::from_fn(move || {
         if word == 0 {
             return None;
@@ -103,7 +103,7 @@ pub(super) fn runs(mut word: u64) -> impl Iterator<Item = (u64, u64)> {
 }
 
 /// Joins runs that adjoin, or have at most `gap` pages between them.
-pub(super) fn joined(
+pub(crate) fn joined(
     runs: impl Iterator<Item = (u64, u64)>,
     gap: u64,
 ) -> impl Iterator<Item = (u64, u64)> {

@@ -18,7 +18,7 @@
 //! the kernel for that: who lets a write pass writes it down.
 
 mod answer;
-mod bitmap;
+pub(crate) mod bitmap;
 mod cut;
 mod sample;
 mod trace;

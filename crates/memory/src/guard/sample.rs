@@ -41,7 +41,9 @@ impl Sample {
         }
         let sample = Sample { guard: Arc::clone(guard) };
         shared.register(Told::WritesAndAccesses)?;
-        let ranges: Vec<_> = pages.iter().map(|page| shared.pages(page.0, 1)).collect();
+        let adjoin = |a: &PageIndex, b: &PageIndex| a.0 + 1 == b.0;
+        let runs = pages.chunk_by(adjoin).map(|run| shared.pages(run[0].0, run.len() as u64));
+        let ranges: Vec<_> = runs.collect();
         shared.mappings.drop_ranges(&ranges)?;
         Ok(sample)
     }

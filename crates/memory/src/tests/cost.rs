@@ -87,3 +87,37 @@ fn summary(mut times: Vec<Duration>) -> String {
     times.sort_unstable();
     format!("{:?} (least {:?})", times[times.len() / 2], times[0])
 }
+
+/// 256 pages of 512 MiB, all of which the guest then accesses: the worst that a period costs it.
+#[test]
+#[ignore = "measures, asserts nothing"]
+fn cost_of_a_sample() {
+    const WATCHED: u64 = 256;
+    let guest = Guest::new((512 << 20) / PAGE_SIZE);
+    let all = guest.ram.pages();
+    (0..all).for_each(|page| guest.write(page, page + 1));
+    let faults = Arc::new(FaultDescriptor::of_this_process());
+    let mappings = Arc::new(Mappings::of_this_process());
+    let guard = Arc::new(Guard::attach(&faults, &mappings, &guest.blocks[0]).unwrap());
+    let pages: Vec<_> = (0..WATCHED).map(|n| PageIndex(n * 7919 % all)).collect();
+    let (mut begins, mut accesses, mut plain) = (Vec::new(), Vec::new(), Vec::new());
+    for _ in 0..EPOCHS {
+        let read_all = || {
+            let started = Instant::now();
+            pages.iter().for_each(|page| guest.read(page.0));
+            started.elapsed()
+        };
+        let started = Instant::now();
+        let sample = guard.sample(&pages).unwrap();
+        begins.push(started.elapsed());
+        accesses.push(read_all());
+        assert_eq!(sample.end().len(), pages.len());
+        plain.push(read_all());
+    }
+    println!(
+        "to watch {WATCHED} pages {}; their accesses {}, without {}",
+        summary(begins),
+        summary(accesses),
+        summary(plain)
+    );
+}

@@ -209,6 +209,20 @@ fn holes_are_neither_listed_nor_allocated() {
 }
 
 #[test]
+fn whoever_peeks_finds_zeroes_in_holes_and_leaves_them() {
+    let guest = Guest::new(64);
+    guest.write(3, 7);
+    let mut seen = vec![1; 5 * PAGE_SIZE];
+    guest.blocks[0].peek(PageIndex(1), &mut seen).unwrap();
+    let content = |page: usize| &seen[page * PAGE_SIZE..][..PAGE_SIZE];
+    assert_eq!(content(2)[0], 7);
+    assert!([0, 1, 3, 4].iter().all(|&page| content(page).iter().all(|&byte| byte == 0)));
+    let runs: Result<Vec<_>, _> = guest.ram.data_runs().collect();
+    assert_eq!(runs.unwrap(), [run(3, 1)]);
+    assert!(guest.blocks[0].peek(PageIndex(60), &mut seen).is_err(), "beyond the end");
+}
+
+#[test]
 fn cleared_pages_are_given_back() {
     let guest = Guest::new(16);
     for page in 0..16 {

@@ -178,7 +178,7 @@ impl Vm {
                 cards: taps.iter().map(|tap| tap.as_fd().as_raw_fd()).collect(),
                 console: Some(Console {
                     socket: ConsoleSocket::Listen(console.clone()),
-                    log: folder.path().join("console.log"),
+                    log: Some(folder.path().join("console.log")),
                 }),
                 role,
                 lockstep: None,

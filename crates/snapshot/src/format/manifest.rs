@@ -68,6 +68,12 @@ pub struct MemberManifest {
     /// for [`Mode::WorkingSet`](crate::Mode::WorkingSet), where that is compared.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub recent: Option<Blob>,
+    /// What CLOCK keeps of the same accesses in as many pages as the working set has: to compare.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub clock: Option<Blob>,
+    /// The working set in pages that sampling in normal running gave; none if nobody sampled.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub sampled: Option<u64>,
     /// For how long the guest stood still, in microseconds; 0 if it did not.
     #[serde(default)]
     pub pause_us: u64,
@@ -219,7 +225,12 @@ impl MemberManifest {
     pub(crate) fn blobs(&self) -> impl Iterator<Item = &Blob> {
         let areas = self.areas.iter().map(|entry| &entry.map);
         let always = [&self.device_state, &self.in_flight, &self.working_set];
-        areas.chain(always).chain(&self.recent).chain(&self.kernel).chain(&self.initrd)
+        areas
+            .chain(always)
+            .chain(&self.recent)
+            .chain(&self.clock)
+            .chain(&self.kernel)
+            .chain(&self.initrd)
     }
 }
 
@@ -245,6 +256,8 @@ mod tests {
             in_flight: Blob::default(),
             working_set: Blob::default(),
             recent: None,
+            clock: None,
+            sampled: None,
             pause_us: 0,
             base: None,
         }

@@ -10,10 +10,11 @@ use understudy_protocol::Time;
 /// When members start that are loaded.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Line {
-    /// The order of starts; [`StartOrder::none`] starts each member as soon as it is loaded.
+    /// Who starts before whom.
     pub order: StartOrder,
-    /// How long a loaded ring waits for members that it is in touch with over others: if these
-    /// are started too, all are answered when they speak. Longer than this is not worth it.
+    /// How long those that are loaded wait for the others, once for all of them: when all
+    /// start one right after the other, each is answered when it speaks. Without an order and
+    /// with no patience each member starts as soon as it is loaded.
     pub patience: Duration,
 }
 
@@ -67,8 +68,8 @@ pub struct Restorer {
     line: Line,
     pages: Vec<u64>,
     members: Vec<State>,
-    /// Since when each ring could start but for patience.
-    ready: Vec<Option<Time>>,
+    /// Since when somebody who is loaded waits for others.
+    waiting: Option<Time>,
     contact: Contact,
     phase: RestorePhase,
     failures: Vec<Failure>,
@@ -88,7 +89,7 @@ impl Restorer {
         assert_eq!(pages.len(), line.order.members(), "a number of pages for each member");
         let restorer = Restorer {
             members: vec![State::Loading; pages.len()],
-            ready: vec![None; line.order.rings().len()],
+            waiting: None,
             contact: Contact::new(pages.len(), now),
             line,
             pages,
@@ -111,8 +112,8 @@ impl Restorer {
 
     /// When [`RestoreEvent::Tick`] is due next, if nothing else happens.
     pub fn deadline(&self) -> Option<Time> {
-        let patience = self.line.patience;
-        let impatient = self.ready.iter().flatten().map(|since| *since + patience).min();
+        let held = self.waiting.filter(|_| self.rings().any(|ring| self.may_start(ring)));
+        let impatient = held.map(|since| since + self.line.patience);
         let repeat = self.contact.deadline();
         (!self.is_over()).then(|| impatient.map_or(repeat, |at| at.min(repeat)))
     }
@@ -209,28 +210,27 @@ impl Restorer {
         }
     }
 
-    /// Starts each ring that is loaded and that may start before nobody else.
+    /// Starts each ring that may start, once all members are loaded or patience is over.
     fn start_what_may(&mut self, now: Time, actions: &mut Vec<RestoreAction>) {
-        if self.phase != RestorePhase::Starting {
-            return;
-        }
-        for at in 0..self.ready.len() {
-            let ring = &self.line.order.rings()[at];
-            let loaded = |ring: usize| self.is_ring(ring, |state| *state != State::Loading);
-            let runs = |state: &State| matches!(state, State::Started | State::Restored);
-            let waits = self.is_ring(at, |state| *state == State::Loaded);
-            if !waits || !ring.after.iter().all(|&earlier| self.is_ring(earlier, runs)) {
+        let all_loaded = self.members.iter().all(|state| *state != State::Loading);
+        for ring in self.rings() {
+            if !self.may_start(ring) {
                 continue;
             }
-            let mut cluster = (0..self.ready.len())
-                .filter(|&other| self.line.order.rings()[other].cluster == ring.cluster);
-            let all_loaded = cluster.all(loaded);
-            let since = *self.ready[at].get_or_insert(now);
+            let since = *self.waiting.get_or_insert(now);
             if all_loaded || now - since >= self.line.patience {
-                self.ready[at] = None;
-                self.start(at, actions);
+                self.start(ring, actions);
             }
         }
+    }
+
+    /// Whether the restore goes on, a ring is loaded, and all run that start before it.
+    fn may_start(&self, ring: usize) -> bool {
+        let runs = |state: &State| matches!(state, State::Started | State::Restored);
+        let mut earlier = self.line.order.rings()[ring].after.iter();
+        self.phase == RestorePhase::Starting
+            && self.is_ring(ring, |state| *state == State::Loaded)
+            && earlier.all(|&earlier| self.is_ring(earlier, runs))
     }
 
     fn is_ring(&self, ring: usize, is: impl Fn(&State) -> bool) -> bool {
@@ -253,6 +253,10 @@ impl Restorer {
         if self.phase == RestorePhase::Running && self.is_over() {
             self.phase = RestorePhase::Restored(std::mem::take(&mut self.failures));
         }
+    }
+
+    fn rings(&self) -> impl Iterator<Item = usize> + use<> {
+        0..self.line.order.rings().len()
     }
 
     fn all(&self) -> impl Iterator<Item = Member> + use<> {

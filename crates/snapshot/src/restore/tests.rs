@@ -293,31 +293,78 @@ fn without_a_coordinator_what_runs_goes_on_and_the_rest_is_given_up() {
     assert!(partly > 10 && none > 10, "{partly} {none}");
 }
 
-#[test]
-fn members_in_touch_start_close_to_each_other() {
-    // One after the other, the second loads for much longer: the first waits for it, but not
-    // beyond patience.
-    let data = Crossing { from: Member(1), to: Member(0), data: 1, acknowledgements: 0, others: 0 };
-    let order = StartOrder::new(2, &[data]);
-    let now = Time(Duration::from_secs(1));
-    let mut actions = Vec::new();
-    let line = Line { order, patience: PATIENCE };
-    let mut restorer = Restorer::new(line, vec![1, 9], now, &mut actions);
-    let mut say = |at: Time, event| {
+/// A restore of members of one page each, told what happens; says who is told to start.
+struct Told(Restorer);
+
+impl Told {
+    fn new(order: StartOrder, patience: Duration, now: Time) -> Told {
+        let pages = vec![1; order.members()];
+        Told(Restorer::new(Line { order, patience }, pages, now, &mut Vec::new()))
+    }
+
+    fn event(&mut self, at: Time, event: RestoreEvent) -> Vec<u16> {
         let mut actions = Vec::new();
-        restorer.handle(at, event, &mut actions);
-        let start = |action: &RestoreAction| matches!(action, RestoreAction::Send(_, Order::Start));
-        actions.into_iter().filter(start).collect::<Vec<_>>()
-    };
-    assert_eq!(say(now, RestoreEvent::Report(Member(0), Report::LoadFin)), []);
-    assert_eq!(say(now + REPEAT, RestoreEvent::Tick), []);
-    let first = RestoreAction::Send(Member(0), Order::Start);
-    assert_eq!(say(now + PATIENCE, RestoreEvent::Tick), [first]);
-    let loaded = RestoreEvent::Report(Member(1), Report::LoadFin);
-    assert_eq!(say(now + PATIENCE, loaded), [], "the first does not run yet");
-    let second = RestoreAction::Send(Member(1), Order::Start);
-    let runs = RestoreEvent::Report(Member(0), Report::StartFin);
-    assert_eq!(say(now + PATIENCE, runs), [second]);
+        self.0.handle(at, event, &mut actions);
+        let start = |RestoreAction::Send(member, order): RestoreAction| {
+            (order == Order::Start).then_some(member.0)
+        };
+        actions.into_iter().filter_map(start).collect()
+    }
+
+    fn says(&mut self, at: Time, member: u16, report: Report) -> Vec<u16> {
+        self.event(at, RestoreEvent::Report(Member(member), report))
+    }
+}
+
+/// The first of three starts before the second; nothing was in flight to or from the third.
+fn one_chain_of_three() -> StartOrder {
+    let data = Crossing { from: Member(1), to: Member(0), data: 1, acknowledgements: 0, others: 0 };
+    StartOrder::new(3, &[data])
+}
+
+const NOBODY: [u16; 0] = [];
+const BEGIN: Time = Time(Duration::from_secs(1));
+
+#[test]
+fn members_start_in_order_when_all_are_loaded() {
+    let mut told = Told::new(one_chain_of_three(), PATIENCE, BEGIN);
+    assert_eq!(told.says(BEGIN, 2, Report::LoadFin), NOBODY);
+    assert_eq!(told.says(BEGIN, 0, Report::LoadFin), NOBODY);
+    assert_eq!(told.event(BEGIN + REPEAT, RestoreEvent::Tick), NOBODY);
+    let mut first = told.says(BEGIN + REPEAT, 1, Report::LoadFin);
+    first.sort();
+    assert_eq!(first, [0, 2]);
+    assert_eq!(told.says(BEGIN + REPEAT, 0, Report::StartFin), [1]);
+}
+
+#[test]
+fn patience_is_for_all_together() {
+    let mut told = Told::new(one_chain_of_three(), PATIENCE, BEGIN);
+    assert_eq!(told.says(BEGIN, 0, Report::LoadFin), NOBODY);
+    assert!(told.0.deadline() <= Some(BEGIN + PATIENCE));
+    let over = BEGIN + PATIENCE;
+    assert_eq!(told.event(over, RestoreEvent::Tick), [0]);
+    assert!(told.0.deadline() > Some(over), "nobody is held");
+    assert_eq!(told.says(over, 1, Report::LoadFin), NOBODY, "the first does not run yet");
+    assert_eq!(told.says(over, 0, Report::StartFin), [1]);
+    assert_eq!(told.says(over + REPEAT, 2, Report::LoadFin), [2]);
+}
+
+#[test]
+fn nobody_is_waited_for_once_the_restore_has_failed() {
+    let mut told = Told::new(one_chain_of_three(), PATIENCE, BEGIN);
+    assert_eq!(told.says(BEGIN, 0, Report::LoadFin), NOBODY);
+    let later = BEGIN + 2 * PATIENCE;
+    assert_eq!(told.event(BEGIN, RestoreEvent::Cancel), NOBODY);
+    assert_eq!(told.event(later, RestoreEvent::Tick), NOBODY);
+    assert!(told.0.deadline() > Some(later), "else the coordinator spins");
+}
+
+#[test]
+fn with_neither_order_nor_patience_each_starts_when_it_is_loaded() {
+    let mut told = Told::new(StartOrder::none(2), Duration::ZERO, BEGIN);
+    assert_eq!(told.says(BEGIN, 1, Report::LoadFin), [1]);
+    assert_eq!(told.says(BEGIN, 0, Report::LoadFin), [0]);
 }
 
 #[test]

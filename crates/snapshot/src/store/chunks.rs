@@ -180,6 +180,22 @@ impl Store {
         member.recent.as_ref().map(|blob| self.queue(member, blob)).transpose()
     }
 
+    /// What [`Mode::WorkingSet`](crate::Mode::WorkingSet) loads: as many pages as sampling says (as
+    /// the working set has, if nobody sampled), those that were accessed last first. Without
+    /// [`Store::recent`] the queue is that of first accesses.
+    pub fn by_sampling(&self, member: &MemberManifest) -> Result<WorkingSet, StoreError> {
+        if let Some(recent) = self.recent(member)? {
+            return Ok(recent);
+        }
+        let set = self.working_set(member)?;
+        Ok(WorkingSet { size: member.sampled.unwrap_or(set.size), ..set })
+    }
+
+    /// What CLOCK kept of a member's pages; none if the snapshot was taken without.
+    pub fn by_clock(&self, member: &MemberManifest) -> Result<Option<WorkingSet>, StoreError> {
+        member.clock.as_ref().map(|blob| self.queue(member, blob)).transpose()
+    }
+
     fn queue(&self, member: &MemberManifest, blob: &Blob) -> Result<WorkingSet, StoreError> {
         let memory = |entry: &&AreaEntry| matches!(entry.area, Area::Memory(_));
         let units = |entry: &AreaEntry| entry.bytes.div_ceil(UNIT_BYTES as u64);

@@ -70,6 +70,8 @@ impl Bench {
             in_flight: store.put_frames(&[frame], packing).unwrap(),
             working_set: blob(&WorkingSet { queue, size: 3 }.encode()),
             recent: None,
+            clock: None,
+            sampled: None,
             pause_us: 0,
             base: None,
         };
@@ -163,7 +165,12 @@ fn a_snapshot_comes_back_and_the_next_one_stores_what_changed() {
     let member = bench.store.member(&found.members[0]).unwrap();
     assert_eq!(bench.store.area(&member.areas[0]).unwrap(), map);
     assert_eq!(bench.store.frames(&member).unwrap()[0].bytes, [9; 70]);
-    assert_eq!(bench.store.working_set(&member).unwrap().size, 3);
+    let set = bench.store.working_set(&member).unwrap();
+    assert_eq!(set.size, 3);
+    assert_eq!(bench.store.by_sampling(&member).unwrap(), set, "nobody has sampled");
+    let sampled = MemberManifest { sampled: Some(2), ..member.clone() };
+    let by_sampling = bench.store.by_sampling(&sampled).unwrap();
+    assert_eq!((by_sampling.size, by_sampling.queue), (2, set.queue));
     let verified = bench.store.verify(&second).unwrap();
     assert!(verified.problems.is_empty() && verified.chunks > 5, "{verified:?}");
     assert_eq!(bench.store.groups().unwrap(), ["shop"]);

@@ -50,6 +50,7 @@ impl Store {
                     verified.check(format!("{name}'s frames"), self.frames(&member))?;
                     verified.check(format!("{name}'s working set"), self.working_set(&member))?;
                     verified.check(format!("{name}'s recent pages"), self.recent(&member))?;
+                    verified.check(format!("{name}'s pages by CLOCK"), self.by_clock(&member))?;
                     for area in &member.areas {
                         let part = format!("{} of {name}", area.name);
                         if let Some(map) = verified.check(part.clone(), self.area(area))? {

@@ -73,6 +73,8 @@ pub fn store_member(
         in_flight: store.put_frames(&frames, packing).unwrap(),
         working_set: blob(&working_set.encode()),
         recent: None,
+        clock: None,
+        sampled: None,
         pause_us: 0,
         base: None,
     };

@@ -75,6 +75,10 @@ impl Control for Recorder {
         self.record(name, format!("timings {name}"))?;
         Ok(vec![CheckpointTiming { epoch: Epoch(7), total_ms: 0.8, ..Default::default() }])
     }
+    fn verify_lockstep(&self, name: &str) -> Result<ComparisonReport, HostError> {
+        self.record(name, format!("verify {name}"))?;
+        Ok(ComparisonReport { pages: 9, ..Default::default() })
+    }
     fn snapshot(
         &self,
         what: &Subject,
@@ -207,6 +211,7 @@ fn every_call_arrives_and_is_answered() {
         to: "b".into(),
         policy,
         encoding: EncodingPlan::default(),
+        hold_console: true,
     };
     assert_eq!(client.protect_group("shop", &request).unwrap(), std::slice::from_ref(&vm));
     assert_eq!(client.unprotect("db").unwrap(), vm);
@@ -214,6 +219,7 @@ fn every_call_arrives_and_is_answered() {
     let request = RecoverRequest { dry_run: true, force: false };
     assert_eq!(client.recover("db", request).unwrap().status, Some(vm));
     assert_eq!(client.timings("db").unwrap()[0].epoch, Epoch(7));
+    assert_eq!(client.verify_lockstep("db").unwrap().pages, 9);
     client.vm_stop("db", false).unwrap();
     client.vm_stop("db", true).unwrap();
     let expected = [
@@ -225,6 +231,7 @@ fn every_call_arrives_and_is_answered() {
         "failover db",
         "recover db true",
         "timings db",
+        "verify db",
         "stop db false",
         "stop db true",
     ];

@@ -6,7 +6,7 @@
 use super::machine::{Machine, load_average};
 use crate::chaos::stage::{Said, Stage, pause};
 use crate::cli::BenchFailoverArgs;
-use crate::demo::scene_options;
+use crate::demo::{in_mode, scene_options};
 use crate::failure::{Exit, Failure};
 use crate::output;
 use anyhow::{Context, Result, ensure};
@@ -14,7 +14,7 @@ use serde::Serialize;
 use std::fmt::Write;
 use std::ops::Range;
 use std::time::{Duration, Instant};
-use understudy_daemon::report::TakeoverReport;
+use understudy_daemon::report::{Mode, TakeoverReport};
 use understudy_lab::SceneOptions;
 
 const MEMORY_MIB: u32 = 192;
@@ -84,6 +84,8 @@ pub struct FailoverBench {
     pub machine: Machine,
     /// The guest's memory in MiB.
     pub guest_memory_mib: u32,
+    /// How the guest was protected.
+    pub mode: Mode,
     /// Who waited.
     pub client: ClientKind,
     /// Processes that wanted to run in the last minute, at the end.
@@ -98,7 +100,7 @@ pub struct FailoverBench {
 
 /// Measures and prints.
 pub fn run(args: &BenchFailoverArgs, json: bool) -> Result<Exit, Failure> {
-    let options = scene_options(args.guest.as_deref())?;
+    let options = in_mode(scene_options(args.guest.as_deref())?, args.mode);
     let bench = measure(options, args.client, args.kills, args.cuts, |done, all, outage| {
         eprintln!("{done} of {all}: {outage}");
     })
@@ -117,6 +119,7 @@ pub fn measure(
     mut tell: impl FnMut(usize, usize, &str),
 ) -> Result<FailoverBench> {
     options.memory_mib = MEMORY_MIB;
+    let mode = if options.lockstep { Mode::Lockstep } else { Mode::Checkpoint };
     let mut stage = Stage::at_rest(options, (client == ClientKind::Bulk).then_some(BULK_BYTES))?;
     let failures = interleave(kills, cuts);
     let mut played = Vec::new();
@@ -138,6 +141,7 @@ pub fn measure(
     Ok(FailoverBench {
         machine,
         guest_memory_mib: MEMORY_MIB,
+        mode,
         client,
         load_average: load_average(),
         false_alarms,
@@ -266,11 +270,12 @@ impl FailoverBench {
             ClientKind::Records => "appends records".to_owned(),
             ClientKind::Bulk => format!("sends {} KiB and gets them back", BULK_BYTES >> 10),
         };
+        let mode = if self.mode.is_checkpoint() { "" } else { " in lockstep" };
         let mut text = format!(
             "{cpu}, {cpus} CPUs, Linux {kernel}, QEMU {qemu} ({accel}), understudy {understudy}\n\
-             a guest of {} MiB; the client {client}; false alarms: {}\n\n\
+             a guest of {} MiB{}; the client {client}; false alarms: {}\n\n\
              failure  runs  outage p50 ms  p90 ms  max ms  detection p50 ms  restart p50 ms\n",
-            self.guest_memory_mib, self.false_alarms,
+            self.guest_memory_mib, mode, self.false_alarms,
         );
         for row in &self.distributions {
             // Writing to a string cannot fail.

@@ -197,8 +197,13 @@ impl<'a> Bench<'a> {
             }),
             Cover::Group => {
                 let vms = BOTH.map(str::to_owned).to_vec();
-                let request =
-                    GroupRequest { vms, to: to.clone(), policy, encoding: EncodingPlan::default() };
+                let request = GroupRequest {
+                    vms,
+                    to: to.clone(),
+                    policy,
+                    encoding: EncodingPlan::default(),
+                    hold_console: false,
+                };
                 self.primary.protect_group("pair", &request).map(drop)
             }
         };

@@ -52,6 +52,52 @@ pub fn load_average() -> Option<f64> {
     fs::read_to_string("/proc/loadavg").ok()?.split_whitespace().next()?.parse().ok()
 }
 
+/// What all processors have done since the machine's start, in clock ticks.
+#[derive(Clone, Copy, Debug)]
+pub struct ProcessorTimes {
+    processors: usize,
+    idle: u64,
+    stolen: u64,
+    all: u64,
+}
+
+/// What the processors did in a stretch of time.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct ProcessorUse {
+    /// How many were at work, in the mean: the machine's number of them is the most there can be.
+    pub busy: f64,
+    /// How many another machine on the same host had instead.
+    pub stolen: f64,
+}
+
+impl ProcessorTimes {
+    /// Until now; none where the kernel does not say.
+    pub fn look() -> Option<ProcessorTimes> {
+        ProcessorTimes::parse(&fs::read_to_string("/proc/stat").ok()?)
+    }
+
+    /// proc_stat(5): user nice system idle iowait irq softirq steal, and guests' times, which
+    /// the first two have in them.
+    fn parse(text: &str) -> Option<ProcessorTimes> {
+        let mut lines = text.lines();
+        let numbers = lines.next()?.strip_prefix("cpu ")?.split_whitespace().take(8);
+        let ticks: Vec<u64> = numbers.map(str::parse).collect::<Result<_, _>>().ok()?;
+        let &[_, _, _, idle, waiting, _, _, stolen] = &ticks[..] else { return None };
+        let processors = lines.take_while(|line| line.starts_with("cpu")).count();
+        Some(ProcessorTimes { processors, idle: idle + waiting, stolen, all: ticks.iter().sum() })
+    }
+
+    /// From then to `later`; none if no tick lies between.
+    pub fn until(self, later: ProcessorTimes) -> Option<ProcessorUse> {
+        let processors = self.processors as f64;
+        let all = later.all.checked_sub(self.all).filter(|&ticks| ticks > 0)? as f64;
+        let share = |ticks: u64| ticks as f64 / all * processors;
+        let stolen = later.stolen.saturating_sub(self.stolen);
+        let idle = later.idle.saturating_sub(self.idle);
+        Some(ProcessorUse { busy: processors - share(idle + stolen), stolen: share(stolen) })
+    }
+}
+
 /// The value of the first line `NAME: VALUE` of a file in `/proc`.
 pub fn field(path: &str, name: &str) -> Option<String> {
     let text = fs::read_to_string(path).ok()?;
@@ -86,6 +132,21 @@ mod tests {
         assert!(machine.cpus >= 1 && machine.memory_mib > 0);
         assert_eq!(machine.accel, "unknown", "a test is no QEMU");
         assert!(load_average().is_some());
+    }
+
+    #[test]
+    fn the_use_of_processors_is_what_they_were_neither_idle_nor_stolen() {
+        let before =
+            ProcessorTimes::parse("cpu  100 0 50 1000 20 0 5 7 0 0\ncpu0\ncpu1\nintr").unwrap();
+        let after =
+            ProcessorTimes::parse("cpu  160 0 60 1050 30 0 5 37 0 0\ncpu0\ncpu1\n").unwrap();
+        // 160 ticks: 70 at work, 60 idle or waiting, 30 stolen.
+        let usage = before.until(after).unwrap();
+        assert!((usage.busy - 2.0 * 70.0 / 160.0).abs() < 1e-9, "{usage:?}");
+        assert!((usage.stolen - 2.0 * 30.0 / 160.0).abs() < 1e-9, "{usage:?}");
+        assert_eq!(before.until(before), None);
+        assert!(ProcessorTimes::parse("cpu0 1 2 3").is_none());
+        assert!(ProcessorTimes::look().is_some());
     }
 
     #[test]

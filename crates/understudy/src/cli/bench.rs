@@ -1,5 +1,6 @@
 //! The grammar of `understudy bench`.
 
+use super::ModeKind;
 use crate::bench::failover::ClientKind;
 use crate::bench::suite::{Subject, Variant};
 use crate::bench::workloads::Workload;
@@ -185,6 +186,9 @@ pub struct BenchFailoverArgs {
     /// Who waits.
     #[arg(long, value_name = "KIND", value_enum, default_value = "records")]
     pub client: ClientKind,
+    /// How the guest is protected.
+    #[arg(long, value_name = "HOW", default_value = "checkpoint")]
+    pub mode: ModeKind,
     /// The test guest's files [default: target/guest of the build].
     #[arg(long, value_name = "DIR", env = "UNDERSTUDY_GUEST")]
     pub guest: Option<PathBuf>,
@@ -218,9 +222,10 @@ pub struct BenchGroupArgs {
 const BENCH_LOCKSTEP_HELP: &str = "\
 Real programs in a Debian guest on one vCPU without KVM, as lockstep needs it: on plain
 QEMU (tcg), on plain QEMU that counts instructions (icount), on one that records without a
-backup (record), in lockstep, and protected by checkpoints (latency only); one after the
-other, round by round. Every time is taken outside the guest. Parts and conditions as for `bench pause`; the guest is the one of
-`make bench-guest`. Exits with 1 if something could not be measured.
+backup (record), in lockstep, in lockstep with disk reads in the log (lockstep-log,
+disk_reads only), and protected by checkpoints (latency only); one after the other, round
+by round. Every time is taken outside the guest. Parts and conditions as for `bench pause`;
+the guest is the one of `make bench-guest`. Exits with 1 if something could not be measured.
 
 Examples:
   understudy bench lockstep --quick
@@ -247,38 +252,65 @@ pub struct BenchLockstepArgs {
 }
 
 const BENCH_RESTORE_HELP: &str = "\
-A guest whose memory is half full and which reads a twelfth of it again and again is
-snapshotted, ended, and restored in each way; a guest with the same load on plain QEMU is saved
-by `migrate file:` and loaded again; one after the other, round by round. Every time is taken
-outside the guest. Parts and conditions as for `bench pause`. Exits with 1 if something could
-not be measured.
+Sections, each in a laboratory of its own, one after the other:
+  modes    a guest with data in two fifths of its memory, which reads a twelfth again and again, is
+           snapshotted, ended, and restored in each way; beside plain QEMU's `migrate file:` and
+           `-incoming` with the same load
+  queue    programs in the bench guest: which pages are touched after a snapshot, and after its
+           restore; first access, LRU and CLOCK by what they would have loaded
+  group    8, 12 and 16 small guests that pay each other over TCP, on four hosts: latency of each
+           VM, back-off, silence of TCP
+  queries  a search service in two guests: the first 20 answers to each of ten clients
+  distcc   one guest compiles zlib through distcc on two others, over and over: they are snapshotted in a
+           build, and after the restore it goes on and ends
+  cost     pause, duration and slow-down of a snapshot; beside savevm and `migrate file:`
+Every time is taken outside the guests, but for the silence. Parts and conditions as for `bench
+pause`; queue and distcc need the guest of `make bench-guest`. Exits with 1 if something could not be
+measured.
 
 Examples:
   understudy bench restore --quick
-  understudy bench restore --only eager,hot --store-speed 50 --json";
+  understudy bench restore --only modes --ways eager,hot --store-speed 50 --json
+  understudy bench restore --only group --vms 8";
 
 /// `bench restore`
 #[derive(Debug, Args)]
 pub struct BenchRestoreArgs {
-    /// Only these.
+    /// Only these sections.
+    #[arg(long, value_name = "SECTION,…", value_delimiter = ',')]
+    pub only: Vec<restore::Section>,
+    /// Of `modes`, only these ways.
     #[arg(long, value_name = "WAY,…", value_delimiter = ',')]
-    pub only: Vec<restore::Way>,
-    /// One round: a first look.
+    pub ways: Vec<restore::Way>,
+    /// Of `queue`, only these programs.
+    #[arg(long, value_name = "NAME,…", value_delimiter = ',')]
+    pub workloads: Vec<restore::Load>,
+    /// Of `group`, these numbers of VMs; all modes with the first [default: 8,12,16].
+    #[arg(long, value_name = "N,…", value_delimiter = ',', value_parser = vms)]
+    pub vms: Vec<usize>,
+    /// One round, and less of each section: a first look.
     #[arg(long)]
     pub quick: bool,
-    /// Rounds [default: 5; 1 with --quick].
+    /// Rounds [default: 5 of modes, 3 of the others; 1 with --quick].
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=100))]
     pub runs: Option<u32>,
-    /// Megabytes a second that come from the store [default: as many as it gives].
+    /// Megabytes a second that come from the store to each host [default: as many as it gives].
     #[arg(long, value_name = "MB", value_parser = speed)]
     pub store_speed: Option<f64>,
-    /// Memory of each guest.
+    /// Memory of the guest of modes, queue and cost.
     #[arg(long, value_name = "MIB", default_value_t = 512,
           value_parser = clap::value_parser!(u32).range(192..=16384))]
     pub memory_mib: u32,
-    /// The test guests' files [default: target/guest of the build].
+    /// The test guests' files, with a folder `bench` [default: target/guest of the build].
     #[arg(long, value_name = "DIR", env = "UNDERSTUDY_GUEST")]
     pub guest: Option<PathBuf>,
+}
+
+fn vms(text: &str) -> Result<usize, String> {
+    match text.parse() {
+        Ok(vms) if (2..=restore::MOST_VMS).contains(&vms) => Ok(vms),
+        _ => Err(format!("give 2 to {} VMs", restore::MOST_VMS)),
+    }
 }
 
 fn speed(text: &str) -> Result<f64, String> {

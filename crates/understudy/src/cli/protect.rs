@@ -13,6 +13,9 @@ The VM runs on while its memory and disks are copied; from then on, nothing that
 it sends leaves this host before the backup holds what led to it. Interrupting
 the command does not interrupt the copy.
 
+On a VM that is protected to the same host already, another --mode turns it to that
+mode: it stays protected all through, and keeps its policy and its compression.
+
 VMs of one group take their checkpoints together, so that what they say to each
 other need not wait; only what leaves the group does. They run on one host, have
 one backup, and are taken over, failed over and unprotected as one.
@@ -23,6 +26,7 @@ Examples:
   understudy protect db --to b --compression hybrid --cache-pages 65536
   understudy protect db --to b --mode lockstep
   understudy protect db --to b --mode lockstep --disk-reads log
+  understudy protect db --to b --hold-console
   understudy protect db web --group shop --to b";
 
 /// `protect`
@@ -55,6 +59,9 @@ pub struct ProtectArgs {
     /// Pages of 4 KiB in the cache that deltas are made against.
     #[arg(long, value_name = "N", default_value_t = DEFAULT_CACHE_PAGES, value_parser = clap::value_parser!(u32).range(1..=i64::from(MOST_CACHE_PAGES)))]
     pub cache_pages: u32,
+    /// Hold what the guest says on its console, too, and what of it is in the console's log.
+    #[arg(long, conflicts_with = "unheld_output")]
+    pub hold_console: bool,
     /// Return as soon as the copy has begun.
     #[arg(long)]
     pub no_wait: bool,
@@ -199,6 +206,14 @@ mod tests {
         let mode = |line| Mode::from(read(line).mode);
         assert_eq!(mode("understudy protect db --to b"), Mode::Checkpoint);
         assert_eq!(mode("understudy protect db --to b --mode lockstep"), Mode::Lockstep);
+    }
+
+    #[test]
+    fn the_console_is_held_if_asked_for_and_not_beside_output_that_is_not() {
+        assert!(!read("understudy protect db --to b").hold_console);
+        assert!(read("understudy protect db web --group g --to b --hold-console").hold_console);
+        let both = "understudy protect db --to b --hold-console --unheld-output";
+        assert!(Cli::try_parse_from(both.split_whitespace()).is_err());
     }
 
     #[test]

@@ -4,6 +4,7 @@ mod cluster;
 mod console;
 mod doctor;
 mod host;
+mod lockstep;
 mod pki;
 mod protect;
 mod recover;
@@ -28,6 +29,7 @@ pub fn run(cli: &Cli) -> Result<Exit, Failure> {
         Command::Protect(args) => protect::protect(&client()?, args, cli.json),
         Command::Unprotect { vm } => protect::unprotect(&client()?, vm, cli.json),
         Command::Failover { vm } => protect::failover(&client()?, vm, cli.json),
+        Command::Lockstep(command) => lockstep::run(&client()?, command, cli.json),
         Command::Recover(args) => recover::run(&client()?, args, cli.json),
         Command::Status { vm } => status::run(&client()?, vm.as_deref(), cli.json),
         Command::Cluster(command) => cluster::run(&client()?, command, cli.json),

@@ -29,7 +29,8 @@ pub fn protect(client: &Client, args: &ProtectArgs, json: bool) -> Result<Exit, 
             return Err(Failure::new(FailureKind::Usage, words));
         }
         (Some(group), vms) => {
-            let request = GroupRequest { vms: vms.to_vec(), to, policy, encoding };
+            let (vms, hold_console) = (vms.to_vec(), args.hold_console);
+            let request = GroupRequest { vms, to, policy, encoding, hold_console };
             let begun = client.protect_group(group, &request)?;
             let follow = |status| follow(client, status, args.no_wait, json);
             let all = begun.into_iter().map(follow).collect::<Result<Vec<_>, _>>()?;
@@ -38,7 +39,17 @@ pub fn protect(client: &Client, args: &ProtectArgs, json: bool) -> Result<Exit, 
         (None, [vm]) => {
             let (repair, output) = (!args.no_repair, args.output());
             let (mode, disk_reads) = (args.mode.into(), args.disk_reads.into());
-            let request = ProtectRequest { to, mode, disk_reads, policy, encoding, repair, output };
+            let hold_console = args.hold_console;
+            let request = ProtectRequest {
+                to,
+                mode,
+                disk_reads,
+                policy,
+                encoding,
+                repair,
+                output,
+                hold_console,
+            };
             let begun = client.protect(vm, &request)?;
             let status = follow(client, begun, args.no_wait, json)?;
             output::show(json, &status, describe)?;

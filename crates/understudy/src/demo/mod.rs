@@ -36,11 +36,7 @@ const GUEST_FILES: &str = "target/guest";
 
 /// Plays the demo; exits with 0 only if nothing was lost.
 pub fn run(args: &DemoArgs, json: bool) -> Result<Exit, Failure> {
-    let mut options = scene_options(args.guest.as_deref())?;
-    if args.mode == ModeKind::Lockstep {
-        options.accel = Some("tcg".to_owned());
-        options.lockstep = true;
-    }
+    let options = in_mode(scene_options(args.guest.as_deref())?, args.mode);
     let outcome = play(options, args)?;
     output::show(json, &outcome, |outcome| format!("\n{}", outcome.summary()))?;
     Ok(if outcome.is_good() { Exit::Ok } else { Exit::Error })
@@ -65,6 +61,15 @@ pub fn scene_options(guest: Option<&Path>) -> Result<SceneOptions, Failure> {
         )
     })?;
     Ok(options)
+}
+
+/// The scene's guest is protected in that mode.
+pub fn in_mode(mut options: SceneOptions, mode: ModeKind) -> SceneOptions {
+    if mode == ModeKind::Lockstep {
+        options.accel = Some("tcg".to_owned());
+        options.lockstep = true;
+    }
+    options
 }
 
 /// Beside the build that this program is part of, else below where it was called.

@@ -22,7 +22,7 @@ use understudy_lab::{ChatterClient, HostOptions, Load, Scene, SceneOptions, wait
 const READY: &str = "UNDERSTUDY-GUEST-READY";
 
 /// What keeps the guest's disk and its console busy.
-const BUSY: &str = "n=0; while :; do dd if=/dev/urandom of=/data/noise bs=64k count=32; sync; \
+pub const BUSY: &str = "n=0; while :; do dd if=/dev/urandom of=/data/noise bs=64k count=32; sync; \
                     n=$((n + 1)); echo round $n > /dev/console; done";
 
 pub fn lockstep() -> SceneOptions {
@@ -203,7 +203,10 @@ fn a_backup_that_stalls_is_waited_for() {
 fn a_backup_that_diverges_is_replaced_and_the_second_time_distrusted() {
     let mut options = lockstep();
     let spoilt = ("FAILPOINTS".to_owned(), "spoil-log=300*off->1*return->off".to_owned());
-    options.daemons.insert("a".to_owned(), repairing_daemon());
+    // However late the primary comes to read why, it hears nothing else before.
+    let slow = ("FAILPOINTS".to_owned(), "before-diverged=sleep(500)".to_owned());
+    let a = HostOptions { environment: vec![slow], ..repairing_daemon() };
+    options.daemons.insert("a".to_owned(), a);
     let b = HostOptions { environment: vec![spoilt], ..repairing_daemon() };
     options.daemons.insert("b".to_owned(), b);
     play_protected(options, |scene, client| {
@@ -227,7 +230,7 @@ fn a_backup_that_diverges_is_replaced_and_the_second_time_distrusted() {
 }
 
 /// Waits until host a has lost so many backups that did not follow, and says so.
-fn await_divergences(scene: &Scene, many: usize) -> Result<()> {
+pub fn await_divergences(scene: &Scene, many: usize) -> Result<()> {
     wait_for("the backup to be given up", LIMIT, || {
         let status = scene.status("a")?;
         let events = status["events"].as_array().context("no `events` in the status")?;
@@ -237,7 +240,7 @@ fn await_divergences(scene: &Scene, many: usize) -> Result<()> {
 }
 
 /// Waits until the guest on host a is protected again, in this mode.
-fn await_repaired(scene: &Scene, mode: &str) -> Result<Value> {
+pub fn await_repaired(scene: &Scene, mode: &str) -> Result<Value> {
     wait_for("the VM to be protected again", LIMIT, || {
         let status = scene.status("a")?;
         let again = status["protection"]["state"] == "protected";
@@ -275,8 +278,7 @@ pub fn in_lockstep(scene: &Scene, host: &str) -> Result<()> {
 }
 
 fn console_log(scene: &Scene, host: &str) -> Result<PathBuf> {
-    let socket = scene.console(host)?;
-    Ok(socket.with_file_name("console.log"))
+    Ok(scene.host(host)?.directory().join("state").join(VM).join("console.log"))
 }
 
 pub fn console_of(scene: &Scene, host: &str) -> Result<Vec<u8>> {

@@ -14,12 +14,15 @@ use understudy_qemu::build_id;
 fn refused(options: SceneOptions, expected: &[&str]) {
     play(options, |scene| {
         scene.start_guest("a")?;
+        let qemu = scene.status("a")?["qemu_pid"].clone();
         let lockstep = ["protect", VM, "--to", "b", "--mode", "lockstep"];
         let (code, words) = refusal(scene.host("a")?, &lockstep)?;
         ensure!(code == 1, "exit code {code}: {words}");
         says(&words, expected)?;
         says(&words, &["--mode checkpoint"])?;
         unharmed(scene)?;
+        let status = scene.status("a")?;
+        ensure!(status["qemu_pid"] == qemu, "it was moved into another QEMU: {status}");
         // The way out is one.
         scene.protect("a", "b")?;
         scene.await_protected("a", |_| ()).map(drop)

@@ -27,6 +27,7 @@
 //! | [`disk_reads`] | reads that travel with the log of lockstep |
 //! | [`distance`]| a backup far away |
 //! | [`lockstep`] | the same failures of a VM in lockstep |
+//! | [`comparison`] | both machines of a VM in lockstep compared while they run |
 //! | [`shapes`]  | two vCPUs, two disks, two cards |
 //! | [`compression`] | every way to encode pages |
 //! | [`counter`] | a guest for every accelerator |
@@ -37,8 +38,10 @@
 //! | [`lockstep_refusals`] | what lockstep is not proven for |
 //! | [`security`]| who is let in |
 //! | [`cluster`] | groups that are snapshotted and restored as one |
+//! | [`lazy`]    | guests whose memory is still to come |
 //! | [`snapshot`] | snapshots, and VMs that run again as they were |
 //! | [`succession`] | a VM goes on in another QEMU |
+//! | [`switching`] | checkpoints become lockstep, and back |
 //! | [`throttle`]| a guest that writes faster than a slow link carries |
 //! | [`unheld`]  | output that is not held |
 //! | [`relay`]   | what can go wrong on the wire, for the tests above |
@@ -46,8 +49,10 @@
 mod bulk;
 mod cluster;
 mod colo;
+mod comparison;
 mod compression;
 mod confinement;
+mod console;
 mod counter;
 mod crowd;
 mod deaths;
@@ -56,6 +61,7 @@ mod distance;
 mod fencing;
 mod group;
 mod inbound;
+mod lazy;
 mod lockstep;
 mod lockstep_refusals;
 mod metrics;
@@ -76,6 +82,7 @@ mod snapshot;
 mod stage;
 mod stalls;
 mod succession;
+mod switching;
 mod sync;
 mod throttle;
 mod unheld;

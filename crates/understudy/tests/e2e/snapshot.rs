@@ -1,13 +1,16 @@
 //! A VM is snapshotted while its programs write, ends, and runs again as it was.
 
 use crate::refusals::says;
-use crate::stage::{LIMIT, await_forgotten, options, play, refusal};
+use crate::stage::{
+    LIMIT, await_degraded, await_forgotten, daemon, options, play, protection, refusal,
+};
 use anyhow::{Context, Result, ensure};
 use serde_json::Value;
 use std::fs;
 use std::path::{Path, PathBuf};
+use std::thread;
 use understudy_lab::scene::VM;
-use understudy_lab::{GuestShell, Scene, SceneOptions, wait_for};
+use understudy_lab::{GuestShell, HostOptions, Scene, SceneOptions, wait_for};
 
 /// Counts in memory and, right behind it, on the disk.
 const COUNT: &str = "i=0; while :; do i=$((i+1)); echo $i > /tmp/count.new; \
@@ -18,26 +21,26 @@ const FILL: &str = "dd if=/dev/urandom of=/tmp/fill bs=64k count=300 2>/dev/null
      md5sum /tmp/fill /data/fill";
 const SUMS: &str = "echo 3 > /proc/sys/vm/drop_caches; md5sum /tmp/fill /data/fill";
 
-fn small() -> SceneOptions {
+pub fn small() -> SceneOptions {
     SceneOptions { memory_mib: 192, ..options() }
 }
 
-fn store(scene: &Scene) -> String {
+pub fn store(scene: &Scene) -> String {
     scene.lab().directory().join("store").display().to_string()
 }
 
-fn number(shell: &mut GuestShell, file: &str) -> Result<u64> {
+pub fn number(shell: &mut GuestShell, file: &str) -> Result<u64> {
     let text = shell.run(&format!("cat {file}"))?.text;
     text.trim().parse().with_context(|| format!("{file} in the guest: {text:?}"))
 }
 
-fn json(scene: &Scene, host: &str, arguments: &[&str]) -> Result<Value> {
+pub fn json(scene: &Scene, host: &str, arguments: &[&str]) -> Result<Value> {
     let arguments = [arguments, &["--json"]].concat();
     Ok(serde_json::from_str(&scene.host(host)?.call(arguments)?)?)
 }
 
 /// Restores the VM on a host; returns what it counted to when it went on there, at least.
-fn prove_restored(scene: &Scene, host: &str, sums: &str, most: u64) -> Result<u64> {
+pub fn prove_restored(scene: &Scene, host: &str, sums: &str, most: u64) -> Result<u64> {
     let mut shell = scene.shell()?;
     let count = number(&mut shell, "/tmp/count")?;
     ensure!(shell.run(SUMS)?.text == sums, "memory or disk are not what they were");
@@ -87,6 +90,119 @@ fn a_vm_runs_again_as_it_was() {
         json(scene, "a", &restore)?;
         prove_restored(scene, "a", &sums, after)?;
         prove_library(scene, &store)
+    });
+}
+
+/// Fills memory and disk, and has the guest count; gives the sums of what was filled.
+pub fn busy(scene: &Scene, shell: &mut GuestShell) -> Result<String> {
+    let sums = shell.run(FILL)?.text;
+    shell.start(COUNT)?;
+    let mut looking = scene.shell()?;
+    wait_for("the guest to count", LIMIT, || Ok(number(&mut looking, "/data/count").ok()))?;
+    Ok(sums)
+}
+
+#[test]
+fn a_protected_vm_is_snapshotted_from_its_backup() {
+    play(small(), |scene| {
+        let store = store(scene);
+        scene.protected_guest("a", "b")?;
+        let mut shell = scene.shell()?;
+        let sums = busy(scene, &mut shell)?;
+        let take = ["vm", "snapshot", VM, "--trace", "1", "--store", &store];
+        let mut last = (0, 0);
+        for round in 1..3 {
+            let before = number(&mut shell, "/tmp/count")?;
+            let report = json(scene, "a", &take)?;
+            ensure!(report["number"] == round && report["members"][0]["host"] == "a", "{report}");
+            last = (before, number(&mut shell, "/tmp/count")?);
+            let status = scene.status("a")?;
+            ensure!(protection(&status).0 == "protected", "a snapshot ended it: {status}");
+        }
+        let which = format!("{VM}@2");
+        let verified = json(scene, "b", &["cluster", "verify", &which, "--store", &store])?;
+        ensure!(verified["problems"] == Value::Array(vec![]), "{verified}");
+        drop(shell);
+        // Protection goes on as if nothing had been.
+        scene.host_mut("a")?.kill_everything()?;
+        scene.await_live("b")?;
+        let mut shell = scene.shell()?;
+        ensure!(shell.run(SUMS)?.text == sums, "the take-over lost something");
+        ensure!(number(&mut shell, "/tmp/count")? >= last.1, "it is behind the snapshot");
+        drop(shell);
+        scene.host("b")?.call(["vm", "stop", VM, "--force"])?;
+        await_forgotten(scene, "b")?;
+        scene.restart("a")?;
+        json(scene, "a", &["vm", "restore", VM, "--store", &store])?;
+        let count = prove_restored(scene, "a", &sums, last.1)?;
+        ensure!(count >= last.0, "it counts from {count}, it was at {} before", last.0);
+        scene.host("a")?.call(["vm", "stop", VM, "--force"])?;
+        await_forgotten(scene, "a")
+    });
+}
+
+/// A planned fail-over while the backup stores its image: the guest runs on that memory then, so
+/// there is no such snapshot.
+#[test]
+fn a_take_over_ends_the_snapshot_of_a_protected_vm() {
+    play(small(), |scene| {
+        let store = store(scene);
+        scene.protected_guest("a", "b")?;
+        let mut shell = scene.shell()?;
+        let sums = busy(scene, &mut shell)?;
+        let take = ["vm", "snapshot", VM, "--trace", "60", "--store", &store];
+        let (seen, words) = thread::scope(|scope| -> Result<_> {
+            let taking = scope.spawn(|| refusal(scene.host("a")?, &take));
+            let chunks = Path::new(&store).join("chunks");
+            wait_for("the backup to store something", LIMIT, || {
+                Ok(fs::read_dir(&chunks).ok().and_then(|mut all| all.next()).map(drop))
+            })?;
+            let seen = number(&mut shell, "/tmp/count")?;
+            scene.host("a")?.call(["failover", VM])?;
+            let taken = taking.join().map_err(|_| anyhow::anyhow!("a thread panicked"))?;
+            Ok((seen, taken?.1))
+        })?;
+        says(&words, &[VM, "given up"])?;
+        scene.await_live("b")?;
+        let listed = json(scene, "b", &["cluster", "snapshots", VM, "--store", &store])?;
+        ensure!(listed == Value::Array(vec![]), "a partial snapshot: {listed}");
+        drop(shell);
+        prove_restored(scene, "b", &sums, seen)?;
+        // Where it runs now it can be snapshotted at once.
+        json(scene, "b", &["vm", "snapshot", VM, "--trace", "0", "--store", &store])?;
+        scene.host("b")?.call(["vm", "stop", VM, "--force"])?;
+        await_forgotten(scene, "b")
+    });
+}
+
+/// The guest runs on alone, there is no such snapshot, and the next one is the guest's own.
+#[test]
+fn a_backup_dies_while_it_stores_a_snapshot() {
+    let mut options = small();
+    let environment = vec![("FAILPOINTS".to_owned(), "snapshot-kept=panic".to_owned())];
+    options.daemons.insert("b".to_owned(), HostOptions { environment, ..daemon() });
+    play(options, |scene| {
+        let store = store(scene);
+        scene.protected_guest("a", "b")?;
+        let mut shell = scene.shell()?;
+        let sums = busy(scene, &mut shell)?;
+        let take = ["vm", "snapshot", VM, "--trace", "0", "--store", &store];
+        let (_, words) = refusal(scene.host("a")?, &take)?;
+        says(&words, &[VM, "given up", "host b"])?;
+        await_degraded(scene, "a")?;
+        let listed = json(scene, "a", &["cluster", "snapshots", VM, "--store", &store])?;
+        ensure!(listed == Value::Array(vec![]), "a partial snapshot: {listed}");
+        let report = json(scene, "a", &take)?;
+        ensure!(report["number"] == 2, "{report}");
+        let seen = number(&mut shell, "/tmp/count")?;
+        drop(shell);
+        scene.host("a")?.call(["vm", "stop", VM, "--force"])?;
+        await_forgotten(scene, "a")?;
+        scene.restart_with("b", daemon())?;
+        json(scene, "b", &["vm", "restore", VM, "--store", &store])?;
+        prove_restored(scene, "b", &sums, seen)?;
+        scene.host("b")?.call(["vm", "stop", VM, "--force"])?;
+        await_forgotten(scene, "b")
     });
 }
 

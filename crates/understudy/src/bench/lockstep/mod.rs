@@ -5,12 +5,14 @@
 //! | `plan`    | what is measured, in which variants, and when |
 //! | `testbed` | the laboratory: a guest for each variant, of which one runs at a time |
 //! | `log`     | what the daemon tells of the log meanwhile |
+//! | `reads`   | the workload of `disk_reads` |
 //! | `report`  | ratios, the two tables of the paper, the aims; `table` for a terminal |
 //!
 //! The workloads, the guest and the statistics are the suite's.
 
 mod log;
 mod plan;
+mod reads;
 mod report;
 mod table;
 mod testbed;

@@ -24,12 +24,16 @@ pub enum Subject {
     Receive,
     /// Request and response, one after the other.
     Latency,
+    /// A file is read from the disk, which the backup reads too, or gets with the log.
+    #[value(name = "disk_reads")]
+    #[serde(rename = "disk_reads")]
+    DiskReads,
     /// Nothing: what an idle guest's log is.
     Idle,
 }
 
 impl Subject {
-    /// What runs in the guest, or against it.
+    /// What of the suite runs in the guest, or against it.
     pub fn workload(self) -> Option<Workload> {
         Some(match self {
             Subject::Cpu => Workload::Cpu,
@@ -39,7 +43,7 @@ impl Subject {
             Subject::Transmit => Workload::Download,
             Subject::Receive => Workload::Upload,
             Subject::Latency => Workload::Latency,
-            Subject::Idle => return None,
+            Subject::DiskReads | Subject::Idle => return None,
         })
     }
 
@@ -47,7 +51,10 @@ impl Subject {
     fn variants(self) -> &'static [Variant] {
         match self {
             Subject::Idle => &[Variant::Lockstep],
-            Subject::Latency => &Variant::ALL,
+            Subject::Latency => &Variant::ALL[..5],
+            Subject::DiskReads => {
+                &[Variant::Icount, Variant::Record, Variant::Lockstep, Variant::LockstepLog]
+            }
             _ => &Variant::ALL[..4],
         }
     }
@@ -67,12 +74,22 @@ pub enum Variant {
     Lockstep,
     /// Protected by checkpoints, with the policy that one gets.
     Checkpoint,
+    /// Protected in lockstep, with what the guest reads from its disks in the log.
+    #[value(name = "lockstep-log")]
+    #[serde(rename = "lockstep-log")]
+    LockstepLog,
 }
 
 impl Variant {
     /// All of them.
-    pub const ALL: [Variant; 5] =
-        [Variant::Tcg, Variant::Icount, Variant::Record, Variant::Lockstep, Variant::Checkpoint];
+    pub const ALL: [Variant; 6] = [
+        Variant::Tcg,
+        Variant::Icount,
+        Variant::Record,
+        Variant::Lockstep,
+        Variant::Checkpoint,
+        Variant::LockstepLog,
+    ];
 }
 
 /// One measurement to make.

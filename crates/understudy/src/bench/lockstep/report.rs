@@ -50,6 +50,8 @@ pub struct Report {
     pub network: BTreeMap<Subject, Link>,
     /// Round trips, in milliseconds.
     pub latency: Option<Latency>,
+    /// A file read from the disk, in millions of bytes a second.
+    pub disk_reads: Option<DiskReads>,
     /// Processes that wanted to run in the last minute, at the end.
     pub load_average: Option<f64>,
     /// What could not be measured, and why.
@@ -106,6 +108,34 @@ pub struct Link {
     pub row: Row,
 }
 
+/// A file that is read from the disk, past the guest's page cache: the backup reads its own
+/// mirror, or gets what was read with the log.
+#[derive(Clone, Debug, Serialize)]
+pub struct DiskReads {
+    /// The unit of the figures.
+    pub unit: &'static str,
+    /// The ratio to counted instructions without a log, where the backup reads too.
+    pub ratio: Option<f64>,
+    /// The same, where what was read is in the log.
+    pub ratio_log: Option<f64>,
+    /// The figures.
+    pub variants: BTreeMap<Variant, Reads>,
+}
+
+/// Disk reads in one variant.
+#[derive(Clone, Copy, Debug, Serialize)]
+pub struct Reads {
+    /// Speeds.
+    #[serde(flatten)]
+    pub runs: Runs,
+    /// What went to the backup, in lockstep.
+    pub log_mbit_s: Option<f64>,
+    /// How far the backup was behind, in milliseconds: the median.
+    pub lag_ms_p50: Option<f64>,
+    /// The 99th percentile.
+    pub lag_ms_p99: Option<f64>,
+}
+
 /// Request and response, one after the other, in milliseconds.
 #[derive(Clone, Debug, Serialize)]
 pub struct Latency {
@@ -129,6 +159,7 @@ impl Report {
             idle_log_mbit_s: None,
             network: BTreeMap::new(),
             latency: None,
+            disk_reads: None,
             load_average: crate::bench::machine::load_average(),
             errors: samples.iter().filter_map(error).collect(),
         };
@@ -143,6 +174,7 @@ impl Report {
 
     fn add(&mut self, subject: Subject, scale: Scale, taken: &Taking<'_>) {
         match subject.workload() {
+            None if subject == Subject::DiskReads => self.disk_reads = Some(disk_reads(taken)),
             None => self.idle_log_mbit_s = over_logs(taken, |log| log.mbit_s),
             Some(Workload::Latency) => self.latency = Some(latency(taken)),
             Some(workload) => {
@@ -239,6 +271,33 @@ fn latency(taken: &Taking<'_>) -> Latency {
     }
 }
 
+fn disk_reads(taken: &Taking<'_>) -> DiskReads {
+    let mut of_variant: BTreeMap<Variant, Taking<'_>> = BTreeMap::new();
+    for &(variant, one) in taken {
+        of_variant.entry(variant).or_default().push((variant, one));
+    }
+    let reads = |(variant, taken): (Variant, Taking<'_>)| {
+        let speeds: Vec<f64> =
+            taken.iter().filter_map(|(_, one)| Some(one.sample.as_ref()?.value)).collect();
+        let reads = Reads {
+            runs: Runs::of(&speeds)?,
+            log_mbit_s: over_logs(&taken, |log| log.mbit_s),
+            lag_ms_p50: over_logs(&taken, |log| log.lag_ms_p50),
+            lag_ms_p99: over_logs(&taken, |log| log.lag_ms_p99),
+        };
+        Some((variant, reads))
+    };
+    let variants: BTreeMap<Variant, Reads> = of_variant.into_iter().filter_map(reads).collect();
+    let of = |variant| variants.get(&variant).map(|reads: &Reads| reads.runs.median);
+    let beside = |variant| ratio(of(variant)?, of(Variant::Icount)?, Better::Higher);
+    DiskReads {
+        unit: "MB/s",
+        ratio: beside(Variant::Lockstep),
+        ratio_log: beside(Variant::LockstepLog),
+        variants,
+    }
+}
+
 #[cfg(test)]
 pub(super) mod tests {
     use super::super::plan::{Step, plan};
@@ -255,10 +314,14 @@ pub(super) mod tests {
                 Better::Higher => 2.0,
             };
             let p99 = Figure { name: "p99_idle", unit: "ms", better: Better::Lower, value: 9.0 };
-            let sample = step.subject.workload().map(|workload| Figures {
-                value: if slow { worse(workload) } else { 4.0 },
-                more: vec![p99],
-            });
+            let value = match step.subject.workload() {
+                Some(workload) if slow => Some(worse(workload)),
+                Some(_) => Some(4.0),
+                None if step.subject == Subject::Idle => None,
+                None if step.variant == Variant::LockstepLog => Some(1.0),
+                None => Some(if slow { 2.0 } else { 4.0 }),
+            };
+            let sample = value.map(|value| Figures { value, more: vec![p99] });
             let log = LogFigures { mbit_s: 3.0, lag_ms_p50: 1.0, lag_ms_p99: 7.0 };
             Taken { sample, log: slow.then_some(log) }
         };
@@ -291,6 +354,10 @@ pub(super) mod tests {
             let link = &json["network"][way];
             assert_eq!((&link["base"], &link["ft"]), (&100.0.into(), &50.0.into()));
         }
+        let reads = &json["disk_reads"];
+        assert_eq!((&reads["ratio"], &reads["ratio_log"]), (&0.5.into(), &0.25.into()));
+        assert_eq!(reads["variants"]["lockstep"]["lag_ms_p99"], 7.0);
+        assert!(reads["variants"]["icount"]["log_mbit_s"].is_null(), "{reads}");
         assert_eq!(json["latency"]["added_by_lockstep_ms"], 4.0);
         assert_eq!(json["latency"]["added_by_checkpoints_ms"], 0.0);
         assert_eq!(json["latency"]["variants"]["checkpoint"]["p99_idle"], 9.0);

@@ -2,7 +2,8 @@
 
 use super::plan::{Subject, Variant};
 use super::report::{
-    LEAST_RATIO, Link, MOST_ADDED_MS, MOST_IDLE_LOG, MOST_LAG_MS, MOST_LOG, Report, Row,
+    DiskReads, LEAST_RATIO, Link, MOST_ADDED_MS, MOST_IDLE_LOG, MOST_LAG_MS, MOST_LOG, Reads,
+    Report, Row,
 };
 use crate::bench::machine::Machine;
 use crate::bench::suite::table::number;
@@ -31,6 +32,7 @@ pub fn table(report: &Report) -> String {
         "\nidle log {} Mbit/s (aim: at most {MOST_IDLE_LOG})\n",
         show(report.idle_log_mbit_s)
     );
+    text += &report.disk_reads.as_ref().map_or_else(String::new, disk_reads);
     text += &latency(report);
     text += &format!("\n{PAPER}\n");
     for error in &report.errors {
@@ -95,6 +97,24 @@ fn network(links: &BTreeMap<Subject, Link>) -> String {
     text
 }
 
+fn disk_reads(reads: &DiskReads) -> String {
+    let mut text = format!(
+        "\n{:13} {:>16} {:>6} {:>10} {:>8} {:>8}\n",
+        "disk reads", reads.unit, "ratio", "log Mbit/s", "lag p50", "p99 ms"
+    );
+    for (variant, Reads { runs, log_mbit_s, lag_ms_p50, lag_ms_p99 }) in &reads.variants {
+        let ratio = match variant {
+            Variant::Lockstep => reads.ratio,
+            Variant::LockstepLog => reads.ratio_log,
+            _ => None,
+        };
+        let speed = format!("{} ± {}", number(runs.median), number(runs.spread));
+        let [ratio, log, p50, p99] = [ratio, *log_mbit_s, *lag_ms_p50, *lag_ms_p99].map(show);
+        text += &format!("{variant:13} {speed:>16} {ratio:>6} {log:>10} {p50:>8} {p99:>8}\n");
+    }
+    text + "lockstep: both hosts read; lockstep-log: what was read travels with the log\n"
+}
+
 fn latency(report: &Report) -> String {
     let Some(latency) = &report.latency else { return String::new() };
     let names = ["p50_idle", "p99_idle", "p50_load", "p99_load"];
@@ -131,6 +151,8 @@ mod tests {
         assert!(line("cpu").contains("8.00 ± 0.00 s") && line("cpu").contains("0.50"), "{text}");
         assert!(line("web").contains("2.00 ± 0.00 /s"), "{text}");
         assert!(line("transmit").contains("100") && line("transmit").contains("50.0"), "{text}");
+        let logged = line("lockstep-log");
+        assert!(logged.contains("1.00 ± 0.00") && logged.contains("0.25"), "{text}");
         assert!(line("idle log").contains("3.00"), "{text}");
         assert!(line("checkpoint").contains("4.00"), "{text}");
         assert!(line("failed: round 2, web, tcg").contains("QEMU ended"), "{text}");

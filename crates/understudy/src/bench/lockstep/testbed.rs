@@ -2,6 +2,7 @@
 
 use super::log::{self, LogFigures};
 use super::plan::{Step, Subject, Variant};
+use super::reads;
 use crate::bench::suite::protection;
 use crate::bench::suite::table::number;
 use crate::bench::suite::testbed::{SERVERS, SETTLE};
@@ -17,7 +18,7 @@ use std::net::Ipv4Addr;
 use std::path::{Path, PathBuf};
 use std::thread;
 use std::time::Duration;
-use understudy_daemon::report::{Mode, ProtectRequest};
+use understudy_daemon::report::{DiskReads, Mode, ProtectRequest};
 use understudy_lab::companion::{COMPANION, COMPANION_ADDRESS, Companion};
 use understudy_lab::scene::{GuestKind, VM};
 use understudy_lab::{GUEST_ADDRESS, PlainGuest, PlainOptions, Scene};
@@ -125,13 +126,18 @@ impl Testbed {
         self.give_turn(home)?;
         let guest = &self.guests[&home];
         let work = || self.work(step.subject, guest, scale);
+        if step.subject == Subject::DiskReads {
+            reads::prepare(&self.bed(guest), scale)?;
+        }
         let vm = match guest {
             Guest::Managed(managed) if step.variant != Variant::Record => managed.vm,
             _ => return Ok(Taken { sample: work()?, log: None }),
         };
         let mode = mode(step.variant);
         // A backup that is lost is to be seen, not replaced.
-        let to_b = ProtectRequest { to: "b".to_owned(), mode, repair: false, ..Default::default() };
+        let disk_reads = disk_reads(step.variant);
+        let to = "b".to_owned();
+        let to_b = ProtectRequest { to, mode, disk_reads, repair: false, ..Default::default() };
         protection::begin(&self.primary, vm, &to_b)?;
         let taken = match mode {
             Mode::Checkpoint => Taken { sample: work()?, log: None },
@@ -146,17 +152,24 @@ impl Testbed {
 
     /// Runs a workload.
     fn work(&self, subject: Subject, guest: &Guest, scale: Scale) -> Result<Option<Sample>> {
+        let bed = self.bed(guest);
+        match subject.workload() {
+            Some(workload) => workload.run(&bed, scale).map(Some),
+            None if subject == Subject::DiskReads => reads::run(&bed, scale).map(Some),
+            None => {
+                thread::sleep(IDLE);
+                Ok(None)
+            }
+        }
+    }
+
+    fn bed(&self, guest: &Guest) -> Bed<'_> {
         let address = match guest {
             Guest::Plain(plain) => plain.address(),
             Guest::Managed(managed) => managed.address,
         };
-        // The same for all, and what works with one that records.
-        let bed = Bed { lab: self.scene.lab(), address, door: Door::Network };
-        let Some(workload) = subject.workload() else {
-            thread::sleep(IDLE);
-            return Ok(None);
-        };
-        workload.run(&bed, scale).map(Some)
+        // The same for all.
+        Bed { lab: self.scene.lab(), address, door: Door::Network }
     }
 
     /// Lets one variant's guest run, which is booted if there is none, and all others stand
@@ -185,7 +198,7 @@ impl Testbed {
         let options = match variant {
             Variant::Tcg => PlainOptions::bench_guest(files)?,
             Variant::Icount => PlainOptions::counted_bench_guest(files)?,
-            Variant::Record | Variant::Lockstep => {
+            Variant::Record | Variant::Lockstep | Variant::LockstepLog => {
                 self.scene.start_guest("a")?;
                 self.scene.await_guest()?;
                 return Ok(Guest::Managed(Managed { vm: VM, address: GUEST_ADDRESS }));
@@ -236,15 +249,23 @@ impl Testbed {
 /// How the daemon protects the guest of a variant.
 fn mode(variant: Variant) -> Mode {
     match variant {
-        Variant::Lockstep => Mode::Lockstep,
+        Variant::Lockstep | Variant::LockstepLog => Mode::Lockstep,
         _ => Mode::Checkpoint,
+    }
+}
+
+/// Where the backup of a variant gets what its guest reads from its disks.
+fn disk_reads(variant: Variant) -> DiskReads {
+    match variant {
+        Variant::LockstepLog => DiskReads::Log,
+        _ => DiskReads::Backup,
     }
 }
 
 /// Whose guest a variant is measured on.
 fn home(variant: Variant) -> Variant {
     match variant {
-        Variant::Record => Variant::Lockstep,
+        Variant::Record | Variant::LockstepLog => Variant::Lockstep,
         other => other,
     }
 }

@@ -1,47 +1,46 @@
-//! Medians and ratios.
+//! All sections' results.
 
-use super::Sample;
-use super::plan::Way;
-use super::testbed::{Setting, Taken};
+use super::aim::Aim;
+use super::{cost, distcc, group, modes, queries, queue};
 use crate::bench::machine::{Machine, load_average};
-use crate::bench::suite::statistics::median;
-use clap::ValueEnum;
+use crate::bench::suite::table::number;
+use crate::cli::BenchRestoreArgs;
 use serde::Serialize;
-use std::collections::BTreeMap;
+use std::fmt::Write;
+use std::path::Path;
+use understudy_qemu::Capabilities;
 
-/// The pause of a snapshot of 512 MiB is to be at most so long.
-const PAUSE_AIM_MS: f64 = 3.0;
-/// A restore is to be so many times shorter than one that loads everything.
-const RESTORE_AIM: f64 = 4.0;
+/// What runs all guests.
+const QEMU: &str = "qemu-system-x86_64";
+const ACCELERATOR: &str = "tcg";
 
-/// Everything that `bench restore` found; `--json` prints it as it is. Times are medians, in
-/// milliseconds, by this machine's clock.
+/// Everything that `bench restore` found; `--json` prints it as it is. Times are by this machine's
+/// clock. What was not asked for is not there.
 #[derive(Clone, Debug, Serialize)]
 pub struct Report {
     /// What was measured on.
     pub machine: Machine,
-    /// Memory of each guest in MiB.
-    pub guest_memory_mib: u32,
-    /// Megabytes a second that came from the store; as many as it gave if nothing is said.
+    /// Megabytes a second that came from the store of each host; as many as it gave if nothing is
+    /// said.
     pub store_mb_s: Option<f64>,
-    /// Measurements of each way.
-    pub runs: BTreeMap<Way, usize>,
-    /// From the command until the guest ran. Plain QEMU's is without its start.
-    pub restore_ms: BTreeMap<Way, f64>,
-    /// Until a client outside had an answer.
-    pub answer_ms: BTreeMap<Way, f64>,
-    /// Until nothing was left to load.
-    pub whole_ms: BTreeMap<Way, f64>,
-    /// Share of the pages with content that the start waited for.
-    pub loaded_share: BTreeMap<Way, f64>,
-    /// How many times shorter than with all loaded before the start.
-    pub faster_than_eager: BTreeMap<Way, f64>,
-    /// For how long a snapshot stopped the guest.
-    pub pause_ms: Option<f64>,
-    /// How long it took to take.
-    pub snapshot_ms: Option<f64>,
-    /// For how long plain QEMU's `migrate file:` stopped the guest.
-    pub saved_ms: Option<f64>,
+    /// One VM.
+    #[serde(flatten)]
+    pub modes: Option<modes::Report>,
+    /// Queues.
+    #[serde(flatten)]
+    pub queue: Option<queue::Report>,
+    /// Groups.
+    #[serde(flatten)]
+    pub group: Option<group::Report>,
+    /// A service's first answers.
+    #[serde(flatten)]
+    pub queries: Option<queries::Report>,
+    /// A distributed compile.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub distcc: Option<distcc::Report>,
+    /// What a snapshot costs.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub cost: Option<cost::Report>,
     /// What is aimed at, and whether it was reached.
     pub aims: Vec<Aim>,
     /// What could not be measured.
@@ -50,142 +49,143 @@ pub struct Report {
     pub load_average: Option<f64>,
 }
 
-/// One thing that is aimed at.
-#[derive(Clone, Debug, PartialEq, Serialize)]
-pub struct Aim {
-    /// What.
-    pub what: String,
-    /// What was measured.
-    pub measured: f64,
-    /// Whether that is enough.
-    pub reached: bool,
-}
-
 impl Report {
-    /// Of these measurements.
-    pub(super) fn of(setting: &Setting, samples: &[Sample]) -> Report {
-        let taken = |way: Way| {
-            let of_way = samples.iter().filter(move |sample| sample.step.way == way);
-            of_way.filter_map(|sample| sample.outcome.as_ref().ok()).collect::<Vec<&Taken>>()
-        };
-        let figures = |figure: &dyn Fn(&Taken) -> Option<f64>| {
-            let of = |way: &Way| {
-                let values: Vec<f64> = taken(*way).into_iter().filter_map(figure).collect();
-                Some((*way, median(&values)?))
-            };
-            Way::value_variants().iter().filter_map(of).collect::<BTreeMap<Way, f64>>()
-        };
-        let restore_ms = figures(&|taken| Some(taken.restore_ms));
-        let ours = |figure: &dyn Fn(&Taken) -> f64| {
-            let ways = Way::value_variants().iter().filter(|way| way.mode().is_some());
-            let values: Vec<f64> = ways.flat_map(|&way| taken(way)).map(figure).collect();
-            median(&values)
-        };
-        let failed = |sample: &Sample| {
-            let error = sample.outcome.as_ref().err()?;
-            Some(format!("{}: {error}", sample.step))
-        };
-        let mut report = Report {
-            machine: setting.machine.clone(),
-            guest_memory_mib: setting.memory_mib,
-            store_mb_s: setting.store_mb_s,
-            runs: Way::value_variants().iter().map(|&way| (way, taken(way).len())).collect(),
-            answer_ms: figures(&|taken| Some(taken.answer_ms)),
-            whole_ms: figures(&|taken| Some(taken.whole_ms)),
-            loaded_share: figures(&|taken| {
-                // Of eager, zeros too.
-                let share = taken.pages_before_start? as f64 / taken.pages.max(1) as f64;
-                Some(share.min(1.0))
-            }),
-            faster_than_eager: faster(&restore_ms),
-            pause_ms: ours(&|taken| taken.pause_ms),
-            snapshot_ms: ours(&|taken| taken.snapshot_ms),
-            saved_ms: figures(&|taken| Some(taken.pause_ms)).get(&Way::Incoming).copied(),
-            restore_ms,
+    /// Of nothing yet.
+    pub fn new(args: &BenchRestoreArgs) -> Report {
+        let version = Capabilities::probe(Path::new(QEMU));
+        let version =
+            version.map_or_else(|_| "unknown".to_owned(), |qemu| qemu.version.to_string());
+        Report {
+            machine: Machine::here(version, ACCELERATOR.to_owned()),
+            store_mb_s: args.store_speed,
+            modes: None,
+            queue: None,
+            group: None,
+            queries: None,
+            distcc: None,
+            cost: None,
             aims: Vec::new(),
-            failures: samples.iter().filter_map(failed).collect(),
-            load_average: load_average(),
-        };
-        report.aims = report.judge();
-        report
+            failures: Vec::new(),
+            load_average: None,
+        }
+    }
+
+    /// All sections that were asked for have been measured.
+    pub fn finish(&mut self) {
+        let aims = [
+            self.modes.as_ref().map(modes::Report::aims),
+            self.queue.as_ref().map(queue::Report::aims),
+            self.group.as_ref().map(group::Report::aims),
+        ];
+        self.aims = aims.into_iter().flatten().flatten().collect();
+        let failures = [
+            self.modes.as_ref().map(|modes| &modes.mode_failures),
+            self.queue.as_ref().map(|queue| &queue.queue_failures),
+            self.group.as_ref().map(|group| &group.group_failures),
+        ];
+        let failures: Vec<String> = failures.into_iter().flatten().flatten().cloned().collect();
+        self.failures.extend(failures);
+        self.load_average = load_average();
     }
 
     /// Whether all was measured.
     pub fn is_complete(&self) -> bool {
         self.failures.is_empty()
     }
-
-    fn judge(&self) -> Vec<Aim> {
-        let mut aims = Vec::new();
-        if let Some(measured) = self.pause_ms {
-            let what = format!("a snapshot stops the guest for at most {PAUSE_AIM_MS} ms");
-            aims.push(Aim { what, measured, reached: measured <= PAUSE_AIM_MS });
-        }
-        if let Some(&measured) = self.faster_than_eager.get(&Way::Hot) {
-            let what = format!("hot is {RESTORE_AIM} times faster than eager");
-            aims.push(Aim { what, measured, reached: measured >= RESTORE_AIM });
-        }
-        if let (Some(hot), Some(incoming)) =
-            (self.restore_ms.get(&Way::Hot), self.restore_ms.get(&Way::Incoming))
-        {
-            let (what, measured) = (
-                format!("hot is {RESTORE_AIM} times faster than -incoming"),
-                incoming / hot.max(f64::MIN_POSITIVE),
-            );
-            aims.push(Aim { what, measured, reached: measured >= RESTORE_AIM });
-        }
-        aims
-    }
 }
 
-fn faster(restore_ms: &BTreeMap<Way, f64>) -> BTreeMap<Way, f64> {
-    let Some(eager) = restore_ms.get(&Way::Eager) else { return BTreeMap::new() };
-    let ratio = |(&way, &ms): (&Way, &f64)| (ms > 0.0).then(|| (way, eager / ms));
-    restore_ms.iter().filter_map(ratio).collect()
+/// The report for a terminal.
+pub fn table(report: &Report) -> String {
+    let store = report
+        .store_mb_s
+        .map_or("as fast as it is".to_owned(), |speed| format!("slowed to {} MB/s", number(speed)));
+    let sections = [
+        report.modes.as_ref().map(modes::table),
+        report.queue.as_ref().map(queue::table),
+        report.group.as_ref().map(group::table),
+        report.queries.as_ref().map(queries::table),
+        report.distcc.as_ref().map(distcc::table),
+        report.cost.as_ref().map(cost::table),
+    ];
+    let mut text = format!("Snapshots and restore; the store is {store}\n\n");
+    for section in sections.into_iter().flatten() {
+        text += &section;
+        text += "\n";
+    }
+    for aim in &report.aims {
+        let reached = if aim.reached { "reached" } else { "not reached" };
+        let _ = writeln!(text, "aim: {}: {}, {reached}", aim.what, number(aim.measured));
+    }
+    for failure in &report.failures {
+        let _ = writeln!(text, "not measured: {failure}");
+    }
+    text
 }
 
 #[cfg(test)]
-pub mod tests {
-    use super::super::plan::Step;
+mod tests {
     use super::*;
 
-    pub fn report() -> Report {
-        let machine = Machine::look("1".into(), "10.0.2".into(), std::process::id());
-        let setting = Setting { machine, memory_mib: 512, store_mb_s: Some(50.0) };
-        let taken = |restore_ms: f64, pages: Option<u64>| Taken {
-            restore_ms,
-            whole_ms: 9000.0,
-            answer_ms: restore_ms + 10.0,
-            pages_before_start: pages,
-            pages: 100_000,
-            pause_ms: 2.5,
-            snapshot_ms: 4000.0,
+    #[test]
+    fn sections_are_put_together_under_the_names_that_are_known() {
+        let machine = Machine::here("10.0.2".to_owned(), "tcg".to_owned());
+        let mut report = Report {
+            machine,
+            store_mb_s: Some(50.0),
+            modes: Some(modes::tests::report()),
+            queue: Some(queue::tests::report()),
+            group: Some(group::tests::report()),
+            queries: Some(queries::tests::report()),
+            distcc: Some(distcc::tests::report()),
+            cost: Some(cost::tests::report()),
+            aims: Vec::new(),
+            failures: vec!["cost: no power".to_owned()],
+            load_average: None,
         };
-        let sample = |way, outcome| Sample { step: Step { round: 1, way }, outcome };
-        Report::of(
-            &setting,
-            &[
-                sample(Way::Eager, Ok(taken(8000.0, Some(100_000)))),
-                sample(Way::Hot, Ok(taken(900.0, Some(9_000)))),
-                sample(Way::Hot, Ok(taken(1100.0, Some(11_000)))),
-                sample(Way::Incoming, Ok(taken(3000.0, None))),
-                sample(Way::Lazy, Err("its host has ended".into())),
-            ],
-        )
+        report.finish();
+        let json = serde_json::to_value(&report).unwrap();
+        for pointer in [
+            "/hit_rate/fafl",
+            "/hit_rate/lru",
+            "/hit_rate/clock",
+            "/restore_ms/hot",
+            "/backoff_ms/4/mean",
+            "/wss_reduction",
+            "/pause_ms",
+            "/queries/hot/mean_ms",
+            "/wss_reduction_traced",
+            "/distcc/modes/hot/finished_ms",
+            "/cost/snapshot/slow_down",
+        ] {
+            assert!(json.pointer(pointer).is_some(), "{pointer} in {json:#}");
+        }
+        assert!(!report.is_complete());
+        assert_eq!(report.failures.len(), 2, "{:?}", report.failures);
+        let text = table(&report);
+        for words in ["slowed to 50.0 MB/s", "not reached", "hot ", "Queues", "Groups", "Queries"] {
+            assert!(text.contains(words), "{words} in\n{text}");
+        }
+        assert!(text.contains("not measured: round 1") && text.contains("no power"), "{text}");
     }
 
     #[test]
-    fn figures_are_medians_and_aims_are_judged() {
-        let report = report();
-        assert_eq!(report.restore_ms[&Way::Hot], 1000.0);
-        assert_eq!(report.faster_than_eager[&Way::Hot], 8.0);
-        assert_eq!(report.loaded_share[&Way::Hot], 0.1);
-        assert_eq!(report.pause_ms, Some(2.5));
-        let reached: Vec<bool> = report.aims.iter().map(|aim| aim.reached).collect();
-        assert_eq!(reached, [true, true, false], "{:?}", report.aims);
-        assert_eq!(report.failures, ["round 1, lazy: its host has ended"]);
-        assert!(!report.is_complete());
+    fn what_was_not_asked_for_is_not_there() {
+        let machine = Machine::here("10.0.2".to_owned(), "tcg".to_owned());
+        let report = Report {
+            machine,
+            store_mb_s: None,
+            modes: None,
+            queue: None,
+            group: Some(group::tests::report()),
+            queries: None,
+            distcc: None,
+            cost: None,
+            aims: Vec::new(),
+            failures: Vec::new(),
+            load_average: None,
+        };
         let json = serde_json::to_value(&report).unwrap();
-        assert_eq!(json["restore_ms"]["eager"], 8000.0);
+        assert!(json.get("restore_ms").is_none() && json.get("cost").is_none(), "{json:#}");
+        assert!(!table(&report).contains("Queues"));
     }
 }

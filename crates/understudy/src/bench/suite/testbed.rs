@@ -6,6 +6,7 @@ use super::plan::Step;
 use super::protection::{self, Watch};
 use super::store::Measured;
 use super::variant::{Subject, Variant};
+use crate::bench::machine::{ProcessorTimes, ProcessorUse};
 use crate::bench::workloads::{Bed, Door, Figure, Scale};
 use crate::bench::{patient, words};
 use crate::client::Client;
@@ -227,14 +228,23 @@ impl Testbed {
 fn work(bed: &Bed<'_>, subject: Subject, quick: bool) -> Result<Measured> {
     let workload = subject.workload().context("no workload")?;
     let scale = if quick { Scale::Quick } else { Scale::Full };
+    let before = ProcessorTimes::look();
     let sample = workload.run(bed, scale)?;
+    let usage = before.zip(ProcessorTimes::look());
+    let usage = usage.and_then(|(before, after)| before.until(after));
     let detail = |figure: &Figure| (format!("{}_{}", figure.name, figure.unit), figure.value);
+    let details = sample.more.iter().map(detail).chain(usage.into_iter().flat_map(account));
     Ok(Measured {
         value: sample.value,
         unit: workload.unit().to_owned(),
         better: workload.better(),
-        details: sample.more.iter().map(detail).collect(),
+        details: details.collect(),
         protection: None,
         extra: Value::Null,
     })
+}
+
+/// Whether a figure is what the guest is capable of, or what the processors are.
+fn account(usage: ProcessorUse) -> [(String, f64); 2] {
+    [("processors_busy".to_owned(), usage.busy), ("processors_stolen".to_owned(), usage.stolen)]
 }

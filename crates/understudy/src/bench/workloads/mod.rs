@@ -114,20 +114,21 @@ pub struct Bed<'a> {
 pub enum Door<'a> {
     /// The socket of its serial console, with nobody connected to it: makes no frames.
     Console(&'a Path),
-    /// Its server of shell lines. A QEMU that records loses what is typed faster than the
-    /// guest reads it.
+    /// Its server of shell lines.
     Network,
 }
 
 /// A shell in the guest.
-enum Shell {
+pub enum Shell {
+    /// On its console.
     Console(Console),
+    /// Over its network.
     Network(GuestShell),
 }
 
 impl Shell {
     /// Runs one line of shell to its end; an error after `limit`, or the server's own.
-    fn run(&mut self, line: &str, limit: Duration) -> Result<ConsoleOutput> {
+    pub fn run(&mut self, line: &str, limit: Duration) -> Result<ConsoleOutput> {
         match self {
             Shell::Console(console) => console.run(line, limit),
             Shell::Network(shell) => {
@@ -144,7 +145,8 @@ impl Bed<'_> {
         SocketAddr::from((self.address, port))
     }
 
-    fn shell(&self) -> Result<Shell> {
+    /// A shell in the guest.
+    pub fn shell(&self) -> Result<Shell> {
         match self.door {
             Door::Console(socket) => Console::connect(socket).map(Shell::Console),
             Door::Network => {
@@ -254,7 +256,7 @@ impl Workload {
 }
 
 /// Runs a line that is not measured, and that must succeed.
-fn aside(shell: &mut Shell, line: &str) -> Result<ConsoleOutput> {
+pub fn aside(shell: &mut Shell, line: &str) -> Result<ConsoleOutput> {
     shell.run(line, ASIDE_LIMIT)?.expect_success(line)
 }
 

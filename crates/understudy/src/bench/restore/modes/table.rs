@@ -1,4 +1,4 @@
-//! The report for a terminal.
+//! The section for a terminal.
 
 use super::plan::Way;
 use super::report::Report;
@@ -9,11 +9,8 @@ use std::fmt::Write;
 
 /// All of it.
 pub fn table(report: &Report) -> String {
-    let store = report
-        .store_mb_s
-        .map_or("as fast as it is".to_owned(), |speed| format!("slowed to {} MB/s", number(speed)));
     let mut text = format!(
-        "Restores of a guest with {} MiB, store {store}; medians in ms\n\n\
+        "One VM with {} MiB; medians in ms\n\n\
          {:<12} {:>9} {:>9} {:>9} {:>9} {:>9} {:>5}\n",
         report.guest_memory_mib, "", "runs in", "answers", "whole", "loaded", "x eager", "runs",
     );
@@ -42,12 +39,8 @@ pub fn table(report: &Report) -> String {
     text += &line("a snapshot stops the guest for", report.pause_ms);
     text += &line("a snapshot takes", report.snapshot_ms);
     text += &line("migrate file: stops the guest for", report.saved_ms);
-    for aim in &report.aims {
-        let reached = if aim.reached { "reached" } else { "not reached" };
-        let _ = writeln!(text, "aim: {}: {}, {reached}", aim.what, number(aim.measured));
-    }
-    for failure in &report.failures {
-        let _ = writeln!(text, "not measured: {failure}");
+    if let Some(times) = report.beside_share {
+        let _ = writeln!(text, "hot, beside its share of eager's bytes: {}", number(times));
     }
     text
 }
@@ -60,8 +53,7 @@ mod tests {
     #[test]
     fn every_way_that_was_measured_has_a_line() {
         let text = table(&report());
-        for words in ["hot ", "8.00", "slowed to 50.0 MB/s", "not reached", "not measured: round 1"]
-        {
+        for words in ["hot ", "8.00", "10 %", "beside its share of eager's bytes: 1.25"] {
             assert!(text.contains(words), "{words} in\n{text}");
         }
         assert!(!text.contains("working-set"), "{text}");

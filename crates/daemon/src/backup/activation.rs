@@ -1,0 +1,75 @@
+//! When the mirrors are images that the guest may run on: what is noted once they are whole, and
+//! what must be on stable storage before the guest runs on them here.
+
+use super::session::Session;
+use crate::records::{Activation, Record};
+use crate::resync;
+use crate::sync::lock;
+use anyhow::Context;
+use std::sync::Arc;
+use std::time::Instant;
+use tracing::info;
+use understudy_disk::ChangeMap;
+use understudy_protocol::Generation;
+use understudy_protocol::validity::ImageRole;
+
+/// What is made before a take-over, so that it costs no time then.
+pub struct Readiness {
+    /// Where the guest's changes will be noted, for each disk.
+    changes: Vec<Arc<ChangeMap>>,
+    activation: Activation,
+}
+
+impl Session {
+    /// The mirrors are whole: they are this host's images from now on.
+    pub(super) fn make_ready(&self) -> anyhow::Result<()> {
+        let machine = self.machine();
+        let definition = machine.definition();
+        let record = self.records.of(ImageRole::Mirror, self.position().0, definition);
+        let (peer, sessions) = (Some(self.primary.clone()), vec![self.id.clone()]);
+        self.records.write(&Record { peer, sessions, ..record })?;
+        let changes = resync::create(machine.disks(), &self.directory)?;
+        let activation = self.records.prepare_activation(&self.vm, &self.id)?;
+        *lock(&self.readiness) = Some(Readiness { changes, activation });
+        Ok(())
+    }
+
+    /// In lockstep the guest writes the mirrors before a take-over: what the primary may lack is
+    /// noted from here on.
+    pub(super) fn note_changes(&self) {
+        if let Some(ready) = &*lock(&self.readiness) {
+            for (disk, changes) in self.machine().disks().iter().zip(&ready.changes) {
+                disk.set_changes(Some(changes.clone()));
+            }
+        }
+    }
+
+    /// Brings all that was applied to the mirrors to stable storage.
+    pub(super) fn settle(&self) -> anyhow::Result<()> {
+        for disk in self.machine().disks() {
+            disk.sync().context("cannot sync the mirror")?;
+        }
+        Ok(())
+    }
+
+    /// Remus 2.5: all is on the disks first, then the activation record; then only may
+    /// the guest run.
+    pub(super) fn activate(&self, generation: Generation) -> anyhow::Result<()> {
+        fail::fail_point!("before-activation");
+        let began = Instant::now();
+        self.settle()?;
+        let settled = began.elapsed();
+        let ready = lock(&self.readiness).take().context("no epoch was applied")?;
+        for (disk, changes) in self.machine().disks().iter().zip(ready.changes) {
+            disk.set_changes(Some(changes));
+        }
+        ready.activation.write(generation).context("cannot write the activation record")?;
+        info!(
+            vm = self.vm,
+            "activated in {:.1} ms, {:.1} of them to sync the mirrors",
+            began.elapsed().as_secs_f64() * 1e3,
+            settled.as_secs_f64() * 1e3
+        );
+        Ok(())
+    }
+}

@@ -1,0 +1,147 @@
+//! The errands of the thread that applies: whole epochs in order, turns among them, until the VM is
+//! live here or forgotten.
+
+use super::apply::{Applied, apply_epoch};
+use super::session::Session;
+use super::takeover::Outcome;
+use super::turn::Other;
+use crate::lockstep::backup::{self as lockstep, Following};
+use crate::snapshot::KeepOrder;
+use anyhow::Context;
+use crossbeam_channel::Receiver;
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+use understudy_disk::Mirror;
+use understudy_protocol::wire::Kind;
+use understudy_protocol::{Epoch, Generation, StagedEpoch};
+
+/// What the apply thread does, in order.
+pub enum Errand {
+    /// Apply a committed epoch; a turn, with what it needs.
+    Apply(StagedEpoch, Option<Other>),
+    /// Bring what was applied to stable storage.
+    Settle,
+    /// Start the guest.
+    GoLive {
+        /// The generation won.
+        generation: Generation,
+        /// Why, for people.
+        reason: String,
+    },
+    /// Forget the VM.
+    Discard,
+}
+
+impl Session {
+    /// Applies epochs in order until the VM is live here or forgotten.
+    pub fn apply_all(
+        self: &Arc<Self>,
+        errands: &Receiver<Errand>,
+        mirrors: Vec<Mirror>,
+    ) -> Outcome {
+        let mut log = None;
+        let mut mirrors = Some(mirrors);
+        let mut state = Err(anyhow::anyhow!("no epoch was applied"));
+        for errand in errands {
+            match errand {
+                Errand::Apply(epoch, other) => {
+                    let (number, bytes) = (epoch.epoch, epoch.bytes);
+                    // After one failure the copy is behind for good.
+                    if state.is_ok() || mirrors.is_some() {
+                        let applied = self.apply_one(epoch, &mut mirrors, other, &mut log);
+                        state = applied.and_then(|state| {
+                            log = self.follow_from(number, &state)?.or(log.take());
+                            Ok(state)
+                        });
+                    }
+                    if let Err(error) = &state {
+                        self.give_up(&format!("{error:#}"));
+                    }
+                    self.waiting.give_back(bytes);
+                }
+                Errand::Settle => {
+                    if let Err(error) = self.settle() {
+                        self.give_up(&format!("{error:#}"));
+                    }
+                }
+                Errand::GoLive { generation, reason } => {
+                    return self.take_over(state, log.as_ref(), generation, reason);
+                }
+                Errand::Discard => return self.forget(),
+            }
+        }
+        Outcome::Discarded
+    }
+
+    fn apply_one(
+        &self,
+        epoch: StagedEpoch,
+        mirrors: &mut Option<Vec<Mirror>>,
+        other: Option<Other>,
+        log: &mut Option<Arc<Following>>,
+    ) -> anyhow::Result<Vec<u8>> {
+        let number = epoch.epoch;
+        let turns = |kind| epoch.messages.iter().any(|message| message.header.kind == kind);
+        let (begins, ends) = (turns(Kind::LogBegins), turns(Kind::LogEnds));
+        if ends {
+            self.leave_log(&log.take().context("there is no log")?)?;
+            // Its memory is the base of what comes.
+            self.change_over(other)?;
+            let applied = apply_epoch(&self.machine(), epoch, None)?;
+            return Ok(self.applied_turn(number, applied.device_state));
+        }
+        let image = self.keeper.image();
+        let applied = apply_epoch(&self.machine(), epoch, image.as_deref())?;
+        let Applied { device_state, keep } = applied;
+        if begins {
+            // The guest tells of none of its writes.
+            self.keeper.end();
+            self.change_over(other)?;
+            return Ok(self.applied_turn(number, device_state));
+        }
+        // With the first whole epoch the mirrors are images of their own.
+        if let Some(fresh) = mirrors.take() {
+            for mirror in fresh {
+                mirror.complete()?;
+            }
+            self.make_ready()?;
+        }
+        self.applied.store(number.0, Ordering::Release);
+        if let Some(order) = keep {
+            self.keep(order, &device_state);
+        }
+        Ok(device_state)
+    }
+
+    /// What is there now is a snapshot's: it is stored while later epochs are applied.
+    fn keep(&self, order: KeepOrder, device_state: &[u8]) {
+        let data = self.data.clone();
+        let answer = move |kept| {
+            // If it cannot be sent the reading thread finds out why.
+            let _ = data.send_json(Kind::Kept, &kept);
+        };
+        self.keeper.keep(order, &self.machine(), &self.directory, device_state, answer);
+    }
+
+    fn applied_turn(&self, number: Epoch, state: Vec<u8>) -> Vec<u8> {
+        fail::fail_point!("turn-applied");
+        self.turns.fetch_sub(1, Ordering::AcqRel);
+        self.applied.store(number.0, Ordering::Release);
+        state
+    }
+
+    /// Loads the machine and executes the log that begins behind this epoch, if one does.
+    fn follow_from(
+        self: &Arc<Self>,
+        epoch: Epoch,
+        state: &[u8],
+    ) -> anyhow::Result<Option<Arc<Following>>> {
+        let following = self.following().filter(|following| following.machine() == epoch);
+        if let Some(following) = &following {
+            self.note_changes();
+            super::follow(self, following)?;
+            lockstep::begin(&self.machine(), following, state)?;
+        }
+        Ok(following)
+    }
+}

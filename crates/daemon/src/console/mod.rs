@@ -1,0 +1,88 @@
+//! A guest's console: QEMU has one end of it, whoever connects to its socket the other.
+//!
+//! The daemon stands between, so that QEMU's end is always connected: a port that nobody
+//! listens to takes no byte, and in lockstep the backup would show nothing of what was said.
+//! It can also hold what the guest says until that is committed ([`ConsoleOutput`]), and keeps
+//! the console's log, which has what was let out and nothing else.
+
+mod output;
+mod relay;
+
+pub(crate) use output::{ConsoleOutput, Waiting};
+
+use anyhow::Context;
+use nix::sys::eventfd::{EfdFlags, EventFd};
+use relay::Relay;
+use std::fs::File;
+use std::io;
+use std::os::unix::net::{UnixListener, UnixStream};
+use std::path::Path;
+use std::sync::Arc;
+use std::thread::{self, JoinHandle};
+use std::time::Duration;
+
+/// A client that takes nothing for so long is disconnected: the guest waits meanwhile.
+const PATIENCE: Duration = Duration::from_secs(1);
+
+/// Serves one console until it is dropped.
+pub(crate) struct ConsoleServer {
+    output: Arc<ConsoleOutput>,
+    stop: Arc<EventFd>,
+    thread: Option<JoinHandle<()>>,
+}
+
+impl ConsoleServer {
+    /// Listens at `path`, where nothing may be yet, and appends what may be heard to the file
+    /// `log`; returns QEMU's end, too.
+    pub fn serve(
+        path: &Path,
+        log: &Path,
+        waiting: Waiting,
+    ) -> anyhow::Result<(ConsoleServer, UnixStream)> {
+        let log = File::options()
+            .create(true)
+            .append(true)
+            .open(log)
+            .with_context(|| format!("cannot write to the console's log {}", log.display()))?;
+        let listen = || {
+            let listener = UnixListener::bind(path)?;
+            listener.set_nonblocking(true)?;
+            let (qemu, qemus) = UnixStream::pair()?;
+            qemu.set_nonblocking(true)?;
+            let output = Arc::new(ConsoleOutput::new(qemu.try_clone()?, waiting)?);
+            let stop = Arc::new(EventFd::from_flags(EfdFlags::EFD_CLOEXEC)?);
+            let relay = Relay {
+                output: output.clone(),
+                qemu,
+                listener,
+                client: None,
+                typed: Vec::new(),
+                log: Some(log),
+                stop: stop.clone(),
+            };
+            let thread =
+                thread::Builder::new().name("console".to_owned()).spawn(move || relay.run())?;
+            io::Result::Ok((ConsoleServer { output, stop, thread: Some(thread) }, qemus))
+        };
+        listen().with_context(|| format!("cannot serve the console {}", path.display()))
+    }
+
+    /// What the guest says, on its way out.
+    pub fn output(&self) -> &Arc<ConsoleOutput> {
+        &self.output
+    }
+}
+
+impl Drop for ConsoleServer {
+    fn drop(&mut self) {
+        // Fails only if it is signalled 2^64 times already.
+        let _ = self.stop.write(1);
+        if let Some(thread) = self.thread.take() {
+            // A panic of the thread has already been reported.
+            let _ = thread.join();
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,123 @@
+//! What the capture thread does next, and when.
+
+use super::session::{LONGEST_WAIT, Session};
+use crate::clock;
+use crate::sync::lock;
+use std::time::Duration;
+use understudy_protocol::{
+    Due, Epoch, GroupStep, LastCheckpoint, Primary, PrimaryPhase, Rendezvous, Situation, Time,
+};
+
+/// What the capture thread does next.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Step {
+    /// Take a checkpoint.
+    Checkpoint,
+    /// See how much the guest has written.
+    Look,
+    /// Take the last checkpoint: a planned fail-over.
+    LastCheckpoint,
+    /// Keep up in the other way.
+    Turn,
+    /// Protection is over.
+    End,
+}
+
+/// Since when output of the epoch that runs has waited, once the one before was committed.
+#[derive(Debug, Default)]
+pub(super) struct OutputSeen {
+    epoch: Epoch,
+    since: Option<Time>,
+}
+
+impl Session {
+    /// Waits until the capture thread has something to do.
+    pub fn next_step(&self) -> Step {
+        loop {
+            let seen = self.machine().doorbell().count();
+            let mut wait = match self.judge() {
+                Ok(step) => return step,
+                Err(wait) => wait,
+            };
+            if let Some(look) = self.pace.next_look() {
+                if look.is_zero() {
+                    return Step::Look;
+                }
+                wait = wait.min(look);
+            }
+            self.machine().doorbell().wait(seen, wait.min(LONGEST_WAIT));
+        }
+    }
+
+    /// The step that is due now, or how long to wait at most. What one member
+    /// finds due, all members do.
+    fn judge(&self) -> Result<Step, Duration> {
+        let core = lock(&self.core);
+        if matches!(core.phase(), PrimaryPhase::Alone(_) | PrimaryPhase::Halted(_)) {
+            return Ok(Step::End);
+        }
+        let may_turn = *core.phase() == PrimaryPhase::Protected && core.may_capture();
+        if may_turn && self.turning.is_due() && !self.group.was_handed_over() {
+            return Ok(Step::Turn);
+        }
+        let mut rendezvous = self.group.rendezvous();
+        let step = match rendezvous.announced(core.running()) {
+            Some(step) => step,
+            None => {
+                let step = self.due(&core, &rendezvous)?;
+                rendezvous.announce(core.running(), step);
+                self.group.ring();
+                step
+            }
+        };
+        Ok(match step {
+            GroupStep::Checkpoint => Step::Checkpoint,
+            GroupStep::LastCheckpoint => Step::LastCheckpoint,
+        })
+    }
+
+    /// Makes a checkpoint due now, unless it cannot be taken or is due already.
+    pub fn cut_short(&self) {
+        let core = lock(&self.core);
+        let mut rendezvous = self.group.rendezvous();
+        let idle = rendezvous.last().is_some() && rendezvous.announced(core.running()).is_none();
+        if idle && core.may_capture() {
+            rendezvous.announce(core.running(), GroupStep::Checkpoint);
+            self.group.ring();
+        }
+    }
+
+    /// What the group is to do now, or how long to wait at most.
+    fn due(&self, core: &Primary, rendezvous: &Rendezvous) -> Result<GroupStep, Duration> {
+        // None while a member still stands still.
+        let last = rendezvous.last().filter(|_| !rendezvous.is_broken() && core.may_capture());
+        let Some(last) = last else { return Err(LONGEST_WAIT) };
+        let protected = *core.phase() == PrimaryPhase::Protected;
+        if protected && self.group.was_handed_over() {
+            return Ok(GroupStep::LastCheckpoint);
+        }
+        if protected && self.keeping.is_wanted() {
+            return Ok(GroupStep::Checkpoint);
+        }
+        let now = clock::now();
+        let in_flight = core.in_flight();
+        let output_since =
+            if in_flight == 0 { self.output_since(core.running(), last, now) } else { None };
+        let situation = Situation { now, last, in_flight, output_since };
+        match self.policy.due(&situation, || self.group.activity()) {
+            Due::At(time) if time <= now => Ok(GroupStep::Checkpoint),
+            Due::At(time) | Due::Look(time) => Err(time - now),
+            Due::OnChange => Err(LONGEST_WAIT),
+        }
+    }
+
+    fn output_since(&self, running: Epoch, last: LastCheckpoint, now: Time) -> Option<Time> {
+        let mut seen = lock(&self.output_seen);
+        // What came while the epoch before was on its way has waited since then.
+        let began = if seen.epoch == running { now } else { last.resumed };
+        let since = seen.since.filter(|_| seen.epoch == running).unwrap_or(began);
+        let since = self.group.output_waits().then_some(since);
+        *seen = OutputSeen { epoch: running, since };
+        since
+    }
+}

@@ -1,0 +1,106 @@
+//! Working sets in normal running, by statistical sampling: of each VM whose memory is guarded a
+//! few pages chosen at random are watched; the share of them that is accessed in a period is
+//! taken for the share of all (Waldspurger 2002, which HotRestore builds on).
+
+use super::Snapshots;
+use crate::host::Host;
+use crate::machine::Machine;
+use crate::sync::lock;
+use std::collections::BTreeMap;
+use std::hash::{BuildHasher, RandomState};
+use std::sync::{Arc, Mutex, Weak};
+use std::thread;
+use std::time::{Duration, Instant};
+use tracing::debug;
+use understudy_protocol::PageIndex;
+use understudy_snapshot::Sampling;
+
+/// As long as first accesses are traced after a snapshot: both tell what is touched in such a
+/// time.
+const PERIOD: Duration = Duration::from_secs(7);
+
+/// Pages that are watched in a period. The first access to each is a fault, of some 20 µs.
+const WATCHED: usize = 256;
+
+/// A daemon that ends is not held up for long.
+const LOOK: Duration = Duration::from_millis(500);
+
+/// The VMs that are sampled.
+#[derive(Default)]
+pub struct Samplings(Mutex<BTreeMap<String, Known>>);
+
+struct Known {
+    /// A VM that was started anew is another one.
+    machine: Weak<()>,
+    sampling: Sampling,
+}
+
+impl Known {
+    fn new(machine: &Machine) -> Known {
+        Known { machine: machine.presence(), sampling: Sampling::new(machine.ram().pages()) }
+    }
+}
+
+impl Samplings {
+    /// A period ends, another one begins.
+    fn turn(&self, machine: &Machine, below: impl FnMut(u64) -> u64) {
+        let mut all = lock(&self.0);
+        let known = all.entry(machine.definition().name.clone());
+        let known = known.or_insert_with(|| Known::new(machine));
+        if !known.machine.ptr_eq(&machine.presence()) {
+            *known = Known::new(machine);
+        }
+        if let Some(accessed) = machine.end_sample() {
+            accessed.iter().for_each(|page| known.sampling.access(page.0));
+            known.sampling.end();
+        }
+        let pages: Vec<_> = known.sampling.begin(WATCHED, below).map(PageIndex).collect();
+        if !machine.begin_sample(&pages) {
+            debug!(vm = machine.definition().name, "is not sampled");
+        }
+    }
+
+    fn forget_gone(&self) {
+        lock(&self.0).retain(|_, known| known.machine.strong_count() > 0);
+    }
+}
+
+impl Snapshots {
+    /// The working set of a machine in pages, if it was sampled for a period at least.
+    pub(super) fn sampled(&self, machine: &Machine) -> Option<u64> {
+        let all = lock(&self.samplings.0);
+        let known = all.get(&machine.definition().name)?;
+        known.machine.ptr_eq(&machine.presence()).then(|| known.sampling.estimate())?
+    }
+
+    /// The same, of the machine that was sampled last under this name, if there still is one.
+    pub(crate) fn sampled_pages(&self, vm: &str) -> Option<u64> {
+        let all = lock(&self.samplings.0);
+        let known = all.get(vm).filter(|known| known.machine.strong_count() > 0)?;
+        known.sampling.estimate()
+    }
+}
+
+/// Samples the VMs that run on a host, for as long as there is the host.
+pub(crate) fn start(host: &Arc<Host>) {
+    let host = Arc::downgrade(host);
+    thread::spawn(move || {
+        let random = RandomState::new();
+        let (mut drawn, mut due) = (0_u64, Instant::now() + PERIOD);
+        loop {
+            thread::sleep(LOOK);
+            let Some(host) = host.upgrade().filter(|host| !host.is_closing()) else { return };
+            if Instant::now() < due {
+                continue;
+            }
+            due = Instant::now() + PERIOD;
+            for vm in host.running() {
+                host.snapshots.samplings.turn(&vm.machine(), |bound| {
+                    drawn += 1;
+                    random.hash_one(drawn) % bound
+                });
+            }
+            host.snapshots.samplings.forget_gone();
+        }
+    });
+}

@@ -1,0 +1,167 @@
+//! Turning a protected VM from checkpoints to lockstep, or back: what two hosts say about it.
+//!
+//! The turn is an epoch like others, a checkpoint at whose end the log begins or with which it
+//! ends. So at each moment the backup can go live from the last epoch that it acknowledged, by
+//! the same rules. What is needed for it, a QEMU that replays or one that records, is started
+//! beside the one that there is, before.
+
+use crate::error::{ErrorKind, HostError};
+use crate::host::Host;
+use crate::primary::Session;
+use crate::report::{DiskReads, Mode, ProtectRequest};
+use crate::vm::PrimaryVm;
+use serde::{Deserialize, Serialize};
+use std::sync::Arc;
+use tracing::warn;
+use understudy_protocol::{Output, PrimaryPhase};
+use understudy_qemu::command::Lockstep;
+use understudy_qemu::lockstep::LogRole;
+use understudy_qemu::{ClockBase, TickRate};
+
+/// What the primary tells its backup.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum Order {
+    /// Start a QEMU for the other way; the one that there is goes on.
+    Prepare(Box<Wanted>),
+    /// It will not be needed.
+    Cancel,
+}
+
+/// The other way.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+pub struct Wanted {
+    /// How the backup is to keep up.
+    pub mode: Mode,
+    /// In lockstep: where it gets what its guest reads.
+    pub disk_reads: DiskReads,
+    /// What the guest's clock showed first.
+    pub clock: ClockBase,
+    /// The build of the primary's QEMU.
+    pub qemu_build: Option<String>,
+    /// What the operator asks for from then on.
+    pub wish: ProtectRequest,
+}
+
+/// What the backup says to it.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum Answer {
+    /// It is ready.
+    Ready,
+    /// It cannot, for this reason.
+    Refused(String),
+}
+
+impl Host {
+    /// Turns a protected VM to the other way of keeping up, as its operator asks. It stays
+    /// protected; on an error it goes on as before. The caller holds [`PrimaryVm::protecting`].
+    pub(crate) fn turn(
+        self: &Arc<Self>,
+        vm: &Arc<PrimaryVm>,
+        session: &Arc<Session>,
+        request: &ProtectRequest,
+    ) -> Result<(), HostError> {
+        let wish = self.check_turn(vm, session, request)?;
+        let machine = vm.machine();
+        let (clock, moves) = match machine.lockstep() {
+            Some(Lockstep { role: LogRole::Record, clock }) => (clock.clone(), false),
+            Some(Lockstep { role: LogRole::Replay, .. }) => {
+                return Err(refusal("its QEMU has followed a log and cannot record one"));
+            }
+            None => (ClockBase::now().with_tick_rate(TickRate::of_this_host()), true),
+        };
+        let wanted = Wanted {
+            mode: wish.mode,
+            disk_reads: wish.disk_reads,
+            clock: clock.clone(),
+            qemu_build: machine.qemu_build(),
+            wish: wish.clone(),
+        };
+        let next = || {
+            let lockstep = Lockstep { role: LogRole::Record, clock };
+            moves.then(|| self.launch_next(vm, &machine, lockstep)).transpose()
+        };
+        session.turn(wanted, next).map_err(|error| self.not_turned(vm, session, &error))?;
+        vm.repairer.set_wish(Some(wish));
+        vm.repairer.trust_lockstep();
+        vm.events.note(format!("protection goes on {}", described(request.mode)));
+        if request.mode == Mode::Checkpoint {
+            self.note_end_of_lockstep(vm);
+        }
+        Ok(())
+    }
+
+    /// What is asked for from then on, if nothing speaks against it.
+    fn check_turn(
+        &self,
+        vm: &PrimaryVm,
+        session: &Session,
+        request: &ProtectRequest,
+    ) -> Result<ProtectRequest, HostError> {
+        let name = vm.name();
+        if session.membership().name.is_some() {
+            return Err(refusal(&format!(
+                "{name} is protected with others of its group, which get checkpoints: run \
+                 `understudy unprotect {name}` first"
+            )));
+        }
+        if session.phase() != PrimaryPhase::Protected {
+            return Err(refusal(&format!(
+                "{name} is still being synchronised: wait until it is protected"
+            )));
+        }
+        if session.output() == Output::Unheld || request.output == Output::Unheld {
+            return Err(refusal(&format!(
+                "{name} cannot change its mode while its output is not held: run `understudy \
+                 unprotect {name}` first"
+            )));
+        }
+        if session.console.is_some() || request.hold_console {
+            return Err(refusal(&format!(
+                "{name} cannot change its mode while its console is held: run `understudy unprotect \
+                 {name}` first"
+            )));
+        }
+        if request.policy.is_some_and(|policy| policy != session.policy) {
+            return Err(refusal(&format!(
+                "the policy of {name} stays as it is while only its mode changes: leave it out, or \
+                 run `understudy unprotect {name}` first"
+            )));
+        }
+        if self.snapshots.is_taking(name) {
+            return Err(refusal(&format!(
+                "{name} is being snapshotted: try again when it has ended"
+            )));
+        }
+        self.check_mode(&vm.machine(), request.mode)?;
+        let former = vm.repairer.wish().unwrap_or_else(|| request.clone());
+        let (mode, disk_reads) = (request.mode, request.disk_reads);
+        Ok(ProtectRequest { mode, disk_reads, repair: request.repair, ..former })
+    }
+
+    fn not_turned(&self, vm: &PrimaryVm, session: &Session, error: &anyhow::Error) -> HostError {
+        let now = match session.phase() {
+            PrimaryPhase::Protected => {
+                format!("protection goes on {}", described(session.mode()))
+            }
+            phase => format!("{phase:?}"),
+        };
+        let message = format!("{} does not change its mode: {error:#}; {now}", vm.name());
+        warn!("{message}");
+        vm.events.note(message.clone());
+        HostError::new(ErrorKind::Internal, message)
+    }
+}
+
+/// For people, of protection.
+fn described(mode: Mode) -> &'static str {
+    match mode {
+        Mode::Checkpoint => "with checkpoints",
+        Mode::Lockstep => "in lockstep",
+    }
+}
+
+fn refusal(message: &str) -> HostError {
+    HostError::new(ErrorKind::Conflict, message.to_owned())
+}

@@ -1,0 +1,124 @@
+//! What a scene is made of, and whether it is there.
+
+use super::guest::{BOOT_IMAGE, GuestKind, IMAGES, INITRD, KERNEL};
+use crate::bench_guest::{BENCH_IMAGE, BenchGuest};
+use crate::host::{HostOptions, HostProcess};
+use crate::lab::{GUEST_ADDRESS, Lab};
+use anyhow::{Result, ensure};
+use std::collections::BTreeMap;
+use std::path::{Path, PathBuf};
+use understudy_protocol::Policy;
+
+/// What a scene is made of.
+#[derive(Clone, Debug)]
+pub struct SceneOptions {
+    /// The program under test.
+    pub binary: PathBuf,
+    /// Where `guests/build` put the guests' files.
+    pub guest_files: PathBuf,
+    /// The hosts.
+    pub hosts: Vec<String>,
+    /// Networks between the hosts for their daemons alone; without, they use
+    /// the guest's.
+    pub cables: usize,
+    /// The daemons' options, by host; a host that is not named has none.
+    pub daemons: BTreeMap<String, HostOptions>,
+    /// The guest.
+    pub kind: GuestKind,
+    /// Its memory in MiB.
+    pub memory_mib: u32,
+    /// Its virtual CPUs.
+    pub vcpus: u32,
+    /// Its disks, 0 to 2; without the first there is no record server to use.
+    pub disks: usize,
+    /// Whether the second disk is a qcow2 image; all others are raw.
+    pub second_disk_is_qcow2: bool,
+    /// Its cards, 1 or 2.
+    pub cards: usize,
+    /// QEMU's accelerator, as `accel` in the definition; its default without.
+    pub accel: Option<String>,
+    /// The checkpoint policy in the definition; the product's default without.
+    pub policy: Option<Policy>,
+    /// Whether its QEMU counts instructions from the start, as `lockstep` in the definition.
+    pub lockstep: bool,
+}
+
+impl SceneOptions {
+    /// Hosts a and b; Linux with 512 MiB, one vCPU, one disk, one card.
+    pub fn new(binary: &Path, guest_files: &Path) -> SceneOptions {
+        SceneOptions {
+            binary: binary.to_owned(),
+            guest_files: guest_files.to_owned(),
+            hosts: vec!["a".to_owned(), "b".to_owned()],
+            cables: 0,
+            daemons: BTreeMap::new(),
+            kind: GuestKind::Linux,
+            memory_mib: 512,
+            vcpus: 1,
+            disks: 1,
+            second_disk_is_qcow2: false,
+            cards: 1,
+            accel: None,
+            policy: None,
+            lockstep: false,
+        }
+    }
+
+    /// A host's daemon, started with its options.
+    pub(super) fn start_daemon(&self, lab: &Lab, name: &str) -> Result<HostProcess> {
+        let none = HostOptions::default();
+        let options = self.daemons.get(name).unwrap_or(&none);
+        HostProcess::start_with(lab, name, &self.binary, options)
+    }
+
+    /// The files that the guest is made of, in `guest_files`.
+    pub(super) fn sources(&self) -> Vec<&'static str> {
+        match self.kind {
+            GuestKind::BootSector => vec![BOOT_IMAGE],
+            GuestKind::Bench => vec![KERNEL, INITRD, BENCH_IMAGE],
+            GuestKind::Linux => {
+                [&[KERNEL, INITRD][..], &IMAGES[..self.disks.min(IMAGES.len())]].concat()
+            }
+        }
+    }
+
+    /// Says what is missing or impossible; [`Scene::start`](super::Scene::start) does so as well.
+    pub fn check(&self) -> Result<()> {
+        ensure!(self.disks <= IMAGES.len(), "{} disks asked for, 2 possible", self.disks);
+        ensure!((1..=2).contains(&self.cards), "{} cards asked for, 1 or 2 possible", self.cards);
+        if self.kind == GuestKind::Bench {
+            ensure!(
+                self.disks == 1 && self.cards == 1,
+                "the bench guest has one disk and one card"
+            );
+            BenchGuest::files(&self.guest_files, GUEST_ADDRESS)?;
+        }
+        for name in self.sources() {
+            let path = self.guest_files.join(name);
+            ensure!(
+                path.is_file(),
+                "there is no {}: build the test guests with `make guests`",
+                path.display()
+            );
+        }
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::Scene;
+
+    #[test]
+    fn wrong_options_are_refused_before_anything_is_built() {
+        let directory = tempfile::tempdir().unwrap();
+        let options = SceneOptions::new(Path::new("understudy"), directory.path());
+        let refuse = |options| Scene::start(options).err().expect("an error").to_string();
+        let missing = refuse(options.clone());
+        assert!(missing.contains("vmlinuz") && missing.contains("make guests"), "{missing}");
+        let disks = refuse(SceneOptions { disks: 3, ..options.clone() });
+        assert!(disks.contains("3 disks"), "{disks}");
+        assert!(refuse(SceneOptions { cards: 0, ..options }).contains("0 cards"));
+    }
+}

@@ -1,0 +1,188 @@
+//! The queries' section: its figures, and its text.
+
+use super::clients::Answer;
+use crate::bench::suite::statistics::median;
+use crate::bench::suite::table::number;
+use serde::Serialize;
+use std::collections::BTreeMap;
+use std::fmt::Write;
+use std::time::Instant;
+
+/// So many of each client are looked at.
+pub const QUERIES: usize = 20;
+/// Up to so many times as long as before the snapshot is normal.
+const NORMAL: f64 = 2.0;
+
+/// What the section found. Times are in milliseconds.
+#[derive(Clone, Debug, PartialEq, Serialize)]
+pub struct Report {
+    /// What a query takes before the snapshot, on average.
+    pub query_ms: f64,
+    /// Each mode: the middle of its restores.
+    pub queries: BTreeMap<String, Summary>,
+    /// Each restore.
+    pub query_restores: BTreeMap<String, Vec<Restored>>,
+}
+
+/// One restore.
+#[derive(Clone, Debug, PartialEq, Serialize)]
+pub struct Restored {
+    /// From the command until both guests ran.
+    pub started_ms: f64,
+    /// From the command until the first client had its first answer.
+    pub first_answer_ms: f64,
+    /// What the clients waited for their first, second, … answer, on average.
+    pub mean_ms: Vec<f64>,
+}
+
+/// What restores in one mode have in the middle.
+#[derive(Clone, Debug, PartialEq, Serialize)]
+pub struct Summary {
+    /// From the command until both guests ran.
+    pub started_ms: f64,
+    /// From the command until the first client had its first answer.
+    pub first_answer_ms: f64,
+    /// Of the first, second, … answer of a client.
+    pub mean_ms: Vec<f64>,
+    /// From which query on, counted from 1, all take at most twice as long as before the
+    /// snapshot; none if the last of them does not.
+    pub normal_from: Option<usize>,
+}
+
+impl Restored {
+    /// Of the answers of each client to a restore that was asked for then.
+    pub fn of(began: Instant, started_ms: f64, answers: &[Vec<Answer>]) -> Restored {
+        let ms = |answer: &Answer| answer.took.as_secs_f64() * 1e3;
+        let mean = |query: usize| {
+            let all: Vec<f64> = answers.iter().filter_map(|own| own.get(query)).map(ms).collect();
+            all.iter().sum::<f64>() / all.len().max(1) as f64
+        };
+        let first = answers.iter().filter_map(|own| own.first()).map(|answer| answer.at).min();
+        Restored {
+            started_ms,
+            first_answer_ms: first
+                .map_or(0.0, |at| at.saturating_duration_since(began).as_secs_f64() * 1e3),
+            mean_ms: (0..QUERIES).map(mean).collect(),
+        }
+    }
+
+    /// For the progress.
+    pub fn words(&self) -> String {
+        let at = |query: usize| self.mean_ms.get(query).copied().unwrap_or_default();
+        format!(
+            "ran after {:.0} ms, first answer after {:.0} ms; queries 1, 5, 20 took {:.1}, {:.1}, \
+             {:.1} ms",
+            self.started_ms,
+            self.first_answer_ms,
+            at(0),
+            at(4),
+            at(QUERIES - 1)
+        )
+    }
+}
+
+impl Report {
+    /// Of nothing yet, but what is normal.
+    pub fn new(query_ms: f64) -> Report {
+        Report { query_ms, queries: BTreeMap::new(), query_restores: BTreeMap::new() }
+    }
+
+    /// Of all restores.
+    pub fn conclude(&mut self) {
+        for (mode, restores) in &self.query_restores {
+            let middle = |figure: &dyn Fn(&Restored) -> Option<f64>| {
+                let all: Vec<f64> = restores.iter().filter_map(figure).collect();
+                median(&all).unwrap_or_default()
+            };
+            let mean_ms: Vec<f64> =
+                (0..QUERIES).map(|query| middle(&|one| one.mean_ms.get(query).copied())).collect();
+            let summary = Summary {
+                started_ms: middle(&|one| Some(one.started_ms)),
+                first_answer_ms: middle(&|one| Some(one.first_answer_ms)),
+                normal_from: normal_from(&mean_ms, self.query_ms),
+                mean_ms,
+            };
+            self.queries.insert(mode.clone(), summary);
+        }
+    }
+}
+
+/// The first query, counted from 1, from which on all are normal.
+fn normal_from(mean_ms: &[f64], query_ms: f64) -> Option<usize> {
+    let slow = mean_ms.iter().rposition(|&ms| ms > query_ms * NORMAL);
+    let from = slow.map_or(0, |last| last + 1);
+    (from < mean_ms.len()).then_some(from + 1)
+}
+
+/// The section for a terminal.
+pub fn table(report: &Report) -> String {
+    let mut text = format!(
+        "Queries of ten clients, {} ms each before the snapshot; ms until both guests ran, until \
+         the first answer, of the first, …, answers\n\n{:<12} {:>8} {:>8} {:>8} {:>8} {:>8} {:>8} \
+         {:>8}  normal from\n",
+        number(report.query_ms),
+        "",
+        "run",
+        "answer",
+        "1st",
+        "2nd",
+        "5th",
+        "10th",
+        "20th"
+    );
+    for (mode, summary) in &report.queries {
+        let at =
+            |query: usize| summary.mean_ms.get(query - 1).map_or("-".to_owned(), |&ms| number(ms));
+        let from = summary.normal_from.map_or("never".to_owned(), |query| query.to_string());
+        let _ = writeln!(
+            text,
+            "{mode:<12} {:>8} {:>8} {:>8} {:>8} {:>8} {:>8} {:>8}  {from}",
+            number(summary.started_ms),
+            number(summary.first_answer_ms),
+            at(1),
+            at(2),
+            at(5),
+            at(10),
+            at(20)
+        );
+    }
+    text
+}
+
+#[cfg(test)]
+pub mod tests {
+    use super::*;
+    use std::time::Duration;
+
+    pub fn report() -> Report {
+        let began = Instant::now();
+        let client = |times: [u64; 3]| {
+            let answer = |ms| {
+                let took = Duration::from_millis(ms);
+                Answer { at: began + Duration::from_millis(1000) + took, took }
+            };
+            times.map(answer).to_vec()
+        };
+        let restored = Restored::of(began, 900.0, &[client([300, 40, 10]), client([100, 20, 10])]);
+        let mut report = Report::new(12.0);
+        report.query_restores.insert("hot".to_owned(), vec![restored]);
+        report.conclude();
+        report
+    }
+
+    #[test]
+    fn answers_are_counted_client_by_client() {
+        let hot = &report().queries["hot"];
+        assert_eq!(hot.mean_ms[..3], [200.0, 30.0, 10.0]);
+        assert_eq!((hot.started_ms, hot.first_answer_ms), (900.0, 1100.0));
+        assert_eq!(hot.normal_from, Some(3));
+        assert!(table(&report()).contains("1100"), "{}", table(&report()));
+    }
+
+    #[test]
+    fn normal_is_what_stays_so() {
+        assert_eq!(normal_from(&[1.0, 1.0], 1.0), Some(1));
+        assert_eq!(normal_from(&[9.0, 1.0, 3.0, 2.0], 1.0), Some(4));
+        assert_eq!(normal_from(&[1.0, 3.0], 1.0), None);
+    }
+}
