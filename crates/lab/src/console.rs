@@ -14,7 +14,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
 /// For a shell to answer, while the guest may still boot on a busy machine.
-const CONNECT_LIMIT: Duration = Duration::from_secs(120);
+const CONNECT_LIMIT: Duration = Duration::from_secs(240);
 /// For one try: what is typed before the shell runs is lost.
 const GREETING_LIMIT: Duration = Duration::from_millis(500);
 /// A terminal takes no longer line (`man 3 termios`), with room for the markers.

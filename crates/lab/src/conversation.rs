@@ -12,11 +12,11 @@ use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 /// For the guest to accept a connection.
-const CONNECT_LIMIT: Duration = Duration::from_secs(30);
+const CONNECT_LIMIT: Duration = Duration::from_secs(120);
 /// How often a waiting thread looks whether it is to stop.
 const STOP_INTERVAL: Duration = Duration::from_millis(50);
 /// For the answer to the last request, once stopping was asked for.
-const LAST_ANSWER_LIMIT: Duration = Duration::from_secs(20);
+const LAST_ANSWER_LIMIT: Duration = Duration::from_secs(60);
 
 /// Why a conversation ended before it was stopped.
 #[derive(Debug, thiserror::Error)]

@@ -17,7 +17,7 @@ use std::time::Duration;
 const CLIENT_PORT: u16 = 2379;
 const PEER_PORT: u16 = 2380;
 /// For etcd to answer after its start, on a busy machine.
-const START_LIMIT: Duration = Duration::from_secs(60);
+const START_LIMIT: Duration = Duration::from_secs(120);
 /// A host's interface towards etcd.
 pub(crate) const LINK: &str = "etcd";
 

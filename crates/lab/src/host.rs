@@ -19,9 +19,9 @@ use std::process::{Child, Command, ExitStatus, Output, Stdio};
 use std::time::{Duration, Instant};
 
 /// For a daemon to answer after its start.
-const START_LIMIT: Duration = Duration::from_secs(60);
+const START_LIMIT: Duration = Duration::from_secs(120);
 /// For a daemon to end its VMs and itself after SIGTERM.
-const TERMINATE_LIMIT: Duration = Duration::from_secs(60);
+const TERMINATE_LIMIT: Duration = Duration::from_secs(120);
 /// For one call of the command line; a call that hangs must not hang a test.
 const CALL_SECONDS: &str = "120";
 const LOG: &str = "daemon.log";

@@ -9,7 +9,7 @@ use std::fs;
 use std::time::Duration;
 
 /// A killed process is gone as soon as the kernel has taken its memory apart.
-const DEATH_LIMIT: Duration = Duration::from_secs(20);
+const DEATH_LIMIT: Duration = Duration::from_secs(60);
 
 /// Every process id on this machine.
 pub(crate) fn all() -> Result<Vec<u32>> {

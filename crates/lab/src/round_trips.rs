@@ -10,7 +10,7 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 /// For the connection, and for one answer.
-const ANSWER_LIMIT: Duration = Duration::from_secs(30);
+const ANSWER_LIMIT: Duration = Duration::from_secs(120);
 /// Fits one frame.
 const REQUEST_BYTES: usize = 64;
 const DICE: u64 = 1 << 16;

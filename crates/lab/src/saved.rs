@@ -15,7 +15,7 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 /// For a guest to be saved, or to be back.
-const LIMIT: Duration = Duration::from_secs(120);
+const LIMIT: Duration = Duration::from_secs(240);
 const SOCKET: &str = "saved";
 /// The image that savevm writes to, and its node.
 const INSIDE: &str = "inside";

@@ -38,9 +38,9 @@ pub const VM: &str = "guest";
 const SECOND_CLIENT: &str = "10.78.0.100/24";
 
 /// For a first synchronisation.
-const SYNC_LIMIT: Duration = Duration::from_secs(180);
+const SYNC_LIMIT: Duration = Duration::from_secs(300);
 /// For a backup to run the guest after a failure.
-const TAKE_OVER_LIMIT: Duration = Duration::from_secs(30);
+const TAKE_OVER_LIMIT: Duration = Duration::from_secs(120);
 
 /// A laboratory with daemons and the files of a guest. Dropping it kills and
 /// removes everything; [`finish`](Scene::finish) also proves that nothing was

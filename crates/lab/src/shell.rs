@@ -9,7 +9,7 @@ use std::time::Duration;
 
 /// For a command to end, or to start when it runs in the background.
 const ANSWER_LIMIT: Duration = Duration::from_secs(300);
-const CONNECT_LIMIT: Duration = Duration::from_secs(30);
+const CONNECT_LIMIT: Duration = Duration::from_secs(120);
 /// More output than any test asks for.
 const MOST_OUTPUT: usize = 64 * 1024 * 1024;
 

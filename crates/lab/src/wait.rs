@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 
 const POLL_INTERVAL: Duration = Duration::from_millis(10);
 /// For a guest to boot, under emulation and on a busy machine.
-const BOOT_LIMIT: Duration = Duration::from_secs(120);
+const BOOT_LIMIT: Duration = Duration::from_secs(300);
 /// For one try to connect to a guest that boots.
 const CONNECT_LIMIT: Duration = Duration::from_millis(500);
 

@@ -10,7 +10,7 @@ use understudy_lab::{
     RecordReport, wait_for,
 };
 
-const LIMIT: Duration = Duration::from_secs(60);
+const LIMIT: Duration = Duration::from_secs(120);
 
 fn start(lab: &Lab, serve: fn(TcpStream)) -> RecordClient {
     RecordClient::start(lab, guest(lab, "a", serve), Duration::ZERO).unwrap()

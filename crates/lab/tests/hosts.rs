@@ -9,7 +9,7 @@ use std::process::{Command, Stdio};
 use std::time::Duration;
 use understudy_lab::{HostProcess, Lab, wait_for};
 
-const LIMIT: Duration = Duration::from_secs(30);
+const LIMIT: Duration = Duration::from_secs(120);
 
 /// Names the configuration file to the test's program when it is the daemon.
 const CONFIG: &str = "LAB_TEST_CONFIG";

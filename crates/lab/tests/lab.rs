@@ -10,7 +10,7 @@ use understudy_lab::{
     CLIENT_ADDRESS, Lab, Mac, Namespace, UPLINK, Watcher, in_namespace, wait_for,
 };
 
-const LIMIT: Duration = Duration::from_secs(30);
+const LIMIT: Duration = Duration::from_secs(120);
 /// How long silence is listened to.
 const SILENCE: Duration = Duration::from_millis(200);
 

@@ -20,10 +20,10 @@ use understudy_qemu::lockstep::{LogErrand, LogRole, Request};
 use vm::Vm;
 
 /// How long anything may take before a test fails.
-const DEADLINE: Duration = Duration::from_secs(90);
+const DEADLINE: Duration = Duration::from_secs(240);
 
 /// How long what a disk was told may take to arrive there.
-const SETTLED: Duration = Duration::from_secs(20);
+const SETTLED: Duration = Duration::from_secs(60);
 
 /// The copy of the machine; the log's batches follow.
 const MACHINE: Epoch = Epoch(1);

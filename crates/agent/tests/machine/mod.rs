@@ -16,7 +16,7 @@ use understudy_memory::{GuestRam, ProcessMemory, RamBlock};
 use understudy_protocol::BlockId;
 
 /// How long anything may take before a test fails.
-pub const DEADLINE: Duration = Duration::from_secs(60);
+pub const DEADLINE: Duration = Duration::from_secs(180);
 
 const RAM_BYTES: u64 = 64 << 20;
 

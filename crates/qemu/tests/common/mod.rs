@@ -22,7 +22,7 @@ use understudy_qemu::qmp::{DeviceState, MonitorSockets, RamBlockInfo, VmEvent};
 use understudy_qemu::{Accelerator, Capabilities, Monitor, Qemu, VmDefinition};
 
 /// Longer than anything takes on an overloaded machine.
-pub const LONG: Duration = Duration::from_secs(60);
+pub const LONG: Duration = Duration::from_secs(180);
 
 /// Prints '>' once, then for ever the low four bits of a counter as 'A' to 'P'.
 /// The counter lives in memory at 0x7e00; each letter comes after about 65 000

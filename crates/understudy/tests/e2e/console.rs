@@ -13,7 +13,7 @@ use understudy_lab::{Console, RecordClient, Scene, SceneOptions, wait_for};
 const COUNT: &str = "n=0; while :; do n=$((n + 1)); echo count $n. > /dev/console; done";
 
 /// For a line of shell.
-const LINE_LIMIT: Duration = Duration::from_secs(60);
+const LINE_LIMIT: Duration = Duration::from_secs(180);
 
 /// The guest of `options` on host a, protected to b with its console held.
 fn play_held(options: SceneOptions, story: impl FnOnce(&mut Scene, RecordClient) -> Result<()>) {

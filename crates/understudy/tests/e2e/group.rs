@@ -4,7 +4,7 @@
 //! that the other has forgotten.
 
 use crate::stage::{
-    PACE, await_forgotten, await_service, close, options, play, protection, prove_disk, refusal,
+    LIMIT, PACE, await_forgotten, await_service, close, options, play, protection, prove_disk, refusal,
     vms,
 };
 use anyhow::{Context, Result, ensure};
@@ -15,8 +15,6 @@ use understudy_lab::companion::{COMPANION, COMPANION_ADDRESS, Companion};
 use understudy_lab::scene::{RECORDS_PORT, VM};
 use understudy_lab::{GuestShell, RecordClient, Scene, wait_for};
 
-/// For anything that a living machine does by itself.
-const LIMIT: Duration = Duration::from_secs(60);
 /// Answers inside the group that prove that the guests talk.
 const ANSWERED: u64 = 20;
 const BOTH: [&str; 2] = [VM, COMPANION];

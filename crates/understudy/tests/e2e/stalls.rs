@@ -11,9 +11,9 @@ use understudy_lab::scene::{ECHO_PORT, VM};
 use understudy_lab::{ChatterClient, HostOptions, Load, Part, Scene, wait_for};
 
 /// How long the stalls are.
-const STALLS: [Duration; 2] = [Duration::from_secs(1), Duration::from_secs(10)];
+const STALLS: [Duration; 2] = [Duration::from_secs(4), Duration::from_secs(12)];
 /// Silence counts as a failure well before the shorter stall is over.
-const DETECTION: &str = "[detection]\ntimeout_ms = 250\n";
+const DETECTION: &str = "[detection]\ntimeout_ms = 1500\n";
 
 fn play_stalls(story: impl FnOnce(&mut Scene, &ChatterClient) -> Result<&'static str>) {
     let mut options = options();
