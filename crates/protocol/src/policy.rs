@@ -26,7 +26,7 @@ const PAGE_COST: Duration = Duration::from_micros(5);
 
 /// Output waits for no longer than this on account of pages: the throughput of a connection
 /// whose window is full falls with its length, and people notice it.
-const LONGEST_GAP_FOR_PAGES: Duration = Duration::from_millis(15);
+const LONGEST_GAP_FOR_PAGES: Duration = Duration::from_millis(25);
 
 /// The first look at a guest that may fall idle; a look costs some 15 µs.
 const SHORTEST_LOOK: Duration = Duration::from_micros(100);
