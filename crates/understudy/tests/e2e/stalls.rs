@@ -12,13 +12,14 @@ use understudy_lab::{ChatterClient, HostOptions, Load, Part, Scene, wait_for};
 
 /// How long the stalls are.
 const STALLS: [Duration; 2] = [Duration::from_secs(4), Duration::from_secs(12)];
-/// Silence counts as a failure well before the shorter stall is over.
-const DETECTION: &str = "[detection]\ntimeout_ms = 1500\n";
+/// Silence counts as a failure well before the shorter stall is over. Lost protection stays
+/// lost: these stories restore it themselves.
+const SETTINGS: &str = "[detection]\ntimeout_ms = 1500\n[repair]\nenabled = false\n";
 
 fn play_stalls(story: impl FnOnce(&mut Scene, &ChatterClient) -> Result<&'static str>) {
     let mut options = options();
     options.memory_mib = 192;
-    let daemon = HostOptions { settings: DETECTION.to_owned(), ..Default::default() };
+    let daemon = HostOptions { settings: SETTINGS.to_owned(), ..Default::default() };
     options.daemons.values_mut().for_each(|options| *options = daemon.clone());
     play_protected(options, |scene, client| {
         let bulk =
