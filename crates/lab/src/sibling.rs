@@ -9,8 +9,11 @@ use std::net::Ipv4Addr;
 use std::path::{Path, PathBuf};
 use toml::{Table, Value};
 
+/// What the guest's kernel is told of the address of a second card begins so.
+const SECOND_CARD: &str = "us.ip2=";
+
 /// What tells a guest from the scene's own, which it is otherwise like; but it is never in
-/// lockstep.
+/// lockstep, and has one card.
 #[derive(Clone, Copy, Debug)]
 pub struct Sibling<'a> {
     /// Its name on every host.
@@ -48,9 +51,14 @@ impl Sibling<'_> {
         let append = table.get("append").and_then(Value::as_str);
         let append = append.context("the scene's guest has no kernel")?;
         let append = append.replace(&GUEST_ADDRESS.to_string(), &self.address.to_string());
-        table.insert("append".to_owned(), append.into());
+        let words = append.split(' ').filter(|word| !word.starts_with(SECOND_CARD));
+        let words: Vec<&str> = words.collect();
+        table.insert("append".to_owned(), words.join(" ").into());
         table.insert("name".to_owned(), self.name.into());
         table.remove("lockstep");
+        if let Some(cards) = table.get_mut("card").and_then(Value::as_array_mut) {
+            cards.truncate(1);
+        }
         let card = tables(&mut table, "card").next().context("the scene's guest has no card")?;
         card.insert("mac".to_owned(), self.mac.into());
         let mut copies = Vec::new();
@@ -76,12 +84,13 @@ mod tests {
     #[test]
     fn it_differs_where_two_guests_must() {
         let text = "name = \"guest\"\nmemory = \"96M\"\nlockstep = true\n\
-                    append = \"quiet us.ip=10.77.0.50/24\"\n\
-                    [[disk]]\npath = \"/lab/disk.img\"\n[[card]]\nmac = \"1\"\nbridge = \"net\"\n";
+                    append = \"us.ip=10.77.0.50/24 us.ip2=10.78.0.50/24 quiet\"\n\
+                    [[disk]]\npath = \"/lab/disk.img\"\n[[card]]\nmac = \"1\"\nbridge = \"net\"\n\
+                    [[card]]\nmac = \"7\"\n";
         let other = Sibling { name: "other", address: Ipv4Addr::new(10, 77, 0, 60), mac: "2" };
         let (table, copies) = other.altered(text.parse().unwrap(), Path::new("/lab")).unwrap();
         let expected = "name = \"other\"\nmemory = \"96M\"\n\
-                        append = \"quiet us.ip=10.77.0.60/24\"\n\
+                        append = \"us.ip=10.77.0.60/24 quiet\"\n\
                         [[disk]]\npath = \"/lab/other-0.img\"\n\
                         [[card]]\nmac = \"2\"\nbridge = \"net\"\n";
         assert_eq!(table, expected.parse().unwrap());

@@ -6,6 +6,7 @@ use super::restorer::{self, Job};
 use super::taker::Coordinator;
 use super::words::{GroupPlaces, RestoreTask};
 use super::{library, unix_now};
+use crate::clock;
 use crate::error::{ErrorKind, HostError};
 use crate::host::Host;
 use std::collections::BTreeMap;
@@ -94,6 +95,7 @@ impl Host {
         request: &RestoreRequest,
         place: Option<&str>,
     ) -> Result<RestoreReport, HostError> {
+        let began = clock::now();
         let location = self.store_of(name, request.store.as_deref())?;
         let store = Store::open(&location).map_err(|error| store_error("", error))?;
         let found = store.snapshot(name, request.number);
@@ -135,7 +137,8 @@ impl Host {
             |crossing: &Crossing| (crossing.from.min(crossing.to), crossing.from.max(crossing.to));
         let talking = manifest.crossings.iter().map(pair).collect();
         let (mode, wait) = (request.mode, request.wait);
-        restorer::run(self, Job { task, newest, line, pages: plan.pages, talking, mode, wait })
+        let pages = plan.pages;
+        restorer::run(self, Job { began, task, newest, line, pages, talking, mode, wait })
     }
 
     /// Asks each host whether it can take its members; returns how fast it reads.

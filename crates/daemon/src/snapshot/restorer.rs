@@ -17,6 +17,8 @@ use understudy_snapshot::{
 
 /// What is to be restored, and how.
 pub struct Job {
+    /// When the command was given: checks come first, and count.
+    pub began: Time,
     /// Of the first member; the others' differ by member and generation.
     pub task: RestoreTask,
     /// The newest generation of each member.
@@ -33,7 +35,7 @@ pub struct Job {
     pub wait: bool,
 }
 
-/// When a member got where, since the beginning.
+/// When a member got where, since the command.
 #[derive(Clone, Copy, Default)]
 struct Milestones {
     loaded: Option<Duration>,
@@ -51,18 +53,12 @@ pub fn run(host: &Arc<Host>, job: Job) -> Result<RestoreReport, HostError> {
         }
     });
     let exchange = Exchange::new(host, &job.task.group.hosts, reply);
-    let mut restore = Restore {
-        began: clock::now(),
-        milestones: vec![Milestones::default(); job.pages.len()],
-        job,
-        exchange,
-        heard,
-    };
+    let mut restore =
+        Restore { milestones: vec![Milestones::default(); job.pages.len()], job, exchange, heard };
     restore.drive()
 }
 
 struct Restore {
-    began: Time,
     milestones: Vec<Milestones>,
     job: Job,
     exchange: Exchange,
@@ -73,7 +69,7 @@ impl Restore {
     fn drive(&mut self) -> Result<RestoreReport, HostError> {
         let mut actions = Vec::new();
         let (line, pages) = (self.job.line.clone(), self.job.pages.clone());
-        let mut restorer = Restorer::new(line, pages, self.began, &mut actions);
+        let mut restorer = Restorer::new(line, pages, clock::now(), &mut actions);
         loop {
             for RestoreAction::Send(member, order) in actions.drain(..) {
                 let task = RestoreTask {
@@ -105,7 +101,7 @@ impl Restore {
     }
 
     fn note(&mut self, at: Time, member: Member, report: &Report) {
-        let since = at - self.began;
+        let since = at - self.job.began;
         let own = &mut self.milestones[member.index()];
         match report {
             Report::LoadFin => drop(own.loaded.get_or_insert(since)),

@@ -57,6 +57,64 @@ struct Report {
     moves: u64,
 }
 
+fn bank_of(member: usize) -> SocketAddr {
+    SocketAddr::from((address(member), PORT))
+}
+
+fn all_banks() -> Vec<SocketAddr> {
+    (0..MEMBERS).map(bank_of).collect()
+}
+
+fn ask(scene: &Scene, bank: SocketAddr, request: &str) -> Result<String> {
+    let connect = || TcpStream::connect_timeout(&bank, Duration::from_secs(20));
+    let mut stream = in_namespace(&scene.lab().client(), connect)??;
+    stream.set_read_timeout(Some(Duration::from_secs(20)))?;
+    stream.write_all(format!("{request}\n").as_bytes())?;
+    let mut answer = String::new();
+    BufReader::new(stream).read_line(&mut answer)?;
+    Ok(answer.trim().to_owned())
+}
+
+fn report(scene: &Scene, bank: SocketAddr) -> Result<Report> {
+    let text = ask(scene, bank, "report")?;
+    let words: Vec<&str> = text.split(' ').collect();
+    let [balance, pending, moves, broken] = words[..] else {
+        anyhow::bail!("bank {bank} says {text:?}");
+    };
+    ensure!(broken == "-", "bank {bank}: {broken}");
+    let (balance, pending) = (balance.parse()?, pending.parse()?);
+    Ok(Report { balance, pending, moves: moves.parse()? })
+}
+
+/// Each pays on the connections that it always had.
+pub fn await_payments(scene: &Scene, banks: &[SocketAddr]) -> Result<()> {
+    for &bank in banks {
+        let reached = || wait_for("a bank to answer", LIMIT, || Ok(report(scene, bank).ok()));
+        let goal = reached()?.moves + PAID;
+        wait_for(&format!("bank {bank} to pay"), LIMIT, || {
+            Ok((report(scene, bank)?.moves >= goal).then_some(()))
+        })?;
+    }
+    Ok(())
+}
+
+/// Nothing is on its way any more: the total must be what it was.
+pub fn audit(scene: &Scene, banks: &[SocketAddr]) -> Result<()> {
+    let all = |request| banks.iter().try_for_each(|&bank| ask(scene, bank, request).map(drop));
+    all("pause")?;
+    for &bank in banks {
+        wait_for("payments to be answered", LIMIT, || {
+            Ok((report(scene, bank)?.pending == 0).then_some(()))
+        })?;
+    }
+    let mut total = 0;
+    for &bank in banks {
+        total += report(scene, bank)?.balance;
+    }
+    ensure!(total == banks.len() as i64 * START, "the total is {total}");
+    all("resume")
+}
+
 /// The banks, wherever they run.
 struct Bank<'a> {
     scene: &'a Scene,
@@ -100,54 +158,16 @@ impl Bank<'_> {
         Ok(path)
     }
 
-    fn ask(&self, member: usize, request: &str) -> Result<String> {
-        let address = SocketAddr::from((address(member), PORT));
-        let connect = || TcpStream::connect_timeout(&address, Duration::from_secs(20));
-        let mut stream = in_namespace(&self.scene.lab().client(), connect)??;
-        stream.set_read_timeout(Some(Duration::from_secs(20)))?;
-        stream.write_all(format!("{request}\n").as_bytes())?;
-        let mut answer = String::new();
-        BufReader::new(stream).read_line(&mut answer)?;
-        Ok(answer.trim().to_owned())
-    }
-
     fn report(&self, member: usize) -> Result<Report> {
-        let text = self.ask(member, "report")?;
-        let words: Vec<&str> = text.split(' ').collect();
-        let [balance, pending, moves, broken] = words[..] else {
-            anyhow::bail!("bank {member} says {text:?}");
-        };
-        ensure!(broken == "-", "bank {member}: {broken}");
-        let (balance, pending) = (balance.parse()?, pending.parse()?);
-        Ok(Report { balance, pending, moves: moves.parse()? })
+        report(self.scene, bank_of(member))
     }
 
-    /// Each pays on the connections that it always had.
     fn await_payments(&self) -> Result<()> {
-        for member in 0..MEMBERS {
-            let reached = || wait_for("a bank to answer", LIMIT, || Ok(self.report(member).ok()));
-            let goal = reached()?.moves + PAID;
-            wait_for(&format!("{} to pay", name(member)), LIMIT, || {
-                Ok((self.report(member)?.moves >= goal).then_some(()))
-            })?;
-        }
-        Ok(())
+        await_payments(self.scene, &all_banks())
     }
 
-    /// Nothing is on its way any more: the total must be what it was.
     fn audit(&self) -> Result<()> {
-        (0..MEMBERS).try_for_each(|member| self.ask(member, "pause").map(drop))?;
-        let mut total = 0;
-        for member in 0..MEMBERS {
-            wait_for("payments to be answered", LIMIT, || {
-                Ok((self.report(member)?.pending == 0).then_some(()))
-            })?;
-        }
-        for member in 0..MEMBERS {
-            total += self.report(member)?.balance;
-        }
-        ensure!(total == MEMBERS as i64 * START, "the total is {total}");
-        (0..MEMBERS).try_for_each(|member| self.ask(member, "resume").map(drop))
+        audit(self.scene, &all_banks())
     }
 
     fn json(&self, host: &str, arguments: &[&str]) -> Result<Value> {

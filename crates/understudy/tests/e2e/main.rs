@@ -37,6 +37,7 @@
 //! | [`refusals`]| bad input |
 //! | [`lockstep_refusals`] | what lockstep is not proven for |
 //! | [`security`]| who is let in |
+//! | [`cards`]   | a protected member of a group, with two cards |
 //! | [`cluster`] | groups that are snapshotted and restored as one |
 //! | [`lazy`]    | guests whose memory is still to come |
 //! | [`snapshot`] | snapshots, and VMs that run again as they were |
@@ -47,6 +48,7 @@
 //! | [`relay`]   | what can go wrong on the wire, for the tests above |
 
 mod bulk;
+mod cards;
 mod cluster;
 mod colo;
 mod comparison;

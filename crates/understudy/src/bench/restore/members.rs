@@ -133,13 +133,15 @@ impl Members {
         Ok(())
     }
 
-    /// Restores all from a store that is not cached.
-    pub fn restore(&self, request: RestoreRequest) -> Result<RestoreReport> {
+    /// Restores all from a store that is not cached; returns when the command was given, too.
+    pub fn restore(&self, request: RestoreRequest) -> Result<(RestoreReport, Instant)> {
         drop_caches();
+        // Emptying the caches takes longer the busier the machine is, and is no part of it.
+        let began = Instant::now();
         let request = RestoreRequest { store: Some(self.store.clone()), ..request };
         let report = self.client.restore(&subject(), &request).map_err(words)?;
         ensure!(report.members.len() == self.count(), "not all were restored");
-        Ok(report)
+        Ok((report, began))
     }
 
     /// Ends of the logs.

@@ -10,6 +10,7 @@
 //! | `distcc`  | a distributed compile in three VMs, which goes on after the restore |
 //! | `cost`    | what taking a snapshot costs the guest, beside QEMU's own ways |
 //! | `stage`, `members` | a VM, or a group of them, to be snapshotted and restored |
+//! | `pair`    | a VM, and one of plain QEMU with the same load |
 //! | `report`  | all sections' results, JSON and the text; `aim`: what is aimed at |
 
 mod aim;
@@ -18,6 +19,7 @@ mod distcc;
 mod group;
 mod members;
 mod modes;
+mod pair;
 mod progress;
 mod queries;
 mod queue;

@@ -4,47 +4,47 @@
 //!
 //! | module    | is |
 //! |-----------|----|
-//! | `testbed` | a managed guest and a plain one with the same load |
+//! | `take`    | one snapshot of the managed guest |
 //! | `report`  | the section's report and text |
 
 mod report;
-mod testbed;
+mod take;
 
 #[cfg(test)]
 pub use report::tests;
 pub use report::{Report, table};
 
+use super::pair::Pair;
 use super::progress::Progress;
 use super::runs;
 use crate::cli::BenchRestoreArgs;
 use anyhow::Result;
-use testbed::Testbed;
 
 const RUNS: u32 = 3;
 
 /// Measures.
 pub fn measure(args: &BenchRestoreArgs) -> Result<Report> {
     let runs = runs(args, RUNS);
-    let mut testbed = Testbed::start(args)?;
+    let mut pair = Pair::start(args, &take::load(args.memory_mib))?;
     let progress = Progress::new("cost", 2 * runs as usize + 1);
     let mut report = Report::new(args.memory_mib);
     for run in 1..=runs {
         let step = format!("round {run}, snapshot");
         progress.begin(&step);
-        let cost = testbed.snapshot().inspect_err(|_| eprintln!("{}", testbed.diagnostics()))?;
+        let cost = take::snapshot(&pair).inspect_err(|_| eprintln!("{}", pair.diagnostics()))?;
         progress.end(&step, &cost.words());
         report.snapshots.push(cost);
         let step = format!("round {run}, migrate file:");
         progress.begin(&step);
-        let plain = testbed.migrate()?;
+        let plain = pair.migrate()?;
         progress.end(&step, &plain.words());
         report.migrations.push(plain);
     }
     progress.begin("savevm");
-    let inside = testbed.inside()?;
+    let inside = pair.save_inside()?;
     progress.end("savevm", &inside.words());
     report.inside = Some(inside);
-    testbed.end()?;
+    pair.end()?;
     report.conclude();
     Ok(report)
 }

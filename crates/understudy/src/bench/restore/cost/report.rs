@@ -1,5 +1,6 @@
 //! The section's figures, and its text.
 
+use crate::bench::restore::pair::Plain;
 use crate::bench::suite::statistics::median;
 use crate::bench::suite::table::number;
 use serde::Serialize;
@@ -37,17 +38,6 @@ pub struct Cost {
     pub silence_ms: f64,
 }
 
-/// What plain QEMU takes. The guest stands still for as long as it is saved.
-#[derive(Clone, Copy, Debug, PartialEq, Serialize)]
-pub struct Plain {
-    /// Saved.
-    pub saved_ms: f64,
-    /// Loaded again; without QEMU's start.
-    pub loaded_ms: f64,
-    /// Bytes of the file.
-    pub bytes: u64,
-}
-
 impl Cost {
     /// For the progress.
     pub fn words(&self) -> String {
@@ -58,13 +48,6 @@ impl Cost {
             self.snapshot_ms / 1e3,
             self.silence_ms
         )
-    }
-}
-
-impl Plain {
-    /// For the progress.
-    pub fn words(&self) -> String {
-        format!("stood still for {:.0} ms, loaded in {:.0} ms", self.saved_ms, self.loaded_ms)
     }
 }
 
@@ -102,6 +85,7 @@ impl Report {
             Some(Plain {
                 saved_ms: plain(|one| one.saved_ms)?,
                 loaded_ms: plain(|one| one.loaded_ms)?,
+                answer_ms: plain(|one| one.answer_ms)?,
                 bytes: self.migrations.last()?.bytes,
             })
         };
@@ -147,7 +131,8 @@ pub mod tests {
             let cost = Cost { pause_ms, snapshot_ms, slow_down, silence_before_ms, silence_ms };
             report.snapshots.push(cost);
         }
-        report.migrations.push(Plain { saved_ms: 700.0, loaded_ms: 600.0, bytes: 1 });
+        let (saved_ms, loaded_ms, answer_ms) = (700.0, 600.0, 900.0);
+        report.migrations.push(Plain { saved_ms, loaded_ms, answer_ms, bytes: 1 });
         report.conclude();
         report
     }

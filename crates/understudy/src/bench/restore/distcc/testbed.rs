@@ -79,8 +79,7 @@ impl Testbed {
         self.members.end_guests()?;
         let (number, before) = self.taken.context("there is no snapshot")?;
         let request = RestoreRequest { number: Some(number), mode, ..Default::default() };
-        let began = Instant::now();
-        let report = self.members.restore(request)?;
+        let (report, began) = self.members.restore(request)?;
         let mut shell = self.members.shell(BUILDER)?;
         await_builds(&mut shell, before + 1)?;
         let finished_ms = ms(began.elapsed());

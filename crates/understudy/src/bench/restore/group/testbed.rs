@@ -65,7 +65,7 @@ impl Testbed {
         self.members.end_guests()?;
         let number = Some(self.number.context("there is no snapshot")?);
         let request = RestoreRequest { number, mode, wait: true, ..Default::default() };
-        let report = self.members.restore(request)?;
+        let (report, _) = self.members.restore(request)?;
         self.await_payments()?;
         let silence = self.all("silence")?.into_iter().map(|answer| {
             let micros = answer.strip_prefix("ok ").and_then(|text| text.parse::<f64>().ok());

@@ -2,7 +2,7 @@
 
 use super::Sample;
 use super::plan::Way;
-use super::testbed::Measured;
+use super::restore::Measured;
 use crate::bench::restore::aim::Aim;
 use crate::bench::suite::statistics::median;
 use clap::ValueEnum;

@@ -1,20 +1,18 @@
 //! Ten clients of the search service.
 
 use super::super::members::Members;
-use anyhow::{Context, Result, bail, ensure};
+use anyhow::{Context, Result, ensure};
 use std::io::{BufRead, BufReader, Write};
 use std::net::{SocketAddr, TcpStream};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};
-use understudy_lab::{Namespace, in_namespace};
+use understudy_lab::{Namespace, in_namespace, wait_for};
 
 /// How many.
 pub const CLIENTS: usize = 10;
-/// For a connection to a guest that may not run yet: then it is tried again.
-const CONNECT_LIMIT: Duration = Duration::from_millis(100);
-/// For a guest to be there, and for an answer.
+/// For a connection, and for an answer.
 const LIMIT: Duration = Duration::from_secs(120);
 
 /// An answer that a client got.
@@ -26,16 +24,25 @@ pub struct Answer {
     pub took: Duration,
 }
 
+/// What a client had.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Served {
+    /// How long connecting took.
+    pub connecting: Duration,
+    /// One answer after the other.
+    pub answers: Vec<Answer>,
+}
+
 /// Clients that ask, each on a thread of its own.
 pub struct Clients {
     stop: Arc<AtomicBool>,
     answers: Arc<Mutex<Vec<Answer>>>,
-    threads: Vec<JoinHandle<Result<Vec<Answer>>>>,
+    threads: Vec<JoinHandle<Result<Served>>>,
 }
 
 impl Clients {
-    /// They connect as soon as they can, to the members in turn, and ask until they are stopped,
-    /// or so many queries each. No two ask the same: the first query is `first`.
+    /// They connect to the members in turn, which run, and ask until they are stopped, or so many
+    /// queries each. No two ask the same: the first query is `first`.
     pub fn start(members: &Members, port: u16, first: u64, queries: Option<usize>) -> Clients {
         let stop = Arc::new(AtomicBool::new(false));
         let answers: Arc<Mutex<Vec<Answer>>> = Arc::default();
@@ -69,20 +76,15 @@ impl Clients {
         Some(total.as_secs_f64() * 1e3 / count.max(1) as f64)
     }
 
-    /// They are to end, whatever they wait for.
-    pub fn give_up(&self) {
-        self.stop.store(true, Ordering::Release);
-    }
-
     /// Ends them.
     pub fn stop(self) -> Result<()> {
-        self.give_up();
+        self.stop.store(true, Ordering::Release);
         self.finish().map(drop)
     }
 
-    /// Waits until all have asked what they had to ask. The answers of each.
-    pub fn finish(self) -> Result<Vec<Vec<Answer>>> {
-        let join = |thread: JoinHandle<Result<Vec<Answer>>>| {
+    /// Waits until all have asked what they had to ask. What each had.
+    pub fn finish(self) -> Result<Vec<Served>> {
+        let join = |thread: JoinHandle<Result<Served>>| {
             thread.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic))
         };
         self.threads.into_iter().map(join).collect()
@@ -99,8 +101,10 @@ struct Client {
 }
 
 impl Client {
-    fn run(&self) -> Result<Vec<Answer>> {
-        let Some(mut connection) = self.connect()? else { return Ok(Vec::new()) };
+    fn run(&self) -> Result<Served> {
+        let began = Instant::now();
+        let mut connection = self.connect()?;
+        let connecting = began.elapsed();
         let mut own = Vec::new();
         while own.len() < self.queries && !self.stop.load(Ordering::Acquire) {
             let query = self.first + own.len() as u64;
@@ -109,25 +113,20 @@ impl Client {
             own.push(answer);
             self.answers.lock().unwrap_or_else(PoisonError::into_inner).push(answer);
         }
-        Ok(own)
+        Ok(Served { connecting, answers: own })
     }
 
-    fn connect(&self) -> Result<Option<BufReader<TcpStream>>> {
-        let began = Instant::now();
-        while !self.stop.load(Ordering::Acquire) {
-            let connect = || TcpStream::connect_timeout(&self.server, CONNECT_LIMIT);
-            if let Ok(stream) = in_namespace(&self.namespace, connect)? {
-                stream.set_nodelay(true)?;
-                stream.set_read_timeout(Some(LIMIT))?;
-                return Ok(Some(BufReader::new(stream)));
-            }
-            if began.elapsed() > LIMIT {
-                bail!("{} takes no connection", self.server);
-            }
-            // A host that is not there refuses at once.
-            thread::sleep(Duration::from_millis(2));
-        }
-        Ok(None)
+    /// One attempt, however long the guest takes to answer it: who gives up and tries anew leaves
+    /// it the former attempts to work off first, and comes no sooner.
+    fn connect(&self) -> Result<BufReader<TcpStream>> {
+        let connect = || TcpStream::connect_timeout(&self.server, LIMIT);
+        let stream = wait_for(&format!("{} to take a connection", self.server), LIMIT, || {
+            // An error comes at once if the guest's address was not found in time.
+            Ok(in_namespace(&self.namespace, connect)?.ok())
+        })?;
+        stream.set_nodelay(true)?;
+        stream.set_read_timeout(Some(LIMIT))?;
+        Ok(BufReader::new(stream))
     }
 }
 

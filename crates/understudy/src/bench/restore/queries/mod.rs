@@ -1,8 +1,8 @@
 //! The first answers of a service after its restore (HotRestore, Figure 9): a small search service
 //! in two guests, asked by ten clients at once, each query after the answer to the one before.
 //!
-//! Clients ask until the snapshot is taken and traced. After a restore ten new ones connect as
-//! soon as they can, and what each waits for its first, its second, … answer is noted.
+//! Clients ask until the snapshot is taken and traced. Once all run after a restore ten new ones
+//! connect, and what each waits for that, and for its first, its second, … answer is noted.
 //!
 //! | module    | is |
 //! |-----------|----|
@@ -24,7 +24,6 @@ use anyhow::Result;
 use clients::Clients;
 use report::{QUERIES, Restored};
 use std::net::SocketAddr;
-use std::time::Instant;
 use understudy_daemon::snapshot::report::{RestoreRequest, SnapshotRequest};
 use understudy_lab::scene::GuestKind;
 use understudy_lab::wait_for;
@@ -100,12 +99,9 @@ fn prepare(members: &Members) -> Result<(f64, SnapshotNumber)> {
 
 fn restore(members: &Members, number: SnapshotNumber, mode: Mode) -> Result<Restored> {
     members.end_guests()?;
-    let began = Instant::now();
-    let clients = Clients::start(members, PORT, 1 << 32, Some(QUERIES));
     let request = RestoreRequest { number: Some(number), mode, ..Default::default() };
-    // After an error they would wait for a service that never comes.
-    let report = members.restore(request).inspect_err(|_| clients.give_up())?;
-    let answers = clients.finish()?;
+    let (report, began) = members.restore(request)?;
+    let served = Clients::start(members, PORT, 1 << 32, Some(QUERIES)).finish()?;
     let last = report.members.iter().map(|member| member.started_ms).fold(0.0, f64::max);
-    Ok(Restored::of(began, last, &answers))
+    Ok(Restored::of(began, last, &served))
 }

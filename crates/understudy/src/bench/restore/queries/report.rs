@@ -1,12 +1,12 @@
 //! The queries' section: its figures, and its text.
 
-use super::clients::Answer;
+use super::clients::Served;
 use crate::bench::suite::statistics::median;
 use crate::bench::suite::table::number;
 use serde::Serialize;
 use std::collections::BTreeMap;
 use std::fmt::Write;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 /// So many of each client are looked at.
 pub const QUERIES: usize = 20;
@@ -29,6 +29,8 @@ pub struct Report {
 pub struct Restored {
     /// From the command until both guests ran.
     pub started_ms: f64,
+    /// What a client waited for its connection, on average.
+    pub connect_ms: f64,
     /// From the command until the first client had its first answer.
     pub first_answer_ms: f64,
     /// What the clients waited for their first, second, … answer, on average.
@@ -40,6 +42,8 @@ pub struct Restored {
 pub struct Summary {
     /// From the command until both guests ran.
     pub started_ms: f64,
+    /// What a client waited for its connection, on average.
+    pub connect_ms: f64,
     /// From the command until the first client had its first answer.
     pub first_answer_ms: f64,
     /// Of the first, second, … answer of a client.
@@ -50,19 +54,22 @@ pub struct Summary {
 }
 
 impl Restored {
-    /// Of the answers of each client to a restore that was asked for then.
-    pub fn of(began: Instant, started_ms: f64, answers: &[Vec<Answer>]) -> Restored {
-        let ms = |answer: &Answer| answer.took.as_secs_f64() * 1e3;
-        let mean = |query: usize| {
-            let all: Vec<f64> = answers.iter().filter_map(|own| own.get(query)).map(ms).collect();
-            all.iter().sum::<f64>() / all.len().max(1) as f64
+    /// Of what each client had after a restore that was asked for then.
+    pub fn of(began: Instant, started_ms: f64, served: &[Served]) -> Restored {
+        let ms = |time: Duration| time.as_secs_f64() * 1e3;
+        let mean = |times: Vec<Duration>| {
+            times.iter().copied().map(ms).sum::<f64>() / times.len().max(1) as f64
         };
-        let first = answers.iter().filter_map(|own| own.first()).map(|answer| answer.at).min();
+        let took = |query: usize| {
+            let answers = served.iter().filter_map(|own| own.answers.get(query));
+            answers.map(|answer| answer.took).collect()
+        };
+        let first = served.iter().filter_map(|own| own.answers.first()).map(|answer| answer.at);
         Restored {
             started_ms,
-            first_answer_ms: first
-                .map_or(0.0, |at| at.saturating_duration_since(began).as_secs_f64() * 1e3),
-            mean_ms: (0..QUERIES).map(mean).collect(),
+            connect_ms: mean(served.iter().map(|own| own.connecting).collect()),
+            first_answer_ms: first.min().map_or(0.0, |at| ms(at.saturating_duration_since(began))),
+            mean_ms: (0..QUERIES).map(|query| mean(took(query))).collect(),
         }
     }
 
@@ -70,9 +77,10 @@ impl Restored {
     pub fn words(&self) -> String {
         let at = |query: usize| self.mean_ms.get(query).copied().unwrap_or_default();
         format!(
-            "ran after {:.0} ms, first answer after {:.0} ms; queries 1, 5, 20 took {:.1}, {:.1}, \
-             {:.1} ms",
+            "ran after {:.0} ms, connecting took {:.0} ms, first answer after {:.0} ms; queries 1, \
+             5, 20 took {:.1}, {:.1}, {:.1} ms",
             self.started_ms,
+            self.connect_ms,
             self.first_answer_ms,
             at(0),
             at(4),
@@ -98,6 +106,7 @@ impl Report {
                 (0..QUERIES).map(|query| middle(&|one| one.mean_ms.get(query).copied())).collect();
             let summary = Summary {
                 started_ms: middle(&|one| Some(one.started_ms)),
+                connect_ms: middle(&|one| Some(one.connect_ms)),
                 first_answer_ms: middle(&|one| Some(one.first_answer_ms)),
                 normal_from: normal_from(&mean_ms, self.query_ms),
                 mean_ms,
@@ -117,12 +126,13 @@ fn normal_from(mean_ms: &[f64], query_ms: f64) -> Option<usize> {
 /// The section for a terminal.
 pub fn table(report: &Report) -> String {
     let mut text = format!(
-        "Queries of ten clients, {} ms each before the snapshot; ms until both guests ran, until \
-         the first answer, of the first, …, answers\n\n{:<12} {:>8} {:>8} {:>8} {:>8} {:>8} {:>8} \
-         {:>8}  normal from\n",
+        "Queries of ten clients, {} ms each before the snapshot; ms until both guests ran, of \
+         connecting then, until the first answer, of the first, …, answers\n\n{:<12} {:>8} {:>8} \
+         {:>8} {:>8} {:>8} {:>8} {:>8} {:>8}  normal from\n",
         number(report.query_ms),
         "",
         "run",
+        "connect",
         "answer",
         "1st",
         "2nd",
@@ -136,8 +146,9 @@ pub fn table(report: &Report) -> String {
         let from = summary.normal_from.map_or("never".to_owned(), |query| query.to_string());
         let _ = writeln!(
             text,
-            "{mode:<12} {:>8} {:>8} {:>8} {:>8} {:>8} {:>8} {:>8}  {from}",
+            "{mode:<12} {:>8} {:>8} {:>8} {:>8} {:>8} {:>8} {:>8} {:>8}  {from}",
             number(summary.started_ms),
+            number(summary.connect_ms),
             number(summary.first_answer_ms),
             at(1),
             at(2),
@@ -151,19 +162,21 @@ pub fn table(report: &Report) -> String {
 
 #[cfg(test)]
 pub mod tests {
+    use super::super::clients::Answer;
     use super::*;
-    use std::time::Duration;
 
     pub fn report() -> Report {
         let began = Instant::now();
-        let client = |times: [u64; 3]| {
+        let client = |connecting: u64, times: [u64; 3]| {
             let answer = |ms| {
                 let took = Duration::from_millis(ms);
                 Answer { at: began + Duration::from_millis(1000) + took, took }
             };
-            times.map(answer).to_vec()
+            let connecting = Duration::from_millis(connecting);
+            Served { connecting, answers: times.map(answer).to_vec() }
         };
-        let restored = Restored::of(began, 900.0, &[client([300, 40, 10]), client([100, 20, 10])]);
+        let served = [client(50, [300, 40, 10]), client(70, [100, 20, 10])];
+        let restored = Restored::of(began, 900.0, &served);
         let mut report = Report::new(12.0);
         report.query_restores.insert("hot".to_owned(), vec![restored]);
         report.conclude();
@@ -174,7 +187,7 @@ pub mod tests {
     fn answers_are_counted_client_by_client() {
         let hot = &report().queries["hot"];
         assert_eq!(hot.mean_ms[..3], [200.0, 30.0, 10.0]);
-        assert_eq!((hot.started_ms, hot.first_answer_ms), (900.0, 1100.0));
+        assert_eq!((hot.started_ms, hot.connect_ms, hot.first_answer_ms), (900.0, 60.0, 1100.0));
         assert_eq!(hot.normal_from, Some(3));
         assert!(table(&report()).contains("1100"), "{}", table(&report()));
     }

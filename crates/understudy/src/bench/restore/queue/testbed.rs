@@ -1,6 +1,6 @@
 //! The guest of the queue's section, and what is measured of one load.
 
-use super::super::modes::begin;
+use super::super::pair::begin;
 use super::super::stage::{LIMIT, Stage};
 use super::load::Load;
 use super::report::{Faults, Figures};
