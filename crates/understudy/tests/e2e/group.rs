@@ -4,12 +4,12 @@
 //! that the other has forgotten.
 
 use crate::stage::{
-    LIMIT, PACE, await_forgotten, await_service, close, options, play, protection, prove_disk, refusal,
-    vms,
+    LIMIT, PACE, await_forgotten, await_service, close, options, play, protection, prove_disk,
+    refusal, vms,
 };
 use anyhow::{Context, Result, ensure};
 use serde_json::Value;
-use std::time::{Duration, Instant};
+use std::time::Instant;
 use understudy_lab::check::check_disk;
 use understudy_lab::companion::{COMPANION, COMPANION_ADDRESS, Companion};
 use understudy_lab::scene::{RECORDS_PORT, VM};
