@@ -4,9 +4,6 @@
 //! QEMU serves the timers of its clock VIRTUAL_RT even then, and logs that; but the one of them
 //! that warps the guest's time acts differently then. A primary and a backup, one of which runs
 //! while the other does not, would diverge. So these timers stop with the machine.
-//!
-//! A card that stops while QEMU has still to send its frames asks for that once more when it
-//! runs again, which a backup that never stopped does not. So nothing is left to be sent.
 
 use super::{Lockstep, Role, lockstep};
 use std::ffi::{c_int, c_void};
@@ -20,19 +17,9 @@ impl Lockstep {
     pub(super) unsafe fn watch_runs(&self) {
         // SAFETY: as the caller vouches.
         unsafe {
-            self.qemu.on_run(run_changes, run_changed);
+            self.qemu.on_run(run_changed);
             self.qemu.enable_timers(false);
         }
-    }
-}
-
-unsafe extern "C" fn run_changes(_: *mut c_void, runs: bool, _: c_int) {
-    let recording = |lockstep: &&Lockstep| lockstep.role() == Role::Record;
-    if let Some(lockstep) = lockstep().filter(recording).filter(|_| !runs)
-        && lockstep.flowing.load(Ordering::Acquire)
-    {
-        // SAFETY: QEMU calls this on its main loop, when it has stopped the vCPU.
-        unsafe { lockstep.qemu.log_events() };
     }
 }
 

@@ -86,8 +86,7 @@ pub struct Qemu {
     enable_events: unsafe extern "C" fn(),
     finish: unsafe extern "C" fn(),
     fetch_data_kind: unsafe extern "C" fn(),
-    on_run: unsafe extern "C" fn(RunHandler, RunHandler, *mut c_void, c_int) -> *mut c_void,
-    async_events: unsafe extern "C" fn(),
+    on_run: unsafe extern "C" fn(RunHandler, *mut c_void) -> *mut c_void,
     enable_clock: unsafe extern "C" fn(c_int, bool),
     shutdown_requested: unsafe extern "C" fn() -> c_int,
     is_running: unsafe extern "C" fn() -> bool,
@@ -166,8 +165,7 @@ impl Qemu {
             enable_events: find("replay_enable_events")?,
             finish: find("replay_finish")?,
             fetch_data_kind: find("replay_fetch_data_kind")?,
-            on_run: find("qemu_add_vm_change_state_handler_prio_full")?,
-            async_events: find("replay_async_events")?,
+            on_run: find("qemu_add_vm_change_state_handler")?,
             enable_clock: find("qemu_clock_enable")?,
             shutdown_requested: find("qemu_shutdown_requested_get")?,
             is_running: find("runstate_is_running")?,
@@ -313,29 +311,13 @@ impl Qemu {
         }
     }
 
-    /// Has `handler` called on the main loop whenever the machine begins or ceases to run, and
-    /// `before` ahead of all that devices do then.
+    /// Has `handler` called on the main loop whenever the machine begins or ceases to run.
     ///
     /// # Safety
     /// On QEMU's main thread, after its main loop was made.
-    pub unsafe fn on_run(&self, before: RunHandler, handler: RunHandler) {
-        const PRIORITY: c_int = 0;
+    pub unsafe fn on_run(&self, handler: RunHandler) {
         // SAFETY: as the caller vouches.
-        unsafe { (self.on_run)(handler, before, std::ptr::null_mut(), PRIORITY) };
-    }
-
-    /// Executes and logs the events that wait for it, and those that they give rise to.
-    ///
-    /// # Safety
-    /// Only on the main loop of a machine that records and whose vCPU stands still.
-    pub unsafe fn log_events(&self) {
-        // SAFETY: the caller's word; asks whether this thread holds the replay lock, which the
-        // call needs.
-        unsafe {
-            while (self.mutex_locked)() && self.has_events() {
-                (self.async_events)();
-            }
-        }
+        unsafe { (self.on_run)(handler, std::ptr::null_mut()) };
     }
 
     /// Whether timers of the clock VIRTUAL_RT are served.
