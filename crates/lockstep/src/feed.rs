@@ -1,14 +1,15 @@
 //! The backup's side of the logging channel: from the wire to its QEMU.
 
-use crate::{BadEvent, END, EventScanner, LogPosition};
+use crate::{BadEvent, EventScanner, LogPosition};
 use std::collections::VecDeque;
 use understudy_protocol::Time;
 
 /// The log that was acknowledged and that QEMU has not got yet.
 ///
 /// QEMU gets whole events only: an event whose end never comes would hold it for ever. At
-/// the end of the primary the part of an event that was left is dropped, and an end follows
-/// (VMware FT, 2.3): the backup then stands exactly behind the last event.
+/// the end of the primary the part of an event that was left is dropped (VMware FT, 2.3): the
+/// backup then stands exactly behind the last event. Nothing else is: frames may have left that
+/// any of it led to.
 #[derive(Debug, Default)]
 pub struct Feed {
     scanner: EventScanner,
@@ -89,14 +90,9 @@ impl Feed {
 
     /// What QEMU may get now, without its last partial event; in one piece at most.
     pub fn ready(&mut self) -> &[u8] {
-        let whole = match self.ended {
-            true => self.waiting.len(),
-            false => {
-                let mark = self.marks.front().map(|&(at, _)| at);
-                let end = self.scanner.whole().min(mark.unwrap_or(LogPosition(u64::MAX)));
-                end.bytes_since(self.given) as usize
-            }
-        };
+        let mark = self.marks.front().map(|&(at, _)| at);
+        let end = self.scanner.whole().min(mark.unwrap_or(LogPosition(u64::MAX)));
+        let whole = end.bytes_since(self.given) as usize;
         let (first, _) = self.waiting.as_slices();
         &first[..whole.min(first.len())]
     }
@@ -133,8 +129,8 @@ impl Feed {
         self.marks.pop_front();
     }
 
-    /// Nothing more will come: drops the partial event, adds an end. Returns how many
-    /// bytes were dropped. Once QEMU waits at the end, all that was acknowledged happened.
+    /// Nothing more will come: drops the partial event. Returns how many bytes were dropped.
+    /// Once QEMU has come to the end, all that was acknowledged happened.
     pub fn end(&mut self) -> usize {
         if self.ended {
             return 0;
@@ -143,11 +139,10 @@ impl Feed {
         self.marks.clear();
         let partial = self.scanner.partial();
         self.waiting.truncate(self.waiting.len() - partial);
-        self.waiting.push_back(END);
         partial
     }
 
-    /// Whether QEMU got everything, the end included.
+    /// Whether QEMU got everything: it is to be told that this was all.
     pub fn is_over(&self) -> bool {
         self.ended && self.waiting.is_empty()
     }
@@ -209,7 +204,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn qemu_gets_whole_events_and_an_end_wherever_the_log_stops(
+        fn qemu_gets_all_whole_events_wherever_the_log_stops(
             stop in 0..=LOG.len(), cut in 1..8usize, most in 1..8usize, early in any::<bool>(),
         ) {
             let mut feed = Feed::new();
@@ -224,7 +219,8 @@ mod tests {
             let whole = ENDS.into_iter().rev().find(|&end| end <= stop).unwrap_or(0);
             prop_assert_eq!(feed.end(), stop - whole);
             got.extend(drain(&mut feed, most));
-            prop_assert_eq!(got, [&LOG[..whole], &[END]].concat());
+            prop_assert_eq!(&got, &LOG[..whole]);
+            prop_assert!(feed.is_over());
         }
     }
 
@@ -257,7 +253,8 @@ mod tests {
         feed.mark(LogPosition(5)).unwrap();
         feed.receive(LOG, AT).unwrap();
         feed.end();
-        assert_eq!(drain(&mut feed, 100), [LOG, &[END]].concat());
+        assert!(!feed.is_over());
+        assert_eq!(drain(&mut feed, 100), LOG);
         assert_eq!(feed.at_mark(), None);
     }
 

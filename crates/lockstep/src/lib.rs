@@ -11,7 +11,7 @@
 //! |---|---|
 //! | places in the log, and the bounds of its events | [`LogPosition`], [`EventScanner`] |
 //! | primary: cuts the log into batches, bounded | [`Batcher`] |
-//! | backup: what was acknowledged goes to its QEMU, whole events only, then an end | [`Feed`] |
+//! | backup: what was acknowledged goes to its QEMU, whole events only, to the last | [`Feed`] |
 //! | disk reads whose data travel with the log | [`DiskRead`], [`ReadScript`] |
 //! | which changes of the disks both hosts have | [`Written`], [`Rounds`] |
 //! | how far the backup is behind, and the primary's share of CPU | [`Lag`], [`Pace`] |

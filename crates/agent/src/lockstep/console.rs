@@ -3,9 +3,8 @@
 //!
 //! **What it says** leaves a primary behind the log that leads to it. QEMU logs a write to the
 //! console after it was carried out ([`EVENT_CHAR_WRITE`](CHAR_WRITE_BYTES)), and a backup whose
-//! log ends between the instruction and that event ends with an error. So the words wait here
-//! until the thread that brings the log out has brought out that event, too: a millisecond at
-//! most.
+//! log ends before that event may say something else. So the words wait here until the thread that
+//! brings the log out has brought out that event, too: a millisecond at most.
 //!
 //! **What is typed** comes to a primary's port when the log's turn comes, but QEMU asks the port
 //! for room as if it had come at once, and loses what does not fit. So nothing is read while

@@ -190,10 +190,10 @@ impl Lockstep {
         };
         self.page.end_block();
         if read == 0 {
-            // The daemon closes the log only when it ends; QEMU then ends with it. Till
-            // then nothing happens any more.
-            buffer[0] = EVENT_END;
-            return 1;
+            // The log has ended. What follows is no part of it, and not counted.
+            let event = self.qemu.questions.answer().unwrap_or_else(|| vec![EVENT_END]);
+            buffer[..event.len()].copy_from_slice(&event);
+            return event.len();
         }
         self.passed.fetch_add(read as u64, Ordering::AcqRel);
         read

@@ -5,7 +5,8 @@
 //! daemon asked for it by `UNDERSTUDY_LOCKSTEP`; in every other it passes the calls on.
 //!
 //! - `fopen` of `understudy-log` gives a file whose bytes go to, or come from, a socket of the
-//!   daemon's ([`log`]): a full one stops the primary, an empty one stops the backup;
+//!   daemon's ([`log`]): a full one stops the primary, an empty one stops the backup; behind the
+//!   end of the log, what a backup still asks is answered ([`question`]);
 //! - `writev` to a card's socket brings the log out first, so that the daemon, reading the
 //!   frame, finds a position that covers it; on a backup it sends nothing ([`output`]);
 //! - `sendmsg` and `recvmsg` on the console's socket: what the guest says leaves behind its log,
@@ -23,6 +24,7 @@ mod log;
 mod output;
 mod pause;
 mod qemu;
+mod question;
 mod ticks;
 mod wait;
 mod wake;

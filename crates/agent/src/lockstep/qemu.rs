@@ -5,8 +5,10 @@
 //! QEMU's, so that every name must be there, and [`ReplayState`] has the layout of the
 //! builds that were proven (QEMU 10.0).
 
+use super::question::Questions;
 use std::ffi::{CStr, CString, c_char, c_int, c_void};
 use std::mem;
+use std::ops::Range;
 
 /// What runs on QEMU's main loop once.
 pub type BottomHalf = unsafe extern "C" fn(*mut c_void);
@@ -98,6 +100,7 @@ pub struct Qemu {
     mode: *const c_int,
     state: *mut ReplayState,
     log_file: *mut *mut libc::FILE,
+    pub questions: Questions,
 }
 
 // SAFETY: the pointers are to functions and to variables that exist as long as the process;
@@ -119,24 +122,30 @@ pub fn find<T>(name: &str) -> Result<T, String> {
     Ok(unsafe { mem::transmute_copy(&address) })
 }
 
-/// Checks that a variable of QEMU's has the size of our `T`.
-fn check_size<T>(name: &CStr) -> Result<(), String> {
+/// Where a variable or a function of QEMU's is, by name.
+pub fn place(name: &CStr) -> Result<Range<usize>, String> {
     const WANT_SYMBOL: c_int = 1; // RTLD_DL_SYMENT
     // SAFETY: the name ends with a zero byte; the structures are filled before they are read,
     // and the symbol is one of the dynamic linker's, which stays.
-    let found = unsafe {
+    let (address, bytes) = unsafe {
         let address = libc::dlsym(libc::RTLD_DEFAULT, name.as_ptr());
         let mut info: libc::Dl_info = mem::zeroed();
         let mut symbol: *mut c_void = std::ptr::null_mut();
-        match libc::dladdr1(address, &mut info, &mut symbol, WANT_SYMBOL) {
+        let bytes = match libc::dladdr1(address, &mut info, &mut symbol, WANT_SYMBOL) {
             0 => None,
-            _ => symbol.cast::<libc::Elf64_Sym>().as_ref().map(|symbol| symbol.st_size),
-        }
+            _ => symbol.cast::<libc::Elf64_Sym>().as_ref().map(|symbol| symbol.st_size as usize),
+        };
+        (address.addr(), bytes)
     };
-    match found {
-        Some(bytes) if bytes == mem::size_of::<T>() as u64 => Ok(()),
-        Some(bytes) => Err(format!("{} has {bytes} bytes", name.to_string_lossy())),
-        None => Err(format!("no size of {}", name.to_string_lossy())),
+    let bytes = bytes.ok_or_else(|| format!("no size of {}", name.to_string_lossy()))?;
+    Ok(address..address + bytes)
+}
+
+/// Checks that a variable of QEMU's has the size of our `T`.
+fn check_size<T>(name: &CStr) -> Result<(), String> {
+    match place(name)?.len() {
+        bytes if bytes == mem::size_of::<T>() => Ok(()),
+        bytes => Err(format!("{} has {bytes} bytes", name.to_string_lossy())),
     }
 }
 
@@ -177,6 +186,7 @@ impl Qemu {
             mode: find("replay_mode")?,
             state: find("replay_state")?,
             log_file: find("replay_file")?,
+            questions: Questions::find()?,
         })
     }
 

@@ -4,6 +4,7 @@ use crate::MACHINE;
 use crate::vm::Vm;
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use std::io::{ErrorKind, Read, Write};
+use std::net::Shutdown;
 use std::os::fd::AsFd;
 use std::os::unix::net::UnixStream;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -154,6 +155,10 @@ impl Shared {
     fn feed_qemu(&self, mut log: UnixStream) {
         let mut feed = self.feed.lock().unwrap();
         loop {
+            if feed.is_over() {
+                log.shutdown(Shutdown::Write).unwrap();
+                return;
+            }
             let piece = feed.ready().to_vec();
             if piece.is_empty() {
                 feed = self.fed.wait(feed).unwrap();
@@ -165,9 +170,6 @@ impl Shared {
             }
             feed = self.feed.lock().unwrap();
             feed.gave(piece.len());
-            if feed.is_over() {
-                return;
-            }
         }
     }
 }

@@ -5,6 +5,7 @@
 
 mod channel;
 mod client;
+mod ends;
 mod replica;
 mod soak;
 mod vm;
@@ -42,7 +43,9 @@ fn in_namespace(body: impl FnOnce() + Send + 'static) {
         nix::sched::unshare(nix::sched::CloneFlags::CLONE_NEWNET).expect("these tests need root");
         for arguments in [
             "link set lo up",
-            "link add br0 type bridge",
+            // Of its own: else it has that of one of its taps, which come and go, and guests would
+            // send to one that is gone until they ask again.
+            "link add br0 address 02:00:00:00:00:01 type bridge",
             "addr add 10.9.0.1/24 dev br0",
             "link set br0 up",
         ] {
@@ -142,13 +145,18 @@ fn take_over(backup: &mut Vm, channel: Channel) {
     channel.end();
     backup.await_end_of_log();
     let drained = began.elapsed();
+    go_live(backup);
+    println!("live after {:.1?}, of which the rest of the log {drained:.1?}", began.elapsed());
+}
+
+/// A backup at the end of its log becomes an ordinary VM.
+fn go_live(backup: &mut Vm) {
     backup.monitor.stop().unwrap();
     backup.log.ask(Request::GoLive).unwrap();
     backup.disk.set_read_only(false);
     backup.port.discard_inbound();
     backup.monitor.cont().unwrap();
     backup.open_network();
-    println!("live after {:.1?}, of which the rest of the log {drained:.1?}", began.elapsed());
 }
 
 /// The primary of a backup that is gone goes on by itself.

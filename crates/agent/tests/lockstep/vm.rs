@@ -26,6 +26,9 @@ use understudy_qemu::{Accelerator, AgentPauser, Capabilities, Monitor, Qemu, VmD
 
 const DISK_BYTES: u64 = 256 << 20;
 
+/// The default, with the instruction that gives random numbers.
+const CPU: &str = "qemu64,+rdrand";
+
 /// The last event of a log.
 const END: u64 = understudy_lockstep::END as u64;
 
@@ -51,7 +54,7 @@ fn guest_file(name: &str) -> PathBuf {
 
 fn definition(image: &Path) -> VmDefinition {
     let text = format!(
-        "name = \"lock\"\nmemory = \"256M\"\nvcpus = 1\naccel = \"tcg\"\n\
+        "name = \"lock\"\nmemory = \"256M\"\nvcpus = 1\naccel = \"tcg\"\ncpu = \"{CPU}\"\n\
          kernel = \"{}\"\ninitrd = \"{}\"\n\
          append = \"console=ttyS0 quiet cryptomgr.notests us.ip=10.9.0.2/24\"\n\
          [[disk]]\npath = \"{}\"\nformat = \"raw\"\n\
@@ -237,8 +240,18 @@ impl Vm {
         });
     }
 
+    /// Whether QEMU finds no more in its log.
+    pub fn is_at_end(&self) -> bool {
+        self.log.status().event == END
+    }
+
     pub fn await_end_of_log(&self) {
-        wait_for("the end of the log", || self.log.status().event == END);
+        wait_for("the end of the log", || self.is_at_end());
+    }
+
+    /// Whether QEMU has ended.
+    pub fn has_ended(&self) -> bool {
+        self.qemu.try_wait().unwrap().is_some()
     }
 
     pub fn kill(&self) {

@@ -22,6 +22,7 @@ use crate::sync::lock;
 use anyhow::{Context, bail, ensure};
 use std::collections::VecDeque;
 use std::io::Write;
+use std::net::Shutdown;
 use std::sync::{Arc, Condvar, Mutex};
 use std::thread;
 use std::time::{Duration, Instant};
@@ -349,6 +350,8 @@ pub fn feed(session: &Session, machine: &Machine, following: &Following) {
             }
         }
     }
+    // So that QEMU finds the end. If it has ended itself, others notice that.
+    let _ = log.log.shutdown(Shutdown::Write);
 }
 
 /// What the feeding thread does next.
@@ -468,8 +471,12 @@ pub fn await_end(machine: &Machine, following: &Following) -> anyhow::Result<()>
     }
     let began = Instant::now();
     let mut dog = watchdog();
-    while !(following.is_over() && log.status().event == u64::from(END)) {
-        let (progress, pending) = following.note(log.status());
+    loop {
+        let status = log.status();
+        let (progress, pending) = following.note(status);
+        if following.is_over() && pending == 0 && status.event == u64::from(END) {
+            break;
+        }
         match dog.look(signs(machine, &progress), pending, clock::now()) {
             Some(Stuck::Diverged(_)) => bail!(
                 "this copy has diverged: {pending} bytes of its log are not executed; {:?}",
