@@ -45,6 +45,8 @@ fn soak(runs: u32) {
             }
             let account = channel.account();
             compare(&mut primary, &backup, &channel);
+            // For the clients' sake; the backup is not needed any more.
+            primary.monitor.cont().unwrap();
             println!(
                 "run {run} of {runs}: identical; {account}; {}; {} bytes each way",
                 records.end(),
