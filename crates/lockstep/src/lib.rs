@@ -24,6 +24,7 @@ mod event;
 mod feed;
 mod inquiry;
 mod lag;
+mod pace;
 mod position;
 mod reads;
 mod watchdog;
@@ -37,7 +38,8 @@ pub use comparison::{
 pub use event::{BadEvent, END, EventScanner};
 pub use feed::{BadMark, Feed, Mark};
 pub use inquiry::{Inquiry, NoResult, Tally};
-pub use lag::{Lag, MOST_LAG, Pace};
+pub use lag::{Lag, MOST_LAG};
+pub use pace::Pace;
 pub use position::LogPosition;
 pub use reads::{BadRead, DiskRead, ReadDecoder, ReadOutcome, ReadScript};
 pub use watchdog::{Signs, Stuck, Watchdog};
