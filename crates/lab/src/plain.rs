@@ -26,8 +26,6 @@ use understudy_qemu::{Capabilities, VmDefinition};
 /// The address of a plain guest, unless its options say another.
 pub const PLAIN_ADDRESS: Ipv4Addr = Ipv4Addr::new(10, 77, 0, 60);
 const MAC: &str = "52:54:00:75:75:01";
-const COUNTED_ADDRESS: Ipv4Addr = Ipv4Addr::new(10, 77, 0, 61);
-const COUNTED_MAC: &str = "52:54:00:75:75:02";
 const QEMU: &str = "qemu-system-x86_64";
 
 /// What a plain guest is made of.
@@ -89,18 +87,19 @@ impl PlainOptions {
         Ok(PlainOptions { kernel, initrd, append, disks, ..shape })
     }
 
-    /// The same, for a second one beside it: as the product's lockstep would run it, but
-    /// without a log.
-    pub fn counted_bench_guest(guest_files: &Path) -> Result<PlainOptions> {
-        let append = BenchGuest::files(guest_files, COUNTED_ADDRESS)?.append;
+    /// The same, beside it: as the product's lockstep would run it, but without a log. There
+    /// may be several, with numbers from 1 to 9.
+    pub fn counted_bench_guest(guest_files: &Path, number: u8) -> Result<PlainOptions> {
+        let address = Ipv4Addr::from(u32::from(PLAIN_ADDRESS) + u32::from(number));
+        let append = BenchGuest::files(guest_files, address)?.append;
         let plain = PlainOptions::bench_guest(guest_files)?;
         Ok(PlainOptions {
-            name: "counted".to_owned(),
+            name: format!("counted{number}"),
             append,
             accel: AcceleratorChoice::Tcg,
             counted: true,
-            mac: COUNTED_MAC.to_owned(),
-            address: COUNTED_ADDRESS,
+            mac: format!("52:54:00:75:76:{number:02}"),
+            address,
             ..plain
         })
     }

@@ -221,11 +221,12 @@ pub struct BenchGroupArgs {
 
 const BENCH_LOCKSTEP_HELP: &str = "\
 Real programs in a Debian guest on one vCPU without KVM, as lockstep needs it: on plain
-QEMU (tcg), on plain QEMU that counts instructions (icount), on one that records without a
-backup (record), in lockstep, in lockstep with disk reads in the log (lockstep-log,
-disk_reads only), and protected by checkpoints (latency only); one after the other, round
-by round. Every time is taken outside the guest. Parts and conditions as for `bench pause`;
-the guest is the one of `make bench-guest`. Exits with 1 if something could not be measured.
+QEMU (tcg), on plain QEMU that counts instructions (icount), on two of these at once, each
+with its own clients (pair), on one that records without a backup (record), in lockstep, in
+lockstep with disk reads in the log (lockstep-log, disk_reads only), and protected by
+checkpoints (latency only); one after the other, round by round. Every time is taken outside
+the guest. Parts and conditions as for `bench pause`; the guest is the one of `make
+bench-guest`. Exits with 1 if something could not be measured.
 
 Examples:
   understudy bench lockstep --quick

@@ -26,6 +26,7 @@ pub const MOST_ADDED_MS: f64 = 1.5;
 const CONDITIONS: &[&str] = &[
     "both hosts, both QEMUs and the clients share this machine's processors",
     "tcg and icount: QEMU with a tap and a raw file; icount: as lockstep's, without a log",
+    "pair: icount twice at once, each with its own clients; what the machine has for two guests",
     "record: lockstep's guest while it is not protected",
     "ratio: speed beside icount; times are this machine's, not the guest's",
     "medians of the rounds; spread: half of greatest minus least",
@@ -65,6 +66,8 @@ pub struct Row {
     pub ratio: Option<f64>,
     /// Speed in lockstep, as a part of the same guest's on plain QEMU.
     pub ratio_to_tcg: Option<f64>,
+    /// Speed in lockstep, as a part of two such guests' that run at once.
+    pub ratio_to_pair: Option<f64>,
     /// Its log, in millions of bits a second.
     pub log_mbit_s: Option<f64>,
     /// How far the backup was behind, in milliseconds: the median.
@@ -218,6 +221,7 @@ fn row(workload: Workload, taken: &Taking<'_>) -> Row {
     Row {
         ratio: beside(Variant::Icount),
         ratio_to_tcg: beside(Variant::Tcg),
+        ratio_to_pair: beside(Variant::Pair),
         log_mbit_s: over_logs(taken, |log| log.mbit_s),
         lag_ms_p50: over_logs(taken, |log| log.lag_ms_p50),
         lag_ms_p99: over_logs(taken, |log| log.lag_ms_p99),

@@ -43,14 +43,16 @@ pub fn table(report: &Report) -> String {
 
 fn workloads(rows: &BTreeMap<Subject, Row>) -> String {
     let mut text = format!(
-        "\n{:9} {:>16} {:>16} {:>16} {:>16} {:>6} {:>7} {:>10} {:>8} {:>8}\n",
+        "\n{:9} {:>15} {:>15} {:>15} {:>15} {:>15} {:>6} {:>7} {:>7} {:>10} {:>8} {:>8}\n",
         "workload",
         "tcg",
         "icount",
+        "pair",
         "record",
         "lockstep",
         "ratio",
         "to tcg",
+        "to pair",
         "log Mbit/s",
         "lag p50",
         "p99 ms"
@@ -72,13 +74,11 @@ fn cells(row: &Row) -> String {
             |runs| format!("{} ± {} {}", number(runs.median), number(runs.spread), short(row.unit)),
         )
     };
-    let of = [Variant::Tcg, Variant::Icount, Variant::Record, Variant::Lockstep].map(figure);
-    let rest = [row.ratio, row.ratio_to_tcg, row.log_mbit_s, row.lag_ms_p50, row.lag_ms_p99];
-    let [ratio, to_tcg, log, p50, p99] = rest.map(show);
-    format!(
-        " {:>16} {:>16} {:>16} {:>16} {ratio:>6} {to_tcg:>7} {log:>10} {p50:>8} {p99:>8}",
-        of[0], of[1], of[2], of[3]
-    )
+    let of = [Variant::Tcg, Variant::Icount, Variant::Pair, Variant::Record, Variant::Lockstep];
+    let of = of.map(|variant| format!(" {:>15}", figure(variant))).concat();
+    let [ratio, to_tcg, to_pair] = [row.ratio, row.ratio_to_tcg, row.ratio_to_pair].map(show);
+    let [log, p50, p99] = [row.log_mbit_s, row.lag_ms_p50, row.lag_ms_p99].map(show);
+    format!("{of} {ratio:>6} {to_tcg:>7} {to_pair:>7} {log:>10} {p50:>8} {p99:>8}")
 }
 
 fn short(unit: &str) -> &str {

@@ -6,7 +6,7 @@ use super::reads;
 use crate::bench::suite::protection;
 use crate::bench::suite::table::number;
 use crate::bench::suite::testbed::{SERVERS, SETTLE};
-use crate::bench::workloads::{Bed, Door, Sample, Scale};
+use crate::bench::workloads::{Bed, Better, Door, Sample, Scale};
 use crate::bench::{patient, words};
 use crate::client::Client;
 use crate::demo::scene_options;
@@ -99,6 +99,8 @@ struct Managed {
 struct Testbed {
     // Before the scene, on whose host they run: fields are dropped in order.
     guests: BTreeMap<Variant, Guest>,
+    /// The second guest of a pair; it runs while both are measured only.
+    twin: Option<PlainGuest>,
     /// Whose guest runs; the others stand still.
     turn: Option<Variant>,
     companion: Companion,
@@ -118,12 +120,16 @@ impl Testbed {
         let client = |host| Client::new(scene.host(host)?.socket()).map_err(words);
         let (primary, backup) = (client("a")?, client("b")?);
         let companion = Companion::new(&scene)?;
-        Ok(Testbed { guests: BTreeMap::new(), turn: None, companion, primary, backup, scene })
+        let (guests, twin, turn) = (BTreeMap::new(), None, None);
+        Ok(Testbed { guests, twin, turn, companion, primary, backup, scene })
     }
 
     fn measure(&mut self, step: Step, scale: Scale) -> Result<Taken> {
         let home = home(step.variant);
         self.give_turn(home)?;
+        if step.variant == Variant::Pair {
+            return Ok(Taken { sample: self.work_twice(step.subject, scale)?, log: None });
+        }
         let guest = &self.guests[&home];
         let work = || self.work(step.subject, guest, scale);
         if step.subject == Subject::DiskReads {
@@ -163,12 +169,49 @@ impl Testbed {
         }
     }
 
+    /// Runs a workload in both guests of a pair at once, and gives the figures of the slower one.
+    fn work_twice(&mut self, subject: Subject, scale: Scale) -> Result<Option<Sample>> {
+        let Some(workload) = subject.workload() else { return Ok(None) };
+        let twin = match self.twin.take() {
+            Some(twin) => {
+                twin.resume()?;
+                twin
+            }
+            None => self.boot_twin()?,
+        };
+        thread::sleep(SETTLE);
+        let beds = [self.bed(&self.guests[&Variant::Icount]), self.bed_at(twin.address())];
+        let samples = thread::scope(|scope| {
+            let working = beds.each_ref().map(|bed| scope.spawn(|| workload.run(bed, scale)));
+            working.map(|one| one.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic)))
+        });
+        twin.pause()?;
+        self.twin = Some(twin);
+        let [one, other] = samples;
+        let (one, other) = (one?, other?);
+        let one_is_slower = match workload.better() {
+            Better::Lower => one.value >= other.value,
+            Better::Higher => one.value <= other.value,
+        };
+        Ok(Some(if one_is_slower { one } else { other }))
+    }
+
+    fn boot_twin(&self) -> Result<PlainGuest> {
+        let options = PlainOptions::counted_bench_guest(self.scene.guest_files(), 2)?;
+        let twin = PlainGuest::start(self.scene.lab(), "b", &options)?;
+        twin.await_boot(self.scene.lab(), &SERVERS)?;
+        Ok(twin)
+    }
+
     fn bed(&self, guest: &Guest) -> Bed<'_> {
-        let address = match guest {
+        self.bed_at(match guest {
             Guest::Plain(plain) => plain.address(),
             Guest::Managed(managed) => managed.address,
-        };
-        // The same for all.
+        })
+    }
+
+    /// The same for all.
+    fn bed_at(&self, address: Ipv4Addr) -> Bed<'_> {
         Bed { lab: self.scene.lab(), address, door: Door::Network }
     }
 
@@ -197,7 +240,7 @@ impl Testbed {
         let files = self.scene.guest_files();
         let options = match variant {
             Variant::Tcg => PlainOptions::bench_guest(files)?,
-            Variant::Icount => PlainOptions::counted_bench_guest(files)?,
+            Variant::Icount | Variant::Pair => PlainOptions::counted_bench_guest(files, 1)?,
             Variant::Record | Variant::Lockstep | Variant::LockstepLog => {
                 self.scene.start_guest("a")?;
                 self.scene.await_guest()?;
@@ -242,6 +285,7 @@ impl Testbed {
                 self.resume(&guest)?;
             }
         }
+        self.twin.take().map_or(Ok(()), |twin| twin.resume())?;
         self.scene.finish()
     }
 }
@@ -265,6 +309,7 @@ fn disk_reads(variant: Variant) -> DiskReads {
 /// Whose guest a variant is measured on.
 fn home(variant: Variant) -> Variant {
     match variant {
+        Variant::Pair => Variant::Icount,
         Variant::Record | Variant::LockstepLog => Variant::Lockstep,
         other => other,
     }
