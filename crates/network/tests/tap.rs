@@ -2,6 +2,8 @@
 
 mod support;
 
+use std::os::fd::AsFd;
+use std::thread;
 use support::*;
 use understudy_network::*;
 
@@ -17,7 +19,26 @@ fn tap_is_a_silent_port_of_the_bridge_and_vanishes_when_dropped() {
         assert!(!shown.contains("persist on"), "{shown}");
         assert_eq!(ip("-6 address show dev card0"), "");
         drop(tap);
-        assert!(!ip("link show").contains("card0"));
+        wait_for("the tap to vanish", || !ip("link show").contains("card0"));
+    });
+}
+
+#[test]
+fn a_name_is_free_again_once_nothing_has_a_copy_of_the_tap() {
+    in_namespace(|| {
+        let first = Tap::open("card0", "br0", GUEST).unwrap();
+        // As a program has that another thread starts.
+        let copy = first.as_fd().try_clone_to_owned().unwrap();
+        drop(first);
+        thread::scope(|scope| {
+            scope.spawn(|| {
+                for _ in 0..10 {
+                    assert!(ip("link show").contains("card0"));
+                }
+                drop(copy);
+            });
+            Tap::open("card0", "br0", GUEST).unwrap();
+        });
     });
 }
 
