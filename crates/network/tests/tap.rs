@@ -43,6 +43,32 @@ fn a_name_is_free_again_once_nothing_has_a_copy_of_the_tap() {
 }
 
 #[test]
+fn a_bridge_keeps_its_address_when_taps_come_and_go() {
+    in_namespace(|| {
+        let before = address_of("br0");
+        let neighbours: Vec<_> = (1..4)
+            .map(|n| {
+                let neighbour = Neighbour::join(n);
+                assert_eq!(address_of("br0"), before, "with {n} taps");
+                neighbour
+            })
+            .collect();
+        // It does not follow other ports either, whose addresses are lower than any tap's.
+        ip("link add low address 00:00:00:00:00:01 type veth peer name peer");
+        ip("link set low master br0");
+        assert_eq!(address_of("br0"), before);
+        drop(neighbours);
+        wait_for("the taps to vanish", || !ip("link show").contains("neighbour"));
+        assert_eq!(address_of("br0"), before);
+    });
+}
+
+fn address_of(interface: &str) -> String {
+    let shown = ip(&format!("-oneline link show {interface}"));
+    shown.split("link/ether ").nth(1).unwrap().split(' ').next().unwrap().to_owned()
+}
+
+#[test]
 fn missing_bridge_is_named_and_leaves_no_tap() {
     in_namespace(|| {
         assert!(bridge_exists("br0").unwrap());
