@@ -3,7 +3,7 @@
 use crate::scene::{self, INITRD, KERNEL};
 use anyhow::{Result, ensure};
 use std::net::Ipv4Addr;
-use std::path::{Path, PathBuf};
+use std::path::{Path, PathBuf, absolute};
 
 /// The root file system, below the directory with the guests' files.
 pub(crate) const BENCH_IMAGE: &str = "bench/disk.img";
@@ -31,14 +31,22 @@ impl BenchGuest {
             image: guest_files.join(BENCH_IMAGE),
         };
         for path in [&guest.kernel, &guest.initrd, &guest.image] {
-            ensure!(
-                path.is_file(),
-                "there is no {}: build the bench guest with `make bench-guest`",
-                path.display()
-            );
+            check_file(path, "make bench-guest")?;
         }
         Ok(guest)
     }
+}
+
+/// Says where a guest's file is missing, and what to do: `make` it, or say where it is.
+pub(crate) fn check_file(path: &Path, make: &str) -> Result<()> {
+    let shown = absolute(path).unwrap_or_else(|_| path.to_owned());
+    ensure!(
+        path.is_file(),
+        "there is no {}: build the guests with `{make}`, or name the directory that has them with \
+         --guest DIR or UNDERSTUDY_GUEST=DIR",
+        shown.display()
+    );
+    Ok(())
 }
 
 /// The kernel's command line for a guest at `address`.
@@ -60,6 +68,13 @@ mod tests {
         }
         let error = BenchGuest::files(directory.path(), address).unwrap_err().to_string();
         assert!(error.contains(BENCH_IMAGE) && error.contains("make bench-guest"), "{error}");
+        // A relative path tells nothing to who reads it elsewhere.
+        let error =
+            check_file(Path::new("nowhere/vmlinuz"), "make guests").unwrap_err().to_string();
+        let looked_at = absolute("nowhere/vmlinuz").unwrap().display().to_string();
+        for words in [&looked_at, "`make guests`", "--guest DIR", "UNDERSTUDY_GUEST"] {
+            assert!(error.contains(words), "{words}: {error}");
+        }
         fs::create_dir(directory.path().join("bench")).unwrap();
         fs::write(directory.path().join(BENCH_IMAGE), "").unwrap();
         let guest = BenchGuest::files(directory.path(), address).unwrap();

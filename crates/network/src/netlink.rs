@@ -7,7 +7,15 @@ use rtnetlink::packet_route::AddressFamily;
 use rtnetlink::packet_route::link::{InfoKind, LinkAttribute, LinkInfo, LinkMessage};
 use rtnetlink::packet_route::neighbour::{NeighbourAttribute, NeighbourMessage};
 use rtnetlink::{Handle, LinkUnspec};
-use std::io;
+use std::path::Path;
+use std::{fs, io};
+use tracing::{info, warn};
+
+/// Where the kernel tells about interfaces what rtnetlink does not.
+const INTERFACES: &str = "/sys/class/net";
+
+/// An address that somebody has chosen (`NET_ADDR_SET`), in `addr_assign_type`.
+const CHOSEN: &str = "3";
 
 /// Whether a Linux bridge of this name exists in the caller's network namespace.
 ///
@@ -40,11 +48,12 @@ pub fn mac_in_use(bridge: &str, mac: MacAddress) -> Result<bool, NetworkError> {
     })
 }
 
-/// Gives a tap its address and the bridge's MTU, makes it a port of the bridge
-/// and sets it up.
+/// Gives a tap its address and the bridge's MTU, makes it a port of the bridge, whose
+/// own address stays as it is, and sets it up.
 pub(crate) fn attach(tap: &str, bridge: &str, mac: MacAddress) -> Result<(), NetworkError> {
     blocking(async |handle| {
         let bridge_link = require_bridge(&handle, bridge).await?;
+        keep_address(&handle, bridge, &bridge_link).await;
         let action = || format!("attach {tap} to bridge {bridge}");
         let Some(tap_link) = find(&handle, tap).await? else {
             return Err(NetworkError::system(action(), io::Error::from(io::ErrorKind::NotFound)));
@@ -69,6 +78,41 @@ pub(crate) fn check_bridge(name: &str) -> Result<(), NetworkError> {
 struct Bridge {
     index: u32,
     mtu: Option<u32>,
+    address: Option<MacAddress>,
+}
+
+/// Chooses the address that a bridge has, unless somebody has chosen one.
+///
+/// Else it is the lowest of its ports', where no network card of the host's has it that of a
+/// tap. Taps come and go with VMs, and guests send to an address that is gone until they ask
+/// for it again, for up to half a minute.
+async fn keep_address(handle: &Handle, name: &str, bridge: &Bridge) {
+    let Some(address) = bridge.address else { return };
+    if is_chosen(Path::new(INTERFACES), name, bridge.index, address) {
+        return;
+    }
+    let change = LinkUnspec::new_with_index(bridge.index).address(address.0.to_vec());
+    match handle.link().set(change.build()).execute().await {
+        Ok(()) => info!(bridge = name, %address, "the bridge keeps the address that it has"),
+        Err(error) => warn!(
+            bridge = name, %address, %error,
+            "cannot keep the bridge's address: it may change when a VM starts or ends, and guests \
+             then lose the host for up to 30 s; choose one with \
+             \"ip link set {name} address {address}\""
+        ),
+    }
+}
+
+/// Whether somebody has chosen the bridge's address. Not if `interfaces` shows another bridge
+/// of that name, as it does where it was mounted for another network namespace.
+fn is_chosen(interfaces: &Path, name: &str, index: u32, address: MacAddress) -> bool {
+    let says = |file: &str, wanted: &str| {
+        let path = interfaces.join(name).join(file);
+        fs::read_to_string(path).is_ok_and(|text| text.trim() == wanted)
+    };
+    says("ifindex", &index.to_string())
+        && says("address", &address.to_string())
+        && says("addr_assign_type", CHOSEN)
 }
 
 async fn require_bridge(handle: &Handle, name: &str) -> Result<Bridge, NetworkError> {
@@ -84,12 +128,17 @@ async fn find_bridge(handle: &Handle, name: &str) -> Result<Option<Bridge>, Netw
     if !is_bridge(&link) {
         return Err(NetworkError::NotABridge { name: name.to_owned() });
     }
-    let mtu = link.attributes.iter().find_map(|attribute| match attribute {
-        LinkAttribute::Mtu(mtu) => Some(*mtu),
-        _ => None,
-    });
-    let index = link.header.index;
-    Ok(Some(Bridge { index, mtu }))
+    let mut bridge = Bridge { index: link.header.index, mtu: None, address: None };
+    for attribute in &link.attributes {
+        match attribute {
+            LinkAttribute::Mtu(mtu) => bridge.mtu = Some(*mtu),
+            LinkAttribute::Address(bytes) => {
+                bridge.address = bytes.as_slice().try_into().ok().map(MacAddress);
+            }
+            _ => {}
+        }
+    }
+    Ok(Some(bridge))
 }
 
 fn is_bridge(link: &LinkMessage) -> bool {
@@ -148,4 +197,31 @@ fn blocking<T: Send>(
         })
     };
     std::thread::scope(|scope| scope.spawn(run).join().expect("netlink thread panicked"))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn an_address_is_chosen_if_the_kernel_says_so_of_this_bridge() {
+        let interfaces = tempfile::tempdir().unwrap();
+        let address = MacAddress([2, 0, 0, 0, 0, 0xab]);
+        let is_chosen = |index| is_chosen(interfaces.path(), "br0", index, address);
+        assert!(!is_chosen(4));
+        let say = |file: &str, text: &str| {
+            fs::write(interfaces.path().join("br0").join(file), text).unwrap();
+        };
+        fs::create_dir(interfaces.path().join("br0")).unwrap();
+        say("ifindex", "4\n");
+        say("address", "02:00:00:00:00:ab\n");
+        say("addr_assign_type", "3\n");
+        assert!(is_chosen(4));
+        assert!(!is_chosen(5), "another namespace's");
+        say("address", "02:00:00:00:00:ac\n");
+        assert!(!is_chosen(4), "another namespace's");
+        say("address", "02:00:00:00:00:ab\n");
+        say("addr_assign_type", "1\n");
+        assert!(!is_chosen(4));
+    }
 }

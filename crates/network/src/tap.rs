@@ -12,12 +12,19 @@ use std::io::{self, Read, Write};
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd};
 use std::os::unix::fs::OpenOptionsExt;
 use std::sync::atomic::{AtomicU32, Ordering};
+use std::thread;
+use std::time::{Duration, Instant};
 
 /// More than a tap queues (1000 frames), so that discarding it ends even while
 /// new frames arrive.
 const DISCARD_AT_MOST: usize = 2000;
 
-/// A tap device. It vanishes from the host when this is dropped.
+/// How long a tap that was dropped may still be there, on a busy host.
+const VANISHES_WITHIN: Duration = Duration::from_secs(1);
+const LOOK_AGAIN: Duration = Duration::from_millis(2);
+
+/// A tap device. It vanishes from the host when this is dropped, or a moment later: a program
+/// that another thread is just starting has a copy of each descriptor until it runs.
 ///
 /// Frames have the header of [`HEADER_BYTES`] before them, both ways. Long TCP
 /// segments and frames without their checksum may be sent always; they are
@@ -101,6 +108,19 @@ impl Tap {
 
     /// Creates the device, down and on no bridge.
     fn create(name: &str) -> Result<Tap, NetworkError> {
+        let deadline = Instant::now() + VANISHES_WITHIN;
+        loop {
+            match Tap::try_create(name) {
+                // Perhaps the last of it: see `Tap`.
+                Err(NetworkError::TapInUse { .. }) if Instant::now() < deadline => {
+                    thread::sleep(LOOK_AGAIN);
+                }
+                result => return result,
+            }
+        }
+    }
+
+    fn try_create(name: &str) -> Result<Tap, NetworkError> {
         let file = OpenOptions::new()
             .read(true)
             .write(true)

@@ -2,6 +2,8 @@
 
 mod support;
 
+use std::os::fd::AsFd;
+use std::thread;
 use support::*;
 use understudy_network::*;
 
@@ -17,8 +19,53 @@ fn tap_is_a_silent_port_of_the_bridge_and_vanishes_when_dropped() {
         assert!(!shown.contains("persist on"), "{shown}");
         assert_eq!(ip("-6 address show dev card0"), "");
         drop(tap);
-        assert!(!ip("link show").contains("card0"));
+        wait_for("the tap to vanish", || !ip("link show").contains("card0"));
     });
+}
+
+#[test]
+fn a_name_is_free_again_once_nothing_has_a_copy_of_the_tap() {
+    in_namespace(|| {
+        let first = Tap::open("card0", "br0", GUEST).unwrap();
+        // As a program has that another thread starts.
+        let copy = first.as_fd().try_clone_to_owned().unwrap();
+        drop(first);
+        thread::scope(|scope| {
+            scope.spawn(|| {
+                for _ in 0..10 {
+                    assert!(ip("link show").contains("card0"));
+                }
+                drop(copy);
+            });
+            Tap::open("card0", "br0", GUEST).unwrap();
+        });
+    });
+}
+
+#[test]
+fn a_bridge_keeps_its_address_when_taps_come_and_go() {
+    in_namespace(|| {
+        let before = address_of("br0");
+        let neighbours: Vec<_> = (1..4)
+            .map(|n| {
+                let neighbour = Neighbour::join(n);
+                assert_eq!(address_of("br0"), before, "with {n} taps");
+                neighbour
+            })
+            .collect();
+        // It does not follow other ports either, whose addresses are lower than any tap's.
+        ip("link add low address 00:00:00:00:00:01 type veth peer name peer");
+        ip("link set low master br0");
+        assert_eq!(address_of("br0"), before);
+        drop(neighbours);
+        wait_for("the taps to vanish", || !ip("link show").contains("neighbour"));
+        assert_eq!(address_of("br0"), before);
+    });
+}
+
+fn address_of(interface: &str) -> String {
+    let shown = ip(&format!("-oneline link show {interface}"));
+    shown.split("link/ether ").nth(1).unwrap().split(' ').next().unwrap().to_owned()
 }
 
 #[test]

@@ -174,8 +174,7 @@ impl Lockstep {
                 Ok(read) => break read,
                 Err(_) => match io::Error::last_os_error().kind() {
                     io::ErrorKind::Interrupted => {}
-                    // To wait would keep the machine from it. What follows is read when it runs.
-                    io::ErrorKind::WouldBlock if self.qemu.is_stopping() => {
+                    io::ErrorKind::WouldBlock if self.may_end_early() => {
                         self.stopped_early.store(true, Ordering::Release);
                         buffer[0] = EVENT_END;
                         return 1;
@@ -197,6 +196,15 @@ impl Lockstep {
         }
         self.passed.fetch_add(read as u64, Ordering::AcqRel);
         read
+    }
+
+    /// Whether QEMU, which finds no log for now, gets an end: the machine is about to stop, and to
+    /// wait would keep it from that. What follows is read when it runs.
+    ///
+    /// In the midst of an instruction it must wait for how that ended, and not for long: the
+    /// primary logs that right behind, so it is on its way, or the log ends here.
+    fn may_end_early(&self) -> bool {
+        self.qemu.is_stopping() && !self.qemu.questions.is_asked()
     }
 
     /// What a backup's QEMU finds in its log before it follows: the version, and ends, which

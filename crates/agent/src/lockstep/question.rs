@@ -9,7 +9,8 @@
 //! that could show it comes later in the log than the answer, and leaves the primary after it.
 //!
 //! QEMU asks when it looks for the event behind the instruction, so that who calls shows what it
-//! asks. That happens once in a backup's life.
+//! asks. It is looked at when there is no log only: once at the log's end, and when a machine that
+//! is about to stop finds no more for the moment.
 
 use super::qemu::place;
 use std::ffi::c_int;
@@ -27,6 +28,12 @@ const RANDOM_BYTES: usize = 8;
 
 /// Callers that are looked at: QEMU's question is some ten calls away.
 const CALLERS: usize = 24;
+
+/// What QEMU asks.
+enum Question {
+    Written,
+    Random,
+}
 
 /// The code of the functions of QEMU that tell what it asks.
 pub struct Questions {
@@ -48,8 +55,20 @@ impl Questions {
         })
     }
 
+    /// Whether QEMU, which looks for an event on this thread, asks something.
+    pub fn is_asked(&self) -> bool {
+        self.asked().is_some()
+    }
+
     /// The event that answers QEMU, which looks for one on this thread; none if it asks nothing.
     pub fn answer(&self) -> Option<Vec<u8>> {
+        match self.asked()? {
+            Question::Written => Some(WRITTEN.to_vec()),
+            Question::Random => random(),
+        }
+    }
+
+    fn asked(&self) -> Option<Question> {
         let callers = callers();
         let by = |code: &Range<usize>| callers.iter().any(|caller| code.contains(caller));
         // Else the question was answered, and QEMU looks what comes next.
@@ -57,9 +76,9 @@ impl Questions {
             return None;
         }
         if by(&self.written) {
-            return Some(WRITTEN.to_vec());
+            return Some(Question::Written);
         }
-        by(&self.random).then(random).flatten()
+        by(&self.random).then_some(Question::Random)
     }
 }
 

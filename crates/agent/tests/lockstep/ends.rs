@@ -1,5 +1,6 @@
 //! A log ends where its primary dies, or where the last acknowledged batch was cut: behind any of
-//! its bytes. A backup must go live from each.
+//! its bytes. A backup must go live from each. Wherever it was brought out there may also be no
+//! more of it for a moment, which must not end a backup that is about to stop.
 
 use crate::replica::Replica;
 use crate::vm::Vm;
@@ -15,6 +16,9 @@ use understudy_qemu::lockstep::{LogErrand, LogRole, Request};
 /// So much of the log is recorded; less than QEMU's socket holds.
 const LOG_BYTES: usize = 96 << 10;
 
+/// The event of instructions that were executed.
+const INSTRUCTIONS: u8 = 0;
+
 /// Kinds of events with which QEMU answers a question of the instruction that comes before: how
 /// much of it was written to a character device, and what is random.
 const ANSWERS: [u8; 2] = [22, 27];
@@ -22,6 +26,13 @@ const ANSWERS: [u8; 2] = [22, 27];
 /// Logs that end in front of, and within, events of each kind; and of those above.
 const ENDS_OF_A_KIND: usize = 2;
 const ENDS_OF_AN_ANSWER: usize = 8;
+
+/// The event of a guest's request to power off.
+const POWER_OFF: u8 = 16;
+
+/// How often a backup is stopped at an answer of a kind, until its vCPU asks before its main loop
+/// stops it, as in every other one or so.
+const MOST_STOPS: usize = 40;
 
 /// The guest writes to its console without end.
 const CONSOLE_LOAD: &str = "exec yes > /dev/ttyS0";
@@ -66,6 +77,15 @@ struct Recording {
 }
 
 impl Recording {
+    /// Of a guest that has its console and its processor answer without end.
+    fn of_answers() -> Recording {
+        let mut primary = Vm::start("p", LogRole::Record);
+        primary.run_until_ready();
+        client::run_in_guest(CONSOLE_LOAD);
+        run_program(&executable(&RANDOM_LOAD));
+        Recording::of(primary)
+    }
+
     /// Of a primary that dies then.
     fn of(primary: Vm) -> Recording {
         let machine = Vm::start("machine", LogRole::Replay);
@@ -83,16 +103,24 @@ impl Recording {
         Recording { machine, devices, log }
     }
 
-    /// Where the log is to end: in front of events, and within them.
-    fn ends(&self) -> Vec<(usize, u8)> {
-        let mut events = BTreeMap::<u8, Vec<usize>>::new();
-        let (mut scanner, mut begins) = (EventScanner::new(), 0);
+    /// Where each event begins, and its kind.
+    fn events(&self) -> Vec<(usize, u8)> {
+        let (mut scanner, mut begins, mut events) = (EventScanner::new(), 0, Vec::new());
         for (n, byte) in self.log.iter().enumerate() {
             scanner.scan(&[*byte]).unwrap();
             if scanner.partial() == 0 {
-                events.entry(self.log[begins]).or_default().push(begins);
+                events.push((begins, self.log[begins]));
                 begins = n + 1;
             }
+        }
+        events
+    }
+
+    /// Where the log is to end: in front of events, and within them.
+    fn ends(&self) -> Vec<(usize, u8)> {
+        let mut events = BTreeMap::<u8, Vec<usize>>::new();
+        for (begins, kind) in self.events() {
+            events.entry(kind).or_default().push(begins);
         }
         for answer in ANSWERS {
             assert!(events.contains_key(&answer), "no event {answer}: {:?}", events.keys());
@@ -106,14 +134,28 @@ impl Recording {
         events.iter().flat_map(chosen).collect()
     }
 
-    /// A backup takes over from a log that ends there, and answers; or its QEMU says why not.
-    fn take_over_at(&self, end: usize) -> Result<(), String> {
+    /// Instructions that lead to an answer of this kind, and the answer: where they begin.
+    fn answered(&self, answer: u8) -> Vec<(usize, usize)> {
+        let events = self.events();
+        let pairs =
+            events.windows(2).filter(|pair| pair[0].1 == INSTRUCTIONS && pair[1].1 == answer);
+        pairs.map(|pair| (pair[0].0, pair[1].0)).collect()
+    }
+
+    /// A backup that has loaded the machine.
+    fn backup(&self) -> Vm {
         let mut backup = Vm::start("backup", LogRole::Replay);
         backup.disk.set_read_only(false);
         let mut replica = Replica::begin(&self.machine, &backup);
         replica.copy_while_running();
         replica.copy_the_rest();
         backup.load(&self.devices);
+        backup
+    }
+
+    /// A backup takes over from a log that ends there, and answers; or its QEMU says why not.
+    fn take_over_at(&self, end: usize) -> Result<(), String> {
+        let mut backup = self.backup();
         let position = give(&backup, &self.log[..end]);
         backup.log.ask(Request::Follow).unwrap();
         backup.monitor.cont().unwrap();
@@ -127,6 +169,33 @@ impl Recording {
         client::run_in_guest("true");
         backup.kill();
         Ok(())
+    }
+
+    /// The guest has asked to be powered off before these instructions, and its backup gets the
+    /// answer to them later. Tells whether it had to wait for that, or why its QEMU ended.
+    fn power_off_before(&self, (instructions, answer): (usize, usize)) -> Result<bool, String> {
+        let mut backup = self.backup();
+        let log = [&self.log[..instructions], &[POWER_OFF], &self.log[instructions..answer]];
+        (&backup.log.log).write_all(&log.concat()).unwrap();
+        backup.log.ask(Request::Follow).unwrap();
+        backup.monitor.cont().unwrap();
+        let (mut waited, mut is_off) = (false, false);
+        wait_for("QEMU to wait or to stop", || {
+            waited = backup.log.status().is_blocked;
+            is_off = backup.is_powered_off();
+            waited || is_off || backup.has_ended()
+        });
+        // If QEMU has ended, that is told below.
+        let _ = (&backup.log.log).write_all(&self.log[answer..]);
+        wait_for("the backup to power off", || {
+            is_off |= backup.is_powered_off();
+            is_off || backup.has_ended()
+        });
+        if backup.has_ended() {
+            return Err(backup.qemu.last_words());
+        }
+        backup.kill();
+        Ok(waited)
     }
 }
 
@@ -146,11 +215,7 @@ fn give(backup: &Vm, log: &[u8]) -> u64 {
 #[test]
 fn a_backup_takes_over_wherever_the_log_ends() {
     in_namespace(|| {
-        let mut primary = Vm::start("p", LogRole::Record);
-        primary.run_until_ready();
-        client::run_in_guest(CONSOLE_LOAD);
-        run_program(&executable(&RANDOM_LOAD));
-        let recording = Recording::of(primary);
+        let recording = Recording::of_answers();
         let mut failures = Vec::new();
         for (end, kind) in recording.ends() {
             let taken_over = recording.take_over_at(end);
@@ -158,5 +223,19 @@ fn a_backup_takes_over_wherever_the_log_ends() {
             failures.extend(taken_over.err());
         }
         assert_eq!(failures, Vec::<String>::new());
+    });
+}
+
+#[test]
+fn a_backup_that_is_about_to_stop_waits_for_an_answer() {
+    in_namespace(|| {
+        let recording = Recording::of_answers();
+        for answer in ANSWERS {
+            // Late ones: QEMU has translated the code before.
+            let stops = recording.answered(answer).into_iter().rev().take(MOST_STOPS);
+            let mut stopped = stops.map(|at| recording.power_off_before(at));
+            let waited = stopped.find(|waited| *waited != Ok(false));
+            assert_eq!(waited, Some(Ok(true)), "at an event {answer}");
+        }
     });
 }

@@ -1,7 +1,7 @@
 //! What a scene is made of, and whether it is there.
 
 use super::guest::{BOOT_IMAGE, GuestKind, IMAGES, INITRD, KERNEL};
-use crate::bench_guest::{BENCH_IMAGE, BenchGuest};
+use crate::bench_guest::{BENCH_IMAGE, BenchGuest, check_file};
 use crate::host::{HostOptions, HostProcess};
 use crate::lab::{GUEST_ADDRESS, Lab};
 use anyhow::{Result, ensure};
@@ -94,12 +94,7 @@ impl SceneOptions {
             BenchGuest::files(&self.guest_files, GUEST_ADDRESS)?;
         }
         for name in self.sources() {
-            let path = self.guest_files.join(name);
-            ensure!(
-                path.is_file(),
-                "there is no {}: build the test guests with `make guests`",
-                path.display()
-            );
+            check_file(&self.guest_files.join(name), "make guests")?;
         }
         Ok(())
     }

@@ -14,6 +14,7 @@ use crate::failure::{Exit, Failure, FailureKind};
 use crate::output;
 use anyhow::{Context, Result, ensure};
 use std::collections::BTreeMap;
+use std::path::absolute;
 use std::thread;
 use std::time::{Duration, Instant};
 use understudy_daemon::ErrorKind;
@@ -56,8 +57,9 @@ pub(super) fn measure(args: &BenchCompressionArgs) -> Result<CompressionBench, F
     let files = args.guest.clone().unwrap_or_else(guest_files).join(TOOLCHAIN);
     if !files.is_dir() {
         let words = format!(
-            "there is no guest with a compiler in {}: build it with guests/toolchain",
-            files.display()
+            "there is no guest with a compiler in {}: build it with guests/toolchain, or name the \
+             directory that has `{TOOLCHAIN}` with --guest DIR or UNDERSTUDY_GUEST=DIR",
+            absolute(&files).unwrap_or(files).display()
         );
         return Err(Failure::new(FailureKind::Host(ErrorKind::NotFound), words));
     }

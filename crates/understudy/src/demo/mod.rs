@@ -55,10 +55,7 @@ pub fn scene_options(guest: Option<&Path>) -> Result<SceneOptions, Failure> {
         .map_err(|error| Failure::internal(format!("cannot find this program: {error}")))?;
     let options = SceneOptions::new(&binary, &guest.map_or_else(guest_files, Path::to_owned));
     options.check().map_err(|error| {
-        Failure::new(
-            FailureKind::Host(ErrorKind::NotFound),
-            format!("{error:#} (see also --guest)"),
-        )
+        Failure::new(FailureKind::Host(ErrorKind::NotFound), format!("{error:#}"))
     })?;
     Ok(options)
 }

@@ -13,6 +13,9 @@ const LEAST_MEMORY: u64 = 512 * 1024 * 1024;
 /// `<linux/capability.h>`.
 const CAPABILITIES: [(&str, u32); 2] = [("CAP_NET_ADMIN", 12), ("CAP_SYS_PTRACE", 19)];
 
+/// `addr_assign_type` of an interface whose address somebody has chosen.
+const CHOSEN_ADDRESS: &str = "3";
+
 pub fn checks() -> Vec<Check> {
     let mut checks = kernel();
     checks.push(userfaultfd_device(Path::new(DEVICE)));
@@ -117,7 +120,22 @@ fn bridges(interfaces: &Path) -> Check {
                       `ip link add br0 type bridge && ip link set br0 up`";
         return Check::note("bridges", "none on this host", advice);
     }
-    Check::ok("bridges", names.join(", "))
+    let follows = |name: &&String| {
+        let kind = fs::read_to_string(interfaces.join(name).join("addr_assign_type"));
+        kind.is_ok_and(|kind| kind.trim() != CHOSEN_ADDRESS)
+    };
+    let following: Vec<_> = names.iter().filter(follows).map(String::as_str).collect();
+    if following.is_empty() {
+        return Check::ok("bridges", names.join(", "));
+    }
+    let detail = format!(
+        "{}; nobody has chosen the address of {}, so that it may change with the ports",
+        names.join(", "),
+        following.join(", ")
+    );
+    let advice = "a daemon that adds a VM's card to such a bridge has it keep the address that it \
+                  has then; to choose one: `ip link set BRIDGE address ADDRESS`";
+    Check::note("bridges", detail, advice)
 }
 
 fn memory() -> Check {
@@ -171,6 +189,16 @@ mod tests {
         fs::create_dir_all(directory.path().join("eth0")).unwrap();
         fs::create_dir_all(directory.path().join("br1/bridge")).unwrap();
         fs::create_dir_all(directory.path().join("br0/bridge")).unwrap();
+        assert_eq!(bridges(directory.path()), Check::ok("bridges", "br0, br1"));
+        let assign = |bridge: &str, kind: &str| {
+            fs::write(directory.path().join(bridge).join("addr_assign_type"), kind).unwrap();
+        };
+        assign("br0", "3\n");
+        assign("br1", "1\n");
+        let check = bridges(directory.path());
+        assert_eq!(check.state, State::Note);
+        assert!(check.detail.contains("the address of br1,"), "{}", check.detail);
+        assign("br1", "3\n");
         assert_eq!(bridges(directory.path()), Check::ok("bridges", "br0, br1"));
     }
 
