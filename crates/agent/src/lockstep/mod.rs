@@ -11,6 +11,7 @@
 //!   frame, finds a position that covers it; on a backup it sends nothing ([`output`]);
 //! - `sendmsg` and `recvmsg` on the console's socket: what the guest says leaves behind its log,
 //!   what is typed comes as the port has room ([`console`]);
+//! - where the log begins, virtio queues forget what no saved state has ([`queues`]);
 //! - the main loop stands still for a moment at a place of the log ([`hold`]), for a comparison;
 //! - `ppoll` keeps QEMU from sleeping while there is log ([`wait`]);
 //! - `write` by the vCPU to an eventfd of QEMU's loops is left out when it wakes them for
@@ -25,6 +26,7 @@ mod output;
 mod pause;
 mod qemu;
 mod question;
+mod queues;
 mod ticks;
 mod wait;
 mod wake;

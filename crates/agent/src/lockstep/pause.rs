@@ -40,6 +40,10 @@ pub unsafe fn settle(errand: LogErrand) -> Option<u64> {
             }
             // SAFETY: as the caller vouches; this machine records.
             unsafe { lockstep.qemu.quiesce() };
+            if errand == LogErrand::Attach {
+                // SAFETY: as above; nothing is under way.
+                unsafe { lockstep.qemu.queues.forget() };
+            }
         }
         // SAFETY: as the caller vouches; this machine has ended its replay.
         Role::Live => unsafe { lockstep.qemu.prepare_for_save().ok()? },

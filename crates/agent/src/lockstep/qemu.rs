@@ -6,6 +6,7 @@
 //! builds that were proven (QEMU 10.0).
 
 use super::question::Questions;
+use super::queues::Queues;
 use std::ffi::{CStr, CString, c_char, c_int, c_void};
 use std::mem;
 use std::ops::Range;
@@ -101,6 +102,7 @@ pub struct Qemu {
     state: *mut ReplayState,
     log_file: *mut *mut libc::FILE,
     pub questions: Questions,
+    pub queues: Queues,
 }
 
 // SAFETY: the pointers are to functions and to variables that exist as long as the process;
@@ -187,6 +189,7 @@ impl Qemu {
             state: find("replay_state")?,
             log_file: find("replay_file")?,
             questions: Questions::find()?,
+            queues: Queues::find()?,
         })
     }
 

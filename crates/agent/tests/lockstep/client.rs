@@ -14,7 +14,6 @@ const ECHO: ([u8; 4], u16) = ([10, 9, 0, 2], 7002);
 
 /// What goes to the guest and comes back at once; more than a window of TCP's.
 const BULK_BYTES: usize = 256 << 10;
-const BETWEEN_BULKS: Duration = Duration::from_millis(100);
 
 pub struct Client {
     shared: Arc<Shared>,
@@ -90,12 +89,16 @@ pub struct Bulk {
 }
 
 impl Bulk {
-    pub fn start() -> Bulk {
+    /// With so much time between two rounds.
+    pub fn start(between: Duration) -> Bulk {
         let connection = TcpStream::connect(SocketAddr::from(ECHO)).unwrap();
         connection.set_read_timeout(Some(DEADLINE)).unwrap();
         let stop = Arc::new(AtomicBool::new(false));
         let of_thread = stop.clone();
-        Bulk { stop, thread: thread::spawn(move || send_and_compare(&connection, &of_thread)) }
+        Bulk {
+            stop,
+            thread: thread::spawn(move || send_and_compare(&connection, between, &of_thread)),
+        }
     }
 
     /// Ends it; returns the bytes that went each way.
@@ -105,7 +108,7 @@ impl Bulk {
     }
 }
 
-fn send_and_compare(connection: &TcpStream, stop: &AtomicBool) -> u64 {
+fn send_and_compare(connection: &TcpStream, between: Duration, stop: &AtomicBool) -> u64 {
     let mut bytes = 0;
     for round in 0_u64.. {
         if stop.load(Ordering::Relaxed) {
@@ -121,7 +124,7 @@ fn send_and_compare(connection: &TcpStream, stop: &AtomicBool) -> u64 {
         });
         assert!(sent == back, "what came back differs");
         bytes += BULK_BYTES as u64;
-        thread::sleep(BETWEEN_BULKS);
+        thread::sleep(between);
     }
     bytes
 }

@@ -3,6 +3,7 @@
 //!
 //! It needs root and the guest that `make guests` builds.
 
+mod beginnings;
 mod channel;
 mod client;
 mod ends;

@@ -10,6 +10,8 @@ use understudy_qemu::lockstep::LogRole;
 
 const RUN_SECONDS: u64 = 60;
 
+const BETWEEN_BULKS: Duration = Duration::from_millis(100);
+
 /// How often the backup's progress is looked at.
 const GLANCE: Duration = Duration::from_millis(50);
 
@@ -33,7 +35,7 @@ fn soak(runs: u32) {
             for load in LOADS {
                 client::run_in_guest(load);
             }
-            let (records, bulk) = (Client::start(), Bulk::start());
+            let (records, bulk) = (Client::start(), Bulk::start(BETWEEN_BULKS));
             wait_for("some answers", || records.answers() > 50);
 
             let mut backup = Vm::start("b", LogRole::Replay);

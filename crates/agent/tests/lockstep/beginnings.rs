@@ -1,0 +1,57 @@
+//! A log may begin at any moment of a guest that is busy with its cards and disks: what the
+//! primary's QEMU knows of their queues, and no saved state has, must make no difference. One in
+//! fifty such backups hung when it did.
+
+use crate::client::{self, Bulk, Client};
+use crate::vm::Vm;
+use crate::{LOADS, await_backup, go_on_alone, in_namespace, protect, wait_for};
+use std::time::Duration;
+use understudy_qemu::lockstep::{LogRole, Request};
+
+/// Answers of a guest until its backup must have followed.
+const ANSWERS: usize = 5;
+
+/// So that frames come in bursts all the time.
+const BETWEEN_BULKS: Duration = Duration::from_millis(5);
+
+#[test]
+fn a_log_may_begin_amid_traffic() {
+    begin_again_and_again(10);
+}
+
+#[test]
+#[ignore = "takes some minutes; the same as the one above, more often"]
+fn sixty_logs_may_begin_amid_traffic() {
+    begin_again_and_again(60);
+}
+
+/// Gives a busy primary one backup after the other.
+fn begin_again_and_again(times: usize) {
+    in_namespace(move || {
+        let mut primary = Vm::start("p", LogRole::Record);
+        primary.run_until_ready();
+        client::run_in_guest(LOADS[1]);
+        let clients = [Client::start(), Client::start()];
+        let bulks = [(); 4].map(|()| Bulk::start(BETWEEN_BULKS));
+        for n in 0..times {
+            let mut backup = Vm::start(&format!("b{n}"), LogRole::Replay);
+            let channel = protect(&primary, &mut backup);
+            let before = clients[0].answers();
+            wait_for("answers under protection", || clients[0].answers() > before + ANSWERS);
+            let end = channel.position_of(primary.log.ask(Request::Flush).unwrap());
+            await_backup("the backup to follow", &backup, || {
+                channel.note_progress(&backup);
+                backup.log.status().position >= end
+            });
+            println!("beginning {n} of {times}: {end} bytes followed");
+            backup.kill();
+            go_on_alone(&mut primary, channel);
+        }
+        for client in clients {
+            println!("{}", client.end());
+        }
+        for bulk in bulks {
+            println!("{} bytes each way", bulk.end());
+        }
+    });
+}
