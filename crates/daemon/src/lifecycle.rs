@@ -2,7 +2,7 @@
 
 use crate::error::{ErrorKind, HostError};
 use crate::host::{Host, PEER_TIMEOUT};
-use crate::machine::{self, Machine, MachineEvent};
+use crate::machine::{self, Machine, MachineEvent, OnEvent};
 use crate::repair;
 use crate::report::ProtectRequest;
 use crate::sync::lock;
@@ -101,10 +101,10 @@ impl Host {
     }
 
     /// Tells the host what happens to a machine, whatever its role then is.
-    pub(crate) fn event_sink(self: &Arc<Self>, vm: &str) -> Box<dyn Fn(MachineEvent) + Send> {
+    pub(crate) fn event_sink(self: &Arc<Self>, vm: &str) -> OnEvent {
         let host = Arc::downgrade(self);
         let name = vm.to_owned();
-        Box::new(move |event| {
+        Arc::new(move |event| {
             let Some(host) = host.upgrade() else { return };
             let name = name.clone();
             // Off the event thread: ending protection takes its time.

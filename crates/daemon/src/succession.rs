@@ -114,7 +114,7 @@ impl Host {
             role: Role::Standby,
             lockstep: Some(lockstep),
             former: Some(former),
-            on_event: Box::new(move |event| {
+            on_event: Arc::new(move |event| {
                 if is_adopted.load(Ordering::Acquire) {
                     sink(event);
                 }

@@ -129,6 +129,12 @@ impl Host {
                  run `understudy unprotect {name}` first"
             )));
         }
+        if vm.machine().disks().iter().any(|disk| disk.withholds_errors()) {
+            return Err(refusal(&format!(
+                "{name} waits for a disk that fails, see `understudy status {name}`: run \
+                 `understudy failover {name}` first, or `understudy unprotect {name}`"
+            )));
+        }
         if self.snapshots.is_taking(name) {
             return Err(refusal(&format!(
                 "{name} is being snapshotted: try again when it has ended"

@@ -12,6 +12,7 @@ use crate::flusher::{Done, Flusher};
 use crate::image::{Image, Space};
 use crate::lent::Loan;
 use crate::reads::Reads;
+use crate::withheld::{OnError, Withheld};
 use nix::errno::Errno;
 use nix::unistd::gettid;
 pub(crate) use ordered::Ordered;
@@ -59,6 +60,7 @@ pub struct Disk {
     absent: OnceLock<Absent>,
     /// Not in [`Order`]: a write that waits for its sink must not keep reads waiting.
     reads: RwLock<Reads>,
+    pub(crate) withheld: Withheld,
     /// Thread id of [`Disk::server_thread`]; 0 is none.
     server_thread: AtomicI32,
     /// Requests of the guest that are not answered.
@@ -141,6 +143,7 @@ impl Disk {
             flusher,
             absent: OnceLock::new(),
             reads: RwLock::default(),
+            withheld: Withheld::default(),
             server_thread: AtomicI32::new(0),
             requests: AtomicUsize::new(0),
         })
@@ -202,12 +205,24 @@ impl Disk {
         self.reads.read().unwrap_or_else(PoisonError::into_inner).clone()
     }
 
-    /// To be called before QEMU is told to wait for its reads: none waits for anything but the
+    /// QEMU does not learn of requests that fail from now on, until [`Disk::let_pass`]: the
+    /// guest waits for them. `told` is.
+    pub fn withhold_errors(&self, told: OnError) {
+        self.withheld.begin(told);
+    }
+
+    /// Whether the guest waits for requests that failed.
+    pub fn withholds_errors(&self) -> bool {
+        self.withheld.is_any()
+    }
+
+    /// To be called before QEMU is told to wait for its requests: none waits for anything but the
     /// device from now on.
-    pub fn let_reads_pass(&self) {
+    pub fn let_pass(&self) {
         if let Reads::Recorded(recorder) = self.reads() {
             recorder.let_pass();
         }
+        self.withheld.end();
     }
 
     /// Notes every change in `changes` from now on, before it is made.

@@ -38,6 +38,7 @@ mod lent;
 mod mirror;
 mod nbd;
 mod reads;
+mod withheld;
 
 pub use absent::Fetcher;
 pub use blocks::{BLOCK_BYTES, BlockSet};
@@ -51,3 +52,4 @@ pub use mirror::{
 };
 pub use nbd::{AwaitedRead, NbdServer, Traffic};
 pub use reads::{ReadFollower, ReadRecorder, ReadSink, Reads, Span};
+pub use withheld::OnError;

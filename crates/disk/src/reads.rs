@@ -19,7 +19,8 @@ pub trait ReadRecorder: Send + Sync {
     /// The disk's next read came; gives its number. May wait, which slows the guest down, until
     /// [`ReadRecorder::let_pass`].
     fn came(&self, disk: DiskIndex) -> u64;
-    /// What the read gave, its data or the number of its error. QEMU does not have it yet.
+    /// What the read gave, its data or the number of its error. QEMU does not have it yet. Nothing
+    /// is said of one that this host's disk could not serve.
     fn gave(&self, disk: DiskIndex, number: u64, at: Span, outcome: Result<&[u8], u32>);
     /// From now on no read waits: a QEMU that stops waits for its reads.
     fn let_pass(&self);

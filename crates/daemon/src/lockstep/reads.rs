@@ -321,6 +321,7 @@ impl ReadFollower for Reads {
 
 /// The primary's guest stands still, and its log begins: what it reads from here on is noted.
 pub fn record(machine: &Machine, trail: &Arc<ReadTrail>) {
+    machine.withhold_disk_errors();
     for disk in machine.disks() {
         disk.set_reads(understudy_disk::Reads::Recorded(trail.clone()));
     }
@@ -328,6 +329,7 @@ pub fn record(machine: &Machine, trail: &Arc<ReadTrail>) {
 
 /// The same, and what it reads is not noted.
 pub fn copy(machine: &Machine) {
+    machine.withhold_disk_errors();
     for disk in machine.disks() {
         disk.set_reads(understudy_disk::Reads::Copied);
     }
@@ -340,10 +342,11 @@ pub fn follow(machine: &Machine, reads: &Arc<Reads>) {
     }
 }
 
-/// The guest's reads are those of an ordinary machine.
+/// The guest's requests are those of an ordinary machine.
 pub fn forget(machine: &Machine) {
     for disk in machine.disks() {
         disk.set_reads(understudy_disk::Reads::Plain);
+        disk.let_pass();
     }
 }
 

@@ -1,7 +1,7 @@
 //! How a machine comes to be: its QEMU, and all that QEMU must find.
 
 use super::process::{Process, connect};
-use super::{Machine, MachineEvent};
+use super::{Machine, OnEvent};
 use crate::console::ConsoleServer;
 use crate::doorbell::Doorbell;
 use crate::home::{AGENT, CONSOLE, CONSOLE_LOG, Home, Lent, disk_socket};
@@ -55,7 +55,7 @@ pub struct Plan<'a> {
     /// The machine in whose place it is to go on: it has the same memory, disks and ports.
     pub former: Option<&'a Machine>,
     /// Called on a thread of the machine's for everything that happens by itself.
-    pub on_event: Box<dyn Fn(MachineEvent) + Send>,
+    pub on_event: OnEvent,
 }
 
 impl Machine {
@@ -141,7 +141,7 @@ impl Machine {
             halted: AtomicBool::new(false),
             powered_off: AtomicBool::new(false),
         });
-        let started = connect(&process, &listener, monitors, plan.on_event);
+        let started = connect(&process, &listener, monitors, plan.on_event.clone());
         let (agent, mut monitor) = started.map_err(|error| process.explain(error))?;
         let blocks = ram_blocks(&mut monitor, &process.qemu, ram.clone())?;
         let name = &plan.definition.name;
@@ -172,6 +172,7 @@ impl Machine {
             doorbell,
             retired: AtomicBool::new(false),
             process,
+            on_event: plan.on_event,
             agent,
             servers,
             console_server,

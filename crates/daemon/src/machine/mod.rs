@@ -42,6 +42,9 @@ pub enum MachineEvent {
     Notice(String),
 }
 
+/// Who learns of what happens to a machine.
+pub type OnEvent = Arc<dyn Fn(MachineEvent) + Send + Sync>;
+
 /// A QEMU and everything around it. Dropping it ends QEMU.
 pub struct Machine {
     definition: VmDefinition,
@@ -72,6 +75,7 @@ pub struct Machine {
     /// Another machine has its place.
     retired: AtomicBool,
     process: Arc<Process>,
+    on_event: OnEvent,
     // Held open: their ends tell QEMU that this daemon lives.
     agent: AgentLink,
     servers: Vec<NbdServer>,
@@ -150,10 +154,24 @@ impl Machine {
     ) -> anyhow::Result<Pause<'m>> {
         if errand == LogErrand::Detach {
             for disk in &self.disks {
-                disk.let_reads_pass();
+                disk.let_pass();
             }
         }
         self.pauser.begin(monitor, &self.device_state, errand)
+    }
+
+    /// In lockstep: errors of its disks are the user's, and not QEMU's, which would stop the guest.
+    pub fn withhold_disk_errors(&self) {
+        for disk in &self.disks {
+            let (on_event, name, index) =
+                (self.on_event.clone(), self.definition.name.clone(), disk.index());
+            disk.withhold_errors(Arc::new(move |error| {
+                on_event(MachineEvent::Notice(format!(
+                    "an error on disk{index}: {error}; the guest waits for it: if the backup's \
+                     disks are sound, run `understudy failover {name}`"
+                )));
+            }));
+        }
     }
 
     /// Why this QEMU cannot be in lockstep, by the way it was built; none if it can.

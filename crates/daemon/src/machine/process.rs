@@ -1,7 +1,7 @@
 //! QEMU's process, and what it says by itself.
 
-use super::MachineEvent;
 use super::launch::QEMU_TIMEOUT;
+use super::{MachineEvent, OnEvent};
 use anyhow::bail;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -62,7 +62,7 @@ pub(super) fn connect(
     process: &Arc<Process>,
     listener: &AgentListener,
     monitors: MonitorSockets,
-    on_event: Box<dyn Fn(MachineEvent) + Send>,
+    on_event: OnEvent,
 ) -> anyhow::Result<(AgentLink, Monitor)> {
     let agent = listener.accept(Instant::now() + QEMU_TIMEOUT)?;
     let pid = process.qemu.pid();

@@ -92,16 +92,24 @@ fn make_room(stream: &UnixStream) {
 }
 
 impl Served {
-    pub(super) fn answer(&self, request: &Request, result: io::Result<()>, replies: &Replies) {
-        let status = Status::from(&result);
-        match &result {
-            // Expected of the warm QEMU; not worth a line each.
-            Err(error) if status != Status::NotPermitted => {
-                tracing::warn!(disk = %self.disk.index(), ?request, %error, "request failed");
-            }
-            _ => {}
+    pub(super) fn answer(&self, request: &Request, result: io::Result<()>, replies: &Arc<Replies>) {
+        let (status, handle) = (Status::from(&result), request.handle);
+        let Err(error) = result else { return replies.send(status, handle, &[]) };
+        // Expected of the warm QEMU; not worth a line each.
+        if status != Status::NotPermitted {
+            tracing::warn!(disk = %self.disk.index(), ?request, %error, "request failed");
         }
-        replies.send(status, request.handle, &[]);
+        if !status.is_fault() {
+            return replies.send(status, handle, &[]);
+        }
+        // Nobody needs an answer whose connection has ended before.
+        let replies = Arc::downgrade(replies);
+        let answer = move || {
+            if let Some(replies) = replies.upgrade() {
+                replies.send(status, handle, &[]);
+            }
+        };
+        self.disk.withheld.answer(&error, Box::new(answer));
     }
 }
 
@@ -143,10 +151,10 @@ impl Connection<'_> {
         match self.try_change(&request, command, payload) {
             Ok(Durable::Later) => self.served.answer(&request, Ok(()), &self.replies),
             Ok(Durable::BeforeReply) => {
-                let (served, replies) = (self.served.counters.clone(), self.replies.clone());
+                let (served, replies) = (self.served.clone(), self.replies.clone());
                 self.served.disk.flush(Box::new(move |result| {
-                    served.flushed();
-                    replies.send(Status::from(&result), request.handle, &[]);
+                    served.counters.flushed();
+                    served.answer(&request, result, &replies);
                 }));
             }
             Err(error) => {

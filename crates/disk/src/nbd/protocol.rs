@@ -74,6 +74,13 @@ pub(crate) enum Status {
     NoSpace = 28,
 }
 
+impl Status {
+    /// Whether it tells of this host's disk, not of the request itself.
+    pub(crate) fn is_fault(self) -> bool {
+        matches!(self, Status::Io | Status::NoMemory | Status::NoSpace)
+    }
+}
+
 impl From<&io::Result<()>> for Status {
     fn from(result: &io::Result<()>) -> Status {
         match result.as_ref().map_err(io::Error::kind) {

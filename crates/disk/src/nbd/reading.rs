@@ -126,17 +126,18 @@ impl Served {
         request: &Request,
         result: io::Result<()>,
         data: &[u8],
-        replies: &Replies,
+        replies: &Arc<Replies>,
         beside: &Beside,
     ) {
         let disk = self.disk.index();
         if let Beside::Recorded(recorder, number) = beside {
-            // Before QEMU has it: what comes of it is in the log only afterwards.
-            let outcome = match Status::from(&result) {
-                Status::Ok => Ok(data),
-                status => Err(status as u32),
-            };
-            recorder.gave(disk, *number, span(request), outcome);
+            // Before QEMU has it: what comes of it is in the log only afterwards. A fault of this
+            // host's disk is none of the other's.
+            match Status::from(&result) {
+                Status::Ok => recorder.gave(disk, *number, span(request), Ok(data)),
+                status if status.is_fault() => {}
+                status => recorder.gave(disk, *number, span(request), Err(status as u32)),
+            }
         }
         if result.is_err() {
             return self.answer(request, result, replies);

@@ -62,7 +62,7 @@ fn reads_that_travel_with_the_log_need_no_disk_of_the_backup() {
         ensure!(report["disk_reads"] == "log", "{report}");
         ensure!(report["disk_read_mbit_s"].as_f64() > Some(0.0), "{report}");
 
-        // A read that fails on the primary fails on the backup, too; a sound disk goes on.
+        // A read that fails on the primary waits for a sound disk, that of the backup.
         a.begin()?;
         await_disk_error(scene, "a")?;
         let before = sums(scene, "a")?;
@@ -75,6 +75,30 @@ fn reads_that_travel_with_the_log_need_no_disk_of_the_backup() {
         all.sort_unstable();
         all.dedup();
         ensure!(all.len() == 1, "the guest read something else on the other host: {all:?}");
+        prove_survival(scene, client, "b")
+    });
+}
+
+#[test]
+fn a_planned_fail_over_leaves_a_disk_that_fails() {
+    let directory = tempfile::tempdir().expect("a directory for the test");
+    let a = Unreadable::of(directory.path(), "a");
+    let mut options = lockstep();
+    options.daemons.insert("a".to_owned(), a.daemon());
+    play_protected(options, |scene, client| {
+        scene.host("a")?.call(["unprotect", VM])?;
+        protect_with_reads(scene)?;
+        in_lockstep(scene, "a")?;
+        scene.shell()?.start(READ)?;
+        await_sums(scene, "a", 1)?;
+        a.begin()?;
+        await_disk_error(scene, "a")?;
+        let turn = ["protect", VM, "--to", "b", "--mode", "checkpoint"];
+        let (_, words) = refusal(scene.host("a")?, &turn)?;
+        ensure!(words.contains("waits for a disk that fails"), "{words}");
+        scene.host("a")?.call(["failover", VM])?;
+        scene.await_live("b")?;
+        await_sums(scene, "b", 2)?;
         prove_survival(scene, client, "b")
     });
 }
