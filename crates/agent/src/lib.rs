@@ -7,7 +7,8 @@
 //!   daemon, which gets the descriptors over a unix socket);
 //! - dropping QEMU's mappings, so that accesses to memory are noticed (`memory.rs`);
 //! - ending QEMU at once when the daemon dies, however it dies: a guest whose daemon is
-//!   gone is a copy that nobody controls, and there must be at most one live copy;
+//!   gone is a copy that nobody controls, and there must be at most one live copy (unless a
+//!   custodian of the daemon's has the connection, too: then QEMU stands still);
 //! - answering for the cards' taps, which are none (`card`);
 //! - pausing the machine for a checkpoint without a dozen hand-overs between threads
 //!   (`pause.rs`).

@@ -33,6 +33,10 @@ impl Host {
 
     /// Refuses names and MAC addresses of VMs that there are.
     pub(crate) fn check_unused(&self, definition: &VmDefinition) -> Result<(), HostError> {
+        if let Some(why) = self.orphans.why(&definition.name) {
+            let message = format!("{} {why}", definition.name);
+            return Err(HostError::new(ErrorKind::Conflict, message));
+        }
         let vms = lock(&self.vms);
         for (name, vm) in vms.iter() {
             let machine = match vm {

@@ -60,6 +60,7 @@ impl Host {
             disks,
             role: Role::Fresh,
             lockstep,
+            may_be_adopted: false,
             former: None,
             on_event: self.event_sink(&name),
         };
@@ -86,6 +87,9 @@ impl Host {
 
     /// Stops a VM: ACPI power-off and a deadline, or at once with `force`.
     pub fn vm_stop(self: &Arc<Self>, name: &str, force: bool) -> Result<(), HostError> {
+        if force && self.orphans.give_up(name) {
+            return Ok(());
+        }
         match self.vm(name)? {
             Vm::Primary(vm) => {
                 if !force {

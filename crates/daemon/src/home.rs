@@ -45,6 +45,14 @@ impl Home {
         Ok(Home { directory, user })
     }
 
+    /// The directory of a QEMU that lives in it already.
+    pub(crate) fn existing(vm_directory: &Path) -> anyhow::Result<Home> {
+        let directory = vm_directory.join(DIRECTORY);
+        let user = User::of_directory(&directory)
+            .with_context(|| format!("cannot look at {}", directory.display()))?;
+        Ok(Home { directory, user })
+    }
+
     /// The directory of a QEMU that is to go on in the place of one that lives.
     pub(crate) fn prepare_next(vm_directory: &Path, user: Option<User>) -> anyhow::Result<Home> {
         let directory = vm_directory.join(NEXT);

@@ -2,6 +2,7 @@
 
 use crate::arbiter::Arbiter;
 use crate::config::{ClusterConfig, HostConfig};
+use crate::custody::Orphans;
 use crate::error::{ErrorKind, HostError};
 use crate::handshake::Identity;
 use crate::machine::Machine;
@@ -57,6 +58,8 @@ pub struct Host {
     pub(crate) members: Members,
     /// What it does for snapshots and restores.
     pub(crate) snapshots: Snapshots,
+    /// Guests that outlived the last daemon.
+    pub(crate) orphans: Orphans,
     /// Set for good when the daemon ends.
     closing: AtomicBool,
 }
@@ -99,8 +102,11 @@ impl Host {
             fabric: Fabric::default(),
             members: Members::default(),
             snapshots: Snapshots::default(),
+            orphans: Orphans::default(),
             closing: AtomicBool::new(false),
         });
+        // Before anybody can ask for these VMs.
+        let orphans = host.find_orphans();
         for listener in listeners {
             incoming::listen(&host, listener)?;
         }
@@ -108,6 +114,7 @@ impl Host {
         start_schedules(&host);
         start_sampling(&host);
         host.tell_of_the_lost();
+        orphans.into_iter().for_each(|orphan| host.take_back(orphan));
         info!("host {} listens on {:?}", host.config.name, host.config.listen);
         Ok(host)
     }
@@ -152,6 +159,7 @@ impl Host {
                 warn!(vm = name, "{error}");
             }
         }
+        self.orphans.give_up_all();
         if let Some(etcd) = self.arbiter.as_ref().and_then(Arbiter::etcd) {
             self.members.leave(etcd);
         }
@@ -191,8 +199,8 @@ impl Host {
     /// VMs that ran here when the last daemon ended.
     fn tell_of_the_lost(&self) {
         for record in self.records.all() {
-            if record.image.role == ImageRole::Active {
-                let vm = &record.definition.name;
+            let vm = &record.definition.name;
+            if record.image.role == ImageRole::Active && self.orphans.why(vm).is_none() {
                 warn!(vm, "ran here when this host's daemon ended: `understudy recover {vm}`");
             }
         }
@@ -217,7 +225,10 @@ impl Host {
     /// A VM by name.
     pub(crate) fn vm(&self, name: &str) -> Result<Vm, HostError> {
         lock(&self.vms).get(name).cloned().ok_or_else(|| {
-            let message = format!("there is no VM {name:?} on host {}", self.config.name);
+            let message = match self.orphans.why(name) {
+                Some(why) => format!("{name} {why}"),
+                None => format!("there is no VM {name:?} on host {}", self.config.name),
+            };
             HostError::new(ErrorKind::NotFound, message)
         })
     }

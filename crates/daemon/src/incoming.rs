@@ -229,6 +229,7 @@ fn stand_by(
         disks: mirrors.iter().map(|mirror| mirror.disk().clone()).collect(),
         role: Role::Standby,
         lockstep: lockstep_of(offer),
+        may_be_adopted: false,
         former: None,
         on_event: host.event_sink(&name),
     })?;

@@ -9,6 +9,7 @@ mod channel;
 mod clock;
 pub mod config;
 mod console;
+pub mod custody;
 mod doorbell;
 mod error;
 pub mod etcd;

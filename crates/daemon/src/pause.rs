@@ -3,6 +3,8 @@
 
 use anyhow::{Context, bail};
 use std::env;
+use std::io;
+use std::os::fd::OwnedFd;
 use std::time::Duration;
 use tracing::{info, warn};
 use understudy_memory::agent::AgentLink;
@@ -43,6 +45,26 @@ impl Pauser {
         let pauser = AgentPauser::arm(agent.socket(), state, timeout)
             .context("cannot arm QEMU's agent for pauses")?;
         Ok(Pauser { agent: Ok(pauser) })
+    }
+
+    /// Of a QEMU of another daemon, which could not be paused in a better way.
+    pub fn through_qmp(obstacle: &str) -> Pauser {
+        Pauser { agent: Err(obstacle.to_owned()) }
+    }
+
+    /// Of a QEMU whose agent another daemon has armed.
+    pub fn adopt(
+        descriptors: [OwnedFd; 2],
+        agent: &AgentLink,
+        timeout: Duration,
+    ) -> anyhow::Result<Pauser> {
+        let pauser = AgentPauser::adopt(descriptors, agent.socket(), timeout);
+        Ok(Pauser { agent: Ok(pauser.context("cannot pause QEMU through its agent")?) })
+    }
+
+    /// What [`Pauser::adopt`] takes, if it is the agent.
+    pub fn duplicate(&self) -> io::Result<Option<[OwnedFd; 2]>> {
+        self.agent.as_ref().ok().map(AgentPauser::duplicate).transpose()
     }
 
     /// Why pauses go through the monitor; none if they do not.

@@ -50,7 +50,7 @@ impl Host {
                 Some("runs it".to_owned())
             }
             Some(Vm::Backup(session)) => Some(format!("stands by for host {}", session.primary)),
-            _ => None,
+            _ => self.orphans.why(vm).map(|why| format!("has a QEMU of it, which {why}")),
         };
         Ok(ImagesAnswer { host: self.config.name.clone(), record: self.record(vm)?, busy, runs })
     }

@@ -113,6 +113,7 @@ impl Host {
             disks: former.disks().to_vec(),
             role: Role::Standby,
             lockstep: Some(lockstep),
+            may_be_adopted: false,
             former: Some(former),
             on_event: Arc::new(move |event| {
                 if is_adopted.load(Ordering::Acquire) {

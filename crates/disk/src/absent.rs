@@ -2,6 +2,7 @@
 
 use crate::blocks::{BLOCK_BYTES, BlockSet};
 use crate::image::Image;
+use crate::mark::Mark;
 use std::io;
 use std::ops::Range;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -25,18 +26,20 @@ pub(crate) struct Absent {
 
 struct State {
     blocks: BlockSet,
+    /// The same for a daemon that goes on if this one dies.
+    mark: Mark,
     /// How many they are.
     count: u64,
     given_up: bool,
 }
 
 impl Absent {
-    pub(crate) fn new(blocks: BlockSet, fetcher: Arc<dyn Fetcher>) -> Absent {
+    pub(crate) fn new(blocks: BlockSet, mark: Mark, fetcher: Arc<dyn Fetcher>) -> Absent {
         let count = blocks.count();
         Absent {
             fetcher,
             any: AtomicBool::new(count > 0),
-            state: Mutex::new(State { blocks, count, given_up: false }),
+            state: Mutex::new(State { blocks, mark, count, given_up: false }),
             changed: Condvar::new(),
         }
     }
@@ -105,9 +108,9 @@ impl Absent {
         // Under the lock: what is brought meanwhile must not come on top of it.
         write()?;
         let covered = state.blocks.covered(offset, len);
-        state.count -= state.blocks.remove(covered);
+        let marked = state.remove(covered);
         self.note(state);
-        Ok(())
+        marked
     }
 
     /// Blocks came: those that are still absent are written to the image.
@@ -118,7 +121,7 @@ impl Absent {
         while let Some(run) = state.blocks.next_run(touched.clone()) {
             let (at, len) = state.blocks.bytes(&run);
             image.write(at, &content[(at - offset) as usize..][..len])?;
-            state.count -= state.blocks.remove(run);
+            state.remove(run)?;
         }
         self.note(state);
         Ok(())
@@ -138,6 +141,22 @@ impl Absent {
 
     fn lock(&self) -> MutexGuard<'_, State> {
         self.state.lock().expect("no code under this lock panics")
+    }
+}
+
+impl State {
+    /// These blocks are there. If the mark cannot be told they do not count: a daemon that goes
+    /// on for this one would fetch them again, on top of what the guest writes later.
+    fn remove(&mut self, blocks: Range<u64>) -> io::Result<()> {
+        while let Some(run) = self.blocks.next_run(blocks.clone()) {
+            self.blocks.remove(run.clone());
+            if let Err(error) = self.mark.note(&self.blocks, run.clone()) {
+                self.blocks.insert(run);
+                return Err(error);
+            }
+            self.count -= run.end - run.start;
+        }
+        Ok(())
     }
 }
 

@@ -160,6 +160,56 @@ fn random_writes_and_fetches_end_in_the_same_image() {
 }
 
 #[test]
+fn a_daemon_that_goes_on_for_another_fetches_what_is_not_there_and_nothing_else() {
+    let dir = tempfile::tempdir().unwrap();
+    let (asked, _asks) = unbounded();
+    let disk = restored(&dir, Arc::new(Asked(asked)));
+    let path = disk.path();
+    disk.fill(0, &[block(0), block(1)].concat()).unwrap();
+    disk.write(5 * BLOCK_BYTES, &block(100)).unwrap();
+    disk.zero(6 * BLOCK_BYTES, BLOCK_BYTES).unwrap();
+    drop(disk);
+
+    let absent = crate::absent_blocks(&path, DISK).unwrap();
+    let runs: Vec<_> = absent.runs(0..BLOCKS).collect();
+    assert_eq!(runs, [2..5, 7..BLOCKS - 8]);
+    let (asked, asks) = unbounded();
+    let fetcher = Arc::new(Asked(asked));
+    let resume = |absent| Disk::resume_restored(DiskIndex(0), &path, DISK, absent, fetcher.clone());
+    let disk = Arc::new(resume(absent).unwrap());
+    assert_eq!(read(&disk, 5 * BLOCK_BYTES, 1), [101]);
+    let reader = thread::spawn({
+        let disk = disk.clone();
+        move || read(&disk, 2 * BLOCK_BYTES, 1)
+    });
+    assert_eq!(asks.recv().unwrap(), 2);
+    (0..BLOCKS - 8).for_each(|number| disk.fill(number, &block(number)).unwrap());
+    assert_eq!(reader.join().unwrap(), [3]);
+    let bytes = read(&disk, 0, DISK as usize);
+    let at = |number: u64| bytes[(number * BLOCK_BYTES) as usize];
+    assert_eq!([0, 1, 4, 5, 6, 7, 55, 56].map(at), [1, 2, 5, 101, 0, 8, 56, 0]);
+    disk.complete_restore().unwrap();
+    drop(disk);
+
+    // It died again, and other disks are still to come: this one is whole.
+    let absent = crate::absent_blocks(&path, DISK).unwrap();
+    assert_eq!(absent.count(), 0);
+    let disk = resume(absent).unwrap();
+    assert_eq!(disk.absent_blocks(), 0);
+    disk.complete_restore().unwrap();
+}
+
+#[test]
+fn a_mark_that_is_damaged_is_not_believed() {
+    let dir = tempfile::tempdir().unwrap();
+    let (asked, _asks) = unbounded();
+    let path = restored(&dir, Arc::new(Asked(asked))).path();
+    std::fs::write(crate::incomplete_mark(&path), [0; 7]).unwrap();
+    let error = crate::absent_blocks(&path, DISK).unwrap_err().to_string();
+    assert!(error.contains("a bit for each block"), "{error}");
+}
+
+#[test]
 fn half_an_image_is_not_opened_as_a_whole_one() {
     let dir = tempfile::tempdir().unwrap();
     let (asked, _asks) = unbounded();

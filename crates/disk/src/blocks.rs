@@ -89,6 +89,27 @@ impl BlockSet {
         offset.div_ceil(BLOCK_BYTES)..end
     }
 
+    /// The bits of these blocks and their neighbours, and where they lie among those of all.
+    pub(crate) fn to_bytes(&self, blocks: Range<u64>) -> (u64, Vec<u8>) {
+        let (first, end) = (blocks.start / 64, blocks.end.div_ceil(64));
+        let words = &self.words[first as usize..end.max(first) as usize];
+        (first * 8, words.iter().flat_map(|word| word.to_le_bytes()).collect())
+    }
+
+    /// From the bits of all blocks; none if they are more or fewer.
+    pub(crate) fn from_bytes(disk_bytes: u64, bytes: &[u8]) -> Option<BlockSet> {
+        let mut set = BlockSet::none(disk_bytes);
+        if bytes.len() != set.words.len() * 8 {
+            return None;
+        }
+        for (word, bytes) in set.words.iter_mut().zip(bytes.chunks_exact(8)) {
+            *word = u64::from_le_bytes(bytes.try_into().ok()?);
+        }
+        let beyond = set.words.len() as u64 * 64 - set.blocks();
+        let sound = set.words.last().is_none_or(|last| u64::from(last.leading_zeros()) >= beyond);
+        sound.then_some(set)
+    }
+
     /// Where a run of blocks lies on the disk: offset and length in bytes.
     pub fn bytes(&self, blocks: &Range<u64>) -> (u64, usize) {
         let offset = blocks.start * BLOCK_BYTES;
@@ -147,6 +168,9 @@ mod tests {
                 }
             }
             prop_assert_eq!(set.count(), expected.len() as u64);
+            let (_, bytes) = set.to_bytes(0..set.blocks());
+            prop_assert_eq!(BlockSet::from_bytes(disk_bytes, &bytes), Some(set.clone()));
+            prop_assert_eq!(BlockSet::from_bytes(disk_bytes + 300 * BLOCK_BYTES, &bytes), None);
             let within = within.0..within.1;
             let runs: Vec<_> = set.runs(within.clone()).collect();
             prop_assert!(runs.windows(2).all(|pair| pair[0].end < pair[1].start), "{:?}", runs);

@@ -35,6 +35,7 @@ mod flusher;
 mod format;
 mod image;
 mod lent;
+mod mark;
 mod mirror;
 mod nbd;
 mod reads;
@@ -44,9 +45,10 @@ pub use absent::Fetcher;
 pub use blocks::{BLOCK_BYTES, BlockSet};
 pub use capture::{Capture, ChangesTaken, PreparedCapture};
 pub use changes::{ChangeMap, GRANULE_BYTES};
-pub use disk::{Disk, GuestWrites, WriteSink, incomplete_mark};
+pub use disk::{Disk, GuestWrites, WriteSink};
 pub use error::DiskError;
 pub use format::{ImageFormat, export_bytes};
+pub use mark::{absent_blocks, incomplete_mark};
 pub use mirror::{
     COPY_CHUNK_BYTES, FreshMirror, Mirror, changes_path, copy_changed, copy_out, mirror_path,
 };

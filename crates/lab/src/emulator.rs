@@ -163,6 +163,7 @@ fn arguments(blueprint: &Blueprint<'_>, monitors: [i32; 3]) -> Result<Vec<OsStri
             socket: ConsoleSocket::Listen(directory.join(CONSOLE)),
             log: Some(directory.join(format!("{CONSOLE}.log"))),
         }),
+        awaits_disks: false,
         role: Role::Fresh,
         lockstep: counted.then(|| Lockstep { role: LogRole::Record, clock: ClockBase::now() }),
         // Exchanged below.
@@ -264,6 +265,7 @@ mod tests {
             disks: vec!["nbd".into()],
             cards: vec![7],
             console: None,
+            awaits_disks: false,
             role: Role::Fresh,
             lockstep: Some(lockstep),
         };

@@ -154,28 +154,18 @@ impl HostProcess {
         let binary =
             binary.canonicalize().with_context(|| format!("no program {}", binary.display()))?;
         let directory = lab.host_directory(name)?;
-        let config = write_config(lab, name, options)?;
-        let log = File::options().create(true).append(true).open(directory.join(LOG))?;
         let namespace = lab.host(name)?;
-        let mut command = namespace.command(SHELL);
-        let mounts = if options.without_control_groups { "" } else { MOUNT_CONTROL_GROUPS };
-        let daemon = command
-            .args(["-c", &format!("{mounts} exec \"$0\" \"$@\"")])
-            .arg(&binary)
-            .arg("host")
-            .arg("--config")
-            .arg(config)
-            .envs(options.environment.iter().map(|(name, value)| (name, value)))
-            .current_dir(&directory)
-            .stdin(Stdio::null())
-            .stdout(log.try_clone()?)
-            .stderr(log)
-            .spawn()
-            .with_context(|| {
-                format!("cannot start {} in {}", binary.display(), namespace.name())
-            })?;
+        let daemon = spawn_daemon(lab, name, &binary, options)?;
         let socket = socket(&directory);
         Ok(HostProcess { name: name.to_owned(), binary, directory, socket, namespace, daemon })
+    }
+
+    /// Starts the daemon again after its death; what else is on the host stays as it is.
+    pub fn revive(&mut self, lab: &Lab, options: &HostOptions) -> Result<()> {
+        ensure!(!self.is_running(), "host {}'s daemon runs", self.name);
+        self.daemon = spawn_daemon(lab, &self.name, &self.binary, options)?;
+        wait_for(&format!("host {}'s API", self.name), START_LIMIT, || self.answers())
+            .with_context(|| self.diagnostics())
     }
 
     /// Whether the API answers; an error if the daemon has ended.
@@ -304,6 +294,28 @@ impl HostProcess {
         pids.extend(others);
         Ok(pids)
     }
+}
+
+fn spawn_daemon(lab: &Lab, name: &str, binary: &Path, options: &HostOptions) -> Result<Child> {
+    let directory = lab.host_directory(name)?;
+    let config = write_config(lab, name, options)?;
+    let log = File::options().create(true).append(true).open(directory.join(LOG))?;
+    let namespace = lab.host(name)?;
+    let mut command = namespace.command(SHELL);
+    let mounts = if options.without_control_groups { "" } else { MOUNT_CONTROL_GROUPS };
+    command
+        .args(["-c", &format!("{mounts} exec \"$0\" \"$@\"")])
+        .arg(binary)
+        .arg("host")
+        .arg("--config")
+        .arg(config)
+        .envs(options.environment.iter().map(|(name, value)| (name, value)))
+        .current_dir(&directory)
+        .stdin(Stdio::null())
+        .stdout(log.try_clone()?)
+        .stderr(log)
+        .spawn()
+        .with_context(|| format!("cannot start {} in {}", binary.display(), namespace.name()))
 }
 
 impl Drop for HostProcess {

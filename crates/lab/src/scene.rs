@@ -115,6 +115,13 @@ impl Scene {
         Ok(())
     }
 
+    /// Starts a host's daemon again, on which all else has lived on.
+    pub fn revive(&mut self, name: &str) -> Result<()> {
+        let options = self.options.daemons.get(name).cloned().unwrap_or_default();
+        let host = self.hosts.get_mut(name);
+        host.with_context(|| format!("no host `{name}` in this scene"))?.revive(&self.lab, &options)
+    }
+
     /// [`restart`](Scene::restart) with other options than before.
     pub fn restart_with(&mut self, name: &str, options: HostOptions) -> Result<()> {
         self.options.daemons.insert(name.to_owned(), options);

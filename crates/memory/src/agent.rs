@@ -17,6 +17,9 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 use understudy_agent_protocol::{HELLO_DESCRIPTORS, Hello};
 
+/// How many descriptors a link has.
+pub const LINK_DESCRIPTORS: usize = 4;
+
 /// Makes userfaultfds for whoever holds it open.
 pub const DEVICE: &str = "/dev/userfaultfd";
 
@@ -92,7 +95,8 @@ impl Drop for AgentListener {
 /// The connection to the agent inside a QEMU.
 ///
 /// **Dropping it ends that QEMU at once**, as does the daemon's death by any cause: a guest
-/// must not outlive its daemon, which alone knows whether its copy may live.
+/// must not outlive its daemon, which alone knows whether its copy may live. Unless somebody
+/// else has its descriptors ([`AgentLink::duplicate`]), who then has the guest stand still.
 #[derive(Debug)]
 pub struct AgentLink {
     /// That it is open is what it is for; see [`AgentLink::socket`].
@@ -133,6 +137,34 @@ impl AgentLink {
     /// The connection, for `understudy_qemu::pause`; anything else that is sent ends QEMU.
     pub fn socket(&self) -> BorrowedFd<'_> {
         self.stream.as_fd()
+    }
+
+    /// Its descriptors, for [`AgentLink::adopt`] in another process. As long as one of them has
+    /// the first, QEMU does not end with this one.
+    pub fn duplicate(&self) -> io::Result<[OwnedFd; LINK_DESCRIPTORS]> {
+        Ok([
+            self.stream.try_clone()?.into(),
+            self.userfaultfd.duplicate()?,
+            self.faults.duplicate()?,
+            self.mappings.duplicate()?,
+        ])
+    }
+
+    /// The link of a daemon that has died, whose agent said `hello` to it.
+    pub fn adopt(
+        descriptors: [OwnedFd; LINK_DESCRIPTORS],
+        hello: &[u8],
+        pid: i32,
+    ) -> Result<AgentLink, MemoryError> {
+        let [stream, tracking, faults, requests] = descriptors;
+        Ok(AgentLink {
+            stream: stream.into(),
+            hello: Hello::decode(hello).map_err(|e| MemoryError::AgentHello(e.to_string()))?,
+            pid,
+            userfaultfd: Arc::new(Userfaultfd::adopt(tracking)),
+            faults: Arc::new(FaultDescriptor::adopt(faults)),
+            mappings: Arc::new(Mappings::new(requests)?),
+        })
     }
 
     fn greet(stream: UnixStream) -> Result<AgentLink, MemoryError> {

@@ -65,6 +65,9 @@ impl DemandPager {
             Some(libc::EBUSY) => MemoryError::FaultsTaken,
             _ => MemoryError::Faults { call: "UFFDIO_REGISTER", source },
         })?;
+        // Whoever has asked a daemon that died asks again.
+        let woken = pager.faults.wake(range);
+        woken.map_err(|source| MemoryError::Faults { call: "UFFDIO_WAKE", source })?;
         Ok(pager)
     }
 

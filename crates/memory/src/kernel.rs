@@ -128,6 +128,15 @@ impl Userfaultfd {
         Ok(Userfaultfd { fd })
     }
 
+    /// One that another process has made so.
+    pub(crate) fn adopt(fd: OwnedFd) -> Userfaultfd {
+        Userfaultfd { fd }
+    }
+
+    pub(crate) fn duplicate(&self) -> io::Result<OwnedFd> {
+        self.fd.try_clone()
+    }
+
     /// A userfaultfd of this process, for trying out the kernel.
     pub(crate) fn of_this_process() -> Result<Userfaultfd, MemoryError> {
         // SAFETY: the call takes one flag word and touches no memory of ours.

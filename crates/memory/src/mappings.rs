@@ -27,6 +27,10 @@ impl Mappings {
         Ok(Mappings { socket: Mutex::new(socket) })
     }
 
+    pub(crate) fn duplicate(&self) -> io::Result<OwnedFd> {
+        self.socket.lock().unwrap_or_else(PoisonError::into_inner).try_clone()
+    }
+
     /// Forgets where the pages of a shared file are: the next access to each is a fault.
     pub(crate) fn drop_ranges(&self, ranges: &[AddressRange]) -> Result<(), MemoryError> {
         for ranges in ranges.chunks(MOST_RANGES) {

@@ -63,6 +63,18 @@ impl GuestRam {
         Ok(GuestRam { memfd, map, bytes })
     }
 
+    /// Memory that another process has created so, and kept open.
+    pub fn adopt(memfd: OwnedFd) -> Result<GuestRam, MemoryError> {
+        let found = fstat(&memfd).map_err(io::Error::from).and_then(|status| {
+            let size = usize::try_from(status.st_size).ok().and_then(NonZeroUsize::new);
+            let size = size.ok_or(io::ErrorKind::InvalidData)?;
+            Ok((size, SharedMapping::new(&memfd, size)?))
+        });
+        let explain = |source| MemoryError::Ram { action: "cannot map", bytes: 0, source };
+        let (size, map) = found.map_err(explain)?;
+        Ok(GuestRam { memfd, map, bytes: size.get() as u64 })
+    }
+
     /// The memfd, for QEMU to inherit.
     pub fn fd(&self) -> BorrowedFd<'_> {
         self.memfd.as_fd()

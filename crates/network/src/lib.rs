@@ -33,6 +33,7 @@ mod mac;
 mod messages;
 mod netlink;
 mod next;
+mod note;
 mod outbound;
 mod port;
 mod pump;

@@ -6,9 +6,11 @@ use crate::fabric::{Fabric, marked};
 use crate::header::Offloads;
 use crate::messages::{self, Inbox, Message, READ_AT_ONCE};
 use crate::next::Said;
+use crate::note::CardNote;
 use crate::switch::Seat;
 use crate::tap::Tap;
 use nix::errno::Errno;
+use std::io;
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
 use std::time::Instant;
@@ -42,6 +44,8 @@ pub(crate) struct Outbound {
     header: HeaderLength,
     /// The agent waits to hear that the header's length is known.
     answer_due: bool,
+    /// What was said of the card, for a daemon that goes on when this one has died.
+    note: CardNote,
     inbox: Inbox,
     pub buffer: OutputBuffer,
     /// The place among the cards of a group, while there is one.
@@ -75,11 +79,12 @@ pub(crate) struct Received {
 }
 
 impl Outbound {
-    pub fn new(buffer: OutputBuffer) -> Self {
-        Outbound {
+    pub fn new(buffer: OutputBuffer) -> nix::Result<Self> {
+        Ok(Outbound {
             connection: None,
             header: HeaderLength::Short,
             answer_due: false,
+            note: CardNote::create()?,
             inbox: Inbox::new(),
             buffer,
             seat: None,
@@ -89,13 +94,14 @@ impl Outbound {
             entitled: Instant::now(),
             permitted_until: Instant::now(),
             too_long: 0,
-        }
+        })
     }
 
     /// A new QEMU is at the other end of this socket.
     pub fn connect(&mut self, connection: Arc<OwnedFd>) {
         self.connection = Some(connection);
         (self.header, self.answer_due) = (HeaderLength::Short, false);
+        self.note.write(Said { header: HeaderLength::Short, offloads: Offloads::NONE });
         self.ended = None;
     }
 
@@ -103,6 +109,25 @@ impl Outbound {
     pub fn resume(&mut self, said: Said, tap: &Tap) {
         self.header = said.header;
         set_offloads(tap, said.offloads);
+        self.note.write(said);
+    }
+
+    /// A daemon that has died had this QEMU, and wrote down what it said.
+    pub fn adopt(&mut self, connection: Arc<OwnedFd>, note: OwnedFd, tap: &Tap) -> io::Result<()> {
+        let note = CardNote::adopt(note);
+        let said = note.read()?;
+        self.connect(connection);
+        self.note = note;
+        self.resume(said, tap);
+        Ok(())
+    }
+
+    /// What [`Outbound::adopt`] takes; none without a QEMU.
+    pub fn duplicate(&self) -> io::Result<Option<[OwnedFd; 2]>> {
+        let duplicate = |connection: &Arc<OwnedFd>| {
+            Ok([connection.try_clone()?, self.note.duplicate()?])
+        };
+        self.connection.as_ref().map(duplicate).transpose()
     }
 
     /// Whether QEMU has taken all frames that it was given.
@@ -163,9 +188,13 @@ impl Outbound {
                 Message::Control(bytes) => match Control::decode(bytes) {
                     Some(Control::Header(length)) => {
                         (self.header, self.answer_due) = (length, true);
+                        self.note.write(Said { header: length, offloads: tap.offloads() });
                         received.changed = true;
                     }
-                    Some(Control::Offloads(offloads)) => set_offloads(tap, offloads),
+                    Some(Control::Offloads(offloads)) => {
+                        set_offloads(tap, offloads);
+                        self.note.write(Said { header: self.header, offloads });
+                    }
                     None => {
                         ended = Some(
                             "the agent in QEMU said what is not known here; are it and this daemon of one version?",

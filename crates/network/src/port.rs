@@ -13,6 +13,7 @@ use crate::switch::Seat;
 use crate::tap::Tap;
 use crate::unread::{GuestsEnd, Unread};
 use nix::sys::socket::{AddressFamily, SockFlag, SockType, setsockopt, socketpair, sockopt};
+use std::io;
 use std::os::fd::OwnedFd;
 use std::sync::atomic::Ordering;
 use std::sync::{Arc, Weak};
@@ -123,6 +124,26 @@ impl Port {
         self.shared.outbound().connect(ours.into());
         self.shared.wake();
         Ok(end)
+    }
+
+    /// The connection of a QEMU that has outlived the daemon which attached it; from
+    /// [`duplicate_guest`](Self::duplicate_guest). What it has sent since is taken.
+    ///
+    /// # Errors
+    /// If nothing is known of its card.
+    pub fn adopt_guest(&self, [connection, note]: [OwnedFd; 2]) -> io::Result<()> {
+        self.shared.outbound().adopt(connection.into(), note, &self.shared.tap)?;
+        self.shared.wake();
+        Ok(())
+    }
+
+    /// Its connection, and what is known of its card, for another process to keep. None
+    /// without a QEMU.
+    ///
+    /// # Errors
+    /// If there are no more descriptors.
+    pub fn duplicate_guest(&self) -> io::Result<Option<[OwnedFd; 2]>> {
+        self.shared.outbound().duplicate()
     }
 
     /// A connection for a QEMU that is to go on in the place of the one that is attached,

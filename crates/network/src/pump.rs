@@ -92,7 +92,7 @@ impl Shared {
             || EventFd::from_value_and_flags(0, EfdFlags::EFD_NONBLOCK | EfdFlags::EFD_CLOEXEC);
         Ok(Shared {
             tap,
-            outbound: Mutex::new(Outbound::new(buffer)),
+            outbound: Mutex::new(Outbound::new(buffer)?),
             tap_order: Mutex::new(()),
             inside: Mutex::default(),
             moving: Mutex::default(),

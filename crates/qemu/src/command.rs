@@ -30,6 +30,9 @@ pub const fn ide_slots(q35: bool) -> usize {
     if q35 { 6 } else { 4 }
 }
 
+/// For so long requests wait for a disk's server: for good, and no more than QEMU can count.
+const RECONNECT_SECONDS: u32 = 1 << 30;
+
 /// QEMU's number for the set with the KVM device's descriptor.
 const KVM_SET: u32 = 1;
 
@@ -55,6 +58,8 @@ pub struct Resources {
     pub cards: Vec<RawFd>,
     /// Where the console is, if the definition has one.
     pub console: Option<Console>,
+    /// Whether it waits for disks whose server is gone, which will be there again.
+    pub awaits_disks: bool,
     /// How QEMU starts.
     pub role: Role,
     /// If it runs in lockstep.
@@ -272,7 +277,7 @@ fn boot(args: &mut Args, vm: &VmDefinition, files: &BootFiles) {
 fn disks(args: &mut Args, vm: &VmDefinition, resources: &Resources) {
     let (mut virtio, mut ide) = (0, 0);
     for (n, (disk, socket)) in vm.disks.iter().zip(&resources.disks).enumerate() {
-        block_nodes(args, n, disk, socket, resources.lockstep.is_some());
+        block_nodes(args, n, disk, socket, resources);
         let mut device = match disk.bus {
             DiskBus::Virtio => {
                 virtio += 1;
@@ -305,7 +310,14 @@ fn ide_place(q35: bool, n: usize) -> String {
 
 /// The disk's data come from the data plane; a raw image needs nothing above it. In lockstep
 /// requests end when the log says so.
-fn block_nodes(args: &mut Args, n: usize, disk: &DiskDefinition, socket: &Path, replay: bool) {
+fn block_nodes(
+    args: &mut Args,
+    n: usize,
+    disk: &DiskDefinition,
+    socket: &Path,
+    resources: &Resources,
+) {
+    let replay = resources.lockstep.is_some();
     let top = if replay { format!("disk{n}-image") } else { format!("disk{n}") };
     let nbd = match disk.format {
         DiskFormat::Raw => top.clone(),
@@ -315,6 +327,9 @@ fn block_nodes(args: &mut Args, n: usize, disk: &DiskDefinition, socket: &Path, 
         "driver=nbd,node-name={nbd},discard=unmap,detect-zeroes=off,server.type=unix,server.path="
     ));
     node.push(escaped(socket));
+    if resources.awaits_disks {
+        node.push(format!(",reconnect-delay={RECONNECT_SECONDS}"));
+    }
     args.pair("-blockdev", node);
     if disk.format == DiskFormat::Qcow2 {
         args.pair(

@@ -15,6 +15,7 @@ fn resources() -> Resources {
         disks: Vec::new(),
         cards: Vec::new(),
         console: None,
+        awaits_disks: false,
         role: Role::Fresh,
         lockstep: None,
     }
@@ -194,4 +195,15 @@ fn a_console_may_be_a_socket_that_is_connected() {
     let wanted = "-chardev socket,id=console,fd=27\n";
     let lines = lines(&vm, &resources);
     assert!(lines.contains(wanted), "{lines}");
+}
+
+#[test]
+fn a_qemu_that_outlives_its_daemon_waits_for_its_disks() {
+    let (vm, resources) = two_of_each();
+    assert!(!lines(&vm, &resources).contains("reconnect-delay"));
+    let text = lines(&vm, &Resources { awaits_disks: true, ..resources });
+    for path in ["/run/d0", "/run/d,,1"] {
+        let line = text.lines().find(|line| line.contains(&format!("server.path={path}")));
+        assert!(line.unwrap().ends_with(",reconnect-delay=1073741824"), "{text}");
+    }
 }

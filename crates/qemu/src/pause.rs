@@ -99,12 +99,27 @@ impl AgentPauser {
         state: &DeviceState,
         timeout: Duration,
     ) -> Result<AgentPauser, PauseError> {
-        let (page, memfd) = Page::create()?;
+        let page = Page::create()?;
         let bell = eventfd()?;
-        let descriptors = [memfd.as_raw_fd(), bell.as_raw_fd(), state.as_fd().as_raw_fd()];
+        let descriptors = [page.memfd.as_raw_fd(), bell.as_raw_fd(), state.as_fd().as_raw_fd()];
         let beside = [ControlMessage::ScmRights(&descriptors)];
         let flags = MsgFlags::MSG_NOSIGNAL;
         sendmsg::<UnixAddr>(socket.as_raw_fd(), &[IoSlice::new(&ARM)], &beside, flags, None)?;
+        Ok(AgentPauser { page, bell, socket: socket.try_clone_to_owned()?, timeout })
+    }
+
+    /// The page and the bell, for [`AgentPauser::adopt`] in another process.
+    pub fn duplicate(&self) -> io::Result<[OwnedFd; 2]> {
+        Ok([self.page.memfd.try_clone()?, self.bell.try_clone()?])
+    }
+
+    /// One that another process has armed; no pause was under way when it died.
+    pub fn adopt(
+        [page, bell]: [OwnedFd; 2],
+        socket: BorrowedFd<'_>,
+        timeout: Duration,
+    ) -> Result<AgentPauser, PauseError> {
+        let page = Page::of(page)?;
         Ok(AgentPauser { page, bell, socket: socket.try_clone_to_owned()?, timeout })
     }
 
@@ -254,7 +269,10 @@ fn eventfd() -> io::Result<OwnedFd> {
 
 /// This process's mapping of a page.
 #[derive(Debug)]
-struct Page(NonNull<PausePage>);
+struct Page {
+    map: NonNull<PausePage>,
+    memfd: OwnedFd,
+}
 
 // SAFETY: the page has atomics only, for which any thread may hold the pointer.
 unsafe impl Send for Page {}
@@ -262,7 +280,7 @@ unsafe impl Send for Page {}
 unsafe impl Sync for Page {}
 
 impl Page {
-    fn create() -> Result<(Page, OwnedFd), PauseError> {
+    fn create() -> Result<Page, PauseError> {
         let bytes = NonZeroUsize::new(PausePage::BYTES).expect("a page has bytes");
         let flags = MFdFlags::MFD_CLOEXEC | MFdFlags::MFD_ALLOW_SEALING;
         let memfd = memfd_create("understudy-pause", flags)?;
@@ -270,10 +288,16 @@ impl Page {
         // QEMU must not be able to cut the page off from under this process.
         let seals = SealFlag::F_SEAL_SHRINK | SealFlag::F_SEAL_GROW | SealFlag::F_SEAL_SEAL;
         fcntl(&memfd, FcntlArg::F_ADD_SEALS(seals))?;
+        Page::of(memfd)
+    }
+
+    /// One that was created.
+    fn of(memfd: OwnedFd) -> Result<Page, PauseError> {
+        let bytes = NonZeroUsize::new(PausePage::BYTES).expect("a page has bytes");
         let access = ProtFlags::PROT_READ | ProtFlags::PROT_WRITE;
         // SAFETY: a new mapping at an address of the kernel's choice.
         let map = unsafe { mmap(None, bytes, access, MapFlags::MAP_SHARED, &memfd, 0)? };
-        Ok((Page(map.cast()), memfd))
+        Ok(Page { map: map.cast(), memfd })
     }
 
     /// Where the time of the last pause went, as QEMU's side saw it.
@@ -296,14 +320,14 @@ impl std::ops::Deref for Page {
 
     fn deref(&self) -> &PausePage {
         // SAFETY: mapped until this is dropped, never shrunk, and valid whatever it contains.
-        unsafe { self.0.as_ref() }
+        unsafe { self.map.as_ref() }
     }
 }
 
 impl Drop for Page {
     fn drop(&mut self) {
-        // SAFETY: `create` mapped it; references to it do not outlive `self`.
-        let _ = unsafe { munmap(self.0.cast(), PausePage::BYTES) };
+        // SAFETY: `of` mapped it; references to it do not outlive `self`.
+        let _ = unsafe { munmap(self.map.cast(), PausePage::BYTES) };
     }
 }
 

@@ -3,8 +3,10 @@
 #![allow(unsafe_code)]
 
 use crate::user::{User, become_user};
+use nix::errno::Errno;
 use nix::libc;
 use nix::poll::{PollFd, PollFlags, PollTimeout};
+use nix::sys::signal::Signal;
 use std::ffi::OsString;
 use std::fs::File;
 use std::io::{self, Read, Seek, SeekFrom};
@@ -74,15 +76,18 @@ pub enum LaunchError {
 /// How QEMU ended.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Exit {
-    /// Exit code or signal.
-    pub status: ExitStatus,
+    /// Exit code or signal; only its parent is told.
+    pub status: Option<ExitStatus>,
     /// The last lines that QEMU said.
     pub last_words: String,
 }
 
 impl std::fmt::Display for Exit {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        write!(f, "QEMU ended with {}", self.status)?;
+        write!(f, "QEMU ended")?;
+        if let Some(status) = self.status {
+            write!(f, " with {status}")?;
+        }
         if !self.last_words.is_empty() {
             write!(f, "; it said: {}", self.last_words)?;
         }
@@ -95,7 +100,8 @@ impl std::fmt::Display for Exit {
 /// Its descriptor (`AsFd`) is a pidfd: it polls readable once QEMU has ended.
 #[derive(Debug)]
 pub struct Qemu {
-    child: Mutex<Child>,
+    /// None if another process has started it.
+    child: Option<Mutex<Child>>,
     pid: u32,
     pidfd: OwnedFd,
     log: PathBuf,
@@ -141,7 +147,23 @@ impl Qemu {
             }
         };
         tracing::info!(pid, "started QEMU");
-        Ok(Qemu { child: Mutex::new(child), pid, pidfd, log: launch.log.to_owned(), log_start })
+        let child = Some(Mutex::new(child));
+        Ok(Qemu { child, pid, pidfd, log: launch.log.to_owned(), log_start })
+    }
+
+    /// A QEMU that another process has started, which is no more. `pidfd` is its descriptor.
+    pub fn adopt(pid: u32, pidfd: OwnedFd, log: PathBuf, log_start: u64) -> Qemu {
+        Qemu { child: None, pid, pidfd, log, log_start }
+    }
+
+    /// Where its last words begin in its log.
+    pub fn log_start(&self) -> u64 {
+        self.log_start
+    }
+
+    /// Lets a QEMU go on that was stopped with SIGSTOP.
+    pub fn go_on(&self) -> io::Result<()> {
+        signal(self.pidfd.as_fd(), Signal::SIGCONT)
     }
 
     /// The process's number.
@@ -151,8 +173,11 @@ impl Qemu {
 
     /// How QEMU ended, if it has.
     pub fn try_wait(&self) -> io::Result<Option<Exit>> {
-        let status = self.child().try_wait()?;
-        Ok(status.map(|status| Exit { status, last_words: self.last_words() }))
+        let ended = match &self.child {
+            Some(child) => lock(child).try_wait()?.map(Some),
+            None => has_ended(self.pidfd.as_fd(), PollTimeout::ZERO)?.then_some(None),
+        };
+        Ok(ended.map(|status| Exit { status, last_words: self.last_words() }))
     }
 
     /// Waits until QEMU has ended, at most so long; none if it still runs.
@@ -169,20 +194,27 @@ impl Qemu {
             // Rounded up, or the last fraction of a millisecond would spin.
             let millis = i32::try_from(left.as_millis() + 1).unwrap_or(i32::MAX);
             let timeout = PollTimeout::try_from(millis).unwrap_or(PollTimeout::MAX);
-            let mut poll = [PollFd::new(self.pidfd.as_fd(), PollFlags::POLLIN)];
-            match nix::poll::poll(&mut poll, timeout) {
-                Ok(_) | Err(nix::errno::Errno::EINTR) => {}
-                Err(error) => return Err(error.into()),
-            }
+            has_ended(self.pidfd.as_fd(), timeout)?;
         }
     }
 
     /// Ends QEMU at once (SIGKILL) and reaps it. The guest gets no warning.
     pub fn kill(&self) -> io::Result<Exit> {
-        let mut child = self.child();
-        child.kill()?;
-        let status = child.wait()?;
-        drop(child);
+        let status = match &self.child {
+            Some(child) => {
+                let mut child = lock(child);
+                child.kill()?;
+                Some(child.wait()?)
+            }
+            None => {
+                match signal(self.pidfd.as_fd(), Signal::SIGKILL) {
+                    Err(error) if error.raw_os_error() != Some(libc::ESRCH) => return Err(error),
+                    _ => {}
+                }
+                while !has_ended(self.pidfd.as_fd(), PollTimeout::NONE)? {}
+                None
+            }
+        };
         Ok(Exit { status, last_words: self.last_words() })
     }
 
@@ -192,9 +224,6 @@ impl Qemu {
         read_tail(&self.log, self.log_start).unwrap_or_default()
     }
 
-    fn child(&self) -> MutexGuard<'_, Child> {
-        self.child.lock().unwrap_or_else(PoisonError::into_inner)
-    }
 }
 
 impl AsFd for Qemu {
@@ -209,6 +238,29 @@ impl Drop for Qemu {
             tracing::error!(pid = self.pid, %error, "cannot end QEMU");
         }
     }
+}
+
+fn lock(child: &Mutex<Child>) -> MutexGuard<'_, Child> {
+    child.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// Waits for the end of a process; whether it has come.
+pub fn has_ended(pidfd: BorrowedFd<'_>, at_most: PollTimeout) -> io::Result<bool> {
+    match nix::poll::poll(&mut [PollFd::new(pidfd, PollFlags::POLLIN)], at_most) {
+        Ok(ready) => Ok(ready > 0),
+        Err(Errno::EINTR) => Ok(false),
+        Err(error) => Err(error.into()),
+    }
+}
+
+/// Sends a signal to the process of a pidfd; ESRCH if it has ended.
+pub fn signal(pidfd: BorrowedFd<'_>, signal: Signal) -> io::Result<()> {
+    let (pidfd, number) = (pidfd.as_raw_fd(), signal as libc::c_int);
+    let information = std::ptr::null::<libc::siginfo_t>();
+    // SAFETY: a system call on an open descriptor, whose only pointer may be null.
+    let result =
+        unsafe { libc::syscall(libc::SYS_pidfd_send_signal, pidfd, number, information, 0) };
+    Errno::result(result).map(drop).map_err(io::Error::from)
 }
 
 fn open_directory(path: &Path) -> Result<File, LaunchError> {

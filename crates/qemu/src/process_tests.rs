@@ -21,7 +21,7 @@ fn its_end_and_last_words_are_seen() {
     std::fs::write(&log, "an earlier run\n").unwrap();
     let qemu = shell("echo $WORD >&2; exit 3", &[], &log).unwrap();
     let exit = qemu.wait(LONG).unwrap().expect("it ends");
-    assert_eq!((exit.status.code(), exit.last_words.as_str()), (Some(3), "hello"));
+    assert_eq!((exit.status.unwrap().code(), exit.last_words.as_str()), (Some(3), "hello"));
     assert_eq!(qemu.try_wait().unwrap(), Some(exit), "asking again gives the same");
 }
 
@@ -101,4 +101,20 @@ fn it_becomes_another_user_in_a_directory_that_this_one_cannot_reach() {
     }
     assert!(said.contains("Permission denied"), "{said}");
     assert_eq!(std::fs::read_to_string(directory.join("here")).unwrap(), "made\n");
+}
+
+#[test]
+fn one_that_another_process_started_is_ended_too() {
+    let folder = tempfile::tempdir().unwrap();
+    let log = folder.path().join("log");
+    let started = shell("exec sleep 1000", &[], &log).unwrap();
+    let pidfd = started.as_fd().try_clone_to_owned().unwrap();
+    let adopted = Qemu::adopt(started.pid(), pidfd, log, started.log_start());
+    signal(adopted.as_fd(), Signal::SIGSTOP).unwrap();
+    adopted.go_on().unwrap();
+    assert_eq!(adopted.try_wait().unwrap(), None);
+    let exit = adopted.kill().unwrap();
+    assert_eq!((exit.to_string().as_str(), exit.status), ("QEMU ended", None));
+    assert_eq!(adopted.kill().unwrap(), exit, "a second time");
+    assert_eq!(started.wait(LONG).unwrap().unwrap().status.unwrap().code(), None);
 }

@@ -18,7 +18,6 @@ pub use events::VmEvent;
 pub use monitor::{Checkpoint, Monitor};
 pub use qapi::qmp::RunState;
 pub use ram_blocks::RamBlockInfo;
-pub use sockets::{MonitorSockets, QemuEnds};
+pub use sockets::{MONITORS, MonitorSockets, QemuEnds};
 
 pub(crate) use connection::Connection;
-pub(crate) use sockets::MONITORS;

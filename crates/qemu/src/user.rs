@@ -95,6 +95,15 @@ impl RunAs {
     }
 }
 
+impl User {
+    /// Whose a QEMU's directory is; none if it is this process's own.
+    pub fn of_directory(path: &Path) -> io::Result<Option<User>> {
+        let found = fs::symlink_metadata(path)?;
+        let (uid, gid) = (Uid::from_raw(found.uid()), Gid::from_raw(found.gid()));
+        Ok((uid != geteuid()).then_some(User { uid, gid }))
+    }
+}
+
 /// Makes an inherited file in memory QEMU's own, which nobody else can open.
 pub fn give(file: impl AsFd, user: Option<User>) -> io::Result<()> {
     if let Some(User { uid, gid }) = user {
@@ -245,6 +254,8 @@ mod tests {
         give_directory(&directory, second).unwrap();
         let owner = |path: &Path| Uid::from_raw(fs::symlink_metadata(path).unwrap().uid());
         assert_eq!(Some(owner(&directory)), second.map(|user| user.uid));
+        assert_eq!(User::of_directory(&directory).unwrap(), second);
+        assert_eq!(User::of_directory(folder.path()).unwrap(), None);
         assert!(!directory.join("log").exists());
         assert!(owner(&outside).is_root());
         assert!(!directory.join("socket").exists());

@@ -19,6 +19,7 @@ use trial::{CHAOS_HELP, DEMO_HELP, SIMULATE_HELP};
 use clap::{Args, Parser, Subcommand};
 use std::path::PathBuf;
 use understudy_daemon::config::DEFAULT_SOCKET;
+use understudy_daemon::custody::SUBCOMMAND;
 
 const AFTER_HELP: &str = "\
 Examples:
@@ -71,6 +72,9 @@ pub enum Command {
         #[arg(long, value_name = "FILE")]
         config: PathBuf,
     },
+    /// Keeps a guest when its daemon dies; started by the daemon.
+    #[command(hide = true, name = SUBCOMMAND)]
+    Custodian,
     /// Start, stop and list VMs, and reach their consoles.
     #[command(subcommand)]
     Vm(VmCommand),

@@ -140,6 +140,7 @@ impl Vm {
                 socket: ConsoleSocket::Listen(console.clone()),
                 log: Some(folder.path().join("console.log")),
             }),
+            awaits_disks: false,
             role: start,
             lockstep: Some(Lockstep { role, clock }),
         };

@@ -15,6 +15,7 @@ use nix::sys::eventfd::{EfdFlags, EventFd};
 use relay::Relay;
 use std::fs::File;
 use std::io;
+use std::os::fd::OwnedFd;
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::Path;
 use std::sync::Arc;
@@ -27,6 +28,7 @@ const PATIENCE: Duration = Duration::from_secs(1);
 /// Serves one console until it is dropped.
 pub(crate) struct ConsoleServer {
     output: Arc<ConsoleOutput>,
+    qemu: UnixStream,
     stop: Arc<EventFd>,
     thread: Option<JoinHandle<()>>,
 }
@@ -39,6 +41,38 @@ impl ConsoleServer {
         log: &Path,
         waiting: Waiting,
     ) -> anyhow::Result<(ConsoleServer, UnixStream)> {
+        let pair = UnixStream::pair();
+        let (ours, qemus) = pair.context("cannot make a pair of sockets for a console")?;
+        Ok((ConsoleServer::serve_at(path, log, waiting, ours)?, qemus))
+    }
+
+    /// The same for a console of which another process has had this end, from
+    /// [`ConsoleServer::duplicate`], and has left its socket.
+    pub fn adopt(
+        path: &Path,
+        log: &Path,
+        waiting: Waiting,
+        qemu: UnixStream,
+    ) -> anyhow::Result<ConsoleServer> {
+        match std::fs::remove_file(path) {
+            Err(error) if error.kind() != io::ErrorKind::NotFound => {
+                Err(error).with_context(|| format!("cannot remove {}", path.display()))
+            }
+            _ => ConsoleServer::serve_at(path, log, waiting, qemu),
+        }
+    }
+
+    /// This end of the console, for another process to keep.
+    pub fn duplicate(&self) -> io::Result<OwnedFd> {
+        Ok(self.qemu.try_clone()?.into())
+    }
+
+    fn serve_at(
+        path: &Path,
+        log: &Path,
+        waiting: Waiting,
+        qemu: UnixStream,
+    ) -> anyhow::Result<ConsoleServer> {
         let log = File::options()
             .create(true)
             .append(true)
@@ -47,8 +81,8 @@ impl ConsoleServer {
         let listen = || {
             let listener = UnixListener::bind(path)?;
             listener.set_nonblocking(true)?;
-            let (qemu, qemus) = UnixStream::pair()?;
             qemu.set_nonblocking(true)?;
+            let kept = qemu.try_clone()?;
             let output = Arc::new(ConsoleOutput::new(qemu.try_clone()?, waiting)?);
             let stop = Arc::new(EventFd::from_flags(EfdFlags::EFD_CLOEXEC)?);
             let relay = Relay {
@@ -62,7 +96,7 @@ impl ConsoleServer {
             };
             let thread =
                 thread::Builder::new().name("console".to_owned()).spawn(move || relay.run())?;
-            io::Result::Ok((ConsoleServer { output, stop, thread: Some(thread) }, qemus))
+            io::Result::Ok(ConsoleServer { output, qemu: kept, stop, thread: Some(thread) })
         };
         listen().with_context(|| format!("cannot serve the console {}", path.display()))
     }

@@ -48,6 +48,8 @@ pub struct Plan<'a> {
     pub run_as: &'a RunAs,
     /// The disks, in the definition's order.
     pub disks: Vec<Arc<Disk>>,
+    /// Whether its QEMU may outlive this daemon, and its disks come back.
+    pub may_be_adopted: bool,
     /// Fresh: the VM runs here, its output goes out. Standby: nothing does.
     pub role: Role,
     /// How its QEMU takes part in lockstep; none if it does not.
@@ -78,7 +80,7 @@ impl Machine {
         let servers = serve_disks(&plan, &home)?;
         let ports = match plan.former {
             Some(former) => former.ports.clone(),
-            None => open_ports(&plan, &doorbell)?,
+            None => open_ports(&plan.definition, plan.role, &doorbell)?,
         };
         let (guest_ends, next_guests) = attach(&ports, plan.former.is_some())?;
         let card_ends: Vec<RawFd> = guest_ends.iter().map(|end| end.socket.as_raw_fd()).collect();
@@ -109,6 +111,7 @@ impl Machine {
                     socket: ConsoleSocket::Connected(end.as_raw_fd()),
                     log: None,
                 }),
+                awaits_disks: plan.may_be_adopted,
                 role: plan.role,
                 lockstep: plan.lockstep.clone(),
             },
@@ -173,6 +176,7 @@ impl Machine {
             retired: AtomicBool::new(false),
             process,
             on_event: plan.on_event,
+            custody: Mutex::default(),
             agent,
             servers,
             console_server,
@@ -197,16 +201,20 @@ fn serve_disks(plan: &Plan<'_>, home: &Home) -> anyhow::Result<Vec<NbdServer>> {
     Ok(servers)
 }
 
-fn open_ports(plan: &Plan<'_>, doorbell: &Arc<Doorbell>) -> anyhow::Result<Vec<Arc<Port>>> {
+pub(super) fn open_ports(
+    definition: &VmDefinition,
+    role: Role,
+    doorbell: &Arc<Doorbell>,
+) -> anyhow::Result<Vec<Arc<Port>>> {
     let mut ports = Vec::new();
-    for (i, card) in plan.definition.cards.iter().enumerate() {
+    for (i, card) in definition.cards.iter().enumerate() {
         let doorbell = doorbell.clone();
         let config = PortConfig {
             card: CardIndex(i as u16),
             mac: card.mac,
-            tap: tap_name(&plan.definition.name, i),
+            tap: tap_name(&definition.name, i),
             bridge: card.bridge.clone(),
-            live: plan.role == Role::Fresh,
+            live: role == Role::Fresh,
             output_limit_bytes: understudy_network::DEFAULT_LIMIT_BYTES,
         };
         ports.push(Arc::new(Port::open(config, Arc::new(move || doorbell.ring()))?));

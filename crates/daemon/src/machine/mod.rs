@@ -1,12 +1,15 @@
 //! A machine on this host: one QEMU with everything around it. The same for a
 //! VM that runs and for a standby.
 
+mod adopt;
 mod launch;
 mod process;
 
+pub use adopt::{Adoption, MachineNote};
 pub use launch::Plan;
 
 use crate::console::{ConsoleOutput, ConsoleServer};
+use crate::custody::Custody;
 use crate::doorbell::Doorbell;
 use crate::pause::{Pause, Pauser};
 use crate::sync::lock;
@@ -76,6 +79,8 @@ pub struct Machine {
     retired: AtomicBool,
     process: Arc<Process>,
     on_event: OnEvent,
+    /// Who has it stand still should this daemon die, and keeps it for the next one.
+    custody: Mutex<Option<Custody>>,
     // Held open: their ends tell QEMU that this daemon lives.
     agent: AgentLink,
     servers: Vec<NbdServer>,
@@ -428,6 +433,18 @@ impl Machine {
         }
     }
 
+    /// Should this daemon die the guest stands still from now on, until the next one.
+    pub fn set_custody(&self, custody: Custody) {
+        *lock(&self.custody) = Some(custody);
+    }
+
+    /// It ends with this daemon again, as any guest does.
+    pub fn end_custody(&self) {
+        // Not under the lock: that takes a moment.
+        let custody = lock(&self.custody).take();
+        drop(custody);
+    }
+
     /// Ends this copy for good. Nothing leaves it afterwards.
     pub fn halt(&self) {
         // Not if they are another machine's: it has taken them, or not given them yet.
@@ -457,6 +474,7 @@ impl Machine {
             if let Err(error) = self.process.qemu.kill() {
                 warn!(vm = self.definition.name, "ending QEMU: {error}");
             }
+            self.end_custody();
         }
     }
 }

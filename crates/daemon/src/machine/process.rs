@@ -41,6 +41,18 @@ impl Process {
         }
     }
 
+    /// What is done about QEMU's events.
+    pub(super) fn interpreted(
+        self: Arc<Self>,
+        on_event: OnEvent,
+    ) -> impl FnMut(VmEvent) + Send + 'static {
+        move |event| {
+            if let Some(event) = self.interpret(event) {
+                on_event(event);
+            }
+        }
+    }
+
     /// How QEMU ended, for people.
     pub(super) fn last_words(&self) -> String {
         match self.qemu.wait(Duration::from_secs(1)) {
@@ -69,11 +81,7 @@ pub(super) fn connect(
     if u32::try_from(agent.pid()) != Ok(pid) {
         bail!("process {} answered in the place of QEMU {pid}", agent.pid());
     }
-    let process = process.clone();
-    let monitor = Monitor::connect(monitors, QEMU_TIMEOUT, move |event| {
-        if let Some(event) = process.interpret(event) {
-            on_event(event);
-        }
-    })?;
+    let on_event = process.clone().interpreted(on_event);
+    let monitor = Monitor::connect(monitors, QEMU_TIMEOUT, on_event)?;
     Ok((agent, monitor))
 }

@@ -12,7 +12,7 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::thread::{self, JoinHandle};
 use std::time::Duration;
 use tracing::warn;
-use understudy_disk::{BlockSet, Disk, Fetcher};
+use understudy_disk::{BlockSet, Disk, Fetcher, absent_blocks};
 use understudy_protocol::{BlockId, DiskIndex, PageIndex};
 use understudy_snapshot::{AreaMap, ChunkId, Fill, Loader, Page, UNIT_BYTES};
 
@@ -69,14 +69,38 @@ impl DiskFiller {
     ) -> anyhow::Result<DiskFiller> {
         let mut absent = BlockSet::none(bytes);
         map.extents().iter().for_each(|extent| absent.insert(extent.first..extent.end()));
-        let all = map.stored();
-        let loader = Loader::new(BTreeMap::from([(AREA, map)]), &[], 0);
-        let state =
-            State { loader, background: false, stopped: false, complete: false, stalled: None };
-        let shared = Arc::new(Shared { state: Mutex::new(state), changed: Condvar::new() });
+        let (all, shared) = (map.stored(), Shared::new(map));
         let disk = Disk::create_restored(index, path, bytes, absent, shared.clone())?;
         // What the guest changes from now on is what the next snapshot has to save.
         disk.set_base();
+        DiskFiller::begin(source, disk, all, shared)
+    }
+
+    /// Goes on with an image that another daemon has begun to fill, and whose guest has lived
+    /// since.
+    pub fn resume(
+        source: Source,
+        map: AreaMap,
+        index: DiskIndex,
+        bytes: u64,
+        path: &Path,
+    ) -> anyhow::Result<DiskFiller> {
+        let absent = absent_blocks(path, bytes);
+        let absent =
+            absent.with_context(|| format!("what is there of {} is not known", path.display()))?;
+        let all = map.stored();
+        let shared = Shared::new(map.within(absent.runs(0..absent.blocks())));
+        let disk = Disk::resume_restored(index, path, bytes, absent, shared.clone())?;
+        DiskFiller::begin(source, disk, all, shared)
+    }
+
+    fn begin(
+        source: Source,
+        disk: Disk,
+        all: u64,
+        shared: Arc<Shared>,
+    ) -> anyhow::Result<DiskFiller> {
+        let index = disk.index();
         let mut filler = DiskFiller { disk: Arc::new(disk), all, shared, readers: Vec::new() };
         for _ in 0..READERS {
             let reader = Reader {
@@ -138,6 +162,14 @@ impl Drop for DiskFiller {
 }
 
 impl Shared {
+    /// For what this map has.
+    fn new(map: AreaMap) -> Arc<Shared> {
+        let loader = Loader::new(BTreeMap::from([(AREA, map)]), &[], 0);
+        let state =
+            State { loader, background: false, stopped: false, complete: false, stalled: None };
+        Arc::new(Shared { state: Mutex::new(state), changed: Condvar::new() })
+    }
+
     fn wait<'a>(&self, state: MutexGuard<'a, State>, time: Duration) -> MutexGuard<'a, State> {
         self.changed.wait_timeout(state, time).unwrap_or_else(PoisonError::into_inner).0
     }

@@ -8,13 +8,14 @@ use crate::sync::lock;
 use anyhow::Context;
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
+use std::ops::Range;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Condvar, Mutex, RwLock, Weak};
 use std::thread;
 use std::time::{Duration, Instant};
 use tracing::{info, warn};
 use understudy_memory::{DemandPager, MAIN_MEMORY, Missing, RamBlock};
-use understudy_protocol::{BlockId, PageIndex};
+use understudy_protocol::{BlockId, PageIndex, PageRun};
 use understudy_snapshot::{AreaMap, ChunkId, Demand, Fill, Loader, Page, UNIT_BYTES};
 
 /// Chunks that are read at once before the start.
@@ -66,6 +67,8 @@ struct Work {
     /// Whether what nobody waits for is loaded, too.
     reads_on: AtomicBool,
     all: u64,
+    /// Pages that another daemon has loaded.
+    had: u64,
     /// How often the guest waited for a page.
     waits: AtomicU64,
 }
@@ -90,18 +93,32 @@ impl Filler {
     ) -> Filler {
         let auxiliary = maps.split_off(&BlockId(MAIN_MEMORY.0 + 1));
         let all = maps.values().map(AreaMap::stored).sum();
-        let work = Work {
-            source,
-            machine: Arc::downgrade(&machine),
-            loader: Mutex::new(Loader::new(maps, queue, before_start)),
-            changed: Condvar::new(),
-            pager: RwLock::new(None),
-            progress: Mutex::default(),
-            reads_on: AtomicBool::new(false),
-            all,
-            waits: AtomicU64::new(0),
-        };
+        let loader = Loader::new(maps, queue, before_start);
+        let work = Work::new(source, &machine, loader, all, 0);
         Filler { machine, auxiliary, work: Arc::new(work) }
+    }
+
+    /// For a machine that another daemon has begun to fill, and that stands still. What has
+    /// content is there; QEMU waits for what it asked that daemon for.
+    pub fn resume(
+        source: Source,
+        machine: Arc<Machine>,
+        map: AreaMap,
+        queue: &[Page],
+    ) -> anyhow::Result<Filler> {
+        let there: Vec<PageRun> = machine.ram().data_runs().collect::<Result<_, _>>()?;
+        let (all, rest) = (map.stored(), map.within(gaps(&there, map.units())));
+        let had = all - rest.stored();
+        let loader = Loader::new(BTreeMap::from([(MAIN_MEMORY, rest)]), queue, 0);
+        let work = Arc::new(Work::new(source, &machine, loader, all, had));
+        let filler = Filler { machine, auxiliary: BTreeMap::new(), work };
+        filler.begin_paging()?;
+        match lock(&filler.work.loader).is_complete() {
+            // That daemon died before it had said so.
+            true => filler.work.end(),
+            false => filler.begin_reading()?,
+        }
+        Ok(filler)
     }
 
     /// Loads what the start waits for, while the guest does not exist yet.
@@ -126,9 +143,18 @@ impl Filler {
             lock(&self.work.progress).complete = true;
             return Ok(());
         }
+        self.begin_paging()?;
+        self.begin_reading()
+    }
+
+    fn begin_paging(&self) -> anyhow::Result<()> {
         let work = self.work.clone();
         let pager = self.machine.page_in(move |page| work.demand(page))?;
         *self.work.pager.write().unwrap_or_else(|poisoned| poisoned.into_inner()) = Some(pager);
+        Ok(())
+    }
+
+    fn begin_reading(&self) -> anyhow::Result<()> {
         for reader in 0..READERS {
             let work = self.work.clone();
             let thread = thread::Builder::new().name(format!("loader-{reader}"));
@@ -155,7 +181,7 @@ impl Filler {
 
     /// How far it is.
     pub fn state(&self) -> FillState {
-        let pages = lock(&self.work.loader).pages();
+        let pages = self.work.had + lock(&self.work.loader).pages();
         let progress = lock(&self.work.progress);
         let (all, complete) = (self.work.all, progress.complete);
         FillState { pages, all, stalled: self.work.stalled(&progress), complete }
@@ -199,6 +225,21 @@ impl Filler {
 }
 
 impl Work {
+    fn new(source: Source, machine: &Arc<Machine>, loader: Loader, all: u64, had: u64) -> Work {
+        Work {
+            source,
+            machine: Arc::downgrade(machine),
+            loader: Mutex::new(loader),
+            changed: Condvar::new(),
+            pager: RwLock::new(None),
+            progress: Mutex::default(),
+            reads_on: AtomicBool::new(false),
+            all,
+            had,
+            waits: AtomicU64::new(0),
+        }
+    }
+
     /// The guest waits for a page.
     fn demand(&self, index: PageIndex) -> Missing {
         let demand = lock(&self.loader).demand(Page { block: MAIN_MEMORY, index });
@@ -325,9 +366,31 @@ impl Work {
     }
 }
 
+/// What lies between these runs, which are in order, of so many pages.
+fn gaps(runs: &[PageRun], pages: u64) -> impl Iterator<Item = Range<u64>> {
+    let ends = std::iter::once(0).chain(runs.iter().map(|run| run.first.0 + run.count));
+    let starts = runs.iter().map(|run| run.first.0).chain([pages]);
+    ends.zip(starts).map(|(end, start)| end..start).filter(|gap| !gap.is_empty())
+}
+
 /// Some units of a chunk.
 fn units(chunk: &[u8], slot: u16, count: u64) -> anyhow::Result<&[u8]> {
     let from = usize::from(slot) * UNIT_BYTES;
     let units = chunk.get(from..from + count as usize * UNIT_BYTES);
     units.context("a chunk of the memory is too short")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_has_no_content_is_still_to_come() {
+        let run = |first, count| PageRun { block: MAIN_MEMORY, first: PageIndex(first), count };
+        let of = |runs: &[PageRun]| gaps(runs, 10).collect::<Vec<_>>();
+        assert_eq!(of(&[]), [0..10]);
+        assert_eq!(of(&[run(0, 2), run(2, 1), run(5, 4)]), [3..5, 9..10]);
+        assert_eq!(of(&[run(1, 9)]), [0..1]);
+        assert!(of(&[run(0, 10)]).is_empty());
+    }
 }

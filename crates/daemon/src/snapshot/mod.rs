@@ -15,6 +15,7 @@
 //! | [`part`] | how it is described in the store |
 //! | [`words`], [`exchange`] | what hosts say to each other, and how |
 //! | [`prepare`] | from a part of a snapshot to a VM that runs |
+//! | [`adopt`] | a VM whose daemon died before all of it was loaded |
 //! | [`placement`] | who may be restored where, asked before anything is started |
 //! | [`memory`], [`fill`], [`disk`], [`disk_fill`] | what is captured, and filled in again |
 //! | [`source`] | the way to the store, which all restored guests of a host share |
@@ -22,6 +23,7 @@
 //! | [`report`] | what users ask for and are told |
 //! | [`trial`] | for trials: which memory guests touch |
 
+mod adopt;
 mod capture;
 mod command;
 mod disk;
@@ -48,6 +50,7 @@ mod taker;
 pub mod trial;
 mod words;
 
+pub(crate) use adopt::RestoreNote;
 pub(crate) use exchange::serve;
 pub(crate) use kept::Keeper;
 pub(crate) use placement::Question;

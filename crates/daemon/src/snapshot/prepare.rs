@@ -22,7 +22,9 @@ use tracing::warn;
 use understudy_disk::incomplete_mark;
 use understudy_protocol::{BlockId, DiskIndex};
 use understudy_qemu::{Role, VmDefinition};
-use understudy_snapshot::{Area, AreaMap, InFlightFrame, MemberManifest, Store};
+use understudy_snapshot::{
+    Area, AreaEntry, AreaMap, InFlightFrame, MemberManifest, Page, Store, StoreError,
+};
 
 /// What the files of restored disks begin with.
 const PREFIX: &str = "restored-";
@@ -63,10 +65,7 @@ pub fn prepare(
     filling: impl FnOnce(&Arc<Filler>, &Arc<Vec<DiskFiller>>),
 ) -> anyhow::Result<Prepared> {
     let store = Arc::new(Store::open(&task.store)?);
-    let manifest = store.snapshot(&task.group.name, Some(task.number))?;
-    let entry = manifest.members.iter().find(|entry| entry.name == task.vm());
-    let entry = entry.with_context(|| format!("{} is not in the snapshot", task.vm()))?;
-    let member = store.member(entry)?;
+    let member = member_of(&store, task)?;
     let saved = SavedVm::of(&member)?;
     host.check_unused(&saved.definition)?;
     host.await_former(task.vm())?;
@@ -88,14 +87,12 @@ pub fn prepare(
         definition,
         role: Role::Standby,
         lockstep: None,
+        may_be_adopted: true,
         former: None,
         on_event: host.event_sink(task.vm()),
     })?;
     let maps = memory_maps(&store, &member, &machine)?;
-    let queue = match task.by_recency {
-        true => store.by_sampling(&member)?.queue,
-        false => store.working_set(&member)?.queue,
-    };
+    let queue = task.queue(&store, &member)?;
     let filler = Arc::new(Filler::new(source, machine.clone(), maps, &queue, pages));
     filling(&filler, &disks);
     let began = Instant::now();
@@ -169,6 +166,32 @@ impl Prepared {
     }
 }
 
+/// A member's part of the snapshot that is restored.
+pub fn member_of(store: &Store, task: &RestoreTask) -> anyhow::Result<MemberManifest> {
+    let manifest = store.snapshot(&task.group.name, Some(task.number))?;
+    let entry = manifest.members.iter().find(|entry| entry.name == task.vm());
+    let entry = entry.with_context(|| format!("{} is not in the snapshot", task.vm()))?;
+    Ok(store.member(entry)?)
+}
+
+/// Where a disk is in the snapshot.
+pub fn disk_area(member: &MemberManifest, at: usize) -> anyhow::Result<&AreaEntry> {
+    let of_disk = |area: Area| matches!(area, Area::Disk(index) if usize::from(index.0) == at);
+    let area = member.areas.iter().find(|entry| of_disk(entry.area));
+    area.with_context(|| format!("disk {at} is not in the snapshot"))
+}
+
+impl RestoreTask {
+    /// The order in which memory is loaded.
+    pub fn queue(&self, store: &Store, member: &MemberManifest) -> Result<Vec<Page>, StoreError> {
+        let set = match self.by_recency {
+            true => store.by_sampling(member)?,
+            false => store.working_set(member)?,
+        };
+        Ok(set.queue)
+    }
+}
+
 impl SavedVm {
     /// The VM of a member's part.
     pub fn of(member: &MemberManifest) -> anyhow::Result<SavedVm> {
@@ -213,9 +236,7 @@ fn make_disks(
 ) -> anyhow::Result<Vec<DiskFiller>> {
     let mut fillers = Vec::new();
     for (at, disk) in definition.disks.iter_mut().enumerate() {
-        let of_disk = |area: Area| matches!(area, Area::Disk(index) if usize::from(index.0) == at);
-        let area = member.areas.iter().find(|entry| of_disk(entry.area));
-        let area = area.with_context(|| format!("disk {at} is not in the snapshot"))?;
+        let area = disk_area(member, at)?;
         let name = format!("{PREFIX}{}-{}-disk{at}.img", task.number, task.id);
         let path = directory.join(name);
         images.0.extend([path.clone(), incomplete_mark(&path)]);

@@ -1,5 +1,6 @@
 //! One member of a group that is being restored, on the host that will run it.
 
+use super::adopt::entrust;
 use super::disk_fill::DiskFiller;
 use super::fill::Filler;
 use super::prepare::{Prepared, prepare};
@@ -55,7 +56,9 @@ impl Host {
                     }
                     begun
                 }
-                (None, Order::Start | Order::Abort) => {
+                // It is not known yet what becomes of it.
+                (None, _) if self.orphans.why(task.vm()).is_some() => return,
+                (None, Order::Start | Order::Settle | Order::Abort) => {
                     let why = "its host knows nothing of the restore: was its daemon restarted?";
                     let report = understudy_snapshot::Report::Failed { why: why.to_owned() };
                     return reply(Heard::Restore(task.member, report));
@@ -79,6 +82,25 @@ impl Restoring {
             disks: Arc::default(),
         };
         let host = Arc::downgrade(host);
+        Arc::new(Restoring { host, task, stop: AtomicBool::new(false), state: Mutex::new(state) })
+    }
+
+    /// Of a VM that runs, and whose daemon has died before all of it was there.
+    pub(super) fn resumed(
+        host: &Arc<Host>,
+        task: &RestoreTask,
+        filler: &Arc<Filler>,
+        disks: Arc<Vec<DiskFiller>>,
+    ) -> Arc<Restoring> {
+        let state = State {
+            cohort: Cohort::resumed(clock::now()),
+            // A coordinator that still asks says where reports go.
+            reply: Arc::new(|_| ()),
+            prepared: None,
+            filler: Some(filler.clone()),
+            disks,
+        };
+        let (host, task) = (Arc::downgrade(host), task.clone());
         Arc::new(Restoring { host, task, stop: AtomicBool::new(false), state: Mutex::new(state) })
     }
 
@@ -134,6 +156,10 @@ impl Restoring {
                     Some(prepared) => self.spawn(|restoring| restoring.start(prepared)),
                     None => warn!(vm = self.task.vm(), "told to start without being loaded"),
                 },
+                CohortAction::Settle => self.spawn(|restoring| {
+                    restoring.entrust();
+                    Ok(())
+                }),
                 CohortAction::Discard => {
                     self.stop.store(true, Ordering::Release);
                     let (prepared, filler) = (state.prepared.take(), state.filler.take());
@@ -208,18 +234,58 @@ impl Restoring {
         }
         info!(vm = self.task.vm(), "runs as of snapshot {}", self.task.number);
         self.event(CohortEvent::Started);
-        filler.complete(&self.stop)?;
-        disks.iter().try_for_each(|disk| disk.complete(&self.stop))?;
+        self.complete(&filler, &disks)?;
         if let Ok(vm) = host.primary(self.task.vm()) {
             host.note_base(&self.task, &vm.machine());
         }
+        self.finish(&host);
+        Ok(())
+    }
+
+    /// Goes on with what a former daemon has begun. What the disks changed since is not known,
+    /// so that the next snapshot saves all of them.
+    pub(super) fn go_on(self: &Arc<Self>) {
+        self.spawn(|restoring| {
+            let (filler, disks) = {
+                let state = lock(&restoring.state);
+                (state.filler.clone(), state.disks.clone())
+            };
+            let (Some(filler), Some(host)) = (filler, restoring.host.upgrade()) else {
+                return Ok(());
+            };
+            restoring.complete(&filler, &disks)?;
+            restoring.finish(&host);
+            Ok(())
+        });
+    }
+
+    fn complete(&self, filler: &Filler, disks: &[DiskFiller]) -> anyhow::Result<()> {
+        filler.complete(&self.stop)?;
+        disks.iter().try_for_each(|disk| disk.complete(&self.stop))
+    }
+
+    /// All of it is there.
+    fn finish(self: &Arc<Self>, host: &Arc<Host>) {
         {
             // The store is done with.
             let mut state = lock(&self.state);
             (state.filler, state.disks) = (None, Arc::default());
         }
+        if let Ok(vm) = host.primary(self.task.vm()) {
+            vm.machine().end_custody();
+        }
         self.event(CohortEvent::Complete);
-        Ok(())
+    }
+
+    /// All members of the group run, so it may outlive this daemon.
+    fn entrust(&self) {
+        let Some(host) = self.host.upgrade() else { return };
+        let Ok(vm) = host.primary(self.task.vm()) else { return };
+        entrust(&host, &self.task, &vm);
+        // Meanwhile the rest may have come.
+        if lock(&self.state).filler.is_none() {
+            vm.machine().end_custody();
+        }
     }
 
     /// Ends the VM, if this restore has started it.

@@ -5,16 +5,17 @@ use crate::absent::{Absent, Fetcher};
 use crate::blocks::BlockSet;
 use crate::capture::{Frozen, Taken};
 use crate::error::DiskError;
-use std::fs::File;
+use crate::image::Image;
+use crate::mark::{self, Mark, incomplete_mark};
 use std::io;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::sync::Arc;
 use understudy_protocol::DiskIndex;
 
 impl Disk {
     /// A new image of zeroes at `path` that is being restored: whoever reads one of these blocks
     /// waits until [`Disk::fill`] has brought it. Should the daemon end before
-    /// [`Disk::complete_restore`], nobody can open it.
+    /// [`Disk::complete_restore`], nobody can open it but with [`Disk::resume_restored`].
     pub fn create_restored(
         index: DiskIndex,
         path: &Path,
@@ -22,15 +23,29 @@ impl Disk {
         absent: BlockSet,
         fetcher: Arc<dyn Fetcher>,
     ) -> Result<Disk, DiskError> {
-        let mark = incomplete_mark(path);
-        let write = || -> io::Result<()> {
-            File::create(&mark)?.sync_all()?;
-            sync_directory_of(&mark)
-        };
-        write().map_err(DiskError::io("write", &mark))?;
+        let mark = Mark::create(path, &absent);
+        let mark = mark.map_err(DiskError::io("write", &incomplete_mark(path)))?;
         let disk = Disk::create(index, path, export_bytes)?;
         // Nobody else has the disk yet.
-        let _ = disk.absent.set(Absent::new(absent, fetcher));
+        let _ = disk.absent.set(Absent::new(absent, mark, fetcher));
+        Ok(disk)
+    }
+
+    /// An image whose restore another daemon has begun, for the same guest, which has lived since;
+    /// `absent` is what [`absent_blocks`](crate::absent_blocks) gives.
+    pub fn resume_restored(
+        index: DiskIndex,
+        path: &Path,
+        export_bytes: u64,
+        absent: BlockSet,
+        fetcher: Arc<dyn Fetcher>,
+    ) -> Result<Disk, DiskError> {
+        let disk = Self::of_image(index, path, Image::open(path)?, export_bytes)?;
+        if absent.count() > 0 {
+            let mark = Mark::open(path);
+            let mark = mark.map_err(DiskError::io("open", &incomplete_mark(path)))?;
+            let _ = disk.absent.set(Absent::new(absent, mark, fetcher));
+        }
         Ok(disk)
     }
 
@@ -45,8 +60,7 @@ impl Disk {
                 return Err(io::Error::other("not all of it is there"));
             }
             self.sync()?;
-            std::fs::remove_file(incomplete_mark(&path))?;
-            sync_directory_of(&path)
+            mark::remove(&path)
         };
         complete().map_err(DiskError::io("complete", &path))
     }
@@ -130,15 +144,4 @@ impl Disk {
         let former = std::mem::replace(&mut self.lock_order().capture, capture);
         drop(former);
     }
-}
-
-/// The file that lies beside an image while not all of it is there.
-pub fn incomplete_mark(image: &Path) -> PathBuf {
-    let mut path = image.to_owned().into_os_string();
-    path.push(".incomplete");
-    path.into()
-}
-
-fn sync_directory_of(path: &Path) -> io::Result<()> {
-    path.parent().map_or(Ok(()), |directory| File::open(directory)?.sync_all())
 }

@@ -120,6 +120,15 @@ impl FaultDescriptor {
         Ok(FaultDescriptor { fd, in_use: AtomicBool::new(false) })
     }
 
+    /// One that another process has made so.
+    pub(crate) fn adopt(fd: OwnedFd) -> FaultDescriptor {
+        FaultDescriptor { fd, in_use: AtomicBool::new(false) }
+    }
+
+    pub(crate) fn duplicate(&self) -> io::Result<OwnedFd> {
+        self.fd.try_clone()
+    }
+
     /// Of this process, for tests.
     #[cfg(test)]
     pub(crate) fn of_this_process() -> FaultDescriptor {

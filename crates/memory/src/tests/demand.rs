@@ -95,3 +95,38 @@ fn who_gives_up_leaves_the_guest_waiting_and_who_takes_over_lets_it_go_on() {
     assert_eq!(reader.join().unwrap(), 42);
     pager.finish().unwrap();
 }
+
+#[test]
+fn whoever_waits_when_a_pager_is_lost_asks_the_next_one() {
+    let guest = Guest::new(16);
+    guest.ram.write(PageIndex(0), &page(1));
+    let faults = Arc::new(FaultDescriptor::of_this_process());
+    let attach = || {
+        let (demand, demanded) = mpsc::channel();
+        let pager = DemandPager::attach(&faults, &guest.blocks[0], move |page| {
+            demand.send(page).unwrap();
+            Missing::Coming
+        });
+        (pager.unwrap(), demanded)
+    };
+    let (lost, demanded) = attach();
+    lost.fill(PageIndex(2), &page(3)).unwrap();
+    let view = Arc::clone(&guest.view);
+    let reader = thread::spawn(move || {
+        let mut content = [0; PAGE_SIZE];
+        view.copy_out(4 * PAGE_SIZE, &mut content);
+        content
+    });
+    assert_eq!(demanded.recv().unwrap(), PageIndex(4));
+    drop(lost);
+    // What is there is what has content, as another process sees it.
+    let memfd = guest.ram.fd().try_clone_to_owned().unwrap();
+    let ram = GuestRam::adopt(memfd).unwrap();
+    let runs: Vec<_> = ram.data_runs().map(|run| run.unwrap().first.0).collect();
+    assert_eq!((ram.pages(), runs), (16, vec![0, 2]));
+    let (next, demanded) = attach();
+    assert_eq!(demanded.recv().unwrap(), PageIndex(4));
+    next.fill(PageIndex(4), &page(5)).unwrap();
+    assert!(reader.join().unwrap() == page(5));
+    next.finish().unwrap();
+}

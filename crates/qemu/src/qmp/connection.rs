@@ -1,12 +1,13 @@
 //! One QMP connection: lines of JSON out, lines of JSON in.
 
 use qapi::{Command, Empty, Execute};
-use serde::Deserialize;
+use serde::{Deserialize, Serialize};
 use serde::de::DeserializeOwned;
 use serde_json::Value;
 use std::collections::VecDeque;
 use std::fmt;
 use std::io::{self, BufRead, BufReader, Write};
+use std::os::fd::OwnedFd;
 use std::os::unix::net::UnixStream;
 use std::time::Duration;
 
@@ -53,7 +54,7 @@ pub enum QmpError {
 }
 
 /// QEMU's version.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
 pub struct QemuVersion {
     /// 10 in 10.0.2.
     pub major: u32,
@@ -68,6 +69,9 @@ impl fmt::Display for QemuVersion {
         write!(f, "{}.{}.{}", self.major, self.minor, self.micro)
     }
 }
+
+/// A byte that is in no command: QEMU refuses what came before it.
+const FORGET: u8 = 0xff;
 
 /// Stands for a command that was primed and then not wanted.
 const DISARMED: &str = "disarmed command";
@@ -96,6 +100,8 @@ pub(crate) struct Connection {
     owed: VecDeque<&'static str>,
     /// A command sent up to its last brace.
     primed: Option<Primed>,
+    /// The next line may lack its beginning, which another process has read.
+    cut: bool,
     timeout: Duration,
 }
 
@@ -113,6 +119,7 @@ struct Line {
     #[serde(rename = "return")]
     value: Option<Value>,
     error: Option<Refusal>,
+    id: Option<String>,
 }
 
 #[derive(Deserialize)]
@@ -150,17 +157,7 @@ impl Connection {
         stream: UnixStream,
         timeout: Duration,
     ) -> Result<(Connection, QemuVersion), QmpError> {
-        stream.set_read_timeout(Some(timeout)).map_err(QmpError::Io)?;
-        let reader = BufReader::new(stream.try_clone().map_err(QmpError::Io)?);
-        let mut connection = Connection {
-            reader,
-            writer: stream,
-            outgoing: Vec::new(),
-            incoming: Vec::new(),
-            owed: VecDeque::new(),
-            primed: None,
-            timeout,
-        };
+        let mut connection = Connection::new(stream, timeout)?;
         const GREETING: &str = "greeting";
         connection.read_line(GREETING)?;
         let greeting: Greeting = serde_json::from_slice(&connection.incoming)
@@ -171,6 +168,46 @@ impl Connection {
         let _: Empty = connection.execute(&qapi::qmp::qmp_capabilities { enable })?;
         let Triple { major, minor, micro } = greeting.qmp.version.qemu;
         Ok((connection, QemuVersion { major, minor, micro }))
+    }
+
+    /// One that another process has negotiated.
+    pub(crate) fn adopt(stream: UnixStream, timeout: Duration) -> Result<Connection, QmpError> {
+        Ok(Connection { cut: true, ..Connection::new(stream, timeout)? })
+    }
+
+    fn new(stream: UnixStream, timeout: Duration) -> Result<Connection, QmpError> {
+        stream.set_read_timeout(Some(timeout)).map_err(QmpError::Io)?;
+        let reader = BufReader::new(stream.try_clone().map_err(QmpError::Io)?);
+        Ok(Connection {
+            reader,
+            writer: stream,
+            outgoing: Vec::new(),
+            incoming: Vec::new(),
+            owed: VecDeque::new(),
+            primed: None,
+            cut: false,
+            timeout,
+        })
+    }
+
+    /// Has QEMU forget half a command, and reads past all answers to another process's.
+    pub(crate) fn catch_up(&mut self) -> Result<(), QmpError> {
+        const CATCH_UP: &str = "catch-up";
+        let command = format!(r#"{{"execute":"query-name","id":"{CATCH_UP}"}}"#);
+        self.outgoing.push(FORGET);
+        self.outgoing.extend(command.as_bytes());
+        self.flush()?;
+        loop {
+            let line = self.next_line(CATCH_UP)?;
+            if line.id.as_deref() == Some(CATCH_UP) {
+                return Ok(());
+            }
+        }
+    }
+
+    /// The socket, for another process.
+    pub(crate) fn duplicate(&self) -> io::Result<OwnedFd> {
+        Ok(self.writer.try_clone()?.into())
     }
 
     /// Queues a command; [`Connection::flush`] sends it.
@@ -271,11 +308,7 @@ impl Connection {
 
     /// Waits for the next line. `waiting_for` is for errors.
     pub(crate) fn message(&mut self, waiting_for: &'static str) -> Result<Message, QmpError> {
-        self.read_line(waiting_for)?;
-        let malformed = |reason: String| QmpError::Malformed { command: waiting_for, reason };
-        let line: Line =
-            serde_json::from_slice(&self.incoming).map_err(|e| malformed(e.to_string()))?;
-        match line {
+        match self.next_line(waiting_for)? {
             Line { event: Some(name), data, .. } => Ok(Message::Event { name, data }),
             Line { error: Some(refusal), .. } => {
                 self.owed.pop_front();
@@ -285,7 +318,25 @@ impl Connection {
                 self.owed.pop_front();
                 Ok(Message::Reply(Ok(value)))
             }
-            _ => Err(malformed("neither event nor answer".to_owned())),
+            _ => Err(QmpError::Malformed {
+                command: waiting_for,
+                reason: "neither event nor answer".to_owned(),
+            }),
+        }
+    }
+
+    fn next_line(&mut self, waiting_for: &'static str) -> Result<Line, QmpError> {
+        loop {
+            self.read_line(waiting_for)?;
+            let first = std::mem::take(&mut self.cut);
+            match serde_json::from_slice(&self.incoming) {
+                Ok(line) => return Ok(line),
+                Err(_) if first => {}
+                Err(error) => {
+                    let reason = error.to_string();
+                    return Err(QmpError::Malformed { command: waiting_for, reason });
+                }
+            }
         }
     }
 

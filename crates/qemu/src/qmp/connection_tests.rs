@@ -113,3 +113,32 @@ fn silence_is_a_timeout() {
     let error = Connection::open(ours, Duration::from_millis(1)).unwrap_err();
     assert!(matches!(error, QmpError::Timeout { command: "greeting", .. }), "{error}");
 }
+
+/// Another process has left a command and an answer half done.
+#[test]
+fn a_connection_of_another_process_is_caught_up_with() {
+    let (ours, theirs) = UnixStream::pair().unwrap();
+    let asked = thread::spawn(move || {
+        let mut lines = theirs.try_clone().unwrap();
+        lines.write_all(b"rest\": {}}\r\n{\"return\": {\"former\": 1}}\r\n").unwrap();
+        let mut received = Vec::new();
+        let mut reader = BufReader::new(theirs);
+        reader.read_until(b'}', &mut received).unwrap();
+        for line in [
+            r#"{"error": {"class": "GenericError", "desc": "JSON parse error"}}"#,
+            r#"{"event": "RESUME", "data": {}}"#,
+            r#"{"return": {}, "id": "catch-up"}"#,
+            r#"{"return": {}}"#,
+        ] {
+            lines.write_all(format!("{line}\r\n").as_bytes()).unwrap();
+        }
+        received
+    });
+    let mut connection = Connection::adopt(ours, TIMEOUT).unwrap();
+    connection.catch_up().unwrap();
+    stop(&mut connection).unwrap();
+    let received = asked.join().unwrap();
+    assert_eq!(received[0], FORGET);
+    let command: Value = serde_json::from_slice(&received[1..]).unwrap();
+    assert_eq!(command["id"], "catch-up");
+}

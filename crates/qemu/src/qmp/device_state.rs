@@ -3,7 +3,7 @@
 use nix::sys::memfd::{MFdFlags, memfd_create};
 use std::fs::File;
 use std::io;
-use std::os::fd::{AsFd, AsRawFd, BorrowedFd};
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd, RawFd};
 use std::os::unix::fs::FileExt;
 
 /// A file in memory that QEMU inherits and saves its device state to, or loads
@@ -11,13 +11,26 @@ use std::os::unix::fs::FileExt;
 #[derive(Debug)]
 pub struct DeviceState {
     file: File,
+    /// Its number in QEMU.
+    inherited: RawFd,
 }
 
 impl DeviceState {
     /// An empty one.
     pub fn create() -> io::Result<DeviceState> {
         let fd = memfd_create(c"device-state", MFdFlags::MFD_CLOEXEC)?;
-        Ok(DeviceState { file: fd.into() })
+        let inherited = fd.as_raw_fd();
+        Ok(DeviceState { file: fd.into(), inherited })
+    }
+
+    /// One that QEMU has inherited from another process, under this number.
+    pub fn adopt(fd: OwnedFd, inherited: RawFd) -> DeviceState {
+        DeviceState { file: fd.into(), inherited }
+    }
+
+    /// Its number in QEMU.
+    pub fn inherited(&self) -> RawFd {
+        self.inherited
     }
 
     /// Replaces the contents: before [`crate::Monitor::go_live`].
@@ -43,7 +56,7 @@ impl DeviceState {
     /// Its name inside a QEMU that inherited it. Every open there gets a file
     /// position of its own, so that save and load begin at 0.
     pub(crate) fn path_in_qemu(&self) -> String {
-        format!("/proc/self/fd/{}", self.file.as_raw_fd())
+        format!("/proc/self/fd/{}", self.inherited)
     }
 }
 

@@ -4,7 +4,7 @@ use super::connection::{Connection, Message, QemuVersion, QmpError};
 use super::device_state::DeviceState;
 use super::events::{VmEvent, watch_events};
 use super::ram_blocks::{self, RamBlockInfo};
-use super::sockets::MonitorSockets;
+use super::sockets::{MONITORS, MonitorSockets};
 use qapi::qmp::{
     HumanReadableText, MigrationCapability, MigrationCapabilityStatus, RunState, cont,
     migrate_incoming, migrate_set_capabilities, query_status, quit, stop, system_powerdown,
@@ -12,6 +12,9 @@ use qapi::qmp::{
 };
 use qapi::{Command, Empty};
 use serde::Deserialize;
+use std::io;
+use std::os::fd::OwnedFd;
+use std::os::unix::net::UnixStream;
 use std::time::Duration;
 
 /// QEMU's monitors.
@@ -24,6 +27,8 @@ pub struct Monitor {
     /// Only saves device states: its long command waits here, sent up to its
     /// last brace, while `connection` stops the guest.
     saver: Connection,
+    /// What is read there is read by a thread.
+    events: UnixStream,
     version: QemuVersion,
 }
 
@@ -44,8 +49,37 @@ impl Monitor {
         let [commands, saver, events] = sockets.0;
         let (connection, version) = Connection::open(commands, timeout)?;
         let (saver, _) = Connection::open(saver, timeout)?;
+        let duplicate = events.try_clone().map_err(QmpError::Io)?;
         watch_events(Connection::open(events, timeout)?.0, on_event)?;
-        Ok(Monitor { connection, saver, version })
+        Ok(Monitor { connection, saver, events: duplicate, version })
+    }
+
+    /// The same for monitors that another process has negotiated, and left in the midst of
+    /// anything. [`Monitor::catch_up`] comes before all else.
+    pub fn adopt(
+        sockets: MonitorSockets,
+        version: QemuVersion,
+        timeout: Duration,
+        on_event: impl FnMut(VmEvent) + Send + 'static,
+    ) -> Result<Monitor, QmpError> {
+        let [commands, saver, events] = sockets.0;
+        let connection = Connection::adopt(commands, timeout)?;
+        let saver = Connection::adopt(saver, timeout)?;
+        let duplicate = events.try_clone().map_err(QmpError::Io)?;
+        watch_events(Connection::adopt(events, timeout)?, on_event)?;
+        Ok(Monitor { connection, saver, events: duplicate, version })
+    }
+
+    /// Leaves behind what was asked before; returns when QEMU listens.
+    pub fn catch_up(&mut self) -> Result<(), QmpError> {
+        self.connection.catch_up()?;
+        self.saver.catch_up()
+    }
+
+    /// The sockets, for [`Monitor::adopt`] in another process.
+    pub fn duplicate(&self) -> io::Result<[OwnedFd; MONITORS]> {
+        let events = self.events.try_clone()?.into();
+        Ok([self.connection.duplicate()?, self.saver.duplicate()?, events])
     }
 
     /// QEMU's version.

@@ -5,7 +5,7 @@ use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd, RawFd};
 use std::os::unix::net::UnixStream;
 
 /// Monitors that a VM's QEMU has.
-pub(crate) const MONITORS: usize = 3;
+pub const MONITORS: usize = 3;
 
 /// The daemon's ends, for [`crate::Monitor::connect`].
 #[derive(Debug)]
@@ -20,6 +20,11 @@ impl MonitorSockets {
     pub fn create() -> io::Result<(MonitorSockets, QemuEnds)> {
         let [a, b, c] = [UnixStream::pair()?, UnixStream::pair()?, UnixStream::pair()?];
         Ok((MonitorSockets([a.0, b.0, c.0]), QemuEnds([a.1.into(), b.1.into(), c.1.into()])))
+    }
+
+    /// Those of another process, from [`crate::Monitor::duplicate`].
+    pub fn adopt(sockets: [OwnedFd; MONITORS]) -> MonitorSockets {
+        MonitorSockets(sockets.map(UnixStream::from))
     }
 }
 

@@ -4,6 +4,7 @@ use super::bytes::{Malformed, Reader};
 use super::chunk::CHUNK_UNITS;
 use crate::ChunkId;
 use std::collections::HashMap;
+use std::ops::Range;
 
 /// Where the content of one unit is.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -108,11 +109,21 @@ impl AreaMap {
         builder.finish()
     }
 
+    /// What of this map lies in these ranges, which are in order and apart; zero elsewhere.
+    pub fn within(&self, ranges: impl IntoIterator<Item = Range<u64>>) -> AreaMap {
+        let mut builder = Builder::new(self.units);
+        let mut rest = &self.extents[..];
+        for range in ranges {
+            rest = self.copy(rest, range, &mut builder);
+        }
+        builder.finish()
+    }
+
     /// Copies what lies in `range`; returns the extents that reach beyond it.
     fn copy<'a>(
         &self,
         mut rest: &'a [Extent],
-        range: std::ops::Range<u64>,
+        range: Range<u64>,
         builder: &mut Builder,
     ) -> &'a [Extent] {
         while let Some((extent, others)) = rest.split_first() {

@@ -40,6 +40,18 @@ proptest! {
     }
 
     #[test]
+    fn a_part_of_a_map_is_the_map_there_and_zero_elsewhere(
+        content in changes(), bounds in proptest::collection::btree_set(0..=UNITS, 0..12),
+    ) {
+        let mut expected = BTreeMap::new();
+        expected.extend(content.iter().copied());
+        let bounds: Vec<u64> = bounds.into_iter().collect();
+        let ranges = || bounds.chunks_exact(2).map(|pair| pair[0]..pair[1]);
+        expected.retain(|unit, _| ranges().any(|range| range.contains(unit)));
+        check(&AreaMap::zeros(UNITS).with(content).within(ranges()), &expected)?;
+    }
+
+    #[test]
     fn any_bytes_are_decoded_to_a_sound_map_or_refused(
         bytes in proptest::collection::vec(prop_oneof![Just(0u8), Just(1), any::<u8>()], 0..200),
         first in changes(), at in any::<prop::sample::Index>(), value in any::<u8>(),

@@ -34,6 +34,8 @@ pub enum CohortAction {
     /// Win the VM from the arbiter, load device state, deliver the frames in flight, let it
     /// run; then say [`CohortEvent::Started`].
     Start,
+    /// The VM that runs will not be stopped for another member's sake any more.
+    Settle,
     /// End the QEMU, if there is one, and forget what was loaded.
     Discard,
     /// Tell the coordinator.
@@ -67,13 +69,20 @@ pub struct Cohort {
     phase: CohortPhase,
     /// All was loaded before the VM ran.
     complete: bool,
+    /// All members run.
+    settled: bool,
     heard: Time,
 }
 
 impl Cohort {
     /// Nothing was asked yet.
     pub fn new(now: Time) -> Cohort {
-        Cohort { phase: CohortPhase::Idle, complete: false, heard: now }
+        Cohort { phase: CohortPhase::Idle, complete: false, settled: false, heard: now }
+    }
+
+    /// For a VM that runs, whose former cohort was settled, and ended with its daemon.
+    pub fn resumed(now: Time) -> Cohort {
+        Cohort { phase: CohortPhase::Running, complete: false, settled: true, heard: now }
     }
 
     /// Where it stands.
@@ -130,6 +139,12 @@ impl Cohort {
             (Order::Start, CohortPhase::Loaded) => {
                 actions.push(CohortAction::Start);
                 self.enter(CohortPhase::Starting, actions);
+            }
+            (Order::Settle, CohortPhase::Running) => {
+                if !std::mem::replace(&mut self.settled, true) {
+                    actions.push(CohortAction::Settle);
+                }
+                self.report(actions);
             }
             (Order::Abort, phase) if !phase.is_over() => {
                 actions.push(CohortAction::Discard);

@@ -133,7 +133,7 @@ impl Restorer {
             RestoreEvent::Tick => self.tick(now, actions),
         }
         self.start_what_may(now, actions);
-        self.conclude();
+        self.conclude(actions);
     }
 
     fn report(&mut self, member: Member, report: Report, actions: &mut Vec<RestoreAction>) {
@@ -200,6 +200,7 @@ impl Restorer {
         for member in self.all().filter(|member| !self.is_let_go(*member)) {
             let order = match (&self.phase, &self.members[member.index()]) {
                 (RestorePhase::Failed(_), _) => Order::Abort,
+                (RestorePhase::Running, _) => Order::Settle,
                 // Also as a sign of life, for whoever waits for others.
                 (_, State::Loading | State::Loaded) => {
                     Order::Load { pages: self.pages[member.index()] }
@@ -245,10 +246,11 @@ impl Restorer {
         }
     }
 
-    fn conclude(&mut self) {
+    fn conclude(&mut self, actions: &mut Vec<RestoreAction>) {
         let runs = |state: &State| matches!(state, State::Started | State::Restored);
         if self.phase == RestorePhase::Starting && self.members.iter().all(runs) {
             self.phase = RestorePhase::Running;
+            self.send_all(actions);
         }
         if self.phase == RestorePhase::Running && self.is_over() {
             self.phase = RestorePhase::Restored(std::mem::take(&mut self.failures));

@@ -7,6 +7,7 @@
 //!     ◀─ LOAD_FIN ──      goes on loading while it waits
 //!     ── START ─────▶     frames in flight delivered, device state loaded, runs
 //!     ◀─ START_FIN ─      loads the rest in the order of the queue, on demand first
+//!     ── SETTLE ────▶     all members run: the VM stays, whatever becomes of the coordinator
 //!     ◀─ RESTORE_FIN ─    all is loaded
 //! ```
 //!
@@ -34,6 +35,8 @@ pub enum Order {
     },
     /// START: let the VM run.
     Start,
+    /// SETTLE: all members run, the restore will not be taken back.
+    Settle,
     /// The restore has failed: stop the VM, discard what was loaded.
     Abort,
 }

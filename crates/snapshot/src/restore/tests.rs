@@ -35,6 +35,7 @@ struct Host {
     /// Since when the VM runs.
     runs: Option<Time>,
     ever_ran: bool,
+    settled: bool,
     to: VecDeque<(Time, Order)>,
     from: VecDeque<(Time, Report)>,
 }
@@ -73,6 +74,7 @@ impl World {
             started_at: None,
             runs: None,
             ever_ran: false,
+            settled: false,
             to: VecDeque::new(),
             from: VecDeque::new(),
         };
@@ -120,6 +122,10 @@ impl World {
                 CohortAction::Start => {
                     self.check_order(at);
                     self.hosts[at].started_at = Some(self.later(50));
+                }
+                CohortAction::Settle => {
+                    assert!(self.hosts.iter().all(|host| host.ever_ran), "one may still fail");
+                    assert!(!std::mem::replace(&mut self.hosts[at].settled, true), "twice");
                 }
                 CohortAction::Discard => {
                     let host = &mut self.hosts[at];
@@ -229,13 +235,17 @@ const PATIENCE: Duration = Duration::from_millis(500);
 
 #[test]
 fn a_lossy_network_only_delays_a_restore() {
+    let mut settled = 0;
     for seed in 1..=300 {
         let faults = Faults { loss: seed % 40, ..Faults::default() };
         let world = play(seed, faults, PATIENCE);
         assert_eq!(world.phase(), Some(&RestorePhase::Restored(vec![])), "seed {seed}");
         assert_eq!(world.running(), MEMBERS);
         assert!(world.restorer.as_ref().unwrap().is_over());
+        settled += world.hosts.iter().filter(|host| host.settled).count();
     }
+    // The others had loaded all before they were told.
+    assert!(settled > 600, "{settled} members were settled");
 }
 
 #[test]
@@ -249,6 +259,7 @@ fn a_failure_before_all_have_started_stops_everybody_and_is_named() {
             RestorePhase::Failed(failure) => {
                 failed += 1;
                 assert_eq!(world.running(), 0, "seed {seed}");
+                assert!(!world.hosts.iter().any(|host| host.settled), "seed {seed}");
                 assert!(world.restorer.as_ref().unwrap().is_over());
                 let Failure { member, why } = failure;
                 let expected = if failures {

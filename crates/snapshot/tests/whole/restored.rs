@@ -109,6 +109,7 @@ impl Host<'_> {
                     self.load(Loader::is_complete);
                     reports.extend(self.event(now, CohortEvent::Complete));
                 }
+                CohortAction::Settle => {}
                 CohortAction::Discard => panic!("nothing fails here"),
                 CohortAction::Report(report) => reports.push(report),
             }

@@ -25,6 +25,9 @@ pub fn run(cli: &Cli) -> Result<Exit, Failure> {
     let client = || Client::new(&cli.socket);
     match &cli.command {
         Command::Host { config } => host::run(config),
+        Command::Custodian => understudy_daemon::custody::run()
+            .map(|()| Exit::Ok)
+            .map_err(|error| Failure::internal(format!("the custodian: {error:#}"))),
         Command::Vm(command) => vm::run(&client()?, command, cli.json),
         Command::Protect(args) => protect::protect(&client()?, args, cli.json),
         Command::Unprotect { vm } => protect::unprotect(&client()?, vm, cli.json),

@@ -1,6 +1,7 @@
 //! Groups of VMs that pay money to each other over TCP and UDP, on two hosts: snapshots at
 //! random moments, everything ends, and all runs again, with no payment lost or doubled.
 
+use crate::lazy::Orphaned;
 use crate::refusals::says;
 use crate::stage::{LIMIT, await_forgotten, daemon, options, play, refusal, vms};
 use anyhow::{Context, Result, ensure};
@@ -22,6 +23,8 @@ const SHELL_PORT: u16 = 7001;
 const START: i64 = 1_000_000;
 /// Payments of a member that prove that its connections live.
 const PAID: u64 = 40;
+/// Slow enough that most of a member is still to come when it has started.
+const SLOW_STORE: &str = "3000000";
 const CLUSTER: &str = "[cluster.bank]\nmembers = { bank0 = \"a\", bank1 = \"b\", bank2 = \"a\" }\n";
 
 fn with_cluster(mut host: HostOptions) -> HostOptions {
@@ -300,6 +303,42 @@ fn a_snapshot_that_fails_before_its_moment_leaves_the_others_running() {
 #[test]
 fn a_snapshot_that_fails_when_it_is_stored_leaves_the_others_running() {
     a_daemon_dies("snapshot-saved");
+}
+
+/// A member stands still for as long as its daemon is away. The others wait for it.
+#[test]
+fn no_payment_is_lost_by_a_daemon_that_dies_while_its_member_is_loaded() {
+    let mut options = bank_options();
+    let environment = vec![("UNDERSTUDY_STORE_SPEED".to_owned(), SLOW_STORE.to_owned())];
+    let slow = HostOptions { environment, ..with_cluster(daemon()) };
+    options.daemons.insert("b".to_owned(), slow);
+    play(options, |scene| {
+        let number = {
+            let bank = Bank::found(scene)?;
+            let number = bank.snapshot("a")?;
+            bank.end()?;
+            bank.restore("a", number, &["--mode", "lazy"])?;
+            number
+        };
+        let orphaned = Orphaned::make(scene, &name(1))?;
+        scene.revive("b")?;
+        orphaned.await_taken_back(scene, &name(1))?;
+        let store = scene.lab().directory().join("store").display().to_string();
+        let bank = Bank { scene, store };
+        bank.await_payments()?;
+        bank.audit()?;
+        orphaned.await_whole(scene, &name(1))?;
+        bank.await_payments()?;
+        bank.audit()?;
+        // It is a member as before.
+        let next = bank.snapshot("b")?;
+        ensure!(next > number, "{next} after {number}");
+        bank.end()?;
+        bank.restore("b", next, &[])?;
+        bank.await_payments()?;
+        bank.audit()?;
+        bank.end()
+    });
 }
 
 /// Members that run, or hosts that are unknown: named, and nothing is started.

@@ -3,7 +3,7 @@
 
 use crate::refusals::says;
 use crate::snapshot::{busy, json, number, prove_restored, small, store};
-use crate::stage::{LIMIT, await_forgotten, daemon, play, refusal};
+use crate::stage::{LIMIT, await_forgotten, daemon, play, refusal, vms};
 use anyhow::{Context, Result, ensure};
 use std::fs;
 use std::path::PathBuf;
@@ -99,15 +99,146 @@ fn a_silent_store_stalls_a_restored_guest_and_harms_nothing() {
     });
 }
 
-/// A guest ends with its daemon, this one too. Nobody starts it on what is there of its images;
-/// from the snapshot it runs again.
+/// A guest's QEMU on host b, while its daemon is away.
+pub struct Orphaned {
+    qemu: u64,
+}
+
+impl Orphaned {
+    /// Kills host b's daemon while the VM is being loaded there.
+    pub fn make(scene: &mut Scene, vm: &str) -> Result<Orphaned> {
+        let host = scene.host("b")?;
+        let custodian = host.directory().join("state").join(vm).join("custodian");
+        wait_for("a custodian", LIMIT, || Ok(custodian.exists().then_some(())))?;
+        let status = host.status(vm)?;
+        ensure!(status["filling"]["complete"] == false, "all is there already: {status}");
+        let qemu = status["qemu_pid"].as_u64().context("no QEMU")?;
+        scene.host_mut("b")?.kill_daemon()?;
+        let orphaned = Orphaned { qemu };
+        wait_for("the guest to stand still", LIMIT, || Ok((orphaned.state()? == 'T').then_some(())))?;
+        Ok(orphaned)
+    }
+
+    /// As `ps` has it; an error if it has ended.
+    fn state(&self) -> Result<char> {
+        let stat = fs::read_to_string(format!("/proc/{}/stat", self.qemu));
+        let stat = stat.context("QEMU has ended")?;
+        let state = stat.rsplit(") ").next().and_then(|rest| rest.chars().next());
+        state.context("no state of a process")
+    }
+
+    /// The next daemon has taken the VM back, in the QEMU in which it was.
+    pub fn await_taken_back(&self, scene: &Scene, vm: &str) -> Result<()> {
+        let host = scene.host("b")?;
+        let status = wait_for("the VM to be taken back", LIMIT, || {
+            Ok(vms(host)?.into_iter().find(|known| known["name"] == vm))
+        })?;
+        ensure!(status["qemu_pid"] == self.qemu && status["live"] == true, "{status}");
+        let events = status["events"].to_string();
+        says(&events, &["stood still for", "this host's daemon had ended"])?;
+        wait_for("the guest to go on", LIMIT, || Ok((self.state()? != 'T').then_some(())))
+    }
+
+    /// All of it is there, and nobody keeps it any more.
+    pub fn await_whole(&self, scene: &Scene, vm: &str) -> Result<()> {
+        let host = scene.host("b")?;
+        wait_for("all of the guest to be there", LIMIT, || {
+            Ok(host.status(vm)?["filling"].is_null().then_some(()))
+        })?;
+        let expected = [u64::from(host.pid()), self.qemu];
+        wait_for("the custodian to end", LIMIT, || {
+            let processes = host.namespace().processes()?;
+            Ok(processes.iter().all(|&pid| expected.contains(&pid.into())).then_some(()))
+        })
+    }
+}
+
+/// The guest's connections live, its counter goes on, and what it had not read yet is right.
+/// While nobody knows whose the VM is, nobody can start it.
 #[test]
-fn a_daemon_that_dies_while_a_guest_is_loaded_leaves_the_snapshot() {
+fn a_guest_goes_on_whose_daemon_died_while_it_was_loaded() {
+    let silence = Silence::new();
+    play(silence.options(), |scene| {
+        let (sums, count) = saved(scene)?;
+        let store = store(scene);
+        let restore = ["vm", "restore", VM, "--store", &store];
+        json(scene, "b", &[&restore[..], &["--mode", "lazy"]].concat())?;
+        let mut shell = scene.shell()?;
+        shell.run("echo written > /data/written; sync; rm -f /data/count.old")?;
+        silence.begin()?;
+        let orphaned = Orphaned::make(scene, VM)?;
+        let arbiter = scene.lab().arbiter_directory();
+        let away = arbiter.with_extension("away");
+        fs::rename(&arbiter, &away)?;
+        scene.revive("b")?;
+        prove_refusals(scene, &restore)?;
+        ensure!(orphaned.state()? == 'T', "it runs, and nobody knows whose it is");
+        fs::rename(&away, &arbiter)?;
+        orphaned.await_taken_back(scene, VM)?;
+        let (_, words) = refusal(scene.host("b")?, &restore)?;
+        says(&words, &["host b runs it"])?;
+        silence.end()?;
+        ensure!(number(&mut shell, "/tmp/count")? >= count, "it began anew");
+        ensure!(shell.run("cat /data/written")?.text.trim() == "written", "a write was lost");
+        prove_restored(scene, "b", &sums, count)?;
+        orphaned.await_whole(scene, VM)?;
+        prove_restored(scene, "b", &sums, count)?;
+        // It is a VM like others: it can be protected, saved, and ends with its daemon.
+        json(scene, "b", &["vm", "snapshot", VM, "--trace", "0", "--store", &store])?;
+        scene.protect("b", "a")?;
+        scene.await_protected("b", |_| ())?;
+        drop(shell);
+        scene.host("b")?.call(["vm", "stop", VM, "--force"])?;
+        await_forgotten(scene, "b")?;
+        await_forgotten(scene, "a")
+    });
+}
+
+fn prove_refusals(scene: &Scene, restore: &[&str]) -> Result<()> {
+    let definition = scene.definition().display().to_string();
+    let starts: [&[&str]; 3] =
+        [&["vm", "start", &definition], restore, &["recover", VM, "--force"]];
+    for start in starts {
+        let (_, words) = refusal(scene.host("b")?, start)?;
+        says(&words, &[VM, "outlived this host's last daemon"])?;
+    }
+    let (_, words) = refusal(scene.host("a")?, restore)?;
+    says(&words, &["host b", "outlived this host's last daemon"])?;
+    let (_, words) = refusal(scene.host("b")?, &["status", VM])?;
+    says(&words, &["is being taken back"])
+}
+
+/// The operator says that host b is down for good, and it is not: its copy ends.
+#[test]
+fn a_guest_that_was_restored_elsewhere_meanwhile_is_not_taken_back() {
     let silence = Silence::new();
     play(silence.options(), |scene| {
         let (sums, count) = saved(scene)?;
         restore_lazily(scene, &silence)?;
-        scene.host_mut("b")?.kill_daemon()?;
+        let orphaned = Orphaned::make(scene, VM)?;
+        let store = store(scene);
+        json(scene, "a", &["vm", "restore", VM, "--store", &store, "--force"])?;
+        scene.revive("b")?;
+        scene.await_fenced("b")?;
+        ensure!(orphaned.state().is_err(), "there are two copies");
+        prove_restored(scene, "a", &sums, count)?;
+        for host in ["a", "b"] {
+            scene.host(host)?.call(["vm", "stop", VM, "--force"])?;
+            await_forgotten(scene, host)?;
+        }
+        silence.end()
+    });
+}
+
+/// If the host dies, its guest does. Nobody starts it on what is there of its images; from the
+/// snapshot it runs again.
+#[test]
+fn a_host_that_dies_while_a_guest_is_loaded_leaves_the_snapshot() {
+    let silence = Silence::new();
+    play(silence.options(), |scene| {
+        let (sums, count) = saved(scene)?;
+        restore_lazily(scene, &silence)?;
+        scene.host_mut("b")?.kill_everything()?;
         silence.end()?;
         scene.restart_with("b", daemon())?;
         await_forgotten(scene, "b")?;

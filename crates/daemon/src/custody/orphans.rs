@@ -1,0 +1,231 @@
+//! Guests that outlived the last daemon of this host: found when the daemon starts, and taken
+//! back, or ended.
+
+use super::{Custody, SOCKET};
+use crate::host::Host;
+use crate::snapshot::RestoreNote;
+use crate::sync::lock;
+use crate::vm::{FencedVm, Vm};
+use anyhow::Context;
+use nix::poll::PollTimeout;
+use nix::sys::signal::Signal;
+use std::collections::BTreeMap;
+use std::fs;
+use std::os::fd::{AsFd, OwnedFd};
+use std::path::Path;
+use std::sync::{Arc, Mutex};
+use std::thread;
+use std::time::{Duration, Instant};
+use tracing::{info, warn};
+use understudy_protocol::Ownership;
+use understudy_protocol::validity::ImageRole;
+use understudy_qemu::process::{has_ended, signal};
+
+/// Before what failed is tried again: the arbiter, or the store, may answer later.
+const AGAIN: Duration = Duration::from_secs(1);
+/// How often whoever waits for the end of an orphan looks.
+const LOOK: Duration = Duration::from_millis(20);
+
+/// A guest that stands still.
+pub(crate) struct Orphan {
+    /// What is known of it.
+    pub note: RestoreNote,
+    /// All descriptors that its daemon had of it. QEMU's pidfd comes first.
+    pub descriptors: Vec<OwnedFd>,
+    /// Who keeps it.
+    pub custody: Custody,
+    /// Since when it stands still.
+    pub since: Instant,
+}
+
+/// The names of those that are not taken back yet. Nobody may start them meanwhile.
+#[derive(Default)]
+pub(crate) struct Orphans(Mutex<BTreeMap<String, Waiting>>);
+
+struct Waiting {
+    why: String,
+    /// Nobody wants it any more.
+    given_up: bool,
+}
+
+impl Orphans {
+    /// Why a guest of that name stands still, as the end of a sentence; none if there is none.
+    pub fn why(&self, vm: &str) -> Option<String> {
+        let orphans = lock(&self.0);
+        let why = &orphans.get(vm)?.why;
+        Some(format!("outlived this host's last daemon, and is being taken back: {why}"))
+    }
+
+    /// Ends one, if there is one; returns when it has ended.
+    pub fn give_up(&self, vm: &str) -> bool {
+        let mut found = false;
+        while self.mark_given_up(vm) {
+            found = true;
+            thread::sleep(LOOK);
+        }
+        found
+    }
+
+    fn mark_given_up(&self, vm: &str) -> bool {
+        let mut orphans = lock(&self.0);
+        let orphan = orphans.get_mut(vm);
+        orphan.map(|orphan| orphan.given_up = true).is_some()
+    }
+
+    /// Ends all; returns when they have ended.
+    pub fn give_up_all(&self) {
+        let names: Vec<String> = lock(&self.0).keys().cloned().collect();
+        for vm in names {
+            self.give_up(&vm);
+        }
+    }
+
+    fn add(&self, vm: &str) {
+        let why = "its owner is being asked for".to_owned();
+        lock(&self.0).insert(vm.to_owned(), Waiting { why, given_up: false });
+    }
+
+    fn remove(&self, vm: &str) {
+        lock(&self.0).remove(vm);
+    }
+
+    fn is_given_up(&self, vm: &str) -> bool {
+        lock(&self.0).get(vm).is_none_or(|orphan| orphan.given_up)
+    }
+
+    fn note(&self, vm: &str, why: String) {
+        if let Some(orphan) = lock(&self.0).get_mut(vm) {
+            if orphan.why != why {
+                warn!(vm, "it stands still: {why}");
+                orphan.why = why;
+            }
+        }
+    }
+}
+
+/// Why a guest was not taken back.
+enum Failure {
+    /// It may be the next time.
+    Later(String),
+    /// It is not this host's any more, or has ended.
+    Lost(String),
+}
+
+impl Host {
+    /// The guests that outlived the last daemon. From here on nobody starts them.
+    pub(crate) fn find_orphans(&self) -> Vec<Orphan> {
+        let mut orphans = Vec::new();
+        for entry in fs::read_dir(&self.config.state_dir).into_iter().flatten().flatten() {
+            let directory = entry.path();
+            if !directory.join(SOCKET).exists() {
+                continue;
+            }
+            match find(&directory) {
+                Ok(orphan) => {
+                    self.orphans.add(orphan.note.task.vm());
+                    orphans.push(orphan);
+                }
+                Err(error) => {
+                    warn!("nobody keeps a VM in {}: {error:#}", directory.display());
+                    // Its custodian has ended, and QEMU with it.
+                    let _ = fs::remove_file(directory.join(SOCKET));
+                }
+            }
+        }
+        orphans
+    }
+
+    /// Goes on with a guest, or ends it; this may take as long as the arbiter and the store are
+    /// silent.
+    pub(crate) fn take_back(self: &Arc<Self>, orphan: Orphan) {
+        let host = self.clone();
+        thread::spawn(move || {
+            let vm = orphan.note.task.vm().to_owned();
+            let lost = loop {
+                if host.orphans.is_given_up(&vm) {
+                    break None;
+                }
+                match host.try_to_take_back(&orphan) {
+                    Ok(()) => return host.finish_taking_back(orphan),
+                    Err(Failure::Later(why)) => host.orphans.note(&vm, why),
+                    Err(Failure::Lost(why)) => break Some(why),
+                }
+                thread::sleep(AGAIN);
+            };
+            host.end_orphan(orphan, lost);
+        });
+    }
+
+    fn try_to_take_back(self: &Arc<Self>, orphan: &Orphan) -> Result<(), Failure> {
+        let RestoreNote { task, generation, .. } = &orphan.note;
+        let qemu = orphan.descriptors[0].as_fd();
+        if has_ended(qemu, PollTimeout::ZERO).unwrap_or(true) {
+            return Err(Failure::Lost("the VM ended: QEMU ended before it was taken back".into()));
+        }
+        let record = self.record(task.vm()).map_err(|error| Failure::Later(error.to_string()))?;
+        let image = record.map(|record| record.image);
+        let current = match &self.arbiter {
+            Some(arbiter) => arbiter.current(task.vm()),
+            None => Ok(image.as_ref().map(|image| Ownership {
+                host: Some(image.host.clone()),
+                generation: image.generation,
+            })),
+        };
+        let owner = current.map_err(|error| Failure::Later(error.to_string()))?;
+        let own = Ownership { host: Some(self.config.name.clone()), generation: *generation };
+        if owner.as_ref() != Some(&own) || image.is_none_or(|it| it.role != ImageRole::Active) {
+            return Err(Failure::Lost(format!(
+                "while this host's daemon was away the VM, which it had in generation \
+                 {generation}, became another's: {owner:?}"
+            )));
+        }
+        self.resume_restore(orphan).map_err(|error| Failure::Later(format!("{error:#}")))
+    }
+
+    fn finish_taking_back(&self, orphan: Orphan) {
+        let vm = orphan.note.task.vm();
+        let Ok(primary) = self.primary(vm) else { return self.orphans.remove(vm) };
+        let still = orphan.since.elapsed().as_secs_f64();
+        let words = format!("stood still for {still:.1} s: this host's daemon had ended");
+        info!(vm, "taken back; it {words}");
+        primary.events.note(words);
+        orphan.custody.goes_on();
+        self.orphans.remove(vm);
+        primary.machine().set_custody(orphan.custody);
+    }
+
+    /// `lost` is why, if nobody has asked for it.
+    fn end_orphan(&self, orphan: Orphan, lost: Option<String>) {
+        let RestoreNote { task, generation, .. } = &orphan.note;
+        let vm = task.vm();
+        if let Err(error) = signal(orphan.descriptors[0].as_fd(), Signal::SIGKILL) {
+            info!(vm, "its QEMU has ended already: {error}");
+        }
+        let (stale, released) = (lost.is_some(), lost.is_none());
+        let noted = self.records.change(vm, |record| {
+            record.image.role = if stale { ImageRole::Stale } else { ImageRole::Stopped };
+        });
+        if let Err(error) = noted {
+            warn!(vm, "{error}");
+        }
+        if let (true, Some(arbiter)) = (released, &self.arbiter) {
+            if let Err(error) = arbiter.release(vm, *generation) {
+                warn!(vm, "{error}");
+            }
+        }
+        if let Some(reason) = lost {
+            warn!(vm, "{reason}");
+            let fenced = FencedVm { name: vm.to_owned(), generation: *generation, reason };
+            lock(&self.vms).insert(vm.to_owned(), Vm::Fenced(Arc::new(fenced)));
+        }
+        self.orphans.remove(vm);
+    }
+}
+
+fn find(directory: &Path) -> anyhow::Result<Orphan> {
+    let (custody, estate, descriptors) = Custody::of_another(directory)?;
+    let note = serde_json::from_value(estate.note).context("it is of another version")?;
+    let still = Duration::from_millis(estate.still_ms);
+    let since = Instant::now().checked_sub(still).unwrap_or_else(Instant::now);
+    Ok(Orphan { note, descriptors, custody, since })
+}

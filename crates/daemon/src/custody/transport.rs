@@ -1,0 +1,92 @@
+//! A text and descriptors, through a unix socket.
+#![allow(unsafe_code)] // Takes ownership of descriptors received over a socket.
+
+use nix::cmsg_space;
+use nix::sys::socket::{
+    ControlMessage, ControlMessageOwned, MsgFlags, UnixAddr, recvmsg, sendmsg,
+};
+use std::io::{self, ErrorKind, IoSlice, IoSliceMut, Read, Write};
+use std::os::fd::{AsRawFd, FromRawFd, OwnedFd, RawFd};
+use std::os::unix::net::UnixStream;
+
+/// As many as the kernel passes with one message.
+const MOST_DESCRIPTORS: usize = 253;
+/// A definition and a few numbers; what is longer is not ours.
+const MOST_BYTES: u64 = 16 << 20;
+
+/// The descriptors go with the length of the text, which comes first.
+pub fn send(stream: &UnixStream, text: &[u8], descriptors: &[OwnedFd]) -> io::Result<()> {
+    let length = (text.len() as u64).to_le_bytes();
+    let numbers: Vec<RawFd> = descriptors.iter().map(AsRawFd::as_raw_fd).collect();
+    let beside = [ControlMessage::ScmRights(&numbers)];
+    let payload = [IoSlice::new(&length)];
+    let sent =
+        sendmsg::<UnixAddr>(stream.as_raw_fd(), &payload, &beside, MsgFlags::MSG_NOSIGNAL, None)?;
+    let mut stream = stream;
+    stream.write_all(&length[sent..])?;
+    stream.write_all(text)
+}
+
+/// What the other end has sent.
+pub fn receive(stream: &UnixStream) -> io::Result<(Vec<u8>, Vec<OwnedFd>)> {
+    let mut length = [0; 8];
+    let mut control = cmsg_space!([RawFd; MOST_DESCRIPTORS]);
+    let (received, descriptors) = {
+        let mut payload = [IoSliceMut::new(&mut length)];
+        let flags = MsgFlags::MSG_CMSG_CLOEXEC;
+        let message =
+            recvmsg::<UnixAddr>(stream.as_raw_fd(), &mut payload, Some(&mut control), flags)?;
+        let descriptors: Vec<OwnedFd> = message
+            .cmsgs()?
+            .filter_map(|message| match message {
+                ControlMessageOwned::ScmRights(numbers) => Some(numbers),
+                _ => None,
+            })
+            .flatten()
+            // SAFETY: the kernel made these descriptors for us in `recvmsg`; nobody else owns
+            // them.
+            .map(|number| unsafe { OwnedFd::from_raw_fd(number) })
+            .collect();
+        (message.bytes, descriptors)
+    };
+    if received == 0 {
+        return Err(ErrorKind::UnexpectedEof.into());
+    }
+    let mut stream = stream;
+    stream.read_exact(&mut length[received..])?;
+    let bytes = u64::from_le_bytes(length);
+    if bytes > MOST_BYTES {
+        return Err(io::Error::new(ErrorKind::InvalidData, format!("a text of {bytes} bytes")));
+    }
+    let mut text = vec![0; bytes as usize];
+    stream.read_exact(&mut text)?;
+    Ok((text, descriptors))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::fs::File;
+    use std::thread;
+
+    #[test]
+    fn a_long_text_and_its_descriptors_arrive() {
+        let (one, other) = UnixStream::pair().unwrap();
+        let mut file = tempfile::tempfile().unwrap();
+        file.write_all(b"content").unwrap();
+        let descriptors: Vec<OwnedFd> =
+            (0..MOST_DESCRIPTORS).map(|_| file.try_clone().unwrap().into()).collect();
+        let text = vec![b'x'; 1 << 20];
+        let sender = thread::spawn({
+            let text = text.clone();
+            move || send(&one, &text, &descriptors).unwrap()
+        });
+        let (received, descriptors) = receive(&other).unwrap();
+        sender.join().unwrap();
+        assert!(received == text);
+        assert_eq!(descriptors.len(), MOST_DESCRIPTORS);
+        let last = File::from(descriptors.into_iter().last().unwrap());
+        assert_eq!(last.metadata().unwrap().len(), 7);
+        assert!(receive(&other).is_err(), "the other end is gone");
+    }
+}

@@ -1,0 +1,123 @@
+//! Going on with a restored VM whose daemon died while its memory or disks were being loaded.
+//! What is there of them is what the kernel and the disks' marks say; the rest is loaded as ever.
+
+use super::disk_fill::DiskFiller;
+use super::fill::Filler;
+use super::prepare::{disk_area, member_of};
+use super::restore::Restoring;
+use super::source::Source;
+use super::words::RestoreTask;
+use crate::custody::{Custody, Orphan};
+use crate::host::Host;
+use crate::machine::{Adoption, Machine, MachineNote};
+use crate::sync::lock;
+use crate::vm::PrimaryVm;
+use anyhow::Context;
+use serde::{Deserialize, Serialize};
+use std::os::fd::OwnedFd;
+use std::path::Path;
+use std::sync::Arc;
+use tracing::warn;
+use understudy_memory::MAIN_MEMORY;
+use understudy_protocol::{DiskIndex, Generation};
+use understudy_snapshot::{Area, AreaMap, MemberManifest, Store};
+
+/// What the next daemon must know.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+pub(crate) struct RestoreNote {
+    /// The restore.
+    pub task: RestoreTask,
+    /// The generation at which this host has the VM.
+    pub generation: Generation,
+    /// The machine.
+    pub machine: MachineNote,
+}
+
+/// Should this daemon die from now on, the guest stands still until the next one.
+pub(super) fn entrust(host: &Host, task: &RestoreTask, vm: &PrimaryVm) {
+    let machine = vm.machine();
+    let begin = || -> anyhow::Result<Custody> {
+        let (note, descriptors) = machine.entrusted()?;
+        let note = RestoreNote { task: task.clone(), generation: vm.generation(), machine: note };
+        Custody::begin(&host.vm_directory(vm.name())?, &note, &descriptors)
+    };
+    match begin() {
+        Ok(custody) => machine.set_custody(custody),
+        Err(error) => {
+            let words = format!("it ends with this daemon, if not all is loaded by then: {error:#}");
+            warn!(vm = vm.name(), "{words}");
+            vm.events.note(words);
+        }
+    }
+}
+
+impl Host {
+    /// Goes on with the VM of an orphan, which is this host's. After an error it stands still as
+    /// before, or its QEMU has ended.
+    pub(crate) fn resume_restore(self: &Arc<Self>, orphan: &Orphan) -> anyhow::Result<()> {
+        let RestoreNote { task, generation, machine: note } = &orphan.note;
+        let store = Arc::new(Store::open(&task.store)?);
+        let member = member_of(&store, task)?;
+        let directory = self.vm_directory(task.vm())?;
+        let source = Source::new(store.clone(), self.snapshots.way.clone());
+        let disks = resume_disks(&source, &member, note)?;
+        let memory = main_memory(&store, &member)?;
+        let queue = task.queue(&store, &member)?;
+        let life = self.life_of(&task.group.name)?.max(task.life);
+        let descriptors = orphan.descriptors.iter().map(OwnedFd::try_clone);
+        let machine = Arc::new(Machine::adopt(Adoption {
+            note,
+            descriptors: descriptors.collect::<Result<_, _>>()?,
+            run_dir: &directory,
+            disks: disks.iter().map(|filler| filler.disk().clone()).collect(),
+            on_event: self.event_sink(task.vm()),
+        })?);
+        // From here on an error ends QEMU.
+        self.presences_of(task.vm(), &machine);
+        let filler = Arc::new(Filler::resume(source, machine.clone(), memory, &queue)?);
+        self.snapshots.note_number(&task.group.name, task.number);
+        self.rejoin(&machine, &RestoreTask { life, ..task.clone() });
+        let _adding = lock(&self.adding);
+        self.add_restored(machine.clone(), *generation, &task.id);
+        let restoring = Restoring::resumed(self, task, &filler, Arc::new(disks));
+        lock(&self.snapshots.restorings).insert(task.vm().to_owned(), restoring.clone());
+        if let Err(error) = machine.wake() {
+            let vm = self.primary(task.vm())?;
+            self.fence(&vm, format!("its QEMU, which outlived a daemon, does not run: {error:#}"));
+            return Ok(());
+        }
+        machine.open_network(&[])?;
+        restoring.go_on();
+        Ok(())
+    }
+
+    /// It is the member of its group that it was.
+    fn rejoin(self: &Arc<Self>, machine: &Machine, task: &RestoreTask) {
+        if task.group.vms.len() == 1 {
+            return self.join_cluster(machine);
+        }
+        if let Err(error) = self.join(machine, &task.group, task.life, task.number) {
+            let (vm, group) = (task.vm(), &task.group.name);
+            warn!(vm, "its frames do not go through the cluster {group}: {error:#}");
+        }
+    }
+}
+
+fn resume_disks(
+    source: &Source,
+    member: &MemberManifest,
+    note: &MachineNote,
+) -> anyhow::Result<Vec<DiskFiller>> {
+    let resume = |(at, path): (usize, &Path)| {
+        let area = disk_area(member, at)?;
+        let (map, index) = (source.store.area(area)?, DiskIndex(at as u16));
+        DiskFiller::resume(source.clone(), map, index, area.bytes, path)
+    };
+    let paths = note.definition.disks.iter().map(|disk| disk.path.as_path());
+    paths.enumerate().map(resume).collect()
+}
+
+fn main_memory(store: &Store, member: &MemberManifest) -> anyhow::Result<AreaMap> {
+    let area = member.areas.iter().find(|entry| entry.area == Area::Memory(MAIN_MEMORY));
+    Ok(store.area(area.context("the main memory is not in the snapshot")?)?)
+}
