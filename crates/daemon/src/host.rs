@@ -150,6 +150,7 @@ impl Host {
     /// others end, and so do backups. Nothing is left behind.
     pub fn shutdown(self: &Arc<Self>) {
         self.closing.store(true, Ordering::Release);
+        self.orphans.give_up_all();
         let names: Vec<String> = lock(&self.vms).keys().cloned().collect();
         for name in names {
             if self.failover(&name).is_ok() {
@@ -159,7 +160,6 @@ impl Host {
                 warn!(vm = name, "{error}");
             }
         }
-        self.orphans.give_up_all();
         if let Some(etcd) = self.arbiter.as_ref().and_then(Arbiter::etcd) {
             self.members.leave(etcd);
         }

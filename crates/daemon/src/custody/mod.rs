@@ -121,8 +121,9 @@ impl Custody {
 
 impl Drop for Custody {
     fn drop(&mut self) {
-        // Fails if it has ended already.
+        // Fails if it has ended already. Once it has, nobody removes another one's socket.
         let _ = (&self.custodian).write_all(&[END]);
+        let _ = (&self.custodian).read(&mut [0]);
         if let Some(Err(error)) = self.child.as_mut().map(Child::wait) {
             warn!("cannot wait for the end of a custodian: {error}");
         }

@@ -11,7 +11,8 @@ use nix::poll::PollTimeout;
 use nix::sys::signal::Signal;
 use std::collections::BTreeMap;
 use std::fs;
-use std::os::fd::{AsFd, OwnedFd};
+use std::io::{self, ErrorKind};
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::path::Path;
 use std::sync::{Arc, Mutex};
 use std::thread;
@@ -36,6 +37,16 @@ pub(crate) struct Orphan {
     pub custody: Custody,
     /// Since when it stands still.
     pub since: Instant,
+}
+
+impl Orphan {
+    fn qemu(&self) -> BorrowedFd<'_> {
+        self.descriptors[0].as_fd()
+    }
+
+    fn has_ended(&self) -> bool {
+        has_ended(self.qemu(), PollTimeout::ZERO).unwrap_or(true)
+    }
 }
 
 /// The names of those that are not taken back yet. Nobody may start them meanwhile.
@@ -126,9 +137,12 @@ impl Host {
                     orphans.push(orphan);
                 }
                 Err(error) => {
-                    warn!("nobody keeps a VM in {}: {error:#}", directory.display());
-                    // Its custodian has ended, and QEMU with it.
-                    let _ = fs::remove_file(directory.join(SOCKET));
+                    warn!("no VM is taken back in {}: {error:#}", directory.display());
+                    let refused = |error: &io::Error| error.kind() == ErrorKind::ConnectionRefused;
+                    if error.downcast_ref().is_some_and(refused) {
+                        // Its custodian has ended, and QEMU with it.
+                        let _ = fs::remove_file(directory.join(SOCKET));
+                    }
                 }
             }
         }
@@ -158,9 +172,8 @@ impl Host {
 
     fn try_to_take_back(self: &Arc<Self>, orphan: &Orphan) -> Result<(), Failure> {
         let RestoreNote { task, generation, .. } = &orphan.note;
-        let qemu = orphan.descriptors[0].as_fd();
-        if has_ended(qemu, PollTimeout::ZERO).unwrap_or(true) {
-            return Err(Failure::Lost("the VM ended: QEMU ended before it was taken back".into()));
+        if orphan.has_ended() {
+            return Err(Failure::Lost("its QEMU, which outlived a daemon, has ended".into()));
         }
         let record = self.record(task.vm()).map_err(|error| Failure::Later(error.to_string()))?;
         let image = record.map(|record| record.image);
@@ -179,7 +192,10 @@ impl Host {
                  {generation}, became another's: {owner:?}"
             )));
         }
-        self.resume_restore(orphan).map_err(|error| Failure::Later(format!("{error:#}")))
+        self.resume_restore(orphan).map_err(|error| match orphan.has_ended() {
+            true => Failure::Lost(format!("its QEMU, which outlived a daemon, ended: {error:#}")),
+            false => Failure::Later(format!("{error:#}")),
+        })
     }
 
     fn finish_taking_back(&self, orphan: Orphan) {
@@ -198,9 +214,9 @@ impl Host {
     fn end_orphan(&self, orphan: Orphan, lost: Option<String>) {
         let RestoreNote { task, generation, .. } = &orphan.note;
         let vm = task.vm();
-        if let Err(error) = signal(orphan.descriptors[0].as_fd(), Signal::SIGKILL) {
-            info!(vm, "its QEMU has ended already: {error}");
-        }
+        // Fails if it has ended already.
+        let _ = signal(orphan.qemu(), Signal::SIGKILL);
+        while !has_ended(orphan.qemu(), PollTimeout::NONE).unwrap_or(true) {}
         let (stale, released) = (lost.is_some(), lost.is_none());
         let noted = self.records.change(vm, |record| {
             record.image.role = if stale { ImageRole::Stale } else { ImageRole::Stopped };

@@ -14,6 +14,7 @@ use std::os::fd::{AsFd, OwnedFd, RawFd};
 use std::path::Path;
 use std::sync::atomic::AtomicBool;
 use std::sync::{Arc, Mutex};
+use std::thread;
 use understudy_disk::{Disk, NbdServer};
 use understudy_memory::agent::AgentLink;
 use understudy_memory::{GuestRam, ProcessMemory, RamBlock};
@@ -171,15 +172,25 @@ impl Machine {
         })
     }
 
-    /// Lets QEMU go on, and the guest.
-    pub fn wake(&self) -> anyhow::Result<()> {
-        self.process.qemu.go_on()?;
-        let mut monitor = self.monitor();
-        monitor.catch_up().map_err(|error| self.process.explain(error.into()))?;
-        if monitor.status()? != RunState::running {
-            monitor.cont()?;
-        }
-        Ok(())
+    /// Lets QEMU go on, and with it the guest. Its monitors answer when it does not wait for
+    /// memory or disks any more, which may take long: `failed` hears if they never do.
+    pub fn wake(
+        self: &Arc<Self>,
+        failed: impl FnOnce(anyhow::Error) + Send + 'static,
+    ) -> anyhow::Result<()> {
+        let machine = self.clone();
+        let catch_up = move || -> anyhow::Result<()> {
+            let mut monitor = machine.monitor();
+            monitor.catch_up()?;
+            // It stops by itself at an error of a disk.
+            if monitor.status()? != RunState::running {
+                monitor.cont()?;
+            }
+            Ok(())
+        };
+        let thread = thread::Builder::new().name("catch-up".to_owned());
+        thread.spawn(move || catch_up().unwrap_or_else(failed))?;
+        Ok(self.process.qemu.go_on()?)
     }
 }
 

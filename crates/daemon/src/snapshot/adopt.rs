@@ -20,7 +20,7 @@ use std::sync::Arc;
 use tracing::warn;
 use understudy_memory::MAIN_MEMORY;
 use understudy_protocol::{DiskIndex, Generation};
-use understudy_snapshot::{Area, AreaMap, MemberManifest, Store};
+use understudy_snapshot::{Area, AreaMap, Life, MemberManifest, Page, Store};
 
 /// What the next daemon must know.
 #[derive(Clone, Debug, Serialize, Deserialize)]
@@ -51,42 +51,67 @@ pub(super) fn entrust(host: &Host, task: &RestoreTask, vm: &PrimaryVm) {
     }
 }
 
+/// What must be read before a VM goes on, from the store and from the arbiter.
+struct Remaining {
+    source: Source,
+    disks: Arc<Vec<DiskFiller>>,
+    memory: AreaMap,
+    /// The order in which that is loaded.
+    queue: Vec<Page>,
+    /// Of the VM's group, now.
+    life: Life,
+}
+
 impl Host {
     /// Goes on with the VM of an orphan, which is this host's. After an error it stands still as
     /// before, or its QEMU has ended.
     pub(crate) fn resume_restore(self: &Arc<Self>, orphan: &Orphan) -> anyhow::Result<()> {
         let RestoreNote { task, generation, machine: note } = &orphan.note;
-        let store = Arc::new(Store::open(&task.store)?);
-        let member = member_of(&store, task)?;
-        let directory = self.vm_directory(task.vm())?;
-        let source = Source::new(store.clone(), self.snapshots.way.clone());
-        let disks = resume_disks(&source, &member, note)?;
-        let memory = main_memory(&store, &member)?;
-        let queue = task.queue(&store, &member)?;
-        let life = self.life_of(&task.group.name)?.max(task.life);
+        let remaining = self.remaining(task, note)?;
         let descriptors = orphan.descriptors.iter().map(OwnedFd::try_clone);
         let machine = Arc::new(Machine::adopt(Adoption {
             note,
             descriptors: descriptors.collect::<Result<_, _>>()?,
-            run_dir: &directory,
-            disks: disks.iter().map(|filler| filler.disk().clone()).collect(),
+            run_dir: &self.vm_directory(task.vm())?,
+            disks: remaining.disks.iter().map(|filler| filler.disk().clone()).collect(),
             on_event: self.event_sink(task.vm()),
         })?);
-        // From here on an error ends QEMU.
-        self.presences_of(task.vm(), &machine);
+        let went_on = self.go_on_in(&machine, task, *generation, remaining);
+        went_on.inspect_err(|_| machine.halt())
+    }
+
+    fn remaining(&self, task: &RestoreTask, note: &MachineNote) -> anyhow::Result<Remaining> {
+        let store = Arc::new(Store::open(&task.store)?);
+        let member = member_of(&store, task)?;
+        let source = Source::new(store.clone(), self.snapshots.way.clone());
+        Ok(Remaining {
+            disks: Arc::new(resume_disks(&source, &member, note)?),
+            memory: main_memory(&store, &member)?,
+            queue: task.queue(&store, &member)?,
+            life: self.life_of(&task.group.name)?.max(task.life),
+            source,
+        })
+    }
+
+    fn go_on_in(
+        self: &Arc<Self>,
+        machine: &Arc<Machine>,
+        task: &RestoreTask,
+        generation: Generation,
+        remaining: Remaining,
+    ) -> anyhow::Result<()> {
+        let Remaining { source, disks, memory, queue, life } = remaining;
+        self.presences_of(task.vm(), machine);
         let filler = Arc::new(Filler::resume(source, machine.clone(), memory, &queue)?);
         self.snapshots.note_number(&task.group.name, task.number);
-        self.rejoin(&machine, &RestoreTask { life, ..task.clone() });
+        self.rejoin(machine, &RestoreTask { life, ..task.clone() });
+        let restoring = Restoring::resumed(self, task, &filler, disks);
         let _adding = lock(&self.adding);
-        self.add_restored(machine.clone(), *generation, &task.id);
-        let restoring = Restoring::resumed(self, task, &filler, Arc::new(disks));
+        self.add_restored(machine.clone(), generation, &task.id);
         lock(&self.snapshots.restorings).insert(task.vm().to_owned(), restoring.clone());
-        if let Err(error) = machine.wake() {
-            let vm = self.primary(task.vm())?;
-            self.fence(&vm, format!("its QEMU, which outlived a daemon, does not run: {error:#}"));
-            return Ok(());
-        }
+        let vm = self.primary(task.vm())?;
         machine.open_network(&[])?;
+        machine.wake(move |error| vm.events.note(format!("its QEMU does not answer: {error:#}")))?;
         restoring.go_on();
         Ok(())
     }

@@ -190,19 +190,17 @@ impl Connection {
         })
     }
 
-    /// Has QEMU forget half a command, and reads past all answers to another process's.
+    /// Has QEMU forget half a command, and reads past all answers to another process's. Waits
+    /// for as long as it takes.
     pub(crate) fn catch_up(&mut self) -> Result<(), QmpError> {
         const CATCH_UP: &str = "catch-up";
         let command = format!(r#"{{"execute":"query-name","id":"{CATCH_UP}"}}"#);
         self.outgoing.push(FORGET);
         self.outgoing.extend(command.as_bytes());
         self.flush()?;
-        loop {
-            let line = self.next_line(CATCH_UP)?;
-            if line.id.as_deref() == Some(CATCH_UP) {
-                return Ok(());
-            }
-        }
+        self.without_timeout()?;
+        while self.next_line(CATCH_UP)?.id.as_deref() != Some(CATCH_UP) {}
+        self.writer.set_read_timeout(Some(self.timeout)).map_err(QmpError::Io)
     }
 
     /// The socket, for another process.

@@ -12,7 +12,7 @@ use understudy_lab::scene::VM;
 use understudy_lab::{HostOptions, Scene, SceneOptions, wait_for};
 
 /// Slow enough that most of a guest is still to come when it has started.
-const SLOW_STORE: &str = "8000000";
+const SLOW_STORE: &str = "5000000";
 const SILENCE: u64 = 10;
 
 /// While this file is there, host b's store does not answer.
@@ -115,16 +115,26 @@ impl Orphaned {
         let qemu = status["qemu_pid"].as_u64().context("no QEMU")?;
         scene.host_mut("b")?.kill_daemon()?;
         let orphaned = Orphaned { qemu };
-        wait_for("the guest to stand still", LIMIT, || Ok((orphaned.state()? == 'T').then_some(())))?;
+        wait_for("the guest to stand still", LIMIT, || Ok(orphaned.stands_still()?.then_some(())))?;
         Ok(orphaned)
     }
 
-    /// As `ps` has it; an error if it has ended.
-    fn state(&self) -> Result<char> {
-        let stat = fs::read_to_string(format!("/proc/{}/stat", self.qemu));
-        let stat = stat.context("QEMU has ended")?;
-        let state = stat.rsplit(") ").next().and_then(|rest| rest.chars().next());
-        state.context("no state of a process")
+    /// Whether no vCPU runs; an error if QEMU has ended.
+    fn stands_still(&self) -> Result<bool> {
+        let mut vcpus = 0;
+        let tasks = fs::read_dir(format!("/proc/{}/task", self.qemu));
+        for task in tasks.context("QEMU has ended")? {
+            let stat = fs::read_to_string(task?.path().join("stat"))?;
+            let (name, state) = stat.rsplit_once(") ").context("no state of a thread")?;
+            if name.contains("(CPU ") {
+                vcpus += 1;
+                if !state.starts_with('T') {
+                    return Ok(false);
+                }
+            }
+        }
+        ensure!(vcpus > 0, "QEMU has no vCPU");
+        Ok(true)
     }
 
     /// The next daemon has taken the VM back, in the QEMU in which it was.
@@ -136,7 +146,7 @@ impl Orphaned {
         ensure!(status["qemu_pid"] == self.qemu && status["live"] == true, "{status}");
         let events = status["events"].to_string();
         says(&events, &["stood still for", "this host's daemon had ended"])?;
-        wait_for("the guest to go on", LIMIT, || Ok((self.state()? != 'T').then_some(())))
+        wait_for("the guest to go on", LIMIT, || Ok((!self.stands_still()?).then_some(())))
     }
 
     /// All of it is there, and nobody keeps it any more.
@@ -172,7 +182,7 @@ fn a_guest_goes_on_whose_daemon_died_while_it_was_loaded() {
         fs::rename(&arbiter, &away)?;
         scene.revive("b")?;
         prove_refusals(scene, &restore)?;
-        ensure!(orphaned.state()? == 'T', "it runs, and nobody knows whose it is");
+        ensure!(orphaned.stands_still()?, "it runs, and nobody knows whose it is");
         fs::rename(&away, &arbiter)?;
         orphaned.await_taken_back(scene, VM)?;
         let (_, words) = refusal(scene.host("b")?, &restore)?;
@@ -220,7 +230,7 @@ fn a_guest_that_was_restored_elsewhere_meanwhile_is_not_taken_back() {
         json(scene, "a", &["vm", "restore", VM, "--store", &store, "--force"])?;
         scene.revive("b")?;
         scene.await_fenced("b")?;
-        ensure!(orphaned.state().is_err(), "there are two copies");
+        ensure!(orphaned.stands_still().is_err(), "there are two copies");
         prove_restored(scene, "a", &sums, count)?;
         for host in ["a", "b"] {
             scene.host(host)?.call(["vm", "stop", VM, "--force"])?;
