@@ -124,9 +124,8 @@ impl Outbound {
 
     /// What [`Outbound::adopt`] takes; none without a QEMU.
     pub fn duplicate(&self) -> io::Result<Option<[OwnedFd; 2]>> {
-        let duplicate = |connection: &Arc<OwnedFd>| {
-            Ok([connection.try_clone()?, self.note.duplicate()?])
-        };
+        let duplicate =
+            |connection: &Arc<OwnedFd>| Ok([connection.try_clone()?, self.note.duplicate()?]);
         self.connection.as_ref().map(duplicate).transpose()
     }
 

@@ -223,7 +223,6 @@ impl Qemu {
         // Only for an error message: a log that cannot be read says nothing.
         read_tail(&self.log, self.log_start).unwrap_or_default()
     }
-
 }
 
 impl AsFd for Qemu {

@@ -27,8 +27,8 @@ pub fn run() -> anyhow::Result<()> {
     let estate: Estate = serde_json::from_slice(&estate)?;
     ensure!(!descriptors.is_empty(), "nothing to keep");
     let socket = estate.socket.clone();
-    let listener = listen(&socket)
-        .with_context(|| format!("cannot listen at {}", socket.display()))?;
+    let listener =
+        listen(&socket).with_context(|| format!("cannot listen at {}", socket.display()))?;
     let kept = Custodian { estate, descriptors, listener, still: None }.keep(daemon);
     fs::remove_file(&socket).with_context(|| format!("cannot remove {}", socket.display()))?;
     kept

@@ -44,7 +44,8 @@ pub(super) fn entrust(host: &Host, task: &RestoreTask, vm: &PrimaryVm) {
     match begin() {
         Ok(custody) => machine.set_custody(custody),
         Err(error) => {
-            let words = format!("it ends with this daemon, if not all is loaded by then: {error:#}");
+            let words =
+                format!("it ends with this daemon, if not all is loaded by then: {error:#}");
             warn!(vm = vm.name(), "{words}");
             vm.events.note(words);
         }
@@ -111,7 +112,8 @@ impl Host {
         lock(&self.snapshots.restorings).insert(task.vm().to_owned(), restoring.clone());
         let vm = self.primary(task.vm())?;
         machine.open_network(&[])?;
-        machine.wake(move |error| vm.events.note(format!("its QEMU does not answer: {error:#}")))?;
+        machine
+            .wake(move |error| vm.events.note(format!("its QEMU does not answer: {error:#}")))?;
         restoring.go_on();
         Ok(())
     }

@@ -1,8 +1,8 @@
 //! One QMP connection: lines of JSON out, lines of JSON in.
 
 use qapi::{Command, Empty, Execute};
-use serde::{Deserialize, Serialize};
 use serde::de::DeserializeOwned;
+use serde::{Deserialize, Serialize};
 use serde_json::Value;
 use std::collections::VecDeque;
 use std::fmt;

@@ -15,6 +15,12 @@ use understudy_lab::{HostOptions, Scene, SceneOptions, wait_for};
 const SLOW_STORE: &str = "5000000";
 const SILENCE: u64 = 10;
 
+/// Writes that a disk must have carried out, one after the other.
+const WRITE: &str = "i=0; while :; do i=$((i+1)); \
+     dd if=/dev/zero of=/data/zeros bs=4k count=64 conv=notrunc,fsync 2>/dev/null; \
+     echo $i > /data/round.new; mv /data/round.new /data/round; sync; done";
+const DROP: &str = "sync; echo 3 > /proc/sys/vm/drop_caches";
+
 /// While this file is there, host b's store does not answer.
 struct Silence {
     mark: PathBuf,
@@ -173,8 +179,11 @@ fn a_guest_goes_on_whose_daemon_died_while_it_was_loaded() {
         let store = store(scene);
         let restore = ["vm", "restore", VM, "--store", &store];
         json(scene, "b", &[&restore[..], &["--mode", "lazy"]].concat())?;
-        let mut shell = scene.shell()?;
-        shell.run("echo written > /data/written; sync; rm -f /data/count.old")?;
+        let (mut shell, mut writer) = (scene.shell()?, scene.shell()?);
+        shell.run("echo written > /data/written; sync")?;
+        let before = number(&mut shell, "/tmp/count")?;
+        writer.start(WRITE)?;
+        wait_for("the guest to write", LIMIT, || Ok(number(&mut shell, "/data/round").ok()))?;
         silence.begin()?;
         let orphaned = Orphaned::make(scene, VM)?;
         let arbiter = scene.lab().arbiter_directory();
@@ -187,9 +196,20 @@ fn a_guest_goes_on_whose_daemon_died_while_it_was_loaded() {
         orphaned.await_taken_back(scene, VM)?;
         let (_, words) = refusal(scene.host("b")?, &restore)?;
         says(&words, &["host b runs it"])?;
+        // The second death finds faults and requests that the first one has left.
+        let orphaned = Orphaned::make(scene, VM)?;
+        scene.revive("b")?;
+        orphaned.await_taken_back(scene, VM)?;
         silence.end()?;
-        ensure!(number(&mut shell, "/tmp/count")? >= count, "it began anew");
-        ensure!(shell.run("cat /data/written")?.text.trim() == "written", "a write was lost");
+        ensure!(number(&mut shell, "/tmp/count")? >= before, "it began anew");
+        let written = shell.run(&format!("{DROP}; cat /data/written"))?.text;
+        ensure!(written.trim() == "written", "a write was lost: {written}");
+        let round = number(&mut shell, "/data/round")?;
+        wait_for("the guest to write on", LIMIT, || {
+            Ok((number(&mut shell, "/data/round")? > round + 1).then_some(()))
+        })?;
+        let errors = shell.run("dmesg | grep -i 'error' | grep -v RAS")?.text;
+        ensure!(errors.trim().is_empty(), "the guest saw: {errors}");
         prove_restored(scene, "b", &sums, count)?;
         orphaned.await_whole(scene, VM)?;
         prove_restored(scene, "b", &sums, count)?;
@@ -197,7 +217,7 @@ fn a_guest_goes_on_whose_daemon_died_while_it_was_loaded() {
         json(scene, "b", &["vm", "snapshot", VM, "--trace", "0", "--store", &store])?;
         scene.protect("b", "a")?;
         scene.await_protected("b", |_| ())?;
-        drop(shell);
+        drop((shell, writer));
         scene.host("b")?.call(["vm", "stop", VM, "--force"])?;
         await_forgotten(scene, "b")?;
         await_forgotten(scene, "a")
@@ -229,7 +249,9 @@ fn a_guest_that_was_restored_elsewhere_meanwhile_is_not_taken_back() {
         let store = store(scene);
         json(scene, "a", &["vm", "restore", VM, "--store", &store, "--force"])?;
         scene.revive("b")?;
-        scene.await_fenced("b")?;
+        wait_for("host b to end its copy", LIMIT, || {
+            Ok(vms(scene.host("b")?)?.into_iter().find(|vm| vm["role"] == "fenced"))
+        })?;
         ensure!(orphaned.stands_still().is_err(), "there are two copies");
         prove_restored(scene, "a", &sums, count)?;
         for host in ["a", "b"] {
@@ -237,6 +259,29 @@ fn a_guest_that_was_restored_elsewhere_meanwhile_is_not_taken_back() {
             await_forgotten(scene, host)?;
         }
         silence.end()
+    });
+}
+
+/// The operator does not wait for the arbiter: what stands still ends, and nothing is left of it.
+#[test]
+fn a_guest_that_stands_still_can_be_given_up() {
+    let silence = Silence::new();
+    play(silence.options(), |scene| {
+        let (sums, count) = saved(scene)?;
+        restore_lazily(scene, &silence)?;
+        Orphaned::make(scene, VM)?;
+        let arbiter = scene.lab().arbiter_directory();
+        let away = arbiter.with_extension("away");
+        fs::rename(&arbiter, &away)?;
+        scene.revive("b")?;
+        scene.host("b")?.call(["vm", "stop", VM, "--force"])?;
+        await_forgotten(scene, "b")?;
+        fs::rename(&away, &arbiter)?;
+        silence.end()?;
+        json(scene, "b", &["vm", "restore", VM, "--store", &store(scene)])?;
+        prove_restored(scene, "b", &sums, count)?;
+        scene.host("b")?.call(["vm", "stop", VM, "--force"])?;
+        await_forgotten(scene, "b")
     });
 }
 
