@@ -171,31 +171,41 @@ impl Host {
     }
 
     fn try_to_take_back(self: &Arc<Self>, orphan: &Orphan) -> Result<(), Failure> {
-        let RestoreNote { task, generation, .. } = &orphan.note;
         if orphan.has_ended() {
             return Err(Failure::Lost("its QEMU, which outlived a daemon, has ended".into()));
         }
-        let record = self.record(task.vm()).map_err(|error| Failure::Later(error.to_string()))?;
-        let image = record.map(|record| record.image);
-        let current = match &self.arbiter {
-            Some(arbiter) => arbiter.current(task.vm()),
-            None => Ok(image.as_ref().map(|image| Ownership {
-                host: Some(image.host.clone()),
-                generation: image.generation,
-            })),
-        };
-        let owner = current.map_err(|error| Failure::Later(error.to_string()))?;
-        let own = Ownership { host: Some(self.config.name.clone()), generation: *generation };
-        if owner.as_ref() != Some(&own) || image.is_none_or(|it| it.role != ImageRole::Active) {
-            return Err(Failure::Lost(format!(
-                "while this host's daemon was away the VM, which it had in generation \
-                 {generation}, became another's: {owner:?}"
-            )));
-        }
-        self.resume_restore(orphan).map_err(|error| match orphan.has_ended() {
+        let later = |error: anyhow::Error| Failure::Later(format!("{error:#}"));
+        self.check_ours(&orphan.note)?;
+        let remaining = self.remaining(&orphan.note).map_err(later)?;
+        // The store may have taken long.
+        self.check_ours(&orphan.note)?;
+        self.resume_restore(orphan, remaining).map_err(|error| match orphan.has_ended() {
             true => Failure::Lost(format!("its QEMU, which outlived a daemon, ended: {error:#}")),
-            false => Failure::Later(format!("{error:#}")),
+            false => later(error),
         })
+    }
+
+    /// Whether the VM is still this host's, as it was when its daemon died.
+    fn check_ours(&self, note: &RestoreNote) -> Result<(), Failure> {
+        let (vm, generation) = (note.task.vm(), note.generation);
+        let record = self.record(vm).map_err(|error| Failure::Later(error.to_string()))?;
+        let image = record.map(|record| record.image);
+        let runs = image.is_some_and(|image| {
+            image.role == ImageRole::Active && image.generation == generation
+        });
+        let Some(arbiter) = self.arbiter.as_ref().filter(|_| runs) else {
+            return if runs { Ok(()) } else { Err(lost("by this host's own record")) };
+        };
+        match arbiter.current(vm) {
+            Err(error) => Err(Failure::Later(error.to_string())),
+            Ok(Some(Ownership { host: Some(host), generation: current })) => {
+                match host == self.config.name && current == generation {
+                    true => Ok(()),
+                    false => Err(lost(&format!("host {host} has it in generation {current}"))),
+                }
+            }
+            Ok(_) => Err(lost("nobody has it")),
+        }
     }
 
     fn finish_taking_back(&self, orphan: Orphan) {
@@ -236,6 +246,10 @@ impl Host {
         }
         self.orphans.remove(vm);
     }
+}
+
+fn lost(how: &str) -> Failure {
+    Failure::Lost(format!("while this host's daemon was away the VM was lost: {how}"))
 }
 
 fn find(directory: &Path) -> anyhow::Result<Orphan> {

@@ -53,7 +53,7 @@ pub(super) fn entrust(host: &Host, task: &RestoreTask, vm: &PrimaryVm) {
 }
 
 /// What must be read before a VM goes on, from the store and from the arbiter.
-struct Remaining {
+pub(crate) struct Remaining {
     source: Source,
     disks: Arc<Vec<DiskFiller>>,
     memory: AreaMap,
@@ -66,9 +66,12 @@ struct Remaining {
 impl Host {
     /// Goes on with the VM of an orphan, which is this host's. After an error it stands still as
     /// before, or its QEMU has ended.
-    pub(crate) fn resume_restore(self: &Arc<Self>, orphan: &Orphan) -> anyhow::Result<()> {
+    pub(crate) fn resume_restore(
+        self: &Arc<Self>,
+        orphan: &Orphan,
+        remaining: Remaining,
+    ) -> anyhow::Result<()> {
         let RestoreNote { task, generation, machine: note } = &orphan.note;
-        let remaining = self.remaining(task, note)?;
         let descriptors = orphan.descriptors.iter().map(OwnedFd::try_clone);
         let machine = Arc::new(Machine::adopt(Adoption {
             note,
@@ -81,12 +84,14 @@ impl Host {
         went_on.inspect_err(|_| machine.halt())
     }
 
-    fn remaining(&self, task: &RestoreTask, note: &MachineNote) -> anyhow::Result<Remaining> {
+    /// Reads what is needed to go on.
+    pub(crate) fn remaining(&self, note: &RestoreNote) -> anyhow::Result<Remaining> {
+        let task = &note.task;
         let store = Arc::new(Store::open(&task.store)?);
         let member = member_of(&store, task)?;
         let source = Source::new(store.clone(), self.snapshots.way.clone());
         Ok(Remaining {
-            disks: Arc::new(resume_disks(&source, &member, note)?),
+            disks: Arc::new(resume_disks(&source, &member, &note.machine)?),
             memory: main_memory(&store, &member)?,
             queue: task.queue(&store, &member)?,
             life: self.life_of(&task.group.name)?.max(task.life),
