@@ -8,8 +8,8 @@ use understudy_qemu::command::{MAX_CARDS, MAX_VIRTIO_DISKS, Role};
 use understudy_qemu::definition::{
     CardDefinition, CardModel, DiskBus, DiskDefinition, DiskFormat, Vga, VirtioInterface,
 };
-use understudy_qemu::qmp::{QmpError, RunState, VmEvent};
-use understudy_qemu::{Accelerator, Capabilities};
+use understudy_qemu::qmp::{MonitorSockets, QmpError, RunState, VmEvent};
+use understudy_qemu::{Accelerator, Capabilities, Monitor};
 
 #[test]
 fn the_installed_qemu_is_known() {
@@ -63,7 +63,7 @@ fn a_guest_survives_a_hundred_checkpoints_and_the_death_of_its_qemu() {
             letter = next;
         }
         let exit = primary.qemu.kill().unwrap();
-        assert!(!exit.status.success());
+        assert!(!exit.status.unwrap().success());
         primary.await_event(|event| *event == VmEvent::Disconnected);
         assert!(matches!(primary.monitor.status(), Err(QmpError::Closed)));
 
@@ -74,7 +74,8 @@ fn a_guest_survives_a_hundred_checkpoints_and_the_death_of_its_qemu() {
         // The survivor is a full primary.
         assert!(!standby.checkpoint().state.is_empty());
         standby.monitor.quit().unwrap();
-        assert!(standby.qemu.wait(LONG).unwrap().expect("it quits").status.success());
+        let exit = standby.qemu.wait(LONG).unwrap().expect("it quits");
+        assert!(exit.status.unwrap().success());
     }
 }
 
@@ -95,6 +96,30 @@ fn reboots(vm: &mut Vm) {
     vm.monitor.system_reset().unwrap();
     vm.await_event(|event| *event == VmEvent::Reset { guest: false });
     vm.await_boot();
+}
+
+/// As a daemon finds them that goes on for one that died: half a command is written, and an
+/// answer unread.
+#[test]
+fn monitors_of_another_process_are_taken_over_in_the_midst_of_a_command() {
+    use std::io::Write;
+    use std::os::unix::net::UnixStream;
+    let folder = tempfile::tempdir().unwrap();
+    let vm = definition(folder.path(), "raw");
+    let disk = NbdServer::start(folder.path(), &vm.disks[0].path, "nbd");
+    let mut former = Vm::start(&vm, &disk, Role::Fresh);
+    former.monitor.cont().unwrap();
+    former.await_boot();
+    let [commands, saver, events] = former.monitor.duplicate().unwrap();
+    let commands = UnixStream::from(commands);
+    (&commands).write_all(br#"{"execute":"query-name"}{"execute":"stop","argum"#).unwrap();
+    let sockets = MonitorSockets::adopt([commands.into(), saver, events]);
+    let version = former.monitor.version();
+    let mut monitor = Monitor::adopt(sockets, version, LONG, |_| ()).unwrap();
+    monitor.catch_up().unwrap();
+    assert_eq!(monitor.status().unwrap(), RunState::running, "half a command is none");
+    monitor.stop().unwrap();
+    assert_eq!(monitor.status().unwrap(), RunState::paused);
 }
 
 #[test]
@@ -190,7 +215,7 @@ fn a_bad_device_state_ends_the_standby_with_a_reason() {
     let error = standby.monitor.go_live(&standby.state).unwrap_err();
     assert!(matches!(error, QmpError::Closed), "{error}");
     let exit = standby.qemu.wait(LONG).unwrap().expect("it ends");
-    assert!(!exit.status.success() && !exit.last_words.is_empty(), "{exit}");
+    assert!(!exit.status.unwrap().success() && !exit.last_words.is_empty(), "{exit}");
 }
 
 #[test]

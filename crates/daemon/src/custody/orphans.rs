@@ -190,9 +190,8 @@ impl Host {
         let (vm, generation) = (note.task.vm(), note.generation);
         let record = self.record(vm).map_err(|error| Failure::Later(error.to_string()))?;
         let image = record.map(|record| record.image);
-        let runs = image.is_some_and(|image| {
-            image.role == ImageRole::Active && image.generation == generation
-        });
+        let runs = image
+            .is_some_and(|image| image.role == ImageRole::Active && image.generation == generation);
         let Some(arbiter) = self.arbiter.as_ref().filter(|_| runs) else {
             return if runs { Ok(()) } else { Err(lost("by this host's own record")) };
         };
