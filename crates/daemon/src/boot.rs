@@ -87,7 +87,8 @@ impl Host {
 
     /// Stops a VM: ACPI power-off and a deadline, or at once with `force`.
     pub fn vm_stop(self: &Arc<Self>, name: &str, force: bool) -> Result<(), HostError> {
-        if force && self.orphans.give_up(name) {
+        // It may have been taken back just now.
+        if force && self.orphans.give_up(name) && !lock(&self.vms).contains_key(name) {
             return Ok(());
         }
         match self.vm(name)? {
