@@ -132,6 +132,8 @@ fn a_connection_of_another_process_is_caught_up_with() {
         ] {
             lines.write_all(format!("{line}\r\n").as_bytes()).unwrap();
         }
+        // The socket is not closed before the second command is written.
+        reader.read_until(b'}', &mut Vec::new()).unwrap();
         received
     });
     let mut connection = Connection::adopt(ours, TIMEOUT).unwrap();
