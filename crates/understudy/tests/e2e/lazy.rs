@@ -146,12 +146,12 @@ impl Orphaned {
     /// The next daemon has taken the VM back, in the QEMU in which it was.
     pub fn await_taken_back(&self, scene: &Scene, vm: &str) -> Result<()> {
         let host = scene.host("b")?;
-        let status = wait_for("the VM to be taken back", LIMIT, || {
-            Ok(vms(host)?.into_iter().find(|known| known["name"] == vm))
+        let status = wait_for("the VM to be taken back, and to say so", LIMIT, || {
+            let known = vms(host)?.into_iter().find(|known| known["name"] == vm);
+            Ok(known.filter(|known| known["events"].to_string().contains("stood still for")))
         })?;
         ensure!(status["qemu_pid"] == self.qemu && status["live"] == true, "{status}");
-        let events = status["events"].to_string();
-        says(&events, &["stood still for", "this host's daemon had ended"])?;
+        says(&status["events"].to_string(), &["this host's daemon had ended"])?;
         wait_for("the guest to go on", LIMIT, || Ok((!self.stands_still()?).then_some(())))
     }
 
