@@ -31,28 +31,37 @@ use location::Location;
 use object_store::path::Path;
 use object_store::{ObjectStore, ObjectStoreExt, PutMode, PutPayload};
 use std::future::Future;
-use std::sync::Arc;
+use std::io;
+use std::sync::{Arc, Mutex, PoisonError};
 use tokio::runtime::Runtime;
 
 /// Requests under way at once: enough to fill a link to storage that answers after 20 ms.
 const CONCURRENT: usize = 32;
 
+/// Threads that wait for what all stores of the process answer.
+const WORKERS: usize = 2;
+
 /// A store of snapshots, open.
 #[derive(Debug)]
 pub struct Store {
     location: Location,
-    /// Present until dropped.
-    runtime: Option<Runtime>,
+    runtime: Arc<Runtime>,
     objects: Arc<dyn ObjectStore>,
 }
 
-impl Drop for Store {
-    fn drop(&mut self) {
-        // Whoever drops it may be a thread of another runtime, which must not wait.
-        if let Some(runtime) = self.runtime.take() {
-            runtime.shutdown_background();
-        }
+/// The threads of all stores, once there was one, for as long as the process lives. Were there a
+/// runtime for each, its end would detach threads that end at that moment: in glibc (2.36,
+/// bug 19951) that may read what is freed, and the daemon would die of it.
+static RUNTIME: Mutex<Option<Arc<Runtime>>> = Mutex::new(None);
+
+fn runtime() -> io::Result<Arc<Runtime>> {
+    let mut shared = RUNTIME.lock().unwrap_or_else(PoisonError::into_inner);
+    if let Some(runtime) = &*shared {
+        return Ok(runtime.clone());
     }
+    let mut builder = tokio::runtime::Builder::new_multi_thread();
+    let runtime = builder.worker_threads(WORKERS).thread_name("store").enable_all().build()?;
+    Ok(shared.insert(Arc::new(runtime)).clone())
 }
 
 impl Store {
@@ -82,17 +91,12 @@ impl Store {
 
     fn reach(location: Location) -> Result<Store, StoreError> {
         let objects = location.connect()?;
-        let runtime = tokio::runtime::Builder::new_multi_thread()
-            .worker_threads(1)
-            .thread_name("store")
-            .enable_all()
-            .build()
-            .map_err(|error| StoreError::Failed {
-                location: location.to_string(),
-                doing: "start its thread".into(),
-                why: error.to_string(),
-            })?;
-        Ok(Store { location, runtime: Some(runtime), objects })
+        let runtime = runtime().map_err(|error| StoreError::Failed {
+            location: location.to_string(),
+            doing: "start its threads".into(),
+            why: error.to_string(),
+        })?;
+        Ok(Store { location, runtime, objects })
     }
 
     /// Where it is, for people.
@@ -110,7 +114,7 @@ impl Store {
     }
 
     fn block<T>(&self, future: impl Future<Output = T>) -> T {
-        self.runtime.as_ref().expect("present until dropped").block_on(future)
+        self.runtime.block_on(future)
     }
 
     /// The body of a file that begins with our header.

@@ -354,6 +354,17 @@ fn what_is_no_store_is_said_to_be_none() {
     assert!(matches!(Store::create(&file), Err(StoreError::Failed { .. })));
 }
 
+/// Threads that end while they are detached may take the process with them.
+#[test]
+fn the_threads_of_stores_are_shared_and_stay() {
+    let bench = Bench::new();
+    let other = Bench::new();
+    assert!(Arc::ptr_eq(&bench.store.runtime, &other.store.runtime));
+    let runtime = Arc::downgrade(&bench.store.runtime);
+    drop((bench, other));
+    assert!(runtime.upgrade().is_some(), "they end with the last store");
+}
+
 #[test]
 fn a_blob_of_any_length_comes_back_and_an_impossible_one_is_refused() {
     let bench = Bench::new();
