@@ -23,7 +23,7 @@ const START_LIMIT: Duration = Duration::from_secs(120);
 /// For a daemon to end its VMs and itself after SIGTERM.
 const TERMINATE_LIMIT: Duration = Duration::from_secs(120);
 /// For one call of the command line; a call that hangs must not hang a test.
-const CALL_SECONDS: &str = "120";
+const CALL_SECONDS: &str = "300";
 const LOG: &str = "daemon.log";
 /// Executes the daemon in its own place: the process id is the daemon's.
 const SHELL: &str = "/bin/sh";
