@@ -67,6 +67,13 @@ impl Heartbeats {
         slots.links.iter().flatten().for_each(Link::close);
     }
 
+    /// Ends the connection of a path.
+    fn end(&self, path: PathIndex) {
+        if let Some(link) = self.get(path) {
+            link.close();
+        }
+    }
+
     fn get(&self, path: PathIndex) -> Option<Link> {
         lock(&self.0).links.get(usize::from(path.0)).cloned().flatten()
     }
@@ -148,7 +155,9 @@ fn spawn(
 fn beat(path: PathIndex, session: &impl Pulse) {
     be_punctual();
     while !session.may_hang_up() {
-        if let Some(link) = session.heartbeats().get(path) {
+        // Where nothing leaves any more, enough heartbeats wait already: one that had to be
+        // given up would make nonsense of the next.
+        if let Some(link) = session.heartbeats().get(path).filter(Link::has_room) {
             // A broken connection is the listening thread's to report.
             let _ = link.send_signal(Kind::Heartbeat, Epoch(0));
         }
@@ -181,6 +190,8 @@ fn listen(session: &impl Pulse, path: PathIndex, link: Link) {
         result = link.receive().map(drop);
     }
     let reason = result.err().map_or_else(String::new, |error| format!("{error:#}"));
+    // The peer would go on to write to a connection that nobody reads.
+    link.close();
     // A connection that was replaced is not the path's end.
     if session.heartbeats().get(path).is_some_and(|present| present.is(&link)) {
         ended(session, path, reason);
@@ -192,10 +203,12 @@ fn ended(session: &impl Pulse, path: PathIndex, reason: String) {
 }
 
 fn follow(session: &impl Pulse, event: PathEvent) {
-    match session.paths().event(event) {
-        Some(Consequence::Leave) => session.leave_path(),
-        Some(Consequence::Lost(reason)) => session.lost(reason),
-        None => {}
+    for consequence in session.paths().event(event) {
+        match consequence {
+            Consequence::Leave => session.leave_path(),
+            Consequence::Renew(path) => session.heartbeats().end(path),
+            Consequence::Lost(reason) => session.lost(reason),
+        }
     }
 }
 

@@ -3,10 +3,12 @@
 
 use crate::tls::{NotTls, Tls, TlsStream, explain, part};
 use anyhow::{Context, bail};
+use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 use std::io::{self, IoSlice, Read, Write};
 use std::net::{Shutdown, TcpStream};
+use std::os::fd::AsFd;
 use std::sync::Arc;
 use std::time::Duration;
 use understudy_protocol::Epoch;
@@ -74,6 +76,12 @@ impl Link {
         self.0.socket.set_write_timeout(timeout)
     }
 
+    /// Whether the system takes a short message now, so that sending it does not wait.
+    pub fn has_room(&self) -> bool {
+        let mut socket = [PollFd::new(self.0.socket.as_fd(), PollFlags::POLLOUT)];
+        poll(&mut socket, PollTimeout::ZERO).is_ok_and(|ready| ready > 0)
+    }
+
     /// Ends the connection in both directions; wakes whoever reads or writes.
     pub fn close(&self) {
         // An error means that it is closed already.
@@ -93,7 +101,8 @@ impl Link {
     }
 
     /// Sends one message made of `parts`, without joining them first. Returns
-    /// its header.
+    /// its header. An error ends the connection: what was sent of the message, or
+    /// was sealed and not sent, would make nonsense of the next.
     pub fn send_parts(&self, kind: Kind, epoch: Epoch, parts: &[&[u8]]) -> io::Result<Header> {
         let header = Header::for_payload(kind, epoch, parts);
         self.send_with(&header, parts)?;
@@ -110,7 +119,7 @@ impl Link {
         let mut slices: Vec<IoSlice> = Vec::with_capacity(parts.len() + 1);
         slices.push(IoSlice::new(&bytes));
         slices.extend(parts.iter().map(|part| IoSlice::new(part)));
-        self.0.write_all(&mut slices)
+        self.0.write_all(&mut slices).inspect_err(|_| self.close())
     }
 
     /// Sends a message without a payload.
@@ -206,4 +215,40 @@ fn write_all_vectored(mut stream: &TcpStream, mut slices: &mut [IoSlice<'_>]) ->
         }
     }
     Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::net::TcpListener;
+
+    #[test]
+    fn a_message_that_cannot_be_sent_whole_ends_the_connection() {
+        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+        let dialled = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
+        let link = Link::dialled(dialled, "b", None).unwrap();
+        let peer = Link::accepted(listener.accept().unwrap().0, None).unwrap();
+        link.set_write_timeout(Some(Duration::from_millis(10))).unwrap();
+        link.send_signal(Kind::Heartbeat, Epoch(0)).unwrap();
+        assert!(link.has_room());
+        // More than the system keeps for a peer that reads nothing.
+        let much = vec![0; 4 << 20];
+        while link.send_parts(Kind::Pages, Epoch(0), &[&much]).is_ok() {}
+        let received = std::iter::repeat_with(|| peer.receive());
+        let end = received.skip_while(Result::is_ok).next().unwrap().unwrap_err().to_string();
+        assert_eq!(end, "the peer closed the connection");
+        assert!(link.send_signal(Kind::Heartbeat, Epoch(0)).is_err(), "it goes on");
+    }
+
+    #[test]
+    fn a_connection_that_takes_no_more_has_no_room() {
+        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+        let mut filler = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
+        let peer = listener.accept().unwrap().0;
+        let link = Link::dialled(filler.try_clone().unwrap(), "b", None).unwrap();
+        filler.set_nonblocking(true).unwrap();
+        while filler.write(&[0; 64 << 10]).is_ok() {}
+        assert!(!link.has_room());
+        drop(peer);
+    }
 }

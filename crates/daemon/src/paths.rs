@@ -14,6 +14,8 @@ use understudy_protocol::{PathAction, PathEvent, PathIndex, PathState, Paths};
 pub enum Consequence {
     /// Move the data to another path; the dialling side does.
     Leave,
+    /// End the path's heartbeat connection, and make a new one; the dialling side does.
+    Renew(PathIndex),
     /// The last path was reset.
     Lost(String),
 }
@@ -61,22 +63,23 @@ impl PathMonitor {
     }
 
     /// Takes note of what happened to a path; returns what the session must do.
-    pub fn event(&self, event: PathEvent) -> Option<Consequence> {
+    pub fn event(&self, event: PathEvent) -> Vec<Consequence> {
         let mut actions = Vec::new();
         let mut paths = lock(&self.paths);
         paths.handle(clock::now(), event, &mut actions);
         let left = paths.candidates().len();
         drop(paths);
-        let mut consequence = None;
+        let mut consequences = Vec::new();
         for action in actions {
             match action {
                 PathAction::Up(path) => self.tell_up(path, left),
                 PathAction::Down(path, reason) => self.tell_down(path, left, &reason),
-                PathAction::Leave(_) => consequence = Some(Consequence::Leave),
-                PathAction::Lost(reason) => consequence = Some(Consequence::Lost(reason)),
+                PathAction::Leave(_) => consequences.push(Consequence::Leave),
+                PathAction::Renew(path) => consequences.push(Consequence::Renew(path)),
+                PathAction::Lost(reason) => consequences.push(Consequence::Lost(reason)),
             }
         }
-        consequence
+        consequences
     }
 
     fn tell_up(&self, path: PathIndex, up: usize) {

@@ -9,6 +9,9 @@
 use crate::{Detector, PathIndex, Time};
 use std::time::Duration;
 
+/// The connection of a path that has been down for so long is given up.
+const RENEWAL: Duration = Duration::from_secs(5);
+
 /// What happens to a path.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum PathEvent {
@@ -33,6 +36,9 @@ pub enum PathAction {
     Down(PathIndex, String),
     /// Move the data away from this path, which is down, to one that is up.
     Leave(PathIndex),
+    /// This path has been silent for long while another is not: end its heartbeat connection.
+    /// A new one stands sooner than the system tries the old one again.
+    Renew(PathIndex),
     /// The last path was reset: the peer is gone, for this reason.
     Lost(String),
 }
@@ -156,6 +162,13 @@ impl Paths {
             let reason = format!("silent for {} ms", silence.as_millis());
             path.go_down(now, PathIndex(index as u16), &reason, actions);
         }
+        // While all are silent, the peer's hanging up could be taken for its end.
+        if !self.candidates().is_empty() {
+            let renewed = |(index, path): (usize, &Path)| {
+                path.is_stale(now).then_some(PathAction::Renew(PathIndex(index as u16)))
+            };
+            actions.extend(self.paths.iter().enumerate().filter_map(renewed));
+        }
     }
 
     fn leave_if_down(&self, actions: &mut Vec<PathAction>) {
@@ -168,6 +181,12 @@ impl Paths {
 }
 
 impl Path {
+    /// It has a connection that has long been silent.
+    fn is_stale(&self, now: Time) -> bool {
+        let down = matches!(self.state, PathState::Down { since, .. } if now - since >= RENEWAL);
+        down && self.connected
+    }
+
     fn come_up(&mut self, index: PathIndex, actions: &mut Vec<PathAction>) {
         if matches!(std::mem::replace(&mut self.state, PathState::Up), PathState::Down { .. }) {
             actions.push(PathAction::Up(index));
@@ -232,6 +251,27 @@ mod tests {
         assert_eq!(after(&mut paths, 120, PathEvent::Heard(A)), [PathAction::Up(A)]);
         assert_eq!(paths.candidates(), [A, B], "the one in use is the last resort");
         assert_eq!(paths.in_use(), B);
+    }
+
+    #[test]
+    fn the_connection_of_a_path_that_stays_silent_is_renewed() {
+        let mut paths = two();
+        after(&mut paths, 101, PathEvent::Heard(B));
+        after(&mut paths, 101, PathEvent::Tick);
+        after(&mut paths, 101, PathEvent::InUse(B));
+        after(&mut paths, 5100, PathEvent::Heard(B));
+        assert_eq!(after(&mut paths, 5100, PathEvent::Tick), []);
+        assert_eq!(after(&mut paths, 5101, PathEvent::Tick), [PathAction::Renew(A)]);
+        assert_eq!(after(&mut paths, 5102, PathEvent::Ended(A, "closed".to_owned())), []);
+        assert_eq!(after(&mut paths, 5103, PathEvent::Tick), [], "nothing is left to be ended");
+        assert_eq!(after(&mut paths, 9000, PathEvent::Connected(A)), [PathAction::Up(A)]);
+    }
+
+    #[test]
+    fn nothing_is_renewed_while_all_paths_are_silent() {
+        let mut paths = two();
+        after(&mut paths, 101, PathEvent::Tick);
+        assert_eq!(after(&mut paths, 60_000, PathEvent::Tick), []);
     }
 
     #[test]

@@ -49,6 +49,15 @@ fn epoch(scene: &Scene) -> Result<u64> {
     status["epoch"].as_u64().context("no epoch")
 }
 
+/// So long that the path's connection takes no more heartbeats, and is given up.
+const LONG_SECONDS: f64 = 7.0;
+
+fn await_long_outage(scene: &Scene, path: usize) -> Result<()> {
+    await_paths(scene, "a path is down for long", |paths| {
+        paths[path]["down_seconds"].as_f64().is_some_and(|seconds| seconds > LONG_SECONDS)
+    })
+}
+
 /// The session goes on: checkpoints are committed and records acknowledged.
 fn await_progress(scene: &Scene) -> Result<()> {
     let begun = epoch(scene)?;
@@ -64,10 +73,13 @@ fn paths_come_and_go_and_the_vm_stays() {
     play_protected(two_paths(), |scene, client| {
         scene.shell()?.start("guest-tools dirty 2000 20")?;
         await_both_up(scene)?;
-        for _ in 0..2 {
+        for long in [false, true] {
             let cut = cut_the_one_in_use(scene)?;
             await_service(&client)?;
             await_progress(scene)?;
+            if long {
+                await_long_outage(scene, cut)?;
+            }
             scene.lab().heal_cable("a", cut)?;
             await_both_up(scene)?;
         }
