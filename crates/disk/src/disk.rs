@@ -271,7 +271,7 @@ impl Disk {
     /// Fills `buffer` from `offset`.
     pub fn read(&self, offset: u64, buffer: &mut [u8]) -> io::Result<()> {
         self.check_range(offset, buffer.len() as u64)?;
-        fail_in_a_test()?;
+        fail_in_a_test("read-disk")?;
         if let Some(absent) = self.absent() {
             absent.wait_for(offset, buffer.len() as u64)?;
         }
@@ -281,7 +281,7 @@ impl Disk {
     /// Reads, or says `false` if that would mean waiting for the device.
     pub(crate) fn read_if_cached(&self, offset: u64, buffer: &mut [u8]) -> io::Result<bool> {
         self.check_range(offset, buffer.len() as u64)?;
-        fail_in_a_test()?;
+        fail_in_a_test("read-disk")?;
         Ok(self.is_there(offset, buffer.len() as u64)
             && self.image.read_if_cached(offset, buffer)?)
     }
@@ -422,9 +422,9 @@ impl fmt::Debug for Disk {
     }
 }
 
-/// A test makes reads fail for as long as there is the file that the fail point names.
-fn fail_in_a_test() -> io::Result<()> {
-    fail::fail_point!("read-disk", |file| match file {
+/// A test makes reads or writes fail for as long as there is the file that the fail point names.
+fn fail_in_a_test(_point: &str) -> io::Result<()> {
+    fail::fail_point!(_point, |file| match file {
         Some(file) if Path::new(&file).exists() => Err(Errno::EIO.into()),
         _ => Ok(()),
     });

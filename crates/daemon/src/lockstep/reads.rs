@@ -133,15 +133,15 @@ impl std::fmt::Debug for ReadTrail {
 pub enum ReadFailure {
     /// Its guest reads something else than the primary's.
     Diverged(String),
-    /// Its mirror cannot be read.
-    Unreadable(String),
+    /// Its mirror cannot be read, or cannot be written.
+    Unusable(String),
 }
 
 impl ReadFailure {
     /// For people.
     pub fn words(&self) -> &str {
         match self {
-            ReadFailure::Diverged(words) | ReadFailure::Unreadable(words) => words,
+            ReadFailure::Diverged(words) | ReadFailure::Unusable(words) => words,
         }
     }
 }
@@ -252,6 +252,16 @@ impl Reads {
         lock(&self.state).failure.clone()
     }
 
+    /// A request of its guest failed on this backup's mirror: QEMU is left without an answer.
+    fn mirror_failed(&self, disk: DiskIndex, error: &io::Error) {
+        let words = format!(
+            "a request to this backup's mirror of disk {disk} failed: {error}; look at the storage \
+             of its images"
+        );
+        // A read that failed has said more already.
+        lock(&self.state).failure.get_or_insert(ReadFailure::Unusable(words));
+    }
+
     /// Answers the reads that had to wait, until the end.
     pub fn run(&self) {
         if self.source == DiskReads::Backup {
@@ -315,7 +325,7 @@ impl ReadFollower for Reads {
             "this backup cannot read {length} bytes at {offset} of its mirror of disk {disk}, again \
              and again: {error}"
         );
-        lock(&self.state).failure.get_or_insert(ReadFailure::Unreadable(words));
+        lock(&self.state).failure.get_or_insert(ReadFailure::Unusable(words));
     }
 }
 
@@ -335,9 +345,12 @@ pub fn copy(machine: &Machine) {
     }
 }
 
-/// The backup's guest stands still, and is about to execute its log.
+/// The backup's guest stands still, and is about to execute its log. QEMU learns of no error of its
+/// disks here either: it would stop where the primary's goes on.
 pub fn follow(machine: &Machine, reads: &Arc<Reads>) {
     for disk in machine.disks() {
+        let (told, index) = (reads.clone(), disk.index());
+        disk.withhold_errors(Arc::new(move |error| told.mirror_failed(index, error)));
         disk.set_reads(understudy_disk::Reads::Followed(reads.clone()));
     }
 }

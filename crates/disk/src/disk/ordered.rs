@@ -1,6 +1,6 @@
 //! Changes of a disk, one after the other.
 
-use super::{Disk, Order};
+use super::{Disk, Order, fail_in_a_test};
 use crate::image::Space;
 use std::io;
 use std::sync::MutexGuard;
@@ -15,7 +15,10 @@ impl Ordered<'_> {
     pub(crate) fn write(&mut self, offset: u64, data: &[u8]) -> io::Result<()> {
         self.disk.check_range(offset, data.len() as u64)?;
         self.begin(offset, data.len() as u64)?;
-        let write = || self.disk.image.write(offset, data);
+        let write = || {
+            fail_in_a_test("write-disk")?;
+            self.disk.image.write(offset, data)
+        };
         self.change(offset, data.len() as u64, write)?;
         if let Some(sink) = &self.order.sink {
             sink.write(self.disk.index, offset, data);

@@ -1,5 +1,5 @@
-//! Lockstep: where the backup gets what its guest reads. A file tells the daemons' fail points
-//! that no image of their host can be read for now.
+//! Lockstep: where the backup gets what its guest reads, and disks that fail. A file tells the
+//! daemons' fail points that no image of their host can be read, or written, for now.
 
 use crate::lockstep::{console_of, in_lockstep, lockstep};
 use crate::stage::{
@@ -16,32 +16,37 @@ const READ: &str = "dd if=/dev/urandom of=/data/read bs=64k count=64; sync; n=0;
                     echo 3 > /proc/sys/vm/drop_caches; s=$(md5sum < /data/read); n=$((n + 1)); \
                     echo sum $n $s > /dev/console; done";
 
-/// While this file is there, nothing can be read on the host.
-struct Unreadable(PathBuf);
+/// While this file is there, nothing can be read, or written, on the host.
+struct Failing(&'static str, PathBuf);
 
-impl Unreadable {
-    fn of(directory: &Path, host: &str) -> Unreadable {
-        Unreadable(directory.join(format!("{host}-cannot-read")))
+impl Failing {
+    fn reads(directory: &Path, host: &str) -> Failing {
+        Failing("read-disk", directory.join(format!("{host}-cannot-read")))
+    }
+
+    fn writes(directory: &Path, host: &str) -> Failing {
+        Failing("write-disk", directory.join(format!("{host}-cannot-write")))
     }
 
     fn daemon(&self) -> HostOptions {
-        let point = ("FAILPOINTS".to_owned(), format!("read-disk=return({})", self.0.display()));
+        let Failing(point, file) = self;
+        let point = ("FAILPOINTS".to_owned(), format!("{point}=return({})", file.display()));
         HostOptions { environment: vec![point], ..daemon() }
     }
 
     fn begin(&self) -> Result<()> {
-        Ok(fs::write(&self.0, "")?)
+        Ok(fs::write(&self.1, "")?)
     }
 
     fn end(&self) -> Result<()> {
-        Ok(fs::remove_file(&self.0)?)
+        Ok(fs::remove_file(&self.1)?)
     }
 }
 
 #[test]
 fn reads_that_travel_with_the_log_need_no_disk_of_the_backup() {
     let directory = tempfile::tempdir().expect("a directory for the test");
-    let [a, b] = ["a", "b"].map(|host| Unreadable::of(directory.path(), host));
+    let [a, b] = ["a", "b"].map(|host| Failing::reads(directory.path(), host));
     let mut options = lockstep();
     options.daemons.insert("a".to_owned(), a.daemon());
     options.daemons.insert("b".to_owned(), b.daemon());
@@ -82,7 +87,7 @@ fn reads_that_travel_with_the_log_need_no_disk_of_the_backup() {
 #[test]
 fn a_planned_fail_over_leaves_a_disk_that_fails() {
     let directory = tempfile::tempdir().expect("a directory for the test");
-    let a = Unreadable::of(directory.path(), "a");
+    let a = Failing::reads(directory.path(), "a");
     let mut options = lockstep();
     options.daemons.insert("a".to_owned(), a.daemon());
     play_protected(options, |scene, client| {
@@ -99,6 +104,26 @@ fn a_planned_fail_over_leaves_a_disk_that_fails() {
         scene.host("a")?.call(["failover", VM])?;
         scene.await_live("b")?;
         await_sums(scene, "b", 2)?;
+        prove_survival(scene, client, "b")
+    });
+}
+
+#[test]
+fn a_backup_that_cannot_write_is_given_up_and_says_why() {
+    let directory = tempfile::tempdir().expect("a directory for the test");
+    let b = Failing::writes(directory.path(), "b");
+    let mut options = lockstep();
+    options.daemons.insert("b".to_owned(), b.daemon());
+    play_protected(options, |scene, client| {
+        in_lockstep(scene, "a")?;
+        b.begin()?;
+        let reason = await_degraded(scene, "a")?;
+        ensure!(reason.contains("mirror of disk 0 failed"), "{reason}");
+        await_service(&client)?;
+        b.end()?;
+        scene.host("a")?.call(["protect", VM, "--to", "b", "--mode", "lockstep", "--no-wait"])?;
+        scene.await_protected("a", |_| ())?;
+        scene.host_mut("a")?.kill_everything()?;
         prove_survival(scene, client, "b")
     });
 }

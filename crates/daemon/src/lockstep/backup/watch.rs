@@ -29,7 +29,7 @@ pub fn watch(session: &Session, machine: &Machine, following: &Following) {
         thread::sleep(LOOK_INTERVAL);
         match following.reads().failure() {
             Some(ReadFailure::Diverged(reason)) => return session.diverged(&reason),
-            Some(ReadFailure::Unreadable(reason)) => return session.give_up(&reason),
+            Some(ReadFailure::Unusable(reason)) => return session.give_up(&reason),
             None => {}
         }
         let (progress, pending) = following.note(log.status());
