@@ -3,7 +3,7 @@
 use crate::machine::Machine;
 use crate::repair::Repairer;
 use crate::report::{
-    CardReport, CheckpointTiming, CompressionReport, DiskReport, DiskSync, LockstepReport, Mode,
+    CardReport, CheckpointTiming, CompressionReport, DiskReport, DiskSync, LockstepReport,
     ProtectRequest, Protection, Role, TakeoverReport, VmStatus,
 };
 use crate::resync::{self, Basis};
@@ -11,7 +11,7 @@ use crate::sync::lock;
 use crate::{backup, primary};
 use std::collections::VecDeque;
 use std::sync::{Arc, Mutex, OnceLock};
-use understudy_protocol::{BackupPhase, Epoch, Generation, Output, Policy, PrimaryPhase};
+use understudy_protocol::{BackupPhase, Generation, Output, PrimaryPhase};
 
 /// Events that are kept for `status`.
 const KEPT_EVENTS: usize = 64;
@@ -328,38 +328,15 @@ fn machine_status(machine: &Machine, role: Role, live: bool) -> VmStatus {
         bridge: card.bridge.clone(),
     });
     VmStatus {
-        name: definition.name.clone(),
-        role,
         live,
-        generation: Generation(0),
-        epoch: Epoch(0),
-        group: None,
-        protection: Protection::Off,
-        disk_sync: None,
-        mode: Mode::Checkpoint,
-        lockstep: None,
-        lag_epochs: 0,
-        inbound: None,
-        outbound: None,
-        takeover: None,
-        filling: None,
-        sampled_pages: None,
         policy: definition.policy.unwrap_or_default(),
-        checkpoints: 0,
-        pause_ms: Default::default(),
         pauses_through_qmp: machine.pause_obstacle().map(str::to_owned),
-        compression: None,
-        bytes_sent: 0,
-        bandwidth_bytes_per_second: 0,
-        throttle: None,
         held_frames: ports.iter().map(|port| port.held_frames() as u64).sum(),
-        held_console_bytes: None,
         qemu_pid: Some(machine.qemu_pid()),
         console: machine.console().map(ToOwned::to_owned),
         cards: cards.collect(),
         disks: machine.disks().iter().map(|disk| DiskReport { path: disk.path() }).collect(),
-        paths: Vec::new(),
-        events: Vec::new(),
+        ..VmStatus::new(&definition.name, role)
     }
 }
 
@@ -391,38 +368,10 @@ fn backup_status(session: &backup::Session) -> VmStatus {
 impl FencedVm {
     fn status(&self) -> VmStatus {
         VmStatus {
-            name: self.name.clone(),
-            role: Role::Fenced,
-            live: false,
             generation: self.generation,
-            epoch: Epoch(0),
-            group: None,
             protection: Protection::Degraded { reason: self.reason.clone() },
-            disk_sync: None,
-            mode: Mode::Checkpoint,
-            lockstep: None,
-            lag_epochs: 0,
-            inbound: None,
-            outbound: None,
-            takeover: None,
-            filling: None,
-            sampled_pages: None,
-            policy: Policy::default(),
-            checkpoints: 0,
-            pause_ms: Default::default(),
-            pauses_through_qmp: None,
-            compression: None,
-            bytes_sent: 0,
-            bandwidth_bytes_per_second: 0,
-            throttle: None,
-            held_frames: 0,
-            held_console_bytes: None,
-            qemu_pid: None,
-            console: None,
-            cards: Vec::new(),
-            disks: Vec::new(),
-            paths: Vec::new(),
             events: vec![self.reason.clone()],
+            ..VmStatus::new(&self.name, Role::Fenced)
         }
     }
 }

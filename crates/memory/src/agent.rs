@@ -1,16 +1,13 @@
 //! The daemon's side of the agent that is preloaded into QEMU (crate `understudy-agent`).
-#![allow(unsafe_code)] // Takes ownership of descriptors received over a socket.
 
 use crate::mappings::Mappings;
-use crate::{FaultDescriptor, MemoryError, Userfaultfd};
+use crate::{FaultDescriptor, MemoryError, Userfaultfd, receive_with_descriptors};
 use nix::cmsg_space;
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
-use nix::sys::socket::{
-    ControlMessageOwned, MsgFlags, UnixAddr, getsockopt, recvmsg, sockopt::PeerCredentials,
-};
+use nix::sys::socket::{MsgFlags, getsockopt, sockopt::PeerCredentials};
 use std::fs;
-use std::io::{self, IoSliceMut};
-use std::os::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, OwnedFd, RawFd};
+use std::io;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd, RawFd};
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -208,26 +205,9 @@ fn receive_hello(
     // One more, so that a longer message is not taken for a hello.
     let mut hello = [0; Hello::BYTES + 1];
     let mut control = cmsg_space!([RawFd; HELLO_DESCRIPTORS + 1]);
-    let (bytes, descriptors) = {
-        let mut payload = [IoSliceMut::new(&mut hello)];
-        let flags = MsgFlags::MSG_CMSG_CLOEXEC | MsgFlags::MSG_DONTWAIT;
-        let received =
-            recvmsg::<UnixAddr>(stream.as_raw_fd(), &mut payload, Some(&mut control), flags)
-                .map_err(link_error)?;
-        let descriptors: Vec<OwnedFd> = received
-            .cmsgs()
-            .map_err(link_error)?
-            .filter_map(|message| match message {
-                ControlMessageOwned::ScmRights(fds) => Some(fds),
-                _ => None,
-            })
-            .flatten()
-            // SAFETY: the kernel made these descriptors for us in `recvmsg`; nobody else
-            // owns them.
-            .map(|fd| unsafe { OwnedFd::from_raw_fd(fd) })
-            .collect();
-        (received.bytes, descriptors)
-    };
+    let (bytes, descriptors) =
+        receive_with_descriptors(stream, &mut hello, &mut control, MsgFlags::MSG_DONTWAIT)
+            .map_err(link_error)?;
     let hello =
         Hello::decode(&hello[..bytes]).map_err(|e| MemoryError::AgentHello(e.to_string()))?;
     let descriptors = descriptors.try_into().map_err(|descriptors: Vec<OwnedFd>| {

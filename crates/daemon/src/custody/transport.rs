@@ -1,11 +1,11 @@
 //! A text and descriptors, through a unix socket.
-#![allow(unsafe_code)] // Takes ownership of descriptors received over a socket.
 
 use nix::cmsg_space;
-use nix::sys::socket::{ControlMessage, ControlMessageOwned, MsgFlags, UnixAddr, recvmsg, sendmsg};
-use std::io::{self, ErrorKind, IoSlice, IoSliceMut, Read, Write};
-use std::os::fd::{AsRawFd, FromRawFd, OwnedFd, RawFd};
+use nix::sys::socket::{ControlMessage, MsgFlags, UnixAddr, sendmsg};
+use std::io::{self, ErrorKind, IoSlice, Read, Write};
+use std::os::fd::{AsRawFd, OwnedFd, RawFd};
 use std::os::unix::net::UnixStream;
+use understudy_memory::receive_with_descriptors;
 
 /// As many as the kernel passes with one message.
 const MOST_DESCRIPTORS: usize = 253;
@@ -29,24 +29,8 @@ pub fn send(stream: &UnixStream, text: &[u8], descriptors: &[OwnedFd]) -> io::Re
 pub fn receive(stream: &UnixStream) -> io::Result<(Vec<u8>, Vec<OwnedFd>)> {
     let mut length = [0; 8];
     let mut control = cmsg_space!([RawFd; MOST_DESCRIPTORS]);
-    let (received, descriptors) = {
-        let mut payload = [IoSliceMut::new(&mut length)];
-        let flags = MsgFlags::MSG_CMSG_CLOEXEC;
-        let message =
-            recvmsg::<UnixAddr>(stream.as_raw_fd(), &mut payload, Some(&mut control), flags)?;
-        let descriptors: Vec<OwnedFd> = message
-            .cmsgs()?
-            .filter_map(|message| match message {
-                ControlMessageOwned::ScmRights(numbers) => Some(numbers),
-                _ => None,
-            })
-            .flatten()
-            // SAFETY: the kernel made these descriptors for us in `recvmsg`; nobody else owns
-            // them.
-            .map(|number| unsafe { OwnedFd::from_raw_fd(number) })
-            .collect();
-        (message.bytes, descriptors)
-    };
+    let (received, descriptors) =
+        receive_with_descriptors(stream, &mut length, &mut control, MsgFlags::empty())?;
     if received == 0 {
         return Err(ErrorKind::UnexpectedEof.into());
     }

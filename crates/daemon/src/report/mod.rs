@@ -1,10 +1,13 @@
 //! What the daemon tells its users: the types behind `status` and `--json`.
 
+mod requests;
+
 pub use crate::lockstep::compare::report::{ComparisonCounts, ComparisonReport, Difference, Part};
 pub use crate::snapshot::report::{FillReport, FillState};
+pub use requests::{DiskReads, GroupRequest, Mode, ProtectRequest, RecoverRequest};
 use serde::{Deserialize, Serialize};
 use understudy_encoding::{Counters, EncodingPlan, Methods};
-use understudy_protocol::{Epoch, Generation, Output, Policy};
+use understudy_protocol::{Epoch, Generation, Policy};
 
 /// What this host is to a VM.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -290,6 +293,46 @@ pub struct VmStatus {
     pub events: Vec<String>,
 }
 
+impl VmStatus {
+    /// A VM of which nothing is known but what this host is to it.
+    pub fn new(name: &str, role: Role) -> VmStatus {
+        VmStatus {
+            name: name.to_owned(),
+            role,
+            live: false,
+            generation: Generation(0),
+            epoch: Epoch(0),
+            group: None,
+            protection: Protection::Off,
+            disk_sync: None,
+            mode: Mode::Checkpoint,
+            lockstep: None,
+            lag_epochs: 0,
+            inbound: None,
+            outbound: None,
+            takeover: None,
+            filling: None,
+            sampled_pages: None,
+            policy: Policy::default(),
+            checkpoints: 0,
+            pause_ms: Default::default(),
+            pauses_through_qmp: None,
+            compression: None,
+            bytes_sent: 0,
+            bandwidth_bytes_per_second: 0,
+            throttle: None,
+            held_frames: 0,
+            held_console_bytes: None,
+            qemu_pid: None,
+            console: None,
+            cards: Vec::new(),
+            disks: Vec::new(),
+            paths: Vec::new(),
+            events: Vec::new(),
+        }
+    }
+}
+
 /// Everything that `status` shows of one host.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct HostStatus {
@@ -301,16 +344,6 @@ pub struct HostStatus {
     pub qemu_version: String,
     /// Every VM that this host runs or backs up.
     pub vms: Vec<VmStatus>,
-}
-
-/// What `recover` asks for.
-#[derive(Clone, Copy, Debug, Default, Serialize, Deserialize)]
-#[serde(deny_unknown_fields)]
-pub struct RecoverRequest {
-    /// Only name the valid images.
-    pub dry_run: bool,
-    /// Start the VM on this host's images whatever is known of them.
-    pub force: bool,
 }
 
 /// What `recover` found and did.
@@ -358,42 +391,6 @@ pub struct CompressionReport {
     pub counters: Counters,
 }
 
-/// How a backup keeps up with a VM.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(rename_all = "kebab-case")]
-pub enum Mode {
-    /// It gets what the guest wrote, as of a moment, many times a second (Remus).
-    #[default]
-    Checkpoint,
-    /// It executes the guest's instructions too, with the same inputs (VMware FT).
-    Lockstep,
-}
-
-impl Mode {
-    /// Whether it is the default.
-    pub fn is_checkpoint(&self) -> bool {
-        *self == Mode::Checkpoint
-    }
-}
-
-/// Where a backup in lockstep gets what its guest reads from its disks.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(rename_all = "kebab-case")]
-pub enum DiskReads {
-    /// It reads its own mirrors.
-    #[default]
-    Backup,
-    /// What the primary's guest read travels with the log.
-    Log,
-}
-
-impl DiskReads {
-    /// Whether it is the default.
-    pub fn is_backup(&self) -> bool {
-        *self == DiskReads::Backup
-    }
-}
-
 /// A VM in lockstep, as one of its hosts sees it.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct LockstepReport {
@@ -417,55 +414,4 @@ pub struct LockstepReport {
     /// How often the backup was compared; none before the first time, and none on a backup.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub comparison: Option<ComparisonCounts>,
-}
-
-/// What `protect` asks for.
-#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
-#[serde(deny_unknown_fields)]
-pub struct ProtectRequest {
-    /// The backup's host name, one of the hosts that this one knows.
-    pub to: String,
-    /// How the backup keeps up.
-    #[serde(default, skip_serializing_if = "Mode::is_checkpoint")]
-    pub mode: Mode,
-    /// Where a backup in lockstep gets what its guest reads from its disks.
-    #[serde(default, skip_serializing_if = "DiskReads::is_backup")]
-    pub disk_reads: DiskReads,
-    /// The policy; the VM definition's, else the default, when absent.
-    pub policy: Option<Policy>,
-    /// How pages are encoded.
-    #[serde(default)]
-    pub encoding: EncodingPlan,
-    /// Whether protection that is lost is restored with another backup.
-    #[serde(default = "restored")]
-    pub repair: bool,
-    /// Whether output waits for its commit. Without that the VM is not protected: the host's
-    /// configuration must allow it.
-    #[serde(default, skip_serializing_if = "Output::is_held")]
-    pub output: Output,
-    /// Whether what the guest says on its console waits for its commit, too.
-    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
-    pub hold_console: bool,
-}
-
-fn restored() -> bool {
-    true
-}
-
-/// What `protect --group` asks for.
-#[derive(Clone, Debug, Serialize, Deserialize)]
-#[serde(deny_unknown_fields)]
-pub struct GroupRequest {
-    /// The VMs, at least two.
-    pub vms: Vec<String>,
-    /// The backup's host name, one of the hosts that this one knows.
-    pub to: String,
-    /// The group's policy; when absent that of the VMs' definitions, which must agree.
-    pub policy: Option<Policy>,
-    /// How their pages are encoded.
-    #[serde(default)]
-    pub encoding: EncodingPlan,
-    /// Whether what their guests say on their consoles waits for its commit, too.
-    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
-    pub hold_console: bool,
 }

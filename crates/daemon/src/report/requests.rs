@@ -1,0 +1,102 @@
+//! What the daemon is asked for.
+
+use serde::{Deserialize, Serialize};
+use understudy_encoding::EncodingPlan;
+use understudy_protocol::{Output, Policy};
+
+/// How a backup keeps up with a VM.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum Mode {
+    /// It gets what the guest wrote, as of a moment, many times a second (Remus).
+    #[default]
+    Checkpoint,
+    /// It executes the guest's instructions too, with the same inputs (VMware FT).
+    Lockstep,
+}
+
+impl Mode {
+    /// Whether it is the default.
+    pub fn is_checkpoint(&self) -> bool {
+        *self == Mode::Checkpoint
+    }
+}
+
+/// Where a backup in lockstep gets what its guest reads from its disks.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum DiskReads {
+    /// It reads its own mirrors.
+    #[default]
+    Backup,
+    /// What the primary's guest read travels with the log.
+    Log,
+}
+
+impl DiskReads {
+    /// Whether it is the default.
+    pub fn is_backup(&self) -> bool {
+        *self == DiskReads::Backup
+    }
+}
+
+/// What `protect` asks for.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct ProtectRequest {
+    /// The backup's host name, one of the hosts that this one knows.
+    pub to: String,
+    /// How the backup keeps up.
+    #[serde(default, skip_serializing_if = "Mode::is_checkpoint")]
+    pub mode: Mode,
+    /// Where a backup in lockstep gets what its guest reads from its disks.
+    #[serde(default, skip_serializing_if = "DiskReads::is_backup")]
+    pub disk_reads: DiskReads,
+    /// The policy; the VM definition's, else the default, when absent.
+    pub policy: Option<Policy>,
+    /// How pages are encoded.
+    #[serde(default)]
+    pub encoding: EncodingPlan,
+    /// Whether protection that is lost is restored with another backup.
+    #[serde(default = "restored")]
+    pub repair: bool,
+    /// Whether output waits for its commit. Without that the VM is not protected: the host's
+    /// configuration must allow it.
+    #[serde(default, skip_serializing_if = "Output::is_held")]
+    pub output: Output,
+    /// Whether what the guest says on its console waits for its commit, too.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub hold_console: bool,
+}
+
+fn restored() -> bool {
+    true
+}
+
+/// What `protect --group` asks for.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct GroupRequest {
+    /// The VMs, at least two.
+    pub vms: Vec<String>,
+    /// The backup's host name, one of the hosts that this one knows.
+    pub to: String,
+    /// The group's policy; when absent that of the VMs' definitions, which must agree.
+    pub policy: Option<Policy>,
+    /// How their pages are encoded.
+    #[serde(default)]
+    pub encoding: EncodingPlan,
+    /// Whether what their guests say on their consoles waits for its commit, too.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub hold_console: bool,
+}
+
+/// What `recover` asks for.
+#[derive(Clone, Copy, Debug, Default, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct RecoverRequest {
+    /// Only name the valid images.
+    pub dry_run: bool,
+    /// Start the VM on this host's images whatever is known of them.
+    pub force: bool,
+}
