@@ -62,6 +62,7 @@ impl Host {
             lockstep,
             may_be_adopted: false,
             former: None,
+            ram: None,
             on_event: self.event_sink(&name),
         };
         let machine = self.launch(plan).map_err(|error| failed("cannot start the VM", &error))?;

@@ -231,6 +231,7 @@ fn stand_by(
         lockstep: lockstep_of(offer),
         may_be_adopted: false,
         former: None,
+        ram: None,
         on_event: host.event_sink(&name),
     })?;
     let plan = backup::Plan {

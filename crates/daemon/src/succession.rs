@@ -115,6 +115,7 @@ impl Host {
             lockstep: Some(lockstep),
             may_be_adopted: false,
             former: Some(former),
+            ram: None,
             on_event: Arc::new(move |event| {
                 if is_adopted.load(Ordering::Acquire) {
                     sink(event);

@@ -180,7 +180,10 @@ impl GuestRam {
     }
 
     /// Writes whole pages from `first` on.
-    pub(crate) fn write(&self, first: PageIndex, from: &[u8]) {
+    ///
+    /// # Panics
+    /// If they reach beyond its end.
+    pub fn write(&self, first: PageIndex, from: &[u8]) {
         self.map.copy_in(first.byte_offset() as usize, from);
     }
 

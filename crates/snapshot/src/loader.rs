@@ -136,6 +136,24 @@ impl Loader {
         }
     }
 
+    /// The chunk that is to be read next of those that the start waits for; none if all of them
+    /// are asked for. They are the first of the plan.
+    pub fn next_before_start(&mut self) -> Option<ChunkId> {
+        while let Some(&next) = self.planned.front() {
+            if self.asked.contains(&next) {
+                self.planned.pop_front();
+                continue;
+            }
+            if !self.before_start.contains(&next) {
+                return None;
+            }
+            self.planned.pop_front();
+            self.asked.insert(next);
+            return Some(next);
+        }
+        None
+    }
+
     /// The chunk that is to be read next of those that somebody waits for.
     pub fn next_demanded(&mut self) -> Option<ChunkId> {
         loop {
@@ -174,6 +192,11 @@ impl Loader {
     /// Whether nothing is left to load. What is not filled in then is zero.
     pub fn is_complete(&self) -> bool {
         self.filled.len() == self.fills.len()
+    }
+
+    /// Pages that there are to fill in.
+    pub fn all(&self) -> u64 {
+        self.fills.values().flatten().map(|fill| fill.pages.count).sum()
     }
 
     /// Pages filled in so far.

@@ -100,11 +100,34 @@ fn the_queue_comes_first_and_what_is_waited_for_before_it() {
 }
 
 #[test]
+fn before_the_start_nothing_is_read_that_it_does_not_wait_for() {
+    let queue: Vec<u64> = (100..300).rev().collect();
+    let (map, _) = memory(&queue);
+    let chunk = |unit| map.find(unit).unwrap().chunk;
+    let mut loader = loader(&map, &queue, 160);
+    // Somebody has asked for the second one already.
+    loader.demand(page(200));
+    assert_eq!(loader.next_demanded(), Some(chunk(200)));
+    assert_eq!(loader.next_before_start(), Some(chunk(299)));
+    assert_eq!(loader.next_before_start(), Some(chunk(141)), "160 pages, a seventh of them zero");
+    assert_eq!(loader.next_before_start(), None);
+    for unit in [299, 141, 200] {
+        assert!(!loader.may_start());
+        loader.read(chunk(unit));
+    }
+    assert!(loader.may_start());
+    assert_eq!(loader.next_before_start(), None);
+    assert_eq!(loader.next_chunk(), Some(chunk(1)), "the rest comes as ever");
+}
+
+#[test]
 fn eager_waits_for_all_and_lazy_for_nothing() {
     let (map, _) = memory(&[]);
-    assert!(loader(&map, &[], 0).may_start());
+    let mut lazy = loader(&map, &[], 0);
+    assert_eq!((lazy.may_start(), lazy.next_before_start()), (true, None));
+    assert_eq!(lazy.all(), map.stored());
     let mut eager = loader(&map, &[], UNITS);
-    while let Some(chunk) = eager.next_chunk() {
+    while let Some(chunk) = eager.next_before_start() {
         assert!(!eager.may_start());
         eager.read(chunk);
     }

@@ -56,6 +56,8 @@ pub struct Plan<'a> {
     pub lockstep: Option<Lockstep>,
     /// The machine in whose place it is to go on: it has the same memory, disks and ports.
     pub former: Option<&'a Machine>,
+    /// Its memory, if somebody fills it already; else it is the former machine's, or new.
+    pub ram: Option<Arc<GuestRam>>,
     /// Called on a thread of the machine's for everything that happens by itself.
     pub on_event: OnEvent,
 }
@@ -65,9 +67,10 @@ impl Machine {
     /// [`Machine::go_live`].
     pub fn launch(plan: Plan<'_>) -> anyhow::Result<Machine> {
         let doorbell = plan.former.map_or_else(Arc::default, |former| former.doorbell.clone());
-        let ram = match plan.former {
-            Some(former) => former.ram.clone(),
-            None => Arc::new(GuestRam::create(plan.definition.memory.bytes())?),
+        let ram = match (&plan.ram, plan.former) {
+            (Some(filled), _) => filled.clone(),
+            (None, Some(former)) => former.ram.clone(),
+            (None, None) => Arc::new(GuestRam::create(plan.definition.memory.bytes())?),
         };
         let device_state = DeviceState::create()?;
         let user = plan.run_as.next();

@@ -1,5 +1,5 @@
-//! A restored member's memory, filled from the store: what the start waits for before it, the
-//! rest while the guest runs. What the guest touches comes first.
+//! A restored member's memory, filled from the store while the guest runs, but for what the
+//! start waits for ([`early`](super::early)). What the guest touches comes first.
 
 use super::Stopped;
 use super::source::{Reading, Source};
@@ -16,10 +16,7 @@ use std::time::{Duration, Instant};
 use tracing::{info, warn};
 use understudy_memory::{DemandPager, MAIN_MEMORY, Missing, RamBlock};
 use understudy_protocol::{BlockId, PageIndex, PageRun};
-use understudy_snapshot::{AreaMap, ChunkId, Demand, Fill, Loader, Page, UNIT_BYTES};
-
-/// Chunks that are read at once before the start.
-const BATCH: usize = 32;
+use understudy_snapshot::{AreaMap, ChunkId, Demand, Loader, Page, UNIT_BYTES};
 
 /// Threads that read chunks once the guest runs.
 const READERS: usize = 4;
@@ -58,7 +55,7 @@ pub struct Filler {
 struct Work {
     source: Source,
     machine: Weak<Machine>,
-    loader: Mutex<Loader>,
+    loader: Arc<Mutex<Loader>>,
     /// There is something to read, or nothing left to do.
     changed: Condvar,
     /// Once the guest exists, and until all is there.
@@ -82,19 +79,15 @@ struct Progress {
 }
 
 impl Filler {
-    /// For a machine that waits for its device state. The first `before_start` pages of the
-    /// queue are what its start waits for.
+    /// For a machine that waits for its device state. `loader` is its main memory's, which may
+    /// be read from already, `auxiliary` are the other blocks.
     pub fn new(
         source: Source,
         machine: Arc<Machine>,
-        mut maps: BTreeMap<BlockId, AreaMap>,
-        queue: &[Page],
-        before_start: u64,
+        auxiliary: BTreeMap<BlockId, AreaMap>,
+        loader: Arc<Mutex<Loader>>,
     ) -> Filler {
-        let auxiliary = maps.split_off(&BlockId(MAIN_MEMORY.0 + 1));
-        let all = maps.values().map(AreaMap::stored).sum();
-        let loader = Loader::new(maps, queue, before_start);
-        let work = Work::new(source, &machine, loader, all, 0);
+        let work = Work::new(source, &machine, loader, 0);
         Filler { machine, auxiliary, work: Arc::new(work) }
     }
 
@@ -107,10 +100,10 @@ impl Filler {
         queue: &[Page],
     ) -> anyhow::Result<Filler> {
         let there: Vec<PageRun> = machine.ram().data_runs().collect::<Result<_, _>>()?;
-        let (all, rest) = (map.stored(), map.within(gaps(&there, map.units())));
-        let had = all - rest.stored();
+        let rest = map.within(gaps(&there, map.units()));
+        let had = map.stored() - rest.stored();
         let loader = Loader::new(BTreeMap::from([(MAIN_MEMORY, rest)]), queue, 0);
-        let work = Arc::new(Work::new(source, &machine, loader, all, had));
+        let work = Arc::new(Work::new(source, &machine, Arc::new(Mutex::new(loader)), had));
         let filler = Filler { machine, auxiliary: BTreeMap::new(), work };
         filler.begin_paging()?;
         match lock(&filler.work.loader).is_complete() {
@@ -119,21 +112,6 @@ impl Filler {
             false => filler.begin_reading()?,
         }
         Ok(filler)
-    }
-
-    /// Loads what the start waits for, while the guest does not exist yet.
-    pub fn load_before_start(&self, stop: &AtomicBool) -> anyhow::Result<()> {
-        self.load_auxiliary(stop)?;
-        while !lock(&self.work.loader).may_start() {
-            Stopped::check(stop)?;
-            let next = || lock(&self.work.loader).next_chunk();
-            let batch: Vec<_> = std::iter::from_fn(next).take(BATCH).collect();
-            self.work.source.store.read_chunks(&batch, |chunk, content| {
-                let fills = lock(&self.work.loader).read(chunk).to_vec();
-                fills.iter().try_for_each(|fill| self.write(fill, &content))
-            })?;
-        }
-        Ok(())
     }
 
     /// From here on pages that are missing are the guest's to ask for: to be called before the
@@ -192,8 +170,8 @@ impl Filler {
         self.work.waits.load(Ordering::Relaxed)
     }
 
-    /// QEMU has content of its own in all blocks but the main memory.
-    fn load_auxiliary(&self, stop: &AtomicBool) -> anyhow::Result<()> {
+    /// Loads all blocks but the main memory: QEMU has content of its own in them.
+    pub fn load_auxiliary(&self, stop: &AtomicBool) -> anyhow::Result<()> {
         for (id, map) in &self.auxiliary {
             Stopped::check(stop)?;
             let block = self.block(*id)?;
@@ -217,19 +195,15 @@ impl Filler {
         let found = self.machine.blocks().iter().find(|block| block.id() == id);
         found.with_context(|| format!("QEMU has no RAM block {id}"))
     }
-
-    fn write(&self, fill: &Fill, content: &[u8]) -> anyhow::Result<()> {
-        let bytes = units(content, fill.slot, fill.pages.count)?;
-        Ok(self.block(fill.pages.block)?.write(fill.pages.first, bytes)?)
-    }
 }
 
 impl Work {
-    fn new(source: Source, machine: &Arc<Machine>, loader: Loader, all: u64, had: u64) -> Work {
+    fn new(source: Source, machine: &Arc<Machine>, loader: Arc<Mutex<Loader>>, had: u64) -> Work {
+        let all = had + lock(&loader).all();
         Work {
             source,
             machine: Arc::downgrade(machine),
-            loader: Mutex::new(loader),
+            loader,
             changed: Condvar::new(),
             pager: RwLock::new(None),
             progress: Mutex::default(),
@@ -374,7 +348,7 @@ fn gaps(runs: &[PageRun], pages: u64) -> impl Iterator<Item = Range<u64>> {
 }
 
 /// Some units of a chunk.
-fn units(chunk: &[u8], slot: u16, count: u64) -> anyhow::Result<&[u8]> {
+pub(super) fn units(chunk: &[u8], slot: u16, count: u64) -> anyhow::Result<&[u8]> {
     let from = usize::from(slot) * UNIT_BYTES;
     let units = chunk.get(from..from + count as usize * UNIT_BYTES);
     units.context("a chunk of the memory is too short")

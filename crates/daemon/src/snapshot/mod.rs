@@ -18,6 +18,7 @@
 //! | [`adopt`] | a VM whose daemon died before all of it was loaded |
 //! | [`placement`] | who may be restored where, asked before anything is started |
 //! | [`memory`], [`fill`], [`disk`], [`disk_fill`] | what is captured, and filled in again |
+//! | [`early`] | what of a memory a start waits for, read while QEMU starts |
 //! | [`source`] | the way to the store, which all restored guests of a host share |
 //! | [`frames`] | frames between members, and those in flight |
 //! | [`report`] | what users ask for and are told |
@@ -28,6 +29,7 @@ mod capture;
 mod command;
 mod disk;
 mod disk_fill;
+mod early;
 mod exchange;
 mod fill;
 pub(crate) mod frames;

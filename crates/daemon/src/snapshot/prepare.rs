@@ -3,6 +3,7 @@
 
 use super::Stopped;
 use super::disk_fill::DiskFiller;
+use super::early::Early;
 use super::fill::Filler;
 use super::source::Source;
 use super::trial::Watch;
@@ -17,13 +18,13 @@ use std::io::ErrorKind;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
-use std::time::Instant;
 use tracing::warn;
 use understudy_disk::incomplete_mark;
+use understudy_memory::{GuestRam, MAIN_MEMORY, RamBlock};
 use understudy_protocol::{BlockId, DiskIndex};
 use understudy_qemu::{Role, VmDefinition};
 use understudy_snapshot::{
-    Area, AreaEntry, AreaMap, InFlightFrame, MemberManifest, Page, Store, StoreError,
+    Area, AreaEntry, AreaMap, InFlightFrame, MemberManifest, Page, Store, StoreError, UNIT_BYTES,
 };
 
 /// What the files of restored disks begin with.
@@ -61,7 +62,7 @@ pub fn prepare(
     host: &Arc<Host>,
     task: &RestoreTask,
     pages: u64,
-    stop: &AtomicBool,
+    stop: &Arc<AtomicBool>,
     filling: impl FnOnce(&Arc<Filler>, &Arc<Vec<DiskFiller>>),
 ) -> anyhow::Result<Prepared> {
     let store = Arc::new(Store::open(&task.store)?);
@@ -72,8 +73,14 @@ pub fn prepare(
     let directory = host.vm_directory(task.vm())?;
     let mut images = Images(Vec::new());
     let mut definition = saved.definition;
-    make_boot_files(&store, &member, &directory, &mut definition)?;
     let source = Source::new(store.clone(), host.snapshots.way.clone());
+    let mut maps = memory_maps(&store, &member)?;
+    let main = maps.remove(&MAIN_MEMORY).context("the main memory is not in the snapshot")?;
+    let queue = task.queue(&store, &member)?;
+    make_boot_files(&store, &member, &directory, &mut definition)?;
+    // Behind what QEMU's start waits for; both go on at once.
+    let ram = Arc::new(GuestRam::create(definition.memory.bytes())?);
+    let early = Early::begin(source.clone(), ram.clone(), main, &queue, pages, stop.clone())?;
     let disks = make_disks(&source, &member, task, &directory, &mut definition, &mut images)?;
     let disks = Arc::new(disks);
     let machine = host.launch(machine::Plan {
@@ -89,15 +96,16 @@ pub fn prepare(
         lockstep: None,
         may_be_adopted: true,
         former: None,
+        ram: Some(ram),
         on_event: host.event_sink(task.vm()),
     })?;
-    let maps = memory_maps(&store, &member, &machine)?;
-    let queue = task.queue(&store, &member)?;
-    let filler = Arc::new(Filler::new(source, machine.clone(), maps, &queue, pages));
+    check_blocks(&member, &machine)?;
+    let filler = Filler::new(source, machine.clone(), maps, early.loader().clone());
+    let filler = Arc::new(filler);
     filling(&filler, &disks);
-    let began = Instant::now();
-    filler.load_before_start(stop)?;
-    host.snapshots.note_loaded(filler.state().pages, began.elapsed());
+    filler.load_auxiliary(stop)?;
+    let took = early.finish()?;
+    host.snapshots.note_loaded(filler.state().pages, took);
     Stopped::check(stop)?;
     // What takes time is done here: when members start in a line, each start is short.
     let frames = store.frames(&member)?;
@@ -247,32 +255,39 @@ fn make_disks(
     Ok(fillers)
 }
 
-/// The maps of the RAM blocks, which must be those of the QEMU that is there.
+/// The RAM blocks of a member's part.
+fn blocks_of(member: &MemberManifest) -> impl Iterator<Item = (BlockId, &AreaEntry)> {
+    member.areas.iter().filter_map(|entry| match entry.area {
+        Area::Memory(id) => Some((id, entry)),
+        Area::Disk(_) => None,
+    })
+}
+
+/// Their maps.
 fn memory_maps(
     store: &Store,
     member: &MemberManifest,
-    machine: &Machine,
 ) -> anyhow::Result<BTreeMap<BlockId, AreaMap>> {
-    let mut maps = BTreeMap::new();
-    for entry in &member.areas {
-        let Area::Memory(id) = entry.area else { continue };
-        let block = machine.blocks().iter().find(|block| block.id() == id);
-        let map = store.area(entry)?;
-        match block {
-            Some(block) if block.name() == entry.name && block.pages() == map.units() => {
-                maps.insert(id, map);
-            }
-            _ => bail!(
+    blocks_of(member).map(|(id, entry)| Ok((id, store.area(entry)?))).collect()
+}
+
+/// They must be those of the QEMU that is there.
+fn check_blocks(member: &MemberManifest, machine: &Machine) -> anyhow::Result<()> {
+    for (id, entry) in blocks_of(member) {
+        let pages = entry.bytes.div_ceil(UNIT_BYTES as u64);
+        let is_it = |block: &RamBlock| block.name() == entry.name && block.pages() == pages;
+        if !machine.blocks().iter().find(|block| block.id() == id).is_some_and(is_it) {
+            bail!(
                 "this host's QEMU has no RAM block {} of {} bytes, which {} was saved with; \
                  restore it with the build of QEMU that it ran in",
                 entry.name,
                 entry.bytes,
                 member.name
-            ),
+            );
         }
     }
-    match maps.len() == machine.blocks().len() {
-        true => Ok(maps),
+    match blocks_of(member).count() == machine.blocks().len() {
+        true => Ok(()),
         false => bail!("this host's QEMU has other RAM blocks than {} was saved with", member.name),
     }
 }

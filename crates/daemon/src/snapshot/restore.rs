@@ -24,7 +24,7 @@ const TICK: Duration = Duration::from_millis(500);
 pub struct Restoring {
     host: Weak<Host>,
     task: RestoreTask,
-    stop: AtomicBool,
+    stop: Arc<AtomicBool>,
     state: Mutex<State>,
 }
 
@@ -82,7 +82,7 @@ impl Restoring {
             disks: Arc::default(),
         };
         let host = Arc::downgrade(host);
-        Arc::new(Restoring { host, task, stop: AtomicBool::new(false), state: Mutex::new(state) })
+        Arc::new(Restoring { host, task, stop: Arc::default(), state: Mutex::new(state) })
     }
 
     /// Of a VM that runs, and whose daemon has died before all of it was there.
@@ -101,7 +101,7 @@ impl Restoring {
             disks,
         };
         let (host, task) = (Arc::downgrade(host), task.clone());
-        Arc::new(Restoring { host, task, stop: AtomicBool::new(false), state: Mutex::new(state) })
+        Arc::new(Restoring { host, task, stop: Arc::default(), state: Mutex::new(state) })
     }
 
     /// How far it is there; none if nothing was begun, or all is given up.

@@ -25,12 +25,12 @@ struct Traffic {
 }
 
 impl Way {
-    fn note_wanted(&self, now: Instant) {
+    pub(super) fn note_wanted(&self, now: Instant) {
         lock(&self.0).wanted = Some(now);
     }
 
     /// Takes a place for a chunk that nobody waits for, if there is one.
-    fn enter(&self, now: Instant) -> bool {
+    pub(super) fn enter(&self, now: Instant) -> bool {
         let mut traffic = lock(&self.0);
         let recent = traffic.wanted.is_some_and(|wanted| now.duration_since(wanted) < QUIET);
         let may = !recent || traffic.behind < BEHIND;
@@ -38,7 +38,7 @@ impl Way {
         may
     }
 
-    fn leave(&self) {
+    pub(super) fn leave(&self) {
         lock(&self.0).behind -= 1;
     }
 }
@@ -50,6 +50,10 @@ pub struct Source {
     pub store: Arc<Store>,
     way: Arc<Way>,
 }
+
+/// The way is kept clear for those who wait: ask again a moment later.
+#[derive(Debug)]
+pub struct KeptClear;
 
 /// A chunk that is being read.
 pub struct Reading<'s> {
@@ -78,15 +82,25 @@ impl Source {
             self.way.note_wanted(now);
             return Some(Reading { chunk, source: self, behind: false });
         }
-        if !read_on || !self.way.enter(now) {
+        if !read_on {
             return None;
         }
-        let planned =
-            loader.next_chunk().map(|chunk| Reading { chunk, source: self, behind: true });
+        self.planned(|| loader.next_chunk()).ok().flatten()
+    }
+
+    /// What `plan` says is to be read, though no guest waits for it; none if that is nothing.
+    pub fn planned(
+        &self,
+        plan: impl FnOnce() -> Option<ChunkId>,
+    ) -> Result<Option<Reading<'_>>, KeptClear> {
+        if !self.way.enter(Instant::now()) {
+            return Err(KeptClear);
+        }
+        let planned = plan().map(|chunk| Reading { chunk, source: self, behind: true });
         if planned.is_none() {
             self.way.leave();
         }
-        planned
+        Ok(planned)
     }
 }
 
