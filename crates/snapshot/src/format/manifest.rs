@@ -1,6 +1,6 @@
 //! What a snapshot consists of. The manifest is written last: without it there is none.
 
-use super::chunk::Compression;
+use super::chunk::{BLOB_CHUNK_BYTES, Compression};
 use crate::graph::Crossing;
 use crate::{Area, ChunkId, Life, SnapshotNumber};
 use serde::{Deserialize, Serialize};
@@ -115,6 +115,14 @@ pub struct Blob {
     pub bytes: u64,
     /// The chunks, in order.
     pub chunks: Vec<ChunkId>,
+}
+
+impl Blob {
+    /// Whether these are its bytes.
+    pub fn holds(&self, bytes: &[u8]) -> bool {
+        let pieces = bytes.chunks(BLOB_CHUNK_BYTES).map(ChunkId::of);
+        bytes.len() as u64 == self.bytes && pieces.eq(self.chunks.iter().copied())
+    }
 }
 
 /// Why a member cannot be restored on a host.

@@ -372,6 +372,9 @@ fn a_blob_of_any_length_comes_back_and_an_impossible_one_is_refused() {
         let bytes: Vec<u8> = (0..length).map(|at: usize| (at / 1000) as u8).collect();
         let blob = bench.store.put_blob(&bytes, Compression::Lz4).unwrap();
         assert!(bench.store.blob(&blob).unwrap() == bytes, "{length}");
+        assert!(blob.holds(&bytes) && !blob.holds(&[&bytes[..], &[0]].concat()), "{length}");
+        let last_changed = bytes.split_last().map(|(last, rest)| [rest, &[last ^ 1]].concat());
+        assert!(!last_changed.is_some_and(|other| blob.holds(&other)), "{length}");
         let wrong = Blob { bytes: blob.bytes + 1, ..blob };
         assert!(matches!(bench.store.blob(&wrong), Err(StoreError::Damaged { .. })));
     }

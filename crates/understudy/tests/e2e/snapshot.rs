@@ -11,6 +11,8 @@ use std::path::{Path, PathBuf};
 use std::thread;
 use understudy_lab::scene::VM;
 use understudy_lab::{GuestShell, HostOptions, Scene, SceneOptions, wait_for};
+use understudy_protocol::BlockId;
+use understudy_snapshot::{Area, AreaEntry, ChunkId, Store};
 
 /// Counts in memory and, right behind it, on the disk.
 const COUNT: &str = "i=0; while :; do i=$((i+1)); echo $i > /tmp/count.new; \
@@ -239,7 +241,7 @@ fn prove_refusals(scene: &Scene, store: &str) -> Result<()> {
     says(&words(&["vm", "snapshot", VM, "--store", store])?, &[VM, "no VM"])?;
     says(&words(&["cluster", "snapshot", "shop"])?, &["[cluster.shop]", "host b"])?;
     let restore = ["vm", "restore", VM, "--store", store, "--mode", "eager"];
-    for chunk in some_chunks(Path::new(store))? {
+    for chunk in some_chunks(store)? {
         let content = fs::read(&chunk)?;
         fs::remove_file(&chunk)?;
         says(&words(&restore)?, &["chunk", "missing"])?;
@@ -257,15 +259,17 @@ fn prove_refusals(scene: &Scene, store: &str) -> Result<()> {
     await_forgotten(scene, "b")
 }
 
-/// The two largest: of the kernel that it boots, and of what does not get smaller by packing.
-fn some_chunks(store: &Path) -> Result<Vec<PathBuf>> {
-    let mut chunks = Vec::new();
-    for folder in fs::read_dir(store.join("chunks"))? {
-        for chunk in fs::read_dir(folder?.path())? {
-            let chunk = chunk?;
-            chunks.push((chunk.metadata()?.len(), chunk.path()));
-        }
-    }
-    chunks.sort();
-    Ok(chunks.into_iter().rev().take(2).map(|(_, path)| path).collect())
+/// One of its device state, and one of its main memory. (The kernel that it boots is on the host.)
+fn some_chunks(location: &str) -> Result<Vec<PathBuf>> {
+    let store = Store::open(location)?;
+    let manifest = store.snapshot(VM, None)?;
+    let member = store.member(manifest.members.first().context("no member")?)?;
+    let is_main = |entry: &&AreaEntry| entry.area == Area::Memory(BlockId(0));
+    let map = store.area(member.areas.iter().find(is_main).context("no memory")?)?;
+    let chunks = [member.device_state.chunks.first(), map.chunks().last()];
+    let path = |chunk: Option<&ChunkId>| {
+        let name = chunk.context("no chunk")?.to_string();
+        Ok(Path::new(location).join("chunks").join(&name[..2]).join(name))
+    };
+    chunks.into_iter().map(path).collect()
 }
