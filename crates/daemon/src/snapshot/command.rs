@@ -12,6 +12,7 @@ use crate::host::Host;
 use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::time::Duration;
+use std::{panic, thread};
 use tracing::{info, warn};
 use understudy_protocol::Generation;
 use understudy_snapshot::{
@@ -106,14 +107,16 @@ impl Host {
             .map(|entry| store.member(entry))
             .collect::<Result<_, _>>()
             .map_err(|error| store_error("", error))?;
-        store.check_whole(&manifest).map_err(|error| store_error("", error))?;
         let hosts = place_members(&manifest, &request.onto, place);
-        let newest: Vec<Generation> = manifest
-            .members
-            .iter()
-            .map(|entry| self.check_runs_nowhere(&entry.name, request.force))
-            .collect::<Result<_, _>>()?;
-        let speeds = self.ask_all(&manifest, &location, &hosts)?;
+        // The store is asked while the hosts are.
+        let (whole, asked) = thread::scope(|scope| {
+            let whole = scope.spawn(|| store.check_whole(&manifest));
+            let asked = self.ask_about(&manifest, &location, &hosts, request.force);
+            (whole.join(), asked)
+        });
+        let whole = whole.unwrap_or_else(|panic| panic::resume_unwind(panic));
+        whole.map_err(|error| store_error("", error))?;
+        let (newest, speeds) = asked?;
         let (order, patience) = match request.mode.has_line() {
             true => (StartOrder::new(members.len(), &manifest.crossings), PATIENCE),
             false => (StartOrder::none(members.len()), Duration::ZERO),
@@ -139,6 +142,21 @@ impl Host {
         let (mode, wait) = (request.mode, request.wait);
         let pages = plan.pages;
         restorer::run(self, Job { began, task, newest, line, pages, talking, mode, wait })
+    }
+
+    /// Asks whether the members run anywhere, and whether the hosts can take them; returns the
+    /// newest generation of each member, and how fast each host reads.
+    fn ask_about(
+        self: &Arc<Self>,
+        manifest: &Manifest,
+        location: &str,
+        hosts: &[String],
+        force: bool,
+    ) -> Result<(Vec<Generation>, BTreeMap<String, u64>), HostError> {
+        let members = manifest.members.iter();
+        let newest = members.map(|entry| self.check_runs_nowhere(&entry.name, force));
+        let newest = newest.collect::<Result<_, _>>()?;
+        Ok((newest, self.ask_all(manifest, location, hosts)?))
     }
 
     /// Asks each host whether it can take its members; returns how fast it reads.
