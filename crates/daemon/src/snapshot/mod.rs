@@ -15,6 +15,7 @@
 //! | [`part`] | how it is described in the store |
 //! | [`words`], [`exchange`] | what hosts say to each other, and how |
 //! | [`prepare`] | from a part of a snapshot to a VM that runs |
+//! | [`boot_files`] | its kernel |
 //! | [`adopt`] | a VM whose daemon died before all of it was loaded |
 //! | [`placement`] | who may be restored where, asked before anything is started |
 //! | [`memory`], [`fill`], [`disk`], [`disk_fill`] | what is captured, and filled in again |
@@ -25,6 +26,7 @@
 //! | [`trial`] | for trials: which memory guests touch |
 
 mod adopt;
+mod boot_files;
 mod capture;
 mod command;
 mod disk;

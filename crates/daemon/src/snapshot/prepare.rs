@@ -2,6 +2,7 @@
 //! device state.
 
 use super::Stopped;
+use super::boot_files::BootFiles;
 use super::disk_fill::DiskFiller;
 use super::early::Early;
 use super::fill::Filler;
@@ -24,8 +25,7 @@ use understudy_memory::{GuestRam, MAIN_MEMORY, RamBlock};
 use understudy_protocol::{BlockId, DiskIndex};
 use understudy_qemu::{Role, VmDefinition};
 use understudy_snapshot::{
-    Area, AreaEntry, AreaMap, Blob, InFlightFrame, MemberManifest, Page, Store, StoreError,
-    UNIT_BYTES,
+    Area, AreaEntry, AreaMap, InFlightFrame, MemberManifest, Page, Store, StoreError, UNIT_BYTES,
 };
 
 /// What the files of restored disks begin with.
@@ -78,10 +78,12 @@ pub fn prepare(
     let mut maps = memory_maps(&store, &member)?;
     let main = maps.remove(&MAIN_MEMORY).context("the main memory is not in the snapshot")?;
     let queue = task.queue(&store, &member)?;
-    make_boot_files(&store, &member, &directory, &mut definition)?;
-    // Behind what QEMU's start waits for; both go on at once.
+    // What QEMU's start waits for comes first from the store.
+    let boot = BootFiles::of(&member, &directory, &mut definition);
+    boot.fetch(&store)?;
     let ram = Arc::new(GuestRam::create(definition.memory.bytes())?);
     let early = Early::begin(source.clone(), ram.clone(), main, &queue, pages, stop.clone())?;
+    boot.copy(&store)?;
     let disks = make_disks(&source, &member, task, &directory, &mut definition, &mut images)?;
     let disks = Arc::new(disks);
     let machine = host.launch(machine::Plan {
@@ -214,37 +216,6 @@ impl SavedVm {
     }
 }
 
-fn make_boot_files(
-    store: &Store,
-    member: &MemberManifest,
-    directory: &Path,
-    definition: &mut VmDefinition,
-) -> anyhow::Result<()> {
-    let files = [
-        ("kernel", &member.kernel, &mut definition.kernel),
-        ("initrd", &member.initrd, &mut definition.initrd),
-    ];
-    for (name, blob, place) in files {
-        let Some(blob) = blob else { continue };
-        let path = directory.join(name);
-        let here = place.as_deref().and_then(|former| file_here(former, blob));
-        let content = here.map_or_else(|| store.blob(blob), Ok)?;
-        fs::write(&path, content).with_context(|| format!("cannot write {}", path.display()))?;
-        *place = Some(path);
-    }
-    Ok(())
-}
-
-/// The content of a file, if it is that of a blob. The VM's kernel, where the VM had it, often is on
-/// other hosts too, and all that comes from the store makes the start later.
-fn file_here(path: &Path, blob: &Blob) -> Option<Vec<u8>> {
-    let found = fs::metadata(path).ok()?;
-    if !found.is_file() || found.len() != blob.bytes {
-        return None;
-    }
-    fs::read(path).ok().filter(|content| blob.holds(content))
-}
-
 /// New images beside those that are there: until the VM runs, nothing of the former is touched.
 fn make_disks(
     source: &Source,
@@ -313,25 +284,6 @@ fn remove_former(directory: &Path, own: &[PathBuf]) {
             if let Err(error) = fs::remove_file(&path) {
                 warn!("cannot remove {}: {error}", path.display());
             }
-        }
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-    use understudy_snapshot::ChunkId;
-
-    #[test]
-    fn a_file_that_is_here_is_taken_only_if_it_is_the_same() {
-        let directory = tempfile::tempdir().unwrap();
-        let path = directory.path().join("kernel");
-        let blob = Blob { bytes: 6, chunks: vec![ChunkId::of(b"kernel")] };
-        assert_eq!(file_here(&path, &blob), None, "there is none");
-        assert_eq!(file_here(directory.path(), &blob), None, "a directory");
-        for (content, taken) in [(&b"kernel"[..], true), (b"Kernel", false), (b"kernels", false)] {
-            fs::write(&path, content).unwrap();
-            assert_eq!(file_here(&path, &blob).is_some(), taken, "{content:?}");
         }
     }
 }
