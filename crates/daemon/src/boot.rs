@@ -70,7 +70,7 @@ impl Host {
         let generation = self.take_ownership(&name, newest)?;
         self.note_active(&machine, generation, former, &run_dir)?;
         let vm = self.add_primary(machine.clone(), generation, None);
-        self.join_cluster(&machine);
+        self.join_cluster(&machine, generation);
         machine.ensure_running().map_err(|error| failed("cannot start the guest", &error))?;
         info!(vm = name, "started");
         Ok(Vm::Primary(vm).status())

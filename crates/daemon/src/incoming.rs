@@ -363,7 +363,7 @@ fn end(host: &Arc<Host>, name: &str, remedy: &str, outcome: Outcome) {
         Outcome::Live { machine, wish, generation, reason, takeover } => {
             let vm = host.add_primary(machine.clone(), generation, wish);
             vm.took_over(takeover);
-            host.join_cluster(&machine);
+            host.join_cluster(&machine, generation);
             host.degraded(&vm, format!("took over: {reason}"), remedy);
             // The activation says so already; the record is where it belongs.
             if let Err(error) = host.records.change(name, |_| ()) {

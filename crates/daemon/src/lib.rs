@@ -24,6 +24,7 @@ mod link;
 mod lockstep;
 mod machine;
 mod membership;
+mod moments;
 mod paths;
 mod pause;
 pub mod pki;

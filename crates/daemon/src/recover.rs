@@ -9,6 +9,7 @@ use crate::report::{RecoverReport, RecoverRequest, ValidImages};
 use crate::sync::lock;
 use crate::vm::Vm;
 use serde::{Deserialize, Serialize};
+use std::collections::BTreeMap;
 use std::net::SocketAddr;
 use std::sync::Arc;
 use std::thread;
@@ -16,6 +17,7 @@ use tracing::{info, warn};
 use understudy_protocol::Generation;
 use understudy_protocol::validity::{ArbiterWord, Evidence, Finding, ImageRole, judge};
 use understudy_protocol::wire::Kind;
+use understudy_snapshot::SnapshotNumber;
 
 /// What a host answers when it is asked about its images of a VM.
 #[derive(Clone, Debug, Serialize, Deserialize)]
@@ -29,6 +31,9 @@ pub struct ImagesAnswer {
     /// Bytes of the VM's memory, if it runs there.
     #[serde(default)]
     pub runs: Option<u64>,
+    /// The last number of each group's snapshots that the host has heard of.
+    #[serde(default)]
+    pub snapshots: BTreeMap<String, SnapshotNumber>,
 }
 
 /// Everybody's answers.
@@ -52,7 +57,8 @@ impl Host {
             Some(Vm::Backup(session)) => Some(format!("stands by for host {}", session.primary)),
             _ => self.orphans.why(vm).map(|why| format!("has a QEMU of it, which {why}")),
         };
-        Ok(ImagesAnswer { host: self.config.name.clone(), record: self.record(vm)?, busy, runs })
+        let (host, record) = (self.config.name.clone(), self.record(vm)?);
+        Ok(ImagesAnswer { host, record, busy, runs, snapshots: self.snapshots.last_numbers() })
     }
 
     /// This host's record of a VM.
@@ -208,6 +214,12 @@ impl Inquiry {
             true => String::new(),
             false => format!("; not answering: {}", hosts.join(", ")),
         }
+    }
+
+    /// The last number of a group's snapshots that anybody has heard of.
+    pub(crate) fn last_snapshot(&self, group: &str) -> SnapshotNumber {
+        let heard = self.answers.iter().filter_map(|answer| answer.snapshots.get(group));
+        heard.max().copied().unwrap_or_default()
     }
 
     /// The newest generation that anybody knows.

@@ -209,10 +209,23 @@ impl HostProcess {
 
     /// Runs `BINARY --socket SOCKET ARGUMENTS…` to its end.
     pub fn cli<S: AsRef<OsStr>>(&self, arguments: impl IntoIterator<Item = S>) -> Result<Output> {
+        let mut command = self.command(arguments);
+        command.output().with_context(|| format!("cannot run {command:?}"))
+    }
+
+    /// [`cli`](HostProcess::cli) that goes on while the host is watched, or killed; its output
+    /// is the child's.
+    pub fn begin<S: AsRef<OsStr>>(&self, arguments: impl IntoIterator<Item = S>) -> Result<Child> {
+        let mut command = self.command(arguments);
+        command.stdout(Stdio::piped()).stderr(Stdio::piped());
+        command.spawn().with_context(|| format!("cannot run {command:?}"))
+    }
+
+    fn command<S: AsRef<OsStr>>(&self, arguments: impl IntoIterator<Item = S>) -> Command {
         let mut command = Command::new("timeout");
         command.args(["--signal=KILL", CALL_SECONDS]).arg(&self.binary);
         command.arg("--socket").arg(&self.socket).args(arguments).stdin(Stdio::null());
-        command.output().with_context(|| format!("cannot run {command:?}"))
+        command
     }
 
     /// [`cli`](HostProcess::cli) that must succeed; returns its stdout.

@@ -110,7 +110,7 @@ impl Host {
         self.presences_of(task.vm(), machine);
         let filler = Arc::new(Filler::resume(source, machine.clone(), memory, &queue)?);
         self.snapshots.note_number(&task.group.name, task.number);
-        self.rejoin(machine, &RestoreTask { life, ..task.clone() });
+        self.rejoin(machine, generation, &RestoreTask { life, ..task.clone() });
         let restoring = Restoring::resumed(self, task, &filler, disks);
         let _adding = lock(&self.adding);
         self.add_restored(machine.clone(), generation, &task.id);
@@ -124,11 +124,11 @@ impl Host {
     }
 
     /// It is the member of its group that it was.
-    fn rejoin(self: &Arc<Self>, machine: &Machine, task: &RestoreTask) {
+    fn rejoin(self: &Arc<Self>, machine: &Machine, generation: Generation, task: &RestoreTask) {
         if task.group.vms.len() == 1 {
-            return self.join_cluster(machine);
+            return self.join_cluster(machine, generation);
         }
-        if let Err(error) = self.join(machine, &task.group, task.life, task.number) {
+        if let Err(error) = self.join(machine, generation, &task.group, task.life, task.number) {
             let (vm, group) = (task.vm(), &task.group.name);
             warn!(vm, "its frames do not go through the cluster {group}: {error:#}");
         }

@@ -9,6 +9,7 @@ use super::{library, unix_now};
 use crate::clock;
 use crate::error::{ErrorKind, HostError};
 use crate::host::Host;
+use crate::recover::Inquiry;
 use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::time::Duration;
@@ -16,7 +17,8 @@ use std::{panic, thread};
 use tracing::{info, warn};
 use understudy_protocol::Generation;
 use understudy_snapshot::{
-    Crossing, Life, Line, Load, Manifest, Member, MemberManifest, Mode, Plan, StartOrder, Store,
+    Crossing, Life, Line, Load, Manifest, Member, MemberManifest, Mode, Plan, SnapshotNumber,
+    StartOrder, Store,
 };
 
 /// How much later a member should start than one that it starts after.
@@ -58,15 +60,19 @@ impl Host {
         let location = self.store_of(name, request.store.as_deref())?;
         let mut hosts = Vec::new();
         let mut memory = Vec::new();
+        let mut last = SnapshotNumber(0);
         for vm in &vms {
-            let (host, bytes) = self.find_running(vm)?;
+            let inquiry = self.inquire(vm)?;
+            // A daemon that was restarted does not know what the others' members have seen.
+            last = last.max(inquiry.last_snapshot(name));
+            let (host, bytes) = find_running(vm, &inquiry)?;
             hosts.push(host);
             memory.push(bytes);
         }
         let group = GroupPlaces { name: name.to_owned(), vms, hosts };
         let life = self.life_of(name)?;
         let coordinator = Coordinator::new(self, group, life, memory, location.clone(), request)?;
-        let manifest = coordinator.run(self.snapshots.last_number(name))?;
+        let manifest = coordinator.run(last)?;
         info!("snapshot {} of {name} is in {location}", manifest.number);
         Ok(library::snapshot_report(&manifest, &location))
     }
@@ -183,18 +189,17 @@ impl Host {
         }
         Ok(speeds)
     }
+}
 
-    /// The host that runs a VM, and the bytes of its memory.
-    fn find_running(&self, vm: &str) -> Result<(String, u64), HostError> {
-        let inquiry = self.inquire(vm)?;
-        inquiry.runner().ok_or_else(|| {
-            let message = format!(
-                "{vm} runs on no host that answers, so no snapshot was taken{}",
-                inquiry.silence()
-            );
-            HostError::new(ErrorKind::NotFound, message)
-        })
-    }
+/// The host that runs a VM, and the bytes of its memory.
+fn find_running(vm: &str, inquiry: &Inquiry) -> Result<(String, u64), HostError> {
+    inquiry.runner().ok_or_else(|| {
+        let message = format!(
+            "{vm} runs on no host that answers, so no snapshot was taken{}",
+            inquiry.silence()
+        );
+        HostError::new(ErrorKind::NotFound, message)
+    })
 }
 
 /// Where each member goes: where it ran, unless other hosts are named; then in turn, those that

@@ -14,6 +14,7 @@ use std::sync::{Arc, Mutex, OnceLock};
 use std::thread;
 use std::time::{Duration, Instant};
 use tracing::warn;
+use understudy_protocol::Generation;
 use understudy_snapshot::{InFlightFrame, Life, Member, SnapshotNumber};
 
 /// For all members to be connected, before a snapshot is begun.
@@ -146,9 +147,9 @@ impl MemberSeat {
 }
 
 impl Host {
-    /// The VM, which runs here or is about to, is a member of the cluster that this host's
-    /// configuration has it in, if any.
-    pub(crate) fn join_cluster(self: &Arc<Self>, machine: &Machine) {
+    /// The VM, which runs here or is about to, and is this host's in that generation, is a
+    /// member of the cluster that this host's configuration has it in, if any.
+    pub(crate) fn join_cluster(self: &Arc<Self>, machine: &Machine, generation: Generation) {
         let vm = &machine.definition().name;
         let mut clusters = self.config.clusters.iter();
         let Some((name, cluster)) = clusters.find(|(_, known)| known.members.contains_key(vm))
@@ -163,7 +164,7 @@ impl Host {
         let join = || -> anyhow::Result<()> {
             let life = self.life_of(name)?;
             let number = self.snapshots.last_number(name);
-            self.join(machine, &group, life, number).map(drop)
+            self.join(machine, generation, &group, life, number).map(drop)
         };
         if let Err(error) = join() {
             warn!(vm, "its frames do not go through the cluster {name}: {error:#}");
@@ -174,6 +175,7 @@ impl Host {
     pub(super) fn join(
         self: &Arc<Self>,
         machine: &Machine,
+        generation: Generation,
         group: &GroupPlaces,
         life: Life,
         number: SnapshotNumber,
@@ -191,6 +193,7 @@ impl Host {
             cluster: group.name.clone(),
             members: group.vms.clone(),
             member: Member(place as u16),
+            generation,
             life,
             number,
             listener: own.clone(),

@@ -116,6 +116,12 @@ impl Snapshots {
         lock(&self.groups).get(group).map_or(SnapshotNumber(0), |known| known.0)
     }
 
+    /// The same of each group.
+    pub(crate) fn last_numbers(&self) -> BTreeMap<String, SnapshotNumber> {
+        let groups = lock(&self.groups);
+        groups.iter().map(|(group, known)| (group.clone(), known.0)).collect()
+    }
+
     fn note_number(&self, group: &str, number: SnapshotNumber) {
         let mut groups = lock(&self.groups);
         let known = groups.entry(group.to_owned()).or_default();

@@ -22,7 +22,7 @@ use std::sync::atomic::AtomicBool;
 use tracing::warn;
 use understudy_disk::incomplete_mark;
 use understudy_memory::{GuestRam, MAIN_MEMORY, RamBlock};
-use understudy_protocol::{BlockId, DiskIndex};
+use understudy_protocol::{BlockId, DiskIndex, Generation};
 use understudy_qemu::{Role, VmDefinition};
 use understudy_snapshot::{
     Area, AreaEntry, AreaMap, InFlightFrame, MemberManifest, Page, Store, StoreError, UNIT_BYTES,
@@ -137,7 +137,7 @@ impl Prepared {
         let run = || -> anyhow::Result<()> {
             host.note_active(&self.machine, generation, None, &self.directory)?;
             let watch = Watch::begin(&self.machine, &self.filler)?;
-            self.join(host, task)?;
+            self.join(host, task, generation)?;
             self.machine.start_loaded()?;
             if let Some(watch) = watch {
                 watch.run();
@@ -166,12 +166,17 @@ impl Prepared {
 
 impl Prepared {
     /// It is a member of its group as it was; what was in flight to it comes first.
-    fn join(&self, host: &Arc<Host>, task: &RestoreTask) -> anyhow::Result<()> {
+    fn join(
+        &self,
+        host: &Arc<Host>,
+        task: &RestoreTask,
+        generation: Generation,
+    ) -> anyhow::Result<()> {
         if task.group.vms.len() == 1 {
-            host.join_cluster(&self.machine);
+            host.join_cluster(&self.machine, generation);
             return Ok(());
         }
-        let seat = host.join(&self.machine, &task.group, task.life, task.number)?;
+        let seat = host.join(&self.machine, generation, &task.group, task.life, task.number)?;
         seat.deliver(&self.frames);
         Ok(())
     }

@@ -8,6 +8,7 @@ use super::report::FillReport;
 use super::words::{Heard, Reply, RestoreTask};
 use crate::clock;
 use crate::host::Host;
+use crate::moments::pass;
 use crate::sync::lock;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, Weak};
@@ -209,7 +210,7 @@ impl Restoring {
             let mut state = lock(&self.state);
             (state.filler, state.disks) = (Some(filler.clone()), disks.clone());
         })?;
-        fail::fail_point!("restore-loaded");
+        pass("restore-loaded");
         let mut state = lock(&self.state);
         if self.stop.load(Ordering::Acquire) {
             // Given up meanwhile.
@@ -226,7 +227,7 @@ impl Restoring {
         let Some(host) = self.host.upgrade() else { return Ok(()) };
         let (filler, disks) = (prepared.filler(), prepared.disks());
         prepared.start(&host, &self.task)?;
-        fail::fail_point!("restore-started");
+        pass("restore-started");
         if self.stop.load(Ordering::Acquire) {
             // Given up meanwhile: whoever gave up may have come before the VM was there.
             self.end_vm();

@@ -7,6 +7,7 @@ use super::words::{Heard, Reply, RestoreTask, TakeTask};
 use crate::clock;
 use crate::host::Host;
 use crate::machine::Machine;
+use crate::moments::pass;
 use crate::sync::lock;
 use anyhow::bail;
 use crossbeam_channel::{Receiver, Sender};
@@ -277,16 +278,16 @@ impl Taking {
         let Some(host) = self.host.upgrade() else { return Ok(()) };
         let number = start.number;
         let mut image = Image::prepare(&host, start)?;
-        fail::fail_point!("snapshot-prepared");
+        pass("snapshot-prepared");
         self.event(TakeEvent::Prepared(number));
         if told.recv().is_err() {
             return Ok(());
         }
         image.take()?;
-        fail::fail_point!("snapshot-taken");
+        pass("snapshot-taken");
         self.event(TakeEvent::Taken(number));
         let (part, saved) = image.save(stop)?;
-        fail::fail_point!("snapshot-saved");
+        pass("snapshot-saved");
         let mut state = lock(&self.state);
         state.saved = saved;
         self.handle(&mut state, TakeEvent::Saved(number, part));

@@ -13,7 +13,8 @@ use std::path::PathBuf;
 use std::time::{Duration, SystemTime};
 use toml::Table;
 use understudy_lab::{
-    GUEST_ADDRESS, GuestShell, HostOptions, Scene, SceneOptions, in_namespace, wait_for,
+    GUEST_ADDRESS, GuestShell, HostOptions, HostProcess, Scene, SceneOptions, in_namespace,
+    wait_for,
 };
 
 const MEMBERS: usize = 3;
@@ -27,12 +28,12 @@ const PAID: u64 = 40;
 const SLOW_STORE: &str = "3000000";
 const CLUSTER: &str = "[cluster.bank]\nmembers = { bank0 = \"a\", bank1 = \"b\", bank2 = \"a\" }\n";
 
-fn with_cluster(mut host: HostOptions) -> HostOptions {
+pub fn with_cluster(mut host: HostOptions) -> HostOptions {
     host.settings += CLUSTER;
     host
 }
 
-fn bank_options() -> SceneOptions {
+pub fn bank_options() -> SceneOptions {
     let mut options = SceneOptions { disks: 0, memory_mib: 96, ..options() };
     for host in ["a", "b"] {
         options.daemons.insert(host.to_owned(), with_cluster(daemon()));
@@ -48,7 +49,7 @@ fn home(member: usize) -> &'static str {
     ["a", "b", "a"][member]
 }
 
-fn name(member: usize) -> String {
+pub fn name(member: usize) -> String {
     format!("bank{member}")
 }
 
@@ -60,7 +61,7 @@ struct Report {
     moves: u64,
 }
 
-fn bank_of(member: usize) -> SocketAddr {
+pub fn bank_of(member: usize) -> SocketAddr {
     SocketAddr::from((address(member), PORT))
 }
 
@@ -119,16 +120,20 @@ pub fn audit(scene: &Scene, banks: &[SocketAddr]) -> Result<()> {
 }
 
 /// The banks, wherever they run.
-struct Bank<'a> {
+pub struct Bank<'a> {
     scene: &'a Scene,
-    store: String,
+    pub store: String,
 }
 
 impl Bank<'_> {
+    /// Those of a scene in which they were founded, or will be.
+    pub fn of(scene: &Scene) -> Bank<'_> {
+        Bank { scene, store: scene.lab().directory().join("store").display().to_string() }
+    }
+
     /// Boots them, and has them pay.
-    fn found(scene: &Scene) -> Result<Bank<'_>> {
-        let store = scene.lab().directory().join("store").display().to_string();
-        let bank = Bank { scene, store };
+    pub fn found(scene: &Scene) -> Result<Bank<'_>> {
+        let bank = Bank::of(scene);
         for member in 0..MEMBERS {
             let definition = bank.definition(member)?.display().to_string();
             scene.host(home(member))?.call(["vm", "start", &definition])?;
@@ -165,26 +170,26 @@ impl Bank<'_> {
         report(self.scene, bank_of(member))
     }
 
-    fn await_payments(&self) -> Result<()> {
+    pub fn await_payments(&self) -> Result<()> {
         await_payments(self.scene, &all_banks())
     }
 
-    fn audit(&self) -> Result<()> {
+    pub fn audit(&self) -> Result<()> {
         audit(self.scene, &all_banks())
     }
 
-    fn json(&self, host: &str, arguments: &[&str]) -> Result<Value> {
+    pub fn json(&self, host: &str, arguments: &[&str]) -> Result<Value> {
         let arguments = [arguments, &["--store", &self.store, "--json"]].concat();
         Ok(serde_json::from_str(&self.scene.host(host)?.call(arguments)?)?)
     }
 
-    fn snapshot(&self, host: &str) -> Result<u64> {
+    pub fn snapshot(&self, host: &str) -> Result<u64> {
         let report = self.json(host, &["cluster", "snapshot", "bank", "--trace", "0.3"])?;
         report["number"].as_u64().with_context(|| format!("no number: {report}"))
     }
 
     /// Ends all members that run, as if their power had been cut.
-    fn end(&self) -> Result<()> {
+    pub fn end(&self) -> Result<()> {
         for host in ["a", "b"] {
             let host = self.scene.host(host)?;
             // Who stands by for one that was stopped forgets it.
@@ -204,7 +209,7 @@ impl Bank<'_> {
         Ok(())
     }
 
-    fn restore(&self, host: &str, number: u64, more: &[&str]) -> Result<Value> {
+    pub fn restore(&self, host: &str, number: u64, more: &[&str]) -> Result<Value> {
         let which = format!("bank@{number}");
         let report = self.json(host, &[&["cluster", "restore", &which], more].concat())?;
         ensure!(report["members"].as_array().map(Vec::len) == Some(MEMBERS), "{report}");
@@ -280,8 +285,7 @@ fn a_daemon_dies(point: &str) {
             first
         };
         scene.restart_with("b", with_cluster(daemon()))?;
-        let store = scene.lab().directory().join("store").display().to_string();
-        let bank = Bank { scene, store };
+        let bank = Bank::of(scene);
         prove_refusals(&bank)?;
         bank.restore("b", first, &[])?;
         bank.await_payments()?;
@@ -323,8 +327,7 @@ fn no_payment_is_lost_by_a_daemon_that_dies_while_its_member_is_loaded() {
         let orphaned = Orphaned::make(scene, &name(1))?;
         scene.revive("b")?;
         orphaned.await_taken_back(scene, &name(1))?;
-        let store = scene.lab().directory().join("store").display().to_string();
-        let bank = Bank { scene, store };
+        let bank = Bank::of(scene);
         bank.await_payments()?;
         bank.audit()?;
         orphaned.await_whole(scene, &name(1))?;
@@ -339,6 +342,35 @@ fn no_payment_is_lost_by_a_daemon_that_dies_while_its_member_is_loaded() {
         bank.audit()?;
         bank.end()
     });
+}
+
+/// A member moves to another host, while a second one stays, and back when its QEMU dies: all
+/// know where it is.
+#[test]
+fn a_member_that_fails_over_is_heard_by_all() {
+    play(bank_options(), |scene| {
+        let bank = Bank::found(scene)?;
+        let (vm, a, b) = (name(0), scene.host("a")?, scene.host("b")?);
+        bank.protect(0)?;
+        a.call(["failover", &vm])?;
+        bank.await_payments()?;
+        await_forgotten_of(a, &vm)?;
+        bank.await_payments()?;
+        b.call(["protect", &vm, "--to", "a"])?;
+        b.kill_qemu(&vm)?;
+        bank.await_payments()?;
+        bank.audit()?;
+        bank.snapshot("b")?;
+        b.call(["vm", "stop", &vm, "--force"])?;
+        bank.end()
+    });
+}
+
+/// Waits until a host, which may run others, has no copy of a VM.
+fn await_forgotten_of(host: &HostProcess, vm: &str) -> Result<()> {
+    wait_for(&format!("host {} to forget {vm}", host.name()), LIMIT, || {
+        Ok((!vms(host)?.iter().any(|known| known["name"] == vm)).then_some(()))
+    })
 }
 
 /// Members that run, or hosts that are unknown: named, and nothing is started.

@@ -39,6 +39,7 @@
 //! | [`security`]| who is let in |
 //! | [`cards`]   | a protected member of a group, with two cards |
 //! | [`cluster`] | groups that are snapshotted and restored as one |
+//! | [`cluster_deaths`] | hosts that die while a group is snapshotted or restored |
 //! | [`lazy`]    | guests whose memory is still to come |
 //! | [`snapshot`] | snapshots, and VMs that run again as they were |
 //! | [`succession`] | a VM goes on in another QEMU |
@@ -50,6 +51,7 @@
 mod bulk;
 mod cards;
 mod cluster;
+mod cluster_deaths;
 mod colo;
 mod comparison;
 mod compression;

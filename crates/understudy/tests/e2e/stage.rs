@@ -3,6 +3,7 @@
 use anyhow::{Context, Result, bail, ensure};
 use serde_json::Value;
 use std::path::{Path, PathBuf};
+use std::process::Output;
 use std::sync::{Mutex, PoisonError};
 use std::time::Duration;
 use understudy_lab::check::check_disk;
@@ -165,11 +166,14 @@ pub fn vms(host: &HostProcess) -> Result<Vec<Value>> {
 
 /// Runs a command that must fail; returns its exit code and its stderr.
 pub fn refusal(host: &HostProcess, arguments: &[&str]) -> Result<(i32, String)> {
-    let output = host.cli(arguments)?;
+    refused(&host.cli(arguments)?, &arguments.join(" "))
+}
+
+/// What a command that must have failed has said.
+pub fn refused(output: &Output, command: &str) -> Result<(i32, String)> {
     let words = String::from_utf8_lossy(&output.stderr).into_owned();
-    ensure!(!output.status.success(), "`{}` succeeded", arguments.join(" "));
-    let code = output.status.code();
-    let code = code.with_context(|| format!("`{}` was killed", arguments.join(" ")))?;
-    ensure!(!words.contains("panicked"), "`{}` panicked: {words}", arguments.join(" "));
+    ensure!(!output.status.success(), "`{command}` succeeded");
+    let code = output.status.code().with_context(|| format!("`{command}` was killed"))?;
+    ensure!(!words.contains("panicked"), "`{command}` panicked: {words}");
     Ok((code, words))
 }

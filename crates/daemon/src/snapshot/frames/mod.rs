@@ -37,6 +37,7 @@ use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex, Weak};
 use std::thread;
 use std::time::Duration;
+use understudy_protocol::Generation;
 use understudy_snapshot::{Life, Member, SnapshotNumber};
 
 /// How often it is looked whether members are gone and whether there are new hosts.
@@ -62,6 +63,8 @@ pub struct Joining {
     pub members: Vec<String>,
     /// Which one it is.
     pub member: Member,
+    /// In which this host owns the VM.
+    pub generation: Generation,
     /// How often the cluster was restored.
     pub life: Life,
     /// The cluster's last snapshot: the one it was restored from, or the last one begun.

@@ -143,7 +143,7 @@ impl Network {
 
 impl State {
     fn join(&mut self, body: Body, joining: Joining, name: &str) -> anyhow::Result<u64> {
-        let Joining { members, member, life, number, listener, .. } = joining;
+        let Joining { members, member, generation, life, number, listener, .. } = joining;
         ensure!(
             life >= self.life || self.locals.is_empty(),
             "cluster {name} has been restored since: this is life {}, that is {}",
@@ -167,7 +167,7 @@ impl State {
         let Body { name: vm, cards, inlets, machine } = body;
         let local = Local { cut, inlets, joined, machine, listener, carried: number };
         self.locals.insert(member, local);
-        self.roster.set(member, Place::Here, cards);
+        self.roster.set(Place::Here, MemberCards { member, generation, cards });
         info!(vm, "a member of the cluster {name}");
         self.tell_all(true);
         Ok(joined)
@@ -265,6 +265,9 @@ impl State {
             return;
         }
         self.roster.replace(host, presence.members);
+        // What was won elsewhere is about to end here.
+        let roster = &self.roster;
+        self.locals.retain(|member, _| roster.place(*member) == Some(&Place::Here));
         match self.outgoing.get(host) {
             Some(way) if presence.answer => self.tell(way, false),
             Some(_) => {}

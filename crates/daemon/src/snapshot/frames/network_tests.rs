@@ -1,6 +1,7 @@
 use super::super::batch::take_first;
 use super::*;
 use understudy_network::{HEADER_BYTES, MacAddress};
+use understudy_protocol::Generation;
 use understudy_protocol::wire::Kind;
 
 const FIRST: CardIndex = CardIndex(0);
@@ -35,6 +36,10 @@ fn mac(member: Member) -> MacAddress {
     MacAddress([0x52, 0x54, 0, 0, 0, member.0 as u8])
 }
 
+fn card(member: Member) -> CardDefinition {
+    CardDefinition { mac: mac(member), bridge: "br0".into(), model: Default::default() }
+}
+
 fn frame(from: Member, to: Member, text: &str) -> Vec<u8> {
     [&[0; HEADER_BYTES][..], &mac(to).0, &mac(from).0, &[0x88, 0xb5], text.as_bytes()].concat()
 }
@@ -50,17 +55,14 @@ impl Side {
     }
 
     fn join(&self, life: Life, number: u64) -> anyhow::Result<u64> {
-        let card = CardDefinition {
-            mac: mac(self.member),
-            bridge: "br0".into(),
-            model: Default::default(),
-        };
         let machine = Arc::downgrade(&self.machine);
-        let body = Body { name: "vm".into(), cards: vec![card], inlets: Vec::new(), machine };
+        let body =
+            Body { name: "vm".into(), cards: vec![card(self.member)], inlets: Vec::new(), machine };
         let joining = Joining {
             cluster: "shop".into(),
             members: vec!["web".into(), "db".into()],
             member: self.member,
+            generation: Generation(1),
             life,
             number: SnapshotNumber(number),
             listener: self.heard.clone(),
@@ -202,4 +204,42 @@ fn a_machine_that_is_gone_is_no_member() {
     a.deliver("a", &b);
     assert!(b.network.state().lacks().unwrap().contains("web runs on no host"));
     assert!(b.send(a.member, "over the bridge"));
+}
+
+/// Host c has won a member, and says so.
+fn taken_over(member: Member) -> Presence {
+    let known = MemberCards { member, generation: Generation(2), cards: vec![card(member)] };
+    Presence { life: Life(1), members: vec![known], answer: false }
+}
+
+/// Where a member is, as a host believes.
+fn place(at: &Side, member: Member) -> Option<Place> {
+    at.network.state().roster.place(member).cloned()
+}
+
+#[test]
+fn a_host_that_has_not_heard_of_a_take_over_is_not_believed() {
+    let (a, mut b) = pair();
+    a.network.state().learn("c", taken_over(b.member));
+    // It was cut off, is back, and still has its copy.
+    b.network.state().open(&b.way);
+    b.deliver("b", &a);
+    assert_eq!(place(&a, b.member), Some(Place::Host("c".into())));
+    b.machine = Arc::new(());
+    b.network.state().reap();
+    b.deliver("b", &a);
+    assert_eq!(place(&a, b.member), Some(Place::Host("c".into())));
+}
+
+#[test]
+fn a_member_that_was_won_elsewhere_is_no_member_here() {
+    let (a, mut b) = pair();
+    b.network.state().learn("c", taken_over(b.member));
+    assert_eq!(place(&b, b.member), Some(Place::Host("c".into())));
+    a.send(b.member, "to the copy that is about to end");
+    a.deliver("a", &b);
+    assert!(b.network.state().locals.is_empty());
+    b.machine = Arc::new(());
+    b.network.state().reap();
+    assert_eq!(place(&b, b.member), Some(Place::Host("c".into())), "it is known where it went");
 }

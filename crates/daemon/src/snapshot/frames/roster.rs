@@ -3,7 +3,7 @@
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
 use understudy_network::{MacAddress, addresses};
-use understudy_protocol::CardIndex;
+use understudy_protocol::{CardIndex, Generation};
 use understudy_qemu::definition::CardDefinition;
 use understudy_snapshot::Member;
 
@@ -11,6 +11,8 @@ use understudy_snapshot::Member;
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct MemberCards {
     pub member: Member,
+    /// In which its host owns it.
+    pub generation: Generation,
     pub cards: Vec<CardDefinition>,
 }
 
@@ -24,6 +26,7 @@ pub enum Place {
 #[derive(Debug)]
 struct Known {
     place: Place,
+    generation: Generation,
     cards: Vec<CardDefinition>,
 }
 
@@ -44,8 +47,9 @@ pub struct Roster(BTreeMap<Member, Known>);
 
 impl Roster {
     /// A member runs there, with these cards.
-    pub fn set(&mut self, member: Member, place: Place, cards: Vec<CardDefinition>) {
-        self.0.insert(member, Known { place, cards });
+    pub fn set(&mut self, place: Place, known: MemberCards) {
+        let MemberCards { member, generation, cards } = known;
+        self.0.insert(member, Known { place, generation, cards });
     }
 
     /// A member runs nowhere.
@@ -53,15 +57,24 @@ impl Roster {
         self.0.remove(&member);
     }
 
-    /// These are all the members that run on another host.
+    /// These are all the members that run on another host, as it believes.
     pub fn replace(&mut self, host: &str, members: Vec<MemberCards>) {
         let there = Place::Host(host.to_owned());
         self.0.retain(|_, known| known.place != there);
-        for MemberCards { member, cards } in members {
-            // Nobody but this host knows what runs here.
-            if self.place(member) != Some(&Place::Here) {
-                self.set(member, there.clone(), cards);
+        for known in members {
+            if self.may_be(&known) {
+                self.set(there.clone(), known);
             }
+        }
+    }
+
+    /// Whether a member may run where another host says. That one may not have heard yet that
+    /// somebody has won the member since; nor may this one.
+    fn may_be(&self, said: &MemberCards) -> bool {
+        match self.0.get(&said.member) {
+            Some(known) if known.place == Place::Here => said.generation > known.generation,
+            Some(known) => said.generation >= known.generation,
+            None => true,
         }
     }
 
@@ -73,8 +86,12 @@ impl Roster {
     /// What there is to say of the members that run here.
     pub fn here(&self) -> Vec<MemberCards> {
         let here = self.0.iter().filter(|(_, known)| known.place == Place::Here);
-        here.map(|(member, known)| MemberCards { member: *member, cards: known.cards.clone() })
-            .collect()
+        let said = |(member, known): (&Member, &Known)| MemberCards {
+            member: *member,
+            generation: known.generation,
+            cards: known.cards.clone(),
+        };
+        here.map(said).collect()
     }
 
     /// Where a frame of a member's card goes. A source that is not the card's own is somebody
@@ -152,14 +169,18 @@ mod tests {
     const C: Member = Member(2);
     const FIRST: CardIndex = CardIndex(0);
 
+    fn known(member: Member, generation: u64, cards: Vec<CardDefinition>) -> MemberCards {
+        MemberCards { member, generation: Generation(generation), cards }
+    }
+
     /// A and B here, B with two cards on one bridge and one on another; C elsewhere.
     fn roster() -> Roster {
         let mut roster = Roster::default();
-        roster.set(A, Place::Here, vec![card(10, "br0")]);
+        roster.set(Place::Here, known(A, 1, vec![card(10, "br0")]));
         let cards = vec![card(20, "br0"), card(21, "br0"), card(22, "br1")];
-        roster.set(B, Place::Here, cards);
-        let there = MemberCards { member: C, cards: vec![card(30, "br0")] };
-        roster.replace("b", vec![there, MemberCards { member: A, cards: vec![] }]);
+        roster.set(Place::Here, known(B, 1, cards));
+        let there = known(C, 1, vec![card(30, "br0")]);
+        roster.replace("b", vec![there, known(A, 1, vec![])]);
         roster
     }
 
@@ -202,14 +223,28 @@ mod tests {
     #[test]
     fn what_a_host_says_replaces_what_it_said_and_nothing_that_is_here() {
         let mut roster = roster();
-        assert_eq!(roster.place(A), Some(&Place::Here), "whatever another host says");
+        assert_eq!(roster.place(A), Some(&Place::Here), "no other host has won it");
         assert_eq!(roster.place(C), Some(&Place::Host("b".into())));
-        roster.replace("c", vec![MemberCards { member: C, cards: vec![] }]);
+        roster.replace("c", vec![known(C, 1, vec![])]);
         roster.replace("b", vec![]);
         assert_eq!(roster.place(C), Some(&Place::Host("c".into())), "it has moved");
         roster.replace("c", vec![]);
         assert_eq!(roster.place(C), None);
         let here = roster.here();
         assert_eq!(here.iter().map(|known| known.member).collect::<Vec<_>>(), [A, B]);
+    }
+
+    #[test]
+    fn a_member_is_where_it_was_won_last() {
+        let mut roster = roster();
+        let c = Some(Place::Host("c".into()));
+        roster.replace("c", vec![known(C, 2, vec![])]);
+        roster.replace("b", vec![known(C, 1, vec![])]);
+        assert_eq!(roster.place(C), c.as_ref(), "host b has not heard of it");
+        roster.replace("b", vec![]);
+        assert_eq!(roster.place(C), c.as_ref(), "now it has");
+        roster.replace("c", vec![known(A, 2, vec![])]);
+        assert_eq!(roster.place(A), c.as_ref(), "this host has not heard of it");
+        assert_eq!(roster.here().len(), 1);
     }
 }

@@ -1,0 +1,272 @@
+//! A host dies, its daemon and its QEMUs at once, while a group is snapshotted or restored: the
+//! command fails and says why, nothing half done is left, and the next one works.
+
+use crate::cluster::{Bank, await_payments, bank_of, bank_options, name, with_cluster};
+use crate::refusals::says;
+use crate::stage::{LIMIT, await_forgotten, daemon, play, refusal, refused, vms};
+use anyhow::{Result, ensure};
+use std::path::PathBuf;
+use std::process::Child;
+use tempfile::TempDir;
+use understudy_lab::{HostOptions, Scene, wait_for};
+
+/// A moment of a host's, at which the thread that gets there stands still.
+struct Moment {
+    file: PathBuf,
+    _directory: TempDir,
+}
+
+impl Moment {
+    fn new() -> Moment {
+        let directory = tempfile::tempdir().expect("a directory for the test");
+        Moment { file: directory.path().join("reached"), _directory: directory }
+    }
+
+    /// The host that gets there: at a fail point, at a time (`1*off->`, say) or each time.
+    fn host(&self, point: &str, time: &str) -> HostOptions {
+        let actions = format!("{point}={time}return({})", self.file.display());
+        let environment = vec![("FAILPOINTS".to_owned(), actions)];
+        HostOptions { environment, ..with_cluster(daemon()) }
+    }
+
+    fn await_reached(&self) -> Result<()> {
+        wait_for("a host to get to its moment", LIMIT, || Ok(self.file.exists().then_some(())))
+    }
+
+    /// The thread goes on.
+    fn end(&self) -> Result<()> {
+        Ok(std::fs::remove_file(&self.file)?)
+    }
+}
+
+/// A command about the cluster that is under way.
+fn begin(scene: &Scene, host: &str, arguments: &[&str]) -> Result<Child> {
+    let store = Bank::of(scene).store;
+    scene.host(host)?.begin([arguments, &["--store", &store]].concat())
+}
+
+/// What it said when it failed.
+fn failed(command: Child) -> Result<String> {
+    Ok(refused(&command.wait_with_output()?, "a command about the cluster")?.1)
+}
+
+const SNAPSHOT: [&str; 5] = ["cluster", "snapshot", "bank", "--trace", "0"];
+
+/// As in a power failure: the others hear nothing, not even that connections end.
+fn power_fails(scene: &mut Scene, host: &str) -> Result<()> {
+    scene.lab().cut(host)?;
+    scene.host_mut(host)?.kill_everything().map(drop)
+}
+
+/// It knows nothing of before, and runs nothing.
+fn comes_back(scene: &mut Scene, host: &str, options: HostOptions) -> Result<()> {
+    scene.lab().heal(host)?;
+    scene.restart_with(host, options)?;
+    await_forgotten(scene, host)
+}
+
+fn await_running(scene: &Scene, host: &str, vm: &str) -> Result<()> {
+    wait_for(&format!("{vm} to run on host {host}"), LIMIT, || {
+        let known = vms(scene.host(host)?)?.into_iter().find(|known| known["name"] == vm);
+        Ok(known.filter(|known| known["role"] == "primary" && known["live"] == true).map(drop))
+    })
+}
+
+/// There is one snapshot, the first.
+fn prove_no_other(scene: &Scene, host: &str, first: u64) -> Result<()> {
+    let listed = Bank::of(scene).json(host, &["cluster", "snapshots", "bank"])?;
+    let only = listed.as_array().is_some_and(|all| all.len() == 1) && listed[0]["number"] == first;
+    ensure!(only, "a partial snapshot: {listed}");
+    Ok(())
+}
+
+/// Restored, the cluster can be snapshotted at once, and restored from that.
+fn prove_next(scene: &Scene, first: u64) -> Result<()> {
+    let bank = Bank::of(scene);
+    bank.end()?;
+    bank.restore("b", first, &[])?;
+    bank.await_payments()?;
+    bank.audit()?;
+    let next = bank.snapshot("b")?;
+    ensure!(next > first, "{next} after {first}");
+    bank.end()?;
+    bank.restore("a", next, &[])?;
+    bank.await_payments()?;
+    bank.audit()?;
+    bank.end()
+}
+
+/// Its guest was paused and runs on, and nothing of it is stored yet.
+#[test]
+#[cfg_attr(not(feature = "fail-points"), ignore = "needs `--features fail-points`")]
+fn a_members_host_dies_in_a_snapshot() {
+    let moment = Moment::new();
+    let mut options = bank_options();
+    options.daemons.insert("b".to_owned(), moment.host("snapshot-taken", "1*off->"));
+    play(options, |scene| {
+        let first = Bank::found(scene)?.snapshot("a")?;
+        let taking = begin(scene, "a", &SNAPSHOT)?;
+        moment.await_reached()?;
+        power_fails(scene, "b")?;
+        says(&failed(taking)?, &["bank1 on host b", "has not answered", "given up", "run on"])?;
+        prove_no_other(scene, "a", first)?;
+        await_payments(scene, &[bank_of(0), bank_of(2)])?;
+        comes_back(scene, "b", with_cluster(daemon()))?;
+        prove_next(scene, first)
+    });
+}
+
+/// The host that was asked for the snapshot dies, with its own member: the others give it up by
+/// themselves.
+fn the_coordinators_host_dies(point: &str) {
+    let moment = Moment::new();
+    let mut options = bank_options();
+    options.daemons.insert("b".to_owned(), moment.host(point, "1*off->"));
+    play(options, |scene| {
+        let first = Bank::found(scene)?.snapshot("b")?;
+        let taking = begin(scene, "b", &SNAPSHOT)?;
+        moment.await_reached()?;
+        power_fails(scene, "b")?;
+        failed(taking)?;
+        prove_no_other(scene, "a", first)?;
+        wait_for("both members on host a to give it up", LIMIT, || {
+            let words = scene.host("a")?.diagnostics();
+            Ok((words.matches("snapshot 2 is given up").count() == 2).then_some(()))
+        })?;
+        await_payments(scene, &[bank_of(0), bank_of(2)])?;
+        comes_back(scene, "b", with_cluster(daemon()))?;
+        prove_no_other(scene, "b", first)?;
+        prove_next(scene, first)
+    });
+}
+
+#[test]
+#[cfg_attr(not(feature = "fail-points"), ignore = "needs `--features fail-points`")]
+fn the_coordinators_host_dies_in_a_snapshot() {
+    the_coordinators_host_dies("snapshot-taken");
+}
+
+#[test]
+#[cfg_attr(not(feature = "fail-points"), ignore = "needs `--features fail-points`")]
+fn the_coordinators_host_dies_before_a_snapshot_exists() {
+    the_coordinators_host_dies("snapshot-publishing");
+}
+
+/// Of three members, host b's gets to its moment in a restore in this mode; with it dies its host.
+/// What runs on host a is stopped.
+fn dies_in_a_restore(scene: &mut Scene, moment: &Moment, mode: &str) -> Result<String> {
+    let bank = Bank::found(scene)?;
+    let which = format!("bank@{}", bank.snapshot("a")?);
+    bank.end()?;
+    let restoring = begin(scene, "a", &["cluster", "restore", &which, "--mode", mode])?;
+    moment.await_reached()?;
+    if mode == "lazy" {
+        await_running(scene, "a", &name(0))?;
+        await_running(scene, "a", &name(2))?;
+    }
+    power_fails(scene, "b")?;
+    let words = failed(restoring)?;
+    says(&words, &["bank1 on host b", "has not answered", "no member runs"])?;
+    await_forgotten(scene, "a")?;
+    Ok(which)
+}
+
+/// Others run already.
+#[test]
+#[cfg_attr(not(feature = "fail-points"), ignore = "needs `--features fail-points`")]
+fn a_members_host_dies_while_it_is_loaded() {
+    let moment = Moment::new();
+    let mut options = bank_options();
+    options.daemons.insert("b".to_owned(), moment.host("restore-loaded", ""));
+    play(options, |scene| {
+        let which = dies_in_a_restore(scene, &moment, "lazy")?;
+        // Host b has never won its member from the arbiter.
+        prove_restored(scene, "a", &which, &[])?;
+        comes_back(scene, "b", with_cluster(daemon()))?;
+        Bank::of(scene).end()
+    });
+}
+
+/// It runs, and the coordinator has not heard so.
+#[test]
+#[cfg_attr(not(feature = "fail-points"), ignore = "needs `--features fail-points`")]
+fn a_members_host_dies_when_it_has_started_it() {
+    let moment = Moment::new();
+    let mut options = bank_options();
+    options.daemons.insert("b".to_owned(), moment.host("restore-started", ""));
+    play(options, |scene| {
+        let which = dies_in_a_restore(scene, &moment, "hot")?;
+        prove_restored_by_force(scene, "a", &which, "bank1 may run on host b")?;
+        comes_back(scene, "b", with_cluster(daemon()))?;
+        Bank::of(scene).end()
+    });
+}
+
+/// The host that was asked for the restore dies when its own members run, and the other host's
+/// has not started. Then when only the other host's has.
+#[test]
+#[cfg_attr(not(feature = "fail-points"), ignore = "needs `--features fail-points`")]
+fn the_coordinators_host_dies_between_the_starts() {
+    let (theirs, own) = (Moment::new(), Moment::new());
+    let mut options = bank_options();
+    options.daemons.insert("b".to_owned(), theirs.host("restore-loaded", "1*"));
+    play(options, |scene| {
+        let bank = Bank::found(scene)?;
+        let which = format!("bank@{}", bank.snapshot("a")?);
+        bank.end()?;
+        let lazily = ["cluster", "restore", &which, "--mode", "lazy"];
+        let restoring = begin(scene, "a", &lazily)?;
+        theirs.await_reached()?;
+        await_running(scene, "a", &name(0))?;
+        await_running(scene, "a", &name(2))?;
+        power_fails(scene, "a")?;
+        failed(restoring)?;
+        theirs.end()?;
+        // Nobody told it to.
+        await_forgotten(scene, "b")?;
+        comes_back(scene, "a", own.host("restore-loaded", ""))?;
+
+        let restoring = begin(scene, "a", &lazily)?;
+        own.await_reached()?;
+        await_running(scene, "b", &name(1))?;
+        scene.host_mut("a")?.kill_everything()?;
+        failed(restoring)?;
+        prove_taken_over(scene, &which)?;
+        comes_back(scene, "a", with_cluster(daemon()))?;
+        Bank::of(scene).end()
+    });
+}
+
+/// What runs on host b goes on there, and is no hindrance once it is stopped.
+fn prove_taken_over(scene: &Scene, which: &str) -> Result<()> {
+    let words = refused_restore(scene, "b", which, &["--force"])?;
+    says(&words, &["bank1", "host b runs it", "vm stop bank1"])?;
+    scene.host("b")?.call(["vm", "stop", "bank1", "--force"])?;
+    await_forgotten(scene, "b")?;
+    prove_restored_by_force(scene, "b", which, "may run on host a")
+}
+
+/// A restore of all onto one host.
+fn onto<'a>(host: &'a str, which: &'a str) -> [&'a str; 5] {
+    ["cluster", "restore", which, "--onto", host]
+}
+
+fn refused_restore(scene: &Scene, host: &str, which: &str, more: &[&str]) -> Result<String> {
+    let store = Bank::of(scene).store;
+    let arguments = [&onto(host, which)[..], &["--store", &store], more].concat();
+    Ok(refusal(scene.host(host)?, &arguments)?.1)
+}
+
+/// Nobody knows whether the other host runs something still, so that is for the operator to say.
+fn prove_restored_by_force(scene: &Scene, host: &str, which: &str, why: &str) -> Result<()> {
+    says(&refused_restore(scene, host, which, &[])?, &[why, "does not answer", "--force"])?;
+    prove_restored(scene, host, which, &["--force"])
+}
+
+fn prove_restored(scene: &Scene, host: &str, which: &str, more: &[&str]) -> Result<()> {
+    let bank = Bank::of(scene);
+    bank.json(host, &[&onto(host, which)[..], more].concat())?;
+    (0..3).try_for_each(|member| await_running(scene, host, &name(member)))?;
+    bank.await_payments()?;
+    bank.audit()
+}
