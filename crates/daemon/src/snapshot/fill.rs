@@ -246,8 +246,11 @@ impl Work {
                 }
             }
         }
-        // All is there, or the machine is gone.
-        drop(self.take_pager());
+        // All is there, whoever filled in the last of it; or the machine is gone.
+        match self.is_machine_alive() {
+            true => self.end(),
+            false => drop(self.take_pager()),
+        }
     }
 
     fn failed(&self, error: &anyhow::Error) {
@@ -302,9 +305,7 @@ impl Work {
         }
         drop(guard);
         lock(&self.progress).failed = None;
-        if lock(&self.loader).is_complete() {
-            self.end();
-        }
+        fail::fail_point!("chunk-filled");
     }
 
     /// All that has content is there, once those who still fill in have let go of the pager.

@@ -93,8 +93,11 @@ fn report(scene: &Scene, bank: SocketAddr) -> Result<Report> {
 /// Each pays on the connections that it always had.
 pub fn await_payments(scene: &Scene, banks: &[SocketAddr]) -> Result<()> {
     for &bank in banks {
-        let reached = || wait_for("a bank to answer", LIMIT, || Ok(report(scene, bank).ok()));
-        let goal = reached()?.moves + PAID;
+        // Not until it says something good: what is broken stays so.
+        wait_for(&format!("bank {bank} to answer"), LIMIT, || {
+            Ok(ask(scene, bank, "report").ok().map(drop))
+        })?;
+        let goal = report(scene, bank)?.moves + PAID;
         wait_for(&format!("bank {bank} to pay"), LIMIT, || {
             Ok((report(scene, bank)?.moves >= goal).then_some(()))
         })?;

@@ -105,6 +105,26 @@ fn a_silent_store_stalls_a_restored_guest_and_harms_nothing() {
     });
 }
 
+/// Four threads read. One that finds nothing left to read while another still has to say that
+/// it has filled in the last must not leave the guest without its zeros.
+#[test]
+#[cfg_attr(not(feature = "fail-points"), ignore = "needs `--features fail-points`")]
+fn loading_ends_whoever_sees_it_first() {
+    let mut options = small();
+    let environment = vec![("FAILPOINTS".to_owned(), "chunk-filled=sleep(50)".to_owned())];
+    options.daemons.insert("b".to_owned(), HostOptions { environment, ..daemon() });
+    play(options, |scene| {
+        let (sums, count) = saved(scene)?;
+        json(scene, "b", &["vm", "restore", VM, "--store", &store(scene), "--mode", "lazy"])?;
+        wait_for("all of the guest to be there", LIMIT, || {
+            Ok(scene.status("b")?["filling"].is_null().then_some(()))
+        })?;
+        prove_restored(scene, "b", &sums, count)?;
+        scene.host("b")?.call(["vm", "stop", VM, "--force"])?;
+        await_forgotten(scene, "b")
+    });
+}
+
 /// A guest's QEMU on host b, while its daemon is away.
 pub struct Orphaned {
     qemu: u64,
