@@ -234,8 +234,8 @@ mod tests {
         // More than the system keeps for a peer that reads nothing.
         let much = vec![0; 4 << 20];
         while link.send_parts(Kind::Pages, Epoch(0), &[&much]).is_ok() {}
-        let received = std::iter::repeat_with(|| peer.receive());
-        let end = received.skip_while(Result::is_ok).next().unwrap().unwrap_err().to_string();
+        let mut received = std::iter::repeat_with(|| peer.receive());
+        let end = received.find_map(Result::err).unwrap().to_string();
         assert_eq!(end, "the peer closed the connection");
         assert!(link.send_signal(Kind::Heartbeat, Epoch(0)).is_err(), "it goes on");
     }
