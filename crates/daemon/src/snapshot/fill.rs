@@ -305,7 +305,7 @@ impl Work {
         }
         drop(guard);
         lock(&self.progress).failed = None;
-        fail::fail_point!("chunk-filled");
+        fail::fail_point!("all-filled", lock(&self.loader).is_complete(), |_| ());
     }
 
     /// All that has content is there, once those who still fill in have let go of the pager.

@@ -111,7 +111,7 @@ fn a_silent_store_stalls_a_restored_guest_and_harms_nothing() {
 #[cfg_attr(not(feature = "fail-points"), ignore = "needs `--features fail-points`")]
 fn loading_ends_whoever_sees_it_first() {
     let mut options = small();
-    let environment = vec![("FAILPOINTS".to_owned(), "chunk-filled=sleep(50)".to_owned())];
+    let environment = vec![("FAILPOINTS".to_owned(), "all-filled=sleep(1000)".to_owned())];
     options.daemons.insert("b".to_owned(), HostOptions { environment, ..daemon() });
     play(options, |scene| {
         let (sums, count) = saved(scene)?;
