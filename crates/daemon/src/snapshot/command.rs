@@ -13,7 +13,6 @@ use crate::recover::Inquiry;
 use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::time::Duration;
-use std::{panic, thread};
 use tracing::{info, warn};
 use understudy_protocol::Generation;
 use understudy_snapshot::{
@@ -114,15 +113,7 @@ impl Host {
             .collect::<Result<_, _>>()
             .map_err(|error| store_error("", error))?;
         let hosts = place_members(&manifest, &request.onto, place);
-        // The store is asked while the hosts are.
-        let (whole, asked) = thread::scope(|scope| {
-            let whole = scope.spawn(|| store.check_whole(&manifest));
-            let asked = self.ask_about(&manifest, &location, &hosts, request.force);
-            (whole.join(), asked)
-        });
-        let whole = whole.unwrap_or_else(|panic| panic::resume_unwind(panic));
-        whole.map_err(|error| store_error("", error))?;
-        let (newest, speeds) = asked?;
+        let (newest, speeds) = self.ask_about(&manifest, &location, &hosts, request.force)?;
         let (order, patience) = match request.mode.has_line() {
             true => (StartOrder::new(members.len(), &manifest.crossings), PATIENCE),
             false => (StartOrder::none(members.len()), Duration::ZERO),
@@ -147,7 +138,9 @@ impl Host {
         let talking = manifest.crossings.iter().map(pair).collect();
         let (mode, wait) = (request.mode, request.wait);
         let pages = plan.pages;
-        restorer::run(self, Job { began, task, newest, line, pages, talking, mode, wait })
+        let job = Job { began, task, newest, line, pages, talking, mode, wait };
+        let check = move || store.check_whole(&manifest).map_err(|error| store_error("", error));
+        restorer::run(self, job, check)
     }
 
     /// Asks whether the members run anywhere, and whether the hosts can take them; returns the

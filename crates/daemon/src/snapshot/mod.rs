@@ -10,6 +10,7 @@
 //! | [`member`] | a VM's seat at its cluster's network, and its cut |
 //! | [`sampling`] | working sets in normal running |
 //! | [`schedule`] | snapshots that are taken by themselves |
+//! | [`decision`] | whether restored members stay, by the arbiter |
 //! | [`capture`] | all of one member that a snapshot has |
 //! | [`mirrored`], [`kept`] | the same of a protected one, which its backup stores |
 //! | [`part`] | how it is described in the store |
@@ -29,6 +30,7 @@ mod adopt;
 mod boot_files;
 mod capture;
 mod command;
+mod decision;
 mod disk;
 mod disk_fill;
 mod early;

@@ -11,7 +11,7 @@ use crate::host::Host;
 use crate::moments::pass;
 use crate::sync::lock;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex, Weak};
+use std::sync::{Arc, Condvar, Mutex, PoisonError, Weak};
 use std::thread;
 use std::time::Duration;
 use tracing::{info, warn};
@@ -27,6 +27,8 @@ pub struct Restoring {
     task: RestoreTask,
     stop: Arc<AtomicBool>,
     state: Mutex<State>,
+    /// A worker has ended.
+    idle: Condvar,
 }
 
 struct State {
@@ -37,6 +39,8 @@ struct State {
     filler: Option<Arc<Filler>>,
     /// Of its disks.
     disks: Arc<Vec<DiskFiller>>,
+    /// Threads that load or start it.
+    workers: usize,
 }
 
 impl Host {
@@ -81,9 +85,9 @@ impl Restoring {
             prepared: None,
             filler: None,
             disks: Arc::default(),
+            workers: 0,
         };
-        let host = Arc::downgrade(host);
-        Arc::new(Restoring { host, task, stop: Arc::default(), state: Mutex::new(state) })
+        Restoring::of(host, task, state)
     }
 
     /// Of a VM that runs, and whose daemon has died before all of it was there.
@@ -100,9 +104,19 @@ impl Restoring {
             prepared: None,
             filler: Some(filler.clone()),
             disks,
+            workers: 0,
         };
-        let (host, task) = (Arc::downgrade(host), task.clone());
-        Arc::new(Restoring { host, task, stop: Arc::default(), state: Mutex::new(state) })
+        Restoring::of(host, task.clone(), state)
+    }
+
+    fn of(host: &Arc<Host>, task: RestoreTask, state: State) -> Arc<Restoring> {
+        Arc::new(Restoring {
+            host: Arc::downgrade(host),
+            task,
+            stop: Arc::default(),
+            state: Mutex::new(state),
+            idle: Condvar::new(),
+        })
     }
 
     /// How far it is there; none if nothing was begun, or all is given up.
@@ -122,9 +136,9 @@ impl Restoring {
         Some(report)
     }
 
-    /// Whether it has neither failed nor started.
+    /// Whether it may still fail, or has and is not gone yet.
     pub fn is_under_way(&self) -> bool {
-        lock(&self.state).cohort.deadline().is_some()
+        !lock(&self.state).cohort.is_over()
     }
 
     /// Another restore of the VM has begun: its former VM is gone.
@@ -150,17 +164,15 @@ impl Restoring {
         for action in actions {
             match action {
                 CohortAction::Load { pages } => {
-                    self.spawn(move |restoring| restoring.load(pages));
+                    self.work(state, move |restoring| restoring.load(pages));
                     self.spawn(Restoring::watch);
                 }
                 CohortAction::Start => match state.prepared.take() {
-                    Some(prepared) => self.spawn(|restoring| restoring.start(prepared)),
+                    Some(prepared) => self.work(state, |restoring| restoring.start(prepared)),
                     None => warn!(vm = self.task.vm(), "told to start without being loaded"),
                 },
-                CohortAction::Settle => self.spawn(|restoring| {
-                    restoring.entrust();
-                    Ok(())
-                }),
+                CohortAction::Settle => self.spawn(Restoring::entrust),
+                CohortAction::Ask => self.spawn(Restoring::ask),
                 CohortAction::Discard => {
                     self.stop.store(true, Ordering::Release);
                     let (prepared, filler) = (state.prepared.take(), state.filler.take());
@@ -170,7 +182,8 @@ impl Restoring {
                         drop((prepared, filler));
                         restoring.end_vm();
                         drop(disks);
-                        Ok(())
+                        restoring.await_workers();
+                        restoring.event(CohortEvent::Discarded);
                     });
                 }
                 CohortAction::Report(report) => {
@@ -180,28 +193,43 @@ impl Restoring {
         }
     }
 
-    fn spawn(
+    fn spawn(self: &Arc<Self>, run: impl FnOnce(&Arc<Restoring>) + Send + 'static) {
+        let restoring = self.clone();
+        thread::spawn(move || run(&restoring));
+    }
+
+    /// In a thread whose end is waited for when it is given up: a QEMU may be its own.
+    fn work(
         self: &Arc<Self>,
+        state: &mut State,
         work: impl FnOnce(&Arc<Restoring>) -> anyhow::Result<()> + Send + 'static,
     ) {
-        let restoring = self.clone();
-        thread::spawn(move || {
-            if let Err(error) = work(&restoring) {
+        state.workers += 1;
+        self.spawn(move |restoring| {
+            let done = work(restoring);
+            lock(&restoring.state).workers -= 1;
+            restoring.idle.notify_all();
+            if let Err(error) = done {
                 restoring.event(CohortEvent::Failed(format!("{error:#}")));
             }
         });
     }
 
+    fn await_workers(&self) {
+        let state = lock(&self.state);
+        let waited = self.idle.wait_while(state, |state| state.workers > 0);
+        drop(waited.unwrap_or_else(PoisonError::into_inner));
+    }
+
     /// Looks at the time, until nothing is expected of the coordinator any more.
-    fn watch(self: &Arc<Self>) -> anyhow::Result<()> {
-        while lock(&self.state).cohort.deadline().is_some() {
+    fn watch(self: &Arc<Self>) {
+        while self.is_under_way() {
             thread::sleep(TICK);
             if let Some(fill) = self.fill_state() {
                 self.event(CohortEvent::Progress(fill.memory.pages));
             }
             self.event(CohortEvent::Tick);
         }
-        Ok(())
     }
 
     fn load(self: &Arc<Self>, pages: u64) -> anyhow::Result<()> {
@@ -246,7 +274,7 @@ impl Restoring {
     /// Goes on with what a former daemon has begun. What the disks changed since is not known,
     /// so that the next snapshot saves all of them.
     pub(super) fn go_on(self: &Arc<Self>) {
-        self.spawn(|restoring| {
+        self.work(&mut lock(&self.state), |restoring| {
             let (filler, disks) = {
                 let state = lock(&restoring.state);
                 (state.filler.clone(), state.disks.clone())
@@ -278,8 +306,24 @@ impl Restoring {
         self.event(CohortEvent::Complete);
     }
 
+    /// The coordinator is silent: does the VM stay?
+    fn ask(self: &Arc<Self>) {
+        let Some(host) = self.host.upgrade() else { return };
+        let (vm, group) = (self.task.vm(), &self.task.group.name);
+        match host.give_up_restore(group, self.task.life) {
+            Ok(Some(decision)) => {
+                warn!(vm, "nothing is heard from who restores {group}: {decision:?}");
+                self.event(CohortEvent::Decided(decision));
+            }
+            // The coordinator is in this daemon, and will say.
+            Ok(None) => {}
+            // Asked again.
+            Err(error) => warn!(vm, "whether its restore was given up is not known: {error}"),
+        }
+    }
+
     /// All members of the group run, so it may outlive this daemon.
-    fn entrust(&self) {
+    fn entrust(self: &Arc<Self>) {
         let Some(host) = self.host.upgrade() else { return };
         let Ok(vm) = host.primary(self.task.vm()) else { return };
         entrust(&host, &self.task, &vm);

@@ -6,14 +6,21 @@ use super::words::{Heard, Reply, RestoreTask, Said};
 use crate::clock;
 use crate::error::{ErrorKind, HostError};
 use crate::host::Host;
-use crossbeam_channel::Receiver;
+use crate::moments::pass;
+use crossbeam_channel::{Receiver, Sender};
 use std::collections::BTreeSet;
 use std::sync::Arc;
+use std::thread;
 use std::time::Duration;
+use tracing::warn;
 use understudy_protocol::{Generation, Time};
 use understudy_snapshot::{
-    Failure, Line, Member, Mode, Report, RestoreAction, RestoreEvent, RestorePhase, Restorer,
+    Decision, Failure, Line, Member, Mode, Order, Report, RestoreAction, RestoreEvent,
+    RestorePhase, Restorer,
 };
+
+/// Before an arbiter that did not answer is asked again.
+const AGAIN: Duration = Duration::from_secs(1);
 
 /// What is to be restored, and how.
 pub struct Job {
@@ -43,26 +50,45 @@ struct Milestones {
     restored: Option<Duration>,
 }
 
-/// Restores. Returns when all members run.
-pub fn run(host: &Arc<Host>, job: Job) -> Result<RestoreReport, HostError> {
-    let (sender, heard) = crossbeam_channel::unbounded();
+/// What the coordinator is told.
+enum Word {
+    Report(Time, Member, Report),
+    Whole(Result<(), HostError>),
+    Decided(Decision),
+}
+
+/// Restores. Returns when all members run, and stay. What `check` says of the snapshot, whether
+/// all of it is there, is waited for while members load; none of them starts before.
+pub fn run(
+    host: &Arc<Host>,
+    job: Job,
+    check: impl FnOnce() -> Result<(), HostError> + Send + 'static,
+) -> Result<RestoreReport, HostError> {
+    let (sender, words) = crossbeam_channel::unbounded();
+    let reports = sender.clone();
     let reply: Reply = Arc::new(move |heard| {
         if let Heard::Restore(member, report) = heard {
             // Nobody listens after the end.
-            let _ = sender.send((clock::now(), member, report));
+            let _ = reports.send(Word::Report(clock::now(), member, report));
         }
     });
     let exchange = Exchange::new(host, &job.task.group.hosts, reply);
-    let mut restore =
-        Restore { milestones: vec![Milestones::default(); job.pages.len()], job, exchange, heard };
-    restore.drive()
+    let checked = sender.clone();
+    thread::spawn(move || checked.send(Word::Whole(check())));
+    let milestones = vec![Milestones::default(); job.pages.len()];
+    let host = host.clone();
+    Restore { host, milestones, job, exchange, sender, words, refusal: None }.drive()
 }
 
 struct Restore {
+    host: Arc<Host>,
     milestones: Vec<Milestones>,
     job: Job,
     exchange: Exchange,
-    heard: Receiver<(Time, Member, Report)>,
+    sender: Sender<Word>,
+    words: Receiver<Word>,
+    /// Why the snapshot cannot be restored.
+    refusal: Option<HostError>,
 }
 
 impl Restore {
@@ -71,33 +97,69 @@ impl Restore {
         let (line, pages) = (self.job.line.clone(), self.job.pages.clone());
         let mut restorer = Restorer::new(line, pages, clock::now(), &mut actions);
         loop {
-            for RestoreAction::Send(member, order) in actions.drain(..) {
-                let task = RestoreTask {
-                    member,
-                    newest: self.job.newest[member.index()],
-                    ..self.job.task.clone()
-                };
-                let host = &self.job.task.group.hosts[member.index()];
-                self.exchange.say(host, Said::Restore(task, order));
+            for action in actions.drain(..) {
+                match action {
+                    RestoreAction::Send(member, order) => self.say(member, order),
+                    RestoreAction::Decide => self.decide(),
+                }
             }
             if matches!(restorer.phase(), RestorePhase::Running) && !self.job.wait {
                 break;
             }
             let Some(deadline) = restorer.deadline() else { break };
-            let event = match self.heard.recv_timeout(deadline - clock::now()) {
-                Ok((at, member, report)) => {
-                    self.note(at, member, &report);
-                    RestoreEvent::Report(member, report)
-                }
+            let event = match self.words.recv_timeout(deadline - clock::now()) {
+                Ok(word) => self.event(word),
                 Err(_) => RestoreEvent::Tick,
             };
             restorer.handle(clock::now(), event, &mut actions);
         }
-        match restorer.phase() {
-            RestorePhase::Failed(failure) => Err(self.explain(failure)),
-            RestorePhase::Restored(failures) => Ok(self.report(failures)),
+        match (self.refusal.take(), restorer.phase()) {
+            (Some(refusal), _) => Err(refusal),
+            (None, RestorePhase::Failed(failure)) => Err(self.explain(failure)),
+            (None, RestorePhase::Restored(failures)) => Ok(self.report(failures)),
             _ => Ok(self.report(&[])),
         }
+    }
+
+    fn event(&mut self, word: Word) -> RestoreEvent {
+        match word {
+            Word::Report(at, member, report) => {
+                self.note(at, member, &report);
+                RestoreEvent::Report(member, report)
+            }
+            Word::Whole(Ok(())) => RestoreEvent::Whole,
+            Word::Whole(Err(refusal)) => {
+                let why = refusal.to_string();
+                self.refusal = Some(refusal);
+                RestoreEvent::Refused(why)
+            }
+            Word::Decided(decision) => RestoreEvent::Decided(decision),
+        }
+    }
+
+    fn say(&self, member: Member, order: Order) {
+        let newest = self.job.newest[member.index()];
+        let task = RestoreTask { member, newest, ..self.job.task.clone() };
+        let host = &self.job.task.group.hosts[member.index()];
+        self.exchange.say(host, Said::Restore(task, order));
+    }
+
+    /// Asks the arbiter until it answers: members run, and may not be taken back unasked.
+    fn decide(&self) {
+        let (host, sender) = (self.host.clone(), self.sender.clone());
+        let (group, life) = (self.job.task.group.name.clone(), self.job.task.life);
+        thread::spawn(move || {
+            loop {
+                match host.settle_restore(&group, life) {
+                    Ok(decision) => {
+                        pass("restore-settled");
+                        return drop(sender.send(Word::Decided(decision)));
+                    }
+                    Err(error) => warn!("members of {group} run, but may not stay yet: {error}"),
+                }
+                thread::sleep(AGAIN);
+            }
+        });
     }
 
     fn note(&mut self, at: Time, member: Member, report: &Report) {

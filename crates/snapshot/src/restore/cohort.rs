@@ -1,6 +1,6 @@
 //! The cohort of one member.
 
-use super::{Order, Report};
+use super::{Decision, Order, Report};
 use crate::contact::SILENCE;
 use understudy_protocol::Time;
 
@@ -19,6 +19,10 @@ pub enum CohortEvent {
     Complete,
     /// It cannot go on, for this reason.
     Failed(String),
+    /// What [`CohortAction::Discard`] asks for is done.
+    Discarded,
+    /// What [`CohortAction::Ask`] came to.
+    Decided(Decision),
     /// Time has passed.
     Tick,
 }
@@ -36,7 +40,11 @@ pub enum CohortAction {
     Start,
     /// The VM that runs will not be stopped for another member's sake any more.
     Settle,
-    /// End the QEMU, if there is one, and forget what was loaded.
+    /// The coordinator is silent: give the restore up at the arbiter, unless the coordinator has
+    /// decided that all members stay. Asked again if there is no answer.
+    Ask,
+    /// End the QEMU, if there is one, and forget what was loaded; then say
+    /// [`CohortEvent::Discarded`].
     Discard,
     /// Tell the coordinator.
     Report(Report),
@@ -57,6 +65,8 @@ pub enum CohortPhase {
     Running,
     /// The VM runs, all is loaded.
     Restored,
+    /// It is given up, as it was told or for this reason, and is ending.
+    Ending(Option<String>),
     /// Given up as it was told.
     Aborted,
     /// Given up for this reason.
@@ -69,7 +79,7 @@ pub struct Cohort {
     phase: CohortPhase,
     /// All was loaded before the VM ran.
     complete: bool,
-    /// All members run.
+    /// All members run, and stay.
     settled: bool,
     heard: Time,
 }
@@ -90,9 +100,18 @@ impl Cohort {
         &self.phase
     }
 
+    /// Whether nothing can happen any more, but that the rest is loaded.
+    pub fn is_over(&self) -> bool {
+        match self.phase {
+            CohortPhase::Running | CohortPhase::Restored => self.settled,
+            CohortPhase::Aborted | CohortPhase::Failed(_) => true,
+            _ => false,
+        }
+    }
+
     /// When [`CohortEvent::Tick`] is due next, if nothing else happens.
     pub fn deadline(&self) -> Option<Time> {
-        self.may_give_up().then(|| self.heard + SILENCE)
+        self.needs_coordinator().then(|| self.heard + SILENCE)
     }
 
     /// Takes one event; appends what must be done to `actions`.
@@ -115,16 +134,27 @@ impl Cohort {
                     self.enter(CohortPhase::Restored, actions);
                 }
             }
+            (CohortEvent::Decided(decision), _) if self.is_unsettled() => match decision {
+                Decision::Settled => self.settle(actions),
+                Decision::GivenUp => self.give_up(Some(silent()), actions),
+            },
             (CohortEvent::Complete, CohortPhase::Running) => {
                 self.enter(CohortPhase::Restored, actions);
             }
             (CohortEvent::Complete, _) => self.complete = true,
-            (CohortEvent::Failed(why), phase) if !phase.is_over() => {
-                self.fail(why, actions);
+            (CohortEvent::Failed(why), phase) if !phase.is_given_up() => {
+                self.give_up(Some(why), actions);
+            }
+            (CohortEvent::Discarded, CohortPhase::Ending(why)) => {
+                let end = why.clone().map_or(CohortPhase::Aborted, CohortPhase::Failed);
+                self.enter(end, actions);
             }
             (CohortEvent::Tick, _) if self.deadline().is_some_and(|at| now >= at) => {
-                let silence = SILENCE.as_secs();
-                self.fail(format!("the coordinator was silent for {silence} s"), actions);
+                self.heard = now;
+                match self.is_unsettled() {
+                    true => actions.push(CohortAction::Ask),
+                    false => self.give_up(Some(silent()), actions),
+                }
             }
             _ => {}
         }
@@ -140,24 +170,29 @@ impl Cohort {
                 actions.push(CohortAction::Start);
                 self.enter(CohortPhase::Starting, actions);
             }
-            (Order::Settle, CohortPhase::Running) => {
-                if !std::mem::replace(&mut self.settled, true) {
-                    actions.push(CohortAction::Settle);
+            (Order::Settle, _) => {
+                if self.is_unsettled() {
+                    self.settle(actions);
                 }
                 self.report(actions);
             }
-            (Order::Abort, phase) if !phase.is_over() => {
-                actions.push(CohortAction::Discard);
-                self.enter(CohortPhase::Aborted, actions);
-            }
+            (Order::Abort, phase) if !phase.is_given_up() => self.give_up(None, actions),
             // Said again, or overtaken: where it stands is the answer.
             _ => self.report(actions),
         }
     }
 
-    fn fail(&mut self, why: String, actions: &mut Vec<CohortAction>) {
+    fn settle(&mut self, actions: &mut Vec<CohortAction>) {
+        self.settled = true;
+        // Of one that is whole nothing can be lost with the daemon.
+        if self.phase == CohortPhase::Running {
+            actions.push(CohortAction::Settle);
+        }
+    }
+
+    fn give_up(&mut self, why: Option<String>, actions: &mut Vec<CohortAction>) {
         actions.push(CohortAction::Discard);
-        self.enter(CohortPhase::Failed(why), actions);
+        self.enter(CohortPhase::Ending(why), actions);
     }
 
     fn enter(&mut self, phase: CohortPhase, actions: &mut Vec<CohortAction>) {
@@ -173,21 +208,32 @@ impl Cohort {
             CohortPhase::Starting => Report::Starting,
             CohortPhase::Running => Report::StartFin,
             CohortPhase::Restored => Report::RestoreFin,
+            CohortPhase::Ending(_) => Report::Ending,
             CohortPhase::Aborted => Report::Aborted,
             CohortPhase::Failed(why) => Report::Failed { why: why.clone() },
         };
         actions.push(CohortAction::Report(report));
     }
 
-    /// A VM that runs, or is about to, needs no coordinator any more.
-    fn may_give_up(&self) -> bool {
+    /// Whether the VM runs, and may still have to stop for another member's sake.
+    fn is_unsettled(&self) -> bool {
+        matches!(self.phase, CohortPhase::Running | CohortPhase::Restored) && !self.settled
+    }
+
+    /// One that is about to start is not stopped in the midst of it; one that stays needs no
+    /// coordinator any more.
+    fn needs_coordinator(&self) -> bool {
         matches!(self.phase, CohortPhase::Idle | CohortPhase::Loading(_) | CohortPhase::Loaded)
+            || self.is_unsettled()
     }
 }
 
+fn silent() -> String {
+    format!("the coordinator was silent for {} s", SILENCE.as_secs())
+}
+
 impl CohortPhase {
-    /// Whether nothing can happen any more.
-    pub fn is_over(&self) -> bool {
-        matches!(self, CohortPhase::Aborted | CohortPhase::Failed(_))
+    fn is_given_up(&self) -> bool {
+        matches!(self, CohortPhase::Ending(_) | CohortPhase::Aborted | CohortPhase::Failed(_))
     }
 }

@@ -1,6 +1,6 @@
 //! The coordinator of a group's restore.
 
-use super::{Order, Report};
+use super::{Decision, Order, Report};
 use crate::Member;
 use crate::contact::{Contact, Failure};
 use crate::graph::StartOrder;
@@ -23,10 +23,12 @@ pub struct Line {
 pub enum RestoreEvent {
     /// A cohort says something.
     Report(Member, Report),
-    /// The connection to a cohort is lost for good, for this reason.
-    Gone(Member, String),
-    /// Whoever asked for the restore does not want it any more.
-    Cancel,
+    /// All that the snapshot consists of is in the store: members may start.
+    Whole,
+    /// The snapshot cannot be restored, for this reason. Only before it was said to be whole.
+    Refused(String),
+    /// What [`RestoreAction::Decide`] came to.
+    Decided(Decision),
     /// Time has passed.
     Tick,
 }
@@ -36,6 +38,9 @@ pub enum RestoreEvent {
 pub enum RestoreAction {
     /// Say this to a cohort. It may be lost; it is repeated.
     Send(Member, Order),
+    /// All members have started: decide at the arbiter that they stay, unless somebody has decided
+    /// otherwise; ask until it answers.
+    Decide,
 }
 
 /// Where the restore stands.
@@ -43,11 +48,13 @@ pub enum RestoreAction {
 pub enum RestorePhase {
     /// Not all members have started.
     Starting,
-    /// All have, some still load.
+    /// All have. Whether they stay is not decided yet.
+    Deciding,
+    /// They stay, some still load.
     Running,
-    /// All members run and are loaded; or failed after all had started, for these reasons.
+    /// All members run and are loaded; or failed after that was decided, for these reasons.
     Restored(Vec<Failure>),
-    /// It failed before all members had started, for this reason; nobody runs.
+    /// It failed before that was decided, for this reason; nobody runs.
     Failed(Failure),
 }
 
@@ -68,6 +75,8 @@ pub struct Restorer {
     line: Line,
     pages: Vec<u64>,
     members: Vec<State>,
+    /// All that the snapshot consists of is there.
+    whole: bool,
     /// Since when somebody who is loaded waits for others.
     waiting: Option<Time>,
     contact: Contact,
@@ -89,6 +98,7 @@ impl Restorer {
         assert_eq!(pages.len(), line.order.members(), "a number of pages for each member");
         let restorer = Restorer {
             members: vec![State::Loading; pages.len()],
+            whole: false,
             waiting: None,
             contact: Contact::new(pages.len(), now),
             line,
@@ -107,7 +117,7 @@ impl Restorer {
 
     /// Whether no message needs to be sent any more.
     pub fn is_over(&self) -> bool {
-        self.all().all(|member| self.is_let_go(member))
+        self.phase != RestorePhase::Deciding && self.all().all(|member| self.is_let_go(member))
     }
 
     /// When [`RestoreEvent::Tick`] is due next, if nothing else happens.
@@ -125,11 +135,9 @@ impl Restorer {
                 self.contact.heard(member, now);
                 self.report(member, report, actions);
             }
-            RestoreEvent::Gone(member, why) => self.lost(Failure::of(member, why), actions),
-            RestoreEvent::Cancel => {
-                let failure = Failure { member: None, why: "it was cancelled".into() };
-                self.abort(failure, actions);
-            }
+            RestoreEvent::Whole => self.whole = true,
+            RestoreEvent::Refused(why) => self.abort(Failure { member: None, why }, actions),
+            RestoreEvent::Decided(decision) => self.decided(decision, actions),
             RestoreEvent::Tick => self.tick(now, actions),
         }
         self.start_what_may(now, actions);
@@ -152,7 +160,8 @@ impl Restorer {
         }
     }
 
-    /// A member has ended. Before all have started that is the end for all.
+    /// A member has ended. Before all have started that is the end for all; while it is being
+    /// decided whether they stay, nobody knows.
     fn lost(&mut self, failure: Failure, actions: &mut Vec<RestoreAction>) {
         let member = failure.member.expect("a member's failure");
         if std::mem::replace(&mut self.members[member.index()], State::Ended) == State::Ended {
@@ -161,14 +170,32 @@ impl Restorer {
         match self.phase {
             RestorePhase::Starting => self.abort(failure, actions),
             RestorePhase::Failed(_) => {}
-            RestorePhase::Running | RestorePhase::Restored(_) => self.failures.push(failure),
+            _ => self.failures.push(failure),
         }
     }
 
     fn abort(&mut self, failure: Failure, actions: &mut Vec<RestoreAction>) {
-        if self.phase == RestorePhase::Starting {
+        if matches!(self.phase, RestorePhase::Starting | RestorePhase::Deciding) {
             self.phase = RestorePhase::Failed(failure);
             self.send_all(actions);
+        }
+    }
+
+    fn decided(&mut self, decision: Decision, actions: &mut Vec<RestoreAction>) {
+        match decision {
+            _ if self.phase != RestorePhase::Deciding => {}
+            Decision::GivenUp => {
+                let why = "a host that heard nothing from the coordinator gave it up".to_owned();
+                let nobody = Failure { member: None, why };
+                let failure = self.failures.first().cloned().unwrap_or(nobody);
+                self.abort(failure, actions);
+            }
+            Decision::Settled => {
+                self.phase = RestorePhase::Running;
+                let there = |member: &Member| self.members[member.index()] != State::Ended;
+                let all = self.all().filter(there);
+                actions.extend(all.map(|member| RestoreAction::Send(member, Order::Settle)));
+            }
         }
     }
 
@@ -183,8 +210,8 @@ impl Restorer {
         }
     }
 
-    /// Whether a member is of no concern any more. One that is restored is until all have
-    /// started: it may still have to stop.
+    /// Whether a member is of no concern any more. One that is restored is until all are to
+    /// stay: it may still have to stop.
     fn is_let_go(&self, member: Member) -> bool {
         match self.members[member.index()] {
             State::Ended => true,
@@ -225,11 +252,13 @@ impl Restorer {
         }
     }
 
-    /// Whether the restore goes on, a ring is loaded, and all run that start before it.
+    /// Whether the restore goes on, all of it is there, a ring is loaded, and all run that start
+    /// before it.
     fn may_start(&self, ring: usize) -> bool {
         let runs = |state: &State| matches!(state, State::Started | State::Restored);
         let mut earlier = self.line.order.rings()[ring].after.iter();
         self.phase == RestorePhase::Starting
+            && self.whole
             && self.is_ring(ring, |state| *state == State::Loaded)
             && earlier.all(|&earlier| self.is_ring(earlier, runs))
     }
@@ -249,8 +278,8 @@ impl Restorer {
     fn conclude(&mut self, actions: &mut Vec<RestoreAction>) {
         let runs = |state: &State| matches!(state, State::Started | State::Restored);
         if self.phase == RestorePhase::Starting && self.members.iter().all(runs) {
-            self.phase = RestorePhase::Running;
-            self.send_all(actions);
+            self.phase = RestorePhase::Deciding;
+            actions.push(RestoreAction::Decide);
         }
         if self.phase == RestorePhase::Running && self.is_over() {
             self.phase = RestorePhase::Restored(std::mem::take(&mut self.failures));

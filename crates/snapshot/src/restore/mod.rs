@@ -7,15 +7,17 @@
 //!     ◀─ LOAD_FIN ──      goes on loading while it waits
 //!     ── START ─────▶     frames in flight delivered, device state loaded, runs
 //!     ◀─ START_FIN ─      loads the rest in the order of the queue, on demand first
-//!     ── SETTLE ────▶     all members run: the VM stays, whatever becomes of the coordinator
+//!     ── SETTLE ────▶     all members run, and it is decided that they stay
 //!     ◀─ RESTORE_FIN ─    all is loaded
 //! ```
 //!
 //! Orders are repeated and answered with the present state, so that lost messages do no harm.
 //! Until all members have started, one failure ends the restore for all: what was started is
 //! stopped, the snapshot is as it was, and the restore can be tried again. Afterwards a
-//! failure is the failed VM's alone. A cohort that hears nothing from its coordinator gives up
-//! what it has not started, and goes on with what it has.
+//! failure is the failed VM's alone. Between the two lies a decision that the arbiter keeps, so
+//! that all come to the same: that the members stay (the coordinator, once all have started), or
+//! that they do not (a cohort that has started its VM and hears nothing from the coordinator).
+//! Whoever is first has decided. A cohort that has not started its VM gives it up without asking.
 
 mod cohort;
 mod coordinator;
@@ -41,6 +43,15 @@ pub enum Order {
     Abort,
 }
 
+/// What becomes of members that run, decided once for all of them.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Decision {
+    /// They stay.
+    Settled,
+    /// They are stopped: the restore has failed.
+    GivenUp,
+}
+
 /// What a cohort says to the coordinator.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Report {
@@ -57,6 +68,8 @@ pub enum Report {
     StartFin,
     /// RESTORE_FIN: the VM runs, and nothing is left to load.
     RestoreFin,
+    /// It is given up, and not everything is discarded yet.
+    Ending,
     /// It has failed, and discarded everything.
     Failed {
         /// Why.

@@ -23,6 +23,20 @@ struct Faults {
     orphans: bool,
     /// Loading fails on a host.
     failures: bool,
+    /// For 15 s nothing passes between the coordinator and a member.
+    cuts: bool,
+}
+
+const CUT: Duration = Duration::from_secs(15);
+
+/// What the arbiter knows, and who waits for its answer.
+#[derive(Default)]
+struct Arbiter {
+    decision: Option<Decision>,
+    /// Its answers, to a member's host or to the coordinator.
+    answers: Vec<(Time, Option<Member>, Decision)>,
+    /// Questions that it did not answer.
+    silences: u32,
 }
 
 /// One member's host. What the VM does is the truth that is checked.
@@ -32,6 +46,7 @@ struct Host {
     loaded_at: Option<Time>,
     complete_at: Option<Time>,
     started_at: Option<Time>,
+    discarded_at: Option<Time>,
     /// Since when the VM runs.
     runs: Option<Time>,
     ever_ran: bool,
@@ -48,6 +63,9 @@ struct World {
     restorer: Option<Restorer>,
     hosts: Vec<Host>,
     death: Option<Member>,
+    cut: Option<(Time, Member)>,
+    arbiter: Arbiter,
+    decide_again: Option<Time>,
 }
 
 impl World {
@@ -72,6 +90,7 @@ impl World {
             loaded_at: None,
             complete_at: None,
             started_at: None,
+            discarded_at: None,
             runs: None,
             ever_ran: false,
             settled: false,
@@ -79,9 +98,20 @@ impl World {
             from: VecDeque::new(),
         };
         let hosts = (0..MEMBERS).map(host).collect();
-        let mut world =
-            World { random, faults, now, order, restorer: Some(restorer), hosts, death: None };
+        let mut world = World {
+            random,
+            faults,
+            now,
+            order,
+            restorer: Some(restorer),
+            hosts,
+            death: None,
+            cut: None,
+            arbiter: Arbiter::default(),
+            decide_again: None,
+        };
         world.carry_out(actions);
+        world.restore(RestoreEvent::Whole);
         world
     }
 
@@ -89,15 +119,65 @@ impl World {
         self.now + Duration::from_millis(self.random.below(most))
     }
 
-    fn lost(&mut self) -> bool {
-        self.random.below(100) < self.faults.loss
+    fn lost(&mut self, member: Member) -> bool {
+        let is_cut = self.cut.is_some_and(|(at, cut)| cut == member && self.now - at < CUT);
+        self.random.below(100) < self.faults.loss || is_cut
     }
 
     fn carry_out(&mut self, actions: Vec<RestoreAction>) {
-        for RestoreAction::Send(member, order) in actions {
-            if !self.lost() {
-                let at = self.later(30);
-                self.hosts[member.index()].to.push_back((at, order));
+        for action in actions {
+            match action {
+                RestoreAction::Send(member, order) if !self.lost(member) => {
+                    let at = self.later(30);
+                    self.hosts[member.index()].to.push_back((at, order));
+                }
+                RestoreAction::Send(..) => {}
+                RestoreAction::Decide => {
+                    assert!(self.hosts.iter().all(|host| host.ever_ran), "one may still fail");
+                    self.decide();
+                }
+            }
+        }
+    }
+
+    /// The coordinator asks until there is an answer.
+    fn decide(&mut self) {
+        let answered = self.ask(None, Decision::Settled);
+        self.decide_again = (!answered).then(|| self.now + Duration::from_secs(1));
+    }
+
+    /// Whoever asks first decides. The arbiter may be out of reach, and its answer may.
+    fn ask(&mut self, who: Option<Member>, wanted: Decision) -> bool {
+        let fate = self.random.below(100);
+        if self.faults.loss > 0 && fate < 20 {
+            self.arbiter.silences += 1;
+            return false;
+        }
+        let decision = *self.arbiter.decision.get_or_insert(wanted);
+        if self.faults.loss > 0 && fate < 40 {
+            self.arbiter.silences += 1;
+            return false;
+        }
+        let at = self.later(100);
+        self.arbiter.answers.push((at, who, decision));
+        true
+    }
+
+    fn hear_arbiter(&mut self) {
+        if self.decide_again.take_if(|at| *at <= self.now).is_some() && self.restorer.is_some() {
+            self.decide();
+        }
+        let now = self.now;
+        let answers = std::mem::take(&mut self.arbiter.answers);
+        let (due, later) = answers.into_iter().partition(|(at, ..)| *at <= now);
+        self.arbiter.answers = later;
+        for (_, who, decision) in Vec::from(due) {
+            match who {
+                Some(member) if self.hosts[member.index()].alive => {
+                    self.cohort(member.index(), CohortEvent::Decided(decision));
+                }
+                Some(_) => {}
+                None => self.restore(RestoreEvent::Decided(decision)),
             }
         }
     }
@@ -114,6 +194,11 @@ impl World {
         self.hosts[at].cohort.handle(now, event, &mut actions);
         for action in actions {
             match action {
+                CohortAction::Report(Report::Aborted | Report::Failed { .. })
+                    if self.hosts[at].runs.is_some() =>
+                {
+                    panic!("said to have ended, and runs");
+                }
                 CohortAction::Load { pages } => {
                     assert_eq!(pages, 100);
                     self.hosts[at].loaded_at = Some(self.later(3_000));
@@ -123,17 +208,21 @@ impl World {
                     self.check_order(at);
                     self.hosts[at].started_at = Some(self.later(50));
                 }
+                CohortAction::Ask => {
+                    assert!(self.hosts[at].runs.is_some());
+                    self.ask(Some(Member(at as u16)), Decision::GivenUp);
+                }
                 CohortAction::Settle => {
-                    assert!(self.hosts.iter().all(|host| host.ever_ran), "one may still fail");
+                    assert_eq!(self.arbiter.decision, Some(Decision::Settled));
                     assert!(!std::mem::replace(&mut self.hosts[at].settled, true), "twice");
                 }
                 CohortAction::Discard => {
+                    self.hosts[at].discarded_at = Some(self.later(300));
                     let host = &mut self.hosts[at];
-                    (host.runs, host.started_at) = (None, None);
-                    (host.loaded_at, host.complete_at) = (None, None);
+                    (host.started_at, host.loaded_at, host.complete_at) = (None, None, None);
                 }
                 CohortAction::Report(report) => {
-                    if !self.lost() {
+                    if !self.lost(Member(at as u16)) {
                         let arrives = self.later(30);
                         self.hosts[at].from.push_back((arrives, report));
                     }
@@ -157,6 +246,7 @@ impl World {
     fn step(&mut self) {
         self.now = self.now + STEP;
         self.break_something();
+        self.hear_arbiter();
         self.restore(RestoreEvent::Tick);
         for at in 0..MEMBERS {
             while let Some((_, report)) = self.hosts[at].from.pop_front_if_due(self.now) {
@@ -185,6 +275,10 @@ impl World {
             self.hosts[at].ever_ran = true;
             self.cohort(at, CohortEvent::Started);
         }
+        if due(&mut self.hosts[at].discarded_at) {
+            self.hosts[at].runs = None;
+            self.cohort(at, CohortEvent::Discarded);
+        }
         let loading = self.hosts[at].loaded_at.is_some();
         if !loading && due(&mut self.hosts[at].complete_at) {
             self.cohort(at, CohortEvent::Complete);
@@ -200,6 +294,10 @@ impl World {
         }
         if self.faults.orphans && self.random.below(300) == 0 {
             self.restorer = None;
+        }
+        if self.faults.cuts && self.cut.is_none() && self.random.below(300) == 0 {
+            let member = Member(self.random.below(MEMBERS as u64) as u16);
+            self.cut = Some((self.now, member));
         }
     }
 
@@ -225,7 +323,7 @@ impl<T> Due<T> for VecDeque<(Time, T)> {
 
 fn play(seed: u64, faults: Faults, patience: Duration) -> World {
     let mut world = World::new(seed, faults, patience);
-    for _ in 0..3_000 {
+    for _ in 0..8_000 {
         world.step();
     }
     world
@@ -253,7 +351,7 @@ fn a_failure_before_all_have_started_stops_everybody_and_is_named() {
     let (mut failed, mut survived) = (0, 0);
     for seed in 1..=600 {
         let failures = seed % 2 == 0;
-        let faults = Faults { loss: 10, deaths: !failures, failures, orphans: false };
+        let faults = Faults { loss: 10, deaths: !failures, failures, ..Faults::default() };
         let world = play(seed, faults, PATIENCE);
         match world.phase().unwrap() {
             RestorePhase::Failed(failure) => {
@@ -283,25 +381,50 @@ fn a_failure_before_all_have_started_stops_everybody_and_is_named() {
 }
 
 #[test]
-fn without_a_coordinator_what_runs_goes_on_and_the_rest_is_given_up() {
-    let (mut partly, mut none) = (0, 0);
-    for seed in 1..=300 {
-        let faults = Faults { orphans: true, ..Faults::default() };
+fn without_a_coordinator_all_stay_or_all_are_stopped() {
+    let (mut all, mut none, mut stopped) = (0, 0, 0);
+    for seed in 1..=600 {
+        let faults = Faults { orphans: true, loss: seed % 3 * 10, ..Faults::default() };
         let world = play(seed, faults, PATIENCE);
         for host in &world.hosts {
             match host.cohort.phase() {
                 CohortPhase::Running | CohortPhase::Restored => assert!(host.runs.is_some()),
                 CohortPhase::Failed(why) => {
                     assert_eq!(why, "the coordinator was silent for 5 s");
-                    assert!(!host.ever_ran);
+                    stopped += u32::from(host.ever_ran);
                 }
                 other => panic!("seed {seed}: {other:?}"),
             }
         }
-        partly += u32::from((1..MEMBERS).contains(&world.running()));
-        none += u32::from(world.running() == 0);
+        match world.running() {
+            MEMBERS => all += 1,
+            0 => none += 1,
+            some => panic!("seed {seed}: {some} run"),
+        }
     }
-    assert!(partly > 10 && none > 10, "{partly} {none}");
+    assert!(all > 50 && none > 50 && stopped > 50, "{all} {none} {stopped}");
+}
+
+#[test]
+fn a_member_that_does_not_hear_the_coordinator_decides_as_all_do() {
+    let (mut restored, mut failed, mut silences) = (0, 0, 0);
+    for seed in 1..=600 {
+        let faults = Faults { cuts: true, loss: seed % 3 * 10, ..Faults::default() };
+        let world = play(seed, faults, PATIENCE);
+        silences += world.arbiter.silences;
+        match world.phase().unwrap() {
+            RestorePhase::Restored(_) => {
+                restored += 1;
+                assert_eq!(world.running(), MEMBERS, "seed {seed}");
+            }
+            RestorePhase::Failed(_) => {
+                failed += 1;
+                assert_eq!(world.running(), 0, "seed {seed}");
+            }
+            other => panic!("seed {seed}: {other:?}"),
+        }
+    }
+    assert!(restored > 50 && failed > 50 && silences > 50, "{restored} {failed} {silences}");
 }
 
 /// A restore of members of one page each, told what happens; says who is told to start.
@@ -310,14 +433,17 @@ struct Told(Restorer);
 impl Told {
     fn new(order: StartOrder, patience: Duration, now: Time) -> Told {
         let pages = vec![1; order.members()];
-        Told(Restorer::new(Line { order, patience }, pages, now, &mut Vec::new()))
+        let mut told = Told(Restorer::new(Line { order, patience }, pages, now, &mut Vec::new()));
+        told.event(now, RestoreEvent::Whole);
+        told
     }
 
     fn event(&mut self, at: Time, event: RestoreEvent) -> Vec<u16> {
         let mut actions = Vec::new();
         self.0.handle(at, event, &mut actions);
-        let start = |RestoreAction::Send(member, order): RestoreAction| {
-            (order == Order::Start).then_some(member.0)
+        let start = |action| match action {
+            RestoreAction::Send(member, Order::Start) => Some(member.0),
+            _ => None,
         };
         actions.into_iter().filter_map(start).collect()
     }
@@ -366,7 +492,7 @@ fn nobody_is_waited_for_once_the_restore_has_failed() {
     let mut told = Told::new(one_chain_of_three(), PATIENCE, BEGIN);
     assert_eq!(told.says(BEGIN, 0, Report::LoadFin), NOBODY);
     let later = BEGIN + 2 * PATIENCE;
-    assert_eq!(told.event(BEGIN, RestoreEvent::Cancel), NOBODY);
+    assert_eq!(told.event(BEGIN, RestoreEvent::Refused("a chunk is missing".into())), NOBODY);
     assert_eq!(told.event(later, RestoreEvent::Tick), NOBODY);
     assert!(told.0.deadline() > Some(later), "else the coordinator spins");
 }
@@ -379,12 +505,23 @@ fn with_neither_order_nor_patience_each_starts_when_it_is_loaded() {
 }
 
 #[test]
-fn a_cancelled_restore_leaves_nothing() {
+fn nobody_starts_before_the_snapshot_is_known_to_be_whole() {
+    let restorer = |world: &mut World| {
+        let line = Line { order: world.order.clone(), patience: Duration::ZERO };
+        world.restorer = Some(Restorer::new(line, vec![100; MEMBERS], world.now, &mut vec![]));
+    };
     let mut world = World::new(7, Faults::default(), PATIENCE);
-    (0..100).for_each(|_| world.step());
-    world.restore(RestoreEvent::Cancel);
-    (0..100).for_each(|_| world.step());
-    assert_eq!(world.running(), 0);
-    assert!(matches!(world.phase(), Some(RestorePhase::Failed(Failure { member: None, .. }))));
+    restorer(&mut world);
+    (0..500).for_each(|_| world.step());
+    assert!(!world.hosts.iter().any(|host| host.ever_ran));
+    let loaded = |host: &Host| host.cohort.phase() == &CohortPhase::Loaded;
+    assert!(world.hosts.iter().all(loaded));
+    world.restore(RestoreEvent::Refused("a chunk is missing".into()));
+    (0..500).for_each(|_| world.step());
+    assert!(!world.hosts.iter().any(|host| host.ever_ran));
+    let aborted = |host: &Host| host.cohort.phase() == &CohortPhase::Aborted;
+    assert!(world.hosts.iter().all(aborted) && world.restorer.as_ref().unwrap().is_over());
+    let why = Failure { member: None, why: "a chunk is missing".into() };
+    assert_eq!(world.phase(), Some(&RestorePhase::Failed(why)));
     assert!(SILENCE > REPEAT * 10);
 }

@@ -10,14 +10,19 @@ use crate::{Area, ChunkId, UNIT_BYTES};
 use futures_util::{StreamExt, TryStreamExt, stream};
 use object_store::path::Path;
 use object_store::{ObjectStoreExt, PutPayload};
+use std::collections::BTreeSet;
 
 /// The longest blob that is read: more than a map of 16 TiB has.
 const MAX_BLOB: u64 = 4 << 30;
 
 impl Store {
+    /// Where a chunk lies.
+    pub(super) fn chunk_folder(&self, id: ChunkId) -> Path {
+        self.path(&format!("chunks/{}", &id.to_string()[..2]))
+    }
+
     pub(super) fn chunk_path(&self, id: ChunkId) -> Path {
-        let name = id.to_string();
-        self.path(&format!("chunks/{}/{name}", &name[..2]))
+        self.chunk_folder(id).join(id.to_string())
     }
 
     /// Stores chunks that are not there yet, several at once. Returns the bytes written.
@@ -59,6 +64,12 @@ impl Store {
             Err(object_store::Error::NotFound { .. }) => Ok(false),
             Err(error) => Err(self.failed(format!("look for {path}"), error)),
         }
+    }
+
+    /// All chunks of a folder.
+    pub(super) async fn chunks_in(&self, folder: &Path) -> Result<BTreeSet<ChunkId>, StoreError> {
+        let id = |path: Path| path.filename()?.parse().ok();
+        Ok(self.listed(folder).await?.into_iter().filter_map(id).collect())
     }
 
     /// A chunk's content, checked.

@@ -164,9 +164,12 @@ impl Store {
 
     /// All objects below a path.
     fn list(&self, name: &str) -> Result<Vec<Path>, StoreError> {
-        let prefix = self.path(name);
-        let found = self.objects.list(Some(&prefix)).map_ok(|meta| meta.location).try_collect();
-        match self.block(found) {
+        self.block(self.listed(&self.path(name)))
+    }
+
+    /// All that lies in a folder, in folders of it too.
+    async fn listed(&self, prefix: &Path) -> Result<Vec<Path>, StoreError> {
+        match self.objects.list(Some(prefix)).map_ok(|meta| meta.location).try_collect().await {
             Ok(found) => Ok(found),
             Err(object_store::Error::NotFound { .. }) => Ok(Vec::new()),
             Err(error) => Err(self.failed(format!("list {prefix}"), error)),

@@ -11,6 +11,9 @@ use std::collections::{BTreeMap, BTreeSet};
 /// are then removed, and it cannot be published any more.
 pub(super) const DEAD_AFTER_SECONDS: u64 = 24 * 3600;
 
+/// So many chunks of a folder are looked for one by one.
+pub(super) const FEW: usize = 16;
+
 /// A snapshot that is being written. Until it is published there is none.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Writing {
@@ -186,14 +189,34 @@ impl Store {
 
     /// Whether all that a snapshot needs is there; [`Store::verify`] reads it too.
     pub fn check_whole(&self, manifest: &Manifest) -> Result<(), StoreError> {
-        let needed: Vec<ChunkId> = self.references(manifest)?.into_iter().collect();
-        let look = stream::iter(needed)
-            .map(async |id| match self.has_chunk(id).await? {
-                true => Ok(()),
-                false => Err(StoreError::MissingChunk(id)),
-            })
+        self.check_there(self.references(manifest)?)
+    }
+
+    pub(super) fn check_there(&self, needed: BTreeSet<ChunkId>) -> Result<(), StoreError> {
+        let mut folders: BTreeMap<Path, Vec<ChunkId>> = BTreeMap::new();
+        for id in needed {
+            folders.entry(self.chunk_folder(id)).or_default().push(id);
+        }
+        let look = stream::iter(folders)
+            .map(async |(folder, ids)| self.check_folder(&folder, &ids).await)
             .buffer_unordered(CONCURRENT)
             .try_collect();
         self.block(look)
+    }
+
+    /// Few chunks are asked for one by one; for many a list is shorter, of which S3 gives a
+    /// thousand at a time.
+    async fn check_folder(&self, folder: &Path, ids: &[ChunkId]) -> Result<(), StoreError> {
+        if ids.len() > FEW {
+            let there = self.chunks_in(folder).await?;
+            let missing = ids.iter().find(|id| !there.contains(id));
+            return missing.map_or(Ok(()), |id| Err(StoreError::MissingChunk(*id)));
+        }
+        for id in ids {
+            if !self.has_chunk(*id).await? {
+                return Err(StoreError::MissingChunk(*id));
+            }
+        }
+        Ok(())
     }
 }

@@ -6,7 +6,7 @@ use crate::format::{
     AreaEntry, AreaMap, Blob, Compression, InFlightFrame, Machine, Manifest, MemberEntry,
     MemberManifest, Page, WorkingSet,
 };
-use crate::pack::{Lane, Packer};
+use crate::pack::{Lane, NewChunk, Packer};
 use crate::{Area, ChunkId, Life, Member, SnapshotNumber, UNIT_BYTES};
 use std::path::PathBuf;
 use tempfile::TempDir;
@@ -220,6 +220,33 @@ fn a_manifest_is_not_written_while_a_chunk_is_missing() {
     let error = bench.store.publish(writing, &manifest).unwrap_err();
     assert!(matches!(error, StoreError::MissingChunk(id) if id == missing), "{error}");
     assert!(matches!(bench.store.snapshot("shop", None), Err(StoreError::NoSnapshots(_))));
+}
+
+#[test]
+fn a_missing_chunk_is_found_among_few_and_among_many_of_a_folder() {
+    let bench = Bench::new();
+    let content = |at: u64| at.to_le_bytes().to_vec();
+    let in_folder = |folder: &str| {
+        let ids = (0..).map(|at| (at, ChunkId::of(&content(at))));
+        let wanted = ids.filter(|(_, id)| id.to_string().starts_with(folder));
+        wanted.take(super::snapshots::FEW + 1).collect::<Vec<_>>()
+    };
+    let (few, many) = (&in_folder("00")[1..], in_folder("01"));
+    let all: Vec<_> = [few, &many].concat();
+    let chunk = |&(at, id): &(u64, ChunkId)| NewChunk { id, content: content(at).into() };
+    bench.store.put_chunks(all.iter().map(chunk).collect(), Compression::None).unwrap();
+    let needed = || all.iter().map(|(_, id)| *id).collect();
+    bench.store.check_there(needed()).unwrap();
+    for missing in [few[3].1, many[3].1] {
+        let (file, away) = (bench.file(missing), bench.file(missing).with_extension("away"));
+        std::fs::rename(&file, &away).unwrap();
+        let error = bench.store.check_there(needed()).unwrap_err();
+        assert!(matches!(error, StoreError::MissingChunk(id) if id == missing), "{error}");
+        std::fs::rename(away, file).unwrap();
+    }
+    std::fs::remove_dir_all(bench.file(many[0].1).parent().unwrap()).unwrap();
+    let error = bench.store.check_there(needed()).unwrap_err();
+    assert!(matches!(error, StoreError::MissingChunk(_)), "{error}");
 }
 
 #[test]

@@ -6,9 +6,9 @@ use std::collections::{BTreeMap, VecDeque};
 use std::time::Duration;
 use understudy_protocol::{BlockId, PageIndex, Time};
 use understudy_snapshot::{
-    Cohort, CohortAction, CohortEvent, Demand, InFlightFrame, Line, Load, Loader, Manifest,
-    MemberManifest, Mode, Page, Plan, Report, RestoreAction, RestoreEvent, RestorePhase, Restorer,
-    StartOrder, Store, UNIT_BYTES, Unfit,
+    Cohort, CohortAction, CohortEvent, Decision, Demand, InFlightFrame, Line, Load, Loader,
+    Manifest, MemberManifest, Mode, Page, Plan, Report, RestoreAction, RestoreEvent, RestorePhase,
+    Restorer, StartOrder, Store, UNIT_BYTES, Unfit,
 };
 
 pub struct Restored {
@@ -77,11 +77,20 @@ fn plan(store: &Store, order: &StartOrder, members: &[MemberManifest]) -> Plan {
 fn run(hosts: &mut [Host<'_>], line: Line, pages: Vec<u64>, now: Time) {
     let mut actions = Vec::new();
     let mut restorer = Restorer::new(line, pages, now, &mut actions);
+    restorer.handle(now, RestoreEvent::Whole, &mut actions);
     let mut todo = VecDeque::from(actions);
-    while let Some(RestoreAction::Send(member, order)) = todo.pop_front() {
-        for report in hosts[member.index()].event(now, CohortEvent::Order(order)) {
+    while let Some(action) = todo.pop_front() {
+        let events = match action {
+            RestoreAction::Decide => vec![RestoreEvent::Decided(Decision::Settled)],
+            RestoreAction::Send(member, order) => {
+                let reports = hosts[member.index()].event(now, CohortEvent::Order(order));
+                let event = |report| RestoreEvent::Report(member, report);
+                reports.into_iter().map(event).collect()
+            }
+        };
+        for event in events {
             let mut actions = Vec::new();
-            restorer.handle(now, RestoreEvent::Report(member, report), &mut actions);
+            restorer.handle(now, event, &mut actions);
             todo.extend(actions);
         }
     }
@@ -110,7 +119,7 @@ impl Host<'_> {
                     reports.extend(self.event(now, CohortEvent::Complete));
                 }
                 CohortAction::Settle => {}
-                CohortAction::Discard => panic!("nothing fails here"),
+                CohortAction::Discard | CohortAction::Ask => panic!("nothing fails here"),
                 CohortAction::Report(report) => reports.push(report),
             }
         }

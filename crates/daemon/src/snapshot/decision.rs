@@ -1,0 +1,115 @@
+//! Whether the members of a restore stay, once they run: decided once, at the arbiter. The record
+//! `restore.GROUP` is of the generation that is the group's life; it names the coordinator's host if
+//! they stay, and nobody if the restore was given up. Without an arbiter all is in one daemon.
+
+use crate::arbiter::{Arbiter, Unreachable};
+use crate::host::Host;
+use understudy_protocol::{Generation, Verdict};
+use understudy_snapshot::{Decision, Life};
+
+impl Host {
+    /// All members run: they stay, unless it was given up. Only the coordinator may ask.
+    pub(super) fn settle_restore(&self, group: &str, life: Life) -> Result<Decision, Unreachable> {
+        match &self.arbiter {
+            Some(arbiter) => settle(arbiter, group, life),
+            None => Ok(Decision::Settled),
+        }
+    }
+
+    /// The coordinator is silent: it is given up, unless the members stay. None if there is nobody
+    /// to ask.
+    pub(super) fn give_up_restore(
+        &self,
+        group: &str,
+        life: Life,
+    ) -> Result<Option<Decision>, Unreachable> {
+        self.arbiter.as_ref().map(|arbiter| give_up(arbiter, group, life)).transpose()
+    }
+}
+
+fn settle(arbiter: &Arbiter, group: &str, life: Life) -> Result<Decision, Unreachable> {
+    match arbiter.claim(&key(group), before(life)) {
+        Verdict::Granted(_) => Ok(Decision::Settled),
+        Verdict::Taken(_) => Ok(Decision::GivenUp),
+        Verdict::Unreachable(why) => Err(Unreachable(why)),
+    }
+}
+
+fn give_up(arbiter: &Arbiter, group: &str, life: Life) -> Result<Decision, Unreachable> {
+    arbiter.release(&key(group), before(life))?;
+    let decided = arbiter.current(&key(group))?;
+    // A record of a later life: nobody waits for this one any more.
+    let of_this = decided.filter(|record| record.generation == generation(life));
+    match of_this.is_some_and(|record| record.host.is_some()) {
+        true => Ok(Decision::Settled),
+        false => Ok(Decision::GivenUp),
+    }
+}
+
+/// No VM's name has a dot.
+fn key(group: &str) -> String {
+    format!("restore.{group}")
+}
+
+fn generation(life: Life) -> Generation {
+    Generation(life.0.into())
+}
+
+fn before(life: Life) -> Generation {
+    Generation(u64::from(life.0).saturating_sub(1))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::config::ArbiterConfig;
+    use std::path::Path;
+
+    fn arbiter(path: &Path, host: &str) -> Arbiter {
+        Arbiter::new(&ArbiterConfig::File { path: path.to_owned() }, host).unwrap()
+    }
+
+    #[test]
+    fn the_first_who_asks_decides_for_all_of_a_life() {
+        let directory = tempfile::tempdir().unwrap();
+        let [a, b] = ["a", "b"].map(|host| arbiter(directory.path(), host));
+        // After three restores of which nobody asked.
+        let life = Life(4);
+        assert_eq!(settle(&a, "shop", life), Ok(Decision::Settled));
+        for host in [&a, &b] {
+            assert_eq!(give_up(host, "shop", life), Ok(Decision::Settled));
+        }
+        assert_eq!(settle(&a, "shop", life), Ok(Decision::Settled), "an answer was lost");
+
+        let life = Life(5);
+        assert_eq!(give_up(&b, "shop", life), Ok(Decision::GivenUp));
+        for host in [&a, &b] {
+            assert_eq!(give_up(host, "shop", life), Ok(Decision::GivenUp));
+            assert_eq!(settle(host, "shop", life), Ok(Decision::GivenUp));
+        }
+        assert_eq!(settle(&a, "bank", life), Ok(Decision::Settled), "another group");
+    }
+
+    #[test]
+    fn the_coordinators_own_host_may_give_up_too() {
+        let directory = tempfile::tempdir().unwrap();
+        let a = arbiter(directory.path(), "a");
+        assert_eq!(give_up(&a, "shop", Life(1)), Ok(Decision::GivenUp));
+        assert_eq!(settle(&a, "shop", Life(1)), Ok(Decision::GivenUp));
+    }
+
+    #[test]
+    fn what_is_long_over_is_given_up() {
+        let directory = tempfile::tempdir().unwrap();
+        let [a, b] = ["a", "b"].map(|host| arbiter(directory.path(), host));
+        assert_eq!(settle(&a, "shop", Life(7)), Ok(Decision::Settled));
+        assert_eq!(give_up(&b, "shop", Life(6)), Ok(Decision::GivenUp));
+    }
+
+    #[test]
+    fn an_arbiter_that_is_away_decides_nothing() {
+        let away = arbiter(Path::new("/nonexistent/arbiter"), "a");
+        assert!(settle(&away, "shop", Life(1)).is_err());
+        assert!(give_up(&away, "shop", Life(1)).is_err());
+    }
+}
