@@ -81,10 +81,11 @@ fn questions_to_a_tap_are_answered_for_cards_alone() {
         let nothing: *mut c_void = std::ptr::null_mut();
         assert_eq!(card::ioctl(fd, libc::FIOCLEX, nothing), 0, "without an argument");
 
-        // What the port had not read when it is dropped would be told first (ECONNRESET).
         set(fd, libc::TUNSETVNETHDRSZ, 10).unwrap();
         drop(port);
-        assert_eq!(set(fd, libc::TUNSETVNETHDRSZ, 12), Err(Errno::EPIPE), "no daemon");
+        // Its thread may let go of the socket a moment later, with the question unread.
+        let error = set(fd, libc::TUNSETVNETHDRSZ, 12).unwrap_err();
+        assert!([Errno::EPIPE, Errno::ECONNRESET].contains(&error), "no daemon: {error}");
         // The number will be another descriptor's.
         card::register("-1").unwrap();
     });

@@ -169,9 +169,9 @@ impl World {
         }
         let now = self.now;
         let answers = std::mem::take(&mut self.arbiter.answers);
-        let (due, later) = answers.into_iter().partition(|(at, ..)| *at <= now);
+        let (due, later): (Vec<_>, Vec<_>) = answers.into_iter().partition(|(at, ..)| *at <= now);
         self.arbiter.answers = later;
-        for (_, who, decision) in Vec::from(due) {
+        for (_, who, decision) in due {
             match who {
                 Some(member) if self.hosts[member.index()].alive => {
                     self.cohort(member.index(), CohortEvent::Decided(decision));

@@ -233,7 +233,7 @@ fn a_missing_chunk_is_found_among_few_and_among_many_of_a_folder() {
     };
     let (few, many) = (&in_folder("00")[1..], in_folder("01"));
     let all: Vec<_> = [few, &many].concat();
-    let chunk = |&(at, id): &(u64, ChunkId)| NewChunk { id, content: content(at).into() };
+    let chunk = |&(at, id): &(u64, ChunkId)| NewChunk { id, content: content(at) };
     bench.store.put_chunks(all.iter().map(chunk).collect(), Compression::None).unwrap();
     let needed = || all.iter().map(|(_, id)| *id).collect();
     bench.store.check_there(needed()).unwrap();

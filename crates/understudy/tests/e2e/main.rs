@@ -42,6 +42,7 @@
 //! | [`cluster_deaths`] | hosts that die while a group is snapshotted or restored |
 //! | [`lazy`]    | guests whose memory is still to come |
 //! | [`snapshot`] | snapshots, and VMs that run again as they were |
+//! | [`s3`]      | snapshots in S3-compatible storage |
 //! | [`succession`] | a VM goes on in another QEMU |
 //! | [`switching`] | checkpoints become lockstep, and back |
 //! | [`throttle`]| a guest that writes faster than a slow link carries |
@@ -80,6 +81,7 @@ mod refusals;
 mod relay;
 mod repair;
 mod resync;
+mod s3;
 mod security;
 mod shapes;
 mod snapshot;
