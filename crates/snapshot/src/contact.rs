@@ -12,25 +12,59 @@ pub const REPEAT: Duration = Duration::from_millis(200);
 /// How long the other side may be silent. Work may take longer: whoever does it says so.
 pub const SILENCE: Duration = Duration::from_secs(5);
 
+/// The longest time between two looks at the clock that counts as silence in full: a host that
+/// looks later stood still itself, and what was said to it meanwhile is still to be read.
+const LOOK: Duration = Duration::from_secs(1);
+
+/// For how long somebody has said nothing to a host that would have heard it.
+#[derive(Clone, Debug)]
+pub(crate) struct Silence {
+    length: Duration,
+    looked: Time,
+}
+
+impl Silence {
+    pub fn new(now: Time) -> Silence {
+        Silence { length: Duration::ZERO, looked: now }
+    }
+
+    /// Something was heard.
+    pub fn end(&mut self, now: Time) {
+        *self = Silence::new(now);
+    }
+
+    /// Nothing was heard since the last look; whether that is too long.
+    pub fn look(&mut self, now: Time) -> bool {
+        self.length += (now - self.looked).min(LOOK);
+        self.looked = now;
+        self.length >= SILENCE
+    }
+
+    /// When to look again.
+    pub fn next_look(&self) -> Time {
+        self.looked + LOOK.min(SILENCE.saturating_sub(self.length))
+    }
+}
+
 /// The coordinator's contact with its cohorts.
 #[derive(Clone, Debug)]
 pub(crate) struct Contact {
-    heard: Vec<Time>,
+    silences: Vec<Silence>,
     repeat_at: Time,
 }
 
 impl Contact {
     pub fn new(members: usize, now: Time) -> Contact {
-        Contact { heard: vec![now; members], repeat_at: now + REPEAT }
+        Contact { silences: vec![Silence::new(now); members], repeat_at: now + REPEAT }
     }
 
     pub fn heard(&mut self, member: Member, now: Time) {
-        self.heard[member.index()] = now;
+        self.silences[member.index()].end(now);
     }
 
-    /// Whether a member has been silent for too long.
-    pub fn is_silent(&self, member: Member, now: Time) -> bool {
-        now - self.heard[member.index()] >= SILENCE
+    /// Looks whether a member has been silent for too long.
+    pub fn is_silent(&mut self, member: Member, now: Time) -> bool {
+        self.silences[member.index()].look(now)
     }
 
     /// Whether it is time to repeat; once for each time.

@@ -1,7 +1,7 @@
 //! The cohort of one member.
 
 use super::{Decision, Order, Report};
-use crate::contact::SILENCE;
+use crate::contact::{SILENCE, Silence};
 use understudy_protocol::Time;
 
 /// What happens to a cohort.
@@ -81,18 +81,22 @@ pub struct Cohort {
     complete: bool,
     /// All members run, and stay.
     settled: bool,
-    heard: Time,
+    silence: Silence,
 }
 
 impl Cohort {
     /// Nothing was asked yet.
     pub fn new(now: Time) -> Cohort {
-        Cohort { phase: CohortPhase::Idle, complete: false, settled: false, heard: now }
+        Cohort::at(CohortPhase::Idle, false, now)
     }
 
     /// For a VM that runs, whose former cohort was settled, and ended with its daemon.
     pub fn resumed(now: Time) -> Cohort {
-        Cohort { phase: CohortPhase::Running, complete: false, settled: true, heard: now }
+        Cohort::at(CohortPhase::Running, true, now)
+    }
+
+    fn at(phase: CohortPhase, settled: bool, now: Time) -> Cohort {
+        Cohort { phase, complete: false, settled, silence: Silence::new(now) }
     }
 
     /// Where it stands.
@@ -111,14 +115,14 @@ impl Cohort {
 
     /// When [`CohortEvent::Tick`] is due next, if nothing else happens.
     pub fn deadline(&self) -> Option<Time> {
-        self.needs_coordinator().then(|| self.heard + SILENCE)
+        self.needs_coordinator().then(|| self.silence.next_look())
     }
 
     /// Takes one event; appends what must be done to `actions`.
     pub fn handle(&mut self, now: Time, event: CohortEvent, actions: &mut Vec<CohortAction>) {
         match (event, &self.phase) {
             (CohortEvent::Order(order), _) => {
-                self.heard = now;
+                self.silence.end(now);
                 self.order(order, actions);
             }
             (CohortEvent::Progress(pages), CohortPhase::Loading(_)) => {
@@ -149,8 +153,8 @@ impl Cohort {
                 let end = why.clone().map_or(CohortPhase::Aborted, CohortPhase::Failed);
                 self.enter(end, actions);
             }
-            (CohortEvent::Tick, _) if self.deadline().is_some_and(|at| now >= at) => {
-                self.heard = now;
+            (CohortEvent::Tick, _) if self.needs_coordinator() && self.silence.look(now) => {
+                self.silence.end(now);
                 match self.is_unsettled() {
                     true => actions.push(CohortAction::Ask),
                     false => self.give_up(Some(silent()), actions),

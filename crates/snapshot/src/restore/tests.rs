@@ -25,7 +25,11 @@ struct Faults {
     failures: bool,
     /// For 15 s nothing passes between the coordinator and a member.
     cuts: bool,
+    /// All hosts stand still for a while, as on a machine that is suspended.
+    halts: bool,
 }
+
+const HALT: Duration = Duration::from_secs(12);
 
 const CUT: Duration = Duration::from_secs(15);
 
@@ -244,7 +248,8 @@ impl World {
     }
 
     fn step(&mut self) {
-        self.now = self.now + STEP;
+        let halts = self.faults.halts && self.random.below(300) == 0;
+        self.now = self.now + if halts { HALT } else { STEP };
         self.break_something();
         self.hear_arbiter();
         self.restore(RestoreEvent::Tick);
@@ -344,6 +349,14 @@ fn a_lossy_network_only_delays_a_restore() {
     }
     // The others had loaded all before they were told.
     assert!(settled > 600, "{settled} members were settled");
+}
+
+#[test]
+fn hosts_that_stand_still_only_delay_a_restore() {
+    for seed in 1..=200 {
+        let world = play(seed, Faults { loss: 5, halts: true, ..Faults::default() }, PATIENCE);
+        assert_eq!(world.phase(), Some(&RestorePhase::Restored(vec![])), "seed {seed}");
+    }
 }
 
 #[test]

@@ -2,7 +2,7 @@
 
 use super::{About, Part, TakeOrder, TakeReport};
 use crate::SnapshotNumber;
-use crate::contact::SILENCE;
+use crate::contact::{SILENCE, Silence};
 use understudy_protocol::Time;
 
 /// What happens to a cohort.
@@ -68,13 +68,13 @@ pub enum TakeCohortPhase {
 pub struct TakeCohort {
     number: SnapshotNumber,
     phase: TakeCohortPhase,
-    heard: Time,
+    silence: Silence,
 }
 
 impl TakeCohort {
     /// Of a member whose group's last snapshot, taken or given up, has this number.
     pub fn new(number: SnapshotNumber, now: Time) -> TakeCohort {
-        TakeCohort { number, phase: TakeCohortPhase::Idle, heard: now }
+        TakeCohort { number, phase: TakeCohortPhase::Idle, silence: Silence::new(now) }
     }
 
     /// Where it stands.
@@ -84,7 +84,7 @@ impl TakeCohort {
 
     /// When [`TakeEvent::Tick`] is due next, if nothing else happens.
     pub fn deadline(&self) -> Option<Time> {
-        self.is_busy().then(|| self.heard + SILENCE)
+        self.is_busy().then(|| self.silence.next_look())
     }
 
     /// Takes one event; appends what must be done to `actions`.
@@ -109,7 +109,7 @@ impl TakeCohort {
             (TakeEvent::Failed(number, why), _) if number == own && self.is_busy() => {
                 self.fail(why, actions);
             }
-            (TakeEvent::Tick, _) if self.deadline().is_some_and(|at| now >= at) => {
+            (TakeEvent::Tick, _) if self.is_busy() && self.silence.look(now) => {
                 let silence = SILENCE.as_secs();
                 self.fail(format!("the coordinator was silent for {silence} s"), actions);
             }
@@ -131,7 +131,7 @@ impl TakeCohort {
         if number > self.number {
             return self.other(now, number, order, actions);
         }
-        self.heard = now;
+        self.silence.end(now);
         match (order, &self.phase) {
             (TakeOrder::Take, Prepared) => {
                 actions.push(TakeAction::Take(number));
@@ -161,7 +161,8 @@ impl TakeCohort {
         if self.is_busy() {
             actions.push(TakeAction::Discard(self.number));
         }
-        (self.number, self.heard) = (number, now);
+        self.number = number;
+        self.silence.end(now);
         match order {
             TakeOrder::Prepare => {
                 actions.push(TakeAction::Prepare(number));

@@ -19,7 +19,11 @@ struct Faults {
     failures: bool,
     store: bool,
     orphans: bool,
+    /// All hosts stand still for a while, as on a machine that is suspended.
+    halts: bool,
 }
+
+const HALT: Duration = Duration::from_secs(12);
 
 /// One member's host, and what it really did.
 struct Host {
@@ -156,7 +160,8 @@ impl World {
     }
 
     fn step(&mut self, number: SnapshotNumber) {
-        self.now = self.now + Duration::from_millis(10);
+        let halts = self.faults.halts && self.random.below(300) == 0;
+        self.now = self.now + if halts { HALT } else { Duration::from_millis(10) };
         let now = self.now;
         if self.publishing.take_if(|at| *at <= now).is_some() {
             let fails = self.faults.store && self.random.below(3) == 0;
@@ -236,6 +241,14 @@ fn a_lossy_network_only_delays_a_snapshot() {
         for host in &world.hosts {
             assert_eq!((host.armed, host.base), (None, SnapshotNumber(SNAPSHOTS)));
         }
+    }
+}
+
+#[test]
+fn hosts_that_stand_still_only_delay_a_snapshot() {
+    for seed in 1..=100 {
+        let world = play(seed, Faults { loss: 5, halts: true, ..Faults::default() });
+        assert_eq!(world.outcomes, vec![TakerPhase::Done; SNAPSHOTS as usize], "seed {seed}");
     }
 }
 
