@@ -9,6 +9,8 @@
 //! 3. It is restored at the default's way with other shares of the working set: how often does
 //!    the guest wait for a page in 7 s?
 //!
+//! The loads are measured one after the other, and that so many times.
+//!
 //! | module    | is |
 //! |-----------|----|
 //! | `load`    | what the guest does |
@@ -27,6 +29,7 @@ pub use report::tests;
 pub use report::{Report, table};
 
 use super::progress::Progress;
+use super::runs;
 use crate::cli::BenchRestoreArgs;
 use anyhow::Result;
 use clap::ValueEnum;
@@ -35,6 +38,8 @@ use testbed::Testbed;
 /// Shares of the working set that are loaded before the start.
 const SHARES: [f64; 4] = [0.5, 0.7, 1.0, 2.0];
 const QUICK_SHARES: [f64; 2] = [0.5, 1.0];
+/// How often each load is measured.
+const RUNS: u32 = 3;
 /// What is measured at once.
 const QUICK_LOADS: [Load; 2] = [Load::Compile, Load::Pi];
 
@@ -47,15 +52,16 @@ pub fn measure(args: &BenchRestoreArgs) -> Result<Report> {
     };
     let shares: &[f64] = if args.quick { &QUICK_SHARES } else { &SHARES };
     let testbed = Testbed::start(args)?;
-    let progress = Progress::new("queue", loads.len());
+    let rounds = runs(args, RUNS) as usize;
+    let progress = Progress::new("queue", rounds * loads.len());
     let mut report = Report::new(args.memory_mib);
-    for load in loads {
+    for load in std::iter::repeat_n(loads, rounds).flatten() {
         let name = load.to_possible_value().map_or_else(String::new, |v| v.get_name().to_owned());
         progress.begin(&name);
         match testbed.measure(*load, shares) {
             Ok(figures) => {
                 progress.end(&name, &figures.words());
-                report.workloads.insert(*load, figures);
+                report.rounds.entry(*load).or_default().push(figures);
             }
             Err(error) => {
                 let words = format!("{name}: {error:#}");
