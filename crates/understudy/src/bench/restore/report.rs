@@ -145,6 +145,7 @@ mod tests {
         report.finish();
         let json = serde_json::to_value(&report).unwrap();
         for pointer in [
+            "/hit_rate_as_taken",
             "/hit_rate/fafl",
             "/hit_rate/lru",
             "/hit_rate/clock",

@@ -1,13 +1,15 @@
 //! Which pages each policy has loaded when the guest touches them (HotRestore, Tables 1 to 3 and
 //! Figure 6). For each load:
 //!
-//! 1. A snapshot is taken while the load runs; all accesses of the next 7 s are noted, a page
-//!    that is touched again every tenth of a second at most. First access, recency and CLOCK are
-//!    computed from that one run.
-//! 2. It is restored with all its memory, and the first accesses of 7 s are noted: what a policy
-//!    should have foretold.
-//! 3. It is restored at the default's way with other shares of the working set: how often does
-//!    the guest wait for a page in 7 s?
+//! 1. A snapshot is taken while the load runs, as it is taken by default: the first accesses of
+//!    the next 7 s are traced.
+//! 2. Another one follows; all accesses of the next 7 s are noted, a page that is touched again
+//!    every tenth of a second at most. First access, recency and CLOCK are computed from that one
+//!    run. The guest gets less far in it, which is why there is the former.
+//! 3. Each is restored with all its memory, and the first accesses of 7 s are noted: what a
+//!    policy should have foretold.
+//! 4. The former is restored at the default's way with other shares of the working set: how often
+//!    does the guest wait for a page in 7 s?
 //!
 //! The loads are measured one after the other, and that so many times.
 //!

@@ -1,4 +1,4 @@
-//! How well each policy foretold what was touched, from what was noted on one run.
+//! How well each policy foretold what was touched, from what was noted.
 
 use crate::bench::suite::statistics::median;
 use serde::Serialize;
@@ -24,12 +24,49 @@ pub struct ByPolicy {
     pub clock: f64,
 }
 
+/// What was noted of one snapshot: all accesses after it, in their order, and the pages that were
+/// touched after its restore.
+#[derive(Clone, Debug)]
+pub struct Noted {
+    /// Each page once, if only first accesses were traced.
+    pub accesses: Vec<u64>,
+    /// Each page once.
+    pub touched: Vec<u64>,
+}
+
+/// How well so many pages in the order of a queue of first accesses foretold what was touched.
+#[derive(Clone, Copy, Debug, PartialEq, Serialize)]
+pub struct Foretold {
+    /// Share of the touched pages that are among them.
+    pub hit_rate: f64,
+    /// Share of them that was touched.
+    pub accuracy: f64,
+    /// What no policy of that size can exceed: the share of the touched pages that it could load.
+    pub bound: f64,
+}
+
+impl Foretold {
+    /// With the first `pages` of the queue loaded.
+    pub fn of(pages: u64, noted: &Noted) -> Foretold {
+        let mut queue = FirstAccess::new(pages as usize);
+        for page in numbered(&noted.accesses) {
+            queue.access(page);
+        }
+        let touched: Vec<Page> = numbered(&noted.touched).collect();
+        let score = Score::of(queue.pages(), &touched);
+        let (hit_rate, accuracy) = (score.hit_rate, score.accuracy);
+        Foretold { hit_rate, accuracy, bound: bound(pages, noted) }
+    }
+}
+
 /// What would have become of a restore with so many pages loaded before the start.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize)]
 pub struct AtSize {
     /// Pages loaded.
     pub pages: u64,
-    /// Share of the touched pages that had been loaded.
+    /// By the queue of a snapshot as it is taken by default: only first accesses are traced.
+    pub as_taken: Foretold,
+    /// Share of the touched pages that had been loaded, by policies that saw the same accesses.
     pub hit_rate: ByPolicy,
     /// Share of the loaded pages that were touched.
     pub accuracy: ByPolicy,
@@ -38,18 +75,17 @@ pub struct AtSize {
 }
 
 impl AtSize {
-    /// Of all accesses after the snapshot, in their order, and of the first ones after the
-    /// restore.
-    pub fn of(pages: u64, accesses: &[u64], touched: &[u64]) -> AtSize {
+    /// Of a snapshot as it is taken by default, and of one that has all accesses.
+    pub fn of(pages: u64, as_taken: &Noted, compared: &Noted) -> AtSize {
         let size = pages as usize;
         let (mut first, mut recent, mut clock) =
             (FirstAccess::new(size), Recency::new(size), Clock::new(size));
-        for page in accesses.iter().copied().map(page) {
+        for page in numbered(&compared.accesses) {
             first.access(page);
             recent.access(page);
             clock.access(page);
         }
-        let touched: Vec<Page> = touched.iter().copied().map(page).collect();
+        let touched: Vec<Page> = numbered(&compared.touched).collect();
         let scores = [first.pages(), &recent.pages(), &clock.pages()]
             .map(|loaded| Score::of(loaded, &touched));
         let by = |figure: fn(&Score) -> f64| {
@@ -58,11 +94,16 @@ impl AtSize {
         };
         AtSize {
             pages,
+            as_taken: Foretold::of(pages, as_taken),
             hit_rate: by(|score| score.hit_rate),
             accuracy: by(|score| score.accuracy),
-            bound: (pages as f64 / touched.len().max(1) as f64).min(1.0),
+            bound: bound(pages, compared),
         }
     }
+}
+
+fn bound(pages: u64, noted: &Noted) -> f64 {
+    (pages as f64 / noted.touched.len().max(1) as f64).min(1.0)
 }
 
 /// The middle of several runs, policy by policy.
@@ -75,31 +116,38 @@ pub fn middle(figures: &[ByPolicy]) -> Option<ByPolicy> {
 /// Touched pages that had not been loaded, when that share of the queue had.
 pub fn not_loaded(queue: &[u64], share: f64, touched: &[u64]) -> u64 {
     let loaded = ((queue.len() as f64 * share).round() as usize).min(queue.len());
-    let pages = |numbers: &[u64]| numbers.iter().copied().map(page).collect::<Vec<Page>>();
+    let pages = |numbers: &[u64]| numbered(numbers).collect::<Vec<Page>>();
     Score::of(&pages(&queue[..loaded]), &pages(touched)).faults as u64
 }
 
 /// Keyed by a share, as it is written: JSON's keys are texts.
 pub type ByShare<T> = BTreeMap<String, T>;
 
-fn page(index: u64) -> Page {
-    Page { block: BlockId(0), index: PageIndex(index) }
+/// Pages of main memory.
+fn numbered(numbers: &[u64]) -> impl Iterator<Item = Page> {
+    numbers.iter().map(|&index| Page { block: BlockId(0), index: PageIndex(index) })
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
 
+    fn noted(accesses: &[u64], touched: &[u64]) -> Noted {
+        Noted { accesses: accesses.to_vec(), touched: touched.to_vec() }
+    }
+
     #[test]
     fn policies_are_judged_by_what_the_guest_touches_next() {
         // It does the same again: 1 2 3 4, of which two can be loaded, and then rests.
-        let at = AtSize::of(2, &[1, 2, 3, 4, 4], &[1, 2, 5]);
+        let as_taken = noted(&[1, 2, 3], &[2, 6, 7, 8]);
+        let at = AtSize::of(2, &as_taken, &noted(&[1, 2, 3, 4, 4], &[1, 2, 5]));
         assert_eq!(at.hit_rate.fafl, 2.0 / 3.0);
         assert_eq!(at.hit_rate.lru, 0.0);
         assert_eq!(at.accuracy.fafl, 1.0);
         assert_eq!(at.bound, 2.0 / 3.0);
+        assert_eq!(at.as_taken, Foretold { hit_rate: 0.25, accuracy: 0.5, bound: 0.5 });
         // All that was touched fits: all policies load the same.
-        let at = AtSize::of(9, &[1, 2, 3], &[3, 2]);
+        let at = AtSize::of(9, &as_taken, &noted(&[1, 2, 3], &[3, 2]));
         assert_eq!([at.hit_rate.fafl, at.hit_rate.lru, at.hit_rate.clock], [1.0; 3]);
         assert_eq!((at.accuracy.fafl, at.bound), (2.0 / 3.0, 1.0));
     }

@@ -1,10 +1,10 @@
 //! The guest of the queue's section, and what is measured of one load.
 
 use super::super::pair::begin;
-use super::super::stage::{LIMIT, Stage};
+use super::super::stage::{LIMIT, Stage, Taken};
 use super::load::Load;
 use super::report::{Faults, Figures};
-use super::score::{AtSize, ByShare, PARTS, SIZES, not_loaded};
+use super::score::{AtSize, ByShare, Noted, PARTS, SIZES, not_loaded};
 use crate::bench::words;
 use crate::cli::BenchRestoreArgs;
 use crate::demo::scene_options;
@@ -75,33 +75,47 @@ impl Testbed {
         thread::sleep(self.sampled);
         let runs = self.stage.scene().shell()?.run(&format!("kill -0 {pid}"))?;
         ensure!(runs.code == 0, "it has ended: {}", runs.text);
-        let taken = self.stage.snapshot(SnapshotRequest { recency: true, ..Default::default() })?;
+        let taken = self.stage.snapshot(SnapshotRequest::default())?;
+        let compared =
+            self.stage.snapshot(SnapshotRequest { recency: true, ..Default::default() })?;
         let path = SnapshotTrace::path(self.traces.path(), VM);
         let accesses = read::<SnapshotTrace>(&path)?.accesses;
-        let number = taken.number;
-        let eager = RestoreRequest { mode: Mode::Eager, ..of(number) };
-        let touched = self.watched(eager)?.touched.context("accesses were not noted")?;
+        let compared = Noted { accesses, touched: self.touched(compared.number)? };
         let queue: Vec<u64> = taken.working_set.queue.iter().map(|page| page.index.0).collect();
-        let mut faults = ByShare::new();
-        for &share in shares {
-            let working_set = share.try_into()?;
-            let trace = self.watched(RestoreRequest { working_set, ..of(number) })?;
-            // By the estimate, which is what the product loads; and no more than was noted.
-            let loaded = taken.working_set.size as f64 * share / queue.len().max(1) as f64;
-            let not_loaded = not_loaded(&queue, loaded, &touched);
-            faults.insert(share.to_string(), Faults { not_loaded, waits: trace.waits });
-        }
+        let as_taken = Noted { accesses: queue, touched: self.touched(taken.number)? };
+        let faults = self.faults(&taken, &as_taken, shares)?;
         let working_set = taken.working_set.size as f64;
-        let at = |size: u64| AtSize::of(size.max(1), &accesses, &touched);
+        let at = |size: u64| AtSize::of(size.max(1), &as_taken, &compared);
         Ok(Figures {
-            traced: queue.len() as u64,
-            touched: touched.len() as u64,
+            traced: as_taken.accesses.len() as u64,
+            touched: as_taken.touched.len() as u64,
             working_set: taken.working_set.size,
             sampled: taken.sampled,
             sizes: SIZES.map(at).to_vec(),
             of_working_set: PARTS.map(|part| at((working_set * part).round() as u64)).to_vec(),
             faults,
         })
+    }
+
+    /// What the guest touches after it is restored with all its memory.
+    fn touched(&self, number: SnapshotNumber) -> Result<Vec<u64>> {
+        let eager = RestoreRequest { mode: Mode::Eager, ..of(number) };
+        self.watched(eager)?.touched.context("accesses were not noted")
+    }
+
+    /// What is missing when it is restored with such shares of its working set.
+    fn faults(&self, taken: &Taken, noted: &Noted, shares: &[f64]) -> Result<ByShare<Faults>> {
+        let queue = &noted.accesses;
+        let mut faults = ByShare::new();
+        for &share in shares {
+            let working_set = share.try_into()?;
+            let trace = self.watched(RestoreRequest { working_set, ..of(taken.number) })?;
+            // By the estimate, which is what the product loads; and no more than was noted.
+            let loaded = taken.working_set.size as f64 * share / queue.len().max(1) as f64;
+            let not_loaded = not_loaded(queue, loaded, &noted.touched);
+            faults.insert(share.to_string(), Faults { not_loaded, waits: trace.waits });
+        }
+        Ok(faults)
     }
 
     /// Ends the guest, restores it, and returns what was noted of it then.
