@@ -11,7 +11,7 @@ DEMO_OPTIONS := $(if $(MODE),--mode $(MODE)) $(if $(CUT),--cut $(CUT)) $(if $(JS
 # standard error.
 PROGRESS := $(if $(JSON),1>&2)
 
-.PHONY: help demo test test-long simulate bench bench-quick bench-compression bench-lockstep bench-restore bench-guest setup guests build lint clean
+.PHONY: help demo test test-long simulate bench bench-quick readme-table bench-compression bench-lockstep bench-restore bench-guest setup guests build lint audit clean
 .DEFAULT_GOAL := help
 
 help: ## List the targets
@@ -34,8 +34,12 @@ bench: build guests bench-guest ## What protection costs, all workloads (QUICK=1
 	@guests/toolchain $(PROGRESS)
 	@$(UNDERSTUDY) bench $(if $(QUICK),--quick) $(if $(ONLY),--only $(ONLY)) $(if $(JSON),--json)
 
-bench-quick: ## The same in less than ten minutes, a first look
+bench-quick: ## The same work in fewer variants, one round: a first look
 	@$(MAKE) --no-print-directory bench QUICK=1
+
+readme-table: setup ## The tables of README.md and docs/performance.md from a report (REPORT=target/bench/report.json)
+	@cargo build --release -p understudy
+	@$(UNDERSTUDY) bench readme $(REPORT)
 
 bench-compression: build guests ## Ways to encode pages, on a guest that compiles (JSON=1: as JSON)
 	@guests/toolchain $(PROGRESS)
@@ -59,10 +63,24 @@ guests: setup ## Build the test guests into target/guest
 build: setup ## Build the release binary and the agent
 	@cargo build --release --workspace
 
-lint: setup ## Formatting and clippy, warnings denied
+lint: ## Formatting, clippy, shellcheck, spelling, cited files; warnings denied
+	@scripts/setup lint
 	cargo fmt --all --check
 	cargo clippy --workspace --all-targets -- -D warnings
 	cd guests/tools && cargo fmt --check && cargo clippy --target-dir ../../target/guest/build --all-targets -- -D warnings
+	git ls-files -z '*.md' '*.rs' '*.toml' Makefile .ci scripts | xargs -0 codespell
+	git ls-files .ci guests scripts | xargs grep -lE '^#!/bin/(ba)?sh' | xargs shellcheck --severity=warning
+	scripts/check-citations
+
+# cargo-deny, and its version with the format of deny.toml.
+CARGO_DENY := target/tools/bin/cargo-deny
+CARGO_DENY_VERSION := 0.19
+
+audit: setup $(CARGO_DENY) ## Dependencies: advisories, licences, duplicates (ONLY=licenses: without the advisories' database)
+	$(CARGO_DENY) --all-features check $(or $(ONLY),advisories licenses bans sources)
+
+$(CARGO_DENY):
+	cargo install --locked cargo-deny --version '~$(CARGO_DENY_VERSION)' --root target/tools --target-dir target/tools/build
 
 clean: ## Remove everything that was built, the guest kernel included
 	rm -rf target

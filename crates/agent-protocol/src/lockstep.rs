@@ -144,7 +144,7 @@ impl LogPage {
         self.blocked_since.store(now(), Ordering::Release);
     }
 
-    /// It goes on, if it stood still.
+    /// Resume, if stopped.
     pub fn end_block(&self) {
         let since = self.blocked_since.swap(0, Ordering::AcqRel);
         if since != 0 {

@@ -2,7 +2,7 @@
 //! The page of memory over which a pause is arranged.
 
 use crate::{LogErrand, Word};
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 
 /// What the daemon wants; the number is what [`PausePage::order`] holds.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -67,6 +67,10 @@ pub struct PausePage {
     /// When each answer was given, by its number. The first is when the agent heard the
     /// bell.
     pub stamps: [AtomicU64; PausePage::STAMPS],
+    /// Number of the daemon's last probe. It rings the bell, too.
+    pub probe: AtomicU32,
+    /// Number of the last probe that the main loop has seen.
+    pub echo: AtomicU32,
 }
 
 impl PausePage {
@@ -82,6 +86,11 @@ impl PausePage {
         self.errand.set(errand as u32);
         self.rung.store(now(), Ordering::Relaxed);
         self.order.set(Order::Begin as u32);
+    }
+
+    /// The main loop lives: answers the daemon's probe, if there is one.
+    pub fn echo(&self) {
+        self.echo.store(self.probe.load(Ordering::Acquire), Ordering::Release);
     }
 
     /// Notes the time, then tells.
@@ -115,6 +124,14 @@ mod tests {
         assert_eq!(Answer::from_number(Answer::Saved as u32), Some(Answer::Saved));
         assert_eq!(Answer::from_number(7), None);
         assert_eq!(Answer::from_number(u32::MAX), None);
+    }
+
+    #[test]
+    fn a_probe_is_answered_with_its_number() {
+        let page = PausePage::default();
+        page.probe.store(u32::MAX, Ordering::Release);
+        page.echo();
+        assert_eq!(page.echo.load(Ordering::Acquire), u32::MAX);
     }
 
     #[test]

@@ -159,6 +159,7 @@ impl Pauser {
         let mut count = 0u64;
         // SAFETY: reads the eight bytes of an eventfd.
         unsafe { libc::read(pauser.bell.as_raw_fd(), ptr::from_mut(&mut count).cast(), 8) };
+        pauser.page.echo();
         pauser.page.stamp(Answer::None);
         Pauser::attend(opaque);
     }

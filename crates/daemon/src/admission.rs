@@ -1,5 +1,7 @@
 //! Admission: everything that speaks against a VM, found before anything is changed.
 
+use crate::arbiter::Key;
+use crate::arbiter::Unreachable;
 use crate::error::{ErrorKind, HostError};
 use crate::handshake::{Offer, Purpose, Welcome};
 use crate::host::{Host, PEER_TIMEOUT, prepare_directory};
@@ -13,10 +15,12 @@ use std::net::SocketAddr;
 use std::path::PathBuf;
 use std::sync::Arc;
 use understudy_disk::{Disk, ImageFormat};
+use understudy_protocol::HostName;
+use understudy_protocol::VmName;
 use understudy_protocol::validity::may_start;
 use understudy_protocol::wire::Kind;
 use understudy_protocol::{DiskIndex, Generation, Verdict};
-use understudy_qemu::definition::DiskFormat;
+use understudy_qemu::definition::{DiskDefinition, DiskFormat};
 use understudy_qemu::lockstep::{LogRole, obstacles};
 use understudy_qemu::{Accelerator, VmDefinition, build_id, peer_obstacle};
 
@@ -37,6 +41,17 @@ impl Host {
             let message = format!("{} {why}", definition.name);
             return Err(HostError::new(ErrorKind::Conflict, message));
         }
+        for expected in self.arrivals.all() {
+            let (name, primary) = (&expected.definition.name, &expected.primary);
+            if *name == definition.name {
+                let message = format!(
+                    "host {} is about to back up {name:?} already, for host {primary}",
+                    self.config.name
+                );
+                return Err(HostError::new(ErrorKind::Conflict, message));
+            }
+            check_cards(definition, &expected.definition)?;
+        }
         let vms = lock(&self.vms);
         for (name, vm) in vms.iter() {
             let machine = match vm {
@@ -49,15 +64,7 @@ impl Host {
                     format!("there is a VM {name:?} on host {} already", self.config.name);
                 return Err(HostError::new(ErrorKind::Conflict, message));
             }
-            let taken = &machine.definition().cards;
-            let clash = definition
-                .cards
-                .iter()
-                .find(|card| taken.iter().any(|other| other.mac == card.mac));
-            if let Some(card) = clash {
-                let message = format!("MAC {} is in use by VM {name:?} on this host", card.mac);
-                return Err(HostError::new(ErrorKind::Conflict, message));
-            }
+            check_cards(definition, machine.definition())?;
         }
         Ok(())
     }
@@ -111,14 +118,14 @@ impl Host {
     /// Asks a host whether it could execute the log of this VM, before the VM is moved into a
     /// QEMU that records one.
     pub(crate) fn ask_to_follow(&self, vm: &PrimaryVm, to: &str) -> Result<(), HostError> {
-        let addresses = self.addresses_of(to)?;
+        let (peer, addresses) = self.known_host(to)?;
         let machine = vm.machine();
         let records = machine.lockstep().is_some_and(|own| own.role == LogRole::Record);
         // Else it goes on in the QEMU that is installed now.
         let build = if records { machine.qemu_build() } else { self.installed_build()? };
         let ask = || -> anyhow::Result<Welcome> {
             let purpose = |_| Purpose::MayFollow { build: build.clone() };
-            let (link, _) = self.identity.dial_first(to, &addresses, purpose)?;
+            let (link, _) = self.identity.dial_first(&peer, &addresses, purpose)?;
             link.set_read_timeout(Some(PEER_TIMEOUT))?;
             link.expect_json(Kind::Welcome)
         };
@@ -134,11 +141,12 @@ impl Host {
         })
     }
 
-    /// The addresses of a host that this one knows.
-    pub(crate) fn addresses_of(&self, host: &str) -> Result<Vec<SocketAddr>, HostError> {
+    /// A host that this one knows, with its addresses.
+    pub(crate) fn known_host(&self, host: &str) -> Result<(HostName, Vec<SocketAddr>), HostError> {
         let known = self.known_hosts();
-        known.get(host).cloned().ok_or_else(|| {
-            let known: Vec<&str> = known.keys().map(String::as_str).collect();
+        let found = known.get_key_value(host);
+        found.map(|(name, addresses)| (name.clone(), addresses.clone())).ok_or_else(|| {
+            let known: Vec<&str> = known.keys().map(HostName::as_str).collect();
             let known = known.join(", ");
             let message = format!("{host:?} is not a peer of this host; its [peers] are: {known}");
             HostError::new(ErrorKind::Invalid, message)
@@ -171,8 +179,8 @@ impl Host {
     }
 
     /// The directory of a VM's sockets, logs and mirrors.
-    pub(crate) fn vm_directory(&self, name: &str) -> Result<PathBuf, HostError> {
-        let directory = self.config.state_dir.join(name);
+    pub(crate) fn vm_directory(&self, name: &VmName) -> Result<PathBuf, HostError> {
+        let directory = name.below(&self.config.state_dir);
         prepare_directory(&directory)?;
         Ok(directory)
     }
@@ -190,36 +198,48 @@ impl Host {
         };
         let own = record.as_ref().map(|record| &record.image);
         let refuse = |why: String| {
-            let message = format!(
-                "{name} cannot be started here: {why}; `understudy recover {name}` finds its valid \
-                 images and starts it on them"
-            );
+            let message = format!("{name} cannot be started here: {why}; {}", self.remedy(name));
             HostError::new(ErrorKind::Conflict, message)
         };
         may_start(&self.config.name, own, ownership.as_ref()).map_err(refuse)?;
         if let Some(record) = &record {
-            self.check_paths(definition, record).map_err(refuse)?;
+            self.check_paths(definition, record)?;
         }
         let newest = ownership.map_or(Generation(0), |owner| owner.generation);
         Ok(newest.max(own.map_or(Generation(0), |own| own.generation)))
     }
 
-    /// After a take-over the newest images are this host's mirrors, whatever a
-    /// definition from before says.
-    fn check_paths(&self, definition: &VmDefinition, record: &Record) -> Result<(), String> {
+    /// What to do about a VM that this host may not start.
+    fn remedy(&self, name: &VmName) -> String {
+        let runner = self.inquire(name).ok().and_then(|inquiry| inquiry.runner());
+        match runner {
+            Some((host, _)) => {
+                format!("host {host} runs it now: `understudy status {name}` there shows it")
+            }
+            None => {
+                format!("`understudy recover {name}` finds its valid images and starts it on them")
+            }
+        }
+    }
+
+    /// After a take-over, or a restore, the newest images are in this host's own directory,
+    /// whatever a definition from before says.
+    fn check_paths(&self, definition: &VmDefinition, record: &Record) -> Result<(), HostError> {
+        let name = &definition.name;
         let newest = record.images();
-        let mirrors = self.config.state_dir.join(&definition.name);
+        let mirrors = definition.name.below(&self.config.state_dir);
         let named: Vec<PathBuf> = definition.disks.iter().map(|disk| disk.path.clone()).collect();
         if named == newest || !newest.iter().any(|image| image.starts_with(&mirrors)) {
             return Ok(());
         }
         let newest: Vec<String> = newest.iter().map(|path| path.display().to_string()).collect();
-        Err(format!(
-            "it took over from host {} here, and its newest images are {}, not those of the \
-             definition, which are stale",
-            record.peer.as_deref().unwrap_or("?"),
+        let message = format!(
+            "{name} cannot be started here from this definition: its newest images are {}, where it \
+             ran last, and those of the definition are stale; `understudy vm start {name}` starts it \
+             on the newest, `understudy recover {name}` asks the other hosts first",
             newest.join(", ")
-        ))
+        );
+        Err(HostError::new(ErrorKind::Conflict, message))
     }
 
     /// Refuses to overwrite images that are newer than the offered VM.
@@ -235,16 +255,48 @@ impl Host {
         Err(HostError::new(ErrorKind::Conflict, message))
     }
 
-    pub(crate) fn take_ownership(
+    /// Refuses an offer of which this host could not prove that it may take the VM over: by the
+    /// same arbiter's word, of this owner and generation.
+    pub(crate) fn check_arbiter(&self, primary: &HostName, offer: &Offer) -> Result<(), HostError> {
+        // What `examine` refuses is not asked about.
+        let Some(arbiter) =
+            self.arbiter.as_ref().filter(|_| offer.definition.validate().is_empty())
+        else {
+            return Ok(());
+        };
+        let name = &self.config.name;
+        let unfit = |error: Unreachable| {
+            let message = format!("it could not take over: {error}");
+            HostError::new(ErrorKind::Unreachable, message)
+        };
+        let ours = arbiter.identify().map_err(unfit)?;
+        if ours.id != offer.arbiter.id {
+            let message = format!(
+                "its arbiter is not that of {primary}: {name} has {ours}, {primary} has {theirs}; \
+                 correct [arbiter] in the configuration of one of them, or mount what is missing, \
+                 and restart its daemon",
+                theirs = offer.arbiter
+            );
+            return Err(HostError::new(ErrorKind::Invalid, message));
+        }
+        // A group is taken over as one: no member of it may be somebody else's.
+        for member in offer.group.iter().flat_map(|group| &group.membership.members) {
+            arbiter.prove(&member.vm, primary, member.generation).map_err(unfit)?;
+        }
+        arbiter.prove(&offer.definition.name, primary, offer.generation).map_err(unfit)
+    }
+
+    pub(crate) fn take_ownership<'a>(
         &self,
-        name: &str,
+        key: impl Into<Key<'a>>,
         from: Generation,
     ) -> Result<Generation, HostError> {
         let Some(arbiter) = &self.arbiter else { return Ok(Generation(0)) };
-        match arbiter.claim(name, from) {
+        let key = key.into();
+        match arbiter.claim(key, from) {
             Verdict::Granted(generation) => Ok(generation),
             Verdict::Taken(owner) => {
-                let message = format!("another host took {name} just now: {owner:?}");
+                let message = format!("another host took {key} just now: {owner:?}");
                 Err(HostError::new(ErrorKind::Conflict, message))
             }
             Verdict::Unreachable(reason) => Err(HostError::new(ErrorKind::Unreachable, reason)),
@@ -252,13 +304,32 @@ impl Host {
     }
 }
 
-/// Opens and locks the images of a VM's disks.
-pub(crate) fn open_disks(definition: &VmDefinition) -> Result<Vec<Arc<Disk>>, HostError> {
-    let open = |(i, disk): (usize, &understudy_qemu::definition::DiskDefinition)| {
+/// Refuses MAC addresses of another VM on this host.
+fn check_cards(definition: &VmDefinition, other: &VmDefinition) -> Result<(), HostError> {
+    let taken = |mac| other.cards.iter().any(|other| other.mac == mac);
+    let Some(card) = definition.cards.iter().find(|card| taken(card.mac)) else { return Ok(()) };
+    let message = format!("MAC {} is in use by VM {:?} on this host", card.mac, other.name);
+    Err(HostError::new(ErrorKind::Conflict, message))
+}
+
+/// Opens and locks the images of a VM's disks. An image that the VM has run on before, by its
+/// record, is of the format that it was then: what it begins with may be the guest's own.
+pub(crate) fn open_disks(
+    definition: &VmDefinition,
+    former: Option<&Record>,
+) -> Result<Vec<Arc<Disk>>, HostError> {
+    let known = |disk: &DiskDefinition| {
+        let same = |other: &DiskDefinition| other.path == disk.path && other.format == disk.format;
+        former.is_some_and(|record| record.definition.disks.iter().any(same))
+    };
+    let open = |(i, disk): (usize, &DiskDefinition)| {
         let format = match disk.format {
             DiskFormat::Raw => ImageFormat::Raw,
             DiskFormat::Qcow2 => ImageFormat::Qcow2,
         };
+        if !known(disk) {
+            understudy_disk::check_format(&disk.path, format)?;
+        }
         let bytes = understudy_disk::export_bytes(&disk.path, format)?;
         Disk::open(DiskIndex(i as u16), &disk.path, bytes).map(Arc::new)
     };

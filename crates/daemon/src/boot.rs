@@ -11,6 +11,8 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 use tracing::info;
 use understudy_protocol::Generation;
+use understudy_protocol::VmName;
+use understudy_protocol::validity::ImageRole;
 use understudy_qemu::command::Lockstep;
 use understudy_qemu::lockstep::LogRole;
 use understudy_qemu::{Accelerator, ClockBase, Role, VmDefinition};
@@ -27,6 +29,36 @@ impl Host {
         self.boot(definition, newest)
     }
 
+    /// Starts a VM on this host as its record says, wherever its images lie by now.
+    pub fn vm_start_recorded(self: &Arc<Self>, name: &VmName) -> Result<VmStatus, HostError> {
+        let _adding = lock(&self.adding);
+        let definition = self.recorded_definition(name)?;
+        self.check_free(&definition)?;
+        let newest = self.check_images(&definition)?;
+        self.boot(definition, newest)
+    }
+
+    /// The VM as it is on this host: its disks are the images that it runs on, or ran on last.
+    pub fn definition(&self, name: &VmName) -> Result<VmDefinition, HostError> {
+        match lock(&self.vms).get(name) {
+            Some(Vm::Primary(vm)) => return Ok(vm.machine().definition().clone()),
+            Some(Vm::Backup(session)) => return Ok(session.machine().definition().clone()),
+            Some(Vm::Fenced(_)) | None => {}
+        }
+        self.recorded_definition(name)
+    }
+
+    fn recorded_definition(&self, name: &VmName) -> Result<VmDefinition, HostError> {
+        self.record(name)?.map(|record| record.definition).ok_or_else(|| {
+            let message = format!(
+                "host {} has no record of a VM {name:?}: its first start needs its definition, \
+                 `understudy vm start FILE`",
+                self.config.name
+            );
+            HostError::new(ErrorKind::NotFound, message)
+        })
+    }
+
     /// Starts a VM whose name is free on its newest images, `newest` being the newest
     /// generation known of it.
     pub(crate) fn boot(
@@ -39,14 +71,17 @@ impl Host {
             .capabilities
             .accelerator(definition.accel)
             .map_err(|error| HostError::new(ErrorKind::Invalid, error.to_string()))?;
+        self.capabilities
+            .check_cpu(definition.cpu.as_deref())
+            .map_err(|error| HostError::new(ErrorKind::Invalid, error.to_string()))?;
         self.check_bridges(&definition)?;
         self.check_memory(definition.memory.bytes())?;
         let lockstep = match definition.lockstep {
             true => Some(self.recording(&definition, accelerator)?),
             false => None,
         };
-        let disks = open_disks(&definition)?;
         let former = self.record(&definition.name)?;
+        let disks = open_disks(&definition, former.as_ref())?;
         let run_dir = self.vm_directory(&definition.name)?;
         let name = definition.name.clone();
         let plan = machine::Plan {
@@ -72,7 +107,7 @@ impl Host {
         let vm = self.add_primary(machine.clone(), generation, None);
         self.join_cluster(&machine, generation);
         machine.ensure_running().map_err(|error| failed("cannot start the guest", &error))?;
-        info!(vm = name, "started");
+        info!(vm = %name, "started");
         Ok(Vm::Primary(vm).status())
     }
 
@@ -87,7 +122,7 @@ impl Host {
     }
 
     /// Stops a VM: ACPI power-off and a deadline, or at once with `force`.
-    pub fn vm_stop(self: &Arc<Self>, name: &str, force: bool) -> Result<(), HostError> {
+    pub fn vm_stop(self: &Arc<Self>, name: &VmName, force: bool) -> Result<(), HostError> {
         // It may have been taken back just now.
         if force && self.orphans.give_up(name) && !lock(&self.vms).contains_key(name) {
             return Ok(());
@@ -100,7 +135,7 @@ impl Host {
                 let fellows = self.fellows(&vm);
                 self.end_protection(&vm)?;
                 self.leave_group(&vm, &fellows);
-                self.remove_primary(&vm);
+                self.remove_primary(&vm, ImageRole::Cut);
             }
             Vm::Backup(session) if force => session.give_up("the operator ended the backup"),
             Vm::Backup(session) => {

@@ -123,6 +123,19 @@ fn remove_stale(parent: &Path) {
     }
 }
 
+/// Tries to make a group where the CPU controller is for this process, and removes it; returns
+/// where that was.
+pub fn probe() -> anyhow::Result<PathBuf> {
+    let own = std::process::id();
+    let (parent, _) = parent(own)?;
+    // Not `PREFIX`: that would be taken for a QEMU's.
+    let directory = parent.join(format!("doctor-{own}"));
+    fs::create_dir(&directory)
+        .and_then(|()| fs::remove_dir(&directory))
+        .with_context(|| format!("cannot make the control group {}", directory.display()))?;
+    Ok(parent)
+}
+
 /// The group that QEMU is in, where the CPU controller is.
 fn parent(qemu_pid: u32) -> anyhow::Result<(PathBuf, Version)> {
     let mounts = fs::read_to_string("/proc/self/mountinfo").context("cannot list mounts")?;

@@ -341,12 +341,13 @@ mod tests {
     use crossbeam_channel::bounded;
     use std::net::{TcpListener, TcpStream};
     use std::sync::atomic::{AtomicU64, Ordering};
+    use understudy_protocol::literal;
 
     fn pair() -> (Link, Link) {
         let listener = TcpListener::bind("127.0.0.1:0").unwrap();
         let dialled = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
         let (accepted, _) = listener.accept().unwrap();
-        let ours = Link::dialled(dialled, "b", None).unwrap();
+        let ours = Link::dialled(dialled, &literal("b"), None).unwrap();
         let theirs = Link::accepted(accepted, None).unwrap();
         for link in [&ours, &theirs] {
             link.set_read_timeout(None).unwrap();

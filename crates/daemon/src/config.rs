@@ -27,14 +27,15 @@ mod source;
 
 pub use arbiter::{ArbiterConfig, EtcdConfig, EtcdTls};
 pub use cluster::{ClusterConfig, Schedule};
+use understudy_protocol::{GroupName, HostName};
 
 use crate::error::{ErrorKind, HostError};
+use crate::snapshot::StoreKeys;
 use crate::tls::TlsFiles;
 use arbiter::RawArbiter;
 use cluster::RawCluster;
 use serde::Deserialize;
 use source::Source;
-pub(crate) use source::check_host_name;
 use std::collections::BTreeMap;
 use std::env;
 use std::fs;
@@ -57,7 +58,12 @@ pub const AGENT_FILE: &str = "libunderstudy_agent.so";
 const DEFAULT_STATE_DIR: &str = "/var/lib/understudy";
 const DEFAULT_QEMU: &str = "qemu-system-x86_64";
 const DEFAULT_DETECTION_MS: u64 = 100;
+const DEFAULT_POWER_OFF_SECONDS: u64 = 60;
+/// Nothing is waited for at 0.
+const POWER_OFF_SECONDS: RangeInclusive<u64> = 0..=3600;
 const DETECTION_MS: RangeInclusive<u64> = 50..=10_000;
+const DEFAULT_QEMU_MS: u64 = 1_000;
+const QEMU_MS: RangeInclusive<u64> = 200..=15_000;
 /// `sun_path` of a unix address has 108 bytes, the last of them zero.
 const LONGEST_SOCKET_PATH: usize = 107;
 
@@ -65,19 +71,19 @@ const LONGEST_SOCKET_PATH: usize = 107;
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct HostConfig {
     /// This host's name, as its peers and the arbiter know it.
-    pub name: String,
+    pub name: HostName,
     /// Where peers reach this host; at least one.
     pub listen: Vec<SocketAddr>,
     /// Where the daemon keeps what must survive it; absolute.
     pub state_dir: PathBuf,
     /// The unix socket of the local API; absolute.
     pub socket: PathBuf,
-    /// Who decides which host owns a VM. Without it nothing can be protected.
+    /// Arbiter, which decides which host owns a VM. Without it nothing can be protected.
     pub arbiter: Option<ArbiterConfig>,
     /// Where metrics can be read by anybody, beside the local API.
     pub metrics: Option<SocketAddr>,
     /// The other hosts by name, with an address for each path to them.
-    pub peers: BTreeMap<String, Vec<SocketAddr>>,
+    pub peers: BTreeMap<HostName, Vec<SocketAddr>>,
     /// How this host and its peers recognise each other.
     pub tls: Option<TlsFiles>,
     /// Whether the operator wants to do without it although others can reach
@@ -87,19 +93,25 @@ pub struct HostConfig {
     pub qemu: Option<PathBuf>,
     /// The agent library, when it is elsewhere; see [`HostConfig::agent_path`].
     pub agent: Option<PathBuf>,
-    /// Who QEMU runs as.
+    /// User that QEMU runs as.
     pub run_as: RunAs,
     /// The most memory that VMs and backups may take together, in bytes; without
     /// it, what the system has.
     pub memory_limit: Option<u64>,
     /// The shortest silence after which a peer is suspected.
     pub detection_timeout: Duration,
+    /// For how long the QEMU of a protected VM may be silent before its backup takes over.
+    pub qemu_timeout: Duration,
+    /// How long a guest may take to power off when the daemon ends; then its power is cut.
+    pub power_off_timeout: Duration,
     /// How lost protection is restored.
     pub repair: RepairConfig,
     /// Whether VMs may be followed by a backup without output commit.
     pub allow_unheld_output: bool,
     /// Groups of VMs that are snapshotted together.
-    pub clusters: BTreeMap<String, ClusterConfig>,
+    pub clusters: BTreeMap<GroupName, ClusterConfig>,
+    /// The keys of encrypted snapshot stores.
+    pub store_keys: StoreKeys,
 }
 
 /// How lost protection is restored.
@@ -214,7 +226,10 @@ struct RawConfig {
     agent: Option<Spanned<PathBuf>>,
     memory: Option<MemorySize>,
     qemu_process: Option<RawQemuProcess>,
-    detection: Option<RawDetection>,
+    #[serde(default)]
+    detection: RawDetection,
+    #[serde(default)]
+    shutdown: RawShutdown,
     #[serde(default)]
     repair: RepairConfig,
     #[serde(default)]
@@ -222,6 +237,8 @@ struct RawConfig {
     metrics: Option<RawMetrics>,
     #[serde(default, rename = "cluster")]
     clusters: BTreeMap<Spanned<String>, RawCluster>,
+    #[serde(default)]
+    snapshot_keys: BTreeMap<Spanned<String>, Spanned<PathBuf>>,
 }
 
 #[derive(Deserialize)]
@@ -243,10 +260,17 @@ struct RawQemuProcess {
     user: Option<Spanned<String>>,
 }
 
-#[derive(Deserialize)]
+#[derive(Default, Deserialize)]
 #[serde(deny_unknown_fields)]
 struct RawDetection {
     timeout_ms: Option<Spanned<i64>>,
+    qemu_timeout_ms: Option<Spanned<i64>>,
+}
+
+#[derive(Default, Deserialize)]
+#[serde(deny_unknown_fields)]
+struct RawShutdown {
+    power_off_seconds: Option<Spanned<i64>>,
 }
 
 #[derive(Deserialize)]
@@ -255,6 +279,7 @@ struct RawTls {
     ca: Spanned<PathBuf>,
     cert: Spanned<PathBuf>,
     key: Spanned<PathBuf>,
+    revoked: Option<Spanned<PathBuf>>,
 }
 
 impl RawTls {
@@ -263,14 +288,14 @@ impl RawTls {
             ca: source.absolute("tls.ca", self.ca)?,
             cert: source.absolute("tls.cert", self.cert)?,
             key: source.absolute("tls.key", self.key)?,
+            revoked: self.revoked.map(|path| source.absolute("tls.revoked", path)).transpose()?,
         })
     }
 }
 
 impl RawConfig {
     fn check(self, source: &Source<'_>) -> Result<HostConfig, HostError> {
-        source.check_name("name", &self.name)?;
-        let name = self.name.into_inner();
+        let name: HostName = source.name("name", &self.name)?;
         let listen = source.addresses("listen", &self.listen)?;
         let tls = self.tls.map(|tls| tls.check(source)).transpose()?;
         let insecure = check_insecure(source, self.insecure, tls.is_some())?;
@@ -282,6 +307,7 @@ impl RawConfig {
             }
         }
         let peers = check_peers(source, self.peers, &name, &listen)?;
+        let RawDetection { timeout_ms, qemu_timeout_ms } = self.detection;
         Ok(HostConfig {
             listen,
             metrics: check_metrics(source, self.metrics)?,
@@ -298,10 +324,25 @@ impl RawConfig {
             agent: self.agent.map(|path| source.absolute("agent", path)).transpose()?,
             run_as: check_user(source, self.qemu_process)?,
             memory_limit: self.memory.map(MemorySize::bytes),
-            detection_timeout: check_detection(source, self.detection)?,
+            detection_timeout: Duration::from_millis(check_number(
+                source,
+                ("detection.timeout_ms", timeout_ms),
+                (DEFAULT_DETECTION_MS, DETECTION_MS),
+            )?),
+            qemu_timeout: Duration::from_millis(check_number(
+                source,
+                ("detection.qemu_timeout_ms", qemu_timeout_ms),
+                (DEFAULT_QEMU_MS, QEMU_MS),
+            )?),
+            power_off_timeout: Duration::from_secs(check_number(
+                source,
+                ("shutdown.power_off_seconds", self.shutdown.power_off_seconds),
+                (DEFAULT_POWER_OFF_SECONDS, POWER_OFF_SECONDS),
+            )?),
             repair: self.repair,
             allow_unheld_output: self.experiments.allow_unheld_output,
             clusters: cluster::check(source, self.clusters)?,
+            store_keys: cluster::check_keys(source, self.snapshot_keys)?,
             name,
         })
     }
@@ -310,14 +351,14 @@ impl RawConfig {
 fn check_peers(
     source: &Source<'_>,
     raw: BTreeMap<Spanned<String>, Spanned<toml::Value>>,
-    host: &str,
+    host: &HostName,
     listen: &[SocketAddr],
-) -> Result<BTreeMap<String, Vec<SocketAddr>>, HostError> {
-    let mut peers: BTreeMap<String, Vec<SocketAddr>> = BTreeMap::new();
+) -> Result<BTreeMap<HostName, Vec<SocketAddr>>, HostError> {
+    let mut peers: BTreeMap<HostName, Vec<SocketAddr>> = BTreeMap::new();
     for (name, addresses) in raw {
         let field = format!("peers.{}", name.get_ref());
-        source.check_name(&field, &name)?;
-        if name.get_ref() == host {
+        let peer: HostName = source.name(&field, &name)?;
+        if peer == *host {
             let message = "this is the host's own name; list only the other hosts";
             return Err(source.wrong(&field, name.span(), message));
         }
@@ -327,7 +368,7 @@ fn check_peers(
                 return Err(source.wrong(&field, addresses.span(), &problem));
             }
         }
-        peers.insert(name.into_inner(), parsed);
+        peers.insert(peer, parsed);
     }
     Ok(peers)
 }
@@ -367,7 +408,7 @@ fn refuse_strangers(
 fn misplaced(
     address: SocketAddr,
     listen: &[SocketAddr],
-    peers: &BTreeMap<String, Vec<SocketAddr>>,
+    peers: &BTreeMap<HostName, Vec<SocketAddr>>,
 ) -> Option<String> {
     if address.ip().is_unspecified() {
         return Some(format!("{address} names no host; write the address of that host"));
@@ -409,19 +450,19 @@ fn check_metrics(
     }
 }
 
-fn check_detection(source: &Source<'_>, raw: Option<RawDetection>) -> Result<Duration, HostError> {
-    let Some(timeout) = raw.and_then(|detection| detection.timeout_ms) else {
-        return Ok(Duration::from_millis(DEFAULT_DETECTION_MS));
-    };
-    match u64::try_from(*timeout.get_ref()) {
-        Ok(milliseconds) if DETECTION_MS.contains(&milliseconds) => {
-            Ok(Duration::from_millis(milliseconds))
-        }
+fn check_number(
+    source: &Source<'_>,
+    (field, value): (&str, Option<Spanned<i64>>),
+    (default, allowed): (u64, RangeInclusive<u64>),
+) -> Result<u64, HostError> {
+    let Some(value) = value else { return Ok(default) };
+    match u64::try_from(*value.get_ref()) {
+        Ok(number) if allowed.contains(&number) => Ok(number),
         _ => {
-            let (low, high) = (DETECTION_MS.start(), DETECTION_MS.end());
+            let (low, high) = (allowed.start(), allowed.end());
             let message =
-                format!("{} is out of range; allowed is {low} to {high}", timeout.get_ref());
-            Err(source.wrong("detection.timeout_ms", timeout.span(), &message))
+                format!("{} is out of range; allowed is {low} to {high}", value.get_ref());
+            Err(source.wrong(field, value.span(), &message))
         }
     }
 }

@@ -101,6 +101,19 @@ impl Etcd {
         Ok(answer["succeeded"] == true)
     }
 
+    /// The transaction of [`Etcd::swap`], which instead removes a key that is not there: whether
+    /// `key` was last changed at `revision`. It makes no revision of its own.
+    pub fn rehearse(&self, key: &str, revision: i64, nothing: &str) -> anyhow::Result<bool> {
+        let unchanged = json!({
+            "key": self.encode(key), "target": "MOD", "result": "EQUAL",
+            "mod_revision": revision.to_string(),
+        });
+        let remove = json!({ "request_delete_range": { "key": self.encode(nothing) } });
+        let answer =
+            self.call("kv/txn", &json!({ "compare": [unchanged], "success": [remove] }))?;
+        Ok(answer["succeeded"] == true)
+    }
+
     /// A new lease of `seconds`.
     pub fn lease(&self, seconds: u64) -> anyhow::Result<Lease> {
         let answer = self.call("lease/grant", &json!({ "TTL": seconds.to_string() }))?;

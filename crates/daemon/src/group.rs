@@ -4,7 +4,7 @@
 //! the arbiter; the group is owned by whoever owns all of them, won in one order,
 //! so that the first record decides between two hosts that contest the group.
 
-use crate::arbiter::Arbiter;
+use crate::arbiter::{Arbiter, Unreachable};
 use crate::error::{ErrorKind, HostError};
 use crate::host::Host;
 use crate::primary;
@@ -13,31 +13,68 @@ use crate::report::{DiskReads, GroupRequest, Mode, ProtectRequest, VmStatus};
 use crate::sync::lock;
 use crate::vm::{PrimaryVm, Vm};
 use serde::{Deserialize, Serialize};
+use std::collections::BTreeSet;
 use std::sync::Arc;
 use tracing::warn;
+use understudy_protocol::HostName;
 use understudy_protocol::{Generation, Output, Policy, Verdict};
+use understudy_protocol::{GroupName, VmName};
+
+/// The most VMs of a group.
+const MOST_MEMBERS: usize = 64;
+
+/// More than any VM changes its owner; sums of generations stay far from the end of their range.
+const MOST_GENERATIONS: u64 = 1 << 48;
 
 /// One VM of a group.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Member {
     /// The VM's name.
-    pub vm: String,
+    pub vm: VmName,
     /// The generation at which the primary owned it when protection began.
     pub generation: Generation,
 }
 
-/// Who is in a group. The order of the members is the same everywhere.
+/// Members of a group, in the same order on every host. What a peer sends is one only if it has
+/// members, not too many, and no VM twice.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(try_from = "UncheckedMembership")]
 pub struct Membership {
     /// The group's name; none for a VM that is protected by itself.
-    pub name: Option<String>,
+    pub name: Option<GroupName>,
     /// The members, at least one.
     pub members: Vec<Member>,
 }
 
+/// What a peer calls a [`Membership`].
+#[derive(Deserialize)]
+struct UncheckedMembership {
+    name: Option<GroupName>,
+    members: Vec<Member>,
+}
+
+impl TryFrom<UncheckedMembership> for Membership {
+    type Error = String;
+
+    fn try_from(unchecked: UncheckedMembership) -> Result<Membership, String> {
+        let UncheckedMembership { name, members } = unchecked;
+        if !(1..=MOST_MEMBERS).contains(&members.len()) {
+            return Err(format!("{} members; a group has 1 to {MOST_MEMBERS}", members.len()));
+        }
+        let vms: BTreeSet<&VmName> = members.iter().map(|member| &member.vm).collect();
+        if vms.len() != members.len() {
+            return Err("a group has no VM twice".to_owned());
+        }
+        if members.iter().any(|member| member.generation.0 >= MOST_GENERATIONS) {
+            return Err(format!("a generation is less than {MOST_GENERATIONS}"));
+        }
+        Ok(Membership { name, members })
+    }
+}
+
 impl Membership {
     /// A VM by itself.
-    pub fn of_one(vm: &str, generation: Generation) -> Membership {
+    pub fn of_one(vm: &VmName, generation: Generation) -> Membership {
         let member = Member { vm: vm.to_owned(), generation };
         Membership { name: None, members: vec![member] }
     }
@@ -59,6 +96,12 @@ impl Membership {
             Some(name) => format!("understudy protect {} --group {name}", vms.join(" ")),
             None => format!("understudy protect {}", vms.join(" ")),
         }
+    }
+
+    /// Proves that this host could make itself the owner of all members, which `owner` has.
+    pub fn prove(&self, arbiter: &Arbiter, owner: &HostName) -> Result<(), Unreachable> {
+        let one = |member: &Member| arbiter.prove(&member.vm, owner, member.generation);
+        self.members.iter().try_for_each(one)
     }
 
     /// Makes this host the owner of all members, or of none. `from` is the
@@ -83,7 +126,7 @@ impl Membership {
 fn give_back(arbiter: &Arbiter, won: &[(&Member, Generation)]) {
     for (member, generation) in won {
         if let Err(error) = arbiter.release(&member.vm, *generation) {
-            warn!(vm = member.vm, "{}", error);
+            warn!(vm = %member.vm, "{}", error);
         }
     }
 }
@@ -93,7 +136,7 @@ impl Host {
     /// accepted all of them and the first synchronisation runs.
     pub fn protect_group(
         self: &Arc<Self>,
-        name: &str,
+        name: &GroupName,
         request: GroupRequest,
     ) -> Result<Vec<VmStatus>, HostError> {
         let _protecting = lock(&self.protecting);
@@ -146,7 +189,7 @@ impl Host {
     }
 
     /// A member, which must run here.
-    fn own_member(&self, group: &str, vm: &str) -> Result<Arc<PrimaryVm>, HostError> {
+    fn own_member(&self, group: &GroupName, vm: &VmName) -> Result<Arc<PrimaryVm>, HostError> {
         let explain = |error: HostError| {
             let message = format!(
                 "group {group}: {error}; all VMs of a group must run on the host that protects it"
@@ -160,7 +203,7 @@ impl Host {
     fn abandon(&self, begun: &[Arc<PrimaryVm>]) {
         for vm in begun {
             if let Err(error) = self.end_protection(vm) {
-                warn!(vm = vm.name(), "{error}");
+                warn!(vm = %vm.name(), "{error}");
             }
             vm.accept_unprotected();
         }
@@ -171,7 +214,7 @@ impl Host {
         let own = vm.name();
         let vms = lock(&self.vms);
         let others = vm.fellow_names().into_iter().filter(|name| name != own);
-        let primary = |name: String| match vms.get(&name) {
+        let primary = |name: VmName| match vms.get(&name) {
             Some(Vm::Primary(other)) if other.is_fellow(vm) => Some(other.clone()),
             _ => None,
         };
@@ -188,22 +231,18 @@ impl Host {
                 "{name}, of the same group, was stopped, which ended the group; not protected \
                  until `understudy protect`"
             );
-            warn!(vm = fellow.name(), "{reason}");
+            warn!(vm = %fellow.name(), "{reason}");
             fellow.degrade(reason);
         }
     }
 }
 
-fn check_request(name: &str, request: &GroupRequest) -> Result<(), HostError> {
+fn check_request(name: &GroupName, request: &GroupRequest) -> Result<(), HostError> {
     let invalid = |message: String| Err(HostError::new(ErrorKind::Invalid, message));
-    let plain = |byte: u8| byte.is_ascii_alphanumeric() || b"-_.".contains(&byte);
-    if name.is_empty() || name.len() > 64 || !name.bytes().all(plain) {
+    if !(2..=MOST_MEMBERS).contains(&request.vms.len()) {
         return invalid(format!(
-            "{name:?} cannot be the name of a group: 1 to 64 letters, digits, '-', '_' and '.'"
+            "group {name}: a group has at least two VMs, at most {MOST_MEMBERS}"
         ));
-    }
-    if request.vms.len() < 2 {
-        return invalid(format!("group {name}: a group has at least two VMs"));
     }
     let twice = request.vms.iter().enumerate().find(|(i, vm)| request.vms[..*i].contains(vm));
     match twice {
@@ -233,23 +272,42 @@ mod tests {
     use crate::config::ArbiterConfig;
     use std::path::Path;
     use understudy_protocol::Ownership;
+    use understudy_protocol::literal;
 
     fn group() -> Membership {
         let member = |(vm, generation): (&str, u64)| Member {
-            vm: vm.to_owned(),
+            vm: vm.parse().unwrap(),
             generation: Generation(generation),
         };
         let members = [("db", 1), ("web", 4)].map(member).to_vec();
-        Membership { name: Some("shop".to_owned()), members }
+        Membership { name: Some(literal("shop")), members }
     }
 
     fn arbiters(directory: &Path) -> (Arbiter, Arbiter) {
         let config = ArbiterConfig::File { path: directory.to_owned() };
-        let arbiter = |host| Arbiter::new(&config, host).unwrap();
+        let arbiter = |host| Arbiter::new(&config, &literal(host)).unwrap();
         // Host a has started both.
-        arbiter("a").claim("db", Generation(0));
-        arbiter("a").claim("web", Generation(3));
+        arbiter("a").claim(&literal::<VmName>("db"), Generation(0));
+        arbiter("a").claim(&literal::<VmName>("web"), Generation(3));
         (arbiter("a"), arbiter("b"))
+    }
+
+    /// An empty one ended the daemon of whoever looked for its leader.
+    #[test]
+    fn a_membership_of_a_peer_has_members_and_none_twice() {
+        let parse = |members: serde_json::Value| {
+            serde_json::from_value::<Membership>(
+                serde_json::json!({"name": "shop", "members": members}),
+            )
+        };
+        let member =
+            |vm: &str, generation: u64| serde_json::json!({"vm": vm, "generation": generation});
+        assert_eq!(parse(serde_json::json!([member("db", 1), member("web", 4)])).unwrap(), group());
+        assert!(parse(serde_json::json!([])).is_err());
+        assert!(parse(serde_json::json!([member("db", 1), member("db", 1)])).is_err());
+        assert!(parse(serde_json::json!([member("db", u64::MAX)])).is_err());
+        let many: Vec<_> = (0..=MOST_MEMBERS).map(|n| member(&format!("vm{n}"), 1)).collect();
+        assert!(parse(many.into()).is_err());
     }
 
     #[test]
@@ -259,17 +317,54 @@ mod tests {
         assert_eq!(group().acquire(&b, Generation(1)), Verdict::Granted(Generation(2)));
         assert_eq!(group().acquire(&b, Generation(1)), Verdict::Granted(Generation(2)));
         assert!(matches!(group().acquire(&a, Generation(1)), Verdict::Taken(_)));
-        let owner = Ownership { host: Some("b".into()), generation: Generation(5) };
-        assert_eq!(b.current("web").unwrap(), Some(owner));
+        let owner = Ownership { host: Some(literal("b")), generation: Generation(5) };
+        assert_eq!(b.current(&literal::<VmName>("web")).unwrap(), Some(owner));
         assert_eq!(group().remedy(), "understudy protect db web --group shop");
+    }
+
+    #[test]
+    fn a_proof_is_of_every_members_record_and_the_same_arbiter() {
+        let directory = tempfile::tempdir().unwrap();
+        let (a, b) = arbiters(directory.path());
+        assert_eq!(group().prove(&b, &literal("a")), Ok(()));
+        let words = group().prove(&b, &literal("c")).unwrap_err().0;
+        assert!(words.contains("its record says a, generation 1"), "{words}");
+        // What is in its place is not the arbiter, however empty it is.
+        let aside = directory.path().with_extension("aside");
+        std::fs::rename(directory.path(), &aside).unwrap();
+        std::fs::create_dir(directory.path()).unwrap();
+        let words = group().prove(&b, &literal("a")).unwrap_err().0;
+        assert!(words.contains("is its storage mounted?"), "{words}");
+        for from in [0, 1] {
+            assert!(matches!(
+                b.claim(&literal::<VmName>("db"), Generation(from)),
+                Verdict::Unreachable(_)
+            ));
+        }
+        assert!(
+            b.current(&literal::<VmName>("db")).is_err()
+                && b.release(&literal::<VmName>("db"), Generation(1)).is_err()
+        );
+        std::fs::remove_dir(directory.path()).unwrap();
+        std::fs::rename(&aside, directory.path()).unwrap();
+        assert_eq!(group().prove(&b, &literal("a")), Ok(()), "by itself, once it is back");
+        assert_eq!(
+            a.acquire(&literal::<VmName>("web"), Generation(4)),
+            Verdict::Granted(Generation(5))
+        );
+        let words = group().prove(&b, &literal("a")).unwrap_err().0;
+        assert!(words.contains("a, generation 5"), "{words}");
     }
 
     #[test]
     fn a_member_that_was_started_anew_keeps_the_group_from_moving() {
         let directory = tempfile::tempdir().unwrap();
         let (a, b) = arbiters(directory.path());
-        assert_eq!(a.acquire("web", Generation(4)), Verdict::Granted(Generation(5)));
+        assert_eq!(
+            a.acquire(&literal::<VmName>("web"), Generation(4)),
+            Verdict::Granted(Generation(5))
+        );
         assert!(matches!(group().acquire(&b, Generation(1)), Verdict::Taken(_)));
-        assert_eq!(b.current("db").unwrap().unwrap().host, None, "given back");
+        assert_eq!(b.current(&literal::<VmName>("db")).unwrap().unwrap().host, None, "given back");
     }
 }

@@ -1,5 +1,6 @@
 //! What two hosts say to each other before the first byte of a VM moves.
 
+use crate::arbiter::ArbiterName;
 use crate::group::Membership;
 use crate::link::Link;
 use crate::report::{DiskReads, Mode, ProtectRequest};
@@ -13,6 +14,7 @@ use std::time::Duration;
 use tracing::debug;
 use understudy_protocol::wire::{Kind, WIRE_VERSION};
 use understudy_protocol::{Count, DiskIndex, Generation, PathIndex};
+use understudy_protocol::{GroupName, HostName, VmName};
 use understudy_qemu::{Accelerator, ClockBase, VmDefinition};
 
 /// How long a connection to a peer may take.
@@ -29,7 +31,7 @@ pub struct Hello {
     /// The sender's product version, for people.
     pub product_version: String,
     /// The sender's host name.
-    pub host: String,
+    pub host: HostName,
     /// What the connection is for.
     pub purpose: Purpose,
 }
@@ -43,12 +45,12 @@ pub enum Purpose {
     /// What are this host's images of a VM? See [`crate::recover`].
     Images {
         /// The VM's name.
-        vm: String,
+        vm: VmName,
     },
     /// Could this host back a VM up? See [`crate::survey`].
     Survey {
         /// The VM's name.
-        vm: String,
+        vm: VmName,
         /// Bytes of its memory.
         memory: u64,
     },
@@ -57,6 +59,8 @@ pub enum Purpose {
         /// The GNU build id; none if it has none.
         build: Option<String>,
     },
+    /// Who answers here? See [`crate::probe`].
+    Probe,
     /// Orders and reports about snapshots and restores of groups follow.
     Group,
     /// Could this host take members of a snapshot? See [`crate::snapshot`].
@@ -76,7 +80,7 @@ pub enum Purpose {
     /// Frames to the members of a cluster that run on the answering host.
     Frames {
         /// The cluster.
-        cluster: String,
+        cluster: GroupName,
     },
     /// The data of a session goes on over this connection.
     Resume {
@@ -117,11 +121,16 @@ pub struct Offer {
     pub clock: Option<ClockBase>,
     /// The generation at which the primary owns the VM.
     pub generation: Generation,
+    /// The arbiter that says so; the backup's must be the same.
+    pub arbiter: ArbiterName,
     /// The group that the VM is protected with, if any.
     #[serde(default)]
     pub group: Option<GroupOffer>,
     /// Bytes of each disk's export, in the definition's order.
     pub disk_bytes: Vec<u64>,
+    /// Bytes that each disk's image takes now: what a whole copy needs room for.
+    #[serde(default)]
+    pub disk_used: Vec<u64>,
     /// Sessions since which every change of the primary's disks is known.
     #[serde(default)]
     pub sessions: Vec<String>,
@@ -139,7 +148,7 @@ pub struct Offer {
 /// A VM that is protected with others. The members are offered in order.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct GroupOffer {
-    /// Who they are.
+    /// Members of the group.
     pub membership: Membership,
     /// The VM's place among them.
     pub place: usize,
@@ -171,19 +180,22 @@ pub enum FileRole {
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct Welcome {
     /// The backup's host name.
-    pub host: String,
+    pub host: HostName,
     /// What the backup's own images lack, if they need not be copied in full.
     #[serde(default)]
     pub resync: Option<Resync>,
     /// Why they must.
     #[serde(default)]
     pub full_because: String,
+    /// What the primary's users should know about the backup, if anything.
+    #[serde(default)]
+    pub note: Option<String>,
 }
 
 impl Welcome {
     /// A welcome that says nothing of disks.
-    pub fn of(host: &str) -> Welcome {
-        Welcome { host: host.to_owned(), resync: None, full_because: String::new() }
+    pub fn of(host: &HostName) -> Welcome {
+        Welcome { host: host.clone(), resync: None, full_because: String::new(), note: None }
     }
 }
 
@@ -201,11 +213,11 @@ pub struct Ready {
     pub blocks: Vec<(String, u64)>,
 }
 
-/// Who a host is to its peers.
+/// Identity that a host shows to its peers.
 #[derive(Clone, Debug)]
 pub struct Identity {
     /// Its name.
-    pub name: String,
+    pub name: HostName,
     /// Its certificates, if it has any.
     pub tls: Option<Arc<Tls>>,
 }
@@ -214,7 +226,7 @@ impl Identity {
     /// Dials the first of a peer's addresses that answers; returns which one it is.
     pub fn dial_first(
         &self,
-        peer: &str,
+        peer: &HostName,
         addresses: &[SocketAddr],
         purpose: impl Fn(PathIndex) -> Purpose,
     ) -> anyhow::Result<(Link, PathIndex)> {
@@ -232,9 +244,23 @@ impl Identity {
     }
 
     /// Dials a peer and says hello.
-    pub fn dial(&self, peer: &str, address: SocketAddr, purpose: Purpose) -> anyhow::Result<Link> {
-        let socket = TcpStream::connect_timeout(&address, CONNECT_TIMEOUT)
-            .with_context(|| format!("cannot connect to {address}: is its daemon running?"))?;
+    pub fn dial(
+        &self,
+        peer: &HostName,
+        address: SocketAddr,
+        purpose: Purpose,
+    ) -> anyhow::Result<Link> {
+        self.greet(connect(address)?, peer, address, purpose)
+    }
+
+    /// Says hello on a connection to a peer.
+    pub fn greet(
+        &self,
+        socket: TcpStream,
+        peer: &HostName,
+        address: SocketAddr,
+        purpose: Purpose,
+    ) -> anyhow::Result<Link> {
         let link = Link::dialled(socket, peer, self.tls.as_deref())
             .with_context(|| format!("host {peer} at {address}"))?;
         let hello = Hello {
@@ -246,6 +272,12 @@ impl Identity {
         link.send_json(Kind::Hello, &hello)?;
         Ok(link)
     }
+}
+
+/// Connects to a peer's address.
+pub fn connect(address: SocketAddr) -> anyhow::Result<TcpStream> {
+    TcpStream::connect_timeout(&address, CONNECT_TIMEOUT)
+        .with_context(|| format!("cannot connect to {address}: is its daemon running?"))
 }
 
 /// Reads a dialler's hello; refuses another version, and a name that is not the

@@ -217,6 +217,7 @@ mod tests {
     use super::*;
     use std::net::{TcpListener, TcpStream};
     use std::sync::atomic::{AtomicBool, Ordering};
+    use understudy_protocol::literal;
 
     /// A session that is over, and that the peer shall hear of by other means first.
     struct Parting {
@@ -248,11 +249,18 @@ mod tests {
     fn heartbeats_go_on_until_the_session_may_hang_up() {
         let listener = TcpListener::bind("127.0.0.1:0").unwrap();
         let address = listener.local_addr().unwrap();
-        let peer = Link::dialled(TcpStream::connect(address).unwrap(), "b", None).unwrap();
+        let peer =
+            Link::dialled(TcpStream::connect(address).unwrap(), &literal("b"), None).unwrap();
         let link = Link::accepted(listener.accept().unwrap().0, None).unwrap();
         let path = PathIndex(0);
         let session = Arc::new(Parting {
-            paths: PathMonitor::new("vm", "b", vec![address], path, Duration::from_secs(9)),
+            paths: PathMonitor::new(
+                &literal("vm"),
+                &literal("b"),
+                vec![address],
+                path,
+                Duration::from_secs(9),
+            ),
             heartbeats: Heartbeats::new(1),
             may_hang_up: AtomicBool::new(false),
         });

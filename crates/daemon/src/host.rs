@@ -1,9 +1,11 @@
 //! The host: every VM that this daemon runs or backs up.
 
 use crate::arbiter::Arbiter;
+use crate::arrivals::Arrivals;
 use crate::config::{ClusterConfig, HostConfig};
 use crate::custody::Orphans;
 use crate::error::{ErrorKind, HostError};
+use crate::gate::{descriptors, lobby::Lobby};
 use crate::handshake::Identity;
 use crate::machine::Machine;
 use crate::membership::{self, Members};
@@ -13,22 +15,27 @@ use crate::resync;
 use crate::snapshot::frames::Fabric;
 use crate::snapshot::{Snapshots, start_sampling, start_schedules};
 use crate::sync::lock;
-use crate::tls::Tls;
+use crate::tls::{self, Tls};
 use crate::vm::{PrimaryVm, Vm};
-use crate::{backup, incoming};
+use crate::{arbiter, backup, gate, memory_pressure, qemu_log};
 use std::collections::BTreeMap;
+use std::io;
 use std::net::{SocketAddr, TcpListener};
 use std::path::{Path, PathBuf};
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::AtomicBool;
 use std::sync::{Arc, Mutex, Weak};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 use tracing::{info, warn};
 use understudy_protocol::Generation;
 use understudy_protocol::validity::ImageRole;
+use understudy_protocol::{GroupName, VmName};
 use understudy_qemu::Capabilities;
 
 /// How long the backup may take to answer an operator's wish.
 pub(crate) const PEER_TIMEOUT: Duration = Duration::from_secs(20);
+
+/// How long an address may still be in use by the daemon before this one.
+pub const ADDRESS_PATIENCE: Duration = Duration::from_secs(5);
 
 /// One running daemon. All calls block; call them off the async threads.
 pub struct Host {
@@ -36,17 +43,23 @@ pub struct Host {
     pub(crate) config: HostConfig,
     pub(crate) identity: Identity,
     pub(crate) arbiter: Option<Arbiter>,
+    /// What is wrong with it.
+    pub(crate) arbiter_problem: Mutex<Option<String>>,
     pub(crate) capabilities: Capabilities,
     pub(crate) agent: PathBuf,
     /// What speaks against protecting VMs on this kernel.
     pub(crate) kernel_problem: Option<String>,
     /// What this host's images are.
     pub(crate) records: Records,
-    pub(crate) vms: Mutex<BTreeMap<String, Vm>>,
+    pub(crate) vms: Mutex<BTreeMap<VmName, Vm>>,
     /// Whether the last machine of each name is still there, or on its way out.
-    pub(crate) presences: Mutex<BTreeMap<String, Weak<()>>>,
+    pub(crate) presences: Mutex<BTreeMap<VmName, Weak<()>>>,
     /// Held while a VM is added, so that two cannot take one name.
     pub(crate) adding: Mutex<()>,
+    /// VMs that it is about to back up; changed under `adding`.
+    pub(crate) arrivals: Arrivals,
+    /// Connections of hosts that are not known yet.
+    pub(crate) lobby: Arc<Lobby>,
     /// Held while a group's protection is set up. Not `adding`: two hosts that
     /// protect to each other would wait for each other.
     pub(crate) protecting: Mutex<()>,
@@ -61,13 +74,18 @@ pub struct Host {
     /// Guests that outlived the last daemon.
     pub(crate) orphans: Orphans,
     /// Set for good when the daemon ends.
-    closing: AtomicBool,
+    pub(crate) closing: AtomicBool,
+    /// Set for good when it ends without waiting for guests to power off.
+    pub(crate) hurried: AtomicBool,
 }
 
 impl Host {
     /// Checks the machine, claims the state directory, listens for peers.
     pub fn start(config: HostConfig) -> Result<Arc<Host>, HostError> {
         abort_on_panic();
+        memory_pressure::spare_daemon();
+        descriptors::raise_limit();
+        descriptors::fill();
         #[cfg(feature = "fail-points")]
         std::mem::forget(fail::FailScenario::setup());
         let capabilities = Capabilities::probe(&config.qemu_path()?)
@@ -81,22 +99,28 @@ impl Host {
         let identity = identify(&config)?;
         prepare_directory(&config.state_dir)?;
         let listeners = config.listen.iter().map(bind).collect::<Result<Vec<_>, _>>()?;
-        let arbiter = config.arbiter.as_ref().map(|kind| Arbiter::new(kind, &config.name));
+        let records = Records::new(&config.state_dir, &config.name);
+        let arbiter = config.arbiter.as_ref().map(|kind| {
+            let arbiter = Arbiter::new(kind, &config.name)?;
+            arbiter.remembered_in(&config.state_dir, records.are_none()?)
+        });
         let arbiter = arbiter
             .transpose()
             .map_err(|error| HostError::new(ErrorKind::Invalid, format!("[arbiter]: {error:#}")))?;
-        let records = Records::new(&config.state_dir, &config.name);
         let host = Arc::new(Host {
             records,
             config,
             identity,
             arbiter,
+            arbiter_problem: Mutex::default(),
             capabilities,
             agent,
             kernel_problem,
             vms: Mutex::default(),
             presences: Mutex::default(),
             adding: Mutex::default(),
+            arrivals: Arrivals::default(),
+            lobby: Arc::default(),
             protecting: Mutex::default(),
             backed_groups: Mutex::default(),
             fabric: Fabric::default(),
@@ -104,13 +128,19 @@ impl Host {
             snapshots: Snapshots::default(),
             orphans: Orphans::default(),
             closing: AtomicBool::new(false),
+            hurried: AtomicBool::new(false),
         });
         // Before anybody can ask for these VMs.
         let orphans = host.find_orphans();
         for listener in listeners {
-            incoming::listen(&host, listener)?;
+            gate::listen(&host, listener)?;
+        }
+        qemu_log::start(&host).map_err(internal)?;
+        if let Some(tls) = &host.identity.tls {
+            tls::renewal::start(Arc::downgrade(tls));
         }
         membership::join(&host);
+        arbiter::watch::start(&host);
         start_schedules(&host);
         start_sampling(&host);
         host.tell_of_the_lost();
@@ -120,7 +150,7 @@ impl Host {
     }
 
     /// One VM's status.
-    pub fn vm_status(&self, name: &str) -> Result<VmStatus, HostError> {
+    pub fn vm_status(&self, name: &VmName) -> Result<VmStatus, HostError> {
         Ok(self.with_snapshots(self.vm(name)?.status()))
     }
 
@@ -131,8 +161,13 @@ impl Host {
     }
 
     /// The last checkpoints' timings, oldest first (at most 4 096 are kept).
-    pub fn timings(&self, name: &str) -> Result<Vec<CheckpointTiming>, HostError> {
+    pub fn timings(&self, name: &VmName) -> Result<Vec<CheckpointTiming>, HostError> {
         Ok(self.primary(name)?.timings())
+    }
+
+    fn problems(&self) -> Vec<String> {
+        let tls = self.identity.tls.iter().flat_map(|tls| tls.problems());
+        lock(&self.arbiter_problem).iter().cloned().chain(tls).collect()
     }
 
     /// Everything on this host.
@@ -142,32 +177,10 @@ impl Host {
             name: self.config.name.clone(),
             version: env!("CARGO_PKG_VERSION").to_owned(),
             qemu_version: self.capabilities.version.to_string(),
+            problems: self.problems(),
+            certificate_expires: self.identity.tls.as_ref().map(|tls| tls.expires()),
             vms: vms.iter().map(|vm| self.with_snapshots(vm.status())).collect(),
         }
-    }
-
-    /// Ends the daemon's work: protected VMs are handed to their backups, the
-    /// others end, and so do backups. Nothing is left behind.
-    pub fn shutdown(self: &Arc<Self>) {
-        self.closing.store(true, Ordering::Release);
-        self.orphans.give_up_all();
-        let names: Vec<String> = lock(&self.vms).keys().cloned().collect();
-        for name in names {
-            if self.failover(&name).is_ok() {
-                continue;
-            }
-            if let Err(error) = self.vm_stop(&name, true) {
-                warn!(vm = name, "{error}");
-            }
-        }
-        if let Some(etcd) = self.arbiter.as_ref().and_then(Arbiter::etcd) {
-            self.members.leave(etcd);
-        }
-    }
-
-    /// Whether the daemon is about to end.
-    pub(crate) fn is_closing(&self) -> bool {
-        self.closing.load(Ordering::Acquire)
     }
 
     /// The guest may run on the machine's images at this generation from now on.
@@ -196,20 +209,37 @@ impl Host {
         self.records.change(name, |record| record.image.generation = generation).map_err(internal)
     }
 
-    /// VMs that ran here when the last daemon ended.
-    fn tell_of_the_lost(&self) {
-        for record in self.records.all() {
-            let vm = &record.definition.name;
-            if record.image.role == ImageRole::Active && self.orphans.why(vm).is_none() {
-                warn!(vm, "ran here when this host's daemon ended: `understudy recover {vm}`");
+    /// VMs that ran here when the last daemon ended. The arbiter, which knows whether another
+    /// host has one since, may take its time.
+    fn tell_of_the_lost(self: &Arc<Self>) {
+        let ran = |record: &Record| record.image.role == ImageRole::Active;
+        let mut lost = self.records.all();
+        lost.retain(|record| ran(record) && self.orphans.why(&record.definition.name).is_none());
+        if lost.is_empty() {
+            return;
+        }
+        let host = self.clone();
+        let tell = move || lost.iter().for_each(|record| host.tell_of(&record.definition.name));
+        if let Err(error) = std::thread::Builder::new().name("lost".to_owned()).spawn(tell) {
+            warn!("cannot start a thread: {error}");
+        }
+    }
+
+    fn tell_of(&self, vm: &VmName) {
+        let owner = self.arbiter.as_ref().and_then(|arbiter| arbiter.current(vm).ok().flatten());
+        let other = owner.and_then(|owner| owner.host).filter(|host| *host != self.config.name);
+        match other {
+            Some(other) => {
+                info!(%vm, "ran here when this host's daemon ended; host {other} has it since");
             }
+            None => warn!(%vm, "ran here when this host's daemon ended: `understudy recover {vm}`"),
         }
     }
 
     /// A group that this host's configuration has.
-    pub(crate) fn cluster(&self, name: &str) -> Result<&ClusterConfig, HostError> {
+    pub(crate) fn cluster(&self, name: &GroupName) -> Result<&ClusterConfig, HostError> {
         self.config.clusters.get(name).ok_or_else(|| {
-            let known: Vec<&str> = self.config.clusters.keys().map(String::as_str).collect();
+            let known: Vec<&str> = self.config.clusters.keys().map(GroupName::as_str).collect();
             let known = match known.is_empty() {
                 true => "it has none".to_owned(),
                 false => format!("it has {}", known.join(", ")),
@@ -223,7 +253,7 @@ impl Host {
     }
 
     /// A VM by name.
-    pub(crate) fn vm(&self, name: &str) -> Result<Vm, HostError> {
+    pub(crate) fn vm(&self, name: &VmName) -> Result<Vm, HostError> {
         lock(&self.vms).get(name).cloned().ok_or_else(|| {
             let message = match self.orphans.why(name) {
                 Some(why) => format!("{name} {why}"),
@@ -244,7 +274,7 @@ impl Host {
     }
 
     /// A VM that runs on this host.
-    pub(crate) fn primary(&self, name: &str) -> Result<Arc<PrimaryVm>, HostError> {
+    pub(crate) fn primary(&self, name: &VmName) -> Result<Arc<PrimaryVm>, HostError> {
         match self.vm(name)? {
             Vm::Primary(vm) => Ok(vm),
             Vm::Backup(session) => {
@@ -259,7 +289,7 @@ impl Host {
     }
 }
 
-fn identify(config: &HostConfig) -> Result<Identity, HostError> {
+pub(crate) fn identify(config: &HostConfig) -> Result<Identity, HostError> {
     let load = |files| Tls::load(files, &config.name).map(Arc::new);
     let tls = config
         .tls
@@ -268,18 +298,27 @@ fn identify(config: &HostConfig) -> Result<Identity, HostError> {
         .transpose()
         .map_err(|error| HostError::new(ErrorKind::Invalid, format!("[tls]: {error:#}")))?;
     if config.insecure {
-        warn!("insecure = true: whoever reaches this host may read and change its VMs");
+        warn!("insecure = true: anyone who reaches this host can read and change its VMs");
     }
     Ok(Identity { name: config.name.clone(), tls })
 }
 
+/// Waits for an address that a daemon which has just ended still has.
 fn bind(address: &SocketAddr) -> Result<TcpListener, HostError> {
-    TcpListener::bind(address).map_err(|error| {
-        let message = format!(
-            "cannot listen on {address}: {error}; is another daemon running, or the address not this host's?"
-        );
-        HostError::new(ErrorKind::Conflict, message)
-    })
+    let deadline = Instant::now() + ADDRESS_PATIENCE;
+    let error = loop {
+        match TcpListener::bind(address) {
+            Ok(listener) => return Ok(listener),
+            Err(error) if error.kind() == io::ErrorKind::AddrInUse && Instant::now() < deadline => {
+                std::thread::sleep(Duration::from_millis(50));
+            }
+            Err(error) => break error,
+        }
+    };
+    let message = format!(
+        "cannot listen on {address}: {error}; is another daemon running, or the address not this host's?"
+    );
+    Err(HostError::new(ErrorKind::Conflict, message))
 }
 
 pub(crate) fn internal(error: std::io::Error) -> HostError {

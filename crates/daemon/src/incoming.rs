@@ -1,7 +1,10 @@
 //! Connections from other hosts.
 
-use crate::backup::{self, Beside, Launch, Outcome};
+use crate::arrivals::Arrival;
+use crate::backup::{self, Beside, Former, Launch, Outcome};
 use crate::error::{ErrorKind, HostError};
+use crate::gate::authorize::{Asker, authorize};
+use crate::gate::lobby::Place;
 use crate::group::{Member, Membership};
 use crate::handshake::{GroupOffer, Hello, MOST_PATHS, Offer, Purpose, Welcome, answer};
 use crate::host::{Host, failed};
@@ -13,40 +16,31 @@ use crate::snapshot::frames;
 use crate::sync::lock;
 use crate::vm::{FencedVm, Vm};
 use anyhow::{Context, anyhow, bail};
-use std::net::{TcpListener, TcpStream};
+use std::net::TcpStream;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Weak};
-use std::thread;
 use tracing::{info, warn};
 use understudy_disk::{FreshMirror, Mirror};
+use understudy_protocol::VmName;
 use understudy_protocol::validity::ImageRole;
 use understudy_protocol::wire::Kind;
-use understudy_protocol::{DiskIndex, Output};
+use understudy_protocol::{DiskIndex, HostName, Output};
 use understudy_qemu::Role;
 use understudy_qemu::command::Lockstep;
 use understudy_qemu::lockstep::LogRole;
 
-/// Accepts connections for as long as the host lives.
-pub fn listen(host: &Arc<Host>, listener: TcpListener) -> Result<(), HostError> {
-    let host = Arc::downgrade(host);
-    thread::Builder::new()
-        .name("listen".to_owned())
-        .spawn(move || {
-            for stream in listener.incoming().flatten() {
-                let Some(host) = host.upgrade() else { return };
-                thread::spawn(move || serve(&host, stream));
-            }
-        })
-        .map(drop)
-        .map_err(|error| {
-            HostError::new(ErrorKind::Internal, format!("cannot start a thread: {error}"))
-        })
-}
-
-fn serve(host: &Arc<Host>, stream: TcpStream) {
+/// Answers one connection, which has `place` until it is known whose it is.
+pub fn serve(host: &Arc<Host>, stream: TcpStream, place: Place) {
     let peer = stream.peer_addr();
     let served = Link::accepted(stream, host.identity.tls.as_deref()).and_then(|link| {
         let hello = answer(&link)?;
+        let _request = place.authenticated(&hello.host).inspect_err(|error| {
+            link.refuse(&error.to_string());
+        })?;
+        let asker = Asker { host: &hello.host, known: host.is_known(&hello.host) };
+        authorize(asker, &hello.purpose, |session| host.primary_of(session)).inspect_err(
+            |denied| link.refuse(&format!("host {} refuses: {denied}", host.config.name)),
+        )?;
         match hello.purpose.clone() {
             Purpose::Protect(offer) => take_offer(host, link, &hello, &offer),
             Purpose::Survey { vm, memory } => {
@@ -54,6 +48,7 @@ fn serve(host: &Arc<Host>, stream: TcpStream) {
             }
             Purpose::MayFollow { build } => answer_may_follow(host, &link, build.as_deref()),
             Purpose::Images { vm } => answer_images(host, &link, &vm),
+            Purpose::Probe => host.answer_probe(&link, &hello.host),
             Purpose::Group => crate::snapshot::serve(host, &link),
             Purpose::MayRestore(question) => match host.may_restore(&question) {
                 Ok(answer) => link.send_json(Kind::Welcome, &answer),
@@ -63,12 +58,12 @@ fn serve(host: &Arc<Host>, stream: TcpStream) {
                 }
             },
             Purpose::Heartbeat { session, path } => {
-                let session = session_of(host, &link, &hello, &session)?;
+                let session = session_of(host, &link, &session)?;
                 link.send_json(Kind::Welcome, &Welcome::of(&host.config.name))?;
                 backup::attach_heartbeat(&session, path, link)
             }
             Purpose::Inbound { session } => {
-                let session = session_of(host, &link, &hello, &session)?;
+                let session = session_of(host, &link, &session)?;
                 link.send_json(Kind::Welcome, &Welcome::of(&host.config.name))?;
                 backup::attach_inbound(&session, link)
             }
@@ -76,12 +71,14 @@ fn serve(host: &Arc<Host>, stream: TcpStream) {
                 frames::serve(&host.fabric, &host.config.name, &hello.host, &cluster, &link)
             }
             Purpose::Resume { session, path, received } => {
-                let session = session_of(host, &link, &hello, &session)?;
+                let session = session_of(host, &link, &session)?;
                 backup::resume(&session, path, &link, received)
             }
         }
     });
-    if let Err(error) = served {
+    if let Err(error) = served
+        && host.lobby.may_complain()
+    {
         warn!("connection from {peer:?} ended: {error:#}");
     }
 }
@@ -97,7 +94,7 @@ fn answer_may_follow(host: &Host, link: &Link, build: Option<&str>) -> anyhow::R
     }
 }
 
-fn answer_images(host: &Host, link: &Link, vm: &str) -> anyhow::Result<()> {
+fn answer_images(host: &Host, link: &Link, vm: &VmName) -> anyhow::Result<()> {
     match host.images_answer(vm) {
         Ok(answer) => link.send_json(Kind::Welcome, &answer),
         Err(error) => {
@@ -107,37 +104,58 @@ fn answer_images(host: &Host, link: &Link, vm: &str) -> anyhow::Result<()> {
     }
 }
 
-/// The session that a further connection belongs to.
-fn session_of(
-    host: &Host,
-    link: &Link,
-    hello: &Hello,
-    id: &str,
-) -> anyhow::Result<Arc<backup::Session>> {
-    let session = lock(&host.vms).values().find_map(|vm| match vm {
-        Vm::Backup(session) if session.id == id && session.primary == hello.host => {
-            Some(session.clone())
-        }
-        _ => None,
-    });
-    session.ok_or_else(|| {
-        let reason = format!("there is no session {id:?} of host {} here", hello.host);
+/// The session that a further connection belongs to, which [`authorize`] has let in.
+fn session_of(host: &Host, link: &Link, id: &str) -> anyhow::Result<Arc<backup::Session>> {
+    host.backup_session(id).ok_or_else(|| {
+        let reason = format!("session {id:?} has ended here");
         link.refuse(&reason);
         anyhow!(reason)
     })
 }
 
-fn take_offer(host: &Arc<Host>, link: Link, hello: &Hello, offer: &Offer) -> anyhow::Result<()> {
-    let adding = lock(&host.adding);
-    if let Err(error) = examine(host, offer) {
-        link.refuse(&format!("host {} refuses: {error}", host.config.name));
-        bail!("refused {} of {}: {error}", offer.definition.name, hello.host);
+impl Host {
+    fn backup_session(&self, id: &str) -> Option<Arc<backup::Session>> {
+        lock(&self.vms).values().find_map(|vm| match vm {
+            Vm::Backup(session) if session.id == id => Some(session.clone()),
+            _ => None,
+        })
     }
+
+    fn primary_of(&self, session: &str) -> Option<String> {
+        self.backup_session(session).map(|session| session.primary.to_string())
+    }
+}
+
+fn take_offer(host: &Arc<Host>, link: Link, hello: &Hello, offer: &Offer) -> anyhow::Result<()> {
+    // An arbiter that does not answer may take its time: nobody else waits for it.
+    let proven = host.check_arbiter(&hello.host, offer);
+    let expected = {
+        let _adding = lock(&host.adding);
+        let expect = |()| Arrival::expect(host, &hello.host, &offer.definition);
+        examine(host, offer).and(proven).map(expect)
+    };
+    // Its name is kept from here on: nobody waits for what the primary sends next.
+    let _arrival = match expected {
+        Ok(arrival) => arrival,
+        Err(error) => {
+            link.refuse(&format!("host {} refuses: {error}", host.config.name));
+            bail!("refused {} of {}: {error}", offer.definition.name, hello.host);
+        }
+    };
     let directory = host.vm_directory(&offer.definition.name)?;
     let groundwork = resync::examine(host, offer, &directory);
     let mut welcome = Welcome::of(&host.config.name);
     match &groundwork {
-        Groundwork::Full(why) => welcome.full_because = why.clone(),
+        Groundwork::Full(why) => {
+            welcome.full_because = why.clone();
+            match host.check_disk_room(offer, &directory) {
+                Ok(note) => welcome.note = note,
+                Err(error) => {
+                    link.refuse(&format!("host {} refuses: {error}", host.config.name));
+                    bail!("refused {} of {}: {error}", offer.definition.name, hello.host);
+                }
+            }
+        }
         Groundwork::Resync(_, resync) => welcome.resync = Some(resync.clone()),
     }
     link.send_json(Kind::Welcome, &welcome)?;
@@ -145,7 +163,6 @@ fn take_offer(host: &Arc<Host>, link: Link, hello: &Hello, offer: &Offer) -> any
         link.refuse(&format!("host {} cannot stand by: {error:#}", host.config.name));
         return Err(error);
     }
-    drop(adding);
     Ok(())
 }
 
@@ -171,6 +188,9 @@ fn examine(host: &Host, offer: &Offer) -> Result<(), HostError> {
     }
     if !host.capabilities.machines.iter().any(|machine| machine.name == offer.machine_type) {
         return refuse(format!("its QEMU has no machine type {}", offer.machine_type));
+    }
+    if let Err(error) = host.capabilities.check_cpu(definition.cpu.as_deref()) {
+        return refuse(error.to_string());
     }
     let paths = offer.paths.len();
     if !(1..=MOST_PATHS).contains(&paths) {
@@ -246,7 +266,9 @@ fn stand_by(
         addresses: offer.paths.clone(),
         path: offer.path,
         directory: directory.clone(),
+        store_keys: host.config.store_keys.clone(),
         launch: launcher(host, directory),
+        former: asking_former(host, &name, &hello.host),
         wish: offer.wish.clone(),
     };
     let weak = Arc::downgrade(host);
@@ -261,7 +283,7 @@ fn stand_by(
     backup::accept(link, plan, machine, mirrors, over, |session| {
         lock(&host.vms).insert(name.clone(), Vm::Backup(session.clone()));
     })?;
-    info!(vm = name, "standing by for {}", hello.host);
+    info!(vm = %name, "standing by for {}", hello.host);
     Ok(())
 }
 
@@ -288,6 +310,12 @@ fn launcher(host: &Arc<Host>, directory: PathBuf) -> Launch {
         };
         Ok(Beside { machine, adopt: Box::new(adopt) })
     })
+}
+
+/// Asks the primary of a session who owns the VM, once it is silent.
+fn asking_former(host: &Arc<Host>, vm: &VmName, primary: &HostName) -> Former {
+    let (host, vm, primary) = (Arc::downgrade(host), vm.to_owned(), primary.to_owned());
+    Box::new(move || host.upgrade()?.owner_by_its_own_word(&primary, &vm))
 }
 
 /// The standby of a QEMU that counts instructions must do so too, else it could not load its
@@ -339,14 +367,14 @@ fn make_mirrors(
     let name = &offer.definition.name;
     match groundwork {
         Groundwork::Full(why) => {
-            info!(vm = name, "all of the disks will be copied: {why}");
+            info!(vm = %name, "all of the disks will be copied: {why}");
             let fresh = |(i, bytes): (usize, &u64)| {
                 FreshMirror::create(directory, DiskIndex(i as u16), *bytes).map(Mirror::Fresh)
             };
             Ok(offer.disk_bytes.iter().enumerate().map(fresh).collect::<Result<_, _>>()?)
         }
         Groundwork::Resync(disks, _) => {
-            info!(vm = name, "only what changed of the disks will be copied");
+            info!(vm = %name, "only what changed of the disks will be copied");
             host.records.change(name, |record| {
                 record.image.role = ImageRole::Syncing;
                 record.image.generation = offer.generation;
@@ -358,7 +386,7 @@ fn make_mirrors(
 }
 
 /// The session ended: the VM lives here, or this host has nothing to do with it.
-fn end(host: &Arc<Host>, name: &str, remedy: &str, outcome: Outcome) {
+fn end(host: &Arc<Host>, name: &VmName, remedy: &str, outcome: Outcome) {
     match outcome {
         Outcome::Live { machine, wish, generation, reason, takeover } => {
             let vm = host.add_primary(machine.clone(), generation, wish);
@@ -367,7 +395,7 @@ fn end(host: &Arc<Host>, name: &str, remedy: &str, outcome: Outcome) {
             host.degraded(&vm, format!("took over: {reason}"), remedy);
             // The activation says so already; the record is where it belongs.
             if let Err(error) = host.records.change(name, |_| ()) {
-                warn!(vm = name, "{error}");
+                warn!(vm = %name, "{error}");
             }
         }
         Outcome::Discarded => {

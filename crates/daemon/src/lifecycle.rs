@@ -10,6 +10,7 @@ use crate::vm::{FencedVm, PrimaryVm, Vm};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 use tracing::{info, warn};
+use understudy_protocol::VmName;
 use understudy_protocol::validity::ImageRole;
 use understudy_protocol::{Generation, PrimaryEvent, PrimaryPhase};
 
@@ -26,14 +27,14 @@ impl Host {
     }
 
     /// The VM's machine is another one.
-    pub(crate) fn presences_of(&self, name: &str, machine: &Machine) {
+    pub(crate) fn presences_of(&self, name: &VmName, machine: &Machine) {
         lock(&self.presences).insert(name.to_owned(), machine.presence());
     }
 
     /// Waits until the last machine of that name is gone: its sockets, taps and
     /// images are in use until the last thread lets go of it, a moment after
     /// its end.
-    pub(crate) fn await_former(&self, name: &str) -> Result<(), HostError> {
+    pub(crate) fn await_former(&self, name: &VmName) -> Result<(), HostError> {
         let deadline = Instant::now() + FORMER_TIMEOUT;
         while lock(&self.presences).get(name).is_some_and(|former| former.strong_count() > 0) {
             if Instant::now() > deadline {
@@ -101,7 +102,7 @@ impl Host {
     }
 
     /// Tells the host what happens to a machine, whatever its role then is.
-    pub(crate) fn event_sink(self: &Arc<Self>, vm: &str) -> OnEvent {
+    pub(crate) fn event_sink(self: &Arc<Self>, vm: &VmName) -> OnEvent {
         let host = Arc::downgrade(self);
         let name = vm.to_owned();
         Arc::new(move |event| {
@@ -112,17 +113,18 @@ impl Host {
         })
     }
 
-    fn machine_event(self: &Arc<Self>, name: &str, event: MachineEvent) {
-        info!(vm = name, "{event:?}");
+    fn machine_event(self: &Arc<Self>, name: &VmName, event: MachineEvent) {
+        info!(vm = %name, "{event:?}");
         match (self.vm(name), event) {
             (Ok(Vm::Primary(vm)), MachineEvent::Notice(text)) => vm.events.note(text),
-            (Ok(Vm::Primary(vm)), MachineEvent::PoweredOff) => {
+            (Ok(Vm::Primary(vm)), MachineEvent::PoweredOff { in_order }) => {
                 let fellows = self.fellows(&vm);
                 if let Err(error) = self.end_protection(&vm) {
-                    warn!(vm = name, "{error}");
+                    warn!(vm = %name, "{error}");
                 }
                 self.leave_group(&vm, &fellows);
-                self.remove_primary(&vm);
+                let role = if in_order { ImageRole::Stopped } else { ImageRole::Cut };
+                self.remove_primary(&vm, role);
             }
             (Ok(Vm::Primary(vm)), MachineEvent::Died(words)) => self.qemu_died(&vm, words),
             (Ok(Vm::Backup(session)), MachineEvent::Died(words)) => session.qemu_died(&words),
@@ -144,7 +146,7 @@ impl Host {
         }
         match phase {
             PrimaryPhase::Alone(Some(reason)) => {
-                warn!(vm = vm.name(), "not protected any more: {reason}");
+                warn!(vm = %vm.name(), "not protected any more: {reason}");
                 vm.events.note(format!("not protected any more: {reason}"));
                 self.note_generation(vm);
                 if vm.has_diverged() {
@@ -172,7 +174,7 @@ impl Host {
     /// note if it has to.
     fn note_generation(&self, vm: &PrimaryVm) {
         if let Err(error) = self.note_generation_of(&vm.machine(), vm.generation()) {
-            warn!(vm = vm.name(), "{error}");
+            warn!(vm = %vm.name(), "{error}");
         }
     }
 
@@ -182,7 +184,7 @@ impl Host {
             return;
         }
         if let Err(error) = self.records.change(vm.name(), |record| record.in_lockstep = false) {
-            warn!(vm = vm.name(), "the next start of the VM will copy all of its disks: {error}");
+            warn!(vm = %vm.name(), "the next start of the VM will copy all of its disks: {error}");
         }
     }
 
@@ -192,7 +194,7 @@ impl Host {
             record.image.role = role;
             record.image.generation = vm.generation();
         }) {
-            warn!(vm = name, "{error}");
+            warn!(vm = %name, "{error}");
         }
     }
 
@@ -223,16 +225,22 @@ impl Host {
         }
     }
 
-    pub(crate) fn remove_primary(&self, vm: &PrimaryVm) {
+    /// The VM is nobody's any more; `role` is what its end made of its images. Everything is on
+    /// record before it is gone: a daemon that waits for that may end then.
+    pub(crate) fn remove_primary(&self, vm: &PrimaryVm, role: ImageRole) {
         vm.machine().halt();
         let name = vm.name();
-        self.note_role(vm, ImageRole::Stopped);
-        lock(&self.vms).remove(name);
+        self.note_role(vm, role);
         if let Some(arbiter) = &self.arbiter {
             if let Err(error) = arbiter.release(name, vm.generation()) {
-                warn!(vm = name, "{error}");
+                warn!(vm = %name, "{error}");
             }
         }
-        info!(vm = name, "stopped");
+        info!(
+            vm = %name,
+            "{}",
+            if role == ImageRole::Cut { "its power was cut" } else { "stopped" }
+        );
+        lock(&self.vms).remove(name);
     }
 }

@@ -1,7 +1,7 @@
 //! Messages over a connection between two hosts: TCP, with TLS on it where the
 //! configuration has certificates.
 
-use crate::tls::{NotTls, Tls, TlsStream, explain, part};
+use crate::tls::{Closable, NotTls, Tls, TlsStream, explain, part};
 use anyhow::{Context, bail};
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use serde::Serialize;
@@ -12,10 +12,14 @@ use std::os::fd::AsFd;
 use std::sync::Arc;
 use std::time::Duration;
 use understudy_protocol::Epoch;
+use understudy_protocol::HostName;
 use understudy_protocol::wire::{HEADER_BYTES, Header, Kind, Message};
 
 /// How long set-up waits for the peer's next message.
 pub const SETUP_TIMEOUT: Duration = Duration::from_secs(20);
+
+/// How long a peer's last words may be on their way.
+const LAST_WORDS: Duration = Duration::from_secs(1);
 
 /// One end of a connection. Clones share the connection: one thread reads,
 /// another writes.
@@ -31,11 +35,11 @@ struct Connection {
 impl Link {
     /// Takes over a connection that this host opened to `peer`; carries the TLS
     /// handshake out if there are certificates.
-    pub fn dialled(socket: TcpStream, peer: &str, tls: Option<&Tls>) -> anyhow::Result<Link> {
+    pub fn dialled(socket: TcpStream, peer: &HostName, tls: Option<&Tls>) -> anyhow::Result<Link> {
         prepare(&socket)?;
-        let tls = tls.map(|tls| tls.dial(&socket, peer)).transpose();
-        let tls = tls.inspect_err(|_| part(&socket))?;
-        Ok(Link(Arc::new(Connection { socket, tls })))
+        let stream = tls.map(|tls| tls.dial(&socket, peer)).transpose();
+        let stream = stream.inspect_err(|_| part(&socket))?;
+        Ok(Link::watched(socket, stream, tls))
     }
 
     /// The same for a connection that a peer opened.
@@ -43,7 +47,7 @@ impl Link {
         prepare(&socket)?;
         let result = tls.map(|tls| tls.accept(&socket)).transpose();
         match result {
-            Ok(tls) => Ok(Link(Arc::new(Connection { socket, tls }))),
+            Ok(stream) => Ok(Link::watched(socket, stream, tls)),
             Err(error) => {
                 let link = Link(Arc::new(Connection { socket, tls: None }));
                 if error.is::<NotTls>() {
@@ -55,9 +59,19 @@ impl Link {
         }
     }
 
+    /// A connection that ends when its peer's certificate is revoked.
+    fn watched(socket: TcpStream, stream: Option<TlsStream>, tls: Option<&Tls>) -> Link {
+        let connection = Arc::new(Connection { socket, tls: stream });
+        if let (Some(tls), Some(stream)) = (tls, &connection.tls) {
+            let closable: Arc<dyn Closable> = connection.clone();
+            tls.watch(stream, Arc::downgrade(&closable));
+        }
+        Link(connection)
+    }
+
     /// An error if the peer's certificate is not this host's. Without TLS,
     /// everybody is who they say.
-    pub fn check_peer(&self, host: &str) -> anyhow::Result<()> {
+    pub fn check_peer(&self, host: &HostName) -> anyhow::Result<()> {
         self.0.tls.as_ref().map_or(Ok(()), |tls| tls.check_peer(host))
     }
 
@@ -84,8 +98,7 @@ impl Link {
 
     /// Ends the connection in both directions; wakes whoever reads or writes.
     pub fn close(&self) {
-        // An error means that it is closed already.
-        let _ = self.0.socket.shutdown(Shutdown::Both);
+        self.0.close();
     }
 
     /// The next message, its checksum checked. The error says why the
@@ -98,6 +111,13 @@ impl Link {
         self.0.read_exact(&mut payload).map_err(explain_end)?;
         header.check(&payload)?;
         Ok(Message { header, payload })
+    }
+
+    /// Why the peer hung up, if it said so before.
+    pub fn last_words(&self) -> Option<anyhow::Error> {
+        self.set_read_timeout(Some(LAST_WORDS)).ok()?;
+        let said = self.receive().ok().filter(|message| message.header.kind == Kind::Refuse)?;
+        read_json::<serde_json::Value>(&said, Kind::Welcome).err()
     }
 
     /// Sends one message made of `parts`, without joining them first. Returns
@@ -169,6 +189,13 @@ fn prepare(socket: &TcpStream) -> io::Result<()> {
     socket.set_read_timeout(Some(SETUP_TIMEOUT))
 }
 
+impl Closable for Connection {
+    fn close(&self) {
+        // An error means that it is closed already.
+        let _ = self.socket.shutdown(Shutdown::Both);
+    }
+}
+
 impl Connection {
     fn read_exact(&self, buffer: &mut [u8]) -> io::Result<()> {
         let Some(tls) = &self.tls else { return (&self.socket).read_exact(buffer) };
@@ -221,12 +248,13 @@ fn write_all_vectored(mut stream: &TcpStream, mut slices: &mut [IoSlice<'_>]) ->
 mod tests {
     use super::*;
     use std::net::TcpListener;
+    use understudy_protocol::literal;
 
     #[test]
     fn a_message_that_cannot_be_sent_whole_ends_the_connection() {
         let listener = TcpListener::bind("127.0.0.1:0").unwrap();
         let dialled = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
-        let link = Link::dialled(dialled, "b", None).unwrap();
+        let link = Link::dialled(dialled, &literal("b"), None).unwrap();
         let peer = Link::accepted(listener.accept().unwrap().0, None).unwrap();
         link.set_write_timeout(Some(Duration::from_millis(10))).unwrap();
         link.send_signal(Kind::Heartbeat, Epoch(0)).unwrap();
@@ -245,7 +273,7 @@ mod tests {
         let listener = TcpListener::bind("127.0.0.1:0").unwrap();
         let mut filler = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
         let peer = listener.accept().unwrap().0;
-        let link = Link::dialled(filler.try_clone().unwrap(), "b", None).unwrap();
+        let link = Link::dialled(filler.try_clone().unwrap(), &literal("b"), None).unwrap();
         filler.set_nonblocking(true).unwrap();
         while filler.write(&[0; 64 << 10]).is_ok() {}
         assert!(!link.has_room());

@@ -14,6 +14,7 @@ use std::sync::{Arc, Mutex, Weak};
 use std::thread;
 use std::time::Duration;
 use tracing::{info, warn};
+use understudy_protocol::HostName;
 
 /// How often a host speaks up.
 const INTERVAL: Duration = Duration::from_secs(2);
@@ -39,13 +40,13 @@ pub struct Member {
 /// The other hosts, as etcd last told; empty without etcd.
 #[derive(Debug, Default)]
 pub struct Members {
-    others: Mutex<BTreeMap<String, Member>>,
+    others: Mutex<BTreeMap<HostName, Member>>,
     lease: Mutex<Option<Lease>>,
 }
 
 impl Members {
     /// The other members.
-    pub fn others(&self) -> BTreeMap<String, Member> {
+    pub fn others(&self) -> BTreeMap<HostName, Member> {
         lock(&self.others).clone()
     }
 
@@ -58,7 +59,7 @@ impl Members {
     }
 
     /// Says that this host lives, and reads who else does.
-    fn renew(&self, etcd: &Etcd, name: &str, own: &Member) -> anyhow::Result<()> {
+    fn renew(&self, etcd: &Etcd, name: &HostName, own: &Member) -> anyhow::Result<()> {
         let mut lease = lock(&self.lease);
         let held = match *lease {
             Some(held) if etcd.keep_alive(held)? => held,
@@ -69,14 +70,22 @@ impl Members {
         etcd.put(&format!("{FOLDER}{name}"), own, held)?;
         let mut others = BTreeMap::new();
         for entry in etcd.list::<Member>(FOLDER)? {
-            let host = entry.key.trim_start_matches(FOLDER).to_owned();
-            if host != name {
+            // What is no host's name is no host's entry.
+            let Ok(host) = entry.key.trim_start_matches(FOLDER).parse::<HostName>() else {
+                continue;
+            };
+            if host != *name {
                 others.insert(host, entry.value);
             }
         }
         *lock(&self.others) = others;
         Ok(())
     }
+}
+
+/// Whether etcd says that this host is a member.
+pub fn is_member(etcd: &Etcd, name: &str) -> bool {
+    matches!(etcd.get::<Member>(&format!("{FOLDER}{name}")), Ok(Some(_)))
 }
 
 /// Joins the members, if the arbiter is etcd, for as long as the host lives.

@@ -7,6 +7,7 @@ use std::net::SocketAddr;
 use std::sync::Mutex;
 use std::time::Duration;
 use tracing::{info, warn};
+use understudy_protocol::{HostName, VmName};
 use understudy_protocol::{PathAction, PathEvent, PathIndex, PathState, Paths};
 
 /// What a session must do about its paths.
@@ -22,8 +23,8 @@ pub enum Consequence {
 
 /// The paths of one session.
 pub struct PathMonitor {
-    vm: String,
-    peer: String,
+    vm: VmName,
+    peer: HostName,
     /// The backup's addresses, one for each path.
     addresses: Vec<SocketAddr>,
     paths: Mutex<Paths>,
@@ -32,8 +33,8 @@ pub struct PathMonitor {
 impl PathMonitor {
     /// A session of `vm` with `peer`, whose data goes over `in_use`.
     pub fn new(
-        vm: &str,
-        peer: &str,
+        vm: &VmName,
+        peer: &HostName,
         addresses: Vec<SocketAddr>,
         in_use: PathIndex,
         floor: Duration,
@@ -84,7 +85,7 @@ impl PathMonitor {
 
     fn tell_up(&self, path: PathIndex, up: usize) {
         let (vm, name) = (&self.vm, self.name(path));
-        info!(vm, "{name} is up again: {up} of {} paths", self.addresses.len());
+        info!(%vm, "{name} is up again: {up} of {} paths", self.addresses.len());
     }
 
     fn tell_down(&self, path: PathIndex, left: usize, reason: &str) {
@@ -92,7 +93,7 @@ impl PathMonitor {
         if self.are_several() {
             let all = self.addresses.len();
             warn!(
-                vm,
+                %vm,
                 "{name} is down: {reason}; redundancy is degraded: {left} of {all} paths left"
             );
         }
@@ -100,7 +101,7 @@ impl PathMonitor {
 
     /// The session's data goes over `path` now.
     pub fn use_path(&self, path: PathIndex) {
-        info!(vm = self.vm, "the data goes over {} now", self.name(path));
+        info!(vm = %self.vm, "the data goes over {} now", self.name(path));
         self.event(PathEvent::InUse(path));
     }
 

@@ -1,13 +1,15 @@
 //! How a machine is paused for a checkpoint: by the agent inside QEMU where that is proven,
 //! else through the monitor. That takes longer, and is no less safe.
 
+use crate::machine::attention::{Attended, Attention, HangDetector, Signs};
 use anyhow::{Context, bail};
 use std::env;
 use std::io;
 use std::os::fd::OwnedFd;
 use std::time::Duration;
-use tracing::{info, warn};
+use tracing::{debug, info, warn};
 use understudy_memory::agent::AgentLink;
+use understudy_protocol::VmName;
 use understudy_qemu::Monitor;
 use understudy_qemu::lockstep::LogErrand;
 use understudy_qemu::pause::{AgentPause, AgentPauser, obstacle};
@@ -22,12 +24,13 @@ const VARIABLE: &str = "UNDERSTUDY_PAUSE";
 pub struct Pauser {
     /// Or why it is not the agent.
     agent: Result<AgentPauser, String>,
+    attention: Attention,
 }
 
 impl Pauser {
     /// The best one for this QEMU, whose monitors answer.
     pub fn choose(
-        vm: &str,
+        vm: &VmName,
         agent: &AgentLink,
         monitor: &Monitor,
         state: &DeviceState,
@@ -39,17 +42,21 @@ impl Pauser {
             false => obstacle(monitor.version(), agent.hello()),
         };
         if let Some(obstacle) = obstacle {
-            warn!(vm, "pauses through QMP, which take longer: {obstacle}");
-            return Ok(Pauser { agent: Err(obstacle) });
+            warn!(%vm, "pauses through QMP, which take longer: {obstacle}");
+            return Ok(Pauser::by(Err(obstacle)));
         }
         let pauser = AgentPauser::arm(agent.socket(), state, timeout)
             .context("cannot arm QEMU's agent for pauses")?;
-        Ok(Pauser { agent: Ok(pauser) })
+        Ok(Pauser::by(Ok(pauser)))
+    }
+
+    fn by(agent: Result<AgentPauser, String>) -> Pauser {
+        Pauser { agent, attention: Attention::default() }
     }
 
     /// Of a QEMU of another daemon, which could not be paused in a better way.
     pub fn through_qmp(obstacle: &str) -> Pauser {
-        Pauser { agent: Err(obstacle.to_owned()) }
+        Pauser::by(Err(obstacle.to_owned()))
     }
 
     /// Of a QEMU whose agent another daemon has armed.
@@ -59,7 +66,7 @@ impl Pauser {
         timeout: Duration,
     ) -> anyhow::Result<Pauser> {
         let pauser = AgentPauser::adopt(descriptors, agent.socket(), timeout);
-        Ok(Pauser { agent: Ok(pauser.context("cannot pause QEMU through its agent")?) })
+        Ok(Pauser::by(Ok(pauser.context("cannot pause QEMU through its agent")?)))
     }
 
     /// What [`Pauser::adopt`] takes, if it is the agent.
@@ -72,6 +79,25 @@ impl Pauser {
         self.agent.as_ref().err().map(String::as_str)
     }
 
+    /// Looks whether QEMU answers, `passed` after the last look; see [`HangDetector::look`].
+    pub(crate) fn look(
+        &self,
+        detector: &mut HangDetector,
+        passed: Duration,
+        excused: bool,
+    ) -> Duration {
+        let agent = self.agent.as_ref().ok();
+        let echoed = agent.and_then(AgentPauser::echoed);
+        let signs = Signs { attention: &self.attention, echoed, excused };
+        let (silent, probe_is_due) = detector.look(&signs, passed);
+        if let Some(agent) = agent.filter(|_| probe_is_due)
+            && let Err(error) = agent.probe()
+        {
+            debug!("cannot probe QEMU: {error}");
+        }
+        silent
+    }
+
     /// Stops the guest and has QEMU begin to save its device state. An errand is for a QEMU in
     /// lockstep, and only the agent can do it.
     pub fn begin<'a>(
@@ -80,9 +106,13 @@ impl Pauser {
         state: &'a DeviceState,
         errand: LogErrand,
     ) -> anyhow::Result<Pause<'a>> {
+        let attended = self.attention.begin();
         if let Ok(agent) = &self.agent {
             match agent.begin_with(errand)? {
-                Some(pause) => return Ok(Pause { way: Way::Agent(pause), state }),
+                Some(pause) => {
+                    attended.answered();
+                    return Ok(Pause { way: Way::Agent(pause), state, attended });
+                }
                 None if errand != LogErrand::None => {
                     bail!("QEMU's agent refused a pause to {errand:?} the log")
                 }
@@ -94,7 +124,8 @@ impl Pauser {
         }
         let mut checkpoint = monitor.begin_checkpoint(state)?;
         checkpoint.stopped()?;
-        Ok(Pause { way: Way::Monitor(checkpoint), state })
+        attended.answered();
+        Ok(Pause { way: Way::Monitor(checkpoint), state, attended })
     }
 }
 
@@ -103,6 +134,8 @@ impl Pauser {
 pub struct Pause<'a> {
     way: Way<'a>,
     state: &'a DeviceState,
+    /// Last: the pause ends before.
+    attended: Attended<'a>,
 }
 
 enum Way<'a> {
@@ -114,14 +147,17 @@ impl Pause<'_> {
     /// Waits until QEMU has saved its device state, and reads it. Gives the bytes of log that
     /// had passed QEMU where its log begins or ends; 0 if it is not in lockstep.
     pub fn saved(&mut self, device_state: &mut Vec<u8>) -> anyhow::Result<u64> {
+        self.attended.owes();
         match &mut self.way {
             Way::Agent(pause) => {
                 let bytes = pause.saved()?;
+                self.attended.answered();
                 self.state.read_first(bytes, device_state)?;
                 Ok(pause.log_position())
             }
             Way::Monitor(checkpoint) => {
                 checkpoint.saved()?;
+                self.attended.answered();
                 self.state.read_into(device_state)?;
                 Ok(0)
             }
@@ -130,6 +166,7 @@ impl Pause<'_> {
 
     /// Lets the guest run again, after [`Pause::saved`]; returns when it does.
     pub fn resume(self) -> anyhow::Result<()> {
+        self.attended.owes();
         match self.way {
             Way::Agent(pause) => pause.resume()?,
             Way::Monitor(checkpoint) => checkpoint.resume()?,

@@ -1,6 +1,10 @@
 //! A small certificate authority: one for the hosts that know each other, and
 //! one certificate for each of them.
 
+mod revocation;
+
+pub use revocation::{REVOKED, Revoked, revoke};
+
 use crate::error::{ErrorKind, HostError};
 use rcgen::{
     BasicConstraints, CertificateParams, DnType, ExtendedKeyUsagePurpose, IsCa, Issuer, KeyPair,
@@ -12,6 +16,8 @@ use std::io::{self, Write};
 use std::os::unix::fs::{DirBuilderExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 use std::time::{Duration, SystemTime};
+use time::OffsetDateTime;
+use understudy_protocol::HostName;
 
 /// The CA's certificate, which every host gets.
 pub const CA_CERT: &str = "ca.pem";
@@ -40,6 +46,7 @@ pub fn init(directory: &Path) -> Result<Written, HostError> {
     let certificate = ca_params(SystemTime::now())?.self_signed(&key).map_err(internal)?;
     let written = Written { cert: directory.join(CA_CERT), key: directory.join(CA_KEY) };
     write(&written, &certificate.pem(), &key.serialize_pem())?;
+    revocation::begin(directory)?;
     Ok(written)
 }
 
@@ -55,6 +62,16 @@ pub(crate) fn issue_at(
     name: &str,
     days: u32,
 ) -> Result<Written, HostError> {
+    let issuer = issuer(directory, now)?;
+    let key = KeyPair::generate().map_err(internal)?;
+    let certificate = host_params(now, name, days)?.signed_by(&key, &issuer).map_err(internal)?;
+    let path = |ending: &str| directory.join(format!("{name}.{ending}"));
+    let written = Written { cert: path("pem"), key: path("key") };
+    write(&written, &certificate.pem(), &key.serialize_pem())?;
+    Ok(written)
+}
+
+fn issuer(directory: &Path, now: SystemTime) -> Result<Issuer<'static, KeyPair>, HostError> {
     let ca_key = directory.join(CA_KEY);
     let text = fs::read_to_string(&ca_key).map_err(|error| match error.kind() {
         io::ErrorKind::NotFound => {
@@ -69,13 +86,12 @@ pub(crate) fn issue_at(
     let ca_key = KeyPair::from_pem(&text).map_err(|error| {
         HostError::new(ErrorKind::Invalid, format!("{}: {error}", ca_key.display()))
     })?;
-    let issuer = Issuer::new(ca_params(now)?, ca_key);
-    let key = KeyPair::generate().map_err(internal)?;
-    let certificate = host_params(now, name, days)?.signed_by(&key, &issuer).map_err(internal)?;
-    let path = |ending: &str| directory.join(format!("{name}.{ending}"));
-    let written = Written { cert: path("pem"), key: path("key") };
-    write(&written, &certificate.pem(), &key.serialize_pem())?;
-    Ok(written)
+    Ok(Issuer::new(ca_params(now)?, ca_key))
+}
+
+fn moment(time: SystemTime) -> OffsetDateTime {
+    let since_1970 = time.duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default();
+    date_time_ymd(1970, 1, 1) + since_1970
 }
 
 fn ca_params(now: SystemTime) -> Result<CertificateParams, HostError> {
@@ -87,8 +103,8 @@ fn ca_params(now: SystemTime) -> Result<CertificateParams, HostError> {
 }
 
 fn host_params(now: SystemTime, name: &str, days: u32) -> Result<CertificateParams, HostError> {
-    crate::config::check_host_name(name)
-        .map_err(|problem| HostError::new(ErrorKind::Invalid, problem))?;
+    name.parse::<HostName>()
+        .map_err(|error| HostError::new(ErrorKind::Invalid, error.to_string()))?;
     let mut params = valid_for(now, vec![name.to_owned()], days)?;
     params.distinguished_name.push(DnType::CommonName, name);
     params.use_authority_key_identifier_extension = true;
@@ -105,8 +121,7 @@ fn valid_for(
     days: u32,
 ) -> Result<CertificateParams, HostError> {
     let mut params = CertificateParams::new(names).map_err(internal)?;
-    let since_1970 = now.duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default();
-    let now = date_time_ymd(1970, 1, 1) + since_1970;
+    let now = moment(now);
     params.not_before = now - CLOCK_SKEW;
     params.not_after = now + Duration::from_secs(u64::from(days) * 24 * 3600);
     Ok(params)
@@ -159,6 +174,24 @@ mod tests {
         let host = issue(&pki, "b", 1).unwrap();
         assert_eq!(mode(&host.key), 0o600);
         assert!(issue(&pki, "b", 1).unwrap_err().message.contains("exists"));
+    }
+
+    #[test]
+    fn only_certificates_of_the_authority_are_revoked() {
+        let directory = tempfile::tempdir().unwrap();
+        let (own, other) = (directory.path().join("own"), directory.path().join("other"));
+        for pki in [&own, &other] {
+            init(pki).unwrap();
+            issue(pki, "a", 1).unwrap();
+        }
+        assert_eq!(revoke(&own, "a").unwrap().certificates, 1);
+        assert_eq!(revoke(&own, "a").unwrap().certificates, 1, "twice is once");
+        let foreign = revoke(&own, &other.join("a.pem").to_string_lossy()).unwrap_err();
+        assert!(foreign.message.contains("was not issued by the CA"), "{foreign}");
+        assert!(revoke(&own, "b").unwrap_err().message.contains("b.pem"));
+        fs::remove_file(own.join("revoked.txt")).unwrap();
+        let lost = revoke(&own, "a").unwrap_err().message;
+        assert!(lost.contains("would be valid again"), "{lost}");
     }
 
     #[test]

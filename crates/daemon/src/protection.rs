@@ -10,6 +10,7 @@ use crate::vm::{PrimaryVm, Vm};
 use crate::{primary, resync};
 use std::sync::Arc;
 use tracing::warn;
+use understudy_protocol::VmName;
 use understudy_protocol::{Generation, Output, PrimaryPhase};
 use understudy_qemu::VmDefinition;
 
@@ -18,14 +19,14 @@ impl Host {
     /// synchronisation runs. `status` shows its progress.
     pub fn protect(
         self: &Arc<Self>,
-        name: &str,
+        name: &VmName,
         request: ProtectRequest,
     ) -> Result<VmStatus, HostError> {
         check_disk_reads(&request)?;
         let vm = self.primary(name)?;
         let _protecting = lock(&vm.protecting);
         if let Some(session) = vm.active_session()
-            && session.peer == request.to
+            && session.peer == *request.to
             && session.mode() != request.mode
         {
             self.turn(&vm, &session, &request)?;
@@ -135,7 +136,7 @@ impl Host {
         if output == Output::Unheld {
             let words = "NOT PROTECTED: output is not held, as asked for; a fail-over undoes what \
                          clients have seen";
-            warn!(vm = name, "{words}");
+            warn!(vm = %name, "{words}");
             vm.events.note(words);
         }
         Ok(())
@@ -143,7 +144,7 @@ impl Host {
 
     /// Ends protection on both hosts, of a group as a whole; the VM runs on here. For a VM whose
     /// protection is lost: takes note that this is how it shall be.
-    pub fn unprotect(&self, name: &str) -> Result<VmStatus, HostError> {
+    pub fn unprotect(&self, name: &VmName) -> Result<VmStatus, HostError> {
         let vm = self.primary(name)?;
         let _protecting = lock(&vm.protecting);
         if vm.active_session().is_none() && !vm.is_degraded() {
@@ -164,7 +165,7 @@ impl Host {
 
     /// Planned fail-over: hands the VM, and its group, to the backup without losing anything.
     /// Returns when the backup runs it.
-    pub fn failover(&self, name: &str) -> Result<(), HostError> {
+    pub fn failover(&self, name: &VmName) -> Result<(), HostError> {
         let vm = self.primary(name)?;
         let session = vm.active_session().ok_or_else(|| {
             let message = format!("{name} is not protected: there is no backup to hand it to");
@@ -172,6 +173,13 @@ impl Host {
         })?;
         if session.phase() != PrimaryPhase::Protected {
             let message = format!("{name} is still being synchronised: wait until it is protected");
+            return Err(HostError::new(ErrorKind::Conflict, message));
+        }
+        if let Some(obstacle) = session.group().obstacle() {
+            let message = format!(
+                "{name} is not handed over: host {} could not take it over now: {obstacle}",
+                session.peer
+            );
             return Err(HostError::new(ErrorKind::Conflict, message));
         }
         session.request_hand_over();
@@ -189,7 +197,7 @@ impl Host {
 
     /// Compares a VM in lockstep with its backup, all of memory and disks, while both run. A
     /// backup that differs is given up. Returns when that is known.
-    pub fn verify_lockstep(&self, name: &str) -> Result<ComparisonReport, HostError> {
+    pub fn verify_lockstep(&self, name: &VmName) -> Result<ComparisonReport, HostError> {
         let conflict = |message: String| HostError::new(ErrorKind::Conflict, message);
         let vm = self.primary(name)?;
         let session = vm.active_session();
@@ -234,7 +242,7 @@ impl Host {
                     .to_owned(),
             );
         };
-        let addresses = self.addresses_of(&request.to)?;
+        let (peer, addresses) = self.known_host(&request.to)?;
         if request.output == Output::Unheld && !self.config.allow_unheld_output {
             return invalid(
                 "output that is not held is not protected: this host does that for measurements \
@@ -258,7 +266,7 @@ impl Host {
         let directory = self.vm_directory(&definition.name)?;
         Ok(primary::Plan {
             identity: self.identity.clone(),
-            peer: request.to.clone(),
+            peer,
             addresses,
             generation,
             mode: request.mode,
@@ -267,6 +275,7 @@ impl Host {
             policy,
             encoding: request.encoding,
             timeout: self.config.detection_timeout,
+            qemu_timeout: self.config.qemu_timeout,
             arbiter,
             qemu_version: self.capabilities.version.to_string(),
             session: resync::fresh_session(&self.config.name, &definition.name)

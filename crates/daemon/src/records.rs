@@ -1,23 +1,26 @@
 //! Records: what this host's images of each VM are (Remus 2.5, activation records).
 //!
 //! `STATE_DIR/VM/record.json` is replaced as a whole and synced with its directory before
-//! [`Records::write`] returns; what it means is in `understudy_protocol::validity`. It
-//! also keeps the VM's definition as it is on this host, so that the VM can be started
+//! [`Records::write`] returns (see [`reserved`]); what it means is in
+//! `understudy_protocol::validity`. It also keeps the VM's definition as it is on this host, so that the VM can be started
 //! again on these images when everything else is gone.
 //!
 //! A backup that takes over has no time for that: its record says `mirror`, and beside it
 //! lies an [`Activation`], one sector made ready before, which takes one write to the
 //! disk. It counts as if the record said `active`, if it is of the same session.
 
+mod reserved;
+
 use crate::sync::lock;
 use serde::{Deserialize, Serialize};
 use std::fs::{self, File};
-use std::io::{self, ErrorKind, Write};
+use std::io::{self, ErrorKind};
 use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex};
 use understudy_protocol::Generation;
 use understudy_protocol::validity::{ImageRecord, ImageRole};
+use understudy_protocol::{HostName, VmName};
 use understudy_qemu::VmDefinition;
 
 const FILE: &str = "record.json";
@@ -31,7 +34,7 @@ pub struct Record {
     /// What they are.
     pub image: ImageRecord,
     /// The other host of the last protection.
-    pub peer: Option<String>,
+    pub peer: Option<HostName>,
     /// The sessions since whose first synchronisation every change of the images is known;
     /// see [`crate::resync`].
     #[serde(default)]
@@ -55,20 +58,20 @@ impl Record {
 #[derive(Clone, Debug)]
 pub struct Records {
     state_dir: PathBuf,
-    host: String,
+    host: HostName,
     /// Held while a record is changed.
     changing: Arc<Mutex<()>>,
 }
 
 impl Records {
     /// The records of `host`, below its state directory.
-    pub fn new(state_dir: &Path, host: &str) -> Records {
+    pub fn new(state_dir: &Path, host: &HostName) -> Records {
         Records { state_dir: state_dir.to_owned(), host: host.to_owned(), changing: Arc::default() }
     }
 
     /// The record of a VM, if this host ever had images of it. An unreadable record is an
     /// error, never taken for none.
-    pub fn read(&self, vm: &str) -> io::Result<Option<Record>> {
+    pub fn read(&self, vm: &VmName) -> io::Result<Option<Record>> {
         let Some(mut record) = self.read_file(vm)? else { return Ok(None) };
         if record.image.role == ImageRole::Mirror {
             if let Some(activated) = Activation::read(&self.path(vm).with_file_name(ACTIVATION))? {
@@ -82,12 +85,12 @@ impl Records {
     }
 
     /// Makes an activation of a VM's mirror ready, whose record is of this session.
-    pub fn prepare_activation(&self, vm: &str, session: &str) -> io::Result<Activation> {
+    pub fn prepare_activation(&self, vm: &VmName, session: &str) -> io::Result<Activation> {
         let path = self.path(vm).with_file_name(ACTIVATION);
         Activation::prepare(&path, session).map_err(|error| explain("prepare", &path, error))
     }
 
-    fn read_file(&self, vm: &str) -> io::Result<Option<Record>> {
+    fn read_file(&self, vm: &VmName) -> io::Result<Option<Record>> {
         let path = self.path(vm);
         let text = match fs::read(&path) {
             Ok(text) => text,
@@ -119,7 +122,7 @@ impl Records {
     }
 
     /// Changes the record that is there, if one is.
-    pub fn change(&self, vm: &str, change: impl FnOnce(&mut Record)) -> io::Result<()> {
+    pub fn change(&self, vm: &VmName, change: impl FnOnce(&mut Record)) -> io::Result<()> {
         let _changing = lock(&self.changing);
         let Some(mut record) = self.read(vm)? else { return Ok(()) };
         change(&mut record);
@@ -128,26 +131,37 @@ impl Records {
 
     fn replace(&self, record: &Record) -> io::Result<()> {
         let path = self.path(&record.definition.name);
-        replace(&path, &serde_json::to_vec_pretty(record)?)
+        reserved::replace(&path, &serde_json::to_vec_pretty(record)?)
             .map_err(|error| explain("write", &path, error))
     }
 
     /// All records that can be read; in the log, those that cannot.
     pub fn all(&self) -> Vec<Record> {
         let entries = fs::read_dir(&self.state_dir).into_iter().flatten().flatten();
-        let names = entries.filter_map(|entry| entry.file_name().into_string().ok());
-        let read = |name: String| match self.read(&name) {
+        let directories = entries.filter(|entry| entry.path().is_dir());
+        let names = directories.filter_map(|entry| entry.file_name().to_str()?.parse().ok());
+        let read = |name: VmName| match self.read(&name) {
             Ok(record) => record,
             Err(error) => {
-                tracing::error!(vm = name, "{error}");
+                tracing::error!(vm = %name, "{error}");
                 None
             }
         };
         names.filter_map(read).collect()
     }
 
-    fn path(&self, vm: &str) -> PathBuf {
-        self.state_dir.join(vm).join(FILE)
+    /// Whether this host has no record, readable or not.
+    pub fn are_none(&self) -> io::Result<bool> {
+        for entry in fs::read_dir(&self.state_dir)? {
+            if entry?.path().join(FILE).exists() {
+                return Ok(false);
+            }
+        }
+        Ok(true)
+    }
+
+    fn path(&self, vm: &VmName) -> PathBuf {
+        vm.below(&self.state_dir).join(FILE)
     }
 }
 
@@ -205,15 +219,6 @@ fn parent(path: &Path) -> &Path {
     path.parent().expect("the name was joined to a directory")
 }
 
-fn replace(path: &Path, content: &[u8]) -> io::Result<()> {
-    let finished = path.with_extension("json.new");
-    let mut file = File::create(&finished)?;
-    file.write_all(content)?;
-    file.sync_all()?;
-    fs::rename(&finished, path)?;
-    File::open(parent(path))?.sync_all()
-}
-
 fn explain(action: &str, path: &Path, error: io::Error) -> io::Error {
     let words = format!("cannot {action} the record {}: {error}", path.display());
     io::Error::new(error.kind(), words)
@@ -222,6 +227,7 @@ fn explain(action: &str, path: &Path, error: io::Error) -> io::Error {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use understudy_protocol::literal;
 
     fn definition() -> VmDefinition {
         let text =
@@ -232,52 +238,54 @@ mod tests {
     #[test]
     fn a_record_comes_back_as_it_was_written_and_changes() {
         let directory = tempfile::tempdir().unwrap();
-        let records = Records::new(directory.path(), "a");
-        assert_eq!(records.read("db").unwrap(), None);
+        let records = Records::new(directory.path(), &literal("a"));
+        assert_eq!(records.read(&literal("db")).unwrap(), None);
         fs::create_dir(directory.path().join("db")).unwrap();
-        let peer = Some("b".to_owned());
+        let peer = Some(literal("b"));
         let mirror = records.of(ImageRole::Mirror, Generation(1), &definition());
         records.write(&Record { peer: peer.clone(), ..mirror }).unwrap();
-        records.change("db", |record| record.image.generation = Generation(2)).unwrap();
-        let record = records.read("db").unwrap().unwrap();
+        records.change(&literal("db"), |record| record.image.generation = Generation(2)).unwrap();
+        let record = records.read(&literal("db")).unwrap().unwrap();
         assert_eq!(record.image.role, ImageRole::Mirror);
         assert_eq!(record.image.generation, Generation(2));
         assert_eq!((record.peer, record.definition), (peer, definition()));
-        let left = fs::read_dir(directory.path().join("db")).unwrap().count();
-        assert_eq!(left, 1, "nothing but the record");
+        let left = fs::read_dir(directory.path().join("db")).unwrap();
+        let mut left: Vec<_> = left.map(|entry| entry.unwrap().file_name()).collect();
+        left.sort();
+        assert_eq!(left, ["record.json", "record.json.new"], "the record, and room for the next");
         assert_eq!(records.all().len(), 1);
     }
 
     #[test]
     fn an_activation_counts_for_its_own_session_only() {
         let directory = tempfile::tempdir().unwrap();
-        let records = Records::new(directory.path(), "b");
+        let records = Records::new(directory.path(), &literal("b"));
         fs::create_dir(directory.path().join("db")).unwrap();
         let role = |records: &Records| {
-            let image = records.read("db").unwrap().unwrap().image;
+            let image = records.read(&literal("db")).unwrap().unwrap().image;
             (image.role, image.generation)
         };
         let mirror = records.of(ImageRole::Mirror, Generation(1), &definition());
         let of_session =
             |session: &str| Record { sessions: vec![session.into()], ..mirror.clone() };
         records.write(&of_session("s1")).unwrap();
-        let activation = records.prepare_activation("db", "s1").unwrap();
+        let activation = records.prepare_activation(&literal("db"), "s1").unwrap();
         assert_eq!(role(&records), (ImageRole::Mirror, Generation(1)));
         activation.write(Generation(2)).unwrap();
         assert_eq!(role(&records), (ImageRole::Active, Generation(2)));
         // A later mirror is not activated by it, however often its record is changed.
         records.write(&of_session("s2")).unwrap();
-        records.change("db", |_| ()).unwrap();
+        records.change(&literal("db"), |_| ()).unwrap();
         assert_eq!(role(&records), (ImageRole::Mirror, Generation(1)));
     }
 
     #[test]
     fn a_damaged_record_is_an_error_that_names_it() {
         let directory = tempfile::tempdir().unwrap();
-        let records = Records::new(directory.path(), "a");
+        let records = Records::new(directory.path(), &literal("a"));
         fs::create_dir(directory.path().join("db")).unwrap();
         fs::write(directory.path().join("db/record.json"), b"{").unwrap();
-        let words = records.read("db").unwrap_err().to_string();
+        let words = records.read(&literal("db")).unwrap_err().to_string();
         assert!(words.contains("db/record.json"), "{words}");
     }
 }

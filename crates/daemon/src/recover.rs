@@ -14,16 +14,17 @@ use std::net::SocketAddr;
 use std::sync::Arc;
 use std::thread;
 use tracing::{info, warn};
-use understudy_protocol::Generation;
 use understudy_protocol::validity::{ArbiterWord, Evidence, Finding, ImageRole, judge};
 use understudy_protocol::wire::Kind;
+use understudy_protocol::{Generation, Ownership};
+use understudy_protocol::{GroupName, HostName, VmName};
 use understudy_snapshot::SnapshotNumber;
 
 /// What a host answers when it is asked about its images of a VM.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct ImagesAnswer {
     /// The host.
-    pub host: String,
+    pub host: HostName,
     /// Its record, if it has images.
     pub record: Option<Record>,
     /// What it does with the VM at this moment, if anything.
@@ -33,28 +34,29 @@ pub struct ImagesAnswer {
     pub runs: Option<u64>,
     /// The last number of each group's snapshots that the host has heard of.
     #[serde(default)]
-    pub snapshots: BTreeMap<String, SnapshotNumber>,
+    pub snapshots: BTreeMap<GroupName, SnapshotNumber>,
 }
 
 /// Everybody's answers.
 pub(crate) struct Inquiry {
     answers: Vec<ImagesAnswer>,
     /// Hosts that did not answer, and why.
-    silent: Vec<(String, String)>,
+    silent: Vec<(HostName, String)>,
     pub(crate) arbiter: ArbiterWord,
     pub(crate) arbiter_words: String,
 }
 
 impl Host {
     /// What this host says of its images of a VM.
-    pub(crate) fn images_answer(&self, vm: &str) -> Result<ImagesAnswer, HostError> {
+    pub(crate) fn images_answer(&self, vm: &VmName) -> Result<ImagesAnswer, HostError> {
         let mut runs = None;
-        let busy = match lock(&self.vms).get(vm) {
+        let present = lock(&self.vms).get(vm).cloned();
+        let busy = match present {
             Some(Vm::Primary(vm)) if vm.machine().is_alive() => {
                 runs = Some(vm.machine().definition().memory.bytes());
                 Some("runs it".to_owned())
             }
-            Some(Vm::Backup(session)) => Some(format!("stands by for host {}", session.primary)),
+            Some(Vm::Backup(session)) => Some(session.describe()),
             _ => self.orphans.why(vm).map(|why| format!("has a QEMU of it, which {why}")),
         };
         let (host, record) = (self.config.name.clone(), self.record(vm)?);
@@ -62,7 +64,7 @@ impl Host {
     }
 
     /// This host's record of a VM.
-    pub(crate) fn record(&self, vm: &str) -> Result<Option<Record>, HostError> {
+    pub(crate) fn record(&self, vm: &VmName) -> Result<Option<Record>, HostError> {
         self.records
             .read(vm)
             .map_err(|error| HostError::new(ErrorKind::Internal, error.to_string()))
@@ -72,7 +74,7 @@ impl Host {
     /// are this host's.
     pub fn recover(
         self: &Arc<Self>,
-        name: &str,
+        name: &VmName,
         request: RecoverRequest,
     ) -> Result<RecoverReport, HostError> {
         let _adding = lock(&self.adding);
@@ -83,7 +85,7 @@ impl Host {
         }
         let finding = judge(&inquiry.evidence());
         let mut report = inquiry.report(name, &finding);
-        info!(vm = name, "asked for the valid images: {}", report.reason);
+        info!(vm = %name, "asked for the valid images: {}", report.reason);
         if request.dry_run {
             return Ok(report);
         }
@@ -98,7 +100,7 @@ impl Host {
         match &finding {
             Finding::Valid { host, .. } if host == here => {}
             _ if request.force => {
-                warn!(vm = name, "starting on this host's images as the operator insists");
+                warn!(vm = %name, "starting on this host's images as the operator insists");
                 report.reason = format!("forced onto host {here}'s images; {}", report.reason);
             }
             Finding::Valid { host, .. } => {
@@ -132,12 +134,12 @@ impl Host {
     }
 
     /// Asks this host, every peer at the same time, and the arbiter.
-    pub(crate) fn inquire(&self, name: &str) -> Result<Inquiry, HostError> {
+    pub(crate) fn inquire(&self, name: &VmName) -> Result<Inquiry, HostError> {
         let mut answers = vec![self.images_answer(name)?];
         let mut silent = Vec::new();
         let known = self.known_hosts();
         let asked: Vec<_> = thread::scope(|scope| {
-            let ask = |peer: &String| {
+            let ask = |peer: &HostName| {
                 let peer = peer.clone();
                 let addresses = &known[&peer];
                 scope.spawn(move || (peer.clone(), self.ask(&peer, addresses, name)))
@@ -157,18 +159,27 @@ impl Host {
 
     fn ask(
         &self,
-        peer: &str,
+        peer: &HostName,
         addresses: &[SocketAddr],
-        name: &str,
+        name: &VmName,
     ) -> anyhow::Result<ImagesAnswer> {
         let purpose = Purpose::Images { vm: name.to_owned() };
         let link = self.identity.dial_first(peer, addresses, |_| purpose.clone())?.0;
         let answer: ImagesAnswer = link.expect_json(Kind::Welcome)?;
-        anyhow::ensure!(answer.host == peer, "its address is that of host {}", answer.host);
+        anyhow::ensure!(answer.host == *peer, "its address is that of host {}", answer.host);
         Ok(answer)
     }
 
-    fn ask_arbiter(&self, name: &str) -> (ArbiterWord, String) {
+    /// Who owns a VM, by the word of a host whose guest ran it.
+    pub(crate) fn owner_by_its_own_word(&self, host: &HostName, vm: &VmName) -> Option<Ownership> {
+        let addresses = self.known_hosts().remove(host)?;
+        let answer = self.ask(host, &addresses, vm).ok()?;
+        let image = answer.record?.image;
+        let ran = image.ran_at()?;
+        Some(Ownership { host: Some(host.to_owned()), generation: ran })
+    }
+
+    fn ask_arbiter(&self, name: &VmName) -> (ArbiterWord, String) {
         let Some(arbiter) = &self.arbiter else {
             return (ArbiterWord::Silent, "none in this host's configuration".to_owned());
         };
@@ -178,7 +189,7 @@ impl Host {
                     None => "no host ever owned it".to_owned(),
                     Some(owner) => match &owner.host {
                         Some(host) => format!("host {host} owns generation {}", owner.generation),
-                        None => format!("stopped in order at generation {}", owner.generation),
+                        None => format!("given back at generation {}", owner.generation),
                     },
                 };
                 (ArbiterWord::Says(ownership), words)
@@ -197,17 +208,17 @@ impl Inquiry {
     }
 
     /// The host that runs the VM, and the bytes of its memory.
-    pub(crate) fn runner(&self) -> Option<(String, u64)> {
+    pub(crate) fn runner(&self) -> Option<(HostName, u64)> {
         self.answers.iter().find_map(|answer| Some((answer.host.clone(), answer.runs?)))
     }
 
     /// Whether a host did not answer, and why.
-    pub(crate) fn silent_host(&self, host: &str) -> Option<(&str, &str)> {
+    pub(crate) fn silent_host(&self, host: &HostName) -> Option<(&str, &str)> {
         let found = self.silent.iter().find(|(silent, _)| silent == host)?;
         Some((&found.0, &found.1))
     }
 
-    /// Who did not answer, as the end of a sentence.
+    /// Returns the hosts that did not answer, as the end of a sentence.
     pub(crate) fn silence(&self) -> String {
         let hosts: Vec<&str> = self.silent.iter().map(|(host, _)| host.as_str()).collect();
         match hosts.is_empty() {
@@ -217,7 +228,7 @@ impl Inquiry {
     }
 
     /// The last number of a group's snapshots that anybody has heard of.
-    pub(crate) fn last_snapshot(&self, group: &str) -> SnapshotNumber {
+    pub(crate) fn last_snapshot(&self, group: &GroupName) -> SnapshotNumber {
         let heard = self.answers.iter().filter_map(|answer| answer.snapshots.get(group));
         heard.max().copied().unwrap_or_default()
     }
@@ -240,7 +251,7 @@ impl Inquiry {
         }
     }
 
-    fn report(&self, name: &str, finding: &Finding) -> RecoverReport {
+    fn report(&self, name: &VmName, finding: &Finding) -> RecoverReport {
         let (valid, reason) = match finding {
             Finding::Valid { host, generation, why } => {
                 let of = self.answers.iter().filter(|answer| answer.host == *host);
@@ -267,6 +278,7 @@ fn describe(answer: &ImagesAnswer) -> String {
             match record.image.role {
                 ImageRole::Active => format!("ran it at generation {generation}"),
                 ImageRole::Stopped => format!("stopped it at generation {generation}"),
+                ImageRole::Cut => format!("cut its power at generation {generation}"),
                 ImageRole::Stale => format!("lost it after generation {generation}"),
                 ImageRole::Mirror => format!("a mirror of generation {generation}, not activated"),
                 ImageRole::Syncing => "a mirror that is not whole".to_owned(),

@@ -17,6 +17,7 @@ use std::thread;
 use std::time::Duration;
 use tracing::{error, info, warn};
 use understudy_protocol::Time;
+use understudy_protocol::VmName;
 use understudy_protocol::repair::{Repair, RepairAction, RepairEvent, RepairPhase};
 
 /// How often a synchronisation is looked at.
@@ -130,12 +131,12 @@ impl Repairer {
     }
 
     /// Says once for each round why no host took the VM.
-    fn log_round(&self, vm: &str) {
+    fn log_round(&self, vm: &VmName) {
         let core = lock(&self.core);
         let mut logged = lock(&self.logged);
         if let RepairPhase::Waiting(until) = core.phase() {
             if *logged != Some(*until) {
-                warn!(vm, "still unprotected: {}", core.reason());
+                warn!(%vm, "still unprotected: {}", core.reason());
                 *logged = Some(*until);
             }
         }
@@ -158,7 +159,7 @@ pub(crate) fn start(host: &Arc<Host>, vm: &Arc<PrimaryVm>) {
     let name = vm.name().to_owned();
     let thread = thread::Builder::new().name(format!("repair-{name}"));
     if let Err(error) = thread.spawn(move || watch(&host, &weak, &inbox)) {
-        error!(vm = name, "lost protection will not be restored: {error}");
+        error!(vm = %name, "lost protection will not be restored: {error}");
     }
 }
 
@@ -197,9 +198,9 @@ fn step(host: &Weak<Host>, weak: &Weak<PrimaryVm>, event: RepairEvent) -> Option
                     events.push_back(RepairEvent::Surveyed(host.survey(&name, memory)));
                 }
                 RepairAction::Attempt(to) => {
-                    info!(vm = name, "looking for a backup: trying host {to}");
+                    info!(vm = %name, "looking for a backup: trying host {to}");
                     if let Err(error) = host.protect_again(&weak.upgrade()?, &to) {
-                        info!(vm = name, "{error}");
+                        info!(vm = %name, "{error}");
                         events.push_back(RepairEvent::Lost(error.to_string()));
                     }
                 }

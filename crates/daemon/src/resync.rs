@@ -20,6 +20,7 @@ use std::path::Path;
 use std::sync::Arc;
 use understudy_disk::{ChangeMap, Disk, changes_path};
 use understudy_protocol::DiskIndex;
+use understudy_protocol::VmName;
 use understudy_protocol::validity::ImageRole;
 
 /// Runs of blocks that fit well into a message; with more, a full copy costs little more.
@@ -53,7 +54,7 @@ pub enum Groundwork {
 }
 
 /// A name that no session ever had.
-pub fn fresh_session(host: &str, vm: &str) -> std::io::Result<String> {
+pub fn fresh_session(host: &str, vm: &VmName) -> std::io::Result<String> {
     let unique = fs::read_to_string("/proc/sys/kernel/random/uuid")?;
     Ok(format!("{host}/{vm}/{}", unique.trim()))
 }
@@ -97,7 +98,7 @@ pub fn reopen(record: &Record, disks: &[Arc<Disk>], directory: &Path) -> Vec<Str
     }
     if record.in_lockstep {
         tracing::warn!(
-            vm = record.definition.name,
+            vm = %record.definition.name,
             "the next synchronisation will copy all: the VM was lost in lockstep, and its mirror \
              may have what was not written here"
         );
@@ -116,7 +117,7 @@ pub fn reopen(record: &Record, disks: &[Arc<Disk>], directory: &Path) -> Vec<Str
         }
         Err(doubt) => {
             tracing::warn!(
-                vm = record.definition.name,
+                vm = %record.definition.name,
                 "the next synchronisation will copy all: {doubt}"
             );
             Vec::new()
@@ -177,7 +178,7 @@ fn own_changes(
 ) -> Result<Vec<Vec<(u64, u64)>>, String> {
     match record.image.role {
         ImageRole::Mirror | ImageRole::Syncing => Ok(vec![Vec::new(); disks.len()]),
-        ImageRole::Active | ImageRole::Stopped | ImageRole::Stale => {
+        ImageRole::Active | ImageRole::Stopped | ImageRole::Cut | ImageRole::Stale => {
             let pairs = |map: &ChangeMap| map.runs().iter().map(|r| (r.start, r.end)).collect();
             let name = &record.image.host;
             let maps = open_maps(disks, directory);

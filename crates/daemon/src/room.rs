@@ -1,19 +1,28 @@
 //! Whether this host has room for one more VM, or backup of one.
 //!
+//! Disks are counted as they are: images are sparse, and nobody knows what a guest will write.
 //! Memory that a VM was promised counts before it is used: a standby fills up only
 //! while it is synchronised, and a guest takes its memory when it first writes it.
 
 use crate::error::{ErrorKind, HostError};
+use crate::handshake::{FileOffer, FileRole, Offer};
 use crate::host::Host;
 use crate::machine::Machine;
+use crate::primary::EPOCH_DISK_BYTES;
 use crate::sync::lock;
 use crate::vm::Vm;
+use nix::sys::statvfs::statvfs;
 use std::path::Path;
 use std::sync::Arc;
 
-/// What a VM takes beside the guest's memory, at most: QEMU, the daemon's queues
-/// (32 MiB) and the epoch in them.
-const BESIDE_BYTES: u64 = 96 << 20;
+/// What a VM takes beside the guest's memory: QEMU, the daemon's queues (32 MiB), and what the
+/// guest writes to its disks in one epoch, which a backup keeps until that is whole.
+const BESIDE_BYTES: u64 = (96 << 20) + EPOCH_DISK_BYTES;
+
+/// What a backup keeps beside a VM's mirrors, roughly: records, logs, lists of changes.
+const BESIDE_DISKS_BYTES: u64 = 16 * MIB;
+
+const MIB: u64 = 1 << 20;
 
 /// What the VMs on a host take, and what is left.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -41,6 +50,29 @@ impl Host {
             .map_or(Ok(()), |message| Err(HostError::new(ErrorKind::Invalid, message)))
     }
 
+    /// Refuses a VM for whose disks, as they are now, there is no room in the directory of their
+    /// mirrors. Returns what is to be said if they could outgrow it.
+    pub(crate) fn check_disk_room(
+        &self,
+        offer: &Offer,
+        directory: &Path,
+    ) -> Result<Option<String>, HostError> {
+        fail::fail_point!("room-for-any-disk", |_| Ok(None));
+        let file_system = statvfs(directory).map_err(|error| {
+            let message = format!("cannot tell the room in {}: {error}", directory.display());
+            HostError::new(ErrorKind::Internal, message)
+        })?;
+        let space = DiskSpace {
+            used: used_by(offer),
+            full: offer.disk_bytes.iter().sum(),
+            free: file_system.blocks_available() * file_system.fragment_size(),
+        };
+        match space.refusal(&self.config.name, directory) {
+            Some(message) => Err(HostError::new(ErrorKind::Invalid, message)),
+            None => Ok(space.warning(&self.config.name, directory)),
+        }
+    }
+
     /// Bytes of memory that this host could promise to further VMs.
     pub(crate) fn free_memory(&self) -> u64 {
         self.room().map_or(0, |room| room.free())
@@ -62,6 +94,15 @@ impl Host {
             room.untaken += ram.bytes().saturating_sub(ram.resident_bytes()?);
             room.untaken += BESIDE_BYTES.saturating_sub(beside);
         }
+        for expected in self.arrivals.all() {
+            let there = lock(&self.vms).contains_key(&expected.definition.name);
+            let bytes = expected.definition.memory.bytes() + BESIDE_BYTES;
+            if !there {
+                room.vms += 1;
+                room.promised += bytes;
+                room.untaken += bytes;
+            }
+        }
         Ok(room)
     }
 
@@ -72,6 +113,55 @@ impl Host {
             Vm::Fenced(_) => None,
         };
         lock(&self.vms).values().filter_map(machine).collect()
+    }
+}
+
+/// Bytes that a mirror of the offered VM begins with.
+fn used_by(offer: &Offer) -> u64 {
+    let boots = |file: &&FileOffer| !matches!(file.role, FileRole::DiskHead(_));
+    let boot_files: u64 = offer.files.iter().filter(boots).map(|file| file.bytes).sum();
+    offer.disk_used.iter().sum::<u64>().saturating_add(boot_files)
+}
+
+/// What the disks of a VM take, and what is left for them.
+#[derive(Clone, Copy, Debug)]
+struct DiskSpace {
+    /// Bytes that they take now, with the files to boot from.
+    used: u64,
+    /// Bytes that they can grow to.
+    full: u64,
+    /// Bytes that the file system has left.
+    free: u64,
+}
+
+impl DiskSpace {
+    /// Why they do not fit, for people.
+    fn refusal(&self, host: &str, directory: &Path) -> Option<String> {
+        let needed = self.used.saturating_add(BESIDE_DISKS_BYTES);
+        (needed > self.free).then(|| {
+            format!(
+                "there is no space for the VM's disks: they take {} MiB now, and {} MiB beside them \
+                 are needed; host {host} has {} MiB left in {}",
+                self.used.div_ceil(MIB),
+                BESIDE_DISKS_BYTES / MIB,
+                self.free / MIB,
+                directory.display()
+            )
+        })
+    }
+
+    /// Whether they fit now, but not for good.
+    fn warning(&self, host: &str, directory: &Path) -> Option<String> {
+        let needed = self.full.saturating_add(BESIDE_DISKS_BYTES);
+        (needed > self.free).then(|| {
+            format!(
+                "the disks can grow to {} MiB, and host {host} has {} MiB left in {}: protection \
+                 will end if they outgrow that",
+                self.full.div_ceil(MIB),
+                self.free / MIB,
+                directory.display()
+            )
+        })
     }
 }
 
@@ -135,7 +225,7 @@ mod tests {
         assert_eq!(room.refusal(GIB / 2, "b"), None);
         let refusal = room.refusal(GIB, "b").unwrap();
         for part in [
-            "needs 1120 MiB",
+            "needs 1184 MiB",
             "1024 for the guest",
             "has 3072 MiB",
             "2048 MiB are promised",
@@ -157,6 +247,22 @@ mod tests {
         let refusal = room.refusal(GIB, "b").unwrap();
         for part in ["gives its VMs 2048 MiB", "`memory`", "1 have 1024 MiB"] {
             assert!(refusal.contains(part), "{refusal}");
+        }
+    }
+
+    #[test]
+    fn disks_must_fit_as_they_are_and_growth_is_told() {
+        let directory = Path::new("/var/lib/understudy/db");
+        let space = DiskSpace { used: 100 * MIB, full: GIB, free: 4 * GIB };
+        assert_eq!((space.refusal("b", directory), space.warning("b", directory)), (None, None));
+        let tight = DiskSpace { free: 200 * MIB, ..space };
+        assert_eq!(tight.refusal("b", directory), None);
+        let words = tight.warning("b", directory).unwrap();
+        assert!(words.contains("grow to 1024 MiB") && words.contains("200 MiB left"), "{words}");
+        let full = DiskSpace { free: 110 * MIB, ..space };
+        let words = full.refusal("b", directory).unwrap();
+        for part in ["no space", "take 100 MiB", "host b has 110 MiB left in /var/lib"] {
+            assert!(words.contains(part), "{words}");
         }
     }
 

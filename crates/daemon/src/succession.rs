@@ -49,7 +49,7 @@ impl Host {
         let recording = Lockstep { role: LogRole::Record, clock };
         self.move_to_another_qemu(vm, &former, recording).map_err(|error| {
             let error = failed("the VM cannot be moved into another QEMU", &error);
-            warn!(vm = vm.name(), "{error}");
+            warn!(vm = %vm.name(), "{error}");
             vm.events.note(error.to_string());
             error
         })
@@ -69,7 +69,7 @@ impl Host {
             return Err(error);
         }
         let paused = paused.elapsed().as_secs_f64() * 1e3;
-        info!(vm = vm.name(), "goes on in another QEMU; stood still for {paused:.1} ms");
+        info!(vm = %vm.name(), "goes on in another QEMU; stood still for {paused:.1} ms");
         Ok(())
     }
 
@@ -137,7 +137,7 @@ impl Adopted {
         host.presences_of(vm, machine);
         self.0.store(true, Ordering::Release);
         if let Err(error) = Home::replace(directory) {
-            warn!(vm, "the directory of the former QEMU stays: {error}");
+            warn!(%vm, "the directory of the former QEMU stays: {error}");
         }
     }
 }
@@ -152,7 +152,7 @@ pub(crate) fn hand_over(
     check_blocks(former, next)?;
     for port in former.ports() {
         if !port.hold_inbound(INBOUND_PATIENCE) {
-            info!(vm = former.definition().name, "QEMU leaves frames unread; they are lost");
+            info!(vm = %former.definition().name, "QEMU leaves frames unread; they are lost");
         }
     }
     let began = Instant::now();

@@ -1,18 +1,21 @@
 //! Which host could back a VM up, and how well: asked of every known host over
 //! the link between hosts, all at the same time.
 
+use crate::arbiter::Arbiter;
 use crate::handshake::Purpose;
 use crate::host::Host;
+use crate::membership;
 use crate::sync::lock;
 use crate::vm::Vm;
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
-use std::net::SocketAddr;
+use std::net::{IpAddr, SocketAddr};
 use std::sync::Arc;
 use std::thread;
 use std::time::{Duration, Instant};
 use understudy_protocol::repair::{Candidate, Fitness};
 use understudy_protocol::wire::Kind;
+use understudy_protocol::{HostName, VmName};
 
 /// For a host to answer: one that is down must not hold up the choice of another.
 const PATIENCE: Duration = Duration::from_millis(1_500);
@@ -23,7 +26,7 @@ const MOST_MEMBERS: usize = 16;
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct SurveyAnswer {
     /// The host.
-    pub host: String,
+    pub host: HostName,
     /// Bytes of memory that it has to spare.
     pub free_memory: u64,
     /// Runnable threads for each 100 processors.
@@ -38,7 +41,7 @@ pub struct SurveyAnswer {
 
 impl Host {
     /// What this host says when it is asked whether it could back `vm` up.
-    pub(crate) fn survey_answer(&self, vm: &str, memory: u64) -> SurveyAnswer {
+    pub(crate) fn survey_answer(&self, vm: &VmName, memory: u64) -> SurveyAnswer {
         let vms = lock(&self.vms).len() as u32;
         SurveyAnswer {
             host: self.config.name.clone(),
@@ -50,30 +53,32 @@ impl Host {
         }
     }
 
-    fn objection(&self, vm: &str, memory: u64) -> Option<String> {
+    fn objection(&self, vm: &VmName, memory: u64) -> Option<String> {
         if self.is_closing() {
             return Some("is shutting down".to_owned());
         }
-        if self.arbiter.is_none() {
+        let Some(arbiter) = &self.arbiter else {
             return Some("has no [arbiter]".to_owned());
-        }
+        };
         if let Some(problem) = &self.kernel_problem {
             return Some(problem.clone());
         }
-        match lock(&self.vms).get(vm) {
+        let present = lock(&self.vms).get(vm).cloned();
+        match present {
             Some(Vm::Primary(_)) => return Some(format!("still has a copy of {vm}")),
-            Some(Vm::Backup(session)) => {
-                return Some(format!("stands by for host {}", session.primary));
-            }
+            Some(Vm::Backup(session)) => return Some(session.describe()),
             // Gives way to the new backup.
             Some(Vm::Fenced(_)) | None => {}
+        }
+        if let Err(error) = arbiter.identify() {
+            return Some(format!("could not take it over: {error}"));
         }
         self.check_memory(memory).err().map(|error| error.to_string())
     }
 
     /// Every host that this one knows, with its addresses: the configured peers,
     /// and the members that etcd knows of.
-    pub(crate) fn known_hosts(&self) -> BTreeMap<String, Vec<SocketAddr>> {
+    pub(crate) fn known_hosts(&self) -> BTreeMap<HostName, Vec<SocketAddr>> {
         let mut members: Vec<_> = self.members.others().into_iter().collect();
         members.sort_by_key(|(_, member)| std::cmp::Reverse(member.free_memory));
         members.truncate(MOST_MEMBERS);
@@ -84,8 +89,24 @@ impl Host {
         known
     }
 
+    /// Whether a host is a peer or a registered member. One that has just become a member is
+    /// looked for.
+    pub(crate) fn is_known(&self, name: &str) -> bool {
+        let etcd = || self.arbiter.as_ref().and_then(Arbiter::etcd);
+        self.config.peers.contains_key(name)
+            || self.members.others().contains_key(name)
+            || etcd().is_some_and(|etcd| membership::is_member(etcd, name))
+    }
+
+    /// Whether a connection comes from where a known host is.
+    pub(crate) fn is_address_of_known(&self, from: IpAddr) -> bool {
+        let is = |addresses: &Vec<SocketAddr>| addresses.iter().any(|known| known.ip() == from);
+        let members = self.members.others();
+        self.config.peers.values().any(is) || members.values().any(|known| is(&known.addresses))
+    }
+
     /// Asks every known host whether, and how well, it could back `vm` up.
-    pub(crate) fn survey(self: &Arc<Self>, vm: &str, memory: u64) -> Vec<Candidate> {
+    pub(crate) fn survey(self: &Arc<Self>, vm: &VmName, memory: u64) -> Vec<Candidate> {
         let known = self.known_hosts();
         let (answers, answered) = crossbeam_channel::unbounded();
         for (host, addresses) in known.clone() {
@@ -104,7 +125,7 @@ impl Host {
         while let Ok((host, answer)) = answered.recv_deadline(deadline) {
             found.insert(host, answer);
         }
-        let judge = |host: String| {
+        let judge = |host: HostName| {
             let silent = || Err("does not answer".to_owned());
             Candidate { answer: found.remove(&host).unwrap_or_else(silent), host }
         };
@@ -113,7 +134,7 @@ impl Host {
 
     fn ask_fitness(
         &self,
-        host: &str,
+        host: &HostName,
         addresses: &[SocketAddr],
         purpose: &Purpose,
     ) -> Result<Fitness, String> {
@@ -123,7 +144,7 @@ impl Host {
             link.expect_json(Kind::Welcome)
         };
         let answer = ask().map_err(|error| format!("{error:#}"))?;
-        if answer.host != host {
+        if answer.host != *host {
             return Err(format!("its address is that of host {}", answer.host));
         }
         if let Some(reason) = answer.refuses {

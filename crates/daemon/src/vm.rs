@@ -11,6 +11,8 @@ use crate::sync::lock;
 use crate::{backup, primary};
 use std::collections::VecDeque;
 use std::sync::{Arc, Mutex, OnceLock};
+use understudy_protocol::HostName;
+use understudy_protocol::VmName;
 use understudy_protocol::{BackupPhase, Generation, Output, PrimaryPhase};
 
 /// Events that are kept for `status`.
@@ -48,7 +50,7 @@ pub enum Vm {
 
 /// A VM that runs on this host.
 pub struct PrimaryVm {
-    name: String,
+    name: VmName,
     /// The machine: another one after a succession.
     machine: Mutex<Arc<Machine>>,
     /// Notable events.
@@ -75,7 +77,7 @@ struct PrimaryState {
 /// A VM that this host lost.
 pub struct FencedVm {
     /// The VM's name.
-    pub name: String,
+    pub name: VmName,
     /// The last generation at which this host owned it.
     pub generation: Generation,
     /// Why it lost it.
@@ -104,7 +106,7 @@ impl PrimaryVm {
     }
 
     /// The VM's name.
-    pub fn name(&self) -> &str {
+    pub fn name(&self) -> &VmName {
         &self.name
     }
 
@@ -182,7 +184,7 @@ impl PrimaryVm {
     }
 
     /// The members of the VM's group, itself included; none without a group.
-    pub fn fellow_names(&self) -> Vec<String> {
+    pub fn fellow_names(&self) -> Vec<VmName> {
         let state = lock(&self.state);
         let membership = state.session.as_ref().map(|session| session.membership());
         let members = membership.filter(|membership| membership.name.is_some());
@@ -277,7 +279,15 @@ fn describe_session(status: &mut VmStatus, session: &primary::Session) {
             Protection::Syncing { peer, done_bytes, total_bytes, remaining_seconds }
         }
         PrimaryPhase::Protected | PrimaryPhase::HandingOver | PrimaryPhase::StandingDown => {
-            followed(peer, session.output())
+            match session.group().obstacle() {
+                None => followed(peer, session.output()),
+                Some(obstacle) => Protection::Degraded {
+                    reason: format!(
+                        "host {peer} follows, and could not take over now: {obstacle}; output \
+                         still waits for it, and protection is back as soon as it can"
+                    ),
+                },
+            }
         }
         PrimaryPhase::Contesting(reason) => Protection::Degraded {
             reason: format!("{reason}; output is held until the arbiter decides"),
@@ -295,7 +305,7 @@ fn lockstep_report(session: &primary::Session, held_frames: u64) -> Option<Locks
 }
 
 /// A backup follows.
-fn followed(peer: String, output: Output) -> Protection {
+fn followed(peer: HostName, output: Output) -> Protection {
     match output {
         Output::Held => Protection::Protected { peer },
         Output::Unheld => Protection::Unheld { peer },
@@ -332,6 +342,7 @@ fn machine_status(machine: &Machine, role: Role, live: bool) -> VmStatus {
         policy: definition.policy.unwrap_or_default(),
         pauses_through_qmp: machine.pause_obstacle().map(str::to_owned),
         held_frames: ports.iter().map(|port| port.held_frames() as u64).sum(),
+        display_not_held: definition.has_display(),
         qemu_pid: Some(machine.qemu_pid()),
         console: machine.console().map(ToOwned::to_owned),
         cards: cards.collect(),
@@ -358,9 +369,20 @@ fn backup_status(session: &backup::Session) -> VmStatus {
             remaining_seconds: None,
         },
         BackupPhase::Contesting(reason) => {
-            Protection::Degraded { reason: format!("{reason}; waiting for the arbiter") }
+            let why = session.obstacle().map_or_else(String::new, |why| format!(" ({why})"));
+            Protection::Degraded {
+                reason: format!(
+                    "{reason}; waiting for the arbiter{why}; if {peer} owns the VM meanwhile, this \
+                     host lets go of it as soon as {peer} can be asked"
+                ),
+            }
         }
-        _ => followed(peer, session.output()),
+        _ => match session.obstacle() {
+            None => followed(peer, session.output()),
+            Some(obstacle) => Protection::Degraded {
+                reason: format!("this host could not take over now: {obstacle}"),
+            },
+        },
     };
     status
 }

@@ -7,14 +7,13 @@
 
 use nix::errno::Errno;
 use nix::libc;
-use std::fs::File;
 use std::io;
-use std::os::fd::AsRawFd;
+use std::os::fd::{AsFd, AsRawFd};
 
 /// What [`read_cached`] found.
 #[derive(Debug, PartialEq, Eq)]
 pub(crate) enum Cached {
-    /// So many bytes were read, at least one.
+    /// Number of bytes that were read, at least one.
     Bytes(usize),
     /// The offset is at or beyond the end of the file.
     EndOfFile,
@@ -25,12 +24,13 @@ pub(crate) enum Cached {
 }
 
 /// Reads from `offset` what can be had without waiting for the device.
-pub(crate) fn read_cached(file: &File, buffer: &mut [u8], offset: u64) -> io::Result<Cached> {
+pub(crate) fn read_cached(file: impl AsFd, buffer: &mut [u8], offset: u64) -> io::Result<Cached> {
     let offset = libc::off_t::try_from(offset).map_err(|_| Errno::EINVAL)?;
     let vector = libc::iovec { iov_base: buffer.as_mut_ptr().cast(), iov_len: buffer.len() };
     // SAFETY: the vector describes `buffer`, which is exclusively borrowed for the
     // whole call, and the kernel writes at most `iov_len` bytes to it.
-    let read = unsafe { libc::preadv2(file.as_raw_fd(), &vector, 1, offset, libc::RWF_NOWAIT) };
+    let read =
+        unsafe { libc::preadv2(file.as_fd().as_raw_fd(), &vector, 1, offset, libc::RWF_NOWAIT) };
     match Errno::result(read) {
         Ok(0) => Ok(Cached::EndOfFile),
         Ok(count) => Ok(Cached::Bytes(count as usize)),
@@ -45,7 +45,7 @@ const SYS_CACHESTAT: libc::c_long = 451;
 
 /// Whether the page cache holds all of a range that is not empty. No where the kernel (before
 /// 6.5) or the file system cannot tell.
-pub(crate) fn is_cached(file: &File, offset: u64, len: u64) -> bool {
+pub(crate) fn is_cached(file: impl AsFd, offset: u64, len: u64) -> bool {
     // SAFETY: sysconf has no preconditions.
     let page = unsafe { libc::sysconf(libc::_SC_PAGESIZE) } as u64;
     let range = [offset, len];
@@ -53,7 +53,7 @@ pub(crate) fn is_cached(file: &File, offset: u64, len: u64) -> bool {
     // SAFETY: the kernel reads `struct cachestat_range`, two 64-bit numbers, and writes
     // `struct cachestat`, five of them; both live through the call.
     let result = unsafe {
-        libc::syscall(SYS_CACHESTAT, file.as_raw_fd(), range.as_ptr(), &raw mut pages, 0)
+        libc::syscall(SYS_CACHESTAT, file.as_fd().as_raw_fd(), range.as_ptr(), &raw mut pages, 0)
     };
     let last = (offset + len - 1) / page;
     result == 0 && pages.cached == last - offset / page + 1

@@ -10,6 +10,7 @@
 //! Bits are cleared in rounds: [`ChangeMap::begin_round`] sets aside what was marked until
 //! then, and [`ChangeMap::end_round`] forgets it, once the other host has it on its disk.
 
+use crate::durable::Durable;
 use crate::error::DiskError;
 use std::fs::{self, File, OpenOptions};
 use std::io;
@@ -38,7 +39,9 @@ pub struct ChangeMap {
 
 #[derive(Debug)]
 struct State {
-    file: File,
+    file: Durable,
+    /// Any block may differ, until a map is made anew: no round forgets anything.
+    all: bool,
     /// Marked since the round began.
     current: Vec<u8>,
     /// Marked before.
@@ -65,7 +68,8 @@ impl ChangeMap {
         file.write_all_at(&disk_bytes.to_le_bytes(), 8)?;
         // Written, not left as holes: marking must not fail for want of space.
         file.write_all_at(&bits, BITS_AT)?;
-        let state = State { file, closing: bits.clone(), current: bits };
+        let file = Durable::new(file);
+        let state = State { file, all: false, closing: bits.clone(), current: bits };
         state.seal(image)?;
         fs::rename(&fresh, path)?;
         Ok(ChangeMap { granules, state: Mutex::new(state) })
@@ -99,7 +103,8 @@ impl ChangeMap {
         }
         let mut current = vec![0; granules.div_ceil(8) as usize];
         file.read_exact_at(&mut current, BITS_AT)?;
-        let state = State { file, closing: vec![0; current.len()], current };
+        let file = Durable::new(file);
+        let state = State { file, all: false, closing: vec![0; current.len()], current };
         Ok(Ok(ChangeMap { granules, state: Mutex::new(state) }))
     }
 
@@ -109,7 +114,7 @@ impl ChangeMap {
         let state = self.lock();
         state.file.write_all_at(&boot_id()?, BOOT_ID_AT)?;
         state.file.write_all_at(&OPEN.to_le_bytes(), SEAL_AT)?;
-        state.file.sync_data()
+        state.file.sync()
     }
 
     /// To be called when nobody writes the image any more, after it was synced: the map
@@ -125,6 +130,15 @@ impl ChangeMap {
         }
         let last = (offset + len - 1) / GRANULE_BYTES;
         self.lock().mark(offset / GRANULE_BYTES..last.min(self.granules - 1) + 1)
+    }
+
+    /// Notes that any block may differ, for good: what was written to the image may be lost.
+    pub(crate) fn mark_all(&self) -> io::Result<()> {
+        let mut state = self.lock();
+        if std::mem::replace(&mut state.all, true) {
+            return Ok(());
+        }
+        state.mark(0..self.granules)
     }
 
     /// Marks runs of granules that changed on the other host.
@@ -146,6 +160,9 @@ impl ChangeMap {
     /// caller makes sure that no write is between its mark and its way to the sink.
     pub(crate) fn begin_round(&self) {
         let state = &mut *self.lock();
+        if state.all {
+            return;
+        }
         for (closing, current) in state.closing.iter_mut().zip(&mut state.current) {
             *closing |= std::mem::take(current);
         }
@@ -154,6 +171,9 @@ impl ChangeMap {
     /// The other host has what was set aside on its disk.
     pub fn end_round(&self) -> io::Result<()> {
         let mut state = self.lock();
+        if state.all {
+            return Ok(());
+        }
         state.closing.fill(0);
         // Whatever part of it reaches the file, every bit of `current` stays set.
         state.file.write_all_at(&state.current, BITS_AT)
@@ -191,6 +211,9 @@ impl State {
     }
 
     fn mark(&mut self, granules: Range<u64>) -> io::Result<()> {
+        if granules.is_empty() {
+            return Ok(());
+        }
         let (first, last) = (place(granules.start).0, place(granules.end - 1).0);
         let mut is_new = false;
         for granule in granules {
@@ -208,9 +231,9 @@ impl State {
     }
 
     fn seal(&self, image: &Path) -> io::Result<()> {
-        self.file.sync_data()?;
+        self.file.sync()?;
         self.file.write_all_at(&modified_at(image)?.to_le_bytes(), SEAL_AT)?;
-        self.file.sync_data()
+        self.file.sync()
     }
 }
 

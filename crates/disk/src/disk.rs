@@ -54,7 +54,7 @@ pub struct Disk {
     order: Mutex<Order>,
     /// Where changes are noted. Changed with the order locked; not in [`Order`], for whoever
     /// reports of it must not wait for a write that waits for its sink.
-    changes: RwLock<Option<Arc<ChangeMap>>>,
+    changes: Arc<Changes>,
     flusher: Flusher,
     /// Of a disk that is being restored.
     absent: OnceLock<Absent>,
@@ -128,9 +128,10 @@ impl Disk {
             return Err(DiskError::ExportTooLarge { export_bytes });
         }
         let image = Arc::new(image);
+        let changes = Arc::default();
         let flusher = Flusher::start(&format!("disk{index}"), {
-            let image = image.clone();
-            Box::new(move || image.sync())
+            let (image, changes, path) = (image.clone(), Arc::clone(&changes), path.to_owned());
+            Box::new(move || sync_image(&image, &changes, &path))
         })
         .map_err(DiskError::io("start the flusher thread of", path))?;
         Ok(Disk {
@@ -139,7 +140,7 @@ impl Disk {
             path: Mutex::new(path.into()),
             image,
             order: Mutex::default(),
-            changes: RwLock::default(),
+            changes,
             flusher,
             absent: OnceLock::new(),
             reads: RwLock::default(),
@@ -228,6 +229,11 @@ impl Disk {
     /// Notes every change in `changes` from now on, before it is made.
     pub fn set_changes(&self, changes: Option<Arc<ChangeMap>>) {
         let _order = self.lock_order();
+        if let Some(changes) = &changes
+            && self.image.has_failed()
+        {
+            note_any(changes, &self.path());
+        }
         *self.changes.write().unwrap_or_else(PoisonError::into_inner) = changes;
     }
 
@@ -314,9 +320,15 @@ impl Disk {
         self.ordered().trim(offset, len)
     }
 
-    /// Waits for all completed writes to be on stable storage, whatever the checkpoints.
+    /// Waits for all completed writes to be on stable storage, whatever the checkpoints. After
+    /// one failure it fails for as long as the disk is open: what was lost stays lost.
     pub fn sync(&self) -> io::Result<()> {
-        self.image.sync()
+        sync_image(&self.image, &self.changes, &self.path())
+    }
+
+    #[cfg(test)]
+    pub(crate) fn image(&self) -> &Image {
+        &self.image
     }
 
     /// The guest's flush: `done` is called from the flusher thread, or from this one at
@@ -333,7 +345,7 @@ impl Disk {
     }
 
     /// To be called after QEMU continues: carries out, in the background, the flush that
-    /// was left out. Should it fail, the guest's next flush reports it.
+    /// was left out. Should it fail, the guest's flushes from then on report it.
     pub fn end_checkpoint(&self) {
         self.flusher.end_checkpoint();
     }
@@ -406,7 +418,7 @@ impl Drop for Disk {
         let Some(changes) = self.changes() else { return };
         let path = self.path();
         // Nobody writes any more: the map can outlive the host's kernel.
-        if let Err(error) = self.image.sync().and_then(|()| changes.seal(&path)) {
+        if let Err(error) = self.sync().and_then(|()| changes.seal(&path)) {
             tracing::warn!(path = %path.display(), %error, "cannot seal the list of changed blocks");
         }
     }
@@ -422,8 +434,26 @@ impl fmt::Debug for Disk {
     }
 }
 
-/// A test makes reads or writes fail for as long as there is the file that the fail point names.
-fn fail_in_a_test(_point: &str) -> io::Result<()> {
+/// Where the changes of a disk are noted, if anywhere.
+type Changes = RwLock<Option<Arc<ChangeMap>>>;
+
+/// Syncs the image. If that fails what was written may be lost in any block: so this image may
+/// differ from any other host's anywhere, and the list of changes says so from then on.
+fn sync_image(image: &Image, changes: &Changes, path: &Path) -> io::Result<()> {
+    image.sync().inspect_err(|_| {
+        let changes = changes.read().unwrap_or_else(PoisonError::into_inner).clone();
+        changes.inspect(|changes| note_any(changes, path));
+    })
+}
+
+fn note_any(changes: &ChangeMap, path: &Path) {
+    if let Err(error) = changes.mark_all() {
+        tracing::error!(path = %path.display(), %error, "cannot note that any block may differ");
+    }
+}
+
+/// A test makes reads, writes or syncs fail for as long as there is the file that the fail point names.
+pub(crate) fn fail_in_a_test(_point: &str) -> io::Result<()> {
     fail::fail_point!(_point, |file| match file {
         Some(file) if Path::new(&file).exists() => Err(Errno::EIO.into()),
         _ => Ok(()),

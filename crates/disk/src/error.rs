@@ -1,5 +1,6 @@
 //! What can be wrong with a disk, said so that the operator can act on it.
 
+use crate::format::ImageFormat;
 use std::io;
 use std::path::PathBuf;
 
@@ -87,6 +88,19 @@ pub enum DiskError {
         path: PathBuf,
         /// What it said.
         message: String,
+    },
+    /// The content is of another format than the definition says.
+    #[error(
+        "disk image {path} is declared {declared}, but its content is {found}: the guest would not \
+         find its disk there; correct `format` in the definition"
+    )]
+    WrongFormat {
+        /// The image.
+        path: PathBuf,
+        /// What the definition says.
+        declared: ImageFormat,
+        /// What it begins with.
+        found: &'static str,
     },
     /// The image is only part of a disk, so that mirroring it would lose the rest.
     #[error(

@@ -5,6 +5,7 @@
 //! has the write as well, so a crash of this host loses nothing that was promised. The
 //! flush is owed and made up for afterwards.
 
+use crate::durable::errno_of;
 use nix::errno::Errno;
 use std::io;
 use std::mem;
@@ -24,7 +25,7 @@ struct State {
     waiting: Vec<Done>,
     /// To be answered by the fsync under way.
     syncing: Vec<Done>,
-    /// A failure that came when nobody was waiting; the next flush reports it.
+    /// The first failure: every flush from then on reports it.
     failed: Option<Errno>,
 }
 
@@ -60,7 +61,7 @@ impl Flusher {
         let mut state = self.shared.lock();
         if state.in_checkpoint {
             state.owed = true;
-            let result = state.take_failure();
+            let result = state.outcome();
             drop(state);
             return done(result);
         }
@@ -80,7 +81,7 @@ impl Flusher {
             return;
         }
         state.owed = true;
-        let result = state.take_failure();
+        let result = state.outcome();
         drop(state);
         answer_all(answer, &result);
     }
@@ -123,19 +124,18 @@ impl Shared {
         drop(state);
 
         let result = (self.sync)();
-        if let Err(error) = &result {
-            tracing::error!(%error, "flush of the disk image failed");
-        }
-
         let mut state = self.lock();
-        if let Err(error) = result {
+        if let Err(error) = result
+            && state.failed.is_none()
+        {
+            tracing::error!(%error, "flush of the disk image failed: so do all from now on");
             state.failed = Some(errno_of(&error));
         }
         let answer = mem::take(&mut state.syncing);
         if answer.is_empty() {
             return true;
         }
-        let result = state.take_failure();
+        let result = state.outcome();
         drop(state);
         answer_all(answer, &result);
         true
@@ -147,8 +147,9 @@ impl State {
         !self.waiting.is_empty() || (self.owed && !self.in_checkpoint)
     }
 
-    fn take_failure(&mut self) -> io::Result<()> {
-        self.failed.take().map_or(Ok(()), |errno| Err(errno.into()))
+    /// What a flush is answered now.
+    fn outcome(&self) -> io::Result<()> {
+        self.failed.map_or(Ok(()), |errno| Err(errno.into()))
     }
 }
 
@@ -159,10 +160,6 @@ fn answer_all(answer: Vec<Done>, result: &io::Result<()>) {
             Err(error) => Err(errno_of(error).into()),
         });
     }
-}
-
-fn errno_of(error: &io::Error) -> Errno {
-    error.raw_os_error().map_or(Errno::EIO, Errno::from_raw)
 }
 
 #[cfg(test)]

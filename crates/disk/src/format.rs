@@ -4,13 +4,16 @@ use crate::error::DiskError;
 use serde_json::Value;
 use std::fmt;
 use std::fs::File;
-use std::io::{self, Seek, SeekFrom};
+use std::io::{self, Read, Seek, SeekFrom};
 use std::path::Path;
 use std::process::Command;
 use std::str::FromStr;
 
 /// QEMU counts disks in sectors.
 const SECTOR_BYTES: u64 = 512;
+/// What a qcow2 image begins with, and the versions that follow (big-endian).
+const QCOW2_MAGIC: &[u8] = b"QFI\xfb";
+const QCOW2_VERSIONS: [&[u8]; 3] = [&[0, 0, 0, 1], &[0, 0, 0, 2], &[0, 0, 0, 3]];
 /// Sizes of qcow2 exports are rounded up to this.
 const QCOW2_ROUNDING_BYTES: u64 = 1024 * 1024;
 
@@ -59,15 +62,43 @@ pub fn export_bytes(path: impl AsRef<Path>, format: ImageFormat) -> Result<u64, 
     }
 }
 
-fn file_bytes(path: &Path) -> Result<u64, DiskError> {
+/// Refuses an image whose content is of another format than the one declared. To be asked before
+/// a VM first runs on the image: what a guest writes to a raw one may look like anything.
+///
+/// # Errors
+/// The other format, or an image that cannot be read.
+pub fn check_format(path: impl AsRef<Path>, declared: ImageFormat) -> Result<(), DiskError> {
+    let path = path.as_ref();
+    let is_qcow2 = has_qcow2_header(open_image(path)?).map_err(DiskError::io("read", path))?;
+    let found = match (declared, is_qcow2) {
+        (ImageFormat::Raw, false) | (ImageFormat::Qcow2, true) => return Ok(()),
+        (ImageFormat::Raw, true) => "qcow2",
+        (ImageFormat::Qcow2, false) => "not qcow2 (raw, perhaps)",
+    };
+    Err(DiskError::WrongFormat { path: path.into(), declared, found })
+}
+
+/// Whether the file begins with qcow2's magic and one of its versions.
+fn has_qcow2_header(file: File) -> io::Result<bool> {
+    let mut head = Vec::new();
+    file.take(8).read_to_end(&mut head)?;
+    Ok(head.strip_prefix(QCOW2_MAGIC).is_some_and(|version| QCOW2_VERSIONS.contains(&version)))
+}
+
+fn open_image(path: &Path) -> Result<File, DiskError> {
     let open = |source: io::Error| match source.kind() {
         io::ErrorKind::NotFound => DiskError::Missing { path: path.into() },
         _ => DiskError::Io { action: "open", path: path.into(), source },
     };
-    let mut file = File::open(path).map_err(open)?;
+    let file = File::open(path).map_err(open)?;
     if file.metadata().map_err(DiskError::io("examine", path))?.is_dir() {
         return Err(DiskError::NotAnImage { path: path.into() });
     }
+    Ok(file)
+}
+
+fn file_bytes(path: &Path) -> Result<u64, DiskError> {
+    let mut file = open_image(path)?;
     // Not the metadata's length, which is 0 for a block device.
     file.seek(SeekFrom::End(0)).map_err(DiskError::io("examine", path))
 }
@@ -139,4 +170,32 @@ fn qemu_img(action: &'static str, path: &Path, options: &[&str]) -> Result<Value
         return Err(failed(String::from_utf8_lossy(&output.stderr).trim().to_owned()));
     }
     serde_json::from_slice(&output.stdout).map_err(|error| failed(error.to_string()))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::fs;
+
+    #[test]
+    fn a_declared_format_must_be_that_of_the_content() {
+        let directory = tempfile::tempdir().unwrap();
+        let path = directory.path().join("db.img");
+        let check = |content: &[u8], declared| {
+            fs::write(&path, content).unwrap();
+            check_format(&path, declared).map_err(|error| error.to_string())
+        };
+        let qcow2 = b"QFI\xfb\0\0\0\x03, and all that follows";
+        check(qcow2, ImageFormat::Qcow2).unwrap();
+        let words = check(qcow2, ImageFormat::Raw).unwrap_err();
+        assert!(words.contains("declared raw") && words.contains("is qcow2"), "{words}");
+        for raw in [&b""[..], b"QFI", b"a boot sector", b"QFI\xfb but a word, not a version"] {
+            check(raw, ImageFormat::Raw).unwrap();
+            let words = check(raw, ImageFormat::Qcow2).unwrap_err();
+            assert!(words.contains("declared qcow2") && words.contains("not qcow2"), "{words}");
+        }
+        fs::remove_file(&path).unwrap();
+        let missing = check_format(&path, ImageFormat::Raw).unwrap_err();
+        assert!(matches!(missing, DiskError::Missing { .. }), "{missing}");
+    }
 }

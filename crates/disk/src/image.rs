@@ -1,6 +1,8 @@
 //! The image file: locked, read with zeroes beyond its end, sparse.
 
 use crate::cached::{Cached, read_cached};
+use crate::disk::fail_in_a_test;
+use crate::durable::Durable;
 use crate::error::DiskError;
 use crate::lent::Loan;
 use nix::errno::Errno;
@@ -8,7 +10,7 @@ use nix::fcntl::{FallocateFlags, FcntlArg, fallocate, fcntl};
 use nix::libc;
 use nix::unistd::{Whence, lseek};
 use std::fs::{File, OpenOptions};
-use std::io::{self, Seek, SeekFrom};
+use std::io;
 use std::ops::Range;
 use std::os::unix::fs::{FileExt, FileTypeExt};
 use std::path::Path;
@@ -27,7 +29,7 @@ pub(crate) enum Space {
 /// An image open for reading and writing, and locked against other users.
 #[derive(Debug)]
 pub(crate) struct Image {
-    file: File,
+    file: Durable,
     is_device: bool,
 }
 
@@ -62,13 +64,13 @@ impl Image {
             Errno::EAGAIN | Errno::EACCES => DiskError::InUse { path: path.into() },
             other => DiskError::Io { action: "lock", path: path.into(), source: other.into() },
         })?;
-        Ok(Image { file, is_device: kind.is_block_device() })
+        Ok(Image { file: Durable::new(file), is_device: kind.is_block_device() })
     }
 
     /// Present length in bytes.
     pub(crate) fn len(&self) -> io::Result<u64> {
         if self.is_device {
-            return (&self.file).seek(SeekFrom::End(0));
+            return self.file.end();
         }
         Ok(self.file.metadata()?.len())
     }
@@ -187,9 +189,22 @@ impl Image {
         Ok(Some(start as u64..end as u64))
     }
 
-    /// Waits until all completed writes are on stable storage.
+    #[cfg(test)]
+    pub(crate) fn file(&self) -> &Durable {
+        &self.file
+    }
+
+    /// Whether a sync of it failed.
+    pub(crate) fn has_failed(&self) -> bool {
+        self.file.has_failed()
+    }
+
+    /// Waits until all completed writes are on stable storage. Fails for ever after it failed once.
     pub(crate) fn sync(&self) -> io::Result<()> {
-        self.file.sync_data()
+        self.file.sync_with(|file| {
+            fail_in_a_test("sync-disk")?;
+            file.sync_data()
+        })
     }
 }
 

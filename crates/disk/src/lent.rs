@@ -9,9 +9,8 @@ use nix::errno::Errno;
 use nix::fcntl::{FcntlArg, OFlag, SpliceFFlags, fcntl, splice};
 use nix::libc;
 use nix::unistd::{pipe2, write};
-use std::fs::File;
 use std::io;
-use std::os::fd::OwnedFd;
+use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::net::UnixStream;
 
 /// As much as anybody may have; twice QEMU's usual largest request.
@@ -42,9 +41,9 @@ impl Pipe {
 impl Loan {
     /// Takes `header`, and after it a range of the file, if all of the range is in the page
     /// cache and fits. If not, nothing is taken.
-    pub(crate) fn take(&mut self, header: &[u8], file: &File, offset: u64, len: usize) -> bool {
-        is_cached(file, offset, len as u64)
-            && self.try_take(header, file, offset, len).unwrap_or_else(|_| {
+    pub(crate) fn take(&mut self, header: &[u8], file: impl AsFd, offset: u64, len: usize) -> bool {
+        is_cached(&file, offset, len as u64)
+            && self.try_take(header, &file, offset, len).unwrap_or_else(|_| {
                 // With whatever is in it.
                 self.pipe = None;
                 false
@@ -54,7 +53,7 @@ impl Loan {
     fn try_take(
         &mut self,
         header: &[u8],
-        file: &File,
+        file: impl AsFd,
         offset: u64,
         len: usize,
     ) -> nix::Result<bool> {
@@ -66,7 +65,7 @@ impl Loan {
         let (mut at, mut left) = (offset as libc::loff_t, len);
         while left > 0 {
             let flags = SpliceFFlags::SPLICE_F_NONBLOCK;
-            match splice(file, Some(&mut at), &pipe.inlet, None, left, flags)? {
+            match splice(&file, Some(&mut at), &pipe.inlet, None, left, flags)? {
                 // The file has become shorter.
                 0 => return Err(Errno::ENODATA),
                 count => left -= count,

@@ -1,4 +1,5 @@
 use super::*;
+use std::fs::File;
 use std::io::{Read, Write};
 use std::os::unix::fs::FileExt;
 

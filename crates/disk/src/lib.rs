@@ -30,6 +30,7 @@ mod cached;
 mod capture;
 mod changes;
 mod disk;
+mod durable;
 mod error;
 mod flusher;
 mod format;
@@ -46,8 +47,9 @@ pub use blocks::{BLOCK_BYTES, BlockSet};
 pub use capture::{Capture, ChangesTaken, PreparedCapture};
 pub use changes::{ChangeMap, GRANULE_BYTES};
 pub use disk::{Disk, GuestWrites, WriteSink};
+pub use durable::Durable;
 pub use error::DiskError;
-pub use format::{ImageFormat, export_bytes};
+pub use format::{ImageFormat, check_format, export_bytes};
 pub use mark::{absent_blocks, incomplete_mark};
 pub use mirror::{
     COPY_CHUNK_BYTES, FreshMirror, Mirror, changes_path, copy_changed, copy_out, mirror_path,

@@ -5,7 +5,7 @@ use std::io;
 use std::sync::Arc;
 use understudy_protocol::DiskIndex;
 
-/// Who learns what the guest reads. Called under no lock of the disk.
+/// Receiver of what the guest reads. Called under no lock of the disk.
 pub trait ReadSink: Send + Sync {
     /// A read begins; what this returns goes to [`ReadSink::read`], which without it is not
     /// called.

@@ -12,7 +12,7 @@ use std::sync::{Arc, Mutex, MutexGuard};
 /// Gives QEMU its answer.
 pub(crate) type Answer = Box<dyn FnOnce() + Send>;
 
-/// Who is told of each error that is withheld.
+/// Callback for each error that is withheld.
 pub type OnError = Arc<dyn Fn(&io::Error) + Send + Sync>;
 
 /// The errors of one disk's requests.

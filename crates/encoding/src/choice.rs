@@ -12,7 +12,7 @@ pub enum Compression {
     /// Each method as long as it saves more time on the link than it costs of the CPU.
     #[default]
     Auto,
-    /// Only zero pages are left out.
+    /// Zero pages are left out, and nothing else.
     None,
     /// The general compressor.
     General,

@@ -3,7 +3,7 @@
 use crate::Page;
 use understudy_protocol::{DiskIndex, PAGE_SIZE};
 
-/// So many bytes of a disk as a page has, at a multiple of that.
+/// Block of a disk that has the size of a page, and begins at a multiple of it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct DiskBlock {
     /// The disk.

@@ -52,6 +52,13 @@ struct HostToml {
     peers: BTreeMap<String, Addresses>,
     #[serde(skip_serializing_if = "Option::is_none")]
     tls: Option<TlsToml>,
+    shutdown: ShutdownToml,
+}
+
+/// A test that is over does not wait for its guests, unless its settings say so.
+#[derive(Default, Serialize)]
+struct ShutdownToml {
+    power_off_seconds: u64,
 }
 
 /// As a user would write them.
@@ -114,6 +121,9 @@ pub struct HostOptions {
     pub insecure: bool,
     /// Whether it finds no control groups.
     pub without_control_groups: bool,
+    /// The size of the file system that its state directory is, in MiB; the machine's own without.
+    /// Nobody else sees what is in it.
+    pub state_mib: Option<u64>,
 }
 
 /// One daemon that runs, or ran, as one host of a laboratory.
@@ -316,8 +326,10 @@ fn spawn_daemon(lab: &Lab, name: &str, binary: &Path, options: &HostOptions) -> 
     let namespace = lab.host(name)?;
     let mut command = namespace.command(SHELL);
     let mounts = if options.without_control_groups { "" } else { MOUNT_CONTROL_GROUPS };
+    let state = options.state_mib.map(|mib| mount_state(&directory.join(STATE), mib));
+    let state = state.unwrap_or_default();
     command
-        .args(["-c", &format!("{mounts} exec \"$0\" \"$@\"")])
+        .args(["-c", &format!("{mounts} {state} exec \"$0\" \"$@\"")])
         .arg(binary)
         .arg("host")
         .arg("--config")
@@ -329,6 +341,12 @@ fn spawn_daemon(lab: &Lab, name: &str, binary: &Path, options: &HostOptions) -> 
         .stderr(log)
         .spawn()
         .with_context(|| format!("cannot start {} in {}", binary.display(), namespace.name()))
+}
+
+/// The state directory becomes a small file system, in the daemon's mount namespace.
+fn mount_state(state: &Path, mib: u64) -> String {
+    let state = state.display();
+    format!("mkdir -p '{state}' && mount -t tmpfs -o size={mib}m none '{state}' || exit 1;")
 }
 
 impl Drop for HostProcess {
@@ -406,6 +424,7 @@ fn write_config(lab: &Lab, name: &str, options: &HostOptions) -> Result<PathBuf>
         peers,
         insecure: tls.is_none().then_some(true),
         tls,
+        shutdown: ShutdownToml::default(),
     };
     let mut config = toml::Table::try_from(config).context("cannot write the configuration")?;
     config.extend(options.settings.parse::<toml::Table>().context("the settings are no TOML")?);

@@ -117,7 +117,7 @@ impl PlainOptions {
             model: CardModel::VirtioNet,
         };
         let definition = VmDefinition {
-            name: self.name.clone(),
+            name: self.name.parse().expect("variants have names of VMs"),
             memory: format!("{}M", self.memory_mib).parse()?,
             vcpus: self.vcpus,
             machine: "pc".to_owned(),

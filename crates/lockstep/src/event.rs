@@ -47,9 +47,9 @@ pub enum BadEvent {
 /// The parts of an event.
 #[derive(Clone, Copy)]
 enum Shape {
-    /// So many bytes, the kind included.
+    /// Fixed number of bytes, the kind included.
     Fixed(usize),
-    /// So many bytes, the last four of which are the length of an array.
+    /// Number of bytes, the last four of which are the length of an array.
     Array(usize),
 }
 

@@ -39,7 +39,7 @@ pub struct Mark {
 /// No place where QEMU can be stopped.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum BadMark {
-    /// It came too late.
+    /// Batch came too late.
     #[error("QEMU is to stop at {0} of its log, of which {1} has come already")]
     Passed(LogPosition, LogPosition),
     /// It came before another that lies behind it.
@@ -160,7 +160,7 @@ impl Feed {
         self.scanner.whole().bytes_since(self.taken)
     }
 
-    /// When the oldest batch came that QEMU has not executed whole.
+    /// Time at which the oldest batch came that QEMU has not executed whole.
     pub fn behind_since(&self) -> Option<Time> {
         self.arrivals.front().filter(|_| self.pending() > 0).map(|&(_, came)| came)
     }

@@ -4,7 +4,7 @@ use crate::{Findings, MOST_SPOTS, Spot};
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::iter::Peekable;
 
-/// So often a spot must differ for certain, at as many places in a row, before the backup is said
+/// Times that a spot must differ for certain, at as many places in a row, before the backup is said
 /// to have diverged.
 const PROOFS: u32 = 2;
 
@@ -62,7 +62,7 @@ pub struct Tally {
 }
 
 impl<Spots: Iterator<Item = Spot>> Inquiry<Spots> {
-    /// Of these spots, each of which comes once.
+    /// Creates one for these spots, each of which comes once.
     pub fn new(spots: Spots) -> Inquiry<Spots> {
         Inquiry {
             spots: spots.peekable(),

@@ -3,7 +3,7 @@
 use std::collections::VecDeque;
 use std::time::Duration;
 
-/// How many of the latest measurements count.
+/// Number of the latest measurements that count.
 const SAMPLES: usize = 1_000;
 
 /// A backup that is further behind than this is waited for: a fail-over would take as long.
@@ -16,7 +16,7 @@ pub struct Lag {
 }
 
 impl Lag {
-    /// None yet.
+    /// Creates one without measurements.
     pub fn new() -> Lag {
         Lag::default()
     }

@@ -1,4 +1,4 @@
-//! Lockstep mode without I/O or clock (VMware FT; DESIGN.md section 5).
+//! Lockstep mode without I/O or clock (VMware FT; docs/lockstep.md).
 //!
 //! The primary's QEMU writes a log of everything that is not determined; the backup's QEMU
 //! executes the same instructions by it. Who may take over, and when output may leave, is

@@ -6,7 +6,7 @@ use understudy_protocol::Time;
 /// A backup that is as far behind as this is left alone.
 const TARGET: Duration = Duration::from_millis(30);
 
-/// So much of its processor the primary loses for each second of lag over the target. With what a
+/// Share of its processor that the primary loses for each second of lag over the target. With what a
 /// report is late (some 80 ms, the control group's period included) far from oscillating.
 const GAIN: f64 = 4.0;
 
@@ -45,7 +45,7 @@ pub struct Pace {
     steady: f64,
     share: f64,
     reported: Time,
-    /// When the primary was slowed down last.
+    /// Time at which the primary was slowed down last.
     slowed: Option<Time>,
 }
 

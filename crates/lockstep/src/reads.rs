@@ -106,7 +106,7 @@ struct Script {
 }
 
 impl ReadScript {
-    /// Of a guest with so many disks, at the beginning of its log.
+    /// Creates one for a guest with so many disks, at the beginning of its log.
     pub fn new(disks: usize) -> ReadScript {
         let disks = std::iter::repeat_with(Script::default).take(disks).collect();
         ReadScript { disks, bytes: 0 }

@@ -11,7 +11,7 @@ pub struct Signs {
     pub taken: LogPosition,
     /// The instructions that it has executed.
     pub instructions: u64,
-    /// It waits for one of its disks.
+    /// Backup waits for one of its disks.
     pub awaits_disk: bool,
 }
 

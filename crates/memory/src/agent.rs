@@ -14,7 +14,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 use understudy_agent_protocol::{HELLO_DESCRIPTORS, Hello};
 
-/// How many descriptors a link has.
+/// Number of descriptors that a link has.
 pub const LINK_DESCRIPTORS: usize = 4;
 
 /// Makes userfaultfds for whoever holds it open.

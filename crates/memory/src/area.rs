@@ -17,7 +17,7 @@ use understudy_protocol::{PAGE_SIZE, PageIndex, PageRun};
 /// Memory that one page table maps.
 const TABLE_BYTES: u64 = 2 << 20;
 
-/// How many regions the kernel reports in one call.
+/// Number of regions that the kernel reports in one call.
 const REGIONS_PER_CALL: usize = 512;
 
 /// Where to scan, and room for the kernel's report.

@@ -15,7 +15,7 @@ pub enum MemoryError {
     Ram {
         /// What was tried, as the start of a sentence.
         action: &'static str,
-        /// How many bytes it was about.
+        /// Number of bytes that it was about.
         bytes: u64,
         /// The system's answer.
         source: io::Error,

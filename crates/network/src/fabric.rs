@@ -146,7 +146,7 @@ impl Inside {
 #[derive(Debug, Default)]
 pub(crate) struct Moving {
     pub frames: Frames,
-    /// So many of them are in the socket.
+    /// Number of them in the socket.
     pub sent: usize,
 }
 

@@ -50,9 +50,9 @@ pub(crate) struct Outbound {
     pub buffer: OutputBuffer,
     /// The place among the cards of a group, while there is one.
     pub seat: Option<Seat>,
-    /// Who carries frames to other members of a cluster, if the card is a member's.
+    /// Carrier of frames to other members of a cluster, if the card is a member's.
     pub fabric: Option<Arc<dyn Fabric>>,
-    /// Who gets copies of inbound frames.
+    /// Receiver of copies of inbound frames.
     pub sink: Option<InboundSink>,
     /// Why the last connection ended.
     pub ended: Option<String>,

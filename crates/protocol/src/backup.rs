@@ -1,11 +1,11 @@
-//! The backup's half of the two invariants (DESIGN.md section 2).
+//! The backup's half of the two invariants (ARCHITECTURE.md).
 //!
 //! The backup acknowledges whole epochs only, stops acknowledging before it
 //! contests, and goes live only with the arbiter's word.
 
 use crate::detector::SYNC_PATIENCE;
 use crate::output::LEASE_IS_OVER;
-use crate::{Detector, Epoch, Generation, Output, Time, Verdict};
+use crate::{Detector, Epoch, Generation, Output, Ownership, Time, Verdict};
 use std::time::Duration;
 
 /// How long to wait before an unreachable arbiter is asked again.
@@ -30,6 +30,9 @@ pub enum BackupEvent {
     Tick,
     /// The arbiter answered a [`BackupAction::Contest`].
     Verdict(Verdict),
+    /// The former primary says that the VM is owned so. While the arbiter gives no verdict this
+    /// ends the wait: it granted nobody a later generation without having refused this backup's.
+    OwnedElsewhere(Ownership),
 }
 
 /// What the backup must do, in this order.
@@ -127,7 +130,7 @@ impl Backup {
         self.committed
     }
 
-    /// When [`BackupEvent::Tick`] is due next, if nothing else happens.
+    /// Time at which [`BackupEvent::Tick`] is due next, if nothing else happens.
     pub fn deadline(&self) -> Option<Time> {
         match self.phase {
             BackupPhase::Live | BackupPhase::Discarded => None,
@@ -151,6 +154,7 @@ impl Backup {
             BackupEvent::CannotServe(reason) => self.cannot_serve(reason, actions),
             BackupEvent::Tick => self.tick(now, actions),
             BackupEvent::Verdict(verdict) => self.verdict(now, verdict, actions),
+            BackupEvent::OwnedElsewhere(owner) => self.owned_elsewhere(&owner, actions),
         }
     }
 
@@ -254,6 +258,18 @@ impl Backup {
         }
     }
 
+    fn owned_elsewhere(&mut self, owner: &Ownership, actions: &mut Vec<BackupAction>) {
+        let BackupPhase::Contesting(reason) = &self.phase else { return };
+        if owner.generation > self.generation {
+            let host = owner.host.as_deref().unwrap_or("nobody");
+            let reason = format!(
+                "{reason}; meanwhile {host} owns the VM at generation {}, as that host says",
+                owner.generation
+            );
+            self.discard(reason, actions);
+        }
+    }
+
     fn discard(&mut self, reason: String, actions: &mut Vec<BackupAction>) {
         self.phase = BackupPhase::Discarded;
         actions.push(BackupAction::Discard(reason));
@@ -308,6 +324,32 @@ mod tests {
         actions.clear();
         backup.handle(at(203), BackupEvent::Tick, &mut actions);
         assert_eq!(actions, [BackupAction::Contest(Generation(1))], "and asks on");
+    }
+
+    #[test]
+    fn a_backup_that_cannot_ask_lets_go_when_the_primary_owns_a_later_generation() {
+        let mut backup = Backup::new(Generation(3), Duration::from_millis(100), at(0));
+        let mut actions = Vec::new();
+        let owned = |generation| {
+            let (host, generation) = (Some(crate::literal("a")), Generation(generation));
+            BackupEvent::OwnedElsewhere(Ownership { host, generation })
+        };
+        backup.handle(at(1), BackupEvent::Staged(Epoch(1)), &mut actions);
+        backup.handle(at(2), owned(4), &mut actions);
+        assert_eq!(*backup.phase(), BackupPhase::Standing, "it follows somebody");
+        backup.handle(at(2), BackupEvent::PeerGone("the link was cut".into()), &mut actions);
+        let silent = Verdict::Unreachable("no answer".into());
+        backup.handle(at(3), BackupEvent::Verdict(silent), &mut actions);
+        backup.handle(at(4), owned(3), &mut actions);
+        assert!(matches!(backup.phase(), BackupPhase::Contesting(_)), "that is what it had");
+        actions.clear();
+        backup.handle(at(5), owned(4), &mut actions);
+        assert_eq!(*backup.phase(), BackupPhase::Discarded);
+        assert!(
+            matches!(&actions[..], [BackupAction::Discard(words)] if words.contains("as that host says"))
+        );
+        backup.handle(at(6), BackupEvent::Verdict(Verdict::Granted(Generation(4))), &mut actions);
+        assert_eq!(*backup.phase(), BackupPhase::Discarded, "an answer that comes too late");
     }
 
     #[test]

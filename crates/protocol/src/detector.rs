@@ -1,6 +1,6 @@
 //! Failure detection: has the peer been silent for too long?
 //!
-//! A wrong suspicion costs redundancy, never correctness (DESIGN.md section 2),
+//! A wrong suspicion costs redundancy, never correctness (ARCHITECTURE.md, "The two invariants"),
 //! so the time-out may be short. It grows with the silence that is normal here.
 
 use crate::Time;
@@ -53,7 +53,7 @@ impl Detector {
         self.floor.max(self.typical_worst_gap * JITTER_FACTOR).min(CEILING.max(self.floor))
     }
 
-    /// When the peer will be suspected if it stays silent.
+    /// Time at which the peer will be suspected if it stays silent.
     pub fn deadline(&self) -> Time {
         self.last_heard + self.timeout()
     }

@@ -39,7 +39,7 @@ pub struct Allowance {
 }
 
 impl Allowance {
-    /// So many bytes for each epoch.
+    /// Creates an allowance of `bytes` for each epoch.
     pub fn new(bytes: usize) -> Allowance {
         Allowance { bytes, epoch: Epoch::default(), limit: bytes, used: 0, seen: 0 }
     }

@@ -52,7 +52,7 @@ pub struct Rendezvous {
 }
 
 impl Rendezvous {
-    /// For so many members, at least one.
+    /// Creates one for so many members, at least one.
     pub fn new(members: usize) -> Rendezvous {
         assert!(members > 0, "a group has a member");
         Rendezvous {
@@ -138,7 +138,7 @@ pub struct GroupStaging<T> {
 }
 
 impl<T> GroupStaging<T> {
-    /// For so many members.
+    /// Creates one for so many members.
     pub fn new(members: usize) -> GroupStaging<T> {
         GroupStaging { members: (0..members).map(|_| Default::default()).collect() }
     }

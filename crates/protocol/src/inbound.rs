@@ -44,7 +44,7 @@ impl Bucket {
 }
 
 impl Kept {
-    /// Nothing yet, for a guest with so many cards.
+    /// Creates an empty one, for a guest with so many cards.
     pub fn new(cards: usize) -> Kept {
         Kept {
             cards: u16::try_from(cards).unwrap_or(u16::MAX),

@@ -40,7 +40,7 @@ struct Frames {
 }
 
 impl Carried {
-    /// Nothing yet, for a guest with so many cards.
+    /// Creates an empty one, for a guest with so many cards.
     pub fn new(cards: usize) -> Carried {
         let cards = u16::try_from(cards).unwrap_or(u16::MAX);
         Carried { cards, epochs: VecDeque::new(), frames: 0, bytes: 0 }

@@ -29,7 +29,7 @@ impl Output {
     }
 }
 
-/// For how long after an epoch's capture its acknowledgement lets unheld output go.
+/// Time after an epoch's capture for which its acknowledgement lets unheld output go.
 pub(crate) const LEASE: Duration = Duration::from_secs(1);
 
 /// How long the backup waits after its last acknowledgement before it contests a VM whose

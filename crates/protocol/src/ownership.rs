@@ -1,13 +1,13 @@
 //! Who owns a VM: the (host, generation) record that the arbiter keeps.
 
-use crate::Generation;
+use crate::{Generation, HostName};
 use serde::{Deserialize, Serialize};
 
 /// The arbiter's record of a VM.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Ownership {
     /// The owner; none after a clean stop, when any host may start the VM.
-    pub host: Option<String>,
+    pub host: Option<HostName>,
     /// Grows by one with every change of owner.
     pub generation: Generation,
 }

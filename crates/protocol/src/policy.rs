@@ -11,6 +11,8 @@
 //!   that falls idle before is not made to wait any longer, and output waits for a bounded
 //!   time only on account of pages.
 //! - Without output, epochs stretch to the longest.
+//!
+//! By any policy, an epoch in which the guest has written much to its disks ends early.
 
 use crate::Time;
 use serde::{Deserialize, Serialize};
@@ -93,9 +95,9 @@ impl Policy {
 /// The last checkpoint, as the policy sees it.
 #[derive(Clone, Copy, Debug)]
 pub struct LastCheckpoint {
-    /// When its pause began.
+    /// Time at which its pause began.
     pub started: Time,
-    /// When the guest ran again.
+    /// Time at which the guest ran again.
     pub resumed: Time,
     /// Pages that the guest had written.
     pub pages: u64,
@@ -121,6 +123,8 @@ pub struct Situation {
     pub in_flight: u64,
     /// Since when frames have been held, if any are.
     pub output_since: Option<Time>,
+    /// The guest has written as much to its disks as the backup should keep for one epoch.
+    pub full: bool,
 }
 
 /// What the policy says.
@@ -135,20 +139,26 @@ pub enum Due {
 }
 
 impl Policy {
+    /// How many epochs may be captured and not committed; with so many none is due.
+    pub fn pipeline(&self) -> u64 {
+        match self {
+            Policy::Interval { .. } => crate::PIPELINE_DEPTH,
+            Policy::Adaptive { .. } => 1,
+        }
+    }
+
     /// When the next checkpoint is due. `activity` is asked only where it matters.
     pub fn due(&self, situation: &Situation, activity: impl FnOnce() -> Activity) -> Due {
-        let Situation { now, last, in_flight, output_since } = *situation;
+        let Situation { now, last, in_flight, output_since, full } = *situation;
+        if in_flight >= self.pipeline() {
+            return Due::OnChange;
+        }
+        if full {
+            return Due::At(now);
+        }
         match *self {
-            Policy::Interval { hz } => {
-                if in_flight >= crate::PIPELINE_DEPTH {
-                    return Due::OnChange;
-                }
-                Due::At(last.started + Duration::from_secs(1) / hz)
-            }
+            Policy::Interval { hz } => Due::At(last.started + Duration::from_secs(1) / hz),
             Policy::Adaptive { max_epoch_ms, pause_budget_percent } => {
-                if in_flight > 0 {
-                    return Due::OnChange;
-                }
                 let max_epoch = Duration::from_millis(max_epoch_ms.into());
                 // Output never waits for more than the longest epoch: one pause that
                 // took seconds (a QEMU that stood still) is not the guest's to make up for.

@@ -19,11 +19,11 @@ fn at(ms: u64) -> Time {
 
 /// Output has waited since then.
 fn waiting(now: u64, since: u64) -> Situation {
-    Situation { now: at(now), last: LAST, in_flight: 0, output_since: Some(at(since)) }
+    Situation { now: at(now), last: LAST, in_flight: 0, output_since: Some(at(since)), full: false }
 }
 
 fn quiet(in_flight: u64) -> Situation {
-    Situation { now: at(1003), last: LAST, in_flight, output_since: None }
+    Situation { now: at(1003), last: LAST, in_flight, output_since: None, full: false }
 }
 
 fn nobody_asks() -> Activity {
@@ -37,6 +37,19 @@ fn interval_keeps_its_rate_and_the_depth() {
     let output = |in_flight| Situation { in_flight, ..waiting(1003, 1003) };
     assert_eq!(policy.due(&output(1), nobody_asks), Due::At(at(1025)));
     assert_eq!(policy.due(&output(2), nobody_asks), Due::OnChange);
+}
+
+#[test]
+fn an_epoch_that_is_full_ends_as_soon_as_it_can() {
+    let full = |in_flight| Situation { full: true, ..quiet(in_flight) };
+    for policy in [POLICY, Policy::Interval { hz: 1 }] {
+        assert_eq!(policy.due(&full(0), nobody_asks), Due::At(at(1003)));
+        let most = policy.pipeline();
+        assert_eq!(policy.due(&full(most), nobody_asks), Due::OnChange);
+        assert_eq!(policy.due(&full(most - 1), nobody_asks), Due::At(at(1003)));
+    }
+    let busy = Situation { full: true, ..waiting(1003, 1003) };
+    assert_eq!(POLICY.due(&busy, nobody_asks), Due::At(at(1003)), "whatever its pause costs");
 }
 
 #[test]
@@ -154,6 +167,7 @@ fn next_pause(policy: Policy, play: &Play) -> u64 {
             last,
             in_flight: u64::from(now < commit),
             output_since: output.filter(|output| *output <= now).map(micros),
+            full: false,
         };
         now = match policy.due(&situation, || play.activity) {
             Due::At(time) if time <= micros(now) => return now,

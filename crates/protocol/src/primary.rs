@@ -1,4 +1,4 @@
-//! The primary's half of the two invariants (DESIGN.md section 2).
+//! The primary's half of the two invariants (ARCHITECTURE.md).
 //!
 //! Output of epoch *n* is released only when the backup acknowledged *n*, or
 //! the arbiter made this host the sole owner. Everything that decides about
@@ -17,8 +17,8 @@ const PATIENCE: u32 = 3;
 /// How long to wait before an unreachable arbiter is asked again.
 const ARBITER_RETRY: Duration = Duration::from_millis(200);
 
-/// Who was stopped for longer than this may have lost the VM meanwhile: what
-/// entitled it to let output go is out of date. Shorter than any time-out.
+/// A primary that was stopped for longer than this may have lost the VM meanwhile: its
+/// right to release output is out of date. Shorter than any time-out.
 pub const STALL: Duration = Duration::from_millis(40);
 
 /// Checkpoints that may be captured and not yet acknowledged.
@@ -42,6 +42,9 @@ pub enum PrimaryEvent {
     /// The last checkpoint of a planned fail-over placed its barrier: the guest
     /// stands still until the backup runs it.
     CapturedLast,
+    /// The guest's QEMU lives and does not answer, for this reason: the backup is to go on with the
+    /// last epoch that it has.
+    GuestHangs(String),
     /// The operator wants no more protection.
     Unprotect,
     /// The backup forgot the VM, after [`PrimaryAction::StandDown`].
@@ -81,7 +84,7 @@ pub enum PrimaryPhase {
     /// The backup follows. Every output waits for its epoch's acknowledgement, unless the
     /// output is [unheld](Output::Unheld).
     Protected,
-    /// The last checkpoint is being handed over; the guest stands still.
+    /// The last checkpoint is being handed over and the guest stands still, or it hangs.
     HandingOver,
     /// Waiting for the backup to forget the VM.
     StandingDown,
@@ -105,13 +108,15 @@ pub struct Primary {
     detector: Detector,
     retry_at: Option<Time>,
     unprotect_asked: bool,
+    /// Why the VM is being handed over without a last checkpoint.
+    hung: Option<String>,
     last_event: Time,
     /// Acknowledgements of earlier epochs release nothing: they may have been
     /// waiting here while the backup took over. One that is fresh proves that it
     /// has not.
     releases_from: Epoch,
     output: Output,
-    /// When the epochs in flight were captured, oldest first.
+    /// Times at which the epochs in flight were captured, oldest first.
     captured_at: VecDeque<Time>,
     /// Epochs that may be captured and not yet acknowledged.
     pipeline: u64,
@@ -130,6 +135,7 @@ impl Primary {
             detector: Detector::new((timeout * PATIENCE).max(SYNC_PATIENCE), now),
             retry_at: None,
             unprotect_asked: false,
+            hung: None,
             last_event: now,
             releases_from: Epoch(0),
             output: Output::Held,
@@ -210,7 +216,7 @@ impl Primary {
         }
     }
 
-    /// When [`PrimaryEvent::Tick`] is due next, if nothing else happens.
+    /// Time at which [`PrimaryEvent::Tick`] is due next, if nothing else happens.
     pub fn deadline(&self) -> Option<Time> {
         match self.phase {
             PrimaryPhase::Alone(_) | PrimaryPhase::Halted(_) => None,
@@ -234,6 +240,7 @@ impl Primary {
             PrimaryEvent::StoodDown => self.stood_down(actions),
             PrimaryEvent::LiveElsewhere(generation) => self.live_elsewhere(generation, actions),
             PrimaryEvent::GuestDied(reason) => self.guest_died(reason, actions),
+            PrimaryEvent::GuestHangs(reason) => self.guest_hangs(reason, actions),
         }
     }
 
@@ -279,7 +286,7 @@ impl Primary {
         }
         match self.phase {
             PrimaryPhase::Syncing => self.phase = PrimaryPhase::Protected,
-            PrimaryPhase::HandingOver if self.in_flight() == 0 => {
+            PrimaryPhase::HandingOver if self.in_flight() == 0 && self.hung.is_none() => {
                 actions.push(PrimaryAction::YieldToBackup);
             }
             _ => {}
@@ -299,6 +306,7 @@ impl Primary {
                 self.alone(Some(reason), actions);
             }
             _ => {
+                let reason = self.because(reason);
                 self.phase = PrimaryPhase::Contesting(reason);
                 self.retry_at = None;
                 actions.push(PrimaryAction::ClosePeer);
@@ -379,7 +387,8 @@ impl Primary {
 
     fn live_elsewhere(&mut self, generation: Generation, actions: &mut Vec<PrimaryAction>) {
         if !matches!(self.phase, PrimaryPhase::Alone(_) | PrimaryPhase::Halted(_)) {
-            let reason = format!("the backup took over at generation {generation}");
+            let taken = format!("the backup took over at generation {generation}");
+            let reason = self.because(taken);
             self.halt(reason, actions);
         }
     }
@@ -395,6 +404,21 @@ impl Primary {
         }
     }
 
+    /// What came of it, after why the VM was being handed over.
+    fn because(&self, reason: String) -> String {
+        self.hung.as_ref().map_or(reason.clone(), |hung| format!("{hung}; {reason}"))
+    }
+
+    /// A guest that hangs may still wake up: its copy is ended once the backup runs, not before.
+    /// Until then its output is held as any that the backup has not acknowledged.
+    fn guest_hangs(&mut self, reason: String, actions: &mut Vec<PrimaryAction>) {
+        if self.phase == PrimaryPhase::Protected {
+            self.phase = PrimaryPhase::HandingOver;
+            self.hung = Some(reason);
+            actions.push(PrimaryAction::YieldToBackup);
+        }
+    }
+
     fn alone(&mut self, reason: Option<String>, actions: &mut Vec<PrimaryAction>) {
         self.phase = PrimaryPhase::Alone(reason);
         actions.push(PrimaryAction::OpenOutput);
@@ -407,88 +431,5 @@ impl Primary {
 }
 
 #[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn after_a_stall_only_a_fresh_acknowledgement_releases() {
-        let at = |ms| Time(Duration::from_millis(ms));
-        let mut primary = Primary::new(Generation(1), Duration::from_millis(100), at(0));
-        let mut actions = Vec::new();
-        let mut handle = |ms, event| {
-            primary.handle(at(ms), event, &mut actions);
-            std::mem::take(&mut actions)
-        };
-        handle(1, PrimaryEvent::Captured);
-        assert_eq!(
-            handle(2, PrimaryEvent::Acknowledged(Epoch(1))),
-            [PrimaryAction::Release(Epoch(1))]
-        );
-        handle(3, PrimaryEvent::Captured);
-        // The acknowledgement of epoch 2 waited while this host stood still.
-        assert_eq!(handle(3_000, PrimaryEvent::Acknowledged(Epoch(2))), []);
-        handle(3_001, PrimaryEvent::Captured);
-        let release = [PrimaryAction::Release(Epoch(3))];
-        assert_eq!(handle(3_002, PrimaryEvent::Acknowledged(Epoch(3))), release);
-    }
-
-    #[test]
-    fn a_shorter_pipeline_waits_for_what_is_on_its_way() {
-        let new = Primary::new(Generation(1), Duration::from_millis(100), Time::default());
-        let mut primary = new.with_pipeline(9);
-        let handle = |primary: &mut Primary, event| {
-            primary.handle(Time::default(), event, &mut Vec::new());
-        };
-        (0..5).for_each(|_| handle(&mut primary, PrimaryEvent::Captured));
-        primary.set_pipeline(PIPELINE_DEPTH);
-        assert!(!primary.may_capture());
-        handle(&mut primary, PrimaryEvent::Acknowledged(Epoch(3)));
-        assert!(!primary.may_capture());
-        handle(&mut primary, PrimaryEvent::Acknowledged(Epoch(4)));
-        assert!(primary.may_capture());
-    }
-
-    #[test]
-    fn unheld_output_needs_a_permit_that_runs_out() {
-        let at = |ms| Time(Duration::from_millis(ms));
-        let mut actions = Vec::new();
-        let new = Primary::new(Generation(1), Duration::from_millis(100), at(0));
-        let mut primary = new.with_output(Output::Unheld);
-        let mut handle = |ms, event| {
-            primary.handle(at(ms), event, &mut actions);
-            assert!(!primary.holds_output(), "it is no output commit");
-            let permits = actions.drain(..).filter_map(|action| match action {
-                PrimaryAction::Permit(length) => Some(length.as_millis()),
-                _ => None,
-            });
-            permits.collect::<Vec<_>>()
-        };
-        assert!(handle(100, PrimaryEvent::Captured).is_empty());
-        assert!(handle(110, PrimaryEvent::Captured).is_empty());
-        // It counts from the capture of the epoch that was acknowledged.
-        assert_eq!(handle(130, PrimaryEvent::Acknowledged(Epoch(1))), [970]);
-        assert_eq!(handle(140, PrimaryEvent::Acknowledged(Epoch(2))), [970]);
-        assert!(handle(150, PrimaryEvent::Captured).is_empty());
-        // The acknowledgement waited while this host stood still.
-        assert_eq!(handle(9_000, PrimaryEvent::Acknowledged(Epoch(3))), [0]);
-        assert!(handle(9_001, PrimaryEvent::PeerGone("it hung up".into())).is_empty());
-        assert!(primary.guards_output(), "until the arbiter's word");
-    }
-
-    #[test]
-    fn a_silence_is_borne_until_output_is_held() {
-        let at = |ms| Time(Duration::from_millis(ms));
-        let mut primary = Primary::new(Generation(1), Duration::from_millis(100), at(0));
-        let mut actions = Vec::new();
-        primary.handle(at(1_900), PrimaryEvent::Tick, &mut actions);
-        assert_eq!((primary.phase(), actions.len()), (&PrimaryPhase::Syncing, 0));
-        // Regular signs of life, so that no jitter has been learnt.
-        for beat in 96..1_001 {
-            primary.handle(at(beat * 20), PrimaryEvent::Heard, &mut actions);
-        }
-        primary.handle(at(20_000), PrimaryEvent::Captured, &mut actions);
-        primary.handle(at(20_301), PrimaryEvent::Tick, &mut actions);
-        let contest = PrimaryAction::Contest(Generation(1));
-        assert_eq!(actions, [PrimaryAction::ClosePeer, contest]);
-    }
-}
+#[path = "primary_tests.rs"]
+mod tests;

@@ -6,7 +6,7 @@
 //! while the wish stands, and tries every host that would take the VM before it
 //! waits.
 
-use crate::Time;
+use crate::{HostName, Time};
 use std::time::Duration;
 
 /// The first wait after a round in which no host took the VM; doubles with each.
@@ -24,7 +24,7 @@ const GRUDGE: Duration = Duration::from_secs(60);
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Candidate {
     /// Its name.
-    pub host: String,
+    pub host: HostName,
     /// What it said, or why it cannot take the VM: it is silent, or refuses.
     pub answer: Result<Fitness, String>,
 }
@@ -62,7 +62,7 @@ pub enum RepairAction {
     /// Ask all hosts whether, and how well, they could take the VM.
     Survey,
     /// Protect the VM to this host.
-    Attempt(String),
+    Attempt(HostName),
 }
 
 /// Where the repair stands.
@@ -73,7 +73,7 @@ pub enum RepairPhase {
     /// The hosts are being asked.
     Surveying,
     /// Protection to this host is being set up.
-    Attempting(String),
+    Attempting(HostName),
     /// No host takes the VM now; the next round is at this time.
     Waiting(Time),
 }
@@ -85,9 +85,9 @@ pub struct Repair {
     /// Why the VM is not protected: first the loss, then what the last round met.
     reason: String,
     /// Hosts still to be tried in this round, best first.
-    round: Vec<String>,
+    round: Vec<HostName>,
     /// Hosts whose attempts failed, and when.
-    failures: Vec<(String, Time)>,
+    failures: Vec<(HostName, Time)>,
     wait: Duration,
     protected_at: Option<Time>,
 }
@@ -116,7 +116,7 @@ impl Repair {
         &self.reason
     }
 
-    /// When [`RepairEvent::Tick`] is due next, if nothing else happens.
+    /// Time at which [`RepairEvent::Tick`] is due next, if nothing else happens.
     pub fn deadline(&self) -> Option<Time> {
         match self.phase {
             RepairPhase::Waiting(until) => Some(until),
@@ -206,7 +206,7 @@ impl Repair {
 
     /// Lower is better. Load counts in coarse steps, so that memory decides
     /// between hosts that are about as busy.
-    fn rank(&self, host: &str, fitness: &Fitness) -> impl Ord + use<> {
+    fn rank(&self, host: &HostName, fitness: &Fitness) -> impl Ord + use<> {
         let failed = self.failures.iter().position(|(other, _)| other == host);
         let free = std::cmp::Reverse(fitness.free_memory);
         (failed.map(|at| at + 1), fitness.same_zone, fitness.load_percent / 50, free)

@@ -9,11 +9,11 @@ fn at(ms: u64) -> Time {
 
 fn fit(host: &str, free_mib: u64) -> Candidate {
     let fitness = Fitness { free_memory: free_mib * MIB, ..Fitness::default() };
-    Candidate { host: host.to_owned(), answer: Ok(fitness) }
+    Candidate { host: host.to_owned().parse().unwrap(), answer: Ok(fitness) }
 }
 
 fn unfit(host: &str) -> Candidate {
-    Candidate { host: host.to_owned(), answer: Err("does not answer".to_owned()) }
+    Candidate { host: host.to_owned().parse().unwrap(), answer: Err("does not answer".to_owned()) }
 }
 
 fn step(repair: &mut Repair, ms: u64, event: RepairEvent) -> Vec<RepairAction> {
@@ -27,7 +27,7 @@ fn lost(reason: &str) -> RepairEvent {
 }
 
 fn attempt(host: &str) -> Vec<RepairAction> {
-    vec![RepairAction::Attempt(host.to_owned())]
+    vec![RepairAction::Attempt(host.to_owned().parse().unwrap())]
 }
 
 #[test]
@@ -46,7 +46,7 @@ fn load_and_a_shared_zone_count_before_memory() {
         let mut repair = Repair::default();
         step(&mut repair, 0, lost("x"));
         let candidate = |(name, (load_percent, same_zone, free_memory)): (&str, _)| Candidate {
-            host: name.to_owned(),
+            host: name.to_owned().parse().unwrap(),
             answer: Ok(Fitness { free_memory, load_percent, same_zone }),
         };
         let found = ["first", "second"].into_iter().zip(candidates).map(candidate).collect();

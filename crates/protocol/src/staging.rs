@@ -55,12 +55,19 @@ struct Partial {
 pub struct Staging {
     partial: VecDeque<Partial>,
     ended: Epoch,
+    /// The most that epochs which are not whole may have.
+    limit: Option<u64>,
 }
 
 impl Staging {
     /// An empty staging area; the first epoch to end is 1.
     pub fn new() -> Staging {
         Staging::default()
+    }
+
+    /// The same, that refuses what would make it hold more bytes of epochs that are not whole.
+    pub fn with_limit(limit: u64) -> Staging {
+        Staging { limit: Some(limit), ..Staging::default() }
     }
 
     /// Bytes that are staged in epochs that are not whole yet.
@@ -84,6 +91,10 @@ impl Staging {
         }
         if message.header.kind == Kind::EpochEnd {
             return self.end(message).map(Some);
+        }
+        let staged = self.bytes().saturating_add(message.payload.len() as u64);
+        if self.limit.is_some_and(|limit| staged > limit) {
+            return Err(message.malformed("its epoch has more than any can have"));
         }
         let partial = self.partial_of(epoch);
         partial.digest.add(message.header.checksum(), message.payload.len());
@@ -167,6 +178,20 @@ mod tests {
             }
             assert!(staging.take(end(1, &[one.clone(), two.clone()])).is_err());
         }
+    }
+
+    #[test]
+    fn epochs_that_never_end_are_refused_before_they_fill_the_memory() {
+        let mut staging = Staging::with_limit(35);
+        let first = [data(1, 1), data(1, 2)];
+        for message in &first {
+            staging.take(message.clone()).unwrap();
+        }
+        staging.take(data(2, 1)).unwrap();
+        assert!(staging.take(data(2, 2)).is_err(), "35 bytes of both");
+        assert!(staging.take(end(1, &first)).unwrap().is_some());
+        staging.take(data(2, 2)).unwrap();
+        assert_eq!(staging.bytes(), 20);
     }
 
     #[test]

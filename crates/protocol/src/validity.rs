@@ -9,7 +9,7 @@
 //! of an epoch. What can be concluded when somebody does not answer is decided here, and
 //! nothing is concluded that is not certain.
 
-use crate::{Generation, Ownership};
+use crate::{Generation, HostName, Ownership};
 use serde::{Deserialize, Serialize};
 
 /// What the images of a VM on one host are.
@@ -18,8 +18,11 @@ use serde::{Deserialize, Serialize};
 pub enum ImageRole {
     /// The guest runs on them, or ran until its host died.
     Active,
-    /// The guest ran on them until it was stopped in order.
+    /// The guest ran on them until it powered itself off.
     Stopped,
+    /// The guest ran on them until its power was cut: it was told to end at once, or did not power
+    /// off in time. It finds there what a power failure leaves.
+    Cut,
     /// The guest ran on them until this host lost the VM, or gave it up.
     Stale,
     /// A whole mirror of another host's images; the guest never ran on it.
@@ -32,7 +35,7 @@ pub enum ImageRole {
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct ImageRecord {
     /// The host.
-    pub host: String,
+    pub host: HostName,
     /// What its images are.
     pub role: ImageRole,
     /// The generation of ownership at which the guest last ran on them; of a mirror, the
@@ -44,7 +47,9 @@ impl ImageRecord {
     /// The generation at which the guest ran on these images, if it ever did.
     pub fn ran_at(&self) -> Option<Generation> {
         match self.role {
-            ImageRole::Active | ImageRole::Stopped | ImageRole::Stale => Some(self.generation),
+            ImageRole::Active | ImageRole::Stopped | ImageRole::Cut | ImageRole::Stale => {
+                Some(self.generation)
+            }
             ImageRole::Mirror | ImageRole::Syncing => None,
         }
     }
@@ -75,9 +80,9 @@ pub struct Evidence {
     /// The records of the hosts that answered and have one.
     pub records: Vec<ImageRecord>,
     /// The hosts that answered and have no images of the VM.
-    pub without: Vec<String>,
+    pub without: Vec<HostName>,
     /// The hosts that did not answer.
-    pub silent: Vec<String>,
+    pub silent: Vec<HostName>,
     /// The arbiter's word.
     pub arbiter: ArbiterWord,
 }
@@ -88,7 +93,7 @@ pub enum Finding {
     /// These are, for certain.
     Valid {
         /// The host that has them.
-        host: String,
+        host: HostName,
         /// The generation at which the guest ran on them.
         generation: Generation,
         /// Why, for people.
@@ -126,7 +131,7 @@ enum Newer {
 }
 
 /// Whether some host may have run the guest after `host` did at `generation`.
-fn newer_possible(evidence: &Evidence, host: &str, generation: Generation) -> Newer {
+fn newer_possible(evidence: &Evidence, host: &HostName, generation: Generation) -> Newer {
     let ran = format!("host {host} ran it at generation {generation}");
     let ArbiterWord::Says(ownership) = &evidence.arbiter else {
         return match evidence.silent.as_slice() {
@@ -141,11 +146,11 @@ fn newer_possible(evidence: &Evidence, host: &str, generation: Generation) -> Ne
     if generation >= newest {
         return Newer::No(format!("{ran}, the newest that the arbiter knows"));
     }
-    let owner = ownership.as_ref().and_then(|owner| owner.host.as_deref());
+    let owner = ownership.as_ref().and_then(|owner| owner.host.as_ref());
     // Only the owners of the generations in between can have run it since.
     if generation.next() == newest {
         match owner {
-            None => return Newer::No(format!("{ran}, and it was stopped in order since")),
+            None => return Newer::No(format!("{ran}, and {} since", how_it_ended(evidence, host))),
             Some(owner) if owner == host => {
                 return Newer::No(format!(
                     "{ran}, and went on with it alone at generation {newest}"
@@ -166,7 +171,7 @@ fn newer_possible(evidence: &Evidence, host: &str, generation: Generation) -> Ne
         }
     }
     let mut unknown = evidence.silent.clone();
-    unknown.extend(owner.filter(|owner| !has_answered(evidence, owner)).map(str::to_owned));
+    unknown.extend(owner.filter(|owner| !has_answered(evidence, owner)).cloned());
     unknown.sort();
     unknown.dedup();
     match unknown.as_slice() {
@@ -179,13 +184,24 @@ fn newer_possible(evidence: &Evidence, host: &str, generation: Generation) -> Ne
     }
 }
 
-fn has_answered(evidence: &Evidence, host: &str) -> bool {
-    evidence.records.iter().any(|record| record.host == host)
+/// How the guest of `host` ended before the VM was given back.
+fn how_it_ended(evidence: &Evidence, host: &HostName) -> &'static str {
+    let own = evidence.records.iter().find(|record| record.host == *host);
+    match own.map(|record| record.role) {
+        Some(ImageRole::Stopped) => "it was stopped in order",
+        Some(ImageRole::Cut) => "its power was cut",
+        _ => "it was given up",
+    }
+}
+
+fn has_answered(evidence: &Evidence, host: &HostName) -> bool {
+    evidence.records.iter().any(|record| record.host == *host)
         || evidence.without.iter().any(|other| other == host)
 }
 
 fn nobody_ran_it(evidence: &Evidence) -> String {
-    let mirrors: Vec<String> = evidence.records.iter().map(|record| record.host.clone()).collect();
+    let mirrors: Vec<HostName> =
+        evidence.records.iter().map(|record| record.host.clone()).collect();
     let silent = match evidence.silent.as_slice() {
         [] => String::new(),
         silent => format!("; {} cannot be asked", hosts(silent)),
@@ -200,7 +216,7 @@ fn nobody_ran_it(evidence: &Evidence) -> String {
     }
 }
 
-fn hosts(names: &[String]) -> String {
+fn hosts(names: &[HostName]) -> String {
     match names {
         [one] => format!("host {one}"),
         many => format!("hosts {}", many.join(", ")),
@@ -210,11 +226,11 @@ fn hosts(names: &[String]) -> String {
 /// Whether `host` may start the VM afresh on its own images; the error says why not.
 /// Nobody else is asked: what is refused here, [`judge`] may still find valid.
 pub fn may_start(
-    host: &str,
+    host: &HostName,
     own: Option<&ImageRecord>,
     ownership: Option<&Ownership>,
 ) -> Result<(), String> {
-    if let Some(owner) = ownership.and_then(|owner| owner.host.as_deref()) {
+    if let Some(owner) = ownership.and_then(|owner| owner.host.as_ref()) {
         if owner != host {
             return Err(format!(
                 "it belongs to host {owner} (generation {}): its newest state is there",
@@ -226,7 +242,7 @@ pub fn may_start(
     let Some(own) = own else { return Ok(()) };
     let generation = own.generation;
     match own.role {
-        ImageRole::Active | ImageRole::Stopped => {}
+        ImageRole::Active | ImageRole::Stopped | ImageRole::Cut => {}
         // Given up, and nobody took it.
         ImageRole::Stale if ownership.is_some_and(|owner| owner.generation == generation) => {}
         ImageRole::Stale => {

@@ -1,23 +1,28 @@
 use super::*;
+use crate::literal;
 use proptest::prelude::*;
 
 const HOSTS: [&str; 3] = ["a", "b", "c"];
 
+fn name(text: &str) -> HostName {
+    text.parse().unwrap()
+}
+
 fn record(host: &str, role: ImageRole, generation: u64) -> ImageRecord {
-    ImageRecord { host: host.into(), role, generation: Generation(generation) }
+    ImageRecord { host: name(host), role, generation: Generation(generation) }
 }
 
 fn owned_by(host: Option<&str>, generation: u64) -> ArbiterWord {
-    let host = host.map(str::to_owned);
+    let host = host.map(name);
     ArbiterWord::Says(Some(Ownership { host, generation: Generation(generation) }))
 }
 
 fn evidence(records: Vec<ImageRecord>, silent: &[&str], arbiter: ArbiterWord) -> Evidence {
-    let silent = silent.iter().map(|&host| host.to_owned()).collect();
+    let silent = silent.iter().map(|host| name(host)).collect();
     Evidence { records, without: Vec::new(), silent, arbiter }
 }
 
-fn valid_on(evidence: &Evidence) -> Option<String> {
+fn valid_on(evidence: &Evidence) -> Option<HostName> {
     match judge(evidence) {
         Finding::Valid { host, .. } => Some(host),
         Finding::Undecided(_) => None,
@@ -47,26 +52,47 @@ fn nothing_is_concluded_when_the_winner_is_silent() {
     let a = vec![record("a", ImageRole::Active, 1)];
     assert_eq!(valid_on(&evidence(a.clone(), &["b"], owned_by(Some("b"), 2))), None);
     assert_eq!(valid_on(&evidence(a.clone(), &["b"], ArbiterWord::Silent)), None);
-    let without =
-        Evidence { without: vec!["b".into()], ..evidence(a, &[], owned_by(Some("b"), 2)) };
+    let without = Evidence { without: vec![name("b")], ..evidence(a, &[], owned_by(Some("b"), 2)) };
     assert_eq!(valid_on(&without).unwrap(), "a");
 }
 
 #[test]
 fn a_fresh_start_wants_the_newest_images() {
     let owner = |host: Option<&str>, generation| Ownership {
-        host: host.map(str::to_owned),
+        host: host.map(name),
         generation: Generation(generation),
     };
     let stopped = record("a", ImageRole::Stopped, 1);
-    assert!(may_start("a", None, None).is_ok());
-    assert!(may_start("a", Some(&stopped), Some(&owner(None, 2))).is_ok());
-    let words = may_start("a", Some(&stopped), Some(&owner(None, 4))).unwrap_err();
+    assert!(may_start(&name("a"), None, None).is_ok());
+    assert!(may_start(&name("a"), Some(&stopped), Some(&owner(None, 2))).is_ok());
+    let words = may_start(&name("a"), Some(&stopped), Some(&owner(None, 4))).unwrap_err();
     assert!(words.contains("stale") && words.contains("generation 4"), "{words}");
-    assert!(may_start("a", None, Some(&owner(Some("b"), 2))).unwrap_err().contains("host b"));
+    assert!(
+        may_start(&name("a"), None, Some(&owner(Some("b"), 2))).unwrap_err().contains("host b")
+    );
     for role in [ImageRole::Stale, ImageRole::Mirror, ImageRole::Syncing] {
-        assert!(may_start("a", Some(&record("a", role, 1)), Some(&owner(None, 2))).is_err());
+        assert!(may_start(&name("a"), Some(&record("a", role, 1)), Some(&owner(None, 2))).is_err());
     }
+}
+
+#[test]
+fn a_guest_that_was_cut_is_not_said_to_have_stopped_in_order() {
+    let said = |role| {
+        let found = judge(&evidence(vec![record("a", role, 1)], &[], owned_by(None, 2)));
+        match found {
+            Finding::Valid { why, .. } => why,
+            Finding::Undecided(why) => panic!("{why}"),
+        }
+    };
+    assert!(said(ImageRole::Stopped).contains("stopped in order"));
+    for role in [ImageRole::Cut, ImageRole::Active] {
+        assert!(!said(role).contains("in order"), "{}", said(role));
+    }
+    assert!(said(ImageRole::Cut).contains("power was cut"));
+    let released = Ownership { host: None, generation: Generation(2) };
+    assert!(
+        may_start(&literal("a"), Some(&record("a", ImageRole::Cut, 1)), Some(&released)).is_ok()
+    );
 }
 
 /// Three hosts and an arbiter, each step of which may be the last before a crash.
@@ -85,7 +111,7 @@ struct History {
 impl History {
     fn swap(&mut self, host: Option<usize>) -> Generation {
         let generation = self.generation().next();
-        let host = host.map(|host| HOSTS[host].to_owned());
+        let host = host.map(|host| name(HOSTS[host]));
         self.owner = Some(Ownership { host, generation });
         generation
     }
@@ -112,7 +138,9 @@ impl History {
         match (what % 6, self.running) {
             (0, None) => {
                 let own = self.records[host].as_ref();
-                if may_start(HOSTS[host], own, self.owner.as_ref()).is_ok() && self.knows(host) {
+                if may_start(&name(HOSTS[host]), own, self.owner.as_ref()).is_ok()
+                    && self.knows(host)
+                {
                     let generation = self.swap(Some(host));
                     if !crash {
                         self.run(host, generation);
@@ -170,8 +198,8 @@ impl History {
 
     /// What can be learnt when these do not answer.
     fn evidence(&self, silent: [bool; 3], arbiter_silent: bool) -> Evidence {
-        let names = |wanted: &dyn Fn(usize) -> bool| -> Vec<String> {
-            (0..3).filter(|&host| wanted(host)).map(|host| HOSTS[host].to_owned()).collect()
+        let names = |wanted: &dyn Fn(usize) -> bool| -> Vec<HostName> {
+            (0..3).filter(|&host| wanted(host)).map(|host| name(HOSTS[host])).collect()
         };
         let answered = |host: &usize| !silent[*host];
         Evidence {
@@ -221,7 +249,7 @@ proptest! {
             history.step(what, host, crash);
             for (host, own) in history.records.iter().enumerate() {
                 let own = own.as_ref();
-                let may = may_start(HOSTS[host], own, history.owner.as_ref());
+                let may = may_start(&name(HOSTS[host]), own, history.owner.as_ref());
                 if own.is_some() && may.is_ok() {
                     prop_assert_eq!(history.newest, Some(host));
                 }

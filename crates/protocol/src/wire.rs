@@ -8,7 +8,7 @@ use crate::{DiskIndex, Epoch};
 use std::fmt;
 
 /// Version of the wire format; peers must have the same.
-pub const WIRE_VERSION: u32 = 13;
+pub const WIRE_VERSION: u32 = 14;
 
 /// Bytes of a message header.
 pub const HEADER_BYTES: usize = 24;
@@ -96,6 +96,8 @@ pub enum Kind {
     Compared = 41,
     /// The backup has diverged, as comparisons show: text, why. Lockstep mode.
     Condemn = 42,
+    /// Text: why the backup could not take over now; empty if it could.
+    MayTakeOver = 43,
     /// JSON: an order about a snapshot of a group, or a report.
     Snapshot = 45,
     /// JSON: an order about the restore of a group, or a report.
@@ -154,6 +156,7 @@ impl Kind {
             Compare,
             Compared,
             Condemn,
+            MayTakeOver,
             Snapshot,
             Restore,
             Keep,

@@ -4,7 +4,9 @@ use crate::definition::AcceleratorChoice;
 use crate::process::{Launch, LaunchError, Qemu};
 use crate::qmp::{Connection, QemuVersion, QmpError};
 use nix::sys::memfd::{MFdFlags, memfd_create};
-use qapi::qmp::{qom_list_types, query_commands, query_machines, query_qmp_schema};
+use qapi::qmp::{
+    qom_list_types, query_commands, query_cpu_definitions, query_machines, query_qmp_schema,
+};
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 use std::ffi::OsString;
@@ -54,6 +56,8 @@ pub struct Capabilities {
     pub version: QemuVersion,
     /// Its machine types.
     pub machines: Vec<Machine>,
+    /// Its CPU models.
+    pub cpus: Vec<String>,
     /// Its accelerators, whether or not they work here.
     pub accelerators: Vec<Accelerator>,
 }
@@ -111,6 +115,16 @@ pub enum CapabilityError {
         /// The machine types of the same family.
         has: String,
     },
+    /// The wanted CPU model is unknown to it.
+    #[error("cpu: QEMU {version} has no model \"{wanted}\"; it has {has}")]
+    NoSuchCpu {
+        /// What was asked for.
+        wanted: String,
+        /// Its version.
+        version: QemuVersion,
+        /// The models.
+        has: String,
+    },
     /// KVM was asked for and cannot be used at all.
     #[error("accel = \"kvm\": {0}; use \"auto\" or \"tcg\"")]
     NoKvm(String),
@@ -160,6 +174,21 @@ impl Capabilities {
             wanted: wanted.to_owned(),
             version: self.version,
             has: family.join(", "),
+        })
+    }
+
+    /// Refuses a definition's `cpu` whose model this QEMU does not have; flags may follow it.
+    pub fn check_cpu(&self, wanted: Option<&str>) -> Result<(), CapabilityError> {
+        let Some(model) = wanted.and_then(|wanted| wanted.split(',').next()) else { return Ok(()) };
+        if self.cpus.iter().any(|cpu| cpu == model) {
+            return Ok(());
+        }
+        let mut has: Vec<&str> = self.cpus.iter().map(String::as_str).collect();
+        has.sort_unstable();
+        Err(CapabilityError::NoSuchCpu {
+            wanted: model.to_owned(),
+            version: self.version,
+            has: has.join(", "),
         })
     }
 
@@ -229,6 +258,7 @@ fn probe_arguments(monitor: i32) -> [OsString; 11] {
 struct Answers {
     version: QemuVersion,
     machines: Vec<Machine>,
+    cpus: Vec<Named>,
     accelerators: Vec<Named>,
     commands: Vec<Named>,
     loads_from_file: bool,
@@ -246,6 +276,7 @@ impl Answers {
         Ok(Answers {
             version,
             machines: connection.execute(&query_machines { compat_props: None })?,
+            cpus: connection.execute(&query_cpu_definitions {})?,
             accelerators: connection.execute(&accel)?,
             commands: connection.execute(&query_commands {})?,
             loads_from_file: loads_from_file(&schema),
@@ -270,7 +301,8 @@ impl Answers {
         let known = [(Accelerator::Tcg, "tcg-accel"), (Accelerator::Kvm, "kvm-accel")];
         let present = known.iter().filter(|(_, n)| self.accelerators.iter().any(|a| a.name == *n));
         let accelerators = present.map(|(accelerator, _)| *accelerator).collect();
-        Ok(Capabilities { binary, version, machines, accelerators })
+        let cpus = self.cpus.into_iter().map(|cpu| cpu.name).collect();
+        Ok(Capabilities { binary, version, machines, cpus, accelerators })
     }
 }
 

@@ -9,6 +9,7 @@ fn answers(version: (u32, u32), loads_from_file: bool) -> Answers {
             Machine { name: "pc-q35-10.0".to_owned(), alias: Some("q35".to_owned()) },
             Machine { name: "pc-q35-9.2".to_owned(), alias: None },
         ],
+        cpus: named(&["qemu64", "Haswell", "Haswell-v4"]),
         accelerators: named(&["tcg-accel", "qtest-accel"]),
         commands: named(COMMANDS),
         loads_from_file,
@@ -22,6 +23,16 @@ fn aliases_become_versions() {
     assert_eq!(qemu.machine_type("pc-q35-9.2").unwrap(), "pc-q35-9.2");
     let error = qemu.machine_type("pc-q35-11.0").unwrap_err().to_string();
     assert!(error.contains("pc-q35-11.0") && error.contains("pc-q35-9.2"), "{error}");
+}
+
+#[test]
+fn an_unknown_cpu_model_is_refused_with_those_that_there_are() {
+    let qemu = answers((10, 0), true).judge(Path::new("qemu")).unwrap();
+    for known in [None, Some("qemu64"), Some("Haswell,+aes,-sse4.2")] {
+        qemu.check_cpu(known).unwrap();
+    }
+    let error = qemu.check_cpu(Some("Z80,+aes")).unwrap_err().to_string();
+    assert!(error.contains("no model \"Z80\"") && error.contains("Haswell, Haswell-v4"), "{error}");
 }
 
 #[test]

@@ -12,14 +12,14 @@ pub use validate::Problem;
 use serde::{Deserialize, Serialize};
 use std::path::PathBuf;
 use understudy_network::MacAddress;
-use understudy_protocol::Policy;
+use understudy_protocol::{Policy, VmName};
 
 /// A VM as its user defines it. It also travels to the peer, as JSON.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct VmDefinition {
-    /// Letters, digits, `-` and `_`; at most 32. Unique on a host.
-    pub name: String,
+    /// Its name, unique on a host.
+    pub name: VmName,
     /// Size of the guest's main memory.
     pub memory: MemorySize,
     /// Virtual CPUs, 1 to 255.

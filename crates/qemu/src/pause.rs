@@ -16,7 +16,7 @@ use std::io::{self, IoSlice};
 use std::num::NonZeroUsize;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, OwnedFd};
 use std::ptr::NonNull;
-use std::sync::atomic::Ordering;
+use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::{Duration, Instant};
 use understudy_agent_protocol::{ARM, Answer, Hello, LogErrand, Order, PausePage};
 
@@ -88,6 +88,8 @@ pub struct AgentPauser {
     /// Says when QEMU has ended.
     socket: OwnedFd,
     timeout: Duration,
+    /// Number of the last probe.
+    probe: AtomicU32,
 }
 
 impl AgentPauser {
@@ -105,7 +107,33 @@ impl AgentPauser {
         let beside = [ControlMessage::ScmRights(&descriptors)];
         let flags = MsgFlags::MSG_NOSIGNAL;
         sendmsg::<UnixAddr>(socket.as_raw_fd(), &[IoSlice::new(&ARM)], &beside, flags, None)?;
-        Ok(AgentPauser { page, bell, socket: socket.try_clone_to_owned()?, timeout })
+        AgentPauser::of(page, bell, socket, timeout)
+    }
+
+    fn of(
+        page: Page,
+        bell: OwnedFd,
+        socket: BorrowedFd<'_>,
+        timeout: Duration,
+    ) -> Result<AgentPauser, PauseError> {
+        let (socket, probe) = (socket.try_clone_to_owned()?, AtomicU32::default());
+        Ok(AgentPauser { page, bell, socket, timeout, probe })
+    }
+
+    /// Asks QEMU's main loop for a sign of life. In a pause it comes behind it.
+    pub fn probe(&self) -> Result<(), PauseError> {
+        let number = self.probe.fetch_add(1, Ordering::Relaxed).wrapping_add(1);
+        self.page.probe.store(number, Ordering::Release);
+        write(&self.bell, &1u64.to_ne_bytes())?;
+        Ok(())
+    }
+
+    /// Whether the last one was answered; none before the first.
+    pub fn echoed(&self) -> Option<bool> {
+        match self.probe.load(Ordering::Relaxed) {
+            0 => None,
+            number => Some(self.page.echo.load(Ordering::Acquire) == number),
+        }
     }
 
     /// The page and the bell, for [`AgentPauser::adopt`] in another process.
@@ -119,8 +147,10 @@ impl AgentPauser {
         socket: BorrowedFd<'_>,
         timeout: Duration,
     ) -> Result<AgentPauser, PauseError> {
-        let page = Page::of(page)?;
-        Ok(AgentPauser { page, bell, socket: socket.try_clone_to_owned()?, timeout })
+        let pauser = AgentPauser::of(Page::of(page)?, bell, socket, timeout)?;
+        // Numbers go on where the process before left off.
+        pauser.probe.store(pauser.page.echo.load(Ordering::Acquire), Ordering::Relaxed);
+        Ok(pauser)
     }
 
     /// Stops the guest; none if it does not run, for another reason than a pause. While the

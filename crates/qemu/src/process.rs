@@ -21,6 +21,9 @@ use std::time::{Duration, Instant};
 /// How much of the end of QEMU's messages goes into an error, in bytes.
 const TAIL_BYTES: u64 = 2048;
 
+/// Added to the share of memory, in thousandths, by which the kernel chooses what to end.
+const QEMU_OOM_SCORE: &[u8] = b"300";
+
 /// How to start QEMU.
 pub struct Launch<'a> {
     /// The program: a path, or a name to look for in `PATH`.
@@ -37,7 +40,7 @@ pub struct Launch<'a> {
     pub log: &'a Path,
     /// The directory that it works in; this process's own without.
     pub directory: Option<&'a Path>,
-    /// Who it runs as; this process's user without.
+    /// User that it runs as; this process's own if there is none.
     pub user: Option<User>,
 }
 
@@ -131,6 +134,7 @@ impl Qemu {
         unsafe {
             command.pre_exec(move || {
                 pass_on_only(&inherit)?;
+                be_expendable();
                 become_user(directory.as_ref().map(AsFd::as_fd), user)
             })
         };
@@ -262,6 +266,17 @@ pub fn signal(pidfd: BorrowedFd<'_>, signal: Signal) -> io::Result<()> {
     Errno::result(result).map(drop).map_err(io::Error::from)
 }
 
+/// When memory runs out, the kernel is to end this process before the daemon: one VM's backup takes
+/// over then, instead of all VMs'. Only system calls, for use between fork and exec.
+fn be_expendable() {
+    use nix::fcntl::{OFlag, open};
+    use nix::sys::stat::Mode;
+    // Anybody may make himself more expendable; where there is no such file nobody is chosen by it.
+    if let Ok(file) = open(c"/proc/self/oom_score_adj", OFlag::O_WRONLY, Mode::empty()) {
+        let _ = nix::unistd::write(file, QEMU_OOM_SCORE);
+    }
+}
+
 fn open_directory(path: &Path) -> Result<File, LaunchError> {
     let flags = libc::O_PATH | libc::O_DIRECTORY | libc::O_NOFOLLOW;
     let opened = File::options().read(true).custom_flags(flags).open(path);
@@ -301,6 +316,8 @@ fn pidfd_open(pid: u32) -> io::Result<OwnedFd> {
 fn read_tail(log: &Path, start: u64) -> io::Result<String> {
     let mut file = File::open(log)?;
     let end = file.metadata()?.len();
+    // Shorter than at the start: it was cut since, and all of it was said after that.
+    let start = if start > end { 0 } else { start };
     file.seek(SeekFrom::Start(start.max(end.saturating_sub(TAIL_BYTES))))?;
     let mut bytes = Vec::new();
     file.take(TAIL_BYTES).read_to_end(&mut bytes)?;

@@ -45,6 +45,29 @@ fn it_inherits_what_it_is_given_and_nothing_else() {
 }
 
 #[test]
+fn what_it_says_after_its_log_was_cut_is_heard() {
+    let folder = tempfile::tempdir().unwrap();
+    let log = folder.path().join("log");
+    std::fs::write(&log, "an earlier run\n").unwrap();
+    let script = format!("while [ -s {} ]; do :; done; echo late; exit 3", log.display());
+    let qemu = shell(&script, &[], &log).unwrap();
+    File::options().write(true).open(&log).unwrap().set_len(0).unwrap();
+    let exit = qemu.wait(LONG).unwrap().expect("it ends");
+    assert_eq!(exit.last_words, "late");
+}
+
+// Before, the kernel chose by size alone: the daemon, with the memory of its backups, came first.
+#[test]
+fn it_goes_before_its_daemon_when_memory_runs_out() {
+    let folder = tempfile::tempdir().unwrap();
+    let qemu = shell("cat /proc/self/oom_score_adj", &[], &folder.path().join("log")).unwrap();
+    let exit = qemu.wait(LONG).unwrap().expect("it ends");
+    assert_eq!(exit.last_words, "300");
+    let ours = std::fs::read_to_string("/proc/self/oom_score_adj").unwrap();
+    assert!(ours.trim().parse::<i32>().unwrap() < 300, "{ours}");
+}
+
+#[test]
 fn dropping_it_kills_it() {
     let folder = tempfile::tempdir().unwrap();
     let qemu = shell("exec sleep 1000", &[], &folder.path().join("log")).unwrap();
@@ -72,9 +95,7 @@ fn a_missing_program_is_named() {
 
 #[test]
 fn it_becomes_another_user_in_a_directory_that_this_one_cannot_reach() {
-    if !nix::unistd::geteuid().is_root() {
-        return eprintln!("SKIPPED: needs root");
-    }
+    assert!(nix::unistd::geteuid().is_root(), "needs root, as `make test` does");
     let folder = tempfile::tempdir().unwrap();
     std::fs::set_permissions(folder.path(), std::os::unix::fs::PermissionsExt::from_mode(0o700))
         .unwrap();

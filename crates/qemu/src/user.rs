@@ -27,7 +27,7 @@ const DAEMONS: u32 = 1 << 16;
 /// Permission of everybody to read.
 const OTHERS_READ: u32 = 0o004;
 
-/// Who the QEMUs of a host run as.
+/// User that the QEMUs of a host run as.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub enum RunAs {
     /// Each as a user of its own, a number without a name; as this process's user
@@ -96,7 +96,7 @@ impl RunAs {
 }
 
 impl User {
-    /// Whose a QEMU's directory is; none if it is this process's own.
+    /// Returns the owner of a QEMU's directory; none if it is this process's user.
     pub fn of_directory(path: &Path) -> io::Result<Option<User>> {
         let found = fs::symlink_metadata(path)?;
         let (uid, gid) = (Uid::from_raw(found.uid()), Gid::from_raw(found.gid()));

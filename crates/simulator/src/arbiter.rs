@@ -9,7 +9,7 @@ use understudy_protocol::{BackupPhase, Generation, Ownership, PrimaryPhase, Verd
 /// The register and who reaches it.
 #[derive(Debug)]
 pub struct Arbiter {
-    /// Who owns the VM.
+    /// Owner of the VM.
     pub owner: HostId,
     /// Since which change of owner.
     pub generation: Generation,
@@ -24,7 +24,7 @@ pub struct Arbiter {
 pub struct Question {
     /// Tells questions apart.
     pub ticket: u64,
-    /// Who asks.
+    /// Host that asks.
     pub host: HostId,
     /// For which session.
     pub session: SessionId,
@@ -50,7 +50,7 @@ impl Arbiter {
             (self.owner, self.generation) = (host, from.next());
             return Verdict::Granted(from.next());
         }
-        let owner = Some(self.owner.to_string());
+        let owner = Some(self.owner.name());
         Verdict::Taken(Ownership { host: owner, generation: self.generation })
     }
 }

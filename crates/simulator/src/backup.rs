@@ -11,8 +11,8 @@ use std::collections::VecDeque;
 use understudy_protocol::validity::ImageRole;
 use understudy_protocol::wire::{Kind, Message};
 use understudy_protocol::{
-    Backup, BackupAction, BackupEvent, BackupPhase, Carried, Epoch, Generation, StagedEpoch,
-    Staging, Time, Verdict,
+    Backup, BackupAction, BackupEvent, BackupPhase, Carried, Epoch, Generation, Ownership,
+    StagedEpoch, Staging, Time, Verdict,
 };
 
 /// The VM on the host that keeps an understudy of it.
@@ -210,6 +210,28 @@ impl World {
         self.at(next, Event::BackupBeat(host, id));
         if punctual {
             self.backup_event(host, id, BackupEvent::Tick, None);
+        }
+        self.ask_others(host, id);
+    }
+
+    /// Now and then a backup that waits for the arbiter asks another host which generation it ran.
+    fn ask_others(&mut self, host: HostId, id: SessionId) {
+        let Some(standby) = self.hosts[host.0].standby(id) else { return };
+        if !matches!(standby.core.phase(), BackupPhase::Contesting(_)) || !self.random.percent(5) {
+            return;
+        }
+        let others = (0..self.hosts.len()).map(HostId).filter(|other| *other != host);
+        let answers = others.filter(|other| self.reaches(host, *other)).filter_map(|other| {
+            let generation = self.hosts[other.0].image.record_of(other)?.ran_at()?;
+            Some(Ownership { host: Some(other.name()), generation })
+        });
+        for owner in answers.collect::<Vec<_>>() {
+            self.backup_event(host, id, BackupEvent::OwnedElsewhere(owner), None);
+            let Some(standby) = self.hosts[host.0].standby(id) else { return };
+            if *standby.core.phase() == BackupPhase::Discarded {
+                self.coverage.let_go += 1;
+                return;
+            }
         }
     }
 }

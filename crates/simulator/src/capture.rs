@@ -80,7 +80,9 @@ impl World {
             Epoch(1) => Due::At(now),
             _ => {
                 let in_flight = session.core.in_flight();
-                let situation = Situation { now, last: session.last, in_flight, output_since };
+                // A guest that writes a block now and then fills no epoch.
+                let (last, full) = (session.last, false);
+                let situation = Situation { now, last, in_flight, output_since, full };
                 policy.due(&situation, || activity)
             }
         };

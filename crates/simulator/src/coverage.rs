@@ -59,6 +59,10 @@ coverage! {
     stand_downs_contested,
     /// A QEMU died under a host that lives.
     guest_deaths,
+    /// A QEMU that seemed to hang was to be taken over.
+    guest_hangs,
+    /// A backup that waited for the arbiter let go by its former primary's word.
+    let_go,
     /// A standby could not serve any more.
     standbys_failed,
     /// A host came back to its senses after a stall.

@@ -49,6 +49,7 @@ impl World {
                 self.on(target, |w, host| w.daemon_dies(host, span, true));
             }
             Fault::QemuDeath(target) => self.on(target, World::qemu_dies),
+            Fault::QemuHang => self.on(Target::Primary, World::qemu_hangs),
             Fault::Partition(span) => {
                 self.cut_for(true, span);
                 self.cut_for(false, span);
@@ -172,6 +173,18 @@ impl World {
         if let Some(id) = standby {
             self.standby_breaks(host, id);
         }
+    }
+
+    fn qemu_hangs(&mut self, host: HostId) {
+        let Role::Primary(running) = &mut self.hosts[host.0].role else { return };
+        let Some(session) = &mut running.session else { return };
+        if *session.core.phase() == PrimaryPhase::Protected {
+            session.hung = true;
+            self.coverage.guest_hangs += 1;
+        }
+        let id = session.id;
+        let reason = "its QEMU does not answer".to_owned();
+        self.primary_event(host, id, PrimaryEvent::GuestHangs(reason));
     }
 
     fn cut_for(&mut self, outward: bool, span: Duration) {

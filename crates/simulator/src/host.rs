@@ -8,11 +8,18 @@ use crate::random::Random;
 use std::fmt;
 use understudy_protocol::repair::Repair;
 use understudy_protocol::validity::{ImageRecord, ImageRole};
-use understudy_protocol::{Generation, Time};
+use understudy_protocol::{Generation, HostName, Time};
 
 /// A host by number; the trace calls them a, b, c.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub struct HostId(pub usize);
+
+impl HostId {
+    /// Its name at the arbiter and in records.
+    pub fn name(self) -> HostName {
+        self.to_string().parse().expect("a letter is a host's name")
+    }
+}
 
 impl fmt::Display for HostId {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
@@ -79,7 +86,7 @@ pub struct Running {
     pub session: Option<Session>,
     /// An offer that is being made.
     pub dialling: Option<Dialling>,
-    /// Who is to protect it next.
+    /// Search for the next backup.
     pub repair: Repair,
     /// Whether the operator wants it protected.
     pub wanted: bool,
@@ -121,7 +128,7 @@ impl Image {
     /// The host's record of it.
     pub fn record_of(&self, host: HostId) -> Option<ImageRecord> {
         let (role, generation) = self.record?;
-        Some(ImageRecord { host: host.to_string(), role, generation })
+        Some(ImageRecord { host: host.name(), role, generation })
     }
 
     /// Puts everything on stable storage.

@@ -31,6 +31,8 @@ pub struct Session {
     pub heartbeat: ConnectionId,
     /// A planned fail-over was asked for.
     pub hand_over: bool,
+    /// It is handed over without a last checkpoint.
+    pub(crate) hung: bool,
     /// The tag of disk writes: 0 during the first synchronisation.
     pub(crate) disk_epoch: Epoch,
     pub(crate) digests: BTreeMap<Epoch, EpochDigest>,
@@ -57,6 +59,7 @@ impl World {
             data: dialled.data,
             heartbeat: dialled.heartbeat.expect("it was welcomed"),
             hand_over: false,
+            hung: false,
             disk_epoch: Epoch(0),
             digests: BTreeMap::new(),
             dirty: [false; PAGES],
@@ -175,7 +178,8 @@ impl World {
     /// From here on the backup is to go on exactly where the guest stands.
     fn note_hand_over(&mut self, host: HostId, id: SessionId) {
         let Some(running) = self.hosts[host.0].running() else { return };
-        let phase = running.session.as_ref().map(|session| session.core.phase());
+        let planned = running.session.as_ref().filter(|session| !session.hung);
+        let phase = planned.map(|session| session.core.phase());
         if phase == Some(&PrimaryPhase::HandingOver) {
             self.handed_over = Some((id, running.guest.state));
         }

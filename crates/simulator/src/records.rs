@@ -41,7 +41,7 @@ impl World {
         let arbiter = self.random.percent(50);
         let finding = judge(&self.evidence(is_silent, arbiter));
         if let Finding::Valid { host, why, .. } = finding {
-            if host != truth.to_string() {
+            if host != truth.name() {
                 self.violation(format!("{truth}'s image is valid, named is {host}: {why}"));
             }
         }
@@ -53,7 +53,7 @@ impl World {
         let ownership = self.ownership();
         for host in (0..self.hosts.len()).map(HostId).filter(|host| *host != truth) {
             let record = self.hosts[host.0].image.record_of(host);
-            let may = may_start(&host.to_string(), record.as_ref(), Some(&ownership));
+            let may = may_start(&host.name(), record.as_ref(), Some(&ownership));
             if record.is_some() && may.is_ok() {
                 self.violation(format!("{host} may start the VM, the valid image is {truth}'s"));
             }
@@ -64,7 +64,7 @@ impl World {
     pub(crate) fn valid_image(&self, is_silent: impl Fn(&HostId) -> bool) -> Option<HostId> {
         match judge(&self.evidence(is_silent, true)) {
             Finding::Valid { host, .. } => {
-                (0..self.hosts.len()).map(HostId).find(|id| id.to_string() == host)
+                (0..self.hosts.len()).map(HostId).find(|id| id.name() == host)
             }
             Finding::Undecided(_) => None,
         }
@@ -77,8 +77,8 @@ impl World {
         let blank = answering.iter().filter(|host| record(host).is_none());
         Evidence {
             records: answering.iter().filter_map(record).collect(),
-            without: blank.map(HostId::to_string).collect(),
-            silent: silent.iter().map(HostId::to_string).collect(),
+            without: blank.map(|host| host.name()).collect(),
+            silent: silent.iter().map(|host| host.name()).collect(),
             arbiter: match arbiter {
                 true => ArbiterWord::Says(Some(self.ownership())),
                 false => ArbiterWord::Silent,
@@ -88,6 +88,6 @@ impl World {
 
     fn ownership(&self) -> Ownership {
         let (owner, generation) = (self.arbiter.owner, self.arbiter.generation);
-        Ownership { host: Some(owner.to_string()), generation }
+        Ownership { host: Some(owner.name()), generation }
     }
 }

@@ -61,7 +61,7 @@ impl World {
                 Role::Idle | Role::Fenced => Ok(free),
                 Role::Primary(_) | Role::Backup(_) => Err("it has the VM already".to_owned()),
             };
-            found.push(Candidate { host: other.to_string(), answer });
+            found.push(Candidate { host: other.name(), answer });
         }
         self.repair_event(host, RepairEvent::Surveyed(found));
     }

@@ -78,7 +78,7 @@ pub enum Moment {
     StandingDown,
 }
 
-/// Whom a fault strikes.
+/// Target of a fault.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Target {
     /// The host that runs the VM.
@@ -100,6 +100,8 @@ pub enum Fault {
     DaemonDeath(Target, Duration),
     /// A QEMU dies.
     QemuDeath(Target),
+    /// The primary's QEMU is taken for one that hangs; it goes on.
+    QemuHang,
     /// Nothing gets through between primary and backup.
     Partition(Duration),
     /// Nothing gets through one way: from the primary, or to it.
@@ -213,7 +215,8 @@ impl Fault {
             70..78 => Fault::Stall(target, span),
             78..82 => Fault::Delay(random.millis(1, 300), span),
             82..86 => Fault::Damage,
-            86..94 => Fault::Failover,
+            86..92 => Fault::Failover,
+            92..94 => Fault::QemuHang,
             _ => Fault::Unprotect,
         }
     }

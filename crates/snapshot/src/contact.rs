@@ -16,7 +16,7 @@ pub const SILENCE: Duration = Duration::from_secs(5);
 /// looks later stood still itself, and what was said to it meanwhile is still to be read.
 const LOOK: Duration = Duration::from_secs(1);
 
-/// For how long somebody has said nothing to a host that would have heard it.
+/// Silence of a member or host towards a host that waits for it.
 #[derive(Clone, Debug)]
 pub(crate) struct Silence {
     length: Duration,
@@ -40,7 +40,7 @@ impl Silence {
         self.length >= SILENCE
     }
 
-    /// When to look again.
+    /// Time at which to look again.
     pub fn next_look(&self) -> Time {
         self.looked + LOOK.min(SILENCE.saturating_sub(self.length))
     }
@@ -76,7 +76,7 @@ impl Contact {
         due
     }
 
-    /// When the next repetition is due.
+    /// Time at which the next repetition is due.
     pub fn deadline(&self) -> Time {
         self.repeat_at
     }
@@ -86,7 +86,7 @@ impl Contact {
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("{why}")]
 pub struct Failure {
-    /// Who failed; none if it was nobody's fault in particular.
+    /// Member that failed; none if no single one did.
     pub member: Option<Member>,
     /// What happened, for people.
     pub why: String,

@@ -1,9 +1,8 @@
-//! Who must start before whom (HotRestore, restore dependency graph).
+//! The order in which members start (HotRestore, section 4: the restore dependency graph).
 //!
-//! A member that starts while another one, to which it talks, does not run yet, speaks into
-//! the void: TCP doubles its wait with each segment that is not answered. What is in flight
-//! across the cut says who talks to whom at that moment, and on whose side TCP's timer runs.
-//! The rules:
+//! If a member starts while a peer of its does not run yet, what it sends is lost: TCP doubles
+//! its time-out with each segment that is not answered. The frames in flight across the cut say
+//! who sends to whom at that moment, and on which side TCP's timer runs. The rules:
 //!
 //! 1. TCP data, or the beginning or end of a connection, in flight from *a* to *b*: *a*'s
 //!    timer runs, so **b starts no later than a**. *b* finds the segment delivered, its answer
@@ -11,12 +10,19 @@
 //! 2. A bare acknowledgement in flight from *a* to *b*: *b* has sent data to *a*, its timer
 //!    runs until it starts, then it sends more. So **a starts no later than b**: rule 1 from
 //!    the view of the data.
-//! 3. What is in flight without a timer (UDP, ARP, …) asks for no order.
+//! 3. Frames in flight without a timer (UDP, ARP, …) ask for no order.
 //! 4. Members that must each start no later than the other, directly or around a **ring**,
 //!    start together.
 //! 5. The order holds along chains: a ring starts when all rings before it have.
 //! 6. Members between which nothing is in flight, in neither direction and over no chain, ask
 //!    for no order.
+//!
+//! The paper's own six are these: a member that depends on nobody and is depended on comes
+//! first (its rule 1); who depends on a member starts after it (2), and after all that it
+//! depends on (3); members without a dependency between them are independent (4); a ring starts
+//! at once (5); an orphan is free (6). Two things differ here. The paper takes every frame in
+//! flight for a dependency of its sender, UDP included; here UDP asks for no order, and a bare
+//! acknowledgement for the opposite one. And "after" is "no later than" here.
 //!
 //! When they start, as far as the order leaves that open: [`Line`](crate::Line).
 
@@ -27,9 +33,9 @@ use std::collections::BTreeSet;
 /// Frames in flight from one member to another at the cut.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Crossing {
-    /// Who sent them.
+    /// Sender.
     pub from: Member,
-    /// Who gets them after the restore.
+    /// Receiver after the restore.
     pub to: Member,
     /// TCP segments that wait for an acknowledgement.
     pub data: u32,

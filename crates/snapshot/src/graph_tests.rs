@@ -36,7 +36,7 @@ fn what_has_no_timer_asks_for_no_order() {
     assert_eq!(order, StartOrder::none(2));
 }
 
-/// Who can be reached from whom, by brute force.
+/// Reachability, by brute force.
 fn reach(count: usize, edges: &[(usize, usize)]) -> Vec<Vec<bool>> {
     let mut reach = vec![vec![false; count]; count];
     edges.iter().for_each(|&(from, to)| reach[from][to] = true);

@@ -1,6 +1,6 @@
-//! Snapshots of a running group of VMs, and their fast restore (HotSnap, HotRestore; DESIGN.md
-//! section 6). State machines, formats and policies without I/O or clock, but for [`Store`].
-//! What daemon, agent and command line do with them is in docs/cluster.md.
+//! Snapshots of a running group of VMs, and their fast restore (HotSnap, HotRestore). State
+//! machines, formats and policies without I/O or clock, but for [`Store`]. What daemon, agent
+//! and command line do with them is in docs/cluster.md.
 //!
 //! | question | where |
 //! |---|---|
@@ -14,8 +14,8 @@
 //! | how is a group restored, or not at all? | [`Restorer`], [`Cohort`] |
 //! | what is read from the store next? | [`Loader`] |
 //!
-//! HotRestore's six rules are worded as we understand them: its text was not at hand, see the
-//! head of `graph.rs`.
+//! Where the order of starts differs from HotRestore's six rules is said at the head of
+//! `graph.rs`.
 
 mod contact;
 mod cut;
@@ -38,8 +38,8 @@ pub use contact::{Failure, REPEAT, SILENCE};
 pub use cut::{BadEnvelope, Cut, CutAction, CutEvent, ENVELOPE_BYTES, Envelope};
 pub use format::{
     AreaEntry, AreaMap, BLOB_CHUNK_BYTES, BadChunk, Blob, Builder, CHUNK_UNITS, Compression,
-    Extent, InFlightFrame, Machine, Malformed, Manifest, MemberEntry, MemberManifest, NameError,
-    Page, Place, Unfit, WorkingSet, check_name,
+    Extent, InFlightFrame, Machine, Malformed, Manifest, MemberEntry, MemberManifest, Page, Place,
+    Unfit, WorkingSet,
 };
 pub use graph::{Crossing, Ring, StartOrder};
 pub use loader::{Demand, Fill, Loader};
@@ -52,7 +52,9 @@ pub use restore::{
     RestoreEvent, RestorePhase, Restorer,
 };
 pub use segment::Segment;
-pub use store::{Listed, Problem, Retention, Store, StoreError, Swept, Verified, Writing};
+pub use store::{
+    KeyError, Listed, Problem, Retention, Store, StoreError, StoreKey, Swept, Verified, Writing,
+};
 pub use take::{
     About, Part, TakeAction, TakeCohort, TakeCohortPhase, TakeEvent, TakeOrder, TakeReport, Taker,
     TakerAction, TakerEvent, TakerPhase,

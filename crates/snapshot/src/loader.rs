@@ -48,7 +48,7 @@ pub struct Loader {
 }
 
 impl Loader {
-    /// For the RAM blocks of a member. The first `before_start` pages of the queue, and if it has
+    /// Creates one for the RAM blocks of a member. The first `before_start` pages of the queue, and if it has
     /// not so many the first of the memory behind them, are what the start waits for.
     pub fn new(maps: BTreeMap<BlockId, AreaMap>, queue: &[Page], before_start: u64) -> Loader {
         let mut fills: HashMap<ChunkId, Vec<Fill>> = HashMap::new();

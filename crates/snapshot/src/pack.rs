@@ -63,7 +63,7 @@ struct Open {
 }
 
 impl Packer {
-    /// Nothing is packed yet.
+    /// Creates an empty one.
     pub fn new() -> Packer {
         Packer {
             open: [0, 1].map(|ordinal| Open { ordinal, content: Vec::new() }),

@@ -20,7 +20,7 @@ const IPV6: u16 = 0x86dd;
 const TCP: u8 = 6;
 
 impl Segment {
-    /// Of an Ethernet frame, without virtio's header before it. What is not understood, or cut
+    /// Parses an Ethernet frame, without virtio's header before it. What is not understood, or cut
     /// short, is [`Segment::Other`].
     pub fn of(frame: &[u8]) -> Segment {
         tcp(frame).map_or(Segment::Other, |(tcp, length)| {

@@ -6,6 +6,8 @@
 //! | `POST /v1/vms` ([`VmDefinition`])  | [`VmStatus`] |
 //! | `GET /v1/vms/NAME`                 | [`VmStatus`] |
 //! | `DELETE /v1/vms/NAME?force=BOOL`   | nothing (204) |
+//! | `POST /v1/vms/NAME/start`          | [`VmStatus`] |
+//! | `GET /v1/vms/NAME/definition`      | [`VmDefinition`] |
 //! | `POST /v1/vms/NAME/protect` ([`ProtectRequest`]) | [`VmStatus`] |
 //! | `POST /v1/groups/NAME/protect` ([`GroupRequest`]) | a list of [`VmStatus`] |
 //! | `POST /v1/vms/NAME/unprotect`      | [`VmStatus`] |
@@ -22,6 +24,7 @@
 //!
 //! An error is `{"error": {"kind", "message"}}`, with a status that fits.
 
+mod name;
 mod snapshots;
 
 use crate::failure::ErrorBody;
@@ -29,10 +32,11 @@ use crate::metrics;
 use axum::Router;
 use axum::body::Bytes;
 use axum::extract::rejection::{BytesRejection, QueryRejection};
-use axum::extract::{DefaultBodyLimit, Path, Query, State};
+use axum::extract::{DefaultBodyLimit, Query, State};
 use axum::http::{StatusCode, Uri};
 use axum::response::{IntoResponse, Json, Response};
 use axum::routing::{get, post};
+use name::Name;
 use serde::Deserialize;
 use serde::de::DeserializeOwned;
 use std::sync::Arc;
@@ -45,6 +49,7 @@ use understudy_daemon::snapshot::report::{
     DeleteReport, RestoreReport, RestoreRequest, SnapshotReport, SnapshotRequest, VerifyReport,
 };
 use understudy_daemon::{ErrorKind, Host, HostError};
+use understudy_protocol::{GroupName, VmName};
 use understudy_qemu::VmDefinition;
 use understudy_snapshot::SnapshotNumber;
 
@@ -55,9 +60,9 @@ pub const MAX_REQUEST_BYTES: usize = 256 * 1024;
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Subject {
     /// A VM by itself.
-    Vm(String),
+    Vm(VmName),
     /// A group.
-    Cluster(String),
+    Cluster(GroupName),
 }
 
 /// What the API asks of a host; all calls block. [`Host`] outside of tests.
@@ -66,24 +71,32 @@ pub trait Control: Send + Sync + 'static {
     fn status(&self) -> HostStatus;
     /// See [`Host::vm_start`].
     fn vm_start(&self, definition: VmDefinition) -> Result<VmStatus, HostError>;
+    /// See [`Host::vm_start_recorded`].
+    fn vm_start_recorded(&self, name: &VmName) -> Result<VmStatus, HostError>;
+    /// See [`Host::definition`].
+    fn definition(&self, name: &VmName) -> Result<VmDefinition, HostError>;
     /// See [`Host::vm_stop`].
-    fn vm_stop(&self, name: &str, force: bool) -> Result<(), HostError>;
+    fn vm_stop(&self, name: &VmName, force: bool) -> Result<(), HostError>;
     /// See [`Host::vm_status`].
-    fn vm_status(&self, name: &str) -> Result<VmStatus, HostError>;
+    fn vm_status(&self, name: &VmName) -> Result<VmStatus, HostError>;
     /// See [`Host::protect`].
-    fn protect(&self, name: &str, request: ProtectRequest) -> Result<VmStatus, HostError>;
+    fn protect(&self, name: &VmName, request: ProtectRequest) -> Result<VmStatus, HostError>;
     /// See [`Host::protect_group`].
-    fn protect_group(&self, name: &str, request: GroupRequest) -> Result<Vec<VmStatus>, HostError>;
+    fn protect_group(
+        &self,
+        name: &GroupName,
+        request: GroupRequest,
+    ) -> Result<Vec<VmStatus>, HostError>;
     /// See [`Host::unprotect`].
-    fn unprotect(&self, name: &str) -> Result<VmStatus, HostError>;
+    fn unprotect(&self, name: &VmName) -> Result<VmStatus, HostError>;
     /// See [`Host::failover`].
-    fn failover(&self, name: &str) -> Result<(), HostError>;
+    fn failover(&self, name: &VmName) -> Result<(), HostError>;
     /// See [`Host::recover`].
-    fn recover(&self, name: &str, request: RecoverRequest) -> Result<RecoverReport, HostError>;
+    fn recover(&self, name: &VmName, request: RecoverRequest) -> Result<RecoverReport, HostError>;
     /// See [`Host::timings`].
-    fn timings(&self, name: &str) -> Result<Vec<CheckpointTiming>, HostError>;
+    fn timings(&self, name: &VmName) -> Result<Vec<CheckpointTiming>, HostError>;
     /// See [`Host::verify_lockstep`].
-    fn verify_lockstep(&self, name: &str) -> Result<ComparisonReport, HostError>;
+    fn verify_lockstep(&self, name: &VmName) -> Result<ComparisonReport, HostError>;
     /// See [`Host::snapshot_vm`] and [`Host::snapshot_cluster`].
     fn snapshot(
         &self,
@@ -95,20 +108,20 @@ pub trait Control: Send + Sync + 'static {
     /// See [`Host::snapshots_of`]; without a group those of all that the host knows.
     fn snapshots(
         &self,
-        group: Option<&str>,
+        group: Option<&GroupName>,
         store: Option<&str>,
     ) -> Result<Vec<SnapshotReport>, HostError>;
     /// See [`Host::delete_snapshot`].
     fn delete_snapshot(
         &self,
-        group: &str,
+        group: &GroupName,
         number: SnapshotNumber,
         store: Option<&str>,
     ) -> Result<DeleteReport, HostError>;
     /// See [`Host::verify_snapshot`].
     fn verify_snapshot(
         &self,
-        group: &str,
+        group: &GroupName,
         number: Option<SnapshotNumber>,
         store: Option<&str>,
     ) -> Result<VerifyReport, HostError>;
@@ -121,31 +134,41 @@ impl Control for Arc<Host> {
     fn vm_start(&self, definition: VmDefinition) -> Result<VmStatus, HostError> {
         Host::vm_start(self, definition)
     }
-    fn vm_stop(&self, name: &str, force: bool) -> Result<(), HostError> {
+    fn vm_start_recorded(&self, name: &VmName) -> Result<VmStatus, HostError> {
+        Host::vm_start_recorded(self, name)
+    }
+    fn definition(&self, name: &VmName) -> Result<VmDefinition, HostError> {
+        Host::definition(self, name)
+    }
+    fn vm_stop(&self, name: &VmName, force: bool) -> Result<(), HostError> {
         Host::vm_stop(self, name, force)
     }
-    fn vm_status(&self, name: &str) -> Result<VmStatus, HostError> {
+    fn vm_status(&self, name: &VmName) -> Result<VmStatus, HostError> {
         Host::vm_status(self, name)
     }
-    fn protect(&self, name: &str, request: ProtectRequest) -> Result<VmStatus, HostError> {
+    fn protect(&self, name: &VmName, request: ProtectRequest) -> Result<VmStatus, HostError> {
         Host::protect(self, name, request)
     }
-    fn protect_group(&self, name: &str, request: GroupRequest) -> Result<Vec<VmStatus>, HostError> {
+    fn protect_group(
+        &self,
+        name: &GroupName,
+        request: GroupRequest,
+    ) -> Result<Vec<VmStatus>, HostError> {
         Host::protect_group(self, name, request)
     }
-    fn unprotect(&self, name: &str) -> Result<VmStatus, HostError> {
+    fn unprotect(&self, name: &VmName) -> Result<VmStatus, HostError> {
         Host::unprotect(self, name)
     }
-    fn failover(&self, name: &str) -> Result<(), HostError> {
+    fn failover(&self, name: &VmName) -> Result<(), HostError> {
         Host::failover(self, name)
     }
-    fn recover(&self, name: &str, request: RecoverRequest) -> Result<RecoverReport, HostError> {
+    fn recover(&self, name: &VmName, request: RecoverRequest) -> Result<RecoverReport, HostError> {
         Host::recover(self, name, request)
     }
-    fn timings(&self, name: &str) -> Result<Vec<CheckpointTiming>, HostError> {
+    fn timings(&self, name: &VmName) -> Result<Vec<CheckpointTiming>, HostError> {
         Host::timings(self, name)
     }
-    fn verify_lockstep(&self, name: &str) -> Result<ComparisonReport, HostError> {
+    fn verify_lockstep(&self, name: &VmName) -> Result<ComparisonReport, HostError> {
         Host::verify_lockstep(self, name)
     }
     fn snapshot(
@@ -166,7 +189,7 @@ impl Control for Arc<Host> {
     }
     fn snapshots(
         &self,
-        group: Option<&str>,
+        group: Option<&GroupName>,
         store: Option<&str>,
     ) -> Result<Vec<SnapshotReport>, HostError> {
         match group {
@@ -176,7 +199,7 @@ impl Control for Arc<Host> {
     }
     fn delete_snapshot(
         &self,
-        group: &str,
+        group: &GroupName,
         number: SnapshotNumber,
         store: Option<&str>,
     ) -> Result<DeleteReport, HostError> {
@@ -184,7 +207,7 @@ impl Control for Arc<Host> {
     }
     fn verify_snapshot(
         &self,
-        group: &str,
+        group: &GroupName,
         number: Option<SnapshotNumber>,
         store: Option<&str>,
     ) -> Result<VerifyReport, HostError> {
@@ -202,6 +225,8 @@ pub fn router(host: Arc<dyn Control>) -> Router {
         .route("/v1/status", get(status))
         .route("/v1/vms", post(vm_start))
         .route("/v1/vms/{name}", get(vm_status).delete(vm_stop))
+        .route("/v1/vms/{name}/start", post(vm_start_recorded))
+        .route("/v1/vms/{name}/definition", get(definition))
         .route("/v1/vms/{name}/protect", post(protect))
         .route("/v1/groups/{name}/protect", post(protect_group))
         .route("/v1/vms/{name}/unprotect", post(unprotect))
@@ -226,7 +251,15 @@ async fn vm_start(State(host): Shared, body: Body) -> Answer<VmStatus> {
     blocking(move || host.vm_start(definition)).await.map(Json)
 }
 
-async fn vm_status(State(host): Shared, Path(name): Path<String>) -> Answer<VmStatus> {
+async fn vm_start_recorded(State(host): Shared, Name(name): Name<VmName>) -> Answer<VmStatus> {
+    blocking(move || host.vm_start_recorded(&name)).await.map(Json)
+}
+
+async fn definition(State(host): Shared, Name(name): Name<VmName>) -> Answer<VmDefinition> {
+    blocking(move || host.definition(&name)).await.map(Json)
+}
+
+async fn vm_status(State(host): Shared, Name(name): Name<VmName>) -> Answer<VmStatus> {
     blocking(move || host.vm_status(&name)).await.map(Json)
 }
 
@@ -239,7 +272,7 @@ struct StopQuery {
 
 async fn vm_stop(
     State(host): Shared,
-    Path(name): Path<String>,
+    Name(name): Name<VmName>,
     query: Result<Query<StopQuery>, QueryRejection>,
 ) -> Result<StatusCode, ApiError> {
     let Query(query) = query.map_err(|rejection| invalid(rejection.body_text()))?;
@@ -247,45 +280,45 @@ async fn vm_stop(
     Ok(StatusCode::NO_CONTENT)
 }
 
-async fn protect(State(host): Shared, Path(name): Path<String>, body: Body) -> Answer<VmStatus> {
+async fn protect(State(host): Shared, Name(name): Name<VmName>, body: Body) -> Answer<VmStatus> {
     let request = read(body)?;
     blocking(move || host.protect(&name, request)).await.map(Json)
 }
 
 async fn protect_group(
     State(host): Shared,
-    Path(name): Path<String>,
+    Name(name): Name<GroupName>,
     body: Body,
 ) -> Answer<Vec<VmStatus>> {
     let request = read(body)?;
     blocking(move || host.protect_group(&name, request)).await.map(Json)
 }
 
-async fn unprotect(State(host): Shared, Path(name): Path<String>) -> Answer<VmStatus> {
+async fn unprotect(State(host): Shared, Name(name): Name<VmName>) -> Answer<VmStatus> {
     blocking(move || host.unprotect(&name)).await.map(Json)
 }
 
-async fn failover(State(host): Shared, Path(name): Path<String>) -> Result<StatusCode, ApiError> {
+async fn failover(State(host): Shared, Name(name): Name<VmName>) -> Result<StatusCode, ApiError> {
     blocking(move || host.failover(&name)).await?;
     Ok(StatusCode::NO_CONTENT)
 }
 
 async fn recover(
     State(host): Shared,
-    Path(name): Path<String>,
+    Name(name): Name<VmName>,
     body: Body,
 ) -> Answer<RecoverReport> {
     let request = read(body)?;
     blocking(move || host.recover(&name, request)).await.map(Json)
 }
 
-async fn timings(State(host): Shared, Path(name): Path<String>) -> Answer<Vec<CheckpointTiming>> {
+async fn timings(State(host): Shared, Name(name): Name<VmName>) -> Answer<Vec<CheckpointTiming>> {
     blocking(move || host.timings(&name)).await.map(Json)
 }
 
 async fn verify_lockstep(
     State(host): Shared,
-    Path(name): Path<String>,
+    Name(name): Name<VmName>,
 ) -> Answer<ComparisonReport> {
     blocking(move || host.verify_lockstep(&name)).await.map(Json)
 }

@@ -15,9 +15,11 @@ use snapshot::CLUSTER_HELP;
 pub use snapshot::*;
 pub use trial::*;
 use trial::{CHAOS_HELP, DEMO_HELP, SIMULATE_HELP};
+use understudy_protocol::VmName;
 
 use clap::{Args, Parser, Subcommand};
-use std::path::PathBuf;
+use std::convert::Infallible;
+use std::path::{Path, PathBuf};
 use understudy_daemon::config::DEFAULT_SOCKET;
 use understudy_daemon::custody::SUBCOMMAND;
 
@@ -72,13 +74,13 @@ pub enum Command {
         #[arg(long, value_name = "FILE")]
         config: PathBuf,
     },
-    /// Keeps a guest when its daemon dies; started by the daemon.
+    /// Keep a guest when its daemon dies; started by the daemon.
     #[command(hide = true, name = SUBCOMMAND)]
     Custodian,
     /// Start, stop and list VMs, and reach their consoles.
     #[command(subcommand)]
     Vm(VmCommand),
-    /// Keep an understudy of a VM, or of a group of VMs, on another host.
+    /// Protect a VM, or a group of VMs, by a backup on another host.
     #[command(after_help = PROTECT_HELP)]
     Protect(ProtectArgs),
     /// End the protection of a VM, and of its whole group; it runs on here.
@@ -91,10 +93,10 @@ pub enum Command {
         /// The VM's name.
         vm: String,
     },
-    /// Look after VMs in lockstep.
+    /// Verify VMs in lockstep.
     #[command(subcommand)]
     Lockstep(LockstepCommand),
-    /// Find a VM's valid disk images after all its hosts were lost, and start it on them.
+    /// Find a VM's valid disk images after all its hosts were lost, and start it from them.
     #[command(after_help = RECOVER_HELP)]
     Recover(RecoverArgs),
     /// Take snapshots of several VMs as one, and restore them.
@@ -118,6 +120,11 @@ pub enum Command {
     /// Make the certificates by which hosts recognise each other.
     #[command(subcommand, after_help = PKI_HELP)]
     Pki(PkiCommand),
+    /// Make the key of an encrypted snapshot store, for [snapshot_keys] of every host that uses it.
+    SnapshotKey {
+        /// The file; none may be there yet.
+        file: PathBuf,
+    },
     /// Measure what protection costs on this machine, on real parts.
     Bench(BenchArgs),
     /// Check whether this machine can run and protect VMs; says what to do if not.
@@ -134,8 +141,14 @@ pub enum VmCommand {
     /// Start a VM on this host, unprotected.
     #[command(after_help = VM_START_HELP)]
     Start {
-        /// The VM's definition (TOML).
-        file: PathBuf,
+        /// The VM's definition (TOML), or the name of a VM that ran on this host before.
+        #[arg(value_name = "FILE|NAME", value_parser = Startable::parse)]
+        what: Startable,
+    },
+    /// Print a VM's definition as it is on this host (TOML).
+    Show {
+        /// The VM's name.
+        name: String,
     },
     /// Stop a VM: the guest is asked to power off.
     Stop {
@@ -148,7 +161,7 @@ pub enum VmCommand {
     /// Take a snapshot of a VM while it runs.
     Snapshot {
         /// The VM's name.
-        name: String,
+        name: VmName,
         /// How it is taken.
         #[command(flatten)]
         args: SnapshotArgs,
@@ -157,7 +170,7 @@ pub enum VmCommand {
     Restore {
         /// The VM's name, and the snapshot: NAME@NUMBER; the last one without.
         #[arg(value_name = "NAME[@ID]")]
-        which: Which,
+        which: Which<VmName>,
         /// How it is restored.
         #[command(flatten)]
         args: RestoreArgs,
@@ -172,6 +185,22 @@ pub enum VmCommand {
         /// The VM's name.
         name: String,
     },
+}
+
+/// What `vm start` starts.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Startable {
+    /// The VM of this definition file.
+    File(PathBuf),
+    /// The VM of this name, as the host's record says.
+    Name(String),
+}
+
+impl Startable {
+    fn parse(text: &str) -> Result<Startable, Infallible> {
+        let is_file = text.contains('/') || text.ends_with(".toml") || Path::new(text).is_file();
+        Ok(if is_file { Startable::File(text.into()) } else { Startable::Name(text.to_owned()) })
+    }
 }
 
 /// Work on VMs in lockstep.
@@ -205,6 +234,15 @@ pub enum PkiCommand {
         #[arg(long, value_name = "N", default_value_t = 825, value_parser = clap::value_parser!(u32).range(1..=36500))]
         days: u32,
     },
+    /// Revoke a certificate: puts it on the list DIR/revoked.pem.
+    Revoke {
+        /// The host's name, for DIR/NAME.pem; or a file that holds the certificate.
+        #[arg(value_name = "NAME|FILE")]
+        which: String,
+        /// Where the authority is kept.
+        #[arg(long, value_name = "DIR", default_value = ".")]
+        dir: PathBuf,
+    },
 }
 
 const LOCKSTEP_VERIFY_HELP: &str = "\
@@ -229,6 +267,10 @@ Each host gets ca.pem and its own two files, and names them in its configuration
   ca = \"/etc/understudy/ca.pem\"
   cert = \"/etc/understudy/a.pem\"
   key = \"/etc/understudy/a.key\"        # mode 0600
+  revoked = \"/etc/understudy/revoked.pem\"
+
+A daemon notices new files by itself. After `understudy pki revoke a`, copy
+revoked.pem to every host.
 
 ca.key belongs on no host: whoever has it can be any host. Nothing that exists
 is overwritten.";
@@ -237,14 +279,14 @@ const HOST_HELP: &str = "\
 Example of a configuration:
 
   name = \"a\"
-  listen = \"10.0.0.1:7788\"           # where peers reach this host
+  listen = \"10.0.0.1:7700\"           # where peers reach this host
 
   [arbiter]                          # decides who owns a VM; needed to protect
   kind = \"file\"
   path = \"/srv/understudy/arbiter\"   # on storage that all hosts reach
 
   [peers]
-  b = \"10.0.0.2:7788\"              # or a list: an address for each path to it
+  b = \"10.0.0.2:7700\"              # or a list: an address for each path to it
 
   [tls]                              # see `understudy pki`; not needed on loopback
   ca = \"/etc/understudy/ca.pem\"
@@ -253,9 +295,15 @@ Example of a configuration:
 
 Optional: state_dir, socket, qemu, agent (absolute paths), memory = \"64G\" (the
 most that VMs and backups may take together; else what is available),
-[qemu_process] user = \"NAME\" (else each QEMU is a user of its own), and
+[qemu_process] user = \"NAME\" (else each QEMU is a user of its own),
 [detection] timeout_ms = 100 (50 to 10000), the shortest silence of a peer
-after which it is suspected.";
+after which it is suspected, and [shutdown] power_off_seconds = 60 (0 to 3600).
+
+SIGTERM or SIGINT ends the daemon: protected VMs are handed to their backups, the
+other guests are asked to power off (ACPI), and what still runs after
+power_off_seconds is cut, as it is at once after a second signal. The log says
+which were. A service manager must not signal QEMU itself, and must wait for
+longer: under systemd KillMode=process and TimeoutStopSec=180.";
 
 const VM_START_HELP: &str = "\
 Example of a definition:
@@ -273,7 +321,12 @@ Example of a definition:
   bridge = \"br0\"
 
 The guest boots from its first disk, or a Linux kernel directly with kernel,
-initrd and append. Relative paths count from the definition's folder.";
+initrd and append. Relative paths count from the definition's folder.
+
+An argument that has a '/', ends in .toml, or is a file that exists is a
+definition. Anything else is the name of a VM that this host has a record of: it
+starts on the images that it ran on last, wherever a take-over or a restore has
+put them (`understudy vm show NAME` prints where).";
 
 const RECOVER_HELP: &str = "\
 Asks this host, its peers' daemons and the arbiter for their records, says whose

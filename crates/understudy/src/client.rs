@@ -53,6 +53,16 @@ impl Client {
         self.json(Method::POST, "/v1/vms", encode(definition)?)
     }
 
+    /// Starts a VM as the host's record says, unprotected.
+    pub fn vm_start_recorded(&self, name: &str) -> Result<VmStatus, Failure> {
+        self.json(Method::POST, &vm_path(name, "/start"), Bytes::new())
+    }
+
+    /// A VM as it is on the host.
+    pub fn definition(&self, name: &str) -> Result<VmDefinition, Failure> {
+        self.json(Method::GET, &vm_path(name, "/definition"), Bytes::new())
+    }
+
     /// Stops a VM.
     pub fn vm_stop(&self, name: &str, force: bool) -> Result<(), Failure> {
         let path = format!("{}?force={force}", vm_path(name, ""));

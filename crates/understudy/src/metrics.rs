@@ -42,11 +42,18 @@ async fn answer(State(host): State<Arc<dyn Control>>) -> Response {
 pub fn text(status: &HostStatus) -> String {
     let mut page = Page { vms: &status.vms, registry: Registry::with_prefix("understudy") };
     let versions = vec![
-        ("host", status.name.clone()),
+        ("host", status.name.to_string()),
         ("version", status.version.clone()),
         ("qemu_version", status.qemu_version.clone()),
     ];
     page.add("host", "The host that answers; always 1", [(versions, 1.0)]);
+    let problems = (vec![("host", status.name.to_string())], status.problems.len() as f64);
+    page.add("host_problems", "What `status` says is wrong with the host itself", [problems]);
+    let expires = status
+        .certificate_expires
+        .map(|expires| (vec![("host", status.name.to_string())], expires as f64));
+    let help = "When the host's certificate expires, in seconds since 1970";
+    page.add("certificate_expiry_timestamp_seconds", help, expires);
     page.standing();
     page.replication();
     page.links();
@@ -176,11 +183,11 @@ impl Page<'_> {
 }
 
 fn of(vm: &VmStatus) -> Labels {
-    vec![("vm", vm.name.clone())]
+    vec![("vm", vm.name.to_string())]
 }
 
 fn with(vm: &VmStatus, label: &'static str, value: &str) -> Labels {
-    vec![("vm", vm.name.clone()), (label, value.to_owned())]
+    vec![("vm", vm.name.to_string()), (label, value.to_owned())]
 }
 
 fn state(protection: &Protection) -> &'static str {
@@ -197,11 +204,20 @@ fn state(protection: &Protection) -> &'static str {
 mod tests {
     use super::*;
     use crate::table::tests::example;
+    use understudy_protocol::literal;
 
     fn lines(protection: Protection) -> String {
         let vms = vec![example(protection)];
-        let [name, version, qemu_version] = ["a", "0.1.0", "10.0.2"].map(str::to_owned);
-        text(&HostStatus { name, version, qemu_version, vms })
+        let [version, qemu_version] = ["0.1.0", "10.0.2"].map(str::to_owned);
+        let problems = vec!["arbiter: it is another one".to_owned()];
+        text(&HostStatus {
+            name: literal("a"),
+            version,
+            qemu_version,
+            problems,
+            certificate_expires: Some(1_800_000_000),
+            vms,
+        })
     }
 
     #[track_caller]
@@ -211,7 +227,7 @@ mod tests {
 
     #[test]
     fn a_vm_is_in_one_state_and_its_figures_are_those_of_status() {
-        let text = lines(Protection::Protected { peer: "b".into() });
+        let text = lines(Protection::Protected { peer: literal("b") });
         for line in [
             r#"understudy_vm_protection{vm="db",state="protected"} 1.0"#,
             r#"understudy_vm_protection{vm="db",state="degraded"} 0.0"#,
@@ -222,7 +238,9 @@ mod tests {
             r#"understudy_vm_pause_seconds{vm="db",quantile="0.99"} 0.0015"#,
             r#"understudy_vm_path_up{vm="db",address="10.1.0.2:7788"} 1.0"#,
             r#"understudy_vm_path_up{vm="db",address="10.0.0.2:7788"} 0.0"#,
+            r#"understudy_certificate_expiry_timestamp_seconds{host="a"} 1800000000.0"#,
             r#"understudy_host{host="a",version="0.1.0",qemu_version="10.0.2"} 1.0"#,
+            r#"understudy_host_problems{host="a"} 1.0"#,
         ] {
             check(&text, line);
         }

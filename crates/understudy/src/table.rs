@@ -2,6 +2,7 @@
 
 use indicatif::HumanBytes;
 use std::fmt::Write;
+use std::time::SystemTime;
 use understudy_daemon::report::{
     CompressionReport, DiskReads, DiskSync, FillReport, HostStatus, LockstepReport, Mode,
     PathReport, Protection, Role, ThrottleReport, VmStatus,
@@ -17,6 +18,14 @@ pub fn host(status: &HostStatus) -> String {
         "host {}   understudy {}   QEMU {}\n",
         status.name, status.version, status.qemu_version
     );
+    if let Some(expires) = status.certificate_expires {
+        let now = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default();
+        let days = (expires - now.as_secs() as i64).div_euclid(24 * 3600);
+        text += &format!("certificate expires in {days} days\n");
+    }
+    for problem in &status.problems {
+        text += &format!("WRONG: {problem}\n");
+    }
     if status.vms.is_empty() {
         text.push_str("no VMs\n");
         return text;
@@ -32,7 +41,7 @@ pub fn vms(vms: &[VmStatus]) -> String {
         ["VM", "ROLE", "GEN", "EPOCH", "LAG", "PAUSE p50/p99/max ms", "SENT/s", "PROTECTION"];
     let rows = vms.iter().map(|vm| {
         [
-            vm.name.clone(),
+            vm.name.to_string(),
             role(vm),
             vm.generation.0.to_string(),
             vm.epoch.0.to_string(),
@@ -67,7 +76,7 @@ fn processors(throttle: &ThrottleReport, mode: Mode) -> String {
 /// Everything about one VM.
 pub fn vm(vm: &VmStatus) -> String {
     let mut rows = vec![
-        ["VM".to_owned(), vm.name.clone()],
+        ["VM".to_owned(), vm.name.to_string()],
         ["role".to_owned(), role(vm)],
         ["protection".to_owned(), protection(vm)],
         ["mode".to_owned(), mode(vm)],
@@ -80,6 +89,12 @@ pub fn vm(vm: &VmStatus) -> String {
     ];
     if let Some(bytes) = vm.held_console_bytes {
         rows.push(["console held".to_owned(), format!("{bytes} bytes")]);
+    }
+    if vm.display_not_held {
+        rows.push([
+            "display".to_owned(),
+            "not held: VNC shows it before it is committed".to_owned(),
+        ]);
     }
     if let Some(fill) = &vm.filling {
         rows.push(["restored".to_owned(), filling(fill)]);
@@ -311,12 +326,13 @@ pub mod tests {
     use understudy_daemon::report::FillState;
     use understudy_daemon::report::{CardReport, ComparisonCounts, DiskReport, PauseReport};
     use understudy_encoding::{Counters, EncodingPlan, Methods};
+    use understudy_protocol::literal;
     use understudy_protocol::{Epoch, Generation};
 
     /// A status with something in every field.
     pub fn example(protection: Protection) -> VmStatus {
         VmStatus {
-            name: "db".into(),
+            name: literal("db"),
             role: Role::Primary,
             live: true,
             generation: Generation(3),
@@ -355,6 +371,7 @@ pub mod tests {
             throttle: None,
             held_frames: 7,
             held_console_bytes: Some(9),
+            display_not_held: true,
             qemu_pid: Some(4242),
             console: Some("/run/db.console".into()),
             cards: vec![CardReport {
@@ -385,12 +402,19 @@ pub mod tests {
 
     fn host_of(vms: Vec<VmStatus>) -> HostStatus {
         let (version, qemu_version) = ("0.1.0".into(), "10.0.2".into());
-        HostStatus { name: "a".into(), version, qemu_version, vms }
+        HostStatus {
+            name: literal("a"),
+            version,
+            qemu_version,
+            problems: Vec::new(),
+            certificate_expires: None,
+            vms,
+        }
     }
 
     #[test]
     fn a_vm_is_one_line_with_all_that_counts() {
-        let text = host(&host_of(vec![example(Protection::Protected { peer: "b".into() })]));
+        let text = host(&host_of(vec![example(Protection::Protected { peer: literal("b") })]));
         let line = text.lines().last().unwrap();
         for word in
             ["db", "primary", "3", "1234", "0.80/1.50/19.25", "2.00 KiB", "protected with b"]
@@ -402,7 +426,7 @@ pub mod tests {
     #[test]
     fn columns_are_aligned() {
         let mut other = example(Protection::Off);
-        other.name = "a-much-longer-name".into();
+        other.name = literal("a-much-longer-name");
         let text = vms(&[example(Protection::Off), other]);
         let places: Vec<_> =
             text.lines().map(|l| l.find("primary").or(l.find("ROLE")).unwrap()).collect();
@@ -411,8 +435,8 @@ pub mod tests {
 
     #[test]
     fn a_member_shows_its_group() {
-        let mut member = example(Protection::Protected { peer: "b".into() });
-        member.group = Some("shop".into());
+        let mut member = example(Protection::Protected { peer: literal("b") });
+        member.group = Some(literal("shop"));
         assert!(vms(&[member]).contains("protected with b in group shop"));
     }
 
@@ -431,6 +455,7 @@ pub mod tests {
             "auto: xor, 10.0 : 1, 99 % cache hits, 0.50 ms CPU/MB, link carries 1.00 GiB/s",
             "4242",
             "3.00 MiB in 0.5 s, only what had changed",
+            "not held: VNC shows it before",
             "/run/db.console",
             "us-db-0",
             "10.0.0.2:7788 DOWN for 12 s: silent for 101 ms",
@@ -463,7 +488,7 @@ pub mod tests {
 
     #[test]
     fn a_vm_in_lockstep_shows_how_far_both_are_apart() {
-        let mut status = example(Protection::Protected { peer: "b".into() });
+        let mut status = example(Protection::Protected { peer: literal("b") });
         status.mode = Mode::Lockstep;
         let (lag_ms, log_mbit_s) = (1.25, 0.4);
         let report =

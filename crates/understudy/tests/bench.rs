@@ -19,6 +19,31 @@ fn latency(output: &Path) -> (Value, String) {
     (serde_json::from_slice(&done.stdout).unwrap(), story)
 }
 
+/// It began, and then failed each of its measurements by itself, two for each workload.
+#[test]
+fn without_its_guest_it_fails_once_and_says_how_to_build_it() {
+    let built = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../target/guest");
+    let built = std::env::var_os("UNDERSTUDY_GUEST").map_or(built, Into::into);
+    let folder = tempfile::tempdir().unwrap();
+    for file in ["vmlinuz", "initrd.gz", "disk.img", "disk2.img", "boot-sector.img"] {
+        std::os::unix::fs::symlink(built.join(file), folder.path().join(file)).unwrap();
+    }
+    for command in [&["bench"][..], &["bench", "lockstep"]] {
+        let done = Command::new(env!("CARGO_BIN_EXE_understudy"))
+            .args(command)
+            .arg("--guest")
+            .arg(folder.path())
+            .current_dir(folder.path())
+            .stdin(Stdio::null())
+            .output()
+            .unwrap();
+        let words = String::from_utf8_lossy(&done.stderr);
+        assert_eq!(done.status.code(), Some(4), "{command:?}: {words}");
+        assert_eq!(words.lines().count(), 1, "{command:?}: {words}");
+        assert!(words.contains("`make bench-guest`"), "{command:?}: {words}");
+    }
+}
+
 #[test]
 #[ignore = "long: `make test-long`, which builds the bench guest"]
 fn latency_is_measured_in_two_variants_and_not_again() {

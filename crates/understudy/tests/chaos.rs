@@ -15,9 +15,12 @@ fn chaos(runs: u64, seed: u64) -> Value {
     assert!(output.status.success(), "{result}\n{story}");
     let report: Value = serde_json::from_str(&result).unwrap();
     assert_eq!(report["runs"], runs, "{report}");
-    for count in ["missed", "lost", "inconsistent_fs", "double_live", "broken"] {
+    for count in ["missed", "lost", "inconsistent_fs", "double_live", "broken", "false_alarms"] {
         assert_eq!(report[count], 0, "{count}: {report}");
     }
+    // A short absence may end in one, too.
+    let count = |name: &str| report[name].as_u64().unwrap();
+    assert!(count("takeovers") >= count("called_for"), "{report}");
     report
 }
 
@@ -25,12 +28,13 @@ fn chaos(runs: u64, seed: u64) -> Value {
 fn a_few_failures_break_no_promise() {
     // Among them the death of a primary, so that there is an outage to report.
     let report = chaos(4, 3);
-    assert!(report["takeovers"].as_u64().unwrap() >= 2, "{report}");
+    assert!(report["called_for"].as_u64().unwrap() >= 2, "{report}");
     assert!(report["outage_ms"]["p50"].as_f64().unwrap() > 0.0, "{report}");
 }
 
 #[test]
 #[ignore = "long: `make test-long`"]
 fn two_hundred_failures_break_no_promise() {
-    chaos(200, 1000);
+    let report = chaos(200, 1000);
+    assert!(report["called_for"].as_u64().unwrap() >= 50, "{report}");
 }

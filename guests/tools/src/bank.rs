@@ -10,9 +10,11 @@
 //! | `report`                | `BALANCE PENDING MOVES BROKEN` | pending: payments that are not answered; moves: those that were; broken: what went wrong, or `-` |
 //! | `pause`, `resume`       | `ok` | no new payments; payments again |
 //! | `silence`               | `ok MICROSECONDS` | the longest that a payment over TCP waited for its answer since this was asked last, by this guest's clock, which stands still while the guest does |
+//! | `once BURST`, `ledger` | | [`crate::once`]: payments that nobody repeats |
 //!
 //! `BANK_PACE_MS` in the environment: milliseconds between two payments of a way, 2 without.
 
+use crate::once::Ledger;
 use crate::server;
 use std::collections::HashMap;
 use std::io::{self, BufRead, BufReader, Write};
@@ -27,8 +29,14 @@ const START: i64 = 1_000_000;
 const PACE_MS: u64 = 2;
 /// Names others.
 const PACE_VARIABLE: &str = "BANK_PACE_MS";
+/// Room for datagrams that nobody has read yet: none is to be lost in the guest itself.
+const UNREAD_BYTES: &str = "4194304";
 /// Before a payment over UDP is said again.
 const AGAIN: Duration = Duration::from_millis(50);
+/// Between two bursts, so that a guest on a busy machine keeps up with them.
+const BETWEEN_BURSTS: Duration = Duration::from_millis(10);
+/// Between two looks whether to pay in bursts.
+const IDLE: Duration = Duration::from_millis(50);
 /// After an error, which may come at once.
 const AGAIN_AT_ONCE: Duration = Duration::from_millis(2);
 /// Before a peer that does not listen yet is called again.
@@ -45,6 +53,8 @@ struct Bank {
     broken: Option<String>,
     /// The last payment of each way that came in.
     seen: HashMap<String, u64>,
+    /// Payments that are sent once.
+    ledger: Ledger,
 }
 
 type Shared = Arc<Mutex<Bank>>;
@@ -66,12 +76,21 @@ pub fn run(name: &str, port: u16, peers: &[&str]) -> Result<(), String> {
         silence: Duration::ZERO,
         broken: None,
         seen: HashMap::new(),
+        ledger: Ledger::default(),
     }));
+    std::fs::write("/proc/sys/net/core/rmem_default", UNREAD_BYTES)
+        .map_err(|error| format!("the sockets cannot have more room: {error}"))?;
     let socket = UdpSocket::bind((Ipv4Addr::UNSPECIFIED, port))
         .map_err(|error| format!("cannot listen on port {port}: {error}"))?;
     let own = Arc::clone(&bank);
     thread::spawn(move || serve_datagrams(&own, &socket));
     for peer in peers {
+        let (own, name_of_own, to) = (Arc::clone(&bank), name.to_owned(), (*peer).to_owned());
+        thread::spawn(move || {
+            if let Err(error) = pay_once(&own, &name_of_own, &to) {
+                lock(&own).breaks(format!("once-to-{to}:{error}"));
+            }
+        });
         let ways: [(&str, Payer); 2] = [("tcp", pay_by_stream), ("udp", pay_by_datagram)];
         for (protocol, pay) in ways {
             let (bank, way, peer) =
@@ -93,17 +112,32 @@ fn lock(bank: &Shared) -> MutexGuard<'_, Bank> {
 }
 
 impl Bank {
-    fn answer(&mut self, request: &str, may_repeat: bool) -> String {
+    fn answer(&mut self, request: &str, is_datagram: bool) -> String {
         let words: Vec<&str> = request.split_whitespace().collect();
         match words.as_slice() {
             ["pay", way, number, amount] => match (number.parse(), amount.parse()) {
-                (Ok(number), Ok(amount)) => self.paid(way, number, amount, may_repeat),
+                (Ok(number), Ok(amount)) => self.paid(way, number, amount, is_datagram),
                 _ => "error: no numbers\n".to_owned(),
             },
             ["report"] => {
                 let broken = self.broken.as_deref().unwrap_or("-").replace(' ', "_");
                 format!("{} {} {} {broken}\n", self.balance, self.pending, self.moves)
             }
+            ["once", from, number] if is_datagram => match number.parse() {
+                Ok(number) => {
+                    self.ledger.take(from, number);
+                    String::new()
+                }
+                Err(_) => "error: no number\n".to_owned(),
+            },
+            ["once", burst] => match burst.parse() {
+                Ok(burst) => {
+                    self.ledger.burst = burst;
+                    "ok\n".to_owned()
+                }
+                Err(_) => "error: no number\n".to_owned(),
+            },
+            ["ledger"] => self.ledger.report(),
             ["silence"] => {
                 format!("ok {}\n", std::mem::take(&mut self.silence).as_micros())
             }
@@ -210,6 +244,20 @@ fn pay_by_datagram(bank: &Shared, way: &str, peer: &str) -> io::Result<()> {
     Ok(())
 }
 
+/// Pays in bursts, as long as it is told to. Not over a connected socket: that would refuse to
+/// send because of what a peer had said before.
+fn pay_once(bank: &Shared, name: &str, peer: &str) -> io::Result<()> {
+    let socket = UdpSocket::bind((Ipv4Addr::UNSPECIFIED, 0))?;
+    loop {
+        let burst = lock(bank).ledger.burst;
+        thread::sleep(if burst > 0 { BETWEEN_BURSTS } else { IDLE });
+        for _ in 0..burst {
+            let number = lock(bank).ledger.pay(peer);
+            socket.send_to(format!("once {name} {number}\n").as_bytes(), peer)?;
+        }
+    }
+}
+
 fn serve_datagrams(bank: &Shared, socket: &UdpSocket) {
     let mut request = [0; 128];
     loop {
@@ -217,6 +265,8 @@ fn serve_datagrams(bank: &Shared, socket: &UdpSocket) {
         let text = String::from_utf8_lossy(&request[..length]).into_owned();
         let answer = lock(bank).answer(&text, true);
         // A lost answer is asked for again.
-        let _ = socket.send_to(answer.as_bytes(), from);
+        if !answer.is_empty() {
+            let _ = socket.send_to(answer.as_bytes(), from);
+        }
     }
 }

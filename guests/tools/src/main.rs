@@ -23,6 +23,7 @@ mod bank;
 mod blast;
 mod dirty;
 mod load;
+mod once;
 mod records;
 mod run;
 mod search;

@@ -27,7 +27,7 @@ const CHAR_WRITE_BYTES: u64 = 9;
 /// and a word.
 const INSTRUCTIONS_BYTES: u64 = 5;
 
-/// So much may wait; then the guest does.
+/// Most output that waits; beyond it the guest waits.
 const MOST_WAITING: usize = 64 << 10;
 
 /// How long a guest that waits for room sleeps before it looks again.

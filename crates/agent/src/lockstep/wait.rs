@@ -26,7 +26,7 @@ const OF_VCPU: [u32; 8] = [0, 1, 2, 3, 4, 9, 31, 34];
 /// event is its own.
 const LEAVE_ALONE: i64 = 10_000_000;
 
-/// So soon it looks again what holds the vCPU up.
+/// Interval of the checks of what holds the vCPU up, in nanoseconds.
 const LOOK_AGAIN: i64 = 200_000;
 
 /// Whether the vCPU's thread executes events of this kind, without the main loop.

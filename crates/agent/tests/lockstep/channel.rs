@@ -22,6 +22,9 @@ const LIMIT_BYTES: u64 = 4 << 20;
 /// Frames wait for the next batch so long at most, when there is no log.
 const LONGEST_BATCH: u8 = 2;
 
+/// How often a sender whose log has ended looks whether it is over.
+const GLANCE: Duration = Duration::from_millis(10);
+
 pub struct Channel {
     shared: Arc<Shared>,
     /// Bytes that had passed the primary's agent when the log began.
@@ -106,6 +109,13 @@ impl Channel {
     }
 }
 
+/// A test that ends leaves no thread behind.
+impl Drop for Channel {
+    fn drop(&mut self) {
+        self.shared.over.store(true, Ordering::Release);
+    }
+}
+
 impl Shared {
     fn now(&self) -> Time {
         Time(self.origin.elapsed())
@@ -130,12 +140,16 @@ impl Shared {
             // The order matters: see `Batcher`.
             next = next.next();
             port.barrier(next);
-            let bytes = read_all(&mut log, &mut buffer);
+            let (bytes, ended) = read_all(&mut log, &mut buffer);
             assert!(bytes < buffer.len(), "more log than the test expects at once");
             let batch = batcher.lock().unwrap().cut(bytes);
             assert_eq!(batch.next(), next);
             self.batches.fetch_add(1, Ordering::Relaxed);
             batches.send((batch, buffer[..bytes].to_vec())).unwrap();
+            // An ended log is readable for ever; what arrived is not all before somebody says so.
+            while ended && !self.over.load(Ordering::Acquire) {
+                thread::sleep(GLANCE);
+            }
         }
     }
 
@@ -174,19 +188,19 @@ impl Shared {
     }
 }
 
-/// Reads what there is.
-fn read_all(log: &mut UnixStream, buffer: &mut [u8]) -> usize {
+/// Reads what there is; also says whether the log has ended.
+fn read_all(log: &mut UnixStream, buffer: &mut [u8]) -> (usize, bool) {
     let mut bytes = 0;
     while bytes < buffer.len() {
         match log.read(&mut buffer[bytes..]) {
-            Ok(0) => break,
+            Ok(0) => return (bytes, true),
             Ok(more) => bytes += more,
             Err(error) if error.kind() == ErrorKind::WouldBlock => break,
-            Err(error) if error.kind() == ErrorKind::ConnectionReset => break,
+            Err(error) if error.kind() == ErrorKind::ConnectionReset => return (bytes, true),
             Err(error) => panic!("reading the log: {error}"),
         }
     }
-    bytes
+    (bytes, false)
 }
 
 /// Primary: an acknowledgement lets frames out.

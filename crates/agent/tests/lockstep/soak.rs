@@ -8,7 +8,9 @@ use std::thread;
 use std::time::{Duration, Instant};
 use understudy_qemu::lockstep::LogRole;
 
-const RUN_SECONDS: u64 = 60;
+/// For how long a run of `make test` is under load, and one of `make test-long`.
+const SHORT_SECONDS: u64 = 10;
+const LONG_SECONDS: u64 = 60;
 
 const BETWEEN_BULKS: Duration = Duration::from_millis(100);
 
@@ -16,18 +18,18 @@ const BETWEEN_BULKS: Duration = Duration::from_millis(100);
 const GLANCE: Duration = Duration::from_millis(50);
 
 #[test]
-fn two_runs_of_a_minute_end_with_identical_machines() {
-    soak(2);
+fn a_run_ends_with_identical_machines() {
+    soak(1, SHORT_SECONDS);
 }
 
 #[test]
-#[ignore = "takes some ten minutes; with the two above, ten runs"]
-fn eight_more_runs_of_a_minute_end_with_identical_machines() {
-    soak(8);
+#[ignore = "long: ten runs of a minute, some ten minutes; `make test-long`"]
+fn ten_runs_of_a_minute_end_with_identical_machines() {
+    soak(10, LONG_SECONDS);
 }
 
 /// Disk, processes that come and go, and TCP both ways, `runs` times with fresh machines.
-fn soak(runs: u32) {
+fn soak(runs: u32, run_seconds: u64) {
     for run in 1..=runs {
         in_namespace(move || {
             let mut primary = Vm::start("p", LogRole::Record);
@@ -40,7 +42,7 @@ fn soak(runs: u32) {
 
             let mut backup = Vm::start("b", LogRole::Replay);
             let channel = protect(&primary, &mut backup);
-            let until = Instant::now() + seconds("LOCKSTEP_SECONDS", RUN_SECONDS);
+            let until = Instant::now() + seconds("LOCKSTEP_SECONDS", run_seconds);
             while Instant::now() < until {
                 thread::sleep(GLANCE);
                 channel.note_progress(&backup);

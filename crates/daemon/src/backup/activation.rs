@@ -44,7 +44,8 @@ impl Session {
         }
     }
 
-    /// Brings all that was applied to the mirrors to stable storage.
+    /// Brings all that was applied to the mirrors to stable storage. One that failed once fails
+    /// for good, so nothing that depends on it happens after that.
     pub(super) fn settle(&self) -> anyhow::Result<()> {
         for disk in self.machine().disks() {
             disk.sync().context("cannot sync the mirror")?;
@@ -65,7 +66,7 @@ impl Session {
         }
         ready.activation.write(generation).context("cannot write the activation record")?;
         info!(
-            vm = self.vm,
+            vm = %self.vm,
             "activated in {:.1} ms, {:.1} of them to sync the mirrors",
             began.elapsed().as_secs_f64() * 1e3,
             settled.as_secs_f64() * 1e3

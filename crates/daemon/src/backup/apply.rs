@@ -3,6 +3,7 @@
 use crate::machine::Machine;
 use crate::snapshot::KeepOrder;
 use anyhow::{Context, bail};
+use understudy_disk::Disk;
 use understudy_encoding::{DiskBlock, Page, PageData, read_pages};
 use understudy_memory::{RamBlock, StillImage};
 use understudy_protocol::wire::{DiskRange, Kind, Message};
@@ -68,15 +69,13 @@ pub fn apply(
         }
         Kind::DiskWrite => {
             let (range, data) = DiskRange::decode(&message)?;
-            machine.disks()[usize::from(range.disk.0)]
-                .write(range.offset, data)
-                .context("cannot write to the mirror")?;
+            let disk = &machine.disks()[usize::from(range.disk.0)];
+            disk.write(range.offset, data).with_context(|| cannot_write(disk))?;
         }
         Kind::DiskZero => {
             let (range, _) = DiskRange::decode(&message)?;
-            machine.disks()[usize::from(range.disk.0)]
-                .zero(range.offset, range.length)
-                .context("cannot write to the mirror")?;
+            let disk = &machine.disks()[usize::from(range.disk.0)];
+            disk.zero(range.offset, range.length).with_context(|| cannot_write(disk))?;
         }
         Kind::Console => {
             if let Some(console) = machine.console_output() {
@@ -87,6 +86,10 @@ pub fn apply(
         _ => {}
     }
     Ok(None)
+}
+
+fn cannot_write(disk: &Disk) -> String {
+    format!("the backup cannot write to its mirror {}", disk.path().display())
 }
 
 /// A whole epoch that was applied.

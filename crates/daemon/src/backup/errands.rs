@@ -2,12 +2,13 @@
 //! live here or forgotten.
 
 use super::apply::{Applied, apply_epoch};
+use super::copy::Copy;
 use super::session::Session;
 use super::takeover::Outcome;
 use super::turn::Other;
 use crate::lockstep::backup::{self as lockstep, Following};
 use crate::snapshot::KeepOrder;
-use anyhow::Context;
+use anyhow::{Context, ensure};
 use crossbeam_channel::Receiver;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -32,6 +33,12 @@ pub enum Errand {
     Discard,
 }
 
+/// A test says which epochs cannot be applied.
+fn fail_in_a_test() -> anyhow::Result<()> {
+    fail::fail_point!("apply-epoch", |_| anyhow::bail!("a test says so"));
+    Ok(())
+}
+
 impl Session {
     /// Applies epochs in order until the VM is live here or forgotten.
     pub fn apply_all(
@@ -40,32 +47,22 @@ impl Session {
         mirrors: Vec<Mirror>,
     ) -> Outcome {
         let mut log = None;
-        let mut mirrors = Some(mirrors);
-        let mut state = Err(anyhow::anyhow!("no epoch was applied"));
+        let mut copy = Copy::Filling(mirrors);
         for errand in errands {
             match errand {
                 Errand::Apply(epoch, other) => {
-                    let (number, bytes) = (epoch.epoch, epoch.bytes);
-                    // After one failure the copy is behind for good.
-                    if state.is_ok() || mirrors.is_some() {
-                        let applied = self.apply_one(epoch, &mut mirrors, other, &mut log);
-                        state = applied.and_then(|state| {
-                            log = self.follow_from(number, &state)?.or(log.take());
-                            Ok(state)
-                        });
-                    }
-                    if let Err(error) = &state {
-                        self.give_up(&format!("{error:#}"));
-                    }
+                    let bytes = epoch.bytes;
+                    copy = self.extend(copy, epoch, other, &mut log);
                     self.waiting.give_back(bytes);
                 }
                 Errand::Settle => {
                     if let Err(error) = self.settle() {
                         self.give_up(&format!("{error:#}"));
+                        copy = Copy::Failed(error);
                     }
                 }
                 Errand::GoLive { generation, reason } => {
-                    return self.take_over(state, log.as_ref(), generation, reason);
+                    return self.take_over(copy.into_state(), log.as_ref(), generation, reason);
                 }
                 Errand::Discard => return self.forget(),
             }
@@ -73,10 +70,30 @@ impl Session {
         Outcome::Discarded
     }
 
+    /// The copy with one more epoch.
+    fn extend(
+        self: &Arc<Self>,
+        copy: Copy<Vec<Mirror>>,
+        epoch: StagedEpoch,
+        other: Option<Other>,
+        log: &mut Option<Arc<Following>>,
+    ) -> Copy<Vec<Mirror>> {
+        copy.extended(|mirrors| {
+            let number = epoch.epoch;
+            let applied = self.apply_one(epoch, mirrors, other, log).and_then(|state| {
+                *log = self.follow_from(number, &state)?.or(log.take());
+                Ok(state)
+            });
+            applied
+                .with_context(|| format!("epoch {number} could not be applied"))
+                .inspect_err(|error| self.give_up(&format!("{error:#}")))
+        })
+    }
+
     fn apply_one(
         &self,
         epoch: StagedEpoch,
-        mirrors: &mut Option<Vec<Mirror>>,
+        mirrors: Option<Vec<Mirror>>,
         other: Option<Other>,
         log: &mut Option<Arc<Following>>,
     ) -> anyhow::Result<Vec<u8>> {
@@ -90,6 +107,9 @@ impl Session {
             let applied = apply_epoch(&self.machine(), epoch, None)?;
             return Ok(self.applied_turn(number, applied.device_state));
         }
+        let in_turn = begins && mirrors.is_some();
+        ensure!(!in_turn, "a log begins before the first synchronisation has ended");
+        fail_in_a_test()?;
         let image = self.keeper.image();
         let applied = apply_epoch(&self.machine(), epoch, image.as_deref())?;
         let Applied { device_state, keep } = applied;
@@ -100,8 +120,8 @@ impl Session {
             return Ok(self.applied_turn(number, device_state));
         }
         // With the first whole epoch the mirrors are images of their own.
-        if let Some(fresh) = mirrors.take() {
-            for mirror in fresh {
+        if let Some(filled) = mirrors {
+            for mirror in filled {
                 mirror.complete()?;
             }
             self.make_ready()?;

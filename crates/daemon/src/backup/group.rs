@@ -13,6 +13,7 @@ use crate::sync::lock;
 use anyhow::bail;
 use std::sync::{Arc, Mutex, Weak};
 use std::time::Duration;
+use understudy_protocol::HostName;
 use understudy_protocol::{
     Backup, BackupEvent, BackupPhase, Generation, GroupStaging, Output, StagedEpoch,
 };
@@ -22,10 +23,10 @@ const LONGEST_WAIT: Duration = Duration::from_millis(500);
 
 /// The members, and what they share.
 pub struct Group {
-    /// Who they are.
+    /// Members of the group.
     pub membership: Membership,
     /// The primary's host name.
-    pub primary: String,
+    pub primary: HostName,
     /// The state machine of all.
     pub(super) core: Arc<Mutex<Backup>>,
     staging: Mutex<GroupStaging<StagedEpoch>>,
@@ -46,7 +47,7 @@ impl Group {
     /// shortest silence that counts as failure, `output` the rule for what the guests send.
     pub fn new(
         membership: Membership,
-        primary: &str,
+        primary: &HostName,
         timeout: Duration,
         output: Output,
     ) -> Arc<Group> {

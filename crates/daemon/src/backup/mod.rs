@@ -7,11 +7,13 @@
 
 mod activation;
 mod apply;
+mod copy;
 mod errands;
 mod group;
 mod inbound;
 mod outbound;
 mod parting;
+mod proof;
 mod receive;
 mod session;
 mod takeover;
@@ -19,6 +21,7 @@ mod tell;
 mod turn;
 
 pub use group::Group;
+pub use proof::Former;
 pub use session::Session;
 pub use takeover::Outcome;
 pub use turn::{Beside, Launch};
@@ -35,6 +38,7 @@ use crate::machine::Machine;
 use crate::paths::PathMonitor;
 use crate::records::Records;
 use crate::report::{DiskReads, Mode, ProtectRequest};
+use crate::snapshot::{Keeper, StoreKeys};
 use crate::sync::ByteBudget;
 use anyhow::{Context, bail};
 use crossbeam_channel::Receiver;
@@ -49,6 +53,7 @@ use std::thread;
 use std::time::Duration;
 use tracing::{info, warn};
 use understudy_disk::Mirror;
+use understudy_protocol::HostName;
 use understudy_protocol::wire::Kind;
 use understudy_protocol::{BackupEvent, Count, Epoch, Generation, PathIndex, Verdict};
 use understudy_qemu::VmDefinition;
@@ -134,7 +139,7 @@ pub struct Plan {
     /// Names the session.
     pub id: String,
     /// The primary's host name.
-    pub primary: String,
+    pub primary: HostName,
     /// How this host is to keep up with it.
     pub mode: Mode,
     /// In lockstep: where its guest's reads come from.
@@ -143,7 +148,7 @@ pub struct Plan {
     pub group: (Arc<Group>, usize),
     /// The shortest silence that counts as failure.
     pub timeout: Duration,
-    /// Who decides about ownership.
+    /// Arbiter of ownership.
     pub arbiter: Arbiter,
     /// Where this host notes what its images are.
     pub records: Records,
@@ -153,8 +158,12 @@ pub struct Plan {
     pub path: PathIndex,
     /// The VM's directory on this host.
     pub directory: PathBuf,
+    /// The keys of the stores that snapshots of the VM go to.
+    pub store_keys: StoreKeys,
     /// Starts a QEMU for the other way of keeping up.
     pub launch: Launch,
+    /// Asks the primary who owns the VM, once it is silent.
+    pub former: Former,
     /// What the operator asked for.
     pub wish: Option<ProtectRequest>,
 }
@@ -191,6 +200,8 @@ pub fn accept(
         orders: Mutex::default(),
         turns: AtomicU64::new(0),
         launch: plan.launch,
+        former: plan.former.into(),
+        obstacle: Mutex::default(),
         wish: Mutex::new(plan.wish),
         data: Channel::new(link, renewal),
         heartbeats,
@@ -206,7 +217,7 @@ pub fn accept(
         errands,
         contests,
         waiting: ByteBudget::new(session::WAITING_BYTES),
-        keeper: Arc::default(),
+        keeper: Arc::new(Keeper::new(plan.store_keys)),
         received: AtomicU64::new(0),
         diverged: AtomicBool::new(false),
         parting: parting::Parting::default(),
@@ -220,6 +231,13 @@ pub fn accept(
     spawn("apply", &session, move |session| over(session.apply_all(&errand_queue, mirrors)))?;
     spawn("settle", &session, |session| run_settle(session))?;
     spawn("control", &session, move |session| run_control(session, &contest_queue))?;
+    if session.place == 0 {
+        // For the whole group, which is taken over as one.
+        thread::Builder::new()
+            .name(format!("prove-{}", session.vm))
+            .spawn(proof::body(&session))
+            .context("cannot start a thread")?;
+    }
     register(&session);
     session.data.send_json(Kind::Ready, &Ready { blocks })?;
     heartbeat::start(&session.vm, &session)?;
@@ -313,9 +331,10 @@ fn run_control(session: &Session, contests: &Receiver<Generation>) {
     while !heartbeat::Pulse::is_over(session) {
         if let Ok(from) = contests.recv_timeout(Duration::from_millis(250)) {
             let verdict = session.membership().acquire(&session.arbiter, from);
-            info!(vm = session.vm, "the arbiter's verdict: {verdict:?}");
+            info!(vm = %session.vm, "the arbiter's verdict: {verdict:?}");
             if let Verdict::Unreachable(reason) = &verdict {
-                warn!(vm = session.vm, "waiting to take over: {reason}");
+                warn!(vm = %session.vm, "waiting to take over: {reason}");
+                session.group.each(|member| member.note_obstacle(reason));
             }
             session.event(BackupEvent::Verdict(verdict), None);
         }

@@ -5,6 +5,8 @@ use super::apply::{apply, validate};
 use super::session::Session;
 use crate::lockstep::backup::Following;
 use crate::lockstep::be_urgent;
+use crate::machine::Machine;
+use crate::primary::EPOCH_DISK_BYTES;
 use anyhow::{Context, ensure};
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -13,13 +15,37 @@ use understudy_protocol::wire::{Kind, Message};
 use understudy_protocol::{BackupEvent, Epoch, Staging};
 use understudy_snapshot::SnapshotNumber;
 
+/// What a guest writes to its disks at most while the primary stops it, and what is sent of the
+/// machine beside its memory: far more than either.
+const BESIDE_MEMORY: u64 = 512 << 20;
+
+/// The most that epochs which are not whole yet have: all of the guest's memory, plain, and what
+/// it wrote to its disks (`EPOCH_DISK_BYTES`, over which its primary ends an epoch).
+fn staging_limit(machine: &Machine) -> u64 {
+    let memory: u64 = machine.blocks().iter().map(|block| block.bytes()).sum();
+    memory + memory / 16 + EPOCH_DISK_BYTES + BESIDE_MEMORY
+}
+
+/// What the primary sent could not be applied here, which is neither its fault nor the
+/// connection's.
+#[derive(Debug, thiserror::Error)]
+#[error("{0}")]
+struct OwnFailure(String);
+
 impl Session {
     /// Receive, stage whole, acknowledge: until the connection ends.
     pub fn receive(self: &Arc<Self>) {
-        let mut staging = Staging::new();
+        let mut staging = Staging::with_limit(staging_limit(&self.machine()));
         let reason = loop {
             match self.receive_one(&mut staging) {
                 Ok(()) => {}
+                // The primary is told why, and what it still sends is read: a connection that is
+                // closed with unread bytes is reset, and takes what was said along.
+                Err(error) if error.is::<OwnFailure>() => {
+                    self.give_up(&error.to_string());
+                    while self.data.receive().is_ok() {}
+                    break error.to_string();
+                }
                 Err(error) => break format!("{error:#}"),
             }
         };
@@ -67,7 +93,8 @@ impl Session {
                 validate(&self.machine(), &message)?;
                 // The first synchronisation: nothing to be kept whole yet.
                 if message.header.epoch == Epoch(0) {
-                    apply(&self.machine(), message, None)?;
+                    apply(&self.machine(), message, None)
+                        .map_err(|error| OwnFailure(format!("{error:#}")))?;
                 } else {
                     self.stage(staging, message)?;
                 }

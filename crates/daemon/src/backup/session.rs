@@ -28,9 +28,12 @@ use std::path::PathBuf;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
 use tracing::{error, info, warn};
+use understudy_protocol::HostName;
+use understudy_protocol::VmName;
 use understudy_protocol::wire::Kind;
 use understudy_protocol::{
-    Backup, BackupAction, BackupEvent, BackupPhase, Epoch, Generation, Output, StagedEpoch,
+    Backup, BackupAction, BackupEvent, BackupPhase, Epoch, Generation, Output, Ownership,
+    StagedEpoch,
 };
 
 /// Bytes of whole epochs that may wait to be applied; over it the primary is
@@ -40,11 +43,11 @@ pub(super) const WAITING_BYTES: u64 = 32 << 20;
 /// The state shared by a session's threads.
 pub struct Session {
     /// The VM's name.
-    pub vm: String,
+    pub vm: VmName,
     /// Names the session; the heartbeat connection asks for it.
     pub id: String,
     /// The primary's host name.
-    pub primary: String,
+    pub primary: HostName,
     /// Its log, in lockstep.
     pub(super) following: Mutex<Option<Arc<Following>>>,
     /// The standby on this host: another machine after a turn.
@@ -54,6 +57,9 @@ pub struct Session {
     /// Turns that are committed and not carried out.
     pub(super) turns: AtomicU64,
     pub(super) launch: Launch,
+    pub(super) former: Arc<dyn Fn() -> Option<Ownership> + Send + Sync>,
+    /// Why this host could not take over, as it last found.
+    pub(super) obstacle: Mutex<Option<String>>,
     /// What the operator asked for; this host does the same after a take-over.
     pub(super) wish: Mutex<Option<ProtectRequest>>,
     /// The paths to the primary.
@@ -131,7 +137,7 @@ impl Session {
         Epoch(self.applied.load(Ordering::Acquire))
     }
 
-    /// Who this VM is protected with.
+    /// Membership of the group that this VM is protected in.
     pub fn membership(&self) -> &Membership {
         &self.group.membership
     }
@@ -193,13 +199,13 @@ impl Session {
             BackupAction::GoLive { generation, epoch, reason } => {
                 self.clock.reach(Stage::Granted);
                 self.end_log();
-                info!(vm = self.vm, "taking over at epoch {epoch}: {reason}");
+                info!(vm = %self.vm, "taking over at epoch {epoch}: {reason}");
                 let generation = self.group.generation(self, *generation);
                 let reason = reason.clone();
                 let _ = self.errands.send(Errand::GoLive { generation, reason });
             }
             BackupAction::Discard(reason) => {
-                info!(vm = self.vm, "forgetting the VM: {reason}");
+                info!(vm = %self.vm, "forgetting the VM: {reason}");
                 self.end_log();
                 self.parting.tell();
                 if self.diverged.load(Ordering::Acquire) {
@@ -211,7 +217,7 @@ impl Session {
                 let _ = self.errands.send(Errand::Discard);
             }
             BackupAction::StandDown => {
-                info!(vm = self.vm, "standing down: the primary ended protection");
+                info!(vm = %self.vm, "standing down: the primary ended protection");
                 self.end_log();
                 let _ = self.errands.send(Errand::Discard);
             }
@@ -220,7 +226,7 @@ impl Session {
 
     /// This backup cannot serve any more: says so to the primary and ends.
     pub fn give_up(&self, reason: &str) {
-        warn!(vm = self.vm, "this backup gives up: {reason}");
+        warn!(vm = %self.vm, "this backup gives up: {reason}");
         self.event(BackupEvent::CannotServe(reason.to_owned()), None);
     }
 
@@ -228,7 +234,7 @@ impl Session {
     pub(crate) fn diverged(&self, reason: &str) {
         // What it wrote nobody knows: its mirrors are no base for another synchronisation.
         if let Err(error) = self.records.change(&self.vm, |record| record.sessions.clear()) {
-            error!(vm = self.vm, "{error}");
+            error!(vm = %self.vm, "{error}");
         }
         let kept = self
             .following()

@@ -93,7 +93,7 @@ impl Session {
     }
 
     fn failed(&self, generation: Generation, error: &anyhow::Error) -> Outcome {
-        error!(vm = self.vm, "cannot go live: {error:#}");
+        error!(vm = %self.vm, "cannot go live: {error:#}");
         self.machine().halt();
         Outcome::Failed { generation, reason: format!("{error:#}") }
     }

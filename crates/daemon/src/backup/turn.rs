@@ -88,7 +88,7 @@ impl Session {
             ensure!(Instant::now() < deadline, "the turn before is not carried out yet");
             thread::sleep(GLANCE);
         }
-        ensure!(self.mode() != wanted.mode, "it keeps up in that way already");
+        ensure!(self.mode() != wanted.mode, "the session is in that mode already");
         let former = self.machine();
         fail_in_a_test()?;
         let beside = (self.launch)(&former, &wanted)?;
@@ -146,7 +146,7 @@ impl Session {
     }
 
     fn refuse_turn(&self, error: anyhow::Error) -> Option<Other> {
-        tracing::warn!(vm = self.vm, "the end of the log makes no sense: {error:#}");
+        tracing::warn!(vm = %self.vm, "the end of the log cannot be decoded: {error:#}");
         None
     }
 
@@ -160,7 +160,7 @@ impl Session {
         former.retire();
         *lock(&self.machine) = next;
         (beside.adopt)();
-        info!(vm = self.vm, "keeps up with {:?} from now on", wanted.mode);
+        info!(vm = %self.vm, "replicates in mode {:?} from now on", wanted.mode);
         *lock(&self.wish) = Some(wanted.wish);
         Ok(())
     }

@@ -40,7 +40,7 @@ pub struct EtcdConfig {
 /// PEM files for etcd's mutual authentication; all absolute.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct EtcdTls {
-    /// Whom to believe.
+    /// Certificate authority that is trusted.
     pub ca: PathBuf,
     /// This host's certificate.
     pub cert: PathBuf,

@@ -9,20 +9,23 @@
 //! keep_hours = 48                      # and all that are younger
 //! ```
 
-use super::source::{Source, check_host_name};
+use super::source::Source;
 use crate::error::HostError;
+use crate::snapshot::StoreKeys;
 use serde::Deserialize;
 use std::collections::BTreeMap;
+use std::path::PathBuf;
 use std::time::Duration;
 use toml::Spanned;
-use understudy_snapshot::{Retention, check_name};
+use understudy_protocol::{GroupName, HostName, VmName};
+use understudy_snapshot::Retention;
 
 /// A group of VMs.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct ClusterConfig {
     /// Its VMs, and the host that each belongs on. The members are numbered in the order of
     /// their names.
-    pub members: BTreeMap<String, String>,
+    pub members: BTreeMap<VmName, HostName>,
     /// Where its snapshots are, unless a command says otherwise.
     pub store: Option<String>,
     /// When this host takes snapshots by itself.
@@ -41,7 +44,7 @@ pub struct Schedule {
 #[derive(Deserialize)]
 #[serde(deny_unknown_fields)]
 pub(super) struct RawCluster {
-    members: Spanned<BTreeMap<String, String>>,
+    members: Spanned<BTreeMap<VmName, HostName>>,
     store: Option<Spanned<String>>,
     every_minutes: Option<Spanned<i64>>,
     keep: Option<Spanned<i64>>,
@@ -55,13 +58,11 @@ const MOST_MEMBERS: usize = 64;
 pub(super) fn check(
     source: &Source<'_>,
     raw: BTreeMap<Spanned<String>, RawCluster>,
-) -> Result<BTreeMap<String, ClusterConfig>, HostError> {
-    let mut clusters: BTreeMap<String, ClusterConfig> = BTreeMap::new();
+) -> Result<BTreeMap<GroupName, ClusterConfig>, HostError> {
+    let mut clusters: BTreeMap<GroupName, ClusterConfig> = BTreeMap::new();
     for (name, raw) in raw {
         let field = format!("cluster.{}", name.get_ref());
-        if let Err(error) = check_name(name.get_ref()) {
-            return Err(source.wrong(&field, name.span(), &error.to_string()));
-        }
+        let parsed = source.name(&field, &name)?;
         let members_span = raw.members.span();
         let cluster = raw.check(source, &field)?;
         let elsewhere = clusters.iter().find_map(|(other, known)| {
@@ -71,9 +72,31 @@ pub(super) fn check(
         if let Some(message) = elsewhere {
             return Err(source.wrong(&format!("{field}.members"), members_span, &message));
         }
-        clusters.insert(name.into_inner(), cluster);
+        clusters.insert(parsed, cluster);
     }
     Ok(clusters)
+}
+
+/// `[snapshot_keys]`: which stores are encrypted, and the files of their keys.
+pub(super) fn check_keys(
+    source: &Source<'_>,
+    raw: BTreeMap<Spanned<String>, Spanned<PathBuf>>,
+) -> Result<StoreKeys, HostError> {
+    let check = |(location, file): (Spanned<String>, Spanned<PathBuf>)| {
+        let field = format!("snapshot_keys.{:?}", location.get_ref());
+        check_store(source, &field, &location)?;
+        Ok((location.into_inner(), source.absolute(&field, file)?))
+    };
+    Ok(StoreKeys::new(raw.into_iter().map(check).collect::<Result<Vec<_>, HostError>>()?))
+}
+
+fn check_store(source: &Source<'_>, field: &str, store: &Spanned<String>) -> Result<(), HostError> {
+    let text = store.get_ref();
+    if text.starts_with('/') || text.contains("://") {
+        return Ok(());
+    }
+    let message = format!("{text:?} is neither an absolute path nor a URL");
+    Err(source.wrong(field, store.span(), &message))
 }
 
 impl RawCluster {
@@ -86,15 +109,8 @@ impl RawCluster {
             let message = format!("{} members; 1 to {MOST_MEMBERS} are possible", members.len());
             return Err(wrong(&message));
         }
-        for host in members.values() {
-            check_host_name(host).map_err(|problem| wrong(&problem))?;
-        }
         if let Some(store) = &self.store {
-            let text = store.get_ref();
-            if !text.starts_with('/') && !text.contains("://") {
-                let message = format!("{text:?} is neither an absolute path nor a URL");
-                return Err(source.wrong(&format!("{field}.store"), store.span(), &message));
-            }
+            check_store(source, &format!("{field}.store"), store)?;
         }
         let number = |name: &str, raw: &Option<Spanned<i64>>, least: i64| match raw {
             None => Ok(None),

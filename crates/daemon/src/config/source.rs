@@ -5,9 +5,9 @@ use crate::handshake::MOST_PATHS;
 use std::net::SocketAddr;
 use std::ops::Range;
 use std::path::{Path, PathBuf};
+use std::str::FromStr;
 use toml::Spanned;
-
-const LONGEST_NAME: usize = 63;
+use understudy_protocol::NameError;
 
 /// What the TOML reader says of each field that must be there, and an example.
 const EXAMPLES: [(&str, &str); 3] = [
@@ -57,8 +57,13 @@ impl<'a> Source<'a> {
         self.text.bytes().take(offset).filter(|byte| *byte == b'\n').count() + 1
     }
 
-    pub fn check_name(&self, field: &str, name: &Spanned<String>) -> Result<(), HostError> {
-        check_host_name(name.get_ref()).map_err(|problem| self.wrong(field, name.span(), &problem))
+    pub fn name<T: FromStr<Err = NameError>>(
+        &self,
+        field: &str,
+        name: &Spanned<String>,
+    ) -> Result<T, HostError> {
+        let parsed = name.get_ref().parse();
+        parsed.map_err(|error: NameError| self.wrong(field, name.span(), &error.to_string()))
     }
 
     /// One address, or a list of them: one for each path.
@@ -99,19 +104,6 @@ impl<'a> Source<'a> {
             format!("\"{}\" is not an absolute path; start it with /", raw.get_ref().display());
         Err(self.wrong(field, raw.span(), &message))
     }
-}
-
-/// The problem with a host's name, if there is one.
-pub(crate) fn check_host_name(name: &str) -> Result<(), String> {
-    let allowed = |c: char| c.is_ascii_alphanumeric() || c == '-';
-    let good = !name.is_empty() && name.len() <= LONGEST_NAME && !name.starts_with('-');
-    if good && name.chars().all(allowed) {
-        return Ok(());
-    }
-    Err(format!(
-        "\"{name}\" is not a host name; allowed are 1 to {LONGEST_NAME} letters, digits and -, \
-         not starting with -"
-    ))
 }
 
 fn address(value: &toml::Value) -> Option<SocketAddr> {

@@ -69,6 +69,7 @@ fn what_is_left_out_has_its_default() {
     assert_eq!(config.state_dir, Path::new("/var/lib/understudy"));
     assert_eq!(config.socket, Path::new(DEFAULT_SOCKET));
     assert_eq!(config.detection_timeout, Duration::from_millis(100));
+    assert_eq!(config.qemu_timeout, Duration::from_millis(1_000));
     assert_eq!((config.arbiter, config.qemu, config.agent), (None, None, None));
     assert!(config.peers.is_empty());
 }
@@ -214,6 +215,10 @@ fn the_arbiter_and_the_time_out_are_checked() {
         let message = broken("250", value);
         assert_says(&message, "host.toml:18: detection.timeout_ms:", &[value, "50 to 10000"]);
     }
+    for value in ["199", "15001"] {
+        let message = broken("250", &format!("250\nqemu_timeout_ms = {value}"));
+        assert_says(&message, "host.toml:19: detection.qemu_timeout_ms:", &[value, "200 to 15000"]);
+    }
 }
 
 #[test]
@@ -282,4 +287,32 @@ fn a_wrong_cluster_is_named() {
     let twice = format!("{GOOD}{CLUSTER}[cluster.also]\nmembers = {{ db = 'a' }}\n");
     let message = read(&twice).unwrap_err().message;
     assert!(message.contains("db is in [cluster.also] already"), "{message}");
+}
+
+#[test]
+fn keys_of_stores_are_named_by_store_and_file() {
+    let keys = |line: &str| read(&format!("{GOOD}[snapshot_keys]\n{line}\n"));
+    assert_eq!(read(GOOD).unwrap().store_keys, StoreKeys::default());
+    let config = keys("'/srv/snapshots' = '/etc/key'\n's3://b/x' = '/etc/s3'").unwrap();
+    let files = [("/srv/snapshots", "/etc/key"), ("s3://b/x", "/etc/s3")];
+    let files = files.map(|(store, file)| (store.to_owned(), PathBuf::from(file)));
+    assert_eq!(config.store_keys, StoreKeys::new(files));
+    let error = keys("'snapshots' = '/etc/key'").unwrap_err().message;
+    assert_says(&error, "host.toml:", &["snapshot_keys", "neither an absolute path nor a URL"]);
+    let error = keys("'/srv/snapshots' = 'key'").unwrap_err().message;
+    assert_says(&error, "host.toml:", &["snapshot_keys", "/srv/snapshots"]);
+}
+
+#[test]
+fn the_time_to_power_off_is_checked() {
+    assert_eq!(read(GOOD).unwrap().power_off_timeout, Duration::from_secs(60));
+    let with = |seconds: &str| read(&format!("{GOOD}[shutdown]\npower_off_seconds = {seconds}\n"));
+    for (seconds, expected) in [("0", 0), ("90", 90), ("3600", 3600)] {
+        let timeout = with(seconds).unwrap().power_off_timeout;
+        assert_eq!(timeout, Duration::from_secs(expected));
+    }
+    for seconds in ["-1", "3601"] {
+        let words = with(seconds).unwrap_err().message;
+        assert_says(&words, "host.toml:", &["shutdown.power_off_seconds", seconds, "0 to 3600"]);
+    }
 }

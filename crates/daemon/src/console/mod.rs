@@ -3,17 +3,18 @@
 //! The daemon stands between, so that QEMU's end is always connected: a port that nobody
 //! listens to takes no byte, and in lockstep the backup would show nothing of what was said.
 //! It can also hold what the guest says until that is committed ([`ConsoleOutput`]), and keeps
-//! the console's log, which has what was let out and nothing else.
+//! the console's log, which has the end of what was let out and nothing else.
 
+mod log;
 mod output;
 mod relay;
 
 pub(crate) use output::{ConsoleOutput, Waiting};
 
 use anyhow::Context;
+use log::ConsoleLog;
 use nix::sys::eventfd::{EfdFlags, EventFd};
 use relay::Relay;
-use std::fs::File;
 use std::io;
 use std::os::fd::OwnedFd;
 use std::os::unix::net::{UnixListener, UnixStream};
@@ -73,10 +74,7 @@ impl ConsoleServer {
         waiting: Waiting,
         qemu: UnixStream,
     ) -> anyhow::Result<ConsoleServer> {
-        let log = File::options()
-            .create(true)
-            .append(true)
-            .open(log)
+        let log = ConsoleLog::open(log)
             .with_context(|| format!("cannot write to the console's log {}", log.display()))?;
         let listen = || {
             let listener = UnixListener::bind(path)?;

@@ -1,10 +1,10 @@
 //! The thread between QEMU and whoever is connected to a console.
 
 use super::PATIENCE;
+use super::log::ConsoleLog;
 use super::output::{ConsoleOutput, is_passing};
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use nix::sys::eventfd::EventFd;
-use std::fs::File;
 use std::io::{self, ErrorKind, Read, Write};
 use std::os::fd::AsFd;
 use std::os::unix::net::{UnixListener, UnixStream};
@@ -22,7 +22,7 @@ pub(super) struct Relay {
     /// What the client sent and QEMU has not taken.
     pub typed: Vec<u8>,
     /// All that may be heard; none after it could not be written to.
-    pub log: Option<File>,
+    pub log: Option<ConsoleLog>,
     pub stop: Arc<EventFd>,
 }
 
@@ -100,7 +100,7 @@ impl Relay {
         while let Some(batch) = self.output.released() {
             let words = batch.frames().iter().collect::<Vec<_>>().concat();
             self.output.heard(batch);
-            if let Some(Err(error)) = self.log.as_mut().map(|log| log.write_all(&words)) {
+            if let Some(Err(error)) = self.log.as_mut().map(|log| log.write(&words)) {
                 warn!("a console's log ends here, it cannot be written to: {error}");
                 self.log = None;
             }

@@ -19,6 +19,7 @@ use std::thread;
 use std::time::{Duration, Instant};
 use tracing::{info, warn};
 use understudy_protocol::Ownership;
+use understudy_protocol::VmName;
 use understudy_protocol::validity::ImageRole;
 use understudy_qemu::process::{has_ended, signal};
 
@@ -33,7 +34,7 @@ pub(crate) struct Orphan {
     pub note: RestoreNote,
     /// All descriptors that its daemon had of it. QEMU's pidfd comes first.
     pub descriptors: Vec<OwnedFd>,
-    /// Who keeps it.
+    /// Custodian that keeps it.
     pub custody: Custody,
     /// Since when it stands still.
     pub since: Instant,
@@ -51,7 +52,7 @@ impl Orphan {
 
 /// The names of those that are not taken back yet. Nobody may start them meanwhile.
 #[derive(Default)]
-pub(crate) struct Orphans(Mutex<BTreeMap<String, Waiting>>);
+pub(crate) struct Orphans(Mutex<BTreeMap<VmName, Waiting>>);
 
 struct Waiting {
     why: String,
@@ -61,14 +62,14 @@ struct Waiting {
 
 impl Orphans {
     /// Why a guest of that name stands still, as the end of a sentence; none if there is none.
-    pub fn why(&self, vm: &str) -> Option<String> {
+    pub fn why(&self, vm: &VmName) -> Option<String> {
         let orphans = lock(&self.0);
         let why = &orphans.get(vm)?.why;
         Some(format!("outlived this host's last daemon, and is being taken back: {why}"))
     }
 
     /// Ends one, if there is one; returns when it has ended.
-    pub fn give_up(&self, vm: &str) -> bool {
+    pub fn give_up(&self, vm: &VmName) -> bool {
         let mut found = false;
         while self.mark_given_up(vm) {
             found = true;
@@ -77,7 +78,7 @@ impl Orphans {
         found
     }
 
-    fn mark_given_up(&self, vm: &str) -> bool {
+    fn mark_given_up(&self, vm: &VmName) -> bool {
         let mut orphans = lock(&self.0);
         let orphan = orphans.get_mut(vm);
         orphan.map(|orphan| orphan.given_up = true).is_some()
@@ -85,29 +86,29 @@ impl Orphans {
 
     /// Ends all; returns when they have ended.
     pub fn give_up_all(&self) {
-        let names: Vec<String> = lock(&self.0).keys().cloned().collect();
+        let names: Vec<VmName> = lock(&self.0).keys().cloned().collect();
         for vm in names {
             self.give_up(&vm);
         }
     }
 
-    fn add(&self, vm: &str) {
+    fn add(&self, vm: &VmName) {
         let why = "its owner is being asked for".to_owned();
         lock(&self.0).insert(vm.to_owned(), Waiting { why, given_up: false });
     }
 
-    fn remove(&self, vm: &str) {
+    fn remove(&self, vm: &VmName) {
         lock(&self.0).remove(vm);
     }
 
-    fn is_given_up(&self, vm: &str) -> bool {
+    fn is_given_up(&self, vm: &VmName) -> bool {
         lock(&self.0).get(vm).is_none_or(|orphan| orphan.given_up)
     }
 
-    fn note(&self, vm: &str, why: String) {
+    fn note(&self, vm: &VmName, why: String) {
         if let Some(orphan) = lock(&self.0).get_mut(vm) {
             if orphan.why != why {
-                warn!(vm, "it stands still: {why}");
+                warn!(%vm, "it stands still: {why}");
                 orphan.why = why;
             }
         }
@@ -212,7 +213,7 @@ impl Host {
         let Ok(primary) = self.primary(vm) else { return self.orphans.remove(vm) };
         let still = orphan.since.elapsed().as_secs_f64();
         let words = format!("stood still for {still:.1} s: this host's daemon had ended");
-        info!(vm, "taken back; it {words}");
+        info!(%vm, "taken back; it {words}");
         primary.events.note(words);
         orphan.custody.goes_on();
         self.orphans.remove(vm);
@@ -228,18 +229,18 @@ impl Host {
         while !has_ended(orphan.qemu(), PollTimeout::NONE).unwrap_or(true) {}
         let (stale, released) = (lost.is_some(), lost.is_none());
         let noted = self.records.change(vm, |record| {
-            record.image.role = if stale { ImageRole::Stale } else { ImageRole::Stopped };
+            record.image.role = if stale { ImageRole::Stale } else { ImageRole::Cut };
         });
         if let Err(error) = noted {
-            warn!(vm, "{error}");
+            warn!(%vm, "{error}");
         }
         if let (true, Some(arbiter)) = (released, &self.arbiter) {
             if let Err(error) = arbiter.release(vm, *generation) {
-                warn!(vm, "{error}");
+                warn!(%vm, "{error}");
             }
         }
         if let Some(reason) = lost {
-            warn!(vm, "{reason}");
+            warn!(%vm, "{reason}");
             let fenced = FencedVm { name: vm.to_owned(), generation: *generation, reason };
             lock(&self.vms).insert(vm.to_owned(), Vm::Fenced(Arc::new(fenced)));
         }

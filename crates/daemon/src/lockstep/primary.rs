@@ -392,7 +392,7 @@ impl Cutter<'_> {
             pause.saved(&mut Vec::new())?;
         }
         self.cut(true)?;
-        info!(vm = self.session.vm, "the last of the log is on its way");
+        info!(vm = %self.session.vm, "the last of the log is on its way");
         self.session.await_hand_over();
         Ok(())
     }

@@ -8,6 +8,7 @@ use crate::console::ConsoleServer;
 use crate::doorbell::Doorbell;
 use crate::home::{CONSOLE, CONSOLE_LOG, Home, disk_socket};
 use crate::pause::Pauser;
+use crate::qemu_log::QEMU_LOG;
 use anyhow::Context;
 use serde::{Deserialize, Serialize};
 use std::os::fd::{AsFd, OwnedFd, RawFd};
@@ -132,11 +133,12 @@ impl Machine {
         }
         let blocks = ram_blocks(note, &ram)?;
         // From here on an error ends QEMU.
-        let log = run_dir.join("qemu.log");
+        let log = run_dir.join(QEMU_LOG);
         let process = Arc::new(Process {
             qemu: Qemu::adopt(note.qemu_pid, pidfd, log, note.log_start),
             halted: AtomicBool::new(false),
             powered_off: AtomicBool::new(false),
+            reset: Mutex::default(),
         });
         let heard = process.clone().interpreted(on_event.clone());
         let monitor = Monitor::adopt(sockets, note.version, QEMU_TIMEOUT, heard)?;

@@ -6,6 +6,7 @@ use crate::console::ConsoleServer;
 use crate::doorbell::Doorbell;
 use crate::home::{AGENT, CONSOLE, CONSOLE_LOG, Home, Lent, disk_socket};
 use crate::pause::Pauser;
+use crate::qemu_log::QEMU_LOG;
 use anyhow::bail;
 use std::ffi::OsString;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, RawFd};
@@ -18,6 +19,7 @@ use understudy_disk::{Disk, NbdServer};
 use understudy_memory::agent::AgentListener;
 use understudy_memory::{GuestRam, ProcessMemory, RamBlock};
 use understudy_network::{CARDS_VARIABLE, GuestEnd, NetworkError, NextGuest, Port, PortConfig};
+use understudy_protocol::VmName;
 use understudy_protocol::{BlockId, CardIndex};
 use understudy_qemu::command::{Console, ConsoleSocket, Lockstep};
 use understudy_qemu::lockstep::{CONSOLE_VARIABLE, LogChannel, LogEnds};
@@ -44,7 +46,7 @@ pub struct Plan<'a> {
     pub qemu: &'a Path,
     /// The library preloaded into QEMU.
     pub agent: &'a Path,
-    /// Who QEMU runs as.
+    /// User that QEMU runs as.
     pub run_as: &'a RunAs,
     /// The disks, in the definition's order.
     pub disks: Vec<Arc<Disk>>,
@@ -137,7 +139,7 @@ impl Machine {
             args: &args,
             env: &environment,
             inherit: &inherit,
-            log: &plan.run_dir.join("qemu.log"),
+            log: &plan.run_dir.join(QEMU_LOG),
             directory: Some(home.directory()),
             user,
         })?;
@@ -146,6 +148,7 @@ impl Machine {
             qemu,
             halted: AtomicBool::new(false),
             powered_off: AtomicBool::new(false),
+            reset: Mutex::default(),
         });
         let started = connect(&process, &listener, monitors, plan.on_event.clone());
         let (agent, mut monitor) = started.map_err(|error| process.explain(error))?;
@@ -255,7 +258,7 @@ fn cards_variable(guest_ends: &[GuestEnd]) -> Option<(OsString, OsString)> {
 
 /// An interface name has at most 15 bytes: the VM's name, cut, a check sum of
 /// the whole name where it was cut, and the card.
-fn tap_name(vm: &str, card: usize) -> String {
+fn tap_name(vm: &VmName, card: usize) -> String {
     if vm.len() <= 10 {
         return format!("{vm}.{card}");
     }
@@ -289,11 +292,15 @@ fn ram_blocks(
 #[cfg(test)]
 mod tests {
     use super::*;
+    use understudy_protocol::literal;
 
     #[test]
     fn tap_names_fit_and_differ() {
-        assert_eq!(tap_name("db", 0), "db.0");
-        let (a, b) = (tap_name("customer-database-1", 13), tap_name("customer-database-2", 13));
+        assert_eq!(tap_name(&literal("db"), 0), "db.0");
+        let (a, b) = (
+            tap_name(&literal("customer-database-1"), 13),
+            tap_name(&literal("customer-database-2"), 13),
+        );
         assert!(a.len() <= 15 && b.len() <= 15);
         assert_ne!(a, b);
     }

@@ -2,6 +2,7 @@
 //! VM that runs and for a standby.
 
 mod adopt;
+pub(crate) mod attention;
 mod launch;
 mod process;
 
@@ -38,14 +39,17 @@ use understudy_qemu::{Accelerator, Monitor, VmDefinition, build_id};
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum MachineEvent {
     /// The guest powered off; QEMU stands still.
-    PoweredOff,
+    PoweredOff {
+        /// Whether it did so by itself, and not because its kernel panicked.
+        in_order: bool,
+    },
     /// QEMU ended, and its last words.
     Died(String),
     /// Something to tell the user.
     Notice(String),
 }
 
-/// Who learns of what happens to a machine.
+/// Callback for a machine's events.
 pub type OnEvent = Arc<dyn Fn(MachineEvent) + Send + Sync>;
 
 /// A QEMU and everything around it. Dropping it ends QEMU.
@@ -79,7 +83,7 @@ pub struct Machine {
     retired: AtomicBool,
     process: Arc<Process>,
     on_event: OnEvent,
-    /// Who has it stand still should this daemon die, and keeps it for the next one.
+    /// Custodian that stops it should this daemon die, and keeps it for the next one.
     custody: Mutex<Option<Custody>>,
     // Held open: their ends tell QEMU that this daemon lives.
     agent: AgentLink,
@@ -163,6 +167,11 @@ impl Machine {
             }
         }
         self.pauser.begin(monitor, &self.device_state, errand)
+    }
+
+    /// Something about the VM to tell its user.
+    pub fn notice(&self, text: String) {
+        (self.on_event)(MachineEvent::Notice(text));
     }
 
     /// In lockstep: errors of its disks are the user's, and not QEMU's, which would stop the guest.
@@ -371,7 +380,7 @@ impl Machine {
             .map_err(|error| self.process.explain(error.into()))?;
         let sent = self.open_network(before)?;
         info!(
-            vm = self.definition.name,
+            vm = %self.definition.name,
             "live after {:.1} ms",
             began.elapsed().as_secs_f64() * 1e3
         );
@@ -472,7 +481,7 @@ impl Machine {
         let halted_before = self.process.halted.swap(true, Ordering::AcqRel);
         if !halted_before {
             if let Err(error) = self.process.qemu.kill() {
-                warn!(vm = self.definition.name, "ending QEMU: {error}");
+                warn!(vm = %self.definition.name, "ending QEMU: {error}");
             }
             self.end_custody();
         }

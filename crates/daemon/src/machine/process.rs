@@ -2,9 +2,10 @@
 
 use super::launch::QEMU_TIMEOUT;
 use super::{MachineEvent, OnEvent};
+use crate::sync::lock;
 use anyhow::bail;
-use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 use understudy_memory::agent::{AgentLink, AgentListener};
 use understudy_qemu::qmp::{MonitorSockets, VmEvent};
@@ -16,7 +17,12 @@ pub(super) struct Process {
     /// The end is this daemon's own doing.
     pub(super) halted: AtomicBool,
     pub(super) powered_off: AtomicBool,
+    /// When the machine was last reset.
+    pub(super) reset: Mutex<Option<Instant>>,
 }
+
+/// Firmware that finds itself started again resets the machine once more: the same reboot.
+const SAME_REBOOT: Duration = Duration::from_secs(2);
 
 impl Process {
     fn interpret(&self, event: VmEvent) -> Option<MachineEvent> {
@@ -25,11 +31,16 @@ impl Process {
         }
         match event {
             VmEvent::Stopped | VmEvent::Resumed => None,
-            VmEvent::Shutdown { .. } => {
+            // QEMU ends, which is told next.
+            VmEvent::Shutdown { guest: false, .. } => None,
+            VmEvent::Shutdown { guest: true, reason } => {
                 self.powered_off.store(true, Ordering::Release);
-                Some(MachineEvent::PoweredOff)
+                Some(MachineEvent::PoweredOff { in_order: reason == "guest-shutdown" })
             }
-            VmEvent::Reset { .. } => Some(MachineEvent::Notice("the guest rebooted".to_owned())),
+            VmEvent::Reset { .. } => {
+                let again = self.resets_again(Instant::now());
+                (!again).then(|| MachineEvent::Notice("the guest rebooted".to_owned()))
+            }
             VmEvent::Panicked => {
                 Some(MachineEvent::Notice("the guest's kernel panicked".to_owned()))
             }
@@ -39,6 +50,12 @@ impl Process {
             }
             VmEvent::Disconnected => Some(MachineEvent::Died(self.last_words())),
         }
+    }
+
+    /// Whether a reset at this instant belongs to the reboot before.
+    fn resets_again(&self, now: Instant) -> bool {
+        let last = lock(&self.reset).replace(now);
+        last.is_some_and(|last| now.saturating_duration_since(last) < SAME_REBOOT)
     }
 
     /// What is done about QEMU's events.

@@ -386,7 +386,7 @@ fn urgency(session: &Session, machine: &Machine) -> Option<Urgency> {
     let urgency = Urgency::new(machine.qemu_pid(), disks);
     let refused = |error: &std::io::Error| {
         warn!(
-            vm = session.vm,
+            vm = %session.vm,
             "no real-time priority for checkpoints ({error}): pauses will be longer; run the \
              daemon as root or with CAP_SYS_NICE"
         );

@@ -8,6 +8,7 @@ use anyhow::Context;
 use std::net::SocketAddr;
 use std::sync::Arc;
 use std::time::Duration;
+use understudy_protocol::HostName;
 use understudy_protocol::wire::Kind;
 use understudy_protocol::{Count, PathIndex};
 
@@ -17,10 +18,10 @@ const RESUME_TIMEOUT: Duration = Duration::from_secs(2);
 /// Dials the backup, path by path.
 #[derive(Clone)]
 pub struct Dialler {
-    /// Who this host is.
+    /// Identity of this host.
     pub identity: Identity,
     /// The backup's host name.
-    pub peer: String,
+    pub peer: HostName,
     /// Names the session.
     pub session: String,
     /// The backup's addresses, one for each path.

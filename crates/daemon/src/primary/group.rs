@@ -6,6 +6,7 @@
 //! speaks for the group where one word is enough.
 
 use super::session::{LONGEST_WAIT, Session};
+use super::standing::Standing;
 use crate::clock;
 use crate::group::{Member, Membership};
 use crate::lockstep::primary::PIPELINE;
@@ -21,13 +22,15 @@ use understudy_protocol::{
 
 /// The members, and what they share.
 pub struct Group {
-    /// Who they are, and how they are owned.
+    /// Members, and how they are owned.
     pub membership: Membership,
     /// The state machine of all.
     pub(super) core: Arc<Mutex<Primary>>,
     rendezvous: Mutex<Rendezvous>,
     sessions: Mutex<Vec<Weak<Session>>>,
     hand_over: AtomicBool,
+    /// What the backup says of itself.
+    standing: Standing,
 }
 
 impl Group {
@@ -42,6 +45,7 @@ impl Group {
             core: Arc::new(Mutex::new(core)),
             sessions: Mutex::default(),
             hand_over: AtomicBool::new(false),
+            standing: Standing::new(),
         })
     }
 
@@ -69,6 +73,16 @@ impl Group {
         sessions.iter().for_each(|session| act(session));
     }
 
+    /// The backup says why it could not take over; nothing if it could.
+    pub(super) fn heard_of_take_over(&self, session: &Session, words: &[u8]) {
+        self.standing.heard(&session.vm, &session.peer, words);
+    }
+
+    /// Why the backup could not take over now, if it could not.
+    pub fn obstacle(&self) -> Option<String> {
+        self.standing.obstacle(clock::now())
+    }
+
     /// Wakes every member's threads.
     pub(super) fn ring(&self) {
         self.each(|member| member.machine().doorbell().ring());
@@ -91,6 +105,13 @@ impl Group {
             waits |= member.output_waits();
         });
         waits
+    }
+
+    /// Whether any member has written to its disks what an epoch should have.
+    pub(super) fn is_full(&self) -> bool {
+        let mut full = false;
+        self.each(|member| full |= member.epoch_room.is_full());
+        full
     }
 
     /// What the members do: as much as the busiest of them.
@@ -165,7 +186,10 @@ impl Group {
                 self.connect_members();
             }
         }
-        self.each(|member| member.disk_epoch.store(next.0, Ordering::Release));
+        self.each(|member| {
+            member.disk_epoch.store(next.0, Ordering::Release);
+            member.epoch_room.empty();
+        });
         let event = if last { PrimaryEvent::CapturedLast } else { PrimaryEvent::Captured };
         session.event_locked(&mut core, event);
     }

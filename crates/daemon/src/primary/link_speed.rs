@@ -42,7 +42,7 @@ impl Burst {
         self.bytes += bytes;
     }
 
-    /// So long the link waited for the encoder.
+    /// Notes how long the link waited for the encoder.
     pub fn encoded(&mut self, took: Duration) {
         self.encoding += took;
     }

@@ -54,7 +54,12 @@ impl Mirroring {
         let mut payload = Vec::with_capacity(DiskRange::BYTES + data.len());
         payload.extend_from_slice(&range.encode());
         payload.extend_from_slice(data);
-        let epoch = Epoch(session.disk_epoch.load(Ordering::Acquire));
+        let epoch = || Epoch(session.disk_epoch.load(Ordering::Acquire));
+        // The first synchronisation is applied as it comes.
+        if epoch() > Epoch(0) && session.epoch_room.take(payload.len() as u64) {
+            session.group.ring();
+        }
+        let epoch = epoch();
         if let Some(references) = &session.references {
             references.wrote(range.disk, range.offset, range.length, epoch);
         }
@@ -153,7 +158,7 @@ pub fn run_rounds(session: &Session) {
         && !session.is_over()
     {
         // What is not forgotten is copied once more after a failure.
-        warn!(vm = session.vm, "changes of the disks are not forgotten any more: {error}");
+        warn!(vm = %session.vm, "changes of the disks are not forgotten any more: {error}");
     }
 }
 

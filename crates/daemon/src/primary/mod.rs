@@ -9,7 +9,9 @@ mod activity;
 mod capture;
 mod dialler;
 mod due;
+mod epoch_room;
 mod group;
+mod hang;
 mod inbound;
 mod keep;
 mod link_speed;
@@ -23,12 +25,15 @@ mod receive;
 mod references;
 mod send;
 mod session;
+mod standing;
 mod stats;
 mod turn;
 
+pub(crate) use epoch_room::EPOCH_DISK_BYTES;
 pub use group::Group;
 pub use session::Session;
 pub use turn::Next;
+use understudy_protocol::HostName;
 
 use crate::arbiter::Arbiter;
 use crate::channel::Channel;
@@ -45,6 +50,7 @@ use activity::Watch;
 use anyhow::Context;
 use crossbeam_channel::Receiver;
 use dialler::Dialler;
+use epoch_room::EpochRoom;
 use offer::{await_ready, offer};
 use pace::Pace;
 use progress::Progress;
@@ -63,10 +69,10 @@ use understudy_protocol::{Generation, PathIndex, Policy, PrimaryEvent, PrimaryPh
 
 /// What `protect` needs to know.
 pub struct Plan {
-    /// Who this host is.
+    /// Identity of this host.
     pub identity: Identity,
     /// The backup's host name.
-    pub peer: String,
+    pub peer: HostName,
     /// The backup's addresses, one for each path.
     pub addresses: Vec<SocketAddr>,
     /// The generation at which this host owns the VM.
@@ -83,7 +89,9 @@ pub struct Plan {
     pub encoding: EncodingPlan,
     /// The shortest silence that counts as failure.
     pub timeout: Duration,
-    /// Who decides about ownership.
+    /// For how long QEMU may be silent.
+    pub qemu_timeout: Duration,
+    /// Arbiter of ownership.
     pub arbiter: Arbiter,
     /// This host's QEMU.
     pub qemu_version: String,
@@ -156,6 +164,7 @@ pub fn protect(
         inbound,
         outbound: outbound::Outbound::new(machine.ports().len()),
         disk_epoch: AtomicU64::new(0),
+        epoch_room: EpochRoom::new(EPOCH_DISK_BYTES),
         data,
         heartbeats: Heartbeats::new(plan.addresses.len()),
         keeping: keep::Keeping::default(),
@@ -175,6 +184,11 @@ pub fn protect(
     }
     start_heartbeats(&session, (path, heartbeat), &dialler)?;
     start_threads(&session, outflow, contest_queue, (copies, dialler), over)?;
+    let (watched, bound) = (Arc::downgrade(&session), plan.qemu_timeout);
+    thread::Builder::new()
+        .name(format!("hang-{}", session.vm))
+        .spawn(move || hang::watch(&watched, bound))
+        .context("cannot start a thread")?;
     Ok(session)
 }
 
@@ -241,9 +255,9 @@ fn run_control(session: &Session, contests: &Receiver<Generation>) {
         session.stats.sample();
         if let Ok(from) = contests.recv_timeout(Duration::from_millis(250)) {
             let verdict = session.membership().acquire(&session.arbiter, from);
-            info!(vm = session.vm, "the arbiter's verdict: {verdict:?}");
+            info!(vm = %session.vm, "the arbiter's verdict: {verdict:?}");
             if let Verdict::Unreachable(reason) = &verdict {
-                error!(vm = session.vm, "output stays held: {reason}");
+                error!(vm = %session.vm, "output stays held: {reason}");
             }
             session.event(PrimaryEvent::Verdict(verdict));
         }
@@ -257,14 +271,14 @@ fn run_capture(session: &Arc<Session>, over: impl FnOnce(PrimaryPhase)) {
         let reason = format!("cannot take a checkpoint: {error:#}");
         let first = session.group.break_up();
         if !first {
-            info!(vm = session.vm, "waiting for the end of the group's protection: {reason}");
+            info!(vm = %session.vm, "waiting for the end of the group's protection: {reason}");
         } else if session.is_over() {
-            info!(vm = session.vm, "protection ended during a checkpoint: {reason}");
+            info!(vm = %session.vm, "protection ended during a checkpoint: {reason}");
         } else if powered_off(&session.machine()) {
             // Not a failure: the host ends protection, then the VM.
-            info!(vm = session.vm, "the guest powered off: {reason}");
+            info!(vm = %session.vm, "the guest powered off: {reason}");
         } else if session.machine().is_alive() {
-            error!(vm = session.vm, "{reason}");
+            error!(vm = %session.vm, "{reason}");
             session.event(PrimaryEvent::PeerGone(reason));
         } else {
             session.event(PrimaryEvent::GuestDied(session.machine().last_words()));
@@ -281,7 +295,7 @@ fn run_capture(session: &Arc<Session>, over: impl FnOnce(PrimaryPhase)) {
     if matches!(phase, PrimaryPhase::Alone(_)) && !session.machine().is_powered_off() {
         // A checkpoint that failed may have left the guest paused.
         if let Err(error) = session.machine().ensure_running() {
-            error!(vm = session.vm, "cannot resume the guest: {error:#}");
+            error!(vm = %session.vm, "cannot resume the guest: {error:#}");
         }
     }
     over(phase);

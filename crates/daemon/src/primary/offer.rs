@@ -11,8 +11,10 @@ use crate::resync::{self, Basis};
 use anyhow::{Context, bail};
 use std::fs::File;
 use std::io::Read;
+use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
+use understudy_disk::Disk;
 use understudy_protocol::wire::Kind;
 use understudy_protocol::{DiskIndex, Epoch, PathIndex};
 use understudy_qemu::definition::DiskFormat;
@@ -29,6 +31,7 @@ pub fn offer(
 ) -> anyhow::Result<(Link, PathIndex, Basis)> {
     let definition = machine.definition();
     let files = start_files(machine)?;
+    let arbiter = plan.arbiter.identify().context("this host's arbiter")?;
     let offer = Offer {
         session: plan.session.clone(),
         definition: definition.clone(),
@@ -40,11 +43,13 @@ pub fn offer(
         disk_reads: plan.disk_reads,
         clock: machine.lockstep().map(|lockstep| lockstep.clock.clone()),
         generation: plan.generation,
+        arbiter,
         group: group
             .0
             .is_shared()
             .then(|| GroupOffer { membership: group.0.membership.clone(), place: group.1 }),
         disk_bytes: machine.disks().iter().map(|disk| disk.export_bytes()).collect(),
+        disk_used: machine.disks().iter().map(|disk| used_bytes(disk)).collect(),
         sessions: plan.sessions.clone(),
         files: files.iter().map(|(offer, _)| offer.clone()).collect(),
         paths: plan.addresses.clone(),
@@ -63,6 +68,9 @@ pub fn offer(
         link.refuse(&reason);
         bail!(reason);
     }
+    if let Some(note) = welcome.note {
+        machine.notice(note);
+    }
     let basis = match &welcome.resync {
         None => Basis::Full(welcome.full_because),
         Some(resync) => {
@@ -71,11 +79,23 @@ pub fn offer(
             Basis::Changes(resync.session.clone())
         }
     };
-    for (offer, path) in &files {
-        send_file(&link, path, offer.bytes)?;
-    }
-    link.send_signal(Kind::Prepare, Epoch(0))?;
+    let send = || -> anyhow::Result<()> {
+        for (offer, path) in &files {
+            send_file(&link, path, offer.bytes)?;
+        }
+        Ok(link.send_signal(Kind::Prepare, Epoch(0))?)
+    };
+    // A backup that hangs up has said why, before.
+    send().map_err(|error| link.last_words().unwrap_or(error))?;
     Ok((link, path, basis))
+}
+
+/// Bytes that the image takes: of a block device, all that it has.
+fn used_bytes(disk: &Disk) -> u64 {
+    const BLOCK_BYTES: u64 = 512;
+    let file = std::fs::metadata(disk.path()).ok().filter(std::fs::Metadata::is_file);
+    let used = file.map(|metadata| metadata.blocks() * BLOCK_BYTES);
+    used.map_or(disk.export_bytes(), |used| used.min(disk.export_bytes()))
 }
 
 /// Waits until the backup's QEMU stands by with the same memory as this one.

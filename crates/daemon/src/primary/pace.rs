@@ -8,6 +8,7 @@ use std::sync::Mutex;
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::Duration;
 use tracing::{info, warn};
+use understudy_protocol::VmName;
 use understudy_protocol::{Epoch, Policy, Throttle, Time};
 
 /// Why a guest is slowed down.
@@ -17,7 +18,7 @@ const OUTRUNS_BACKUP: &str = "is faster than its backup executes the log";
 /// One guest's pace. The capture thread changes it; everybody may ask.
 #[derive(Debug)]
 pub struct Pace {
-    vm: String,
+    vm: VmName,
     qemu_pid: AtomicU32,
     throttle: Mutex<Throttle>,
     vcpus: Mutex<Vcpus>,
@@ -34,7 +35,7 @@ enum Vcpus {
 
 impl Pace {
     /// A guest at full speed, protected under `policy`.
-    pub fn new(vm: &str, qemu_pid: u32, policy: &Policy) -> Pace {
+    pub fn new(vm: &VmName, qemu_pid: u32, policy: &Policy) -> Pace {
         Pace {
             vm: vm.to_owned(),
             qemu_pid: AtomicU32::new(qemu_pid),
@@ -133,7 +134,7 @@ impl Pace {
         match &mut *vcpus {
             Vcpus::Free if share < 1.0 => *vcpus = self.begin(share, why),
             Vcpus::Limited(..) if share == 1.0 => {
-                info!(vm = self.vm, "the guest has all of its processors again");
+                info!(vm = %self.vm, "the guest has all of its processors again");
                 *vcpus = Vcpus::Free;
             }
             Vcpus::Limited(group, applied) if *applied != share => {
@@ -152,13 +153,13 @@ impl Pace {
         });
         match limited {
             Ok(group) => {
-                warn!(vm = self.vm, "the guest {why}: slowing it down");
+                warn!(vm = %self.vm, "the guest {why}: slowing it down");
                 Vcpus::Limited(group, share)
             }
             Err(error) => {
                 let reason = format!("{error:#}");
                 warn!(
-                    vm = self.vm,
+                    vm = %self.vm,
                     "the guest {why} and cannot be slowed down, so that its output, or a fail-over, \
                      takes longer: {reason}"
                 );
@@ -169,7 +170,7 @@ impl Pace {
 
     fn complain(&self, result: anyhow::Result<()>) {
         if let Err(error) = result {
-            warn!(vm = self.vm, "the guest's speed stays as it is: {error:#}");
+            warn!(vm = %self.vm, "the guest's speed stays as it is: {error:#}");
         }
     }
 }

@@ -35,6 +35,7 @@ fn receive_one(session: &Session) -> anyhow::Result<ControlFlow<()>> {
                 progressed(session, &recording, progress);
             }
         }
+        Kind::MayTakeOver => session.group.heard_of_take_over(session, &message.payload),
         Kind::Settled => settled(session, message.header.epoch),
         Kind::Written => {
             if let Some(recording) = log_of(session, Kind::Written)? {

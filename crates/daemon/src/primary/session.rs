@@ -3,6 +3,7 @@
 
 use super::activity::Watch;
 use super::due::OutputSeen;
+use super::epoch_room::EpochRoom;
 use super::group::Group;
 use super::inbound::{self, Inbound};
 use super::keep::Keeping;
@@ -37,6 +38,7 @@ use understudy_protocol::wire::Kind;
 use understudy_protocol::{
     Epoch, Generation, Output, Policy, Primary, PrimaryAction, PrimaryEvent, PrimaryPhase,
 };
+use understudy_protocol::{HostName, VmName};
 
 /// Nothing waits longer than this without looking again.
 pub(super) const LONGEST_WAIT: Duration = Duration::from_millis(500);
@@ -44,9 +46,9 @@ pub(super) const LONGEST_WAIT: Duration = Duration::from_millis(500);
 /// The state shared by a session's threads.
 pub struct Session {
     /// The VM's name, for messages.
-    pub vm: String,
+    pub vm: VmName,
     /// The backup's host name.
-    pub peer: String,
+    pub peer: HostName,
     /// Names the session.
     pub id: String,
     /// What the first synchronisation begins with.
@@ -84,6 +86,8 @@ pub struct Session {
     pub outbound: Outbound,
     /// The tag of disk writes: 0 during the first synchronisation.
     pub disk_epoch: AtomicU64,
+    /// Room for what the guest writes to its disks in the epoch that runs.
+    pub epoch_room: EpochRoom,
     /// The paths to the backup.
     pub paths: Arc<PathMonitor>,
     pub(crate) data: Arc<Channel>,
@@ -157,7 +161,7 @@ impl Session {
         self.group.clone()
     }
 
-    /// Who this VM is protected with.
+    /// Membership of the group that this VM is protected in.
     pub fn membership(&self) -> &Membership {
         &self.group.membership
     }
@@ -184,6 +188,8 @@ impl Session {
         let mut actions = Vec::new();
         let (decided, before) = (Instant::now(), core.phase().clone());
         core.handle(clock::now(), event, &mut actions);
+        let blocked = core.in_flight() >= self.policy.pipeline();
+        self.group.each(|member| member.epoch_room.set_blocked(blocked));
         for action in &actions {
             self.group.each(|member| member.perform(action, decided));
         }
@@ -242,12 +248,13 @@ impl Session {
             PrimaryAction::Contest(_) | PrimaryAction::YieldToBackup | PrimaryAction::StandDown => {
             }
             PrimaryAction::ClosePeer => {
+                self.epoch_room.close();
                 self.outbox.close();
                 self.data.close();
                 self.heartbeats.close();
             }
             PrimaryAction::Halt(reason) => {
-                warn!(vm = self.vm, "halting this copy: {reason}");
+                warn!(vm = %self.vm, "halting this copy: {reason}");
                 for port in self.machine().ports() {
                     port.shut();
                 }
@@ -262,6 +269,7 @@ impl Session {
 
     fn end_mirroring(&self) {
         // First of all: a disk write that waits for room holds its disk's lock.
+        self.epoch_room.close();
         self.outbox.close();
         for disk in self.machine().disks() {
             disk.set_sink(None);
@@ -346,7 +354,7 @@ impl Session {
 
     /// Asks for a planned fail-over.
     pub fn request_hand_over(&self) {
-        info!(vm = self.vm, "handing over to {}", self.peer);
+        info!(vm = %self.vm, "handing over to {}", self.peer);
         self.group.request_hand_over();
     }
 }

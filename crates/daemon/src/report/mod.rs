@@ -8,6 +8,7 @@ pub use requests::{DiskReads, GroupRequest, Mode, ProtectRequest, RecoverRequest
 use serde::{Deserialize, Serialize};
 use understudy_encoding::{Counters, EncodingPlan, Methods};
 use understudy_protocol::{Epoch, Generation, Policy};
+use understudy_protocol::{GroupName, HostName, VmName};
 
 /// What this host is to a VM.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -30,7 +31,7 @@ pub enum Protection {
     /// First synchronisation; the VM runs and is not protected yet.
     Syncing {
         /// The backup's host name.
-        peer: String,
+        peer: HostName,
         /// Bytes copied so far, memory and disks.
         done_bytes: u64,
         /// Bytes to copy as known now; grows while the guest writes.
@@ -41,13 +42,13 @@ pub enum Protection {
     /// Every output waits for the backup.
     Protected {
         /// The other host's name.
-        peer: String,
+        peer: HostName,
     },
     /// A backup follows, but output does not wait for it, as the operator asked: a fail-over
     /// undoes what clients have seen. For measurements; counts as degraded.
     Unheld {
         /// The other host's name.
-        peer: String,
+        peer: HostName,
     },
     /// Protection was asked for and is lost; the VM runs alone.
     Degraded {
@@ -214,7 +215,7 @@ pub struct InboundReport {
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct VmStatus {
     /// The VM's name.
-    pub name: String,
+    pub name: VmName,
     /// What this host is to it.
     pub role: Role,
     /// Whether the guest executes on this host now.
@@ -225,7 +226,7 @@ pub struct VmStatus {
     pub epoch: Epoch,
     /// The group that the VM is protected with.
     #[serde(default)]
-    pub group: Option<String>,
+    pub group: Option<GroupName>,
     /// How far protection has come.
     pub protection: Protection,
     /// How the disks came to the backup, if the VM is or was protected from here.
@@ -277,6 +278,9 @@ pub struct VmStatus {
     /// Bytes of the guest's console held likewise, where that was asked for.
     #[serde(default)]
     pub held_console_bytes: Option<u64>,
+    /// The VM has a display for whoever connects to it, who sees what the guest draws at once, committed or not.
+    #[serde(default)]
+    pub display_not_held: bool,
     /// Process id of this host's QEMU for the VM.
     pub qemu_pid: Option<u32>,
     /// Unix socket of the guest's console.
@@ -295,7 +299,7 @@ pub struct VmStatus {
 
 impl VmStatus {
     /// A VM of which nothing is known but what this host is to it.
-    pub fn new(name: &str, role: Role) -> VmStatus {
+    pub fn new(name: &VmName, role: Role) -> VmStatus {
         VmStatus {
             name: name.to_owned(),
             role,
@@ -323,6 +327,7 @@ impl VmStatus {
             throttle: None,
             held_frames: 0,
             held_console_bytes: None,
+            display_not_held: false,
             qemu_pid: None,
             console: None,
             cards: Vec::new(),
@@ -337,11 +342,17 @@ impl VmStatus {
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct HostStatus {
     /// The host's name.
-    pub name: String,
+    pub name: HostName,
     /// The daemon's version.
     pub version: String,
     /// The installed QEMU's version.
     pub qemu_version: String,
+    /// What is wrong with the host itself, for people.
+    #[serde(default)]
+    pub problems: Vec<String>,
+    /// When this host's certificate expires, in seconds since 1970; none without TLS.
+    #[serde(default)]
+    pub certificate_expires: Option<i64>,
     /// Every VM that this host runs or backs up.
     pub vms: Vec<VmStatus>,
 }
@@ -350,7 +361,7 @@ pub struct HostStatus {
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct RecoverReport {
     /// The VM.
-    pub vm: String,
+    pub vm: VmName,
     /// The valid images, if they can be told.
     pub valid: Option<ValidImages>,
     /// Why these, or why they cannot be told.
@@ -365,7 +376,7 @@ pub struct RecoverReport {
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct ValidImages {
     /// The host that has them.
-    pub host: String,
+    pub host: HostName,
     /// The generation at which the guest ran on them.
     pub generation: Generation,
     /// Where they are, in the order of the VM's disks.

@@ -2,16 +2,16 @@
 
 use serde::{Deserialize, Serialize};
 use understudy_encoding::EncodingPlan;
-use understudy_protocol::{Output, Policy};
+use understudy_protocol::{Output, Policy, VmName};
 
 /// How a backup keeps up with a VM.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Mode {
-    /// It gets what the guest wrote, as of a moment, many times a second (Remus).
+    /// Checkpoints: the backup gets what the guest wrote, as of a moment, many times a second (Remus).
     #[default]
     Checkpoint,
-    /// It executes the guest's instructions too, with the same inputs (VMware FT).
+    /// Lockstep: the backup executes the guest's instructions too, with the same inputs (VMware FT).
     Lockstep,
 }
 
@@ -26,7 +26,7 @@ impl Mode {
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum DiskReads {
-    /// It reads its own mirrors.
+    /// The backup reads its own mirrors.
     #[default]
     Backup,
     /// What the primary's guest read travels with the log.
@@ -78,7 +78,7 @@ fn restored() -> bool {
 #[serde(deny_unknown_fields)]
 pub struct GroupRequest {
     /// The VMs, at least two.
-    pub vms: Vec<String>,
+    pub vms: Vec<VmName>,
     /// The backup's host name, one of the hosts that this one knows.
     pub to: String,
     /// The group's policy; when absent that of the VMs' definitions, which must agree.
@@ -95,7 +95,7 @@ pub struct GroupRequest {
 #[derive(Clone, Copy, Debug, Default, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct RecoverRequest {
-    /// Only name the valid images.
+    /// Name the valid images, and start nothing.
     pub dry_run: bool,
     /// Start the VM on this host's images whatever is known of them.
     pub force: bool,

@@ -46,7 +46,7 @@ pub(super) fn entrust(host: &Host, task: &RestoreTask, vm: &PrimaryVm) {
         Err(error) => {
             let words =
                 format!("it ends with this daemon, if not all is loaded by then: {error:#}");
-            warn!(vm = vm.name(), "{words}");
+            warn!(vm = %vm.name(), "{words}");
             vm.events.note(words);
         }
     }
@@ -87,7 +87,7 @@ impl Host {
     /// Reads what is needed to go on.
     pub(crate) fn remaining(&self, note: &RestoreNote) -> anyhow::Result<Remaining> {
         let task = &note.task;
-        let store = Arc::new(Store::open(&task.store)?);
+        let store = Arc::new(self.config.store_keys.open(&task.store)?);
         let member = member_of(&store, task)?;
         let source = Source::new(store.clone(), self.snapshots.way.clone());
         Ok(Remaining {
@@ -130,7 +130,7 @@ impl Host {
         }
         if let Err(error) = self.join(machine, generation, &task.group, task.life, task.number) {
             let (vm, group) = (task.vm(), &task.group.name);
-            warn!(vm, "its frames do not go through the cluster {group}: {error:#}");
+            warn!(%vm, "its frames do not go through the cluster {group}: {error:#}");
         }
     }
 }

@@ -5,6 +5,7 @@ use super::disk::DiskCapture;
 use super::member::MemberSeat;
 use super::memory::{CaptureOptions, MemoryCapture, Taken};
 use super::part::{Content, Shape, put_part};
+use super::store_keys::StoreKeys;
 use super::take::Start;
 use super::words::{RestoreTask, TakeTask};
 use crate::host::Host;
@@ -20,6 +21,7 @@ use std::time::{Duration, Instant};
 use tracing::info;
 use understudy_disk::ChangesTaken;
 use understudy_protocol::{BlockId, DiskIndex};
+use understudy_protocol::{GroupName, VmName};
 use understudy_qemu::lockstep::LogErrand;
 use understudy_snapshot::{Area, AreaMap, Part, SnapshotNumber, Store};
 
@@ -27,11 +29,11 @@ use understudy_snapshot::{Area, AreaMap, Part, SnapshotNumber, Store};
 #[derive(Clone)]
 pub struct Base {
     store: String,
-    group: String,
+    group: GroupName,
     number: SnapshotNumber,
     memory: Arc<BTreeMap<BlockId, AreaMap>>,
     disks: Arc<BTreeMap<DiskIndex, AreaMap>>,
-    /// Whose memory and disks it is of: a VM that was started anew has others.
+    /// Machine that the memory and disks belong to: a VM that was started anew has others.
     machine: Weak<()>,
 }
 
@@ -56,10 +58,14 @@ impl Saved {
 impl Base {
     /// Of a VM that was just restored from this snapshot, all of it: its disks know what they have
     /// changed since then.
-    pub fn of_restored(task: &RestoreTask, machine: &Machine) -> anyhow::Result<Base> {
-        let store = Store::open(&task.store)?;
+    pub fn of_restored(
+        task: &RestoreTask,
+        machine: &Machine,
+        keys: &StoreKeys,
+    ) -> anyhow::Result<Base> {
+        let store = keys.open(&task.store)?;
         let manifest = store.snapshot(&task.group.name, Some(task.number))?;
-        let entry = manifest.members.iter().find(|entry| entry.name == task.vm());
+        let entry = manifest.members.iter().find(|entry| entry.name == *task.vm());
         let member = store.member(entry.context("it is not in the snapshot any more")?)?;
         let (mut memory, mut disks) = (BTreeMap::new(), BTreeMap::new());
         for entry in &member.areas {
@@ -117,7 +123,7 @@ impl Capture {
         drop(lock(&vm.protecting));
         check(&vm, &machine)?;
         connect(host, task, seat.as_ref())?;
-        let store = Store::open(&task.store)?;
+        let store = host.config.store_keys.open(&task.store)?;
         let base = base.filter(|base| base.is_there(task, &store, &machine));
         let sampled = host.snapshots.sampled(&machine);
         let options = CaptureOptions {
@@ -167,7 +173,7 @@ impl Capture {
         }
         self.paused = began.elapsed();
         let paused = self.paused.as_secs_f64() * 1e3;
-        info!(vm = self.task.vm(), "stood still for {paused:.1} ms for a snapshot");
+        info!(vm = %self.task.vm(), "stood still for {paused:.1} ms for a snapshot");
         taken
     }
 
@@ -255,7 +261,7 @@ fn check(vm: &PrimaryVm, machine: &Machine) -> anyhow::Result<()> {
 }
 
 /// What speaks against a snapshot of it, protected or not.
-pub(super) fn check_runs(name: &str, machine: &Machine) -> anyhow::Result<()> {
+pub(super) fn check_runs(name: &VmName, machine: &Machine) -> anyhow::Result<()> {
     if machine.lockstep().is_some() {
         bail!(
             "{name} runs in a QEMU that counts instructions for lockstep; such VMs cannot be \

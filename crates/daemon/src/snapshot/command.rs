@@ -6,6 +6,7 @@ use super::restorer::{self, Job};
 use super::taker::Coordinator;
 use super::words::{GroupPlaces, RestoreTask};
 use super::{library, unix_now};
+use crate::arbiter::Key;
 use crate::clock;
 use crate::error::{ErrorKind, HostError};
 use crate::host::Host;
@@ -15,6 +16,7 @@ use std::sync::Arc;
 use std::time::Duration;
 use tracing::{info, warn};
 use understudy_protocol::Generation;
+use understudy_protocol::{GroupName, HostName, VmName};
 use understudy_snapshot::{
     Crossing, Life, Line, Load, Manifest, Member, MemberManifest, Mode, Plan, SnapshotNumber,
     StartOrder, Store,
@@ -32,7 +34,7 @@ impl Host {
     /// Takes a snapshot of a group that this host's configuration has.
     pub fn snapshot_cluster(
         self: &Arc<Self>,
-        name: &str,
+        name: &GroupName,
         request: &SnapshotRequest,
     ) -> Result<SnapshotReport, HostError> {
         let cluster = self.cluster(name)?;
@@ -43,17 +45,17 @@ impl Host {
     /// Takes a snapshot of one VM that runs here.
     pub fn snapshot_vm(
         self: &Arc<Self>,
-        vm: &str,
+        vm: &VmName,
         request: &SnapshotRequest,
     ) -> Result<SnapshotReport, HostError> {
         self.primary(vm)?;
-        self.snapshot_group(vm, vec![vm.to_owned()], request)
+        self.snapshot_group(&vm.into(), vec![vm.to_owned()], request)
     }
 
     fn snapshot_group(
         self: &Arc<Self>,
-        name: &str,
-        vms: Vec<String>,
+        name: &GroupName,
+        vms: Vec<VmName>,
         request: &SnapshotRequest,
     ) -> Result<SnapshotReport, HostError> {
         let location = self.store_of(name, request.store.as_deref())?;
@@ -79,7 +81,7 @@ impl Host {
     /// Restores a group that this host's configuration has.
     pub fn restore_cluster(
         self: &Arc<Self>,
-        name: &str,
+        name: &GroupName,
         request: &RestoreRequest,
     ) -> Result<RestoreReport, HostError> {
         self.cluster(name)?;
@@ -89,21 +91,22 @@ impl Host {
     /// Restores one VM, on this host unless told otherwise.
     pub fn restore_vm(
         self: &Arc<Self>,
-        vm: &str,
+        vm: &VmName,
         request: &RestoreRequest,
     ) -> Result<RestoreReport, HostError> {
-        self.restore_group(vm, request, Some(&self.config.name))
+        self.restore_group(&vm.into(), request, Some(&self.config.name))
     }
 
     fn restore_group(
         self: &Arc<Self>,
-        name: &str,
+        name: &GroupName,
         request: &RestoreRequest,
-        place: Option<&str>,
+        place: Option<&HostName>,
     ) -> Result<RestoreReport, HostError> {
         let began = clock::now();
         let location = self.store_of(name, request.store.as_deref())?;
-        let store = Store::open(&location).map_err(|error| store_error("", error))?;
+        let store =
+            self.config.store_keys.open(&location).map_err(|error| store_error("", error))?;
         let found = store.snapshot(name, request.number);
         let manifest = found.map_err(|error| store_error("", error))?;
         let members: Vec<MemberManifest> = manifest
@@ -149,9 +152,9 @@ impl Host {
         self: &Arc<Self>,
         manifest: &Manifest,
         location: &str,
-        hosts: &[String],
+        hosts: &[HostName],
         force: bool,
-    ) -> Result<(Vec<Generation>, BTreeMap<String, u64>), HostError> {
+    ) -> Result<(Vec<Generation>, BTreeMap<HostName, u64>), HostError> {
         let members = manifest.members.iter();
         let newest = members.map(|entry| self.check_runs_nowhere(&entry.name, force));
         let newest = newest.collect::<Result<_, _>>()?;
@@ -163,8 +166,8 @@ impl Host {
         self: &Arc<Self>,
         manifest: &Manifest,
         location: &str,
-        hosts: &[String],
-    ) -> Result<BTreeMap<String, u64>, HostError> {
+        hosts: &[HostName],
+    ) -> Result<BTreeMap<HostName, u64>, HostError> {
         let mut speeds = BTreeMap::new();
         for host in hosts {
             if speeds.contains_key(host) {
@@ -185,7 +188,7 @@ impl Host {
 }
 
 /// The host that runs a VM, and the bytes of its memory.
-fn find_running(vm: &str, inquiry: &Inquiry) -> Result<(String, u64), HostError> {
+fn find_running(vm: &VmName, inquiry: &Inquiry) -> Result<(HostName, u64), HostError> {
     inquiry.runner().ok_or_else(|| {
         let message = format!(
             "{vm} runs on no host that answers, so no snapshot was taken{}",
@@ -197,7 +200,11 @@ fn find_running(vm: &str, inquiry: &Inquiry) -> Result<(String, u64), HostError>
 
 /// Where each member goes: where it ran, unless other hosts are named; then in turn, those that
 /// ran on one of them there.
-fn place_members(manifest: &Manifest, onto: &[String], place: Option<&str>) -> Vec<String> {
+fn place_members(
+    manifest: &Manifest,
+    onto: &[HostName],
+    place: Option<&HostName>,
+) -> Vec<HostName> {
     let mut turn = onto.iter().cycle();
     let host_of = |entry: &understudy_snapshot::MemberEntry| {
         if onto.is_empty() {
@@ -216,10 +223,10 @@ fn loads(
     store: &Store,
     members: &[MemberManifest],
     request: &RestoreRequest,
-    hosts: &[String],
-    speeds: &BTreeMap<String, u64>,
+    hosts: &[HostName],
+    speeds: &BTreeMap<HostName, u64>,
 ) -> Result<Vec<Load>, HostError> {
-    let load = |(member, host): (&MemberManifest, &String)| {
+    let load = |(member, host): (&MemberManifest, &HostName)| {
         let set = match request.mode {
             Mode::WorkingSet => store.by_sampling(member)?,
             _ => store.working_set(member)?,
@@ -252,27 +259,22 @@ fn plan(order: &StartOrder, loads: &[Load], mode: Mode) -> Plan {
 
 impl Host {
     /// How often the group was restored, by the arbiter's record.
-    pub(super) fn life_of(&self, group: &str) -> Result<Life, HostError> {
+    pub(super) fn life_of(&self, group: &GroupName) -> Result<Life, HostError> {
         let known = self.snapshots.last_life(group);
         let Some(arbiter) = &self.arbiter else { return Ok(known) };
-        let current = arbiter.current(&life_key(group));
+        let current = arbiter.current(Key::Life(group));
         let current =
             current.map_err(|error| HostError::new(ErrorKind::Unreachable, error.to_string()))?;
         Ok(known.max(Life(current.map_or(0, |owner| owner.generation.0 as u32))))
     }
 
     /// A life that nobody has had. Without an arbiter all is on one host, whose clock will do.
-    fn next_life(&self, group: &str, saved: Life) -> Result<Life, HostError> {
+    fn next_life(&self, group: &GroupName, saved: Life) -> Result<Life, HostError> {
         if self.arbiter.is_none() {
             return Ok(Life((unix_now() as u32).max(saved.0 + 1)));
         }
         let former = self.life_of(group)?.max(saved);
-        let won = self.take_ownership(&life_key(group), Generation(former.0.into()))?;
+        let won = self.take_ownership(Key::Life(group), Generation(former.0.into()))?;
         Ok(Life(won.0 as u32))
     }
-}
-
-/// No VM's name has a dot.
-fn life_key(group: &str) -> String {
-    format!("cluster.{group}")
 }

@@ -2,14 +2,19 @@
 //! `restore.GROUP` is of the generation that is the group's life; it names the coordinator's host if
 //! they stay, and nobody if the restore was given up. Without an arbiter all is in one daemon.
 
-use crate::arbiter::{Arbiter, Unreachable};
+use crate::arbiter::{Arbiter, Key, Unreachable};
 use crate::host::Host;
+use understudy_protocol::GroupName;
 use understudy_protocol::{Generation, Verdict};
 use understudy_snapshot::{Decision, Life};
 
 impl Host {
     /// All members run: they stay, unless it was given up. Only the coordinator may ask.
-    pub(super) fn settle_restore(&self, group: &str, life: Life) -> Result<Decision, Unreachable> {
+    pub(super) fn settle_restore(
+        &self,
+        group: &GroupName,
+        life: Life,
+    ) -> Result<Decision, Unreachable> {
         match &self.arbiter {
             Some(arbiter) => settle(arbiter, group, life),
             None => Ok(Decision::Settled),
@@ -20,35 +25,30 @@ impl Host {
     /// to ask.
     pub(super) fn give_up_restore(
         &self,
-        group: &str,
+        group: &GroupName,
         life: Life,
     ) -> Result<Option<Decision>, Unreachable> {
         self.arbiter.as_ref().map(|arbiter| give_up(arbiter, group, life)).transpose()
     }
 }
 
-fn settle(arbiter: &Arbiter, group: &str, life: Life) -> Result<Decision, Unreachable> {
-    match arbiter.claim(&key(group), before(life)) {
+fn settle(arbiter: &Arbiter, group: &GroupName, life: Life) -> Result<Decision, Unreachable> {
+    match arbiter.claim(Key::Restore(group), before(life)) {
         Verdict::Granted(_) => Ok(Decision::Settled),
         Verdict::Taken(_) => Ok(Decision::GivenUp),
         Verdict::Unreachable(why) => Err(Unreachable(why)),
     }
 }
 
-fn give_up(arbiter: &Arbiter, group: &str, life: Life) -> Result<Decision, Unreachable> {
-    arbiter.release(&key(group), before(life))?;
-    let decided = arbiter.current(&key(group))?;
+fn give_up(arbiter: &Arbiter, group: &GroupName, life: Life) -> Result<Decision, Unreachable> {
+    arbiter.release(Key::Restore(group), before(life))?;
+    let decided = arbiter.current(Key::Restore(group))?;
     // A record of a later life: nobody waits for this one any more.
     let of_this = decided.filter(|record| record.generation == generation(life));
     match of_this.is_some_and(|record| record.host.is_some()) {
         true => Ok(Decision::Settled),
         false => Ok(Decision::GivenUp),
     }
-}
-
-/// No VM's name has a dot.
-fn key(group: &str) -> String {
-    format!("restore.{group}")
 }
 
 fn generation(life: Life) -> Generation {
@@ -64,9 +64,11 @@ mod tests {
     use super::*;
     use crate::config::ArbiterConfig;
     use std::path::Path;
+    use understudy_protocol::literal;
 
     fn arbiter(path: &Path, host: &str) -> Arbiter {
-        Arbiter::new(&ArbiterConfig::File { path: path.to_owned() }, host).unwrap()
+        Arbiter::new(&ArbiterConfig::File { path: path.to_owned() }, &host.parse().unwrap())
+            .unwrap()
     }
 
     #[test]
@@ -75,41 +77,41 @@ mod tests {
         let [a, b] = ["a", "b"].map(|host| arbiter(directory.path(), host));
         // After three restores of which nobody asked.
         let life = Life(4);
-        assert_eq!(settle(&a, "shop", life), Ok(Decision::Settled));
+        assert_eq!(settle(&a, &literal("shop"), life), Ok(Decision::Settled));
         for host in [&a, &b] {
-            assert_eq!(give_up(host, "shop", life), Ok(Decision::Settled));
+            assert_eq!(give_up(host, &literal("shop"), life), Ok(Decision::Settled));
         }
-        assert_eq!(settle(&a, "shop", life), Ok(Decision::Settled), "an answer was lost");
+        assert_eq!(settle(&a, &literal("shop"), life), Ok(Decision::Settled), "an answer was lost");
 
         let life = Life(5);
-        assert_eq!(give_up(&b, "shop", life), Ok(Decision::GivenUp));
+        assert_eq!(give_up(&b, &literal("shop"), life), Ok(Decision::GivenUp));
         for host in [&a, &b] {
-            assert_eq!(give_up(host, "shop", life), Ok(Decision::GivenUp));
-            assert_eq!(settle(host, "shop", life), Ok(Decision::GivenUp));
+            assert_eq!(give_up(host, &literal("shop"), life), Ok(Decision::GivenUp));
+            assert_eq!(settle(host, &literal("shop"), life), Ok(Decision::GivenUp));
         }
-        assert_eq!(settle(&a, "bank", life), Ok(Decision::Settled), "another group");
+        assert_eq!(settle(&a, &literal("bank"), life), Ok(Decision::Settled), "another group");
     }
 
     #[test]
     fn the_coordinators_own_host_may_give_up_too() {
         let directory = tempfile::tempdir().unwrap();
         let a = arbiter(directory.path(), "a");
-        assert_eq!(give_up(&a, "shop", Life(1)), Ok(Decision::GivenUp));
-        assert_eq!(settle(&a, "shop", Life(1)), Ok(Decision::GivenUp));
+        assert_eq!(give_up(&a, &literal("shop"), Life(1)), Ok(Decision::GivenUp));
+        assert_eq!(settle(&a, &literal("shop"), Life(1)), Ok(Decision::GivenUp));
     }
 
     #[test]
     fn what_is_long_over_is_given_up() {
         let directory = tempfile::tempdir().unwrap();
         let [a, b] = ["a", "b"].map(|host| arbiter(directory.path(), host));
-        assert_eq!(settle(&a, "shop", Life(7)), Ok(Decision::Settled));
-        assert_eq!(give_up(&b, "shop", Life(6)), Ok(Decision::GivenUp));
+        assert_eq!(settle(&a, &literal("shop"), Life(7)), Ok(Decision::Settled));
+        assert_eq!(give_up(&b, &literal("shop"), Life(6)), Ok(Decision::GivenUp));
     }
 
     #[test]
     fn an_arbiter_that_is_away_decides_nothing() {
         let away = arbiter(Path::new("/nonexistent/arbiter"), "a");
-        assert!(settle(&away, "shop", Life(1)).is_err());
-        assert!(give_up(&away, "shop", Life(1)).is_err());
+        assert!(settle(&away, &literal("shop"), Life(1)).is_err());
+        assert!(give_up(&away, &literal("shop"), Life(1)).is_err());
     }
 }

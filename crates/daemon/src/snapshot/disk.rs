@@ -145,7 +145,7 @@ impl Pace {
         Pace { next: Instant::now() }
     }
 
-    /// So many bytes were read.
+    /// Waits as long as reading `bytes` may take.
     fn wait(&mut self, bytes: usize) {
         let now = Instant::now();
         // What a slow store has left unused is not made up for.

@@ -5,6 +5,7 @@ use super::words::{Heard, Reply, Said};
 use crate::handshake::Purpose;
 use crate::host::Host;
 use crate::link::{Link, read_json};
+use anyhow::anyhow;
 use crossbeam_channel::{Receiver, Sender};
 use serde::Serialize;
 use std::collections::BTreeMap;
@@ -12,7 +13,8 @@ use std::net::SocketAddr;
 use std::sync::Arc;
 use std::thread;
 use std::time::Duration;
-use tracing::debug;
+use tracing::{debug, warn};
+use understudy_protocol::HostName;
 use understudy_protocol::wire::Kind;
 
 /// Before a host is dialled again.
@@ -23,24 +25,26 @@ const WRITE_TIMEOUT: Duration = Duration::from_secs(2);
 /// The ways to the hosts of a group.
 pub struct Exchange {
     host: Arc<Host>,
-    peers: BTreeMap<String, Sender<Said>>,
+    peers: BTreeMap<HostName, Sender<Said>>,
     reply: Reply,
 }
 
 impl Exchange {
     /// To these hosts; their reports go to `reply`.
-    pub fn new(host: &Arc<Host>, hosts: &[String], reply: Reply) -> Exchange {
+    pub fn new(host: &Arc<Host>, hosts: &[HostName], reply: Reply) -> Exchange {
         let known = host.known_hosts();
         let mut peers = BTreeMap::new();
         for peer in hosts.iter().filter(|peer| **peer != host.config.name) {
             let addresses = known.get(peer).cloned().unwrap_or_default();
-            peers.entry(peer.clone()).or_insert_with(|| reach(host, peer, addresses, &reply));
+            peers.entry(peer.clone()).or_insert_with(|| {
+                reach(host, peer, addresses, &of_own_members(peer, hosts, &reply))
+            });
         }
         Exchange { host: host.clone(), peers, reply }
     }
 
     /// Says it to the host; it may be lost.
-    pub fn say(&self, host: &str, said: Said) {
+    pub fn say(&self, host: &HostName, said: Said) {
         match self.peers.get(host) {
             // The thread behind it lives as long as this.
             Some(peer) => drop(peer.send(said)),
@@ -49,7 +53,23 @@ impl Exchange {
     }
 }
 
-fn reach(host: &Arc<Host>, peer: &str, addresses: Vec<SocketAddr>, reply: &Reply) -> Sender<Said> {
+/// A reply that takes a host's reports about its own members only: which member a report is
+/// about is the peer's word, and the coordinator's tables are indexed with it.
+fn of_own_members(peer: &HostName, hosts: &[HostName], reply: &Reply) -> Reply {
+    let own: Vec<bool> = hosts.iter().map(|host| host == peer).collect();
+    let (peer, reply) = (peer.clone(), reply.clone());
+    Arc::new(move |heard| match own.get(heard.member().index()) {
+        Some(true) => reply(heard),
+        _ => warn!("host {peer} reports about {:?}, which is not there", heard.member()),
+    })
+}
+
+fn reach(
+    host: &Arc<Host>,
+    peer: &HostName,
+    addresses: Vec<SocketAddr>,
+    reply: &Reply,
+) -> Sender<Said> {
     let (sender, queue) = crossbeam_channel::unbounded();
     let (host, peer, reply) = (host.clone(), peer.to_owned(), reply.clone());
     thread::spawn(move || {
@@ -112,6 +132,7 @@ pub(crate) fn serve(host: &Arc<Host>, link: &Link) -> anyhow::Result<()> {
     });
     // Ends with the connection.
     while let Ok(said) = receive::<Said>(link) {
+        let said = said.checked().map_err(|why| anyhow!("an order that cannot be: {why}"))?;
         obey(host, said, &reply);
     }
     Ok(())
@@ -121,5 +142,29 @@ fn obey(host: &Arc<Host>, said: Said, reply: &Reply) {
     match said {
         Said::Take(task, order) => host.take_order(task, order, reply),
         Said::Restore(task, order) => host.restore_order(task, order, reply),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::sync::Mutex;
+    use understudy_protocol::literal;
+    use understudy_snapshot::{Member, Report};
+
+    /// The coordinator panicked, and its daemon with it, at a member that the group does not have.
+    #[test]
+    fn a_host_reports_about_its_own_members_only() {
+        let taken = Arc::new(Mutex::new(Vec::new()));
+        let reply: Reply = {
+            let taken = taken.clone();
+            Arc::new(move |heard: Heard| taken.lock().unwrap().push(heard.member()))
+        };
+        let hosts: [HostName; 3] = [literal("a"), literal("b"), literal("a")];
+        let of_a = of_own_members(&hosts[0], &hosts, &reply);
+        for member in [0, 1, 2, 3, u16::MAX] {
+            of_a(Heard::Restore(Member(member), Report::StartFin));
+        }
+        assert_eq!(*taken.lock().unwrap(), [Member(0), Member(2)]);
     }
 }

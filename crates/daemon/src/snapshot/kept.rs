@@ -5,6 +5,7 @@ use super::Stopped;
 use super::disk::DiskCapture;
 use super::memory::{Pace, Saving, most_traced};
 use super::part::Shape;
+use super::store_keys::StoreKeys;
 use super::words::{KeepOrder, Kept, KeptImage};
 use crate::machine::Machine;
 use crate::sync::lock;
@@ -19,15 +20,17 @@ use tracing::{info, warn};
 use understudy_memory::{MAIN_MEMORY, StillImage, StillPage};
 use understudy_protocol::BlockId;
 use understudy_snapshot::{
-    AreaMap, Lane, Packer, Page, SnapshotNumber, Store, WorkingSet, working_set_size,
+    AreaMap, Lane, Packer, Page, SnapshotNumber, WorkingSet, working_set_size,
 };
 
 /// How often the end of the trace is looked for.
 const LOOK: Duration = Duration::from_millis(20);
 
 /// What a backup keeps of one VM.
-#[derive(Default)]
-pub struct Keeper(Mutex<Option<Keeping>>);
+pub struct Keeper {
+    keeping: Mutex<Option<Keeping>>,
+    keys: StoreKeys,
+}
 
 struct Keeping {
     number: SnapshotNumber,
@@ -43,9 +46,14 @@ impl Drop for Keeping {
 }
 
 impl Keeper {
+    /// Keeps nothing yet; what it will goes to stores with these keys.
+    pub fn new(keys: StoreKeys) -> Keeper {
+        Keeper { keeping: Mutex::new(None), keys }
+    }
+
     /// What whoever writes memory has to tell of it; none if nothing is kept.
     pub fn image(&self) -> Option<Arc<StillImage>> {
-        lock(&self.0).as_ref().map(|keeping| keeping.image.clone())
+        lock(&self.keeping).as_ref().map(|keeping| keeping.image.clone())
     }
 
     /// Keeps what the standby has now, instead of whatever was kept before: nothing is written
@@ -72,11 +80,11 @@ impl Keeper {
         };
         let keeping = Keeping { number, image: job.image.clone(), stop: Arc::default() };
         let stop = keeping.stop.clone();
-        let former = lock(&self.0).replace(keeping);
+        let former = lock(&self.keeping).replace(keeping);
         drop(former);
         let keeper = self.clone();
         thread::spawn(move || {
-            let image = job.run(&stop);
+            let image = job.run(&keeper.keys, &stop);
             keeper.let_go(number);
             answer(image);
         });
@@ -84,13 +92,13 @@ impl Keeper {
 
     /// Nothing is kept for this snapshot any more.
     pub fn let_go(&self, number: SnapshotNumber) {
-        let former = lock(&self.0).take_if(|keeping| keeping.number == number);
+        let former = lock(&self.keeping).take_if(|keeping| keeping.number == number);
         drop(former);
     }
 
     /// Nothing is kept any more: the VM runs here, or is not followed any more.
     pub fn end(&self) {
-        let former = lock(&self.0).take();
+        let former = lock(&self.keeping).take();
         drop(former);
     }
 }
@@ -122,9 +130,10 @@ impl Job {
         Ok(Job { order, shape, image, disks, device_state, since: Instant::now() })
     }
 
-    fn run(self, stop: &AtomicBool) -> anyhow::Result<KeptImage> {
+    fn run(self, keys: &StoreKeys, stop: &AtomicBool) -> anyhow::Result<KeptImage> {
         let compression = self.order.compression;
-        let store = Store::open(&self.order.store)
+        let store = keys
+            .open(&self.order.store)
             .with_context(|| format!("the backup cannot reach the store {}", self.order.store))?;
         let device_state = store.put_blob(&self.device_state, compression)?;
         let mut packers = self.packers();

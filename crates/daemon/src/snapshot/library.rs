@@ -5,13 +5,14 @@ use super::report::{DeleteReport, SnapshotMember, SnapshotReport, VerifyReport};
 use super::unix_now;
 use crate::error::{ErrorKind, HostError};
 use crate::host::Host;
+use understudy_protocol::GroupName;
 use understudy_snapshot::{Listed, Manifest, SnapshotNumber, Store, Swept};
 
 impl Host {
     /// The snapshots of a group, the oldest first.
     pub fn snapshots_of(
         &self,
-        group: &str,
+        group: &GroupName,
         store: Option<&str>,
     ) -> Result<Vec<SnapshotReport>, HostError> {
         let store = self.open_store(group, store)?;
@@ -22,7 +23,9 @@ impl Host {
     /// The snapshots of all groups in a store; without one, of this host's clusters.
     pub fn all_snapshots(&self, store: Option<&str>) -> Result<Vec<SnapshotReport>, HostError> {
         let groups = match store {
-            Some(location) => self.open_store("", Some(location))?.groups(),
+            Some(location) => {
+                Store::open(&absolute(location)).map_err(|error| store_error("", error))?.groups()
+            }
             None => Ok(self.config.clusters.keys().cloned().collect()),
         };
         let mut all = Vec::new();
@@ -35,7 +38,7 @@ impl Host {
     /// Deletes a snapshot.
     pub fn delete_snapshot(
         &self,
-        group: &str,
+        group: &GroupName,
         number: SnapshotNumber,
         store: Option<&str>,
     ) -> Result<DeleteReport, HostError> {
@@ -56,7 +59,7 @@ impl Host {
     /// Reads and checks all of a snapshot, the last one without a number.
     pub fn verify_snapshot(
         &self,
-        group: &str,
+        group: &GroupName,
         number: Option<SnapshotNumber>,
         store: Option<&str>,
     ) -> Result<VerifyReport, HostError> {
@@ -74,7 +77,11 @@ impl Host {
     }
 
     /// The store that is named, or the group's own.
-    pub(super) fn store_of(&self, group: &str, named: Option<&str>) -> Result<String, HostError> {
+    pub(super) fn store_of(
+        &self,
+        group: &GroupName,
+        named: Option<&str>,
+    ) -> Result<String, HostError> {
         let own = self.config.clusters.get(group).and_then(|cluster| cluster.store.clone());
         let location = named.map(str::to_owned).or(own).ok_or_else(|| {
             let message = format!(
@@ -83,22 +90,29 @@ impl Host {
             );
             HostError::new(ErrorKind::Invalid, message)
         })?;
-        // Other hosts' daemons may work elsewhere.
-        Ok(match location.contains("://") {
-            true => location,
-            false => {
-                std::path::absolute(&location).map_or(location, |path| path.display().to_string())
-            }
-        })
+        Ok(absolute(&location))
     }
 
-    pub(super) fn open_store(&self, group: &str, named: Option<&str>) -> Result<Store, HostError> {
+    pub(super) fn open_store(
+        &self,
+        group: &GroupName,
+        named: Option<&str>,
+    ) -> Result<Store, HostError> {
         let location = self.store_of(group, named)?;
-        Store::open(&location).map_err(|error| store_error("", error))
+        self.config.store_keys.open(&location).map_err(|error| store_error("", error))
     }
 }
 
-fn listed_report(group: &str, store: &str, listed: Listed) -> SnapshotReport {
+/// A store's address for other hosts, whose daemons may work in another directory.
+fn absolute(location: &str) -> String {
+    match location.contains("://") {
+        true => location.to_owned(),
+        false => std::path::absolute(location)
+            .map_or(location.to_owned(), |path| path.display().to_string()),
+    }
+}
+
+fn listed_report(group: &GroupName, store: &str, listed: Listed) -> SnapshotReport {
     match listed.manifest {
         Ok(manifest) => snapshot_report(&manifest, store),
         Err(error) => SnapshotReport {

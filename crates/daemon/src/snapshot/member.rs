@@ -15,6 +15,7 @@ use std::thread;
 use std::time::{Duration, Instant};
 use tracing::warn;
 use understudy_protocol::Generation;
+use understudy_protocol::{GroupName, VmName};
 use understudy_snapshot::{InFlightFrame, Life, Member, SnapshotNumber};
 
 /// For all members to be connected, before a snapshot is begun.
@@ -26,12 +27,12 @@ const LOOK: Duration = Duration::from_millis(100);
 
 /// A member that runs here.
 pub struct MemberSeat {
-    cluster: String,
+    cluster: GroupName,
     seat: OnceLock<Seat>,
     waiting: Mutex<Waiting>,
 }
 
-/// Who waits for a word of the cut.
+/// Waiters for an event of the cut.
 #[derive(Default)]
 struct Waiting {
     number: SnapshotNumber,
@@ -167,7 +168,7 @@ impl Host {
             self.join(machine, generation, &group, life, number).map(drop)
         };
         if let Err(error) = join() {
-            warn!(vm, "its frames do not go through the cluster {name}: {error:#}");
+            warn!(%vm, "its frames do not go through the cluster {name}: {error:#}");
         }
     }
 
@@ -208,8 +209,8 @@ impl Host {
     }
 
     /// A VM's seat in a group, if it has one.
-    pub(super) fn seat_of(&self, vm: &str, group: &str) -> Option<Arc<MemberSeat>> {
+    pub(super) fn seat_of(&self, vm: &VmName, group: &GroupName) -> Option<Arc<MemberSeat>> {
         let members = lock(&self.snapshots.members);
-        members.get(vm).filter(|seat| seat.cluster == group).cloned()
+        members.get(vm).filter(|seat| seat.cluster == *group).cloned()
     }
 }

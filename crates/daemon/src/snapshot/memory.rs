@@ -33,7 +33,7 @@ const PERIOD: Duration = Duration::from_millis(100);
 /// Of a trace, at most this share of the memory is kept, with its content: a half.
 const TRACED_SHARE: u64 = 2;
 
-/// And at most so many pages: 256 MiB.
+/// Most pages that are traced: 256 MiB.
 const MOST_TRACED: u64 = 1 << 16;
 
 /// Where repeated accesses are wanted, so many are kept at most: 128 MiB.
@@ -177,7 +177,7 @@ impl MemoryCapture {
         let packed = saving.end()?;
         let changed = self.taken.cut().changed();
         info!(
-            vm = self.taken.machine.definition().name,
+            vm = %self.taken.machine.definition().name,
             changed,
             zeros = packed.zeros,
             duplicates = packed.duplicates,

@@ -18,6 +18,7 @@ use std::sync::atomic::AtomicBool;
 use std::time::Duration;
 use tracing::info;
 use understudy_protocol::PrimaryPhase;
+use understudy_protocol::VmName;
 use understudy_snapshot::{Area, Part, SnapshotNumber, Store};
 
 /// How often it is looked whether the snapshot, or protection, has ended.
@@ -56,7 +57,7 @@ impl MirroredCapture {
             number,
             seat,
             complete: None,
-            store: Store::open(&task.store)?,
+            store: host.config.store_keys.open(&task.store)?,
             session,
             sampled: host.snapshots.sampled(&machine),
             machine,
@@ -86,7 +87,7 @@ impl MirroredCapture {
         };
         self.answer = Some(self.session.keep_epoch(&order, Box::new(in_pause))?);
         self.complete = complete.try_recv().ok();
-        info!(vm = self.task.vm(), "snapshot {} is that of its backup", self.number);
+        info!(vm = %self.task.vm(), "snapshot {} is that of its backup", self.number);
         Ok(())
     }
 
@@ -144,7 +145,7 @@ impl Drop for MirroredCapture {
 }
 
 /// What speaks against a snapshot of its backup now.
-fn check(vm: &str, session: &primary::Session) -> anyhow::Result<()> {
+fn check(vm: &VmName, session: &primary::Session) -> anyhow::Result<()> {
     let peer = &session.peer;
     if session.mode() == Mode::Lockstep {
         bail!(

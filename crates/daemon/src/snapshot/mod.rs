@@ -21,6 +21,7 @@
 //! | [`placement`] | who may be restored where, asked before anything is started |
 //! | [`memory`], [`fill`], [`disk`], [`disk_fill`] | what is captured, and filled in again |
 //! | [`early`] | what of a memory a start waits for, read while QEMU starts |
+//! | [`store_keys`] | the keys of encrypted stores |
 //! | [`source`] | the way to the store, which all restored guests of a host share |
 //! | [`frames`] | frames between members, and those in flight |
 //! | [`report`] | what users ask for and are told |
@@ -51,6 +52,7 @@ mod restorer;
 mod sampling;
 mod schedule;
 mod source;
+mod store_keys;
 mod take;
 mod taker;
 pub mod trial;
@@ -62,6 +64,8 @@ pub(crate) use kept::Keeper;
 pub(crate) use placement::Question;
 pub(crate) use sampling::start as start_sampling;
 pub(crate) use schedule::start as start_schedules;
+pub use store_keys::{StoreKeys, make_key};
+use understudy_protocol::{GroupName, VmName};
 pub(crate) use words::{KeepOrder, Kept};
 
 use crate::sync::lock;
@@ -78,17 +82,17 @@ use understudy_snapshot::{Life, SnapshotNumber};
 /// What a store gives in a second, as long as nothing was read from it.
 const ASSUMED_SPEED: u64 = 100_000_000;
 
-/// So many pages tell how fast a store is.
+/// Fewest pages that tell how fast a store is.
 const TELLING_PAGES: u64 = 1024;
 
 /// What a host does for snapshots and restores, by VM.
 #[derive(Default)]
 pub(crate) struct Snapshots {
-    takings: Mutex<BTreeMap<String, Arc<Taking>>>,
-    restorings: Mutex<BTreeMap<String, Arc<Restoring>>>,
-    members: Mutex<BTreeMap<String, Arc<MemberSeat>>>,
+    takings: Mutex<BTreeMap<VmName, Arc<Taking>>>,
+    restorings: Mutex<BTreeMap<VmName, Arc<Restoring>>>,
+    members: Mutex<BTreeMap<VmName, Arc<MemberSeat>>>,
     /// The last number and life of each group that this host has heard of.
-    groups: Mutex<BTreeMap<String, (SnapshotNumber, Life)>>,
+    groups: Mutex<BTreeMap<GroupName, (SnapshotNumber, Life)>>,
     /// Bytes a second that were read from a store last; 0 if that is not known.
     speed: AtomicU64,
     samplings: sampling::Samplings,
@@ -105,7 +109,7 @@ impl Snapshots {
         }
     }
 
-    /// So many pages were read from a store in so long; few say nothing about it.
+    /// Notes how long a store took to deliver `pages`; too few say nothing about it.
     fn note_loaded(&self, pages: u64, took: Duration) {
         if pages >= TELLING_PAGES && !took.is_zero() {
             let bytes = pages as f64 * understudy_snapshot::UNIT_BYTES as f64;
@@ -114,47 +118,47 @@ impl Snapshots {
     }
 
     /// The last number that this host has heard of, of a snapshot or of one given up.
-    fn last_number(&self, group: &str) -> SnapshotNumber {
+    fn last_number(&self, group: &GroupName) -> SnapshotNumber {
         lock(&self.groups).get(group).map_or(SnapshotNumber(0), |known| known.0)
     }
 
     /// The same of each group.
-    pub(crate) fn last_numbers(&self) -> BTreeMap<String, SnapshotNumber> {
+    pub(crate) fn last_numbers(&self) -> BTreeMap<GroupName, SnapshotNumber> {
         let groups = lock(&self.groups);
         groups.iter().map(|(group, known)| (group.clone(), known.0)).collect()
     }
 
-    fn note_number(&self, group: &str, number: SnapshotNumber) {
+    fn note_number(&self, group: &GroupName, number: SnapshotNumber) {
         let mut groups = lock(&self.groups);
         let known = groups.entry(group.to_owned()).or_default();
         known.0 = known.0.max(number);
     }
 
-    fn last_life(&self, group: &str) -> Life {
+    fn last_life(&self, group: &GroupName) -> Life {
         lock(&self.groups).get(group).map_or(Life(0), |known| known.1)
     }
 
-    fn note_life(&self, group: &str, life: Life) {
+    fn note_life(&self, group: &GroupName, life: Life) {
         let mut groups = lock(&self.groups);
         let known = groups.entry(group.to_owned()).or_default();
         known.1 = known.1.max(life);
     }
 
     /// Whether a restore of the VM is under way.
-    pub(crate) fn is_restoring(&self, vm: &str) -> bool {
+    pub(crate) fn is_restoring(&self, vm: &VmName) -> bool {
         let restoring = lock(&self.restorings).get(vm).cloned();
         restoring.is_some_and(|restoring| restoring.is_under_way())
     }
 
     /// Whether a snapshot of the VM is under way.
-    pub(crate) fn is_taking(&self, vm: &str) -> bool {
+    pub(crate) fn is_taking(&self, vm: &VmName) -> bool {
         let taking = lock(&self.takings).get(vm).cloned();
         taking.is_some_and(|taking| taking.is_under_way())
     }
 
     /// How far memory and disks of a restored VM are there; none if it was not restored, or is
     /// whole.
-    pub(crate) fn filling(&self, vm: &str) -> Option<FillReport> {
+    pub(crate) fn filling(&self, vm: &VmName) -> Option<FillReport> {
         let restoring = lock(&self.restorings).get(vm).cloned();
         restoring?.fill_state().filter(|state| !state.memory.complete)
     }

@@ -8,9 +8,11 @@ use crate::recover::Inquiry;
 use serde::{Deserialize, Serialize};
 use std::sync::Arc;
 use understudy_protocol::Generation;
+use understudy_protocol::HostName;
 use understudy_protocol::validity::ArbiterWord;
 use understudy_protocol::wire::Kind;
-use understudy_snapshot::{MemberManifest, SnapshotNumber, Store, StoreError, Unfit};
+use understudy_protocol::{GroupName, VmName};
+use understudy_snapshot::{MemberManifest, SnapshotNumber, StoreError, Unfit};
 
 /// What a host is asked: could these members of a snapshot be restored on it?
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -18,11 +20,11 @@ pub struct Question {
     /// Where the snapshot is.
     pub store: String,
     /// Its group.
-    pub group: String,
+    pub group: GroupName,
     /// Which one.
     pub number: SnapshotNumber,
     /// The members' VMs.
-    pub vms: Vec<String>,
+    pub vms: Vec<VmName>,
 }
 
 /// They could.
@@ -39,11 +41,12 @@ impl Host {
         if self.is_closing() {
             return refuse(ErrorKind::Conflict, format!("host {here} is shutting down"));
         }
-        let store = Store::open(&question.store).map_err(|error| self.of_store(error))?;
+        let store =
+            self.config.store_keys.open(&question.store).map_err(|error| self.of_store(error))?;
         let manifest = store
             .snapshot(&question.group, Some(question.number))
             .map_err(|error| self.of_store(error))?;
-        let wanted = |name: &String| question.vms.contains(name);
+        let wanted = |name: &VmName| question.vms.contains(name);
         let entries = manifest.members.iter().filter(|entry| wanted(&entry.name));
         let members: Vec<MemberManifest> = entries
             .map(|entry| store.member(entry))
@@ -70,7 +73,7 @@ impl Host {
     /// Asks a host.
     pub(super) fn ask_to_restore(
         self: &Arc<Self>,
-        host: &str,
+        host: &HostName,
         question: &Question,
     ) -> Result<Answer, HostError> {
         if *host == self.config.name {
@@ -81,7 +84,7 @@ impl Host {
             let message = format!(
                 "host {} does not know a host {host}; its configuration's [peers] has: {}",
                 self.config.name,
-                known.keys().cloned().collect::<Vec<_>>().join(", ")
+                known.keys().map(HostName::as_str).collect::<Vec<_>>().join(", ")
             );
             return refuse(ErrorKind::Invalid, message);
         };
@@ -104,7 +107,7 @@ impl Host {
     /// The newest generation of a VM that anybody knows; an error if it runs anywhere, or may.
     pub(super) fn check_runs_nowhere(
         &self,
-        vm: &str,
+        vm: &VmName,
         force: bool,
     ) -> Result<Generation, HostError> {
         let inquiry = self.inquire(vm)?;
@@ -132,9 +135,9 @@ impl Host {
     }
 }
 
-fn owner(inquiry: &Inquiry) -> Option<&str> {
+fn owner(inquiry: &Inquiry) -> Option<&HostName> {
     match &inquiry.arbiter {
-        ArbiterWord::Says(Some(owner)) => owner.host.as_deref(),
+        ArbiterWord::Says(Some(owner)) => owner.host.as_ref(),
         _ => None,
     }
 }

@@ -12,7 +12,7 @@ use super::words::{RestoreTask, SavedVm};
 use crate::host::Host;
 use crate::machine::{self, Machine};
 use crate::sync::lock;
-use anyhow::{Context, bail};
+use anyhow::{Context, bail, ensure};
 use std::collections::BTreeMap;
 use std::fs;
 use std::io::ErrorKind;
@@ -66,7 +66,7 @@ pub fn prepare(
     stop: &Arc<AtomicBool>,
     filling: impl FnOnce(&Arc<Filler>, &Arc<Vec<DiskFiller>>),
 ) -> anyhow::Result<Prepared> {
-    let store = Arc::new(Store::open(&task.store)?);
+    let store = Arc::new(host.config.store_keys.open(&task.store)?);
     let member = member_of(&store, task)?;
     let saved = SavedVm::of(&member)?;
     host.check_unused(&saved.definition)?;
@@ -149,11 +149,11 @@ impl Prepared {
             // The former images are what they were.
             let noted = former.map_or(Ok(()), |former| host.records.write(&former));
             if let Err(error) = noted {
-                warn!(vm = task.vm(), "{error}");
+                warn!(vm = %task.vm(), "{error}");
             }
             if let Some(arbiter) = &host.arbiter {
                 if let Err(error) = arbiter.release(task.vm(), generation) {
-                    warn!(vm = task.vm(), "{error}");
+                    warn!(vm = %task.vm(), "{error}");
                 }
             }
             return Err(error);
@@ -185,7 +185,7 @@ impl Prepared {
 /// A member's part of the snapshot that is restored.
 pub fn member_of(store: &Store, task: &RestoreTask) -> anyhow::Result<MemberManifest> {
     let manifest = store.snapshot(&task.group.name, Some(task.number))?;
-    let entry = manifest.members.iter().find(|entry| entry.name == task.vm());
+    let entry = manifest.members.iter().find(|entry| entry.name == *task.vm());
     let entry = entry.with_context(|| format!("{} is not in the snapshot", task.vm()))?;
     Ok(store.member(entry)?)
 }
@@ -211,13 +211,23 @@ impl RestoreTask {
 impl SavedVm {
     /// The VM of a member's part.
     pub fn of(member: &MemberManifest) -> anyhow::Result<SavedVm> {
-        serde_json::from_value(member.definition.clone()).with_context(|| {
-            format!(
-                "the definition of {} in the snapshot is not one that this version of understudy \
-                 knows; use the version that took it",
-                member.name
-            )
-        })
+        let name = &member.name;
+        let saved: SavedVm =
+            serde_json::from_value(member.definition.clone()).with_context(|| {
+                format!(
+                    "the definition of {name} in the snapshot is not one that this version of \
+                 understudy knows; use the version that took it"
+                )
+            })?;
+        if let Some(problem) = saved.definition.validate().first() {
+            bail!("the definition of {name} in the snapshot is wrong: {problem}");
+        }
+        ensure!(
+            saved.definition.name == *name,
+            "the definition of {name} in the snapshot is that of {}",
+            saved.definition.name
+        );
+        Ok(saved)
     }
 }
 

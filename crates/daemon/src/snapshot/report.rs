@@ -2,6 +2,7 @@
 
 pub use super::fill::FillState;
 use serde::{Deserialize, Serialize};
+use understudy_protocol::{GroupName, HostName, VmName};
 use understudy_snapshot::{Compression, Life, Mode, SnapshotNumber, WorkingSetFactor};
 
 /// How far a restored VM is there.
@@ -37,7 +38,7 @@ pub struct SnapshotRequest {
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct SnapshotReport {
     /// The group.
-    pub group: String,
+    pub group: GroupName,
     /// Its number.
     pub number: SnapshotNumber,
     /// What its user calls it.
@@ -57,9 +58,9 @@ pub struct SnapshotReport {
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct SnapshotMember {
     /// The VM.
-    pub vm: String,
+    pub vm: VmName,
     /// The host that it ran on.
-    pub host: String,
+    pub host: HostName,
     /// Bytes of its memory.
     pub memory: u64,
 }
@@ -77,7 +78,7 @@ pub struct RestoreRequest {
     /// How much of the working set is loaded before the start.
     pub working_set: WorkingSetFactor,
     /// The hosts that members may be restored on; where they ran without.
-    pub onto: Vec<String>,
+    pub onto: Vec<HostName>,
     /// Hosts that do not answer are down for good, says the operator: what the arbiter's record
     /// says that they run does not run.
     pub force: bool,
@@ -89,7 +90,7 @@ pub struct RestoreRequest {
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct RestoreReport {
     /// The group.
-    pub group: String,
+    pub group: GroupName,
     /// The snapshot.
     pub number: SnapshotNumber,
     /// The group's life from now on.
@@ -110,9 +111,9 @@ pub struct RestoreReport {
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct RestoredMember {
     /// The VM.
-    pub vm: String,
+    pub vm: VmName,
     /// The host that runs it.
-    pub host: String,
+    pub host: HostName,
     /// Pages that its start waited for.
     pub pages_before_start: u64,
     /// Milliseconds until it could start.
@@ -148,7 +149,7 @@ impl Backoff {
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct VerifyReport {
     /// The group.
-    pub group: String,
+    pub group: GroupName,
     /// The snapshot.
     pub number: SnapshotNumber,
     /// Chunks that were read and checked.
@@ -163,7 +164,7 @@ pub struct VerifyReport {
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct DeleteReport {
     /// The group.
-    pub group: String,
+    pub group: GroupName,
     /// The snapshot.
     pub number: SnapshotNumber,
     /// What became of its chunks.

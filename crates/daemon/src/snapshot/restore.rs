@@ -15,6 +15,7 @@ use std::sync::{Arc, Condvar, Mutex, PoisonError, Weak};
 use std::thread;
 use std::time::Duration;
 use tracing::{info, warn};
+use understudy_protocol::validity::ImageRole;
 use understudy_snapshot::{Cohort, CohortAction, CohortEvent, Order};
 
 /// How often a cohort looks whether its coordinator has been silent for too long, and says
@@ -169,7 +170,7 @@ impl Restoring {
                 }
                 CohortAction::Start => match state.prepared.take() {
                     Some(prepared) => self.work(state, |restoring| restoring.start(prepared)),
-                    None => warn!(vm = self.task.vm(), "told to start without being loaded"),
+                    None => warn!(vm = %self.task.vm(), "told to start without being loaded"),
                 },
                 CohortAction::Settle => self.spawn(Restoring::entrust),
                 CohortAction::Ask => self.spawn(Restoring::ask),
@@ -261,7 +262,7 @@ impl Restoring {
             self.end_vm();
             return Ok(());
         }
-        info!(vm = self.task.vm(), "runs as of snapshot {}", self.task.number);
+        info!(vm = %self.task.vm(), "runs as of snapshot {}", self.task.number);
         self.event(CohortEvent::Started);
         self.complete(&filler, &disks)?;
         if let Ok(vm) = host.primary(self.task.vm()) {
@@ -312,13 +313,13 @@ impl Restoring {
         let (vm, group) = (self.task.vm(), &self.task.group.name);
         match host.give_up_restore(group, self.task.life) {
             Ok(Some(decision)) => {
-                warn!(vm, "nothing is heard from who restores {group}: {decision:?}");
+                warn!(%vm, "no message from the coordinator that restores {group}: {decision:?}");
                 self.event(CohortEvent::Decided(decision));
             }
             // The coordinator is in this daemon, and will say.
             Ok(None) => {}
             // Asked again.
-            Err(error) => warn!(vm, "whether its restore was given up is not known: {error}"),
+            Err(error) => warn!(%vm, "whether its restore was given up is not known: {error}"),
         }
     }
 
@@ -338,7 +339,7 @@ impl Restoring {
         let Some(host) = self.host.upgrade() else { return };
         let Ok(vm) = host.primary(self.task.vm()) else { return };
         if vm.restored_by() == Some(&*self.task.id) {
-            host.remove_primary(&vm);
+            host.remove_primary(&vm, ImageRole::Cut);
         }
     }
 }

@@ -13,6 +13,7 @@ use std::thread;
 use std::time::{Duration, Instant};
 use tracing::debug;
 use understudy_protocol::PageIndex;
+use understudy_protocol::VmName;
 use understudy_snapshot::Sampling;
 
 /// As long as first accesses are traced after a snapshot: both tell what is touched in such a
@@ -27,7 +28,7 @@ const LOOK: Duration = Duration::from_millis(500);
 
 /// The VMs that are sampled.
 #[derive(Default)]
-pub struct Samplings(Mutex<BTreeMap<String, Known>>);
+pub struct Samplings(Mutex<BTreeMap<VmName, Known>>);
 
 struct Known {
     /// A VM that was started anew is another one.
@@ -56,7 +57,7 @@ impl Samplings {
         }
         let pages: Vec<_> = known.sampling.begin(WATCHED, below).map(PageIndex).collect();
         if !machine.begin_sample(&pages) {
-            debug!(vm = machine.definition().name, "is not sampled");
+            debug!(vm = %machine.definition().name, "is not sampled");
         }
     }
 
@@ -74,7 +75,7 @@ impl Snapshots {
     }
 
     /// The same, of the machine that was sampled last under this name, if there still is one.
-    pub(crate) fn sampled_pages(&self, vm: &str) -> Option<u64> {
+    pub(crate) fn sampled_pages(&self, vm: &VmName) -> Option<u64> {
         let all = lock(&self.samplings.0);
         let known = all.get(vm).filter(|known| known.machine.strong_count() > 0)?;
         known.sampling.estimate()

@@ -9,6 +9,7 @@ use std::sync::{Arc, Weak};
 use std::thread;
 use std::time::{Duration, Instant};
 use tracing::{info, warn};
+use understudy_protocol::GroupName;
 use understudy_snapshot::{Manifest, Retention};
 
 /// How often it is looked whether a snapshot is due: a daemon that ends is not held up for long.
@@ -24,7 +25,7 @@ pub(crate) fn start(host: &Arc<Host>) {
     }
 }
 
-fn run(host: &Weak<Host>, name: &str, cluster: &ClusterConfig) {
+fn run(host: &Weak<Host>, name: &GroupName, cluster: &ClusterConfig) {
     let Some(schedule) = cluster.schedule else { return };
     let mut due = Instant::now() + schedule.every;
     loop {
@@ -46,7 +47,7 @@ fn run(host: &Weak<Host>, name: &str, cluster: &ClusterConfig) {
 
 impl Host {
     /// Deletes the snapshots of a group that are not to be kept.
-    fn expire(&self, group: &str, retention: Retention) -> Result<(), HostError> {
+    fn expire(&self, group: &GroupName, retention: Retention) -> Result<(), HostError> {
         let store = self.open_store(group, None)?;
         let there =
             store.snapshots(group).map_err(|error| super::placement::store_error("", error))?;

@@ -53,7 +53,7 @@ struct Job {
     now: Now,
 }
 
-/// Who tells the thread that the VM is to be paused.
+/// Instruction to the thread that pauses the VM.
 enum Now {
     /// The coordinator.
     Order(Sender<()>),
@@ -130,10 +130,10 @@ impl Host {
     /// A VM was restored from a snapshot, and all of it is there: the next one need not save
     /// again what its disks have kept.
     pub(super) fn note_base(self: &Arc<Self>, restored: &RestoreTask, machine: &Machine) {
-        let base = match Base::of_restored(restored, machine) {
+        let base = match Base::of_restored(restored, machine, &self.config.store_keys) {
             Ok(base) => base,
             Err(error) => {
-                warn!(vm = restored.vm(), "its next snapshot saves everything: {error:#}");
+                warn!(vm = %restored.vm(), "its next snapshot saves everything: {error:#}");
                 return;
             }
         };
@@ -204,7 +204,7 @@ impl Taking {
                 TakeAction::Prepare(number) => self.begin(state, number),
                 TakeAction::Take(number) => self.take_now(state, number),
                 TakeAction::Commit(number) => {
-                    info!(vm = state.task.vm(), "snapshot {number} of {}", state.task.group.name);
+                    info!(vm = %state.task.vm(), "snapshot {number} of {}", state.task.group.name);
                     // Of a protected VM nothing is noted that the next one could leave out.
                     if let Some(saved) = state.saved.take() {
                         state.base = Some(saved.commit());
@@ -212,7 +212,7 @@ impl Taking {
                     state.job = None;
                 }
                 TakeAction::Discard(number) => {
-                    warn!(vm = state.task.vm(), "snapshot {number} is given up");
+                    warn!(vm = %state.task.vm(), "snapshot {number} is given up");
                     state.end(number);
                     // It counts as changed since the base again.
                     state.saved = None;

@@ -48,7 +48,8 @@ impl Coordinator {
         location: String,
         request: &SnapshotRequest,
     ) -> Result<Coordinator, HostError> {
-        let store = Store::create(&location).map_err(|error| store_error("", error))?;
+        let store =
+            host.config.store_keys.create(&location).map_err(|error| store_error("", error))?;
         let (events, heard) = crossbeam_channel::unbounded();
         let sender = events.clone();
         let reply: Reply = Arc::new(move |heard| {

@@ -12,6 +12,7 @@ use std::{env, fs, io, thread};
 use tracing::warn;
 use understudy_memory::Sample;
 use understudy_protocol::PageIndex;
+use understudy_protocol::VmName;
 
 /// Names the directory.
 pub const VARIABLE: &str = "UNDERSTUDY_TRACES";
@@ -39,12 +40,12 @@ pub struct RestoreTrace {
 
 impl SnapshotTrace {
     /// Where that of a VM is.
-    pub fn path(directory: &Path, vm: &str) -> PathBuf {
+    pub fn path(directory: &Path, vm: &VmName) -> PathBuf {
         directory.join(format!("{vm}-snapshot.json"))
     }
 
     /// Writes it.
-    pub(super) fn write_if_wanted(vm: &str, accesses: &[PageIndex]) {
+    pub(super) fn write_if_wanted(vm: &VmName, accesses: &[PageIndex]) {
         if let Some(directory) = directory() {
             let accesses = accesses.iter().map(|page| page.0).collect();
             write(&SnapshotTrace::path(&directory, vm), &SnapshotTrace { accesses });
@@ -54,7 +55,7 @@ impl SnapshotTrace {
 
 impl RestoreTrace {
     /// Where that of a VM is.
-    pub fn path(directory: &Path, vm: &str) -> PathBuf {
+    pub fn path(directory: &Path, vm: &VmName) -> PathBuf {
         directory.join(format!("{vm}-restore.json"))
     }
 }
@@ -112,11 +113,12 @@ fn write(path: &Path, trace: &impl Serialize) {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use understudy_protocol::literal;
 
     #[test]
     fn the_next_trace_of_a_vm_replaces_the_former() {
         let directory = tempfile::tempdir().unwrap();
-        let path = RestoreTrace::path(directory.path(), "web");
+        let path = RestoreTrace::path(directory.path(), &literal("web"));
         for waits in [1, 2] {
             let trace = RestoreTrace { touched: Some(vec![7, 3]), waits };
             write(&path, &trace);
@@ -124,6 +126,6 @@ mod tests {
             assert_eq!(trace, read);
         }
         assert_eq!(fs::read_dir(directory.path()).unwrap().count(), 1);
-        assert_ne!(path, SnapshotTrace::path(directory.path(), "web"));
+        assert_ne!(path, SnapshotTrace::path(directory.path(), &literal("web")));
     }
 }

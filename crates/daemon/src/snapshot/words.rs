@@ -5,21 +5,22 @@
 use serde::{Deserialize, Serialize};
 use std::sync::Arc;
 use understudy_protocol::Generation;
+use understudy_protocol::{GroupName, HostName, VmName};
 use understudy_qemu::{Accelerator, VmDefinition};
 use understudy_snapshot::{
     About, AreaEntry, Blob, Compression, Life, Member, Order, Report, SnapshotNumber, TakeOrder,
     TakeReport,
 };
 
-/// Who is in a group, and where.
+/// Members of a group and their hosts.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct GroupPlaces {
     /// The group's name.
-    pub name: String,
+    pub name: GroupName,
     /// Its members' VMs, in their order.
-    pub vms: Vec<String>,
+    pub vms: Vec<VmName>,
     /// The host of each.
-    pub hosts: Vec<String>,
+    pub hosts: Vec<HostName>,
 }
 
 /// A member's part in a snapshot.
@@ -41,7 +42,7 @@ pub struct TakeTask {
 
 impl TakeTask {
     /// The member's VM.
-    pub fn vm(&self) -> &str {
+    pub fn vm(&self) -> &VmName {
         &self.group.vms[self.member.index()]
     }
 }
@@ -69,7 +70,7 @@ pub struct RestoreTask {
 
 impl RestoreTask {
     /// The member's VM.
-    pub fn vm(&self) -> &str {
+    pub fn vm(&self) -> &VmName {
         &self.group.vms[self.member.index()]
     }
 }
@@ -83,13 +84,43 @@ pub enum Said {
     Restore(RestoreTask, Order),
 }
 
-/// And back.
+impl Said {
+    /// An order as a peer sent it, once it names a member that there is, and a restore whose name
+    /// can be part of a file's.
+    pub fn checked(self) -> Result<Said, &'static str> {
+        let (group, member) = match &self {
+            Said::Take(task, _) => (&task.group, task.member),
+            Said::Restore(task, _) => (&task.group, task.member),
+        };
+        if group.vms.len() != group.hosts.len() || member.index() >= group.vms.len() {
+            return Err("it names a member that its group does not have");
+        }
+        let plain = |byte: u8| byte.is_ascii_alphanumeric() || byte == b'-';
+        match &self {
+            Said::Restore(task, _) if task.id.len() > 64 || !task.id.bytes().all(plain) => {
+                Err("its restore has a name that is none")
+            }
+            _ => Ok(self),
+        }
+    }
+}
+
+/// Reports of a member to the coordinator.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Heard {
     /// About a snapshot.
     Take(Member, About<TakeReport>),
     /// About a restore.
     Restore(Member, Report),
+}
+
+impl Heard {
+    /// The member that it is about, by the word of whoever sent it.
+    pub fn member(&self) -> Member {
+        match self {
+            Heard::Take(member, _) | Heard::Restore(member, _) => *member,
+        }
+    }
 }
 
 /// Where reports go.
@@ -99,7 +130,7 @@ pub type Reply = Arc<dyn Fn(Heard) + Send + Sync>;
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct KeepOrder {
     /// The snapshot's group.
-    pub group: String,
+    pub group: GroupName,
     /// Which one.
     pub number: SnapshotNumber,
     /// Where it is stored.
@@ -110,11 +141,11 @@ pub struct KeepOrder {
     pub trace_ms: u64,
 }
 
-/// And back.
+/// The reply to a [`KeepOrder`].
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Kept {
     /// The snapshot's group.
-    pub group: String,
+    pub group: GroupName,
     /// Which one.
     pub number: SnapshotNumber,
     /// Where it is in the store, or why it is not there.
@@ -139,4 +170,41 @@ pub struct SavedVm {
     pub definition: VmDefinition,
     /// What executed its instructions.
     pub accelerator: Accelerator,
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn order(change: impl FnOnce(&mut serde_json::Value)) -> anyhow::Result<Said> {
+        let task = RestoreTask {
+            id: "1-1700000000".to_owned(),
+            group: GroupPlaces {
+                name: understudy_protocol::literal("shop"),
+                vms: vec![understudy_protocol::literal("db")],
+                hosts: vec![understudy_protocol::literal("b")],
+            },
+            member: Member(0),
+            store: "/srv".to_owned(),
+            number: SnapshotNumber(1),
+            newest: Generation(1),
+            life: Life(1),
+            by_recency: false,
+        };
+        let mut json = serde_json::to_value(task)?;
+        change(&mut json);
+        let task = serde_json::from_value(json)?;
+        Said::Restore(task, Order::Load { pages: 0 }).checked().map_err(anyhow::Error::msg)
+    }
+
+    /// It was believed: the first three became paths, the last one ended the daemon.
+    #[test]
+    fn an_order_of_a_peer_names_nothing_outside() {
+        assert!(order(|_| ()).is_ok());
+        assert!(order(|json| json["group"]["vms"][0] = "../../../etc/cron.d".into()).is_err());
+        assert!(order(|json| json["group"]["name"] = "..".into()).is_err());
+        assert!(order(|json| json["id"] = "x/../../y".into()).is_err());
+        assert!(order(|json| json["group"]["vms"] = serde_json::json!([])).is_err());
+        assert!(order(|json| json["member"] = 7.into()).is_err());
+    }
 }

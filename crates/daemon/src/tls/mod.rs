@@ -4,24 +4,29 @@
 //! the name in it must be the host's that it claims to be. TLS 1.3 only,
 //! nothing is resumed: every connection checks both certificates anew.
 
+pub mod certificate;
+mod material;
+pub mod renewal;
 mod stream;
 mod words;
 
 pub use stream::{NotTls, TlsStream, part};
 pub use words::explain;
 
-use anyhow::{Context, bail, ensure};
-use rustls::client::{Resumption, verify_server_name};
+use crate::sync::lock;
+use anyhow::Context;
+use material::{Contents, Material};
+use rustls::client::verify_server_name;
 use rustls::crypto::{CryptoProvider, ring};
-use rustls::pki_types::pem::PemObject;
-use rustls::pki_types::{CertificateDer, PrivateKeyDer, ServerName};
-use rustls::server::{ParsedCertificate, WebPkiClientVerifier};
-use rustls::version::TLS13;
-use rustls::{ClientConfig, ClientConnection, RootCertStore, ServerConfig, ServerConnection};
+use rustls::pki_types::{CertificateDer, ServerName, UnixTime};
+use rustls::server::ParsedCertificate;
+use rustls::{ClientConnection, ServerConnection};
 use std::net::TcpStream;
-use std::os::unix::fs::PermissionsExt;
-use std::path::{Path, PathBuf};
-use std::sync::Arc;
+use std::path::PathBuf;
+use std::sync::{Arc, Mutex, Weak};
+
+/// A certificate that expires within this time is told of.
+const NEAR_SECONDS: i64 = 30 * 24 * 3600;
 
 /// Where a host's certificate and key are, and the CA's that it trusts.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -32,67 +37,134 @@ pub struct TlsFiles {
     pub cert: PathBuf,
     /// Its private key, PEM; readable by its owner only.
     pub key: PathBuf,
+    /// The CA's list of revoked certificates, PEM, if there is to be one.
+    pub revoked: Option<PathBuf>,
 }
 
-/// What a host needs to be recognised by its peers, and to recognise them.
-#[derive(Debug)]
+/// What a host needs to be recognised by its peers, and to recognise them; read again when the
+/// files change.
 pub struct Tls {
-    client: Arc<ClientConfig>,
-    server: Arc<ServerConfig>,
+    files: TlsFiles,
+    name: String,
+    material: Mutex<Arc<Material>>,
+    /// Connections that there are, with their peers' certificates and since when.
+    live: Mutex<Vec<Live>>,
+    /// Why changed files are not used.
+    problem: Mutex<Option<String>>,
+}
+
+/// A peer's certificate, since when it is shown, and the connection.
+type Live = (CertificateDer<'static>, UnixTime, Weak<dyn Closable>);
+
+/// A connection that ends when its peer's certificate is revoked.
+pub trait Closable: Send + Sync {
+    /// Ends it in both directions.
+    fn close(&self);
 }
 
 impl Tls {
     /// Reads and checks the files of the host `name`.
     pub fn load(files: &TlsFiles, name: &str) -> anyhow::Result<Tls> {
-        let key = read_key(&files.key)?;
-        let chain = read_certificates(&files.cert)?;
-        names(&chain[0], name).with_context(|| {
-            format!("{} is not a certificate of host {name:?}", files.cert.display())
-        })?;
-        let mut roots = RootCertStore::empty();
-        for certificate in read_certificates(&files.ca)? {
-            let added = roots.add(certificate);
-            added.with_context(|| format!("{} is not a CA's certificate", files.ca.display()))?;
-        }
-        Tls::new(roots, chain, key).with_context(|| {
-            let (cert, key) = (files.cert.display(), files.key.display());
-            format!("cannot use the certificate {cert} with the key {key}")
+        let material = Material::new(Contents::read(files)?, files, name)?;
+        Ok(Tls {
+            files: files.clone(),
+            name: name.to_owned(),
+            material: Mutex::new(Arc::new(material)),
+            live: Mutex::default(),
+            problem: Mutex::default(),
         })
     }
 
-    fn new(
-        roots: RootCertStore,
-        chain: Vec<CertificateDer<'static>>,
-        key: PrivateKeyDer<'static>,
-    ) -> anyhow::Result<Tls> {
-        let (roots, provider) = (Arc::new(roots), provider());
-        let verifier =
-            WebPkiClientVerifier::builder_with_provider(roots.clone(), provider.clone()).build()?;
-        let mut server = ServerConfig::builder_with_provider(provider.clone())
-            .with_protocol_versions(&[&TLS13])?
-            .with_client_cert_verifier(verifier)
-            .with_single_cert(chain.clone(), key.clone_key())?;
-        server.send_tls13_tickets = 0;
-        let mut client = ClientConfig::builder_with_provider(provider)
-            .with_protocol_versions(&[&TLS13])?
-            .with_root_certificates(roots)
-            .with_client_auth_cert(chain, key)?;
-        client.resumption = Resumption::disabled();
-        Ok(Tls { client: Arc::new(client), server: Arc::new(server) })
+    /// Reads the files again. If they have changed, new handshakes use them, and connections whose
+    /// peers' certificates are revoked now are closed: returns how many.
+    pub fn refresh(&self) -> anyhow::Result<Option<usize>> {
+        let contents = Contents::read(&self.files)?;
+        if contents == self.material().contents {
+            return Ok(None);
+        }
+        let fresh = Arc::new(Material::new(contents, &self.files, &self.name)?);
+        *lock(&self.material) = fresh.clone();
+        let mut closed = 0;
+        lock(&self.live).retain(|(peer, since, connection)| {
+            let Some(connection) = connection.upgrade() else { return false };
+            let revoked = fresh.revokes(peer, *since);
+            if revoked {
+                connection.close();
+                closed += 1;
+            }
+            !revoked
+        });
+        Ok(Some(closed))
+    }
+
+    /// Sees to it that the connection ends when its peer's certificate is revoked.
+    pub fn watch(&self, stream: &TlsStream, connection: Weak<dyn Closable>) {
+        let (peer, now) = (stream.peer().clone(), UnixTime::now());
+        let mut live = lock(&self.live);
+        live.retain(|(.., connection)| connection.strong_count() > 0);
+        // The list may have changed since the handshake.
+        if self.material().revokes(&peer, now)
+            && let Some(connection) = connection.upgrade()
+        {
+            return connection.close();
+        }
+        live.push((peer, now, connection));
+    }
+
+    /// When this host's certificate expires, in seconds since 1970.
+    pub fn expires(&self) -> i64 {
+        self.material().expires
+    }
+
+    /// What the operator should see to; for people.
+    pub fn problems(&self) -> Vec<String> {
+        let material = self.material();
+        let left = material.expires - UnixTime::now().as_secs() as i64;
+        let cert = self.files.cert.display();
+        let mut problems: Vec<String> = lock(&self.problem).iter().cloned().collect();
+        if left < NEAR_SECONDS {
+            let when = match left {
+                ..0 => "has expired".to_owned(),
+                _ => format!("expires in {} days", left / (24 * 3600)),
+            };
+            problems.push(format!(
+                "the certificate {cert} {when}: issue a new one (`understudy pki issue`) and put \
+                 it in its place; no restart is needed"
+            ));
+        }
+        if material.is_revoked {
+            problems.push(format!("the certificate {cert} of this host is revoked"));
+        }
+        problems
+    }
+
+    fn note_problem(&self, problem: Option<String>) {
+        let words = |problem| format!("[tls]: changed files are not used: {problem}");
+        *lock(&self.problem) = problem.map(words);
+    }
+
+    fn material(&self) -> Arc<Material> {
+        lock(&self.material).clone()
     }
 
     /// The dialling side's handshake on a fresh connection to `peer`.
     pub fn dial(&self, socket: &TcpStream, peer: &str) -> anyhow::Result<TlsStream> {
         let name = server_name(peer)?;
-        let connection = ClientConnection::new(self.client.clone(), name)?;
+        let connection = ClientConnection::new(self.material().client.clone(), name)?;
         TlsStream::handshake(socket, connection.into())
     }
 
     /// The accepting side's handshake. Who the peer is, is still to be checked
     /// with [`TlsStream::check_peer`].
     pub fn accept(&self, socket: &TcpStream) -> anyhow::Result<TlsStream> {
-        let connection = ServerConnection::new(self.server.clone())?;
+        let connection = ServerConnection::new(self.material().server.clone())?;
         TlsStream::handshake(socket, connection.into())
+    }
+}
+
+impl std::fmt::Debug for Tls {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Tls").field("files", &self.files).finish_non_exhaustive()
     }
 }
 
@@ -118,27 +190,6 @@ fn server_name(host: &str) -> anyhow::Result<ServerName<'static>> {
         .ok()
         .filter(|name| matches!(name, ServerName::DnsName(_)))
         .with_context(|| format!("{host:?} cannot be the name in a certificate"))
-}
-
-fn read_certificates(path: &Path) -> anyhow::Result<Vec<CertificateDer<'static>>> {
-    let read = CertificateDer::pem_file_iter(path).and_then(Iterator::collect::<Result<Vec<_>, _>>);
-    let certificates = read.with_context(|| format!("cannot read {}", path.display()))?;
-    ensure!(!certificates.is_empty(), "{} holds no certificate", path.display());
-    Ok(certificates)
-}
-
-/// A key that others can read is no secret.
-fn read_key(path: &Path) -> anyhow::Result<PrivateKeyDer<'static>> {
-    let context = || format!("cannot read {}", path.display());
-    let mode = std::fs::metadata(path).with_context(context)?.permissions().mode() & 0o777;
-    if mode & 0o077 != 0 {
-        bail!(
-            "{} is a private key that others than its owner may use (mode {mode:04o}): \
-             `chmod 600` it",
-            path.display()
-        );
-    }
-    PrivateKeyDer::from_pem_file(path).with_context(context)
 }
 
 #[cfg(test)]

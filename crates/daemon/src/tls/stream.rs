@@ -72,6 +72,11 @@ impl TlsStream {
         names(&self.peer, host).context("the peer's certificate is not that of the host it names")
     }
 
+    /// The peer's certificate.
+    pub fn peer(&self) -> &CertificateDer<'static> {
+        &self.peer
+    }
+
     /// Reads what is there, at least one byte; none at the connection's end.
     pub fn read(&self, mut socket: &TcpStream, buffer: &mut [u8]) -> io::Result<usize> {
         let mut incoming = lock(&self.incoming);

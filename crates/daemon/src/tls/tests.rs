@@ -2,11 +2,14 @@
 //! sides say.
 
 use super::*;
+use crate::link::Link;
 use crate::pki;
 use std::io::{IoSlice, Read, Write};
 use std::net::TcpListener;
+use std::os::unix::fs::PermissionsExt;
 use std::thread;
 use std::time::{Duration, SystemTime};
+use understudy_protocol::literal;
 
 fn sockets() -> (TcpStream, TcpStream) {
     let listener = TcpListener::bind("127.0.0.1:0").unwrap();
@@ -32,11 +35,20 @@ impl Authority {
         self.issue_at(SystemTime::now(), name)
     }
 
+    /// A host that heeds the list of revoked certificates.
+    fn heedful(&self, name: &str) -> Tls {
+        let written = pki::issue(self.0.path(), name, 1).unwrap();
+        let path = |file| self.0.path().join(file);
+        let (ca, revoked) = (path(pki::CA_CERT), Some(path(pki::REVOKED)));
+        Tls::load(&TlsFiles { ca, cert: written.cert, key: written.key, revoked }, name).unwrap()
+    }
+
     /// For a day from then on.
     fn issue_at(&self, then: SystemTime, name: &str) -> Tls {
         let written = pki::issue_at(then, self.0.path(), name, 1).unwrap();
         let ca = self.0.path().join(pki::CA_CERT);
-        Tls::load(&TlsFiles { ca, cert: written.cert, key: written.key }, name).unwrap()
+        Tls::load(&TlsFiles { ca, cert: written.cert, key: written.key, revoked: None }, name)
+            .unwrap()
     }
 }
 
@@ -92,7 +104,7 @@ fn a_dialler_of_another_authority_is_refused() {
         (written.key, written.cert)
     };
     let ca = one.0.path().join(pki::CA_CERT);
-    let stranger = Tls::load(&TlsFiles { ca, cert, key }, "a").unwrap();
+    let stranger = Tls::load(&TlsFiles { ca, cert, key, revoked: None }, "a").unwrap();
     let (dialler, acceptor) = meet(&stranger, &one.issue("b"), "b");
     assert_says(dialler, "another CA than the one in the peer's [tls]");
     assert_says(acceptor, "another CA than the one in this host's [tls]");
@@ -166,7 +178,7 @@ fn certificates_and_keys_are_checked_when_they_are_loaded() {
     let written = pki::issue(authority.0.path(), "a", 1).unwrap();
     let other = pki::issue(authority.0.path(), "b", 1).unwrap();
     let ca = authority.0.path().join(pki::CA_CERT);
-    let files = TlsFiles { ca, cert: written.cert, key: written.key.clone() };
+    let files = TlsFiles { ca, cert: written.cert, key: written.key.clone(), revoked: None };
     let refused = |files: &TlsFiles, name| format!("{:#}", Tls::load(files, name).unwrap_err());
     assert!(refused(&files, "c").contains("is not a certificate of host \"c\""));
     let swapped = TlsFiles { key: other.key, ..files.clone() };
@@ -209,4 +221,64 @@ fn one_thread_reads_while_another_writes() {
         scope.spawn(|| read(&ours, &dialled));
         scope.spawn(|| read(&theirs, &accepted));
     });
+}
+
+/// Before, a certificate was good until it expired.
+#[test]
+fn a_revoked_certificate_is_refused_and_its_connections_end() {
+    let authority = Authority::new();
+    let (a, b) = (authority.heedful("a"), authority.heedful("b"));
+    assert_eq!(meet(&a, &b, "b"), (Ok(()), Ok(())));
+    let (dialled, accepted) = sockets();
+    let (ours, _theirs) = thread::scope(|scope| {
+        let accepting = scope.spawn(|| Link::accepted(accepted, Some(&b)).unwrap());
+        (Link::dialled(dialled, &literal("b"), Some(&a)).unwrap(), accepting.join().unwrap())
+    });
+    assert_eq!(b.refresh().unwrap(), None);
+    pki::revoke(authority.0.path(), "a").unwrap();
+    assert_eq!(b.refresh().unwrap(), Some(1), "the connection that there was");
+    assert!(ours.receive().unwrap_err().to_string().contains("closed"));
+    let (dialler, acceptor) = meet(&a, &b, "b");
+    assert_says(dialler, "this host's certificate has been revoked");
+    assert_says(acceptor, "it has been revoked");
+    // It is refused where it answers, too.
+    let (dialler, _) = meet(&b, &a, "a");
+    assert_says(dialler, "it has been revoked");
+    // Who is revoked is told so by its own list.
+    assert_eq!(a.refresh().unwrap(), Some(0));
+    assert!(a.problems().iter().any(|problem| problem.contains("is revoked")));
+}
+
+/// Before, new files were read by a new daemon only.
+#[test]
+fn certificates_are_renewed_without_a_restart() {
+    let authority = Authority::new();
+    let (a, b) = (authority.heedful("a"), authority.heedful("b"));
+    let near = a.problems();
+    // A second may have passed, or not.
+    let soon = ["expires in 0 days", "expires in 1 days"];
+    assert!(near.len() == 1 && soon.iter().any(|words| near[0].contains(words)), "{near:?}");
+    let before = a.expires();
+    let path = |file| authority.0.path().join(file);
+    for file in ["a.pem", "a.key"] {
+        std::fs::rename(path(file), path("old")).unwrap();
+    }
+    assert!(a.refresh().is_err(), "missing files were taken for an answer");
+    let fresh = pki::issue(authority.0.path(), "a", 825).unwrap();
+    // Half of the new pair.
+    let key = std::fs::read(&fresh.key).unwrap();
+    std::fs::copy(path("b.key"), &fresh.key).unwrap();
+    let words = format!("{:#}", a.refresh().unwrap_err());
+    assert!(words.contains("cannot use the certificate"), "{words}");
+    assert_eq!((a.expires(), meet(&a, &b, "b")), (before, (Ok(()), Ok(()))));
+    std::fs::write(&fresh.key, key).unwrap();
+    assert_eq!(a.refresh().unwrap(), Some(0));
+    assert!(a.expires() > before + 800 * 24 * 3600, "{}", a.expires());
+    assert_eq!((a.problems(), meet(&a, &b, "b")), (Vec::new(), (Ok(()), Ok(()))));
+    // A list of another authority would have everybody refused.
+    let other = Authority::new();
+    std::fs::copy(other.0.path().join(pki::REVOKED), path(pki::REVOKED)).unwrap();
+    let words = format!("{:#}", a.refresh().unwrap_err());
+    assert!(words.contains("is not a list of this host's CA"), "{words}");
+    assert_eq!(meet(&a, &b, "b"), (Ok(()), Ok(())));
 }

@@ -45,6 +45,7 @@ fn certificate(problem: &CertificateError) -> String {
         NotValidForNameContext { presented, .. } => {
             format!("it is for another host: {}", presented.join(", "))
         }
+        Revoked => "it has been revoked (`understudy pki revoke`)".to_owned(),
         other => format!("{other:?}"),
     }
 }
@@ -60,6 +61,7 @@ fn refusal(alert: AlertDescription) -> String {
         AlertDescription::BadCertificate | AlertDescription::CertificateUnknown => {
             "it does not accept this host's certificate; its log says why".into()
         }
+        AlertDescription::CertificateRevoked => "this host's certificate has been revoked".into(),
         AlertDescription::CertificateRequired => "it wants a certificate".into(),
         AlertDescription::ProtocolVersion => "it cannot do TLS 1.3".into(),
         other => format!("{other:?}"),

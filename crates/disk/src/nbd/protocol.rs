@@ -110,7 +110,7 @@ pub(crate) fn greeting() -> [u8; GREETING_BYTES] {
 /// The client's answer to the greeting.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct ClientFlags {
-    /// It wants no padding after EXPORT_NAME.
+    /// Client wants no padding after EXPORT_NAME.
     pub(crate) no_zeroes: bool,
 }
 

@@ -134,7 +134,7 @@ impl<D: Daemons> World<D> {
             self.owner = (who, from.next());
             Verdict::Granted(from.next())
         } else {
-            let host = Some(format!("{:?}", self.owner.0));
+            let host = format!("{:?}", self.owner.0).parse().ok();
             Verdict::Taken(Ownership { host, generation: self.owner.1 })
         };
         match who {

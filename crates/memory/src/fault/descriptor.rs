@@ -84,7 +84,7 @@ pub(crate) enum Told {
 /// What a thread of QEMU waits for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Access {
-    /// It writes to a protected page.
+    /// Write to a protected page.
     Protected,
     /// The page has content, and is not mapped.
     Unmapped { write: bool },

@@ -28,7 +28,7 @@ pub(super) struct Trace {
 }
 
 impl Trace {
-    /// Of so many pages; keeps `limit` first accesses.
+    /// Creates one for so many pages; keeps `limit` first accesses.
     pub fn new(pages: u64, limit: usize, every_access: bool) -> Trace {
         Trace {
             touched: PageBitmap::new(pages),

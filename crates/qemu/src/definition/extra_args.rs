@@ -41,6 +41,11 @@ const HOST_DEVICES: &[&str] = &["ivshmem", "pvrdma", "usb-host", "vfio", "vhost"
 /// Objects that hold no state of the guest.
 const OBJECTS: &[&str] = &["iothread", "rng-builtin", "rng-random"];
 
+/// Whether somebody can look at the guest's screen: VNC is the only way that is allowed.
+pub(super) fn has_display(args: &[String]) -> bool {
+    args.iter().any(|arg| matches!(&arg[..], "-vnc" | "--vnc"))
+}
+
 /// Says what is wrong with the user's arguments.
 pub(super) fn check_extra_args(args: &[String]) -> Vec<Problem> {
     let mut problems = Vec::new();
@@ -142,6 +147,18 @@ mod tests {
     fn harmless_arguments_pass() {
         let args = ["-device", "virtio-rng-pci,id=entropy", "-usb", "--uuid", "1-2", "-D", "/x"];
         assert_eq!(check(&args), Vec::<String>::new());
+    }
+
+    #[test]
+    fn vnc_is_the_one_display_that_there_can_be() {
+        let vnc = |args: &[&str]| {
+            has_display(&args.iter().map(|&arg| arg.to_owned()).collect::<Vec<_>>())
+        };
+        assert!(vnc(&["-usb", "-vnc", ":1"]) && vnc(&["--vnc", "unix:/x"]));
+        assert!(!vnc(&["-usb", "-device", "VGA"]));
+        for other in ["-display", "-spice", "-sdl", "-curses", "-nographic"] {
+            assert_eq!(check(&[other, "x"]).len(), 2, "{other}");
+        }
     }
 
     #[test]

@@ -1,6 +1,6 @@
 //! What a definition must satisfy beyond its types.
 
-use super::extra_args::check_extra_args;
+use super::extra_args::{check_extra_args, has_display};
 use super::{DiskBus, VmDefinition};
 use crate::command::{MAX_CARDS, MAX_VIRTIO_DISKS, ide_slots};
 use std::collections::HashMap;
@@ -61,20 +61,17 @@ impl VmDefinition {
         disks.filter_map(|(n, disk)| missing(&format!("disk[{n}].path"), &disk.path)).collect()
     }
 
+    /// Whether somebody can look at the guest's screen.
+    pub fn has_display(&self) -> bool {
+        has_display(&self.qemu_args)
+    }
+
     /// Whether the machine is of QEMU's q35 family.
     pub fn is_q35(&self) -> bool {
         self.machine == "q35" || self.machine.starts_with("pc-q35-")
     }
 
     fn check_identity(&self, problems: &mut Vec<Problem>) {
-        let plain = |c: char| c.is_ascii_alphanumeric() || c == '-' || c == '_';
-        if self.name.is_empty() || self.name.len() > 32 || !self.name.chars().all(plain) {
-            let message = format!(
-                "\"{}\" is no name for a VM; allowed are 1 to 32 letters, digits, '-' and '_'",
-                self.name
-            );
-            problems.push(Problem::new("name", message));
-        }
         if !(1..=255).contains(&self.vcpus) {
             let message = format!("{} is out of range; allowed are 1 to 255", self.vcpus);
             problems.push(Problem::new("vcpus", message));

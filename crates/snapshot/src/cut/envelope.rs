@@ -12,9 +12,9 @@ const VERSION: u8 = 1;
 /// Sender, receiver and colour of a frame.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Envelope {
-    /// Who sent it.
+    /// Sender.
     pub from: Member,
-    /// Who gets it. A frame for many goes to each of them in an envelope of its own.
+    /// Receiver. A frame for many goes to each of them in an envelope of its own.
     pub to: Member,
     /// The sender's life.
     pub life: Life,
@@ -26,7 +26,7 @@ pub struct Envelope {
 pub type BadEnvelope = Malformed;
 
 impl Envelope {
-    /// As it travels; the frame follows, if there is one.
+    /// Encodes it as it travels; the frame follows, if there is one.
     pub fn encode(&self) -> [u8; ENVELOPE_BYTES] {
         let mut bytes = [0; ENVELOPE_BYTES];
         bytes[0] = VERSION;

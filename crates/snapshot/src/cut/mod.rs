@@ -50,7 +50,7 @@ pub enum CutAction<F> {
     Transmit(Envelope),
     /// Give the frame to the guest.
     Deliver {
-        /// Who sent it.
+        /// Sender.
         from: Member,
         /// The frame.
         frame: F,

@@ -141,7 +141,7 @@ impl AreaMap {
         rest
     }
 
-    /// As it is stored.
+    /// Encodes it as it is stored.
     pub fn encode(&self) -> Vec<u8> {
         let mut bytes = Vec::with_capacity(24 + self.chunks.len() * 32);
         bytes.extend(self.units.to_le_bytes());
@@ -157,7 +157,7 @@ impl AreaMap {
         bytes
     }
 
-    /// From what [`AreaMap::encode`] made; everything is checked that other methods rely on.
+    /// Decodes what [`AreaMap::encode`] made; everything is checked that other methods rely on.
     pub fn decode(bytes: &[u8]) -> Result<AreaMap, Malformed> {
         let mut reader = Reader(bytes);
         let units = reader.u64()?;
@@ -191,7 +191,7 @@ pub struct Builder {
 }
 
 impl Builder {
-    /// For an area of so many units, zero where nothing is pushed.
+    /// Creates one for an area of so many units, zero where nothing is pushed.
     pub fn new(units: u64) -> Builder {
         Builder { map: AreaMap::zeros(units), known: HashMap::new() }
     }

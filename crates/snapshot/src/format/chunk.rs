@@ -53,6 +53,9 @@ pub enum BadChunk {
     /// They unpack to something else.
     #[error("its content has the checksum {0}")]
     Checksum(ChunkId),
+    /// They were not sealed as this chunk with the store's key.
+    #[error("it was changed, or put in another's place: it is not what was sealed with the key")]
+    Forged,
 }
 
 /// The chunk with this content, as it is stored.

@@ -8,7 +8,7 @@ use understudy_protocol::CardIndex;
 /// part of the group's state, though of no member's.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct InFlightFrame {
-    /// Who sent it.
+    /// Sender.
     pub from: Member,
     /// The receiver's card that it is for.
     pub card: CardIndex,

@@ -5,12 +5,13 @@ use crate::graph::Crossing;
 use crate::{Area, ChunkId, Life, SnapshotNumber};
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeSet;
+use understudy_protocol::{GroupName, HostName, VmName};
 
 /// A snapshot of a group.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Manifest {
     /// The group's name.
-    pub group: String,
+    pub group: GroupName,
     /// The snapshot's number in the group.
     pub number: SnapshotNumber,
     /// What its user calls it. Labelled snapshots are never deleted by retention.
@@ -24,7 +25,7 @@ pub struct Manifest {
     pub compression: Compression,
     /// The members, in the order of the group's definition.
     pub members: Vec<MemberEntry>,
-    /// Who had frames in flight to whom at the cut: what the order of starts is made of.
+    /// Frames in flight between members at the cut: what the order of starts is made of.
     pub crossings: Vec<Crossing>,
 }
 
@@ -32,9 +33,9 @@ pub struct Manifest {
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct MemberEntry {
     /// The VM's name.
-    pub name: String,
+    pub name: VmName,
     /// The host that it ran on.
-    pub host: String,
+    pub host: HostName,
     /// Bytes of guest memory: what its restore will need.
     pub memory: u64,
     /// Its [`MemberManifest`].
@@ -45,7 +46,7 @@ pub struct MemberEntry {
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct MemberManifest {
     /// The VM's name.
-    pub name: String,
+    pub name: VmName,
     /// What it ran on.
     pub machine: Machine,
     /// The VM's definition, as the daemon sends it to other hosts.
@@ -74,7 +75,7 @@ pub struct MemberManifest {
     /// The working set in pages that sampling in normal running gave; none if nobody sampled.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub sampled: Option<u64>,
-    /// For how long the guest stood still, in microseconds; 0 if it did not.
+    /// Pause of the guest in microseconds; 0 if there was none.
     #[serde(default)]
     pub pause_us: u64,
     /// The snapshot whose chunks stand for what did not change; none if everything was saved.
@@ -135,7 +136,7 @@ pub enum Unfit {
     )]
     Qemu {
         /// The VM.
-        member: String,
+        member: VmName,
         /// The version that saved it.
         saved: String,
         /// The version on this host.
@@ -145,7 +146,7 @@ pub enum Unfit {
     #[error("{member} is a machine of type {machine_type}, which this host's QEMU does not have")]
     MachineType {
         /// The VM.
-        member: String,
+        member: VmName,
         /// Its machine type.
         machine_type: String,
     },
@@ -189,24 +190,6 @@ impl Unfit {
             return Err(Unfit::Memory { members: names.join(", "), needed, free });
         }
         Ok(())
-    }
-}
-
-/// A name that cannot be a group's.
-#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
-#[error(
-    "{0:?} cannot be the name of a group in a store: 1 to 64 letters, digits, '-', '_' and '.', \
-     and no '.' at the beginning"
-)]
-pub struct NameError(pub String);
-
-/// Whether a store can have snapshots of a group of this name: it becomes part of a path.
-pub fn check_name(name: &str) -> Result<(), NameError> {
-    let allowed = |c: char| c.is_ascii_alphanumeric() || "-_.".contains(c);
-    let sound = (1..=64).contains(&name.len()) && name.chars().all(allowed);
-    match sound && !name.starts_with('.') {
-        true => Ok(()),
-        false => Err(NameError(name.to_owned())),
     }
 }
 
@@ -254,7 +237,7 @@ mod tests {
             memory,
         };
         MemberManifest {
-            name: name.into(),
+            name: name.parse().unwrap(),
             machine,
             definition: serde_json::Value::Null,
             kernel: None,
@@ -282,13 +265,5 @@ mod tests {
         assert!(told("9.2.0", &types, 768).starts_with("db was saved by QEMU 10.0.2, this host"));
         assert!(told("10.0.2", &[], 768).contains("type pc-i440fx-10.0"));
         assert!(told("10.0.2", &types, 767).contains("db, web need 768 bytes"));
-    }
-
-    #[test]
-    fn a_name_is_no_way_out_of_the_store() {
-        assert_eq!(check_name("shop-1.eu"), Ok(()));
-        for name in ["", "..", ".hidden", "a/b", "ä", &"x".repeat(65)] {
-            assert!(check_name(name).is_err(), "{name}");
-        }
     }
 }

@@ -23,9 +23,7 @@ pub use bytes::Malformed;
 pub(crate) use bytes::Reader;
 pub use chunk::{BLOB_CHUNK_BYTES, BadChunk, CHUNK_UNITS, Compression};
 pub use frames::InFlightFrame;
-pub use manifest::{
-    AreaEntry, Blob, Machine, Manifest, MemberEntry, MemberManifest, NameError, Unfit, check_name,
-};
+pub use manifest::{AreaEntry, Blob, Machine, Manifest, MemberEntry, MemberManifest, Unfit};
 pub use working_set::{Page, WorkingSet};
 
 pub(crate) use chunk::{decode_chunk, encode_chunk};

@@ -29,7 +29,7 @@ pub struct WorkingSet {
 const RUN_BYTES: usize = 2 + 8 + 4;
 
 impl WorkingSet {
-    /// As it is stored: runs of neighbouring pages.
+    /// Encodes it as it is stored: runs of neighbouring pages.
     pub fn encode(&self) -> Vec<u8> {
         let mut bytes = self.size.to_le_bytes().to_vec();
         let continues = |a: &Page, b: &Page| a.block == b.block && a.index.0 + 1 == b.index.0;
@@ -41,7 +41,7 @@ impl WorkingSet {
         bytes
     }
 
-    /// From what [`WorkingSet::encode`] made. `most` is how many pages the member has: a run of
+    /// Decodes what [`WorkingSet::encode`] made. `most` is how many pages the member has: a run of
     /// few bytes stands for many pages, and a queue has none twice.
     pub fn decode(bytes: &[u8], most: u64) -> Result<WorkingSet, Malformed> {
         let mut reader = Reader(bytes);

@@ -80,7 +80,7 @@ pub struct Score {
 }
 
 impl Score {
-    /// Of a working set, by the pages that were touched after the restore. Nothing touched, or
+    /// Rates a working set by the pages that were touched after the restore. Nothing touched, or
     /// nothing loaded, counts as right.
     pub fn of<'a>(
         loaded: impl IntoIterator<Item = &'a Page>,

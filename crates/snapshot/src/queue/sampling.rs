@@ -17,7 +17,7 @@ pub struct Sampling {
 }
 
 impl Sampling {
-    /// Of a memory of so many pages.
+    /// Creates one for a memory of so many pages.
     pub fn new(pages: u64) -> Sampling {
         Sampling {
             pages,

@@ -9,7 +9,7 @@ use understudy_protocol::Time;
 pub enum CohortEvent {
     /// The coordinator says something.
     Order(Order),
-    /// So many pages are loaded.
+    /// Number of pages loaded so far.
     Progress(u64),
     /// All is loaded that was asked for before the start.
     Loaded,
@@ -85,12 +85,12 @@ pub struct Cohort {
 }
 
 impl Cohort {
-    /// Nothing was asked yet.
+    /// Creates one that has no order yet.
     pub fn new(now: Time) -> Cohort {
         Cohort::at(CohortPhase::Idle, false, now)
     }
 
-    /// For a VM that runs, whose former cohort was settled, and ended with its daemon.
+    /// Creates one for a VM that runs, whose former cohort was settled, and ended with its daemon.
     pub fn resumed(now: Time) -> Cohort {
         Cohort::at(CohortPhase::Running, true, now)
     }
@@ -113,7 +113,7 @@ impl Cohort {
         }
     }
 
-    /// When [`CohortEvent::Tick`] is due next, if nothing else happens.
+    /// Time at which [`CohortEvent::Tick`] is due next, if nothing else happens.
     pub fn deadline(&self) -> Option<Time> {
         self.needs_coordinator().then(|| self.silence.next_look())
     }

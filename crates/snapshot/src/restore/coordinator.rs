@@ -10,7 +10,7 @@ use understudy_protocol::Time;
 /// When members start that are loaded.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Line {
-    /// Who starts before whom.
+    /// Order of the starts.
     pub order: StartOrder,
     /// How long those that are loaded wait for the others, once for all of them: when all
     /// start one right after the other, each is answered when it speaks. Without an order and
@@ -120,7 +120,7 @@ impl Restorer {
         self.phase != RestorePhase::Deciding && self.all().all(|member| self.is_let_go(member))
     }
 
-    /// When [`RestoreEvent::Tick`] is due next, if nothing else happens.
+    /// Time at which [`RestoreEvent::Tick`] is due next, if nothing else happens.
     pub fn deadline(&self) -> Option<Time> {
         let held = self.waiting.filter(|_| self.rings().any(|ring| self.may_start(ring)));
         let impatient = held.map(|since| since + self.line.patience);

@@ -2,8 +2,9 @@
 
 use super::{CONCURRENT, Store, StoreError};
 use crate::format::{
-    AreaEntry, AreaMap, BLOB_CHUNK_BYTES, Blob, Compression, InFlightFrame, Malformed, MemberEntry,
-    MemberManifest, WorkingSet, decode_chunk, decode_frames, encode_chunk, encode_frames,
+    AreaEntry, AreaMap, BLOB_CHUNK_BYTES, BadChunk, Blob, Compression, InFlightFrame, Malformed,
+    MemberEntry, MemberManifest, WorkingSet, decode_chunk, decode_frames, encode_chunk,
+    encode_frames,
 };
 use crate::pack::NewChunk;
 use crate::{Area, ChunkId, UNIT_BYTES};
@@ -16,13 +17,25 @@ use std::collections::BTreeSet;
 const MAX_BLOB: u64 = 4 << 30;
 
 impl Store {
-    /// Where a chunk lies.
-    pub(super) fn chunk_folder(&self, id: ChunkId) -> Path {
-        self.path(&format!("chunks/{}", &id.to_string()[..2]))
+    /// What a chunk is called in this store: in an encrypted one nobody without the key can tell
+    /// what it has.
+    pub(super) fn stored_name(&self, id: ChunkId) -> ChunkId {
+        self.sealer.as_ref().map_or(id, |sealer| sealer.name(id))
     }
 
+    /// Where a chunk of this name lies, for [`Store::path`].
+    fn place(name: ChunkId) -> String {
+        let name = name.to_string();
+        format!("chunks/{}/{name}", &name[..2])
+    }
+
+    pub(super) fn chunk_folder(&self, name: ChunkId) -> Path {
+        self.path(&format!("chunks/{}", &name.to_string()[..2]))
+    }
+
+    #[cfg(test)]
     pub(super) fn chunk_path(&self, id: ChunkId) -> Path {
-        self.chunk_folder(id).join(id.to_string())
+        self.path(&Store::place(self.stored_name(id)))
     }
 
     /// Stores chunks that are not there yet, several at once. Returns the bytes written.
@@ -43,22 +56,23 @@ impl Store {
         chunk: NewChunk,
         compression: Compression,
     ) -> Result<u64, StoreError> {
-        let path = self.chunk_path(chunk.id);
+        let place = Store::place(self.stored_name(chunk.id));
+        let path = self.path(&place);
         // Read, not only looked for: what is damaged is written anew.
         match self.read_chunk(chunk.id).await {
             Ok(_) => return Ok(0),
             Err(StoreError::MissingChunk(_) | StoreError::BadChunk { .. }) => {}
             Err(error) => return Err(error),
         }
-        let stored = encode_chunk(&chunk.content, compression);
+        let stored = self.seal(&place, encode_chunk(&chunk.content, compression))?;
         let bytes = stored.len() as u64;
         let put = self.objects.put(&path, PutPayload::from(stored)).await;
         put.map_err(|error| self.failed(format!("write {path}"), error))?;
         Ok(bytes)
     }
 
-    pub(super) async fn has_chunk(&self, id: ChunkId) -> Result<bool, StoreError> {
-        let path = self.chunk_path(id);
+    pub(super) async fn has_chunk(&self, name: ChunkId) -> Result<bool, StoreError> {
+        let path = self.path(&Store::place(name));
         match self.objects.head(&path).await {
             Ok(_) => Ok(true),
             Err(object_store::Error::NotFound { .. }) => Ok(false),
@@ -66,7 +80,7 @@ impl Store {
         }
     }
 
-    /// All chunks of a folder.
+    /// The names of all chunks of a folder.
     pub(super) async fn chunks_in(&self, folder: &Path) -> Result<BTreeSet<ChunkId>, StoreError> {
         let id = |path: Path| path.filename()?.parse().ok();
         Ok(self.listed(folder).await?.into_iter().filter_map(id).collect())
@@ -78,15 +92,22 @@ impl Store {
     }
 
     pub(super) async fn read_chunk(&self, id: ChunkId) -> Result<Vec<u8>, StoreError> {
-        let path = self.chunk_path(id);
+        let name = self.stored_name(id);
+        let place = Store::place(name);
+        let path = self.path(&place);
         let stored = match self.objects.get(&path).await {
             Ok(found) => found.bytes().await,
-            Err(object_store::Error::NotFound { .. }) => return Err(StoreError::MissingChunk(id)),
+            Err(object_store::Error::NotFound { .. }) => {
+                return Err(StoreError::MissingChunk(name));
+            }
             Err(error) => Err(error),
         };
         let stored = stored.map_err(|error| self.failed(format!("read {path}"), error))?;
         super::pace::pass(stored.len()).await;
-        decode_chunk(id, &stored).map_err(|why| StoreError::BadChunk { id, why })
+        self.open_sealed(&place, stored.into())
+            .ok_or(BadChunk::Forged)
+            .and_then(|stored| decode_chunk(id, &stored))
+            .map_err(|why| StoreError::BadChunk { id: name, why })
     }
 
     /// Chunks' contents in this order, read ahead of the taker: `each` gets one after the

@@ -1,7 +1,9 @@
 //! What can go wrong with a store, in words for whoever runs the command.
 
-use crate::format::{BadChunk, NameError};
+use super::KeyError;
+use crate::format::BadChunk;
 use crate::{ChunkId, SnapshotNumber};
+use understudy_protocol::{GroupName, NameError};
 
 /// Why a store did not do what it was asked for.
 #[derive(Debug, thiserror::Error)]
@@ -18,6 +20,27 @@ pub enum StoreError {
          with it makes one"
     )]
     Unknown(String),
+    /// The store is sealed, and no key was given.
+    #[error(
+        "the snapshot store at {0} is encrypted, and this host has no key for it: name the key \
+         file in the host's configuration, [snapshot_keys]"
+    )]
+    Encrypted(String),
+    /// A key was given for a store that is not sealed.
+    #[error(
+        "the snapshot store at {0} is not encrypted, but a key is configured for it: what is \
+         there stays readable; take snapshots into a new store, or leave the key out"
+    )]
+    NotEncrypted(String),
+    /// There is no key to open the store with.
+    #[error(transparent)]
+    Key(#[from] KeyError),
+    /// The store is sealed with another key.
+    #[error(
+        "the snapshot store at {0} was encrypted with another key than the one that is configured \
+         for it: use the key file that it was made with"
+    )]
+    WrongKey(String),
     /// A file in the store was written by another version of this program.
     #[error(
         "{what} has version {found} of the format, which this version of understudy does not \
@@ -34,7 +57,7 @@ pub enum StoreError {
     Damaged {
         /// The file.
         what: String,
-        /// In which way.
+        /// What is wrong.
         why: String,
     },
     /// A chunk is not there.
@@ -51,14 +74,14 @@ pub enum StoreError {
     BadChunk {
         /// The chunk.
         id: ChunkId,
-        /// In which way.
+        /// What is wrong.
         why: BadChunk,
     },
     /// There is no such snapshot.
     #[error("{group} has no snapshot {number} in this store; there {there}")]
     NoSnapshot {
         /// The group.
-        group: String,
+        group: GroupName,
         /// What was asked for.
         number: SnapshotNumber,
         /// Those that there are, in words.
@@ -66,7 +89,7 @@ pub enum StoreError {
     },
     /// There is no snapshot of the group.
     #[error("{0} has no snapshots in this store; `understudy cluster snapshot {0}` takes one")]
-    NoSnapshots(String),
+    NoSnapshots(GroupName),
     /// A name that cannot be a group's.
     #[error(transparent)]
     Name(#[from] NameError),

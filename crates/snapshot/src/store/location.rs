@@ -5,6 +5,7 @@ use object_store::ObjectStore;
 use object_store::local::LocalFileSystem;
 use object_store::path::Path;
 use std::fmt;
+use std::io;
 use std::path::PathBuf;
 use std::sync::Arc;
 
@@ -45,11 +46,13 @@ impl Location {
         }
     }
 
-    /// Makes the directory, if it is one.
-    pub fn make(&self) -> Result<(), StoreError> {
+    /// Makes the directory, if it is one, on a thread of the runtime.
+    pub async fn make(&self) -> io::Result<()> {
         match self {
-            Location::Directory(path) => std::fs::create_dir_all(path)
-                .map_err(|error| self.failed("be made as a directory", error)),
+            Location::Directory(path) => {
+                let path = path.clone();
+                tokio::task::spawn_blocking(|| std::fs::create_dir_all(path)).await?
+            }
             #[cfg(feature = "s3")]
             Location::S3 { .. } => Ok(()),
         }
@@ -93,7 +96,7 @@ impl Location {
         }
     }
 
-    fn failed(&self, doing: &str, why: impl ToString) -> StoreError {
+    pub fn failed(&self, doing: &str, why: impl ToString) -> StoreError {
         let (location, doing) = (self.to_string(), doing.to_owned());
         StoreError::Failed { location, doing, why: why.to_string() }
     }

@@ -1,8 +1,8 @@
 //! Where snapshots are kept: a directory, or S3-compatible storage.
 //!
 //! ```text
-//! store                      marks it as one; version
-//! chunks/ab/abcd…            named by the hash of their content, written once
+//! store                      marks it as one; version; whether it is encrypted
+//! chunks/ab/abcd…            named by the hash of their content, keyed if encrypted; written once
 //! snapshots/GROUP/7.json     the manifest: written last, removed first
 //! writing/GROUP/8            a snapshot that is being written: nothing is swept meanwhile
 //! sweeping                   chunks are being removed: no snapshot begins meanwhile
@@ -11,14 +11,17 @@
 //! Everything blocks; nothing here may be called from a thread of an async runtime.
 
 mod chunks;
+mod encryption;
 mod error;
 mod location;
 mod pace;
 mod retention;
+mod runtime;
 mod snapshots;
 mod sweep;
 mod verify;
 
+pub use encryption::{KeyError, StoreKey};
 pub use error::StoreError;
 pub use retention::Retention;
 pub use snapshots::{Listed, Writing};
@@ -26,20 +29,17 @@ pub use sweep::Swept;
 pub use verify::{Problem, Verified};
 
 use crate::format::{HeaderError, open_envelope, seal_envelope};
+use encryption::{Mark, Sealer};
 use futures_util::TryStreamExt;
 use location::Location;
 use object_store::path::Path;
 use object_store::{ObjectStore, ObjectStoreExt, PutMode, PutPayload};
 use std::future::Future;
-use std::io;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::Arc;
 use tokio::runtime::Runtime;
 
 /// Requests under way at once: enough to fill a link to storage that answers after 20 ms.
 const CONCURRENT: usize = 32;
-
-/// Threads that wait for what all stores of the process answer.
-const WORKERS: usize = 2;
 
 /// A store of snapshots, open.
 #[derive(Debug)]
@@ -47,56 +47,81 @@ pub struct Store {
     location: Location,
     runtime: Arc<Runtime>,
     objects: Arc<dyn ObjectStore>,
-}
-
-/// The threads of all stores, once there was one, for as long as the process lives. Were there a
-/// runtime for each, its end would detach threads that end at that moment: in glibc (2.36,
-/// bug 19951) that may read what is freed, and the daemon would die of it.
-static RUNTIME: Mutex<Option<Arc<Runtime>>> = Mutex::new(None);
-
-fn runtime() -> io::Result<Arc<Runtime>> {
-    let mut shared = RUNTIME.lock().unwrap_or_else(PoisonError::into_inner);
-    if let Some(runtime) = &*shared {
-        return Ok(runtime.clone());
-    }
-    let mut builder = tokio::runtime::Builder::new_multi_thread();
-    let runtime = builder.worker_threads(WORKERS).thread_name("store").enable_all().build()?;
-    Ok(shared.insert(Arc::new(runtime)).clone())
+    /// Of an encrypted store.
+    sealer: Option<Sealer>,
 }
 
 impl Store {
-    /// Opens a store that is there: a path, `file://…` or `s3://BUCKET/…`.
+    /// Opens a store that is there and not encrypted: a path, `file://…` or `s3://BUCKET/…`.
     pub fn open(location: &str) -> Result<Store, StoreError> {
-        let store = Store::reach(Location::parse(location)?)?;
-        let Some(mark) = store.get(&store.path("store"))? else {
-            return Err(StoreError::Unknown(store.location.to_string()));
-        };
-        store.open_file("store", "store", &mark)?;
-        Ok(store)
+        Store::open_with(location, None)
     }
 
-    /// Opens a store, and makes it one if there is none.
+    /// The same, with its key if it is encrypted.
+    pub fn open_with(location: &str, key: Option<&StoreKey>) -> Result<Store, StoreError> {
+        Store::reach(Location::parse(location)?)?.marked(key)
+    }
+
+    /// Opens a store that is not encrypted, and makes it one if there is none.
     pub fn create(location: &str) -> Result<Store, StoreError> {
+        Store::create_with(location, None)
+    }
+
+    /// The same; with a key, one that is encrypted with it.
+    pub fn create_with(location: &str, key: Option<&StoreKey>) -> Result<Store, StoreError> {
         let location = Location::parse(location)?;
-        location.make()?;
+        // On a thread of its own: what is made there is private.
+        let made = runtime::of(&location)?.block_on(location.make());
+        made.map_err(|error| location.failed("be made as a directory", error))?;
         let store = Store::reach(location)?;
-        // Who else makes it at the same moment writes the same.
-        store.put_new(&store.path("store"), seal_envelope("store", "\n").into_bytes())?;
-        match store.get(&store.path("store"))? {
-            Some(mark) => store.open_file("store", "store", &mark)?,
-            None => return Err(StoreError::Unknown(store.location.to_string())),
+        let body = match key {
+            None => "\n".to_owned(),
+            Some(key) => Mark::new(key).map_err(|error| store.failed("be sealed", error))?.text(),
         };
-        Ok(store)
+        // Who else makes it at the same moment may have made it before: its mark counts.
+        store.put_new(&store.path("store"), seal_envelope("store", &body).into_bytes())?;
+        store.marked(key)
+    }
+
+    /// The store as its mark says that it is.
+    fn marked(self, key: Option<&StoreKey>) -> Result<Store, StoreError> {
+        let location = self.location.to_string();
+        let Some(mark) = self.get(&self.path("store"))? else {
+            return Err(StoreError::Unknown(location));
+        };
+        let mark = Mark::parse(self.open_file("store", "store", &mark)?);
+        let mark = mark.map_err(|why| StoreError::damaged(format!("store in {location}"), why))?;
+        let sealer = Sealer::fitting(&location, mark.as_ref(), key)?;
+        Ok(Store { sealer, ..self })
+    }
+
+    #[cfg(test)]
+    fn sealer(&self) -> Option<&Sealer> {
+        self.sealer.as_ref()
+    }
+
+    /// The bytes to be stored at a place.
+    fn seal(&self, place: &str, content: Vec<u8>) -> Result<Vec<u8>, StoreError> {
+        match &self.sealer {
+            Some(sealer) => sealer
+                .seal(place, content)
+                .map_err(|error| self.failed(format!("seal {place}"), error)),
+            None => Ok(content),
+        }
+    }
+
+    /// What was to be stored at a place; none if these bytes were not.
+    fn open_sealed(&self, place: &str, stored: Vec<u8>) -> Option<Vec<u8>> {
+        match &self.sealer {
+            Some(sealer) => sealer.open(place, stored),
+            None => Some(stored),
+        }
     }
 
     fn reach(location: Location) -> Result<Store, StoreError> {
         let objects = location.connect()?;
-        let runtime = runtime().map_err(|error| StoreError::Failed {
-            location: location.to_string(),
-            doing: "start its threads".into(),
-            why: error.to_string(),
-        })?;
-        Ok(Store { location, runtime, objects })
+        let runtime = runtime::of(&location)?;
+        Ok(Store { location, runtime, objects, sealer: None })
     }
 
     /// Where it is, for people.

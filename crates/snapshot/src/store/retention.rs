@@ -6,9 +6,9 @@ use crate::format::Manifest;
 /// What is kept of a group's snapshots. Those with a label are kept until they are deleted.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Retention {
-    /// So many of the newest, at least one.
+    /// Number of the newest to keep, at least one.
     pub newest: usize,
-    /// And all that are younger than so many seconds.
+    /// Age in seconds up to which all others are kept, too.
     pub seconds: u64,
 }
 
@@ -29,11 +29,12 @@ mod tests {
     use super::*;
     use crate::Life;
     use crate::format::Compression;
+    use understudy_protocol::literal;
 
     #[test]
     fn the_newest_the_young_and_the_labelled_are_kept() {
         let snapshot = |number, label: Option<&str>| Manifest {
-            group: "shop".into(),
+            group: literal("shop"),
             number: SnapshotNumber(number),
             label: label.map(str::to_owned),
             taken_at: number * 100,

@@ -1,24 +1,25 @@
 //! Snapshots begin, become visible, are listed, and go.
 
 use super::{CONCURRENT, Store, StoreError, Swept};
-use crate::format::{Manifest, check_name, seal_envelope};
+use crate::format::{Manifest, seal_envelope};
 use crate::{ChunkId, SnapshotNumber};
 use futures_util::{StreamExt, TryStreamExt, stream};
 use object_store::path::Path;
 use std::collections::{BTreeMap, BTreeSet};
+use understudy_protocol::GroupName;
 
 /// How long a snapshot may take to be written before a clean-up takes it for dead. Its chunks
 /// are then removed, and it cannot be published any more.
 pub(super) const DEAD_AFTER_SECONDS: u64 = 24 * 3600;
 
-/// So many chunks of a folder are looked for one by one.
+/// Most chunks of a folder that are looked for one by one.
 pub(super) const FEW: usize = 16;
 
 /// A snapshot that is being written. Until it is published there is none.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Writing {
     /// The group.
-    pub group: String,
+    pub group: GroupName,
     /// The number that it has.
     pub number: SnapshotNumber,
 }
@@ -39,11 +40,10 @@ impl Store {
     /// 1970. To be called before anything is put.
     pub fn begin(
         &self,
-        group: &str,
+        group: &GroupName,
         after: SnapshotNumber,
         now: u64,
     ) -> Result<Writing, StoreError> {
-        check_name(group)?;
         let known = self.numbers("snapshots", group)?.into_keys();
         let begun = self.numbers("writing", group)?.into_keys();
         let mut number = known.chain(begun).max().unwrap_or_default().max(after).next();
@@ -80,8 +80,9 @@ impl Store {
         let json = serde_json::to_string_pretty(manifest)
             .map_err(|error| self.failed("write JSON", error))?;
         let sealed = seal_envelope("snapshot", &(json + "\n"));
-        let path = self.snapshot_path(&writing.group, writing.number);
-        if !self.put_new(&path, sealed.into_bytes())? {
+        let place = manifest_place(&writing.group, writing.number);
+        let sealed = self.seal(&place, sealed.into_bytes())?;
+        if !self.put_new(&self.path(&place), sealed)? {
             return Err(StoreError::Overtaken(writing.number));
         }
         self.delete(&mark)
@@ -94,16 +95,15 @@ impl Store {
     }
 
     /// The groups that have snapshots here.
-    pub fn groups(&self) -> Result<Vec<String>, StoreError> {
-        let group = |path: Path| Some(path.parts().rev().nth(1)?.as_ref().to_owned());
-        let groups: BTreeSet<String> =
+    pub fn groups(&self) -> Result<Vec<GroupName>, StoreError> {
+        let group = |path: Path| path.parts().rev().nth(1)?.as_ref().parse().ok();
+        let groups: BTreeSet<GroupName> =
             self.list("snapshots")?.into_iter().filter_map(group).collect();
         Ok(groups.into_iter().collect())
     }
 
     /// A group's snapshots, the oldest first.
-    pub fn snapshots(&self, group: &str) -> Result<Vec<Listed>, StoreError> {
-        check_name(group)?;
+    pub fn snapshots(&self, group: &GroupName) -> Result<Vec<Listed>, StoreError> {
         let listed = |number| {
             let manifest = self.read_manifest(group, number).transpose();
             // Deleted since it was listed.
@@ -115,10 +115,9 @@ impl Store {
     /// A group's snapshot, the last one without a number.
     pub fn snapshot(
         &self,
-        group: &str,
+        group: &GroupName,
         number: Option<SnapshotNumber>,
     ) -> Result<Manifest, StoreError> {
-        check_name(group)?;
         let there: Vec<SnapshotNumber> = self.numbers("snapshots", group)?.into_keys().collect();
         let none = || StoreError::NoSnapshots(group.to_owned());
         let last = there.last().copied().ok_or_else(none)?;
@@ -136,11 +135,10 @@ impl Store {
     /// the difference from it keep what they need.
     pub fn remove(
         &self,
-        group: &str,
+        group: &GroupName,
         number: SnapshotNumber,
         now: u64,
     ) -> Result<Swept, StoreError> {
-        check_name(group)?;
         if !self.numbers("snapshots", group)?.contains_key(&number) {
             // With the error that says what there is.
             self.snapshot(group, Some(number))?;
@@ -149,8 +147,8 @@ impl Store {
         self.sweep(now)
     }
 
-    pub(super) fn snapshot_path(&self, group: &str, number: SnapshotNumber) -> Path {
-        self.path(&format!("snapshots/{group}/{number}.json"))
+    pub(super) fn snapshot_path(&self, group: &GroupName, number: SnapshotNumber) -> Path {
+        self.path(&manifest_place(group, number))
     }
 
     fn writing_path(&self, writing: &Writing) -> Path {
@@ -160,7 +158,7 @@ impl Store {
     fn numbers(
         &self,
         what: &str,
-        group: &str,
+        group: &GroupName,
     ) -> Result<BTreeMap<SnapshotNumber, Path>, StoreError> {
         let number = |path: Path| {
             let name = path.filename()?;
@@ -172,15 +170,21 @@ impl Store {
 
     fn read_manifest(
         &self,
-        group: &str,
+        group: &GroupName,
         number: SnapshotNumber,
     ) -> Result<Option<Manifest>, StoreError> {
         let Some(bytes) = self.get(&self.snapshot_path(group, number))? else { return Ok(None) };
         let what = format!("snapshot {number} of {group}");
+        let bytes = self.open_sealed(&manifest_place(group, number), bytes).ok_or_else(|| {
+            StoreError::damaged(
+                &what,
+                "it was changed, or put in another's place: it is not what was sealed with the key",
+            )
+        })?;
         let json = self.open_file("snapshot", &what, &bytes)?;
         let manifest: Manifest =
             serde_json::from_str(json).map_err(|error| StoreError::damaged(&what, error))?;
-        if (&manifest.group[..], manifest.number) != (group, number) {
+        if (&manifest.group, manifest.number) != (group, number) {
             return Err(StoreError::damaged(&what, "it is another snapshot's"));
         }
         manifest.check().map_err(|why| StoreError::damaged(&what, why))?;
@@ -194,11 +198,11 @@ impl Store {
 
     pub(super) fn check_there(&self, needed: BTreeSet<ChunkId>) -> Result<(), StoreError> {
         let mut folders: BTreeMap<Path, Vec<ChunkId>> = BTreeMap::new();
-        for id in needed {
-            folders.entry(self.chunk_folder(id)).or_default().push(id);
+        for name in needed.into_iter().map(|id| self.stored_name(id)) {
+            folders.entry(self.chunk_folder(name)).or_default().push(name);
         }
         let look = stream::iter(folders)
-            .map(async |(folder, ids)| self.check_folder(&folder, &ids).await)
+            .map(async |(folder, names)| self.check_folder(&folder, &names).await)
             .buffer_unordered(CONCURRENT)
             .try_collect();
         self.block(look)
@@ -206,17 +210,22 @@ impl Store {
 
     /// Few chunks are asked for one by one; for many a list is shorter, of which S3 gives a
     /// thousand at a time.
-    async fn check_folder(&self, folder: &Path, ids: &[ChunkId]) -> Result<(), StoreError> {
-        if ids.len() > FEW {
+    async fn check_folder(&self, folder: &Path, names: &[ChunkId]) -> Result<(), StoreError> {
+        if names.len() > FEW {
             let there = self.chunks_in(folder).await?;
-            let missing = ids.iter().find(|id| !there.contains(id));
-            return missing.map_or(Ok(()), |id| Err(StoreError::MissingChunk(*id)));
+            let missing = names.iter().find(|name| !there.contains(name));
+            return missing.map_or(Ok(()), |name| Err(StoreError::MissingChunk(*name)));
         }
-        for id in ids {
-            if !self.has_chunk(*id).await? {
-                return Err(StoreError::MissingChunk(*id));
+        for name in names {
+            if !self.has_chunk(*name).await? {
+                return Err(StoreError::MissingChunk(*name));
             }
         }
         Ok(())
     }
+}
+
+/// Where a manifest lies, for [`Store::path`].
+fn manifest_place(group: &str, number: SnapshotNumber) -> String {
+    format!("snapshots/{group}/{number}.json")
 }

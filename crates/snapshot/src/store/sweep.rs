@@ -14,7 +14,7 @@ const SWEEP_DEAD_AFTER_SECONDS: u64 = 3600;
 /// What became of a sweep.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Swept {
-    /// So many chunks were removed.
+    /// Number of chunks removed.
     Removed(u64),
     /// A snapshot is being written, or somebody else sweeps: the next sweep will do it.
     Later,
@@ -59,7 +59,9 @@ impl Store {
                 let number = snapshot.number;
                 let manifest = snapshot.manifest.and_then(|manifest| self.references(&manifest));
                 match manifest {
-                    Ok(references) => needed.extend(references),
+                    Ok(references) => {
+                        needed.extend(references.into_iter().map(|id| self.stored_name(id)));
+                    }
                     Err(StoreError::Failed { location, doing, why }) => {
                         return Err(StoreError::Failed { location, doing, why });
                     }

@@ -11,6 +11,7 @@ use crate::{Area, ChunkId, Life, Member, SnapshotNumber, UNIT_BYTES};
 use std::path::PathBuf;
 use tempfile::TempDir;
 use understudy_protocol::{BlockId, CardIndex, PageIndex};
+use understudy_protocol::{GroupName, literal};
 
 const UNITS: u64 = 300;
 const NOW: u64 = 1_790_000_000;
@@ -50,7 +51,7 @@ impl Bench {
         let frame = InFlightFrame { from: Member(0), card: CardIndex(0), bytes: vec![9; 70] };
         let queue = vec![Page { block: BlockId(0), index: PageIndex(7) }];
         let member = MemberManifest {
-            name: "db".into(),
+            name: literal("db"),
             machine: Machine {
                 qemu: "10.0.2".into(),
                 machine_type: "pc-i440fx-10.0".into(),
@@ -88,8 +89,8 @@ impl Bench {
             life: Life(1),
             compression: Compression::Lz4,
             members: vec![MemberEntry {
-                name: "db".into(),
-                host: "host-a".into(),
+                name: literal("db"),
+                host: literal("host-a"),
                 memory: member.machine.memory,
                 part,
             }],
@@ -98,7 +99,7 @@ impl Bench {
     }
 
     fn begin(&self) -> Writing {
-        self.store.begin("shop", SnapshotNumber(0), NOW).unwrap()
+        self.store.begin(&literal("shop"), SnapshotNumber(0), NOW).unwrap()
     }
 
     /// Takes a snapshot of what changed in a version.
@@ -160,7 +161,7 @@ fn a_snapshot_comes_back_and_the_next_one_stores_what_changed() {
     assert_eq!(bench.files("chunks").len() - before, 5);
     bench.check_memory(&first, |_| 1);
     bench.check_memory(&second, |unit| if changed.contains(&unit) { 2 } else { 1 });
-    let found = bench.store.snapshot("shop", None).unwrap();
+    let found = bench.store.snapshot(&literal("shop"), None).unwrap();
     assert_eq!((&found, found.number), (&second, SnapshotNumber(2)));
     let member = bench.store.member(&found.members[0]).unwrap();
     assert_eq!(bench.store.area(&member.areas[0]).unwrap(), map);
@@ -176,7 +177,7 @@ fn a_snapshot_comes_back_and_the_next_one_stores_what_changed() {
     assert_eq!(bench.store.groups().unwrap(), ["shop"]);
     // The same store, opened again.
     let again = Store::open(bench.directory.path().to_str().unwrap()).unwrap();
-    assert_eq!(again.snapshots("shop").unwrap().len(), 2);
+    assert_eq!(again.snapshots(&literal("shop")).unwrap().len(), 2);
     assert!(bench.files("writing").is_empty());
 }
 
@@ -203,7 +204,7 @@ fn without_its_manifest_there_is_no_snapshot_and_giving_up_leaves_nothing() {
     assert_eq!(writing.number, SnapshotNumber(2));
     let (member, _) = bench.member(&map, &[1, 2, 3], 2);
     bench.manifest(&writing, &member);
-    assert_eq!(bench.store.snapshot("shop", None).unwrap(), first);
+    assert_eq!(bench.store.snapshot(&literal("shop"), None).unwrap(), first);
     assert!(bench.files("").len() > before.len());
     assert_eq!(bench.store.abandon(writing, NOW).unwrap(), Swept::Removed(5));
     assert_eq!(bench.files(""), before);
@@ -219,7 +220,10 @@ fn a_manifest_is_not_written_while_a_chunk_is_missing() {
     std::fs::remove_file(bench.file(missing)).unwrap();
     let error = bench.store.publish(writing, &manifest).unwrap_err();
     assert!(matches!(error, StoreError::MissingChunk(id) if id == missing), "{error}");
-    assert!(matches!(bench.store.snapshot("shop", None), Err(StoreError::NoSnapshots(_))));
+    assert!(matches!(
+        bench.store.snapshot(&literal("shop"), None),
+        Err(StoreError::NoSnapshots(_))
+    ));
 }
 
 #[test]
@@ -254,14 +258,18 @@ fn deleting_keeps_what_other_snapshots_need() {
     let bench = Bench::new();
     let (_, map) = bench.take(&AreaMap::zeros(UNITS), &all(), 1);
     let (second, _) = bench.take(&map, &[7, 8], 2);
-    let swept = bench.store.remove("shop", SnapshotNumber(1), NOW).unwrap();
+    let swept = bench.store.remove(&literal("shop"), SnapshotNumber(1), NOW).unwrap();
     // Its map, its part, its device state; each page of it is still needed but for two.
     assert_eq!(swept, Swept::Removed(4));
     bench.check_memory(&second, |unit| if [7, 8].contains(&unit) { 2 } else { 1 });
     assert!(bench.store.verify(&second).unwrap().problems.is_empty());
-    assert!(matches!(bench.store.remove("shop", SnapshotNumber(2), NOW), Ok(Swept::Removed(_))));
+    assert!(matches!(
+        bench.store.remove(&literal("shop"), SnapshotNumber(2), NOW),
+        Ok(Swept::Removed(_))
+    ));
     assert_eq!(bench.files("chunks"), Vec::<PathBuf>::new());
-    let told = bench.store.remove("shop", SnapshotNumber(2), NOW).unwrap_err().to_string();
+    let told =
+        bench.store.remove(&literal("shop"), SnapshotNumber(2), NOW).unwrap_err().to_string();
     assert!(told.starts_with("shop has no snapshots"), "{told}");
 }
 
@@ -271,14 +279,14 @@ fn nothing_is_swept_while_a_snapshot_is_written_and_none_begins_during_a_sweep()
     bench.take(&AreaMap::zeros(UNITS), &all(), 1);
     let writing = bench.begin();
     let (member, _) = bench.member(&AreaMap::zeros(UNITS), &all(), 3);
-    assert_eq!(bench.store.remove("shop", SnapshotNumber(1), NOW).unwrap(), Swept::Later);
+    assert_eq!(bench.store.remove(&literal("shop"), SnapshotNumber(1), NOW).unwrap(), Swept::Later);
     let manifest = bench.manifest(&writing, &member);
     bench.store.publish(writing, &manifest).unwrap();
     assert!(bench.store.verify(&manifest).unwrap().problems.is_empty());
     // A sweep under way elsewhere.
     let mark = bench.directory.path().join("sweeping");
     std::fs::write(&mark, NOW.to_string()).unwrap();
-    let begun = bench.store.begin("shop", SnapshotNumber(0), NOW + 9);
+    let begun = bench.store.begin(&literal("shop"), SnapshotNumber(0), NOW + 9);
     assert!(matches!(begun, Err(StoreError::Sweeping)));
     assert!(bench.files("writing").is_empty());
     assert_eq!(bench.store.sweep(NOW + 9).unwrap(), Swept::Later);
@@ -307,9 +315,11 @@ fn a_snapshot_taken_for_dead_is_not_published() {
 #[test]
 fn numbers_grow_and_two_coordinators_never_share_one() {
     let bench = Bench::new();
-    let begin = |after| bench.store.begin("shop", SnapshotNumber(after), NOW).unwrap().number.0;
+    let begin =
+        |after| bench.store.begin(&literal("shop"), SnapshotNumber(after), NOW).unwrap().number.0;
     assert_eq!((begin(0), begin(0), begin(7), begin(3)), (1, 2, 8, 9));
-    assert!(bench.store.begin("../shop", SnapshotNumber(0), NOW).is_err());
+    // No such group can be asked for.
+    assert!("../shop".parse::<GroupName>().is_err());
 }
 
 #[test]
@@ -341,10 +351,11 @@ fn a_damaged_or_newer_manifest_is_named_and_its_chunks_are_kept() {
     let text = std::fs::read_to_string(&path).unwrap();
     let told = |text: &str| {
         std::fs::write(&path, text).unwrap();
-        let error = bench.store.snapshot("shop", Some(manifest.number)).unwrap_err().to_string();
+        let error =
+            bench.store.snapshot(&literal("shop"), Some(manifest.number)).unwrap_err().to_string();
         // The other one is offered as before.
-        assert_eq!(bench.store.snapshot("shop", None).unwrap().number, SnapshotNumber(2));
-        let listed = bench.store.snapshots("shop").unwrap();
+        assert_eq!(bench.store.snapshot(&literal("shop"), None).unwrap().number, SnapshotNumber(2));
+        let listed = bench.store.snapshots(&literal("shop")).unwrap();
         assert_eq!(
             listed.iter().map(|one| one.manifest.is_ok()).collect::<Vec<_>>(),
             [false, true]
@@ -357,10 +368,11 @@ fn a_damaged_or_newer_manifest_is_named_and_its_chunks_are_kept() {
     let newer = told(&text.replacen("snapshot 1 ", "snapshot 2 ", 1));
     assert!(newer.contains("has version 2 of the format"), "{newer}");
     let chunks = bench.files("chunks");
-    let removed = bench.store.remove("shop", SnapshotNumber(2), NOW).unwrap();
+    let removed = bench.store.remove(&literal("shop"), SnapshotNumber(2), NOW).unwrap();
     assert!(matches!(removed, Swept::Kept(_)), "{removed:?}");
     assert_eq!(bench.files("chunks"), chunks);
-    let told = bench.store.snapshot("shop", Some(SnapshotNumber(5))).unwrap_err().to_string();
+    let told =
+        bench.store.snapshot(&literal("shop"), Some(SnapshotNumber(5))).unwrap_err().to_string();
     assert_eq!(told, "shop has no snapshot 5 in this store; there is 1");
 }
 

@@ -72,7 +72,7 @@ pub struct TakeCohort {
 }
 
 impl TakeCohort {
-    /// Of a member whose group's last snapshot, taken or given up, has this number.
+    /// Creates one for a member whose group's last snapshot, taken or given up, has this number.
     pub fn new(number: SnapshotNumber, now: Time) -> TakeCohort {
         TakeCohort { number, phase: TakeCohortPhase::Idle, silence: Silence::new(now) }
     }
@@ -82,7 +82,7 @@ impl TakeCohort {
         &self.phase
     }
 
-    /// When [`TakeEvent::Tick`] is due next, if nothing else happens.
+    /// Time at which [`TakeEvent::Tick`] is due next, if nothing else happens.
     pub fn deadline(&self) -> Option<Time> {
         self.is_busy().then(|| self.silence.next_look())
     }

@@ -95,7 +95,7 @@ impl Taker {
         self.members.iter().all(|state| *state == State::Over)
     }
 
-    /// When [`TakerEvent::Tick`] is due next, if nothing else happens.
+    /// Time at which [`TakerEvent::Tick`] is due next, if nothing else happens.
     pub fn deadline(&self) -> Option<Time> {
         (!self.is_over()).then(|| self.contact.deadline())
     }

@@ -5,6 +5,7 @@ use crate::random::Random;
 use crate::saving::{Saving, store_member};
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::time::Duration;
+use understudy_protocol::literal;
 use understudy_protocol::{BlockId, PageIndex, Time};
 use understudy_snapshot::{
     About, AreaMap, Compression, Cut, CutAction, CutEvent, Envelope, FirstAccess, Life, Manifest,
@@ -108,7 +109,7 @@ impl Group<'_> {
 
     /// Takes a snapshot, or cancels it half-way: then none.
     pub fn snapshot(&mut self) -> Option<SnapshotNumber> {
-        let writing = self.store.begin("bank", self.last, NOW).unwrap();
+        let writing = self.store.begin(&literal("bank"), self.last, NOW).unwrap();
         let number = writing.number;
         self.last = number;
         let mut cancel = Some(self.random.below(60)).filter(|_| self.random.below(4) == 0);
@@ -146,13 +147,13 @@ impl Group<'_> {
     fn manifest(&self, number: SnapshotNumber, parts: Vec<Part>) -> Manifest {
         let crossings = parts.iter().flat_map(|part| &part.crossings).copied().collect();
         let entry = |(at, part): (usize, Part)| MemberEntry {
-            name: format!("bank-{at}"),
-            host: format!("host-{at}"),
+            name: format!("bank-{at}").parse().unwrap(),
+            host: format!("host-{at}").parse().unwrap(),
             memory: PAGES * UNIT_BYTES as u64,
             part: part.manifest,
         };
         Manifest {
-            group: "bank".into(),
+            group: literal("bank"),
             number,
             label: None,
             taken_at: NOW,

@@ -10,6 +10,7 @@ mod restored;
 mod saving;
 
 use group::{Group, START_BALANCE};
+use understudy_protocol::literal;
 use understudy_snapshot::{SnapshotNumber, Store, Swept};
 
 const MEMBERS: usize = 3;
@@ -26,7 +27,7 @@ fn every_snapshot_of_a_running_group_restores_to_one_moment() {
             let number = group.snapshot();
             cancelled += u32::from(number.is_none());
         }
-        for listed in store.snapshots("bank").unwrap() {
+        for listed in store.snapshots(&literal("bank")).unwrap() {
             let manifest = listed.manifest.unwrap();
             assert!(store.verify(&manifest).unwrap().problems.is_empty());
             let truth = group.truth(listed.number);
@@ -41,9 +42,12 @@ fn every_snapshot_of_a_running_group_restores_to_one_moment() {
         }
         // What is left when all are deleted is nothing.
         let numbers: Vec<SnapshotNumber> =
-            store.snapshots("bank").unwrap().iter().map(|listed| listed.number).collect();
+            store.snapshots(&literal("bank")).unwrap().iter().map(|listed| listed.number).collect();
         for number in numbers {
-            assert!(matches!(store.remove("bank", number, group::NOW), Ok(Swept::Removed(_))));
+            assert!(matches!(
+                store.remove(&literal("bank"), number, group::NOW),
+                Ok(Swept::Removed(_))
+            ));
         }
         assert_eq!(files(&directory.path().join("chunks")), 0);
         assert_eq!(files(&directory.path().join("writing")), 0);

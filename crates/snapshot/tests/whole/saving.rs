@@ -53,7 +53,7 @@ pub fn store_member(
         .collect();
     let blob = |bytes: &[u8]| store.put_blob(bytes, packing).unwrap();
     let member = MemberManifest {
-        name: format!("bank-{at}"),
+        name: format!("bank-{at}").parse().unwrap(),
         machine: Machine {
             qemu: "10.0.2".into(),
             machine_type: "pc-i440fx-10.0".into(),

@@ -1,9 +1,9 @@
 //! Snapshots and restores in the API.
 
-use super::{Answer, Body, Control, Shared, Subject, blocking, invalid, read};
+use super::{Answer, Body, Control, Name, Shared, Subject, blocking, invalid, read};
 use axum::Router;
 use axum::extract::rejection::QueryRejection;
-use axum::extract::{Path, Query, State};
+use axum::extract::{Query, State};
 use axum::response::Json;
 use axum::routing::{get, post};
 use serde::Deserialize;
@@ -11,6 +11,7 @@ use std::sync::Arc;
 use understudy_daemon::snapshot::report::{
     DeleteReport, RestoreReport, SnapshotReport, VerifyReport,
 };
+use understudy_protocol::{GroupName, VmName};
 use understudy_snapshot::SnapshotNumber;
 
 pub(super) fn routes() -> Router<Arc<dyn Control>> {
@@ -23,13 +24,13 @@ pub(super) fn routes() -> Router<Arc<dyn Control>> {
         .route("/v1/snapshots/verify", post(verify))
 }
 
-async fn snapshot_vm(host: Shared, Path(name): Path<String>, body: Body) -> Answer<SnapshotReport> {
+async fn snapshot_vm(host: Shared, Name(name): Name<VmName>, body: Body) -> Answer<SnapshotReport> {
     snapshot(host, Subject::Vm(name), body).await
 }
 
 async fn snapshot_cluster(
     host: Shared,
-    Path(name): Path<String>,
+    Name(name): Name<GroupName>,
     body: Body,
 ) -> Answer<SnapshotReport> {
     snapshot(host, Subject::Cluster(name), body).await
@@ -40,13 +41,13 @@ async fn snapshot(State(host): Shared, what: Subject, body: Body) -> Answer<Snap
     blocking(move || host.snapshot(&what, &request)).await.map(Json)
 }
 
-async fn restore_vm(host: Shared, Path(name): Path<String>, body: Body) -> Answer<RestoreReport> {
+async fn restore_vm(host: Shared, Name(name): Name<VmName>, body: Body) -> Answer<RestoreReport> {
     restore(host, Subject::Vm(name), body).await
 }
 
 async fn restore_cluster(
     host: Shared,
-    Path(name): Path<String>,
+    Name(name): Name<GroupName>,
     body: Body,
 ) -> Answer<RestoreReport> {
     restore(host, Subject::Cluster(name), body).await
@@ -61,7 +62,7 @@ async fn restore(State(host): Shared, what: Subject, body: Body) -> Answer<Resto
 #[derive(Deserialize)]
 #[serde(deny_unknown_fields)]
 struct Which {
-    group: Option<String>,
+    group: Option<GroupName>,
     number: Option<SnapshotNumber>,
     store: Option<String>,
 }
@@ -69,14 +70,14 @@ struct Which {
 type Asked = Result<Query<Which>, QueryRejection>;
 
 impl Which {
-    fn group(&self) -> Result<&str, super::ApiError> {
-        self.group.as_deref().ok_or_else(|| invalid("name the group: group=NAME".to_owned()))
+    fn group(&self) -> Result<&GroupName, super::ApiError> {
+        self.group.as_ref().ok_or_else(|| invalid("name the group: group=NAME".to_owned()))
     }
 }
 
 async fn list(State(host): Shared, asked: Asked) -> Answer<Vec<SnapshotReport>> {
     let Query(which) = asked.map_err(|rejection| invalid(rejection.body_text()))?;
-    blocking(move || host.snapshots(which.group.as_deref(), which.store.as_deref())).await.map(Json)
+    blocking(move || host.snapshots(which.group.as_ref(), which.store.as_deref())).await.map(Json)
 }
 
 async fn delete(State(host): Shared, asked: Asked) -> Answer<DeleteReport> {

@@ -13,6 +13,7 @@ use tokio::runtime::Runtime;
 use understudy_daemon::report::Protection;
 use understudy_encoding::EncodingPlan;
 use understudy_protocol::{Epoch, Policy};
+use understudy_protocol::{GroupName, VmName, literal};
 
 /// A host with one VM, `db`, that remembers what it was asked.
 #[derive(Default)]
@@ -30,14 +31,16 @@ impl Recorder {
         if name != "db" {
             return Err(HostError::new(ErrorKind::NotFound, format!("there is no VM `{name}`")));
         }
-        Ok(example(Protection::Protected { peer: "b".into() }))
+        Ok(example(Protection::Protected { peer: literal("b") }))
     }
 }
 
 impl Control for Recorder {
     fn status(&self) -> HostStatus {
         HostStatus {
-            name: "a".into(),
+            problems: Vec::new(),
+            certificate_expires: None,
+            name: literal("a"),
             version: "0.1.0".into(),
             qemu_version: "10.0.2".into(),
             vms: vec![example(Protection::Off)],
@@ -46,36 +49,46 @@ impl Control for Recorder {
     fn vm_start(&self, definition: VmDefinition) -> Result<VmStatus, HostError> {
         self.record(&definition.name, format!("start {} {}", definition.name, definition.vcpus))
     }
-    fn vm_stop(&self, name: &str, force: bool) -> Result<(), HostError> {
+    fn vm_start_recorded(&self, name: &VmName) -> Result<VmStatus, HostError> {
+        self.record(name, format!("start {name} as recorded"))
+    }
+    fn definition(&self, name: &VmName) -> Result<VmDefinition, HostError> {
+        self.record(name, format!("definition {name}")).map(|_| definition())
+    }
+    fn vm_stop(&self, name: &VmName, force: bool) -> Result<(), HostError> {
         self.record(name, format!("stop {name} {force}")).map(drop)
     }
-    fn vm_status(&self, name: &str) -> Result<VmStatus, HostError> {
+    fn vm_status(&self, name: &VmName) -> Result<VmStatus, HostError> {
         self.record(name, format!("status {name}"))
     }
-    fn protect(&self, name: &str, request: ProtectRequest) -> Result<VmStatus, HostError> {
+    fn protect(&self, name: &VmName, request: ProtectRequest) -> Result<VmStatus, HostError> {
         self.record(name, format!("protect {name} {} {:?}", request.to, request.policy))
     }
-    fn protect_group(&self, name: &str, request: GroupRequest) -> Result<Vec<VmStatus>, HostError> {
+    fn protect_group(
+        &self,
+        name: &GroupName,
+        request: GroupRequest,
+    ) -> Result<Vec<VmStatus>, HostError> {
         let call = format!("group {name} {} {:?}", request.to, request.vms);
         request.vms.iter().map(|vm| self.record(vm, call.clone())).collect()
     }
-    fn unprotect(&self, name: &str) -> Result<VmStatus, HostError> {
+    fn unprotect(&self, name: &VmName) -> Result<VmStatus, HostError> {
         self.record(name, format!("unprotect {name}"))
     }
-    fn failover(&self, name: &str) -> Result<(), HostError> {
+    fn failover(&self, name: &VmName) -> Result<(), HostError> {
         self.record(name, format!("failover {name}")).map(drop)
     }
-    fn recover(&self, name: &str, request: RecoverRequest) -> Result<RecoverReport, HostError> {
+    fn recover(&self, name: &VmName, request: RecoverRequest) -> Result<RecoverReport, HostError> {
         let status = self.record(name, format!("recover {name} {}", request.dry_run))?;
         let reason = "it ran here".to_owned();
         let (vm, status) = (name.to_owned(), Some(status));
         Ok(RecoverReport { vm, valid: None, reason, evidence: Vec::new(), status })
     }
-    fn timings(&self, name: &str) -> Result<Vec<CheckpointTiming>, HostError> {
+    fn timings(&self, name: &VmName) -> Result<Vec<CheckpointTiming>, HostError> {
         self.record(name, format!("timings {name}"))?;
         Ok(vec![CheckpointTiming { epoch: Epoch(7), total_ms: 0.8, ..Default::default() }])
     }
-    fn verify_lockstep(&self, name: &str) -> Result<ComparisonReport, HostError> {
+    fn verify_lockstep(&self, name: &VmName) -> Result<ComparisonReport, HostError> {
         self.record(name, format!("verify {name}"))?;
         Ok(ComparisonReport { pages: 9, ..Default::default() })
     }
@@ -90,7 +103,7 @@ impl Control for Recorder {
     fn restore(&self, what: &Subject, asked: &RestoreRequest) -> Result<RestoreReport, HostError> {
         self.record("db", format!("restore {what:?} {:?} {:?}", asked.number, asked.mode))?;
         Ok(RestoreReport {
-            group: "db".into(),
+            group: literal("db"),
             number: asked.number.unwrap_or_default(),
             life: understudy_snapshot::Life(1),
             mode: asked.mode,
@@ -101,12 +114,12 @@ impl Control for Recorder {
     }
     fn snapshots(
         &self,
-        group: Option<&str>,
+        group: Option<&GroupName>,
         store: Option<&str>,
     ) -> Result<Vec<SnapshotReport>, HostError> {
         self.record("db", format!("snapshots {group:?} {store:?}"))?;
         Ok(vec![SnapshotReport {
-            group: "db".into(),
+            group: literal("db"),
             number: SnapshotNumber(3),
             label: None,
             store: "/srv".into(),
@@ -117,16 +130,16 @@ impl Control for Recorder {
     }
     fn delete_snapshot(
         &self,
-        group: &str,
+        group: &GroupName,
         number: SnapshotNumber,
         store: Option<&str>,
     ) -> Result<DeleteReport, HostError> {
         self.record("db", format!("delete {group} {number} {store:?}"))?;
-        Ok(DeleteReport { group: group.to_owned(), number, chunks: String::new() })
+        Ok(DeleteReport { group: group.clone(), number, chunks: String::new() })
     }
     fn verify_snapshot(
         &self,
-        group: &str,
+        group: &GroupName,
         number: Option<SnapshotNumber>,
         store: Option<&str>,
     ) -> Result<VerifyReport, HostError> {
@@ -200,14 +213,16 @@ fn every_call_arrives_and_is_answered() {
     let api = serve();
     let client = &api.client;
     assert_eq!(client.status().unwrap(), api.host.status());
-    let vm = example(Protection::Protected { peer: "b".into() });
+    let vm = example(Protection::Protected { peer: literal("b") });
     assert_eq!(client.vm_start(&definition()).unwrap(), vm);
+    assert_eq!(client.vm_start_recorded("db").unwrap(), vm);
+    assert_eq!(client.definition("db").unwrap(), definition());
     assert_eq!(client.vm_status("db").unwrap(), vm);
     let policy = Some(Policy::Interval { hz: 5 });
     let request = ProtectRequest { to: "b".into(), policy, ..Default::default() };
     assert_eq!(client.protect("db", &request).unwrap(), vm);
     let request = GroupRequest {
-        vms: vec!["db".into()],
+        vms: vec![literal("db")],
         to: "b".into(),
         policy,
         encoding: EncodingPlan::default(),
@@ -224,6 +239,8 @@ fn every_call_arrives_and_is_answered() {
     client.vm_stop("db", true).unwrap();
     let expected = [
         "start db 1",
+        "start db as recorded",
+        "definition db",
         "status db",
         "protect db b Some(Interval { hz: 5 })",
         "group shop b [\"db\"]",
@@ -269,7 +286,8 @@ fn a_name_is_only_a_name() {
     let api = serve();
     for name in ["../status", "db?force=true", "a b", "ü", "db/protect"] {
         let failure = api.client.vm_status(name).unwrap_err();
-        assert_eq!(failure.message, format!("there is no VM `{name}`"));
+        let said = format!("{name:?} is no name for a VM");
+        assert!(failure.message.starts_with(&said), "{}", failure.message);
     }
 }
 
@@ -328,12 +346,12 @@ fn a_daemon_that_dies_in_the_middle_is_told_from_an_answer() {
 #[test]
 fn snapshots_are_asked_for_with_all_that_names_them() {
     let served = serve();
-    let shop = Subject::Cluster("shop".into());
+    let shop = Subject::Cluster(literal("shop"));
     let asked = SnapshotRequest { label: Some("a b".into()), ..Default::default() };
     assert_eq!(served.client.snapshot(&shop, &asked).unwrap().number, SnapshotNumber(3));
     let number = Some(SnapshotNumber(3));
     let asked = RestoreRequest { number, ..Default::default() };
-    assert_eq!(served.client.restore(&Subject::Vm("db".into()), &asked).unwrap().group, "db");
+    assert_eq!(served.client.restore(&Subject::Vm(literal("db")), &asked).unwrap().group, "db");
     served.client.snapshots(Some("shop"), Some("s3://bucket/a b&c")).unwrap();
     served.client.delete_snapshot("shop", SnapshotNumber(3), None).unwrap();
     served.client.verify_snapshot("shop", None, Some("/srv")).unwrap();

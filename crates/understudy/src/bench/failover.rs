@@ -35,7 +35,7 @@ pub enum FailureKind {
     Cut,
 }
 
-/// Who waits.
+/// Kind of client that waits.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, clap::ValueEnum)]
 #[serde(rename_all = "kebab-case")]
 pub enum ClientKind {
@@ -86,7 +86,7 @@ pub struct FailoverBench {
     pub guest_memory_mib: u32,
     /// How the guest was protected.
     pub mode: Mode,
-    /// Who waited.
+    /// Kind of client that waited.
     pub client: ClientKind,
     /// Processes that wanted to run in the last minute, at the end.
     pub load_average: Option<f64>,
@@ -109,7 +109,7 @@ pub fn run(args: &BenchFailoverArgs, json: bool) -> Result<Exit, Failure> {
     Ok(Exit::Ok)
 }
 
-/// So many kills and cuts of the primary, under the eyes of one client. `tell` hears of
+/// Kills and cuts the primary so many times, under the eyes of one client. `tell` hears of
 /// each when it is over: how many are done, how many there will be, what happened.
 pub fn measure(
     mut options: SceneOptions,

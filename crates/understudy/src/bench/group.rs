@@ -23,6 +23,7 @@ use understudy_lab::companion::{COMPANION, COMPANION_ADDRESS};
 use understudy_lab::scene::{RECORDS_PORT, VM};
 use understudy_lab::{ChatterClient, Companion, GuestShell, Load, Scene, SceneOptions, wait_for};
 use understudy_protocol::Policy;
+use understudy_protocol::literal;
 
 const MEMORY_MIB: u32 = 256;
 /// For both guests to be protected, or for the backup to have forgotten them.
@@ -196,7 +197,7 @@ impl<'a> Bench<'a> {
                 _ => Ok(()),
             }),
             Cover::Group => {
-                let vms = BOTH.map(str::to_owned).to_vec();
+                let vms = BOTH.map(literal).to_vec();
                 let request = GroupRequest {
                     vms,
                     to: to.clone(),

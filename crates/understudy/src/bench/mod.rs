@@ -51,6 +51,7 @@ pub fn run(args: &BenchArgs, json: bool) -> Result<Exit, Failure> {
         Some(BenchCommand::Group(args)) => group::run(args, json),
         Some(BenchCommand::Lockstep(args)) => lockstep::run(args, json),
         Some(BenchCommand::Pause(args)) => pause::run(args, json),
+        Some(BenchCommand::Readme(args)) => suite::readme::run(args),
         Some(BenchCommand::Restore(args)) => restore::run(args, json),
         Some(BenchCommand::Throttle(args)) => throttle::run(args, json),
         Some(BenchCommand::Workload(args)) => workload::run(args, json),

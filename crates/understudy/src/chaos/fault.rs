@@ -88,8 +88,7 @@ impl Fault {
         self.side == Side::Primary
             && match self.kind {
                 Kind::Kill(_) => true,
-                // A QEMU that stands still and comes back has lost nothing.
-                Kind::Stall(What::Qemu, _) => false,
+                // Of a QEMU, too: it is given a second (`detection.qemu_timeout_ms`).
                 Kind::Stall(_, absence) | Kind::Cut(absence) | Kind::Unplug(absence) => {
                     absence >= CERTAIN
                 }
@@ -224,7 +223,7 @@ mod tests {
         assert!(calls(Side::Primary, Kind::Kill(What::Qemu)));
         assert!(calls(Side::Primary, Kind::Cut(long)));
         assert!(calls(Side::Primary, Kind::Stall(What::Daemon, long)));
-        assert!(!calls(Side::Primary, Kind::Stall(What::Qemu, long)));
+        assert!(calls(Side::Primary, Kind::Stall(What::Qemu, long)));
         assert!(!calls(Side::Primary, Kind::Unplug(short)));
         assert!(!calls(Side::Backup, Kind::Kill(What::Everything)));
     }

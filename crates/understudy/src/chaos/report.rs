@@ -8,6 +8,8 @@ use std::path::PathBuf;
 pub struct Report {
     /// Runs that were played.
     pub runs: u64,
+    /// Those whose failure called for a take-over.
+    pub called_for: u64,
     /// Those in which the backup took over.
     pub takeovers: u64,
     /// Those in which it should have, and did not.
@@ -21,7 +23,7 @@ pub struct Report {
     /// Runs in which the guest or a connection to it was lost, or that could not be
     /// played to their end.
     pub broken: u64,
-    /// Runs before whose failure protection was lost without any.
+    /// Runs before whose failure protection was lost without any: the product's fault, too.
     pub false_alarms: u64,
     /// Outages that lost primaries caused, as the client saw them.
     pub outage_ms: OutageReport,
@@ -67,10 +69,16 @@ impl OutageReport {
 }
 
 impl Report {
-    /// Whether the product kept its promises in every run.
+    /// Whether the product kept its promises in every run, and there was something to keep.
     pub fn is_good(&self) -> bool {
-        let faults = [self.missed, self.lost, self.inconsistent_fs, self.double_live, self.broken];
-        faults == [0; 5]
+        let Report { missed, lost, inconsistent_fs, double_live, broken, false_alarms, .. } = *self;
+        [missed, lost, inconsistent_fs, double_live, broken, false_alarms] == [0; 6]
+            && !self.proves_nothing()
+    }
+
+    /// Whether nobody took over in several runs. One run alone replays whatever its seed draws.
+    fn proves_nothing(&self) -> bool {
+        self.runs > 1 && self.takeovers == 0
     }
 
     /// A few aligned lines for people.
@@ -79,7 +87,13 @@ impl Report {
         let OutageReport { p50, p99, max } = self.outage_ms;
         let rows = [
             ("runs", self.runs.to_string()),
-            ("takeovers", format!("{}, missed {}", self.takeovers, self.missed)),
+            (
+                "takeovers",
+                format!(
+                    "{}, called for {}, missed {}",
+                    self.takeovers, self.called_for, self.missed
+                ),
+            ),
             ("lost records", self.lost.to_string()),
             ("damaged disks", self.inconsistent_fs.to_string()),
             ("both answered", self.double_live.to_string()),
@@ -89,6 +103,10 @@ impl Report {
         ];
         let mut text: String =
             rows.iter().map(|(name, value)| format!("  {name:<14}  {value}\n")).collect();
+        if self.proves_nothing() {
+            text +=
+                "\nno backup took over, so nothing is proven: try more runs, or another --seed\n";
+        }
         for FailedRun { seed, fault, problem, logs } in &self.failures {
             text += &format!(
                 "\nseed {seed}: {fault}\n  {problem}\n  logs: {}\n  again: understudy chaos --runs 1 --seed {seed}\n",
@@ -125,8 +143,9 @@ mod tests {
 
     #[test]
     fn one_fault_is_enough_to_fail() {
-        assert!(Report { takeovers: 5, false_alarms: 2, ..Default::default() }.is_good());
+        assert!(Report { runs: 9, takeovers: 5, ..Default::default() }.is_good());
         let bad = [
+            Report { false_alarms: 1, ..Default::default() },
             Report { missed: 1, ..Default::default() },
             Report { lost: 1, ..Default::default() },
             Report { inconsistent_fs: 1, ..Default::default() },
@@ -134,5 +153,14 @@ mod tests {
             Report { broken: 1, ..Default::default() },
         ];
         assert!(bad.iter().all(|report| !report.is_good()));
+    }
+
+    #[test]
+    fn runs_without_a_takeover_prove_nothing() {
+        let report = |runs, takeovers| Report { runs, takeovers, ..Default::default() };
+        assert!(!report(2, 0).is_good());
+        assert!(report(2, 0).summary().contains("nothing is proven"));
+        assert!(report(2, 1).is_good() && !report(2, 1).summary().contains("proven"));
+        assert!(report(1, 0).is_good(), "the replay of a failure that calls for none");
     }
 }

@@ -36,7 +36,8 @@ Exits with 1 if something could not be measured, but for QEMU's COLO (variant co
 which does not run on every QEMU: then its row has the error that was met.
 
 Examples:
-  understudy bench --quick                       less than ten minutes
+  understudy bench --quick                       a first look: the same work, one round
+  understudy bench --runs 1 --variants unprotected,adaptive,plain
   understudy bench --only cpu,web --runs 5
   understudy bench --variants unprotected,adaptive";
 
@@ -49,7 +50,7 @@ pub struct SuiteArgs {
     /// Workloads in these variants only.
     #[arg(long, value_name = "NAME,…", value_delimiter = ',')]
     pub variants: Vec<Variant>,
-    /// Small workloads, few variants, one round: a first look.
+    /// A first look: the same workloads in few variants, one round, few fail-overs.
     #[arg(long)]
     pub quick: bool,
     /// Rounds [default: 3; 1 with --quick].
@@ -82,6 +83,9 @@ pub enum BenchCommand {
     /// What lockstep costs, and its log, beside plain QEMU and checkpoints.
     #[command(after_help = BENCH_LOCKSTEP_HELP)]
     Lockstep(BenchLockstepArgs),
+    /// Write the tables of README.md and docs/performance.md from a report.
+    #[command(after_help = BENCH_README_HELP)]
+    Readme(BenchReadmeArgs),
     /// Snapshots of a VM, and how fast each way has it back, beside plain QEMU's own.
     #[command(after_help = BENCH_RESTORE_HELP)]
     Restore(BenchRestoreArgs),
@@ -100,6 +104,31 @@ pub enum BenchCommand {
     /// What workloads do in one guest, protected or not.
     #[command(after_help = BENCH_WORKLOAD_HELP)]
     Workload(BenchWorkloadArgs),
+}
+
+const BENCH_README_HELP: &str = "\
+Replaces what is between the marks in both files, and keeps the part of the report
+that the tables need in docs/performance/suite.json. The report must have all
+workloads, at least unprotected, adaptive and plain:
+
+  understudy bench --runs 1 --variants unprotected,adaptive,plain
+  understudy bench readme target/bench/report.json";
+
+/// `bench readme`
+#[derive(Debug, Args)]
+pub struct BenchReadmeArgs {
+    /// The report: report.json of `understudy bench`, or what was kept of one.
+    #[arg(value_name = "REPORT", default_value = "docs/performance/suite.json")]
+    pub report: PathBuf,
+    /// The commit that was measured [default: the report's].
+    #[arg(long)]
+    pub commit: Option<String>,
+    /// What else a reader must know of the run, in a sentence.
+    #[arg(long, value_name = "TEXT")]
+    pub note: Option<String>,
+    /// The folder of the repository.
+    #[arg(long, value_name = "DIR", default_value = ".")]
+    pub root: PathBuf,
 }
 
 const BENCH_WORKLOAD_HELP: &str = "\
@@ -183,7 +212,7 @@ pub struct BenchFailoverArgs {
     /// How often the primary's host is cut off from the network instead.
     #[arg(long, value_name = "N", default_value_t = 10, value_parser = clap::value_parser!(u32).range(..=10_000))]
     pub cuts: u32,
-    /// Who waits.
+    /// Kind of client that waits.
     #[arg(long, value_name = "KIND", value_enum, default_value = "records")]
     pub client: ClientKind,
     /// How the guest is protected.

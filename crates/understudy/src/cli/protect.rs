@@ -3,6 +3,7 @@
 use clap::{Args, ValueEnum};
 use understudy_daemon::report::{DiskReads, Mode};
 use understudy_encoding::{Compression, DEFAULT_CACHE_PAGES, EncodingPlan, MOST_CACHE_PAGES};
+use understudy_protocol::VmName;
 use understudy_protocol::{Output, Policy};
 
 /// Checkpoints a second of `--policy interval` without `--hz`: Remus's own rate.
@@ -34,14 +35,14 @@ Examples:
 pub struct ProtectArgs {
     /// The VM's name; several with --group.
     #[arg(required = true, value_name = "VM")]
-    pub vms: Vec<String>,
+    pub vms: Vec<VmName>,
     /// Protect the VMs as one group of this name.
     #[arg(long, value_name = "NAME")]
     pub group: Option<String>,
     /// The backup: one of this host's peers.
     #[arg(long, value_name = "HOST")]
     pub to: String,
-    /// How the backup keeps up.
+    /// Replication mode.
     #[arg(long, value_name = "HOW", default_value = "checkpoint")]
     pub mode: ModeKind,
     /// In lockstep: where the backup gets what its guest reads from its disks.
@@ -59,7 +60,7 @@ pub struct ProtectArgs {
     /// Pages of 4 KiB in the cache that deltas are made against.
     #[arg(long, value_name = "N", default_value_t = DEFAULT_CACHE_PAGES, value_parser = clap::value_parser!(u32).range(1..=i64::from(MOST_CACHE_PAGES)))]
     pub cache_pages: u32,
-    /// Hold what the guest says on its console, too, and what of it is in the console's log.
+    /// Hold the console's output until its checkpoint is committed, too, its log included.
     #[arg(long, conflicts_with = "unheld_output")]
     pub hold_console: bool,
     /// Return as soon as the copy has begun.
@@ -74,12 +75,12 @@ pub struct ProtectArgs {
     pub unheld_output: bool,
 }
 
-/// Ways to keep up.
+/// Replication modes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 pub enum ModeKind {
-    /// It gets what the guest wrote, many times a second.
+    /// Checkpoints: the backup gets what the guest wrote, many times a second.
     Checkpoint,
-    /// It executes the guest's instructions too; for guests with one vCPU, under TCG.
+    /// The backup executes the guest's instructions too; for guests with one vCPU, under TCG.
     Lockstep,
 }
 
@@ -95,7 +96,7 @@ impl From<ModeKind> for Mode {
 /// Where a backup in lockstep gets what its guest reads.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 pub enum DiskReadsKind {
-    /// It reads its own mirrors: little travels.
+    /// The backup reads its own mirrors: little travels.
     Backup,
     /// What the primary's guest read travels with the log: the backup's disks are only written.
     Log,
@@ -119,7 +120,7 @@ pub enum PolicyKind {
     Interval,
 }
 
-/// Ways to encode pages. Zero pages take no room in any.
+/// Page encodings. Zero pages take no room in any.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 pub enum CompressionKind {
     /// What saves more time on the link than it costs of the CPU.

@@ -4,6 +4,7 @@ use clap::{Args, Subcommand};
 use std::str::FromStr;
 use std::time::Duration;
 use understudy_daemon::snapshot::report::{RestoreRequest, SnapshotRequest};
+use understudy_protocol::{GroupName, HostName, NameError};
 use understudy_snapshot::{Compression, Mode, SnapshotNumber, WorkingSetFactor};
 
 pub(super) const CLUSTER_HELP: &str = "\
@@ -31,7 +32,7 @@ pub enum ClusterCommand {
     /// Take a snapshot of all its VMs as of one moment, while they run.
     Snapshot {
         /// The cluster's name.
-        name: String,
+        name: GroupName,
         /// How it is taken.
         #[command(flatten)]
         args: SnapshotArgs,
@@ -40,10 +41,10 @@ pub enum ClusterCommand {
     Restore {
         /// The cluster's name, and the snapshot: NAME@NUMBER; the last one without.
         #[arg(value_name = "NAME[@ID]")]
-        which: Which,
+        which: Which<GroupName>,
         /// The hosts to restore on; by default where the VMs ran.
         #[arg(long, value_name = "HOSTS", value_delimiter = ',')]
-        onto: Vec<String>,
+        onto: Vec<HostName>,
         /// How it is restored.
         #[command(flatten)]
         args: RestoreArgs,
@@ -51,7 +52,7 @@ pub enum ClusterCommand {
     /// List the snapshots.
     Snapshots {
         /// The cluster's name; all without.
-        name: Option<String>,
+        name: Option<GroupName>,
         /// Where they are; by default the cluster's store.
         #[arg(long, value_name = "URL", value_parser = location)]
         store: Option<String>,
@@ -60,7 +61,7 @@ pub enum ClusterCommand {
     Delete {
         /// The cluster's name and the snapshot's number.
         #[arg(value_name = "NAME@ID")]
-        which: Which,
+        which: Which<GroupName>,
         /// Where it is; by default the cluster's store.
         #[arg(long, value_name = "URL", value_parser = location)]
         store: Option<String>,
@@ -70,7 +71,7 @@ pub enum ClusterCommand {
     Verify {
         /// The cluster's name, and the snapshot's number; the last one without.
         #[arg(value_name = "NAME[@ID]")]
-        which: Which,
+        which: Which<GroupName>,
         /// Where it is; by default the cluster's store.
         #[arg(long, value_name = "URL", value_parser = location)]
         store: Option<String>,
@@ -83,17 +84,17 @@ pub struct SnapshotArgs {
     /// Where it goes: a directory or a URL; by default the cluster's store.
     #[arg(long, value_name = "URL", value_parser = location)]
     pub store: Option<String>,
-    /// A text to know it by; it is then never deleted by a schedule.
+    /// A label; a labelled snapshot is never deleted by a schedule.
     #[arg(long, value_name = "TEXT")]
     pub label: Option<String>,
-    /// How it is packed: none or lz4.
+    /// Compression: none or lz4.
     #[arg(long, value_name = "HOW", default_value = "lz4", value_parser = Compression::from_str)]
     pub compression: Compression,
-    /// For how long it is noted which pages the guest touches first, 0 to 60; they are loaded
+    /// Seconds, 0 to 60, for which the pages that the guest touches first are traced; they are loaded
     /// first at a restore.
     #[arg(long, value_name = "SECONDS", default_value = "7", value_parser = trace)]
     pub trace: Duration,
-    /// Note repeated accesses too, for `restore --mode working-set`.
+    /// Trace repeated accesses too, for `restore --mode working-set`.
     #[arg(long)]
     pub recency: bool,
 }
@@ -126,7 +127,7 @@ pub struct RestoreArgs {
     /// eager, lazy, working-set, hot-no-line or hot.
     #[arg(long, value_name = "M", default_value = "hot", value_parser = Mode::from_str)]
     pub mode: Mode,
-    /// How much of the working set is loaded before the start, 0 to 2.
+    /// Share of the working set that is loaded before the start, 0 to 2.
     #[arg(long, value_name = "F", default_value = "0.5", value_parser = WorkingSetFactor::from_str)]
     pub working_set: WorkingSetFactor,
     /// Hosts that do not answer are down for good: what they ran does not run any more.
@@ -139,7 +140,7 @@ pub struct RestoreArgs {
 
 impl RestoreArgs {
     /// As the daemon is asked.
-    pub fn request(&self, number: Option<SnapshotNumber>, onto: &[String]) -> RestoreRequest {
+    pub fn request(&self, number: Option<SnapshotNumber>, onto: &[HostName]) -> RestoreRequest {
         RestoreRequest {
             number,
             store: self.store.clone(),
@@ -154,24 +155,25 @@ impl RestoreArgs {
 
 /// A group, and a snapshot of it if one is named.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Which {
+pub struct Which<N> {
     /// The group, or the VM.
-    pub name: String,
+    pub name: N,
     /// The snapshot.
     pub number: Option<SnapshotNumber>,
 }
 
-impl FromStr for Which {
+impl<N: FromStr<Err = NameError>> FromStr for Which<N> {
     type Err = String;
 
-    fn from_str(text: &str) -> Result<Which, String> {
+    fn from_str(text: &str) -> Result<Which<N>, String> {
+        let parse = |name: &str| name.parse().map_err(|error: NameError| error.to_string());
         let Some((name, number)) = text.split_once('@') else {
-            return Ok(Which { name: text.to_owned(), number: None });
+            return Ok(Which { name: parse(text)?, number: None });
         };
         let number = number.parse().map_err(|_| {
             format!("{number:?} is no snapshot's number; write for example {name}@3")
         })?;
-        Ok(Which { name: name.to_owned(), number: Some(SnapshotNumber(number)) })
+        Ok(Which { name: parse(name)?, number: Some(SnapshotNumber(number)) })
     }
 }
 

@@ -83,3 +83,34 @@ fn the_help_documents_the_exit_codes() {
         assert!(help.contains(&format!("\n  {code}  ")), "exit code {code} is missing:\n{help}");
     }
 }
+
+#[test]
+fn a_file_to_start_is_told_from_a_name() {
+    let folder = tempfile::tempdir().unwrap();
+    let there = folder.path().join("db");
+    std::fs::write(&there, "").unwrap();
+    let start = |what: &str| match parse(&format!("understudy vm start {what}")).unwrap().command {
+        Command::Vm(VmCommand::Start { what }) => what,
+        other => panic!("{other:?}"),
+    };
+    for file in ["db.toml", "./db", "vms/db", there.to_str().unwrap()] {
+        assert_eq!(start(file), Startable::File(file.into()));
+    }
+    for name in ["db", "db.2", "toml"] {
+        assert_eq!(start(name), Startable::Name(name.to_owned()));
+    }
+}
+
+/// They named 7788 and 7700.
+#[test]
+fn help_and_readme_name_the_same_port() {
+    let ports = |text: &str| -> Vec<String> {
+        let quoted = text.split('"').filter_map(|part| part.rsplit_once(':'));
+        let ports = quoted.filter(|(host, _)| host.starts_with("10.0.0."));
+        ports.map(|(_, port)| port.to_owned()).collect()
+    };
+    let readme = ports(include_str!("../../../../README.md"));
+    let help = ports(HOST_HELP);
+    assert!(readme.len() >= 2 && help.len() >= 2, "{readme:?} {help:?}");
+    assert!(readme.iter().chain(&help).all(|port| *port == help[0]), "{readme:?} {help:?}");
+}

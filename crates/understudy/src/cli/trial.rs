@@ -14,7 +14,7 @@ client's one connection survived.";
 /// `demo`
 #[derive(Debug, Args)]
 pub struct DemoArgs {
-    /// How the backup keeps up.
+    /// Replication mode.
     #[arg(long, value_name = "HOW", default_value = "checkpoint")]
     pub mode: ModeKind,
     /// Cut the host off instead of killing it.
@@ -54,7 +54,7 @@ Examples:
 /// `chaos`
 #[derive(Debug, Args)]
 pub struct ChaosArgs {
-    /// How many failures.
+    /// Number of failures.
     #[arg(long, value_name = "N", default_value_t = 20, value_parser = clap::value_parser!(u64).range(1..=1_000_000))]
     pub runs: u64,
     /// The first run's seed; the others count on from it.
@@ -81,13 +81,13 @@ Examples:
 /// `simulate`
 #[derive(Debug, Args)]
 pub struct SimulateArgs {
-    /// How many schedules.
+    /// Number of schedules.
     #[arg(long, value_name = "N", default_value_t = 10_000, value_parser = clap::value_parser!(u64).range(1..=1_000_000_000))]
     pub seeds: u64,
     /// The first seed.
     #[arg(long, value_name = "S", default_value_t = 0, value_parser = clap::value_parser!(u64).range(..=u64::MAX / 2))]
     pub from: u64,
-    /// Replay this one seed and tell its story.
+    /// Replay this one seed and print every step.
     #[arg(long, value_name = "S", conflicts_with_all = ["seeds", "from"])]
     pub seed: Option<u64>,
 }

@@ -9,13 +9,13 @@ use std::io;
 use std::net::SocketAddr;
 use std::path::Path;
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 use tokio::runtime::Builder;
 use tokio::signal::unix::{Signal, SignalKind, signal};
 use tokio::sync::oneshot;
 use tokio::task::{JoinError, spawn_blocking};
 use understudy_daemon::config::HostConfig;
-use understudy_daemon::{ErrorKind, Host, HostError};
+use understudy_daemon::{ADDRESS_PATIENCE, ErrorKind, Host, HostError};
 
 /// The API waits on the host, so little work is left for its own threads.
 const API_THREADS: usize = 2;
@@ -25,7 +25,7 @@ const LAST_ANSWERS: Duration = Duration::from_secs(2);
 /// Runs the daemon until SIGTERM or SIGINT.
 pub fn run(config: &Path) -> Result<Exit, Failure> {
     let config = HostConfig::load(config)?;
-    let socket = ApiSocket::bind(&config.socket)?;
+    let socket = bind_socket(&config.socket)?;
     let runtime = Builder::new_multi_thread()
         .worker_threads(API_THREADS)
         .enable_all()
@@ -35,6 +35,19 @@ pub fn run(config: &Path) -> Result<Exit, Failure> {
     // A call that still hangs must not keep the daemon from ending.
     runtime.shutdown_background();
     result.map(|()| Exit::Ok)
+}
+
+/// Waits for a daemon that is just ending.
+fn bind_socket(path: &Path) -> Result<ApiSocket, HostError> {
+    let deadline = Instant::now() + ADDRESS_PATIENCE;
+    loop {
+        match ApiSocket::bind(path) {
+            Err(error) if error.kind == ErrorKind::Conflict && Instant::now() < deadline => {
+                std::thread::sleep(Duration::from_millis(50));
+            }
+            bound => return bound,
+        }
+    }
 }
 
 async fn serve(config: HostConfig, socket: &ApiSocket) -> Result<(), Failure> {
@@ -59,11 +72,21 @@ async fn serve(config: HostConfig, socket: &ApiSocket) -> Result<(), Failure> {
         // It ends with the daemon: it only answers questions.
         tokio::spawn(axum::serve(listener, router).into_future());
     }
-    tracing::info!(host = name, socket = %socket.path().display(), "ready");
+    tracing::info!(host = %name, socket = %socket.path().display(), "ready");
     let signal = signals.next().await;
-    tracing::info!(signal, "ending every VM and backup of this daemon");
+    tracing::info!(signal, "ending: VMs are handed over or shut down; another signal cuts them");
     let _ = stop.send(());
-    spawn_blocking(move || host.shutdown()).await.map_err(crashed)?;
+    let ending = host.clone();
+    let mut ended = spawn_blocking(move || ending.shutdown());
+    loop {
+        tokio::select! {
+            ended = &mut ended => break ended.map_err(crashed)?,
+            signal = signals.next() => {
+                tracing::warn!(signal, "waiting for no guest any more");
+                host.hurry();
+            }
+        }
+    }
     match tokio::time::timeout(LAST_ANSWERS, server).await {
         Ok(ended) => ended.map_err(crashed)?.map_err(internal)?,
         Err(_) => tracing::warn!("some API calls were not answered"),
@@ -83,7 +106,16 @@ fn listen(
 }
 
 async fn bind_metrics(address: SocketAddr) -> Result<tokio::net::TcpListener, HostError> {
-    tokio::net::TcpListener::bind(address).await.map_err(|error| {
+    let deadline = Instant::now() + ADDRESS_PATIENCE;
+    let bound = loop {
+        match tokio::net::TcpListener::bind(address).await {
+            Err(error) if error.kind() == io::ErrorKind::AddrInUse && Instant::now() < deadline => {
+                tokio::time::sleep(Duration::from_millis(50)).await;
+            }
+            bound => break bound,
+        }
+    };
+    bound.map_err(|error| {
         let message = format!(
             "cannot serve metrics on {address}: {error}; correct `listen` in [metrics] of the \
              configuration"

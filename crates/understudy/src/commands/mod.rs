@@ -37,6 +37,7 @@ pub fn run(cli: &Cli) -> Result<Exit, Failure> {
         Command::Status { vm } => status::run(&client()?, vm.as_deref(), cli.json),
         Command::Cluster(command) => cluster::run(&client()?, command, cli.json),
         Command::Pki(command) => pki::run(command, cli.json),
+        Command::SnapshotKey { file } => pki::snapshot_key(file, cli.json),
         Command::Demo(args) => demo::run(args, cli.json),
         Command::Chaos(args) => chaos::run(args, cli.json),
         Command::Simulate(args) => simulate::run(args, cli.json),

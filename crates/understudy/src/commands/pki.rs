@@ -1,9 +1,11 @@
-//! `understudy pki`.
+//! `understudy pki` and `understudy snapshot-key`.
 
 use crate::cli::PkiCommand;
 use crate::failure::{Exit, Failure};
 use crate::output;
-use understudy_daemon::pki::{self, Written};
+use std::path::Path;
+use understudy_daemon::pki::{self, Revoked, Written};
+use understudy_daemon::snapshot::make_key;
 
 /// Makes an authority or a host's certificate, and says where they are.
 pub fn run(command: &PkiCommand, json: bool) -> Result<Exit, Failure> {
@@ -12,9 +14,34 @@ pub fn run(command: &PkiCommand, json: bool) -> Result<Exit, Failure> {
         PkiCommand::Issue { name, dir, days } => {
             (pki::issue(dir, name, *days)?, "move both to the host, and name them in its [tls]")
         }
+        PkiCommand::Revoke { which, dir } => {
+            output::show(json, &pki::revoke(dir, which)?, describe_list)?;
+            return Ok(Exit::Ok);
+        }
     };
     output::show(json, &written, |written| describe(written, advice))?;
     Ok(Exit::Ok)
+}
+
+/// Makes the key of a snapshot store.
+pub fn snapshot_key(file: &Path, json: bool) -> Result<Exit, Failure> {
+    make_key(file)?;
+    output::show(json, &serde_json::json!({ "key": file }), |_| {
+        format!(
+            "snapshot key  {}\ncopy it to every host that uses the store, name it in their \
+             [snapshot_keys], and keep a copy elsewhere: without it no snapshot can be read\n",
+            file.display()
+        )
+    })?;
+    Ok(Exit::Ok)
+}
+
+fn describe_list(revoked: &Revoked) -> String {
+    format!(
+        "list  {}\ncertificates on it  {}\ncopy it to every host, where [tls] names it as `revoked`\n",
+        revoked.list.display(),
+        revoked.certificates
+    )
 }
 
 fn describe(written: &Written, advice: &str) -> String {

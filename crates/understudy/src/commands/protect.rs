@@ -9,6 +9,7 @@ use serde_json::json;
 use std::thread;
 use std::time::Duration;
 use understudy_daemon::report::{GroupRequest, ProtectRequest, Protection, VmStatus};
+use understudy_protocol::GroupName;
 
 /// How often the progress is asked for.
 const POLL_INTERVAL: Duration = Duration::from_millis(200);
@@ -140,7 +141,7 @@ pub fn failover(client: &Client, vm: &str, json: bool) -> Result<Exit, Failure> 
 }
 
 /// The VM, or all of its group, as the subject of a sentence.
-fn whom(vm: &str, group: &Option<String>, verb: &str) -> String {
+fn whom(vm: &str, group: &Option<GroupName>, verb: &str) -> String {
     match group {
         Some(group) => format!("{vm} and all others of group {group} {verb}"),
         None => format!("{vm} {verb}s"),
@@ -152,10 +153,11 @@ mod tests {
     use super::*;
     use crate::failure::Exit;
     use crate::table::tests::example;
+    use understudy_protocol::literal;
 
     fn syncing() -> VmStatus {
         example(Protection::Syncing {
-            peer: "b".into(),
+            peer: literal("b"),
             done_bytes: 1,
             total_bytes: 2,
             remaining_seconds: None,
@@ -170,7 +172,7 @@ mod tests {
 
     #[test]
     fn it_waits_until_protected() {
-        let protected = Protection::Protected { peer: "b".into() };
+        let protected = Protection::Protected { peer: literal("b") };
         let status = wait_through(vec![syncing().protection, protected.clone()]).unwrap();
         assert_eq!(status.protection, protected);
     }

@@ -42,16 +42,17 @@ mod tests {
     use super::*;
     use understudy_daemon::report::ValidImages;
     use understudy_protocol::Generation;
+    use understudy_protocol::literal;
 
     #[test]
     fn the_valid_images_and_the_reason_are_told() {
         let valid = ValidImages {
-            host: "b".into(),
+            host: literal("b"),
             generation: Generation(2),
             images: vec!["/var/lib/understudy/db/disk0.img".into()],
         };
         let mut report = RecoverReport {
-            vm: "db".into(),
+            vm: literal("db"),
             valid: Some(valid),
             reason: "host b ran it last".into(),
             evidence: vec!["host a: ran it at generation 1".into()],

@@ -2,7 +2,7 @@
 
 use super::{cluster, console};
 use crate::api::Subject;
-use crate::cli::VmCommand;
+use crate::cli::{Startable, VmCommand};
 use crate::client::Client;
 use crate::failure::{Exit, Failure, FailureKind};
 use crate::{output, table};
@@ -16,7 +16,8 @@ use understudy_qemu::VmDefinition;
 /// Does one of them.
 pub fn run(client: &Client, command: &VmCommand, json: bool) -> Result<Exit, Failure> {
     match command {
-        VmCommand::Start { file } => start(client, file, json),
+        VmCommand::Start { what } => start(client, what, json),
+        VmCommand::Show { name } => show(client, name, json),
         VmCommand::Stop { name, force } => stop(client, name, *force, json),
         VmCommand::Snapshot { name, args } => {
             cluster::snapshot(client, &Subject::Vm(name.clone()), args, json)
@@ -30,8 +31,11 @@ pub fn run(client: &Client, command: &VmCommand, json: bool) -> Result<Exit, Fai
     }
 }
 
-fn start(client: &Client, file: &Path, json: bool) -> Result<Exit, Failure> {
-    let status = client.vm_start(&read_definition(file)?)?;
+fn start(client: &Client, what: &Startable, json: bool) -> Result<Exit, Failure> {
+    let status = match what {
+        Startable::File(file) => client.vm_start(&read_definition(file)?)?,
+        Startable::Name(name) => client.vm_start_recorded(name)?,
+    };
     output::show(json, &status, |vm| format!("{} runs, unprotected\n", vm.name))?;
     Ok(Exit::Ok)
 }
@@ -46,6 +50,14 @@ fn read_definition(file: &Path) -> Result<VmDefinition, Failure> {
     })?;
     VmDefinition::from_toml(&text, file)
         .map_err(|error| Failure::new(FailureKind::Host(ErrorKind::Invalid), error.to_string()))
+}
+
+fn show(client: &Client, name: &str, json: bool) -> Result<Exit, Failure> {
+    let definition = client.definition(name)?;
+    let text = toml::to_string(&definition)
+        .map_err(|error| Failure::internal(format!("cannot write TOML: {error}")))?;
+    output::show(json, &definition, |_| text)?;
+    Ok(Exit::Ok)
 }
 
 fn stop(client: &Client, name: &str, force: bool, json: bool) -> Result<Exit, Failure> {

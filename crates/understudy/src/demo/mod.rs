@@ -115,7 +115,7 @@ struct Failed {
     watchers: Option<Watchers>,
 }
 
-/// Who watches what the two hosts send in the guest's name.
+/// Watchers of what the two hosts send in the guest's name.
 struct Watchers {
     a: Watcher,
     b: Watcher,

@@ -4,15 +4,13 @@ use super::Check;
 use anyhow::Context;
 use std::fs::{self, File};
 use std::io;
-use std::net::{SocketAddr, TcpListener, TcpStream};
+use std::net::{SocketAddr, TcpListener};
 use std::path::Path;
 use std::thread;
-use std::time::Duration;
 use understudy_daemon::config::{ArbiterConfig, EtcdConfig, HostConfig};
 use understudy_daemon::etcd::Etcd;
-
-/// How long a peer may take to accept a connection.
-const PEER_TIMEOUT: Duration = Duration::from_secs(2);
+use understudy_daemon::probe::{self, ProbeAnswer, ProbeError};
+use understudy_protocol::HostName;
 
 pub fn checks(config: &HostConfig) -> Vec<Check> {
     let mut checks = vec![Check::ok("configuration", format!("host {}", config.name))];
@@ -85,19 +83,56 @@ fn peers(config: &HostConfig) -> Vec<Check> {
             .peers
             .iter()
             .flat_map(|(name, addresses)| addresses.iter().map(move |address| (name, *address)))
-            .map(|(name, address)| scope.spawn(move || peer(name, address)))
+            .map(|(name, address)| scope.spawn(move || peer(config, name, address)))
             .collect();
-        tries.into_iter().map(|thread| thread.join().expect("the check does not panic")).collect()
+        let join = |thread: thread::ScopedJoinHandle<'_, Vec<Check>>| {
+            thread.join().expect("the check does not panic")
+        };
+        tries.into_iter().flat_map(join).collect()
     })
 }
 
-fn peer(name: &str, address: SocketAddr) -> Check {
+/// Says hello to the peer as the daemon would. One that is not there yet is no failure: somebody
+/// is the first.
+fn peer(config: &HostConfig, name: &HostName, address: SocketAddr) -> Vec<Check> {
     let check = format!("peer {name}");
-    match TcpStream::connect_timeout(&address, PEER_TIMEOUT) {
-        Ok(_) => Check::ok(&check, format!("{address} accepts connections")),
+    let check = match probe::peer(config, name, address) {
+        Ok(answer) => {
+            let over = if config.tls.is_some() { "over TLS" } else { "in the clear" };
+            let detail = format!("{address} answers {over}: Understudy {}", answer.version);
+            return vec![Check::ok(&check, detail), take_over(config, &answer)];
+        }
+        Err(ProbeError::NotUp(error)) => {
+            let advice = "start its daemon, see that no firewall is between, and try again: until \
+                          then this host is not known to be able to protect VMs to it";
+            Check::note(&check, error, advice)
+        }
+        Err(ProbeError::Wrong(error)) => {
+            let advice = "correct the address in [peers], or the certificates of both hosts \
+                          (`understudy pki`)";
+            Check::fail(&check, error, advice)
+        }
+    };
+    vec![check]
+}
+
+/// Whether this host could take over from the peer, as far as the arbiter goes.
+fn take_over(config: &HostConfig, peer: &ProbeAnswer) -> Check {
+    let name = format!("arbiter with {}", peer.host);
+    if config.arbiter.is_none() {
+        return Check::note(&name, "none configured here", "VMs run, but none can be protected");
+    }
+    match probe::take_over(config, peer) {
+        Ok(()) => {
+            let vms = peer.protected.len();
+            Check::ok(
+                &name,
+                format!("the same; {vms} VMs protected to this host could be taken over"),
+            )
+        }
         Err(error) => {
-            let advice = "is its daemon running, and no firewall between?";
-            Check::fail(&check, format!("{address}: {error}"), advice)
+            let advice = "both hosts must name, and have mounted, one and the same arbiter";
+            Check::fail(&name, error, advice)
         }
     }
 }
@@ -106,15 +141,27 @@ fn peer(name: &str, address: SocketAddr) -> Check {
 mod tests {
     use super::*;
     use crate::doctor::State;
+    use understudy_protocol::literal;
 
+    /// Whoever accepted connections was taken for the peer, and a peer that was not up yet for a
+    /// failure. A peer that answers is in the end-to-end test of `doctor`.
     #[test]
-    fn a_peer_that_listens_is_told_from_one_that_does_not() {
+    fn a_stranger_is_told_from_a_peer_that_is_not_there_yet() {
         let listener = TcpListener::bind("127.0.0.1:0").unwrap();
         let address = listener.local_addr().unwrap();
-        assert_eq!(peer("b", address).state, State::Ok);
-        drop(listener);
-        let check = peer("b", address);
-        assert_eq!((check.state, check.name.as_str()), (State::Fail, "peer b"));
+        let text = "name = \"a\"\nlisten = \"127.0.0.1:7700\"";
+        let config = HostConfig::from_toml(text, Path::new("host.toml")).unwrap();
+        let stranger = thread::spawn(move || {
+            let (mut connection, _) = listener.accept().unwrap();
+            io::Write::write_all(&mut connection, b"HTTP/1.1 400 Bad Request\r\n\r\n").unwrap();
+            // Until it has been read.
+            let _ = io::Read::read_to_end(&mut connection, &mut Vec::new());
+        });
+        let check = &peer(&config, &literal("b"), address)[0];
+        assert_eq!((check.state, check.name.as_str()), (State::Fail, "peer b"), "{check:?}");
+        stranger.join().unwrap();
+        let check = &peer(&config, &literal("b"), address)[0];
+        assert_eq!((check.state, check.name.as_str()), (State::Note, "peer b"), "{check:?}");
     }
 
     #[test]

@@ -3,7 +3,8 @@
 use super::{Check, tap};
 use indicatif::HumanBytes;
 use std::fs::{self, File};
-use std::path::Path;
+use std::path::{Path, PathBuf};
+use understudy_daemon::probe;
 use understudy_memory::agent::DEVICE;
 
 /// Less than this is too little for any VM and its backup.
@@ -24,6 +25,7 @@ pub fn checks() -> Vec<Check> {
     checks.extend(taps());
     checks.push(bridges(Path::new("/sys/class/net")));
     checks.push(memory());
+    checks.push(control_groups(probe::control_groups()));
     checks
 }
 
@@ -154,6 +156,19 @@ fn memory() -> Check {
     Check::ok(NAME, detail)
 }
 
+/// Guests that outrun the link are slowed down by it.
+fn control_groups(tried: anyhow::Result<PathBuf>) -> Check {
+    const NAME: &str = "CPU controller";
+    match tried {
+        Ok(place) => Check::ok(NAME, format!("control groups can be made in {}", place.display())),
+        Err(error) => {
+            let advice = "without it a guest that writes faster than the link carries is not slowed \
+                          down: its output waits for longer";
+            Check::note(NAME, format!("{error:#}"), advice)
+        }
+    }
+}
+
 /// A value of `/proc/meminfo`, in bytes.
 fn meminfo(text: &str, field: &str) -> Option<u64> {
     let line = text.lines().find_map(|line| line.strip_prefix(field))?;
@@ -200,6 +215,15 @@ mod tests {
         assert!(check.detail.contains("the address of br1,"), "{}", check.detail);
         assign("br1", "3\n");
         assert_eq!(bridges(directory.path()), Check::ok("bridges", "br0, br1"));
+    }
+
+    #[test]
+    fn a_missing_cpu_controller_is_told_and_no_failure() {
+        let check =
+            control_groups(Err(anyhow::anyhow!("no control group with the CPU controller")));
+        assert_eq!(check.state, State::Note);
+        assert!(check.advice.unwrap().contains("not slowed down"));
+        assert_eq!(control_groups(Ok("/sys/fs/cgroup/cpu".into())).state, State::Ok);
     }
 
     #[test]

@@ -2,7 +2,7 @@
 
 use crate::cluster::{audit, await_payments};
 use crate::snapshot::{json, store};
-use crate::stage::{LIMIT, await_forgotten, daemon, options, play, protection};
+use crate::stage::{Calm, LIMIT, await_forgotten, daemon, options, play, protection};
 use anyhow::{Context, Result, ensure};
 use std::net::{Ipv4Addr, SocketAddr};
 use understudy_lab::scene::{SECOND_ADDRESS, SHELL_PORT, VM};
@@ -31,9 +31,9 @@ impl Network {
 }
 
 fn two_cards() -> SceneOptions {
-    let mut options = SceneOptions { disks: 0, memory_mib: 96, cards: 2, ..options() };
+    let mut options = SceneOptions { disks: 0, memory_mib: 96, cards: 2, ..options().calm() };
     for host in options.daemons.values_mut() {
-        *host = daemon();
+        *host = daemon().calm();
         host.settings += CLUSTER;
     }
     options

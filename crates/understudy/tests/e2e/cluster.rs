@@ -3,7 +3,7 @@
 
 use crate::lazy::Orphaned;
 use crate::refusals::says;
-use crate::stage::{LIMIT, await_forgotten, daemon, options, play, refusal, vms};
+use crate::stage::{Calm, LIMIT, await_forgotten, daemon, options, play, refusal, vms};
 use anyhow::{Context, Result, ensure};
 use serde_json::Value;
 use std::fs;
@@ -17,8 +17,8 @@ use understudy_lab::{
     wait_for,
 };
 
-const MEMBERS: usize = 3;
-const PORT: u16 = 7100;
+pub const MEMBERS: usize = 3;
+pub const PORT: u16 = 7100;
 const SHELL_PORT: u16 = 7001;
 /// What each begins with.
 const START: i64 = 1_000_000;
@@ -41,11 +41,16 @@ pub fn bank_options() -> SceneOptions {
     options
 }
 
-fn address(member: usize) -> Ipv4Addr {
+/// Of banks of which these are protected.
+pub fn options_with(protected: &[usize]) -> SceneOptions {
+    if protected.is_empty() { bank_options() } else { bank_options().calm() }
+}
+
+pub fn address(member: usize) -> Ipv4Addr {
     Ipv4Addr::new(10, 77, 0, 60 + member as u8)
 }
 
-fn home(member: usize) -> &'static str {
+pub fn home(member: usize) -> &'static str {
     ["a", "b", "a"][member]
 }
 
@@ -69,7 +74,7 @@ fn all_banks() -> Vec<SocketAddr> {
     (0..MEMBERS).map(bank_of).collect()
 }
 
-fn ask(scene: &Scene, bank: SocketAddr, request: &str) -> Result<String> {
+pub fn ask(scene: &Scene, bank: SocketAddr, request: &str) -> Result<String> {
     let connect = || TcpStream::connect_timeout(&bank, Duration::from_secs(20));
     let mut stream = in_namespace(&scene.lab().client(), connect)??;
     stream.set_read_timeout(Some(Duration::from_secs(20)))?;
@@ -124,7 +129,7 @@ pub fn audit(scene: &Scene, banks: &[SocketAddr]) -> Result<()> {
 
 /// The banks, wherever they run.
 pub struct Bank<'a> {
-    scene: &'a Scene,
+    pub scene: &'a Scene,
     pub store: String,
 }
 
@@ -205,7 +210,7 @@ impl Bank<'_> {
     }
 
     /// To the other host.
-    fn protect(&self, member: usize) -> Result<()> {
+    pub fn protect(&self, member: usize) -> Result<()> {
         let (vm, from) = (name(member), home(member));
         let to = if from == "a" { "b" } else { "a" };
         self.scene.host(from)?.call(["protect", &vm, "--to", to])?;
@@ -223,7 +228,7 @@ impl Bank<'_> {
 /// Snapshots at random moments, by each host in turn; each is restored. Some members may be
 /// protected while they are taken: what they say waits for a commit then.
 fn rounds(count: usize, protected: &[usize]) {
-    play(bank_options(), |scene| {
+    play(options_with(protected), |scene| {
         let bank = Bank::found(scene)?;
         protected.iter().try_for_each(|member| bank.protect(*member))?;
         let mut numbers = Vec::new();
@@ -351,7 +356,7 @@ fn no_payment_is_lost_by_a_daemon_that_dies_while_its_member_is_loaded() {
 /// know where it is.
 #[test]
 fn a_member_that_fails_over_is_heard_by_all() {
-    play(bank_options(), |scene| {
+    play(bank_options().calm(), |scene| {
         let bank = Bank::found(scene)?;
         let (vm, a, b) = (name(0), scene.host("a")?, scene.host("b")?);
         bank.protect(0)?;

@@ -4,7 +4,8 @@
 use crate::deaths::{await_rounds, unharmed};
 use crate::lockstep::{BUSY, await_divergences, await_repaired, in_lockstep, lockstep};
 use crate::stage::{
-    LIMIT, await_service, options, play, play_protected, prove_survival, refusal, repairing_daemon,
+    Calm, LIMIT, await_service, options, play, play_protected, prove_survival, refusal,
+    repairing_daemon,
 };
 use anyhow::{Context, Result, ensure};
 use serde_json::{Value, json};
@@ -90,7 +91,7 @@ fn a_byte_of_a_mirror_is_another() {
 
 #[test]
 fn there_is_nothing_to_compare_without_lockstep() {
-    play(options(), |scene| {
+    play(options().calm(), |scene| {
         let command = ["lockstep", "verify", VM];
         let (code, words) = refusal(scene.host("a")?, &command)?;
         ensure!(code == 4, "no such VM: {code}: {words}");
@@ -107,7 +108,7 @@ fn there_is_nothing_to_compare_without_lockstep() {
 fn repairing() -> SceneOptions {
     let mut options = lockstep();
     for daemon in options.daemons.values_mut() {
-        *daemon = repairing_daemon();
+        *daemon = repairing_daemon().calm();
     }
     options
 }

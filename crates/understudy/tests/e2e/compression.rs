@@ -1,6 +1,8 @@
 //! Every way to encode pages: the guest's memory is right on the other host.
 
-use crate::stage::{LIMIT, PACE, await_service, options, play, play_protected, prove_survival};
+use crate::stage::{
+    Calm, LIMIT, PACE, await_service, options, play, play_protected, prove_survival,
+};
 use anyhow::{Context, Result, ensure};
 use understudy_lab::scene::VM;
 use understudy_lab::{GuestShell, Scene, wait_for};
@@ -20,7 +22,7 @@ const LOADS: [&str; 3] = [
 
 #[test]
 fn memory_is_right_with_every_compression() {
-    play(options(), |scene| {
+    play(options().calm(), |scene| {
         scene.start_guest("a")?;
         scene.await_guest()?;
         let client = scene.record_client(PACE)?;
@@ -66,7 +68,7 @@ const REFERENCES: u64 = 500;
 /// Remus 5, introspection: what was read from a disk is read on the backup too.
 #[test]
 fn pages_read_from_the_disk_are_read_from_the_mirror() {
-    play_protected(options(), |scene, client| {
+    play_protected(options().calm(), |scene, client| {
         let mut shell = scene.shell()?;
         let still = shell.run(MAKE_STILL)?;
         ensure!(still.code == 0, "`{MAKE_STILL}` failed: {still:?}");

@@ -1,6 +1,6 @@
 //! What a guest that broke out of its QEMU would find: nothing.
 
-use crate::stage::{options, play_protected, prove_survival};
+use crate::stage::{Calm, options, play_protected, prove_survival};
 use anyhow::{Context, Result, ensure};
 use std::fs;
 use std::os::unix::fs::MetadataExt;
@@ -79,7 +79,7 @@ fn check_host(scene: &Scene, host: &str) -> Result<u32> {
 
 #[test]
 fn qemu_has_no_rights_and_its_memory_is_private() {
-    play_protected(options(), |scene, client| {
+    play_protected(options().calm(), |scene, client| {
         let (a, b) = (check_host(scene, "a")?, check_host(scene, "b")?);
         ensure!(a != b, "both QEMUs run as user {a}");
         scene.host_mut("a")?.kill_everything()?;
@@ -89,7 +89,7 @@ fn qemu_has_no_rights_and_its_memory_is_private() {
 
 #[test]
 fn all_qemus_run_as_the_configured_user() {
-    let mut options = options();
+    let mut options = options().calm();
     for daemon in options.daemons.values_mut() {
         daemon.settings += "[qemu_process]\nuser = \"nobody\"\n";
     }

@@ -2,7 +2,7 @@
 
 use crate::lockstep::{console_of, lockstep};
 use crate::stage::{
-    LIMIT, PACE, await_service, close, options, play, play_protected, prove_survival, refusal,
+    Calm, LIMIT, PACE, await_service, close, options, play, play_protected, prove_survival, refusal,
 };
 use anyhow::{Context, Result, ensure};
 use std::time::Duration;
@@ -109,7 +109,7 @@ fn a_primary_is_cut_off(options: SceneOptions) {
 
 #[test]
 fn with_checkpoints_a_primary_is_killed_while_its_guest_speaks() {
-    a_primary_is_killed(options());
+    a_primary_is_killed(options().calm());
 }
 
 #[test]
@@ -119,7 +119,7 @@ fn in_lockstep_a_primary_is_killed_while_its_guest_speaks() {
 
 #[test]
 fn with_checkpoints_a_primary_is_cut_off_while_its_guest_speaks() {
-    a_primary_is_cut_off(options());
+    a_primary_is_cut_off(options().calm());
 }
 
 #[test]
@@ -129,7 +129,7 @@ fn in_lockstep_a_primary_is_cut_off_while_its_guest_speaks() {
 
 #[test]
 fn a_planned_fail_over_leaves_no_word_out() {
-    play_held(options(), |scene, client| {
+    play_held(options().calm(), |scene, client| {
         begin_to_count(scene)?;
         scene.host("a")?.call(["failover", VM])?;
         scene.await_live("b")?;
@@ -141,7 +141,7 @@ fn a_planned_fail_over_leaves_no_word_out() {
 
 #[test]
 fn what_was_held_is_heard_when_protection_ends() {
-    play_held(options(), |scene, client| {
+    play_held(options().calm(), |scene, client| {
         begin_to_count(scene)?;
         scene.host("a")?.call(["unprotect", VM])?;
         let status = scene.status("a")?;
@@ -156,7 +156,7 @@ fn what_was_held_is_heard_when_protection_ends() {
 
 #[test]
 fn a_console_is_not_held_beside_output_that_is_not() {
-    play(options(), |scene| {
+    play(options().calm(), |scene| {
         scene.start_guest("a")?;
         let both = ["protect", VM, "--to", "b", "--hold-console", "--unheld-output"];
         let (code, words) = refusal(scene.host("a")?, &both)?;

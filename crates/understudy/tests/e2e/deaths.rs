@@ -1,7 +1,7 @@
 //! Every way in which a host, a daemon or a QEMU can die.
 
 use crate::stage::{
-    LIMIT, await_degraded, await_service, close, options, play_protected, prove_disk,
+    Calm, LIMIT, await_degraded, await_service, close, options, play_protected, prove_disk,
     prove_survival,
 };
 use anyhow::{Context, Result, ensure};
@@ -74,7 +74,7 @@ fn a_host_is_cut_off() {
 
 #[test]
 fn a_backup_is_killed_and_another_one_serves() {
-    play_protected(options(), |scene, client| {
+    play_protected(options().calm(), |scene, client| {
         scene.host_mut("b")?.kill_everything()?;
         await_degraded(scene, "a")?;
         await_service(&client)?;
@@ -91,7 +91,7 @@ fn a_backup_is_killed_and_another_one_serves() {
 
 #[test]
 fn qemu_alone_is_killed() {
-    play_protected(options(), |scene, client| {
+    play_protected(options().calm(), |scene, client| {
         scene.host("a")?.kill_qemu(VM)?;
         prove_survival(scene, client, "b")?;
         let fenced = scene.await_fenced("a")?;
@@ -103,7 +103,7 @@ fn qemu_alone_is_killed() {
 
 #[test]
 fn the_standby_qemu_alone_is_killed() {
-    kill_the_standby_qemu(options());
+    kill_the_standby_qemu(options().calm());
 }
 
 /// In either mode.
@@ -140,7 +140,7 @@ pub fn await_empty(scene: &Scene, host: &str) -> Result<()> {
 
 #[test]
 fn a_backup_is_cut_off_while_the_arbiter_is_away() {
-    play_protected(options(), |scene, client| {
+    play_protected(options().calm(), |scene, client| {
         let arbiter = scene.lab().arbiter_directory();
         let aside = arbiter.with_extension("aside");
         std::fs::rename(&arbiter, &aside)?;

@@ -3,7 +3,7 @@
 
 use crate::lockstep::{console_of, in_lockstep, lockstep};
 use crate::stage::{
-    LIMIT, await_degraded, await_service, daemon, play_protected, prove_survival, refusal,
+    Calm, LIMIT, await_degraded, await_service, daemon, play_protected, prove_survival, refusal,
 };
 use anyhow::{Context, Result, ensure};
 use std::fs;
@@ -31,7 +31,7 @@ impl Failing {
     fn daemon(&self) -> HostOptions {
         let Failing(point, file) = self;
         let point = ("FAILPOINTS".to_owned(), format!("{point}=return({})", file.display()));
-        HostOptions { environment: vec![point], ..daemon() }
+        HostOptions { environment: vec![point], ..daemon().calm() }
     }
 
     fn begin(&self) -> Result<()> {

@@ -1,6 +1,6 @@
 //! A backup far away: 50 ms each way, over 100 Mbit/s.
 
-use crate::stage::{PACE, await_service, daemon_with_peers, options, play, prove_survival};
+use crate::stage::{Calm, PACE, await_service, daemon_with_peers, options, play, prove_survival};
 use anyhow::{Result, ensure};
 use std::time::Duration;
 use understudy_lab::scene::VM;
@@ -8,9 +8,9 @@ use understudy_lab::{LongLine, RecordClient, Scene};
 
 /// [`play`] with a guest on host a that is protected to the far host b, and its client.
 fn play_far_away(story: impl FnOnce(&mut Scene, RecordClient) -> Result<()>) {
-    let mut options = options();
+    let mut options = options().calm();
     let peers = format!("b = \"{}\"", LongLine::address());
-    options.daemons.insert("a".to_owned(), daemon_with_peers(&peers));
+    options.daemons.insert("a".to_owned(), daemon_with_peers(&peers).calm());
     play(options, |scene| {
         let line = LongLine::lay(scene.lab(), "b", 100_000_000)?;
         line.set_delay(Duration::from_millis(50));

@@ -2,7 +2,7 @@
 //! copy goes on, and the other one is stopped.
 
 use crate::stage::{
-    LIMIT, await_degraded, await_forgotten, await_service, daemon, options, play_protected,
+    Calm, LIMIT, await_degraded, await_forgotten, await_service, daemon, options, play_protected,
     prove_survival,
 };
 use anyhow::{Context, Result, bail, ensure};
@@ -15,9 +15,9 @@ use understudy_lab::{ArbiterKind, HostOptions, Scene, SceneOptions, wait_for};
 const MANY_RETRIES: Duration = Duration::from_secs(2);
 
 fn with_arbiter(arbiter: ArbiterKind) -> SceneOptions {
-    let mut options = options();
+    let mut options = options().calm();
     for host in options.hosts.clone() {
-        options.daemons.insert(host, HostOptions { arbiter, ..daemon() });
+        options.daemons.insert(host, HostOptions { arbiter, ..daemon().calm() });
     }
     options
 }

@@ -4,8 +4,8 @@
 //! that the other has forgotten.
 
 use crate::stage::{
-    LIMIT, PACE, await_forgotten, await_service, close, options, play, protection, prove_disk,
-    refusal, vms,
+    Calm, LIMIT, PACE, await_forgotten, await_service, close, options, play, protection,
+    prove_disk, refusal, vms,
 };
 use anyhow::{Context, Result, ensure};
 use serde_json::Value;
@@ -80,7 +80,7 @@ impl Inner {
 
 /// Both guests on host a, protected to b as one group, talking.
 fn play_group(story: impl FnOnce(&mut Scene, RecordClient, Inner) -> Result<()>) {
-    let mut options = options();
+    let mut options = options().calm();
     options.memory_mib = 256;
     play(options, |scene| {
         let companion = Companion::new(scene)?;

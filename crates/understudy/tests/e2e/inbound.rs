@@ -2,7 +2,7 @@
 //! answered: the backup has a copy, as much of it as it needs and no more.
 
 use crate::deaths::await_empty;
-use crate::stage::{LIMIT, PACE, close, daemon, options, play, prove_disk};
+use crate::stage::{Calm, LIMIT, PACE, close, daemon, options, play, prove_disk};
 use anyhow::{Context, Result, ensure};
 use serde_json::Value;
 use std::io::ErrorKind;
@@ -25,7 +25,7 @@ const RELEASES: u32 = 6;
 
 /// Epochs of this length: what happens in one can be seen from outside.
 fn epochs(hz: u32) -> SceneOptions {
-    SceneOptions { policy: Some(Policy::Interval { hz }), ..options() }
+    SceneOptions { policy: Some(Policy::Interval { hz }), ..options().calm() }
 }
 
 #[test]
@@ -126,7 +126,7 @@ fn answers_of_a_committed_epoch_that_were_not_released_come_from_the_backup() {
     let mut options = epochs(1);
     let action = format!("before-release={RELEASES}*off->panic");
     let environment = vec![("FAILPOINTS".to_owned(), action)];
-    options.daemons.insert("a".to_owned(), HostOptions { environment, ..daemon() });
+    options.daemons.insert("a".to_owned(), HostOptions { environment, ..daemon().calm() });
     play(options, |scene| {
         scene.protected_guest("a", "b")?;
         // One in each epoch, soon after it began; so one in that which a does not release.

@@ -3,7 +3,7 @@
 
 use crate::refusals::says;
 use crate::snapshot::{busy, json, number, prove_restored, small, store};
-use crate::stage::{LIMIT, await_forgotten, daemon, play, refusal, vms};
+use crate::stage::{Calm, LIMIT, await_forgotten, daemon, play, refusal, vms};
 use anyhow::{Context, Result, ensure};
 use std::fs;
 use std::path::PathBuf;
@@ -38,7 +38,7 @@ impl Silence {
         let point = format!("store-silent=return({})", self.mark.display());
         let variables = [("FAILPOINTS", point), ("UNDERSTUDY_STORE_SPEED", SLOW_STORE.to_owned())];
         let environment = variables.map(|(name, value)| (name.to_owned(), value)).into();
-        options.daemons.insert("b".to_owned(), HostOptions { environment, ..daemon() });
+        options.daemons.insert("b".to_owned(), HostOptions { environment, ..daemon().calm() });
         options
     }
 
@@ -112,7 +112,7 @@ fn a_silent_store_stalls_a_restored_guest_and_harms_nothing() {
 fn loading_ends_whoever_sees_it_first() {
     let mut options = small();
     let environment = vec![("FAILPOINTS".to_owned(), "all-filled=sleep(1000)".to_owned())];
-    options.daemons.insert("b".to_owned(), HostOptions { environment, ..daemon() });
+    options.daemons.insert("b".to_owned(), HostOptions { environment, ..daemon().calm() });
     play(options, |scene| {
         let (sums, count) = saved(scene)?;
         json(scene, "b", &["vm", "restore", VM, "--store", &store(scene), "--mode", "lazy"])?;
@@ -315,7 +315,7 @@ fn a_host_that_dies_while_a_guest_is_loaded_leaves_the_snapshot() {
         restore_lazily(scene, &silence)?;
         scene.host_mut("b")?.kill_everything()?;
         silence.end()?;
-        scene.restart_with("b", daemon())?;
+        scene.restart_with("b", daemon().calm())?;
         await_forgotten(scene, "b")?;
         let (_, words) = refusal(scene.host("b")?, &["recover", VM, "--force"])?;
         says(&words, &["being restored", "restore the snapshot again"])?;

@@ -6,7 +6,7 @@ use crate::deaths::kill_the_standby_qemu;
 use crate::deaths::{await_rounds, unharmed};
 use crate::planned::power_off;
 use crate::stage::{
-    LIMIT, PACE, await_degraded, await_forgotten, await_service, close, options, play,
+    Calm, LIMIT, PACE, await_degraded, await_forgotten, await_service, close, options, play,
     play_protected, prove_disk, prove_survival, repairing_daemon,
 };
 use anyhow::{Context, Result, ensure};
@@ -26,7 +26,7 @@ pub const BUSY: &str = "n=0; while :; do dd if=/dev/urandom of=/data/noise bs=64
                     n=$((n + 1)); echo round $n > /dev/console; done";
 
 pub fn lockstep() -> SceneOptions {
-    SceneOptions { lockstep: true, memory_mib: 256, ..options() }
+    SceneOptions { lockstep: true, memory_mib: 256, ..options().calm() }
 }
 
 #[test]
@@ -205,9 +205,9 @@ fn a_backup_that_diverges_is_replaced_and_the_second_time_distrusted() {
     let spoilt = ("FAILPOINTS".to_owned(), "spoil-log=300*off->1*return->off".to_owned());
     // However late the primary comes to read why, it hears nothing else before.
     let slow = ("FAILPOINTS".to_owned(), "before-diverged=sleep(500)".to_owned());
-    let a = HostOptions { environment: vec![slow], ..repairing_daemon() };
+    let a = HostOptions { environment: vec![slow], ..repairing_daemon().calm() };
     options.daemons.insert("a".to_owned(), a);
-    let b = HostOptions { environment: vec![spoilt], ..repairing_daemon() };
+    let b = HostOptions { environment: vec![spoilt], ..repairing_daemon().calm() };
     options.daemons.insert("b".to_owned(), b);
     play_protected(options, |scene, client| {
         await_divergences(scene, 1)?;

@@ -1,7 +1,7 @@
 //! What lockstep is not proven for is refused before anything starts, with the way out.
 
 use crate::refusals::{quick, says, unharmed};
-use crate::stage::{daemon, play, refusal};
+use crate::stage::{Calm, daemon, play, refusal};
 use anyhow::{Context, Result, ensure};
 use std::fs;
 use std::os::unix::fs::{PermissionsExt, symlink};
@@ -60,9 +60,9 @@ fn another_build(place: &Path) -> Result<PathBuf> {
 fn a_backup_with_another_build_of_qemu_is_refused() {
     let place = tempfile::tempdir().unwrap();
     let qemu = another_build(place.path()).unwrap();
-    let settings = format!("qemu = \"{}\"\n{}", qemu.display(), daemon().settings);
+    let settings = format!("qemu = \"{}\"\n{}", qemu.display(), daemon().calm().settings);
     let mut options = SceneOptions { accel: Some("tcg".into()), ..quick() };
-    options.daemons.insert("b".to_owned(), HostOptions { settings, ..daemon() });
+    options.daemons.insert("b".to_owned(), HostOptions { settings, ..daemon().calm() });
     refused(options, &["host b refuses", "another build than the primary's"]);
 }
 

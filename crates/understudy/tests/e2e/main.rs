@@ -2,17 +2,21 @@
 //! other, on the laboratory of `understudy-lab`.
 //!
 //! Needs root, the agent library beside the binary, and the guests of
-//! `make guests`; `make test` sees to all of it. One test runs at a time, since
-//! each has two hosts' worth of work.
+//! `make guests`; `make test` sees to all of it. Two stories play side by side
+//! (`UNDERSTUDY_PLACES`), each in a laboratory of its own.
 //!
 //! | module      | shows |
 //! |-------------|-------|
+//! | [`arbiter`] | "protected" only while the backup reaches the arbiter; a wait that ends |
 //! | [`stage`]   | how a test begins and ends, and what it always checks |
 //! | [`deaths`]  | every way in which a host, a daemon or a QEMU can die |
+//! | [`devices`] | other devices than virtio's |
 //! | [`bulk`]    | bulk transfers on long TCP segments |
+//! | [`hangs`]   | a QEMU that lives and does nothing |
 //! | [`stalls`]  | stalled hosts and daemons that come back |
 //! | [`sync`]    | the same before the first synchronisation has ended |
 //! | [`planned`] | what people do on purpose: fail over, stop, reboot |
+//! | [`closing`] | the end of a daemon, and the next start of its guests |
 //! | [`group`]   | two guests that are protected as one |
 //! | [`confinement`] | a QEMU without rights |
 //! | [`crowd`]   | one backup for eight VMs of two primaries |
@@ -24,6 +28,7 @@
 //! | [`recover`] | all hosts are lost: which images are valid |
 //! | [`paths`]   | several paths between the hosts, cut one by one |
 //! | [`resync`]  | only what changed is copied after a failure |
+//! | [`sick_disks`] | disks that lose writes, and full ones |
 //! | [`disk_reads`] | reads that travel with the log of lockstep |
 //! | [`distance`]| a backup far away |
 //! | [`lockstep`] | the same failures of a VM in lockstep |
@@ -35,13 +40,17 @@
 //! | [`plain`]   | a guest without the product beside a guest with it |
 //! | [`colo`]    | QEMU's own fault tolerance, or why it does not run |
 //! | [`refusals`]| bad input |
+//! | [`doctor`]  | `understudy doctor`, which asks peers and arbiter |
+//! | [`room`]    | a backup whose file system is too small |
 //! | [`lockstep_refusals`] | what lockstep is not proven for |
 //! | [`security`]| who is let in |
 //! | [`cards`]   | a protected member of a group, with two cards |
 //! | [`cluster`] | groups that are snapshotted and restored as one |
 //! | [`cluster_deaths`] | hosts that die while a group is snapshotted or restored |
+//! | [`ledger`]  | frames in flight across a snapshot, by payments that nobody repeats |
 //! | [`lazy`]    | guests whose memory is still to come |
 //! | [`snapshot`] | snapshots, and VMs that run again as they were |
+//! | [`sealed_snapshots`] | snapshots in an encrypted store |
 //! | [`s3`]      | snapshots in S3-compatible storage |
 //! | [`succession`] | a VM goes on in another QEMU |
 //! | [`switching`] | checkpoints become lockstep, and back |
@@ -49,8 +58,10 @@
 //! | [`unheld`]  | output that is not held |
 //! | [`relay`]   | what can go wrong on the wire, for the tests above |
 
+mod arbiter;
 mod bulk;
 mod cards;
+mod closing;
 mod cluster;
 mod cluster_deaths;
 mod colo;
@@ -61,12 +72,17 @@ mod console;
 mod counter;
 mod crowd;
 mod deaths;
+mod devices;
 mod disk_reads;
 mod distance;
+mod doctor;
 mod fencing;
+mod gate;
 mod group;
+mod hangs;
 mod inbound;
 mod lazy;
+mod ledger;
 mod lockstep;
 mod lockstep_refusals;
 mod metrics;
@@ -81,9 +97,12 @@ mod refusals;
 mod relay;
 mod repair;
 mod resync;
+mod room;
 mod s3;
+mod sealed_snapshots;
 mod security;
 mod shapes;
+mod sick_disks;
 mod snapshot;
 mod stage;
 mod stalls;

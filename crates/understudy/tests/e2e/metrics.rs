@@ -1,6 +1,6 @@
 //! What a monitoring system sees of a fail-over.
 
-use crate::stage::{LIMIT, options, play};
+use crate::stage::{Calm, LIMIT, options, play};
 use anyhow::{Context, Result};
 use std::io::{Read, Write};
 use std::net::TcpStream;
@@ -11,7 +11,7 @@ const ADDRESS: &str = "127.0.0.1:9177";
 
 #[test]
 fn lost_protection_shows_in_the_metrics() {
-    let mut options = options();
+    let mut options = options().calm();
     for daemon in options.daemons.values_mut() {
         daemon.settings += &format!("[metrics]\nlisten = \"{ADDRESS}\"\n");
     }

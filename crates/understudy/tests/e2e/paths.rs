@@ -2,14 +2,14 @@
 //! the last one, and the VM stays where it is.
 
 use crate::stage::{
-    LIMIT, PACE, await_service, options, play, play_protected, protection, prove_survival,
+    Calm, LIMIT, PACE, await_service, options, play, play_protected, protection, prove_survival,
 };
 use anyhow::{Context, Result, ensure};
 use serde_json::Value;
 use understudy_lab::{Scene, SceneOptions, wait_for};
 
 fn two_paths() -> SceneOptions {
-    SceneOptions { cables: 2, ..options() }
+    SceneOptions { cables: 2, ..options().calm() }
 }
 
 /// Waits until both hosts, which keep their parts, say so of the session's paths.

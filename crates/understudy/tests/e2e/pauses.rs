@@ -1,7 +1,7 @@
 //! Both ways to pause a guest: by the agent inside QEMU, and through QMP.
 
 use crate::planned::{fail_over_and_reboot, power_off, reboot};
-use crate::stage::{daemon, options, play, play_protected, prove_survival};
+use crate::stage::{Calm, daemon, options, play, play_protected, prove_survival};
 use anyhow::{Result, ensure};
 use understudy_lab::{Scene, SceneOptions};
 
@@ -12,9 +12,9 @@ fn way(scene: &Scene, host: &str) -> Result<String> {
 
 /// Daemons that are told not to have the agent pause.
 fn through_qmp() -> SceneOptions {
-    let mut options = options();
+    let mut options = options().calm();
     for host in options.hosts.clone() {
-        let mut daemon = daemon();
+        let mut daemon = daemon().calm();
         daemon.environment.push(("UNDERSTUDY_PAUSE".to_owned(), "qmp".to_owned()));
         options.daemons.insert(host, daemon);
     }
@@ -23,7 +23,7 @@ fn through_qmp() -> SceneOptions {
 
 #[test]
 fn this_qemu_is_paused_by_the_agent() {
-    play_protected(options(), |scene, client| {
+    play_protected(options().calm(), |scene, client| {
         for host in ["a", "b"] {
             let way = way(scene, host)?;
             ensure!(way.is_empty(), "host {host} pauses through QMP: {way}");

@@ -72,7 +72,8 @@ pub fn hung_up(scene: &Scene, host: &str, bytes: &[u8]) -> Result<()> {
     }
 }
 
-fn read(stream: &mut TcpStream) -> Result<Message> {
+/// Reads a message of the real one.
+pub fn read(stream: &mut TcpStream) -> Result<Message> {
     let mut bytes = [0; HEADER_BYTES];
     stream.read_exact(&mut bytes).context("the other side hung up")?;
     let header = Header::decode(&bytes)?;

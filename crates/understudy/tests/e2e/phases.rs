@@ -6,7 +6,7 @@
 //! their start; only the primary's passes the points.
 
 use crate::deaths::{await_empty, await_rounds, unharmed};
-use crate::stage::{LIMIT, await_service, daemon, options, play_protected, prove_survival};
+use crate::stage::{Calm, LIMIT, await_service, daemon, options, play_protected, prove_survival};
 use anyhow::{Context, Result, ensure};
 use understudy_lab::scene::RECORDS_PORT;
 use understudy_lab::{ChatterClient, HostOptions, Load, Scene, SceneOptions, wait_for};
@@ -24,11 +24,11 @@ fn armed(point: &str, seed: u64) -> HostOptions {
     // Any spread will do, as long as it is the same in every run.
     let checkpoints = 5 + seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) % 35;
     let actions = format!("{point}={checkpoints}*off->panic");
-    HostOptions { environment: vec![("FAILPOINTS".to_owned(), actions)], ..daemon() }
+    HostOptions { environment: vec![("FAILPOINTS".to_owned(), actions)], ..daemon().calm() }
 }
 
 fn armed_options(point: &str) -> SceneOptions {
-    let mut options = options();
+    let mut options = options().calm();
     options.daemons.insert("a".to_owned(), armed(point, 0));
     options.daemons.insert("b".to_owned(), armed(point, 1));
     options

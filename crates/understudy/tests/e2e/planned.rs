@@ -1,8 +1,8 @@
 //! What people do on purpose: fail over, end protection, stop, reboot.
 
 use crate::stage::{
-    LIMIT, PACE, await_forgotten, await_service, close, options, play, play_protected, protection,
-    prove_disk, prove_survival, vms,
+    Calm, LIMIT, PACE, await_forgotten, await_service, close, options, play, play_protected,
+    protection, prove_disk, prove_survival, vms,
 };
 use anyhow::{Context, Result, ensure};
 use std::io::Write;
@@ -13,7 +13,7 @@ use understudy_lab::{RecordClient, Scene, wait_for};
 
 #[test]
 fn planned_fail_overs_lose_nothing() {
-    play_protected(options(), |scene, client| {
+    play_protected(options().calm(), |scene, client| {
         for (from, to) in [("a", "b"), ("b", "a")] {
             scene.host(from)?.call(["failover", VM])?;
             scene.await_live(to)?;
@@ -30,7 +30,7 @@ fn planned_fail_overs_lose_nothing() {
 
 #[test]
 fn the_end_of_protection_leaves_nothing_on_the_backup() {
-    play_protected(options(), |scene, client| {
+    play_protected(options().calm(), |scene, client| {
         scene.host("a")?.call(["unprotect", VM])?;
         let status = scene.status("a")?;
         ensure!(protection(&status).0 == "off", "still protected: {status}");
@@ -46,7 +46,7 @@ fn the_end_of_protection_leaves_nothing_on_the_backup() {
 
 #[test]
 fn a_protected_guest_is_stopped() {
-    play_protected(options(), |scene, client| {
+    play_protected(options().calm(), |scene, client| {
         let image = scene.disk("a", 0)?;
         let acked = close(client)?;
         scene.host("a")?.call(["vm", "stop", VM])?;
@@ -64,13 +64,13 @@ fn a_protected_guest_is_stopped() {
 
 #[test]
 fn a_protected_guest_powers_off() {
-    play_protected(options(), power_off);
+    play_protected(options().calm(), power_off);
 }
 
 /// After the fail-over the guest must find its firmware where it always was.
 #[test]
 fn a_guest_reboots_on_either_host() {
-    play(options(), |scene| {
+    play(options().calm(), |scene| {
         scene.protected_guest("a", "b")?;
         reboot(scene, "a")?;
         let status = scene.status("a")?;
@@ -111,12 +111,18 @@ pub fn reboot(scene: &Scene, host: &str) -> Result<()> {
         let events = status["events"].as_array().context("no `events` in the status")?;
         Ok(events.iter().any(|event| event == "the guest rebooted").then_some(()))
     })?;
-    scene.await_guest()
+    scene.await_guest()?;
+    // Its firmware resets the machine once more, which was told as another reboot.
+    let status = scene.status(host)?;
+    let events = status["events"].as_array().context("no `events` in the status")?;
+    let told = events.iter().filter(|event| *event == "the guest rebooted").count();
+    ensure!(told == 1, "one reboot was told {told} times: {events:?}");
+    Ok(())
 }
 
 #[test]
 fn the_console_follows_the_guest() {
-    play_protected(options(), |scene, client| {
+    play_protected(options().calm(), |scene, client| {
         ensure!(console(scene, "a", "echo one-$((40 + 1))")?.contains("one-41"), "on host a");
         scene.host_mut("a")?.kill_everything()?;
         scene.await_live("b")?;
@@ -144,7 +150,7 @@ fn console(scene: &Scene, host: &str, line: &str) -> Result<String> {
 /// SIGTERM to a daemon hands its protected guests over.
 #[test]
 fn a_daemon_that_ends_hands_its_guest_over() {
-    play_protected(options(), |scene, client| {
+    play_protected(options().calm(), |scene, client| {
         let status = scene.host_mut("a")?.terminate()?;
         ensure!(status.success(), "the daemon ended with {status}");
         scene.await_live("b")?;

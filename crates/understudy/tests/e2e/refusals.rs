@@ -2,7 +2,8 @@
 
 use crate::peer::{self, MadeUpPeer, hung_up, message, refusal_of};
 use crate::stage::{
-    LIMIT, await_forgotten, daemon, daemon_with_peers, options, play, protection, refusal, vms,
+    Calm, LIMIT, await_forgotten, daemon, daemon_with_peers, options, play, protection, refusal,
+    run, vms,
 };
 use anyhow::{Context, Result, ensure};
 use serde_json::{Value, json};
@@ -10,16 +11,16 @@ use std::fs;
 use std::path::PathBuf;
 use std::process::{Command, Output};
 use understudy_lab::scene::{GuestKind, VM};
-use understudy_lab::{ArbiterKind, CLIENT_ADDRESS, HostOptions, Scene, SceneOptions};
+use understudy_lab::{ArbiterKind, CLIENT_ADDRESS, HostOptions, Scene, SceneOptions, wait_for};
 use understudy_protocol::wire::Kind;
 
 /// Two hosts and the boot-sector guest, which starts at once.
 pub fn quick() -> SceneOptions {
-    SceneOptions { kind: GuestKind::BootSector, memory_mib: 64, ..options() }
+    SceneOptions { kind: GuestKind::BootSector, memory_mib: 64, ..options().calm() }
 }
 
 /// A definition of a VM with a disk and a card.
-fn definition(scene: &Scene, name: &str) -> Result<String> {
+pub fn definition(scene: &Scene, name: &str) -> Result<String> {
     let image = scene.lab().directory().join(format!("{name}.img"));
     fs::copy(options().guest_files.join("boot-sector.img"), &image)?;
     Ok(format!(
@@ -31,7 +32,7 @@ fn definition(scene: &Scene, name: &str) -> Result<String> {
 }
 
 /// Writes a file into the laboratory's directory.
-fn write(scene: &Scene, name: &str, text: &str) -> Result<PathBuf> {
+pub fn write(scene: &Scene, name: &str, text: &str) -> Result<PathBuf> {
     let path = scene.lab().directory().join(name);
     fs::write(&path, text)?;
     Ok(path)
@@ -70,6 +71,7 @@ fn wrong_definitions_are_refused() {
         wrong("memory = \"64M\"", "memory = \"much\"", &[":2:", "memory", "\"512M\""]),
         wrong("memory = \"64M\"", "memory = \"9000G\"", &["MiB", "available"]),
         wrong("vcpus = 1", "vcpus = 0", &[":3:", "vcpus", "1 to 255"]),
+        wrong("vcpus = 1", "vcpus = 1\ncpu = \"Z80\"", &["no model \"Z80\"", "qemu64"]),
         wrong("vcpus = 1", "vcpu = 1", &[":3:", "unknown field `vcpu`", "`vcpus`"]),
         wrong("vcpus = 1", "vcpus = \"one\"", &[":3:", "vcpus"]),
         wrong("vcpus = 1", "vcpus = 1 1", &[":3:"]),
@@ -93,11 +95,24 @@ fn wrong_definitions_are_refused() {
             ensure!(code == 1, "exit code {code}: {words}");
             says(&words, case.says)?;
         }
+        // The guest would have seen the container instead of its disk.
+        let image = scene.lab().directory().join("extra.img");
+        run("qemu-img", &["create", "-q", "-f", "qcow2", &image.to_string_lossy(), "1M"])?;
+        let path = write(scene, "wrong.toml", &good)?;
+        let (code, words) = refusal(host, &["vm", "start", &path.to_string_lossy()])?;
+        ensure!(code == 1, "exit code {code}: {words}");
+        says(&words, &["extra.img", "declared raw", "qcow2", "correct `format`"])?;
+        let (code, words) = refusal(host, &["vm", "start", "extra"])?;
+        ensure!(code == 4, "exit code {code}: {words}");
+        says(&words, &["no record of a VM \"extra\"", "vm start FILE"])?;
         let (code, words) = refusal(host, &["vm", "start", "/nowhere/vm.toml"])?;
         ensure!(code == 4, "exit code {code}: {words}");
         says(&words, &["/nowhere/vm.toml"])?;
         await_forgotten(scene, "a")?;
-        let owners = fs::read_dir(scene.lab().arbiter_directory())?.count();
+        // Beside the records of owners lies the arbiter's identity, a file.
+        let entries = fs::read_dir(scene.lab().arbiter_directory())?;
+        let owners = entries.filter(|entry| entry.as_ref().is_ok_and(|one| one.path().is_dir()));
+        let owners = owners.count();
         ensure!(owners == 0, "a refused VM has an owner");
         Ok(())
     });
@@ -128,13 +143,14 @@ fn what_is_in_use_is_refused() {
 }
 
 /// Host a with peers that exist and peers that do not.
-fn with_peers() -> SceneOptions {
+/// Host a has a made-up peer, and one that nobody listens for; nothing is encrypted.
+pub fn with_peers() -> SceneOptions {
     let mut options = quick();
     let peers = format!(
         "b = \"10.77.0.2:7700\"\nmadeup = \"{CLIENT_ADDRESS}:{}\"\ndeaf = \"10.77.0.2:7999\"",
         peer::PORT
     );
-    let daemon = HostOptions { insecure: true, ..daemon_with_peers(&peers) };
+    let daemon = HostOptions { insecure: true, ..daemon_with_peers(&peers).calm() };
     options.daemons.insert("a".to_owned(), daemon);
     options
 }
@@ -216,7 +232,7 @@ fn a_bridge_that_only_one_host_has_is_refused() {
 
 #[test]
 fn without_an_arbiter_nothing_is_protected() {
-    let nobody = HostOptions { arbiter: ArbiterKind::None, ..daemon() };
+    let nobody = HostOptions { arbiter: ArbiterKind::None, ..daemon().calm() };
     let mut options = quick();
     options.hosts.push("c".to_owned());
     options.daemons.insert("c".to_owned(), nobody);
@@ -241,12 +257,11 @@ type Forgery = (fn(&mut Value), &'static [&'static str]);
 
 #[test]
 fn offers_that_do_not_fit_are_refused() {
-    let forgeries: [Forgery; 15] = [
+    let forgeries: [Forgery; 14] = [
         (|hello| hello["wire_version"] = json!(999), &["wire version 999", "install the same"]),
         (|hello| hello["purpose"]["qemu_version"] = json!("1.2.3"), &["QEMU", "1.2.3"]),
         (|hello| hello["purpose"]["machine_type"] = json!("pc-q35-99.9"), &["pc-q35-99.9"]),
         (|hello| definition_of(hello)["memory"] = json!("9000G"), &["MiB", "host b"]),
-        (|hello| definition_of(hello)["name"] = json!("../evil"), &["name", "../evil"]),
         (|hello| definition_of(hello)["name"] = json!("other"), &["\"other\"", "host b already"]),
         (|hello| definition_of(hello)["vcpus"] = json!(0), &["vcpus"]),
         (|hello| definition_of(hello)["card"] = json!([card("73:01", "br0")]), &["in use"]),
@@ -272,6 +287,13 @@ fn offers_that_do_not_fit_are_refused() {
             let words = refusal_of(scene, "b", &bytes).with_context(|| hello.to_string())?;
             says(&words, expected).with_context(|| format!("forgery {index}"))?;
         }
+        // What is no name is no hello: nobody is answered, and the log says why.
+        let mut nameless = genuine.clone();
+        definition_of(&mut nameless)["name"] = json!("../evil");
+        hung_up(scene, "b", &message(Kind::Hello, &serde_json::to_vec(&nameless)?))?;
+        wait_for("host b to log what is no name", LIMIT, || {
+            Ok(log_of(scene, "b")?.contains("\"../evil\" is no name for a VM").then_some(()))
+        })?;
         let noise: [Vec<u8>; 5] = [
             b"GET / HTTP/1.1\r\nHost: understudy\r\n\r\n".to_vec(),
             vec![0; 4096],

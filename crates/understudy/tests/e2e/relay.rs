@@ -1,7 +1,7 @@
 //! A relay on the way from one host to another that understands enough of the
 //! wire format to damage exactly one message.
 
-use crate::stage::{LIMIT, daemon_with_peers};
+use crate::stage::{Calm, LIMIT, daemon_with_peers};
 use anyhow::{Context, Result};
 use std::io::{self, Read, Write};
 use std::net::{Shutdown, SocketAddr, TcpListener, TcpStream};
@@ -56,7 +56,7 @@ impl Relay {
     pub fn options() -> HostOptions {
         // In the clear: the relay reads along.
         let peers = format!("b = \"{CLIENT_ADDRESS}:{PORT}\"");
-        HostOptions { insecure: true, ..daemon_with_peers(&peers) }
+        HostOptions { insecure: true, ..daemon_with_peers(&peers).calm() }
     }
 
     /// Starts the relay in the namespace of the laboratory's client.

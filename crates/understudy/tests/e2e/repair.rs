@@ -2,7 +2,7 @@
 //! nobody but the daemons does anything about it.
 
 use crate::stage::{
-    LIMIT, await_service, options, play, play_protected, protection, prove_survival,
+    Calm, LIMIT, await_service, options, play, play_protected, protection, prove_survival,
     repairing_daemon,
 };
 use anyhow::{Context, Result, ensure};
@@ -13,7 +13,7 @@ const HOSTS: [&str; 3] = ["a", "b", "c"];
 
 /// Three hosts that restore protection by themselves.
 fn three(daemon: &HostOptions) -> SceneOptions {
-    let mut options = options();
+    let mut options = options().calm();
     options.hosts = HOSTS.map(str::to_owned).to_vec();
     for host in HOSTS {
         options.daemons.insert(host.to_owned(), daemon.clone());
@@ -53,20 +53,23 @@ fn kill_one_after_another(options: SceneOptions) {
 
 #[test]
 fn hosts_die_one_after_another_twice_round() {
-    kill_one_after_another(three(&repairing_daemon()));
+    kill_one_after_another(three(&repairing_daemon().calm()));
 }
 
 /// No [peers]: hosts know each other from etcd alone.
 #[test]
 fn members_die_one_after_another_twice_round() {
-    let daemon =
-        HostOptions { arbiter: ArbiterKind::Etcd, without_peers: true, ..repairing_daemon() };
+    let daemon = HostOptions {
+        arbiter: ArbiterKind::Etcd,
+        without_peers: true,
+        ..repairing_daemon().calm()
+    };
     kill_one_after_another(three(&daemon));
 }
 
 #[test]
 fn a_lost_backup_is_replaced_by_another_host() {
-    play_protected(three(&repairing_daemon()), |scene, client| {
+    play_protected(three(&repairing_daemon().calm()), |scene, client| {
         scene.host_mut("b")?.kill_everything()?;
         ensure!(await_backup(scene, "a")? == "c", "c is the only host that is left");
         await_service(&client)?;
@@ -92,7 +95,7 @@ fn a_lost_backup_is_replaced_by_another_host() {
 /// backup like any other.
 #[test]
 fn wishes_are_respected() {
-    let mut options = three(&repairing_daemon());
+    let mut options = three(&repairing_daemon().calm());
     options.hosts.pop();
     play(options, |scene| {
         scene.start_guest("a")?;

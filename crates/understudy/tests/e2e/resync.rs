@@ -4,7 +4,7 @@
 use crate::deaths::await_empty;
 use crate::lockstep::lockstep;
 use crate::stage::{
-    LIMIT, await_degraded, await_service, close, options, play_protected, prove_disk,
+    Calm, LIMIT, await_degraded, await_service, close, options, play_protected, prove_disk,
     prove_survival, refusal,
 };
 use anyhow::{Context, Result, ensure};
@@ -86,7 +86,7 @@ fn are_equal(a: &Path, b: &Path) -> Result<bool> {
 
 #[test]
 fn a_former_primary_is_brought_up_to_date() {
-    bring_up_to_date(options());
+    bring_up_to_date(options().calm());
 }
 
 #[test]
@@ -125,7 +125,7 @@ fn bring_up_to_date(options: SceneOptions) {
 
 #[test]
 fn a_backup_that_was_away_is_brought_up_to_date() {
-    play_protected(options(), |scene, client| {
+    play_protected(options().calm(), |scene, client| {
         scene.shell()?.start(BUSY)?;
         scene.host_mut("b")?.kill_everything()?;
         await_degraded(scene, "a")?;
@@ -147,7 +147,7 @@ fn a_backup_that_was_away_is_brought_up_to_date() {
 
 #[test]
 fn after_the_loss_of_both_hosts_only_what_changed_is_copied() {
-    play_protected(options(), |scene, client| {
+    play_protected(options().calm(), |scene, client| {
         write_some(scene)?;
         for host in ["a", "b"] {
             scene.host(host)?.pause()?;
@@ -172,7 +172,7 @@ fn after_the_loss_of_both_hosts_only_what_changed_is_copied() {
 
 #[test]
 fn when_in_doubt_everything_is_copied() {
-    play_protected(options(), |scene, client| {
+    play_protected(options().calm(), |scene, client| {
         scene.host_mut("a")?.kill_everything()?;
         scene.await_live("b")?;
         // As after a power failure of host a: the list is of another run of the kernel.

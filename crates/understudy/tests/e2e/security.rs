@@ -3,7 +3,7 @@
 
 use crate::peer::{hung_up, message};
 use crate::refusals::{log_of, quick, says, unharmed};
-use crate::stage::{LIMIT, daemon, play, refusal};
+use crate::stage::{Calm, LIMIT, daemon, play, refusal};
 use anyhow::{Result, ensure};
 use std::os::unix::fs::PermissionsExt;
 use std::process::Command;
@@ -85,7 +85,7 @@ fn tls(ca: &str, own: &str, name: &str) -> String {
 fn strangers_are_refused_with_words_on_both_sides() {
     play(quick(), |scene| {
         for case in CASES {
-            let mut options = daemon();
+            let mut options = daemon().calm();
             options.settings += &(case.settings)(scene)?;
             options.insecure = case.name == "no certificates";
             scene.restart_with("a", options)?;
@@ -104,7 +104,7 @@ fn strangers_are_refused_with_words_on_both_sides() {
             hung_up(scene, "b", &noise)?;
         }
         // And the daemon of host b is none the worse for it.
-        scene.restart_with("a", daemon())?;
+        scene.restart_with("a", daemon().calm())?;
         scene.start_guest("a")?;
         scene.protect("a", "b")?;
         scene.await_protected("a", |_| ()).map(drop)
@@ -131,11 +131,11 @@ fn a_certificate_of_another_host_does_not_start_a_daemon() {
     play(quick(), |scene| {
         let pki = scene.lab().directory().join("pki");
         let pki = pki.to_string_lossy();
-        let settings = daemon().settings + &tls(&pki, &pki, "b");
-        let options = HostOptions { settings, ..daemon() };
+        let settings = daemon().calm().settings + &tls(&pki, &pki, "b");
+        let options = HostOptions { settings, ..daemon().calm() };
         let error = scene.restart_with("a", options).expect_err("host a started as host b");
         let words = format!("{error:#}");
         ensure!(words.contains("b.pem is not a certificate of host \"a\""), "{words}");
-        scene.restart_with("a", daemon())
+        scene.restart_with("a", daemon().calm())
     });
 }

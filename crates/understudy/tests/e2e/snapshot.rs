@@ -2,7 +2,7 @@
 
 use crate::refusals::says;
 use crate::stage::{
-    LIMIT, await_degraded, await_forgotten, daemon, options, play, protection, refusal,
+    Calm, LIMIT, await_degraded, await_forgotten, daemon, options, play, protection, refusal,
 };
 use anyhow::{Context, Result, ensure};
 use serde_json::Value;
@@ -24,7 +24,7 @@ const FILL: &str = "dd if=/dev/urandom of=/tmp/fill bs=64k count=300 2>/dev/null
 const SUMS: &str = "echo 3 > /proc/sys/vm/drop_caches; md5sum /tmp/fill /data/fill";
 
 pub fn small() -> SceneOptions {
-    SceneOptions { memory_mib: 192, ..options() }
+    SceneOptions { memory_mib: 192, ..options().calm() }
 }
 
 pub fn store(scene: &Scene) -> String {
@@ -182,7 +182,7 @@ fn a_take_over_ends_the_snapshot_of_a_protected_vm() {
 fn a_backup_dies_while_it_stores_a_snapshot() {
     let mut options = small();
     let environment = vec![("FAILPOINTS".to_owned(), "snapshot-kept=panic".to_owned())];
-    options.daemons.insert("b".to_owned(), HostOptions { environment, ..daemon() });
+    options.daemons.insert("b".to_owned(), HostOptions { environment, ..daemon().calm() });
     play(options, |scene| {
         let store = store(scene);
         scene.protected_guest("a", "b")?;
@@ -200,7 +200,7 @@ fn a_backup_dies_while_it_stores_a_snapshot() {
         drop(shell);
         scene.host("a")?.call(["vm", "stop", VM, "--force"])?;
         await_forgotten(scene, "a")?;
-        scene.restart_with("b", daemon())?;
+        scene.restart_with("b", daemon().calm())?;
         json(scene, "b", &["vm", "restore", VM, "--store", &store])?;
         prove_restored(scene, "b", &sums, seen)?;
         scene.host("b")?.call(["vm", "stop", VM, "--force"])?;
@@ -262,7 +262,7 @@ fn prove_refusals(scene: &Scene, store: &str) -> Result<()> {
 /// One of its device state, and one of its main memory. (The kernel that it boots is on the host.)
 fn some_chunks(location: &str) -> Result<Vec<PathBuf>> {
     let store = Store::open(location)?;
-    let manifest = store.snapshot(VM, None)?;
+    let manifest = store.snapshot(&VM.parse().unwrap(), None)?;
     let member = store.member(manifest.members.first().context("no member")?)?;
     let is_main = |entry: &&AreaEntry| entry.area == Area::Memory(BlockId(0));
     let map = store.area(member.areas.iter().find(is_main).context("no memory")?)?;

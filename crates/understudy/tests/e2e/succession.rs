@@ -1,6 +1,8 @@
 //! A VM goes on in another QEMU on its host, so that it can be protected in lockstep.
 
-use crate::stage::{LIMIT, PACE, await_service, close, daemon, options, play, prove_disk, refusal};
+use crate::stage::{
+    Calm, LIMIT, PACE, await_service, close, daemon, options, play, prove_disk, refusal,
+};
 use anyhow::{Context, Result, bail, ensure};
 use std::path::Path;
 use understudy_lab::scene::VM;
@@ -51,9 +53,11 @@ fn does_not_move(scene: &Scene) -> Result<()> {
 
 #[test]
 fn a_running_guest_is_moved_followed_and_taken_over() {
-    let mut small = SceneOptions { memory_mib: 256, accel: Some("tcg".into()), ..options() };
+    let mut small = SceneOptions { memory_mib: 256, accel: Some("tcg".into()), ..options().calm() };
     let spoilt = ("FAILPOINTS".to_owned(), "spoil-state=1*return->off".to_owned());
-    small.daemons.insert("a".to_owned(), HostOptions { environment: vec![spoilt], ..daemon() });
+    small
+        .daemons
+        .insert("a".to_owned(), HostOptions { environment: vec![spoilt], ..daemon().calm() });
     play(small, |scene| {
         scene.start_guest("a")?;
         scene.await_guest()?;
@@ -82,7 +86,7 @@ fn a_running_guest_is_moved_followed_and_taken_over() {
 
 #[test]
 fn a_guest_that_was_taken_over_gets_a_backup_again() {
-    let recording = SceneOptions { memory_mib: 256, lockstep: true, ..options() };
+    let recording = SceneOptions { memory_mib: 256, lockstep: true, ..options().calm() };
     play(SceneOptions { accel: Some("tcg".into()), ..recording }, |scene| {
         scene.start_guest("a")?;
         scene.await_guest()?;

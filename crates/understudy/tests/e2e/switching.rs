@@ -3,7 +3,8 @@
 use crate::deaths::{await_rounds, unharmed};
 use crate::lockstep::{console_of, in_lockstep};
 use crate::stage::{
-    LIMIT, await_degraded, await_service, daemon, options, play_protected, prove_survival, refusal,
+    Calm, LIMIT, await_degraded, await_service, daemon, options, play_protected, prove_survival,
+    refusal,
 };
 use anyhow::{Context, Result, ensure};
 use understudy_lab::scene::{ECHO_PORT, RECORDS_PORT, VM};
@@ -17,14 +18,14 @@ const DISK: &str = "mkdir -p /data/load; n=0; while :; do dd if=/dev/urandom of=
 
 /// A guest in a QEMU that may record one day, and does not yet.
 fn plain() -> SceneOptions {
-    SceneOptions { memory_mib: 256, accel: Some("tcg".into()), ..options() }
+    SceneOptions { memory_mib: 256, accel: Some("tcg".into()), ..options().calm() }
 }
 
 /// The same; this host's daemon passes these fail points.
 fn armed(host: &str, points: &str) -> SceneOptions {
     let mut options = plain();
     let environment = vec![("FAILPOINTS".to_owned(), points.to_owned())];
-    options.daemons.insert(host.to_owned(), HostOptions { environment, ..daemon() });
+    options.daemons.insert(host.to_owned(), HostOptions { environment, ..daemon().calm() });
     options
 }
 

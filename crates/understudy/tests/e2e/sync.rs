@@ -4,7 +4,7 @@
 use crate::deaths::await_empty;
 use crate::relay::{Fault, Relay, Then};
 use crate::stage::{
-    PACE, await_degraded, await_forgotten, await_service, close, options, play, protection,
+    Calm, PACE, await_degraded, await_forgotten, await_service, close, options, play, protection,
     prove_disk, prove_survival,
 };
 use anyhow::{Context, Result, ensure};
@@ -16,7 +16,7 @@ use understudy_protocol::wire::Kind;
 
 /// The usual guest, its host's way to host b through the relay.
 fn relayed() -> SceneOptions {
-    let mut options = options();
+    let mut options = options().calm();
     options.daemons.insert("a".to_owned(), Relay::options());
     options
 }

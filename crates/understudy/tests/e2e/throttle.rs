@@ -1,6 +1,6 @@
 //! A guest that writes faster than a slow link carries.
 
-use crate::stage::{await_service, daemon, options, play_protected, prove_survival};
+use crate::stage::{Calm, await_service, daemon, options, play_protected, prove_survival};
 use anyhow::{Result, ensure};
 use serde_json::Value;
 use std::time::Duration;
@@ -40,7 +40,7 @@ fn percent(throttle: &Value) -> u64 {
 
 #[test]
 fn a_guest_that_outruns_the_link_is_slowed_down_and_loses_nothing() {
-    let options = SceneOptions { policy: Some(Policy::Interval { hz: 4 }), ..options() };
+    let options = SceneOptions { policy: Some(Policy::Interval { hz: 4 }), ..options().calm() };
     play_protected(options, |scene, client| {
         scene.lab().limit_speed("b", SLOW_MBITS)?;
         let mut shell = scene.shell()?;
@@ -72,8 +72,8 @@ fn a_guest_that_outruns_the_link_is_slowed_down_and_loses_nothing() {
 
 #[test]
 fn without_control_groups_the_status_says_so_and_nothing_is_lost() {
-    let mut options = options();
-    let bare = HostOptions { without_control_groups: true, ..daemon() };
+    let mut options = options().calm();
+    let bare = HostOptions { without_control_groups: true, ..daemon().calm() };
     options.daemons.insert("a".to_owned(), bare);
     play_protected(options, |scene, client| {
         scene.lab().limit_speed("b", SLOW_MBITS)?;

@@ -2,7 +2,7 @@
 //! protection, and one live copy all the same.
 
 use crate::refusals::{log_of, quick, says};
-use crate::stage::{LIMIT, daemon, options, play, protection, refusal};
+use crate::stage::{Calm, LIMIT, daemon, options, play, protection, refusal};
 use anyhow::{Context, Result, ensure};
 use std::time::Instant;
 use understudy_lab::scene::VM;
@@ -51,7 +51,7 @@ fn follow(scene: &Scene) -> Result<()> {
 /// other, its output stops before the backup's copy runs.
 #[test]
 fn there_is_one_live_copy_although_nothing_is_held() {
-    play(allowed(options()), |scene| {
+    play(allowed(options().calm()), |scene| {
         scene.start_guest("a")?;
         scene.await_guest()?;
         follow(scene)?;

@@ -3,7 +3,9 @@
 
 use crate::deaths::await_one_owner;
 use crate::relay::{Fault, Relay, Then};
-use crate::stage::{LIMIT, PACE, await_forgotten, await_service, options, play, prove_survival};
+use crate::stage::{
+    Calm, LIMIT, PACE, await_forgotten, await_service, options, play, prove_survival,
+};
 use anyhow::{Context, Result};
 use std::fs;
 use std::path::PathBuf;
@@ -98,7 +100,7 @@ fn repeat(bytes: &mut Vec<u8>) -> Then {
 
 /// Plays every case on one guest, which is protected anew each time.
 fn endure(cases: Vec<Case>) {
-    let mut options = options();
+    let mut options = options().calm();
     options.daemons.insert("a".to_owned(), Relay::options());
     play(options, |scene| {
         let relay = Relay::start(scene)?;

@@ -56,7 +56,7 @@ fn compare_at(
             differing
         }
         Err(error) => {
-            warn!(vm = session.vm, "cannot compare: {error:#}");
+            warn!(vm = %session.vm, "cannot compare: {error:#}");
             session.tell_findings(&Findings { number: place.number, ..Default::default() });
             Vec::new()
         }

@@ -58,7 +58,7 @@ pub fn await_end(machine: &Machine, following: &Following) -> anyhow::Result<()>
         thread::sleep(END_INTERVAL);
     }
     info!(
-        vm = machine.definition().name,
+        vm = %machine.definition().name,
         "executed the rest of the log in {:.1} ms",
         began.elapsed().as_secs_f64() * 1e3
     );

@@ -17,7 +17,7 @@ const TELL_INTERVAL: Duration = Duration::from_millis(50);
 /// A QEMU that has log and does nothing for so long has diverged.
 const PATIENCE: Duration = Duration::from_secs(10);
 
-/// So long its disks have to answer it: a busy host's may take many seconds to write.
+/// Time in which its disks have to answer it: a busy host's may take many seconds to write.
 const DISK_PATIENCE: Duration = Duration::from_secs(60);
 
 /// Watches QEMU follow until the session is over, or follows no more.

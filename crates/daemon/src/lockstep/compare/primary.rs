@@ -139,7 +139,8 @@ impl Comparer {
         self.changed.wait_timeout(state, longest).expect("see lock").0
     }
 
-    fn is_wanted(&self) -> bool {
+    /// Whether somebody waits for a whole comparison.
+    pub fn is_wanted(&self) -> bool {
         let state = lock(&self.state);
         state.wanted && state.result.is_none()
     }
@@ -174,7 +175,7 @@ pub fn run(session: &Session, machine: &Machine, recording: &Recording) {
         if comparer.is_wanted() {
             let compared = compare((session, machine), recording, all_spots(machine));
             if let Err(error) = &compared {
-                debug!(vm = session.vm, "no result of a comparison: {error:#}");
+                debug!(vm = %session.vm, "no result of a comparison: {error:#}");
             }
             comparer.tell(compared.map_err(|error| format!("{error:#}")));
             sampled = Instant::now();
@@ -185,7 +186,7 @@ pub fn run(session: &Session, machine: &Machine, recording: &Recording) {
             let seed = clock::now().0.as_nanos() as u64;
             let spots = sample(&sizes(machine), SAMPLE_PAGES, SAMPLE_EXTENTS, seed);
             if let Err(error) = compare((session, machine), recording, spots.into_iter()) {
-                warn!(vm = session.vm, "no result of a sample of the backup: {error:#}");
+                warn!(vm = %session.vm, "no result of a sample of the backup: {error:#}");
             }
             sampled = Instant::now();
         } else {
@@ -238,7 +239,7 @@ fn condemn(session: &Session, report: &ComparisonReport) {
         report.position,
         words(&report.differences)
     );
-    warn!(vm = session.vm, "{reason}");
+    warn!(vm = %session.vm, "{reason}");
     // If it cannot be sent the receiving thread finds out why.
     let _ = session.data.send_parts(Kind::Condemn, Epoch(0), &[reason.as_bytes()]);
 }
@@ -313,7 +314,7 @@ impl<Spots: Iterator<Item = Spot>> Run<'_, Spots> {
             return Ok(true);
         }
         for found in &findings.differences {
-            debug!(vm = self.session.vm, "comparison {}: {found:?}", findings.number);
+            debug!(vm = %self.session.vm, "comparison {}: {found:?}", findings.number);
         }
         self.inquiry.heard(&findings)?;
         Ok(true)

@@ -75,7 +75,7 @@ impl ComparisonReport {
             spots.iter().map(|&spot| Difference::new(machine, spot)).collect()
         };
         ComparisonReport {
-            vm: machine.definition().name.clone(),
+            vm: machine.definition().name.to_string(),
             peer: peer.to_owned(),
             pages: tally.pages,
             extents: tally.extents,

@@ -6,23 +6,19 @@ use super::network::{Call, Network};
 use crate::handshake::Welcome;
 use crate::link::{Link, read_json};
 use crate::sync::lock;
-use anyhow::{bail, ensure};
+use anyhow::ensure;
 use std::sync::{Arc, Mutex};
 use understudy_protocol::wire::{Kind, Message};
-use understudy_snapshot::check_name;
+use understudy_protocol::{GroupName, HostName};
 
 /// Reads what `peer` sends to the members of a cluster, until the connection ends.
 pub(crate) fn serve(
     fabric: &Fabric,
-    own: &str,
-    peer: &str,
-    cluster: &str,
+    own: &HostName,
+    peer: &HostName,
+    cluster: &GroupName,
     link: &Link,
 ) -> anyhow::Result<()> {
-    if let Err(error) = check_name(cluster) {
-        link.refuse(&error.to_string());
-        bail!(error);
-    }
     let network = fabric.network(cluster);
     let turn = take_turn(&network, peer, link);
     // What came over an earlier connection is all through before anything of this one is.
@@ -40,7 +36,7 @@ pub(crate) fn serve(
 }
 
 /// Ends the host's last connection, if there is one; gives whose turn it is to read.
-fn take_turn(network: &Network, peer: &str, link: &Link) -> Arc<Mutex<()>> {
+fn take_turn(network: &Network, peer: &HostName, link: &Link) -> Arc<Mutex<()>> {
     let mut state = network.state();
     let turn = match state.incoming.remove(peer) {
         Some((last, turn)) => {
@@ -53,7 +49,7 @@ fn take_turn(network: &Network, peer: &str, link: &Link) -> Arc<Mutex<()>> {
     turn
 }
 
-fn take(network: &Network, peer: &str, message: &Message) -> anyhow::Result<()> {
+fn take(network: &Network, peer: &HostName, message: &Message) -> anyhow::Result<()> {
     match message.header.kind {
         Kind::Presence => {
             let presence = read_json(message, Kind::Presence)?;

@@ -21,6 +21,7 @@
 
 mod batch;
 mod incoming;
+mod mutant;
 mod network;
 mod outgoing;
 mod roster;
@@ -28,6 +29,8 @@ mod seat;
 
 pub(crate) use incoming::serve;
 pub use seat::{Seat, crossings};
+use understudy_protocol::GroupName;
+use understudy_protocol::{HostName, VmName};
 
 use crate::host::Host;
 use crate::machine::Machine;
@@ -58,9 +61,9 @@ pub trait CutListener: Send + Sync {
 /// A VM that becomes a member.
 pub struct Joining {
     /// The cluster's name.
-    pub cluster: String,
+    pub cluster: GroupName,
     /// The members' names, in the same order on all hosts.
-    pub members: Vec<String>,
+    pub members: Vec<VmName>,
     /// Which one it is.
     pub member: Member,
     /// In which this host owns the VM.
@@ -69,13 +72,13 @@ pub struct Joining {
     pub life: Life,
     /// The cluster's last snapshot: the one it was restored from, or the last one begun.
     pub number: SnapshotNumber,
-    /// Who takes the member's snapshots.
+    /// Receiver of the cut's events, which takes the member's snapshots.
     pub listener: Arc<dyn CutListener>,
 }
 
 /// The networks of the clusters that have members on this host.
 #[derive(Default)]
-pub struct Fabric(Mutex<BTreeMap<String, Arc<Network>>>);
+pub struct Fabric(Mutex<BTreeMap<GroupName, Arc<Network>>>);
 
 impl Fabric {
     /// The machine, which does not run yet or runs here, is a member from now on, until its
@@ -96,7 +99,7 @@ impl Fabric {
         Ok(Seat::new(network, member))
     }
 
-    fn network(&self, cluster: &str) -> Arc<Network> {
+    fn network(&self, cluster: &GroupName) -> Arc<Network> {
         let mut networks = lock(&self.0);
         let network = networks.entry(cluster.to_owned());
         network.or_insert_with(|| Network::new(cluster)).clone()
@@ -125,7 +128,7 @@ fn tend(host: &Weak<Host>, network: &Arc<Network>) {
 }
 
 /// Whether there is still something to look after.
-fn look(host: &Weak<Host>, network: &Arc<Network>, peers: impl Iterator<Item = String>) -> bool {
+fn look(host: &Weak<Host>, network: &Arc<Network>, peers: impl Iterator<Item = HostName>) -> bool {
     let mut state = network.state();
     state.reap();
     if state.locals.is_empty() {

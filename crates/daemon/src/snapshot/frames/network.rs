@@ -18,6 +18,8 @@ use std::sync::{Arc, Mutex, MutexGuard, Weak};
 use tracing::{info, warn};
 use understudy_network::{Fabric as Carrier, Inlet};
 use understudy_protocol::CardIndex;
+use understudy_protocol::VmName;
+use understudy_protocol::{GroupName, HostName};
 use understudy_qemu::definition::CardDefinition;
 use understudy_snapshot::{Cut, CutAction, CutEvent, Envelope, Life, Member, SnapshotNumber};
 
@@ -45,7 +47,7 @@ pub(super) struct Presence {
 
 /// See the module.
 pub(super) struct Network {
-    pub name: String,
+    pub name: GroupName,
     state: Mutex<State>,
 }
 
@@ -53,13 +55,13 @@ pub(super) struct Network {
 pub(super) struct State {
     pub life: Life,
     /// The members' names.
-    pub names: Vec<String>,
+    pub names: Vec<VmName>,
     pub roster: Roster,
     pub locals: BTreeMap<Member, Local>,
     /// Connections to other hosts, up or not, by host.
-    pub outgoing: BTreeMap<String, Arc<Outgoing>>,
+    pub outgoing: BTreeMap<HostName, Arc<Outgoing>>,
     /// Connections from other hosts, and whose turn it is to read from that host.
-    pub incoming: BTreeMap<String, (Link, Arc<Mutex<()>>)>,
+    pub incoming: BTreeMap<HostName, (Link, Arc<Mutex<()>>)>,
     /// Counts those who joined.
     joined: u64,
     /// Whether a thread looks after it.
@@ -80,7 +82,7 @@ pub(super) struct Local {
 
 /// The machine of a member.
 struct Body {
-    name: String,
+    name: VmName,
     cards: Vec<CardDefinition>,
     inlets: Vec<Inlet>,
     /// Dead once it is gone.
@@ -108,7 +110,7 @@ impl Call {
 }
 
 impl Network {
-    pub fn new(name: &str) -> Arc<Network> {
+    pub fn new(name: &GroupName) -> Arc<Network> {
         Arc::new(Network { name: name.to_owned(), state: Mutex::default() })
     }
 
@@ -142,11 +144,11 @@ impl Network {
 }
 
 impl State {
-    fn join(&mut self, body: Body, joining: Joining, name: &str) -> anyhow::Result<u64> {
+    fn join(&mut self, body: Body, joining: Joining, name: &GroupName) -> anyhow::Result<u64> {
         let Joining { members, member, generation, life, number, listener, .. } = joining;
         ensure!(
             life >= self.life || self.locals.is_empty(),
-            "cluster {name} has been restored since: this is life {}, that is {}",
+            "cluster {name} has been restored since: this is incarnation {}, the message is of {}",
             self.life.0,
             life.0
         );
@@ -168,7 +170,7 @@ impl State {
         let local = Local { cut, inlets, joined, machine, listener, carried: number };
         self.locals.insert(member, local);
         self.roster.set(Place::Here, MemberCards { member, generation, cards });
-        info!(vm, "a member of the cluster {name}");
+        info!(%vm, "a member of the cluster {name}");
         self.tell_all(true);
         Ok(joined)
     }
@@ -182,7 +184,7 @@ impl State {
     }
 
     /// A connection to a host that has none yet.
-    pub fn new_way(&mut self, peer: &str) -> Option<Arc<Outgoing>> {
+    pub fn new_way(&mut self, peer: &HostName) -> Option<Arc<Outgoing>> {
         if self.outgoing.contains_key(peer) {
             return None;
         }
@@ -259,7 +261,7 @@ impl State {
     }
 
     /// A host says who runs there.
-    pub fn learn(&mut self, host: &str, presence: Presence) {
+    pub fn learn(&mut self, host: &HostName, presence: Presence) {
         // An older life is over; a newer one is for those who begin it here.
         if presence.life != self.life || self.locals.is_empty() {
             return;

@@ -2,6 +2,7 @@ use super::super::batch::take_first;
 use super::*;
 use understudy_network::{HEADER_BYTES, MacAddress};
 use understudy_protocol::Generation;
+use understudy_protocol::literal;
 use understudy_protocol::wire::Kind;
 
 const FIRST: CardIndex = CardIndex(0);
@@ -46,8 +47,8 @@ fn frame(from: Member, to: Member, text: &str) -> Vec<u8> {
 
 impl Side {
     fn new(member: u16, peer: &str) -> Side {
-        let network = Network::new("shop");
-        let way = network.state().new_way(peer).unwrap();
+        let network = Network::new(&literal("shop"));
+        let way = network.state().new_way(&peer.parse().unwrap()).unwrap();
         let heard = Arc::new(Heard::default());
         let side = Side { network, member: Member(member), heard, way, machine: Arc::new(()) };
         side.join(Life(1), 4).unwrap();
@@ -56,18 +57,22 @@ impl Side {
 
     fn join(&self, life: Life, number: u64) -> anyhow::Result<u64> {
         let machine = Arc::downgrade(&self.machine);
-        let body =
-            Body { name: "vm".into(), cards: vec![card(self.member)], inlets: Vec::new(), machine };
+        let body = Body {
+            name: literal("vm"),
+            cards: vec![card(self.member)],
+            inlets: Vec::new(),
+            machine,
+        };
         let joining = Joining {
-            cluster: "shop".into(),
-            members: vec!["web".into(), "db".into()],
+            cluster: literal("shop"),
+            members: vec![literal("web"), literal("db")],
             member: self.member,
             generation: Generation(1),
             life,
             number: SnapshotNumber(number),
             listener: self.heard.clone(),
         };
-        self.network.state().join(body, joining, "shop")
+        self.network.state().join(body, joining, &literal("shop"))
     }
 
     fn number(&self) -> u64 {
@@ -101,7 +106,7 @@ impl Side {
             let (kind, bytes) = self.way.next().unwrap();
             if kind == Kind::Presence {
                 let presence = serde_json::from_slice(&bytes).unwrap();
-                other.network.state().learn(own, presence);
+                other.network.state().learn(&own.parse().unwrap(), presence);
                 continue;
             }
             let mut batch = &bytes[..];
@@ -220,26 +225,26 @@ fn place(at: &Side, member: Member) -> Option<Place> {
 #[test]
 fn a_host_that_has_not_heard_of_a_take_over_is_not_believed() {
     let (a, mut b) = pair();
-    a.network.state().learn("c", taken_over(b.member));
+    a.network.state().learn(&literal("c"), taken_over(b.member));
     // It was cut off, is back, and still has its copy.
     b.network.state().open(&b.way);
     b.deliver("b", &a);
-    assert_eq!(place(&a, b.member), Some(Place::Host("c".into())));
+    assert_eq!(place(&a, b.member), Some(Place::Host(literal("c"))));
     b.machine = Arc::new(());
     b.network.state().reap();
     b.deliver("b", &a);
-    assert_eq!(place(&a, b.member), Some(Place::Host("c".into())));
+    assert_eq!(place(&a, b.member), Some(Place::Host(literal("c"))));
 }
 
 #[test]
 fn a_member_that_was_won_elsewhere_is_no_member_here() {
     let (a, mut b) = pair();
-    b.network.state().learn("c", taken_over(b.member));
-    assert_eq!(place(&b, b.member), Some(Place::Host("c".into())));
+    b.network.state().learn(&literal("c"), taken_over(b.member));
+    assert_eq!(place(&b, b.member), Some(Place::Host(literal("c"))));
     a.send(b.member, "to the copy that is about to end");
     a.deliver("a", &b);
     assert!(b.network.state().locals.is_empty());
     b.machine = Arc::new(());
     b.network.state().reap();
-    assert_eq!(place(&b, b.member), Some(Place::Host("c".into())), "it is known where it went");
+    assert_eq!(place(&b, b.member), Some(Place::Host(literal("c"))), "it is known where it went");
 }

@@ -15,6 +15,7 @@ use std::thread;
 use std::time::Duration;
 use tracing::{info, warn};
 use understudy_protocol::Epoch;
+use understudy_protocol::HostName;
 use understudy_protocol::wire::Kind;
 use understudy_snapshot::Envelope;
 
@@ -159,7 +160,7 @@ impl Queue {
 }
 
 /// Connects with a host, again and again, for as long as members run here.
-pub(super) fn run(host: &Weak<Host>, network: &Arc<Network>, way: &Arc<Outgoing>, peer: &str) {
+pub(super) fn run(host: &Weak<Host>, network: &Arc<Network>, way: &Arc<Outgoing>, peer: &HostName) {
     let mut was_told = false;
     while !way.is_over() {
         let Some(alive) = host.upgrade() else { return };
@@ -188,7 +189,7 @@ pub(super) fn run(host: &Weak<Host>, network: &Arc<Network>, way: &Arc<Outgoing>
     }
 }
 
-fn dial(host: &Host, network: &Network, peer: &str) -> anyhow::Result<Link> {
+fn dial(host: &Host, network: &Network, peer: &HostName) -> anyhow::Result<Link> {
     let known = host.known_hosts();
     let addresses = known.get(peer).context("its address is not known any more")?;
     let purpose = Purpose::Frames { cluster: network.name.clone() };

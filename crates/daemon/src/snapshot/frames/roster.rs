@@ -3,6 +3,7 @@
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
 use understudy_network::{MacAddress, addresses};
+use understudy_protocol::HostName;
 use understudy_protocol::{CardIndex, Generation};
 use understudy_qemu::definition::CardDefinition;
 use understudy_snapshot::Member;
@@ -20,7 +21,7 @@ pub struct MemberCards {
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Place {
     Here,
-    Host(String),
+    Host(HostName),
 }
 
 #[derive(Debug)]
@@ -30,7 +31,7 @@ struct Known {
     cards: Vec<CardDefinition>,
 }
 
-/// Who is to get a frame that a member sends.
+/// Destination of a frame that a member sends.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Route {
     /// Nobody of the cluster.
@@ -58,7 +59,7 @@ impl Roster {
     }
 
     /// These are all the members that run on another host, as it believes.
-    pub fn replace(&mut self, host: &str, members: Vec<MemberCards>) {
+    pub fn replace(&mut self, host: &HostName, members: Vec<MemberCards>) {
         let there = Place::Host(host.to_owned());
         self.0.retain(|_, known| known.place != there);
         for known in members {
@@ -150,6 +151,7 @@ impl Roster {
 mod tests {
     use super::*;
     use understudy_network::HEADER_BYTES;
+    use understudy_protocol::literal;
 
     fn mac(last: u8) -> MacAddress {
         MacAddress([0x52, 0x54, 0, 0, 0, last])
@@ -180,7 +182,7 @@ mod tests {
         let cards = vec![card(20, "br0"), card(21, "br0"), card(22, "br1")];
         roster.set(Place::Here, known(B, 1, cards));
         let there = known(C, 1, vec![card(30, "br0")]);
-        roster.replace("b", vec![there, known(A, 1, vec![])]);
+        roster.replace(&literal("b"), vec![there, known(A, 1, vec![])]);
         roster
     }
 
@@ -224,11 +226,11 @@ mod tests {
     fn what_a_host_says_replaces_what_it_said_and_nothing_that_is_here() {
         let mut roster = roster();
         assert_eq!(roster.place(A), Some(&Place::Here), "no other host has won it");
-        assert_eq!(roster.place(C), Some(&Place::Host("b".into())));
-        roster.replace("c", vec![known(C, 1, vec![])]);
-        roster.replace("b", vec![]);
-        assert_eq!(roster.place(C), Some(&Place::Host("c".into())), "it has moved");
-        roster.replace("c", vec![]);
+        assert_eq!(roster.place(C), Some(&Place::Host(literal("b"))));
+        roster.replace(&literal("c"), vec![known(C, 1, vec![])]);
+        roster.replace(&literal("b"), vec![]);
+        assert_eq!(roster.place(C), Some(&Place::Host(literal("c"))), "it has moved");
+        roster.replace(&literal("c"), vec![]);
         assert_eq!(roster.place(C), None);
         let here = roster.here();
         assert_eq!(here.iter().map(|known| known.member).collect::<Vec<_>>(), [A, B]);
@@ -237,13 +239,13 @@ mod tests {
     #[test]
     fn a_member_is_where_it_was_won_last() {
         let mut roster = roster();
-        let c = Some(Place::Host("c".into()));
-        roster.replace("c", vec![known(C, 2, vec![])]);
-        roster.replace("b", vec![known(C, 1, vec![])]);
+        let c = Some(Place::Host(literal("c")));
+        roster.replace(&literal("c"), vec![known(C, 2, vec![])]);
+        roster.replace(&literal("b"), vec![known(C, 1, vec![])]);
         assert_eq!(roster.place(C), c.as_ref(), "host b has not heard of it");
-        roster.replace("b", vec![]);
+        roster.replace(&literal("b"), vec![]);
         assert_eq!(roster.place(C), c.as_ref(), "now it has");
-        roster.replace("c", vec![known(A, 2, vec![])]);
+        roster.replace(&literal("c"), vec![known(A, 2, vec![])]);
         assert_eq!(roster.place(A), c.as_ref(), "this host has not heard of it");
         assert_eq!(roster.here().len(), 1);
     }

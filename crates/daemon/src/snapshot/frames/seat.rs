@@ -1,5 +1,6 @@
 //! A member's seat at the network of its cluster: what the driver of its snapshots sees.
 
+use super::mutant;
 use super::network::{Call, Frame, Network};
 use crate::machine::Machine;
 use std::collections::BTreeMap;
@@ -68,6 +69,9 @@ impl Seat {
     pub fn log(&self) -> Option<Vec<InFlightFrame>> {
         let state = self.network.state();
         let log = state.locals.get(&self.member)?.cut.log()?;
+        if mutant::is("unlogged") {
+            return Some(Vec::new());
+        }
         let mut frames = Vec::new();
         for (from, frame) in log {
             let cards = match frame.card {
@@ -85,7 +89,12 @@ impl Seat {
     pub fn deliver(&self, log: &[InFlightFrame]) {
         let state = self.network.state();
         let Some(local) = state.locals.get(&self.member) else { return };
-        for frame in log {
+        let times = match () {
+            () if mutant::is("undelivered") => 0,
+            () if mutant::is("delivered-twice") => 2,
+            () => 1,
+        };
+        for frame in std::iter::repeat_n(log, times).flatten() {
             local.inlet(frame.card).inspect(|inlet| inlet.deliver_first(&frame.bytes));
         }
     }

@@ -19,10 +19,10 @@ mod testbed;
 
 pub use plan::{Subject, Variant};
 
-use super::suite::{identity, testbed::files};
+use super::suite::{bench_guest, identity, testbed::files};
 use crate::bench::workloads::Scale;
 use crate::cli::BenchLockstepArgs;
-use crate::demo::{guest_files, scene_options};
+use crate::demo::guest_files;
 use crate::failure::{Exit, Failure};
 use crate::output;
 use anyhow::Result;
@@ -42,7 +42,7 @@ struct Sample {
 /// Measures and prints.
 pub fn run(args: &BenchLockstepArgs, json: bool) -> Result<Exit, Failure> {
     // Whether anything can be measured at all.
-    scene_options(args.guest.as_deref())?;
+    bench_guest(args.guest.as_deref())?;
     let report = measure(args)
         .map_err(|error| Failure::internal(format!("the benchmark failed: {error:#}")))?;
     output::show(json, &report, table::table)?;

@@ -7,7 +7,7 @@ use std::time::Duration;
 
 const LIMIT: Duration = Duration::from_secs(600);
 
-/// So much is read, in MiB.
+/// Amount that is read, in MiB.
 const MEBIBYTES: (u64, u64) = (256, 64);
 
 /// Read at once.

@@ -101,7 +101,7 @@ struct Testbed {
     guests: BTreeMap<Variant, Guest>,
     /// The second guest of a pair; it runs while both are measured only.
     twin: Option<PlainGuest>,
-    /// Whose guest runs; the others stand still.
+    /// Variant whose guest runs; the others stand still.
     turn: Option<Variant>,
     companion: Companion,
     primary: Client,
@@ -306,7 +306,7 @@ fn disk_reads(variant: Variant) -> DiskReads {
     }
 }
 
-/// Whose guest a variant is measured on.
+/// Variant on whose guest a variant is measured.
 fn home(variant: Variant) -> Variant {
     match variant {
         Variant::Pair => Variant::Icount,

@@ -16,6 +16,7 @@ use understudy_daemon::snapshot::report::{
 };
 use understudy_lab::scene::{GuestKind, SHELL_PORT};
 use understudy_lab::{GuestShell, Scene, SceneOptions, Sibling, in_namespace, wait_for};
+use understudy_protocol::literal;
 
 /// The group's name.
 const GROUP: &str = "group";
@@ -171,7 +172,7 @@ impl Members {
 }
 
 fn subject() -> Subject {
-    Subject::Cluster(GROUP.to_owned())
+    Subject::Cluster(literal(GROUP))
 }
 
 /// A member's VM.

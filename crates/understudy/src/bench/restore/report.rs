@@ -146,6 +146,8 @@ mod tests {
         let json = serde_json::to_value(&report).unwrap();
         for pointer in [
             "/hit_rate_as_taken",
+            "/hit_rate_at_half_as_taken",
+            "/hit_rate_at_half/fafl",
             "/hit_rate/fafl",
             "/hit_rate/lru",
             "/hit_rate/clock",

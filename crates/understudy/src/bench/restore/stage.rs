@@ -12,6 +12,7 @@ use understudy_daemon::snapshot::trial;
 use understudy_lab::scene::VM;
 use understudy_lab::{HostOptions, Scene, SceneOptions, wait_for};
 use understudy_protocol::BlockId;
+use understudy_protocol::literal;
 use understudy_snapshot::{Area, SnapshotNumber, Store, WorkingSet};
 
 /// For a guest to be gone, or to answer.
@@ -69,7 +70,7 @@ impl Stage {
         let report = self.client.snapshot(&subject(), &request).map_err(words)?;
         let took_ms = ms(began.elapsed());
         let store = Store::open(&self.store)?;
-        let manifest = store.snapshot(VM, Some(report.number))?;
+        let manifest = store.snapshot(&literal(VM), Some(report.number))?;
         let member = store.member(manifest.members.first().context("it has no member")?)?;
         let is_main = |area: Area| area == Area::Memory(BlockId(0));
         let main = member.areas.iter().find(|entry| is_main(entry.area));
@@ -118,7 +119,7 @@ impl Stage {
 }
 
 fn subject() -> Subject {
-    Subject::Vm(VM.to_owned())
+    Subject::Vm(literal(VM))
 }
 
 /// Where snapshots of a laboratory go.

@@ -15,7 +15,7 @@ const OURS: [RGBColor; 4] = [
     RGBColor(0x75, 0x70, 0xb3),
 ];
 
-/// Who a series is from.
+/// Origin of a series.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Whose {
     /// Published by others.
@@ -175,7 +175,7 @@ fn colours(whose: impl Iterator<Item = Whose>) -> Vec<RGBColor> {
         Whose::Ours => *ours.next().unwrap_or(&OURS[0]),
         Whose::Theirs => {
             theirs += 1;
-            if theirs == 1 { THEIRS } else { RGBColor(200, 200, 200) }
+            [THEIRS, RGBColor(200, 200, 200), RGBColor(225, 225, 225)][theirs.min(3) - 1]
         }
     };
     whose.map(colour).collect()

@@ -13,57 +13,69 @@ use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 use understudy_encoding::DEFAULT_CACHE_PAGES;
 
-/// How much of each figure is measured.
-struct Size {
-    pause_points: &'static [u64],
+/// How often each figure is measured. What is measured is always the same.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Repetitions {
+    /// As often as the report of the whole suite has it.
+    All,
+    /// For a first look.
+    Few,
+}
+
+struct Counts {
     pause_epochs: usize,
     migrations: u32,
     compression_rounds: u32,
-    compression_seconds: u64,
     kills: u32,
     cuts: u32,
 }
 
-const FULL: Size = Size {
-    pause_points: &[0, 100, 1_000, 10_000, 50_000],
-    pause_epochs: 100,
-    migrations: 3,
-    compression_rounds: 3,
-    compression_seconds: 10,
-    kills: 30,
-    cuts: 10,
-};
-const QUICK: Size = Size {
-    pause_points: &[0, 1_000, 10_000],
-    pause_epochs: 30,
-    migrations: 1,
-    compression_rounds: 1,
-    compression_seconds: 4,
-    kills: 4,
-    cuts: 2,
-};
+impl Repetitions {
+    fn counts(self) -> Counts {
+        match self {
+            Repetitions::All => Counts {
+                pause_epochs: 100,
+                migrations: 3,
+                compression_rounds: 3,
+                kills: 30,
+                cuts: 10,
+            },
+            Repetitions::Few => {
+                Counts { pause_epochs: 30, migrations: 1, compression_rounds: 1, kills: 4, cuts: 2 }
+            }
+        }
+    }
+}
+
+/// Pages written between two checkpoints.
+const PAUSE_POINTS: [u64; 5] = [0, 100, 1_000, 10_000, 50_000];
+const COMPRESSION_SECONDS: u64 = 10;
 /// The guest whose pause is measured.
 const PAUSE_MEMORY_MIB: u32 = 512;
 /// As often as in Remus's figure.
 const COMPRESSION_HZ: u32 = 20;
 
 /// Measures a subject that has a laboratory of its own.
-pub fn measure(subject: Subject, guest: Option<&Path>, quick: bool) -> Result<Measured> {
-    let size = if quick { &QUICK } else { &FULL };
+pub fn measure(
+    subject: Subject,
+    guest: Option<&Path>,
+    repetitions: Repetitions,
+) -> Result<Measured> {
+    let counts = &repetitions.counts();
     match subject {
-        Subject::Pause => measure_pause(guest, size),
-        Subject::Compression => measure_compression(guest, size),
-        Subject::Failover => measure_failover(guest, size),
+        Subject::Pause => measure_pause(guest, counts),
+        Subject::Compression => measure_compression(guest, counts),
+        Subject::Failover => measure_failover(guest, counts),
         _ => bail!("{subject} is measured in the suite's guest"),
     }
 }
 
-fn measure_pause(guest: Option<&Path>, size: &Size) -> Result<Measured> {
+fn measure_pause(guest: Option<&Path>, counts: &Counts) -> Result<Measured> {
     let args = BenchPauseArgs {
-        epochs: size.pause_epochs,
-        points: size.pause_points.to_vec(),
+        epochs: counts.pause_epochs,
+        points: PAUSE_POINTS.to_vec(),
         memory: vec![PAUSE_MEMORY_MIB],
-        migrations: size.migrations,
+        migrations: counts.migrations,
         guest: guest.map(PathBuf::from),
     };
     let bench = pause::measure(scene_options(guest).map_err(words)?, &args)?;
@@ -73,10 +85,10 @@ fn measure_pause(guest: Option<&Path>, size: &Size) -> Result<Measured> {
     figure(idle.total_ms, "ms", Better::Lower, bench.points.iter().map(at).collect(), &bench)
 }
 
-fn measure_compression(guest: Option<&Path>, size: &Size) -> Result<Measured> {
+fn measure_compression(guest: Option<&Path>, counts: &Counts) -> Result<Measured> {
     let args = BenchCompressionArgs {
-        rounds: size.compression_rounds,
-        seconds: size.compression_seconds,
+        rounds: counts.compression_rounds,
+        seconds: COMPRESSION_SECONDS,
         hz: COMPRESSION_HZ,
         cache_pages: DEFAULT_CACHE_PAGES,
         guest: guest.map(PathBuf::from),
@@ -87,10 +99,10 @@ fn measure_compression(guest: Option<&Path>, size: &Size) -> Result<Measured> {
     figure(bench.hybrid.ratio, ": 1", Better::Higher, details, &bench)
 }
 
-fn measure_failover(guest: Option<&Path>, size: &Size) -> Result<Measured> {
+fn measure_failover(guest: Option<&Path>, counts: &Counts) -> Result<Measured> {
     let options = scene_options(guest).map_err(words)?;
     let quiet = |_: usize, _: usize, _: &str| {};
-    let bench = failover::measure(options, ClientKind::Records, size.kills, size.cuts, quiet)?;
+    let bench = failover::measure(options, ClientKind::Records, counts.kills, counts.cuts, quiet)?;
     let mut details = BTreeMap::new();
     for kind in &bench.distributions {
         let name = kind.failure.name();

@@ -1,7 +1,7 @@
 //! The report as one page: nothing outside of it is needed to show it.
 
 use super::charts::{self, Bars, Line, Whose, Words};
-use super::papers::{self, REMUS, UDESC};
+use super::papers::{self, REMUS, UDESC, VMWARE_FT};
 use super::report::{Cell, Report};
 use super::table;
 use super::variant::{Subject, Variant};
@@ -40,7 +40,7 @@ pub fn page(report: &Report) -> Result<String> {
         "<!doctype html>\n<html lang=\"en\"><meta charset=\"utf-8\"><title>Understudy: what \
          protection costs</title><style>{STYLE}</style>\n<h1>What protection costs</h1>\n\
          <p>{}</p>\n<ul>{conditions}</ul>\n<h2>Beside the unprotected guest</h2>\n{}\n\
-         <h2>Beside the papers</h2>\n<p>Grey is published: {REMUS}, {UDESC}. Other machines, \
+         <h2>Beside the papers</h2>\n<p>Grey is published: {REMUS}, {UDESC}, {VMWARE_FT}. Other machines, \
          networks and hypervisors: compare ratios, not times.</p>\n<div class=\"plots\">{}</div>\n\
          <h2>Everything measured</h2>\n{}\n{}</html>\n",
         escape(&machine),
@@ -131,9 +131,11 @@ fn sources(subject: Subject) -> String {
     let one = |figure: &papers::Published| {
         format!("{}: {} ({})", figure.variant, figure.text, figure.source)
     };
-    match published.is_empty() {
+    let remark = papers::remark(subject).map(str::to_owned);
+    let all: Vec<String> = published.iter().map(one).chain(remark).collect();
+    match all.is_empty() {
         true => "Nothing published to compare with.".to_owned(),
-        false => published.iter().map(one).collect::<Vec<_>>().join("; "),
+        false => all.join("; "),
     }
 }
 
@@ -155,7 +157,7 @@ fn against_papers(report: &Report, subject: Subject) -> Result<Option<String>> {
         let bars = Bars { label: source.to_owned(), whose: Whose::Theirs, values };
         bars.values.iter().flatten().next().is_some().then_some(bars)
     };
-    let mut groups: Vec<Bars> = [UDESC, REMUS].into_iter().filter_map(theirs).collect();
+    let mut groups: Vec<Bars> = [UDESC, REMUS, VMWARE_FT].into_iter().filter_map(theirs).collect();
     groups.push(Bars { label: "understudy".to_owned(), whose: Whose::Ours, values: ours });
     let categories: Vec<String> = COMPARED.iter().map(Variant::to_string).collect();
     let title = subject.to_string();

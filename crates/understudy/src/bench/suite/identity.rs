@@ -5,6 +5,7 @@ use crate::bench::machine::Machine;
 use anyhow::{Context, Result};
 use std::fs::File;
 use std::path::PathBuf;
+use std::process::Command;
 use understudy_daemon::config::{find_agent, find_qemu};
 use understudy_qemu::Capabilities;
 use understudy_qemu::definition::AcceleratorChoice;
@@ -23,8 +24,22 @@ pub fn run(scale: &str, guest: &[PathBuf]) -> Result<Run> {
     Ok(Run {
         build: hash(&files)?,
         scale: scale.to_owned(),
+        commit: commit(),
         machine: Machine::here(capabilities.version.to_string(), accel.to_string()),
     })
+}
+
+/// The commit of the sources that this program was built in, as far as they and git are there.
+fn commit() -> Option<String> {
+    let git = |arguments: &[&str]| {
+        let mut git = Command::new("git");
+        let output = git.args(["-C", env!("CARGO_MANIFEST_DIR")]).args(arguments).output().ok()?;
+        let text = String::from_utf8(output.stdout).ok()?;
+        output.status.success().then(|| text.trim().to_owned())
+    };
+    let commit = git(&["rev-parse", "--short=7", "HEAD"])?;
+    let changed = git(&["status", "--porcelain", "--untracked-files=no"])?;
+    Some(if changed.is_empty() { commit } else { commit + "+" })
 }
 
 /// One hash over all of these files.

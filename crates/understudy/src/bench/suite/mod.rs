@@ -14,6 +14,7 @@
 //! | `statistics` | medians, spread, ratios |
 //! | `papers`     | what others have published, and what is aimed at |
 //! | `report`     | all of it, as JSON; `table` for a terminal, `html` and `charts` as a page |
+//! | [`readme`]   | the tables of README.md and docs/performance.md, made of one report |
 
 mod charts;
 mod figures;
@@ -23,6 +24,7 @@ mod papers;
 pub(super) mod plan;
 mod progress;
 pub(super) mod protection;
+pub(super) mod readme;
 mod report;
 mod runner;
 pub(super) mod statistics;
@@ -35,9 +37,10 @@ pub use variant::{Subject, Variant};
 
 use crate::cli::SuiteArgs;
 use crate::demo::{guest_files, scene_options};
-use crate::failure::{Exit, Failure};
+use crate::failure::{Exit, Failure, FailureKind};
 use crate::output;
 use anyhow::{Context, Result};
+use figures::Repetitions;
 use progress::Progress;
 use report::Report;
 use std::fs;
@@ -45,6 +48,8 @@ use std::path::Path;
 use std::time::Duration;
 use store::{Beginning, Store};
 use testbed::Bench;
+use understudy_daemon::ErrorKind;
+use understudy_lab::{BenchGuest, GUEST_ADDRESS};
 
 const RUNS: u32 = 3;
 const QUICK_RUNS: u32 = 1;
@@ -53,8 +58,11 @@ const REPORT_HTML: &str = "report.html";
 
 /// Measures what is missing, and prints the report.
 pub fn run(args: &SuiteArgs, json: bool) -> Result<Exit, Failure> {
-    // Whether anything can be measured at all.
-    scene_options(args.guest.as_deref())?;
+    // Whether anything can be measured at all: told once, not for each measurement.
+    match subjects(args).iter().any(|subject| subject.own_variant().is_none()) {
+        true => bench_guest(args.guest.as_deref())?,
+        false => scene_options(args.guest.as_deref()).map(drop)?,
+    }
     let report = measure(args)
         .map_err(|error| Failure::internal(format!("the benchmarks failed: {error:#}")))?;
     output::show(json, &report, table::table)?;
@@ -62,11 +70,20 @@ pub fn run(args: &SuiteArgs, json: bool) -> Result<Exit, Failure> {
     Ok(if complete(&report) { Exit::Ok } else { Exit::Error })
 }
 
+/// Refuses where there is no bench guest, with the way to build it.
+pub(super) fn bench_guest(guest: Option<&Path>) -> Result<(), Failure> {
+    scene_options(guest)?;
+    let files = guest.map_or_else(guest_files, Path::to_owned);
+    BenchGuest::files(&files, GUEST_ADDRESS)
+        .map(drop)
+        .map_err(|error| Failure::new(FailureKind::Host(ErrorKind::NotFound), format!("{error:#}")))
+}
+
 fn measure(args: &SuiteArgs) -> Result<Report> {
     let steps = plan::plan(&subjects(args), &variants(args), runs(args));
     let guest = args.guest.clone().unwrap_or_else(guest_files);
     let identity = identity::run(scale(args), &testbed::files(&guest))?;
-    let mut bench = Bench::new(args.guest.clone(), &args.output, args.quick);
+    let mut bench = Bench::new(args.guest.clone(), &args.output, repetitions(args));
     let (mut store, begun) = Store::open(&args.output, &identity, args.fresh)?;
     announce(&begun, &store, args);
     let progress = Progress::new(steps.len());
@@ -94,6 +111,10 @@ fn chosen<T: Copy + PartialEq>(all: &[T], asked: &[T]) -> Vec<T> {
 
 fn runs(args: &SuiteArgs) -> u32 {
     args.runs.unwrap_or(if args.quick { QUICK_RUNS } else { RUNS })
+}
+
+fn repetitions(args: &SuiteArgs) -> Repetitions {
+    if args.quick { Repetitions::Few } else { Repetitions::All }
 }
 
 fn scale(args: &SuiteArgs) -> &'static str {

@@ -28,8 +28,11 @@ pub struct Report {
     pub machine: Machine,
     /// The build: program, agent and guest image.
     pub build: String,
-    /// How large the workloads were: `full` or `quick`.
+    /// How often things were measured: `full`, or `quick` for less often.
     pub scale: String,
+    /// The commit that was checked out when the run began, with a `+` if files were changed;
+    /// null if it is not known.
+    pub commit: Option<String>,
     /// What everybody who reads the figures must know.
     pub conditions: [&'static str; 4],
     /// Each subject in each variant that was measured.
@@ -108,6 +111,7 @@ impl Report {
             machine: run.machine.clone(),
             build: run.build.clone(),
             scale: run.scale.clone(),
+            commit: run.commit.clone(),
             conditions: CONDITIONS,
             workloads: sorted.into_iter().map(subject).collect(),
         }

@@ -20,8 +20,12 @@ pub const SAMPLES: &str = "samples.jsonl";
 pub struct Run {
     /// The program, the agent and the guest's image: a hash over all of them.
     pub build: String,
-    /// How large the workloads are: `full` or `quick`.
+    /// How often the pause, the compression and the fail-over are measured: `full`, or `quick`
+    /// for less often. The workloads are the same.
     pub scale: String,
+    /// The commit that was checked out when the run began, with a `+` if files were changed.
+    #[serde(default)]
+    pub commit: Option<String>,
     /// What was measured on, with versions.
     pub machine: Machine,
 }
@@ -122,7 +126,7 @@ impl Store {
     /// there belongs to another run, it begins anew and keeps the old file beside.
     ///
     /// # Errors
-    /// If files cannot be read or written, or if a line that is whole makes no sense.
+    /// If files cannot be read or written, or if a complete line cannot be decoded.
     pub fn open(folder: &Path, run: &Run, fresh: bool) -> Result<(Store, Beginning)> {
         fs::create_dir_all(folder).with_context(|| format!("cannot make {}", folder.display()))?;
         let path = folder.join(SAMPLES);
@@ -188,7 +192,7 @@ fn read(path: &Path) -> Result<Option<(Run, Vec<Sample>)>> {
     }
     let mut lines = bytes[..whole].split_inclusive(|&byte| byte == b'\n').enumerate();
     let damaged = |number: usize| {
-        format!("line {} of {} makes no sense; --fresh begins anew", number + 1, path.display())
+        format!("line {} of {} cannot be decoded; --fresh begins anew", number + 1, path.display())
     };
     let Some((_, first)) = lines.next() else { return Ok(None) };
     let run = serde_json::from_slice(first).with_context(|| damaged(0))?;
@@ -237,7 +241,7 @@ pub(in crate::bench) mod tests {
             accel: "tcg".into(),
             understudy: "0.1.0".into(),
         };
-        Run { build: "0123".into(), scale: "full".into(), machine }
+        Run { build: "0123".into(), scale: "full".into(), commit: None, machine }
     }
 
     /// A measurement of so many seconds.

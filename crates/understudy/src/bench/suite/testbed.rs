@@ -1,7 +1,7 @@
 //! The laboratory of the workloads: two hosts, a guest that the daemon manages and the same
 //! guest on plain QEMU. Both are booted once; the one whose turn it is not stands still.
 
-use super::figures;
+use super::figures::{self, Repetitions};
 use super::plan::Step;
 use super::protection::{self, Watch};
 use super::store::Measured;
@@ -42,7 +42,7 @@ pub fn files(guest: &Path) -> Vec<PathBuf> {
 pub struct Bench {
     guest: Option<PathBuf>,
     output: PathBuf,
-    quick: bool,
+    repetitions: Repetitions,
     testbed: Option<Testbed>,
     /// Why COLO does not run here, once that is known.
     refusal: Option<ColoError>,
@@ -51,15 +51,15 @@ pub struct Bench {
 impl Bench {
     /// With the guests' files in `guest`, if not in the usual place; logs of what fails go
     /// to `output`.
-    pub fn new(guest: Option<PathBuf>, output: &Path, quick: bool) -> Bench {
-        Bench { guest, output: output.to_owned(), quick, testbed: None, refusal: None }
+    pub fn new(guest: Option<PathBuf>, output: &Path, repetitions: Repetitions) -> Bench {
+        Bench { guest, output: output.to_owned(), repetitions, testbed: None, refusal: None }
     }
 
     /// One measurement. After an error the next one has a fresh testbed.
     pub fn measure(&mut self, step: &Step) -> Result<Measured> {
         if step.subject.own_variant().is_some() {
             self.end()?;
-            return figures::measure(step.subject, self.guest.as_deref(), self.quick);
+            return figures::measure(step.subject, self.guest.as_deref(), self.repetitions);
         }
         if step.variant == Variant::Colo {
             return self.measure_colo(step.subject);
@@ -68,7 +68,7 @@ impl Bench {
             Some(testbed) => testbed,
             None => Testbed::start(self.guest.as_deref())?,
         };
-        match testbed.measure(step, self.quick) {
+        match testbed.measure(step) {
             Ok(measured) => {
                 self.testbed = Some(testbed);
                 Ok(measured)
@@ -94,7 +94,7 @@ impl Bench {
         let colo = Colo::start(&lab, &options, &SERVERS);
         let colo = colo.inspect_err(|refusal| self.refusal = Some(refusal.clone()))?;
         let bed = Bed { lab: &lab, address: colo.address(), door: Door::Console(colo.console()) };
-        let measured = work(&bed, subject, self.quick);
+        let measured = work(&bed, subject);
         // If COLO has ended meanwhile, the figure is none of COLO's.
         colo.check()?;
         measured
@@ -106,7 +106,7 @@ impl Bench {
     }
 }
 
-/// Whose turn it is.
+/// Guest that runs; the other one stands still.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Side {
     Managed,
@@ -157,18 +157,18 @@ impl Testbed {
         })
     }
 
-    fn measure(&mut self, step: &Step, quick: bool) -> Result<Measured> {
+    fn measure(&mut self, step: &Step) -> Result<Measured> {
         if step.variant == Variant::Plain {
             self.give_turn(Side::Plain)?;
-            return self.work(step.subject, quick);
+            return self.work(step.subject);
         }
         self.give_turn(Side::Managed)?;
         let Some(request) = step.variant.protection() else {
-            return self.work(step.subject, quick);
+            return self.work(step.subject);
         };
         protection::begin(&self.primary, VM, &request)?;
         let watch = Watch::begin(&self.primary)?;
-        let mut measured = self.work(step.subject, quick)?;
+        let mut measured = self.work(step.subject)?;
         measured.protection = Some(watch.end(&self.primary)?);
         protection::end(&self.primary, &self.backup, VM)?;
         Ok(measured)
@@ -208,14 +208,14 @@ impl Testbed {
     }
 
     /// Runs a workload on the guest whose turn it is.
-    fn work(&self, subject: Subject, quick: bool) -> Result<Measured> {
+    fn work(&self, subject: Subject) -> Result<Measured> {
         let (address, console) = match &self.plain {
             Some(plain) if self.turn == Side::Plain => {
                 (plain.address(), plain.console().to_owned())
             }
             _ => (GUEST_ADDRESS, self.console.clone()),
         };
-        work(&Bed { lab: self.scene.lab(), address, door: Door::Console(&console) }, subject, quick)
+        work(&Bed { lab: self.scene.lab(), address, door: Door::Console(&console) }, subject)
     }
 
     fn end(mut self) -> Result<()> {
@@ -225,11 +225,10 @@ impl Testbed {
     }
 }
 
-fn work(bed: &Bed<'_>, subject: Subject, quick: bool) -> Result<Measured> {
+fn work(bed: &Bed<'_>, subject: Subject) -> Result<Measured> {
     let workload = subject.workload().context("no workload")?;
-    let scale = if quick { Scale::Quick } else { Scale::Full };
     let before = ProcessorTimes::look();
-    let sample = workload.run(bed, scale)?;
+    let sample = workload.run(bed, Scale::Full)?;
     let usage = before.zip(ProcessorTimes::look());
     let usage = usage.and_then(|(before, after)| before.until(after));
     let detail = |figure: &Figure| (format!("{}_{}", figure.name, figure.unit), figure.value);

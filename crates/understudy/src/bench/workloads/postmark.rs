@@ -1,4 +1,4 @@
-//! Postmark in the guest: many small files, as a mail server has them (Remus, section 4.3).
+//! Postmark in the guest: many small files, as a mail server has them (Remus, section 3.3).
 
 use super::{Bed, Sample, Scale, aside};
 use anyhow::{Context, Result, ensure};

@@ -34,7 +34,7 @@ pub struct Cost {
     pub slow_down: f64,
     /// The longest that a client waited for an answer before.
     pub silence_before_ms: f64,
-    /// And meanwhile.
+    /// Longest silence while the snapshot is taken, in milliseconds.
     pub silence_ms: f64,
 }
 

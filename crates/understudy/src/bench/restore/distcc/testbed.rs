@@ -14,7 +14,7 @@ use understudy_snapshot::{Mode, SnapshotNumber};
 const HOSTS: [&str; 2] = ["a", "b"];
 const MEMBERS: usize = 3;
 const MEMORY_MIB: u32 = 256;
-/// Who builds; all others compile for it.
+/// Member that builds; all others compile for it.
 const BUILDER: usize = 0;
 /// Jobs that each of the others takes at once.
 const JOBS: usize = 2;

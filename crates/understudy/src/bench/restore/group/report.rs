@@ -75,7 +75,7 @@ pub struct Summary {
     pub silence_ms: Backoff,
 }
 
-/// Who pays whom: each the next two in a ring. Each pair once, but in a ring of three.
+/// Pairs that pay each other: each the next two in a ring. Each pair once, but in a ring of three.
 pub fn neighbours(count: usize) -> impl Iterator<Item = (usize, usize)> {
     let pairs = (0..count).flat_map(move |one| [1, 2].map(|step| (one, (one + step) % count)));
     pairs.filter(|(one, other)| one != other)

@@ -11,7 +11,7 @@ use understudy_lab::scene::GuestKind;
 use understudy_lab::wait_for;
 use understudy_snapshot::{Mode, SnapshotNumber};
 
-/// So that many of them fit, and boot.
+/// Memory of each guest, small enough for many of them to fit.
 const MEMORY_MIB: u32 = 96;
 const HOSTS: [&str; 4] = ["a", "b", "c", "d"];
 const PORT: u16 = 7100;

@@ -14,7 +14,7 @@ const PAUSE_AIM_MS: f64 = 3.0;
 const PAUSE_AIM_MIB: u32 = 512;
 /// A restore is to be so many times shorter than one that loads everything.
 const RESTORE_AIM: f64 = 4.0;
-/// And at most so many times longer than its share of the bytes takes.
+/// Aim: at most so many times longer than its share of the bytes takes.
 const SHARE_AIM: f64 = 1.3;
 
 /// What the section found. Times are medians, in milliseconds, by this machine's clock.

@@ -8,7 +8,7 @@ use std::collections::BTreeMap;
 use std::fmt::Write;
 use std::time::{Duration, Instant};
 
-/// So many of each client are looked at.
+/// Number of queries of each client that are looked at.
 pub const QUERIES: usize = 20;
 /// Up to so many times as long as before the snapshot is normal.
 const NORMAL: f64 = 2.0;

@@ -1,7 +1,7 @@
 //! The queue's section: its figures, and its text.
 
 use super::Load;
-use super::score::{AtSize, ByPolicy, ByShare, Foretold, NAMED, middle};
+use super::score::{AtHalf, AtSize, ByPolicy, ByShare, Foretold, NAMED, middle};
 use crate::bench::restore::aim::Aim;
 use crate::bench::suite::statistics::median;
 use serde::Serialize;
@@ -11,6 +11,8 @@ use understudy_snapshot::WorkingSetFactor;
 
 /// Share of the touched pages that first access, first load is to have loaded.
 const HIT_RATE_AIM: f64 = 0.944;
+/// What the paper has at 15 000 pages.
+const OF_THE_PAPER: ByPolicy = ByPolicy { fafl: HIT_RATE_AIM, lru: 0.857, clock: 0.868 };
 /// Share by which the working set is to be smaller than by sampling.
 const REDUCTION_AIM: f64 = 0.51;
 
@@ -28,6 +30,10 @@ pub struct Report {
     pub hit_rate: Option<ByPolicy>,
     /// The same.
     pub accuracy: Option<ByPolicy>,
+    /// By the paper's measure, at half of what each load touches; the middle of all loads.
+    pub hit_rate_at_half_as_taken: Option<f64>,
+    /// The same of policies that saw the same accesses.
+    pub hit_rate_at_half: Option<ByPolicy>,
     /// At the product's own estimate of the working set.
     pub hit_rate_at_working_set: Option<ByPolicy>,
     /// The same.
@@ -62,6 +68,8 @@ pub struct Figures {
     pub sampled: Option<u64>,
     /// With so many pages loaded.
     pub sizes: Vec<AtSize>,
+    /// With half of what it touches loaded.
+    pub at_half: AtHalf,
     /// With a half, seven tenths, all of the working set loaded.
     pub of_working_set: Vec<AtSize>,
     /// With such a share of the working set loaded.
@@ -118,6 +126,8 @@ impl Report {
             accuracy_as_taken: None,
             hit_rate: None,
             accuracy: None,
+            hit_rate_at_half_as_taken: None,
+            hit_rate_at_half: None,
             hit_rate_at_working_set: None,
             accuracy_at_working_set: None,
             wss_reduction: None,
@@ -131,13 +141,17 @@ impl Report {
 
     /// Of all loads that are there.
     pub fn conclude(&mut self) {
-        let middle = |(load, rounds): (&Load, &Vec<Figures>)| Some((*load, middle_round(rounds)?));
-        self.workloads = self.rounds.iter().filter_map(middle).collect();
+        let one = |(load, rounds): (&Load, &Vec<Figures>)| Some((*load, middle_round(rounds)?));
+        self.workloads = self.rounds.iter().filter_map(one).collect();
         let at: Vec<AtSize> = self.workloads.values().filter_map(Figures::named).collect();
         self.hit_rate_as_taken = as_taken(&at, |by| by.hit_rate);
         self.accuracy_as_taken = as_taken(&at, |by| by.accuracy);
         self.hit_rate = of(&at, |at| at.hit_rate);
         self.accuracy = of(&at, |at| at.accuracy);
+        let half: Vec<AtHalf> = self.workloads.values().map(|one| one.at_half).collect();
+        let rates = half.iter().map(|at| at.as_taken).collect::<Vec<f64>>();
+        self.hit_rate_at_half_as_taken = median(&rates);
+        self.hit_rate_at_half = middle(&half.iter().map(|at| at.by_policy).collect::<Vec<_>>());
         let last = |one: &Figures| one.of_working_set.last().copied();
         let at: Vec<AtSize> = self.workloads.values().filter_map(last).collect();
         self.hit_rate_at_working_set = of(&at, |at| at.hit_rate);
@@ -163,6 +177,14 @@ impl Report {
             let what = format!("hit rate of first access, first load at {NAMED} pages, {what}");
             Some(Aim::at_least(what, rate?, HIT_RATE_AIM))
         });
+        let half = [
+            ("as snapshots are taken by default", self.hit_rate_at_half_as_taken),
+            ("where all accesses are traced", self.hit_rate_at_half.map(|rate| rate.fafl)),
+        ];
+        let half = half.into_iter().filter_map(|(what, rate)| {
+            let what = format!("the same at half of what each load touches, {what}");
+            Some(Aim::at_least(what, rate?, HIT_RATE_AIM))
+        });
         let smaller = [
             ("working set (of which sampling's is 0.7)", self.wss_reduction),
             ("first accesses alone", self.wss_reduction_traced),
@@ -171,7 +193,7 @@ impl Report {
             let what = format!("{what}, share by which it is smaller than sampling's");
             Some(Aim::at_least(what, reduction?, REDUCTION_AIM))
         });
-        rates.chain(smaller).collect()
+        rates.chain(half).chain(smaller).collect()
     }
 }
 
@@ -223,6 +245,17 @@ pub fn table(report: &Report) -> String {
                 both(at.hit_rate.clock, at.accuracy.clock),
             );
         }
+    }
+    text += &format!(
+        "\nWith half of what each touches loaded: share of the first so many pages touched that \
+         were loaded, %; as taken, first access/LRU/CLOCK; the paper at {NAMED} pages: {}\n\n",
+        triple(OF_THE_PAPER)
+    );
+    for (load, figures) in &report.workloads {
+        let name = format!("{load:?}").to_lowercase();
+        let AtHalf { pages, as_taken, by_policy } = figures.at_half;
+        let both = format!("{:>8}  {}", percent(as_taken), triple(by_policy));
+        let _ = writeln!(text, "{name:<10} {pages:>8} {both}");
     }
     text += "\nWorking sets in pages: estimate, sampling alone, first accesses; how much smaller \
              than sampling's estimate and first accesses are, %\n\n";
@@ -290,6 +323,7 @@ pub mod tests {
                 working_set: 12_000,
                 sampled: Some(16_000),
                 sizes: vec![at(5_000), at(NAMED)],
+                at_half: AtHalf::of(&as_taken, &compared),
                 of_working_set: vec![at(6_000), at(12_000)],
                 faults: [("0.5".to_owned(), Faults { not_loaded: 3_000, waits: 41 })].into(),
             };
@@ -305,7 +339,8 @@ pub mod tests {
         assert_eq!(report.hit_rate.unwrap().fafl, 1.0);
         assert_eq!((report.hit_rate_as_taken, report.accuracy_as_taken), (Some(0.8), Some(1.0)));
         let reached: Vec<bool> = report.aims().iter().map(|aim| aim.reached).collect();
-        assert_eq!(reached, [false, true, false, true], "each measure beside its aim");
+        let expected = [false, true, true, true, false, true];
+        assert_eq!(reached, expected, "each measure beside its aim");
         // 9 000 and 6 000 of 12 000.
         assert_eq!(report.accuracy_at_working_set.unwrap().lru, 0.625);
         assert_eq!((report.wss_reduction, report.loaded_reduction), (Some(0.25), Some(0.625)));
@@ -329,7 +364,9 @@ pub mod tests {
     #[test]
     fn the_text_has_each_load_at_each_size() {
         let text = table(&report());
-        for words in ["gzip", "55.6 (100.0)", "3000 (41)", "0.5 WSS", "25.0     75.0"] {
+        for words in
+            ["gzip", "55.6 (100.0)", "3000 (41)", "0.5 WSS", "25.0     75.0", "94.4/85.7/86.8"]
+        {
             assert!(text.contains(words), "{words} in\n{text}");
         }
     }

@@ -8,7 +8,7 @@ use understudy_snapshot::{Clock, FirstAccess, Page, Recency, Score};
 
 /// Numbers of pages loaded before the start, as in HotRestore's tables.
 pub const SIZES: [u64; 4] = [5_000, 10_000, 15_000, 20_000];
-/// And parts of the product's estimate of the working set; the first is what a restore loads.
+/// Parts of the product's estimate of the working set; the first is what a restore loads.
 pub const PARTS: [f64; 3] = [0.5, 0.7, 1.0];
 /// The one that its authors name.
 pub const NAMED: u64 = 15_000;
@@ -30,7 +30,7 @@ pub struct ByPolicy {
 pub struct Noted {
     /// Each page once, if only first accesses were traced.
     pub accesses: Vec<u64>,
-    /// Each page once.
+    /// Each page once, in the order in which they were touched.
     pub touched: Vec<u64>,
 }
 
@@ -102,6 +102,37 @@ impl AtSize {
     }
 }
 
+/// How well the first half of what was touched was foretold, by HotRestore's own measure: so many
+/// pages are loaded, and of the first so many that are touched that share had been. No load is
+/// too small for it: only who foretells the order of accesses has all.
+#[derive(Clone, Copy, Debug, PartialEq, Serialize)]
+pub struct AtHalf {
+    /// Pages loaded, of a snapshot as it is taken by default: half of what was touched after it.
+    pub pages: u64,
+    /// Share that was right, by the queue of such a snapshot.
+    pub as_taken: f64,
+    /// The same by policies that saw the same accesses, at half of what was touched after those.
+    pub by_policy: ByPolicy,
+}
+
+impl AtHalf {
+    /// Of a snapshot as it is taken by default, and of one that has all accesses.
+    pub fn of(as_taken: &Noted, compared: &Noted) -> AtHalf {
+        let pages = as_taken.touched.len() as u64 / 2;
+        let (as_taken, compared) = (as_taken.first_half(), compared.first_half());
+        let by_policy = AtSize::of(compared.touched.len() as u64, &as_taken, &compared).hit_rate;
+        AtHalf { pages, as_taken: Foretold::of(pages, &as_taken).hit_rate, by_policy }
+    }
+}
+
+impl Noted {
+    /// With the first half of what was touched.
+    fn first_half(&self) -> Noted {
+        let half = self.touched.len() / 2;
+        Noted { accesses: self.accesses.clone(), touched: self.touched[..half].to_vec() }
+    }
+}
+
 fn bound(pages: u64, noted: &Noted) -> f64 {
     (pages as f64 / noted.touched.len().max(1) as f64).min(1.0)
 }
@@ -150,6 +181,19 @@ mod tests {
         let at = AtSize::of(9, &as_taken, &noted(&[1, 2, 3], &[3, 2]));
         assert_eq!([at.hit_rate.fafl, at.hit_rate.lru, at.hit_rate.clock], [1.0; 3]);
         assert_eq!((at.accuracy.fafl, at.bound), (2.0 / 3.0, 1.0));
+    }
+
+    #[test]
+    fn at_half_of_what_is_touched_only_the_right_order_has_all() {
+        // All that is touched was traced, but in another order: 15 000 pages would have it all.
+        let traced = noted(&[5, 6, 1, 7, 8, 2], &[1, 2, 5, 6, 7, 8]);
+        assert_eq!(Foretold::of(NAMED, &traced).hit_rate, 1.0);
+        let again = noted(&[1, 2, 3, 4, 1, 2], &[1, 2, 3, 4]);
+        let half = AtHalf::of(&traced, &again);
+        assert_eq!((half.pages, half.as_taken), (3, 2.0 / 3.0));
+        assert_eq!((half.by_policy.fafl, half.by_policy.lru), (1.0, 1.0));
+        let half = AtHalf::of(&traced, &noted(&[1, 2, 3, 4], &[1, 2, 3, 4]));
+        assert_eq!((half.by_policy.fafl, half.by_policy.lru), (1.0, 0.0));
     }
 
     #[test]

@@ -4,7 +4,7 @@ use super::super::pair::begin;
 use super::super::stage::{LIMIT, Stage, Taken};
 use super::load::Load;
 use super::report::{Faults, Figures};
-use super::score::{AtSize, ByShare, Noted, PARTS, SIZES, not_loaded};
+use super::score::{AtHalf, AtSize, ByShare, Noted, PARTS, SIZES, not_loaded};
 use crate::bench::words;
 use crate::cli::BenchRestoreArgs;
 use crate::demo::scene_options;
@@ -18,6 +18,7 @@ use understudy_daemon::snapshot::report::{RestoreRequest, SnapshotRequest};
 use understudy_daemon::snapshot::trial::{RestoreTrace, SnapshotTrace};
 use understudy_lab::scene::{GuestKind, VM};
 use understudy_lab::{SceneOptions, wait_for};
+use understudy_protocol::literal;
 use understudy_snapshot::{Mode, SnapshotNumber};
 
 /// For a load to be what it is for long.
@@ -78,7 +79,7 @@ impl Testbed {
         let taken = self.stage.snapshot(SnapshotRequest::default())?;
         let compared =
             self.stage.snapshot(SnapshotRequest { recency: true, ..Default::default() })?;
-        let path = SnapshotTrace::path(self.traces.path(), VM);
+        let path = SnapshotTrace::path(self.traces.path(), &literal(VM));
         let accesses = read::<SnapshotTrace>(&path)?.accesses;
         let compared = Noted { accesses, touched: self.touched(compared.number)? };
         let queue: Vec<u64> = taken.working_set.queue.iter().map(|page| page.index.0).collect();
@@ -92,6 +93,7 @@ impl Testbed {
             working_set: taken.working_set.size,
             sampled: taken.sampled,
             sizes: SIZES.map(at).to_vec(),
+            at_half: AtHalf::of(&as_taken, &compared),
             of_working_set: PARTS.map(|part| at((working_set * part).round() as u64)).to_vec(),
             faults,
         })
@@ -121,7 +123,7 @@ impl Testbed {
     /// Ends the guest, restores it, and returns what was noted of it then.
     fn watched(&self, request: RestoreRequest) -> Result<RestoreTrace> {
         self.stage.end_guest()?;
-        let path = RestoreTrace::path(self.traces.path(), VM);
+        let path = RestoreTrace::path(self.traces.path(), &literal(VM));
         let _: std::io::Result<()> = fs::remove_file(&path);
         self.stage.restore(request)?;
         wait_for("what the guest touches", LIMIT, || Ok(path.exists().then_some(())))?;

@@ -1,0 +1,40 @@
+//! The host's own look at its arbiter, from its start on: `status` tells what is wrong with it, before
+//! any VM needs it.
+
+use super::Unreachable;
+use crate::host::Host;
+use crate::sync::lock;
+use std::sync::{Arc, Weak};
+use std::thread;
+use std::time::Duration;
+use tracing::{info, warn};
+
+const INTERVAL: Duration = Duration::from_secs(5);
+
+/// Looks for as long as the host lives. Storage that hangs holds this thread and nothing else.
+pub(crate) fn start(host: &Arc<Host>) {
+    if host.arbiter.is_none() {
+        return;
+    }
+    let weak = Arc::downgrade(host);
+    if let Err(error) = thread::Builder::new().name("arbiter".to_owned()).spawn(move || run(&weak))
+    {
+        warn!("nobody looks after the arbiter: {error}");
+    }
+}
+
+fn run(host: &Weak<Host>) {
+    while let Some(arbiter) = host.upgrade().and_then(|host| host.arbiter.clone()) {
+        let found = arbiter.identify();
+        let Some(host) = host.upgrade() else { return };
+        let problem = found.as_ref().err().map(|Unreachable(reason)| format!("arbiter: {reason}"));
+        let before = std::mem::replace(&mut *lock(&host.arbiter_problem), problem.clone());
+        match (&found, problem) {
+            (_, Some(problem)) if before.as_ref() != Some(&problem) => warn!("{problem}"),
+            (Ok(name), None) if before.is_some() => info!("arbiter: {name} again"),
+            _ => {}
+        }
+        drop(host);
+        thread::sleep(INTERVAL);
+    }
+}

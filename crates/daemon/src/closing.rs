@@ -1,0 +1,149 @@
+//! The end of a daemon: its protected VMs are handed to their backups, every other guest is asked to
+//! power off, and what still runs after the bound of the configuration is cut. Nothing is left
+//! behind, and the records say what happened to whom.
+
+use crate::arbiter::Arbiter;
+use crate::host::Host;
+use crate::sync::lock;
+use crate::vm::{PrimaryVm, Vm};
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+use std::thread;
+use std::time::{Duration, Instant};
+use tracing::{error, info, warn};
+use understudy_protocol::VmName;
+use understudy_protocol::validity::ImageRole;
+
+/// Between two looks at whether a guest has powered off.
+const LOOK_INTERVAL: Duration = Duration::from_millis(20);
+
+/// A guest that has not reacted is asked again: one that boots has nobody yet who hears it.
+const PRESS_INTERVAL: Duration = Duration::from_secs(10);
+
+/// Why a guest that was asked to power off still runs.
+enum StillOn {
+    /// Its time is over.
+    TimeIsOver,
+    /// The operator does not want to wait for it.
+    Hurried,
+    /// It could not be asked.
+    NotAsked(String),
+}
+
+impl Host {
+    /// Ends the daemon's work. Protected VMs are handed to their backups; what cannot be handed
+    /// over, and every unprotected VM, is shut down through ACPI; backups end.
+    pub fn shutdown(self: &Arc<Self>) {
+        self.closing.store(true, Ordering::Release);
+        self.orphans.give_up_all();
+        self.hand_all_over();
+        self.end_all_but_primaries();
+        self.power_all_off();
+        if let Some(etcd) = self.arbiter.as_ref().and_then(Arbiter::etcd) {
+            self.members.leave(etcd);
+        }
+    }
+
+    /// Waits no longer for guests that power off: [`Host::shutdown`] cuts them now.
+    pub fn hurry(&self) {
+        self.hurried.store(true, Ordering::Release);
+    }
+
+    fn hand_all_over(&self) {
+        for vm in self.running() {
+            if vm.active_session().is_none() || self.is_hurried() {
+                continue;
+            }
+            // The hand-over of another member of its group may have taken it along.
+            if let Err(error) = self.failover(vm.name())
+                && self.still_runs(&vm)
+            {
+                warn!(vm = %vm.name(), "not handed over: {error}; it is shut down here");
+            }
+        }
+    }
+
+    fn end_all_but_primaries(self: &Arc<Self>) {
+        let names: Vec<VmName> = lock(&self.vms).keys().cloned().collect();
+        for name in names {
+            if matches!(self.vm(&name), Ok(Vm::Backup(_) | Vm::Fenced(_)))
+                && let Err(error) = self.vm_stop(&name, true)
+            {
+                warn!(vm = %name, "{error}");
+            }
+        }
+    }
+
+    /// All at once, so that a guest that does not react delays nobody but itself.
+    fn power_all_off(&self) {
+        let running = self.running();
+        if running.is_empty() {
+            return;
+        }
+        let names: Vec<&str> = running.iter().map(|vm| vm.name().as_str()).collect();
+        let bound = self.config.power_off_timeout;
+        info!("shutting down {}: {} s at most", names.join(", "), bound.as_secs());
+        thread::scope(|scope| {
+            for vm in &running {
+                scope.spawn(move || self.power_off_or_cut(vm, bound));
+            }
+        });
+    }
+
+    fn power_off_or_cut(&self, vm: &PrimaryVm, bound: Duration) {
+        let name = vm.name();
+        // A backup must not take over from a guest that powers off.
+        if let Err(error) = self.end_protection(vm) {
+            warn!(vm = %name, "{error}");
+        }
+        let why = match self.press_and_wait(vm, bound) {
+            Ok(()) => return info!(vm = %name, "ended here"),
+            Err(StillOn::TimeIsOver) => {
+                format!("it did not power off within {} s", bound.as_secs())
+            }
+            Err(StillOn::Hurried) => "a second signal asked for it".to_owned(),
+            Err(StillOn::NotAsked(error)) => format!("it cannot be asked to power off: {error}"),
+        };
+        error!(
+            vm = %name,
+            "its power was cut: {why}; its next start finds what a power failure leaves"
+        );
+        self.remove_primary(vm, ImageRole::Cut);
+    }
+
+    fn press_and_wait(&self, vm: &PrimaryVm, bound: Duration) -> Result<(), StillOn> {
+        let deadline = Instant::now() + bound;
+        let mut asked = None;
+        while self.still_runs(vm) {
+            if self.is_hurried() {
+                return Err(StillOn::Hurried);
+            }
+            if bound.is_zero() || Instant::now() > deadline {
+                return Err(StillOn::TimeIsOver);
+            }
+            if asked.is_none_or(|asked: Instant| asked.elapsed() > PRESS_INTERVAL) {
+                vm.machine()
+                    .press_power_button()
+                    .map_err(|error| StillOn::NotAsked(format!("{error:#}")))?;
+                asked = Some(Instant::now());
+            }
+            thread::sleep(LOOK_INTERVAL);
+        }
+        Ok(())
+    }
+
+    /// Whether the VM is still this host's to end. The guest's power-off removes it.
+    pub(crate) fn still_runs(&self, vm: &PrimaryVm) -> bool {
+        let current = lock(&self.vms).get(vm.name()).cloned();
+        matches!(current, Some(Vm::Primary(current)) if std::ptr::eq(&*current, vm))
+    }
+
+    fn is_hurried(&self) -> bool {
+        self.hurried.load(Ordering::Acquire)
+    }
+
+    /// Whether the daemon is about to end.
+    pub(crate) fn is_closing(&self) -> bool {
+        self.closing.load(Ordering::Acquire)
+    }
+}

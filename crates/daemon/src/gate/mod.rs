@@ -1,0 +1,115 @@
+//! The gate: what other hosts' connections pass before anything is done for them.
+//!
+//! | module | is |
+//! |--------|----|
+//! | [`lobby`] | how many connections there may be, and for how long, before it is known whose they are |
+//! | [`authorize`] | who may ask for what |
+//! | [`descriptors`] | what is kept for the arbiter when descriptors run out |
+
+pub mod authorize;
+pub mod descriptors;
+pub mod lobby;
+
+use crate::error::{ErrorKind, HostError};
+use crate::host::Host;
+use crate::incoming;
+use lobby::Lobby;
+use nix::errno::Errno;
+use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
+use nix::sys::socket::{Backlog, listen as set_backlog};
+use std::io;
+use std::net::{SocketAddr, TcpListener, TcpStream};
+use std::os::fd::{AsFd, AsRawFd};
+use std::sync::{Arc, Weak};
+use std::thread;
+use std::time::{Duration, Instant};
+use tracing::warn;
+
+/// Before the next try when the system has no descriptor, thread or memory; doubled each time.
+const BACK_OFF: [Duration; 2] = [Duration::from_millis(10), Duration::from_secs(1)];
+
+/// Accepts connections for as long as the host lives.
+pub fn listen(host: &Arc<Host>, listener: TcpListener) -> Result<(), HostError> {
+    let cannot = |what: &str, error: &dyn std::fmt::Display| {
+        HostError::new(ErrorKind::Internal, format!("cannot {what}: {error}"))
+    };
+    listener.set_nonblocking(true).map_err(|error| cannot("listen", &error))?;
+    // A flood must not fill the queue before it is looked at.
+    set_backlog(&listener, Backlog::MAXCONN).map_err(|error| cannot("listen", &error))?;
+    let host = Arc::downgrade(host);
+    thread::Builder::new()
+        .name("listen".to_owned())
+        .spawn(move || Porter { host, listener, pause: BACK_OFF[0] }.run())
+        .map(drop)
+        .map_err(|error| cannot("start a thread", &error))
+}
+
+/// Accepts the connections of one address.
+struct Porter {
+    host: Weak<Host>,
+    listener: TcpListener,
+    pause: Duration,
+}
+
+impl Porter {
+    fn run(mut self) {
+        let mut deadline = None;
+        loop {
+            await_connection(&self.listener, deadline);
+            let Some(host) = self.host.upgrade() else { return };
+            match self.listener.accept() {
+                Ok((stream, from)) => match admit(&host, stream, from) {
+                    Ok(()) => self.pause = BACK_OFF[0],
+                    Err(error) => self.back_off(&host.lobby, &error),
+                },
+                Err(error) if is_exhaustion(&error) => self.back_off(&host.lobby, &error),
+                // Nobody was there, or hung up meanwhile.
+                Err(_) => {}
+            }
+            deadline = host.lobby.end_overdue();
+        }
+    }
+
+    fn back_off(&mut self, lobby: &Lobby, error: &io::Error) {
+        if self.pause == BACK_OFF[0] {
+            warn!("connections of other hosts have to wait: {error}");
+        }
+        lobby.make_room();
+        thread::sleep(self.pause);
+        self.pause = (self.pause * 2).min(BACK_OFF[1]);
+    }
+}
+
+/// Until there is a connection, or a handshake's deadline has come.
+fn await_connection(listener: &TcpListener, deadline: Option<Instant>) {
+    let timeout = deadline.map_or(PollTimeout::NONE, |deadline| {
+        let left = deadline.saturating_duration_since(Instant::now()) + Duration::from_millis(1);
+        PollTimeout::try_from(left).unwrap_or(PollTimeout::MAX)
+    });
+    let mut ready = [PollFd::new(listener.as_fd(), PollFlags::POLLIN)];
+    // An error (a signal) is looked after by trying to accept.
+    let _ = poll(&mut ready, timeout);
+}
+
+/// Gives a connection a place and a thread. An error if there is no thread for it.
+fn admit(host: &Arc<Host>, stream: TcpStream, from: SocketAddr) -> io::Result<()> {
+    if descriptors::is_one_of_the_last(stream.as_raw_fd()) {
+        return Err(Errno::EMFILE.into());
+    }
+    stream.set_nonblocking(false)?;
+    let known = host.is_address_of_known(from.ip());
+    // Without a place it is hung up: it may try again.
+    let Some(place) = host.lobby.admit(&stream, from.ip(), known) else { return Ok(()) };
+    let host = host.clone();
+    thread::Builder::new()
+        .name("incoming".to_owned())
+        .spawn(move || incoming::serve(&host, stream, place))
+        .map(drop)
+}
+
+/// Whether the system has no more of something, so that trying again at once is of no use.
+fn is_exhaustion(error: &io::Error) -> bool {
+    use Errno::{EMFILE, ENFILE, ENOBUFS, ENOMEM};
+    let errno = error.raw_os_error().map(Errno::from_raw);
+    errno.is_some_and(|errno| [EMFILE, ENFILE, ENOBUFS, ENOMEM].contains(&errno))
+}

@@ -1,0 +1,100 @@
+//! What `understudy doctor` asks other hosts and the arbiter: as the daemon would, and without a
+//! trace in anybody's log.
+
+use crate::arbiter::{Arbiter, ArbiterName};
+use crate::config::HostConfig;
+use crate::handshake::Purpose;
+use crate::host::{Host, identify};
+use crate::link::Link;
+use crate::vm::PrimaryVm;
+use serde::{Deserialize, Serialize};
+use std::net::SocketAddr;
+use std::sync::Arc;
+use understudy_protocol::Generation;
+use understudy_protocol::wire::Kind;
+use understudy_protocol::{HostName, VmName};
+
+pub use crate::cgroup::probe as control_groups;
+
+/// What a host says of itself.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct ProbeAnswer {
+    /// Its name.
+    pub host: HostName,
+    /// The version of its daemon.
+    pub version: String,
+    /// The arbiter that it uses, if it reaches one.
+    #[serde(default)]
+    pub arbiter: Option<ArbiterName>,
+    /// The VMs that it protects to the host that asks, and their generations, as the arbiter has them.
+    #[serde(default)]
+    pub protected: Vec<(VmName, Generation)>,
+}
+
+/// Why a peer could not be asked.
+#[derive(Debug)]
+pub enum ProbeError {
+    /// Nobody answers at its address: it may not run yet.
+    NotUp(String),
+    /// Somebody answers, and not as this host's peer should.
+    Wrong(String),
+}
+
+impl Host {
+    /// Answers the host that asks.
+    pub(crate) fn answer_probe(&self, link: &Link, asker: &HostName) -> anyhow::Result<()> {
+        let owned = |vm: Arc<PrimaryVm>| {
+            vm.active_session().filter(|session| session.peer == *asker)?;
+            Some((vm.name().to_owned(), vm.generation()))
+        };
+        let protected = self.running().into_iter().filter_map(owned).collect();
+        let answer = ProbeAnswer {
+            host: self.config.name.clone(),
+            version: env!("CARGO_PKG_VERSION").to_owned(),
+            arbiter: self.arbiter.as_ref().and_then(|arbiter| arbiter.identify().ok()),
+            protected,
+        };
+        link.send_json(Kind::Welcome, &answer)
+    }
+}
+
+/// Tries the arbiter as a take-over from this peer would, and changes nothing: both hosts must use
+/// the same one, and this host must read there what the peer owns and be able to write.
+pub fn take_over(config: &HostConfig, peer: &ProbeAnswer) -> Result<(), String> {
+    let Some(kind) = &config.arbiter else { return Ok(()) };
+    let arbiter = Arbiter::new(kind, &config.name).map_err(|error| format!("{error:#}"))?;
+    let ours = arbiter.identity().map_err(|error| error.to_string())?;
+    match (&peer.arbiter, ours) {
+        (None, _) => return Err(format!("host {} reaches no arbiter", peer.host)),
+        (Some(theirs), Some(ours)) if theirs.id == ours => {}
+        (Some(theirs), ours) => {
+            let ours = ours.map_or("one that nobody has used yet".to_owned(), |id| id.to_string());
+            return Err(format!(
+                "host {} uses another arbiter, {theirs}; this host's is {ours}",
+                peer.host
+            ));
+        }
+    }
+    peer.protected.iter().try_for_each(|(key, generation)| {
+        arbiter.prove(key, &peer.host, *generation).map_err(|error| error.to_string())
+    })
+}
+
+/// Asks the peer at one of its addresses who it is: over TLS, with this host's certificate, as for
+/// every connection between hosts.
+pub fn peer(
+    config: &HostConfig,
+    name: &HostName,
+    address: SocketAddr,
+) -> Result<ProbeAnswer, ProbeError> {
+    let wrong = |error: anyhow::Error| ProbeError::Wrong(format!("{error:#}"));
+    let identity = identify(config).map_err(|error| ProbeError::Wrong(error.message))?;
+    let socket = crate::handshake::connect(address)
+        .map_err(|error| ProbeError::NotUp(format!("{error:#}")))?;
+    let link = identity.greet(socket, name, address, Purpose::Probe).map_err(wrong)?;
+    let answer: ProbeAnswer = link.expect_json(Kind::Welcome).map_err(wrong)?;
+    match answer.host == *name {
+        true => Ok(answer),
+        false => Err(ProbeError::Wrong(format!("{address} is host {}, not {name}", answer.host))),
+    }
+}

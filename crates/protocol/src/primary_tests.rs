@@ -1,0 +1,126 @@
+use super::*;
+
+#[test]
+fn after_a_stall_only_a_fresh_acknowledgement_releases() {
+    let at = |ms| Time(Duration::from_millis(ms));
+    let mut primary = Primary::new(Generation(1), Duration::from_millis(100), at(0));
+    let mut actions = Vec::new();
+    let mut handle = |ms, event| {
+        primary.handle(at(ms), event, &mut actions);
+        std::mem::take(&mut actions)
+    };
+    handle(1, PrimaryEvent::Captured);
+    assert_eq!(handle(2, PrimaryEvent::Acknowledged(Epoch(1))), [PrimaryAction::Release(Epoch(1))]);
+    handle(3, PrimaryEvent::Captured);
+    // The acknowledgement of epoch 2 waited while this host stood still.
+    assert_eq!(handle(3_000, PrimaryEvent::Acknowledged(Epoch(2))), []);
+    handle(3_001, PrimaryEvent::Captured);
+    let release = [PrimaryAction::Release(Epoch(3))];
+    assert_eq!(handle(3_002, PrimaryEvent::Acknowledged(Epoch(3))), release);
+}
+
+#[test]
+fn a_guest_that_hangs_is_handed_over_and_ended_when_the_backup_runs() {
+    let mut primary = Primary::new(Generation(1), Duration::from_millis(100), Time::default());
+    let mut actions = Vec::new();
+    let hangs = || PrimaryEvent::GuestHangs("it does not answer".into());
+    let mut handle = |event| {
+        primary.handle(Time::default(), event, &mut actions);
+        (std::mem::take(&mut actions), primary.phase().clone())
+    };
+    handle(PrimaryEvent::Captured);
+    assert_eq!(handle(hangs()), (vec![], PrimaryPhase::Syncing), "nobody could go on with it");
+    handle(PrimaryEvent::Acknowledged(Epoch(1)));
+    handle(PrimaryEvent::Captured);
+    let yields = vec![PrimaryAction::YieldToBackup];
+    assert_eq!(handle(hangs()), (yields, PrimaryPhase::HandingOver));
+    assert_eq!(handle(hangs()), (vec![], PrimaryPhase::HandingOver), "once");
+    // What was on its way when the backup was told.
+    let released = vec![PrimaryAction::Release(Epoch(2))];
+    assert_eq!(handle(PrimaryEvent::Acknowledged(Epoch(2))).0, released);
+    let (halted, _) = handle(PrimaryEvent::LiveElsewhere(Generation(2)));
+    let words = "it does not answer; the backup took over at generation 2".to_owned();
+    assert_eq!(halted, [PrimaryAction::Halt(words)]);
+}
+
+#[test]
+fn a_guest_that_hangs_and_wakes_up_goes_on_if_the_backup_cannot() {
+    let mut primary = Primary::new(Generation(1), Duration::from_millis(100), Time::default());
+    let mut actions = Vec::new();
+    let mut handle = |event| {
+        primary.handle(Time::default(), event, &mut actions);
+        std::mem::take(&mut actions)
+    };
+    handle(PrimaryEvent::Captured);
+    handle(PrimaryEvent::Acknowledged(Epoch(1)));
+    handle(PrimaryEvent::GuestHangs("it does not answer".into()));
+    let contest = PrimaryAction::Contest(Generation(1));
+    assert_eq!(
+        handle(PrimaryEvent::PeerGone("it cannot ask".into())),
+        [PrimaryAction::ClosePeer, contest]
+    );
+    let granted = PrimaryEvent::Verdict(Verdict::Granted(Generation(2)));
+    assert_eq!(handle(granted), [PrimaryAction::OpenOutput]);
+    let why = "it does not answer; it cannot ask".to_owned();
+    assert_eq!(*primary.phase(), PrimaryPhase::Alone(Some(why)));
+}
+
+#[test]
+fn a_shorter_pipeline_waits_for_what_is_on_its_way() {
+    let new = Primary::new(Generation(1), Duration::from_millis(100), Time::default());
+    let mut primary = new.with_pipeline(9);
+    let handle = |primary: &mut Primary, event| {
+        primary.handle(Time::default(), event, &mut Vec::new());
+    };
+    (0..5).for_each(|_| handle(&mut primary, PrimaryEvent::Captured));
+    primary.set_pipeline(PIPELINE_DEPTH);
+    assert!(!primary.may_capture());
+    handle(&mut primary, PrimaryEvent::Acknowledged(Epoch(3)));
+    assert!(!primary.may_capture());
+    handle(&mut primary, PrimaryEvent::Acknowledged(Epoch(4)));
+    assert!(primary.may_capture());
+}
+
+#[test]
+fn unheld_output_needs_a_permit_that_runs_out() {
+    let at = |ms| Time(Duration::from_millis(ms));
+    let mut actions = Vec::new();
+    let new = Primary::new(Generation(1), Duration::from_millis(100), at(0));
+    let mut primary = new.with_output(Output::Unheld);
+    let mut handle = |ms, event| {
+        primary.handle(at(ms), event, &mut actions);
+        assert!(!primary.holds_output(), "it is no output commit");
+        let permits = actions.drain(..).filter_map(|action| match action {
+            PrimaryAction::Permit(length) => Some(length.as_millis()),
+            _ => None,
+        });
+        permits.collect::<Vec<_>>()
+    };
+    assert!(handle(100, PrimaryEvent::Captured).is_empty());
+    assert!(handle(110, PrimaryEvent::Captured).is_empty());
+    // It counts from the capture of the epoch that was acknowledged.
+    assert_eq!(handle(130, PrimaryEvent::Acknowledged(Epoch(1))), [970]);
+    assert_eq!(handle(140, PrimaryEvent::Acknowledged(Epoch(2))), [970]);
+    assert!(handle(150, PrimaryEvent::Captured).is_empty());
+    // The acknowledgement waited while this host stood still.
+    assert_eq!(handle(9_000, PrimaryEvent::Acknowledged(Epoch(3))), [0]);
+    assert!(handle(9_001, PrimaryEvent::PeerGone("it hung up".into())).is_empty());
+    assert!(primary.guards_output(), "until the arbiter's word");
+}
+
+#[test]
+fn a_silence_is_borne_until_output_is_held() {
+    let at = |ms| Time(Duration::from_millis(ms));
+    let mut primary = Primary::new(Generation(1), Duration::from_millis(100), at(0));
+    let mut actions = Vec::new();
+    primary.handle(at(1_900), PrimaryEvent::Tick, &mut actions);
+    assert_eq!((primary.phase(), actions.len()), (&PrimaryPhase::Syncing, 0));
+    // Regular signs of life, so that no jitter has been learnt.
+    for beat in 96..1_001 {
+        primary.handle(at(beat * 20), PrimaryEvent::Heard, &mut actions);
+    }
+    primary.handle(at(20_000), PrimaryEvent::Captured, &mut actions);
+    primary.handle(at(20_301), PrimaryEvent::Tick, &mut actions);
+    let contest = PrimaryAction::Contest(Generation(1));
+    assert_eq!(actions, [PrimaryAction::ClosePeer, contest]);
+}

@@ -1,0 +1,126 @@
+//! A backup that does not reach the arbiter could never take over: it is not taken as one, is not
+//! called one any more when that happens later, and does not wait for ever after a cut.
+
+use crate::stage::{
+    Calm, LIMIT, await_degraded, await_forgotten, await_service, daemon, options, play,
+    play_protected, protection, prove_survival, refusal,
+};
+use anyhow::{Context, Result, ensure};
+use std::time::Instant;
+use understudy_lab::scene::VM;
+use understudy_lab::{ArbiterKind, HostOptions, Scene, wait_for};
+
+/// What lies in the place of the arbiter's directory on this host: nothing.
+fn unmount(scene: &Scene, host: &str) -> Result<()> {
+    scene.host(host)?.hide(&scene.lab().arbiter_directory())
+}
+
+fn mount(scene: &Scene, host: &str) -> Result<()> {
+    scene.host(host)?.unhide(&scene.lab().arbiter_directory())
+}
+
+/// The exit code of `status`, and what it says of protection.
+fn status(scene: &Scene, host: &str) -> Result<(i32, String, String)> {
+    let output = scene.host(host)?.cli(["status", VM, "--json"])?;
+    let code = output.status.code().context("`status` was killed")?;
+    let status = serde_json::from_slice(&output.stdout)?;
+    let (state, reason) = protection(&status);
+    Ok((code, state.to_owned(), reason.to_owned()))
+}
+
+/// Waits until `status` says with 3 that the backup could not take over; returns the reason.
+fn await_unfit(scene: &Scene, host: &str) -> Result<String> {
+    wait_for("the primary to say that its backup could not take over", LIMIT, || {
+        let (code, state, reason) = status(scene, host)?;
+        let unfit = state == "degraded" && reason.contains("could not take over now");
+        ensure!(!unfit || code == 3, "{reason}, and the exit code is {code}");
+        Ok(unfit.then_some(reason))
+    })
+}
+
+/// Waits until `status` calls the guest of `host` protected.
+pub fn await_fit(scene: &Scene, host: &str) -> Result<()> {
+    wait_for("protection to be back", LIMIT, || {
+        let (code, state, _) = status(scene, host)?;
+        Ok((code == 0 && state == "protected").then_some(()))
+    })
+}
+
+/// Before: `protect` said that b stands by, and `status` was 0; b could never have taken over.
+#[test]
+fn another_arbiter_is_refused() -> Result<()> {
+    let directory = tempfile::tempdir()?;
+    let place = directory.path().display().to_string();
+    let mut options = options().calm();
+    let settings =
+        format!("{}[arbiter]\nkind = \"file\"\npath = \"{place}\"\n", daemon().calm().settings);
+    let other = HostOptions { arbiter: ArbiterKind::None, settings, ..daemon().calm() };
+    options.daemons.insert("b".to_owned(), other);
+    play(options, |scene| {
+        scene.start_guest("a")?;
+        let (_, words) = refusal(scene.host("a")?, &["protect", VM, "--to", "b"])?;
+        let ours = scene.lab().arbiter_directory();
+        for part in [&place, &ours.display().to_string(), "host b refuses", "[arbiter]"] {
+            ensure!(words.contains(part), "{part:?} is not in: {words}");
+        }
+        ensure!(status(scene, "a")?.1 == "off", "something has begun");
+        await_forgotten(scene, "b")
+    });
+    Ok(())
+}
+
+/// Before: `status` said "protected" with 0 for ever.
+#[test]
+fn a_backup_that_loses_the_arbiter_protects_nothing_until_it_is_back() {
+    play_protected(options().calm(), |scene, client| {
+        await_fit(scene, "a")?;
+        let (_, state, _) = status(scene, "b")?;
+        ensure!(state == "protected", "the backup says {state}");
+        unmount(scene, "b")?;
+        let unmounted = Instant::now();
+        let reason = await_unfit(scene, "a")?;
+        println!("said after {:.1} s: {reason}", unmounted.elapsed().as_secs_f64());
+        ensure!(reason.contains("is its storage mounted?"), "{reason}");
+        wait_for("host b to say it of itself", LIMIT, || {
+            let status = scene.host("b")?.call(["status"])?;
+            Ok(status.contains("WRONG: arbiter: ").then_some(()))
+        })?;
+        // Output goes on: it is committed to the backup as ever.
+        await_service(&client)?;
+        let (_, words) = refusal(scene.host("a")?, &["failover", VM])?;
+        ensure!(words.contains("could not take it over now"), "{words}");
+        await_service(&client)?;
+        mount(scene, "b")?;
+        await_fit(scene, "a")?;
+        scene.host_mut("a")?.kill_everything()?;
+        prove_survival(scene, client, "b")
+    });
+}
+
+/// Before: host b waited for the arbiter until its daemon was restarted, however long host a had
+/// gone on alone, and refused to be its backup again meanwhile.
+#[test]
+fn a_cut_that_heals_leaves_nobody_waiting() {
+    play_protected(options().calm(), |scene, client| {
+        unmount(scene, "b")?;
+        scene.lab().cut("b")?;
+        await_degraded(scene, "a")?;
+        await_service(&client)?;
+        wait_for("host b to wait for the arbiter", LIMIT, || {
+            let (_, _, reason) = status(scene, "b")?;
+            Ok(reason.contains("waiting for the arbiter").then_some(()))
+        })?;
+        let (_, words) = refusal(scene.host("b")?, &["recover", VM])?;
+        ensure!(words.contains("lets go once host a"), "{words}");
+        ensure!(words.contains("is its storage mounted?"), "{words}");
+        scene.lab().heal("b")?;
+        await_forgotten(scene, "b")?;
+        let (_, words) = refusal(scene.host("a")?, &["protect", VM, "--to", "b"])?;
+        ensure!(words.contains("is its storage mounted?"), "{words}");
+        mount(scene, "b")?;
+        scene.host("a")?.call(["protect", VM, "--to", "b"])?;
+        scene.await_protected("a", |_| ())?;
+        scene.host_mut("a")?.kill_everything()?;
+        prove_survival(scene, client, "b")
+    });
+}

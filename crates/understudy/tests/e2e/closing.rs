@@ -1,0 +1,190 @@
+//! The end of a daemon: what becomes of the guests that nobody takes over, and what is said of it.
+
+use crate::refusals::{log_of, quick};
+use crate::stage::{
+    Calm, LIMIT, PACE, await_forgotten, await_service, close, options, play, prove_disk, refusal,
+    run,
+};
+use anyhow::{Context, Result, ensure};
+use serde_json::Value;
+use std::fs;
+use std::path::{Path, PathBuf};
+use understudy_lab::check::check_disk;
+use understudy_lab::scene::VM;
+use understudy_lab::{Scene, SceneOptions, wait_for};
+use understudy_qemu::VmDefinition;
+
+/// The daemons of these options wait so long for guests that power off.
+fn waiting(mut options: SceneOptions, seconds: u64) -> SceneOptions {
+    for host in options.daemons.values_mut() {
+        host.settings += &format!("[shutdown]\npower_off_seconds = {seconds}\n");
+    }
+    options
+}
+
+/// What the record on a host says of its images.
+fn role(scene: &Scene, host: &str) -> Result<String> {
+    let record = scene.host(host)?.directory().join("state").join(VM).join("record.json");
+    let record: Value = serde_json::from_slice(&fs::read(&record)?)?;
+    Ok(record["image"]["role"].as_str().context("no role in the record")?.to_owned())
+}
+
+/// Whether the next mount of the image would replay its journal.
+fn needs_recovery(image: &Path) -> Result<bool> {
+    Ok(run("dumpe2fs", &["-h", &image.to_string_lossy()])?.contains("needs_recovery"))
+}
+
+/// The power was cut, the journal was left to be replayed, and the record said "stopped".
+#[test]
+fn an_unprotected_guest_powers_off_with_its_daemon() {
+    play(waiting(options().calm(), LIMIT.as_secs()), |scene| {
+        scene.start_guest("a")?;
+        scene.await_guest()?;
+        let client = scene.record_client(PACE)?;
+        await_service(&client)?;
+        let image = scene.disk("a", 0)?;
+        let acked = close(client)?;
+        ensure!(needs_recovery(&image)?, "a mounted file system shows no journal to replay");
+        let status = scene.host_mut("a")?.terminate()?;
+        ensure!(status.success(), "the daemon ended with {status}");
+        ensure!(!needs_recovery(&image)?, "the guest did not unmount its disk");
+        let check = check_disk(&image, acked)?;
+        ensure!(check.is_intact(), "{check:#?}");
+        ensure!(role(scene, "a")? == "stopped", "the record says {}", role(scene, "a")?);
+        let log = log_of(scene, "a")?;
+        ensure!(!log.contains("power was cut"), "{log}");
+        Ok(())
+    });
+}
+
+/// It was recorded as stopped in order.
+#[test]
+fn a_guest_that_does_not_power_off_is_cut_and_said_to_be() {
+    play(waiting(quick(), 1), |scene| {
+        scene.start_guest("a")?;
+        scene.host_mut("a")?.terminate()?;
+        let log = log_of(scene, "a")?;
+        ensure!(log.contains("its power was cut: it did not power off within 1 s"), "{log}");
+        ensure!(role(scene, "a")? == "cut", "the record says {}", role(scene, "a")?);
+        scene.restart("a")?;
+        let report = scene.host("a")?.call(["recover", VM, "--dry-run"])?;
+        ensure!(report.contains("power was cut") && !report.contains("in order"), "{report}");
+        // By its name, on the images that it had.
+        scene.host("a")?.call(["vm", "start", VM])?;
+        scene.await_live("a").map(drop)
+    });
+}
+
+/// A second signal ends the wait.
+#[test]
+fn who_signals_twice_does_not_wait() {
+    play(waiting(quick(), 3600), |scene| {
+        scene.start_guest("a")?;
+        let pid = scene.host("a")?.pid().to_string();
+        run("kill", &["-TERM", &pid])?;
+        wait_for("the daemon to shut its guest down", LIMIT, || {
+            Ok(log_of(scene, "a")?.contains("shutting down guest").then_some(()))
+        })?;
+        let status = scene.host_mut("a")?.terminate()?;
+        ensure!(status.success(), "the daemon ended with {status}");
+        let log = log_of(scene, "a")?;
+        ensure!(log.contains("its power was cut: a second signal asked for it"), "{log}");
+        ensure!(role(scene, "a")? == "cut", "the record says {}", role(scene, "a")?);
+        Ok(())
+    });
+}
+
+/// The hand-over failed, and the power was cut.
+#[test]
+fn a_guest_that_cannot_be_handed_over_powers_off() {
+    play(waiting(options().calm(), LIMIT.as_secs()), |scene| {
+        scene.protected_guest("a", "b")?;
+        let client = scene.record_client(PACE)?;
+        await_service(&client)?;
+        let image = scene.disk("a", 0)?;
+        let acked = close(client)?;
+        scene.host("b")?.pause()?;
+        let status = scene.host_mut("a")?.terminate()?;
+        ensure!(status.success(), "the daemon ended with {status}");
+        ensure!(!needs_recovery(&image)?, "the guest did not unmount its disk");
+        let check = check_disk(&image, acked)?;
+        ensure!(check.is_intact(), "{check:#?}");
+        ensure!(role(scene, "a")? == "stopped", "the record says {}", role(scene, "a")?);
+        let log = log_of(scene, "a")?;
+        ensure!(log.contains("not handed over: "), "{log}");
+        scene.host("b")?.resume()?;
+        Ok(())
+    });
+}
+
+/// A daemon that is started while the one before still ends waits for its addresses.
+#[test]
+fn a_daemon_that_is_restarted_at_once_waits_for_the_one_before() {
+    play(waiting(quick(), 2), |scene| {
+        scene.start_guest("a")?;
+        let config = scene.host("a")?.directory().join("host.toml");
+        let pid = scene.host("a")?.pid().to_string();
+        run("kill", &["-TERM", &pid])?;
+        let a = scene.host("a")?;
+        let mut next = a
+            .namespace()
+            .command(env!("CARGO_BIN_EXE_understudy"))
+            .args(["host", "--config", &config.to_string_lossy()])
+            .stderr(std::process::Stdio::null())
+            .spawn()?;
+        let came = wait_for("the next daemon to answer", LIMIT, || {
+            if let Some(status) = next.try_wait()? {
+                anyhow::bail!("the next daemon ended with {status}");
+            }
+            let output = a.cli(["recover", VM, "--dry-run"])?;
+            let text = String::from_utf8_lossy(&output.stdout).into_owned();
+            Ok(text.contains("power was cut").then_some(()))
+        });
+        run("kill", &["-TERM", &next.id().to_string()])?;
+        next.wait()?;
+        came?;
+        scene.host_mut("a")?.terminate().map(drop)
+    });
+}
+
+/// Its images lie elsewhere then, and its definition was refused.
+#[test]
+fn a_vm_is_started_by_its_name_where_it_was_last() {
+    play(options().calm(), |scene| {
+        scene.protected_guest("a", "b")?;
+        let client = scene.record_client(PACE)?;
+        await_service(&client)?;
+        scene.host("a")?.call(["failover", VM])?;
+        scene.await_live("b")?;
+        await_service(&client)?;
+        let newest = scene.disk("b", 0)?;
+        let shown = shown(scene, "b")?;
+        ensure!(shown.disks[0].path == newest, "{shown:?}");
+        // Host a is told who runs it, and not to recover what needs no recovery.
+        let file = scene.definition().to_string_lossy().into_owned();
+        for what in [VM, &file] {
+            let (_, words) = refusal(scene.host("a")?, &["vm", "start", what])?;
+            ensure!(words.contains("host b runs it now") && !words.contains("recover"), "{words}");
+        }
+        let acked = close(client)?;
+        scene.host("b")?.call(["vm", "stop", VM])?;
+        await_forgotten(scene, "b")?;
+        let (_, words) = refusal(scene.host("b")?, &["vm", "start", &file])?;
+        let by_name = format!("`understudy vm start {VM}`");
+        ensure!(words.contains(&by_name) && !words.contains('?'), "{words}");
+        ensure!(self::shown(scene, "b")? == shown, "another definition once it is stopped");
+        scene.host("b")?.call(["vm", "start", VM])?;
+        scene.await_guest()?;
+        ensure!(scene.disk("b", 0)? == newest, "it runs on other images");
+        prove_disk(scene, "b", acked)
+    });
+}
+
+/// What `vm show` prints, which is a definition.
+fn shown(scene: &Scene, host: &str) -> Result<VmDefinition> {
+    let text = scene.host(host)?.call(["vm", "show", VM])?;
+    let shown = VmDefinition::from_toml(&text, &PathBuf::from("/shown.toml"))?;
+    let json = scene.host(host)?.call(["vm", "show", VM, "--json"])?;
+    ensure!(serde_json::from_str::<VmDefinition>(&json)? == shown, "{text}\n{json}");
+    Ok(shown)
+}

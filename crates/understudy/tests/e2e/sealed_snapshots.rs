@@ -1,0 +1,67 @@
+//! Snapshots in an encrypted store.
+
+use crate::refusals::says;
+use crate::snapshot::{busy, json, number, prove_restored, small};
+use crate::stage::{await_forgotten, daemon, play, refusal};
+use anyhow::{Context, Result, ensure};
+use std::fs;
+use std::path::Path;
+use understudy_lab::HostOptions;
+use understudy_lab::scene::VM;
+
+/// Whether any file below a directory has these bytes.
+fn holds(directory: &Path, bytes: &[u8]) -> Result<bool> {
+    for entry in fs::read_dir(directory)? {
+        let path = entry?.path();
+        let found = match path.is_dir() {
+            true => holds(&path, bytes)?,
+            false => fs::read(&path)?.windows(bytes.len()).any(|window| window == bytes),
+        };
+        if found {
+            return Ok(true);
+        }
+    }
+    Ok(false)
+}
+
+#[test]
+fn an_encrypted_snapshot_is_restored_with_its_key_alone() {
+    let directory = tempfile::tempdir().expect("a directory for the test");
+    let [store, key, other] =
+        ["store", "key", "other"].map(|name| directory.path().join(name).display().to_string());
+    let with = |key: &str| {
+        let settings = format!("{}[snapshot_keys]\n\"{store}\" = \"{key}\"\n", daemon().settings);
+        HostOptions { settings, ..daemon() }
+    };
+    let mut options = small();
+    options.daemons.insert("a".to_owned(), with(&key));
+    play(options, |scene| {
+        for file in [&key, &other] {
+            scene.host("a")?.call(["snapshot-key", file])?;
+        }
+        scene.start_guest("a")?;
+        scene.await_guest()?;
+        let mut shell = scene.shell()?;
+        let sums = busy(scene, &mut shell)?;
+        let take = ["vm", "snapshot", VM, "--compression", "none", "--store", &store];
+        json(scene, "a", &take)?;
+        let after = number(&mut shell, "/tmp/count")?;
+        drop(shell);
+        scene.host("a")?.call(["vm", "stop", VM, "--force"])?;
+        await_forgotten(scene, "a")?;
+        // What every snapshot of a Linux guest has in the clear otherwise.
+        for words in [&b"\"definition\""[..], b"Linux version"] {
+            ensure!(!holds(Path::new(&store), words)?, "{:?}", String::from_utf8_lossy(words));
+        }
+        let restore = ["vm", "restore", VM, "--store", &store];
+        let (_, words) = refusal(scene.host("b")?, &restore)?;
+        says(&words, &["is encrypted", "[snapshot_keys]"])?;
+        scene.restart_with("b", with(&other))?;
+        let (_, words) = refusal(scene.host("b")?, &restore)?;
+        says(&words, &["another key"])?;
+        scene.restart_with("b", with(&key))?;
+        json(scene, "b", &restore)?;
+        prove_restored(scene, "b", &sums, after).context("on host b")?;
+        Ok(())
+    });
+}
