@@ -22,6 +22,9 @@ pub const PORT: u16 = 7100;
 const SHELL_PORT: u16 = 7001;
 /// What each begins with.
 const START: i64 = 1_000_000;
+/// Milliseconds between two payments of one to another: some are on their way at any moment, and
+/// three guests leave the processors time for other stories.
+const PACE_MS: u32 = 8;
 /// Payments of a member that prove that its connections live.
 const PAID: u64 = 40;
 /// Slow enough that most of a member is still to come when it has started.
@@ -154,7 +157,8 @@ impl Bank<'_> {
             let peers = (0..MEMBERS).filter(|peer| *peer != member);
             let peers: Vec<_> = peers.map(|peer| format!("{}:{PORT}", address(peer))).collect();
             let peers = peers.join(" ");
-            shell.start(&format!("exec guest-tools bank {} {PORT} {peers}", name(member)))?;
+            let bank = format!("exec guest-tools bank {} {PORT} {peers}", name(member));
+            shell.start(&format!("BANK_PACE_MS={PACE_MS} {bank}"))?;
         }
         bank.await_payments()?;
         Ok(bank)

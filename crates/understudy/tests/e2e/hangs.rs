@@ -4,12 +4,12 @@
 use crate::arbiter::await_fit;
 use crate::lockstep::{in_lockstep, lockstep};
 use crate::stage::{
-    Calm, LIMIT, await_service, daemon, options, play_protected, protection, prove_survival,
+    Calm, LIMIT, await_service, options, play_protected, protection, prove_survival,
 };
 use anyhow::{Result, ensure};
 use std::time::{Duration, Instant};
 use understudy_lab::scene::VM;
-use understudy_lab::{HostOptions, Part, Scene, SceneOptions, wait_for};
+use understudy_lab::{Part, Scene, SceneOptions, wait_for};
 
 /// Well within a bound of ten seconds, and far over the default of one.
 const SHORT: Duration = Duration::from_secs(3);
@@ -37,28 +37,28 @@ fn hang(scene: &mut Scene, primary: &str, backup: &str) -> Result<()> {
     Ok(())
 }
 
+/// Hosts that wait for a peer for 3 s, and for a QEMU as they do by default.
+fn watchful() -> SceneOptions {
+    let mut options = options();
+    for daemon in options.daemons.values_mut() {
+        daemon.settings += "[detection]\ntimeout_ms = 3000\n";
+    }
+    options
+}
+
 /// Before: 20 s until the checkpoint's time-out, "protected" all the while, and the guest then went
 /// on alone where it hung.
 #[test]
 fn a_guest_that_hangs_is_taken_over() {
-    play_protected(options().calm(), |scene, client| {
+    play_protected(watchful(), |scene, client| {
         hang(scene, "a", "b")?;
         prove_survival(scene, client, "b")
     });
 }
 
-fn patient() -> SceneOptions {
-    let mut options = options().calm();
-    let settings =
-        daemon().calm().settings.replace("[detection]", "[detection]\nqemu_timeout_ms = 10000");
-    let patient = HostOptions { settings, ..daemon().calm() };
-    options.daemons.values_mut().for_each(|options| *options = patient.clone());
-    options
-}
-
 #[test]
 fn a_guest_that_hangs_for_less_than_the_bound_goes_on() {
-    play_protected(patient(), |scene, client| {
+    play_protected(options().calm(), |scene, client| {
         let qemu = scene.host("a")?.qemu_pid(VM)?;
         for _ in 0..3 {
             let stopped = scene.host("a")?.stall(Part::Qemu(qemu))?;
@@ -80,7 +80,8 @@ fn a_guest_that_hangs_for_less_than_the_bound_goes_on() {
 /// The same where the backup executes the log: it executes what it has, and goes on.
 #[test]
 fn a_guest_in_lockstep_that_hangs_is_taken_over() {
-    play_protected(lockstep(), |scene, client| {
+    let daemons = watchful().daemons;
+    play_protected(SceneOptions { daemons, ..lockstep() }, |scene, client| {
         in_lockstep(scene, "a")?;
         hang(scene, "a", "b")?;
         prove_survival(scene, client, "b")
@@ -91,7 +92,7 @@ fn a_guest_in_lockstep_that_hangs_is_taken_over() {
 /// not ended, and runs on when it wakes up.
 #[test]
 fn a_guest_that_hangs_without_a_fit_backup_is_left_alone() {
-    play_protected(options().calm(), |scene, client| {
+    play_protected(watchful(), |scene, client| {
         scene.host("b")?.hide(&scene.lab().arbiter_directory())?;
         wait_for("the primary to say that its backup could not take over", LIMIT, || {
             let status = scene.status("a")?;

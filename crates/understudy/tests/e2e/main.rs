@@ -2,8 +2,8 @@
 //! other, on the laboratory of `understudy-lab`.
 //!
 //! Needs root, the agent library beside the binary, and the guests of
-//! `make guests`; `make test` sees to all of it. Two stories play side by side
-//! (`UNDERSTUDY_PLACES`), each in a laboratory of its own.
+//! `make guests`; `make test` sees to all of it. Several stories play side by side, each in a
+//! laboratory of its own.
 //!
 //! | module      | shows |
 //! |-------------|-------|

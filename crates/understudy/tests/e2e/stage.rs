@@ -4,7 +4,6 @@ use anyhow::{Context, Result, bail, ensure};
 use serde_json::Value;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output};
-use std::sync::{Condvar, Mutex, PoisonError};
 use std::time::Duration;
 use understudy_lab::check::check_disk;
 use understudy_lab::scene::VM;
@@ -13,46 +12,12 @@ use understudy_lab::{HostOptions, HostProcess, RecordClient, Scene, SceneOptions
 /// Between two records, so that a test is not about the disk's speed.
 pub const PACE: Duration = Duration::from_millis(5);
 /// See [`Calm`].
-const CALM_DETECTION: &str = "[detection]\ntimeout_ms = 3000\n";
+const CALM_DETECTION: &str = "[detection]\ntimeout_ms = 3000\nqemu_timeout_ms = 10000\n";
 /// For anything that a living machine does by itself, on a machine several times slower
 /// than most.
 pub const LIMIT: Duration = Duration::from_secs(180);
 /// Acknowledgements that prove that the guest serves its client.
 const SERVED: u64 = 20;
-
-/// Room for stories that play side by side: most of a story is waiting.
-static ROOM: Room = Room { taken: Mutex::new(0), left: Condvar::new() };
-/// How many at once, unless the environment says otherwise.
-const PLACES: usize = 2;
-
-/// Places for stories; each takes one while it plays.
-struct Room {
-    taken: Mutex<usize>,
-    left: Condvar,
-}
-
-/// A place that is given back when it is dropped, also by a panic.
-struct Place(&'static Room);
-
-impl Room {
-    fn take(&'static self) -> Place {
-        let places = std::env::var("UNDERSTUDY_PLACES").ok().map_or(PLACES, |places| {
-            places.parse().expect("UNDERSTUDY_PLACES is how many stories play at once")
-        });
-        let taken = self.taken.lock().unwrap_or_else(PoisonError::into_inner);
-        let full = |taken: &mut usize| *taken >= places.max(1);
-        let mut taken = self.left.wait_while(taken, full).unwrap_or_else(PoisonError::into_inner);
-        *taken += 1;
-        Place(self)
-    }
-}
-
-impl Drop for Place {
-    fn drop(&mut self) {
-        *self.0.taken.lock().unwrap_or_else(PoisonError::into_inner) -= 1;
-        self.0.left.notify_one();
-    }
-}
 
 /// The binary under test and the guests' files, one guest of the usual shape.
 pub fn options() -> SceneOptions {
@@ -81,7 +46,8 @@ pub fn repairing_daemon() -> HostOptions {
     HostOptions::default()
 }
 
-/// Hosts that take only a silence of 3 s for a failure, where the shipped detector takes 100 ms.
+/// Hosts that take only a silence of 3 s for a failure, where the shipped detector takes 100 ms, and
+/// one of 10 s for that of a QEMU, where it takes one.
 /// For stories that say who is primary and backup while nothing fails, or what becomes of both
 /// after a failure of the backup: on a machine that several stories keep busy the shipped one is
 /// wrong now and then, which costs no data, but makes it another story. Those that outlive the
@@ -124,7 +90,6 @@ fn guest_files() -> PathBuf {
 /// Plays one test on a stage of its own, then proves that nothing of it is left
 /// behind. An error shows the ends of all logs.
 pub fn play(options: SceneOptions, story: impl FnOnce(&mut Scene) -> Result<()>) {
-    let _place = ROOM.take();
     let mut scene = Scene::start(options).unwrap_or_else(|error| panic!("{error:#}"));
     if let Err(error) = story(&mut scene) {
         // The laboratory prints its logs when a panic drops it.
