@@ -13,7 +13,7 @@ use std::time::Duration;
 /// Looks within the bound: it is exceeded by a tenth at most, for a host that is not starved.
 const LOOKS: u32 = 10;
 
-/// Whose turn it is in a pause.
+/// The side whose turn it is in a pause.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 enum Turn {
     /// No pause.

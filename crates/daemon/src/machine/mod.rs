@@ -3,6 +3,7 @@
 
 mod adopt;
 pub(crate) mod attention;
+pub(crate) mod disk_error;
 mod launch;
 mod process;
 
@@ -45,6 +46,8 @@ pub enum MachineEvent {
     },
     /// QEMU ended, and its last words.
     Died(String),
+    /// The guest stands still at this error of one of its disks.
+    DiskFailed(String),
     /// Something to tell the user.
     Notice(String),
 }

@@ -26,7 +26,7 @@ pub enum Role {
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(tag = "state", rename_all = "kebab-case")]
 pub enum Protection {
-    /// Nobody asked for protection.
+    /// No protection was asked for.
     Off,
     /// First synchronisation; the VM runs and is not protected yet.
     Syncing {
@@ -281,6 +281,9 @@ pub struct VmStatus {
     /// The VM has a display for whoever connects to it, who sees what the guest draws at once, committed or not.
     #[serde(default)]
     pub display_not_held: bool,
+    /// The error of a disk at which the guest stands still, and what becomes of it.
+    #[serde(default)]
+    pub disk_error: Option<String>,
     /// Process id of this host's QEMU for the VM.
     pub qemu_pid: Option<u32>,
     /// Unix socket of the guest's console.
@@ -328,6 +331,7 @@ impl VmStatus {
             held_frames: 0,
             held_console_bytes: None,
             display_not_held: false,
+            disk_error: None,
             qemu_pid: None,
             console: None,
             cards: Vec::new(),
