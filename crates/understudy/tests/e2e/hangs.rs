@@ -4,12 +4,12 @@
 use crate::arbiter::await_fit;
 use crate::lockstep::{in_lockstep, lockstep};
 use crate::stage::{
-    Calm, LIMIT, await_service, daemon, options, play_protected, protection, prove_survival,
+    Calm, LIMIT, await_service, options, play_protected, protection, prove_survival,
 };
 use anyhow::{Result, ensure};
 use std::time::{Duration, Instant};
 use understudy_lab::scene::VM;
-use understudy_lab::{HostOptions, Part, Scene, SceneOptions, wait_for};
+use understudy_lab::{Part, Scene, SceneOptions, wait_for};
 
 /// Well within a bound of ten seconds, and far over the default of one.
 const SHORT: Duration = Duration::from_secs(3);
@@ -19,6 +19,14 @@ fn is_gone(pid: u32) -> Result<()> {
     wait_for(&format!("QEMU {pid} to end"), LIMIT, || {
         Ok((!std::path::Path::new(&path).exists()).then_some(()))
     })
+}
+
+/// Hosts with the shipped bound for QEMUs; their peers have more time ([`Calm`]).
+fn shipped(mut options: SceneOptions) -> SceneOptions {
+    for daemon in options.daemons.values_mut() {
+        daemon.settings = daemon.settings.replace("qemu_timeout_ms = 10000\n", "");
+    }
+    options
 }
 
 /// Stops the primary's QEMU for good; its backup goes on, and it never lives again.
@@ -41,24 +49,15 @@ fn hang(scene: &mut Scene, primary: &str, backup: &str) -> Result<()> {
 /// on alone where it hung.
 #[test]
 fn a_guest_that_hangs_is_taken_over() {
-    play_protected(options().calm(), |scene, client| {
+    play_protected(shipped(options().calm()), |scene, client| {
         hang(scene, "a", "b")?;
         prove_survival(scene, client, "b")
     });
 }
 
-fn patient() -> SceneOptions {
-    let mut options = options().calm();
-    let settings =
-        daemon().calm().settings.replace("[detection]", "[detection]\nqemu_timeout_ms = 10000");
-    let patient = HostOptions { settings, ..daemon().calm() };
-    options.daemons.values_mut().for_each(|options| *options = patient.clone());
-    options
-}
-
 #[test]
 fn a_guest_that_hangs_for_less_than_the_bound_goes_on() {
-    play_protected(patient(), |scene, client| {
+    play_protected(options().calm(), |scene, client| {
         let qemu = scene.host("a")?.qemu_pid(VM)?;
         for _ in 0..3 {
             let stopped = scene.host("a")?.stall(Part::Qemu(qemu))?;
@@ -80,7 +79,7 @@ fn a_guest_that_hangs_for_less_than_the_bound_goes_on() {
 /// The same where the backup executes the log: it executes what it has, and goes on.
 #[test]
 fn a_guest_in_lockstep_that_hangs_is_taken_over() {
-    play_protected(lockstep(), |scene, client| {
+    play_protected(shipped(lockstep()), |scene, client| {
         in_lockstep(scene, "a")?;
         hang(scene, "a", "b")?;
         prove_survival(scene, client, "b")
@@ -91,7 +90,7 @@ fn a_guest_in_lockstep_that_hangs_is_taken_over() {
 /// not ended, and runs on when it wakes up.
 #[test]
 fn a_guest_that_hangs_without_a_fit_backup_is_left_alone() {
-    play_protected(options().calm(), |scene, client| {
+    play_protected(shipped(options().calm()), |scene, client| {
         scene.host("b")?.hide(&scene.lab().arbiter_directory())?;
         wait_for("the primary to say that its backup could not take over", LIMIT, || {
             let status = scene.status("a")?;

@@ -13,7 +13,7 @@ use understudy_lab::{HostOptions, HostProcess, RecordClient, Scene, SceneOptions
 /// Between two records, so that a test is not about the disk's speed.
 pub const PACE: Duration = Duration::from_millis(5);
 /// See [`Calm`].
-const CALM_DETECTION: &str = "[detection]\ntimeout_ms = 3000\n";
+const CALM_DETECTION: &str = "[detection]\ntimeout_ms = 3000\nqemu_timeout_ms = 10000\n";
 /// For anything that a living machine does by itself, on a machine several times slower
 /// than most.
 pub const LIMIT: Duration = Duration::from_secs(180);
@@ -81,7 +81,8 @@ pub fn repairing_daemon() -> HostOptions {
     HostOptions::default()
 }
 
-/// Hosts that take only a silence of 3 s for a failure, where the shipped detector takes 100 ms.
+/// Hosts that take only a silence of 3 s for a failure, where the shipped detector takes 100 ms,
+/// and one of 10 s of a QEMU, where that takes 1 s.
 /// For stories that say who is primary and backup while nothing fails, or what becomes of both
 /// after a failure of the backup: on a machine that several stories keep busy the shipped one is
 /// wrong now and then, which costs no data, but makes it another story. Those that outlive the
