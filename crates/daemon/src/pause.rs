@@ -22,7 +22,7 @@ const VARIABLE: &str = "UNDERSTUDY_PAUSE";
 /// Pauses one machine.
 #[derive(Debug)]
 pub struct Pauser {
-    /// Or why it is not the agent.
+    /// The agent's part, or why it has none.
     agent: Result<AgentPauser, String>,
     attention: Attention,
 }

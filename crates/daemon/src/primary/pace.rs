@@ -29,7 +29,7 @@ pub struct Pace {
 enum Vcpus {
     Free,
     Limited(VcpuGroup, f64),
-    /// They should be slower than they can be made.
+    /// The vCPUs should be slower than they can be made.
     OutOfReach(String),
 }
 

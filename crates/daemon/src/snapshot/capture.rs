@@ -97,7 +97,7 @@ pub struct Capture {
     task: TakeTask,
     number: SnapshotNumber,
     seat: Option<Arc<MemberSeat>>,
-    /// Told when no frame is in flight to the member any more.
+    /// Receives a word when no frame is in flight to the member any more.
     complete: Option<Receiver<()>>,
     store: Store,
     vm: Arc<PrimaryVm>,
