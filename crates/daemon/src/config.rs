@@ -100,7 +100,7 @@ pub struct HostConfig {
     pub memory_limit: Option<u64>,
     /// The shortest silence after which a peer is suspected.
     pub detection_timeout: Duration,
-    /// For how long the QEMU of a protected VM may be silent before its backup takes over.
+    /// The longest silence of the QEMU of a protected VM before its backup takes over.
     pub qemu_timeout: Duration,
     /// How long a guest may take to power off when the daemon ends; then its power is cut.
     pub power_off_timeout: Duration,

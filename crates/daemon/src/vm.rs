@@ -122,18 +122,18 @@ impl PrimaryVm {
         lock(&self.machine).clone()
     }
 
-    /// It goes on in this machine.
+    /// Lets the VM go on in this machine.
     pub(crate) fn succeed(&self, next: Arc<Machine>) {
         *lock(&self.machine) = next;
     }
 
-    /// It came to this host by a take-over.
+    /// Notes that it came to this host by a take-over.
     pub(crate) fn took_over(&self, takeover: TakeoverReport) {
         // A VM comes once.
         let _ = self.takeover.set(takeover);
     }
 
-    /// It was started by this restore of a snapshot.
+    /// Notes that it was started by this restore of a snapshot.
     pub(crate) fn note_restore(&self, restore: &str) {
         // A VM is restored once.
         let _ = self.restore.set(restore.to_owned());

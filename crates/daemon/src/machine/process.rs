@@ -25,7 +25,7 @@ pub(super) struct Process {
 }
 
 /// Firmware that finds itself started again resets the machine once more: the same reboot.
-const SAME_REBOOT: Duration = Duration::from_secs(2);
+const SAME_REBOOT: Duration = Duration::from_secs(10);
 
 impl Process {
     fn interpret(&self, event: VmEvent) -> Option<MachineEvent> {

@@ -89,7 +89,7 @@ pub struct Plan {
     pub encoding: EncodingPlan,
     /// The shortest silence that counts as failure.
     pub timeout: Duration,
-    /// For how long QEMU may be silent.
+    /// The longest silence of QEMU that is no failure.
     pub qemu_timeout: Duration,
     /// Arbiter of ownership.
     pub arbiter: Arbiter,
@@ -176,8 +176,7 @@ pub fn protect(
     if session.recording().is_some() {
         session.group.follow_log();
     }
-    // Its word that it is ready, for which its QEMU had to start.
-    session.event(PrimaryEvent::Heard);
+    session.group.note_ready(&session);
     start_heartbeats(&session, (path, heartbeat), &dialler)?;
     note(&session, plan.mode).inspect_err(|error| {
         session.event(PrimaryEvent::PeerGone(format!("{error:#}")));

@@ -106,7 +106,7 @@ impl Pace {
         *lock(&self.vcpus) = Vcpus::Free;
     }
 
-    /// For `status`.
+    /// Returns the report for `status`.
     pub fn report(&self) -> ThrottleReport {
         let (capacity, cut_short) = {
             let throttle = lock(&self.throttle);

@@ -56,8 +56,8 @@ impl Saved {
 }
 
 impl Base {
-    /// Of a VM that was just restored from this snapshot, all of it: its disks know what they have
-    /// changed since then.
+    /// Makes that of a VM that was just restored from this snapshot, all of it: its disks know what
+    /// they have changed since then.
     pub fn of_restored(
         task: &RestoreTask,
         machine: &Machine,
