@@ -50,7 +50,7 @@ pub struct Channel {
     renewal: Renewal,
     state: Mutex<State>,
     changed: Condvar,
-    /// Held for the time of a message, so that one follows the other. None
+    /// A lock for the time of a message, so that one follows the other. None
     /// until the unconfirmed messages went over the present connection.
     writing: Mutex<Option<Link>>,
 }

@@ -2,7 +2,7 @@
 //!
 //! ```toml
 //! name = "a"
-//! listen = "10.0.0.1:7788"
+//! listen = "10.0.0.1:7700"
 //!
 //! [tls]                         # `understudy pki` makes these
 //! ca = "/etc/understudy/ca.pem"
@@ -17,8 +17,8 @@
 //! listen = "10.0.0.1:9177"
 //!
 //! [peers]
-//! b = "10.0.0.2:7788"
-//! c = ["10.0.0.3:7788", "10.1.0.3:7788"]   # two paths
+//! b = "10.0.0.2:7700"
+//! c = ["10.0.0.3:7700", "10.1.0.3:7700"]   # two paths
 //! ```
 
 mod arbiter;
@@ -100,7 +100,7 @@ pub struct HostConfig {
     pub memory_limit: Option<u64>,
     /// The shortest silence after which a peer is suspected.
     pub detection_timeout: Duration,
-    /// For how long the QEMU of a protected VM may be silent before its backup takes over.
+    /// The longest silence of the QEMU of a protected VM before its backup takes over.
     pub qemu_timeout: Duration,
     /// How long a guest may take to power off when the daemon ends; then its power is cut.
     pub power_off_timeout: Duration,

@@ -47,7 +47,7 @@ impl Doorbell {
             .expect("no thread panics while it holds a lock");
     }
 
-    /// For a thread that waits for descriptors, too: one at a time.
+    /// Listens for a thread that waits for descriptors, too: one at a time.
     pub fn listen(&self) -> nix::Result<Ringing<'_>> {
         let flags = EfdFlags::EFD_NONBLOCK | EfdFlags::EFD_CLOEXEC;
         // Rung once: what changed before is looked at.
@@ -65,7 +65,7 @@ pub struct Ringing<'a> {
 }
 
 impl Ringing<'_> {
-    /// To be called before the world is looked at.
+    /// Clears the ring; to be called before the world is looked at.
     pub fn clear(&self) {
         // Fails if nobody has rung.
         let _ = self.rings.read();

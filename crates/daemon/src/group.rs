@@ -122,7 +122,8 @@ impl Membership {
     }
 }
 
-/// Somebody started a member anew: the group is not to be had any more.
+/// Gives back what was won of a group of which a member was started anew: it is not to be had any
+/// more.
 fn give_back(arbiter: &Arbiter, won: &[(&Member, Generation)]) {
     for (member, generation) in won {
         if let Err(error) = arbiter.release(&member.vm, *generation) {

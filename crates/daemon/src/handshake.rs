@@ -59,7 +59,7 @@ pub enum Purpose {
         /// The GNU build id; none if it has none.
         build: Option<String>,
     },
-    /// Who answers here? See [`crate::probe`].
+    /// Asks which host answers here ([`crate::probe`]).
     Probe,
     /// Orders and reports about snapshots and restores of groups follow.
     Group,

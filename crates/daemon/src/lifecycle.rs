@@ -2,6 +2,7 @@
 
 use crate::error::{ErrorKind, HostError};
 use crate::host::{Host, PEER_TIMEOUT};
+use crate::machine::disk_error::RETRY_INTERVAL;
 use crate::machine::{self, Machine, MachineEvent, OnEvent};
 use crate::repair;
 use crate::report::ProtectRequest;
@@ -16,6 +17,24 @@ use understudy_protocol::{Generation, PrimaryEvent, PrimaryPhase};
 
 /// How long a machine that has ended may take to be taken apart.
 const FORMER_TIMEOUT: Duration = Duration::from_secs(5);
+
+/// Has the backup, whose disks may be sound, go on with the guest that stands still, or tries the
+/// disk again in a moment.
+fn disk_failed(vm: Arc<PrimaryVm>, error: &str) {
+    vm.events.note_new(format!("{error}; the guest stands still"));
+    if let Some(session) = vm.active_session()
+        && let Err(obstacle) = session.give_guest_up(error)
+    {
+        vm.events.note_new(format!("{error}; {obstacle}"));
+    }
+    let machine = Arc::downgrade(&vm.machine());
+    // Nothing of the VM is to outlive its end meanwhile.
+    drop(vm);
+    std::thread::sleep(RETRY_INTERVAL);
+    if let Some(machine) = machine.upgrade() {
+        machine.try_disks_again();
+    }
+}
 
 impl Host {
     /// Starts a machine, whose name is free.
@@ -126,6 +145,7 @@ impl Host {
                 let role = if in_order { ImageRole::Stopped } else { ImageRole::Cut };
                 self.remove_primary(&vm, role);
             }
+            (Ok(Vm::Primary(vm)), MachineEvent::DiskFailed(error)) => disk_failed(vm, &error),
             (Ok(Vm::Primary(vm)), MachineEvent::Died(words)) => self.qemu_died(&vm, words),
             (Ok(Vm::Backup(session)), MachineEvent::Died(words)) => session.qemu_died(&words),
             _ => {}

@@ -22,7 +22,7 @@ const VARIABLE: &str = "UNDERSTUDY_PAUSE";
 /// Pauses one machine.
 #[derive(Debug)]
 pub struct Pauser {
-    /// Or why it is not the agent.
+    /// The agent's part, or why it has none.
     agent: Result<AgentPauser, String>,
     attention: Attention,
 }
@@ -54,12 +54,12 @@ impl Pauser {
         Pauser { agent, attention: Attention::default() }
     }
 
-    /// Of a QEMU of another daemon, which could not be paused in a better way.
+    /// Makes the pauser of another daemon's QEMU, which could not be paused in a better way.
     pub fn through_qmp(obstacle: &str) -> Pauser {
         Pauser::by(Err(obstacle.to_owned()))
     }
 
-    /// Of a QEMU whose agent another daemon has armed.
+    /// Makes the pauser of a QEMU whose agent another daemon has armed.
     pub fn adopt(
         descriptors: [OwnedFd; 2],
         agent: &AgentLink,
@@ -111,7 +111,7 @@ impl Pauser {
             match agent.begin_with(errand)? {
                 Some(pause) => {
                     attended.answered();
-                    return Ok(Pause { way: Way::Agent(pause), state, attended });
+                    return Ok(Pause { method: Method::Agent(pause), state, attended });
                 }
                 None if errand != LogErrand::None => {
                     bail!("QEMU's agent refused a pause to {errand:?} the log")
@@ -125,20 +125,20 @@ impl Pauser {
         let mut checkpoint = monitor.begin_checkpoint(state)?;
         checkpoint.stopped()?;
         attended.answered();
-        Ok(Pause { way: Way::Monitor(checkpoint), state, attended })
+        Ok(Pause { method: Method::Monitor(checkpoint), state, attended })
     }
 }
 
 /// A guest that stands still. Without [`Pause::resume`] it stays so.
 #[must_use = "the guest stays stopped"]
 pub struct Pause<'a> {
-    way: Way<'a>,
+    method: Method<'a>,
     state: &'a DeviceState,
     /// Last: the pause ends before.
     attended: Attended<'a>,
 }
 
-enum Way<'a> {
+enum Method<'a> {
     Agent(AgentPause<'a>),
     Monitor(Checkpoint<'a>),
 }
@@ -148,14 +148,14 @@ impl Pause<'_> {
     /// had passed QEMU where its log begins or ends; 0 if it is not in lockstep.
     pub fn saved(&mut self, device_state: &mut Vec<u8>) -> anyhow::Result<u64> {
         self.attended.owes();
-        match &mut self.way {
-            Way::Agent(pause) => {
+        match &mut self.method {
+            Method::Agent(pause) => {
                 let bytes = pause.saved()?;
                 self.attended.answered();
                 self.state.read_first(bytes, device_state)?;
                 Ok(pause.log_position())
             }
-            Way::Monitor(checkpoint) => {
+            Method::Monitor(checkpoint) => {
                 checkpoint.saved()?;
                 self.attended.answered();
                 self.state.read_into(device_state)?;
@@ -167,9 +167,9 @@ impl Pause<'_> {
     /// Lets the guest run again, after [`Pause::saved`]; returns when it does.
     pub fn resume(self) -> anyhow::Result<()> {
         self.attended.owes();
-        match self.way {
-            Way::Agent(pause) => pause.resume()?,
-            Way::Monitor(checkpoint) => checkpoint.resume()?,
+        match self.method {
+            Method::Agent(pause) => pause.resume()?,
+            Method::Monitor(checkpoint) => checkpoint.resume()?,
         }
         Ok(())
     }

@@ -34,9 +34,9 @@ pub struct ProbeAnswer {
 /// Why a peer could not be asked.
 #[derive(Debug)]
 pub enum ProbeError {
-    /// Nobody answers at its address: it may not run yet.
+    /// No answer at its address: it may not run yet.
     NotUp(String),
-    /// Somebody answers, and not as this host's peer should.
+    /// An answer that is not what this host's peer should give.
     Wrong(String),
 }
 

@@ -170,7 +170,7 @@ impl Host {
         Ok(answer)
     }
 
-    /// Who owns a VM, by the word of a host whose guest ran it.
+    /// The owner of a VM, by the word of a host whose guest ran it.
     pub(crate) fn owner_by_its_own_word(&self, host: &HostName, vm: &VmName) -> Option<Ownership> {
         let addresses = self.known_hosts().remove(host)?;
         let answer = self.ask(host, &addresses, vm).ok()?;

@@ -90,7 +90,7 @@ impl Repairer {
         *lock(&self.divergences) = Default::default();
     }
 
-    /// There is nothing to repair (any more): the operator decided.
+    /// Ends the repair: the operator decided.
     pub fn ended(&self) {
         self.tell(RepairEvent::Ended);
     }

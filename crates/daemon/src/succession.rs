@@ -131,7 +131,7 @@ impl Host {
 pub(crate) struct Adopted(Arc<AtomicBool>);
 
 impl Adopted {
-    /// It has; the former one has ended.
+    /// Gives the VM this machine; the former one has ended.
     pub(crate) fn set(&self, host: &Host, machine: &Machine, directory: &Path) {
         let vm = &machine.definition().name;
         host.presences_of(vm, machine);

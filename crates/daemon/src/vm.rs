@@ -32,6 +32,13 @@ impl Events {
         events.push_back(event.into());
     }
 
+    /// Notes an event that is not there already.
+    pub fn note_new(&self, event: String) {
+        if !lock(&self.0).contains(&event) {
+            self.note(event);
+        }
+    }
+
     fn list(&self) -> Vec<String> {
         lock(&self.0).iter().cloned().collect()
     }
@@ -115,18 +122,18 @@ impl PrimaryVm {
         lock(&self.machine).clone()
     }
 
-    /// It goes on in this machine.
+    /// Lets the VM go on in this machine.
     pub(crate) fn succeed(&self, next: Arc<Machine>) {
         *lock(&self.machine) = next;
     }
 
-    /// It came to this host by a take-over.
+    /// Notes that it came to this host by a take-over.
     pub(crate) fn took_over(&self, takeover: TakeoverReport) {
         // A VM comes once.
         let _ = self.takeover.set(takeover);
     }
 
-    /// It was started by this restore of a snapshot.
+    /// Notes that it was started by this restore of a snapshot.
     pub(crate) fn note_restore(&self, restore: &str) {
         // A VM is restored once.
         let _ = self.restore.set(restore.to_owned());
@@ -343,6 +350,7 @@ fn machine_status(machine: &Machine, role: Role, live: bool) -> VmStatus {
         pauses_through_qmp: machine.pause_obstacle().map(str::to_owned),
         held_frames: ports.iter().map(|port| port.held_frames() as u64).sum(),
         display_not_held: definition.has_display(),
+        disk_error: machine.disk_error(),
         qemu_pid: Some(machine.qemu_pid()),
         console: machine.console().map(ToOwned::to_owned),
         cards: cards.collect(),

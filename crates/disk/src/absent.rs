@@ -10,7 +10,7 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard};
 
 /// Whoever brings the blocks of a disk that is being restored.
 pub trait Fetcher: Send + Sync {
-    /// Somebody waits for a block: it comes first. Called under no lock of the disk.
+    /// Has a block come first, since somebody waits for it. Called under no lock of the disk.
     fn wanted(&self, block: u64);
 }
 

@@ -212,6 +212,11 @@ impl Disk {
         self.withheld.begin(told);
     }
 
+    /// Whether a sync of the image has failed: what was written before it may be lost.
+    pub fn has_lost_writes(&self) -> bool {
+        self.image.has_failed()
+    }
+
     /// Whether the guest waits for requests that failed.
     pub fn withholds_errors(&self) -> bool {
         self.withheld.is_any()

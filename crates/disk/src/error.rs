@@ -20,7 +20,7 @@ pub enum DiskError {
         /// The path given.
         path: PathBuf,
     },
-    /// Somebody else holds the image open for writing, or reads it unshared.
+    /// Another process holds the image open for writing, or reads it unshared.
     #[error(
         "disk image {path} is in use by another process (a daemon, a QEMU or a qemu-img); \
          stop that first: two writers would destroy it"

@@ -12,7 +12,7 @@ use std::mem;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard};
 use std::thread::{self, JoinHandle};
 
-/// Told once how the flush went.
+/// Callback, called once, for how the flush went.
 pub(crate) type Done = Box<dyn FnOnce(io::Result<()>) + Send>;
 
 #[derive(Default)]

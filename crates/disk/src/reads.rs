@@ -53,10 +53,10 @@ pub enum Reads {
     /// Nothing, but a read gives what the image has at its turn: a page that is lent to the socket
     /// shows a later write, which in lockstep only one of both guests may see.
     Copied,
-    /// Somebody learns of them afterwards.
+    /// A sink learns of them afterwards.
     Watched(Arc<dyn ReadSink>),
-    /// Somebody learns of them before QEMU.
+    /// A recorder learns of them before QEMU.
     Recorded(Arc<dyn ReadRecorder>),
-    /// Somebody may know what they gave elsewhere.
+    /// A follower may know what they gave elsewhere.
     Followed(Arc<dyn ReadFollower>),
 }

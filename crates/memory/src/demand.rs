@@ -14,7 +14,7 @@ pub enum Missing {
     Zero,
     /// It has got its content meanwhile.
     Filled,
-    /// Somebody will fill it: until then the guest waits.
+    /// Content that will be filled in: until then the guest waits.
     Coming,
 }
 

@@ -15,8 +15,8 @@ const JITTER_FACTOR: u32 = 3;
 /// However bad the jitter, silence this long is a failure.
 const CEILING: Duration = Duration::from_secs(2);
 
-/// Nobody can take over before the first synchronisation has ended: suspecting
-/// earlier saves nothing, and a false alarm throws the whole copy away.
+/// The shortest silence that counts before the first synchronisation has ended: nobody can take
+/// over until then, so suspecting earlier saves nothing, and a false alarm throws the copy away.
 pub(crate) const SYNC_PATIENCE: Duration = CEILING;
 
 /// Watches the peer's signs of life.

@@ -17,7 +17,7 @@ pub struct Ownership {
 pub enum Verdict {
     /// The asker owns the VM now, at this generation.
     Granted(Generation),
-    /// Somebody else was first.
+    /// Another host was first.
     Taken(Ownership),
     /// No answer: nothing may be concluded.
     Unreachable(String),

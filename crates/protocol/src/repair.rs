@@ -50,7 +50,7 @@ pub enum RepairEvent {
     Surveyed(Vec<Candidate>),
     /// The first synchronisation is complete.
     Protected,
-    /// Nobody wants protection any more, or the VM has gone.
+    /// The end: nobody wants protection any more, or the VM has gone.
     Ended,
     /// Time has passed.
     Tick,

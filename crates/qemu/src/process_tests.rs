@@ -62,9 +62,10 @@ fn it_goes_before_its_daemon_when_memory_runs_out() {
     let folder = tempfile::tempdir().unwrap();
     let qemu = shell("cat /proc/self/oom_score_adj", &[], &folder.path().join("log")).unwrap();
     let exit = qemu.wait(LONG).unwrap().expect("it ends");
-    assert_eq!(exit.last_words, "300");
     let ours = std::fs::read_to_string("/proc/self/oom_score_adj").unwrap();
-    assert!(ours.trim().parse::<i32>().unwrap() < 300, "{ours}");
+    // Whoever started these tests may have made all of them as expendable already.
+    let ours: i32 = ours.trim().parse().unwrap();
+    assert_eq!(exit.last_words, ours.max(300).to_string());
 }
 
 #[test]

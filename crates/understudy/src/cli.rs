@@ -297,7 +297,8 @@ Optional: state_dir, socket, qemu, agent (absolute paths), memory = \"64G\" (the
 most that VMs and backups may take together; else what is available),
 [qemu_process] user = \"NAME\" (else each QEMU is a user of its own),
 [detection] timeout_ms = 100 (50 to 10000), the shortest silence of a peer
-after which it is suspected, and [shutdown] power_off_seconds = 60 (0 to 3600).
+after which it is suspected, and qemu_timeout_ms = 1000 (200 to 15000), that of
+a protected VM's own QEMU, and [shutdown] power_off_seconds = 60 (0 to 3600).
 
 SIGTERM or SIGINT ends the daemon: protected VMs are handed to their backups, the
 other guests are asked to power off (ACPI), and what still runs after

@@ -90,6 +90,9 @@ pub fn vm(vm: &VmStatus) -> String {
     if let Some(bytes) = vm.held_console_bytes {
         rows.push(["console held".to_owned(), format!("{bytes} bytes")]);
     }
+    if let Some(error) = &vm.disk_error {
+        rows.push(["guest".to_owned(), format!("STANDS STILL: {error}")]);
+    }
     if vm.display_not_held {
         rows.push([
             "display".to_owned(),
@@ -372,6 +375,7 @@ pub mod tests {
             held_frames: 7,
             held_console_bytes: Some(9),
             display_not_held: true,
+            disk_error: Some("an error on disk0: full".into()),
             qemu_pid: Some(4242),
             console: Some("/run/db.console".into()),
             cards: vec![CardReport {
@@ -382,14 +386,14 @@ pub mod tests {
             disks: vec![DiskReport { path: "/srv/db.img".into() }],
             paths: vec![
                 PathReport {
-                    address: "10.0.0.2:7788".parse().unwrap(),
+                    address: "10.0.0.2:7700".parse().unwrap(),
                     up: false,
                     in_use: false,
                     down_seconds: Some(12.3),
                     reason: Some("silent for 101 ms".into()),
                 },
                 PathReport {
-                    address: "10.1.0.2:7788".parse().unwrap(),
+                    address: "10.1.0.2:7700".parse().unwrap(),
                     up: true,
                     in_use: true,
                     down_seconds: None,
@@ -456,10 +460,11 @@ pub mod tests {
             "4242",
             "3.00 MiB in 0.5 s, only what had changed",
             "not held: VNC shows it before",
+            "STANDS STILL: an error on disk0: full",
             "/run/db.console",
             "us-db-0",
-            "10.0.0.2:7788 DOWN for 12 s: silent for 101 ms",
-            "10.1.0.2:7788 up, in use",
+            "10.0.0.2:7700 DOWN for 12 s: silent for 101 ms",
+            "10.1.0.2:7700 up, in use",
             "/srv/db.img",
             "  protected with b",
         ] {

@@ -231,15 +231,17 @@ pub fn accept(
     spawn("apply", &session, move |session| over(session.apply_all(&errand_queue, mirrors)))?;
     spawn("settle", &session, |session| run_settle(session))?;
     spawn("control", &session, move |session| run_control(session, &contest_queue))?;
+    register(&session);
+    fail::fail_point!("before-ready");
+    session.data.send_json(Kind::Ready, &Ready { blocks })?;
     if session.place == 0 {
-        // For the whole group, which is taken over as one.
+        // For the whole group, which is taken over as one. Not before the primary knows that this
+        // host is ready: it expects nothing else first.
         thread::Builder::new()
             .name(format!("prove-{}", session.vm))
             .spawn(proof::body(&session))
             .context("cannot start a thread")?;
     }
-    register(&session);
-    session.data.send_json(Kind::Ready, &Ready { blocks })?;
     heartbeat::start(&session.vm, &session)?;
     spawn("receive", &session, |session| session.receive())?;
     Ok(session)

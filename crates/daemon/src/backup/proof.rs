@@ -18,7 +18,7 @@ use understudy_protocol::{BackupEvent, BackupPhase, Epoch, Ownership};
 /// The primary believes a proof for 4.5 s ([`crate::primary`]).
 const INTERVAL: Duration = Duration::from_secs(2);
 
-/// Who owns the VM, by the word of the host that was its primary; none if it does not say.
+/// Asks the host that was the primary who owns the VM; none if it does not say.
 pub type Former = Box<dyn Fn() -> Option<Ownership> + Send + Sync>;
 
 /// Proves, or asks, for as long as the session lives. An arbiter's storage that hangs holds this

@@ -86,13 +86,13 @@ pub struct Session {
     pub(super) errands: Sender<Errand>,
     pub(super) contests: Sender<Generation>,
     pub(super) waiting: ByteBudget,
-    /// For snapshots of the VM.
+    /// Keeper of the image for snapshots of the VM.
     pub(super) keeper: Arc<Keeper>,
     pub(super) received: AtomicU64,
     /// QEMU does not follow the log any more.
     pub(super) diverged: AtomicBool,
     pub(super) parting: Parting,
-    /// Of the take-over, if it comes to one.
+    /// Clock of the take-over, if it comes to one.
     pub(super) clock: takeover::Clock,
     pub(super) changed: Doorbell,
 }

@@ -32,9 +32,9 @@ pub type Launch = Box<dyn Fn(&Machine, &Wanted) -> anyhow::Result<Beside> + Send
 
 /// A machine beside the one that there is.
 pub struct Beside {
-    /// It waits for its state.
+    /// Machine that waits for its state.
     pub machine: Arc<Machine>,
-    /// To be called when it has the other's place.
+    /// Callback for when it has the other's place.
     pub adopt: Box<dyn FnOnce() + Send>,
 }
 

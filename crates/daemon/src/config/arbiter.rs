@@ -142,7 +142,7 @@ mod tests {
     use std::path::Path;
 
     fn load(section: &str) -> Result<Option<ArbiterConfig>, String> {
-        let text = format!("name = 'a'\nlisten = '127.0.0.1:7788'\n[arbiter]\n{section}");
+        let text = format!("name = 'a'\nlisten = '127.0.0.1:7700'\n[arbiter]\n{section}");
         HostConfig::from_toml(&text, Path::new("host.toml"))
             .map(|config| config.arbiter)
             .map_err(|error| error.message)

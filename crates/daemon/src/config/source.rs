@@ -12,7 +12,7 @@ use understudy_protocol::NameError;
 /// What the TOML reader says of each field that must be there, and an example.
 const EXAMPLES: [(&str, &str); 3] = [
     ("missing field `name`", "name = \"a\""),
-    ("missing field `listen`", "listen = \"10.0.0.1:7788\""),
+    ("missing field `listen`", "listen = \"10.0.0.1:7700\""),
     ("missing field `kind`", "kind = \"file\""),
 ];
 
@@ -85,7 +85,7 @@ impl<'a> Source<'a> {
             let Some(address) = address(value) else {
                 return wrong(format!(
                     "{value} is not an address; write \"IP:port\" with a port of 1 to 65535, \
-                     for example \"10.0.0.1:7788\", or a list of these"
+                     for example \"10.0.0.1:7700\", or a list of these"
                 ));
             };
             if addresses.contains(&address) {

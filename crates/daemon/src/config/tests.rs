@@ -4,7 +4,7 @@ use super::*;
 
 const GOOD: &str = r#"
 name = "a"
-listen = "10.0.0.1:7788"
+listen = "10.0.0.1:7700"
 state_dir = "/srv/state"
 socket = "/run/a.sock"
 qemu = "/opt/qemu"
@@ -15,8 +15,8 @@ kind = "file"
 path = "/srv/arbiter"
 
 [peers]
-b = "10.0.0.2:7788"
-c-2 = "[fe80::1]:7788"
+b = "10.0.0.2:7700"
+c-2 = "[fe80::1]:7700"
 
 [detection]
 timeout_ms = 250
@@ -51,12 +51,12 @@ fn assert_says(message: &str, place: &str, words: &[&str]) {
 fn a_full_file_is_read() {
     let config = HostConfig::from_toml(GOOD, Path::new("host.toml")).unwrap();
     assert_eq!(config.name, "a");
-    assert_eq!(config.listen, ["10.0.0.1:7788".parse().unwrap()]);
+    assert_eq!(config.listen, ["10.0.0.1:7700".parse().unwrap()]);
     assert_eq!(config.state_dir, Path::new("/srv/state"));
     assert_eq!(config.socket, Path::new("/run/a.sock"));
     assert_eq!(config.arbiter, Some(ArbiterConfig::File { path: "/srv/arbiter".into() }));
-    assert_eq!(config.peers["b"], ["10.0.0.2:7788".parse().unwrap()]);
-    assert_eq!(config.peers["c-2"], ["[fe80::1]:7788".parse().unwrap()]);
+    assert_eq!(config.peers["b"], ["10.0.0.2:7700".parse().unwrap()]);
+    assert_eq!(config.peers["c-2"], ["[fe80::1]:7700".parse().unwrap()]);
     assert_eq!(config.qemu.as_deref(), Some(Path::new("/opt/qemu")));
     assert_eq!(config.agent.as_deref(), Some(Path::new("/opt/agent.so")));
     assert_eq!(config.detection_timeout, Duration::from_millis(250));
@@ -64,7 +64,7 @@ fn a_full_file_is_read() {
 
 #[test]
 fn what_is_left_out_has_its_default() {
-    let text = "name = 'a'\nlisten = '127.0.0.1:7788'";
+    let text = "name = 'a'\nlisten = '127.0.0.1:7700'";
     let config = HostConfig::from_toml(text, Path::new("host.toml")).unwrap();
     assert_eq!(config.state_dir, Path::new("/var/lib/understudy"));
     assert_eq!(config.socket, Path::new(DEFAULT_SOCKET));
@@ -95,7 +95,7 @@ fn a_field_of_the_wrong_kind_or_unknown_is_named() {
 #[test]
 fn a_missing_field_is_named() {
     assert_says(&broken("name = \"a\"", ""), "host.toml:", &["missing", "`name`", "name ="]);
-    assert_says(&broken("listen = \"10.0.0.1:7788\"", ""), "host.toml:", &["`listen`", "listen ="]);
+    assert_says(&broken("listen = \"10.0.0.1:7700\"", ""), "host.toml:", &["`listen`", "listen ="]);
 }
 
 #[test]
@@ -114,11 +114,11 @@ fn a_bad_name_says_what_is_allowed() {
 
 #[test]
 fn a_bad_address_says_how_to_write_it() {
-    for address in ["10.0.0.1", "host:7788", "10.0.0.1:0", "10.0.0.1:70000"] {
-        let message = broken("10.0.0.1:7788", address);
+    for address in ["10.0.0.1", "host:7700", "10.0.0.1:0", "10.0.0.1:70000"] {
+        let message = broken("10.0.0.1:7700", address);
         assert_says(&message, "host.toml:3: listen:", &[address, "IP:port"]);
     }
-    assert_says(&broken("10.0.0.2:7788", "b"), "host.toml:14: peers.b:", &["IP:port"]);
+    assert_says(&broken("10.0.0.2:7700", "b"), "host.toml:14: peers.b:", &["IP:port"]);
     assert_says(&broken("10.0.0.2", "0.0.0.0"), "host.toml:14: peers.b:", &["no host"]);
 }
 
@@ -127,24 +127,24 @@ fn peers_differ_from_each_other_and_from_this_host() {
     assert_says(&broken("b = ", "a = "), "host.toml:14: peers.a:", &["own name"]);
     assert_says(&broken("10.0.0.2", "10.0.0.1"), "host.toml:14: peers.b:", &["`listen`"]);
     let twice = broken("[fe80::1]", "10.0.0.2");
-    assert_says(&twice, "host.toml:15: peers.c-2:", &["10.0.0.2:7788", "\"b\""]);
+    assert_says(&twice, "host.toml:15: peers.c-2:", &["10.0.0.2:7700", "\"b\""]);
 }
 
 #[test]
 fn a_host_may_have_several_addresses() {
-    let (one, two) = ("\"10.0.0.2:7788\"", "\"10.1.0.2:7788\"");
+    let (one, two) = ("\"10.0.0.2:7700\"", "\"10.1.0.2:7700\"");
     let text = GOOD.replace(one, &format!("[{one}, {two}]"));
-    let text = text.replace("\"10.0.0.1:7788\"", "[\"10.0.0.1:7788\", \"10.1.0.1:7788\"]");
+    let text = text.replace("\"10.0.0.1:7700\"", "[\"10.0.0.1:7700\", \"10.1.0.1:7700\"]");
     let config = HostConfig::from_toml(&text, Path::new("host.toml")).unwrap();
     assert_eq!(config.listen.len(), 2);
     let expected: [SocketAddr; 2] =
-        ["10.0.0.2:7788".parse().unwrap(), "10.1.0.2:7788".parse().unwrap()];
+        ["10.0.0.2:7700".parse().unwrap(), "10.1.0.2:7700".parse().unwrap()];
     assert_eq!(config.peers["b"], expected);
     let place = "host.toml:14: peers.b:";
     assert_says(&broken(one, "[]"), place, &["0 addresses", "1 to 8"]);
     assert_says(&broken(one, &format!("[{one}, {one}]")), place, &["twice"]);
     assert_says(&broken(one, &format!("[{one}, 7]")), place, &["7 is not an address"]);
-    assert_says(&broken(one, "7788"), place, &["7788 is not an address"]);
+    assert_says(&broken(one, "7700"), place, &["7700 is not an address"]);
 }
 
 #[test]
@@ -164,11 +164,11 @@ fn strangers_are_kept_out_unless_the_operator_says_so() {
     let (open, tls) = GOOD.split_once("[tls]").unwrap();
     let read = |text: &str| HostConfig::from_toml(text, Path::new("host.toml"));
     let refused = |text: &str| read(text).unwrap_err().message;
-    let words = ["10.0.0.1:7788", "[tls]", "understudy pki", "insecure = true"];
+    let words = ["10.0.0.1:7700", "[tls]", "understudy pki", "insecure = true"];
     assert_says(&refused(open), "host.toml:3: listen:", &words);
     // Loopback is this machine's own, but the way to the peers is not.
     let local = open.replace("10.0.0.1", "127.0.0.1");
-    assert_says(&refused(&local), "host.toml:14: peers.b:", &["10.0.0.2:7788"]);
+    assert_says(&refused(&local), "host.toml:14: peers.b:", &["10.0.0.2:7700"]);
     assert!(read(&format!("insecure = true\n{open}")).unwrap().insecure);
     let both = format!("insecure = true\n{open}[tls]{tls}");
     assert_says(&refused(&both), "host.toml:1: insecure:", &["[tls]"]);

@@ -36,7 +36,7 @@ struct Said {
 }
 
 impl ConsoleOutput {
-    /// Of the QEMU at the other end of `qemu`, which does not block.
+    /// Makes the output of the QEMU at the other end of `qemu`, which does not block.
     pub(super) fn new(qemu: UnixStream, waiting: Waiting) -> io::Result<ConsoleOutput> {
         let buffer = OutputBuffer::new(Gate::Open, MOST_HELD_BYTES);
         let flags = EfdFlags::EFD_CLOEXEC | EfdFlags::EFD_NONBLOCK;

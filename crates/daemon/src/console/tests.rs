@@ -1,5 +1,6 @@
 //! The relay and the gate, with this side as QEMU and as the client.
 
+use super::log::FILE_BYTES;
 use super::*;
 use std::fs;
 use std::io::{Read, Write};
@@ -71,6 +72,26 @@ fn await_words(client: &mut UnixStream, words: &[u8]) {
         client.read_exact(&mut byte).unwrap();
         said.push(byte[0]);
     }
+}
+
+/// `yes > /dev/ttyS0` in a guest. Before, the log grew without end beside the mirrors.
+#[test]
+fn a_guest_that_never_stops_speaking_costs_two_files() {
+    const LINE: &[u8] = b"y\n";
+    let mut stage = Stage::new();
+    let piece = LINE.repeat(1 << 19);
+    for _ in 0..20 {
+        stage.says(&piece);
+    }
+    let Stage { folder, server, .. } = stage;
+    drop(server);
+    let sizes = ["log", "log.1"].map(|name| fs::metadata(folder.path().join(name)).unwrap().len());
+    assert!(sizes.iter().all(|bytes| *bytes <= FILE_BYTES), "{sizes:?}");
+    assert_eq!(sizes[1], FILE_BYTES, "the end of it is there");
+    let mut files: Vec<_> =
+        fs::read_dir(&folder).unwrap().map(|entry| entry.unwrap().file_name()).collect();
+    files.retain(|name| name != "console");
+    assert_eq!(files.len(), 2, "{files:?}");
 }
 
 #[test]

@@ -56,7 +56,7 @@ pub(crate) struct Orphans(Mutex<BTreeMap<VmName, Waiting>>);
 
 struct Waiting {
     why: String,
-    /// Nobody wants it any more.
+    /// True once nobody wants it any more.
     given_up: bool,
 }
 

@@ -10,7 +10,7 @@ use std::net::{IpAddr, Shutdown, TcpStream};
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
-/// For all of a handshake: TLS and the hello.
+/// Time for all of a handshake: TLS and the hello.
 pub const HANDSHAKE_LIMIT: Duration = Duration::from_secs(10);
 /// Handshakes in flight from addresses of known hosts, and from all others.
 const PLACES: [usize; 2] = [256, 64];

@@ -228,7 +228,7 @@ pub fn end(
     Ok(message)
 }
 
-/// Nobody follows any more: QEMU's log goes to nowhere.
+/// Sends QEMU's log to nowhere, since nobody follows any more.
 pub fn release(machine: &Machine) -> anyhow::Result<()> {
     let log = machine.log().context("this QEMU does not record")?;
     log.ask(Request::Detach)?;

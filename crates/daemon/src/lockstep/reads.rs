@@ -51,8 +51,8 @@ struct Trail {
 }
 
 impl ReadTrail {
-    /// Of a guest with so many disks, at the beginning of its log. `wake` is called when a batch
-    /// should be cut.
+    /// Makes those of a guest with so many disks, at the beginning of its log. `wake` is called
+    /// when a batch should be cut.
     pub fn new(disks: usize, wake: impl Fn() + Send + Sync + 'static) -> Arc<ReadTrail> {
         let state = Mutex::new(Trail { came: vec![0; disks], ..Default::default() });
         let (changed, wake) = (Condvar::new(), Box::new(wake));
@@ -138,7 +138,7 @@ pub enum ReadFailure {
 }
 
 impl ReadFailure {
-    /// For people.
+    /// Words for people.
     pub fn words(&self) -> &str {
         match self {
             ReadFailure::Diverged(words) | ReadFailure::Unusable(words) => words,
@@ -197,7 +197,7 @@ impl Followed {
 }
 
 impl Reads {
-    /// Of a guest with so many disks, at the beginning of its log.
+    /// Makes those of a guest with so many disks, at the beginning of its log.
     pub fn new(source: DiskReads, disks: usize) -> Arc<Reads> {
         let state = Followed {
             decoder: ReadDecoder::default(),

@@ -1,6 +1,7 @@
 //! A machine whose daemon has died, taken over by the next one: the same QEMU, everything
 //! around it anew. Its descriptors were kept meanwhile ([`crate::custody`]).
 
+use super::disk_error::DiskErrors;
 use super::launch::{QEMU_TIMEOUT, open_ports};
 use super::process::Process;
 use super::{Machine, OnEvent};
@@ -139,6 +140,7 @@ impl Machine {
             halted: AtomicBool::new(false),
             powered_off: AtomicBool::new(false),
             reset: Mutex::default(),
+            disk_errors: DiskErrors::default(),
         });
         let heard = process.clone().interpreted(on_event.clone());
         let monitor = Monitor::adopt(sockets, note.version, QEMU_TIMEOUT, heard)?;

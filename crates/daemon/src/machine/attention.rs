@@ -13,7 +13,7 @@ use std::time::Duration;
 /// Looks within the bound: it is exceeded by a tenth at most, for a host that is not starved.
 const LOOKS: u32 = 10;
 
-/// Whose turn it is in a pause.
+/// The side whose turn it is in a pause.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 enum Turn {
     /// No pause.
@@ -59,7 +59,7 @@ impl Attended<'_> {
         self.0.put(Turn::Qemus);
     }
 
-    /// It has.
+    /// Ends QEMU's turn: it has done the step.
     pub fn answered(&self) {
         self.0.put(Turn::Daemons);
     }
@@ -93,7 +93,7 @@ pub struct HangDetector {
 }
 
 impl HangDetector {
-    /// Of a QEMU that may be silent for so long.
+    /// Makes the detector of a QEMU that may be silent for so long.
     pub fn new(bound: Duration) -> HangDetector {
         HangDetector { bound, silent: Duration::ZERO, answers: 0, echoes: false }
     }

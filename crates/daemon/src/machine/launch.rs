@@ -1,6 +1,8 @@
 //! How a machine comes to be: its QEMU, and all that QEMU must find.
 
+use super::disk_error::DiskErrors;
 use super::process::{Process, connect};
+
 use super::{Machine, OnEvent};
 use crate::console::ConsoleServer;
 use crate::doorbell::Doorbell;
@@ -149,6 +151,7 @@ impl Machine {
             halted: AtomicBool::new(false),
             powered_off: AtomicBool::new(false),
             reset: Mutex::default(),
+            disk_errors: DiskErrors::default(),
         });
         let started = connect(&process, &listener, monitors, plan.on_event.clone());
         let (agent, mut monitor) = started.map_err(|error| process.explain(error))?;

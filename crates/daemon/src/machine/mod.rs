@@ -3,6 +3,7 @@
 
 mod adopt;
 pub(crate) mod attention;
+pub(crate) mod disk_error;
 mod launch;
 mod process;
 
@@ -45,6 +46,8 @@ pub enum MachineEvent {
     },
     /// QEMU ended, and its last words.
     Died(String),
+    /// The guest stands still at this error of one of its disks.
+    DiskFailed(String),
     /// Something to tell the user.
     Notice(String),
 }
@@ -271,7 +274,7 @@ impl Machine {
         Ok(new)
     }
 
-    /// From now on writes to all blocks but main memory are seen by [`Machine::scan_auxiliary`].
+    /// Has writes to all blocks but main memory seen by [`Machine::scan_auxiliary`] from now on.
     pub fn track_auxiliary(&self) -> anyhow::Result<()> {
         // Until it is there, protection cannot begin.
         let mut tracker = self.unprotected()?;
@@ -447,7 +450,7 @@ impl Machine {
         *lock(&self.custody) = Some(custody);
     }
 
-    /// It ends with this daemon again, as any guest does.
+    /// Ends the custody: the guest ends with this daemon again, as any does.
     pub fn end_custody(&self) {
         // Not under the lock: that takes a moment.
         let custody = lock(&self.custody).take();

@@ -1,5 +1,6 @@
 //! QEMU's process, and what it says by itself.
 
+use super::disk_error::{DiskError, DiskErrors};
 use super::launch::QEMU_TIMEOUT;
 use super::{MachineEvent, OnEvent};
 use crate::sync::lock;
@@ -19,10 +20,12 @@ pub(super) struct Process {
     pub(super) powered_off: AtomicBool,
     /// When the machine was last reset.
     pub(super) reset: Mutex<Option<Instant>>,
+    /// Errors of disks that stop the guest.
+    pub(super) disk_errors: DiskErrors,
 }
 
 /// Firmware that finds itself started again resets the machine once more: the same reboot.
-const SAME_REBOOT: Duration = Duration::from_secs(2);
+const SAME_REBOOT: Duration = Duration::from_secs(10);
 
 impl Process {
     fn interpret(&self, event: VmEvent) -> Option<MachineEvent> {
@@ -30,7 +33,11 @@ impl Process {
             return None;
         }
         match event {
-            VmEvent::Stopped | VmEvent::Resumed => None,
+            VmEvent::Stopped => None,
+            VmEvent::Resumed => {
+                self.disk_errors.resumed();
+                None
+            }
             // QEMU ends, which is told next.
             VmEvent::Shutdown { guest: false, .. } => None,
             VmEvent::Shutdown { guest: true, reason } => {
@@ -45,8 +52,13 @@ impl Process {
                 Some(MachineEvent::Notice("the guest's kernel panicked".to_owned()))
             }
             VmEvent::DiskError { node, reason, stopped } => {
-                let then = if stopped { "; the guest stands still" } else { "" };
-                Some(MachineEvent::Notice(format!("an error on {node}: {reason}{then}")))
+                let error = DiskError { node, reason };
+                let text = error.to_string();
+                if !stopped {
+                    return Some(MachineEvent::Notice(text));
+                }
+                let told = self.disk_errors.stopped(error, Instant::now());
+                told.then_some(MachineEvent::DiskFailed(text))
             }
             VmEvent::Disconnected => Some(MachineEvent::Died(self.last_words())),
         }

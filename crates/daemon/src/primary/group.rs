@@ -73,7 +73,13 @@ impl Group {
         sessions.iter().for_each(|session| act(session));
     }
 
-    /// The backup says why it could not take over; nothing if it could.
+    /// Notes that the backup has said that it is ready with a member.
+    pub(super) fn note_ready(&self, session: &Session) {
+        self.standing.begin();
+        session.event(PrimaryEvent::Heard);
+    }
+
+    /// Notes what the backup says: why it could not take over; nothing if it could.
     pub(super) fn heard_of_take_over(&self, session: &Session, words: &[u8]) {
         self.standing.heard(&session.vm, &session.peer, words);
     }

@@ -39,24 +39,32 @@ pub(super) fn watch(session: &Weak<Session>, bound: Duration) {
     }
 }
 
-/// The backup is to go on, if there is one that could; else there is nothing better than to wait.
+/// There is nothing better than to wait where no backup could go on.
 fn hand_over(session: &Session, silent: Duration, told: &mut bool) {
     let reason = format!("QEMU has not answered for {:.1} s", silent.as_secs_f64());
-    let obstacle = match session.phase() {
-        PrimaryPhase::Protected => session.group().obstacle(),
-        PrimaryPhase::HandingOver => return,
-        phase => Some(format!("it is {phase:?}")),
-    };
-    match obstacle {
-        None => {
-            warn!(vm = %session.vm, "{reason}: host {} is to take over", session.peer);
-            session.event(PrimaryEvent::GuestHangs(reason));
+    if let Err(obstacle) = session.give_guest_up(&reason)
+        && !std::mem::replace(told, true)
+    {
+        warn!(vm = %session.vm, "{reason}; {obstacle}");
+    }
+}
+
+impl Session {
+    /// Has the backup go on with the last epoch that it has, since the guest cannot go on here; the
+    /// reason if it could not.
+    pub fn give_guest_up(&self, reason: &str) -> Result<(), String> {
+        let obstacle = match self.phase() {
+            PrimaryPhase::Protected => self.group().obstacle(),
+            PrimaryPhase::HandingOver => return Ok(()),
+            phase => Some(format!("it is {phase:?}")),
+        };
+        match obstacle {
+            None => {
+                warn!(vm = %self.vm, "{reason}: host {} is to take over", self.peer);
+                self.event(PrimaryEvent::GuestHangs(reason.to_owned()));
+                Ok(())
+            }
+            Some(obstacle) => Err(format!("host {} could not take over: {obstacle}", self.peer)),
         }
-        Some(obstacle) if !*told => {
-            *told = true;
-            let peer = &session.peer;
-            warn!(vm = %session.vm, "{reason}; host {peer} could not take over: {obstacle}");
-        }
-        Some(_) => {}
     }
 }

@@ -101,7 +101,7 @@ impl Inbound {
     }
 }
 
-/// From now on the session's cards forward what they get.
+/// Has the session's cards forward what they get from now on.
 pub fn begin(session: &Session) {
     for port in session.machine().ports() {
         port.forward_inbound(Some(session.inbound.sink(port.card())));

@@ -61,7 +61,7 @@ impl Keeping {
 }
 
 impl Closing {
-    /// To be called before the epoch's end is queued.
+    /// Queues the order; to be called before the epoch's end is queued.
     pub fn queue(self, session: &Session, epoch: Epoch) {
         session.outbox.put_now(Outgoing::Data(Kind::Keep, epoch, self.order));
         let _ = self.closed.try_send(Ok(()));

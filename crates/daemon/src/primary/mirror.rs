@@ -67,7 +67,7 @@ impl Mirroring {
     }
 }
 
-/// From here on, every write of every disk goes to the backup too.
+/// Has every write of every disk go to the backup, too, from here on.
 pub fn begin(session: &Arc<Session>) {
     for disk in session.machine().disks() {
         disk.set_sink(Some(Arc::new(Mirroring(Arc::downgrade(session)))));

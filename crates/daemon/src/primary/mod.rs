@@ -89,7 +89,7 @@ pub struct Plan {
     pub encoding: EncodingPlan,
     /// The shortest silence that counts as failure.
     pub timeout: Duration,
-    /// For how long QEMU may be silent.
+    /// The longest silence of QEMU that is no failure.
     pub qemu_timeout: Duration,
     /// Arbiter of ownership.
     pub arbiter: Arbiter,
@@ -128,12 +128,6 @@ pub fn protect(
     await_ready(&data, &machine, &plan.peer)?;
     let heartbeat = dialler.heartbeat(path)?;
     data.set_read_timeout(None)?;
-    // Before the first change goes to the backup without being forgotten later.
-    plan.records.change(&machine.definition().name, |record| {
-        record.peer = Some(plan.peer.clone());
-        record.sessions.push(plan.session.clone());
-        record.in_lockstep = plan.mode == Mode::Lockstep;
-    })?;
 
     let (outbox, outflow) = send::queue();
     let (inbound, copies) = inbound::queue();
@@ -182,7 +176,11 @@ pub fn protect(
     if session.recording().is_some() {
         session.group.follow_log();
     }
+    session.group.note_ready(&session);
     start_heartbeats(&session, (path, heartbeat), &dialler)?;
+    note(&session, plan.mode).inspect_err(|error| {
+        session.event(PrimaryEvent::PeerGone(format!("{error:#}")));
+    })?;
     start_threads(&session, outflow, contest_queue, (copies, dialler), over)?;
     let (watched, bound) = (Arc::downgrade(&session), plan.qemu_timeout);
     thread::Builder::new()
@@ -190,6 +188,18 @@ pub fn protect(
         .spawn(move || hang::watch(&watched, bound))
         .context("cannot start a thread")?;
     Ok(session)
+}
+
+/// Notes the session, before the first change goes to the backup without being forgotten later.
+/// The backup hears heartbeats meanwhile: on a busy disk this takes seconds.
+fn note(session: &Session, mode: Mode) -> anyhow::Result<()> {
+    fail::fail_point!("note-session");
+    session.records.change(&session.vm, |record| {
+        record.peer = Some(session.peer.clone());
+        record.sessions.push(session.id.clone());
+        record.in_lockstep = mode == Mode::Lockstep;
+    })?;
+    Ok(())
 }
 
 /// `first` is the path that is connected already.

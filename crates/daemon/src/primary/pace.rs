@@ -29,7 +29,7 @@ pub struct Pace {
 enum Vcpus {
     Free,
     Limited(VcpuGroup, f64),
-    /// They should be slower than they can be made.
+    /// The vCPUs should be slower than they can be made.
     OutOfReach(String),
 }
 
@@ -106,7 +106,7 @@ impl Pace {
         *lock(&self.vcpus) = Vcpus::Free;
     }
 
-    /// For `status`.
+    /// Returns the report for `status`.
     pub fn report(&self) -> ThrottleReport {
         let (capacity, cut_short) = {
             let throttle = lock(&self.throttle);

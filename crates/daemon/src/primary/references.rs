@@ -77,7 +77,7 @@ impl References {
         lock(&self.0).under_way.remove(&disk);
     }
 
-    /// From now on no page is known, for good: the mirror is written by others, too.
+    /// Forgets all pages for good: the mirror is written by others, too, from now on.
     pub fn stop(&self) {
         *lock(&self.0) = Table::new(0);
     }

@@ -29,12 +29,17 @@ struct Word {
 }
 
 impl Standing {
-    /// Of a backup that has just taken the offer, which takes a proof.
+    /// Makes that of a backup that has just taken the offer, which takes a proof.
     pub fn new() -> Standing {
         Standing(Mutex::new(Word { heard: clock::now(), obstacle: None }))
     }
 
-    /// The backup says why it could not take over; nothing if it could.
+    /// Counts from now on: the backup is ready, which may have taken its time.
+    pub fn begin(&self) {
+        lock(&self.0).heard = clock::now();
+    }
+
+    /// Notes what the backup says: why it could not take over; nothing if it could.
     pub fn heard(&self, vm: &VmName, peer: &str, words: &[u8]) {
         let words = String::from_utf8_lossy(words);
         let reason: String = words.chars().take(LONGEST_REASON).collect();

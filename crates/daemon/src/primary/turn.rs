@@ -35,12 +35,12 @@ pub struct Prepared {
     pub next: Option<Next>,
 }
 
-/// To be called with the machine that has the guest now.
+/// Callback for the machine that has the guest now.
 pub type Adopt = Box<dyn FnOnce(&Arc<Machine>) + Send>;
 
 /// A machine in which the VM is to go on.
 pub struct Next {
-    /// It has all but the guest.
+    /// Machine that has all but the guest.
     pub machine: Arc<Machine>,
     /// What is left to do when it has the guest.
     pub adopt: Adopt,

@@ -26,7 +26,7 @@ pub enum Role {
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(tag = "state", rename_all = "kebab-case")]
 pub enum Protection {
-    /// Nobody asked for protection.
+    /// No protection was asked for.
     Off,
     /// First synchronisation; the VM runs and is not protected yet.
     Syncing {
@@ -91,7 +91,7 @@ pub struct CheckpointTiming {
     pub cont_ms: f64,
     /// The whole pause.
     pub total_ms: f64,
-    /// From the end of the pause until the backup's acknowledgement.
+    /// Time from the end of the pause until the backup's acknowledgement.
     pub replicate_ms: f64,
 }
 
@@ -136,7 +136,7 @@ pub struct PathReport {
     pub up: bool,
     /// Whether the data goes over it.
     pub in_use: bool,
-    /// For how many seconds it has been down.
+    /// Seconds for which it has been down.
     pub down_seconds: Option<f64>,
     /// Why it is down.
     pub reason: Option<String>,
@@ -160,7 +160,7 @@ pub struct DiskSync {
 /// the failure to the suspicion.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct TakeoverReport {
-    /// From the suspicion until the arbiter gave the VM to this host.
+    /// Time from the suspicion until the arbiter gave the VM to this host.
     pub arbiter_ms: f64,
     /// Lockstep: how far this host was behind when it suspected the failure.
     #[serde(default)]
@@ -172,7 +172,7 @@ pub struct TakeoverReport {
     pub activation_ms: f64,
     /// Loading the device state, until the guest ran.
     pub restart_ms: f64,
-    /// From the suspicion until the guest ran.
+    /// Time from the suspicion until the guest ran.
     pub total_ms: f64,
     /// Frames that clients had sent to the lost primary, and that the guest was given again.
     pub injected_frames: u64,
@@ -281,6 +281,9 @@ pub struct VmStatus {
     /// The VM has a display for whoever connects to it, who sees what the guest draws at once, committed or not.
     #[serde(default)]
     pub display_not_held: bool,
+    /// The error of a disk at which the guest stands still, and what becomes of it.
+    #[serde(default)]
+    pub disk_error: Option<String>,
     /// Process id of this host's QEMU for the VM.
     pub qemu_pid: Option<u32>,
     /// Unix socket of the guest's console.
@@ -328,6 +331,7 @@ impl VmStatus {
             held_frames: 0,
             held_console_bytes: None,
             display_not_held: false,
+            disk_error: None,
             qemu_pid: None,
             console: None,
             cards: Vec::new(),
@@ -405,7 +409,7 @@ pub struct CompressionReport {
 /// A VM in lockstep, as one of its hosts sees it.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct LockstepReport {
-    /// For how long the backup has had log that it has not executed, in milliseconds.
+    /// Milliseconds for which the backup has had log that it has not executed.
     pub lag_ms: f64,
     /// Instructions that the primary is known to be ahead.
     pub lag_instructions: u64,

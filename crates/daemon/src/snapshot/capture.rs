@@ -56,8 +56,8 @@ impl Saved {
 }
 
 impl Base {
-    /// Of a VM that was just restored from this snapshot, all of it: its disks know what they have
-    /// changed since then.
+    /// Makes that of a VM that was just restored from this snapshot, all of it: its disks know what
+    /// they have changed since then.
     pub fn of_restored(
         task: &RestoreTask,
         machine: &Machine,
@@ -97,7 +97,7 @@ pub struct Capture {
     task: TakeTask,
     number: SnapshotNumber,
     seat: Option<Arc<MemberSeat>>,
-    /// Told when no frame is in flight to the member any more.
+    /// Receives a word when no frame is in flight to the member any more.
     complete: Option<Receiver<()>>,
     store: Store,
     vm: Arc<PrimaryVm>,

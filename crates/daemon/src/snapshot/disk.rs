@@ -33,7 +33,7 @@ pub struct SavedDisks {
     pub areas: BTreeMap<DiskIndex, AreaMap>,
     /// What became of the blocks.
     pub packed: Packed,
-    /// To be committed when the snapshot exists.
+    /// Changes that are committed when the snapshot exists.
     pub changes: Vec<ChangesTaken>,
 }
 

@@ -79,8 +79,8 @@ struct Progress {
 }
 
 impl Filler {
-    /// For a machine that waits for its device state. `loader` is its main memory's, which may
-    /// be read from already, `auxiliary` are the other blocks.
+    /// Makes the filler of a machine that waits for its device state. `loader` is its main
+    /// memory's, which may be read from already, `auxiliary` are the other blocks.
     pub fn new(
         source: Source,
         machine: Arc<Machine>,
@@ -91,8 +91,8 @@ impl Filler {
         Filler { machine, auxiliary, work: Arc::new(work) }
     }
 
-    /// For a machine that another daemon has begun to fill, and that stands still. What has
-    /// content is there; QEMU waits for what it asked that daemon for.
+    /// Makes the filler of a machine that another daemon has begun to fill, and that stands still.
+    /// What has content is there; QEMU waits for what it asked that daemon for.
     pub fn resume(
         source: Source,
         machine: Arc<Machine>,

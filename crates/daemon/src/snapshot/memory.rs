@@ -76,7 +76,7 @@ pub struct SavedMemory {
     pub recent: Option<WorkingSet>,
     /// What CLOCK keeps of the same accesses.
     pub by_clock: Option<WorkingSet>,
-    /// To be kept until the snapshot exists.
+    /// What was taken, kept until the snapshot exists.
     pub taken: Taken,
 }
 

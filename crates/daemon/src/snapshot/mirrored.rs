@@ -29,7 +29,7 @@ pub struct MirroredCapture {
     task: TakeTask,
     number: SnapshotNumber,
     seat: Option<Arc<MemberSeat>>,
-    /// Told when no frame is in flight to the member any more.
+    /// Receives a word when no frame is in flight to the member any more.
     complete: Option<Receiver<()>>,
     store: Store,
     session: Arc<primary::Session>,

@@ -35,14 +35,14 @@ pub struct Content {
     pub clock: Option<Blob>,
     /// The working set in normal running, if that was sampled.
     pub sampled: Option<u64>,
-    /// For how long the guest stood still for the snapshot, in microseconds.
+    /// Microseconds for which the guest stood still for the snapshot.
     pub pause_us: u64,
     /// What was not saved again.
     pub base: Option<SnapshotNumber>,
 }
 
 impl Shape {
-    /// Of this machine.
+    /// Makes the shape of this machine.
     pub fn of(machine: &Machine) -> Shape {
         let disks = machine.disks().iter().zip(&machine.definition().disks);
         let disk = |(disk, defined): (&std::sync::Arc<understudy_disk::Disk>, &_)| {

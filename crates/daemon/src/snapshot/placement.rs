@@ -27,7 +27,7 @@ pub struct Question {
     pub vms: Vec<VmName>,
 }
 
-/// They could.
+/// The answer of a host that could take the members.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Answer {
     /// Bytes a second that the host read from the store.

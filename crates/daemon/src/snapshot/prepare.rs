@@ -269,7 +269,7 @@ fn memory_maps(
     blocks_of(member).map(|(id, entry)| Ok((id, store.area(entry)?))).collect()
 }
 
-/// They must be those of the QEMU that is there.
+/// Checks that the RAM blocks are those of the QEMU that is there.
 fn check_blocks(member: &MemberManifest, machine: &Machine) -> anyhow::Result<()> {
     for (id, entry) in blocks_of(member) {
         let pages = entry.bytes.div_ceil(UNIT_BYTES as u64);

@@ -124,7 +124,7 @@ pub struct RestoredMember {
     pub restored_ms: Option<f64>,
 }
 
-/// For how long members spoke to others that did not run yet, in milliseconds.
+/// Milliseconds for which members spoke to others that did not run yet.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct Backoff {
     /// Mean of all pairs.
@@ -136,7 +136,7 @@ pub struct Backoff {
 }
 
 impl Backoff {
-    /// Of these differences.
+    /// Makes that of these differences.
     pub fn of(mut differences: Vec<f64>) -> Backoff {
         differences.sort_by(f64::total_cmp);
         let Some(&max) = differences.last() else { return Backoff::default() };

@@ -91,7 +91,7 @@ impl Restoring {
         Restoring::of(host, task, state)
     }
 
-    /// Of a VM that runs, and whose daemon has died before all of it was there.
+    /// Makes that of a VM that runs, and whose daemon has died before all of it was there.
     pub(super) fn resumed(
         host: &Arc<Host>,
         task: &RestoreTask,

@@ -39,7 +39,7 @@ pub struct Coordinator {
 }
 
 impl Coordinator {
-    /// For this group, whose members have so much memory.
+    /// Makes the taker of this group, whose members have so much memory.
     pub fn new(
         host: &Arc<Host>,
         group: GroupPlaces,

@@ -69,7 +69,7 @@ pub(super) struct Watch {
 }
 
 impl Watch {
-    /// Of a guest that is about to start, if that is wanted.
+    /// Begins the trial of a guest that is about to start, if that is wanted.
     pub fn begin(machine: &Arc<Machine>, filler: &Arc<Filler>) -> anyhow::Result<Option<Watch>> {
         let Some(directory) = directory() else { return Ok(None) };
         let all_there = filler.state().complete;

@@ -44,16 +44,16 @@ impl FromStr for Compression {
 /// Bytes that are not the chunk that they should be.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum BadChunk {
-    /// They cannot be unpacked.
+    /// Bytes that cannot be unpacked.
     #[error("it cannot be unpacked")]
     Unreadable,
-    /// They say that they unpack to more than a chunk has.
+    /// Bytes that say that they unpack to more than a chunk has.
     #[error("it says that it unpacks to {0} bytes, more than any chunk")]
     TooLong(u32),
-    /// They unpack to something else.
+    /// Bytes that unpack to something else.
     #[error("its content has the checksum {0}")]
     Checksum(ChunkId),
-    /// They were not sealed as this chunk with the store's key.
+    /// Bytes that were not sealed as this chunk with the store's key.
     #[error("it was changed, or put in another's place: it is not what was sealed with the key")]
     Forged,
 }

@@ -50,7 +50,7 @@ pub enum RestorePhase {
     Starting,
     /// All have. Whether they stay is not decided yet.
     Deciding,
-    /// They stay, some still load.
+    /// All members stay, some still load.
     Running,
     /// All members run and are loaded; or failed after that was decided, for these reasons.
     Restored(Vec<Failure>),

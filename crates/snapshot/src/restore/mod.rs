@@ -46,9 +46,9 @@ pub enum Order {
 /// What becomes of members that run, decided once for all of them.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Decision {
-    /// They stay.
+    /// The members stay.
     Settled,
-    /// They are stopped: the restore has failed.
+    /// The members are stopped: the restore has failed.
     GivenUp,
 }
 

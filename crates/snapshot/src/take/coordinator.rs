@@ -39,7 +39,7 @@ pub enum TakerAction {
 pub enum TakerPhase {
     /// The members prepare.
     Preparing,
-    /// They take it, and save.
+    /// The members take it, and save.
     Saving,
     /// The manifest is being written.
     Publishing,

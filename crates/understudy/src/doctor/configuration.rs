@@ -166,8 +166,8 @@ mod tests {
 
     #[test]
     fn an_address_of_another_host_cannot_be_listened_on() {
-        assert_eq!(listen("127.0.0.1:7788".parse().unwrap()).state, State::Ok);
-        assert_eq!(listen("192.0.2.1:7788".parse().unwrap()).state, State::Fail);
+        assert_eq!(listen("127.0.0.1:7700".parse().unwrap()).state, State::Ok);
+        assert_eq!(listen("192.0.2.1:7700".parse().unwrap()).state, State::Fail);
     }
 
     #[test]

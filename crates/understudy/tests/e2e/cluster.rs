@@ -80,7 +80,7 @@ fn all_banks() -> Vec<SocketAddr> {
 pub fn ask(scene: &Scene, bank: SocketAddr, request: &str) -> Result<String> {
     let connect = || TcpStream::connect_timeout(&bank, Duration::from_secs(20));
     let mut stream = in_namespace(&scene.lab().client(), connect)??;
-    stream.set_read_timeout(Some(Duration::from_secs(20)))?;
+    stream.set_read_timeout(Some(LIMIT))?;
     stream.write_all(format!("{request}\n").as_bytes())?;
     let mut answer = String::new();
     BufReader::new(stream).read_line(&mut answer)?;

@@ -21,6 +21,14 @@ fn is_gone(pid: u32) -> Result<()> {
     })
 }
 
+/// Hosts with the shipped bound for QEMUs; their peers have more time ([`Calm`]).
+fn shipped(mut options: SceneOptions) -> SceneOptions {
+    for daemon in options.daemons.values_mut() {
+        daemon.settings = daemon.settings.replace("qemu_timeout_ms = 10000\n", "");
+    }
+    options
+}
+
 /// Stops the primary's QEMU for good; its backup goes on, and it never lives again.
 fn hang(scene: &mut Scene, primary: &str, backup: &str) -> Result<()> {
     let qemu = scene.host(primary)?.qemu_pid(VM)?;
@@ -37,20 +45,11 @@ fn hang(scene: &mut Scene, primary: &str, backup: &str) -> Result<()> {
     Ok(())
 }
 
-/// Hosts that wait for a peer for 3 s, and for a QEMU as they do by default.
-fn watchful() -> SceneOptions {
-    let mut options = options();
-    for daemon in options.daemons.values_mut() {
-        daemon.settings += "[detection]\ntimeout_ms = 3000\n";
-    }
-    options
-}
-
 /// Before: 20 s until the checkpoint's time-out, "protected" all the while, and the guest then went
 /// on alone where it hung.
 #[test]
 fn a_guest_that_hangs_is_taken_over() {
-    play_protected(watchful(), |scene, client| {
+    play_protected(shipped(options().calm()), |scene, client| {
         hang(scene, "a", "b")?;
         prove_survival(scene, client, "b")
     });
@@ -80,8 +79,7 @@ fn a_guest_that_hangs_for_less_than_the_bound_goes_on() {
 /// The same where the backup executes the log: it executes what it has, and goes on.
 #[test]
 fn a_guest_in_lockstep_that_hangs_is_taken_over() {
-    let daemons = watchful().daemons;
-    play_protected(SceneOptions { daemons, ..lockstep() }, |scene, client| {
+    play_protected(shipped(lockstep()), |scene, client| {
         in_lockstep(scene, "a")?;
         hang(scene, "a", "b")?;
         prove_survival(scene, client, "b")
@@ -92,7 +90,7 @@ fn a_guest_in_lockstep_that_hangs_is_taken_over() {
 /// not ended, and runs on when it wakes up.
 #[test]
 fn a_guest_that_hangs_without_a_fit_backup_is_left_alone() {
-    play_protected(watchful(), |scene, client| {
+    play_protected(shipped(options().calm()), |scene, client| {
         scene.host("b")?.hide(&scene.lab().arbiter_directory())?;
         wait_for("the primary to say that its backup could not take over", LIMIT, || {
             let status = scene.status("a")?;

@@ -10,14 +10,20 @@ use anyhow::{Context, Result, bail, ensure};
 use serde::Deserialize;
 use std::collections::BTreeMap;
 use std::fs;
-use understudy_lab::{Scene, SceneOptions, wait_for};
+use std::time::Duration;
+use understudy_lab::{LongLine, Scene, SceneOptions, wait_for};
 use understudy_protocol::literal;
 use understudy_snapshot::{Member, SnapshotNumber, Store};
 
 /// Payments in a row, so that some are on their way at any moment.
 const BURST: u64 = 6;
-/// Snapshots until one was taken with a payment in flight.
-const SNAPSHOTS: usize = 12;
+/// Snapshots until one was taken with a payment in flight; with the long line the first has some.
+const SNAPSHOTS: usize = 4;
+/// Delay of the line from host a to host b while a snapshot is taken. Either b's member takes its
+/// own before what host a's sent comes, or so much later that what it sends meanwhile comes to
+/// host a behind their moment.
+const DELAY: Duration = Duration::from_millis(60);
+const LINE_BITS_PER_SECOND: u64 = 1_000_000_000;
 /// Payments of a burst that prove that it goes on.
 const PAID: u64 = 20;
 
@@ -111,11 +117,24 @@ fn payment(frame: &[u8]) -> Option<u64> {
     std::str::from_utf8(text).ok()?.split(' ').nth(2)?.parse().ok()
 }
 
+/// Host a reaches host b over the long line.
+fn with_line(mut options: SceneOptions) -> SceneOptions {
+    let peers = format!("\n[peers]\nb = \"{}\"\n", LongLine::address());
+    options.daemons.get_mut("a").expect("a host of every scene").settings += &peers;
+    options
+}
+
+fn lay_line(scene: &Scene) -> Result<LongLine> {
+    LongLine::lay(scene.lab(), "b", LINE_BITS_PER_SECOND)
+}
+
 /// Takes snapshots of banks that pay until one has payments in flight.
-fn snapshot(bank: &Bank<'_>) -> Result<(u64, InFlight)> {
+fn snapshot(bank: &Bank<'_>, line: &LongLine) -> Result<(u64, InFlight)> {
     for taken in 0..SNAPSHOTS {
         await_bursts(bank.scene)?;
+        line.set_delay(DELAY);
         let number = bank.snapshot(["a", "b"][taken % 2])?;
+        line.set_delay(Duration::ZERO);
         let paid = in_flight(bank, number)?;
         if !paid.is_empty() {
             let count: usize = paid.values().map(Vec::len).sum();
@@ -175,11 +194,12 @@ fn prove_restored(bank: &Bank<'_>, number: u64, paid: &InFlight) -> Result<()> {
 
 /// Snapshots of banks that pay, of which some may be protected.
 fn frames_arrive_once(protected: &[usize]) {
-    play(options_with(protected), |scene| {
+    play(with_line(options_with(protected)), |scene| {
+        let line = lay_line(scene)?;
         let bank = Bank::found(scene)?;
         protected.iter().try_for_each(|member| bank.protect(*member))?;
         burst(scene, BURST)?;
-        let (number, paid) = snapshot(&bank)?;
+        let (number, paid) = snapshot(&bank, &line)?;
         await_bursts(scene)?;
         prove_undisturbed(scene, number)?;
         prove_restored(&bank, number, &paid)?;
@@ -206,7 +226,7 @@ impl Mutant {
     }
 
     fn options(&self) -> SceneOptions {
-        let mut options = bank_options();
+        let mut options = with_line(bank_options());
         let point = format!("frames-mutant=return({})", self.file().display());
         for daemon in options.daemons.values_mut() {
             daemon.environment.push(("FAILPOINTS".to_owned(), point.clone()));
@@ -236,15 +256,17 @@ impl Mutant {
 fn frames_that_are_lost_or_doubled_are_noticed() {
     let mutant = Mutant::new();
     play(mutant.options(), |scene| {
+        let line = lay_line(scene)?;
         let bank = Bank::found(scene)?;
         burst(scene, BURST)?;
-        let (number, paid) = snapshot(&bank)?;
+        let (number, paid) = snapshot(&bank, &line)?;
         let again = || prove_restored(&bank, number, &paid);
         mutant.caught("undelivered", "is lost", again)?;
         mutant.caught("delivered-twice", "came twice", again)?;
         again().context("without a mistake")?;
         burst(scene, BURST)?;
-        mutant.caught("unlogged", "no payment was in flight", || snapshot(&bank).map(drop))?;
+        mutant
+            .caught("unlogged", "no payment was in flight", || snapshot(&bank, &line).map(drop))?;
         bank.end()
     });
 }

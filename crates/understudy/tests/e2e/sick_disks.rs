@@ -1,41 +1,51 @@
 //! Disks that lose writes, and disks that are full.
 
+use crate::lockstep::console_of;
+use crate::refusals::log_of;
 use crate::stage::{
-    Calm, await_degraded, await_service, daemon, options, play, play_protected, prove_survival,
+    Calm, LIMIT, PACE, await_degraded, await_service, close, daemon, options, play, play_protected,
+    prove_disk, prove_survival,
 };
 use anyhow::{Context, Result, ensure};
 use std::fs::{self, File};
 use std::io::{self, Write};
 use std::path::{Path, PathBuf};
 use std::process::Command;
-use understudy_lab::HostOptions;
 use understudy_lab::scene::VM;
+use understudy_lab::{HostOptions, Scene, wait_for};
 
 /// What a process has been told about running out of memory.
 fn oom_score(pid: u64) -> Result<i32> {
     Ok(fs::read_to_string(format!("/proc/{pid}/oom_score_adj"))?.trim().parse()?)
 }
 
-/// While this file is there, no image on the host can be synced. Afterwards each sync succeeds
-/// again, as Linux has it.
-struct Failing(PathBuf);
+/// While this file is there, what the fail point stands for fails on the host. Afterwards it
+/// succeeds again; syncs do, too, as Linux has it.
+struct Failing {
+    point: &'static str,
+    file: PathBuf,
+}
 
 impl Failing {
     fn new(directory: &Path) -> Failing {
-        Failing(directory.join("cannot-sync"))
+        Failing::of("sync-disk", directory)
+    }
+
+    fn of(point: &'static str, directory: &Path) -> Failing {
+        Failing { point, file: directory.join("fails") }
     }
 
     fn daemon(&self) -> HostOptions {
-        let point = format!("sync-disk=return({})", self.0.display());
+        let point = format!("{}=return({})", self.point, self.file.display());
         HostOptions { environment: vec![("FAILPOINTS".to_owned(), point)], ..daemon().calm() }
     }
 
     fn begin(&self) -> Result<()> {
-        Ok(fs::write(&self.0, "")?)
+        Ok(fs::write(&self.file, "")?)
     }
 
     fn end(&self) -> Result<()> {
-        Ok(fs::remove_file(&self.0)?)
+        Ok(fs::remove_file(&self.file)?)
     }
 }
 
@@ -83,9 +93,43 @@ fn a_backup_that_cannot_apply_the_first_epoch_says_so_and_another_session_can() 
     });
 }
 
-// Before, the second flush succeeded, although what the first one lost was still lost.
+/// Writes a block of a file and syncs it, again and again; each success goes to the console.
+const FLUSHES: &str = "while :; do dd if=/dev/zero of=/data/flushed bs=4k count=1 conv=fsync && \
+                       echo FLUSHED > /dev/console; sleep 1; done";
+
+/// How often the guest has said that a flush succeeded.
+fn flushed(scene: &Scene) -> Result<usize> {
+    let said = console_of(scene, "a")?;
+    Ok(String::from_utf8_lossy(&said).matches("FLUSHED").count())
+}
+
+/// Waits until `status` says with 3 that an error of a disk has stopped host a's guest.
+fn await_stop(scene: &Scene) -> Result<String> {
+    wait_for("the guest to stand still", LIMIT, || {
+        let output = scene.host("a")?.cli(["status", VM, "--json"])?;
+        let status: serde_json::Value = serde_json::from_slice(&output.stdout)?;
+        let Some(error) = status["disk_error"].as_str() else { return Ok(None) };
+        ensure!(output.status.code() == Some(3), "{:?} with {error}", output.status);
+        Ok(Some(error.to_owned()))
+    })
+}
+
+/// Whoever is about to run out of memory: the QEMU of one VM, before the daemon of all.
+fn spares_the_daemon(scene: &Scene) -> Result<()> {
+    let qemu = scene.status("a")?["qemu_pid"].as_u64().context("no QEMU")?;
+    let (own, daemon) = (oom_score(std::process::id().into())?, scene.host("a")?.pid());
+    let (daemon, qemu) = (oom_score(daemon.into())?, oom_score(qemu)?);
+    ensure!(qemu == 300.max(own), "QEMU has {qemu}, this test {own}");
+    // Without CAP_SYS_RESOURCE it cannot be spared, and says so.
+    let said = log_of(scene, "a")?.contains("cannot write /proc/self/oom_score_adj");
+    ensure!(daemon == -900 || (daemon == own && said), "the daemon has {daemon}, this test {own}");
+    Ok(())
+}
+
+// Before, the second flush succeeded, although what the first one lost was still lost. And nobody
+// was told that the guest stood still.
 #[test]
-fn a_guest_whose_disk_lost_writes_hears_of_it_with_every_flush() {
+fn a_guest_whose_disk_lost_writes_never_flushes_again() {
     let directory = tempfile::tempdir().expect("a directory for the test");
     let failing = Failing::new(directory.path());
     let mut options = options().calm();
@@ -93,26 +137,78 @@ fn a_guest_whose_disk_lost_writes_hears_of_it_with_every_flush() {
     play(options, |scene| {
         scene.start_guest("a")?;
         scene.await_guest()?;
-        // When memory runs out, the kernel ends a QEMU before the daemon.
-        let qemu = scene.status("a")?["qemu_pid"].as_u64().context("no QEMU")?;
-        let (daemons, qemus) = (oom_score(scene.host("a")?.pid().into())?, oom_score(qemu)?);
-        ensure!(qemus == 300 && daemons <= 0, "{daemons}, {qemus}");
-        // Without CAP_SYS_RESOURCE it cannot be spared, and says so.
-        let said = scene.diagnostics().contains("cannot write /proc/self/oom_score_adj");
-        ensure!(daemons == -900 || said, "{daemons}");
-        let mut shell = scene.shell()?;
-        let mut flush = || -> Result<bool> {
-            let line =
-                "dd if=/dev/zero of=/data/flushed bs=4k count=1 conv=fsync 2>&1 && echo WELL";
-            Ok(shell.run(line)?.text.contains("WELL"))
-        };
-        ensure!(flush()?, "the disk is sound");
+        spares_the_daemon(scene)?;
+        // It runs already when the disk fails: a guest that stands still takes no orders.
+        scene.shell()?.start(FLUSHES)?;
+        wait_for("the disk to be sound", LIMIT, || Ok((flushed(scene)? > 0).then_some(())))?;
         failing.begin()?;
-        ensure!(!flush()?, "the sync failed");
+        let error = await_stop(scene)?;
+        ensure!(error.contains("what the guest wrote is lost"), "{error}");
+        ensure!(error.contains(&format!("`understudy vm start {VM}`")), "{error}");
+        let before = flushed(scene)?;
         failing.end()?;
-        ensure!(!flush()?, "the next one succeeded although the first one's writes are lost");
+        // QEMU asks again for what failed, and again.
+        let asked =
+            || -> Result<usize> { Ok(log_of(scene, "a")?.matches("request failed").count()) };
+        for _ in 0..2 {
+            let tried = asked()?;
+            wait_for("another try", LIMIT, || Ok((asked()? > tried).then_some(())))?;
+            await_stop(scene)?;
+        }
+        // A success from before may be told in between.
+        let after = flushed(scene)?;
+        ensure!(
+            after <= before + 1,
+            "{before} flushes, then {after}, and what was written is lost"
+        );
+        // The way out that it names.
+        scene.host("a")?.call(["vm", "stop", VM, "--force"])?;
+        scene.host("a")?.call(["vm", "start", VM])?;
+        scene.await_guest()?;
         scene.host("a")?.call(["vm", "stop", VM, "--force"])?;
         Ok(())
+    });
+}
+
+// Before, the guest stood still on the host with the bad disk, and status said "protected".
+#[test]
+fn a_primary_whose_disk_lost_writes_is_taken_over() {
+    let directory = tempfile::tempdir().expect("a directory for the test");
+    let failing = Failing::new(directory.path());
+    let mut options = options().calm();
+    options.daemons.insert("a".to_owned(), failing.daemon());
+    play_protected(options, |scene, client| {
+        failing.begin()?;
+        scene.await_live("b")?;
+        let fenced = scene.await_fenced("a")?;
+        let reason = fenced["protection"]["reason"].as_str().unwrap_or_default();
+        ensure!(reason.contains("an error on disk0"), "{fenced}");
+        prove_survival(scene, client, "b")
+    });
+}
+
+// Before, it stood still for good: nobody asked QEMU to try again.
+#[test]
+fn a_guest_whose_disk_recovers_goes_on() {
+    let directory = tempfile::tempdir().expect("a directory for the test");
+    let failing = Failing::of("read-disk", directory.path());
+    let mut options = options().calm();
+    options.daemons.insert("a".to_owned(), failing.daemon());
+    play(options, |scene| {
+        scene.start_guest("a")?;
+        scene.await_guest()?;
+        let client = scene.record_client(PACE)?;
+        await_service(&client)?;
+        let mut shell = scene.shell()?;
+        failing.begin()?;
+        shell.start("dd if=/dev/vda of=/dev/null bs=1M count=8 iflag=direct")?;
+        let error = await_stop(scene)?;
+        ensure!(error.contains("it is tried again every 5 s"), "{error}");
+        failing.end()?;
+        await_service(&client)?;
+        ensure!(scene.status("a")?["disk_error"].is_null(), "it is still said to stand still");
+        let acked = close(client)?;
+        prove_disk(scene, "a", acked)
     });
 }
 

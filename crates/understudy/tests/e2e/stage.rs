@@ -9,8 +9,9 @@ use understudy_lab::check::check_disk;
 use understudy_lab::scene::VM;
 use understudy_lab::{HostOptions, HostProcess, RecordClient, Scene, SceneOptions, wait_for};
 
-/// Between two records, so that a test is not about the disk's speed.
-pub const PACE: Duration = Duration::from_millis(5);
+/// Between two records, so that a test is not about the disk's speed, and an emulated guest leaves the
+/// processors time for other stories.
+pub const PACE: Duration = Duration::from_millis(20);
 /// See [`Calm`].
 const CALM_DETECTION: &str = "[detection]\ntimeout_ms = 3000\nqemu_timeout_ms = 10000\n";
 /// For anything that a living machine does by itself, on a machine several times slower
@@ -46,8 +47,8 @@ pub fn repairing_daemon() -> HostOptions {
     HostOptions::default()
 }
 
-/// Hosts that take only a silence of 3 s for a failure, where the shipped detector takes 100 ms, and
-/// one of 10 s for that of a QEMU, where it takes one.
+/// Hosts that take only a silence of 3 s for a failure, where the shipped detector takes 100 ms,
+/// and one of 10 s of a QEMU, where that takes 1 s.
 /// For stories that say who is primary and backup while nothing fails, or what becomes of both
 /// after a failure of the backup: on a machine that several stories keep busy the shipped one is
 /// wrong now and then, which costs no data, but makes it another story. Those that outlive the

@@ -4,7 +4,8 @@
 //! Network load is under way, so that there is output to be let out too late.
 
 use crate::deaths::{await_rounds, unharmed};
-use crate::stage::{LIMIT, await_degraded, options, play_protected, prove_survival};
+use crate::refusals::quick;
+use crate::stage::{Calm, LIMIT, await_degraded, options, play, play_protected, prove_survival};
 use anyhow::{Context, Result, ensure};
 use std::time::{Duration, Instant};
 use understudy_lab::scene::{ECHO_PORT, VM};
@@ -109,4 +110,35 @@ fn a_backup_host_stalls_and_returns() {
 #[test]
 fn a_backup_daemon_stalls_and_returns() {
     backups_stall(Part::Daemon);
+}
+
+/// The primary notes the session on stable storage before it changes anything, which takes its time
+/// on a busy disk. Before, its first heartbeat waited for that, and the backup gave up: "the
+/// primary has been silent for 3013 ms, before the first synchronisation ended".
+#[test]
+#[cfg_attr(not(feature = "fail-points"), ignore = "needs `--features fail-points`")]
+fn a_primary_with_a_slow_disk_is_heard_when_protection_begins() {
+    let mut options = options().calm();
+    let slow = ("FAILPOINTS".to_owned(), "note-session=sleep(5000)".to_owned());
+    options.daemons.get_mut("a").expect("a host of every scene").environment.push(slow);
+    play_protected(options, |scene, client| {
+        scene.host_mut("a")?.kill_everything()?;
+        prove_survival(scene, client, "b")
+    });
+}
+
+/// Before, the first proof that it could take over might come before the word that it is ready:
+/// "the peer sent MayTakeOver where Ready was due".
+#[test]
+#[cfg_attr(not(feature = "fail-points"), ignore = "needs `--features fail-points`")]
+fn a_backup_that_is_held_up_is_ready_before_all_else() {
+    let mut options = quick();
+    let slow = ("FAILPOINTS".to_owned(), "before-ready=sleep(1000)".to_owned());
+    options.daemons.get_mut("b").expect("a host of every scene").environment.push(slow);
+    play(options, |scene| {
+        scene.protected_guest("a", "b")?;
+        scene.host_mut("a")?.kill_everything()?;
+        scene.await_live("b")?;
+        scene.host("b")?.call(["vm", "stop", VM, "--force"]).map(drop)
+    });
 }

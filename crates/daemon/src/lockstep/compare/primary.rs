@@ -50,7 +50,7 @@ pub(super) const MOST_UNANSWERED: usize = 4;
 /// A backup that answers nothing for so long does not compare. It may be far behind.
 const ANSWER_PATIENCE: Duration = Duration::from_secs(60);
 
-/// Nobody waits longer without looking again.
+/// The longest wait without another look.
 const LONGEST_WAIT: Duration = Duration::from_millis(250);
 
 /// Of a backup that is further behind no sample is taken.
@@ -72,7 +72,7 @@ pub struct Comparer {
 
 #[derive(Debug, Default)]
 struct State {
-    /// Somebody waits for a whole comparison.
+    /// True while somebody waits for a whole comparison.
     wanted: bool,
     result: Option<Result<ComparisonReport, String>>,
     findings: VecDeque<Findings>,

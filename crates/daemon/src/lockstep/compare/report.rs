@@ -69,7 +69,7 @@ pub struct ComparisonCounts {
 }
 
 impl ComparisonReport {
-    /// Of this machine.
+    /// Makes the report of this machine.
     pub(super) fn new(machine: &Machine, peer: &str, tally: &Tally, time: Duration) -> Self {
         let named = |spots: &std::collections::BTreeSet<Spot>| {
             spots.iter().map(|&spot| Difference::new(machine, spot)).collect()

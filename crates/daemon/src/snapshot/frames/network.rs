@@ -193,7 +193,7 @@ impl State {
         Some(way)
     }
 
-    /// Nobody is here any more.
+    /// Ends the network on this host, once no member is here any more.
     pub fn end(&mut self) {
         std::mem::take(&mut self.outgoing).values().for_each(|way| way.end());
         (self.roster, self.tended) = (Roster::default(), false);

@@ -34,7 +34,7 @@ struct Known {
 /// Destination of a frame that a member sends.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Route {
-    /// Nobody of the cluster.
+    /// A sender or receiver outside the cluster.
     Outside,
     /// This member, and nobody else.
     One(Member),

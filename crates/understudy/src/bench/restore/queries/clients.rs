@@ -41,8 +41,8 @@ pub struct Clients {
 }
 
 impl Clients {
-    /// They connect to the members in turn, which run, and ask until they are stopped, or so many
-    /// queries each. No two ask the same: the first query is `first`.
+    /// Starts them: they connect to the members in turn, which run, and ask until they are stopped,
+    /// or so many queries each. No two ask the same: the first query is `first`.
     pub fn start(members: &Members, port: u16, first: u64, queries: Option<usize>) -> Clients {
         let stop = Arc::new(AtomicBool::new(false));
         let answers: Arc<Mutex<Vec<Answer>>> = Arc::default();
