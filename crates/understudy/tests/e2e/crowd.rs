@@ -14,7 +14,7 @@ const MEMORY_MIB: u32 = 96;
 const VMS_ON_EACH: usize = 4;
 /// The backup may give its VMs this much: enough for eight, not for nine.
 const BACKUP_MEMORY: &str = "memory = \"2112M\"\n";
-const PACE: Duration = Duration::from_millis(20);
+const PACE: Duration = Duration::from_millis(50);
 /// What a QEMU that stands by may hold for itself (27 measured), and the backup's daemon for all
 /// eight of them (23): not enough for one copy of a guest more.
 const QEMU_MIB: u64 = 40;
