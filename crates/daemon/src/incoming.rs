@@ -2,6 +2,7 @@
 
 use crate::arrivals::Arrival;
 use crate::backup::{self, Beside, Former, Launch, Outcome};
+use crate::containment::of_vm;
 use crate::error::{ErrorKind, HostError};
 use crate::gate::authorize::{Asker, authorize};
 use crate::gate::lobby::Place;
@@ -13,7 +14,6 @@ use crate::machine;
 use crate::report::Mode;
 use crate::resync::{self, Groundwork};
 use crate::snapshot::frames;
-use crate::sync::lock;
 use crate::vm::{FencedVm, Vm};
 use anyhow::{Context, anyhow, bail};
 use std::net::TcpStream;
@@ -28,6 +28,7 @@ use understudy_protocol::{DiskIndex, HostName, Output};
 use understudy_qemu::Role;
 use understudy_qemu::command::Lockstep;
 use understudy_qemu::lockstep::LogRole;
+use understudy_threads::within;
 
 /// Answers one connection, which has `place` until it is known whose it is.
 pub fn serve(host: &Arc<Host>, stream: TcpStream, place: Place) {
@@ -60,19 +61,21 @@ pub fn serve(host: &Arc<Host>, stream: TcpStream, place: Place) {
             Purpose::Heartbeat { session, path } => {
                 let session = session_of(host, &link, &session)?;
                 link.send_json(Kind::Welcome, &Welcome::of(&host.config.name))?;
-                backup::attach_heartbeat(&session, path, link)
+                within(&of_vm(host, &session.vm), || backup::attach_heartbeat(&session, path, link))
             }
             Purpose::Inbound { session } => {
                 let session = session_of(host, &link, &session)?;
                 link.send_json(Kind::Welcome, &Welcome::of(&host.config.name))?;
-                backup::attach_inbound(&session, link)
+                within(&of_vm(host, &session.vm), || backup::attach_inbound(&session, link))
             }
             Purpose::Frames { cluster } => {
                 frames::serve(&host.fabric, &host.config.name, &hello.host, &cluster, &link)
             }
             Purpose::Resume { session, path, received } => {
                 let session = session_of(host, &link, &session)?;
-                backup::resume(&session, path, &link, received)
+                within(&of_vm(host, &session.vm), || {
+                    backup::resume(&session, path, &link, received)
+                })
             }
         }
     });
@@ -115,7 +118,7 @@ fn session_of(host: &Host, link: &Link, id: &str) -> anyhow::Result<Arc<backup::
 
 impl Host {
     fn backup_session(&self, id: &str) -> Option<Arc<backup::Session>> {
-        lock(&self.vms).values().find_map(|vm| match vm {
+        self.vms.lock().values().find_map(|vm| match vm {
             Vm::Backup(session) if session.id == id => Some(session.clone()),
             _ => None,
         })
@@ -130,7 +133,7 @@ fn take_offer(host: &Arc<Host>, link: Link, hello: &Hello, offer: &Offer) -> any
     // An arbiter that does not answer may take its time: nobody else waits for it.
     let proven = host.check_arbiter(&hello.host, offer);
     let expected = {
-        let _adding = lock(&host.adding);
+        let _adding = host.adding.lock();
         let expect = |()| Arrival::expect(host, &hello.host, &offer.definition);
         examine(host, offer).and(proven).map(expect)
     };
@@ -159,7 +162,9 @@ fn take_offer(host: &Arc<Host>, link: Link, hello: &Hello, offer: &Offer) -> any
         Groundwork::Resync(_, resync) => welcome.resync = Some(resync.clone()),
     }
     link.send_json(Kind::Welcome, &welcome)?;
-    if let Err(error) = stand_by(host, link.clone(), hello, offer, groundwork) {
+    let scope = of_vm(host, &offer.definition.name);
+    let stands_by = || stand_by(host, link.clone(), hello, offer, groundwork);
+    if let Err(error) = within(&scope, stands_by) {
         link.refuse(&format!("host {} cannot stand by: {error:#}", host.config.name));
         return Err(error);
     }
@@ -281,7 +286,7 @@ fn stand_by(
     };
     // Registered before the primary hears that it may connect its heartbeat.
     backup::accept(link, plan, machine, mirrors, over, |session| {
-        lock(&host.vms).insert(name.clone(), Vm::Backup(session.clone()));
+        host.vms.lock().insert(name.clone(), Vm::Backup(session.clone()));
     })?;
     info!(vm = %name, "standing by for {}", hello.host);
     Ok(())
@@ -345,7 +350,7 @@ fn group_of(
     if membership.members.get(place) != Some(&own) {
         bail!("the offer's group does not have {} in its place", own.vm);
     }
-    let mut groups = lock(&host.backed_groups);
+    let mut groups = host.backed_groups.lock();
     groups.retain(|group| group.strong_count() > 0);
     if place == 0 {
         let group = backup::Group::new(membership, &hello.host, timeout, Output::Held);
@@ -399,12 +404,12 @@ fn end(host: &Arc<Host>, name: &VmName, remedy: &str, outcome: Outcome) {
             }
         }
         Outcome::Discarded => {
-            lock(&host.vms).remove(name);
+            host.vms.lock().remove(name);
         }
         Outcome::Failed { generation, reason } => {
             let reason = failed("won the VM and could not start it", &anyhow::anyhow!(reason));
             let fenced = FencedVm { name: name.to_owned(), generation, reason: reason.to_string() };
-            lock(&host.vms).insert(name.to_owned(), Vm::Fenced(Arc::new(fenced)));
+            host.vms.lock().insert(name.to_owned(), Vm::Fenced(Arc::new(fenced)));
         }
     }
 }

@@ -233,9 +233,7 @@ pub fn accept(
     spawn("control", &session, move |session| run_control(session, &contest_queue))?;
     if session.place == 0 {
         // For the whole group, which is taken over as one.
-        thread::Builder::new()
-            .name(format!("prove-{}", session.vm))
-            .spawn(proof::body(&session))
+        understudy_threads::spawn(format!("prove-{}", session.vm), proof::body(&session))
             .context("cannot start a thread")?;
     }
     register(&session);
@@ -276,9 +274,7 @@ fn spawn(
     body: impl FnOnce(&Arc<Session>) + Send + 'static,
 ) -> anyhow::Result<()> {
     let session = session.clone();
-    thread::Builder::new()
-        .name(format!("{role}-{}", session.vm))
-        .spawn(move || body(&session))
+    understudy_threads::spawn(format!("{role}-{}", session.vm), move || body(&session))
         .map(drop)
         .context("cannot start a thread")
 }

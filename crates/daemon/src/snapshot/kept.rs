@@ -16,12 +16,14 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex};
 use std::thread;
 use std::time::{Duration, Instant};
+use tracing::error;
 use tracing::{info, warn};
 use understudy_memory::{MAIN_MEMORY, StillImage, StillPage};
 use understudy_protocol::BlockId;
 use understudy_snapshot::{
     AreaMap, Lane, Packer, Page, SnapshotNumber, WorkingSet, working_set_size,
 };
+use understudy_threads::spawn;
 
 /// How often the end of the trace is looked for.
 const LOOK: Duration = Duration::from_millis(20);
@@ -83,11 +85,14 @@ impl Keeper {
         let former = lock(&self.keeping).replace(keeping);
         drop(former);
         let keeper = self.clone();
-        thread::spawn(move || {
+        let started = spawn("keep", move || {
             let image = job.run(&keeper.keys, &stop);
             keeper.let_go(number);
             answer(image);
         });
+        if let Err(error) = started {
+            error!("a snapshot is not kept: cannot start a thread: {error}");
+        }
     }
 
     /// Nothing is kept for this snapshot any more.

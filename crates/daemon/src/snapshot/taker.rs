@@ -6,6 +6,7 @@ use super::report::SnapshotRequest;
 use super::unix_now;
 use super::words::{GroupPlaces, Heard, Reply, Said, TakeTask};
 use crate::clock;
+use crate::containment::spawn_for_request;
 use crate::error::{ErrorKind, HostError};
 use crate::host::Host;
 use crate::moments::pass;
@@ -107,7 +108,7 @@ impl Coordinator {
                 let manifest = self.manifest(number, parts);
                 let Some(writing) = self.writing.take() else { return };
                 let (store, events) = (self.store.clone(), self.events.clone());
-                thread::spawn(move || {
+                spawn_for_request("publish", move || {
                     let event = publish(&store, writing, &manifest);
                     // Nobody listens after the end.
                     let _ = events.send(event);
