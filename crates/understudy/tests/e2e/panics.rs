@@ -17,15 +17,16 @@ const OF_PRIMARY: [&str; 5] = ["capture", "barrier", "send", "receive", "release
 /// Threads of a backup: at each message, at each epoch, with the state machine's lock held.
 const OF_BACKUP: [&str; 3] = ["stage", "apply", "acknowledge"];
 
-/// The file that says whom to strike on a host.
-fn strike_file(host: &str) -> PathBuf {
-    std::env::temp_dir().join(format!("understudy-strike-{}-{host}", std::process::id()))
+/// The file that says whom to strike on a host, in one of the stories.
+fn strike_file(story: &str, host: &str) -> PathBuf {
+    let process = std::process::id();
+    std::env::temp_dir().join(format!("understudy-strike-{process}-{story}-{host}"))
 }
 
-fn struck_options() -> SceneOptions {
+fn struck_options(story: &str) -> SceneOptions {
     let mut options = SceneOptions { memory_mib: 256, ..options().calm() };
     for host in ["a", "b"] {
-        let action = format!("strike=return({})", strike_file(host).display());
+        let action = format!("strike=return({})", strike_file(story, host).display());
         let environment = vec![("FAILPOINTS".to_owned(), action)];
         let armed = HostOptions { environment, ..daemon().calm() };
         options.daemons.insert(host.to_owned(), armed);
@@ -34,8 +35,8 @@ fn struck_options() -> SceneOptions {
 }
 
 /// Has a thread of the guest panic on a host; returns when it has.
-fn strike(host: &str, role: &str) -> Result<()> {
-    let file = strike_file(host);
+fn strike(story: &str, host: &str, role: &str) -> Result<()> {
+    let file = strike_file(story, host);
     let beside = file.with_extension("new");
     fs::write(&beside, format!("{role} of {VM}"))?;
     fs::rename(&beside, &file)?;
@@ -89,8 +90,11 @@ fn says_what_happened(scene: &Scene, host: &str, role: &str) -> Result<()> {
     Ok(())
 }
 
-fn play_struck(story: impl FnOnce(&mut Scene, RecordClient, &Bystanders) -> Result<()>) {
-    play(struck_options(), |scene| {
+fn play_struck(
+    name: &str,
+    story: impl FnOnce(&mut Scene, RecordClient, &Bystanders) -> Result<()>,
+) {
+    play(struck_options(name), |scene| {
         let companion = Companion::new(scene)?;
         companion.start(scene.host("a")?)?;
         scene.protected_guest("a", "b")?;
@@ -105,11 +109,11 @@ fn play_struck(story: impl FnOnce(&mut Scene, RecordClient, &Bystanders) -> Resu
 #[test]
 #[cfg_attr(not(feature = "fail-points"), ignore = "needs `--features fail-points`")]
 fn a_panic_in_a_primarys_thread_moves_that_vm_only() {
-    play_struck(|scene, client, bystanders| {
+    play_struck("primary", |scene, client, bystanders| {
         let (mut victim, mut survivor) = ("a", "b");
         for role in OF_PRIMARY {
             let tell = || format!("`{role}` on host {victim}");
-            strike(victim, role)?;
+            strike("primary", victim, role)?;
             scene.await_live(survivor).with_context(tell)?;
             scene.await_fenced(victim).with_context(tell)?;
             says_what_happened(scene, victim, role).with_context(tell)?;
@@ -127,10 +131,10 @@ fn a_panic_in_a_primarys_thread_moves_that_vm_only() {
 #[test]
 #[cfg_attr(not(feature = "fail-points"), ignore = "needs `--features fail-points`")]
 fn a_panic_in_a_backups_thread_ends_that_backup_only() {
-    play_struck(|scene, client, bystanders| {
+    play_struck("backup", |scene, client, bystanders| {
         for role in OF_BACKUP {
             let tell = || format!("`{role}` on host b");
-            strike("b", role)?;
+            strike("backup", "b", role)?;
             let reason = await_degraded(scene, "a").with_context(tell)?;
             println!("{role}: {reason}");
             await_service(&client).with_context(tell)?;

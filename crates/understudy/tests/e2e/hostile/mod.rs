@@ -31,6 +31,7 @@ use understudy_protocol::wire::Kind;
 use words::{Words, on_wire};
 
 const SECONDS: u64 = 10;
+const LONG_SECONDS: u64 = 300;
 /// Those who attack at the same time: one dials host a, the others host b.
 const DIALLERS: u64 = 3;
 /// Messages of one conversation.
@@ -353,7 +354,16 @@ fn watch(scene: &mut Scene, until: Instant) -> Result<()> {
 
 #[test]
 fn a_hostile_peer_harms_nobody() {
-    let seconds = number_of("UNDERSTUDY_HOSTILE_SECONDS").unwrap_or(SECONDS);
+    harms_nobody(number_of("UNDERSTUDY_HOSTILE_SECONDS").unwrap_or(SECONDS));
+}
+
+#[test]
+#[ignore = "long: `make test-long`"]
+fn a_hostile_peer_harms_nobody_for_long() {
+    harms_nobody(number_of("UNDERSTUDY_HOSTILE_SECONDS").unwrap_or(LONG_SECONDS));
+}
+
+fn harms_nobody(seconds: u64) {
     let now = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |now| now.as_secs());
     let seed = number_of("UNDERSTUDY_HOSTILE_SEED").unwrap_or(now);
     println!("UNDERSTUDY_HOSTILE_SEED={seed} UNDERSTUDY_HOSTILE_SECONDS={seconds}");

@@ -52,21 +52,12 @@ pub const KINDS: [Kind; 42] = [
     Kind::Console,
 ];
 
+/// Of one message's payload: what is repeated in what is repeated grows fast.
+const MOST_BYTES: usize = 1 << 20;
+
 /// Numbers that something may be indexed, multiplied or waited with.
-const NUMBERS: [u64; 12] = [
-    0,
-    1,
-    2,
-    3,
-    63,
-    255,
-    65_535,
-    1 << 31,
-    (1 << 32) - 1,
-    1 << 63,
-    u64::MAX - 1,
-    u64::MAX,
-];
+const NUMBERS: [u64; 12] =
+    [0, 1, 2, 3, 63, 255, 65_535, 1 << 31, (1 << 32) - 1, 1 << 63, u64::MAX - 1, u64::MAX];
 
 /// A source of hostile words, the same for the same seed.
 pub struct Words {
@@ -204,7 +195,8 @@ impl Words {
 }
 
 /// The bytes of a message.
-pub fn on_wire(kind: Kind, epoch: Epoch, payload: Vec<u8>) -> Vec<u8> {
+pub fn on_wire(kind: Kind, epoch: Epoch, mut payload: Vec<u8>) -> Vec<u8> {
+    payload.truncate(MOST_BYTES);
     let message = Message::new(kind, epoch, payload);
     [&message.header.encode(), message.payload.as_slice()].concat()
 }
