@@ -7,7 +7,7 @@ use crate::error::{ErrorKind, HostError};
 use crate::gate::authorize::{Asker, authorize};
 use crate::gate::lobby::Place;
 use crate::group::{Member, Membership};
-use crate::handshake::{GroupOffer, Hello, MOST_PATHS, Offer, Purpose, Welcome, answer};
+use crate::handshake::{FileOffer, GroupOffer, Hello, MOST_PATHS, Offer, Purpose, Welcome, answer};
 use crate::host::{Host, failed};
 use crate::link::Link;
 use crate::machine;
@@ -30,6 +30,9 @@ use understudy_qemu::command::Lockstep;
 use understudy_qemu::lockstep::LogRole;
 use understudy_threads::within;
 
+/// A kernel, an initial RAM disk or the beginning of a disk: far more than any has.
+const MOST_FILE_BYTES: u64 = 1 << 30;
+
 /// Answers one connection, which has `place` until it is known whose it is.
 pub fn serve(host: &Arc<Host>, stream: TcpStream, place: Place) {
     let peer = stream.peer_addr();
@@ -51,13 +54,15 @@ pub fn serve(host: &Arc<Host>, stream: TcpStream, place: Place) {
             Purpose::Images { vm } => answer_images(host, &link, &vm),
             Purpose::Probe => host.answer_probe(&link, &hello.host),
             Purpose::Group => crate::snapshot::serve(host, &link),
-            Purpose::MayRestore(question) => match host.may_restore(&question) {
-                Ok(answer) => link.send_json(Kind::Welcome, &answer),
-                Err(error) => {
-                    link.refuse(&error.to_string());
-                    Err(error.into())
+            Purpose::MayRestore(question) => {
+                match host.may_be_told(&question.store).and_then(|()| host.may_restore(&question)) {
+                    Ok(answer) => link.send_json(Kind::Welcome, &answer),
+                    Err(error) => {
+                        link.refuse(&error.to_string());
+                        Err(error.into())
+                    }
                 }
-            },
+            }
             Purpose::Heartbeat { session, path } => {
                 let session = session_of(host, &link, &session)?;
                 link.send_json(Kind::Welcome, &Welcome::of(&host.config.name))?;
@@ -207,6 +212,9 @@ fn examine(host: &Host, offer: &Offer) -> Result<(), HostError> {
     if offer.disk_bytes.len() != definition.disks.len() {
         return refuse("the offer does not name every disk's size".to_owned());
     }
+    if let Some(problem) = wrong_files(&offer.files, definition.disks.len()) {
+        return refuse(problem);
+    }
     if let Some(problem) = definition.validate().first() {
         return refuse(format!("the offered VM's definition is wrong: {problem}"));
     }
@@ -223,6 +231,17 @@ fn examine(host: &Host, offer: &Offer) -> Result<(), HostError> {
     host.check_older(offer)?;
     host.check_bridges(definition)?;
     host.check_memory(definition.memory.bytes())
+}
+
+/// What is wrong with the files that are to follow: they are written before anything is known of
+/// them, and must not fill the disk.
+fn wrong_files(files: &[FileOffer], disks: usize) -> Option<String> {
+    let most = disks + 2;
+    if files.len() > most {
+        return Some(format!("{} files were offered; {most} are possible", files.len()));
+    }
+    let large = files.iter().find(|file| file.bytes > MOST_FILE_BYTES)?;
+    Some(format!("a file of {} bytes was offered; {MOST_FILE_BYTES} are possible", large.bytes))
 }
 
 /// Prepares mirrors and a warm QEMU, then follows the primary.
@@ -272,6 +291,7 @@ fn stand_by(
         path: offer.path,
         directory: directory.clone(),
         store_keys: host.config.store_keys.clone(),
+        stores: host.config.stores.clone(),
         launch: launcher(host, directory),
         former: asking_former(host, &name, &hello.host),
         wish: offer.wish.clone(),
@@ -411,5 +431,21 @@ fn end(host: &Arc<Host>, name: &VmName, remedy: &str, outcome: Outcome) {
             let fenced = FencedVm { name: name.to_owned(), generation, reason: reason.to_string() };
             host.vms.lock().insert(name.to_owned(), Vm::Fenced(Arc::new(fenced)));
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::handshake::FileRole;
+
+    /// A primary could announce a kernel that fills the backup's disk.
+    #[test]
+    fn files_that_would_fill_the_disk_are_refused() {
+        let file = |bytes| FileOffer { role: FileRole::Kernel, bytes };
+        assert_eq!(wrong_files(&[file(8 << 20), file(64 << 20)], 1), None);
+        assert!(wrong_files(&[file(1 << 40)], 1).unwrap().contains("1099511627776 bytes"));
+        let many: Vec<FileOffer> = (0..4).map(|_| file(1)).collect();
+        assert!(wrong_files(&many, 1).unwrap().contains("4 files"));
     }
 }

@@ -135,7 +135,10 @@ pub(crate) fn serve(host: &Arc<Host>, link: &Link) -> anyhow::Result<()> {
     // Ends with the connection.
     while let Ok(said) = receive::<Said>(link) {
         let said = said.checked().map_err(|why| anyhow!("an order that cannot be: {why}"))?;
-        obey(host, said, &reply);
+        match host.may_be_told(said.store()) {
+            Ok(()) => obey(host, said, &reply),
+            Err(error) => reply(said.failed(error.to_string())),
+        }
     }
     Ok(())
 }

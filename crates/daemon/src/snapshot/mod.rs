@@ -64,7 +64,7 @@ pub(crate) use kept::Keeper;
 pub(crate) use placement::Question;
 pub(crate) use sampling::start as start_sampling;
 pub(crate) use schedule::start as start_schedules;
-pub use store_keys::{StoreKeys, make_key};
+pub use store_keys::{StoreKeys, Stores, make_key};
 use understudy_protocol::{GroupName, VmName};
 pub(crate) use words::{KeepOrder, Kept};
 

@@ -16,8 +16,8 @@ use std::thread;
 use std::time::Duration;
 use tracing::warn;
 use understudy_snapshot::{
-    Failure, Life, Manifest, Member, MemberEntry, Part, SnapshotNumber, Store, StoreError, Taker,
-    TakerAction, TakerEvent, TakerPhase, Writing,
+    Failure, Life, Manifest, Member, MemberEntry, Part, SnapshotNumber, Store, StoreAddress,
+    StoreError, Taker, TakerAction, TakerEvent, TakerPhase, Writing,
 };
 
 /// How long first accesses are traced: the paper's seven seconds.
@@ -46,7 +46,7 @@ impl Coordinator {
         group: GroupPlaces,
         life: Life,
         memory: Vec<u64>,
-        location: String,
+        location: StoreAddress,
         request: &SnapshotRequest,
     ) -> Result<Coordinator, HostError> {
         let store =

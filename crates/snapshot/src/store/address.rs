@@ -116,8 +116,19 @@ mod tests {
     fn what_is_no_address_is_refused() {
         let long = format!("/{}", "x".repeat(MOST_BYTES));
         let wrong = [
-            "", "srv", "../srv", "/srv/../etc", "/srv/./x", "/srv//x", "/..", "file://srv",
-            "file:///srv/..", "/srv\n", "ftp://x", "s3://", &long,
+            "",
+            "srv",
+            "../srv",
+            "/srv/../etc",
+            "/srv/./x",
+            "/srv//x",
+            "/..",
+            "file://srv",
+            "file:///srv/..",
+            "/srv\n",
+            "ftp://x",
+            "s3://",
+            &long,
         ];
         for text in wrong {
             assert!(text.parse::<StoreAddress>().is_err(), "{text:?}");
