@@ -9,7 +9,6 @@ use crate::machine::Machine;
 use crate::protection::refused;
 use crate::records::Record;
 use crate::report::Mode;
-use crate::sync::lock;
 use crate::vm::{PrimaryVm, Vm};
 use std::net::SocketAddr;
 use std::path::PathBuf;
@@ -52,7 +51,7 @@ impl Host {
             }
             check_cards(definition, &expected.definition)?;
         }
-        let vms = lock(&self.vms);
+        let vms = self.vms.lock();
         for (name, vm) in vms.iter() {
             let machine = match vm {
                 Vm::Primary(vm) => &vm.machine(),

@@ -3,14 +3,14 @@
 //! rest.
 
 use crate::host::Host;
-use crate::sync::lock;
 use std::collections::BTreeMap;
-use std::sync::{Arc, Mutex};
+use std::sync::Arc;
 use understudy_qemu::VmDefinition;
+use understudy_threads::Common;
 
 /// The VMs that are about to be backed up here.
 #[derive(Debug, Default)]
-pub struct Arrivals(Mutex<BTreeMap<String, Expected>>);
+pub struct Arrivals(Common<BTreeMap<String, Expected>>);
 
 /// A VM that is about to be backed up here.
 #[derive(Clone, Debug)]
@@ -30,7 +30,7 @@ pub struct Arrival {
 impl Arrivals {
     /// All of them.
     pub fn all(&self) -> Vec<Expected> {
-        lock(&self.0).values().cloned().collect()
+        self.0.lock().values().cloned().collect()
     }
 }
 
@@ -40,13 +40,13 @@ impl Arrival {
     pub fn expect(host: &Arc<Host>, primary: &str, definition: &VmDefinition) -> Arrival {
         let vm = definition.name.to_string();
         let expected = Expected { primary: primary.to_owned(), definition: definition.clone() };
-        lock(&host.arrivals.0).insert(vm.clone(), expected);
+        host.arrivals.0.lock().insert(vm.clone(), expected);
         Arrival { host: host.clone(), vm }
     }
 }
 
 impl Drop for Arrival {
     fn drop(&mut self) {
-        lock(&self.host.arrivals.0).remove(&self.vm);
+        self.host.arrivals.0.lock().remove(&self.vm);
     }
 }

@@ -5,7 +5,6 @@ use crate::error::{ErrorKind, HostError};
 use crate::host::{Host, failed};
 use crate::machine;
 use crate::report::VmStatus;
-use crate::sync::lock;
 use crate::vm::{PrimaryVm, Vm};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -23,7 +22,7 @@ const POWER_OFF_TIMEOUT: Duration = Duration::from_secs(30);
 impl Host {
     /// Starts a VM on this host, unprotected.
     pub fn vm_start(self: &Arc<Self>, definition: VmDefinition) -> Result<VmStatus, HostError> {
-        let _adding = lock(&self.adding);
+        let _adding = self.adding.lock();
         self.check_free(&definition)?;
         let newest = self.check_images(&definition)?;
         self.boot(definition, newest)
@@ -31,7 +30,7 @@ impl Host {
 
     /// Starts a VM on this host as its record says, wherever its images lie by now.
     pub fn vm_start_recorded(self: &Arc<Self>, name: &VmName) -> Result<VmStatus, HostError> {
-        let _adding = lock(&self.adding);
+        let _adding = self.adding.lock();
         let definition = self.recorded_definition(name)?;
         self.check_free(&definition)?;
         let newest = self.check_images(&definition)?;
@@ -40,7 +39,7 @@ impl Host {
 
     /// The VM as it is on this host: its disks are the images that it runs on, or ran on last.
     pub fn definition(&self, name: &VmName) -> Result<VmDefinition, HostError> {
-        match lock(&self.vms).get(name) {
+        match self.vms.lock().get(name) {
             Some(Vm::Primary(vm)) => return Ok(vm.machine().definition().clone()),
             Some(Vm::Backup(session)) => return Ok(session.machine().definition().clone()),
             Some(Vm::Fenced(_)) | None => {}
@@ -124,7 +123,7 @@ impl Host {
     /// Stops a VM: ACPI power-off and a deadline, or at once with `force`.
     pub fn vm_stop(self: &Arc<Self>, name: &VmName, force: bool) -> Result<(), HostError> {
         // It may have been taken back just now.
-        if force && self.orphans.give_up(name) && !lock(&self.vms).contains_key(name) {
+        if force && self.orphans.give_up(name) && !self.vms.lock().contains_key(name) {
             return Ok(());
         }
         match self.vm(name)? {
@@ -147,7 +146,7 @@ impl Host {
                 return Err(HostError::new(ErrorKind::Conflict, message));
             }
             Vm::Fenced(_) => {
-                lock(&self.vms).remove(name);
+                self.vms.lock().remove(name);
             }
         }
         Ok(())
@@ -160,7 +159,7 @@ impl Host {
         let name = vm.name();
         let deadline = Instant::now() + POWER_OFF_TIMEOUT;
         // The guest's power-off removes the VM.
-        while lock(&self.vms).contains_key(name) {
+        while self.vms.lock().contains_key(name) {
             if Instant::now() > deadline {
                 let message = format!(
                     "{name} did not power off within {} s: use --force to end it",

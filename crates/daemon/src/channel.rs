@@ -16,6 +16,8 @@ use std::time::{Duration, Instant};
 use tracing::{info, warn};
 use understudy_protocol::wire::{HEADER_BYTES, Header, Kind, Message};
 use understudy_protocol::{Count, Epoch, ReceiveWindow, SendWindow};
+use understudy_threads::poisoned;
+use understudy_threads::spawn;
 
 /// A broken connection must be followed by another one within this time. The
 /// backup should win when both give up: the primary waits longer.
@@ -183,7 +185,7 @@ impl Channel {
     fn wait_for_room(&self) -> io::Result<()> {
         let mut state = lock(&self.state);
         while !state.closed && !state.sent.has_room() {
-            state = self.changed.wait(state).expect("see lock");
+            state = self.changed.wait(state).unwrap_or_else(poisoned);
         }
         if state.closed { Err(io::ErrorKind::NotConnected.into()) } else { Ok(()) }
     }
@@ -249,7 +251,7 @@ impl Channel {
         let waits = |state: &mut State| !state.closed && state.link.is_none();
         let state = lock(&self.state);
         let (state, _) =
-            self.changed.wait_timeout_while(state, BACKUP_PATIENCE, waits).expect("see lock");
+            self.changed.wait_timeout_while(state, BACKUP_PATIENCE, waits).unwrap_or_else(poisoned);
         match state.link {
             Some(_) => Ok(()),
             None => Err(error.context("the session did not go on over another path")),
@@ -265,9 +267,7 @@ impl Channel {
                     let channel = self.clone();
                     self.connect(link.clone(), peers_count)?;
                     // Not here: the peer may have as much to send again.
-                    thread::Builder::new()
-                        .name("send-again".to_owned())
-                        .spawn(move || channel.send_again(&link))
+                    spawn("send-again", move || channel.send_again(&link))
                         .context("cannot start a thread")?;
                     return Ok(());
                 }

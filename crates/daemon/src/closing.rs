@@ -4,7 +4,6 @@
 
 use crate::arbiter::Arbiter;
 use crate::host::Host;
-use crate::sync::lock;
 use crate::vm::{PrimaryVm, Vm};
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -64,7 +63,7 @@ impl Host {
     }
 
     fn end_all_but_primaries(self: &Arc<Self>) {
-        let names: Vec<VmName> = lock(&self.vms).keys().cloned().collect();
+        let names: Vec<VmName> = self.vms.lock().keys().cloned().collect();
         for name in names {
             if matches!(self.vm(&name), Ok(Vm::Backup(_) | Vm::Fenced(_)))
                 && let Err(error) = self.vm_stop(&name, true)
@@ -134,7 +133,7 @@ impl Host {
 
     /// Whether the VM is still this host's to end. The guest's power-off removes it.
     pub(crate) fn still_runs(&self, vm: &PrimaryVm) -> bool {
-        let current = lock(&self.vms).get(vm.name()).cloned();
+        let current = self.vms.lock().get(vm.name()).cloned();
         matches!(current, Some(Vm::Primary(current)) if std::ptr::eq(&*current, vm))
     }
 

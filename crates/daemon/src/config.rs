@@ -30,7 +30,7 @@ pub use cluster::{ClusterConfig, Schedule};
 use understudy_protocol::{GroupName, HostName};
 
 use crate::error::{ErrorKind, HostError};
-use crate::snapshot::StoreKeys;
+use crate::snapshot::{StoreKeys, Stores};
 use crate::tls::TlsFiles;
 use arbiter::RawArbiter;
 use cluster::RawCluster;
@@ -112,6 +112,8 @@ pub struct HostConfig {
     pub clusters: BTreeMap<GroupName, ClusterConfig>,
     /// The keys of encrypted snapshot stores.
     pub store_keys: StoreKeys,
+    /// The snapshot stores that other hosts may have this one use.
+    pub stores: Stores,
 }
 
 /// How lost protection is restored.
@@ -239,6 +241,8 @@ struct RawConfig {
     clusters: BTreeMap<Spanned<String>, RawCluster>,
     #[serde(default)]
     snapshot_keys: BTreeMap<Spanned<String>, Spanned<PathBuf>>,
+    #[serde(default)]
+    snapshot_stores: Vec<Spanned<String>>,
 }
 
 #[derive(Deserialize)]
@@ -308,6 +312,8 @@ impl RawConfig {
         }
         let peers = check_peers(source, self.peers, &name, &listen)?;
         let RawDetection { timeout_ms, qemu_timeout_ms } = self.detection;
+        let clusters = cluster::check(source, self.clusters)?;
+        let store_keys = cluster::check_keys(source, self.snapshot_keys)?;
         Ok(HostConfig {
             listen,
             metrics: check_metrics(source, self.metrics)?,
@@ -341,8 +347,14 @@ impl RawConfig {
             )?),
             repair: self.repair,
             allow_unheld_output: self.experiments.allow_unheld_output,
-            clusters: cluster::check(source, self.clusters)?,
-            store_keys: cluster::check_keys(source, self.snapshot_keys)?,
+            stores: cluster::check_stores(
+                source,
+                (&name, self.snapshot_stores),
+                &clusters,
+                &store_keys,
+            )?,
+            clusters,
+            store_keys,
             name,
         })
     }

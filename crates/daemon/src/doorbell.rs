@@ -5,6 +5,7 @@ use nix::sys::eventfd::{EfdFlags, EventFd};
 use std::os::fd::{AsFd, BorrowedFd};
 use std::sync::{Arc, Condvar, Mutex};
 use std::time::Duration;
+use understudy_threads::poisoned;
 
 /// Counts rings. A waiter looks at the world after it took the count, so that
 /// no change is missed; whoever rings may hold any lock.
@@ -44,7 +45,7 @@ impl Doorbell {
         let _unused = self
             .rung
             .wait_timeout_while(state, timeout, |state| state.rings == seen)
-            .expect("no thread panics while it holds a lock");
+            .unwrap_or_else(poisoned);
     }
 
     /// Listens for a thread that waits for descriptors, too: one at a time.

@@ -140,7 +140,7 @@ impl Host {
         name: &GroupName,
         request: GroupRequest,
     ) -> Result<Vec<VmStatus>, HostError> {
-        let _protecting = lock(&self.protecting);
+        let _protecting = self.protecting.lock();
         check_request(name, &request)?;
         let vms: Vec<Arc<PrimaryVm>> =
             request.vms.iter().map(|vm| self.own_member(name, vm)).collect::<Result<_, _>>()?;
@@ -213,7 +213,7 @@ impl Host {
     /// The other members of a VM's group on this host.
     pub(crate) fn fellows(&self, vm: &PrimaryVm) -> Vec<Arc<PrimaryVm>> {
         let own = vm.name();
-        let vms = lock(&self.vms);
+        let vms = self.vms.lock();
         let others = vm.fellow_names().into_iter().filter(|name| name != own);
         let primary = |name: VmName| match vms.get(&name) {
             Some(Vm::Primary(other)) if other.is_fellow(vm) => Some(other.clone()),

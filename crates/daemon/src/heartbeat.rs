@@ -149,7 +149,7 @@ fn spawn(
     body: impl FnOnce() + Send + 'static,
 ) -> io::Result<()> {
     // The system shows 15 characters of it: the VM's name comes last.
-    thread::Builder::new().name(format!("{role}{path}-{name}")).spawn(body).map(drop)
+    understudy_threads::spawn(format!("{role}{path}-{name}"), body).map(drop)
 }
 
 fn beat(path: PathIndex, session: &impl Pulse) {

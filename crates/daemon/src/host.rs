@@ -3,6 +3,7 @@
 use crate::arbiter::Arbiter;
 use crate::arrivals::Arrivals;
 use crate::config::{ClusterConfig, HostConfig};
+use crate::containment::{self, Panics};
 use crate::custody::Orphans;
 use crate::error::{ErrorKind, HostError};
 use crate::gate::{descriptors, lobby::Lobby};
@@ -14,7 +15,6 @@ use crate::report::{CheckpointTiming, HostStatus, VmStatus};
 use crate::resync;
 use crate::snapshot::frames::Fabric;
 use crate::snapshot::{Snapshots, start_sampling, start_schedules};
-use crate::sync::lock;
 use crate::tls::{self, Tls};
 use crate::vm::{PrimaryVm, Vm};
 use crate::{arbiter, backup, gate, memory_pressure, qemu_log};
@@ -23,13 +23,14 @@ use std::io;
 use std::net::{SocketAddr, TcpListener};
 use std::path::{Path, PathBuf};
 use std::sync::atomic::AtomicBool;
-use std::sync::{Arc, Mutex, Weak};
+use std::sync::{Arc, Weak};
 use std::time::{Duration, Instant};
 use tracing::{info, warn};
 use understudy_protocol::Generation;
 use understudy_protocol::validity::ImageRole;
 use understudy_protocol::{GroupName, VmName};
 use understudy_qemu::Capabilities;
+use understudy_threads::Common;
 
 /// How long the backup may take to answer an operator's wish.
 pub(crate) const PEER_TIMEOUT: Duration = Duration::from_secs(20);
@@ -44,27 +45,27 @@ pub struct Host {
     pub(crate) identity: Identity,
     pub(crate) arbiter: Option<Arbiter>,
     /// What is wrong with it.
-    pub(crate) arbiter_problem: Mutex<Option<String>>,
+    pub(crate) arbiter_problem: Common<Option<String>>,
     pub(crate) capabilities: Capabilities,
     pub(crate) agent: PathBuf,
     /// What speaks against protecting VMs on this kernel.
     pub(crate) kernel_problem: Option<String>,
     /// What this host's images are.
     pub(crate) records: Records,
-    pub(crate) vms: Mutex<BTreeMap<VmName, Vm>>,
+    pub(crate) vms: Common<BTreeMap<VmName, Vm>>,
     /// Whether the last machine of each name is still there, or on its way out.
-    pub(crate) presences: Mutex<BTreeMap<VmName, Weak<()>>>,
+    pub(crate) presences: Common<BTreeMap<VmName, Weak<()>>>,
     /// Held while a VM is added, so that two cannot take one name.
-    pub(crate) adding: Mutex<()>,
+    pub(crate) adding: Common<()>,
     /// VMs that it is about to back up; changed under `adding`.
     pub(crate) arrivals: Arrivals,
     /// Connections of hosts that are not known yet.
     pub(crate) lobby: Arc<Lobby>,
     /// Held while a group's protection is set up. Not `adding`: two hosts that
     /// protect to each other would wait for each other.
-    pub(crate) protecting: Mutex<()>,
+    pub(crate) protecting: Common<()>,
     /// Groups that this host backs up, or did, by the session of their leader.
-    pub(crate) backed_groups: Mutex<Vec<Weak<backup::Group>>>,
+    pub(crate) backed_groups: Common<Vec<Weak<backup::Group>>>,
     /// The networks between members of clusters.
     pub(crate) fabric: Fabric,
     /// The other hosts, as far as etcd knows them.
@@ -73,6 +74,8 @@ pub struct Host {
     pub(crate) snapshots: Snapshots,
     /// Guests that outlived the last daemon.
     pub(crate) orphans: Orphans,
+    /// Where panics in threads of VMs are told.
+    pub(crate) panics: Panics,
     /// Set for good when the daemon ends.
     pub(crate) closing: AtomicBool,
     /// Set for good when it ends without waiting for guests to power off.
@@ -82,7 +85,7 @@ pub struct Host {
 impl Host {
     /// Checks the machine, claims the state directory, listens for peers.
     pub fn start(config: HostConfig) -> Result<Arc<Host>, HostError> {
-        abort_on_panic();
+        understudy_threads::contain_panics();
         memory_pressure::spare_daemon();
         descriptors::raise_limit();
         descriptors::fill();
@@ -107,29 +110,32 @@ impl Host {
         let arbiter = arbiter
             .transpose()
             .map_err(|error| HostError::new(ErrorKind::Invalid, format!("[arbiter]: {error:#}")))?;
+        let (panics, told) = crossbeam_channel::unbounded();
         let host = Arc::new(Host {
             records,
             config,
             identity,
             arbiter,
-            arbiter_problem: Mutex::default(),
+            arbiter_problem: Common::default(),
             capabilities,
             agent,
             kernel_problem,
-            vms: Mutex::default(),
-            presences: Mutex::default(),
-            adding: Mutex::default(),
+            vms: Common::default(),
+            presences: Common::default(),
+            adding: Common::default(),
             arrivals: Arrivals::default(),
             lobby: Arc::default(),
-            protecting: Mutex::default(),
-            backed_groups: Mutex::default(),
+            protecting: Common::default(),
+            backed_groups: Common::default(),
             fabric: Fabric::default(),
             members: Members::default(),
             snapshots: Snapshots::default(),
             orphans: Orphans::default(),
+            panics,
             closing: AtomicBool::new(false),
             hurried: AtomicBool::new(false),
         });
+        containment::start(&host, told).map_err(internal)?;
         // Before anybody can ask for these VMs.
         let orphans = host.find_orphans();
         for listener in listeners {
@@ -167,12 +173,12 @@ impl Host {
 
     fn problems(&self) -> Vec<String> {
         let tls = self.identity.tls.iter().flat_map(|tls| tls.problems());
-        lock(&self.arbiter_problem).iter().cloned().chain(tls).collect()
+        self.arbiter_problem.lock().iter().cloned().chain(tls).collect()
     }
 
     /// Everything on this host.
     pub fn status(&self) -> HostStatus {
-        let vms: Vec<Vm> = lock(&self.vms).values().cloned().collect();
+        let vms: Vec<Vm> = self.vms.lock().values().cloned().collect();
         HostStatus {
             name: self.config.name.clone(),
             version: env!("CARGO_PKG_VERSION").to_owned(),
@@ -254,7 +260,7 @@ impl Host {
 
     /// A VM by name.
     pub(crate) fn vm(&self, name: &VmName) -> Result<Vm, HostError> {
-        lock(&self.vms).get(name).cloned().ok_or_else(|| {
+        self.vms.lock().get(name).cloned().ok_or_else(|| {
             let message = match self.orphans.why(name) {
                 Some(why) => format!("{name} {why}"),
                 None => format!("there is no VM {name:?} on host {}", self.config.name),
@@ -265,7 +271,7 @@ impl Host {
 
     /// The VMs that this host runs.
     pub(crate) fn running(&self) -> Vec<Arc<PrimaryVm>> {
-        let vms = lock(&self.vms);
+        let vms = self.vms.lock();
         let primary = |vm: &Vm| match vm {
             Vm::Primary(vm) => Some(vm.clone()),
             Vm::Backup(_) | Vm::Fenced(_) => None,
@@ -331,16 +337,6 @@ pub(crate) fn prepare_directory(path: &Path) -> Result<(), HostError> {
         let message = format!("cannot create the directory {}: {error}", path.display());
         HostError::new(ErrorKind::Invalid, message)
     })
-}
-
-/// A daemon that lost a thread cannot keep its promises: it ends, QEMU ends with
-/// it, and the backups take over.
-fn abort_on_panic() {
-    let report = std::panic::take_hook();
-    std::panic::set_hook(Box::new(move |panic| {
-        report(panic);
-        std::process::abort();
-    }));
 }
 
 /// An error of this host's own doing.

@@ -2,18 +2,18 @@
 
 use crate::arrivals::Arrival;
 use crate::backup::{self, Beside, Former, Launch, Outcome};
+use crate::containment::of_vm;
 use crate::error::{ErrorKind, HostError};
 use crate::gate::authorize::{Asker, authorize};
 use crate::gate::lobby::Place;
 use crate::group::{Member, Membership};
-use crate::handshake::{GroupOffer, Hello, MOST_PATHS, Offer, Purpose, Welcome, answer};
+use crate::handshake::{FileOffer, GroupOffer, Hello, MOST_PATHS, Offer, Purpose, Welcome, answer};
 use crate::host::{Host, failed};
 use crate::link::Link;
 use crate::machine;
 use crate::report::Mode;
 use crate::resync::{self, Groundwork};
 use crate::snapshot::frames;
-use crate::sync::lock;
 use crate::vm::{FencedVm, Vm};
 use anyhow::{Context, anyhow, bail};
 use std::net::TcpStream;
@@ -28,6 +28,10 @@ use understudy_protocol::{DiskIndex, HostName, Output};
 use understudy_qemu::Role;
 use understudy_qemu::command::Lockstep;
 use understudy_qemu::lockstep::LogRole;
+use understudy_threads::within;
+
+/// A kernel, an initial RAM disk or the beginning of a disk: far more than any has.
+const MOST_FILE_BYTES: u64 = 1 << 30;
 
 /// Answers one connection, which has `place` until it is known whose it is.
 pub fn serve(host: &Arc<Host>, stream: TcpStream, place: Place) {
@@ -50,29 +54,33 @@ pub fn serve(host: &Arc<Host>, stream: TcpStream, place: Place) {
             Purpose::Images { vm } => answer_images(host, &link, &vm),
             Purpose::Probe => host.answer_probe(&link, &hello.host),
             Purpose::Group => crate::snapshot::serve(host, &link),
-            Purpose::MayRestore(question) => match host.may_restore(&question) {
-                Ok(answer) => link.send_json(Kind::Welcome, &answer),
-                Err(error) => {
-                    link.refuse(&error.to_string());
-                    Err(error.into())
+            Purpose::MayRestore(question) => {
+                match host.may_be_told(&question.store).and_then(|()| host.may_restore(&question)) {
+                    Ok(answer) => link.send_json(Kind::Welcome, &answer),
+                    Err(error) => {
+                        link.refuse(&error.to_string());
+                        Err(error.into())
+                    }
                 }
-            },
+            }
             Purpose::Heartbeat { session, path } => {
                 let session = session_of(host, &link, &session)?;
                 link.send_json(Kind::Welcome, &Welcome::of(&host.config.name))?;
-                backup::attach_heartbeat(&session, path, link)
+                within(&of_vm(host, &session.vm), || backup::attach_heartbeat(&session, path, link))
             }
             Purpose::Inbound { session } => {
                 let session = session_of(host, &link, &session)?;
                 link.send_json(Kind::Welcome, &Welcome::of(&host.config.name))?;
-                backup::attach_inbound(&session, link)
+                within(&of_vm(host, &session.vm), || backup::attach_inbound(&session, link))
             }
             Purpose::Frames { cluster } => {
                 frames::serve(&host.fabric, &host.config.name, &hello.host, &cluster, &link)
             }
             Purpose::Resume { session, path, received } => {
                 let session = session_of(host, &link, &session)?;
-                backup::resume(&session, path, &link, received)
+                within(&of_vm(host, &session.vm), || {
+                    backup::resume(&session, path, &link, received)
+                })
             }
         }
     });
@@ -115,7 +123,7 @@ fn session_of(host: &Host, link: &Link, id: &str) -> anyhow::Result<Arc<backup::
 
 impl Host {
     fn backup_session(&self, id: &str) -> Option<Arc<backup::Session>> {
-        lock(&self.vms).values().find_map(|vm| match vm {
+        self.vms.lock().values().find_map(|vm| match vm {
             Vm::Backup(session) if session.id == id => Some(session.clone()),
             _ => None,
         })
@@ -130,7 +138,7 @@ fn take_offer(host: &Arc<Host>, link: Link, hello: &Hello, offer: &Offer) -> any
     // An arbiter that does not answer may take its time: nobody else waits for it.
     let proven = host.check_arbiter(&hello.host, offer);
     let expected = {
-        let _adding = lock(&host.adding);
+        let _adding = host.adding.lock();
         let expect = |()| Arrival::expect(host, &hello.host, &offer.definition);
         examine(host, offer).and(proven).map(expect)
     };
@@ -159,7 +167,9 @@ fn take_offer(host: &Arc<Host>, link: Link, hello: &Hello, offer: &Offer) -> any
         Groundwork::Resync(_, resync) => welcome.resync = Some(resync.clone()),
     }
     link.send_json(Kind::Welcome, &welcome)?;
-    if let Err(error) = stand_by(host, link.clone(), hello, offer, groundwork) {
+    let scope = of_vm(host, &offer.definition.name);
+    let stands_by = || stand_by(host, link.clone(), hello, offer, groundwork);
+    if let Err(error) = within(&scope, stands_by) {
         link.refuse(&format!("host {} cannot stand by: {error:#}", host.config.name));
         return Err(error);
     }
@@ -202,6 +212,9 @@ fn examine(host: &Host, offer: &Offer) -> Result<(), HostError> {
     if offer.disk_bytes.len() != definition.disks.len() {
         return refuse("the offer does not name every disk's size".to_owned());
     }
+    if let Some(problem) = wrong_files(&offer.files, definition.disks.len()) {
+        return refuse(problem);
+    }
     if let Some(problem) = definition.validate().first() {
         return refuse(format!("the offered VM's definition is wrong: {problem}"));
     }
@@ -218,6 +231,17 @@ fn examine(host: &Host, offer: &Offer) -> Result<(), HostError> {
     host.check_older(offer)?;
     host.check_bridges(definition)?;
     host.check_memory(definition.memory.bytes())
+}
+
+/// What is wrong with the files that are to follow: they are written before anything is known of
+/// them, and must not fill the disk.
+fn wrong_files(files: &[FileOffer], disks: usize) -> Option<String> {
+    let most = disks + 2;
+    if files.len() > most {
+        return Some(format!("{} files were offered; {most} are possible", files.len()));
+    }
+    let large = files.iter().find(|file| file.bytes > MOST_FILE_BYTES)?;
+    Some(format!("a file of {} bytes was offered; {MOST_FILE_BYTES} are possible", large.bytes))
 }
 
 /// Prepares mirrors and a warm QEMU, then follows the primary.
@@ -267,6 +291,7 @@ fn stand_by(
         path: offer.path,
         directory: directory.clone(),
         store_keys: host.config.store_keys.clone(),
+        stores: host.config.stores.clone(),
         launch: launcher(host, directory),
         former: asking_former(host, &name, &hello.host),
         wish: offer.wish.clone(),
@@ -281,7 +306,7 @@ fn stand_by(
     };
     // Registered before the primary hears that it may connect its heartbeat.
     backup::accept(link, plan, machine, mirrors, over, |session| {
-        lock(&host.vms).insert(name.clone(), Vm::Backup(session.clone()));
+        host.vms.lock().insert(name.clone(), Vm::Backup(session.clone()));
     })?;
     info!(vm = %name, "standing by for {}", hello.host);
     Ok(())
@@ -345,7 +370,7 @@ fn group_of(
     if membership.members.get(place) != Some(&own) {
         bail!("the offer's group does not have {} in its place", own.vm);
     }
-    let mut groups = lock(&host.backed_groups);
+    let mut groups = host.backed_groups.lock();
     groups.retain(|group| group.strong_count() > 0);
     if place == 0 {
         let group = backup::Group::new(membership, &hello.host, timeout, Output::Held);
@@ -399,12 +424,28 @@ fn end(host: &Arc<Host>, name: &VmName, remedy: &str, outcome: Outcome) {
             }
         }
         Outcome::Discarded => {
-            lock(&host.vms).remove(name);
+            host.vms.lock().remove(name);
         }
         Outcome::Failed { generation, reason } => {
             let reason = failed("won the VM and could not start it", &anyhow::anyhow!(reason));
             let fenced = FencedVm { name: name.to_owned(), generation, reason: reason.to_string() };
-            lock(&host.vms).insert(name.to_owned(), Vm::Fenced(Arc::new(fenced)));
+            host.vms.lock().insert(name.to_owned(), Vm::Fenced(Arc::new(fenced)));
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::handshake::FileRole;
+
+    /// A primary could announce a kernel that fills the backup's disk.
+    #[test]
+    fn files_that_would_fill_the_disk_are_refused() {
+        let file = |bytes| FileOffer { role: FileRole::Kernel, bytes };
+        assert_eq!(wrong_files(&[file(8 << 20), file(64 << 20)], 1), None);
+        assert!(wrong_files(&[file(1 << 40)], 1).unwrap().contains("1099511627776 bytes"));
+        let many: Vec<FileOffer> = (0..4).map(|_| file(1)).collect();
+        assert!(wrong_files(&many, 1).unwrap().contains("4 files"));
     }
 }

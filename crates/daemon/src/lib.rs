@@ -11,6 +11,7 @@ mod clock;
 mod closing;
 pub mod config;
 mod console;
+pub mod containment;
 pub mod custody;
 mod doorbell;
 mod error;

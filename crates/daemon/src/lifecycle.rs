@@ -4,16 +4,16 @@ use crate::error::{ErrorKind, HostError};
 use crate::host::{Host, PEER_TIMEOUT};
 use crate::machine::disk_error::RETRY_INTERVAL;
 use crate::machine::{self, Machine, MachineEvent, OnEvent};
-use crate::repair;
 use crate::report::ProtectRequest;
-use crate::sync::lock;
 use crate::vm::{FencedVm, PrimaryVm, Vm};
+use crate::{containment, repair};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 use tracing::{info, warn};
 use understudy_protocol::VmName;
 use understudy_protocol::validity::ImageRole;
 use understudy_protocol::{Generation, PrimaryEvent, PrimaryPhase};
+use understudy_threads::{spawn, within};
 
 /// How long a machine that has ended may take to be taken apart.
 const FORMER_TIMEOUT: Duration = Duration::from_secs(5);
@@ -40,14 +40,15 @@ impl Host {
     /// Starts a machine, whose name is free.
     pub(crate) fn launch(&self, plan: machine::Plan<'_>) -> anyhow::Result<Arc<Machine>> {
         let name = plan.definition.name.clone();
-        let machine = Arc::new(Machine::launch(plan)?);
-        lock(&self.presences).insert(name, machine.presence());
+        let launch = || Machine::launch(plan);
+        let machine = Arc::new(within(&containment::of_vm(self, &name), launch)?);
+        self.presences.lock().insert(name, machine.presence());
         Ok(machine)
     }
 
     /// The VM's machine is another one.
     pub(crate) fn presences_of(&self, name: &VmName, machine: &Machine) {
-        lock(&self.presences).insert(name.to_owned(), machine.presence());
+        self.presences.lock().insert(name.to_owned(), machine.presence());
     }
 
     /// Waits until the last machine of that name is gone: its sockets, taps and
@@ -55,14 +56,14 @@ impl Host {
     /// its end.
     pub(crate) fn await_former(&self, name: &VmName) -> Result<(), HostError> {
         let deadline = Instant::now() + FORMER_TIMEOUT;
-        while lock(&self.presences).get(name).is_some_and(|former| former.strong_count() > 0) {
+        while self.presences.lock().get(name).is_some_and(|former| former.strong_count() > 0) {
             if Instant::now() > deadline {
                 let message = format!("the former copy of {name} has not ended yet: try again");
                 return Err(HostError::new(ErrorKind::Conflict, message));
             }
             std::thread::sleep(Duration::from_millis(5));
         }
-        lock(&self.presences).remove(name);
+        self.presences.lock().remove(name);
         Ok(())
     }
 
@@ -73,7 +74,7 @@ impl Host {
         let deadline = Instant::now() + FORMER_TIMEOUT;
         let is_there =
             |current: &Vm| matches!(current, Vm::Primary(current) if std::ptr::eq(&**current, vm));
-        while lock(&self.vms).get(name).is_some_and(is_there) {
+        while self.vms.lock().get(name).is_some_and(is_there) {
             if Instant::now() > deadline {
                 let message = format!("{name} runs on its backup, but has not ended here yet");
                 return Err(HostError::new(ErrorKind::Conflict, message));
@@ -92,7 +93,7 @@ impl Host {
     ) -> Arc<PrimaryVm> {
         let vm = Arc::new(PrimaryVm::new(machine, generation, wish));
         let name = vm.name().to_owned();
-        lock(&self.vms).insert(name, Vm::Primary(vm.clone()));
+        self.vms.lock().insert(name, Vm::Primary(vm.clone()));
         if self.config.repair.enabled {
             repair::start(self, &vm);
         }
@@ -126,9 +127,11 @@ impl Host {
         let name = vm.to_owned();
         Arc::new(move |event| {
             let Some(host) = host.upgrade() else { return };
-            let name = name.clone();
             // Off the event thread: ending protection takes its time.
-            std::thread::spawn(move || host.machine_event(&name, event));
+            let (busy, vm, what) = (host.clone(), name.clone(), event.clone());
+            if spawn(format!("event-{name}"), move || busy.machine_event(&vm, what)).is_err() {
+                host.machine_event(&name, event);
+            }
         })
     }
 
@@ -183,7 +186,7 @@ impl Host {
                 self.fence(vm, reason);
                 if vm.was_handed_over() {
                     // Nothing went wrong: this host has nothing to do with it any more.
-                    lock(&self.vms).remove(vm.name());
+                    self.vms.lock().remove(vm.name());
                 }
             }
             _ => {}
@@ -223,7 +226,7 @@ impl Host {
         vm.machine().halt();
         let name = vm.name().to_owned();
         let fenced = FencedVm { name: name.clone(), generation: vm.generation(), reason };
-        let mut vms = lock(&self.vms);
+        let mut vms = self.vms.lock();
         if matches!(vms.get(&name), Some(Vm::Primary(current)) if std::ptr::eq(&**current, vm)) {
             vms.insert(name, Vm::Fenced(Arc::new(fenced)));
         }
@@ -261,6 +264,6 @@ impl Host {
             "{}",
             if role == ImageRole::Cut { "its power was cut" } else { "stopped" }
         );
-        lock(&self.vms).remove(name);
+        self.vms.lock().remove(name);
     }
 }

@@ -6,15 +6,15 @@
 use crate::etcd::{Etcd, Lease};
 use crate::host::Host;
 use crate::survey::load_percent;
-use crate::sync::lock;
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
 use std::net::SocketAddr;
-use std::sync::{Arc, Mutex, Weak};
+use std::sync::{Arc, Weak};
 use std::thread;
 use std::time::Duration;
 use tracing::{info, warn};
 use understudy_protocol::HostName;
+use understudy_threads::Common;
 
 /// How often a host speaks up.
 const INTERVAL: Duration = Duration::from_secs(2);
@@ -40,19 +40,19 @@ pub struct Member {
 /// The other hosts, as etcd last told; empty without etcd.
 #[derive(Debug, Default)]
 pub struct Members {
-    others: Mutex<BTreeMap<HostName, Member>>,
-    lease: Mutex<Option<Lease>>,
+    others: Common<BTreeMap<HostName, Member>>,
+    lease: Common<Option<Lease>>,
 }
 
 impl Members {
     /// The other members.
     pub fn others(&self) -> BTreeMap<HostName, Member> {
-        lock(&self.others).clone()
+        self.others.lock().clone()
     }
 
     /// Leaves, as far as etcd can be reached.
     pub fn leave(&self, etcd: &Etcd) {
-        let Some(lease) = lock(&self.lease).take() else { return };
+        let Some(lease) = self.lease.lock().take() else { return };
         if let Err(error) = etcd.revoke(lease) {
             info!("still a member for {LEASE_SECONDS} s: {error:#}");
         }
@@ -60,7 +60,7 @@ impl Members {
 
     /// Says that this host lives, and reads who else does.
     fn renew(&self, etcd: &Etcd, name: &HostName, own: &Member) -> anyhow::Result<()> {
-        let mut lease = lock(&self.lease);
+        let mut lease = self.lease.lock();
         let held = match *lease {
             Some(held) if etcd.keep_alive(held)? => held,
             _ => etcd.lease(LEASE_SECONDS)?,
@@ -78,7 +78,7 @@ impl Members {
                 others.insert(host, entry.value);
             }
         }
-        *lock(&self.others) = others;
+        *self.others.lock() = others;
         Ok(())
     }
 }
@@ -124,7 +124,7 @@ fn run(host: &Weak<Host>, etcd: &Etcd) {
 }
 
 fn describe(host: &Host) -> Member {
-    let vms = lock(&host.vms).len() as u32;
+    let vms = host.vms.lock().len() as u32;
     Member {
         addresses: host.config.listen.clone(),
         free_memory: host.free_memory(),

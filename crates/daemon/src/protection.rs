@@ -1,5 +1,6 @@
 //! Protection as the operator asks for it: its begin, its end, the planned fail-over.
 
+use crate::containment;
 use crate::error::{ErrorKind, HostError};
 use crate::group::Membership;
 use crate::host::{Host, PEER_TIMEOUT, failed, internal};
@@ -13,6 +14,7 @@ use tracing::warn;
 use understudy_protocol::VmName;
 use understudy_protocol::{Generation, Output, PrimaryPhase};
 use understudy_qemu::VmDefinition;
+use understudy_threads::within;
 
 impl Host {
     /// Starts protecting a VM; returns when the peer has accepted and the first
@@ -129,7 +131,8 @@ impl Host {
                 host.protection_over(&vm, phase);
             }
         };
-        let session = primary::protect(vm.machine(), plan, group, over)
+        let protect = || primary::protect(vm.machine(), plan, group, over);
+        let session = within(&containment::of_vm(self, vm.name()), protect)
             .map_err(|error| refused(&format!("cannot protect {name} to {peer}"), &error))?;
         vm.begin(session);
         vm.events.note(format!("protection to {peer} begins"));

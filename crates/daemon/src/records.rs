@@ -11,17 +11,17 @@
 
 mod reserved;
 
-use crate::sync::lock;
 use serde::{Deserialize, Serialize};
 use std::fs::{self, File};
 use std::io::{self, ErrorKind};
 use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
-use std::sync::{Arc, Mutex};
+use std::sync::Arc;
 use understudy_protocol::Generation;
 use understudy_protocol::validity::{ImageRecord, ImageRole};
 use understudy_protocol::{HostName, VmName};
 use understudy_qemu::VmDefinition;
+use understudy_threads::Common;
 
 const FILE: &str = "record.json";
 const ACTIVATION: &str = "activation";
@@ -60,7 +60,7 @@ pub struct Records {
     state_dir: PathBuf,
     host: HostName,
     /// Held while a record is changed.
-    changing: Arc<Mutex<()>>,
+    changing: Arc<Common<()>>,
 }
 
 impl Records {
@@ -117,13 +117,13 @@ impl Records {
     /// Notes what this host's images of a VM are from now on; on return it is on stable
     /// storage.
     pub fn write(&self, record: &Record) -> io::Result<()> {
-        let _changing = lock(&self.changing);
+        let _changing = self.changing.lock();
         self.replace(record)
     }
 
     /// Changes the record that is there, if one is.
     pub fn change(&self, vm: &VmName, change: impl FnOnce(&mut Record)) -> io::Result<()> {
-        let _changing = lock(&self.changing);
+        let _changing = self.changing.lock();
         let Some(mut record) = self.read(vm)? else { return Ok(()) };
         change(&mut record);
         self.replace(&record)

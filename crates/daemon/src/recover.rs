@@ -6,7 +6,6 @@ use crate::handshake::Purpose;
 use crate::host::Host;
 use crate::records::Record;
 use crate::report::{RecoverReport, RecoverRequest, ValidImages};
-use crate::sync::lock;
 use crate::vm::Vm;
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
@@ -50,7 +49,7 @@ impl Host {
     /// What this host says of its images of a VM.
     pub(crate) fn images_answer(&self, vm: &VmName) -> Result<ImagesAnswer, HostError> {
         let mut runs = None;
-        let present = lock(&self.vms).get(vm).cloned();
+        let present = self.vms.lock().get(vm).cloned();
         let busy = match present {
             Some(Vm::Primary(vm)) if vm.machine().is_alive() => {
                 runs = Some(vm.machine().definition().memory.bytes());
@@ -77,7 +76,7 @@ impl Host {
         name: &VmName,
         request: RecoverRequest,
     ) -> Result<RecoverReport, HostError> {
-        let _adding = lock(&self.adding);
+        let _adding = self.adding.lock();
         let inquiry = self.inquire(name)?;
         if inquiry.answers.iter().all(|answer| answer.record.is_none()) {
             let message = format!("no host that answers has images of {name}");

@@ -5,6 +5,7 @@
 //! the backup with every offer, so that a survivor knows it too.
 
 use crate::clock;
+use crate::containment;
 use crate::host::Host;
 use crate::report::ProtectRequest;
 use crate::sync::lock;
@@ -13,12 +14,13 @@ use crossbeam_channel::{Receiver, RecvTimeoutError, Sender};
 use std::collections::VecDeque;
 use std::hash::{BuildHasher, Hasher, RandomState};
 use std::sync::{Arc, Mutex, Weak};
-use std::thread;
 use std::time::Duration;
 use tracing::{error, info, warn};
 use understudy_protocol::Time;
 use understudy_protocol::VmName;
 use understudy_protocol::repair::{Repair, RepairAction, RepairEvent, RepairPhase};
+use understudy_threads::spawn;
+use understudy_threads::within;
 
 /// How often a synchronisation is looked at.
 const SYNC_INTERVAL: Duration = Duration::from_millis(100);
@@ -154,11 +156,13 @@ fn jitter() -> u32 {
 
 /// Watches over a VM's protection for as long as the VM runs here.
 pub(crate) fn start(host: &Arc<Host>, vm: &Arc<PrimaryVm>) {
-    let (host, weak) = (Arc::downgrade(host), Arc::downgrade(vm));
+    let (alive, host, weak) = (host, Arc::downgrade(host), Arc::downgrade(vm));
     let inbox = vm.repairer.inbox.clone();
     let name = vm.name().to_owned();
-    let thread = thread::Builder::new().name(format!("repair-{name}"));
-    if let Err(error) = thread.spawn(move || watch(&host, &weak, &inbox)) {
+    let scope = containment::of_vm(&alive, &name);
+    let watch = move || watch(&host, &weak, &inbox);
+    let started = within(&scope, || spawn(format!("repair-{name}"), watch));
+    if let Err(error) = started {
         error!(vm = %name, "lost protection will not be restored: {error}");
     }
 }

@@ -9,7 +9,6 @@ use crate::handshake::{FileOffer, FileRole, Offer};
 use crate::host::Host;
 use crate::machine::Machine;
 use crate::primary::EPOCH_DISK_BYTES;
-use crate::sync::lock;
 use crate::vm::Vm;
 use nix::sys::statvfs::statvfs;
 use std::path::Path;
@@ -95,7 +94,7 @@ impl Host {
             room.untaken += BESIDE_BYTES.saturating_sub(beside);
         }
         for expected in self.arrivals.all() {
-            let there = lock(&self.vms).contains_key(&expected.definition.name);
+            let there = self.vms.lock().contains_key(&expected.definition.name);
             let bytes = expected.definition.memory.bytes() + BESIDE_BYTES;
             if !there {
                 room.vms += 1;
@@ -112,7 +111,7 @@ impl Host {
             Vm::Backup(session) => Some(session.machine()),
             Vm::Fenced(_) => None,
         };
-        lock(&self.vms).values().filter_map(machine).collect()
+        self.vms.lock().values().filter_map(machine).collect()
     }
 }
 

@@ -6,6 +6,7 @@
 //! guest stands still while device state and small RAM blocks move. The former QEMU has ended
 //! before the next one runs the guest; until then it goes on if anything fails.
 
+use crate::containment;
 use crate::error::HostError;
 use crate::home::Home;
 use crate::host::{Host, failed};
@@ -25,6 +26,7 @@ use understudy_qemu::command::Lockstep;
 use understudy_qemu::counting::count_instructions;
 use understudy_qemu::lockstep::{LogErrand, LogRole};
 use understudy_qemu::{ClockBase, Role, TickRate};
+use understudy_threads::within;
 
 /// QEMU takes a frame in microseconds; one whose card is full takes no more anyhow.
 const INBOUND_PATIENCE: Duration = Duration::from_millis(20);
@@ -102,7 +104,7 @@ impl Host {
         let adopted = Adopted::default();
         let name = &former.definition().name;
         let (is_adopted, sink) = (adopted.0.clone(), self.event_sink(name));
-        let machine = Machine::launch(machine::Plan {
+        let plan = machine::Plan {
             definition: former.definition().clone(),
             machine_type: former.machine_type().to_owned(),
             accelerator: former.accelerator(),
@@ -121,8 +123,9 @@ impl Host {
                     sink(event);
                 }
             }),
-        })?;
-        Ok((Arc::new(machine), adopted))
+        };
+        let launched = within(&containment::of_vm(self, name), || Machine::launch(plan));
+        Ok((Arc::new(launched?), adopted))
     }
 }
 

@@ -2,10 +2,10 @@
 //! the link between hosts, all at the same time.
 
 use crate::arbiter::Arbiter;
+use crate::containment;
 use crate::handshake::Purpose;
 use crate::host::Host;
 use crate::membership;
-use crate::sync::lock;
 use crate::vm::Vm;
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
@@ -42,7 +42,7 @@ pub struct SurveyAnswer {
 impl Host {
     /// What this host says when it is asked whether it could back `vm` up.
     pub(crate) fn survey_answer(&self, vm: &VmName, memory: u64) -> SurveyAnswer {
-        let vms = lock(&self.vms).len() as u32;
+        let vms = self.vms.lock().len() as u32;
         SurveyAnswer {
             host: self.config.name.clone(),
             free_memory: self.free_memory(),
@@ -63,7 +63,7 @@ impl Host {
         if let Some(problem) = &self.kernel_problem {
             return Some(problem.clone());
         }
-        let present = lock(&self.vms).get(vm).cloned();
+        let present = self.vms.lock().get(vm).cloned();
         match present {
             Some(Vm::Primary(_)) => return Some(format!("still has a copy of {vm}")),
             Some(Vm::Backup(session)) => return Some(session.describe()),
@@ -113,11 +113,12 @@ impl Host {
             let (answers, asker) = (answers.clone(), self.clone());
             let purpose = Purpose::Survey { vm: vm.to_owned(), memory };
             // One that takes too long ends by itself; nobody waits for it.
-            thread::spawn(move || {
+            let ask = move || {
                 let answer = asker.ask_fitness(&host, &addresses, &purpose);
                 // The asker may have stopped listening.
                 let _ = answers.send((host, answer));
-            });
+            };
+            containment::spawn_for_request("survey", ask);
         }
         drop(answers);
         let deadline = Instant::now() + PATIENCE;

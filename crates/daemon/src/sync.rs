@@ -1,12 +1,9 @@
 //! Small pieces of thread plumbing.
 
-use std::sync::{Condvar, Mutex, MutexGuard};
+use std::sync::{Condvar, Mutex};
+use understudy_threads::poisoned;
 
-/// Locks a mutex. A poisoned one means that a thread panicked while it held
-/// it; the daemon aborts at the first panic, so none is ever seen there.
-pub fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    mutex.lock().expect("no thread panics while it holds a lock")
-}
+pub use understudy_threads::lock;
 
 /// Bounds the bytes that wait in a queue: the writer that would go over the
 /// bound waits, which slows the guest instead of filling the host's memory.
@@ -34,7 +31,7 @@ impl ByteBudget {
     pub fn take(&self, bytes: u64) -> bool {
         let mut state = lock(&self.state);
         while !state.closed && state.used > 0 && state.used + bytes > self.limit {
-            state = self.freed.wait(state).expect("see lock");
+            state = self.freed.wait(state).unwrap_or_else(poisoned);
         }
         state.used += bytes;
         !state.closed

@@ -154,6 +154,13 @@ impl PrimaryVm {
         lock(&self.state).session.clone().filter(|session| !session.is_over())
     }
 
+    /// The session that decides about the VM's output: every one but those that ended with sole
+    /// ownership.
+    pub(crate) fn bound_session(&self) -> Option<Arc<primary::Session>> {
+        let session = lock(&self.state).session.clone();
+        session.filter(|session| !matches!(session.phase(), PrimaryPhase::Alone(_)))
+    }
+
     /// The session's measurements, also after its end.
     pub fn timings(&self) -> Vec<CheckpointTiming> {
         lock(&self.state).session.as_ref().map_or_else(Vec::new, |session| session.stats.timings())

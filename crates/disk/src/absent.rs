@@ -86,7 +86,7 @@ impl Absent {
                 return Err(io::Error::other("the restore of this disk was given up"));
             }
             if asked == Some(missing.start) {
-                state = self.changed.wait(state).expect("no code under this lock panics");
+                state = self.changed.wait(state).unwrap_or_else(understudy_threads::poisoned);
                 continue;
             }
             asked = Some(missing.start);
@@ -140,7 +140,7 @@ impl Absent {
     }
 
     fn lock(&self) -> MutexGuard<'_, State> {
-        self.state.lock().expect("no code under this lock panics")
+        self.state.lock().unwrap_or_else(understudy_threads::poisoned)
     }
 }
 

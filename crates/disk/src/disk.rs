@@ -186,7 +186,7 @@ impl Disk {
 
     /// Where the image is.
     pub fn path(&self) -> PathBuf {
-        self.path.lock().expect("no code under this lock panics").clone()
+        self.path.lock().unwrap_or_else(understudy_threads::poisoned).clone()
     }
 
     /// Sends every write from now on to `sink` too, or to nobody. On return no call to
@@ -378,7 +378,7 @@ impl Disk {
 
     /// Renames the image in the file system.
     pub(crate) fn move_to(&self, to: &Path) -> io::Result<()> {
-        let mut path = self.path.lock().expect("no code under this lock panics");
+        let mut path = self.path.lock().unwrap_or_else(understudy_threads::poisoned);
         std::fs::rename(&*path, to)?;
         *path = to.into();
         Ok(())
@@ -401,7 +401,7 @@ impl Disk {
 
     fn lock_order(&self) -> MutexGuard<'_, Order> {
         // After a panic inside the sink image and mirror may differ: better stop writing.
-        self.order.lock().expect("a write sink must not panic")
+        self.order.lock().unwrap_or_else(understudy_threads::poisoned)
     }
 
     fn check_range(&self, offset: u64, len: u64) -> io::Result<()> {

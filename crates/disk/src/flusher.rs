@@ -10,7 +10,7 @@ use nix::errno::Errno;
 use std::io;
 use std::mem;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard};
-use std::thread::{self, JoinHandle};
+use std::thread::JoinHandle;
 
 /// Callback, called once, for how the flush went.
 pub(crate) type Done = Box<dyn FnOnce(io::Result<()>) + Send>;
@@ -48,7 +48,7 @@ impl Flusher {
     pub(crate) fn start(name: &str, sync: SyncImage) -> io::Result<Flusher> {
         let shared =
             Arc::new(Shared { sync, state: Mutex::new(State::default()), wake: Condvar::new() });
-        let thread = thread::Builder::new().name(format!("flush-{name}")).spawn({
+        let thread = understudy_threads::spawn(format!("flush-{name}"), {
             let shared = shared.clone();
             move || while shared.flush_once() {}
         })?;
@@ -107,7 +107,7 @@ impl Drop for Flusher {
 
 impl Shared {
     fn lock(&self) -> MutexGuard<'_, State> {
-        self.state.lock().expect("no code under this lock panics")
+        self.state.lock().unwrap_or_else(understudy_threads::poisoned)
     }
 
     /// Waits for something to flush and does it; false once there will be no more.
@@ -115,7 +115,7 @@ impl Shared {
         let mut state = self
             .wake
             .wait_while(self.lock(), |state| !state.stopping && !state.has_work())
-            .expect("no code under this lock panics");
+            .unwrap_or_else(understudy_threads::poisoned);
         if !state.owed && state.waiting.is_empty() {
             return false;
         }

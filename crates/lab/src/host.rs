@@ -52,6 +52,7 @@ struct HostToml {
     peers: BTreeMap<String, Addresses>,
     #[serde(skip_serializing_if = "Option::is_none")]
     tls: Option<TlsToml>,
+    snapshot_stores: Vec<PathBuf>,
     shutdown: ShutdownToml,
 }
 
@@ -424,6 +425,7 @@ fn write_config(lab: &Lab, name: &str, options: &HostOptions) -> Result<PathBuf>
         peers,
         insecure: tls.is_none().then_some(true),
         tls,
+        snapshot_stores: vec![lab.directory().to_owned()],
         shutdown: ShutdownToml::default(),
     };
     let mut config = toml::Table::try_from(config).context("cannot write the configuration")?;

@@ -9,6 +9,7 @@
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::{Condvar, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::thread;
+use understudy_threads::{Scope, current, within};
 
 /// Beyond this many threads, memory bandwidth is the limit.
 const MOST_HELPERS: usize = 3;
@@ -54,6 +55,8 @@ struct Team {
 #[derive(Default)]
 struct State {
     offer: Option<Offer>,
+    /// What the lender's thread belongs to.
+    scope: Option<Scope>,
     /// Counts offers, so that a helper accepts each once.
     number: u64,
     /// Helpers at work on the current or just withdrawn offer.
@@ -90,7 +93,8 @@ impl Team {
         let withdraw = Withdraw(self);
         work();
         drop(withdraw);
-        assert!(!lock(&self.state).panicked, "a helper panicked, its message is on stderr");
+        let panicked = std::mem::take(&mut lock(&self.state).panicked);
+        assert!(!panicked, "a helper panicked, its message is on stderr");
     }
 
     fn offer(&self, work: &(dyn Fn() + Sync)) -> bool {
@@ -103,6 +107,9 @@ impl Team {
         let work: *const (dyn Fn() + Sync) =
             unsafe { std::mem::transmute::<&(dyn Fn() + Sync), &'static (dyn Fn() + Sync)>(work) };
         state.offer = Some(Offer(work));
+        // A lender that panicked itself has not looked.
+        state.panicked = false;
+        state.scope = current();
         state.number += 1;
         self.offered.notify_all();
         true
@@ -117,9 +124,14 @@ impl Team {
                 Some(Offer(work)) if state.number != last => {
                     last = state.number;
                     state.working += 1;
+                    let scope = state.scope.clone();
                     drop(state);
                     // SAFETY: we are counted in `working`, so the lender waits for us.
-                    let result = catch_unwind(AssertUnwindSafe(|| unsafe { (*work)() }));
+                    let work = || unsafe { (*work)() };
+                    let result = catch_unwind(AssertUnwindSafe(|| match &scope {
+                        Some(scope) => within(scope, work),
+                        None => work(),
+                    }));
                     state = lock(&self.state);
                     state.panicked |= result.is_err();
                     state.working -= 1;

@@ -196,7 +196,9 @@ fn blocking<T: Send>(
             conversation(handle).await
         })
     };
-    std::thread::scope(|scope| scope.spawn(run).join().expect("netlink thread panicked"))
+    std::thread::scope(|scope| {
+        scope.spawn(understudy_threads::inherit(run)).join().expect("netlink thread panicked")
+    })
 }
 
 #[cfg(test)]

@@ -9,7 +9,7 @@ use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use nix::sys::eventfd::{EfdFlags, EventFd};
 use std::os::fd::{AsFd, OwnedFd};
 use std::sync::Arc;
-use std::thread::{self, JoinHandle};
+use std::thread::JoinHandle;
 
 /// The port's end of such a QEMU's socket. The agent there is answered while QEMU starts and
 /// loads the card's state; no guest sends frames yet.
@@ -34,9 +34,7 @@ impl NextGuest {
             .map_err(|errno| NetworkError::system("make an eventfd", errno))?;
         let over = Arc::new(over);
         let (of_thread, until) = (socket.clone(), over.clone());
-        let thread = thread::Builder::new()
-            .name("net-next".to_owned())
-            .spawn(move || listen(&of_thread, &until))
+        let thread = understudy_threads::spawn("net-next", move || listen(&of_thread, &until))
             .map_err(|source| NetworkError::system("start a thread", source))?;
         Ok(NextGuest { socket, over, thread: Some(thread) })
     }

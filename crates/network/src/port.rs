@@ -20,6 +20,7 @@ use std::sync::{Arc, Weak};
 use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};
 use understudy_protocol::{CardIndex, Epoch};
+use understudy_threads::spawn;
 
 /// Room in the socket to QEMU; beyond it frames wait in the tap.
 const INBOUND_BUFFER_BYTES: usize = 4 << 20;
@@ -95,9 +96,7 @@ impl Port {
 
     fn spawn(&mut self, direction: &str, run: fn(&Shared)) -> Result<(), NetworkError> {
         let shared = Arc::clone(&self.shared);
-        let thread = thread::Builder::new()
-            .name(format!("net{}-{direction}", self.card))
-            .spawn(move || run(&shared))
+        let thread = spawn(format!("net{}-{direction}", self.card), move || run(&shared))
             .map_err(|source| NetworkError::system("start a thread", source))?;
         self.threads.push(thread);
         Ok(())
@@ -464,9 +463,8 @@ impl Port {
         let frame = [&[0; HEADER_BYTES][..], &announcement(self.mac)].concat();
         self.shared.send_aside(&frame);
         let shared = Arc::downgrade(&self.shared);
-        thread::Builder::new()
-            .name(format!("net{}-announce", self.card))
-            .spawn(move || repeat_announcement(&shared, &frame))
+        let repeat = move || repeat_announcement(&shared, &frame);
+        spawn(format!("net{}-announce", self.card), repeat)
             .map(drop)
             .map_err(|source| NetworkError::system("start a thread", source))
     }

@@ -18,7 +18,7 @@ use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use nix::sys::eventfd::{EfdFlags, EventFd};
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Instant;
 
 /// Called when the first frame of an epoch begins to wait: a checkpoint now
@@ -106,10 +106,16 @@ impl Shared {
         })
     }
 
-    /// A poisoned lock means that an invariant of output commit was violated:
-    /// nothing more may leave then, so it is passed on.
+    /// A poisoned lock means that an invariant of output commit may be violated: nothing more
+    /// leaves then, for good, whoever asks.
     pub fn outbound(&self) -> MutexGuard<'_, Outbound> {
-        self.outbound.lock().expect("a thread died holding the output buffer")
+        self.outbound.lock().unwrap_or_else(|poisoned| {
+            let mut outbound = poisoned.into_inner();
+            outbound.seat = None;
+            outbound.fabric = None;
+            outbound.buffer.shut();
+            outbound
+        })
     }
 
     /// Makes both threads look at what has changed.
@@ -134,7 +140,7 @@ impl Shared {
     /// stopped meanwhile may have lost the VM: what is left then waits for the next
     /// epoch's commit.
     pub fn flush(&self) {
-        let _order = self.tap_order.lock().expect("a thread died writing to the tap");
+        let _order = self.tap_order.lock().unwrap_or_else(understudy_threads::poisoned);
         let mut entitled = None;
         loop {
             let mut outbound = self.outbound();
@@ -191,7 +197,7 @@ impl Shared {
     /// Sends a frame, its header before it, that is not output of the guest that runs
     /// here. Returns false, having sent nothing, if this host is fenced.
     pub fn send_aside(&self, packet: &[u8]) -> bool {
-        let _order = self.tap_order.lock().expect("a thread died writing to the tap");
+        let _order = self.tap_order.lock().unwrap_or_else(understudy_threads::poisoned);
         if self.outbound().buffer.gate() == Gate::Shut {
             return false;
         }
@@ -276,11 +282,13 @@ impl Shared {
     }
 
     pub fn moving(&self) -> MutexGuard<'_, Moving> {
-        self.moving.lock().expect("a thread died giving frames to QEMU")
+        self.moving.lock().unwrap_or_else(understudy_threads::poisoned)
     }
 
     pub fn inside(&self) -> MutexGuard<'_, Inside> {
-        self.inside.lock().expect("a thread died holding the frames of a group")
+        // Other members' threads put frames there: it is not this VM's alone. Of half a change,
+        // at worst frames are lost.
+        self.inside.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Bridge and other members to guest, until the port is dropped.

@@ -158,6 +158,14 @@ impl Backup {
         }
     }
 
+    /// Ends it whatever its state is: to be called when that may be half changed. Should this host
+    /// own the VM already, it stays so.
+    pub fn condemn(&mut self) {
+        if self.phase != BackupPhase::Live {
+            self.phase = BackupPhase::Discarded;
+        }
+    }
+
     fn staged(&mut self, now: Time, epoch: Epoch, actions: &mut Vec<BackupAction>) {
         self.detector.heard(now);
         if !matches!(self.phase, BackupPhase::Syncing | BackupPhase::Standing) {

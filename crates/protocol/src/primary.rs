@@ -244,6 +244,14 @@ impl Primary {
         }
     }
 
+    /// Ends it whatever its state is: to be called when that may be half changed. The VM must not
+    /// run here any more.
+    pub fn condemn(&mut self, reason: &str) {
+        if !matches!(self.phase, PrimaryPhase::Alone(_) | PrimaryPhase::Halted(_)) {
+            self.phase = PrimaryPhase::Halted(reason.to_owned());
+        }
+    }
+
     /// This host stood still if nothing at all happened: not even time passed.
     fn notice_stall(&mut self, now: Time) {
         if now - self.last_event > STALL {

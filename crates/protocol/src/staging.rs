@@ -75,6 +75,12 @@ impl Staging {
         self.partial.iter().map(|partial| partial.digest.bytes).sum()
     }
 
+    /// The same with what messages take beside their payload: empty ones must not be for nothing.
+    fn memory(&self) -> u64 {
+        let messages: usize = self.partial.iter().map(|partial| partial.messages.len()).sum();
+        self.bytes() + (messages * size_of::<Message>()) as u64
+    }
+
     /// This epoch, and all before it, came another way: a batch of log has no end of its own.
     pub fn pass(&mut self, epoch: Epoch) {
         self.ended = self.ended.max(epoch);
@@ -92,7 +98,7 @@ impl Staging {
         if message.header.kind == Kind::EpochEnd {
             return self.end(message).map(Some);
         }
-        let staged = self.bytes().saturating_add(message.payload.len() as u64);
+        let staged = self.memory().saturating_add(message.payload.len() as u64);
         if self.limit.is_some_and(|limit| staged > limit) {
             return Err(message.malformed("its epoch has more than any can have"));
         }
@@ -182,7 +188,8 @@ mod tests {
 
     #[test]
     fn epochs_that_never_end_are_refused_before_they_fill_the_memory() {
-        let mut staging = Staging::with_limit(35);
+        let each = size_of::<Message>() as u64;
+        let mut staging = Staging::with_limit(35 + 3 * each);
         let first = [data(1, 1), data(1, 2)];
         for message in &first {
             staging.take(message.clone()).unwrap();
@@ -192,6 +199,15 @@ mod tests {
         assert!(staging.take(end(1, &first)).unwrap().is_some());
         staging.take(data(2, 2)).unwrap();
         assert_eq!(staging.bytes(), 20);
+    }
+
+    /// They had no bytes, so that there could be any number of them.
+    #[test]
+    fn empty_messages_are_counted_too() {
+        let empty = || Message::new(Kind::DeviceState, Epoch(1), Vec::new());
+        let mut staging = Staging::with_limit(1 << 12);
+        let taken = (0..1 << 12).take_while(|_| staging.take(empty()).is_ok()).count();
+        assert!(taken < 1 << 8, "{taken}");
     }
 
     #[test]

@@ -48,7 +48,7 @@ use understudy_daemon::report::{
 use understudy_daemon::snapshot::report::{
     DeleteReport, RestoreReport, RestoreRequest, SnapshotReport, SnapshotRequest, VerifyReport,
 };
-use understudy_daemon::{ErrorKind, Host, HostError};
+use understudy_daemon::{ErrorKind, Host, HostError, containment};
 use understudy_protocol::{GroupName, VmName};
 use understudy_qemu::VmDefinition;
 use understudy_snapshot::SnapshotNumber;
@@ -339,11 +339,11 @@ where
     T: Send + 'static,
     F: FnOnce() -> Result<T, HostError> + Send + 'static,
 {
-    match spawn_blocking(call).await {
-        Ok(result) => Ok(result?),
-        Err(error) => {
-            let message = format!("the daemon failed on this request: {error}");
-            Err(HostError::new(ErrorKind::Internal, message).into())
+    match spawn_blocking(move || containment::request(call)).await {
+        Ok(Some(result)) => Ok(result?),
+        Ok(None) | Err(_) => {
+            let message = "the daemon failed on this request: its log says where, please report it";
+            Err(HostError::new(ErrorKind::Internal, message.to_owned()).into())
         }
     }
 }

@@ -3,13 +3,12 @@
 //! or a cluster set up anew is another arbiter, and decides nothing.
 
 use super::Unreachable;
-use crate::sync::lock;
 use anyhow::{Context, ensure};
 use serde::{Deserialize, Serialize};
 use std::fs::{self, File};
 use std::io::{ErrorKind, Write};
 use std::path::{Path, PathBuf};
-use std::sync::Mutex;
+use understudy_threads::Common;
 
 /// Digits of an identity: 128 random bits.
 const DIGITS: usize = 32;
@@ -75,7 +74,7 @@ impl std::fmt::Display for ArbiterName {
 pub(super) struct Memory {
     /// None: for as long as the daemon lives.
     path: Option<PathBuf>,
-    known: Mutex<Option<ArbiterId>>,
+    known: Common<Option<ArbiterId>>,
 }
 
 impl Memory {
@@ -90,11 +89,11 @@ impl Memory {
         let known = known.map_err(anyhow::Error::msg).with_context(|| {
             format!("{} does not name the arbiter that this host uses", path.display())
         })?;
-        Ok(Memory { path: Some(path), known: Mutex::new(known) })
+        Ok(Memory { path: Some(path), known: Common::new(known) })
     }
 
     pub(super) fn known(&self) -> Option<ArbiterId> {
-        lock(&self.known).clone()
+        self.known.lock().clone()
     }
 
     /// `found` is the arbiter at `place`: the one that this host has always used, or its first.
@@ -132,7 +131,7 @@ impl Memory {
 
     /// Under the lock: several may meet the arbiter for the first time at once.
     fn remember(&self, id: &ArbiterId) -> anyhow::Result<()> {
-        let mut known = lock(&self.known);
+        let mut known = self.known.lock();
         if known.is_none() {
             if let Some(path) = &self.path {
                 write_durably(path, id)

@@ -3,7 +3,6 @@
 
 use super::Unreachable;
 use crate::host::Host;
-use crate::sync::lock;
 use std::sync::{Arc, Weak};
 use std::thread;
 use std::time::Duration;
@@ -28,7 +27,7 @@ fn run(host: &Weak<Host>) {
         let found = arbiter.identify();
         let Some(host) = host.upgrade() else { return };
         let problem = found.as_ref().err().map(|Unreachable(reason)| format!("arbiter: {reason}"));
-        let before = std::mem::replace(&mut *lock(&host.arbiter_problem), problem.clone());
+        let before = std::mem::replace(&mut *host.arbiter_problem.lock(), problem.clone());
         match (&found, problem) {
             (_, Some(problem)) if before.as_ref() != Some(&problem) => warn!("{problem}"),
             (Ok(name), None) if before.is_some() => info!("arbiter: {name} again"),

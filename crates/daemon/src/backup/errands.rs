@@ -7,6 +7,7 @@ use super::session::Session;
 use super::takeover::Outcome;
 use super::turn::Other;
 use crate::lockstep::backup::{self as lockstep, Following};
+use crate::moments::strike;
 use crate::snapshot::KeepOrder;
 use anyhow::{Context, ensure};
 use crossbeam_channel::Receiver;
@@ -110,6 +111,7 @@ impl Session {
         let in_turn = begins && mirrors.is_some();
         ensure!(!in_turn, "a log begins before the first synchronisation has ended");
         fail_in_a_test()?;
+        strike("apply", &self.vm);
         let image = self.keeper.image();
         let applied = apply_epoch(&self.machine(), epoch, image.as_deref())?;
         let Applied { device_state, keep } = applied;

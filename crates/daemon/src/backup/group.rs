@@ -11,7 +11,7 @@ use crate::doorbell::Doorbell;
 use crate::group::Membership;
 use crate::sync::lock;
 use anyhow::bail;
-use std::sync::{Arc, Mutex, Weak};
+use std::sync::{Arc, Mutex, MutexGuard, Weak};
 use std::time::Duration;
 use understudy_protocol::HostName;
 use understudy_protocol::{
@@ -20,6 +20,16 @@ use understudy_protocol::{
 
 /// Nothing waits longer than this without looking again.
 const LONGEST_WAIT: Duration = Duration::from_millis(500);
+
+/// Locks the state machine. After a panic of whoever changed it, it is at its end: it contests
+/// nothing any more.
+pub(super) fn lock_core(core: &Mutex<Backup>) -> MutexGuard<'_, Backup> {
+    core.lock().unwrap_or_else(|poisoned| {
+        let mut core = poisoned.into_inner();
+        core.condemn();
+        core
+    })
+}
 
 /// The members, and what they share.
 pub struct Group {
@@ -67,14 +77,14 @@ impl Group {
     /// Whether this is the group that `place` is offered for: the same members of
     /// the same host, the ones before it there already, and all still standing.
     pub fn awaits(&self, membership: &Membership, primary: &str, place: usize) -> bool {
-        let syncing = *lock(&self.core).phase() == BackupPhase::Syncing;
+        let syncing = *lock_core(&self.core).phase() == BackupPhase::Syncing;
         let next = lock(&self.sessions).len() == place;
         syncing && next && self.membership == *membership && self.primary == primary
     }
 
     /// The next member's session begins; in the order of the members.
     pub(super) fn join(&self, session: &Arc<Session>) -> anyhow::Result<()> {
-        let core = lock(&self.core);
+        let core = lock_core(&self.core);
         if *core.phase() != BackupPhase::Syncing {
             bail!("the group's protection has ended");
         }

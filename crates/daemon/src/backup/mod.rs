@@ -38,7 +38,7 @@ use crate::machine::Machine;
 use crate::paths::PathMonitor;
 use crate::records::Records;
 use crate::report::{DiskReads, Mode, ProtectRequest};
-use crate::snapshot::{Keeper, StoreKeys};
+use crate::snapshot::{Keeper, StoreKeys, Stores};
 use crate::sync::ByteBudget;
 use anyhow::{Context, bail};
 use crossbeam_channel::Receiver;
@@ -160,6 +160,8 @@ pub struct Plan {
     pub directory: PathBuf,
     /// The keys of the stores that snapshots of the VM go to.
     pub store_keys: StoreKeys,
+    /// Stores that the primary may name.
+    pub stores: Stores,
     /// Starts a QEMU for the other way of keeping up.
     pub launch: Launch,
     /// Asks the primary who owns the VM, once it is silent.
@@ -217,7 +219,7 @@ pub fn accept(
         errands,
         contests,
         waiting: ByteBudget::new(session::WAITING_BYTES),
-        keeper: Arc::new(Keeper::new(plan.store_keys)),
+        keeper: Arc::new(Keeper::new(plan.stores, plan.store_keys)),
         received: AtomicU64::new(0),
         diverged: AtomicBool::new(false),
         parting: parting::Parting::default(),
@@ -237,9 +239,7 @@ pub fn accept(
     if session.place == 0 {
         // For the whole group, which is taken over as one. Not before the primary knows that this
         // host is ready: it expects nothing else first.
-        thread::Builder::new()
-            .name(format!("prove-{}", session.vm))
-            .spawn(proof::body(&session))
+        understudy_threads::spawn(format!("prove-{}", session.vm), proof::body(&session))
             .context("cannot start a thread")?;
     }
     heartbeat::start(&session.vm, &session)?;
@@ -278,9 +278,7 @@ fn spawn(
     body: impl FnOnce(&Arc<Session>) + Send + 'static,
 ) -> anyhow::Result<()> {
     let session = session.clone();
-    thread::Builder::new()
-        .name(format!("{role}-{}", session.vm))
-        .spawn(move || body(&session))
+    understudy_threads::spawn(format!("{role}-{}", session.vm), move || body(&session))
         .map(drop)
         .context("cannot start a thread")
 }

@@ -6,6 +6,7 @@ use super::session::Session;
 use crate::lockstep::backup::Following;
 use crate::lockstep::be_urgent;
 use crate::machine::Machine;
+use crate::moments::strike;
 use crate::primary::EPOCH_DISK_BYTES;
 use anyhow::{Context, ensure};
 use std::sync::Arc;
@@ -57,6 +58,7 @@ impl Session {
 
     fn receive_one(self: &Arc<Self>, staging: &mut Staging) -> anyhow::Result<()> {
         let message = self.data.receive()?;
+        strike("stage", &self.vm);
         self.received.fetch_add(message.payload.len() as u64, Ordering::Relaxed);
         match message.header.kind {
             Kind::TakeOver => self.event(BackupEvent::TakeOver, None),

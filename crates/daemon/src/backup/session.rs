@@ -4,6 +4,7 @@
 use super::activation::Readiness;
 use super::errands::Errand;
 use super::group::Group;
+use super::group::lock_core;
 use super::inbound::Inbound;
 use super::outbound::Outbound;
 use super::parting::Parting;
@@ -18,6 +19,7 @@ use crate::heartbeat::{Heartbeats, Pulse};
 use crate::lockstep::backup::Following;
 use crate::lockstep::evidence;
 use crate::machine::Machine;
+use crate::moments::strike;
 use crate::paths::PathMonitor;
 use crate::records::Records;
 use crate::report::{Mode, ProtectRequest};
@@ -118,17 +120,17 @@ impl Session {
 
     /// Where the session stands.
     pub fn phase(&self) -> BackupPhase {
-        lock(&self.core).phase().clone()
+        lock_core(&self.core).phase().clone()
     }
 
     /// The rule for what the guest sends.
     pub fn output(&self) -> Output {
-        lock(&self.core).output()
+        lock_core(&self.core).output()
     }
 
     /// Generation and last committed epoch.
     pub fn position(&self) -> (Generation, Epoch) {
-        let core = lock(&self.core);
+        let core = lock_core(&self.core);
         (self.group.generation(self, core.generation()), core.committed())
     }
 
@@ -151,7 +153,7 @@ impl Session {
     /// the epoch that a [`BackupEvent::Staged`] speaks of, one for each member.
     pub fn event(&self, event: BackupEvent, parts: Option<Vec<StagedEpoch>>) {
         let mut actions = Vec::new();
-        let mut core = lock(&self.core);
+        let mut core = lock_core(&self.core);
         core.handle(clock::now(), event, &mut actions);
         let mut parts = parts.into_iter().flatten();
         for action in &actions {
@@ -168,6 +170,7 @@ impl Session {
         let leads = self.place == 0;
         match action {
             &BackupAction::AcknowledgeAndApply(epoch) => {
+                strike("acknowledge", &self.vm);
                 // A batch of log was taken in before.
                 if let Some(mut part) = parts.next() {
                     self.inbound.commit(epoch);
@@ -258,6 +261,27 @@ impl Session {
             }
             _ => self.give_up(words),
         }
+    }
+
+    /// Ends the group's copies here after a panic in one of their threads. The primary hears why,
+    /// if somebody is left to tell it.
+    pub(crate) fn end_after_panic(&self, reason: &str) {
+        self.group.each(|member| member.machine().halt());
+        self.give_up(reason);
+    }
+
+    /// Ends the group's connections, whoever else was to do so.
+    pub(crate) fn hang_up_after_panic(&self) {
+        self.group.each(|member| {
+            member.end_log();
+            member.close_connections();
+            member.waiting.close();
+        });
+    }
+
+    /// Whether both are backed up as one.
+    pub(crate) fn is_fellow(&self, other: &Session) -> bool {
+        Arc::ptr_eq(&self.group, &other.group)
     }
 
     /// Nothing more comes of the log, if there is one.

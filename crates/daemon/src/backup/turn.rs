@@ -20,6 +20,7 @@ use tracing::info;
 use understudy_encoding::decode_log;
 use understudy_protocol::wire::{Kind, Message};
 use understudy_protocol::{Epoch, StagedEpoch};
+use understudy_threads::spawn;
 
 /// How long the turn before may take to be carried out.
 const APPLY_TIMEOUT: Duration = Duration::from_secs(60);
@@ -78,8 +79,7 @@ impl Session {
             // If it cannot be sent the receiving thread finds out why.
             let _ = session.data.send_json(Kind::TurnAnswer, &answer);
         };
-        let thread = thread::Builder::new().name(format!("turn-{}", self.vm));
-        thread.spawn(prepare).map(drop).context("cannot start a thread")
+        spawn(format!("turn-{}", self.vm), prepare).map(drop).context("cannot start a thread")
     }
 
     fn prepare(&self, number: u64, wanted: Wanted) -> anyhow::Result<()> {

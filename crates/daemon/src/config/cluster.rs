@@ -11,14 +11,14 @@
 
 use super::source::Source;
 use crate::error::HostError;
-use crate::snapshot::StoreKeys;
+use crate::snapshot::{StoreKeys, Stores};
 use serde::Deserialize;
 use std::collections::BTreeMap;
 use std::path::PathBuf;
 use std::time::Duration;
 use toml::Spanned;
 use understudy_protocol::{GroupName, HostName, VmName};
-use understudy_snapshot::Retention;
+use understudy_snapshot::{NoAddress, Retention, StoreAddress};
 
 /// A group of VMs.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -27,7 +27,7 @@ pub struct ClusterConfig {
     /// their names.
     pub members: BTreeMap<VmName, HostName>,
     /// Where its snapshots are, unless a command says otherwise.
-    pub store: Option<String>,
+    pub store: Option<StoreAddress>,
     /// When this host takes snapshots by itself.
     pub schedule: Option<Schedule>,
 }
@@ -84,19 +84,33 @@ pub(super) fn check_keys(
 ) -> Result<StoreKeys, HostError> {
     let check = |(location, file): (Spanned<String>, Spanned<PathBuf>)| {
         let field = format!("snapshot_keys.{:?}", location.get_ref());
-        check_store(source, &field, &location)?;
-        Ok((location.into_inner(), source.absolute(&field, file)?))
+        let address = check_store(source, &field, &location)?;
+        Ok((address, source.absolute(&field, file)?))
     };
     Ok(StoreKeys::new(raw.into_iter().map(check).collect::<Result<Vec<_>, HostError>>()?))
 }
 
-fn check_store(source: &Source<'_>, field: &str, store: &Spanned<String>) -> Result<(), HostError> {
-    let text = store.get_ref();
-    if text.starts_with('/') || text.contains("://") {
-        return Ok(());
-    }
-    let message = format!("{text:?} is neither an absolute path nor a URL");
-    Err(source.wrong(field, store.span(), &message))
+/// `snapshot_stores`: those that other hosts may have this one use, beside the clusters' own and
+/// those with a key.
+pub(super) fn check_stores(
+    source: &Source<'_>,
+    (here, raw): (&HostName, Vec<Spanned<String>>),
+    clusters: &BTreeMap<GroupName, ClusterConfig>,
+    keys: &StoreKeys,
+) -> Result<Stores, HostError> {
+    let check = |store: &Spanned<String>| check_store(source, "snapshot_stores", store);
+    let named = raw.iter().map(check).collect::<Result<Vec<_>, _>>()?;
+    let of_clusters = clusters.values().filter_map(|cluster| cluster.store.clone());
+    Ok(Stores::new(here, named.into_iter().chain(of_clusters).chain(keys.stores())))
+}
+
+fn check_store(
+    source: &Source<'_>,
+    field: &str,
+    store: &Spanned<String>,
+) -> Result<StoreAddress, HostError> {
+    let wrong = |error: NoAddress| source.wrong(field, store.span(), &error.to_string());
+    store.get_ref().parse().map_err(wrong)
 }
 
 impl RawCluster {
@@ -109,9 +123,9 @@ impl RawCluster {
             let message = format!("{} members; 1 to {MOST_MEMBERS} are possible", members.len());
             return Err(wrong(&message));
         }
-        if let Some(store) = &self.store {
-            check_store(source, &format!("{field}.store"), store)?;
-        }
+        let store = self.store.as_ref();
+        let store = store.map(|store| check_store(source, &format!("{field}.store"), store));
+        let store = store.transpose()?;
         let number = |name: &str, raw: &Option<Spanned<i64>>, least: i64| match raw {
             None => Ok(None),
             Some(raw) if (least..=MOST_MINUTES).contains(raw.get_ref()) => {
@@ -143,7 +157,6 @@ impl RawCluster {
             }),
             (None, ..) => None,
         };
-        let store = self.store.map(Spanned::into_inner);
         Ok(ClusterConfig { members, store, schedule })
     }
 }

@@ -20,7 +20,7 @@ use std::os::fd::OwnedFd;
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::Path;
 use std::sync::Arc;
-use std::thread::{self, JoinHandle};
+use std::thread::JoinHandle;
 use std::time::Duration;
 
 /// A client that takes nothing for so long is disconnected: the guest waits meanwhile.
@@ -92,8 +92,7 @@ impl ConsoleServer {
                 log: Some(log),
                 stop: stop.clone(),
             };
-            let thread =
-                thread::Builder::new().name("console".to_owned()).spawn(move || relay.run())?;
+            let thread = understudy_threads::spawn("console", move || relay.run())?;
             io::Result::Ok(ConsoleServer { output, qemu: kept, stop, thread: Some(thread) })
         };
         listen().with_context(|| format!("cannot serve the console {}", path.display()))

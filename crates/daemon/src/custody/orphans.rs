@@ -2,9 +2,9 @@
 //! back, or ended.
 
 use super::{Custody, SOCKET};
+use crate::containment;
 use crate::host::Host;
 use crate::snapshot::RestoreNote;
-use crate::sync::lock;
 use crate::vm::{FencedVm, Vm};
 use anyhow::Context;
 use nix::poll::PollTimeout;
@@ -14,7 +14,7 @@ use std::fs;
 use std::io::{self, ErrorKind};
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::path::Path;
-use std::sync::{Arc, Mutex};
+use std::sync::Arc;
 use std::thread;
 use std::time::{Duration, Instant};
 use tracing::{info, warn};
@@ -22,6 +22,7 @@ use understudy_protocol::Ownership;
 use understudy_protocol::VmName;
 use understudy_protocol::validity::ImageRole;
 use understudy_qemu::process::{has_ended, signal};
+use understudy_threads::Common;
 
 /// Before what failed is tried again: the arbiter, or the store, may answer later.
 const AGAIN: Duration = Duration::from_secs(1);
@@ -52,7 +53,7 @@ impl Orphan {
 
 /// The names of those that are not taken back yet. Nobody may start them meanwhile.
 #[derive(Default)]
-pub(crate) struct Orphans(Mutex<BTreeMap<VmName, Waiting>>);
+pub(crate) struct Orphans(Common<BTreeMap<VmName, Waiting>>);
 
 struct Waiting {
     why: String,
@@ -63,7 +64,7 @@ struct Waiting {
 impl Orphans {
     /// Why a guest of that name stands still, as the end of a sentence; none if there is none.
     pub fn why(&self, vm: &VmName) -> Option<String> {
-        let orphans = lock(&self.0);
+        let orphans = self.0.lock();
         let why = &orphans.get(vm)?.why;
         Some(format!("outlived this host's last daemon, and is being taken back: {why}"))
     }
@@ -79,14 +80,14 @@ impl Orphans {
     }
 
     fn mark_given_up(&self, vm: &VmName) -> bool {
-        let mut orphans = lock(&self.0);
+        let mut orphans = self.0.lock();
         let orphan = orphans.get_mut(vm);
         orphan.map(|orphan| orphan.given_up = true).is_some()
     }
 
     /// Ends all; returns when they have ended.
     pub fn give_up_all(&self) {
-        let names: Vec<VmName> = lock(&self.0).keys().cloned().collect();
+        let names: Vec<VmName> = self.0.lock().keys().cloned().collect();
         for vm in names {
             self.give_up(&vm);
         }
@@ -94,19 +95,19 @@ impl Orphans {
 
     fn add(&self, vm: &VmName) {
         let why = "its owner is being asked for".to_owned();
-        lock(&self.0).insert(vm.to_owned(), Waiting { why, given_up: false });
+        self.0.lock().insert(vm.to_owned(), Waiting { why, given_up: false });
     }
 
     fn remove(&self, vm: &VmName) {
-        lock(&self.0).remove(vm);
+        self.0.lock().remove(vm);
     }
 
     fn is_given_up(&self, vm: &VmName) -> bool {
-        lock(&self.0).get(vm).is_none_or(|orphan| orphan.given_up)
+        self.0.lock().get(vm).is_none_or(|orphan| orphan.given_up)
     }
 
     fn note(&self, vm: &VmName, why: String) {
-        if let Some(orphan) = lock(&self.0).get_mut(vm) {
+        if let Some(orphan) = self.0.lock().get_mut(vm) {
             if orphan.why != why {
                 warn!(%vm, "it stands still: {why}");
                 orphan.why = why;
@@ -153,8 +154,8 @@ impl Host {
     /// Goes on with a guest, or ends it; this may take as long as the arbiter and the store are
     /// silent.
     pub(crate) fn take_back(self: &Arc<Self>, orphan: Orphan) {
-        let host = self.clone();
-        thread::spawn(move || {
+        let (host, vm) = (self.clone(), orphan.note.task.vm().clone());
+        let started = containment::spawn_for(self, &vm, "orphan", move || {
             let vm = orphan.note.task.vm().to_owned();
             let lost = loop {
                 if host.orphans.is_given_up(&vm) {
@@ -169,6 +170,10 @@ impl Host {
             };
             host.end_orphan(orphan, lost);
         });
+        if let Err(error) = started {
+            self.orphans
+                .note(&vm, format!("cannot be taken back: no thread can be started: {error}"));
+        }
     }
 
     fn try_to_take_back(self: &Arc<Self>, orphan: &Orphan) -> Result<(), Failure> {
@@ -242,7 +247,7 @@ impl Host {
         if let Some(reason) = lost {
             warn!(%vm, "{reason}");
             let fenced = FencedVm { name: vm.to_owned(), generation: *generation, reason };
-            lock(&self.vms).insert(vm.to_owned(), Vm::Fenced(Arc::new(fenced)));
+            self.vms.lock().insert(vm.to_owned(), Vm::Fenced(Arc::new(fenced)));
         }
         self.orphans.remove(vm);
     }

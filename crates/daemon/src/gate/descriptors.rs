@@ -1,11 +1,10 @@
 //! File descriptors: as many as the system allows, and some that are kept for the arbiter.
 
-use crate::sync::lock;
 use nix::sys::resource::{Resource, getrlimit, setrlimit};
 use std::fs::File;
 use std::os::fd::RawFd;
-use std::sync::Mutex;
 use tracing::warn;
+use understudy_threads::Common;
 
 /// What one question to an arbiter may need at once, several times over.
 const RESERVED: usize = 16;
@@ -31,21 +30,22 @@ struct Reserve {
     wanted: bool,
 }
 
-static RESERVE: Mutex<Reserve> = Mutex::new(Reserve { kept: Vec::new(), askers: 0, wanted: false });
+static RESERVE: Common<Reserve> =
+    Common::new(Reserve { kept: Vec::new(), askers: 0, wanted: false });
 
 /// Descriptors that may be used until this is dropped.
 pub struct Lent(());
 
 /// Opens the reserve: once, at the daemon's start.
 pub fn fill() {
-    let mut reserve = lock(&RESERVE);
+    let mut reserve = RESERVE.lock();
     reserve.wanted = true;
     reserve.fill();
 }
 
 /// Frees the reserve for a question to the arbiter.
 pub fn lend() -> Lent {
-    let mut reserve = lock(&RESERVE);
+    let mut reserve = RESERVE.lock();
     reserve.askers += 1;
     reserve.kept.clear();
     Lent(())
@@ -70,7 +70,7 @@ impl Reserve {
 
 impl Drop for Lent {
     fn drop(&mut self) {
-        let mut reserve = lock(&RESERVE);
+        let mut reserve = RESERVE.lock();
         reserve.askers -= 1;
         if reserve.askers == 0 {
             reserve.fill();

@@ -4,11 +4,11 @@
 //! a peer that goes on with its handshake needs a moment only, so that neither many connections
 //! nor slow ones keep it out. Addresses of known hosts have places of their own.
 
-use crate::sync::lock;
 use std::collections::BTreeMap;
 use std::net::{IpAddr, Shutdown, TcpStream};
-use std::sync::{Arc, Mutex};
+use std::sync::Arc;
 use std::time::{Duration, Instant};
+use understudy_threads::Common;
 
 /// Time for all of a handshake: TLS and the hello.
 pub const HANDSHAKE_LIMIT: Duration = Duration::from_secs(10);
@@ -26,7 +26,7 @@ const MOST_REQUESTS: usize = 256;
 
 /// Connections before and after it is known whose they are.
 #[derive(Debug, Default)]
-pub struct Lobby(Mutex<State>);
+pub struct Lobby(Common<State>);
 
 #[derive(Debug, Default)]
 struct State {
@@ -66,7 +66,7 @@ impl Lobby {
     /// `known`: it comes from the address of a known host. None if there is no room at all.
     pub fn admit(self: &Arc<Self>, socket: &TcpStream, from: IpAddr, known: bool) -> Option<Place> {
         let socket = socket.try_clone().ok()?;
-        let mut state = lock(&self.0);
+        let mut state = self.0.lock();
         if state.threads >= MOST_THREADS {
             return None;
         }
@@ -86,7 +86,7 @@ impl Lobby {
 
     /// Ends whoever has taken too long; returns when the next one will have.
     pub fn end_overdue(&self) -> Option<Instant> {
-        let (mut state, now) = (lock(&self.0), Instant::now());
+        let (mut state, now) = (self.0.lock(), Instant::now());
         while state.waiting.values().next().is_some_and(|first| first.until <= now) {
             state.dismiss(|_| true);
         }
@@ -96,7 +96,7 @@ impl Lobby {
     /// Whether the log may take another line about a connection that ended: a flood must not fill
     /// the disk.
     pub fn may_complain(&self) -> bool {
-        let (mut state, now) = (lock(&self.0), Instant::now());
+        let (mut state, now) = (self.0.lock(), Instant::now());
         let (since, said) = state.complaints.get_or_insert((now, 0));
         if now.duration_since(*since) >= COMPLAINTS_SPAN {
             (*since, *said) = (now, 0);
@@ -107,7 +107,7 @@ impl Lobby {
 
     /// Ends the connection that has waited longest, for its descriptors.
     pub fn make_room(&self) {
-        let mut state = lock(&self.0);
+        let mut state = self.0.lock();
         if state.count(|other| !other.known) > 0 {
             state.dismiss(|other| !other.known);
         }
@@ -134,7 +134,7 @@ impl Place {
     /// An error if it was too late, or if the host has too many requests under way.
     pub fn authenticated(self, host: &str) -> anyhow::Result<Request> {
         let lobby = self.lobby.clone();
-        let mut state = lock(&lobby.0);
+        let mut state = lobby.0.lock();
         let in_time = state.waiting.remove(&self.number).is_some();
         anyhow::ensure!(in_time, "host {host} took too long for its handshake");
         let requests = state.requests.entry(host.to_owned()).or_default();
@@ -150,7 +150,7 @@ impl Place {
 
 impl Drop for Place {
     fn drop(&mut self) {
-        let mut state = lock(&self.lobby.0);
+        let mut state = self.lobby.0.lock();
         state.threads -= 1;
         state.waiting.remove(&self.number);
     }
@@ -158,7 +158,7 @@ impl Drop for Place {
 
 impl Drop for Request {
     fn drop(&mut self) {
-        let mut state = lock(&self.lobby.0);
+        let mut state = self.lobby.0.lock();
         if let Some(requests) = state.requests.get_mut(&self.host) {
             *requests -= 1;
             if *requests == 0 {
@@ -196,7 +196,7 @@ mod tests {
             let (_, near) = sockets();
             places.push(lobby.admit(&near, address(3 + (round / 8) as u8), false).unwrap());
         }
-        assert_eq!(lock(&lobby.0).waiting.len(), PLACES[1] + 1);
+        assert_eq!(lobby.0.lock().waiting.len(), PLACES[1] + 1);
         assert_eq!(oldest.read(&mut [0]).unwrap(), 0, "the oldest was not ended");
         let late = places.remove(0).authenticated("a").unwrap_err().to_string();
         assert!(late.contains("took too long"), "{late}");
@@ -204,7 +204,7 @@ mod tests {
         assert!(far.read(&mut [0]).is_err(), "the known host's was ended");
         known.authenticated("a").unwrap();
         drop(places);
-        let state = lock(&lobby.0);
+        let state = lobby.0.lock();
         assert_eq!((state.waiting.len(), state.threads, state.requests.len()), (0, 0, 0));
     }
 
@@ -213,7 +213,7 @@ mod tests {
         let lobby = Arc::new(Lobby::default());
         let admit = || lobby.admit(&sockets().1, address(9), false).unwrap();
         let places: Vec<_> = (0..PLACES[1]).map(|_| admit()).collect();
-        assert_eq!(lock(&lobby.0).waiting.len(), PLACES_OF_ADDRESS);
+        assert_eq!(lobby.0.lock().waiting.len(), PLACES_OF_ADDRESS);
         drop(places);
     }
 
@@ -224,7 +224,7 @@ mod tests {
         let (mut far, near) = sockets();
         let place = lobby.admit(&near, address(1), true).unwrap();
         assert!(lobby.end_overdue().unwrap() > Instant::now());
-        lock(&lobby.0).waiting.get_mut(&place.number).unwrap().until = Instant::now();
+        lobby.0.lock().waiting.get_mut(&place.number).unwrap().until = Instant::now();
         assert_eq!(lobby.end_overdue(), None);
         assert_eq!(far.read(&mut [0]).unwrap(), 0, "it was not ended");
     }

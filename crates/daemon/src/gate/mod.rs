@@ -10,6 +10,7 @@ pub mod authorize;
 pub mod descriptors;
 pub mod lobby;
 
+use crate::containment;
 use crate::error::{ErrorKind, HostError};
 use crate::host::Host;
 use crate::incoming;
@@ -103,7 +104,10 @@ fn admit(host: &Arc<Host>, stream: TcpStream, from: SocketAddr) -> io::Result<()
     let host = host.clone();
     thread::Builder::new()
         .name("incoming".to_owned())
-        .spawn(move || incoming::serve(&host, stream, place))
+        .spawn(move || {
+            // It ends with the connection, whatever the peer has said.
+            containment::request(|| incoming::serve(&host, stream, place));
+        })
         .map(drop)
 }
 

@@ -22,6 +22,7 @@ use understudy_encoding::decode_log;
 use understudy_lockstep::{DiskRead, ReadDecoder, ReadOutcome, ReadScript};
 use understudy_protocol::DiskIndex;
 use understudy_protocol::wire::Message;
+use understudy_threads::poisoned;
 
 /// Data that may wait for the next batch: over it the guest's reads wait.
 const MOST_WAITING_BYTES: usize = 8 << 20;
@@ -96,7 +97,7 @@ impl ReadRecorder for ReadTrail {
             state.stream.len() > MOST_WAITING_BYTES && !state.passes && !state.closed
         };
         let state = lock(&self.state);
-        let mut state = self.changed.wait_while(state, full).expect("see lock");
+        let mut state = self.changed.wait_while(state, full).unwrap_or_else(poisoned);
         let number = &mut state.came[usize::from(disk.0)];
         *number += 1;
         *number - 1
@@ -281,7 +282,7 @@ impl Reads {
                 None => {
                     // Looked at again: a failure ends no wait.
                     let wait = Duration::from_millis(500);
-                    state = self.changed.wait_timeout(state, wait).expect("see lock").0;
+                    state = self.changed.wait_timeout(state, wait).unwrap_or_else(poisoned).0;
                 }
             }
         }

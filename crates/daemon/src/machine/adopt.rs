@@ -16,13 +16,13 @@ use std::os::fd::{AsFd, OwnedFd, RawFd};
 use std::path::Path;
 use std::sync::atomic::AtomicBool;
 use std::sync::{Arc, Mutex};
-use std::thread;
 use understudy_disk::{Disk, NbdServer};
 use understudy_memory::agent::AgentLink;
 use understudy_memory::{GuestRam, ProcessMemory, RamBlock};
 use understudy_protocol::BlockId;
 use understudy_qemu::qmp::{DeviceState, MonitorSockets, QemuVersion, RunState};
 use understudy_qemu::{Accelerator, Monitor, Qemu, Role, VmDefinition};
+use understudy_threads::spawn;
 
 /// What must be known of a machine, beside its descriptors.
 #[derive(Clone, Debug, Serialize, Deserialize)]
@@ -192,8 +192,7 @@ impl Machine {
             }
             Ok(())
         };
-        let thread = thread::Builder::new().name("catch-up".to_owned());
-        thread.spawn(move || catch_up().unwrap_or_else(failed))?;
+        spawn("catch-up", move || catch_up().unwrap_or_else(failed))?;
         Ok(self.process.qemu.go_on()?)
     }
 }

@@ -480,6 +480,11 @@ impl Machine {
         self.retired.load(Ordering::Acquire)
     }
 
+    /// Whether this daemon has ended it.
+    pub(crate) fn is_halted(&self) -> bool {
+        self.process.halted.load(Ordering::Acquire)
+    }
+
     fn end(&self) {
         let halted_before = self.process.halted.swap(true, Ordering::AcqRel);
         if !halted_before {

@@ -12,6 +12,7 @@ use crate::clock;
 use crate::lockstep;
 use crate::lockstep::primary::{Followed, MACHINE};
 use crate::machine::Machine;
+use crate::moments::strike;
 use crate::report::{CheckpointTiming, DiskReads};
 use crate::sync::lock;
 use anyhow::Context;
@@ -338,6 +339,7 @@ impl<'a> Capturer<'a> {
         timing.scan_ms = watch.lap();
         capture(self.machine.blocks(), &self.dirty, &mut self.staging)?;
         fail::fail_point!("while-paused");
+        strike("capture", &self.session.vm);
         timing.pages = self.dirty.pages();
         timing.copy_ms = watch.lap();
         pause.saved(&mut self.device_state)?;

@@ -7,6 +7,7 @@
 
 use crate::sync::lock;
 use std::sync::{Condvar, Mutex};
+use understudy_threads::poisoned;
 
 /// Over so much a checkpoint is due. `room.rs` counts it.
 pub(crate) const EPOCH_DISK_BYTES: u64 = 64 << 20;
@@ -41,7 +42,7 @@ impl EpochRoom {
     pub fn take(&self, bytes: u64) -> bool {
         let mut state = lock(&self.state);
         while state.used >= self.limit && state.blocked && !state.closed {
-            state = self.changed.wait(state).expect("see lock");
+            state = self.changed.wait(state).unwrap_or_else(poisoned);
         }
         let was_full = state.used >= self.limit;
         state.used += bytes + MESSAGE_BYTES;

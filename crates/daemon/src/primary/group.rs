@@ -10,6 +10,7 @@ use super::standing::Standing;
 use crate::clock;
 use crate::group::{Member, Membership};
 use crate::lockstep::primary::PIPELINE;
+use crate::moments::strike;
 use crate::sync::lock;
 use anyhow::{bail, ensure};
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -19,6 +20,16 @@ use understudy_network::Switch;
 use understudy_protocol::{
     Activity, Arrival, Epoch, Generation, Output, Primary, PrimaryEvent, PrimaryPhase, Rendezvous,
 };
+
+/// Locks the state machine. After a panic of whoever changed it, it is at its end: nothing is
+/// done by it any more.
+pub(super) fn lock_core(core: &Mutex<Primary>) -> MutexGuard<'_, Primary> {
+    core.lock().unwrap_or_else(|poisoned| {
+        let mut core = poisoned.into_inner();
+        core.condemn("a thread panicked while it changed the state of protection");
+        core
+    })
+}
 
 /// The members, and what they share.
 pub struct Group {
@@ -56,7 +67,7 @@ impl Group {
 
     /// The next member's session begins; in the order of the members.
     pub(super) fn join(&self, session: &Arc<Session>) -> anyhow::Result<()> {
-        let core = lock(&self.core);
+        let core = lock_core(&self.core);
         match core.phase() {
             PrimaryPhase::Alone(Some(reason)) | PrimaryPhase::Halted(reason) => {
                 bail!("the group's protection has ended: {reason}")
@@ -166,7 +177,8 @@ impl Group {
     /// machine, since protection can end at any moment and must not find a gate
     /// held afterwards.
     pub(super) fn place_barrier(&self, session: &Session, last: bool) {
-        let mut core = lock(&self.core);
+        let mut core = lock_core(&self.core);
+        strike("barrier", &session.vm);
         let next = core.running().next();
         let over = matches!(core.phase(), PrimaryPhase::Alone(_) | PrimaryPhase::Halted(_));
         if !over {
@@ -203,7 +215,7 @@ impl Group {
     /// Closes a batch of a VM's log, in lockstep: what it sent until now belongs to it. With
     /// `last`, the guest stands still. None when protection is over.
     pub(super) fn cut_batch(&self, session: &Session, last: bool) -> Option<Epoch> {
-        let mut core = lock(&self.core);
+        let mut core = lock_core(&self.core);
         if !core.may_capture() {
             return None;
         }
@@ -227,7 +239,7 @@ impl Group {
 
     /// The VM's epochs will be batches of log: there may be many on their way.
     pub(super) fn follow_log(&self) {
-        let mut core = lock(&self.core);
+        let mut core = lock_core(&self.core);
         *core = core.clone().with_pipeline(PIPELINE);
     }
 

@@ -34,6 +34,7 @@ pub use group::Group;
 pub use session::Session;
 pub use turn::Next;
 use understudy_protocol::HostName;
+use understudy_threads::spawn;
 
 use crate::arbiter::Arbiter;
 use crate::channel::Channel;
@@ -183,9 +184,7 @@ pub fn protect(
     })?;
     start_threads(&session, outflow, contest_queue, (copies, dialler), over)?;
     let (watched, bound) = (Arc::downgrade(&session), plan.qemu_timeout);
-    thread::Builder::new()
-        .name(format!("hang-{}", session.vm))
-        .spawn(move || hang::watch(&watched, bound))
+    spawn(format!("hang-{}", session.vm), move || hang::watch(&watched, bound))
         .context("cannot start a thread")?;
     Ok(session)
 }
@@ -225,20 +224,28 @@ fn start_threads(
     (copies, dialler): (inbound::Copies, Dialler),
     over: impl FnOnce(PrimaryPhase) + Send + 'static,
 ) -> anyhow::Result<()> {
-    let spawn = |role: &str, body: Box<dyn FnOnce(Arc<Session>) + Send>| {
+    let start = |role: &str, body: Box<dyn FnOnce(Arc<Session>) + Send>| {
         let session = session.clone();
-        thread::Builder::new()
-            .name(format!("{role}-{}", session.vm))
-            .spawn(move || body(session))
+        spawn(format!("{role}-{}", session.vm), move || body(session))
             .map(drop)
             .context("cannot start a thread")
     };
-    spawn("send", Box::new(move |session| run_send(&session, &outflow)))?;
-    spawn("receive", Box::new(|session| receive::run(&session)))?;
-    spawn("settle", Box::new(|session| mirror::run_rounds(&session)))?;
-    spawn("control", Box::new(move |session| run_control(&session, &contests)))?;
-    spawn("inbound", Box::new(move |session| inbound::run(&session, &copies, &dialler)))?;
-    spawn("capture", Box::new(move |session| run_capture(&session, over)))
+    start("send", Box::new(move |session| run_send(&session, &outflow)))?;
+    start("receive", Box::new(|session| receive::run(&session)))?;
+    start("settle", Box::new(|session| mirror::run_rounds(&session)))?;
+    start("control", Box::new(move |session| run_control(&session, &contests)))?;
+    start("inbound", Box::new(move |session| inbound::run(&session, &copies, &dialler)))?;
+    start("capture", Box::new(move |session| run_capture(&session, over)))
+}
+
+/// Ends protection from this end after a panic in a thread of one of its VMs, whose machines are
+/// halted: the backup takes over.
+pub(crate) fn end_after_panic(session: &Arc<Session>, reason: &str) {
+    session.event(PrimaryEvent::GuestDied(reason.to_owned()));
+    session.group.break_up();
+    // Who should send the backup its last word may be the thread that is no more.
+    session.group.each(Session::hang_up);
+    session.group.ring();
 }
 
 fn run_send(session: &Session, outflow: &Outflow) {

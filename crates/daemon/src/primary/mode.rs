@@ -1,5 +1,6 @@
 //! How the backup keeps up, and since when: by checkpoints, or by the log of lockstep.
 
+use super::group::lock_core;
 use super::inbound;
 use super::session::Session;
 use crate::lockstep::primary::{PIPELINE, Recording};
@@ -36,7 +37,7 @@ impl Session {
             references.stop();
         }
         inbound::end(self);
-        let mut core = lock(&self.core);
+        let mut core = lock_core(&self.core);
         let recording = Recording::new(&self.machine(), disk_reads, core.running());
         let recording = Arc::new(recording);
         core.set_pipeline(PIPELINE);
@@ -47,7 +48,7 @@ impl Session {
 
     /// The log has ended with the last epoch that was closed, a checkpoint; others follow.
     pub(super) fn end_log(&self) {
-        let mut core = lock(&self.core);
+        let mut core = lock_core(&self.core);
         core.set_pipeline(PIPELINE_DEPTH);
         self.turned.store(core.running().0 - 1, Ordering::Release);
         *lock(&self.recording) = None;

@@ -5,6 +5,7 @@ use super::session::Session;
 use crate::link::read_json;
 use crate::lockstep::be_urgent;
 use crate::lockstep::primary::{MACHINE, Recording};
+use crate::moments::strike;
 use anyhow::bail;
 use std::ops::ControlFlow;
 use std::sync::Arc;
@@ -28,7 +29,10 @@ pub fn run(session: &Session) {
 fn receive_one(session: &Session) -> anyhow::Result<ControlFlow<()>> {
     let message = session.data.receive()?;
     match message.header.kind {
-        Kind::Acknowledge => acknowledged(session, message.header.epoch),
+        Kind::Acknowledge => {
+            strike("receive", &session.vm);
+            acknowledged(session, message.header.epoch);
+        }
         Kind::Progress => {
             let progress = LogProgress::decode(&message)?;
             if let Some(recording) = log_of(session, Kind::Progress)? {

@@ -6,6 +6,7 @@ use super::session::Session;
 use super::stats::Stats;
 use crate::channel::Channel;
 use crate::clock;
+use crate::moments::strike;
 use crate::sync::ByteBudget;
 use crossbeam_channel::{Receiver, Sender};
 use std::collections::HashMap;
@@ -102,6 +103,9 @@ pub fn send_all(outflow: &Outflow, session: &Session) -> io::Result<()> {
     while let Some(item) = sending.next(outflow) {
         if matches!(item, Outgoing::End) {
             break;
+        }
+        if matches!(item, Outgoing::EpochEnd(_)) {
+            strike("send", &session.vm);
         }
         let bytes = item.bytes();
         sending.send(item)?;

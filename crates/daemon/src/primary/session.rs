@@ -5,6 +5,7 @@ use super::activity::Watch;
 use super::due::OutputSeen;
 use super::epoch_room::EpochRoom;
 use super::group::Group;
+use super::group::lock_core;
 use super::inbound::{self, Inbound};
 use super::keep::Keeping;
 use super::outbound::Outbound;
@@ -23,6 +24,7 @@ use crate::heartbeat::{Heartbeats, Pulse};
 use crate::lockstep::primary::Recording;
 use crate::lockstep::reads;
 use crate::machine::Machine;
+use crate::moments::strike;
 use crate::paths::PathMonitor;
 use crate::records::Records;
 use crate::resync::Basis;
@@ -129,7 +131,7 @@ impl Session {
         self.pace.moved(next.qemu_pid());
         *lock(&self.watch) = Watch::new(next)?;
         // Under the core's lock: whoever is told to halt the machine halts this one.
-        let core = lock(&self.core);
+        let core = lock_core(&self.core);
         *lock(&self.machine) = next.clone();
         if let PrimaryPhase::Halted(reason) = core.phase() {
             next.halt();
@@ -140,17 +142,17 @@ impl Session {
 
     /// Where protection stands.
     pub fn phase(&self) -> PrimaryPhase {
-        lock(&self.core).phase().clone()
+        lock_core(&self.core).phase().clone()
     }
 
     /// The rule for what the guest sends.
     pub fn output(&self) -> Output {
-        lock(&self.core).output()
+        lock_core(&self.core).output()
     }
 
     /// Generation, last committed epoch and epochs in flight.
     pub fn position(&self) -> (Generation, Epoch, u64) {
-        let core = lock(&self.core);
+        let core = lock_core(&self.core);
         let member = &self.group.membership.members[self.place];
         let generation = self.group.generation(member, core.generation());
         (generation, core.committed(), core.in_flight())
@@ -168,7 +170,7 @@ impl Session {
 
     /// The epoch that the guest executes.
     pub fn running(&self) -> Epoch {
-        lock(&self.core).running()
+        lock_core(&self.core).running()
     }
 
     /// Whether protection is over, one way or the other.
@@ -178,7 +180,7 @@ impl Session {
 
     /// Feeds the state machine and does what it says.
     pub fn event(&self, event: PrimaryEvent) {
-        let mut core = lock(&self.core);
+        let mut core = lock_core(&self.core);
         self.event_locked(&mut core, event);
     }
 
@@ -210,6 +212,7 @@ impl Session {
         match action {
             &PrimaryAction::Release(epoch) => {
                 fail::fail_point!("before-release");
+                strike("release", &self.vm);
                 if self.is_checkpoint(epoch) {
                     self.stats.committed(epoch, clock::now());
                     self.pace.committed(epoch, clock::now());
@@ -265,6 +268,16 @@ impl Session {
                 self.machine().halt();
             }
         }
+    }
+
+    /// Ends all connections to the backup.
+    pub(super) fn hang_up(&self) {
+        if let Some(console) = &self.console {
+            console.shut();
+        }
+        self.end_mirroring();
+        self.data.close();
+        self.heartbeats.close();
     }
 
     fn end_mirroring(&self) {
@@ -330,17 +343,17 @@ impl Session {
 
     /// Whether another epoch may be closed now.
     pub fn may_capture(&self) -> bool {
-        lock(&self.core).may_capture()
+        lock_core(&self.core).may_capture()
     }
 
     /// The backup has this epoch.
     pub fn has_committed(&self, epoch: Epoch) -> bool {
-        lock(&self.core).committed() >= epoch
+        lock_core(&self.core).committed() >= epoch
     }
 
     /// Epochs that were closed and not acknowledged.
     pub fn in_flight(&self) -> u64 {
-        lock(&self.core).in_flight()
+        lock_core(&self.core).in_flight()
     }
 
     /// Closes a batch of log; see [`Group::cut_batch`].

@@ -15,6 +15,7 @@ use anyhow::{Context, bail};
 use std::sync::{Arc, Condvar, Mutex};
 use std::time::{Duration, Instant};
 use understudy_protocol::wire::Kind;
+use understudy_threads::poisoned;
 
 /// How long the backup's QEMU may take to start.
 const START_TIMEOUT: Duration = Duration::from_secs(60);
@@ -129,7 +130,7 @@ impl Turning {
                 *state = State::Idle;
                 return None;
             }
-            drop(self.changed.wait_timeout(state, GLANCE).expect("see lock"));
+            drop(self.changed.wait_timeout(state, GLANCE).unwrap_or_else(poisoned));
         }
     }
 }

@@ -10,7 +10,6 @@ use super::words::RestoreTask;
 use crate::custody::{Custody, Orphan};
 use crate::host::Host;
 use crate::machine::{Adoption, Machine, MachineNote};
-use crate::sync::lock;
 use crate::vm::PrimaryVm;
 use anyhow::Context;
 use serde::{Deserialize, Serialize};
@@ -112,9 +111,9 @@ impl Host {
         self.snapshots.note_number(&task.group.name, task.number);
         self.rejoin(machine, generation, &RestoreTask { life, ..task.clone() });
         let restoring = Restoring::resumed(self, task, &filler, disks);
-        let _adding = lock(&self.adding);
+        let _adding = self.adding.lock();
         self.add_restored(machine.clone(), generation, &task.id);
-        lock(&self.snapshots.restorings).insert(task.vm().to_owned(), restoring.clone());
+        self.snapshots.restorings.lock().insert(task.vm().to_owned(), restoring.clone());
         let vm = self.primary(task.vm())?;
         machine.open_network(&[])?;
         machine

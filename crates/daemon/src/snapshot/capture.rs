@@ -23,12 +23,12 @@ use understudy_disk::ChangesTaken;
 use understudy_protocol::{BlockId, DiskIndex};
 use understudy_protocol::{GroupName, VmName};
 use understudy_qemu::lockstep::LogErrand;
-use understudy_snapshot::{Area, AreaMap, Part, SnapshotNumber, Store};
+use understudy_snapshot::{Area, AreaMap, Part, SnapshotNumber, Store, StoreAddress};
 
 /// The last snapshot that exists: what the next one need not save again.
 #[derive(Clone)]
 pub struct Base {
-    store: String,
+    store: StoreAddress,
     group: GroupName,
     number: SnapshotNumber,
     memory: Arc<BTreeMap<BlockId, AreaMap>>,

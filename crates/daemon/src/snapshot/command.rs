@@ -19,7 +19,7 @@ use understudy_protocol::Generation;
 use understudy_protocol::{GroupName, HostName, VmName};
 use understudy_snapshot::{
     Crossing, Life, Line, Load, Manifest, Member, MemberManifest, Mode, Plan, SnapshotNumber,
-    StartOrder, Store,
+    StartOrder, Store, StoreAddress,
 };
 
 /// How much later a member should start than one that it starts after.
@@ -151,7 +151,7 @@ impl Host {
     fn ask_about(
         self: &Arc<Self>,
         manifest: &Manifest,
-        location: &str,
+        location: &StoreAddress,
         hosts: &[HostName],
         force: bool,
     ) -> Result<(Vec<Generation>, BTreeMap<HostName, u64>), HostError> {
@@ -165,7 +165,7 @@ impl Host {
     fn ask_all(
         self: &Arc<Self>,
         manifest: &Manifest,
-        location: &str,
+        location: &StoreAddress,
         hosts: &[HostName],
     ) -> Result<BTreeMap<HostName, u64>, HostError> {
         let mut speeds = BTreeMap::new();
@@ -175,7 +175,7 @@ impl Host {
             }
             let on_host = manifest.members.iter().zip(hosts).filter(|(_, place)| *place == host);
             let question = Question {
-                store: location.to_owned(),
+                store: location.clone(),
                 group: manifest.group.clone(),
                 number: manifest.number,
                 vms: on_host.map(|(entry, _)| entry.name.clone()).collect(),

@@ -9,12 +9,13 @@ use std::collections::BTreeMap;
 use std::path::Path;
 use std::sync::atomic::AtomicBool;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
-use std::thread::{self, JoinHandle};
+use std::thread::JoinHandle;
 use std::time::Duration;
 use tracing::warn;
 use understudy_disk::{BlockSet, Disk, Fetcher, absent_blocks};
 use understudy_protocol::{BlockId, DiskIndex, PageIndex};
 use understudy_snapshot::{AreaMap, ChunkId, Fill, Loader, Page, UNIT_BYTES};
+use understudy_threads::spawn;
 
 /// Threads that read chunks: a store that answers after 20 ms gives 50 MB/s.
 const READERS: usize = 4;
@@ -108,8 +109,8 @@ impl DiskFiller {
                 disk: filler.disk.clone(),
                 shared: filler.shared.clone(),
             };
-            let thread = thread::Builder::new().name(format!("fill-disk{index}"));
-            let spawned = thread.spawn(move || reader.run()).context("cannot start a thread")?;
+            let spawned = spawn(format!("fill-disk{index}"), move || reader.run())
+                .context("cannot start a thread")?;
             filler.readers.push(spawned);
         }
         Ok(filler)

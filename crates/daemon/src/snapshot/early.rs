@@ -14,6 +14,7 @@ use std::thread;
 use std::time::{Duration, Instant};
 use understudy_memory::{GuestRam, MAIN_MEMORY};
 use understudy_snapshot::{AreaMap, ChunkId, Loader, Page};
+use understudy_threads::spawn;
 
 /// Threads that read chunks: a store that answers after 20 ms gives 200 MB/s.
 const READERS: usize = 16;
@@ -62,10 +63,9 @@ impl Early {
         let (sender, ends) = mpsc::channel();
         for reader in 0..READERS {
             let (shared, sender) = (shared.clone(), sender.clone());
-            let thread = thread::Builder::new().name(format!("early-{reader}"));
             // Nobody listens if the start has failed meanwhile.
             let read = move || drop(sender.send(shared.read()));
-            thread.spawn(read).context("cannot start a thread")?;
+            spawn(format!("early-{reader}"), read).context("cannot start a thread")?;
         }
         Ok(Early { shared, ends })
     }

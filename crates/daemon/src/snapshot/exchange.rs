@@ -2,6 +2,7 @@
 //! when it is lost. What is lost with it is said again by the machines on both ends.
 
 use super::words::{Heard, Reply, Said};
+use crate::containment::spawn_for_request;
 use crate::handshake::Purpose;
 use crate::host::Host;
 use crate::link::{Link, read_json};
@@ -16,6 +17,7 @@ use std::time::Duration;
 use tracing::{debug, warn};
 use understudy_protocol::HostName;
 use understudy_protocol::wire::Kind;
+use understudy_threads::spawn;
 
 /// Before a host is dialled again.
 const AGAIN: Duration = Duration::from_millis(200);
@@ -72,7 +74,7 @@ fn reach(
 ) -> Sender<Said> {
     let (sender, queue) = crossbeam_channel::unbounded();
     let (host, peer, reply) = (host.clone(), peer.to_owned(), reply.clone());
-    thread::spawn(move || {
+    spawn_for_request("exchange", move || {
         while let Ok(first) = queue.recv() {
             match host.identity.dial_first(&peer, &addresses, |_| Purpose::Group) {
                 Ok((link, _)) => {
@@ -93,12 +95,12 @@ fn talk(link: &Link, first: Said, queue: &Receiver<Said>, reply: &Reply) {
         link.set_read_timeout(None)?;
         link.set_write_timeout(Some(WRITE_TIMEOUT))?;
         let (link, reply) = (link.clone(), reply.clone());
-        thread::spawn(move || {
+        spawn("exchange-in", move || {
             while let Ok(heard) = receive::<Heard>(&link) {
                 reply(heard);
             }
             link.close();
-        });
+        })?;
         Ok(())
     };
     let mut said = Some(first);
@@ -133,7 +135,10 @@ pub(crate) fn serve(host: &Arc<Host>, link: &Link) -> anyhow::Result<()> {
     // Ends with the connection.
     while let Ok(said) = receive::<Said>(link) {
         let said = said.checked().map_err(|why| anyhow!("an order that cannot be: {why}"))?;
-        obey(host, said, &reply);
+        match host.may_be_told(said.store()) {
+            Ok(()) => obey(host, said, &reply),
+            Err(error) => reply(said.failed(error.to_string())),
+        }
     }
     Ok(())
 }

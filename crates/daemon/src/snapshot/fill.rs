@@ -17,6 +17,7 @@ use tracing::{info, warn};
 use understudy_memory::{DemandPager, MAIN_MEMORY, Missing, RamBlock};
 use understudy_protocol::{BlockId, PageIndex, PageRun};
 use understudy_snapshot::{AreaMap, ChunkId, Demand, Loader, Page, UNIT_BYTES};
+use understudy_threads::spawn;
 
 /// Threads that read chunks once the guest runs.
 const READERS: usize = 4;
@@ -135,8 +136,8 @@ impl Filler {
     fn begin_reading(&self) -> anyhow::Result<()> {
         for reader in 0..READERS {
             let work = self.work.clone();
-            let thread = thread::Builder::new().name(format!("loader-{reader}"));
-            thread.spawn(move || work.read_on(reader)).context("cannot start a loader")?;
+            spawn(format!("loader-{reader}"), move || work.read_on(reader))
+                .context("cannot start a loader")?;
         }
         Ok(())
     }

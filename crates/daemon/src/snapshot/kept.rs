@@ -5,7 +5,7 @@ use super::Stopped;
 use super::disk::DiskCapture;
 use super::memory::{Pace, Saving, most_traced};
 use super::part::Shape;
-use super::store_keys::StoreKeys;
+use super::store_keys::{StoreKeys, Stores};
 use super::words::{KeepOrder, Kept, KeptImage};
 use crate::machine::Machine;
 use crate::sync::lock;
@@ -16,12 +16,14 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex};
 use std::thread;
 use std::time::{Duration, Instant};
+use tracing::error;
 use tracing::{info, warn};
 use understudy_memory::{MAIN_MEMORY, StillImage, StillPage};
 use understudy_protocol::BlockId;
 use understudy_snapshot::{
     AreaMap, Lane, Packer, Page, SnapshotNumber, WorkingSet, working_set_size,
 };
+use understudy_threads::spawn;
 
 /// How often the end of the trace is looked for.
 const LOOK: Duration = Duration::from_millis(20);
@@ -30,6 +32,8 @@ const LOOK: Duration = Duration::from_millis(20);
 pub struct Keeper {
     keeping: Mutex<Option<Keeping>>,
     keys: StoreKeys,
+    /// Those that a primary may name.
+    stores: Stores,
 }
 
 struct Keeping {
@@ -46,9 +50,9 @@ impl Drop for Keeping {
 }
 
 impl Keeper {
-    /// Keeps nothing yet; what it will goes to stores with these keys.
-    pub fn new(keys: StoreKeys) -> Keeper {
-        Keeper { keeping: Mutex::new(None), keys }
+    /// Keeps nothing yet; what it will goes to one of these stores, with its key.
+    pub fn new(stores: Stores, keys: StoreKeys) -> Keeper {
+        Keeper { keeping: Mutex::new(None), keys, stores }
     }
 
     /// What whoever writes memory has to tell of it; none if nothing is kept.
@@ -74,6 +78,9 @@ impl Keeper {
             }
             answer(Kept { group, number, image });
         };
+        if let Err(error) = self.stores.check(&order.store) {
+            return answer(Err(error.into()));
+        }
         let job = match Job::begin(order, machine, directory, device_state) {
             Ok(job) => job,
             Err(error) => return answer(Err(error)),
@@ -83,11 +90,14 @@ impl Keeper {
         let former = lock(&self.keeping).replace(keeping);
         drop(former);
         let keeper = self.clone();
-        thread::spawn(move || {
+        let started = spawn("keep", move || {
             let image = job.run(&keeper.keys, &stop);
             keeper.let_go(number);
             answer(image);
         });
+        if let Err(error) = started {
+            error!("a snapshot is not kept: cannot start a thread: {error}");
+        }
     }
 
     /// Nothing is kept for this snapshot any more.

@@ -6,7 +6,9 @@ use super::unix_now;
 use crate::error::{ErrorKind, HostError};
 use crate::host::Host;
 use understudy_protocol::GroupName;
-use understudy_snapshot::{Listed, Manifest, SnapshotNumber, Store, Swept};
+use understudy_snapshot::{
+    Listed, Manifest, NoAddress, SnapshotNumber, Store, StoreAddress, Swept,
+};
 
 impl Host {
     /// The snapshots of a group, the oldest first.
@@ -24,7 +26,7 @@ impl Host {
     pub fn all_snapshots(&self, store: Option<&str>) -> Result<Vec<SnapshotReport>, HostError> {
         let groups = match store {
             Some(location) => {
-                Store::open(&absolute(location)).map_err(|error| store_error("", error))?.groups()
+                Store::open(&address(location)?).map_err(|error| store_error("", error))?.groups()
             }
             None => Ok(self.config.clusters.keys().cloned().collect()),
         };
@@ -81,16 +83,18 @@ impl Host {
         &self,
         group: &GroupName,
         named: Option<&str>,
-    ) -> Result<String, HostError> {
+    ) -> Result<StoreAddress, HostError> {
         let own = self.config.clusters.get(group).and_then(|cluster| cluster.store.clone());
-        let location = named.map(str::to_owned).or(own).ok_or_else(|| {
+        if let Some(named) = named {
+            return address(named);
+        }
+        own.ok_or_else(|| {
             let message = format!(
                 "where are the snapshots of {group}? Give --store, or name a store in the host's \
                  configuration under [cluster.{group}]"
             );
             HostError::new(ErrorKind::Invalid, message)
-        })?;
-        Ok(absolute(&location))
+        })
     }
 
     pub(super) fn open_store(
@@ -104,12 +108,15 @@ impl Host {
 }
 
 /// A store's address for other hosts, whose daemons may work in another directory.
-fn absolute(location: &str) -> String {
-    match location.contains("://") {
+fn address(location: &str) -> Result<StoreAddress, HostError> {
+    let absolute = match location.contains("://") {
         true => location.to_owned(),
         false => std::path::absolute(location)
             .map_or(location.to_owned(), |path| path.display().to_string()),
-    }
+    };
+    absolute
+        .parse()
+        .map_err(|error: NoAddress| HostError::new(ErrorKind::Invalid, format!("--store: {error}")))
 }
 
 fn listed_report(group: &GroupName, store: &str, listed: Listed) -> SnapshotReport {

@@ -204,13 +204,13 @@ impl Host {
         let _ = own.seat.set(seat);
         own.let_pass();
         self.snapshots.note_life(&group.name, life);
-        lock(&self.snapshots.members).insert(vm.clone(), own.clone());
+        self.snapshots.members.lock().insert(vm.clone(), own.clone());
         Ok(own)
     }
 
     /// A VM's seat in a group, if it has one.
     pub(super) fn seat_of(&self, vm: &VmName, group: &GroupName) -> Option<Arc<MemberSeat>> {
-        let members = lock(&self.snapshots.members);
+        let members = self.snapshots.members.lock();
         members.get(vm).filter(|seat| seat.cluster == *group).cloned()
     }
 }

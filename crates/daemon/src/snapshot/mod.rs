@@ -64,20 +64,20 @@ pub(crate) use kept::Keeper;
 pub(crate) use placement::Question;
 pub(crate) use sampling::start as start_sampling;
 pub(crate) use schedule::start as start_schedules;
-pub use store_keys::{StoreKeys, make_key};
+pub use store_keys::{StoreKeys, Stores, make_key};
 use understudy_protocol::{GroupName, VmName};
 pub(crate) use words::{KeepOrder, Kept};
 
-use crate::sync::lock;
 use member::MemberSeat;
 use report::FillReport;
 use restore::Restoring;
 use std::collections::BTreeMap;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::sync::{Arc, Mutex};
 use std::time::Duration;
 use take::Taking;
 use understudy_snapshot::{Life, SnapshotNumber};
+use understudy_threads::Common;
 
 /// What a store gives in a second, as long as nothing was read from it.
 const ASSUMED_SPEED: u64 = 100_000_000;
@@ -88,11 +88,11 @@ const TELLING_PAGES: u64 = 1024;
 /// What a host does for snapshots and restores, by VM.
 #[derive(Default)]
 pub(crate) struct Snapshots {
-    takings: Mutex<BTreeMap<VmName, Arc<Taking>>>,
-    restorings: Mutex<BTreeMap<VmName, Arc<Restoring>>>,
-    members: Mutex<BTreeMap<VmName, Arc<MemberSeat>>>,
+    takings: Common<BTreeMap<VmName, Arc<Taking>>>,
+    restorings: Common<BTreeMap<VmName, Arc<Restoring>>>,
+    members: Common<BTreeMap<VmName, Arc<MemberSeat>>>,
     /// The last number and life of each group that this host has heard of.
-    groups: Mutex<BTreeMap<GroupName, (SnapshotNumber, Life)>>,
+    groups: Common<BTreeMap<GroupName, (SnapshotNumber, Life)>>,
     /// Bytes a second that were read from a store last; 0 if that is not known.
     speed: AtomicU64,
     samplings: sampling::Samplings,
@@ -119,47 +119,47 @@ impl Snapshots {
 
     /// The last number that this host has heard of, of a snapshot or of one given up.
     fn last_number(&self, group: &GroupName) -> SnapshotNumber {
-        lock(&self.groups).get(group).map_or(SnapshotNumber(0), |known| known.0)
+        self.groups.lock().get(group).map_or(SnapshotNumber(0), |known| known.0)
     }
 
     /// The same of each group.
     pub(crate) fn last_numbers(&self) -> BTreeMap<GroupName, SnapshotNumber> {
-        let groups = lock(&self.groups);
+        let groups = self.groups.lock();
         groups.iter().map(|(group, known)| (group.clone(), known.0)).collect()
     }
 
     fn note_number(&self, group: &GroupName, number: SnapshotNumber) {
-        let mut groups = lock(&self.groups);
+        let mut groups = self.groups.lock();
         let known = groups.entry(group.to_owned()).or_default();
         known.0 = known.0.max(number);
     }
 
     fn last_life(&self, group: &GroupName) -> Life {
-        lock(&self.groups).get(group).map_or(Life(0), |known| known.1)
+        self.groups.lock().get(group).map_or(Life(0), |known| known.1)
     }
 
     fn note_life(&self, group: &GroupName, life: Life) {
-        let mut groups = lock(&self.groups);
+        let mut groups = self.groups.lock();
         let known = groups.entry(group.to_owned()).or_default();
         known.1 = known.1.max(life);
     }
 
     /// Whether a restore of the VM is under way.
     pub(crate) fn is_restoring(&self, vm: &VmName) -> bool {
-        let restoring = lock(&self.restorings).get(vm).cloned();
+        let restoring = self.restorings.lock().get(vm).cloned();
         restoring.is_some_and(|restoring| restoring.is_under_way())
     }
 
     /// Whether a snapshot of the VM is under way.
     pub(crate) fn is_taking(&self, vm: &VmName) -> bool {
-        let taking = lock(&self.takings).get(vm).cloned();
+        let taking = self.takings.lock().get(vm).cloned();
         taking.is_some_and(|taking| taking.is_under_way())
     }
 
     /// How far memory and disks of a restored VM are there; none if it was not restored, or is
     /// whole.
     pub(crate) fn filling(&self, vm: &VmName) -> Option<FillReport> {
-        let restoring = lock(&self.restorings).get(vm).cloned();
+        let restoring = self.restorings.lock().get(vm).cloned();
         restoring?.fill_state().filter(|state| !state.memory.complete)
     }
 }

@@ -12,13 +12,13 @@ use understudy_protocol::HostName;
 use understudy_protocol::validity::ArbiterWord;
 use understudy_protocol::wire::Kind;
 use understudy_protocol::{GroupName, VmName};
-use understudy_snapshot::{MemberManifest, SnapshotNumber, StoreError, Unfit};
+use understudy_snapshot::{MemberManifest, SnapshotNumber, StoreAddress, StoreError, Unfit};
 
 /// What a host is asked: could these members of a snapshot be restored on it?
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Question {
     /// Where the snapshot is.
-    pub store: String,
+    pub store: StoreAddress,
     /// Its group.
     pub group: GroupName,
     /// Which one.
@@ -35,6 +35,11 @@ pub struct Answer {
 }
 
 impl Host {
+    /// An error unless a peer may name this store.
+    pub(crate) fn may_be_told(&self, store: &StoreAddress) -> Result<(), HostError> {
+        self.config.stores.check(store)
+    }
+
     /// This host's answer.
     pub(crate) fn may_restore(&self, question: &Question) -> Result<Answer, HostError> {
         let here = &self.config.name;

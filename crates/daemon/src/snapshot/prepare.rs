@@ -11,7 +11,6 @@ use super::trial::Watch;
 use super::words::{RestoreTask, SavedVm};
 use crate::host::Host;
 use crate::machine::{self, Machine};
-use crate::sync::lock;
 use anyhow::{Context, bail, ensure};
 use std::collections::BTreeMap;
 use std::fs;
@@ -130,7 +129,7 @@ impl Prepared {
 
     /// Wins the VM from the arbiter and lets it run.
     pub fn start(mut self, host: &Arc<Host>, task: &RestoreTask) -> anyhow::Result<()> {
-        let _adding = lock(&host.adding);
+        let _adding = host.adding.lock();
         host.check_unused(self.machine.definition())?;
         let former = host.record(task.vm())?;
         let generation = host.take_ownership(task.vm(), task.newest)?;

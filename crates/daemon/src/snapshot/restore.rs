@@ -7,6 +7,7 @@ use super::prepare::{Prepared, prepare};
 use super::report::FillReport;
 use super::words::{Heard, Reply, RestoreTask};
 use crate::clock;
+use crate::containment;
 use crate::host::Host;
 use crate::moments::pass;
 use crate::sync::lock;
@@ -14,6 +15,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Condvar, Mutex, PoisonError, Weak};
 use std::thread;
 use std::time::Duration;
+use tracing::error;
 use tracing::{info, warn};
 use understudy_protocol::validity::ImageRole;
 use understudy_snapshot::{Cohort, CohortAction, CohortEvent, Order};
@@ -49,7 +51,7 @@ impl Host {
     pub(super) fn restore_order(self: &Arc<Self>, task: RestoreTask, order: Order, reply: &Reply) {
         self.snapshots.note_number(&task.group.name, task.number);
         let restoring = {
-            let mut all = lock(&self.snapshots.restorings);
+            let mut all = self.snapshots.restorings.lock();
             let known = all.get(task.vm()).filter(|known| known.task.id == task.id).cloned();
             match (known, &order) {
                 (Some(known), _) => known,
@@ -195,8 +197,14 @@ impl Restoring {
     }
 
     fn spawn(self: &Arc<Self>, run: impl FnOnce(&Arc<Restoring>) + Send + 'static) {
-        let restoring = self.clone();
-        thread::spawn(move || run(&restoring));
+        let (restoring, vm) = (self.clone(), self.task.vm());
+        let started = self
+            .host
+            .upgrade()
+            .map(|host| containment::spawn_for(&host, vm, "restore", move || run(&restoring)));
+        if let Some(Err(error)) = started {
+            error!(%vm, "its restore does not go on: cannot start a thread: {error}");
+        }
     }
 
     /// In a thread whose end is waited for when it is given up: a QEMU may be its own.

@@ -4,6 +4,7 @@ use super::exchange::Exchange;
 use super::report::{Backoff, RestoreReport, RestoredMember};
 use super::words::{Heard, Reply, RestoreTask, Said};
 use crate::clock;
+use crate::containment::spawn_for_request;
 use crate::error::{ErrorKind, HostError};
 use crate::host::Host;
 use crate::moments::pass;
@@ -74,7 +75,7 @@ pub fn run(
     });
     let exchange = Exchange::new(host, &job.task.group.hosts, reply);
     let checked = sender.clone();
-    thread::spawn(move || checked.send(Word::Whole(check())));
+    spawn_for_request("check", move || drop(checked.send(Word::Whole(check()))));
     let milestones = vec![Milestones::default(); job.pages.len()];
     let host = host.clone();
     Restore { host, milestones, job, exchange, sender, words, refusal: None }.drive()
@@ -148,7 +149,7 @@ impl Restore {
     fn decide(&self) {
         let (host, sender) = (self.host.clone(), self.sender.clone());
         let (group, life) = (self.job.task.group.name.clone(), self.job.task.life);
-        thread::spawn(move || {
+        spawn_for_request("decide", move || {
             loop {
                 match host.settle_restore(&group, life) {
                     Ok(decision) => {

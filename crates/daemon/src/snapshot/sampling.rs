@@ -5,16 +5,17 @@
 use super::Snapshots;
 use crate::host::Host;
 use crate::machine::Machine;
-use crate::sync::lock;
 use std::collections::BTreeMap;
 use std::hash::{BuildHasher, RandomState};
-use std::sync::{Arc, Mutex, Weak};
+use std::sync::{Arc, Weak};
 use std::thread;
 use std::time::{Duration, Instant};
 use tracing::debug;
+use tracing::warn;
 use understudy_protocol::PageIndex;
 use understudy_protocol::VmName;
 use understudy_snapshot::Sampling;
+use understudy_threads::Common;
 
 /// As long as first accesses are traced after a snapshot: both tell what is touched in such a
 /// time.
@@ -28,7 +29,7 @@ const LOOK: Duration = Duration::from_millis(500);
 
 /// The VMs that are sampled.
 #[derive(Default)]
-pub struct Samplings(Mutex<BTreeMap<VmName, Known>>);
+pub struct Samplings(Common<BTreeMap<VmName, Known>>);
 
 struct Known {
     /// A VM that was started anew is another one.
@@ -45,7 +46,7 @@ impl Known {
 impl Samplings {
     /// A period ends, another one begins.
     fn turn(&self, machine: &Machine, below: impl FnMut(u64) -> u64) {
-        let mut all = lock(&self.0);
+        let mut all = self.0.lock();
         let known = all.entry(machine.definition().name.clone());
         let known = known.or_insert_with(|| Known::new(machine));
         if !known.machine.ptr_eq(&machine.presence()) {
@@ -62,21 +63,21 @@ impl Samplings {
     }
 
     fn forget_gone(&self) {
-        lock(&self.0).retain(|_, known| known.machine.strong_count() > 0);
+        self.0.lock().retain(|_, known| known.machine.strong_count() > 0);
     }
 }
 
 impl Snapshots {
     /// The working set of a machine in pages, if it was sampled for a period at least.
     pub(super) fn sampled(&self, machine: &Machine) -> Option<u64> {
-        let all = lock(&self.samplings.0);
+        let all = self.samplings.0.lock();
         let known = all.get(&machine.definition().name)?;
         known.machine.ptr_eq(&machine.presence()).then(|| known.sampling.estimate())?
     }
 
     /// The same, of the machine that was sampled last under this name, if there still is one.
     pub(crate) fn sampled_pages(&self, vm: &VmName) -> Option<u64> {
-        let all = lock(&self.samplings.0);
+        let all = self.samplings.0.lock();
         let known = all.get(vm).filter(|known| known.machine.strong_count() > 0)?;
         known.sampling.estimate()
     }
@@ -85,7 +86,8 @@ impl Snapshots {
 /// Samples the VMs that run on a host, for as long as there is the host.
 pub(crate) fn start(host: &Arc<Host>) {
     let host = Arc::downgrade(host);
-    thread::spawn(move || {
+    // Of all VMs: it looks at one after the other.
+    let started = thread::Builder::new().name("sampling".to_owned()).spawn(move || {
         let random = RandomState::new();
         let (mut drawn, mut due) = (0_u64, Instant::now() + PERIOD);
         loop {
@@ -104,4 +106,7 @@ pub(crate) fn start(host: &Arc<Host>) {
             host.snapshots.samplings.forget_gone();
         }
     });
+    if let Err(error) = started {
+        warn!("VMs are not sampled: cannot start a thread: {error}");
+    }
 }

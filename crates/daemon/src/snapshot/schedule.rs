@@ -3,6 +3,7 @@
 use super::report::SnapshotRequest;
 use super::unix_now;
 use crate::config::ClusterConfig;
+use crate::containment::spawn_for_request;
 use crate::error::HostError;
 use crate::host::Host;
 use std::sync::{Arc, Weak};
@@ -20,7 +21,7 @@ pub(crate) fn start(host: &Arc<Host>) {
     for (name, cluster) in host.config.clusters.clone() {
         let host = Arc::downgrade(host);
         if cluster.schedule.is_some() {
-            thread::spawn(move || run(&host, &name, &cluster));
+            spawn_for_request("schedule", move || run(&host, &name, &cluster));
         }
     }
 }

@@ -5,21 +5,27 @@ use super::member::MemberSeat;
 use super::mirrored::MirroredCapture;
 use super::words::{Heard, Reply, RestoreTask, TakeTask};
 use crate::clock;
+use crate::containment;
+use crate::containment::spawn_for_request;
 use crate::host::Host;
 use crate::machine::Machine;
 use crate::moments::pass;
 use crate::sync::lock;
 use anyhow::bail;
 use crossbeam_channel::{Receiver, Sender};
+use std::io;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, Weak};
 use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};
+use tracing::error;
 use tracing::{info, warn};
 use understudy_snapshot::{
     About, Compression, Part, SnapshotNumber, TakeAction, TakeCohort, TakeEvent, TakeOrder,
     TakeReport,
 };
+use understudy_threads::spawn;
+use understudy_threads::within;
 
 /// How often a cohort looks whether its coordinator has been silent for too long.
 const TICK: Duration = Duration::from_millis(500);
@@ -118,7 +124,10 @@ impl Host {
         reply: &Reply,
     ) {
         self.snapshots.note_number(&task.group.name, order.number);
-        let taking = lock(&self.snapshots.takings)
+        let taking = self
+            .snapshots
+            .takings
+            .lock()
             .entry(task.vm().to_owned())
             .or_insert_with(|| Taking::new(self, task.clone(), reply))
             .clone();
@@ -147,7 +156,7 @@ impl Host {
         };
         // Whoever orders a snapshot says where reports go.
         let nobody: Reply = Arc::new(|_| ());
-        let mut all = lock(&self.snapshots.takings);
+        let mut all = self.snapshots.takings.lock();
         let taking = all.entry(task.vm().to_owned());
         let taking = taking.or_insert_with(|| Taking::new(self, task.clone(), &nobody));
         lock(&taking.state).base = Some(base);
@@ -238,20 +247,29 @@ impl Taking {
         state.job = Some(Job { stop: stop.clone(), now });
         let (taking, task, base) = (self.clone(), state.task.clone(), state.base.clone());
         let former = state.thread.take();
-        state.thread = Some(thread::spawn(move || {
+        let take = move || {
             let start = Start { task: &task, number, base, seat };
             let taken = await_end(former).and_then(|()| taking.take(start, &told, &stop));
             if let Err(error) = taken {
                 taking.event(TakeEvent::Failed(number, format!("{error:#}")));
             }
-        }));
-        let taking = self.clone();
-        thread::spawn(move || {
-            while lock(&taking.state).is_busy() {
+        };
+        let ticking = self.clone();
+        let tick = move || {
+            while lock(&ticking.state).is_busy() {
                 thread::sleep(TICK);
-                taking.event(TakeEvent::Tick);
+                ticking.event(TakeEvent::Tick);
             }
-        });
+        };
+        let (vm, Some(host)) = (state.task.vm(), self.host.upgrade()) else { return };
+        let start = || -> io::Result<JoinHandle<()>> {
+            spawn(format!("tick-{vm}"), tick)?;
+            spawn(format!("take-{vm}"), take)
+        };
+        match within(&containment::of_vm(&host, vm), start) {
+            Ok(thread) => state.thread = Some(thread),
+            Err(error) => error!(%vm, "it is not snapshotted: cannot start a thread: {error}"),
+        }
     }
 
     fn take_now(self: &Arc<Self>, state: &State, number: SnapshotNumber) {
@@ -262,7 +280,8 @@ impl Taking {
                 let why = "the members have seen a later snapshot of the cluster: try again";
                 let taking = self.clone();
                 // Not under the lock.
-                thread::spawn(move || taking.event(TakeEvent::Failed(number, why.to_owned())));
+                let failed = move || taking.event(TakeEvent::Failed(number, why.to_owned()));
+                spawn_for_request("too-late", failed);
             }
             Some(Now::Cut(_)) | None => {}
         }

@@ -6,6 +6,7 @@ use super::report::SnapshotRequest;
 use super::unix_now;
 use super::words::{GroupPlaces, Heard, Reply, Said, TakeTask};
 use crate::clock;
+use crate::containment::spawn_for_request;
 use crate::error::{ErrorKind, HostError};
 use crate::host::Host;
 use crate::moments::pass;
@@ -15,8 +16,8 @@ use std::thread;
 use std::time::Duration;
 use tracing::warn;
 use understudy_snapshot::{
-    Failure, Life, Manifest, Member, MemberEntry, Part, SnapshotNumber, Store, StoreError, Taker,
-    TakerAction, TakerEvent, TakerPhase, Writing,
+    Failure, Life, Manifest, Member, MemberEntry, Part, SnapshotNumber, Store, StoreAddress,
+    StoreError, Taker, TakerAction, TakerEvent, TakerPhase, Writing,
 };
 
 /// How long first accesses are traced: the paper's seven seconds.
@@ -45,7 +46,7 @@ impl Coordinator {
         group: GroupPlaces,
         life: Life,
         memory: Vec<u64>,
-        location: String,
+        location: StoreAddress,
         request: &SnapshotRequest,
     ) -> Result<Coordinator, HostError> {
         let store =
@@ -107,7 +108,7 @@ impl Coordinator {
                 let manifest = self.manifest(number, parts);
                 let Some(writing) = self.writing.take() else { return };
                 let (store, events) = (self.store.clone(), self.events.clone());
-                thread::spawn(move || {
+                spawn_for_request("publish", move || {
                     let event = publish(&store, writing, &manifest);
                     // Nobody listens after the end.
                     let _ = events.send(event);

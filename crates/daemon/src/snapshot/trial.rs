@@ -13,6 +13,7 @@ use tracing::warn;
 use understudy_memory::Sample;
 use understudy_protocol::PageIndex;
 use understudy_protocol::VmName;
+use understudy_threads::spawn;
 
 /// Names the directory.
 pub const VARIABLE: &str = "UNDERSTUDY_TRACES";
@@ -80,7 +81,7 @@ impl Watch {
 
     /// The guest runs: writes what it touches, on a thread of its own.
     pub fn run(mut self) {
-        thread::spawn(move || {
+        let started = spawn("watched", move || {
             thread::sleep(WATCHED);
             let waits = self.filler.waits();
             let was_watched = self.touched.is_some();
@@ -91,6 +92,9 @@ impl Watch {
             let touched = touched.map(|pages| pages.iter().map(|page| page.0).collect());
             write(&self.path, &RestoreTrace { touched, waits });
         });
+        if let Err(error) = started {
+            warn!("nobody watches a restored guest: cannot start a thread: {error}");
+        }
     }
 }
 

@@ -8,8 +8,8 @@ use understudy_protocol::Generation;
 use understudy_protocol::{GroupName, HostName, VmName};
 use understudy_qemu::{Accelerator, VmDefinition};
 use understudy_snapshot::{
-    About, AreaEntry, Blob, Compression, Life, Member, Order, Report, SnapshotNumber, TakeOrder,
-    TakeReport,
+    About, AreaEntry, Blob, Compression, Life, Member, Order, Report, SnapshotNumber, StoreAddress,
+    TakeOrder, TakeReport,
 };
 
 /// Members of a group and their hosts.
@@ -31,7 +31,7 @@ pub struct TakeTask {
     /// Which member.
     pub member: Member,
     /// Where the snapshot is stored.
-    pub store: String,
+    pub store: StoreAddress,
     /// How.
     pub compression: Compression,
     /// How long first accesses are traced after the pause, in milliseconds.
@@ -57,7 +57,7 @@ pub struct RestoreTask {
     /// Which member.
     pub member: Member,
     /// Where the snapshot is.
-    pub store: String,
+    pub store: StoreAddress,
     /// Which one.
     pub number: SnapshotNumber,
     /// The newest generation of the VM that anybody knows.
@@ -105,6 +105,27 @@ impl Said {
     }
 }
 
+impl Said {
+    /// The store that it names.
+    pub fn store(&self) -> &StoreAddress {
+        match self {
+            Said::Take(task, _) => &task.store,
+            Said::Restore(task, _) => &task.store,
+        }
+    }
+
+    /// The report that it cannot be done.
+    pub fn failed(&self, why: String) -> Heard {
+        match self {
+            Said::Take(task, order) => {
+                let said = TakeReport::Failed { why };
+                Heard::Take(task.member, About { number: order.number, said })
+            }
+            Said::Restore(task, _) => Heard::Restore(task.member, Report::Failed { why }),
+        }
+    }
+}
+
 /// Reports of a member to the coordinator.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Heard {
@@ -134,7 +155,7 @@ pub struct KeepOrder {
     /// Which one.
     pub number: SnapshotNumber,
     /// Where it is stored.
-    pub store: String,
+    pub store: StoreAddress,
     /// How.
     pub compression: Compression,
     /// How long first writes are noted, in milliseconds.
@@ -185,7 +206,7 @@ mod tests {
                 hosts: vec![understudy_protocol::literal("b")],
             },
             member: Member(0),
-            store: "/srv".to_owned(),
+            store: "/srv".parse()?,
             number: SnapshotNumber(1),
             newest: Generation(1),
             life: Life(1),
@@ -206,5 +227,6 @@ mod tests {
         assert!(order(|json| json["id"] = "x/../../y".into()).is_err());
         assert!(order(|json| json["group"]["vms"] = serde_json::json!([])).is_err());
         assert!(order(|json| json["member"] = 7.into()).is_err());
+        assert!(order(|json| json["store"] = "/srv/../etc".into()).is_err());
     }
 }

@@ -13,7 +13,6 @@ mod words;
 pub use stream::{NotTls, TlsStream, part};
 pub use words::explain;
 
-use crate::sync::lock;
 use anyhow::Context;
 use material::{Contents, Material};
 use rustls::client::verify_server_name;
@@ -23,7 +22,8 @@ use rustls::server::ParsedCertificate;
 use rustls::{ClientConnection, ServerConnection};
 use std::net::TcpStream;
 use std::path::PathBuf;
-use std::sync::{Arc, Mutex, Weak};
+use std::sync::{Arc, Weak};
+use understudy_threads::Common;
 
 /// A certificate that expires within this time is told of.
 const NEAR_SECONDS: i64 = 30 * 24 * 3600;
@@ -46,11 +46,11 @@ pub struct TlsFiles {
 pub struct Tls {
     files: TlsFiles,
     name: String,
-    material: Mutex<Arc<Material>>,
+    material: Common<Arc<Material>>,
     /// Connections that there are, with their peers' certificates and since when.
-    live: Mutex<Vec<Live>>,
+    live: Common<Vec<Live>>,
     /// Why changed files are not used.
-    problem: Mutex<Option<String>>,
+    problem: Common<Option<String>>,
 }
 
 /// A peer's certificate, since when it is shown, and the connection.
@@ -69,9 +69,9 @@ impl Tls {
         Ok(Tls {
             files: files.clone(),
             name: name.to_owned(),
-            material: Mutex::new(Arc::new(material)),
-            live: Mutex::default(),
-            problem: Mutex::default(),
+            material: Common::new(Arc::new(material)),
+            live: Common::default(),
+            problem: Common::default(),
         })
     }
 
@@ -83,9 +83,9 @@ impl Tls {
             return Ok(None);
         }
         let fresh = Arc::new(Material::new(contents, &self.files, &self.name)?);
-        *lock(&self.material) = fresh.clone();
+        *self.material.lock() = fresh.clone();
         let mut closed = 0;
-        lock(&self.live).retain(|(peer, since, connection)| {
+        self.live.lock().retain(|(peer, since, connection)| {
             let Some(connection) = connection.upgrade() else { return false };
             let revoked = fresh.revokes(peer, *since);
             if revoked {
@@ -100,7 +100,7 @@ impl Tls {
     /// Sees to it that the connection ends when its peer's certificate is revoked.
     pub fn watch(&self, stream: &TlsStream, connection: Weak<dyn Closable>) {
         let (peer, now) = (stream.peer().clone(), UnixTime::now());
-        let mut live = lock(&self.live);
+        let mut live = self.live.lock();
         live.retain(|(.., connection)| connection.strong_count() > 0);
         // The list may have changed since the handshake.
         if self.material().revokes(&peer, now)
@@ -121,7 +121,7 @@ impl Tls {
         let material = self.material();
         let left = material.expires - UnixTime::now().as_secs() as i64;
         let cert = self.files.cert.display();
-        let mut problems: Vec<String> = lock(&self.problem).iter().cloned().collect();
+        let mut problems: Vec<String> = self.problem.lock().iter().cloned().collect();
         if left < NEAR_SECONDS {
             let when = match left {
                 ..0 => "has expired".to_owned(),
@@ -140,11 +140,11 @@ impl Tls {
 
     fn note_problem(&self, problem: Option<String>) {
         let words = |problem| format!("[tls]: changed files are not used: {problem}");
-        *lock(&self.problem) = problem.map(words);
+        *self.problem.lock() = problem.map(words);
     }
 
     fn material(&self) -> Arc<Material> {
-        lock(&self.material).clone()
+        self.material.lock().clone()
     }
 
     /// The dialling side's handshake on a fresh connection to `peer`.

@@ -249,7 +249,7 @@ impl Replies {
     /// Sends it by whatever means. If that fails the connection is shut down, which its thread sees.
     pub(super) fn send_with(&self, send: impl FnOnce(&UnixStream) -> io::Result<()>) {
         self.disk.request_ends();
-        let stream = self.stream.lock().expect("no code under this lock panics");
+        let stream = self.stream.lock().unwrap_or_else(understudy_threads::poisoned);
         if let Err(error) = send(&stream) {
             tracing::debug!(%error, "cannot send a reply; the client has gone");
             // It fails only if the connection is shut down already.

@@ -19,6 +19,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread::{self, JoinHandle};
 use std::time::Duration;
+use understudy_threads::spawn;
 
 /// Threads for reads that wait for the device.
 const READERS: usize = 4;
@@ -93,16 +94,12 @@ impl NbdServer {
         let (cold, waiting) = bounded(WAITING_READS);
         for _ in 0..READERS {
             let (served, waiting) = (served.clone(), waiting.clone());
-            let reader = thread::Builder::new()
-                .name(format!("read-{name}"))
-                .spawn(move || serve_cold_reads(&served, &waiting))
-                .map_err(spawn_failed())?;
+            let read = move || serve_cold_reads(&served, &waiting);
+            let reader = spawn(format!("read-{name}"), read).map_err(spawn_failed())?;
             server.readers.push(reader);
         }
-        let acceptor = thread::Builder::new()
-            .name(format!("nbd-{name}"))
-            .spawn(move || accept_clients(&listener, &stopping, &served, &cold))
-            .map_err(spawn_failed())?;
+        let accept = move || accept_clients(&listener, &stopping, &served, &cold);
+        let acceptor = spawn(format!("nbd-{name}"), accept).map_err(spawn_failed())?;
         server.acceptor = Some(acceptor);
         Ok(server)
     }
@@ -217,7 +214,7 @@ fn start_client(stream: UnixStream, served: Served, cold: Sender<ColdRead>) -> i
     let kept = Arc::new(stream.try_clone()?);
     let hang_up = kept.clone();
     let disk = served.disk.index();
-    let thread = thread::Builder::new().name(format!("nbd-disk{disk}-io")).spawn(move || {
+    let thread = spawn(format!("nbd-disk{disk}-io"), move || {
         tracing::debug!(%disk, "NBD client connected");
         served.disk.set_server_thread();
         match serve(&served, stream, &cold) {

@@ -8,7 +8,7 @@ use nix::unistd::pipe2;
 use std::io;
 use std::os::fd::{AsFd, OwnedFd};
 use std::sync::Arc;
-use std::thread::{self, JoinHandle};
+use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 /// Faults come in bursts. To look for the next one instead of sleeping at once spares a wake-up:
@@ -46,9 +46,7 @@ impl FaultThread {
     ) -> io::Result<FaultThread> {
         let (stopped, stop) = pipe2(OFlag::O_CLOEXEC)?;
         let faults = Arc::clone(descriptor);
-        let thread = thread::Builder::new()
-            .name("faults".into())
-            .spawn(move || serve(&faults, &stopped, answer))?;
+        let thread = understudy_threads::spawn("faults", move || serve(&faults, &stopped, answer))?;
         let descriptor = Arc::clone(descriptor);
         Ok(FaultThread { stop: Some(stop), thread: Some(thread), descriptor })
     }

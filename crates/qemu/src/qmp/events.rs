@@ -3,7 +3,6 @@
 use super::connection::{Connection, Message, QmpError};
 use serde_json::Value;
 use std::io;
-use std::thread;
 
 /// Something that happened to a VM.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -64,7 +63,7 @@ pub(super) fn watch_events(
             }
         }
     };
-    let thread = thread::Builder::new().name("qemu-events".to_owned()).spawn(run);
+    let thread = understudy_threads::spawn("qemu-events", run);
     thread.map(drop).map_err(|e: io::Error| QmpError::Io(e))
 }
 

@@ -10,6 +10,7 @@
 //!
 //! Everything blocks; nothing here may be called from a thread of an async runtime.
 
+mod address;
 mod chunks;
 mod encryption;
 mod error;
@@ -21,6 +22,7 @@ mod snapshots;
 mod sweep;
 mod verify;
 
+pub use address::{NoAddress, StoreAddress};
 pub use encryption::{KeyError, StoreKey};
 pub use error::StoreError;
 pub use retention::Retention;

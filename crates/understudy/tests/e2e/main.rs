@@ -12,6 +12,7 @@
 //! | [`deaths`]  | every way in which a host, a daemon or a QEMU can die |
 //! | [`devices`] | other devices than virtio's |
 //! | [`bulk`]    | bulk transfers on long TCP segments |
+//! | [`hostile`] | a peer that says whatever may do harm |
 //! | [`hangs`]   | a QEMU that lives and does nothing |
 //! | [`stalls`]  | stalled hosts and daemons that come back |
 //! | [`sync`]    | the same before the first synchronisation has ended |
@@ -26,6 +27,7 @@
 //! | [`fencing`] | partitions, and an arbiter that cannot be reached |
 //! | [`repair`]  | redundancy that restores itself, on three hosts |
 //! | [`recover`] | all hosts are lost: which images are valid |
+//! | [`panics`]  | a panic in what one VM runs |
 //! | [`paths`]   | several paths between the hosts, cut one by one |
 //! | [`resync`]  | only what changed is copied after a failure |
 //! | [`sick_disks`] | disks that lose writes, and full ones |
@@ -80,12 +82,14 @@ mod fencing;
 mod gate;
 mod group;
 mod hangs;
+mod hostile;
 mod inbound;
 mod lazy;
 mod ledger;
 mod lockstep;
 mod lockstep_refusals;
 mod metrics;
+mod panics;
 mod paths;
 mod pauses;
 mod peer;

@@ -73,7 +73,7 @@ pub fn hung_up(scene: &Scene, host: &str, bytes: &[u8]) -> Result<()> {
 }
 
 /// Reads a message of the real one.
-pub fn read(stream: &mut TcpStream) -> Result<Message> {
+pub fn read(stream: &mut impl Read) -> Result<Message> {
     let mut bytes = [0; HEADER_BYTES];
     stream.read_exact(&mut bytes).context("the other side hung up")?;
     let header = Header::decode(&bytes)?;

@@ -18,6 +18,7 @@ use understudy_lockstep::{Comparison, Feed, LogPosition, Mark};
 use understudy_protocol::Epoch;
 use understudy_protocol::wire::{LogProgress, Message};
 use understudy_qemu::lockstep::LogStatus;
+use understudy_threads::poisoned;
 
 /// Log that waits for QEMU here, at most; over it nothing more is read from the wire.
 const WAITING_BYTES: usize = 8 << 20;
@@ -135,7 +136,7 @@ impl Following {
         };
         while !state.ended && is_full(&state) {
             // Nobody tells that reads were asked for.
-            state = self.changed.wait_timeout(state, LOOK_INTERVAL).expect("see lock").0;
+            state = self.changed.wait_timeout(state, LOOK_INTERVAL).unwrap_or_else(poisoned).0;
         }
     }
 
@@ -186,7 +187,7 @@ impl Following {
     pub(super) fn await_log(&self) -> bool {
         let state = lock(&self.state);
         let none = |state: &mut State| !state.ended && state.feed.received() == LogPosition(0);
-        let state = self.changed.wait_while(state, none).expect("see lock");
+        let state = self.changed.wait_while(state, none).unwrap_or_else(poisoned);
         state.feed.received() > LogPosition(0)
     }
 
@@ -234,7 +235,7 @@ impl Following {
             if state.feed.is_over() {
                 return None;
             }
-            state = self.changed.wait(state).expect("see lock");
+            state = self.changed.wait(state).unwrap_or_else(poisoned);
         }
     }
 

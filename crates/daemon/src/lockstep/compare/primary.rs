@@ -25,6 +25,7 @@ use understudy_protocol::wire::Kind;
 use understudy_protocol::{Epoch, PrimaryPhase, Time};
 use understudy_qemu::hold::Hold;
 use understudy_qemu::lockstep::LogChannel;
+use understudy_threads::poisoned;
 
 /// What is read while the guest stands still: some 1 ms.
 const HOLD_BYTES: u64 = 4 << 20;
@@ -100,7 +101,7 @@ impl Comparer {
         state.wanted = true;
         self.changed.notify_all();
         let waits = |state: &mut State| state.result.is_none() && !state.closed;
-        let mut state = self.changed.wait_while(state, waits).expect("see lock");
+        let mut state = self.changed.wait_while(state, waits).unwrap_or_else(poisoned);
         state.wanted = false;
         let result = state.result.take();
         result.unwrap_or_else(|| Err("protection ended".to_owned())).map_err(Refusal::Failed)
@@ -136,7 +137,7 @@ impl Comparer {
         state: MutexGuard<'a, State>,
         longest: Duration,
     ) -> MutexGuard<'a, State> {
-        self.changed.wait_timeout(state, longest).expect("see lock").0
+        self.changed.wait_timeout(state, longest).unwrap_or_else(poisoned).0
     }
 
     /// Whether somebody waits for a whole comparison.

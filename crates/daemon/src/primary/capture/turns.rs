@@ -10,8 +10,8 @@ use crate::succession::hand_over;
 use crate::sync::lock;
 use anyhow::Context;
 use std::sync::Arc;
-use std::thread;
 use understudy_memory::DirtySet;
+use understudy_threads::spawn;
 
 impl Capturer<'_> {
     /// Checkpoints are being taken, and lockstep is due.
@@ -100,8 +100,9 @@ impl Capturer<'_> {
         let compare = move || {
             lockstep::compare::primary::run(&session, &session.machine(), &recording);
         };
-        let thread = thread::Builder::new().name(format!("compare-{}", self.session.vm));
-        thread.spawn(compare).map(drop).context("cannot start a thread")
+        spawn(format!("compare-{}", self.session.vm), compare)
+            .map(drop)
+            .context("cannot start a thread")
     }
 
     /// The log ends with a checkpoint, and others follow. False if that is wanted no more.

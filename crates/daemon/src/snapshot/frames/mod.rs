@@ -29,19 +29,21 @@ mod seat;
 
 pub(crate) use incoming::serve;
 pub use seat::{Seat, crossings};
+use std::thread::Builder;
+use tracing::warn;
 use understudy_protocol::GroupName;
 use understudy_protocol::{HostName, VmName};
 
 use crate::host::Host;
 use crate::machine::Machine;
-use crate::sync::lock;
 use network::Network;
 use std::collections::BTreeMap;
-use std::sync::{Arc, Mutex, Weak};
+use std::sync::{Arc, Weak};
 use std::thread;
 use std::time::Duration;
 use understudy_protocol::Generation;
 use understudy_snapshot::{Life, Member, SnapshotNumber};
+use understudy_threads::Common;
 
 /// How often it is looked whether members are gone and whether there are new hosts.
 const LOOK: Duration = Duration::from_millis(500);
@@ -78,7 +80,7 @@ pub struct Joining {
 
 /// The networks of the clusters that have members on this host.
 #[derive(Default)]
-pub struct Fabric(Mutex<BTreeMap<GroupName, Arc<Network>>>);
+pub struct Fabric(Common<BTreeMap<GroupName, Arc<Network>>>);
 
 impl Fabric {
     /// The machine, which does not run yet or runs here, is a member from now on, until its
@@ -100,7 +102,7 @@ impl Fabric {
     }
 
     fn network(&self, cluster: &GroupName) -> Arc<Network> {
-        let mut networks = lock(&self.0);
+        let mut networks = self.0.lock();
         let network = networks.entry(cluster.to_owned());
         network.or_insert_with(|| Network::new(cluster)).clone()
     }
@@ -112,7 +114,10 @@ fn tend(host: &Weak<Host>, network: &Arc<Network>) {
         return;
     }
     let (host, network) = (host.clone(), network.clone());
-    thread::spawn(move || {
+    // Of all members, and so of none: it must not end with one of them.
+    let tending = Builder::new().name("fabric".to_owned());
+    let tended = network.clone();
+    let started = tending.spawn(move || {
         while let Some(alive) = host.upgrade() {
             let known = alive.known_hosts();
             let own = alive.config.name.clone();
@@ -125,6 +130,10 @@ fn tend(host: &Weak<Host>, network: &Arc<Network>) {
         }
         network.state().end();
     });
+    if let Err(error) = started {
+        warn!("members of a group on other hosts are not reached: cannot start a thread: {error}");
+        tended.state().tended = false;
+    }
 }
 
 /// Whether there is still something to look after.
@@ -138,7 +147,11 @@ fn look(host: &Weak<Host>, network: &Arc<Network>, peers: impl Iterator<Item = H
     for peer in peers {
         if let Some(way) = state.new_way(&peer) {
             let (host, network) = (host.clone(), network.clone());
-            thread::spawn(move || outgoing::run(&host, &network, &way, &peer));
+            let (out, spare) = (Builder::new().name("fabric-out".to_owned()), way.clone());
+            if let Err(error) = out.spawn(move || outgoing::run(&host, &network, &way, &peer)) {
+                warn!("a host's members are not reached: cannot start a thread: {error}");
+                spare.end();
+            }
         }
     }
     true

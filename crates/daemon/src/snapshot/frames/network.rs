@@ -10,7 +10,6 @@ use super::roster::{MemberCards, Place, Roster, Route};
 use super::{CutListener, Joining};
 use crate::link::Link;
 use crate::machine::Machine;
-use crate::sync::lock;
 use anyhow::ensure;
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
@@ -22,6 +21,7 @@ use understudy_protocol::VmName;
 use understudy_protocol::{GroupName, HostName};
 use understudy_qemu::definition::CardDefinition;
 use understudy_snapshot::{Cut, CutAction, CutEvent, Envelope, Life, Member, SnapshotNumber};
+use understudy_threads::Common;
 
 /// A frame with its header, and the card that it is for if it is for one of several.
 #[derive(Clone, Debug)]
@@ -48,7 +48,7 @@ pub(super) struct Presence {
 /// See the module.
 pub(super) struct Network {
     pub name: GroupName,
-    state: Mutex<State>,
+    state: Common<State>,
 }
 
 #[derive(Default)]
@@ -111,11 +111,11 @@ impl Call {
 
 impl Network {
     pub fn new(name: &GroupName) -> Arc<Network> {
-        Arc::new(Network { name: name.to_owned(), state: Mutex::default() })
+        Arc::new(Network { name: name.to_owned(), state: Common::default() })
     }
 
     pub fn state(&self) -> MutexGuard<'_, State> {
-        lock(&self.state)
+        self.state.lock()
     }
 
     /// A machine is a member from now on.

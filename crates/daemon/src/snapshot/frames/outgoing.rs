@@ -6,11 +6,10 @@ use super::network::{Network, Presence};
 use crate::handshake::Purpose;
 use crate::host::Host;
 use crate::link::Link;
-use crate::sync::lock;
 use anyhow::Context;
 use serde_json::to_vec;
 use std::collections::VecDeque;
-use std::sync::{Arc, Condvar, Mutex, Weak};
+use std::sync::{Arc, Condvar, Weak};
 use std::thread;
 use std::time::Duration;
 use tracing::{info, warn};
@@ -18,6 +17,7 @@ use understudy_protocol::Epoch;
 use understudy_protocol::HostName;
 use understudy_protocol::wire::Kind;
 use understudy_snapshot::Envelope;
+use understudy_threads::{Common, commonly_poisoned};
 
 /// Bytes of frames that may wait; over it frames are lost, as on any switch.
 const QUEUE_BYTES: usize = 8 << 20;
@@ -28,7 +28,7 @@ const PATIENCE: Duration = Duration::from_secs(5);
 
 /// What waits for the connection, or it is closed.
 pub(super) struct Outgoing {
-    queue: Mutex<Queue>,
+    queue: Common<Queue>,
     changed: Condvar,
 }
 
@@ -50,30 +50,30 @@ enum Item {
 
 impl Outgoing {
     pub fn new() -> Arc<Outgoing> {
-        Arc::new(Outgoing { queue: Mutex::default(), changed: Condvar::new() })
+        Arc::new(Outgoing { queue: Common::default(), changed: Condvar::new() })
     }
 
     /// Whether messages get through.
     pub fn is_up(&self) -> bool {
-        lock(&self.queue).is_up
+        self.queue.lock().is_up
     }
 
     /// Sends a message behind those before it. One that may not be lost waits in any case;
     /// without a connection it need not, for each begins with such.
     pub fn put(&self, message: &[u8], may_be_lost: bool) {
-        lock(&self.queue).put(message, may_be_lost);
+        self.queue.lock().put(message, may_be_lost);
         self.changed.notify_all();
     }
 
     /// Says who runs here, then gives their numbers.
     pub fn put_presence(&self, presence: &Presence, signs: &[Envelope]) {
-        lock(&self.queue).put_presence(presence, signs);
+        self.queue.lock().put_presence(presence, signs);
         self.changed.notify_all();
     }
 
     /// A connection is there; this comes first. Gives its number.
     pub fn open(&self, presence: &Presence, signs: &[Envelope]) -> u64 {
-        let mut queue = lock(&self.queue);
+        let mut queue = self.queue.lock();
         queue.is_up = true;
         queue.connection += 1;
         queue.put_presence(presence, signs);
@@ -82,17 +82,17 @@ impl Outgoing {
 
     /// No more connections.
     pub fn end(&self) {
-        lock(&self.queue).is_over = true;
+        self.queue.lock().is_over = true;
         self.changed.notify_all();
     }
 
     fn is_over(&self) -> bool {
-        lock(&self.queue).is_over
+        self.queue.lock().is_over
     }
 
     /// The connection of this number is gone, with all that waited.
     pub fn close(&self, connection: u64) {
-        let mut queue = lock(&self.queue);
+        let mut queue = self.queue.lock();
         if queue.connection == connection {
             queue.is_up = false;
             queue.bytes = 0;
@@ -103,9 +103,9 @@ impl Outgoing {
 
     /// The next messages to send; none when the connection is of no more use.
     pub fn next(&self) -> Option<(Kind, Vec<u8>)> {
-        let queue = lock(&self.queue);
+        let queue = self.queue.lock();
         let idle = |queue: &mut Queue| queue.items.is_empty() && queue.is_up && !queue.is_over;
-        let mut queue = self.changed.wait_while(queue, idle).expect("see lock");
+        let mut queue = self.changed.wait_while(queue, idle).unwrap_or_else(commonly_poisoned);
         if !queue.is_up || queue.is_over {
             return None;
         }
@@ -130,9 +130,11 @@ impl Outgoing {
     }
 
     fn wait(&self, time: Duration) {
-        let queue = lock(&self.queue);
+        let queue = self.queue.lock();
         let goes_on = |queue: &mut Queue| !queue.is_over;
-        drop(self.changed.wait_timeout_while(queue, time, goes_on).expect("see lock"));
+        drop(
+            self.changed.wait_timeout_while(queue, time, goes_on).unwrap_or_else(commonly_poisoned),
+        );
     }
 }
 
@@ -216,11 +218,17 @@ fn send(network: &Network, way: &Arc<Outgoing>, link: &Link) -> anyhow::Error {
 /// The other end says nothing: whatever is read is the end of the connection, which else
 /// would show only at the next message but one.
 fn watch(way: Arc<Outgoing>, link: Link, connection: u64) {
-    thread::spawn(move || {
+    let watching = (way.clone(), link.clone());
+    let started = thread::Builder::new().name("fabric-end".to_owned()).spawn(move || {
         let _end = link.receive();
         link.close();
         way.close(connection);
     });
+    if started.is_err() {
+        let (way, link) = watching;
+        link.close();
+        way.close(connection);
+    }
 }
 
 #[cfg(test)]

@@ -1,0 +1,30 @@
+//! Locks that threads of several owners take.
+
+use std::process;
+use std::sync::{Mutex, MutexGuard, PoisonError};
+
+/// A lock around what threads of several owners share. Whoever takes it after a thread has
+/// panicked with it ends the process: nobody can say whom that harms.
+#[derive(Debug, Default)]
+pub struct Common<T: ?Sized>(Mutex<T>);
+
+impl<T> Common<T> {
+    /// A lock around `value`.
+    pub const fn new(value: T) -> Common<T> {
+        Common(Mutex::new(value))
+    }
+}
+
+impl<T: ?Sized> Common<T> {
+    /// Waits for the lock.
+    pub fn lock(&self) -> MutexGuard<'_, T> {
+        self.0.lock().unwrap_or_else(commonly_poisoned)
+    }
+}
+
+/// Ends the process, for waits on what a [`Common`] lock guards.
+pub fn commonly_poisoned<G>(_: PoisonError<G>) -> G {
+    // Not through a log, whose locks may be the ones in question.
+    eprintln!("a thread has panicked with what several VMs share: ending");
+    process::abort();
+}

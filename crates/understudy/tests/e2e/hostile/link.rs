@@ -1,0 +1,131 @@
+//! A host's end of a connection, with a genuine certificate and nobody's manners.
+
+use crate::peer::read;
+use anyhow::{Context, Result};
+use rustls::client::danger::{HandshakeSignatureValid, ServerCertVerified, ServerCertVerifier};
+use rustls::crypto::ring;
+use rustls::pki_types::pem::PemObject;
+use rustls::pki_types::{CertificateDer, PrivateKeyDer, ServerName, UnixTime};
+use rustls::{
+    ClientConfig, ClientConnection, DigitallySignedStruct, ServerConfig, ServerConnection,
+    SignatureScheme, StreamOwned,
+};
+use std::io::{Read, Write};
+use std::net::TcpStream;
+use std::path::Path;
+use std::sync::Arc;
+use std::time::Duration;
+use understudy_protocol::wire::Message;
+
+/// It waits for no answer longer than this: a peer that is silent is no better than one that
+/// hangs up.
+const PATIENCE: Duration = Duration::from_millis(400);
+
+/// What a host shows to others.
+#[derive(Clone)]
+pub struct Certificate {
+    client: Arc<ClientConfig>,
+    server: Arc<ServerConfig>,
+}
+
+/// One connection.
+pub struct Line(Box<dyn ReadWrite>);
+
+trait ReadWrite: Read + Write + Send {}
+impl<T: Read + Write + Send> ReadWrite for T {}
+
+impl Certificate {
+    /// The one of that host in a directory of `understudy pki`.
+    pub fn load(directory: &Path, host: &str) -> Result<Certificate> {
+        let file = |name: String| directory.join(name);
+        let chain = || {
+            let chain = CertificateDer::pem_file_iter(file(format!("{host}.pem")))?;
+            chain.collect::<Result<Vec<_>, _>>()
+        };
+        let key = || PrivateKeyDer::from_pem_file(file(format!("{host}.key")));
+        let provider = Arc::new(ring::default_provider());
+        let client = ClientConfig::builder_with_provider(provider.clone())
+            .with_safe_default_protocol_versions()?
+            .dangerous()
+            .with_custom_certificate_verifier(Arc::new(Anybody))
+            .with_client_auth_cert(chain()?, key()?)?;
+        let server = ServerConfig::builder_with_provider(provider)
+            .with_safe_default_protocol_versions()?
+            .with_no_client_auth()
+            .with_single_cert(chain()?, key()?)?;
+        Ok(Certificate { client: Arc::new(client), server: Arc::new(server) })
+    }
+
+    /// The end of a connection that was dialled to `host`.
+    pub fn dialled(&self, socket: TcpStream, host: &str) -> Result<Line> {
+        prepare(&socket)?;
+        let name = ServerName::try_from(host.to_owned())?;
+        let connection = ClientConnection::new(self.client.clone(), name)?;
+        Ok(Line(Box::new(StreamOwned::new(connection, socket))))
+    }
+
+    /// The end of a connection that was taken.
+    pub fn taken(&self, socket: TcpStream) -> Result<Line> {
+        prepare(&socket)?;
+        let connection = ServerConnection::new(self.server.clone())?;
+        Ok(Line(Box::new(StreamOwned::new(connection, socket))))
+    }
+}
+
+fn prepare(socket: &TcpStream) -> Result<()> {
+    socket.set_nodelay(true)?;
+    socket.set_read_timeout(Some(PATIENCE))?;
+    Ok(socket.set_write_timeout(Some(PATIENCE))?)
+}
+
+impl Line {
+    /// Sends bytes, which may be anything.
+    pub fn send(&mut self, bytes: &[u8]) -> Result<()> {
+        self.0.write_all(bytes)?;
+        Ok(self.0.flush()?)
+    }
+
+    /// The other side's next message.
+    pub fn receive(&mut self) -> Result<Message> {
+        read(&mut self.0).context("no message")
+    }
+}
+
+/// It does not care whom it talks to.
+#[derive(Debug)]
+struct Anybody;
+
+impl ServerCertVerifier for Anybody {
+    fn verify_server_cert(
+        &self,
+        _: &CertificateDer<'_>,
+        _: &[CertificateDer<'_>],
+        _: &ServerName<'_>,
+        _: &[u8],
+        _: UnixTime,
+    ) -> Result<ServerCertVerified, rustls::Error> {
+        Ok(ServerCertVerified::assertion())
+    }
+
+    fn verify_tls12_signature(
+        &self,
+        _: &[u8],
+        _: &CertificateDer<'_>,
+        _: &DigitallySignedStruct,
+    ) -> Result<HandshakeSignatureValid, rustls::Error> {
+        Ok(HandshakeSignatureValid::assertion())
+    }
+
+    fn verify_tls13_signature(
+        &self,
+        _: &[u8],
+        _: &CertificateDer<'_>,
+        _: &DigitallySignedStruct,
+    ) -> Result<HandshakeSignatureValid, rustls::Error> {
+        Ok(HandshakeSignatureValid::assertion())
+    }
+
+    fn supported_verify_schemes(&self) -> Vec<SignatureScheme> {
+        ring::default_provider().signature_verification_algorithms.supported_schemes()
+    }
+}

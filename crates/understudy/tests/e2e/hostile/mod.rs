@@ -1,0 +1,407 @@
+//! A host with a genuine certificate that says whatever may do harm, to two others, as one that
+//! dials and as one that is dialled: every kind of message, with hostile content and in every wrong
+//! order. The others live, what they protect stays protected, and no file but theirs is touched.
+//!
+//! `UNDERSTUDY_HOSTILE_SECONDS` says for how long, `UNDERSTUDY_HOSTILE_SEED` repeats what a run
+//! has printed.
+
+mod link;
+mod words;
+
+use crate::peer::PORT;
+use crate::refusals::{definition, quick, write};
+use crate::stage::{Calm, LIMIT, daemon_with_peers, play};
+use anyhow::{Context, Result, ensure};
+use link::{Certificate, Line};
+use serde_json::{Value, json};
+use std::collections::BTreeMap;
+use std::fs;
+use std::net::{SocketAddr, TcpListener, TcpStream};
+use std::path::{Path, PathBuf};
+use std::process::Command;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::thread;
+use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
+use understudy_lab::scene::VM;
+use understudy_lab::{
+    CLIENT_ADDRESS, Namespace, PEER_PORT, Scene, SceneOptions, in_namespace, wait_for,
+};
+use understudy_protocol::Epoch;
+use understudy_protocol::wire::Kind;
+use words::{Words, on_wire};
+
+const SECONDS: u64 = 10;
+const LONG_SECONDS: u64 = 300;
+/// Those who attack at the same time: one dials host a, the others host b.
+const DIALLERS: u64 = 3;
+/// Messages of one conversation.
+const MOST_MESSAGES: usize = 60;
+/// What a daemon may hold for itself: what one session of the hostile host's may have staged
+/// (its guest's memory and half a GiB), and as much as a daemon needs.
+const MOST_MIB: u64 = 900;
+/// The VM that the hostile host owns, as the arbiter says, and may offer.
+const OWN: &str = "evil";
+/// The VM of host a that its operator protects to the hostile host.
+const PAWN: &str = "pawn";
+
+fn number_of(variable: &str) -> Option<u64> {
+    let text = std::env::var(variable).ok()?;
+    Some(text.parse().unwrap_or_else(|_| panic!("{variable} is no number: {text}")))
+}
+
+fn hostile_options() -> SceneOptions {
+    let mut options = quick();
+    let peers = format!(
+        "a = \"10.77.0.1:{PEER_PORT}\"\nb = \"10.77.0.2:{PEER_PORT}\"\n\
+         mallory = \"{CLIENT_ADDRESS}:{PORT}\""
+    );
+    for (host, other) in [("a", "b"), ("b", "a")] {
+        let own = |line: &&str| !line.starts_with(&format!("{host} "));
+        let peers: Vec<&str> = peers.lines().filter(own).collect();
+        assert!(peers.iter().any(|line| line.starts_with(other)));
+        options.daemons.insert(host.to_owned(), daemon_with_peers(&peers.join("\n")).calm());
+    }
+    options
+}
+
+/// The hostile host, from which connections come and to which they go.
+struct Mallory {
+    certificate: Certificate,
+    namespace: Namespace,
+    /// A genuine hello with an offer of the VM that it owns.
+    hello: Value,
+    over: AtomicBool,
+    conversations: AtomicU64,
+    /// Of these, sessions that were accepted.
+    sessions: AtomicU64,
+}
+
+impl Mallory {
+    /// Gets its certificate, and an offer that host a makes it.
+    fn begin(scene: &Scene) -> Result<Mallory> {
+        let directory = scene.lab().directory().join("pki");
+        let issued = Command::new(env!("CARGO_BIN_EXE_understudy"))
+            .args(["pki", "issue", "mallory", "--dir", &directory.to_string_lossy()])
+            .output()?;
+        ensure!(issued.status.success(), "{issued:?}");
+        let certificate = Certificate::load(&directory, "mallory")?;
+        let namespace = scene.lab().client();
+        let pawn = write(scene, "pawn.toml", &definition(scene, PAWN)?)?;
+        scene.host("a")?.call(["vm", "start", &pawn.to_string_lossy()])?;
+        let listener = listen(&namespace)?;
+        let hello = thread::scope(|scope| {
+            let asked = scope.spawn(|| -> Result<Value> {
+                let mut line = certificate.taken(listener.accept()?.0)?;
+                let hello = line.receive()?;
+                line.send(&on_wire(Kind::Refuse, Epoch(0), b"only asking".to_vec()))?;
+                Ok(serde_json::from_slice(&hello.payload)?)
+            });
+            scene.host("a")?.cli(&["protect", PAWN, "--to", "mallory"])?;
+            asked.join().expect("no panic")
+        })?;
+        let hello = disguise(hello);
+        // Its own, as the arbiter says: a file arbiter is a directory that all hosts share.
+        let record = scene.lab().arbiter_directory().join(OWN);
+        fs::create_dir(&record)?;
+        fs::write(record.join("1"), r#"{"host":"mallory"}"#)?;
+        Ok(Mallory {
+            certificate,
+            namespace,
+            hello,
+            over: AtomicBool::new(false),
+            conversations: AtomicU64::new(0),
+            sessions: AtomicU64::new(0),
+        })
+    }
+
+    fn is_over(&self) -> bool {
+        self.over.load(Ordering::Acquire)
+    }
+
+    fn dial(&self, host: &str, address: SocketAddr) -> Result<Line> {
+        let connect = || TcpStream::connect_timeout(&address, LIMIT);
+        self.certificate.dialled(in_namespace(&self.namespace, connect)??, host)
+    }
+
+    /// Talks to a host until it is over: one conversation after the other.
+    fn attack(&self, host: &str, address: SocketAddr, mut words: Words) {
+        let mut number = 0_u64;
+        while !self.is_over() {
+            number += 1;
+            // How it ends is the host's affair.
+            let _ = self.converse(host, address, &mut words, number);
+            self.conversations.fetch_add(1, Ordering::Relaxed);
+        }
+    }
+
+    fn converse(
+        &self,
+        host: &str,
+        address: SocketAddr,
+        words: &mut Words,
+        number: u64,
+    ) -> Result<()> {
+        let session = format!("{host}-{number}-{}", words.below(1 << 30));
+        let purposes = self.purposes(&session);
+        let index = words.below(purposes.len() * 2);
+        let purpose = purposes.get(index).unwrap_or(&purposes[0]);
+        let mut hello = self.hello.clone();
+        hello["purpose"] = purpose.clone();
+        let mut line = self.dial(host, address)?;
+        let is_offer = purpose["purpose"] == "protect";
+        let honest = is_offer && words.below(2) == 0;
+        if honest {
+            line.send(&on_wire(Kind::Hello, Epoch(0), hello.to_string().into_bytes()))?;
+            self.take_part(host, address, &mut line, words, &session)?;
+        } else {
+            line.send(&words.json(Kind::Hello, &hello))?;
+            if words.below(2) == 0 {
+                let _ = line.receive();
+            }
+        }
+        let genuine = [&purposes[..], &self.bodies()].concat();
+        for _ in 0..words.below(MOST_MESSAGES) {
+            line.send(&words.message(&genuine))?;
+        }
+        let _ = line.receive();
+        Ok(())
+    }
+
+    /// Has its offer accepted, so that what comes next is said within a session.
+    fn take_part(
+        &self,
+        host: &str,
+        address: SocketAddr,
+        line: &mut Line,
+        words: &mut Words,
+        session: &str,
+    ) -> Result<()> {
+        ensure!(line.receive()?.header.kind == Kind::Welcome, "refused");
+        line.send(&on_wire(Kind::Prepare, Epoch(0), Vec::new()))?;
+        let deadline = Instant::now() + Duration::from_secs(5);
+        let ready = std::iter::from_fn(|| Some(line.receive()))
+            .take_while(|_| Instant::now() < deadline)
+            .find_map(Result::ok);
+        ensure!(ready.is_some_and(|message| message.header.kind == Kind::Ready), "not ready");
+        self.sessions.fetch_add(1, Ordering::Relaxed);
+        if words.below(2) == 0 {
+            let mut hello = self.hello.clone();
+            hello["purpose"] = json!({ "purpose": "heartbeat", "session": session, "path": 0 });
+            let mut beats = self.dial(host, address)?;
+            beats.send(&on_wire(Kind::Hello, Epoch(0), hello.to_string().into_bytes()))?;
+            beats.send(&on_wire(Kind::Heartbeat, Epoch(0), Vec::new()))?;
+        }
+        Ok(())
+    }
+
+    /// The purposes that a connection may have; an offer first.
+    fn purposes(&self, session: &str) -> Vec<Value> {
+        let mut offer = self.hello["purpose"].clone();
+        offer["session"] = json!(session);
+        vec![
+            offer,
+            json!({ "purpose": "survey", "vm": VM, "memory": 1 << 20 }),
+            json!({ "purpose": "may-follow", "build": "00" }),
+            json!({ "purpose": "images", "vm": VM }),
+            json!({ "purpose": "probe" }),
+            json!({ "purpose": "group" }),
+            json!({ "purpose": "may-restore", "store": "/srv/none", "group": "shop", "number": 1,
+                    "vms": [VM] }),
+            json!({ "purpose": "frames", "cluster": "shop" }),
+            json!({ "purpose": "heartbeat", "session": session, "path": 0 }),
+            json!({ "purpose": "inbound", "session": session }),
+            json!({ "purpose": "resume", "session": session, "path": 0, "received": 0 }),
+        ]
+    }
+
+    /// JSON of messages within sessions and other conversations.
+    fn bodies(&self) -> Vec<Value> {
+        let group = json!({ "name": "shop", "vms": [VM, OWN], "hosts": ["b", "mallory"] });
+        let take = json!({ "group": group, "member": 0, "store": "/srv/none",
+                           "compression": "lz4", "trace_ms": 10, "recency": false });
+        let restore = json!({ "id": "1-1", "group": group, "member": 0, "store": "/srv/none",
+                              "number": 1, "newest": 1, "life": 1, "by_recency": false });
+        vec![
+            json!({ "Take": [take, { "number": 1, "said": "Prepare" }] }),
+            json!({ "Take": [take, { "number": 1, "said": "Take" }] }),
+            json!({ "Take": [take, { "number": 1, "said": "Commit" }] }),
+            json!({ "Restore": [restore, { "Load": { "pages": 1 } }] }),
+            json!({ "Restore": [restore, "Start"] }),
+            json!({ "Restore": [restore, "Abort"] }),
+            json!({ "Restore": [0, "StartFin"] }),
+            json!({ "group": "shop", "number": 1, "store": "/srv/none", "compression": "lz4",
+                    "trace_ms": 1 }),
+            json!({ "group": "shop", "number": 1, "image": { "Err": "no" } }),
+            json!({ "life": 1, "members": [{ "member": 0, "cards": [] }], "answer": true }),
+            json!({ "number": 1, "wanted": { "mode": "lockstep" } }),
+            json!({ "host": "mallory", "received": 0, "blocks": [["pc.ram", 67_108_864]] }),
+            json!({ "host": "mallory", "resync": null, "full_because": "", "note": "x" }),
+        ]
+    }
+
+    /// Takes whatever connections other hosts open to it until it is over.
+    fn answer(&self, listener: &TcpListener, mut words: Words) -> Result<()> {
+        listener.set_nonblocking(true)?;
+        while !self.is_over() {
+            let Ok((socket, _)) = listener.accept() else {
+                thread::sleep(Duration::from_millis(5));
+                continue;
+            };
+            socket.set_nonblocking(false)?;
+            if let Ok(line) = self.certificate.taken(socket) {
+                let _ = self.reply(line, &mut words);
+                self.conversations.fetch_add(1, Ordering::Relaxed);
+            }
+        }
+        Ok(())
+    }
+
+    fn reply(&self, mut line: Line, words: &mut Words) -> Result<()> {
+        line.receive()?;
+        let welcome = json!({ "host": "mallory" });
+        line.send(&words.json(Kind::Welcome, &welcome))?;
+        while words.below(3) > 0 && line.receive().is_ok() {}
+        let ready = json!({ "blocks": [["pc.ram", 67_108_864], ["pc.bios", 262_144]] });
+        line.send(&words.json(Kind::Ready, &ready))?;
+        let bodies = self.bodies();
+        for _ in 0..words.below(MOST_MESSAGES) {
+            line.send(&words.message(&bodies))?;
+        }
+        Ok(())
+    }
+}
+
+fn listen(namespace: &Namespace) -> Result<TcpListener> {
+    Ok(in_namespace(namespace, || TcpListener::bind((CLIENT_ADDRESS, PORT)))??)
+}
+
+/// The genuine offer of a VM of host a's, as one of the hostile host's own.
+fn disguise(mut hello: Value) -> Value {
+    hello["host"] = json!("mallory");
+    let offer = &mut hello["purpose"];
+    offer["generation"] = json!(1);
+    offer["definition"]["name"] = json!(OWN);
+    offer["definition"]["card"] = json!([]);
+    if offer["definition"]["cards"].is_array() {
+        offer["definition"]["cards"] = json!([]);
+    }
+    offer["files"] = json!([]);
+    offer["sessions"] = json!([]);
+    hello
+}
+
+/// What nobody but the operator changes: files, when they were written, and how long they are.
+fn foreign_files(scene: &Scene) -> Result<BTreeMap<PathBuf, (SystemTime, u64)>> {
+    let own = [scene.lab().arbiter_directory(), scene.lab().directory().join("pki")];
+    let hosts = ["a", "b"].map(|host| scene.lab().host_directory(host));
+    let hosts = hosts.into_iter().collect::<Result<Vec<_>>>()?;
+    let is_theirs = |path: &Path| {
+        own.iter().any(|own| path.starts_with(own))
+            || hosts.iter().any(|host| path.starts_with(host))
+            || path.extension().is_some_and(|extension| extension == "img")
+    };
+    let mut found = BTreeMap::new();
+    let mut directories =
+        vec![scene.lab().directory().to_owned(), "/etc".into(), "/root".into(), "/srv".into()];
+    while let Some(directory) = directories.pop() {
+        for entry in fs::read_dir(&directory).into_iter().flatten() {
+            let entry = entry?;
+            // What has just gone was somebody else's.
+            let Ok(about) = entry.metadata() else { continue };
+            let path = entry.path();
+            if is_theirs(&path) {
+                continue;
+            }
+            if about.is_dir() {
+                directories.push(path);
+            } else {
+                found.insert(path, (about.modified()?, about.len()));
+            }
+        }
+    }
+    Ok(found)
+}
+
+/// The memory that a daemon has for itself, in MiB.
+fn private_mib(pid: u32) -> Result<u64> {
+    let status = fs::read_to_string(format!("/proc/{pid}/status"))?;
+    let line = status.lines().find_map(|line| line.strip_prefix("RssAnon:"));
+    let kib: u64 = line.context("no RssAnon")?.trim().trim_end_matches(" kB").parse()?;
+    Ok(kib / 1024)
+}
+
+/// Looks until the time is over: nobody may take notice.
+fn watch(scene: &mut Scene, until: Instant) -> Result<()> {
+    let pids = [scene.host("a")?.pid(), scene.host("b")?.pid()];
+    let (mut most, mut protects) = (0, 0);
+    while Instant::now() < until {
+        for (host, pid) in ["a", "b"].into_iter().zip(pids) {
+            let daemon = scene.host_mut(host)?;
+            ensure!(daemon.is_running() && daemon.pid() == pid, "the daemon of host {host} ended");
+            let mib = private_mib(pid)?;
+            ensure!(mib < MOST_MIB, "the daemon of host {host} has {mib} MiB for itself");
+            most = most.max(mib);
+        }
+        let status = scene.status("a")?;
+        ensure!(status["protection"]["state"] == "protected", "the other VM: {status}");
+        // Host a's operator trusts the hostile host with a VM.
+        scene.host("a")?.cli(&["protect", PAWN, "--to", "mallory", "--no-wait"])?;
+        protects += 1;
+    }
+    println!("daemons had {most} MiB at most; {protects} times the hostile host was trusted");
+    Ok(())
+}
+
+#[test]
+fn a_hostile_peer_harms_nobody() {
+    harms_nobody(number_of("UNDERSTUDY_HOSTILE_SECONDS").unwrap_or(SECONDS));
+}
+
+#[test]
+#[ignore = "long: `make test-long`"]
+fn a_hostile_peer_harms_nobody_for_long() {
+    harms_nobody(number_of("UNDERSTUDY_HOSTILE_SECONDS").unwrap_or(LONG_SECONDS));
+}
+
+fn harms_nobody(seconds: u64) {
+    let now = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |now| now.as_secs());
+    let seed = number_of("UNDERSTUDY_HOSTILE_SEED").unwrap_or(now);
+    println!("UNDERSTUDY_HOSTILE_SEED={seed} UNDERSTUDY_HOSTILE_SECONDS={seconds}");
+    play(hostile_options(), |scene| {
+        scene.protected_guest("a", "b")?;
+        let mallory = Mallory::begin(scene)?;
+        let forbidden = scene.lab().directory().join("forbidden");
+        fs::create_dir(&forbidden)?;
+        fs::write(forbidden.join("file"), "as it was")?;
+        let words = |part| Words::new(seed ^ (part << 56), &forbidden.to_string_lossy());
+        let address = |host: &str| -> Result<SocketAddr> {
+            Ok(SocketAddr::from((scene.lab().host_address(host)?, PEER_PORT)))
+        };
+        let (a, b) = (address("a")?, address("b")?);
+        let listener = listen(&mallory.namespace)?;
+        let before = foreign_files(scene)?;
+        let watched = thread::scope(|scope| {
+            for part in 0..DIALLERS {
+                let (host, address) = if part == 0 { ("a", a) } else { ("b", b) };
+                let (mallory, words) = (&mallory, words(part));
+                scope.spawn(move || mallory.attack(host, address, words));
+            }
+            scope.spawn(|| mallory.answer(&listener, words(DIALLERS)));
+            let watched = watch(scene, Instant::now() + Duration::from_secs(seconds));
+            mallory.over.store(true, Ordering::Release);
+            watched
+        });
+        watched?;
+        let count = |counter: &AtomicU64| counter.load(Ordering::Relaxed);
+        let (all, sessions) = (count(&mallory.conversations), count(&mallory.sessions));
+        println!("{all} conversations, of which {sessions} were sessions");
+        ensure!(all > 20 && sessions > 0, "it was hardly heard: nothing was shown");
+        ensure!(foreign_files(scene)? == before, "files outside of the hosts' own were touched");
+        // The protection that was there all the while was a real one.
+        scene.host("a")?.kill_qemu(VM)?;
+        wait_for("host b to take over", LIMIT, || {
+            let status = scene.status("b")?;
+            Ok((status["role"] == "primary" && status["live"] == true).then_some(()))
+        })
+    });
+}

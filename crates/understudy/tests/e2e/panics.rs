@@ -1,0 +1,150 @@
+//! A panic in what one VM runs ends that VM on its host, and nothing else: its backup takes over,
+//! another VM stays protected, and the daemon lives.
+
+use crate::stage::{
+    Calm, LIMIT, PACE, await_degraded, await_service, daemon, options, play, prove_survival,
+};
+use anyhow::{Context, Result, ensure};
+use std::fs;
+use std::path::PathBuf;
+use understudy_lab::companion::{COMPANION, Companion};
+use understudy_lab::scene::VM;
+use understudy_lab::{HostOptions, RecordClient, Scene, SceneOptions, wait_for};
+
+/// Threads of a primary: in the pause, with the state machine's lock held, between two messages,
+/// and while output is released.
+const OF_PRIMARY: [&str; 5] = ["capture", "barrier", "send", "receive", "release"];
+/// Threads of a backup: at each message, at each epoch, with the state machine's lock held.
+const OF_BACKUP: [&str; 3] = ["stage", "apply", "acknowledge"];
+
+/// The file that says whom to strike on a host, in one of the stories.
+fn strike_file(story: &str, host: &str) -> PathBuf {
+    let process = std::process::id();
+    std::env::temp_dir().join(format!("understudy-strike-{process}-{story}-{host}"))
+}
+
+fn struck_options(story: &str) -> SceneOptions {
+    let mut options = SceneOptions { memory_mib: 256, ..options().calm() };
+    for host in ["a", "b"] {
+        let action = format!("strike=return({})", strike_file(story, host).display());
+        let environment = vec![("FAILPOINTS".to_owned(), action)];
+        let armed = HostOptions { environment, ..daemon().calm() };
+        options.daemons.insert(host.to_owned(), armed);
+    }
+    options
+}
+
+/// Has a thread of the guest panic on a host; returns when it has.
+fn strike(story: &str, host: &str, role: &str) -> Result<()> {
+    let file = strike_file(story, host);
+    let beside = file.with_extension("new");
+    fs::write(&beside, format!("{role} of {VM}"))?;
+    fs::rename(&beside, &file)?;
+    wait_for(&format!("`{role}` to panic on host {host}"), LIMIT, || {
+        Ok((!file.exists()).then_some(()))
+    })
+}
+
+/// What must not take notice: both daemons, and another VM with its backup.
+struct Bystanders {
+    daemons: [u32; 2],
+    qemu: u64,
+    client: RecordClient,
+}
+
+impl Bystanders {
+    fn begin(scene: &Scene, companion: &Companion) -> Result<Bystanders> {
+        companion.await_boot(scene)?;
+        let host = scene.host("a")?;
+        host.call(["protect", COMPANION, "--to", "b", "--no-wait"])?;
+        wait_for("the companion to be protected", LIMIT, || {
+            Ok((host.status(COMPANION)?["protection"]["state"] == "protected").then_some(()))
+        })?;
+        Ok(Bystanders {
+            daemons: [host.pid(), scene.host("b")?.pid()],
+            qemu: host.status(COMPANION)?["qemu_pid"].as_u64().context("it has no QEMU")?,
+            client: companion.record_client(scene, PACE)?,
+        })
+    }
+
+    fn are_unharmed(&self, scene: &mut Scene) -> Result<()> {
+        for (host, pid) in ["a", "b"].into_iter().zip(self.daemons) {
+            let daemon = scene.host_mut(host)?;
+            ensure!(daemon.is_running() && daemon.pid() == pid, "the daemon of host {host} ended");
+        }
+        let status = scene.host("a")?.status(COMPANION)?;
+        ensure!(status["protection"]["state"] == "protected", "the other VM: {status}");
+        ensure!(status["qemu_pid"] == self.qemu, "the other VM has another QEMU: {status}");
+        await_service(&self.client)
+    }
+}
+
+/// `understudy status` of a host says what happened, with the exit code of lost protection.
+fn says_what_happened(scene: &Scene, host: &str, role: &str) -> Result<()> {
+    let status = scene.status(host)?;
+    let reason = status["protection"]["reason"].as_str().unwrap_or_default();
+    let words = format!("a thread of it panicked on host {host}: a test strikes {role}");
+    ensure!(reason.contains(&words), "`{words}` is not in {status}");
+    let output = scene.host(host)?.cli(&["status", VM])?;
+    ensure!(output.status.code() == Some(3), "{output:?}");
+    Ok(())
+}
+
+fn play_struck(
+    name: &str,
+    story: impl FnOnce(&mut Scene, RecordClient, &Bystanders) -> Result<()>,
+) {
+    play(struck_options(name), |scene| {
+        let companion = Companion::new(scene)?;
+        companion.start(scene.host("a")?)?;
+        scene.protected_guest("a", "b")?;
+        let client = scene.record_client(PACE)?;
+        await_service(&client)?;
+        let bystanders = Bystanders::begin(scene, &companion)?;
+        story(scene, client, &bystanders)
+    });
+}
+
+/// Before, each of these panics ended the daemon, and every VM of the host with it.
+#[test]
+#[cfg_attr(not(feature = "fail-points"), ignore = "needs `--features fail-points`")]
+fn a_panic_in_a_primarys_thread_moves_that_vm_only() {
+    play_struck("primary", |scene, client, bystanders| {
+        let (mut victim, mut survivor) = ("a", "b");
+        for role in OF_PRIMARY {
+            let tell = || format!("`{role}` on host {victim}");
+            strike("primary", victim, role)?;
+            scene.await_live(survivor).with_context(tell)?;
+            scene.await_fenced(victim).with_context(tell)?;
+            says_what_happened(scene, victim, role).with_context(tell)?;
+            await_service(&client).with_context(tell)?;
+            bystanders.are_unharmed(scene).with_context(tell)?;
+            scene.protect(survivor, victim)?;
+            scene.await_protected(survivor, |_| ()).with_context(tell)?;
+            (victim, survivor) = (survivor, victim);
+        }
+        prove_survival(scene, client, victim)
+    });
+}
+
+/// Before, each of these panics ended the daemon, and every backup of the host with it.
+#[test]
+#[cfg_attr(not(feature = "fail-points"), ignore = "needs `--features fail-points`")]
+fn a_panic_in_a_backups_thread_ends_that_backup_only() {
+    play_struck("backup", |scene, client, bystanders| {
+        for role in OF_BACKUP {
+            let tell = || format!("`{role}` on host b");
+            strike("backup", "b", role)?;
+            let reason = await_degraded(scene, "a").with_context(tell)?;
+            println!("{role}: {reason}");
+            await_service(&client).with_context(tell)?;
+            bystanders.are_unharmed(scene).with_context(tell)?;
+            wait_for("host b to forget the VM", LIMIT, || {
+                Ok(scene.host("b")?.status(VM).is_err().then_some(()))
+            })?;
+            scene.protect("a", "b")?;
+            scene.await_protected("a", |_| ()).with_context(tell)?;
+        }
+        prove_survival(scene, client, "a")
+    });
+}
