@@ -118,7 +118,12 @@ fn run(host: &Weak<Host>, panics: &Receiver<Panic>) {
         let Some(host) = host.upgrade() else { return };
         let reason = format!("a thread of it panicked on host {}: {words}", host.config.name);
         error!(%vm, "{reason}; it ends here, and nothing else does");
-        host.end_after_panic(&vm, &reason);
+        // On a thread of its own: a peer that does not listen holds up no other VM's end.
+        let ending = (host.clone(), vm.clone(), reason.clone());
+        let end = move || ending.0.end_after_panic(&ending.1, &ending.2);
+        if thread::Builder::new().name(format!("end-{vm}")).spawn(end).is_err() {
+            host.end_after_panic(&vm, &reason);
+        }
     }
 }
 
