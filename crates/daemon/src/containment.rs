@@ -135,6 +135,17 @@ impl Host {
             Some(Vm::Backup(session)) => self.end_backups(&session, reason),
             Some(Vm::Fenced(_)) | None => {}
         }
+        self.say_why(name, reason);
+    }
+
+    /// Its own threads may have noticed the end first, without knowing why.
+    fn say_why(&self, name: &VmName, reason: &str) {
+        if let Some(Vm::Fenced(fenced)) = self.vms.lock().get_mut(name)
+            && fenced.reason.contains(primary::CONDEMNED)
+        {
+            let (name, generation) = (fenced.name.clone(), fenced.generation);
+            *fenced = Arc::new(FencedVm { name, generation, reason: reason.to_owned() });
+        }
     }
 
     /// Ends a VM that runs here, with the members of its group.
