@@ -118,7 +118,12 @@ fn run(host: &Weak<Host>, panics: &Receiver<Panic>) {
         let Some(host) = host.upgrade() else { return };
         let reason = format!("a thread of it panicked on host {}: {words}", host.config.name);
         error!(%vm, "{reason}; it ends here, and nothing else does");
-        host.end_after_panic(&vm, &reason);
+        // On a thread of its own: a peer that does not listen holds up no other VM's end.
+        let ending = (host.clone(), vm.clone(), reason.clone());
+        let end = move || ending.0.end_after_panic(&ending.1, &ending.2);
+        if thread::Builder::new().name(format!("end-{vm}")).spawn(end).is_err() {
+            host.end_after_panic(&vm, &reason);
+        }
     }
 }
 
@@ -129,6 +134,17 @@ impl Host {
             Some(Vm::Primary(vm)) => self.end_primaries(&vm, reason),
             Some(Vm::Backup(session)) => self.end_backups(&session, reason),
             Some(Vm::Fenced(_)) | None => {}
+        }
+        self.say_why(name, reason);
+    }
+
+    /// Its own threads may have noticed the end first, without knowing why.
+    fn say_why(&self, name: &VmName, reason: &str) {
+        if let Some(Vm::Fenced(fenced)) = self.vms.lock().get_mut(name)
+            && fenced.reason.contains(primary::CONDEMNED)
+        {
+            let (name, generation) = (fenced.name.clone(), fenced.generation);
+            *fenced = Arc::new(FencedVm { name, generation, reason: reason.to_owned() });
         }
     }
 

@@ -33,6 +33,11 @@ impl Parting {
         self.closed.store(true, Ordering::Release);
     }
 
+    /// Whether this host has ended its connections.
+    pub fn is_closed(&self) -> bool {
+        self.closed.load(Ordering::Acquire)
+    }
+
     /// Whether the connections of a session that is over may end.
     pub fn may_hang_up(&self) -> bool {
         !self.told.load(Ordering::Acquire) || self.closed.load(Ordering::Acquire)

@@ -268,6 +268,15 @@ impl Session {
     pub(crate) fn end_after_panic(&self, reason: &str) {
         self.group.each(|member| member.machine().halt());
         self.give_up(reason);
+        if !self.core.is_poisoned() {
+            return;
+        }
+        // The state machine is at its end and says nothing any more.
+        self.group.each(|member| {
+            member.parting.tell();
+            member.data.refuse(reason);
+            let _ = member.errands.send(Errand::Discard);
+        });
     }
 
     /// Ends the group's connections, whoever else was to do so.
@@ -322,6 +331,7 @@ impl Pulse for Session {
     }
     fn may_hang_up(&self) -> bool {
         // In this order: who sees the session over sees whether the primary was told, too.
-        self.is_over() && self.parting.may_hang_up()
+        let untold = self.core.is_poisoned() && !self.parting.is_closed();
+        self.is_over() && !untold && self.parting.may_hang_up()
     }
 }

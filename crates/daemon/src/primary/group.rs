@@ -21,12 +21,15 @@ use understudy_protocol::{
     Activity, Arrival, Epoch, Generation, Output, Primary, PrimaryEvent, PrimaryPhase, Rendezvous,
 };
 
+/// Why protection ended, until more is known.
+pub(crate) const CONDEMNED: &str = "a thread panicked while it changed the state of protection";
+
 /// Locks the state machine. After a panic of whoever changed it, it is at its end: nothing is
 /// done by it any more.
 pub(super) fn lock_core(core: &Mutex<Primary>) -> MutexGuard<'_, Primary> {
     core.lock().unwrap_or_else(|poisoned| {
         let mut core = poisoned.into_inner();
-        core.condemn("a thread panicked while it changed the state of protection");
+        core.condemn(CONDEMNED);
         core
     })
 }

@@ -30,6 +30,7 @@ mod stats;
 mod turn;
 
 pub(crate) use epoch_room::EPOCH_DISK_BYTES;
+pub(crate) use group::CONDEMNED;
 pub use group::Group;
 pub use session::Session;
 pub use turn::Next;
