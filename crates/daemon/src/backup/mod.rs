@@ -233,13 +233,13 @@ pub fn accept(
     spawn("apply", &session, move |session| over(session.apply_all(&errand_queue, mirrors)))?;
     spawn("settle", &session, |session| run_settle(session))?;
     spawn("control", &session, move |session| run_control(session, &contest_queue))?;
+    register(&session);
+    session.data.send_json(Kind::Ready, &Ready { blocks })?;
     if session.place == 0 {
-        // For the whole group, which is taken over as one.
+        // For the whole group, which is taken over as one; not before `Ready`, which is awaited.
         understudy_threads::spawn(format!("prove-{}", session.vm), proof::body(&session))
             .context("cannot start a thread")?;
     }
-    register(&session);
-    session.data.send_json(Kind::Ready, &Ready { blocks })?;
     heartbeat::start(&session.vm, &session)?;
     spawn("receive", &session, |session| session.receive())?;
     Ok(session)

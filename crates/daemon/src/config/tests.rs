@@ -275,7 +275,7 @@ fn a_wrong_cluster_is_named() {
         ("cluster.shop", "cluster.'../x'", "cannot be the name of a group"),
         ("{ web = 'a', db = 'b-1' }", "{}", "0 members; 1 to 64"),
         ("'b-1'", "'b 1'", "is not a host name"),
-        ("'/srv/s'", "'srv'", "neither an absolute path nor a URL"),
+        ("'/srv/s'", "'srv'", "is no store's address"),
         ("60", "0", "out of range; allowed is 1 to"),
         ("store = '/srv/s'\n", "", "name the store"),
         ("every_minutes", "every", "every_minutes"),
@@ -298,7 +298,7 @@ fn keys_of_stores_are_named_by_store_and_file() {
     let files = files.map(|(store, file)| (store.to_owned(), PathBuf::from(file)));
     assert_eq!(config.store_keys, StoreKeys::new(files));
     let error = keys("'snapshots' = '/etc/key'").unwrap_err().message;
-    assert_says(&error, "host.toml:", &["snapshot_keys", "neither an absolute path nor a URL"]);
+    assert_says(&error, "host.toml:", &["snapshot_keys", "is no store's address"]);
     let error = keys("'/srv/snapshots' = 'key'").unwrap_err().message;
     assert_says(&error, "host.toml:", &["snapshot_keys", "/srv/snapshots"]);
 }
