@@ -159,7 +159,7 @@ pub(crate) fn start(host: &Arc<Host>, vm: &Arc<PrimaryVm>) {
     let (alive, host, weak) = (host, Arc::downgrade(host), Arc::downgrade(vm));
     let inbox = vm.repairer.inbox.clone();
     let name = vm.name().to_owned();
-    let scope = containment::of_vm(&alive, &name);
+    let scope = containment::of_vm(alive, &name);
     let watch = move || watch(&host, &weak, &inbox);
     let started = within(&scope, || spawn(format!("repair-{name}"), watch));
     if let Err(error) = started {

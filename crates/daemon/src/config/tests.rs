@@ -275,7 +275,7 @@ fn a_wrong_cluster_is_named() {
         ("cluster.shop", "cluster.'../x'", "cannot be the name of a group"),
         ("{ web = 'a', db = 'b-1' }", "{}", "0 members; 1 to 64"),
         ("'b-1'", "'b 1'", "is not a host name"),
-        ("'/srv/s'", "'srv'", "neither an absolute path nor a URL"),
+        ("'/srv/s'", "'srv'", "is no store's address"),
         ("60", "0", "out of range; allowed is 1 to"),
         ("store = '/srv/s'\n", "", "name the store"),
         ("every_minutes", "every", "every_minutes"),
@@ -290,15 +290,27 @@ fn a_wrong_cluster_is_named() {
 }
 
 #[test]
+fn stores_that_peers_may_name_are_the_configurations() {
+    let good = format!("snapshot_stores = ['/srv/named']\n{GOOD}{CLUSTER}");
+    let stores = read(&good).unwrap().stores;
+    let may = |store: &str| stores.check(&store.parse().unwrap()).is_ok();
+    assert!(may("/srv/named/below") && may("/srv/s"));
+    assert!(!may("/srv") && !may("/srv/other"));
+    let error = read(&good.replace("/srv/named", "/srv/../etc")).unwrap_err().message;
+    assert_says(&error, "host.toml:", &["snapshot_stores", "/srv/../etc"]);
+}
+
+#[test]
 fn keys_of_stores_are_named_by_store_and_file() {
     let keys = |line: &str| read(&format!("{GOOD}[snapshot_keys]\n{line}\n"));
     assert_eq!(read(GOOD).unwrap().store_keys, StoreKeys::default());
     let config = keys("'/srv/snapshots' = '/etc/key'\n's3://b/x' = '/etc/s3'").unwrap();
     let files = [("/srv/snapshots", "/etc/key"), ("s3://b/x", "/etc/s3")];
-    let files = files.map(|(store, file)| (store.to_owned(), PathBuf::from(file)));
+    let files = files.map(|(store, file)| (store.parse().unwrap(), PathBuf::from(file)));
     assert_eq!(config.store_keys, StoreKeys::new(files));
+    assert!(config.stores.check(&"/srv/snapshots/shop".parse().unwrap()).is_ok());
     let error = keys("'snapshots' = '/etc/key'").unwrap_err().message;
-    assert_says(&error, "host.toml:", &["snapshot_keys", "neither an absolute path nor a URL"]);
+    assert_says(&error, "host.toml:", &["snapshot_keys", "is no store's address"]);
     let error = keys("'/srv/snapshots' = 'key'").unwrap_err().message;
     assert_says(&error, "host.toml:", &["snapshot_keys", "/srv/snapshots"]);
 }

@@ -5,6 +5,7 @@ use super::*;
 use std::fs;
 use std::io::{Read, Write};
 use std::sync::atomic::{AtomicU32, Ordering};
+use std::thread;
 use std::time::Instant;
 use understudy_protocol::Epoch;
 

@@ -85,7 +85,7 @@ fn says_what_happened(scene: &Scene, host: &str, role: &str) -> Result<()> {
     let reason = status["protection"]["reason"].as_str().unwrap_or_default();
     let words = format!("a thread of it panicked on host {host}: a test strikes {role}");
     ensure!(reason.contains(&words), "`{words}` is not in {status}");
-    let output = scene.host(host)?.cli(&["status", VM])?;
+    let output = scene.host(host)?.cli(["status", VM])?;
     ensure!(output.status.code() == Some(3), "{output:?}");
     Ok(())
 }

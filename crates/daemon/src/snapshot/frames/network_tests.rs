@@ -1,5 +1,7 @@
 use super::super::batch::take_first;
 use super::*;
+use crate::sync::lock;
+use std::sync::Mutex;
 use understudy_network::{HEADER_BYTES, MacAddress};
 use understudy_protocol::Generation;
 use understudy_protocol::literal;

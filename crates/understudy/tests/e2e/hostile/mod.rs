@@ -96,7 +96,7 @@ impl Mallory {
                 line.send(&on_wire(Kind::Refuse, Epoch(0), b"only asking".to_vec()))?;
                 Ok(serde_json::from_slice(&hello.payload)?)
             });
-            scene.host("a")?.cli(&["protect", PAWN, "--to", "mallory"])?;
+            scene.host("a")?.cli(["protect", PAWN, "--to", "mallory"])?;
             asked.join().expect("no panic")
         })?;
         let hello = disguise(hello);
@@ -345,7 +345,7 @@ fn watch(scene: &mut Scene, until: Instant) -> Result<()> {
         let status = scene.status("a")?;
         ensure!(status["protection"]["state"] == "protected", "the other VM: {status}");
         // Host a's operator trusts the hostile host with a VM.
-        scene.host("a")?.cli(&["protect", PAWN, "--to", "mallory", "--no-wait"])?;
+        scene.host("a")?.cli(["protect", PAWN, "--to", "mallory", "--no-wait"])?;
         protects += 1;
     }
     println!("daemons had {most} MiB at most; {protects} times the hostile host was trusted");
