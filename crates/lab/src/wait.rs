@@ -6,7 +6,10 @@ use anyhow::{Context, Result, bail};
 use std::net::{SocketAddr, TcpStream};
 use std::time::{Duration, Instant};
 
-const POLL_INTERVAL: Duration = Duration::from_millis(10);
+/// Between two probes: a part of what was waited already, within these bounds. Most probes start
+/// a process.
+const POLL_PART: u32 = 10;
+const POLL_INTERVAL: [Duration; 2] = [Duration::from_millis(10), Duration::from_millis(100)];
 /// For a guest to boot, under emulation and on a busy machine.
 const BOOT_LIMIT: Duration = Duration::from_secs(300);
 /// For one try to connect to a guest that boots.
@@ -27,10 +30,12 @@ pub fn wait_for<T>(
         if let Some(value) = probe().with_context(|| format!("while waiting for {what}"))? {
             return Ok(value);
         }
-        if begun.elapsed() >= limit {
+        let elapsed = begun.elapsed();
+        if elapsed >= limit {
             bail!("waited {limit:?} in vain for {what}");
         }
-        std::thread::sleep(POLL_INTERVAL);
+        let [shortest, longest] = POLL_INTERVAL;
+        std::thread::sleep((elapsed / POLL_PART).clamp(shortest, longest));
     }
 }
 

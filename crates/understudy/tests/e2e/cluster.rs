@@ -24,7 +24,7 @@ const SHELL_PORT: u16 = 7001;
 const START: i64 = 1_000_000;
 /// Milliseconds between two payments of one to another: some are on their way at any moment, and
 /// three guests leave the processors time for other stories.
-const PACE_MS: u32 = 8;
+const PACE_MS: u32 = 20;
 /// Payments of a member that prove that its connections live.
 const PAID: u64 = 40;
 /// Slow enough that most of a member is still to come when it has started.
