@@ -63,7 +63,7 @@ fn a_panic_with_a_common_lock_ends_the_process() {
             panic!("oh");
         };
         let _ = within(&scope, || spawn("holds", holds)).unwrap().join();
-        common.lock();
+        drop(common.lock());
     });
     assert_ne!(ended_well, Some(true));
 }
