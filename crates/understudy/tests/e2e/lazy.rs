@@ -12,7 +12,7 @@ use understudy_lab::scene::VM;
 use understudy_lab::{HostOptions, Scene, SceneOptions, wait_for};
 
 /// Slow enough that most of a guest is still to come when it has started.
-const SLOW_STORE: &str = "5000000";
+const SLOW_STORE: &str = "2000000";
 const SILENCE: u64 = 10;
 
 /// Writes that a disk must have carried out, one after the other.
