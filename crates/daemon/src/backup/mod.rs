@@ -231,6 +231,9 @@ pub fn accept(
     spawn("apply", &session, move |session| over(session.apply_all(&errand_queue, mirrors)))?;
     spawn("settle", &session, |session| run_settle(session))?;
     spawn("control", &session, move |session| run_control(session, &contest_queue))?;
+    register(&session);
+    session.data.send_json(Kind::Ready, &Ready { blocks })?;
+    // Behind it: the primary expects nothing else first.
     if session.place == 0 {
         // For the whole group, which is taken over as one.
         thread::Builder::new()
@@ -238,8 +241,6 @@ pub fn accept(
             .spawn(proof::body(&session))
             .context("cannot start a thread")?;
     }
-    register(&session);
-    session.data.send_json(Kind::Ready, &Ready { blocks })?;
     heartbeat::start(&session.vm, &session)?;
     spawn("receive", &session, |session| session.receive())?;
     Ok(session)
