@@ -34,6 +34,18 @@ fn needs_recovery(image: &Path) -> Result<bool> {
     Ok(run("dumpe2fs", &["-h", &image.to_string_lossy()])?.contains("needs_recovery"))
 }
 
+/// Ends host a's daemon, whose guest powers off before it: its disk is unmounted and has every
+/// record, and its own record says so. Returns the daemon's log.
+fn terminate_in_order(scene: &mut Scene, image: &Path, acked: u64) -> Result<String> {
+    let status = scene.host_mut("a")?.terminate()?;
+    ensure!(status.success(), "the daemon ended with {status}");
+    ensure!(!needs_recovery(image)?, "the guest did not unmount its disk");
+    let check = check_disk(image, acked)?;
+    ensure!(check.is_intact(), "{check:#?}");
+    ensure!(role(scene, "a")? == "stopped", "the record says {}", role(scene, "a")?);
+    log_of(scene, "a")
+}
+
 /// The power was cut, the journal was left to be replayed, and the record said "stopped".
 #[test]
 fn an_unprotected_guest_powers_off_with_its_daemon() {
@@ -45,13 +57,7 @@ fn an_unprotected_guest_powers_off_with_its_daemon() {
         let image = scene.disk("a", 0)?;
         let acked = close(client)?;
         ensure!(needs_recovery(&image)?, "a mounted file system shows no journal to replay");
-        let status = scene.host_mut("a")?.terminate()?;
-        ensure!(status.success(), "the daemon ended with {status}");
-        ensure!(!needs_recovery(&image)?, "the guest did not unmount its disk");
-        let check = check_disk(&image, acked)?;
-        ensure!(check.is_intact(), "{check:#?}");
-        ensure!(role(scene, "a")? == "stopped", "the record says {}", role(scene, "a")?);
-        let log = log_of(scene, "a")?;
+        let log = terminate_in_order(scene, &image, acked)?;
         ensure!(!log.contains("power was cut"), "{log}");
         Ok(())
     });
@@ -104,13 +110,7 @@ fn a_guest_that_cannot_be_handed_over_powers_off() {
         let image = scene.disk("a", 0)?;
         let acked = close(client)?;
         scene.host("b")?.pause()?;
-        let status = scene.host_mut("a")?.terminate()?;
-        ensure!(status.success(), "the daemon ended with {status}");
-        ensure!(!needs_recovery(&image)?, "the guest did not unmount its disk");
-        let check = check_disk(&image, acked)?;
-        ensure!(check.is_intact(), "{check:#?}");
-        ensure!(role(scene, "a")? == "stopped", "the record says {}", role(scene, "a")?);
-        let log = log_of(scene, "a")?;
+        let log = terminate_in_order(scene, &image, acked)?;
         ensure!(log.contains("not handed over: "), "{log}");
         scene.host("b")?.resume()?;
         Ok(())
