@@ -91,5 +91,5 @@ pub use saved::{Saved, SavedInside};
 pub use scene::{Scene, SceneOptions};
 pub use shell::{GuestOutput, GuestShell};
 pub use sibling::Sibling;
-pub use wait::wait_for;
+pub use wait::{patience, wait_for};
 pub use watcher::{Mac, Watcher};

@@ -4,6 +4,7 @@ use crate::lab::Lab;
 use crate::namespace::in_namespace;
 use anyhow::{Context, Result, bail};
 use std::net::{SocketAddr, TcpStream};
+use std::sync::LazyLock;
 use std::time::{Duration, Instant};
 
 /// Between two probes: a part of what was waited already, within these bounds. Most probes start
@@ -15,7 +16,23 @@ const BOOT_LIMIT: Duration = Duration::from_secs(300);
 /// For one try to connect to a guest that boots.
 const CONNECT_LIMIT: Duration = Duration::from_millis(500);
 
-/// Calls `probe` until it yields a value, at most for `limit`.
+/// Says how many times slower than most this machine is.
+const PATIENCE: &str = "UNDERSTUDY_PATIENCE";
+
+/// How many times longer than usual everything may take here: 1, unless the environment says
+/// more, as it does where the hosts themselves are emulated (`make test-kvm`).
+pub fn patience() -> u32 {
+    static FACTOR: LazyLock<u32> = LazyLock::new(|| match std::env::var(PATIENCE) {
+        Err(_) => 1,
+        Ok(text) => match text.parse() {
+            Ok(factor @ 1..) => factor,
+            _ => panic!("{PATIENCE} is `{text}`, not a number of 1 or more"),
+        },
+    });
+    *FACTOR
+}
+
+/// Calls `probe` until it yields a value, at most for `limit` (times the machine's [`patience`]).
 ///
 /// `what` names the awaited thing in the error: "host b to be protected". An
 /// error of the probe ends the wait at once; a probe that wants to go on
@@ -25,6 +42,7 @@ pub fn wait_for<T>(
     limit: Duration,
     mut probe: impl FnMut() -> Result<Option<T>>,
 ) -> Result<T> {
+    let limit = limit.saturating_mul(patience());
     let begun = Instant::now();
     loop {
         if let Some(value) = probe().with_context(|| format!("while waiting for {what}"))? {
