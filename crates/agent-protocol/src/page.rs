@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0 OR GPL-2.0-or-later
 //! The page of memory over which a pause is arranged.
 
-use crate::{LogErrand, Word};
+use crate::{DirtyOutcome, DirtyWish, LogErrand, Word};
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 
-/// What the daemon wants; the number is what [`PausePage::order`] holds.
+/// What the daemon wants of a pause; see [`PausePage::order`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(u32)]
 pub enum Order {
@@ -51,8 +51,9 @@ impl Answer {
 #[derive(Debug, Default)]
 #[repr(C)]
 pub struct PausePage {
-    /// An [`Order`], or 0 before the first.
-    pub order: Word,
+    /// An [`Order`], or 0 before the first, in the lowest bits; above them how often the dirty log
+    /// was asked for. In one word, so that an agent in the midst of a pause hears of both.
+    pub orders: Word,
     /// An [`Answer`].
     pub answer: Word,
     /// A [`LogErrand`], for this pause.
@@ -71,7 +72,18 @@ pub struct PausePage {
     pub probe: AtomicU32,
     /// Number of the last probe that the main loop has seen.
     pub echo: AtomicU32,
+    /// A [`crate::DirtyWish`]: what the dirty log was asked for last.
+    pub dirty_wish: AtomicU32,
+    /// A [`crate::DirtyOutcome`]: what became of it.
+    pub dirty_outcome: AtomicU32,
+    /// How often the dirty log was asked for when that was done.
+    pub dirty_done: Word,
+    /// Blocks in the table behind the page.
+    pub dirty_blocks: AtomicU32,
 }
+
+/// Bits of [`PausePage::orders`] that are an order.
+const ORDER_BITS: u32 = 8;
 
 impl PausePage {
     /// How many stamps there are.
@@ -85,7 +97,39 @@ impl PausePage {
         self.answer.set(Answer::None as u32);
         self.errand.set(errand as u32);
         self.rung.store(now(), Ordering::Relaxed);
-        self.order.set(Order::Begin as u32);
+        self.give(Order::Begin);
+    }
+
+    /// Gives an order to an agent in the midst of a pause.
+    pub fn give(&self, order: Order) {
+        self.orders.update(|orders| orders >> ORDER_BITS << ORDER_BITS | order as u32);
+    }
+
+    /// The last order.
+    pub fn order(&self) -> u32 {
+        self.orders.get() & ((1 << ORDER_BITS) - 1)
+    }
+
+    /// Asks for something of the dirty log; gives the number of the request. An agent that is not
+    /// in a pause must be woken by the bell.
+    pub fn ask_dirty_log(&self, wish: DirtyWish) -> u32 {
+        self.dirty_wish.store(wish as u32, Ordering::Relaxed);
+        self.orders.update(|orders| orders.wrapping_add(1 << ORDER_BITS)) >> ORDER_BITS
+    }
+
+    /// The number of the last such request.
+    pub fn dirty_asked(&self) -> u32 {
+        self.orders.get() >> ORDER_BITS
+    }
+
+    /// Carries the last such request out, unless it is done already.
+    pub fn serve_dirty_log(&self, serve: impl FnOnce(Option<DirtyWish>) -> DirtyOutcome) {
+        let asked = self.dirty_asked();
+        if self.dirty_done.get() != asked {
+            let wish = DirtyWish::from_number(self.dirty_wish.load(Ordering::Relaxed));
+            self.dirty_outcome.store(serve(wish) as u32, Ordering::Relaxed);
+            self.dirty_done.set(asked);
+        }
     }
 
     /// The main loop lives: answers the daemon's probe, if there is one.
@@ -132,6 +176,30 @@ mod tests {
         page.probe.store(u32::MAX, Ordering::Release);
         page.echo();
         assert_eq!(page.echo.load(Ordering::Acquire), u32::MAX);
+    }
+
+    #[test]
+    fn orders_and_requests_do_not_disturb_each_other() {
+        let page = PausePage::default();
+        page.begin(LogErrand::None);
+        assert_eq!(page.ask_dirty_log(DirtyWish::Collect), 1);
+        assert_eq!(page.order(), Order::Begin as u32);
+        page.give(Order::Resume);
+        assert_eq!((page.order(), page.dirty_asked()), (Order::Resume as u32, 1));
+        let mut served = Vec::new();
+        for _ in 0..2 {
+            page.serve_dirty_log(|wish| {
+                served.push(wish);
+                DirtyOutcome::Refused
+            });
+        }
+        assert_eq!(served, [Some(DirtyWish::Collect)]);
+        assert_eq!(page.dirty_done.get(), 1);
+        assert_eq!(page.dirty_outcome.load(Ordering::Relaxed), DirtyOutcome::Refused as u32);
+        // The number begins anew above the order.
+        page.orders.set(u32::MAX << 8 | Order::Stay as u32);
+        assert_eq!(page.ask_dirty_log(DirtyWish::Begin), 0);
+        assert_eq!(page.order(), Order::Stay as u32);
     }
 
     #[test]

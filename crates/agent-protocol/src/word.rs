@@ -29,6 +29,19 @@ impl Word {
     /// Changes it and wakes who waits.
     pub fn set(&self, value: u32) {
         self.0.store(value, Ordering::Release);
+        self.wake();
+    }
+
+    /// Changes it to what `change` makes of it, and wakes who waits; gives what it is then.
+    pub fn update(&self, change: impl Fn(u32) -> u32) -> u32 {
+        let set = |value| Some(change(value));
+        let before = self.0.fetch_update(Ordering::AcqRel, Ordering::Acquire, set);
+        let now = change(before.unwrap_or_else(|value| value));
+        self.wake();
+        now
+    }
+
+    fn wake(&self) {
         // SAFETY: the call reads the number of sleepers on the address of a living word.
         unsafe { libc::syscall(libc::SYS_futex, self.0.as_ptr(), libc::FUTEX_WAKE, 1) };
     }

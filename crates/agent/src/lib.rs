@@ -11,7 +11,8 @@
 //!   custodian of the daemon's has the connection, too: then QEMU stands still);
 //! - answering for the cards' taps, which are none (`card`);
 //! - pausing the machine for a checkpoint without a dozen hand-overs between threads
-//!   (`pause.rs`).
+//!   (`pause.rs`);
+//! - reading QEMU's dirty log, on KVM (`dirty_log.rs`).
 //!
 //! What is said between daemon and agent is described in `understudy-agent-protocol`.
 //!
@@ -22,6 +23,7 @@
 mod card;
 mod daemon;
 mod descriptor;
+mod dirty_log;
 mod lockstep;
 mod main_loop;
 mod memory;

@@ -16,16 +16,20 @@
 //! In a QEMU in lockstep the pause is also where the log begins and ends (`lockstep/pause.rs`),
 //! and works on a machine that is stopped already.
 
+use crate::dirty_log::{Area, QemuDirtyLog};
 use crate::lockstep;
 use crate::main_loop::MainLoop;
 use crate::qemu_symbols::{address, function};
 use std::ffi::{CStr, c_char, c_int, c_void};
+use std::fs::File;
 use std::io;
 use std::os::fd::{AsFd, AsRawFd, OwnedFd};
 use std::ptr;
 use std::sync::atomic::Ordering;
 use std::time::Duration;
-use understudy_agent_protocol::{ARM_DESCRIPTORS, Answer, LogErrand, Order, PausePage};
+use understudy_agent_protocol::{
+    ARM_DESCRIPTORS, Answer, DirtyOutcome, LogErrand, Order, PausePage,
+};
 
 /// Run states of QEMU, and what it calls them. One that is `inmigrate` has no state yet.
 const INMIGRATE: (c_int, &CStr) = (1, c"inmigrate");
@@ -108,23 +112,33 @@ fn check_run_states() -> Result<(), String> {
     Ok(())
 }
 
-/// Gets ready for pauses; the descriptors are the page's, the bell and the device state's
+/// Gets ready for pauses; the descriptors are the page's (with what is behind it), the bell and the device state's
 /// file. QEMU must be initialised.
 pub fn arm(qemu: QemuPause, descriptors: [OwnedFd; ARM_DESCRIPTORS]) -> io::Result<()> {
     let [page, bell, file] = descriptors;
+    let page = File::from(page);
+    let bytes = page.metadata()?.len() as usize;
+    let Some(behind) = bytes.checked_sub(PausePage::BYTES) else {
+        return Err(io::Error::other("the page of pauses is too small"));
+    };
     // SAFETY: a new mapping, which stays for good. The daemon made the file of this size, and
     // sealed it.
-    let page = unsafe {
+    let mapped = unsafe {
         let access = libc::PROT_READ | libc::PROT_WRITE;
-        let page = page.as_raw_fd();
-        libc::mmap(ptr::null_mut(), PausePage::BYTES, access, libc::MAP_SHARED, page, 0)
+        libc::mmap(ptr::null_mut(), bytes, access, libc::MAP_SHARED, page.as_raw_fd(), 0)
     };
-    if page == libc::MAP_FAILED {
+    if mapped == libc::MAP_FAILED {
         return Err(io::Error::last_os_error());
     }
-    // SAFETY: aligned, never unmapped, and valid whatever it contains: it has atomics only.
-    let page = unsafe { &*page.cast::<PausePage>() };
-    let pauser: &'static Pauser = Box::leak(Box::new(Pauser { qemu, page, bell, file }));
+    // SAFETY: aligned, never unmapped, and valid whatever it contains: it has atomics only. What
+    // is behind the page begins with the next one of the system's.
+    let (page, area) = unsafe {
+        let behind_page = mapped.cast::<u8>().add(PausePage::BYTES);
+        (&*mapped.cast::<PausePage>(), Area::at(behind_page, behind))
+    };
+    let dirty_log = QemuDirtyLog::find().ok();
+    let pauser = Pauser { qemu, page, bell, file, dirty_log, area };
+    let pauser: &'static Pauser = Box::leak(Box::new(pauser));
     // SAFETY: the callback gets what it expects, which lives for good.
     unsafe { qemu.main_loop.run(Pauser::listen, pauser.as_opaque()) };
     Ok(())
@@ -137,6 +151,10 @@ struct Pauser {
     page: &'static PausePage,
     bell: OwnedFd,
     file: OwnedFd,
+    /// None if QEMU does not export what it takes.
+    dirty_log: Option<QemuDirtyLog>,
+    /// Behind the page.
+    area: Area,
 }
 
 impl Pauser {
@@ -161,6 +179,7 @@ impl Pauser {
         unsafe { libc::read(pauser.bell.as_raw_fd(), ptr::from_mut(&mut count).cast(), 8) };
         pauser.page.echo();
         pauser.page.stamp(Answer::None);
+        pauser.serve_dirty_log();
         Pauser::attend(opaque);
     }
 
@@ -168,7 +187,7 @@ impl Pauser {
     extern "C" fn attend(opaque: *mut c_void) {
         // SAFETY: as in `listen`.
         let pauser = unsafe { &*opaque.cast::<Pauser>() };
-        if pauser.page.order.get() == Order::Begin as u32 && !pauser.pause() {
+        if pauser.page.order() == Order::Begin as u32 && !pauser.pause() {
             // SAFETY: as in `arm`.
             unsafe { pauser.qemu.main_loop.run(Pauser::attend, opaque) };
         }
@@ -293,10 +312,27 @@ impl Pauser {
     /// still as long as the daemon wants, and the daemon's end ends this process.
     fn await_order(&self) -> u32 {
         loop {
-            match self.page.order.wait(Order::Begin as u32, LONGEST_WAIT) {
-                order if order == Order::Begin as u32 => {}
+            let seen = self.page.orders.get();
+            self.serve_dirty_log();
+            match self.page.order() {
+                order if order == Order::Begin as u32 => {
+                    self.page.orders.wait(seen, LONGEST_WAIT);
+                }
                 order => return order,
             }
         }
+    }
+
+    /// Does what is wanted of the dirty log, if anything is.
+    fn serve_dirty_log(&self) {
+        self.page.serve_dirty_log(|wish| {
+            let blocks = self.page.dirty_blocks.load(Ordering::Relaxed);
+            let Some(log) = self.dirty_log else { return DirtyOutcome::Missing };
+            let Some((wish, area)) = wish.zip(self.area.with(blocks)) else {
+                return DirtyOutcome::NotCovered;
+            };
+            // SAFETY: in the main loop.
+            unsafe { log.serve(wish, area) }
+        });
     }
 }

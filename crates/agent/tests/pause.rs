@@ -25,7 +25,8 @@ impl Armed {
         assert_eq!(machine.link().hello().missing, None);
         assert_eq!(machine.link().hello().missing_for_lockstep, None);
         let state = DeviceState::create().unwrap();
-        let pauser = AgentPauser::arm(machine.link().socket(), &state, DEADLINE).unwrap();
+        let pauser =
+            AgentPauser::arm(machine.link().socket(), &state, DEADLINE, Vec::new()).unwrap();
         Armed { machine, state, pauser }
     }
 

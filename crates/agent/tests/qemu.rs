@@ -8,7 +8,7 @@ use machine::{DEADLINE, Machine, Start, wait_for};
 use std::process::Command;
 use understudy_memory::{
     CapturedChunk, DirtySet, DirtyTracker, MAIN_MEMORY, MemoryError, PageStaging, RamBlock,
-    StagingPool, capture,
+    Reprotect, StagingPool, capture,
 };
 use understudy_protocol::{PAGE_SIZE, PageIndex};
 
@@ -32,7 +32,9 @@ fn memory_is_rebuilt_from_captures(display: &str) {
     assert_eq!(names.contains(&"0000:00:01.0/vga.vram"), display == "std", "{names:?}");
 
     let userfaultfd = machine.link().userfaultfd().clone();
-    let mut tracker = DirtyTracker::attach(machine.link().pid(), userfaultfd, &blocks).unwrap();
+    let mut tracker =
+        DirtyTracker::attach(machine.link().pid(), userfaultfd, &blocks, Reprotect::AtOnce)
+            .unwrap();
     tracker.arm().unwrap();
     let mut replica = content(&blocks); // The machine has not run yet.
     let mut staging = PageStaging::new(StagingPool::new(1 << 20).unwrap());
@@ -93,7 +95,9 @@ fn closing_the_daemons_side_ends_a_stopped_qemu_with_a_tracker_attached() {
     let mut machine = Machine::start(Start::default());
     let blocks = machine.blocks();
     let userfaultfd = machine.link().userfaultfd().clone();
-    let mut tracker = DirtyTracker::attach(machine.link().pid(), userfaultfd, &blocks).unwrap();
+    let mut tracker =
+        DirtyTracker::attach(machine.link().pid(), userfaultfd, &blocks, Reprotect::AtOnce)
+            .unwrap();
     tracker.arm().unwrap();
     machine.drop_link();
     assert_eq!(machine.wait_for_exit().code(), Some(71));

@@ -14,7 +14,7 @@ use understudy_protocol::VmName;
 use understudy_protocol::validity::ImageRole;
 use understudy_qemu::command::Lockstep;
 use understudy_qemu::lockstep::LogRole;
-use understudy_qemu::{Accelerator, ClockBase, Role, VmDefinition};
+use understudy_qemu::{Accelerator, ClockBase, CpuNeeds, Role, VmDefinition};
 
 /// How long the guest may take to power off before it is ended.
 const POWER_OFF_TIMEOUT: Duration = Duration::from_secs(30);
@@ -72,6 +72,9 @@ impl Host {
             .map_err(|error| HostError::new(ErrorKind::Invalid, error.to_string()))?;
         self.capabilities
             .check_cpu(definition.cpu.as_deref())
+            .map_err(|error| HostError::new(ErrorKind::Invalid, error.to_string()))?;
+        self.capabilities
+            .check_processor(&CpuNeeds::of(&definition, accelerator))
             .map_err(|error| HostError::new(ErrorKind::Invalid, error.to_string()))?;
         self.check_bridges(&definition)?;
         self.check_memory(definition.memory.bytes())?;

@@ -15,7 +15,7 @@ use tracing::debug;
 use understudy_protocol::wire::{Kind, WIRE_VERSION};
 use understudy_protocol::{Count, DiskIndex, Generation, PathIndex};
 use understudy_protocol::{GroupName, HostName, VmName};
-use understudy_qemu::{Accelerator, ClockBase, VmDefinition};
+use understudy_qemu::{Accelerator, ClockBase, CpuNeeds, VmDefinition};
 
 /// How long a connection to a peer may take.
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(3);
@@ -53,6 +53,9 @@ pub enum Purpose {
         vm: VmName,
         /// Bytes of its memory.
         memory: u64,
+        /// What the guest needs of the host's processor.
+        #[serde(default)]
+        cpu: Option<CpuNeeds>,
     },
     /// Could this host execute the log of a QEMU of this build? See [`crate::admission`].
     MayFollow {

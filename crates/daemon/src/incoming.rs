@@ -25,9 +25,9 @@ use understudy_protocol::VmName;
 use understudy_protocol::validity::ImageRole;
 use understudy_protocol::wire::Kind;
 use understudy_protocol::{DiskIndex, HostName, Output};
-use understudy_qemu::Role;
 use understudy_qemu::command::Lockstep;
 use understudy_qemu::lockstep::LogRole;
+use understudy_qemu::{CpuNeeds, Role};
 use understudy_threads::within;
 
 /// A kernel, an initial RAM disk or the beginning of a disk: far more than any has.
@@ -47,8 +47,8 @@ pub fn serve(host: &Arc<Host>, stream: TcpStream, place: Place) {
         )?;
         match hello.purpose.clone() {
             Purpose::Protect(offer) => take_offer(host, link, &hello, &offer),
-            Purpose::Survey { vm, memory } => {
-                link.send_json(Kind::Welcome, &host.survey_answer(&vm, memory))
+            Purpose::Survey { vm, memory, cpu } => {
+                link.send_json(Kind::Welcome, &host.survey_answer(&vm, memory, cpu.as_ref()))
             }
             Purpose::MayFollow { build } => answer_may_follow(host, &link, build.as_deref()),
             Purpose::Images { vm } => answer_images(host, &link, &vm),
@@ -200,6 +200,9 @@ fn examine(host: &Host, offer: &Offer) -> Result<(), HostError> {
         return refuse(format!("its QEMU has no machine type {}", offer.machine_type));
     }
     if let Err(error) = host.capabilities.check_cpu(definition.cpu.as_deref()) {
+        return refuse(error.to_string());
+    }
+    if let Err(error) = host.check_cpu_needs(&CpuNeeds::of(definition, offer.accelerator)) {
         return refuse(error.to_string());
     }
     let paths = offer.paths.len();

@@ -6,11 +6,13 @@ use anyhow::{Context, bail};
 use std::env;
 use std::io;
 use std::os::fd::OwnedFd;
+use std::sync::Arc;
 use std::time::Duration;
 use tracing::{debug, info, warn};
 use understudy_memory::agent::AgentLink;
 use understudy_protocol::VmName;
 use understudy_qemu::Monitor;
+use understudy_qemu::dirty_log::LoggedBlock;
 use understudy_qemu::lockstep::LogErrand;
 use understudy_qemu::pause::{AgentPause, AgentPauser, obstacle};
 use understudy_qemu::qmp::{Checkpoint, DeviceState};
@@ -22,8 +24,8 @@ const VARIABLE: &str = "UNDERSTUDY_PAUSE";
 /// Pauses one machine.
 #[derive(Debug)]
 pub struct Pauser {
-    /// The agent's part, or why it has none.
-    agent: Result<AgentPauser, String>,
+    /// The agent's part (shared with the tracker), or why it has none.
+    agent: Result<Arc<AgentPauser>, String>,
     attention: Attention,
 }
 
@@ -35,6 +37,7 @@ impl Pauser {
         monitor: &Monitor,
         state: &DeviceState,
         timeout: Duration,
+        logged: Vec<LoggedBlock>,
     ) -> anyhow::Result<Pauser> {
         let forced = env::var_os(VARIABLE).is_some_and(|value| value == "qmp");
         let obstacle = match forced {
@@ -45,12 +48,12 @@ impl Pauser {
             warn!(%vm, "pauses through QMP, which take longer: {obstacle}");
             return Ok(Pauser::by(Err(obstacle)));
         }
-        let pauser = AgentPauser::arm(agent.socket(), state, timeout)
+        let pauser = AgentPauser::arm(agent.socket(), state, timeout, logged)
             .context("cannot arm QEMU's agent for pauses")?;
-        Ok(Pauser::by(Ok(pauser)))
+        Ok(Pauser::by(Ok(Arc::new(pauser))))
     }
 
-    fn by(agent: Result<AgentPauser, String>) -> Pauser {
+    fn by(agent: Result<Arc<AgentPauser>, String>) -> Pauser {
         Pauser { agent, attention: Attention::default() }
     }
 
@@ -64,14 +67,20 @@ impl Pauser {
         descriptors: [OwnedFd; 2],
         agent: &AgentLink,
         timeout: Duration,
+        logged: Vec<LoggedBlock>,
     ) -> anyhow::Result<Pauser> {
-        let pauser = AgentPauser::adopt(descriptors, agent.socket(), timeout);
-        Ok(Pauser::by(Ok(pauser.context("cannot pause QEMU through its agent")?)))
+        let pauser = AgentPauser::adopt(descriptors, agent.socket(), timeout, logged);
+        Ok(Pauser::by(Ok(Arc::new(pauser.context("cannot pause QEMU through its agent")?))))
+    }
+
+    /// The agent inside QEMU, if it does the pauses.
+    pub fn agent(&self) -> Option<&Arc<AgentPauser>> {
+        self.agent.as_ref().ok()
     }
 
     /// What [`Pauser::adopt`] takes, if it is the agent.
     pub fn duplicate(&self) -> io::Result<Option<[OwnedFd; 2]>> {
-        self.agent.as_ref().ok().map(AgentPauser::duplicate).transpose()
+        self.agent.as_ref().ok().map(|agent| agent.duplicate()).transpose()
     }
 
     /// Why pauses go through the monitor; none if they do not.
@@ -87,7 +96,7 @@ impl Pauser {
         excused: bool,
     ) -> Duration {
         let agent = self.agent.as_ref().ok();
-        let echoed = agent.and_then(AgentPauser::echoed);
+        let echoed = agent.and_then(|agent| agent.echoed());
         let signs = Signs { attention: &self.attention, echoed, excused };
         let (silent, probe_is_due) = detector.look(&signs, passed);
         if let Some(agent) = agent.filter(|_| probe_is_due)

@@ -5,6 +5,7 @@ use crate::error::{ErrorKind, HostError};
 use crate::group::Membership;
 use crate::host::{Host, PEER_TIMEOUT, failed, internal};
 use crate::lockstep::compare::primary::Refusal;
+use crate::machine::Machine;
 use crate::report::{ComparisonReport, DiskReads, Mode, ProtectRequest, VmStatus};
 use crate::sync::lock;
 use crate::vm::{PrimaryVm, Vm};
@@ -245,6 +246,7 @@ impl Host {
                     .to_owned(),
             );
         };
+        check_blockers(&machine)?;
         let (peer, addresses) = self.known_host(&request.to)?;
         if request.output == Output::Unheld && !self.config.allow_unheld_output {
             return invalid(
@@ -314,6 +316,22 @@ pub(crate) fn check_held_console(
     } else {
         return Ok(());
     };
+    Err(HostError::new(ErrorKind::Invalid, message))
+}
+
+/// Refuses a VM whose state QEMU itself says cannot be saved.
+fn check_blockers(machine: &Machine) -> Result<(), HostError> {
+    let asked = machine.monitor().blockers();
+    let blockers = asked.map_err(|error| HostError::new(ErrorKind::Internal, error.to_string()))?;
+    if blockers.is_empty() {
+        return Ok(());
+    }
+    let message = format!(
+        "{}: QEMU says that its state cannot be carried to another host: {}; remove from the \
+         definition what this is about, and start the VM again",
+        machine.definition().name,
+        blockers.join("; ")
+    );
     Err(HostError::new(ErrorKind::Invalid, message))
 }
 

@@ -19,6 +19,7 @@ use tracing::{error, info, warn};
 use understudy_protocol::Time;
 use understudy_protocol::VmName;
 use understudy_protocol::repair::{Repair, RepairAction, RepairEvent, RepairPhase};
+use understudy_qemu::CpuNeeds;
 use understudy_threads::spawn;
 use understudy_threads::within;
 
@@ -193,13 +194,20 @@ fn step(host: &Weak<Host>, weak: &Weak<PrimaryVm>, event: RepairEvent) -> Option
         }
         let actions = vm.repairer.handle(event);
         vm.repairer.log_round(vm.name());
-        let (name, memory) = (vm.name().to_owned(), vm.machine().definition().memory.bytes());
+        let name = vm.name().to_owned();
+        let (memory, cpu) = {
+            let machine = vm.machine();
+            let definition = machine.definition();
+            let cpu = CpuNeeds::of(definition, machine.accelerator());
+            (definition.memory.bytes(), cpu)
+        };
         drop(vm);
         for action in actions {
             let host = host.upgrade()?;
             match action {
                 RepairAction::Survey => {
-                    events.push_back(RepairEvent::Surveyed(host.survey(&name, memory)));
+                    let found = host.survey(&name, memory, &cpu);
+                    events.push_back(RepairEvent::Surveyed(found));
                 }
                 RepairAction::Attempt(to) => {
                     info!(vm = %name, "looking for a backup: trying host {to}");

@@ -16,6 +16,8 @@ use std::time::{Duration, Instant};
 use understudy_protocol::repair::{Candidate, Fitness};
 use understudy_protocol::wire::Kind;
 use understudy_protocol::{HostName, VmName};
+use understudy_qemu::CpuNeeds;
+use understudy_qemu::capabilities::CapabilityError;
 
 /// For a host to answer: one that is down must not hold up the choice of another.
 const PATIENCE: Duration = Duration::from_millis(1_500);
@@ -41,7 +43,12 @@ pub struct SurveyAnswer {
 
 impl Host {
     /// What this host says when it is asked whether it could back `vm` up.
-    pub(crate) fn survey_answer(&self, vm: &VmName, memory: u64) -> SurveyAnswer {
+    pub(crate) fn survey_answer(
+        &self,
+        vm: &VmName,
+        memory: u64,
+        cpu: Option<&CpuNeeds>,
+    ) -> SurveyAnswer {
         let vms = self.vms.lock().len() as u32;
         SurveyAnswer {
             host: self.config.name.clone(),
@@ -49,11 +56,11 @@ impl Host {
             load_percent: load_percent(),
             vms,
             zone: self.config.repair.zone.clone(),
-            refuses: self.objection(vm, memory),
+            refuses: self.objection(vm, memory, cpu),
         }
     }
 
-    fn objection(&self, vm: &VmName, memory: u64) -> Option<String> {
+    fn objection(&self, vm: &VmName, memory: u64, cpu: Option<&CpuNeeds>) -> Option<String> {
         if self.is_closing() {
             return Some("is shutting down".to_owned());
         }
@@ -73,7 +80,18 @@ impl Host {
         if let Err(error) = arbiter.identify() {
             return Some(format!("could not take it over: {error}"));
         }
+        if let Some(needs) = cpu
+            && let Err(error) = self.check_cpu_needs(needs)
+        {
+            return Some(error.to_string());
+        }
         self.check_memory(memory).err().map(|error| error.to_string())
+    }
+
+    /// Refuses a guest that this host's KVM or processor cannot run as it ran elsewhere.
+    pub(crate) fn check_cpu_needs(&self, needs: &CpuNeeds) -> Result<(), CapabilityError> {
+        self.capabilities.check_accelerator(needs.accelerator)?;
+        self.capabilities.check_processor(needs)
     }
 
     /// Every host that this one knows, with its addresses: the configured peers,
@@ -106,12 +124,17 @@ impl Host {
     }
 
     /// Asks every known host whether, and how well, it could back `vm` up.
-    pub(crate) fn survey(self: &Arc<Self>, vm: &VmName, memory: u64) -> Vec<Candidate> {
+    pub(crate) fn survey(
+        self: &Arc<Self>,
+        vm: &VmName,
+        memory: u64,
+        cpu: &CpuNeeds,
+    ) -> Vec<Candidate> {
         let known = self.known_hosts();
         let (answers, answered) = crossbeam_channel::unbounded();
         for (host, addresses) in known.clone() {
             let (answers, asker) = (answers.clone(), self.clone());
-            let purpose = Purpose::Survey { vm: vm.to_owned(), memory };
+            let purpose = Purpose::Survey { vm: vm.to_owned(), memory, cpu: Some(cpu.clone()) };
             // One that takes too long ends by itself; nobody waits for it.
             let ask = move || {
                 let answer = asker.ask_fitness(&host, &addresses, &purpose);

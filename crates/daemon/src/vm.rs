@@ -354,6 +354,7 @@ fn machine_status(machine: &Machine, role: Role, live: bool) -> VmStatus {
     VmStatus {
         live,
         policy: definition.policy.unwrap_or_default(),
+        slow: machine.slowness(),
         pauses_through_qmp: machine.pause_obstacle().map(str::to_owned),
         held_frames: ports.iter().map(|port| port.held_frames() as u64).sum(),
         display_not_held: definition.has_display(),

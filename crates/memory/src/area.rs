@@ -8,6 +8,12 @@
 //! It then scans the whole of the new table, where nothing is protected yet: the kernel
 //! reports every page as written and protects it. Of these only pages with content matter;
 //! the others are zero here and on the backup.
+//!
+//! A call that protects unmaps from KVM every page in its range, written or not: the kernel
+//! announces the whole range before it looks. Where KVM runs the guest ([`Reprotect::Runs`]), a
+//! first call looks, and further ones protect what it found. What counts is the report of those
+//! that protect: what is written between the two is in it, or is still unprotected and is found
+//! the next time.
 
 use crate::kernel::{AddressRange, PageRegion, Pagemap, Userfaultfd};
 use crate::{DirtySet, MemoryError, RamBlock};
@@ -20,13 +26,28 @@ const TABLE_BYTES: u64 = 2 << 20;
 /// Number of regions that the kernel reports in one call.
 const REGIONS_PER_CALL: usize = 512;
 
+/// Clean pages may be protected along with written ones, to save a call: one for so many.
+const WRITTEN_PER_CLEAN: u64 = 8;
+
+/// How a scan protects again what was written.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Reprotect {
+    /// In the call that looks: the fewest calls. For a guest that QEMU emulates.
+    AtOnce,
+    /// Run by run, after a look: for KVM, whose mappings of what nobody wrote stay then.
+    Runs,
+}
+
 /// Where to scan, and room for the kernel's report.
 #[derive(Debug)]
 pub(crate) struct ScanArea {
     block: RamBlock,
     range: AddressRange,
     tables: Vec<Table>,
+    reprotect: Reprotect,
     regions: Box<[PageRegion]>,
+    /// What a look found, for [`Reprotect::Runs`].
+    looked: Box<[PageRegion]>,
 }
 
 /// What is known of the memory that one page table maps.
@@ -42,14 +63,17 @@ enum Table {
 
 impl ScanArea {
     /// The part of `block` at `range` of QEMU's addresses.
-    pub fn new(block: &RamBlock, range: AddressRange) -> ScanArea {
+    pub fn new(block: &RamBlock, range: AddressRange, reprotect: Reprotect) -> ScanArea {
         let tables = (range.end() - 1) / TABLE_BYTES - range.start / TABLE_BYTES + 1;
         let regions = REGIONS_PER_CALL.min(range.pages() as usize);
+        let looked = if reprotect == Reprotect::Runs { regions } else { 0 };
         ScanArea {
             block: block.clone(),
             range,
             tables: vec![Table::Bare; tables as usize],
+            reprotect,
             regions: vec![PageRegion::default(); regions].into(),
+            looked: vec![PageRegion::default(); looked].into(),
         }
     }
 
@@ -74,7 +98,10 @@ impl ScanArea {
         self.look_for_content()?;
         let mut next = self.range.start;
         while let Some(range) = self.next_used(next) {
-            self.scan_range(pagemap, range, found)?;
+            match self.reprotect {
+                Reprotect::AtOnce => self.protect_written(pagemap, range, found)?,
+                Reprotect::Runs => self.protect_runs(pagemap, range, found)?,
+            }
             next = range.end();
         }
         self.new_become_armed();
@@ -99,7 +126,30 @@ impl ScanArea {
         Ok(pages / PAGE_SIZE as u64)
     }
 
-    fn scan_range(
+    /// Looks first; protects only where something was written.
+    fn protect_runs(
+        &mut self,
+        pagemap: &Pagemap,
+        range: AddressRange,
+        found: &mut DirtySet,
+    ) -> Result<(), MemoryError> {
+        let mut start = range.start;
+        while start < range.end() {
+            let (count, stopped_at) = pagemap
+                .scan_only(start, range.end(), &mut self.looked)
+                .map_err(|e| self.error("PAGEMAP_SCAN", e))?;
+            let mut next = 0;
+            while let Some((run, behind)) = worth_one_call(&self.looked[..count], next) {
+                self.protect_written(pagemap, run, found)?;
+                next = behind;
+            }
+            start = stopped_at;
+        }
+        Ok(())
+    }
+
+    /// Finds and protects what was written in `range`.
+    fn protect_written(
         &mut self,
         pagemap: &Pagemap,
         range: AddressRange,
@@ -210,5 +260,50 @@ impl ScanArea {
 
     fn error(&self, call: &'static str, source: io::Error) -> MemoryError {
         MemoryError::Tracking { call, name: self.block.name().into(), source }
+    }
+}
+
+/// The range from region `first` on that one call protects, and the first region behind it.
+fn worth_one_call(regions: &[PageRegion], first: usize) -> Option<(AddressRange, usize)> {
+    let begin = regions.get(first)?;
+    let (mut written, mut clean) = (begin.end - begin.start, 0);
+    let mut behind = first + 1;
+    while let Some(next) = regions.get(behind) {
+        let gap = next.start - regions[behind - 1].end;
+        let more = next.end - next.start;
+        if (clean + gap) * WRITTEN_PER_CLEAN > written + more {
+            break;
+        }
+        (written, clean, behind) = (written + more, clean + gap, behind + 1);
+    }
+    let bytes = regions[behind - 1].end - begin.start;
+    Some((AddressRange { start: begin.start, bytes }, behind))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn regions(pages: &[(u64, u64)]) -> Vec<PageRegion> {
+        let page = PAGE_SIZE as u64;
+        let region = |&(start, end)| PageRegion::new(start * page, end * page);
+        pages.iter().map(region).collect()
+    }
+
+    /// The pages of the calls that protect these regions.
+    fn calls(pages: &[(u64, u64)]) -> Vec<(u64, u64)> {
+        let (regions, page) = (regions(pages), PAGE_SIZE as u64);
+        let first = worth_one_call(&regions, 0);
+        std::iter::successors(first, |&(_, behind)| worth_one_call(&regions, behind))
+            .map(|(range, _)| (range.start / page, range.end() / page))
+            .collect()
+    }
+
+    #[test]
+    fn clean_pages_are_protected_only_along_with_many_written_ones() {
+        assert_eq!(calls(&[]), []);
+        assert_eq!(calls(&[(0, 1), (2, 3), (9, 10)]), [(0, 1), (2, 3), (9, 10)]);
+        assert_eq!(calls(&[(0, 8), (9, 10), (20, 40)]), [(0, 10), (20, 40)]);
+        assert_eq!(calls(&[(0, 4), (5, 9), (11, 12)]), [(0, 9), (11, 12)]);
     }
 }

@@ -60,6 +60,13 @@ pub(crate) struct PageRegion {
     categories: u64,
 }
 
+#[cfg(test)]
+impl PageRegion {
+    pub fn new(start: u64, end: u64) -> PageRegion {
+        PageRegion { start, end, categories: PAGE_IS_WRITTEN }
+    }
+}
+
 #[repr(C)]
 #[derive(Default)]
 struct PmScanArg {

@@ -42,6 +42,7 @@ mod workers;
 #[cfg(test)]
 mod tests;
 
+pub use area::Reprotect;
 pub use block::{MAIN_MEMORY, RamBlock};
 pub use capture::capture;
 pub use demand::{DemandPager, Missing};

@@ -1,7 +1,7 @@
 //! What this host's kernel can do, found by doing it.
 
 use crate::mapping::SharedMapping;
-use crate::{DirtySet, DirtyTracker, GuestRam, MemoryError, RamBlock, Userfaultfd};
+use crate::{DirtySet, DirtyTracker, GuestRam, MemoryError, RamBlock, Reprotect, Userfaultfd};
 use std::num::NonZeroUsize;
 use std::process;
 use std::sync::Arc;
@@ -66,7 +66,7 @@ fn track_one_write(userfaultfd: Arc<Userfaultfd>) -> Result<[u64; 2], MemoryErro
     })?;
     let block = RamBlock::main("probe", guest.address(), ram);
     let pid = process::id() as i32;
-    let mut tracker = DirtyTracker::attach(pid, userfaultfd, &[block])?;
+    let mut tracker = DirtyTracker::attach(pid, userfaultfd, &[block], Reprotect::AtOnce)?;
     tracker.arm()?;
     guest.copy_in(WRITTEN_PAGE.byte_offset() as usize, &[1]);
     let mut dirty = DirtySet::new();

@@ -32,15 +32,15 @@ impl Guest {
     }
 
     /// Tracks all blocks and arms.
-    fn track(&self) -> DirtyTracker {
-        let mut tracker = self.attach();
+    fn track(&self, reprotect: Reprotect) -> DirtyTracker {
+        let mut tracker = self.attach(reprotect);
         tracker.arm().unwrap();
         tracker
     }
 
-    fn attach(&self) -> DirtyTracker {
+    fn attach(&self, reprotect: Reprotect) -> DirtyTracker {
         let userfaultfd = Arc::new(Userfaultfd::of_this_process().unwrap());
-        DirtyTracker::attach(this_process(), userfaultfd, &self.blocks).unwrap()
+        DirtyTracker::attach(this_process(), userfaultfd, &self.blocks, reprotect).unwrap()
     }
 
     /// The guest writes `value` at the start of a page.

@@ -1,6 +1,6 @@
 //! Finding the pages that the guest wrote.
 
-use crate::area::ScanArea;
+use crate::area::{Reprotect, ScanArea};
 use crate::kernel::{AddressRange, Pagemap, Userfaultfd};
 use crate::untracked::ComparedBlock;
 use crate::{DirtySet, MemoryError, RamBlock, workers};
@@ -50,6 +50,7 @@ impl DirtyTracker {
         pid: i32,
         userfaultfd: Arc<Userfaultfd>,
         blocks: &[RamBlock],
+        reprotect: Reprotect,
     ) -> Result<DirtyTracker, MemoryError> {
         let pagemap = Pagemap::open(pid).map_err(|source| MemoryError::Process {
             action: "open the page map of",
@@ -67,12 +68,12 @@ impl DirtyTracker {
             compared: Vec::new(),
         };
         for block in blocks {
-            tracker.add(block)?;
+            tracker.add(block, reprotect)?;
         }
         Ok(tracker)
     }
 
-    fn add(&mut self, block: &RamBlock) -> Result<(), MemoryError> {
+    fn add(&mut self, block: &RamBlock, reprotect: Reprotect) -> Result<(), MemoryError> {
         let range = AddressRange {
             start: block.address_in_qemu(),
             // QEMU's mappings end on page borders, so a last partial page is all the block's.
@@ -81,7 +82,7 @@ impl DirtyTracker {
         match self.userfaultfd.register(range) {
             Ok(()) => {
                 self.tracked.push(TrackedBlock { block: block.clone(), range });
-                self.slices.extend(Slice::divide(block, range));
+                self.slices.extend(Slice::divide(block, range, reprotect));
             }
             Err(source) => self.compared.push(ComparedBlock::new(block, source)?),
         }
@@ -179,14 +180,18 @@ struct Slice {
 }
 
 impl Slice {
-    fn divide(block: &RamBlock, whole: AddressRange) -> impl Iterator<Item = Slice> {
+    fn divide(
+        block: &RamBlock,
+        whole: AddressRange,
+        reprotect: Reprotect,
+    ) -> impl Iterator<Item = Slice> {
         (0..whole.bytes.div_ceil(SLICE_BYTES)).map(move |i| {
             let offset = i * SLICE_BYTES;
             let range = AddressRange {
                 start: whole.start + offset,
                 bytes: SLICE_BYTES.min(whole.bytes - offset),
             };
-            Slice { area: ScanArea::new(block, range), written: DirtySet::new() }
+            Slice { area: ScanArea::new(block, range, reprotect), written: DirtySet::new() }
         })
     }
 }

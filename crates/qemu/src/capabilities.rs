@@ -1,11 +1,14 @@
 //! What the installed QEMU and this machine can do.
 
 use crate::definition::AcceleratorChoice;
+use crate::kvm::{Kvm, Obstacle};
 use crate::process::{Launch, LaunchError, Qemu};
+use crate::processor::{CpuNeeds, KvmProcessor, nesting};
 use crate::qmp::{Connection, QemuVersion, QmpError};
 use nix::sys::memfd::{MFdFlags, memfd_create};
 use qapi::qmp::{
-    qom_list_types, query_commands, query_cpu_definitions, query_machines, query_qmp_schema,
+    qom_list_types, query_commands, query_cpu_definitions, query_kvm, query_machines,
+    query_qmp_schema,
 };
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
@@ -60,6 +63,8 @@ pub struct Capabilities {
     pub cpus: Vec<String>,
     /// Its accelerators, whether or not they work here.
     pub accelerators: Vec<Accelerator>,
+    /// What KVM offers of this host's processor, where it runs guests.
+    pub processor: Option<KvmProcessor>,
 }
 
 /// A machine type.
@@ -125,8 +130,32 @@ pub enum CapabilityError {
         /// The models.
         has: String,
     },
+    /// This host's processor is not what the guest needs.
+    #[error(
+        "cpu: this host's processor lacks what \"{model}\" has: {missing}; choose a model that all \
+         hosts of the VM can run, or switch these off (\"{model},{example}=off\")"
+    )]
+    LackingProcessor {
+        /// The guest's model.
+        model: String,
+        /// What is missing.
+        missing: String,
+        /// The first of it.
+        example: String,
+    },
+    /// The guest could run guests of its own.
+    #[error(
+        "cpu: {flag} lets the guest run guests of its own, whose state is not proven to survive a \
+         checkpoint: remove it from \"{model}\""
+    )]
+    Nesting {
+        /// The guest's model.
+        model: String,
+        /// What lets it.
+        flag: String,
+    },
     /// KVM was asked for and cannot be used at all.
-    #[error("accel = \"kvm\": {0}; use \"auto\" or \"tcg\"")]
+    #[error("accel = \"kvm\": {0}, or use \"auto\" or \"tcg\"")]
     NoKvm(String),
     /// The system refused something.
     #[error("cannot probe QEMU: {0}")]
@@ -141,7 +170,7 @@ impl Capabilities {
             memfd_create(c"qemu-probe", MFdFlags::MFD_CLOEXEC).map_err(io::Error::from)?.into();
         let qemu = Qemu::launch(&Launch {
             binary,
-            args: &probe_arguments(qemus.as_raw_fd()),
+            args: &probe_arguments(qemus.as_raw_fd(), Kvm::of_this_machine().runs_guests()),
             env: &[],
             inherit: &[qemus.as_fd()],
             log: Path::new(&format!("/proc/self/fd/{}", log.as_raw_fd())),
@@ -192,53 +221,64 @@ impl Capabilities {
         })
     }
 
+    /// Refuses a guest that this host's processor cannot run as the guest needs it.
+    pub fn check_processor(&self, needs: &CpuNeeds) -> Result<(), CapabilityError> {
+        let (Accelerator::Kvm, Some(model)) = (needs.accelerator, &needs.model) else {
+            return Ok(());
+        };
+        if let Some(flag) = nesting(model) {
+            return Err(CapabilityError::Nesting { model: model.clone(), flag: flag.to_owned() });
+        }
+        let missing = self.processor.as_ref().map(|processor| processor.missing(needs));
+        match missing.unwrap_or_default() {
+            missing if missing.is_empty() => Ok(()),
+            missing => Err(CapabilityError::LackingProcessor {
+                model: model.clone(),
+                example: missing[0].clone(),
+                missing: missing.join(", "),
+            }),
+        }
+    }
+
     /// The accelerator for a definition's `accel`, on this host.
     pub fn accelerator(&self, choice: AcceleratorChoice) -> Result<Accelerator, CapabilityError> {
         let built_in = self.accelerators.contains(&Accelerator::Kvm);
         match choice {
             AcceleratorChoice::Tcg => Ok(Accelerator::Tcg),
-            AcceleratorChoice::Auto if built_in && kvm_works().is_ok() => Ok(Accelerator::Kvm),
+            AcceleratorChoice::Auto if built_in && Kvm::of_this_machine().runs_guests() => {
+                Ok(Accelerator::Kvm)
+            }
             AcceleratorChoice::Auto => Ok(Accelerator::Tcg),
-            AcceleratorChoice::Kvm if !built_in => {
-                Err(CapabilityError::NoKvm("this QEMU was built without KVM".to_owned()))
-            }
-            // Asked for by name: a KVM without the processor's help will do.
             AcceleratorChoice::Kvm => {
-                kvm_opens().map(|()| Accelerator::Kvm).map_err(CapabilityError::NoKvm)
+                self.check_accelerator(Accelerator::Kvm).map(|()| Accelerator::Kvm)
             }
+        }
+    }
+
+    /// Refuses an accelerator that was asked for by name, here or on the primary, and cannot be
+    /// used at all. A KVM without the processor's help will do.
+    pub fn check_accelerator(&self, wanted: Accelerator) -> Result<(), CapabilityError> {
+        if wanted == Accelerator::Tcg {
+            return Ok(());
+        }
+        if !self.accelerators.contains(&Accelerator::Kvm) {
+            return Err(CapabilityError::NoKvm("this QEMU was built without KVM".to_owned()));
+        }
+        match Kvm::of_this_machine() {
+            Kvm::Absent(Obstacle { what, remedy }) => {
+                Err(CapabilityError::NoKvm(format!("{what}; {remedy}")))
+            }
+            Kvm::Works | Kvm::Slow(_) | Kvm::Useless(_) => Ok(()),
         }
     }
 }
 
-/// Whether KVM runs ordinary guests on this machine; if not, why not.
-pub fn kvm_works() -> Result<(), String> {
-    kvm_opens()?;
-    let cpuinfo = std::fs::read_to_string("/proc/cpuinfo")
-        .map_err(|error| format!("/proc/cpuinfo cannot be read: {error}"))?;
-    if virtualization_flag(&cpuinfo) {
-        Ok(())
-    } else {
-        Err("/dev/kvm is there, but the processor offers no virtualization (no vmx or svm flag in \
-             /proc/cpuinfo): such a KVM boots no ordinary kernel"
-            .to_owned())
-    }
-}
-
-fn kvm_opens() -> Result<(), String> {
-    match File::options().read(true).write(true).open("/dev/kvm") {
-        Ok(_) => Ok(()),
-        Err(error) => Err(format!("/dev/kvm cannot be opened: {error}")),
-    }
-}
-
-fn virtualization_flag(cpuinfo: &str) -> bool {
-    let flags = cpuinfo.lines().filter(|line| line.starts_with("flags"));
-    flags.flat_map(str::split_whitespace).any(|flag| flag == "vmx" || flag == "svm")
-}
-
-fn probe_arguments(monitor: i32) -> [OsString; 11] {
+/// With `kvm`, it answers for KVM what depends on the accelerator.
+fn probe_arguments(monitor: i32, kvm: bool) -> Vec<OsString> {
     let chardev = format!("socket,id=qmp,fd={monitor}");
-    [
+    // A QEMU without KVM takes the other one.
+    let accelerators = if kvm { &["-accel", "kvm", "-accel", "tcg"][..] } else { &[] };
+    let common = [
         "-machine",
         "none",
         "-S",
@@ -250,8 +290,8 @@ fn probe_arguments(monitor: i32) -> [OsString; 11] {
         &chardev,
         "-mon",
         "chardev=qmp,mode=control",
-    ]
-    .map(OsString::from)
+    ];
+    common.iter().chain(accelerators).map(OsString::from).collect()
 }
 
 /// What QEMU answered.
@@ -262,6 +302,12 @@ struct Answers {
     accelerators: Vec<Named>,
     commands: Vec<Named>,
     loads_from_file: bool,
+    processor: Option<KvmProcessor>,
+}
+
+#[derive(Deserialize)]
+struct KvmInfo {
+    enabled: bool,
 }
 
 #[derive(Deserialize)]
@@ -280,6 +326,10 @@ impl Answers {
             accelerators: connection.execute(&accel)?,
             commands: connection.execute(&query_commands {})?,
             loads_from_file: loads_from_file(&schema),
+            processor: match connection.execute::<_, KvmInfo>(&query_kvm {})? {
+                KvmInfo { enabled: true } => Some(KvmProcessor::ask(connection)?),
+                KvmInfo { enabled: false } => None,
+            },
         })
     }
 
@@ -302,7 +352,8 @@ impl Answers {
         let present = known.iter().filter(|(_, n)| self.accelerators.iter().any(|a| a.name == *n));
         let accelerators = present.map(|(accelerator, _)| *accelerator).collect();
         let cpus = self.cpus.into_iter().map(|cpu| cpu.name).collect();
-        Ok(Capabilities { binary, version, machines, cpus, accelerators })
+        let processor = self.processor;
+        Ok(Capabilities { binary, version, machines, cpus, accelerators, processor })
     }
 }
 

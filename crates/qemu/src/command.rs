@@ -10,6 +10,7 @@ use crate::definition::{
     CardModel, DiskBus, DiskDefinition, DiskFormat, Vga, VirtioInterface, VmDefinition,
 };
 use crate::lockstep::{ICOUNT_SHIFT, LOG_NAME, LogRole, obstacles};
+use crate::processor::cpu_model;
 use crate::qmp::MONITORS;
 use std::ffi::OsString;
 use std::os::fd::RawFd;
@@ -177,7 +178,7 @@ fn machine(args: &mut Args, vm: &VmDefinition, resources: &Resources) {
     );
     args.pair("-m", format!("size={}B", vm.memory.bytes()));
     args.pair("-smp", vm.vcpus.to_string());
-    if let Some(cpu) = &vm.cpu {
+    if let Some(cpu) = cpu_model(vm, resources.accelerator) {
         args.pair("-cpu", cpu);
     }
     if may_count(vm, resources) {

@@ -3,6 +3,7 @@
 //! From top to bottom, the life of a VM on one host:
 //! - [`definition`]: what the user wrote, checked;
 //! - [`capabilities`]: what the installed QEMU can do;
+//! - [`processor`]: the processor that the guest sees, and whether a host has it;
 //! - [`command`]: the command line, a pure function of definition and resources;
 //! - [`user`]: who it runs as;
 //! - [`lockstep`]: what lockstep needs of it, and the way of its log;
@@ -10,6 +11,7 @@
 //! - [`process`]: the running QEMU and its end;
 //! - [`qmp`]: its monitor: checkpoints, resumption, events;
 //! - [`pause`]: the pause of a checkpoint through the agent inside QEMU;
+//! - [`dirty_log`]: what a guest on KVM has written, through the same agent;
 //! - [`urgency`]: priority for the length of a checkpoint's pause.
 
 mod build_id;
@@ -18,21 +20,26 @@ mod clock;
 pub mod command;
 pub mod counting;
 pub mod definition;
+pub mod dirty_log;
 pub mod hold;
+mod kvm;
 pub mod lockstep;
 pub mod pause;
 pub mod process;
+pub mod processor;
 pub mod qmp;
 pub mod urgency;
 pub mod user;
 
 pub use build_id::{build_id, peer_obstacle};
-pub use capabilities::{Accelerator, Capabilities, kvm_works};
+pub use capabilities::{Accelerator, Capabilities};
 pub use clock::{ClockBase, TickRate};
 pub use command::{Resources, Role, command_line};
 pub use definition::{DefinitionError, VmDefinition};
+pub use kvm::{Kvm, Obstacle};
 pub use pause::AgentPauser;
 pub use process::Qemu;
+pub use processor::CpuNeeds;
 pub use qmp::Monitor;
 pub use urgency::Urgency;
 pub use user::RunAs;

@@ -4,6 +4,7 @@
 //! cannot do: a QEMU whose functions are not known, and a machine that does not run.
 #![allow(unsafe_code)] // Maps a page that QEMU shares.
 
+use crate::dirty_log::LoggedBlock;
 use crate::qmp::{DeviceState, QemuVersion};
 use nix::errno::Errno;
 use nix::fcntl::{FcntlArg, SealFlag, fcntl};
@@ -11,21 +12,25 @@ use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use nix::sys::memfd::{MFdFlags, memfd_create};
 use nix::sys::mman::{MapFlags, ProtFlags, mmap, munmap};
 use nix::sys::socket::{ControlMessage, MsgFlags, UnixAddr, sendmsg};
+use nix::sys::stat::fstat;
 use nix::unistd::{ftruncate, write};
 use std::io::{self, IoSlice};
 use std::num::NonZeroUsize;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, OwnedFd};
 use std::ptr::NonNull;
-use std::sync::atomic::{AtomicU32, Ordering};
+use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
+use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
-use understudy_agent_protocol::{ARM, Answer, Hello, LogErrand, Order, PausePage};
+use understudy_agent_protocol::{
+    ARM, Answer, DirtyArea, Hello, LogErrand, Order, PausePage, area_bytes,
+};
 
 /// Versions (major, minor) in which the end-to-end tests have run with pauses by the agent.
 /// What a function of QEMU does, and with which arguments, may change with any other.
 const PROVEN: [(u32, u32); 1] = [(10, 0)];
 
 /// How often to see whether QEMU lives while it is waited for.
-const GLANCE: Duration = Duration::from_millis(20);
+pub(crate) const GLANCE: Duration = Duration::from_millis(20);
 
 /// A device state is some 30 KiB; what says that it is larger than this is no sane QEMU.
 const MOST_STATE_BYTES: u64 = 64 << 20;
@@ -52,6 +57,9 @@ pub enum PauseError {
         /// The answer's number.
         answer: u32,
     },
+    /// The agent failed to say what the guest wrote.
+    #[error("QEMU's agent could not say what the guest wrote (outcome {0})")]
+    DirtyLog(u32),
     /// QEMU failed to save the device state.
     #[error("QEMU could not save its device state; see its log")]
     NotSaved,
@@ -90,24 +98,30 @@ pub struct AgentPauser {
     timeout: Duration,
     /// Number of the last probe.
     probe: AtomicU32,
+    /// What the dirty log is about, if this machine has one.
+    blocks: Vec<LoggedBlock>,
+    /// Held while the dirty log is asked for something.
+    dirty_log: Mutex<()>,
 }
 
 impl AgentPauser {
     /// Arms the agent at the other end of `socket`, once for a QEMU, when its monitors
     /// answer. Device states will be saved in `state`, which must be empty or the last one
-    /// saved so. `timeout` is for each step of a pause.
+    /// saved so. `timeout` is for each step of a pause. `blocks` are those of the dirty log, for
+    /// a machine on KVM; none without one.
     pub fn arm(
         socket: BorrowedFd<'_>,
         state: &DeviceState,
         timeout: Duration,
+        blocks: Vec<LoggedBlock>,
     ) -> Result<AgentPauser, PauseError> {
-        let page = Page::create()?;
+        let page = Page::create(&blocks)?;
         let bell = eventfd()?;
         let descriptors = [page.memfd.as_raw_fd(), bell.as_raw_fd(), state.as_fd().as_raw_fd()];
         let beside = [ControlMessage::ScmRights(&descriptors)];
         let flags = MsgFlags::MSG_NOSIGNAL;
         sendmsg::<UnixAddr>(socket.as_raw_fd(), &[IoSlice::new(&ARM)], &beside, flags, None)?;
-        AgentPauser::of(page, bell, socket, timeout)
+        AgentPauser::of(page, bell, socket, timeout, blocks)
     }
 
     fn of(
@@ -115,9 +129,11 @@ impl AgentPauser {
         bell: OwnedFd,
         socket: BorrowedFd<'_>,
         timeout: Duration,
+        blocks: Vec<LoggedBlock>,
     ) -> Result<AgentPauser, PauseError> {
         let (socket, probe) = (socket.try_clone_to_owned()?, AtomicU32::default());
-        Ok(AgentPauser { page, bell, socket, timeout, probe })
+        let dirty_log = Mutex::default();
+        Ok(AgentPauser { page, bell, socket, timeout, probe, blocks, dirty_log })
     }
 
     /// Asks QEMU's main loop for a sign of life. In a pause it comes behind it.
@@ -141,16 +157,50 @@ impl AgentPauser {
         Ok([self.page.memfd.try_clone()?, self.bell.try_clone()?])
     }
 
-    /// One that another process has armed; no pause was under way when it died.
+    /// One that another process has armed, with the same blocks; no pause was under way when it
+    /// died.
     pub fn adopt(
         [page, bell]: [OwnedFd; 2],
         socket: BorrowedFd<'_>,
         timeout: Duration,
+        blocks: Vec<LoggedBlock>,
     ) -> Result<AgentPauser, PauseError> {
-        let pauser = AgentPauser::of(Page::of(page)?, bell, socket, timeout)?;
+        let page = Page::of(page, Page::bytes(&blocks))?;
+        let pauser = AgentPauser::of(page, bell, socket, timeout, blocks)?;
         // Numbers go on where the process before left off.
         pauser.probe.store(pauser.page.echo.load(Ordering::Acquire), Ordering::Relaxed);
         Ok(pauser)
+    }
+
+    /// What the dirty log is about; nothing if this machine has none.
+    pub fn blocks(&self) -> &[LoggedBlock] {
+        &self.blocks
+    }
+
+    pub(crate) fn page(&self) -> &PausePage {
+        &self.page
+    }
+
+    /// Bitmaps of the blocks, whose sizes QEMU has no say in.
+    pub(crate) fn dirty_bitmaps(&self) -> impl Iterator<Item = &[AtomicU64]> {
+        let pages = self.blocks.iter().map(|block| block.pages);
+        self.page.table(self.blocks.len()).bitmaps(pages)
+    }
+
+    pub(crate) fn dirty_log_turn(&self) -> MutexGuard<'_, ()> {
+        self.dirty_log.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    pub(crate) fn bell(&self) -> &OwnedFd {
+        &self.bell
+    }
+
+    pub(crate) fn socket(&self) -> &OwnedFd {
+        &self.socket
+    }
+
+    pub(crate) fn timeout(&self) -> Duration {
+        self.timeout
     }
 
     /// Stops the guest; none if it does not run, for another reason than a pause. While the
@@ -241,7 +291,7 @@ impl AgentPause<'_> {
     /// that did not run before does not now.
     pub fn resume(mut self) -> Result<(), PauseError> {
         self.is_due = false;
-        self.pauser.page.order.set(Order::Resume as u32);
+        self.pauser.page.give(Order::Resume);
         match self.await_answer(Answer::Saved, "let the guest run")? {
             Answer::Running => {
                 self.pauser.page.trace();
@@ -257,7 +307,7 @@ impl AgentPause<'_> {
         let answer = self.pauser.await_answer(seen, what);
         if answer.is_err() {
             self.is_due = false;
-            self.pauser.page.order.set(Order::Stay as u32);
+            self.pauser.page.give(Order::Stay);
         }
         answer
     }
@@ -268,7 +318,7 @@ impl Drop for AgentPause<'_> {
         if !self.is_due {
             return;
         }
-        self.pauser.page.order.set(Order::Stay as u32);
+        self.pauser.page.give(Order::Stay);
         // The monitors answer again when this is heard.
         let mut seen = Answer::None;
         while seen != Answer::Staying {
@@ -281,7 +331,7 @@ impl Drop for AgentPause<'_> {
 }
 
 /// The agent never sends anything after its hello, so what can be read is the end.
-fn has_ended(socket: BorrowedFd<'_>) -> Result<bool, PauseError> {
+pub(crate) fn has_ended(socket: BorrowedFd<'_>) -> Result<bool, PauseError> {
     match poll(&mut [PollFd::new(socket, PollFlags::POLLIN)], PollTimeout::ZERO) {
         Ok(ready) => Ok(ready > 0),
         Err(Errno::EINTR) => Ok(false),
@@ -297,10 +347,11 @@ fn eventfd() -> io::Result<OwnedFd> {
     }
 }
 
-/// This process's mapping of a page.
+/// This process's mapping of a page, and of the dirty log behind it.
 #[derive(Debug)]
 struct Page {
     map: NonNull<PausePage>,
+    bytes: NonZeroUsize,
     memfd: OwnedFd,
 }
 
@@ -310,24 +361,50 @@ unsafe impl Send for Page {}
 unsafe impl Sync for Page {}
 
 impl Page {
-    fn create() -> Result<Page, PauseError> {
-        let bytes = NonZeroUsize::new(PausePage::BYTES).expect("a page has bytes");
+    /// What a page takes with the log of these blocks.
+    fn bytes(blocks: &[LoggedBlock]) -> NonZeroUsize {
+        let pages: Vec<u64> = blocks.iter().map(|block| block.pages).collect();
+        let page = NonZeroUsize::new(PausePage::BYTES).expect("a page has bytes");
+        page.saturating_add(area_bytes(&pages))
+    }
+
+    fn create(blocks: &[LoggedBlock]) -> Result<Page, PauseError> {
+        let bytes = Page::bytes(blocks);
         let flags = MFdFlags::MFD_CLOEXEC | MFdFlags::MFD_ALLOW_SEALING;
         let memfd = memfd_create("understudy-pause", flags)?;
         ftruncate(&memfd, bytes.get() as i64)?;
         // QEMU must not be able to cut the page off from under this process.
         let seals = SealFlag::F_SEAL_SHRINK | SealFlag::F_SEAL_GROW | SealFlag::F_SEAL_SEAL;
         fcntl(&memfd, FcntlArg::F_ADD_SEALS(seals))?;
-        Page::of(memfd)
+        let page = Page::of(memfd, bytes)?;
+        page.dirty_blocks.store(blocks.len() as u32, Ordering::Relaxed);
+        for (entry, block) in page.table(blocks.len()).blocks.iter().zip(blocks) {
+            entry.address.store(block.address, Ordering::Relaxed);
+            entry.pages.store(block.pages, Ordering::Relaxed);
+        }
+        Ok(page)
     }
 
-    /// One that was created.
-    fn of(memfd: OwnedFd) -> Result<Page, PauseError> {
-        let bytes = NonZeroUsize::new(PausePage::BYTES).expect("a page has bytes");
+    /// One that was created, of this size.
+    fn of(memfd: OwnedFd, bytes: NonZeroUsize) -> Result<Page, PauseError> {
+        if fstat(&memfd)?.st_size != bytes.get() as i64 {
+            return Err(io::Error::other("the page of pauses is that of another machine").into());
+        }
         let access = ProtFlags::PROT_READ | ProtFlags::PROT_WRITE;
         // SAFETY: a new mapping at an address of the kernel's choice.
         let map = unsafe { mmap(None, bytes, access, MapFlags::MAP_SHARED, &memfd, 0)? };
-        Ok(Page { map: map.cast(), memfd })
+        Ok(Page { map: map.cast(), bytes, memfd })
+    }
+
+    fn table(&self, blocks: usize) -> DirtyArea<'_> {
+        let behind = self.bytes.get() - PausePage::BYTES;
+        // SAFETY: mapped as long until this is dropped, never shrunk, aligned as a page is; it is
+        // accessed through atomics only.
+        let area = unsafe {
+            let start = self.map.cast::<u8>().add(PausePage::BYTES);
+            DirtyArea::at(start.as_ptr(), behind, blocks)
+        };
+        area.expect("the page was made with room for the table")
     }
 
     /// Where the time of the last pause went, as QEMU's side saw it.
@@ -357,7 +434,7 @@ impl std::ops::Deref for Page {
 impl Drop for Page {
     fn drop(&mut self) {
         // SAFETY: `of` mapped it; references to it do not outlive `self`.
-        let _ = unsafe { munmap(self.map.cast(), PausePage::BYTES) };
+        let _ = unsafe { munmap(self.map.cast(), self.bytes.get()) };
     }
 }
 

@@ -109,6 +109,9 @@ pub fn vm(vm: &VmStatus) -> String {
     if let Some(lockstep) = &vm.lockstep {
         rows.push(["lockstep".to_owned(), self::lockstep(lockstep)]);
     }
+    if let Some(reason) = &vm.slow {
+        rows.push(["slower".to_owned(), reason.clone()]);
+    }
     if let Some(reason) = &vm.pauses_through_qmp {
         rows.push(["pauses".to_owned(), format!("through QMP, which takes longer: {reason}")]);
     }
@@ -359,6 +362,7 @@ pub mod tests {
             policy: Policy::Interval { hz: 40 },
             checkpoints: 1000,
             pause_ms: PauseReport { p50: 0.8, p99: 1.5, max: 19.25 },
+            slow: None,
             pauses_through_qmp: None,
             compression: Some(CompressionReport {
                 asked: EncodingPlan::default(),

@@ -6,7 +6,7 @@ use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
 use understudy_disk::{Disk, WriteSink, copy_out};
 use understudy_memory::{
-    CapturedChunk, DirtySet, DirtyTracker, PageStaging, RamBlock, StagingPool, capture,
+    CapturedChunk, DirtySet, DirtyTracker, PageStaging, RamBlock, Reprotect, StagingPool, capture,
 };
 use understudy_protocol::{DiskIndex, PAGE_SIZE, PageIndex};
 
@@ -46,7 +46,9 @@ impl Replica {
         };
         assert_eq!(names(&from), names(&to), "the same machine");
         let userfaultfd = primary.agent.userfaultfd().clone();
-        let tracker = DirtyTracker::attach(primary.agent.pid(), userfaultfd, &from).unwrap();
+        let tracker =
+            DirtyTracker::attach(primary.agent.pid(), userfaultfd, &from, Reprotect::AtOnce)
+                .unwrap();
         let sink = Arc::new(BothDisks(backup.disk.clone()));
         primary.disk.set_sink(Some(sink.clone()));
         let source = primary.disk.clone();

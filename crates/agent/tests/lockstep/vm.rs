@@ -172,7 +172,7 @@ impl Vm {
                 .unwrap_or_else(|error| panic!("{error}: {:?}", qemu.wait(DEADLINE / 30)));
         let refusals = obstacles(&definition, Accelerator::Tcg, Some(monitor.version()));
         assert_eq!(refusals, Vec::<String>::new());
-        let pauser = AgentPauser::arm(agent.socket(), &state, DEADLINE).unwrap();
+        let pauser = AgentPauser::arm(agent.socket(), &state, DEADLINE, Vec::new()).unwrap();
         let blocks = ram_blocks(&mut monitor, &qemu, &ram);
         if start == Role::Standby {
             monitor.prepare_standby(&state).unwrap();

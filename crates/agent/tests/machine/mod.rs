@@ -18,10 +18,25 @@ use understudy_protocol::BlockId;
 /// How long anything may take before a test fails.
 pub const DEADLINE: Duration = Duration::from_secs(180);
 
-const RAM_BYTES: u64 = 64 << 20;
+/// [`DEADLINE`] on this machine, which may be an emulated one (`make test-kvm`).
+pub fn deadline() -> Duration {
+    let factor = std::env::var("UNDERSTUDY_PATIENCE").ok().and_then(|text| text.parse().ok());
+    DEADLINE * factor.unwrap_or(1)
+}
+
+/// Memory of a machine whose guest is nothing but firmware.
+const FIRMWARE_MIB: u64 = 64;
 
 /// How to start a machine.
 pub struct Start<'a> {
+    /// QEMU's accelerator.
+    pub accel: &'a str,
+    /// Its memory in MiB.
+    pub mebibytes: u64,
+    /// Its virtual CPUs.
+    pub vcpus: u32,
+    /// Linux, with its console on the descriptor; firmware alone without.
+    pub linux: Option<Linux>,
     /// Value of `-vga`.
     pub display: &'a str,
     /// Wait for a state to load, as a backup's QEMU does.
@@ -32,8 +47,24 @@ pub struct Start<'a> {
 
 impl Default for Start<'_> {
     fn default() -> Self {
-        Start { display: "none", incoming: false, card: None }
+        Start {
+            accel: "tcg",
+            mebibytes: FIRMWARE_MIB,
+            vcpus: 1,
+            linux: None,
+            display: "none",
+            incoming: false,
+            card: None,
+        }
     }
+}
+
+/// The test guest of `guests/build`.
+pub struct Linux {
+    /// Where its files are.
+    pub files: PathBuf,
+    /// QEMU's end of its console.
+    pub console: OwnedFd,
 }
 
 /// A running QEMU; it ends with the test.
@@ -47,20 +78,23 @@ pub struct Machine {
 impl Machine {
     /// Starts a q35 machine whose guest has not run yet.
     pub fn start(start: Start) -> Machine {
+        let bytes = start.mebibytes << 20;
         let directory = tempfile::tempdir().unwrap();
         let listener = AgentListener::bind(directory.path().join("agent.sock")).unwrap();
-        let ram = Arc::new(GuestRam::create(RAM_BYTES).unwrap());
+        let ram = Arc::new(GuestRam::create(bytes).unwrap());
         let (qmp, qmp_of_qemu) = UnixStream::pair().unwrap();
-        qmp.set_read_timeout(Some(DEADLINE)).unwrap();
+        qmp.set_read_timeout(Some(deadline())).unwrap();
 
         let memory = ram.fd().as_raw_fd();
         let mut command = Command::new("qemu-system-x86_64");
         command
-            .args(["-machine", "q35,accel=tcg,memory-backend=ram", "-nodefaults", "-S"])
-            .args(["-display", "none", "-vga", start.display, "-m", "64"])
+            .arg("-machine")
+            .arg(format!("q35,accel={},memory-backend=ram", start.accel))
+            .args(["-nodefaults", "-S", "-display", "none", "-vga", start.display])
+            .args(["-m", &start.mebibytes.to_string(), "-smp", &start.vcpus.to_string()])
             .arg("-object")
             .arg(format!(
-                "memory-backend-file,id=ram,size={RAM_BYTES},mem-path=/proc/self/fd/{memory},\
+                "memory-backend-file,id=ram,size={bytes},mem-path=/proc/self/fd/{memory},\
                  share=on,prealloc=off"
             ))
             .arg("-chardev")
@@ -82,11 +116,23 @@ impl Machine {
                 .env("UNDERSTUDY_CARDS", number.to_string());
             inherited.push(number);
         }
+        if let Some(Linux { files, console }) = &start.linux {
+            let number = console.as_raw_fd();
+            command
+                .arg("-kernel")
+                .arg(files.join("vmlinuz"))
+                .arg("-initrd")
+                .arg(files.join("initrd.gz"))
+                .args(["-append", "console=ttyS0 quiet no_timer_check cryptomgr.notests"])
+                .args(["-chardev", &format!("socket,id=console,fd={number}")])
+                .args(["-serial", "chardev:console"]);
+            inherited.push(number);
+        }
         inherit(&mut command, inherited);
         let process = command.spawn().expect("qemu-system-x86_64 is installed");
 
         let mut machine = Machine { process, qmp: BufReader::new(qmp), ram, link: None };
-        machine.link = Some(listener.accept(Instant::now() + DEADLINE).unwrap());
+        machine.link = Some(listener.accept(Instant::now() + deadline()).unwrap());
         assert_eq!(machine.link().pid(), machine.process.id() as i32);
         machine.next_line(); // The greeting.
         machine.qmp("qmp_capabilities");
@@ -226,7 +272,7 @@ pub fn agent_library() -> PathBuf {
 
 /// Waits until `condition` holds.
 pub fn wait_for(what: &str, mut condition: impl FnMut() -> bool) {
-    let deadline = Instant::now() + DEADLINE;
+    let deadline = Instant::now() + deadline();
     while !condition() {
         assert!(Instant::now() < deadline, "waited in vain for {what}");
         thread::sleep(Duration::from_millis(1));

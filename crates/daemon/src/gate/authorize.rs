@@ -92,7 +92,7 @@ mod tests {
     fn questions() -> Vec<Purpose> {
         let (vm, group) = (literal("db"), literal("shop"));
         vec![
-            Purpose::Survey { vm, memory: 1 },
+            Purpose::Survey { vm, memory: 1, cpu: None },
             Purpose::MayFollow { build: None },
             Purpose::Group,
             Purpose::Frames { cluster: group },

@@ -4,6 +4,7 @@
 use super::disk_error::DiskErrors;
 use super::launch::{QEMU_TIMEOUT, open_ports};
 use super::process::Process;
+use super::tracking::logged;
 use super::{Machine, OnEvent};
 use crate::console::ConsoleServer;
 use crate::doorbell::Doorbell;
@@ -21,7 +22,7 @@ use understudy_memory::agent::AgentLink;
 use understudy_memory::{GuestRam, ProcessMemory, RamBlock};
 use understudy_protocol::BlockId;
 use understudy_qemu::qmp::{DeviceState, MonitorSockets, QemuVersion, RunState};
-use understudy_qemu::{Accelerator, Monitor, Qemu, Role, VmDefinition};
+use understudy_qemu::{Accelerator, Kvm, Monitor, Qemu, Role, VmDefinition};
 use understudy_threads::spawn;
 
 /// What must be known of a machine, beside its descriptors.
@@ -117,9 +118,13 @@ impl Machine {
         let sockets = MonitorSockets::adopt(descriptors.array()?);
         let pid = i32::try_from(note.qemu_pid)?;
         let agent = AgentLink::adopt(descriptors.array()?, &note.hello, pid)?;
+        let blocks = ram_blocks(note, &ram)?;
         let pauser = match &note.pause_obstacle {
             Some(obstacle) => Pauser::through_qmp(obstacle),
-            None => Pauser::adopt(descriptors.array()?, &agent, QEMU_TIMEOUT)?,
+            None => {
+                let logged = logged(note.accelerator, &blocks);
+                Pauser::adopt(descriptors.array()?, &agent, QEMU_TIMEOUT, logged)?
+            }
         };
         let home = Home::existing(run_dir)?;
         let doorbell = Arc::<Doorbell>::default();
@@ -132,7 +137,6 @@ impl Machine {
         for port in &ports {
             port.adopt_guest(descriptors.array()?).context("cannot serve a card")?;
         }
-        let blocks = ram_blocks(note, &ram)?;
         // From here on an error ends QEMU.
         let log = run_dir.join(QEMU_LOG);
         let process = Arc::new(Process {
@@ -144,7 +148,9 @@ impl Machine {
         });
         let heard = process.clone().interpreted(on_event.clone());
         let monitor = Monitor::adopt(sockets, note.version, QEMU_TIMEOUT, heard)?;
+        let slow = Kvm::of_this_machine().slowness(note.definition.accel, note.accelerator);
         Ok(Machine {
+            slow,
             definition: note.definition.clone(),
             machine_type: note.machine_type.clone(),
             accelerator: note.accelerator,

@@ -2,7 +2,7 @@
 
 use super::disk_error::DiskErrors;
 use super::process::{Process, connect};
-
+use super::tracking::logged;
 use super::{Machine, OnEvent};
 use crate::console::ConsoleServer;
 use crate::doorbell::Doorbell;
@@ -28,7 +28,7 @@ use understudy_qemu::lockstep::{CONSOLE_VARIABLE, LogChannel, LogEnds};
 use understudy_qemu::process::Launch;
 use understudy_qemu::qmp::{DeviceState, MonitorSockets};
 use understudy_qemu::{
-    Accelerator, Monitor, Qemu, Resources, Role, RunAs, VmDefinition, command_line, user,
+    Accelerator, Kvm, Monitor, Qemu, Resources, Role, RunAs, VmDefinition, command_line, user,
 };
 
 /// How long QEMU may take to start and to answer.
@@ -157,11 +157,14 @@ impl Machine {
         let (agent, mut monitor) = started.map_err(|error| process.explain(error))?;
         let blocks = ram_blocks(&mut monitor, &process.qemu, ram.clone())?;
         let name = &plan.definition.name;
-        let pauser = Pauser::choose(name, &agent, &monitor, &device_state, QEMU_TIMEOUT)?;
+        let logged = logged(plan.accelerator, &blocks);
+        let pauser = Pauser::choose(name, &agent, &monitor, &device_state, QEMU_TIMEOUT, logged)?;
         if plan.role == Role::Standby {
             monitor.prepare_standby(&device_state)?;
         }
+        let slow = Kvm::of_this_machine().slowness(plan.definition.accel, plan.accelerator);
         Ok(Machine {
+            slow,
             definition: plan.definition,
             machine_type: plan.machine_type,
             accelerator: plan.accelerator,

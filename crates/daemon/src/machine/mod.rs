@@ -6,9 +6,11 @@ pub(crate) mod attention;
 pub(crate) mod disk_error;
 mod launch;
 mod process;
+mod tracking;
 
 pub use adopt::{Adoption, MachineNote};
 pub use launch::Plan;
+pub use tracking::Tracker;
 
 use crate::console::{ConsoleOutput, ConsoleServer};
 use crate::custody::Custody;
@@ -23,11 +25,12 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, Weak};
 use std::time::Instant;
 use tracing::{info, warn};
+use tracking::LogTracker;
 use understudy_disk::{Disk, NbdServer};
 use understudy_memory::agent::AgentLink;
 use understudy_memory::{
     CaptureRequest, Cut, DemandPager, DirtySet, DirtyTracker, Guard, GuestRam, Missing, RamBlock,
-    Sample,
+    Reprotect, Sample,
 };
 use understudy_network::{GuestsEnd, NetworkError, NextGuest, Port, Unread};
 use understudy_protocol::{CardIndex, PageIndex};
@@ -60,9 +63,10 @@ pub struct Machine {
     definition: VmDefinition,
     machine_type: String,
     accelerator: Accelerator,
+    slow: Option<String>,
     ram: Arc<GuestRam>,
     blocks: Vec<RamBlock>,
-    tracker: Mutex<Option<DirtyTracker>>,
+    tracker: Mutex<Option<Tracker>>,
     /// Instead of the tracker, for snapshots.
     guard: Mutex<Option<Arc<Guard>>>,
     /// Of all blocks but main memory, while a snapshot is being prepared.
@@ -221,6 +225,11 @@ impl Machine {
         self.console_server.as_ref().map(ConsoleServer::output)
     }
 
+    /// Why the guest is slower than its definition let hope.
+    pub fn slowness(&self) -> Option<String> {
+        self.slow.clone()
+    }
+
     /// QEMU's process.
     pub fn qemu_pid(&self) -> u32 {
         self.process.qemu.pid()
@@ -248,16 +257,42 @@ impl Machine {
     }
 
     /// The dirty tracker, attached at its first use; one user at a time.
-    pub fn tracker(&self) -> anyhow::Result<MutexGuard<'_, Option<DirtyTracker>>> {
+    pub fn tracker(&self) -> anyhow::Result<MutexGuard<'_, Option<Tracker>>> {
         let mut tracker = lock(&self.tracker);
         // What changed since the last snapshot is known no more: the next one saves all.
         self.drop_guard();
         self.forget_auxiliary();
         if tracker.is_none() {
-            let uffd = self.agent.userfaultfd().clone();
-            *tracker = Some(DirtyTracker::attach(self.agent.pid(), uffd, &self.blocks)?);
+            *tracker = Some(self.new_tracker()?);
         }
         Ok(tracker)
+    }
+
+    fn new_tracker(&self) -> anyhow::Result<Tracker> {
+        let name = &self.definition.name;
+        match (self.accelerator, self.pauser.agent()) {
+            (Accelerator::Tcg, _) => {}
+            (Accelerator::Kvm, None) => {
+                warn!(vm = %name, "written pages are found by scans, which cost a guest on KVM \
+                      more: pauses go through QMP");
+            }
+            (Accelerator::Kvm, Some(agent)) => {
+                if let Some(log) = LogTracker::begin(name, agent, &self.blocks)? {
+                    return Ok(Tracker::Log(log));
+                }
+            }
+        }
+        let (pid, uffd) = (self.agent.pid(), self.agent.userfaultfd().clone());
+        Ok(Tracker::Scans(DirtyTracker::attach(pid, uffd, &self.blocks, self.reprotect())?))
+    }
+
+    /// How scans of its memory protect again: KVM is spared the loss of its mappings
+    /// (docs/decisions/dirty-tracking-on-kvm.md).
+    fn reprotect(&self) -> Reprotect {
+        match self.accelerator {
+            Accelerator::Tcg => Reprotect::AtOnce,
+            Accelerator::Kvm => Reprotect::Runs,
+        }
     }
 
     /// The guard of main memory, attached at its first use; not while the VM is protected, since
@@ -280,7 +315,8 @@ impl Machine {
         let mut tracker = self.unprotected()?;
         *tracker = None;
         let uffd = self.agent.userfaultfd().clone();
-        let mut auxiliary = DirtyTracker::attach(self.agent.pid(), uffd, &self.blocks[1..])?;
+        let (pid, blocks) = (self.agent.pid(), &self.blocks[1..]);
+        let mut auxiliary = DirtyTracker::attach(pid, uffd, blocks, self.reprotect())?;
         auxiliary.arm()?;
         *lock(&self.auxiliary) = Some(auxiliary);
         Ok(())
@@ -300,7 +336,7 @@ impl Machine {
     }
 
     /// Whoever protects the VM holds its tracker all the time.
-    fn unprotected(&self) -> anyhow::Result<MutexGuard<'_, Option<DirtyTracker>>> {
+    fn unprotected(&self) -> anyhow::Result<MutexGuard<'_, Option<Tracker>>> {
         match self.tracker.try_lock() {
             Ok(tracker) => Ok(tracker),
             Err(_) => bail!("{} is protected by checkpoints", self.definition.name),

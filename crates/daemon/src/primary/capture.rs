@@ -11,14 +11,14 @@ use super::stats::milliseconds;
 use crate::clock;
 use crate::lockstep;
 use crate::lockstep::primary::{Followed, MACHINE};
-use crate::machine::Machine;
+use crate::machine::{Machine, Tracker};
 use crate::moments::strike;
 use crate::report::{CheckpointTiming, DiskReads};
 use crate::sync::lock;
 use anyhow::Context;
 use std::sync::Arc;
 use tracing::warn;
-use understudy_memory::{DirtySet, DirtyTracker, PageStaging, StagingPool, capture};
+use understudy_memory::{DirtySet, PageStaging, StagingPool, capture};
 use understudy_protocol::wire::Kind;
 use understudy_protocol::{Epoch, LastCheckpoint, PAGE_SIZE, PrimaryPhase, Time};
 use understudy_qemu::Urgency;
@@ -98,7 +98,7 @@ struct Moved {
 struct Capturer<'a> {
     session: &'a Arc<Session>,
     machine: &'a Machine,
-    tracker: &'a mut DirtyTracker,
+    tracker: &'a mut Tracker,
     staging: PageStaging,
     dirty: DirtySet,
     piece: DirtySet,
@@ -118,7 +118,7 @@ impl<'a> Capturer<'a> {
     fn new(
         session: &'a Arc<Session>,
         machine: &'a Machine,
-        tracker: &'a mut DirtyTracker,
+        tracker: &'a mut Tracker,
     ) -> anyhow::Result<Capturer<'a>> {
         let pool = StagingPool::new(understudy_memory::DEFAULT_WARM_BYTES)?;
         Ok(Capturer {

@@ -261,6 +261,9 @@ pub struct VmStatus {
     pub checkpoints: u64,
     /// The pause of recent checkpoints.
     pub pause_ms: PauseReport,
+    /// Why the guest is slower than its definition let hope: no KVM, or a poor one.
+    #[serde(default)]
+    pub slow: Option<String>,
     /// Why pauses go through QMP, and take longer; none if the agent inside QEMU does them.
     #[serde(default)]
     pub pauses_through_qmp: Option<String>,
@@ -323,6 +326,7 @@ impl VmStatus {
             policy: Policy::default(),
             checkpoints: 0,
             pause_ms: Default::default(),
+            slow: None,
             pauses_through_qmp: None,
             compression: None,
             bytes_sent: 0,

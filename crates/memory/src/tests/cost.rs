@@ -28,7 +28,7 @@ fn cost_of_a_scan_of_mostly_idle_memory() {
         for page in 0..touched {
             guest.write(place(page), page + 1);
         }
-        let mut tracker = guest.track();
+        let mut tracker = guest.track(Reprotect::AtOnce);
         let mut dirty = DirtySet::new();
         let scans = (0..EPOCHS as u64).map(|epoch| {
             for page in 0..100 {
@@ -54,7 +54,7 @@ fn measure(mebibytes: usize) {
         guest.blocks[0].read(PageIndex(index), &mut page).unwrap();
     }
     let started = Instant::now();
-    let mut tracker = guest.track();
+    let mut tracker = guest.track(Reprotect::AtOnce);
     println!("{mebibytes} MiB: arm {:?}", started.elapsed());
     let pool = StagingPool::new(DEFAULT_WARM_BYTES).unwrap();
     let mut staging = PageStaging::new(pool.clone());

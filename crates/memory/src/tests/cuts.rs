@@ -296,14 +296,14 @@ fn a_snapshot_that_is_given_up_leaves_no_page_armed_and_nobody_waiting() {
         writer.await_steps(1000);
         drop(writer);
         // Nothing is registered: the other kind of watching can begin.
-        guest.track();
+        guest.track(Reprotect::AtOnce);
     }
 }
 
 #[test]
 fn memory_has_one_kind_of_watching_at_a_time() {
     let guest = Guest::new(512); // Smaller memory would be compared instead.
-    let tracker = guest.track();
+    let tracker = guest.track(Reprotect::AtOnce);
     let faults = Arc::new(FaultDescriptor::of_this_process());
     let mappings = Arc::new(Mappings::of_this_process());
     let attach = || Guard::attach(&faults, &mappings, &guest.blocks[0]);
@@ -312,7 +312,8 @@ fn memory_has_one_kind_of_watching_at_a_time() {
     let guard = attach().unwrap();
     assert!(matches!(attach(), Err(MemoryError::FaultsTaken)));
     let userfaultfd = Arc::new(Userfaultfd::of_this_process().unwrap());
-    let tracker = DirtyTracker::attach(this_process(), userfaultfd, &guest.blocks);
+    let tracker =
+        DirtyTracker::attach(this_process(), userfaultfd, &guest.blocks, Reprotect::AtOnce);
     assert!(tracker.is_err());
     drop(guard);
     attach().unwrap();

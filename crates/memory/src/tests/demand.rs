@@ -68,7 +68,7 @@ fn whoever_touches_a_page_waits_until_it_is_there() {
         }
         assert!(content[index * PAGE_SIZE..][..PAGE_SIZE] == expected, "page {index}");
     }
-    guest.track(); // It is as free as any.
+    guest.track(Reprotect::AtOnce); // It is as free as any.
 }
 
 #[test]

@@ -8,11 +8,47 @@ use std::ptr::NonNull;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::thread;
 
-#[test]
-fn exactly_the_written_pages_are_found_once() {
+/// Each way to protect again what was written must find the same.
+macro_rules! both_ways {
+    ($($test:ident),* $(,)?) => {
+        mod at_once {
+            $(#[test]
+            fn $test() {
+                super::$test(super::Reprotect::AtOnce);
+            })*
+        }
+
+        mod by_runs {
+            $(#[test]
+            fn $test() {
+                super::$test(super::Reprotect::Runs);
+            })*
+        }
+    };
+}
+
+both_ways!(
+    exactly_the_written_pages_are_found_once,
+    written_pages_are_counted_and_still_found,
+    reading_is_not_writing,
+    pages_read_first_and_written_later_are_found,
+    untouched_memory_beside_touched_memory_stays_untouched,
+    pages_populated_by_a_system_call_are_found,
+    writes_to_discarded_pages_are_found,
+    more_scattered_pages_than_fit_one_call_are_all_found,
+    large_memory_is_scanned_in_parallel_slices_in_order,
+    a_written_page_whose_mapping_was_dropped_is_still_found,
+    tracking_ends_with_detach_and_can_begin_again,
+    auxiliary_blocks_are_tracked_read_and_written,
+    blocks_that_cannot_be_tracked_are_compared_or_refused,
+    no_write_is_lost_over_many_epochs_with_concurrent_writers,
+    captures_of_one_epoch_apply_in_order,
+);
+
+fn exactly_the_written_pages_are_found_once(reprotect: Reprotect) {
     let guest = Guest::new(1024);
     guest.write(7, 1); // Before arming: part of the first synchronisation, not of an epoch.
-    let mut tracker = guest.track();
+    let mut tracker = guest.track(reprotect);
     assert_eq!(scan(&mut tracker), []);
 
     for page in [3, 4, 5, 700, 1023] {
@@ -25,14 +61,13 @@ fn exactly_the_written_pages_are_found_once() {
     assert_eq!(scan(&mut tracker), [run(4, 1)]);
 }
 
-#[test]
-fn written_pages_are_counted_and_still_found() {
+fn written_pages_are_counted_and_still_found(reprotect: Reprotect) {
     let guest = Guest::new(1024);
     // In every page table, wherever the mapping lies.
     for page in [0, 200, 1023] {
         guest.write(page, 1);
     }
-    let mut tracker = guest.track();
+    let mut tracker = guest.track(reprotect);
     assert_eq!(tracker.count().unwrap(), 0);
     for page in [0, 1, 200, 1023] {
         guest.write(page, 2);
@@ -42,25 +77,23 @@ fn written_pages_are_counted_and_still_found() {
     assert_eq!(tracker.count().unwrap(), 0);
 }
 
-#[test]
-fn reading_is_not_writing() {
+fn reading_is_not_writing(reprotect: Reprotect) {
     let guest = Guest::new(256);
     // In every page table, wherever the mapping lies: memory without content is
     // reported when it is first read.
     for page in [0, 255] {
         guest.write(page, 1);
     }
-    let mut tracker = guest.track();
+    let mut tracker = guest.track(reprotect);
     guest.content();
     assert_eq!(scan(&mut tracker), []);
 }
 
 /// A page comes into being when it is first read: memory that nobody touched is not watched
 /// page by page, so it is reported once.
-#[test]
-fn pages_read_first_and_written_later_are_found() {
+fn pages_read_first_and_written_later_are_found(reprotect: Reprotect) {
     let guest = Guest::new(2048);
-    let mut tracker = guest.track();
+    let mut tracker = guest.track(reprotect);
     guest.read(700);
     assert_eq!(scan(&mut tracker), [run(700, 1)]);
     guest.read(701);
@@ -75,10 +108,9 @@ fn pages_read_first_and_written_later_are_found() {
 }
 
 /// Reading a hole through a mapping allocates it: captures must not.
-#[test]
-fn untouched_memory_beside_touched_memory_stays_untouched() {
+fn untouched_memory_beside_touched_memory_stays_untouched(reprotect: Reprotect) {
     let guest = Guest::new(4096);
-    let mut tracker = guest.track();
+    let mut tracker = guest.track(reprotect);
     guest.write(600, 1);
     guest.write(4095, 1);
     let (mut staging, mut dirty) = (staging(), DirtySet::new());
@@ -91,12 +123,11 @@ fn untouched_memory_beside_touched_memory_stays_untouched() {
 }
 
 /// QEMU writes guest memory by system calls too: disk reads, for example.
-#[test]
-fn pages_populated_by_a_system_call_are_found() {
+fn pages_populated_by_a_system_call_are_found(reprotect: Reprotect) {
     let guest = Guest::new(2048);
     let file = tempfile::tempfile().unwrap();
     file.write_all_at(&[7; 3 * PAGE_SIZE], 0).unwrap();
-    let mut tracker = guest.track();
+    let mut tracker = guest.track(reprotect);
     for (first, expected) in [(1000, run(1000, 3)), (1010, run(1010, 3)), (1000, run(1000, 3))] {
         let target = guest.view.address() + first * PAGE_SIZE as u64;
         read_into(&file, target, 3 * PAGE_SIZE);
@@ -113,11 +144,10 @@ pub(super) fn read_into(file: &std::fs::File, address: u64, bytes: usize) {
 }
 
 /// The tracker sees writes, not discards; but it goes on seeing writes after them.
-#[test]
-fn writes_to_discarded_pages_are_found() {
+fn writes_to_discarded_pages_are_found(reprotect: Reprotect) {
     let guest = Guest::new(2048);
     guest.write(3, 1);
-    let mut tracker = guest.track();
+    let mut tracker = guest.track(reprotect);
     guest.write(1000, 1);
     scan(&mut tracker);
     guest.blocks[0].clear(PageIndex(3), 1).unwrap();
@@ -128,10 +158,9 @@ fn writes_to_discarded_pages_are_found() {
     assert_eq!(scan(&mut tracker), [run(3, 1), run(1000, 1)]);
 }
 
-#[test]
-fn more_scattered_pages_than_fit_one_call_are_all_found() {
+fn more_scattered_pages_than_fit_one_call_are_all_found(reprotect: Reprotect) {
     let guest = Guest::new(16384);
-    let mut tracker = guest.track();
+    let mut tracker = guest.track(reprotect);
     for page in (0..16384).step_by(2) {
         guest.write(page, 1);
     }
@@ -139,13 +168,12 @@ fn more_scattered_pages_than_fit_one_call_are_all_found() {
     assert_eq!(scan(&mut tracker), expected);
 }
 
-#[test]
-fn large_memory_is_scanned_in_parallel_slices_in_order() {
+fn large_memory_is_scanned_in_parallel_slices_in_order(reprotect: Reprotect) {
     let guest = Guest::new((300 << 20) / PAGE_SIZE + 77);
     for page in (0..guest.ram.pages()).step_by(256) {
         guest.write(page, 1); // All page tables are in use: enough for several threads.
     }
-    let mut tracker = guest.track();
+    let mut tracker = guest.track(reprotect);
     let last = guest.ram.pages() - 1;
     let expected = [
         run(0, 1),
@@ -164,11 +192,10 @@ fn large_memory_is_scanned_in_parallel_slices_in_order() {
 
 /// Reclaim and swap drop the mapping of a written page. `MADV_DONTNEED` on shared memory
 /// does the same, and keeps the content.
-#[test]
 #[allow(unsafe_code)]
-fn a_written_page_whose_mapping_was_dropped_is_still_found() {
+fn a_written_page_whose_mapping_was_dropped_is_still_found(reprotect: Reprotect) {
     let guest = Guest::new(1024);
-    let mut tracker = guest.track();
+    let mut tracker = guest.track(reprotect);
     guest.write(9, 1);
     let start = NonNull::new(guest.view.address() as *mut _).unwrap();
     // SAFETY: on a shared file mapping this drops page table entries, not content.
@@ -176,12 +203,16 @@ fn a_written_page_whose_mapping_was_dropped_is_still_found() {
     assert!(scan(&mut tracker).contains(&run(9, 1)));
 }
 
-#[test]
-fn tracking_ends_with_detach_and_can_begin_again() {
+fn tracking_ends_with_detach_and_can_begin_again(reprotect: Reprotect) {
     let guest = Guest::new(64);
     let userfaultfd = Arc::new(Userfaultfd::of_this_process().unwrap());
     for _ in 0..3 {
-        let attach = DirtyTracker::attach(this_process(), Arc::clone(&userfaultfd), &guest.blocks);
+        let attach = DirtyTracker::attach(
+            this_process(),
+            Arc::clone(&userfaultfd),
+            &guest.blocks,
+            reprotect,
+        );
         let mut tracker = attach.unwrap();
         tracker.arm().unwrap();
         guest.write(1, 1);
@@ -263,15 +294,14 @@ fn pages_outside_a_block_are_refused() {
     assert_eq!(staging.take().page_count(), 0, "nothing half captured");
 }
 
-#[test]
-fn auxiliary_blocks_are_tracked_read_and_written() {
+fn auxiliary_blocks_are_tracked_read_and_written(reprotect: Reprotect) {
     let rom = PrivateMapping::populated(NonZeroUsize::new(8 * PAGE_SIZE).unwrap()).unwrap();
     let bytes = 7 * PAGE_SIZE as u64 + 100; // The last page is cut short.
     let mut guest = Guest::new(16);
     guest.blocks.push(auxiliary(1, &rom, bytes));
     let block = guest.blocks[1].clone();
     assert_eq!(block.pages(), 8);
-    let mut tracker = guest.track();
+    let mut tracker = guest.track(reprotect);
 
     block.write(PageIndex(2), &[5; PAGE_SIZE]).unwrap();
     block.write(PageIndex(7), &[6; PAGE_SIZE]).unwrap();
@@ -297,9 +327,8 @@ fn auxiliary_blocks_are_tracked_read_and_written() {
 }
 
 /// A private mapping of a file cannot be registered: small ones are compared instead.
-#[test]
 #[allow(unsafe_code)]
-fn blocks_that_cannot_be_tracked_are_compared_or_refused() {
+fn blocks_that_cannot_be_tracked_are_compared_or_refused(reprotect: Reprotect) {
     use nix::sys::mman::{MapFlags, ProtFlags, mmap, munmap};
     let file = tempfile::tempfile().unwrap();
     let large = NonZeroUsize::new(2 << 20).unwrap();
@@ -313,7 +342,7 @@ fn blocks_that_cannot_be_tracked_are_compared_or_refused() {
 
     let mut guest = Guest::new(16);
     guest.blocks.push(auxiliary(1, memory, 64 << 10));
-    let mut tracker = guest.track();
+    let mut tracker = guest.track(reprotect);
     assert_eq!(scan(&mut tracker), []);
     guest.blocks[1].write(PageIndex(3), &[9; PAGE_SIZE]).unwrap();
     let expected = PageRun { block: BlockId(1), ..run(3, 1) };
@@ -322,7 +351,7 @@ fn blocks_that_cannot_be_tracked_are_compared_or_refused() {
 
     let blocks = [auxiliary(1, memory, large.get() as u64)];
     let userfaultfd = Arc::new(Userfaultfd::of_this_process().unwrap());
-    let refused = DirtyTracker::attach(this_process(), userfaultfd, &blocks);
+    let refused = DirtyTracker::attach(this_process(), userfaultfd, &blocks, reprotect);
     assert!(matches!(refused, Err(MemoryError::NotTrackable { .. })));
     // SAFETY: `memory` is not used after this.
     unsafe { munmap(start, large.get()) }.unwrap();
@@ -330,8 +359,7 @@ fn blocks_that_cannot_be_tracked_are_compared_or_refused() {
 
 /// Several vCPUs write while epochs go by; the replica built from captures alone must end
 /// up equal to the original.
-#[test]
-fn no_write_is_lost_over_many_epochs_with_concurrent_writers() {
+fn no_write_is_lost_over_many_epochs_with_concurrent_writers(reprotect: Reprotect) {
     const PAGES: u64 = 4096;
     const EPOCHS: u64 = 200;
     let guest = Arc::new(Guest::new(PAGES as usize));
@@ -343,7 +371,7 @@ fn no_write_is_lost_over_many_epochs_with_concurrent_writers() {
         guest.write(page, page);
     }
 
-    let mut tracker = guest.track();
+    let mut tracker = guest.track(reprotect);
     let vcpus: Vec<_> = (0..3)
         .map(|vcpu| {
             let (guest, stop, writes) =
@@ -397,11 +425,10 @@ fn run_vcpu(vcpu: u64, guest: &Guest, stop: &AtomicBool, writes: &AtomicU64) {
 }
 
 /// Pre-copy in the same epoch: the later copy of a page wins.
-#[test]
-fn captures_of_one_epoch_apply_in_order() {
+fn captures_of_one_epoch_apply_in_order(reprotect: Reprotect) {
     let guest = Guest::new(2048);
     let replica = Guest::new(2048);
-    let mut tracker = guest.track();
+    let mut tracker = guest.track(reprotect);
     let (mut staging, mut dirty) = (staging(), DirtySet::new());
     for page in 0..2048 {
         guest.write(page, 1);

@@ -42,7 +42,7 @@ fn cost(work: impl FnOnce()) -> (u64, i64) {
 /// Makes an epoch of `pages` scattered pages, then scans and captures it.
 fn epoch_cost(pages: u64, epochs: u64) -> (u64, i64) {
     let guest = Guest::new(8192);
-    let mut tracker = guest.track();
+    let mut tracker = guest.track(Reprotect::AtOnce);
     let (mut staging, mut dirty) = (staging(), DirtySet::new());
     let mut last = (0, 0);
     for epoch in 0..epochs {

@@ -99,7 +99,7 @@ impl VmDefinition {
         if matches!(model, "host" | "max") {
             let message = format!(
                 "\"{model}\" means something else on every host, and the backup must have the \
-                 same CPU; name a model that both hosts have, like \"qemu64\" or \"Haswell\""
+                 same CPU; name a model that both hosts have, like \"Westmere\" or \"Haswell\""
             );
             problems.push(Problem::new("cpu", message));
         }

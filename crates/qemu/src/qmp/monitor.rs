@@ -7,8 +7,8 @@ use super::ram_blocks::{self, RamBlockInfo};
 use super::sockets::{MONITORS, MonitorSockets};
 use qapi::qmp::{
     HumanReadableText, MigrationCapability, MigrationCapabilityStatus, RunState, cont,
-    migrate_incoming, migrate_set_capabilities, query_status, quit, stop, system_powerdown,
-    system_reset, x_query_ramblock, xen_save_devices_state,
+    migrate_incoming, migrate_set_capabilities, query_migrate, query_status, quit, stop,
+    system_powerdown, system_reset, x_query_ramblock, xen_save_devices_state,
 };
 use qapi::{Command, Empty};
 use serde::Deserialize;
@@ -30,6 +30,12 @@ pub struct Monitor {
     /// What is read there is read by a thread.
     events: UnixStream,
     version: QemuVersion,
+}
+
+#[derive(Deserialize)]
+struct Migration {
+    #[serde(rename = "blocked-reasons", default)]
+    blocked_reasons: Vec<String>,
 }
 
 #[derive(Deserialize)]
@@ -119,6 +125,12 @@ impl Monitor {
     pub fn status(&mut self) -> Result<RunState, QmpError> {
         let status: Status = self.connection.execute(&query_status {})?;
         Ok(status.status)
+    }
+
+    /// Why this machine's state cannot be saved, in QEMU's words; nothing if it can.
+    pub fn blockers(&mut self) -> Result<Vec<String>, QmpError> {
+        let migration: Migration = self.connection.execute(&query_migrate {})?;
+        Ok(migration.blocked_reasons)
     }
 
     /// The machine's RAM blocks. All of them belong to its state.

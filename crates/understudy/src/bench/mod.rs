@@ -17,6 +17,7 @@
 //! | [`failover`] | how long clients wait when a host dies |
 //! | `report`, `compression_report` | the results: medians, JSON, the tables |
 //! | `memory`  | how much memory the daemons hold |
+//! | `kvm_counts` | what checkpoints do to a guest on KVM, counted by KVM |
 //! | `machine` | what it was measured on |
 
 pub mod compression;
@@ -24,6 +25,7 @@ mod compression_report;
 pub mod distance;
 pub mod failover;
 pub mod group;
+mod kvm_counts;
 pub mod lockstep;
 mod machine;
 mod memory;

@@ -5,6 +5,7 @@
 //! guest that rewrites a known number of pages over and over while its host
 //! takes checkpoints at a fixed rate. The times are the daemon's own.
 
+use super::kvm_counts::{KvmCounts, KvmMachine};
 use super::machine::{Machine, load_average};
 use super::memory::DaemonMemory;
 use super::migration::Migrations;
@@ -22,7 +23,7 @@ use std::time::{Duration, Instant};
 use understudy_daemon::ErrorKind;
 use understudy_daemon::report::{CheckpointTiming, ProtectRequest};
 use understudy_lab::scene::VM;
-use understudy_lab::{GuestShell, Scene, SceneOptions};
+use understudy_lab::{GuestShell, Scene, SceneOptions, patience};
 use understudy_protocol::{Epoch, PAGE_SIZE, Policy};
 
 /// Memory that the guest's own system needs beside the pages to write.
@@ -33,7 +34,7 @@ const WARM_UP: Duration = Duration::from_secs(2);
 const GLANCE: Duration = Duration::from_millis(200);
 /// For the backup to end a session of protection.
 const STAND_DOWN_LIMIT: Duration = Duration::from_secs(10);
-/// For one epoch, however slow the machine.
+/// For one epoch; times the machine's patience.
 const EPOCH_LIMIT: Duration = Duration::from_secs(10);
 
 /// Measures and prints.
@@ -96,6 +97,9 @@ fn measure_guest(
     })
 }
 
+/// Checkpoints that were watched, the daemons' memory meanwhile, and what KVM counted.
+type Watched = (Vec<CheckpointTiming>, (DaemonMemory, DaemonMemory), Option<KvmCounts>);
+
 struct Bench<'a> {
     scene: &'a Scene,
     progress: &'a Progress,
@@ -119,9 +123,10 @@ impl<'a> Bench<'a> {
         let vm = self.primary.vm_status(VM).map_err(words)?;
         let qemu_pid = vm.qemu_pid.context("the guest has no QEMU")?;
         let machine = Machine::look(status.version, status.qemu_version, qemu_pid);
+        let kvm = KvmMachine::find(qemu_pid);
         let mut points = Vec::new();
         for &pages in &args.points {
-            let mut point = self.point(pages, args.epochs)?;
+            let mut point = self.point(pages, args.epochs, kvm.as_ref())?;
             if let Some(migrations) = &mut self.migrations {
                 self.progress.doing(&format!("{pages} pages: migrating the guest"));
                 let load = start_load(migrations.shell(), pages, point.hz)?;
@@ -135,18 +140,19 @@ impl<'a> Bench<'a> {
     }
 
     /// One session of protection for one number of pages.
-    fn point(&mut self, pages: u64, epochs: usize) -> Result<Point> {
+    fn point(&mut self, pages: u64, epochs: usize, kvm: Option<&KvmMachine>) -> Result<Point> {
         let hz = rate(pages);
         self.progress.doing(&format!("{pages} pages an epoch: protecting the guest"));
         self.protect(hz)?;
         self.scene.await_protected("a", |_| ())?;
         let load = start_load(&mut self.shell, pages, hz)?;
         thread::sleep(WARM_UP);
-        let (timings, memory) = self.watch(pages, epochs)?;
+        let (timings, memory, counts) = self.watch(pages, epochs, kvm)?;
         stop_load(&mut self.shell, load)?;
         self.primary.unprotect(VM).map_err(words)?;
         let mut point = Point::from_timings(self.memory_mib, pages, hz, &timings);
         (point.primary_memory, point.backup_memory) = memory;
+        point.kvm = counts;
         point.load_average = load_average();
         Ok(point)
     }
@@ -159,37 +165,39 @@ impl<'a> Bench<'a> {
         loop {
             match self.primary.protect(VM, &request) {
                 Ok(_) => return Ok(()),
-                Err(failure) if begun.elapsed() > STAND_DOWN_LIMIT => return Err(words(failure)),
+                Err(failure) if begun.elapsed() > STAND_DOWN_LIMIT * patience() => {
+                    return Err(words(failure));
+                }
                 Err(_) => thread::sleep(GLANCE),
             }
         }
     }
 
     /// Collects the next `epochs` committed checkpoints.
-    fn watch(
-        &self,
-        pages: u64,
-        epochs: usize,
-    ) -> Result<(Vec<CheckpointTiming>, (DaemonMemory, DaemonMemory))> {
+    fn watch(&self, pages: u64, epochs: usize, kvm: Option<&KvmMachine>) -> Result<Watched> {
         let pids = (self.scene.host("a")?.pid(), self.scene.host("b")?.pid());
         let mut memory = (DaemonMemory::default(), DaemonMemory::default());
         let mut timings = Vec::new();
         let mut last = self.timings_after(Epoch(0))?.last().map_or(Epoch(0), |last| last.epoch);
         let mut newest = Instant::now();
+        let mut counts = kvm.and_then(KvmMachine::watch);
         while timings.len() < epochs {
             thread::sleep(GLANCE);
             let new = self.timings_after(last)?;
             if let Some(timing) = new.last() {
                 (last, newest) = (timing.epoch, Instant::now());
             }
-            ensure!(newest.elapsed() < EPOCH_LIMIT, "no checkpoint for {EPOCH_LIMIT:?}");
+            let limit = EPOCH_LIMIT * patience();
+            ensure!(newest.elapsed() < limit, "no checkpoint for {limit:?}");
             timings.extend(new);
             memory.0.update(pids.0)?;
             memory.1.update(pids.1)?;
+            counts.iter_mut().for_each(|counts| counts.glance());
             self.progress.measuring(pages, timings.len().min(epochs));
         }
+        let counts = counts.and_then(|counts| counts.end(&timings));
         timings.truncate(epochs);
-        Ok((timings, memory))
+        Ok((timings, memory, counts))
     }
 
     fn timings_after(&self, epoch: Epoch) -> Result<Vec<CheckpointTiming>> {

@@ -1,5 +1,6 @@
 //! The result of `bench pause`.
 
+use super::kvm_counts::KvmCounts;
 use super::machine::Machine;
 use super::memory::DaemonMemory;
 use super::migration::Downtimes;
@@ -55,6 +56,8 @@ pub struct Point {
     pub primary_memory: DaemonMemory,
     /// The backup's daemon.
     pub backup_memory: DaemonMemory,
+    /// What KVM counted, if the guest runs on it.
+    pub kvm: Option<KvmCounts>,
     /// Live migrations of the same guest with the same load, if any were asked for.
     pub migration: Option<Downtimes>,
 }
@@ -91,6 +94,7 @@ impl Point {
             load_average: None,
             primary_memory: DaemonMemory::default(),
             backup_memory: DaemonMemory::default(),
+            kvm: None,
             migration: None,
         }
     }
@@ -136,7 +140,33 @@ impl PauseBench {
                 p.backup_memory.private_peak_mib,
             );
         }
-        text + &self.peers_table()
+        text + &self.kvm_table() + &self.peers_table()
+    }
+
+    /// What KVM counted; these figures, unlike times, do not depend on the machine's speed.
+    fn kvm_table(&self) -> String {
+        let counted: Vec<_> = self.points.iter().filter_map(|p| Some((p, p.kvm?))).collect();
+        if counted.is_empty() {
+            return String::new();
+        }
+        let mut text = "\nKVM, from one checkpoint to the next; mapped: over before protection\n\
+                        pages  written  faults  a page  exits  flushes  mapped\n"
+            .to_owned();
+        for (point, kvm) in counted {
+            // Writing to a string cannot fail.
+            let _ = writeln!(
+                text,
+                "{:5} {:8.0} {:7.0} {:7.2} {:6.0} {:8.1} {:7.2}",
+                point.pages,
+                kvm.pages_written,
+                kvm.faults,
+                kvm.faults_per_page,
+                kvm.exits,
+                kvm.remote_flushes,
+                kvm.mappings_kept,
+            );
+        }
+        text
     }
 
     /// The pause beside what QEMU itself offers to move a guest.

@@ -36,7 +36,10 @@ fn start(client: &Client, what: &Startable, json: bool) -> Result<Exit, Failure>
         Startable::File(file) => client.vm_start(&read_definition(file)?)?,
         Startable::Name(name) => client.vm_start_recorded(name)?,
     };
-    output::show(json, &status, |vm| format!("{} runs, unprotected\n", vm.name))?;
+    output::show(json, &status, |vm| {
+        let slow = vm.slow.as_ref().map(|why| format!("slower than it could: {why}\n"));
+        format!("{} runs, unprotected\n{}", vm.name, slow.unwrap_or_default())
+    })?;
     Ok(Exit::Ok)
 }
 

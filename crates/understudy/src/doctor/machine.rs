@@ -6,6 +6,7 @@ use std::fs::{self, File};
 use std::path::{Path, PathBuf};
 use understudy_daemon::probe;
 use understudy_memory::agent::DEVICE;
+use understudy_qemu::{Kvm, Obstacle};
 
 /// Less than this is too little for any VM and its backup.
 const LEAST_MEMORY: u64 = 512 * 1024 * 1024;
@@ -62,9 +63,15 @@ fn userfaultfd_device(path: &Path) -> Check {
 }
 
 fn kvm() -> Check {
-    match understudy_qemu::kvm_works() {
-        Ok(()) => Check::ok("KVM", "works"),
-        Err(reason) => Check::note("KVM", reason, "guests run under TCG, which is slower"),
+    let kvm = Kvm::of_this_machine();
+    match kvm.obstacle() {
+        None => Check::ok("KVM", "works"),
+        Some(Obstacle { what, remedy }) if kvm.runs_guests() => Check::note("KVM", what, remedy),
+        Some(Obstacle { what, remedy }) => {
+            let advice =
+                format!("until then QEMU emulates the processor, many times slower: {remedy}");
+            Check::note("KVM", what, advice)
+        }
     }
 }
 

@@ -1,0 +1,334 @@
+//! A checkpoint is the guest's memory: a twin that is built from captures alone is compared with
+//! the stopped guest byte by byte, while Linux in it writes without rest.
+//!
+//! On KVM (`make test-kvm`) it counts as well what the checkpoints do to the guest: page faults
+//! that KVM takes, exits, and how many of its mappings are left.
+
+#[allow(dead_code)] // It has what the other tests need.
+mod machine;
+
+use machine::{Linux, Machine, Start, deadline, wait_for};
+use std::collections::BTreeMap;
+use std::fs;
+use std::io::{Read, Write};
+use std::os::unix::net::UnixStream;
+use std::path::{Path, PathBuf};
+use std::sync::{Arc, Mutex};
+use std::thread;
+use understudy_memory::{
+    CapturedChunk, DirtySet, DirtyTracker, PageStaging, RamBlock, Reprotect, StagingPool, capture,
+};
+use understudy_protocol::{PAGE_SIZE, PageIndex, PageRun};
+use understudy_qemu::dirty_log::LoggedBlock;
+use understudy_qemu::pause::AgentPauser;
+use understudy_qemu::qmp::DeviceState;
+
+/// Kernel, initial RAM disk, and what the guest needs beside the pages that it writes.
+const SYSTEM_MIB: u64 = 192;
+/// Copied at a time, so that the staging memory is bounded.
+const PIECE_PAGES: u64 = 4096;
+/// How many checkpoints the guest has for its mappings to come back, before they are counted.
+const WARM_UP: usize = 3;
+
+#[test]
+fn a_checkpoint_by_scans_is_the_guests_memory() {
+    compare(scans(), 2_000, 10);
+}
+
+#[test]
+fn a_checkpoint_by_the_dirty_log_is_the_guests_memory() {
+    compare(Way::Log, 2_000, 10);
+}
+
+#[test]
+#[ignore = "long: a hundred checkpoints of 50 000 pages; `make test-kvm` runs it"]
+fn a_hundred_checkpoints_of_a_busy_guest_are_its_memory() {
+    compare(Way::Log, 50_000, 100);
+}
+
+#[test]
+#[ignore = "counts, and asserts nothing that others do not"]
+fn counts_of_each_way() {
+    for pages in [1_000, 10_000] {
+        for way in [Way::Scans(Reprotect::AtOnce), Way::Scans(Reprotect::Runs), Way::Log] {
+            compare(way, pages, 10);
+        }
+    }
+}
+
+/// How written pages are found.
+#[derive(Clone, Copy, Debug)]
+enum Way {
+    /// By QEMU's dirty log: the daemon's way on KVM.
+    Log,
+    Scans(Reprotect),
+}
+
+/// Scans as the daemon has them.
+fn scans() -> Way {
+    Way::Scans(if accelerator() == "kvm" { Reprotect::Runs } else { Reprotect::AtOnce })
+}
+
+/// The accelerator: that of all tests, where it is set.
+fn accelerator() -> String {
+    std::env::var("UNDERSTUDY_ACCEL").unwrap_or_else(|_| "tcg".to_owned())
+}
+
+/// The tracking of one machine.
+enum Tracking {
+    Log,
+    Scans(DirtyTracker),
+}
+
+impl Tracking {
+    fn begin(machine: &Machine, way: Way, pauser: &AgentPauser, blocks: &[RamBlock]) -> Tracking {
+        match way {
+            Way::Log => {
+                pauser.begin_dirty_log().unwrap();
+                Tracking::Log
+            }
+            Way::Scans(reprotect) => {
+                let userfaultfd = machine.link().userfaultfd().clone();
+                let pid = machine.link().pid();
+                let attached = DirtyTracker::attach(pid, userfaultfd, blocks, reprotect);
+                let mut tracker = attached.unwrap();
+                tracker.arm().unwrap();
+                Tracking::Scans(tracker)
+            }
+        }
+    }
+
+    fn scan(&mut self, pauser: &AgentPauser, blocks: &[RamBlock], dirty: &mut DirtySet) {
+        match self {
+            Tracking::Scans(tracker) => tracker.scan(dirty).unwrap(),
+            Tracking::Log => {
+                dirty.clear();
+                pauser.collect_dirty_log().unwrap();
+                pauser.take_dirty_log(|block, first, count| {
+                    let block = blocks[block].id();
+                    dirty.push(PageRun { block, first: PageIndex(first), count });
+                });
+            }
+        }
+    }
+}
+
+/// `checkpoints` times, with at least `pages` written before each.
+fn compare(way: Way, pages: u64, checkpoints: usize) {
+    let accel = accelerator();
+    let mebibytes = SYSTEM_MIB + pages * PAGE_SIZE as u64 / (1 << 20);
+    let (mut machine, mut console) = boot(&accel, mebibytes);
+    let blocks = machine.blocks();
+    let logged =
+        |block: &RamBlock| LoggedBlock { address: block.address_in_qemu(), pages: block.pages() };
+    let (state, logged) = (DeviceState::create().unwrap(), blocks.iter().map(logged).collect());
+    let pauser = AgentPauser::arm(machine.link().socket(), &state, deadline(), logged).unwrap();
+    let mut counts = Counts::of(machine.link().pid());
+    let mut tracking = Tracking::begin(&machine, way, &pauser, &blocks);
+    let mut twin = Twin::of(&blocks);
+    let mut dirty = DirtySet::new();
+    console.say(&format!("guest-tools dirty {pages} 0 &"));
+    for checkpoint in 0..checkpoints {
+        // As the daemon does: while the guest runs, then in the pause. The guest writes its pages
+        // in turn, so that many are written between the rounds, and during them.
+        let mut written = 0;
+        counts.before();
+        wait_for("the guest to write its pages", || {
+            tracking.scan(&pauser, &blocks, &mut dirty);
+            written += dirty.pages();
+            twin.take(&mut dirty);
+            written >= pages
+        });
+        let mut pause = pauser.begin().unwrap().expect("the guest runs");
+        tracking.scan(&pauser, &blocks, &mut dirty);
+        written += dirty.pages();
+        twin.take(&mut dirty);
+        pause.saved().unwrap();
+        twin.prove(checkpoint);
+        counts.after(written, checkpoint >= WARM_UP);
+        pause.resume().unwrap();
+    }
+    println!("{accel}, {way:?}, {pages} pages, {checkpoints} checkpoints: all equal");
+    counts.print();
+    assert_eq!(machine.quit(), Some(0));
+}
+
+/// A machine whose Linux has come to its shell.
+fn boot(accel: &str, mebibytes: u64) -> (Machine, Console) {
+    let built = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../target/guest");
+    let files = std::env::var_os("UNDERSTUDY_GUEST").map_or(built, PathBuf::from);
+    let (ours, console) = UnixStream::pair().unwrap();
+    let linux = Some(Linux { files, console: console.into() });
+    let mut machine = Machine::start(Start { accel, mebibytes, linux, ..Start::default() });
+    let console = Console::open(ours);
+    machine.qmp("cont");
+    wait_for("the guest to boot", || console.has_said("UNDERSTUDY-GUEST-READY"));
+    (machine, console)
+}
+
+/// The guest's console.
+struct Console {
+    socket: UnixStream,
+    said: Arc<Mutex<String>>,
+}
+
+impl Console {
+    fn open(socket: UnixStream) -> Console {
+        let said = Arc::new(Mutex::new(String::new()));
+        let (mut from, to) = (socket.try_clone().unwrap(), Arc::clone(&said));
+        thread::spawn(move || {
+            let mut bytes = [0; 4096];
+            while let Ok(count @ 1..) = from.read(&mut bytes) {
+                to.lock().unwrap().push_str(&String::from_utf8_lossy(&bytes[..count]));
+            }
+        });
+        Console { socket, said }
+    }
+
+    fn has_said(&self, words: &str) -> bool {
+        self.said.lock().unwrap().contains(words)
+    }
+
+    fn say(&mut self, line: &str) {
+        self.socket.write_all(format!("\n{line}\n").as_bytes()).unwrap();
+    }
+}
+
+/// What a backup would have of the guest's memory.
+struct Twin<'a> {
+    blocks: &'a [RamBlock],
+    content: Vec<Vec<u8>>,
+    staging: PageStaging,
+    piece: DirtySet,
+}
+
+impl<'a> Twin<'a> {
+    /// Of all that is there; the guest may run.
+    fn of(blocks: &'a [RamBlock]) -> Twin<'a> {
+        Twin {
+            blocks,
+            content: blocks.iter().map(content).collect(),
+            staging: PageStaging::new(StagingPool::new(PIECE_PAGES as usize * PAGE_SIZE).unwrap()),
+            piece: DirtySet::new(),
+        }
+    }
+
+    /// Takes over the pages of `dirty`, as they are now.
+    fn take(&mut self, dirty: &mut DirtySet) {
+        while !dirty.is_empty() {
+            dirty.take(PIECE_PAGES, &mut self.piece);
+            capture(self.blocks, &self.piece, &mut self.staging).unwrap();
+            for page in self.staging.take().chunks.iter().flat_map(CapturedChunk::pages) {
+                let at = self.blocks.iter().position(|block| block.id() == page.block).unwrap();
+                let offset = page.index.byte_offset() as usize;
+                self.content[at][offset..offset + PAGE_SIZE].copy_from_slice(page.bytes);
+            }
+        }
+    }
+
+    /// The stopped guest's memory is the same, in every block.
+    fn prove(&self, checkpoint: usize) {
+        for (block, twin) in self.blocks.iter().zip(&self.content) {
+            let now = content(block);
+            let pages = now.chunks(PAGE_SIZE).zip(twin.chunks(PAGE_SIZE));
+            let other: Vec<_> = pages.enumerate().filter(|(_, (a, b))| a != b).collect();
+            let (name, first) = (block.name(), other.first().map(|(page, _)| page));
+            assert!(
+                other.is_empty(),
+                "checkpoint {checkpoint}: {} pages of {name} differ, the first is {first:?}",
+                other.len()
+            );
+        }
+    }
+}
+
+fn content(block: &RamBlock) -> Vec<u8> {
+    let mut bytes = vec![0; block.pages() as usize * PAGE_SIZE];
+    block.peek(PageIndex(0), &mut bytes).unwrap();
+    bytes
+}
+
+/// What KVM counts of this machine; nothing where it is not KVM's.
+struct Counts {
+    directory: Option<PathBuf>,
+    before: BTreeMap<&'static str, u64>,
+    /// Of all checkpoints that are counted: from one to the next.
+    sums: BTreeMap<&'static str, u64>,
+    mappings: Vec<(u64, u64)>,
+    written: u64,
+    checkpoints: u64,
+    resumed: Option<BTreeMap<&'static str, u64>>,
+}
+
+/// Files of a machine in KVM's directory of debugfs that only grow.
+const GROWING: [&str; 6] =
+    ["pf_taken", "pf_fixed", "pf_fast", "exits", "remote_tlb_flush", "mmu_cache_miss"];
+/// Pages that are mapped now.
+const MAPPED: &str = "pages_4k";
+
+impl Counts {
+    fn of(pid: i32) -> Counts {
+        let prefix = format!("{pid}-");
+        let machines = fs::read_dir("/sys/kernel/debug/kvm").into_iter().flatten().flatten();
+        let directory = machines.map(|entry| entry.path()).find(|path| {
+            path.file_name().is_some_and(|n| n.to_string_lossy().starts_with(&prefix))
+        });
+        Counts {
+            directory,
+            before: BTreeMap::new(),
+            sums: BTreeMap::new(),
+            mappings: Vec::new(),
+            written: 0,
+            checkpoints: 0,
+            resumed: None,
+        }
+    }
+
+    fn look(&self) -> BTreeMap<&'static str, u64> {
+        let read = |name: &'static str| {
+            let path = self.directory.as_ref()?.join(name);
+            Some((name, fs::read_to_string(path).ok()?.trim().parse().ok()?))
+        };
+        GROWING.into_iter().chain([MAPPED]).filter_map(read).collect()
+    }
+
+    /// A checkpoint begins.
+    fn before(&mut self) {
+        self.before = self.look();
+    }
+
+    /// It is over, and `written` pages were found.
+    fn after(&mut self, written: u64, counts: bool) {
+        let now = self.look();
+        if let Some(resumed) = self.resumed.replace(now.clone()).filter(|_| counts) {
+            for name in GROWING {
+                let grown = now.get(name).zip(resumed.get(name)).map(|(now, then)| now - then);
+                *self.sums.entry(name).or_default() += grown.unwrap_or(0);
+            }
+            if let Some(mapped) = self.before.get(MAPPED).zip(now.get(MAPPED)) {
+                self.mappings.push((*mapped.0, *mapped.1));
+            }
+            self.written += written;
+            self.checkpoints += 1;
+        }
+    }
+
+    fn print(&self) {
+        if self.directory.is_none() || self.checkpoints == 0 {
+            return;
+        }
+        let each = |sum: u64| sum as f64 / self.checkpoints as f64;
+        println!(
+            "a checkpoint, on average of {}: {:.0} pages written",
+            self.checkpoints,
+            each(self.written)
+        );
+        for (name, sum) in &self.sums {
+            println!("  {name} {:.1}", each(*sum));
+        }
+        let (before, after) = self.mappings.iter().fold((0, 0), |(b, a), (x, y)| (b + x, a + y));
+        println!("  {MAPPED} before {:.0}, after {:.0}", each(before), each(after));
+        let faults = self.sums.get("pf_taken").copied().unwrap_or(0);
+        println!("  faults for each page written {:.3}", faults as f64 / self.written as f64);
+    }
+}

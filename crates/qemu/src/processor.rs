@@ -1,0 +1,173 @@
+//! The processor that a guest sees, and whether a host's own can give it.
+//!
+//! On KVM a guest executes on the host's processor, so what its model promises must be there, on
+//! the primary and on whoever backs it up. QEMU alone would leave out what is missing and say so
+//! in its log: the guest would find, after a take-over, instructions gone that it uses.
+
+use crate::capabilities::Accelerator;
+use crate::definition::VmDefinition;
+use crate::qmp::{Connection, QmpError};
+use qapi::qmp::{
+    CpuModelExpansionType, CpuModelInfo, query_cpu_definitions, query_cpu_model_expansion,
+};
+use serde::{Deserialize, Serialize};
+use std::collections::{BTreeMap, BTreeSet};
+
+/// The model of a guest on KVM whose definition names none: what every server processor since
+/// 2011 has (x86-64-v2 with AES). QEMU's own default, `qemu64`, has neither SSE 4 nor AES.
+pub const KVM_BASELINE: &str = "Westmere";
+
+/// Features that let a guest run guests of its own.
+const NESTED: [&str; 2] = ["vmx", "svm"];
+
+/// What a guest needs of a host's processor.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct CpuNeeds {
+    /// What executes it.
+    pub accelerator: Accelerator,
+    /// Its model, with flags, as QEMU takes it; none on TCG, where QEMU's default does.
+    pub model: Option<String>,
+}
+
+impl CpuNeeds {
+    /// What a definition's guest needs on this accelerator.
+    pub fn of(definition: &VmDefinition, accelerator: Accelerator) -> CpuNeeds {
+        let model = cpu_model(definition, accelerator).map(str::to_owned);
+        CpuNeeds { accelerator, model }
+    }
+}
+
+/// The model of a definition's guest: its own, else the accelerator's default.
+pub fn cpu_model(definition: &VmDefinition, accelerator: Accelerator) -> Option<&str> {
+    match (&definition.cpu, accelerator) {
+        (Some(model), _) => Some(model),
+        (None, Accelerator::Kvm) => Some(KVM_BASELINE),
+        (None, Accelerator::Tcg) => None,
+    }
+}
+
+/// The flag of a model by which the guest could run guests of its own.
+pub fn nesting(model: &str) -> Option<&str> {
+    flags(model).find(|(flag, on)| *on && NESTED.contains(flag)).map(|(flag, _)| flag)
+}
+
+/// What KVM offers of this host's processor.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct KvmProcessor {
+    /// By model: what it promises and this processor lacks.
+    lacks: BTreeMap<String, Vec<String>>,
+    /// All that it can offer.
+    features: BTreeSet<String>,
+}
+
+impl KvmProcessor {
+    /// Asks a QEMU that runs on KVM.
+    pub(crate) fn ask(connection: &mut Connection) -> Result<KvmProcessor, QmpError> {
+        let models = connection.execute::<_, Vec<Model>>(&query_cpu_definitions {})?;
+        let max = CpuModelInfo { name: "max".to_owned(), props: None };
+        let question = query_cpu_model_expansion { model: max, type_: CpuModelExpansionType::full };
+        let all: Expansion = connection.execute(&question)?;
+        let on = all.model.props.into_iter().filter(|(_, value)| *value == true);
+        Ok(KvmProcessor {
+            lacks: models.into_iter().map(|model| (model.name, model.unavailable)).collect(),
+            features: on.map(|(feature, _)| feature).collect(),
+        })
+    }
+
+    /// What a guest needs and this processor lacks.
+    pub fn missing(&self, needs: &CpuNeeds) -> Vec<String> {
+        let Some(model) = needs.model.as_deref() else { return Vec::new() };
+        let flags: BTreeMap<&str, bool> = flags(model).collect();
+        let promised = self.lacks.get(name(model)).into_iter().flatten();
+        let unwanted = |feature: &&String| flags.get(feature.as_str()) == Some(&false);
+        let mut missing: BTreeSet<String> =
+            promised.filter(|feature| !unwanted(feature)).cloned().collect();
+        let asked = flags.iter().filter(|(flag, on)| **on && !self.features.contains(**flag));
+        missing.extend(asked.map(|(flag, _)| (*flag).to_owned()));
+        missing.into_iter().collect()
+    }
+}
+
+/// A model's name, without the flags that may follow it.
+fn name(model: &str) -> &str {
+    model.split(',').next().unwrap_or(model)
+}
+
+/// The features that a model's flags switch on or off; other properties have no yes or no.
+fn flags(model: &str) -> impl Iterator<Item = (&str, bool)> {
+    model.split(',').skip(1).filter_map(|flag| {
+        let flag = flag.trim();
+        match (flag.strip_prefix('+'), flag.strip_prefix('-'), flag.split_once('=')) {
+            (Some(on), _, _) => Some((on, true)),
+            (_, Some(off), _) => Some((off, false)),
+            (_, _, Some((feature, "on"))) => Some((feature, true)),
+            (_, _, Some((feature, "off"))) => Some((feature, false)),
+            (_, _, Some(_)) => None,
+            (_, _, None) => Some((flag, true)),
+        }
+    })
+}
+
+#[derive(Deserialize)]
+struct Model {
+    name: String,
+    #[serde(rename = "unavailable-features", default)]
+    unavailable: Vec<String>,
+}
+
+#[derive(Deserialize)]
+struct Expansion {
+    model: Expanded,
+}
+
+#[derive(Deserialize)]
+struct Expanded {
+    #[serde(default)]
+    props: serde_json::Map<String, serde_json::Value>,
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn processor() -> KvmProcessor {
+        let lacks = [("Westmere", vec![]), ("Haswell", vec!["avx2".to_owned(), "rtm".to_owned()])];
+        KvmProcessor {
+            lacks: lacks.map(|(name, lacks)| (name.to_owned(), lacks)).into(),
+            features: ["aes", "sse4.2"].map(str::to_owned).into(),
+        }
+    }
+
+    fn missing(model: &str) -> Vec<String> {
+        let (accelerator, model) = (Accelerator::Kvm, Some(model.to_owned()));
+        processor().missing(&CpuNeeds { accelerator, model })
+    }
+
+    #[test]
+    fn what_a_processor_lacks_is_named() {
+        assert_eq!(missing("Westmere"), [""; 0]);
+        assert_eq!(missing("Haswell"), ["avx2", "rtm"]);
+        assert_eq!(missing("Haswell,-rtm,+aes"), ["avx2"]);
+        assert_eq!(missing("Haswell,rtm=off,avx2=off"), [""; 0]);
+        assert_eq!(missing("Westmere,+avx,sse4.2=on,level=11"), ["avx"]);
+    }
+
+    #[test]
+    fn kvm_guests_have_a_named_model() {
+        let definition = |cpu: &str| -> VmDefinition {
+            toml::from_str(&format!("name = \"a\"\nmemory = \"64M\"\nvcpus = 1\n{cpu}")).unwrap()
+        };
+        let without = definition("");
+        assert_eq!(cpu_model(&without, Accelerator::Kvm), Some(KVM_BASELINE));
+        assert_eq!(cpu_model(&without, Accelerator::Tcg), None);
+        let own = definition("cpu = \"EPYC\"");
+        assert_eq!(cpu_model(&own, Accelerator::Kvm), Some("EPYC"));
+    }
+
+    #[test]
+    fn no_guest_on_kvm_gets_what_its_own_guests_would_need() {
+        assert_eq!(nesting("EPYC,+svm"), Some("svm"));
+        assert_eq!(nesting("Haswell,vmx=on"), Some("vmx"));
+        assert_eq!(nesting("EPYC,-svm"), None);
+    }
+}
