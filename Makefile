@@ -11,7 +11,7 @@ DEMO_OPTIONS := $(if $(MODE),--mode $(MODE)) $(if $(CUT),--cut $(CUT)) $(if $(JS
 # standard error.
 PROGRESS := $(if $(JSON),1>&2)
 
-.PHONY: help demo test test-long simulate bench bench-quick readme-table bench-compression bench-lockstep bench-restore bench-guest setup guests build lint audit clean
+.PHONY: help demo test test-kvm test-long simulate bench bench-quick readme-table bench-compression bench-lockstep bench-restore bench-guest setup guests build lint audit clean
 .DEFAULT_GOAL := help
 
 help: ## List the targets
@@ -25,6 +25,11 @@ test: bench-guest ## All tests; the last line is the total
 
 test-long: bench-guest ## All tests, the long ones included
 	@scripts/test --include-ignored
+
+test-kvm: setup guests ## The stories on real KVM, in an emulated host (SUITE=trixie; ONLY=pattern; REPEAT=n; HOSTS=n)
+	@scripts/setup kvm
+	@scripts/kvm/build
+	@scripts/kvm/lane $(if $(SUITE),--suite $(SUITE)) $(if $(ONLY),--only '$(ONLY)') $(if $(REPEAT),--repeat $(REPEAT)) $(if $(HOSTS),--hosts $(HOSTS))
 
 simulate: setup ## Try the protocol on schedules of simulated failures (SEEDS=N; JSON=1: as JSON)
 	@cargo build --release -p understudy $(PROGRESS)

@@ -48,7 +48,7 @@ struct CardToml {
 /// Copies the disks and writes the definition; returns its path.
 pub(super) fn write_definition(lab: &Lab, options: &SceneOptions) -> Result<PathBuf> {
     let linux = options.kind.is_linux();
-    let file = |name| linux.then(|| options.guest_files.join(name));
+    let file = |name| options.kind.has_kernel().then(|| options.guest_files.join(name));
     let cards = if linux { options.cards } else { 0 };
     let card = |index| CardToml { mac: mac(index), bridge: BRIDGE };
     let definition = VmToml {
@@ -60,7 +60,7 @@ pub(super) fn write_definition(lab: &Lab, options: &SceneOptions) -> Result<Path
         kernel: file(KERNEL),
         initrd: file(INITRD),
         append: match options.kind {
-            GuestKind::BootSector => None,
+            GuestKind::BootSector | GuestKind::Installed => None,
             GuestKind::Linux => Some(append(GUEST_ADDRESS, options.cards)),
             GuestKind::Bench => Some(bench_guest::append(GUEST_ADDRESS)),
         },
@@ -74,11 +74,16 @@ pub(super) fn write_definition(lab: &Lab, options: &SceneOptions) -> Result<Path
     Ok(path)
 }
 
+/// An image's name among the scene's disks.
+fn disk_name(image: &str) -> String {
+    image.replace('/', "-")
+}
+
 fn copy_disks(lab: &Lab, options: &SceneOptions) -> Result<Vec<DiskToml>> {
     let images = options.sources().into_iter().filter(|name| name.ends_with(".img"));
     let copy = |(index, image): (usize, &str)| {
         let from = options.guest_files.join(image);
-        let path = lab.directory().join(from.file_name().unwrap_or_default());
+        let path = lab.directory().join(disk_name(image));
         let paths = [&*from.to_string_lossy(), &*path.to_string_lossy()];
         if index == 1 && options.second_disk_is_qcow2 {
             let convert = ["convert", "-f", "raw", "-O", "qcow2"];

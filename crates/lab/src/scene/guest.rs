@@ -18,6 +18,7 @@ pub const SECOND_ADDRESS: Ipv4Addr = Ipv4Addr::new(10, 78, 0, 50);
 /// The images that `guests/build` makes disks from, in the guest's order.
 pub(super) const IMAGES: [&str; 2] = ["disk.img", "disk2.img"];
 pub(super) const BOOT_IMAGE: &str = "boot-sector.img";
+pub(super) const INSTALLED_IMAGE: &str = "installed/disk.img";
 pub(crate) const KERNEL: &str = "vmlinuz";
 pub(crate) const INITRD: &str = "initrd.gz";
 
@@ -31,6 +32,9 @@ pub enum GuestKind {
     /// Debian with the programs of the benchmark suite: one disk, one card. Needs
     /// `guests/bench`.
     Bench,
+    /// Debian that boots from its first disk, with its own boot loader and systemd; the second
+    /// one has the records; one card. Needs `guests/installed`.
+    Installed,
 }
 
 impl GuestKind {
@@ -39,10 +43,15 @@ impl GuestKind {
         self != GuestKind::BootSector
     }
 
+    /// Whether its kernel comes from outside, and so its address.
+    pub(super) fn has_kernel(self) -> bool {
+        matches!(self, GuestKind::Linux | GuestKind::Bench)
+    }
+
     /// The ports of the servers that are up once the guest is.
     pub(super) fn ports(self) -> &'static [u16] {
         match self {
-            GuestKind::Linux => &[RECORDS_PORT, SHELL_PORT, ECHO_PORT],
+            GuestKind::Linux | GuestKind::Installed => &[RECORDS_PORT, SHELL_PORT, ECHO_PORT],
             GuestKind::BootSector => &[],
             GuestKind::Bench => &[RECORDS_PORT, SHELL_PORT, ECHO_PORT, TBENCH_PORT, WEB_PORT],
         }

@@ -1,6 +1,6 @@
 //! What a scene is made of, and whether it is there.
 
-use super::guest::{BOOT_IMAGE, GuestKind, IMAGES, INITRD, KERNEL};
+use super::guest::{BOOT_IMAGE, GuestKind, IMAGES, INITRD, INSTALLED_IMAGE, KERNEL};
 use crate::bench_guest::{BENCH_IMAGE, BenchGuest, check_file};
 use crate::host::{HostOptions, HostProcess};
 use crate::lab::{GUEST_ADDRESS, Lab};
@@ -76,6 +76,7 @@ impl SceneOptions {
         match self.kind {
             GuestKind::BootSector => vec![BOOT_IMAGE],
             GuestKind::Bench => vec![KERNEL, INITRD, BENCH_IMAGE],
+            GuestKind::Installed => vec![INSTALLED_IMAGE, IMAGES[0]],
             GuestKind::Linux => {
                 [&[KERNEL, INITRD][..], &IMAGES[..self.disks.min(IMAGES.len())]].concat()
             }
@@ -92,6 +93,13 @@ impl SceneOptions {
                 "the bench guest has one disk and one card"
             );
             BenchGuest::files(&self.guest_files, GUEST_ADDRESS)?;
+        }
+        if self.kind == GuestKind::Installed {
+            ensure!(
+                self.cards == 1 && !self.second_disk_is_qcow2,
+                "the installed guest has one card"
+            );
+            check_file(&self.guest_files.join(INSTALLED_IMAGE), "guests/installed")?;
         }
         for name in self.sources() {
             check_file(&self.guest_files.join(name), "make guests")?;

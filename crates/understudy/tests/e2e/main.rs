@@ -37,6 +37,7 @@
 //! | [`comparison`] | both machines of a VM in lockstep compared while they run |
 //! | [`shapes`]  | two vCPUs, two disks, two cards |
 //! | [`compression`] | every way to encode pages |
+//! | [`machines`] | another machine type, modern virtio, an installed system |
 //! | [`counter`] | a guest for every accelerator |
 //! | [`wire`]    | corrupt and truncated messages |
 //! | [`plain`]   | a guest without the product beside a guest with it |
@@ -88,6 +89,7 @@ mod lazy;
 mod ledger;
 mod lockstep;
 mod lockstep_refusals;
+mod machines;
 mod metrics;
 mod panics;
 mod paths;

@@ -7,13 +7,21 @@ use std::process::{Command, Output};
 use std::time::Duration;
 use understudy_lab::check::check_disk;
 use understudy_lab::scene::VM;
-use understudy_lab::{HostOptions, HostProcess, RecordClient, Scene, SceneOptions, wait_for};
+use understudy_lab::{
+    HostOptions, HostProcess, RecordClient, Scene, SceneOptions, patience, wait_for,
+};
 
 /// Between two records, so that a test is not about the disk's speed, and an emulated guest leaves the
 /// processors time for other stories.
 pub const PACE: Duration = Duration::from_millis(20);
 /// See [`Calm`].
-const CALM_DETECTION: &str = "[detection]\ntimeout_ms = 3000\nqemu_timeout_ms = 10000\n";
+const CALM_TIMEOUT_MS: u32 = 3000;
+const CALM_QEMU_TIMEOUT_MS: u32 = 10_000;
+/// The longest that a configuration may ask for, of a peer and of QEMU.
+const LONGEST_TIMEOUT_MS: u32 = 10_000;
+const LONGEST_QEMU_TIMEOUT_MS: u32 = 15_000;
+/// The accelerator of all guests that have no reason for another one (`make test-kvm`).
+const ACCEL: &str = "UNDERSTUDY_ACCEL";
 /// For anything that a living machine does by itself, on a machine several times slower
 /// than most.
 pub const LIMIT: Duration = Duration::from_secs(180);
@@ -30,6 +38,7 @@ pub fn options() -> SceneOptions {
         agent.display()
     );
     let mut options = SceneOptions::new(binary, &guest_files());
+    options.accel = std::env::var(ACCEL).ok();
     for host in &options.hosts {
         options.daemons.insert(host.clone(), daemon());
     }
@@ -39,7 +48,10 @@ pub fn options() -> SceneOptions {
 /// The options of a daemon, with the detector as it is shipped. Lost protection stays lost, so
 /// that a test sees it.
 pub fn daemon() -> HostOptions {
-    HostOptions { settings: "[repair]\nenabled = false\n".to_owned(), ..Default::default() }
+    let options =
+        HostOptions { settings: "[repair]\nenabled = false\n".to_owned(), ..Default::default() };
+    // There the shipped detector, whose patience is 100 ms, would be wrong all the time.
+    if patience() > 1 { options.calm() } else { options }
 }
 
 /// [`daemon`] that restores lost protection, as daemons do by default.
@@ -61,7 +73,10 @@ pub trait Calm {
 impl Calm for HostOptions {
     fn calm(mut self) -> HostOptions {
         if !self.settings.contains("[detection]") {
-            self.settings += CALM_DETECTION;
+            let timeout = (CALM_TIMEOUT_MS * patience()).min(LONGEST_TIMEOUT_MS);
+            let qemu = (CALM_QEMU_TIMEOUT_MS * patience()).min(LONGEST_QEMU_TIMEOUT_MS);
+            self.settings +=
+                &format!("[detection]\ntimeout_ms = {timeout}\nqemu_timeout_ms = {qemu}\n");
         }
         self
     }
@@ -144,7 +159,12 @@ pub fn close(client: RecordClient) -> Result<u64> {
 /// Cuts the power of the guest on `host` and looks at its first disk as a crash
 /// would have left it.
 pub fn prove_disk(scene: &Scene, host: &str, acked: u64) -> Result<()> {
-    let image = scene.disk(host, 0)?;
+    prove_disk_at(scene, host, 0, acked)
+}
+
+/// [`prove_disk`], with the disk that has the records.
+pub fn prove_disk_at(scene: &Scene, host: &str, disk: usize, acked: u64) -> Result<()> {
+    let image = scene.disk(host, disk)?;
     scene.host(host)?.call(["vm", "stop", VM, "--force"])?;
     let check = check_disk(&image, acked)?;
     ensure!(check.is_intact(), "{} after {acked} records: {check:#?}", image.display());
