@@ -15,6 +15,7 @@ use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex};
 use std::thread;
+use std::time::Instant;
 use understudy_memory::{
     CapturedChunk, DirtySet, DirtyTracker, PageStaging, RamBlock, Reprotect, StagingPool, capture,
 };
@@ -134,9 +135,12 @@ fn compare(way: Way, pages: u64, checkpoints: usize) {
         let mut written = 0;
         counts.before();
         wait_for("the guest to write its pages", || {
+            let begun = Instant::now();
             tracking.scan(&pauser, &blocks, &mut dirty);
             written += dirty.pages();
             twin.take(&mut dirty);
+            // On one processor the guest does nothing during a round.
+            thread::sleep(begun.elapsed() * 3);
             written >= pages
         });
         let mut pause = pauser.begin().unwrap().expect("the guest runs");
