@@ -139,7 +139,7 @@ mod tests {
         watch.glance();
         write(directory.path(), [1_240, 5_400, 14, 19_900]);
         let timing = CheckpointTiming { pages: 40, precopied_pages: 60, ..Default::default() };
-        let counts = watch.end(&[timing.clone(), timing]).unwrap();
+        let counts = watch.end(&[timing, timing]).unwrap();
         assert_eq!((counts.checkpoints, counts.pages_written), (2, 100.0));
         assert_eq!((counts.faults, counts.exits, counts.remote_flushes), (120.0, 200.0, 2.0));
         assert!((counts.faults_per_page - 1.2).abs() < 1e-9);

@@ -48,7 +48,7 @@ impl Capturer<'_> {
         }
         let unlimited = session.pace.lift();
         let (tracker, dirty) = (&mut self.tracker, &mut self.dirty);
-        let moved = hand_over(self.machine, &next.machine, || Ok(tracker.scan(dirty)?));
+        let moved = hand_over(self.machine, &next.machine, || tracker.scan(dirty));
         drop(unlimited);
         if let Err(error) = moved {
             // Nobody else will find them any more.
