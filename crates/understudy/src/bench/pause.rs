@@ -11,7 +11,7 @@ use super::memory::DaemonMemory;
 use super::migration::Migrations;
 use super::report::{PauseBench, Point};
 use super::{on_scene, patient, words};
-use crate::cli::BenchPauseArgs;
+use crate::cli::{BenchPauseArgs, Writer};
 use crate::client::Client;
 use crate::demo::scene_options;
 use crate::failure::{Exit, Failure, FailureKind};
@@ -125,13 +125,14 @@ impl<'a> Bench<'a> {
         let machine = Machine::look(status.version, status.qemu_version, qemu_pid);
         let kvm = KvmMachine::find(qemu_pid);
         let mut points = Vec::new();
-        for &pages in &args.points {
-            let mut point = self.point(pages, args.epochs, kvm.as_ref())?;
+        for (pages, writer) in loads(args) {
+            let load = Load { pages, writer, hz: rate(pages) };
+            let mut point = self.point(load, args.epochs, kvm.as_ref())?;
             if let Some(migrations) = &mut self.migrations {
                 self.progress.doing(&format!("{pages} pages: migrating the guest"));
-                let load = start_load(migrations.shell(), pages, point.hz)?;
+                let pid = load.start(migrations.shell())?;
                 point.migration = Some(migrations.downtimes(args.migrations)?);
-                stop_load(migrations.shell(), load)?;
+                stop_load(migrations.shell(), pid)?;
             }
             self.progress.measured(&point);
             points.push(point);
@@ -139,18 +140,19 @@ impl<'a> Bench<'a> {
         Ok(PauseBench { machine, points })
     }
 
-    /// One session of protection for one number of pages.
-    fn point(&mut self, pages: u64, epochs: usize, kvm: Option<&KvmMachine>) -> Result<Point> {
-        let hz = rate(pages);
+    /// One session of protection with one load.
+    fn point(&mut self, load: Load, epochs: usize, kvm: Option<&KvmMachine>) -> Result<Point> {
+        let Load { pages, writer, hz } = load;
         self.progress.doing(&format!("{pages} pages an epoch: protecting the guest"));
         self.protect(hz)?;
         self.scene.await_protected("a", |_| ())?;
-        let load = start_load(&mut self.shell, pages, hz)?;
+        let pid = load.start(&mut self.shell)?;
         thread::sleep(WARM_UP);
         let (timings, memory, counts) = self.watch(pages, epochs, kvm)?;
-        stop_load(&mut self.shell, load)?;
+        stop_load(&mut self.shell, pid)?;
         self.primary.unprotect(VM).map_err(words)?;
         let mut point = Point::from_timings(self.memory_mib, pages, hz, &timings);
+        point.writer = writer;
         (point.primary_memory, point.backup_memory) = memory;
         point.kvm = counts;
         point.load_average = load_average();
@@ -207,14 +209,39 @@ impl<'a> Bench<'a> {
     }
 }
 
-/// Starts to rewrite `pages` a little more often than there are epochs, so that each
-/// epoch sees every page written.
-fn start_load(shell: &mut GuestShell, pages: u64, hz: u32) -> Result<Option<u32>> {
-    if pages == 0 {
-        return Ok(None);
+/// What the guest does while its checkpoints are measured.
+#[derive(Clone, Copy)]
+struct Load {
+    pages: u64,
+    /// None for an idle guest.
+    writer: Option<Writer>,
+    /// Checkpoints a second.
+    hz: u32,
+}
+
+impl Load {
+    /// Starts it; an idle guest has none.
+    fn start(self, shell: &mut GuestShell) -> Result<Option<u32>> {
+        let interval_ms = match self.writer {
+            None => return Ok(None),
+            // A little more often than there are epochs, so that each sees every page written.
+            Some(Writer::Bursts) => 1000 / self.hz * 9 / 10,
+            Some(Writer::Continuous) => 0,
+        };
+        let pages = self.pages;
+        shell.start(&format!("exec guest-tools dirty {pages} {interval_ms}")).map(Some)
     }
-    let interval_ms = 1000 / hz * 9 / 10;
-    shell.start(&format!("exec guest-tools dirty {pages} {interval_ms}")).map(Some)
+}
+
+/// What is measured: each number of pages with each writer.
+fn loads(args: &BenchPauseArgs) -> impl Iterator<Item = (u64, Option<Writer>)> {
+    args.points.iter().flat_map(|&pages| {
+        let writers = args.writers.iter().map(|&writer| Some(writer));
+        let idle = (pages == 0).then_some(None);
+        idle.into_iter()
+            .chain(writers.filter(move |_| pages > 0))
+            .map(move |writer| (pages, writer))
+    })
 }
 
 fn stop_load(shell: &mut GuestShell, load: Option<u32>) -> Result<()> {
@@ -243,7 +270,7 @@ impl Progress {
     fn new(args: &BenchPauseArgs) -> Progress {
         let style = ProgressStyle::with_template("[{bar:40}] {percent:>3} %  {msg}");
         let style = style.expect("the template is well-formed").progress_chars("=> ");
-        let all = args.memory.len() * args.points.len() * args.epochs;
+        let all = args.memory.len() * loads(args).count() * args.epochs;
         let bar = ProgressBar::new(all as u64).with_style(style);
         Progress { bar, done: std::cell::Cell::new(0) }
     }
@@ -263,8 +290,11 @@ impl Progress {
     fn measured(&self, point: &Point) {
         if self.bar.is_hidden() {
             eprintln!(
-                "{} pages an epoch: {:.2} ms, median of {}",
-                point.pages, point.total_ms, point.epochs
+                "{} pages an epoch, {}: {:.2} ms, median of {}",
+                point.pages,
+                point.writer_name(),
+                point.total_ms,
+                point.epochs
             );
         }
         self.done.set(self.done.get() + point.epochs as u64);
@@ -288,11 +318,26 @@ mod tests {
             epochs: 100,
             points,
             memory: memory.clone(),
+            writers: vec![Writer::Bursts, Writer::Continuous],
             migrations: 3,
             guest: None,
         };
         assert!(check(&args(vec![0, 50_000])).is_ok());
         let failure = check(&args(vec![0, 100_000])).unwrap_err();
         assert!(failure.message.contains("room for 90112 pages"), "{}", failure.message);
+    }
+
+    #[test]
+    fn an_idle_guest_has_one_point_and_a_busy_one_a_point_for_each_writer() {
+        let args = BenchPauseArgs {
+            epochs: 1,
+            points: vec![0, 100],
+            memory: vec![512],
+            writers: vec![Writer::Bursts, Writer::Continuous],
+            migrations: 0,
+            guest: None,
+        };
+        let expected = [(0, None), (100, Some(Writer::Bursts)), (100, Some(Writer::Continuous))];
+        assert_eq!(loads(&args).collect::<Vec<_>>(), expected);
     }
 }

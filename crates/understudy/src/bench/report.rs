@@ -5,6 +5,7 @@ use super::machine::Machine;
 use super::memory::DaemonMemory;
 use super::migration::Downtimes;
 use super::papers::COLO_PAUSES;
+use crate::cli::Writer;
 use serde::Serialize;
 use std::fmt::Write;
 use understudy_daemon::report::CheckpointTiming;
@@ -26,6 +27,8 @@ pub struct Point {
     pub memory_mib: u32,
     /// Pages that the guest's load rewrites in each epoch; 0 is an idle guest.
     pub pages: u64,
+    /// How it writes them; none for an idle guest.
+    pub writer: Option<Writer>,
     /// Checkpoints a second that were asked for.
     pub hz: u32,
     /// Epochs measured.
@@ -79,6 +82,7 @@ impl Point {
         Point {
             memory_mib,
             pages,
+            writer: None,
             hz,
             epochs: timings.len(),
             paused_pages: median(&|timing| timing.pages as f64),
@@ -98,6 +102,10 @@ impl Point {
             migration: None,
         }
     }
+
+    pub(super) fn writer_name(&self) -> &'static str {
+        self.writer.map_or("-", Writer::name)
+    }
 }
 
 /// The smallest of the sorted `values` that at least `share` of them do not
@@ -116,15 +124,16 @@ impl PauseBench {
              medians in milliseconds; guest: its memory, primary and backup: the daemons' own at \
              most, MiB\n\n"
         );
-        text += "  guest   pages  paused  precop  stop  scan  copy  blob  cont  TOTAL    p99  replic  epochs  \
+        text += "  guest   pages      writer  paused  precop  stop  scan  copy  blob  cont  TOTAL    p99  replic  epochs  \
                  primary  backup\n";
         for p in &self.points {
             // Writing to a string cannot fail.
             let _ = writeln!(
                 text,
-                "{:7} {:7} {:7.0} {:7.0} {:5.2} {:5.2} {:5.2} {:5.2} {:5.2} {:6.2} {:6.2} {:7.1} {:7} {:8.1} {:7.1}",
+                "{:7} {:7} {:>11} {:7.0} {:7.0} {:5.2} {:5.2} {:5.2} {:5.2} {:5.2} {:6.2} {:6.2} {:7.1} {:7} {:8.1} {:7.1}",
                 p.memory_mib,
                 p.pages,
+                p.writer_name(),
                 p.paused_pages,
                 p.precopied_pages,
                 p.stop_ms,
@@ -150,14 +159,15 @@ impl PauseBench {
             return String::new();
         }
         let mut text = "\nKVM, from one checkpoint to the next; mapped: over before protection\n\
-                        pages  written  faults  a page  exits  flushes  mapped\n"
+                        pages      writer  written  faults  a page  exits  flushes  mapped\n"
             .to_owned();
         for (point, kvm) in counted {
             // Writing to a string cannot fail.
             let _ = writeln!(
                 text,
-                "{:5} {:8.0} {:7.0} {:7.2} {:6.0} {:8.1} {:7.2}",
+                "{:5} {:>11} {:8.0} {:7.0} {:7.2} {:6.0} {:8.1} {:7.2}",
                 point.pages,
+                point.writer_name(),
                 kvm.pages_written,
                 kvm.faults,
                 kvm.faults_per_page,
@@ -177,7 +187,7 @@ impl PauseBench {
         let mut text = format!(
             "\nbeside the downtime of a live migration of the same guest, median (least–most) in \
              milliseconds;\ndefault: QEMU's limits, small: downtime-limit 10 ms, bandwidth \
-             unlimited;\nCOLO: {}\n\n  guest   pages   PAUSE       migration, default         \
+             unlimited;\nCOLO: {}\n\n  guest   pages      writer   PAUSE       migration, default         \
              migration, small      COLO\n",
             COLO_PAUSES.source
         );
@@ -189,9 +199,10 @@ impl PauseBench {
                 .unwrap_or_default();
             let _ = writeln!(
                 text,
-                "{:7} {:7} {:7.2} {default:>24} {small:>24} {:>9}",
+                "{:7} {:7} {:>11} {:7.2} {default:>24} {small:>24} {:>9}",
                 p.memory_mib,
                 p.pages,
+                p.writer_name(),
                 p.total_ms,
                 COLO_PAUSES.words(p.pages),
             );

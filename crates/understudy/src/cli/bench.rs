@@ -5,7 +5,8 @@ use crate::bench::failover::ClientKind;
 use crate::bench::suite::{Subject, Variant};
 use crate::bench::workloads::Workload;
 use crate::bench::{lockstep, restore};
-use clap::{Args, Subcommand};
+use clap::{Args, Subcommand, ValueEnum};
+use serde::Serialize;
 use std::path::PathBuf;
 use understudy_encoding::{DEFAULT_CACHE_PAGES, MOST_CACHE_PAGES};
 
@@ -350,6 +351,26 @@ fn speed(text: &str) -> Result<f64, String> {
     }
 }
 
+/// How the load of `bench pause` writes its pages.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, ValueEnum)]
+#[serde(rename_all = "snake_case")]
+pub enum Writer {
+    /// All of them a little more often than there are epochs, then a rest.
+    Bursts,
+    /// Over and over, without rest.
+    Continuous,
+}
+
+impl Writer {
+    /// Its name, as in the report.
+    pub fn name(self) -> &'static str {
+        match self {
+            Writer::Bursts => "bursts",
+            Writer::Continuous => "continuous",
+        }
+    }
+}
+
 /// `bench pause`
 #[derive(Debug, Args)]
 pub struct BenchPauseArgs {
@@ -373,6 +394,15 @@ pub struct BenchPauseArgs {
         value_parser = memory_mib
     )]
     pub memory: Vec<u32>,
+    /// How the guest writes its pages: in bursts, with a rest after each until the next epoch, or
+    /// over and over without any; all points but 0 are measured with each.
+    #[arg(
+        long,
+        value_name = "WRITER,…",
+        value_delimiter = ',',
+        default_value = "bursts,continuous"
+    )]
+    pub writers: Vec<Writer>,
     /// Live migrations of the same guest at each point, for comparison, with each of two
     /// settings; 0 for none.
     #[arg(long, value_name = "N", default_value_t = 3, value_parser = clap::value_parser!(u32).range(0..=100))]

@@ -5,7 +5,7 @@ use super::variant::Subject;
 use crate::bench::failover::{self, ClientKind};
 use crate::bench::workloads::Better;
 use crate::bench::{compression, pause, words};
-use crate::cli::{BenchCompressionArgs, BenchPauseArgs};
+use crate::cli::{BenchCompressionArgs, BenchPauseArgs, Writer};
 use crate::demo::scene_options;
 use anyhow::{Context, Result, bail};
 use serde::Serialize;
@@ -75,13 +75,17 @@ fn measure_pause(guest: Option<&Path>, counts: &Counts) -> Result<Measured> {
         epochs: counts.pause_epochs,
         points: PAUSE_POINTS.to_vec(),
         memory: vec![PAUSE_MEMORY_MIB],
+        writers: vec![Writer::Bursts, Writer::Continuous],
         migrations: counts.migrations,
         guest: guest.map(PathBuf::from),
     };
     let bench = pause::measure(scene_options(guest).map_err(words)?, &args)?;
     let idle = bench.points.first().context("no pause was measured")?;
-    let at =
-        |point: &crate::bench::report::Point| (format!("{}_pages_ms", point.pages), point.total_ms);
+    let at = |point: &crate::bench::report::Point| {
+        let writer = point.writer.filter(|&writer| writer != Writer::Bursts);
+        let writer = writer.map_or(String::new(), |writer| format!("_{}", writer.name()));
+        (format!("{}_pages{writer}_ms", point.pages), point.total_ms)
+    };
     figure(idle.total_ms, "ms", Better::Lower, bench.points.iter().map(at).collect(), &bench)
 }
 
