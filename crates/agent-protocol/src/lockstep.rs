@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0 OR GPL-2.0-or-later
 //! Lockstep: what the agent is told at its start, what it is asked for, and what it shows.
 
-use crate::page::now;
+use crate::page::monotonic;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 /// Environment variable with `ROLE,LOG,PAGE,CONTROL`: `record` or `replay`, then the numbers of
@@ -141,14 +141,14 @@ impl LogPage {
 
     /// QEMU begins to stand still.
     pub fn begin_block(&self) {
-        self.blocked_since.store(now(), Ordering::Release);
+        self.blocked_since.store(monotonic(), Ordering::Release);
     }
 
     /// Resume, if stopped.
     pub fn end_block(&self) {
         let since = self.blocked_since.swap(0, Ordering::AcqRel);
         if since != 0 {
-            self.blocked.fetch_add(now().saturating_sub(since), Ordering::Relaxed);
+            self.blocked.fetch_add(monotonic().saturating_sub(since), Ordering::Relaxed);
         }
     }
 }

@@ -80,6 +80,9 @@ pub struct PausePage {
     pub dirty_done: Word,
     /// Blocks in the table behind the page.
     pub dirty_blocks: AtomicU32,
+    /// When the guest last ran on the host that it comes from: nanoseconds of this host's
+    /// `CLOCK_MONOTONIC`; 0 if it comes from none. Counts when the machine first runs.
+    pub taken: AtomicU64,
 }
 
 /// Bits of [`PausePage::orders`] that are an order.
@@ -96,7 +99,7 @@ impl PausePage {
     pub fn begin(&self, errand: LogErrand) {
         self.answer.set(Answer::None as u32);
         self.errand.set(errand as u32);
-        self.rung.store(now(), Ordering::Relaxed);
+        self.rung.store(monotonic(), Ordering::Relaxed);
         self.give(Order::Begin);
     }
 
@@ -145,14 +148,14 @@ impl PausePage {
 
     /// Notes the time.
     pub fn stamp(&self, answer: Answer) {
-        self.stamps[answer as usize].store(now(), Ordering::Relaxed);
+        self.stamps[answer as usize].store(monotonic(), Ordering::Relaxed);
     }
 }
 
 const _: () = assert!(size_of::<PausePage>() <= PausePage::BYTES);
 
 /// The monotonic clock, in nanoseconds.
-pub(crate) fn now() -> u64 {
+pub fn monotonic() -> u64 {
     let mut time = libc::timespec { tv_sec: 0, tv_nsec: 0 };
     // SAFETY: the call fills `time`; this clock exists on every Linux.
     unsafe { libc::clock_gettime(libc::CLOCK_MONOTONIC, &mut time) };

@@ -2,9 +2,8 @@
 //! tap are answered here.
 //!
 //! QEMU's tap backend reads and writes frames by ordinary calls, which a socket of packets
-//! takes as well; beside that it asks the tap a few things by `ioctl`. This library's
-//! function of that name comes before the C library's. It answers what is asked of a tap
-//! on one of the card's descriptors, and leaves everything else to the kernel. What the
+//! takes as well; beside that it asks the tap a few things by `ioctl`. What is asked of a tap on
+//! one of the card's descriptors is answered here; everything else is for the kernel. What the
 //! daemon must know of the answers goes to it between the frames; `understudy_network`
 //! reads the same format.
 
@@ -67,12 +66,8 @@ pub fn is_card(fd: c_int) -> bool {
     fd >= 0 && CARDS.iter().any(|card| card.socket.load(Ordering::Relaxed) == fd)
 }
 
-/// The C library's `ioctl`, whose third argument is optional: whoever leaves it out passes
-/// something that nobody looks at, as there.
-// SAFETY: it has the name and, on the machines that this is built for, the calling
-// convention of the function in whose place it is called.
-#[unsafe(no_mangle)]
-pub extern "C" fn ioctl(fd: c_int, request: c_ulong, argument: *mut c_void) -> c_int {
+/// Answers what a tap is asked on a card's descriptor; passes everything else on to the kernel.
+pub fn ioctl(fd: c_int, request: c_ulong, argument: *mut c_void) -> c_int {
     let answered = if (request >> 8) as u8 == REQUESTS {
         let card = CARDS.iter().find(|card| card.socket.load(Ordering::Relaxed) == fd && fd >= 0);
         card.and_then(|card| card.answer(request as u32, argument))

@@ -12,7 +12,8 @@
 //! - answering for the cards' taps, which are none (`card`);
 //! - pausing the machine for a checkpoint without a dozen hand-overs between threads
 //!   (`pause.rs`);
-//! - reading QEMU's dirty log, on KVM (`dirty_log.rs`).
+//! - reading QEMU's dirty log, on KVM (`dirty_log.rs`);
+//! - keeping the guest's clocks from losing its pauses (`clock.rs`).
 //!
 //! What is said between daemon and agent is described in `understudy-agent-protocol`.
 //!
@@ -21,9 +22,11 @@
 #![allow(unsafe_code)] // The whole crate is a library constructor and a few raw system calls.
 
 mod card;
+mod clock;
 mod daemon;
 mod descriptor;
 mod dirty_log;
+mod ioctl;
 mod lockstep;
 mod main_loop;
 mod memory;

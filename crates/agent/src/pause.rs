@@ -16,6 +16,7 @@
 //! In a QEMU in lockstep the pause is also where the log begins and ends (`lockstep/pause.rs`),
 //! and works on a machine that is stopped already.
 
+use crate::clock;
 use crate::dirty_log::{Area, QemuDirtyLog};
 use crate::lockstep;
 use crate::main_loop::MainLoop;
@@ -168,6 +169,10 @@ impl Pauser {
         let pauser = unsafe { &*opaque.cast::<Pauser>() };
         // SAFETY: in the main loop; the bell belongs to `pauser`, which lives for good.
         unsafe { pauser.qemu.main_loop.watch(pauser.bell.as_fd(), Pauser::rung, opaque) };
+        // SAFETY: in the main loop.
+        if let Err(missing) = unsafe { clock::keep(pauser.page) } {
+            eprintln!("understudy agent: pauses delay the guest's clocks: no {missing}");
+        }
     }
 
     /// The bell rings.

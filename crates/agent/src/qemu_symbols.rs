@@ -3,9 +3,10 @@
 //! linker finds them by name; whether their meaning is known is another matter, which the
 //! daemon decides by QEMU's version.
 
-use std::ffi::{CStr, c_void};
+use std::ffi::{CStr, c_int, c_void};
 use std::mem;
-use std::ptr::NonNull;
+use std::ops::Range;
+use std::ptr::{self, NonNull};
 
 /// The address of what QEMU exports under this name, or the name.
 pub fn address(name: &'static CStr) -> Result<NonNull<c_void>, String> {
@@ -25,4 +26,23 @@ pub unsafe fn function<F: Copy>(name: &'static CStr) -> Result<F, String> {
     let address = address(name)?;
     // SAFETY: of one size, and the caller vouches for the type.
     Ok(unsafe { mem::transmute_copy::<NonNull<c_void>, F>(&address) })
+}
+
+/// Where a variable or a function of QEMU's is, by name.
+pub fn place(name: &CStr) -> Result<Range<usize>, String> {
+    const WANT_SYMBOL: c_int = 1; // RTLD_DL_SYMENT
+    // SAFETY: the name ends with a zero byte; the structures are filled before they are read,
+    // and the symbol is one of the dynamic linker's, which stays.
+    let (address, bytes) = unsafe {
+        let address = libc::dlsym(libc::RTLD_DEFAULT, name.as_ptr());
+        let mut info: libc::Dl_info = mem::zeroed();
+        let mut symbol: *mut c_void = ptr::null_mut();
+        let bytes = match libc::dladdr1(address, &mut info, &mut symbol, WANT_SYMBOL) {
+            0 => None,
+            _ => symbol.cast::<libc::Elf64_Sym>().as_ref().map(|symbol| symbol.st_size as usize),
+        };
+        (address.addr(), bytes)
+    };
+    let bytes = bytes.ok_or_else(|| format!("no size of {}", name.to_string_lossy()))?;
+    Ok(address..address + bytes)
 }

@@ -45,7 +45,7 @@ impl Pauser {
             false => obstacle(monitor.version(), agent.hello()),
         };
         if let Some(obstacle) = obstacle {
-            warn!(%vm, "pauses through QMP, which take longer: {obstacle}");
+            warn!(%vm, "pauses through QMP, which take longer and delay the guest's clocks: {obstacle}");
             return Ok(Pauser::by(Err(obstacle)));
         }
         let pauser = AgentPauser::arm(agent.socket(), state, timeout, logged)

@@ -1,8 +1,9 @@
 //! Staging: the messages of an epoch are kept until the epoch is whole.
 
-use crate::Epoch;
 use crate::wire::{Kind, Message, WireError};
+use crate::{Epoch, Time};
 use std::collections::VecDeque;
+use std::time::Duration;
 
 /// Counts and digest of an epoch's messages; both sides compute it, and the
 /// primary's travels in [`Kind::EpochEnd`].
@@ -21,8 +22,13 @@ impl EpochDigest {
         self.hasher.update(&checksum.to_le_bytes());
     }
 
-    /// The payload of the epoch's [`Kind::EpochEnd`].
-    pub fn encode(&self) -> Vec<u8> {
+    /// The payload of the epoch's [`Kind::EpochEnd`], which is sent `age` after its guest stopped.
+    pub fn end(&self, age: Duration) -> Vec<u8> {
+        let age = u64::try_from(age.as_nanos()).unwrap_or(u64::MAX);
+        [&self.encode()[..], &age.to_le_bytes()].concat()
+    }
+
+    fn encode(&self) -> Vec<u8> {
         let mut bytes = Vec::with_capacity(20);
         bytes.extend_from_slice(&self.messages.to_le_bytes());
         bytes.extend_from_slice(&self.bytes.to_le_bytes());
@@ -40,6 +46,9 @@ pub struct StagedEpoch {
     pub messages: Vec<Message>,
     /// Bytes of payload.
     pub bytes: u64,
+    /// When its guest stopped, by this host's clock: too late by the time that its end was on its
+    /// way.
+    pub taken: Time,
 }
 
 #[derive(Debug)]
@@ -87,8 +96,9 @@ impl Staging {
         self.partial.retain(|partial| partial.epoch > epoch);
     }
 
-    /// Takes a data message or an epoch's end; returns the epoch that it completes.
-    pub fn take(&mut self, message: Message) -> Result<Option<StagedEpoch>, WireError> {
+    /// Takes a data message or an epoch's end, which has come `now`; returns the epoch that it
+    /// completes.
+    pub fn take(&mut self, message: Message, now: Time) -> Result<Option<StagedEpoch>, WireError> {
         let epoch = message.header.epoch;
         // At most the pipeline's depth can be under way, and one that runs.
         let open = self.ended.next()..=Epoch(self.ended.0 + crate::PIPELINE_DEPTH + 1);
@@ -96,7 +106,7 @@ impl Staging {
             return Err(message.malformed("its epoch is not open"));
         }
         if message.header.kind == Kind::EpochEnd {
-            return self.end(message).map(Some);
+            return self.end(message, now).map(Some);
         }
         let staged = self.memory().saturating_add(message.payload.len() as u64);
         if self.limit.is_some_and(|limit| staged > limit) {
@@ -108,18 +118,22 @@ impl Staging {
         Ok(None)
     }
 
-    fn end(&mut self, end: Message) -> Result<StagedEpoch, WireError> {
+    fn end(&mut self, end: Message, now: Time) -> Result<StagedEpoch, WireError> {
         if end.header.epoch != self.ended.next() {
             return Err(end.malformed("an earlier epoch has not ended"));
         }
         self.partial_of(end.header.epoch);
         let partial = self.partial.pop_front().expect("made above, and the oldest");
-        if partial.digest.encode() != end.payload {
+        let digest = partial.digest.encode();
+        let age = end.payload.strip_prefix(&digest[..]).and_then(|age| age.try_into().ok());
+        let Some(age) = age.map(u64::from_le_bytes) else {
             return Err(end.malformed("the epoch's messages are not what was sent"));
-        }
+        };
         self.ended = partial.epoch;
         let bytes = partial.digest.bytes;
-        Ok(StagedEpoch { epoch: partial.epoch, messages: partial.messages, bytes })
+        // An age that is too great is that of a guest which has stopped long ago, or a lie.
+        let taken = Time(now.0.saturating_sub(Duration::from_nanos(age)));
+        Ok(StagedEpoch { epoch: partial.epoch, messages: partial.messages, bytes, taken })
     }
 
     fn partial_of(&mut self, epoch: Epoch) -> &mut Partial {
@@ -136,6 +150,9 @@ impl Staging {
 mod tests {
     use super::*;
 
+    const NOW: Time = Time(Duration::from_secs(60));
+    const AGE: Duration = Duration::from_millis(3);
+
     fn data(epoch: u64, byte: u8) -> Message {
         Message::new(Kind::DeviceState, Epoch(epoch), vec![byte; 10])
     }
@@ -145,32 +162,32 @@ mod tests {
         for message in messages {
             digest.add(message.header.checksum(), message.payload.len());
         }
-        Message::new(Kind::EpochEnd, Epoch(epoch), digest.encode())
+        Message::new(Kind::EpochEnd, Epoch(epoch), digest.end(AGE))
     }
 
     #[test]
     fn epochs_that_came_another_way_are_not_waited_for() {
         let mut staging = Staging::new();
-        staging.take(end(1, &[])).unwrap().unwrap();
-        assert!(staging.take(data(9, 1)).is_err(), "it is not open");
+        staging.take(end(1, &[]), NOW).unwrap().unwrap();
+        assert!(staging.take(data(9, 1), NOW).is_err(), "it is not open");
         staging.pass(Epoch(8));
-        assert!(staging.take(data(8, 1)).is_err(), "it is over");
+        assert!(staging.take(data(8, 1), NOW).is_err(), "it is over");
         let first = data(9, 1);
-        staging.take(first.clone()).unwrap();
+        staging.take(first.clone(), NOW).unwrap();
         staging.pass(Epoch(8));
-        assert_eq!(staging.take(end(9, &[first])).unwrap().unwrap().messages.len(), 1);
+        assert_eq!(staging.take(end(9, &[first]), NOW).unwrap().unwrap().messages.len(), 1);
     }
 
     #[test]
     fn an_epoch_is_staged_when_whole_and_the_next_may_overlap() {
         let mut staging = Staging::new();
         let first = data(1, 1);
-        assert!(staging.take(first.clone()).unwrap().is_none());
-        assert!(staging.take(data(2, 2)).unwrap().is_none(), "a write of the next epoch");
-        let whole = staging.take(end(1, &[first])).unwrap().unwrap();
+        assert!(staging.take(first.clone(), NOW).unwrap().is_none());
+        assert!(staging.take(data(2, 2), NOW).unwrap().is_none(), "a write of the next epoch");
+        let whole = staging.take(end(1, &[first]), NOW).unwrap().unwrap();
         assert_eq!((whole.epoch, whole.messages.len()), (Epoch(1), 1));
         assert_eq!(staging.bytes(), 10, "the next epoch's write stays staged");
-        let whole = staging.take(end(2, &[data(2, 2)])).unwrap().unwrap();
+        let whole = staging.take(end(2, &[data(2, 2)]), NOW).unwrap().unwrap();
         assert_eq!(whole.epoch, Epoch(2));
     }
 
@@ -180,9 +197,9 @@ mod tests {
         for arrived in [vec![], vec![one.clone()], vec![two.clone(), one.clone()]] {
             let mut staging = Staging::new();
             for message in arrived {
-                staging.take(message).unwrap();
+                staging.take(message, NOW).unwrap();
             }
-            assert!(staging.take(end(1, &[one.clone(), two.clone()])).is_err());
+            assert!(staging.take(end(1, &[one.clone(), two.clone()]), NOW).is_err());
         }
     }
 
@@ -192,12 +209,12 @@ mod tests {
         let mut staging = Staging::with_limit(35 + 3 * each);
         let first = [data(1, 1), data(1, 2)];
         for message in &first {
-            staging.take(message.clone()).unwrap();
+            staging.take(message.clone(), NOW).unwrap();
         }
-        staging.take(data(2, 1)).unwrap();
-        assert!(staging.take(data(2, 2)).is_err(), "35 bytes of both");
-        assert!(staging.take(end(1, &first)).unwrap().is_some());
-        staging.take(data(2, 2)).unwrap();
+        staging.take(data(2, 1), NOW).unwrap();
+        assert!(staging.take(data(2, 2), NOW).is_err(), "35 bytes of both");
+        assert!(staging.take(end(1, &first), NOW).unwrap().is_some());
+        staging.take(data(2, 2), NOW).unwrap();
         assert_eq!(staging.bytes(), 20);
     }
 
@@ -206,15 +223,15 @@ mod tests {
     fn empty_messages_are_counted_too() {
         let empty = || Message::new(Kind::DeviceState, Epoch(1), Vec::new());
         let mut staging = Staging::with_limit(1 << 12);
-        let taken = (0..1 << 12).take_while(|_| staging.take(empty()).is_ok()).count();
+        let taken = (0..1 << 12).take_while(|_| staging.take(empty(), NOW).is_ok()).count();
         assert!(taken < 1 << 8, "{taken}");
     }
 
     #[test]
     fn epochs_outside_the_pipeline_are_refused() {
         let mut staging = Staging::new();
-        assert!(staging.take(data(0, 0)).is_err());
-        assert!(staging.take(data(5, 0)).is_err());
-        assert!(staging.take(end(2, &[])).is_err(), "epoch 1 has not ended");
+        assert!(staging.take(data(0, 0), NOW).is_err());
+        assert!(staging.take(data(5, 0), NOW).is_err());
+        assert!(staging.take(end(2, &[]), NOW).is_err(), "epoch 1 has not ended");
     }
 }

@@ -27,13 +27,23 @@ impl TickRate {
     /// This host's, which a guest that does not count instructions sees. Takes a tenth of a
     /// second, for an error of some millionths.
     pub fn of_this_host() -> TickRate {
-        // SAFETY: every processor that runs this has it.
-        let now = || (unsafe { std::arch::x86_64::_rdtsc() }, Instant::now());
+        let now = || (TickRate::counter(), Instant::now());
         let (first, began) = now();
         thread::sleep(Duration::from_millis(100));
         let (last, ended) = now();
         let nanoseconds = (ended - began).as_nanos();
-        TickRate(((u128::from(last - first) << 32) / nanoseconds) as u64)
+        TickRate((((last - first) as u128) << 32).div_euclid(nanoseconds) as u64)
+    }
+
+    /// This host's counter now.
+    pub fn counter() -> i64 {
+        // SAFETY: every processor that runs this has it.
+        unsafe { std::arch::x86_64::_rdtsc() as i64 }
+    }
+
+    /// The nanoseconds in which the counter goes on so far.
+    pub fn nanoseconds(self, ticks: i64) -> i64 {
+        ((i128::from(ticks) << 32) / i128::from(self.0.max(1))) as i64
     }
 
     /// The counter after so many nanoseconds.

@@ -22,7 +22,7 @@ use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 use understudy_agent_protocol::{
-    ARM, Answer, DirtyArea, Hello, LogErrand, Order, PausePage, area_bytes,
+    ARM, Answer, DirtyArea, Hello, LogErrand, Order, PausePage, area_bytes, monotonic,
 };
 
 /// Versions (major, minor) in which the end-to-end tests have run with pauses by the agent.
@@ -170,6 +170,20 @@ impl AgentPauser {
         // Numbers go on where the process before left off.
         pauser.probe.store(pauser.page.echo.load(Ordering::Acquire), Ordering::Relaxed);
         Ok(pauser)
+    }
+
+    /// Has the guest's clocks show the present when it first runs here, `age` after it last ran on
+    /// the host that it comes from.
+    pub fn continue_clocks(&self, age: Duration) {
+        let age = u64::try_from(age.as_nanos()).unwrap_or(u64::MAX);
+        self.page.taken.store(monotonic().saturating_sub(age), Ordering::Release);
+    }
+
+    /// When the agent heard of the last pause, had stopped the guest, saved its state and let it
+    /// run again: nanoseconds of `CLOCK_MONOTONIC`.
+    pub fn stamps(&self) -> [u64; 4] {
+        let stamp = |answer: Answer| self.page.stamps[answer as usize].load(Ordering::Relaxed);
+        [Answer::None, Answer::Stopped, Answer::Saved, Answer::Running].map(stamp)
     }
 
     /// What the dirty log is about; nothing if this machine has none.

@@ -92,6 +92,7 @@ impl World {
     }
 
     fn stage(&mut self, host: HostId, id: SessionId, message: Message) {
+        let now = self.now;
         let (kind, epoch) = (message.header.kind, message.header.epoch);
         if self.mutant == Some(Mutant::ApplyPartialEpoch) && kind != Kind::EpochEnd {
             self.apply_message(host, id, &message);
@@ -99,7 +100,7 @@ impl World {
         let Some(standby) = self.hosts[host.0].standby(id) else { return };
         let (data, applied) = (standby.data, standby.applied);
         let overlaps = kind == Kind::DiskWrite && epoch > standby.core.committed().next();
-        let taken = standby.staging.take(message);
+        let taken = standby.staging.take(message, now);
         self.coverage.overlaps += u64::from(overlaps);
         if self.mutant == Some(Mutant::AckBeforeStaged) && kind == Kind::DeviceState {
             self.send(host, data, Message::new(Kind::Acknowledge, epoch, Vec::new()));

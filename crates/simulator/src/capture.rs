@@ -150,6 +150,7 @@ impl World {
 
     /// A checkpoint's data goes out, its end last.
     pub(crate) fn send_capture(&mut self, host: HostId, id: SessionId, capture: Capture) {
+        let now = self.now;
         if self.hosts[host.0].session(id).is_none() {
             return;
         }
@@ -159,8 +160,8 @@ impl World {
         let Some(session) = self.hosts[host.0].session(id) else { return };
         let digest = session.digests.remove(&capture.epoch).unwrap_or_default();
         session.busy = false;
-        let data = session.data;
-        self.send(host, data, Message::new(Kind::EpochEnd, capture.epoch, digest.encode()));
+        let (data, end) = (session.data, digest.end(now - session.last.started));
+        self.send(host, data, Message::new(Kind::EpochEnd, capture.epoch, end));
         self.moment(Moment::EndSent);
         self.consider_checkpoint(host, id);
     }

@@ -12,6 +12,7 @@
 //! | `load DIR`                | compile-like load: short processes, small files, some arithmetic |
 //! | `ask SERVER append FILE`  | appends records at another guest's server, HOST:PORT, and keeps count in FILE |
 //! | `ask SERVER ping SECONDS` | measures round trips to it |
+//! | `clock PORT`              | TCP server that shows the clocks and whether they ever went backwards (tests only) |
 //! | `bank NAME PORT PEER…`    | pays money to its peers, HOST:PORT, over TCP and UDP, and is paid (tests only) |
 //! | `search PORT MIB PEER…`   | holds MIB MiB of documents in memory, and looks them up here and at its peers, HOST:PORT (measurements only) |
 //! | `await-ports PORT…`       | returns once every port accepts connections |
@@ -21,6 +22,7 @@
 mod ask;
 mod bank;
 mod blast;
+mod clock;
 mod dirty;
 mod load;
 mod once;
@@ -32,7 +34,7 @@ mod server;
 use std::process::ExitCode;
 
 const USAGE: &str = "usage: guest-tools records PORT FILE | run PORT | blast PORT \
-                     | dirty PAGES INTERVAL_MS | load DIR | ask SERVER append FILE \
+                     | clock PORT | dirty PAGES INTERVAL_MS | load DIR | ask SERVER append FILE \
                      | ask SERVER ping SECONDS | bank NAME PORT PEER... | search PORT MIB PEER... \
                      | await-ports PORT...";
 
@@ -53,6 +55,7 @@ fn dispatch(arguments: &[String]) -> Result<(), String> {
         ["records", port, file] => records::serve(number("PORT", port)?, file.as_ref()),
         ["run", port] => run::serve(number("PORT", port)?),
         ["blast", port] => blast::serve(number("PORT", port)?),
+        ["clock", port] => clock::serve(number("PORT", port)?),
         ["dirty", pages, interval] => {
             dirty::rewrite_forever(number("PAGES", pages)?, number("INTERVAL_MS", interval)?)
         }

@@ -105,6 +105,11 @@ fn lockstep() -> Option<&'static Lockstep> {
     LOCKSTEP.get()
 }
 
+/// Whether this QEMU counts instructions: a primary or backup in lockstep, or one that was.
+pub fn is_on() -> bool {
+    lockstep().is_some()
+}
+
 /// Whether this QEMU is one that lockstep knows, or what of it is not.
 pub fn probe() -> Result<(), String> {
     Qemu::find().map(drop)

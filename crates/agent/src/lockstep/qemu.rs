@@ -7,9 +7,9 @@
 
 use super::question::Questions;
 use super::queues::Queues;
+use crate::qemu_symbols::place;
 use std::ffi::{CStr, CString, c_char, c_int, c_void};
 use std::mem;
-use std::ops::Range;
 
 /// What runs on QEMU's main loop once.
 pub type BottomHalf = unsafe extern "C" fn(*mut c_void);
@@ -122,25 +122,6 @@ pub fn find<T>(name: &str) -> Result<T, String> {
     assert_eq!(mem::size_of::<T>(), mem::size_of::<*mut c_void>());
     // SAFETY: `T` is a pointer or a function pointer (same size; not null).
     Ok(unsafe { mem::transmute_copy(&address) })
-}
-
-/// Where a variable or a function of QEMU's is, by name.
-pub fn place(name: &CStr) -> Result<Range<usize>, String> {
-    const WANT_SYMBOL: c_int = 1; // RTLD_DL_SYMENT
-    // SAFETY: the name ends with a zero byte; the structures are filled before they are read,
-    // and the symbol is one of the dynamic linker's, which stays.
-    let (address, bytes) = unsafe {
-        let address = libc::dlsym(libc::RTLD_DEFAULT, name.as_ptr());
-        let mut info: libc::Dl_info = mem::zeroed();
-        let mut symbol: *mut c_void = std::ptr::null_mut();
-        let bytes = match libc::dladdr1(address, &mut info, &mut symbol, WANT_SYMBOL) {
-            0 => None,
-            _ => symbol.cast::<libc::Elf64_Sym>().as_ref().map(|symbol| symbol.st_size as usize),
-        };
-        (address.addr(), bytes)
-    };
-    let bytes = bytes.ok_or_else(|| format!("no size of {}", name.to_string_lossy()))?;
-    Ok(address..address + bytes)
 }
 
 /// Checks that a variable of QEMU's has the size of our `T`.

@@ -12,7 +12,7 @@
 //! asks. It is looked at when there is no log only: once at the log's end, and when a machine that
 //! is about to stop finds no more for the moment.
 
-use super::qemu::place;
+use crate::qemu_symbols::place;
 use std::ffi::c_int;
 use std::ops::Range;
 use std::ptr;

@@ -43,6 +43,9 @@ pub struct Start<'a> {
     pub incoming: bool,
     /// QEMU's end of a card's socket.
     pub card: Option<OwnedFd>,
+    /// A disk and a card that lead nowhere, by virtio, and whether their queues have event
+    /// descriptors.
+    pub devices: Option<bool>,
 }
 
 impl Default for Start<'_> {
@@ -55,6 +58,7 @@ impl Default for Start<'_> {
             display: "none",
             incoming: false,
             card: None,
+            devices: None,
         }
     }
 }
@@ -115,6 +119,14 @@ impl Machine {
                 .args(["-device", "virtio-net-pci,netdev=card0,romfile=,mac=52:54:00:12:34:56"])
                 .env("UNDERSTUDY_CARDS", number.to_string());
             inherited.push(number);
+        }
+        if let Some(event_descriptors) = start.devices {
+            let virtio = if event_descriptors { "" } else { ",ioeventfd=off" };
+            command
+                .args(["-blockdev", "null-co,node-name=disk0,size=1G"])
+                .args(["-device", &format!("virtio-blk-pci,drive=disk0{virtio}")])
+                .args(["-netdev", "hubport,id=net0,hubid=0"])
+                .args(["-device", &format!("virtio-net-pci,netdev=net0,romfile={virtio}")]);
         }
         if let Some(Linux { files, console }) = &start.linux {
             let number = console.as_raw_fd();

@@ -7,7 +7,7 @@ use understudy_disk::Disk;
 use understudy_encoding::{DiskBlock, Page, PageData, read_pages};
 use understudy_memory::{RamBlock, StillImage};
 use understudy_protocol::wire::{DiskRange, Kind, Message};
-use understudy_protocol::{BlockId, CardFrames, PAGE_SIZE, PageIndex, StagedEpoch};
+use understudy_protocol::{BlockId, CardFrames, PAGE_SIZE, PageIndex, StagedEpoch, Time};
 
 /// Refuses a data message that does not fit this machine, before it is
 /// acknowledged: nothing of a bad epoch is ever applied.
@@ -92,10 +92,19 @@ fn cannot_write(disk: &Disk) -> String {
     format!("the backup cannot write to its mirror {}", disk.path().display())
 }
 
+/// What a guest goes on from, beside its memory and disks.
+#[derive(Debug)]
+pub struct Checkpoint {
+    /// QEMU's device state at the end of an epoch.
+    pub device_state: Vec<u8>,
+    /// When that was, by this host's clock.
+    pub taken: Time,
+}
+
 /// A whole epoch that was applied.
 pub struct Applied {
-    /// QEMU's device state at its end.
-    pub device_state: Vec<u8>,
+    /// Where it ends.
+    pub checkpoint: Checkpoint,
     /// What is there now is to be kept for a snapshot.
     pub keep: Option<KeepOrder>,
 }
@@ -106,7 +115,7 @@ pub fn apply_epoch(
     epoch: StagedEpoch,
     image: Option<&StillImage>,
 ) -> anyhow::Result<Applied> {
-    let (mut device_state, mut keep) = (None, None);
+    let (mut device_state, mut keep, taken) = (None, None, epoch.taken);
     for message in epoch.messages {
         if message.header.kind == Kind::Keep {
             keep = Some(keep_order(&message)?);
@@ -116,7 +125,7 @@ pub fn apply_epoch(
     }
     let device_state =
         device_state.with_context(|| format!("epoch {} has no device state", epoch.epoch))?;
-    Ok(Applied { device_state, keep })
+    Ok(Applied { checkpoint: Checkpoint { device_state, taken }, keep })
 }
 
 fn keep_order(message: &Message) -> anyhow::Result<KeepOrder> {

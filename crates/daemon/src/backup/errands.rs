@@ -1,7 +1,7 @@
 //! The errands of the thread that applies: whole epochs in order, turns among them, until the VM is
 //! live here or forgotten.
 
-use super::apply::{Applied, apply_epoch};
+use super::apply::{Applied, Checkpoint, apply_epoch};
 use super::copy::Copy;
 use super::session::Session;
 use super::takeover::Outcome;
@@ -63,7 +63,12 @@ impl Session {
                     }
                 }
                 Errand::GoLive { generation, reason } => {
-                    return self.take_over(copy.into_state(), log.as_ref(), generation, reason);
+                    return self.take_over(
+                        copy.into_checkpoint(),
+                        log.as_ref(),
+                        generation,
+                        reason,
+                    );
                 }
                 Errand::Discard => return self.forget(),
             }
@@ -81,9 +86,10 @@ impl Session {
     ) -> Copy<Vec<Mirror>> {
         copy.extended(|mirrors| {
             let number = epoch.epoch;
-            let applied = self.apply_one(epoch, mirrors, other, log).and_then(|state| {
-                *log = self.follow_from(number, &state)?.or(log.take());
-                Ok(state)
+            let applied = self.apply_one(epoch, mirrors, other, log).and_then(|checkpoint| {
+                let following = self.follow_from(number, &checkpoint.device_state)?;
+                *log = following.or(log.take());
+                Ok(checkpoint)
             });
             applied
                 .with_context(|| format!("epoch {number} could not be applied"))
@@ -97,7 +103,7 @@ impl Session {
         mirrors: Option<Vec<Mirror>>,
         other: Option<Other>,
         log: &mut Option<Arc<Following>>,
-    ) -> anyhow::Result<Vec<u8>> {
+    ) -> anyhow::Result<Checkpoint> {
         let number = epoch.epoch;
         let turns = |kind| epoch.messages.iter().any(|message| message.header.kind == kind);
         let (begins, ends) = (turns(Kind::LogBegins), turns(Kind::LogEnds));
@@ -106,7 +112,7 @@ impl Session {
             // Its memory is the base of what comes.
             self.change_over(other)?;
             let applied = apply_epoch(&self.machine(), epoch, None)?;
-            return Ok(self.applied_turn(number, applied.device_state));
+            return Ok(self.applied_turn(number, applied.checkpoint));
         }
         let in_turn = begins && mirrors.is_some();
         ensure!(!in_turn, "a log begins before the first synchronisation has ended");
@@ -114,12 +120,12 @@ impl Session {
         strike("apply", &self.vm);
         let image = self.keeper.image();
         let applied = apply_epoch(&self.machine(), epoch, image.as_deref())?;
-        let Applied { device_state, keep } = applied;
+        let Applied { checkpoint, keep } = applied;
         if begins {
             // The guest tells of none of its writes.
             self.keeper.end();
             self.change_over(other)?;
-            return Ok(self.applied_turn(number, device_state));
+            return Ok(self.applied_turn(number, checkpoint));
         }
         // With the first whole epoch the mirrors are images of their own.
         if let Some(filled) = mirrors {
@@ -130,9 +136,9 @@ impl Session {
         }
         self.applied.store(number.0, Ordering::Release);
         if let Some(order) = keep {
-            self.keep(order, &device_state);
+            self.keep(order, &checkpoint.device_state);
         }
-        Ok(device_state)
+        Ok(checkpoint)
     }
 
     /// What is there now is a snapshot's: it is stored while later epochs are applied.
@@ -145,11 +151,11 @@ impl Session {
         self.keeper.keep(order, &self.machine(), &self.directory, device_state, answer);
     }
 
-    fn applied_turn(&self, number: Epoch, state: Vec<u8>) -> Vec<u8> {
+    fn applied_turn(&self, number: Epoch, checkpoint: Checkpoint) -> Checkpoint {
         fail::fail_point!("turn-applied");
         self.turns.fetch_sub(1, Ordering::AcqRel);
         self.applied.store(number.0, Ordering::Release);
-        state
+        checkpoint
     }
 
     /// Loads the machine and executes the log that begins behind this epoch, if one does.

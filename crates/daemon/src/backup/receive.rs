@@ -3,6 +3,7 @@
 
 use super::apply::{apply, validate};
 use super::session::Session;
+use crate::clock;
 use crate::lockstep::backup::Following;
 use crate::lockstep::be_urgent;
 use crate::machine::Machine;
@@ -126,7 +127,7 @@ impl Session {
         let may_come =
             |following: Arc<Following>| epoch <= following.machine() || following.is_ending();
         ensure!(self.following().is_none_or(may_come), "{kind:?} came after the log had begun");
-        if let Some(epoch) = staging.take(message)? {
+        if let Some(epoch) = staging.take(message, clock::now())? {
             // Before the apply thread has it, which gives its bytes back.
             self.waiting.force(epoch.bytes);
             self.group.staged(self, epoch);

@@ -4,7 +4,9 @@ mod clock;
 
 pub use clock::{Clock, Stage};
 
+use super::apply::Checkpoint;
 use super::session::Session;
+use crate::clock::now;
 use crate::lockstep::backup::{self as lockstep, Following};
 use crate::machine::Machine;
 use crate::report::{ProtectRequest, TakeoverReport};
@@ -41,26 +43,27 @@ pub enum Outcome {
 }
 
 impl Session {
-    /// The VM is this host's. `state` is that of the last epoch, `log` what is executed behind it.
+    /// The VM is this host's. `checkpoint` is the end of the last epoch, `log` what is executed
+    /// behind it.
     pub(super) fn take_over(
         &self,
-        state: anyhow::Result<Vec<u8>>,
+        checkpoint: anyhow::Result<Checkpoint>,
         log: Option<&Arc<Following>>,
         generation: Generation,
         reason: String,
     ) -> Outcome {
         // The guest tells of none of its writes.
         self.keeper.end();
-        let ready = state.and_then(|state| {
+        let ready = checkpoint.and_then(|checkpoint| {
             if let Some(following) = log {
                 lockstep::await_end(&self.machine(), following)?;
             }
             self.clock.reach(Stage::Executed);
             self.activate(generation)?;
-            Ok(state)
+            Ok(checkpoint)
         });
         let result =
-            self.group.all_or_none(ready).and_then(|state| self.go_live(&state, log.is_some()));
+            self.group.all_or_none(ready).and_then(|from| self.go_live(&from, log.is_some()));
         self.close(Some(generation));
         let (machine, wish) = (self.machine(), lock(&self.wish).clone());
         match result {
@@ -80,11 +83,14 @@ impl Session {
     }
 
     /// Starts the guest, and takes up its conversations where the primary left them.
-    fn go_live(&self, state: &[u8], in_lockstep: bool) -> anyhow::Result<TakeoverReport> {
+    fn go_live(&self, from: &Checkpoint, in_lockstep: bool) -> anyhow::Result<TakeoverReport> {
         self.clock.reach(Stage::Activated);
         let resent_frames = match in_lockstep {
             true => lockstep::go_live(&self.machine())?,
-            false => self.machine().go_live(state, &self.outbound.take())?,
+            false => {
+                let age = now() - from.taken;
+                self.machine().go_live(&from.device_state, age, &self.outbound.take())?
+            }
         };
         self.clock.reach(Stage::Live);
         let injected_frames = self.inbound.inject(&self.machine());

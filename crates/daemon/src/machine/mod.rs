@@ -23,7 +23,7 @@ use std::os::fd::RawFd;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, Weak};
-use std::time::Instant;
+use std::time::{Duration, Instant};
 use tracing::{info, warn};
 use tracking::LogTracker;
 use understudy_disk::{Disk, NbdServer};
@@ -402,14 +402,19 @@ impl Machine {
     }
 
     /// Starts the guest of a standby from `device_state`; its memory and disks
-    /// are those of the same epoch. From here on its output goes out, behind `before`,
+    /// are those of the same epoch. Its clocks go on as if it had run all the time since then,
+    /// which is `age`. From here on its output goes out, behind `before`,
     /// which it sent on its former host. Returns how many of those were sent.
     pub fn go_live(
         &self,
         device_state: &[u8],
+        age: Duration,
         before: &[(CardIndex, Vec<u8>)],
     ) -> anyhow::Result<u64> {
         let began = Instant::now();
+        if let Some(agent) = self.pauser.agent() {
+            agent.continue_clocks(age);
+        }
         for disk in &self.disks {
             disk.set_read_only(false);
         }

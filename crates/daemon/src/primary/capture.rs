@@ -260,13 +260,13 @@ impl<'a> Capturer<'a> {
         for disk in self.machine.disks() {
             disk.end_checkpoint();
         }
-        captured?;
+        let stopped = captured?;
         timing.total_ms = milliseconds(watch.now - watch.started);
         lock(&self.session.watch).resumed();
         self.last_pages = timing.pages + timing.precopied_pages;
         self.session.stats.captured(timing, watch.now);
         self.session.pace.captured(epoch, self.last_pages, began);
-        self.queue(epoch, cut);
+        self.queue(epoch, cut, stopped);
         let checkpoint =
             LastCheckpoint { started: watch.started, resumed: watch.now, pages: self.last_pages };
         self.session.group.rendezvous().resumed(checkpoint);
@@ -302,13 +302,13 @@ impl<'a> Capturer<'a> {
         Ok(pages)
     }
 
-    /// What happens while the guest stands still.
+    /// What happens while the guest stands still; gives when it stopped.
     fn pause_and_copy(
         &mut self,
         cut: Cut,
         watch: &mut Stopwatch,
         timing: &mut CheckpointTiming,
-    ) -> anyhow::Result<()> {
+    ) -> anyhow::Result<Time> {
         let mut monitor = self.machine.monitor();
         let errand = match cut {
             Cut::LogBegins => LogErrand::Attach,
@@ -317,6 +317,7 @@ impl<'a> Capturer<'a> {
         };
         let epoch = self.session.running();
         let mut pause = self.machine.pause(&mut monitor, errand)?;
+        let stopped = clock::now();
         // Nobody runs on, or is copied, before all stand still.
         let group = &self.session.group;
         group.meet(self.session, || group.place_barrier(self.session, cut == Cut::Last))?;
@@ -349,10 +350,10 @@ impl<'a> Capturer<'a> {
         }
         self.carried.clear();
         timing.cont_ms = watch.lap();
-        Ok(())
+        Ok(stopped)
     }
 
-    fn queue(&mut self, epoch: Epoch, cut: Cut) {
+    fn queue(&mut self, epoch: Epoch, cut: Cut, stopped: Time) {
         let outbox = &self.session.outbox;
         match cut {
             Cut::LogBegins if epoch > MACHINE => {
@@ -379,7 +380,7 @@ impl<'a> Capturer<'a> {
         if let Some(closing) = self.closing.take() {
             closing.queue(self.session, epoch);
         }
-        outbox.put_now(Outgoing::EpochEnd(epoch));
+        outbox.put_now(Outgoing::EpochEnd(epoch, stopped));
     }
 }
 

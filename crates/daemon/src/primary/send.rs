@@ -16,7 +16,7 @@ use std::time::Duration;
 use understudy_encoding::{Encoder, EncodingPlan, Page};
 use understudy_memory::CapturedChunk;
 use understudy_protocol::wire::{HEADER_BYTES, Header, Kind};
-use understudy_protocol::{Epoch, EpochDigest};
+use understudy_protocol::{Epoch, EpochDigest, Time};
 
 /// Bytes that may wait to be sent, beside captured pages.
 const QUEUE_BYTES: u64 = 32 << 20;
@@ -31,7 +31,7 @@ pub enum Outgoing {
     /// The backup's memory has changed by other means: what was sent before is no base for deltas.
     Forget,
     /// Everything of the epoch went before.
-    EpochEnd(Epoch),
+    EpochEnd(Epoch, Time),
     /// A message without payload.
     Signal(Kind),
     /// Nothing comes after this.
@@ -88,7 +88,7 @@ impl Outgoing {
         match self {
             Outgoing::Pages(_, chunk) => chunk.bytes().len() as u64,
             Outgoing::Data(_, _, payload) => payload.len() as u64,
-            Outgoing::Forget | Outgoing::EpochEnd(_) | Outgoing::Signal(_) | Outgoing::End => 0,
+            Outgoing::Forget | Outgoing::EpochEnd(..) | Outgoing::Signal(_) | Outgoing::End => 0,
         }
     }
 }
@@ -104,7 +104,7 @@ pub fn send_all(outflow: &Outflow, session: &Session) -> io::Result<()> {
         if matches!(item, Outgoing::End) {
             break;
         }
-        if matches!(item, Outgoing::EpochEnd(_)) {
+        if matches!(item, Outgoing::EpochEnd(..)) {
             strike("send", &session.vm);
         }
         let bytes = item.bytes();
@@ -150,10 +150,11 @@ impl Sending<'_> {
                 self.sent(epoch, &header);
                 Ok(())
             }
-            Outgoing::EpochEnd(epoch) => {
+            Outgoing::EpochEnd(epoch, stopped) => {
                 fail::fail_point!("before-epoch-end");
                 let digest = self.digests.remove(&epoch).unwrap_or_default();
-                let header = self.link.send_parts(Kind::EpochEnd, epoch, &[&digest.encode()])?;
+                let end = digest.end(clock::now() - stopped);
+                let header = self.link.send_parts(Kind::EpochEnd, epoch, &[&end])?;
                 self.count(&header);
                 self.stats.link(|link| link.ended(epoch, &self.burst));
                 fail::fail_point!("after-epoch-end");

@@ -64,6 +64,7 @@
 mod arbiter;
 mod bulk;
 mod cards;
+mod clocks;
 mod closing;
 mod cluster;
 mod cluster_deaths;

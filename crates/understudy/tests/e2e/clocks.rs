@@ -1,0 +1,180 @@
+//! The guest's clocks lose neither the pauses of its checkpoints nor the time without a host, and
+//! no virtual CPU ever sees them go backwards.
+
+use crate::stage::{Calm, LIMIT, options, play};
+use anyhow::{Context, Result, ensure};
+use std::io::{BufRead, BufReader, Write};
+use std::net::{SocketAddr, TcpStream};
+use std::thread;
+use std::time::{Duration, Instant};
+use understudy_lab::scene::VM;
+use understudy_lab::{GUEST_ADDRESS, Scene, SceneOptions, in_namespace, wait_for};
+use understudy_protocol::Policy;
+use understudy_qemu::TickRate;
+
+const PORT: u16 = 7060;
+/// Checkpoints a second.
+const HZ: u32 = 100;
+/// How far a clock may be off afterwards.
+const MOST_OFF: Duration = Duration::from_millis(10);
+/// Times that a clock is asked for one comparison.
+const QUESTIONS: usize = 100;
+/// Between two of them, so that they fall into different parts of an epoch.
+const BETWEEN: Duration = Duration::from_millis(3);
+/// Looks at the clocks that a watch is worth something after.
+const FEWEST_LOOKS: u64 = 20_000;
+
+#[test]
+fn clocks_keep_up_through_a_thousand_checkpoints_and_a_fail_over() {
+    keep_up_through(1_000);
+}
+
+#[test]
+#[ignore = "long: ten thousand checkpoints, 100 s and more"]
+fn clocks_keep_up_through_ten_thousand_checkpoints_and_a_fail_over() {
+    keep_up_through(10_000);
+}
+
+fn keep_up_through(checkpoints: u64) {
+    let policy = Some(Policy::Interval { hz: HZ });
+    play(SceneOptions { vcpus: 2, policy, ..options().calm() }, |scene| {
+        scene.start_guest("a")?;
+        scene.await_guest()?;
+        let mut clocks = Clocks::open(scene)?;
+        let unprotected = clocks.compare()?;
+        scene.protect("a", "b")?;
+        scene.await_protected("a", |_| ())?;
+        let first = committed(scene, "a")?;
+        let limit = LIMIT + Duration::from_millis(checkpoints * 40);
+        let last = wait_for(&format!("{checkpoints} checkpoints"), limit, || {
+            let now = committed(scene, "a")?;
+            Ok((now >= first + checkpoints).then_some(now))
+        })?;
+        let protected = clocks.compare()?;
+        scene.host_mut("a")?.kill_everything()?;
+        scene.await_live("b")?;
+        let taken_over = clocks.compare()?;
+        for (when, offset) in [("checkpoints", protected), ("fail-over", taken_over)] {
+            let off = offset.since(unprotected);
+            println!("{} {when}: the guest's counter is off by {off}", last - first);
+            println!("  its time of day by {:.1} ms", offset.day_ms - unprotected.day_ms);
+            ensure!(off.is_within(MOST_OFF), "after {when} the guest's counter is off by {off}");
+        }
+        clocks.prove_forward()
+    });
+}
+
+/// Epochs that the backup has.
+fn committed(scene: &Scene, host: &str) -> Result<u64> {
+    let status = scene.status(host)?;
+    status["checkpoints"].as_u64().with_context(|| format!("no checkpoints in {status}"))
+}
+
+/// The connection to the guest's clocks, which outlives its hosts.
+struct Clocks {
+    connection: BufReader<TcpStream>,
+    rate: TickRate,
+}
+
+/// One answer.
+struct Shown {
+    day_ns: i128,
+    ticks: i64,
+    looks: u64,
+    backwards: [u64; 2],
+}
+
+/// How far the guest's counter is from this machine's, at least and at most, and its time of day
+/// roughly.
+#[derive(Clone, Copy)]
+struct Offset {
+    least_ns: i64,
+    most_ns: i64,
+    day_ms: f64,
+}
+
+/// How far an offset has moved: at least and at most.
+struct Moved(i64, i64);
+
+impl Clocks {
+    fn open(scene: &Scene) -> Result<Clocks> {
+        scene.shell()?.start(&format!("guest-tools clock {PORT}"))?;
+        let guest = SocketAddr::new(GUEST_ADDRESS.into(), PORT);
+        let connect = || {
+            let tried = in_namespace(&scene.lab().client(), || TcpStream::connect(guest))?;
+            Ok(tried.ok())
+        };
+        let connection = wait_for("the guest to show its clocks", LIMIT, connect)?;
+        connection.set_nodelay(true)?;
+        connection.set_read_timeout(Some(LIMIT))?;
+        Ok(Clocks { connection: BufReader::new(connection), rate: TickRate::of_this_host() })
+    }
+
+    fn ask(&mut self) -> Result<Shown> {
+        self.connection.get_mut().write_all(b"?\n")?;
+        let mut line = String::new();
+        self.connection.read_line(&mut line).context("the guest shows no clocks")?;
+        let words: Vec<i128> = line.split_whitespace().filter_map(|w| w.parse().ok()).collect();
+        let &[day_ns, ticks, looks, monotonic, counter] = &words[..] else {
+            anyhow::bail!("the guest's clocks are {line:?}");
+        };
+        let backwards = [monotonic as u64, counter as u64];
+        Ok(Shown { day_ns, ticks: ticks as i64, looks: looks as u64, backwards })
+    }
+
+    /// Compares the guest's clocks with this machine's: each question narrows it down.
+    fn compare(&mut self) -> Result<Offset> {
+        let (mut least_ns, mut most_ns) = (i64::MIN, i64::MAX);
+        let mut day_ms = f64::NAN;
+        let mut shortest = Duration::MAX;
+        for _ in 0..QUESTIONS {
+            let (asked, day) = (Instant::now(), std::time::SystemTime::now());
+            let before = TickRate::counter();
+            let shown = self.ask()?;
+            let after = TickRate::counter();
+            least_ns = least_ns.max(self.rate.nanoseconds(shown.ticks - after));
+            most_ns = most_ns.min(self.rate.nanoseconds(shown.ticks - before));
+            let took = asked.elapsed();
+            if took < shortest {
+                shortest = took;
+                let middle = day.duration_since(std::time::UNIX_EPOCH)? + took / 2;
+                day_ms = (shown.day_ns - middle.as_nanos() as i128) as f64 / 1e6;
+            }
+            thread::sleep(BETWEEN);
+        }
+        ensure!(least_ns <= most_ns, "the guest's counter moves: {least_ns} to {most_ns} ns");
+        Ok(Offset { least_ns, most_ns, day_ms })
+    }
+
+    /// No thread in the guest saw a clock behind what another one had seen before.
+    fn prove_forward(&mut self) -> Result<()> {
+        let Shown { looks, backwards: [monotonic, counter], .. } = self.ask()?;
+        println!("{looks} looks on two virtual CPUs");
+        ensure!(looks >= FEWEST_LOOKS, "the clocks of {VM} were looked at {looks} times only");
+        ensure!(
+            monotonic == 0 && counter == 0,
+            "of {looks} looks CLOCK_MONOTONIC went backwards in {monotonic}, the counter in {counter}"
+        );
+        Ok(())
+    }
+}
+
+impl Offset {
+    fn since(self, before: Offset) -> Moved {
+        Moved(self.least_ns - before.most_ns, self.most_ns - before.least_ns)
+    }
+}
+
+impl Moved {
+    /// Whatever it is within its bounds.
+    fn is_within(&self, limit: Duration) -> bool {
+        let limit = limit.as_nanos() as i64;
+        -limit <= self.0 && self.1 <= limit
+    }
+}
+
+impl std::fmt::Display for Moved {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "{:.2} to {:.2} ms", self.0 as f64 / 1e6, self.1 as f64 / 1e6)
+    }
+}
