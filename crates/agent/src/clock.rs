@@ -265,7 +265,7 @@ fn advance_counters(nanoseconds: i64) {
 fn vcpus() -> Vec<RawFd> {
     let entries = fs::read_dir("/proc/self/fd").into_iter().flatten().flatten();
     let is_vcpu = |path: &std::path::Path| {
-        fs::read_link(path).is_ok_and(|to| to.to_string_lossy().starts_with("anon_inode:kvm-vcpu"))
+        fs::read_link(path).is_ok_and(|to| to.to_string_lossy().starts_with("anon_inode:kvm-vcpu:"))
     };
     entries
         .filter(|entry| is_vcpu(&entry.path()))

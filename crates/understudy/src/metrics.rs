@@ -100,6 +100,9 @@ impl Page<'_> {
         self.each("vm_live", "1 if the guest executes on this host", |vm| {
             Some(u8::from(vm.live).into())
         });
+        self.each("vm_disk_error", "1 if the guest stands still because a disk fails", |vm| {
+            Some(u8::from(vm.disk_error.is_some()).into())
+        });
         self.each("vm_generation", "Generation of the VM's ownership", |vm| {
             Some(vm.generation.0 as f64)
         });
@@ -232,6 +235,7 @@ mod tests {
             r#"understudy_vm_protection{vm="db",state="protected"} 1.0"#,
             r#"understudy_vm_protection{vm="db",state="degraded"} 0.0"#,
             r#"understudy_vm_role{vm="db",role="primary"} 1.0"#,
+            r#"understudy_vm_disk_error{vm="db"} 0.0"#,
             r#"understudy_vm_committed_epoch{vm="db"} 1234.0"#,
             r#"understudy_vm_held_frames{vm="db"} 7.0"#,
             r#"understudy_vm_held_console_bytes{vm="db"} 9.0"#,
