@@ -175,6 +175,7 @@ impl Bank<'_> {
         card.insert("mac".into(), format!("52:54:00:75:75:{member:02x}").into());
         let path = self.scene.lab().directory().join(format!("{}.toml", name(member)));
         fs::write(&path, table.to_string())?;
+        self.scene.spare_boot(&path)?;
         Ok(path)
     }
 

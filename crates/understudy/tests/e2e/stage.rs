@@ -30,6 +30,7 @@ pub fn options() -> SceneOptions {
         agent.display()
     );
     let mut options = SceneOptions::new(binary, &guest_files());
+    options.booted = cfg!(feature = "fail-points");
     for host in &options.hosts {
         options.daemons.insert(host.clone(), daemon());
     }

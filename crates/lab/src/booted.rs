@@ -1,0 +1,209 @@
+//! Guests that go on where one like them had booted, so that most tests do without the boot.
+//!
+//! The first test with a guest of some shape (its machine, kernel, disks and address) boots one in
+//! a laboratory of its own, and keeps its memory, its devices and its disks when it is up and idle.
+//! A daemon that was built with fail points starts a guest from there, once, and any further time
+//! boots it from its disks, as daemons without fail points do.
+
+use crate::command::run;
+use crate::host::{HostOptions, HostProcess};
+use crate::lab::Lab;
+use crate::scene::{ECHO_PORT, RECORDS_PORT, SHELL_PORT};
+use crate::shell::GuestShell;
+use crate::wait::{await_servers, wait_for};
+use anyhow::{Context, Result, ensure};
+use nix::fcntl::{Flock, FlockArg};
+use std::ffi::OsString;
+use std::fs::{self, File};
+use std::hash::{DefaultHasher, Hash, Hasher};
+use std::net::{Ipv4Addr, SocketAddr};
+use std::os::unix::fs::{MetadataExt, symlink};
+use std::path::{Path, PathBuf};
+use std::time::{Duration, SystemTime};
+use understudy_qemu::command::BootFiles;
+use understudy_qemu::definition::{AcceleratorChoice, DiskFormat};
+use understudy_qemu::{Accelerator, Resources, Role, VmDefinition, command_line, kvm_works};
+
+/// The directory of a laboratory in which daemons look for saved guests.
+pub(crate) const DIRECTORY: &str = "booted";
+/// The environment variable that tells them.
+pub(crate) const VARIABLE: &str = "UNDERSTUDY_BOOTED";
+
+const QEMU: &str = "qemu-system-x86_64";
+/// Changes with what is saved, and how.
+const FORMAT: u32 = 1;
+const HOST: &str = "a";
+const CONSOLE_LOG: &str = "console.log";
+/// The console's last words of a boot, and the first of the shell behind it.
+const UP: &str = "UNDERSTUDY-GUEST-READY";
+const PROMPT: &str = "# ";
+const LIMIT: Duration = Duration::from_secs(120);
+/// Saved guests that no test has used for so long are removed.
+const KEPT: Duration = Duration::from_secs(24 * 3600);
+
+/// Has the guest of this definition start where one like it had booted, and brings its disks
+/// there. Guests that are not worth it are left as they are: those that boot from a disk, that
+/// begin in lockstep, that have several cards or disks of another format.
+pub(crate) fn prepare(lab: &Lab, definition: &Path, store: &Path, binary: &Path) -> Result<()> {
+    let text = fs::read_to_string(definition)?;
+    let definition: VmDefinition = toml::from_str(&text).context("the VM's definition")?;
+    if !is_usual(&definition) {
+        return Ok(());
+    }
+    let saved = saved(&definition, store, binary).context("cannot save a guest that has booted")?;
+    for (n, disk) in definition.disks.iter().enumerate() {
+        copy(&saved.join(disk_name(n)), &disk.path)?;
+    }
+    let directory = lab.directory().join(DIRECTORY);
+    fs::create_dir_all(&directory)?;
+    symlink(&saved, directory.join(&*definition.name))?;
+    Ok(())
+}
+
+fn is_usual(definition: &VmDefinition) -> bool {
+    let raw = definition.disks.iter().all(|disk| disk.format == DiskFormat::Raw);
+    let switches = definition.append.as_deref().is_some_and(|line| line.contains("rdinit="));
+    definition.kernel.is_some()
+        && raw
+        && !switches
+        && !definition.lockstep
+        && definition.cards.len() == 1
+}
+
+/// Where the saved guest is, which is made if there is none.
+fn saved(definition: &VmDefinition, store: &Path, binary: &Path) -> Result<PathBuf> {
+    fs::create_dir_all(store)?;
+    let store = store.canonicalize()?;
+    let name = shape(definition)?;
+    let saved = store.join(&name);
+    let lock = File::create(store.join(format!("{name}.lock")))?;
+    let lock = Flock::lock(lock, FlockArg::LockExclusive).map_err(|(_, error)| error)?;
+    if !saved.exists() {
+        remove_old(&store)?;
+        let unfinished = tempfile::Builder::new().prefix("unfinished-").tempdir_in(&store)?;
+        save(definition, binary, unfinished.path())?;
+        fs::set_permissions(unfinished.path(), fs::metadata(&store)?.permissions())?;
+        fs::rename(unfinished.keep(), &saved)?;
+    }
+    // When it was used last.
+    lock.set_modified(SystemTime::now())?;
+    Ok(saved)
+}
+
+/// All that the state of the booted guest depends on.
+fn shape(definition: &VmDefinition) -> Result<String> {
+    let qemu = std::env::split_paths(&std::env::var_os("PATH").unwrap_or_default())
+        .map(|directory| directory.join(QEMU))
+        .find(|program| program.is_file())
+        .with_context(|| format!("no {QEMU} on the PATH"))?;
+    let boot = [&definition.kernel, &definition.initrd].into_iter().flatten();
+    let disks = definition.disks.iter().map(|disk| &disk.path);
+    let mut hasher = DefaultHasher::new();
+    FORMAT.hash(&mut hasher);
+    kvm_works().is_ok().hash(&mut hasher);
+    for file in boot.chain([&qemu]) {
+        let found = file.metadata().with_context(|| format!("no {}", file.display()))?;
+        (found.len(), found.mtime(), found.mtime_nsec()).hash(&mut hasher);
+    }
+    for disk in disks {
+        disk.metadata()?.len().hash(&mut hasher);
+    }
+    likeness(definition).hash(&mut hasher);
+    Ok(format!("{:016x}", hasher.finish()))
+}
+
+/// The product's command line of the machine, but for what differs from start to start.
+fn likeness(definition: &VmDefinition) -> Vec<OsString> {
+    let mut same = definition.clone();
+    same.name = "saved".parse().expect("a name");
+    let resources = Resources {
+        machine_type: same.machine.clone(),
+        accelerator: match same.accel {
+            AcceleratorChoice::Tcg => Accelerator::Tcg,
+            AcceleratorChoice::Auto | AcceleratorChoice::Kvm => Accelerator::Kvm,
+        },
+        kvm: None,
+        boot: BootFiles::default(),
+        monitors: [-1; 3],
+        console: None,
+        awaits_disks: false,
+        role: Role::Fresh,
+        lockstep: None,
+        ram: -1,
+        disks: vec![PathBuf::new(); same.disks.len()],
+        cards: vec![-1; same.cards.len()],
+    };
+    command_line(&same, &resources)
+}
+
+/// Boots a guest, and saves all of it in `directory`.
+fn save(definition: &VmDefinition, binary: &Path, directory: &Path) -> Result<()> {
+    let lab = Lab::new(&[HOST])?;
+    let mut own = definition.clone();
+    for (n, disk) in own.disks.iter_mut().enumerate() {
+        let copied = lab.directory().join(disk_name(n));
+        copy(&disk.path, &copied)?;
+        disk.path = copied;
+    }
+    let file = lab.directory().join("vm.toml");
+    fs::write(&file, toml::to_string(&own)?)?;
+    let point = format!("save-booted=return({})", directory.display());
+    let environment = vec![("FAILPOINTS".to_owned(), point)];
+    let options = HostOptions { environment, insecure: true, ..HostOptions::default() };
+    let host = HostProcess::start_with(&lab, HOST, binary, &options)?;
+    host.call(["vm", "start", &file.to_string_lossy()])?;
+    await_idle(&lab, &host, &own)?;
+    host.call(["vm", "stop", &own.name, "--force"])?;
+    for (n, disk) in own.disks.iter().enumerate() {
+        copy(&disk.path, &directory.join(disk_name(n)))?;
+    }
+    Ok(())
+}
+
+/// Waits until the guest is up, has written what it had to write, and waits for others.
+fn await_idle(lab: &Lab, host: &HostProcess, definition: &VmDefinition) -> Result<()> {
+    let address = address(definition)?;
+    let servers = [RECORDS_PORT, SHELL_PORT, ECHO_PORT].map(|port| (address, port).into());
+    await_servers(lab, "the guest", &servers)?;
+    let console = host.machine_directory(&definition.name).join(CONSOLE_LOG);
+    wait_for("the guest's console to be ready", LIMIT, || {
+        let said = fs::read(&console).unwrap_or_default();
+        let said = String::from_utf8_lossy(&said);
+        let behind = said.split_once(UP).map(|(_, behind)| behind.contains(PROMPT));
+        Ok(behind.unwrap_or_default().then_some(()))
+    })?;
+    let shell: SocketAddr = (address, SHELL_PORT).into();
+    let synced = GuestShell::connect(lab, shell)?.run("sync; sleep 0.2")?;
+    ensure!(synced.code == 0, "the guest's disks are not synced: {}", synced.text);
+    Ok(())
+}
+
+/// What the kernel's command line gives to the guest's card.
+fn address(definition: &VmDefinition) -> Result<Ipv4Addr> {
+    let line = definition.append.as_deref().unwrap_or_default();
+    let value = line.split(' ').find_map(|word| word.strip_prefix("us.ip="));
+    let address = value.and_then(|value| value.split('/').next()?.parse().ok());
+    address.with_context(|| format!("`{line}` gives the guest no address"))
+}
+
+fn disk_name(n: usize) -> String {
+    format!("disk{n}")
+}
+
+fn copy(from: &Path, to: &Path) -> Result<()> {
+    let paths = [&*from.to_string_lossy(), &*to.to_string_lossy()];
+    run("cp", &[&["--sparse=always", "--reflink=auto"][..], &paths].concat()).map(drop)
+}
+
+/// Removes what was not used lately.
+fn remove_old(store: &Path) -> Result<()> {
+    for entry in fs::read_dir(store)?.flatten() {
+        let used = entry.metadata().and_then(|found| found.modified());
+        let is_old = used.is_ok_and(|used| used.elapsed().is_ok_and(|since| since > KEPT));
+        if is_old && entry.path().extension().is_some_and(|kind| kind == "lock") {
+            let _ = fs::remove_dir_all(entry.path().with_extension(""));
+            let _ = fs::remove_file(entry.path());
+        }
+    }
+    Ok(())
+}
