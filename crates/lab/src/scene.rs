@@ -104,7 +104,7 @@ impl Scene {
     }
 
     /// Has a further guest, which its definition says and whose disks are there, start where one
-    /// like it had booted, if the scene's guest does.
+    /// like it had booted, if the scene's guest does. For guests that several tests have.
     pub fn spare_boot(&self, definition: &Path) -> Result<()> {
         self.options.spare_boot(&self.lab, definition)
     }

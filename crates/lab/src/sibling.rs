@@ -39,7 +39,6 @@ impl Sibling<'_> {
         let path = directory.join(format!("{}.toml", self.name));
         fs::write(&path, table.to_string())
             .with_context(|| format!("cannot write {}", path.display()))?;
-        scene.spare_boot(&path)?;
         Ok(path)
     }
 

@@ -16,7 +16,6 @@ use std::os::fd::{AsFd, AsRawFd, BorrowedFd};
 use std::os::unix::fs::FileExt;
 use std::path::Path;
 use understudy_memory::GuestRam;
-
 use understudy_protocol::{PAGE_SIZE, PageIndex};
 use understudy_qemu::user::{self, User, path_in_qemu};
 use understudy_qemu::{Monitor, Role};
@@ -43,8 +42,8 @@ impl Booted {
     ) -> anyhow::Result<Option<Booted>> {
         let Some(directory) = env::var_os(VARIABLE) else { return Ok(None) };
         let saved = Path::new(&directory).join(&*plan.definition.name);
-        let first = plan.role == Role::Fresh && plan.former.is_none() && plan.lockstep.is_none();
-        if !first || !saved.exists() {
+        let is_first = plan.role == Role::Fresh && plan.former.is_none();
+        if !is_first || !saved.exists() {
             return Ok(None);
         }
         let taken = saved.with_extension("taken");

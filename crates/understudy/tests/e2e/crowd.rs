@@ -60,7 +60,6 @@ impl Member {
         definition["card"][0]["mac"] = format!("52:54:00:75:74:{last:02x}").into();
         let file = scene.lab().directory().join(format!("{}.toml", self.name));
         fs::write(&file, definition.to_string())?;
-        scene.spare_boot(&file)?;
         scene.host(self.primary)?.call(["vm", "start", &file.to_string_lossy()])?;
         Ok(())
     }
