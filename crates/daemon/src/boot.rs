@@ -134,6 +134,9 @@ impl Host {
                 if !force {
                     return self.power_off(&vm);
                 }
+                fail::fail_point!("save-booted", |directory| {
+                    self.save_booted(&vm, &directory.expect("return(DIRECTORY)"))
+                });
                 let fellows = self.fellows(&vm);
                 self.end_protection(&vm)?;
                 self.leave_group(&vm, &fellows);
@@ -153,6 +156,15 @@ impl Host {
             }
         }
         Ok(())
+    }
+
+    #[cfg(feature = "fail-points")]
+    fn save_booted(&self, vm: &PrimaryVm, directory: &str) -> Result<(), HostError> {
+        let save = || {
+            let home = crate::home::Home::existing(&self.vm_directory(vm.name())?)?;
+            machine::booted::save(&vm.machine(), &home, directory.as_ref())
+        };
+        save().map_err(|error| failed("cannot save the guest", &error))
     }
 
     fn power_off(&self, vm: &PrimaryVm) -> Result<(), HostError> {

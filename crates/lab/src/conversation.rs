@@ -39,6 +39,12 @@ pub enum ConversationError {
         /// The beginning of the wrong one.
         got: String,
     },
+    /// The client was ended at once.
+    #[error("the client was ended in round {round}, without an answer")]
+    Abandoned {
+        /// The request that was under way, counted from 1.
+        round: u64,
+    },
     /// The last request was not answered before the client gave up.
     #[error("no answer in round {round} for {LAST_ANSWER_LIMIT:?} after the client was stopped")]
     Silent {
@@ -97,6 +103,7 @@ pub(crate) struct Conversation {
 #[derive(Default)]
 struct Shared {
     stop: AtomicBool,
+    abandoned: AtomicBool,
     rounds: AtomicU64,
     failed: AtomicBool,
 }
@@ -135,6 +142,12 @@ impl Conversation {
     pub(crate) fn ask_to_stop(&self) {
         self.shared.stop.store(true, Ordering::Release);
         self.thread.thread().unpark();
+    }
+
+    /// Ends the conversation with a guest that is no more, which will not answer.
+    pub(crate) fn abandon(self) -> Transcript {
+        self.shared.abandoned.store(true, Ordering::Release);
+        self.stop()
     }
 
     /// Ends the conversation and returns what happened.
@@ -235,6 +248,9 @@ impl Line<'_> {
             Err(error) => match error.kind() {
                 ErrorKind::Interrupted => Ok(0),
                 ErrorKind::WouldBlock | ErrorKind::TimedOut if would_block(&error) => {
+                    if self.shared.abandoned.load(Ordering::Acquire) {
+                        return Err(ConversationError::Abandoned { round });
+                    }
                     patience.check(self.is_stopping()).map(|()| 0)
                 }
                 _ => Err(ConversationError::Broken { round, source: error }),

@@ -1,5 +1,6 @@
 //! A host: the daemon in its namespace, what is asked of it, and its deaths.
 
+use crate::booted;
 use crate::command::run;
 use crate::etcd::Etcd;
 use crate::lab::Lab;
@@ -198,6 +199,11 @@ impl HostProcess {
         &self.directory
     }
 
+    /// The directory of a VM's own on this host, with its logs.
+    pub(crate) fn machine_directory(&self, vm: &str) -> PathBuf {
+        self.directory.join(STATE).join(vm)
+    }
+
     /// The unix socket of the daemon's API.
     pub fn socket(&self) -> &Path {
         &self.socket
@@ -335,6 +341,7 @@ fn spawn_daemon(lab: &Lab, name: &str, binary: &Path, options: &HostOptions) -> 
         .arg("host")
         .arg("--config")
         .arg(config)
+        .env(booted::VARIABLE, lab.directory().join(booted::DIRECTORY))
         .envs(options.environment.iter().map(|(name, value)| (name, value)))
         .current_dir(&directory)
         .stdin(Stdio::null())

@@ -24,6 +24,7 @@
 //! | `etcd`        | an etcd that is the arbiter, and its links to the hosts |
 //! | `part`        | failures of a part of a host |
 //! | [`scene`]     | daemons, a guest and its protection: what most tests begin with |
+//! | `booted`      | guests that were saved when they had booted, to go on from there |
 //! | `plain`       | a guest on QEMU without the product, to compare with |
 //! | `migration`   | live migration of such a guest, and its downtime |
 //! | `colo`        | the same guest under QEMU's own fault tolerance |
@@ -39,6 +40,7 @@
 //! | `leftovers`   | what was not cleaned up |
 
 mod bench_guest;
+mod booted;
 mod chatter;
 pub mod check;
 mod colo;

@@ -53,6 +53,11 @@ impl RecordClient {
     pub fn stop(self) -> RecordReport {
         RecordReport { transcript: self.conversation.stop() }
     }
+
+    /// The same of a guest that is no more: awaits nothing.
+    pub fn abandon(self) -> RecordReport {
+        RecordReport { transcript: self.conversation.abandon() }
+    }
 }
 
 /// The acknowledgement of one record.

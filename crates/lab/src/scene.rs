@@ -75,6 +75,7 @@ impl Scene {
             issue_certificates(&lab, &options.binary)?;
         }
         let definition = write_definition(&lab, &options)?;
+        options.spare_boot(&lab, &definition)?;
         let uses_etcd = |host: &HostOptions| host.arbiter == ArbiterKind::Etcd;
         let etcd = options.daemons.values().any(uses_etcd);
         let etcd = etcd.then(|| Etcd::start(&lab, &options.guest_files)).transpose()?;
@@ -100,6 +101,12 @@ impl Scene {
     /// The VM's definition file.
     pub fn definition(&self) -> &Path {
         &self.definition
+    }
+
+    /// Has a further guest, which its definition says and whose disks are there, start where one
+    /// like it had booted, if the scene's guest does. For guests that several tests have.
+    pub fn spare_boot(&self, definition: &Path) -> Result<()> {
+        self.options.spare_boot(&self.lab, definition)
     }
 
     /// A host's daemon.

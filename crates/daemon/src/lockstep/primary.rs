@@ -417,14 +417,11 @@ fn send(session: &Session, kind: Kind, epoch: Epoch, message: &[u8]) {
 fn read_all(log: &LogChannel, batch: &mut Vec<u8>) -> anyhow::Result<()> {
     const PIECE: usize = 64 << 10;
     batch.clear();
+    let mut piece = vec![0; PIECE];
     while batch.len() + PIECE <= MOST_LOG_BYTES {
-        let start = batch.len();
-        batch.resize(start + PIECE, 0);
-        let read = log.read_now(&mut batch[start..]);
-        batch.truncate(start + *read.as_ref().unwrap_or(&0));
-        match read {
+        match log.read_now(&mut piece) {
             Ok(0) => anyhow::bail!("QEMU closed its log"),
-            Ok(_) => {}
+            Ok(read) => batch.extend_from_slice(&piece[..read]),
             Err(error) if error.kind() == ErrorKind::WouldBlock => break,
             Err(error) => return Err(error).context("cannot read QEMU's log"),
         }

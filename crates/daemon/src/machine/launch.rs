@@ -1,5 +1,7 @@
 //! How a machine comes to be: its QEMU, and all that QEMU must find.
 
+#[cfg(feature = "fail-points")]
+use super::booted::Booted;
 use super::disk_error::DiskErrors;
 use super::process::{Process, connect};
 use super::tracking::logged;
@@ -103,7 +105,8 @@ impl Machine {
         user::give_socket(listener.path(), user)?;
         let lent = Lent::open(&plan, user)?;
         let (log, qemus_log) = open_log(&plan)?.unzip();
-        let args = command_line(
+        #[cfg_attr(not(feature = "fail-points"), expect(unused_mut))]
+        let mut args = command_line(
             &plan.definition,
             &Resources {
                 machine_type: plan.machine_type.clone(),
@@ -128,6 +131,13 @@ impl Machine {
         inherit.extend(guest_ends.iter().map(|end| end.socket.as_fd()));
         inherit.extend(console_end.as_ref().map(|end| end.as_fd()));
         inherit.extend(lent.descriptors());
+        #[cfg(feature = "fail-points")]
+        let booted = Booted::take(&plan, &ram, user)?;
+        #[cfg(feature = "fail-points")]
+        if let Some(booted) = &booted {
+            args.extend(Booted::arguments());
+            inherit.push(booted.descriptor());
+        }
         let mut environment = lent.environment();
         if let (Some(ends), Some(lockstep)) = (&qemus_log, &plan.lockstep) {
             inherit.extend(ends.descriptors());
@@ -155,6 +165,10 @@ impl Machine {
         });
         let started = connect(&process, &listener, monitors, plan.on_event.clone());
         let (agent, mut monitor) = started.map_err(|error| process.explain(error))?;
+        #[cfg(feature = "fail-points")]
+        if let Some(booted) = &booted {
+            booted.load(&mut monitor).map_err(|error| process.explain(error))?;
+        }
         let blocks = ram_blocks(&mut monitor, &process.qemu, ram.clone())?;
         let name = &plan.definition.name;
         let logged = logged(plan.accelerator, &blocks);

@@ -3,6 +3,8 @@
 
 mod adopt;
 pub(crate) mod attention;
+#[cfg(feature = "fail-points")]
+pub(crate) mod booted;
 pub(crate) mod disk_error;
 mod launch;
 mod process;

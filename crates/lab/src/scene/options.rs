@@ -2,6 +2,7 @@
 
 use super::guest::{BOOT_IMAGE, GuestKind, IMAGES, INITRD, INSTALLED_IMAGE, KERNEL};
 use crate::bench_guest::{BENCH_IMAGE, BenchGuest, check_file};
+use crate::booted;
 use crate::host::{HostOptions, HostProcess};
 use crate::lab::{GUEST_ADDRESS, Lab};
 use anyhow::{Result, ensure};
@@ -41,6 +42,9 @@ pub struct SceneOptions {
     pub policy: Option<Policy>,
     /// Whether its QEMU counts instructions from the start, as `lockstep` in the definition.
     pub lockstep: bool,
+    /// Whether guests go on from where one like them had booted, instead of booting: for daemons
+    /// with fail points, and tests that are not about the boot.
+    pub booted: bool,
 }
 
 impl SceneOptions {
@@ -61,6 +65,7 @@ impl SceneOptions {
             accel: None,
             policy: None,
             lockstep: false,
+            booted: false,
         }
     }
 
@@ -81,6 +86,14 @@ impl SceneOptions {
                 [&[KERNEL, INITRD][..], &IMAGES[..self.disks.min(IMAGES.len())]].concat()
             }
         }
+    }
+
+    /// Has a guest start where one like it had booted, if guests do.
+    pub(super) fn spare_boot(&self, lab: &Lab, definition: &Path) -> Result<()> {
+        if !self.booted {
+            return Ok(());
+        }
+        booted::prepare(lab, definition, &self.guest_files.join("booted"), &self.binary)
     }
 
     /// Says what is missing or impossible; [`Scene::start`](super::Scene::start) does so as well.

@@ -5,6 +5,8 @@ use super::device_state::DeviceState;
 use super::events::{VmEvent, watch_events};
 use super::ram_blocks::{self, RamBlockInfo};
 use super::sockets::{MONITORS, MonitorSockets};
+#[cfg(feature = "fail-points")]
+use qapi::qmp::migrate;
 use qapi::qmp::{
     HumanReadableText, MigrationCapability, MigrationCapabilityStatus, RunState, cont,
     migrate_incoming, migrate_set_capabilities, query_migrate, query_status, quit, stop,
@@ -15,6 +17,8 @@ use serde::Deserialize;
 use std::io;
 use std::os::fd::OwnedFd;
 use std::os::unix::net::UnixStream;
+#[cfg(feature = "fail-points")]
+use std::path::Path;
 use std::time::Duration;
 
 /// QEMU's monitors.
@@ -220,12 +224,48 @@ impl Monitor {
         }
         self.connection.fire();
         self.connection.flush()?;
+        self.await_migration(migrate_incoming::NAME)
+    }
+
+    /// Stops the guest and saves the machine to a file by QEMU's own migration, without the memory
+    /// that it shares with other processes.
+    #[cfg(feature = "fail-points")]
+    pub fn save_beside_memory(&mut self, path: &Path) -> Result<(), QmpError> {
+        self.stop()?;
+        self.leave_out_memory()?;
+        let uri = Some(format!("file:{}", path.display()));
+        let (detach, resume, channels) = (None, None, None);
+        #[allow(deprecated)]
+        self.connection.push(&migrate { uri, detach, resume, channels })?;
+        self.connection.flush()?;
+        self.await_migration(migrate::NAME)
+    }
+
+    /// Loads what [`Monitor::save_beside_memory`] has saved into a standby whose memory is
+    /// complete; the guest stands still.
+    #[cfg(feature = "fail-points")]
+    pub fn load_beside_memory(&mut self, path: &Path) -> Result<(), QmpError> {
+        self.leave_out_memory()?;
+        let uri = Some(format!("file:{}", path.display()));
+        self.connection.push(&migrate_incoming { channels: None, exit_on_error: None, uri })?;
+        self.connection.flush()?;
+        self.await_migration(migrate_incoming::NAME)
+    }
+
+    #[cfg(feature = "fail-points")]
+    fn leave_out_memory(&mut self) -> Result<(), QmpError> {
+        let wanted = [MigrationCapability::events, MigrationCapability::x_ignore_shared];
+        let wanted = wanted.map(|capability| MigrationCapabilityStatus { capability, state: true });
+        self.simple(&migrate_set_capabilities { capabilities: wanted.into() })
+    }
+
+    fn await_migration(&mut self, command: &'static str) -> Result<(), QmpError> {
         let (mut answered, mut loaded) = (false, false);
         while !(answered && loaded) {
-            match self.connection.message(migrate_incoming::NAME)? {
+            match self.connection.message(command)? {
                 Message::Reply(Ok(_)) => answered = true,
                 Message::Reply(Err(reason)) => {
-                    return Err(QmpError::Refused { command: migrate_incoming::NAME, reason });
+                    return Err(QmpError::Refused { command, reason });
                 }
                 Message::Event { name, data } => {
                     loaded |= name == "MIGRATION" && data["status"] == "completed";

@@ -62,7 +62,10 @@ fn keep_up_through(checkpoints: u64) {
             let off = offset.since(unprotected);
             println!("{} {when}: the guest's counter is off by {off}", last - first);
             println!("  its time of day by {:.1} ms", offset.day_ms - unprotected.day_ms);
-            ensure!(off.is_within(MOST_OFF * patience()), "after {when} the guest's counter is off by {off}");
+            ensure!(
+                off.is_within(MOST_OFF * patience()),
+                "after {when} the guest's counter is off by {off}"
+            );
         }
         clocks.prove_forward()
     });

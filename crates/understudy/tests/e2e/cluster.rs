@@ -24,7 +24,7 @@ const SHELL_PORT: u16 = 7001;
 const START: i64 = 1_000_000;
 /// Milliseconds between two payments of one to another: some are on their way at any moment, and
 /// three guests leave the processors time for other stories.
-const PACE_MS: u32 = 20;
+const PACE_MS: u32 = 40;
 /// Payments of a member that prove that its connections live.
 const PAID: u64 = 40;
 /// Slow enough that most of a member is still to come when it has started.
@@ -100,12 +100,15 @@ fn report(scene: &Scene, bank: SocketAddr) -> Result<Report> {
 
 /// Each pays on the connections that it always had.
 pub fn await_payments(scene: &Scene, banks: &[SocketAddr]) -> Result<()> {
+    let mut goals = Vec::new();
     for &bank in banks {
         // Not until it says something good: what is broken stays so.
         wait_for(&format!("bank {bank} to answer"), LIMIT, || {
             Ok(ask(scene, bank, "report").ok().map(drop))
         })?;
-        let goal = report(scene, bank)?.moves + PAID;
+        goals.push((bank, report(scene, bank)?.moves + PAID));
+    }
+    for (bank, goal) in goals {
         wait_for(&format!("bank {bank} to pay"), LIMIT, || {
             Ok((report(scene, bank)?.moves >= goal).then_some(()))
         })?;
@@ -144,6 +147,11 @@ impl Bank<'_> {
 
     /// Boots them, and has them pay.
     pub fn found(scene: &Scene) -> Result<Bank<'_>> {
+        Bank::found_paying(scene, PACE_MS)
+    }
+
+    /// The same with so many milliseconds between two payments of one to another.
+    pub fn found_paying(scene: &Scene, pace_ms: u32) -> Result<Bank<'_>> {
         let bank = Bank::of(scene);
         for member in 0..MEMBERS {
             let definition = bank.definition(member)?.display().to_string();
@@ -158,7 +166,7 @@ impl Bank<'_> {
             let peers: Vec<_> = peers.map(|peer| format!("{}:{PORT}", address(peer))).collect();
             let peers = peers.join(" ");
             let bank = format!("exec guest-tools bank {} {PORT} {peers}", name(member));
-            shell.start(&format!("BANK_PACE_MS={PACE_MS} {bank}"))?;
+            shell.start(&format!("BANK_PACE_MS={pace_ms} {bank}"))?;
         }
         bank.await_payments()?;
         Ok(bank)
@@ -175,6 +183,7 @@ impl Bank<'_> {
         card.insert("mac".into(), format!("52:54:00:75:75:{member:02x}").into());
         let path = self.scene.lab().directory().join(format!("{}.toml", name(member)));
         fs::write(&path, table.to_string())?;
+        self.scene.spare_boot(&path)?;
         Ok(path)
     }
 

@@ -9,7 +9,7 @@ use anyhow::{Context, Result, ensure};
 use std::fs;
 use toml::{Table, Value};
 use understudy_lab::scene::ECHO_PORT;
-use understudy_lab::{ChatterClient, GuestShell, Load, Scene};
+use understudy_lab::{ChatterClient, GuestShell, Load, Scene, SceneOptions};
 
 /// What a guest is made of.
 struct Devices {
@@ -72,7 +72,9 @@ impl Devices {
 
 /// The host dies while the guest uses all of them; they work on the other one, as they were.
 fn survive(devices: &Devices) {
-    play(options(), |scene| {
+    // Its devices are others than those that a scene begins with.
+    let options = SceneOptions { booted: false, ..options() };
+    play(options, |scene| {
         devices.define(scene)?;
         scene.protected_guest("a", "b")?;
         let client = scene.record_client(PACE)?;

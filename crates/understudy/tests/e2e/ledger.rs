@@ -15,8 +15,10 @@ use understudy_lab::{LongLine, Scene, SceneOptions, wait_for};
 use understudy_protocol::literal;
 use understudy_snapshot::{Member, SnapshotNumber, Store};
 
-/// Payments in a row, so that some are on their way at any moment.
-const BURST: u64 = 6;
+/// Payments in a row, every 10 ms, so that some are on their way at any moment.
+const BURST: u64 = 2;
+/// Milliseconds between two payments of the kind that is repeated, which are beside the point.
+const PACE_MS: u32 = 100;
 /// Snapshots until one was taken with a payment in flight; with the long line the first has some.
 const SNAPSHOTS: usize = 4;
 /// Delay of the line from host a to host b while a snapshot is taken. Either b's member takes its
@@ -196,7 +198,7 @@ fn prove_restored(bank: &Bank<'_>, number: u64, paid: &InFlight) -> Result<()> {
 fn frames_arrive_once(protected: &[usize]) {
     play(with_line(options_with(protected)), |scene| {
         let line = lay_line(scene)?;
-        let bank = Bank::found(scene)?;
+        let bank = Bank::found_paying(scene, PACE_MS)?;
         protected.iter().try_for_each(|member| bank.protect(*member))?;
         burst(scene, BURST)?;
         let (number, paid) = snapshot(&bank, &line)?;
@@ -257,7 +259,7 @@ fn frames_that_are_lost_or_doubled_are_noticed() {
     let mutant = Mutant::new();
     play(mutant.options(), |scene| {
         let line = lay_line(scene)?;
-        let bank = Bank::found(scene)?;
+        let bank = Bank::found_paying(scene, PACE_MS)?;
         burst(scene, BURST)?;
         let (number, paid) = snapshot(&bank, &line)?;
         let again = || prove_restored(&bank, number, &paid);

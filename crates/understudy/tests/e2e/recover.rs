@@ -39,7 +39,7 @@ fn valid_images(scene: &Scene, host: &str) -> Result<(String, String)> {
 /// Recovers the guest where `valid` are its images; the other host refuses. Every
 /// acknowledged record must be there.
 fn prove_recovery(scene: &Scene, valid: &str, other: &str, client: RecordClient) -> Result<()> {
-    let acked = client.stop().acked();
+    let acked = client.abandon().acked();
     let definition = scene.definition().to_string_lossy().into_owned();
     for host in [valid, other] {
         let (found, why) = valid_images(scene, host)?;
@@ -107,7 +107,7 @@ fn a_backup_dies_between_winning_and_activation() {
         ensure!(why.contains("never started the guest"), "{why}");
         let (_, words) = refusal(scene.host("b")?, &["recover", VM])?;
         ensure!(words.contains("on host a"), "`recover` on b: {words}");
-        let acked = client.stop().acked();
+        let acked = client.abandon().acked();
         scene.host("a")?.call(["recover", VM])?;
         scene.await_guest()?;
         prove_disk(scene, "a", acked)

@@ -156,7 +156,7 @@ fn after_the_loss_of_both_hosts_only_what_changed_is_copied() {
             scene.host_mut(host)?.kill_everything()?;
             await_empty(scene, host)?;
         }
-        let acked = client.stop().acked();
+        let acked = client.abandon().acked();
         scene.restart("a")?;
         scene.restart("b")?;
         scene.host("a")?.call(["recover", VM])?;

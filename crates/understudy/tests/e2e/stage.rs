@@ -39,6 +39,8 @@ pub fn options() -> SceneOptions {
     );
     let mut options = SceneOptions::new(binary, &guest_files());
     options.accel = std::env::var(ACCEL).ok();
+    // On another accelerator the boot is part of what is tried.
+    options.booted = cfg!(feature = "fail-points") && options.accel.is_none();
     for host in &options.hosts {
         options.daemons.insert(host.clone(), daemon());
     }

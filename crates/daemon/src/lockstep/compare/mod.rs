@@ -86,21 +86,22 @@ fn pick(sizes: &[Size], many: usize, seed: u64) -> Vec<Spot> {
 
 /// Reads a spot: appends its content.
 fn read(machine: &Machine, spot: Spot, into: &mut Vec<u8>) -> anyhow::Result<()> {
-    let begins = into.len();
     match spot {
         Spot::Page { block, index } => {
             let block = machine.blocks().get(usize::from(block));
             let block = block.with_context(|| format!("there is no RAM block for {spot:?}"))?;
-            into.resize(begins + spot.bytes() as usize, 0);
-            block.peek(PageIndex(index), &mut into[begins..])?;
+            let mut content = vec![0; spot.bytes() as usize];
+            block.peek(PageIndex(index), &mut content)?;
+            into.append(&mut content);
         }
         Spot::Extent { disk, .. } => {
             let disk = machine.disks().get(usize::from(disk));
             let disk = disk.with_context(|| format!("there is no disk for {spot:?}"))?;
             let left = disk.export_bytes().saturating_sub(spot.offset());
-            into.resize(begins + left.min(spot.bytes()) as usize, 0);
-            disk.read(spot.offset(), &mut into[begins..])
+            let mut content = vec![0; left.min(spot.bytes()) as usize];
+            disk.read(spot.offset(), &mut content)
                 .with_context(|| format!("cannot read {}", disk.path().display()))?;
+            into.append(&mut content);
         }
     }
     Ok(())
