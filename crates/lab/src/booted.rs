@@ -17,7 +17,7 @@ use std::ffi::OsString;
 use std::fs::{self, File};
 use std::hash::{DefaultHasher, Hash, Hasher};
 use std::net::{Ipv4Addr, SocketAddr};
-use std::os::unix::fs::{MetadataExt, symlink};
+use std::os::unix::fs::{FileExt, MetadataExt, symlink};
 use std::path::{Path, PathBuf};
 use std::time::{Duration, SystemTime};
 use understudy_qemu::command::BootFiles;
@@ -40,10 +40,14 @@ const PROMPT: &str = "# ";
 const LIMIT: Duration = Duration::from_secs(120);
 /// Saved guests that no test has used for so long are removed.
 const KEPT: Duration = Duration::from_secs(24 * 3600);
+const LOCK: &str = ".lock";
+const UNFINISHED: &str = "unfinished-";
+/// What of a disk tells it from another, in bytes.
+const BEGINNING: usize = 4096;
 
 /// Has the guest of this definition start where one like it had booted, and brings its disks
 /// there. Guests that are not worth it are left as they are: those that boot from a disk, that
-/// begin in lockstep, that have several cards or disks of another format.
+/// have several cards or disks of another format.
 pub(crate) fn prepare(lab: &Lab, definition: &Path, store: &Path, binary: &Path) -> Result<()> {
     let text = fs::read_to_string(definition)?;
     let mut definition: VmDefinition = toml::from_str(&text).context("the VM's definition")?;
@@ -74,11 +78,11 @@ fn saved(definition: &VmDefinition, store: &Path, binary: &Path) -> Result<PathB
     let store = store.canonicalize()?;
     let name = shape(definition)?;
     let saved = store.join(&name);
-    let lock = File::create(store.join(format!("{name}.lock")))?;
+    let lock = File::create(store.join(format!("{name}{LOCK}")))?;
     let lock = Flock::lock(lock, FlockArg::LockExclusive).map_err(|(_, error)| error)?;
     if !saved.exists() {
         remove_old(&store)?;
-        let unfinished = tempfile::Builder::new().prefix("unfinished-").tempdir_in(&store)?;
+        let unfinished = tempfile::Builder::new().prefix(UNFINISHED).tempdir_in(&store)?;
         save(definition, binary, unfinished.path())?;
         fs::set_permissions(unfinished.path(), fs::metadata(&store)?.permissions())?;
         fs::rename(unfinished.keep(), &saved)?;
@@ -104,7 +108,11 @@ fn shape(definition: &VmDefinition) -> Result<String> {
         (found.len(), found.mtime(), found.mtime_nsec()).hash(&mut hasher);
     }
     for disk in disks {
-        disk.metadata()?.len().hash(&mut hasher);
+        // A file system says there when it was made.
+        let mut beginning = vec![0; BEGINNING];
+        let disk = File::open(disk)?;
+        disk.read_exact_at(&mut beginning, 0)?;
+        (disk.metadata()?.len(), beginning).hash(&mut hasher);
     }
     likeness(definition).hash(&mut hasher);
     Ok(format!("{:016x}", hasher.finish()))
@@ -152,6 +160,8 @@ fn save(definition: &VmDefinition, binary: &Path, directory: &Path) -> Result<()
     host.call(["vm", "start", &file.to_string_lossy()])?;
     await_idle(&lab, &host, &own)?;
     host.call(["vm", "stop", &own.name, "--force"])?;
+    let saves = directory.read_dir()?.next().is_some();
+    ensure!(saves, "{} has saved nothing: it has no fail points", binary.display());
     for (n, disk) in own.disks.iter().enumerate() {
         copy(&disk.path, &directory.join(disk_name(n)))?;
     }
@@ -193,15 +203,61 @@ fn copy(from: &Path, to: &Path) -> Result<()> {
     run("cp", &[&["--sparse=always", "--reflink=auto"][..], &paths].concat()).map(drop)
 }
 
-/// Removes what was not used lately.
+/// Removes what was not used lately, and what was never finished.
 fn remove_old(store: &Path) -> Result<()> {
     for entry in fs::read_dir(store)?.flatten() {
-        let used = entry.metadata().and_then(|found| found.modified());
-        let is_old = used.is_ok_and(|used| used.elapsed().is_ok_and(|since| since > KEPT));
-        if is_old && entry.path().extension().is_some_and(|kind| kind == "lock") {
-            let _ = fs::remove_dir_all(entry.path().with_extension(""));
-            let _ = fs::remove_file(entry.path());
+        let (path, used) = (entry.path(), entry.metadata().and_then(|found| found.modified()));
+        if used.is_ok_and(|used| used.elapsed().is_ok_and(|since| since < KEPT)) {
+            continue;
+        }
+        let name = entry.file_name().to_string_lossy().into_owned();
+        if let Some(shape) = name.strip_suffix(LOCK) {
+            // Another process may do the same.
+            let _ = fs::remove_dir_all(store.join(shape));
+            let _ = fs::remove_file(&path);
+        } else if name.starts_with(UNFINISHED) {
+            let _ = fs::remove_dir_all(&path);
         }
     }
     Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const TEXT: &str = "name = \"a\"\nmemory = \"64M\"\nvcpus = 1\nkernel = \"/etc/hostname\"\n\
+                        append = \"quiet us.ip=10.77.0.50/24\"\n\
+                        [[card]]\nmac = \"52:54:00:00:00:01\"\nbridge = \"b\"";
+
+    fn definition(text: &str) -> VmDefinition {
+        toml::from_str(text).unwrap()
+    }
+
+    #[test]
+    fn a_guest_is_like_another_but_for_its_name() {
+        let likeness = |text: &str| likeness(&definition(text));
+        assert_eq!(likeness(TEXT), likeness(&TEXT.replace("name = \"a\"", "name = \"b\"")));
+        for (old, new) in [("64M", "66M"), ("0.50", "0.51"), (":01", ":02"), ("= 1", "= 2")] {
+            assert_ne!(likeness(TEXT), likeness(&TEXT.replace(old, new)), "{new}");
+        }
+    }
+
+    #[test]
+    fn guests_that_boot_otherwise_are_left_alone() {
+        assert!(is_usual(&definition(TEXT)));
+        let switched = TEXT.replace("quiet", "rdinit=/etc/switch");
+        let without_kernel = TEXT.replace("kernel = \"/etc/hostname\"", "");
+        let two_cards = format!("{TEXT}\n[[card]]\nmac = \"52:54:00:00:00:02\"\nbridge = \"b\"");
+        for other in [switched, without_kernel, two_cards] {
+            assert!(!is_usual(&definition(&other)), "{other}");
+        }
+    }
+
+    #[test]
+    fn the_address_is_what_the_kernel_is_told() {
+        assert_eq!(address(&definition(TEXT)).unwrap(), Ipv4Addr::new(10, 77, 0, 50));
+        let error = address(&definition(&TEXT.replace("us.ip", "ip"))).unwrap_err().to_string();
+        assert!(error.contains("no address"), "{error}");
+    }
 }

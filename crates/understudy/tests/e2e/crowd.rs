@@ -14,7 +14,8 @@ const MEMORY_MIB: u32 = 96;
 const VMS_ON_EACH: usize = 4;
 /// The backup may give its VMs this much: enough for eight, not for nine.
 const BACKUP_MEMORY: &str = "memory = \"2112M\"\n";
-const PACE: Duration = Duration::from_millis(50);
+/// Nine emulated guests share two processors.
+const PACE: Duration = Duration::from_millis(150);
 /// What a QEMU that stands by may hold for itself (27 measured), and the backup's daemon for all
 /// eight of them (23): not enough for one copy of a guest more.
 const QEMU_MIB: u64 = 40;
@@ -133,7 +134,7 @@ fn one_backup_serves_eight_vms_of_two_primaries() {
         // One VM fails: no other takes notice.
         scene.host("a")?.kill_qemu(&members[0].name)?;
         members[0].await_live(scene, "c")?;
-        clients.iter().try_for_each(await_service)?;
+        await_services(&clients)?;
         members[1..].iter().try_for_each(|member| member.await_protected(scene))?;
 
         // A whole primary fails: its VMs move, the other's stay protected.
@@ -141,7 +142,7 @@ fn one_backup_serves_eight_vms_of_two_primaries() {
         for member in &members[1..VMS_ON_EACH] {
             member.await_live(scene, "c")?;
         }
-        clients.iter().try_for_each(await_service)?;
+        await_services(&clients)?;
         members[VMS_ON_EACH..].iter().try_for_each(|member| member.await_protected(scene))?;
 
         for (member, client) in members.iter().zip(clients) {
@@ -150,6 +151,15 @@ fn one_backup_serves_eight_vms_of_two_primaries() {
         }
         Ok(())
     });
+}
+
+/// Waits until each guest has answered its client anew.
+fn await_services(clients: &[RecordClient]) -> Result<()> {
+    std::thread::scope(|scope| {
+        let waiting: Vec<_> =
+            clients.iter().map(|client| scope.spawn(|| await_service(client))).collect();
+        waiting.into_iter().try_for_each(|one| one.join().expect("no panic"))
+    })
 }
 
 /// A ninth VM runs, but its backup would not fit.
