@@ -174,8 +174,8 @@ impl Clocks {
 }
 
 /// `<linux/kvm.h>`.
-const GET_CLOCK: c_ulong = 0x8030_ae7c;
-const SET_CLOCK: c_ulong = 0x4030_ae7b;
+const GET_CLOCK: u32 = 0x8030_ae7c;
+const SET_CLOCK: u32 = 0x4030_ae7b;
 const GET_TSC_KHZ: c_ulong = 0xaea3;
 const SET_DEVICE_ATTR: c_ulong = 0x4018_aee1;
 const GET_DEVICE_ATTR: c_ulong = 0x4018_aee2;
@@ -206,9 +206,10 @@ static READ: AtomicU64 = AtomicU64::new(0);
 static READ_AT: AtomicU64 = AtomicU64::new(0);
 static WAS_READ: AtomicBool = AtomicBool::new(false);
 
-/// Whether this request to the kernel is about a kvmclock.
+/// Whether this request to the kernel is about a kvmclock. QEMU has such numbers in an `int`, which
+/// makes other ones of those with the highest bit.
 pub fn is_kvmclock(request: c_ulong) -> bool {
-    matches!(request, GET_CLOCK | SET_CLOCK)
+    matches!(request as u32, GET_CLOCK | SET_CLOCK)
 }
 
 /// Passes a request about a kvmclock on: what is set is what was read, and the time since then.
@@ -222,7 +223,7 @@ pub unsafe fn ioctl(fd: RawFd, request: c_ulong, argument: *mut c_void) -> c_int
         unsafe { libc::syscall(libc::SYS_ioctl, fd, request, argument) as c_int }
     };
     let data: *mut ClockData = argument.cast();
-    if request == GET_CLOCK {
+    if request as u32 == GET_CLOCK {
         let result = pass_on(argument);
         if result == 0 {
             // SAFETY: the kernel has just filled it.

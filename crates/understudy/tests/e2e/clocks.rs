@@ -3,10 +3,11 @@
 
 use crate::stage::{Calm, LIMIT, options, play};
 use anyhow::{Context, Result, ensure};
+use std::fmt;
 use std::io::{BufRead, BufReader, Write};
 use std::net::{SocketAddr, TcpStream};
 use std::thread;
-use std::time::{Duration, Instant};
+use std::time::{Duration, SystemTime, UNIX_EPOCH};
 use understudy_lab::scene::VM;
 use understudy_lab::{GUEST_ADDRESS, Scene, SceneOptions, in_namespace, patience, wait_for};
 use understudy_protocol::Policy;
@@ -59,13 +60,15 @@ fn keep_up_through(checkpoints: u64) {
         scene.await_live("b")?;
         let taken_over = clocks.compare()?;
         for (when, offset) in [("checkpoints", protected), ("fail-over", taken_over)] {
-            let off = offset.since(unprotected);
-            println!("{} {when}: the guest's counter is off by {off}", last - first);
-            println!("  its time of day by {:.1} ms", offset.day_ms - unprotected.day_ms);
-            ensure!(
-                off.is_within(MOST_OFF * patience()),
-                "after {when} the guest's counter is off by {off}"
-            );
+            for (clock, was, is) in [
+                ("counter", unprotected.counter, offset.counter),
+                ("time of day", unprotected.day, offset.day),
+            ] {
+                let off = is.since(was);
+                println!("{} checkpoints, {when}: the {clock} is off by {off}", last - first);
+                let limit = MOST_OFF * patience();
+                ensure!(off.is_within(limit), "after {when} the {clock} is off by {off}");
+            }
         }
         clocks.prove_forward()
     });
@@ -91,17 +94,19 @@ struct Shown {
     backwards: [u64; 2],
 }
 
-/// How far the guest's counter is from this machine's, at least and at most, and its time of day
-/// roughly.
+/// How far the guest's clocks are from this machine's.
 #[derive(Clone, Copy)]
-struct Offset {
-    least_ns: i64,
-    most_ns: i64,
-    day_ms: f64,
+struct Offsets {
+    counter: Bounds,
+    day: Bounds,
 }
 
-/// How far an offset has moved: at least and at most.
-struct Moved(i64, i64);
+/// A number of nanoseconds of which is known that it is not less, and not more.
+#[derive(Clone, Copy)]
+struct Bounds {
+    least: i64,
+    most: i64,
+}
 
 impl Clocks {
     fn open(scene: &Scene) -> Result<Clocks> {
@@ -130,27 +135,20 @@ impl Clocks {
     }
 
     /// Compares the guest's clocks with this machine's: each question narrows it down.
-    fn compare(&mut self) -> Result<Offset> {
-        let (mut least_ns, mut most_ns) = (i64::MIN, i64::MAX);
-        let mut day_ms = f64::NAN;
-        let mut shortest = Duration::MAX;
+    fn compare(&mut self) -> Result<Offsets> {
+        let (mut counter, mut day) = (Bounds::NONE, Bounds::NONE);
         for _ in 0..QUESTIONS {
-            let (asked, day) = (Instant::now(), std::time::SystemTime::now());
-            let before = TickRate::counter();
+            let (before, asked) = (TickRate::counter(), time_of_day()?);
             let shown = self.ask()?;
-            let after = TickRate::counter();
-            least_ns = least_ns.max(self.rate.nanoseconds(shown.ticks - after));
-            most_ns = most_ns.min(self.rate.nanoseconds(shown.ticks - before));
-            let took = asked.elapsed();
-            if took < shortest {
-                shortest = took;
-                let middle = day.duration_since(std::time::UNIX_EPOCH)? + took / 2;
-                day_ms = (shown.day_ns - middle.as_nanos() as i128) as f64 / 1e6;
-            }
+            let (after, answered) = (TickRate::counter(), time_of_day()?);
+            let ticks = [after, before].map(|then| self.rate.nanoseconds(shown.ticks - then));
+            counter.narrow(ticks);
+            day.narrow([answered, asked].map(|then| (shown.day_ns - then) as i64));
             thread::sleep(BETWEEN);
         }
-        ensure!(least_ns <= most_ns, "the guest's counter moves: {least_ns} to {most_ns} ns");
-        Ok(Offset { least_ns, most_ns, day_ms })
+        ensure!(counter.is_one(), "the guest's counter moves: {counter}");
+        ensure!(day.is_one(), "the guest's time of day moves: {day}");
+        Ok(Offsets { counter, day })
     }
 
     /// No thread in the guest saw a clock behind what another one had seen before.
@@ -166,22 +164,36 @@ impl Clocks {
     }
 }
 
-impl Offset {
-    fn since(self, before: Offset) -> Moved {
-        Moved(self.least_ns - before.most_ns, self.most_ns - before.least_ns)
-    }
+fn time_of_day() -> Result<i128> {
+    Ok(SystemTime::now().duration_since(UNIX_EPOCH)?.as_nanos() as i128)
 }
 
-impl Moved {
+impl Bounds {
+    const NONE: Bounds = Bounds { least: i64::MIN, most: i64::MAX };
+
+    fn narrow(&mut self, [least, most]: [i64; 2]) {
+        self.least = self.least.max(least);
+        self.most = self.most.min(most);
+    }
+
+    /// Whether there is such a number.
+    fn is_one(self) -> bool {
+        self.least <= self.most
+    }
+
+    fn since(self, before: Bounds) -> Bounds {
+        Bounds { least: self.least - before.most, most: self.most - before.least }
+    }
+
     /// Whatever it is within its bounds.
-    fn is_within(&self, limit: Duration) -> bool {
+    fn is_within(self, limit: Duration) -> bool {
         let limit = limit.as_nanos() as i64;
-        -limit <= self.0 && self.1 <= limit
+        -limit <= self.least && self.most <= limit
     }
 }
 
-impl std::fmt::Display for Moved {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        write!(f, "{:.2} to {:.2} ms", self.0 as f64 / 1e6, self.1 as f64 / 1e6)
+impl fmt::Display for Bounds {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{:.2} to {:.2} ms", self.least as f64 / 1e6, self.most as f64 / 1e6)
     }
 }

@@ -15,7 +15,8 @@ use understudy_qemu::{Kvm, Obstacle};
 
 /// The usual guest, with something else in its definition.
 fn survive_with(field: &str, value: &str, prove: impl FnOnce(&Scene) -> Result<()>) {
-    play(options(), |scene| {
+    // The guest that has booted is that of the definition before.
+    play(SceneOptions { booted: false, ..options() }, |scene| {
         let mut table: Table = fs::read_to_string(scene.definition())?.parse()?;
         table.insert(field.into(), value.into());
         fs::write(scene.definition(), table.to_string())?;
