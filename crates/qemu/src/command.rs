@@ -283,7 +283,7 @@ fn disks(args: &mut Args, vm: &VmDefinition, resources: &Resources) {
             DiskBus::Virtio => {
                 virtio += 1;
                 let slot = FIRST_DISK_SLOT + virtio - 1;
-                let virtio = virtio_options(vm.virtio, resources.accelerator);
+                let virtio = virtio_options(vm.virtio);
                 format!("virtio-blk-pci,{virtio},addr={slot:#04x}")
             }
             DiskBus::Ide => {
@@ -349,7 +349,7 @@ fn cards(args: &mut Args, vm: &VmDefinition, resources: &Resources) {
         args.pair("-netdev", format!("tap,id=card{n},fd={socket}"));
         let model = match card.model {
             CardModel::VirtioNet => {
-                let virtio = virtio_options(vm.virtio, resources.accelerator);
+                let virtio = virtio_options(vm.virtio);
                 // What QEMU has the guest say by itself is in no log.
                 let quiet = if may_count(vm, resources) { ",guest_announce=off" } else { "" };
                 format!("virtio-net-pci,{virtio}{quiet}")
@@ -373,17 +373,14 @@ fn cards(args: &mut Args, vm: &VmDefinition, resources: &Resources) {
 
 /// A device with the modern interface has 1024 queues to save, used or not.
 ///
-/// QEMU attaches and detaches a device's event descriptors in every pause; without
-/// KVM they have no use but to move a request to another thread.
-fn virtio_options(interface: VirtioInterface, accelerator: Accelerator) -> String {
+/// Without event descriptors: QEMU detaches and attaches those of all queues in every pause, and on KVM
+/// each time waits until no processor looks at the list that they are in.
+fn virtio_options(interface: VirtioInterface) -> String {
     let interface = match interface {
         VirtioInterface::Legacy => "disable-modern=on,disable-legacy=off",
         VirtioInterface::Modern => "disable-modern=off,disable-legacy=on",
     };
-    match accelerator {
-        Accelerator::Tcg => format!("{interface},ioeventfd=off"),
-        Accelerator::Kvm => interface.to_owned(),
-    }
+    format!("{interface},ioeventfd=off")
 }
 
 /// In QEMU's key=value options a comma in a value is written twice.

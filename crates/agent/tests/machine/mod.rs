@@ -43,7 +43,7 @@ pub struct Start<'a> {
     pub incoming: bool,
     /// QEMU's end of a card's socket.
     pub card: Option<OwnedFd>,
-    /// A disk and a card that lead nowhere, by virtio, and whether their queues have event
+    /// The guest's disk, and a card that leads nowhere, by virtio, and whether their queues have event
     /// descriptors.
     pub devices: Option<bool>,
 }
@@ -122,8 +122,11 @@ impl Machine {
         }
         if let Some(event_descriptors) = start.devices {
             let virtio = if event_descriptors { "" } else { ",ioeventfd=off" };
+            let files = &start.linux.as_ref().expect("Linux, which has drivers").files;
+            let disk = files.join("disk.img");
             command
-                .args(["-blockdev", "null-co,node-name=disk0,size=1G"])
+                .arg("-drive")
+                .arg(format!("if=none,id=disk0,format=raw,snapshot=on,file={}", disk.display()))
                 .args(["-device", &format!("virtio-blk-pci,drive=disk0{virtio}")])
                 .args(["-netdev", "hubport,id=net0,hubid=0"])
                 .args(["-device", &format!("virtio-net-pci,netdev=net0,romfile={virtio}")]);
