@@ -235,7 +235,7 @@ mod tests {
             r#"understudy_vm_protection{vm="db",state="protected"} 1.0"#,
             r#"understudy_vm_protection{vm="db",state="degraded"} 0.0"#,
             r#"understudy_vm_role{vm="db",role="primary"} 1.0"#,
-            r#"understudy_vm_disk_error{vm="db"} 0.0"#,
+            r#"understudy_vm_disk_error{vm="db"} 1.0"#,
             r#"understudy_vm_committed_epoch{vm="db"} 1234.0"#,
             r#"understudy_vm_held_frames{vm="db"} 7.0"#,
             r#"understudy_vm_held_console_bytes{vm="db"} 9.0"#,
