@@ -66,7 +66,8 @@ pub fn serve(port: u16) -> Result<(), String> {
             let (ticks, looks) = (ticks(), looks.load(Ordering::Relaxed));
             let [monotonic_back, ticks_back] = [&clocks[0], &clocks[1]].map(Watched::backwards);
             let nanoseconds = realtime.as_nanos();
-            Ok(format!("{nanoseconds} {ticks} {looks} {monotonic_back} {ticks_back}\n").into_bytes())
+            Ok(format!("{nanoseconds} {ticks} {looks} {monotonic_back} {ticks_back}\n")
+                .into_bytes())
         })
     })
 }
