@@ -178,6 +178,19 @@ impl Host {
         Some(Ownership { host: Some(host.to_owned()), generation: ran })
     }
 
+    /// What another host, which owns a VM by the arbiter's word, says that it does with it; none if
+    /// it does nothing, or does not answer.
+    pub(crate) fn occupation_by_owner(&self, vm: &VmName) -> Option<(HostName, String)> {
+        let (ArbiterWord::Says(Some(Ownership { host: Some(owner), .. })), _) =
+            self.ask_arbiter(vm)
+        else {
+            return None;
+        };
+        let addresses = self.known_hosts().remove(&owner)?;
+        let answer = self.ask(&owner, &addresses, vm).ok()?;
+        Some((owner, answer.busy?))
+    }
+
     fn ask_arbiter(&self, name: &VmName) -> (ArbiterWord, String) {
         let Some(arbiter) = &self.arbiter else {
             return (ArbiterWord::Silent, "none in this host's configuration".to_owned());

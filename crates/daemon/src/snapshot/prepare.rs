@@ -11,7 +11,7 @@ use super::trial::Watch;
 use super::words::{RestoreTask, SavedVm};
 use crate::host::Host;
 use crate::machine::{self, Machine};
-use anyhow::{Context, bail, ensure};
+use anyhow::{Context, anyhow, bail, ensure};
 use std::collections::BTreeMap;
 use std::fs;
 use std::io::ErrorKind;
@@ -26,6 +26,7 @@ use understudy_qemu::{Role, VmDefinition};
 use understudy_snapshot::{
     Area, AreaEntry, AreaMap, InFlightFrame, MemberManifest, Page, Store, StoreError, UNIT_BYTES,
 };
+use understudy_threads::spawn;
 
 /// What the files of restored disks begin with.
 const PREFIX: &str = "restored-";
@@ -70,6 +71,10 @@ pub fn prepare(
     let saved = SavedVm::of(&member)?;
     host.check_unused(&saved.definition)?;
     host.await_former(task.vm())?;
+    // Whoever orders a restore has asked, too, but this host answers for what it starts. An owner
+    // that does not answer may be down for good.
+    let (asker, vm) = (host.clone(), task.vm().clone());
+    let occupied = spawn("ask-owner", move || asker.occupation_by_owner(&vm))?;
     let directory = host.vm_directory(task.vm())?;
     let mut images = Images(Vec::new());
     let mut definition = saved.definition;
@@ -113,6 +118,10 @@ pub fn prepare(
     let frames = store.frames(&member)?;
     filler.attach()?;
     machine.load(&store.blob(&member.device_state)?)?;
+    let occupied = occupied.join().map_err(|_| anyhow!("the question to its owner failed"))?;
+    if let Some((owner, busy)) = occupied {
+        bail!("{} is not to be restored: host {owner} {busy}", task.vm());
+    }
     Ok(Prepared { machine, filler, disks, frames, images, directory })
 }
 

@@ -95,6 +95,25 @@ fn a_vm_runs_again_as_it_was() {
     });
 }
 
+// Before, host b won the VM from the arbiter, and it ran twice.
+#[test]
+fn a_vm_that_runs_is_not_restored_elsewhere_whoever_orders_it() {
+    let mut options = small();
+    let daemon = options.daemons.get_mut("b").expect("the backup's");
+    daemon.environment.push(("FAILPOINTS".to_owned(), "restore-unasked=return".to_owned()));
+    play(options, |scene| {
+        let store = store(scene);
+        scene.start_guest("a")?;
+        scene.await_guest()?;
+        json(scene, "a", &["vm", "snapshot", VM, "--trace", "1", "--store", &store])?;
+        let (_, words) = refusal(scene.host("b")?, &["vm", "restore", VM, "--store", &store])?;
+        says(&words, &[VM, "is not to be restored", "host a runs it"])?;
+        ensure!(scene.status("a")?["live"] == true, "host a does not run it any more");
+        ensure!(scene.shell()?.run("echo here")?.text.trim() == "here");
+        Ok(())
+    });
+}
+
 /// Fills memory and disk, and has the guest count; gives the sums of what was filled.
 pub fn busy(scene: &Scene, shell: &mut GuestShell) -> Result<String> {
     let sums = shell.run(FILL)?.text;
