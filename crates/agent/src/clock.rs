@@ -22,8 +22,9 @@ use std::fs;
 use std::ops::Range;
 use std::os::fd::RawFd;
 use std::ptr;
-use std::sync::OnceLock;
-use std::sync::atomic::{AtomicBool, AtomicI64, AtomicU64, Ordering};
+
+use std::sync::atomic::{AtomicI64, AtomicU64, Ordering};
+use std::sync::{Mutex, OnceLock, PoisonError};
 use understudy_agent_protocol::{PausePage, monotonic};
 
 type StateHandler = extern "C" fn(*mut c_void, bool, c_int);
@@ -139,7 +140,7 @@ impl Clocks {
             let late = (now.nanoseconds - taken).max(0);
             clock.value += late;
             ticks.value += self.ticks_in(late, now);
-            OWED.store(late as u64, Ordering::Release);
+            TAKEN.store(taken as u64, Ordering::Release);
             advance_counters(late);
         }
         Some(Kept { clock, ticks })
@@ -187,7 +188,10 @@ const TSC_OFFSET: u64 = 0;
 #[repr(C)]
 struct ClockData {
     clock: u64,
-    rest: [u64; 5],
+    flags: u32,
+    _padding: u32,
+    realtime: u64,
+    _rest: [u64; 3],
 }
 
 /// `struct kvm_device_attr`.
@@ -199,12 +203,26 @@ struct DeviceAttribute {
     address: u64,
 }
 
-/// What the kvmclock of a machine from another host is behind when it is first set.
-static OWED: AtomicU64 = AtomicU64::new(0);
-/// What QEMU last read of the kvmclock, when, and whether it did.
-static READ: AtomicU64 = AtomicU64::new(0);
-static READ_AT: AtomicU64 = AtomicU64::new(0);
-static WAS_READ: AtomicBool = AtomicBool::new(false);
+/// `KVM_CLOCK_REALTIME`: the time of day that belongs to the clock is there, too. What is set goes
+/// on from then.
+const HAS_REALTIME: u32 = 1 << 2;
+/// By how much the host's time of day may have been corrected between a stop and a run, in
+/// nanoseconds; beyond that it is not what has passed.
+const MOST_CORRECTION: u64 = 1_000_000;
+
+/// When a machine from another host last ran there, until its kvmclock is first set; 0 without.
+static TAKEN: AtomicU64 = AtomicU64::new(0);
+/// What QEMU last read of the kvmclock.
+static READ: Mutex<Option<ClockRead>> = Mutex::new(None);
+
+struct ClockRead {
+    clock: u64,
+    /// The host's time of day then, if KVM says it.
+    realtime: Option<u64>,
+    /// When, by the clock that a kvmclock runs by, and how long KVM took to answer.
+    at: u64,
+    took: u64,
+}
 
 /// Whether this request to the kernel is about a kvmclock. QEMU has such numbers in an `int`, which
 /// makes other ones of those with the highest bit.
@@ -223,33 +241,52 @@ pub unsafe fn ioctl(fd: RawFd, request: c_ulong, argument: *mut c_void) -> c_int
         unsafe { libc::syscall(libc::SYS_ioctl, fd, request, argument) as c_int }
     };
     let data: *mut ClockData = argument.cast();
+    let mut read = READ.lock().unwrap_or_else(PoisonError::into_inner);
     if request as u32 == GET_CLOCK {
+        let before = raw();
         let result = pass_on(argument);
-        if result == 0 {
-            // SAFETY: the kernel has just filled it.
-            READ.store(unsafe { (*data).clock }, Ordering::Relaxed);
-            READ_AT.store(raw(), Ordering::Relaxed);
-            WAS_READ.store(true, Ordering::Release);
-        }
+        let took = raw() - before;
+        // SAFETY: the kernel has filled it, if it succeeded.
+        let ClockData { clock, flags, realtime, .. } = unsafe { data.read() };
+        let realtime = (flags & HAS_REALTIME != 0).then_some(realtime);
+        *read = (result == 0).then_some(ClockRead { clock, realtime, at: before + took / 2, took });
         return result;
     }
-    // SAFETY: QEMU passes a structure of its own.
-    let asked = unsafe { (*data).clock };
-    let is_continued = WAS_READ.load(Ordering::Acquire) && READ.load(Ordering::Relaxed) == asked;
-    let passed = match is_continued {
-        true => raw().saturating_sub(READ_AT.load(Ordering::Relaxed)),
-        false => OWED.swap(0, Ordering::Acquire),
-    };
-    // SAFETY: as above; it is a copy that QEMU sets up for this one call.
-    unsafe { (*data).clock = asked + passed };
+    // SAFETY: QEMU passes a structure of its own, set up for this one call.
+    let data = unsafe { &mut *data };
+    match &*read {
+        Some(read) if read.clock == data.clock => go_on(read, data),
+        _ => match TAKEN.swap(0, Ordering::Acquire) {
+            0 => {}
+            taken => data.clock += monotonic().saturating_sub(taken),
+        },
+    }
     pass_on(argument)
+}
+
+/// What is set is what was read, and the time since then. KVM itself can tell that exactly, by the
+/// time of day; else what it takes to answer is taken to be the same both times.
+fn go_on(read: &ClockRead, data: &mut ClockData) {
+    let passed = (raw() + read.took / 2).saturating_sub(read.at);
+    match read.realtime.filter(|&then| time_of_day().abs_diff(then + passed) < MOST_CORRECTION) {
+        Some(then) => (data.flags, data.realtime) = (HAS_REALTIME, then),
+        None => data.clock += passed,
+    }
+}
+
+fn time_of_day() -> u64 {
+    read_clock(libc::CLOCK_REALTIME)
 }
 
 /// The clock that a kvmclock runs by.
 fn raw() -> u64 {
+    read_clock(libc::CLOCK_MONOTONIC_RAW)
+}
+
+fn read_clock(clock: libc::clockid_t) -> u64 {
     let mut time = libc::timespec { tv_sec: 0, tv_nsec: 0 };
-    // SAFETY: the call fills `time`; every Linux has this clock.
-    unsafe { libc::clock_gettime(libc::CLOCK_MONOTONIC_RAW, &mut time) };
+    // SAFETY: the call fills `time`; every Linux has these clocks.
+    unsafe { libc::clock_gettime(clock, &mut time) };
     time.tv_sec as u64 * 1_000_000_000 + time.tv_nsec as u64
 }
 
