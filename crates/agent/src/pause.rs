@@ -263,13 +263,16 @@ impl Pauser {
         unsafe { (self.qemu.reset_requested)() != 0 || (self.qemu.shutdown_requested)() != 0 }
     }
 
-    /// What QEMU's `do_vm_stop` does, in its order.
+    /// What QEMU's `do_vm_stop` does, in its order but for the clocks: they are stopped behind the
+    /// vCPUs. Stopping them takes a lock by spinning, which an emulated vCPU holds while it reads its
+    /// counter. In a pause this thread and the vCPUs have real-time priorities: spinning here, it could
+    /// keep the holder from its processor for ever, and another vCPU that spins, too, from the other.
     fn stop(&self) {
         // SAFETY: in the main loop, with a machine that runs.
         unsafe {
             (self.qemu.runstate_set)(PAUSED.0);
-            (self.qemu.disable_ticks)();
             (self.qemu.pause_vcpus)();
+            (self.qemu.disable_ticks)();
             (self.qemu.notify_state)(false, PAUSED.0);
             (self.qemu.drain_disks)();
         }
