@@ -8,11 +8,10 @@
 #[allow(dead_code)] // It has what the other tests need.
 mod machine;
 
-use machine::{Linux, Machine, Start, deadline, wait_for};
+use machine::linux::boot;
+use machine::{Machine, Start, deadline};
 use std::collections::BTreeMap;
 use std::fs;
-use std::io::Read;
-use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::thread;
@@ -44,11 +43,12 @@ fn counts_of_a_pauses_parts() {
                 pause.resume().unwrap();
                 moments.extend(agent.stamps());
             });
+            let scratch = tempfile::tempdir().unwrap();
+            let file = scratch.path().join("state");
             let through_qmp = guest.count(|machine, moments| {
                 moments.push(now());
                 machine.qmp("stop");
                 moments.push(now());
-                let file = guest_state_file();
                 let arguments = serde_json::json!({ "filename": file, "live": false });
                 machine.qmp_with("xen-save-devices-state", arguments);
                 moments.push(now());
@@ -70,10 +70,6 @@ fn counts_of_a_pauses_parts() {
     }
 }
 
-fn guest_state_file() -> PathBuf {
-    std::env::temp_dir().join("understudy-parts-state")
-}
-
 /// Nanoseconds of the clock that the trace has.
 fn now() -> u64 {
     understudy_agent_protocol::monotonic()
@@ -87,24 +83,9 @@ struct Guest {
 
 impl Guest {
     fn boot(vcpus: u32, event_descriptors: bool) -> Guest {
-        let built = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../target/guest");
-        let files = std::env::var_os("UNDERSTUDY_GUEST").map_or(built, PathBuf::from);
-        let (mut ours, console) = UnixStream::pair().unwrap();
-        let linux = Some(Linux { files, console: console.into() });
         let devices = Some(event_descriptors);
-        let start =
-            Start { accel: "kvm", mebibytes: 256, vcpus, linux, devices, ..Start::default() };
-        let mut machine = Machine::start(start);
-        machine.qmp("cont");
-        let mut said = String::new();
-        ours.set_nonblocking(true).unwrap();
-        wait_for("the guest to boot", || {
-            let mut bytes = [0; 4096];
-            if let Ok(count) = ours.read(&mut bytes) {
-                said.push_str(&String::from_utf8_lossy(&bytes[..count]));
-            }
-            said.contains("UNDERSTUDY-GUEST-READY")
-        });
+        let start = Start { accel: "kvm", mebibytes: 256, vcpus, devices, ..Start::default() };
+        let (machine, _) = boot(start);
         let trace = Trace::begin(machine.link().pid());
         Guest { machine, trace }
     }

@@ -7,13 +7,11 @@
 #[allow(dead_code)] // It has what the other tests need.
 mod machine;
 
-use machine::{Linux, Machine, Start, deadline, wait_for};
+use machine::linux::boot;
+use machine::{Machine, Start, deadline, wait_for};
 use std::collections::BTreeMap;
 use std::fs;
-use std::io::{Read, Write};
-use std::os::unix::net::UnixStream;
-use std::path::{Path, PathBuf};
-use std::sync::{Arc, Mutex};
+use std::path::PathBuf;
 use std::thread;
 use std::time::Instant;
 use understudy_memory::{
@@ -118,7 +116,8 @@ impl Tracking {
 fn compare(way: Way, pages: u64, checkpoints: usize) {
     let accel = accelerator();
     let mebibytes = SYSTEM_MIB + pages * PAGE_SIZE as u64 / (1 << 20);
-    let (mut machine, mut console) = boot(&accel, mebibytes);
+    let start = Start { accel: &accel, mebibytes, ..Start::default() };
+    let (mut machine, mut console) = boot(start);
     let blocks = machine.blocks();
     let logged =
         |block: &RamBlock| LoggedBlock { address: block.address_in_qemu(), pages: block.pages() };
@@ -155,47 +154,6 @@ fn compare(way: Way, pages: u64, checkpoints: usize) {
     println!("{accel}, {way:?}, {pages} pages, {checkpoints} checkpoints: all equal");
     counts.print();
     assert_eq!(machine.quit(), Some(0));
-}
-
-/// A machine whose Linux has come to its shell.
-fn boot(accel: &str, mebibytes: u64) -> (Machine, Console) {
-    let built = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../target/guest");
-    let files = std::env::var_os("UNDERSTUDY_GUEST").map_or(built, PathBuf::from);
-    let (ours, console) = UnixStream::pair().unwrap();
-    let linux = Some(Linux { files, console: console.into() });
-    let mut machine = Machine::start(Start { accel, mebibytes, linux, ..Start::default() });
-    let console = Console::open(ours);
-    machine.qmp("cont");
-    wait_for("the guest to boot", || console.has_said("UNDERSTUDY-GUEST-READY"));
-    (machine, console)
-}
-
-/// The guest's console.
-struct Console {
-    socket: UnixStream,
-    said: Arc<Mutex<String>>,
-}
-
-impl Console {
-    fn open(socket: UnixStream) -> Console {
-        let said = Arc::new(Mutex::new(String::new()));
-        let (mut from, to) = (socket.try_clone().unwrap(), Arc::clone(&said));
-        thread::spawn(move || {
-            let mut bytes = [0; 4096];
-            while let Ok(count @ 1..) = from.read(&mut bytes) {
-                to.lock().unwrap().push_str(&String::from_utf8_lossy(&bytes[..count]));
-            }
-        });
-        Console { socket, said }
-    }
-
-    fn has_said(&self, words: &str) -> bool {
-        self.said.lock().unwrap().contains(words)
-    }
-
-    fn say(&mut self, line: &str) {
-        self.socket.write_all(format!("\n{line}\n").as_bytes()).unwrap();
-    }
 }
 
 /// What a backup would have of the guest's memory.

@@ -1,6 +1,10 @@
 //! A QEMU with the agent in it, started as the daemon starts one.
 #![allow(unsafe_code)] // One `pre_exec`, to let QEMU inherit two descriptors.
 
+#[allow(dead_code)] // Not every test has a guest.
+pub mod linux;
+
+use linux::Linux;
 use serde_json::{Value, json};
 use std::io::{BufRead, BufReader, Write};
 use std::os::fd::{AsRawFd, OwnedFd, RawFd};
@@ -61,14 +65,6 @@ impl Default for Start<'_> {
             devices: None,
         }
     }
-}
-
-/// The test guest of `guests/build`.
-pub struct Linux {
-    /// Where its files are.
-    pub files: PathBuf,
-    /// QEMU's end of its console.
-    pub console: OwnedFd,
 }
 
 /// A running QEMU; it ends with the test.
