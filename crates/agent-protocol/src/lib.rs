@@ -39,7 +39,7 @@ pub use lockstep::{
     TICKS_VARIABLE,
 };
 pub use memory::{DropRange, MOST_RANGES, MemoryRequest};
-pub use page::{Answer, Order, PausePage, monotonic};
+pub use page::{Answer, Order, PausePage, monotonic, time_of};
 pub use word::Word;
 
 /// Environment variable with the path of the daemon's socket.

@@ -156,9 +156,14 @@ const _: () = assert!(size_of::<PausePage>() <= PausePage::BYTES);
 
 /// The monotonic clock, in nanoseconds.
 pub fn monotonic() -> u64 {
+    time_of(libc::CLOCK_MONOTONIC)
+}
+
+/// A clock that every Linux has, in nanoseconds.
+pub fn time_of(clock: libc::clockid_t) -> u64 {
     let mut time = libc::timespec { tv_sec: 0, tv_nsec: 0 };
-    // SAFETY: the call fills `time`; this clock exists on every Linux.
-    unsafe { libc::clock_gettime(libc::CLOCK_MONOTONIC, &mut time) };
+    // SAFETY: the call fills `time`.
+    unsafe { libc::clock_gettime(clock, &mut time) };
     time.tv_sec as u64 * 1_000_000_000 + time.tv_nsec as u64
 }
 

@@ -13,7 +13,7 @@
 //! - pausing the machine for a checkpoint without a dozen hand-overs between threads
 //!   (`pause.rs`);
 //! - reading QEMU's dirty log, on KVM (`dirty_log.rs`);
-//! - keeping the guest's clocks from losing its pauses (`clock.rs`).
+//! - keeping the guest's clocks from losing its pauses (`clock.rs`, `kvm_clock.rs`).
 //!
 //! What is said between daemon and agent is described in `understudy-agent-protocol`.
 //!
@@ -27,6 +27,7 @@ mod daemon;
 mod descriptor;
 mod dirty_log;
 mod ioctl;
+mod kvm_clock;
 mod lockstep;
 mod main_loop;
 mod memory;
