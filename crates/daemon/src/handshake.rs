@@ -54,8 +54,7 @@ pub enum Purpose {
         /// Bytes of its memory.
         memory: u64,
         /// What the guest needs of the host's processor.
-        #[serde(default)]
-        cpu: Option<CpuNeeds>,
+        cpu: CpuNeeds,
     },
     /// Could this host execute the log of a QEMU of this build? See [`crate::admission`].
     MayFollow {

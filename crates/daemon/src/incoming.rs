@@ -48,7 +48,7 @@ pub fn serve(host: &Arc<Host>, stream: TcpStream, place: Place) {
         match hello.purpose.clone() {
             Purpose::Protect(offer) => take_offer(host, link, &hello, &offer),
             Purpose::Survey { vm, memory, cpu } => {
-                link.send_json(Kind::Welcome, &host.survey_answer(&vm, memory, cpu.as_ref()))
+                link.send_json(Kind::Welcome, &host.survey_answer(&vm, memory, &cpu))
             }
             Purpose::MayFollow { build } => answer_may_follow(host, &link, build.as_deref()),
             Purpose::Images { vm } => answer_images(host, &link, &vm),

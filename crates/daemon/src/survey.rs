@@ -43,12 +43,7 @@ pub struct SurveyAnswer {
 
 impl Host {
     /// What this host says when it is asked whether it could back `vm` up.
-    pub(crate) fn survey_answer(
-        &self,
-        vm: &VmName,
-        memory: u64,
-        cpu: Option<&CpuNeeds>,
-    ) -> SurveyAnswer {
+    pub(crate) fn survey_answer(&self, vm: &VmName, memory: u64, cpu: &CpuNeeds) -> SurveyAnswer {
         let vms = self.vms.lock().len() as u32;
         SurveyAnswer {
             host: self.config.name.clone(),
@@ -60,7 +55,7 @@ impl Host {
         }
     }
 
-    fn objection(&self, vm: &VmName, memory: u64, cpu: Option<&CpuNeeds>) -> Option<String> {
+    fn objection(&self, vm: &VmName, memory: u64, cpu: &CpuNeeds) -> Option<String> {
         if self.is_closing() {
             return Some("is shutting down".to_owned());
         }
@@ -80,9 +75,7 @@ impl Host {
         if let Err(error) = arbiter.identify() {
             return Some(format!("could not take it over: {error}"));
         }
-        if let Some(needs) = cpu
-            && let Err(error) = self.check_cpu_needs(needs)
-        {
+        if let Err(error) = self.check_cpu_needs(cpu) {
             return Some(error.to_string());
         }
         self.check_memory(memory).err().map(|error| error.to_string())
@@ -134,7 +127,7 @@ impl Host {
         let (answers, answered) = crossbeam_channel::unbounded();
         for (host, addresses) in known.clone() {
             let (answers, asker) = (answers.clone(), self.clone());
-            let purpose = Purpose::Survey { vm: vm.to_owned(), memory, cpu: Some(cpu.clone()) };
+            let purpose = Purpose::Survey { vm: vm.to_owned(), memory, cpu: cpu.clone() };
             // One that takes too long ends by itself; nobody waits for it.
             let ask = move || {
                 let answer = asker.ask_fitness(&host, &addresses, &purpose);

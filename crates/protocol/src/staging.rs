@@ -186,6 +186,7 @@ mod tests {
         assert!(staging.take(data(2, 2), NOW).unwrap().is_none(), "a write of the next epoch");
         let whole = staging.take(end(1, &[first]), NOW).unwrap().unwrap();
         assert_eq!((whole.epoch, whole.messages.len()), (Epoch(1), 1));
+        assert_eq!(whole.taken, Time(NOW.0 - AGE));
         assert_eq!(staging.bytes(), 10, "the next epoch's write stays staged");
         let whole = staging.take(end(2, &[data(2, 2)]), NOW).unwrap().unwrap();
         assert_eq!(whole.epoch, Epoch(2));
@@ -201,6 +202,17 @@ mod tests {
             }
             assert!(staging.take(end(1, &[one.clone(), two.clone()]), NOW).is_err());
         }
+    }
+
+    #[test]
+    fn an_end_without_its_age_is_refused_and_one_of_any_age_taken() {
+        let mut short = end(1, &[]);
+        short.payload.pop();
+        assert!(Staging::new().take(short, NOW).is_err());
+        let digest = EpochDigest::default().end(Duration::from_secs(u64::MAX));
+        let oldest = Message::new(Kind::EpochEnd, Epoch(1), digest);
+        let taken = Staging::new().take(oldest, NOW).unwrap().unwrap().taken;
+        assert_eq!(taken, Time(Duration::ZERO));
     }
 
     #[test]

@@ -32,7 +32,7 @@ impl TickRate {
         thread::sleep(Duration::from_millis(100));
         let (last, ended) = now();
         let nanoseconds = (ended - began).as_nanos();
-        TickRate((((last - first) as u128) << 32).div_euclid(nanoseconds) as u64)
+        TickRate(((((last - first) as u128) << 32) / nanoseconds) as u64)
     }
 
     /// This host's counter now.

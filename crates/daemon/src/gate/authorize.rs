@@ -85,14 +85,16 @@ impl std::error::Error for Denied {}
 mod tests {
     use super::*;
     use understudy_protocol::{PathIndex, literal};
+    use understudy_qemu::{Accelerator, CpuNeeds};
 
     const STRANGER: Asker<'_> = Asker { host: "mallory", known: false };
     const PEER: Asker<'_> = Asker { host: "a", known: true };
 
     fn questions() -> Vec<Purpose> {
         let (vm, group) = (literal("db"), literal("shop"));
+        let cpu = CpuNeeds { accelerator: Accelerator::Tcg, model: None };
         vec![
-            Purpose::Survey { vm, memory: 1, cpu: None },
+            Purpose::Survey { vm, memory: 1, cpu },
             Purpose::MayFollow { build: None },
             Purpose::Group,
             Purpose::Frames { cluster: group },

@@ -35,9 +35,9 @@ impl Tracker {
             Tracker::Scans(tracker) => Ok(tracker.scan(dirty)?),
             Tracker::Log(tracker) => {
                 dirty.clear();
-                let ids = tracker.ids.clone();
                 tracker.collect_and(|block, first, count| {
-                    dirty.push(PageRun { block: ids[block], first: PageIndex(first), count });
+                    let block = tracker.ids[block];
+                    dirty.push(PageRun { block, first: PageIndex(first), count });
                 })
             }
         }
@@ -60,7 +60,7 @@ impl Tracker {
 pub struct LogTracker {
     agent: Arc<AgentPauser>,
     /// Of the blocks, in the log's order.
-    ids: Arc<[BlockId]>,
+    ids: Vec<BlockId>,
 }
 
 impl LogTracker {

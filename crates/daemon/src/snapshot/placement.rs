@@ -117,11 +117,7 @@ impl Host {
     ) -> Result<Generation, HostError> {
         let inquiry = self.inquire(vm)?;
         if let Some((host, busy)) = inquiry.busy() {
-            let message = format!(
-                "{vm} is not to be restored: host {host} {busy}; run `understudy vm stop {vm}` \
-                 there first"
-            );
-            return refuse(ErrorKind::Conflict, message);
+            return refuse(ErrorKind::Conflict, runs_elsewhere(vm, host, busy));
         }
         let owner = owner(&inquiry);
         let silent = owner.and_then(|owner| inquiry.silent_host(owner));
@@ -138,6 +134,13 @@ impl Host {
         }
         Ok(inquiry.newest())
     }
+}
+
+/// Why a VM is not restored that a host is busy with.
+pub(super) fn runs_elsewhere(vm: &VmName, host: &str, busy: &str) -> String {
+    format!(
+        "{vm} is not to be restored: host {host} {busy}; run `understudy vm stop {vm}` there first"
+    )
 }
 
 fn owner(inquiry: &Inquiry) -> Option<&HostName> {

@@ -6,6 +6,7 @@ use super::boot_files::BootFiles;
 use super::disk_fill::DiskFiller;
 use super::early::Early;
 use super::fill::Filler;
+use super::placement::runs_elsewhere;
 use super::source::Source;
 use super::trial::Watch;
 use super::words::{RestoreTask, SavedVm};
@@ -118,9 +119,11 @@ pub fn prepare(
     let frames = store.frames(&member)?;
     filler.attach()?;
     machine.load(&store.blob(&member.device_state)?)?;
-    let occupied = occupied.join().map_err(|_| anyhow!("the question to its owner failed"))?;
+    let occupied = occupied.join().map_err(|_| {
+        anyhow!("whether {} runs on its owner could not be asked; see this host's log", task.vm())
+    })?;
     if let Some((owner, busy)) = occupied {
-        bail!("{} is not to be restored: host {owner} {busy}", task.vm());
+        bail!(runs_elsewhere(task.vm(), &owner, &busy));
     }
     Ok(Prepared { machine, filler, disks, frames, images, directory })
 }
