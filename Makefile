@@ -28,6 +28,7 @@ test-long: bench-guest ## All tests, the long ones included
 
 test-kvm: setup guests ## The stories on real KVM, in an emulated host (SUITE=trixie; ONLY=pattern; REPEAT=n; HOSTS=n)
 	@scripts/setup kvm
+	@guests/installed $(PROGRESS)
 	@scripts/kvm/build
 	@scripts/kvm/lane $(if $(SUITE),--suite $(SUITE)) $(if $(ONLY),--only '$(ONLY)') $(if $(REPEAT),--repeat $(REPEAT)) $(if $(HOSTS),--hosts $(HOSTS))
 
