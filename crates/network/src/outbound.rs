@@ -62,6 +62,8 @@ pub(crate) struct Outbound {
     pub permitted_until: Instant,
     /// Frames that were longer than any can be.
     pub too_long: u64,
+    /// Bytes of the guest's frames, headers of ours included.
+    pub bytes_sent: u64,
 }
 
 /// What one reading of QEMU's socket brought.
@@ -94,6 +96,7 @@ impl Outbound {
             entitled: Instant::now(),
             permitted_until: Instant::now(),
             too_long: 0,
+            bytes_sent: 0,
         })
     }
 
@@ -180,6 +183,7 @@ impl Outbound {
         for n in 0..count {
             match self.inbox.message(n) {
                 Message::Frame(packet) => {
+                    self.bytes_sent += packet.len() as u64;
                     received.first_held |=
                         push(&mut self.buffer, self.fabric.as_deref(), self.seat.as_ref(), packet);
                 }

@@ -453,6 +453,12 @@ impl Port {
         self.shared.counters()
     }
 
+    /// Bytes of frames that the guest sent, whether they have left or wait, and that it was given.
+    pub fn carried_bytes(&self) -> u64 {
+        let sent = self.shared.outbound().bytes_sent;
+        sent + self.shared.bytes_in()
+    }
+
     /// Makes the switches learn that the guest is behind this port: sends an
     /// [`announcement`] at once and repeats it for some 800 ms in the background.
     /// Stops by itself when the port is dropped or fenced.

@@ -227,6 +227,10 @@ impl Shared {
         }
     }
 
+    pub fn bytes_in(&self) -> u64 {
+        self.counters.bytes_in.load(Ordering::Relaxed)
+    }
+
     fn stopping(&self) -> bool {
         self.stop.load(Ordering::Acquire)
     }

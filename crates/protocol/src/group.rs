@@ -13,7 +13,8 @@
 //! A frame that crosses the cut forwards, sent before it and received after it,
 //! is lost in a fail-over, as on any Ethernet.
 
-use crate::{Epoch, LastCheckpoint};
+use crate::{EndedEpoch, Epoch, EpochLength, LastCheckpoint, Policy, Time};
+use std::time::Duration;
 
 /// What a group does next, decided once for all members.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -49,6 +50,9 @@ pub struct Rendezvous {
     step: Option<(Epoch, GroupStep)>,
     resumed: usize,
     last: Option<LastCheckpoint>,
+    /// Since when the epoch that the last checkpoint closed ran.
+    began: Option<Time>,
+    length: EpochLength,
 }
 
 impl Rendezvous {
@@ -63,6 +67,8 @@ impl Rendezvous {
             step: None,
             resumed: 0,
             last: None,
+            began: None,
+            length: EpochLength::default(),
         }
     }
 
@@ -99,17 +105,37 @@ impl Rendezvous {
     }
 
     /// A member runs again after its pause.
-    pub fn resumed(&mut self, checkpoint: LastCheckpoint) {
+    pub fn resumed(&mut self, checkpoint: LastCheckpoint, policy: &Policy) {
         // The first one to say so begins a new count.
-        self.last = match self.last.filter(|_| self.resumed > 0) {
-            None => Some(checkpoint),
-            Some(last) => Some(LastCheckpoint {
+        let last = match self.last.filter(|_| self.resumed > 0) {
+            None => checkpoint,
+            Some(last) => LastCheckpoint {
                 started: last.started.min(checkpoint.started),
                 resumed: last.resumed.max(checkpoint.resumed),
                 pages: last.pages.max(checkpoint.pages),
-            }),
+                carried: last.carried + checkpoint.carried,
+            },
         };
+        self.last = Some(last);
         self.resumed = (self.resumed + 1) % self.members;
+        if self.resumed == 0 {
+            self.learn(last, policy);
+        }
+    }
+
+    fn learn(&mut self, last: LastCheckpoint, policy: &Policy) {
+        if let Some(began) = self.began.replace(last.resumed) {
+            self.length.ended(EndedEpoch {
+                lasted: last.resumed - began,
+                carried: last.carried,
+                by_pages: policy.length_by_pages(last),
+            });
+        }
+    }
+
+    /// How long an epoch of a busy group should be.
+    pub fn length(&self) -> Duration {
+        self.length.now()
     }
 
     /// The group's last checkpoint, from the first pause to the last resumption;
@@ -161,12 +187,10 @@ impl<T> GroupStaging<T> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::Time;
-    use std::time::Duration;
 
     fn checkpoint(started: u64, resumed: u64) -> LastCheckpoint {
         let at = |ms| Time(Duration::from_millis(ms));
-        LastCheckpoint { started: at(started), resumed: at(resumed), pages: 0 }
+        LastCheckpoint { started: at(started), resumed: at(resumed), pages: 0, carried: 0 }
     }
 
     #[test]
@@ -197,16 +221,16 @@ mod tests {
     fn the_groups_pause_is_from_the_first_stop_to_the_last_start() {
         let mut rendezvous = Rendezvous::new(2);
         assert!(rendezvous.last().is_none());
-        rendezvous.resumed(checkpoint(10, 14));
+        rendezvous.resumed(checkpoint(10, 14), &Policy::default());
         assert!(rendezvous.last().is_none(), "one still stands still");
-        rendezvous.resumed(checkpoint(11, 19));
+        rendezvous.resumed(checkpoint(11, 19), &Policy::default());
         let last = rendezvous.last().unwrap();
         assert_eq!(
             (last.started, last.resumed),
             (checkpoint(10, 19).started, checkpoint(10, 19).resumed)
         );
-        rendezvous.resumed(checkpoint(30, 31));
-        rendezvous.resumed(checkpoint(29, 32));
+        rendezvous.resumed(checkpoint(30, 31), &Policy::default());
+        rendezvous.resumed(checkpoint(29, 32), &Policy::default());
         assert_eq!(rendezvous.last().unwrap().started, checkpoint(29, 32).started);
     }
 

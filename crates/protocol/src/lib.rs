@@ -5,6 +5,7 @@
 
 mod backup;
 mod detector;
+mod epoch_length;
 mod frames;
 mod group;
 mod inbound;
@@ -26,6 +27,7 @@ pub mod wire;
 
 pub use backup::{Backup, BackupAction, BackupEvent, BackupPhase};
 pub use detector::{Detector, HEARTBEAT_INTERVAL};
+pub use epoch_length::{EndedEpoch, EpochLength};
 pub use frames::{Allowance, CardFrames, KEPT_FOR};
 pub use group::{Arrival, Gate, GroupStaging, GroupStep, Rendezvous};
 pub use inbound::{FORWARDED_BYTES, Kept};

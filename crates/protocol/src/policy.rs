@@ -7,9 +7,9 @@
 //! - An idle guest (it waits for nothing but its own output, or for nothing at all) pays
 //!   nothing: the checkpoint is taken at once.
 //! - A guest that runs pays by the share of its time that it ran since the last pause: it
-//!   gets that share of the time that keeps a guest under full load within the budget. One
-//!   that falls idle before is not made to wait any longer, and output waits for a bounded
-//!   time only on account of pages.
+//!   gets that share of the time that keeps a guest under full load within the budget, and
+//!   of the length that was found to be best ([`EpochLength`](crate::EpochLength)). One that
+//!   falls idle before is not made to wait any longer.
 //! - Without output, epochs stretch to the longest.
 //!
 //! By any policy, an epoch in which the guest has written much to its disks ends early.
@@ -26,8 +26,8 @@ const SHORTEST_TARGET: Duration = Duration::from_millis(100);
 /// 16 µs on two processors (docs/performance/policy.md).
 const PAGE_COST: Duration = Duration::from_micros(5);
 
-/// Output waits for no longer than this on account of pages: the throughput of a connection
-/// whose window is full falls with its length, and people notice it.
+/// No more than this is on account of pages: the throughput of a connection whose window is
+/// full falls with the length of epochs, and people notice it.
 const LONGEST_GAP_FOR_PAGES: Duration = Duration::from_millis(25);
 
 /// The first look at a guest that may fall idle; a look costs some 15 µs.
@@ -101,6 +101,8 @@ pub struct LastCheckpoint {
     pub resumed: Time,
     /// Pages that the guest had written.
     pub pages: u64,
+    /// Bytes that the guest had sent and was given in the epoch that it closed.
+    pub carried: u64,
 }
 
 /// What the guest does.
@@ -119,6 +121,8 @@ pub struct Situation {
     pub now: Time,
     /// The last checkpoint.
     pub last: LastCheckpoint,
+    /// How long an epoch of a guest under full load should be.
+    pub length: Duration,
     /// Epochs captured and not yet committed.
     pub in_flight: u64,
     /// Since when frames have been held, if any are.
@@ -147,9 +151,21 @@ impl Policy {
         }
     }
 
+    /// How long an epoch of a guest under full load should be on account of what its pages
+    /// cost, as far as that can be said beforehand.
+    pub fn length_by_pages(&self, last: LastCheckpoint) -> Duration {
+        let Policy::Adaptive { pause_budget_percent: percent, .. } = *self else {
+            return Duration::ZERO;
+        };
+        // More than these reach the bound in any case.
+        let pages = PAGE_COST * last.pages.min(1 << 20) as u32;
+        let pause = last.resumed - last.started;
+        earned(pause, percent) + earned(pages, percent).min(LONGEST_GAP_FOR_PAGES)
+    }
+
     /// When the next checkpoint is due. `activity` is asked only where it matters.
     pub fn due(&self, situation: &Situation, activity: impl FnOnce() -> Activity) -> Due {
-        let Situation { now, last, in_flight, output_since, full } = *situation;
+        let Situation { now, last, length, in_flight, output_since, full } = *situation;
         if in_flight >= self.pipeline() {
             return Due::OnChange;
         }
@@ -162,7 +178,8 @@ impl Policy {
                 let max_epoch = Duration::from_millis(max_epoch_ms.into());
                 // Output never waits for more than the longest epoch: one pause that
                 // took seconds (a QEMU that stood still) is not the guest's to make up for.
-                let gap = budget_gap(last, pause_budget_percent).min(max_epoch);
+                let gap = earned(last.resumed - last.started, pause_budget_percent);
+                let gap = gap.max(length).min(max_epoch);
                 let Some(since) = output_since else {
                     return Due::At((last.started + max_epoch).max(last.resumed + gap));
                 };
@@ -187,13 +204,9 @@ fn next_look(now: Time, since: Time) -> Time {
     now + ((now - since) / 2).max(SHORTEST_LOOK)
 }
 
-/// The time that a guest under full load must run so that its last checkpoint stays within
-/// the budget.
-fn budget_gap(last: LastCheckpoint, percent: u32) -> Duration {
-    let earn = |cost: Duration| cost * (100 - percent) / percent;
-    // More than these reach the bound in any case.
-    let pages = PAGE_COST * last.pages.min(1 << 20) as u32;
-    earn(last.resumed - last.started) + earn(pages).min(LONGEST_GAP_FOR_PAGES)
+/// The time that a guest under full load must run so that a cost stays within the budget.
+fn earned(cost: Duration, percent: u32) -> Duration {
+    cost * (100 - percent) / percent
 }
 
 #[cfg(test)]

@@ -11,6 +11,7 @@ const LAST: LastCheckpoint = LastCheckpoint {
     started: Time(Duration::from_millis(1000)),
     resumed: Time(Duration::from_millis(1002)),
     pages: 0,
+    carried: 0,
 };
 
 fn at(ms: u64) -> Time {
@@ -19,11 +20,25 @@ fn at(ms: u64) -> Time {
 
 /// Output has waited since then.
 fn waiting(now: u64, since: u64) -> Situation {
-    Situation { now: at(now), last: LAST, in_flight: 0, output_since: Some(at(since)), full: false }
+    Situation {
+        now: at(now),
+        last: LAST,
+        length: Duration::ZERO,
+        in_flight: 0,
+        output_since: Some(at(since)),
+        full: false,
+    }
 }
 
 fn quiet(in_flight: u64) -> Situation {
-    Situation { now: at(1003), last: LAST, in_flight, output_since: None, full: false }
+    Situation {
+        now: at(1003),
+        last: LAST,
+        length: Duration::ZERO,
+        in_flight,
+        output_since: None,
+        full: false,
+    }
 }
 
 fn nobody_asks() -> Activity {
@@ -72,18 +87,26 @@ fn a_busy_guest_pays_with_time_by_its_share() {
 }
 
 #[test]
-fn a_busy_guest_pays_for_its_pages_up_to_a_bound() {
-    let due = |pages, now| {
-        let last = LastCheckpoint { pages, ..LAST };
-        POLICY.due(&Situation { last, ..waiting(now, 1003) }, || FULL_LOAD)
+fn a_busy_guest_runs_for_the_length_that_was_found() {
+    let due = |length, now, busy_share| {
+        let situation = Situation { length: Duration::from_millis(length), ..waiting(now, 1003) };
+        POLICY.due(&situation, || Activity { idle: false, busy_share })
     };
-    assert_eq!(due(200, 1029), Due::At(at(1029)), "18 ms for the pause, 9 for the pages");
-    assert!(matches!(due(200, 1028), Due::Look(_)));
-    assert_eq!(due(1 << 40, 1045), Due::At(at(1045)), "25 ms for any number of pages");
-    assert!(matches!(due(1 << 40, 1044), Due::Look(_)));
-    let idle = LastCheckpoint { pages: 1000, ..LAST };
-    let situation = Situation { last: idle, ..waiting(1003, 1003) };
-    assert_eq!(POLICY.due(&situation, || IDLE), Due::At(at(1003)));
+    assert_eq!(due(30, 1032, 1.0), Due::At(at(1032)));
+    assert!(matches!(due(30, 1031, 1.0), Due::Look(_)));
+    assert_eq!(due(30, 1017, 0.5), Due::At(at(1017)), "by the share of its time");
+    assert!(matches!(due(5, 1019, 1.0), Due::Look(_)), "the budget is 18 ms");
+    assert_eq!(due(1000, 1202, 1.0), Due::At(at(1202)), "output waits for no longer than an epoch");
+    let idle = Situation { length: Duration::from_millis(30), ..waiting(1003, 1003) };
+    assert_eq!(POLICY.due(&idle, || IDLE), Due::At(at(1003)));
+}
+
+#[test]
+fn pages_speak_for_longer_epochs_up_to_a_bound() {
+    let by_pages = |pages| POLICY.length_by_pages(LastCheckpoint { pages, ..LAST }).as_millis();
+    assert_eq!(by_pages(0), 18, "for the pause");
+    assert_eq!(by_pages(200), 27, "9 for the pages");
+    assert_eq!(by_pages(1 << 40), 43, "25 for any number of pages");
 }
 
 #[test]
@@ -150,8 +173,12 @@ struct Play {
 
 /// From one resumption to the next pause: when it begins.
 fn next_pause(policy: Policy, play: &Play) -> u64 {
-    let last =
-        LastCheckpoint { started: Time(Duration::ZERO), resumed: micros(play.pause), pages: 0 };
+    let last = LastCheckpoint {
+        started: Time(Duration::ZERO),
+        resumed: micros(play.pause),
+        pages: 0,
+        carried: 0,
+    };
     let commit = play.pause + play.commit;
     let output = play.output_after.map(|after| play.pause + after);
     let mut now = play.pause;
@@ -165,6 +192,7 @@ fn next_pause(policy: Policy, play: &Play) -> u64 {
         let situation = Situation {
             now: micros(now),
             last,
+            length: Duration::ZERO,
             in_flight: u64::from(now < commit),
             output_since: output.filter(|output| *output <= now).map(micros),
             full: false,

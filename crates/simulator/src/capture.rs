@@ -8,7 +8,8 @@ use crate::schedule::Moment;
 use crate::world::{Event, World};
 use understudy_protocol::wire::{DiskRange, Kind, Message};
 use understudy_protocol::{
-    Activity, CardFrames, CardIndex, DiskIndex, Due, Epoch, PrimaryEvent, PrimaryPhase, Situation,
+    Activity, CardFrames, CardIndex, DiskIndex, Due, Epoch, LastCheckpoint, PrimaryEvent,
+    PrimaryPhase, Situation,
 };
 
 /// Sometimes idle, sometimes busy, and always the same for a seed.
@@ -76,13 +77,13 @@ impl World {
         if session.hand_over && *session.core.phase() == PrimaryPhase::Protected {
             return self.pause(host, id, true);
         }
-        let due = match session.core.running() {
-            Epoch(1) => Due::At(now),
-            _ => {
-                let in_flight = session.core.in_flight();
+        let due = match session.rendezvous.last() {
+            None => Due::At(now),
+            Some(last) => {
+                let (in_flight, length) = (session.core.in_flight(), session.rendezvous.length());
                 // A guest that writes a block now and then fills no epoch.
-                let (last, full) = (session.last, false);
-                let situation = Situation { now, last, in_flight, output_since, full };
+                let full = false;
+                let situation = Situation { now, last, length, in_flight, output_since, full };
                 policy.due(&situation, || activity)
             }
         };
@@ -103,7 +104,7 @@ impl World {
         running.runs += 1;
         if let Some(session) = &mut running.session {
             session.busy = true;
-            session.last.started = now;
+            session.paused = now;
         }
         let length = self.random.micros(200, 3_000);
         self.after(length, Event::PauseEnds(host, id, last));
@@ -119,6 +120,7 @@ impl World {
             return;
         };
         let (epoch, next) = (session.core.running(), session.core.running().next());
+        let carried = running.port.held_of(epoch).count() as u64;
         if !barrier_lost {
             if session.core.holds_output() {
                 running.port.drain();
@@ -126,7 +128,9 @@ impl World {
             running.port.gate = Gate::Held(next);
         }
         session.disk_epoch = next;
-        session.last.resumed = now;
+        let checkpoint =
+            LastCheckpoint { started: session.paused, resumed: now, pages: 0, carried };
+        session.rendezvous.resumed(checkpoint, &self.schedule.policy);
         let pages = &running.guest.pages;
         let written = (0..PAGES).filter(|page| session.dirty[*page]);
         let capture = Capture {
@@ -160,7 +164,7 @@ impl World {
         let Some(session) = self.hosts[host.0].session(id) else { return };
         let digest = session.digests.remove(&capture.epoch).unwrap_or_default();
         session.busy = false;
-        let (data, end) = (session.data, digest.end(now - session.last.started));
+        let (data, end) = (session.data, digest.end(now - session.paused));
         self.send(host, data, Message::new(Kind::EpochEnd, capture.epoch, end));
         self.moment(Moment::EndSent);
         self.consider_checkpoint(host, id);

@@ -12,8 +12,8 @@ use understudy_protocol::repair::RepairEvent;
 use understudy_protocol::validity::ImageRole;
 use understudy_protocol::wire::{Kind, Message};
 use understudy_protocol::{
-    Epoch, EpochDigest, Generation, LastCheckpoint, Primary, PrimaryAction, PrimaryEvent,
-    PrimaryPhase, Time,
+    Epoch, EpochDigest, Generation, Primary, PrimaryAction, PrimaryEvent, PrimaryPhase, Rendezvous,
+    Time,
 };
 
 /// One protection, seen from the primary.
@@ -38,7 +38,9 @@ pub struct Session {
     pub(crate) digests: BTreeMap<Epoch, EpochDigest>,
     /// Pages written since they were sent last.
     pub(crate) dirty: [bool; PAGES],
-    pub(crate) last: LastCheckpoint,
+    /// When the last pause began.
+    pub(crate) paused: Time,
+    pub(crate) rendezvous: Rendezvous,
     /// The first synchronisation, or a checkpoint, is being taken.
     pub(crate) busy: bool,
     pub(crate) check_at: Option<Time>,
@@ -63,7 +65,8 @@ impl World {
             disk_epoch: Epoch(0),
             digests: BTreeMap::new(),
             dirty: [false; PAGES],
-            last: LastCheckpoint { started: now, resumed: now, pages: 0 },
+            paused: now,
+            rendezvous: Rendezvous::new(1),
             busy: true,
             check_at: None,
             next_beat: now,

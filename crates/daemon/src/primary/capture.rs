@@ -110,6 +110,8 @@ struct Capturer<'a> {
     last_pages: u64,
     /// Of the epoch that is being closed, if a snapshot is made of it.
     closing: Option<Closing>,
+    /// Bytes that the guest had sent and was given when the last epoch was closed.
+    carried_bytes: u64,
     /// None where the system does not allow it.
     urgency: Option<Urgency>,
 }
@@ -133,6 +135,7 @@ impl<'a> Capturer<'a> {
             end_of_log: Vec::new(),
             last_pages: 0,
             closing: None,
+            carried_bytes: session.carried(),
             urgency: urgency(session, machine),
         })
     }
@@ -267,9 +270,14 @@ impl<'a> Capturer<'a> {
         self.session.stats.captured(timing, watch.now);
         self.session.pace.captured(epoch, self.last_pages, began);
         self.queue(epoch, cut, stopped);
-        let checkpoint =
-            LastCheckpoint { started: watch.started, resumed: watch.now, pages: self.last_pages };
-        self.session.group.rendezvous().resumed(checkpoint);
+        let carried = self.session.carried();
+        let checkpoint = LastCheckpoint {
+            started: watch.started,
+            resumed: watch.now,
+            pages: self.last_pages,
+            carried: carried.saturating_sub(std::mem::replace(&mut self.carried_bytes, carried)),
+        };
+        self.session.group.rendezvous().resumed(checkpoint, &self.session.policy);
         self.session.group.ring();
         Ok(())
     }

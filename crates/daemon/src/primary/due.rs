@@ -105,7 +105,8 @@ impl Session {
         let output_since =
             if in_flight == 0 { self.output_since(core.running(), last, now) } else { None };
         let full = self.group.is_full();
-        let situation = Situation { now, last, in_flight, output_since, full };
+        let length = rendezvous.length();
+        let situation = Situation { now, last, length, in_flight, output_since, full };
         match self.policy.due(&situation, || self.group.activity()) {
             Due::At(time) if time <= now => Ok(GroupStep::Checkpoint),
             Due::At(time) | Due::Look(time) => Err(time - now),

@@ -121,6 +121,11 @@ impl Session {
             || self.console.as_ref().is_some_and(|console| console.held_bytes() > 0)
     }
 
+    /// Bytes that the guest has sent and was given since its cards were opened.
+    pub(super) fn carried(&self) -> u64 {
+        self.machine().ports().iter().map(|port| port.carried_bytes()).sum()
+    }
+
     /// The machine that the VM is on now.
     pub fn machine(&self) -> Arc<Machine> {
         lock(&self.machine).clone()
