@@ -9,6 +9,7 @@ use crate::output;
 use anyhow::Result;
 use serde::Serialize;
 use std::fmt::Write;
+use std::path::Path;
 use understudy_lab::scene::GuestKind;
 use understudy_lab::{GUEST_ADDRESS, Scene};
 
@@ -38,20 +39,30 @@ pub fn run(args: &BenchWorkloadArgs, json: bool) -> Result<Exit, Failure> {
 fn measure(scene: &Scene, args: &BenchWorkloadArgs) -> Result<Vec<Measured>> {
     scene.start_guest("a")?;
     scene.await_guest()?;
+    let console = scene.console("a")?;
+    let bed = bed(scene, &console);
+    let names = if args.names.is_empty() { &Workload::ALL[..] } else { &args.names };
+    names.iter().try_for_each(|workload| workload.prepare(&bed))?;
     if args.protected {
         scene.protect("a", "b")?;
         scene.await_protected("a", |_| ())?;
     }
-    let console = scene.console("a")?;
-    let bed = Bed { lab: scene.lab(), address: GUEST_ADDRESS, door: Door::Console(&console) };
     let scale = if args.quick { Scale::Quick } else { Scale::Full };
-    let names = if args.names.is_empty() { &Workload::ALL[..] } else { &args.names };
     let measure = |&workload: &Workload| {
         eprintln!("{}", workload.name());
         let samples = (0..args.runs).map(|_| workload.run(&bed, scale)).collect::<Result<_>>()?;
         Ok(Measured { workload, unit: workload.unit(), better: workload.better(), samples })
     };
     names.iter().map(measure).collect()
+}
+
+fn bed<'a>(scene: &'a Scene, console: &'a Path) -> Bed<'a> {
+    Bed {
+        lab: scene.lab(),
+        address: GUEST_ADDRESS,
+        door: Door::Console(console),
+        guest_files: scene.guest_files(),
+    }
 }
 
 fn table(measured: &[Measured]) -> String {

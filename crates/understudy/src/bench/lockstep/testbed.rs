@@ -212,7 +212,12 @@ impl Testbed {
 
     /// The same for all.
     fn bed_at(&self, address: Ipv4Addr) -> Bed<'_> {
-        Bed { lab: self.scene.lab(), address, door: Door::Network }
+        Bed {
+            lab: self.scene.lab(),
+            address,
+            door: Door::Network,
+            guest_files: self.scene.guest_files(),
+        }
     }
 
     /// Lets one variant's guest run, which is booted if there is none, and all others stand

@@ -89,12 +89,18 @@ impl Bench {
             return Err(refusal.clone().into());
         }
         self.end()?;
-        let options = PlainOptions::bench_guest(&self.guest.clone().unwrap_or_else(guest_files))?;
+        let guest_files = self.guest.clone().unwrap_or_else(guest_files);
+        let options = PlainOptions::bench_guest(&guest_files)?;
         let lab = Lab::new(&["a", "b"])?;
         let colo = Colo::start(&lab, &options, &SERVERS);
         let colo = colo.inspect_err(|refusal| self.refusal = Some(refusal.clone()))?;
-        let bed = Bed { lab: &lab, address: colo.address(), door: Door::Console(colo.console()) };
-        let measured = work(&bed, subject);
+        let bed = Bed {
+            lab: &lab,
+            address: colo.address(),
+            door: Door::Console(colo.console()),
+            guest_files: &guest_files,
+        };
+        let measured = prepare(&bed, subject).and_then(|()| work(&bed, subject));
         // If COLO has ended meanwhile, the figure is none of COLO's.
         colo.check()?;
         measured
@@ -158,17 +164,15 @@ impl Testbed {
     }
 
     fn measure(&mut self, step: &Step) -> Result<Measured> {
-        if step.variant == Variant::Plain {
-            self.give_turn(Side::Plain)?;
-            return self.work(step.subject);
-        }
-        self.give_turn(Side::Managed)?;
+        let plain = step.variant == Variant::Plain;
+        self.give_turn(if plain { Side::Plain } else { Side::Managed })?;
+        prepare(&self.bed(), step.subject)?;
         let Some(request) = step.variant.protection() else {
-            return self.work(step.subject);
+            return work(&self.bed(), step.subject);
         };
         protection::begin(&self.primary, VM, &request)?;
         let watch = Watch::begin(&self.primary)?;
-        let mut measured = self.work(step.subject)?;
+        let mut measured = work(&self.bed(), step.subject)?;
         measured.protection = Some(watch.end(&self.primary)?);
         protection::end(&self.primary, &self.backup, VM)?;
         Ok(measured)
@@ -207,15 +211,14 @@ impl Testbed {
         Ok(plain)
     }
 
-    /// Runs a workload on the guest whose turn it is.
-    fn work(&self, subject: Subject) -> Result<Measured> {
+    /// The guest whose turn it is.
+    fn bed(&self) -> Bed<'_> {
         let (address, console) = match &self.plain {
-            Some(plain) if self.turn == Side::Plain => {
-                (plain.address(), plain.console().to_owned())
-            }
-            _ => (GUEST_ADDRESS, self.console.clone()),
+            Some(plain) if self.turn == Side::Plain => (plain.address(), plain.console()),
+            _ => (GUEST_ADDRESS, &*self.console),
         };
-        work(&Bed { lab: self.scene.lab(), address, door: Door::Console(&console) }, subject)
+        let (lab, guest_files) = (self.scene.lab(), &*self.guest);
+        Bed { lab, address, door: Door::Console(console), guest_files }
     }
 
     fn end(mut self) -> Result<()> {
@@ -223,6 +226,10 @@ impl Testbed {
         drop(self.plain.take());
         self.scene.finish()
     }
+}
+
+fn prepare(bed: &Bed<'_>, subject: Subject) -> Result<()> {
+    subject.workload().context("no workload")?.prepare(bed)
 }
 
 fn work(bed: &Bed<'_>, subject: Subject) -> Result<Measured> {

@@ -10,6 +10,7 @@
 //! | `web`        | `web` |
 //! | `tbench`     | `tbench` |
 //! | `latency`    | `latency` |
+//! | `postgresql` | `pgbench1`, `pgbench4`, `pgbench32` |
 //! | `outside`    | programs on the client's side, with a deadline |
 //!
 //! Each does the same work on every variant of the guest, and leaves nothing behind in
@@ -20,6 +21,7 @@ mod compile;
 mod database;
 mod latency;
 mod outside;
+mod postgresql;
 mod postmark;
 mod sysbench;
 mod tbench;
@@ -66,6 +68,12 @@ pub enum Workload {
     Tbench,
     /// Request and response, with an idle guest and with a busy one.
     Latency,
+    /// PostgreSQL and pgbench: a bank's transactions, of one client over the network.
+    Pgbench1,
+    /// The same, of 4 clients.
+    Pgbench4,
+    /// The same, of 32 clients.
+    Pgbench32,
 }
 
 /// Which way a figure is to go.
@@ -107,6 +115,8 @@ pub struct Bed<'a> {
     pub address: Ipv4Addr,
     /// How shell lines come to it.
     pub door: Door<'a>,
+    /// Where the guests' files are, with programs for the client's side.
+    pub guest_files: &'a Path,
 }
 
 /// A way for shell lines into a guest.
@@ -186,7 +196,7 @@ impl Sample {
 
 impl Workload {
     /// All of them, in the order of the reports.
-    pub const ALL: [Workload; 11] = [
+    pub const ALL: [Workload; 14] = [
         Workload::Cpu,
         Workload::Memory,
         Workload::Fileio,
@@ -198,6 +208,9 @@ impl Workload {
         Workload::Web,
         Workload::Tbench,
         Workload::Latency,
+        Workload::Pgbench1,
+        Workload::Pgbench4,
+        Workload::Pgbench32,
     ];
 
     /// Its name in reports and on the command line.
@@ -214,6 +227,9 @@ impl Workload {
             Workload::Web => "web",
             Workload::Tbench => "tbench",
             Workload::Latency => "latency",
+            Workload::Pgbench1 => "pgbench1",
+            Workload::Pgbench4 => "pgbench4",
+            Workload::Pgbench32 => "pgbench32",
         }
     }
 
@@ -223,6 +239,7 @@ impl Workload {
             Workload::Web => "requests/s",
             Workload::Tbench => "MB/s",
             Workload::Latency => "ms",
+            Workload::Pgbench1 | Workload::Pgbench4 | Workload::Pgbench32 => "transactions/s",
             _ => "s",
         }
     }
@@ -231,11 +248,24 @@ impl Workload {
     pub fn better(self) -> Better {
         match self {
             Workload::Web | Workload::Tbench => Better::Higher,
+            Workload::Pgbench1 | Workload::Pgbench4 | Workload::Pgbench32 => Better::Higher,
             _ => Better::Lower,
         }
     }
 
-    /// Runs it once. An error says what went wrong and shows what the program printed;
+    /// Makes what it finds in the guest when it runs, unless that is there: a long work, which
+    /// is to fall into no figure.
+    pub fn prepare(self, bed: &Bed<'_>) -> Result<()> {
+        match self {
+            Workload::Pgbench1 | Workload::Pgbench4 | Workload::Pgbench32 => {
+                postgresql::create(bed)
+            }
+            _ => Ok(()),
+        }
+        .with_context(|| format!("the preparation of `{}`", self.name()))
+    }
+
+    /// Runs it once, in a guest that it was prepared in. An error says what went wrong and shows what the program printed;
     /// the guest may then need to be started anew.
     pub fn run(self, bed: &Bed<'_>, scale: Scale) -> Result<Sample> {
         let sample = match self {
@@ -250,6 +280,9 @@ impl Workload {
             Workload::Web => web::run(bed, scale),
             Workload::Tbench => tbench::run(bed, scale),
             Workload::Latency => latency::run(bed, scale),
+            Workload::Pgbench1 => postgresql::run(bed, scale, 1),
+            Workload::Pgbench4 => postgresql::run(bed, scale, 4),
+            Workload::Pgbench32 => postgresql::run(bed, scale, 32),
         };
         sample.with_context(|| format!("the workload `{}`", self.name()))
     }

@@ -11,6 +11,8 @@ use std::time::{Duration, Instant};
 const NOT_FOUND: i32 = 127;
 /// `timeout` ends so when the time is over.
 const TIMED_OUT: i32 = 124;
+/// Starts programs that bring their libraries along.
+const LOADER: &str = "ld-linux-x86-64.so.2";
 /// How much of a program's output an error shows.
 const EXCERPT: usize = 2000;
 
@@ -67,6 +69,21 @@ pub fn run(
         said()
     );
     Ok(Outside { output: output.stdout, took })
+}
+
+/// [`run`] of a program that came with the bench guest (`guests/bench`), with its own libraries.
+pub fn run_ours(
+    bed: &Bed<'_>,
+    limit: Duration,
+    program: &str,
+    arguments: &[&str],
+) -> Result<Outside> {
+    let folder = bed.guest_files.join("bench/client").join(program);
+    let [loader, file] = [LOADER, "program"].map(|name| folder.join(name));
+    ensure!(file.is_file(), "there is no {}: build it with `make bench-guest`", file.display());
+    let [loader, file, folder] = [&loader, &file, &folder].map(|path| path.to_string_lossy());
+    let words = [&["--library-path", &folder, &file][..], arguments].concat();
+    run(bed, limit, &loader, &words, None)
 }
 
 fn excerpt(stdout: &[u8], stderr: &[u8]) -> String {
