@@ -4,9 +4,16 @@ use std::sync::OnceLock;
 use std::time::{Duration, Instant};
 use understudy_protocol::Time;
 
+/// So that times before the first call can be said.
+const HEAD_START: Duration = Duration::from_secs(60);
+
 /// The monotonic time since the daemon's first call.
 pub fn now() -> Time {
+    at(Instant::now())
+}
+
+/// The same of another instant.
+pub fn at(instant: Instant) -> Time {
     static ORIGIN: OnceLock<Instant> = OnceLock::new();
-    // A minute of head start, so that times before the first call can be said.
-    Time(ORIGIN.get_or_init(Instant::now).elapsed() + Duration::from_secs(60))
+    Time((instant + HEAD_START).saturating_duration_since(*ORIGIN.get_or_init(|| instant)))
 }

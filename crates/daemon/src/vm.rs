@@ -261,6 +261,7 @@ fn describe_session(status: &mut VmStatus, session: &primary::Session) {
     status.mode = session.mode();
     status.checkpoints = session.stats.checkpoints();
     status.pause_ms = session.stats.pause();
+    status.output_wait_ms = session.stats.output_wait();
     status.bytes_sent = session.stats.bytes_sent();
     status.compression = Some(describe_compression(session));
     let (bytes, elapsed) = session.progress.disks();

@@ -1,6 +1,6 @@
 //! QEMU's end of a card: its socket, what came out of it, and who waits for that.
 
-use crate::buffer::{OutputBuffer, Pushed};
+use crate::buffer::{FrameBatch, OutputBuffer, Pushed};
 use crate::control::{Control, HeaderLength};
 use crate::fabric::{Fabric, marked};
 use crate::header::Offloads;
@@ -64,6 +64,8 @@ pub(crate) struct Outbound {
     pub too_long: u64,
     /// Bytes of the guest's frames, headers of ours included.
     pub bytes_sent: u64,
+    /// When the first frame that waits of the newest epoch with any began to.
+    waits_since: Option<Instant>,
 }
 
 /// What one reading of QEMU's socket brought.
@@ -97,6 +99,7 @@ impl Outbound {
             permitted_until: Instant::now(),
             too_long: 0,
             bytes_sent: 0,
+            waits_since: None,
         })
     }
 
@@ -212,7 +215,23 @@ impl Outbound {
                 return Received { any: false, changed: true, ..received };
             }
         }
+        if received.first_held {
+            self.waits_since = Some(Instant::now());
+        }
         Received { any: true, ..received }
+    }
+
+    /// Takes back frames that were not written; see [`OutputBuffer::take_back`].
+    pub fn take_back(&mut self, batch: FrameBatch, written: usize) {
+        if !self.buffer.holds_current() {
+            self.waits_since = Some(Instant::now());
+        }
+        self.buffer.take_back(batch, written);
+    }
+
+    /// Since when output of the epoch that runs waits, if any does.
+    pub fn waits_since(&self) -> Option<Instant> {
+        self.waits_since.filter(|_| self.buffer.holds_current())
     }
 
     fn disconnect(&mut self, reason: String) {

@@ -438,6 +438,11 @@ impl Port {
         self.shared.outbound().buffer.held_frames()
     }
 
+    /// Since when a frame of the epoch that runs has waited for its commit, if any does.
+    pub fn waits_since(&self) -> Option<Instant> {
+        self.shared.outbound().waits_since()
+    }
+
     /// Whether a frame of the epoch that runs waits for its commit.
     pub fn has_new_output(&self) -> bool {
         self.shared.outbound().buffer.holds_current()

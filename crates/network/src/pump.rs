@@ -158,7 +158,7 @@ impl Shared {
                 let tap = self.tap.name();
                 tracing::info!(tap, "stalled: released output waits once more");
             }
-            outbound.buffer.take_back(batch, written);
+            outbound.take_back(batch, written);
             drop(outbound);
             (self.output_waiting)();
         }

@@ -143,6 +143,8 @@ impl Page<'_> {
         };
         let help = "Pause of recent checkpoints; quantile 1 since protection began";
         self.add("vm_pause_seconds", help, vms.iter().flat_map(pauses));
+        let help = "How long the first output of recent epochs waited";
+        self.add("vm_output_wait_seconds", help, vms.iter().flat_map(output_waits));
         let help = "Part of its processors that the guest may use, 0 to 1";
         self.each("vm_cpu_share", help, |vm| {
             vm.throttle.as_ref().map(|throttle| f64::from(throttle.vcpu_percent) / 100.0)
@@ -187,6 +189,22 @@ impl Page<'_> {
 
 fn of(vm: &VmStatus) -> Labels {
     vec![("vm", vm.name.to_string())]
+}
+
+fn output_waits(vm: &VmStatus) -> Vec<(Labels, f64)> {
+    let Some(wait) = vm.output_wait_ms else { return Vec::new() };
+    let quantiles = [
+        ("checkpoint", "0.5", wait.to_checkpoint_p50),
+        ("checkpoint", "0.99", wait.to_checkpoint_p99),
+        ("release", "0.5", wait.to_release_p50),
+        ("release", "0.99", wait.to_release_p99),
+    ];
+    let named = |(until, quantile, ms): (&str, &str, f64)| {
+        let mut labels = with(vm, "until", until);
+        labels.push(("quantile", quantile.to_owned()));
+        (labels, ms / 1e3)
+    };
+    quantiles.map(named).into()
 }
 
 fn with(vm: &VmStatus, label: &'static str, value: &str) -> Labels {
@@ -240,6 +258,8 @@ mod tests {
             r#"understudy_vm_held_frames{vm="db"} 7.0"#,
             r#"understudy_vm_held_console_bytes{vm="db"} 9.0"#,
             r#"understudy_vm_pause_seconds{vm="db",quantile="0.99"} 0.0015"#,
+            r#"understudy_vm_output_wait_seconds{vm="db",until="checkpoint",quantile="0.5"} 0.0015"#,
+            r#"understudy_vm_output_wait_seconds{vm="db",until="release",quantile="0.99"} 0.009"#,
             r#"understudy_vm_path_up{vm="db",address="10.1.0.2:7700"} 1.0"#,
             r#"understudy_vm_path_up{vm="db",address="10.0.0.2:7700"} 0.0"#,
             r#"understudy_certificate_expiry_timestamp_seconds{host="a"} 1800000000.0"#,

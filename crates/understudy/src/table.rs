@@ -84,6 +84,7 @@ pub fn vm(vm: &VmStatus) -> String {
         ["epoch".to_owned(), format!("{}, {} not acknowledged", vm.epoch.0, vm.lag_epochs)],
         ["checkpoints".to_owned(), vm.checkpoints.to_string()],
         ["pause p50/p99/max".to_owned(), format!("{} ms", pauses(vm))],
+        ["output waits p50/p99".to_owned(), output_wait(vm)],
         ["sent".to_owned(), sent(vm)],
         ["frames held".to_owned(), vm.held_frames.to_string()],
     ];
@@ -269,6 +270,14 @@ fn pauses(vm: &VmStatus) -> String {
     format!("{:.2}/{:.2}/{:.2}", pause.p50, pause.p99, pause.max)
 }
 
+fn output_wait(vm: &VmStatus) -> String {
+    let Some(wait) = vm.output_wait_ms else { return NOTHING.to_owned() };
+    format!(
+        "{:.1}/{:.1} ms for a checkpoint, {:.1}/{:.1} ms until it leaves",
+        wait.to_checkpoint_p50, wait.to_checkpoint_p99, wait.to_release_p50, wait.to_release_p99
+    )
+}
+
 fn sent(vm: &VmStatus) -> String {
     let rate = HumanBytes(vm.bandwidth_bytes_per_second);
     format!("{}, now {rate}/s", HumanBytes(vm.bytes_sent))
@@ -330,7 +339,9 @@ fn columns<const N: usize>(rows: Vec<[String; N]>) -> String {
 pub mod tests {
     use super::*;
     use understudy_daemon::report::FillState;
-    use understudy_daemon::report::{CardReport, ComparisonCounts, DiskReport, PauseReport};
+    use understudy_daemon::report::{
+        CardReport, ComparisonCounts, DiskReport, OutputReport, PauseReport,
+    };
     use understudy_encoding::{Counters, EncodingPlan, Methods};
     use understudy_protocol::literal;
     use understudy_protocol::{Epoch, Generation};
@@ -363,6 +374,12 @@ pub mod tests {
             checkpoints: 1000,
             pause_ms: PauseReport { p50: 0.8, p99: 1.5, max: 19.25 },
             slow: None,
+            output_wait_ms: Some(OutputReport {
+                to_checkpoint_p50: 1.5,
+                to_checkpoint_p99: 6.0,
+                to_release_p50: 3.5,
+                to_release_p99: 9.0,
+            }),
             pauses_through_qmp: None,
             compression: Some(CompressionReport {
                 asked: EncodingPlan::default(),
@@ -460,6 +477,7 @@ pub mod tests {
             "DEGRADED: backup b is gone",
             "interval, 40 a second",
             "1234, 1 not acknowledged",
+            "1.5/6.0 ms for a checkpoint, 3.5/9.0 ms until it leaves",
             "auto: xor, 10.0 : 1, 99 % cache hits, 0.50 ms CPU/MB, link carries 1.00 GiB/s",
             "4242",
             "3.00 MiB in 0.5 s, only what had changed",

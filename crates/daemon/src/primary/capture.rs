@@ -17,6 +17,7 @@ use crate::report::{CheckpointTiming, DiskReads};
 use crate::sync::lock;
 use anyhow::Context;
 use std::sync::Arc;
+use std::time::Duration;
 use tracing::warn;
 use understudy_memory::{DirtySet, PageStaging, StagingPool, capture};
 use understudy_protocol::wire::Kind;
@@ -256,6 +257,7 @@ impl<'a> Capturer<'a> {
         let guard = urgent.as_ref().map(Urgency::begin);
         self.session.inbound.begin_epoch(epoch.next());
         let mut watch = Stopwatch::start();
+        timing.output_waited_ms = self.output_waited(watch.started).map(milliseconds);
         let captured = self.pause_and_copy(cut, &mut watch, &mut timing);
         drop(guard);
         self.urgency = urgent;
@@ -280,6 +282,12 @@ impl<'a> Capturer<'a> {
         self.session.group.rendezvous().resumed(checkpoint, &self.session.policy);
         self.session.group.ring();
         Ok(())
+    }
+
+    /// How long the first output of the epoch that runs has waited now, if there is any.
+    fn output_waited(&self, now: Time) -> Option<Duration> {
+        let last = self.session.group.rendezvous().last()?;
+        self.session.output_since(last).map(|since| now - since)
     }
 
     /// Looks how much the guest has written, and cuts its epoch short if it is too much.

@@ -3,11 +3,8 @@
 use super::group::lock_core;
 use super::session::{LONGEST_WAIT, Session};
 use crate::clock;
-use crate::sync::lock;
 use std::time::Duration;
-use understudy_protocol::{
-    Due, Epoch, GroupStep, LastCheckpoint, Primary, PrimaryPhase, Rendezvous, Situation, Time,
-};
+use understudy_protocol::{Due, GroupStep, Primary, PrimaryPhase, Rendezvous, Situation};
 
 /// What the capture thread does next.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -22,13 +19,6 @@ pub enum Step {
     Turn,
     /// Protection is over.
     End,
-}
-
-/// Since when output of the epoch that runs has waited, once the one before was committed.
-#[derive(Debug, Default)]
-pub(super) struct OutputSeen {
-    epoch: Epoch,
-    since: Option<Time>,
 }
 
 impl Session {
@@ -102,8 +92,7 @@ impl Session {
         }
         let now = clock::now();
         let in_flight = core.in_flight();
-        let output_since =
-            if in_flight == 0 { self.output_since(core.running(), last, now) } else { None };
+        let output_since = self.group.output_since(last);
         let full = self.group.is_full();
         let length = rendezvous.length();
         let situation = Situation { now, last, length, in_flight, output_since, full };
@@ -112,15 +101,5 @@ impl Session {
             Due::At(time) | Due::Look(time) => Err(time - now),
             Due::OnChange => Err(LONGEST_WAIT),
         }
-    }
-
-    fn output_since(&self, running: Epoch, last: LastCheckpoint, now: Time) -> Option<Time> {
-        let mut seen = lock(&self.output_seen);
-        // What came while the epoch before was on its way has waited since then.
-        let began = if seen.epoch == running { now } else { last.resumed };
-        let since = seen.since.filter(|_| seen.epoch == running).unwrap_or(began);
-        let since = self.group.output_waits().then_some(since);
-        *seen = OutputSeen { epoch: running, since };
-        since
     }
 }

@@ -18,7 +18,8 @@ use std::sync::{Arc, Mutex, MutexGuard, Weak};
 use std::time::Duration;
 use understudy_network::Switch;
 use understudy_protocol::{
-    Activity, Arrival, Epoch, Generation, Output, Primary, PrimaryEvent, PrimaryPhase, Rendezvous,
+    Activity, Arrival, Epoch, Generation, LastCheckpoint, Output, Primary, PrimaryEvent,
+    PrimaryPhase, Rendezvous, Time,
 };
 
 /// Why protection ended, until more is known.
@@ -118,13 +119,13 @@ impl Group {
         lock(&self.rendezvous)
     }
 
-    /// Whether output of any member waits for a commit.
-    pub(super) fn output_waits(&self) -> bool {
-        let mut waits = false;
+    /// Since when output of any member has waited for the end of the epoch that runs, if any does.
+    pub(super) fn output_since(&self, last: LastCheckpoint) -> Option<Time> {
+        let mut earliest = None;
         self.each(|member| {
-            waits |= member.output_waits();
+            earliest = earliest.into_iter().chain(member.output_since(last)).min();
         });
-        waits
+        earliest
     }
 
     /// Whether any member has written to its disks what an epoch should have.

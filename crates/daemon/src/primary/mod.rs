@@ -155,7 +155,6 @@ pub fn protect(
         progress: Progress::new(),
         pace: Pace::new(vm, machine.qemu_pid(), &plan.policy),
         watch: Mutex::new(Watch::new(&machine)?),
-        output_seen: Mutex::default(),
         outbox,
         inbound,
         outbound: outbound::Outbound::new(machine.ports().len()),

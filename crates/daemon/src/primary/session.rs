@@ -2,7 +2,6 @@
 //! the session's threads share.
 
 use super::activity::Watch;
-use super::due::OutputSeen;
 use super::epoch_room::EpochRoom;
 use super::group::Group;
 use super::group::lock_core;
@@ -38,9 +37,9 @@ use tracing::{info, warn};
 use understudy_encoding::EncodingPlan;
 use understudy_protocol::wire::Kind;
 use understudy_protocol::{
-    Epoch, Generation, Output, Policy, Primary, PrimaryAction, PrimaryEvent, PrimaryPhase,
+    Epoch, Generation, HostName, LastCheckpoint, Output, Policy, Primary, PrimaryAction,
+    PrimaryEvent, PrimaryPhase, Time, VmName,
 };
-use understudy_protocol::{HostName, VmName};
 
 /// Nothing waits longer than this without looking again.
 pub(super) const LONGEST_WAIT: Duration = Duration::from_millis(500);
@@ -77,7 +76,6 @@ pub struct Session {
     pub pace: Pace,
     /// What the guest does.
     pub(super) watch: Mutex<Watch>,
-    pub(super) output_seen: Mutex<OutputSeen>,
     /// The first synchronisation.
     pub progress: Progress,
     /// What goes to the backup.
@@ -119,6 +117,15 @@ impl Session {
     pub(crate) fn output_waits(&self) -> bool {
         self.machine().ports().iter().any(|port| port.held_frames() > 0)
             || self.console.as_ref().is_some_and(|console| console.held_bytes() > 0)
+    }
+
+    /// Since when output of the epoch that runs has waited, if any does: words on the console
+    /// since that epoch began, or later.
+    pub(super) fn output_since(&self, last: LastCheckpoint) -> Option<Time> {
+        let machine = self.machine();
+        let frames = machine.ports().iter().filter_map(|port| port.waits_since()).min();
+        let console = self.console.as_ref().filter(|console| console.held_bytes() > 0);
+        frames.map(clock::at).into_iter().chain(console.map(|_| last.resumed)).min()
     }
 
     /// Bytes that the guest has sent and was given since its cards were opened.

@@ -2,7 +2,7 @@
 
 use super::link_speed::LinkSpeed;
 use crate::clock;
-use crate::report::{CheckpointTiming, PauseReport};
+use crate::report::{CheckpointTiming, OutputReport, PauseReport};
 use crate::sync::lock;
 use std::collections::VecDeque;
 use std::sync::Mutex;
@@ -105,13 +105,25 @@ impl Stats {
     /// Percentiles of the pause.
     pub fn pause(&self) -> PauseReport {
         let inner = lock(&self.inner);
-        let mut pauses: Vec<f64> = inner.timings.iter().map(|timing| timing.total_ms).collect();
-        pauses.sort_by(f64::total_cmp);
-        let at = |share: f64| {
-            let index = (pauses.len() as f64 * share).ceil() as usize;
-            pauses.get(index.saturating_sub(1)).copied().unwrap_or(0.0)
+        let pauses = Sorted::new(inner.timings.iter().map(|timing| timing.total_ms));
+        PauseReport { p50: pauses.at(0.5), p99: pauses.at(0.99), max: inner.longest_pause_ms }
+    }
+
+    /// How long output has waited in the committed epochs that had any.
+    pub fn output_wait(&self) -> Option<OutputReport> {
+        let timings = self.timings();
+        let waits = |more: fn(&CheckpointTiming) -> f64| {
+            let wait = |timing: &CheckpointTiming| Some(timing.output_waited_ms? + more(timing));
+            Sorted::new(timings.iter().filter_map(wait))
         };
-        PauseReport { p50: at(0.5), p99: at(0.99), max: inner.longest_pause_ms }
+        let (checkpoint, release) =
+            (waits(|_| 0.0), waits(|timing| timing.total_ms + timing.replicate_ms));
+        (!checkpoint.0.is_empty()).then(|| OutputReport {
+            to_checkpoint_p50: checkpoint.at(0.5),
+            to_checkpoint_p99: checkpoint.at(0.99),
+            to_release_p50: release.at(0.5),
+            to_release_p99: release.at(0.99),
+        })
     }
 
     /// Notes the bytes sent so far; call it regularly.
@@ -136,7 +148,57 @@ impl Stats {
     }
 }
 
+/// Measured values in ascending order.
+struct Sorted(Vec<f64>);
+
+impl Sorted {
+    fn new(values: impl Iterator<Item = f64>) -> Sorted {
+        let mut values: Vec<f64> = values.collect();
+        values.sort_by(f64::total_cmp);
+        Sorted(values)
+    }
+
+    /// The value that this share of them does not exceed; 0 if there are none.
+    fn at(&self, share: f64) -> f64 {
+        let index = (self.0.len() as f64 * share).ceil() as usize;
+        self.0.get(index.saturating_sub(1)).copied().unwrap_or(0.0)
+    }
+}
+
 /// A span in milliseconds, for reports.
 pub fn milliseconds(span: Duration) -> f64 {
     span.as_secs_f64() * 1e3
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn output_waits_until_its_checkpoint_and_until_its_commit() {
+        let stats = Stats::default();
+        let at = |ms| Time(Duration::from_millis(ms));
+        assert_eq!(stats.output_wait(), None);
+        for (epoch, waited) in [(1, None), (2, Some(4.0)), (3, Some(6.0)), (4, Some(50.0))] {
+            let epoch = Epoch(epoch);
+            let timing = CheckpointTiming {
+                epoch,
+                total_ms: 1.0,
+                output_waited_ms: waited,
+                ..Default::default()
+            };
+            stats.captured(timing, at(10));
+            if epoch < Epoch(4) {
+                stats.committed(epoch, at(12));
+            }
+        }
+        let report = stats.output_wait().expect("two committed epochs had output");
+        let expected = OutputReport {
+            to_checkpoint_p50: 4.0,
+            to_checkpoint_p99: 6.0,
+            to_release_p50: 7.0,
+            to_release_p99: 9.0,
+        };
+        assert_eq!(report, expected, "what is not committed has not left");
+    }
 }

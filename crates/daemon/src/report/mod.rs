@@ -93,6 +93,23 @@ pub struct CheckpointTiming {
     pub total_ms: f64,
     /// Time from the end of the pause until the backup's acknowledgement.
     pub replicate_ms: f64,
+    /// How long the epoch's first output had waited when the pause began; none if there was none.
+    #[serde(default)]
+    pub output_waited_ms: Option<f64>,
+}
+
+/// How long output waits: the first of each of the last epochs that had any, in milliseconds.
+/// What follows it in the same epoch waits for less.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
+pub struct OutputReport {
+    /// Until the pause that ends its epoch, at the median …
+    pub to_checkpoint_p50: f64,
+    /// … and at the 99th percentile.
+    pub to_checkpoint_p99: f64,
+    /// Until it leaves the host, at the median …
+    pub to_release_p50: f64,
+    /// … and at the 99th percentile.
+    pub to_release_p99: f64,
 }
 
 /// What is done about a guest that writes faster than the link carries.
@@ -261,6 +278,9 @@ pub struct VmStatus {
     pub checkpoints: u64,
     /// The pause of recent checkpoints.
     pub pause_ms: PauseReport,
+    /// How long output waits; none before any has.
+    #[serde(default)]
+    pub output_wait_ms: Option<OutputReport>,
     /// Why the guest is slower than its definition let hope: no KVM, or a poor one.
     #[serde(default)]
     pub slow: Option<String>,
@@ -326,6 +346,7 @@ impl VmStatus {
             policy: Policy::default(),
             checkpoints: 0,
             pause_ms: Default::default(),
+            output_wait_ms: None,
             slow: None,
             pauses_through_qmp: None,
             compression: None,
