@@ -4,6 +4,7 @@ use crate::command::run;
 use crate::etcd;
 use crate::leftovers::Leftovers;
 use crate::namespace::Namespace;
+use crate::processors::Shares;
 use crate::remains::{self, LabName};
 use anyhow::{Context, Result, bail, ensure};
 use std::fs;
@@ -37,6 +38,8 @@ pub struct Lab {
     hosts: Vec<String>,
     cables: usize,
     directory: PathBuf,
+    /// How the processors are shared out; not at all without.
+    shares: Option<Shares>,
 }
 
 impl Lab {
@@ -60,10 +63,18 @@ impl Lab {
             hosts: hosts.iter().map(|host| (*host).to_owned()).collect(),
             cables,
             name,
+            shares: None,
         };
         // From here on, an error drops `lab`, which removes what is there.
         lab.build().with_context(|| format!("cannot build the laboratory {}", lab.name))?;
         Ok(lab)
+    }
+
+    /// From now on what is started on the first host has a processor to itself, and what is
+    /// started elsewhere another one.
+    pub fn pin(&mut self) -> Result<()> {
+        self.shares = Some(Shares::find()?);
+        Ok(())
     }
 
     fn build(&self) -> Result<()> {
@@ -136,18 +147,20 @@ impl Lab {
 
     /// A host's namespace.
     pub fn host(&self, host: &str) -> Result<Namespace> {
-        self.index(host)?;
-        Ok(self.name.namespace(host))
+        let first = self.index(host)? == 0;
+        let processor =
+            self.shares.map(|shares| if first { shares.first_host } else { shares.others });
+        Ok(self.name.namespace(host).on(processor))
     }
 
     /// The client's namespace.
     pub fn client(&self) -> Namespace {
-        self.name.namespace("client")
+        self.name.namespace("client").on(self.shares.map(|shares| shares.others))
     }
 
     /// The namespace of the arbiter, when it is an etcd.
     pub(crate) fn etcd(&self) -> Namespace {
-        self.name.namespace("etcd")
+        self.name.namespace("etcd").on(self.shares.map(|shares| shares.others))
     }
 
     fn switch(&self) -> Namespace {

@@ -34,6 +34,7 @@
 //! | `console`     | commands on its serial console, timed from outside |
 //! | `round_trips` | how long the guest takes to answer |
 //! | `bench_guest` | what the guest of the benchmark suite boots from |
+//! | `processors`  | the processors, shared out among the sides |
 //! | `watcher`     | who sent frames in the guest's name, and when |
 //! | [`check`]     | the survivor's disk: file system and records |
 //! | `long_line`   | distance between two hosts: delay and a limited rate |
@@ -60,6 +61,7 @@ mod packet;
 mod part;
 mod plain;
 mod processes;
+mod processors;
 mod qmp;
 mod records;
 mod remains;

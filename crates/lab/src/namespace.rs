@@ -1,13 +1,14 @@
 //! Network namespaces by name, as `ip netns` keeps them.
 
 use crate::command::run;
-use crate::processes;
+use crate::{processes, processors};
 use anyhow::{Context, Result};
 use nix::sched::{CloneFlags, setns};
 use std::fs::{self, File};
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 use std::process::Command;
+use std::time::Duration;
 
 pub(crate) const DIRECTORY: &str = "/run/netns";
 
@@ -15,12 +16,19 @@ pub(crate) const DIRECTORY: &str = "/run/netns";
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Namespace {
     name: String,
+    /// What is started inside runs on this processor only; on any without.
+    processor: Option<usize>,
 }
 
 impl Namespace {
     /// The namespace of that name, whether or not it exists.
     pub fn named(name: impl Into<String>) -> Namespace {
-        Namespace { name: name.into() }
+        Namespace { name: name.into(), processor: None }
+    }
+
+    /// The same, for what is to be started on that processor only.
+    pub(crate) fn on(self, processor: Option<usize>) -> Namespace {
+        Namespace { processor, ..self }
     }
 
     /// Its name, as in `ip netns exec NAME`.
@@ -65,10 +73,17 @@ impl Namespace {
     }
 
     /// A command that will run inside, with `/sys/class/net` showing this
-    /// namespace. `ip netns exec` executes the program in its own place: the
-    /// process id is the program's.
+    /// namespace. `taskset` and `ip netns exec` execute the program in their own
+    /// place: the process id is the program's.
     pub fn command(&self, program: impl AsRef<Path>) -> Command {
-        let mut command = Command::new("ip");
+        let mut command = match self.processor {
+            Some(processor) => {
+                let mut command = Command::new("taskset");
+                command.args(["--cpu-list", &processor.to_string(), "ip"]);
+                command
+            }
+            None => Command::new("ip"),
+        };
         command.args(["netns", "exec", &self.name]).arg(program.as_ref());
         command
     }
@@ -90,6 +105,12 @@ impl Namespace {
         Ok(processes::all()?.into_iter().filter(inside).collect())
     }
 
+    /// The processor time that the processes inside have had, and those that they started and
+    /// saw end.
+    pub fn processor_time(&self) -> Result<Duration> {
+        Ok(self.processes()?.into_iter().filter_map(processes::processor_time).sum())
+    }
+
     fn path(&self) -> PathBuf {
         Path::new(DIRECTORY).join(&self.name)
     }
@@ -106,6 +127,7 @@ pub fn in_namespace<T: Send>(namespace: &Namespace, work: impl FnOnce() -> T + S
         let thread = scope.spawn(|| {
             setns(&file, CloneFlags::CLONE_NEWNET)
                 .with_context(|| format!("cannot enter the namespace {}", namespace.name))?;
+            namespace.processor.map_or(Ok(()), processors::pin)?;
             Ok(work())
         });
         thread.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic))

@@ -3,7 +3,7 @@
 use crate::wait_for;
 use anyhow::{Context, Result};
 use nix::sys::signal::{Signal, kill};
-use nix::unistd::Pid;
+use nix::unistd::{Pid, SysconfVar, sysconf};
 use std::collections::BTreeMap;
 use std::fs;
 use std::time::Duration;
@@ -42,9 +42,26 @@ pub(crate) fn runs(pid: u32) -> bool {
 /// State and parent of a process from `/proc/PID/stat`.
 fn state_and_parent(pid: u32) -> Option<(char, u32)> {
     let stat = fs::read_to_string(format!("/proc/{pid}/stat")).ok()?;
-    // The name may hold anything, also ')': the fields begin after the last.
-    let mut fields = stat[stat.rfind(')')? + 1..].split_whitespace();
+    let mut fields = fields(&stat)?;
     Some((fields.next()?.chars().next()?, fields.next()?.parse().ok()?))
+}
+
+/// The processor time of a process and of its children that it waited for.
+pub(crate) fn processor_time(pid: u32) -> Option<Duration> {
+    let stat = fs::read_to_string(format!("/proc/{pid}/stat")).ok()?;
+    let ticks_per_second = sysconf(SysconfVar::CLK_TCK).ok()??;
+    Some(Duration::from_secs_f64(ticks(&stat)? as f64 / ticks_per_second as f64))
+}
+
+/// proc_pid_stat(5): utime, stime, cutime and cstime are its fields 14 to 17.
+fn ticks(stat: &str) -> Option<u64> {
+    fields(stat)?.skip(11).take(4).map(|field| field.parse::<u64>().ok()).sum()
+}
+
+/// The fields of `/proc/PID/stat` after the name, from the state on.
+fn fields(stat: &str) -> Option<impl Iterator<Item = &str>> {
+    // The name may hold anything, also ')': the fields begin after the last.
+    Some(stat[stat.rfind(')')? + 1..].split_whitespace())
 }
 
 /// The command line, its words joined by blanks; empty when it cannot be read.
@@ -91,6 +108,14 @@ mod tests {
         shell.wait().unwrap();
         wait_until_gone(&tree).unwrap();
         assert!(!runs(tree[1]));
+    }
+
+    #[test]
+    fn processor_time_is_read() {
+        let stat = "7 (a ) b) S 1 7 7 0 -1 4194304 10 20 0 0 150 25 3 4 20 0 1 0 5";
+        assert_eq!(ticks(stat), Some(150 + 25 + 3 + 4));
+        assert!(processor_time(std::process::id()).is_some());
+        assert_eq!(processor_time(u32::MAX), None);
     }
 
     #[test]

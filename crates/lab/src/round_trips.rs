@@ -27,27 +27,26 @@ pub fn round_trips(
     count: u64,
     pause: Duration,
 ) -> Result<Vec<Duration>> {
-    let mut connection = in_namespace(&lab.client(), || {
-        let connection = TcpStream::connect_timeout(&server, ANSWER_LIMIT)?;
+    let all: Result<Vec<Duration>> = in_namespace(&lab.client(), || {
+        let mut connection = TcpStream::connect_timeout(&server, ANSWER_LIMIT)?;
         connection.set_nodelay(true)?;
         connection.set_read_timeout(Some(ANSWER_LIMIT))?;
-        std::io::Result::Ok(connection)
-    })?
-    .with_context(|| format!("cannot connect to the echo server at {server}"))?;
-    let ask = |round| {
-        let dice = mix(round) % DICE;
-        thread::sleep(pause.mul_f64(2.0 * dice as f64 / DICE as f64));
-        let request = request(round);
-        let mut answer = [0; REQUEST_BYTES];
-        let asked = Instant::now();
-        connection.write_all(&request)?;
-        connection.read_exact(&mut answer)?;
-        let took = asked.elapsed();
-        ensure!(answer == request, "a wrong answer in round {round}");
-        Ok(took)
-    };
-    let all = (1..=count).map(ask).collect::<Result<_>>();
+        (1..=count).map(|round| ask(&mut connection, round, pause)).collect()
+    })?;
     all.with_context(|| format!("the echo server at {server}"))
+}
+
+fn ask(connection: &mut TcpStream, round: u64, pause: Duration) -> Result<Duration> {
+    let dice = mix(round) % DICE;
+    thread::sleep(pause.mul_f64(2.0 * dice as f64 / DICE as f64));
+    let request = request(round);
+    let mut answer = [0; REQUEST_BYTES];
+    let asked = Instant::now();
+    connection.write_all(&request)?;
+    connection.read_exact(&mut answer)?;
+    let took = asked.elapsed();
+    ensure!(answer == request, "a wrong answer in round {round}");
+    Ok(took)
 }
 
 /// No two rounds ask the same.

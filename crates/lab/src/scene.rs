@@ -66,7 +66,10 @@ impl Scene {
     pub fn start(options: SceneOptions) -> Result<Scene> {
         options.check()?;
         let names: Vec<&str> = options.hosts.iter().map(String::as_str).collect();
-        let lab = Lab::with_cables(&names, options.cables)?;
+        let mut lab = Lab::with_cables(&names, options.cables)?;
+        if options.pinned {
+            lab.pin()?;
+        }
         if options.cards == 2 {
             lab.client().ip(&["addr", "add", SECOND_CLIENT, "dev", "net"])?;
         }

@@ -47,6 +47,34 @@ fn hosts_and_client_reach_each_other() {
     assert!(lab.leftovers().unwrap().is_empty(), "{}", lab.leftovers().unwrap());
 }
 
+/// The processors that a program in a namespace may use, and a thread.
+fn processors(namespace: &Namespace) -> [String; 2] {
+    let allowed = |status: String| {
+        let line = status.lines().find(|line| line.starts_with("Cpus_allowed_list:"));
+        line.unwrap().split_whitespace().nth(1).unwrap().to_owned()
+    };
+    let output = namespace.command("cat").arg("/proc/self/status").output().unwrap();
+    let program = String::from_utf8(output.stdout).unwrap();
+    let thread =
+        in_namespace(namespace, || fs::read_to_string("/proc/thread-self/status").unwrap());
+    [allowed(program), allowed(thread.unwrap())]
+}
+
+#[test]
+fn the_first_host_has_a_processor_to_itself() {
+    let mut lab = Lab::new(&["a", "b"]).unwrap();
+    if let Err(error) = lab.pin() {
+        assert!(error.to_string().contains("two processors"), "{error}");
+        return;
+    }
+    let [first, second] = ["a", "b"].map(|host| processors(&lab.host(host).unwrap()));
+    for processor in [&first, &second] {
+        assert!(processor[0].parse::<usize>().is_ok() && processor[0] == processor[1]);
+    }
+    assert_ne!(first, second);
+    assert_eq!(processors(&lab.client()), second);
+}
+
 #[test]
 fn a_cut_host_keeps_its_carrier_and_is_silent_until_healed() {
     let lab = Lab::new(&["a", "b"]).unwrap();

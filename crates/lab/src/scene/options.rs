@@ -45,6 +45,8 @@ pub struct SceneOptions {
     /// Whether guests go on from where one like them had booted, instead of booting: for daemons
     /// with fail points, and tests that are not about the boot.
     pub booted: bool,
+    /// Whether the first host has a processor to itself, and all else another one.
+    pub pinned: bool,
 }
 
 impl SceneOptions {
@@ -66,6 +68,7 @@ impl SceneOptions {
             policy: None,
             lockstep: false,
             booted: false,
+            pinned: false,
         }
     }
 
