@@ -30,6 +30,7 @@ pub struct Measured {
 pub fn run(args: &BenchWorkloadArgs, json: bool) -> Result<Exit, Failure> {
     let mut options = patient(scene_options(args.guest.as_deref())?);
     options.kind = GuestKind::Bench;
+    options.pinned = args.pinned;
     let measured = on_scene(options, |scene| measure(scene, args))
         .map_err(|error| Failure::internal(format!("the benchmark failed: {error:#}")))?;
     output::show(json, &measured, |measured| table(measured))?;
@@ -50,7 +51,8 @@ fn measure(scene: &Scene, args: &BenchWorkloadArgs) -> Result<Vec<Measured>> {
     let scale = if args.quick { Scale::Quick } else { Scale::Full };
     let measure = |&workload: &Workload| {
         eprintln!("{}", workload.name());
-        let samples = (0..args.runs).map(|_| workload.run(&bed, scale)).collect::<Result<_>>()?;
+        let samples =
+            (0..args.runs).map(|_| workload.run_accounted(&bed, scale)).collect::<Result<_>>()?;
         Ok(Measured { workload, unit: workload.unit(), better: workload.better(), samples })
     };
     names.iter().map(measure).collect()

@@ -61,6 +61,10 @@ pub struct SuiteArgs {
     /// of an interrupted run counted; the first round is always whole.
     #[arg(long, value_name = "N", default_value = "80", value_parser = clap::value_parser!(u64).range(1..=10_000))]
     pub minutes: u64,
+    /// Give the primary host a processor to itself, and backup and clients another one, as
+    /// machines of their own would have; the workloads only.
+    #[arg(long)]
+    pub pinned: bool,
     /// Begin anew; earlier results are kept beside.
     #[arg(long)]
     pub fresh: bool,
@@ -149,6 +153,10 @@ pub struct BenchWorkloadArgs {
     /// Protect the guest, with the default policy.
     #[arg(long)]
     pub protected: bool,
+    /// Give the primary host a processor to itself, and backup and clients another one, as
+    /// machines of their own would have.
+    #[arg(long)]
+    pub pinned: bool,
     /// How often each is run.
     #[arg(long, value_name = "N", default_value_t = 1, value_parser = clap::value_parser!(u32).range(1..=100))]
     pub runs: u32,

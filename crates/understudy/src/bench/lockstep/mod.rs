@@ -55,7 +55,7 @@ fn measure(args: &BenchLockstepArgs) -> Result<Report> {
         true => ("quick", Scale::Quick, QUICK_RUNS),
         false => ("full", Scale::Full, RUNS),
     };
-    let run = identity::run(name, &files(&guest))?;
+    let run = identity::run(name, false, &files(&guest))?;
     let steps = plan::plan(&args.only, &args.variants, args.runs.unwrap_or(runs));
     let mut bench = Bench::new(args.guest.clone(), scale);
     let mut samples = Vec::new();

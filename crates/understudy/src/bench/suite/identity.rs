@@ -14,7 +14,7 @@ use understudy_qemu::definition::AcceleratorChoice;
 const HASH_LETTERS: usize = 16;
 
 /// This program on this machine, with these files of the guest.
-pub fn run(scale: &str, guest: &[PathBuf]) -> Result<Run> {
+pub fn run(scale: &str, pinned: bool, guest: &[PathBuf]) -> Result<Run> {
     let qemu = find_qemu().map_err(|error| anyhow::anyhow!(error.message))?;
     let agent = find_agent().map_err(|error| anyhow::anyhow!(error.message))?;
     let program = std::env::current_exe().context("cannot find this program")?;
@@ -24,6 +24,7 @@ pub fn run(scale: &str, guest: &[PathBuf]) -> Result<Run> {
     Ok(Run {
         build: hash(&files)?,
         scale: scale.to_owned(),
+        pinned,
         commit: commit(),
         machine: Machine::here(capabilities.version.to_string(), accel.to_string()),
     })

@@ -82,8 +82,8 @@ pub(super) fn bench_guest(guest: Option<&Path>) -> Result<(), Failure> {
 fn measure(args: &SuiteArgs) -> Result<Report> {
     let steps = plan::plan(&subjects(args), &variants(args), runs(args));
     let guest = args.guest.clone().unwrap_or_else(guest_files);
-    let identity = identity::run(scale(args), &testbed::files(&guest))?;
-    let mut bench = Bench::new(args.guest.clone(), &args.output, repetitions(args));
+    let identity = identity::run(scale(args), args.pinned, &testbed::files(&guest))?;
+    let mut bench = Bench::new(args, repetitions(args));
     let (mut store, begun) = Store::open(&args.output, &identity, args.fresh)?;
     announce(&begun, &store, args);
     let progress = Progress::new(steps.len());

@@ -11,15 +11,23 @@ use serde_json::Value;
 use std::collections::BTreeMap;
 
 /// What everybody who reads the figures must know.
-pub const CONDITIONS: [&str; 4] = [
-    "Both hosts, the client and the guest share one machine's processors. A silent peer is \
-     therefore suspected after 10 s only; `failover` has its own setting.",
-    "All variants are measured in one run, one after the other, round by round, on guests of \
-     the same image.",
-    "A ratio is beside `unprotected`: 1 is as fast, less is slower. Of `plain` it tells what \
-     our data plane costs or gains without protection.",
-    "A spread is half the distance between the least and the greatest run.",
-];
+fn conditions(run: &Run) -> Vec<&'static str> {
+    let processors = if run.pinned {
+        "The primary host has a processor of the machine to itself; the backup, the client and \
+         all else share another one."
+    } else {
+        "Both hosts, the client and the guest share one machine's processors."
+    };
+    vec![
+        processors,
+        "A silent peer is suspected after 10 s only; `failover` has its own setting.",
+        "All variants are measured in one run, one after the other, round by round, on guests of \
+         the same image.",
+        "A ratio is beside `unprotected`: 1 is as fast, less is slower. Of `plain` it tells what \
+         our data plane costs or gains without protection.",
+        "A spread is half the distance between the least and the greatest run.",
+    ]
+}
 
 /// Everything that the suite found; `--json` prints it as it is.
 #[derive(Clone, Debug, Serialize)]
@@ -34,7 +42,7 @@ pub struct Report {
     /// null if it is not known.
     pub commit: Option<String>,
     /// What everybody who reads the figures must know.
-    pub conditions: [&'static str; 4],
+    pub conditions: Vec<&'static str>,
     /// Each subject in each variant that was measured.
     pub workloads: BTreeMap<Subject, BTreeMap<Variant, Cell>>,
 }
@@ -112,7 +120,7 @@ impl Report {
             build: run.build.clone(),
             scale: run.scale.clone(),
             commit: run.commit.clone(),
-            conditions: CONDITIONS,
+            conditions: conditions(run),
             workloads: sorted.into_iter().map(subject).collect(),
         }
     }

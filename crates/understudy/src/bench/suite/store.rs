@@ -23,6 +23,9 @@ pub struct Run {
     /// How often the pause, the compression and the fail-over are measured: `full`, or `quick`
     /// for less often. The workloads are the same.
     pub scale: String,
+    /// Whether the primary host had a processor to itself.
+    #[serde(default)]
+    pub pinned: bool,
     /// The commit that was checked out when the run began, with a `+` if files were changed.
     #[serde(default)]
     pub commit: Option<String>,
@@ -208,6 +211,8 @@ fn difference(old: &Run, new: &Run) -> Option<String> {
         format!("they are of another build ({}; this is {})", old.build, new.build)
     } else if old.scale != new.scale {
         format!("they are of scale {}, not {}", old.scale, new.scale)
+    } else if old.pinned != new.pinned {
+        "only one of them has pinned hosts".to_owned()
     } else if old.machine != new.machine {
         "they are of another machine, or other versions".to_owned()
     } else {
@@ -241,7 +246,7 @@ pub(in crate::bench) mod tests {
             accel: "tcg".into(),
             understudy: "0.1.0".into(),
         };
-        Run { build: "0123".into(), scale: "full".into(), commit: None, machine }
+        Run { build: "0123".into(), scale: "full".into(), pinned: false, commit: None, machine }
     }
 
     /// A measurement of so many seconds.
@@ -319,8 +324,11 @@ pub(in crate::bench) mod tests {
         let scale = Run { scale: "quick".into(), ..build.clone() };
         let machine = Machine { qemu: "10.1".into(), ..run().machine };
         let machine = Run { machine, ..scale.clone() };
+        let pinned = Run { pinned: true, ..machine.clone() };
         open(folder.path(), &run()).0.add(failed()).unwrap();
-        for (other, says) in [(build, "another build"), (scale, "quick"), (machine, "machine")] {
+        let others =
+            [(build, "another build"), (scale, "quick"), (machine, "machine"), (pinned, "pinned")];
+        for (other, says) in others {
             let (mut store, begun) = open(folder.path(), &other);
             let Beginning::SetAside { why, kept } = begun else { panic!("{begun:?}") };
             assert!(why.contains(says), "{why}");

@@ -27,7 +27,7 @@ pub fn table(report: &Report) -> String {
          build {}, scale {}\n",
         report.build, report.scale
     );
-    for condition in report.conditions {
+    for condition in &report.conditions {
         text += &format!("- {condition}\n");
     }
     text += &overview(report);

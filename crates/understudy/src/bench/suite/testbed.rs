@@ -9,6 +9,7 @@ use super::variant::{Subject, Variant};
 use crate::bench::machine::{ProcessorTimes, ProcessorUse};
 use crate::bench::workloads::{Bed, Door, Figure, Scale};
 use crate::bench::{patient, words};
+use crate::cli::SuiteArgs;
 use crate::client::Client;
 use crate::demo::{guest_files, scene_options};
 use anyhow::{Context, Result};
@@ -43,16 +44,24 @@ pub struct Bench {
     guest: Option<PathBuf>,
     output: PathBuf,
     repetitions: Repetitions,
+    /// Whether the primary host has a processor to itself.
+    pinned: bool,
     testbed: Option<Testbed>,
     /// Why COLO does not run here, once that is known.
     refusal: Option<ColoError>,
 }
 
 impl Bench {
-    /// With the guests' files in `guest`, if not in the usual place; logs of what fails go
-    /// to `output`.
-    pub fn new(guest: Option<PathBuf>, output: &Path, repetitions: Repetitions) -> Bench {
-        Bench { guest, output: output.to_owned(), repetitions, testbed: None, refusal: None }
+    /// For what was asked for; logs of what fails go beside the results.
+    pub fn new(args: &SuiteArgs, repetitions: Repetitions) -> Bench {
+        Bench {
+            guest: args.guest.clone(),
+            output: args.output.clone(),
+            repetitions,
+            pinned: args.pinned,
+            testbed: None,
+            refusal: None,
+        }
     }
 
     /// One measurement. After an error the next one has a fresh testbed.
@@ -66,7 +75,7 @@ impl Bench {
         }
         let mut testbed = match self.testbed.take() {
             Some(testbed) => testbed,
-            None => Testbed::start(self.guest.as_deref())?,
+            None => Testbed::start(self.guest.as_deref(), self.pinned)?,
         };
         match testbed.measure(step) {
             Ok(measured) => {
@@ -91,7 +100,10 @@ impl Bench {
         self.end()?;
         let guest_files = self.guest.clone().unwrap_or_else(guest_files);
         let options = PlainOptions::bench_guest(&guest_files)?;
-        let lab = Lab::new(&["a", "b"])?;
+        let mut lab = Lab::new(&["a", "b"])?;
+        if self.pinned {
+            lab.pin()?;
+        }
         let colo = Colo::start(&lab, &options, &SERVERS);
         let colo = colo.inspect_err(|refusal| self.refusal = Some(refusal.clone()))?;
         let bed = Bed {
@@ -135,9 +147,10 @@ struct Testbed {
 
 impl Testbed {
     /// Boots the managed guest on host a; host b will be its backup.
-    fn start(guest: Option<&Path>) -> Result<Testbed> {
+    fn start(guest: Option<&Path>, pinned: bool) -> Result<Testbed> {
         let mut options = patient(scene_options(guest).map_err(words)?);
         options.kind = GuestKind::Bench;
+        options.pinned = pinned;
         for host in options.daemons.values_mut() {
             host.settings += EXPERIMENTS;
         }
@@ -235,7 +248,7 @@ fn prepare(bed: &Bed<'_>, subject: Subject) -> Result<()> {
 fn work(bed: &Bed<'_>, subject: Subject) -> Result<Measured> {
     let workload = subject.workload().context("no workload")?;
     let before = ProcessorTimes::look();
-    let sample = workload.run(bed, Scale::Full)?;
+    let sample = workload.run_accounted(bed, Scale::Full)?;
     let usage = before.zip(ProcessorTimes::look());
     let usage = usage.and_then(|(before, after)| before.until(after));
     let detail = |figure: &Figure| (format!("{}_{}", figure.name, figure.unit), figure.value);

@@ -286,6 +286,31 @@ impl Workload {
         };
         sample.with_context(|| format!("the workload `{}`", self.name()))
     }
+
+    /// [`run`](Workload::run), with the processor seconds of each side among its figures: those
+    /// of the first host (daemon and QEMU), and of the second, the backup. They are over all that
+    /// the workload does in the guest.
+    pub fn run_accounted(self, bed: &Bed<'_>, scale: Scale) -> Result<Sample> {
+        let before = sides(bed.lab)?;
+        let mut sample = self.run(bed, scale)?;
+        let after = sides(bed.lab)?;
+        for (name, (after, before)) in
+            ["cpu_primary", "cpu_backup"].into_iter().zip(after.into_iter().zip(before))
+        {
+            let value = after - before;
+            sample.more.push(Figure { name, unit: "s", better: Better::Lower, value });
+        }
+        Ok(sample)
+    }
+}
+
+/// The processor seconds of each side, one after the other.
+fn sides(lab: &Lab) -> Result<[f64; 2]> {
+    let seconds = |host: Option<&String>| -> Result<f64> {
+        let host = host.context("a workload needs two hosts")?;
+        Ok(lab.host(host)?.processor_time()?.as_secs_f64())
+    };
+    Ok([seconds(lab.hosts().first())?, seconds(lab.hosts().get(1))?])
 }
 
 /// Runs a line that is not measured, and that must succeed.
