@@ -3,22 +3,42 @@
 use serde_json::Value;
 use std::process::{Command, Stdio};
 
-/// One that only the console sees, one that goes through the network both ways.
-const WORKLOADS: [&str; 2] = ["postmark", "upload"];
+/// One that only the console sees, one that goes through the network both ways, and databases,
+/// each with its unit.
+const WORKLOADS: [(&str, &str); 5] = [
+    ("postmark", "s"),
+    ("upload", "s"),
+    ("pgbench1", "transactions/s"),
+    ("pgbench32", "transactions/s"),
+    ("redis", "requests/s"),
+];
 
 #[test]
 fn workloads_run_on_a_protected_guest() {
     let output = Command::new(env!("CARGO_BIN_EXE_understudy"))
         .args(["bench", "workload", "--quick", "--protected", "--json"])
-        .args(WORKLOADS)
+        .args(WORKLOADS.map(|(name, _)| name))
         .stdin(Stdio::null())
         .output()
         .unwrap();
     let words = String::from_utf8_lossy(&output.stderr);
     assert!(output.status.success(), "{words}");
     let measured: Value = serde_json::from_slice(&output.stdout).unwrap();
-    for (entry, name) in measured.as_array().unwrap().iter().zip(WORKLOADS) {
-        assert_eq!((&entry["workload"], &entry["unit"]), (&name.into(), &"s".into()), "{entry}");
-        assert!(entry["samples"][0]["value"].as_f64().unwrap() > 0.0, "{entry}");
+    let measured = measured.as_array().unwrap();
+    assert_eq!(measured.len(), WORKLOADS.len());
+    for (entry, (name, unit)) in measured.iter().zip(WORKLOADS) {
+        assert_eq!((&entry["workload"], &entry["unit"]), (&name.into(), &unit.into()), "{entry}");
+        let sample = &entry["samples"][0];
+        assert!(sample["value"].as_f64().unwrap() > 0.0, "{entry}");
+        let figures = sample["more"].as_array().unwrap();
+        let figure = |name| figures.iter().find(|figure| figure["name"] == name).unwrap();
+        // Both sides worked.
+        for side in ["cpu_primary", "cpu_backup"] {
+            assert!(figure(side)["value"].as_f64().unwrap() > 0.0, "{entry}");
+        }
+        if unit != "s" {
+            let [p50, p99] = ["p50", "p99"].map(|name| figure(name)["value"].as_f64().unwrap());
+            assert!(0.0 < p50 && p50 <= p99, "{entry}");
+        }
     }
 }

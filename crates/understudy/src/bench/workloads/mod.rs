@@ -11,6 +11,7 @@
 //! | `tbench`     | `tbench` |
 //! | `latency`    | `latency` |
 //! | `postgresql` | `pgbench1`, `pgbench4`, `pgbench32` |
+//! | `redis`      | `redis` |
 //! | `outside`    | programs on the client's side, with a deadline |
 //!
 //! Each does the same work on every variant of the guest, and leaves nothing behind in
@@ -23,6 +24,7 @@ mod latency;
 mod outside;
 mod postgresql;
 mod postmark;
+mod redis;
 mod sysbench;
 mod tbench;
 mod transfer;
@@ -74,6 +76,8 @@ pub enum Workload {
     Pgbench4,
     /// The same, of 32 clients.
     Pgbench32,
+    /// Redis, each change on the disk before its answer, and 8 clients.
+    Redis,
 }
 
 /// Which way a figure is to go.
@@ -196,7 +200,7 @@ impl Sample {
 
 impl Workload {
     /// All of them, in the order of the reports.
-    pub const ALL: [Workload; 14] = [
+    pub const ALL: [Workload; 15] = [
         Workload::Cpu,
         Workload::Memory,
         Workload::Fileio,
@@ -211,6 +215,7 @@ impl Workload {
         Workload::Pgbench1,
         Workload::Pgbench4,
         Workload::Pgbench32,
+        Workload::Redis,
     ];
 
     /// Its name in reports and on the command line.
@@ -230,13 +235,14 @@ impl Workload {
             Workload::Pgbench1 => "pgbench1",
             Workload::Pgbench4 => "pgbench4",
             Workload::Pgbench32 => "pgbench32",
+            Workload::Redis => "redis",
         }
     }
 
     /// The unit of its figure.
     pub fn unit(self) -> &'static str {
         match self {
-            Workload::Web => "requests/s",
+            Workload::Web | Workload::Redis => "requests/s",
             Workload::Tbench => "MB/s",
             Workload::Latency => "ms",
             Workload::Pgbench1 | Workload::Pgbench4 | Workload::Pgbench32 => "transactions/s",
@@ -247,7 +253,7 @@ impl Workload {
     /// Which way its figure is to go.
     pub fn better(self) -> Better {
         match self {
-            Workload::Web | Workload::Tbench => Better::Higher,
+            Workload::Web | Workload::Tbench | Workload::Redis => Better::Higher,
             Workload::Pgbench1 | Workload::Pgbench4 | Workload::Pgbench32 => Better::Higher,
             _ => Better::Lower,
         }
@@ -283,6 +289,7 @@ impl Workload {
             Workload::Pgbench1 => postgresql::run(bed, scale, 1),
             Workload::Pgbench4 => postgresql::run(bed, scale, 4),
             Workload::Pgbench32 => postgresql::run(bed, scale, 32),
+            Workload::Redis => redis::run(bed, scale),
         };
         sample.with_context(|| format!("the workload `{}`", self.name()))
     }
