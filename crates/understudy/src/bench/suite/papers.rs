@@ -85,6 +85,10 @@ pub fn published(subject: Subject) -> Vec<Published> {
         Subject::Tbench => [(Hz10, 3_536.0), (Hz20, 5_975.0), (Hz30, 8_891.0), (Hz40, 11_525.0)]
             .map(|(variant, reads)| udesc(variant, reads / 388_191.0, "of 388 191 reads"))
             .to_vec(),
+        // Of many clients each.
+        Subject::Pgbench32 => {
+            vec![ft(0.99, "Oracle Swingbench, 0.99"), ft(0.94, "MS-SQL DVD Store, 0.94")]
+        }
         _ => Vec::new(),
     }
 }
@@ -99,6 +103,9 @@ pub fn remark(subject: Subject) -> Option<&'static str> {
         Subject::Web => {
             "VMware FT's authors read 0.31 at 40 checkpoints a second out of Remus's figure 7 \
              (\"225% slowdown\")"
+        }
+        Subject::Pgbench32 => {
+            "RemusDB (VLDB 2011): a database loses up to 32 % under Remus as it is"
         }
         _ => return None,
     })
@@ -146,6 +153,8 @@ pub fn aim(subject: Subject, variant: Variant) -> Option<Aim> {
         (Subject::Web, Variant::Adaptive) => Aim::Ratio(0.7),
         (Subject::Tbench, Variant::Adaptive) => Aim::Ratio(0.5),
         (Subject::Latency, Variant::Adaptive) => Aim::AddedMs(5.0),
+        (Subject::Pgbench4, Variant::Adaptive) => Aim::Ratio(0.75),
+        (Subject::Pgbench32, Variant::Adaptive) => Aim::Ratio(0.9),
         // Half of COLO's, of an idle guest; the other sizes are judged beside it.
         (Subject::Pause, Variant::Adaptive) => Aim::AtMost(0.5),
         (Subject::Failover, Variant::Adaptive) => Aim::AtMost(150.0),

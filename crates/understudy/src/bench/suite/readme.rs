@@ -20,6 +20,9 @@ const END: &str = "<!-- made by `make readme-table`: end -->\n";
 const KEPT: &str = "docs/performance/suite.json";
 const README: &str = "README.md";
 const PERFORMANCE: &str = "docs/performance.md";
+/// What reports of earlier suites lack.
+const LATER: [Subject; 4] =
+    [Subject::Pgbench1, Subject::Pgbench4, Subject::Pgbench32, Subject::Redis];
 /// What the tables cannot do without.
 const NEEDED: [Variant; 3] = [Variant::Unprotected, Variant::Adaptive, Variant::Plain];
 
@@ -91,7 +94,7 @@ fn read(path: &Path) -> Result<Figures> {
     let text = fs::read(path).with_context(|| format!("cannot read {}", path.display()))?;
     let figures: Figures = serde_json::from_slice(&text)
         .with_context(|| format!("{} is no report of `understudy bench`", path.display()))?;
-    for subject in workloads() {
+    for subject in figures.subjects() {
         for variant in NEEDED {
             ensure!(
                 figures.speed(subject, variant).is_some(),
@@ -117,6 +120,12 @@ fn replaced(text: &str, block: &str) -> Result<String> {
 }
 
 impl Figures {
+    /// The workloads of the tables.
+    fn subjects(&self) -> impl Iterator<Item = Subject> {
+        let measured = |subject: &Subject| self.workloads.contains_key(subject);
+        workloads().filter(move |subject| !LATER.contains(subject) || measured(subject))
+    }
+
     fn figure(&self, subject: Subject, variant: Variant) -> Option<&Figure> {
         self.workloads.get(&subject)?.get(&variant)
     }
@@ -186,7 +195,7 @@ fn shown(subject: Subject, value: Option<f64>) -> String {
 
 /// The table of README.md: speed under the default policy, beside both.
 fn readme(figures: &Figures) -> Result<String> {
-    let subjects: Vec<Subject> = workloads().collect();
+    let subjects: Vec<Subject> = figures.subjects().collect();
     let mut text = String::from("| speed under the default policy, beside |");
     for subject in &subjects {
         text += &format!(" {subject} |");
@@ -258,7 +267,7 @@ fn performance(figures: &Figures) -> Result<String> {
     text +=
         " adaptive beside plain QEMU | to the backup, Mbit/s | aim | met | published, the best |\n";
     text += &format!("|---|{}---|---|---:|\n", "---:|".repeat(columns.len() + 3));
-    for subject in workloads() {
+    for subject in figures.subjects() {
         text += &format!("| {subject} | {} |", base(figures.figure(subject, Variant::Unprotected)));
         for &variant in &columns {
             text += &format!(" {} |", shown(subject, figures.speed(subject, variant)));

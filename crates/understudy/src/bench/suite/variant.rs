@@ -34,6 +34,14 @@ pub enum Subject {
     Tbench,
     /// Request and response, one after the other.
     Latency,
+    /// PostgreSQL, asked by one client over the network (pgbench).
+    Pgbench1,
+    /// The same, by 4 clients.
+    Pgbench4,
+    /// The same, by 32 clients.
+    Pgbench32,
+    /// Redis with an fsync of each change, asked by 8 clients (redis-benchmark).
+    Redis,
     /// The checkpoint's pause against the pages written (Remus, figure 5).
     Pause,
     /// What each way to encode pages gains (Remus, figure 10).
@@ -61,6 +69,10 @@ impl Subject {
             Subject::Web => Workload::Web,
             Subject::Tbench => Workload::Tbench,
             Subject::Latency => Workload::Latency,
+            Subject::Pgbench1 => Workload::Pgbench1,
+            Subject::Pgbench4 => Workload::Pgbench4,
+            Subject::Pgbench32 => Workload::Pgbench32,
+            Subject::Redis => Workload::Redis,
             Subject::Pause | Subject::Compression | Subject::Failover => return None,
         })
     }
