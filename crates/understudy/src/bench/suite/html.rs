@@ -313,8 +313,8 @@ mod tests {
         for subject in Subject::all() {
             assert!(page.contains(&format!("<tr><td>{subject}<td>")), "{subject}");
         }
-        // Ten workloads; pause, compilation, two of compression, outages.
-        assert_eq!(page.matches("<svg").count(), 15);
+        // Fourteen workloads; pause, compilation, two of compression, outages.
+        assert_eq!(page.matches("<svg").count(), 19);
         assert!(page.contains("QEMU &lt;did&gt; not run") && !page.contains("<did>"));
         for outside in ["src=", "href=", "@import", "<script"] {
             assert!(!page.contains(outside), "{outside}");
