@@ -101,13 +101,15 @@ fn judgement(subject: Subject, cells: &BTreeMap<Variant, Cell>) -> String {
 /// What protection did meanwhile.
 fn protection(report: &Report) -> String {
     let mut text = format!(
-        "\n{:11} {:11} {:>16} {:>13} {:>12} {:>12} {:>8} {:>6}\n",
+        "\n{:11} {:11} {:>16} {:>13} {:>12} {:>12} {:>14} {:>13} {:>8} {:>6}\n",
         "workload",
         "variant",
         "Mbit/s to backup",
         "checkpoints/s",
         "pause p50 ms",
         "pause p99 ms",
+        "cpu primary s",
+        "cpu backup s",
         "load",
         "runs"
     );
@@ -119,11 +121,13 @@ fn protection(report: &Report) -> String {
         // Writing to a string cannot fail.
         let _ = writeln!(
             text,
-            "{subject:11} {variant:11} {:>16} {:>13} {:>12} {:>12} {:>8} {:>6}",
+            "{subject:11} {variant:11} {:>16} {:>13} {:>12} {:>12} {:>14} {:>13} {:>8} {:>6}",
             show(cell.replication_mbit_s),
             show(cell.checkpoints_per_s),
             show(cell.pause_p50_ms),
             show(cell.pause_p99_ms),
+            show(cell.details.get("cpu_primary_s").copied()),
+            show(cell.details.get("cpu_backup_s").copied()),
             show(cell.load_average),
             cell.runs,
         );
