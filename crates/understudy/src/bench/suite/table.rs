@@ -38,14 +38,14 @@ pub fn table(report: &Report) -> String {
 
 /// Each workload in each variant beside the unprotected guest.
 fn overview(report: &Report) -> String {
-    let mut text = format!("\n{:11} {:>22}", "workload", "unprotected");
+    let mut text = format!("\n{:11} {:>27}", "workload", "unprotected");
     for variant in COLUMNS {
         text += &format!(" {variant:>8}");
     }
     text += "  aim            met    paper's best\n";
     for (&subject, cells) in report.workloads.iter().filter(|row| row.0.own_variant().is_none()) {
         let base = cells.get(&Variant::Unprotected).map_or_else(String::new, figure);
-        text += &format!("{subject:11} {base:>22}");
+        text += &format!("{subject:11} {base:>27}");
         for variant in COLUMNS {
             text += &format!(" {:>8}", cells.get(&variant).map_or_else(String::new, ratio));
         }
@@ -56,7 +56,7 @@ fn overview(report: &Report) -> String {
             continue;
         };
         text += &format!(
-            "{subject:11} {:>22} {:71}  {}\n",
+            "{subject:11} {:>27} {:71}  {}\n",
             figure(cell),
             "",
             judgement(subject, cells)

@@ -271,8 +271,8 @@ impl Workload {
         .with_context(|| format!("the preparation of `{}`", self.name()))
     }
 
-    /// Runs it once, in a guest that it was prepared in. An error says what went wrong and shows what the program printed;
-    /// the guest may then need to be started anew.
+    /// Runs it once, in a guest that it was prepared in. An error says what went wrong and shows
+    /// what the program printed; the guest may then need to be started anew.
     pub fn run(self, bed: &Bed<'_>, scale: Scale) -> Result<Sample> {
         let sample = match self {
             Workload::Cpu => sysbench::cpu(bed, scale),
@@ -301,10 +301,8 @@ impl Workload {
         let before = sides(bed.lab)?;
         let mut sample = self.run(bed, scale)?;
         let after = sides(bed.lab)?;
-        for (name, (after, before)) in
-            ["cpu_primary", "cpu_backup"].into_iter().zip(after.into_iter().zip(before))
-        {
-            let value = after - before;
+        for (name, side) in [("cpu_primary", 0), ("cpu_backup", 1)] {
+            let value = after[side] - before[side];
             sample.more.push(Figure { name, unit: "s", better: Better::Lower, value });
         }
         Ok(sample)
