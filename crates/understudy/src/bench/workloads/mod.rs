@@ -32,7 +32,7 @@ mod web;
 
 pub use transfer::MEGABYTES as TRANSFER;
 
-use anyhow::{Context, Result};
+use anyhow::{Context, Result, bail};
 use clap::ValueEnum;
 use serde::{Deserialize, Serialize};
 use std::net::{Ipv4Addr, SocketAddr};
@@ -302,20 +302,17 @@ impl Workload {
         let mut sample = self.run(bed, scale)?;
         let after = sides(bed.lab)?;
         for (name, side) in [("cpu_primary", 0), ("cpu_backup", 1)] {
-            let value = after[side] - before[side];
+            let value = after[side].saturating_sub(before[side]).as_secs_f64();
             sample.more.push(Figure { name, unit: "s", better: Better::Lower, value });
         }
         Ok(sample)
     }
 }
 
-/// The processor seconds of each side, one after the other.
-fn sides(lab: &Lab) -> Result<[f64; 2]> {
-    let seconds = |host: Option<&String>| -> Result<f64> {
-        let host = host.context("a workload needs two hosts")?;
-        Ok(lab.host(host)?.processor_time()?.as_secs_f64())
-    };
-    Ok([seconds(lab.hosts().first())?, seconds(lab.hosts().get(1))?])
+/// The processor time of each side, the first host's first.
+fn sides(lab: &Lab) -> Result<[Duration; 2]> {
+    let [first, second, ..] = lab.hosts() else { bail!("a workload needs two hosts") };
+    Ok([lab.host(first)?.processor_time()?, lab.host(second)?.processor_time()?])
 }
 
 /// Runs a line that is not measured, and that must succeed.
