@@ -142,7 +142,11 @@ impl Host {
 
     /// A host that this one knows, with its addresses.
     pub(crate) fn known_host(&self, host: &str) -> Result<(HostName, Vec<SocketAddr>), HostError> {
-        let known = self.known_hosts();
+        let mut known = self.known_hosts();
+        if !known.contains_key(host) {
+            self.look_for_members();
+            known = self.known_hosts();
+        }
         let found = known.get_key_value(host);
         found.map(|(name, addresses)| (name.clone(), addresses.clone())).ok_or_else(|| {
             let known: Vec<&str> = known.keys().map(HostName::as_str).collect();

@@ -68,6 +68,11 @@ impl Members {
         *lease = Some(held);
         drop(lease);
         etcd.put(&format!("{FOLDER}{name}"), own, held)?;
+        self.look(etcd, name)
+    }
+
+    /// Reads which other hosts live.
+    fn look(&self, etcd: &Etcd, name: &HostName) -> anyhow::Result<()> {
         let mut others = BTreeMap::new();
         for entry in etcd.list::<Member>(FOLDER)? {
             // What is no host's name is no host's entry.
@@ -80,6 +85,16 @@ impl Members {
         }
         *self.others.lock() = others;
         Ok(())
+    }
+}
+
+impl Host {
+    /// Looks for members that have joined since the last look, if there are any to be found.
+    pub(crate) fn look_for_members(&self) {
+        let etcd = self.arbiter.as_ref().and_then(|arbiter| arbiter.etcd());
+        if let Some(Err(error)) = etcd.map(|etcd| self.members.look(etcd, &self.config.name)) {
+            warn!("cannot look for new members: {error:#}");
+        }
     }
 }
 
