@@ -5,7 +5,7 @@
 //! connections: what the peer has not confirmed is kept, and the primary dials
 //! the next path and goes on there (`understudy_protocol::SendWindow`).
 
-use crate::link::{Link, Refused};
+use crate::link::{Link, Next, Refused};
 use crate::sync::lock;
 use anyhow::{Context, bail};
 use serde::Serialize;
@@ -160,10 +160,21 @@ impl Channel {
     /// paths it is on its way for good once this returns: on this connection
     /// or on a later one.
     pub fn send_parts(&self, kind: Kind, epoch: Epoch, parts: &[&[u8]]) -> io::Result<Header> {
+        self.send_before(Next::Unknown, kind, epoch, parts)
+    }
+
+    /// The same for a message of which it is known what comes next.
+    pub fn send_before(
+        &self,
+        next: Next,
+        kind: Kind,
+        epoch: Epoch,
+        parts: &[&[u8]],
+    ) -> io::Result<Header> {
         if self.is_single() {
             let writing = lock(&self.writing);
             let link = writing.as_ref().ok_or(io::ErrorKind::NotConnected)?;
-            return link.send_parts(kind, epoch, parts);
+            return link.send_before(next, kind, epoch, parts);
         }
         let message = Arc::new(Message::new(kind, epoch, parts.concat()));
         let header = message.header;
@@ -171,7 +182,7 @@ impl Channel {
         let mut writing = lock(&self.writing);
         lock(&self.state).sent.push(message.clone(), bytes_of(&header));
         if let Some(link) = &*writing
-            && link.send(&message).is_err()
+            && link.send(&message, next).is_err()
         {
             // Wakes the receiving thread, which sees to the next connection.
             link.close();
@@ -321,7 +332,7 @@ impl Channel {
             }
             state.sent.unconfirmed().cloned().collect()
         };
-        if messages.iter().try_for_each(|message| link.send(message)).is_err() {
+        if messages.iter().try_for_each(|message| link.send(message, Next::Unknown)).is_err() {
             link.close();
             return;
         }

@@ -3,12 +3,15 @@
 
 use crate::tls::{Closable, NotTls, Tls, TlsStream, explain, part};
 use anyhow::{Context, bail};
+use nix::errno::Errno;
+use nix::libc::MSG_MORE;
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
+use nix::sys::socket::{MsgFlags, sendmsg};
 use serde::Serialize;
 use serde::de::DeserializeOwned;
-use std::io::{self, IoSlice, Read, Write};
+use std::io::{self, IoSlice, Read};
 use std::net::{Shutdown, TcpStream};
-use std::os::fd::AsFd;
+use std::os::fd::{AsFd, AsRawFd};
 use std::sync::Arc;
 use std::time::Duration;
 use understudy_protocol::Epoch;
@@ -20,6 +23,25 @@ pub const SETUP_TIMEOUT: Duration = Duration::from_secs(20);
 
 /// How long a peer's last words may be on their way.
 const LAST_WORDS: Duration = Duration::from_secs(1);
+
+/// What follows a message.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Next {
+    /// Perhaps nothing: the message leaves at once.
+    Unknown,
+    /// Another one, immediately: the end of the message may travel with it, so that the peer is
+    /// woken once for both. If nothing comes after all, the system sends it 0.2 s later.
+    Message,
+}
+
+impl Next {
+    fn flag(self) -> MsgFlags {
+        match self {
+            Next::Unknown => MsgFlags::empty(),
+            Next::Message => MsgFlags::from_bits_retain(MSG_MORE),
+        }
+    }
+}
 
 /// One end of a connection. Clones share the connection: one thread reads,
 /// another writes.
@@ -124,22 +146,33 @@ impl Link {
     /// its header. An error ends the connection: what was sent of the message, or
     /// was sealed and not sent, would make nonsense of the next.
     pub fn send_parts(&self, kind: Kind, epoch: Epoch, parts: &[&[u8]]) -> io::Result<Header> {
+        self.send_before(Next::Unknown, kind, epoch, parts)
+    }
+
+    /// The same for a message of which it is known what comes next.
+    pub fn send_before(
+        &self,
+        next: Next,
+        kind: Kind,
+        epoch: Epoch,
+        parts: &[&[u8]],
+    ) -> io::Result<Header> {
         let header = Header::for_payload(kind, epoch, parts);
-        self.send_with(&header, parts)?;
+        self.send_with(&header, parts, next)?;
         Ok(header)
     }
 
     /// Sends a message that exists already.
-    pub fn send(&self, message: &Message) -> io::Result<()> {
-        self.send_with(&message.header, &[&message.payload])
+    pub fn send(&self, message: &Message, next: Next) -> io::Result<()> {
+        self.send_with(&message.header, &[&message.payload], next)
     }
 
-    fn send_with(&self, header: &Header, parts: &[&[u8]]) -> io::Result<()> {
+    fn send_with(&self, header: &Header, parts: &[&[u8]], next: Next) -> io::Result<()> {
         let bytes = header.encode();
         let mut slices: Vec<IoSlice> = Vec::with_capacity(parts.len() + 1);
         slices.push(IoSlice::new(&bytes));
         slices.extend(parts.iter().map(|part| IoSlice::new(part)));
-        self.0.write_all(&mut slices).inspect_err(|_| self.close())
+        self.0.write_all(&mut slices, next).inspect_err(|_| self.close())
     }
 
     /// Sends a message without a payload.
@@ -211,10 +244,10 @@ impl Connection {
         Ok(())
     }
 
-    fn write_all(&self, slices: &mut [IoSlice<'_>]) -> io::Result<()> {
+    fn write_all(&self, slices: &mut [IoSlice<'_>], next: Next) -> io::Result<()> {
         match &self.tls {
-            Some(tls) => tls.write_all(&self.socket, slices),
-            None => write_all_vectored(&self.socket, slices),
+            Some(tls) => tls.write_all(&self.socket, slices, next),
+            None => write_all(&self.socket, slices, next),
         }
     }
 }
@@ -232,13 +265,21 @@ fn explain_end(error: io::Error) -> anyhow::Error {
     }
 }
 
-fn write_all_vectored(mut stream: &TcpStream, mut slices: &mut [IoSlice<'_>]) -> io::Result<()> {
+/// Writes all of `slices` to a socket.
+pub(crate) fn write_all(
+    stream: &TcpStream,
+    mut slices: &mut [IoSlice<'_>],
+    next: Next,
+) -> io::Result<()> {
+    let flags = MsgFlags::MSG_NOSIGNAL | next.flag();
+    // None may be empty, or it would look as if the socket took nothing.
+    IoSlice::advance_slices(&mut slices, 0);
     while !slices.is_empty() {
-        match stream.write_vectored(slices) {
+        match sendmsg::<()>(stream.as_raw_fd(), slices, &[], flags, None) {
             Ok(0) => return Err(io::ErrorKind::WriteZero.into()),
             Ok(written) => IoSlice::advance_slices(&mut slices, written),
-            Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
-            Err(error) => return Err(error),
+            Err(Errno::EINTR) => {}
+            Err(errno) => return Err(errno.into()),
         }
     }
     Ok(())
@@ -247,6 +288,7 @@ fn write_all_vectored(mut stream: &TcpStream, mut slices: &mut [IoSlice<'_>]) ->
 #[cfg(test)]
 mod tests {
     use super::*;
+    use std::io::Write;
     use std::net::TcpListener;
     use understudy_protocol::literal;
 
@@ -266,6 +308,20 @@ mod tests {
         let end = received.find_map(Result::err).unwrap().to_string();
         assert_eq!(end, "the peer closed the connection");
         assert!(link.send_signal(Kind::Heartbeat, Epoch(0)).is_err(), "it goes on");
+    }
+
+    #[test]
+    fn a_message_before_another_arrives_with_it_and_also_without() {
+        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+        let dialled = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
+        let link = Link::dialled(dialled, &literal("b"), None).unwrap();
+        let peer = Link::accepted(listener.accept().unwrap().0, None).unwrap();
+        let epoch = || peer.receive().unwrap().header.epoch;
+        link.send_before(Next::Message, Kind::Pages, Epoch(1), &[b"page"]).unwrap();
+        link.send_signal(Kind::EpochEnd, Epoch(2)).unwrap();
+        assert_eq!((epoch(), epoch()), (Epoch(1), Epoch(2)));
+        link.send_before(Next::Message, Kind::Pages, Epoch(3), &[]).unwrap();
+        assert_eq!(epoch(), Epoch(3));
     }
 
     #[test]

@@ -6,6 +6,7 @@ use super::session::Session;
 use super::stats::Stats;
 use crate::channel::Channel;
 use crate::clock;
+use crate::link::Next;
 use crate::moments::strike;
 use crate::sync::ByteBudget;
 use crossbeam_channel::{Receiver, Sender};
@@ -108,7 +109,8 @@ pub fn send_all(outflow: &Outflow, session: &Session) -> io::Result<()> {
             strike("send", &session.vm);
         }
         let bytes = item.bytes();
-        sending.send(item)?;
+        let next = if outflow.queue.is_empty() { Next::Unknown } else { Next::Message };
+        sending.send(item, next)?;
         outflow.budget.give_back(bytes);
     }
     Ok(())
@@ -142,11 +144,11 @@ impl Sending<'_> {
         item
     }
 
-    fn send(&mut self, item: Outgoing) -> io::Result<()> {
+    fn send(&mut self, item: Outgoing, next: Next) -> io::Result<()> {
         match item {
-            Outgoing::Pages(epoch, chunk) => self.send_pages(epoch, &chunk),
+            Outgoing::Pages(epoch, chunk) => self.send_pages(epoch, &chunk, next),
             Outgoing::Data(kind, epoch, payload) => {
-                let header = self.link.send_parts(kind, epoch, &[&payload])?;
+                let header = self.link.send_before(next, kind, epoch, &[&payload])?;
                 self.sent(epoch, &header);
                 Ok(())
             }
@@ -169,7 +171,7 @@ impl Sending<'_> {
         }
     }
 
-    fn send_pages(&mut self, epoch: Epoch, chunk: &CapturedChunk) -> io::Result<()> {
+    fn send_pages(&mut self, epoch: Epoch, chunk: &CapturedChunk, next: Next) -> io::Result<()> {
         if let Some(seconds) = self.stats.link(|link| link.seconds_per_byte()) {
             self.encoder.set_link(seconds);
         }
@@ -178,7 +180,7 @@ impl Sending<'_> {
         let find = |page: &Page| references?.find(page);
         let encoded = self.encoder.encode(chunk.runs(), chunk.bytes(), epoch == Epoch(0), find);
         let encoding_ended = clock::now();
-        let header = self.link.send_parts(Kind::Pages, epoch, &encoded.parts)?;
+        let header = self.link.send_before(next, Kind::Pages, epoch, &encoded.parts)?;
         self.sent(epoch, &header);
         self.burst.encoded(encoding_ended - began);
         if epoch == Epoch(0) {

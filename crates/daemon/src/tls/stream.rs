@@ -5,6 +5,7 @@
 //! from being read.
 
 use super::{explain, names};
+use crate::link::{Next, write_all};
 use crate::sync::lock;
 use anyhow::{Context, anyhow};
 use rustls::Connection;
@@ -110,7 +111,12 @@ impl TlsStream {
     }
 
     /// Writes everything.
-    pub fn write_all(&self, mut socket: &TcpStream, slices: &[IoSlice<'_>]) -> io::Result<()> {
+    pub fn write_all(
+        &self,
+        socket: &TcpStream,
+        slices: &[IoSlice<'_>],
+        next: Next,
+    ) -> io::Result<()> {
         let mut outgoing = lock(&self.outgoing);
         outgoing.clear();
         let mut pending = 0;
@@ -120,13 +126,13 @@ impl TlsStream {
                 pending += piece.len();
                 // Small pieces leave together.
                 if pending >= SEAL_BYTES {
-                    socket.write_all(&outgoing)?;
+                    write_all(socket, &mut [IoSlice::new(&outgoing)], next)?;
                     outgoing.clear();
                     pending = 0;
                 }
             }
         }
-        socket.write_all(&outgoing)
+        write_all(socket, &mut [IoSlice::new(&outgoing)], next)
     }
 
     fn seal(&self, piece: &[u8], outgoing: &mut Vec<u8>) -> io::Result<()> {

@@ -2,7 +2,7 @@
 //! sides say.
 
 use super::*;
-use crate::link::Link;
+use crate::link::{Link, Next};
 use crate::pki;
 use std::io::{IoSlice, Read, Write};
 use std::net::TcpListener;
@@ -60,7 +60,9 @@ fn meet(a: &Tls, b: &Tls, peer: &str) -> (Result<(), String>, Result<(), String>
         let accepting = scope.spawn(move || {
             let stream = b.accept(&accepted).map_err(|error| format!("{error:#}"))?;
             stream.check_peer("a").map_err(|error| format!("{error:#}"))?;
-            stream.write_all(&accepted, &[IoSlice::new(b"!")]).map_err(|e| e.to_string())
+            stream
+                .write_all(&accepted, &[IoSlice::new(b"!")], Next::Unknown)
+                .map_err(|e| e.to_string())
         });
         let dialling = || {
             let stream = a.dial(&dialled, peer).map_err(|error| format!("{error:#}"))?;
@@ -205,7 +207,7 @@ fn one_thread_reads_while_another_writes() {
     let data: Vec<u8> = (0..BYTES).map(|i| (i % 251) as u8).collect();
     let write = |stream: &TlsStream, socket: &TcpStream| {
         let (head, rest) = data.split_at(24);
-        stream.write_all(socket, &[IoSlice::new(head), IoSlice::new(rest)]).unwrap();
+        stream.write_all(socket, &[IoSlice::new(head), IoSlice::new(rest)], Next::Unknown).unwrap();
     };
     let read = |stream: &TlsStream, socket: &TcpStream| {
         let (mut got, mut at) = (vec![0; BYTES], 0);
