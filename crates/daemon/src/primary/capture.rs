@@ -27,9 +27,8 @@ use understudy_qemu::lockstep::LogErrand;
 
 /// An epoch that wrote at least this many pages gets pre-copy rounds just
 /// before the next pause: the guest then stands still only for what it wrote
-/// during the last. To copy fewer in the pause takes 0.2 ms at most; a round takes
-/// more than that, for a scan, and empties the processors' caches of translations.
-const PRECOPY_PAGES: u64 = 1024;
+/// during the last.
+const PRECOPY_PAGES: u64 = 256;
 
 /// A guest that writes as much again during a round gets another, up to so many.
 const PRECOPY_ROUNDS: u32 = 3;
