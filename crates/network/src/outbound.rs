@@ -187,8 +187,10 @@ impl Outbound {
             match self.inbox.message(n) {
                 Message::Frame(packet) => {
                     self.bytes_sent += packet.len() as u64;
-                    received.first_held |=
-                        push(&mut self.buffer, self.fabric.as_deref(), self.seat.as_ref(), packet);
+                    if push(&mut self.buffer, self.fabric.as_deref(), self.seat.as_ref(), packet) {
+                        received.first_held = true;
+                        self.waits_since = Some(Instant::now());
+                    }
                 }
                 Message::TooLong => self.too_long += 1,
                 Message::Control(bytes) => match Control::decode(bytes) {
@@ -215,10 +217,17 @@ impl Outbound {
                 return Received { any: false, changed: true, ..received };
             }
         }
-        if received.first_held {
+        Received { any: true, ..received }
+    }
+
+    /// Takes a message for the fabric, behind all that the guest has sent. Returns whether it is
+    /// the first of its epoch that waits.
+    pub fn push_message(&mut self, message: &[u8]) -> bool {
+        let first_held = self.buffer.push_always(&marked(&[message])) == Pushed::FirstHeld;
+        if first_held {
             self.waits_since = Some(Instant::now());
         }
-        Received { any: true, ..received }
+        first_held
     }
 
     /// Takes back frames that were not written; see [`OutputBuffer::take_back`].

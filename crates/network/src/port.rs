@@ -1,9 +1,9 @@
 //! A port: one network card of one VM, as this host serves it.
 
 use crate::announce::{PAUSES, announcement};
-use crate::buffer::{Gate, OutputBuffer, Pushed};
+use crate::buffer::{Gate, OutputBuffer};
 use crate::error::NetworkError;
-use crate::fabric::{Fabric, Inlet, marked, message};
+use crate::fabric::{Fabric, Inlet, message};
 use crate::header::{HEADER_BYTES, Offloads};
 use crate::mac::MacAddress;
 use crate::next::NextGuest;
@@ -248,8 +248,8 @@ impl Port {
 
     /// Has the fabric carry a message behind all that the guest has sent, when that may go.
     pub fn push_message(&self, message: &[u8]) {
-        let first = self.shared.outbound().buffer.push_always(&marked(&[message]));
-        if first == Pushed::FirstHeld {
+        let first_held = self.shared.outbound().push_message(message);
+        if first_held {
             (self.shared.output_waiting)();
         }
         self.shared.flush();

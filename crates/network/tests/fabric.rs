@@ -103,7 +103,10 @@ fn what_is_for_a_member_waits_for_its_commit() {
         say(&mut qemu1, TWO, "of epoch 1");
         one.drain_and_barrier(Epoch(2));
         *fabric.colour.lock().unwrap() = 2;
+        assert_eq!(one.waits_since(), None, "epoch 2 has no output");
+        let before = Instant::now();
         one.push_message(&[2]);
+        assert!(one.waits_since() >= Some(before), "it waits like a frame");
         say(&mut qemu1, TWO, "of epoch 2");
         one.drain();
         assert_eq!(fabric.colours(), [], "nothing is committed");
