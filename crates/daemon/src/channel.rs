@@ -174,7 +174,8 @@ impl Channel {
         if self.is_single() {
             let writing = lock(&self.writing);
             let link = writing.as_ref().ok_or(io::ErrorKind::NotConnected)?;
-            return link.send_before(next, kind, epoch, parts);
+            let header = Header::for_payload(kind, epoch, parts);
+            return link.send_with(&header, parts, next).map(|()| header);
         }
         let message = Arc::new(Message::new(kind, epoch, parts.concat()));
         let header = message.header;
@@ -182,7 +183,7 @@ impl Channel {
         let mut writing = lock(&self.writing);
         lock(&self.state).sent.push(message.clone(), bytes_of(&header));
         if let Some(link) = &*writing
-            && link.send(&message, next).is_err()
+            && link.send_with(&header, &[&message.payload], next).is_err()
         {
             // Wakes the receiving thread, which sees to the next connection.
             link.close();
@@ -332,7 +333,10 @@ impl Channel {
             }
             state.sent.unconfirmed().cloned().collect()
         };
-        if messages.iter().try_for_each(|message| link.send(message, Next::Unknown)).is_err() {
+        let send = |message: &Arc<Message>| {
+            link.send_with(&message.header, &[&message.payload], Next::Unknown)
+        };
+        if messages.iter().try_for_each(send).is_err() {
             link.close();
             return;
         }

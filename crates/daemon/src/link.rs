@@ -146,28 +146,13 @@ impl Link {
     /// its header. An error ends the connection: what was sent of the message, or
     /// was sealed and not sent, would make nonsense of the next.
     pub fn send_parts(&self, kind: Kind, epoch: Epoch, parts: &[&[u8]]) -> io::Result<Header> {
-        self.send_before(Next::Unknown, kind, epoch, parts)
-    }
-
-    /// The same for a message of which it is known what comes next.
-    pub fn send_before(
-        &self,
-        next: Next,
-        kind: Kind,
-        epoch: Epoch,
-        parts: &[&[u8]],
-    ) -> io::Result<Header> {
         let header = Header::for_payload(kind, epoch, parts);
-        self.send_with(&header, parts, next)?;
+        self.send_with(&header, parts, Next::Unknown)?;
         Ok(header)
     }
 
-    /// Sends a message that exists already.
-    pub fn send(&self, message: &Message, next: Next) -> io::Result<()> {
-        self.send_with(&message.header, &[&message.payload], next)
-    }
-
-    fn send_with(&self, header: &Header, parts: &[&[u8]], next: Next) -> io::Result<()> {
+    /// The same with a header that is known already, and with what is known of the next message.
+    pub fn send_with(&self, header: &Header, parts: &[&[u8]], next: Next) -> io::Result<()> {
         let bytes = header.encode();
         let mut slices: Vec<IoSlice> = Vec::with_capacity(parts.len() + 1);
         slices.push(IoSlice::new(&bytes));
@@ -317,10 +302,14 @@ mod tests {
         let link = Link::dialled(dialled, &literal("b"), None).unwrap();
         let peer = Link::accepted(listener.accept().unwrap().0, None).unwrap();
         let epoch = || peer.receive().unwrap().header.epoch;
-        link.send_before(Next::Message, Kind::Pages, Epoch(1), &[b"page"]).unwrap();
+        let send_before_another = |epoch, parts: &[&[u8]]| {
+            let header = Header::for_payload(Kind::Pages, epoch, parts);
+            link.send_with(&header, parts, Next::Message).unwrap();
+        };
+        send_before_another(Epoch(1), &[b"page"]);
         link.send_signal(Kind::EpochEnd, Epoch(2)).unwrap();
         assert_eq!((epoch(), epoch()), (Epoch(1), Epoch(2)));
-        link.send_before(Next::Message, Kind::Pages, Epoch(3), &[]).unwrap();
+        send_before_another(Epoch(3), &[]);
         assert_eq!(epoch(), Epoch(3));
     }
 
