@@ -92,7 +92,8 @@ impl Session {
         }
         let now = clock::now();
         let in_flight = core.in_flight();
-        let output_since = self.group.output_since(last);
+        let may_end = in_flight < self.policy.pipeline();
+        let output_since = if may_end { self.group.output_since(last) } else { None };
         let full = self.group.is_full();
         let length = rendezvous.length();
         let situation = Situation { now, last, length, in_flight, output_since, full };
