@@ -143,15 +143,21 @@ impl Host {
     /// A host that this one knows, with its addresses.
     pub(crate) fn known_host(&self, host: &str) -> Result<(HostName, Vec<SocketAddr>), HostError> {
         let mut known = self.known_hosts();
+        let mut unasked = String::new();
         if !known.contains_key(host) {
-            self.look_for_members();
+            if let Err(error) = self.look_for_members() {
+                unasked = format!("; etcd could not be asked for others: {error:#}");
+            }
             known = self.known_hosts();
         }
         let found = known.get_key_value(host);
         found.map(|(name, addresses)| (name.clone(), addresses.clone())).ok_or_else(|| {
             let known: Vec<&str> = known.keys().map(HostName::as_str).collect();
             let known = known.join(", ");
-            let message = format!("{host:?} is not a peer of this host; its [peers] are: {known}");
+            let message = format!(
+                "{host:?} is not a peer of this host, which knows: {known}; add it to [peers], or \
+                 give both hosts the same etcd{unasked}"
+            );
             HostError::new(ErrorKind::Invalid, message)
         })
     }

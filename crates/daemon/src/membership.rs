@@ -90,11 +90,9 @@ impl Members {
 
 impl Host {
     /// Looks for members that have joined since the last look, if there are any to be found.
-    pub(crate) fn look_for_members(&self) {
+    pub(crate) fn look_for_members(&self) -> anyhow::Result<()> {
         let etcd = self.arbiter.as_ref().and_then(|arbiter| arbiter.etcd());
-        if let Some(Err(error)) = etcd.map(|etcd| self.members.look(etcd, &self.config.name)) {
-            warn!("cannot look for new members: {error:#}");
-        }
+        etcd.map_or(Ok(()), |etcd| self.members.look(etcd, &self.config.name))
     }
 }
 
