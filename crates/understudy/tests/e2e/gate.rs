@@ -157,7 +157,8 @@ fn hosts_that_are_not_known_or_do_not_own_the_vm_are_refused() {
         offer["host"] = json!("c");
         says(&refusal_of(scene, "b", &hello(&offer)?)?, &["does not say that c owns"])?;
         offer["host"] = json!("mallory");
-        offer["purpose"] = json!({ "purpose": "survey", "vm": VM, "memory": 1, "cpu": { "accelerator": "tcg", "model": null } });
+        let cpu = json!({ "accelerator": "tcg", "model": null });
+        offer["purpose"] = json!({ "purpose": "survey", "vm": VM, "memory": 1, "cpu": cpu });
         says(&refusal_of(scene, "b", &hello(&offer)?)?, &unknown)
     });
 }
