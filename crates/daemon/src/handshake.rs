@@ -169,6 +169,8 @@ pub struct FileOffer {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum FileRole {
+    /// `firmware`
+    Firmware,
     /// `kernel`
     Kernel,
     /// `initrd`

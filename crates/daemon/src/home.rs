@@ -10,7 +10,8 @@ use std::path::{Path, PathBuf};
 use understudy_disk::Disk;
 use understudy_memory::agent::{AgentListener, DEVICE};
 use understudy_qemu::Accelerator;
-use understudy_qemu::command::BootFiles;
+use understudy_qemu::VmDefinition;
+use understudy_qemu::command::{BootFiles, GUEST_AGENT, VNC};
 use understudy_qemu::user::{self, User, path_in_qemu};
 
 /// The console's socket, and the agent's, in QEMU's directory.
@@ -76,6 +77,16 @@ impl Home {
         self.directory.with_file_name(DIRECTORY).join(name)
     }
 
+    /// What the VM has of them once this directory is its only one.
+    pub(crate) fn local_sockets(&self, definition: &VmDefinition) -> LocalSockets {
+        let path = |there: bool, name: &str| there.then(|| self.lasting_path(name));
+        LocalSockets {
+            console: path(definition.console, CONSOLE),
+            vnc: path(definition.vnc, VNC),
+            guest_agent: path(definition.guest_agent, GUEST_AGENT),
+        }
+    }
+
     pub(crate) fn directory(&self) -> &Path {
         &self.directory
     }
@@ -98,9 +109,18 @@ fn remove_directory(directory: &Path) -> std::io::Result<()> {
     }
 }
 
+/// The unix sockets by which this host's administrators reach a guest.
+#[derive(Clone, Debug, Default)]
+pub(crate) struct LocalSockets {
+    pub(crate) console: Option<PathBuf>,
+    pub(crate) vnc: Option<PathBuf>,
+    pub(crate) guest_agent: Option<PathBuf>,
+}
+
 /// Files of the host's that QEMU inherits open.
 pub(crate) struct Lent {
     agent: File,
+    firmware: Option<File>,
     kernel: Option<File>,
     initrd: Option<File>,
     /// None if QEMU has the daemon's own rights.
@@ -123,6 +143,7 @@ impl Lent {
         };
         Ok(Lent {
             agent: lend(plan.agent)?,
+            firmware: boot_file(&plan.definition.firmware)?,
             kernel: boot_file(&plan.definition.kernel)?,
             initrd: boot_file(&plan.definition.initrd)?,
             userfaultfd,
@@ -132,7 +153,11 @@ impl Lent {
 
     pub(crate) fn boot_files(&self) -> BootFiles {
         let inside = |file: &Option<File>| file.as_ref().map(|file| path_in_qemu(file.as_raw_fd()));
-        BootFiles { kernel: inside(&self.kernel), initrd: inside(&self.initrd) }
+        BootFiles {
+            firmware: inside(&self.firmware),
+            kernel: inside(&self.kernel),
+            initrd: inside(&self.initrd),
+        }
     }
 
     /// What the agent must know, and the dynamic linker of the agent.
@@ -149,8 +174,8 @@ impl Lent {
     }
 
     pub(crate) fn descriptors(&self) -> impl Iterator<Item = BorrowedFd<'_>> {
-        let optional = [&self.kernel, &self.initrd, &self.userfaultfd, &self.kvm];
-        let optional = optional.into_iter().flatten();
+        let boot = [&self.firmware, &self.kernel, &self.initrd];
+        let optional = boot.into_iter().chain([&self.userfaultfd, &self.kvm]).flatten();
         std::iter::once(&self.agent).chain(optional).map(AsFd::as_fd)
     }
 }

@@ -239,7 +239,7 @@ fn examine(host: &Host, offer: &Offer) -> Result<(), HostError> {
 /// What is wrong with the files that are to follow: they are written before anything is known of
 /// them, and must not fill the disk.
 fn wrong_files(files: &[FileOffer], disks: usize) -> Option<String> {
-    let most = disks + 2;
+    let most = disks + 3;
     if files.len() > most {
         return Some(format!("{} files were offered; {most} are possible", files.len()));
     }

@@ -361,7 +361,9 @@ fn machine_status(machine: &Machine, role: Role, live: bool) -> VmStatus {
         display_not_held: definition.has_display(),
         disk_error: machine.disk_error(),
         qemu_pid: Some(machine.qemu_pid()),
-        console: machine.console().map(ToOwned::to_owned),
+        console: machine.local_sockets().console.clone(),
+        vnc: machine.local_sockets().vnc.clone(),
+        guest_agent: machine.local_sockets().guest_agent.clone(),
         cards: cards.collect(),
         disks: machine.disks().iter().map(|disk| DiskReport { path: disk.path() }).collect(),
         ..VmStatus::new(&definition.name, role)

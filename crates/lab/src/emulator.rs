@@ -157,7 +157,11 @@ fn arguments(blueprint: &Blueprint<'_>, monitors: [i32; 3]) -> Result<Vec<OsStri
         machine_type: qemu.machine_type(&definition.machine)?.to_owned(),
         accelerator: qemu.accelerator(definition.accel)?,
         kvm: None,
-        boot: BootFiles { kernel: definition.kernel.clone(), initrd: definition.initrd.clone() },
+        boot: BootFiles {
+            kernel: definition.kernel.clone(),
+            initrd: definition.initrd.clone(),
+            ..BootFiles::default()
+        },
         monitors,
         console: Some(Console {
             socket: ConsoleSocket::Listen(directory.join(CONSOLE)),

@@ -18,8 +18,7 @@ use std::path::{Path, PathBuf};
 use std::time::Duration;
 use tempfile::TempDir;
 use understudy_qemu::definition::{
-    AcceleratorChoice, CardDefinition, CardModel, DiskBus, DiskDefinition, DiskFormat, Vga,
-    VirtioInterface,
+    AcceleratorChoice, CardDefinition, CardModel, DiskBus, DiskDefinition, DiskFormat,
 };
 use understudy_qemu::{Capabilities, VmDefinition};
 
@@ -106,34 +105,21 @@ impl PlainOptions {
 
     /// As a user of the product would define it.
     pub(crate) fn definition(&self, disks: &[PathBuf]) -> Result<VmDefinition> {
-        let disk = |path: &PathBuf| DiskDefinition {
-            path: path.clone(),
-            format: DiskFormat::Raw,
-            bus: DiskBus::Virtio,
-        };
-        let card = CardDefinition {
-            mac: self.mac.parse()?,
-            bridge: crate::lab::BRIDGE.to_owned(),
-            model: CardModel::VirtioNet,
-        };
+        let disk = |path: &PathBuf| DiskDefinition::new(path, DiskFormat::Raw, DiskBus::Virtio);
+        let name = self.name.parse().expect("variants have names of VMs");
+        let memory = format!("{}M", self.memory_mib).parse()?;
         let definition = VmDefinition {
-            name: self.name.parse().expect("variants have names of VMs"),
-            memory: format!("{}M", self.memory_mib).parse()?,
-            vcpus: self.vcpus,
-            machine: "pc".to_owned(),
             accel: self.accel,
-            cpu: None,
             kernel: Some(self.kernel.clone()),
             initrd: Some(self.initrd.clone()),
             append: Some(self.append.clone()),
-            virtio: VirtioInterface::Legacy,
-            console: true,
-            vga: Vga::None,
-            lockstep: false,
-            qemu_args: Vec::new(),
             disks: disks.iter().map(disk).collect(),
-            cards: vec![card],
-            policy: None,
+            cards: vec![CardDefinition::new(
+                self.mac.parse()?,
+                crate::lab::BRIDGE,
+                CardModel::VirtioNet,
+            )],
+            ..VmDefinition::new(name, memory, self.vcpus)
         };
         let problems = definition.validate().into_iter().chain(definition.missing_boot_files());
         let problems: Vec<String> = problems.map(|problem| problem.to_string()).collect();

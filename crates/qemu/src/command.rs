@@ -4,11 +4,11 @@
 //! every host: versioned machine type, fixed PCI addresses, nothing by default.
 //! A standby differs only in waiting for its device state.
 
+mod disks;
+
 use crate::capabilities::Accelerator;
 use crate::clock::ClockBase;
-use crate::definition::{
-    CardModel, DiskBus, DiskDefinition, DiskFormat, Vga, VirtioInterface, VmDefinition,
-};
+use crate::definition::{CardModel, PciPlace, Topology, Vga, VirtioInterface, VmDefinition};
 use crate::lockstep::{ICOUNT_SHIFT, LOG_NAME, LogRole, obstacles};
 use crate::processor::cpu_model;
 use crate::qmp::MONITORS;
@@ -16,23 +16,19 @@ use std::ffi::OsString;
 use std::os::fd::RawFd;
 use std::path::{Path, PathBuf};
 
-/// Disks go to PCI slots 0x03 to 0x0e; 0x01 and 0x02 stay free for chipset and video.
-const FIRST_DISK_SLOT: usize = 0x03;
-/// Virtio disks that a VM may have.
-pub const MAX_VIRTIO_DISKS: usize = 12;
+pub use disks::{AHCI_SLOTS, MAX_SCSI_DISKS, MAX_VIRTIO_DISKS, ide_slots};
 
 /// Cards go to PCI slots 0x10 to 0x1d; 0x1f is the chipset's on q35.
 const FIRST_CARD_SLOT: usize = 0x10;
 /// Cards that a VM may have.
 pub const MAX_CARDS: usize = 14;
 
-/// IDE disks that a machine has room for.
-pub const fn ide_slots(q35: bool) -> usize {
-    if q35 { 6 } else { 4 }
-}
-
-/// For so long requests wait for a disk's server: for good, and no more than QEMU can count.
-const RECONNECT_SECONDS: u32 = 1 << 30;
+/// The controller of the guest agent's channel.
+const SERIAL_SLOT: usize = 0x0f;
+/// Sockets that QEMU makes in its directory.
+pub const VNC: &str = "vnc";
+/// The channel of the guest's agent.
+pub const GUEST_AGENT: &str = "guest-agent";
 
 /// QEMU's number for the set with the KVM device's descriptor.
 const KVM_SET: u32 = 1;
@@ -77,9 +73,11 @@ pub struct Lockstep {
     pub clock: ClockBase,
 }
 
-/// The files that a guest without a boot loader begins with.
+/// The files that a guest begins with.
 #[derive(Clone, Debug, Default)]
 pub struct BootFiles {
+    /// The code of its firmware.
+    pub firmware: Option<PathBuf>,
     /// The kernel.
     pub kernel: Option<PathBuf>,
     /// The initial RAM disk.
@@ -126,14 +124,18 @@ pub fn command_line(vm: &VmDefinition, resources: &Resources) -> Vec<OsString> {
     monitors(&mut args, resources);
     console(&mut args, resources);
     boot(&mut args, vm, &resources.boot);
-    disks(&mut args, vm, resources);
+    // Devices behind them come after them.
+    let (bridges, others) = vm.split_qemu_args();
+    args.0.extend(bridges.into_iter().map(OsString::from));
+    disks::disks(&mut args, vm, resources);
     cards(&mut args, vm, resources);
+    local(&mut args, vm);
     if resources.role == Role::Standby {
         args.pair("-incoming", "defer");
         // The blob of xen-save-devices-state has no configuration section.
         args.pair("-global", "migration.send-configuration=off");
     }
-    args.0.extend(vm.qemu_args.iter().map(OsString::from));
+    args.0.extend(others.into_iter().map(OsString::from));
     args.0
 }
 
@@ -160,10 +162,11 @@ fn machine(args: &mut Args, vm: &VmDefinition, resources: &Resources) {
     // Without the VMware port, whose mouse is an eighth of the device state. Replay hangs
     // with the HPET.
     let hpet = if may_count(vm, resources) { ",hpet=off" } else { "" };
+    let flash = disks::flash(vm, &resources.boot);
     args.pair(
         "-machine",
         format!(
-            "{},suppress-vmdesc=on,vmport=off,memory-backend=ram{hpet}",
+            "{},suppress-vmdesc=on,vmport=off,memory-backend=ram{hpet}{flash}",
             resources.machine_type
         ),
     );
@@ -177,7 +180,7 @@ fn machine(args: &mut Args, vm: &VmDefinition, resources: &Resources) {
         ),
     );
     args.pair("-m", format!("size={}B", vm.memory.bytes()));
-    args.pair("-smp", vm.vcpus.to_string());
+    args.pair("-smp", processors(vm.vcpus, vm.topology));
     if let Some(cpu) = cpu_model(vm, resources.accelerator) {
         args.pair("-cpu", cpu);
     }
@@ -203,6 +206,15 @@ fn machine(args: &mut Args, vm: &VmDefinition, resources: &Resources) {
     // can be committed; the daemon sees the event SHUTDOWN. Reboot is a reset.
     args.pair("-action", "shutdown=pause");
     args.flag("-S");
+}
+
+fn processors(vcpus: u32, topology: Option<Topology>) -> String {
+    match topology {
+        None => vcpus.to_string(),
+        Some(Topology { sockets, dies, cores, threads }) => {
+            format!("{vcpus},sockets={sockets},dies={dies},cores={cores},threads={threads}")
+        }
+    }
 }
 
 /// Whether the VM may be moved into a QEMU that counts instructions, or is in one: the guest
@@ -275,74 +287,6 @@ fn boot(args: &mut Args, vm: &VmDefinition, files: &BootFiles) {
     }
 }
 
-fn disks(args: &mut Args, vm: &VmDefinition, resources: &Resources) {
-    let (mut virtio, mut ide) = (0, 0);
-    for (n, (disk, socket)) in vm.disks.iter().zip(&resources.disks).enumerate() {
-        block_nodes(args, n, disk, socket, resources);
-        let mut device = match disk.bus {
-            DiskBus::Virtio => {
-                virtio += 1;
-                let slot = FIRST_DISK_SLOT + virtio - 1;
-                let virtio = virtio_options(vm.virtio);
-                format!("virtio-blk-pci,{virtio},addr={slot:#04x}")
-            }
-            DiskBus::Ide => {
-                ide += 1;
-                ide_place(vm.is_q35(), ide - 1)
-            }
-        };
-        // An I/O error stops the guest and tells the daemon, which may have a
-        // backup with a sound disk.
-        device += &format!(",drive=disk{n},id=disk{n},werror=stop,rerror=stop");
-        if vm.kernel.is_none() {
-            device += &format!(",bootindex={n}");
-        }
-        args.pair("-device", device);
-    }
-}
-
-fn ide_place(q35: bool, n: usize) -> String {
-    if q35 {
-        format!("ide-hd,bus=ide.{n}")
-    } else {
-        format!("ide-hd,bus=ide.{},unit={}", n / 2, n % 2)
-    }
-}
-
-/// The disk's data come from the data plane; a raw image needs nothing above it. In lockstep
-/// requests end when the log says so.
-fn block_nodes(
-    args: &mut Args,
-    n: usize,
-    disk: &DiskDefinition,
-    socket: &Path,
-    resources: &Resources,
-) {
-    let replay = resources.lockstep.is_some();
-    let top = if replay { format!("disk{n}-image") } else { format!("disk{n}") };
-    let nbd = match disk.format {
-        DiskFormat::Raw => top.clone(),
-        DiskFormat::Qcow2 => format!("{top}-nbd"),
-    };
-    let mut node = OsString::from(format!(
-        "driver=nbd,node-name={nbd},discard=unmap,detect-zeroes=off,server.type=unix,server.path="
-    ));
-    node.push(escaped(socket));
-    if resources.awaits_disks {
-        node.push(format!(",reconnect-delay={RECONNECT_SECONDS}"));
-    }
-    args.pair("-blockdev", node);
-    if disk.format == DiskFormat::Qcow2 {
-        args.pair(
-            "-blockdev",
-            format!("driver=qcow2,node-name={top},file={nbd},discard=unmap,detect-zeroes=off"),
-        );
-    }
-    if replay {
-        args.pair("-blockdev", format!("driver=blkreplay,node-name=disk{n},image={top}"));
-    }
-}
-
 fn cards(args: &mut Args, vm: &VmDefinition, resources: &Resources) {
     for (n, (card, socket)) in vm.cards.iter().zip(&resources.cards).enumerate() {
         // No tap, but a socket for which the agent answers as a tap would.
@@ -352,23 +296,52 @@ fn cards(args: &mut Args, vm: &VmDefinition, resources: &Resources) {
                 let virtio = virtio_options(vm.virtio);
                 // What QEMU has the guest say by itself is in no log.
                 let quiet = if may_count(vm, resources) { ",guest_announce=off" } else { "" };
-                format!("virtio-net-pci,{virtio}{quiet}")
+                let mtu = card.mtu.map_or_else(String::new, |mtu| format!(",host_mtu={mtu}"));
+                format!("virtio-net-pci,{virtio}{quiet}{mtu}")
             }
             CardModel::E1000 => "e1000".to_owned(),
             CardModel::E1000e => "e1000e".to_owned(),
             CardModel::Rtl8139 => "rtl8139".to_owned(),
         };
-        let slot = FIRST_CARD_SLOT + n;
+        let place = place(card.pci.as_ref(), FIRST_CARD_SLOT + n);
         // No boot ROM: it is one more RAM block to carry, and VMs boot from disk.
         // (`rombar=0` would move it to a place with room for one card of a model.)
         args.pair(
             "-device",
-            format!("{model},addr={slot:#04x},netdev=card{n},id=nic{n},mac={},romfile=", card.mac),
+            format!("{model},{place},netdev=card{n},id=nic{n},mac={},romfile=", card.mac),
         );
         if resources.lockstep.is_some() {
             args.pair("-object", format!("filter-replay,id=replay{n},netdev=card{n}"));
         }
     }
+}
+
+/// What administrators of the host reach, in QEMU's own directory.
+fn local(args: &mut Args, vm: &VmDefinition) {
+    if vm.vnc {
+        args.pair("-vnc", format!("unix:{VNC}"));
+    }
+    if vm.guest_agent {
+        let virtio = virtio_options(vm.virtio);
+        args.pair(
+            "-chardev",
+            format!("socket,id=guest-agent,path={GUEST_AGENT},server=on,wait=off"),
+        );
+        args.pair(
+            "-device",
+            format!("virtio-serial-pci,{virtio},id=serial,addr={SERIAL_SLOT:#04x}"),
+        );
+        let name = "org.qemu.guest_agent.0";
+        args.pair(
+            "-device",
+            format!("virtserialport,bus=serial.0,chardev=guest-agent,name={name}"),
+        );
+    }
+}
+
+/// Where a device is: a slot of the root bus, if the definition does not say.
+fn place(chosen: Option<&PciPlace>, slot: usize) -> String {
+    chosen.map_or_else(|| format!("addr={slot:#04x}"), PciPlace::options)
 }
 
 /// A device with the modern interface has 1024 queues to save, used or not.

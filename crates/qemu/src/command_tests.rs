@@ -64,6 +64,7 @@ fn two_of_each() -> (VmDefinition, Resources) {
             log: Some("/run/con.log".into()),
         }),
         boot: BootFiles {
+            firmware: None,
             kernel: Some("/proc/self/fd/30".into()),
             initrd: Some("/proc/self/fd/31".into()),
         },
@@ -113,6 +114,96 @@ fn everything_is_on_the_command_line() {
 -device e1000,addr=0x11,netdev=card1,id=nic1,mac=52:54:00:00:00:02,romfile=
 -device virtio-rng-pci";
     assert_eq!(lines(&vm, &resources), expected);
+}
+
+const INSTALLED: &str = r#"
+    name = "shop"
+    memory = "512M"
+    vcpus = 4
+    topology = { sockets = 1, cores = 2, threads = 2 }
+    machine = "q35"
+    virtio = "modern"
+    firmware = "/usr/share/OVMF/OVMF_CODE_4M.secboot.fd"
+    secure_boot = true
+    vnc = true
+    guest_agent = true
+    qemu_args = ["-device", "usb-tablet,bus=usb.0", "-device", "pcie-root-port,id=pci.1"]
+    [[disk]]
+    path = "/a"
+    format = "raw"
+    pci = "pci.1:00.0"
+    [[disk]]
+    path = "/vars"
+    format = "raw"
+    bus = "pflash"
+    [[disk]]
+    path = "/b"
+    format = "raw"
+    bus = "scsi"
+    serial = "b-1"
+    [[disk]]
+    path = "/iso"
+    format = "raw"
+    bus = "sata"
+    cdrom = true
+    [[empty_cdrom]]
+    bus = "sata"
+    [[card]]
+    mac = "52:54:00:00:00:01"
+    bridge = "br0"
+    mtu = 9000
+    pci = "pcie.0:05.0"
+"#;
+
+fn installed() -> (VmDefinition, Resources) {
+    let resources = Resources {
+        disks: (0..4).map(|n| format!("/run/d{n}").into()).collect(),
+        cards: vec![20],
+        boot: BootFiles { firmware: Some("/proc/self/fd/29".into()), ..BootFiles::default() },
+        ..resources()
+    };
+    (definition(INSTALLED), resources)
+}
+
+#[test]
+fn a_guest_as_it_was_installed_has_its_firmware_and_its_places() {
+    let (vm, resources) = installed();
+    assert_eq!(vm.validate(), []);
+    let lines = lines(&vm, &resources);
+    for line in [
+        "-machine pc-q35-10.0,suppress-vmdesc=on,vmport=off,memory-backend=ram,pflash0=firmware,\
+         pflash1=disk1,smm=on",
+        "-smp 4,sockets=1,dies=1,cores=2,threads=2",
+        "-blockdev driver=file,node-name=firmware,read-only=on,filename=/proc/self/fd/29",
+        "-global driver=cfi.pflash01,property=secure,value=on",
+        "-device virtio-blk-pci,disable-modern=off,disable-legacy=on,ioeventfd=off,bus=pci.1,\
+         addr=0x00.0x0,drive=disk0,id=disk0,werror=stop,rerror=stop,bootindex=0",
+        "-device virtio-scsi-pci,disable-modern=off,disable-legacy=on,ioeventfd=off,id=scsi,addr=0x1e",
+        "-device scsi-hd,bus=scsi.0,scsi-id=0,drive=disk2,id=disk2,werror=stop,rerror=stop,\
+         serial=b-1,bootindex=2",
+        "-blockdev driver=nbd,node-name=disk3,read-only=on,discard=unmap,detect-zeroes=off,\
+         server.type=unix,server.path=/run/d3",
+        "-device ide-cd,bus=ide.0,drive=disk3,id=disk3,werror=stop,rerror=stop,bootindex=3",
+        "-device ide-cd,bus=ide.1,id=cdrom0",
+        "-device virtio-net-pci,disable-modern=off,disable-legacy=on,ioeventfd=off,host_mtu=9000,\
+         bus=pcie.0,addr=0x05.0x0,netdev=card0,id=nic0,mac=52:54:00:00:00:01,romfile=",
+        "-vnc unix:vnc",
+        "-chardev socket,id=guest-agent,path=guest-agent,server=on,wait=off",
+    ] {
+        assert!(lines.lines().any(|found| found == line), "no {line} in\n{lines}");
+    }
+    assert!(!lines.contains("drive=disk1"), "flash memory is no device of its own");
+    let place = |word: &str| lines.find(word).unwrap();
+    assert!(place("pcie-root-port") < place("bus=pci.1"), "a bridge comes before what it holds");
+}
+
+#[test]
+fn sata_disks_on_pc_have_a_controller() {
+    let (mut vm, resources) = installed();
+    (vm.machine, vm.firmware, vm.secure_boot) = ("pc".to_owned(), None, false);
+    let lines = lines(&vm, &resources);
+    assert!(lines.contains("-device ahci,id=sata,addr=0x1f\n"), "{lines}");
+    assert!(lines.contains("-device ide-cd,bus=sata.1,id=cdrom0\n"), "{lines}");
 }
 
 #[test]

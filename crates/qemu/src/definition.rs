@@ -3,10 +3,12 @@
 mod extra_args;
 mod memory_size;
 mod parse;
+mod pci_place;
 mod validate;
 
 pub use memory_size::{MemorySize, MemorySizeError};
 pub use parse::{DefinitionError, LocatedProblem};
+pub use pci_place::{PciPlace, PciPlaceError};
 pub use validate::Problem;
 
 use serde::{Deserialize, Serialize};
@@ -24,6 +26,9 @@ pub struct VmDefinition {
     pub memory: MemorySize,
     /// Virtual CPUs, 1 to 255.
     pub vcpus: u32,
+    /// How the guest sees its virtual CPUs; a socket for each when absent.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub topology: Option<Topology>,
     /// QEMU's machine type, without or with version: `pc`, `q35`, `pc-q35-10.0`.
     /// `pc` by default: the device state of `q35` takes twice as long to save.
     #[serde(default = "default_machine")]
@@ -34,6 +39,13 @@ pub struct VmDefinition {
     /// QEMU's CPU model; its default, the same on every host, when absent.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub cpu: Option<String>,
+    /// The code of a UEFI firmware, instead of the machine's BIOS. Its variables are a disk on
+    /// [`DiskBus::Pflash`].
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub firmware: Option<PathBuf>,
+    /// Whether nothing but the firmware, in system management mode, may write its variables.
+    #[serde(default, skip_serializing_if = "is_false")]
+    pub secure_boot: bool,
     /// Boots this Linux kernel instead of a disk.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub kernel: Option<PathBuf>,
@@ -52,6 +64,12 @@ pub struct VmDefinition {
     /// QEMU's `-vga`.
     #[serde(default)]
     pub vga: Vga,
+    /// Whether the guest's screen is a VNC server on a unix socket of the host.
+    #[serde(default, skip_serializing_if = "is_false")]
+    pub vnc: bool,
+    /// Whether the guest has the channel of QEMU's guest agent, a unix socket of the host.
+    #[serde(default, skip_serializing_if = "is_false")]
+    pub guest_agent: bool,
     /// Whether QEMU counts the guest's instructions from the start, which slows it down, so
     /// that the VM can be protected in lockstep without being moved into another QEMU.
     #[serde(default, skip_serializing_if = "is_false")]
@@ -62,12 +80,23 @@ pub struct VmDefinition {
     /// Disks, in the order of the guest's bus.
     #[serde(default, rename = "disk", skip_serializing_if = "Vec::is_empty")]
     pub disks: Vec<DiskDefinition>,
+    /// CD-ROM drives without a medium; one with a medium is a disk.
+    #[serde(default, rename = "empty_cdrom", skip_serializing_if = "Vec::is_empty")]
+    pub empty_cdroms: Vec<EmptyCdrom>,
     /// Network cards, in the order of the guest's bus.
     #[serde(default, rename = "card", skip_serializing_if = "Vec::is_empty")]
     pub cards: Vec<CardDefinition>,
     /// When to checkpoint; the host's default when absent.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub policy: Option<Policy>,
+}
+
+impl Topology {
+    /// How many virtual CPUs it describes; none if they are too many to count.
+    pub fn vcpus(&self) -> Option<u32> {
+        let of_each = [self.dies, self.cores, self.threads];
+        of_each.iter().try_fold(self.sockets, |product, &n| product.checked_mul(n))
+    }
 }
 
 /// A disk of a VM.
@@ -82,6 +111,84 @@ pub struct DiskDefinition {
     /// How the guest sees the disk.
     #[serde(default)]
     pub bus: DiskBus,
+    /// Whether it is a CD-ROM in its drive, which the guest cannot write.
+    #[serde(default, skip_serializing_if = "is_false")]
+    pub cdrom: bool,
+    /// What the guest reads as the disk's serial number.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub serial: Option<String>,
+    /// Where a virtio disk is on the guest's PCI buses; chosen by its number when absent.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub pci: Option<PciPlace>,
+}
+
+impl DiskDefinition {
+    /// A disk without more than it must have.
+    pub fn new(path: impl Into<PathBuf>, format: DiskFormat, bus: DiskBus) -> DiskDefinition {
+        DiskDefinition { path: path.into(), format, bus, cdrom: false, serial: None, pci: None }
+    }
+}
+
+impl CardDefinition {
+    /// A card without more than it must have.
+    pub fn new(mac: MacAddress, bridge: &str, model: CardModel) -> CardDefinition {
+        CardDefinition { mac, bridge: bridge.to_owned(), model, mtu: None, pci: None }
+    }
+}
+
+impl VmDefinition {
+    /// A VM with what every one must have, and nothing else but a console: not even a disk.
+    pub fn new(name: VmName, memory: MemorySize, vcpus: u32) -> VmDefinition {
+        VmDefinition {
+            name,
+            memory,
+            vcpus,
+            topology: None,
+            machine: default_machine(),
+            accel: AcceleratorChoice::default(),
+            cpu: None,
+            firmware: None,
+            secure_boot: false,
+            kernel: None,
+            initrd: None,
+            append: None,
+            virtio: VirtioInterface::default(),
+            console: default_console(),
+            vga: Vga::default(),
+            vnc: false,
+            guest_agent: false,
+            lockstep: false,
+            qemu_args: Vec::new(),
+            disks: Vec::new(),
+            empty_cdroms: Vec::new(),
+            cards: Vec::new(),
+            policy: None,
+        }
+    }
+}
+
+/// A CD-ROM drive without a medium.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct EmptyCdrom {
+    /// How the guest sees the drive.
+    pub bus: DiskBus,
+}
+
+/// How the guest sees its virtual CPUs: the product of all is how many there are.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Topology {
+    /// Processors.
+    pub sockets: u32,
+    /// Dies of each.
+    #[serde(default = "one")]
+    pub dies: u32,
+    /// Cores of each die.
+    pub cores: u32,
+    /// Threads of each core.
+    #[serde(default = "one")]
+    pub threads: u32,
 }
 
 /// How an image file is to be read.
@@ -101,8 +208,14 @@ pub enum DiskBus {
     /// virtio-blk.
     #[default]
     Virtio,
-    /// IDE, or AHCI on q35.
+    /// The chipset's controller: IDE, or AHCI on q35.
     Ide,
+    /// An AHCI controller: on q35 the chipset's.
+    Sata,
+    /// A virtio-scsi controller, the same for all.
+    Scsi,
+    /// The flash memory with the firmware's variables.
+    Pflash,
 }
 
 /// A network card of a VM.
@@ -117,6 +230,13 @@ pub struct CardDefinition {
     /// The card's model.
     #[serde(default)]
     pub model: CardModel,
+    /// The longest packet, in bytes, that a virtio card tells the guest to send; the guest's own
+    /// choice when absent.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub mtu: Option<u16>,
+    /// Where it is on the guest's PCI buses; chosen by its number when absent.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub pci: Option<PciPlace>,
 }
 
 /// Models of network cards.
@@ -182,6 +302,10 @@ fn default_machine() -> String {
 // By reference, as serde wants it.
 fn is_false(value: &bool) -> bool {
     !value
+}
+
+fn one() -> u32 {
+    1
 }
 
 fn default_console() -> bool {

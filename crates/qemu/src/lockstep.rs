@@ -68,6 +68,16 @@ pub fn obstacles(
             refuse(format!("card {n} is no virtio-net; no other is proven"));
         }
     }
+    for (there, what) in [
+        (vm.firmware.is_some(), "a UEFI firmware"),
+        (vm.vnc, "a display"),
+        (vm.guest_agent, "the channel of a guest agent"),
+        (!vm.empty_cdroms.is_empty(), "a CD-ROM drive"),
+    ] {
+        if there {
+            refuse(format!("it has {what}, which is not proven"));
+        }
+    }
     if !vm.qemu_args.is_empty() {
         refuse(format!("it has further QEMU arguments ({})", vm.qemu_args.join(" ")));
     }

@@ -6,7 +6,8 @@ use common::{CAPABILITIES, LONG, NbdServer, Vm, definition};
 use std::path::Path;
 use understudy_qemu::command::{MAX_CARDS, MAX_VIRTIO_DISKS, Role};
 use understudy_qemu::definition::{
-    CardDefinition, CardModel, DiskBus, DiskDefinition, DiskFormat, Vga, VirtioInterface,
+    CardDefinition, CardModel, DiskBus, DiskDefinition, DiskFormat, EmptyCdrom, Vga,
+    VirtioInterface,
 };
 use understudy_qemu::qmp::{MonitorSockets, QmpError, RunState, VmEvent};
 use understudy_qemu::{Accelerator, Capabilities, Monitor};
@@ -130,20 +131,23 @@ fn the_largest_machine_starts_on_either_chipset() {
         let disk = NbdServer::start(folder.path(), &vm.disks[0].path, "nbd");
         vm.machine = machine.to_owned();
         vm.vga = Vga::Std;
-        vm.qemu_args = ["-device", "virtio-rng-pci", "-vnc", "none"].map(str::to_owned).into();
-        let image = |bus, n: usize| DiskDefinition {
-            path: folder.path().join(format!("{bus:?}{n}")),
-            format: DiskFormat::Raw,
-            bus,
+        vm.qemu_args = ["-vnc", "none"].map(str::to_owned).into();
+        let image = |bus, n: usize| {
+            DiskDefinition::new(folder.path().join(format!("{bus:?}{n}")), DiskFormat::Raw, bus)
         };
         vm.disks = (0..MAX_VIRTIO_DISKS).map(|n| image(DiskBus::Virtio, n)).collect();
         vm.disks.extend((0..ide).map(|n| image(DiskBus::Ide, n)));
+        vm.disks.push(image(DiskBus::Scsi, 0));
+        vm.empty_cdroms.push(EmptyCdrom { bus: DiskBus::Scsi });
+        if machine == "pc" {
+            vm.disks.push(image(DiskBus::Sata, 0));
+        }
+        vm.guest_agent = true;
         let model = |n| if n % 2 == 0 { CardModel::VirtioNet } else { CardModel::E1000 };
         vm.cards = (0..MAX_CARDS)
-            .map(|n| CardDefinition {
-                mac: format!("52:54:00:00:00:{n:02x}").parse().unwrap(),
-                bridge: "br0".to_owned(),
-                model: model(n),
+            .map(|n| {
+                let mac = format!("52:54:00:00:00:{n:02x}").parse().unwrap();
+                CardDefinition::new(mac, "br0", model(n))
             })
             .collect();
         assert_eq!(vm.validate(), []);

@@ -173,6 +173,7 @@ fn take(
             memory: bytes,
         },
         definition: serde_json::json!({ "name": "db" }),
+        firmware: None,
         kernel: None,
         initrd: None,
         areas: vec![entry],

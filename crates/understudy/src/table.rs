@@ -94,6 +94,13 @@ pub fn vm(vm: &VmStatus) -> String {
     if let Some(error) = &vm.disk_error {
         rows.push(["guest".to_owned(), format!("STANDS STILL: {error}")]);
     }
+    if let Some(socket) = &vm.guest_agent {
+        let what = format!("{} (not held: it answers before it is committed)", socket.display());
+        rows.push(["guest agent".to_owned(), what]);
+    }
+    if let Some(socket) = &vm.vnc {
+        rows.push(["VNC".to_owned(), socket.display().to_string()]);
+    }
     if vm.display_not_held {
         rows.push([
             "display".to_owned(),
@@ -398,6 +405,8 @@ pub mod tests {
             display_not_held: true,
             disk_error: Some("an error on disk0: full".into()),
             qemu_pid: Some(4242),
+            vnc: None,
+            guest_agent: None,
             console: Some("/run/db.console".into()),
             cards: vec![CardReport {
                 mac: "52:54:00:00:00:01".into(),

@@ -129,6 +129,7 @@ impl Vm {
             accelerator: Accelerator::Tcg,
             kvm: None,
             boot: BootFiles {
+                firmware: None,
                 kernel: definition.kernel.clone(),
                 initrd: definition.initrd.clone(),
             },

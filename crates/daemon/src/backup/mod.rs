@@ -73,6 +73,9 @@ pub fn receive_files(
     let mut definition = offer.definition.clone();
     for file in &offer.files {
         match file.role {
+            FileRole::Firmware => {
+                definition.firmware = Some(receive_boot_file(link, file, directory, "firmware")?);
+            }
             FileRole::Kernel => {
                 definition.kernel = Some(receive_boot_file(link, file, directory, "kernel")?);
             }

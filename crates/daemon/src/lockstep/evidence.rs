@@ -44,7 +44,7 @@ pub fn keep(
             let name = format!("{kind}-{of}-{:#x}.bin", spot.offset());
             fs::write(directory.join(name), content)?;
         }
-        if machine.console().is_some() {
+        if machine.local_sockets().console.is_some() {
             fs::copy(vm_directory.join(CONSOLE_LOG), directory.join(CONSOLE_LOG))?;
         }
         Ok(())

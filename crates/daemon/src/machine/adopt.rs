@@ -169,7 +169,7 @@ impl Machine {
             pauser,
             lockstep: None,
             log: None,
-            console: note.definition.console.then(|| home.lasting_path(CONSOLE)),
+            local: home.local_sockets(&note.definition),
             doorbell,
             retired: AtomicBool::new(false),
             process,

@@ -94,13 +94,14 @@ impl Machine {
         let (guest_ends, next_guests) = attach(&ports, plan.former.is_some())?;
         let card_ends: Vec<RawFd> = guest_ends.iter().map(|end| end.socket.as_raw_fd()).collect();
         let (monitors, qemus_ends) = MonitorSockets::create()?;
-        let console = plan.definition.console.then(|| home.lasting_path(CONSOLE));
+        let local = home.local_sockets(&plan.definition);
         let serve = || {
             let (path, log) = (home.path(CONSOLE), plan.run_dir.join(CONSOLE_LOG));
             let doorbell = doorbell.clone();
             ConsoleServer::serve(&path, &log, Box::new(move || doorbell.ring()))
         };
-        let (console_server, console_end) = console.as_ref().map(|_| serve()).transpose()?.unzip();
+        let (console_server, console_end) =
+            plan.definition.console.then(serve).transpose()?.unzip();
         let listener = AgentListener::bind(home.path(AGENT))?;
         user::give_socket(listener.path(), user)?;
         let lent = Lent::open(&plan, user)?;
@@ -197,7 +198,7 @@ impl Machine {
             pauser,
             lockstep: plan.lockstep,
             log,
-            console,
+            local,
             doorbell,
             retired: AtomicBool::new(false),
             process,

@@ -17,12 +17,13 @@ pub use tracking::Tracker;
 use crate::console::{ConsoleOutput, ConsoleServer};
 use crate::custody::Custody;
 use crate::doorbell::Doorbell;
+use crate::home::LocalSockets;
 use crate::pause::{Pause, Pauser};
 use crate::sync::lock;
 use anyhow::bail;
 use process::Process;
 use std::os::fd::RawFd;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, Weak};
 use std::time::{Duration, Instant};
@@ -86,7 +87,7 @@ pub struct Machine {
     pauser: Pauser,
     lockstep: Option<Lockstep>,
     log: Option<LogChannel>,
-    console: Option<PathBuf>,
+    local: LocalSockets,
     doorbell: Arc<Doorbell>,
     /// Another machine has its place.
     retired: AtomicBool,
@@ -217,9 +218,9 @@ impl Machine {
         self.log.as_ref()
     }
 
-    /// Unix socket of the console.
-    pub fn console(&self) -> Option<&Path> {
-        self.console.as_deref()
+    /// The unix sockets by which the guest is reached on this host.
+    pub(crate) fn local_sockets(&self) -> &LocalSockets {
+        &self.local
     }
 
     /// What the guest says on its console, on its way out; none if it has no console.

@@ -117,7 +117,11 @@ pub fn await_ready(data: &Arc<Channel>, machine: &Machine, peer: &str) -> anyhow
 /// What the backup's QEMU reads when it starts, before the disks are copied.
 fn start_files(machine: &Machine) -> anyhow::Result<Vec<(FileOffer, PathBuf)>> {
     let definition = machine.definition();
-    let boot = [(FileRole::Kernel, &definition.kernel), (FileRole::Initrd, &definition.initrd)];
+    let boot = [
+        (FileRole::Firmware, &definition.firmware),
+        (FileRole::Kernel, &definition.kernel),
+        (FileRole::Initrd, &definition.initrd),
+    ];
     let boot = boot.into_iter().filter_map(|(role, path)| Some((role, path.clone()?, u64::MAX)));
     let disks = definition.disks.iter().enumerate();
     let heads = disks.filter(|(_, disk)| disk.format == DiskFormat::Qcow2).map(|(i, disk)| {

@@ -301,6 +301,12 @@ pub struct VmStatus {
     /// Bytes of the guest's console held likewise, where that was asked for.
     #[serde(default)]
     pub held_console_bytes: Option<u64>,
+    /// Unix socket of the guest's screen, a VNC server's.
+    #[serde(default)]
+    pub vnc: Option<std::path::PathBuf>,
+    /// Unix socket of the guest agent's channel; what the guest says there is not held.
+    #[serde(default)]
+    pub guest_agent: Option<std::path::PathBuf>,
     /// The VM has a display for whoever connects to it, who sees what the guest draws at once, committed or not.
     #[serde(default)]
     pub display_not_held: bool,
@@ -355,6 +361,8 @@ impl VmStatus {
             throttle: None,
             held_frames: 0,
             held_console_bytes: None,
+            vnc: None,
+            guest_agent: None,
             display_not_held: false,
             disk_error: None,
             qemu_pid: None,

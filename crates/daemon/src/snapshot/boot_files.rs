@@ -1,4 +1,4 @@
-//! The kernel and the initial RAM disk of a restored VM, which QEMU reads when it starts.
+//! The firmware, the kernel and the initial RAM disk of a restored VM, which QEMU reads when it starts.
 
 use anyhow::Context;
 use std::fs;
@@ -24,6 +24,7 @@ impl<'a> BootFiles<'a> {
         definition: &mut VmDefinition,
     ) -> BootFiles<'a> {
         let files = [
+            ("firmware", &member.firmware, &mut definition.firmware),
             ("kernel", &member.kernel, &mut definition.kernel),
             ("initrd", &member.initrd, &mut definition.initrd),
         ];

@@ -103,6 +103,7 @@ pub fn put_part(
             memory: definition.memory.bytes(),
         },
         definition: serde_json::to_value(&saved)?,
+        firmware: file_blob(store, task, definition.firmware.as_deref())?,
         kernel: file_blob(store, task, definition.kernel.as_deref())?,
         initrd: file_blob(store, task, definition.initrd.as_deref())?,
         areas: content.areas,

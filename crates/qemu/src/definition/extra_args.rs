@@ -41,6 +41,25 @@ const HOST_DEVICES: &[&str] = &["ivshmem", "pvrdma", "usb-host", "vfio", "vhost"
 /// Objects that hold no state of the guest.
 const OBJECTS: &[&str] = &["iothread", "rng-builtin", "rng-random"];
 
+/// Drivers of PCI bridges and ports.
+const BRIDGES: &[&str] =
+    &["i82801b11-bridge", "ioh3420", "pci-bridge", "pcie-pci-bridge", "pcie-root-port"];
+
+/// The user's arguments for PCI bridges, and all others.
+pub(super) fn split(args: &[String]) -> (Vec<&String>, Vec<&String>) {
+    let (mut bridges, mut others) = (Vec::new(), Vec::new());
+    let mut args = args.iter().peekable();
+    while let Some(arg) = args.next() {
+        let device = arg.trim_start_matches('-') == "device";
+        let driver = |value: &&String| value.split(',').next().unwrap_or_default().to_owned();
+        match args.peek().filter(|value| device && BRIDGES.contains(&&*driver(value))) {
+            Some(_) => bridges.extend([Some(arg), args.next()].into_iter().flatten()),
+            None => others.push(arg),
+        }
+    }
+    (bridges, others)
+}
+
 /// Whether somebody can look at the guest's screen: VNC is the only way that is allowed.
 pub(super) fn has_display(args: &[String]) -> bool {
     args.iter().any(|arg| matches!(&arg[..], "-vnc" | "--vnc"))
@@ -82,8 +101,9 @@ fn refusal(arg: &str, option: &str) -> String {
         "-name" => "use the field \"name\"",
         "-vga" => "use the field \"vga\"",
         "-serial" => "use the field \"console\"",
+        "-pflash" => "use the field \"firmware\" and a [[disk]] on \"pflash\"",
         "-drive" | "-blockdev" | "-hda" | "-hdb" | "-hdc" | "-hdd" | "-cdrom" | "-fda" | "-fdb"
-        | "-sd" | "-pflash" | "-mtdblock" => "only disks in [[disk]] are replicated",
+        | "-sd" | "-mtdblock" => "only disks in [[disk]] are replicated",
         "-net" | "-netdev" | "-nic" => "only cards in [[card]] have their output held",
         "-qmp" | "-qmp-pretty" | "-monitor" | "-mon" | "-S" | "-incoming" | "-daemonize"
         | "-chardev" | "-loadvm" | "-gdb" | "-s" | "-no-shutdown" | "-no-reboot" | "-action" => {
@@ -125,10 +145,11 @@ fn check_value(kind: Value, value: &str) -> Result<(), String> {
 /// Refuses the ids that Understudy uses.
 fn check_id(value: &str) -> Result<(), String> {
     let id = value.split(',').find_map(|part| part.strip_prefix("id=")).unwrap_or_default();
-    let numbered = |prefix| {
+    let numbered = |prefix: &str| {
         id.strip_prefix(prefix).is_some_and(|n: &str| n.starts_with(|c: char| c.is_ascii_digit()))
     };
-    if id == "ram" || id == "console" || numbered("disk") || numbered("card") {
+    let own = ["ram", "console", "firmware", "scsi", "sata", "serial", "guest-agent"].contains(&id);
+    if own || ["disk", "card", "nic", "cdrom", "qmp"].into_iter().any(numbered) {
         return Err(format!("the id \"{id}\" is Understudy's own; choose another"));
     }
     Ok(())
@@ -147,6 +168,15 @@ mod tests {
     fn harmless_arguments_pass() {
         let args = ["-device", "virtio-rng-pci,id=entropy", "-usb", "--uuid", "1-2", "-D", "/x"];
         assert_eq!(check(&args), Vec::<String>::new());
+    }
+
+    #[test]
+    fn bridges_come_before_what_is_behind_them() {
+        let args = ["-device", "usb-tablet", "-device", "pcie-root-port,id=pci.1", "-usb"];
+        let args = args.map(str::to_owned);
+        let (bridges, others) = split(&args);
+        assert_eq!(bridges, ["-device", "pcie-root-port,id=pci.1"]);
+        assert_eq!(others, ["-device", "usb-tablet", "-usb"]);
     }
 
     #[test]

@@ -1,11 +1,16 @@
 //! What a definition must satisfy beyond its types.
 
-use super::extra_args::{check_extra_args, has_display};
-use super::{DiskBus, VmDefinition};
-use crate::command::{MAX_CARDS, MAX_VIRTIO_DISKS, ide_slots};
+use super::extra_args::{check_extra_args, has_display, split};
+use super::{CardModel, DiskBus, DiskDefinition, DiskFormat, VmDefinition};
+use crate::command::{AHCI_SLOTS, MAX_CARDS, MAX_SCSI_DISKS, MAX_VIRTIO_DISKS, ide_slots};
 use std::collections::HashMap;
 use std::fmt;
 use std::path::Path;
+
+/// What every network must carry.
+const SMALLEST_MTU: u16 = 68;
+/// What virtio-blk and ATA have room for.
+const LONGEST_SERIAL: usize = 20;
 
 /// One thing that is wrong with a definition.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -39,7 +44,9 @@ impl VmDefinition {
         let mut problems = Vec::new();
         self.check_identity(&mut problems);
         self.check_boot(&mut problems);
+        self.check_firmware(&mut problems);
         self.check_disks(&mut problems);
+        self.check_buses(&mut problems);
         self.check_cards(&mut problems);
         problems.extend(check_extra_args(&self.qemu_args));
         if let Some(Err(message)) = self.policy.map(|policy| policy.validate()) {
@@ -48,9 +55,10 @@ impl VmDefinition {
         problems
     }
 
-    /// Kernel and initial RAM disk, where they are not readable files.
+    /// Firmware, kernel and initial RAM disk, where they are not readable files.
     pub fn missing_boot_files(&self) -> Vec<Problem> {
-        let files = [("kernel", &self.kernel), ("initrd", &self.initrd)];
+        let firmware = ("firmware", &self.firmware);
+        let files = [firmware, ("kernel", &self.kernel), ("initrd", &self.initrd)];
         let missing = files.iter().filter_map(|(field, path)| missing(field, path.as_ref()?));
         missing.collect()
     }
@@ -63,7 +71,12 @@ impl VmDefinition {
 
     /// Whether somebody can look at the guest's screen.
     pub fn has_display(&self) -> bool {
-        has_display(&self.qemu_args)
+        self.vnc || has_display(&self.qemu_args)
+    }
+
+    /// The further arguments for PCI bridges, and all others.
+    pub(crate) fn split_qemu_args(&self) -> (Vec<&String>, Vec<&String>) {
+        split(&self.qemu_args)
     }
 
     /// Whether the machine is of QEMU's q35 family.
@@ -75,6 +88,13 @@ impl VmDefinition {
         if !(1..=255).contains(&self.vcpus) {
             let message = format!("{} is out of range; allowed are 1 to 255", self.vcpus);
             problems.push(Problem::new("vcpus", message));
+        }
+        if let Some(topology) = self.topology.filter(|t| t.vcpus() != Some(self.vcpus)) {
+            let message = format!(
+                "{} sockets of {} dies of {} cores of {} threads are not the {} of \"vcpus\"",
+                topology.sockets, topology.dies, topology.cores, topology.threads, self.vcpus
+            );
+            problems.push(Problem::new("topology", message));
         }
         let pc = self.machine == "pc" || self.machine.starts_with("pc-i440fx-");
         if !(self.is_q35() || pc) || !option_value(&self.machine) {
@@ -131,21 +151,69 @@ impl VmDefinition {
                 problems.push(Problem::new(format!("disk[{n}].path"), message));
             }
         }
-        let ide = self.disks.iter().filter(|disk| disk.bus == DiskBus::Ide).count();
-        let ide_slots = ide_slots(self.is_q35());
-        if ide > ide_slots {
-            let message = format!("{ide} IDE disks; the machine has room for {ide_slots}");
-            problems.push(Problem::new("disk", message));
+        for (n, disk) in self.disks.iter().enumerate() {
+            check_disk(n, disk, problems);
         }
-        if self.disks.len() - ide > MAX_VIRTIO_DISKS {
-            let message = format!("more than {MAX_VIRTIO_DISKS} virtio disks");
-            problems.push(Problem::new("disk", message));
+        for (n, drive) in self.empty_cdroms.iter().enumerate() {
+            if matches!(drive.bus, DiskBus::Virtio | DiskBus::Pflash) {
+                let message = "a CD-ROM drive is on \"ide\", \"sata\" or \"scsi\"";
+                problems.push(Problem::new(format!("empty_cdrom[{n}].bus"), message));
+            }
+        }
+    }
+
+    /// The room that each bus has.
+    fn check_buses(&self, problems: &mut Vec<Problem>) {
+        let on = |bus| {
+            let disks = self.disks.iter().filter(|disk| disk.bus == bus).count();
+            disks + self.empty_cdroms.iter().filter(|drive| drive.bus == bus).count()
+        };
+        let q35 = self.is_q35();
+        // On q35 both are on the chipset's controller.
+        let (ide, sata) = match (on(DiskBus::Ide), on(DiskBus::Sata)) {
+            (ide, sata) if q35 => (ide + sata, 0),
+            apart => apart,
+        };
+        for (what, count, room) in [
+            ("IDE", ide, ide_slots(q35)),
+            ("SATA", sata, AHCI_SLOTS),
+            ("SCSI", on(DiskBus::Scsi), MAX_SCSI_DISKS),
+            ("virtio", on(DiskBus::Virtio), MAX_VIRTIO_DISKS),
+        ] {
+            if count > room {
+                let message = format!("{count} {what} disks; the machine has room for {room}");
+                problems.push(Problem::new("disk", message));
+            }
+        }
+    }
+
+    fn check_firmware(&self, problems: &mut Vec<Problem>) {
+        let stores = self.disks.iter().filter(|disk| disk.bus == DiskBus::Pflash).count();
+        let mut say = |field: &str, message: &str| problems.push(Problem::new(field, message));
+        match (&self.firmware, stores) {
+            (None, 0) | (Some(_), 1) => {}
+            (None, _) => say("firmware", "a disk is on \"pflash\": name the firmware's code, too"),
+            (Some(_), 0) => {
+                say("firmware", "its variables need a [[disk]] with bus = \"pflash\"");
+            }
+            (Some(_), _) => say("disk", "more than one is on \"pflash\"; a firmware has one"),
+        }
+        if self.secure_boot && !(self.is_q35() && self.firmware.is_some()) {
+            say("secure_boot", "it needs machine = \"q35\" and \"firmware\"");
         }
     }
 
     fn check_cards(&self, problems: &mut Vec<Problem>) {
         let mut seen = HashMap::new();
         for (n, card) in self.cards.iter().enumerate() {
+            if card.mtu.is_some() && card.model != CardModel::VirtioNet {
+                let message = "only a virtio-net-pci card tells the guest; leave it out";
+                problems.push(Problem::new(format!("card[{n}].mtu"), message));
+            }
+            if card.mtu.is_some_and(|mtu| mtu < SMALLEST_MTU) {
+                let message = format!("allowed are {SMALLEST_MTU} to {}", u16::MAX);
+                problems.push(Problem::new(format!("card[{n}].mtu"), message));
+            }
             if let Some(first) = seen.insert(card.mac, n) {
                 let message = format!("{} is the address of card[{first}] already", card.mac);
                 problems.push(Problem::new(format!("card[{n}].mac"), message));
@@ -164,6 +232,33 @@ impl VmDefinition {
         if self.cards.len() > MAX_CARDS {
             problems.push(Problem::new("card", format!("more than {MAX_CARDS} network cards")));
         }
+    }
+}
+
+/// What a disk by itself must be.
+fn check_disk(n: usize, disk: &DiskDefinition, problems: &mut Vec<Problem>) {
+    let mut say = |field: &str, message: &str| {
+        problems.push(Problem::new(format!("disk[{n}].{field}"), message));
+    };
+    let raw = disk.format == DiskFormat::Raw;
+    if disk.bus == DiskBus::Pflash && !raw {
+        say("format", "the firmware's variables are \"raw\": `qemu-img convert -O raw` makes them");
+    }
+    if disk.bus == DiskBus::Pflash && disk.serial.is_some() {
+        say("serial", "flash memory has none");
+    }
+    if disk.cdrom && !raw {
+        say("format", "a CD-ROM's image is \"raw\"");
+    }
+    if disk.cdrom && matches!(disk.bus, DiskBus::Virtio | DiskBus::Pflash) {
+        say("bus", "a CD-ROM is on \"ide\", \"sata\" or \"scsi\"");
+    }
+    if disk.pci.is_some() && disk.bus != DiskBus::Virtio {
+        say("pci", "only a virtio disk is a PCI device itself; leave it out");
+    }
+    let serial = disk.serial.as_deref().unwrap_or("-");
+    if serial.is_empty() || serial.len() > LONGEST_SERIAL || !option_value(serial) {
+        say("serial", "allowed are 1 to 20 letters, digits, '-', '_' and '.'");
     }
 }
 

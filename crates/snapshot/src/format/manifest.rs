@@ -51,6 +51,9 @@ pub struct MemberManifest {
     pub machine: Machine,
     /// The VM's definition, as the daemon sends it to other hosts.
     pub definition: serde_json::Value,
+    /// The code of its firmware, for a VM that does not have the machine's own.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub firmware: Option<Blob>,
     /// The kernel that QEMU reads when it starts, for a VM that boots one directly.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub kernel: Option<Blob>,
@@ -220,6 +223,7 @@ impl MemberManifest {
             .chain(always)
             .chain(&self.recent)
             .chain(&self.clock)
+            .chain(&self.firmware)
             .chain(&self.kernel)
             .chain(&self.initrd)
     }
@@ -240,6 +244,7 @@ mod tests {
             name: name.parse().unwrap(),
             machine,
             definition: serde_json::Value::Null,
+            firmware: None,
             kernel: None,
             initrd: None,
             areas: vec![],

@@ -59,6 +59,7 @@ impl Bench {
                 memory: UNITS * UNIT_BYTES as u64,
             },
             definition: serde_json::json!({ "name": "db" }),
+            firmware: None,
             kernel: None,
             initrd: None,
             areas: vec![AreaEntry {

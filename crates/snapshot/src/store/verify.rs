@@ -42,7 +42,9 @@ impl Store {
                     let name = &member.name;
                     let state = format!("the device state of {name}");
                     note(&mut uses, &state, &member.device_state.chunks);
-                    for (what, blob) in [("kernel", &member.kernel), ("initrd", &member.initrd)] {
+                    let firmware = ("firmware", &member.firmware);
+                    let kernel = ("kernel", &member.kernel);
+                    for (what, blob) in [firmware, kernel, ("initrd", &member.initrd)] {
                         let chunks = blob.iter().flat_map(|blob| &blob.chunks).copied();
                         let part = format!("the {what} of {name}");
                         note(&mut uses, &part, &chunks.collect::<Vec<_>>());

@@ -61,6 +61,7 @@ pub fn store_member(
             memory: PAGES * UNIT_BYTES as u64,
         },
         definition: serde_json::Value::Null,
+        firmware: None,
         kernel: None,
         initrd: None,
         areas: vec![AreaEntry {

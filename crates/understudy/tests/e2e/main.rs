@@ -11,6 +11,7 @@
 //! | [`stage`]   | how a test begins and ends, and what it always checks |
 //! | [`deaths`]  | every way in which a host, a daemon or a QEMU can die |
 //! | [`devices`] | other devices than virtio's |
+//! | [`firmware`] | a guest as virt-install makes one: UEFI, SCSI, SATA, a CD-ROM, the agent's channel |
 //! | [`bulk`]    | bulk transfers on long TCP segments |
 //! | [`hostile`] | a peer that says whatever may do harm |
 //! | [`hangs`]   | a QEMU that lives and does nothing |
@@ -81,6 +82,7 @@ mod disk_reads;
 mod distance;
 mod doctor;
 mod fencing;
+mod firmware;
 mod gate;
 mod group;
 mod hangs;

@@ -40,7 +40,7 @@ fn mac(member: Member) -> MacAddress {
 }
 
 fn card(member: Member) -> CardDefinition {
-    CardDefinition { mac: mac(member), bridge: "br0".into(), model: Default::default() }
+    CardDefinition::new(mac(member), "br0", Default::default())
 }
 
 fn frame(from: Member, to: Member, text: &str) -> Vec<u8> {

@@ -158,7 +158,7 @@ mod tests {
     }
 
     fn card(last: u8, bridge: &str) -> CardDefinition {
-        CardDefinition { mac: mac(last), bridge: bridge.to_owned(), model: Default::default() }
+        CardDefinition::new(mac(last), bridge, Default::default())
     }
 
     fn frame(to: MacAddress, from: MacAddress) -> Vec<u8> {

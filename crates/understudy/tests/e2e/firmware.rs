@@ -1,0 +1,191 @@
+//! A guest as virt-install makes one today, through its host's death: UEFI whose variables only the
+//! firmware may write, devices behind PCI Express ports, disks on SCSI and SATA, a CD-ROM, the
+//! agent's channel, a screen, a tablet.
+
+use crate::planned::reboot;
+use crate::stage::{LIMIT, PACE, await_service, close, options, play, prove_disk};
+use anyhow::{Context, Result, ensure};
+use std::fs;
+use std::io::{Read, Write};
+use std::os::unix::net::UnixStream;
+use std::path::PathBuf;
+use toml::{Table, Value};
+use understudy_lab::{GuestShell, Scene, SceneOptions};
+
+/// Of Debian's package ovmf.
+const CODE: &str = "/usr/share/OVMF/OVMF_CODE_4M.secboot.fd";
+const VARIABLES: &str = "/usr/share/OVMF/OVMF_VARS_4M.fd";
+
+/// What libvirt writes for such a guest, as far as it is no field of a definition.
+const ARGUMENTS: [&str; 16] = [
+    "-device",
+    "pcie-root-port,id=pci.1,bus=pcie.0,addr=0x2.0x0,multifunction=on,chassis=1,port=0x10",
+    "-device",
+    "pcie-root-port,id=pci.2,bus=pcie.0,addr=0x2.0x1,chassis=2,port=0x11",
+    "-device",
+    "qemu-xhci,id=usb,bus=pci.2,addr=0x0",
+    "-device",
+    "usb-tablet,id=input0,bus=usb.0,port=1",
+    "-object",
+    "rng-random,id=entropy,filename=/dev/urandom",
+    "-device",
+    "virtio-rng-pci,rng=entropy,id=rng0,ioeventfd=off",
+    "-device",
+    "virtio-balloon-pci,id=balloon0,ioeventfd=off",
+    "-uuid",
+    "4a67b082-90a4-4b0e-a25d-2b0e5d0c9a11",
+];
+
+const EFIVARS: &str = "/sys/firmware/efi/efivars";
+
+fn tables(pairs: &[(&str, &str)]) -> Value {
+    let table = pairs.iter().map(|&(key, value)| (key.to_owned(), Value::from(value)));
+    Value::Table(table.collect())
+}
+
+/// The scene's guest is such a one from now on; the content of its CD-ROM.
+fn define(scene: &Scene) -> Result<Vec<u8>> {
+    let mut table: Table = fs::read_to_string(scene.definition())?.parse()?;
+    let folder = scene.definition().parent().context("a definition is in a folder")?;
+    let medium: Vec<u8> = (0..2048 * 64_u32).map(|n| (n / 7 % 251) as u8).collect();
+    fs::write(folder.join("medium.iso"), &medium)?;
+    fs::copy(VARIABLES, folder.join("variables.fd"))
+        .with_context(|| format!("no {VARIABLES}: run scripts/setup tests"))?;
+    let append = table["append"].as_str().context("no append")?;
+    table.insert("append".into(), format!("{append} us.disk=sda").into());
+    for (field, file) in [("kernel", "vmlinuz-devices"), ("initrd", "initrd-devices.gz")] {
+        table.insert(field.into(), scene.guest_files().join(file).display().to_string().into());
+    }
+    for (field, value) in [("machine", "q35"), ("virtio", "modern"), ("firmware", CODE)] {
+        table.insert(field.into(), value.into());
+    }
+    for field in ["secure_boot", "vnc", "guest_agent"] {
+        table.insert(field.into(), true.into());
+    }
+    table.insert("vga".into(), "std".into());
+    table.insert("vcpus".into(), 2.into());
+    table.insert("topology".into(), Value::Table("sockets = 1\ncores = 2".parse()?));
+    table.insert("memory".into(), "256M".into());
+    table.insert("qemu_args".into(), ARGUMENTS.map(Value::from).to_vec().into());
+    let card = table.get_mut("card").and_then(|cards| cards.get_mut(0)?.as_table_mut());
+    let card = card.context("no card")?;
+    card.insert("pci".into(), "pci.1:00.0".into());
+    card.insert("mtu".into(), 1400.into());
+    let disks = table.get_mut("disk").and_then(Value::as_array_mut).context("no disk")?;
+    let disk = disks[0].as_table_mut().context("no disk")?;
+    disk.insert("bus".into(), "scsi".into());
+    disk.insert("serial".into(), "data-1".into());
+    disks.push(tables(&[("path", "variables.fd"), ("format", "raw"), ("bus", "pflash")]));
+    let mut cdrom = tables(&[("path", "medium.iso"), ("format", "raw"), ("bus", "sata")]);
+    cdrom.as_table_mut().context("a table")?.insert("cdrom".into(), true.into());
+    disks.push(cdrom);
+    table.insert("empty_cdrom".into(), Value::Array(vec![tables(&[("bus", "sata")])]));
+    fs::write(scene.definition(), table.to_string())?;
+    Ok(medium)
+}
+
+/// The guest has all of it, and it works.
+fn prove_devices(shell: &mut GuestShell, medium: &[u8]) -> Result<()> {
+    let mut says = |line: &str, word: &str| -> Result<()> {
+        let said = shell.run(line)?.text;
+        ensure!(said.contains(word), "`{line}` says {said:?}, without {word:?}");
+        Ok(())
+    };
+    says("ls /sys/firmware/efi", "efivars")?;
+    says("readlink -f /sys/class/net/eth0/device", "0000:01:00.0")?;
+    says("cat /sys/class/net/eth0/mtu", "1400")?;
+    says("strings /sys/block/sda/device/vpd_pg80", "data-1")?;
+    let sum = format!("{:08x}", crc(medium));
+    says("crc32 /dev/sr0", &sum)?;
+    says("echo x > /dev/sr0 2>&1; dd if=/dev/sr1 count=1 2>&1", "No medium")?;
+    says("cat /proc/bus/input/devices", "QEMU USB Tablet")?;
+    says("cat /sys/class/misc/hw_random/rng_current", "virtio_rng")?;
+    says("ls /sys/bus/virtio/drivers/virtio_balloon", "virtio")?;
+    says("cat /sys/devices/system/cpu/cpu1/topology/core_id", "1")?;
+    says("cat /sys/devices/system/cpu/cpu1/topology/physical_package_id", "0")?;
+    says("cat /sys/class/dmi/id/product_uuid", "4a67b082-90a4-4b0e-a25d-2b0e5d0c9a11")?;
+    says("cat /sys/class/virtio-ports/*/name", "org.qemu.guest_agent.0")
+}
+
+/// As busybox has it.
+fn crc(bytes: &[u8]) -> u32 {
+    bytes.iter().fold(!0u32, |crc, &byte| {
+        (0..8).fold(crc ^ u32::from(byte), |crc, _| {
+            (crc >> 1) ^ (0xedb8_8320 & (!(crc & 1)).wrapping_add(1))
+        })
+    }) ^ !0
+}
+
+/// The sockets by which the host reaches it: what the guest says to its agent's peer, and that a
+/// VNC client is greeted.
+fn prove_reached(scene: &Scene, host: &str, shell: &mut GuestShell) -> Result<()> {
+    let status = scene.status(host)?;
+    let connect = |field: &str| -> Result<UnixStream> {
+        let path: PathBuf = status[field].as_str().with_context(|| format!("no {field}"))?.into();
+        let socket = UnixStream::connect(&path).with_context(|| path.display().to_string())?;
+        socket.set_read_timeout(Some(LIMIT))?;
+        Ok(socket)
+    };
+    let mut greeting = [0; 4];
+    connect("vnc")?.read_exact(&mut greeting)?;
+    ensure!(&greeting == b"RFB ", "VNC says {greeting:?}");
+    let mut agent = connect("guest_agent")?;
+    agent.write_all(b"ping\n")?;
+    // The port can be open once at a time.
+    let port = "/dev/$(cd /sys/class/virtio-ports && echo vport*)";
+    shell.run(&format!("read -r word < {port}; [ \"$word\" = ping ] && echo pong > {port}"))?;
+    let mut answer = [0; 5];
+    agent.read_exact(&mut answer)?;
+    ensure!(&answer == b"pong\n", "the guest says {answer:?}");
+    Ok(())
+}
+
+/// A variable of the firmware: that can be written once.
+fn variable(name: &str) -> String {
+    format!("{EFIVARS}/{name}-4a67b082-90a4-4b0e-a25d-2b0e5d0c9a11")
+}
+
+fn write_variable(shell: &mut GuestShell, name: &str) -> Result<()> {
+    // Non-volatile, and there for the boot loader and the running system.
+    let line = format!("printf '\\007\\000\\000\\000of-{name}' > {} && echo done", variable(name));
+    let said = shell.run(&line)?.text;
+    ensure!(said.contains("done"), "cannot write a variable: {said}");
+    Ok(())
+}
+
+fn read_variable(shell: &mut GuestShell, name: &str) -> Result<()> {
+    let read = shell.run(&format!("cat {}", variable(name)))?.text;
+    ensure!(read.contains(&format!("of-{name}")), "the variable {name} is {read:?}");
+    Ok(())
+}
+
+#[test]
+fn a_guest_with_uefi_scsi_and_all_that_virt_install_adds_survives() {
+    let shape = SceneOptions { booted: false, ..options() };
+    play(shape, |scene| {
+        let medium = define(scene)?;
+        scene.protected_guest("a", "b")?;
+        let client = scene.record_client(PACE)?;
+        await_service(&client)?;
+        let mut shell = scene.shell()?;
+        shell.run(&format!("mount -t efivarfs efivarfs {EFIVARS}"))?;
+        prove_devices(&mut shell, &medium)?;
+        prove_reached(scene, "a", &mut shell)?;
+        write_variable(&mut shell, "before")?;
+        scene.host_mut("a")?.kill_everything()?;
+        scene.await_live("b")?;
+        read_variable(&mut shell, "before")?;
+        write_variable(&mut shell, "after")?;
+        prove_devices(&mut shell, &medium)?;
+        prove_reached(scene, "b", &mut shell)?;
+        await_service(&client)?;
+        let acked = close(client)?;
+        // The firmware itself reads them from the disk.
+        reboot(scene, "b")?;
+        let mut shell = scene.shell()?;
+        shell.run(&format!("mount -t efivarfs efivarfs {EFIVARS}"))?;
+        read_variable(&mut shell, "before")?;
+        read_variable(&mut shell, "after")?;
+        prove_disk(scene, "b", acked)
+    });
+}
