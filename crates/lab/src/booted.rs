@@ -132,6 +132,7 @@ fn likeness(definition: &VmDefinition) -> Vec<OsString> {
         boot: BootFiles::default(),
         monitors: [-1; 3],
         console: None,
+        tpm: None,
         awaits_disks: false,
         role: Role::Fresh,
         lockstep: None,

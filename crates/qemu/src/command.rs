@@ -8,7 +8,9 @@ mod disks;
 
 use crate::capabilities::Accelerator;
 use crate::clock::ClockBase;
-use crate::definition::{CardModel, PciPlace, Topology, Vga, VirtioInterface, VmDefinition};
+use crate::definition::{
+    CardModel, PciPlace, Topology, TpmModel, Vga, VirtioInterface, VmDefinition,
+};
 use crate::lockstep::{ICOUNT_SHIFT, LOG_NAME, LogRole, obstacles};
 use crate::processor::cpu_model;
 use crate::qmp::MONITORS;
@@ -55,6 +57,8 @@ pub struct Resources {
     pub cards: Vec<RawFd>,
     /// Where the console is, if the definition has one.
     pub console: Option<Console>,
+    /// QEMU's end of the connection to the TPM, if the definition has one.
+    pub tpm: Option<RawFd>,
     /// Whether it waits for disks whose server is gone, which will be there again.
     pub awaits_disks: bool,
     /// How QEMU starts.
@@ -129,6 +133,7 @@ pub fn command_line(vm: &VmDefinition, resources: &Resources) -> Vec<OsString> {
     args.0.extend(bridges.into_iter().map(OsString::from));
     disks::disks(&mut args, vm, resources);
     cards(&mut args, vm, resources);
+    tpm(&mut args, vm, resources);
     local(&mut args, vm);
     if resources.role == Role::Standby {
         args.pair("-incoming", "defer");
@@ -314,6 +319,17 @@ fn cards(args: &mut Args, vm: &VmDefinition, resources: &Resources) {
             args.pair("-object", format!("filter-replay,id=replay{n},netdev=card{n}"));
         }
     }
+}
+
+fn tpm(args: &mut Args, vm: &VmDefinition, resources: &Resources) {
+    let (Some(model), Some(fd)) = (vm.tpm, resources.tpm) else { return };
+    let model = match model {
+        TpmModel::Crb => "tpm-crb",
+        TpmModel::Tis => "tpm-tis",
+    };
+    args.pair("-chardev", format!("socket,id=tpm,fd={fd}"));
+    args.pair("-tpmdev", "emulator,id=tpm0,chardev=tpm");
+    args.pair("-device", format!("{model},tpmdev=tpm0"));
 }
 
 /// What administrators of the host reach, in QEMU's own directory.

@@ -15,6 +15,7 @@ fn resources() -> Resources {
         disks: Vec::new(),
         cards: Vec::new(),
         console: None,
+        tpm: None,
         awaits_disks: false,
         role: Role::Fresh,
         lockstep: None,

@@ -46,6 +46,13 @@ pub struct VmDefinition {
     /// Whether nothing but the firmware, in system management mode, may write its variables.
     #[serde(default, skip_serializing_if = "is_false")]
     pub secure_boot: bool,
+    /// The guest's TPM 2.0, emulated by swtpm.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub tpm: Option<TpmModel>,
+    /// The directory of a swtpm's state, which the VM's own TPM begins with when it is first
+    /// started.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub tpm_state: Option<PathBuf>,
     /// Boots this Linux kernel instead of a disk.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub kernel: Option<PathBuf>,
@@ -149,6 +156,8 @@ impl VmDefinition {
             cpu: None,
             firmware: None,
             secure_boot: false,
+            tpm: None,
+            tpm_state: None,
             kernel: None,
             initrd: None,
             append: None,
@@ -237,6 +246,16 @@ pub struct CardDefinition {
     /// Where it is on the guest's PCI buses; chosen by its number when absent.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub pci: Option<PciPlace>,
+}
+
+/// How the guest talks to its TPM.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum TpmModel {
+    /// By command and response buffers: what systems of today expect.
+    Crb,
+    /// As a chip on the LPC bus.
+    Tis,
 }
 
 /// Models of network cards.

@@ -70,6 +70,7 @@ pub fn obstacles(
     }
     for (there, what) in [
         (vm.firmware.is_some(), "a UEFI firmware"),
+        (vm.tpm.is_some(), "a TPM"),
         (vm.vnc, "a display"),
         (vm.guest_agent, "the channel of a guest agent"),
         (!vm.empty_cdroms.is_empty(), "a CD-ROM drive"),

@@ -48,7 +48,7 @@ pub struct Launch<'a> {
 #[derive(Debug, thiserror::Error)]
 pub enum LaunchError {
     /// The program is missing or not executable.
-    #[error("cannot run {}: {source}; is QEMU installed?", binary.display())]
+    #[error("cannot run {}: {source}; is it installed?", binary.display())]
     Run {
         /// The program.
         binary: PathBuf,
@@ -150,7 +150,7 @@ impl Qemu {
                 return Err(LaunchError::Watch(error));
             }
         };
-        tracing::info!(pid, "started QEMU");
+        tracing::info!(pid, program = %launch.binary.display(), "started");
         let child = Some(Mutex::new(child));
         Ok(Qemu { child, pid, pidfd, log: launch.log.to_owned(), log_start })
     }

@@ -2,6 +2,7 @@
 //! `protect` in [`protect`], that of `demo` and the like in [`trial`].
 
 mod bench;
+mod import;
 mod protect;
 mod snapshot;
 mod trial;
@@ -9,6 +10,8 @@ mod trial;
 #[cfg(test)]
 use bench::SUITE_HELP;
 pub use bench::*;
+use import::VM_IMPORT_HELP;
+pub use import::*;
 use protect::PROTECT_HELP;
 pub use protect::*;
 use snapshot::CLUSTER_HELP;
@@ -145,6 +148,9 @@ pub enum VmCommand {
         #[arg(value_name = "FILE|NAME", value_parser = Startable::parse)]
         what: Startable,
     },
+    /// Make a definition of a VM that libvirt, Proxmox or QEMU runs, and say what becomes of each part.
+    #[command(after_help = VM_IMPORT_HELP)]
+    Import(ImportArgs),
     /// Print a VM's definition as it is on this host (TOML).
     Show {
         /// The VM's name.

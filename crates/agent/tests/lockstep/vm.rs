@@ -141,6 +141,7 @@ impl Vm {
                 socket: ConsoleSocket::Listen(console.clone()),
                 log: Some(folder.path().join("console.log")),
             }),
+            tpm: None,
             awaits_disks: false,
             role: start,
             lockstep: Some(Lockstep { role, clock }),

@@ -71,6 +71,8 @@ pub fn receive_files(
     mirrors: &[Mirror],
 ) -> anyhow::Result<VmDefinition> {
     let mut definition = offer.definition.clone();
+    // Its state comes with the machine's.
+    definition.tpm_state = None;
     for file in &offer.files {
         match file.role {
             FileRole::Firmware => {

@@ -178,6 +178,7 @@ impl Machine {
             agent,
             servers,
             console_server,
+            _tpm: None,
             presence: Arc::new(()),
         })
     }

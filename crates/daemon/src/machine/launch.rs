@@ -4,6 +4,7 @@
 use super::booted::Booted;
 use super::disk_error::DiskErrors;
 use super::process::{Process, connect};
+use super::tpm::Tpm;
 use super::tracking::logged;
 use super::{Machine, OnEvent};
 use crate::console::ConsoleServer;
@@ -102,6 +103,7 @@ impl Machine {
         };
         let (console_server, console_end) =
             plan.definition.console.then(serve).transpose()?.unzip();
+        let (tpm, tpm_end) = Tpm::start(&plan, user)?.unzip();
         let listener = AgentListener::bind(home.path(AGENT))?;
         user::give_socket(listener.path(), user)?;
         let lent = Lent::open(&plan, user)?;
@@ -122,6 +124,7 @@ impl Machine {
                     socket: ConsoleSocket::Connected(end.as_raw_fd()),
                     log: None,
                 }),
+                tpm: tpm_end.as_ref().map(AsRawFd::as_raw_fd),
                 awaits_disks: plan.may_be_adopted,
                 role: plan.role,
                 lockstep: plan.lockstep.clone(),
@@ -131,6 +134,7 @@ impl Machine {
         inherit.extend(qemus_ends.descriptors());
         inherit.extend(guest_ends.iter().map(|end| end.socket.as_fd()));
         inherit.extend(console_end.as_ref().map(|end| end.as_fd()));
+        inherit.extend(tpm_end.as_ref().map(|end| end.as_fd()));
         inherit.extend(lent.descriptors());
         #[cfg(feature = "fail-points")]
         let booted = Booted::take(&plan, &ram, user)?;
@@ -156,7 +160,7 @@ impl Machine {
             directory: Some(home.directory()),
             user,
         })?;
-        drop((qemus_ends, guest_ends, qemus_log, console_end));
+        drop((qemus_ends, guest_ends, qemus_log, console_end, tpm_end));
         let process = Arc::new(Process {
             qemu,
             halted: AtomicBool::new(false),
@@ -202,6 +206,7 @@ impl Machine {
             doorbell,
             retired: AtomicBool::new(false),
             process,
+            _tpm: tpm,
             on_event: plan.on_event,
             custody: Mutex::default(),
             agent,

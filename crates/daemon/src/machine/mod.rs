@@ -8,6 +8,7 @@ pub(crate) mod booted;
 pub(crate) mod disk_error;
 mod launch;
 mod process;
+mod tpm;
 mod tracking;
 
 pub use adopt::{Adoption, MachineNote};
@@ -27,6 +28,7 @@ use std::path::Path;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, Weak};
 use std::time::{Duration, Instant};
+use tpm::Tpm;
 use tracing::{info, warn};
 use tracking::LogTracker;
 use understudy_disk::{Disk, NbdServer};
@@ -92,6 +94,8 @@ pub struct Machine {
     /// Another machine has its place.
     retired: AtomicBool,
     process: Arc<Process>,
+    /// None, too, of a machine that a daemon before this one has started: it ends with QEMU.
+    _tpm: Option<Tpm>,
     on_event: OnEvent,
     /// Custodian that stops it should this daemon die, and keeps it for the next one.
     custody: Mutex<Option<Custody>>,

@@ -148,7 +148,8 @@ fn check_id(value: &str) -> Result<(), String> {
     let numbered = |prefix: &str| {
         id.strip_prefix(prefix).is_some_and(|n: &str| n.starts_with(|c: char| c.is_ascii_digit()))
     };
-    let own = ["ram", "console", "firmware", "scsi", "sata", "serial", "guest-agent"].contains(&id);
+    let own = ["ram", "console", "firmware", "scsi", "sata", "serial", "guest-agent", "tpm"]
+        .contains(&id);
     if own || ["disk", "card", "nic", "cdrom", "qmp"].into_iter().any(numbered) {
         return Err(format!("the id \"{id}\" is Understudy's own; choose another"));
     }

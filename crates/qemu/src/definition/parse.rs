@@ -68,7 +68,7 @@ impl VmDefinition {
 
     fn resolve_paths(&mut self, file: &Path) {
         let folder = file.parent().unwrap_or(Path::new(""));
-        let boot = [&mut self.firmware, &mut self.kernel, &mut self.initrd];
+        let boot = [&mut self.firmware, &mut self.tpm_state, &mut self.kernel, &mut self.initrd];
         let paths = boot.into_iter().flatten();
         for path in paths.chain(self.disks.iter_mut().map(|disk| &mut disk.path)) {
             let joined = folder.join(&*path);

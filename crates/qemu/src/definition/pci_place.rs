@@ -36,7 +36,7 @@ impl PciPlace {
     }
 
     /// As QEMU's options have it.
-    pub(crate) fn options(&self) -> String {
+    pub fn options(&self) -> String {
         format!("bus={},addr={:#04x}.{:#x}", self.bus, self.slot, self.function)
     }
 }

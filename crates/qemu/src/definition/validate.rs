@@ -198,6 +198,9 @@ impl VmDefinition {
             }
             (Some(_), _) => say("disk", "more than one is on \"pflash\"; a firmware has one"),
         }
+        if self.tpm_state.is_some() && self.tpm.is_none() {
+            say("tpm_state", "it needs \"tpm\" beside it");
+        }
         if self.secure_boot && !(self.is_q35() && self.firmware.is_some()) {
             say("secure_boot", "it needs machine = \"q35\" and \"firmware\"");
         }

@@ -4,6 +4,7 @@ mod cluster;
 mod console;
 mod doctor;
 mod host;
+mod import;
 mod lockstep;
 mod pki;
 mod protect;

@@ -1,6 +1,6 @@
 //! `understudy vm`: start, stop, list.
 
-use super::{cluster, console};
+use super::{cluster, console, import};
 use crate::api::Subject;
 use crate::cli::{Startable, VmCommand};
 use crate::client::Client;
@@ -17,6 +17,7 @@ use understudy_qemu::VmDefinition;
 pub fn run(client: &Client, command: &VmCommand, json: bool) -> Result<Exit, Failure> {
     match command {
         VmCommand::Start { what } => start(client, what, json),
+        VmCommand::Import(args) => import::run(args, json),
         VmCommand::Show { name } => show(client, name, json),
         VmCommand::Stop { name, force } => stop(client, name, *force, json),
         VmCommand::Snapshot { name, args } => {

@@ -1,6 +1,6 @@
 //! A guest as virt-install makes one today, through its host's death: UEFI whose variables only the
-//! firmware may write, devices behind PCI Express ports, disks on SCSI and SATA, a CD-ROM, the
-//! agent's channel, a screen, a tablet.
+//! firmware may write, a TPM, devices behind PCI Express ports, disks on SCSI and SATA, a CD-ROM,
+//! the agent's channel, a screen, a tablet.
 
 use crate::planned::reboot;
 use crate::stage::{LIMIT, PACE, await_service, close, options, play, prove_disk};
@@ -56,7 +56,9 @@ fn define(scene: &Scene) -> Result<Vec<u8>> {
     for (field, file) in [("kernel", "vmlinuz-devices"), ("initrd", "initrd-devices.gz")] {
         table.insert(field.into(), scene.guest_files().join(file).display().to_string().into());
     }
-    for (field, value) in [("machine", "q35"), ("virtio", "modern"), ("firmware", CODE)] {
+    for (field, value) in
+        [("machine", "q35"), ("virtio", "modern"), ("firmware", CODE), ("tpm", "crb")]
+    {
         table.insert(field.into(), value.into());
     }
     for field in ["secure_boot", "vnc", "guest_agent"] {
@@ -159,6 +161,33 @@ fn read_variable(shell: &mut GuestShell, name: &str) -> Result<()> {
     Ok(())
 }
 
+/// A register of the TPM that anybody may extend.
+const REGISTER: &str = "/sys/class/tpm/tpm0/pcr-sha256/23";
+
+/// Extends the TPM's register; what it holds then.
+fn extend_register(shell: &mut GuestShell) -> Result<String> {
+    // TPM2_PCR_Extend with an empty password and one SHA-256 digest.
+    let head = "8002 00000041 00000182 00000017 00000009 40000009 0000 00 0000 00000001 000b";
+    let digest = "5a".repeat(32);
+    let bytes: String = head.chars().chain(digest.chars()).filter(|c| *c != ' ').collect();
+    let escaped: String = bytes
+        .as_bytes()
+        .chunks(2)
+        .map(|hex| format!("\\x{}", String::from_utf8_lossy(hex)))
+        .collect();
+    let before = register(shell)?;
+    shell.run(&format!("printf '{escaped}' > /tmp/extend; cat /tmp/extend > /dev/tpm0"))?;
+    let after = register(shell)?;
+    ensure!(before != after, "the TPM's register is {after:?} still");
+    Ok(after)
+}
+
+fn register(shell: &mut GuestShell) -> Result<String> {
+    let held = shell.run(&format!("cat {REGISTER}"))?.text.trim().to_owned();
+    ensure!(held.len() == 64, "the TPM's register is {held:?}");
+    Ok(held)
+}
+
 #[test]
 fn a_guest_with_uefi_scsi_and_all_that_virt_install_adds_survives() {
     let shape = SceneOptions { booted: false, ..options() };
@@ -172,9 +201,12 @@ fn a_guest_with_uefi_scsi_and_all_that_virt_install_adds_survives() {
         prove_devices(&mut shell, &medium)?;
         prove_reached(scene, "a", &mut shell)?;
         write_variable(&mut shell, "before")?;
+        let measured = extend_register(&mut shell)?;
         scene.host_mut("a")?.kill_everything()?;
         scene.await_live("b")?;
         read_variable(&mut shell, "before")?;
+        ensure!(register(&mut shell)? == measured, "the TPM's register is another one");
+        extend_register(&mut shell)?;
         write_variable(&mut shell, "after")?;
         prove_devices(&mut shell, &medium)?;
         prove_reached(scene, "b", &mut shell)?;

@@ -12,6 +12,7 @@
 //! | [`deaths`]  | every way in which a host, a daemon or a QEMU can die |
 //! | [`devices`] | other devices than virtio's |
 //! | [`firmware`] | a guest as virt-install makes one: UEFI, SCSI, SATA, a CD-ROM, the agent's channel |
+//! | [`import`] | guests that libvirt has defined |
 //! | [`bulk`]    | bulk transfers on long TCP segments |
 //! | [`hostile`] | a peer that says whatever may do harm |
 //! | [`hangs`]   | a QEMU that lives and does nothing |
@@ -87,6 +88,7 @@ mod gate;
 mod group;
 mod hangs;
 mod hostile;
+mod import;
 mod inbound;
 mod lazy;
 mod ledger;

@@ -1,0 +1,137 @@
+//! A definition in the making, and what was found on the way.
+
+use crate::{Finding, Import, Outcome, Surroundings, Template};
+use std::path::PathBuf;
+use understudy_qemu::VmDefinition;
+use understudy_qemu::definition::{DiskBus, DiskDefinition, DiskFormat};
+use understudy_qemu::processor::KVM_BASELINE;
+
+/// Of Debian's and Ubuntu's package ovmf.
+const UEFI: [&str; 2] = ["/usr/share/OVMF/OVMF_CODE_4M.fd", "/usr/share/OVMF/OVMF_VARS_4M.fd"];
+/// The same for secure boot, with Microsoft's keys.
+const SECURE: [&str; 2] =
+    ["/usr/share/OVMF/OVMF_CODE_4M.secboot.fd", "/usr/share/OVMF/OVMF_VARS_4M.ms.fd"];
+
+pub(crate) struct Draft<'a> {
+    pub(crate) vm: VmDefinition,
+    pub(crate) surroundings: &'a Surroundings,
+    findings: Vec<Finding>,
+    copies: Vec<Template>,
+    /// The firmware's: the last of all disks.
+    variables: Option<DiskDefinition>,
+    /// By which the manager calls it, if not by its name.
+    pub(crate) uuid: Option<String>,
+    /// Of the processor, beside its model.
+    pub(crate) flags: Vec<String>,
+}
+
+impl<'a> Draft<'a> {
+    pub(crate) fn new(vm: VmDefinition, surroundings: &'a Surroundings) -> Draft<'a> {
+        Draft {
+            vm,
+            surroundings,
+            findings: Vec::new(),
+            copies: Vec::new(),
+            variables: None,
+            uuid: None,
+            flags: Vec::new(),
+        }
+    }
+
+    pub(crate) fn taken(&mut self, line: usize, what: impl Into<String>) {
+        self.note(Outcome::Taken, line, what, "");
+    }
+
+    pub(crate) fn changed(&mut self, line: usize, what: impl Into<String>, why: impl Into<String>) {
+        self.note(Outcome::Changed, line, what, why);
+    }
+
+    pub(crate) fn left_out(
+        &mut self,
+        line: usize,
+        what: impl Into<String>,
+        why: impl Into<String>,
+    ) {
+        self.note(Outcome::LeftOut, line, what, why);
+    }
+
+    pub(crate) fn refused(&mut self, line: usize, what: impl Into<String>, why: impl Into<String>) {
+        self.note(Outcome::Refused, line, what, why);
+    }
+
+    /// Says what the VM is called.
+    pub(crate) fn named(&mut self, line: usize, there: &str) {
+        let here = self.vm.name.to_string();
+        if here == there {
+            self.taken(line, format!("VM {here}"));
+        } else {
+            self.changed(line, format!("VM {there}"), format!("it is called {here} here"));
+        }
+    }
+
+    fn note(
+        &mut self,
+        outcome: Outcome,
+        line: usize,
+        what: impl Into<String>,
+        why: impl Into<String>,
+    ) {
+        self.findings.push(Finding { outcome, line, what: what.into(), why: why.into() });
+    }
+
+    /// Adds a device that QEMU makes by itself.
+    pub(crate) fn device(&mut self, arguments: impl Into<String>) {
+        self.argument("-device", arguments);
+    }
+
+    pub(crate) fn argument(&mut self, option: &str, value: impl Into<String>) {
+        self.vm.qemu_args.extend([option.to_owned(), value.into()]);
+    }
+
+    /// Gives it UEFI with the variables in `store`, which need not exist yet: by default the code
+    /// and the variables of this system's package. Returns where the variables are.
+    pub(crate) fn uefi(
+        &mut self,
+        code: Option<PathBuf>,
+        store: Option<PathBuf>,
+        secure: bool,
+    ) -> PathBuf {
+        let [packaged, template] = if secure { SECURE } else { UEFI };
+        self.vm.firmware = Some(code.unwrap_or_else(|| packaged.into()));
+        self.vm.secure_boot = secure;
+        let path = store.unwrap_or_else(|| {
+            let to = PathBuf::from(format!("{}_VARS.fd", self.vm.name));
+            self.copies.push(Template { from: template.into(), to: to.clone() });
+            to
+        });
+        let disk = DiskDefinition::new(path.clone(), DiskFormat::Raw, DiskBus::Pflash);
+        self.variables = Some(disk);
+        path
+    }
+
+    /// Flags need a model: of a guest that has none, the one that it would have.
+    fn add_flags(&mut self) {
+        if self.flags.is_empty() {
+            return;
+        }
+        let model = self.vm.cpu.take().unwrap_or_else(|| KVM_BASELINE.to_owned());
+        self.vm.cpu = Some(format!("{model},{}", self.flags.join(",")));
+    }
+
+    /// The result. What the definition itself finds wrong is refused, if nothing was before.
+    pub(crate) fn finish(mut self) -> Import {
+        self.add_flags();
+        self.vm.disks.extend(self.variables.take());
+        let is_refused = |findings: &[Finding]| {
+            findings.iter().any(|finding| finding.outcome == Outcome::Refused)
+        };
+        if !is_refused(&self.findings) {
+            for problem in self.vm.validate() {
+                self.refused(1, problem.field, problem.message);
+            }
+        }
+        self.findings.sort_by_key(|finding| finding.line);
+        let definition = (!is_refused(&self.findings)).then_some(self.vm);
+        Import { definition, findings: self.findings, copies: self.copies }
+    }
+}

@@ -1,0 +1,67 @@
+//! Definitions made of what other managers know of a VM: libvirt's domain XML, Proxmox's
+//! configuration.
+//!
+//! An importer goes through everything that it is given and says what becomes of it ([`Outcome`]):
+//! taken over, changed, left out, or refused. What it does not know is refused, never passed
+//! over: a device that is not carried would be gone after a fail-over. Text in, report and
+//! definition out: it touches neither files nor hosts.
+
+mod draft;
+mod finding;
+mod libvirt;
+mod proxmox;
+mod xml;
+
+pub use finding::{Finding, Outcome};
+pub use libvirt::libvirt;
+pub use proxmox::proxmox;
+
+use std::collections::BTreeMap;
+use std::path::PathBuf;
+use understudy_protocol::VmName;
+use understudy_qemu::VmDefinition;
+
+/// What the text itself does not say.
+#[derive(Clone, Debug, Default)]
+pub struct Surroundings {
+    /// The VM's name here, if not the one that it has.
+    pub name: Option<VmName>,
+    /// By the name of a manager's network: the bridge that it is.
+    pub bridges: BTreeMap<String, String>,
+    /// By the name of a manager's volume: its file or block device.
+    pub volumes: BTreeMap<String, PathBuf>,
+}
+
+impl Surroundings {
+    /// What a VM is called here: as somebody says, else as it is called there, with `-` for what a
+    /// name cannot have within it.
+    fn name(&self, there: &str) -> Result<VmName, String> {
+        if let Some(name) = &self.name {
+            return Ok(name.clone());
+        }
+        let allowed = |c: char| if matches!(c, '.' | ' ' | '+') { '-' } else { c };
+        let begins = there.starts_with(|c: char| c.is_ascii_alphanumeric());
+        let name = if begins { there.chars().map(allowed).collect() } else { there.to_owned() };
+        name.parse().map_err(|error| format!("{error}; give it another by --name"))
+    }
+}
+
+/// What became of a VM.
+#[derive(Clone, Debug)]
+pub struct Import {
+    /// The VM; none if anything was refused.
+    pub definition: Option<VmDefinition>,
+    /// What became of each part, in the order of the text.
+    pub findings: Vec<Finding>,
+    /// Files that the definition names and that are to be made first.
+    pub copies: Vec<Template>,
+}
+
+/// A firmware's variables that do not exist yet.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Template {
+    /// The firmware's own file of variables.
+    pub from: PathBuf,
+    /// The VM's.
+    pub to: PathBuf,
+}

@@ -1,0 +1,104 @@
+//! Disks and CD-ROM drives.
+
+use super::pci;
+use crate::draft::Draft;
+use crate::xml::Element;
+use understudy_qemu::definition::{DiskBus, DiskDefinition, DiskFormat, EmptyCdrom};
+
+/// `<disk>`.
+pub(super) fn disk(draft: &mut Draft<'_>, disk: &Element) {
+    let target = disk.child_get("target", "dev").to_owned();
+    let what = format!("disk {target}");
+    let bus = match bus(disk.child_get("target", "bus")) {
+        Ok(bus) => bus,
+        Err(why) => return draft.refused(disk.line, what, why),
+    };
+    let cdrom = match disk.get("device") {
+        "disk" | "" => false,
+        "cdrom" => true,
+        device => {
+            let why = format!("a {device} is not replicated: take it out of the domain");
+            return draft.refused(disk.line, what, why);
+        }
+    };
+    if let Some(why) = obstacle(disk, cdrom) {
+        return draft.refused(disk.line, what, why);
+    }
+    let Some(path) = source(disk) else {
+        if cdrom {
+            draft.taken(disk.line, format!("{what}: an empty CD-ROM drive"));
+            draft.vm.empty_cdroms.push(EmptyCdrom { bus });
+            return;
+        }
+        let why = format!(
+            "its image is on {}: only files and block devices are replicated",
+            disk.get("type")
+        );
+        return draft.refused(disk.line, what, why);
+    };
+    let format = match disk.child_get("driver", "type") {
+        "raw" => DiskFormat::Raw,
+        "qcow2" => DiskFormat::Qcow2,
+        "" => {
+            let why =
+                "libvirt is not told the format of its image: add <driver name='qemu' type='…'/>";
+            return draft.refused(disk.line, what, why);
+        }
+        other => {
+            let why = format!(
+                "{other} images are not replicated: `qemu-img convert -O qcow2` makes one that is"
+            );
+            return draft.refused(disk.line, what, why);
+        }
+    };
+    draft.taken(disk.line, format!("{what}: {path}"));
+    let serial = Some(disk.child_text("serial").to_owned()).filter(|serial| !serial.is_empty());
+    let pci = (bus == DiskBus::Virtio).then(|| pci::place(draft, disk)).flatten();
+    let new = DiskDefinition::new(path, format, bus);
+    draft.vm.disks.push(DiskDefinition { cdrom, serial, pci, ..new });
+    for part in disk.children.iter().filter(|part| part.name == "iotune") {
+        draft.left_out(part.line, part.tag(), "nothing bounds a disk's requests");
+    }
+}
+
+fn bus(name: &str) -> Result<DiskBus, String> {
+    match name {
+        "virtio" => Ok(DiskBus::Virtio),
+        "scsi" => Ok(DiskBus::Scsi),
+        "sata" => Ok(DiskBus::Sata),
+        "ide" => Ok(DiskBus::Ide),
+        "nvme" => {
+            Err("QEMU cannot save the state of an NVMe disk: make its bus virtio or scsi"
+                .to_owned())
+        }
+        other => Err(format!("a disk on {other:?} is not replicated: make its bus virtio or scsi")),
+    }
+}
+
+fn source(disk: &Element) -> Option<String> {
+    let source = disk.child("source")?;
+    let attribute = match disk.get("type") {
+        "file" => "file",
+        "block" => "dev",
+        _ => return None,
+    };
+    Some(source.get(attribute).to_owned()).filter(|path| !path.is_empty())
+}
+
+/// Why a disk cannot be replicated as it is.
+fn obstacle(disk: &Element, cdrom: bool) -> Option<&'static str> {
+    let backing = disk.child("backingStore").is_some_and(|store| !store.children.is_empty());
+    let has = |name: &str| disk.child(name).is_some();
+    match () {
+        () if has("shareable") => Some("other VMs write it, too; a fail-over would tear it apart"),
+        () if backing => {
+            Some("it is an overlay of another image: `qemu-img rebase` makes it whole")
+        }
+        () if has("transient") => {
+            Some("its writes are dropped at power-off; they are replicated here")
+        }
+        () if has("encryption") => Some("QEMU itself would have to decrypt it on both hosts"),
+        () if has("readonly") && !cdrom => Some("a disk that only reads is not known here"),
+        () => None,
+    }
+}

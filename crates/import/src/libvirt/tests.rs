@@ -1,0 +1,174 @@
+use super::*;
+use understudy_qemu::definition::{CardModel, DiskBus, DiskFormat, TpmModel, Vga};
+
+/// What virt-install 5.0 printed for a guest, or `virsh dumpxml` after it was defined.
+macro_rules! domain {
+    ($name:literal) => {
+        include_str!(concat!("../../tests/domains/", $name, ".xml"))
+    };
+}
+
+const DEFINED: &str = domain!("debian13_default-defined");
+const SECURE: &str = domain!("debian13_secure-boot-defined");
+const WINDOWS: &str = domain!("win11_no-tpm");
+
+fn import(text: &str) -> Import {
+    libvirt(text, &Surroundings::default())
+}
+
+fn definition(text: &str) -> VmDefinition {
+    let import = import(text);
+    import.definition.unwrap_or_else(|| panic!("{:#?}", import.findings))
+}
+
+/// `text` with one part of it replaced: the line and the words of what is refused.
+fn refusal(text: &str, part: &str, instead: &str) -> (usize, String) {
+    assert!(text.contains(part), "{part}");
+    let import = import(&text.replacen(part, instead, 1));
+    assert!(import.definition.is_none(), "{instead} was taken");
+    let refused = import.findings.iter().find(|finding| finding.outcome == Outcome::Refused);
+    refused.map(|finding| (finding.line, finding.to_string())).unwrap()
+}
+
+#[test]
+fn a_defined_guest_keeps_its_places() {
+    let vm = definition(DEFINED);
+    assert_eq!((&vm.machine[..], vm.virtio), ("pc-q35-10.0", VirtioInterface::Modern));
+    assert_eq!((vm.vcpus, vm.memory.bytes(), vm.accel), (2, 2 << 30, AcceleratorChoice::Tcg));
+    let disk = &vm.disks[0];
+    assert_eq!((disk.format, disk.bus), (DiskFormat::Qcow2, DiskBus::Virtio));
+    assert_eq!(disk.pci.as_ref().unwrap().to_string(), "pci.4:00.0");
+    let card = &vm.cards[0];
+    assert_eq!((&card.bridge[..], card.model), ("br0", CardModel::VirtioNet));
+    assert_eq!(card.pci.as_ref().unwrap().to_string(), "pci.1:00.0");
+    let arguments = vm.qemu_args.join(" ");
+    for expected in [
+        "pcie-root-port,id=pci.1,chassis=1,port=0x10,bus=pcie.0,addr=0x02.0x0,multifunction=on",
+        "qemu-xhci,id=usb,bus=pci.2,addr=0x00.0x0",
+        "usb-tablet,bus=usb.0",
+        "virtio-balloon-pci,id=balloon0,ioeventfd=off,bus=pci.5,addr=0x00.0x0",
+        "-uuid bfea2fb7",
+        "ICH9-LPC.disable_s3=1",
+    ] {
+        assert!(arguments.contains(expected), "no {expected} in {arguments}");
+    }
+    assert!(vm.console && vm.guest_agent && vm.vnc);
+    assert_eq!(vm.vga, Vga::Virtio);
+}
+
+#[test]
+fn uefi_is_taken_with_its_variables() {
+    let vm = definition(SECURE);
+    assert_eq!(vm.firmware.unwrap().to_str(), Some("/usr/share/OVMF/OVMF_CODE_4M.ms.fd"));
+    assert!(vm.secure_boot);
+    let store = vm.disks.iter().find(|disk| disk.bus == DiskBus::Pflash).unwrap();
+    assert!(store.path.ends_with("debian13_VARS.fd"));
+    assert_eq!(import(SECURE).copies, []);
+    assert_eq!(vm.tpm, Some(TpmModel::Crb));
+    let state = vm.tpm_state.unwrap();
+    assert!(state.starts_with("/var/lib/libvirt/swtpm") && state.ends_with("tpm2"), "{state:?}");
+}
+
+#[test]
+fn firmware_that_libvirt_would_choose_is_chosen() {
+    let import = import(WINDOWS);
+    let vm = import.definition.unwrap();
+    assert_eq!(import.copies[0].to.to_str(), Some("win11_VARS.fd"));
+    assert!(vm.firmware.is_some() && !vm.secure_boot);
+    assert!(vm.cpu.unwrap().contains("hv-spinlocks="), "Windows is offered what it knows");
+    assert!(vm.qemu_args.contains(&"base=localtime".to_owned()));
+}
+
+#[test]
+fn what_is_not_known_is_refused_with_its_line() {
+    for (part, instead, line, words) in [
+        ("<memballoon", "<shmem name='x'/><memballoon", 0, "not known to keep the VM"),
+        ("<memballoon", "<tpm model='tpm-crb'/><memballoon", 0, "only an emulated TPM 2.0"),
+        ("<memballoon", "<hostdev mode='subsystem'/><memballoon", 0, "hardware of this host"),
+        ("bus='virtio'/>", "bus='nvme'/>", 37, "cannot save the state of an NVMe disk"),
+        ("type='bridge'", "type='direct'", 0, "macvtap cannot hold output"),
+        ("<target dev='vda'", "<shareable/><target dev='vda'", 37, "other VMs write it"),
+        ("type='qcow2'/>", "type='vmdk'/>", 37, "qemu-img convert"),
+        ("arch='x86_64'", "arch='aarch64'", 13, "only x86-64"),
+        ("unit='KiB'>2097152</memory>", "unit='KiB'>12345</memory>", 9, "no whole number of MiB"),
+        ("<name>debian13<", "<name>../etc<", 2, "--name"),
+        (
+            "slot='0x00' function='0x0'/>",
+            "slot='0x99' function='0x0'/>",
+            0,
+            "no place on a PCI bus",
+        ),
+        ("<features>", "<launchSecurity type='sev'/><features>", 16, "not known to keep"),
+        ("<source file='/images/d.qcow2'/>", "", 37, "only files and block devices"),
+    ] {
+        let (found, message) = refusal(DEFINED, part, instead);
+        assert!(message.contains(words), "{instead}: {message}");
+        assert!(line == 0 || found == line, "{instead} is on line {line}, not {found}");
+    }
+    for text in ["", "<domain/>", "<network/>", "<domain><name>a</name></domain>", "<domain>"] {
+        assert!(import(text).definition.is_none(), "{text}");
+    }
+}
+
+#[test]
+fn networks_are_bridges_that_somebody_names() {
+    let other = DEFINED
+        .replace("type='bridge'", "type='network'")
+        .replace("<source bridge='br0'/>", "<source network='lan'/>");
+    let import = import(&other);
+    assert!(import.findings.iter().any(|finding| finding.why.contains("--bridge lan=BRIDGE")));
+    let bridges = [("lan".to_owned(), "br7".to_owned())].into();
+    let named = libvirt(&other, &Surroundings { bridges, ..Surroundings::default() });
+    assert_eq!(named.definition.unwrap().cards[0].bridge, "br7");
+}
+
+/// What virt-install writes for common guests with its defaults and the usual options, and whether
+/// that is protected. The same table, for people, is in docs/import.md.
+#[test]
+fn nine_in_ten_of_what_virt_install_writes_are_imported() {
+    let all = [
+        ("debian12, defaults", domain!("debian12_default"), ""),
+        ("debian13, defaults", domain!("debian13_default"), ""),
+        ("ubuntu24.04, defaults", domain!("ubuntu24.04_default"), ""),
+        ("fedora42, defaults", domain!("fedora42_default"), ""),
+        ("rocky9, defaults", domain!("rocky9_default"), ""),
+        ("win11, defaults", domain!("win11_default"), ""),
+        ("win11, --tpm none", WINDOWS, ""),
+        ("debian12, --boot uefi", domain!("debian12_uefi"), ""),
+        ("debian13, secure boot", domain!("debian13_secure-boot"), ""),
+        ("debian13, --cdrom", domain!("debian13_cdrom"), ""),
+        ("debian12, --machine pc", domain!("debian12_pc"), ""),
+        ("debian12, --graphics none", domain!("debian12_no-graphics"), ""),
+        ("debian13, SPICE and QXL", domain!("debian13_spice"), ""),
+        ("debian13, --network default", domain!("debian13_network"), ""),
+        ("debian13, block device", domain!("debian13_block"), ""),
+        ("ubuntu24.04, two disks, two cards", domain!("ubuntu24.04_two-disks-raw"), ""),
+        ("ubuntu24.04, SATA", domain!("ubuntu24.04_sata"), ""),
+        ("ubuntu24.04, MTU", domain!("ubuntu24.04_mtu-vlan"), ""),
+        ("fedora42, virtio-scsi", domain!("fedora42_scsi"), ""),
+        ("fedora42, NVMe", domain!("fedora42_nvme"), "NVMe"),
+        ("rocky9, topology and CPU model", domain!("rocky9_topology"), ""),
+        ("rocky9, --cpu host-model", domain!("rocky9_host-model"), ""),
+        ("debian13, defined", DEFINED, ""),
+        ("debian13, secure boot, defined", SECURE, ""),
+        ("debian12, pc, defined", domain!("debian12_pc-defined"), ""),
+        ("win11, no TPM, defined", domain!("win11_no-tpm-defined"), ""),
+        ("debian13, virtiofs", domain!("debian13_virtiofs"), "put them on a disk"),
+        ("debian13, PCI passthrough", domain!("debian13_hostdev"), "hardware of this host"),
+    ];
+    let mut imported = 0;
+    for (name, text, why) in all {
+        let import = import(text);
+        let refused: Vec<_> =
+            import.findings.iter().filter(|it| it.outcome == Outcome::Refused).collect();
+        if why.is_empty() {
+            assert!(import.definition.is_some(), "{name}: {refused:#?}");
+            imported += 1;
+        } else {
+            assert_eq!(refused.len(), 1, "{name}: {refused:#?}");
+            assert!(refused[0].why.contains(why) && refused[0].line > 1, "{name}: {refused:?}");
+        }
+    }
+    // Without the two that are refused in every such product: a host's files, and its hardware.
+    assert!(imported * 10 >= (all.len() - 2) * 9, "{imported} of {}", all.len() - 2);
+}

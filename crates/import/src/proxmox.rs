@@ -1,0 +1,219 @@
+//! Proxmox's configuration of a VM, as `qm config ID` prints it and /etc/pve/qemu-server/ID.conf
+//! has it.
+
+mod device;
+
+use crate::draft::Draft;
+use crate::{Finding, Import, Outcome, Surroundings};
+use understudy_qemu::VmDefinition;
+use understudy_qemu::definition::{MemorySize, Topology, Vga, VirtioInterface};
+
+/// One line: a key and what it is.
+#[derive(Clone, Copy)]
+struct Line<'a> {
+    number: usize,
+    key: &'a str,
+    value: &'a str,
+}
+
+impl<'a> Line<'a> {
+    fn read(number: usize, text: &'a str) -> Result<Line<'a>, (usize, String)> {
+        let (key, value) =
+            text.split_once(':').ok_or_else(|| (number, format!("{text:?} is no `key: value`")))?;
+        Ok(Line { number, key: key.trim(), value: value.trim() })
+    }
+
+    /// As it stands in the text.
+    fn text(&self) -> String {
+        format!("{}: {}", self.key, self.value)
+    }
+
+    /// The value of an option of a value like `file,size=4G`; empty if there is none.
+    fn option(&self, name: &str) -> &'a str {
+        let options = self.value.split(',').filter_map(|part| part.split_once('='));
+        options.filter(|(key, _)| *key == name).map(|(_, value)| value).next().unwrap_or_default()
+    }
+
+    /// What the value begins with, before its options.
+    fn subject(&self) -> &'a str {
+        self.value.split(',').next().unwrap_or_default()
+    }
+
+    /// The number of a key like `scsi0`.
+    fn index(&self, prefix: &str) -> Option<u8> {
+        self.key.strip_prefix(prefix)?.parse().ok()
+    }
+}
+
+/// Makes a definition of a VM.
+pub fn proxmox(text: &str, surroundings: &Surroundings) -> Import {
+    read(text, surroundings).unwrap_or_else(|(line, why)| Import {
+        definition: None,
+        findings: vec![Finding {
+            outcome: Outcome::Refused,
+            line,
+            what: "the configuration".to_owned(),
+            why,
+        }],
+        copies: Vec::new(),
+    })
+}
+
+fn read(text: &str, surroundings: &Surroundings) -> Result<Import, (usize, String)> {
+    let mut lines = Vec::new();
+    for (n, line) in text.lines().enumerate() {
+        let line = line.trim();
+        // What follows are snapshots, or changes that wait for the next start.
+        if line.starts_with('[') {
+            break;
+        }
+        if !line.is_empty() && !line.starts_with('#') {
+            lines.push(Line::read(n + 1, line)?);
+        }
+    }
+    let find = |key: &str| lines.iter().find(|line| line.key == key).copied();
+    let mut draft = Draft::new(begin(find, surroundings)?, surroundings);
+    draft.vm.console = false;
+    if let Some(line) = find("name") {
+        draft.named(line.number, line.value);
+    }
+    machine(&mut draft, find("machine"));
+    let boot = find("boot").map_or("", |line| line.option("order"));
+    let mut order: Vec<&str> = boot.split(';').collect();
+    order.retain(|key| !key.is_empty());
+    // Disks boot in the order of the definition.
+    let mut ordered = lines.clone();
+    ordered.sort_by_key(|line| order.iter().position(|key| *key == line.key).unwrap_or(usize::MAX));
+    for line in &ordered {
+        part(&mut draft, line, find);
+    }
+    Ok(draft.finish())
+}
+
+/// What every VM has; what is not said is Proxmox's default.
+fn begin<'a>(
+    find: impl Fn(&str) -> Option<Line<'a>>,
+    surroundings: &Surroundings,
+) -> Result<VmDefinition, (usize, String)> {
+    let line = find("name");
+    let name = surroundings
+        .name(line.map_or("", |line| line.value))
+        .map_err(|error| (line.map_or(1, |line| line.number), error))?;
+    let number = |key: &str, default: u32| match find(key) {
+        None => Ok(default),
+        Some(line) => line
+            .subject()
+            .trim_start_matches("current=")
+            .parse::<u32>()
+            .map_err(|_| (line.number, format!("`{}` is no number", line.text()))),
+    };
+    let (cores, sockets) = (number("cores", 1)?, number("sockets", 1)?);
+    let line = find("memory").map_or(1, |line| line.number);
+    let memory: MemorySize = format!("{}M", number("memory", 512)?)
+        .parse()
+        .map_err(|error| (line, format!("{error}")))?;
+    let vcpus = cores.checked_mul(sockets).ok_or((1, "too many cores".to_owned()))?;
+    let mut vm = VmDefinition::new(name, memory, vcpus);
+    vm.topology = Some(Topology { sockets, dies: 1, cores, threads: 1 });
+    vm.vga = Vga::Std;
+    vm.cpu = Some("kvm64".to_owned());
+    Ok(vm)
+}
+
+/// The bridges that Proxmox gives a q35 machine: after the last one a guest calls its first card
+/// `enp6s18`.
+const BRIDGES: [&str; 6] = [
+    "pcie-root-port,id=ich9-pcie-port-1,bus=pcie.0,addr=0x1c.0x0,multifunction=on,port=1,chassis=1",
+    "pcie-root-port,id=ich9-pcie-port-2,bus=pcie.0,addr=0x1c.0x1,port=2,chassis=2",
+    "pcie-root-port,id=ich9-pcie-port-3,bus=pcie.0,addr=0x1c.0x2,port=3,chassis=3",
+    "pcie-root-port,id=ich9-pcie-port-4,bus=pcie.0,addr=0x1c.0x3,port=4,chassis=4",
+    "i82801b11-bridge,id=pcidmi,bus=pcie.0,addr=0x1e.0x0",
+    "pci-bridge,id=pci.0,bus=pcidmi,addr=0x1.0x0,chassis_nr=1",
+];
+
+fn machine(draft: &mut Draft<'_>, line: Option<Line<'_>>) {
+    let Some(line) = line else { return };
+    let kind = match line.option("type") {
+        "" => line.subject(),
+        kind => kind,
+    };
+    // Proxmox counts its own changes, too.
+    let kind = kind.split_once('+').map_or(kind, |(kind, _)| kind);
+    draft.vm.machine = kind.to_owned();
+    if draft.vm.is_q35() {
+        draft.vm.virtio = VirtioInterface::Modern;
+        BRIDGES.iter().for_each(|bridge| draft.device(*bridge));
+    }
+    if !line.option("viommu").is_empty() {
+        draft.refused(line.number, line.text(), "a virtual IOMMU is not proven");
+    }
+    draft.taken(line.number, format!("machine {kind}"));
+}
+
+fn part<'a>(draft: &mut Draft<'_>, line: &Line<'_>, find: impl Fn(&str) -> Option<Line<'a>>) {
+    let (number, text) = (line.number, line.text());
+    match line.key {
+        "name" | "cores" | "sockets" | "memory" | "machine" | "boot" | "bootdisk" | "meta"
+        | "description" | "tags" | "ostype" | "scsihw" | "onboot" | "protection" | "template"
+        | "startup" | "parent" | "digest" | "acpi" | "kvm" | "vmstatestorage" => {}
+        "cpu" => device::processor(draft, line),
+        "smbios1" => {
+            if !line.option("uuid").is_empty() {
+                draft.argument("-uuid", line.option("uuid"));
+            }
+        }
+        "bios" if line.value == "ovmf" => device::uefi(draft, line, find("efidisk0")),
+        "bios" | "efidisk0" => {}
+        "agent" => {
+            draft.vm.guest_agent = !matches!(line.subject(), "0" | "enabled=0");
+            draft.taken(number, "the channel of the guest's agent");
+        }
+        "tablet" => {}
+        "vga" => device::video(draft, line),
+        "serial0" if line.value == "socket" => {
+            draft.vm.console = true;
+            draft.taken(number, "a serial port: `understudy vm console`");
+        }
+        "localtime" if line.value == "1" => draft.argument("-rtc", "base=localtime"),
+        "balloon" | "shares" | "cpulimit" | "cpuunits" | "hugepages" | "affinity" | "numa"
+        | "vcpus" | "hotplug" | "localtime" | "hookscript" | "ciuser" | "cipassword"
+        | "sshkeys" | "nameserver" | "searchdomain" | "freeze" | "keyboard"
+        | "migrate_downtime" | "migrate_speed" | "spice_enhancements" => {
+            draft.left_out(number, text, "the daemon places memory and threads itself");
+        }
+        "vmgenid" => draft.left_out(number, text, "the guest is never copied by a fail-over"),
+        "rng0" => {
+            let file = match line.option("source") {
+                "" => line.subject(),
+                source => source,
+            };
+            draft.argument("-object", format!("rng-random,id=entropy0,filename={file}"));
+            draft.device("virtio-rng-pci,rng=entropy0,id=rng0,ioeventfd=off");
+        }
+        "tpmstate0" => draft.refused(
+            number,
+            text,
+            "its state is in a volume that only Proxmox reads: remove it, and add tpm = \"crb\" to the \
+             definition, if the guest keeps no secrets in it",
+        ),
+        "args" => draft.refused(number, text, "write what it adds into qemu_args yourself"),
+        key if key.starts_with("unused") || key.starts_with("ipconfig") => {}
+        key if key.starts_with("audio") => {
+            draft.left_out(number, text, "a protected VM makes no sound");
+        }
+        key if key.starts_with("hostpci")
+            || (key.starts_with("usb") && !line.value.contains("spice")) =>
+        {
+            draft.refused(number, text, "it is hardware of this host, and cannot move");
+        }
+        key if key.starts_with("net") => device::card(draft, line),
+        _ => {
+            if !device::disk(draft, line, find("scsihw")) {
+                draft.refused(number, text, "it is not known to keep the VM protectable");
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,206 @@
+//! The devices of a VM of Proxmox.
+
+use super::Line;
+use crate::draft::Draft;
+use std::path::PathBuf;
+use understudy_qemu::definition::{
+    CardDefinition, CardModel, DiskBus, DiskDefinition, DiskFormat, EmptyCdrom, PciPlace, Vga,
+};
+
+/// Where Proxmox puts the first card and the first virtio disk.
+const FIRST_CARD_SLOT: u8 = 0x12;
+const FIRST_DISK_SLOT: u8 = 0x0a;
+
+/// Where Proxmox's local storage keeps images.
+const LOCAL: &str = "/var/lib/vz";
+
+/// Models that Proxmox makes of QEMU's.
+const MODELS: [(&str, &str); 3] = [
+    ("x86-64-v2", "qemu64,popcnt=on,pni=on,sse4.1=on,sse4.2=on,ssse3=on"),
+    ("x86-64-v2-AES", "qemu64,aes=on,popcnt=on,pni=on,sse4.1=on,sse4.2=on,ssse3=on"),
+    (
+        "x86-64-v3",
+        "qemu64,aes=on,popcnt=on,pni=on,sse4.1=on,sse4.2=on,ssse3=on,avx=on,avx2=on,bmi1=on,bmi2=on,\
+         f16c=on,fma=on,abm=on,movbe=on,xsave=on",
+    ),
+];
+
+pub(super) fn processor(draft: &mut Draft<'_>, line: &Line<'_>) {
+    let model = match line.option("cputype") {
+        "" => line.subject(),
+        model => model,
+    };
+    if matches!(model, "host" | "max") {
+        let why = "it means something else on every host; without `cpu` the guest has what every \
+                   server since 2011 has: write a model there that both hosts have";
+        draft.vm.cpu = None;
+        return draft.changed(line.number, line.text(), why);
+    }
+    let known = MODELS.iter().find(|(name, _)| *name == model).map_or(model, |(_, known)| known);
+    let mut text = known.to_owned();
+    for flag in line.option("flags").split(';').filter(|flag| !flag.is_empty()) {
+        match flag.split_at(1) {
+            ("+", name) => text += &format!(",{name}=on"),
+            ("-", name) => text += &format!(",{name}=off"),
+            _ => return draft.refused(line.number, line.text(), format!("the flag {flag:?}")),
+        }
+    }
+    draft.taken(line.number, format!("processor {model}"));
+    draft.vm.cpu = Some(text);
+}
+
+pub(super) fn uefi(draft: &mut Draft<'_>, line: &Line<'_>, store: Option<Line<'_>>) {
+    let Some(store) = store else {
+        let why = "its variables lie nowhere: add an EFI disk";
+        return draft.refused(line.number, line.text(), why);
+    };
+    let Some((path, _)) = volume(draft, &store) else { return };
+    let secure = store.option("pre-enrolled-keys") == "1" && draft.vm.is_q35();
+    if store.option("efitype") != "4m" {
+        let why = "firmware of 2 MiB is no more shipped: make a new EFI disk with efitype=4m";
+        return draft.refused(store.number, store.text(), why);
+    }
+    if path.starts_with("/dev") {
+        let why = "a volume is larger than the firmware's variables: copy its first 540672 bytes to a \
+                   file, and name that by --volume";
+        return draft.refused(store.number, store.text(), why);
+    }
+    let variables = draft.uefi(None, Some(path), secure);
+    draft.taken(line.number, format!("UEFI, its variables in {}", variables.display()));
+}
+
+pub(super) fn video(draft: &mut Draft<'_>, line: &Line<'_>) {
+    let kind = match line.option("type") {
+        "" => line.subject(),
+        kind => kind,
+    };
+    (draft.vm.vga, draft.vm.vnc) = match kind {
+        "none" => (Vga::None, false),
+        kind if kind.starts_with("serial") => (Vga::None, false),
+        "virtio" => (Vga::Virtio, true),
+        "std" => (Vga::Std, true),
+        "virtio-gl" => {
+            return draft.refused(line.number, line.text(), "3D is drawn by this host's hardware");
+        }
+        _ => {
+            draft.changed(
+                line.number,
+                line.text(),
+                "a VGA card, which every guest has a driver for",
+            );
+            (Vga::Std, true)
+        }
+    };
+}
+
+pub(super) fn card(draft: &mut Draft<'_>, line: &Line<'_>) {
+    let what = line.text();
+    let Some((model, mac)) = line.subject().split_once('=') else {
+        return draft.refused(line.number, what, "it has no model and address");
+    };
+    let kind = match model {
+        "virtio" => CardModel::VirtioNet,
+        "e1000" => CardModel::E1000,
+        "e1000e" => CardModel::E1000e,
+        "rtl8139" => CardModel::Rtl8139,
+        _ => return draft.refused(line.number, what, format!("the model {model} is not known")),
+    };
+    let Ok(mac) = mac.parse() else {
+        return draft.refused(line.number, what, format!("{mac:?} is no hardware address"));
+    };
+    let bridge = line.option("bridge");
+    if bridge.is_empty() || !line.option("tag").is_empty() || !line.option("trunks").is_empty() {
+        let why = "give the VLAN a bridge of its own, and plug the card into that";
+        let why = if bridge.is_empty() { "it is plugged into no bridge" } else { why };
+        return draft.refused(line.number, what, why);
+    }
+    if line.option("firewall") == "1" {
+        draft.left_out(line.number, format!("{}, firewall=1", line.key), "filter on the bridge");
+    }
+    if !line.option("rate").is_empty() {
+        draft.left_out(
+            line.number,
+            format!("{}, rate", line.key),
+            "nothing bounds a card's traffic",
+        );
+    }
+    // 1 is the bridge's own.
+    let mtu = line.option("mtu").parse().ok().filter(|&mtu: &u16| mtu > 1);
+    let bridge = draft.surroundings.bridges.get(bridge).map_or(bridge, |other| other);
+    let new = CardDefinition::new(mac, bridge, kind);
+    let slot = line.index("net").and_then(|n| FIRST_CARD_SLOT.checked_add(n));
+    let pci = slot.and_then(|slot| PciPlace::new("pci.0", slot, 0));
+    let mtu = mtu.filter(|_| kind == CardModel::VirtioNet);
+    draft.taken(line.number, what);
+    draft.vm.cards.push(CardDefinition { mtu, pci, ..new });
+}
+
+/// A disk or CD-ROM drive; whether the line is one.
+pub(super) fn disk(draft: &mut Draft<'_>, line: &Line<'_>, scsihw: Option<Line<'_>>) -> bool {
+    let buses = [
+        ("virtio", DiskBus::Virtio),
+        ("scsi", DiskBus::Scsi),
+        ("sata", DiskBus::Sata),
+        ("ide", DiskBus::Ide),
+    ];
+    let found = buses.into_iter().find_map(|(name, bus)| Some((bus, line.index(name)?)));
+    let Some((bus, index)) = found else { return false };
+    let controller = scsihw.map_or("lsi", |line| line.value);
+    if bus == DiskBus::Scsi && !controller.starts_with("virtio-scsi") {
+        let why = format!(
+            "the controller {controller} is not known; the guest may need virtio-scsi's driver first"
+        );
+        draft.refused(line.number, line.text(), why);
+        return true;
+    }
+    let cdrom = line.option("media") == "cdrom";
+    if cdrom && matches!(line.subject(), "none" | "cdrom") {
+        draft.vm.empty_cdroms.push(EmptyCdrom { bus });
+        draft.taken(line.number, format!("{}: an empty CD-ROM drive", line.key));
+        return true;
+    }
+    if let Some((path, format)) = volume(draft, line) {
+        draft.taken(line.number, format!("{}: {}", line.key, path.display()));
+        let serial = Some(line.option("serial").to_owned()).filter(|serial| !serial.is_empty());
+        let slot = FIRST_DISK_SLOT.checked_add(index).filter(|_| bus == DiskBus::Virtio);
+        let pci = slot.and_then(|slot| PciPlace::new("pci.0", slot, 0));
+        let new = DiskDefinition::new(path, format, bus);
+        draft.vm.disks.push(DiskDefinition { cdrom, serial, pci, ..new });
+    }
+    true
+}
+
+/// The file or block device of a volume, and its format.
+fn volume(draft: &mut Draft<'_>, line: &Line<'_>) -> Option<(PathBuf, DiskFormat)> {
+    let volume = match line.option("file") {
+        "" => line.subject(),
+        file => file,
+    };
+    let named = volume.split_once(':');
+    let path = draft.surroundings.volumes.get(volume).cloned().or_else(|| match named {
+        None => volume.starts_with('/').then(|| volume.into()),
+        Some(("local", file)) if file.starts_with("iso/") => {
+            Some(format!("{LOCAL}/template/{file}").into())
+        }
+        Some(("local", file)) => Some(format!("{LOCAL}/images/{file}").into()),
+        Some(("local-lvm", name)) => Some(format!("/dev/pve/{name}").into()),
+        Some(_) => None,
+    });
+    let Some(path) = path else {
+        let why =
+            format!("say where it lies, as `pvesm path {volume}` does: --volume {volume}=PATH");
+        draft.refused(line.number, line.text(), why);
+        return None;
+    };
+    let format = match path.extension().and_then(|extension| extension.to_str()) {
+        Some("qcow2") => DiskFormat::Qcow2,
+        Some("vmdk") => {
+            let why =
+                "vmdk images are not replicated: `qemu-img convert -O qcow2` makes one that is";
+            draft.refused(line.number, line.text(), why);
+            return None;
+        }
+        _ => DiskFormat::Raw,
+    };
+    Some((path, format))
+}

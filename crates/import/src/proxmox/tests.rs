@@ -1,0 +1,86 @@
+use super::*;
+use crate::Outcome;
+use understudy_qemu::definition::{CardModel, DiskBus, DiskFormat};
+
+const WEB: &str = "\
+#a comment
+agent: 1
+balloon: 0
+bios: ovmf
+boot: order=scsi0;ide2;net0
+cores: 2
+cpu: x86-64-v2-AES
+efidisk0: local:100/vm-100-disk-1.raw,efitype=4m,pre-enrolled-keys=1,size=528K
+ide2: none,media=cdrom
+machine: q35
+memory: 2048
+meta: creation-qemu=8.1.5,ctime=1712345678
+name: web
+net0: virtio=BC:24:11:2F:5A:7C,bridge=vmbr0,firewall=1
+numa: 0
+ostype: l26
+sata1: local:iso/debian-13.iso,media=cdrom,size=700M
+scsi0: local-lvm:vm-100-disk-0,iothread=1,size=32G
+scsihw: virtio-scsi-single
+serial0: socket
+smbios1: uuid=8d2a9d0e-5c9b-4a56-9a36-0cf1a2b0b5a1
+sockets: 2
+vmgenid: 1c5a9b1e-0000-0000-0000-000000000000
+
+[snapshot]
+memory: 1
+";
+
+fn import(text: &str) -> Import {
+    proxmox(text, &Surroundings::default())
+}
+
+#[test]
+fn a_vm_is_taken_over() {
+    let import = import(WEB);
+    let vm = import.definition.unwrap_or_else(|| panic!("{:#?}", import.findings));
+    assert_eq!((&vm.name[..], vm.vcpus, vm.memory.bytes()), ("web", 4, 2 << 30));
+    assert_eq!(vm.disks[0].path.to_str(), Some("/dev/pve/vm-100-disk-0"), "the boot disk is first");
+    assert_eq!((vm.disks[0].bus, vm.disks[0].format), (DiskBus::Scsi, DiskFormat::Raw));
+    let store = vm.disks.iter().find(|disk| disk.bus == DiskBus::Pflash).unwrap();
+    assert_eq!(store.path.to_str(), Some("/var/lib/vz/images/100/vm-100-disk-1.raw"));
+    let medium = vm.disks.iter().find(|disk| disk.cdrom).unwrap();
+    assert_eq!(medium.path.to_str(), Some("/var/lib/vz/template/iso/debian-13.iso"));
+    assert_eq!(vm.empty_cdroms.len(), 1);
+    assert_eq!((vm.cards[0].model, &vm.cards[0].bridge[..]), (CardModel::VirtioNet, "vmbr0"));
+    assert_eq!(vm.cards[0].pci.as_ref().unwrap().to_string(), "pci.0:12.0", "the guest's ens18");
+    assert!(vm.cpu.unwrap().starts_with("qemu64,aes=on"));
+    assert!(vm.secure_boot && vm.guest_agent && vm.console);
+}
+
+#[test]
+fn what_cannot_be_protected_is_refused_with_its_line() {
+    for (line, instead, number, words) in [
+        ("numa: 0", "tpmstate0: local:100/x.raw,size=4M,version=v2.0", 15, "only Proxmox reads"),
+        ("numa: 0", "hostpci0: 0000:01:00.0", 15, "hardware of this host"),
+        ("numa: 0", "args: -device x", 15, "qemu_args"),
+        ("numa: 0", "virtiofs0: share", 15, "not known"),
+        ("bridge=vmbr0", "bridge=vmbr0,tag=7", 14, "a bridge of its own"),
+        ("scsihw: virtio-scsi-single", "scsihw: lsi", 18, "virtio-scsi's driver"),
+        ("local-lvm:vm", "ceph:vm", 18, "--volume ceph:vm-100-disk-0=PATH"),
+        ("memory: 2048", "memory: lots", 11, "no number"),
+        ("name: web", "name: ../web", 13, "--name"),
+        ("ostype: l26", "nonsense", 16, "key: value"),
+        ("efitype=4m", "efitype=2m", 8, "no more shipped"),
+    ] {
+        assert!(WEB.contains(line), "{line}");
+        let import = import(&WEB.replacen(line, instead, 1));
+        assert!(import.definition.is_none(), "{instead} was taken");
+        let refused = import.findings.iter().find(|it| it.outcome == Outcome::Refused).unwrap();
+        assert_eq!(refused.line, number, "{refused}");
+        assert!(refused.why.contains(words), "{instead}: {refused}");
+    }
+}
+
+#[test]
+fn a_volume_lies_where_somebody_says() {
+    let text = WEB.replace("local-lvm:vm", "ceph:vm");
+    let volumes = [("ceph:vm-100-disk-0".to_owned(), "/dev/rbd0".into())].into();
+    let import = proxmox(&text, &Surroundings { volumes, ..Surroundings::default() });
+    assert_eq!(import.definition.unwrap().disks[0].path.to_str(), Some("/dev/rbd0"));
+}
