@@ -36,6 +36,7 @@ pub mod pki;
 mod primary;
 pub mod probe;
 mod protection;
+mod pulse;
 mod qemu_log;
 mod records;
 mod recover;
@@ -53,3 +54,4 @@ mod vm;
 
 pub use error::{ErrorKind, HostError};
 pub use host::{ADDRESS_PATIENCE, Host};
+pub use pulse::Pulse;

@@ -9,6 +9,7 @@
 //! | [`commands`] | what each subcommand does |
 //! | [`api`]      | the daemon's HTTP API |
 //! | [`socket`]   | the unix socket it listens on |
+//! | [`service_manager`] | what systemd is told |
 //! | [`client`]   | the API from the caller's side |
 //! | [`demo`]     | a host dies, and its guest's connection lives on |
 //! | [`chaos`]    | failures at random, every promise checked |
@@ -29,6 +30,7 @@ mod failure;
 mod metrics;
 mod output;
 mod progress;
+mod service_manager;
 mod socket;
 mod table;
 

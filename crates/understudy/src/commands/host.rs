@@ -1,8 +1,10 @@
 //! `understudy host`: the daemon in the foreground.
 
+use super::watchdog;
 use crate::api;
 use crate::failure::{Exit, Failure};
 use crate::metrics;
+use crate::service_manager::{Notice, ServiceManager};
 use crate::socket::ApiSocket;
 use std::future::Future;
 use std::io;
@@ -21,9 +23,12 @@ use understudy_daemon::{ADDRESS_PATIENCE, ErrorKind, Host, HostError};
 const API_THREADS: usize = 2;
 /// How long calls under way may take to be answered once everything has ended.
 const LAST_ANSWERS: Duration = Duration::from_secs(2);
+/// What the end takes beside the guests' power-off: protected VMs are handed over before.
+const HAND_OVERS: Duration = Duration::from_secs(120);
 
 /// Runs the daemon until SIGTERM or SIGINT.
 pub fn run(config: &Path) -> Result<Exit, Failure> {
+    let manager = Arc::new(ServiceManager::of_environment()?);
     let config = HostConfig::load(config)?;
     let socket = bind_socket(&config.socket)?;
     let runtime = Builder::new_multi_thread()
@@ -31,7 +36,7 @@ pub fn run(config: &Path) -> Result<Exit, Failure> {
         .enable_all()
         .build()
         .map_err(|error| Failure::internal(format!("cannot start threads: {error}")))?;
-    let result = runtime.block_on(serve(config, &socket));
+    let result = runtime.block_on(serve(config, &socket, manager));
     // A call that still hangs must not keep the daemon from ending.
     runtime.shutdown_background();
     result.map(|()| Exit::Ok)
@@ -50,10 +55,15 @@ fn bind_socket(path: &Path) -> Result<ApiSocket, HostError> {
     }
 }
 
-async fn serve(config: HostConfig, socket: &ApiSocket) -> Result<(), Failure> {
+async fn serve(
+    config: HostConfig,
+    socket: &ApiSocket,
+    manager: Arc<ServiceManager>,
+) -> Result<(), Failure> {
     // From here on a signal waits until the host can be shut down in order.
     let mut signals = Signals::new().map_err(internal)?;
     let name = config.name.clone();
+    let end = config.power_off_timeout + HAND_OVERS;
     let metrics = match config.metrics {
         Some(address) => Some(bind_metrics(address).await?),
         None => None,
@@ -73,7 +83,12 @@ async fn serve(config: HostConfig, socket: &ApiSocket) -> Result<(), Failure> {
         tokio::spawn(axum::serve(listener, router).into_future());
     }
     tracing::info!(host = %name, socket = %socket.path().display(), "ready");
+    manager.tell(&[Notice::Ready]);
+    let alive = watchdog::keep(manager.clone(), host.clone(), socket.path().to_owned());
+    let alive = tokio::spawn(alive);
     let signal = signals.next().await;
+    alive.abort();
+    manager.tell(&[Notice::Stopping(end), Notice::Status(format!("ending after {signal}"))]);
     tracing::info!(signal, "ending: VMs are handed over or shut down; another signal cuts them");
     let _ = stop.send(());
     let ending = host.clone();

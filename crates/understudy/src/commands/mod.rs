@@ -13,6 +13,7 @@ mod relay;
 mod simulate;
 mod status;
 mod vm;
+mod watchdog;
 
 use crate::bench;
 use crate::chaos;

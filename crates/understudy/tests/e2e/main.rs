@@ -37,6 +37,7 @@
 //! | [`distance`]| a backup far away |
 //! | [`lockstep`] | the same failures of a VM in lockstep |
 //! | [`comparison`] | both machines of a VM in lockstep compared while they run |
+//! | [`service`] | what a service manager is told of a daemon's life |
 //! | [`shapes`]  | two vCPUs, two disks, two cards |
 //! | [`compression`] | every way to encode pages |
 //! | [`machines`] | another machine type, modern virtio, an installed system |
@@ -112,6 +113,7 @@ mod room;
 mod s3;
 mod sealed_snapshots;
 mod security;
+mod service;
 mod shapes;
 mod sick_disks;
 mod snapshot;

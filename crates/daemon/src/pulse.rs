@@ -1,0 +1,31 @@
+//! The pulse: whether the daemon as a whole is alive, for a service manager's watchdog.
+
+use crate::host::Host;
+use crate::vm::Vm;
+
+/// What a living daemon has.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Pulse {
+    /// VMs that run on this host.
+    pub running: usize,
+    /// VMs of other hosts that it backs up.
+    pub backed_up: usize,
+}
+
+impl Host {
+    /// Returns once it has had each lock that every request, every VM and every connection of
+    /// another host needs. No VM's own: one that hangs is its own affair, and must not have the
+    /// daemon ended with all others.
+    pub fn pulse(&self) -> Pulse {
+        fail::fail_point!("pulse");
+        self.lobby.end_overdue();
+        drop(self.presences.lock());
+        drop(self.members.others());
+        let vms = self.vms.lock();
+        vms.values().fold(Pulse::default(), |pulse, vm| match vm {
+            Vm::Primary(_) => Pulse { running: pulse.running + 1, ..pulse },
+            Vm::Backup(_) => Pulse { backed_up: pulse.backed_up + 1, ..pulse },
+            Vm::Fenced(_) => pulse,
+        })
+    }
+}

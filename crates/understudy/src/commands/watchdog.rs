@@ -1,0 +1,61 @@
+//! The daemon's own watchdog: tells the service manager that it lives, after a proof of it.
+//!
+//! The proof is a request to its API, answered over the socket as any caller's would be, and the
+//! locks that all of the daemon shares. A timer alone would go on in a daemon that serves nobody.
+
+use crate::service_manager::{Notice, ServiceManager};
+use std::io::{self, Read, Write};
+use std::os::unix::net::UnixStream;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::time::Duration;
+use tokio::task::spawn_blocking;
+use tokio::time::timeout;
+use tracing::warn;
+use understudy_daemon::{Host, Pulse};
+
+/// Between two proofs when nobody counts them: what the manager shows should be of now.
+const UNCOUNTED: Duration = Duration::from_secs(10);
+/// Proofs in the time that the manager waits for one.
+const PROOFS: u32 = 4;
+/// Any answer will do, and this one costs nothing.
+const REQUEST: &[u8] = b"GET / HTTP/1.0\r\n\r\n";
+const ANSWER: &[u8] = b"HTTP/1.";
+
+/// Tells `manager` for as long as the daemon lives.
+pub async fn keep(manager: Arc<ServiceManager>, host: Arc<Host>, socket: PathBuf) {
+    let interval = manager.watchdog().map_or(UNCOUNTED, |longest| longest / PROOFS);
+    loop {
+        let (host, socket) = (host.clone(), socket.clone());
+        let mut proof = spawn_blocking(move || prove(&host, &socket));
+        let proven = match timeout(interval, &mut proof).await {
+            Ok(proven) => proven,
+            Err(_) => {
+                warn!("no sign of life of this daemon for {interval:?}");
+                proof.await
+            }
+        };
+        match proven {
+            Ok(Ok(pulse)) => manager.tell(&[Notice::Alive, Notice::Status(describe(pulse))]),
+            Ok(Err(error)) => warn!("this daemon's own API does not answer: {error}"),
+            Err(error) => warn!("no sign of life of this daemon: {error}"),
+        }
+        tokio::time::sleep(interval).await;
+    }
+}
+
+fn prove(host: &Host, socket: &Path) -> io::Result<Pulse> {
+    let mut api = UnixStream::connect(socket)?;
+    api.write_all(REQUEST)?;
+    let mut answer = [0; ANSWER.len()];
+    api.read_exact(&mut answer)?;
+    if answer != ANSWER {
+        return Err(io::Error::other("its answer is not HTTP"));
+    }
+    Ok(host.pulse())
+}
+
+fn describe(pulse: Pulse) -> String {
+    let Pulse { running, backed_up } = pulse;
+    format!("VMs that run here: {running}; that are backed up here: {backed_up}")
+}

@@ -1,0 +1,89 @@
+//! What a service manager is told: when a daemon is ready, that it lives, and that it ends.
+
+use crate::refusals::{log_of, quick};
+use crate::stage::{LIMIT, play};
+use anyhow::{Context, Result, ensure};
+use std::cell::RefCell;
+use std::os::unix::net::UnixDatagram;
+use std::time::Duration;
+use understudy_lab::{HostOptions, SceneOptions, wait_for};
+
+/// The longest silence that it takes for life.
+const WATCHDOG: Duration = Duration::from_secs(2);
+
+/// In a service manager's place, for the daemon of host a.
+struct Manager {
+    socket: UnixDatagram,
+    /// All lines so far.
+    heard: RefCell<Vec<String>>,
+    _directory: tempfile::TempDir,
+}
+
+impl Manager {
+    /// And a scene whose host a belongs to it.
+    fn of(mut options: SceneOptions) -> Result<(Manager, SceneOptions)> {
+        let directory = tempfile::tempdir()?;
+        let path = directory.path().join("notify");
+        let socket = UnixDatagram::bind(&path)?;
+        socket.set_nonblocking(true)?;
+        let daemon: &mut HostOptions = options.daemons.get_mut("a").context("no host a")?;
+        let mut set = |name: &str, value: String| daemon.environment.push((name.to_owned(), value));
+        set("NOTIFY_SOCKET", path.display().to_string());
+        set("WATCHDOG_USEC", WATCHDOG.as_micros().to_string());
+        let heard = RefCell::default();
+        Ok((Manager { socket, heard, _directory: directory }, options))
+    }
+
+    fn listen(&self) {
+        let mut bytes = [0; 4096];
+        while let Ok(length) = self.socket.recv(&mut bytes) {
+            let text = String::from_utf8_lossy(&bytes[..length]).into_owned();
+            self.heard.borrow_mut().extend(text.lines().map(str::to_owned));
+        }
+    }
+
+    fn count(&self, line: &str) -> usize {
+        self.listen();
+        self.heard.borrow().iter().filter(|heard| *heard == line).count()
+    }
+
+    fn await_line(&self, line: &str, times: usize) -> Result<()> {
+        let ready = || Ok((self.count(line) >= times).then_some(()));
+        wait_for(&format!("{line}, {times} times"), LIMIT, ready)
+            .with_context(|| format!("{:?}", self.heard.borrow()))
+    }
+}
+
+#[test]
+fn a_service_manager_hears_of_start_life_and_end() {
+    let (manager, options) = Manager::of(quick()).unwrap();
+    play(options, |scene| {
+        manager.await_line("READY=1", 1)?;
+        manager.await_line("STATUS=VMs that run here: 0; that are backed up here: 0", 1)?;
+        scene.start_guest("a")?;
+        manager.await_line("STATUS=VMs that run here: 1; that are backed up here: 0", 1)?;
+        manager.await_line("WATCHDOG=1", 3)?;
+        scene.host_mut("a")?.terminate()?;
+        manager.await_line("STOPPING=1", 1)?;
+        // What the hand-overs may take, and nothing for guests: the laboratory does not wait.
+        manager.await_line("EXTEND_TIMEOUT_USEC=120000000", 1)?;
+        ensure!(manager.count("READY=1") == 1, "{:?}", manager.heard.borrow());
+        Ok(())
+    });
+}
+
+/// A timer alone would have gone on.
+#[test]
+fn a_daemon_that_hangs_does_not_say_that_it_lives() {
+    let (manager, mut options) = Manager::of(quick()).unwrap();
+    let hang = ("FAILPOINTS".to_owned(), "pulse=3*off->sleep(3600000)".to_owned());
+    options.daemons.get_mut("a").unwrap().environment.push(hang);
+    play(options, |scene| {
+        manager.await_line("WATCHDOG=1", 3)?;
+        wait_for("the log to tell of it", LIMIT, || {
+            Ok(log_of(scene, "a")?.contains("no sign of life of this daemon").then_some(()))
+        })?;
+        ensure!(manager.count("WATCHDOG=1") == 3, "{:?}", manager.heard.borrow());
+        Ok(())
+    });
+}
