@@ -80,6 +80,18 @@ pub enum Command {
     /// Keep a guest when its daemon dies; started by the daemon.
     #[command(hide = true, name = SUBCOMMAND)]
     Custodian,
+    /// Write the man pages of all commands into a directory; for packages.
+    #[command(hide = true)]
+    Manual {
+        /// The directory.
+        dir: PathBuf,
+    },
+    /// Print what completes command lines in a shell.
+    #[command(hide = true)]
+    Completions {
+        /// The shell.
+        shell: clap_complete::Shell,
+    },
     /// Start, stop and list VMs, and reach their consoles.
     #[command(subcommand)]
     Vm(VmCommand),

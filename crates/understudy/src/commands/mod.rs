@@ -6,6 +6,7 @@ mod doctor;
 mod host;
 mod import;
 mod lockstep;
+mod manual;
 mod pki;
 mod protect;
 mod recover;
@@ -30,6 +31,8 @@ pub fn run(cli: &Cli) -> Result<Exit, Failure> {
         Command::Custodian => understudy_daemon::custody::run()
             .map(|()| Exit::Ok)
             .map_err(|error| Failure::internal(format!("the custodian: {error:#}"))),
+        Command::Manual { dir } => manual::write_pages(dir),
+        Command::Completions { shell } => manual::print_completions(*shell),
         Command::Vm(command) => vm::run(&client()?, command, cli.json),
         Command::Protect(args) => protect::protect(&client()?, args, cli.json),
         Command::Unprotect { vm } => protect::unprotect(&client()?, vm, cli.json),
