@@ -70,6 +70,8 @@ const LONGEST_SOCKET_PATH: usize = 107;
 /// A host's configuration, checked.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct HostConfig {
+    /// Where it was read from.
+    pub file: PathBuf,
     /// This host's name, as its peers and the arbiter know it.
     pub name: HostName,
     /// Where peers reach this host; at least one.
@@ -315,6 +317,7 @@ impl RawConfig {
         let clusters = cluster::check(source, self.clusters)?;
         let store_keys = cluster::check_keys(source, self.snapshot_keys)?;
         Ok(HostConfig {
+            file: source.file().to_owned(),
             listen,
             metrics: check_metrics(source, self.metrics)?,
             peers,

@@ -10,6 +10,7 @@ use crate::gate::{descriptors, lobby::Lobby};
 use crate::handshake::Identity;
 use crate::machine::Machine;
 use crate::membership::{self, Members};
+use crate::peers::{self, Peers};
 use crate::records::{Record, Records};
 use crate::report::{CheckpointTiming, HostStatus, VmStatus};
 use crate::resync;
@@ -68,6 +69,8 @@ pub struct Host {
     pub(crate) backed_groups: Common<Vec<Weak<backup::Group>>>,
     /// The networks between members of clusters.
     pub(crate) fabric: Fabric,
+    /// The other hosts that the configuration names.
+    pub(crate) peers: Peers,
     /// The other hosts, as far as etcd knows them.
     pub(crate) members: Members,
     /// What it does for snapshots and restores.
@@ -113,6 +116,7 @@ impl Host {
         let (panics, told) = crossbeam_channel::unbounded();
         let host = Arc::new(Host {
             records,
+            peers: Peers::of(&config),
             config,
             identity,
             arbiter,
@@ -145,6 +149,7 @@ impl Host {
         if let Some(tls) = &host.identity.tls {
             tls::renewal::start(Arc::downgrade(tls));
         }
+        peers::watch(&host);
         membership::join(&host);
         arbiter::watch::start(&host);
         start_schedules(&host);
@@ -173,7 +178,8 @@ impl Host {
 
     fn problems(&self) -> Vec<String> {
         let tls = self.identity.tls.iter().flat_map(|tls| tls.problems());
-        self.arbiter_problem.lock().iter().cloned().chain(tls).collect()
+        let others = self.arbiter_problem.lock().clone().into_iter().chain(self.peers.problem());
+        others.chain(tls).collect()
     }
 
     /// Everything on this host.

@@ -8,7 +8,7 @@ pub use revocation::{REVOKED, Revoked, revoke};
 use crate::error::{ErrorKind, HostError};
 use rcgen::{
     BasicConstraints, CertificateParams, DnType, ExtendedKeyUsagePurpose, IsCa, Issuer, KeyPair,
-    KeyUsagePurpose, date_time_ymd,
+    KeyUsagePurpose, PKCS_ECDSA_P256_SHA256, PublicKeyData, SignatureAlgorithm, date_time_ymd,
 };
 use serde::Serialize;
 use std::fs::{self, File};
@@ -24,6 +24,8 @@ pub const CA_CERT: &str = "ca.pem";
 /// The CA's key, which no host needs.
 pub const CA_KEY: &str = "ca.key";
 
+/// For so long a host's certificate is valid unless somebody says otherwise.
+pub const HOST_DAYS: u32 = 825;
 const CA_DAYS: u32 = 3650;
 /// Clocks of hosts may differ by this much.
 const CLOCK_SKEW: Duration = Duration::from_secs(3600);
@@ -69,6 +71,61 @@ pub(crate) fn issue_at(
     let written = Written { cert: path("pem"), key: path("key") };
     write(&written, &certificate.pem(), &key.serialize_pem())?;
     Ok(written)
+}
+
+/// A host's key, made on that host, which it never leaves.
+pub struct HostKey(KeyPair);
+
+/// The public half of a host's key, as a host that joins sends it.
+pub struct PublicKey(Vec<u8>);
+
+impl HostKey {
+    /// Makes one.
+    pub fn generate() -> Result<HostKey, HostError> {
+        KeyPair::generate().map(HostKey).map_err(internal)
+    }
+
+    /// The key, PEM.
+    pub fn pem(&self) -> String {
+        self.0.serialize_pem()
+    }
+
+    /// Its public half.
+    pub fn public(&self) -> &[u8] {
+        self.0.der_bytes()
+    }
+}
+
+impl PublicKey {
+    /// A point of P-256, as [`HostKey::public`] gives it; none if it is something else.
+    pub fn parse(bytes: Vec<u8>) -> Option<PublicKey> {
+        const UNCOMPRESSED: u8 = 4;
+        (bytes.len() == 65 && bytes[0] == UNCOMPRESSED).then_some(PublicKey(bytes))
+    }
+}
+
+impl PublicKeyData for PublicKey {
+    fn der_bytes(&self) -> &[u8] {
+        &self.0
+    }
+
+    fn algorithm(&self) -> &'static SignatureAlgorithm {
+        &PKCS_ECDSA_P256_SHA256
+    }
+}
+
+/// Certifies another host's key as [`issue`] would one of its own making; returns the
+/// certificate, PEM. Nothing is written.
+pub fn certify(
+    directory: &Path,
+    name: &HostName,
+    key: &PublicKey,
+    days: u32,
+) -> Result<String, HostError> {
+    let now = SystemTime::now();
+    let issuer = issuer(directory, now)?;
+    let certificate = host_params(now, name, days)?.signed_by(key, &issuer).map_err(internal)?;
+    Ok(certificate.pem())
 }
 
 fn issuer(directory: &Path, now: SystemTime) -> Result<Issuer<'static, KeyPair>, HostError> {

@@ -96,7 +96,7 @@ impl Host {
         let mut known: BTreeMap<_, _> =
             members.into_iter().map(|(name, member)| (name, member.addresses)).collect();
         // What the operator wrote counts more than what a host says of itself.
-        known.extend(self.config.peers.clone());
+        known.extend(self.peers.all());
         known
     }
 
@@ -104,7 +104,7 @@ impl Host {
     /// looked for.
     pub(crate) fn is_known(&self, name: &str) -> bool {
         let etcd = || self.arbiter.as_ref().and_then(Arbiter::etcd);
-        self.config.peers.contains_key(name)
+        self.peers.all().contains_key(name)
             || self.members.others().contains_key(name)
             || etcd().is_some_and(|etcd| membership::is_member(etcd, name))
     }
@@ -113,7 +113,7 @@ impl Host {
     pub(crate) fn is_address_of_known(&self, from: IpAddr) -> bool {
         let is = |addresses: &Vec<SocketAddr>| addresses.iter().any(|known| known.ip() == from);
         let members = self.members.others();
-        self.config.peers.values().any(is) || members.values().any(|known| is(&known.addresses))
+        self.peers.all().values().any(is) || members.values().any(|known| is(&known.addresses))
     }
 
     /// Asks every known host whether, and how well, it could back `vm` up.

@@ -4,6 +4,7 @@
 mod bench;
 mod import;
 mod protect;
+mod setup;
 mod snapshot;
 mod trial;
 
@@ -14,6 +15,8 @@ use import::VM_IMPORT_HELP;
 pub use import::*;
 use protect::PROTECT_HELP;
 pub use protect::*;
+pub use setup::*;
+use setup::{INIT_HELP, JOIN_HELP};
 use snapshot::CLUSTER_HELP;
 pub use snapshot::*;
 pub use trial::*;
@@ -25,10 +28,12 @@ use std::convert::Infallible;
 use std::path::{Path, PathBuf};
 use understudy_daemon::config::DEFAULT_SOCKET;
 use understudy_daemon::custody::SUBCOMMAND;
+use understudy_daemon::pki::HOST_DAYS;
 
 const AFTER_HELP: &str = "\
 Examples:
   understudy doctor                        is this machine ready?
+  understudy init                          set the first host up, and invite the other
   understudy host --config host.toml       run the daemon of this host
   understudy vm start db.toml              start a VM, unprotected
   understudy protect db --to b             keep an understudy of it on host b
@@ -77,6 +82,14 @@ pub enum Command {
         #[arg(long, value_name = "FILE")]
         config: PathBuf,
     },
+    /// Set this host up as the first one, and invite the other.
+    #[command(after_help = INIT_HELP)]
+    Init(InitArgs),
+    /// Invite another host to join: prints the command to run there, and waits for it.
+    Invite(InviteArgs),
+    /// Set this host up by the invitation of another one.
+    #[command(after_help = JOIN_HELP)]
+    Join(JoinArgs),
     /// Keep a guest when its daemon dies; started by the daemon.
     #[command(hide = true, name = SUBCOMMAND)]
     Custodian,
@@ -249,7 +262,7 @@ pub enum PkiCommand {
         #[arg(long, value_name = "DIR", default_value = ".")]
         dir: PathBuf,
         /// For how many days it is valid.
-        #[arg(long, value_name = "N", default_value_t = 825, value_parser = clap::value_parser!(u32).range(1..=36500))]
+        #[arg(long, value_name = "N", default_value_t = HOST_DAYS, value_parser = clap::value_parser!(u32).range(1..=36500))]
         days: u32,
     },
     /// Revoke a certificate: puts it on the list DIR/revoked.pem.

@@ -27,6 +27,11 @@ impl<'a> Source<'a> {
         Source { text, file }
     }
 
+    /// Where the text is from.
+    pub fn file(&self) -> &Path {
+        self.file
+    }
+
     pub fn wrong(&self, field: &str, span: Range<usize>, message: &str) -> HostError {
         let line = self.line_of(span.start);
         let message = format!("{}:{line}: {field}: {message}", self.file.display());

@@ -9,8 +9,10 @@ mod lockstep;
 mod manual;
 mod pki;
 mod protect;
+mod questions;
 mod recover;
 mod relay;
+mod setup;
 mod simulate;
 mod status;
 mod vm;
@@ -28,6 +30,9 @@ pub fn run(cli: &Cli) -> Result<Exit, Failure> {
     let client = || Client::new(&cli.socket);
     match &cli.command {
         Command::Host { config } => host::run(config),
+        Command::Init(args) => setup::init(args, cli.json),
+        Command::Invite(args) => setup::invite(args, cli.json),
+        Command::Join(args) => setup::join(args, cli.json),
         Command::Custodian => understudy_daemon::custody::run()
             .map(|()| Exit::Ok)
             .map_err(|error| Failure::internal(format!("the custodian: {error:#}"))),

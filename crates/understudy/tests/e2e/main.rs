@@ -38,6 +38,7 @@
 //! | [`lockstep`] | the same failures of a VM in lockstep |
 //! | [`comparison`] | both machines of a VM in lockstep compared while they run |
 //! | [`service`] | what a service manager is told of a daemon's life |
+//! | [`setup`]   | hosts that are set up by `init`, `invite` and `join` |
 //! | [`shapes`]  | two vCPUs, two disks, two cards |
 //! | [`compression`] | every way to encode pages |
 //! | [`machines`] | another machine type, modern virtio, an installed system |
@@ -114,6 +115,7 @@ mod s3;
 mod sealed_snapshots;
 mod security;
 mod service;
+mod setup;
 mod shapes;
 mod sick_disks;
 mod snapshot;

@@ -1,0 +1,302 @@
+//! The inviting host: waits for the one host that has the token, certifies its key and adds it to
+//! this host's [peers].
+
+use super::host_file::{self, ArbiterSettings, cannot};
+use super::message::{Bounded, Grant, Reply, Request, receive_request, send_reply};
+use super::token::{Fingerprint, Secret, Token};
+use crate::config::HostConfig;
+use crate::error::{ErrorKind, HostError};
+use crate::pki::{self, PublicKey};
+use crate::sync::lock;
+use crate::tls::TlsFiles;
+use anyhow::{Context, ensure};
+use base64::Engine;
+use base64::prelude::BASE64_STANDARD;
+use crossbeam_channel::{Receiver, Sender};
+use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
+use rustls::pki_types::pem::PemObject;
+use rustls::pki_types::{CertificateDer, PrivateKeyDer};
+use rustls::version::TLS13;
+use rustls::{ServerConfig, ServerConnection, StreamOwned};
+use serde::Serialize;
+use std::fs;
+use std::net::{SocketAddr, TcpListener, TcpStream};
+use std::os::fd::AsFd;
+use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex};
+use std::thread;
+use std::time::{Duration, Instant};
+use tracing::warn;
+use understudy_protocol::HostName;
+
+/// The port beside the daemon's, on which invitations wait.
+const PORT_DISTANCE: u16 = 1;
+/// Conversations at once: strangers can hold up no more, and none for long.
+const MOST_CONVERSATIONS: usize = 16;
+const LOOK_INTERVAL: Duration = Duration::from_millis(50);
+
+/// An invitation that waits for its host.
+pub struct Invitation {
+    token: Token,
+    until: Instant,
+    lifetime: Duration,
+    listener: TcpListener,
+    inviter: Arc<Inviter>,
+}
+
+/// Who has joined.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+pub struct Joined {
+    /// The host.
+    pub name: HostName,
+    /// Where it is.
+    pub addresses: Vec<SocketAddr>,
+    /// Hosts that do not know it yet, and the line that their [peers] need; none with etcd, where
+    /// they find each other.
+    pub unknown_to: Vec<HostName>,
+    /// That line.
+    pub line: String,
+}
+
+struct Inviter {
+    secret: Secret,
+    file: PathBuf,
+    pki: PathBuf,
+    tls: Arc<ServerConfig>,
+    /// Taken by the host that joins.
+    open: Mutex<bool>,
+    conversations: AtomicUsize,
+}
+
+impl Invitation {
+    /// Begins to wait, with the configuration and the authority below `directory`. `address`: by
+    /// default this host's own, one port further.
+    pub fn open(
+        directory: &Path,
+        address: Option<SocketAddr>,
+        lifetime: Duration,
+    ) -> Result<Invitation, HostError> {
+        let file = directory.join(super::HOST_FILE);
+        let config = HostConfig::load(&file).map_err(|error| match error.kind {
+            ErrorKind::NotFound => {
+                let advice =
+                    format!("{}; set this host up first: `understudy init`", error.message);
+                HostError::new(ErrorKind::NotFound, advice)
+            }
+            _ => error,
+        })?;
+        let pki = directory.join(super::PKI);
+        let Some(tls) = &config.tls else {
+            let message = format!("{} has no [tls]: make certificates first", file.display());
+            return Err(HostError::new(ErrorKind::Invalid, message));
+        };
+        if !pki.join(pki::CA_KEY).exists() {
+            let message = format!(
+                "{} is not on this host: invite on the host where `understudy init` ran, or bring \
+                 it back from where it is kept",
+                pki.join(pki::CA_KEY).display()
+            );
+            return Err(HostError::new(ErrorKind::NotFound, message));
+        }
+        let address = address.unwrap_or_else(|| beside(config.listen[0]));
+        let (server, authority) = show(tls, &pki).map_err(|error| {
+            HostError::new(ErrorKind::Invalid, format!("[tls] of {}: {error:#}", file.display()))
+        })?;
+        let listener = listen(address)?;
+        let secret = Secret::fresh()
+            .map_err(|error| HostError::new(ErrorKind::Internal, format!("no secret: {error}")))?;
+        let conversations = AtomicUsize::new(0);
+        let inviter =
+            Inviter { secret, file, pki, tls: server, open: Mutex::new(true), conversations };
+        let token = Token { address, authority, secret };
+        let until = Instant::now() + lifetime;
+        Ok(Invitation { token, until, lifetime, listener, inviter: Arc::new(inviter) })
+    }
+
+    /// What the host that is to join must be told.
+    pub fn token(&self) -> &Token {
+        &self.token
+    }
+
+    /// Waits until a host has joined, or the invitation has expired.
+    pub fn wait(self) -> Result<Joined, HostError> {
+        let (joined, joining) = crossbeam_channel::unbounded();
+        while Instant::now() < self.until {
+            if let Some(joined) = self.look(&joined, &joining) {
+                return Ok(joined);
+            }
+        }
+        // From here on nobody is let in; one who was is not forgotten.
+        *lock(&self.inviter.open) = false;
+        joining.try_recv().map_err(|_| {
+            let message = format!(
+                "nobody has joined within {} minutes, and the token is of no more use: \
+                 `understudy invite` makes another",
+                self.lifetime.as_secs().div_ceil(60)
+            );
+            HostError::new(ErrorKind::Unreachable, message)
+        })
+    }
+
+    fn look(&self, joined: &Sender<Joined>, joining: &Receiver<Joined>) -> Option<Joined> {
+        let mut ready = [PollFd::new(self.listener.as_fd(), PollFlags::POLLIN)];
+        let interval = PollTimeout::try_from(LOOK_INTERVAL).unwrap_or(PollTimeout::ZERO);
+        // An error (a signal) is looked after by trying to accept.
+        let _ = poll(&mut ready, interval);
+        if let Ok((stream, from)) = self.listener.accept() {
+            let (inviter, joined) = (self.inviter.clone(), joined.clone());
+            let talk = move || inviter.talk(stream, from, &joined);
+            if let Err(error) = thread::Builder::new().name("invited".to_owned()).spawn(talk) {
+                warn!("a connection has to wait: {error}");
+            }
+        }
+        joining.try_recv().ok()
+    }
+}
+
+impl Inviter {
+    fn talk(&self, stream: TcpStream, from: SocketAddr, joined: &Sender<Joined>) {
+        if self.conversations.fetch_add(1, Ordering::AcqRel) < MOST_CONVERSATIONS
+            && let Err(error) = self.converse(stream, joined)
+        {
+            warn!("{from} has not joined: {error:#}");
+        }
+        self.conversations.fetch_sub(1, Ordering::AcqRel);
+    }
+
+    fn converse(&self, stream: TcpStream, joined: &Sender<Joined>) -> anyhow::Result<()> {
+        stream.set_nonblocking(false)?;
+        let connection = ServerConnection::new(self.tls.clone())?;
+        let mut stream = StreamOwned::new(connection, Bounded::new(stream));
+        let (request, asked) = receive_request(&mut stream, &self.secret)?;
+        let answer = match request {
+            Ok(request) => self.admit(&request).map_err(|error| error.to_string()),
+            Err(wrong) => Err(wrong.to_string()),
+        };
+        let (reply, newcomer) = match answer {
+            Ok((grant, newcomer)) => (Reply::Granted(Box::new(grant)), Ok(newcomer)),
+            Err(reason) => (Reply::Refused(reason.clone()), Err(reason)),
+        };
+        let sent = send_reply(&mut stream, &self.secret, &asked, &reply);
+        stream.conn.send_close_notify();
+        let _ = stream.conn.complete_io(&mut stream.sock);
+        match newcomer {
+            // Who is certified is a peer, whether or not it has heard of it.
+            Ok(newcomer) => {
+                // The other end lives for as long as the invitation waits.
+                let _ = joined.send(newcomer);
+                sent.context("it is a peer now, and may not know: invite it again if so")
+            }
+            Err(reason) => Err(anyhow::anyhow!(reason)),
+        }
+    }
+
+    /// Makes the host that asks a peer. Once only.
+    fn admit(&self, request: &Request) -> Result<(Grant, Joined), HostError> {
+        let mut open = lock(&self.open);
+        let refuse = |message: String| HostError::new(ErrorKind::Conflict, message);
+        if !*open {
+            return Err(refuse(
+                "the token was used by another host, or has expired: `understudy invite` makes one"
+                    .to_owned(),
+            ));
+        }
+        let text =
+            fs::read_to_string(&self.file).map_err(|error| cannot("read", &self.file, &error))?;
+        let config = HostConfig::from_toml(&text, &self.file)?;
+        if request.name == config.name {
+            let name = &config.name;
+            return Err(refuse(format!(
+                "{name} is the inviting host's own name: --name gives another"
+            )));
+        }
+        let key = BASE64_STANDARD.decode(&request.public_key).ok().and_then(PublicKey::parse);
+        let key = key.ok_or_else(|| refuse("its public key is none of P-256".to_owned()))?;
+        let extended = host_file::with_peer(&text, &self.file, &request.name, &request.listen)?;
+        let certificate = pki::certify(&self.pki, &request.name, &key, pki::HOST_DAYS)?;
+        let grant = self.grant(&config, request, certificate)?;
+        host_file::replace(&self.file, &extended)?;
+        *open = false;
+        Ok((grant, newcomer(&config, request)))
+    }
+
+    fn grant(
+        &self,
+        config: &HostConfig,
+        request: &Request,
+        certificate: String,
+    ) -> Result<Grant, HostError> {
+        let read = |file: &str| {
+            let path = self.pki.join(file);
+            fs::read_to_string(&path).map_err(|error| cannot("read", &path, &error))
+        };
+        let mut peers = config.peers.clone();
+        peers.remove(&*request.name);
+        peers.insert(config.name.clone(), config.listen.clone());
+        Ok(Grant {
+            host: config.name.clone(),
+            certificate,
+            ca: read(pki::CA_CERT)?,
+            revoked: read(pki::REVOKED)?,
+            arbiter: config.arbiter.as_ref().map(ArbiterSettings::from),
+            peers,
+        })
+    }
+}
+
+fn newcomer(config: &HostConfig, request: &Request) -> Joined {
+    let find_each_other = matches!(config.arbiter, Some(crate::config::ArbiterConfig::Etcd(_)));
+    let others = config.peers.keys().filter(|name| **name != request.name && !find_each_other);
+    Joined {
+        name: request.name.clone(),
+        addresses: request.listen.clone(),
+        unknown_to: others.cloned().collect(),
+        line: host_file::peer_line(&request.name, &request.listen),
+    }
+}
+
+/// What is shown to the host that joins: this host's certificate, and the authority's, which it
+/// knows by its fingerprint.
+fn show(tls: &TlsFiles, pki: &Path) -> anyhow::Result<(Arc<ServerConfig>, Fingerprint)> {
+    let certificate = |path: &Path| {
+        CertificateDer::from_pem_file(path)
+            .with_context(|| format!("cannot read the certificate {}", path.display()))
+    };
+    let authority = certificate(&pki.join(pki::CA_CERT))?;
+    ensure!(
+        certificate(&tls.ca)? == authority,
+        "{} is another authority than the one in {}",
+        tls.ca.display(),
+        pki.display()
+    );
+    let key = PrivateKeyDer::from_pem_file(&tls.key)
+        .with_context(|| format!("cannot read {}", tls.key.display()))?;
+    let fingerprint = Fingerprint::of(&authority);
+    let chain = vec![certificate(&tls.cert)?, authority];
+    let provider = Arc::new(rustls::crypto::ring::default_provider());
+    let mut server = ServerConfig::builder_with_provider(provider)
+        .with_protocol_versions(&[&TLS13])?
+        .with_no_client_auth()
+        .with_single_cert(chain, key)?;
+    server.send_tls13_tickets = 0;
+    Ok((Arc::new(server), fingerprint))
+}
+
+fn beside(listen: SocketAddr) -> SocketAddr {
+    SocketAddr::new(listen.ip(), listen.port().checked_add(PORT_DISTANCE).unwrap_or(1024))
+}
+
+fn listen(address: SocketAddr) -> Result<TcpListener, HostError> {
+    let listener = TcpListener::bind(address).and_then(|listener| {
+        listener.set_nonblocking(true)?;
+        Ok(listener)
+    });
+    listener.map_err(|error| {
+        let message = format!(
+            "cannot wait for a host on {address}: {error}; does another invitation wait there? \
+             --listen gives another address"
+        );
+        HostError::new(ErrorKind::Conflict, message)
+    })
+}
