@@ -11,7 +11,7 @@ DEMO_OPTIONS := $(if $(MODE),--mode $(MODE)) $(if $(CUT),--cut $(CUT)) $(if $(JS
 # standard error.
 PROGRESS := $(if $(JSON),1>&2)
 
-.PHONY: help demo test test-kvm test-long simulate bench bench-quick readme-table bench-compression bench-lockstep bench-restore bench-guest setup guests build lint audit clean
+.PHONY: help demo deb test test-kvm test-long simulate bench bench-quick readme-table bench-compression bench-lockstep bench-restore bench-guest setup guests build lint audit clean
 .DEFAULT_GOAL := help
 
 help: ## List the targets
@@ -69,13 +69,17 @@ guests: setup ## Build the test guests into target/guest
 build: setup ## Build the release binary and the agent
 	@cargo build --release --workspace
 
+deb: build ## Build the Debian package into target/deb
+	@scripts/setup deb
+	@scripts/deb
+
 lint: ## Formatting, clippy, shellcheck, spelling, cited files; warnings denied
 	@scripts/setup lint
 	cargo fmt --all --check
 	cargo clippy --workspace --all-targets -- -D warnings
 	cd guests/tools && cargo fmt --check && cargo clippy --target-dir ../../target/guest/build --all-targets -- -D warnings
-	git ls-files -z '*.md' '*.rs' '*.toml' Makefile .ci scripts | xargs -0 codespell
-	git ls-files .ci guests scripts | xargs grep -lE '^#!/bin/(ba)?sh' | xargs shellcheck --severity=warning
+	git ls-files -z '*.md' '*.rs' '*.toml' Makefile .ci packaging scripts | xargs -0 codespell
+	git ls-files .ci guests packaging scripts | xargs grep -lE '^#!/bin/(ba)?sh' | xargs shellcheck --severity=warning
 	scripts/check-citations
 
 # cargo-deny, and its version with the format of deny.toml.

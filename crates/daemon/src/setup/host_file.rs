@@ -15,8 +15,8 @@ use std::str::FromStr;
 use understudy_protocol::HostName;
 
 const HEADER: &str = "\
-# Made by Understudy, and yours from now on. All that can be in it: docs/FILES.md of Understudy
-# (/usr/share/doc/understudy/FILES.md.gz). [peers] is read again when it changes, all else when the
+# Made by Understudy, and yours from now on. All that can be in it: FILES.md.gz in
+# /usr/share/doc/understudy. [peers] is read again when it changes, all else when the
 # daemon starts; `understudy doctor --config` checks it.
 
 ";

@@ -77,6 +77,20 @@ fn the_examples_in_the_help_are_right() {
 }
 
 #[test]
+fn the_examples_in_the_package_are_right() {
+    let file = Path::new("example.toml");
+    let host = include_str!("../../../../packaging/host.toml");
+    let host = HostConfig::from_toml(host, file).unwrap();
+    assert_eq!((host.peers.len(), host.arbiter.is_some(), host.tls.is_some()), (1, true, true));
+    // The same, with a disk that is there.
+    let image = tempfile::NamedTempFile::new().unwrap();
+    let vm = include_str!("../../../../packaging/db.toml");
+    let vm = vm.replace("/var/lib/libvirt/images/db.qcow2", image.path().to_str().unwrap());
+    let vm = VmDefinition::from_toml(&vm, file).unwrap();
+    assert_eq!((&*vm.name, vm.disks.len(), vm.cards.len()), ("db", 1, 1));
+}
+
+#[test]
 fn the_help_documents_the_exit_codes() {
     let help = Cli::command().render_long_help().to_string();
     for code in 0..=5 {
