@@ -20,6 +20,7 @@
 //! | [`sync`]    | the same before the first synchronisation has ended |
 //! | [`planned`] | what people do on purpose: fail over, stop, reboot |
 //! | [`closing`] | the end of a daemon, and the next start of its guests |
+//! | [`getting_started`] | docs/getting-started.md, word by word |
 //! | [`group`]   | two guests that are protected as one |
 //! | [`confinement`] | a QEMU without rights |
 //! | [`crowd`]   | one backup for eight VMs of two primaries |
@@ -55,6 +56,7 @@
 //! | [`cluster`] | groups that are snapshotted and restored as one |
 //! | [`cluster_deaths`] | hosts that die while a group is snapshotted or restored |
 //! | [`ledger`]  | frames in flight across a snapshot, by payments that nobody repeats |
+//! | [`installed`] | a clean Debian with the package, for the test above |
 //! | [`lazy`]    | guests whose memory is still to come |
 //! | [`snapshot`] | snapshots, and VMs that run again as they were |
 //! | [`sealed_snapshots`] | snapshots in an encrypted store |
@@ -87,11 +89,13 @@ mod doctor;
 mod fencing;
 mod firmware;
 mod gate;
+mod getting_started;
 mod group;
 mod hangs;
 mod hostile;
 mod import;
 mod inbound;
+mod installed;
 mod lazy;
 mod ledger;
 mod lockstep;

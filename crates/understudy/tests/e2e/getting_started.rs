@@ -1,0 +1,206 @@
+//! docs/getting-started.md, followed word by word: the built package, two clean Debians, six commands.
+
+use crate::installed::Installed;
+use crate::stage::{LIMIT, PACE, await_service, close, options, run};
+use anyhow::{Context, Result, bail, ensure};
+use std::fs;
+use std::io::{BufRead, BufReader};
+use std::path::{Path, PathBuf};
+use std::process::{Child, Stdio};
+use std::time::Instant;
+use understudy_lab::{GUEST_ADDRESS, Lab, RecordClient, wait_for};
+
+const PAGE: &str = include_str!("../../../../docs/getting-started.md");
+const RECORDS_PORT: u16 = 7000;
+
+/// A line of the page: on which host, and what is typed there.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+struct Step<'a> {
+    host: &'a str,
+    line: &'a str,
+}
+
+/// The commands below a heading of the page.
+fn steps(heading: &str) -> Vec<Step<'static>> {
+    let section = PAGE.split("\n## ").find(|section| section.starts_with(heading));
+    let lines = section.unwrap_or_default().lines();
+    let step = |line: &'static str| {
+        let (host, line) = line.split_once("# ")?;
+        host.starts_with("host-").then_some(Step { host, line })
+    };
+    lines.filter_map(step).collect()
+}
+
+fn target() -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("../../target")
+}
+
+/// Builds the package of the binaries under test.
+fn package() -> Result<PathBuf> {
+    let profile = Path::new(env!("CARGO_BIN_EXE_understudy")).parent().context("no profile")?;
+    let profile = profile.file_name().context("no profile")?.to_string_lossy().into_owned();
+    let script = target().join("../scripts/deb");
+    let built = run(&script.to_string_lossy(), &[&profile])?;
+    Ok(PathBuf::from(built.trim()))
+}
+
+/// A clean Debian, which is made once.
+fn clean_root() -> Result<PathBuf> {
+    let directory = target().join("host-root");
+    let script = target().join("../scripts/host-root");
+    run(&script.to_string_lossy(), &[&directory.to_string_lossy()])?;
+    Ok(directory.canonicalize()?.join("root"))
+}
+
+/// The definition that the page shows, with the test guest in it.
+fn put_guest(host: &Installed) -> Result<()> {
+    let directory = host.path("/var/lib/guest");
+    fs::create_dir_all(&directory)?;
+    for file in ["vmlinuz", "initrd.gz", "disk.img"] {
+        fs::copy(options().guest_files.join(file), directory.join(file))?;
+    }
+    let at = "/var/lib/guest";
+    let text = format!(
+        "name = \"db\"\nmemory = \"128M\"\nvcpus = 1\nkernel = \"{at}/vmlinuz\"\n\
+         initrd = \"{at}/initrd.gz\"\nappend = \"console=ttyS0 quiet no_timer_check \
+         us.ip={GUEST_ADDRESS}/24\"\n[[disk]]\npath = \"{at}/disk.img\"\nformat = \"raw\"\n\
+         [[card]]\nmac = \"52:54:00:75:73:01\"\nbridge = \"br0\"\n"
+    );
+    Ok(fs::write(host.path("/root/db.toml"), text)?)
+}
+
+/// Both hosts, and what `init` is still waiting for.
+struct Site {
+    a: Installed,
+    b: Installed,
+    init: Option<Child>,
+    token: Option<String>,
+}
+
+impl Site {
+    fn host(&self, name: &str) -> Result<&Installed> {
+        match name {
+            "host-a" => Ok(&self.a),
+            "host-b" => Ok(&self.b),
+            other => bail!("the page names a host {other}"),
+        }
+    }
+
+    /// Types a line of the page.
+    fn follow(&mut self, step: Step<'_>) -> Result<()> {
+        let host = self.host(step.host)?;
+        if step.line.starts_with("understudy init ") {
+            let mut init = host.command(step.line).stdout(Stdio::piped()).spawn()?;
+            self.token = Some(printed_command(&mut init)?);
+            self.init = Some(init);
+            return Ok(());
+        }
+        let Some(command) = step.line.strip_suffix(" TOKEN") else {
+            return host.call(step.line).map(drop);
+        };
+        let printed = self.token.clone().context("the page joins before it invites")?;
+        ensure!(printed.starts_with(command), "the page says {command}, init says {printed}");
+        host.call(&printed)?;
+        let mut init = self.init.take().context("init does not wait")?;
+        let status = wait_for("init to go on", LIMIT, || Ok(init.try_wait()?))?;
+        ensure!(status.success(), "init ended with {status}");
+        Ok(())
+    }
+}
+
+/// The command for the other host, which `init` prints before it waits.
+fn printed_command(init: &mut Child) -> Result<String> {
+    let mut lines = BufReader::new(init.stdout.take().context("no output")?).lines();
+    let mut said = String::new();
+    for line in &mut lines {
+        let line = line?;
+        if line.trim().starts_with("understudy join") {
+            // What it says later must find a reader.
+            std::thread::spawn(move || lines.for_each(drop));
+            return Ok(line.trim().to_owned());
+        }
+        said += &line;
+    }
+    bail!("init printed no command to join: {said}")
+}
+
+#[test]
+fn the_page_has_six_commands() {
+    let six = steps("Six commands");
+    assert_eq!(six.len(), 6, "{six:?}");
+    assert_eq!(six[0].host, "host-a");
+    assert!(six[5].line.starts_with("understudy protect"));
+    assert_eq!(steps("See it").len(), 2);
+}
+
+/// Prints how long it took, from the first command to the VM that is protected.
+#[test]
+fn two_clean_hosts_protect_a_vm_in_six_commands() -> Result<()> {
+    let (package, root) = (package()?, clean_root()?);
+    let lab = Lab::new(&["a", "b"])?;
+    let boot = |host: &str| Installed::boot(&lab, host, &format!("host-{host}"), &root);
+    let mut site = Site { a: boot("a")?, b: boot("b")?, init: None, token: None };
+    for host in [&site.a, &site.b] {
+        let name = package.file_name().context("a package has a name")?;
+        fs::copy(&package, host.path("/root").join(name))?;
+    }
+    put_guest(&site.a)?;
+    let begun = Instant::now();
+    for step in steps("Six commands") {
+        site.follow(step).with_context(|| format!("{step:?}"))?;
+    }
+    println!("from nothing to a protected VM: {:.0} s", begun.elapsed().as_secs_f64());
+    for step in steps("See it") {
+        site.follow(step).with_context(|| format!("{step:?}"))?;
+    }
+    check_unit(&site)?;
+    let client = wait_for("the guest to boot", LIMIT, || {
+        Ok(RecordClient::start(&lab, (GUEST_ADDRESS, RECORDS_PORT).into(), PACE).ok())
+    })?;
+    await_service(&client)?;
+    upgrade(&site)?;
+    site.a.cut_power()?;
+    wait_for("host-b to run the VM", LIMIT, || {
+        let status = site.b.call("understudy status db --json || true")?;
+        let status = serde_json::from_str::<serde_json::Value>(&status).unwrap_or_default();
+        Ok((status["role"] == "primary" && status["live"] == true).then_some(()))
+    })?;
+    await_service(&client)?;
+    close(client)?;
+    remove(&site.b)?;
+    drop(site);
+    let left = lab.leftovers()?;
+    ensure!(left.is_empty(), "{left}");
+    Ok(())
+}
+
+/// systemd finds nothing wrong with the unit, and the daemon has the confinement that it asks for.
+fn check_unit(site: &Site) -> Result<()> {
+    let found = site.a.call("systemd-analyze verify --man=no understudy.service")?;
+    ensure!(found.trim().is_empty(), "{found}");
+    let shown = site.a.call("systemctl show understudy -p Type -p NRestarts -p StatusText")?;
+    ensure!(shown.contains("NRestarts=0") && shown.contains("that run here: "), "{shown}");
+    site.a
+        .call("systemctl is-enabled understudy && test -e /usr/share/man/man1/understudy.1.gz")?;
+    Ok(())
+}
+
+/// The daemon that runs, and its VM, are what they were.
+fn upgrade(site: &Site) -> Result<()> {
+    let pid = || site.a.call("systemctl show understudy -p MainPID && pgrep -x qemu-system-x86");
+    let before = pid()?;
+    let said = site.a.call("dpkg -i ./understudy_*.deb")?;
+    ensure!(said.contains("nothing was restarted") && said.contains("failover"), "{said}");
+    ensure!(pid()? == before, "it was restarted: {before}");
+    Ok(())
+}
+
+/// The daemon ends in order, and what is the operator's stays.
+fn remove(host: &Installed) -> Result<()> {
+    let said = host.call("apt-get purge -y understudy")?;
+    ensure!(said.contains("/etc/understudy stays"), "{said}");
+    host.call("test -e /etc/understudy/host.toml && test ! -e /usr/bin/understudy")?;
+    let running = host.command("pgrep -x qemu-system-x86").output()?;
+    ensure!(!running.status.success(), "a QEMU outlived the package");
+    Ok(())
+}
