@@ -2,7 +2,7 @@
 
 use crate::arbiter::Arbiter;
 use crate::arrivals::Arrivals;
-use crate::config::{ClusterConfig, HostConfig};
+use crate::config::{ArbiterConfig, ClusterConfig, HostConfig};
 use crate::containment::{self, Panics};
 use crate::custody::Orphans;
 use crate::error::{ErrorKind, HostError};
@@ -10,8 +10,9 @@ use crate::gate::{descriptors, lobby::Lobby};
 use crate::handshake::Identity;
 use crate::machine::Machine;
 use crate::membership::{self, Members};
+use crate::meters::Meters;
 use crate::records::{Record, Records};
-use crate::report::{CheckpointTiming, HostStatus, VmStatus};
+use crate::report::{ArbiterReport, CheckpointTiming, HostStatus, VmStatus};
 use crate::resync;
 use crate::snapshot::frames::Fabric;
 use crate::snapshot::{Snapshots, start_sampling, start_schedules};
@@ -74,6 +75,8 @@ pub struct Host {
     pub(crate) snapshots: Snapshots,
     /// Guests that outlived the last daemon.
     pub(crate) orphans: Orphans,
+    /// What is counted of its VMs.
+    pub(crate) meters: Meters,
     /// Where panics in threads of VMs are told.
     pub(crate) panics: Panics,
     /// Set for good when the daemon ends.
@@ -131,6 +134,7 @@ impl Host {
             members: Members::default(),
             snapshots: Snapshots::default(),
             orphans: Orphans::default(),
+            meters: Meters::default(),
             panics,
             closing: AtomicBool::new(false),
             hurried: AtomicBool::new(false),
@@ -171,9 +175,22 @@ impl Host {
         Ok(self.primary(name)?.timings())
     }
 
+    /// What is counted of this host's VMs for a monitoring system.
+    pub fn meters(&self) -> Meters {
+        self.meters.clone()
+    }
+
     fn problems(&self) -> Vec<String> {
         let tls = self.identity.tls.iter().flat_map(|tls| tls.problems());
         self.arbiter_problem.lock().iter().cloned().chain(tls).collect()
+    }
+
+    fn arbiter_report(&self) -> Option<ArbiterReport> {
+        let kind = match self.config.arbiter.as_ref()? {
+            ArbiterConfig::File { .. } => "file",
+            ArbiterConfig::Etcd(_) => "etcd",
+        };
+        Some(ArbiterReport { kind: kind.to_owned(), problem: self.arbiter_problem.lock().clone() })
     }
 
     /// Everything on this host.
@@ -185,6 +202,7 @@ impl Host {
             qemu_version: self.capabilities.version.to_string(),
             problems: self.problems(),
             certificate_expires: self.identity.tls.as_ref().map(|tls| tls.expires()),
+            arbiter: self.arbiter_report(),
             vms: vms.iter().map(|vm| self.with_snapshots(vm.status())).collect(),
         }
     }

@@ -311,6 +311,7 @@ fn stand_by(
     backup::accept(link, plan, machine, mirrors, over, |session| {
         host.vms.lock().insert(name.clone(), Vm::Backup(session.clone()));
     })?;
+    host.meters.begin(&name);
     info!(vm = %name, "standing by for {}", hello.host);
     Ok(())
 }
@@ -419,6 +420,7 @@ fn end(host: &Arc<Host>, name: &VmName, remedy: &str, outcome: Outcome) {
         Outcome::Live { machine, wish, generation, reason, takeover } => {
             let vm = host.add_primary(machine.clone(), generation, wish);
             vm.took_over(takeover);
+            host.meters.of(name).outages.observe(takeover.outage_ms / 1e3);
             host.join_cluster(&machine, generation);
             host.degraded(&vm, format!("took over: {reason}"), remedy);
             // The activation says so already; the record is where it belongs.

@@ -29,6 +29,7 @@ mod lockstep;
 mod machine;
 mod membership;
 mod memory_pressure;
+mod meters;
 mod moments;
 mod paths;
 mod pause;
@@ -53,3 +54,4 @@ mod vm;
 
 pub use error::{ErrorKind, HostError};
 pub use host::{ADDRESS_PATIENCE, Host};
+pub use meters::Meters;

@@ -289,6 +289,7 @@ impl Host {
                 .map_err(|error| failed("cannot note the changes of the disks", &error))?,
             records: self.records.clone(),
             wish: request.clone(),
+            meters: self.meters.clone(),
         })
     }
 }

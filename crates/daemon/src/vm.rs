@@ -285,6 +285,8 @@ fn describe_session(status: &mut VmStatus, session: &primary::Session) {
         status.lockstep = lockstep_report(session, status.held_frames);
         status.paths = session.paths.report();
         status.bandwidth_bytes_per_second = session.stats.bandwidth();
+        status.dirty_pages_per_second = session.stats.dirty_rate();
+        status.uncommitted_ms = session.stats.uncommitted_ms();
     }
     let peer = session.peer.clone();
     status.protection = match phase {

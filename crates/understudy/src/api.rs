@@ -48,7 +48,7 @@ use understudy_daemon::report::{
 use understudy_daemon::snapshot::report::{
     DeleteReport, RestoreReport, RestoreRequest, SnapshotReport, SnapshotRequest, VerifyReport,
 };
-use understudy_daemon::{ErrorKind, Host, HostError, containment};
+use understudy_daemon::{ErrorKind, Host, HostError, Meters, containment};
 use understudy_protocol::{GroupName, VmName};
 use understudy_qemu::VmDefinition;
 use understudy_snapshot::SnapshotNumber;
@@ -69,6 +69,8 @@ pub enum Subject {
 pub trait Control: Send + Sync + 'static {
     /// See [`Host::status`].
     fn status(&self) -> HostStatus;
+    /// See [`Host::meters`].
+    fn meters(&self) -> Meters;
     /// See [`Host::vm_start`].
     fn vm_start(&self, definition: VmDefinition) -> Result<VmStatus, HostError>;
     /// See [`Host::vm_start_recorded`].
@@ -130,6 +132,9 @@ pub trait Control: Send + Sync + 'static {
 impl Control for Arc<Host> {
     fn status(&self) -> HostStatus {
         Host::status(self)
+    }
+    fn meters(&self) -> Meters {
+        Host::meters(self)
     }
     fn vm_start(&self, definition: VmDefinition) -> Result<VmStatus, HostError> {
         Host::vm_start(self, definition)

@@ -88,6 +88,9 @@ pub fn vm(vm: &VmStatus) -> String {
         ["sent".to_owned(), sent(vm)],
         ["frames held".to_owned(), vm.held_frames.to_string()],
     ];
+    if let Some(age) = vm.uncommitted_ms {
+        rows.push(["backup's state".to_owned(), format!("{age:.0} ms old")]);
+    }
     if let Some(bytes) = vm.held_console_bytes {
         rows.push(["console held".to_owned(), format!("{bytes} bytes")]);
     }
@@ -391,6 +394,8 @@ pub mod tests {
                 counters: Counters::default(),
             }),
             bytes_sent: 5 * 1024 * 1024,
+            uncommitted_ms: Some(12.0),
+            dirty_pages_per_second: 300,
             bandwidth_bytes_per_second: 2048,
             throttle: None,
             held_frames: 7,
@@ -433,6 +438,7 @@ pub mod tests {
             qemu_version,
             problems: Vec::new(),
             certificate_expires: None,
+            arbiter: None,
             vms,
         }
     }

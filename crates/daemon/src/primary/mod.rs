@@ -45,6 +45,7 @@ use crate::heartbeat::{self, Heartbeats};
 use crate::link::Link;
 use crate::lockstep::primary::{MACHINE, Recording};
 use crate::machine::Machine;
+use crate::meters::Meters;
 use crate::paths::PathMonitor;
 use crate::records::Records;
 use crate::report::{DiskReads, Mode, ProtectRequest};
@@ -105,6 +106,8 @@ pub struct Plan {
     pub records: Records,
     /// What the operator asked for.
     pub wish: ProtectRequest,
+    /// Where the session's measurements are added.
+    pub meters: Meters,
 }
 
 /// Offers the VM to the peer, as the member of a group at this place, and starts
@@ -151,7 +154,7 @@ pub fn protect(
         references: references(&plan.encoding, plan.mode),
         policy: plan.policy,
         encoding: plan.encoding,
-        stats: Stats::default(),
+        stats: Stats::new(plan.meters.of(vm)),
         progress: Progress::new(),
         pace: Pace::new(vm, machine.qemu_pid(), &plan.policy),
         watch: Mutex::new(Watch::new(&machine)?),

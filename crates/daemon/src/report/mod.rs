@@ -191,6 +191,10 @@ pub struct TakeoverReport {
     pub restart_ms: f64,
     /// Time from the suspicion until the guest ran.
     pub total_ms: f64,
+    /// Time from the end of the last epoch, from which the guest goes on, until it ran: nobody
+    /// waited for longer. In lockstep from where this host had come in the log.
+    #[serde(default)]
+    pub outage_ms: f64,
     /// Frames that clients had sent to the lost primary, and that the guest was given again.
     pub injected_frames: u64,
     /// Frames of committed epochs that the lost primary may not have released, and that were
@@ -291,6 +295,13 @@ pub struct VmStatus {
     pub compression: Option<CompressionReport>,
     /// Bytes sent to the backup since protection began.
     pub bytes_sent: u64,
+    /// How old the state is that the backup would go on with, in milliseconds; what the guest
+    /// has done since then would be undone, and nobody has seen it.
+    #[serde(default)]
+    pub uncommitted_ms: Option<f64>,
+    /// Pages that the guest writes in a second, over the last seconds.
+    #[serde(default)]
+    pub dirty_pages_per_second: u64,
     /// Bandwidth to the backup over the last seconds, in bytes per second.
     pub bandwidth_bytes_per_second: u64,
     /// What is done about a guest that writes faster than the link carries; while
@@ -351,6 +362,8 @@ impl VmStatus {
             pauses_through_qmp: None,
             compression: None,
             bytes_sent: 0,
+            uncommitted_ms: None,
+            dirty_pages_per_second: 0,
             bandwidth_bytes_per_second: 0,
             throttle: None,
             held_frames: 0,
@@ -382,8 +395,20 @@ pub struct HostStatus {
     /// When this host's certificate expires, in seconds since 1970; none without TLS.
     #[serde(default)]
     pub certificate_expires: Option<i64>,
+    /// Who decides about ownership, if anybody does.
+    #[serde(default)]
+    pub arbiter: Option<ArbiterReport>,
     /// Every VM that this host runs or backs up.
     pub vms: Vec<VmStatus>,
+}
+
+/// The arbiter, as this host sees it.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct ArbiterReport {
+    /// What it is: `file` or `etcd`.
+    pub kind: String,
+    /// Why it cannot be used now; none if it can.
+    pub problem: Option<String>,
 }
 
 /// What `recover` found and did.

@@ -40,11 +40,15 @@ impl Control for Recorder {
         HostStatus {
             problems: Vec::new(),
             certificate_expires: None,
+            arbiter: None,
             name: literal("a"),
             version: "0.1.0".into(),
             qemu_version: "10.0.2".into(),
             vms: vec![example(Protection::Off)],
         }
+    }
+    fn meters(&self) -> Meters {
+        Meters::default()
     }
     fn vm_start(&self, definition: VmDefinition) -> Result<VmStatus, HostError> {
         self.record(&definition.name, format!("start {} {}", definition.name, definition.vcpus))
