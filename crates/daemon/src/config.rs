@@ -16,6 +16,9 @@
 //! [metrics]
 //! listen = "10.0.0.1:9177"
 //!
+//! [webhook]                     # each event is posted there as JSON
+//! url = "https://alerts.example.org/understudy"
+//!
 //! [peers]
 //! b = "10.0.0.2:7700"
 //! c = ["10.0.0.3:7700", "10.1.0.3:7700"]   # two paths
@@ -24,10 +27,12 @@
 mod arbiter;
 mod cluster;
 mod source;
+mod webhook;
 
 pub use arbiter::{ArbiterConfig, EtcdConfig, EtcdTls};
 pub use cluster::{ClusterConfig, Schedule};
 use understudy_protocol::{GroupName, HostName};
+pub use webhook::WebhookUrl;
 
 use crate::error::{ErrorKind, HostError};
 use crate::snapshot::{StoreKeys, Stores};
@@ -49,6 +54,7 @@ use std::time::Duration;
 use toml::Spanned;
 use understudy_qemu::RunAs;
 use understudy_qemu::definition::MemorySize;
+use webhook::RawWebhook;
 
 /// Where the daemon listens for the command line, unless told otherwise.
 pub const DEFAULT_SOCKET: &str = "/run/understudy/understudy.sock";
@@ -82,6 +88,8 @@ pub struct HostConfig {
     pub arbiter: Option<ArbiterConfig>,
     /// Where metrics can be read by anybody, beside the local API.
     pub metrics: Option<SocketAddr>,
+    /// Where events are posted.
+    pub webhook: Option<WebhookUrl>,
     /// The other hosts by name, with an address for each path to them.
     pub peers: BTreeMap<HostName, Vec<SocketAddr>>,
     /// How this host and its peers recognise each other.
@@ -237,6 +245,7 @@ struct RawConfig {
     #[serde(default)]
     experiments: RawExperiments,
     metrics: Option<RawMetrics>,
+    webhook: Option<RawWebhook>,
     #[serde(default, rename = "cluster")]
     clusters: BTreeMap<Spanned<String>, RawCluster>,
     #[serde(default)]
@@ -317,6 +326,7 @@ impl RawConfig {
         Ok(HostConfig {
             listen,
             metrics: check_metrics(source, self.metrics)?,
+            webhook: self.webhook.map(|webhook| webhook.check(source)).transpose()?,
             peers,
             tls,
             insecure,

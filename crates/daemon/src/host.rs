@@ -6,6 +6,7 @@ use crate::config::{ArbiterConfig, ClusterConfig, HostConfig};
 use crate::containment::{self, Panics};
 use crate::custody::Orphans;
 use crate::error::{ErrorKind, HostError};
+use crate::events::{self, Journal};
 use crate::gate::{descriptors, lobby::Lobby};
 use crate::handshake::Identity;
 use crate::machine::Machine;
@@ -75,6 +76,8 @@ pub struct Host {
     pub(crate) snapshots: Snapshots,
     /// Guests that outlived the last daemon.
     pub(crate) orphans: Orphans,
+    /// What happened.
+    pub(crate) events: Journal,
     /// What is counted of its VMs.
     pub(crate) meters: Meters,
     /// Where panics in threads of VMs are told.
@@ -134,6 +137,7 @@ impl Host {
             members: Members::default(),
             snapshots: Snapshots::default(),
             orphans: Orphans::default(),
+            events: Journal::default(),
             meters: Meters::default(),
             panics,
             closing: AtomicBool::new(false),
@@ -151,6 +155,8 @@ impl Host {
         }
         membership::join(&host);
         arbiter::watch::start(&host);
+        events::watch::start(&host);
+        events::webhook::start(&host);
         start_schedules(&host);
         start_sampling(&host);
         host.tell_of_the_lost();
@@ -161,10 +167,13 @@ impl Host {
 
     /// One VM's status.
     pub fn vm_status(&self, name: &VmName) -> Result<VmStatus, HostError> {
-        Ok(self.with_snapshots(self.vm(name)?.status()))
+        Ok(self.complete(self.vm(name)?.status()))
     }
 
-    fn with_snapshots(&self, mut status: VmStatus) -> VmStatus {
+    /// Adds what others know of the VM.
+    fn complete(&self, mut status: VmStatus) -> VmStatus {
+        status.events = self.events.sentences(&status.name);
+        status.since_ms = self.events.since(&status.name);
         status.filling = self.snapshots.filling(&status.name);
         status.sampled_pages = self.snapshots.sampled_pages(&status.name);
         status
@@ -173,6 +182,11 @@ impl Host {
     /// The last checkpoints' timings, oldest first (at most 4 096 are kept).
     pub fn timings(&self, name: &VmName) -> Result<Vec<CheckpointTiming>, HostError> {
         Ok(self.primary(name)?.timings())
+    }
+
+    /// What has happened on this host.
+    pub fn events(&self) -> Journal {
+        self.events.clone()
     }
 
     /// What is counted of this host's VMs for a monitoring system.
@@ -203,7 +217,7 @@ impl Host {
             problems: self.problems(),
             certificate_expires: self.identity.tls.as_ref().map(|tls| tls.expires()),
             arbiter: self.arbiter_report(),
-            vms: vms.iter().map(|vm| self.with_snapshots(vm.status())).collect(),
+            vms: vms.iter().map(|vm| self.complete(vm.status())).collect(),
         }
     }
 

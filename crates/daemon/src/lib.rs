@@ -16,6 +16,7 @@ pub mod custody;
 mod doorbell;
 mod error;
 pub mod etcd;
+pub mod events;
 mod gate;
 mod group;
 mod handshake;

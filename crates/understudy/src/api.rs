@@ -20,10 +20,13 @@
 //! | `GET /v1/snapshots?group=NAME&store=URL` | a list of [`SnapshotReport`] |
 //! | `DELETE /v1/snapshots?group=NAME&number=N&store=URL` | [`DeleteReport`] |
 //! | `POST /v1/snapshots/verify?group=NAME&number=N&store=URL` | [`VerifyReport`] |
+//! | `GET /v1/events?after=N&vm=NAME&wait_ms=N` | [`EventList`](understudy_daemon::events::EventList) |
+//! | `GET /v1/events/stream?after=N&vm=NAME` | the same as server-sent events |
 //! | `GET /metrics`                     | OpenMetrics text |
 //!
 //! An error is `{"error": {"kind", "message"}}`, with a status that fits.
 
+pub mod events;
 mod name;
 mod snapshots;
 
@@ -41,6 +44,7 @@ use serde::Deserialize;
 use serde::de::DeserializeOwned;
 use std::sync::Arc;
 use tokio::task::spawn_blocking;
+use understudy_daemon::events::Journal;
 use understudy_daemon::report::{
     CheckpointTiming, ComparisonReport, GroupRequest, HostStatus, ProtectRequest, RecoverReport,
     RecoverRequest, VmStatus,
@@ -69,6 +73,8 @@ pub enum Subject {
 pub trait Control: Send + Sync + 'static {
     /// See [`Host::status`].
     fn status(&self) -> HostStatus;
+    /// See [`Host::events`].
+    fn events(&self) -> Journal;
     /// See [`Host::meters`].
     fn meters(&self) -> Meters;
     /// See [`Host::vm_start`].
@@ -132,6 +138,9 @@ pub trait Control: Send + Sync + 'static {
 impl Control for Arc<Host> {
     fn status(&self) -> HostStatus {
         Host::status(self)
+    }
+    fn events(&self) -> Journal {
+        Host::events(self)
     }
     fn meters(&self) -> Meters {
         Host::meters(self)
@@ -240,6 +249,7 @@ pub fn router(host: Arc<dyn Control>) -> Router {
         .route("/v1/vms/{name}/timings", get(timings))
         .route("/v1/vms/{name}/lockstep/verify", post(verify_lockstep))
         .merge(snapshots::routes())
+        .merge(events::routes())
         .fallback(no_such_route)
         .method_not_allowed_fallback(wrong_method)
         .layer(DefaultBodyLimit::max(MAX_REQUEST_BYTES))

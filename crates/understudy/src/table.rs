@@ -1,5 +1,8 @@
 //! Text for people: the table of VMs and the page of one VM.
 
+mod events;
+
+pub use events::{events, moment};
 use indicatif::HumanBytes;
 use std::fmt::Write;
 use std::time::SystemTime;
@@ -79,6 +82,7 @@ pub fn vm(vm: &VmStatus) -> String {
         ["VM".to_owned(), vm.name.to_string()],
         ["role".to_owned(), role(vm)],
         ["protection".to_owned(), protection(vm)],
+        ["since".to_owned(), vm.since_ms.map_or_else(|| NOTHING.to_owned(), moment)],
         ["mode".to_owned(), mode(vm)],
         ["generation".to_owned(), vm.generation.0.to_string()],
         ["epoch".to_owned(), format!("{}, {} not acknowledged", vm.epoch.0, vm.lag_epochs)],
@@ -359,6 +363,7 @@ pub mod tests {
             epoch: Epoch(1234),
             group: None,
             protection,
+            since_ms: Some(1_795_000_000_123),
             disk_sync: Some(DiskSync {
                 full_because: None,
                 bytes: 3 << 20,

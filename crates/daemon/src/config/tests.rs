@@ -328,3 +328,16 @@ fn the_time_to_power_off_is_checked() {
         assert_says(&words, "host.toml:", &["shutdown.power_off_seconds", seconds, "0 to 3600"]);
     }
 }
+
+#[test]
+fn a_webhook_is_the_address_of_a_web_server() {
+    let with = |url: &str| GOOD.to_owned() + &format!("[webhook]\nurl = \"{url}\"\n");
+    let config = read(&with("https://alerts.example.org/hook/s3cret")).unwrap();
+    let webhook = config.webhook.unwrap();
+    assert_eq!(webhook.as_str(), "https://alerts.example.org/hook/s3cret");
+    assert_eq!(webhook.shown(), "https://alerts.example.org/…", "the path may be secret");
+    for url in ["alerts.example.org", "ftp://alerts.example.org", "https://", ""] {
+        let error = read(&with(url)).unwrap_err();
+        assert_says(&error.message, "host.toml:", &["webhook.url", "for example"]);
+    }
+}

@@ -250,6 +250,9 @@ pub struct VmStatus {
     pub group: Option<GroupName>,
     /// How far protection has come.
     pub protection: Protection,
+    /// Since when it has been so, in milliseconds since 1970, as far as this daemon knows.
+    #[serde(default)]
+    pub since_ms: Option<u64>,
     /// How the disks came to the backup, if the VM is or was protected from here.
     #[serde(default)]
     pub disk_sync: Option<DiskSync>,
@@ -345,6 +348,7 @@ impl VmStatus {
             epoch: Epoch(0),
             group: None,
             protection: Protection::Off,
+            since_ms: None,
             disk_sync: None,
             mode: Mode::Checkpoint,
             lockstep: None,

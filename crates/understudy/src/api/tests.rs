@@ -18,6 +18,7 @@ use understudy_protocol::{GroupName, VmName, literal};
 /// A host with one VM, `db`, that remembers what it was asked.
 #[derive(Default)]
 struct Recorder {
+    journal: Journal,
     calls: Mutex<Vec<String>>,
     fails_with: Mutex<Option<HostError>>,
 }
@@ -46,6 +47,9 @@ impl Control for Recorder {
             qemu_version: "10.0.2".into(),
             vms: vec![example(Protection::Off)],
         }
+    }
+    fn events(&self) -> Journal {
+        self.journal.clone()
     }
     fn meters(&self) -> Meters {
         Meters::default()

@@ -3,6 +3,7 @@
 mod cluster;
 mod console;
 mod doctor;
+mod events;
 mod host;
 mod lockstep;
 mod pki;
@@ -35,6 +36,7 @@ pub fn run(cli: &Cli) -> Result<Exit, Failure> {
         Command::Lockstep(command) => lockstep::run(&client()?, command, cli.json),
         Command::Recover(args) => recover::run(&client()?, args, cli.json),
         Command::Status { vm } => status::run(&client()?, vm.as_deref(), cli.json),
+        Command::Events(args) => events::run(&client()?, args, cli.json),
         Command::Cluster(command) => cluster::run(&client()?, command, cli.json),
         Command::Pki(command) => pki::run(command, cli.json),
         Command::SnapshotKey { file } => pki::snapshot_key(file, cli.json),

@@ -24,6 +24,7 @@
 //! | [`pauses`]  | both ways to pause a guest |
 //! | [`inbound`] | what clients have just said survives their primary |
 //! | [`phases`]  | deaths at each phase of the protocol |
+//! | [`events`]  | what the hosts tell of a fail-over |
 //! | [`fencing`] | partitions, and an arbiter that cannot be reached |
 //! | [`repair`]  | redundancy that restores itself, on three hosts |
 //! | [`recover`] | all hosts are lost: which images are valid |
@@ -80,6 +81,7 @@ mod devices;
 mod disk_reads;
 mod distance;
 mod doctor;
+mod events;
 mod fencing;
 mod gate;
 mod group;
