@@ -9,6 +9,7 @@ pub(crate) mod watch;
 pub(crate) mod webhook;
 
 pub use kind::{EventKind, Severity};
+use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 use std::collections::VecDeque;
 use std::sync::Arc;
@@ -26,7 +27,7 @@ const SHOWN: usize = 64;
 const REPEATED_WITHIN: usize = 16;
 
 /// Something that happened.
-#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
 pub struct Event {
     /// Its number: larger than that of every event before.
     pub number: u64,
@@ -44,7 +45,7 @@ pub struct Event {
 }
 
 /// Events after a number.
-#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize, JsonSchema)]
 pub struct EventList {
     /// The events, oldest first.
     pub events: Vec<Event>,

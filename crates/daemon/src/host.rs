@@ -2,7 +2,7 @@
 
 use crate::arbiter::Arbiter;
 use crate::arrivals::Arrivals;
-use crate::config::{ArbiterConfig, ClusterConfig, HostConfig};
+use crate::config::{ApiConfig, ArbiterConfig, ClusterConfig, HostConfig};
 use crate::containment::{self, Panics};
 use crate::custody::Orphans;
 use crate::error::{ErrorKind, HostError};
@@ -17,7 +17,7 @@ use crate::report::{ArbiterReport, CheckpointTiming, HostStatus, VmStatus};
 use crate::resync;
 use crate::snapshot::frames::Fabric;
 use crate::snapshot::{Snapshots, start_sampling, start_schedules};
-use crate::tls::{self, Tls};
+use crate::tls::{self, ApiTls, Tls};
 use crate::vm::{PrimaryVm, Vm};
 use crate::{arbiter, backup, gate, memory_pressure, qemu_log};
 use std::collections::BTreeMap;
@@ -184,6 +184,12 @@ impl Host {
         Ok(self.primary(name)?.timings())
     }
 
+    /// What its API is served with over the network, if its configuration wants that.
+    pub fn remote_api(&self) -> Option<(ApiConfig, ApiTls)> {
+        let tls = self.identity.tls.clone()?;
+        Some((self.config.api.clone()?, ApiTls::new(tls)))
+    }
+
     /// What has happened on this host.
     pub fn events(&self) -> Journal {
         self.events.clone()
@@ -217,6 +223,7 @@ impl Host {
             problems: self.problems(),
             certificate_expires: self.identity.tls.as_ref().map(|tls| tls.expires()),
             arbiter: self.arbiter_report(),
+            peers: self.known_hosts().into_keys().collect(),
             vms: vms.iter().map(|vm| self.complete(vm.status())).collect(),
         }
     }

@@ -56,3 +56,4 @@ mod vm;
 pub use error::{ErrorKind, HostError};
 pub use host::{ADDRESS_PATIENCE, Host};
 pub use meters::Meters;
+pub use tls::ApiTls;

@@ -302,6 +302,9 @@ Example of a configuration:
 
 Optional: state_dir, socket, qemu, agent (absolute paths), memory = \"64G\" (the
 most that VMs and backups may take together; else what is available),
+[api] listen = \"0.0.0.0:7780\" (the API and a dashboard over TLS) with [api.tokens]
+admin = \"/etc/understudy/admin.token\" (mode 0600, a token a line; roles are
+read, operate, admin) or [api.certificates] NAME = \"operate\",
 [webhook] url = \"https://…\" (each event is posted there as JSON),
 [qemu_process] user = \"NAME\" (else each QEMU is a user of its own),
 [detection] timeout_ms = 100 (50 to 10000), the shortest silence of a peer

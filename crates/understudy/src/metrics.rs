@@ -35,7 +35,8 @@ pub fn router(host: Arc<dyn Control>) -> Router {
     Router::new().route("/metrics", get(answer)).with_state(host)
 }
 
-async fn answer(State(host): State<Arc<dyn Control>>) -> Response {
+/// The page of metrics.
+pub async fn answer(State(host): State<Arc<dyn Control>>) -> Response {
     match spawn_blocking(move || text(&host.status(), &host.meters())).await {
         Ok(text) => ([(CONTENT_TYPE, FORMAT)], text).into_response(),
         Err(error) => {
@@ -273,6 +274,7 @@ mod tests {
             problems,
             certificate_expires: Some(1_800_000_000),
             arbiter,
+            peers: Vec::new(),
             vms,
         };
         let meters = Meters::default();

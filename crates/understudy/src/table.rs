@@ -444,6 +444,7 @@ pub mod tests {
             problems: Vec::new(),
             certificate_expires: None,
             arbiter: None,
+            peers: Vec::new(),
             vms,
         }
     }

@@ -1,13 +1,16 @@
 //! The kinds of events, how grave they are, and their sentences.
 
 use crate::report::TakeoverReport;
+use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 use std::fmt;
 use understudy_protocol::{GroupName, HostName};
 use understudy_snapshot::SnapshotNumber;
 
 /// How much somebody should care about an event.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
+#[derive(
+    Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize, JsonSchema,
+)]
 #[serde(rename_all = "kebab-case")]
 pub enum Severity {
     /// As it should be.
@@ -19,7 +22,7 @@ pub enum Severity {
 }
 
 /// What happened.
-#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
 #[serde(tag = "kind", rename_all = "kebab-case")]
 pub enum EventKind {
     /// The VM was started on this host.

@@ -5,13 +5,14 @@ mod requests;
 pub use crate::lockstep::compare::report::{ComparisonCounts, ComparisonReport, Difference, Part};
 pub use crate::snapshot::report::{FillReport, FillState};
 pub use requests::{DiskReads, GroupRequest, Mode, ProtectRequest, RecoverRequest};
+use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 use understudy_encoding::{Counters, EncodingPlan, Methods};
 use understudy_protocol::{Epoch, Generation, Policy};
 use understudy_protocol::{GroupName, HostName, VmName};
 
 /// What this host is to a VM.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "kebab-case")]
 pub enum Role {
     /// Runs the VM.
@@ -23,7 +24,7 @@ pub enum Role {
 }
 
 /// How far the protection of a VM has come.
-#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
 #[serde(tag = "state", rename_all = "kebab-case")]
 pub enum Protection {
     /// No protection was asked for.
@@ -58,7 +59,7 @@ pub enum Protection {
 }
 
 /// Percentiles of the checkpoint pause over the last epochs, in milliseconds.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize, JsonSchema)]
 pub struct PauseReport {
     /// Median.
     pub p50: f64,
@@ -69,7 +70,7 @@ pub struct PauseReport {
 }
 
 /// Where the pause of one checkpoint went. Milliseconds, except the counts.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize, JsonSchema)]
 pub struct CheckpointTiming {
     /// The epoch that the checkpoint closed.
     pub epoch: Epoch,
@@ -100,7 +101,7 @@ pub struct CheckpointTiming {
 
 /// How long output waits: the first of each of the last epochs that had any, in milliseconds.
 /// What follows it in the same epoch waits for less.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize, JsonSchema)]
 pub struct OutputReport {
     /// Until the pause that ends its epoch, at the median …
     pub to_checkpoint_p50: f64,
@@ -113,7 +114,7 @@ pub struct OutputReport {
 }
 
 /// What is done about a guest that writes faster than the link carries.
-#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
 pub struct ThrottleReport {
     /// The part of its processors that the guest may use, in percent; 100 is no limit.
     pub vcpu_percent: u32,
@@ -127,7 +128,7 @@ pub struct ThrottleReport {
 }
 
 /// One network card of a VM on this host.
-#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
 pub struct CardReport {
     /// The guest's MAC address.
     pub mac: String,
@@ -138,14 +139,14 @@ pub struct CardReport {
 }
 
 /// One disk of a VM on this host.
-#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
 pub struct DiskReport {
     /// The image on this host: the user's own, or this host's mirror.
     pub path: std::path::PathBuf,
 }
 
 /// One path to a VM's other host.
-#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
 pub struct PathReport {
     /// The backup's address on this path.
     pub address: std::net::SocketAddr,
@@ -160,7 +161,7 @@ pub struct PathReport {
 }
 
 /// How the first synchronisation of a VM's disks went, or goes.
-#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
 pub struct DiskSync {
     /// Why everything was copied; none if only what may have changed was.
     pub full_because: Option<String>,
@@ -175,7 +176,7 @@ pub struct DiskSync {
 
 /// Where the time of a take-over went, in milliseconds. Detection comes before it: from
 /// the failure to the suspicion.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize, JsonSchema)]
 pub struct TakeoverReport {
     /// Time from the suspicion until the arbiter gave the VM to this host.
     pub arbiter_ms: f64,
@@ -205,7 +206,7 @@ pub struct TakeoverReport {
 
 /// Frames that travel to the backup with the epoch in which the guest sent them, so that a
 /// take-over does not lose what waited for its commit. Counts since protection began.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize, JsonSchema)]
 pub struct OutboundReport {
     /// Frames that were carried; on the backup those of committed epochs.
     pub frames: u64,
@@ -217,7 +218,7 @@ pub struct OutboundReport {
 
 /// Copies of what the guest receives, which the primary sends to the backup so that a
 /// take-over does not lose them. Counts since protection began.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize, JsonSchema)]
 pub struct InboundReport {
     /// Frames that were forwarded.
     pub frames: u64,
@@ -233,7 +234,7 @@ pub struct InboundReport {
 }
 
 /// Everything that `status` shows of one VM.
-#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
 pub struct VmStatus {
     /// The VM's name.
     pub name: VmName,
@@ -385,7 +386,7 @@ impl VmStatus {
 }
 
 /// Everything that `status` shows of one host.
-#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
 pub struct HostStatus {
     /// The host's name.
     pub name: HostName,
@@ -402,12 +403,15 @@ pub struct HostStatus {
     /// Who decides about ownership, if anybody does.
     #[serde(default)]
     pub arbiter: Option<ArbiterReport>,
+    /// The hosts that it knows: its peers, and with etcd the members.
+    #[serde(default)]
+    pub peers: Vec<HostName>,
     /// Every VM that this host runs or backs up.
     pub vms: Vec<VmStatus>,
 }
 
 /// The arbiter, as this host sees it.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 pub struct ArbiterReport {
     /// What it is: `file` or `etcd`.
     pub kind: String,
@@ -416,7 +420,7 @@ pub struct ArbiterReport {
 }
 
 /// What `recover` found and did.
-#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
 pub struct RecoverReport {
     /// The VM.
     pub vm: VmName,
@@ -431,7 +435,7 @@ pub struct RecoverReport {
 }
 
 /// Images that hold a VM's newest state.
-#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
 pub struct ValidImages {
     /// The host that has them.
     pub host: HostName,
@@ -442,7 +446,7 @@ pub struct ValidImages {
 }
 
 /// How pages are encoded on their way to the backup, since the first synchronisation.
-#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
+#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
 pub struct CompressionReport {
     /// What was asked for.
     pub asked: EncodingPlan,
@@ -461,7 +465,7 @@ pub struct CompressionReport {
 }
 
 /// A VM in lockstep, as one of its hosts sees it.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize, JsonSchema)]
 pub struct LockstepReport {
     /// Milliseconds for which the backup has had log that it has not executed.
     pub lag_ms: f64,

@@ -1,18 +1,16 @@
 //! Events in the API: as a list, awaited, and as a stream (server-sent events).
 
-use super::{Answer, Control, Shared, invalid};
-use axum::Router;
+use super::{Answer, Shared, invalid};
 use axum::extract::rejection::QueryRejection;
 use axum::extract::{Query, State};
 use axum::http::HeaderMap;
 use axum::response::sse::{Event as Sent, KeepAlive, Sse};
 use axum::response::{IntoResponse, Json, Response};
-use axum::routing::get;
 use futures_util::stream::{self, Stream};
+use schemars::JsonSchema;
 use serde::Deserialize;
 use std::collections::VecDeque;
 use std::convert::Infallible;
-use std::sync::Arc;
 use std::time::{Duration, Instant};
 use understudy_daemon::events::{Event, EventList, Journal};
 use understudy_protocol::VmName;
@@ -22,22 +20,21 @@ pub const LONGEST_WAIT: Duration = Duration::from_secs(30);
 /// Between two looks at the number of the last event.
 const LOOK: Duration = Duration::from_millis(50);
 
-pub(super) fn routes() -> Router<Arc<dyn Control>> {
-    Router::new().route("/v1/events", get(list)).route("/v1/events/stream", get(stream))
-}
-
 /// Which events are meant.
-#[derive(Debug, Default, Deserialize)]
+#[derive(Debug, Default, Deserialize, JsonSchema)]
 #[serde(default, deny_unknown_fields)]
-struct Which {
+pub(super) struct Which {
+    /// Only events with a larger number.
     after: u64,
+    /// Only those about this VM.
     vm: Option<VmName>,
+    /// Wait so long for the first, 30 s at most; a list only.
     wait_ms: u64,
 }
 
 type Asked = Result<Query<Which>, QueryRejection>;
 
-async fn list(State(host): Shared, asked: Asked) -> Answer<EventList> {
+pub(super) async fn list(State(host): Shared, asked: Asked) -> Answer<EventList> {
     let Query(which) = asked.map_err(|rejection| invalid(rejection.body_text()))?;
     let deadline = Instant::now() + Duration::from_millis(which.wait_ms).min(LONGEST_WAIT);
     let (journal, mut from) = (host.events(), which.after);
@@ -64,7 +61,7 @@ async fn await_event(journal: &Journal, last: u64, deadline: Instant) -> bool {
     true
 }
 
-async fn stream(State(host): Shared, headers: HeaderMap, asked: Asked) -> Response {
+pub(super) async fn stream(State(host): Shared, headers: HeaderMap, asked: Asked) -> Response {
     let Query(mut which) = match asked {
         Ok(which) => which,
         Err(rejection) => return invalid(rejection.body_text()).into_response(),

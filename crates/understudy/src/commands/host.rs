@@ -1,6 +1,6 @@
 //! `understudy host`: the daemon in the foreground.
 
-use crate::api;
+use crate::api::{Api, Guard, remote};
 use crate::failure::{Exit, Failure};
 use crate::metrics;
 use crate::socket::ApiSocket;
@@ -62,7 +62,8 @@ async fn serve(config: HostConfig, socket: &ApiSocket) -> Result<(), Failure> {
         spawn_blocking(|| Host::start(config)).await.map_err(crashed)?;
     let host = host?;
     let (stop, stopped) = oneshot::channel::<()>();
-    let router = api::router(Arc::new(host.clone()));
+    let api = Api::new(Arc::new(host.clone()));
+    let router = api.router(&Guard::Local);
     let server = tokio::spawn(listen(socket, router, async {
         // A dropped sender stops the server as well.
         let _ = stopped.await;
@@ -71,6 +72,9 @@ async fn serve(config: HostConfig, socket: &ApiSocket) -> Result<(), Failure> {
         let router = metrics::router(Arc::new(host.clone()));
         // It ends with the daemon: it only answers questions.
         tokio::spawn(axum::serve(listener, router).into_future());
+    }
+    if let Some((config, tls)) = host.remote_api() {
+        remote::start(&api, config, tls).await?;
     }
     tracing::info!(host = %name, socket = %socket.path().display(), "ready");
     let signal = signals.next().await;

@@ -7,6 +7,7 @@
 //!
 //! | module      | shows |
 //! |-------------|-------|
+//! | [`api`]     | the API over the network, and its jobs |
 //! | [`arbiter`] | "protected" only while the backup reaches the arbiter; a wait that ends |
 //! | [`stage`]   | how a test begins and ends, and what it always checks |
 //! | [`deaths`]  | every way in which a host, a daemon or a QEMU can die |
@@ -62,6 +63,7 @@
 //! | [`unheld`]  | output that is not held |
 //! | [`relay`]   | what can go wrong on the wire, for the tests above |
 
+mod api;
 mod arbiter;
 mod bulk;
 mod cards;
