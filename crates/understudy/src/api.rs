@@ -12,6 +12,7 @@
 //! | [`events`] | what happened, as a list and a stream |
 //! | [`snapshots`] | snapshots and restores |
 //! | [`openapi`] | the description for machines |
+//! | [`page`] | the dashboard |
 //!
 //! An error is `{"error": {"kind", "message"}}`, with a status that fits.
 
@@ -22,6 +23,7 @@ pub mod events;
 mod jobs;
 mod name;
 mod openapi;
+mod page;
 pub mod remote;
 mod snapshots;
 
@@ -91,6 +93,7 @@ impl Api {
             router = router.route(call.path, call.handler.route_layer(checked));
         }
         router
+            .merge(page::routes())
             .fallback(no_such_route)
             .method_not_allowed_fallback(wrong_method)
             .layer(DefaultBodyLimit::max(MAX_REQUEST_BYTES))

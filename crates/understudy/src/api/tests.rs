@@ -454,3 +454,27 @@ fn a_page_of_another_site_cannot_fail_a_vm_over() {
     assert!(code == 403 && words.contains("may change nothing here"), "{code}: {words}");
     assert!(served.calls().is_empty());
 }
+
+#[test]
+fn the_dashboard_comes_with_all_that_it_asks_for_and_from_nowhere_else() {
+    let served = serve();
+    let get = |path: &str| {
+        let request = format!("GET {path} HTTP/1.1\r\nhost: a\r\nconnection: close\r\n\r\n");
+        let (code, body) = served.raw(request.as_bytes());
+        assert_eq!(code, 200, "{path}");
+        body
+    };
+    let html = get("/");
+    let mut wanted = vec!["/page/page.css".to_owned(), "/page/main.js".to_owned()];
+    assert!(wanted.iter().all(|path| html.contains(path.as_str())), "{html}");
+    let mut seen = Vec::new();
+    while let Some(path) = wanted.pop() {
+        let text = get(&path);
+        assert!(!text.contains("http://") || text.contains("www.w3.org/2000/svg"), "{path}");
+        let imports = text.lines().filter_map(|line| line.split_once("from \"./"));
+        let names = imports.filter_map(|(_, rest)| rest.split('"').next());
+        wanted
+            .extend(names.map(|name| format!("/page/{name}")).filter(|path| !seen.contains(path)));
+        seen.push(path);
+    }
+}

@@ -66,6 +66,9 @@ fn the_api_is_for_those_whom_the_configuration_names() {
             403,
             "takes the role admin",
         )?;
+        let (code, page) = raw(scene, &Caller::Nobody, "GET", "/", "")?;
+        ensure!(code == 200 && page.contains("<main"), "the page: {code}");
+        ensure!(!page.contains(VM), "the page holds data");
         // A token that is taken away counts no more, without a restart.
         fs::write(directory.path().join("admin"), "another-0123456789abcdef\n")?;
         refused(status(&Caller::Token(ADMIN))?, 401, "in no file")

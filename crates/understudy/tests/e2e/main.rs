@@ -8,6 +8,7 @@
 //! | module      | shows |
 //! |-------------|-------|
 //! | [`api`]     | the API over the network, and its jobs |
+//! | [`dashboard`] | the dashboard, in a browser ([`browser`]) |
 //! | [`arbiter`] | "protected" only while the backup reaches the arbiter; a wait that ends |
 //! | [`stage`]   | how a test begins and ends, and what it always checks |
 //! | [`deaths`]  | every way in which a host, a daemon or a QEMU can die |
@@ -65,6 +66,7 @@
 
 mod api;
 mod arbiter;
+mod browser;
 mod bulk;
 mod cards;
 mod clocks;
@@ -78,6 +80,7 @@ mod confinement;
 mod console;
 mod counter;
 mod crowd;
+mod dashboard;
 mod deaths;
 mod devices;
 mod disk_reads;
