@@ -18,8 +18,8 @@ pub use snapshot::*;
 pub use trial::*;
 use trial::{CHAOS_HELP, DEMO_HELP, SIMULATE_HELP};
 use understudy_protocol::VmName;
-use watch::EVENTS_HELP;
 pub use watch::*;
+use watch::{EVENTS_HELP, TOP_HELP};
 
 use clap::{Args, Parser, Subcommand};
 use std::convert::Infallible;
@@ -112,6 +112,9 @@ pub enum Command {
         /// The VM's name; all VMs without it.
         vm: Option<String>,
     },
+    /// Watch this host in a terminal: who protects whom, what it costs, what happens.
+    #[command(after_help = TOP_HELP)]
+    Top,
     /// Show what has happened on this host, and what happens.
     #[command(after_help = EVENTS_HELP)]
     Events(EventsArgs),

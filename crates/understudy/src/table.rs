@@ -1,11 +1,13 @@
 //! Text for people: the table of VMs and the page of one VM.
 
 mod events;
+mod top;
 
 pub use events::{events, moment};
 use indicatif::HumanBytes;
 use std::fmt::Write;
 use std::time::SystemTime;
+pub use top::page as top;
 use understudy_daemon::report::{
     CompressionReport, DiskReads, DiskSync, FillReport, HostStatus, LockstepReport, Mode,
     PathReport, Protection, Role, ThrottleReport, VmStatus,
@@ -435,7 +437,8 @@ pub mod tests {
         }
     }
 
-    fn host_of(vms: Vec<VmStatus>) -> HostStatus {
+    /// A host with these.
+    pub fn host_of(vms: Vec<VmStatus>) -> HostStatus {
         let (version, qemu_version) = ("0.1.0".into(), "10.0.2".into());
         HostStatus {
             name: literal("a"),

@@ -1,6 +1,12 @@
-//! The grammar of what is watched: `events`.
+//! The grammar of what is watched: `top` and `events`.
 
 use clap::Args;
+
+pub(super) const TOP_HELP: &str = "\
+Drawn anew every second; `q` ends it. Behind a pipe it is one page, with --json the
+status. Two figures with a stroke are the median and the 99th percentile, a third
+is the longest. The dashboard shows the same in a browser, where the host's
+configuration has [api].";
 
 pub(super) const EVENTS_HELP: &str = "\
 What this host's daemon has seen since its start: protection that begins, is lost

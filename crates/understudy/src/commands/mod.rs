@@ -12,6 +12,7 @@ mod recover;
 mod relay;
 mod simulate;
 mod status;
+mod top;
 mod vm;
 
 use crate::bench;
@@ -36,6 +37,7 @@ pub fn run(cli: &Cli) -> Result<Exit, Failure> {
         Command::Lockstep(command) => lockstep::run(&client()?, command, cli.json),
         Command::Recover(args) => recover::run(&client()?, args, cli.json),
         Command::Status { vm } => status::run(&client()?, vm.as_deref(), cli.json),
+        Command::Top => top::run(&client()?, cli.json),
         Command::Events(args) => events::run(&client()?, args, cli.json),
         Command::Cluster(command) => cluster::run(&client()?, command, cli.json),
         Command::Pki(command) => pki::run(command, cli.json),

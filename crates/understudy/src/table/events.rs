@@ -21,6 +21,12 @@ pub fn events(events: &[Event]) -> String {
     text
 }
 
+/// The time of day of a moment, UTC.
+pub(super) fn clock(at_ms: u64) -> String {
+    let text = moment(at_ms);
+    text.get(11..19).map_or(text.clone(), str::to_owned)
+}
+
 /// A moment of UTC, to the millisecond.
 pub fn moment(at_ms: u64) -> String {
     let seconds = i64::try_from(at_ms / 1000).unwrap_or(i64::MAX);

@@ -6,6 +6,7 @@ use serde_json::Value;
 use std::io::{BufRead, BufReader, Read, Write};
 use std::net::{TcpListener, TcpStream};
 use std::os::unix::net::UnixStream;
+use std::process::{Command, Stdio};
 use std::sync::mpsc::{Receiver, Sender, channel};
 use std::time::{Duration, Instant};
 use understudy_lab::scene::VM;
@@ -44,8 +45,33 @@ fn a_fail_over_is_told_event_by_event() {
         ensure!(later.iter().all(|event| event["number"].as_u64() > number.parse().ok()));
         let known = scene.status("b")?["since_ms"].as_u64();
         ensure!(known >= took_over["at_ms"].as_u64(), "since {known:?}, not {took_over}");
-        await_post(&posted, &took_over)
+        await_post(&posted, &took_over)?;
+        let page = scene.host("b")?.call(["top"])?;
+        for words in ["host b", "NOT PROTECTED", "took over: clients waited", "standing by for a"] {
+            ensure!(page.contains(words), "{words:?} is not in {page}");
+        }
+        let shown = on_a_terminal(scene, "b", "top", "q")?;
+        ensure!(shown.contains("NOT PROTECTED"), "{shown:?}");
+        ensure!(shown.ends_with("\x1b[?1049l"), "the terminal is left as it was not: {shown:?}");
+        Ok(())
     });
+}
+
+/// What a command shows on a terminal on which these keys are pressed.
+fn on_a_terminal(scene: &Scene, host: &str, command: &str, keys: &str) -> Result<String> {
+    let host = scene.host(host)?;
+    let program = env!("CARGO_BIN_EXE_understudy");
+    let line = format!("{program} --socket {} {command}", host.socket().display());
+    let mut terminal = Command::new("script")
+        .args(["--quiet", "--return", "--command", &line, "/dev/null"])
+        .env("TERM", "xterm")
+        .stdin(Stdio::piped())
+        .stdout(Stdio::piped())
+        .spawn()?;
+    terminal.stdin.as_mut().context("no keyboard")?.write_all(keys.as_bytes())?;
+    let output = terminal.wait_with_output()?;
+    ensure!(output.status.success(), "{output:?}");
+    Ok(String::from_utf8_lossy(&output.stdout).into_owned())
 }
 
 /// What a host's `understudy events --json` tells.
