@@ -2,13 +2,13 @@
 
 use crate::admission::open_disks;
 use crate::error::{ErrorKind, HostError};
+use crate::events::EventKind;
 use crate::host::{Host, failed};
 use crate::machine;
 use crate::report::VmStatus;
 use crate::vm::{PrimaryVm, Vm};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
-use tracing::info;
 use understudy_protocol::Generation;
 use understudy_protocol::VmName;
 use understudy_protocol::validity::ImageRole;
@@ -109,7 +109,7 @@ impl Host {
         let vm = self.add_primary(machine.clone(), generation, None);
         self.join_cluster(&machine, generation);
         machine.ensure_running().map_err(|error| failed("cannot start the guest", &error))?;
-        info!(vm = %name, "started");
+        vm.events.record(EventKind::Started);
         Ok(Vm::Primary(vm).status())
     }
 

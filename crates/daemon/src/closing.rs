@@ -41,6 +41,7 @@ impl Host {
         if let Some(etcd) = self.arbiter.as_ref().and_then(Arbiter::etcd) {
             self.members.leave(etcd);
         }
+        self.events.close();
     }
 
     /// Waits no longer for guests that power off: [`Host::shutdown`] cuts them now.

@@ -16,22 +16,35 @@
 //! [metrics]
 //! listen = "10.0.0.1:9177"
 //!
+//! [api]                         # beside the unix socket, over TLS; the dashboard is at /
+//! listen = "10.0.0.1:7780"
+//! tokens = { admin = "/etc/understudy/admin.token" }   # mode 0600, a token a line
+//! certificates = { alice = "operate" }                 # by their name
+//!
+//! [webhook]                     # each event is posted there as JSON
+//! url = "https://alerts.example.org/understudy"
+//!
 //! [peers]
 //! b = "10.0.0.2:7700"
 //! c = ["10.0.0.3:7700", "10.1.0.3:7700"]   # two paths
 //! ```
 
+mod api;
 mod arbiter;
 mod cluster;
 mod source;
+mod webhook;
 
+pub use api::{Access, ApiConfig};
 pub use arbiter::{ArbiterConfig, EtcdConfig, EtcdTls};
 pub use cluster::{ClusterConfig, Schedule};
 use understudy_protocol::{GroupName, HostName};
+pub use webhook::WebhookUrl;
 
 use crate::error::{ErrorKind, HostError};
 use crate::snapshot::{StoreKeys, Stores};
 use crate::tls::TlsFiles;
+use api::RawApi;
 use arbiter::RawArbiter;
 use cluster::RawCluster;
 use serde::Deserialize;
@@ -49,6 +62,7 @@ use std::time::Duration;
 use toml::Spanned;
 use understudy_qemu::RunAs;
 use understudy_qemu::definition::MemorySize;
+use webhook::RawWebhook;
 
 /// Where the daemon listens for the command line, unless told otherwise.
 pub const DEFAULT_SOCKET: &str = "/run/understudy/understudy.sock";
@@ -84,6 +98,10 @@ pub struct HostConfig {
     pub arbiter: Option<ArbiterConfig>,
     /// Where metrics can be read by anybody, beside the local API.
     pub metrics: Option<SocketAddr>,
+    /// Who may use its API over the network, if anybody.
+    pub api: Option<ApiConfig>,
+    /// Where events are posted.
+    pub webhook: Option<WebhookUrl>,
     /// The other hosts by name, with an address for each path to them.
     pub peers: BTreeMap<HostName, Vec<SocketAddr>>,
     /// How this host and its peers recognise each other.
@@ -239,6 +257,8 @@ struct RawConfig {
     #[serde(default)]
     experiments: RawExperiments,
     metrics: Option<RawMetrics>,
+    api: Option<RawApi>,
+    webhook: Option<RawWebhook>,
     #[serde(default, rename = "cluster")]
     clusters: BTreeMap<Spanned<String>, RawCluster>,
     #[serde(default)]
@@ -320,6 +340,8 @@ impl RawConfig {
             file: source.file().to_owned(),
             listen,
             metrics: check_metrics(source, self.metrics)?,
+            api: self.api.map(|api| api.check(source, tls.is_some())).transpose()?,
+            webhook: self.webhook.map(|webhook| webhook.check(source)).transpose()?,
             peers,
             tls,
             insecure,

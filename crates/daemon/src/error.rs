@@ -1,9 +1,10 @@
 //! Errors that reach the user.
 
+use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
 /// The class of an error; decides the exit code and the HTTP status.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "kebab-case")]
 pub enum ErrorKind {
     /// A definition, configuration or argument is wrong.
@@ -21,7 +22,7 @@ pub enum ErrorKind {
 }
 
 /// An error for people: what is wrong, where, and what to do.
-#[derive(Clone, Debug, thiserror::Error, Serialize, Deserialize)]
+#[derive(Clone, Debug, thiserror::Error, Serialize, Deserialize, JsonSchema)]
 #[error("{message}")]
 pub struct HostError {
     /// The class of the error.

@@ -6,6 +6,7 @@
 
 use crate::arbiter::{Arbiter, Unreachable};
 use crate::error::{ErrorKind, HostError};
+use crate::events::EventKind;
 use crate::host::Host;
 use crate::primary;
 use crate::protection::check_held_console;
@@ -232,7 +233,7 @@ impl Host {
                 "{name}, of the same group, was stopped, which ended the group; not protected \
                  until `understudy protect`"
             );
-            warn!(vm = %fellow.name(), "{reason}");
+            fellow.events.record(EventKind::ProtectionLost { reason: reason.clone() });
             fellow.degrade(reason);
         }
     }

@@ -215,6 +215,7 @@ fn follow(session: &impl Pulse, event: PathEvent) {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::events::Journal;
     use std::net::{TcpListener, TcpStream};
     use std::sync::atomic::{AtomicBool, Ordering};
     use understudy_protocol::literal;
@@ -255,7 +256,7 @@ mod tests {
         let path = PathIndex(0);
         let session = Arc::new(Parting {
             paths: PathMonitor::new(
-                &literal("vm"),
+                &Journal::default().of(&literal("vm")),
                 &literal("b"),
                 vec![address],
                 path,

@@ -2,21 +2,23 @@
 
 use crate::arbiter::Arbiter;
 use crate::arrivals::Arrivals;
-use crate::config::{ClusterConfig, HostConfig};
+use crate::config::{ApiConfig, ArbiterConfig, ClusterConfig, HostConfig};
 use crate::containment::{self, Panics};
 use crate::custody::Orphans;
 use crate::error::{ErrorKind, HostError};
+use crate::events::{self, Journal};
 use crate::gate::{descriptors, lobby::Lobby};
 use crate::handshake::Identity;
 use crate::machine::Machine;
 use crate::membership::{self, Members};
+use crate::meters::Meters;
 use crate::peers::{self, Peers};
 use crate::records::{Record, Records};
-use crate::report::{CheckpointTiming, HostStatus, VmStatus};
+use crate::report::{ArbiterReport, CheckpointTiming, HostStatus, VmStatus};
 use crate::resync;
 use crate::snapshot::frames::Fabric;
 use crate::snapshot::{Snapshots, start_sampling, start_schedules};
-use crate::tls::{self, Tls};
+use crate::tls::{self, ApiTls, Tls};
 use crate::vm::{PrimaryVm, Vm};
 use crate::{arbiter, backup, gate, memory_pressure, qemu_log};
 use std::collections::BTreeMap;
@@ -77,6 +79,10 @@ pub struct Host {
     pub(crate) snapshots: Snapshots,
     /// Guests that outlived the last daemon.
     pub(crate) orphans: Orphans,
+    /// What happened.
+    pub(crate) events: Journal,
+    /// What is counted of its VMs.
+    pub(crate) meters: Meters,
     /// Where panics in threads of VMs are told.
     pub(crate) panics: Panics,
     /// Set for good when the daemon ends.
@@ -135,6 +141,8 @@ impl Host {
             members: Members::default(),
             snapshots: Snapshots::default(),
             orphans: Orphans::default(),
+            events: Journal::default(),
+            meters: Meters::default(),
             panics,
             closing: AtomicBool::new(false),
             hurried: AtomicBool::new(false),
@@ -152,6 +160,8 @@ impl Host {
         peers::watch(&host);
         membership::join(&host);
         arbiter::watch::start(&host);
+        events::watch::start(&host);
+        events::webhook::start(&host);
         start_schedules(&host);
         start_sampling(&host);
         host.tell_of_the_lost();
@@ -162,10 +172,13 @@ impl Host {
 
     /// One VM's status.
     pub fn vm_status(&self, name: &VmName) -> Result<VmStatus, HostError> {
-        Ok(self.with_snapshots(self.vm(name)?.status()))
+        Ok(self.complete(self.vm(name)?.status()))
     }
 
-    fn with_snapshots(&self, mut status: VmStatus) -> VmStatus {
+    /// Adds what others know of the VM.
+    fn complete(&self, mut status: VmStatus) -> VmStatus {
+        status.events = self.events.sentences(&status.name);
+        status.since_ms = self.events.since(&status.name);
         status.filling = self.snapshots.filling(&status.name);
         status.sampled_pages = self.snapshots.sampled_pages(&status.name);
         status
@@ -176,10 +189,34 @@ impl Host {
         Ok(self.primary(name)?.timings())
     }
 
+    /// What its API is served with over the network, if its configuration wants that.
+    pub fn remote_api(&self) -> Option<(ApiConfig, ApiTls)> {
+        let tls = self.identity.tls.clone()?;
+        Some((self.config.api.clone()?, ApiTls::new(tls)))
+    }
+
+    /// What has happened on this host.
+    pub fn events(&self) -> Journal {
+        self.events.clone()
+    }
+
+    /// What is counted of this host's VMs for a monitoring system.
+    pub fn meters(&self) -> Meters {
+        self.meters.clone()
+    }
+
     fn problems(&self) -> Vec<String> {
         let tls = self.identity.tls.iter().flat_map(|tls| tls.problems());
         let others = self.arbiter_problem.lock().clone().into_iter().chain(self.peers.problem());
         others.chain(tls).collect()
+    }
+
+    fn arbiter_report(&self) -> Option<ArbiterReport> {
+        let kind = match self.config.arbiter.as_ref()? {
+            ArbiterConfig::File { .. } => "file",
+            ArbiterConfig::Etcd(_) => "etcd",
+        };
+        Some(ArbiterReport { kind: kind.to_owned(), problem: self.arbiter_problem.lock().clone() })
     }
 
     /// Everything on this host.
@@ -191,7 +228,9 @@ impl Host {
             qemu_version: self.capabilities.version.to_string(),
             problems: self.problems(),
             certificate_expires: self.identity.tls.as_ref().map(|tls| tls.expires()),
-            vms: vms.iter().map(|vm| self.with_snapshots(vm.status())).collect(),
+            arbiter: self.arbiter_report(),
+            peers: self.known_hosts().into_keys().collect(),
+            vms: vms.iter().map(|vm| self.complete(vm.status())).collect(),
         }
     }
 

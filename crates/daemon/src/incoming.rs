@@ -4,6 +4,7 @@ use crate::arrivals::Arrival;
 use crate::backup::{self, Beside, Former, Launch, Outcome};
 use crate::containment::of_vm;
 use crate::error::{ErrorKind, HostError};
+use crate::events::EventKind;
 use crate::gate::authorize::{Asker, authorize};
 use crate::gate::lobby::Place;
 use crate::group::{Member, Membership};
@@ -298,6 +299,7 @@ fn stand_by(
         launch: launcher(host, directory),
         former: asking_former(host, &name, &hello.host),
         wish: offer.wish.clone(),
+        events: host.events.of(&name),
     };
     let weak = Arc::downgrade(host);
     let remedy = plan.group.0.membership.remedy();
@@ -311,7 +313,8 @@ fn stand_by(
     backup::accept(link, plan, machine, mirrors, over, |session| {
         host.vms.lock().insert(name.clone(), Vm::Backup(session.clone()));
     })?;
-    info!(vm = %name, "standing by for {}", hello.host);
+    host.meters.begin(&name);
+    host.events.of(&name).record(EventKind::StandingBy { primary: hello.host.clone() });
     Ok(())
 }
 
@@ -419,6 +422,8 @@ fn end(host: &Arc<Host>, name: &VmName, remedy: &str, outcome: Outcome) {
         Outcome::Live { machine, wish, generation, reason, takeover } => {
             let vm = host.add_primary(machine.clone(), generation, wish);
             vm.took_over(takeover);
+            vm.events.record(EventKind::TookOver { reason: reason.clone(), phases: takeover });
+            host.meters.of(name).outages.observe(takeover.outage_ms / 1e3);
             host.join_cluster(&machine, generation);
             host.degraded(&vm, format!("took over: {reason}"), remedy);
             // The activation says so already; the record is where it belongs.
@@ -428,8 +433,10 @@ fn end(host: &Arc<Host>, name: &VmName, remedy: &str, outcome: Outcome) {
         }
         Outcome::Discarded => {
             host.vms.lock().remove(name);
+            host.events.of(name).record(EventKind::StoodDown);
         }
         Outcome::Failed { generation, reason } => {
+            host.events.of(name).record(EventKind::TakeOverFailed { reason: reason.clone() });
             let reason = failed("won the VM and could not start it", &anyhow::anyhow!(reason));
             let fenced = FencedVm { name: name.to_owned(), generation, reason: reason.to_string() };
             host.vms.lock().insert(name.to_owned(), Vm::Fenced(Arc::new(fenced)));

@@ -1,6 +1,7 @@
 //! What happens to VMs: they come and go, end by themselves, lose or keep their protection.
 
 use crate::error::{ErrorKind, HostError};
+use crate::events::EventKind;
 use crate::host::{Host, PEER_TIMEOUT};
 use crate::machine::disk_error::RETRY_INTERVAL;
 use crate::machine::{self, Machine, MachineEvent, OnEvent};
@@ -21,11 +22,12 @@ const FORMER_TIMEOUT: Duration = Duration::from_secs(5);
 /// Has the backup, whose disks may be sound, go on with the guest that stands still, or tries the
 /// disk again in a moment.
 fn disk_failed(vm: Arc<PrimaryVm>, error: &str) {
-    vm.events.note_new(format!("{error}; the guest stands still"));
+    let told = |outcome: String| EventKind::DiskError { error: error.to_owned(), outcome };
+    vm.events.record_new(told("the guest stands still".to_owned()));
     if let Some(session) = vm.active_session()
         && let Err(obstacle) = session.give_guest_up(error)
     {
-        vm.events.note_new(format!("{error}; {obstacle}"));
+        vm.events.record_new(told(obstacle));
     }
     let machine = Arc::downgrade(&vm.machine());
     // Nothing of the VM is to outlive its end meanwhile.
@@ -91,8 +93,8 @@ impl Host {
         generation: Generation,
         wish: Option<ProtectRequest>,
     ) -> Arc<PrimaryVm> {
-        let vm = Arc::new(PrimaryVm::new(machine, generation, wish));
-        let name = vm.name().to_owned();
+        let name = machine.definition().name.clone();
+        let vm = Arc::new(PrimaryVm::new(machine, generation, wish, self.events.of(&name)));
         self.vms.lock().insert(name, Vm::Primary(vm.clone()));
         if self.config.repair.enabled {
             repair::start(self, &vm);
@@ -139,7 +141,12 @@ impl Host {
         info!(vm = %name, "{event:?}");
         match (self.vm(name), event) {
             (Ok(Vm::Primary(vm)), MachineEvent::Notice(text)) => vm.events.note(text),
+            (Ok(Vm::Primary(vm)), MachineEvent::Rebooted) => vm.events.record(EventKind::Rebooted),
+            (Ok(Vm::Primary(vm)), MachineEvent::Panicked) => {
+                vm.events.record(EventKind::GuestPanicked);
+            }
             (Ok(Vm::Primary(vm)), MachineEvent::PoweredOff { in_order }) => {
+                vm.events.record(EventKind::PoweredOff);
                 let fellows = self.fellows(&vm);
                 if let Err(error) = self.end_protection(&vm) {
                     warn!(vm = %name, "{error}");
@@ -156,6 +163,7 @@ impl Host {
     }
 
     fn qemu_died(&self, vm: &Arc<PrimaryVm>, words: String) {
+        vm.events.record(EventKind::GuestDied { reason: words.clone() });
         match vm.active_session() {
             // The backup takes over: a dead QEMU is a failure of the VM.
             Some(session) => session.event(PrimaryEvent::GuestDied(words)),
@@ -169,8 +177,7 @@ impl Host {
         }
         match phase {
             PrimaryPhase::Alone(Some(reason)) => {
-                warn!(vm = %vm.name(), "not protected any more: {reason}");
-                vm.events.note(format!("not protected any more: {reason}"));
+                vm.events.record(EventKind::ProtectionLost { reason: reason.clone() });
                 self.note_generation(vm);
                 if vm.has_diverged() {
                     vm.repairer.diverged();
@@ -183,8 +190,13 @@ impl Host {
             }
             PrimaryPhase::Halted(reason) => {
                 self.note_role(vm, ImageRole::Stale);
+                let heir = vm.handed_over_to();
+                vm.events.record(match heir.clone() {
+                    Some(peer) => EventKind::HandedOver { peer },
+                    None => EventKind::Fenced { reason: reason.clone() },
+                });
                 self.fence(vm, reason);
-                if vm.was_handed_over() {
+                if heir.is_some() {
                     // Nothing went wrong: this host has nothing to do with it any more.
                     self.vms.lock().remove(vm.name());
                 }
@@ -259,11 +271,7 @@ impl Host {
                 warn!(vm = %name, "{error}");
             }
         }
-        info!(
-            vm = %name,
-            "{}",
-            if role == ImageRole::Cut { "its power was cut" } else { "stopped" }
-        );
+        vm.events.record(EventKind::Stopped { cut: role == ImageRole::Cut });
         self.vms.lock().remove(name);
     }
 }

@@ -1,13 +1,14 @@
 //! The paths to a session's other host: what they do is logged and reported.
 
 use crate::clock;
+use crate::events::{EventKind, VmEvents};
 use crate::report::PathReport;
 use crate::sync::lock;
 use std::net::SocketAddr;
 use std::sync::Mutex;
 use std::time::Duration;
-use tracing::{info, warn};
-use understudy_protocol::{HostName, VmName};
+use tracing::info;
+use understudy_protocol::HostName;
 use understudy_protocol::{PathAction, PathEvent, PathIndex, PathState, Paths};
 
 /// What a session must do about its paths.
@@ -23,7 +24,7 @@ pub enum Consequence {
 
 /// The paths of one session.
 pub struct PathMonitor {
-    vm: VmName,
+    events: VmEvents,
     peer: HostName,
     /// The backup's addresses, one for each path.
     addresses: Vec<SocketAddr>,
@@ -31,16 +32,16 @@ pub struct PathMonitor {
 }
 
 impl PathMonitor {
-    /// A session of `vm` with `peer`, whose data goes over `in_use`.
+    /// A session with `peer`, whose data goes over `in_use`.
     pub fn new(
-        vm: &VmName,
+        events: &VmEvents,
         peer: &HostName,
         addresses: Vec<SocketAddr>,
         in_use: PathIndex,
         floor: Duration,
     ) -> PathMonitor {
         let paths = Mutex::new(Paths::new(addresses.len(), in_use, floor, clock::now()));
-        PathMonitor { vm: vm.to_owned(), peer: peer.to_owned(), addresses, paths }
+        PathMonitor { events: events.clone(), peer: peer.to_owned(), addresses, paths }
     }
 
     /// Every path.
@@ -84,24 +85,21 @@ impl PathMonitor {
     }
 
     fn tell_up(&self, path: PathIndex, up: usize) {
-        let (vm, name) = (&self.vm, self.name(path));
-        info!(%vm, "{name} is up again: {up} of {} paths", self.addresses.len());
+        let (name, all) = (self.name(path), self.addresses.len());
+        self.events.record(EventKind::PathUp { path: name, up, all });
     }
 
     fn tell_down(&self, path: PathIndex, left: usize, reason: &str) {
-        let (vm, name) = (&self.vm, self.name(path));
         if self.are_several() {
-            let all = self.addresses.len();
-            warn!(
-                %vm,
-                "{name} is down: {reason}; redundancy is degraded: {left} of {all} paths left"
-            );
+            let (path, all) = (self.name(path), self.addresses.len());
+            let reason = reason.to_owned();
+            self.events.record(EventKind::PathDown { path, reason, left, all });
         }
     }
 
     /// The session's data goes over `path` now.
     pub fn use_path(&self, path: PathIndex) {
-        info!(vm = %self.vm, "the data goes over {} now", self.name(path));
+        info!(vm = %self.events.vm(), "the data goes over {} now", self.name(path));
         self.event(PathEvent::InUse(path));
     }
 

@@ -2,6 +2,7 @@
 
 use crate::containment;
 use crate::error::{ErrorKind, HostError};
+use crate::events::EventKind;
 use crate::group::Membership;
 use crate::host::{Host, PEER_TIMEOUT, failed, internal};
 use crate::lockstep::compare::primary::Refusal;
@@ -11,7 +12,6 @@ use crate::sync::lock;
 use crate::vm::{PrimaryVm, Vm};
 use crate::{primary, resync};
 use std::sync::Arc;
-use tracing::warn;
 use understudy_protocol::VmName;
 use understudy_protocol::{Generation, Output, PrimaryPhase};
 use understudy_qemu::VmDefinition;
@@ -124,7 +124,6 @@ impl Host {
         group: (Arc<primary::Group>, usize),
     ) -> Result<(), HostError> {
         let (name, peer) = (vm.name().to_owned(), plan.peer.clone());
-        let output = plan.wish.output;
         let host = Arc::downgrade(self);
         let owner = Arc::downgrade(vm);
         let over = move |phase| {
@@ -133,16 +132,10 @@ impl Host {
             }
         };
         let protect = || primary::protect(vm.machine(), plan, group, over);
+        vm.events.record(EventKind::Synchronising { peer: peer.clone() });
         let session = within(&containment::of_vm(self, vm.name()), protect)
             .map_err(|error| refused(&format!("cannot protect {name} to {peer}"), &error))?;
         vm.begin(session);
-        vm.events.note(format!("protection to {peer} begins"));
-        if output == Output::Unheld {
-            let words = "NOT PROTECTED: output is not held, as asked for; a fail-over undoes what \
-                         clients have seen";
-            warn!(vm = %name, "{words}");
-            vm.events.note(words);
-        }
         Ok(())
     }
 
@@ -162,7 +155,7 @@ impl Host {
         for vm in fellows.iter().chain([&vm]) {
             vm.repairer.set_wish(None);
             vm.accept_unprotected();
-            vm.events.note("protection ended as asked for");
+            vm.events.record(EventKind::Unprotected);
         }
         Ok(Vm::Primary(vm.clone()).status())
     }
@@ -289,6 +282,8 @@ impl Host {
                 .map_err(|error| failed("cannot note the changes of the disks", &error))?,
             records: self.records.clone(),
             wish: request.clone(),
+            meters: self.meters.clone(),
+            events: vm.events.clone(),
         })
     }
 }

@@ -6,6 +6,7 @@
 
 use crate::clock;
 use crate::containment;
+use crate::events::{EventKind, VmEvents};
 use crate::host::Host;
 use crate::report::ProtectRequest;
 use crate::sync::lock;
@@ -15,9 +16,8 @@ use std::collections::VecDeque;
 use std::hash::{BuildHasher, Hasher, RandomState};
 use std::sync::{Arc, Mutex, Weak};
 use std::time::Duration;
-use tracing::{error, info, warn};
+use tracing::{error, info};
 use understudy_protocol::Time;
-use understudy_protocol::VmName;
 use understudy_protocol::repair::{Repair, RepairAction, RepairEvent, RepairPhase};
 use understudy_qemu::CpuNeeds;
 use understudy_threads::spawn;
@@ -134,12 +134,12 @@ impl Repairer {
     }
 
     /// Says once for each round why no host took the VM.
-    fn log_round(&self, vm: &VmName) {
+    fn log_round(&self, events: &VmEvents) {
         let core = lock(&self.core);
         let mut logged = lock(&self.logged);
         if let RepairPhase::Waiting(until) = core.phase() {
             if *logged != Some(*until) {
-                warn!(%vm, "still unprotected: {}", core.reason());
+                events.record_new(EventKind::NoBackup { reason: core.reason().to_owned() });
                 *logged = Some(*until);
             }
         }
@@ -193,7 +193,7 @@ fn step(host: &Weak<Host>, weak: &Weak<PrimaryVm>, event: RepairEvent) -> Option
             event = RepairEvent::Protected;
         }
         let actions = vm.repairer.handle(event);
-        vm.repairer.log_round(vm.name());
+        vm.repairer.log_round(&vm.events);
         let name = vm.name().to_owned();
         let (memory, cpu) = {
             let machine = vm.machine();

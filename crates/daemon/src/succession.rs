@@ -51,7 +51,6 @@ impl Host {
         let recording = Lockstep { role: LogRole::Record, clock };
         self.move_to_another_qemu(vm, &former, recording).map_err(|error| {
             let error = failed("the VM cannot be moved into another QEMU", &error);
-            warn!(vm = %vm.name(), "{error}");
             vm.events.note(error.to_string());
             error
         })

@@ -12,7 +12,6 @@ use crate::report::{DiskReads, Mode, ProtectRequest};
 use crate::vm::PrimaryVm;
 use serde::{Deserialize, Serialize};
 use std::sync::Arc;
-use tracing::warn;
 use understudy_protocol::{Output, PrimaryPhase};
 use understudy_qemu::command::Lockstep;
 use understudy_qemu::lockstep::LogRole;
@@ -154,7 +153,6 @@ impl Host {
             phase => format!("{phase:?}"),
         };
         let message = format!("{} does not change its mode: {error:#}; {now}", vm.name());
-        warn!("{message}");
         vm.events.note(message.clone());
         HostError::new(ErrorKind::Internal, message)
     }

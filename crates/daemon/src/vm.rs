@@ -1,5 +1,6 @@
 //! A VM as this host knows it, and the report about it.
 
+use crate::events::VmEvents;
 use crate::machine::Machine;
 use crate::repair::Repairer;
 use crate::report::{
@@ -9,40 +10,10 @@ use crate::report::{
 use crate::resync::{self, Basis};
 use crate::sync::lock;
 use crate::{backup, primary};
-use std::collections::VecDeque;
 use std::sync::{Arc, Mutex, OnceLock};
 use understudy_protocol::HostName;
 use understudy_protocol::VmName;
 use understudy_protocol::{BackupPhase, Generation, Output, PrimaryPhase};
-
-/// Events that are kept for `status`.
-const KEPT_EVENTS: usize = 64;
-
-/// Notable events of a VM, newest last.
-#[derive(Debug, Default)]
-pub struct Events(Mutex<VecDeque<String>>);
-
-impl Events {
-    /// Notes an event.
-    pub fn note(&self, event: impl Into<String>) {
-        let mut events = lock(&self.0);
-        if events.len() == KEPT_EVENTS {
-            events.pop_front();
-        }
-        events.push_back(event.into());
-    }
-
-    /// Notes an event that is not there already.
-    pub fn note_new(&self, event: String) {
-        if !lock(&self.0).contains(&event) {
-            self.note(event);
-        }
-    }
-
-    fn list(&self) -> Vec<String> {
-        lock(&self.0).iter().cloned().collect()
-    }
-}
 
 /// What this host is to a VM.
 #[derive(Clone)]
@@ -61,7 +32,7 @@ pub struct PrimaryVm {
     /// The machine: another one after a succession.
     machine: Mutex<Arc<Machine>>,
     /// Notable events.
-    pub events: Events,
+    pub events: VmEvents,
     /// Restores its protection.
     pub repairer: Repairer,
     /// Held while protection is set up or ended.
@@ -98,12 +69,13 @@ impl PrimaryVm {
         machine: Arc<Machine>,
         generation: Generation,
         wish: Option<ProtectRequest>,
+        events: VmEvents,
     ) -> PrimaryVm {
         let state = PrimaryState { generation, session: None, degraded: None };
         PrimaryVm {
             name: machine.definition().name.clone(),
             machine: Mutex::new(machine),
-            events: Events::default(),
+            events,
             repairer: Repairer::new(wish),
             protecting: Mutex::default(),
             takeover: OnceLock::new(),
@@ -192,9 +164,11 @@ impl PrimaryVm {
         lock(&self.state).session.as_ref().is_some_and(|session| session.has_diverged())
     }
 
-    /// Whether the last session ended with a planned fail-over.
-    pub fn was_handed_over(&self) -> bool {
-        lock(&self.state).session.as_ref().is_some_and(|session| session.was_handed_over())
+    /// The host that has it now, if the last session ended with a planned fail-over.
+    pub fn handed_over_to(&self) -> Option<HostName> {
+        let state = lock(&self.state);
+        let session = state.session.as_ref().filter(|session| session.was_handed_over());
+        session.map(|session| session.peer.clone())
     }
 
     /// The members of the VM's group, itself included; none without a group.
@@ -218,7 +192,6 @@ impl PrimaryVm {
     /// Protection that was asked for has ended, for this reason.
     pub fn degrade(&self, reason: String) {
         self.accept_unprotected();
-        self.events.note(reason.clone());
         lock(&self.state).degraded = Some(reason);
     }
 
@@ -233,7 +206,7 @@ impl PrimaryVm {
         let state = lock(&self.state);
         let mut status = machine_status(&machine, Role::Primary, machine.is_alive());
         status.generation = state.generation;
-        status.events = self.events.list();
+        status.events = self.events.sentences();
         status.takeover = self.takeover.get().copied();
         status.protection = match &state.degraded {
             Some(reason) => Protection::Degraded { reason: reason.clone() },
@@ -285,6 +258,8 @@ fn describe_session(status: &mut VmStatus, session: &primary::Session) {
         status.lockstep = lockstep_report(session, status.held_frames);
         status.paths = session.paths.report();
         status.bandwidth_bytes_per_second = session.stats.bandwidth();
+        status.dirty_pages_per_second = session.stats.dirty_rate();
+        status.uncommitted_ms = session.stats.uncommitted_ms();
     }
     let peer = session.peer.clone();
     status.protection = match phase {

@@ -1,12 +1,13 @@
 //! Which methods are worth their CPU time on this link.
 
 use crate::{DEFAULT_CACHE_PAGES, MOST_CACHE_PAGES};
+use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 use std::time::Duration;
 use understudy_protocol::PAGE_SIZE;
 
 /// What a user asks for.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "kebab-case")]
 pub enum Compression {
     /// Each method as long as it saves more time on the link than it costs of the CPU.
@@ -23,7 +24,7 @@ pub enum Compression {
 }
 
 /// How a session's pages are to be encoded.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(default, deny_unknown_fields)]
 pub struct EncodingPlan {
     /// Which methods may be used.
@@ -50,7 +51,7 @@ impl EncodingPlan {
 }
 
 /// The methods in use, beside leaving zero pages out.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 pub struct Methods {
     /// Deltas against the cache.
     pub xor: bool,

@@ -1,12 +1,13 @@
 //! What an encoder did.
 
+use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 use std::ops::Sub;
 use std::time::Duration;
 use understudy_protocol::PAGE_SIZE;
 
 /// Counts of pages and bytes since the first synchronisation.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 pub struct Counters {
     /// Pages given to the encoder.
     pub pages: u64,

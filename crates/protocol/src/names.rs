@@ -4,6 +4,7 @@
 //! No name is empty, begins with `.`, or has `/`, a control character, or more bytes than its
 //! kind allows: joined to a directory it is one entry of that directory.
 
+use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 use std::borrow::Borrow;
 use std::fmt;
@@ -37,7 +38,7 @@ impl NameError {
 macro_rules! name_type {
     ($(#[$about:meta])* $name:ident, $kind:literal, $allowed:literal, $is_sound:path) => {
         $(#[$about])*
-        #[derive(Clone, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
+        #[derive(Clone, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize, JsonSchema)]
         #[serde(try_from = "String", into = "String")]
         pub struct $name(Arc<str>);
 

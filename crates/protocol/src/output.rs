@@ -8,11 +8,12 @@
 //! the moment its epoch was captured; the backup, which acknowledged later than that, does
 //! not contest the VM before the lease has surely run out.
 
+use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 use std::time::Duration;
 
 /// What is done with the guest's output while a backup stands by.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "kebab-case")]
 pub enum Output {
     /// Each frame waits until its epoch is on the backup.

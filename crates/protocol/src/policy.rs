@@ -15,6 +15,7 @@
 //! By any policy, an epoch in which the guest has written much to its disks ends early.
 
 use crate::Time;
+use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 use std::time::Duration;
 
@@ -34,7 +35,7 @@ const LONGEST_GAP_FOR_PAGES: Duration = Duration::from_millis(25);
 const SHORTEST_LOOK: Duration = Duration::from_micros(100);
 
 /// When the primary takes a checkpoint.
-#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
+#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
 #[serde(tag = "kind", rename_all = "kebab-case", deny_unknown_fields)]
 pub enum Policy {
     /// A fixed rate, as in Remus.

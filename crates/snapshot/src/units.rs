@@ -1,5 +1,6 @@
 //! The quantities that cross module borders, each with a type of its own.
 
+use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 use std::fmt;
 use std::str::FromStr;
@@ -11,7 +12,18 @@ pub const UNIT_BYTES: usize = understudy_protocol::PAGE_SIZE;
 /// The number of a snapshot of a group: 1 for the first that was ever begun, whether it
 /// became one or was given up. Frames between members carry it as their colour.
 #[derive(
-    Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize,
+    Clone,
+    Copy,
+    Debug,
+    Default,
+    PartialEq,
+    Eq,
+    PartialOrd,
+    Ord,
+    Hash,
+    Serialize,
+    Deserialize,
+    JsonSchema,
 )]
 #[serde(transparent)]
 pub struct SnapshotNumber(pub u64);
@@ -32,7 +44,18 @@ impl fmt::Display for SnapshotNumber {
 /// How often the group was restored. What a member sent before a restore must not reach a
 /// member after it: it comes from a future that has not happened.
 #[derive(
-    Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize,
+    Clone,
+    Copy,
+    Debug,
+    Default,
+    PartialEq,
+    Eq,
+    PartialOrd,
+    Ord,
+    Hash,
+    Serialize,
+    Deserialize,
+    JsonSchema,
 )]
 #[serde(transparent)]
 pub struct Life(pub u32);

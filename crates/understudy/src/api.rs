@@ -1,245 +1,104 @@
-//! The daemon's local API: HTTP/1 and JSON.
+//! The daemon's API: HTTP/1 and JSON.
 //!
-//! | request                            | answers |
-//! |------------------------------------|---------|
-//! | `GET /v1/status`                   | [`HostStatus`] |
-//! | `POST /v1/vms` ([`VmDefinition`])  | [`VmStatus`] |
-//! | `GET /v1/vms/NAME`                 | [`VmStatus`] |
-//! | `DELETE /v1/vms/NAME?force=BOOL`   | nothing (204) |
-//! | `POST /v1/vms/NAME/start`          | [`VmStatus`] |
-//! | `GET /v1/vms/NAME/definition`      | [`VmDefinition`] |
-//! | `POST /v1/vms/NAME/protect` ([`ProtectRequest`]) | [`VmStatus`] |
-//! | `POST /v1/groups/NAME/protect` ([`GroupRequest`]) | a list of [`VmStatus`] |
-//! | `POST /v1/vms/NAME/unprotect`      | [`VmStatus`] |
-//! | `POST /v1/vms/NAME/failover`       | nothing (204) |
-//! | `POST /v1/vms/NAME/recover` ([`RecoverRequest`]) | [`RecoverReport`] |
-//! | `POST /v1/vms/NAME/lockstep/verify` | [`ComparisonReport`] |
-//! | `GET /v1/vms/NAME/timings`         | a list of [`CheckpointTiming`] |
-//! | `POST /v1/vms/NAME/snapshot`, `/v1/clusters/NAME/snapshot` ([`SnapshotRequest`]) | [`SnapshotReport`] |
-//! | `POST /v1/vms/NAME/restore`, `/v1/clusters/NAME/restore` ([`RestoreRequest`]) | [`RestoreReport`] |
-//! | `GET /v1/snapshots?group=NAME&store=URL` | a list of [`SnapshotReport`] |
-//! | `DELETE /v1/snapshots?group=NAME&number=N&store=URL` | [`DeleteReport`] |
-//! | `POST /v1/snapshots/verify?group=NAME&number=N&store=URL` | [`VerifyReport`] |
-//! | `GET /metrics`                     | OpenMetrics text |
+//! [`calls`] is the list of all calls: the routes, the rights that they take, and docs/openapi.json are made of it. On the
+//! unix socket whoever may open it may do all; over the network, [`access`] asks for a token or a certificate.
+//!
+//! | module | is |
+//! |--------|----|
+//! | [`calls`] | every call: path, right, what it takes and answers |
+//! | [`access`] | who may do what |
+//! | [`remote`] | the API over TLS |
+//! | [`jobs`] | work that takes long, to be watched and cancelled |
+//! | [`events`] | what happened, as a list and a stream |
+//! | [`snapshots`] | snapshots and restores |
+//! | [`openapi`] | the description for machines |
+//! | [`page`] | the dashboard |
 //!
 //! An error is `{"error": {"kind", "message"}}`, with a status that fits.
 
+mod access;
+mod calls;
+mod control;
+pub mod events;
+mod jobs;
 mod name;
+mod openapi;
+mod page;
+pub mod remote;
 mod snapshots;
 
+pub use access::Guard;
+pub use control::{Control, Subject};
+
 use crate::failure::ErrorBody;
-use crate::metrics;
 use axum::Router;
 use axum::body::Bytes;
 use axum::extract::rejection::{BytesRejection, QueryRejection};
-use axum::extract::{DefaultBodyLimit, Query, State};
+use axum::extract::{DefaultBodyLimit, FromRef, Query, State};
 use axum::http::{StatusCode, Uri};
+use axum::middleware;
 use axum::response::{IntoResponse, Json, Response};
-use axum::routing::{get, post};
+use jobs::{Jobs, Waiting};
 use name::Name;
+use schemars::JsonSchema;
 use serde::Deserialize;
 use serde::de::DeserializeOwned;
 use std::sync::Arc;
 use tokio::task::spawn_blocking;
 use understudy_daemon::report::{
-    CheckpointTiming, ComparisonReport, GroupRequest, HostStatus, ProtectRequest, RecoverReport,
-    RecoverRequest, VmStatus,
+    CheckpointTiming, ComparisonReport, HostStatus, RecoverReport, VmStatus,
 };
-use understudy_daemon::snapshot::report::{
-    DeleteReport, RestoreReport, RestoreRequest, SnapshotReport, SnapshotRequest, VerifyReport,
-};
-use understudy_daemon::{ErrorKind, Host, HostError, containment};
+use understudy_daemon::{ErrorKind, HostError, containment};
 use understudy_protocol::{GroupName, VmName};
 use understudy_qemu::VmDefinition;
-use understudy_snapshot::SnapshotNumber;
 
 /// The longest request body: far more than any VM definition needs.
 pub const MAX_REQUEST_BYTES: usize = 256 * 1024;
-
-/// What is snapshotted, or restored.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub enum Subject {
-    /// A VM by itself.
-    Vm(VmName),
-    /// A group.
-    Cluster(GroupName),
-}
-
-/// What the API asks of a host; all calls block. [`Host`] outside of tests.
-pub trait Control: Send + Sync + 'static {
-    /// See [`Host::status`].
-    fn status(&self) -> HostStatus;
-    /// See [`Host::vm_start`].
-    fn vm_start(&self, definition: VmDefinition) -> Result<VmStatus, HostError>;
-    /// See [`Host::vm_start_recorded`].
-    fn vm_start_recorded(&self, name: &VmName) -> Result<VmStatus, HostError>;
-    /// See [`Host::definition`].
-    fn definition(&self, name: &VmName) -> Result<VmDefinition, HostError>;
-    /// See [`Host::vm_stop`].
-    fn vm_stop(&self, name: &VmName, force: bool) -> Result<(), HostError>;
-    /// See [`Host::vm_status`].
-    fn vm_status(&self, name: &VmName) -> Result<VmStatus, HostError>;
-    /// See [`Host::protect`].
-    fn protect(&self, name: &VmName, request: ProtectRequest) -> Result<VmStatus, HostError>;
-    /// See [`Host::protect_group`].
-    fn protect_group(
-        &self,
-        name: &GroupName,
-        request: GroupRequest,
-    ) -> Result<Vec<VmStatus>, HostError>;
-    /// See [`Host::unprotect`].
-    fn unprotect(&self, name: &VmName) -> Result<VmStatus, HostError>;
-    /// See [`Host::failover`].
-    fn failover(&self, name: &VmName) -> Result<(), HostError>;
-    /// See [`Host::recover`].
-    fn recover(&self, name: &VmName, request: RecoverRequest) -> Result<RecoverReport, HostError>;
-    /// See [`Host::timings`].
-    fn timings(&self, name: &VmName) -> Result<Vec<CheckpointTiming>, HostError>;
-    /// See [`Host::verify_lockstep`].
-    fn verify_lockstep(&self, name: &VmName) -> Result<ComparisonReport, HostError>;
-    /// See [`Host::snapshot_vm`] and [`Host::snapshot_cluster`].
-    fn snapshot(
-        &self,
-        what: &Subject,
-        asked: &SnapshotRequest,
-    ) -> Result<SnapshotReport, HostError>;
-    /// See [`Host::restore_vm`] and [`Host::restore_cluster`].
-    fn restore(&self, what: &Subject, asked: &RestoreRequest) -> Result<RestoreReport, HostError>;
-    /// See [`Host::snapshots_of`]; without a group those of all that the host knows.
-    fn snapshots(
-        &self,
-        group: Option<&GroupName>,
-        store: Option<&str>,
-    ) -> Result<Vec<SnapshotReport>, HostError>;
-    /// See [`Host::delete_snapshot`].
-    fn delete_snapshot(
-        &self,
-        group: &GroupName,
-        number: SnapshotNumber,
-        store: Option<&str>,
-    ) -> Result<DeleteReport, HostError>;
-    /// See [`Host::verify_snapshot`].
-    fn verify_snapshot(
-        &self,
-        group: &GroupName,
-        number: Option<SnapshotNumber>,
-        store: Option<&str>,
-    ) -> Result<VerifyReport, HostError>;
-}
-
-impl Control for Arc<Host> {
-    fn status(&self) -> HostStatus {
-        Host::status(self)
-    }
-    fn vm_start(&self, definition: VmDefinition) -> Result<VmStatus, HostError> {
-        Host::vm_start(self, definition)
-    }
-    fn vm_start_recorded(&self, name: &VmName) -> Result<VmStatus, HostError> {
-        Host::vm_start_recorded(self, name)
-    }
-    fn definition(&self, name: &VmName) -> Result<VmDefinition, HostError> {
-        Host::definition(self, name)
-    }
-    fn vm_stop(&self, name: &VmName, force: bool) -> Result<(), HostError> {
-        Host::vm_stop(self, name, force)
-    }
-    fn vm_status(&self, name: &VmName) -> Result<VmStatus, HostError> {
-        Host::vm_status(self, name)
-    }
-    fn protect(&self, name: &VmName, request: ProtectRequest) -> Result<VmStatus, HostError> {
-        Host::protect(self, name, request)
-    }
-    fn protect_group(
-        &self,
-        name: &GroupName,
-        request: GroupRequest,
-    ) -> Result<Vec<VmStatus>, HostError> {
-        Host::protect_group(self, name, request)
-    }
-    fn unprotect(&self, name: &VmName) -> Result<VmStatus, HostError> {
-        Host::unprotect(self, name)
-    }
-    fn failover(&self, name: &VmName) -> Result<(), HostError> {
-        Host::failover(self, name)
-    }
-    fn recover(&self, name: &VmName, request: RecoverRequest) -> Result<RecoverReport, HostError> {
-        Host::recover(self, name, request)
-    }
-    fn timings(&self, name: &VmName) -> Result<Vec<CheckpointTiming>, HostError> {
-        Host::timings(self, name)
-    }
-    fn verify_lockstep(&self, name: &VmName) -> Result<ComparisonReport, HostError> {
-        Host::verify_lockstep(self, name)
-    }
-    fn snapshot(
-        &self,
-        what: &Subject,
-        asked: &SnapshotRequest,
-    ) -> Result<SnapshotReport, HostError> {
-        match what {
-            Subject::Vm(name) => self.snapshot_vm(name, asked),
-            Subject::Cluster(name) => self.snapshot_cluster(name, asked),
-        }
-    }
-    fn restore(&self, what: &Subject, asked: &RestoreRequest) -> Result<RestoreReport, HostError> {
-        match what {
-            Subject::Vm(name) => self.restore_vm(name, asked),
-            Subject::Cluster(name) => self.restore_cluster(name, asked),
-        }
-    }
-    fn snapshots(
-        &self,
-        group: Option<&GroupName>,
-        store: Option<&str>,
-    ) -> Result<Vec<SnapshotReport>, HostError> {
-        match group {
-            Some(group) => self.snapshots_of(group, store),
-            None => self.all_snapshots(store),
-        }
-    }
-    fn delete_snapshot(
-        &self,
-        group: &GroupName,
-        number: SnapshotNumber,
-        store: Option<&str>,
-    ) -> Result<DeleteReport, HostError> {
-        Host::delete_snapshot(self, group, number, store)
-    }
-    fn verify_snapshot(
-        &self,
-        group: &GroupName,
-        number: Option<SnapshotNumber>,
-        store: Option<&str>,
-    ) -> Result<VerifyReport, HostError> {
-        Host::verify_snapshot(self, group, number, store)
-    }
-}
 
 type Shared = State<Arc<dyn Control>>;
 type Body = Result<Bytes, BytesRejection>;
 type Answer<T> = Result<Json<T>, ApiError>;
 
-/// The routes of the API.
-pub fn router(host: Arc<dyn Control>) -> Router {
-    Router::new()
-        .route("/v1/status", get(status))
-        .route("/v1/vms", post(vm_start))
-        .route("/v1/vms/{name}", get(vm_status).delete(vm_stop))
-        .route("/v1/vms/{name}/start", post(vm_start_recorded))
-        .route("/v1/vms/{name}/definition", get(definition))
-        .route("/v1/vms/{name}/protect", post(protect))
-        .route("/v1/groups/{name}/protect", post(protect_group))
-        .route("/v1/vms/{name}/unprotect", post(unprotect))
-        .route("/v1/vms/{name}/failover", post(failover))
-        .route("/v1/vms/{name}/recover", post(recover))
-        .route("/v1/vms/{name}/timings", get(timings))
-        .route("/v1/vms/{name}/lockstep/verify", post(verify_lockstep))
-        .merge(snapshots::routes())
-        .fallback(no_such_route)
-        .method_not_allowed_fallback(wrong_method)
-        .layer(DefaultBodyLimit::max(MAX_REQUEST_BYTES))
-        .with_state(host.clone())
-        .merge(metrics::router(host))
+/// The API of a host, whichever way it is reached.
+#[derive(Clone)]
+pub struct Api {
+    host: Arc<dyn Control>,
+    jobs: Arc<Jobs>,
+}
+
+impl FromRef<Api> for Arc<dyn Control> {
+    fn from_ref(api: &Api) -> Arc<dyn Control> {
+        api.host.clone()
+    }
+}
+
+impl FromRef<Api> for Arc<Jobs> {
+    fn from_ref(api: &Api) -> Arc<Jobs> {
+        api.jobs.clone()
+    }
+}
+
+impl Api {
+    /// That of this host.
+    pub fn new(host: Arc<dyn Control>) -> Api {
+        Api { host, jobs: Arc::default() }
+    }
+
+    /// Its routes, behind this guard.
+    pub fn router(&self, guard: &Guard) -> Router {
+        let mut router = Router::new();
+        for call in calls::all() {
+            let asked = (guard.clone(), call.access);
+            let checked = middleware::from_fn_with_state(asked, access::check);
+            router = router.route(call.path, call.handler.route_layer(checked));
+        }
+        router
+            .merge(page::routes())
+            .fallback(no_such_route)
+            .method_not_allowed_fallback(wrong_method)
+            .layer(DefaultBodyLimit::max(MAX_REQUEST_BYTES))
+            .with_state(self.clone())
+    }
 }
 
 async fn status(State(host): Shared) -> Answer<HostStatus> {
@@ -263,9 +122,10 @@ async fn vm_status(State(host): Shared, Name(name): Name<VmName>) -> Answer<VmSt
     blocking(move || host.vm_status(&name)).await.map(Json)
 }
 
-#[derive(Deserialize)]
+#[derive(Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields)]
 struct StopQuery {
+    /// Cut its power at once.
     #[serde(default)]
     force: bool,
 }
@@ -280,9 +140,21 @@ async fn vm_stop(
     Ok(StatusCode::NO_CONTENT)
 }
 
-async fn protect(State(host): Shared, Name(name): Name<VmName>, body: Body) -> Answer<VmStatus> {
+async fn protect(
+    State(host): Shared,
+    State(jobs): State<Arc<Jobs>>,
+    Name(name): Name<VmName>,
+    waiting: Waiting,
+    body: Body,
+) -> Result<Response, ApiError> {
     let request = read(body)?;
-    blocking(move || host.protect(&name, request)).await.map(Json)
+    if jobs::is_waited_for(waiting)? {
+        let status = blocking(move || host.protect(&name, request)).await?;
+        return Ok(Json(status).into_response());
+    }
+    let subject = name.to_string();
+    let work = move |job: &jobs::Running| jobs::protect(&*host, &name, request, job);
+    jobs.begin(jobs::JobKind::Protect, subject, work)
 }
 
 async fn protect_group(

@@ -1,5 +1,6 @@
 //! The grammar of the command line; that of the benchmarks is in [`bench`], that of
-//! `protect` in [`protect`], that of `demo` and the like in [`trial`].
+//! `protect` in [`protect`], that of `demo` and the like in [`trial`], that of
+//! `events` in [`watch`].
 
 mod bench;
 mod import;
@@ -7,6 +8,7 @@ mod protect;
 mod setup;
 mod snapshot;
 mod trial;
+mod watch;
 
 #[cfg(test)]
 use bench::SUITE_HELP;
@@ -22,6 +24,8 @@ pub use snapshot::*;
 pub use trial::*;
 use trial::{CHAOS_HELP, DEMO_HELP, SIMULATE_HELP};
 use understudy_protocol::VmName;
+pub use watch::*;
+use watch::{EVENTS_HELP, TOP_HELP};
 
 use clap::{Args, Parser, Subcommand};
 use std::convert::Infallible;
@@ -136,6 +140,12 @@ pub enum Command {
         /// The VM's name; all VMs without it.
         vm: Option<String>,
     },
+    /// Watch this host in a terminal: who protects whom, what it costs, what happens.
+    #[command(after_help = TOP_HELP)]
+    Top,
+    /// Show what has happened on this host, and what happens.
+    #[command(after_help = EVENTS_HELP)]
+    Events(EventsArgs),
     /// Kill a guest's host, here on one machine, and see its connection live on.
     #[command(after_help = DEMO_HELP)]
     Demo(DemoArgs),
@@ -326,6 +336,10 @@ Example of a configuration:
 
 Optional: state_dir, socket, qemu, agent (absolute paths), memory = \"64G\" (the
 most that VMs and backups may take together; else what is available),
+[api] listen = \"0.0.0.0:7780\" (the API and a dashboard over TLS) with [api.tokens]
+admin = \"/etc/understudy/admin.token\" (mode 0600, a token a line; roles are
+read, operate, admin) or [api.certificates] NAME = \"operate\",
+[webhook] url = \"https://…\" (each event is posted there as JSON),
 [qemu_process] user = \"NAME\" (else each QEMU is a user of its own),
 [detection] timeout_ms = 100 (50 to 10000), the shortest silence of a peer
 after which it is suspected, and qemu_timeout_ms = 1000 (200 to 15000), that of

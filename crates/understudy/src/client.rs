@@ -1,6 +1,6 @@
 //! The API from the caller's side: one request, one connection.
 
-use crate::api::Subject;
+use crate::api::{Subject, events};
 use crate::failure::{ErrorBody, Failure, FailureKind};
 use http_body_util::{BodyExt, Full, Limited};
 use hyper::body::Bytes;
@@ -14,6 +14,7 @@ use std::path::{Path, PathBuf};
 use tokio::net::UnixStream;
 use tokio::runtime::{Builder, Runtime};
 use understudy_daemon::HostError;
+use understudy_daemon::events::EventList;
 use understudy_daemon::report::{
     CheckpointTiming, ComparisonReport, GroupRequest, HostStatus, ProtectRequest, RecoverReport,
     RecoverRequest, VmStatus,
@@ -46,6 +47,14 @@ impl Client {
     /// Everything on the host.
     pub fn status(&self) -> Result<HostStatus, Failure> {
         self.json(Method::GET, "/v1/status", Bytes::new())
+    }
+
+    /// The events after a number, of all VMs or of one; waits for the first if told to.
+    pub fn events(&self, after: u64, vm: Option<&str>, wait: bool) -> Result<EventList, Failure> {
+        let wait = if wait { events::LONGEST_WAIT.as_millis() } else { 0 };
+        let vm = vm.map_or_else(String::new, |vm| path("&vm=", vm, ""));
+        let path = format!("/v1/events?after={after}&wait_ms={wait}{vm}");
+        self.json(Method::GET, &path, Bytes::new())
     }
 
     /// Starts a VM, unprotected.

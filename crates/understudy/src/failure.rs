@@ -1,6 +1,7 @@
 //! How a command fails: the words on stderr, the JSON on stdout, the exit code.
 
 use crate::output;
+use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 use std::process::ExitCode;
 use understudy_daemon::{ErrorKind, HostError};
@@ -54,7 +55,7 @@ pub enum FailureKind {
 }
 
 /// How errors look as JSON, in the API and on the command line.
-#[derive(Serialize, Deserialize)]
+#[derive(Serialize, Deserialize, JsonSchema)]
 pub struct ErrorBody<E> {
     /// The error.
     pub error: E,

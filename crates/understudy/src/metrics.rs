@@ -1,8 +1,9 @@
 //! What `status` shows, for a monitoring system: OpenMetrics text.
 //!
-//! Everything is read from the host's status at the moment of the question, so metrics and
-//! `status` cannot differ. A host answers on its API socket (`GET /metrics`) and, if its
-//! configuration says so, on an address where nothing else is served.
+//! What is so now is read from the host's status at the moment of the question, so metrics and `status` cannot differ.
+//! What happens, the daemon counts when it happens ([`Meters`]). Base units throughout: seconds, bytes, ratios. A host
+//! answers on its API socket (`GET /metrics`) and, if its configuration says so, on an address where nothing else is
+//! served. docs/monitoring has alert rules and a dashboard.
 
 use crate::api::Control;
 use axum::Router;
@@ -11,13 +12,19 @@ use axum::http::header::CONTENT_TYPE;
 use axum::response::{IntoResponse, Response};
 use axum::routing::get;
 use prometheus_client::encoding::text::encode;
+use prometheus_client::metrics::counter::Counter;
 use prometheus_client::metrics::family::Family;
 use prometheus_client::metrics::gauge::Gauge;
+use prometheus_client::metrics::info::Info;
 use prometheus_client::registry::Registry;
 use std::sync::Arc;
 use std::sync::atomic::AtomicU64;
 use tokio::task::spawn_blocking;
-use understudy_daemon::report::{HostStatus, Protection, Role, VmStatus};
+use understudy_daemon::Meters;
+use understudy_daemon::report::{
+    ArbiterReport, ComparisonCounts, HostStatus, InboundReport, OutboundReport, PathReport,
+    Protection, Role, VmStatus,
+};
 
 const FORMAT: &str = "application/openmetrics-text; version=1.0.0; charset=utf-8";
 
@@ -28,8 +35,9 @@ pub fn router(host: Arc<dyn Control>) -> Router {
     Router::new().route("/metrics", get(answer)).with_state(host)
 }
 
-async fn answer(State(host): State<Arc<dyn Control>>) -> Response {
-    match spawn_blocking(move || text(&host.status())).await {
+/// The page of metrics.
+pub async fn answer(State(host): State<Arc<dyn Control>>) -> Response {
+    match spawn_blocking(move || text(&host.status(), &host.meters())).await {
         Ok(text) => ([(CONTENT_TYPE, FORMAT)], text).into_response(),
         Err(error) => {
             let message = format!("the daemon failed on this request: {error}\n");
@@ -38,25 +46,16 @@ async fn answer(State(host): State<Arc<dyn Control>>) -> Response {
     }
 }
 
-/// A host's status as OpenMetrics text.
-pub fn text(status: &HostStatus) -> String {
+/// A host's status, and what was counted, as OpenMetrics text.
+pub fn text(status: &HostStatus, meters: &Meters) -> String {
     let mut page = Page { vms: &status.vms, registry: Registry::with_prefix("understudy") };
-    let versions = vec![
-        ("host", status.name.to_string()),
-        ("version", status.version.clone()),
-        ("qemu_version", status.qemu_version.clone()),
-    ];
-    page.add("host", "The host that answers; always 1", [(versions, 1.0)]);
-    let problems = (vec![("host", status.name.to_string())], status.problems.len() as f64);
-    page.add("host_problems", "What `status` says is wrong with the host itself", [problems]);
-    let expires = status
-        .certificate_expires
-        .map(|expires| (vec![("host", status.name.to_string())], expires as f64));
-    let help = "When the host's certificate expires, in seconds since 1970";
-    page.add("certificate_expiry_timestamp_seconds", help, expires);
+    page.host(status);
     page.standing();
     page.replication();
-    page.links();
+    page.lockstep();
+    page.frames();
+    page.paths();
+    meters.register(&mut page.registry);
     let mut text = String::new();
     // A String takes all that it is given.
     let _ = encode(&mut text, &page.registry);
@@ -84,25 +83,59 @@ impl Page<'_> {
         self.add(name, help, vms.iter().filter_map(labelled));
     }
 
+    /// 1 or 0 for each VM.
+    fn flag(&mut self, name: &str, help: &str, is: impl Fn(&VmStatus) -> bool) {
+        self.each(name, help, |vm| Some(number(is(vm))));
+    }
+
+    /// A count since protection began, for each VM that has it.
+    fn count(&mut self, name: &str, help: &str, value: impl Fn(&VmStatus) -> Option<u64>) {
+        let family = Family::<Labels, Counter>::default();
+        for vm in self.vms {
+            if let Some(value) = value(vm) {
+                family.get_or_create(&of(vm)).inc_by(value);
+            }
+        }
+        self.registry.register(name, help, family);
+    }
+
+    fn host(&mut self, status: &HostStatus) {
+        let host = || vec![("host", status.name.to_string())];
+        let versions = vec![
+            ("host", status.name.to_string()),
+            ("version", status.version.clone()),
+            ("qemu_version", status.qemu_version.clone()),
+        ];
+        self.registry.register("host", "The host that answers", Info::new(versions));
+        let help = "What `status` says is wrong with the host itself";
+        self.add("host_problems", help, [(host(), status.problems.len() as f64)]);
+        let expires = status.certificate_expires.map(|expires| (host(), expires as f64));
+        let help = "When the host's certificate expires, in seconds since 1970";
+        self.add("certificate_expiry_timestamp_seconds", help, expires);
+        let reachable = |arbiter: &ArbiterReport| {
+            let labels = vec![("host", status.name.to_string()), ("kind", arbiter.kind.clone())];
+            (labels, number(arbiter.problem.is_none()))
+        };
+        let help = "1 if the host reaches the arbiter that decides about its VMs";
+        self.add("arbiter_reachable", help, status.arbiter.as_ref().map(reachable));
+    }
+
     /// What the VMs are, and how far they are protected.
     fn standing(&mut self) {
         let roles =
             [("primary", Role::Primary), ("backup", Role::Backup), ("fenced", Role::Fenced)];
         let vms = self.vms;
         let role = |vm| roles.map(|(name, role)| (with(vm, "role", name), vm.role == role));
-        let set = |(labels, is): (Labels, bool)| (labels, f64::from(u8::from(is)));
+        let set = |(labels, is): (Labels, bool)| (labels, number(is));
         self.add("vm_role", "1 for what the host is to the VM", vms.iter().flat_map(role).map(set));
         let states = ["off", "syncing", "protected", "unheld", "degraded"];
         let protection =
             |vm| states.map(|name| (with(vm, "state", name), state(&vm.protection) == name));
         let help = "1 for the state that the VM's protection is in";
         self.add("vm_protection", help, vms.iter().flat_map(protection).map(set));
-        self.each("vm_live", "1 if the guest executes on this host", |vm| {
-            Some(u8::from(vm.live).into())
-        });
-        self.each("vm_disk_error", "1 if the guest stands still because a disk fails", |vm| {
-            Some(u8::from(vm.disk_error.is_some()).into())
-        });
+        self.flag("vm_live", "1 if the guest executes on this host", |vm| vm.live);
+        let help = "1 if the guest stands still because a disk fails";
+        self.flag("vm_disk_error", help, |vm| vm.disk_error.is_some());
         self.each("vm_generation", "Generation of the VM's ownership", |vm| {
             Some(vm.generation.0 as f64)
         });
@@ -123,62 +156,69 @@ impl Page<'_> {
         self.each("vm_lag_epochs", "Epochs captured and not acknowledged", |vm| {
             Some(vm.lag_epochs as f64)
         });
-        self.each("vm_checkpoints", "Checkpoints committed since protection began", |vm| {
-            Some(vm.checkpoints as f64)
-        });
-        self.each("vm_replicated_bytes", "Bytes sent since protection began", |vm| {
-            Some(vm.bytes_sent as f64)
-        });
+        let help = "Age of the state that the backup would go on with";
+        self.each("vm_uncommitted_seconds", help, |vm| vm.uncommitted_ms.map(|ms| ms / 1e3));
         self.each("vm_held_frames", "Frames that wait for output commit", |vm| {
             Some(vm.held_frames as f64)
         });
         self.each("vm_held_console_bytes", "Bytes of the console held likewise", |vm| {
             vm.held_console_bytes.map(|bytes| bytes as f64)
         });
-        let vms = self.vms;
-        let pauses = |vm: &VmStatus| {
-            let pause = vm.pause_ms;
-            let quantiles = [("0.5", pause.p50), ("0.99", pause.p99), ("1", pause.max)];
-            quantiles.map(|(name, ms)| (with(vm, "quantile", name), ms / 1e3))
-        };
-        let help = "Pause of recent checkpoints; quantile 1 since protection began";
-        self.add("vm_pause_seconds", help, vms.iter().flat_map(pauses));
-        let help = "How long the first output of recent epochs waited";
-        self.add("vm_output_wait_seconds", help, vms.iter().flat_map(output_waits));
-        let help = "Part of its processors that the guest may use, 0 to 1";
-        self.each("vm_cpu_share", help, |vm| {
+        let help = "Part of its processors that the guest may use";
+        self.each("vm_cpu_ratio", help, |vm| {
             vm.throttle.as_ref().map(|throttle| f64::from(throttle.vcpu_percent) / 100.0)
         });
-        self.each("vm_lockstep_lag_seconds", "How far the backup's execution is behind", |vm| {
-            vm.lockstep.map(|lockstep| lockstep.lag_ms / 1e3)
+        let help = "Epochs that were cut short because the guest outran the link";
+        self.count("vm_epochs_cut_short", help, |vm| Some(vm.throttle.as_ref()?.cut_short));
+        let help = "What the link to the backup was found to carry";
+        self.each("vm_link_bytes_per_second", help, |vm| {
+            vm.compression?.link_bytes_per_second.map(|bytes| bytes as f64)
         });
-        let help = "Disk reads that travel with the log, bits a second";
-        self.each("vm_lockstep_disk_read_bits", help, |vm| {
-            vm.lockstep.map(|lockstep| lockstep.disk_read_mbit_s * 1e6)
-        });
-        self.each("vm_lockstep_blocked", "1 if QEMU stands still for the log", |vm| {
-            vm.lockstep.map(|lockstep| f64::from(u8::from(lockstep.blocked)))
-        });
-        let counts = |vm: &VmStatus| vm.lockstep.and_then(|lockstep| lockstep.comparison);
-        let help = "Comparisons with the backup in lockstep since protection began";
-        self.each("vm_lockstep_comparisons", help, |vm| {
-            counts(vm).map(|counts| counts.comparisons as f64)
-        });
-        let help = "Since the last comparison with the backup in lockstep";
-        self.each("vm_lockstep_comparison_age_seconds", help, |vm| {
-            counts(vm).map(|counts| counts.seconds_ago)
-        });
-        self.each("vm_takeover_seconds", "How long this host's take-over of the VM took", |vm| {
-            vm.takeover.as_ref().map(|takeover| takeover.total_ms / 1e3)
+        let help = "What another synchronisation of the disks would copy";
+        self.each("vm_disk_differing_bytes", help, |vm| {
+            vm.disk_sync.as_ref().map(|sync| sync.differing_bytes as f64)
         });
     }
 
-    fn links(&mut self) {
+    fn lockstep(&mut self) {
+        self.each("vm_lockstep_lag_seconds", "How far the backup's execution is behind", |vm| {
+            vm.lockstep.map(|lockstep| lockstep.lag_ms / 1e3)
+        });
+        let help = "Disk reads that travel with the log";
+        self.each("vm_lockstep_disk_read_bytes_per_second", help, |vm| {
+            vm.lockstep.map(|lockstep| lockstep.disk_read_mbit_s * 1e6 / 8.0)
+        });
+        self.each("vm_lockstep_blocked", "1 if QEMU stands still for the log", |vm| {
+            vm.lockstep.map(|lockstep| number(lockstep.blocked))
+        });
+        let counts = |vm: &VmStatus| -> Option<ComparisonCounts> { vm.lockstep?.comparison };
+        let help = "Comparisons with the backup in lockstep";
+        self.count("vm_lockstep_comparisons", help, |vm| Some(counts(vm)?.comparisons));
+        let help = "Since the last comparison with the backup in lockstep";
+        self.each("vm_lockstep_comparison_age_seconds", help, |vm| Some(counts(vm)?.seconds_ago));
+    }
+
+    /// Frames that travel to the backup, so that a take-over does not lose them.
+    fn frames(&mut self) {
+        let inbound = |vm: &VmStatus, of: fn(InboundReport) -> u64| vm.inbound.map(of);
+        let outbound = |vm: &VmStatus, of: fn(OutboundReport) -> u64| vm.outbound.map(of);
+        let help = "Frames for the guest that went to the backup too";
+        self.count("vm_inbound_frames", help, |vm| inbound(vm, |report| report.frames));
+        let help = "Frames for the guest that should have, and did not";
+        self.count("vm_inbound_dropped_frames", help, |vm| inbound(vm, |report| report.dropped));
+        let help = "Frames of the guest that went to the backup with their epoch";
+        self.count("vm_outbound_frames", help, |vm| outbound(vm, |report| report.frames));
+        let help = "Frames of the guest that were over their epoch's bound";
+        self.count("vm_outbound_left_out_frames", help, |vm| {
+            outbound(vm, |report| report.left_out)
+        });
+    }
+
+    fn paths(&mut self) {
         let vms = self.vms;
         let paths = |vm: &VmStatus| -> Vec<_> {
-            let path = |path: &understudy_daemon::report::PathReport| {
-                let labels = with(vm, "address", &path.address.to_string());
-                (labels, f64::from(u8::from(path.up)))
+            let path = |path: &PathReport| {
+                (with(vm, "address", &path.address.to_string()), number(path.up))
             };
             vm.paths.iter().map(path).collect()
         };
@@ -187,24 +227,12 @@ impl Page<'_> {
     }
 }
 
-fn of(vm: &VmStatus) -> Labels {
-    vec![("vm", vm.name.to_string())]
+fn number(is: bool) -> f64 {
+    f64::from(u8::from(is))
 }
 
-fn output_waits(vm: &VmStatus) -> Vec<(Labels, f64)> {
-    let Some(wait) = vm.output_wait_ms else { return Vec::new() };
-    let quantiles = [
-        ("checkpoint", "0.5", wait.to_checkpoint_p50),
-        ("checkpoint", "0.99", wait.to_checkpoint_p99),
-        ("release", "0.5", wait.to_release_p50),
-        ("release", "0.99", wait.to_release_p99),
-    ];
-    let named = |(until, quantile, ms): (&str, &str, f64)| {
-        let mut labels = with(vm, "until", until);
-        labels.push(("quantile", quantile.to_owned()));
-        (labels, ms / 1e3)
-    };
-    quantiles.map(named).into()
+fn of(vm: &VmStatus) -> Labels {
+    vec![("vm", vm.name.to_string())]
 }
 
 fn with(vm: &VmStatus, label: &'static str, value: &str) -> Labels {
@@ -225,20 +253,33 @@ fn state(protection: &Protection) -> &'static str {
 mod tests {
     use super::*;
     use crate::table::tests::example;
+    use std::collections::{BTreeMap, BTreeSet};
+    use std::path::Path;
+    use understudy_daemon::report::{LockstepReport, ThrottleReport};
     use understudy_protocol::literal;
 
     fn lines(protection: Protection) -> String {
-        let vms = vec![example(protection)];
+        page(vec![example(protection)])
+    }
+
+    fn page(vms: Vec<VmStatus>) -> String {
         let [version, qemu_version] = ["0.1.0", "10.0.2"].map(str::to_owned);
         let problems = vec!["arbiter: it is another one".to_owned()];
-        text(&HostStatus {
+        let arbiter =
+            Some(ArbiterReport { kind: "etcd".into(), problem: Some(problems[0].clone()) });
+        let status = HostStatus {
             name: literal("a"),
             version,
             qemu_version,
             problems,
             certificate_expires: Some(1_800_000_000),
+            arbiter,
+            peers: Vec::new(),
             vms,
-        })
+        };
+        let meters = Meters::default();
+        meters.begin(&literal("db"));
+        text(&status, &meters)
     }
 
     #[track_caller]
@@ -257,13 +298,11 @@ mod tests {
             r#"understudy_vm_committed_epoch{vm="db"} 1234.0"#,
             r#"understudy_vm_held_frames{vm="db"} 7.0"#,
             r#"understudy_vm_held_console_bytes{vm="db"} 9.0"#,
-            r#"understudy_vm_pause_seconds{vm="db",quantile="0.99"} 0.0015"#,
-            r#"understudy_vm_output_wait_seconds{vm="db",until="checkpoint",quantile="0.5"} 0.0015"#,
-            r#"understudy_vm_output_wait_seconds{vm="db",until="release",quantile="0.99"} 0.009"#,
             r#"understudy_vm_path_up{vm="db",address="10.1.0.2:7700"} 1.0"#,
             r#"understudy_vm_path_up{vm="db",address="10.0.0.2:7700"} 0.0"#,
             r#"understudy_certificate_expiry_timestamp_seconds{host="a"} 1800000000.0"#,
-            r#"understudy_host{host="a",version="0.1.0",qemu_version="10.0.2"} 1.0"#,
+            r#"understudy_arbiter_reachable{host="a",kind="etcd"} 0.0"#,
+            r#"understudy_host_info{host="a",version="0.1.0",qemu_version="10.0.2"} 1"#,
             r#"understudy_host_problems{host="a"} 1.0"#,
         ] {
             check(&text, line);
@@ -276,5 +315,78 @@ mod tests {
         let text = lines(Protection::Degraded { reason: "b \"died\"".into() });
         check(&text, r#"understudy_vm_protection{vm="db",state="degraded"} 1.0"#);
         check(&text, r#"understudy_vm_protection{vm="db",state="protected"} 0.0"#);
+    }
+
+    /// Names and types of everything that a host may tell.
+    fn kinds() -> BTreeMap<String, String> {
+        let syncing = Protection::Syncing {
+            peer: literal("b"),
+            done_bytes: 1,
+            total_bytes: 2,
+            remaining_seconds: None,
+        };
+        let everything = VmStatus {
+            throttle: Some(ThrottleReport {
+                vcpu_percent: 90,
+                unavailable: None,
+                cut_short: 1,
+                link_pages_per_second: None,
+            }),
+            lockstep: Some(LockstepReport {
+                comparison: Some(ComparisonCounts::default()),
+                ..Default::default()
+            }),
+            inbound: Some(InboundReport::default()),
+            outbound: Some(OutboundReport::default()),
+            ..example(syncing)
+        };
+        let text = page(vec![everything]);
+        let of = |line: &str| {
+            let (name, kind) = line.strip_prefix("# TYPE ")?.split_once(' ')?;
+            Some((name.to_owned(), kind.to_owned()))
+        };
+        text.lines().filter_map(of).collect()
+    }
+
+    #[test]
+    fn what_only_grows_is_a_counter_and_spans_have_buckets() {
+        let kinds = kinds();
+        let counted = ["vm_checkpoints", "vm_written_pages", "vm_sent_bytes", "vm_inbound_frames"];
+        for name in counted.map(|name| format!("understudy_{name}")) {
+            assert_eq!(kinds.get(&name).map(String::as_str), Some("counter"), "{name}");
+        }
+        for name in ["vm_pause", "vm_checkpoint_wait", "vm_output_delay", "vm_outage"] {
+            let name = format!("understudy_{name}_seconds");
+            assert_eq!(kinds.get(&name).map(String::as_str), Some("histogram"), "{name}");
+        }
+    }
+
+    /// The names that a text speaks of, as a page has them after `# TYPE`.
+    fn named(text: &str) -> BTreeSet<String> {
+        let word = |word: &str| {
+            let name = word.strip_prefix("understudy_").is_some_and(|rest| rest.contains('_'));
+            name.then(|| {
+                let ends = ["_total", "_bucket", "_count", "_sum", "_info"];
+                let base = ends.iter().find_map(|end| word.strip_suffix(end));
+                base.unwrap_or(word).to_owned()
+            })
+        };
+        text.split(|c: char| !c.is_ascii_alphanumeric() && c != '_').filter_map(word).collect()
+    }
+
+    #[test]
+    fn rules_and_dashboard_speak_of_metrics_that_there_are() {
+        let kinds = kinds();
+        let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../docs/monitoring");
+        for file in ["understudy.rules.yml", "understudy.dashboard.json"] {
+            let text = std::fs::read_to_string(folder.join(file)).unwrap();
+            let named = named(&text);
+            assert!(named.len() > 5, "{file}: {named:?}");
+            for name in named {
+                assert!(kinds.contains_key(&name), "{file}: there is no metric {name}");
+            }
+        }
+        let dashboard = std::fs::read(folder.join("understudy.dashboard.json")).unwrap();
+        serde_json::from_slice::<serde_json::Value>(&dashboard).unwrap();
     }
 }

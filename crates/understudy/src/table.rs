@@ -1,8 +1,13 @@
 //! Text for people: the table of VMs and the page of one VM.
 
+mod events;
+mod top;
+
+pub use events::{events, moment};
 use indicatif::HumanBytes;
 use std::fmt::Write;
 use std::time::SystemTime;
+pub use top::page as top;
 use understudy_daemon::report::{
     CompressionReport, DiskReads, DiskSync, FillReport, HostStatus, LockstepReport, Mode,
     PathReport, Protection, Role, ThrottleReport, VmStatus,
@@ -79,6 +84,7 @@ pub fn vm(vm: &VmStatus) -> String {
         ["VM".to_owned(), vm.name.to_string()],
         ["role".to_owned(), role(vm)],
         ["protection".to_owned(), protection(vm)],
+        ["since".to_owned(), vm.since_ms.map_or_else(|| NOTHING.to_owned(), moment)],
         ["mode".to_owned(), mode(vm)],
         ["generation".to_owned(), vm.generation.0.to_string()],
         ["epoch".to_owned(), format!("{}, {} not acknowledged", vm.epoch.0, vm.lag_epochs)],
@@ -88,6 +94,9 @@ pub fn vm(vm: &VmStatus) -> String {
         ["sent".to_owned(), sent(vm)],
         ["frames held".to_owned(), vm.held_frames.to_string()],
     ];
+    if let Some(age) = vm.uncommitted_ms {
+        rows.push(["backup's state".to_owned(), format!("{age:.0} ms old")]);
+    }
     if let Some(bytes) = vm.held_console_bytes {
         rows.push(["console held".to_owned(), format!("{bytes} bytes")]);
     }
@@ -363,6 +372,7 @@ pub mod tests {
             epoch: Epoch(1234),
             group: None,
             protection,
+            since_ms: Some(1_795_000_000_123),
             disk_sync: Some(DiskSync {
                 full_because: None,
                 bytes: 3 << 20,
@@ -398,6 +408,8 @@ pub mod tests {
                 counters: Counters::default(),
             }),
             bytes_sent: 5 * 1024 * 1024,
+            uncommitted_ms: Some(12.0),
+            dirty_pages_per_second: 300,
             bandwidth_bytes_per_second: 2048,
             throttle: None,
             held_frames: 7,
@@ -434,7 +446,8 @@ pub mod tests {
         }
     }
 
-    fn host_of(vms: Vec<VmStatus>) -> HostStatus {
+    /// A host with these.
+    pub fn host_of(vms: Vec<VmStatus>) -> HostStatus {
         let (version, qemu_version) = ("0.1.0".into(), "10.0.2".into());
         HostStatus {
             name: literal("a"),
@@ -442,6 +455,8 @@ pub mod tests {
             qemu_version,
             problems: Vec::new(),
             certificate_expires: None,
+            arbiter: None,
+            peers: Vec::new(),
             vms,
         }
     }

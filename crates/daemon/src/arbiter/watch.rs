@@ -2,11 +2,12 @@
 //! any VM needs it.
 
 use super::Unreachable;
+use crate::events::EventKind;
 use crate::host::Host;
 use std::sync::{Arc, Weak};
 use std::thread;
 use std::time::Duration;
-use tracing::{info, warn};
+use tracing::warn;
 
 const INTERVAL: Duration = Duration::from_secs(5);
 
@@ -29,8 +30,12 @@ fn run(host: &Weak<Host>) {
         let problem = found.as_ref().err().map(|Unreachable(reason)| format!("arbiter: {reason}"));
         let before = std::mem::replace(&mut *host.arbiter_problem.lock(), problem.clone());
         match (&found, problem) {
-            (_, Some(problem)) if before.as_ref() != Some(&problem) => warn!("{problem}"),
-            (Ok(name), None) if before.is_some() => info!("arbiter: {name} again"),
+            (_, Some(reason)) if before.as_ref() != Some(&reason) => {
+                host.events.record(EventKind::ArbiterLost { reason });
+            }
+            (Ok(name), None) if before.is_some() => {
+                host.events.record(EventKind::ArbiterFound { arbiter: name.to_string() });
+            }
             _ => {}
         }
         drop(host);

@@ -29,6 +29,7 @@ pub use turn::{Beside, Launch};
 use crate::arbiter::Arbiter;
 use crate::channel::{Channel, Renewal};
 use crate::doorbell::Doorbell;
+use crate::events::VmEvents;
 use crate::handshake::{FileOffer, FileRole, Offer, Ready, Resumed};
 use crate::heartbeat::{self, Heartbeats};
 use crate::link::Link;
@@ -173,6 +174,8 @@ pub struct Plan {
     pub former: Former,
     /// What the operator asked for.
     pub wish: Option<ProtectRequest>,
+    /// Where what happens to the VM is told.
+    pub events: VmEvents,
 }
 
 /// Starts following the primary with a standby that is ready. `over` is called
@@ -194,7 +197,7 @@ pub fn accept(
     let vm = machine.definition().name.clone();
     let (addresses, path) = (plan.addresses, plan.path);
     let heartbeats = Heartbeats::new(addresses.len());
-    let paths = PathMonitor::new(&vm, &plan.primary, addresses, path, plan.timeout);
+    let paths = PathMonitor::new(&plan.events, &plan.primary, addresses, path, plan.timeout);
     let renewal = if paths.are_several() { Renewal::Await } else { Renewal::Never };
     let session = Arc::new(Session {
         vm,

@@ -95,7 +95,12 @@ impl Session {
         self.clock.reach(Stage::Live);
         let injected_frames = self.inbound.inject(&self.machine());
         let lag_ms = self.following().map_or(0.0, |following| following.lag_at_failure_ms());
-        Ok(TakeoverReport { lag_ms, injected_frames, resent_frames, ..self.clock.report() })
+        let report = self.clock.report();
+        let outage_ms = match in_lockstep {
+            true => lag_ms + report.total_ms,
+            false => (now() - from.taken).as_secs_f64() * 1e3,
+        };
+        Ok(TakeoverReport { lag_ms, outage_ms, injected_frames, resent_frames, ..report })
     }
 
     fn failed(&self, generation: Generation, error: &anyhow::Error) -> Outcome {

@@ -328,3 +328,39 @@ fn the_time_to_power_off_is_checked() {
         assert_says(&words, "host.toml:", &["shutdown.power_off_seconds", seconds, "0 to 3600"]);
     }
 }
+
+#[test]
+fn a_webhook_is_the_address_of_a_web_server() {
+    let with = |url: &str| GOOD.to_owned() + &format!("[webhook]\nurl = \"{url}\"\n");
+    let config = read(&with("https://alerts.example.org/hook/s3cret")).unwrap();
+    let webhook = config.webhook.unwrap();
+    assert_eq!(webhook.as_str(), "https://alerts.example.org/hook/s3cret");
+    assert_eq!(webhook.shown(), "https://alerts.example.org/…", "the path may be secret");
+    for url in ["alerts.example.org", "ftp://alerts.example.org", "https://", ""] {
+        let error = read(&with(url)).unwrap_err();
+        assert_says(&error.message, "host.toml:", &["webhook.url", "for example"]);
+    }
+}
+
+#[test]
+fn the_api_is_served_to_those_who_are_named_and_over_tls_only() {
+    let with = |api: &str| GOOD.to_owned() + "[api]\nlisten = \"10.0.0.1:7780\"\n" + api;
+    let both = "tokens = { admin = \"/etc/t\" }\ncertificates = { alice = \"read\" }\n";
+    let api = read(&with(both)).unwrap().api.unwrap();
+    assert_eq!(api.tokens[&Access::Admin], Path::new("/etc/t"));
+    assert_eq!(api.certificates["alice"], Access::Read);
+    assert!(Access::Read < Access::Operate && Access::Operate < Access::Admin);
+    let cases = [
+        ("", "nobody could use it"),
+        ("tokens = { root = \"/etc/t\" }", "there are read, operate and admin"),
+        ("tokens = { read = \"t\" }", "not an absolute path"),
+        ("certificates = { alice = \"all\" }", "there is no role \"all\""),
+        ("certificates = { \"a b\" = \"read\" }", "api.certificates.a b"),
+    ];
+    for (api, words) in cases {
+        assert_says(&read(&with(api)).unwrap_err().message, "host.toml:", &[words]);
+    }
+    let plain = "name = \"a\"\nlisten = \"127.0.0.1:7700\"\n[api]\nlisten = \"127.0.0.1:7780\"\n";
+    let error = read(&(plain.to_owned() + both)).unwrap_err();
+    assert_says(&error.message, "host.toml:4: api.listen", &["no [tls]", "understudy pki"]);
+}

@@ -17,7 +17,7 @@ use std::path::Path;
 use std::sync::Arc;
 use std::thread;
 use std::time::{Duration, Instant};
-use tracing::{info, warn};
+use tracing::warn;
 use understudy_protocol::Ownership;
 use understudy_protocol::VmName;
 use understudy_protocol::validity::ImageRole;
@@ -218,7 +218,6 @@ impl Host {
         let Ok(primary) = self.primary(vm) else { return self.orphans.remove(vm) };
         let still = orphan.since.elapsed().as_secs_f64();
         let words = format!("stood still for {still:.1} s: this host's daemon had ended");
-        info!(%vm, "taken back; it {words}");
         primary.events.note(words);
         orphan.custody.goes_on();
         self.orphans.remove(vm);

@@ -56,6 +56,10 @@ pub enum MachineEvent {
     Died(String),
     /// The guest stands still at this error of one of its disks.
     DiskFailed(String),
+    /// The guest rebooted.
+    Rebooted,
+    /// The guest's kernel panicked.
+    Panicked,
     /// Something to tell the user.
     Notice(String),
 }

@@ -46,11 +46,9 @@ impl Process {
             }
             VmEvent::Reset { .. } => {
                 let again = self.resets_again(Instant::now());
-                (!again).then(|| MachineEvent::Notice("the guest rebooted".to_owned()))
+                (!again).then_some(MachineEvent::Rebooted)
             }
-            VmEvent::Panicked => {
-                Some(MachineEvent::Notice("the guest's kernel panicked".to_owned()))
-            }
+            VmEvent::Panicked => Some(MachineEvent::Panicked),
             VmEvent::DiskError { node, reason, stopped } => {
                 let error = DiskError { node, reason };
                 let text = error.to_string();

@@ -96,7 +96,7 @@ impl Group {
 
     /// Notes what the backup says: why it could not take over; nothing if it could.
     pub(super) fn heard_of_take_over(&self, session: &Session, words: &[u8]) {
-        self.standing.heard(&session.vm, &session.peer, words);
+        self.standing.heard(&session.events, &session.peer, words);
     }
 
     /// Why the backup could not take over now, if it could not.

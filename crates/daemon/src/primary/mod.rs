@@ -27,6 +27,7 @@ mod send;
 mod session;
 mod standing;
 mod stats;
+mod tell;
 mod turn;
 
 pub(crate) use epoch_room::EPOCH_DISK_BYTES;
@@ -40,11 +41,13 @@ use understudy_threads::spawn;
 use crate::arbiter::Arbiter;
 use crate::channel::Channel;
 use crate::clock;
+use crate::events::VmEvents;
 use crate::handshake::Identity;
 use crate::heartbeat::{self, Heartbeats};
 use crate::link::Link;
 use crate::lockstep::primary::{MACHINE, Recording};
 use crate::machine::Machine;
+use crate::meters::Meters;
 use crate::paths::PathMonitor;
 use crate::records::Records;
 use crate::report::{DiskReads, Mode, ProtectRequest};
@@ -105,6 +108,10 @@ pub struct Plan {
     pub records: Records,
     /// What the operator asked for.
     pub wish: ProtectRequest,
+    /// Where the session's measurements are added.
+    pub meters: Meters,
+    /// Where what happens to the VM is told.
+    pub events: VmEvents,
 }
 
 /// Offers the VM to the peer, as the member of a group at this place, and starts
@@ -124,7 +131,8 @@ pub fn protect(
     };
     let (link, path, basis) = offer(&machine, &plan, (&group, place), &dialler)?;
     let vm = &machine.definition().name;
-    let paths = PathMonitor::new(vm, &plan.peer, plan.addresses.clone(), path, plan.timeout);
+    let paths =
+        PathMonitor::new(&plan.events, &plan.peer, plan.addresses.clone(), path, plan.timeout);
     let paths = Arc::new(paths);
     let data = Channel::new(link, dialler.renewal(&paths));
     await_ready(&data, &machine, &plan.peer)?;
@@ -151,8 +159,9 @@ pub fn protect(
         references: references(&plan.encoding, plan.mode),
         policy: plan.policy,
         encoding: plan.encoding,
-        stats: Stats::default(),
+        stats: Stats::new(plan.meters.of(vm)),
         progress: Progress::new(),
+        events: plan.events,
         pace: Pace::new(vm, machine.qemu_pid(), &plan.policy),
         watch: Mutex::new(Watch::new(&machine)?),
         outbox,

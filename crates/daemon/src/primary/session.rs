@@ -18,6 +18,7 @@ use crate::arbiter::Arbiter;
 use crate::channel::Channel;
 use crate::clock;
 use crate::console::ConsoleOutput;
+use crate::events::VmEvents;
 use crate::group::Membership;
 use crate::heartbeat::{Heartbeats, Pulse};
 use crate::lockstep::primary::Recording;
@@ -76,6 +77,8 @@ pub struct Session {
     pub pace: Pace,
     /// What the guest does.
     pub(super) watch: Mutex<Watch>,
+    /// Where what happens to the VM is told.
+    pub(super) events: VmEvents,
     /// The first synchronisation.
     pub progress: Progress,
     /// What goes to the backup.
@@ -206,6 +209,9 @@ impl Session {
         self.group.each(|member| member.epoch_room.set_blocked(blocked));
         for action in &actions {
             self.group.each(|member| member.perform(action, decided));
+        }
+        if before != *core.phase() {
+            self.group.each(|member| member.tell_phase(&before, core));
         }
         // A log's thread has hundreds of epochs a second to see to, and waits for few of their
         // acknowledgements.

@@ -7,12 +7,11 @@
 //! guest's, while nothing has failed of the two hosts that the arbiter is there for.
 
 use crate::clock;
+use crate::events::{EventKind, VmEvents};
 use crate::sync::lock;
 use std::sync::Mutex;
 use std::time::Duration;
-use tracing::{info, warn};
-use understudy_protocol::Time;
-use understudy_protocol::VmName;
+use understudy_protocol::{HostName, Time};
 
 /// A word counts for so long: a backup whose arbiter hangs says nothing.
 const FRESH: Duration = Duration::from_millis(4_500);
@@ -40,14 +39,16 @@ impl Standing {
     }
 
     /// Notes what the backup says: why it could not take over; nothing if it could.
-    pub fn heard(&self, vm: &VmName, peer: &str, words: &[u8]) {
+    pub fn heard(&self, events: &VmEvents, peer: &HostName, words: &[u8]) {
         let words = String::from_utf8_lossy(words);
         let reason: String = words.chars().take(LONGEST_REASON).collect();
         let obstacle = (!reason.is_empty()).then_some(reason);
         let mut word = lock(&self.0);
         match (&word.obstacle, &obstacle) {
-            (None, Some(reason)) => warn!(%vm, "host {peer} could not take over now: {reason}"),
-            (Some(_), None) => info!(%vm, "host {peer} could take over again"),
+            (None, Some(reason)) => {
+                events.record(EventKind::BackupUnfit { peer: peer.clone(), reason: reason.clone() })
+            }
+            (Some(_), None) => events.record(EventKind::BackupFit { peer: peer.clone() }),
             _ => {}
         }
         *word = Word { heard: clock::now(), obstacle };
@@ -70,20 +71,24 @@ impl Standing {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::events::Journal;
     use understudy_protocol::literal;
 
     #[test]
     fn a_word_grows_old_and_a_new_one_counts() {
-        let standing = Standing::new();
+        let (standing, b) = (Standing::new(), literal("b"));
+        let journal = Journal::default();
+        let db = journal.of(&literal("db"));
         let now = clock::now();
         assert_eq!(standing.obstacle(now), None);
         let words = standing.obstacle(now + FRESH * 2).unwrap();
         assert!(words.contains("has not proved for"), "{words}");
-        standing.heard(&literal("db"), "b", b"no such directory");
+        standing.heard(&db, &b, b"no such directory");
         assert_eq!(standing.obstacle(clock::now()).unwrap(), "no such directory");
-        standing.heard(&literal("db"), "b", b"");
+        standing.heard(&db, &b, b"");
         assert_eq!(standing.obstacle(clock::now()), None);
-        standing.heard(&literal("db"), "b", &[b'x'; 5_000]);
+        standing.heard(&db, &b, &[b'x'; 5_000]);
         assert_eq!(standing.obstacle(clock::now()).unwrap().len(), LONGEST_REASON);
+        assert_eq!(db.sentences()[1], "host b could take over again");
     }
 }

@@ -2,6 +2,7 @@
 
 use super::link_speed::LinkSpeed;
 use crate::clock;
+use crate::meters::VmMeters;
 use crate::report::{CheckpointTiming, OutputReport, PauseReport};
 use crate::sync::lock;
 use std::collections::VecDeque;
@@ -18,8 +19,10 @@ const KEPT_TIMINGS: usize = 4096;
 const BANDWIDTH_SPAN: Duration = Duration::from_secs(2);
 
 /// Measurements of one protection session.
-#[derive(Debug, Default)]
+#[derive(Debug)]
 pub struct Stats {
+    /// What the VM's sessions add to.
+    meters: VmMeters,
     bytes_sent: AtomicU64,
     inner: Mutex<Inner>,
     link: Mutex<LinkSpeed>,
@@ -32,13 +35,36 @@ struct Inner {
     resumed: VecDeque<(Epoch, Time)>,
     committed: u64,
     longest_pause_ms: f64,
-    sent_at: VecDeque<(Time, u64)>,
+    written_pages: u64,
+    /// The end of the pause of the last committed checkpoint.
+    committed_from: Option<Time>,
+    samples: VecDeque<Sample>,
+}
+
+/// What had been sent and written at a moment.
+#[derive(Clone, Copy, Debug)]
+struct Sample {
+    at: Time,
+    bytes: u64,
+    pages: u64,
 }
 
 impl Stats {
+    /// Measurements that add to these meters.
+    pub fn new(meters: VmMeters) -> Stats {
+        Stats {
+            meters,
+            bytes_sent: AtomicU64::default(),
+            inner: Mutex::default(),
+            link: Mutex::default(),
+            encoding: Mutex::default(),
+        }
+    }
+
     /// Bytes left for the backup.
     pub fn sent(&self, bytes: u64) {
         self.bytes_sent.fetch_add(bytes, Ordering::Relaxed);
+        self.meters.sent_bytes.inc_by(bytes);
     }
 
     /// Bytes that left for the backup since protection began.
@@ -63,7 +89,9 @@ impl Stats {
 
     /// A checkpoint's pause ended at `resumed`.
     pub fn captured(&self, timing: CheckpointTiming, resumed: Time) {
+        self.meters.captured(&timing);
         let mut inner = lock(&self.inner);
+        inner.written_pages += timing.pages + timing.precopied_pages;
         inner.longest_pause_ms = inner.longest_pause_ms.max(timing.total_ms);
         inner.resumed.push_back((timing.epoch, resumed));
         if inner.timings.len() == KEPT_TIMINGS {
@@ -82,9 +110,11 @@ impl Stats {
             }
             inner.resumed.pop_front();
             inner.committed += 1;
+            inner.committed_from = Some(resumed);
             let timing = inner.timings.iter_mut().rev().find(|timing| timing.epoch == first);
             if let Some(timing) = timing {
                 timing.replicate_ms = milliseconds(now - resumed);
+                self.meters.committed(timing);
             }
         }
     }
@@ -126,25 +156,41 @@ impl Stats {
         })
     }
 
-    /// Notes the bytes sent so far; call it regularly.
+    /// How old the state is that the backup would go on with: what the guest did since is lost
+    /// with this host. None before the first commit.
+    pub fn uncommitted_ms(&self) -> Option<f64> {
+        let from = lock(&self.inner).committed_from?;
+        Some(milliseconds(clock::now() - from))
+    }
+
+    /// Notes what was sent and written so far; call it regularly.
     pub fn sample(&self) {
-        let now = clock::now();
-        let bytes = self.bytes_sent();
+        let (at, bytes) = (clock::now(), self.bytes_sent());
         let mut inner = lock(&self.inner);
-        inner.sent_at.push_back((now, bytes));
-        while inner.sent_at.front().is_some_and(|&(at, _)| now - at > BANDWIDTH_SPAN) {
-            inner.sent_at.pop_front();
+        let pages = inner.written_pages;
+        inner.samples.push_back(Sample { at, bytes, pages });
+        while inner.samples.front().is_some_and(|first| at - first.at > BANDWIDTH_SPAN) {
+            inner.samples.pop_front();
         }
     }
 
     /// Bytes a second to the backup, over the last two seconds.
     pub fn bandwidth(&self) -> u64 {
+        self.rate(|sample| sample.bytes)
+    }
+
+    /// Pages a second that checkpoints found written, over the last two seconds.
+    pub fn dirty_rate(&self) -> u64 {
+        self.rate(|sample| sample.pages)
+    }
+
+    fn rate(&self, of: fn(&Sample) -> u64) -> u64 {
         let inner = lock(&self.inner);
-        let (Some(first), Some(last)) = (inner.sent_at.front(), inner.sent_at.back()) else {
+        let (Some(first), Some(last)) = (inner.samples.front(), inner.samples.back()) else {
             return 0;
         };
-        let seconds = (last.0 - first.0).as_secs_f64();
-        if seconds > 0.0 { ((last.1 - first.1) as f64 / seconds) as u64 } else { 0 }
+        let seconds = (last.at - first.at).as_secs_f64();
+        if seconds > 0.0 { ((of(last) - of(first)) as f64 / seconds) as u64 } else { 0 }
     }
 }
 
@@ -173,10 +219,13 @@ pub fn milliseconds(span: Duration) -> f64 {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::meters::Meters;
+    use understudy_protocol::literal;
 
     #[test]
     fn output_waits_until_its_checkpoint_and_until_its_commit() {
-        let stats = Stats::default();
+        let meters = Meters::default();
+        let stats = Stats::new(meters.of(&literal("db")));
         let at = |ms| Time(Duration::from_millis(ms));
         assert_eq!(stats.output_wait(), None);
         for (epoch, waited) in [(1, None), (2, Some(4.0)), (3, Some(6.0)), (4, Some(50.0))] {
@@ -200,5 +249,15 @@ mod tests {
             to_release_p99: 9.0,
         };
         assert_eq!(report, expected, "what is not committed has not left");
+        let page = meters.text();
+        for line in [
+            r#"vm_checkpoints_total{vm="db"} 3"#,
+            r#"vm_pause_seconds_count{vm="db"} 4"#,
+            r#"vm_checkpoint_wait_seconds_count{vm="db"} 3"#,
+            r#"vm_output_delay_seconds_count{vm="db"} 2"#,
+            r#"vm_output_delay_seconds_bucket{le="0.01",vm="db"} 2"#,
+        ] {
+            assert!(page.lines().any(|other| other == line), "{line} is not in:\n{page}");
+        }
     }
 }

@@ -5,13 +5,14 @@ mod requests;
 pub use crate::lockstep::compare::report::{ComparisonCounts, ComparisonReport, Difference, Part};
 pub use crate::snapshot::report::{FillReport, FillState};
 pub use requests::{DiskReads, GroupRequest, Mode, ProtectRequest, RecoverRequest};
+use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 use understudy_encoding::{Counters, EncodingPlan, Methods};
 use understudy_protocol::{Epoch, Generation, Policy};
 use understudy_protocol::{GroupName, HostName, VmName};
 
 /// What this host is to a VM.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "kebab-case")]
 pub enum Role {
     /// Runs the VM.
@@ -23,7 +24,7 @@ pub enum Role {
 }
 
 /// How far the protection of a VM has come.
-#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
 #[serde(tag = "state", rename_all = "kebab-case")]
 pub enum Protection {
     /// No protection was asked for.
@@ -58,7 +59,7 @@ pub enum Protection {
 }
 
 /// Percentiles of the checkpoint pause over the last epochs, in milliseconds.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize, JsonSchema)]
 pub struct PauseReport {
     /// Median.
     pub p50: f64,
@@ -69,7 +70,7 @@ pub struct PauseReport {
 }
 
 /// Where the pause of one checkpoint went. Milliseconds, except the counts.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize, JsonSchema)]
 pub struct CheckpointTiming {
     /// The epoch that the checkpoint closed.
     pub epoch: Epoch,
@@ -100,7 +101,7 @@ pub struct CheckpointTiming {
 
 /// How long output waits: the first of each of the last epochs that had any, in milliseconds.
 /// What follows it in the same epoch waits for less.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize, JsonSchema)]
 pub struct OutputReport {
     /// Until the pause that ends its epoch, at the median …
     pub to_checkpoint_p50: f64,
@@ -113,7 +114,7 @@ pub struct OutputReport {
 }
 
 /// What is done about a guest that writes faster than the link carries.
-#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
 pub struct ThrottleReport {
     /// The part of its processors that the guest may use, in percent; 100 is no limit.
     pub vcpu_percent: u32,
@@ -127,7 +128,7 @@ pub struct ThrottleReport {
 }
 
 /// One network card of a VM on this host.
-#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
 pub struct CardReport {
     /// The guest's MAC address.
     pub mac: String,
@@ -138,14 +139,14 @@ pub struct CardReport {
 }
 
 /// One disk of a VM on this host.
-#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
 pub struct DiskReport {
     /// The image on this host: the user's own, or this host's mirror.
     pub path: std::path::PathBuf,
 }
 
 /// One path to a VM's other host.
-#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
 pub struct PathReport {
     /// The backup's address on this path.
     pub address: std::net::SocketAddr,
@@ -160,7 +161,7 @@ pub struct PathReport {
 }
 
 /// How the first synchronisation of a VM's disks went, or goes.
-#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
 pub struct DiskSync {
     /// Why everything was copied; none if only what may have changed was.
     pub full_because: Option<String>,
@@ -175,7 +176,7 @@ pub struct DiskSync {
 
 /// Where the time of a take-over went, in milliseconds. Detection comes before it: from
 /// the failure to the suspicion.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize, JsonSchema)]
 pub struct TakeoverReport {
     /// Time from the suspicion until the arbiter gave the VM to this host.
     pub arbiter_ms: f64,
@@ -191,6 +192,10 @@ pub struct TakeoverReport {
     pub restart_ms: f64,
     /// Time from the suspicion until the guest ran.
     pub total_ms: f64,
+    /// Time from the end of the last epoch, from which the guest goes on, until it ran: nobody
+    /// waited for longer. In lockstep from where this host had come in the log.
+    #[serde(default)]
+    pub outage_ms: f64,
     /// Frames that clients had sent to the lost primary, and that the guest was given again.
     pub injected_frames: u64,
     /// Frames of committed epochs that the lost primary may not have released, and that were
@@ -201,7 +206,7 @@ pub struct TakeoverReport {
 
 /// Frames that travel to the backup with the epoch in which the guest sent them, so that a
 /// take-over does not lose what waited for its commit. Counts since protection began.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize, JsonSchema)]
 pub struct OutboundReport {
     /// Frames that were carried; on the backup those of committed epochs.
     pub frames: u64,
@@ -213,7 +218,7 @@ pub struct OutboundReport {
 
 /// Copies of what the guest receives, which the primary sends to the backup so that a
 /// take-over does not lose them. Counts since protection began.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize, JsonSchema)]
 pub struct InboundReport {
     /// Frames that were forwarded.
     pub frames: u64,
@@ -229,7 +234,7 @@ pub struct InboundReport {
 }
 
 /// Everything that `status` shows of one VM.
-#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
 pub struct VmStatus {
     /// The VM's name.
     pub name: VmName,
@@ -246,6 +251,9 @@ pub struct VmStatus {
     pub group: Option<GroupName>,
     /// How far protection has come.
     pub protection: Protection,
+    /// Since when it has been so, in milliseconds since 1970, as far as this daemon knows.
+    #[serde(default)]
+    pub since_ms: Option<u64>,
     /// How the disks came to the backup, if the VM is or was protected from here.
     #[serde(default)]
     pub disk_sync: Option<DiskSync>,
@@ -291,6 +299,13 @@ pub struct VmStatus {
     pub compression: Option<CompressionReport>,
     /// Bytes sent to the backup since protection began.
     pub bytes_sent: u64,
+    /// How old the state is that the backup would go on with, in milliseconds; what the guest
+    /// has done since then would be undone, and nobody has seen it.
+    #[serde(default)]
+    pub uncommitted_ms: Option<f64>,
+    /// Pages that the guest writes in a second, over the last seconds.
+    #[serde(default)]
+    pub dirty_pages_per_second: u64,
     /// Bandwidth to the backup over the last seconds, in bytes per second.
     pub bandwidth_bytes_per_second: u64,
     /// What is done about a guest that writes faster than the link carries; while
@@ -340,6 +355,7 @@ impl VmStatus {
             epoch: Epoch(0),
             group: None,
             protection: Protection::Off,
+            since_ms: None,
             disk_sync: None,
             mode: Mode::Checkpoint,
             lockstep: None,
@@ -357,6 +373,8 @@ impl VmStatus {
             pauses_through_qmp: None,
             compression: None,
             bytes_sent: 0,
+            uncommitted_ms: None,
+            dirty_pages_per_second: 0,
             bandwidth_bytes_per_second: 0,
             throttle: None,
             held_frames: 0,
@@ -376,7 +394,7 @@ impl VmStatus {
 }
 
 /// Everything that `status` shows of one host.
-#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
 pub struct HostStatus {
     /// The host's name.
     pub name: HostName,
@@ -390,12 +408,27 @@ pub struct HostStatus {
     /// When this host's certificate expires, in seconds since 1970; none without TLS.
     #[serde(default)]
     pub certificate_expires: Option<i64>,
+    /// Who decides about ownership, if anybody does.
+    #[serde(default)]
+    pub arbiter: Option<ArbiterReport>,
+    /// The hosts that it knows: its peers, and with etcd the members.
+    #[serde(default)]
+    pub peers: Vec<HostName>,
     /// Every VM that this host runs or backs up.
     pub vms: Vec<VmStatus>,
 }
 
+/// The arbiter, as this host sees it.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+pub struct ArbiterReport {
+    /// What it is: `file` or `etcd`.
+    pub kind: String,
+    /// Why it cannot be used now; none if it can.
+    pub problem: Option<String>,
+}
+
 /// What `recover` found and did.
-#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
 pub struct RecoverReport {
     /// The VM.
     pub vm: VmName,
@@ -410,7 +443,7 @@ pub struct RecoverReport {
 }
 
 /// Images that hold a VM's newest state.
-#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
 pub struct ValidImages {
     /// The host that has them.
     pub host: HostName,
@@ -421,7 +454,7 @@ pub struct ValidImages {
 }
 
 /// How pages are encoded on their way to the backup, since the first synchronisation.
-#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
+#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
 pub struct CompressionReport {
     /// What was asked for.
     pub asked: EncodingPlan,
@@ -440,7 +473,7 @@ pub struct CompressionReport {
 }
 
 /// A VM in lockstep, as one of its hosts sees it.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize, JsonSchema)]
 pub struct LockstepReport {
     /// Milliseconds for which the backup has had log that it has not executed.
     pub lag_ms: f64,

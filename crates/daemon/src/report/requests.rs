@@ -1,11 +1,12 @@
 //! What the daemon is asked for.
 
+use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 use understudy_encoding::EncodingPlan;
 use understudy_protocol::{Output, Policy, VmName};
 
 /// How a backup keeps up with a VM.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "kebab-case")]
 pub enum Mode {
     /// Checkpoints: the backup gets what the guest wrote, as of a moment, many times a second (Remus).
@@ -23,7 +24,7 @@ impl Mode {
 }
 
 /// Where a backup in lockstep gets what its guest reads from its disks.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "kebab-case")]
 pub enum DiskReads {
     /// The backup reads its own mirrors.
@@ -41,7 +42,7 @@ impl DiskReads {
 }
 
 /// What `protect` asks for.
-#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields)]
 pub struct ProtectRequest {
     /// The backup's host name, one of the hosts that this one knows.
@@ -74,7 +75,7 @@ fn restored() -> bool {
 }
 
 /// What `protect --group` asks for.
-#[derive(Clone, Debug, Serialize, Deserialize)]
+#[derive(Clone, Debug, Serialize, Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields)]
 pub struct GroupRequest {
     /// The VMs, at least two.
@@ -92,7 +93,7 @@ pub struct GroupRequest {
 }
 
 /// What `recover` asks for.
-#[derive(Clone, Copy, Debug, Default, Serialize, Deserialize)]
+#[derive(Clone, Copy, Debug, Default, Serialize, Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields)]
 pub struct RecoverRequest {
     /// Name the valid images, and start nothing.

@@ -45,7 +45,6 @@ pub(super) fn entrust(host: &Host, task: &RestoreTask, vm: &PrimaryVm) {
         Err(error) => {
             let words =
                 format!("it ends with this daemon, if not all is loaded by then: {error:#}");
-            warn!(vm = %vm.name(), "{words}");
             vm.events.note(words);
         }
     }

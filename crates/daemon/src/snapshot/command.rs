@@ -9,12 +9,13 @@ use super::{library, unix_now};
 use crate::arbiter::Key;
 use crate::clock;
 use crate::error::{ErrorKind, HostError};
+use crate::events::EventKind;
 use crate::host::Host;
 use crate::recover::Inquiry;
 use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::time::Duration;
-use tracing::{info, warn};
+use tracing::warn;
 use understudy_protocol::Generation;
 use understudy_protocol::{GroupName, HostName, VmName};
 use understudy_snapshot::{
@@ -74,7 +75,12 @@ impl Host {
         let life = self.life_of(name)?;
         let coordinator = Coordinator::new(self, group, life, memory, location.clone(), request)?;
         let manifest = coordinator.run(last)?;
-        info!("snapshot {} of {name} is in {location}", manifest.number);
+        let store = location.to_string();
+        let taken = EventKind::Snapshot { group: name.to_owned(), number: manifest.number, store };
+        match &manifest.members[..] {
+            [one] => self.events.of(&one.name).record(taken),
+            _ => self.events.record(taken),
+        }
         Ok(library::snapshot_report(&manifest, &location))
     }
 

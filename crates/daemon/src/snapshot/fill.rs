@@ -6,6 +6,7 @@ use super::source::{Reading, Source};
 use crate::machine::Machine;
 use crate::sync::lock;
 use anyhow::Context;
+use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
 use std::ops::Range;
@@ -32,7 +33,7 @@ const SLOW: Duration = Duration::from_secs(2);
 const LOOK: Duration = Duration::from_millis(100);
 
 /// How far the memory of a restored member is there.
-#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 pub struct FillState {
     /// Pages that are there.
     pub pages: u64,

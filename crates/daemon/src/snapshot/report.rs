@@ -1,12 +1,13 @@
 //! What users ask for, and what they are told.
 
 pub use super::fill::FillState;
+use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 use understudy_protocol::{GroupName, HostName, VmName};
 use understudy_snapshot::{Compression, Life, Mode, SnapshotNumber, WorkingSetFactor};
 
 /// How far a restored VM is there.
-#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 pub struct FillReport {
     /// Its memory; "stalled" and "complete" are about its disks too.
     #[serde(flatten)]
@@ -18,7 +19,7 @@ pub struct FillReport {
 }
 
 /// A snapshot is to be taken.
-#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(default, deny_unknown_fields)]
 pub struct SnapshotRequest {
     /// Where it is stored; the group's own store without.
@@ -35,7 +36,7 @@ pub struct SnapshotRequest {
 }
 
 /// A snapshot that exists.
-#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
 pub struct SnapshotReport {
     /// The group.
     pub group: GroupName,
@@ -55,7 +56,7 @@ pub struct SnapshotReport {
 }
 
 /// A member of a snapshot.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 pub struct SnapshotMember {
     /// The VM.
     pub vm: VmName,
@@ -66,7 +67,7 @@ pub struct SnapshotMember {
 }
 
 /// A snapshot is to be restored.
-#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize, JsonSchema)]
 #[serde(default, deny_unknown_fields)]
 pub struct RestoreRequest {
     /// Which one; the last without.
@@ -87,7 +88,7 @@ pub struct RestoreRequest {
 }
 
 /// A restored group.
-#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
 pub struct RestoreReport {
     /// The group.
     pub group: GroupName,
@@ -108,7 +109,7 @@ pub struct RestoreReport {
 }
 
 /// A restored member. Times are since the command.
-#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
 pub struct RestoredMember {
     /// The VM.
     pub vm: VmName,
@@ -125,7 +126,7 @@ pub struct RestoredMember {
 }
 
 /// Milliseconds for which members spoke to others that did not run yet.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize, JsonSchema)]
 pub struct Backoff {
     /// Mean of all pairs.
     pub mean: f64,
@@ -146,7 +147,7 @@ impl Backoff {
 }
 
 /// What a check of a snapshot found.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 pub struct VerifyReport {
     /// The group.
     pub group: GroupName,
@@ -161,7 +162,7 @@ pub struct VerifyReport {
 }
 
 /// Something was deleted.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 pub struct DeleteReport {
     /// The group.
     pub group: GroupName,

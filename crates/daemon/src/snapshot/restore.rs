@@ -8,6 +8,7 @@ use super::report::FillReport;
 use super::words::{Heard, Reply, RestoreTask};
 use crate::clock;
 use crate::containment;
+use crate::events::EventKind;
 use crate::host::Host;
 use crate::moments::pass;
 use crate::sync::lock;
@@ -16,7 +17,7 @@ use std::sync::{Arc, Condvar, Mutex, PoisonError, Weak};
 use std::thread;
 use std::time::Duration;
 use tracing::error;
-use tracing::{info, warn};
+use tracing::warn;
 use understudy_protocol::validity::ImageRole;
 use understudy_snapshot::{Cohort, CohortAction, CohortEvent, Order};
 
@@ -270,7 +271,8 @@ impl Restoring {
             self.end_vm();
             return Ok(());
         }
-        info!(vm = %self.task.vm(), "runs as of snapshot {}", self.task.number);
+        let (group, number) = (self.task.group.name.clone(), self.task.number);
+        host.events.of(self.task.vm()).record(EventKind::Restored { group, number });
         self.event(CohortEvent::Started);
         self.complete(&filler, &disks)?;
         if let Ok(vm) = host.primary(self.task.vm()) {

@@ -5,6 +5,7 @@ use super::unix_now;
 use crate::config::ClusterConfig;
 use crate::containment::spawn_for_request;
 use crate::error::HostError;
+use crate::events::EventKind;
 use crate::host::Host;
 use std::sync::{Arc, Weak};
 use std::thread;
@@ -37,7 +38,8 @@ fn run(host: &Weak<Host>, name: &GroupName, cluster: &ClusterConfig) {
         }
         due = Instant::now() + schedule.every;
         if let Err(error) = host.snapshot_cluster(name, &SnapshotRequest::default()) {
-            warn!("the snapshot of {name} that was due: {error}");
+            let (group, reason) = (name.clone(), error.to_string());
+            host.events.record(EventKind::SnapshotFailed { group, reason });
             continue;
         }
         if let Err(error) = host.expire(name, schedule.retention) {

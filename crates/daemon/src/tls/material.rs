@@ -1,5 +1,6 @@
 //! Certificates as they are in their files: read, checked, and compared with what was read before.
 
+use super::callers::JudgedLater;
 use super::{TlsFiles, certificate, names, provider};
 use anyhow::{Context, bail, ensure};
 use rustls::client::{Resumption, WebPkiServerVerifier};
@@ -28,6 +29,8 @@ pub struct Material {
     pub(super) contents: Contents,
     pub(super) client: Arc<ClientConfig>,
     pub(super) server: Arc<ServerConfig>,
+    /// For callers of the API.
+    pub(super) callers: Arc<ServerConfig>,
     verifier: Arc<dyn ClientCertVerifier>,
     /// Seconds since 1970 at which this host's certificate expires.
     pub(super) expires: i64,
@@ -122,13 +125,19 @@ impl Material {
             .with_client_cert_verifier(verifier.clone())
             .with_single_cert(chain.clone(), key.clone_key())?;
         server.send_tls13_tickets = 0;
+        let mut callers = ServerConfig::builder_with_provider(provider.clone())
+            .with_protocol_versions(&[&TLS13])?
+            .with_client_cert_verifier(Arc::new(JudgedLater(verifier.clone())))
+            .with_single_cert(chain.clone(), key.clone_key())?;
+        callers.send_tls13_tickets = 0;
+        callers.alpn_protocols = vec![b"http/1.1".to_vec()];
         let mut client = ClientConfig::builder_with_provider(provider)
             .with_protocol_versions(&[&TLS13])?
             .with_webpki_verifier(servers)
             .with_client_auth_cert(chain, key)?;
         client.resumption = Resumption::disabled();
-        let (client, server) = (Arc::new(client), Arc::new(server));
-        Ok(Material { contents, client, server, verifier, expires: 0, is_revoked: false })
+        let (client, server, callers) = (Arc::new(client), Arc::new(server), Arc::new(callers));
+        Ok(Material { contents, client, server, callers, verifier, expires: 0, is_revoked: false })
     }
 
     /// Whether a peer's certificate, which was in order at `then`, is revoked now.
@@ -137,7 +146,11 @@ impl Material {
         self.verdict(peer, then) == Err(revoked)
     }
 
-    fn verdict(&self, certificate: &CertificateDer<'_>, then: UnixTime) -> Result<(), Error> {
+    pub(super) fn verdict(
+        &self,
+        certificate: &CertificateDer<'_>,
+        then: UnixTime,
+    ) -> Result<(), Error> {
         self.verifier.verify_client_cert(certificate, &[], then).map(drop)
     }
 }

@@ -4,12 +4,14 @@
 //! the name in it must be the host's that it claims to be. TLS 1.3 only,
 //! nothing is resumed: every connection checks both certificates anew.
 
+mod callers;
 pub mod certificate;
 mod material;
 pub mod renewal;
 mod stream;
 mod words;
 
+pub use callers::ApiTls;
 pub use stream::{NotTls, TlsStream, part};
 pub use words::explain;
 

@@ -2,6 +2,7 @@
 
 use super::bytes::Reader;
 use crate::ChunkId;
+use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 use std::str::FromStr;
 
@@ -19,7 +20,7 @@ const PLAIN: u8 = 0;
 const LZ4: u8 = 1;
 
 /// How chunks are packed.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "kebab-case")]
 pub enum Compression {
     /// As they are.

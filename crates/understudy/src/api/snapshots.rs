@@ -1,69 +1,100 @@
 //! Snapshots and restores in the API.
 
-use super::{Answer, Body, Control, Name, Shared, Subject, blocking, invalid, read};
-use axum::Router;
+use super::jobs::{self, JobKind, Jobs, Waiting};
+use super::{Answer, Api, ApiError, Body, Name, Shared, Subject, blocking, invalid, read};
 use axum::extract::rejection::QueryRejection;
 use axum::extract::{Query, State};
-use axum::response::Json;
-use axum::routing::{get, post};
-use serde::Deserialize;
-use std::sync::Arc;
-use understudy_daemon::snapshot::report::{
-    DeleteReport, RestoreReport, SnapshotReport, VerifyReport,
-};
+use axum::response::{IntoResponse, Json, Response};
+use schemars::JsonSchema;
+use serde::{Deserialize, Serialize};
+use understudy_daemon::HostError;
+use understudy_daemon::snapshot::report::{DeleteReport, SnapshotReport, VerifyReport};
 use understudy_protocol::{GroupName, VmName};
 use understudy_snapshot::SnapshotNumber;
 
-pub(super) fn routes() -> Router<Arc<dyn Control>> {
-    Router::new()
-        .route("/v1/vms/{name}/snapshot", post(snapshot_vm))
-        .route("/v1/vms/{name}/restore", post(restore_vm))
-        .route("/v1/clusters/{name}/snapshot", post(snapshot_cluster))
-        .route("/v1/clusters/{name}/restore", post(restore_cluster))
-        .route("/v1/snapshots", get(list).delete(delete))
-        .route("/v1/snapshots/verify", post(verify))
-}
-
-async fn snapshot_vm(host: Shared, Name(name): Name<VmName>, body: Body) -> Answer<SnapshotReport> {
-    snapshot(host, Subject::Vm(name), body).await
-}
-
-async fn snapshot_cluster(
-    host: Shared,
-    Name(name): Name<GroupName>,
+pub(super) async fn snapshot_vm(
+    api: State<Api>,
+    Name(name): Name<VmName>,
+    waiting: Waiting,
     body: Body,
-) -> Answer<SnapshotReport> {
-    snapshot(host, Subject::Cluster(name), body).await
+) -> Result<Response, ApiError> {
+    snapshot(api, Subject::Vm(name), waiting, body).await
 }
 
-async fn snapshot(State(host): Shared, what: Subject, body: Body) -> Answer<SnapshotReport> {
-    let request = read(body)?;
-    blocking(move || host.snapshot(&what, &request)).await.map(Json)
-}
-
-async fn restore_vm(host: Shared, Name(name): Name<VmName>, body: Body) -> Answer<RestoreReport> {
-    restore(host, Subject::Vm(name), body).await
-}
-
-async fn restore_cluster(
-    host: Shared,
+pub(super) async fn snapshot_cluster(
+    api: State<Api>,
     Name(name): Name<GroupName>,
+    waiting: Waiting,
     body: Body,
-) -> Answer<RestoreReport> {
-    restore(host, Subject::Cluster(name), body).await
+) -> Result<Response, ApiError> {
+    snapshot(api, Subject::Cluster(name), waiting, body).await
 }
 
-async fn restore(State(host): Shared, what: Subject, body: Body) -> Answer<RestoreReport> {
-    let request = read(body)?;
-    blocking(move || host.restore(&what, &request)).await.map(Json)
+async fn snapshot(
+    State(api): State<Api>,
+    what: Subject,
+    waiting: Waiting,
+    body: Body,
+) -> Result<Response, ApiError> {
+    let (request, subject) = (read(body)?, what.name().to_owned());
+    let host = api.host;
+    let work = move || host.snapshot(&what, &request);
+    carry_out(&api.jobs, JobKind::Snapshot, subject, waiting, work).await
+}
+
+pub(super) async fn restore_vm(
+    api: State<Api>,
+    Name(name): Name<VmName>,
+    waiting: Waiting,
+    body: Body,
+) -> Result<Response, ApiError> {
+    restore(api, Subject::Vm(name), waiting, body).await
+}
+
+pub(super) async fn restore_cluster(
+    api: State<Api>,
+    Name(name): Name<GroupName>,
+    waiting: Waiting,
+    body: Body,
+) -> Result<Response, ApiError> {
+    restore(api, Subject::Cluster(name), waiting, body).await
+}
+
+async fn restore(
+    State(api): State<Api>,
+    what: Subject,
+    waiting: Waiting,
+    body: Body,
+) -> Result<Response, ApiError> {
+    let (request, subject) = (read(body)?, what.name().to_owned());
+    let host = api.host;
+    let work = move || host.restore(&what, &request);
+    carry_out(&api.jobs, JobKind::Restore, subject, waiting, work).await
+}
+
+/// Answers with what came of it, or at once with a job.
+async fn carry_out<T: Serialize + Send + 'static>(
+    jobs: &Jobs,
+    kind: JobKind,
+    subject: String,
+    waiting: Waiting,
+    work: impl FnOnce() -> Result<T, HostError> + Send + 'static,
+) -> Result<Response, ApiError> {
+    if jobs::is_waited_for(waiting)? {
+        return Ok(Json(blocking(work).await?).into_response());
+    }
+    jobs.begin(kind, subject, move |_| jobs::outcome(&work()?))
 }
 
 /// Which snapshots are meant.
-#[derive(Deserialize)]
+#[derive(Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields)]
-struct Which {
+pub(super) struct Which {
+    /// The VM or group; all that the host knows without.
     group: Option<GroupName>,
+    /// The snapshot.
     number: Option<SnapshotNumber>,
+    /// Where it is; the group's own store without.
     store: Option<String>,
 }
 
@@ -75,19 +106,19 @@ impl Which {
     }
 }
 
-async fn list(State(host): Shared, asked: Asked) -> Answer<Vec<SnapshotReport>> {
+pub(super) async fn list(State(host): Shared, asked: Asked) -> Answer<Vec<SnapshotReport>> {
     let Query(which) = asked.map_err(|rejection| invalid(rejection.body_text()))?;
     blocking(move || host.snapshots(which.group.as_ref(), which.store.as_deref())).await.map(Json)
 }
 
-async fn delete(State(host): Shared, asked: Asked) -> Answer<DeleteReport> {
+pub(super) async fn delete(State(host): Shared, asked: Asked) -> Answer<DeleteReport> {
     let Query(which) = asked.map_err(|rejection| invalid(rejection.body_text()))?;
     let group = which.group()?.to_owned();
     let number = which.number.ok_or_else(|| invalid("name the snapshot: number=N".to_owned()))?;
     blocking(move || host.delete_snapshot(&group, number, which.store.as_deref())).await.map(Json)
 }
 
-async fn verify(State(host): Shared, asked: Asked) -> Answer<VerifyReport> {
+pub(super) async fn verify(State(host): Shared, asked: Asked) -> Answer<VerifyReport> {
     let Query(which) = asked.map_err(|rejection| invalid(rejection.body_text()))?;
     let group = which.group()?.to_owned();
     blocking(move || host.verify_snapshot(&group, which.number, which.store.as_deref()))

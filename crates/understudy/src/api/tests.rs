@@ -10,14 +10,21 @@ use std::os::unix::net::UnixStream;
 use std::sync::Mutex;
 use tempfile::TempDir;
 use tokio::runtime::Runtime;
-use understudy_daemon::report::Protection;
+use understudy_daemon::Meters;
+use understudy_daemon::events::Journal;
+use understudy_daemon::report::{GroupRequest, ProtectRequest, Protection, RecoverRequest};
+use understudy_daemon::snapshot::report::{
+    DeleteReport, RestoreReport, RestoreRequest, SnapshotReport, SnapshotRequest, VerifyReport,
+};
 use understudy_encoding::EncodingPlan;
+use understudy_protocol::literal;
 use understudy_protocol::{Epoch, Policy};
-use understudy_protocol::{GroupName, VmName, literal};
+use understudy_snapshot::SnapshotNumber;
 
 /// A host with one VM, `db`, that remembers what it was asked.
-#[derive(Default)]
 struct Recorder {
+    journal: Journal,
+    protection: Mutex<Protection>,
     calls: Mutex<Vec<String>>,
     fails_with: Mutex<Option<HostError>>,
 }
@@ -31,7 +38,18 @@ impl Recorder {
         if name != "db" {
             return Err(HostError::new(ErrorKind::NotFound, format!("there is no VM `{name}`")));
         }
-        Ok(example(Protection::Protected { peer: literal("b") }))
+        Ok(example(self.protection.lock().unwrap().clone()))
+    }
+}
+
+impl Default for Recorder {
+    fn default() -> Recorder {
+        Recorder {
+            journal: Journal::default(),
+            protection: Mutex::new(Protection::Protected { peer: literal("b") }),
+            calls: Mutex::default(),
+            fails_with: Mutex::default(),
+        }
     }
 }
 
@@ -40,11 +58,19 @@ impl Control for Recorder {
         HostStatus {
             problems: Vec::new(),
             certificate_expires: None,
+            arbiter: None,
+            peers: Vec::new(),
             name: literal("a"),
             version: "0.1.0".into(),
             qemu_version: "10.0.2".into(),
             vms: vec![example(Protection::Off)],
         }
+    }
+    fn events(&self) -> Journal {
+        self.journal.clone()
+    }
+    fn meters(&self) -> Meters {
+        Meters::default()
     }
     fn vm_start(&self, definition: VmDefinition) -> Result<VmStatus, HostError> {
         self.record(&definition.name, format!("start {} {}", definition.name, definition.vcpus))
@@ -164,7 +190,7 @@ fn serve() -> Served {
     let socket = ApiSocket::bind(&directory.path().join("api.sock")).unwrap();
     let runtime = Runtime::new().unwrap();
     let host = Arc::new(Recorder::default());
-    let routes = router(host.clone());
+    let routes = Api::new(host.clone()).router(&Guard::Local);
     let listener = socket.listener().unwrap();
     runtime.spawn(async {
         let listener = tokio::net::UnixListener::from_std(listener).unwrap();
@@ -366,4 +392,89 @@ fn snapshots_are_asked_for_with_all_that_names_them() {
     assert_eq!(served.calls(), calls);
     let (code, body) = served.raw(b"DELETE /v1/snapshots?group=shop HTTP/1.0\r\n\r\n");
     assert!(code == 400 && body.contains("number=N"), "{code}: {body}");
+}
+
+/// Waits until a job has ended; returns it.
+fn ended(served: &Served, id: u64) -> serde_json::Value {
+    loop {
+        let (code, job) = served.request("GET", &format!("/v1/jobs/{id}"), "");
+        assert_eq!(code, 200, "{job}");
+        if job["state"] != "running" {
+            return job;
+        }
+        std::thread::yield_now();
+    }
+}
+
+#[test]
+fn long_work_is_a_job_for_those_who_do_not_wait() {
+    let served = serve();
+    let (code, job) = served.request("POST", "/v1/vms/db/protect?wait=false", "{\"to\": \"b\"}");
+    assert_eq!((code, &job["kind"], &job["subject"]), (202, &"protect".into(), &"db".into()));
+    let done = ended(&served, job["id"].as_u64().unwrap());
+    assert_eq!((&done["state"], &done["answer"]["name"]), (&"done".into(), &"db".into()), "{done}");
+    *served.host.fails_with.lock().unwrap() =
+        Some(HostError::new(ErrorKind::Conflict, "it is there already"));
+    let (_, job) = served.request("POST", "/v1/vms/db/snapshot?wait=false", "{}");
+    let failed = ended(&served, job["id"].as_u64().unwrap());
+    assert_eq!(failed["state"], "failed");
+    assert_eq!(failed["error"]["message"], "it is there already");
+    assert_eq!(served.request("GET", "/v1/jobs", "").1.as_array().unwrap().len(), 2);
+    let path = format!("/v1/jobs/{}", failed["id"]);
+    assert_eq!(served.request("DELETE", &path, "").0, 200, "it is forgotten");
+    assert_eq!(served.request("GET", &path, "").0, 404);
+    assert_eq!(served.request("GET", "/v1/jobs/x", "").0, 400);
+    assert_eq!(served.request("POST", "/v1/vms/db/protect?wait=perhaps", "{}").0, 400);
+}
+
+#[test]
+fn a_synchronisation_is_cancelled_by_ending_protection() {
+    let served = serve();
+    *served.host.protection.lock().unwrap() = Protection::Syncing {
+        peer: literal("b"),
+        done_bytes: 3,
+        total_bytes: 9,
+        remaining_seconds: None,
+    };
+    let (_, job) = served.request("POST", "/v1/vms/db/protect?wait=false", "{\"to\": \"b\"}");
+    let path = format!("/v1/jobs/{}", job["id"]);
+    while served.request("GET", &path, "").1["progress"]["done_bytes"] != 3 {}
+    assert_eq!(served.request("DELETE", &path, "").1["state"], "running");
+    assert_eq!(ended(&served, job["id"].as_u64().unwrap())["state"], "cancelled");
+    assert!(served.calls().contains(&"unprotect db".to_owned()));
+}
+
+#[test]
+fn a_page_of_another_site_cannot_fail_a_vm_over() {
+    let served = serve();
+    let request =
+        b"POST /v1/vms/db/failover HTTP/1.1\r\nhost: a\r\norigin: https://evil.example\r\n\
+                    connection: close\r\n\r\n";
+    let (code, words) = served.raw(request);
+    assert!(code == 403 && words.contains("may change nothing here"), "{code}: {words}");
+    assert!(served.calls().is_empty());
+}
+
+#[test]
+fn the_dashboard_comes_with_all_that_it_asks_for_and_from_nowhere_else() {
+    let served = serve();
+    let get = |path: &str| {
+        let request = format!("GET {path} HTTP/1.1\r\nhost: a\r\nconnection: close\r\n\r\n");
+        let (code, body) = served.raw(request.as_bytes());
+        assert_eq!(code, 200, "{path}");
+        body
+    };
+    let html = get("/");
+    let mut wanted = vec!["/page/page.css".to_owned(), "/page/main.js".to_owned()];
+    assert!(wanted.iter().all(|path| html.contains(path.as_str())), "{html}");
+    let mut seen = Vec::new();
+    while let Some(path) = wanted.pop() {
+        let text = get(&path);
+        assert!(!text.contains("http://") || text.contains("www.w3.org/2000/svg"), "{path}");
+        let imports = text.lines().filter_map(|line| line.split_once("from \"./"));
+        let names = imports.filter_map(|(_, rest)| rest.split('"').next());
+        wanted
+            .extend(names.map(|name| format!("/page/{name}")).filter(|path| !seen.contains(path)));
+        seen.push(path);
+    }
 }

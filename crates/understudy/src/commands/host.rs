@@ -1,7 +1,7 @@
 //! `understudy host`: the daemon in the foreground.
 
 use super::watchdog;
-use crate::api;
+use crate::api::{Api, Guard, remote};
 use crate::failure::{Exit, Failure};
 use crate::metrics;
 use crate::service_manager::{Notice, ServiceManager};
@@ -72,7 +72,8 @@ async fn serve(
         spawn_blocking(|| Host::start(config)).await.map_err(crashed)?;
     let host = host?;
     let (stop, stopped) = oneshot::channel::<()>();
-    let router = api::router(Arc::new(host.clone()));
+    let api = Api::new(Arc::new(host.clone()));
+    let router = api.router(&Guard::Local);
     let server = tokio::spawn(listen(socket, router, async {
         // A dropped sender stops the server as well.
         let _ = stopped.await;
@@ -81,6 +82,9 @@ async fn serve(
         let router = metrics::router(Arc::new(host.clone()));
         // It ends with the daemon: it only answers questions.
         tokio::spawn(axum::serve(listener, router).into_future());
+    }
+    if let Some((config, tls)) = host.remote_api() {
+        remote::start(&api, config, tls).await?;
     }
     tracing::info!(host = %name, socket = %socket.path().display(), "ready");
     manager.tell(&[Notice::Ready]);

@@ -3,6 +3,7 @@
 mod cluster;
 mod console;
 mod doctor;
+mod events;
 mod host;
 mod import;
 mod lockstep;
@@ -15,6 +16,7 @@ mod relay;
 mod setup;
 mod simulate;
 mod status;
+mod top;
 mod vm;
 mod watchdog;
 
@@ -45,6 +47,8 @@ pub fn run(cli: &Cli) -> Result<Exit, Failure> {
         Command::Lockstep(command) => lockstep::run(&client()?, command, cli.json),
         Command::Recover(args) => recover::run(&client()?, args, cli.json),
         Command::Status { vm } => status::run(&client()?, vm.as_deref(), cli.json),
+        Command::Top => top::run(&client()?, cli.json),
+        Command::Events(args) => events::run(&client()?, args, cli.json),
         Command::Cluster(command) => cluster::run(&client()?, command, cli.json),
         Command::Pki(command) => pki::run(command, cli.json),
         Command::SnapshotKey { file } => pki::snapshot_key(file, cli.json),

@@ -7,6 +7,8 @@
 //!
 //! | module      | shows |
 //! |-------------|-------|
+//! | [`api`]     | the API over the network, and its jobs |
+//! | [`dashboard`] | the dashboard, in a browser ([`browser`]) |
 //! | [`arbiter`] | "protected" only while the backup reaches the arbiter; a wait that ends |
 //! | [`stage`]   | how a test begins and ends, and what it always checks |
 //! | [`deaths`]  | every way in which a host, a daemon or a QEMU can die |
@@ -27,6 +29,7 @@
 //! | [`pauses`]  | both ways to pause a guest |
 //! | [`inbound`] | what clients have just said survives their primary |
 //! | [`phases`]  | deaths at each phase of the protocol |
+//! | [`events`]  | what the hosts tell of a fail-over |
 //! | [`fencing`] | partitions, and an arbiter that cannot be reached |
 //! | [`repair`]  | redundancy that restores itself, on three hosts |
 //! | [`recover`] | all hosts are lost: which images are valid |
@@ -67,7 +70,9 @@
 //! | [`unheld`]  | output that is not held |
 //! | [`relay`]   | what can go wrong on the wire, for the tests above |
 
+mod api;
 mod arbiter;
+mod browser;
 mod bulk;
 mod cards;
 mod clocks;
@@ -81,11 +86,13 @@ mod confinement;
 mod console;
 mod counter;
 mod crowd;
+mod dashboard;
 mod deaths;
 mod devices;
 mod disk_reads;
 mod distance;
 mod doctor;
+mod events;
 mod fencing;
 mod firmware;
 mod gate;

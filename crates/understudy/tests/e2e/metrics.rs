@@ -1,9 +1,11 @@
-//! What a monitoring system sees of a fail-over.
+//! What a monitoring system sees of a fail-over, and what its rules make of it.
 
 use crate::stage::{Calm, LIMIT, options, play};
-use anyhow::{Context, Result};
+use anyhow::{Context, Result, ensure};
 use std::io::{Read, Write};
 use std::net::TcpStream;
+use std::path::{Path, PathBuf};
+use std::process::Command;
 use understudy_lab::scene::VM;
 use understudy_lab::{Scene, in_namespace, wait_for};
 
@@ -19,12 +21,37 @@ fn lost_protection_shows_in_the_metrics() {
         scene.protected_guest("a", "b")?;
         await_line(scene, "a", "vm_protection", ",state=\"protected\"", 1)?;
         await_line(scene, "a", "vm_live", "", 1)?;
+        await_count(scene, "a", "vm_checkpoints_total", 10)?;
+        await_count(scene, "a", "vm_pause_seconds_count", 10)?;
+        await_count(scene, "a", "vm_sent_bytes_total", 1)?;
+        await_host(scene, "a", "arbiter_reachable{host=\"a\",kind=\"file\"} 1.0")?;
         await_line(scene, "b", "vm_role", ",role=\"backup\"", 1)?;
         await_line(scene, "b", "vm_live", "", 0)?;
         scene.host_mut("a")?.kill_everything()?;
         await_line(scene, "b", "vm_live", "", 1)?;
-        await_line(scene, "b", "vm_protection", ",state=\"degraded\"", 1)
+        await_line(scene, "b", "vm_protection", ",state=\"degraded\"", 1)?;
+        await_count(scene, "b", "vm_outage_seconds_count", 1)
     });
+}
+
+#[test]
+fn promtool_takes_the_alert_rules_and_they_say_what_they_should() -> Result<()> {
+    let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../docs/monitoring");
+    for arguments in
+        [["check", "rules", "understudy.rules.yml"], ["test", "rules", "understudy.rules.test.yml"]]
+    {
+        let output = Command::new(promtool()?).args(arguments).current_dir(&folder).output()?;
+        ensure!(output.status.success(), "promtool {arguments:?}: {output:?}");
+    }
+    Ok(())
+}
+
+fn promtool() -> Result<PathBuf> {
+    let unpacked = options().guest_files.join("promtool/usr/bin/promtool");
+    let path = std::env::var_os("PATH").unwrap_or_default();
+    let installed = std::env::split_paths(&path).map(|folder| folder.join("promtool"));
+    let found = installed.chain([unpacked]).find(|path| path.is_file());
+    found.context("there is no promtool: run `scripts/setup tests`")
 }
 
 /// Waits until the VM has this value.
@@ -33,6 +60,24 @@ fn await_line(scene: &Scene, host: &str, metric: &str, label: &str, value: u8) -
     wait_for(&line, LIMIT, || {
         let page = scrape(scene, host)?;
         Ok(page.lines().any(|other| other == line).then_some(()))
+    })
+}
+
+/// Waits until the VM's count is so high.
+fn await_count(scene: &Scene, host: &str, metric: &str, least: u64) -> Result<()> {
+    let name = format!("understudy_{metric}{{vm=\"{VM}\"}} ");
+    wait_for(&format!("{metric} on host {host} to be {least}"), LIMIT, || {
+        let page = scrape(scene, host)?;
+        let count = page.lines().find_map(|line| line.strip_prefix(&name)?.parse::<u64>().ok());
+        Ok(count.is_some_and(|count| count >= least).then_some(()))
+    })
+}
+
+/// Waits until the host has this line.
+fn await_host(scene: &Scene, host: &str, line: &str) -> Result<()> {
+    let line = format!("understudy_{line}");
+    wait_for(&line, LIMIT, || {
+        Ok(scrape(scene, host)?.lines().any(|other| other == line).then_some(()))
     })
 }
 

@@ -46,6 +46,7 @@ impl Clock {
             activation_ms: between(Stage::Executed, Stage::Activated),
             restart_ms: between(Stage::Activated, Stage::Live),
             total_ms: between(Stage::Suspected, Stage::Live),
+            outage_ms: 0.0,
             injected_frames: 0,
             resent_frames: 0,
         }

@@ -1,12 +1,13 @@
 //! What is told of comparisons.
 
 use crate::machine::Machine;
+use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 use std::time::Duration;
 use understudy_lockstep::{Spot, Tally};
 
 /// What a comparison of two machines in lockstep has come to (`lockstep verify --json`).
-#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize, JsonSchema)]
 pub struct ComparisonReport {
     /// The VM's name.
     pub vm: String,
@@ -32,7 +33,7 @@ pub struct ComparisonReport {
 }
 
 /// Where two machines differ.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 pub struct Difference {
     /// What it is a part of.
     #[serde(flatten)]
@@ -44,7 +45,7 @@ pub struct Difference {
 }
 
 /// A part of a machine.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "kebab-case")]
 pub enum Part {
     /// A RAM block, by QEMU's name.
@@ -54,7 +55,7 @@ pub enum Part {
 }
 
 /// How often a VM was compared with its backup (`status`).
-#[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize, JsonSchema)]
 pub struct ComparisonCounts {
     /// Comparisons that came to a result since protection began, samples and whole ones.
     pub comparisons: u64,

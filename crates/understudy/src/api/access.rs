@@ -1,0 +1,254 @@
+//! Who may do what. Nothing is open over the network but the dashboard's page, which holds no data.
+
+use super::ApiError;
+use axum::extract::{ConnectInfo, Request, State};
+use axum::http::header::{AUTHORIZATION, HOST, ORIGIN, WWW_AUTHENTICATE};
+use axum::http::{HeaderMap, Method, StatusCode};
+use axum::middleware::Next;
+use axum::response::{IntoResponse, Response};
+use std::collections::BTreeMap;
+use std::fs;
+use std::os::unix::fs::PermissionsExt;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use understudy_daemon::config::Access;
+use understudy_daemon::{ErrorKind, HostError};
+use understudy_protocol::HostName;
+
+/// A token of fewer characters could be guessed.
+const SHORTEST_TOKEN: usize = 20;
+
+/// What stands before the API.
+#[derive(Clone)]
+pub enum Guard {
+    /// The unix socket: whoever may open it may do all.
+    Local,
+    /// The network.
+    Remote(Arc<Tokens>),
+}
+
+/// What a connection over the network says of who calls.
+#[derive(Clone, Debug)]
+pub enum Caller {
+    /// Nothing: it must be a token.
+    Nameless,
+    /// A certificate that the configuration names.
+    Known(HostName, Access),
+    /// A certificate that counts for nothing, and why.
+    Unknown(String),
+}
+
+/// The tokens of each role, in their files.
+#[derive(Debug)]
+pub struct Tokens(BTreeMap<Access, PathBuf>);
+
+impl Tokens {
+    /// Those in these files, which are read once now, and each time somebody shows a token.
+    pub fn new(files: BTreeMap<Access, PathBuf>) -> Result<Tokens, HostError> {
+        let tokens = Tokens(files);
+        for path in tokens.0.values() {
+            read(path)?;
+        }
+        Ok(tokens)
+    }
+
+    /// The most that this token entitles to.
+    fn access_of(&self, token: &str) -> Result<Option<Access>, HostError> {
+        // Digests, so that how long it takes says nothing about how much is right.
+        let shown = blake3::hash(token.as_bytes());
+        for (access, path) in self.0.iter().rev() {
+            if read(path)?.lines().any(|line| blake3::hash(line.trim().as_bytes()) == shown) {
+                return Ok(Some(*access));
+            }
+        }
+        Ok(None)
+    }
+}
+
+/// Reads a file of tokens, which nobody else may read.
+fn read(path: &Path) -> Result<String, HostError> {
+    let shown = path.display();
+    let wrong = |words: String| {
+        HostError::new(ErrorKind::Invalid, format!("[api.tokens]: {shown} {words}"))
+    };
+    let unread = |error: std::io::Error| {
+        wrong(format!("cannot be read: {error}; make it, with a token of `openssl rand -hex 32`"))
+    };
+    let mode = fs::metadata(path).map_err(unread)?.permissions().mode() & 0o777;
+    if mode & 0o077 != 0 {
+        let words = format!("holds secrets that others may read (mode {mode:04o}): `chmod 600` it");
+        return Err(wrong(words));
+    }
+    let text = fs::read_to_string(path).map_err(unread)?;
+    let short = |line: &str| line.trim().chars().count() < SHORTEST_TOKEN;
+    match text.lines().any(short) || text.trim().is_empty() {
+        true => Err(wrong(format!(
+            "has a token of fewer than {SHORTEST_TOKEN} characters, or none: put one of `openssl \
+             rand -hex 32` there, on a line of its own"
+        ))),
+        false => Ok(text),
+    }
+}
+
+/// Lets a request through that may be made.
+pub(super) async fn check(
+    State((guard, needed)): State<(Guard, Access)>,
+    request: Request,
+    next: Next,
+) -> Response {
+    let allowed = refuse_other_sites(&request).and_then(|()| match &guard {
+        Guard::Local => Ok(()),
+        Guard::Remote(tokens) => admit(tokens, needed, &request),
+    });
+    match allowed {
+        Ok(()) => next.run(request).await,
+        Err(error) if error.status == StatusCode::UNAUTHORIZED => {
+            ([(WWW_AUTHENTICATE, "Bearer")], error).into_response()
+        }
+        Err(error) => error.into_response(),
+    }
+}
+
+fn admit(tokens: &Tokens, needed: Access, request: &Request) -> Result<(), ApiError> {
+    let (who, access) = identify(tokens, request)?;
+    if access < needed {
+        let message = format!(
+            "this takes the role {needed}, and {who} has the role {access}: [api] of the host's \
+             configuration says who has which"
+        );
+        return Err(refusal(StatusCode::FORBIDDEN, message));
+    }
+    if request.method() != Method::GET {
+        tracing::info!("API: {who} ({access}): {} {}", request.method(), request.uri().path());
+    }
+    Ok(())
+}
+
+/// Who calls, for people, and what they may do. A token counts more than a certificate.
+fn identify(tokens: &Tokens, request: &Request) -> Result<(String, Access), ApiError> {
+    if let Some(token) = token(request.headers()) {
+        return match tokens.access_of(token)? {
+            Some(access) => Ok(("a token".to_owned(), access)),
+            None => Err(refusal(
+                StatusCode::UNAUTHORIZED,
+                "this token is in no file of [api.tokens] of the host's configuration".to_owned(),
+            )),
+        };
+    }
+    let caller = request.extensions().get::<ConnectInfo<Caller>>();
+    match caller.map(|ConnectInfo(caller)| caller) {
+        Some(Caller::Known(name, access)) => Ok((name.to_string(), *access)),
+        Some(Caller::Unknown(why)) => Err(refusal(StatusCode::FORBIDDEN, why.clone())),
+        Some(Caller::Nameless) | None => Err(refusal(
+            StatusCode::UNAUTHORIZED,
+            "say who you are: with `Authorization: Bearer TOKEN` and a token of [api.tokens], or \
+             with a client certificate that [api.certificates] names"
+                .to_owned(),
+        )),
+    }
+}
+
+fn token(headers: &HeaderMap) -> Option<&str> {
+    let (scheme, token) = headers.get(AUTHORIZATION)?.to_str().ok()?.split_once(' ')?;
+    scheme.eq_ignore_ascii_case("bearer").then(|| token.trim())
+}
+
+/// A browser shows its certificate to whatever page asks: what changes something must come from
+/// the dashboard's own.
+fn refuse_other_sites(request: &Request) -> Result<(), ApiError> {
+    let header = |name| request.headers().get(name).and_then(|value| value.to_str().ok());
+    let Some(origin) = header(ORIGIN).filter(|_| request.method() != Method::GET) else {
+        return Ok(());
+    };
+    let site = origin.split_once("://").map(|(_, site)| site);
+    if site.is_some() && site == header(HOST) {
+        return Ok(());
+    }
+    let message = format!("a page of {origin} may change nothing here");
+    Err(refusal(StatusCode::FORBIDDEN, message))
+}
+
+fn refusal(status: StatusCode, message: String) -> ApiError {
+    ApiError { status, error: HostError::new(ErrorKind::Refused, message) }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use axum::body::Body;
+
+    fn tokens(directory: &Path, text: &str, mode: u32) -> Result<Tokens, HostError> {
+        let path = directory.join("tokens");
+        fs::write(&path, text).unwrap();
+        fs::set_permissions(&path, fs::Permissions::from_mode(mode)).unwrap();
+        Tokens::new(BTreeMap::from([(Access::Operate, path)]))
+    }
+
+    fn request(method: Method, headers: &[(&str, &str)], caller: Option<Caller>) -> Request {
+        let mut request = Request::builder().method(method).uri("/v1/status");
+        for (name, value) in headers {
+            request = request.header(*name, *value);
+        }
+        let mut request = request.body(Body::empty()).unwrap();
+        if let Some(caller) = caller {
+            request.extensions_mut().insert(ConnectInfo(caller));
+        }
+        request
+    }
+
+    #[test]
+    fn a_file_of_tokens_is_secret_and_its_tokens_are_long() {
+        let directory = tempfile::tempdir().unwrap();
+        let good = "0123456789abcdef0123\n";
+        let error = tokens(directory.path(), good, 0o640).unwrap_err();
+        assert!(error.message.contains("chmod 600"), "{error}");
+        for bad in ["", "short\n", "0123456789abcdef0123\n\n"] {
+            let error = tokens(directory.path(), bad, 0o600).unwrap_err();
+            assert!(error.message.contains("openssl rand"), "{error}");
+        }
+        let missing = BTreeMap::from([(Access::Read, directory.path().join("none"))]);
+        assert!(Tokens::new(missing).unwrap_err().message.contains("cannot be read"));
+        tokens(directory.path(), good, 0o600).unwrap();
+    }
+
+    #[test]
+    fn everybody_gets_their_role_or_an_answer_that_says_what_to_do() {
+        let directory = tempfile::tempdir().unwrap();
+        let tokens = tokens(directory.path(), "0123456789abcdef0123\n", 0o600).unwrap();
+        let ask = |needed, headers: &[(&str, &str)], caller| {
+            let result = admit(&tokens, needed, &request(Method::GET, headers, caller));
+            result.map_err(|error| (error.status.as_u16(), error.error.message))
+        };
+        let right = [("authorization", "Bearer 0123456789abcdef0123")];
+        ask(Access::Operate, &right, None).unwrap();
+        ask(Access::Read, &right, Some(Caller::Unknown("x".into()))).unwrap();
+        let (status, words) = ask(Access::Admin, &right, None).unwrap_err();
+        assert!(status == 403 && words.contains("takes the role admin"), "{status} {words}");
+        let wrong = [("authorization", "Bearer 0123456789abcdef0124")];
+        let (status, words) = ask(Access::Read, &wrong, None).unwrap_err();
+        assert!(status == 401 && words.contains("in no file"), "{status} {words}");
+        let (status, words) = ask(Access::Read, &[], Some(Caller::Nameless)).unwrap_err();
+        assert!(status == 401 && words.contains("Authorization: Bearer"), "{status} {words}");
+        let unknown = Some(Caller::Unknown("it is from another CA".into()));
+        let (status, words) = ask(Access::Read, &[], unknown).unwrap_err();
+        assert!(status == 403 && words.contains("another CA"), "{status} {words}");
+        let alice = "alice".parse::<HostName>().unwrap();
+        ask(Access::Read, &[], Some(Caller::Known(alice, Access::Read))).unwrap();
+    }
+
+    #[test]
+    fn a_page_of_another_site_changes_nothing() {
+        let from = |method, origin| {
+            let headers = [("host", "a:7780"), ("origin", origin)];
+            refuse_other_sites(&request(method, &headers, None)).is_ok()
+        };
+        assert!(from(Method::POST, "https://a:7780"));
+        assert!(!from(Method::POST, "https://evil.example"));
+        assert!(!from(Method::DELETE, "null"));
+        assert!(
+            from(Method::GET, "https://evil.example"),
+            "what a browser lets it read is its affair"
+        );
+        assert!(refuse_other_sites(&request(Method::POST, &[], None)).is_ok(), "no browser");
+    }
+}

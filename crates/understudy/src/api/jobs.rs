@@ -1,0 +1,286 @@
+//! Work that takes long: begun by one call, watched by others, and cancelled where that is possible.
+//!
+//! A job lives in the daemon's memory alone. What it does is what the same call does that waits; only who waits differs.
+
+use super::{Answer, ApiError, Control, invalid};
+use axum::extract::rejection::{PathRejection, QueryRejection};
+use axum::extract::{Path, Query, State};
+use axum::http::StatusCode;
+use axum::http::header::LOCATION;
+use axum::response::{IntoResponse, Json, Response};
+use schemars::JsonSchema;
+use serde::{Deserialize, Serialize};
+use serde_json::Value;
+use std::collections::VecDeque;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, SystemTime};
+use tokio::task::spawn_blocking;
+use understudy_daemon::report::{ProtectRequest, Protection};
+use understudy_daemon::{ErrorKind, HostError, containment};
+use understudy_protocol::VmName;
+
+/// Jobs that are kept, the running ones among them.
+const KEPT: usize = 64;
+/// How often a synchronisation is looked at.
+const LOOK: Duration = Duration::from_millis(200);
+
+/// What a job does.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+#[serde(rename_all = "kebab-case")]
+pub enum JobKind {
+    /// Protects a VM; done when it is protected.
+    Protect,
+    /// Takes a snapshot.
+    Snapshot,
+    /// Restores one.
+    Restore,
+}
+
+/// Where a job stands.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+#[serde(rename_all = "kebab-case")]
+pub enum JobState {
+    /// It is under way.
+    Running,
+    /// It did what it should.
+    Done,
+    /// It did not: `error` says why.
+    Failed,
+    /// It was cancelled.
+    Cancelled,
+}
+
+/// How far a job is.
+#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
+pub struct JobProgress {
+    /// Bytes done.
+    pub done_bytes: u64,
+    /// Bytes in all, as known now.
+    pub total_bytes: u64,
+    /// Seconds left, if that can be told.
+    pub remaining_seconds: Option<f64>,
+}
+
+/// A job.
+#[derive(Clone, Debug, Serialize, Deserialize, JsonSchema)]
+pub struct JobReport {
+    /// Names it.
+    pub id: u64,
+    /// What it does.
+    pub kind: JobKind,
+    /// The VM or group that it is about.
+    pub subject: String,
+    /// Where it stands.
+    pub state: JobState,
+    /// How far it is, if that can be told.
+    pub progress: Option<JobProgress>,
+    /// When it began, in milliseconds since 1970.
+    pub begun_ms: u64,
+    /// When it ended.
+    pub ended_ms: Option<u64>,
+    /// What the call would have answered that waits.
+    pub answer: Option<Value>,
+    /// Why it failed.
+    pub error: Option<HostError>,
+}
+
+/// The jobs of a daemon.
+#[derive(Default)]
+pub struct Jobs {
+    next: AtomicU64,
+    known: Mutex<VecDeque<Arc<Running>>>,
+}
+
+/// A job, from the side of its work.
+pub(super) struct Running {
+    cancelled: AtomicBool,
+    report: Mutex<JobReport>,
+}
+
+/// How a job ended that did not fail.
+pub(super) enum Outcome {
+    /// With this answer.
+    Done(Value),
+    /// As somebody wanted.
+    Cancelled,
+}
+
+impl Running {
+    fn report(&self) -> MutexGuard<'_, JobReport> {
+        self.report.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn end(&self, outcome: Result<Outcome, HostError>) {
+        let mut report = self.report();
+        report.ended_ms = Some(now_ms());
+        match outcome {
+            Ok(Outcome::Done(answer)) => {
+                (report.state, report.answer) = (JobState::Done, Some(answer));
+            }
+            Ok(Outcome::Cancelled) => report.state = JobState::Cancelled,
+            Err(error) => (report.state, report.error) = (JobState::Failed, Some(error)),
+        }
+    }
+}
+
+impl Jobs {
+    /// Begins a job, and answers with it.
+    pub(super) fn begin(
+        &self,
+        kind: JobKind,
+        subject: String,
+        work: impl FnOnce(&Running) -> Result<Outcome, HostError> + Send + 'static,
+    ) -> Result<Response, ApiError> {
+        let job = self.add(kind, subject)?;
+        let report = job.report().clone();
+        spawn_blocking(move || {
+            let outcome = containment::request(|| work(&job)).unwrap_or_else(|| {
+                let message = "the daemon failed on this job: its log says where, please report it";
+                Err(HostError::new(ErrorKind::Internal, message))
+            });
+            job.end(outcome);
+        });
+        let place = format!("/v1/jobs/{}", report.id);
+        Ok((StatusCode::ACCEPTED, [(LOCATION, place)], Json(report)).into_response())
+    }
+
+    fn add(&self, kind: JobKind, subject: String) -> Result<Arc<Running>, HostError> {
+        let mut known = self.known();
+        if known.len() >= KEPT {
+            let ended = known.iter().position(|job| job.report().state != JobState::Running);
+            let Some(ended) = ended else {
+                let message = format!("{KEPT} jobs are under way: wait until one has ended");
+                return Err(HostError::new(ErrorKind::Conflict, message));
+            };
+            known.remove(ended);
+        }
+        let id = self.next.fetch_add(1, Ordering::Relaxed) + 1;
+        let report = JobReport {
+            id,
+            kind,
+            subject,
+            state: JobState::Running,
+            progress: None,
+            begun_ms: now_ms(),
+            ended_ms: None,
+            answer: None,
+            error: None,
+        };
+        let job = Running { cancelled: AtomicBool::new(false), report: Mutex::new(report) };
+        let job = Arc::new(job);
+        known.push_back(job.clone());
+        Ok(job)
+    }
+
+    fn known(&self) -> MutexGuard<'_, VecDeque<Arc<Running>>> {
+        self.known.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn find(&self, id: Result<Path<u64>, PathRejection>) -> Result<Arc<Running>, ApiError> {
+        let Path(id) = id.map_err(|rejection| invalid(rejection.body_text()))?;
+        let found = self.known().iter().find(|job| job.report().id == id).cloned();
+        found.ok_or_else(|| {
+            let message = format!("there is no job {id}; the last {KEPT} are kept");
+            HostError::new(ErrorKind::NotFound, message).into()
+        })
+    }
+}
+
+/// What the client says about waiting: `?wait=false` makes a job of a call.
+#[derive(Clone, Copy, Debug, Deserialize, JsonSchema)]
+#[serde(deny_unknown_fields)]
+pub(super) struct WaitQuery {
+    /// Answer with a job at once, and not when all is done.
+    #[serde(default = "waits")]
+    wait: bool,
+}
+
+fn waits() -> bool {
+    true
+}
+
+/// That as it comes.
+pub(super) type Waiting = Result<Query<WaitQuery>, QueryRejection>;
+
+/// Whether the client waits for the end.
+pub(super) fn is_waited_for(waiting: Waiting) -> Result<bool, ApiError> {
+    let Query(query) = waiting.map_err(|rejection| invalid(rejection.body_text()))?;
+    Ok(query.wait)
+}
+
+/// The end of work that has given this.
+pub(super) fn outcome(answer: &impl Serialize) -> Result<Outcome, HostError> {
+    let json = serde_json::to_value(answer);
+    json.map(Outcome::Done).map_err(|error| HostError::new(ErrorKind::Internal, error.to_string()))
+}
+
+/// Protects a VM, and follows until it is protected.
+pub(super) fn protect(
+    host: &dyn Control,
+    vm: &VmName,
+    request: ProtectRequest,
+    job: &Running,
+) -> Result<Outcome, HostError> {
+    let mut status = host.protect(vm, request)?;
+    loop {
+        let reason = match status.protection {
+            Protection::Protected { .. } | Protection::Unheld { .. } => return outcome(&status),
+            Protection::Syncing { done_bytes, total_bytes, remaining_seconds, .. } => {
+                job.report().progress =
+                    Some(JobProgress { done_bytes, total_bytes, remaining_seconds });
+                if job.cancelled.load(Ordering::Acquire) {
+                    host.unprotect(vm)?;
+                    return Ok(Outcome::Cancelled);
+                }
+                std::thread::sleep(LOOK);
+                status = host.vm_status(vm)?;
+                continue;
+            }
+            Protection::Off => "its protection was ended".to_owned(),
+            Protection::Degraded { reason } => reason,
+        };
+        return Err(HostError::new(
+            ErrorKind::Unreachable,
+            format!("{vm} is not protected: {reason}"),
+        ));
+    }
+}
+
+pub(super) async fn list(State(jobs): State<Arc<Jobs>>) -> Json<Vec<JobReport>> {
+    Json(jobs.known().iter().map(|job| job.report().clone()).collect())
+}
+
+pub(super) async fn show(
+    State(jobs): State<Arc<Jobs>>,
+    id: Result<Path<u64>, PathRejection>,
+) -> Answer<JobReport> {
+    Ok(Json(jobs.find(id)?.report().clone()))
+}
+
+/// Cancels a job that runs, or forgets one that has ended.
+pub(super) async fn cancel(
+    State(jobs): State<Arc<Jobs>>,
+    id: Result<Path<u64>, PathRejection>,
+) -> Answer<JobReport> {
+    let job = jobs.find(id)?;
+    let report = job.report().clone();
+    match (report.state, report.kind) {
+        (JobState::Running, JobKind::Protect) => job.cancelled.store(true, Ordering::Release),
+        (JobState::Running, JobKind::Snapshot | JobKind::Restore) => {
+            let message = format!(
+                "job {} goes on to its end: a snapshot or restore is given up as a whole or not at \
+                 all; undo it when it has ended",
+                report.id
+            );
+            return Err(HostError::new(ErrorKind::Conflict, message).into());
+        }
+        _ => jobs.known().retain(|other| !Arc::ptr_eq(other, &job)),
+    }
+    Ok(Json(report))
+}
+
+fn now_ms() -> u64 {
+    let since = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default();
+    u64::try_from(since.as_millis()).unwrap_or(u64::MAX)
+}

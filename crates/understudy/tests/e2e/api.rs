@@ -1,0 +1,217 @@
+//! The API over the network: who may do what there, and long work as jobs, on a real daemon.
+
+use crate::stage::{Calm, LIMIT, options, play, run};
+use anyhow::{Context, Result, ensure};
+use rustls::pki_types::pem::PemObject;
+use rustls::pki_types::{CertificateDer, PrivateKeyDer, ServerName};
+use rustls::{ClientConfig, ClientConnection, RootCertStore, StreamOwned};
+use serde_json::Value;
+use std::fs::{self, Permissions};
+use std::io::{Read, Write};
+use std::net::TcpStream;
+use std::os::unix::fs::PermissionsExt;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use understudy_lab::scene::VM;
+use understudy_lab::{Scene, SceneOptions, in_namespace, wait_for};
+
+pub const PORT: u16 = 7780;
+pub const ADMIN: &str = "admin-0123456789abcdef";
+const OPERATE: &str = "operate-0123456789abcdef";
+
+/// Adds the API over the network to a host, with a token for each of these roles.
+pub fn serve(options: &mut SceneOptions, host: &str, directory: &Path) -> Result<()> {
+    let mut tokens = String::new();
+    for (role, token) in [("admin", ADMIN), ("operate", OPERATE)] {
+        let path = directory.join(role);
+        fs::write(&path, format!("{token}\n"))?;
+        fs::set_permissions(&path, Permissions::from_mode(0o600))?;
+        tokens += &format!("{role} = {path:?}\n");
+    }
+    let daemon = options.daemons.get_mut(host).context("no such host")?;
+    daemon.settings += &format!(
+        "[api]\nlisten = \"0.0.0.0:{PORT}\"\n[api.tokens]\n{tokens}\
+         [api.certificates]\nalice = \"read\"\n"
+    );
+    Ok(())
+}
+
+#[test]
+fn the_api_is_for_those_whom_the_configuration_names() {
+    let directory = tempfile::tempdir().expect("a directory");
+    let mut options = options().calm();
+    serve(&mut options, "a", directory.path()).expect("tokens");
+    play(options, |scene| {
+        let pki = scene.lab().directory().join("pki");
+        let other = directory.path().join("other");
+        for (authority, names) in [(&pki, &["alice", "bob"][..]), (&other, &["alice"])] {
+            issue(authority, names)?;
+        }
+        let status = |caller: &Caller<'_>| ask(scene, caller, "GET", "/v1/status", "");
+        let (code, body) = status(&Caller::Token(ADMIN))?;
+        ensure!(code == 200 && body["name"] == "a", "{code}: {body}");
+        let (code, body) = status(&Caller::Certificate(&pki, "alice"))?;
+        ensure!(code == 200, "{code}: {body}");
+        refused(status(&Caller::Nobody)?, 401, "Authorization: Bearer")?;
+        refused(status(&Caller::Token("guessed-0123456789abcdef"))?, 401, "in no file")?;
+        refused(status(&Caller::Certificate(&pki, "bob"))?, 403, "[api.certificates]")?;
+        refused(status(&Caller::Certificate(&other, "alice"))?, 403, "understudy pki issue")?;
+        let alice = Caller::Certificate(&pki, "alice");
+        let failover = format!("/v1/vms/{VM}/failover");
+        refused(ask(scene, &alice, "POST", &failover, "")?, 403, "takes the role operate")?;
+        let definition = "{\"name\": \"x\", \"memory\": \"64M\", \"vcpus\": 1}";
+        let operator = Caller::Token(OPERATE);
+        refused(
+            ask(scene, &operator, "POST", "/v1/vms", definition)?,
+            403,
+            "takes the role admin",
+        )?;
+        let (code, page) = raw(scene, &Caller::Nobody, "GET", "/", "")?;
+        ensure!(code == 200 && page.contains("<main"), "the page: {code}");
+        ensure!(!page.contains(VM), "the page holds data");
+        // A token that is taken away counts no more, without a restart.
+        fs::write(directory.path().join("admin"), "another-0123456789abcdef\n")?;
+        refused(status(&Caller::Token(ADMIN))?, 401, "in no file")
+    });
+}
+
+#[test]
+fn a_protection_is_a_job_that_is_watched_and_cancelled() {
+    let directory = tempfile::tempdir().expect("a directory");
+    let mut options = options().calm();
+    serve(&mut options, "a", directory.path()).expect("tokens");
+    play(options, |scene| {
+        scene.start_guest("a")?;
+        let operator = Caller::Token(OPERATE);
+        let path = format!("/v1/vms/{VM}/protect?wait=false");
+        let (code, job) = ask(scene, &operator, "POST", &path, "{\"to\": \"b\"}")?;
+        ensure!(code == 202 && job["kind"] == "protect", "{code}: {job}");
+        let done = ended(scene, &operator, &job)?;
+        ensure!(done["state"] == "done", "{done}");
+        ensure!(done["answer"]["protection"]["state"] == "protected", "{done}");
+        let again = ask(scene, &operator, "POST", &path, "{\"to\": \"b\"}")?.1;
+        let failed = ended(scene, &operator, &again)?;
+        ensure!(
+            failed["error"]["message"].to_string().contains("protected to b already"),
+            "{failed}"
+        );
+        scene.host("a")?.call(["unprotect", VM])?;
+        let job = ask(scene, &operator, "POST", &path, "{\"to\": \"b\"}")?.1;
+        let (code, _) = ask(scene, &operator, "DELETE", &format!("/v1/jobs/{}", job["id"]), "")?;
+        ensure!(code == 200, "{code}");
+        let end = ended(scene, &operator, &job)?;
+        // The copy may have been faster.
+        let state = end["state"].as_str().unwrap_or_default();
+        let expected = if state == "cancelled" { "off" } else { "protected" };
+        ensure!(["cancelled", "done"].contains(&state), "{end}");
+        ensure!(scene.status("a")?["protection"]["state"] == expected, "{end}");
+        Ok(())
+    });
+}
+
+#[test]
+fn an_api_that_nobody_could_use_safely_is_not_served() -> Result<()> {
+    let directory = tempfile::tempdir()?;
+    let mut options = options();
+    serve(&mut options, "a", directory.path())?;
+    fs::set_permissions(directory.path().join("admin"), Permissions::from_mode(0o644))?;
+    let error = Scene::start(options).err().context("it is served")?;
+    ensure!(format!("{error:#}").contains("chmod 600"), "{error:#}");
+    Ok(())
+}
+
+/// Who asks.
+pub enum Caller<'a> {
+    Nobody,
+    Token(&'a str),
+    /// A certificate of the authority in this directory, by its name.
+    Certificate(&'a Path, &'a str),
+}
+
+fn issue(authority: &Path, names: &[&str]) -> Result<()> {
+    let program = env!("CARGO_BIN_EXE_understudy");
+    let directory = authority.to_string_lossy();
+    if !authority.exists() {
+        run(program, &["pki", "init", "--dir", &directory])?;
+    }
+    for name in names {
+        run(program, &["pki", "issue", name, "--dir", &directory])?;
+    }
+    Ok(())
+}
+
+fn refused((code, body): (u16, Value), expected: u16, words: &str) -> Result<()> {
+    let message = body["error"]["message"].as_str().unwrap_or_default();
+    ensure!(
+        code == expected && message.contains(words),
+        "{code}, not {expected} {words:?}: {body}"
+    );
+    Ok(())
+}
+
+/// The job once it has ended.
+fn ended(scene: &Scene, caller: &Caller<'_>, job: &Value) -> Result<Value> {
+    let path = format!("/v1/jobs/{}", job["id"]);
+    wait_for("the job to end", LIMIT, || {
+        let (code, job) = ask(scene, caller, "GET", &path, "")?;
+        ensure!(code == 200, "{code}: {job}");
+        Ok((job["state"] != "running").then_some(job))
+    })
+}
+
+/// Calls host a's API from the client's side; returns the status and the JSON.
+pub fn ask(
+    scene: &Scene,
+    caller: &Caller<'_>,
+    method: &str,
+    path: &str,
+    body: &str,
+) -> Result<(u16, Value)> {
+    let (code, body) = raw(scene, caller, method, path, body)?;
+    let json = serde_json::from_str(&body).with_context(|| format!("{code}, no JSON: {body}"))?;
+    Ok((code, json))
+}
+
+fn raw(
+    scene: &Scene,
+    caller: &Caller<'_>,
+    method: &str,
+    path: &str,
+    body: &str,
+) -> Result<(u16, String)> {
+    let address = (scene.lab().host_address("a")?, PORT);
+    let socket = in_namespace(&scene.lab().client(), || TcpStream::connect(address))??;
+    socket.set_read_timeout(Some(LIMIT))?;
+    let ca = scene.lab().directory().join("pki").join("ca.pem");
+    let tls = ClientConnection::new(Arc::new(config(&ca, caller)?), ServerName::try_from("a")?)?;
+    let mut stream = StreamOwned::new(tls, socket);
+    let token = match caller {
+        Caller::Token(token) => format!("authorization: Bearer {token}\r\n"),
+        _ => String::new(),
+    };
+    let length = body.len();
+    write!(
+        stream,
+        "{method} {path} HTTP/1.1\r\nhost: a\r\n{token}connection: close\r\ncontent-length: \
+         {length}\r\n\r\n{body}"
+    )?;
+    let mut answer = String::new();
+    stream.read_to_string(&mut answer)?;
+    let code = answer.split(' ').nth(1).context("no status")?.parse()?;
+    Ok((code, answer.split_once("\r\n\r\n").map_or("", |(_, body)| body).to_owned()))
+}
+
+fn config(ca: &Path, caller: &Caller<'_>) -> Result<ClientConfig> {
+    let mut roots = RootCertStore::empty();
+    roots.add(CertificateDer::from_pem_file(ca)?)?;
+    let provider = Arc::new(rustls::crypto::ring::default_provider());
+    let builder = ClientConfig::builder_with_provider(provider)
+        .with_safe_default_protocol_versions()?
+        .with_root_certificates(roots);
+    let Caller::Certificate(authority, name) = caller else {
+        return Ok(builder.with_no_client_auth());
+    };
+    let file = |end: &str| -> PathBuf { authority.join(format!("{name}.{end}")) };
+    let chain = vec![CertificateDer::from_pem_file(file("pem"))?];
+    Ok(builder.with_client_auth_cert(chain, PrivateKeyDer::from_pem_file(file("key"))?)?)
+}
