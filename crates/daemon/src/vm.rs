@@ -4,7 +4,7 @@ use crate::events::VmEvents;
 use crate::machine::Machine;
 use crate::repair::Repairer;
 use crate::report::{
-    CardReport, CheckpointTiming, CompressionReport, DiskReport, DiskSync, LockstepReport,
+    CardReport, CheckpointTiming, CompressionReport, DiskReport, DiskSync, LockstepReport, Mode,
     ProtectRequest, Protection, Role, TakeoverReport, VmStatus,
 };
 use crate::resync::{self, Basis};
@@ -259,7 +259,9 @@ fn describe_session(status: &mut VmStatus, session: &primary::Session) {
         status.paths = session.paths.report();
         status.bandwidth_bytes_per_second = session.stats.bandwidth();
         status.dirty_pages_per_second = session.stats.dirty_rate();
-        status.uncommitted_ms = session.stats.uncommitted_ms();
+        // With a log there are no checkpoints by which to tell.
+        let checkpoints = status.mode == Mode::Checkpoint;
+        status.uncommitted_ms = session.stats.uncommitted_ms().filter(|_| checkpoints);
     }
     let peer = session.peer.clone();
     status.protection = match phase {

@@ -273,7 +273,8 @@ impl fmt::Display for EventKind {
                 "NOT PROTECTED: {peer} follows, but output is not held, as asked for; a fail-over \
                  undoes what clients have seen"
             ),
-            Contested { reason } => write!(f, "{reason}; output is held until the arbiter decides"),
+            // Why is told with what the arbiter decides, mostly a moment later.
+            Contested { .. } => write!(f, "output is held until the arbiter decides who goes on"),
             BackupUnfit { peer, reason } => {
                 write!(f, "host {peer} could not take over now: {reason}")
             }
