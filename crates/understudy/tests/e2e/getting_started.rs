@@ -131,6 +131,7 @@ fn the_page_has_six_commands() {
     assert_eq!(six[0].host, "host-a");
     assert!(six[5].line.starts_with("understudy protect"));
     assert_eq!(steps("See it").len(), 2);
+    assert_eq!(steps("If something is not as it should be").len(), 1);
 }
 
 /// Prints how long it took, from the first command to the VM that is protected.
@@ -150,7 +151,7 @@ fn two_clean_hosts_protect_a_vm_in_six_commands() -> Result<()> {
         site.follow(step).with_context(|| format!("{step:?}"))?;
     }
     println!("from nothing to a protected VM: {:.0} s", begun.elapsed().as_secs_f64());
-    for step in steps("See it") {
+    for step in steps("See it").into_iter().chain(steps("If something is not as it should be")) {
         site.follow(step).with_context(|| format!("{step:?}"))?;
     }
     check_unit(&site)?;
