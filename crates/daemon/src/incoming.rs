@@ -455,7 +455,7 @@ mod tests {
         let file = |bytes| FileOffer { role: FileRole::Kernel, bytes };
         assert_eq!(wrong_files(&[file(8 << 20), file(64 << 20)], 1), None);
         assert!(wrong_files(&[file(1 << 40)], 1).unwrap().contains("1099511627776 bytes"));
-        let many: Vec<FileOffer> = (0..4).map(|_| file(1)).collect();
-        assert!(wrong_files(&many, 1).unwrap().contains("4 files"));
+        let many: Vec<FileOffer> = (0..5).map(|_| file(1)).collect();
+        assert!(wrong_files(&many, 1).unwrap().contains("5 files"));
     }
 }
