@@ -20,10 +20,10 @@ help: ## List the targets
 demo: build guests ## Kill a VM's host; its connection lives on (CUT=network: cut it off; MODE=lockstep; JSON=1: as JSON)
 	@$(UNDERSTUDY) demo $(DEMO_OPTIONS)
 
-test: bench-guest ## All tests; the last line is the total
+test: ## All tests; the last line is the total
 	@scripts/test
 
-test-long: bench-guest ## All tests, the long ones included
+test-long: ## All tests, the long ones included
 	@scripts/test --include-ignored
 
 test-kvm: setup guests ## The stories on real KVM, in an emulated host (SUITE=trixie; ONLY=pattern; REPEAT=n; HOSTS=n)
@@ -76,7 +76,7 @@ deb: build ## Build the Debian package into target/deb
 lint: ## Formatting, clippy, shellcheck, spelling, cited files; warnings denied
 	@scripts/setup lint
 	cargo fmt --all --check
-	cargo clippy --workspace --all-targets -- -D warnings
+	cargo clippy --workspace --all-targets --profile checks --features understudy/fail-points -- -D warnings
 	cd guests/tools && cargo fmt --check && cargo clippy --target-dir ../../target/guest/build --all-targets -- -D warnings
 	git ls-files -z '*.md' '*.rs' '*.toml' Makefile .ci packaging scripts | xargs -0 codespell
 	git ls-files .ci guests packaging scripts | xargs grep -lE '^#!/bin/(ba)?sh' | xargs shellcheck --severity=warning
