@@ -1,5 +1,5 @@
 //! Definitions made of what other managers know of a VM: libvirt's domain XML, Proxmox's
-//! configuration.
+//! configuration, a command line of QEMU's.
 //!
 //! An importer goes through everything that it is given and says what becomes of it ([`Outcome`]):
 //! taken over, changed, left out, or refused. What it does not know is refused, never passed
@@ -10,11 +10,13 @@ mod draft;
 mod finding;
 mod libvirt;
 mod proxmox;
+mod qemu;
 mod xml;
 
 pub use finding::{Finding, Outcome};
 pub use libvirt::libvirt;
 pub use proxmox::proxmox;
+pub use qemu::qemu;
 
 use std::collections::BTreeMap;
 use std::path::PathBuf;

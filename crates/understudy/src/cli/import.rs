@@ -44,6 +44,9 @@ pub struct ImportSource {
     /// A configuration file of Proxmox's, or a VM's number (`qm config`).
     #[arg(long, value_name = "FILE|ID")]
     pub proxmox: Option<String>,
+    /// A command line of QEMU's, in one argument, as a script has it.
+    #[arg(long, value_name = "ARGS", allow_hyphen_values = true)]
+    pub qemu: Option<String>,
 }
 
 fn pair(text: &str) -> Result<(String, String), String> {

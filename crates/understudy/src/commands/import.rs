@@ -9,7 +9,7 @@ use std::io::Write;
 use std::path::Path;
 use std::process::Command;
 use understudy_daemon::ErrorKind;
-use understudy_import::{Finding, Import, Outcome, Surroundings, Template, libvirt, proxmox};
+use understudy_import::{Finding, Import, Outcome, Surroundings, Template, libvirt, proxmox, qemu};
 use understudy_qemu::VmDefinition;
 
 /// What `--json` prints.
@@ -33,6 +33,7 @@ pub fn run(args: &ImportArgs, json: bool) -> Result<Exit, Failure> {
         ImportSource { proxmox: Some(id), .. } => {
             proxmox(&text(id, &["qm", "config"])?, &surroundings)
         }
+        ImportSource { qemu: Some(line), .. } => qemu(line, &surroundings),
         ImportSource { .. } => return Err(invalid("name what is to be imported".to_owned())),
     };
     let mut notes: Vec<String> = import.findings.iter().map(ToString::to_string).collect();

@@ -1,0 +1,246 @@
+//! A command line of QEMU's own.
+
+mod devices;
+
+use crate::draft::Draft;
+use crate::{Finding, Import, Outcome, Surroundings};
+use understudy_qemu::VmDefinition;
+use understudy_qemu::definition::{AcceleratorChoice, MemorySize, Topology, Vga};
+
+/// Where a command line is, in a report.
+const LINE: usize = 1;
+
+/// An option, and its value like `virtio-blk-pci,drive=d0,serial=x`.
+#[derive(Clone, Debug, PartialEq, Eq)]
+struct Argument {
+    option: String,
+    value: String,
+}
+
+impl Argument {
+    /// As it stands on the command line.
+    fn text(&self) -> String {
+        format!("{} {}", self.option, self.value).trim_end().to_owned()
+    }
+
+    /// What the value begins with, if that has no name.
+    fn subject(&self) -> &str {
+        let first = self.value.split(',').next().unwrap_or_default();
+        if first.contains('=') { "" } else { first }
+    }
+
+    /// The value of a property; empty if there is none.
+    fn get(&self, name: &str) -> &str {
+        let properties = self.value.split(',').filter_map(|part| part.split_once('='));
+        properties.filter(|(key, _)| *key == name).map(|(_, value)| value).next_back().unwrap_or("")
+    }
+
+    /// The first of these properties that there is; else what the value begins with.
+    fn named(&self, names: &[&str]) -> &str {
+        let found = names.iter().map(|name| self.get(name)).find(|value| !value.is_empty());
+        found.unwrap_or_else(|| self.subject())
+    }
+}
+
+/// Options that have no value.
+const ALONE: [&str; 12] = [
+    "-enable-kvm",
+    "-nographic",
+    "-daemonize",
+    "-S",
+    "-nodefaults",
+    "-no-user-config",
+    "-usb",
+    "-no-shutdown",
+    "-no-reboot",
+    "-snapshot",
+    "-no-acpi",
+    "-no-hpet",
+];
+
+/// Makes a definition of the VM that a command line of QEMU's starts.
+pub fn qemu(line: &str, surroundings: &Surroundings) -> Import {
+    read(line, surroundings).unwrap_or_else(|why| {
+        let what = "the command line".to_owned();
+        let refused = Finding { outcome: Outcome::Refused, line: LINE, what, why };
+        Import { definition: None, findings: vec![refused], copies: Vec::new() }
+    })
+}
+
+fn read(line: &str, surroundings: &Surroundings) -> Result<Import, String> {
+    let arguments = arguments(line)?;
+    let mut draft = Draft::new(begin(&arguments, surroundings)?, surroundings);
+    draft.vm.console = false;
+    draft.named(LINE, &draft.vm.name.to_string());
+    for argument in &arguments {
+        apply(&mut draft, argument);
+    }
+    devices::devices(&mut draft, &arguments);
+    Ok(draft.finish())
+}
+
+/// The options and their values; the program's own name may come first.
+fn arguments(line: &str) -> Result<Vec<Argument>, String> {
+    let words = shlex::split(line).ok_or("a quotation mark is not closed")?;
+    let mut words = words.into_iter().peekable();
+    words.next_if(|first| !first.starts_with('-'));
+    let mut found = Vec::new();
+    while let Some(word) = words.next() {
+        // QEMU takes two dashes for one.
+        let option = word.strip_prefix('-').filter(|rest| rest.starts_with('-')).unwrap_or(&word);
+        if !option.starts_with('-') {
+            return Err(format!("{word:?} is no option; a disk is -drive file={word},format=…"));
+        }
+        let option = option.to_owned();
+        let value = match ALONE.contains(&&*option) {
+            true => String::new(),
+            false => words.next().ok_or_else(|| format!("{option} needs a value after it"))?,
+        };
+        found.push(Argument { option, value });
+    }
+    Ok(found)
+}
+
+/// What every VM has; what is not said is QEMU's default.
+fn begin(arguments: &[Argument], surroundings: &Surroundings) -> Result<VmDefinition, String> {
+    let find = |option: &str| arguments.iter().rfind(|argument| argument.option == option);
+    let name = surroundings.name(find("-name").map_or("", |it| it.named(&["guest"])))?;
+    let memory = find("-m").map_or("128", |it| it.named(&["size"]));
+    let memory: MemorySize = match memory.parse::<u64>() {
+        Ok(mebibytes) => format!("{mebibytes}M").parse(),
+        Err(_) => memory.parse(),
+    }
+    .map_err(|error| format!("-m: {error}"))?;
+    let mut vm = VmDefinition::new(name, memory, 1);
+    if let Some(smp) = find("-smp") {
+        processors(&mut vm, smp)?;
+    }
+    // QEMU's own.
+    vm.vga = Vga::Std;
+    vm.accel = AcceleratorChoice::Tcg;
+    Ok(vm)
+}
+
+fn processors(vm: &mut VmDefinition, smp: &Argument) -> Result<(), String> {
+    let count = |name: &str| match smp.get(name) {
+        "" => Ok(None),
+        text => text.parse::<u32>().map(Some).map_err(|_| format!("`{}`: {name}", smp.text())),
+    };
+    let (sockets, dies, cores, threads) =
+        (count("sockets")?, count("dies")?, count("cores")?, count("threads")?);
+    let all = smp.named(&["cpus"]).parse::<u32>().ok();
+    let topology = Topology {
+        sockets: sockets.unwrap_or(1),
+        dies: dies.unwrap_or(1),
+        cores: cores.unwrap_or(1),
+        threads: threads.unwrap_or(1),
+    };
+    let described = topology.vcpus().ok_or("too many processors")?;
+    vm.vcpus = all.unwrap_or(described);
+    // With a part of it unsaid QEMU's versions differ.
+    vm.topology = Some(topology).filter(|_| described == vm.vcpus && described > 1);
+    Ok(())
+}
+
+/// What is no device.
+fn apply(draft: &mut Draft<'_>, argument: &Argument) {
+    let (text, value) = (argument.text(), argument.value.clone());
+    match &argument.option[..] {
+        // Read before, or with the devices; and what Understudy does itself.
+        "-name" | "-m" | "-smp" | "-drive" | "-cdrom" | "-device" | "-netdev" | "-nic" | "-S"
+        | "-nodefaults" | "-no-user-config" | "-no-shutdown" | "-daemonize" | "-pidfile"
+        | "-monitor" | "-qmp" | "-mon" | "-chardev" | "-tpmdev" | "-sandbox" | "-runas"
+        | "-msg" | "-D" | "-L" | "-action" => {}
+        "-machine" | "-M" => machine(draft, argument),
+        "-accel" => accelerator(draft, argument.subject(), &text),
+        "-enable-kvm" => accelerator(draft, "kvm", &text),
+        "-cpu" if matches!(argument.subject(), "host" | "max") => {
+            let why = "it means something else on every host; without `cpu` the guest has what every \
+                       server since 2011 has: write a model there that both hosts have";
+            draft.changed(LINE, text, why);
+        }
+        "-cpu" => {
+            draft.taken(LINE, text);
+            draft.vm.cpu = Some(value);
+        }
+        "-kernel" => draft.vm.kernel = Some(value.into()),
+        "-initrd" => draft.vm.initrd = Some(value.into()),
+        "-append" => draft.vm.append = Some(value),
+        "-vga" => video(draft, argument),
+        "-vnc" | "-spice" | "-display" if !matches!(argument.subject(), "none") => {
+            let why = "VNC on the unix socket that `status` names; `ssh -L` brings it to you";
+            draft.changed(LINE, text, why);
+            draft.vm.vnc = true;
+        }
+        "-vnc" | "-display" => {}
+        "-nographic" | "-serial" if value != "none" => {
+            draft.vm.console = true;
+            draft.changed(LINE, text, "a serial port: `understudy vm console`");
+        }
+        "-serial" => {}
+        "-boot" => draft.changed(LINE, text, "it boots from its disks, in their order"),
+        "-bios" | "-uuid" | "-rtc" | "-global" | "-smbios" | "-object" | "-fw_cfg" => {
+            draft.argument(&argument.option, value);
+            draft.taken(LINE, text);
+        }
+        "-usb" => draft.vm.qemu_args.push("-usb".to_owned()),
+        "-no-reboot" => draft.changed(LINE, text, "a guest that reboots goes on"),
+        "-no-hpet" => draft.changed(LINE, text, "it has one, and seldom takes it"),
+        "-hda" | "-hdb" | "-hdc" | "-hdd" => {
+            draft.refused(
+                LINE,
+                text,
+                format!("say its format: -drive file={value},format=raw,if=ide"),
+            );
+        }
+        "-net" => draft.refused(LINE, text, "write it as -nic bridge,br=BRIDGE,mac=…"),
+        "-fda" | "-fdb" => draft.refused(LINE, text, "floppies are not replicated"),
+        _ => draft.refused(LINE, text, "it is not known to keep the VM protectable"),
+    }
+}
+
+fn machine(draft: &mut Draft<'_>, argument: &Argument) {
+    let kind = argument.named(&["type"]);
+    if !kind.is_empty() {
+        draft.vm.machine = kind.to_owned();
+    }
+    draft.taken(LINE, format!("machine {}", draft.vm.machine));
+    for part in argument.value.split(',').filter_map(|part| part.split_once('=')) {
+        match part {
+            ("accel", kind) => accelerator(draft, kind, &argument.text()),
+            ("smm" | "vmport" | "usb" | "dump-guest-core" | "mem-merge" | "type" | "hpet" | "graphics", _)
+            // What libvirt and scripts name for what the definition has fields for.
+            | ("memory-backend" | "pflash0" | "pflash1", _) => {}
+            (name, _) => draft.refused(LINE, argument.text(), format!("its property {name} is not known")),
+        }
+    }
+    let modern = draft.vm.is_q35();
+    if modern {
+        draft.vm.virtio = understudy_qemu::definition::VirtioInterface::Modern;
+    }
+}
+
+fn accelerator(draft: &mut Draft<'_>, kind: &str, text: &str) {
+    match kind.split(':').next().unwrap_or_default() {
+        // It falls back, and so does the definition; `vm start` says if KVM is not to be had.
+        "kvm" => draft.vm.accel = AcceleratorChoice::Auto,
+        "tcg" => draft.vm.accel = AcceleratorChoice::Tcg,
+        _ => draft.refused(LINE, text, "only KVM and TCG are protected"),
+    }
+}
+
+fn video(draft: &mut Draft<'_>, argument: &Argument) {
+    draft.vm.vga = match argument.subject() {
+        "none" => Vga::None,
+        "std" => Vga::Std,
+        "virtio" => Vga::Virtio,
+        _ => {
+            let why = "a VGA card, which every guest has a driver for";
+            draft.changed(LINE, argument.text(), why);
+            Vga::Std
+        }
+    };
+}
+
+#[cfg(test)]
+mod tests;
