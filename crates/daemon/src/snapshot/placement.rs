@@ -12,7 +12,9 @@ use understudy_protocol::HostName;
 use understudy_protocol::validity::ArbiterWord;
 use understudy_protocol::wire::Kind;
 use understudy_protocol::{GroupName, VmName};
-use understudy_snapshot::{MemberManifest, SnapshotNumber, StoreAddress, StoreError, Unfit};
+use understudy_snapshot::{
+    MemberManifest, NoAddress, SnapshotNumber, StoreAddress, StoreError, Unfit,
+};
 
 /// What a host is asked: could these members of a snapshot be restored on it?
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -38,6 +40,12 @@ impl Host {
     /// An error unless a peer may name this store.
     pub(crate) fn may_be_told(&self, store: &StoreAddress) -> Result<(), HostError> {
         self.config.stores.check(store)
+    }
+
+    /// An error unless somebody who may not do all on this host may name this store.
+    pub fn may_name_store(&self, store: &str) -> Result<(), HostError> {
+        let wrong = |error: NoAddress| HostError::new(ErrorKind::Invalid, error.to_string());
+        self.may_be_told(&store.parse().map_err(wrong)?)
     }
 
     /// This host's answer.

@@ -93,15 +93,19 @@ fn read(path: &Path) -> Result<String, HostError> {
 /// Lets a request through that may be made.
 pub(super) async fn check(
     State((guard, needed)): State<(Guard, Access)>,
-    request: Request,
+    mut request: Request,
     next: Next,
 ) -> Response {
     let allowed = refuse_other_sites(&request).and_then(|()| match &guard {
-        Guard::Local => Ok(()),
+        Guard::Local => Ok(Access::Admin),
         Guard::Remote(tokens) => admit(tokens, needed, &request),
     });
     match allowed {
-        Ok(()) => next.run(request).await,
+        Ok(access) => {
+            // For calls in which it matters what is named.
+            request.extensions_mut().insert(access);
+            next.run(request).await
+        }
         Err(error) if error.status == StatusCode::UNAUTHORIZED => {
             ([(WWW_AUTHENTICATE, "Bearer")], error).into_response()
         }
@@ -109,7 +113,7 @@ pub(super) async fn check(
     }
 }
 
-fn admit(tokens: &Tokens, needed: Access, request: &Request) -> Result<(), ApiError> {
+fn admit(tokens: &Tokens, needed: Access, request: &Request) -> Result<Access, ApiError> {
     let (who, access) = identify(tokens, request)?;
     if access < needed {
         let message = format!(
@@ -121,7 +125,7 @@ fn admit(tokens: &Tokens, needed: Access, request: &Request) -> Result<(), ApiEr
     if request.method() != Method::GET {
         tracing::info!("API: {who} ({access}): {} {}", request.method(), request.uri().path());
     }
-    Ok(())
+    Ok(access)
 }
 
 /// Who calls, for people, and what they may do. A token counts more than a certificate.

@@ -69,6 +69,8 @@ pub trait Control: Send + Sync + 'static {
     fn timings(&self, name: &VmName) -> Result<Vec<CheckpointTiming>, HostError>;
     /// See [`Host::verify_lockstep`].
     fn verify_lockstep(&self, name: &VmName) -> Result<ComparisonReport, HostError>;
+    /// See [`Host::may_name_store`].
+    fn may_name_store(&self, store: &str) -> Result<(), HostError>;
     /// See [`Host::snapshot_vm`] and [`Host::snapshot_cluster`].
     fn snapshot(
         &self,
@@ -148,6 +150,9 @@ impl Control for Arc<Host> {
     }
     fn verify_lockstep(&self, name: &VmName) -> Result<ComparisonReport, HostError> {
         Host::verify_lockstep(self, name)
+    }
+    fn may_name_store(&self, store: &str) -> Result<(), HostError> {
+        Host::may_name_store(self, store)
     }
     fn snapshot(
         &self,

@@ -1,43 +1,51 @@
 //! Snapshots and restores in the API.
 
 use super::jobs::{self, JobKind, Jobs, Waiting};
-use super::{Answer, Api, ApiError, Body, Name, Shared, Subject, blocking, invalid, read};
+use super::{Answer, Api, ApiError, Body, Control, Name, Shared, Subject, blocking, invalid, read};
 use axum::extract::rejection::QueryRejection;
-use axum::extract::{Query, State};
+use axum::extract::{Extension, Query, State};
+use axum::http::StatusCode;
 use axum::response::{IntoResponse, Json, Response};
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 use understudy_daemon::HostError;
-use understudy_daemon::snapshot::report::{DeleteReport, SnapshotReport, VerifyReport};
+use understudy_daemon::config::Access;
+use understudy_daemon::snapshot::report::{
+    DeleteReport, RestoreRequest, SnapshotReport, SnapshotRequest, VerifyReport,
+};
 use understudy_protocol::{GroupName, VmName};
 use understudy_snapshot::SnapshotNumber;
 
 pub(super) async fn snapshot_vm(
     api: State<Api>,
     Name(name): Name<VmName>,
+    access: Extension<Access>,
     waiting: Waiting,
     body: Body,
 ) -> Result<Response, ApiError> {
-    snapshot(api, Subject::Vm(name), waiting, body).await
+    snapshot(api, access, Subject::Vm(name), waiting, body).await
 }
 
 pub(super) async fn snapshot_cluster(
     api: State<Api>,
     Name(name): Name<GroupName>,
+    access: Extension<Access>,
     waiting: Waiting,
     body: Body,
 ) -> Result<Response, ApiError> {
-    snapshot(api, Subject::Cluster(name), waiting, body).await
+    snapshot(api, access, Subject::Cluster(name), waiting, body).await
 }
 
 async fn snapshot(
     State(api): State<Api>,
+    Extension(access): Extension<Access>,
     what: Subject,
     waiting: Waiting,
     body: Body,
 ) -> Result<Response, ApiError> {
-    let (request, subject) = (read(body)?, what.name().to_owned());
+    let (request, subject): (SnapshotRequest, _) = (read(body)?, what.name().to_owned());
     let host = api.host;
+    may_name(&*host, access, request.store.as_deref())?;
     let work = move || host.snapshot(&what, &request);
     carry_out(&api.jobs, JobKind::Snapshot, subject, waiting, work).await
 }
@@ -45,31 +53,47 @@ async fn snapshot(
 pub(super) async fn restore_vm(
     api: State<Api>,
     Name(name): Name<VmName>,
+    access: Extension<Access>,
     waiting: Waiting,
     body: Body,
 ) -> Result<Response, ApiError> {
-    restore(api, Subject::Vm(name), waiting, body).await
+    restore(api, access, Subject::Vm(name), waiting, body).await
 }
 
 pub(super) async fn restore_cluster(
     api: State<Api>,
     Name(name): Name<GroupName>,
+    access: Extension<Access>,
     waiting: Waiting,
     body: Body,
 ) -> Result<Response, ApiError> {
-    restore(api, Subject::Cluster(name), waiting, body).await
+    restore(api, access, Subject::Cluster(name), waiting, body).await
 }
 
 async fn restore(
     State(api): State<Api>,
+    Extension(access): Extension<Access>,
     what: Subject,
     waiting: Waiting,
     body: Body,
 ) -> Result<Response, ApiError> {
-    let (request, subject) = (read(body)?, what.name().to_owned());
+    let (request, subject): (RestoreRequest, _) = (read(body)?, what.name().to_owned());
     let host = api.host;
+    may_name(&*host, access, request.store.as_deref())?;
     let work = move || host.restore(&what, &request);
     carry_out(&api.jobs, JobKind::Restore, subject, waiting, work).await
+}
+
+/// A store is a path that the daemon reads and writes as root: whoever may not do all names only
+/// those of the host's configuration.
+fn may_name(host: &dyn Control, access: Access, store: Option<&str>) -> Result<(), ApiError> {
+    match store {
+        Some(store) if access < Access::Admin => host.may_name_store(store).map_err(|error| {
+            let error = ApiError::from(error);
+            ApiError { status: StatusCode::FORBIDDEN, ..error }
+        }),
+        _ => Ok(()),
+    }
 }
 
 /// Answers with what came of it, or at once with a job.
@@ -106,20 +130,35 @@ impl Which {
     }
 }
 
-pub(super) async fn list(State(host): Shared, asked: Asked) -> Answer<Vec<SnapshotReport>> {
+pub(super) async fn list(
+    State(host): Shared,
+    Extension(access): Extension<Access>,
+    asked: Asked,
+) -> Answer<Vec<SnapshotReport>> {
     let Query(which) = asked.map_err(|rejection| invalid(rejection.body_text()))?;
+    may_name(&*host, access, which.store.as_deref())?;
     blocking(move || host.snapshots(which.group.as_ref(), which.store.as_deref())).await.map(Json)
 }
 
-pub(super) async fn delete(State(host): Shared, asked: Asked) -> Answer<DeleteReport> {
+pub(super) async fn delete(
+    State(host): Shared,
+    Extension(access): Extension<Access>,
+    asked: Asked,
+) -> Answer<DeleteReport> {
     let Query(which) = asked.map_err(|rejection| invalid(rejection.body_text()))?;
+    may_name(&*host, access, which.store.as_deref())?;
     let group = which.group()?.to_owned();
     let number = which.number.ok_or_else(|| invalid("name the snapshot: number=N".to_owned()))?;
     blocking(move || host.delete_snapshot(&group, number, which.store.as_deref())).await.map(Json)
 }
 
-pub(super) async fn verify(State(host): Shared, asked: Asked) -> Answer<VerifyReport> {
+pub(super) async fn verify(
+    State(host): Shared,
+    Extension(access): Extension<Access>,
+    asked: Asked,
+) -> Answer<VerifyReport> {
     let Query(which) = asked.map_err(|rejection| invalid(rejection.body_text()))?;
+    may_name(&*host, access, which.store.as_deref())?;
     let group = which.group()?.to_owned();
     blocking(move || host.verify_snapshot(&group, which.number, which.store.as_deref()))
         .await

@@ -118,6 +118,9 @@ impl Control for Recorder {
         self.record(name, format!("verify {name}"))?;
         Ok(ComparisonReport { pages: 9, ..Default::default() })
     }
+    fn may_name_store(&self, _: &str) -> Result<(), HostError> {
+        Ok(())
+    }
     fn snapshot(
         &self,
         what: &Subject,

@@ -66,6 +66,13 @@ fn the_api_is_for_those_whom_the_configuration_names() {
             403,
             "takes the role admin",
         )?;
+        // The daemon would write there as root.
+        let snapshot = format!("/v1/vms/{VM}/snapshot");
+        let elsewhere = "{\"store\": \"/etc/elsewhere\"}";
+        let said = ask(scene, &operator, "POST", &snapshot, elsewhere)?;
+        refused(said, 403, "snapshot_stores")?;
+        let said = ask(scene, &operator, "GET", "/v1/snapshots?store=/etc/elsewhere", "")?;
+        refused(said, 403, "snapshot_stores")?;
         let (code, page) = raw(scene, &Caller::Nobody, "GET", "/", "")?;
         ensure!(code == 200 && page.contains("<main"), "the page: {code}");
         ensure!(!page.contains(VM), "the page holds data");
