@@ -71,7 +71,8 @@ fn read(line: &str, surroundings: &Surroundings) -> Result<Import, String> {
     let arguments = arguments(line)?;
     let mut draft = Draft::new(begin(&arguments, surroundings)?, surroundings);
     draft.vm.console = false;
-    draft.named(LINE, &draft.vm.name.to_string());
+    let found = format!("VM {}", draft.vm.name);
+    draft.taken(LINE, found);
     for argument in &arguments {
         apply(&mut draft, argument);
     }

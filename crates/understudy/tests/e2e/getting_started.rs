@@ -1,4 +1,4 @@
-//! docs/getting-started.md, followed word by word: the built package, two clean Debians, six commands.
+//! docs/getting-started.md, followed word by word: the built package, two clean Debian systems, six commands.
 
 use crate::installed::Installed;
 use crate::stage::{LIMIT, PACE, await_service, close, options, run};
