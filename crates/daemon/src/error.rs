@@ -2,6 +2,8 @@
 
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
+use std::io;
+use std::path::Path;
 
 /// The class of an error; decides the exit code and the HTTP status.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
@@ -36,4 +38,9 @@ impl HostError {
     pub fn new(kind: ErrorKind, message: impl Into<String>) -> HostError {
         HostError { kind, message: message.into() }
     }
+}
+
+/// What could not be done with a file.
+pub(crate) fn cannot(what: &str, path: &Path, error: &io::Error) -> HostError {
+    HostError::new(ErrorKind::Invalid, format!("cannot {what} {}: {error}", path.display()))
 }

@@ -55,6 +55,7 @@ mod sync;
 mod tls;
 mod turn;
 mod vm;
+mod whole_file;
 
 pub use error::{ErrorKind, HostError};
 pub use host::{ADDRESS_PATIENCE, Host};

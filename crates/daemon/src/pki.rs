@@ -5,7 +5,7 @@ mod revocation;
 
 pub use revocation::{REVOKED, Revoked, revoke};
 
-use crate::error::{ErrorKind, HostError};
+use crate::error::{ErrorKind, HostError, cannot};
 use rcgen::{
     BasicConstraints, CertificateParams, DnType, ExtendedKeyUsagePurpose, IsCa, Issuer, KeyPair,
     KeyUsagePurpose, PKCS_ECDSA_P256_SHA256, PublicKeyData, SignatureAlgorithm, date_time_ymd,
@@ -198,10 +198,6 @@ fn write(written: &Written, cert: &str, key: &str) -> Result<(), HostError> {
         })?;
     }
     Ok(())
-}
-
-fn cannot(what: &str, path: &Path, error: &io::Error) -> HostError {
-    HostError::new(ErrorKind::Invalid, format!("cannot {what} {}: {error}", path.display()))
 }
 
 fn internal(error: rcgen::Error) -> HostError {

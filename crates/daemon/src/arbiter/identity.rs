@@ -3,10 +3,11 @@
 //! or a cluster set up anew is another arbiter, and decides nothing.
 
 use super::Unreachable;
+use crate::whole_file;
 use anyhow::{Context, ensure};
 use serde::{Deserialize, Serialize};
-use std::fs::{self, File};
-use std::io::{ErrorKind, Write};
+use std::fs;
+use std::io::ErrorKind;
 use std::path::{Path, PathBuf};
 use understudy_threads::Common;
 
@@ -134,7 +135,7 @@ impl Memory {
         let mut known = self.known.lock();
         if known.is_none() {
             if let Some(path) = &self.path {
-                write_durably(path, id)
+                whole_file::replace(path, &format!("{id}\n"), 0o644)
                     .with_context(|| format!("cannot write {}", path.display()))?;
             }
             *known = Some(id.clone());
@@ -151,15 +152,6 @@ pub(super) fn forget(state_dir: &Path) -> std::io::Result<()> {
         Err(error) if error.kind() != ErrorKind::NotFound => Err(error),
         _ => Ok(()),
     }
-}
-
-fn write_durably(path: &Path, id: &ArbiterId) -> std::io::Result<()> {
-    let next = path.with_extension("next");
-    let mut file = File::create(&next)?;
-    writeln!(file, "{id}")?;
-    file.sync_all()?;
-    fs::rename(&next, path)?;
-    path.parent().map_or(Ok(()), |directory| File::open(directory)?.sync_all())
 }
 
 #[cfg(test)]

@@ -1,16 +1,17 @@
 //! Revoking: a certificate that is on the authority's list is of no more use.
 
-use super::{CA_CERT, cannot, internal, issuer, moment};
-use crate::error::{ErrorKind, HostError};
+use super::{CA_CERT, internal, issuer, moment};
+use crate::error::{ErrorKind, HostError, cannot};
 use crate::tls::certificate::{self, Facts};
+use crate::whole_file;
 use rcgen::{CertificateRevocationListParams, KeyIdMethod, RevokedCertParams, SerialNumber};
 use rustls::pki_types::pem::PemObject;
 use rustls::pki_types::{CertificateDer, UnixTime};
 use rustls::server::WebPkiClientVerifier;
 use rustls::{CertificateError, Error, RootCertStore};
 use serde::Serialize;
-use std::fs::{self, File};
-use std::io::{self, Write};
+use std::fs;
+use std::io;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::{Duration, SystemTime};
@@ -137,16 +138,8 @@ fn write_list(directory: &Path, index: &[(String, u64)]) -> Result<Revoked, Host
     Ok(Revoked { list: path, certificates: index.len() })
 }
 
-/// Whoever reads the file meanwhile finds the old or the new one, whole.
 fn replace(path: &Path, text: &str) -> Result<(), HostError> {
-    let fresh = path.with_extension("new");
-    let write = || {
-        let mut file = File::create(&fresh)?;
-        file.write_all(text.as_bytes())?;
-        file.sync_all()?;
-        fs::rename(&fresh, path)
-    };
-    write().map_err(|error| cannot("write", path, &error))
+    whole_file::replace(path, text, 0o644).map_err(|error| cannot("write", path, &error))
 }
 
 fn hex(bytes: &[u8]) -> String {

@@ -2,14 +2,15 @@
 //! extends them: by a line, so that whatever else is in it stays as the operator wrote it.
 
 use crate::config::{ArbiterConfig, EtcdTls, HostConfig};
-use crate::error::{ErrorKind, HostError};
+use crate::error::{ErrorKind, HostError, cannot};
+use crate::whole_file;
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
 use std::fmt;
 use std::fs::{self, File};
-use std::io::{self, Write};
+use std::io::Write;
 use std::net::SocketAddr;
-use std::os::unix::fs::OpenOptionsExt;
+use std::os::unix::fs::{OpenOptionsExt, PermissionsExt};
 use std::path::{Path, PathBuf};
 use std::str::FromStr;
 use understudy_protocol::HostName;
@@ -233,21 +234,11 @@ fn insert(text: &str, line: &str, may_begin: bool) -> Option<String> {
     Some(lines.join("\n") + "\n")
 }
 
-/// Whoever reads the file meanwhile finds the old or the new one, whole.
+/// Replaces one that is there; it keeps its rights.
 pub fn replace(path: &Path, text: &str) -> Result<(), HostError> {
-    let fresh = path.with_extension("toml.new");
-    let write = || {
-        let mut file = File::create(&fresh)?;
-        file.write_all(text.as_bytes())?;
-        file.sync_all()?;
-        fs::set_permissions(&fresh, fs::metadata(path)?.permissions())?;
-        fs::rename(&fresh, path)
-    };
-    write().map_err(|error| cannot("write", path, &error))
-}
-
-pub(super) fn cannot(what: &str, path: &Path, error: &io::Error) -> HostError {
-    HostError::new(ErrorKind::Invalid, format!("cannot {what} {}: {error}", path.display()))
+    let replaced = fs::metadata(path)
+        .and_then(|former| whole_file::replace(path, text, former.permissions().mode() & 0o7777));
+    replaced.map_err(|error| cannot("write", path, &error))
 }
 
 #[cfg(test)]

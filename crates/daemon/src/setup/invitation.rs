@@ -1,11 +1,11 @@
 //! The inviting host: waits for the one host that has the token, certifies its key and adds it to
 //! this host's [peers].
 
-use super::host_file::{self, ArbiterSettings, cannot};
+use super::host_file::{self, ArbiterSettings};
 use super::message::{Bounded, Grant, Reply, Request, receive_request, send_reply};
 use super::token::{Fingerprint, Secret, Token};
 use crate::config::HostConfig;
-use crate::error::{ErrorKind, HostError};
+use crate::error::{ErrorKind, HostError, cannot};
 use crate::pki::{self, PublicKey};
 use crate::sync::lock;
 use crate::tls::TlsFiles;

@@ -1,14 +1,14 @@
 //! The host that joins: makes its key, shows its public half, and writes what it is told.
 
-use super::host_file::cannot;
 use super::message::{Bounded, Grant, LIMIT, Reply, Request, WrongSecret};
 use super::message::{receive_reply, send_request};
 use super::token::{Fingerprint, Token};
 use super::{Made, Plan};
-use crate::error::{ErrorKind, HostError};
+use crate::error::{ErrorKind, HostError, cannot};
 use crate::host::prepare_directory;
 use crate::pki::HostKey;
 use crate::tls::{self, Tls, TlsFiles};
+use crate::whole_file;
 use base64::Engine;
 use base64::prelude::BASE64_STANDARD;
 use rustls::client::danger::{HandshakeSignatureValid, ServerCertVerified, ServerCertVerifier};
@@ -22,10 +22,8 @@ use rustls::{
     SignatureScheme, StreamOwned,
 };
 use serde::Serialize;
-use std::fs::File;
-use std::io::{self, Write};
+use std::io;
 use std::net::TcpStream;
-use std::os::unix::fs::OpenOptionsExt;
 use std::path::Path;
 use std::sync::Arc;
 use understudy_protocol::HostName;
@@ -157,15 +155,7 @@ fn write(plan: &Plan, grant: &Grant, key: &HostKey) -> Result<Made, HostError> {
 
 /// What an attempt that failed has left is replaced; there is no configuration that uses it.
 fn write_over(path: &Path, text: &str, mode: u32) -> Result<(), HostError> {
-    let fresh = path.with_extension("new");
-    let write = || {
-        let mut options = File::options();
-        let mut file = options.write(true).create(true).truncate(true).mode(mode).open(&fresh)?;
-        file.write_all(text.as_bytes())?;
-        file.sync_all()?;
-        std::fs::rename(&fresh, path)
-    };
-    write().map_err(|error| cannot("write", path, &error))
+    whole_file::replace(path, text, mode).map_err(|error| cannot("write", path, &error))
 }
 
 /// Takes whoever has a certificate of the token's authority. Which of its hosts answers is not

@@ -36,10 +36,10 @@ pub use machine::{default_address, default_name};
 pub use token::{Token, TokenError};
 
 use crate::config::HostConfig;
-use crate::error::{ErrorKind, HostError};
+use crate::error::{ErrorKind, HostError, cannot};
 use crate::host::prepare_directory;
 use crate::pki;
-use host_file::{HostFile, TlsSection, cannot, refuse_overwriting};
+use host_file::{HostFile, TlsSection, refuse_overwriting};
 use serde::Serialize;
 use std::collections::BTreeMap;
 use std::fs;
