@@ -3,7 +3,7 @@
 use crate::{Finding, Import, Outcome, Surroundings, Template};
 use std::path::PathBuf;
 use understudy_qemu::VmDefinition;
-use understudy_qemu::definition::{DiskBus, DiskDefinition, DiskFormat};
+use understudy_qemu::definition::{DiskBus, DiskDefinition, DiskFormat, Vga};
 use understudy_qemu::processor::KVM_BASELINE;
 
 /// Of Debian's and Ubuntu's package ovmf.
@@ -23,6 +23,17 @@ pub(crate) struct Draft<'a> {
     pub(crate) uuid: Option<String>,
     /// Of the processor, beside its model.
     pub(crate) flags: Vec<String>,
+}
+
+/// The format of an image, by QEMU's name; else why it is none that is replicated.
+pub(crate) fn image_format(name: &str) -> Result<DiskFormat, String> {
+    match name {
+        "raw" => Ok(DiskFormat::Raw),
+        "qcow2" => Ok(DiskFormat::Qcow2),
+        other => Err(format!(
+            "{other} images are not replicated: `qemu-img convert -O qcow2` makes one that is"
+        )),
+    }
 }
 
 impl<'a> Draft<'a> {
@@ -107,6 +118,36 @@ impl<'a> Draft<'a> {
         let disk = DiskDefinition::new(path.clone(), DiskFormat::Raw, DiskBus::Pflash);
         self.variables = Some(disk);
         path
+    }
+
+    /// A processor that is the host's own becomes what every guest without a model has.
+    pub(crate) fn processor_of_host(&mut self, line: usize, what: impl Into<String>) {
+        self.vm.cpu = None;
+        let why = "it means something else on every host; without `cpu` the guest has what every \
+                   server since 2011 has: write a model there that both hosts have";
+        self.changed(line, what, why);
+    }
+
+    /// A screen, however it was seen, is seen through VNC.
+    pub(crate) fn screen(&mut self, line: usize, what: impl Into<String>) {
+        self.vm.vnc = true;
+        let why = "VNC on the unix socket that `status` names; `ssh -L` brings it to you";
+        self.changed(line, what, why);
+    }
+
+    /// A video card that there is no more.
+    pub(crate) fn other_video(&mut self, line: usize, what: impl Into<String>) {
+        self.vm.vga = Vga::Std;
+        self.changed(line, what, "a VGA card, which every guest has a driver for");
+    }
+
+    /// A source of random numbers, fed by a file of the host; `place` follows its options.
+    pub(crate) fn random_numbers(&mut self, line: usize, file: &str, place: &str) {
+        let n = self.vm.qemu_args.iter().filter(|arg| arg.starts_with("rng-random")).count();
+        let file = file.replace(',', ",,");
+        self.argument("-object", format!("rng-random,id=entropy{n},filename={file}"));
+        self.device(format!("virtio-rng-pci,rng=entropy{n},id=rng{n},ioeventfd=off{place}"));
+        self.taken(line, "a source of random numbers");
     }
 
     /// Flags need a model: of a guest that has none, the one that it would have.

@@ -59,6 +59,15 @@ pub struct Import {
     pub copies: Vec<Template>,
 }
 
+impl Import {
+    /// Nothing can be made of the whole text.
+    fn refused(line: usize, what: &str, why: String) -> Import {
+        let what = what.to_owned();
+        let refused = Finding { outcome: Outcome::Refused, line, what, why };
+        Import { definition: None, findings: vec![refused], copies: Vec::new() }
+    }
+}
+
 /// A firmware's variables that do not exist yet.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Template {

@@ -7,26 +7,14 @@ mod processor;
 
 use crate::draft::Draft;
 use crate::xml::{self, Element};
-use crate::{Finding, Import, Outcome, Surroundings};
+use crate::{Import, Surroundings};
 use std::path::PathBuf;
 use understudy_qemu::VmDefinition;
 use understudy_qemu::definition::{AcceleratorChoice, MemorySize, VirtioInterface};
 
 /// Makes a definition of a domain.
 pub fn libvirt(text: &str, surroundings: &Surroundings) -> Import {
-    match read(text, surroundings) {
-        Ok(import) => import,
-        Err((line, why)) => Import {
-            definition: None,
-            findings: vec![Finding {
-                outcome: Outcome::Refused,
-                line,
-                what: "the domain".to_owned(),
-                why,
-            }],
-            copies: Vec::new(),
-        },
-    }
+    read(text, surroundings).unwrap_or_else(|(line, why)| Import::refused(line, "the domain", why))
 }
 
 /// What a definition cannot be begun without is an error, with its line.

@@ -4,7 +4,7 @@
 mod device;
 
 use crate::draft::Draft;
-use crate::{Finding, Import, Outcome, Surroundings};
+use crate::{Import, Surroundings};
 use understudy_qemu::VmDefinition;
 use understudy_qemu::definition::{MemorySize, Topology, Vga, VirtioInterface};
 
@@ -47,16 +47,8 @@ impl<'a> Line<'a> {
 
 /// Makes a definition of a VM.
 pub fn proxmox(text: &str, surroundings: &Surroundings) -> Import {
-    read(text, surroundings).unwrap_or_else(|(line, why)| Import {
-        definition: None,
-        findings: vec![Finding {
-            outcome: Outcome::Refused,
-            line,
-            what: "the configuration".to_owned(),
-            why,
-        }],
-        copies: Vec::new(),
-    })
+    read(text, surroundings)
+        .unwrap_or_else(|(line, why)| Import::refused(line, "the configuration", why))
 }
 
 fn read(text: &str, surroundings: &Surroundings) -> Result<Import, (usize, String)> {
@@ -168,7 +160,7 @@ fn part<'a>(draft: &mut Draft<'_>, line: &Line<'_>, find: impl Fn(&str) -> Optio
             draft.vm.guest_agent = !matches!(line.subject(), "0" | "enabled=0");
             draft.taken(number, "the channel of the guest's agent");
         }
-        "tablet" => {}
+        "tablet" => draft.left_out(number, text, "add `-device usb-tablet` to qemu_args"),
         "vga" => device::video(draft, line),
         "serial0" if line.value == "socket" => {
             draft.vm.console = true;
@@ -187,8 +179,7 @@ fn part<'a>(draft: &mut Draft<'_>, line: &Line<'_>, find: impl Fn(&str) -> Optio
                 "" => line.subject(),
                 source => source,
             };
-            draft.argument("-object", format!("rng-random,id=entropy0,filename={file}"));
-            draft.device("virtio-rng-pci,rng=entropy0,id=rng0,ioeventfd=off");
+            draft.random_numbers(number, file, "");
         }
         "tpmstate0" => draft.refused(
             number,

@@ -3,7 +3,7 @@
 mod devices;
 
 use crate::draft::Draft;
-use crate::{Finding, Import, Outcome, Surroundings};
+use crate::{Import, Surroundings};
 use understudy_qemu::VmDefinition;
 use understudy_qemu::definition::{AcceleratorChoice, MemorySize, Topology, Vga};
 
@@ -60,11 +60,7 @@ const ALONE: [&str; 12] = [
 
 /// Makes a definition of the VM that a command line of QEMU's starts.
 pub fn qemu(line: &str, surroundings: &Surroundings) -> Import {
-    read(line, surroundings).unwrap_or_else(|why| {
-        let what = "the command line".to_owned();
-        let refused = Finding { outcome: Outcome::Refused, line: LINE, what, why };
-        Import { definition: None, findings: vec![refused], copies: Vec::new() }
-    })
+    read(line, surroundings).unwrap_or_else(|why| Import::refused(LINE, "the command line", why))
 }
 
 fn read(line: &str, surroundings: &Surroundings) -> Result<Import, String> {
@@ -156,9 +152,7 @@ fn apply(draft: &mut Draft<'_>, argument: &Argument) {
         "-accel" => accelerator(draft, argument.subject(), &text),
         "-enable-kvm" => accelerator(draft, "kvm", &text),
         "-cpu" if matches!(argument.subject(), "host" | "max") => {
-            let why = "it means something else on every host; without `cpu` the guest has what every \
-                       server since 2011 has: write a model there that both hosts have";
-            draft.changed(LINE, text, why);
+            draft.processor_of_host(LINE, text);
         }
         "-cpu" => {
             draft.taken(LINE, text);
@@ -169,9 +163,7 @@ fn apply(draft: &mut Draft<'_>, argument: &Argument) {
         "-append" => draft.vm.append = Some(value),
         "-vga" => video(draft, argument),
         "-vnc" | "-spice" | "-display" if !matches!(argument.subject(), "none") => {
-            let why = "VNC on the unix socket that `status` names; `ssh -L` brings it to you";
-            draft.changed(LINE, text, why);
-            draft.vm.vnc = true;
+            draft.screen(LINE, text);
         }
         "-vnc" | "-display" => {}
         "-nographic" | "-serial" if value != "none" => {
@@ -235,11 +227,7 @@ fn video(draft: &mut Draft<'_>, argument: &Argument) {
         "none" => Vga::None,
         "std" => Vga::Std,
         "virtio" => Vga::Virtio,
-        _ => {
-            let why = "a VGA card, which every guest has a driver for";
-            draft.changed(LINE, argument.text(), why);
-            Vga::Std
-        }
+        _ => return draft.other_video(LINE, argument.text()),
     };
 }
 

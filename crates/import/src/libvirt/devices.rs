@@ -244,9 +244,7 @@ fn input(draft: &mut Draft<'_>, input: &Element) {
 fn graphics(draft: &mut Draft<'_>, graphics: &Element) {
     match graphics.get("type") {
         kind @ ("vnc" | "spice") => {
-            let why = "VNC on the unix socket that `status` names; `ssh -L` brings it to you";
-            draft.changed(graphics.line, format!("<graphics type='{kind}'>"), why);
-            draft.vm.vnc = true;
+            draft.screen(graphics.line, format!("<graphics type='{kind}'>"));
         }
         "egl-headless" | "none" => {}
         _ => draft.left_out(graphics.line, graphics.tag(), "the screen is seen through VNC only"),
@@ -267,9 +265,7 @@ fn video(draft: &mut Draft<'_>, video: &Element) {
         }
         "none" => return,
         kind @ ("qxl" | "cirrus") => {
-            draft.vm.vga = Vga::Std;
-            let why = "a VGA card, which every guest has a driver for";
-            return draft.changed(model.line, format!("video {kind}"), why);
+            return draft.other_video(model.line, format!("video {kind}"));
         }
         other => return draft.refused(model.line, model.tag(), format!("{other} is not known")),
     }
@@ -290,12 +286,9 @@ fn rng(draft: &mut Draft<'_>, rng: &Element) {
     if rng.child_get("backend", "model") == "egd" {
         return draft.refused(rng.line, rng.tag(), "random numbers come from the host only");
     }
-    let file = if file.is_empty() { "/dev/urandom" } else { file }.replace(',', ",,");
+    let file = if file.is_empty() { "/dev/urandom" } else { file };
     let options = pci::options(draft, rng);
-    let n = draft.vm.qemu_args.iter().filter(|arg| arg.starts_with("rng-random")).count();
-    draft.argument("-object", format!("rng-random,id=entropy{n},filename={file}"));
-    draft.device(format!("virtio-rng-pci,rng=entropy{n},id=rng{n},ioeventfd=off{options}"));
-    draft.taken(rng.line, "a source of random numbers");
+    draft.random_numbers(rng.line, file, &options);
 }
 
 fn watchdog(draft: &mut Draft<'_>, watchdog: &Element) {

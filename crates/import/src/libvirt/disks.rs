@@ -1,9 +1,9 @@
 //! Disks and CD-ROM drives.
 
 use super::pci;
-use crate::draft::Draft;
+use crate::draft::{Draft, image_format};
 use crate::xml::Element;
-use understudy_qemu::definition::{DiskBus, DiskDefinition, DiskFormat, EmptyCdrom};
+use understudy_qemu::definition::{DiskBus, DiskDefinition, EmptyCdrom};
 
 /// `<disk>`.
 pub(super) fn disk(draft: &mut Draft<'_>, disk: &Element) {
@@ -37,19 +37,15 @@ pub(super) fn disk(draft: &mut Draft<'_>, disk: &Element) {
         return draft.refused(disk.line, what, why);
     };
     let format = match disk.child_get("driver", "type") {
-        "raw" => DiskFormat::Raw,
-        "qcow2" => DiskFormat::Qcow2,
         "" => {
-            let why =
-                "libvirt is not told the format of its image: add <driver name='qemu' type='…'/>";
-            return draft.refused(disk.line, what, why);
+            Err("libvirt is not told the format of its image: add <driver name='qemu' type='…'/>"
+                .to_owned())
         }
-        other => {
-            let why = format!(
-                "{other} images are not replicated: `qemu-img convert -O qcow2` makes one that is"
-            );
-            return draft.refused(disk.line, what, why);
-        }
+        name => image_format(name),
+    };
+    let format = match format {
+        Ok(format) => format,
+        Err(why) => return draft.refused(disk.line, what, why),
     };
     draft.taken(disk.line, format!("{what}: {path}"));
     let serial = Some(disk.child_text("serial").to_owned()).filter(|serial| !serial.is_empty());

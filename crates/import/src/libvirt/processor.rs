@@ -8,14 +8,7 @@ use understudy_qemu::definition::Topology;
 pub(super) fn processor(draft: &mut Draft<'_>, cpu: &Element) {
     match cpu.get("mode") {
         "custom" | "" => custom(draft, cpu),
-        mode => draft.changed(
-            cpu.line,
-            cpu.tag(),
-            format!(
-                "{mode} means something else on every host; without `cpu` the guest has what every \
-                 server since 2011 has: write a model there that both hosts have"
-            ),
-        ),
+        _ => draft.processor_of_host(cpu.line, cpu.tag()),
     }
     for part in &cpu.children {
         match &part.name[..] {

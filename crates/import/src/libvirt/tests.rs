@@ -1,4 +1,5 @@
 use super::*;
+use crate::Outcome;
 use understudy_qemu::definition::{CardModel, DiskBus, DiskFormat, TpmModel, Vga};
 
 /// What virt-install 5.0 printed for a guest, or `virsh dumpxml` after it was defined.

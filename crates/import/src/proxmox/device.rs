@@ -1,7 +1,7 @@
 //! The devices of a VM of Proxmox.
 
 use super::Line;
-use crate::draft::Draft;
+use crate::draft::{Draft, image_format};
 use std::path::PathBuf;
 use understudy_qemu::definition::{
     CardDefinition, CardModel, DiskBus, DiskDefinition, DiskFormat, EmptyCdrom, PciPlace, Vga,
@@ -31,10 +31,7 @@ pub(super) fn processor(draft: &mut Draft<'_>, line: &Line<'_>) {
         model => model,
     };
     if matches!(model, "host" | "max") {
-        let why = "it means something else on every host; without `cpu` the guest has what every \
-                   server since 2011 has: write a model there that both hosts have";
-        draft.vm.cpu = None;
-        return draft.changed(line.number, line.text(), why);
+        return draft.processor_of_host(line.number, line.text());
     }
     let known = MODELS.iter().find(|(name, _)| *name == model).map_or(model, |(_, known)| known);
     let mut text = known.to_owned();
@@ -83,11 +80,7 @@ pub(super) fn video(draft: &mut Draft<'_>, line: &Line<'_>) {
             return draft.refused(line.number, line.text(), "3D is drawn by this host's hardware");
         }
         _ => {
-            draft.changed(
-                line.number,
-                line.text(),
-                "a VGA card, which every guest has a driver for",
-            );
+            draft.other_video(line.number, line.text());
             (Vga::Std, true)
         }
     };
@@ -192,15 +185,18 @@ fn volume(draft: &mut Draft<'_>, line: &Line<'_>) -> Option<(PathBuf, DiskFormat
         draft.refused(line.number, line.text(), why);
         return None;
     };
-    let format = match path.extension().and_then(|extension| extension.to_str()) {
-        Some("qcow2") => DiskFormat::Qcow2,
-        Some("vmdk") => {
-            let why =
-                "vmdk images are not replicated: `qemu-img convert -O qcow2` makes one that is";
+    // What has no such ending is a volume or a raw file.
+    let named = path.extension().and_then(|ending| ending.to_str());
+    let format = match named.filter(|ending| ["qcow2", "vmdk"].contains(ending)) {
+        None => Ok(DiskFormat::Raw),
+        Some(name) => image_format(name),
+    };
+    let format = match format {
+        Ok(format) => format,
+        Err(why) => {
             draft.refused(line.number, line.text(), why);
             return None;
         }
-        _ => DiskFormat::Raw,
     };
     Some((path, format))
 }

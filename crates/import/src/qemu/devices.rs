@@ -1,7 +1,7 @@
 //! The devices of a command line, with what is behind them.
 
 use super::{Argument, LINE};
-use crate::draft::Draft;
+use crate::draft::{Draft, image_format};
 use understudy_qemu::definition::{
     CardDefinition, CardModel, DiskBus, DiskDefinition, DiskFormat, EmptyCdrom, TpmModel,
 };
@@ -107,15 +107,12 @@ fn disk(draft: &mut Draft<'_>, drive: &Argument, bus: DiskBus, cdrom: bool, seri
         return draft.taken(LINE, drive.text());
     }
     let format = match drive.get("format") {
-        "raw" => DiskFormat::Raw,
-        "qcow2" => DiskFormat::Qcow2,
-        "" => return draft.refused(LINE, drive.text(), "say its format: format=raw or qcow2"),
-        other => {
-            let why = format!(
-                "{other} images are not replicated: `qemu-img convert -O qcow2` makes one that is"
-            );
-            return draft.refused(LINE, drive.text(), why);
-        }
+        "" => Err("say its format: format=raw or qcow2".to_owned()),
+        name => image_format(name),
+    };
+    let format = match format {
+        Ok(format) => format,
+        Err(why) => return draft.refused(LINE, drive.text(), why),
     };
     if drive.get("snapshot") == "on" {
         return draft.refused(LINE, drive.text(), "its writes are dropped at the end");

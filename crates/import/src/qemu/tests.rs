@@ -1,4 +1,5 @@
 use super::*;
+use crate::Outcome;
 use understudy_qemu::definition::{CardModel, DiskBus, DiskFormat, TpmModel};
 
 const LINE_OF_A_SCRIPT: &str = "qemu-system-x86_64 -name web -enable-kvm -machine q35,vmport=off -m 2G \
