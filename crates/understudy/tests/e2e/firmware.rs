@@ -3,14 +3,16 @@
 //! the agent's channel, a screen, a tablet.
 
 use crate::planned::reboot;
-use crate::stage::{LIMIT, PACE, await_service, close, options, play, prove_disk};
+use crate::stage::{LIMIT, PACE, await_service, close, options, play, protection, prove_disk};
 use anyhow::{Context, Result, ensure};
+use nix::sys::signal::{Signal, kill};
+use nix::unistd::Pid;
 use std::fs;
 use std::io::{Read, Write};
 use std::os::unix::net::UnixStream;
 use std::path::PathBuf;
 use toml::{Table, Value};
-use understudy_lab::{GuestShell, Scene, SceneOptions};
+use understudy_lab::{GuestShell, Scene, SceneOptions, wait_for};
 
 /// Of Debian's package ovmf.
 const CODE: &str = "/usr/share/OVMF/OVMF_CODE_4M.secboot.fd";
@@ -219,5 +221,38 @@ fn a_guest_with_uefi_scsi_and_all_that_virt_install_adds_survives() {
         read_variable(&mut shell, "before")?;
         read_variable(&mut shell, "after")?;
         prove_disk(scene, "b", acked)
+    });
+}
+
+/// Ends the swtpm of a host.
+fn end_tpm(scene: &Scene, host: &str) -> Result<()> {
+    let processes = scene.host(host)?.namespace().processes()?;
+    let is_tpm = |pid: &&u32| {
+        fs::read_to_string(format!("/proc/{pid}/comm")).is_ok_and(|name| name.trim() == "swtpm")
+    };
+    let pid = processes.iter().find(is_tpm).context("no swtpm on that host")?;
+    kill(Pid::from_raw(i32::try_from(*pid)?), Signal::SIGKILL)?;
+    Ok(())
+}
+
+/// Nobody says "protected" of a checkpoint that lacks a part of the machine. Both hosts contest the
+/// VM, and either may win it: on the primary its guest is without a TPM.
+#[test]
+fn a_tpm_that_ends_on_the_primary_does_not_leave_it_protected() {
+    let shape = SceneOptions { booted: false, ..options() };
+    play(shape, |scene| {
+        let mut table: Table = fs::read_to_string(scene.definition())?.parse()?;
+        table.insert("tpm".into(), "crb".into());
+        fs::write(scene.definition(), table.to_string())?;
+        scene.protected_guest("a", "b")?;
+        let client = scene.record_client(PACE)?;
+        await_service(&client)?;
+        end_tpm(scene, "a")?;
+        wait_for("host a to say why it is not protected", LIMIT, || {
+            let status = scene.status("a")?;
+            let (state, reason) = protection(&status);
+            Ok((state == "degraded" && reason.contains("device state")).then_some(()))
+        })?;
+        await_service(&client)
     });
 }
