@@ -1,19 +1,10 @@
 //! Connections from other hosts.
 
 use crate::arrivals::Arrival;
-use crate::backup::{self, Beside, Former, Launch, Outcome};
 use crate::containment::of_vm;
-use crate::error::{ErrorKind, HostError};
-use crate::events::EventKind;
 use crate::gate::authorize::{Asker, authorize};
 use crate::gate::lobby::Place;
-use crate::group::{Member, Membership};
-use crate::handshake::{FileOffer, GroupOffer, Hello, MOST_PATHS, Offer, Purpose, Welcome, answer};
 use crate::host::{Host, failed};
-use crate::link::Link;
-use crate::machine;
-use crate::report::Mode;
-use crate::resync::{self, Groundwork};
 use crate::snapshot::frames;
 use crate::vm::{FencedVm, Vm};
 use anyhow::{Context, anyhow, bail};
@@ -22,6 +13,8 @@ use std::path::{Path, PathBuf};
 use std::sync::{Arc, Weak};
 use tracing::{info, warn};
 use understudy_disk::{FreshMirror, Mirror};
+use understudy_link::link::Link;
+use understudy_machine::Plan;
 use understudy_protocol::VmName;
 use understudy_protocol::validity::ImageRole;
 use understudy_protocol::wire::Kind;
@@ -29,6 +22,15 @@ use understudy_protocol::{DiskIndex, HostName, Output};
 use understudy_qemu::command::Lockstep;
 use understudy_qemu::lockstep::LogRole;
 use understudy_qemu::{CpuNeeds, Role};
+use understudy_replication::backup::{self, Beside, Former, Launch, Outcome};
+use understudy_replication::handshake::{
+    FileOffer, GroupOffer, Hello, MOST_PATHS, Offer, Purpose, Welcome, answer,
+};
+use understudy_replication::membership::{Member, Membership};
+use understudy_replication::resync::{self, Groundwork};
+use understudy_report::Mode;
+use understudy_report::error::{ErrorKind, HostError};
+use understudy_report::events::EventKind;
 use understudy_threads::within;
 
 /// A kernel, an initial RAM disk or the beginning of a disk: far more than any has.
@@ -152,7 +154,8 @@ fn take_offer(host: &Arc<Host>, link: Link, hello: &Hello, offer: &Offer) -> any
         }
     };
     let directory = host.vm_directory(&offer.definition.name)?;
-    let groundwork = resync::examine(host, offer, &directory);
+    let record = host.record(&offer.definition.name).map_err(|error| error.to_string());
+    let groundwork = resync::examine(&host.config.name, record, offer, &directory);
     let mut welcome = Welcome::of(&host.config.name);
     match &groundwork {
         Groundwork::Full(why) => {
@@ -266,7 +269,7 @@ fn stand_by(
         // The primary has noted what changed here: the copy can be taken up again.
         host.records.change(&name, |record| record.sessions = former)?;
     }
-    let machine = host.launch(machine::Plan {
+    let machine = host.launch(Plan {
         definition,
         machine_type: offer.machine_type.clone(),
         accelerator: offer.accelerator,
@@ -447,7 +450,7 @@ fn end(host: &Arc<Host>, name: &VmName, remedy: &str, outcome: Outcome) {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::handshake::FileRole;
+    use understudy_replication::handshake::FileRole;
 
     /// A primary could announce a kernel that fills the backup's disk.
     #[test]
