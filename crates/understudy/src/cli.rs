@@ -30,6 +30,8 @@ use watch::{EVENTS_HELP, TOP_HELP};
 use clap::{Args, Parser, Subcommand};
 use std::convert::Infallible;
 use std::path::{Path, PathBuf};
+use understudy_client::manual::ManualCommand;
+use understudy_client::output::OutputOptions;
 use understudy_daemon::config::DEFAULT_SOCKET;
 use understudy_daemon::custody::SUBCOMMAND;
 use understudy_daemon::pki::HOST_DAYS;
@@ -62,14 +64,9 @@ pub struct Cli {
     #[arg(long, global = true, env = "UNDERSTUDY_SOCKET", value_name = "PATH", default_value = DEFAULT_SOCKET)]
     pub socket: PathBuf,
 
-    /// Print JSON instead of text.
-    #[arg(long, global = true)]
-    pub json: bool,
-
-    /// What to log to stderr: error, warn, info, debug or trace, or a filter
-    /// such as `warn,understudy_daemon=debug`.
-    #[arg(long, global = true, env = "UNDERSTUDY_LOG", value_name = "LEVEL", value_parser = log_filter)]
-    pub log: Option<String>,
+    /// How it answers.
+    #[command(flatten)]
+    pub output: OutputOptions,
 
     /// What to do.
     #[command(subcommand)]
@@ -97,18 +94,9 @@ pub enum Command {
     /// Keep a guest when its daemon dies; started by the daemon.
     #[command(hide = true, name = SUBCOMMAND)]
     Custodian,
-    /// Write the man pages of all commands into a directory; for packages.
-    #[command(hide = true)]
-    Manual {
-        /// The directory.
-        dir: PathBuf,
-    },
-    /// Print what completes command lines in a shell.
-    #[command(hide = true)]
-    Completions {
-        /// The shell.
-        shell: clap_complete::Shell,
-    },
+    /// What packages are made with.
+    #[command(flatten)]
+    Manual(ManualCommand),
     /// Start, stop and list VMs, and reach their consoles.
     #[command(subcommand)]
     Vm(VmCommand),
@@ -398,10 +386,11 @@ pub struct RecoverArgs {
     pub force: bool,
 }
 
-fn log_filter(text: &str) -> Result<String, String> {
-    tracing_subscriber::EnvFilter::try_new(text)
-        .map(|_| text.to_owned())
-        .map_err(|error| error.to_string())
+impl Cli {
+    /// What is logged unless the user says otherwise.
+    pub fn default_log(&self) -> &'static str {
+        if matches!(self.command, Command::Host { .. }) { "info" } else { "warn" }
+    }
 }
 
 #[cfg(test)]

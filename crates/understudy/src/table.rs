@@ -8,6 +8,7 @@ use indicatif::HumanBytes;
 use std::fmt::Write;
 use std::time::SystemTime;
 pub use top::page as top;
+use understudy_client::progress::syncing;
 use understudy_daemon::report::{
     CompressionReport, DiskReads, DiskSync, FillReport, HostStatus, LockstepReport, Mode,
     PathReport, Protection, Role, ThrottleReport, VmStatus,
@@ -210,19 +211,6 @@ fn protection(vm: &VmStatus) -> String {
             syncing(peer, *done_bytes, *total_bytes, *remaining_seconds)
         }
     }
-}
-
-/// How far the first synchronisation has come, in one line.
-pub fn syncing(peer: &str, done: u64, total: u64, seconds: Option<f64>) -> String {
-    // Nobody knows how much there is to copy before the backup's QEMU stands.
-    if total == 0 {
-        return format!("syncing to {peer}: {peer} prepares");
-    }
-    let left = match seconds {
-        Some(seconds) => format!(", about {:.0} s left", seconds.max(0.0).ceil()),
-        None => String::new(),
-    };
-    format!("syncing to {peer}: {} of {}{left}", HumanBytes(done), HumanBytes(total))
 }
 
 fn path(path: &PathReport) -> String {
@@ -558,14 +546,5 @@ pub mod tests {
         assert!(vm(&status).contains("0.40 Mbit/s, compared 3 times, last 7 s ago\n"));
         status.lockstep = Some(LockstepReport { blocked: true, ..report });
         assert!(vm(&status).contains("BLOCKED"));
-    }
-
-    #[test]
-    fn a_copy_under_way_shows_bytes_and_an_estimate() {
-        let mebibyte = 1024 * 1024;
-        let text = syncing("b", 10 * mebibyte, 40 * mebibyte, Some(2.2));
-        assert_eq!(text, "syncing to b: 10.00 MiB of 40.00 MiB, about 3 s left");
-        assert_eq!(syncing("b", 0, mebibyte, None), "syncing to b: 0 B of 1.00 MiB");
-        assert_eq!(syncing("b", 0, 0, None), "syncing to b: b prepares");
     }
 }

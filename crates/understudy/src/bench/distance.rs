@@ -6,15 +6,13 @@
 use super::machine::{Machine, load_average};
 use super::{DETECTION, on_scene, words};
 use crate::cli::BenchDistanceArgs;
-use crate::client::Client;
 use crate::demo::scene_options;
-use crate::failure::{Exit, Failure};
-use crate::output;
 use anyhow::{Context, Result, ensure};
 use serde::Serialize;
 use std::fmt::Write;
 use std::thread;
 use std::time::{Duration, Instant};
+use understudy_client::{Client, Exit, Failure, output};
 use understudy_lab::scene::{RECORDS_PORT, VM};
 use understudy_lab::{HostOptions, LongLine, RecordClient, Scene, wait_for};
 

@@ -7,13 +7,12 @@ use super::machine::{Machine, load_average};
 use crate::chaos::stage::{Said, Stage, pause};
 use crate::cli::BenchFailoverArgs;
 use crate::demo::{in_mode, scene_options};
-use crate::failure::{Exit, Failure};
-use crate::output;
 use anyhow::{Context, Result, ensure};
 use serde::Serialize;
 use std::fmt::Write;
 use std::ops::Range;
 use std::time::{Duration, Instant};
+use understudy_client::{Exit, Failure, output};
 use understudy_daemon::report::{Mode, TakeoverReport};
 use understudy_lab::SceneOptions;
 

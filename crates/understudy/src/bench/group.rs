@@ -8,15 +8,13 @@
 use super::machine::{Machine, load_average};
 use super::{on_scene, patient, words};
 use crate::cli::BenchGroupArgs;
-use crate::client::Client;
 use crate::demo::scene_options;
-use crate::failure::{Exit, Failure};
-use crate::output;
 use anyhow::{Context, Result, ensure};
 use serde::Serialize;
 use std::fmt::Write;
 use std::thread;
 use std::time::{Duration, Instant};
+use understudy_client::{Client, Exit, Failure, output};
 use understudy_daemon::report::{GroupRequest, ProtectRequest, Protection};
 use understudy_encoding::EncodingPlan;
 use understudy_lab::companion::{COMPANION, COMPANION_ADDRESS};

@@ -40,7 +40,7 @@ pub mod workload;
 pub mod workloads;
 
 use crate::cli::{BenchArgs, BenchCommand};
-use crate::failure::{Exit, Failure};
+use understudy_client::{Exit, Failure};
 use understudy_lab::{HostOptions, Scene, SceneOptions};
 
 /// One measurement, or the suite.

@@ -4,10 +4,7 @@
 use super::machine::{Machine, load_average};
 use super::{DETECTION, on_scene, words};
 use crate::cli::BenchThrottleArgs;
-use crate::client::Client;
 use crate::demo::scene_options;
-use crate::failure::{Exit, Failure};
-use crate::output;
 use anyhow::{Context, Result, ensure};
 use serde::Serialize;
 use std::fmt::Write as _;
@@ -15,6 +12,7 @@ use std::io::{Read, Write as _};
 use std::net::TcpStream;
 use std::thread;
 use std::time::{Duration, Instant};
+use understudy_client::{Client, Exit, Failure, output};
 use understudy_daemon::report::VmStatus;
 use understudy_lab::scene::{ECHO_PORT, VM};
 use understudy_lab::{HostOptions, Scene, SceneOptions, in_namespace};

@@ -4,12 +4,11 @@ use super::workloads::{Bed, Better, Door, Sample, Scale, Workload};
 use super::{on_scene, patient};
 use crate::cli::BenchWorkloadArgs;
 use crate::demo::scene_options;
-use crate::failure::{Exit, Failure};
-use crate::output;
 use anyhow::Result;
 use serde::Serialize;
 use std::fmt::Write;
 use std::path::Path;
+use understudy_client::{Exit, Failure, output};
 use understudy_lab::scene::GuestKind;
 use understudy_lab::{GUEST_ADDRESS, Scene};
 

@@ -19,8 +19,6 @@ pub mod stage;
 
 use crate::cli::ChaosArgs;
 use crate::demo::scene_options;
-use crate::failure::{Exit, Failure};
-use crate::output;
 use anyhow::Result;
 use fault::Fault;
 use indicatif::{ProgressBar, ProgressStyle};
@@ -29,6 +27,7 @@ use run::Run;
 use stage::Stage;
 use std::io::{self, IsTerminal};
 use std::path::PathBuf;
+use understudy_client::{Exit, Failure, output};
 use understudy_lab::{RecordReport, SceneOptions};
 
 /// Runs that a guest lives through before the next one is booted.

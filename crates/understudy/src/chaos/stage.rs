@@ -1,9 +1,9 @@
 //! One guest under load, and its clients: they live through many runs.
 
-use crate::client::Client;
 use anyhow::{Context, Result, anyhow, bail, ensure};
 use std::path::Path;
 use std::time::{Duration, Instant};
+use understudy_client::Client;
 use understudy_daemon::report::{HostStatus, Protection, Role, VmStatus};
 use understudy_lab::check::{DiskCheck, Snapshot};
 use understudy_lab::scene::{ECHO_PORT, RECORDS_PORT, VM};

@@ -1,6 +1,5 @@
 //! The grammar of `understudy bench`.
 
-use super::ModeKind;
 use crate::bench::failover::ClientKind;
 use crate::bench::suite::{Subject, Variant};
 use crate::bench::workloads::Workload;
@@ -8,6 +7,7 @@ use crate::bench::{lockstep, restore};
 use clap::{Args, Subcommand, ValueEnum};
 use serde::Serialize;
 use std::path::PathBuf;
+use understudy_client::ModeKind;
 use understudy_encoding::{DEFAULT_CACHE_PAGES, MOST_CACHE_PAGES};
 
 /// `bench`

@@ -1,9 +1,9 @@
 //! The grammar of the commands that try the product out: `demo`, `chaos`, `simulate`.
 
-use super::ModeKind;
 use clap::{Args, ValueEnum};
 use serde::Serialize;
 use std::path::PathBuf;
+use understudy_client::ModeKind;
 
 pub(super) const DEMO_HELP: &str = "\
 Two hosts and a client are network namespaces of this machine; the rest is real.

@@ -1,11 +1,10 @@
 //! `understudy simulate`.
 
 use crate::cli::SimulateArgs;
-use crate::failure::{Exit, Failure};
-use crate::output;
 use indicatif::{ProgressBar, ProgressStyle};
 use std::fmt::Write;
 use std::io::{self, IsTerminal};
+use understudy_client::{Exit, Failure, output};
 use understudy_simulator::{Report, Story, replay, simulate};
 
 const TEMPLATE: &str = "[{bar:40}] {pos} of {len} schedules, {eta} left";

@@ -6,10 +6,7 @@
 mod narrator;
 mod outcome;
 
-use crate::cli::{Cut, DemoArgs, ModeKind};
-use crate::client::Client;
-use crate::failure::{Exit, Failure, FailureKind};
-use crate::{output, table};
+use crate::cli::{Cut, DemoArgs};
 use anyhow::{Context, Result, bail, ensure};
 use narrator::Narrator;
 use outcome::{LogOutcome, Outcome};
@@ -17,6 +14,7 @@ use std::env;
 use std::path::{Path, PathBuf};
 use std::thread;
 use std::time::{Duration, Instant};
+use understudy_client::{Client, Exit, Failure, FailureKind, ModeKind, output, progress::syncing};
 use understudy_daemon::ErrorKind;
 use understudy_daemon::report::{PauseReport, Protection, Role, VmStatus};
 use understudy_lab::check::{DiskCheck, check_disk};
@@ -187,9 +185,9 @@ impl Story<'_> {
             let status = ask(&a)?;
             match &status.protection {
                 Protection::Protected { .. } => break,
-                Protection::Syncing { peer, done_bytes, total_bytes, remaining_seconds } => self
-                    .say
-                    .update(&table::syncing(peer, *done_bytes, *total_bytes, *remaining_seconds)),
+                Protection::Syncing { peer, done_bytes, total_bytes, remaining_seconds } => {
+                    self.say.update(&syncing(peer, *done_bytes, *total_bytes, *remaining_seconds))
+                }
                 other => bail!("the guest is not protected: {other:?}"),
             }
             thread::sleep(GLANCE);

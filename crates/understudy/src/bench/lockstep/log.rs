@@ -2,12 +2,12 @@
 
 use crate::bench::suite::statistics::quantile;
 use crate::bench::words;
-use crate::client::Client;
 use anyhow::{Context, Result, ensure};
 use serde::Serialize;
 use std::sync::mpsc::{Receiver, RecvTimeoutError, channel};
 use std::thread;
 use std::time::{Duration, Instant};
+use understudy_client::Client;
 use understudy_daemon::report::{Protection, VmStatus};
 
 /// How often the lag is looked at.

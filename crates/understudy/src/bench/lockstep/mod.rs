@@ -23,12 +23,11 @@ use super::suite::{bench_guest, identity, testbed::files};
 use crate::bench::workloads::Scale;
 use crate::cli::BenchLockstepArgs;
 use crate::demo::guest_files;
-use crate::failure::{Exit, Failure};
-use crate::output;
 use anyhow::Result;
 use plan::Step;
 use report::Report;
 use testbed::{Bench, Taken};
+use understudy_client::{Exit, Failure, output};
 
 const RUNS: u32 = 3;
 const QUICK_RUNS: u32 = 1;

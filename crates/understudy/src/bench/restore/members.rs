@@ -1,16 +1,15 @@
 //! A group of guests on several hosts, to be snapshotted and restored as one.
 
 use super::stage::{LIMIT, drop_caches, equipped, ms, store_of};
-use crate::api::Subject;
 use crate::bench::words;
 use crate::cli::BenchRestoreArgs;
-use crate::client::Client;
 use crate::demo::scene_options;
 use anyhow::{Context, Result, ensure};
 use std::fmt::Write as _;
 use std::io::{BufRead, BufReader, Write as _};
 use std::net::{Ipv4Addr, SocketAddr, TcpStream};
 use std::time::{Duration, Instant};
+use understudy_client::{Client, Subject};
 use understudy_daemon::snapshot::report::{
     RestoreReport, RestoreRequest, SnapshotReport, SnapshotRequest,
 };

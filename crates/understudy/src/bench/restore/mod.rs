@@ -32,11 +32,10 @@ pub use queue::Load;
 
 use crate::cli::BenchRestoreArgs;
 use crate::demo::scene_options;
-use crate::failure::{Exit, Failure};
-use crate::output;
 use clap::ValueEnum;
 use report::Report;
 use std::fmt;
+use understudy_client::{Exit, Failure, output};
 use understudy_snapshot::Mode;
 
 /// A part of the benchmark.

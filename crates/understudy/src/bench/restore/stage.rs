@@ -1,12 +1,11 @@
 //! A managed guest that is snapshotted, ended, and restored.
 
-use crate::api::Subject;
 use crate::bench::words;
 use crate::cli::BenchRestoreArgs;
-use crate::client::Client;
 use anyhow::{Context, Result};
 use std::path::Path;
 use std::time::{Duration, Instant};
+use understudy_client::{Client, Subject};
 use understudy_daemon::snapshot::report::{RestoreReport, RestoreRequest, SnapshotRequest};
 use understudy_daemon::snapshot::trial;
 use understudy_lab::scene::VM;

@@ -37,8 +37,6 @@ pub use variant::{Subject, Variant};
 
 use crate::cli::SuiteArgs;
 use crate::demo::{guest_files, scene_options};
-use crate::failure::{Exit, Failure, FailureKind};
-use crate::output;
 use anyhow::{Context, Result};
 use figures::Repetitions;
 use progress::Progress;
@@ -48,6 +46,7 @@ use std::path::Path;
 use std::time::Duration;
 use store::{Beginning, Store};
 use testbed::Bench;
+use understudy_client::{Exit, Failure, FailureKind, output};
 use understudy_daemon::ErrorKind;
 use understudy_lab::{BenchGuest, GUEST_ADDRESS};
 

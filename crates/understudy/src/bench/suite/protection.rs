@@ -3,11 +3,10 @@
 use super::statistics::quantile;
 use super::store::ProtectionFigures;
 use crate::bench::words;
-use crate::client::Client;
-use crate::failure::FailureKind;
 use anyhow::{Result, bail, ensure};
 use std::thread;
 use std::time::{Duration, Instant};
+use understudy_client::{Client, FailureKind};
 use understudy_daemon::ErrorKind;
 use understudy_daemon::report::{CheckpointTiming, ProtectRequest, Protection, VmStatus};
 use understudy_lab::scene::VM;

@@ -7,12 +7,12 @@ use super::variant::{Subject, Variant};
 use crate::bench::machine::Machine;
 use crate::bench::workloads::Better;
 use crate::cli::BenchReadmeArgs;
-use crate::failure::{Exit, Failure};
 use anyhow::{Context, Result, bail, ensure};
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
 use std::fs;
 use std::path::Path;
+use understudy_client::{Exit, Failure};
 
 const BEGIN: &str = "<!-- made by `make readme-table`: begin -->\n";
 const END: &str = "<!-- made by `make readme-table`: end -->\n";

@@ -10,7 +10,6 @@ use crate::bench::machine::{ProcessorTimes, ProcessorUse};
 use crate::bench::workloads::{Bed, Door, Figure, Scale};
 use crate::bench::{patient, words};
 use crate::cli::SuiteArgs;
-use crate::client::Client;
 use crate::demo::{guest_files, scene_options};
 use anyhow::{Context, Result};
 use nix::sys::signal::{Signal, kill};
@@ -20,6 +19,7 @@ use std::fs;
 use std::path::{Path, PathBuf};
 use std::thread;
 use std::time::Duration;
+use understudy_client::Client;
 use understudy_lab::scene::{ECHO_PORT, GuestKind, SHELL_PORT, TBENCH_PORT, VM, WEB_PORT};
 use understudy_lab::{
     BenchGuest, Colo, ColoError, GUEST_ADDRESS, Lab, PlainGuest, PlainOptions, Scene,

@@ -1,13 +1,30 @@
 //! What goes to stdout, and the log on stderr.
 
-use crate::cli::{Cli, Command};
 use crate::failure::Failure;
+use clap::Args;
 use nix::sys::stat::fstat;
 use serde::Serialize;
 use std::io::{self, ErrorKind, IsTerminal, Write};
 use tracing_subscriber::EnvFilter;
 use tracing_subscriber::layer::SubscriberExt;
 use tracing_subscriber::util::SubscriberInitExt;
+
+/// How a command answers.
+#[derive(Debug, Args)]
+pub struct OutputOptions {
+    /// Print JSON instead of text.
+    #[arg(long, global = true)]
+    pub json: bool,
+
+    /// What to log to stderr: error, warn, info, debug or trace, or a filter
+    /// such as `warn,understudy_daemon=debug`.
+    #[arg(long, global = true, env = "UNDERSTUDY_LOG", value_name = "LEVEL", value_parser = log_filter)]
+    pub log: Option<String>,
+}
+
+fn log_filter(text: &str) -> Result<String, String> {
+    EnvFilter::try_new(text).map(|_| text.to_owned()).map_err(|error| error.to_string())
+}
 
 /// Prints `value` as one JSON document.
 pub fn json(value: &impl Serialize) -> Result<(), Failure> {
@@ -37,11 +54,10 @@ pub fn show<T: Serialize>(
     if json_wanted { json(value) } else { print(&human(value)) }
 }
 
-/// Sends the log to stderr, at the level that the user or the command wants. Where stderr is
+/// Sends the log to stderr, at the level that the user wants, or at the command's. Where stderr is
 /// systemd's journal, that gets the fields too: `journalctl VM=db`.
-pub fn start_log(cli: &Cli) {
-    let default = if matches!(cli.command, Command::Host { .. }) { "info" } else { "warn" };
-    let filter = EnvFilter::new(cli.log.as_ref().map_or(default, |level| level.as_str()));
+pub fn start_log(wanted: Option<&str>, default: &str) {
+    let filter = EnvFilter::new(wanted.unwrap_or(default));
     if is_journal()
         && let Ok(journal) = tracing_journald::layer()
     {

@@ -1,6 +1,5 @@
 //! The API from the caller's side: one request, one connection.
 
-use crate::api::{Subject, events};
 use crate::failure::{ErrorBody, Failure, FailureKind};
 use http_body_util::{BodyExt, Full, Limited};
 use hyper::body::Bytes;
@@ -11,22 +10,46 @@ use serde::Serialize;
 use serde::de::DeserializeOwned;
 use std::fmt::Write;
 use std::path::{Path, PathBuf};
+use std::time::Duration;
 use tokio::net::UnixStream;
 use tokio::runtime::{Builder, Runtime};
-use understudy_daemon::HostError;
-use understudy_daemon::events::EventList;
-use understudy_daemon::report::{
+use understudy_protocol::{GroupName, VmName};
+use understudy_qemu::VmDefinition;
+use understudy_report::HostError;
+use understudy_report::cluster::{
+    DeleteReport, RestoreReport, RestoreRequest, SnapshotReport, SnapshotRequest, VerifyReport,
+};
+use understudy_report::events::EventList;
+use understudy_report::{
     CheckpointTiming, ComparisonReport, GroupRequest, HostStatus, ProtectRequest, RecoverReport,
     RecoverRequest, VmStatus,
 };
-use understudy_daemon::snapshot::report::{
-    DeleteReport, RestoreReport, RestoreRequest, SnapshotReport, SnapshotRequest, VerifyReport,
-};
-use understudy_qemu::VmDefinition;
 use understudy_snapshot::SnapshotNumber;
 
 /// The longest answer that is read; timings are the longest, with about 1 MiB.
 const MAX_ANSWER_BYTES: usize = 16 * 1024 * 1024;
+
+/// The longest that a daemon waits for an event before it answers.
+pub const LONGEST_WAIT: Duration = Duration::from_secs(30);
+
+/// What is snapshotted, or restored.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Subject {
+    /// A VM by itself.
+    Vm(VmName),
+    /// A group.
+    Cluster(GroupName),
+}
+
+impl Subject {
+    /// Its name.
+    pub fn name(&self) -> &str {
+        match self {
+            Subject::Vm(name) => name,
+            Subject::Cluster(name) => name,
+        }
+    }
+}
 
 /// A daemon, by its API socket. All calls block until the daemon has answered.
 #[derive(Debug)]
@@ -51,7 +74,7 @@ impl Client {
 
     /// The events after a number, of all VMs or of one; waits for the first if told to.
     pub fn events(&self, after: u64, vm: Option<&str>, wait: bool) -> Result<EventList, Failure> {
-        let wait = if wait { events::LONGEST_WAIT.as_millis() } else { 0 };
+        let wait = if wait { LONGEST_WAIT.as_millis() } else { 0 };
         let vm = vm.map_or_else(String::new, |vm| path("&vm=", vm, ""));
         let path = format!("/v1/events?after={after}&wait_ms={wait}{vm}");
         self.json(Method::GET, &path, Bytes::new())

@@ -4,7 +4,7 @@ use crate::output;
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 use std::process::ExitCode;
-use understudy_daemon::{ErrorKind, HostError};
+use understudy_report::{ErrorKind, HostError};
 
 /// Exit codes, as the help documents them.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -83,10 +83,10 @@ impl Failure {
         }
     }
 
-    /// Tells the user; returns the exit code.
-    pub fn report(self, json: bool) -> ExitCode {
+    /// Tells the user of `program`; returns the exit code.
+    pub fn report(self, program: &str, json: bool) -> ExitCode {
         let exit = self.exit();
-        eprintln!("understudy: {}", self.message);
+        eprintln!("{program}: {}", self.message);
         if json {
             // Nothing more can be said if stdout is gone.
             let _ = output::json(&ErrorBody { error: self });
