@@ -7,11 +7,11 @@ use std::path::Path;
 use std::time::{Duration, Instant};
 use understudy_client::{Client, Subject};
 use understudy_daemon::snapshot::report::{RestoreReport, RestoreRequest, SnapshotRequest};
-use understudy_daemon::snapshot::trial;
 use understudy_lab::scene::VM;
 use understudy_lab::{HostOptions, Scene, SceneOptions, wait_for};
 use understudy_protocol::BlockId;
 use understudy_protocol::literal;
+use understudy_report::traces;
 use understudy_snapshot::{Area, SnapshotNumber, Store, WorkingSet};
 
 /// For a guest to be gone, or to answer.
@@ -135,7 +135,7 @@ pub fn equipped(
 ) -> SceneOptions {
     let mut options = crate::bench::patient(options);
     let speed = store_mb_s.map(|megabytes| (SPEED.to_owned(), (megabytes * 1e6).to_string()));
-    let traces = traces.map(|path| (trial::VARIABLE.to_owned(), path.display().to_string()));
+    let traces = traces.map(|path| (traces::VARIABLE.to_owned(), path.display().to_string()));
     let environment: Vec<(String, String)> = speed.into_iter().chain(traces).collect();
     for host in options.daemons.values_mut() {
         *host = HostOptions { environment: environment.clone(), ..host.clone() };

@@ -6,17 +6,17 @@ use anyhow::{Context, Result};
 use std::fs::File;
 use std::path::PathBuf;
 use std::process::Command;
-use understudy_daemon::config::{find_agent, find_qemu};
 use understudy_qemu::Capabilities;
 use understudy_qemu::definition::AcceleratorChoice;
+use understudy_qemu::programs::{find_agent, find_qemu};
 
 /// Letters of the hash that are kept: enough to tell builds apart.
 const HASH_LETTERS: usize = 16;
 
 /// This program on this machine, with these files of the guest.
 pub fn run(scale: &str, pinned: bool, guest: &[PathBuf]) -> Result<Run> {
-    let qemu = find_qemu().map_err(|error| anyhow::anyhow!(error.message))?;
-    let agent = find_agent().map_err(|error| anyhow::anyhow!(error.message))?;
+    let qemu = find_qemu()?;
+    let agent = find_agent()?;
     let program = std::env::current_exe().context("cannot find this program")?;
     let capabilities = Capabilities::probe(&qemu)?;
     let accel = capabilities.accelerator(AcceleratorChoice::Auto)?;

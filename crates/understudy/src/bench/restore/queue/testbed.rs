@@ -15,10 +15,10 @@ use std::time::Duration;
 use std::{fs, thread};
 use tempfile::TempDir;
 use understudy_daemon::snapshot::report::{RestoreRequest, SnapshotRequest};
-use understudy_daemon::snapshot::trial::{RestoreTrace, SnapshotTrace};
 use understudy_lab::scene::{GuestKind, VM};
 use understudy_lab::{SceneOptions, wait_for};
 use understudy_protocol::literal;
+use understudy_report::traces::{RestoreTrace, SnapshotTrace};
 use understudy_snapshot::{Mode, SnapshotNumber};
 
 /// For a load to be what it is for long.
