@@ -1,18 +1,12 @@
-//! The grammar of the command line; that of the benchmarks is in [`bench`], that of
-//! `protect` in [`protect`], that of `demo` and the like in [`trial`], that of
-//! `events` in [`watch`].
+//! The grammar of the command line; that of `protect` is in [`protect`], that of `events` in
+//! [`watch`].
 
-mod bench;
 mod import;
 mod protect;
 mod setup;
 mod snapshot;
-mod trial;
 mod watch;
 
-#[cfg(test)]
-use bench::SUITE_HELP;
-pub use bench::*;
 use import::VM_IMPORT_HELP;
 pub use import::*;
 use protect::PROTECT_HELP;
@@ -21,8 +15,6 @@ pub use setup::*;
 use setup::{INIT_HELP, JOIN_HELP};
 use snapshot::CLUSTER_HELP;
 pub use snapshot::*;
-pub use trial::*;
-use trial::{CHAOS_HELP, DEMO_HELP, SIMULATE_HELP};
 use understudy_protocol::VmName;
 pub use watch::*;
 use watch::{EVENTS_HELP, TOP_HELP};
@@ -134,15 +126,6 @@ pub enum Command {
     /// Show what has happened on this host, and what happens.
     #[command(after_help = EVENTS_HELP)]
     Events(EventsArgs),
-    /// Kill a guest's host, here on one machine, and see its connection live on.
-    #[command(after_help = DEMO_HELP)]
-    Demo(DemoArgs),
-    /// Fail hosts at random, here on one machine, and check every promise each time.
-    #[command(after_help = CHAOS_HELP)]
-    Chaos(ChaosArgs),
-    /// Try the protocol on schedules of simulated failures.
-    #[command(after_help = SIMULATE_HELP)]
-    Simulate(SimulateArgs),
     /// Make the certificates by which hosts recognise each other.
     #[command(subcommand, after_help = PKI_HELP)]
     Pki(PkiCommand),
@@ -151,8 +134,6 @@ pub enum Command {
         /// The file; none may be there yet.
         file: PathBuf,
     },
-    /// Measure what protection costs on this machine, on real parts.
-    Bench(BenchArgs),
     /// Check whether this machine can run and protect VMs; says what to do if not.
     Doctor {
         /// Check this host's configuration too: the arbiter, the peers.

@@ -10,18 +10,12 @@
 //! | [`api`]      | the daemon's HTTP API |
 //! | [`socket`]   | the unix socket it listens on |
 //! | [`service_manager`] | what systemd is told |
-//! | [`demo`]     | a host dies, and its guest's connection lives on |
-//! | [`chaos`]    | failures at random, every promise checked |
-//! | [`bench`]    | measurements |
 //! | [`doctor`]   | checks of this machine |
 //! | [`table`]    | what the user sees |
 
 mod api;
-mod bench;
-mod chaos;
 mod cli;
 mod commands;
-mod demo;
 mod doctor;
 mod metrics;
 mod service_manager;

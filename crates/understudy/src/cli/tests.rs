@@ -58,15 +58,7 @@ fn the_examples_in_the_help_are_right() {
     assert_eq!((host.peers.len(), host.arbiter.is_some()), (1, true));
     let vm = VmDefinition::from_toml(&example(VM_START_HELP), file).unwrap();
     assert_eq!((vm.disks.len(), vm.cards.len()), (1, 1));
-    let helps = [
-        AFTER_HELP,
-        SIMULATE_HELP,
-        PROTECT_HELP,
-        RECOVER_HELP,
-        CHAOS_HELP,
-        SUITE_HELP,
-        CLUSTER_HELP,
-    ];
+    let helps = [AFTER_HELP, PROTECT_HELP, RECOVER_HELP, CLUSTER_HELP];
     for help in helps {
         let lines = example(help);
         for line in lines.lines().filter(|line| line.starts_with("understudy ")) {

@@ -13,16 +13,12 @@ mod questions;
 mod recover;
 mod relay;
 mod setup;
-mod simulate;
 mod status;
 mod top;
 mod vm;
 mod watchdog;
 
-use crate::bench;
-use crate::chaos;
 use crate::cli::{Cli, Command};
-use crate::demo;
 use clap::CommandFactory;
 use understudy_client::{Client, Exit, Failure, manual};
 
@@ -50,10 +46,6 @@ pub fn run(cli: &Cli) -> Result<Exit, Failure> {
         Command::Cluster(command) => cluster::run(&client()?, command, json),
         Command::Pki(command) => pki::run(command, json),
         Command::SnapshotKey { file } => pki::snapshot_key(file, json),
-        Command::Demo(args) => demo::run(args, json),
-        Command::Chaos(args) => chaos::run(args, json),
-        Command::Simulate(args) => simulate::run(args, json),
-        Command::Bench(args) => bench::run(args, json),
         Command::Doctor { config } => doctor::run(config.as_deref(), json),
     }
 }
