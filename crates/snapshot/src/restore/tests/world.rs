@@ -1,9 +1,9 @@
 //! A group's restore in virtual time: a coordinator, members' hosts, an arbiter, and what fails.
 
 use super::super::*;
+use crate::Member;
 use crate::graph::{Crossing, StartOrder};
 use crate::random::Random;
-use crate::Member;
 use std::collections::VecDeque;
 use std::time::Duration;
 use understudy_protocol::Time;
