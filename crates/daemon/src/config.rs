@@ -47,13 +47,11 @@ use cluster::RawCluster;
 use serde::Deserialize;
 use source::Source;
 use std::collections::BTreeMap;
-use std::env;
 use std::fs;
 use std::io;
 use std::net::SocketAddr;
 use std::ops::RangeInclusive;
 use std::os::unix::ffi::OsStrExt;
-use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 use toml::Spanned;
@@ -61,16 +59,14 @@ use understudy_cluster::store_keys::{StoreKeys, Stores};
 use understudy_link::tls::TlsFiles;
 use understudy_qemu::RunAs;
 use understudy_qemu::definition::MemorySize;
+use understudy_qemu::programs::{Missing, find_agent, find_qemu, is_executable};
 use understudy_report::error::{ErrorKind, HostError};
 use webhook::RawWebhook;
 
 /// Where the daemon listens for the command line, unless told otherwise.
 pub const DEFAULT_SOCKET: &str = "/run/understudy/understudy.sock";
-/// File name of the library that the daemon preloads into QEMU.
-pub const AGENT_FILE: &str = "libunderstudy_agent.so";
 
 const DEFAULT_STATE_DIR: &str = "/var/lib/understudy";
-const DEFAULT_QEMU: &str = "qemu-system-x86_64";
 const DEFAULT_DETECTION_MS: u64 = 100;
 const DEFAULT_POWER_OFF_SECONDS: u64 = 60;
 /// Nothing is waited for at 0.
@@ -174,62 +170,24 @@ impl HostConfig {
     }
 
     /// The QEMU binary: the configured one, else the first on the PATH.
-    pub fn qemu_path(&self) -> Result<PathBuf, HostError> {
+    pub fn qemu_path(&self) -> Result<PathBuf, Missing> {
         if let Some(path) = &self.qemu {
             if is_executable(path) {
                 return Ok(path.clone());
             }
-            let message = format!("qemu: {} is not an executable file", path.display());
-            return Err(HostError::new(ErrorKind::NotFound, message));
+            return Err(Missing(format!("qemu: {} is not an executable file", path.display())));
         }
         find_qemu()
     }
 
     /// The agent library: the configured one, else [`find_agent`].
-    pub fn agent_path(&self) -> Result<PathBuf, HostError> {
+    pub fn agent_path(&self) -> Result<PathBuf, Missing> {
         let Some(path) = &self.agent else { return find_agent() };
         if path.is_file() {
             return Ok(path.clone());
         }
-        let message = format!("agent: there is no file {}", path.display());
-        Err(HostError::new(ErrorKind::NotFound, message))
+        Err(Missing(format!("agent: there is no file {}", path.display())))
     }
-}
-
-/// Finds QEMU on the PATH.
-pub fn find_qemu() -> Result<PathBuf, HostError> {
-    let path = env::var_os("PATH").unwrap_or_default();
-    env::split_paths(&path)
-        .map(|folder| folder.join(DEFAULT_QEMU))
-        .find(|p| is_executable(p))
-        .ok_or_else(|| {
-            let message = format!(
-                "{DEFAULT_QEMU} is not on the PATH: install the package qemu-system-x86, \
-                 or name the binary as `qemu` in the host's configuration"
-            );
-            HostError::new(ErrorKind::NotFound, message)
-        })
-}
-
-/// Finds the agent library beside the executable, or where packages install it.
-pub fn find_agent() -> Result<PathBuf, HostError> {
-    let executable = env::current_exe()
-        .map_err(|error| HostError::new(ErrorKind::Internal, format!("/proc/self/exe: {error}")))?;
-    let folder = executable.parent().unwrap_or(Path::new("/"));
-    let candidates = [folder.join(AGENT_FILE), folder.join("../lib/understudy").join(AGENT_FILE)];
-    candidates.iter().find(|path| path.is_file()).cloned().ok_or_else(|| {
-        let message = format!(
-            "{AGENT_FILE} is neither {} nor {}: install it there, \
-             or name it as `agent` in the host's configuration",
-            candidates[0].display(),
-            candidates[1].display(),
-        );
-        HostError::new(ErrorKind::NotFound, message)
-    })
-}
-
-fn is_executable(path: &Path) -> bool {
-    fs::metadata(path).is_ok_and(|meta| meta.is_file() && meta.permissions().mode() & 0o111 != 0)
 }
 
 #[derive(Deserialize)]

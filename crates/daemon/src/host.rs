@@ -28,6 +28,7 @@ use understudy_protocol::Generation;
 use understudy_protocol::validity::ImageRole;
 use understudy_protocol::{GroupName, VmName};
 use understudy_qemu::Capabilities;
+use understudy_qemu::programs::Missing;
 use understudy_replication::backup;
 use understudy_replication::handshake::Identity;
 use understudy_replication::records::{Record, Records};
@@ -103,9 +104,9 @@ impl Host {
         descriptors::fill();
         #[cfg(feature = "fail-points")]
         std::mem::forget(fail::FailScenario::setup());
-        let capabilities = Capabilities::probe(&config.qemu_path()?)
+        let capabilities = Capabilities::probe(&config.qemu_path().map_err(not_found)?)
             .map_err(|error| HostError::new(ErrorKind::Invalid, error.to_string()))?;
-        let agent = config.agent_path()?;
+        let agent = config.agent_path().map_err(not_found)?;
         let kernel_problem =
             understudy_memory::probe().require().err().map(|error| error.to_string());
         if let Some(problem) = &kernel_problem {
@@ -341,6 +342,10 @@ impl Host {
             }
         }
     }
+}
+
+fn not_found(missing: Missing) -> HostError {
+    HostError::new(ErrorKind::NotFound, missing.0)
 }
 
 pub(crate) fn identify(config: &HostConfig) -> Result<Identity, HostError> {

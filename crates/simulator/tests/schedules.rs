@@ -8,7 +8,7 @@ const SEEDS: u64 = if cfg!(debug_assertions) { 3_000 } else { 10_000 };
 #[test]
 fn no_schedule_breaks_an_invariant_and_every_planted_bug_is_found() {
     let report = simulate(0..SEEDS, || {});
-    assert_eq!(report.failures, [], "replay with `understudy simulate --seed N`");
+    assert_eq!(report.failures, [], "replay with `understudy-lab simulate --seed N`");
     assert_eq!(report.schedules, SEEDS);
     for found in &report.mutants.each {
         assert!(found.by.is_some(), "{:?} was not found", found.mutant);

@@ -231,8 +231,8 @@ fn a_file_that_is_not_there_is_not_found() {
 #[test]
 fn configured_programs_must_be_there() {
     let config = HostConfig::from_toml(GOOD, Path::new("host.toml")).unwrap();
-    assert!(config.qemu_path().unwrap_err().message.contains("/opt/qemu"));
-    assert!(config.agent_path().unwrap_err().message.contains("/opt/agent.so"));
+    assert!(config.qemu_path().unwrap_err().0.contains("/opt/qemu"));
+    assert!(config.agent_path().unwrap_err().0.contains("/opt/agent.so"));
 }
 
 #[test]
