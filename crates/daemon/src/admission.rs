@@ -235,9 +235,13 @@ impl Host {
     /// whatever a definition from before says.
     fn check_paths(&self, definition: &VmDefinition, record: &Record) -> Result<(), HostError> {
         let name = &definition.name;
-        let newest = record.images();
+        // Of CD-ROM drives the definition counts: what it names is put in.
+        let images = |definition: &VmDefinition| -> Vec<PathBuf> {
+            let disks = definition.disks.iter().filter(|disk| !disk.cdrom);
+            disks.map(|disk| disk.path.clone()).collect()
+        };
+        let (newest, named) = (images(&record.definition), images(definition));
         let mirrors = definition.name.below(&self.config.state_dir);
-        let named: Vec<PathBuf> = definition.disks.iter().map(|disk| disk.path.clone()).collect();
         if named == newest || !newest.iter().any(|image| image.starts_with(&mirrors)) {
             return Ok(());
         }
@@ -338,6 +342,9 @@ pub(crate) fn open_disks(
         };
         if !known(disk) {
             understudy_disk::check_format(&disk.path, format)?;
+        }
+        if disk.cdrom {
+            return Disk::open_medium(DiskIndex(i as u16), &disk.path).map(Arc::new);
         }
         let bytes = understudy_disk::export_bytes(&disk.path, format)?;
         Disk::open(DiskIndex(i as u16), &disk.path, bytes).map(Arc::new)

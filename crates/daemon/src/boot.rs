@@ -4,7 +4,7 @@ use crate::admission::open_disks;
 use crate::error::{ErrorKind, HostError};
 use crate::events::EventKind;
 use crate::host::{Host, failed};
-use crate::machine;
+use crate::{machine, medium};
 use crate::report::VmStatus;
 use crate::vm::{PrimaryVm, Vm};
 use std::sync::Arc;
@@ -40,8 +40,8 @@ impl Host {
     /// The VM as it is on this host: its disks are the images that it runs on, or ran on last.
     pub fn definition(&self, name: &VmName) -> Result<VmDefinition, HostError> {
         match self.vms.lock().get(name) {
-            Some(Vm::Primary(vm)) => return Ok(vm.machine().definition().clone()),
-            Some(Vm::Backup(session)) => return Ok(session.machine().definition().clone()),
+            Some(Vm::Primary(vm)) => return Ok((*vm.machine().definition_now()).clone()),
+            Some(Vm::Backup(session)) => return Ok((*session.machine().definition_now()).clone()),
             Some(Vm::Fenced(_)) | None => {}
         }
         self.recorded_definition(name)
@@ -62,7 +62,7 @@ impl Host {
     /// generation known of it.
     pub(crate) fn boot(
         self: &Arc<Self>,
-        definition: VmDefinition,
+        mut definition: VmDefinition,
         newest: Generation,
     ) -> Result<VmStatus, HostError> {
         let machine_type = self.machine_type(&definition)?;
@@ -83,8 +83,9 @@ impl Host {
             false => None,
         };
         let former = self.record(&definition.name)?;
-        let disks = open_disks(&definition, former.as_ref())?;
         let run_dir = self.vm_directory(&definition.name)?;
+        medium::settle_drives(&mut definition, &run_dir)?;
+        let disks = open_disks(&definition, former.as_ref())?;
         let name = definition.name.clone();
         let plan = machine::Plan {
             definition,

@@ -411,7 +411,7 @@ fn make_mirrors(
                 record.image.generation = offer.generation;
                 record.sessions.clear();
             })?;
-            Ok(disks.into_iter().map(Mirror::Resynced).collect())
+            Ok(disks)
         }
     }
 }

@@ -28,6 +28,7 @@ mod lifecycle;
 mod link;
 mod lockstep;
 mod machine;
+mod medium;
 mod membership;
 mod memory_pressure;
 mod meters;

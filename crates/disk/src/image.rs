@@ -50,7 +50,20 @@ impl Image {
         Ok(image)
     }
 
+    /// Opens an image that nobody writes, which others may read, too.
+    pub(crate) fn open_shared(path: &Path) -> Result<Image, DiskError> {
+        Self::open_locked(path, OpenOptions::new().read(true), lock_against_writers)
+    }
+
     fn open_with(path: &Path, options: &OpenOptions) -> Result<Image, DiskError> {
+        Self::open_locked(path, options, lock)
+    }
+
+    fn open_locked(
+        path: &Path,
+        options: &OpenOptions,
+        lock: fn(&File) -> Result<(), Errno>,
+    ) -> Result<Image, DiskError> {
         let file = options.open(path).map_err(|source| match source.kind() {
             io::ErrorKind::NotFound => DiskError::Missing { path: path.into() },
             io::ErrorKind::IsADirectory => DiskError::NotAnImage { path: path.into() },
@@ -206,6 +219,21 @@ impl Image {
             file.sync_data()
         })
     }
+}
+
+/// Says to QEMU, and to other daemons, that nobody may write; fails if somebody may.
+fn lock_against_writers(file: &File) -> Result<(), Errno> {
+    let range = |kind: i32, first| libc::flock {
+        l_type: kind as libc::c_short,
+        l_whence: libc::SEEK_SET as libc::c_short,
+        l_start: first,
+        l_len: 99,
+        l_pid: 0,
+    };
+    fcntl(file, FcntlArg::F_OFD_SETLK(&range(libc::F_RDLCK, 201)))?;
+    let mut writers = range(libc::F_WRLCK, 101);
+    fcntl(file, FcntlArg::F_OFD_GETLK(&mut writers))?;
+    if writers.l_type == libc::F_UNLCK as libc::c_short { Ok(()) } else { Err(Errno::EAGAIN) }
 }
 
 /// Takes the locks that QEMU knows of (its `block/file-posix.c`): byte 100 + n says

@@ -121,6 +121,13 @@ pub struct DiskDefinition {
     /// Whether it is a CD-ROM in its drive, which the guest cannot write.
     #[serde(default, skip_serializing_if = "is_false")]
     pub cdrom: bool,
+    /// Whether that drive has no medium. `path` is then a placeholder.
+    #[serde(default, skip_serializing_if = "is_false")]
+    pub ejected: bool,
+    /// BLAKE3 hash of a medium that was put into the drive while the VM ran, as the daemon notes
+    /// it; by it hosts tell whether they have the same one.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub medium_hash: Option<String>,
     /// What the guest reads as the disk's serial number.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub serial: Option<String>,
@@ -132,7 +139,23 @@ pub struct DiskDefinition {
 impl DiskDefinition {
     /// A disk without more than it must have.
     pub fn new(path: impl Into<PathBuf>, format: DiskFormat, bus: DiskBus) -> DiskDefinition {
-        DiskDefinition { path: path.into(), format, bus, cdrom: false, serial: None, pci: None }
+        DiskDefinition {
+            path: path.into(),
+            format,
+            bus,
+            cdrom: false,
+            ejected: false,
+            medium_hash: None,
+            serial: None,
+            pci: None,
+        }
+    }
+}
+
+impl DiskDefinition {
+    /// Whether it has the same in its drive, if it is one, as far as media were changed.
+    pub fn has_medium_of(&self, other: &DiskDefinition) -> bool {
+        (self.ejected, &self.medium_hash) == (other.ejected, &other.medium_hash)
     }
 }
 

@@ -175,6 +175,15 @@ async fn failover(State(host): Shared, Name(name): Name<VmName>) -> Result<Statu
     Ok(StatusCode::NO_CONTENT)
 }
 
+async fn change_medium(
+    State(host): Shared,
+    Name(name): Name<VmName>,
+    body: Body,
+) -> Answer<VmStatus> {
+    let request = read(body)?;
+    blocking(move || host.change_medium(&name, request)).await.map(Json)
+}
+
 async fn recover(
     State(host): Shared,
     Name(name): Name<VmName>,

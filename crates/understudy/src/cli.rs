@@ -191,6 +191,24 @@ pub enum VmCommand {
         /// The VM's name.
         name: String,
     },
+    /// Put another medium into a VM's CD-ROM drive while it runs, protected or not.
+    #[command(after_help = VM_MEDIUM_HELP)]
+    Medium {
+        /// The VM's name.
+        name: String,
+        /// The drive, by its number among the disks: disk1, for example (`understudy vm show NAME`).
+        #[arg(value_parser = drive)]
+        drive: u16,
+        /// The medium: an image file, or a block device, that every host has at the same place.
+        #[arg(value_name = "FILE", required_unless_present = "eject", conflicts_with = "eject")]
+        file: Option<PathBuf>,
+        /// Take out what is in it, and leave it empty.
+        #[arg(long)]
+        eject: bool,
+        /// Even if the guest has locked the drive, as it does with a medium that is mounted.
+        #[arg(long)]
+        force: bool,
+    },
     /// Stop a VM: the guest is asked to power off.
     Stop {
         /// The VM's name.
@@ -374,6 +392,15 @@ definition. Anything else is the name of a VM that this host has a record of: it
 starts on the images that it ran on last, wherever a take-over or a restore has
 put them (`understudy vm show NAME` prints where).";
 
+const VM_MEDIUM_HELP: &str = "\
+A protected VM stays so: its backup must have the same file at the same place,
+and puts it in, too. Run it on the host that the VM runs on. A drive that was
+defined without a medium has its number behind the disks.
+
+Examples:
+  understudy vm medium db disk1 /srv/iso/drivers.iso
+  understudy vm medium db disk1 --eject";
+
 const RECOVER_HELP: &str = "\
 Asks this host, its peers' daemons and the arbiter for their records, says whose
 images the guest ran on last and why, and starts the VM if they are this host's.
@@ -396,6 +423,11 @@ pub struct RecoverArgs {
     /// guest acknowledged since is lost.
     #[arg(long, conflicts_with = "dry_run")]
     pub force: bool,
+}
+
+fn drive(text: &str) -> Result<u16, String> {
+    let number = text.strip_prefix("disk").unwrap_or(text);
+    number.parse().map_err(|_| "a drive is called like `disk1`, by its number".to_owned())
 }
 
 fn log_filter(text: &str) -> Result<String, String> {

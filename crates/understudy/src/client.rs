@@ -16,8 +16,8 @@ use tokio::runtime::{Builder, Runtime};
 use understudy_daemon::HostError;
 use understudy_daemon::events::EventList;
 use understudy_daemon::report::{
-    CheckpointTiming, ComparisonReport, GroupRequest, HostStatus, ProtectRequest, RecoverReport,
-    RecoverRequest, VmStatus,
+    CheckpointTiming, ComparisonReport, GroupRequest, HostStatus, MediumRequest, ProtectRequest,
+    RecoverReport, RecoverRequest, VmStatus,
 };
 use understudy_daemon::snapshot::report::{
     DeleteReport, RestoreReport, RestoreRequest, SnapshotReport, SnapshotRequest, VerifyReport,
@@ -105,6 +105,11 @@ impl Client {
     /// Hands a VM over to its backup.
     pub fn failover(&self, name: &str) -> Result<(), Failure> {
         self.send(Method::POST, &vm_path(name, "/failover"), Bytes::new()).map(drop)
+    }
+
+    /// Changes the medium of a CD-ROM drive.
+    pub fn change_medium(&self, name: &str, request: &MediumRequest) -> Result<VmStatus, Failure> {
+        self.json(Method::POST, &vm_path(name, "/medium"), encode(request)?)
     }
 
     /// Names a VM's valid images and starts it on them.

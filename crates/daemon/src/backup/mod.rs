@@ -11,6 +11,7 @@ mod copy;
 mod errands;
 mod group;
 mod inbound;
+mod medium;
 mod outbound;
 mod parting;
 mod proof;
@@ -208,6 +209,7 @@ pub fn accept(
                 .then(|| Arc::new(Following::new(plan.disk_reads, machine.disks().len(), MACHINE))),
         ),
         orders: Mutex::default(),
+        medium: Mutex::default(),
         turns: AtomicU64::new(0),
         launch: plan.launch,
         former: plan.former.into(),

@@ -82,6 +82,7 @@ impl Session {
                 following.context("reads came, but there is no log")?.reads().take(&message)?;
             }
             Kind::Turn => self.take_order(&message)?,
+            Kind::MediumAsked => self.look_for_medium(&message)?,
             Kind::LogBegins => {
                 self.expect_log(message.header.epoch)?;
                 self.stage(staging, message)?;

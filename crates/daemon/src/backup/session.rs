@@ -19,6 +19,7 @@ use crate::heartbeat::{Heartbeats, Pulse};
 use crate::lockstep::backup::Following;
 use crate::lockstep::evidence;
 use crate::machine::Machine;
+use crate::medium::Medium;
 use crate::moments::strike;
 use crate::paths::PathMonitor;
 use crate::records::Records;
@@ -30,6 +31,7 @@ use std::path::PathBuf;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
 use tracing::{error, info, warn};
+use understudy_disk::Disk;
 use understudy_protocol::HostName;
 use understudy_protocol::VmName;
 use understudy_protocol::wire::Kind;
@@ -56,6 +58,8 @@ pub struct Session {
     pub(super) machine: Mutex<Arc<Machine>>,
     /// What the primary asked for beside it.
     pub(super) orders: Mutex<Orders>,
+    /// A medium that the primary is about to put in.
+    pub(super) medium: Mutex<Option<(Medium, Arc<Disk>)>>,
     /// Turns that are committed and not carried out.
     pub(super) turns: AtomicU64,
     pub(super) launch: Launch,

@@ -4,6 +4,7 @@ use crate::report::TakeoverReport;
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 use std::fmt;
+use std::path::PathBuf;
 use understudy_protocol::{GroupName, HostName};
 use understudy_snapshot::SnapshotNumber;
 
@@ -152,6 +153,13 @@ pub enum EventKind {
         /// What becomes of the guest.
         outcome: String,
     },
+    /// A CD-ROM drive has another medium.
+    MediumChanged {
+        /// The drive, like `disk1`.
+        drive: String,
+        /// What is in it; none if it is empty.
+        medium: Option<PathBuf>,
+    },
     /// A snapshot was taken.
     Snapshot {
         /// The VM or group.
@@ -296,6 +304,10 @@ impl fmt::Display for EventKind {
             ),
             PathUp { path, up, all } => write!(f, "{path} is up again: {up} of {all} paths"),
             DiskError { error, outcome } => write!(f, "{error}; {outcome}"),
+            MediumChanged { drive, medium: Some(medium) } => {
+                write!(f, "{drive} has {} in it", medium.display())
+            }
+            MediumChanged { drive, medium: None } => write!(f, "{drive} is empty"),
             Snapshot { group, number, store } => {
                 write!(f, "snapshot {number} of {group} is in {store}")
             }

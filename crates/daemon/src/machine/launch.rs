@@ -18,7 +18,7 @@ use std::os::fd::{AsFd, AsRawFd, BorrowedFd, RawFd};
 use std::os::unix::net::UnixStream;
 use std::path::Path;
 use std::sync::atomic::AtomicBool;
-use std::sync::{Arc, Mutex};
+use std::sync::{Arc, Mutex, RwLock};
 use std::time::Duration;
 use understudy_disk::{Disk, NbdServer};
 use understudy_memory::agent::AgentListener;
@@ -184,6 +184,7 @@ impl Machine {
         let slow = Kvm::of_this_machine().slowness(plan.definition.accel, plan.accelerator);
         Ok(Machine {
             slow,
+            current: RwLock::new(Arc::new(plan.definition.clone())),
             definition: plan.definition,
             machine_type: plan.machine_type,
             accelerator: plan.accelerator,
@@ -193,7 +194,7 @@ impl Machine {
             guard: Mutex::new(None),
             auxiliary: Mutex::new(None),
             sample: Mutex::new(None),
-            disks: plan.disks,
+            disks: RwLock::new(plan.disks),
             ports,
             card_ends,
             next_guests: Mutex::new(next_guests),
@@ -210,7 +211,7 @@ impl Machine {
             on_event: plan.on_event,
             custody: Mutex::default(),
             agent,
-            servers,
+            servers: Mutex::new(servers.into_iter().map(Some).collect()),
             console_server,
             presence: Arc::new(()),
         })

@@ -7,12 +7,14 @@ pub(crate) mod attention;
 pub(crate) mod booted;
 pub(crate) mod disk_error;
 mod launch;
+mod medium;
 mod process;
 mod tpm;
 mod tracking;
 
 pub use adopt::{Adoption, MachineNote};
 pub use launch::Plan;
+pub use medium::Medium;
 pub use tracking::Tracker;
 
 use crate::console::{ConsoleOutput, ConsoleServer};
@@ -26,7 +28,7 @@ use process::Process;
 use std::os::fd::RawFd;
 use std::path::Path;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, Weak};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock, Weak};
 use std::time::{Duration, Instant};
 use tpm::Tpm;
 use tracing::{info, warn};
@@ -70,6 +72,8 @@ pub type OnEvent = Arc<dyn Fn(MachineEvent) + Send + Sync>;
 /// A QEMU and everything around it. Dropping it ends QEMU.
 pub struct Machine {
     definition: VmDefinition,
+    /// The same with the media that are in its drives now.
+    current: RwLock<Arc<VmDefinition>>,
     machine_type: String,
     accelerator: Accelerator,
     slow: Option<String>,
@@ -82,7 +86,8 @@ pub struct Machine {
     auxiliary: Mutex<Option<DirtyTracker>>,
     /// Pages that are watched in normal running; taken before the guard.
     sample: Mutex<Option<Sample>>,
-    disks: Vec<Arc<Disk>>,
+    /// Replaced one by one, as media are changed.
+    disks: RwLock<Vec<Arc<Disk>>>,
     ports: Vec<Arc<Port>>,
     /// The numbers under which QEMU has the other ends of the ports' sockets.
     card_ends: Vec<RawFd>,
@@ -105,7 +110,8 @@ pub struct Machine {
     custody: Mutex<Option<Custody>>,
     // Held open: their ends tell QEMU that this daemon lives.
     agent: AgentLink,
-    servers: Vec<NbdServer>,
+    /// Of each disk; none only if a medium could not be changed.
+    servers: Mutex<Vec<Option<NbdServer>>>,
     console_server: Option<ConsoleServer>,
     /// Last: fields are dropped in order.
     presence: Arc<()>,
@@ -117,9 +123,14 @@ impl Machine {
         Arc::downgrade(&self.presence)
     }
 
-    /// The VM as it is on this host.
+    /// The VM as it was when its QEMU was started: all but the media in its drives.
     pub fn definition(&self) -> &VmDefinition {
         &self.definition
+    }
+
+    /// The VM as it is on this host.
+    pub fn definition_now(&self) -> Arc<VmDefinition> {
+        self.current.read().unwrap_or_else(PoisonError::into_inner).clone()
     }
 
     /// The versioned machine type.
@@ -143,8 +154,8 @@ impl Machine {
     }
 
     /// The disks, in the definition's order.
-    pub fn disks(&self) -> &[Arc<Disk>] {
-        &self.disks
+    pub fn disks(&self) -> Vec<Arc<Disk>> {
+        self.disks.read().unwrap_or_else(PoisonError::into_inner).clone()
     }
 
     /// The cards, in the definition's order.
@@ -180,7 +191,7 @@ impl Machine {
         errand: LogErrand,
     ) -> anyhow::Result<Pause<'m>> {
         if errand == LogErrand::Detach {
-            for disk in &self.disks {
+            for disk in self.disks() {
                 disk.let_pass();
             }
         }
@@ -194,7 +205,7 @@ impl Machine {
 
     /// In lockstep: errors of its disks are the user's, and not QEMU's, which would stop the guest.
     pub fn withhold_disk_errors(&self) {
-        for disk in &self.disks {
+        for disk in self.disks() {
             let (on_event, name, index) =
                 (self.on_event.clone(), self.definition.name.clone(), disk.index());
             disk.withhold_errors(Arc::new(move |error| {
@@ -426,7 +437,7 @@ impl Machine {
         if let Some(agent) = self.pauser.agent() {
             agent.continue_clocks(age);
         }
-        for disk in &self.disks {
+        for disk in self.disks() {
             disk.set_read_only(false);
         }
         self.device_state.fill(device_state)?;
@@ -460,7 +471,7 @@ impl Machine {
     /// Loads the state of a machine whose memory and disks are complete, or come when they are
     /// asked for; the guest stands still. Its QEMU may write the disks from now on.
     pub fn load(&self, device_state: &[u8]) -> anyhow::Result<()> {
-        for disk in &self.disks {
+        for disk in self.disks() {
             disk.set_read_only(false);
         }
         self.device_state.fill(device_state)?;
@@ -490,7 +501,7 @@ impl Machine {
     }
 
     fn take_over_ports(&self, take: impl Fn(&Port, NextGuest)) {
-        self.servers.iter().for_each(NbdServer::adopt);
+        lock(&self.servers).iter().flatten().for_each(NbdServer::adopt);
         let next_guests = std::mem::take(&mut *lock(&self.next_guests));
         for (port, next) in self.ports.iter().zip(next_guests) {
             take(port, next);

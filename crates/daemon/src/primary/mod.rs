@@ -15,6 +15,7 @@ mod hang;
 mod inbound;
 mod keep;
 mod link_speed;
+mod medium;
 mod mirror;
 mod mode;
 mod offer;
@@ -172,6 +173,7 @@ pub fn protect(
         data,
         heartbeats: Heartbeats::new(plan.addresses.len()),
         keeping: keep::Keeping::default(),
+        media: medium::Media::default(),
         paths,
         place,
         stood_down: AtomicBool::new(false),

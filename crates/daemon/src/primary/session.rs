@@ -7,6 +7,7 @@ use super::group::Group;
 use super::group::lock_core;
 use super::inbound::{self, Inbound};
 use super::keep::Keeping;
+use super::medium::Media;
 use super::outbound::Outbound;
 use super::pace::Pace;
 use super::progress::Progress;
@@ -97,6 +98,8 @@ pub struct Session {
     pub(super) heartbeats: Heartbeats,
     /// Epochs that a snapshot is made of.
     pub(super) keeping: Keeping,
+    /// What the backup says of a medium.
+    pub(super) media: Media,
     pub(super) records: Records,
     /// The last epoch that is on the backup's disks.
     pub(super) settled: AtomicU64,

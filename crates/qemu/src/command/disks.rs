@@ -59,7 +59,9 @@ pub(super) fn disks(args: &mut Args, vm: &VmDefinition, resources: &Resources) {
     controllers(args, vm);
     let mut buses = Buses::default();
     for (n, (disk, socket)) in vm.disks.iter().zip(&resources.disks).enumerate() {
-        block_nodes(args, n, disk, socket, resources);
+        if !disk.ejected {
+            block_nodes(args, n, disk, socket, resources);
+        }
         if disk.bus != DiskBus::Pflash {
             args.pair("-device", device(vm, n, disk, &mut buses));
         }
@@ -95,7 +97,10 @@ fn device(vm: &VmDefinition, n: usize, disk: &DiskDefinition, buses: &mut Buses)
     };
     // An I/O error stops the guest and tells the daemon, which may have a
     // backup with a sound disk.
-    device += &format!(",drive=disk{n},id=disk{n},werror=stop,rerror=stop");
+    if !disk.ejected {
+        device += &format!(",drive=disk{n}");
+    }
+    device += &format!(",id=disk{n},werror=stop,rerror=stop");
     if let Some(serial) = &disk.serial {
         device += &format!(",serial={serial}");
     }

@@ -256,6 +256,9 @@ fn check_disk(n: usize, disk: &DiskDefinition, problems: &mut Vec<Problem>) {
     if disk.cdrom && matches!(disk.bus, DiskBus::Virtio | DiskBus::Pflash) {
         say("bus", "a CD-ROM is on \"ide\", \"sata\" or \"scsi\"");
     }
+    if disk.ejected && !disk.cdrom {
+        say("ejected", "only a CD-ROM can be; it needs cdrom = true beside it");
+    }
     if disk.pci.is_some() && disk.bus != DiskBus::Virtio {
         say("pci", "only a virtio disk is a PCI device itself; leave it out");
     }

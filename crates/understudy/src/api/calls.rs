@@ -12,8 +12,8 @@ use schemars::{JsonSchema, Schema, SchemaGenerator};
 use understudy_daemon::config::Access;
 use understudy_daemon::events::EventList;
 use understudy_daemon::report::{
-    CheckpointTiming, ComparisonReport, GroupRequest, HostStatus, ProtectRequest, RecoverReport,
-    RecoverRequest, VmStatus,
+    CheckpointTiming, ComparisonReport, GroupRequest, HostStatus, MediumRequest, ProtectRequest,
+    RecoverReport, RecoverRequest, VmStatus,
 };
 use understudy_daemon::snapshot::report::{
     DeleteReport, RestoreReport, RestoreRequest, SnapshotReport, SnapshotRequest, VerifyReport,
@@ -186,6 +186,15 @@ fn of_vms() -> Vec<Call> {
             super::failover,
         )
         .answers_nothing(),
+        Call::new(
+            POST,
+            "/v1/vms/{name}/medium",
+            Admin,
+            "Puts another medium into a CD-ROM drive, or takes it out",
+            super::change_medium,
+        )
+        .takes::<MediumRequest>()
+        .answers::<VmStatus>(),
         Call::new(
             POST,
             "/v1/vms/{name}/recover",

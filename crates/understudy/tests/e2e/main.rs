@@ -46,6 +46,7 @@
 //! | [`shapes`]  | two vCPUs, two disks, two cards |
 //! | [`compression`] | every way to encode pages |
 //! | [`machines`] | another machine type, modern virtio, an installed system |
+//! | [`medium`]  | CD-ROMs that are changed while the VM is protected |
 //! | [`counter`] | a guest for every accelerator |
 //! | [`wire`]    | corrupt and truncated messages |
 //! | [`plain`]   | a guest without the product beside a guest with it |
@@ -108,6 +109,7 @@ mod ledger;
 mod lockstep;
 mod lockstep_refusals;
 mod machines;
+mod medium;
 mod metrics;
 mod panics;
 mod paths;
