@@ -14,12 +14,13 @@ use std::net::SocketAddr;
 use std::path::PathBuf;
 use std::sync::Arc;
 use understudy_disk::{Disk, ImageFormat};
+use understudy_network::{NetworkError, bridge_exists, filters_vlans};
 use understudy_protocol::HostName;
 use understudy_protocol::VmName;
 use understudy_protocol::validity::may_start;
 use understudy_protocol::wire::Kind;
 use understudy_protocol::{DiskIndex, Generation, Verdict};
-use understudy_qemu::definition::{DiskDefinition, DiskFormat};
+use understudy_qemu::definition::{CardDefinition, DiskDefinition, DiskFormat};
 use understudy_qemu::lockstep::{LogRole, obstacles};
 use understudy_qemu::{Accelerator, VmDefinition, build_id, peer_obstacle};
 
@@ -68,14 +69,25 @@ impl Host {
         Ok(())
     }
 
-    pub(crate) fn check_bridges(&self, definition: &VmDefinition) -> Result<(), HostError> {
-        for card in &definition.cards {
-            let exists = understudy_network::bridge_exists(&card.bridge)
-                .map_err(|error| HostError::new(ErrorKind::Internal, error.to_string()))?;
+    /// Refuses cards whose bridge is not there, or cannot keep them in their VLANs.
+    pub(crate) fn check_bridges(&self, cards: &[CardDefinition]) -> Result<(), HostError> {
+        let internal =
+            |error: NetworkError| HostError::new(ErrorKind::Internal, error.to_string());
+        for card in cards {
+            let exists = bridge_exists(&card.bridge).map_err(internal)?;
             if !exists {
                 let message = format!(
                     "bridge {} does not exist on host {}: create it with `ip link add {} type bridge`",
                     card.bridge, self.config.name, card.bridge
+                );
+                return Err(HostError::new(ErrorKind::Invalid, message));
+            }
+            if !card.vlans().is_empty() && !filters_vlans(&card.bridge).map_err(internal)? {
+                let message = format!(
+                    "bridge {} on host {} does not filter VLANs, and card {} is in one: switch \
+                     that on with `ip link set {} type bridge vlan_filtering 1`, and put the \
+                     bridge's uplink into the VLAN with `bridge vlan add vid N dev UPLINK`",
+                    card.bridge, self.config.name, card.mac, card.bridge
                 );
                 return Err(HostError::new(ErrorKind::Invalid, message));
             }

@@ -76,7 +76,7 @@ impl Host {
         self.capabilities
             .check_processor(&CpuNeeds::of(&definition, accelerator))
             .map_err(|error| HostError::new(ErrorKind::Invalid, error.to_string()))?;
-        self.check_bridges(&definition)?;
+        self.check_bridges(&definition.cards)?;
         self.check_memory(definition.memory.bytes())?;
         let lockstep = match definition.lockstep {
             true => Some(self.recording(&definition, accelerator)?),

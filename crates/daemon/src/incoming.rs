@@ -15,6 +15,7 @@ use crate::machine;
 use crate::report::Mode;
 use crate::resync::{self, Groundwork};
 use crate::snapshot::frames;
+use crate::survey::Needs;
 use crate::vm::{FencedVm, Vm};
 use anyhow::{Context, anyhow, bail};
 use std::net::TcpStream;
@@ -48,8 +49,9 @@ pub fn serve(host: &Arc<Host>, stream: TcpStream, place: Place) {
         )?;
         match hello.purpose.clone() {
             Purpose::Protect(offer) => take_offer(host, link, &hello, &offer),
-            Purpose::Survey { vm, memory, cpu } => {
-                link.send_json(Kind::Welcome, &host.survey_answer(&vm, memory, &cpu))
+            Purpose::Survey { vm, memory, cpu, cards } => {
+                let needs = Needs { memory, cpu, cards };
+                link.send_json(Kind::Welcome, &host.survey_answer(&vm, &needs))
             }
             Purpose::MayFollow { build } => answer_may_follow(host, &link, build.as_deref()),
             Purpose::Images { vm } => answer_images(host, &link, &vm),
@@ -233,7 +235,7 @@ fn examine(host: &Host, offer: &Offer) -> Result<(), HostError> {
     }
     host.check_free(definition)?;
     host.check_older(offer)?;
-    host.check_bridges(definition)?;
+    host.check_bridges(&definition.cards)?;
     host.check_memory(definition.memory.bytes())
 }
 

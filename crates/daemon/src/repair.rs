@@ -9,6 +9,7 @@ use crate::containment;
 use crate::events::{EventKind, VmEvents};
 use crate::host::Host;
 use crate::report::ProtectRequest;
+use crate::survey::Needs;
 use crate::sync::lock;
 use crate::vm::PrimaryVm;
 use crossbeam_channel::{Receiver, RecvTimeoutError, Sender};
@@ -195,18 +196,18 @@ fn step(host: &Weak<Host>, weak: &Weak<PrimaryVm>, event: RepairEvent) -> Option
         let actions = vm.repairer.handle(event);
         vm.repairer.log_round(&vm.events);
         let name = vm.name().to_owned();
-        let (memory, cpu) = {
+        let needs = {
             let machine = vm.machine();
             let definition = machine.definition();
             let cpu = CpuNeeds::of(definition, machine.accelerator());
-            (definition.memory.bytes(), cpu)
+            Needs { memory: definition.memory.bytes(), cpu, cards: definition.cards.clone() }
         };
         drop(vm);
         for action in actions {
             let host = host.upgrade()?;
             match action {
                 RepairAction::Survey => {
-                    let found = host.survey(&name, memory, &cpu);
+                    let found = host.survey(&name, &needs);
                     events.push_back(RepairEvent::Surveyed(found));
                 }
                 RepairAction::Attempt(to) => {

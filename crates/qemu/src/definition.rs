@@ -13,7 +13,7 @@ pub use validate::Problem;
 
 use serde::{Deserialize, Serialize};
 use std::path::PathBuf;
-use understudy_network::MacAddress;
+use understudy_network::{MacAddress, VlanSet, Vlans};
 use understudy_protocol::{Policy, VmName};
 
 /// A VM as its user defines it. It also travels to the peer, as JSON.
@@ -162,7 +162,18 @@ impl DiskDefinition {
 impl CardDefinition {
     /// A card without more than it must have.
     pub fn new(mac: MacAddress, bridge: &str, model: CardModel) -> CardDefinition {
-        CardDefinition { mac, bridge: bridge.to_owned(), model, mtu: None, pci: None }
+        let bridge = bridge.to_owned();
+        CardDefinition { mac, bridge, vlan: None, vlans: None, model, mtu: None, pci: None }
+    }
+
+    /// What its port at the bridge carries.
+    pub fn vlans(&self) -> Vlans {
+        Vlans { access: self.vlan, trunk: self.vlans.clone().unwrap_or_default() }
+    }
+
+    /// Whether frames get from one to the other, as far as the definitions say.
+    pub fn shares_network_with(&self, other: &CardDefinition) -> bool {
+        self.bridge == other.bridge && self.vlans() == other.vlans()
     }
 }
 
@@ -259,6 +270,12 @@ pub struct CardDefinition {
     pub mac: MacAddress,
     /// The bridge of the host that the card is plugged into.
     pub bridge: String,
+    /// The VLAN that it is in there, of which the guest knows nothing.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub vlan: Option<u16>,
+    /// VLANs that the guest tags itself.
+    #[serde(default, with = "vlans_text", skip_serializing_if = "Option::is_none")]
+    pub vlans: Option<VlanSet>,
     /// The card's model.
     #[serde(default)]
     pub model: CardModel,
@@ -365,6 +382,21 @@ mod mac_text {
 
     pub fn deserialize<'de, D: Deserializer<'de>>(from: D) -> Result<MacAddress, D::Error> {
         String::deserialize(from)?.parse().map_err(D::Error::custom)
+    }
+}
+
+/// VLANs as text.
+mod vlans_text {
+    use serde::{Deserialize, Deserializer, Serializer, de::Error};
+    use understudy_network::VlanSet;
+
+    pub fn serialize<S: Serializer>(vlans: &Option<VlanSet>, to: S) -> Result<S::Ok, S::Error> {
+        // Without any it is left out.
+        to.collect_str(vlans.as_ref().unwrap_or(&VlanSet::default()))
+    }
+
+    pub fn deserialize<'de, D: Deserializer<'de>>(from: D) -> Result<Option<VlanSet>, D::Error> {
+        String::deserialize(from)?.parse().map(Some).map_err(D::Error::custom)
     }
 }
 

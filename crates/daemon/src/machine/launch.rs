@@ -247,6 +247,7 @@ pub(super) fn open_ports(
             mac: card.mac,
             tap: tap_name(&definition.name, i),
             bridge: card.bridge.clone(),
+            vlans: card.vlans(),
             live: role == Role::Fresh,
             output_limit_bytes: understudy_network::DEFAULT_LIMIT_BYTES,
         };

@@ -6,6 +6,7 @@ use crate::command::{AHCI_SLOTS, MAX_CARDS, MAX_SCSI_DISKS, MAX_VIRTIO_DISKS, id
 use std::collections::HashMap;
 use std::fmt;
 use std::path::Path;
+use understudy_network::{FIRST_VLAN, LAST_VLAN};
 
 /// What every network must carry.
 const SMALLEST_MTU: u16 = 68;
@@ -216,6 +217,10 @@ impl VmDefinition {
             if card.mtu.is_some_and(|mtu| mtu < SMALLEST_MTU) {
                 let message = format!("allowed are {SMALLEST_MTU} to {}", u16::MAX);
                 problems.push(Problem::new(format!("card[{n}].mtu"), message));
+            }
+            if card.vlan.is_some_and(|id| !(FIRST_VLAN..=LAST_VLAN).contains(&id)) {
+                let message = format!("allowed are {FIRST_VLAN} to {LAST_VLAN}");
+                problems.push(Problem::new(format!("card[{n}].vlan"), message));
             }
             if let Some(first) = seen.insert(card.mac, n) {
                 let message = format!("{} is the address of card[{first}] already", card.mac);

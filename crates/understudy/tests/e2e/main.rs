@@ -69,6 +69,7 @@
 //! | [`switching`] | checkpoints become lockstep, and back |
 //! | [`throttle`]| a guest that writes faster than a slow link carries |
 //! | [`unheld`]  | output that is not held |
+//! | [`vlans`]   | cards in VLANs of bridges that filter them |
 //! | [`relay`]   | what can go wrong on the wire, for the tests above |
 
 mod api;
@@ -139,4 +140,5 @@ mod switching;
 mod sync;
 mod throttle;
 mod unheld;
+mod vlans;
 mod wire;
