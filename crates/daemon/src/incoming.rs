@@ -12,7 +12,7 @@ use crate::handshake::{FileOffer, GroupOffer, Hello, MOST_PATHS, Offer, Purpose,
 use crate::host::{Host, failed};
 use crate::link::Link;
 use crate::machine;
-use crate::report::Mode;
+use crate::report::{Mode, TakeoverReport};
 use crate::resync::{self, Groundwork};
 use crate::snapshot::frames;
 use crate::survey::Needs;
@@ -305,10 +305,10 @@ fn stand_by(
     };
     let weak = Arc::downgrade(host);
     let remedy = plan.group.0.membership.remedy();
-    let vm = name.clone();
+    let (vm, former) = (name.clone(), hello.host.clone());
     let over = move |outcome| {
         if let Some(host) = weak.upgrade() {
-            end(&host, &vm, &remedy, outcome);
+            end(&host, (&vm, &former), &remedy, outcome);
         }
     };
     // Registered before the primary hears that it may connect its heartbeat.
@@ -419,15 +419,21 @@ fn make_mirrors(
 }
 
 /// The session ended: the VM lives here, or this host has nothing to do with it.
-fn end(host: &Arc<Host>, name: &VmName, remedy: &str, outcome: Outcome) {
+fn end(host: &Arc<Host>, (name, former): (&VmName, &HostName), remedy: &str, outcome: Outcome) {
     match outcome {
         Outcome::Live { machine, wish, generation, reason, takeover } => {
             let vm = host.add_primary(machine.clone(), generation, wish);
             vm.took_over(takeover);
-            vm.events.record(EventKind::TookOver { reason: reason.clone(), phases: takeover });
-            host.meters.of(name).outages.observe(takeover.outage_ms / 1e3);
+            let (event, meters) = (came_how(former, &reason, takeover), host.meters.of(name));
+            vm.events.record(event);
+            let meter = if takeover.planned { &meters.moves } else { &meters.outages };
+            meter.observe(takeover.outage_ms / 1e3);
             host.join_cluster(&machine, generation);
-            host.degraded(&vm, format!("took over: {reason}"), remedy);
+            let reason = match takeover.planned {
+                true => format!("came over from {former} as planned"),
+                false => format!("took over: {reason}"),
+            };
+            host.degraded(&vm, reason, remedy);
             // The activation says so already; the record is where it belongs.
             if let Err(error) = host.records.change(name, |_| ()) {
                 warn!(vm = %name, "{error}");
@@ -443,6 +449,14 @@ fn end(host: &Arc<Host>, name: &VmName, remedy: &str, outcome: Outcome) {
             let fenced = FencedVm { name: name.to_owned(), generation, reason: reason.to_string() };
             host.vms.lock().insert(name.to_owned(), Vm::Fenced(Arc::new(fenced)));
         }
+    }
+}
+
+/// How a VM came to this host, and where from.
+fn came_how(former: &HostName, reason: &str, phases: TakeoverReport) -> EventKind {
+    match phases.planned {
+        true => EventKind::CameOver { from: former.clone(), phases },
+        false => EventKind::TookOver { reason: reason.to_owned(), phases },
     }
 }
 

@@ -231,6 +231,7 @@ pub fn accept(
         waiting: ByteBudget::new(session::WAITING_BYTES),
         keeper: Arc::new(Keeper::new(plan.stores, plan.store_keys)),
         received: AtomicU64::new(0),
+        planned: AtomicBool::new(false),
         diverged: AtomicBool::new(false),
         parting: parting::Parting::default(),
         clock: takeover::Clock::default(),

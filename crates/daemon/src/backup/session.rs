@@ -95,6 +95,8 @@ pub struct Session {
     /// Keeper of the image for snapshots of the VM.
     pub(super) keeper: Arc<Keeper>,
     pub(super) received: AtomicU64,
+    /// The primary hands the VM over as its operator wants.
+    pub(super) planned: AtomicBool,
     /// QEMU does not follow the log any more.
     pub(super) diverged: AtomicBool,
     pub(super) parting: Parting,

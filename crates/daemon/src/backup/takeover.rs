@@ -12,6 +12,7 @@ use crate::machine::Machine;
 use crate::report::{ProtectRequest, TakeoverReport};
 use crate::sync::lock;
 use std::sync::Arc;
+use std::sync::atomic::Ordering;
 use tracing::error;
 use understudy_protocol::wire::Kind;
 use understudy_protocol::{Epoch, Generation};
@@ -100,7 +101,8 @@ impl Session {
             true => lag_ms + report.total_ms,
             false => (now() - from.taken).as_secs_f64() * 1e3,
         };
-        Ok(TakeoverReport { lag_ms, outage_ms, injected_frames, resent_frames, ..report })
+        let planned = self.planned.load(Ordering::Acquire);
+        Ok(TakeoverReport { planned, lag_ms, outage_ms, injected_frames, resent_frames, ..report })
     }
 
     fn failed(&self, generation: Generation, error: &anyhow::Error) -> Outcome {

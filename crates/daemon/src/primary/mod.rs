@@ -33,6 +33,7 @@ mod turn;
 
 pub(crate) use epoch_room::EPOCH_DISK_BYTES;
 pub(crate) use group::CONDEMNED;
+pub(crate) use send::PLANNED;
 pub use group::Group;
 pub use session::Session;
 pub use turn::Next;

@@ -12,7 +12,7 @@ use super::outbound::Outbound;
 use super::pace::Pace;
 use super::progress::Progress;
 use super::references::References;
-use super::send::{Outbox, Outgoing};
+use super::send::{Outbox, Outgoing, PLANNED};
 use super::stats::Stats;
 use super::turn::Turning;
 use crate::arbiter::Arbiter;
@@ -264,10 +264,12 @@ impl Session {
                 let _ = self.contests.send(from);
             }
             PrimaryAction::YieldToBackup if leads => {
-                self.outbox.put_now(Outgoing::Signal(Kind::TakeOver));
+                let planned = self.was_handed_over();
+                let why = if planned { PLANNED } else { Epoch(0) };
+                self.outbox.put_now(Outgoing::Signal(Kind::TakeOver, why));
             }
             PrimaryAction::StandDown if leads => {
-                self.outbox.put_now(Outgoing::Signal(Kind::StandDown));
+                self.outbox.put_now(Outgoing::Signal(Kind::StandDown, Epoch(0)));
             }
             PrimaryAction::Contest(_) | PrimaryAction::YieldToBackup | PrimaryAction::StandDown => {
             }

@@ -116,6 +116,49 @@ fn a_protection_is_a_job_that_is_watched_and_cancelled() {
     });
 }
 
+/// Neither somebody who only connects nor somebody who guesses keeps others from the API.
+#[test]
+fn who_holds_connections_or_guesses_tokens_stands_in_nobodys_way() {
+    let directory = tempfile::tempdir().expect("a directory");
+    let mut options = options().calm();
+    serve(&mut options, "a", directory.path()).expect("tokens");
+    play(options, |scene| {
+        issue(&scene.lab().directory().join("pki"), &["alice"])?;
+        let address = (scene.lab().host_address("a")?, PORT);
+        let connect = || -> Result<TcpStream> {
+            Ok(in_namespace(&scene.lab().client(), || TcpStream::connect(address))??)
+        };
+        let held: Vec<TcpStream> = (0..40).map(|_| connect()).collect::<Result<_>>()?;
+        // What is over the bound of one address is closed, and others get in.
+        wait_for("the connections over the bound to be closed", LIMIT, || {
+            let mut closed = 0;
+            for mut socket in &held {
+                socket.set_nonblocking(true)?;
+                closed += usize::from(matches!(socket.read(&mut [0]), Ok(0)));
+            }
+            Ok((closed >= 8).then_some(()))
+        })?;
+        let other = in_namespace(&scene.lab().host("b")?, || TcpStream::connect(address))??;
+        drop((held, other));
+        let guess = |n: u32| {
+            let token = format!("guessed-{n}-0123456789abcdef");
+            Ok(ask(scene, &Caller::Token(&token), "GET", "/v1/status", "")?.0)
+        };
+        wait_for("somebody who guesses to be shut out", LIMIT, || {
+            let code = guess(1)?;
+            ensure!([401, 429].contains(&code), "{code}");
+            Ok((code == 429).then_some(()))
+        })?;
+        let told = scene.host("a")?.call(["events"])?;
+        ensure!(told.contains("shows wrong tokens to the API"), "{told}");
+        let pki = scene.lab().directory().join("pki");
+        let alice = Caller::Certificate(&pki, "alice");
+        let (code, body) = ask(scene, &alice, "GET", "/v1/status", "")?;
+        ensure!(code == 200, "a certificate counts still: {code}: {body}");
+        scene.host("a")?.call(["status"]).map(drop)
+    });
+}
+
 #[test]
 fn an_api_that_nobody_could_use_safely_is_not_served() -> Result<()> {
     let directory = tempfile::tempdir()?;
