@@ -27,12 +27,15 @@ use understudy_protocol::VmName;
 pub use watch::*;
 use watch::{EVENTS_HELP, TOP_HELP};
 
+use crate::client::HostUrl;
 use clap::{Args, Parser, Subcommand};
 use std::convert::Infallible;
 use std::path::{Path, PathBuf};
 use understudy_daemon::config::DEFAULT_SOCKET;
 use understudy_daemon::custody::SUBCOMMAND;
 use understudy_daemon::pki::HOST_DAYS;
+
+const REMOTE: &str = "On another machine";
 
 const AFTER_HELP: &str = "\
 Examples:
@@ -42,6 +45,8 @@ Examples:
   understudy vm start db.toml              start a VM, unprotected
   understudy protect db --to b             keep an understudy of it on host b
   understudy status db                     role, lag, pauses, bandwidth
+  understudy --host https://a:7780 --ca ca.pem --token-file token status
+                                           the same from another machine
 
 Exit codes:
   0  done
@@ -61,6 +66,26 @@ pub struct Cli {
     /// The daemon's API socket (`host` takes it from its configuration).
     #[arg(long, global = true, env = "UNDERSTUDY_SOCKET", value_name = "PATH", default_value = DEFAULT_SOCKET)]
     pub socket: PathBuf,
+
+    /// The daemon of another machine, instead of the socket: https://NAME:PORT, or NAME=ADDRESS:PORT.
+    #[arg(long, global = true, env = "UNDERSTUDY_HOST", value_name = "URL", help_heading = REMOTE)]
+    pub host: Option<HostUrl>,
+
+    /// With --host: certificates of the authority that the host's is of (ca.pem).
+    #[arg(long, global = true, env = "UNDERSTUDY_CA", value_name = "FILE", help_heading = REMOTE)]
+    pub ca: Option<PathBuf>,
+
+    /// With --host: file with the token to show, readable by nobody else.
+    #[arg(long, global = true, env = "UNDERSTUDY_TOKEN_FILE", value_name = "FILE", help_heading = REMOTE)]
+    pub token_file: Option<PathBuf>,
+
+    /// With --host: the certificate to show, instead of a token.
+    #[arg(long, global = true, env = "UNDERSTUDY_CERT", value_name = "FILE", help_heading = REMOTE)]
+    pub cert: Option<PathBuf>,
+
+    /// With --host: the certificate's key.
+    #[arg(long, global = true, env = "UNDERSTUDY_KEY", value_name = "FILE", help_heading = REMOTE)]
+    pub key: Option<PathBuf>,
 
     /// Print JSON instead of text.
     #[arg(long, global = true)]

@@ -40,7 +40,7 @@ pub fn run(client: &Client, command: &VmCommand, json: bool) -> Result<Exit, Fai
 
 fn start(client: &Client, what: &Startable, json: bool) -> Result<Exit, Failure> {
     let status = match what {
-        Startable::File(file) => client.vm_start(&read_definition(file)?)?,
+        Startable::File(file) => client.vm_start(&read_definition(file, client.is_local())?)?,
         Startable::Name(name) => client.vm_start_recorded(name)?,
     };
     output::show(json, &status, |vm| {
@@ -50,7 +50,8 @@ fn start(client: &Client, what: &Startable, json: bool) -> Result<Exit, Failure>
     Ok(Exit::Ok)
 }
 
-fn read_definition(file: &Path) -> Result<VmDefinition, Failure> {
+/// Files that it names are looked for only if they are this machine's.
+fn read_definition(file: &Path, here: bool) -> Result<VmDefinition, Failure> {
     let text = fs::read_to_string(file).map_err(|error| {
         let kind = match error.kind() {
             io::ErrorKind::NotFound => ErrorKind::NotFound,
@@ -58,7 +59,8 @@ fn read_definition(file: &Path) -> Result<VmDefinition, Failure> {
         };
         Failure::new(FailureKind::Host(kind), format!("{}: {error}", file.display()))
     })?;
-    VmDefinition::from_toml(&text, file)
+    let parse = if here { VmDefinition::from_toml } else { VmDefinition::from_toml_elsewhere };
+    parse(&text, file)
         .map_err(|error| Failure::new(FailureKind::Host(ErrorKind::Invalid), error.to_string()))
 }
 
