@@ -6,6 +6,7 @@ use crate::config::HostConfig;
 use crate::handshake::Purpose;
 use crate::host::{Host, identify};
 use crate::link::Link;
+use crate::records::Records;
 use crate::vm::PrimaryVm;
 use serde::{Deserialize, Serialize};
 use std::net::SocketAddr;
@@ -13,6 +14,7 @@ use std::sync::Arc;
 use understudy_protocol::Generation;
 use understudy_protocol::wire::Kind;
 use understudy_protocol::{HostName, VmName};
+use understudy_qemu::VmDefinition;
 
 pub use crate::cgroup::probe as control_groups;
 
@@ -38,6 +40,12 @@ pub enum ProbeError {
     NotUp(String),
     /// An answer that is not what this host's peer should give.
     Wrong(String),
+}
+
+/// The VMs that a host has records of, running or not.
+pub fn recorded(config: &HostConfig) -> Vec<VmDefinition> {
+    let records = Records::new(&config.state_dir, &config.name).all();
+    records.into_iter().map(|record| record.definition).collect()
 }
 
 impl Host {

@@ -16,15 +16,17 @@ use anyhow::{Context, ensure};
 use serde::{Deserialize, Serialize};
 use std::fs;
 use std::ops::Range;
+use std::os::unix::fs::FileTypeExt;
 use std::path::Path;
 use std::sync::Arc;
 use understudy_disk::{
-    ChangeMap, Disk, DiskError, FreshMirror, GRANULE_BYTES, Mirror, changes_path,
+    ChangeMap, Disk, DiskError, FreshMirror, GRANULE_BYTES, ImageFormat, Mirror, changes_path,
+    export_bytes,
 };
 use understudy_protocol::DiskIndex;
 use understudy_protocol::VmName;
 use understudy_protocol::validity::ImageRole;
-use understudy_qemu::definition::DiskDefinition;
+use understudy_qemu::definition::{DiskDefinition, DiskFormat};
 
 /// Runs of blocks that fit well into a message; with more, a full copy costs little more.
 const MOST_RUNS: usize = 50_000;
@@ -189,9 +191,22 @@ fn open_image(
     let opened = if disk.cdrom && !disk.path.starts_with(directory) {
         Disk::open_medium(index, &disk.path)
     } else {
+        check_size(disk, bytes)?;
         Disk::open(index, &disk.path, bytes)
     };
     opened.map(Arc::new)
+}
+
+/// A file grows; a device has the disk's size, or is not that disk's any more.
+fn check_size(disk: &DiskDefinition, wanted: u64) -> Result<(), DiskError> {
+    let is_device = fs::metadata(&disk.path).is_ok_and(|it| it.file_type().is_block_device());
+    if !is_device || disk.format != DiskFormat::Raw {
+        return Ok(());
+    }
+    match export_bytes(&disk.path, ImageFormat::Raw)? {
+        bytes if bytes == wanted => Ok(()),
+        bytes => Err(DiskError::OtherSize { path: disk.path.clone(), bytes, wanted }),
+    }
 }
 
 /// What this host's guest wrote that the other host may not have. A mirror's guest never

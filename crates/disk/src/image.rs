@@ -12,7 +12,7 @@ use nix::unistd::{Whence, lseek};
 use std::fs::{File, OpenOptions};
 use std::io;
 use std::ops::Range;
-use std::os::unix::fs::{FileExt, FileTypeExt};
+use std::os::unix::fs::{FileExt, FileTypeExt, OpenOptionsExt};
 use std::path::Path;
 
 static ZEROES: [u8; 64 * 1024] = [0; 64 * 1024];
@@ -56,7 +56,12 @@ impl Image {
     }
 
     fn open_with(path: &Path, options: &OpenOptions) -> Result<Image, DiskError> {
-        Self::open_locked(path, options, lock)
+        let mut options = options.clone();
+        if std::fs::metadata(path).is_ok_and(|found| found.file_type().is_block_device()) {
+            // Of a device: not while it is mounted, or a part of another one.
+            options.custom_flags(libc::O_EXCL);
+        }
+        Self::open_locked(path, &options, lock)
     }
 
     fn open_locked(
@@ -65,6 +70,7 @@ impl Image {
         lock: fn(&File) -> Result<(), Errno>,
     ) -> Result<Image, DiskError> {
         let file = options.open(path).map_err(|source| match source.kind() {
+            io::ErrorKind::ResourceBusy => DiskError::DeviceBusy { path: path.into() },
             io::ErrorKind::NotFound => DiskError::Missing { path: path.into() },
             io::ErrorKind::IsADirectory => DiskError::NotAnImage { path: path.into() },
             _ => DiskError::Io { action: "open", path: path.into(), source },
@@ -187,6 +193,11 @@ impl Image {
 
     /// The first run of data at or after `from`, skipping holes.
     pub(crate) fn next_data(&self, from: u64) -> io::Result<Option<Range<u64>>> {
+        if self.is_device {
+            // Nobody knows what of it is in use.
+            let end = self.len()?;
+            return Ok((from < end).then_some(from..end));
+        }
         let from = libc::off_t::try_from(from).map_err(|_| Errno::EINVAL)?;
         let start = match lseek(&self.file, from, Whence::SeekData) {
             Ok(start) => start,

@@ -484,7 +484,9 @@ impl Port {
         let frames: Vec<Vec<u8>> = announcements(self.mac, &self.vlans)
             .map(|frame| [&[0; HEADER_BYTES][..], &frame].concat())
             .collect();
-        frames.iter().for_each(|frame| drop(self.shared.send_aside(frame)));
+        let sent = |frame: &Vec<u8>| self.shared.send_aside(frame);
+        // Whether the port is shut is of no concern here.
+        let _ = frames.iter().all(sent);
         let shared = Arc::downgrade(&self.shared);
         let repeat = move || repeat_announcements(&shared, &frames);
         spawn(format!("net{}-announce", self.card), repeat)

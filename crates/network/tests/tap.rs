@@ -103,39 +103,3 @@ fn taken_name_is_refused() {
         }
     });
 }
-
-fn vlans(access: Option<u16>, trunk: &str) -> Vlans {
-    let trunk = if trunk.is_empty() { VlanSet::default() } else { trunk.parse().unwrap() };
-    Vlans { access, trunk }
-}
-
-#[test]
-fn a_port_carries_its_vlans_and_no_other() {
-    in_namespace(|| {
-        ip("link set br0 type bridge vlan_filtering 1");
-        assert!(filters_vlans("br0").unwrap());
-        let shown = |wanted: &Vlans| {
-            let tap = Tap::open_in("card0", "br0", GUEST, wanted).unwrap();
-            let shown = run("bridge", "vlan show dev card0");
-            drop(tap);
-            wait_for("the tap to vanish", || !ip("link show").contains("card0"));
-            let words: Vec<&str> = shown.split_whitespace().skip(2).collect();
-            words.join(" ")
-        };
-        assert_eq!(shown(&Vlans::default()), "card0 1 PVID Egress Untagged");
-        assert_eq!(shown(&vlans(Some(20), "")), "card0 20 PVID Egress Untagged");
-        assert_eq!(shown(&vlans(None, "10,20-22")), "card0 10 20 21 22");
-        assert_eq!(shown(&vlans(Some(1), "1-2")), "card0 1 PVID Egress Untagged 2");
-    });
-}
-
-#[test]
-fn a_card_in_a_vlan_is_refused_by_a_bridge_that_filters_none() {
-    in_namespace(|| {
-        assert!(!filters_vlans("br0").unwrap());
-        let error = Tap::open_in("card0", "br0", GUEST, &vlans(Some(20), "")).unwrap_err();
-        assert!(matches!(error, NetworkError::NotFiltering { .. }), "{error}");
-        assert!(error.to_string().contains("vlan_filtering 1"), "{error}");
-        assert!(!ip("link show").contains("card0"));
-    });
-}

@@ -11,18 +11,20 @@ pub use parse::{DefinitionError, LocatedProblem};
 pub use pci_place::{PciPlace, PciPlaceError};
 pub use validate::Problem;
 
+use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 use std::path::PathBuf;
 use understudy_network::{MacAddress, VlanSet, Vlans};
 use understudy_protocol::{Policy, VmName};
 
 /// A VM as its user defines it. It also travels to the peer, as JSON.
-#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields)]
 pub struct VmDefinition {
     /// Its name, unique on a host.
     pub name: VmName,
     /// Size of the guest's main memory.
+    #[schemars(with = "String")]
     pub memory: MemorySize,
     /// Virtual CPUs, 1 to 255.
     pub vcpus: u32,
@@ -107,7 +109,7 @@ impl Topology {
 }
 
 /// A disk of a VM.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields)]
 pub struct DiskDefinition {
     /// The image file.
@@ -133,6 +135,7 @@ pub struct DiskDefinition {
     pub serial: Option<String>,
     /// Where a virtio disk is on the guest's PCI buses; chosen by its number when absent.
     #[serde(default, skip_serializing_if = "Option::is_none")]
+    #[schemars(with = "Option<String>")]
     pub pci: Option<PciPlace>,
 }
 
@@ -211,7 +214,7 @@ impl VmDefinition {
 }
 
 /// A CD-ROM drive without a medium.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields)]
 pub struct EmptyCdrom {
     /// How the guest sees the drive.
@@ -219,7 +222,7 @@ pub struct EmptyCdrom {
 }
 
 /// How the guest sees its virtual CPUs: the product of all is how many there are.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields)]
 pub struct Topology {
     /// Processors.
@@ -235,7 +238,7 @@ pub struct Topology {
 }
 
 /// How an image file is to be read.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "lowercase")]
 pub enum DiskFormat {
     /// The disk's sectors, nothing else.
@@ -245,7 +248,7 @@ pub enum DiskFormat {
 }
 
 /// How the guest sees a disk.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "lowercase")]
 pub enum DiskBus {
     /// virtio-blk.
@@ -262,11 +265,12 @@ pub enum DiskBus {
 }
 
 /// A network card of a VM.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields)]
 pub struct CardDefinition {
     /// Hardware address; must stay the same on every host, so it is not optional.
     #[serde(with = "mac_text")]
+    #[schemars(with = "String")]
     pub mac: MacAddress,
     /// The bridge of the host that the card is plugged into.
     pub bridge: String,
@@ -275,6 +279,7 @@ pub struct CardDefinition {
     pub vlan: Option<u16>,
     /// VLANs that the guest tags itself.
     #[serde(default, with = "vlans_text", skip_serializing_if = "Option::is_none")]
+    #[schemars(with = "Option<String>")]
     pub vlans: Option<VlanSet>,
     /// The card's model.
     #[serde(default)]
@@ -285,11 +290,12 @@ pub struct CardDefinition {
     pub mtu: Option<u16>,
     /// Where it is on the guest's PCI buses; chosen by its number when absent.
     #[serde(default, skip_serializing_if = "Option::is_none")]
+    #[schemars(with = "Option<String>")]
     pub pci: Option<PciPlace>,
 }
 
 /// How the guest talks to its TPM.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "lowercase")]
 pub enum TpmModel {
     /// By command and response buffers: what systems of today expect.
@@ -299,7 +305,7 @@ pub enum TpmModel {
 }
 
 /// Models of network cards.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 pub enum CardModel {
     /// virtio-net.
     #[default]
@@ -317,7 +323,7 @@ pub enum CardModel {
 }
 
 /// What the user wants to execute the guest's instructions.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "lowercase")]
 pub enum AcceleratorChoice {
     /// KVM where it really works, else TCG.
@@ -330,7 +336,7 @@ pub enum AcceleratorChoice {
 }
 
 /// How the guest's drivers talk to virtio devices.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "lowercase")]
 pub enum VirtioInterface {
     /// As before virtio 1.0; every common guest still can. A checkpoint is shorter
@@ -342,7 +348,7 @@ pub enum VirtioInterface {
 }
 
 /// QEMU's video cards.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "lowercase")]
 pub enum Vga {
     /// None.

@@ -11,6 +11,7 @@ use std::path::Path;
 use std::sync::{Arc, PoisonError};
 use understudy_disk::{Disk, NbdServer};
 use understudy_qemu::Monitor;
+use understudy_qemu::command::scsi_drive;
 use understudy_qemu::definition::DiskDefinition;
 use understudy_qemu::qmp::EjectError;
 use understudy_qemu::user::{self, User};
@@ -33,6 +34,15 @@ impl Machine {
         medium: &Medium,
         force: bool,
     ) -> anyhow::Result<()> {
+        self.change(monitor, medium, (force, false))
+    }
+
+    fn change(
+        &self,
+        monitor: &mut Monitor,
+        medium: &Medium,
+        (force, standby): (bool, bool),
+    ) -> anyhow::Result<()> {
         let index = usize::from(medium.disk.index().0);
         let drive = format!("disk{index}");
         let had_medium = !self.definition_now().disks[index].ejected;
@@ -45,7 +55,12 @@ impl Machine {
         ejected?;
         self.serve_anew(index, &medium.disk)?;
         if !medium.defined.ejected {
-            monitor.insert(&drive, Path::new(&drive)).context("QEMU does not take the medium")?;
+            let socket = Path::new(&drive);
+            let inserted = match standby.then(|| scsi_drive(&self.definition_now(), index)).flatten() {
+                Some(device) => monitor.insert_by_replug(&drive, socket, &device),
+                None => monitor.insert(&drive, socket),
+            };
+            inserted.context("QEMU does not take the medium")?;
             self.note_medium(medium, medium.defined.clone());
         }
         Ok(())
@@ -54,7 +69,7 @@ impl Machine {
     /// The same of a standby, whose guest has no say.
     pub fn change_medium_of_standby(&self, medium: &Medium) -> anyhow::Result<()> {
         let mut monitor = self.monitor();
-        self.change_medium(&mut monitor, medium, true)?;
+        self.change(&mut monitor, medium, (true, true))?;
         // For a take-over in a hurry.
         Ok(monitor.prepare_standby(&self.device_state)?)
     }

@@ -190,8 +190,8 @@ fn cards_are_in_their_vlans() {
         assert!(import.findings.iter().any(|it| it.why.contains("vlan_filtering 1")), "{vlan}");
     }
     for (vlan, words) in [
-        ("<vlan><tag id='4095'/></vlan>", "<tag id='4095'/> is no VLAN"),
-        ("<vlan/>", "<vlan/> has no tag"),
+        ("<vlan><tag id='4095'/></vlan>", "<tag id='4095'> is no VLAN"),
+        ("<vlan/>", "<vlan> has no tag"),
         ("<vlan><tag id='4' nativeMode='tagged'/></vlan>", "Open vSwitch's"),
     ] {
         let with = format!("<source bridge='br0'/>{vlan}");

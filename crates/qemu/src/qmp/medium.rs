@@ -4,11 +4,14 @@ use super::connection::QmpError;
 use super::monitor::Monitor;
 use qapi::qmp::{
     blockdev_close_tray, blockdev_del, blockdev_insert_medium, blockdev_open_tray,
-    blockdev_remove_medium,
+    blockdev_remove_medium, device_del,
 };
 use qapi::{Command, Empty};
 use serde::Serialize;
+use serde_json::{Map, Value};
 use std::path::Path;
+use std::thread;
+use std::time::Duration;
 
 /// Node of a raw medium, whose server is on this socket. As on a command line
 /// (`command/disks.rs`).
@@ -32,6 +35,21 @@ impl Command for AddMedium<'_> {
     const ALLOW_OOB: bool = false;
     type Ok = Empty;
 }
+
+/// A device, by its options.
+#[derive(Debug, Serialize)]
+#[serde(transparent)]
+struct AddDevice<'a>(&'a Map<String, Value>);
+
+impl Command for AddDevice<'_> {
+    const NAME: &'static str = "device_add";
+    const ALLOW_OOB: bool = false;
+    type Ok = Empty;
+}
+
+/// QEMU lets go of what a device had a moment after the device itself.
+const REPLUG_TRIES: u32 = 100;
+const REPLUG_PAUSE: Duration = Duration::from_millis(20);
 
 /// Why a medium cannot be taken out.
 #[derive(Debug, thiserror::Error)]
@@ -70,15 +88,39 @@ impl Monitor {
 
     /// Puts the medium whose server is on this socket into an empty drive.
     pub fn insert(&mut self, drive: &str, socket: &Path) -> Result<(), QmpError> {
-        let server = Server { r#type: "unix", path: socket };
-        let node = AddMedium { driver: "nbd", node_name: drive, read_only: true, server };
-        self.simple(&node)?;
+        self.add_medium(drive, socket)?;
         #[allow(deprecated)]
         let open = blockdev_open_tray { device: None, force: Some(true), id: Some(drive.into()) };
         self.simple(&open)?;
         let insert = blockdev_insert_medium { id: drive.to_owned(), node_name: drive.to_owned() };
         self.simple(&insert)?;
         self.close_tray(drive)
+    }
+
+    /// The same with the drive of a standby whose size its controller has learned when it was made:
+    /// another drive takes its place.
+    pub fn insert_by_replug(
+        &mut self,
+        drive: &str,
+        socket: &Path,
+        device: &Map<String, Value>,
+    ) -> Result<(), QmpError> {
+        self.add_medium(drive, socket)?;
+        self.simple(&device_del { id: drive.to_owned() })?;
+        let mut tries = REPLUG_TRIES;
+        loop {
+            let added = self.simple(&AddDevice(device));
+            tries -= 1;
+            match added {
+                Err(QmpError::Refused { .. }) if tries > 0 => thread::sleep(REPLUG_PAUSE),
+                result => return result,
+            }
+        }
+    }
+
+    fn add_medium(&mut self, drive: &str, socket: &Path) -> Result<(), QmpError> {
+        let server = Server { r#type: "unix", path: socket };
+        self.simple(&AddMedium { driver: "nbd", node_name: drive, read_only: true, server })
     }
 
     fn close_tray(&mut self, drive: &str) -> Result<(), QmpError> {

@@ -15,6 +15,7 @@
 //! | [`devices`] | other devices than virtio's |
 //! | [`firmware`] | a guest as virt-install makes one: UEFI, SCSI, SATA, a CD-ROM, the agent's channel |
 //! | [`import`] | guests that libvirt has defined |
+//! | [`block_devices`] | disks on block devices |
 //! | [`bulk`]    | bulk transfers on long TCP segments |
 //! | [`hostile`] | a peer that says whatever may do harm |
 //! | [`hangs`]   | a QEMU that lives and does nothing |
@@ -75,6 +76,7 @@
 mod api;
 mod arbiter;
 mod browser;
+mod block_devices;
 mod bulk;
 mod cards;
 mod clocks;

@@ -35,8 +35,8 @@ fn told_as_planned(scene: &Scene, host: &str, from: &str, status: &Value) -> Res
     let words = format!("came over from {from} as planned");
     ensure!(protection(status).1.contains(&words), "{status}");
     ensure!(status["takeover"]["planned"] == true, "{status}");
-    let said = scene.host(host)?.call(["events", "--json"])?;
-    let events: Vec<Value> = said.lines().map(serde_json::from_str).collect::<Result<_, _>>()?;
+    let events: Value = serde_json::from_str(&scene.host(host)?.call(["events", "--json"])?)?;
+    let events = events["events"].as_array().context("no events")?;
     let last = |kind: &str| events.iter().rev().find(|event| event["kind"] == kind);
     let came = last("came-over").with_context(|| format!("no event: {events:?}"))?;
     ensure!(came["severity"] == "info" && came["from"] == *from, "{came}");
