@@ -71,8 +71,7 @@ impl Host {
 
     /// Refuses cards whose bridge is not there, or cannot keep them in their VLANs.
     pub(crate) fn check_bridges(&self, cards: &[CardDefinition]) -> Result<(), HostError> {
-        let internal =
-            |error: NetworkError| HostError::new(ErrorKind::Internal, error.to_string());
+        let internal = |error: NetworkError| HostError::new(ErrorKind::Internal, error.to_string());
         for card in cards {
             let exists = bridge_exists(&card.bridge).map_err(internal)?;
             if !exists {

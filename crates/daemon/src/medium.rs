@@ -154,9 +154,7 @@ impl Host {
         let opened = medium.open(&machine, &directory).map_err(invalid)?;
         let changed = match vm.active_session() {
             Some(session) => session.change_medium(&medium, &opened, request.force),
-            None => {
-                machine.change_medium(&mut machine.monitor(), &opened, request.force)
-            }
+            None => machine.change_medium(&mut machine.monitor(), &opened, request.force),
         };
         // Whatever became of it, an error too: the record says what the drive has.
         let drive = usize::from(medium.drive.0);

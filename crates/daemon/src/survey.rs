@@ -130,11 +130,7 @@ impl Host {
     }
 
     /// Asks every known host whether, and how well, it could back `vm` up.
-    pub(crate) fn survey(
-        self: &Arc<Self>,
-        vm: &VmName,
-        needs: &Needs,
-    ) -> Vec<Candidate> {
+    pub(crate) fn survey(self: &Arc<Self>, vm: &VmName, needs: &Needs) -> Vec<Candidate> {
         let known = self.known_hosts();
         let (answers, answered) = crossbeam_channel::unbounded();
         for (host, addresses) in known.clone() {

@@ -107,7 +107,8 @@ impl Watcher {
     ) -> Result<Watcher> {
         let socket = in_namespace(namespace, || PacketSocket::open(interface))??;
         let poller = socket.as_fd().try_clone_to_owned().context("cannot copy the descriptor")?;
-        let sightings = Sightings { socket, guest, outgoing, frames: Vec::new(), announced: 0, dropped: 0 };
+        let sightings =
+            Sightings { socket, guest, outgoing, frames: Vec::new(), announced: 0, dropped: 0 };
         let shared =
             Arc::new(Shared { sightings: Mutex::new(sightings), stop: AtomicBool::new(false) });
         let thread = std::thread::spawn({

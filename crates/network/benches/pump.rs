@@ -33,7 +33,8 @@ fn main() {
         card: CardIndex(0),
         mac: GUEST,
         tap: "card0".into(),
-        bridge: "br0".into(), vlans: Vlans::default(),
+        bridge: "br0".into(),
+        vlans: Vlans::default(),
         live: true,
         output_limit_bytes: DEFAULT_LIMIT_BYTES,
     };

@@ -201,8 +201,7 @@ async fn find_bridge(handle: &Handle, name: &str) -> Result<Option<Bridge>, Netw
         return Err(NetworkError::NotABridge { name: name.to_owned() });
     }
     let index = link.header.index;
-    let mut bridge =
-        Bridge { index, mtu: None, address: None, filters: false, default_vlan: None };
+    let mut bridge = Bridge { index, mtu: None, address: None, filters: false, default_vlan: None };
     for attribute in &link.attributes {
         match attribute {
             LinkAttribute::Mtu(mtu) => bridge.mtu = Some(*mtu),

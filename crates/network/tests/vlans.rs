@@ -108,7 +108,8 @@ fn members_of_a_group_in_different_vlans_do_not_reach_each_other() {
             Port::open(config, Arc::new(|| {})).unwrap()
         };
         let macs = [1, 2, 3].map(|last| MacAddress([0x52, 0x54, 0, 0, 1, last]));
-        let ports = [open("one", macs[0], 20), open("two", macs[1], 20), open("three", macs[2], 30)];
+        let ports =
+            [open("one", macs[0], 20), open("two", macs[1], 20), open("three", macs[2], 30)];
         let mut qemus = ports.each_ref().map(FakeQemu::attach);
         Switch::connect(&ports);
         let packet = |text: &str| [&PLAIN[..], &frame(macs[0], text)].concat();

@@ -314,10 +314,12 @@ fn a_scsi_drive_is_the_same_when_it_is_plugged_in() {
         .map(|(key, value)| format!("{key}={}", value.to_string().trim_matches('"')))
         .collect();
     plugged.sort();
-    let args = command_line(&vm, &resources(&vm));
+    let disks = ["disk0", "disk1", "disk2"].map(PathBuf::from).to_vec();
+    let args = command_line(&vm, &Resources { disks, ..resources() });
     let args: Vec<String> = args.iter().map(|arg| arg.to_string_lossy().into_owned()).collect();
     let on_line = args.iter().find(|arg| arg.contains("id=disk2,")).unwrap();
-    let mut on_line: Vec<String> = format!("driver={on_line}").split(',').map(str::to_owned).collect();
+    let mut on_line: Vec<String> =
+        format!("driver={on_line}").split(',').map(str::to_owned).collect();
     on_line.sort();
     assert_eq!(plugged, on_line);
     assert!(scsi_drive(&vm, 1).is_none(), "on another bus");

@@ -56,10 +56,11 @@ impl Machine {
         self.serve_anew(index, &medium.disk)?;
         if !medium.defined.ejected {
             let socket = Path::new(&drive);
-            let inserted = match standby.then(|| scsi_drive(&self.definition_now(), index)).flatten() {
-                Some(device) => monitor.insert_by_replug(&drive, socket, &device),
-                None => monitor.insert(&drive, socket),
-            };
+            let inserted =
+                match standby.then(|| scsi_drive(&self.definition_now(), index)).flatten() {
+                    Some(device) => monitor.insert_by_replug(&drive, socket, &device),
+                    None => monitor.insert(&drive, socket),
+                };
             inserted.context("QEMU does not take the medium")?;
             self.note_medium(medium, medium.defined.clone());
         }

@@ -63,9 +63,8 @@ impl Session {
         self.outbox.put_now(Outgoing::Data(Kind::Medium, epoch, told));
         drop(monitor);
         self.group.ring();
-        let committed = self.wait_for_phase(COMMIT_TIMEOUT, |_| {
-            self.has_committed(epoch) || self.is_over()
-        });
+        let committed =
+            self.wait_for_phase(COMMIT_TIMEOUT, |_| self.has_committed(epoch) || self.is_over());
         changed?;
         match committed {
             Ok(_) => Ok(()),

@@ -33,8 +33,8 @@ mod turn;
 
 pub(crate) use epoch_room::EPOCH_DISK_BYTES;
 pub(crate) use group::CONDEMNED;
-pub(crate) use send::PLANNED;
 pub use group::Group;
+pub(crate) use send::PLANNED;
 pub use session::Session;
 pub use turn::Next;
 use understudy_protocol::HostName;

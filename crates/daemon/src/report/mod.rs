@@ -4,9 +4,7 @@ mod requests;
 
 pub use crate::lockstep::compare::report::{ComparisonCounts, ComparisonReport, Difference, Part};
 pub use crate::snapshot::report::{FillReport, FillState};
-pub use requests::{
-    DiskReads, GroupRequest, MediumRequest, Mode, ProtectRequest, RecoverRequest,
-};
+pub use requests::{DiskReads, GroupRequest, MediumRequest, Mode, ProtectRequest, RecoverRequest};
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 use understudy_encoding::{Counters, EncodingPlan, Methods};

@@ -182,7 +182,8 @@ fn cards_are_in_their_vlans() {
         ("<vlan><tag id='4'/><tag id='9'/><tag id='5'/></vlan>", None, "4-5,9"),
         ("<vlan><tag id='4' nativeMode='untagged'/><tag id='9'/></vlan>", Some(4), "4,9"),
     ] {
-        let text = DEFINED.replacen("<source bridge='br0'/>", &format!("<source bridge='br0'/>{vlan}"), 1);
+        let text =
+            DEFINED.replacen("<source bridge='br0'/>", &format!("<source bridge='br0'/>{vlan}"), 1);
         let import = import(&text);
         let vm = import.definition.unwrap_or_else(|| panic!("{vlan}: {:#?}", import.findings));
         let vlans = vm.cards[0].vlans();

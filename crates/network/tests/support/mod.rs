@@ -60,7 +60,7 @@ pub fn config(live: bool) -> PortConfig {
         mac: GUEST,
         tap: "card0".into(),
         bridge: "br0".into(),
-            vlans: Vlans::default(),
+        vlans: Vlans::default(),
         live,
         output_limit_bytes: DEFAULT_LIMIT_BYTES,
     }

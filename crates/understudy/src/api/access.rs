@@ -64,10 +64,7 @@ pub struct Tokens {
 impl Tokens {
     /// Those in these files, which are read once now, and each time somebody shows a token.
     /// Who shows many wrong ones is told of in the journal.
-    pub fn new(
-        files: BTreeMap<Access, PathBuf>,
-        journal: Journal,
-    ) -> Result<Tokens, HostError> {
+    pub fn new(files: BTreeMap<Access, PathBuf>, journal: Journal) -> Result<Tokens, HostError> {
         for path in files.values() {
             read(path)?;
         }
@@ -258,14 +255,21 @@ mod tests {
             assert!(error.message.contains("openssl rand"), "{error}");
         }
         let missing = BTreeMap::from([(Access::Read, directory.path().join("none"))]);
-        assert!(Tokens::new(missing, Journal::default()).err().unwrap().message.contains("cannot be read"));
+        assert!(
+            Tokens::new(missing, Journal::default())
+                .err()
+                .unwrap()
+                .message
+                .contains("cannot be read")
+        );
         assert!(tokens(directory.path(), good, 0o600).is_ok());
     }
 
     #[test]
     fn everybody_gets_their_role_or_an_answer_that_says_what_to_do() {
         let directory = tempfile::tempdir().unwrap();
-        let tokens = tokens(directory.path(), "0123456789abcdef0123\n", 0o600).unwrap_or_else(|error| panic!("{error}"));
+        let tokens = tokens(directory.path(), "0123456789abcdef0123\n", 0o600)
+            .unwrap_or_else(|error| panic!("{error}"));
         let ask = |needed, headers: &[(&str, &str)], caller| {
             let result = admit(&tokens, needed, &request(Method::GET, headers, caller));
             result.map_err(|error| (error.status.as_u16(), error.error.message))

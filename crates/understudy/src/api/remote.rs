@@ -5,8 +5,8 @@ use super::access::{Caller, Connected, Guard, Tokens};
 use super::idle::{Patient, Requests};
 use axum::extract::connect_info::Connected as ConnectedBy;
 use axum::serve::{IncomingStream, Listener};
-use std::future::IntoFuture;
 use std::collections::HashMap;
+use std::future::IntoFuture;
 use std::io;
 use std::net::{IpAddr, SocketAddr};
 use std::pin::Pin;
@@ -153,8 +153,7 @@ impl Porter {
         // Whoever speaks no TLS, or not ours, gets no answer.
         let Ok(Ok(stream)) = timeout(HANDSHAKE_TIMEOUT, handshake).await else { return };
         let requests = Requests::default();
-        let connected =
-            Connected { address: seat.address, caller: self.caller(&stream), requests };
+        let connected = Connected { address: seat.address, caller: self.caller(&stream), requests };
         let stream = Patient::new(stream, PATIENCE, connected.requests.clone());
         // Fails if the daemon ends.
         let _ = self.greeted.send((Connection { stream, _seat: seat }, connected)).await;

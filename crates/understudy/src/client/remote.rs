@@ -160,7 +160,10 @@ fn token(file: &Path) -> Result<String, Failure> {
     };
     let (mode, text) = read().map_err(|error| unusable(file, &error.to_string()))?;
     if mode & 0o077 != 0 {
-        return Err(unusable(file, &format!("others may read it (mode {mode:04o}): `chmod 600` it")));
+        return Err(unusable(
+            file,
+            &format!("others may read it (mode {mode:04o}): `chmod 600` it"),
+        ));
     }
     let line = text.lines().next().unwrap_or_default().trim();
     let fits = !line.is_empty() && line.bytes().all(|byte| byte.is_ascii_graphic());
@@ -182,7 +185,9 @@ mod tests {
             let url: HostUrl = text.parse().unwrap();
             assert_eq!((&url.name[..], &url.address[..]), (name, address), "{text}");
         }
-        for text in ["host-a", "http://host-a:7780", "https://host-a", "=10.0.0.1:1", "a=b", "a=b:x"] {
+        for text in
+            ["host-a", "http://host-a:7780", "https://host-a", "=10.0.0.1:1", "a=b", "a=b:x"]
+        {
             assert!(text.parse::<HostUrl>().unwrap_err().contains("NAME=ADDRESS:PORT"), "{text}");
         }
     }
@@ -191,9 +196,8 @@ mod tests {
     fn what_is_missing_or_open_to_others_is_named() {
         let directory = tempfile::tempdir().unwrap();
         let host = || "a=127.0.0.1:1".parse::<HostUrl>().unwrap();
-        let words = |credentials: &Credentials| {
-            Remote::new(host(), credentials).unwrap_err().message
-        };
+        let words =
+            |credentials: &Credentials| Remote::new(host(), credentials).unwrap_err().message;
         assert!(words(&Credentials::default()).contains("--ca FILE"));
         let ca = Some(directory.path().join("ca.pem"));
         let lone = Credentials { ca: ca.clone(), ..Default::default() };

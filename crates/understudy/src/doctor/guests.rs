@@ -12,7 +12,8 @@ const INSTALL_OVMF: &str = "install the package ovmf";
 
 /// Of a host with these VMs.
 pub fn checks(vms: &[VmDefinition]) -> Vec<Check> {
-    let program = std::env::var_os("PATH").and_then(|path| find(SWTPM, std::env::split_paths(&path)));
+    let program =
+        std::env::var_os("PATH").and_then(|path| find(SWTPM, std::env::split_paths(&path)));
     let mut checks = vec![swtpm(program.as_deref(), vms), ovmf(Path::new(OVMF), vms)];
     checks.extend(vms.iter().filter_map(firmware));
     checks

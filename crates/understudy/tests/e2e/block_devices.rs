@@ -2,7 +2,8 @@
 
 use crate::refusals::says;
 use crate::stage::{
-    Calm, LIMIT, PACE, await_service, close, options, play, prove_disk, prove_survival, refusal, run,
+    Calm, LIMIT, PACE, await_service, close, options, play, prove_disk, prove_survival, refusal,
+    run,
 };
 use anyhow::{Context, Result, ensure};
 use std::fs::{self, File};

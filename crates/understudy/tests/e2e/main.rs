@@ -75,8 +75,8 @@
 
 mod api;
 mod arbiter;
-mod browser;
 mod block_devices;
+mod browser;
 mod bulk;
 mod cards;
 mod clocks;

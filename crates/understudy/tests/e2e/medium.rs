@@ -28,10 +28,8 @@ fn define(scene: &Scene) -> Result<PathBuf> {
         table.insert(field.into(), scene.guest_files().join(file).display().to_string().into());
     }
     table.insert("machine".into(), "q35".into());
-    let drive = format!(
-        "path = \"{}\"\nformat = \"raw\"\nbus = \"sata\"\ncdrom = true",
-        first.display()
-    );
+    let drive =
+        format!("path = \"{}\"\nformat = \"raw\"\nbus = \"sata\"\ncdrom = true", first.display());
     let disks = table.get_mut("disk").and_then(Value::as_array_mut).context("no disk")?;
     disks.push(Value::Table(drive.parse()?));
     let empty = Value::Table("bus = \"scsi\"".parse()?);
@@ -46,7 +44,8 @@ fn drives() -> SceneOptions {
 
 /// The guest's name of a drive.
 fn device(shell: &mut GuestShell, bus: &str) -> Result<String> {
-    let line = format!("for s in /sys/block/sr*; do readlink -f $s | grep -q {bus} && echo $s; done");
+    let line =
+        format!("for s in /sys/block/sr*; do readlink -f $s | grep -q {bus} && echo $s; done");
     let name = shell.run(&line)?.text.trim().replace("/sys/block/", "/dev/");
     ensure!(name.starts_with("/dev/sr"), "no drive on {bus}: {name:?}");
     Ok(name)
@@ -171,7 +170,8 @@ fn a_medium_that_cannot_be_put_in_leaves_the_drive_and_protection_as_they_were()
         // As a mounted medium is.
         let device = device(&mut shell, SATA)?;
         shell.start(&format!("exec sleep 1000 < {device}"))?;
-        shell.run("until ls -l /proc/[0-9]*/fd 2>/dev/null | grep -q /dev/sr; do sleep 0.1; done")?;
+        shell
+            .run("until ls -l /proc/[0-9]*/fd 2>/dev/null | grep -q /dev/sr; do sleep 0.1; done")?;
         refused(&["disk1", text(&second)], 1, &["the guest holds the medium", "--force"])?;
         reads(&mut shell, SATA, &first)?;
         change(scene, "a", "disk1", &[text(&second), "--force"])?;

@@ -45,9 +45,11 @@ fn lay(scene: &Scene) -> Result<()> {
         client.ip(&["addr", "add", &format!("{address}/32"), "dev", &end])?;
         client.ip(&["link", "set", &end, "up"])?;
     }
-    for (address, vlan, from) in
-        [(GUEST_ADDRESS, OWN, IN_OWN), (NOBODY_IN_OWN, OWN, IN_OWN), (NOBODY_IN_OTHER, OTHER, IN_OTHER)]
-    {
+    for (address, vlan, from) in [
+        (GUEST_ADDRESS, OWN, IN_OWN),
+        (NOBODY_IN_OWN, OWN, IN_OWN),
+        (NOBODY_IN_OTHER, OTHER, IN_OTHER),
+    ] {
         let (to, end) = (address.to_string(), format!("net.{vlan}"));
         client.ip(&["route", "add", &to, "dev", &end, "src", from])?;
     }
@@ -93,11 +95,13 @@ impl Ears {
     /// Frames for everybody go out in both VLANs; the guest gets those of its own.
     fn prove(&self, scene: &Scene) -> Result<()> {
         // Nobody has the addresses: the question for each is for everybody.
-        let cry = || in_namespace(&scene.lab().client(), || {
-            let socket = UdpSocket::bind("0.0.0.0:0")?;
-            let ask = |address| socket.send_to(b"?", (address, DISCARD_PORT)).map(drop);
-            ask(NOBODY_IN_OTHER).and_then(|()| ask(NOBODY_IN_OWN))
-        });
+        let cry = || {
+            in_namespace(&scene.lab().client(), || {
+                let socket = UdpSocket::bind("0.0.0.0:0")?;
+                let ask = |address| socket.send_to(b"?", (address, DISCARD_PORT)).map(drop);
+                ask(NOBODY_IN_OTHER).and_then(|()| ask(NOBODY_IN_OWN))
+            })
+        };
         wait_for("frames of both VLANs to come to the host", LIMIT, || {
             cry()??;
             Ok((self.own.count()? > 0 && self.arrived.count()? > 2).then_some(()))
@@ -157,9 +161,10 @@ fn a_guest_that_tags_its_frames_itself_keeps_its_trunk() {
         let client = scene.record_client(PACE)?;
         await_service(&client)?;
         let guest = mac(scene)?;
-        scene.lab().client().ip(&[
-            "link", "add", "link", "net", "name", "net.21", "type", "vlan", "id", "21",
-        ])?;
+        scene
+            .lab()
+            .client()
+            .ip(&["link", "add", "link", "net", "name", "net.21", "type", "vlan", "id", "21"])?;
         for host in ["a", "b"] {
             let namespace = scene.lab().host(host)?;
             run("bridge", &["-n", namespace.name(), "vlan", "add", "vid", "21", "dev", UPLINK])?;

@@ -137,8 +137,7 @@ impl Roster {
     pub fn sender(&self, to: Member, card: CardIndex, packet: &[u8]) -> Option<Member> {
         let (_, source) = addresses(packet)?;
         let own = self.card(to, card)?;
-        let is_its =
-            |card: &CardDefinition| card.mac == source && card.shares_network_with(own);
+        let is_its = |card: &CardDefinition| card.mac == source && card.shares_network_with(own);
         let mut others = self.0.iter().filter(|(member, _)| **member != to);
         others.find(|(_, known)| known.cards.iter().any(is_its)).map(|(member, _)| *member)
     }
