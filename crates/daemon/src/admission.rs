@@ -1,19 +1,15 @@
 //! Admission: everything that speaks against a VM, found before anything is changed.
 
-use crate::arbiter::Key;
-use crate::arbiter::Unreachable;
-use crate::error::{ErrorKind, HostError};
-use crate::handshake::{Offer, Purpose, Welcome};
 use crate::host::{Host, PEER_TIMEOUT, prepare_directory};
-use crate::machine::Machine;
 use crate::protection::refused;
-use crate::records::Record;
-use crate::report::Mode;
 use crate::vm::{PrimaryVm, Vm};
 use std::net::SocketAddr;
 use std::path::PathBuf;
 use std::sync::Arc;
+use understudy_arbiter::Key;
+use understudy_arbiter::Unreachable;
 use understudy_disk::{Disk, ImageFormat};
+use understudy_machine::Machine;
 use understudy_network::{NetworkError, bridge_exists, filters_vlans};
 use understudy_protocol::HostName;
 use understudy_protocol::VmName;
@@ -23,6 +19,10 @@ use understudy_protocol::{DiskIndex, Generation, Verdict};
 use understudy_qemu::definition::{CardDefinition, DiskDefinition, DiskFormat};
 use understudy_qemu::lockstep::{LogRole, obstacles};
 use understudy_qemu::{Accelerator, VmDefinition, build_id, peer_obstacle};
+use understudy_replication::handshake::{Offer, Purpose, Welcome};
+use understudy_replication::records::Record;
+use understudy_report::Mode;
+use understudy_report::error::{ErrorKind, HostError};
 
 impl Host {
     /// Refuses names and MAC addresses that are in use on this host.

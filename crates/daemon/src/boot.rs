@@ -1,20 +1,23 @@
 //! Starts and stops VMs.
 
 use crate::admission::open_disks;
-use crate::error::{ErrorKind, HostError};
-use crate::events::EventKind;
 use crate::host::{Host, failed};
-use crate::report::VmStatus;
+use crate::medium;
 use crate::vm::{PrimaryVm, Vm};
-use crate::{machine, medium};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
+use understudy_machine::Plan;
+#[cfg(feature = "fail-points")]
+use understudy_machine::home::Home;
 use understudy_protocol::Generation;
 use understudy_protocol::VmName;
 use understudy_protocol::validity::ImageRole;
 use understudy_qemu::command::Lockstep;
 use understudy_qemu::lockstep::LogRole;
 use understudy_qemu::{Accelerator, ClockBase, CpuNeeds, Role, VmDefinition};
+use understudy_report::VmStatus;
+use understudy_report::error::{ErrorKind, HostError};
+use understudy_report::events::EventKind;
 
 /// How long the guest may take to power off before it is ended.
 const POWER_OFF_TIMEOUT: Duration = Duration::from_secs(30);
@@ -87,7 +90,7 @@ impl Host {
         medium::settle_drives(&mut definition, &run_dir)?;
         let disks = open_disks(&definition, former.as_ref())?;
         let name = definition.name.clone();
-        let plan = machine::Plan {
+        let plan = Plan {
             definition,
             machine_type,
             accelerator,
@@ -162,8 +165,8 @@ impl Host {
     #[cfg(feature = "fail-points")]
     fn save_booted(&self, vm: &PrimaryVm, directory: &str) -> Result<(), HostError> {
         let save = || {
-            let home = crate::home::Home::existing(&self.vm_directory(vm.name())?)?;
-            machine::booted::save(&vm.machine(), &home, directory.as_ref())
+            let home = Home::existing(&self.vm_directory(vm.name())?)?;
+            understudy_machine::booted::save(&vm.machine(), &home, directory.as_ref())
         };
         save().map_err(|error| failed("cannot save the guest", &error))
     }

@@ -2,7 +2,6 @@
 //! power off, and what still runs after the bound of the configuration is cut. Nothing is left
 //! behind, and the records say what happened to whom.
 
-use crate::arbiter::Arbiter;
 use crate::host::Host;
 use crate::vm::{PrimaryVm, Vm};
 use std::sync::Arc;
@@ -10,6 +9,7 @@ use std::sync::atomic::Ordering;
 use std::thread;
 use std::time::{Duration, Instant};
 use tracing::{error, info, warn};
+use understudy_arbiter::Arbiter;
 use understudy_protocol::VmName;
 use understudy_protocol::validity::ImageRole;
 

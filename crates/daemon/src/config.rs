@@ -41,9 +41,6 @@ pub use cluster::{ClusterConfig, Schedule};
 use understudy_protocol::{GroupName, HostName};
 pub use webhook::WebhookUrl;
 
-use crate::error::{ErrorKind, HostError};
-use crate::snapshot::{StoreKeys, Stores};
-use crate::tls::TlsFiles;
 use api::RawApi;
 use arbiter::RawArbiter;
 use cluster::RawCluster;
@@ -60,8 +57,11 @@ use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 use toml::Spanned;
+use understudy_cluster::store_keys::{StoreKeys, Stores};
+use understudy_link::tls::TlsFiles;
 use understudy_qemu::RunAs;
 use understudy_qemu::definition::MemorySize;
+use understudy_report::error::{ErrorKind, HostError};
 use webhook::RawWebhook;
 
 /// Where the daemon listens for the command line, unless told otherwise.

@@ -7,7 +7,6 @@
 
 use crate::host::Host;
 use crate::vm::{FencedVm, PrimaryVm, Vm};
-use crate::{backup, primary};
 use crossbeam_channel::{Receiver, Sender};
 use std::io;
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -16,6 +15,7 @@ use std::thread;
 use std::time::{Duration, Instant};
 use tracing::error;
 use understudy_protocol::{BackupPhase, VmName};
+use understudy_replication::{backup, primary};
 use understudy_threads::{Owner, Scope, spawn, within};
 
 /// For a backup's own end, which a thread that has panicked may have been to see to.

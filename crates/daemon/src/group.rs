@@ -4,134 +4,19 @@
 //! the arbiter; the group is owned by whoever owns all of them, won in one order,
 //! so that the first record decides between two hosts that contest the group.
 
-use crate::arbiter::{Arbiter, Unreachable};
-use crate::error::{ErrorKind, HostError};
-use crate::events::EventKind;
 use crate::host::Host;
-use crate::primary;
 use crate::protection::check_held_console;
-use crate::report::{DiskReads, GroupRequest, Mode, ProtectRequest, VmStatus};
-use crate::sync::lock;
 use crate::vm::{PrimaryVm, Vm};
-use serde::{Deserialize, Serialize};
-use std::collections::BTreeSet;
 use std::sync::Arc;
 use tracing::warn;
-use understudy_protocol::HostName;
-use understudy_protocol::{Generation, Output, Policy, Verdict};
 use understudy_protocol::{GroupName, VmName};
-
-/// The most VMs of a group.
-const MOST_MEMBERS: usize = 64;
-
-/// More than any VM changes its owner; sums of generations stay far from the end of their range.
-const MOST_GENERATIONS: u64 = 1 << 48;
-
-/// One VM of a group.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Member {
-    /// The VM's name.
-    pub vm: VmName,
-    /// The generation at which the primary owned it when protection began.
-    pub generation: Generation,
-}
-
-/// Members of a group, in the same order on every host. What a peer sends is one only if it has
-/// members, not too many, and no VM twice.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(try_from = "UncheckedMembership")]
-pub struct Membership {
-    /// The group's name; none for a VM that is protected by itself.
-    pub name: Option<GroupName>,
-    /// The members, at least one.
-    pub members: Vec<Member>,
-}
-
-/// What a peer calls a [`Membership`].
-#[derive(Deserialize)]
-struct UncheckedMembership {
-    name: Option<GroupName>,
-    members: Vec<Member>,
-}
-
-impl TryFrom<UncheckedMembership> for Membership {
-    type Error = String;
-
-    fn try_from(unchecked: UncheckedMembership) -> Result<Membership, String> {
-        let UncheckedMembership { name, members } = unchecked;
-        if !(1..=MOST_MEMBERS).contains(&members.len()) {
-            return Err(format!("{} members; a group has 1 to {MOST_MEMBERS}", members.len()));
-        }
-        let vms: BTreeSet<&VmName> = members.iter().map(|member| &member.vm).collect();
-        if vms.len() != members.len() {
-            return Err("a group has no VM twice".to_owned());
-        }
-        if members.iter().any(|member| member.generation.0 >= MOST_GENERATIONS) {
-            return Err(format!("a generation is less than {MOST_GENERATIONS}"));
-        }
-        Ok(Membership { name, members })
-    }
-}
-
-impl Membership {
-    /// A VM by itself.
-    pub fn of_one(vm: &VmName, generation: Generation) -> Membership {
-        let member = Member { vm: vm.to_owned(), generation };
-        Membership { name: None, members: vec![member] }
-    }
-
-    /// The member whose generation is that of the group's state machine.
-    pub fn leader(&self) -> &Member {
-        &self.members[0]
-    }
-
-    /// A member's generation, when the leader's is `leaders`: all change together.
-    pub fn generation_of(&self, member: &Member, leaders: Generation) -> Generation {
-        Generation(member.generation.0 + (leaders.0 - self.leader().generation.0))
-    }
-
-    /// The command that protects the VM, and its group, again.
-    pub fn remedy(&self) -> String {
-        let vms: Vec<&str> = self.members.iter().map(|member| member.vm.as_str()).collect();
-        match &self.name {
-            Some(name) => format!("understudy protect {} --group {name}", vms.join(" ")),
-            None => format!("understudy protect {}", vms.join(" ")),
-        }
-    }
-
-    /// Proves that this host could make itself the owner of all members, which `owner` has.
-    pub fn prove(&self, arbiter: &Arbiter, owner: &HostName) -> Result<(), Unreachable> {
-        let one = |member: &Member| arbiter.prove(&member.vm, owner, member.generation);
-        self.members.iter().try_for_each(one)
-    }
-
-    /// Makes this host the owner of all members, or of none. `from` is the
-    /// leader's generation. Asking again is harmless.
-    pub fn acquire(&self, arbiter: &Arbiter, from: Generation) -> Verdict {
-        let mut won: Vec<(&Member, Generation)> = Vec::new();
-        for member in &self.members {
-            match arbiter.acquire(&member.vm, self.generation_of(member, from)) {
-                Verdict::Granted(generation) => won.push((member, generation)),
-                Verdict::Taken(owner) => {
-                    give_back(arbiter, &won);
-                    return Verdict::Taken(owner);
-                }
-                unreachable @ Verdict::Unreachable(_) => return unreachable,
-            }
-        }
-        Verdict::Granted(won[0].1)
-    }
-}
-
-/// Gives back what was won of a group of which a member was started anew: it is not to be had any
-/// more.
-fn give_back(arbiter: &Arbiter, won: &[(&Member, Generation)]) {
-    for (member, generation) in won {
-        if let Err(error) = arbiter.release(&member.vm, *generation) {
-            warn!(vm = %member.vm, "{}", error);
-        }
-    }
-}
+use understudy_protocol::{Output, Policy};
+use understudy_replication::membership::{MOST_MEMBERS, Member, Membership};
+use understudy_replication::primary;
+use understudy_replication::sync::lock;
+use understudy_report::error::{ErrorKind, HostError};
+use understudy_report::events::EventKind;
+use understudy_report::{DiskReads, GroupRequest, Mode, ProtectRequest, VmStatus};
 
 impl Host {
     /// Starts protecting VMs of this host as one group; returns when the peer has
@@ -265,108 +150,5 @@ fn common_policy(vms: &[Arc<PrimaryVm>], asked: Option<Policy>) -> Result<Policy
                            group has one: choose it with --policy";
             Err(HostError::new(ErrorKind::Invalid, message.to_owned()))
         }
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-    use crate::config::ArbiterConfig;
-    use std::path::Path;
-    use understudy_protocol::Ownership;
-    use understudy_protocol::literal;
-
-    fn group() -> Membership {
-        let member = |(vm, generation): (&str, u64)| Member {
-            vm: vm.parse().unwrap(),
-            generation: Generation(generation),
-        };
-        let members = [("db", 1), ("web", 4)].map(member).to_vec();
-        Membership { name: Some(literal("shop")), members }
-    }
-
-    fn arbiters(directory: &Path) -> (Arbiter, Arbiter) {
-        let config = ArbiterConfig::File { path: directory.to_owned() };
-        let arbiter = |host| Arbiter::new(&config, &literal(host)).unwrap();
-        // Host a has started both.
-        arbiter("a").claim(&literal::<VmName>("db"), Generation(0));
-        arbiter("a").claim(&literal::<VmName>("web"), Generation(3));
-        (arbiter("a"), arbiter("b"))
-    }
-
-    /// An empty one ended the daemon of whoever looked for its leader.
-    #[test]
-    fn a_membership_of_a_peer_has_members_and_none_twice() {
-        let parse = |members: serde_json::Value| {
-            serde_json::from_value::<Membership>(
-                serde_json::json!({"name": "shop", "members": members}),
-            )
-        };
-        let member =
-            |vm: &str, generation: u64| serde_json::json!({"vm": vm, "generation": generation});
-        assert_eq!(parse(serde_json::json!([member("db", 1), member("web", 4)])).unwrap(), group());
-        assert!(parse(serde_json::json!([])).is_err());
-        assert!(parse(serde_json::json!([member("db", 1), member("db", 1)])).is_err());
-        assert!(parse(serde_json::json!([member("db", u64::MAX)])).is_err());
-        let many: Vec<_> = (0..=MOST_MEMBERS).map(|n| member(&format!("vm{n}"), 1)).collect();
-        assert!(parse(many.into()).is_err());
-    }
-
-    #[test]
-    fn a_group_is_won_as_a_whole_and_once() {
-        let directory = tempfile::tempdir().unwrap();
-        let (a, b) = arbiters(directory.path());
-        assert_eq!(group().acquire(&b, Generation(1)), Verdict::Granted(Generation(2)));
-        assert_eq!(group().acquire(&b, Generation(1)), Verdict::Granted(Generation(2)));
-        assert!(matches!(group().acquire(&a, Generation(1)), Verdict::Taken(_)));
-        let owner = Ownership { host: Some(literal("b")), generation: Generation(5) };
-        assert_eq!(b.current(&literal::<VmName>("web")).unwrap(), Some(owner));
-        assert_eq!(group().remedy(), "understudy protect db web --group shop");
-    }
-
-    #[test]
-    fn a_proof_is_of_every_members_record_and_the_same_arbiter() {
-        let directory = tempfile::tempdir().unwrap();
-        let (a, b) = arbiters(directory.path());
-        assert_eq!(group().prove(&b, &literal("a")), Ok(()));
-        let words = group().prove(&b, &literal("c")).unwrap_err().0;
-        assert!(words.contains("its record says a, generation 1"), "{words}");
-        // What is in its place is not the arbiter, however empty it is.
-        let aside = directory.path().with_extension("aside");
-        std::fs::rename(directory.path(), &aside).unwrap();
-        std::fs::create_dir(directory.path()).unwrap();
-        let words = group().prove(&b, &literal("a")).unwrap_err().0;
-        assert!(words.contains("is its storage mounted?"), "{words}");
-        for from in [0, 1] {
-            assert!(matches!(
-                b.claim(&literal::<VmName>("db"), Generation(from)),
-                Verdict::Unreachable(_)
-            ));
-        }
-        assert!(
-            b.current(&literal::<VmName>("db")).is_err()
-                && b.release(&literal::<VmName>("db"), Generation(1)).is_err()
-        );
-        std::fs::remove_dir(directory.path()).unwrap();
-        std::fs::rename(&aside, directory.path()).unwrap();
-        assert_eq!(group().prove(&b, &literal("a")), Ok(()), "by itself, once it is back");
-        assert_eq!(
-            a.acquire(&literal::<VmName>("web"), Generation(4)),
-            Verdict::Granted(Generation(5))
-        );
-        let words = group().prove(&b, &literal("a")).unwrap_err().0;
-        assert!(words.contains("a, generation 5"), "{words}");
-    }
-
-    #[test]
-    fn a_member_that_was_started_anew_keeps_the_group_from_moving() {
-        let directory = tempfile::tempdir().unwrap();
-        let (a, b) = arbiters(directory.path());
-        assert_eq!(
-            a.acquire(&literal::<VmName>("web"), Generation(4)),
-            Verdict::Granted(Generation(5))
-        );
-        assert!(matches!(group().acquire(&b, Generation(1)), Verdict::Taken(_)));
-        assert_eq!(b.current(&literal::<VmName>("db")).unwrap().unwrap().host, None, "given back");
     }
 }

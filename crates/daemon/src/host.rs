@@ -1,26 +1,16 @@
 //! The host: every VM that this daemon runs or backs up.
 
-use crate::arbiter::Arbiter;
 use crate::arrivals::Arrivals;
 use crate::config::{ApiConfig, ArbiterConfig, ClusterConfig, HostConfig};
 use crate::containment::{self, Panics};
-use crate::custody::Orphans;
-use crate::error::{ErrorKind, HostError};
-use crate::events::{self, Journal};
-use crate::gate::{descriptors, lobby::Lobby};
-use crate::handshake::Identity;
-use crate::machine::Machine;
+use crate::gate::lobby::Lobby;
 use crate::membership::{self, Members};
-use crate::meters::Meters;
+use crate::orphans::Orphans;
 use crate::peers::{self, Peers};
-use crate::records::{Record, Records};
-use crate::report::{ArbiterReport, CheckpointTiming, HostStatus, VmStatus};
-use crate::resync;
 use crate::snapshot::frames::Fabric;
 use crate::snapshot::{Snapshots, start_sampling, start_schedules};
-use crate::tls::{self, ApiTls, Tls};
 use crate::vm::{PrimaryVm, Vm};
-use crate::{arbiter, backup, gate, memory_pressure, qemu_log};
+use crate::{arbiter_watch, expiry, gate, memory_pressure, webhook};
 use std::collections::BTreeMap;
 use std::io;
 use std::net::{SocketAddr, TcpListener};
@@ -29,10 +19,23 @@ use std::sync::atomic::AtomicBool;
 use std::sync::{Arc, Weak};
 use std::time::{Duration, Instant};
 use tracing::{info, warn};
+use understudy_arbiter::Arbiter;
+use understudy_arbiter::descriptors;
+use understudy_link::tls::{self, ApiTls, Tls};
+use understudy_machine::Machine;
+use understudy_machine::qemu_log;
 use understudy_protocol::Generation;
 use understudy_protocol::validity::ImageRole;
 use understudy_protocol::{GroupName, VmName};
 use understudy_qemu::Capabilities;
+use understudy_replication::backup;
+use understudy_replication::handshake::Identity;
+use understudy_replication::records::{Record, Records};
+use understudy_replication::resync;
+use understudy_report::error::{ErrorKind, HostError};
+use understudy_report::events::Journal;
+use understudy_report::meters::Meters;
+use understudy_report::{ArbiterReport, CheckpointTiming, HostStatus, VmStatus};
 use understudy_threads::Common;
 
 /// How long the backup may take to answer an operator's wish.
@@ -153,15 +156,15 @@ impl Host {
         for listener in listeners {
             gate::listen(&host, listener)?;
         }
-        qemu_log::start(&host).map_err(internal)?;
+        qemu_log::start(&host, host.config.state_dir.clone()).map_err(internal)?;
         if let Some(tls) = &host.identity.tls {
             tls::renewal::start(Arc::downgrade(tls));
         }
         peers::watch(&host);
         membership::join(&host);
-        arbiter::watch::start(&host);
-        events::watch::start(&host);
-        events::webhook::start(&host);
+        arbiter_watch::start(&host);
+        expiry::start(&host);
+        webhook::start(&host);
         start_schedules(&host);
         start_sampling(&host);
         host.tell_of_the_lost();

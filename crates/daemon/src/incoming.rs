@@ -1,19 +1,10 @@
 //! Connections from other hosts.
 
 use crate::arrivals::Arrival;
-use crate::backup::{self, Beside, Former, Launch, Outcome};
 use crate::containment::of_vm;
-use crate::error::{ErrorKind, HostError};
-use crate::events::EventKind;
 use crate::gate::authorize::{Asker, authorize};
 use crate::gate::lobby::Place;
-use crate::group::{Member, Membership};
-use crate::handshake::{FileOffer, GroupOffer, Hello, MOST_PATHS, Offer, Purpose, Welcome, answer};
 use crate::host::{Host, failed};
-use crate::link::Link;
-use crate::machine;
-use crate::report::{Mode, TakeoverReport};
-use crate::resync::{self, Groundwork};
 use crate::snapshot::frames;
 use crate::survey::Needs;
 use crate::vm::{FencedVm, Vm};
@@ -23,6 +14,8 @@ use std::path::{Path, PathBuf};
 use std::sync::{Arc, Weak};
 use tracing::{info, warn};
 use understudy_disk::{FreshMirror, Mirror};
+use understudy_link::link::Link;
+use understudy_machine::Plan;
 use understudy_protocol::VmName;
 use understudy_protocol::validity::ImageRole;
 use understudy_protocol::wire::Kind;
@@ -30,6 +23,15 @@ use understudy_protocol::{DiskIndex, HostName, Output};
 use understudy_qemu::command::Lockstep;
 use understudy_qemu::lockstep::LogRole;
 use understudy_qemu::{CpuNeeds, Role};
+use understudy_replication::backup::{self, Beside, Former, Launch, Outcome};
+use understudy_replication::handshake::{
+    FileOffer, GroupOffer, Hello, MOST_PATHS, Offer, Purpose, Welcome, answer,
+};
+use understudy_replication::membership::{Member, Membership};
+use understudy_replication::resync::{self, Groundwork};
+use understudy_report::error::{ErrorKind, HostError};
+use understudy_report::events::EventKind;
+use understudy_report::{Mode, TakeoverReport};
 use understudy_threads::within;
 
 /// A kernel, an initial RAM disk or the beginning of a disk: far more than any has.
@@ -154,7 +156,8 @@ fn take_offer(host: &Arc<Host>, link: Link, hello: &Hello, offer: &Offer) -> any
         }
     };
     let directory = host.vm_directory(&offer.definition.name)?;
-    let groundwork = resync::examine(host, offer, &directory);
+    let record = host.record(&offer.definition.name).map_err(|error| error.to_string());
+    let groundwork = resync::examine(&host.config.name, record, offer, &directory);
     let mut welcome = Welcome::of(&host.config.name);
     match &groundwork {
         Groundwork::Full(why) => {
@@ -268,7 +271,7 @@ fn stand_by(
         // The primary has noted what changed here: the copy can be taken up again.
         host.records.change(&name, |record| record.sessions = former)?;
     }
-    let machine = host.launch(machine::Plan {
+    let machine = host.launch(Plan {
         definition,
         machine_type: offer.machine_type.clone(),
         accelerator: offer.accelerator,
@@ -463,7 +466,7 @@ fn came_how(former: &HostName, reason: &str, phases: TakeoverReport) -> EventKin
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::handshake::FileRole;
+    use understudy_replication::handshake::FileRole;
 
     /// A primary could announce a kernel that fills the backup's disk.
     #[test]

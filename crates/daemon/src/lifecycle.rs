@@ -1,19 +1,19 @@
 //! What happens to VMs: they come and go, end by themselves, lose or keep their protection.
 
-use crate::error::{ErrorKind, HostError};
-use crate::events::EventKind;
 use crate::host::{Host, PEER_TIMEOUT};
-use crate::machine::disk_error::RETRY_INTERVAL;
-use crate::machine::{self, Machine, MachineEvent, OnEvent};
-use crate::report::ProtectRequest;
 use crate::vm::{FencedVm, PrimaryVm, Vm};
 use crate::{containment, repair};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 use tracing::{info, warn};
+use understudy_machine::disk_error::RETRY_INTERVAL;
+use understudy_machine::{Machine, MachineEvent, OnEvent, Plan};
 use understudy_protocol::VmName;
 use understudy_protocol::validity::ImageRole;
 use understudy_protocol::{Generation, PrimaryEvent, PrimaryPhase};
+use understudy_report::ProtectRequest;
+use understudy_report::error::{ErrorKind, HostError};
+use understudy_report::events::EventKind;
 use understudy_threads::{spawn, within};
 
 /// How long a machine that has ended may take to be taken apart.
@@ -40,7 +40,7 @@ fn disk_failed(vm: Arc<PrimaryVm>, error: &str) {
 
 impl Host {
     /// Starts a machine, whose name is free.
-    pub(crate) fn launch(&self, plan: machine::Plan<'_>) -> anyhow::Result<Arc<Machine>> {
+    pub(crate) fn launch(&self, plan: Plan<'_>) -> anyhow::Result<Arc<Machine>> {
         let name = plan.definition.name.clone();
         let launch = || Machine::launch(plan);
         let machine = Arc::new(within(&containment::of_vm(self, &name), launch)?);

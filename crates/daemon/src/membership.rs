@@ -3,7 +3,6 @@
 //! `PREFIX/hosts/NAME` says where the host is and how busy; it hangs on a lease,
 //! so that a host that is dead, or out of etcd's reach, vanishes by itself.
 
-use crate::etcd::{Etcd, Lease};
 use crate::host::Host;
 use crate::survey::load_percent;
 use serde::{Deserialize, Serialize};
@@ -13,6 +12,7 @@ use std::sync::{Arc, Weak};
 use std::thread;
 use std::time::Duration;
 use tracing::{info, warn};
+use understudy_arbiter::etcd::{Etcd, Lease};
 use understudy_protocol::HostName;
 use understudy_threads::Common;
 

@@ -1,22 +1,22 @@
 //! What `understudy doctor` asks other hosts and the arbiter: as the daemon would, and without a
 //! trace in anybody's log.
 
-use crate::arbiter::{Arbiter, ArbiterName};
 use crate::config::HostConfig;
-use crate::handshake::Purpose;
 use crate::host::{Host, identify};
-use crate::link::Link;
-use crate::records::Records;
 use crate::vm::PrimaryVm;
 use serde::{Deserialize, Serialize};
 use std::net::SocketAddr;
 use std::sync::Arc;
+use understudy_arbiter::{Arbiter, ArbiterName};
+use understudy_link::link::Link;
 use understudy_protocol::Generation;
 use understudy_protocol::wire::Kind;
 use understudy_protocol::{HostName, VmName};
 use understudy_qemu::VmDefinition;
+use understudy_replication::handshake::Purpose;
+use understudy_replication::records::Records;
 
-pub use crate::cgroup::probe as control_groups;
+pub use understudy_machine::cgroup::probe as control_groups;
 
 /// What a host says of itself.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -97,7 +97,7 @@ pub fn peer(
 ) -> Result<ProbeAnswer, ProbeError> {
     let wrong = |error: anyhow::Error| ProbeError::Wrong(format!("{error:#}"));
     let identity = identify(config).map_err(|error| ProbeError::Wrong(error.message))?;
-    let socket = crate::handshake::connect(address)
+    let socket = understudy_replication::handshake::connect(address)
         .map_err(|error| ProbeError::NotUp(format!("{error:#}")))?;
     let link = identity.greet(socket, name, address, Purpose::Probe).map_err(wrong)?;
     let answer: ProbeAnswer = link.expect_json(Kind::Welcome).map_err(wrong)?;

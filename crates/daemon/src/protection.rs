@@ -1,20 +1,20 @@
 //! Protection as the operator asks for it: its begin, its end, the planned fail-over.
 
 use crate::containment;
-use crate::error::{ErrorKind, HostError};
-use crate::events::EventKind;
-use crate::group::Membership;
 use crate::host::{Host, PEER_TIMEOUT, failed, internal};
-use crate::lockstep::compare::primary::Refusal;
-use crate::machine::Machine;
-use crate::report::{ComparisonReport, DiskReads, Mode, ProtectRequest, VmStatus};
-use crate::sync::lock;
 use crate::vm::{PrimaryVm, Vm};
-use crate::{primary, resync};
 use std::sync::Arc;
+use understudy_machine::Machine;
 use understudy_protocol::VmName;
 use understudy_protocol::{Generation, Output, PrimaryPhase};
 use understudy_qemu::VmDefinition;
+use understudy_replication::lockstep::compare::primary::Refusal;
+use understudy_replication::membership::Membership;
+use understudy_replication::sync::lock;
+use understudy_replication::{primary, resync};
+use understudy_report::error::{ErrorKind, HostError};
+use understudy_report::events::EventKind;
+use understudy_report::{ComparisonReport, DiskReads, Mode, ProtectRequest, VmStatus};
 use understudy_threads::within;
 
 impl Host {
@@ -290,7 +290,7 @@ impl Host {
 
 /// An error that the peer, or the way to it, caused.
 pub(crate) fn refused(what: &str, error: &anyhow::Error) -> HostError {
-    let kind = if error.chain().any(|cause| cause.is::<crate::link::Refused>()) {
+    let kind = if error.chain().any(|cause| cause.is::<understudy_link::link::Refused>()) {
         ErrorKind::Refused
     } else {
         ErrorKind::Unreachable

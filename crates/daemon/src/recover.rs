@@ -1,11 +1,7 @@
 //! Recovery after both hosts were lost: ask everybody, name the valid images, start the
 //! VM on them.
 
-use crate::error::{ErrorKind, HostError};
-use crate::handshake::Purpose;
 use crate::host::Host;
-use crate::records::Record;
-use crate::report::{RecoverReport, RecoverRequest, ValidImages};
 use crate::vm::Vm;
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
@@ -17,6 +13,10 @@ use understudy_protocol::validity::{ArbiterWord, Evidence, Finding, ImageRole, j
 use understudy_protocol::wire::Kind;
 use understudy_protocol::{Generation, Ownership};
 use understudy_protocol::{GroupName, HostName, VmName};
+use understudy_replication::handshake::Purpose;
+use understudy_replication::records::Record;
+use understudy_report::error::{ErrorKind, HostError};
+use understudy_report::{RecoverReport, RecoverRequest, ValidImages};
 use understudy_snapshot::SnapshotNumber;
 
 /// What a host answers when it is asked about its images of a VM.

@@ -4,13 +4,9 @@
 //! What is wanted is the operator's last `protect` or `unprotect`. It travels to
 //! the backup with every offer, so that a survivor knows it too.
 
-use crate::clock;
 use crate::containment;
-use crate::events::{EventKind, VmEvents};
 use crate::host::Host;
-use crate::report::ProtectRequest;
 use crate::survey::Needs;
-use crate::sync::lock;
 use crate::vm::PrimaryVm;
 use crossbeam_channel::{Receiver, RecvTimeoutError, Sender};
 use std::collections::VecDeque;
@@ -21,6 +17,11 @@ use tracing::{error, info};
 use understudy_protocol::Time;
 use understudy_protocol::repair::{Repair, RepairAction, RepairEvent, RepairPhase};
 use understudy_qemu::CpuNeeds;
+use understudy_replication::clock;
+use understudy_replication::moments::strike;
+use understudy_replication::sync::lock;
+use understudy_report::ProtectRequest;
+use understudy_report::events::{EventKind, VmEvents};
 use understudy_threads::spawn;
 use understudy_threads::within;
 
@@ -190,6 +191,7 @@ fn step(host: &Weak<Host>, weak: &Weak<PrimaryVm>, event: RepairEvent) -> Option
     let mut events = VecDeque::from([event]);
     while let Some(mut event) = events.pop_front() {
         let vm = weak.upgrade()?;
+        strike("repair", vm.name());
         if event == RepairEvent::Tick && vm.repairer.is_attempting() && vm.is_protected() {
             event = RepairEvent::Protected;
         }

@@ -4,15 +4,15 @@
 //! Memory that a VM was promised counts before it is used: a standby fills up only
 //! while it is synchronised, and a guest takes its memory when it first writes it.
 
-use crate::error::{ErrorKind, HostError};
-use crate::handshake::{FileOffer, FileRole, Offer};
 use crate::host::Host;
-use crate::machine::Machine;
-use crate::primary::EPOCH_DISK_BYTES;
 use crate::vm::Vm;
 use nix::sys::statvfs::statvfs;
 use std::path::Path;
 use std::sync::Arc;
+use understudy_machine::Machine;
+use understudy_replication::handshake::{FileOffer, FileRole, Offer};
+use understudy_replication::primary::EPOCH_DISK_BYTES;
+use understudy_report::error::{ErrorKind, HostError};
 
 /// What a VM takes beside the guest's memory: QEMU, the daemon's queues (32 MiB), and what the
 /// guest writes to its disks in one epoch, which a backup keeps until that is whole.

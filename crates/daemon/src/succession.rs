@@ -7,29 +7,22 @@
 //! before the next one runs the guest; until then it goes on if anything fails.
 
 use crate::containment;
-use crate::error::HostError;
-use crate::home::Home;
 use crate::host::{Host, failed};
-use crate::machine::{self, Machine};
-use crate::primary::Next;
-use crate::report::Mode;
 use crate::vm::PrimaryVm;
-use anyhow::ensure;
 use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::time::{Duration, Instant};
 use tracing::{info, warn};
-use understudy_memory::RamBlock;
-use understudy_protocol::{PAGE_SIZE, PageIndex};
+use understudy_machine::home::Home;
+use understudy_machine::succession::hand_over;
+use understudy_machine::{Machine, Plan};
 use understudy_qemu::command::Lockstep;
-use understudy_qemu::counting::count_instructions;
-use understudy_qemu::lockstep::{LogErrand, LogRole};
+use understudy_qemu::lockstep::LogRole;
 use understudy_qemu::{ClockBase, Role, TickRate};
+use understudy_replication::primary::Next;
+use understudy_report::Mode;
+use understudy_report::error::HostError;
 use understudy_threads::within;
-
-/// QEMU takes a frame in microseconds; one whose card is full takes no more anyhow.
-const INBOUND_PATIENCE: Duration = Duration::from_millis(20);
 
 impl Host {
     /// Sees to it that the VM's QEMU can have a backup that keeps up in this way. The caller
@@ -103,7 +96,7 @@ impl Host {
         let adopted = Adopted::default();
         let name = &former.definition().name;
         let (is_adopted, sink) = (adopted.0.clone(), self.event_sink(name));
-        let plan = machine::Plan {
+        let plan = Plan {
             definition: (*former.definition_now()).clone(),
             machine_type: former.machine_type().to_owned(),
             accelerator: former.accelerator(),
@@ -142,70 +135,4 @@ impl Adopted {
             warn!(%vm, "the directory of the former QEMU stays: {error}");
         }
     }
-}
-
-/// Moves the stopped guest; since when it stands still. On success the former QEMU has ended,
-/// else it goes on. `while_stopped` is called when it has written all that it will.
-pub(crate) fn hand_over(
-    former: &Machine,
-    next: &Machine,
-    while_stopped: impl FnOnce() -> anyhow::Result<()>,
-) -> anyhow::Result<Instant> {
-    check_blocks(former, next)?;
-    for port in former.ports() {
-        if !port.hold_inbound(INBOUND_PATIENCE) {
-            info!(vm = %former.definition().name, "QEMU leaves frames unread; they are lost");
-        }
-    }
-    let began = Instant::now();
-    let mut monitor = former.monitor();
-    let moved = former.pause(&mut monitor, LogErrand::None).and_then(|mut pause| {
-        let mut state = Vec::new();
-        let moved = pause.saved(&mut state).and_then(|_| {
-            while_stopped()?;
-            if let (None, Some(lockstep)) = (former.lockstep(), next.lockstep()) {
-                let rate = lockstep.clock.tick_rate().unwrap_or(TickRate(1 << 32));
-                count_instructions(&mut state, rate)?;
-            }
-            copy_small_blocks(former.blocks(), next.blocks())?;
-            spoil(&mut state);
-            next.load(&state)
-        });
-        if moved.is_err() {
-            pause.resume()?;
-        }
-        moved
-    });
-    if let Err(error) = moved {
-        former.ports().iter().for_each(|port| port.resume_inbound());
-        return Err(error.context("it goes on as it was"));
-    }
-    drop(monitor);
-    next.take_place();
-    former.retire();
-    Ok(began)
-}
-
-/// A test makes a state of it that no QEMU loads.
-fn spoil(_state: &mut [u8]) {
-    fail::fail_point!("spoil-state", |_| _state[0] ^= 1);
-}
-
-pub(crate) fn check_blocks(former: &Machine, next: &Machine) -> anyhow::Result<()> {
-    let shape = |machine: &Machine| -> Vec<(String, u64)> {
-        machine.blocks().iter().map(|block| (block.name().to_owned(), block.bytes())).collect()
-    };
-    let (ours, theirs) = (shape(former), shape(next));
-    ensure!(ours == theirs, "the QEMUs' RAM blocks differ: {ours:?} and {theirs:?}");
-    Ok(())
-}
-
-/// All but the main memory, which both have mapped.
-pub(crate) fn copy_small_blocks(from: &[RamBlock], to: &[RamBlock]) -> anyhow::Result<()> {
-    for (from, to) in from.iter().zip(to).skip(1) {
-        let mut content = vec![0; usize::try_from(from.pages())? * PAGE_SIZE];
-        from.read(PageIndex(0), &mut content)?;
-        to.write(PageIndex(0), &content)?;
-    }
-    Ok(())
 }

@@ -1,9 +1,7 @@
 //! Which host could back a VM up, and how well: asked of every known host over
 //! the link between hosts, all at the same time.
 
-use crate::arbiter::Arbiter;
 use crate::containment;
-use crate::handshake::Purpose;
 use crate::host::Host;
 use crate::membership;
 use crate::vm::Vm;
@@ -13,12 +11,14 @@ use std::net::{IpAddr, SocketAddr};
 use std::sync::Arc;
 use std::thread;
 use std::time::{Duration, Instant};
+use understudy_arbiter::Arbiter;
 use understudy_protocol::repair::{Candidate, Fitness};
 use understudy_protocol::wire::Kind;
 use understudy_protocol::{HostName, VmName};
 use understudy_qemu::CpuNeeds;
 use understudy_qemu::capabilities::CapabilityError;
 use understudy_qemu::definition::CardDefinition;
+use understudy_replication::handshake::Purpose;
 
 /// For a host to answer: one that is down must not hold up the choice of another.
 const PATIENCE: Duration = Duration::from_millis(1_500);

@@ -5,52 +5,17 @@
 //! the same rules. What is needed for it, a QEMU that replays or one that records, is started
 //! beside the one that there is, before.
 
-use crate::error::{ErrorKind, HostError};
 use crate::host::Host;
-use crate::primary::Session;
-use crate::report::{DiskReads, Mode, ProtectRequest};
 use crate::vm::PrimaryVm;
-use serde::{Deserialize, Serialize};
 use std::sync::Arc;
 use understudy_protocol::{Output, PrimaryPhase};
 use understudy_qemu::command::Lockstep;
 use understudy_qemu::lockstep::LogRole;
 use understudy_qemu::{ClockBase, TickRate};
-
-/// What the primary tells its backup.
-#[derive(Clone, Debug, Serialize, Deserialize)]
-#[serde(rename_all = "kebab-case")]
-pub enum Order {
-    /// Start a QEMU for the other way; the one that there is goes on.
-    Prepare(Box<Wanted>),
-    /// It will not be needed.
-    Cancel,
-}
-
-/// The other way.
-#[derive(Clone, Debug, Serialize, Deserialize)]
-pub struct Wanted {
-    /// How the backup is to keep up.
-    pub mode: Mode,
-    /// In lockstep: where it gets what its guest reads.
-    pub disk_reads: DiskReads,
-    /// What the guest's clock showed first.
-    pub clock: ClockBase,
-    /// The build of the primary's QEMU.
-    pub qemu_build: Option<String>,
-    /// What the operator asks for from then on.
-    pub wish: ProtectRequest,
-}
-
-/// What the backup says to it.
-#[derive(Clone, Debug, Serialize, Deserialize)]
-#[serde(rename_all = "kebab-case")]
-pub enum Answer {
-    /// It is ready.
-    Ready,
-    /// It cannot, for this reason.
-    Refused(String),
-}
+use understudy_replication::primary::Session;
+use understudy_replication::turn::Wanted;
+use understudy_report::error::{ErrorKind, HostError};
+use understudy_report::{Mode, ProtectRequest};
 
 impl Host {
     /// Turns a protected VM to the other way of keeping up, as its operator asks. It stays

@@ -1,19 +1,19 @@
 //! A VM as this host knows it, and the report about it.
 
-use crate::events::VmEvents;
-use crate::machine::Machine;
 use crate::repair::Repairer;
-use crate::report::{
-    CardReport, CheckpointTiming, CompressionReport, DiskReport, DiskSync, LockstepReport, Mode,
-    ProtectRequest, Protection, Role, TakeoverReport, VmStatus,
-};
-use crate::resync::{self, Basis};
-use crate::sync::lock;
-use crate::{backup, primary};
 use std::sync::{Arc, Mutex, OnceLock};
+use understudy_machine::Machine;
 use understudy_protocol::HostName;
 use understudy_protocol::VmName;
 use understudy_protocol::{BackupPhase, Generation, Output, PrimaryPhase};
+use understudy_replication::resync::{self, Basis};
+use understudy_replication::sync::lock;
+use understudy_replication::{backup, primary};
+use understudy_report::events::VmEvents;
+use understudy_report::{
+    CardReport, CheckpointTiming, CompressionReport, DiskReport, DiskSync, LockstepReport, Mode,
+    ProtectRequest, Protection, Role, TakeoverReport, VmStatus,
+};
 
 /// What this host is to a VM.
 #[derive(Clone)]

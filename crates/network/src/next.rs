@@ -17,12 +17,12 @@ use std::thread::JoinHandle;
 pub struct NextGuest {
     socket: Arc<OwnedFd>,
     over: Arc<EventFd>,
-    thread: Option<JoinHandle<Said>>,
+    thread: Option<JoinHandle<FrameFormat>>,
 }
 
 /// What the agent has said of the card.
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct Said {
+pub(crate) struct FrameFormat {
     pub header: HeaderLength,
     pub offloads: Offloads,
 }
@@ -40,12 +40,12 @@ impl NextGuest {
     }
 
     /// The socket, and what was said on it, which is read by the caller from now on.
-    pub(crate) fn take(mut self) -> (Arc<OwnedFd>, Option<Said>) {
-        let said = self.end();
-        (self.socket.clone(), said)
+    pub(crate) fn take(mut self) -> (Arc<OwnedFd>, Option<FrameFormat>) {
+        let format = self.end();
+        (self.socket.clone(), format)
     }
 
-    fn end(&mut self) -> Option<Said> {
+    fn end(&mut self) -> Option<FrameFormat> {
         // Fails only if it is signalled 2^64 times already.
         let _ = self.over.write(1);
         // A thread that panicked has reported that itself.
@@ -60,27 +60,27 @@ impl Drop for NextGuest {
 }
 
 /// Until QEMU has ended, or somebody else listens; what was said before is taken in.
-fn listen(socket: &OwnedFd, over: &EventFd) -> Said {
-    let mut said = Said { header: HeaderLength::Short, offloads: Offloads::NONE };
+fn listen(socket: &OwnedFd, over: &EventFd) -> FrameFormat {
+    let mut format = FrameFormat { header: HeaderLength::Short, offloads: Offloads::NONE };
     let mut inbox = Inbox::new();
     loop {
         let mut waited =
             [socket.as_fd(), over.as_fd()].map(|fd| PollFd::new(fd, PollFlags::POLLIN));
         if poll(&mut waited, PollTimeout::NONE).is_err_and(|errno| errno != Errno::EINTR) {
-            return said;
+            return format;
         }
         let is_over = waited[1].any().unwrap_or(true);
-        let more = hear(socket, &mut inbox, &mut said);
+        let more = hear(socket, &mut inbox, &mut format);
         if is_over || !more {
-            return said;
+            return format;
         }
     }
 }
 
 /// Takes in what was said; false if there is nobody any more.
-fn hear(socket: &OwnedFd, inbox: &mut Inbox, said: &mut Said) -> bool {
+fn hear(socket: &OwnedFd, inbox: &mut Inbox, format: &mut FrameFormat) -> bool {
     loop {
-        let count = match inbox.receive(socket, said.header) {
+        let count = match inbox.receive(socket, format.header) {
             Ok(count) => count,
             Err(errno) => return matches!(errno, Errno::EAGAIN | Errno::EINTR),
         };
@@ -88,13 +88,13 @@ fn hear(socket: &OwnedFd, inbox: &mut Inbox, said: &mut Said) -> bool {
             match inbox.message(n) {
                 Message::Control(bytes) => match Control::decode(bytes) {
                     Some(Control::Header(length)) => {
-                        said.header = length;
+                        format.header = length;
                         // Nothing else was written to this socket: there is room.
                         if messages::answer(socket).is_err() {
                             return false;
                         }
                     }
-                    Some(Control::Offloads(offloads)) => said.offloads = offloads,
+                    Some(Control::Offloads(offloads)) => format.offloads = offloads,
                     None => return false,
                 },
                 Message::End => return false,

@@ -3,7 +3,7 @@
 
 use crate::control::HeaderLength;
 use crate::header::Offloads;
-use crate::next::Said;
+use crate::next::FrameFormat;
 use nix::sys::memfd::{MFdFlags, memfd_create};
 use std::fs::File;
 use std::io;
@@ -20,7 +20,7 @@ impl CardNote {
     /// An empty one: QEMU has said nothing.
     pub fn create() -> nix::Result<CardNote> {
         let note = CardNote(memfd_create("card", MFdFlags::MFD_CLOEXEC)?.into());
-        note.write(Said { header: HeaderLength::Short, offloads: Offloads::NONE });
+        note.write(FrameFormat { header: HeaderLength::Short, offloads: Offloads::NONE });
         Ok(note)
     }
 
@@ -35,15 +35,15 @@ impl CardNote {
     }
 
     /// To be called before the agent is answered.
-    pub fn write(&self, said: Said) {
-        let full = u32::from(said.header == HeaderLength::Full);
-        let bytes = (u64::from(full) << 32 | u64::from(said.offloads.bits())).to_le_bytes();
+    pub fn write(&self, format: FrameFormat) {
+        let full = u32::from(format.header == HeaderLength::Full);
+        let bytes = (u64::from(full) << 32 | u64::from(format.offloads.bits())).to_le_bytes();
         if let Err(error) = self.0.write_all_at(&bytes, 0) {
             tracing::warn!("cannot note what QEMU said of a card: {error}");
         }
     }
 
-    pub fn read(&self) -> io::Result<Said> {
+    pub fn read(&self) -> io::Result<FrameFormat> {
         let mut bytes = [0; BYTES];
         self.0.read_exact_at(&mut bytes, 0)?;
         let bits = u64::from_le_bytes(bytes);
@@ -53,7 +53,7 @@ impl CardNote {
         };
         let offloads = Offloads::from_bits(bits as u32);
         let offloads = offloads.ok_or_else(|| io::Error::other("unknown offloads of a card"))?;
-        Ok(Said { header, offloads })
+        Ok(FrameFormat { header, offloads })
     }
 }
 
@@ -66,12 +66,12 @@ mod tests {
         let note = CardNote::create().unwrap();
         let other = CardNote::adopt(note.duplicate().unwrap());
         let read = || {
-            let said = other.read().unwrap();
-            (said.header, said.offloads)
+            let format = other.read().unwrap();
+            (format.header, format.offloads)
         };
         assert_eq!(read(), (HeaderLength::Short, Offloads::NONE));
         let offloads = Offloads::SUMS.and(Offloads::TCP4);
-        note.write(Said { header: HeaderLength::Full, offloads });
+        note.write(FrameFormat { header: HeaderLength::Full, offloads });
         assert_eq!(read(), (HeaderLength::Full, offloads));
     }
 }

@@ -5,7 +5,7 @@ use crate::control::{Control, HeaderLength};
 use crate::fabric::{Fabric, marked};
 use crate::header::Offloads;
 use crate::messages::{self, Inbox, Message, READ_AT_ONCE};
-use crate::next::Said;
+use crate::next::FrameFormat;
 use crate::note::CardNote;
 use crate::switch::Seat;
 use crate::tap::Tap;
@@ -107,24 +107,24 @@ impl Outbound {
     pub fn connect(&mut self, connection: Arc<OwnedFd>) {
         self.connection = Some(connection);
         (self.header, self.answer_due) = (HeaderLength::Short, false);
-        self.note.write(Said { header: HeaderLength::Short, offloads: Offloads::NONE });
+        self.note.write(FrameFormat { header: HeaderLength::Short, offloads: Offloads::NONE });
         self.ended = None;
     }
 
     /// It has said this of its card already.
-    pub fn resume(&mut self, said: Said, tap: &Tap) {
-        self.header = said.header;
-        set_offloads(tap, said.offloads);
-        self.note.write(said);
+    pub fn resume(&mut self, format: FrameFormat, tap: &Tap) {
+        self.header = format.header;
+        set_offloads(tap, format.offloads);
+        self.note.write(format);
     }
 
     /// A daemon that has died had this QEMU, and wrote down what it said.
     pub fn adopt(&mut self, connection: Arc<OwnedFd>, note: OwnedFd, tap: &Tap) -> io::Result<()> {
         let note = CardNote::adopt(note);
-        let said = note.read()?;
+        let format = note.read()?;
         self.connect(connection);
         self.note = note;
-        self.resume(said, tap);
+        self.resume(format, tap);
         Ok(())
     }
 
@@ -196,12 +196,12 @@ impl Outbound {
                 Message::Control(bytes) => match Control::decode(bytes) {
                     Some(Control::Header(length)) => {
                         (self.header, self.answer_due) = (length, true);
-                        self.note.write(Said { header: length, offloads: tap.offloads() });
+                        self.note.write(FrameFormat { header: length, offloads: tap.offloads() });
                         received.changed = true;
                     }
                     Some(Control::Offloads(offloads)) => {
                         set_offloads(tap, offloads);
-                        self.note.write(Said { header: self.header, offloads });
+                        self.note.write(FrameFormat { header: self.header, offloads });
                     }
                     None => {
                         ended = Some(

@@ -60,4 +60,4 @@ pub use take::{
     About, Part, TakeAction, TakeCohort, TakeCohortPhase, TakeEvent, TakeOrder, TakeReport, Taker,
     TakerAction, TakerEvent, TakerPhase,
 };
-pub use units::{Area, BadChunkId, ChunkId, Life, Member, SnapshotNumber, UNIT_BYTES};
+pub use units::{Area, BadChunkId, ChunkId, Incarnation, Member, SnapshotNumber, UNIT_BYTES};

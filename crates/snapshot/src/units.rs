@@ -58,7 +58,7 @@ impl fmt::Display for SnapshotNumber {
     JsonSchema,
 )]
 #[serde(transparent)]
-pub struct Life(pub u32);
+pub struct Incarnation(pub u32);
 
 /// A member of a group, in the order of the group's definition.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]

@@ -12,7 +12,7 @@ use std::time::{Duration, Instant};
 use understudy_protocol::BlockId;
 use understudy_protocol::literal;
 use understudy_snapshot::{
-    Area, AreaEntry, AreaMap, Blob, Compression, Lane, Life, Machine, Manifest, MemberEntry,
+    Area, AreaEntry, AreaMap, Blob, Compression, Incarnation, Lane, Machine, Manifest, MemberEntry,
     MemberManifest, Packer, SnapshotNumber, Store, StoreError, Swept, UNIT_BYTES, WorkingSet,
 };
 
@@ -192,7 +192,7 @@ fn take(
         number: writing.number,
         label: None,
         taken_at: NOW,
-        life: Life(1),
+        incarnation: Incarnation(1),
         compression: packing,
         members: vec![MemberEntry {
             name: literal("db"),

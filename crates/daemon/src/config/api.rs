@@ -1,7 +1,6 @@
 //! `[api]`: who may use this host's API over the network, and for what.
 
 use super::source::Source;
-use crate::error::HostError;
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
@@ -11,6 +10,7 @@ use std::path::PathBuf;
 use std::str::FromStr;
 use toml::Spanned;
 use understudy_protocol::HostName;
+use understudy_report::error::HostError;
 
 /// What a caller of the API may do; each includes those before.
 #[derive(

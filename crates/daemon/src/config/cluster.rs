@@ -10,14 +10,14 @@
 //! ```
 
 use super::source::Source;
-use crate::error::HostError;
-use crate::snapshot::{StoreKeys, Stores};
 use serde::Deserialize;
 use std::collections::BTreeMap;
 use std::path::PathBuf;
 use std::time::Duration;
 use toml::Spanned;
+use understudy_cluster::store_keys::{StoreKeys, Stores};
 use understudy_protocol::{GroupName, HostName, VmName};
+use understudy_report::error::HostError;
 use understudy_snapshot::{NoAddress, Retention, StoreAddress};
 
 /// A group of VMs.

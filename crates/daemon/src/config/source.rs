@@ -1,13 +1,13 @@
 //! A configuration's text: where each error stands, and the checks that fields share.
 
-use crate::error::{ErrorKind, HostError};
-use crate::handshake::MOST_PATHS;
 use std::net::SocketAddr;
 use std::ops::Range;
 use std::path::{Path, PathBuf};
 use std::str::FromStr;
 use toml::Spanned;
 use understudy_protocol::NameError;
+use understudy_replication::handshake::MOST_PATHS;
+use understudy_report::error::{ErrorKind, HostError};
 
 /// What the TOML reader says of each field that must be there, and an example.
 const EXAMPLES: [(&str, &str); 3] = [

@@ -1,9 +1,9 @@
 //! `[webhook]`: where this host's events are posted.
 
 use super::source::Source;
-use crate::error::HostError;
 use serde::Deserialize;
 use toml::Spanned;
+use understudy_report::error::HostError;
 
 /// An address that takes events by POST.
 #[derive(Clone, Debug, PartialEq, Eq)]

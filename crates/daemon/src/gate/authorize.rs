@@ -15,8 +15,8 @@
 //! What a primary orders within a session (hand-over, mode switches, images to be kept) comes on
 //! the session's own connection, hence from the host whose offer was taken.
 
-use crate::handshake::Purpose;
 use std::fmt;
+use understudy_replication::handshake::Purpose;
 
 /// What this host knows of whoever asks.
 #[derive(Clone, Copy, Debug)]

@@ -4,14 +4,11 @@
 //! |--------|----|
 //! | [`lobby`] | how many connections there may be, and for how long, before it is known whose they are |
 //! | [`authorize`] | who may ask for what |
-//! | [`descriptors`] | what is kept for the arbiter when descriptors run out |
 
 pub mod authorize;
-pub mod descriptors;
 pub mod lobby;
 
 use crate::containment;
-use crate::error::{ErrorKind, HostError};
 use crate::host::Host;
 use crate::incoming;
 use lobby::Lobby;
@@ -25,6 +22,8 @@ use std::sync::{Arc, Weak};
 use std::thread;
 use std::time::{Duration, Instant};
 use tracing::warn;
+use understudy_arbiter::descriptors;
+use understudy_report::error::{ErrorKind, HostError};
 
 /// Before the next try when the system has no descriptor, thread or memory; doubled each time.
 const BACK_OFF: [Duration; 2] = [Duration::from_millis(10), Duration::from_secs(1)];

@@ -2,8 +2,6 @@
 //! extends them: by a line, so that whatever else is in it stays as the operator wrote it.
 
 use crate::config::{ArbiterConfig, EtcdTls, HostConfig};
-use crate::error::{ErrorKind, HostError, cannot};
-use crate::whole_file;
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
 use std::fmt;
@@ -13,7 +11,9 @@ use std::net::SocketAddr;
 use std::os::unix::fs::{OpenOptionsExt, PermissionsExt};
 use std::path::{Path, PathBuf};
 use std::str::FromStr;
+use understudy_arbiter::whole_file;
 use understudy_protocol::HostName;
+use understudy_report::error::{ErrorKind, HostError, cannot};
 
 const HEADER: &str = "\
 # Made by Understudy, and yours from now on. All that can be in it: FILES.md.gz in

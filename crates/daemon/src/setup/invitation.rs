@@ -5,10 +5,6 @@ use super::host_file::{self, ArbiterSettings};
 use super::message::{Bounded, Grant, Reply, Request, receive_request, send_reply};
 use super::token::{Fingerprint, Secret, Token};
 use crate::config::HostConfig;
-use crate::error::{ErrorKind, HostError, cannot};
-use crate::pki::{self, PublicKey};
-use crate::sync::lock;
-use crate::tls::TlsFiles;
 use anyhow::{Context, ensure};
 use base64::Engine;
 use base64::prelude::BASE64_STANDARD;
@@ -28,7 +24,11 @@ use std::sync::{Arc, Mutex};
 use std::thread;
 use std::time::{Duration, Instant};
 use tracing::warn;
+use understudy_link::pki::{self, PublicKey};
+use understudy_link::tls::TlsFiles;
 use understudy_protocol::HostName;
+use understudy_replication::sync::lock;
+use understudy_report::error::{ErrorKind, HostError, cannot};
 
 /// The port beside the daemon's, on which invitations wait.
 const PORT_DISTANCE: u16 = 1;

@@ -4,11 +4,7 @@ use super::message::{Bounded, Grant, LIMIT, Reply, Request, WrongSecret};
 use super::message::{receive_reply, send_request};
 use super::token::{Fingerprint, Token};
 use super::{Made, Plan};
-use crate::error::{ErrorKind, HostError, cannot};
 use crate::host::prepare_directory;
-use crate::pki::HostKey;
-use crate::tls::{self, Tls, TlsFiles};
-use crate::whole_file;
 use base64::Engine;
 use base64::prelude::BASE64_STANDARD;
 use rustls::client::danger::{HandshakeSignatureValid, ServerCertVerified, ServerCertVerifier};
@@ -26,7 +22,11 @@ use std::io;
 use std::net::TcpStream;
 use std::path::Path;
 use std::sync::Arc;
+use understudy_arbiter::whole_file;
+use understudy_link::pki::HostKey;
+use understudy_link::tls::{self, Tls, TlsFiles};
 use understudy_protocol::HostName;
+use understudy_report::error::{ErrorKind, HostError, cannot};
 
 /// What joining has made.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]

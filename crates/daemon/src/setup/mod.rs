@@ -36,16 +36,16 @@ pub use machine::{default_address, default_name};
 pub use token::{Token, TokenError};
 
 use crate::config::HostConfig;
-use crate::error::{ErrorKind, HostError, cannot};
 use crate::host::prepare_directory;
-use crate::pki;
 use host_file::{HostFile, TlsSection, refuse_overwriting};
 use serde::Serialize;
 use std::collections::BTreeMap;
 use std::fs;
 use std::net::{SocketAddr, TcpListener};
 use std::path::{Path, PathBuf};
+use understudy_link::pki;
 use understudy_protocol::HostName;
+use understudy_report::error::{ErrorKind, HostError, cannot};
 
 /// Where a host's configuration is, unless told otherwise.
 pub const DIRECTORY: &str = "/etc/understudy";

@@ -1,10 +1,10 @@
 //! Hosts that join, over loopback: what both have afterwards, and tokens that are of no use.
 
 use super::*;
-use crate::tls::Tls;
 use std::os::unix::fs::PermissionsExt;
 use std::thread::{self, JoinHandle};
 use std::time::Duration;
+use understudy_link::tls::Tls;
 use understudy_protocol::literal;
 
 const LIFETIME: Duration = Duration::from_secs(60);

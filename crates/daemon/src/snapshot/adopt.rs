@@ -1,15 +1,10 @@
 //! Going on with a restored VM whose daemon died while its memory or disks were being loaded.
 //! What is there of them is what the kernel and the disks' marks say; the rest is loaded as ever.
 
-use super::disk_fill::DiskFiller;
-use super::fill::Filler;
 use super::prepare::{disk_area, member_of};
 use super::restore::Restoring;
-use super::source::Source;
-use super::words::RestoreTask;
-use crate::custody::{Custody, Orphan};
 use crate::host::Host;
-use crate::machine::{Adoption, Machine, MachineNote};
+use crate::orphans::Orphan;
 use crate::vm::PrimaryVm;
 use anyhow::Context;
 use serde::{Deserialize, Serialize};
@@ -17,9 +12,15 @@ use std::os::fd::OwnedFd;
 use std::path::Path;
 use std::sync::Arc;
 use tracing::warn;
+use understudy_cluster::disk_fill::DiskFiller;
+use understudy_cluster::fill::Filler;
+use understudy_cluster::messages::RestoreTask;
+use understudy_cluster::source::Source;
+use understudy_machine::custody::Custody;
+use understudy_machine::{Adoption, Machine, MachineNote};
 use understudy_memory::MAIN_MEMORY;
 use understudy_protocol::{DiskIndex, Generation};
-use understudy_snapshot::{Area, AreaMap, Life, MemberManifest, Page, Store};
+use understudy_snapshot::{Area, AreaMap, Incarnation, MemberManifest, Page, Store};
 
 /// What the next daemon must know.
 #[derive(Clone, Debug, Serialize, Deserialize)]
@@ -58,7 +59,7 @@ pub(crate) struct Remaining {
     /// The order in which that is loaded.
     queue: Vec<Page>,
     /// Of the VM's group, now.
-    life: Life,
+    incarnation: Incarnation,
 }
 
 impl Host {
@@ -92,7 +93,7 @@ impl Host {
             disks: Arc::new(resume_disks(&source, &member, &note.machine)?),
             memory: main_memory(&store, &member)?,
             queue: task.queue(&store, &member)?,
-            life: self.life_of(&task.group.name)?.max(task.life),
+            incarnation: self.incarnation_of(&task.group.name)?.max(task.incarnation),
             source,
         })
     }
@@ -104,11 +105,11 @@ impl Host {
         generation: Generation,
         remaining: Remaining,
     ) -> anyhow::Result<()> {
-        let Remaining { source, disks, memory, queue, life } = remaining;
+        let Remaining { source, disks, memory, queue, incarnation } = remaining;
         self.presences_of(task.vm(), machine);
         let filler = Arc::new(Filler::resume(source, machine.clone(), memory, &queue)?);
         self.snapshots.note_number(&task.group.name, task.number);
-        self.rejoin(machine, generation, &RestoreTask { life, ..task.clone() });
+        self.rejoin(machine, generation, &RestoreTask { incarnation, ..task.clone() });
         let restoring = Restoring::resumed(self, task, &filler, disks);
         let _adding = self.adding.lock();
         self.add_restored(machine.clone(), generation, &task.id);
@@ -126,7 +127,9 @@ impl Host {
         if task.group.vms.len() == 1 {
             return self.join_cluster(machine, generation);
         }
-        if let Err(error) = self.join(machine, generation, &task.group, task.life, task.number) {
+        if let Err(error) =
+            self.join(machine, generation, &task.group, task.incarnation, task.number)
+        {
             let (vm, group) = (task.vm(), &task.group.name);
             warn!(%vm, "its frames do not go through the cluster {group}: {error:#}");
         }

@@ -1,16 +1,8 @@
 //! All of one member that a snapshot has: memory, disks, device state, what it boots from.
 
-use super::Stopped;
-use super::disk::DiskCapture;
 use super::member::MemberSeat;
-use super::memory::{CaptureOptions, MemoryCapture, Taken};
-use super::part::{Content, Shape, put_part};
-use super::store_keys::StoreKeys;
 use super::take::Start;
-use super::words::{RestoreTask, TakeTask};
 use crate::host::Host;
-use crate::machine::Machine;
-use crate::sync::lock;
 use crate::vm::PrimaryVm;
 use anyhow::{Context, bail};
 use crossbeam_channel::Receiver;
@@ -19,10 +11,18 @@ use std::sync::atomic::AtomicBool;
 use std::sync::{Arc, Weak};
 use std::time::{Duration, Instant};
 use tracing::info;
+use understudy_cluster::Stopped;
+use understudy_cluster::disk::DiskCapture;
+use understudy_cluster::memory::{CaptureOptions, MemoryCapture, Taken};
+use understudy_cluster::messages::{RestoreTask, TakeTask};
+use understudy_cluster::part::{Content, Shape, put_part};
+use understudy_cluster::store_keys::StoreKeys;
 use understudy_disk::ChangesTaken;
+use understudy_machine::Machine;
 use understudy_protocol::{BlockId, DiskIndex};
 use understudy_protocol::{GroupName, VmName};
 use understudy_qemu::lockstep::LogErrand;
+use understudy_replication::sync::lock;
 use understudy_snapshot::{Area, AreaMap, Part, SnapshotNumber, Store, StoreAddress};
 
 /// The last snapshot that exists: what the next one need not save again.

@@ -1,26 +1,27 @@
 //! What users ask a daemon to do with a group: take a snapshot, restore one.
 
-use super::placement::{Question, store_error};
-use super::report::{RestoreReport, RestoreRequest, SnapshotReport, SnapshotRequest};
+use super::placement::store_error;
 use super::restorer::{self, Job};
 use super::taker::Coordinator;
-use super::words::{GroupPlaces, RestoreTask};
 use super::{library, unix_now};
-use crate::arbiter::Key;
-use crate::clock;
-use crate::error::{ErrorKind, HostError};
-use crate::events::EventKind;
 use crate::host::Host;
 use crate::recover::Inquiry;
 use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::time::Duration;
 use tracing::warn;
+use understudy_arbiter::Key;
+use understudy_cluster::messages::Question;
+use understudy_cluster::messages::{GroupPlaces, RestoreTask};
 use understudy_protocol::Generation;
 use understudy_protocol::{GroupName, HostName, VmName};
+use understudy_replication::clock;
+use understudy_report::cluster::{RestoreReport, RestoreRequest, SnapshotReport, SnapshotRequest};
+use understudy_report::error::{ErrorKind, HostError};
+use understudy_report::events::EventKind;
 use understudy_snapshot::{
-    Crossing, Life, Line, Load, Manifest, Member, MemberManifest, Mode, Plan, SnapshotNumber,
-    StartOrder, Store, StoreAddress,
+    Crossing, Incarnation, Line, Load, Manifest, Member, MemberManifest, Mode, Plan,
+    SnapshotNumber, StartOrder, Store, StoreAddress,
 };
 
 /// How much later a member should start than one that it starts after.
@@ -72,8 +73,9 @@ impl Host {
             memory.push(bytes);
         }
         let group = GroupPlaces { name: name.to_owned(), vms, hosts };
-        let life = self.life_of(name)?;
-        let coordinator = Coordinator::new(self, group, life, memory, location.clone(), request)?;
+        let incarnation = self.incarnation_of(name)?;
+        let coordinator =
+            Coordinator::new(self, group, incarnation, memory, location.clone(), request)?;
         let manifest = coordinator.run(last)?;
         let store = location.to_string();
         let taken = EventKind::Snapshot { group: name.to_owned(), number: manifest.number, store };
@@ -130,15 +132,15 @@ impl Host {
         let loads = loads(&store, &members, request, &hosts, &speeds)?;
         let plan = plan(&order, &loads, request.mode);
         let vms = manifest.members.iter().map(|entry| entry.name.clone()).collect();
-        let life = self.next_life(name, manifest.life)?;
+        let incarnation = self.next_incarnation(name, manifest.incarnation)?;
         let task = RestoreTask {
-            id: format!("{}-{}", life.0, unix_now()),
+            id: format!("{}-{}", incarnation.0, unix_now()),
             group: GroupPlaces { name: name.to_owned(), vms, hosts },
             member: Member(0),
             store: location,
             number: manifest.number,
             newest: Generation(0),
-            life,
+            incarnation,
             by_recency: request.mode == Mode::WorkingSet,
         };
         let line = Line { order, patience };
@@ -271,22 +273,26 @@ fn plan(order: &StartOrder, loads: &[Load], mode: Mode) -> Plan {
 
 impl Host {
     /// How often the group was restored, by the arbiter's record.
-    pub(super) fn life_of(&self, group: &GroupName) -> Result<Life, HostError> {
-        let known = self.snapshots.last_life(group);
+    pub(super) fn incarnation_of(&self, group: &GroupName) -> Result<Incarnation, HostError> {
+        let known = self.snapshots.last_incarnation(group);
         let Some(arbiter) = &self.arbiter else { return Ok(known) };
-        let current = arbiter.current(Key::Life(group));
+        let current = arbiter.current(Key::Incarnation(group));
         let current =
             current.map_err(|error| HostError::new(ErrorKind::Unreachable, error.to_string()))?;
-        Ok(known.max(Life(current.map_or(0, |owner| owner.generation.0 as u32))))
+        Ok(known.max(Incarnation(current.map_or(0, |owner| owner.generation.0 as u32))))
     }
 
-    /// A life that nobody has had. Without an arbiter all is on one host, whose clock will do.
-    fn next_life(&self, group: &GroupName, saved: Life) -> Result<Life, HostError> {
+    /// An incarnation that nobody has had. Without an arbiter all is on one host, whose clock will do.
+    fn next_incarnation(
+        &self,
+        group: &GroupName,
+        saved: Incarnation,
+    ) -> Result<Incarnation, HostError> {
         if self.arbiter.is_none() {
-            return Ok(Life((unix_now() as u32).max(saved.0 + 1)));
+            return Ok(Incarnation((unix_now() as u32).max(saved.0 + 1)));
         }
-        let former = self.life_of(group)?.max(saved);
-        let won = self.take_ownership(Key::Life(group), Generation(former.0.into()))?;
-        Ok(Life(won.0 as u32))
+        let former = self.incarnation_of(group)?.max(saved);
+        let won = self.take_ownership(Key::Incarnation(group), Generation(former.0.into()))?;
+        Ok(Incarnation(won.0 as u32))
     }
 }

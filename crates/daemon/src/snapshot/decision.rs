@@ -1,22 +1,22 @@
 //! Whether the members of a restore stay, once they run: decided once, at the arbiter. The record
-//! `restore.GROUP` is of the generation that is the group's life; it names the coordinator's host if
+//! `restore.GROUP` is of the generation that is the group's incarnation; it names the coordinator's host if
 //! they stay, and nobody if the restore was given up. Without an arbiter all is in one daemon.
 
-use crate::arbiter::{Arbiter, Key, Unreachable};
 use crate::host::Host;
+use understudy_arbiter::{Arbiter, Key, Unreachable};
 use understudy_protocol::GroupName;
 use understudy_protocol::{Generation, Verdict};
-use understudy_snapshot::{Decision, Life};
+use understudy_snapshot::{Decision, Incarnation};
 
 impl Host {
     /// All members run: they stay, unless it was given up. Only the coordinator may ask.
     pub(super) fn settle_restore(
         &self,
         group: &GroupName,
-        life: Life,
+        incarnation: Incarnation,
     ) -> Result<Decision, Unreachable> {
         match &self.arbiter {
-            Some(arbiter) => settle(arbiter, group, life),
+            Some(arbiter) => settle(arbiter, group, incarnation),
             None => Ok(Decision::Settled),
         }
     }
@@ -26,37 +26,45 @@ impl Host {
     pub(super) fn give_up_restore(
         &self,
         group: &GroupName,
-        life: Life,
+        incarnation: Incarnation,
     ) -> Result<Option<Decision>, Unreachable> {
-        self.arbiter.as_ref().map(|arbiter| give_up(arbiter, group, life)).transpose()
+        self.arbiter.as_ref().map(|arbiter| give_up(arbiter, group, incarnation)).transpose()
     }
 }
 
-fn settle(arbiter: &Arbiter, group: &GroupName, life: Life) -> Result<Decision, Unreachable> {
-    match arbiter.claim(Key::Restore(group), before(life)) {
+fn settle(
+    arbiter: &Arbiter,
+    group: &GroupName,
+    incarnation: Incarnation,
+) -> Result<Decision, Unreachable> {
+    match arbiter.claim(Key::Restore(group), before(incarnation)) {
         Verdict::Granted(_) => Ok(Decision::Settled),
         Verdict::Taken(_) => Ok(Decision::GivenUp),
         Verdict::Unreachable(why) => Err(Unreachable(why)),
     }
 }
 
-fn give_up(arbiter: &Arbiter, group: &GroupName, life: Life) -> Result<Decision, Unreachable> {
-    arbiter.release(Key::Restore(group), before(life))?;
+fn give_up(
+    arbiter: &Arbiter,
+    group: &GroupName,
+    incarnation: Incarnation,
+) -> Result<Decision, Unreachable> {
+    arbiter.release(Key::Restore(group), before(incarnation))?;
     let decided = arbiter.current(Key::Restore(group))?;
-    // A record of a later life: nobody waits for this one any more.
-    let of_this = decided.filter(|record| record.generation == generation(life));
+    // A record of a later incarnation: nobody waits for this one any more.
+    let of_this = decided.filter(|record| record.generation == generation(incarnation));
     match of_this.is_some_and(|record| record.host.is_some()) {
         true => Ok(Decision::Settled),
         false => Ok(Decision::GivenUp),
     }
 }
 
-fn generation(life: Life) -> Generation {
-    Generation(life.0.into())
+fn generation(incarnation: Incarnation) -> Generation {
+    Generation(incarnation.0.into())
 }
 
-fn before(life: Life) -> Generation {
-    Generation(u64::from(life.0).saturating_sub(1))
+fn before(incarnation: Incarnation) -> Generation {
+    Generation(u64::from(incarnation.0).saturating_sub(1))
 }
 
 #[cfg(test)]
@@ -76,42 +84,50 @@ mod tests {
         let directory = tempfile::tempdir().unwrap();
         let [a, b] = ["a", "b"].map(|host| arbiter(directory.path(), host));
         // After three restores of which nobody asked.
-        let life = Life(4);
-        assert_eq!(settle(&a, &literal("shop"), life), Ok(Decision::Settled));
+        let incarnation = Incarnation(4);
+        assert_eq!(settle(&a, &literal("shop"), incarnation), Ok(Decision::Settled));
         for host in [&a, &b] {
-            assert_eq!(give_up(host, &literal("shop"), life), Ok(Decision::Settled));
+            assert_eq!(give_up(host, &literal("shop"), incarnation), Ok(Decision::Settled));
         }
-        assert_eq!(settle(&a, &literal("shop"), life), Ok(Decision::Settled), "an answer was lost");
+        assert_eq!(
+            settle(&a, &literal("shop"), incarnation),
+            Ok(Decision::Settled),
+            "an answer was lost"
+        );
 
-        let life = Life(5);
-        assert_eq!(give_up(&b, &literal("shop"), life), Ok(Decision::GivenUp));
+        let incarnation = Incarnation(5);
+        assert_eq!(give_up(&b, &literal("shop"), incarnation), Ok(Decision::GivenUp));
         for host in [&a, &b] {
-            assert_eq!(give_up(host, &literal("shop"), life), Ok(Decision::GivenUp));
-            assert_eq!(settle(host, &literal("shop"), life), Ok(Decision::GivenUp));
+            assert_eq!(give_up(host, &literal("shop"), incarnation), Ok(Decision::GivenUp));
+            assert_eq!(settle(host, &literal("shop"), incarnation), Ok(Decision::GivenUp));
         }
-        assert_eq!(settle(&a, &literal("bank"), life), Ok(Decision::Settled), "another group");
+        assert_eq!(
+            settle(&a, &literal("bank"), incarnation),
+            Ok(Decision::Settled),
+            "another group"
+        );
     }
 
     #[test]
     fn the_coordinators_own_host_may_give_up_too() {
         let directory = tempfile::tempdir().unwrap();
         let a = arbiter(directory.path(), "a");
-        assert_eq!(give_up(&a, &literal("shop"), Life(1)), Ok(Decision::GivenUp));
-        assert_eq!(settle(&a, &literal("shop"), Life(1)), Ok(Decision::GivenUp));
+        assert_eq!(give_up(&a, &literal("shop"), Incarnation(1)), Ok(Decision::GivenUp));
+        assert_eq!(settle(&a, &literal("shop"), Incarnation(1)), Ok(Decision::GivenUp));
     }
 
     #[test]
     fn what_is_long_over_is_given_up() {
         let directory = tempfile::tempdir().unwrap();
         let [a, b] = ["a", "b"].map(|host| arbiter(directory.path(), host));
-        assert_eq!(settle(&a, &literal("shop"), Life(7)), Ok(Decision::Settled));
-        assert_eq!(give_up(&b, &literal("shop"), Life(6)), Ok(Decision::GivenUp));
+        assert_eq!(settle(&a, &literal("shop"), Incarnation(7)), Ok(Decision::Settled));
+        assert_eq!(give_up(&b, &literal("shop"), Incarnation(6)), Ok(Decision::GivenUp));
     }
 
     #[test]
     fn an_arbiter_that_is_away_decides_nothing() {
         let away = arbiter(Path::new("/nonexistent/arbiter"), "a");
-        assert!(settle(&away, &literal("shop"), Life(1)).is_err());
-        assert!(give_up(&away, &literal("shop"), Life(1)).is_err());
+        assert!(settle(&away, &literal("shop"), Incarnation(1)).is_err());
+        assert!(give_up(&away, &literal("shop"), Incarnation(1)).is_err());
     }
 }

@@ -1,11 +1,8 @@
 //! How a coordinator speaks with the hosts of a group: one connection to each, dialled again
 //! when it is lost. What is lost with it is said again by the machines on both ends.
 
-use super::words::{Heard, Reply, Said};
 use crate::containment::spawn_for_request;
-use crate::handshake::Purpose;
 use crate::host::Host;
-use crate::link::{Link, read_json};
 use anyhow::anyhow;
 use crossbeam_channel::{Receiver, Sender};
 use serde::Serialize;
@@ -15,8 +12,11 @@ use std::sync::Arc;
 use std::thread;
 use std::time::Duration;
 use tracing::{debug, warn};
+use understudy_cluster::messages::{Reply, ToCoordinator, ToMember};
+use understudy_link::link::{Link, read_json};
 use understudy_protocol::HostName;
 use understudy_protocol::wire::Kind;
+use understudy_replication::handshake::Purpose;
 use understudy_threads::spawn;
 
 /// Before a host is dialled again.
@@ -27,7 +27,7 @@ const WRITE_TIMEOUT: Duration = Duration::from_secs(2);
 /// The ways to the hosts of a group.
 pub struct Exchange {
     host: Arc<Host>,
-    peers: BTreeMap<HostName, Sender<Said>>,
+    peers: BTreeMap<HostName, Sender<ToMember>>,
     reply: Reply,
 }
 
@@ -46,11 +46,11 @@ impl Exchange {
     }
 
     /// Says it to the host; it may be lost.
-    pub fn say(&self, host: &HostName, said: Said) {
+    pub fn send_to(&self, host: &HostName, message: ToMember) {
         match self.peers.get(host) {
             // The thread behind it lives as long as this.
-            Some(peer) => drop(peer.send(said)),
-            None => obey(&self.host, said, &self.reply),
+            Some(peer) => drop(peer.send(message)),
+            None => obey(&self.host, message, &self.reply),
         }
     }
 }
@@ -71,7 +71,7 @@ fn reach(
     peer: &HostName,
     addresses: Vec<SocketAddr>,
     reply: &Reply,
-) -> Sender<Said> {
+) -> Sender<ToMember> {
     let (sender, queue) = crossbeam_channel::unbounded();
     let (host, peer, reply) = (host.clone(), peer.to_owned(), reply.clone());
     spawn_for_request("exchange", move || {
@@ -90,24 +90,24 @@ fn reach(
 }
 
 /// Until the connection breaks, or nothing is left to say.
-fn talk(link: &Link, first: Said, queue: &Receiver<Said>, reply: &Reply) {
+fn talk(link: &Link, first: ToMember, queue: &Receiver<ToMember>, reply: &Reply) {
     let hear = || -> anyhow::Result<()> {
         link.set_read_timeout(None)?;
         link.set_write_timeout(Some(WRITE_TIMEOUT))?;
         let (link, reply) = (link.clone(), reply.clone());
         spawn("exchange-in", move || {
-            while let Ok(heard) = receive::<Heard>(&link) {
+            while let Ok(heard) = receive::<ToCoordinator>(&link) {
                 reply(heard);
             }
             link.close();
         })?;
         Ok(())
     };
-    let mut said = Some(first);
+    let mut message = Some(first);
     let mut sound = hear().is_ok();
-    while let (true, Some(order)) = (sound, said.take()) {
-        sound = send(link, &order, matches!(order, Said::Take(..))).is_ok();
-        said = queue.recv().ok();
+    while let (true, Some(order)) = (sound, message.take()) {
+        sound = send(link, &order, matches!(order, ToMember::Take(..))).is_ok();
+        message = queue.recv().ok();
     }
 }
 
@@ -128,25 +128,25 @@ pub(crate) fn serve(host: &Arc<Host>, link: &Link) -> anyhow::Result<()> {
     link.set_read_timeout(None)?;
     link.set_write_timeout(Some(WRITE_TIMEOUT))?;
     let answers = link.clone();
-    let reply: Reply = Arc::new(move |heard: Heard| {
+    let reply: Reply = Arc::new(move |heard: ToCoordinator| {
         // A lost report is asked for again.
-        let _ = send(&answers, &heard, matches!(heard, Heard::Take(..)));
+        let _ = send(&answers, &heard, matches!(heard, ToCoordinator::Take(..)));
     });
     // Ends with the connection.
-    while let Ok(said) = receive::<Said>(link) {
-        let said = said.checked().map_err(|why| anyhow!("an order that cannot be: {why}"))?;
-        match host.may_be_told(said.store()) {
-            Ok(()) => obey(host, said, &reply),
-            Err(error) => reply(said.failed(error.to_string())),
+    while let Ok(message) = receive::<ToMember>(link) {
+        let message = message.checked().map_err(|why| anyhow!("an order that cannot be: {why}"))?;
+        match host.may_be_told(message.store()) {
+            Ok(()) => obey(host, message, &reply),
+            Err(error) => reply(message.failed(error.to_string())),
         }
     }
     Ok(())
 }
 
-fn obey(host: &Arc<Host>, said: Said, reply: &Reply) {
-    match said {
-        Said::Take(task, order) => host.take_order(task, order, reply),
-        Said::Restore(task, order) => host.restore_order(task, order, reply),
+fn obey(host: &Arc<Host>, message: ToMember, reply: &Reply) {
+    match message {
+        ToMember::Take(task, order) => host.take_order(task, order, reply),
+        ToMember::Restore(task, order) => host.restore_order(task, order, reply),
     }
 }
 
@@ -163,12 +163,12 @@ mod tests {
         let taken = Arc::new(Mutex::new(Vec::new()));
         let reply: Reply = {
             let taken = taken.clone();
-            Arc::new(move |heard: Heard| taken.lock().unwrap().push(heard.member()))
+            Arc::new(move |heard: ToCoordinator| taken.lock().unwrap().push(heard.member()))
         };
         let hosts: [HostName; 3] = [literal("a"), literal("b"), literal("a")];
         let of_a = of_own_members(&hosts[0], &hosts, &reply);
         for member in [0, 1, 2, 3, u16::MAX] {
-            of_a(Heard::Restore(Member(member), Report::StartFin));
+            of_a(ToCoordinator::Restore(Member(member), Report::StartFin));
         }
         assert_eq!(*taken.lock().unwrap(), [Member(0), Member(2)]);
     }

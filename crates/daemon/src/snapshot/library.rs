@@ -1,11 +1,11 @@
 //! What is in a store: listed, deleted, verified.
 
 use super::placement::store_error;
-use super::report::{DeleteReport, SnapshotMember, SnapshotReport, VerifyReport};
 use super::unix_now;
-use crate::error::{ErrorKind, HostError};
 use crate::host::Host;
 use understudy_protocol::GroupName;
+use understudy_report::cluster::{DeleteReport, SnapshotMember, SnapshotReport, VerifyReport};
+use understudy_report::error::{ErrorKind, HostError};
 use understudy_snapshot::{
     Listed, Manifest, NoAddress, SnapshotNumber, Store, StoreAddress, Swept,
 };

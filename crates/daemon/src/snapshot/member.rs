@@ -1,12 +1,8 @@
 //! A VM as a member of its cluster: its seat at the cluster's network, and what its cut tells
 //! whoever takes its snapshots.
 
-use super::Stopped;
 use super::frames::{CutListener, Joining, Seat};
-use super::words::GroupPlaces;
 use crate::host::Host;
-use crate::machine::Machine;
-use crate::sync::lock;
 use anyhow::bail;
 use crossbeam_channel::{Receiver, Sender};
 use std::sync::atomic::AtomicBool;
@@ -14,9 +10,13 @@ use std::sync::{Arc, Mutex, OnceLock};
 use std::thread;
 use std::time::{Duration, Instant};
 use tracing::warn;
+use understudy_cluster::Stopped;
+use understudy_cluster::messages::GroupPlaces;
+use understudy_machine::Machine;
 use understudy_protocol::Generation;
 use understudy_protocol::{GroupName, VmName};
-use understudy_snapshot::{InFlightFrame, Life, Member, SnapshotNumber};
+use understudy_replication::sync::lock;
+use understudy_snapshot::{InFlightFrame, Incarnation, Member, SnapshotNumber};
 
 /// For all members to be connected, before a snapshot is begun.
 const CONNECTED: Duration = Duration::from_secs(4);
@@ -163,22 +163,22 @@ impl Host {
             hosts: cluster.members.values().cloned().collect(),
         };
         let join = || -> anyhow::Result<()> {
-            let life = self.life_of(name)?;
+            let incarnation = self.incarnation_of(name)?;
             let number = self.snapshots.last_number(name);
-            self.join(machine, generation, &group, life, number).map(drop)
+            self.join(machine, generation, &group, incarnation, number).map(drop)
         };
         if let Err(error) = join() {
             warn!(%vm, "its frames do not go through the cluster {name}: {error:#}");
         }
     }
 
-    /// The machine is a member of a group in this life.
+    /// The machine is a member of a group in this incarnation.
     pub(super) fn join(
         self: &Arc<Self>,
         machine: &Machine,
         generation: Generation,
         group: &GroupPlaces,
-        life: Life,
+        incarnation: Incarnation,
         number: SnapshotNumber,
     ) -> anyhow::Result<Arc<MemberSeat>> {
         let vm = &machine.definition().name;
@@ -195,7 +195,7 @@ impl Host {
             members: group.vms.clone(),
             member: Member(place as u16),
             generation,
-            life,
+            incarnation,
             number,
             listener: own.clone(),
         };
@@ -203,7 +203,7 @@ impl Host {
         // Set once.
         let _ = own.seat.set(seat);
         own.let_pass();
-        self.snapshots.note_life(&group.name, life);
+        self.snapshots.note_incarnation(&group.name, incarnation);
         self.snapshots.members.lock().insert(vm.clone(), own.clone());
         Ok(own)
     }

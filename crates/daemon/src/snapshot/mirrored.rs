@@ -1,24 +1,24 @@
 //! A protected member's part: taken from its backup's image at the end of an epoch. The guest
 //! stands still for a checkpoint only, as it does all the time.
 
-use super::Stopped;
 use super::capture::{check_runs, connect};
 use super::member::MemberSeat;
-use super::part::{Content, put_part};
 use super::take::Start;
-use super::words::{KeepOrder, Kept, KeptImage, TakeTask};
 use crate::host::Host;
-use crate::machine::Machine;
-use crate::primary;
-use crate::report::Mode;
 use anyhow::{Context, bail};
 use crossbeam_channel::{Receiver, RecvTimeoutError};
 use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
 use std::time::Duration;
 use tracing::info;
+use understudy_cluster::Stopped;
+use understudy_cluster::messages::{KeepOrder, Kept, KeptImage, TakeTask};
+use understudy_cluster::part::{Content, put_part};
+use understudy_machine::Machine;
 use understudy_protocol::PrimaryPhase;
 use understudy_protocol::VmName;
+use understudy_replication::primary;
+use understudy_report::Mode;
 use understudy_snapshot::{Area, Part, SnapshotNumber, Store};
 
 /// How often it is looked whether the snapshot, or protection, has ended.

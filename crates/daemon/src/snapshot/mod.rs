@@ -12,71 +12,50 @@
 //! | [`schedule`] | snapshots that are taken by themselves |
 //! | [`decision`] | whether restored members stay, by the arbiter |
 //! | [`capture`] | all of one member that a snapshot has |
-//! | [`mirrored`], [`kept`] | the same of a protected one, which its backup stores |
-//! | [`part`] | how it is described in the store |
-//! | [`words`], [`exchange`] | what hosts say to each other, and how |
+//! | [`mirrored`] | the same of a protected one, which its backup stores |
+//! | [`exchange`] | how hosts talk about them |
 //! | [`prepare`] | from a part of a snapshot to a VM that runs |
-//! | [`boot_files`] | its kernel |
 //! | [`adopt`] | a VM whose daemon died before all of it was loaded |
 //! | [`placement`] | who may be restored where, asked before anything is started |
-//! | [`memory`], [`fill`], [`disk`], [`disk_fill`] | what is captured, and filled in again |
-//! | [`early`] | what of a memory a start waits for, read while QEMU starts |
-//! | [`store_keys`] | the keys of encrypted stores |
-//! | [`source`] | the way to the store, which all restored guests of a host share |
 //! | [`frames`] | frames between members, and those in flight |
 //! | [`report`] | what users ask for and are told |
-//! | [`trial`] | for trials: which memory guests touch |
 
 mod adopt;
-mod boot_files;
 mod capture;
 mod command;
 mod decision;
-mod disk;
-mod disk_fill;
-mod early;
 mod exchange;
-mod fill;
 pub(crate) mod frames;
-mod kept;
 mod library;
 mod member;
-mod memory;
 mod mirrored;
-mod part;
 mod placement;
 mod prepare;
-pub mod report;
+pub use understudy_cluster::store_keys::make_key;
+pub use understudy_cluster::trial;
+pub use understudy_report::cluster as report;
 mod restore;
 mod restorer;
 mod sampling;
 mod schedule;
-mod source;
-mod store_keys;
 mod take;
 mod taker;
-pub mod trial;
-mod words;
 
 pub(crate) use adopt::RestoreNote;
 pub(crate) use exchange::serve;
-pub(crate) use kept::Keeper;
-pub(crate) use placement::Question;
 pub(crate) use sampling::start as start_sampling;
 pub(crate) use schedule::start as start_schedules;
-pub use store_keys::{StoreKeys, Stores, make_key};
 use understudy_protocol::{GroupName, VmName};
-pub(crate) use words::{KeepOrder, Kept};
 
 use member::MemberSeat;
 use report::FillReport;
 use restore::Restoring;
 use std::collections::BTreeMap;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 use take::Taking;
-use understudy_snapshot::{Life, SnapshotNumber};
+use understudy_snapshot::{Incarnation, SnapshotNumber};
 use understudy_threads::Common;
 
 /// What a store gives in a second, as long as nothing was read from it.
@@ -91,13 +70,13 @@ pub(crate) struct Snapshots {
     takings: Common<BTreeMap<VmName, Arc<Taking>>>,
     restorings: Common<BTreeMap<VmName, Arc<Restoring>>>,
     members: Common<BTreeMap<VmName, Arc<MemberSeat>>>,
-    /// The last number and life of each group that this host has heard of.
-    groups: Common<BTreeMap<GroupName, (SnapshotNumber, Life)>>,
+    /// The last number and incarnation of each group that this host has heard of.
+    groups: Common<BTreeMap<GroupName, (SnapshotNumber, Incarnation)>>,
     /// Bytes a second that were read from a store last; 0 if that is not known.
     speed: AtomicU64,
     samplings: sampling::Samplings,
     /// What all restored guests share.
-    way: Arc<source::Way>,
+    way: Arc<understudy_cluster::source::Way>,
 }
 
 impl Snapshots {
@@ -134,14 +113,14 @@ impl Snapshots {
         known.0 = known.0.max(number);
     }
 
-    fn last_life(&self, group: &GroupName) -> Life {
-        self.groups.lock().get(group).map_or(Life(0), |known| known.1)
+    fn last_incarnation(&self, group: &GroupName) -> Incarnation {
+        self.groups.lock().get(group).map_or(Incarnation(0), |known| known.1)
     }
 
-    fn note_life(&self, group: &GroupName, life: Life) {
+    fn note_incarnation(&self, group: &GroupName, incarnation: Incarnation) {
         let mut groups = self.groups.lock();
         let known = groups.entry(group.to_owned()).or_default();
-        known.1 = known.1.max(life);
+        known.1 = known.1.max(incarnation);
     }
 
     /// Whether a restore of the VM is under way.
@@ -161,21 +140,6 @@ impl Snapshots {
     pub(crate) fn filling(&self, vm: &VmName) -> Option<FillReport> {
         let restoring = self.restorings.lock().get(vm).cloned();
         restoring?.fill_state().filter(|state| !state.memory.complete)
-    }
-}
-
-/// Work was told to end.
-#[derive(Debug, thiserror::Error)]
-#[error("it was stopped")]
-struct Stopped;
-
-impl Stopped {
-    /// An error once `stop` is set.
-    fn check(stop: &AtomicBool) -> Result<(), Stopped> {
-        match stop.load(Ordering::Acquire) {
-            true => Err(Stopped),
-            false => Ok(()),
-        }
     }
 }
 

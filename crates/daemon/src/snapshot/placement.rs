@@ -1,33 +1,18 @@
 //! Who may be restored where: asked before anything is started.
 
-use super::words::SavedVm;
-use crate::error::{ErrorKind, HostError};
-use crate::handshake::Purpose;
 use crate::host::Host;
 use crate::recover::Inquiry;
 use serde::{Deserialize, Serialize};
 use std::sync::Arc;
+use understudy_cluster::messages::{Question, SavedVm};
 use understudy_protocol::Generation;
 use understudy_protocol::HostName;
+use understudy_protocol::VmName;
 use understudy_protocol::validity::ArbiterWord;
 use understudy_protocol::wire::Kind;
-use understudy_protocol::{GroupName, VmName};
-use understudy_snapshot::{
-    MemberManifest, NoAddress, SnapshotNumber, StoreAddress, StoreError, Unfit,
-};
-
-/// What a host is asked: could these members of a snapshot be restored on it?
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Question {
-    /// Where the snapshot is.
-    pub store: StoreAddress,
-    /// Its group.
-    pub group: GroupName,
-    /// Which one.
-    pub number: SnapshotNumber,
-    /// The members' VMs.
-    pub vms: Vec<VmName>,
-}
+use understudy_replication::handshake::Purpose;
+use understudy_report::error::{ErrorKind, HostError};
+use understudy_snapshot::{MemberManifest, NoAddress, StoreAddress, StoreError, Unfit};
 
 /// The answer of a host that could take the members.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -107,7 +92,7 @@ impl Host {
             link.expect_json(Kind::Welcome)
         };
         ask().map_err(|error| {
-            let kind = match error.is::<crate::link::Refused>() {
+            let kind = match error.is::<understudy_link::link::Refused>() {
                 true => ErrorKind::Refused,
                 false => ErrorKind::Unreachable,
             };

@@ -1,18 +1,9 @@
 //! From a member's part of a snapshot to a VM that runs: QEMU on fresh memory, its disks, its
 //! device state.
 
-use super::Stopped;
-use super::boot_files::BootFiles;
-use super::disk_fill::DiskFiller;
-use super::early::Early;
-use super::fill::Filler;
 use super::placement::runs_elsewhere;
-use super::source::Source;
-use super::trial::Watch;
-use super::words::{RestoreTask, SavedVm};
 use crate::host::Host;
-use crate::machine::{self, Machine};
-use anyhow::{Context, anyhow, bail, ensure};
+use anyhow::{Context, anyhow, bail};
 use std::collections::BTreeMap;
 use std::fs;
 use std::io::ErrorKind;
@@ -20,12 +11,21 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
 use tracing::warn;
+use understudy_cluster::Stopped;
+use understudy_cluster::boot_files::BootFiles;
+use understudy_cluster::disk_fill::DiskFiller;
+use understudy_cluster::early::Early;
+use understudy_cluster::fill::Filler;
+use understudy_cluster::messages::{RestoreTask, SavedVm};
+use understudy_cluster::source::Source;
+use understudy_cluster::trial::Watch;
 use understudy_disk::incomplete_mark;
+use understudy_machine::{Machine, Plan};
 use understudy_memory::{GuestRam, MAIN_MEMORY, RamBlock};
 use understudy_protocol::{BlockId, DiskIndex, Generation};
 use understudy_qemu::{Role, VmDefinition};
 use understudy_snapshot::{
-    Area, AreaEntry, AreaMap, InFlightFrame, MemberManifest, Page, Store, StoreError, UNIT_BYTES,
+    Area, AreaEntry, AreaMap, InFlightFrame, MemberManifest, Store, UNIT_BYTES,
 };
 use understudy_threads::spawn;
 
@@ -91,7 +91,7 @@ pub fn prepare(
     boot.copy(&store)?;
     let disks = make_disks(&source, &member, task, &directory, &mut definition, &mut images)?;
     let disks = Arc::new(disks);
-    let machine = host.launch(machine::Plan {
+    let machine = host.launch(Plan {
         machine_type: member.machine.machine_type.clone(),
         accelerator: saved.accelerator,
         run_dir: &directory,
@@ -187,7 +187,8 @@ impl Prepared {
             host.join_cluster(&self.machine, generation);
             return Ok(());
         }
-        let seat = host.join(&self.machine, generation, &task.group, task.life, task.number)?;
+        let seat =
+            host.join(&self.machine, generation, &task.group, task.incarnation, task.number)?;
         seat.deliver(&self.frames);
         Ok(())
     }
@@ -206,40 +207,6 @@ pub fn disk_area(member: &MemberManifest, at: usize) -> anyhow::Result<&AreaEntr
     let of_disk = |area: Area| matches!(area, Area::Disk(index) if usize::from(index.0) == at);
     let area = member.areas.iter().find(|entry| of_disk(entry.area));
     area.with_context(|| format!("disk {at} is not in the snapshot"))
-}
-
-impl RestoreTask {
-    /// The order in which memory is loaded.
-    pub fn queue(&self, store: &Store, member: &MemberManifest) -> Result<Vec<Page>, StoreError> {
-        let set = match self.by_recency {
-            true => store.by_sampling(member)?,
-            false => store.working_set(member)?,
-        };
-        Ok(set.queue)
-    }
-}
-
-impl SavedVm {
-    /// The VM of a member's part.
-    pub fn of(member: &MemberManifest) -> anyhow::Result<SavedVm> {
-        let name = &member.name;
-        let saved: SavedVm =
-            serde_json::from_value(member.definition.clone()).with_context(|| {
-                format!(
-                    "the definition of {name} in the snapshot is not one that this version of \
-                 understudy knows; use the version that took it"
-                )
-            })?;
-        if let Some(problem) = saved.definition.validate().first() {
-            bail!("the definition of {name} in the snapshot is wrong: {problem}");
-        }
-        ensure!(
-            saved.definition.name == *name,
-            "the definition of {name} in the snapshot is that of {}",
-            saved.definition.name
-        );
-        Ok(saved)
-    }
 }
 
 /// New images beside those that are there: until the VM runs, nothing of the former is touched.

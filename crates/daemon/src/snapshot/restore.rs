@@ -1,24 +1,24 @@
 //! One member of a group that is being restored, on the host that will run it.
 
 use super::adopt::entrust;
-use super::disk_fill::DiskFiller;
-use super::fill::Filler;
 use super::prepare::{Prepared, prepare};
-use super::report::FillReport;
-use super::words::{Heard, Reply, RestoreTask};
-use crate::clock;
 use crate::containment;
-use crate::events::EventKind;
 use crate::host::Host;
-use crate::moments::pass;
-use crate::sync::lock;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Condvar, Mutex, PoisonError, Weak};
 use std::thread;
 use std::time::Duration;
 use tracing::error;
 use tracing::warn;
+use understudy_cluster::disk_fill::DiskFiller;
+use understudy_cluster::fill::Filler;
+use understudy_cluster::messages::{Reply, RestoreTask, ToCoordinator};
 use understudy_protocol::validity::ImageRole;
+use understudy_replication::clock;
+use understudy_replication::moments::pass;
+use understudy_replication::sync::lock;
+use understudy_report::cluster::FillReport;
+use understudy_report::events::EventKind;
 use understudy_snapshot::{Cohort, CohortAction, CohortEvent, Order};
 
 /// How often a cohort looks whether its coordinator has been silent for too long, and says
@@ -70,7 +70,7 @@ impl Host {
                 (None, Order::Start | Order::Settle | Order::Abort) => {
                     let why = "its host knows nothing of the restore: was its daemon restarted?";
                     let report = understudy_snapshot::Report::Failed { why: why.to_owned() };
-                    return reply(Heard::Restore(task.member, report));
+                    return reply(ToCoordinator::Restore(task.member, report));
                 }
             }
         };
@@ -191,7 +191,7 @@ impl Restoring {
                     });
                 }
                 CohortAction::Report(report) => {
-                    (state.reply)(Heard::Restore(self.task.member, report));
+                    (state.reply)(ToCoordinator::Restore(self.task.member, report));
                 }
             }
         }
@@ -321,7 +321,7 @@ impl Restoring {
     fn ask(self: &Arc<Self>) {
         let Some(host) = self.host.upgrade() else { return };
         let (vm, group) = (self.task.vm(), &self.task.group.name);
-        match host.give_up_restore(group, self.task.life) {
+        match host.give_up_restore(group, self.task.incarnation) {
             Ok(Some(decision)) => {
                 warn!(%vm, "no message from the coordinator that restores {group}: {decision:?}");
                 self.event(CohortEvent::Decided(decision));

@@ -1,20 +1,20 @@
 //! The coordinator of a restore: drives `Restorer`.
 
 use super::exchange::Exchange;
-use super::report::{Backoff, RestoreReport, RestoredMember};
-use super::words::{Heard, Reply, RestoreTask, Said};
-use crate::clock;
 use crate::containment::spawn_for_request;
-use crate::error::{ErrorKind, HostError};
 use crate::host::Host;
-use crate::moments::pass;
 use crossbeam_channel::{Receiver, Sender};
 use std::collections::BTreeSet;
 use std::sync::Arc;
 use std::thread;
 use std::time::Duration;
 use tracing::warn;
+use understudy_cluster::messages::{Reply, RestoreTask, ToCoordinator, ToMember};
 use understudy_protocol::{Generation, Time};
+use understudy_replication::clock;
+use understudy_replication::moments::pass;
+use understudy_report::cluster::{Backoff, RestoreReport, RestoredMember};
+use understudy_report::error::{ErrorKind, HostError};
 use understudy_snapshot::{
     Decision, Failure, Line, Member, Mode, Order, Report, RestoreAction, RestoreEvent,
     RestorePhase, Restorer,
@@ -68,7 +68,7 @@ pub fn run(
     let (sender, words) = crossbeam_channel::unbounded();
     let reports = sender.clone();
     let reply: Reply = Arc::new(move |heard| {
-        if let Heard::Restore(member, report) = heard {
+        if let ToCoordinator::Restore(member, report) = heard {
             // Nobody listens after the end.
             let _ = reports.send(Word::Report(clock::now(), member, report));
         }
@@ -142,16 +142,16 @@ impl Restore {
         let newest = self.job.newest[member.index()];
         let task = RestoreTask { member, newest, ..self.job.task.clone() };
         let host = &self.job.task.group.hosts[member.index()];
-        self.exchange.say(host, Said::Restore(task, order));
+        self.exchange.send_to(host, ToMember::Restore(task, order));
     }
 
     /// Asks the arbiter until it answers: members run, and may not be taken back unasked.
     fn decide(&self) {
         let (host, sender) = (self.host.clone(), self.sender.clone());
-        let (group, life) = (self.job.task.group.name.clone(), self.job.task.life);
+        let (group, incarnation) = (self.job.task.group.name.clone(), self.job.task.incarnation);
         spawn_for_request("decide", move || {
             loop {
-                match host.settle_restore(&group, life) {
+                match host.settle_restore(&group, incarnation) {
                     Ok(decision) => {
                         pass("restore-settled");
                         return drop(sender.send(Word::Decided(decision)));
@@ -193,7 +193,7 @@ impl Restore {
         RestoreReport {
             group: task.group.name.clone(),
             number: task.number,
-            life: task.life,
+            incarnation: task.incarnation,
             mode: self.job.mode,
             backoff_ms: Backoff::of(differences(&starts, &self.job.talking)),
             members,

@@ -4,7 +4,6 @@
 
 use super::Snapshots;
 use crate::host::Host;
-use crate::machine::Machine;
 use std::collections::BTreeMap;
 use std::hash::{BuildHasher, RandomState};
 use std::sync::{Arc, Weak};
@@ -12,6 +11,7 @@ use std::thread;
 use std::time::{Duration, Instant};
 use tracing::debug;
 use tracing::warn;
+use understudy_machine::Machine;
 use understudy_protocol::PageIndex;
 use understudy_protocol::VmName;
 use understudy_snapshot::Sampling;

@@ -1,17 +1,17 @@
 //! Snapshots that are taken by themselves, and deleted by themselves.
 
-use super::report::SnapshotRequest;
 use super::unix_now;
 use crate::config::ClusterConfig;
 use crate::containment::spawn_for_request;
-use crate::error::HostError;
-use crate::events::EventKind;
 use crate::host::Host;
 use std::sync::{Arc, Weak};
 use std::thread;
 use std::time::{Duration, Instant};
 use tracing::{info, warn};
 use understudy_protocol::GroupName;
+use understudy_report::cluster::SnapshotRequest;
+use understudy_report::error::HostError;
+use understudy_report::events::EventKind;
 use understudy_snapshot::{Manifest, Retention};
 
 /// How often it is looked whether a snapshot is due: a daemon that ends is not held up for long.

@@ -3,14 +3,9 @@
 use super::capture::{Base, Capture, Saved};
 use super::member::MemberSeat;
 use super::mirrored::MirroredCapture;
-use super::words::{Heard, Reply, RestoreTask, TakeTask};
-use crate::clock;
 use crate::containment;
 use crate::containment::spawn_for_request;
 use crate::host::Host;
-use crate::machine::Machine;
-use crate::moments::pass;
-use crate::sync::lock;
 use anyhow::bail;
 use crossbeam_channel::{Receiver, Sender};
 use std::io;
@@ -20,6 +15,11 @@ use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};
 use tracing::error;
 use tracing::{info, warn};
+use understudy_cluster::messages::{Reply, RestoreTask, TakeTask, ToCoordinator};
+use understudy_machine::Machine;
+use understudy_replication::clock;
+use understudy_replication::moments::pass;
+use understudy_replication::sync::lock;
 use understudy_snapshot::{
     About, Compression, Part, SnapshotNumber, TakeAction, TakeCohort, TakeEvent, TakeOrder,
     TakeReport,
@@ -188,7 +188,7 @@ impl Taking {
             if state.is_busy() {
                 let why = format!("{} is in a snapshot of {}", task.vm(), state.task.group.name);
                 let failed = TakeReport::Failed { why };
-                return reply(Heard::Take(
+                return reply(ToCoordinator::Take(
                     task.member,
                     About { number: order.number, said: failed },
                 ));
@@ -227,7 +227,7 @@ impl Taking {
                     state.saved = None;
                 }
                 TakeAction::Report(report) => {
-                    (state.reply)(Heard::Take(state.task.member, report));
+                    (state.reply)(ToCoordinator::Take(state.task.member, report));
                 }
             }
         }

@@ -2,21 +2,21 @@
 
 use super::exchange::Exchange;
 use super::placement::store_error;
-use super::report::SnapshotRequest;
 use super::unix_now;
-use super::words::{GroupPlaces, Heard, Reply, Said, TakeTask};
-use crate::clock;
 use crate::containment::spawn_for_request;
-use crate::error::{ErrorKind, HostError};
 use crate::host::Host;
-use crate::moments::pass;
 use crossbeam_channel::{Receiver, Sender};
 use std::sync::Arc;
 use std::thread;
 use std::time::Duration;
 use tracing::warn;
+use understudy_cluster::messages::{GroupPlaces, Reply, TakeTask, ToCoordinator, ToMember};
+use understudy_replication::clock;
+use understudy_replication::moments::pass;
+use understudy_report::cluster::SnapshotRequest;
+use understudy_report::error::{ErrorKind, HostError};
 use understudy_snapshot::{
-    Failure, Life, Manifest, Member, MemberEntry, Part, SnapshotNumber, Store, StoreAddress,
+    Failure, Incarnation, Manifest, Member, MemberEntry, Part, SnapshotNumber, Store, StoreAddress,
     StoreError, Taker, TakerAction, TakerEvent, TakerPhase, Writing,
 };
 
@@ -31,7 +31,7 @@ pub struct Coordinator {
     store: Arc<Store>,
     task: TakeTask,
     label: Option<String>,
-    life: Life,
+    incarnation: Incarnation,
     memory: Vec<u64>,
     events: Sender<TakerEvent>,
     heard: Receiver<TakerEvent>,
@@ -44,7 +44,7 @@ impl Coordinator {
     pub fn new(
         host: &Arc<Host>,
         group: GroupPlaces,
-        life: Life,
+        incarnation: Incarnation,
         memory: Vec<u64>,
         location: StoreAddress,
         request: &SnapshotRequest,
@@ -54,7 +54,7 @@ impl Coordinator {
         let (events, heard) = crossbeam_channel::unbounded();
         let sender = events.clone();
         let reply: Reply = Arc::new(move |heard| {
-            if let Heard::Take(member, report) = heard {
+            if let ToCoordinator::Take(member, report) = heard {
                 // Nobody listens after the end.
                 let _ = sender.send(TakerEvent::Report(member, report));
             }
@@ -69,7 +69,17 @@ impl Coordinator {
             recency: request.recency,
         };
         let (store, label) = (Arc::new(store), request.label.clone());
-        Ok(Coordinator { store, task, label, life, memory, events, heard, exchange, writing: None })
+        Ok(Coordinator {
+            store,
+            task,
+            label,
+            incarnation,
+            memory,
+            events,
+            heard,
+            exchange,
+            writing: None,
+        })
     }
 
     /// Returns when it exists, or was given up by all that answer. `after` is the last number
@@ -102,7 +112,7 @@ impl Coordinator {
             TakerAction::Send(member, order) => {
                 let task = TakeTask { member, ..self.task.clone() };
                 let host = &self.task.group.hosts[member.index()];
-                self.exchange.say(host, Said::Take(task, order));
+                self.exchange.send_to(host, ToMember::Take(task, order));
             }
             TakerAction::Publish(parts) => {
                 let manifest = self.manifest(number, parts);
@@ -137,7 +147,7 @@ impl Coordinator {
             number,
             label: self.label.clone(),
             taken_at: unix_now(),
-            life: self.life,
+            incarnation: self.incarnation,
             compression: self.task.compression,
             members: members.collect(),
             crossings,

@@ -1,7 +1,7 @@
 //! What goes around a frame between members.
 
 use crate::format::Malformed;
-use crate::{Life, Member, SnapshotNumber};
+use crate::{Incarnation, Member, SnapshotNumber};
 
 /// Bytes of an envelope before its frame.
 pub const ENVELOPE_BYTES: usize = 1 + 2 + 2 + 4 + 8;
@@ -16,8 +16,8 @@ pub struct Envelope {
     pub from: Member,
     /// Receiver. A frame for many goes to each of them in an envelope of its own.
     pub to: Member,
-    /// The sender's life.
-    pub life: Life,
+    /// The sender's incarnation.
+    pub incarnation: Incarnation,
     /// The last snapshot that the sender had taken.
     pub number: SnapshotNumber,
 }
@@ -32,7 +32,7 @@ impl Envelope {
         bytes[0] = VERSION;
         bytes[1..3].copy_from_slice(&self.from.0.to_le_bytes());
         bytes[3..5].copy_from_slice(&self.to.0.to_le_bytes());
-        bytes[5..9].copy_from_slice(&self.life.0.to_le_bytes());
+        bytes[5..9].copy_from_slice(&self.incarnation.0.to_le_bytes());
         bytes[9..].copy_from_slice(&self.number.0.to_le_bytes());
         bytes
     }
@@ -44,9 +44,9 @@ impl Envelope {
             return Err(Malformed("an envelope of a version that is not known here"));
         }
         let (from, to) = (Member(reader.u16()?), Member(reader.u16()?));
-        let (life, number) = (Life(reader.u32()?), SnapshotNumber(reader.u64()?));
+        let (incarnation, number) = (Incarnation(reader.u32()?), SnapshotNumber(reader.u64()?));
         let frame = Some(reader.0).filter(|frame| !frame.is_empty());
-        Ok((Envelope { from, to, life, number }, frame))
+        Ok((Envelope { from, to, incarnation, number }, frame))
     }
 }
 
@@ -58,11 +58,11 @@ mod tests {
     proptest! {
         #[test]
         fn an_envelope_comes_back_with_its_frame(
-            from in any::<u16>(), to in any::<u16>(), life in any::<u32>(), number in any::<u64>(),
+            from in any::<u16>(), to in any::<u16>(), incarnation in any::<u32>(), number in any::<u64>(),
             frame in proptest::collection::vec(any::<u8>(), 0..60), cut in 0..ENVELOPE_BYTES,
         ) {
-            let (from, to, life) = (Member(from), Member(to), Life(life));
-            let envelope = Envelope { from, to, life, number: SnapshotNumber(number) };
+            let (from, to, incarnation) = (Member(from), Member(to), Incarnation(incarnation));
+            let envelope = Envelope { from, to, incarnation, number: SnapshotNumber(number) };
             let bytes = [&envelope.encode()[..], &frame].concat();
             let inside = Some(&frame[..]).filter(|frame| !frame.is_empty());
             prop_assert_eq!(Envelope::decode(&bytes), Ok((envelope, inside)));

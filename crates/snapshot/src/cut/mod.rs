@@ -17,7 +17,7 @@ mod envelope;
 
 pub use envelope::{BadEnvelope, ENVELOPE_BYTES, Envelope};
 
-use crate::{Life, Member, SnapshotNumber};
+use crate::{Incarnation, Member, SnapshotNumber};
 use std::collections::{BTreeSet, VecDeque};
 
 /// Bytes of frames that wait for this member's snapshot; over it frames are lost, as on any
@@ -65,7 +65,7 @@ pub enum CutAction<F> {
 #[derive(Clone, Debug)]
 pub struct Cut<F> {
     own: Member,
-    life: Life,
+    incarnation: Incarnation,
     /// Of the last snapshot that was taken, or given up.
     number: SnapshotNumber,
     /// Of a snapshot that is being taken.
@@ -88,10 +88,15 @@ struct Recording<F> {
 impl<F: AsRef<[u8]> + Clone> Cut<F> {
     /// A member of a group of `members`. `number` is that of the group's last snapshot: the one
     /// it was restored from, or the last one that was begun.
-    pub fn new(own: Member, members: usize, life: Life, number: SnapshotNumber) -> Cut<F> {
+    pub fn new(
+        own: Member,
+        members: usize,
+        incarnation: Incarnation,
+        number: SnapshotNumber,
+    ) -> Cut<F> {
         Cut {
             own,
-            life,
+            incarnation,
             number,
             taking: None,
             heard: vec![number; members],
@@ -108,7 +113,7 @@ impl<F: AsRef<[u8]> + Clone> Cut<F> {
 
     /// What goes around a frame that its guest sends to another member now.
     pub fn envelope(&self, to: Member) -> Envelope {
-        Envelope { from: self.own, to, life: self.life, number: self.number }
+        Envelope { from: self.own, to, incarnation: self.incarnation, number: self.number }
     }
 
     /// Frames in flight to this member across the cut of its last snapshot, in the order of
@@ -130,9 +135,9 @@ impl<F: AsRef<[u8]> + Clone> Cut<F> {
 
     fn arrived(&mut self, envelope: Envelope, frame: Option<F>, actions: &mut Vec<CutAction<F>>) {
         let Envelope { from, number, .. } = envelope;
-        // Another life's frame is from a past, or a future, that is not this group's.
+        // Another incarnation's frame is from a past, or a future, that is not this group's.
         let known = from.index() < self.heard.len() && from != self.own;
-        if envelope.life != self.life || envelope.to != self.own || !known {
+        if envelope.incarnation != self.incarnation || envelope.to != self.own || !known {
             return;
         }
         self.heard[from.index()] = number;

@@ -64,7 +64,8 @@ struct Totals {
 
 impl World {
     fn new(seed: u64, colours: bool) -> World {
-        let cut = |own: usize| Cut::new(Member(own as u16), MEMBERS, Life(3), SnapshotNumber(7));
+        let cut =
+            |own: usize| Cut::new(Member(own as u16), MEMBERS, Incarnation(3), SnapshotNumber(7));
         World {
             random: Random::new(seed),
             colours,
@@ -295,9 +296,13 @@ fn without_colours_the_cut_is_wrong() {
 
 #[test]
 fn a_frame_of_another_life_is_dropped() {
-    let mut cut = Cut::<Frame>::new(Member(0), 2, Life(2), SnapshotNumber(5));
-    let mut envelope =
-        Envelope { from: Member(1), to: Member(0), life: Life(1), number: SnapshotNumber(6) };
+    let mut cut = Cut::<Frame>::new(Member(0), 2, Incarnation(2), SnapshotNumber(5));
+    let mut envelope = Envelope {
+        from: Member(1),
+        to: Member(0),
+        incarnation: Incarnation(1),
+        number: SnapshotNumber(6),
+    };
     let mut actions = Vec::new();
     cut.handle(CutEvent::Arrived(envelope, Some(frame(1))), &mut actions);
     envelope.from = Member(9);
@@ -307,7 +312,7 @@ fn a_frame_of_another_life_is_dropped() {
 
 #[test]
 fn a_vm_by_itself_has_no_frames_in_flight() {
-    let mut cut = Cut::<Frame>::new(Member(0), 1, Life(0), SnapshotNumber(0));
+    let mut cut = Cut::<Frame>::new(Member(0), 1, Incarnation(0), SnapshotNumber(0));
     let (number, mut actions) = (SnapshotNumber(1), Vec::new());
     cut.handle(CutEvent::Take(number), &mut actions);
     cut.handle(CutEvent::Taken { number, unread: vec![] }, &mut actions);

@@ -2,7 +2,7 @@
 
 use super::chunk::{BLOB_CHUNK_BYTES, Compression};
 use crate::graph::Crossing;
-use crate::{Area, ChunkId, Life, SnapshotNumber};
+use crate::{Area, ChunkId, Incarnation, SnapshotNumber};
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeSet;
 use understudy_protocol::{GroupName, HostName, VmName};
@@ -19,8 +19,9 @@ pub struct Manifest {
     pub label: Option<String>,
     /// When it was taken, in seconds since 1970, by the clock of the coordinator's host.
     pub taken_at: u64,
-    /// The group's life in which it was taken.
-    pub life: Life,
+    /// The group's incarnation in which it was taken.
+    #[serde(alias = "life")]
+    pub incarnation: Incarnation,
     /// How its own chunks are packed; those that were there before may be packed otherwise.
     pub compression: Compression,
     /// The members, in the order of the group's definition.

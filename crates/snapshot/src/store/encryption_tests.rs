@@ -1,7 +1,7 @@
 use super::super::Store;
 use super::*;
 use crate::format::{BadChunk, Blob, Compression, Manifest};
-use crate::{Life, SnapshotNumber};
+use crate::{Incarnation, SnapshotNumber};
 use std::collections::BTreeMap;
 use tempfile::TempDir;
 use understudy_protocol::literal;
@@ -23,7 +23,7 @@ fn manifest(number: SnapshotNumber) -> Manifest {
     Manifest {
         group: literal("shop"),
         number,
-        life: Life(1),
+        incarnation: Incarnation(1),
         taken_at: NOW,
         label: None,
         compression: Compression::None,

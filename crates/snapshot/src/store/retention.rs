@@ -27,7 +27,7 @@ impl Retention {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::Life;
+    use crate::Incarnation;
     use crate::format::Compression;
     use understudy_protocol::literal;
 
@@ -38,7 +38,7 @@ mod tests {
             number: SnapshotNumber(number),
             label: label.map(str::to_owned),
             taken_at: number * 100,
-            life: Life(0),
+            incarnation: Incarnation(0),
             compression: Compression::Lz4,
             members: vec![],
             crossings: vec![],

@@ -7,7 +7,7 @@ use crate::format::{
     MemberManifest, Page, WorkingSet,
 };
 use crate::pack::{Lane, NewChunk, Packer};
-use crate::{Area, ChunkId, Life, Member, SnapshotNumber, UNIT_BYTES};
+use crate::{Area, ChunkId, Incarnation, Member, SnapshotNumber, UNIT_BYTES};
 use std::path::PathBuf;
 use tempfile::TempDir;
 use understudy_protocol::{BlockId, CardIndex, PageIndex};
@@ -87,7 +87,7 @@ impl Bench {
             number: writing.number,
             label: None,
             taken_at: NOW,
-            life: Life(1),
+            incarnation: Incarnation(1),
             compression: Compression::Lz4,
             members: vec![MemberEntry {
                 name: literal("db"),

@@ -8,9 +8,9 @@ use std::time::Duration;
 use understudy_protocol::literal;
 use understudy_protocol::{BlockId, PageIndex, Time};
 use understudy_snapshot::{
-    About, AreaMap, Compression, Cut, CutAction, CutEvent, Envelope, FirstAccess, Life, Manifest,
-    Member, MemberEntry, Page, Part, SnapshotNumber, Store, TakeAction, TakeCohort, TakeEvent,
-    TakeOrder, TakeReport, Taker, TakerAction, TakerEvent, TakerPhase, UNIT_BYTES,
+    About, AreaMap, Compression, Cut, CutAction, CutEvent, Envelope, FirstAccess, Incarnation,
+    Manifest, Member, MemberEntry, Page, Part, SnapshotNumber, Store, TakeAction, TakeCohort,
+    TakeEvent, TakeOrder, TakeReport, Taker, TakerAction, TakerEvent, TakerPhase, UNIT_BYTES,
 };
 
 pub const PAGES: u64 = 150;
@@ -79,7 +79,7 @@ impl Group<'_> {
                 memory,
                 changed: (0..PAGES).collect(),
                 base: AreaMap::zeros(PAGES),
-                cut: Cut::new(Member(own as u16), MEMBERS, Life(1), none),
+                cut: Cut::new(Member(own as u16), MEMBERS, Incarnation(1), none),
                 socket: VecDeque::new(),
                 pausing: None,
                 cohort: TakeCohort::new(none, now),
@@ -157,7 +157,7 @@ impl Group<'_> {
             number,
             label: None,
             taken_at: NOW,
-            life: Life(1),
+            incarnation: Incarnation(1),
             compression: Compression::Lz4,
             members: parts.into_iter().enumerate().map(entry).collect(),
             crossings,

@@ -140,7 +140,7 @@ impl Control for Recorder {
         Ok(RestoreReport {
             group: literal("db"),
             number: asked.number.unwrap_or_default(),
-            life: understudy_snapshot::Life(1),
+            incarnation: understudy_snapshot::Incarnation(1),
             mode: asked.mode,
             members: Vec::new(),
             backoff_ms: Default::default(),

@@ -7,8 +7,8 @@ use std::io;
 use std::net::{SocketAddr, TcpListener};
 use std::path::Path;
 use std::thread;
+use understudy_arbiter::etcd::Etcd;
 use understudy_daemon::config::{ArbiterConfig, EtcdConfig, HostConfig};
-use understudy_daemon::etcd::Etcd;
 use understudy_daemon::probe::{self, ProbeAnswer, ProbeError};
 use understudy_protocol::HostName;
 

@@ -58,6 +58,21 @@ impl Route {
         }
         Ok(ended)
     }
+
+    /// Keeps all the daemon's places taken: a connection that is ended is followed by another.
+    fn crowd(&self, over: &AtomicBool) -> Result<usize> {
+        let (mut crowd, mut ended) = (Vec::new(), 0);
+        while !over.load(Ordering::Acquire) {
+            let before = crowd.len();
+            crowd.retain(|stream| !is_closed(stream));
+            ended += before - crowd.len();
+            while crowd.len() < MOST_OPEN {
+                crowd.push(self.connect()?);
+            }
+            thread::sleep(Duration::from_millis(50));
+        }
+        Ok(ended)
+    }
 }
 
 /// Before, each of these connections had a thread and a descriptor of the backup's for as long as
@@ -76,19 +91,25 @@ fn a_flood_of_connections_keeps_no_backup_from_taking_over() {
         let idle: Vec<_> =
             (0..IDLE).map(|number| route(number).connect()).collect::<Result<_>>()?;
         let over = AtomicBool::new(false);
-        let ended = thread::scope(|scope| {
+        let (slow, replaced) = thread::scope(|scope| {
             let dripping = scope.spawn(|| stranger.drip(&over));
+            let crowds = [&stranger, &peer].map(|route| scope.spawn(|| route.crowd(&over)));
             let told = endure(scene, &idle, before);
             over.store(true, Ordering::Release);
-            let ended = dripping.join().expect("no panic");
-            told.and(ended)
+            let slow = dripping.join().expect("no panic")?;
+            let mut replaced = 0;
+            for crowd in crowds {
+                replaced += crowd.join().expect("no panic")?;
+            }
+            told.map(|()| (slow, replaced))
         })?;
-        println!("{ended} slow handshakes were ended");
+        println!("{slow} slow handshakes and {replaced} idle connections were ended meanwhile");
+        ensure!(replaced > 0, "nothing was crowded out: the flood was over before the take-over");
         prove_survival(scene, client, "b")
     });
 }
 
-/// The flood goes on and is bounded; host a dies.
+/// The flood goes on, up to and through the take-over, and is bounded; host a dies.
 fn endure(scene: &mut Scene, idle: &[TcpStream], before: [usize; 2]) -> Result<()> {
     wait_for("most of the idle connections to be ended", LIMIT, || {
         let open = idle.iter().filter(|stream| !is_closed(stream)).count();

@@ -13,14 +13,15 @@ use std::time::Instant;
 use understudy_lab::check::check_disk;
 use understudy_lab::companion::{COMPANION, COMPANION_ADDRESS, Companion};
 use understudy_lab::scene::{RECORDS_PORT, VM};
-use understudy_lab::{GuestShell, RecordClient, Scene, wait_for};
+use understudy_lab::{GuestShell, RecordClient, Scene, SceneOptions, wait_for};
 
 /// Answers inside the group that prove that the guests talk.
 const ANSWERED: u64 = 20;
-const BOTH: [&str; 2] = [VM, COMPANION];
+/// The members of the group.
+pub const BOTH: [&str; 2] = [VM, COMPANION];
 
 /// The conversation between the guests.
-struct Inner {
+pub struct Inner {
     asking: GuestShell,
     answering: GuestShell,
     /// The asking program's process.
@@ -78,10 +79,15 @@ impl Inner {
     }
 }
 
-/// Both guests on host a, protected to b as one group, talking.
 fn play_group(story: impl FnOnce(&mut Scene, RecordClient, Inner) -> Result<()>) {
-    let mut options = options().calm();
-    options.memory_mib = 256;
+    play_group_with(SceneOptions { memory_mib: 256, ..options().calm() }, story);
+}
+
+/// Both guests on host a, protected to b as one group, talking.
+pub fn play_group_with(
+    options: SceneOptions,
+    story: impl FnOnce(&mut Scene, RecordClient, Inner) -> Result<()>,
+) {
     play(options, |scene| {
         let companion = Companion::new(scene)?;
         scene.start_guest("a")?;
@@ -116,7 +122,12 @@ fn await_both(scene: &Scene, host: &str) -> Result<()> {
 }
 
 /// `host` took both over at the same epoch, and they and their clients go on.
-fn prove_survival(scene: &Scene, client: RecordClient, mut inner: Inner, host: &str) -> Result<()> {
+pub fn prove_survival(
+    scene: &Scene,
+    client: RecordClient,
+    mut inner: Inner,
+    host: &str,
+) -> Result<()> {
     await_both(scene, host)?;
     let epochs = take_over_epochs(scene, host)?;
     ensure!(epochs.len() == 2 && epochs[0] == epochs[1], "not one epoch: {epochs:?}");

@@ -39,7 +39,7 @@ fn define(scene: &Scene) -> Result<PathBuf> {
 }
 
 fn drives() -> SceneOptions {
-    SceneOptions { booted: false, ..options() }
+    SceneOptions { booted: false, ..options().calm() }
 }
 
 /// The guest's name of a drive.
@@ -134,7 +134,7 @@ fn a_medium_that_was_changed_while_protected_is_there_after_each_take_over() {
 
 #[test]
 fn a_medium_that_cannot_be_put_in_leaves_the_drive_and_protection_as_they_were() {
-    play(drives().calm(), |scene| {
+    play(drives(), |scene| {
         let first = define(scene)?;
         let second = medium(scene, "second.iso", 100, 3)?;
         let folder = second.parent().context("it is in a folder")?;

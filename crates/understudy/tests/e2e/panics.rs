@@ -1,6 +1,7 @@
 //! A panic in what one VM runs ends that VM on its host, and nothing else: its backup takes over,
 //! another VM stays protected, and the daemon lives.
 
+use crate::group::{self, BOTH, play_group_with};
 use crate::stage::{
     Calm, LIMIT, PACE, await_degraded, await_service, daemon, options, play, prove_survival,
 };
@@ -52,6 +53,20 @@ struct Bystanders {
     client: RecordClient,
 }
 
+/// The processes of both daemons.
+fn daemons(scene: &Scene) -> Result<[u32; 2]> {
+    Ok([scene.host("a")?.pid(), scene.host("b")?.pid()])
+}
+
+/// They run still.
+fn are_the_same(scene: &mut Scene, pids: [u32; 2]) -> Result<()> {
+    for (host, pid) in ["a", "b"].into_iter().zip(pids) {
+        let daemon = scene.host_mut(host)?;
+        ensure!(daemon.is_running() && daemon.pid() == pid, "the daemon of host {host} ended");
+    }
+    Ok(())
+}
+
 impl Bystanders {
     fn begin(scene: &Scene, companion: &Companion) -> Result<Bystanders> {
         companion.await_boot(scene)?;
@@ -61,17 +76,14 @@ impl Bystanders {
             Ok((host.status(COMPANION)?["protection"]["state"] == "protected").then_some(()))
         })?;
         Ok(Bystanders {
-            daemons: [host.pid(), scene.host("b")?.pid()],
+            daemons: daemons(scene)?,
             qemu: host.status(COMPANION)?["qemu_pid"].as_u64().context("it has no QEMU")?,
             client: companion.record_client(scene, PACE)?,
         })
     }
 
     fn are_unharmed(&self, scene: &mut Scene) -> Result<()> {
-        for (host, pid) in ["a", "b"].into_iter().zip(self.daemons) {
-            let daemon = scene.host_mut(host)?;
-            ensure!(daemon.is_running() && daemon.pid() == pid, "the daemon of host {host} ended");
-        }
+        are_the_same(scene, self.daemons)?;
         let status = scene.host("a")?.status(COMPANION)?;
         ensure!(status["protection"]["state"] == "protected", "the other VM: {status}");
         ensure!(status["qemu_pid"] == self.qemu, "the other VM has another QEMU: {status}");
@@ -146,5 +158,46 @@ fn a_panic_in_a_backups_thread_ends_that_backup_only() {
             scene.await_protected("a", |_| ()).with_context(tell)?;
         }
         prove_survival(scene, client, "a")
+    });
+}
+
+/// The members of a group share what happens to one of them.
+#[test]
+#[cfg_attr(not(feature = "fail-points"), ignore = "needs `--features fail-points`")]
+fn a_panic_in_a_members_thread_moves_its_group() {
+    play_group_with(struck_options("group"), |scene, client, inner| {
+        let daemons = daemons(scene)?;
+        strike("group", "a", "barrier")?;
+        group::prove_survival(scene, client, inner, "b")?;
+        for vm in BOTH {
+            let status = scene.host("a")?.status(vm)?;
+            ensure!(status["role"] == "fenced", "{vm} is left on a: {status}");
+        }
+        says_what_happened(scene, "a", "barrier")?;
+        are_the_same(scene, daemons)
+    });
+}
+
+/// Nobody takes over: the guest ends, which `status` says, and can be started again.
+#[test]
+#[cfg_attr(not(feature = "fail-points"), ignore = "needs `--features fail-points`")]
+fn a_panic_in_an_unprotected_vms_thread_ends_that_vm_only() {
+    play(struck_options("alone"), |scene| {
+        let companion = Companion::new(scene)?;
+        companion.start(scene.host("a")?)?;
+        scene.start_guest("a")?;
+        scene.await_guest()?;
+        let bystanders = Bystanders::begin(scene, &companion)?;
+        let qemu = scene.status("a")?["qemu_pid"].as_u64().context("it has no QEMU")?;
+        strike("alone", "a", "repair")?;
+        scene.await_fenced("a")?;
+        says_what_happened(scene, "a", "repair")?;
+        wait_for("its QEMU to end", LIMIT, || {
+            Ok((!PathBuf::from(format!("/proc/{qemu}")).exists()).then_some(()))
+        })?;
+        bystanders.are_unharmed(scene)?;
+        scene.host("a")?.call(["vm", "start", VM])?;
+        scene.await_guest()?;
+        bystanders.are_unharmed(scene)
     });
 }

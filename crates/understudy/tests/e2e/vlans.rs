@@ -69,7 +69,7 @@ fn put_card(scene: &Scene, fields: &[(&str, Value)]) -> Result<()> {
 }
 
 fn vlans() -> SceneOptions {
-    SceneOptions { booted: false, ..options() }
+    SceneOptions { booted: false, ..options().calm() }
 }
 
 /// What the host that runs the guest lets through to it.
@@ -183,7 +183,7 @@ fn a_guest_that_tags_its_frames_itself_keeps_its_trunk() {
 #[test]
 #[ignore = "needs a kernel whose bridges filter VLANs; `make test-kvm` plays it"]
 fn a_bridge_that_filters_no_vlans_is_refused_by_name_on_both_hosts() {
-    play(vlans().calm(), |scene| {
+    play(vlans(), |scene| {
         put_card(scene, &[("vlan", 20.into())])?;
         let definition = scene.definition().to_string_lossy().into_owned();
         let (code, said) = refusal(scene.host("a")?, &["vm", "start", &definition])?;

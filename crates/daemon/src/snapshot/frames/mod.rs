@@ -17,7 +17,7 @@
 //! ```
 //!
 //! and after a restore, once the machine is there and before it goes live: [`Fabric::join`]
-//! with a greater life, then [`Seat::deliver`].
+//! with a greater incarnation, then [`Seat::deliver`].
 
 mod batch;
 mod incoming;
@@ -28,21 +28,21 @@ mod roster;
 mod seat;
 
 pub(crate) use incoming::serve;
-pub use seat::{Seat, crossings};
+pub use seat::Seat;
 use std::thread::Builder;
 use tracing::warn;
 use understudy_protocol::GroupName;
 use understudy_protocol::{HostName, VmName};
 
 use crate::host::Host;
-use crate::machine::Machine;
 use network::Network;
 use std::collections::BTreeMap;
 use std::sync::{Arc, Weak};
 use std::thread;
 use std::time::Duration;
+use understudy_machine::Machine;
 use understudy_protocol::Generation;
-use understudy_snapshot::{Life, Member, SnapshotNumber};
+use understudy_snapshot::{Incarnation, Member, SnapshotNumber};
 use understudy_threads::Common;
 
 /// How often it is looked whether members are gone and whether there are new hosts.
@@ -71,7 +71,7 @@ pub struct Joining {
     /// In which this host owns the VM.
     pub generation: Generation,
     /// How often the cluster was restored.
-    pub life: Life,
+    pub incarnation: Incarnation,
     /// The cluster's last snapshot: the one it was restored from, or the last one begun.
     pub number: SnapshotNumber,
     /// Receiver of the cut's events, which takes the member's snapshots.
@@ -87,7 +87,7 @@ impl Fabric {
     /// ports are gone. Joining once more, with whatever number, replaces what was.
     ///
     /// # Errors
-    /// If the cluster lives a later life on this host.
+    /// If the cluster lives a later incarnation on this host.
     pub fn join(
         &self,
         host: &Arc<Host>,

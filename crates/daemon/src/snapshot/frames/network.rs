@@ -8,19 +8,21 @@
 use super::outgoing::Outgoing;
 use super::roster::{MemberCards, Place, Roster, Route};
 use super::{CutListener, Joining};
-use crate::link::Link;
-use crate::machine::Machine;
 use anyhow::ensure;
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex, MutexGuard, Weak};
 use tracing::{info, warn};
+use understudy_link::link::Link;
+use understudy_machine::Machine;
 use understudy_network::{Fabric as Carrier, Inlet};
 use understudy_protocol::CardIndex;
 use understudy_protocol::VmName;
 use understudy_protocol::{GroupName, HostName};
 use understudy_qemu::definition::CardDefinition;
-use understudy_snapshot::{Cut, CutAction, CutEvent, Envelope, Life, Member, SnapshotNumber};
+use understudy_snapshot::{
+    Cut, CutAction, CutEvent, Envelope, Incarnation, Member, SnapshotNumber,
+};
 use understudy_threads::Common;
 
 /// A frame with its header, and the card that it is for if it is for one of several.
@@ -39,7 +41,7 @@ impl AsRef<[u8]> for Frame {
 /// What a host says of the members that run on it.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(super) struct Presence {
-    pub life: Life,
+    pub incarnation: Incarnation,
     pub members: Vec<MemberCards>,
     /// Whether the other host is to say the same of its own.
     pub answer: bool,
@@ -53,7 +55,7 @@ pub(super) struct Network {
 
 #[derive(Default)]
 pub(super) struct State {
-    pub life: Life,
+    pub incarnation: Incarnation,
     /// The members' names.
     pub names: Vec<VmName>,
     pub roster: Roster,
@@ -145,16 +147,16 @@ impl Network {
 
 impl State {
     fn join(&mut self, body: Body, joining: Joining, name: &GroupName) -> anyhow::Result<u64> {
-        let Joining { members, member, generation, life, number, listener, .. } = joining;
+        let Joining { members, member, generation, incarnation, number, listener, .. } = joining;
         ensure!(
-            life >= self.life || self.locals.is_empty(),
+            incarnation >= self.incarnation || self.locals.is_empty(),
             "cluster {name} has been restored since: this is incarnation {}, the message is of {}",
-            self.life.0,
-            life.0
+            self.incarnation.0,
+            incarnation.0
         );
-        if life != self.life {
+        if incarnation != self.incarnation {
             *self = State {
-                life,
+                incarnation,
                 outgoing: std::mem::take(&mut self.outgoing),
                 incoming: std::mem::take(&mut self.incoming),
                 tended: self.tended,
@@ -162,7 +164,7 @@ impl State {
                 ..State::default()
             };
         }
-        let cut = Cut::new(member, members.len(), life, number);
+        let cut = Cut::new(member, members.len(), incarnation, number);
         self.names = members;
         self.joined += 1;
         let joined = self.joined;
@@ -246,7 +248,7 @@ impl State {
     }
 
     fn presence(&self, answer: bool) -> Presence {
-        Presence { life: self.life, members: self.roster.here(), answer }
+        Presence { incarnation: self.incarnation, members: self.roster.here(), answer }
     }
 
     /// For each member here and each that is not, an envelope without a frame.
@@ -254,16 +256,16 @@ impl State {
         let others = || (0..self.names.len()).map(|other| Member(other as u16));
         let away = |other: &Member| !self.locals.contains_key(other);
         let of_one = |(from, local): (&Member, &Local)| {
-            let (from, life, number) = (*from, self.life, local.carried);
-            others().filter(away).map(move |to| Envelope { from, to, life, number })
+            let (from, incarnation, number) = (*from, self.incarnation, local.carried);
+            others().filter(away).map(move |to| Envelope { from, to, incarnation, number })
         };
         self.locals.iter().flat_map(of_one).collect()
     }
 
     /// A host says who runs there.
     pub fn learn(&mut self, host: &HostName, presence: Presence) {
-        // An older life is over; a newer one is for those who begin it here.
-        if presence.life != self.life || self.locals.is_empty() {
+        // An older incarnation is over; a newer one is for those who begin it here.
+        if presence.incarnation != self.incarnation || self.locals.is_empty() {
             return;
         }
         self.roster.replace(host, presence.members);

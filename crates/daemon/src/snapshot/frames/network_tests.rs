@@ -1,22 +1,22 @@
 use super::super::batch::take_first;
 use super::*;
-use crate::sync::lock;
 use std::sync::Mutex;
 use understudy_network::{HEADER_BYTES, MacAddress};
 use understudy_protocol::Generation;
 use understudy_protocol::literal;
 use understudy_protocol::wire::Kind;
+use understudy_replication::sync::lock;
 
 const FIRST: CardIndex = CardIndex(0);
 
 /// What a listener was told.
 #[derive(Default)]
-struct Heard {
+struct Recorder {
     taken: Mutex<Vec<SnapshotNumber>>,
     complete: Mutex<Vec<SnapshotNumber>>,
 }
 
-impl CutListener for Heard {
+impl CutListener for Recorder {
     fn take(&self, number: SnapshotNumber) {
         lock(&self.taken).push(number);
     }
@@ -30,7 +30,7 @@ impl CutListener for Heard {
 struct Side {
     network: Arc<Network>,
     member: Member,
-    heard: Arc<Heard>,
+    heard: Arc<Recorder>,
     way: Arc<Outgoing>,
     machine: Arc<()>,
 }
@@ -51,13 +51,13 @@ impl Side {
     fn new(member: u16, peer: &str) -> Side {
         let network = Network::new(&literal("shop"));
         let way = network.state().new_way(&peer.parse().unwrap()).unwrap();
-        let heard = Arc::new(Heard::default());
+        let heard = Arc::new(Recorder::default());
         let side = Side { network, member: Member(member), heard, way, machine: Arc::new(()) };
-        side.join(Life(1), 4).unwrap();
+        side.join(Incarnation(1), 4).unwrap();
         side
     }
 
-    fn join(&self, life: Life, number: u64) -> anyhow::Result<u64> {
+    fn join(&self, incarnation: Incarnation, number: u64) -> anyhow::Result<u64> {
         let machine = Arc::downgrade(&self.machine);
         let body = Body {
             name: literal("vm"),
@@ -70,7 +70,7 @@ impl Side {
             members: vec![literal("web"), literal("db")],
             member: self.member,
             generation: Generation(1),
-            life,
+            incarnation,
             number: SnapshotNumber(number),
             listener: self.heard.clone(),
         };
@@ -191,13 +191,13 @@ fn a_connection_that_breaks_loses_frames_and_no_sign() {
 #[test]
 fn members_of_another_life_are_not_known() {
     let (a, b) = pair();
-    a.join(Life(2), 4).unwrap();
-    assert!(a.send(b.member, "to whom?"), "over the bridge: nobody of this life is known");
+    a.join(Incarnation(2), 4).unwrap();
+    assert!(a.send(b.member, "to whom?"), "over the bridge: nobody of this incarnation is known");
     a.deliver("a", &b);
     b.deliver("b", &a);
     assert!(a.network.state().lacks().is_some());
-    assert!(a.join(Life(1), 4).is_err());
-    b.join(Life(2), 4).unwrap();
+    assert!(a.join(Incarnation(1), 4).is_err());
+    b.join(Incarnation(2), 4).unwrap();
     b.deliver("b", &a);
     a.deliver("a", &b);
     assert_eq!((a.network.state().lacks(), b.network.state().lacks()), (None, None));
@@ -216,7 +216,7 @@ fn a_machine_that_is_gone_is_no_member() {
 /// Host c has won a member, and says so.
 fn taken_over(member: Member) -> Presence {
     let known = MemberCards { member, generation: Generation(2), cards: vec![card(member)] };
-    Presence { life: Life(1), members: vec![known], answer: false }
+    Presence { incarnation: Incarnation(1), members: vec![known], answer: false }
 }
 
 /// Where a member is, as a host believes.

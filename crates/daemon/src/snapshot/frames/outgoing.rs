@@ -3,9 +3,7 @@
 
 use super::batch::{BATCH_BYTES, append};
 use super::network::{Network, Presence};
-use crate::handshake::Purpose;
 use crate::host::Host;
-use crate::link::Link;
 use anyhow::Context;
 use serde_json::to_vec;
 use std::collections::VecDeque;
@@ -13,9 +11,11 @@ use std::sync::{Arc, Condvar, Weak};
 use std::thread;
 use std::time::Duration;
 use tracing::{info, warn};
+use understudy_link::link::Link;
 use understudy_protocol::Epoch;
 use understudy_protocol::HostName;
 use understudy_protocol::wire::Kind;
+use understudy_replication::handshake::Purpose;
 use understudy_snapshot::Envelope;
 use understudy_threads::{Common, commonly_poisoned};
 
@@ -196,7 +196,7 @@ fn dial(host: &Host, network: &Network, peer: &HostName) -> anyhow::Result<Link>
     let addresses = known.get(peer).context("its address is not known any more")?;
     let purpose = Purpose::Frames { cluster: network.name.clone() };
     let (link, _) = host.identity.dial_first(peer, addresses, |_| purpose.clone())?;
-    link.expect_json::<crate::handshake::Welcome>(Kind::Welcome)?;
+    link.expect_json::<understudy_replication::handshake::Welcome>(Kind::Welcome)?;
     link.set_read_timeout(None)?;
     link.set_write_timeout(Some(PATIENCE))?;
     Ok(link)

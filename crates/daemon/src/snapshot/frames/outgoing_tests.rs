@@ -1,14 +1,14 @@
 use super::super::batch::take_first;
 use super::*;
-use understudy_snapshot::{ENVELOPE_BYTES, Life, Member, SnapshotNumber};
+use understudy_snapshot::{ENVELOPE_BYTES, Incarnation, Member, SnapshotNumber};
 
 fn presence() -> Presence {
-    Presence { life: Life(1), members: Vec::new(), answer: false }
+    Presence { incarnation: Incarnation(1), members: Vec::new(), answer: false }
 }
 
 fn sign(number: u64) -> Envelope {
     let (from, to) = (Member(0), Member(1));
-    Envelope { from, to, life: Life(1), number: SnapshotNumber(number) }
+    Envelope { from, to, incarnation: Incarnation(1), number: SnapshotNumber(number) }
 }
 
 fn messages(way: &Outgoing) -> Vec<Vec<u8>> {

@@ -2,11 +2,9 @@
 
 use super::mutant;
 use super::network::{Call, Frame, Network};
-use crate::machine::Machine;
-use std::collections::BTreeMap;
 use std::sync::Arc;
-use understudy_network::ethernet;
-use understudy_snapshot::{Crossing, CutEvent, InFlightFrame, Member, Segment, SnapshotNumber};
+use understudy_machine::Machine;
+use understudy_snapshot::{CutEvent, InFlightFrame, Member, SnapshotNumber};
 
 /// One member that runs on this host.
 #[derive(Clone)]
@@ -109,19 +107,4 @@ impl Seat {
         let (calls, _) = self.network.state().event(self.member, event);
         calls.into_iter().for_each(Call::make);
     }
-}
-
-/// What is in flight to a member, by sender.
-pub fn crossings(to: Member, log: &[InFlightFrame]) -> Vec<Crossing> {
-    let mut all: BTreeMap<Member, Crossing> = BTreeMap::new();
-    for frame in log {
-        let none = Crossing { from: frame.from, to, data: 0, acknowledgements: 0, others: 0 };
-        let crossing = all.entry(frame.from).or_insert(none);
-        match Segment::of(ethernet(&frame.bytes)) {
-            Segment::Data => crossing.data += 1,
-            Segment::Acknowledgement => crossing.acknowledgements += 1,
-            Segment::Other => crossing.others += 1,
-        }
-    }
-    all.into_values().collect()
 }

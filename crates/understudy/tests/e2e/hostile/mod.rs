@@ -220,7 +220,7 @@ impl Mallory {
         let take = json!({ "group": group, "member": 0, "store": "/srv/none",
                            "compression": "lz4", "trace_ms": 10, "recency": false });
         let restore = json!({ "id": "1-1", "group": group, "member": 0, "store": "/srv/none",
-                              "number": 1, "newest": 1, "life": 1, "by_recency": false });
+                              "number": 1, "newest": 1, "incarnation": 1, "by_recency": false });
         vec![
             json!({ "Take": [take, { "number": 1, "said": "Prepare" }] }),
             json!({ "Take": [take, { "number": 1, "said": "Take" }] }),
@@ -232,7 +232,7 @@ impl Mallory {
             json!({ "group": "shop", "number": 1, "store": "/srv/none", "compression": "lz4",
                     "trace_ms": 1 }),
             json!({ "group": "shop", "number": 1, "image": { "Err": "no" } }),
-            json!({ "life": 1, "members": [{ "member": 0, "cards": [] }], "answer": true }),
+            json!({ "incarnation": 1, "members": [{ "member": 0, "cards": [] }], "answer": true }),
             json!({ "number": 1, "wanted": { "mode": "lockstep" } }),
             json!({ "host": "mallory", "received": 0, "blocks": [["pc.ram", 67_108_864]] }),
             json!({ "host": "mallory", "resync": null, "full_because": "", "note": "x" }),

@@ -1,0 +1,205 @@
+//! The arbiter of one daemon, of whichever kind.
+
+use crate::ArbiterConfig;
+use crate::descriptors::lend;
+use crate::etcd::Etcd;
+use crate::file::FileArbiter;
+use crate::identity::{self, Memory};
+use crate::identity::{ArbiterId, ArbiterName};
+use crate::in_etcd::EtcdArbiter;
+use crate::key::Key;
+use std::path::Path;
+use std::sync::Arc;
+use understudy_protocol::HostName;
+use understudy_protocol::{Generation, Ownership, Verdict};
+
+/// Why an arbiter gave no answer; for people.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[error("{0}")]
+pub struct Unreachable(pub String);
+
+/// Keeps the ownership records; one per daemon, asked in the name of its host.
+#[derive(Clone, Debug)]
+pub struct Arbiter {
+    kind: Kind,
+    /// Where it is, for people.
+    place: String,
+    /// Which one this host has used before.
+    memory: Arc<Memory>,
+}
+
+#[derive(Clone, Debug)]
+enum Kind {
+    File(FileArbiter),
+    Etcd(EtcdArbiter),
+}
+
+impl Arbiter {
+    /// The configured arbiter, asked in the name of `host`. Does not ask it yet.
+    /// An error is about the files that the configuration names.
+    pub fn new(config: &ArbiterConfig, host: &HostName) -> anyhow::Result<Arbiter> {
+        let (kind, place) = match config {
+            ArbiterConfig::File { path } => {
+                (Kind::File(FileArbiter::new(path, host)), path.display().to_string())
+            }
+            ArbiterConfig::Etcd(config) => {
+                let place = format!("{}{}", config.endpoints.join(","), config.prefix);
+                (Kind::Etcd(EtcdArbiter::new(Etcd::new(config)?, host)), place)
+            }
+        };
+        Ok(Arbiter { kind, place, memory: Arc::default() })
+    }
+
+    /// The same, which remembers in the host's state directory which one it is.
+    /// `is_new`: the host has no images, and takes whichever there is.
+    pub fn remembered_in(self, state_dir: &Path, is_new: bool) -> anyhow::Result<Arbiter> {
+        if is_new {
+            identity::forget(state_dir)?;
+        }
+        Ok(Arbiter { memory: Arc::new(Memory::of(state_dir)?), ..self })
+    }
+
+    /// Which arbiter it is, and where. One that nobody has used yet gets its identity. An error if
+    /// it is not the one that this host has used before.
+    pub fn identify(&self) -> Result<ArbiterName, Unreachable> {
+        let _lent = lend();
+        let found = match self.memory.recognise(self.identity()?, &self.place)? {
+            Some(found) => found,
+            None => {
+                let fresh = ArbiterId::fresh().map_err(|error| Unreachable(error.to_string()))?;
+                let named = match &self.kind {
+                    Kind::File(arbiter) => arbiter.name_it(fresh)?,
+                    Kind::Etcd(arbiter) => arbiter.name_it(fresh)?,
+                };
+                self.memory.recognise(Some(named.clone()), &self.place)?.unwrap_or(named)
+            }
+        };
+        Ok(ArbiterName { id: found, place: self.place.clone() })
+    }
+
+    /// Which arbiter it is; none if nobody has used it yet.
+    pub fn identity(&self) -> Result<Option<ArbiterId>, Unreachable> {
+        match &self.kind {
+            Kind::File(arbiter) => arbiter.identity(),
+            Kind::Etcd(arbiter) => arbiter.identity(),
+        }
+    }
+
+    /// Proves that this host could take a key over from `owner`: that it reads this record, of
+    /// this generation, and could write the next one. Changes nothing.
+    pub fn prove<'a>(
+        &self,
+        key: impl Into<Key<'a>>,
+        owner: &HostName,
+        generation: Generation,
+    ) -> Result<(), Unreachable> {
+        let key = key.into();
+        let _lent = lend();
+        self.identify()?;
+        let record = match &self.kind {
+            Kind::File(arbiter) => arbiter.rehearse(key),
+            Kind::Etcd(arbiter) => arbiter.rehearse(key),
+        }?;
+        match record {
+            Some(found) if found.host.as_ref() == Some(owner) && found.generation == generation => {
+                Ok(())
+            }
+            found => {
+                let found = match found {
+                    None => "it has no record of it".to_owned(),
+                    Some(Ownership { host: Some(host), generation }) => {
+                        format!("its record says {host}, generation {generation}")
+                    }
+                    Some(Ownership { host: None, generation }) => {
+                        format!("its record says that it was stopped at generation {generation}")
+                    }
+                };
+                Err(Unreachable(format!(
+                    "the arbiter at {} does not say that {owner} owns {key} at generation \
+                     {generation}: {found}",
+                    self.place
+                )))
+            }
+        }
+    }
+
+    /// The newest record; none when no host ever owned the key.
+    pub fn current<'a>(&self, key: impl Into<Key<'a>>) -> Result<Option<Ownership>, Unreachable> {
+        let key = key.into();
+        let _lent = lend();
+        self.identify()?;
+        match &self.kind {
+            Kind::File(arbiter) => arbiter.current(key),
+            Kind::Etcd(arbiter) => arbiter.current(key),
+        }
+    }
+
+    /// Contests a key: makes this host the owner at the generation after `from`,
+    /// unless another host was first. Asking again for what this host already won
+    /// is granted. The record must stand at `from`: an arbiter that has lost it
+    /// (an empty directory where the shared one should be mounted, a cluster set
+    /// up anew) decides nothing.
+    pub fn acquire<'a>(&self, key: impl Into<Key<'a>>, from: Generation) -> Verdict {
+        self.ask(key.into(), from, true)
+    }
+
+    /// The same for a VM that is being started: nobody contests it, and a record
+    /// that is older than the VM's images is brought up to date.
+    pub fn claim<'a>(&self, key: impl Into<Key<'a>>, from: Generation) -> Verdict {
+        self.ask(key.into(), from, false)
+    }
+
+    fn ask(&self, key: Key<'_>, from: Generation, strict: bool) -> Verdict {
+        let _lent = lend();
+        let verdict = self.identify().and_then(|_| match &self.kind {
+            Kind::File(arbiter) => arbiter.acquire(key, from, strict),
+            Kind::Etcd(arbiter) => arbiter.acquire(key, from, strict),
+        });
+        verdict.unwrap_or_else(|Unreachable(reason)| Verdict::Unreachable(reason))
+    }
+
+    /// Gives the key up after a clean stop: any host may take it then.
+    pub fn release<'a>(
+        &self,
+        key: impl Into<Key<'a>>,
+        from: Generation,
+    ) -> Result<(), Unreachable> {
+        let key = key.into();
+        let _lent = lend();
+        self.identify()?;
+        match &self.kind {
+            Kind::File(arbiter) => arbiter.release(key, from),
+            Kind::Etcd(arbiter) => arbiter.release(key, from),
+        }
+    }
+
+    /// The cluster behind an `etcd` arbiter, which also knows the hosts.
+    pub fn etcd(&self) -> Option<&Etcd> {
+        match &self.kind {
+            Kind::File(_) => None,
+            Kind::Etcd(arbiter) => Some(arbiter.etcd()),
+        }
+    }
+}
+
+/// A record is beyond the generation that was asked from: whose is it?
+pub(crate) fn judge(owner: Ownership, from: Generation, host: Option<&HostName>) -> Verdict {
+    let asked_again = owner.generation == from.next() && owner.host.as_ref() == host;
+    if asked_again { Verdict::Granted(owner.generation) } else { Verdict::Taken(owner) }
+}
+
+/// Refuses to decide with a record that has been lost.
+pub(crate) fn stands(
+    key: Key<'_>,
+    owner: Option<&Ownership>,
+    from: Generation,
+) -> Result<(), Unreachable> {
+    let known = owner.map_or(Generation(0), |owner| owner.generation);
+    if known == from {
+        return Ok(());
+    }
+    Err(Unreachable(format!(
+        "the arbiter's record of {key} is of generation {known}, and it was {from} before: is this \
+         the arbiter that all hosts share, and has it lost its data?"
+    )))
+}

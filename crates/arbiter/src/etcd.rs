@@ -1,0 +1,232 @@
+//! A client of etcd, as small as the daemon's needs: read, compare-and-swap,
+//! keys under a lease.
+//!
+//! It speaks etcd's v3 JSON gateway, so that a blocking HTTP client is enough.
+//! Every request has a deadline, takes a connection of its own (after a
+//! partition no answer is awaited on a dead one), and goes to the next endpoint
+//! when one does not answer.
+
+use crate::EtcdConfig;
+use anyhow::{Context, bail, ensure};
+use base64::Engine;
+use base64::prelude::BASE64_STANDARD;
+use serde::Serialize;
+use serde::de::DeserializeOwned;
+use serde_json::{Value, json};
+use std::fs;
+use std::path::Path;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::time::Duration;
+use ureq::Agent;
+use ureq::tls::{Certificate, ClientCert, PemItem, RootCerts, TlsConfig, parse_pem};
+
+/// For one endpoint to answer one request: more than a fail-over ought to wait,
+/// and less than an election of etcd's takes by default.
+const REQUEST_TIMEOUT: Duration = Duration::from_millis(1_000);
+
+/// One etcd cluster. Clones share it.
+#[derive(Clone, Debug)]
+pub struct Etcd {
+    agent: Agent,
+    endpoints: Arc<[String]>,
+    prefix: String,
+    /// The endpoint that answered last.
+    preferred: Arc<AtomicUsize>,
+}
+
+/// A value and when it was last changed.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Entry<T> {
+    /// The key, without the configured prefix.
+    pub key: String,
+    /// Its value.
+    pub value: T,
+    /// etcd's revision of the last change of this key.
+    pub revision: i64,
+}
+
+/// A lease: what is put under it vanishes when it is not kept alive.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Lease(i64);
+
+impl Etcd {
+    /// The cluster of `config`. Does not ask it yet; an error is about the files
+    /// of its `[arbiter]` section.
+    pub fn new(config: &EtcdConfig) -> anyhow::Result<Etcd> {
+        let mut agent = Agent::config_builder()
+            .timeout_global(Some(REQUEST_TIMEOUT))
+            .max_idle_connections(0)
+            .http_status_as_error(false)
+            // etcd is on the management network: never by way of a proxy.
+            .proxy(None);
+        if let Some(tls) = tls(config)? {
+            agent = agent.tls_config(tls);
+        }
+        Ok(Etcd {
+            agent: agent.build().into(),
+            endpoints: config.endpoints.clone().into(),
+            prefix: config.prefix.clone(),
+            preferred: Arc::default(),
+        })
+    }
+
+    /// The entry of a key, if there is one; as the whole cluster knows it.
+    pub fn get<T: DeserializeOwned>(&self, key: &str) -> anyhow::Result<Option<Entry<T>>> {
+        let answer = self.call("kv/range", &json!({ "key": self.encode(key) }))?;
+        Ok(self.entries(&answer["kvs"])?.pop())
+    }
+
+    /// Every entry whose key begins with `folder`.
+    pub fn list<T: DeserializeOwned>(&self, folder: &str) -> anyhow::Result<Vec<Entry<T>>> {
+        let mut end = format!("{}{folder}", self.prefix).into_bytes();
+        // The first key behind all of the folder's; '/' is not the last byte there is.
+        *end.last_mut().context("a folder has a name")? += 1;
+        let end = BASE64_STANDARD.encode(end);
+        let answer =
+            self.call("kv/range", &json!({ "key": self.encode(folder), "range_end": end }))?;
+        self.entries(&answer["kvs"])
+    }
+
+    /// Puts `value` if the key was last changed at `revision` (0: if there is no
+    /// such key); whether it did.
+    pub fn swap(&self, key: &str, revision: i64, value: &impl Serialize) -> anyhow::Result<bool> {
+        let key = self.encode(key);
+        let unchanged = json!({
+            "key": key, "target": "MOD", "result": "EQUAL", "mod_revision": revision.to_string(),
+        });
+        let put = json!({ "request_put": { "key": key, "value": encode_value(value)? } });
+        let answer = self.call("kv/txn", &json!({ "compare": [unchanged], "success": [put] }))?;
+        // The gateway leaves out what is false.
+        Ok(answer["succeeded"] == true)
+    }
+
+    /// The transaction of [`Etcd::swap`], which instead removes a key that is not there: whether
+    /// `key` was last changed at `revision`. It makes no revision of its own.
+    pub fn rehearse(&self, key: &str, revision: i64, nothing: &str) -> anyhow::Result<bool> {
+        let unchanged = json!({
+            "key": self.encode(key), "target": "MOD", "result": "EQUAL",
+            "mod_revision": revision.to_string(),
+        });
+        let remove = json!({ "request_delete_range": { "key": self.encode(nothing) } });
+        let answer =
+            self.call("kv/txn", &json!({ "compare": [unchanged], "success": [remove] }))?;
+        Ok(answer["succeeded"] == true)
+    }
+
+    /// A new lease of `seconds`.
+    pub fn lease(&self, seconds: u64) -> anyhow::Result<Lease> {
+        let answer = self.call("lease/grant", &json!({ "TTL": seconds.to_string() }))?;
+        integer(&answer["ID"]).map(Lease).context("etcd granted no lease")
+    }
+
+    /// Keeps a lease alive; whether there still is such a lease.
+    pub fn keep_alive(&self, lease: Lease) -> anyhow::Result<bool> {
+        let answer = self.call("lease/keepalive", &json!({ "ID": lease.0.to_string() }))?;
+        Ok(integer(&answer["result"]["TTL"]).is_some_and(|seconds| seconds > 0))
+    }
+
+    /// Ends a lease, and with it what was put under it.
+    pub fn revoke(&self, lease: Lease) -> anyhow::Result<()> {
+        self.call("lease/revoke", &json!({ "ID": lease.0.to_string() })).map(drop)
+    }
+
+    /// Puts a value under a lease.
+    pub fn put(&self, key: &str, value: &impl Serialize, lease: Lease) -> anyhow::Result<()> {
+        let key = self.encode(key);
+        let body =
+            json!({ "key": key, "value": encode_value(value)?, "lease": lease.0.to_string() });
+        self.call("kv/put", &body).map(drop)
+    }
+
+    fn encode(&self, key: &str) -> String {
+        BASE64_STANDARD.encode(format!("{}{key}", self.prefix))
+    }
+
+    fn entries<T: DeserializeOwned>(&self, list: &Value) -> anyhow::Result<Vec<Entry<T>>> {
+        list.as_array().into_iter().flatten().map(|entry| self.entry(entry)).collect()
+    }
+
+    fn entry<T: DeserializeOwned>(&self, entry: &Value) -> anyhow::Result<Entry<T>> {
+        let text = |field: &str| {
+            let encoded = entry[field].as_str().unwrap_or_default();
+            BASE64_STANDARD.decode(encoded).with_context(|| format!("malformed {field} from etcd"))
+        };
+        let key = String::from_utf8_lossy(&text("key")?).into_owned();
+        let value = serde_json::from_slice(&text("value")?)
+            .with_context(|| format!("etcd's value of {key} is not Understudy's"))?;
+        let revision = integer(&entry["mod_revision"]).context("etcd named no revision")?;
+        let key = key.strip_prefix(&self.prefix).unwrap_or(&key).to_owned();
+        Ok(Entry { key, value, revision })
+    }
+
+    /// Asks the endpoints one after the other, beginning with the one that
+    /// answered last. A request that no answer came to may have been carried out.
+    fn call(&self, method: &str, body: &Value) -> anyhow::Result<Value> {
+        let first = self.preferred.load(Ordering::Relaxed);
+        let mut failures = Vec::new();
+        for turn in 0..self.endpoints.len() {
+            let index = (first + turn) % self.endpoints.len();
+            let endpoint = &self.endpoints[index];
+            match self.ask(endpoint, method, body) {
+                Ok(answer) => {
+                    self.preferred.store(index, Ordering::Relaxed);
+                    return Ok(answer);
+                }
+                Err(error) => failures.push(format!("{endpoint}: {error:#}")),
+            }
+        }
+        bail!("etcd does not answer: {}", failures.join("; "))
+    }
+
+    fn ask(&self, endpoint: &str, method: &str, body: &Value) -> anyhow::Result<Value> {
+        let mut response = self.agent.post(format!("{endpoint}/v3/{method}")).send_json(body)?;
+        let status = response.status();
+        let answer: Value = response
+            .body_mut()
+            .read_json()
+            .with_context(|| format!("HTTP status {status} and no JSON"))?;
+        let words = answer["message"].as_str().or(answer["error"].as_str());
+        ensure!(status.is_success(), "HTTP status {status}: {}", words.unwrap_or("no reason"));
+        Ok(answer)
+    }
+}
+
+fn encode_value(value: &impl Serialize) -> anyhow::Result<String> {
+    Ok(BASE64_STANDARD.encode(serde_json::to_vec(value)?))
+}
+
+/// The gateway writes 64-bit numbers as strings.
+fn integer(value: &Value) -> Option<i64> {
+    value.as_str().and_then(|text| text.parse().ok()).or(value.as_i64())
+}
+
+fn tls(config: &EtcdConfig) -> anyhow::Result<Option<TlsConfig>> {
+    let Some(files) = &config.tls else { return Ok(None) };
+    let roots = certificates(&files.ca)?;
+    let chain = certificates(&files.cert)?;
+    let key = ureq::tls::PrivateKey::from_pem(&read(&files.key)?)
+        .with_context(|| format!("{} holds no private key", files.key.display()))?;
+    let tls = TlsConfig::builder()
+        .root_certs(RootCerts::Specific(Arc::new(roots)))
+        .client_cert(Some(ClientCert::new_with_certs(&chain, key)))
+        .build();
+    Ok(Some(tls))
+}
+
+fn certificates(path: &Path) -> anyhow::Result<Vec<Certificate<'static>>> {
+    let mut found = Vec::new();
+    for item in parse_pem(&read(path)?) {
+        if let PemItem::Certificate(certificate) =
+            item.with_context(|| format!("{} is not PEM", path.display()))?
+        {
+            found.push(certificate);
+        }
+    }
+    ensure!(!found.is_empty(), "{} holds no certificate", path.display());
+    Ok(found)
+}
+
+fn read(path: &Path) -> anyhow::Result<Vec<u8>> {
+    fs::read(path).with_context(|| format!("cannot read {}", path.display()))
+}

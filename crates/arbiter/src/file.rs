@@ -1,0 +1,299 @@
+//! The `file` arbiter: VMware FT's own test-and-set, in a directory that both
+//! hosts reach (shared or third-party storage).
+//!
+//! A VM's ownership at generation *g* is the file `VM/g`. Making it is a hard
+//! link of a finished file to that name: atomic on every file system that has
+//! hard links, and it fails when somebody was first. Which arbiter it is stands
+//! in the file `.identity`, which is made in the same way.
+
+use crate::arbiter::{judge, stands};
+use crate::{ArbiterId, Key, Unreachable};
+use serde::{Deserialize, Serialize};
+use std::fs;
+use std::io::{self, ErrorKind, Write};
+use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicU64, Ordering};
+use understudy_protocol::HostName;
+use understudy_protocol::{Generation, Ownership, Verdict};
+
+/// No VM's and no group's records are there.
+const IDENTITY: &str = ".identity";
+
+#[derive(Serialize, Deserialize)]
+struct Record {
+    host: Option<HostName>,
+}
+
+/// The records in one directory.
+#[derive(Clone, Debug)]
+pub struct FileArbiter {
+    directory: PathBuf,
+    host: HostName,
+}
+
+impl FileArbiter {
+    pub fn new(directory: &Path, host: &HostName) -> FileArbiter {
+        FileArbiter { directory: directory.to_owned(), host: host.to_owned() }
+    }
+
+    pub fn current(&self, key: Key<'_>) -> Result<Option<Ownership>, Unreachable> {
+        self.newest(key).map_err(|error| self.explain(&error))
+    }
+
+    pub fn acquire(
+        &self,
+        key: Key<'_>,
+        from: Generation,
+        strict: bool,
+    ) -> Result<Verdict, Unreachable> {
+        if strict {
+            let owner = self.current(key)?;
+            // Beyond `from` the contest is over, one way or the other.
+            if owner.as_ref().is_none_or(|owner| owner.generation <= from) {
+                stands(key, owner.as_ref(), from)?;
+            }
+        }
+        self.swap(key, from, Some(&self.host)).map_err(|error| self.explain(&error))
+    }
+
+    pub fn release(&self, key: Key<'_>, from: Generation) -> Result<(), Unreachable> {
+        self.swap(key, from, None).map(drop).map_err(|error| self.explain(&error))
+    }
+
+    pub fn identity(&self) -> Result<Option<ArbiterId>, Unreachable> {
+        self.read_identity().map_err(|error| self.explain(&error))
+    }
+
+    /// Gives the arbiter this identity, unless somebody was first; the one that it has then.
+    pub fn name_it(&self, id: ArbiterId) -> Result<ArbiterId, Unreachable> {
+        let named = || {
+            let finished = self.directory.join(self.own_name());
+            write_synced(&finished, &id)?;
+            let linked = fs::hard_link(&finished, self.directory.join(IDENTITY));
+            fs::remove_file(&finished)?;
+            match linked {
+                Err(error) if error.kind() != ErrorKind::AlreadyExists => return Err(error),
+                _ => fs::File::open(&self.directory)?.sync_all()?,
+            }
+            Ok(self.read_identity()?.unwrap_or(id))
+        };
+        named().map_err(|error| self.explain(&error))
+    }
+
+    /// Does what a take-over does, up to names that count for nothing, and removes it: a directory
+    /// that is full or can only be read says so here. Nothing is synced: that is what takes time.
+    pub fn rehearse(&self, key: Key<'_>) -> Result<Option<Ownership>, Unreachable> {
+        let rehearsed = || {
+            let Some(owner) = self.newest(key)? else { return Ok(None) };
+            let finished = key.below(&self.directory).join(self.own_name());
+            let linked = finished.with_extension("link");
+            let record = Record { host: Some(self.host.clone()) };
+            let result = fs::write(&finished, serde_json::to_vec(&record)?)
+                .and_then(|()| fs::hard_link(&finished, &linked));
+            // All is removed, whatever was made; the first error is the one that counts.
+            let unlinked = fs::remove_file(&linked);
+            let removed = fs::remove_file(&finished);
+            result.and(unlinked).and(removed).map(|()| Some(owner))
+        };
+        rehearsed().map_err(|error| self.explain(&error))
+    }
+
+    /// A name for a file that no other call of any host makes.
+    fn own_name(&self) -> String {
+        static CALLS: AtomicU64 = AtomicU64::new(0);
+        let call = CALLS.fetch_add(1, Ordering::Relaxed);
+        format!(".{}.{}.{call}", self.host, std::process::id())
+    }
+
+    /// None only if the arbiter's own directory is there.
+    fn read_identity(&self) -> io::Result<Option<ArbiterId>> {
+        match fs::read(self.directory.join(IDENTITY)) {
+            Ok(text) => Ok(Some(serde_json::from_slice(&text)?)),
+            Err(error) if error.kind() == ErrorKind::NotFound => {
+                fs::metadata(&self.directory).map(|_| None)
+            }
+            Err(error) => Err(error),
+        }
+    }
+
+    fn explain(&self, error: &io::Error) -> Unreachable {
+        let directory = self.directory.display();
+        Unreachable(format!("the arbiter's directory {directory} cannot be used: {error}"))
+    }
+
+    fn newest(&self, key: Key<'_>) -> io::Result<Option<Ownership>> {
+        let entries = match fs::read_dir(key.below(&self.directory)) {
+            Ok(entries) => entries,
+            // The arbiter's own directory must be there, or it is out of reach.
+            Err(error) if error.kind() == ErrorKind::NotFound => {
+                return fs::metadata(&self.directory).map(|_| None);
+            }
+            Err(error) => return Err(error),
+        };
+        let mut newest = None;
+        for entry in entries {
+            let name = entry?.file_name();
+            newest = newest.max(name.to_str().and_then(|name| name.parse::<u64>().ok()));
+        }
+        newest.map(|generation| self.read(key, Generation(generation))).transpose()
+    }
+
+    fn swap(&self, key: Key<'_>, from: Generation, host: Option<&HostName>) -> io::Result<Verdict> {
+        if let Some(owner) = self.newest(key)? {
+            if owner.generation > from {
+                return Ok(judge(owner, from, host));
+            }
+        }
+        let folder = key.below(&self.directory);
+        match fs::create_dir(&folder) {
+            Err(error) if error.kind() != ErrorKind::AlreadyExists => return Err(error),
+            _ => {}
+        }
+        let target = folder.join(from.next().to_string());
+        let finished = folder.join(self.own_name());
+        write_synced(&finished, &Record { host: host.cloned() })?;
+        let linked = fs::hard_link(&finished, &target);
+        fs::remove_file(&finished)?;
+        match linked {
+            Ok(()) => {
+                fs::File::open(&folder)?.sync_all()?;
+                Ok(Verdict::Granted(from.next()))
+            }
+            Err(error) if error.kind() == ErrorKind::AlreadyExists => {
+                Ok(judge(self.read(key, from.next())?, from, host))
+            }
+            Err(error) => Err(error),
+        }
+    }
+
+    fn read(&self, key: Key<'_>, generation: Generation) -> io::Result<Ownership> {
+        let text = fs::read(key.below(&self.directory).join(generation.to_string()))?;
+        let record: Record = serde_json::from_slice(&text)?;
+        Ok(Ownership { host: record.host, generation })
+    }
+}
+
+fn write_synced(path: &Path, record: &impl Serialize) -> io::Result<()> {
+    let mut file = fs::File::create(path)?;
+    file.write_all(&serde_json::to_vec(record)?)?;
+    file.sync_all()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use understudy_protocol::literal;
+
+    #[test]
+    fn one_of_many_wins_each_generation() {
+        let directory = tempfile::tempdir().unwrap();
+        for round in 0..20 {
+            let wins: usize = std::thread::scope(|scope| {
+                let contest = |name: String| {
+                    let arbiter = FileArbiter::new(directory.path(), &name.parse().unwrap());
+                    scope.spawn(move || {
+                        matches!(
+                            arbiter.acquire(Key::Vm(&literal("db")), Generation(round), true),
+                            Ok(Verdict::Granted(_))
+                        )
+                    })
+                };
+                let threads: Vec<_> = (0..4).map(|i| contest(format!("host-{i}"))).collect();
+                threads.into_iter().map(|t| usize::from(t.join().unwrap())).sum()
+            });
+            assert_eq!(wins, 1, "generation {round}");
+        }
+    }
+
+    #[test]
+    fn asking_again_is_granted_and_an_old_generation_is_not() {
+        let directory = tempfile::tempdir().unwrap();
+        let a = FileArbiter::new(directory.path(), &literal("a"));
+        let b = FileArbiter::new(directory.path(), &literal("b"));
+        assert_eq!(
+            a.acquire(Key::Vm(&literal("db")), Generation(0), true),
+            Ok(Verdict::Granted(Generation(1)))
+        );
+        assert_eq!(
+            a.acquire(Key::Vm(&literal("db")), Generation(0), true),
+            Ok(Verdict::Granted(Generation(1)))
+        );
+        assert_eq!(
+            b.acquire(Key::Vm(&literal("db")), Generation(1), true),
+            Ok(Verdict::Granted(Generation(2)))
+        );
+        let taken = Ownership { host: Some(literal("b")), generation: Generation(2) };
+        assert_eq!(
+            a.acquire(Key::Vm(&literal("db")), Generation(1), true),
+            Ok(Verdict::Taken(taken.clone()))
+        );
+        assert_eq!(
+            a.acquire(Key::Vm(&literal("db")), Generation(0), true),
+            Ok(Verdict::Taken(taken))
+        );
+        b.release(Key::Vm(&literal("db")), Generation(2)).unwrap();
+        assert_eq!(b.current(Key::Vm(&literal("db"))).unwrap().unwrap().host, None);
+    }
+
+    #[test]
+    fn a_missing_directory_is_no_verdict() {
+        let arbiter = FileArbiter::new(Path::new("/nonexistent/arbiter"), &literal("a"));
+        assert!(
+            arbiter
+                .acquire(Key::Vm(&literal("db")), Generation(0), true)
+                .unwrap_err()
+                .0
+                .contains("/nonexistent/arbiter")
+        );
+    }
+
+    #[test]
+    fn a_rehearsal_reads_the_record_and_changes_nothing() {
+        let directory = tempfile::tempdir().unwrap();
+        let a = FileArbiter::new(directory.path(), &literal("a"));
+        let b = FileArbiter::new(directory.path(), &literal("b"));
+        assert_eq!(b.rehearse(Key::Vm(&literal("db"))), Ok(None));
+        a.acquire(Key::Vm(&literal("db")), Generation(0), true).unwrap();
+        let owner = Ownership { host: Some(literal("a")), generation: Generation(1) };
+        assert_eq!(b.rehearse(Key::Vm(&literal("db"))), Ok(Some(owner.clone())));
+        assert_eq!(a.current(Key::Vm(&literal("db"))), Ok(Some(owner)));
+        let left = fs::read_dir(directory.path().join("db")).unwrap().count();
+        assert_eq!(left, 1, "the record alone");
+        // What looks like a record and cannot be written beside: a file system at its end.
+        let finished = directory.path().join("full");
+        fs::write(&finished, "").unwrap();
+        assert!(b.rehearse(Key::Vm(&literal("full"))).is_err());
+    }
+
+    #[test]
+    fn an_arbiter_is_named_once() {
+        let directory = tempfile::tempdir().unwrap();
+        let named: Vec<ArbiterId> = std::thread::scope(|scope| {
+            let name = |host: String| {
+                let arbiter = FileArbiter::new(directory.path(), &host.parse().unwrap());
+                scope.spawn(move || arbiter.name_it(ArbiterId::fresh().unwrap()).unwrap())
+            };
+            let threads: Vec<_> = (0..4).map(|i| name(format!("host-{i}"))).collect();
+            threads.into_iter().map(|thread| thread.join().unwrap()).collect()
+        });
+        assert!(named.iter().all(|id| *id == named[0]), "{named:?}");
+        let arbiter = FileArbiter::new(directory.path(), &literal("late"));
+        assert_eq!(arbiter.identity(), Ok(Some(named[0].clone())));
+        assert!(FileArbiter::new(Path::new("/nonexistent"), &literal("a")).identity().is_err());
+    }
+
+    #[test]
+    fn an_arbiter_that_lost_its_records_decides_nothing() {
+        let directory = tempfile::tempdir().unwrap();
+        let a = FileArbiter::new(directory.path(), &literal("a"));
+        let words = a.acquire(Key::Vm(&literal("db")), Generation(3), true).unwrap_err().0;
+        assert!(words.contains("generation 0") && words.contains("it was 3"), "{words}");
+        // A start is not a contest.
+        assert_eq!(
+            a.acquire(Key::Vm(&literal("db")), Generation(3), false),
+            Ok(Verdict::Granted(Generation(4)))
+        );
+        let older = a.acquire(Key::Vm(&literal("db")), Generation(7), true).unwrap_err().0;
+        assert!(older.contains("generation 4"), "{older}");
+    }
+}

@@ -1,0 +1,113 @@
+//! The `etcd` arbiter: the record of a key is the value of `PREFIX/owners/KEY`,
+//! changed by a transaction that compares the revision that was read. Which
+//! arbiter it is stands in `PREFIX/identity`, made in the same way.
+
+use crate::arbiter::{judge, stands};
+use crate::etcd::{Entry, Etcd};
+use crate::{ArbiterId, Key, Unreachable};
+use understudy_protocol::HostName;
+use understudy_protocol::{Generation, Ownership, Verdict};
+
+/// Transactions that may be lost to others' before the contest counts as
+/// unanswered; each means that the record has changed.
+const TRIES: usize = 3;
+
+const IDENTITY: &str = "/identity";
+/// There never is such a key.
+const NOTHING: &str = "/rehearsals";
+
+/// The records in one etcd cluster.
+#[derive(Clone, Debug)]
+pub struct EtcdArbiter {
+    etcd: Etcd,
+    host: HostName,
+}
+
+impl EtcdArbiter {
+    pub fn new(etcd: Etcd, host: &HostName) -> EtcdArbiter {
+        EtcdArbiter { etcd, host: host.to_owned() }
+    }
+
+    pub fn current(&self, key: Key<'_>) -> Result<Option<Ownership>, Unreachable> {
+        Ok(self.read(key)?.map(|entry| entry.value))
+    }
+
+    pub fn acquire(
+        &self,
+        key: Key<'_>,
+        from: Generation,
+        strict: bool,
+    ) -> Result<Verdict, Unreachable> {
+        self.swap(key, from, Some(&self.host), strict)
+    }
+
+    pub fn release(&self, key: Key<'_>, from: Generation) -> Result<(), Unreachable> {
+        self.swap(key, from, None, false).map(drop)
+    }
+
+    pub fn identity(&self) -> Result<Option<ArbiterId>, Unreachable> {
+        let entry: Option<Entry<ArbiterId>> = self.etcd.get(IDENTITY).map_err(unanswered)?;
+        Ok(entry.map(|entry| entry.value))
+    }
+
+    /// Gives the arbiter this identity, unless somebody was first; the one that it has then.
+    pub fn name_it(&self, id: ArbiterId) -> Result<ArbiterId, Unreachable> {
+        match self.etcd.swap(IDENTITY, 0, &id).map_err(unanswered)? {
+            true => Ok(id),
+            false => Ok(self.identity()?.unwrap_or(id)),
+        }
+    }
+
+    /// Does what a take-over does, but for the change: a transaction that a majority of the
+    /// cluster must agree on, and that compares the record's revision.
+    pub fn rehearse(&self, key: Key<'_>) -> Result<Option<Ownership>, Unreachable> {
+        let Some(entry) = self.read(key)? else { return Ok(None) };
+        match self.etcd.rehearse(&path(key), entry.revision, NOTHING).map_err(unanswered)? {
+            true => Ok(Some(entry.value)),
+            false => Err(Unreachable(format!("the record of {key} changed just now"))),
+        }
+    }
+
+    pub fn etcd(&self) -> &Etcd {
+        &self.etcd
+    }
+
+    fn read(&self, key: Key<'_>) -> Result<Option<Entry<Ownership>>, Unreachable> {
+        self.etcd.get(&path(key)).map_err(unanswered)
+    }
+
+    /// An answer that was lost after the grant is found again by reading first:
+    /// the record then is this host's, one generation on.
+    fn swap(
+        &self,
+        key: Key<'_>,
+        from: Generation,
+        host: Option<&HostName>,
+        strict: bool,
+    ) -> Result<Verdict, Unreachable> {
+        for _ in 0..TRIES {
+            let seen = self.read(key)?;
+            let owner = seen.as_ref().map(|entry| &entry.value);
+            if let Some(owner) = owner.filter(|owner| owner.generation > from) {
+                return Ok(judge(owner.clone(), from, host));
+            }
+            if strict {
+                stands(key, owner, from)?;
+            }
+            let revision = seen.map_or(0, |entry| entry.revision);
+            let next = Ownership { host: host.cloned(), generation: from.next() };
+            if self.etcd.swap(&path(key), revision, &next).map_err(unanswered)? {
+                return Ok(Verdict::Granted(from.next()));
+            }
+        }
+        Err(Unreachable(format!("the record of {key} kept changing")))
+    }
+}
+
+fn path(key: Key<'_>) -> String {
+    format!("/owners/{key}")
+}
+
+fn unanswered(error: anyhow::Error) -> Unreachable {
+    Unreachable(format!("{error:#}"))
+}

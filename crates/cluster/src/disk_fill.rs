@@ -1,0 +1,255 @@
+//! A restored disk, filled from the store while the guest runs on it: what the guest waits for
+//! first, the rest in the background.
+
+use crate::Stopped;
+use crate::source::{Reading, Source};
+use anyhow::Context;
+use std::collections::BTreeMap;
+use std::path::Path;
+use std::sync::atomic::AtomicBool;
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::thread::JoinHandle;
+use std::time::Duration;
+use tracing::warn;
+use understudy_disk::{BlockSet, Disk, Fetcher, absent_blocks};
+use understudy_protocol::{BlockId, DiskIndex, PageIndex};
+use understudy_snapshot::{AreaMap, ChunkId, Fill, Loader, Page, UNIT_BYTES};
+use understudy_threads::lock;
+use understudy_threads::spawn;
+
+/// Threads that read chunks: a store that answers after 20 ms gives 50 MB/s.
+const READERS: usize = 4;
+/// Before a store that did not answer is asked again.
+const ASK_AGAIN: Duration = Duration::from_secs(1);
+/// How often somebody who waits for all of it looks whether he is to stop.
+const LOOK: Duration = Duration::from_millis(100);
+/// The loader's name for the one area that it has here.
+const AREA: BlockId = BlockId(0);
+
+/// Fills one disk. Dropped, it stops: who waits for a block then waits until the disk's server
+/// has ended.
+pub struct DiskFiller {
+    disk: Arc<Disk>,
+    all: u64,
+    shared: Arc<Shared>,
+    readers: Vec<JoinHandle<()>>,
+}
+
+struct Shared {
+    state: Mutex<State>,
+    /// There is more to read, or less to wait for.
+    changed: Condvar,
+}
+
+struct State {
+    loader: Loader,
+    /// Whether to read what nobody waits for.
+    background: bool,
+    stopped: bool,
+    complete: bool,
+    /// Why a chunk is not there yet.
+    stalled: Option<String>,
+}
+
+impl Fetcher for Shared {
+    fn wanted(&self, block: u64) {
+        lock(&self.state).loader.demand(Page { block: AREA, index: PageIndex(block) });
+        self.changed.notify_all();
+    }
+}
+
+impl DiskFiller {
+    /// Makes an image of `bytes` bytes at `path`, in place of a file that is there. Until
+    /// [`DiskFiller::complete`] only what is asked for is read.
+    pub fn create(
+        source: Source,
+        map: AreaMap,
+        index: DiskIndex,
+        bytes: u64,
+        path: &Path,
+    ) -> anyhow::Result<DiskFiller> {
+        let mut absent = BlockSet::none(bytes);
+        map.extents().iter().for_each(|extent| absent.insert(extent.first..extent.end()));
+        let (all, shared) = (map.stored(), Shared::new(map));
+        let disk = Disk::create_restored(index, path, bytes, absent, shared.clone())?;
+        // What the guest changes from now on is what the next snapshot has to save.
+        disk.set_base();
+        DiskFiller::begin(source, disk, all, shared)
+    }
+
+    /// Goes on with an image that another daemon has begun to fill, and whose guest has lived
+    /// since.
+    pub fn resume(
+        source: Source,
+        map: AreaMap,
+        index: DiskIndex,
+        bytes: u64,
+        path: &Path,
+    ) -> anyhow::Result<DiskFiller> {
+        let absent = absent_blocks(path, bytes);
+        let absent =
+            absent.with_context(|| format!("what is there of {} is not known", path.display()))?;
+        let all = map.stored();
+        let shared = Shared::new(map.within(absent.runs(0..absent.blocks())));
+        let disk = Disk::resume_restored(index, path, bytes, absent, shared.clone())?;
+        DiskFiller::begin(source, disk, all, shared)
+    }
+
+    fn begin(
+        source: Source,
+        disk: Disk,
+        all: u64,
+        shared: Arc<Shared>,
+    ) -> anyhow::Result<DiskFiller> {
+        let index = disk.index();
+        let mut filler = DiskFiller { disk: Arc::new(disk), all, shared, readers: Vec::new() };
+        for _ in 0..READERS {
+            let reader = Reader {
+                source: source.clone(),
+                disk: filler.disk.clone(),
+                shared: filler.shared.clone(),
+            };
+            let spawned = spawn(format!("fill-disk{index}"), move || reader.run())
+                .context("cannot start a thread")?;
+            filler.readers.push(spawned);
+        }
+        Ok(filler)
+    }
+
+    /// The disk, to be served to the guest.
+    pub fn disk(&self) -> &Arc<Disk> {
+        &self.disk
+    }
+
+    /// Blocks that are there, and all that have content in the snapshot.
+    pub fn blocks(&self) -> (u64, u64) {
+        (self.all - self.disk.absent_blocks(), self.all)
+    }
+
+    /// Whether all is on stable storage.
+    pub fn is_complete(&self) -> bool {
+        lock(&self.shared.state).complete
+    }
+
+    /// Why the guest may stand still.
+    pub fn stalled(&self) -> Option<String> {
+        lock(&self.shared.state).stalled.clone()
+    }
+
+    /// Reads the rest; returns when all is on stable storage.
+    pub fn complete(&self, stop: &AtomicBool) -> anyhow::Result<()> {
+        lock(&self.shared.state).background = true;
+        self.shared.changed.notify_all();
+        while self.disk.absent_blocks() > 0 {
+            Stopped::check(stop)?;
+            drop(self.shared.wait(lock(&self.shared.state), LOOK));
+        }
+        self.disk.complete_restore()?;
+        lock(&self.shared.state).complete = true;
+        Ok(())
+    }
+}
+
+impl Drop for DiskFiller {
+    fn drop(&mut self) {
+        lock(&self.shared.state).stopped = true;
+        self.shared.changed.notify_all();
+        for reader in self.readers.drain(..) {
+            if reader.join().is_err() {
+                warn!("a thread that filled a disk panicked");
+            }
+        }
+    }
+}
+
+impl Shared {
+    /// For what this map has.
+    fn new(map: AreaMap) -> Arc<Shared> {
+        let loader = Loader::new(BTreeMap::from([(AREA, map)]), &[], 0);
+        let state =
+            State { loader, background: false, stopped: false, complete: false, stalled: None };
+        Arc::new(Shared { state: Mutex::new(state), changed: Condvar::new() })
+    }
+
+    fn wait<'a>(&self, state: MutexGuard<'a, State>, time: Duration) -> MutexGuard<'a, State> {
+        self.changed.wait_timeout(state, time).unwrap_or_else(PoisonError::into_inner).0
+    }
+}
+
+struct Reader {
+    source: Source,
+    disk: Arc<Disk>,
+    shared: Arc<Shared>,
+}
+
+impl Reader {
+    fn run(&self) {
+        while let Some(reading) = self.next() {
+            let (chunk, content) = (reading.chunk, reading.content());
+            drop(reading);
+            match content {
+                Ok(content) => self.fill(chunk, &content),
+                Err(error) => {
+                    lock(&self.shared.state).loader.failed(chunk);
+                    self.pause(&error);
+                }
+            }
+        }
+    }
+
+    /// Waits for something to read; none when it is to end.
+    fn next(&self) -> Option<Reading<'_>> {
+        let mut state = lock(&self.shared.state);
+        loop {
+            if state.stopped {
+                return None;
+            }
+            let read_on = state.background;
+            let next = self.source.next(&mut state.loader, read_on);
+            if next.is_some() {
+                return next;
+            }
+            state = self.shared.wait(state, LOOK);
+        }
+    }
+
+    fn fill(&self, chunk: ChunkId, content: &[u8]) {
+        let fills = lock(&self.shared.state).loader.read(chunk).to_vec();
+        for fill in fills {
+            while let Err(error) = self.write(&fill, content) {
+                // Who waits for it goes on waiting.
+                if !self.pause(&format!("{error:#}")) {
+                    return;
+                }
+            }
+        }
+        lock(&self.shared.state).stalled = None;
+        self.shared.changed.notify_all();
+    }
+
+    fn write(&self, fill: &Fill, content: &[u8]) -> anyhow::Result<()> {
+        let from = usize::from(fill.slot) * UNIT_BYTES;
+        let to = from + fill.pages.count as usize * UNIT_BYTES;
+        let content = content.get(from..to).context("a chunk of the disk is too short")?;
+        Ok(self.disk.fill(fill.pages.first.0, content)?)
+    }
+
+    /// Something has failed: notes it and waits a little. False if it is to end.
+    fn pause(&self, why: &impl ToString) -> bool {
+        let mut state = lock(&self.shared.state);
+        let why = why.to_string();
+        if state.stalled.as_ref() != Some(&why) {
+            warn!(disk = %self.disk.index(), "a disk that is being restored: {why}");
+        }
+        state.stalled = Some(why);
+        let until = std::time::Instant::now() + ASK_AGAIN;
+        while !state.stopped {
+            let left = until.saturating_duration_since(std::time::Instant::now());
+            if left.is_zero() {
+                return true;
+            }
+            state = self.shared.wait(state, left);
+        }
+        false
+    }
+}

@@ -1,0 +1,229 @@
+//! On the backup of a protected VM: its image at the end of an epoch, stored for a snapshot while
+//! later epochs are applied. The guest does not notice, and no acknowledgement waits.
+
+use crate::Stopped;
+use crate::disk::DiskCapture;
+use crate::memory::{Pace, Saving, most_traced};
+use crate::messages::{KeepOrder, Kept, KeptImage};
+use crate::part::Shape;
+use crate::store_keys::{StoreKeys, Stores};
+use anyhow::Context;
+use std::collections::BTreeMap;
+use std::path::Path;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex};
+use std::thread;
+use std::time::{Duration, Instant};
+use tracing::error;
+use tracing::{info, warn};
+use understudy_machine::Machine;
+use understudy_memory::{MAIN_MEMORY, StillImage, StillPage};
+use understudy_protocol::BlockId;
+use understudy_snapshot::{
+    AreaMap, Lane, Packer, Page, SnapshotNumber, WorkingSet, working_set_size,
+};
+use understudy_threads::lock;
+use understudy_threads::spawn;
+
+/// How often the end of the trace is looked for.
+const LOOK: Duration = Duration::from_millis(20);
+
+/// What a backup keeps of one VM.
+pub struct Keeper {
+    keeping: Mutex<Option<Keeping>>,
+    keys: StoreKeys,
+    /// Those that a primary may name.
+    stores: Stores,
+}
+
+struct Keeping {
+    number: SnapshotNumber,
+    image: Arc<StillImage>,
+    stop: Arc<AtomicBool>,
+}
+
+impl Drop for Keeping {
+    fn drop(&mut self) {
+        self.stop.store(true, Ordering::Release);
+        self.image.end();
+    }
+}
+
+impl Keeper {
+    /// Keeps nothing yet; what it will goes to one of these stores, with its key.
+    pub fn new(stores: Stores, keys: StoreKeys) -> Keeper {
+        Keeper { keeping: Mutex::new(None), keys, stores }
+    }
+
+    /// What whoever writes memory has to tell of it; none if nothing is kept.
+    pub fn image(&self) -> Option<Arc<StillImage>> {
+        lock(&self.keeping).as_ref().map(|keeping| keeping.image.clone())
+    }
+
+    /// Keeps what the standby has now, instead of whatever was kept before: nothing is written
+    /// at this moment. `directory` is the VM's own. `answer` is called once.
+    pub fn keep(
+        self: &Arc<Self>,
+        order: KeepOrder,
+        machine: &Machine,
+        directory: &Path,
+        device_state: &[u8],
+        answer: impl FnOnce(Kept) + Send + 'static,
+    ) {
+        let (group, number) = (order.group.clone(), order.number);
+        let answer = move |image: anyhow::Result<KeptImage>| {
+            let image = image.map_err(|error| format!("{error:#}"));
+            if let Err(why) = &image {
+                warn!("what was kept for snapshot {number} of {group} is given up: {why}");
+            }
+            answer(Kept { group, number, image });
+        };
+        if let Err(error) = self.stores.check(&order.store) {
+            return answer(Err(error.into()));
+        }
+        let job = match Job::begin(order, machine, directory, device_state) {
+            Ok(job) => job,
+            Err(error) => return answer(Err(error)),
+        };
+        let keeping = Keeping { number, image: job.image.clone(), stop: Arc::default() };
+        let stop = keeping.stop.clone();
+        let former = lock(&self.keeping).replace(keeping);
+        drop(former);
+        let keeper = self.clone();
+        let started = spawn("keep", move || {
+            let image = job.run(&keeper.keys, &stop);
+            keeper.let_go(number);
+            answer(image);
+        });
+        if let Err(error) = started {
+            error!("a snapshot is not kept: cannot start a thread: {error}");
+        }
+    }
+
+    /// Nothing is kept for this snapshot any more.
+    pub fn let_go(&self, number: SnapshotNumber) {
+        let former = lock(&self.keeping).take_if(|keeping| keeping.number == number);
+        drop(former);
+    }
+
+    /// Nothing is kept any more: the VM runs here, or is not followed any more.
+    pub fn end(&self) {
+        let former = lock(&self.keeping).take();
+        drop(former);
+    }
+}
+
+/// One image on its way to the store.
+struct Job {
+    order: KeepOrder,
+    shape: Shape,
+    image: Arc<StillImage>,
+    disks: DiskCapture,
+    device_state: Vec<u8>,
+    since: Instant,
+}
+
+impl Job {
+    fn begin(
+        order: KeepOrder,
+        machine: &Machine,
+        directory: &Path,
+        device_state: &[u8],
+    ) -> anyhow::Result<Job> {
+        let shape = Shape::of(machine);
+        let traced = most_traced(machine.ram().pages(), Duration::from_millis(order.trace_ms));
+        let image = Arc::new(StillImage::take(shape.blocks(), traced)?);
+        // A mirror has no snapshot that the next one could build on.
+        let mut disks = DiskCapture::arm(machine, order.compression, directory, false)?;
+        disks.take();
+        let device_state = device_state.to_vec();
+        Ok(Job { order, shape, image, disks, device_state, since: Instant::now() })
+    }
+
+    fn run(self, keys: &StoreKeys, stop: &AtomicBool) -> anyhow::Result<KeptImage> {
+        let compression = self.order.compression;
+        let store = keys
+            .open(&self.order.store)
+            .with_context(|| format!("the backup cannot reach the store {}", self.order.store))?;
+        let device_state = store.put_blob(&self.device_state, compression)?;
+        let mut packers = self.packers();
+        let mut saving = Saving::new(&store, compression);
+        self.copy(&mut saving, &mut packers, stop)?;
+        let queue = self.end_trace(&mut saving, &mut packers, stop)?;
+        for block in self.shape.blocks() {
+            let packer = packers.remove(&block.id()).context("no such RAM block")?;
+            saving.finish(block.id(), packer, &AreaMap::zeros(block.pages()))?;
+        }
+        saving.end()?;
+        Stopped::check(stop)?;
+        let disks = self.disks.save(&store, None, stop)?;
+        Stopped::check(stop)?;
+        fail::fail_point!("snapshot-kept");
+        let areas = self.shape.put_areas(&store, compression, &saving.areas, &disks.areas)?;
+        let traced = queue.len() as u64;
+        let working_set = WorkingSet { queue, size: working_set_size(traced, traced) };
+        let working_set = store.put_blob(&working_set.encode(), compression)?;
+        let (number, group) = (self.order.number, &self.order.group);
+        let took = self.since.elapsed().as_secs_f64();
+        info!(traced, "the image for snapshot {number} of {group} is stored after {took:.1} s");
+        Ok(KeptImage { areas, device_state, working_set })
+    }
+
+    fn packers(&self) -> BTreeMap<BlockId, Packer> {
+        self.shape.blocks().iter().map(|block| (block.id(), Packer::new())).collect()
+    }
+
+    /// Copies all, and notes first writes for as long as is wanted.
+    fn copy(
+        &self,
+        saving: &mut Saving<'_>,
+        packers: &mut BTreeMap<BlockId, Packer>,
+        stop: &AtomicBool,
+    ) -> anyhow::Result<()> {
+        let trace = Duration::from_millis(self.order.trace_ms);
+        let mut pace = Pace::new();
+        loop {
+            Stopped::check(stop)?;
+            match self.image.copy_some()? {
+                Some(pages) => {
+                    put(saving, packers, &pages, Lane::Rest)?;
+                    pace.copied(pages.len() as u64);
+                }
+                None if self.since.elapsed() < trace => thread::sleep(LOOK),
+                None => return Ok(()),
+            }
+        }
+    }
+
+    /// What was written first, packed in its order.
+    fn end_trace(
+        &self,
+        saving: &mut Saving<'_>,
+        packers: &mut BTreeMap<BlockId, Packer>,
+        stop: &AtomicBool,
+    ) -> anyhow::Result<Vec<Page>> {
+        let first = self.image.end_trace();
+        put(saving, packers, &first, Lane::WorkingSet)?;
+        // What writers have copied at the very end.
+        while let Some(pages) = self.image.copy_some()? {
+            Stopped::check(stop)?;
+            put(saving, packers, &pages, Lane::Rest)?;
+        }
+        // The other blocks are loaded whole before any start.
+        let main = first.iter().filter(|one| one.block == MAIN_MEMORY);
+        Ok(main.map(|one| Page { block: one.block, index: one.page }).collect())
+    }
+}
+
+fn put(
+    saving: &mut Saving<'_>,
+    packers: &mut BTreeMap<BlockId, Packer>,
+    pages: &[StillPage],
+    lane: Lane,
+) -> anyhow::Result<()> {
+    for StillPage { block, page, content } in pages {
+        let packer = packers.get_mut(block).context("no such RAM block")?;
+        saving.store(packer.put(page.0, content, lane))?;
+    }
+    Ok(())
+}

@@ -1,0 +1,45 @@
+//! What of a VM a snapshot of its group has, and how it gets back into one: memory and disks of a
+//! [`Machine`](understudy_machine::Machine), captured into a store and filled in again. What is
+//! decided is in `understudy_snapshot`; who does it when is the daemon's.
+//!
+//! | module | is |
+//! |---|---|
+//! | [`messages`] | what hosts say to each other about snapshots and restores |
+//! | [`memory`], [`disk`] | captured while the guest runs |
+//! | [`kept`] | the same of a protected VM, which its backup stores |
+//! | [`part`], [`boot_files`], [`crossing`] | how it is described in the store |
+//! | [`fill`], [`disk_fill`], [`early`] | filled in again; what a start waits for comes first |
+//! | [`source`] | the way to the store, which all restored guests of a host share |
+//! | [`store_keys`] | the keys of encrypted stores |
+//! | [`trial`] | for trials: which memory guests touch |
+
+pub mod boot_files;
+pub mod crossing;
+pub mod disk;
+pub mod disk_fill;
+pub mod early;
+pub mod fill;
+pub mod kept;
+pub mod memory;
+pub mod messages;
+pub mod part;
+pub mod source;
+pub mod store_keys;
+pub mod trial;
+
+use std::sync::atomic::{AtomicBool, Ordering};
+
+/// Work was told to end.
+#[derive(Debug, thiserror::Error)]
+#[error("it was stopped")]
+pub struct Stopped;
+
+impl Stopped {
+    /// An error once `stop` is set.
+    pub fn check(stop: &AtomicBool) -> Result<(), Stopped> {
+        match stop.load(Ordering::Acquire) {
+            true => Err(Stopped),
+            false => Ok(()),
+        }
+    }
+}

@@ -1,0 +1,282 @@
+//! What hosts say to each other about snapshots and restores: JSON in messages of the kinds
+//! `Snapshot` and `Restore`. Each order names all that it needs, since any may be the first
+//! that arrives.
+
+use anyhow::{Context, bail, ensure};
+use serde::{Deserialize, Serialize};
+use std::sync::Arc;
+use understudy_protocol::Generation;
+use understudy_protocol::{GroupName, HostName, VmName};
+use understudy_qemu::{Accelerator, VmDefinition};
+use understudy_snapshot::{
+    About, AreaEntry, Blob, Compression, Incarnation, Member, MemberManifest, Order, Page, Report,
+    SnapshotNumber, Store, StoreAddress, StoreError, TakeOrder, TakeReport,
+};
+
+/// Members of a group and their hosts.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct GroupPlaces {
+    /// The group's name.
+    pub name: GroupName,
+    /// Its members' VMs, in their order.
+    pub vms: Vec<VmName>,
+    /// The host of each.
+    pub hosts: Vec<HostName>,
+}
+
+/// A member's part in a snapshot.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct TakeTask {
+    /// Its group.
+    pub group: GroupPlaces,
+    /// Which member.
+    pub member: Member,
+    /// Where the snapshot is stored.
+    pub store: StoreAddress,
+    /// How.
+    pub compression: Compression,
+    /// How long first accesses are traced after the pause, in milliseconds.
+    pub trace_ms: u64,
+    /// Whether repeated accesses are traced too, for comparison.
+    pub recency: bool,
+}
+
+impl TakeTask {
+    /// The member's VM.
+    pub fn vm(&self) -> &VmName {
+        &self.group.vms[self.member.index()]
+    }
+}
+
+/// A member's part in a restore.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct RestoreTask {
+    /// Names the restore; unique.
+    pub id: String,
+    /// Its group, as it will be.
+    pub group: GroupPlaces,
+    /// Which member.
+    pub member: Member,
+    /// Where the snapshot is.
+    pub store: StoreAddress,
+    /// Which one.
+    pub number: SnapshotNumber,
+    /// The newest generation of the VM that anybody knows.
+    pub newest: Generation,
+    /// The group's incarnation from now on.
+    pub incarnation: Incarnation,
+    /// Whether the queue is by last access, not by first.
+    pub by_recency: bool,
+}
+
+impl RestoreTask {
+    /// The member's VM.
+    pub fn vm(&self) -> &VmName {
+        &self.group.vms[self.member.index()]
+    }
+}
+
+impl RestoreTask {
+    /// The order in which memory is loaded.
+    pub fn queue(&self, store: &Store, member: &MemberManifest) -> Result<Vec<Page>, StoreError> {
+        let set = match self.by_recency {
+            true => store.by_sampling(member)?,
+            false => store.working_set(member)?,
+        };
+        Ok(set.queue)
+    }
+}
+
+/// From a coordinator to the host of a member.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub enum ToMember {
+    /// About a snapshot.
+    Take(TakeTask, About<TakeOrder>),
+    /// About a restore.
+    Restore(RestoreTask, Order),
+}
+
+impl ToMember {
+    /// An order as a peer sent it, once it names a member that there is, and a restore whose name
+    /// can be part of a file's.
+    pub fn checked(self) -> Result<ToMember, &'static str> {
+        let (group, member) = match &self {
+            ToMember::Take(task, _) => (&task.group, task.member),
+            ToMember::Restore(task, _) => (&task.group, task.member),
+        };
+        if group.vms.len() != group.hosts.len() || member.index() >= group.vms.len() {
+            return Err("it names a member that its group does not have");
+        }
+        let plain = |byte: u8| byte.is_ascii_alphanumeric() || byte == b'-';
+        match &self {
+            ToMember::Restore(task, _) if task.id.len() > 64 || !task.id.bytes().all(plain) => {
+                Err("its restore has a name that is none")
+            }
+            _ => Ok(self),
+        }
+    }
+}
+
+impl ToMember {
+    /// The store that it names.
+    pub fn store(&self) -> &StoreAddress {
+        match self {
+            ToMember::Take(task, _) => &task.store,
+            ToMember::Restore(task, _) => &task.store,
+        }
+    }
+
+    /// The report that it cannot be done.
+    pub fn failed(&self, why: String) -> ToCoordinator {
+        match self {
+            ToMember::Take(task, order) => {
+                let said = TakeReport::Failed { why };
+                ToCoordinator::Take(task.member, About { number: order.number, said })
+            }
+            ToMember::Restore(task, _) => {
+                ToCoordinator::Restore(task.member, Report::Failed { why })
+            }
+        }
+    }
+}
+
+/// Reports of a member to the coordinator.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub enum ToCoordinator {
+    /// About a snapshot.
+    Take(Member, About<TakeReport>),
+    /// About a restore.
+    Restore(Member, Report),
+}
+
+impl ToCoordinator {
+    /// The member that it is about, by the word of whoever sent it.
+    pub fn member(&self) -> Member {
+        match self {
+            ToCoordinator::Take(member, _) | ToCoordinator::Restore(member, _) => *member,
+        }
+    }
+}
+
+/// Where reports go.
+pub type Reply = Arc<dyn Fn(ToCoordinator) + Send + Sync>;
+
+/// From a primary to its backup: what it has at the end of this epoch is a snapshot's.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct KeepOrder {
+    /// The snapshot's group.
+    pub group: GroupName,
+    /// Which one.
+    pub number: SnapshotNumber,
+    /// Where it is stored.
+    pub store: StoreAddress,
+    /// How.
+    pub compression: Compression,
+    /// How long first writes are noted, in milliseconds.
+    pub trace_ms: u64,
+}
+
+/// The reply to a [`KeepOrder`].
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Kept {
+    /// The snapshot's group.
+    pub group: GroupName,
+    /// Which one.
+    pub number: SnapshotNumber,
+    /// Where it is in the store, or why it is not there.
+    pub image: Result<KeptImage, String>,
+}
+
+/// All of a protected VM that its backup has.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct KeptImage {
+    /// RAM blocks and disks.
+    pub areas: Vec<AreaEntry>,
+    /// QEMU's device state.
+    pub device_state: Blob,
+    /// The queue of first writes.
+    pub working_set: Blob,
+}
+
+/// A VM as it is saved with its part of a snapshot.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+pub struct SavedVm {
+    /// Its definition.
+    pub definition: VmDefinition,
+    /// What executed its instructions.
+    pub accelerator: Accelerator,
+}
+
+impl SavedVm {
+    /// The VM of a member's part.
+    pub fn of(member: &MemberManifest) -> anyhow::Result<SavedVm> {
+        let name = &member.name;
+        let saved: SavedVm =
+            serde_json::from_value(member.definition.clone()).with_context(|| {
+                format!(
+                    "the definition of {name} in the snapshot is not one that this version of \
+                 understudy knows; use the version that took it"
+                )
+            })?;
+        if let Some(problem) = saved.definition.validate().first() {
+            bail!("the definition of {name} in the snapshot is wrong: {problem}");
+        }
+        ensure!(
+            saved.definition.name == *name,
+            "the definition of {name} in the snapshot is that of {}",
+            saved.definition.name
+        );
+        Ok(saved)
+    }
+}
+
+/// What a host is asked: could these members of a snapshot be restored on it?
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Question {
+    /// Where the snapshot is.
+    pub store: StoreAddress,
+    /// Its group.
+    pub group: GroupName,
+    /// Which one.
+    pub number: SnapshotNumber,
+    /// The members' VMs.
+    pub vms: Vec<VmName>,
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn order(change: impl FnOnce(&mut serde_json::Value)) -> anyhow::Result<ToMember> {
+        let task = RestoreTask {
+            id: "1-1700000000".to_owned(),
+            group: GroupPlaces {
+                name: understudy_protocol::literal("shop"),
+                vms: vec![understudy_protocol::literal("db")],
+                hosts: vec![understudy_protocol::literal("b")],
+            },
+            member: Member(0),
+            store: "/srv".parse()?,
+            number: SnapshotNumber(1),
+            newest: Generation(1),
+            incarnation: Incarnation(1),
+            by_recency: false,
+        };
+        let mut json = serde_json::to_value(task)?;
+        change(&mut json);
+        let task = serde_json::from_value(json)?;
+        ToMember::Restore(task, Order::Load { pages: 0 }).checked().map_err(anyhow::Error::msg)
+    }
+
+    /// It was believed: the first three became paths, the last one ended the daemon.
+    #[test]
+    fn an_order_of_a_peer_names_nothing_outside() {
+        assert!(order(|_| ()).is_ok());
+        assert!(order(|json| json["group"]["vms"][0] = "../../../etc/cron.d".into()).is_err());
+        assert!(order(|json| json["group"]["name"] = "..".into()).is_err());
+        assert!(order(|json| json["id"] = "x/../../y".into()).is_err());
+        assert!(order(|json| json["group"]["vms"] = serde_json::json!([])).is_err());
+        assert!(order(|json| json["member"] = 7.into()).is_err());
+        assert!(order(|json| json["store"] = "/srv/../etc".into()).is_err());
+    }
+}

@@ -1,0 +1,149 @@
+//! Where restored VMs are read from. A host's guests share the way to the store: what one of
+//! them waits for must not stand behind what nobody waits for yet.
+
+use std::sync::{Arc, Mutex};
+use std::time::{Duration, Instant};
+use understudy_snapshot::{ChunkId, Loader, Store, StoreError};
+use understudy_threads::lock;
+
+/// After a guest has waited it is likely to wait again: for so long the way is kept clear.
+const QUIET: Duration = Duration::from_millis(50);
+
+/// Meanwhile so many chunks are read that nobody waits for, so that it goes on at all.
+const BEHIND: usize = 1;
+
+/// A host's way to its stores.
+#[derive(Debug, Default)]
+pub struct Way(Mutex<Traffic>);
+
+#[derive(Debug, Default)]
+struct Traffic {
+    /// Chunks under way that nobody waited for when they were asked for.
+    behind: usize,
+    /// When a guest waited last.
+    wanted: Option<Instant>,
+}
+
+impl Way {
+    /// A guest waits for a chunk.
+    pub fn note_wanted(&self, now: Instant) {
+        lock(&self.0).wanted = Some(now);
+    }
+
+    /// Takes a place for a chunk that nobody waits for, if there is one.
+    pub fn enter(&self, now: Instant) -> bool {
+        let mut traffic = lock(&self.0);
+        let recent = traffic.wanted.is_some_and(|wanted| now.duration_since(wanted) < QUIET);
+        let may = !recent || traffic.behind < BEHIND;
+        traffic.behind += usize::from(may);
+        may
+    }
+
+    /// Gives a place back.
+    pub fn leave(&self) {
+        lock(&self.0).behind -= 1;
+    }
+}
+
+/// A store, and the way there.
+#[derive(Clone)]
+pub struct Source {
+    /// The store.
+    pub store: Arc<Store>,
+    way: Arc<Way>,
+}
+
+/// The way is kept clear for those who wait: ask again a moment later.
+#[derive(Debug)]
+pub struct KeptClear;
+
+/// A chunk that is being read.
+pub struct Reading<'s> {
+    /// Which one.
+    pub chunk: ChunkId,
+    source: &'s Source,
+    behind: bool,
+}
+
+impl Source {
+    /// The store behind this way.
+    pub fn new(store: Arc<Store>, way: Arc<Way>) -> Source {
+        Source { store, way }
+    }
+
+    /// A guest has begun to wait for something.
+    pub fn wanted(&self) {
+        self.way.note_wanted(Instant::now());
+    }
+
+    /// What is to be read next: what a guest waits for; and else, if `read_on`, what the loader
+    /// has planned, unless the way is kept clear: then ask again a moment later.
+    pub fn next(&self, loader: &mut Loader, read_on: bool) -> Option<Reading<'_>> {
+        let now = Instant::now();
+        if let Some(chunk) = loader.next_demanded() {
+            self.way.note_wanted(now);
+            return Some(Reading { chunk, source: self, behind: false });
+        }
+        if !read_on {
+            return None;
+        }
+        self.planned(|| loader.next_chunk()).ok().flatten()
+    }
+
+    /// What `plan` says is to be read, though no guest waits for it; none if that is nothing.
+    pub fn planned(
+        &self,
+        plan: impl FnOnce() -> Option<ChunkId>,
+    ) -> Result<Option<Reading<'_>>, KeptClear> {
+        if !self.way.enter(Instant::now()) {
+            return Err(KeptClear);
+        }
+        let planned = plan().map(|chunk| Reading { chunk, source: self, behind: true });
+        if planned.is_none() {
+            self.way.leave();
+        }
+        Ok(planned)
+    }
+}
+
+impl Reading<'_> {
+    /// Its content, checked.
+    pub fn content(&self) -> Result<Vec<u8>, StoreError> {
+        be_silent_in_a_test();
+        self.source.store.chunk(self.chunk)
+    }
+}
+
+/// A test has the store silent for as long as there is the file that the fail point names.
+fn be_silent_in_a_test() {
+    fail::fail_point!("store-silent", |file| {
+        while file.as_ref().is_some_and(|file| std::path::Path::new(file).exists()) {
+            std::thread::sleep(QUIET);
+        }
+    });
+}
+
+impl Drop for Reading<'_> {
+    fn drop(&mut self) {
+        if self.behind {
+            self.source.way.leave();
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_way_is_kept_clear_for_a_while_after_a_guest_has_waited() {
+        let (way, start) = (Way::default(), Instant::now());
+        assert!((0..8).all(|_| way.enter(start)), "nobody has waited");
+        way.note_wanted(start);
+        assert!(!way.enter(start + QUIET / 2), "eight are under way already");
+        (0..8).for_each(|_| way.leave());
+        assert!(way.enter(start + QUIET / 2), "it goes on, slowly");
+        assert!(!way.enter(start + QUIET / 2));
+        assert!(way.enter(start + QUIET), "nobody has waited since");
+    }
+}

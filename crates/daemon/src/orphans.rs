@@ -1,0 +1,265 @@
+//! Guests that outlived the last daemon of this host: found when the daemon starts, and taken
+//! back, or ended.
+
+use crate::containment;
+use crate::host::Host;
+use crate::snapshot::RestoreNote;
+use crate::vm::{FencedVm, Vm};
+use anyhow::Context;
+use nix::poll::PollTimeout;
+use nix::sys::signal::Signal;
+use std::collections::BTreeMap;
+use std::fs;
+use std::io::{self, ErrorKind};
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::path::Path;
+use std::sync::Arc;
+use std::thread;
+use std::time::{Duration, Instant};
+use tracing::warn;
+use understudy_machine::custody::{Custody, SOCKET};
+use understudy_protocol::Ownership;
+use understudy_protocol::VmName;
+use understudy_protocol::validity::ImageRole;
+use understudy_qemu::process::{has_ended, signal};
+use understudy_threads::Common;
+
+/// Before what failed is tried again: the arbiter, or the store, may answer later.
+const AGAIN: Duration = Duration::from_secs(1);
+/// How often whoever waits for the end of an orphan looks.
+const LOOK: Duration = Duration::from_millis(20);
+
+/// A guest that stands still.
+pub(crate) struct Orphan {
+    /// What is known of it.
+    pub note: RestoreNote,
+    /// All descriptors that its daemon had of it. QEMU's pidfd comes first.
+    pub descriptors: Vec<OwnedFd>,
+    /// Custodian that keeps it.
+    pub custody: Custody,
+    /// Since when it stands still.
+    pub since: Instant,
+}
+
+impl Orphan {
+    fn qemu(&self) -> BorrowedFd<'_> {
+        self.descriptors[0].as_fd()
+    }
+
+    fn has_ended(&self) -> bool {
+        has_ended(self.qemu(), PollTimeout::ZERO).unwrap_or(true)
+    }
+}
+
+/// The names of those that are not taken back yet. Nobody may start them meanwhile.
+#[derive(Default)]
+pub(crate) struct Orphans(Common<BTreeMap<VmName, Waiting>>);
+
+struct Waiting {
+    why: String,
+    /// True once nobody wants it any more.
+    given_up: bool,
+}
+
+impl Orphans {
+    /// Why a guest of that name stands still, as the end of a sentence; none if there is none.
+    pub fn why(&self, vm: &VmName) -> Option<String> {
+        let orphans = self.0.lock();
+        let why = &orphans.get(vm)?.why;
+        Some(format!("outlived this host's last daemon, and is being taken back: {why}"))
+    }
+
+    /// Ends one, if there is one; returns when it has ended.
+    pub fn give_up(&self, vm: &VmName) -> bool {
+        let mut found = false;
+        while self.mark_given_up(vm) {
+            found = true;
+            thread::sleep(LOOK);
+        }
+        found
+    }
+
+    fn mark_given_up(&self, vm: &VmName) -> bool {
+        let mut orphans = self.0.lock();
+        let orphan = orphans.get_mut(vm);
+        orphan.map(|orphan| orphan.given_up = true).is_some()
+    }
+
+    /// Ends all; returns when they have ended.
+    pub fn give_up_all(&self) {
+        let names: Vec<VmName> = self.0.lock().keys().cloned().collect();
+        for vm in names {
+            self.give_up(&vm);
+        }
+    }
+
+    fn add(&self, vm: &VmName) {
+        let why = "its owner is being asked for".to_owned();
+        self.0.lock().insert(vm.to_owned(), Waiting { why, given_up: false });
+    }
+
+    fn remove(&self, vm: &VmName) {
+        self.0.lock().remove(vm);
+    }
+
+    fn is_given_up(&self, vm: &VmName) -> bool {
+        self.0.lock().get(vm).is_none_or(|orphan| orphan.given_up)
+    }
+
+    fn note(&self, vm: &VmName, why: String) {
+        if let Some(orphan) = self.0.lock().get_mut(vm) {
+            if orphan.why != why {
+                warn!(%vm, "it stands still: {why}");
+                orphan.why = why;
+            }
+        }
+    }
+}
+
+/// Why a guest was not taken back.
+enum Failure {
+    /// It may be the next time.
+    Later(String),
+    /// It is not this host's any more, or has ended.
+    Lost(String),
+}
+
+impl Host {
+    /// The guests that outlived the last daemon. From here on nobody starts them.
+    pub(crate) fn find_orphans(&self) -> Vec<Orphan> {
+        let mut orphans = Vec::new();
+        for entry in fs::read_dir(&self.config.state_dir).into_iter().flatten().flatten() {
+            let directory = entry.path();
+            if !directory.join(SOCKET).exists() {
+                continue;
+            }
+            match find(&directory) {
+                Ok(orphan) => {
+                    self.orphans.add(orphan.note.task.vm());
+                    orphans.push(orphan);
+                }
+                Err(error) => {
+                    warn!("no VM is taken back in {}: {error:#}", directory.display());
+                    let refused = |error: &io::Error| error.kind() == ErrorKind::ConnectionRefused;
+                    if error.downcast_ref().is_some_and(refused) {
+                        // Its custodian has ended, and QEMU with it.
+                        let _ = fs::remove_file(directory.join(SOCKET));
+                    }
+                }
+            }
+        }
+        orphans
+    }
+
+    /// Goes on with a guest, or ends it; this may take as long as the arbiter and the store are
+    /// silent.
+    pub(crate) fn take_back(self: &Arc<Self>, orphan: Orphan) {
+        let (host, vm) = (self.clone(), orphan.note.task.vm().clone());
+        let started = containment::spawn_for(self, &vm, "orphan", move || {
+            let vm = orphan.note.task.vm().to_owned();
+            let lost = loop {
+                if host.orphans.is_given_up(&vm) {
+                    break None;
+                }
+                match host.try_to_take_back(&orphan) {
+                    Ok(()) => return host.finish_taking_back(orphan),
+                    Err(Failure::Later(why)) => host.orphans.note(&vm, why),
+                    Err(Failure::Lost(why)) => break Some(why),
+                }
+                thread::sleep(AGAIN);
+            };
+            host.end_orphan(orphan, lost);
+        });
+        if let Err(error) = started {
+            self.orphans
+                .note(&vm, format!("cannot be taken back: no thread can be started: {error}"));
+        }
+    }
+
+    fn try_to_take_back(self: &Arc<Self>, orphan: &Orphan) -> Result<(), Failure> {
+        if orphan.has_ended() {
+            return Err(Failure::Lost("its QEMU, which outlived a daemon, has ended".into()));
+        }
+        let later = |error: anyhow::Error| Failure::Later(format!("{error:#}"));
+        self.check_ours(&orphan.note)?;
+        let remaining = self.remaining(&orphan.note).map_err(later)?;
+        // The store may have taken long.
+        self.check_ours(&orphan.note)?;
+        self.resume_restore(orphan, remaining).map_err(|error| match orphan.has_ended() {
+            true => Failure::Lost(format!("its QEMU, which outlived a daemon, ended: {error:#}")),
+            false => later(error),
+        })
+    }
+
+    /// Whether the VM is still this host's, as it was when its daemon died.
+    fn check_ours(&self, note: &RestoreNote) -> Result<(), Failure> {
+        let (vm, generation) = (note.task.vm(), note.generation);
+        let record = self.record(vm).map_err(|error| Failure::Later(error.to_string()))?;
+        let image = record.map(|record| record.image);
+        let runs = image
+            .is_some_and(|image| image.role == ImageRole::Active && image.generation == generation);
+        let Some(arbiter) = self.arbiter.as_ref().filter(|_| runs) else {
+            return if runs { Ok(()) } else { Err(lost("by this host's own record")) };
+        };
+        match arbiter.current(vm) {
+            Err(error) => Err(Failure::Later(error.to_string())),
+            Ok(Some(Ownership { host: Some(host), generation: current })) => {
+                match host == self.config.name && current == generation {
+                    true => Ok(()),
+                    false => Err(lost(&format!("host {host} has it in generation {current}"))),
+                }
+            }
+            Ok(_) => Err(lost("nobody has it")),
+        }
+    }
+
+    fn finish_taking_back(&self, orphan: Orphan) {
+        let vm = orphan.note.task.vm();
+        let Ok(primary) = self.primary(vm) else { return self.orphans.remove(vm) };
+        let still = orphan.since.elapsed().as_secs_f64();
+        let words = format!("stood still for {still:.1} s: this host's daemon had ended");
+        primary.events.note(words);
+        orphan.custody.goes_on();
+        self.orphans.remove(vm);
+        primary.machine().set_custody(orphan.custody);
+    }
+
+    /// `lost` is why, if nobody has asked for it.
+    fn end_orphan(&self, orphan: Orphan, lost: Option<String>) {
+        let RestoreNote { task, generation, .. } = &orphan.note;
+        let vm = task.vm();
+        // Fails if it has ended already.
+        let _ = signal(orphan.qemu(), Signal::SIGKILL);
+        while !has_ended(orphan.qemu(), PollTimeout::NONE).unwrap_or(true) {}
+        let (stale, released) = (lost.is_some(), lost.is_none());
+        let noted = self.records.change(vm, |record| {
+            record.image.role = if stale { ImageRole::Stale } else { ImageRole::Cut };
+        });
+        if let Err(error) = noted {
+            warn!(%vm, "{error}");
+        }
+        if let (true, Some(arbiter)) = (released, &self.arbiter) {
+            if let Err(error) = arbiter.release(vm, *generation) {
+                warn!(%vm, "{error}");
+            }
+        }
+        if let Some(reason) = lost {
+            warn!(%vm, "{reason}");
+            let fenced = FencedVm { name: vm.to_owned(), generation: *generation, reason };
+            self.vms.lock().insert(vm.to_owned(), Vm::Fenced(Arc::new(fenced)));
+        }
+        self.orphans.remove(vm);
+    }
+}
+
+fn lost(how: &str) -> Failure {
+    Failure::Lost(format!("while this host's daemon was away the VM was lost: {how}"))
+}
+
+fn find(directory: &Path) -> anyhow::Result<Orphan> {
+    let (custody, estate, descriptors) = Custody::of_another(directory)?;
+    let note = serde_json::from_value(estate.note).context("it is of another version")?;
+    let still = Duration::from_millis(estate.still_ms);
+    let since = Instant::now().checked_sub(still).unwrap_or_else(Instant::now);
+    Ok(Orphan { note, descriptors, custody, since })
+}

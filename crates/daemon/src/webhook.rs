@@ -1,0 +1,187 @@
+//! Events posted to an address of the operator's, one by one and in their order, each until it was taken.
+//!
+//! A receiver may get an event twice (its answer was lost), and knows it by its number. One that does not answer is asked
+//! again, later each time; what the log does not keep for so long is lost to it, which is said.
+
+use crate::config::WebhookUrl;
+use crate::host::Host;
+use serde::Serialize;
+use std::sync::Arc;
+use std::thread;
+use std::time::Duration;
+use tracing::{info, warn};
+use understudy_protocol::HostName;
+use understudy_report::events::{Event, Journal};
+use ureq::Agent;
+
+/// For the receiver to answer.
+const TIMEOUT: Duration = Duration::from_secs(10);
+/// Before the next try, doubled each time: the first and the longest wait.
+const WAITS: [Duration; 2] = [Duration::from_secs(1), Duration::from_secs(60)];
+/// Between two looks for new events.
+const LOOK: Duration = Duration::from_millis(250);
+
+/// What is posted.
+#[derive(Serialize)]
+struct Post<'a> {
+    host: &'a HostName,
+    #[serde(flatten)]
+    event: &'a Event,
+}
+
+/// What became of a post.
+#[derive(Debug, PartialEq, Eq)]
+enum Answer {
+    /// The receiver has the event.
+    Taken,
+    /// It never will.
+    Refused(String),
+    /// It may later.
+    Later(String),
+}
+
+/// Posts events for as long as the host lives, if its configuration says where to.
+pub(crate) fn start(host: &Arc<Host>) {
+    let Some(url) = host.config.webhook.clone() else { return };
+    let poster = Poster { url, host: host.config.name.clone(), agent: agent() };
+    let journal = host.events.clone();
+    let run = move || poster.run(&journal);
+    if let Err(error) = thread::Builder::new().name("webhook".to_owned()).spawn(run) {
+        warn!("no event is posted: cannot start a thread: {error}");
+    }
+}
+
+fn agent() -> Agent {
+    let config = Agent::config_builder().timeout_global(Some(TIMEOUT)).http_status_as_error(false);
+    config.build().into()
+}
+
+struct Poster {
+    url: WebhookUrl,
+    host: HostName,
+    agent: Agent,
+}
+
+impl Poster {
+    fn run(&self, journal: &Journal) {
+        let mut last = 0;
+        loop {
+            let list = journal.after(last, None);
+            if list.missed {
+                warn!("webhook: events after number {last} are not kept any more, and not posted");
+            }
+            for event in &list.events {
+                self.deliver(event, journal);
+                last = event.number;
+            }
+            if list.events.is_empty() {
+                if journal.is_closed() {
+                    return;
+                }
+                thread::sleep(LOOK);
+            }
+        }
+    }
+
+    /// Returns when the event was taken or refused, or the daemon ends.
+    fn deliver(&self, event: &Event, journal: &Journal) {
+        let mut wait = WAITS[0];
+        loop {
+            match self.post(event) {
+                Answer::Taken if wait > WAITS[0] => {
+                    return info!("webhook: {} answers again", self.url.shown());
+                }
+                Answer::Taken => return,
+                Answer::Refused(why) => {
+                    let (number, url) = (event.number, self.url.shown());
+                    return warn!("webhook: {url} does not want event {number}: {why}");
+                }
+                Answer::Later(_) if journal.is_closed() => return,
+                Answer::Later(why) => {
+                    if wait == WAITS[0] {
+                        warn!("webhook: {}: {why}; it is asked again", self.url.shown());
+                    }
+                    thread::sleep(wait);
+                    wait = (wait * 2).min(WAITS[1]);
+                }
+            }
+        }
+    }
+
+    fn post(&self, event: &Event) -> Answer {
+        let post = Post { host: &self.host, event };
+        match self.agent.post(self.url.as_str()).send_json(&post) {
+            Ok(answer) => judge(answer.status().as_u16()),
+            Err(error) => Answer::Later(error.to_string()),
+        }
+    }
+}
+
+/// What a status means; redirections were followed.
+fn judge(status: u16) -> Answer {
+    match status {
+        200..=299 => Answer::Taken,
+        408 | 425 | 429 | 500..=599 => Answer::Later(format!("it answers {status}")),
+        _ => Answer::Refused(format!("it answers {status}")),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::io::{BufRead, BufReader, Read, Write};
+    use std::net::{TcpListener, TcpStream};
+    use understudy_protocol::literal;
+    use understudy_report::events::EventKind;
+
+    #[test]
+    fn what_may_pass_is_tried_again_and_a_refusal_is_not() {
+        assert_eq!(judge(204), Answer::Taken);
+        for status in [408, 429, 500, 503] {
+            assert!(matches!(judge(status), Answer::Later(_)), "{status}");
+        }
+        for status in [301, 400, 401, 404] {
+            assert!(matches!(judge(status), Answer::Refused(_)), "{status}");
+        }
+    }
+
+    /// Reads one request and answers it; returns its body.
+    fn answer(mut stream: TcpStream, status: &str) -> serde_json::Value {
+        let mut reader = BufReader::new(stream.try_clone().unwrap());
+        let mut length = 0;
+        loop {
+            let mut line = String::new();
+            reader.read_line(&mut line).unwrap();
+            if line.trim().is_empty() {
+                break;
+            }
+            if let Some(value) = line.to_ascii_lowercase().strip_prefix("content-length:") {
+                length = value.trim().parse().unwrap();
+            }
+        }
+        let mut body = vec![0; length];
+        reader.read_exact(&mut body).unwrap();
+        write!(stream, "HTTP/1.1 {status}\r\ncontent-length: 0\r\nconnection: close\r\n\r\n")
+            .unwrap();
+        serde_json::from_slice(&body).unwrap()
+    }
+
+    #[test]
+    fn each_event_arrives_in_order_also_after_a_failure() {
+        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+        let url = format!("http://{}/hook", listener.local_addr().unwrap());
+        let journal = Journal::default();
+        journal.of(&literal("db")).record(EventKind::Started);
+        journal.of(&literal("db")).record(EventKind::Protected { peer: literal("b") });
+        let posting = journal.clone();
+        let poster = Poster { url: WebhookUrl::of(&url), host: literal("a"), agent: agent() };
+        let thread = thread::spawn(move || poster.run(&posting));
+        let next = |status| answer(listener.accept().unwrap().0, status);
+        assert_eq!(next("503 Busy")["kind"], "started");
+        let again = next("204 Taken");
+        assert_eq!((&again["kind"], &again["host"]), (&"started".into(), &"a".into()));
+        assert_eq!(next("204 Taken")["text"], "protected: b stands by");
+        journal.close();
+        thread.join().unwrap();
+    }
+}

@@ -1,0 +1,473 @@
+//! A session's messages in both directions, over one connection at a time.
+//!
+//! With one path between the hosts, a channel is its connection: when that
+//! breaks, so does the channel. With several, the channel outlives its
+//! connections: what the peer has not confirmed is kept, and the primary dials
+//! the next path and goes on there (`understudy_protocol::SendWindow`).
+
+use crate::link::{Link, Next, Refused};
+use anyhow::{Context, bail};
+use serde::Serialize;
+use std::io;
+use std::sync::{Arc, Condvar, Mutex, MutexGuard};
+use std::thread;
+use std::time::{Duration, Instant};
+use tracing::{info, warn};
+use understudy_protocol::wire::{HEADER_BYTES, Header, Kind, Message};
+use understudy_protocol::{Count, Epoch, ReceiveWindow, SendWindow};
+use understudy_threads::lock;
+use understudy_threads::poisoned;
+use understudy_threads::spawn;
+
+/// A broken connection must be followed by another one within this time. The
+/// backup should win when both give up: the primary waits longer.
+const BACKUP_PATIENCE: Duration = Duration::from_secs(4);
+const PRIMARY_PATIENCE: Duration = Duration::from_secs(6);
+
+/// Connections in a row that broke before anything came over them.
+const MOST_FRUITLESS: u32 = 8;
+
+/// Between two rounds over the paths that are up.
+const REDIAL_PAUSE: Duration = Duration::from_millis(20);
+
+/// A new connection, and how many messages the peer has got.
+pub type Resumption = (Link, Count);
+
+/// Asks the peer to go on after this many of its messages; none while no path
+/// is up.
+pub type Dial = Box<dyn Fn(Count) -> anyhow::Result<Option<Resumption>> + Send + Sync>;
+
+/// How a channel comes by its next connection.
+pub enum Renewal {
+    /// Not at all: there is one path.
+    Never,
+    /// The primary dials.
+    Dial(Dial),
+    /// The backup waits for [`Channel::resume`].
+    Await,
+}
+
+/// One end of a session's messages. One thread receives; any may send.
+pub struct Channel {
+    renewal: Renewal,
+    state: Mutex<State>,
+    changed: Condvar,
+    /// A lock for the time of a message, so that one follows the other. None
+    /// until the unconfirmed messages went over the present connection.
+    writing: Mutex<Option<Link>>,
+}
+
+struct State {
+    /// The connection; none between two.
+    link: Option<Link>,
+    closed: bool,
+    sent: SendWindow<Arc<Message>>,
+    received: ReceiveWindow,
+    fruitless: u32,
+}
+
+impl Channel {
+    /// A channel that begins on `link`, from its next message in each direction.
+    pub fn new(link: Link, renewal: Renewal) -> Arc<Channel> {
+        let state = State {
+            link: Some(link.clone()),
+            closed: false,
+            sent: SendWindow::default(),
+            received: ReceiveWindow::default(),
+            fruitless: 0,
+        };
+        Arc::new(Channel {
+            renewal,
+            state: Mutex::new(state),
+            changed: Condvar::new(),
+            writing: Mutex::new(Some(link)),
+        })
+    }
+
+    /// Bounds every later read of the present connection; none waits for ever.
+    pub fn set_read_timeout(&self, timeout: Option<Duration>) -> io::Result<()> {
+        match &lock(&self.state).link {
+            Some(link) => link.set_read_timeout(timeout),
+            None => Ok(()),
+        }
+    }
+
+    /// Ends the channel in both directions; wakes whoever uses it.
+    pub fn close(&self) {
+        let mut state = lock(&self.state);
+        state.closed = true;
+        if let Some(link) = state.link.take() {
+            link.close();
+        }
+        self.changed.notify_all();
+    }
+
+    /// Ends the present connection, so that the channel goes on over another.
+    pub fn abandon(&self) {
+        if let Some(link) = &lock(&self.state).link {
+            link.close();
+        }
+    }
+
+    /// The next message. The error says why the channel is of no more use.
+    pub fn receive(self: &Arc<Self>) -> anyhow::Result<Message> {
+        loop {
+            let link = match &lock(&self.state).link {
+                Some(link) => link.clone(),
+                None => bail!("the connection was closed"),
+            };
+            match link.receive() {
+                Ok(message) if self.is_single() => return Ok(message),
+                Ok(message) => {
+                    if let Some(message) = self.take(&link, message)? {
+                        return Ok(message);
+                    }
+                }
+                Err(error) if self.is_single() => return Err(error),
+                Err(error) => self.renew(&link, error)?,
+            }
+        }
+    }
+
+    fn is_single(&self) -> bool {
+        matches!(self.renewal, Renewal::Never)
+    }
+
+    /// Counts a message, unless its connection is no longer the channel's: then
+    /// the peer sends it again.
+    fn take(&self, link: &Link, message: Message) -> anyhow::Result<Option<Message>> {
+        let mut state = lock(&self.state);
+        if !state.link.as_ref().is_some_and(|present| present.is(link)) {
+            return Ok(None);
+        }
+        state.fruitless = 0;
+        if message.header.kind == Kind::Received {
+            state.sent.confirm(message.header.epoch.0)?;
+            self.changed.notify_all();
+            return Ok(None);
+        }
+        state.received.receive(bytes_of(&message.header));
+        let due = state.received.confirmation_is_due();
+        drop(state);
+        // Whoever writes just now does it afterwards: reading never waits for writing.
+        if due && let Ok(mut writing) = self.writing.try_lock() {
+            self.confirm(&mut writing);
+        }
+        Ok(Some(message))
+    }
+
+    /// Sends one message made of `parts`; returns its header. With several
+    /// paths it is on its way for good once this returns: on this connection
+    /// or on a later one.
+    pub fn send_parts(&self, kind: Kind, epoch: Epoch, parts: &[&[u8]]) -> io::Result<Header> {
+        self.send_before(Next::Unknown, kind, epoch, parts)
+    }
+
+    /// The same for a message of which it is known what comes next.
+    pub fn send_before(
+        &self,
+        next: Next,
+        kind: Kind,
+        epoch: Epoch,
+        parts: &[&[u8]],
+    ) -> io::Result<Header> {
+        if self.is_single() {
+            let writing = lock(&self.writing);
+            let link = writing.as_ref().ok_or(io::ErrorKind::NotConnected)?;
+            let header = Header::for_payload(kind, epoch, parts);
+            return link.send_with(&header, parts, next).map(|()| header);
+        }
+        let message = Arc::new(Message::new(kind, epoch, parts.concat()));
+        let header = message.header;
+        self.wait_for_room()?;
+        let mut writing = lock(&self.writing);
+        lock(&self.state).sent.push(message.clone(), bytes_of(&header));
+        if let Some(link) = &*writing
+            && link.send_with(&header, &[&message.payload], next).is_err()
+        {
+            // Wakes the receiving thread, which sees to the next connection.
+            link.close();
+            *writing = None;
+        }
+        self.confirm(&mut writing);
+        Ok(header)
+    }
+
+    /// Not with `writing` held: the unconfirmed messages have to go out first.
+    fn wait_for_room(&self) -> io::Result<()> {
+        let mut state = lock(&self.state);
+        while !state.closed && !state.sent.has_room() {
+            state = self.changed.wait(state).unwrap_or_else(poisoned);
+        }
+        if state.closed { Err(io::ErrorKind::NotConnected.into()) } else { Ok(()) }
+    }
+
+    /// Confirms what has been received, if it is time to.
+    fn confirm(&self, writing: &mut MutexGuard<'_, Option<Link>>) {
+        let Some(link) = &**writing else { return };
+        let count = {
+            let mut state = lock(&self.state);
+            if !state.received.confirmation_is_due() {
+                return;
+            }
+            state.received.confirm()
+        };
+        if link.send_signal(Kind::Received, Epoch(count)).is_err() {
+            link.close();
+            **writing = None;
+        }
+    }
+
+    /// Sends a message without a payload.
+    pub fn send_signal(&self, kind: Kind, epoch: Epoch) -> io::Result<()> {
+        self.send_parts(kind, epoch, &[]).map(|_| ())
+    }
+
+    /// Sends `body` as JSON.
+    pub fn send_json(&self, kind: Kind, body: &impl Serialize) -> anyhow::Result<()> {
+        self.send_parts(kind, Epoch(0), &[&serde_json::to_vec(body)?])?;
+        Ok(())
+    }
+
+    /// Tells the peer why this side gives up. Best effort: it may be gone.
+    pub fn refuse(&self, reason: &str) {
+        let _ = self.send_parts(Kind::Refuse, Epoch(0), &[reason.as_bytes()]);
+    }
+
+    /// The connection broke: waits for the next one, or dials it.
+    fn renew(self: &Arc<Self>, broken: &Link, error: anyhow::Error) -> anyhow::Result<()> {
+        broken.close();
+        {
+            let mut state = lock(&self.state);
+            if state.closed {
+                return Err(error);
+            }
+            if state.link.as_ref().is_some_and(|present| !present.is(broken)) {
+                return Ok(());
+            }
+            state.link = None;
+            state.fruitless += 1;
+            if state.fruitless > MOST_FRUITLESS {
+                return Err(error.context("nothing comes over any connection"));
+            }
+        }
+        info!("the session's connection broke: {error:#}");
+        match &self.renewal {
+            Renewal::Never => Err(error),
+            Renewal::Await => self.await_link(error),
+            Renewal::Dial(dial) => self.redial(dial, error),
+        }
+    }
+
+    fn await_link(&self, error: anyhow::Error) -> anyhow::Result<()> {
+        let waits = |state: &mut State| !state.closed && state.link.is_none();
+        let state = lock(&self.state);
+        let (state, _) =
+            self.changed.wait_timeout_while(state, BACKUP_PATIENCE, waits).unwrap_or_else(poisoned);
+        match state.link {
+            Some(_) => Ok(()),
+            None => Err(error.context("the session did not go on over another path")),
+        }
+    }
+
+    fn redial(self: &Arc<Self>, dial: &Dial, error: anyhow::Error) -> anyhow::Result<()> {
+        let deadline = Instant::now() + PRIMARY_PATIENCE;
+        while !lock(&self.state).closed && Instant::now() < deadline {
+            let count = lock(&self.state).received.received();
+            match dial(count) {
+                Ok(Some((link, peers_count))) => {
+                    let channel = self.clone();
+                    self.connect(link.clone(), peers_count)?;
+                    // Not here: the peer may have as much to send again.
+                    spawn("send-again", move || channel.send_again(&link))
+                        .context("cannot start a thread")?;
+                    return Ok(());
+                }
+                Ok(None) => {}
+                Err(refusal) if refusal.is::<Refused>() => return Err(refusal),
+                Err(error) => warn!("cannot resume the session: {error:#}"),
+            }
+            thread::sleep(REDIAL_PAUSE);
+        }
+        Err(error.context("the session could not be resumed over any path"))
+    }
+
+    /// The peer goes on over this connection; it has got `count` messages.
+    /// `answer` gets how many have been received here. Returns when everything
+    /// that the peer lacks was sent.
+    pub fn resume(
+        &self,
+        link: &Link,
+        count: Count,
+        answer: impl FnOnce(Count) -> anyhow::Result<()>,
+    ) -> anyhow::Result<()> {
+        // Before the answer: what comes over the old connection counts no more.
+        let received = self.connect(link.clone(), count)?;
+        answer(received)?;
+        self.send_again(link);
+        Ok(())
+    }
+
+    /// Makes `link` the channel's connection; returns how many messages have
+    /// been received before.
+    fn connect(&self, link: Link, peers_count: Count) -> anyhow::Result<Count> {
+        let mut state = lock(&self.state);
+        if state.closed {
+            bail!("the session is over");
+        }
+        state.sent.confirm(peers_count)?;
+        if let Some(old) = state.link.replace(link) {
+            old.close();
+        }
+        self.changed.notify_all();
+        Ok(state.received.confirm())
+    }
+
+    /// Sends what the peer lacks over `link`, unless that is history by now.
+    fn send_again(&self, link: &Link) {
+        let mut writing = lock(&self.writing);
+        let messages: Vec<Arc<Message>> = {
+            let state = lock(&self.state);
+            if !state.link.as_ref().is_some_and(|present| present.is(link)) {
+                return;
+            }
+            state.sent.unconfirmed().cloned().collect()
+        };
+        let send = |message: &Arc<Message>| {
+            link.send_with(&message.header, &[&message.payload], Next::Unknown)
+        };
+        if messages.iter().try_for_each(send).is_err() {
+            link.close();
+            return;
+        }
+        *writing = Some(link.clone());
+        // The reading thread left it to whoever was writing; the peer may wait for it.
+        self.confirm(&mut writing);
+    }
+}
+
+fn bytes_of(header: &Header) -> u64 {
+    (HEADER_BYTES + header.length) as u64
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crossbeam_channel::bounded;
+    use std::net::{TcpListener, TcpStream};
+    use std::sync::atomic::{AtomicU64, Ordering};
+    use understudy_protocol::literal;
+
+    fn pair() -> (Link, Link) {
+        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+        let dialled = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
+        let (accepted, _) = listener.accept().unwrap();
+        let ours = Link::dialled(dialled, &literal("b"), None).unwrap();
+        let theirs = Link::accepted(accepted, None).unwrap();
+        for link in [&ours, &theirs] {
+            link.set_read_timeout(None).unwrap();
+        }
+        (ours, theirs)
+    }
+
+    /// A primary's and a backup's end; a dial reaches the backup at once.
+    fn channels() -> (Arc<Channel>, Arc<Channel>) {
+        let (ours, theirs) = pair();
+        let backup = Channel::new(theirs, Renewal::Await);
+        let accepting = backup.clone();
+        let dial: Dial = Box::new(move |count| {
+            let (ours, theirs) = pair();
+            let (sender, receiver) = bounded(1);
+            let backup = accepting.clone();
+            thread::spawn(move || {
+                let answer = |count| Ok(sender.send(count)?);
+                backup.resume(&theirs, count, answer)
+            });
+            Ok(Some((ours, receiver.recv()?)))
+        });
+        (Channel::new(ours, Renewal::Dial(dial)), backup)
+    }
+
+    fn send_numbers(channel: &Channel, count: u64, bytes: usize) {
+        let payload = vec![7; bytes];
+        for number in 0..count {
+            channel.send_parts(Kind::Pages, Epoch(number), &[&payload]).unwrap();
+        }
+    }
+
+    #[test]
+    fn connections_break_and_nothing_is_lost_doubled_or_reordered() {
+        // More than the window and the sockets hold, in both directions.
+        const COUNT: u64 = 3000;
+        const BYTES: usize = 40_000;
+        let (primary, backup) = channels();
+        let (at_primary, at_backup) = (AtomicU64::new(0), AtomicU64::new(0));
+        let hear = |channel: &Arc<Channel>, heard: &AtomicU64| {
+            for number in 0..COUNT {
+                assert_eq!(channel.receive().unwrap().header.epoch, Epoch(number));
+                heard.store(number + 1, Ordering::Relaxed);
+            }
+            // The primary's receiving thread is the one that dials.
+            while channel.receive().is_ok() {}
+        };
+        thread::scope(|scope| {
+            scope.spawn(|| send_numbers(&primary, COUNT, BYTES));
+            scope.spawn(|| send_numbers(&backup, COUNT, BYTES));
+            let ends = [
+                scope.spawn(|| hear(&primary, &at_primary)),
+                scope.spawn(|| hear(&backup, &at_backup)),
+            ];
+            let heard = || [&at_primary, &at_backup].map(|heard| heard.load(Ordering::Relaxed));
+            let mut before = [0; 2];
+            while heard() != [COUNT; 2] && !ends.iter().any(|end| end.is_finished()) {
+                thread::sleep(Duration::from_millis(7));
+                // Connections over which nothing comes at all are given up: a busy machine may take
+                // longer than this to send something, and an end that has all gets nothing more.
+                let now = heard();
+                if (0..2).all(|end| now[end] > before[end]) {
+                    before = now;
+                    primary.abandon();
+                }
+            }
+            primary.close();
+            backup.close();
+        });
+    }
+
+    #[test]
+    fn a_closed_channel_lets_everybody_go() {
+        let (primary, backup) = channels();
+        thread::scope(|scope| {
+            // Nobody receives: the window fills, and the sender waits.
+            let sender = scope.spawn(|| {
+                while primary.send_parts(Kind::Pages, Epoch(1), &[&[0; 1 << 20]]).is_ok() {}
+            });
+            let receiver = scope.spawn(|| {
+                backup.abandon();
+                backup.receive().unwrap_err()
+            });
+            thread::sleep(Duration::from_millis(50));
+            backup.close();
+            primary.close();
+            sender.join().unwrap();
+            receiver.join().unwrap();
+        });
+    }
+
+    #[test]
+    fn a_refusal_to_resume_is_final() {
+        let (ours, theirs) = pair();
+        let dial: Dial = Box::new(|_| Err(Refused("no such session".to_owned()).into()));
+        let primary = Channel::new(ours, Renewal::Dial(dial));
+        theirs.close();
+        assert!(primary.receive().unwrap_err().to_string().contains("no such session"));
+    }
+
+    #[test]
+    fn a_single_path_breaks_with_its_connection() {
+        let (ours, theirs) = pair();
+        let channel = Channel::new(ours, Renewal::Never);
+        theirs.close();
+        assert!(channel.receive().is_err());
+    }
+}

@@ -1,0 +1,323 @@
+//! Messages over a connection between two hosts: TCP, with TLS on it where the
+//! configuration has certificates.
+
+use crate::tls::{Closable, NotTls, Tls, TlsStream, explain, part};
+use anyhow::{Context, bail};
+use nix::errno::Errno;
+use nix::libc::MSG_MORE;
+use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
+use nix::sys::socket::{MsgFlags, sendmsg};
+use serde::Serialize;
+use serde::de::DeserializeOwned;
+use std::io::{self, IoSlice, Read};
+use std::net::{Shutdown, TcpStream};
+use std::os::fd::{AsFd, AsRawFd};
+use std::sync::Arc;
+use std::time::Duration;
+use understudy_protocol::Epoch;
+use understudy_protocol::HostName;
+use understudy_protocol::wire::{HEADER_BYTES, Header, Kind, Message};
+
+/// How long set-up waits for the peer's next message.
+pub const SETUP_TIMEOUT: Duration = Duration::from_secs(20);
+
+/// How long a peer's last words may be on their way.
+const LAST_WORDS: Duration = Duration::from_secs(1);
+
+/// What follows a message.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Next {
+    /// Perhaps nothing: the message leaves at once.
+    Unknown,
+    /// Another one, immediately: the end of the message may travel with it, so that the peer is
+    /// woken once for both. If nothing comes after all, the system sends it 0.2 s later.
+    Message,
+}
+
+impl Next {
+    fn flag(self) -> MsgFlags {
+        match self {
+            Next::Unknown => MsgFlags::empty(),
+            Next::Message => MsgFlags::from_bits_retain(MSG_MORE),
+        }
+    }
+}
+
+/// One end of a connection. Clones share the connection: one thread reads,
+/// another writes.
+#[derive(Clone, Debug)]
+pub struct Link(Arc<Connection>);
+
+#[derive(Debug)]
+struct Connection {
+    socket: TcpStream,
+    tls: Option<TlsStream>,
+}
+
+impl Link {
+    /// Takes over a connection that this host opened to `peer`; carries the TLS
+    /// handshake out if there are certificates.
+    pub fn dialled(socket: TcpStream, peer: &HostName, tls: Option<&Tls>) -> anyhow::Result<Link> {
+        prepare(&socket)?;
+        let stream = tls.map(|tls| tls.dial(&socket, peer)).transpose();
+        let stream = stream.inspect_err(|_| part(&socket))?;
+        Ok(Link::watched(socket, stream, tls))
+    }
+
+    /// The same for a connection that a peer opened.
+    pub fn accepted(socket: TcpStream, tls: Option<&Tls>) -> anyhow::Result<Link> {
+        prepare(&socket)?;
+        let result = tls.map(|tls| tls.accept(&socket)).transpose();
+        match result {
+            Ok(stream) => Ok(Link::watched(socket, stream, tls)),
+            Err(error) => {
+                let link = Link(Arc::new(Connection { socket, tls: None }));
+                if error.is::<NotTls>() {
+                    link.refuse("the host speaks TLS: this host's configuration needs [tls], too");
+                }
+                part(&link.0.socket);
+                Err(error)
+            }
+        }
+    }
+
+    /// A connection that ends when its peer's certificate is revoked.
+    fn watched(socket: TcpStream, stream: Option<TlsStream>, tls: Option<&Tls>) -> Link {
+        let connection = Arc::new(Connection { socket, tls: stream });
+        if let (Some(tls), Some(stream)) = (tls, &connection.tls) {
+            let closable: Arc<dyn Closable> = connection.clone();
+            tls.watch(stream, Arc::downgrade(&closable));
+        }
+        Link(connection)
+    }
+
+    /// An error if the peer's certificate is not this host's. Without TLS,
+    /// everybody is who they say.
+    pub fn check_peer(&self, host: &HostName) -> anyhow::Result<()> {
+        self.0.tls.as_ref().map_or(Ok(()), |tls| tls.check_peer(host))
+    }
+
+    /// Whether both are the same connection.
+    pub fn is(&self, other: &Link) -> bool {
+        Arc::ptr_eq(&self.0, &other.0)
+    }
+
+    /// Bounds every later read; none waits for ever.
+    pub fn set_read_timeout(&self, timeout: Option<Duration>) -> io::Result<()> {
+        self.0.socket.set_read_timeout(timeout)
+    }
+
+    /// Bounds every later write; none waits for ever.
+    pub fn set_write_timeout(&self, timeout: Option<Duration>) -> io::Result<()> {
+        self.0.socket.set_write_timeout(timeout)
+    }
+
+    /// Whether the system takes a short message now, so that sending it does not wait.
+    pub fn has_room(&self) -> bool {
+        let mut socket = [PollFd::new(self.0.socket.as_fd(), PollFlags::POLLOUT)];
+        poll(&mut socket, PollTimeout::ZERO).is_ok_and(|ready| ready > 0)
+    }
+
+    /// Ends the connection in both directions; wakes whoever reads or writes.
+    pub fn close(&self) {
+        self.0.close();
+    }
+
+    /// The next message, its checksum checked. The error says why the
+    /// connection must be dropped.
+    pub fn receive(&self) -> anyhow::Result<Message> {
+        let mut header = [0; HEADER_BYTES];
+        self.0.read_exact(&mut header).map_err(explain_end)?;
+        let header = Header::decode(&header)?;
+        let mut payload = vec![0; header.length];
+        self.0.read_exact(&mut payload).map_err(explain_end)?;
+        header.check(&payload)?;
+        Ok(Message { header, payload })
+    }
+
+    /// Why the peer hung up, if it said so before.
+    pub fn last_words(&self) -> Option<anyhow::Error> {
+        self.set_read_timeout(Some(LAST_WORDS)).ok()?;
+        let said = self.receive().ok().filter(|message| message.header.kind == Kind::Refuse)?;
+        read_json::<serde_json::Value>(&said, Kind::Welcome).err()
+    }
+
+    /// Sends one message made of `parts`, without joining them first. Returns
+    /// its header. An error ends the connection: what was sent of the message, or
+    /// was sealed and not sent, would make nonsense of the next.
+    pub fn send_parts(&self, kind: Kind, epoch: Epoch, parts: &[&[u8]]) -> io::Result<Header> {
+        let header = Header::for_payload(kind, epoch, parts);
+        self.send_with(&header, parts, Next::Unknown)?;
+        Ok(header)
+    }
+
+    /// The same with a header that is known already, and with what is known of the next message.
+    pub fn send_with(&self, header: &Header, parts: &[&[u8]], next: Next) -> io::Result<()> {
+        let bytes = header.encode();
+        let mut slices: Vec<IoSlice> = Vec::with_capacity(parts.len() + 1);
+        slices.push(IoSlice::new(&bytes));
+        slices.extend(parts.iter().map(|part| IoSlice::new(part)));
+        self.0.write_all(&mut slices, next).inspect_err(|_| self.close())
+    }
+
+    /// Sends a message without a payload.
+    pub fn send_signal(&self, kind: Kind, epoch: Epoch) -> io::Result<()> {
+        self.send_parts(kind, epoch, &[]).map(|_| ())
+    }
+
+    /// Sends `body` as JSON.
+    pub fn send_json(&self, kind: Kind, body: &impl Serialize) -> anyhow::Result<()> {
+        self.send_parts(kind, Epoch(0), &[&serde_json::to_vec(body)?])?;
+        Ok(())
+    }
+
+    /// Receives a JSON message of `kind`; a refusal becomes an error with the
+    /// peer's words.
+    pub fn expect_json<T: DeserializeOwned>(&self, kind: Kind) -> anyhow::Result<T> {
+        read_json(&self.receive()?, kind)
+    }
+
+    /// Tells the peer why this side gives up. Best effort: it may be gone.
+    pub fn refuse(&self, reason: &str) {
+        let _ = self.send_parts(Kind::Refuse, Epoch(0), &[reason.as_bytes()]);
+    }
+}
+
+/// The JSON of a message that must be of `kind`; a refusal becomes an error with
+/// the peer's words.
+pub fn read_json<T: DeserializeOwned>(message: &Message, kind: Kind) -> anyhow::Result<T> {
+    if message.header.kind == Kind::Refuse {
+        return Err(Refused(String::from_utf8_lossy(&message.payload).into_owned()).into());
+    }
+    if message.header.kind != kind {
+        bail!("the peer sent {:?} where {kind:?} was due", message.header.kind);
+    }
+    serde_json::from_slice(&message.payload).context("malformed JSON from the peer")
+}
+
+/// The peer said no, with these words.
+#[derive(Debug, thiserror::Error)]
+#[error("{0}")]
+pub struct Refused(pub String);
+
+/// For the handshake: whoever does not go on with it is not waited for.
+fn prepare(socket: &TcpStream) -> io::Result<()> {
+    // Acknowledgements and ends of epochs must not wait for more bytes.
+    socket.set_nodelay(true)?;
+    socket.set_read_timeout(Some(SETUP_TIMEOUT))
+}
+
+impl Closable for Connection {
+    fn close(&self) {
+        // An error means that it is closed already.
+        let _ = self.socket.shutdown(Shutdown::Both);
+    }
+}
+
+impl Connection {
+    fn read_exact(&self, buffer: &mut [u8]) -> io::Result<()> {
+        let Some(tls) = &self.tls else { return (&self.socket).read_exact(buffer) };
+        let mut filled = 0;
+        while filled < buffer.len() {
+            match tls.read(&self.socket, &mut buffer[filled..]) {
+                Ok(0) => return Err(io::ErrorKind::UnexpectedEof.into()),
+                Ok(length) => filled += length,
+                Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
+                Err(error) => return Err(error),
+            }
+        }
+        Ok(())
+    }
+
+    fn write_all(&self, slices: &mut [IoSlice<'_>], next: Next) -> io::Result<()> {
+        match &self.tls {
+            Some(tls) => tls.write_all(&self.socket, slices, next),
+            None => write_all(&self.socket, slices, next),
+        }
+    }
+}
+
+fn explain_end(error: io::Error) -> anyhow::Error {
+    if let Some(words) = explain(&error) {
+        return anyhow::anyhow!(words);
+    }
+    match error.kind() {
+        io::ErrorKind::UnexpectedEof => anyhow::anyhow!("the peer closed the connection"),
+        io::ErrorKind::WouldBlock | io::ErrorKind::TimedOut => {
+            anyhow::anyhow!("the peer did not answer in time")
+        }
+        _ => anyhow::Error::new(error).context("the connection failed"),
+    }
+}
+
+/// Writes all of `slices` to a socket.
+pub fn write_all(stream: &TcpStream, mut slices: &mut [IoSlice<'_>], next: Next) -> io::Result<()> {
+    let flags = MsgFlags::MSG_NOSIGNAL | next.flag();
+    // None may be empty, or it would look as if the socket took nothing.
+    IoSlice::advance_slices(&mut slices, 0);
+    while !slices.is_empty() {
+        match sendmsg::<()>(stream.as_raw_fd(), slices, &[], flags, None) {
+            Ok(0) => return Err(io::ErrorKind::WriteZero.into()),
+            Ok(written) => IoSlice::advance_slices(&mut slices, written),
+            Err(Errno::EINTR) => {}
+            Err(errno) => return Err(errno.into()),
+        }
+    }
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::io::Write;
+    use std::net::TcpListener;
+    use understudy_protocol::literal;
+
+    #[test]
+    fn a_message_that_cannot_be_sent_whole_ends_the_connection() {
+        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+        let dialled = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
+        let link = Link::dialled(dialled, &literal("b"), None).unwrap();
+        let peer = Link::accepted(listener.accept().unwrap().0, None).unwrap();
+        link.set_write_timeout(Some(Duration::from_millis(10))).unwrap();
+        link.send_signal(Kind::Heartbeat, Epoch(0)).unwrap();
+        assert!(link.has_room());
+        // More than the system keeps for a peer that reads nothing.
+        let much = vec![0; 4 << 20];
+        while link.send_parts(Kind::Pages, Epoch(0), &[&much]).is_ok() {}
+        let mut received = std::iter::repeat_with(|| peer.receive());
+        let end = received.find_map(Result::err).unwrap().to_string();
+        assert_eq!(end, "the peer closed the connection");
+        assert!(link.send_signal(Kind::Heartbeat, Epoch(0)).is_err(), "it goes on");
+    }
+
+    #[test]
+    fn a_message_before_another_arrives_with_it_and_also_without() {
+        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+        let dialled = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
+        let link = Link::dialled(dialled, &literal("b"), None).unwrap();
+        let peer = Link::accepted(listener.accept().unwrap().0, None).unwrap();
+        let epoch = || peer.receive().unwrap().header.epoch;
+        let send_before_another = |epoch, parts: &[&[u8]]| {
+            let header = Header::for_payload(Kind::Pages, epoch, parts);
+            link.send_with(&header, parts, Next::Message).unwrap();
+        };
+        send_before_another(Epoch(1), &[b"page"]);
+        link.send_signal(Kind::EpochEnd, Epoch(2)).unwrap();
+        assert_eq!((epoch(), epoch()), (Epoch(1), Epoch(2)));
+        send_before_another(Epoch(3), &[]);
+        assert_eq!(epoch(), Epoch(3));
+    }
+
+    #[test]
+    fn a_connection_that_takes_no_more_has_no_room() {
+        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+        let mut filler = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
+        let peer = listener.accept().unwrap().0;
+        let link = Link::dialled(filler.try_clone().unwrap(), &literal("b"), None).unwrap();
+        filler.set_nonblocking(true).unwrap();
+        while filler.write(&[0; 64 << 10]).is_ok() {}
+        assert!(!link.has_room());
+        drop(peer);
+    }
+}

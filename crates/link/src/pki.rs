@@ -1,0 +1,260 @@
+//! A small certificate authority: one for the hosts that know each other, and
+//! one certificate for each of them.
+
+mod revocation;
+
+pub use revocation::{REVOKED, Revoked, revoke};
+
+use rcgen::{
+    BasicConstraints, CertificateParams, DnType, ExtendedKeyUsagePurpose, IsCa, Issuer, KeyPair,
+    KeyUsagePurpose, PKCS_ECDSA_P256_SHA256, PublicKeyData, SignatureAlgorithm, date_time_ymd,
+};
+use serde::Serialize;
+use std::fs::{self, File};
+use std::io::{self, Write};
+use std::os::unix::fs::{DirBuilderExt, OpenOptionsExt};
+use std::path::{Path, PathBuf};
+use std::time::{Duration, SystemTime};
+use time::OffsetDateTime;
+use understudy_protocol::HostName;
+use understudy_report::error::{ErrorKind, HostError, cannot};
+
+/// The CA's certificate, which every host gets.
+pub const CA_CERT: &str = "ca.pem";
+/// The CA's key, which no host needs.
+pub const CA_KEY: &str = "ca.key";
+
+/// For so long a host's certificate is valid unless somebody says otherwise.
+pub const HOST_DAYS: u32 = 825;
+const CA_DAYS: u32 = 3650;
+/// Clocks of hosts may differ by this much.
+const CLOCK_SKEW: Duration = Duration::from_secs(3600);
+
+/// What was written.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+pub struct Written {
+    /// A certificate, PEM.
+    pub cert: PathBuf,
+    /// Its private key, PEM, mode 0600.
+    pub key: PathBuf,
+}
+
+/// Makes a CA in `directory`, which is made if need be. An existing CA is kept:
+/// a new one would shut out every host that has a certificate of the old.
+pub fn init(directory: &Path) -> Result<Written, HostError> {
+    let made = fs::DirBuilder::new().recursive(true).mode(0o700).create(directory);
+    made.map_err(|error| cannot("make", directory, &error))?;
+    let key = KeyPair::generate().map_err(internal)?;
+    let certificate = ca_params(SystemTime::now())?.self_signed(&key).map_err(internal)?;
+    let written = Written { cert: directory.join(CA_CERT), key: directory.join(CA_KEY) };
+    write(&written, &certificate.pem(), &key.serialize_pem())?;
+    revocation::begin(directory)?;
+    Ok(written)
+}
+
+/// Issues a certificate for the host `name`, valid for `days`, with the CA in
+/// `directory`.
+pub fn issue(directory: &Path, name: &str, days: u32) -> Result<Written, HostError> {
+    issue_at(SystemTime::now(), directory, name, days)
+}
+
+/// The same, valid from `now` on.
+pub fn issue_at(
+    now: SystemTime,
+    directory: &Path,
+    name: &str,
+    days: u32,
+) -> Result<Written, HostError> {
+    let issuer = issuer(directory, now)?;
+    let key = KeyPair::generate().map_err(internal)?;
+    let certificate = host_params(now, name, days)?.signed_by(&key, &issuer).map_err(internal)?;
+    let path = |ending: &str| directory.join(format!("{name}.{ending}"));
+    let written = Written { cert: path("pem"), key: path("key") };
+    write(&written, &certificate.pem(), &key.serialize_pem())?;
+    Ok(written)
+}
+
+/// A host's key, made on that host, which it never leaves.
+pub struct HostKey(KeyPair);
+
+/// The public half of a host's key, as a host that joins sends it.
+pub struct PublicKey(Vec<u8>);
+
+impl HostKey {
+    /// Makes one.
+    pub fn generate() -> Result<HostKey, HostError> {
+        KeyPair::generate().map(HostKey).map_err(internal)
+    }
+
+    /// The key, PEM.
+    pub fn pem(&self) -> String {
+        self.0.serialize_pem()
+    }
+
+    /// Its public half.
+    pub fn public(&self) -> &[u8] {
+        self.0.der_bytes()
+    }
+}
+
+impl PublicKey {
+    /// A point of P-256, as [`HostKey::public`] gives it; none if it is something else.
+    pub fn parse(bytes: Vec<u8>) -> Option<PublicKey> {
+        const UNCOMPRESSED: u8 = 4;
+        (bytes.len() == 65 && bytes[0] == UNCOMPRESSED).then_some(PublicKey(bytes))
+    }
+}
+
+impl PublicKeyData for PublicKey {
+    fn der_bytes(&self) -> &[u8] {
+        &self.0
+    }
+
+    fn algorithm(&self) -> &'static SignatureAlgorithm {
+        &PKCS_ECDSA_P256_SHA256
+    }
+}
+
+/// Certifies another host's key as [`issue`] would one of its own making; returns the
+/// certificate, PEM. Nothing is written.
+pub fn certify(
+    directory: &Path,
+    name: &HostName,
+    key: &PublicKey,
+    days: u32,
+) -> Result<String, HostError> {
+    let now = SystemTime::now();
+    let issuer = issuer(directory, now)?;
+    let certificate = host_params(now, name, days)?.signed_by(key, &issuer).map_err(internal)?;
+    Ok(certificate.pem())
+}
+
+fn issuer(directory: &Path, now: SystemTime) -> Result<Issuer<'static, KeyPair>, HostError> {
+    let ca_key = directory.join(CA_KEY);
+    let text = fs::read_to_string(&ca_key).map_err(|error| match error.kind() {
+        io::ErrorKind::NotFound => {
+            let message = format!(
+                "there is no CA in {}: make one with `understudy pki init`",
+                directory.display()
+            );
+            HostError::new(ErrorKind::NotFound, message)
+        }
+        _ => cannot("read", &ca_key, &error),
+    })?;
+    let ca_key = KeyPair::from_pem(&text).map_err(|error| {
+        HostError::new(ErrorKind::Invalid, format!("{}: {error}", ca_key.display()))
+    })?;
+    Ok(Issuer::new(ca_params(now)?, ca_key))
+}
+
+fn moment(time: SystemTime) -> OffsetDateTime {
+    let since_1970 = time.duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default();
+    date_time_ymd(1970, 1, 1) + since_1970
+}
+
+fn ca_params(now: SystemTime) -> Result<CertificateParams, HostError> {
+    let mut params = valid_for(now, Vec::new(), CA_DAYS)?;
+    params.distinguished_name.push(DnType::CommonName, "Understudy hosts");
+    params.is_ca = IsCa::Ca(BasicConstraints::Constrained(0));
+    params.key_usages = vec![KeyUsagePurpose::KeyCertSign, KeyUsagePurpose::CrlSign];
+    Ok(params)
+}
+
+fn host_params(now: SystemTime, name: &str, days: u32) -> Result<CertificateParams, HostError> {
+    name.parse::<HostName>()
+        .map_err(|error| HostError::new(ErrorKind::Invalid, error.to_string()))?;
+    let mut params = valid_for(now, vec![name.to_owned()], days)?;
+    params.distinguished_name.push(DnType::CommonName, name);
+    params.use_authority_key_identifier_extension = true;
+    params.key_usages = vec![KeyUsagePurpose::DigitalSignature];
+    // Every host dials and is dialled.
+    params.extended_key_usages =
+        vec![ExtendedKeyUsagePurpose::ServerAuth, ExtendedKeyUsagePurpose::ClientAuth];
+    Ok(params)
+}
+
+fn valid_for(
+    now: SystemTime,
+    names: Vec<String>,
+    days: u32,
+) -> Result<CertificateParams, HostError> {
+    let mut params = CertificateParams::new(names).map_err(internal)?;
+    let now = moment(now);
+    params.not_before = now - CLOCK_SKEW;
+    params.not_after = now + Duration::from_secs(u64::from(days) * 24 * 3600);
+    Ok(params)
+}
+
+/// Nothing that exists is overwritten: it may be in use.
+fn write(written: &Written, cert: &str, key: &str) -> Result<(), HostError> {
+    for (path, text, mode) in [(&written.key, key, 0o600), (&written.cert, cert, 0o644)] {
+        let file = File::options().write(true).create_new(true).mode(mode).open(path);
+        file.and_then(|mut file| file.write_all(text.as_bytes())).map_err(|error| {
+            if error.kind() == io::ErrorKind::AlreadyExists {
+                let message =
+                    format!("{} exists: move it away if it is to be replaced", path.display());
+                return HostError::new(ErrorKind::Conflict, message);
+            }
+            cannot("write", path, &error)
+        })?;
+    }
+    Ok(())
+}
+
+fn internal(error: rcgen::Error) -> HostError {
+    HostError::new(ErrorKind::Internal, format!("cannot make a certificate: {error}"))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::os::unix::fs::PermissionsExt;
+
+    fn mode(path: &Path) -> u32 {
+        fs::metadata(path).unwrap().permissions().mode() & 0o777
+    }
+
+    #[test]
+    fn keys_are_private_and_nothing_is_overwritten() {
+        let directory = tempfile::tempdir().unwrap();
+        let pki = directory.path().join("pki");
+        let missing = issue(&pki, "b", 1).unwrap_err();
+        assert!(missing.message.contains("understudy pki init"), "{missing}");
+        let ca = init(&pki).unwrap();
+        assert_eq!((mode(&ca.key), mode(&pki)), (0o600, 0o700));
+        let before = fs::read(&ca.key).unwrap();
+        assert_eq!(init(&pki).unwrap_err().kind, ErrorKind::Conflict);
+        assert_eq!(fs::read(&ca.key).unwrap(), before);
+        let host = issue(&pki, "b", 1).unwrap();
+        assert_eq!(mode(&host.key), 0o600);
+        assert!(issue(&pki, "b", 1).unwrap_err().message.contains("exists"));
+    }
+
+    #[test]
+    fn only_certificates_of_the_authority_are_revoked() {
+        let directory = tempfile::tempdir().unwrap();
+        let (own, other) = (directory.path().join("own"), directory.path().join("other"));
+        for pki in [&own, &other] {
+            init(pki).unwrap();
+            issue(pki, "a", 1).unwrap();
+        }
+        assert_eq!(revoke(&own, "a").unwrap().certificates, 1);
+        assert_eq!(revoke(&own, "a").unwrap().certificates, 1, "twice is once");
+        let foreign = revoke(&own, &other.join("a.pem").to_string_lossy()).unwrap_err();
+        assert!(foreign.message.contains("was not issued by the CA"), "{foreign}");
+        assert!(revoke(&own, "b").unwrap_err().message.contains("b.pem"));
+        fs::remove_file(own.join("revoked.txt")).unwrap();
+        let lost = revoke(&own, "a").unwrap_err().message;
+        assert!(lost.contains("would be valid again"), "{lost}");
+    }
+
+    #[test]
+    fn only_host_names_get_certificates() {
+        let directory = tempfile::tempdir().unwrap();
+        init(directory.path()).unwrap();
+        for name in ["", "a b", "../a", "*"] {
+            let error = issue(directory.path(), name, 1).unwrap_err();
+            assert_eq!(error.kind, ErrorKind::Invalid, "{name:?}: {error}");
+        }
+    }
+}

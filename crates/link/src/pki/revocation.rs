@@ -1,0 +1,156 @@
+//! Revoking: a certificate that is on the authority's list is of no more use.
+
+use super::{CA_CERT, internal, issuer, moment};
+use crate::tls::certificate::{self, Facts};
+use rcgen::{CertificateRevocationListParams, KeyIdMethod, RevokedCertParams, SerialNumber};
+use rustls::pki_types::pem::PemObject;
+use rustls::pki_types::{CertificateDer, UnixTime};
+use rustls::server::WebPkiClientVerifier;
+use rustls::{CertificateError, Error, RootCertStore};
+use serde::Serialize;
+use std::fs;
+use std::io;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::time::{Duration, SystemTime};
+use understudy_arbiter::whole_file;
+use understudy_report::error::{ErrorKind, HostError, cannot};
+
+/// The list of revoked certificates, which every host gets.
+pub const REVOKED: &str = "revoked.pem";
+/// What it is made from: a line for each certificate, with its number and the second of its end.
+const INDEX: &str = "revoked.txt";
+/// The list has no end of its own: a host that gets no newer one goes on with it.
+const LIST_DAYS: u64 = 36_500;
+
+/// What is revoked now.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+pub struct Revoked {
+    /// The list, PEM.
+    pub list: PathBuf,
+    /// How many certificates are on it.
+    pub certificates: usize,
+}
+
+/// Puts a certificate on the list of the CA in `directory`: that of host `which` there, or the
+/// one in the file `which`.
+pub fn revoke(directory: &Path, which: &str) -> Result<Revoked, HostError> {
+    let path = match which.contains('/') || which.ends_with(".pem") {
+        true => PathBuf::from(which),
+        false => directory.join(format!("{which}.pem")),
+    };
+    let serial = hex(&check_issued(directory, &path)?.serial);
+    let mut index = read_index(directory)?;
+    if !index.iter().any(|(known, _)| *known == serial) {
+        let now = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default();
+        index.push((serial, now.as_secs()));
+    }
+    write_list(directory, &index)
+}
+
+/// Writes a list on which nothing is, unless there is one.
+pub(super) fn begin(directory: &Path) -> Result<(), HostError> {
+    let index = read_index(directory)?;
+    write_list(directory, &index).map(drop)
+}
+
+/// The facts of a certificate of this CA.
+fn check_issued(directory: &Path, path: &Path) -> Result<Facts, HostError> {
+    let read = |path: &Path| {
+        CertificateDer::from_pem_file(path).map_err(|error| {
+            let message = format!("cannot read the certificate {}: {error}", path.display());
+            HostError::new(ErrorKind::Invalid, message)
+        })
+    };
+    let wrong = |message: String| HostError::new(ErrorKind::Invalid, message);
+    let (certificate, ca) = (read(path)?, read(&directory.join(CA_CERT))?);
+    let facts = certificate::parse(&certificate)
+        .map_err(|error| wrong(format!("{}: {error}", path.display())))?;
+    let mut roots = RootCertStore::empty();
+    roots.add(ca).map_err(|error| wrong(format!("{CA_CERT}: {error}")))?;
+    let provider = Arc::new(rustls::crypto::ring::default_provider());
+    let verifier = WebPkiClientVerifier::builder_with_provider(Arc::new(roots), provider)
+        .build()
+        .map_err(|error| wrong(format!("{CA_CERT}: {error}")))?;
+    use CertificateError::{BadSignature, UnknownIssuer};
+    match verifier.verify_client_cert(&certificate, &[], UnixTime::now()) {
+        Err(Error::InvalidCertificate(UnknownIssuer | BadSignature)) => {
+            let (path, directory) = (path.display(), directory.display());
+            Err(wrong(format!("{path} was not issued by the CA in {directory}")))
+        }
+        // One that has expired may be revoked, too.
+        _ => Ok(facts),
+    }
+}
+
+fn read_index(directory: &Path) -> Result<Vec<(String, u64)>, HostError> {
+    let path = directory.join(INDEX);
+    let text = match fs::read_to_string(&path) {
+        Ok(text) => text,
+        Err(error) if error.kind() == io::ErrorKind::NotFound => {
+            if directory.join(REVOKED).exists() {
+                let message = format!(
+                    "{} is missing, from which {REVOKED} was made: restore it, or what was \
+                     revoked before would be valid again",
+                    path.display()
+                );
+                return Err(HostError::new(ErrorKind::Invalid, message));
+            }
+            return Ok(Vec::new());
+        }
+        Err(error) => return Err(cannot("read", &path, &error)),
+    };
+    let entry = |line: &str| {
+        let (serial, second) = line.split_once(' ')?;
+        unhex(serial)?;
+        Some((serial.to_owned(), second.parse().ok()?))
+    };
+    text.lines().map(entry).collect::<Option<_>>().ok_or_else(|| {
+        let message = format!("{} is damaged: a line is NUMBER SECONDS", path.display());
+        HostError::new(ErrorKind::Invalid, message)
+    })
+}
+
+fn write_list(directory: &Path, index: &[(String, u64)]) -> Result<Revoked, HostError> {
+    let now = SystemTime::now();
+    let revoked = |(serial, second): &(String, u64)| RevokedCertParams {
+        serial_number: SerialNumber::from(unhex(serial).unwrap_or_default()),
+        revocation_time: moment(SystemTime::UNIX_EPOCH + Duration::from_secs(*second)),
+        reason_code: None,
+        invalidity_date: None,
+    };
+    let list = CertificateRevocationListParams {
+        this_update: moment(now),
+        next_update: moment(now + Duration::from_secs(LIST_DAYS * 24 * 3600)),
+        crl_number: SerialNumber::from(index.len() as u64 + 1),
+        issuing_distribution_point: None,
+        revoked_certs: index.iter().map(revoked).collect(),
+        key_identifier_method: KeyIdMethod::Sha256,
+    };
+    let pem = list.signed_by(&issuer(directory, now)?).and_then(|list| list.pem());
+    let pem = pem.map_err(internal)?;
+    let lines: String =
+        index.iter().map(|(serial, second)| format!("{serial} {second}\n")).collect();
+    // The index first: a list is never made from less than was on the last.
+    replace(&directory.join(INDEX), &lines)?;
+    let path = directory.join(REVOKED);
+    replace(&path, &pem)?;
+    Ok(Revoked { list: path, certificates: index.len() })
+}
+
+fn replace(path: &Path, text: &str) -> Result<(), HostError> {
+    whole_file::replace(path, text, 0o644).map_err(|error| cannot("write", path, &error))
+}
+
+fn hex(bytes: &[u8]) -> String {
+    bytes.iter().map(|byte| format!("{byte:02x}")).collect()
+}
+
+fn unhex(text: &str) -> Option<Vec<u8>> {
+    let digits = text.as_bytes();
+    if digits.is_empty() || digits.len() % 2 != 0 || !text.is_ascii() {
+        return None;
+    }
+    let byte = |at: usize| u8::from_str_radix(&text[at..at + 2], 16).ok();
+    (0..digits.len()).step_by(2).map(byte).collect()
+}

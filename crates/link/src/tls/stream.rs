@@ -1,0 +1,180 @@
+//! A TLS connection that one thread reads while another writes.
+//!
+//! The TLS state has one lock, held only to seal and open: never during a
+//! system call on the socket, or a full send buffer would keep acknowledgements
+//! from being read.
+
+use super::{explain, names};
+use crate::link::{Next, write_all};
+use anyhow::{Context, anyhow};
+use rustls::Connection;
+use rustls::pki_types::CertificateDer;
+use std::io::{self, IoSlice, Read, Write};
+use std::net::{Shutdown, TcpStream};
+use std::sync::Mutex;
+use std::time::Duration;
+use understudy_threads::lock;
+
+/// Bytes that are read from the socket at once.
+const READ_BYTES: usize = 128 << 10;
+
+/// Bytes that are sealed at once: the lock is held for so long.
+const SEAL_BYTES: usize = 128 << 10;
+
+/// How long, and how often, bytes of a peer that is refused are still taken.
+const PARTING: Duration = Duration::from_millis(500);
+const MOST_PARTING_READS: u32 = 16;
+
+/// The peer said something else.
+#[derive(Debug, thiserror::Error)]
+#[error("the peer does not speak TLS: does its configuration have [tls]?")]
+pub struct NotTls;
+
+/// The TLS state of a connection; the socket stays its owner's.
+pub struct TlsStream {
+    connection: Mutex<Connection>,
+    /// The reader's: what came from the socket and is not opened yet.
+    incoming: Mutex<Incoming>,
+    /// The writer's: held until what was sealed is on its way, in order.
+    outgoing: Mutex<Vec<u8>>,
+    peer: CertificateDer<'static>,
+}
+
+struct Incoming {
+    bytes: Vec<u8>,
+    next: usize,
+    end: usize,
+}
+
+impl TlsStream {
+    /// Carries the handshake out; the socket's time-outs bound it.
+    pub fn handshake(mut socket: &TcpStream, mut connection: Connection) -> anyhow::Result<Self> {
+        while connection.is_handshaking() {
+            if let Err(error) = connection.complete_io(&mut socket) {
+                // An alert may wait to be sent: it tells the peer what is wrong.
+                let _ = connection.write_tls(&mut socket);
+                return Err(explain_handshake(error));
+            }
+        }
+        connection.set_buffer_limit(None);
+        let shown = connection.peer_certificates().and_then(<[_]>::first);
+        let peer = shown.context("the peer shows no certificate")?.clone().into_owned();
+        let incoming = Incoming { bytes: vec![0; READ_BYTES], next: 0, end: 0 };
+        Ok(TlsStream {
+            connection: Mutex::new(connection),
+            incoming: Mutex::new(incoming),
+            outgoing: Mutex::new(Vec::new()),
+            peer,
+        })
+    }
+
+    /// An error unless the peer's certificate is this host's.
+    pub fn check_peer(&self, host: &str) -> anyhow::Result<()> {
+        names(&self.peer, host).context("the peer's certificate is not that of the host it names")
+    }
+
+    /// The peer's certificate.
+    pub fn peer(&self) -> &CertificateDer<'static> {
+        &self.peer
+    }
+
+    /// Reads what is there, at least one byte; none at the connection's end.
+    pub fn read(&self, mut socket: &TcpStream, buffer: &mut [u8]) -> io::Result<usize> {
+        let mut incoming = lock(&self.incoming);
+        loop {
+            if let Some(length) = self.open(&mut incoming, buffer)? {
+                return Ok(length);
+            }
+            incoming.next = 0;
+            incoming.end = socket.read(&mut incoming.bytes)?;
+            if incoming.end == 0 {
+                return Ok(0);
+            }
+        }
+    }
+
+    /// Opened bytes, or none if the socket must be read first.
+    fn open(&self, incoming: &mut Incoming, buffer: &mut [u8]) -> io::Result<Option<usize>> {
+        let mut connection = lock(&self.connection);
+        loop {
+            match connection.reader().read(buffer) {
+                Err(error) if error.kind() == io::ErrorKind::WouldBlock => {}
+                result => return result.map(Some),
+            }
+            if incoming.next == incoming.end {
+                return Ok(None);
+            }
+            let mut rest = &incoming.bytes[incoming.next..incoming.end];
+            incoming.next += connection.read_tls(&mut rest)?;
+            connection.process_new_packets().map_err(io::Error::other)?;
+        }
+    }
+
+    /// Writes everything.
+    pub fn write_all(
+        &self,
+        socket: &TcpStream,
+        slices: &[IoSlice<'_>],
+        next: Next,
+    ) -> io::Result<()> {
+        let mut outgoing = lock(&self.outgoing);
+        outgoing.clear();
+        let mut pending = 0;
+        for slice in slices {
+            for piece in slice.chunks(SEAL_BYTES) {
+                self.seal(piece, &mut outgoing)?;
+                pending += piece.len();
+                // Small pieces leave together.
+                if pending >= SEAL_BYTES {
+                    write_all(socket, &mut [IoSlice::new(&outgoing)], next)?;
+                    outgoing.clear();
+                    pending = 0;
+                }
+            }
+        }
+        write_all(socket, &mut [IoSlice::new(&outgoing)], next)
+    }
+
+    fn seal(&self, piece: &[u8], outgoing: &mut Vec<u8>) -> io::Result<()> {
+        let mut connection = lock(&self.connection);
+        connection.writer().write_all(piece)?;
+        while connection.wants_write() {
+            connection.write_tls(outgoing)?;
+        }
+        Ok(())
+    }
+}
+
+/// Hangs up so that the peer can still read what was said last: a connection
+/// that is closed with unread bytes is reset. Nothing here may fail, or matters.
+pub fn part(mut socket: &TcpStream) {
+    let _ = socket.shutdown(Shutdown::Write);
+    let _ = socket.set_read_timeout(Some(PARTING));
+    let mut unread = [0; 16 << 10];
+    for _ in 0..MOST_PARTING_READS {
+        if !matches!(socket.read(&mut unread), Ok(1..)) {
+            return;
+        }
+    }
+}
+
+fn explain_handshake(error: io::Error) -> anyhow::Error {
+    let tls = error.get_ref().and_then(|error| error.downcast_ref());
+    match error.kind() {
+        _ if matches!(tls, Some(rustls::Error::InvalidMessage(_))) => NotTls.into(),
+        _ if explain(&error).is_some() => anyhow!(explain(&error).unwrap_or_default()),
+        io::ErrorKind::UnexpectedEof | io::ErrorKind::ConnectionReset => {
+            anyhow!("the peer hung up during the TLS handshake: does its configuration have [tls]?")
+        }
+        io::ErrorKind::WouldBlock | io::ErrorKind::TimedOut => {
+            anyhow!("the peer did not go on with the TLS handshake in time")
+        }
+        _ => anyhow::Error::new(error).context("the connection failed in the TLS handshake"),
+    }
+}
+
+impl std::fmt::Debug for TlsStream {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str("TlsStream")
+    }
+}

@@ -1,0 +1,252 @@
+//! A machine whose daemon has died, taken over by the next one: the same QEMU, everything
+//! around it anew. Its descriptors were kept meanwhile ([`crate::custody`]).
+
+use crate::console::ConsoleServer;
+use crate::disk_error::DiskErrors;
+use crate::doorbell::Doorbell;
+use crate::home::{CONSOLE, CONSOLE_LOG, Home, disk_socket};
+use crate::launch::{QEMU_TIMEOUT, open_ports};
+use crate::pause::Pauser;
+use crate::process::Process;
+use crate::qemu_log::QEMU_LOG;
+use crate::tracking::logged;
+use crate::watching::Watching;
+use crate::{Machine, OnEvent};
+use anyhow::Context;
+use serde::{Deserialize, Serialize};
+use std::os::fd::{AsFd, OwnedFd, RawFd};
+use std::path::Path;
+use std::sync::atomic::AtomicBool;
+use std::sync::{Arc, Mutex, RwLock};
+use understudy_disk::{Disk, NbdServer};
+use understudy_memory::agent::AgentLink;
+use understudy_memory::{GuestRam, ProcessMemory, RamBlock};
+use understudy_protocol::BlockId;
+use understudy_qemu::qmp::{DeviceState, MonitorSockets, QemuVersion, RunState};
+use understudy_qemu::{Accelerator, Kvm, Monitor, Qemu, Role, VmDefinition};
+use understudy_threads::spawn;
+
+/// What must be known of a machine, beside its descriptors.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+pub struct MachineNote {
+    /// The VM as it is on this host.
+    pub definition: VmDefinition,
+    machine_type: String,
+    accelerator: Accelerator,
+    qemu_pid: u32,
+    /// Where its words begin in its log.
+    log_start: u64,
+    version: QemuVersion,
+    /// What its agent said first.
+    hello: Vec<u8>,
+    /// The number in QEMU of the device state's file.
+    device_state: RawFd,
+    /// The numbers in QEMU of the cards' sockets.
+    card_ends: Vec<RawFd>,
+    blocks: Vec<BlockNote>,
+    /// Why its agent cannot pause it, if it cannot.
+    pause_obstacle: Option<String>,
+}
+
+#[derive(Clone, Debug, Serialize, Deserialize)]
+struct BlockNote {
+    name: String,
+    address: u64,
+    bytes: u64,
+}
+
+/// A machine to be taken over.
+pub struct Adoption<'a> {
+    /// What is known of it.
+    pub note: &'a MachineNote,
+    /// As [`Machine::entrusted`] gave them.
+    pub descriptors: Vec<OwnedFd>,
+    /// Directory for sockets and logs.
+    pub run_dir: &'a Path,
+    /// The disks, in the definition's order.
+    pub disks: Vec<Arc<Disk>>,
+    /// Called on a thread of the machine's for everything that happens by itself.
+    pub on_event: OnEvent,
+}
+
+impl Machine {
+    /// All that [`Machine::adopt`] takes. QEMU's pidfd comes first. The VM is neither protected
+    /// nor snapshotted.
+    pub fn entrusted(&self) -> anyhow::Result<(MachineNote, Vec<OwnedFd>)> {
+        let monitor = self.monitor();
+        let mut descriptors = vec![
+            self.process.qemu.as_fd().try_clone_to_owned()?,
+            self.ram.fd().try_clone_to_owned()?,
+            self.device_state.as_fd().try_clone_to_owned()?,
+        ];
+        descriptors.extend(monitor.duplicate()?);
+        descriptors.extend(self.agent.duplicate()?);
+        descriptors.extend(self.pauser.duplicate()?.into_iter().flatten());
+        descriptors.extend(self.console_server.as_ref().map(|it| it.duplicate()).transpose()?);
+        for port in &self.ports {
+            let guest = port.duplicate_guest()?;
+            descriptors.extend(guest.context("QEMU has left one of its cards")?);
+        }
+        let block = |block: &RamBlock| BlockNote {
+            name: block.name().to_owned(),
+            address: block.address_in_qemu(),
+            bytes: block.bytes(),
+        };
+        let note = MachineNote {
+            definition: (*self.definition_now()).clone(),
+            machine_type: self.machine_type.clone(),
+            accelerator: self.accelerator,
+            qemu_pid: self.qemu_pid(),
+            log_start: self.process.qemu.log_start(),
+            version: monitor.version(),
+            hello: self.agent.hello().encode().to_vec(),
+            device_state: self.device_state.inherited(),
+            card_ends: self.card_ends.clone(),
+            blocks: self.blocks.iter().map(block).collect(),
+            pause_obstacle: self.pause_obstacle().map(str::to_owned),
+        };
+        Ok((note, descriptors))
+    }
+
+    /// Takes it over; its QEMU stands still until [`Machine::wake`]. Dropped, it ends QEMU; an
+    /// error leaves it as it was.
+    pub fn adopt(adoption: Adoption<'_>) -> anyhow::Result<Machine> {
+        let Adoption { note, descriptors, run_dir, disks, on_event } = adoption;
+        let mut descriptors = Descriptors(descriptors.into_iter());
+        let pidfd = descriptors.next()?;
+        let ram = Arc::new(GuestRam::adopt(descriptors.next()?)?);
+        let device_state = DeviceState::adopt(descriptors.next()?, note.device_state);
+        let sockets = MonitorSockets::adopt(descriptors.array()?);
+        let pid = i32::try_from(note.qemu_pid)?;
+        let agent = AgentLink::adopt(descriptors.array()?, &note.hello, pid)?;
+        let blocks = ram_blocks(note, &ram)?;
+        let pauser = match &note.pause_obstacle {
+            Some(obstacle) => Pauser::through_qmp(obstacle),
+            None => {
+                let logged = logged(note.accelerator, &blocks);
+                Pauser::adopt(descriptors.array()?, &agent, QEMU_TIMEOUT, logged)?
+            }
+        };
+        let home = Home::existing(run_dir)?;
+        let doorbell = Arc::<Doorbell>::default();
+        let console_server = match note.definition.console {
+            true => Some(adopt_console(&home, run_dir, descriptors.next()?, &doorbell)?),
+            false => None,
+        };
+        let servers = serve_disks(&disks, &home)?;
+        let ports = open_ports(&note.definition, Role::Fresh, &doorbell)?;
+        for port in &ports {
+            port.adopt_guest(descriptors.array()?).context("cannot serve a card")?;
+        }
+        // From here on an error ends QEMU.
+        let log = run_dir.join(QEMU_LOG);
+        let process = Arc::new(Process {
+            qemu: Qemu::adopt(note.qemu_pid, pidfd, log, note.log_start),
+            halted: AtomicBool::new(false),
+            powered_off: AtomicBool::new(false),
+            reset: Mutex::default(),
+            disk_errors: DiskErrors::default(),
+        });
+        let heard = process.clone().interpreted(on_event.clone());
+        let monitor = Monitor::adopt(sockets, note.version, QEMU_TIMEOUT, heard)?;
+        let slow = Kvm::of_this_machine().slowness(note.definition.accel, note.accelerator);
+        Ok(Machine {
+            slow,
+            current: RwLock::new(Arc::new(note.definition.clone())),
+            definition: note.definition.clone(),
+            machine_type: note.machine_type.clone(),
+            accelerator: note.accelerator,
+            ram,
+            blocks,
+            watching: Watching::default(),
+            disks: RwLock::new(disks),
+            ports,
+            card_ends: note.card_ends.clone(),
+            next_guests: Mutex::default(),
+            monitor: Mutex::new(monitor),
+            device_state,
+            pauser,
+            lockstep: None,
+            log: None,
+            local: home.local_sockets(&note.definition),
+            doorbell,
+            retired: AtomicBool::new(false),
+            process,
+            on_event,
+            custody: Mutex::default(),
+            agent,
+            servers: Mutex::new(servers.into_iter().map(Some).collect()),
+            console_server,
+            _tpm: None,
+            presence: Arc::new(()),
+        })
+    }
+
+    /// Lets QEMU go on, and with it the guest. Its monitors answer when it does not wait for
+    /// memory or disks any more, which may take long: `failed` hears if they never do.
+    pub fn wake(
+        self: &Arc<Self>,
+        failed: impl FnOnce(anyhow::Error) + Send + 'static,
+    ) -> anyhow::Result<()> {
+        let machine = self.clone();
+        let catch_up = move || -> anyhow::Result<()> {
+            let mut monitor = machine.monitor();
+            monitor.catch_up()?;
+            // It stops by itself at an error of a disk.
+            if monitor.status()? != RunState::running {
+                monitor.cont()?;
+            }
+            Ok(())
+        };
+        spawn("catch-up", move || catch_up().unwrap_or_else(failed))?;
+        Ok(self.process.qemu.go_on()?)
+    }
+}
+
+/// In the order of [`Machine::entrusted`].
+struct Descriptors(std::vec::IntoIter<OwnedFd>);
+
+impl Descriptors {
+    fn next(&mut self) -> anyhow::Result<OwnedFd> {
+        self.0.next().context("there are too few descriptors of it")
+    }
+
+    fn array<const N: usize>(&mut self) -> anyhow::Result<[OwnedFd; N]> {
+        let some: Vec<OwnedFd> = self.0.by_ref().take(N).collect();
+        some.try_into().ok().context("there are too few descriptors of it")
+    }
+}
+
+fn adopt_console(
+    home: &Home,
+    run_dir: &Path,
+    end: OwnedFd,
+    doorbell: &Arc<Doorbell>,
+) -> anyhow::Result<ConsoleServer> {
+    let (path, log) = (home.path(CONSOLE), run_dir.join(CONSOLE_LOG));
+    let doorbell = doorbell.clone();
+    ConsoleServer::adopt(&path, &log, Box::new(move || doorbell.ring()), end.into())
+}
+
+/// Where QEMU looks for them.
+fn serve_disks(disks: &[Arc<Disk>], home: &Home) -> anyhow::Result<Vec<NbdServer>> {
+    let serve = |disk: &Arc<Disk>| -> anyhow::Result<NbdServer> {
+        let socket = home.path(&disk_socket(disk));
+        let server = NbdServer::serve(disk.clone(), &socket)?;
+        home.give_socket(&socket)?;
+        Ok(server)
+    };
+    disks.iter().map(serve).collect()
+}
+
+fn ram_blocks(note: &MachineNote, ram: &Arc<GuestRam>) -> anyhow::Result<Vec<RamBlock>> {
+    let process = Arc::new(ProcessMemory::open(i32::try_from(note.qemu_pid)?)?);
+    let block = |(at, block): (usize, &BlockNote)| match at {
+        0 => RamBlock::main(&block.name, block.address, ram.clone()),
+        _ => {
+            let id = BlockId(at as u16);
+            RamBlock::auxiliary(id, &block.name, block.address, block.bytes, process.clone())
+        }
+    };
+    Ok(note.blocks.iter().enumerate().map(block).collect())
+}

@@ -1,0 +1,222 @@
+//! Whether a QEMU that lives does its work: the detector of one that hangs.
+//!
+//! QEMU owes this daemon an answer in each step of a pause, and, where the agent pauses it, to a
+//! probe of its main loop between pauses. Its silence is measured as a peer's is, with the time
+//! taken by this thread's own looks: time in which this host, or this daemon, stood still or was
+//! starved counts as one look, since QEMU had none of it either.
+
+use crate::Machine;
+use std::sync::Mutex;
+use std::time::Duration;
+use understudy_threads::lock;
+
+/// Looks within the bound: it is exceeded by a tenth at most, for a host that is not starved.
+const LOOKS: u32 = 10;
+
+/// The side whose turn it is in a pause.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+enum Turn {
+    /// No pause.
+    #[default]
+    Free,
+    /// QEMU is to do something.
+    Qemus,
+    /// The daemon is; QEMU's main loop waits for it.
+    Daemons,
+}
+
+/// What QEMU owes in pauses, and what it did.
+#[derive(Debug, Default)]
+pub struct Attention(Mutex<(Turn, u64)>);
+
+impl Attention {
+    /// A pause begins; QEMU is to stop the guest.
+    pub fn begin(&self) -> Attended<'_> {
+        let attended = Attended(self);
+        attended.owes();
+        attended
+    }
+
+    fn put(&self, turn: Turn) {
+        let mut state = lock(&self.0);
+        // Only an answer ends QEMU's turn.
+        let answers = state.1 + u64::from(state.0 == Turn::Qemus);
+        *state = (turn, answers);
+    }
+
+    fn get(&self) -> (Turn, u64) {
+        *lock(&self.0)
+    }
+}
+
+/// A pause under way. Dropped, it is over.
+#[derive(Debug)]
+pub struct Attended<'a>(&'a Attention);
+
+impl Attended<'_> {
+    /// QEMU is to do the next step.
+    pub fn owes(&self) {
+        self.0.put(Turn::Qemus);
+    }
+
+    /// Ends QEMU's turn: it has done the step.
+    pub fn answered(&self) {
+        self.0.put(Turn::Daemons);
+    }
+}
+
+impl Drop for Attended<'_> {
+    fn drop(&mut self) {
+        self.0.put(Turn::Free);
+    }
+}
+
+/// What there is to see of one QEMU at a look.
+#[derive(Debug)]
+pub struct Signs<'a> {
+    /// Its pauses.
+    pub attention: &'a Attention,
+    /// Whether its main loop has answered the last probe; none before the first.
+    pub echoed: Option<bool>,
+    /// Whether it waits for this host: for a disk, or for room in its log.
+    pub excused: bool,
+}
+
+/// Measures one QEMU's silence.
+#[derive(Debug)]
+pub struct HangDetector {
+    bound: Duration,
+    silent: Duration,
+    answers: u64,
+    /// It has answered a probe, so that one can be expected of it.
+    echoes: bool,
+}
+
+impl HangDetector {
+    /// Makes the detector of a QEMU that may be silent for so long.
+    pub fn new(bound: Duration) -> HangDetector {
+        HangDetector { bound, silent: Duration::ZERO, answers: 0, echoes: false }
+    }
+
+    /// The time between looks.
+    pub fn interval(&self) -> Duration {
+        self.bound / LOOKS
+    }
+
+    /// The silence so far, `passed` after the last look. Says, too, whether a probe is due.
+    pub fn look(&mut self, signs: &Signs<'_>, passed: Duration) -> (Duration, bool) {
+        let (turn, answers) = signs.attention.get();
+        let answered = std::mem::replace(&mut self.answers, answers) != answers;
+        self.echoes |= signs.echoed == Some(true);
+        let awaited = match turn {
+            Turn::Daemons => false,
+            Turn::Qemus => true,
+            Turn::Free => self.echoes && signs.echoed == Some(false),
+        };
+        if awaited && !answered && !signs.excused {
+            self.silent += passed.min(self.interval());
+        } else {
+            self.silent = Duration::ZERO;
+        }
+        (self.silent, turn == Turn::Free && signs.echoed != Some(false))
+    }
+
+    /// Whether it hangs.
+    pub fn is_over(&self) -> bool {
+        self.silent >= self.bound
+    }
+}
+
+impl Machine {
+    /// Looks at QEMU, `passed` after the last look. `waits`: this host does not read its log.
+    /// Returns for how long it has been silent.
+    pub fn look(&self, detector: &mut HangDetector, passed: Duration, waits: bool) -> Duration {
+        let waits_for_disk = || self.disks().iter().any(|disk| disk.has_requests());
+        let waits_for_room = || self.log.as_ref().is_some_and(|log| log.status().is_blocked);
+        // A process that was stopped waits for nothing, whatever it asked for before.
+        let asks = (waits_for_disk() || waits_for_room()) && !is_stopped(self.qemu_pid());
+        self.pauser.look(detector, passed, waits || asks)
+    }
+}
+
+/// Whether a process is stopped, by a signal or a debugger.
+fn is_stopped(pid: u32) -> bool {
+    let stat = std::fs::read_to_string(format!("/proc/{pid}/stat")).unwrap_or_default();
+    // The name, in brackets, may contain anything.
+    let state = stat.rsplit_once(") ").and_then(|(_, rest)| rest.chars().next());
+    matches!(state, Some('T' | 't'))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const LOOK: Duration = Duration::from_millis(100);
+
+    struct Watched {
+        attention: Attention,
+        detector: HangDetector,
+    }
+
+    impl Watched {
+        fn new() -> Watched {
+            let detector = HangDetector::new(LOOK * LOOKS);
+            Watched { attention: Attention::default(), detector }
+        }
+
+        fn look(&mut self, echoed: Option<bool>, excused: bool, passed: Duration) -> u128 {
+            let signs = Signs { attention: &self.attention, echoed, excused };
+            self.detector.look(&signs, passed).0.as_millis()
+        }
+    }
+
+    #[test]
+    fn a_pause_that_is_not_answered_is_a_silence() {
+        let mut qemu = Watched::new();
+        assert_eq!(qemu.look(None, false, LOOK), 0, "nothing was asked");
+        for _ in 0..20 {
+            let attention = std::mem::take(&mut qemu.attention);
+            let pause = attention.begin();
+            pause.answered();
+            drop(pause);
+            qemu.attention = attention;
+            assert_eq!(qemu.look(None, false, LOOK), 0, "it answers each");
+        }
+        std::mem::forget(qemu.attention.begin());
+        for look in 1..=LOOKS {
+            assert!(!qemu.detector.is_over());
+            assert_eq!(qemu.look(None, false, LOOK), (LOOK * look).as_millis());
+        }
+        assert!(qemu.detector.is_over());
+        let pause = Attended(&qemu.attention);
+        pause.answered();
+        std::mem::forget(pause);
+        assert_eq!(qemu.look(None, false, LOOK), 0, "it is this daemon's turn");
+        assert_eq!(qemu.look(None, false, LOOK * 100), 0, "for as long as it takes");
+    }
+
+    #[test]
+    fn a_probe_counts_of_a_main_loop_that_answers_probes() {
+        let mut qemu = Watched::new();
+        assert_eq!(qemu.look(Some(false), false, LOOK), 0, "an agent that knows none");
+        assert_eq!(qemu.look(Some(true), false, LOOK), 0);
+        assert_eq!(qemu.look(Some(false), false, LOOK), 100);
+        // A pause that begins does not hide that nothing is answered.
+        let attention = std::mem::take(&mut qemu.attention);
+        let pause = attention.begin();
+        let signs = Signs { attention: &attention, echoed: Some(false), excused: false };
+        assert_eq!(qemu.detector.look(&signs, LOOK), (LOOK * 2, false));
+        pause.answered();
+        assert_eq!(qemu.detector.look(&signs, LOOK).0, Duration::ZERO);
+        drop(pause);
+        assert_eq!(qemu.detector.look(&signs, LOOK).0, LOOK, "it is free to answer the probe");
+    }
+
+    #[test]
+    fn what_this_host_lost_itself_counts_as_one_look() {
+        let mut qemu = Watched::new();
+        std::mem::forget(qemu.attention.begin());
+        assert_eq!(qemu.look(None, false, LOOK * 300), 100, "the daemon was stopped");
+        assert_eq!(qemu.look(None, true, LOOK), 0, "it waits for a disk of this host");
+    }
+}

@@ -1,0 +1,128 @@
+//! The thread between QEMU and whoever is connected to a console.
+
+use super::PATIENCE;
+use super::log::ConsoleLog;
+use super::output::{ConsoleOutput, is_passing};
+use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
+use nix::sys::eventfd::EventFd;
+use std::io::{self, ErrorKind, Read, Write};
+use std::os::fd::AsFd;
+use std::os::unix::net::{UnixListener, UnixStream};
+use std::sync::Arc;
+use tracing::warn;
+
+const AT_ONCE: usize = 4096;
+
+pub(crate) struct Relay {
+    pub output: Arc<ConsoleOutput>,
+    pub qemu: UnixStream,
+    pub listener: UnixListener,
+    /// One at a time; others wait to be accepted.
+    pub client: Option<UnixStream>,
+    /// What the client sent and QEMU has not taken.
+    pub typed: Vec<u8>,
+    /// All that may be heard; none after it could not be written to.
+    pub log: Option<ConsoleLog>,
+    pub stop: Arc<EventFd>,
+}
+
+/// What there is to do.
+struct Turn {
+    stop: bool,
+    qemu: bool,
+    changed: bool,
+    client: bool,
+}
+
+impl Relay {
+    /// Until QEMU ends, or the server is dropped.
+    pub fn run(mut self) {
+        while let Ok(true) = self.turn() {}
+        self.output.take_rest();
+        self.show();
+    }
+
+    /// Waits for something, and sees to it. Returns whether there is more to come.
+    fn turn(&mut self) -> io::Result<bool> {
+        let turn = self.wait();
+        if turn.stop {
+            return Ok(false);
+        }
+        if turn.changed {
+            self.output.clear();
+        }
+        if turn.qemu {
+            self.pass_on_typed()?;
+            if !self.output.take()? {
+                return Ok(false);
+            }
+        }
+        self.show();
+        if turn.client {
+            self.listen();
+        }
+        Ok(true)
+    }
+
+    fn wait(&self) -> Turn {
+        let mut of_qemu = PollFlags::empty();
+        of_qemu.set(PollFlags::POLLIN, self.output.has_room());
+        of_qemu.set(PollFlags::POLLOUT, !self.typed.is_empty());
+        let other = self.client.as_ref().map_or(self.listener.as_fd(), AsFd::as_fd);
+        let of_client = if self.typed.is_empty() { PollFlags::POLLIN } else { PollFlags::empty() };
+        let mut fds = [
+            PollFd::new(self.stop.as_fd(), PollFlags::POLLIN),
+            PollFd::new(self.qemu.as_fd(), of_qemu),
+            PollFd::new(self.output.changed(), PollFlags::POLLIN),
+            PollFd::new(other, of_client),
+        ];
+        // A signal only makes us look once more.
+        let _ = poll(&mut fds, PollTimeout::NONE);
+        let [stop, qemu, changed, client] = fds.map(|fd| fd.any().unwrap_or(true));
+        Turn { stop, qemu, changed, client }
+    }
+
+    /// Gives QEMU what was typed, as much as it takes.
+    fn pass_on_typed(&mut self) -> io::Result<()> {
+        while !self.typed.is_empty() {
+            match self.qemu.write(&self.typed) {
+                Ok(taken) => drop(self.typed.drain(..taken)),
+                Err(error) if error.kind() == ErrorKind::WouldBlock => break,
+                Err(error) if error.kind() == ErrorKind::Interrupted => {}
+                Err(error) => return Err(error),
+            }
+        }
+        Ok(())
+    }
+
+    /// Gives log and client what may be heard.
+    fn show(&mut self) {
+        while let Some(batch) = self.output.released() {
+            let words = batch.frames().iter().collect::<Vec<_>>().concat();
+            self.output.heard(batch);
+            if let Some(Err(error)) = self.log.as_mut().map(|log| log.write(&words)) {
+                warn!("a console's log ends here, it cannot be written to: {error}");
+                self.log = None;
+            }
+            if let Some(Err(_)) = self.client.as_mut().map(|client| client.write_all(&words)) {
+                self.client = None;
+            }
+        }
+    }
+
+    /// Takes what the client sends, or a client.
+    fn listen(&mut self) {
+        let Some(client) = &mut self.client else {
+            let patient = |client: &UnixStream| client.set_write_timeout(Some(PATIENCE)).is_ok();
+            self.client = self.listener.accept().ok().map(|(client, _)| client).filter(patient);
+            return;
+        };
+        let mut typed = [0; AT_ONCE];
+        match client.read(&mut typed) {
+            Ok(count) if count > 0 => self.typed.extend_from_slice(&typed[..count]),
+            Err(error) if is_passing(&error) => {}
+            // Gone.
+            _ => self.client = None,
+        }
+    }
+}

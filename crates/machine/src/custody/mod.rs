@@ -1,0 +1,129 @@
+//! Custody: a guest that may not end with its daemon stands still until the next one goes on
+//! with it.
+//!
+//! That is a guest whose memory or disks are still being loaded from a snapshot. It has no
+//! backup, and nothing can start on what is there of its images: what it did since its start
+//! would be lost. While that lasts, a small process of its own, the custodian
+//! ([`custodian`]), has duplicates of all descriptors by which the daemon holds QEMU. So QEMU
+//! does not notice the daemon's death. The custodian does: it stops QEMU (SIGSTOP) and waits for
+//! a daemon. If it dies as well, QEMU ends.
+//!
+//! A daemon that starts looks for custodians before it listens to anybody. What it
+//! finds it takes back only if the arbiter says that the VM is still this host's, in the
+//! generation in which it was left: so there is at most one live copy, as ever.
+//!
+//! ```text
+//! daemon                                custodian
+//!     ── estate, descriptors ─▶
+//!     ◀─ READY ───────────────          from here on the guest is kept
+//!     ✝                                 SIGSTOP
+//! next daemon
+//!     ◀─ estate, descriptors ──
+//!     ── GOES_ON ─────────────▶         after SIGCONT
+//!     ── END ─────────────────▶         all is loaded, or QEMU has ended
+//! ```
+
+mod custodian;
+mod transport;
+
+pub use custodian::{SUBCOMMAND, run};
+
+use anyhow::{Context, bail, ensure};
+use serde::{Deserialize, Serialize};
+use serde_json::Value;
+use std::io::{Read, Write};
+use std::os::fd::OwnedFd;
+use std::os::unix::net::UnixStream;
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Stdio};
+use std::time::Duration;
+use tracing::warn;
+
+/// The custodian's socket, in the VM's directory.
+pub const SOCKET: &str = "custodian";
+
+/// It only has to start, or to answer.
+const PATIENCE: Duration = Duration::from_secs(10);
+
+/// From the custodian: it has everything.
+const READY: u8 = b'r';
+/// To it: the guest does not stand still any more.
+const GOES_ON: u8 = b'g';
+/// To it: nothing is to be kept any more.
+const END: u8 = b'e';
+
+/// What goes with the descriptors, of which the first is QEMU's pidfd.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+pub struct Estate {
+    /// Where the custodian listens.
+    socket: PathBuf,
+    /// What a daemon must know to go on; the custodian does not look into it.
+    pub note: Value,
+    /// For how long the guest has stood still, in milliseconds.
+    pub still_ms: u64,
+}
+
+/// A daemon's connection to a custodian. Dropped, it ends the custodian; only with the daemon's
+/// death it is cut without that.
+pub struct Custody {
+    custodian: UnixStream,
+    /// None if a former daemon has started it.
+    child: Option<Child>,
+}
+
+impl Custody {
+    /// Starts a custodian for a VM in this directory.
+    pub fn begin(
+        vm_directory: &Path,
+        note: &impl Serialize,
+        descriptors: &[OwnedFd],
+    ) -> anyhow::Result<Custody> {
+        let (custodian, theirs) = UnixStream::pair()?;
+        custodian.set_read_timeout(Some(PATIENCE))?;
+        let socket = std::path::absolute(vm_directory.join(SOCKET))?;
+        let estate = Estate { socket, note: serde_json::to_value(note)?, still_ms: 0 };
+        // Also if the program's file was replaced by another version.
+        let child = Command::new("/proc/self/exe")
+            .arg(SUBCOMMAND)
+            .current_dir("/")
+            .stdin(Stdio::from(OwnedFd::from(theirs)))
+            .stdout(Stdio::null())
+            .spawn()
+            .context("cannot start a custodian")?;
+        let custody = Custody { custodian, child: Some(child) };
+        transport::send(&custody.custodian, &serde_json::to_vec(&estate)?, descriptors)?;
+        let mut answer = [0];
+        (&custody.custodian).read_exact(&mut answer).context("the custodian has ended")?;
+        ensure!(answer == [READY], "the custodian gave an unknown answer");
+        Ok(custody)
+    }
+
+    /// The custodian that listens in this directory, and what it keeps.
+    pub fn of_another(vm_directory: &Path) -> anyhow::Result<(Custody, Estate, Vec<OwnedFd>)> {
+        let custodian = UnixStream::connect(vm_directory.join(SOCKET))?;
+        custodian.set_read_timeout(Some(PATIENCE))?;
+        let (estate, descriptors) = transport::receive(&custodian)?;
+        let estate = serde_json::from_slice(&estate).context("what it keeps is unknown")?;
+        if descriptors.is_empty() {
+            bail!("it keeps no QEMU");
+        }
+        Ok((Custody { custodian, child: None }, estate, descriptors))
+    }
+
+    /// The guest does not stand still any more.
+    pub fn goes_on(&self) {
+        // If it is gone the guest ends with this daemon, as guests do.
+        let _ = (&self.custodian).write_all(&[GOES_ON]);
+    }
+}
+
+impl Drop for Custody {
+    fn drop(&mut self) {
+        // Fails if it has ended already. Once it has, nobody removes another one's socket.
+        let _ = (&self.custodian).write_all(&[END]);
+        let _ = (&self.custodian).read(&mut [0]);
+        if let Some(Err(error)) = self.child.as_mut().map(Child::wait) {
+            warn!("cannot wait for the end of a custodian: {error}");
+        }
+    }
+}

@@ -1,0 +1,114 @@
+//! QEMU's process, and what it says by itself.
+
+use crate::disk_error::{DiskError, DiskErrors};
+use crate::launch::QEMU_TIMEOUT;
+use crate::{MachineEvent, OnEvent};
+use anyhow::bail;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex};
+use std::time::{Duration, Instant};
+use understudy_memory::agent::{AgentLink, AgentListener};
+use understudy_qemu::qmp::{MonitorSockets, VmEvent};
+use understudy_qemu::{Monitor, Qemu};
+use understudy_threads::lock;
+
+/// QEMU's process, and what is known of its end.
+pub(crate) struct Process {
+    pub(crate) qemu: Qemu,
+    /// The end is this daemon's own doing.
+    pub(crate) halted: AtomicBool,
+    pub(crate) powered_off: AtomicBool,
+    /// When the machine was last reset.
+    pub(crate) reset: Mutex<Option<Instant>>,
+    /// Errors of disks that stop the guest.
+    pub(crate) disk_errors: DiskErrors,
+}
+
+/// Firmware that finds itself started again resets the machine once more: the same reboot.
+const SAME_REBOOT: Duration = Duration::from_secs(10);
+
+impl Process {
+    fn interpret(&self, event: VmEvent) -> Option<MachineEvent> {
+        if self.halted.load(Ordering::Acquire) {
+            return None;
+        }
+        match event {
+            VmEvent::Stopped => None,
+            VmEvent::Resumed => {
+                self.disk_errors.resumed();
+                None
+            }
+            // QEMU ends, which is told next.
+            VmEvent::Shutdown { guest: false, .. } => None,
+            VmEvent::Shutdown { guest: true, reason } => {
+                self.powered_off.store(true, Ordering::Release);
+                Some(MachineEvent::PoweredOff { in_order: reason == "guest-shutdown" })
+            }
+            VmEvent::Reset { .. } => {
+                let again = self.resets_again(Instant::now());
+                (!again).then_some(MachineEvent::Rebooted)
+            }
+            VmEvent::Panicked => Some(MachineEvent::Panicked),
+            VmEvent::DiskError { node, reason, stopped } => {
+                let error = DiskError { node, reason };
+                let text = error.to_string();
+                if !stopped {
+                    return Some(MachineEvent::Notice(text));
+                }
+                let told = self.disk_errors.stopped(error, Instant::now());
+                told.then_some(MachineEvent::DiskFailed(text))
+            }
+            VmEvent::Disconnected => Some(MachineEvent::Died(self.last_words())),
+        }
+    }
+
+    /// Whether a reset at this instant belongs to the reboot before.
+    fn resets_again(&self, now: Instant) -> bool {
+        let last = lock(&self.reset).replace(now);
+        last.is_some_and(|last| now.saturating_duration_since(last) < SAME_REBOOT)
+    }
+
+    /// What is done about QEMU's events.
+    pub(crate) fn interpreted(
+        self: Arc<Self>,
+        on_event: OnEvent,
+    ) -> impl FnMut(VmEvent) + Send + 'static {
+        move |event| {
+            if let Some(event) = self.interpret(event) {
+                on_event(event);
+            }
+        }
+    }
+
+    /// How QEMU ended, for people.
+    pub(crate) fn last_words(&self) -> String {
+        match self.qemu.wait(Duration::from_secs(1)) {
+            Ok(Some(exit)) => exit.to_string(),
+            _ => "QEMU closed its monitor".to_owned(),
+        }
+    }
+
+    /// Adds what QEMU itself said, if it has ended.
+    pub(crate) fn explain(&self, error: anyhow::Error) -> anyhow::Error {
+        match self.qemu.wait(Duration::from_millis(500)) {
+            Ok(Some(exit)) => error.context(exit.to_string()),
+            _ => error,
+        }
+    }
+}
+
+pub(crate) fn connect(
+    process: &Arc<Process>,
+    listener: &AgentListener,
+    monitors: MonitorSockets,
+    on_event: OnEvent,
+) -> anyhow::Result<(AgentLink, Monitor)> {
+    let agent = listener.accept(Instant::now() + QEMU_TIMEOUT)?;
+    let pid = process.qemu.pid();
+    if u32::try_from(agent.pid()) != Ok(pid) {
+        bail!("process {} answered in the place of QEMU {pid}", agent.pid());
+    }
+    let on_event = process.clone().interpreted(on_event);
+    let monitor = Monitor::connect(monitors, QEMU_TIMEOUT, on_event)?;
+    Ok((agent, monitor))
+}

@@ -1,0 +1,118 @@
+//! QEMU's own messages, bounded.
+//!
+//! QEMU appends them to a file by itself: behind a pipe it would wait, or end, when nobody reads
+//! while the daemon is away. So the daemon looks at the files now and then, and one that has grown
+//! too long is cut to nothing, after its end was copied: QEMU goes on at its new end.
+
+use std::ffi::OsStr;
+use std::fs::{self, File};
+use std::io::{self, Read, Seek, SeekFrom};
+use std::os::unix::fs::OpenOptionsExt;
+use std::path::{Path, PathBuf};
+use std::sync::{Arc, Weak};
+use std::thread;
+use std::time::Duration;
+use tracing::warn;
+
+/// The file, in a VM's directory.
+pub const QEMU_LOG: &str = "qemu.log";
+/// What it held last before it was cut.
+const FORMER: &str = "qemu.log.1";
+/// Over so much it is cut.
+const MOST_BYTES: u64 = 1 << 20;
+/// How often somebody looks. What QEMU says in between comes on top.
+const INTERVAL: Duration = Duration::from_secs(1);
+
+/// Bounds the logs of all QEMUs below `state_dir`, also of those that no machine is left of, for
+/// as long as `host` lives.
+pub fn start<T: Send + Sync + 'static>(host: &Arc<T>, state_dir: PathBuf) -> io::Result<()> {
+    let host = Arc::downgrade(host);
+    let body = move || run(&host, &state_dir);
+    thread::Builder::new().name("qemu-logs".to_owned()).spawn(body).map(drop)
+}
+
+fn run<T>(host: &Weak<T>, state_dir: &Path) {
+    while host.strong_count() > 0 {
+        for directory in fs::read_dir(state_dir).into_iter().flatten().flatten() {
+            let directory = directory.path();
+            if let Err(error) = bound(&directory, MOST_BYTES) {
+                let vm = directory.file_name().unwrap_or(OsStr::new("?")).to_string_lossy();
+                warn!(%vm, "cannot bound {QEMU_LOG}: {error}");
+            }
+        }
+        thread::sleep(INTERVAL);
+    }
+}
+
+/// Cuts a VM's log if it has grown over `most` bytes.
+fn bound(directory: &Path, most: u64) -> io::Result<()> {
+    let path = directory.join(QEMU_LOG);
+    // Most have not.
+    let long =
+        fs::metadata(&path).is_ok_and(|metadata| metadata.is_file() && metadata.len() > most);
+    if !long {
+        return Ok(());
+    }
+    let mut log = File::options().read(true).write(true).open(&path)?;
+    let kept = keep_end(&mut log, &directory.join(FORMER), most);
+    // Also if it could not be copied: a full disk is a reason to cut it.
+    log.set_len(0)?;
+    kept
+}
+
+fn keep_end(log: &mut File, former: &Path, most: u64) -> io::Result<()> {
+    let from = log.metadata()?.len().saturating_sub(most);
+    log.seek(SeekFrom::Start(from))?;
+    let mut options = File::options();
+    let mut former = options.create(true).write(true).truncate(true).mode(0o600).open(former)?;
+    io::copy(&mut log.take(most), &mut former).map(drop)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::io::Write;
+    use std::process::{Command, Stdio};
+
+    #[test]
+    fn a_long_log_is_cut_and_whoever_writes_it_goes_on() {
+        let directory = tempfile::tempdir().unwrap();
+        let (log, former) = (directory.path().join(QEMU_LOG), directory.path().join(FORMER));
+        bound(directory.path(), 10).unwrap();
+        let appended = || File::options().create(true).append(true).open(&log).unwrap();
+        // A process with the file as its standard output, as QEMU has it.
+        let mut cat = Command::new("cat");
+        let mut qemu = cat.stdin(Stdio::piped()).stdout(appended()).spawn().unwrap();
+        let mut says = |words: &str| {
+            let before = fs::metadata(&log).unwrap().len();
+            qemu.stdin.as_mut().unwrap().write_all(words.as_bytes()).unwrap();
+            while fs::metadata(&log).unwrap().len() < before + words.len() as u64 {
+                thread::yield_now();
+            }
+        };
+        says("0123456789");
+        bound(directory.path(), 10).unwrap();
+        assert!(!former.exists(), "it is not too long");
+        says("abc");
+        bound(directory.path(), 10).unwrap();
+        assert_eq!(fs::read_to_string(&log).unwrap(), "");
+        assert_eq!(fs::read_to_string(&former).unwrap(), "3456789abc");
+        says("on it goes");
+        assert_eq!(fs::read_to_string(&log).unwrap(), "on it goes");
+        says("!");
+        bound(directory.path(), 10).unwrap();
+        assert_eq!(fs::read_to_string(&former).unwrap(), "n it goes!");
+        drop(qemu.stdin.take());
+        assert!(qemu.wait().unwrap().success(), "nothing happened to it");
+    }
+
+    #[test]
+    fn a_full_disk_does_not_keep_a_log_from_being_cut() {
+        let directory = tempfile::tempdir().unwrap();
+        fs::write(directory.path().join(QEMU_LOG), [b'x'; 100]).unwrap();
+        // It cannot be copied: there is a directory in the way.
+        fs::create_dir(directory.path().join(FORMER)).unwrap();
+        assert!(bound(directory.path(), 10).is_err());
+        assert_eq!(fs::metadata(directory.path().join(QEMU_LOG)).unwrap().len(), 0);
+    }
+}

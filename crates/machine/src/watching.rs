@@ -1,0 +1,163 @@
+//! How writes to a guest's memory, and accesses, are seen: in one way at a time.
+
+use crate::Machine;
+use crate::tracking::{LogTracker, Tracker};
+use anyhow::bail;
+use std::sync::{Arc, Mutex, MutexGuard};
+use tracing::warn;
+use understudy_memory::{CaptureRequest, Cut, DirtySet, DirtyTracker, Guard, Reprotect, Sample};
+use understudy_protocol::PageIndex;
+use understudy_qemu::Accelerator;
+use understudy_threads::lock;
+
+/// What watches one machine's memory now.
+#[derive(Default)]
+pub(crate) struct Watching {
+    /// Held by whoever protects the VM, all the time; taken before the other.
+    tracker: Mutex<Option<Tracker>>,
+    for_snapshots: Mutex<ForSnapshots>,
+}
+
+/// Instead of the tracker. The sample is a part of the guard, and dropped before it.
+#[derive(Default)]
+struct ForSnapshots {
+    /// Pages that are watched in normal running.
+    sample: Option<Sample>,
+    guard: Option<Arc<Guard>>,
+    /// Of all blocks but main memory, while a snapshot is being prepared.
+    auxiliary: Option<DirtyTracker>,
+}
+
+impl ForSnapshots {
+    fn drop_guard(&mut self) {
+        self.sample = None;
+        self.guard = None;
+    }
+}
+
+impl Machine {
+    /// The dirty tracker, attached at its first use; one user at a time.
+    pub fn tracker(&self) -> anyhow::Result<MutexGuard<'_, Option<Tracker>>> {
+        let mut tracker = lock(&self.watching.tracker);
+        // What changed since the last snapshot is known no more: the next one saves all.
+        self.drop_guard();
+        self.forget_auxiliary();
+        if tracker.is_none() {
+            *tracker = Some(self.new_tracker()?);
+        }
+        Ok(tracker)
+    }
+
+    fn new_tracker(&self) -> anyhow::Result<Tracker> {
+        let name = &self.definition().name;
+        match (self.accelerator(), self.pauser.agent()) {
+            (Accelerator::Tcg, _) => {}
+            (Accelerator::Kvm, None) => {
+                warn!(vm = %name, "written pages are found by scans, which cost a guest on KVM \
+                      more: pauses go through QMP");
+            }
+            (Accelerator::Kvm, Some(agent)) => {
+                if let Some(log) = LogTracker::begin(name, agent, self.blocks())? {
+                    return Ok(Tracker::Log(log));
+                }
+            }
+        }
+        let (pid, uffd) = (self.agent.pid(), self.agent.userfaultfd().clone());
+        Ok(Tracker::Scans(DirtyTracker::attach(pid, uffd, self.blocks(), self.reprotect())?))
+    }
+
+    /// How scans of its memory protect again: KVM is spared the loss of its mappings
+    /// (docs/decisions/dirty-tracking-on-kvm.md).
+    fn reprotect(&self) -> Reprotect {
+        match self.accelerator() {
+            Accelerator::Tcg => Reprotect::AtOnce,
+            Accelerator::Kvm => Reprotect::Runs,
+        }
+    }
+
+    /// The guard of main memory, attached at its first use; not while the VM is protected, since
+    /// memory is watched in one way at a time.
+    fn guard(&self, watching: &mut ForSnapshots) -> anyhow::Result<Arc<Guard>> {
+        *self.unprotected()? = None;
+        if let Some(guard) = &watching.guard {
+            return Ok(guard.clone());
+        }
+        let (faults, mappings) = (self.agent.faults(), self.agent.mappings());
+        let new = Arc::new(Guard::attach(faults, mappings, self.main_memory())?);
+        watching.guard = Some(new.clone());
+        Ok(new)
+    }
+
+    /// Has writes to all blocks but main memory seen by [`Machine::scan_auxiliary`] from now on.
+    pub fn track_auxiliary(&self) -> anyhow::Result<()> {
+        // Until it is there, protection cannot begin.
+        let mut tracker = self.unprotected()?;
+        *tracker = None;
+        let uffd = self.agent.userfaultfd().clone();
+        let (pid, blocks) = (self.agent.pid(), &self.blocks()[1..]);
+        let mut auxiliary = DirtyTracker::attach(pid, uffd, blocks, self.reprotect())?;
+        auxiliary.arm()?;
+        self.for_snapshots().auxiliary = Some(auxiliary);
+        Ok(())
+    }
+
+    /// What was written to them since.
+    pub fn scan_auxiliary(&self, dirty: &mut DirtySet) -> anyhow::Result<()> {
+        match &mut self.for_snapshots().auxiliary {
+            Some(auxiliary) => Ok(auxiliary.scan(dirty)?),
+            None => bail!("protection of {} has begun meanwhile", self.definition().name),
+        }
+    }
+
+    /// Writes to them need not be seen any more.
+    pub fn forget_auxiliary(&self) {
+        self.for_snapshots().auxiliary = None;
+    }
+
+    /// Whoever protects the VM holds its tracker all the time.
+    fn unprotected(&self) -> anyhow::Result<MutexGuard<'_, Option<Tracker>>> {
+        match self.watching.tracker.try_lock() {
+            Ok(tracker) => Ok(tracker),
+            Err(_) => bail!("{} is protected by checkpoints", self.definition().name),
+        }
+    }
+
+    fn for_snapshots(&self) -> MutexGuard<'_, ForSnapshots> {
+        lock(&self.watching.for_snapshots)
+    }
+
+    /// Gets ready for a cut of main memory. Sampling ends before: one of them at a time.
+    pub fn arm_cut(&self, request: CaptureRequest) -> anyhow::Result<Cut> {
+        let mut watching = self.for_snapshots();
+        watching.sample = None;
+        Ok(self.guard(&mut watching)?.arm(request)?)
+    }
+
+    /// Watches these pages of main memory until [`Machine::end_sample`]. False if nothing guards
+    /// memory, or a snapshot does: sampling alone is no reason to have the guest wait at its
+    /// writes.
+    pub fn begin_sample(&self, pages: &[PageIndex]) -> bool {
+        let mut watching = self.for_snapshots();
+        let Some(guard) = watching.guard.clone() else { return false };
+        watching.sample = guard.sample(pages).ok();
+        watching.sample.is_some()
+    }
+
+    /// The watched pages that were accessed; none if something else has ended the watch.
+    pub fn end_sample(&self) -> Option<Vec<PageIndex>> {
+        self.for_snapshots().sample.take().map(Sample::end)
+    }
+
+    /// Watches all pages of main memory; [`Machine::drop_guard`] afterwards. Its guest waits at the
+    /// first access to each.
+    pub fn watch_all(&self) -> anyhow::Result<Sample> {
+        let all: Vec<PageIndex> = (0..self.main_memory().pages()).map(PageIndex).collect();
+        let guard = self.guard(&mut self.for_snapshots())?;
+        Ok(guard.sample(&all)?)
+    }
+
+    /// Lets go of main memory, once nobody has the guard any more.
+    pub fn drop_guard(&self) {
+        self.for_snapshots().drop_guard();
+    }
+}

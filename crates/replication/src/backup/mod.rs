@@ -1,0 +1,354 @@
+//! The backup: wire → staging → acknowledgement → apply.
+//!
+//! [`accept`] takes a primary's offer, prepares mirrors and a warm QEMU, and
+//! starts the session's threads: `receive` (stage whole, acknowledge), `apply`
+//! (memory, disks, device state; then go live or forget), `control` (the
+//! arbiter), `inbound` (copies of what the guest receives) and the heartbeats.
+
+mod activation;
+mod apply;
+mod copy;
+mod errands;
+mod group;
+mod inbound;
+mod medium;
+mod outbound;
+mod parting;
+mod proof;
+mod receive;
+mod session;
+mod takeover;
+mod tell;
+mod turn;
+
+pub use group::Group;
+pub use proof::Former;
+pub use session::Session;
+pub use takeover::Outcome;
+pub use turn::{Beside, Launch};
+
+use crate::handshake::{FileOffer, FileRole, Offer, Ready, Resumed};
+use crate::heartbeat::{self, Heartbeats};
+use crate::lockstep::backup::{self as lockstep, Following};
+use crate::lockstep::primary::MACHINE;
+use crate::paths::PathMonitor;
+use crate::records::Records;
+use crate::sync::ByteBudget;
+use anyhow::{Context, bail};
+use crossbeam_channel::Receiver;
+use std::fs::File;
+use std::io::{self, Write};
+use std::net::SocketAddr;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::sync::Mutex;
+use std::sync::atomic::{AtomicBool, AtomicU64};
+use std::thread;
+use std::time::Duration;
+use tracing::{info, warn};
+use understudy_arbiter::Arbiter;
+use understudy_cluster::kept::Keeper;
+use understudy_cluster::store_keys::{StoreKeys, Stores};
+use understudy_disk::Mirror;
+use understudy_link::channel::{Channel, Renewal};
+use understudy_link::link::Link;
+use understudy_machine::Machine;
+use understudy_machine::doorbell::Doorbell;
+use understudy_protocol::HostName;
+use understudy_protocol::wire::Kind;
+use understudy_protocol::{BackupEvent, Count, Epoch, Generation, PathIndex, Verdict};
+use understudy_qemu::VmDefinition;
+use understudy_report::events::VmEvents;
+use understudy_report::{DiskReads, Mode, ProtectRequest};
+
+/// How often the mirrors are brought to stable storage.
+const SETTLE_INTERVAL: Duration = Duration::from_millis(500);
+
+/// Receives the offer's files: boot files into `directory`, heads into the
+/// mirrors. Returns the definition as it is on this host: boot files and disks
+/// are this host's own.
+pub fn receive_files(
+    link: &Link,
+    offer: &Offer,
+    directory: &Path,
+    mirrors: &[Mirror],
+) -> anyhow::Result<VmDefinition> {
+    let mut definition = offer.definition.clone();
+    // Its state comes with the machine's.
+    definition.tpm_state = None;
+    for file in &offer.files {
+        match file.role {
+            FileRole::Firmware => {
+                definition.firmware = Some(receive_boot_file(link, file, directory, "firmware")?);
+            }
+            FileRole::Kernel => {
+                definition.kernel = Some(receive_boot_file(link, file, directory, "kernel")?);
+            }
+            FileRole::Initrd => {
+                definition.initrd = Some(receive_boot_file(link, file, directory, "initrd")?);
+            }
+            FileRole::DiskHead(index) => {
+                let mirror = mirrors.get(usize::from(index.0));
+                let disk = mirror.with_context(|| format!("the offer has no disk {index}"))?.disk();
+                let mut offset = 0;
+                receive_file(link, file.bytes, |piece| {
+                    disk.write(offset, piece)?;
+                    offset += piece.len() as u64;
+                    Ok(())
+                })
+                .with_context(|| format!("cannot receive the beginning of disk {index}"))?;
+            }
+        }
+    }
+    let message = link.receive()?;
+    if message.header.kind != Kind::Prepare {
+        bail!("the primary sent {:?} where Prepare was due", message.header.kind);
+    }
+    for (disk, mirror) in definition.disks.iter_mut().zip(mirrors) {
+        disk.path = mirror.target();
+    }
+    Ok(definition)
+}
+
+fn receive_boot_file(
+    link: &Link,
+    file: &FileOffer,
+    directory: &Path,
+    name: &str,
+) -> anyhow::Result<PathBuf> {
+    let path = directory.join(name);
+    File::create(&path)
+        .map_err(Into::into)
+        .and_then(|mut target| receive_file(link, file.bytes, |piece| target.write_all(piece)))
+        .with_context(|| format!("cannot receive the VM's {name} into {}", path.display()))?;
+    Ok(path)
+}
+
+fn receive_file(
+    link: &Link,
+    bytes: u64,
+    mut take: impl FnMut(&[u8]) -> io::Result<()>,
+) -> anyhow::Result<()> {
+    let mut left = bytes;
+    while left > 0 {
+        let message = link.receive()?;
+        let length = message.payload.len() as u64;
+        if message.header.kind != Kind::File || length == 0 || length > left {
+            bail!("the primary did not send the file that it announced");
+        }
+        take(&message.payload)?;
+        left -= length;
+    }
+    Ok(())
+}
+
+/// What [`accept`] needs beside the standby.
+pub struct Plan {
+    /// Names the session.
+    pub id: String,
+    /// The primary's host name.
+    pub primary: HostName,
+    /// How this host is to keep up with it.
+    pub mode: Mode,
+    /// In lockstep: where its guest's reads come from.
+    pub disk_reads: DiskReads,
+    /// The VM's group, and its place there; the members join in order.
+    pub group: (Arc<Group>, usize),
+    /// The shortest silence that counts as failure.
+    pub timeout: Duration,
+    /// Arbiter of ownership.
+    pub arbiter: Arbiter,
+    /// Where this host notes what its images are.
+    pub records: Records,
+    /// This host's addresses, as the primary knows them: one for each path.
+    pub addresses: Vec<SocketAddr>,
+    /// The path of the data connection.
+    pub path: PathIndex,
+    /// The VM's directory on this host.
+    pub directory: PathBuf,
+    /// The keys of the stores that snapshots of the VM go to.
+    pub store_keys: StoreKeys,
+    /// Stores that the primary may name.
+    pub stores: Stores,
+    /// Starts a QEMU for the other way of keeping up.
+    pub launch: Launch,
+    /// Asks the primary who owns the VM, once it is silent.
+    pub former: Former,
+    /// What the operator asked for.
+    pub wish: Option<ProtectRequest>,
+    /// Where what happens to the VM is told.
+    pub events: VmEvents,
+}
+
+/// Starts following the primary with a standby that is ready. `over` is called
+/// once, when the VM is live here or forgotten; `register` before the primary
+/// hears that the backup is ready.
+pub fn accept(
+    link: Link,
+    plan: Plan,
+    machine: Arc<Machine>,
+    mirrors: Vec<Mirror>,
+    over: impl FnOnce(Outcome) + Send + 'static,
+    register: impl FnOnce(&Arc<Session>),
+) -> anyhow::Result<Arc<Session>> {
+    let blocks =
+        machine.blocks().iter().map(|block| (block.name().to_owned(), block.bytes())).collect();
+    let (errands, errand_queue) = crossbeam_channel::unbounded();
+    let (contests, contest_queue) = crossbeam_channel::unbounded();
+    link.set_read_timeout(None)?;
+    let vm = machine.definition().name.clone();
+    let (addresses, path) = (plan.addresses, plan.path);
+    let heartbeats = Heartbeats::new(addresses.len());
+    let paths = PathMonitor::new(&plan.events, &plan.primary, addresses, path, plan.timeout);
+    let renewal = if paths.are_several() { Renewal::Await } else { Renewal::Never };
+    let session = Arc::new(Session {
+        vm,
+        id: plan.id,
+        primary: plan.primary,
+        following: Mutex::new(
+            (plan.mode == Mode::Lockstep)
+                .then(|| Arc::new(Following::new(plan.disk_reads, machine.disks().len(), MACHINE))),
+        ),
+        orders: Mutex::default(),
+        medium: Mutex::default(),
+        turns: AtomicU64::new(0),
+        launch: plan.launch,
+        former: plan.former.into(),
+        obstacle: Mutex::default(),
+        wish: Mutex::new(plan.wish),
+        data: Channel::new(link, renewal),
+        heartbeats,
+        paths,
+        arbiter: plan.arbiter,
+        records: plan.records,
+        core: plan.group.0.core.clone(),
+        group: plan.group.0,
+        place: plan.group.1,
+        directory: plan.directory,
+        readiness: Mutex::new(None),
+        applied: AtomicU64::new(0),
+        errands,
+        contests,
+        waiting: ByteBudget::new(session::WAITING_BYTES),
+        keeper: Arc::new(Keeper::new(plan.stores, plan.store_keys)),
+        received: AtomicU64::new(0),
+        planned: AtomicBool::new(false),
+        diverged: AtomicBool::new(false),
+        parting: parting::Parting::default(),
+        clock: takeover::Clock::default(),
+        inbound: inbound::Inbound::new(machine.ports().len()),
+        outbound: outbound::Outbound::new(machine.ports().len()),
+        changed: Doorbell::default(),
+        machine: Mutex::new(machine),
+    });
+    session.group.join(&session)?;
+    spawn("apply", &session, move |session| over(session.apply_all(&errand_queue, mirrors)))?;
+    spawn("settle", &session, |session| run_settle(session))?;
+    spawn("control", &session, move |session| run_control(session, &contest_queue))?;
+    register(&session);
+    fail::fail_point!("before-ready");
+    session.data.send_json(Kind::Ready, &Ready { blocks })?;
+    if session.place == 0 {
+        // For the whole group, which is taken over as one. Not before the primary knows that this
+        // host is ready: it expects nothing else first.
+        understudy_threads::spawn(format!("prove-{}", session.vm), proof::body(&session))
+            .context("cannot start a thread")?;
+    }
+    heartbeat::start(&session.vm, &session)?;
+    spawn("receive", &session, |session| session.receive())?;
+    Ok(session)
+}
+
+/// Adds the heartbeat connection of a path to a session.
+pub fn attach_heartbeat(session: &Arc<Session>, path: PathIndex, link: Link) -> anyhow::Result<()> {
+    Ok(heartbeat::attach(&session.vm, session, path, link)?)
+}
+
+/// Adds the connection over which copies of the guest's inbound frames come.
+pub fn attach_inbound(session: &Arc<Session>, link: Link) -> anyhow::Result<()> {
+    spawn("inbound", session, move |session| session.inbound.receive(&link))
+}
+
+/// The session's data goes on over this connection; the primary has got
+/// `received` messages. Returns when everything that it lacks was sent.
+pub fn resume(
+    session: &Session,
+    path: PathIndex,
+    link: &Link,
+    received: Count,
+) -> anyhow::Result<()> {
+    link.set_read_timeout(None)?;
+    session.data.resume(link, received, |received| {
+        session.paths.use_path(path);
+        link.send_json(Kind::Welcome, &Resumed { received })
+    })
+}
+
+fn spawn(
+    role: &str,
+    session: &Arc<Session>,
+    body: impl FnOnce(&Arc<Session>) + Send + 'static,
+) -> anyhow::Result<()> {
+    let session = session.clone();
+    understudy_threads::spawn(format!("{role}-{}", session.vm), move || body(&session))
+        .map(drop)
+        .context("cannot start a thread")
+}
+
+/// Starts the threads of a log that is about to be executed.
+fn follow(session: &Arc<Session>, following: &Arc<Following>) -> anyhow::Result<()> {
+    let (machine, log) = (session.machine(), following.clone());
+    spawn("feed", session, move |session| lockstep::feed(session, &machine, &log))?;
+    let log = following.clone();
+    spawn("reads", session, move |_| log.reads().run())?;
+    let (machine, log) = (session.machine(), following.clone());
+    spawn("follow", session, move |session| lockstep::watch(session, &machine, &log))
+}
+
+/// Brings the mirrors to stable storage now and then, and tells the primary: it need not
+/// remember these changes, and a take-over finds little left to sync.
+fn run_settle(session: &Session) {
+    let mut settled = Epoch(0);
+    while !heartbeat::Pulse::is_over(session) {
+        thread::sleep(SETTLE_INTERVAL);
+        let applied = session.applied();
+        let (machine, following) = (session.machine(), session.following());
+        // Before they are brought to stable storage.
+        let written = following.as_ref().and_then(|following| following.writes().now(&machine));
+        // In lockstep QEMU writes them itself.
+        let due = applied > settled || (following.is_some() && applied > Epoch(0));
+        if due && !heartbeat::Pulse::is_over(session) {
+            match session.settle() {
+                Ok(()) if applied > settled => session.tell_settled(applied),
+                Ok(()) => {
+                    let still = session.following().zip(following);
+                    if let (Some((now, following)), Some(written)) = (still, written)
+                        && Arc::ptr_eq(&now, &following)
+                    {
+                        session.tell_written(&written);
+                        if let Err(error) = following.writes().strike_off(&machine) {
+                            session.give_up(&format!("{error:#}"));
+                        }
+                    }
+                }
+                Err(error) => session.give_up(&format!("{error:#}")),
+            }
+            settled = applied;
+        }
+    }
+}
+
+/// Asks the arbiter, which may take its time.
+fn run_control(session: &Session, contests: &Receiver<Generation>) {
+    while !heartbeat::Pulse::is_over(session) {
+        if let Ok(from) = contests.recv_timeout(Duration::from_millis(250)) {
+            let verdict = session.membership().acquire(&session.arbiter, from);
+            info!(vm = %session.vm, "the arbiter's verdict: {verdict:?}");
+            if let Verdict::Unreachable(reason) = &verdict {
+                warn!(vm = %session.vm, "waiting to take over: {reason}");
+                session.group.each(|member| member.note_obstacle(reason));
+            }
+            session.event(BackupEvent::Verdict(verdict), None);
+        }
+    }
+}

@@ -1,0 +1,97 @@
+//! The proof that this backup could take over, and what it does while it would and cannot.
+//!
+//! A backup that follows proves every [`INTERVAL`] that it reads the VM's record at the arbiter, of
+//! the generation that it follows, and could write the next one, and tells the primary. One that
+//! waits for the arbiter asks its former primary, too: the arbiter may have made that one the
+//! sole owner meanwhile.
+
+use super::session::Session;
+use crate::sync::lock;
+use std::sync::{Arc, Weak};
+use std::thread;
+use std::time::Duration;
+use tracing::{info, warn};
+use understudy_arbiter::Unreachable;
+use understudy_protocol::wire::Kind;
+use understudy_protocol::{BackupEvent, BackupPhase, Epoch, Ownership};
+
+/// The primary believes a proof for 4.5 s ([`crate::primary`]).
+const INTERVAL: Duration = Duration::from_secs(2);
+
+/// Asks the host that was the primary who owns the VM; none if it does not say.
+pub type Former = Box<dyn Fn() -> Option<Ownership> + Send + Sync>;
+
+/// Proves, or asks, for as long as the session lives. An arbiter's storage that hangs holds this
+/// thread and nothing else: not the session, whose end must not wait for it.
+pub(super) fn run(session: &Weak<Session>) {
+    while let Some(present) = session.upgrade() {
+        let phase = present.phase();
+        match phase {
+            BackupPhase::Live | BackupPhase::Discarded => return,
+            BackupPhase::Syncing | BackupPhase::Standing => {
+                let (arbiter, membership) = (present.arbiter.clone(), present.membership().clone());
+                let primary = present.primary.clone();
+                drop(present);
+                let proof = membership.prove(&arbiter, &primary);
+                if let Some(session) = session.upgrade() {
+                    session.tell_proof(proof);
+                }
+            }
+            BackupPhase::Contesting(_) => {
+                let former = present.former.clone();
+                drop(present);
+                if let (Some(owner), Some(session)) = (former(), session.upgrade()) {
+                    session.event(BackupEvent::OwnedElsewhere(owner), None);
+                }
+            }
+        }
+        thread::sleep(INTERVAL);
+    }
+}
+
+impl Session {
+    /// Tells the primary whether this host could take over now.
+    fn tell_proof(&self, proof: Result<(), Unreachable>) {
+        let obstacle = proof.err().map(|Unreachable(reason)| reason);
+        match (&self.obstacle(), &obstacle) {
+            (None, Some(reason)) => warn!(vm = %self.vm, "could not take over now: {reason}"),
+            (Some(_), None) => info!(vm = %self.vm, "could take over again"),
+            _ => {}
+        }
+        // Taken over as one, the group's members have one answer.
+        self.group.each(|member| lock(&member.obstacle).clone_from(&obstacle));
+        let words = obstacle.unwrap_or_default();
+        // If it cannot be sent the reading thread finds out why.
+        let _ = self.data.send_parts(Kind::MayTakeOver, Epoch(0), &[words.as_bytes()]);
+    }
+
+    /// The arbiter gave no verdict, for this reason.
+    pub(super) fn note_obstacle(&self, reason: &str) {
+        *lock(&self.obstacle) = Some(reason.to_owned());
+    }
+
+    /// Why this host could not take over, as it last found.
+    pub fn obstacle(&self) -> Option<String> {
+        lock(&self.obstacle).clone()
+    }
+
+    /// What this host does with the VM, for people on any host.
+    pub fn describe(&self) -> String {
+        let primary = &self.primary;
+        match self.phase() {
+            BackupPhase::Contesting(_) => format!(
+                "would take it over from host {primary} and waits for the arbiter ({}): it goes on \
+                 by itself once the arbiter answers, and lets go once host {primary} says that it \
+                 owns the VM at a later generation",
+                self.obstacle().unwrap_or_else(|| "asked just now".to_owned())
+            ),
+            _ => format!("stands by for host {primary}"),
+        }
+    }
+}
+
+/// The thread's body, for a session that has just begun.
+pub(super) fn body(session: &Arc<Session>) -> impl FnOnce() + Send + 'static {
+    let session = Arc::downgrade(session);
+    move || run(&session)
+}

@@ -1,0 +1,191 @@
+//! The turn to the other way of keeping up, on the backup.
+//!
+//! A QEMU that can do it is started beside the one that there is, on the same memory and disks,
+//! and waits. With the turn's epoch, when that is applied, it takes the former's place.
+
+use super::session::Session;
+use crate::lockstep::backup::{self as lockstep, Following};
+use crate::sync::lock;
+use crate::turn::{Answer, Order, Wanted};
+use anyhow::{Context, bail, ensure};
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+use std::thread;
+use std::time::{Duration, Instant};
+use tracing::info;
+use understudy_encoding::decode_log;
+use understudy_link::link::read_json;
+use understudy_machine::Machine;
+use understudy_machine::succession::{check_blocks, copy_small_blocks};
+use understudy_protocol::wire::{Kind, Message};
+use understudy_protocol::{Epoch, StagedEpoch};
+use understudy_report::Mode;
+use understudy_threads::spawn;
+
+/// How long the turn before may take to be carried out.
+const APPLY_TIMEOUT: Duration = Duration::from_secs(60);
+
+/// Between two looks whether it has been.
+const GLANCE: Duration = Duration::from_millis(10);
+
+/// Starts the other QEMU beside a machine.
+pub type Launch = Box<dyn Fn(&Machine, &Wanted) -> anyhow::Result<Beside> + Send + Sync>;
+
+/// A machine beside the one that there is.
+pub struct Beside {
+    /// Machine that waits for its state.
+    pub machine: Arc<Machine>,
+    /// Callback for when it has the other's place.
+    pub adopt: Box<dyn FnOnce() + Send>,
+}
+
+/// Ready for the turn.
+pub struct Other {
+    beside: Beside,
+    wanted: Wanted,
+}
+
+/// As of the last order.
+#[derive(Default)]
+pub(super) struct Orders {
+    count: u64,
+    other: Option<Other>,
+    closed: bool,
+}
+
+/// A test makes the other QEMU one that does not start.
+fn fail_in_a_test() -> anyhow::Result<()> {
+    fail::fail_point!("turn-launch", |_| bail!("a test says so"));
+    Ok(())
+}
+
+impl Session {
+    /// The primary is about to turn, or is not after all.
+    pub(super) fn take_order(self: &Arc<Self>, message: &Message) -> anyhow::Result<()> {
+        let order: Order = read_json(message, Kind::Turn)?;
+        let number = {
+            let mut orders = lock(&self.orders);
+            orders.other = None;
+            orders.count += 1;
+            orders.count
+        };
+        let Order::Prepare(wanted) = order else { return Ok(()) };
+        let session = self.clone();
+        let prepare = move || {
+            let answer = match session.prepare(number, *wanted) {
+                Ok(()) => Answer::Ready,
+                Err(error) => Answer::Refused(format!("{error:#}")),
+            };
+            // If it cannot be sent the receiving thread finds out why.
+            let _ = session.data.send_json(Kind::TurnAnswer, &answer);
+        };
+        spawn(format!("turn-{}", self.vm), prepare).map(drop).context("cannot start a thread")
+    }
+
+    fn prepare(&self, number: u64, wanted: Wanted) -> anyhow::Result<()> {
+        let deadline = Instant::now() + APPLY_TIMEOUT;
+        while self.turns.load(Ordering::Acquire) > 0 {
+            ensure!(Instant::now() < deadline, "the turn before is not carried out yet");
+            thread::sleep(GLANCE);
+        }
+        ensure!(self.mode() != wanted.mode, "the session is in that mode already");
+        let former = self.machine();
+        fail_in_a_test()?;
+        let beside = (self.launch)(&former, &wanted)?;
+        check_blocks(&former, &beside.machine)?;
+        let mut orders = lock(&self.orders);
+        ensure!(!orders.closed && orders.count == number, "it was called off");
+        orders.other = Some(Other { beside, wanted });
+        Ok(())
+    }
+
+    /// The log will begin with this epoch.
+    pub(super) fn expect_log(&self, epoch: Epoch) -> anyhow::Result<()> {
+        let disk_reads = self.check_other(Mode::Lockstep)?.disk_reads;
+        let following = Following::new(disk_reads, self.machine().disks().len(), epoch);
+        *lock(&self.following) = Some(Arc::new(following));
+        Ok(())
+    }
+
+    /// The log will end with this message's epoch.
+    pub(super) fn expect_end_of_log(&self, message: &Message) -> anyhow::Result<()> {
+        self.check_other(Mode::Checkpoint)?;
+        decode_log(&message.payload)?;
+        self.following().context("a log ended that had not begun")?.expect_end();
+        Ok(())
+    }
+
+    /// Whether the turn is possible, before it is acknowledged.
+    fn check_other(&self, mode: Mode) -> anyhow::Result<Wanted> {
+        let orders = lock(&self.orders);
+        let Some(other) = orders.other.as_ref().filter(|other| other.wanted.mode == mode) else {
+            bail!("a turn came that was not prepared");
+        };
+        let machine = &other.beside.machine;
+        ensure!(machine.is_alive(), "the QEMU for the turn ended: {}", machine.last_words());
+        Ok(other.wanted.clone())
+    }
+
+    /// An epoch is committed: what it needs, if it is a turn.
+    pub(super) fn turn_of(&self, part: &StagedEpoch) -> Option<Other> {
+        let turns =
+            |message: &&Message| matches!(message.header.kind, Kind::LogBegins | Kind::LogEnds);
+        let message = part.messages.iter().find(turns)?;
+        self.turns.fetch_add(1, Ordering::AcqRel);
+        if let (Kind::LogEnds, Some(following)) = (message.header.kind, self.following()) {
+            // The apply thread may be waiting for it.
+            let ended = decode_log(&message.payload)
+                .map_err(Into::into)
+                .and_then(|rest| following.end_with(&rest));
+            if let Err(error) = ended {
+                following.end();
+                return self.refuse_turn(error);
+            }
+        }
+        lock(&self.orders).other.take()
+    }
+
+    fn refuse_turn(&self, error: anyhow::Error) -> Option<Other> {
+        tracing::warn!(vm = %self.vm, "the end of the log cannot be decoded: {error:#}");
+        None
+    }
+
+    /// The other QEMU takes the place of the one that there is, which has ended then.
+    pub(super) fn change_over(&self, other: Option<Other>) -> anyhow::Result<()> {
+        let Other { beside, wanted } = other.context("the turn is not possible")?;
+        let (former, next) = (self.machine(), beside.machine);
+        ensure!(next.is_alive(), "the QEMU for the turn ended: {}", next.last_words());
+        copy_small_blocks(former.blocks(), next.blocks())?;
+        next.take_place_aside();
+        former.retire();
+        *lock(&self.machine) = next;
+        (beside.adopt)();
+        info!(vm = %self.vm, "replicates in mode {:?} from now on", wanted.mode);
+        *lock(&self.wish) = Some(wanted.wish);
+        Ok(())
+    }
+
+    /// Executes what is left of the log, which has ended. What the guest wrote is on the
+    /// mirrors then, which are the primary's again.
+    pub(super) fn leave_log(&self, following: &Arc<Following>) -> anyhow::Result<()> {
+        let machine = self.machine();
+        lockstep::await_end(&machine, following)?;
+        following.leave();
+        lockstep::stop(&machine)?;
+        for disk in machine.disks() {
+            disk.set_read_only(true);
+            disk.set_changes(None);
+        }
+        let mut current = lock(&self.following);
+        if current.as_ref().is_some_and(|current| Arc::ptr_eq(current, following)) {
+            *current = None;
+        }
+        Ok(())
+    }
+
+    /// Nothing waits beside any more.
+    pub(super) fn forget_other(&self) {
+        let mut orders = lock(&self.orders);
+        (orders.closed, orders.other) = (true, None);
+    }
+}

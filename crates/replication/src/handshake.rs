@@ -1,0 +1,313 @@
+//! What two hosts say to each other before the first byte of a VM moves.
+
+use crate::membership::Membership;
+use crate::resync::Resync;
+use anyhow::Context;
+use serde::{Deserialize, Serialize};
+use std::net::{SocketAddr, TcpStream};
+use std::sync::Arc;
+use std::time::Duration;
+use tracing::debug;
+use understudy_arbiter::ArbiterName;
+use understudy_link::link::Link;
+use understudy_link::tls::Tls;
+use understudy_protocol::wire::{Kind, WIRE_VERSION};
+use understudy_protocol::{Count, DiskIndex, Generation, PathIndex};
+use understudy_protocol::{GroupName, HostName, VmName};
+use understudy_qemu::definition::CardDefinition;
+use understudy_qemu::{Accelerator, ClockBase, CpuNeeds, VmDefinition};
+use understudy_report::{DiskReads, Mode, ProtectRequest};
+
+/// How long a connection to a peer may take.
+const CONNECT_TIMEOUT: Duration = Duration::from_secs(3);
+
+/// The paths that a peer may have.
+pub const MOST_PATHS: usize = 8;
+
+/// First message of every connection.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+pub struct Hello {
+    /// [`WIRE_VERSION`] of the sender.
+    pub wire_version: u32,
+    /// The sender's product version, for people.
+    pub product_version: String,
+    /// The sender's host name.
+    pub host: HostName,
+    /// What the connection is for.
+    pub purpose: Purpose,
+}
+
+/// What a connection is for.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+#[serde(tag = "purpose", rename_all = "kebab-case")]
+pub enum Purpose {
+    /// Protect this VM; checkpoints follow.
+    Protect(Box<Offer>),
+    /// What are this host's images of a VM? See `recover` of the daemon.
+    Images {
+        /// The VM's name.
+        vm: VmName,
+    },
+    /// Could this host back a VM up? See `survey` of the daemon.
+    Survey {
+        /// The VM's name.
+        vm: VmName,
+        /// Bytes of its memory.
+        memory: u64,
+        /// What the guest needs of the host's processor.
+        cpu: CpuNeeds,
+        /// Its network cards.
+        cards: Vec<CardDefinition>,
+    },
+    /// Could this host execute the log of a QEMU of this build? See `admission` of the daemon.
+    MayFollow {
+        /// The GNU build id; none if it has none.
+        build: Option<String>,
+    },
+    /// Asks which host answers here (`probe` of the daemon).
+    Probe,
+    /// Orders and reports about snapshots and restores of groups follow.
+    Group,
+    /// Could this host take members of a snapshot? See `snapshot` of the daemon.
+    MayRestore(understudy_cluster::messages::Question),
+    /// The heartbeats of a session that was accepted on another connection.
+    Heartbeat {
+        /// The session.
+        session: String,
+        /// The path that they are for.
+        path: PathIndex,
+    },
+    /// Copies of what the guest of a session receives.
+    Inbound {
+        /// The session.
+        session: String,
+    },
+    /// Frames to the members of a cluster that run on the answering host.
+    Frames {
+        /// The cluster.
+        cluster: GroupName,
+    },
+    /// The data of a session goes on over this connection.
+    Resume {
+        /// The session.
+        session: String,
+        /// The path that the connection takes.
+        path: PathIndex,
+        /// How many of the backup's messages the primary has got.
+        received: Count,
+    },
+}
+
+/// A VM that a primary wants protected.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+pub struct Offer {
+    /// Names the session; unique.
+    pub session: String,
+    /// The VM.
+    pub definition: VmDefinition,
+    /// The versioned machine type that the primary runs.
+    pub machine_type: String,
+    /// The accelerator that the primary runs.
+    pub accelerator: Accelerator,
+    /// The primary's QEMU.
+    pub qemu_version: String,
+    /// Its build, by which lockstep tells whether both are the same.
+    #[serde(default)]
+    pub qemu_build: Option<String>,
+    /// How the backup is to keep up.
+    #[serde(default)]
+    pub mode: Mode,
+    /// In lockstep: where the backup gets what its guest reads from its disks.
+    #[serde(default)]
+    pub disk_reads: DiskReads,
+    /// What the guest's clock showed first, if the primary's QEMU counts instructions: the
+    /// backup's must too.
+    #[serde(default)]
+    pub clock: Option<ClockBase>,
+    /// The generation at which the primary owns the VM.
+    pub generation: Generation,
+    /// The arbiter that says so; the backup's must be the same.
+    pub arbiter: ArbiterName,
+    /// The group that the VM is protected with, if any.
+    #[serde(default)]
+    pub group: Option<GroupOffer>,
+    /// Bytes of each disk's export, in the definition's order.
+    pub disk_bytes: Vec<u64>,
+    /// Bytes that each disk's image takes now: what a whole copy needs room for.
+    #[serde(default)]
+    pub disk_used: Vec<u64>,
+    /// Sessions since which every change of the primary's disks is known.
+    #[serde(default)]
+    pub sessions: Vec<String>,
+    /// Files that follow: what QEMU reads when it starts.
+    pub files: Vec<FileOffer>,
+    /// The backup's addresses that the primary knows, one for each path.
+    pub paths: Vec<SocketAddr>,
+    /// The path of this connection.
+    pub path: PathIndex,
+    /// What the operator asked for; the backup does the same after a take-over.
+    #[serde(default)]
+    pub wish: Option<ProtectRequest>,
+}
+
+/// A VM that is protected with others. The members are offered in order.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+pub struct GroupOffer {
+    /// Members of the group.
+    pub membership: Membership,
+    /// The VM's place among them.
+    pub place: usize,
+}
+
+/// A file, or the beginning of one, that the backup's QEMU needs.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+pub struct FileOffer {
+    /// What it is in the definition.
+    pub role: FileRole,
+    /// How many bytes of it follow.
+    pub bytes: u64,
+}
+
+/// What a file is in the definition.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum FileRole {
+    /// `firmware`
+    Firmware,
+    /// `kernel`
+    Kernel,
+    /// `initrd`
+    Initrd,
+    /// The first bytes of a disk: the header of its format, which the backup's
+    /// QEMU reads when it starts.
+    DiskHead(DiskIndex),
+}
+
+/// The backup accepts; nothing was changed yet.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+pub struct Welcome {
+    /// The backup's host name.
+    pub host: HostName,
+    /// What the backup's own images lack, if they need not be copied in full.
+    #[serde(default)]
+    pub resync: Option<Resync>,
+    /// Why they must.
+    #[serde(default)]
+    pub full_because: String,
+    /// What the primary's users should know about the backup, if anything.
+    #[serde(default)]
+    pub note: Option<String>,
+}
+
+impl Welcome {
+    /// A welcome that says nothing of disks.
+    pub fn of(host: &HostName) -> Welcome {
+        Welcome { host: host.clone(), resync: None, full_because: String::new(), note: None }
+    }
+}
+
+/// The backup goes on with a session over a new connection.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+pub struct Resumed {
+    /// How many of the primary's messages the backup has got.
+    pub received: Count,
+}
+
+/// The backup's QEMU stands by.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+pub struct Ready {
+    /// Name and bytes of every RAM block there, in the order of the block ids.
+    pub blocks: Vec<(String, u64)>,
+}
+
+/// Identity that a host shows to its peers.
+#[derive(Clone, Debug)]
+pub struct Identity {
+    /// Its name.
+    pub name: HostName,
+    /// Its certificates, if it has any.
+    pub tls: Option<Arc<Tls>>,
+}
+
+impl Identity {
+    /// Dials the first of a peer's addresses that answers; returns which one it is.
+    pub fn dial_first(
+        &self,
+        peer: &HostName,
+        addresses: &[SocketAddr],
+        purpose: impl Fn(PathIndex) -> Purpose,
+    ) -> anyhow::Result<(Link, PathIndex)> {
+        let mut first_error = None;
+        for (path, address) in (0..).map(PathIndex).zip(addresses) {
+            match self.dial(peer, *address, purpose(path)) {
+                Ok(link) => return Ok((link, path)),
+                Err(error) => {
+                    debug!("{error:#}");
+                    first_error.get_or_insert(error);
+                }
+            }
+        }
+        Err(first_error.context("the peer has no address")?)
+    }
+
+    /// Dials a peer and says hello.
+    pub fn dial(
+        &self,
+        peer: &HostName,
+        address: SocketAddr,
+        purpose: Purpose,
+    ) -> anyhow::Result<Link> {
+        self.greet(connect(address)?, peer, address, purpose)
+    }
+
+    /// Says hello on a connection to a peer.
+    pub fn greet(
+        &self,
+        socket: TcpStream,
+        peer: &HostName,
+        address: SocketAddr,
+        purpose: Purpose,
+    ) -> anyhow::Result<Link> {
+        let link = Link::dialled(socket, peer, self.tls.as_deref())
+            .with_context(|| format!("host {peer} at {address}"))?;
+        let hello = Hello {
+            wire_version: WIRE_VERSION,
+            product_version: env!("CARGO_PKG_VERSION").to_owned(),
+            host: self.name.clone(),
+            purpose,
+        };
+        link.send_json(Kind::Hello, &hello)?;
+        Ok(link)
+    }
+}
+
+/// Connects to a peer's address.
+pub fn connect(address: SocketAddr) -> anyhow::Result<TcpStream> {
+    TcpStream::connect_timeout(&address, CONNECT_TIMEOUT)
+        .with_context(|| format!("cannot connect to {address}: is its daemon running?"))
+}
+
+/// Reads a dialler's hello; refuses another version, and a name that is not the
+/// dialler's own.
+pub fn answer(link: &Link) -> anyhow::Result<Hello> {
+    // The version first: the rest may look different in another one.
+    let hello: serde_json::Value = link.expect_json(Kind::Hello)?;
+    let version = hello.get("wire_version").and_then(serde_json::Value::as_u64);
+    if version != Some(WIRE_VERSION.into()) {
+        let theirs = version.map_or("unknown".to_owned(), |version| version.to_string());
+        let reason = format!(
+            "wire version {theirs} of Understudy {} does not fit version {WIRE_VERSION} of Understudy {} here: \
+             install the same version on both hosts",
+            hello.get("product_version").and_then(|v| v.as_str()).unwrap_or("?"),
+            env!("CARGO_PKG_VERSION"),
+        );
+        link.refuse(&reason);
+        anyhow::bail!(reason);
+    }
+    let hello: Hello = serde_json::from_value(hello).context("malformed hello")?;
+    if let Err(error) = link.check_peer(&hello.host) {
+        link.refuse(&format!("{error:#}"));
+        return Err(error);
+    }
+    Ok(hello)
+}

@@ -1,0 +1,317 @@
+//! The log between the wire and QEMU: what every thread of the backup's side knows of it.
+
+use super::LOOK_INTERVAL;
+use crate::clock;
+use crate::lockstep::Rate;
+use crate::lockstep::compare::Differing;
+use crate::lockstep::compare::backup::Asked;
+use crate::lockstep::reads::Reads;
+use crate::lockstep::writes::Writes;
+use crate::sync::lock;
+use anyhow::ensure;
+use std::collections::VecDeque;
+use std::sync::{Arc, Condvar, Mutex};
+use std::time::Duration;
+use understudy_encoding::decode_log;
+use understudy_lockstep::{Comparison, Feed, LogPosition, Mark};
+use understudy_protocol::Epoch;
+use understudy_protocol::wire::{LogProgress, Message};
+use understudy_qemu::lockstep::LogStatus;
+use understudy_report::{DiskReads, LockstepReport};
+use understudy_threads::poisoned;
+
+/// Log that waits for QEMU here, at most; over it nothing more is read from the wire.
+const WAITING_BYTES: usize = 8 << 20;
+
+/// Log is given to QEMU in pieces.
+const PIECE_BYTES: usize = 64 << 10;
+
+/// What is kept of the log that QEMU got: more than its socket holds.
+const RECENT_BYTES: usize = 1 << 20;
+
+/// What the feeding thread does next.
+pub(super) enum Turn {
+    /// Gives QEMU a piece of the log.
+    Piece(Vec<u8>),
+    /// Lets QEMU come to the end of what it got, and compares.
+    Compare(Comparison, Mark),
+}
+
+/// A log on its way to this host's QEMU.
+#[derive(Debug)]
+pub struct Following {
+    /// The log begins behind this epoch.
+    machine: Epoch,
+    state: Mutex<State>,
+    changed: Condvar,
+    rate: Rate,
+    reads: Arc<Reads>,
+    writes: Writes,
+}
+
+#[derive(Debug, Default)]
+struct State {
+    feed: Feed,
+    last: Epoch,
+    /// What is compared at the marks of the feed.
+    asked: Asked,
+    /// An epoch is on its way that is a checkpoint again.
+    ending: bool,
+    /// Nothing more is taken in.
+    ended: bool,
+    /// QEMU has another place: there is nothing left to be watched.
+    left: bool,
+    /// As of the last look.
+    progress: LogProgress,
+    blocked: bool,
+    /// The machine is loaded, and runs on log.
+    begun: bool,
+    /// Bytes that QEMU got.
+    given: u64,
+    /// The end of what QEMU got.
+    recent: VecDeque<u8>,
+    /// How far behind QEMU was when the primary seemed lost first.
+    lag_at_failure: Option<Duration>,
+}
+
+impl State {
+    /// How long ago the oldest log came that QEMU has not executed.
+    fn lag(&self) -> Duration {
+        self.feed.behind_since().map_or(Duration::ZERO, |since| clock::now() - since)
+    }
+}
+
+impl Following {
+    /// A log that begins behind `epoch`, of a guest with so many disks.
+    pub fn new(disk_reads: DiskReads, disks: usize, epoch: Epoch) -> Following {
+        Following {
+            machine: epoch,
+            state: Mutex::new(State { last: epoch, ..Default::default() }),
+            changed: Condvar::new(),
+            rate: Rate::default(),
+            reads: Reads::new(disk_reads, disks),
+            writes: Writes::default(),
+        }
+    }
+
+    /// The epoch behind which it begins.
+    pub fn machine(&self) -> Epoch {
+        self.machine
+    }
+
+    /// What its guest reads.
+    pub fn reads(&self) -> &Arc<Reads> {
+        &self.reads
+    }
+
+    /// What its disks have.
+    pub fn writes(&self) -> &Writes {
+        &self.writes
+    }
+
+    /// Takes a batch in; it may be acknowledged then. False if it is of no more use.
+    pub fn take(&self, message: &Message) -> anyhow::Result<bool> {
+        let epoch = message.header.epoch;
+        let log = decode_log(&message.payload)?;
+        let mut state = lock(&self.state);
+        if state.ended {
+            return Ok(false);
+        }
+        ensure!(epoch == state.last.next(), "batch {epoch} of the log came after {}", state.last);
+        state.feed.receive(&log, clock::now())?;
+        state.last = epoch;
+        self.rate.note(state.feed.received().0);
+        self.changed.notify_all();
+        Ok(true)
+    }
+
+    /// Waits while QEMU has too much before it: the connection's flow control then tells the
+    /// primary. Data of reads are too much only while it has log as well, which may ask for
+    /// them.
+    pub fn await_room(&self) {
+        let mut state = lock(&self.state);
+        let is_full = |state: &State| {
+            let reads = state.begun && state.feed.pending() > 0 && self.reads.is_full();
+            state.feed.waiting() > WAITING_BYTES || reads
+        };
+        while !state.ended && is_full(&state) {
+            // Nobody tells that reads were asked for.
+            state = self.changed.wait_timeout(state, LOOK_INTERVAL).unwrap_or_else(poisoned).0;
+        }
+    }
+
+    /// Nothing more will come, or is wanted: QEMU comes to the end of what there is.
+    pub fn end(&self) {
+        let mut state = lock(&self.state);
+        if !state.ended {
+            state.ended = true;
+            state.feed.end();
+            state.asked.clear();
+            self.changed.notify_all();
+            // In this order: no batch is acknowledged whose reads are not taken in.
+            self.reads.end();
+        }
+    }
+
+    /// An epoch is on its way that is a checkpoint again, with which the log ends.
+    pub fn expect_end(&self) {
+        lock(&self.state).ending = true;
+    }
+
+    /// Whether checkpoints may come.
+    pub fn is_ending(&self) -> bool {
+        lock(&self.state).ending
+    }
+
+    /// That epoch is committed: this is the rest of the log.
+    pub fn end_with(&self, rest: &[u8]) -> anyhow::Result<()> {
+        let mut state = lock(&self.state);
+        if !state.ended {
+            state.feed.receive(rest, clock::now())?;
+        }
+        drop(state);
+        self.end();
+        Ok(())
+    }
+
+    /// QEMU has executed all of it, and another one has its place.
+    pub fn leave(&self) {
+        lock(&self.state).left = true;
+    }
+
+    pub(super) fn is_left(&self) -> bool {
+        lock(&self.state).left
+    }
+
+    /// Waits for the first of the log; false if it has ended before.
+    pub(super) fn await_log(&self) -> bool {
+        let state = lock(&self.state);
+        let none = |state: &mut State| !state.ended && state.feed.received() == LogPosition(0);
+        let state = self.changed.wait_while(state, none).unwrap_or_else(poisoned);
+        state.feed.received() > LogPosition(0)
+    }
+
+    /// The primary asks what this machine has at a place of the log.
+    pub fn compare(&self, comparison: Comparison) -> anyhow::Result<()> {
+        let mut state = lock(&self.state);
+        if !state.ended {
+            state.feed.mark(comparison.place.position)?;
+            state.asked.push(comparison)?;
+            self.changed.notify_all();
+        }
+        Ok(())
+    }
+
+    /// QEMU may go on behind the place; something differed there.
+    pub(super) fn compared(&self, differing: Differing) {
+        let mut state = lock(&self.state);
+        state.asked.keep(differing);
+        state.feed.pass_mark();
+    }
+
+    /// What differed when something did last.
+    pub fn differing(&self) -> Differing {
+        lock(&self.state).asked.differing().clone()
+    }
+
+    pub(super) fn has_ended(&self) -> bool {
+        lock(&self.state).ended
+    }
+
+    /// What QEMU is given next; none after the end.
+    pub(super) fn next_turn(&self) -> Option<Turn> {
+        let mut state = lock(&self.state);
+        loop {
+            if let Some(mark) = state.feed.at_mark() {
+                match state.asked.pop() {
+                    Some(comparison) => return Some(Turn::Compare(comparison, mark)),
+                    None => state.feed.pass_mark(),
+                }
+            }
+            let ready = state.feed.ready();
+            if !ready.is_empty() {
+                return Some(Turn::Piece(ready[..ready.len().min(PIECE_BYTES)].to_vec()));
+            }
+            if state.feed.is_over() {
+                return None;
+            }
+            state = self.changed.wait(state).unwrap_or_else(poisoned);
+        }
+    }
+
+    pub(super) fn gave(&self, piece: &[u8]) {
+        let mut state = lock(&self.state);
+        state.feed.gave(piece.len());
+        state.given += piece.len() as u64;
+        state.recent.extend(piece);
+        let surplus = state.recent.len().saturating_sub(RECENT_BYTES);
+        state.recent.drain(..surplus);
+        drop(state);
+        self.changed.notify_all();
+    }
+
+    /// The primary seems lost: how far QEMU is behind is part of the outage.
+    pub fn note_failure(&self) {
+        let mut state = lock(&self.state);
+        let lag = state.lag();
+        state.lag_at_failure.get_or_insert(lag);
+    }
+
+    /// How far QEMU was behind when the primary seemed lost, in milliseconds.
+    pub fn lag_at_failure_ms(&self) -> f64 {
+        lock(&self.state).lag_at_failure.unwrap_or_default().as_secs_f64() * 1e3
+    }
+
+    /// QEMU shows this of its work. Gives how much of the log it has before it.
+    pub(super) fn note(&self, status: LogStatus) -> (LogProgress, u64) {
+        let mut state = lock(&self.state);
+        state.feed.taken(LogPosition(status.position));
+        let lag = state.lag();
+        state.blocked = status.is_blocked;
+        state.progress = LogProgress {
+            position: status.position,
+            instructions: status.instructions,
+            lag_us: lag.as_micros() as u64,
+            starved_ns: status.blocked,
+        };
+        // Before the machine is loaded nothing is executed: then others are waited for.
+        let pending = if state.begun { state.feed.pending() } else { 0 };
+        (state.progress, pending)
+    }
+
+    pub(super) fn is_over(&self) -> bool {
+        lock(&self.state).feed.is_over()
+    }
+
+    /// The machine is loaded, and QEMU executes the log.
+    pub(super) fn begin(&self) {
+        lock(&self.state).begun = true;
+    }
+
+    /// Whether QEMU executes the log.
+    pub fn has_begun(&self) -> bool {
+        lock(&self.state).begun
+    }
+
+    /// The end of what QEMU got, and the position in the log where it begins.
+    pub fn recent(&self) -> (LogPosition, Vec<u8>) {
+        let state = lock(&self.state);
+        let begins = state.given - state.recent.len() as u64;
+        (LogPosition(begins), state.recent.iter().copied().collect())
+    }
+
+    /// What `status` shows.
+    pub fn report(&self) -> LockstepReport {
+        let state = lock(&self.state);
+        LockstepReport {
+            lag_ms: state.progress.lag_us as f64 / 1e3,
+            lag_instructions: 0,
+            log_mbit_s: self.rate.mbit_s(),
+            held_frames: 0,
+            blocked: state.blocked,
+            disk_reads: self.reads.source(),
+            disk_read_mbit_s: self.reads.mbit_s(),
+            comparison: None,
+        }
+    }
+}

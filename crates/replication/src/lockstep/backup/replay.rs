@@ -1,0 +1,83 @@
+//! The machine on its log: loaded, at the log's end, live.
+
+use super::Following;
+use super::watch::{signs, silent_disk, watchdog};
+use crate::clock;
+use crate::lockstep::reads;
+use anyhow::{Context, bail, ensure};
+use std::thread;
+use std::time::{Duration, Instant};
+use tracing::info;
+use understudy_lockstep::{END, Stuck};
+use understudy_machine::Machine;
+use understudy_qemu::lockstep::{LogChannel, Request};
+
+/// How often a take-over looks whether QEMU has come to the log's end.
+const END_INTERVAL: Duration = Duration::from_micros(250);
+
+/// Loads the machine and lets it execute its log, as soon as there is any.
+pub fn begin(machine: &Machine, following: &Following, device_state: &[u8]) -> anyhow::Result<()> {
+    let log = machine.log().context("this QEMU does not replay")?;
+    machine.load(device_state).context("cannot load the machine's state")?;
+    if following.await_log() {
+        following.writes().begin(machine);
+        reads::follow(machine, following.reads());
+        log.ask(Request::Follow)?;
+        machine.monitor().cont()?;
+        following.begin();
+    }
+    Ok(())
+}
+
+/// Waits until QEMU has executed all of the log, which has ended.
+pub fn await_end(machine: &Machine, following: &Following) -> anyhow::Result<()> {
+    let log = machine.log().context("this QEMU does not replay")?;
+    if !following.await_log() {
+        return Ok(());
+    }
+    let began = Instant::now();
+    let mut dog = watchdog();
+    loop {
+        let status = log.status();
+        let (progress, pending) = following.note(status);
+        if following.is_over() && pending == 0 && status.event == u64::from(END) {
+            break;
+        }
+        match dog.look(signs(machine, &progress), pending, clock::now()) {
+            Some(Stuck::Diverged(_)) => bail!(
+                "this copy has diverged: {pending} bytes of its log are not executed; {:?}",
+                log.status()
+            ),
+            Some(Stuck::Disk(time)) => bail!("{}", silent_disk(time)),
+            None => {}
+        }
+        ensure!(machine.is_alive(), "QEMU ended: {}", machine.last_words());
+        if let Some(failure) = following.reads().failure() {
+            bail!("{}", failure.words());
+        }
+        thread::sleep(END_INTERVAL);
+    }
+    info!(
+        vm = %machine.definition().name,
+        "executed the rest of the log in {:.1} ms",
+        began.elapsed().as_secs_f64() * 1e3
+    );
+    Ok(())
+}
+
+/// A QEMU at the end of its log becomes an ordinary one; its guest runs on.
+pub fn go_live(machine: &Machine) -> anyhow::Result<u64> {
+    stop(machine)?;
+    machine.monitor().cont()?;
+    machine.open_network(&[])
+}
+
+/// A QEMU at the end of its log becomes an ordinary one, whose guest stands still: its disks
+/// have all that it wrote.
+pub fn stop(machine: &Machine) -> anyhow::Result<()> {
+    let log: &LogChannel = machine.log().context("this QEMU does not replay")?;
+    machine.monitor().stop()?;
+    log.ask(Request::GoLive)?;
+    reads::forget(machine);
+    Ok(())
+}

@@ -1,0 +1,438 @@
+//! The primary's side: log leaves QEMU, is cut into batches and sent.
+//!
+//! One thread waits for log and for output, cuts and sends, so that nothing is handed over on
+//! the way of a frame's log to the wire. Acknowledgements come on the receiving thread, which
+//! releases the frames. QEMU waits while its socket is full.
+
+use super::compare::primary::Comparer;
+use super::reads::{self, ReadTrail};
+use super::writes::Writes;
+use super::{Rate, be_urgent};
+use crate::clock;
+use crate::primary::Session;
+use crate::sync::lock;
+use anyhow::{Context, ensure};
+use nix::errno::Errno;
+use nix::poll::{PollFd, PollFlags, ppoll};
+use nix::sys::time::TimeSpec;
+use std::io::ErrorKind;
+use std::os::fd::AsFd;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex};
+use std::thread;
+use std::time::{Duration, Instant};
+use tracing::info;
+use understudy_encoding::{MOST_LOG_BYTES, encode_log};
+use understudy_lockstep::{Batcher, MOST_LAG, Pace};
+use understudy_machine::Machine;
+use understudy_machine::doorbell::Ringing;
+use understudy_protocol::wire::{HEADER_BYTES, Kind, LogProgress};
+use understudy_protocol::{Epoch, PrimaryPhase};
+use understudy_qemu::lockstep::{LogChannel, LogErrand, Request};
+use understudy_report::{DiskReads, LockstepReport};
+
+/// The machine as it was copied: the log of a session that begins in lockstep begins behind this
+/// epoch.
+pub const MACHINE: Epoch = Epoch(1);
+
+/// Batches that may be on their way; their bytes are bounded by [`UNACKNOWLEDGED_BYTES`].
+pub const PIPELINE: u64 = 4096;
+
+/// Log that may be sent and not acknowledged.
+const UNACKNOWLEDGED_BYTES: u64 = 4 << 20;
+
+/// Log that no output waits for is sent so much later, for the sake of fewer batches.
+const GATHER: Duration = Duration::from_millis(3);
+
+/// A batch costs both hosts some 0.2 ms of a processor: output in quick succession shares one.
+const SPACING: Duration = Duration::from_millis(1);
+
+/// What disk reads gave travels in pieces of at most so much.
+const READS_PIECE_BYTES: usize = 1 << 20;
+
+/// Nothing waits longer than this without looking again.
+const LONGEST_WAIT: Duration = Duration::from_millis(500);
+
+/// Output that was committed and could not be released waits for another batch's commit, as do
+/// words on the console that were read just after their log.
+const RETRY: Duration = Duration::from_millis(10);
+
+/// What a session's threads know of its log.
+#[derive(Debug)]
+pub struct Recording {
+    /// The log begins behind this epoch.
+    machine: Epoch,
+    batcher: Mutex<Batcher>,
+    progress: Mutex<LogProgress>,
+    pace: Mutex<Pace>,
+    rate: Rate,
+    /// The channel is full, or the backup too far behind.
+    blocked: AtomicBool,
+    /// What its disk reads gave, if that goes to the backup.
+    pub reads: Option<Arc<ReadTrail>>,
+    /// What its disks have.
+    pub writes: Writes,
+    /// Whether its backup has the same.
+    pub comparer: Comparer,
+}
+
+impl Recording {
+    /// The log of this machine, which begins behind `epoch`.
+    pub fn new(machine: &Arc<Machine>, disk_reads: DiskReads, epoch: Epoch) -> Recording {
+        let weak = Arc::downgrade(machine);
+        let wake = move || {
+            if let Some(machine) = weak.upgrade() {
+                machine.doorbell().ring();
+            }
+        };
+        let logged = disk_reads == DiskReads::Log;
+        Recording {
+            machine: epoch,
+            writes: Writes::default(),
+            comparer: Comparer::default(),
+            reads: logged.then(|| ReadTrail::new(machine.disks().len(), wake)),
+            batcher: Mutex::new(Batcher::new(epoch, UNACKNOWLEDGED_BYTES)),
+            progress: Mutex::default(),
+            pace: Mutex::new(Pace::new(clock::now())),
+            rate: Rate::default(),
+            blocked: AtomicBool::new(false),
+        }
+    }
+
+    /// The epoch behind which it begins.
+    pub fn machine(&self) -> Epoch {
+        self.machine
+    }
+
+    /// The backup has this epoch and all before it.
+    pub fn acknowledged(&self, epoch: Epoch) {
+        lock(&self.batcher).acknowledged(epoch);
+    }
+
+    /// Whether reads of the guest may soon wait for a batch.
+    fn reads_press(&self) -> bool {
+        self.reads.as_ref().is_some_and(|reads| reads.is_pressing())
+    }
+
+    /// The log begins.
+    fn begin(&self) {
+        *lock(&self.pace) = Pace::new(clock::now());
+    }
+
+    /// Whether a fail-over would take too long.
+    fn is_far_behind(&self) -> bool {
+        self.lag() > MOST_LAG
+    }
+
+    /// How far the backup is behind.
+    pub fn lag(&self) -> Duration {
+        Duration::from_micros(lock(&self.progress).lag_us)
+    }
+
+    /// The backup has executed so much. Gives the part of its processor that the guest may use
+    /// from now on, if that changes.
+    pub fn progressed(&self, progress: LogProgress) -> Option<f64> {
+        *lock(&self.progress) = progress;
+        let mut pace = lock(&self.pace);
+        let lag = Duration::from_micros(progress.lag_us);
+        pace.reported(lag, clock::now()).then(|| pace.share())
+    }
+
+    /// Whether somebody waits for an acknowledgement, or for the backup.
+    pub fn is_blocked(&self) -> bool {
+        self.blocked.load(Ordering::Acquire)
+    }
+
+    /// What `status` shows.
+    pub fn report(&self, log: &LogChannel, held_frames: u64) -> LockstepReport {
+        let (progress, status) = (*lock(&self.progress), log.status());
+        LockstepReport {
+            lag_ms: progress.lag_us as f64 / 1e3,
+            lag_instructions: status.instructions.saturating_sub(progress.instructions),
+            log_mbit_s: self.rate.mbit_s(),
+            held_frames,
+            blocked: self.is_blocked() || status.is_blocked,
+            disk_reads: self.reads.as_ref().map_or(DiskReads::Backup, |_| DiskReads::Log),
+            disk_read_mbit_s: self.reads.as_ref().map_or(0.0, |reads| reads.mbit_s()),
+            comparison: self.comparer.report(),
+        }
+    }
+}
+
+/// How the thread of a log comes to its end.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Followed {
+    /// Protection is over.
+    ToTheEnd,
+    /// The log is to end with the next epoch, a checkpoint.
+    UntilTurn,
+}
+
+/// Sends the log until protection ends, or turns to checkpoints; the guest runs, and its log
+/// began in the last pause.
+pub fn run(
+    session: &Session,
+    machine: &Machine,
+    recording: &Recording,
+) -> anyhow::Result<Followed> {
+    let log = machine.log().context("this QEMU does not record")?;
+    let ringing = machine.doorbell().listen().context("cannot make an eventfd")?;
+    be_urgent();
+    recording.begin();
+    // What the first synchronisation asked for has ended with it.
+    session.pace.limit(1.0);
+    let cutter = Cutter {
+        session,
+        machine,
+        recording,
+        log,
+        ringing,
+        log_since: None,
+        cut_at: Instant::now(),
+        batch: Vec::new(),
+        message: Vec::new(),
+    };
+    let followed = cutter.follow();
+    if let Ok(Followed::UntilTurn) = followed {
+        return followed;
+    }
+    if let Some(reads) = &recording.reads {
+        reads.close();
+        reads::forget(machine);
+    }
+    // Before QEMU is asked anything else: it may be waiting for room in the log.
+    let freed = release(machine);
+    if followed.is_ok() && machine.is_alive() {
+        freed.context("cannot end the log")?;
+    }
+    followed
+}
+
+/// The guest stands still, and its log has ended with this epoch, of which the rest of the log is
+/// a part. Sends what disk reads gave, and gives that rest, encoded.
+pub fn end(
+    session: &Session,
+    machine: &Machine,
+    recording: &Recording,
+    epoch: Epoch,
+) -> anyhow::Result<Vec<u8>> {
+    let log = machine.log().context("this QEMU does not record")?;
+    let (mut rest, mut message) = (Vec::new(), Vec::new());
+    read_all(log, &mut rest)?;
+    if let Some(reads) = &recording.reads {
+        send_reads(session, epoch, &reads.take(), &mut message);
+        reads.close();
+    }
+    reads::forget(machine);
+    encode_log(&rest, &mut message);
+    Ok(message)
+}
+
+/// Sends QEMU's log to nowhere, since nobody follows any more.
+pub fn release(machine: &Machine) -> anyhow::Result<()> {
+    let log = machine.log().context("this QEMU does not record")?;
+    log.ask(Request::Detach)?;
+    Ok(log.discard_log()?)
+}
+
+/// What the log's thread does next.
+enum Turn {
+    Batch,
+    HandOver,
+    Checkpoints,
+    End,
+}
+
+/// Cuts the log into batches.
+struct Cutter<'a> {
+    session: &'a Session,
+    machine: &'a Machine,
+    recording: &'a Recording,
+    log: &'a LogChannel,
+    ringing: Ringing<'a>,
+    /// Since when there has been log that nobody has read.
+    log_since: Option<Instant>,
+    /// When the last batch was cut.
+    cut_at: Instant,
+    batch: Vec<u8>,
+    message: Vec<u8>,
+}
+
+impl Cutter<'_> {
+    fn follow(mut self) -> anyhow::Result<Followed> {
+        loop {
+            match self.next()? {
+                Turn::Batch => self.cut(false)?,
+                Turn::HandOver => {
+                    self.hand_over()?;
+                    return Ok(Followed::ToTheEnd);
+                }
+                Turn::Checkpoints => {
+                    // So that there is room for what stopping logs.
+                    self.cut(false)?;
+                    return Ok(Followed::UntilTurn);
+                }
+                Turn::End => return Ok(Followed::ToTheEnd),
+            }
+        }
+    }
+
+    /// Waits until there is something to do.
+    fn next(&mut self) -> anyhow::Result<Turn> {
+        loop {
+            self.ringing.clear();
+            if !matches!(self.session.phase(), PrimaryPhase::Syncing | PrimaryPhase::Protected) {
+                return Ok(Turn::End);
+            }
+            if !self.session.has_committed(self.recording.machine) {
+                // It is on its way; nothing may overtake it.
+                self.wait(false, LONGEST_WAIT)?;
+                continue;
+            }
+            let must_wait = self.must_wait();
+            self.recording.blocked.store(must_wait, Ordering::Release);
+            if must_wait {
+                // Looked at again: an acknowledgement may have come just before.
+                if self.must_wait() {
+                    self.wait(false, LONGEST_WAIT)?;
+                }
+                continue;
+            }
+            if self.session.was_handed_over() {
+                return Ok(Turn::HandOver);
+            }
+            if self.session.turning.is_due() {
+                return Ok(Turn::Checkpoints);
+            }
+            let ports = self.machine.ports();
+            if ports.iter().any(|port| port.has_new_output()) || self.recording.reads_press() {
+                // What follows close on the last batch shares the next one.
+                thread::sleep(SPACING.saturating_sub(self.cut_at.elapsed()));
+                return Ok(Turn::Batch);
+            }
+            let left = match self.log_since {
+                Some(since) => GATHER.saturating_sub(since.elapsed()),
+                None if self.session.in_flight() == 0 && self.session.output_waits() => RETRY,
+                None => LONGEST_WAIT,
+            };
+            if left.is_zero() {
+                return Ok(Turn::Batch);
+            }
+            let came = self.wait(self.log_since.is_none(), left)?;
+            match came {
+                Came::Log => self.log_since = Some(Instant::now()),
+                Came::Nothing if left == RETRY => return Ok(Turn::Batch),
+                Came::Nothing | Came::Ring => {}
+            }
+        }
+    }
+
+    /// No log is read: the guest will stand still. The backup of a planned fail-over executes
+    /// the rest in any case.
+    fn must_wait(&self) -> bool {
+        let far = self.recording.is_far_behind() && !self.session.was_handed_over();
+        far || lock(&self.recording.batcher).room() == 0 || !self.session.may_capture()
+    }
+
+    /// Waits for a ring, and for log if that is asked for.
+    fn wait(&self, for_log: bool, longest: Duration) -> anyhow::Result<Came> {
+        let readable = PollFlags::POLLIN;
+        let mut both = [
+            PollFd::new(self.ringing.as_fd(), readable),
+            PollFd::new(self.log.log.as_fd(), readable),
+        ];
+        let fds = if for_log { &mut both[..] } else { &mut both[..1] };
+        match ppoll(fds, Some(TimeSpec::from_duration(longest)), None) {
+            Ok(0) => Ok(Came::Nothing),
+            Ok(_) if for_log && both[1].any().unwrap_or(true) => Ok(Came::Log),
+            Ok(_) | Err(Errno::EINTR) => Ok(Came::Ring),
+            Err(error) => Err(error).context("cannot wait for log"),
+        }
+    }
+
+    /// In this order: what was sent so far belongs to the batch; all the log that led to it
+    /// has left QEMU; so has the data of all reads whose ends that log tells, and goes first;
+    /// the batch goes.
+    fn cut(&mut self, last: bool) -> anyhow::Result<()> {
+        let Some(epoch) = self.session.cut_batch(last) else { return Ok(()) };
+        self.log_since = None;
+        self.cut_at = Instant::now();
+        read_all(self.log, &mut self.batch)?;
+        let end = {
+            let mut batcher = lock(&self.recording.batcher);
+            let number = batcher.cut(self.batch.len());
+            ensure!(number == epoch, "batch {number} of the log is epoch {epoch}");
+            batcher.end()
+        };
+        self.recording.rate.note(end.0);
+        if let Some(reads) = &self.recording.reads {
+            send_reads(self.session, epoch, &reads.take(), &mut self.message);
+        }
+        // After the log was read: none from behind the places has been.
+        for comparison in self.recording.comparer.take() {
+            self.message = comparison;
+            send(self.session, Kind::Compare, epoch, &self.message);
+        }
+        encode_log(&self.batch, &mut self.message);
+        fail::fail_point!("before-log");
+        send(self.session, Kind::Log, epoch, &self.message);
+        Ok(())
+    }
+
+    /// A planned fail-over: the guest stands still, the last of its log goes over, and the
+    /// backup runs it.
+    fn hand_over(&mut self) -> anyhow::Result<()> {
+        // So that there is room for what stopping logs.
+        self.cut(false)?;
+        {
+            let _full_speed = self.session.pace.lift();
+            let mut monitor = self.machine.monitor();
+            let mut pause = self.machine.pause(&mut monitor, LogErrand::Detach)?;
+            // The backup has a state of its own; but the log ends where this one was saved.
+            pause.saved(&mut Vec::new())?;
+        }
+        self.cut(true)?;
+        info!(vm = %self.session.vm, "the last of the log is on its way");
+        self.session.await_hand_over();
+        Ok(())
+    }
+}
+
+fn send_reads(session: &Session, epoch: Epoch, stream: &[u8], message: &mut Vec<u8>) {
+    for piece in stream.chunks(READS_PIECE_BYTES) {
+        encode_log(piece, message);
+        send(session, Kind::DiskReads, epoch, message);
+    }
+}
+
+fn send(session: &Session, kind: Kind, epoch: Epoch, message: &[u8]) {
+    match session.data.send_parts(kind, epoch, &[message]) {
+        Ok(header) => session.stats.sent((HEADER_BYTES + header.length) as u64),
+        Err(error) => session.lost_aside(format!("cannot send to the backup: {error}")),
+    }
+}
+
+/// Reads all the log that is there now, which is less than a batch may be: the socket's room
+/// bounds it. What comes while it reads may be part of it.
+fn read_all(log: &LogChannel, batch: &mut Vec<u8>) -> anyhow::Result<()> {
+    const PIECE: usize = 64 << 10;
+    batch.clear();
+    let mut piece = vec![0; PIECE];
+    while batch.len() + PIECE <= MOST_LOG_BYTES {
+        match log.read_now(&mut piece) {
+            Ok(0) => anyhow::bail!("QEMU closed its log"),
+            Ok(read) => batch.extend_from_slice(&piece[..read]),
+            Err(error) if error.kind() == ErrorKind::WouldBlock => break,
+            Err(error) => return Err(error).context("cannot read QEMU's log"),
+        }
+    }
+    Ok(())
+}
+
+/// What ended a wait.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Came {
+    Log,
+    Ring,
+    Nothing,
+}

@@ -1,0 +1,73 @@
+//! Which changed blocks need not be copied after a failure: those that both hosts have.
+//!
+//! In lockstep nothing is sent of a write, each guest writes its own image. So each host counts
+//! what its image has, and tells the other twice a second; the backup what is on stable storage.
+//! A block is struck off a host's list once the other host has the writes up to that moment:
+//!
+//! - the primary's list holds what the backup's mirror may lack;
+//! - the backup's, which counts after a take-over, what the lost primary's image may lack: writes
+//!   that its QEMU had begun and its daemon had not carried out.
+//!
+//! After a write that failed, on either host, that host strikes nothing off any more, and tells
+//! the other nothing.
+
+use crate::sync::lock;
+use std::sync::Mutex;
+use understudy_disk::GuestWrites;
+use understudy_lockstep::{Rounds, Written};
+use understudy_machine::Machine;
+use understudy_protocol::wire::Message;
+
+/// A session's counts on one host.
+#[derive(Debug, Default)]
+pub struct Writes {
+    /// At the beginning of the log.
+    bases: Mutex<Option<Vec<GuestWrites>>>,
+    rounds: Mutex<Rounds>,
+}
+
+impl Writes {
+    /// The guest stands still, and its log begins.
+    pub fn begin(&self, machine: &Machine) {
+        let bases = machine.disks().iter().map(|disk| disk.guest_writes()).collect();
+        *lock(&self.bases) = Some(bases);
+    }
+
+    /// What this host's images have now; none if that cannot be told.
+    pub fn now(&self, machine: &Machine) -> Option<Written> {
+        let disks = machine.disks();
+        self.since_begin(disks.iter().map(|disk| disk.guest_writes()))
+    }
+
+    fn since_begin(&self, counts: impl Iterator<Item = GuestWrites>) -> Option<Written> {
+        let bases = lock(&self.bases);
+        let since = |(now, base): (GuestWrites, &GuestWrites)| {
+            (now.failed == base.failed).then_some(now.count - base.count)
+        };
+        counts.zip(bases.as_ref()?).map(since).collect::<Option<_>>().map(Written)
+    }
+
+    /// The other host says what it has.
+    pub fn told(&self, message: &Message, disks: usize) -> anyhow::Result<()> {
+        let written = Written::decode(&message.payload, disks)?;
+        lock(&self.rounds).told(written);
+        Ok(())
+    }
+
+    /// Strikes off what both hosts have. The log has begun.
+    pub fn strike_off(&self, machine: &Machine) -> anyhow::Result<()> {
+        let mut rounds = lock(&self.rounds);
+        if !rounds.may_forget() {
+            return Ok(());
+        }
+        let mut counts = Vec::new();
+        for disk in machine.disks() {
+            // The log may have just ended.
+            let Some(changes) = disk.changes() else { return Ok(()) };
+            changes.end_round()?;
+            counts.push(disk.begin_round());
+        }
+        rounds.set_aside(self.since_begin(counts.into_iter()));
+        Ok(())
+    }
+}

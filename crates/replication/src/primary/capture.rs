@@ -1,0 +1,432 @@
+//! The checkpoint (Remus 2.2): pause, barrier, capture, resume. All else runs
+//! beside the guest. The members of a group meet before the pause and in it.
+
+use super::due::Step;
+use super::keep::Closing;
+mod turns;
+
+use super::send::Outgoing;
+use super::session::Session;
+use super::stats::milliseconds;
+use crate::clock;
+use crate::lockstep;
+use crate::lockstep::primary::{Followed, MACHINE};
+use crate::moments::strike;
+use crate::sync::lock;
+use anyhow::Context;
+use std::sync::Arc;
+use std::time::Duration;
+use tracing::warn;
+use understudy_machine::{Machine, Tracker};
+use understudy_memory::{DirtySet, PageStaging, StagingPool, capture};
+use understudy_protocol::wire::Kind;
+use understudy_protocol::{Epoch, LastCheckpoint, PAGE_SIZE, PrimaryPhase, Time};
+use understudy_qemu::Urgency;
+use understudy_qemu::lockstep::LogErrand;
+use understudy_report::{CheckpointTiming, DiskReads};
+
+/// An epoch that wrote at least this many pages gets pre-copy rounds just
+/// before the next pause: the guest then stands still only for what it wrote
+/// during the last.
+const PRECOPY_PAGES: u64 = 256;
+
+/// A guest that writes as much again during a round gets another, up to so many.
+const PRECOPY_ROUNDS: u32 = 3;
+
+/// Pages copied at once while the guest runs; bounds the memory of a round.
+const PIECE_PAGES: u64 = 2048;
+
+/// What the guest says on its console travels in pieces of at most so much.
+const CONSOLE_PIECE_BYTES: usize = 1 << 20;
+
+/// The first synchronisation ends when a round leaves this few pages …
+const SYNC_LAST_PAGES: u64 = 2000;
+
+/// … or after this many rounds, for guests that write faster than the link.
+const SYNC_ROUNDS: u32 = 8;
+
+/// What a checkpoint is beside one.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Cut {
+    /// Nothing.
+    Plain,
+    /// The last one: the guest is left paused.
+    Last,
+    /// The log begins with its pause.
+    LogBegins,
+    /// The log ends with its pause.
+    LogEnds,
+}
+
+/// Takes checkpoints, and sees to the log, until protection ends. An error says why it could not.
+pub fn run(session: &Arc<Session>) -> anyhow::Result<()> {
+    let mut begin = Begin::Synchronisation;
+    loop {
+        let machine = session.machine();
+        let mut tracker = machine.tracker()?;
+        let tracker = tracker.as_mut().context("the tracker was attached")?;
+        let mut capturer = Capturer::new(session, &machine, tracker)?;
+        match capturer.run(begin)? {
+            End::Over => return Ok(()),
+            End::Moved(moved) => begin = Begin::Moved(moved),
+        }
+    }
+}
+
+/// How a machine's capture begins.
+enum Begin {
+    /// The backup has nothing.
+    Synchronisation,
+    /// In the midst of an epoch, the guest came from another machine.
+    Moved(Moved),
+}
+
+/// How it ends.
+enum End {
+    /// Protection is over.
+    Over,
+    /// The guest goes on in another machine.
+    Moved(Moved),
+}
+
+/// A guest that has just moved into a machine that records, for the sake of its log.
+struct Moved {
+    /// What it wrote in the former machine since the last checkpoint.
+    dirty: DirtySet,
+    disk_reads: DiskReads,
+}
+
+struct Capturer<'a> {
+    session: &'a Arc<Session>,
+    machine: &'a Machine,
+    tracker: &'a mut Tracker,
+    staging: PageStaging,
+    dirty: DirtySet,
+    piece: DirtySet,
+    /// To be copied with the next checkpoint, whatever is found then.
+    carried: DirtySet,
+    device_state: Vec<u8>,
+    /// The rest of a log that ended with the last pause, encoded.
+    end_of_log: Vec<u8>,
+    last_pages: u64,
+    /// Of the epoch that is being closed, if a snapshot is made of it.
+    closing: Option<Closing>,
+    /// Bytes that the guest had sent and was given when the last epoch was closed.
+    carried_bytes: u64,
+    /// None where the system does not allow it.
+    urgency: Option<Urgency>,
+}
+
+impl<'a> Capturer<'a> {
+    fn new(
+        session: &'a Arc<Session>,
+        machine: &'a Machine,
+        tracker: &'a mut Tracker,
+    ) -> anyhow::Result<Capturer<'a>> {
+        let pool = StagingPool::new(understudy_memory::DEFAULT_WARM_BYTES)?;
+        Ok(Capturer {
+            session,
+            machine,
+            tracker,
+            staging: PageStaging::new(pool),
+            dirty: DirtySet::new(),
+            piece: DirtySet::new(),
+            carried: DirtySet::new(),
+            device_state: Vec::new(),
+            end_of_log: Vec::new(),
+            last_pages: 0,
+            closing: None,
+            carried_bytes: session.carried(),
+            urgency: urgency(session, machine),
+        })
+    }
+
+    fn run(&mut self, begin: Begin) -> anyhow::Result<End> {
+        match (begin, self.session.recording()) {
+            (Begin::Synchronisation, recording) => {
+                if !self.first_synchronisation()? {
+                    return Ok(End::Over);
+                }
+                match recording {
+                    None => self.checkpoint(Cut::Plain)?,
+                    Some(recording) => {
+                        self.checkpoint(Cut::LogBegins)?;
+                        if self.follow(&recording)? == Followed::ToTheEnd {
+                            return Ok(End::Over);
+                        }
+                    }
+                }
+            }
+            (Begin::Moved(moved), _) => {
+                self.carried = moved.dirty;
+                if self.turn_to_lockstep(moved.disk_reads)? == Followed::ToTheEnd {
+                    return Ok(End::Over);
+                }
+            }
+        }
+        self.take_checkpoints()
+    }
+
+    fn take_checkpoints(&mut self) -> anyhow::Result<End> {
+        loop {
+            match self.session.next_step() {
+                Step::Checkpoint => self.checkpoint(Cut::Plain)?,
+                Step::Look => self.look()?,
+                Step::LastCheckpoint => {
+                    self.checkpoint(Cut::Last)?;
+                    self.session.await_hand_over();
+                    return Ok(End::Over);
+                }
+                Step::Turn => {
+                    if let Some(end) = self.turn()? {
+                        return Ok(end);
+                    }
+                }
+                Step::End => return Ok(End::Over),
+            }
+        }
+    }
+
+    /// Copies disks and memory while the guest runs, until little is left for
+    /// the first pause. False when protection ended meanwhile.
+    fn first_synchronisation(&mut self) -> anyhow::Result<bool> {
+        let session = self.session;
+        super::mirror::begin(session);
+        if session.recording().is_none() {
+            super::inbound::begin(session);
+        }
+        let shares = super::mirror::shares(session)?;
+        self.tracker.arm()?;
+        self.dirty.clear();
+        for block in self.machine.blocks() {
+            block.add_content_to(&mut self.dirty)?;
+        }
+        session.progress.expect(self.dirty.pages() * PAGE_SIZE as u64);
+        super::mirror::copy_disks(session, &shares)?;
+        self.copy_memory()?;
+        if session.group.is_shared() {
+            // Others may take longer; the guest has written meanwhile.
+            session.group.meet(session, || ())?;
+            self.tracker.scan(&mut self.dirty)?;
+            self.copy_memory()?;
+        }
+        Ok(!session.is_over())
+    }
+
+    /// Copies all of `dirty` and what is written meanwhile, until that is little.
+    fn copy_memory(&mut self) -> anyhow::Result<()> {
+        for _ in 0..SYNC_ROUNDS {
+            self.send_dirty(Epoch(0))?;
+            self.tracker.scan(&mut self.dirty)?;
+            self.session.progress.expect(self.dirty.pages() * PAGE_SIZE as u64);
+            if self.dirty.pages() < SYNC_LAST_PAGES || self.session.is_over() {
+                break;
+            }
+        }
+        self.send_dirty(Epoch(0))
+    }
+
+    /// Copies and queues all of `dirty`, piece by piece, while the guest runs.
+    fn send_dirty(&mut self, epoch: Epoch) -> anyhow::Result<()> {
+        while !self.dirty.is_empty() && !self.session.is_over() {
+            self.dirty.take(PIECE_PAGES, &mut self.piece);
+            capture(self.machine.blocks(), &self.piece, &mut self.staging)?;
+            for chunk in self.staging.take().chunks {
+                self.session.outbox.put(Outgoing::Pages(epoch, chunk));
+            }
+            self.session.progress.advance(self.piece.pages() * PAGE_SIZE as u64);
+        }
+        Ok(())
+    }
+
+    /// One checkpoint.
+    fn checkpoint(&mut self, cut: Cut) -> anyhow::Result<()> {
+        let epoch = self.session.running();
+        let began = clock::now();
+        // The end of a log must go before all pages.
+        let precopied_pages = if cut == Cut::LogEnds { 0 } else { self.precopy(epoch)? };
+        self.session.group.meet(self.session, || ())?;
+        let vcpu_percent = self.session.pace.report().vcpu_percent;
+        let mut timing =
+            CheckpointTiming { epoch, precopied_pages, vcpu_percent, ..Default::default() };
+        // A medium that is changed meanwhile has nothing to flush.
+        let disks = self.machine.disks();
+        disks.iter().for_each(|disk| disk.begin_checkpoint());
+        let unlimited = self.session.pace.lift();
+        let urgent = self.urgency.take();
+        let guard = urgent.as_ref().map(Urgency::begin);
+        self.session.inbound.begin_epoch(epoch.next());
+        let mut watch = Stopwatch::start();
+        timing.output_waited_ms = self.output_waited(watch.started).map(milliseconds);
+        let captured = self.pause_and_copy(cut, &mut watch, &mut timing);
+        drop(guard);
+        self.urgency = urgent;
+        drop(unlimited);
+        disks.iter().for_each(|disk| disk.end_checkpoint());
+        let stopped = captured?;
+        timing.total_ms = milliseconds(watch.now - watch.started);
+        lock(&self.session.watch).resumed();
+        self.last_pages = timing.pages + timing.precopied_pages;
+        self.session.stats.captured(timing, watch.now);
+        self.session.pace.captured(epoch, self.last_pages, began);
+        self.queue(epoch, cut, stopped);
+        let carried = self.session.carried();
+        let checkpoint = LastCheckpoint {
+            started: watch.started,
+            resumed: watch.now,
+            pages: self.last_pages,
+            carried: carried.saturating_sub(std::mem::replace(&mut self.carried_bytes, carried)),
+        };
+        self.session.group.rendezvous().resumed(checkpoint, &self.session.policy);
+        self.session.group.ring();
+        Ok(())
+    }
+
+    /// How long the first output of the epoch that runs has waited now, if there is any.
+    fn output_waited(&self, now: Time) -> Option<Duration> {
+        let last = self.session.group.rendezvous().last()?;
+        self.session.output_since(last).map(|since| now - since)
+    }
+
+    /// Looks how much the guest has written, and cuts its epoch short if it is too much.
+    fn look(&mut self) -> anyhow::Result<()> {
+        let dirty = self.tracker.count()?;
+        if self.session.pace.looked(dirty) {
+            self.session.cut_short();
+        }
+        Ok(())
+    }
+
+    fn precopy(&mut self, epoch: Epoch) -> anyhow::Result<u64> {
+        // Where the link is the limit, what is sent twice costs more than a pause.
+        if self.last_pages < PRECOPY_PAGES || self.session.pace.is_limiting() {
+            return Ok(0);
+        }
+        let mut pages = 0;
+        for _ in 0..PRECOPY_ROUNDS {
+            self.tracker.scan(&mut self.dirty)?;
+            let found = self.dirty.pages();
+            pages += found;
+            self.send_dirty(epoch)?;
+            // So few are written in the time of a round that another gains nothing.
+            if found < PRECOPY_PAGES {
+                break;
+            }
+        }
+        Ok(pages)
+    }
+
+    /// What happens while the guest stands still; gives when it stopped.
+    fn pause_and_copy(
+        &mut self,
+        cut: Cut,
+        watch: &mut Stopwatch,
+        timing: &mut CheckpointTiming,
+    ) -> anyhow::Result<Time> {
+        let mut monitor = self.machine.monitor();
+        let errand = match cut {
+            Cut::LogBegins => LogErrand::Attach,
+            Cut::LogEnds => LogErrand::Detach,
+            Cut::Plain | Cut::Last => LogErrand::None,
+        };
+        let epoch = self.session.running();
+        let mut pause = self.machine.pause(&mut monitor, errand)?;
+        let stopped = clock::now();
+        // Nobody runs on, or is copied, before all stand still.
+        let group = &self.session.group;
+        group.meet(self.session, || group.place_barrier(self.session, cut == Cut::Last))?;
+        match cut {
+            Cut::LogBegins => super::mirror::end(self.session),
+            Cut::LogEnds => {
+                let recording = self.session.recording().context("there is no log")?;
+                let (session, machine) = (self.session, self.machine);
+                self.end_of_log = lockstep::primary::end(session, machine, &recording, epoch)?;
+                super::mirror::resume(self.session);
+            }
+            Cut::Plain | Cut::Last => {}
+        }
+        if cut == Cut::Plain && self.session.phase() == PrimaryPhase::Protected {
+            self.closing = self.session.keeping.in_pause();
+        }
+        timing.stop_ms = watch.lap();
+        self.tracker.scan(&mut self.dirty)?;
+        self.dirty.append(&self.carried);
+        timing.scan_ms = watch.lap();
+        capture(self.machine.blocks(), &self.dirty, &mut self.staging)?;
+        fail::fail_point!("while-paused");
+        strike("capture", &self.session.vm);
+        timing.pages = self.dirty.pages();
+        timing.copy_ms = watch.lap();
+        pause.saved(&mut self.device_state)?;
+        timing.blob_ms = watch.lap();
+        if cut != Cut::Last {
+            pause.resume()?;
+        }
+        self.carried.clear();
+        timing.cont_ms = watch.lap();
+        Ok(stopped)
+    }
+
+    fn queue(&mut self, epoch: Epoch, cut: Cut, stopped: Time) {
+        let outbox = &self.session.outbox;
+        match cut {
+            Cut::LogBegins if epoch > MACHINE => {
+                outbox.put_now(Outgoing::Data(Kind::LogBegins, epoch, Vec::new()));
+            }
+            Cut::LogEnds => {
+                let log = std::mem::take(&mut self.end_of_log);
+                outbox.put_now(Outgoing::Data(Kind::LogEnds, epoch, log));
+                outbox.put_now(Outgoing::Forget);
+            }
+            _ => {}
+        }
+        for chunk in self.staging.take().chunks {
+            outbox.put_now(Outgoing::Pages(epoch, chunk));
+        }
+        super::outbound::queue(self.session, epoch);
+        if let Some(console) = &self.session.console {
+            for piece in console.held_of(epoch).chunks(CONSOLE_PIECE_BYTES) {
+                outbox.put_now(Outgoing::Data(Kind::Console, epoch, piece.to_vec()));
+            }
+        }
+        let state = self.device_state.clone();
+        outbox.put_now(Outgoing::Data(Kind::DeviceState, epoch, state));
+        if let Some(closing) = self.closing.take() {
+            closing.queue(self.session, epoch);
+        }
+        outbox.put_now(Outgoing::EpochEnd(epoch, stopped));
+    }
+}
+
+fn urgency(session: &Session, machine: &Machine) -> Option<Urgency> {
+    let disks = machine.disks();
+    let threads = disks.iter().filter_map(|disk| disk.server_thread());
+    let urgency = Urgency::new(machine.qemu_pid(), threads);
+    let refused = |error: &std::io::Error| {
+        warn!(
+            vm = %session.vm,
+            "no real-time priority for checkpoints ({error}): pauses will be longer; run the \
+             daemon as root or with CAP_SYS_NICE"
+        );
+    };
+    urgency.inspect_err(refused).ok()
+}
+
+/// Laps of one checkpoint.
+struct Stopwatch {
+    started: Time,
+    now: Time,
+}
+
+impl Stopwatch {
+    fn start() -> Stopwatch {
+        let now = clock::now();
+        Stopwatch { started: now, now }
+    }
+
+    /// Milliseconds since the last lap.
+    fn lap(&mut self) -> f64 {
+        let before = std::mem::replace(&mut self.now, clock::now());
+        milliseconds(self.now - before)
+    }
+}

@@ -1,0 +1,129 @@
+//! Turns between checkpoints and a log, as the capture thread carries them out: each is the end of
+//! an epoch.
+
+use super::{Capturer, Cut, End, Moved};
+use crate::lockstep;
+use crate::lockstep::primary::{Followed, Recording};
+use crate::primary::{Next, inbound};
+use crate::sync::lock;
+use anyhow::Context;
+use std::sync::Arc;
+use understudy_machine::succession::hand_over;
+use understudy_memory::DirtySet;
+use understudy_report::{DiskReads, Mode};
+use understudy_threads::spawn;
+
+impl Capturer<'_> {
+    /// Checkpoints are being taken, and lockstep is due.
+    pub(super) fn turn(&mut self) -> anyhow::Result<Option<End>> {
+        let session = self.session;
+        let Some(prepared) = session.turning.begin() else { return Ok(None) };
+        if prepared.mode != Mode::Lockstep {
+            session.turning.end(Err(anyhow::anyhow!("it gets checkpoints already")));
+            return Ok(None);
+        }
+        if let Some(next) = prepared.next {
+            match self.move_into(next) {
+                Ok(dirty) => {
+                    let moved = Moved { dirty, disk_reads: prepared.disk_reads };
+                    return Ok(Some(End::Moved(moved)));
+                }
+                Err(error) if self.machine.is_retired() => return Err(error),
+                Err(error) => {
+                    session.turning.end(Err(error));
+                    return Ok(None);
+                }
+            }
+        }
+        let followed = self.turn_to_lockstep(prepared.disk_reads)?;
+        Ok((followed == Followed::ToTheEnd).then_some(End::Over))
+    }
+
+    /// The epoch that runs goes on in another machine; gives what the guest has written in it.
+    fn move_into(&mut self, next: Next) -> anyhow::Result<DirtySet> {
+        let session = self.session;
+        {
+            let mut tracker = next.machine.tracker()?;
+            tracker.as_mut().context("the tracker was attached")?.arm()?;
+        }
+        let unlimited = session.pace.lift();
+        let (tracker, dirty) = (&mut self.tracker, &mut self.dirty);
+        let moved = hand_over(self.machine, &next.machine, || tracker.scan(dirty));
+        drop(unlimited);
+        if let Err(error) = moved {
+            // Nobody else will find them any more.
+            self.carried.append(&self.dirty);
+            return Err(error);
+        }
+        session.moved(&next.machine)?;
+        (next.adopt)(&next.machine);
+        if let Err(error) = next.machine.ensure_running() {
+            // The backup takes over what died.
+            next.machine.halt();
+            return Err(error.context("its new QEMU does not run it"));
+        }
+        fail::fail_point!("turn-moved");
+        let mut written = std::mem::take(&mut self.carried);
+        written.append(&self.dirty);
+        Ok(written)
+    }
+
+    /// The next checkpoint is the last: from its pause on the backup gets the log. Returns when
+    /// that has ended, and checkpoints go on if it did so for their sake.
+    pub(super) fn turn_to_lockstep(&mut self, disk_reads: DiskReads) -> anyhow::Result<Followed> {
+        let session = self.session;
+        let recording = {
+            let _rounds = lock(&session.rounds);
+            let recording = session.begin_log(disk_reads)?;
+            self.checkpoint(Cut::LogBegins)?;
+            recording
+        };
+        fail::fail_point!("turn-captured");
+        session.turning.end(Ok(()));
+        self.follow(&recording)
+    }
+
+    /// Sends the log until its end; checkpoints go on if it ended for their sake.
+    pub(super) fn follow(&mut self, recording: &Arc<Recording>) -> anyhow::Result<Followed> {
+        self.compare(recording)?;
+        loop {
+            let followed = lockstep::primary::run(self.session, self.machine, recording)?;
+            if followed == Followed::ToTheEnd || self.turn_to_checkpoints()? {
+                return Ok(followed);
+            }
+        }
+    }
+
+    /// Compares both machines as long as the backup follows this log.
+    fn compare(&self, recording: &Arc<Recording>) -> anyhow::Result<()> {
+        let (session, recording) = (self.session.clone(), recording.clone());
+        let compare = move || {
+            lockstep::compare::primary::run(&session, &session.machine(), &recording);
+        };
+        spawn(format!("compare-{}", self.session.vm), compare)
+            .map(drop)
+            .context("cannot start a thread")
+    }
+
+    /// The log ends with a checkpoint, and others follow. False if that is wanted no more.
+    fn turn_to_checkpoints(&mut self) -> anyhow::Result<bool> {
+        let session = self.session;
+        if session.turning.begin().is_none() {
+            return Ok(false);
+        }
+        session.pace.limit(1.0);
+        // What the backup's guest has written too.
+        self.tracker.scan(&mut self.dirty)?;
+        self.carried.clear();
+        {
+            let _rounds = lock(&session.rounds);
+            self.checkpoint(Cut::LogEnds)?;
+            session.end_log();
+            lockstep::primary::release(self.machine)?;
+        }
+        inbound::begin(session);
+        fail::fail_point!("turn-captured");
+        session.turning.end(Ok(()));
+        Ok(true)
+    }
+}

@@ -1,0 +1,277 @@
+//! A group, seen from the primary: VMs that take their checkpoints together
+//! (Remus, section 5). A VM that is protected by itself is a group of one.
+//!
+//! The members share one state machine: what happens to one of them happens to
+//! all. Each has its own threads and connections; the first one, the leader,
+//! speaks for the group where one word is enough.
+
+use super::session::{LONGEST_WAIT, Session};
+use super::standing::Standing;
+use crate::clock;
+use crate::lockstep::primary::PIPELINE;
+use crate::membership::{Member, Membership};
+use crate::moments::strike;
+use crate::sync::lock;
+use anyhow::{bail, ensure};
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, Weak};
+use std::time::Duration;
+use understudy_network::Switch;
+use understudy_protocol::{
+    Activity, Arrival, Epoch, Generation, LastCheckpoint, Output, Primary, PrimaryEvent,
+    PrimaryPhase, Rendezvous, Time,
+};
+
+/// Why protection ended, until more is known.
+pub const CONDEMNED: &str = "a thread panicked while it changed the state of protection";
+
+/// Locks the state machine. After a panic of whoever changed it, it is at its end: nothing is
+/// done by it any more.
+pub(super) fn lock_core(core: &Mutex<Primary>) -> MutexGuard<'_, Primary> {
+    core.lock().unwrap_or_else(|poisoned| {
+        let mut core = poisoned.into_inner();
+        core.condemn(CONDEMNED);
+        core
+    })
+}
+
+/// The members, and what they share.
+pub struct Group {
+    /// Members, and how they are owned.
+    pub membership: Membership,
+    /// The state machine of all.
+    pub(super) core: Arc<Mutex<Primary>>,
+    rendezvous: Mutex<Rendezvous>,
+    sessions: Mutex<Vec<Weak<Session>>>,
+    hand_over: AtomicBool,
+    /// What the backup says of itself.
+    standing: Standing,
+}
+
+impl Group {
+    /// A group whose protection is about to begin; `timeout` is the shortest
+    /// silence that counts as failure, `output` the rule for what the guests send.
+    pub fn new(membership: Membership, timeout: Duration, output: Output) -> Arc<Group> {
+        let core = Primary::new(membership.leader().generation, timeout, clock::now());
+        let core = core.with_output(output);
+        Arc::new(Group {
+            rendezvous: Mutex::new(Rendezvous::new(membership.members.len())),
+            membership,
+            core: Arc::new(Mutex::new(core)),
+            sessions: Mutex::default(),
+            hand_over: AtomicBool::new(false),
+            standing: Standing::new(),
+        })
+    }
+
+    /// Whether it has more than one member.
+    pub fn is_shared(&self) -> bool {
+        self.membership.members.len() > 1
+    }
+
+    /// The next member's session begins; in the order of the members.
+    pub(super) fn join(&self, session: &Arc<Session>) -> anyhow::Result<()> {
+        let core = lock_core(&self.core);
+        match core.phase() {
+            PrimaryPhase::Alone(Some(reason)) | PrimaryPhase::Halted(reason) => {
+                bail!("the group's protection has ended: {reason}")
+            }
+            PrimaryPhase::Alone(None) => bail!("the group's protection has ended"),
+            _ => lock(&self.sessions).push(Arc::downgrade(session)),
+        }
+        Ok(())
+    }
+
+    /// Calls `act` for each member that has begun, in order.
+    pub(super) fn each(&self, mut act: impl FnMut(&Session)) {
+        let sessions: Vec<_> = lock(&self.sessions).iter().filter_map(Weak::upgrade).collect();
+        sessions.iter().for_each(|session| act(session));
+    }
+
+    /// Notes that the backup has said that it is ready with a member.
+    pub(super) fn note_ready(&self, session: &Session) {
+        self.standing.begin();
+        session.event(PrimaryEvent::Heard);
+    }
+
+    /// Notes what the backup says: why it could not take over; nothing if it could.
+    pub(super) fn heard_of_take_over(&self, session: &Session, words: &[u8]) {
+        self.standing.heard(&session.events, &session.peer, words);
+    }
+
+    /// Why the backup could not take over now, if it could not.
+    pub fn obstacle(&self) -> Option<String> {
+        self.standing.obstacle(clock::now())
+    }
+
+    /// Wakes every member's threads.
+    pub(super) fn ring(&self) {
+        self.each(|member| member.machine().doorbell().ring());
+    }
+
+    /// A member's generation, when the group's state machine is at `leaders`.
+    pub(super) fn generation(&self, member: &Member, leaders: Generation) -> Generation {
+        self.membership.generation_of(member, leaders)
+    }
+
+    /// Where the members meet. Taken after the core's lock.
+    pub(super) fn rendezvous(&self) -> MutexGuard<'_, Rendezvous> {
+        lock(&self.rendezvous)
+    }
+
+    /// Since when output of any member has waited for the end of the epoch that runs, if any does.
+    pub(super) fn output_since(&self, last: LastCheckpoint) -> Option<Time> {
+        let mut earliest = None;
+        self.each(|member| {
+            earliest = earliest.into_iter().chain(member.output_since(last)).min();
+        });
+        earliest
+    }
+
+    /// Whether any member has written to its disks what an epoch should have.
+    pub(super) fn is_full(&self) -> bool {
+        let mut full = false;
+        self.each(|member| full |= member.epoch_room.is_full());
+        full
+    }
+
+    /// What the members do: as much as the busiest of them.
+    pub(super) fn activity(&self) -> Activity {
+        let mut all = Activity { idle: true, busy_share: 0.0 };
+        self.each(|member| {
+            let one = lock(&member.watch).activity(&member.machine());
+            all.idle &= one.idle;
+            all.busy_share = all.busy_share.max(one.busy_share);
+        });
+        all
+    }
+
+    /// Waits until every member has come this far. The last one to come does
+    /// `act` first.
+    pub(super) fn meet(&self, session: &Session, act: impl FnOnce()) -> anyhow::Result<()> {
+        let arrival = self.rendezvous().arrive();
+        let Arrival::Wait(gate) = arrival else {
+            act();
+            self.rendezvous().open();
+            if self.is_shared() {
+                self.ring();
+            }
+            return Ok(());
+        };
+        loop {
+            let seen = session.machine().doorbell().count();
+            if self.rendezvous().is_open(gate) {
+                return Ok(());
+            }
+            ensure!(!self.rendezvous().is_broken(), "another member of the group cannot take any");
+            ensure!(!session.is_over(), "protection has ended");
+            session.machine().doorbell().wait(seen, LONGEST_WAIT);
+        }
+    }
+
+    /// A member takes no checkpoints any more. Returns whether it is the first.
+    pub(super) fn break_up(&self) -> bool {
+        let first = self.rendezvous().break_up();
+        self.ring();
+        first
+    }
+
+    /// Closes the epoch of every member, all of whom stand still: what they send
+    /// or write from here on belongs to the next one. One step with the state
+    /// machine, since protection can end at any moment and must not find a gate
+    /// held afterwards.
+    pub(super) fn place_barrier(&self, session: &Session, last: bool) {
+        let mut core = lock_core(&self.core);
+        strike("barrier", &session.vm);
+        let next = core.running().next();
+        let over = matches!(core.phase(), PrimaryPhase::Alone(_) | PrimaryPhase::Halted(_));
+        if !over {
+            let first = !core.guards_output();
+            self.each(|member| {
+                for port in member.machine().ports() {
+                    if !first {
+                        port.drain_and_barrier(next);
+                    } else if core.output() == Output::Unheld {
+                        port.unhold(next);
+                    } else {
+                        // What went out before the first checkpoint is part of its state.
+                        port.hold(next);
+                    }
+                }
+                match &member.console {
+                    Some(console) if first => console.hold(next),
+                    Some(console) => console.drain_and_barrier(next),
+                    None => {}
+                }
+            });
+            if first && self.is_shared() {
+                self.connect_members();
+            }
+        }
+        self.each(|member| {
+            member.disk_epoch.store(next.0, Ordering::Release);
+            member.epoch_room.empty();
+        });
+        let event = if last { PrimaryEvent::CapturedLast } else { PrimaryEvent::Captured };
+        session.event_locked(&mut core, event);
+    }
+
+    /// Closes a batch of a VM's log, in lockstep: what it sent until now belongs to it. With
+    /// `last`, the guest stands still. None when protection is over.
+    pub(super) fn cut_batch(&self, session: &Session, last: bool) -> Option<Epoch> {
+        let mut core = lock_core(&self.core);
+        if !core.may_capture() {
+            return None;
+        }
+        let epoch = core.running();
+        for port in session.machine().ports() {
+            if last {
+                port.drain_and_barrier(epoch.next());
+            } else {
+                port.barrier(epoch.next());
+            }
+        }
+        match &session.console {
+            Some(console) if last => console.drain_and_barrier(epoch.next()),
+            Some(console) => console.barrier(epoch.next()),
+            None => {}
+        }
+        let event = if last { PrimaryEvent::CapturedLast } else { PrimaryEvent::Captured };
+        session.event_locked(&mut core, event);
+        Some(epoch)
+    }
+
+    /// The VM's epochs will be batches of log: there may be many on their way.
+    pub(super) fn follow_log(&self) {
+        let mut core = lock_core(&self.core);
+        *core = core.clone().with_pipeline(PIPELINE);
+    }
+
+    /// From the first cut on, members hear each other without waiting.
+    fn connect_members(&self) {
+        let sessions: Vec<_> = lock(&self.sessions).iter().filter_map(Weak::upgrade).collect();
+        let machines: Vec<_> = sessions.iter().map(|session| session.machine()).collect();
+        Switch::connect(machines.iter().flat_map(|machine| machine.ports()).map(|port| &**port));
+    }
+
+    /// A member's backup has forgotten it: its last word.
+    pub(super) fn stood_down(&self, session: &Session) {
+        session.stood_down.store(true, Ordering::Release);
+        let mut all = true;
+        self.each(|member| all &= member.stood_down.load(Ordering::Acquire));
+        if all {
+            session.event(PrimaryEvent::StoodDown);
+        }
+    }
+
+    /// Whether a planned fail-over was asked for.
+    pub(super) fn was_handed_over(&self) -> bool {
+        self.hand_over.load(Ordering::Acquire)
+    }
+
+    /// Asks for a planned fail-over of all members.
+    pub(super) fn request_hand_over(&self) {
+        self.hand_over.store(true, Ordering::Release);
+        self.ring();
+    }
+}

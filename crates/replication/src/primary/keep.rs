@@ -1,0 +1,122 @@
+//! Epochs whose image the backup keeps, for a snapshot of the VM.
+
+use super::send::Outgoing;
+use super::session::Session;
+use crate::sync::lock;
+use anyhow::{Context, bail};
+use crossbeam_channel::{Receiver, RecvTimeoutError, Sender};
+use std::sync::Mutex;
+use std::time::{Duration, Instant};
+use understudy_cluster::messages::{KeepOrder, Kept};
+use understudy_protocol::Epoch;
+use understudy_protocol::wire::Kind;
+use understudy_snapshot::SnapshotNumber;
+
+/// How long a checkpoint is waited for: a backup that acknowledges nothing is given up before.
+const PATIENCE: Duration = Duration::from_secs(10);
+
+/// How often it is looked whether protection has ended.
+const LOOK: Duration = Duration::from_millis(50);
+
+/// What is done while the guest stands still.
+pub type InPause = Box<dyn FnOnce() -> anyhow::Result<()> + Send>;
+
+/// What the capture thread is asked for, and who waits for the backup.
+#[derive(Default)]
+pub(super) struct Keeping {
+    wanted: Mutex<Option<Request>>,
+    answer: Mutex<Option<Sender<Kept>>>,
+}
+
+struct Request {
+    order: Vec<u8>,
+    in_pause: InPause,
+    closed: Sender<anyhow::Result<()>>,
+}
+
+/// An epoch that is to be kept and ends with the checkpoint that is being taken.
+pub(super) struct Closing {
+    order: Vec<u8>,
+    closed: Sender<anyhow::Result<()>>,
+}
+
+impl Keeping {
+    /// Whether a checkpoint is wanted, however little there is to commit.
+    pub fn is_wanted(&self) -> bool {
+        lock(&self.wanted).is_some()
+    }
+
+    /// The guest stands still at the end of an epoch: is it to be kept?
+    pub fn in_pause(&self) -> Option<Closing> {
+        let Request { order, in_pause, closed } = lock(&self.wanted).take()?;
+        match in_pause() {
+            Ok(()) => Some(Closing { order, closed }),
+            Err(error) => {
+                // Whoever waits may have given up.
+                let _ = closed.try_send(Err(error));
+                None
+            }
+        }
+    }
+}
+
+impl Closing {
+    /// Queues the order; to be called before the epoch's end is queued.
+    pub fn queue(self, session: &Session, epoch: Epoch) {
+        session.outbox.put_now(Outgoing::Data(Kind::Keep, epoch, self.order));
+        let _ = self.closed.try_send(Ok(()));
+    }
+}
+
+impl Session {
+    /// Has the backup keep its image as of the end of an epoch, which is closed for that.
+    /// `in_pause` is done while the guest stands still there. Gives the channel on which the
+    /// backup answers; nobody does if protection ends.
+    ///
+    /// # Errors
+    /// If no epoch was closed for it, or `in_pause` fails. The guest runs on.
+    pub fn keep_epoch(
+        &self,
+        order: &KeepOrder,
+        in_pause: InPause,
+    ) -> anyhow::Result<Receiver<Kept>> {
+        let (closed, told) = crossbeam_channel::bounded(1);
+        let (answer, answers) = crossbeam_channel::bounded(1);
+        let order = serde_json::to_vec(order)?;
+        *lock(&self.keeping.answer) = Some(answer);
+        *lock(&self.keeping.wanted) = Some(Request { order, in_pause, closed });
+        self.group.ring();
+        let deadline = Instant::now() + PATIENCE;
+        loop {
+            match told.recv_timeout(LOOK) {
+                Ok(closed) => return closed.map(|()| answers),
+                Err(RecvTimeoutError::Disconnected) => {
+                    bail!("its checkpoint failed, or another snapshot of it has begun")
+                }
+                Err(RecvTimeoutError::Timeout) => {}
+            }
+            if self.is_over() || Instant::now() > deadline {
+                lock(&self.keeping.wanted).take();
+                let peer = &self.peer;
+                bail!("no checkpoint was taken: host {peer} does not acknowledge, or is gone");
+            }
+        }
+    }
+
+    /// The backup says what became of an image.
+    pub(super) fn kept(&self, payload: &[u8]) -> anyhow::Result<()> {
+        let kept: Kept = serde_json::from_slice(payload).context("a malformed Kept message")?;
+        if let Some(answer) = &*lock(&self.keeping.answer) {
+            // One answer is waited for.
+            let _ = answer.try_send(kept);
+        }
+        Ok(())
+    }
+
+    /// The snapshot was given up.
+    pub fn let_go(&self, number: SnapshotNumber) {
+        lock(&self.keeping.answer).take();
+        // If it cannot be sent, the backup has nothing to keep any more.
+        let _ = self.data.send_signal(Kind::LetGo, Epoch(number.0));
+    }
+}

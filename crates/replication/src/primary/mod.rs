@@ -1,0 +1,340 @@
+//! The primary: checkpoints flow guest → memory, disks, network → epoch → wire.
+//!
+//! [`protect`] offers a VM to a backup and starts the session's threads:
+//! `capture` (pause, barrier, capture, resume), `send` (encode, send), `receive`
+//! (acknowledgements, which release output), `control` (the arbiter), `inbound`
+//! (copies of what the guest receives) and the heartbeats. Queues between them are bounded.
+
+mod activity;
+mod capture;
+mod dialler;
+mod due;
+mod epoch_room;
+mod group;
+mod hang;
+mod inbound;
+mod keep;
+mod link_speed;
+mod medium;
+mod mirror;
+mod mode;
+mod offer;
+mod outbound;
+mod pace;
+mod progress;
+mod receive;
+mod references;
+mod send;
+mod session;
+mod standing;
+mod stats;
+mod tell;
+mod turn;
+
+pub use epoch_room::EPOCH_DISK_BYTES;
+pub use group::CONDEMNED;
+pub use group::Group;
+pub(crate) use send::PLANNED;
+pub use session::Session;
+pub use turn::Next;
+use understudy_protocol::HostName;
+use understudy_threads::spawn;
+
+use crate::clock;
+use crate::handshake::Identity;
+use crate::heartbeat::{self, Heartbeats};
+use crate::lockstep::primary::{MACHINE, Recording};
+use crate::paths::PathMonitor;
+use crate::records::Records;
+use activity::Watch;
+use anyhow::Context;
+use crossbeam_channel::Receiver;
+use dialler::Dialler;
+use epoch_room::EpochRoom;
+use offer::{await_ready, offer};
+use pace::Pace;
+use progress::Progress;
+use references::References;
+use send::{Outflow, send_all};
+use stats::Stats;
+use std::net::SocketAddr;
+use std::sync::atomic::{AtomicBool, AtomicU64};
+use std::sync::{Arc, Mutex};
+use std::thread;
+use std::time::Duration;
+use tracing::{error, info};
+use turn::Turning;
+use understudy_arbiter::Arbiter;
+use understudy_encoding::{Compression, EncodingPlan};
+use understudy_link::channel::Channel;
+use understudy_link::link::Link;
+use understudy_machine::Machine;
+use understudy_protocol::{Generation, PathIndex, Policy, PrimaryEvent, PrimaryPhase, Verdict};
+use understudy_report::events::VmEvents;
+use understudy_report::meters::Meters;
+use understudy_report::{DiskReads, Mode, ProtectRequest};
+
+/// What `protect` needs to know.
+pub struct Plan {
+    /// Identity of this host.
+    pub identity: Identity,
+    /// The backup's host name.
+    pub peer: HostName,
+    /// The backup's addresses, one for each path.
+    pub addresses: Vec<SocketAddr>,
+    /// The generation at which this host owns the VM.
+    pub generation: Generation,
+    /// How the backup is to keep up. The wish may be another one.
+    pub mode: Mode,
+    /// In lockstep: where the backup gets what its guest reads.
+    pub disk_reads: DiskReads,
+    /// Whether what the guest says on its console waits for its commit, too.
+    pub hold_console: bool,
+    /// When to checkpoint.
+    pub policy: Policy,
+    /// How pages are encoded.
+    pub encoding: EncodingPlan,
+    /// The shortest silence that counts as failure.
+    pub timeout: Duration,
+    /// The longest silence of QEMU that is no failure.
+    pub qemu_timeout: Duration,
+    /// Arbiter of ownership.
+    pub arbiter: Arbiter,
+    /// This host's QEMU.
+    pub qemu_version: String,
+    /// Names the session; unique.
+    pub session: String,
+    /// Sessions since which every change of the disks is known.
+    pub sessions: Vec<String>,
+    /// Where this host notes what its images are.
+    pub records: Records,
+    /// What the operator asked for.
+    pub wish: ProtectRequest,
+    /// Where the session's measurements are added.
+    pub meters: Meters,
+    /// Where what happens to the VM is told.
+    pub events: VmEvents,
+}
+
+/// Offers the VM to the peer, as the member of a group at this place, and starts
+/// the first synchronisation. `over` is called once, when protection has ended,
+/// however it did.
+pub fn protect(
+    machine: Arc<Machine>,
+    plan: Plan,
+    (group, place): (Arc<Group>, usize),
+    over: impl FnOnce(PrimaryPhase) + Send + 'static,
+) -> anyhow::Result<Arc<Session>> {
+    let dialler = Dialler {
+        identity: plan.identity.clone(),
+        peer: plan.peer.clone(),
+        session: plan.session.clone(),
+        addresses: plan.addresses.clone(),
+    };
+    let (link, path, basis) = offer(&machine, &plan, (&group, place), &dialler)?;
+    let vm = &machine.definition().name;
+    let paths =
+        PathMonitor::new(&plan.events, &plan.peer, plan.addresses.clone(), path, plan.timeout);
+    let paths = Arc::new(paths);
+    let data = Channel::new(link, dialler.renewal(&paths));
+    await_ready(&data, &machine, &plan.peer)?;
+    let heartbeat = dialler.heartbeat(path)?;
+    data.set_read_timeout(None)?;
+
+    let (outbox, outflow) = send::queue();
+    let (inbound, copies) = inbound::queue();
+    let (contests, contest_queue) = crossbeam_channel::unbounded();
+    let recording = recording(&machine, &plan);
+    let console = machine.console_output().filter(|_| plan.hold_console).cloned();
+    let session = Arc::new(Session {
+        vm: machine.definition().name.clone(),
+        peer: plan.peer,
+        id: plan.session,
+        basis,
+        records: plan.records,
+        settled: AtomicU64::new(0),
+        console,
+        recording: Mutex::new(recording),
+        turning: Turning::default(),
+        turned: AtomicU64::new(MACHINE.0),
+        rounds: Mutex::default(),
+        references: references(&plan.encoding, plan.mode),
+        policy: plan.policy,
+        encoding: plan.encoding,
+        stats: Stats::new(plan.meters.of(vm)),
+        progress: Progress::new(),
+        events: plan.events,
+        pace: Pace::new(vm, machine.qemu_pid(), &plan.policy),
+        watch: Mutex::new(Watch::new(&machine)?),
+        outbox,
+        inbound,
+        outbound: outbound::Outbound::new(machine.ports().len()),
+        disk_epoch: AtomicU64::new(0),
+        epoch_room: EpochRoom::new(EPOCH_DISK_BYTES),
+        data,
+        heartbeats: Heartbeats::new(plan.addresses.len()),
+        keeping: keep::Keeping::default(),
+        media: medium::Media::default(),
+        paths,
+        place,
+        stood_down: AtomicBool::new(false),
+        diverged: AtomicBool::new(false),
+        arbiter: plan.arbiter,
+        contests,
+        core: group.core.clone(),
+        group,
+        machine: Mutex::new(machine),
+    });
+    session.group.join(&session)?;
+    if session.recording().is_some() {
+        session.group.follow_log();
+    }
+    session.group.note_ready(&session);
+    start_heartbeats(&session, (path, heartbeat), &dialler)?;
+    note(&session, plan.mode).inspect_err(|error| {
+        session.event(PrimaryEvent::PeerGone(format!("{error:#}")));
+    })?;
+    start_threads(&session, outflow, contest_queue, (copies, dialler), over)?;
+    let (watched, bound) = (Arc::downgrade(&session), plan.qemu_timeout);
+    spawn(format!("hang-{}", session.vm), move || hang::watch(&watched, bound))
+        .context("cannot start a thread")?;
+    Ok(session)
+}
+
+/// Notes the session, before the first change goes to the backup without being forgotten later.
+/// The backup hears heartbeats meanwhile: on a busy disk this takes seconds.
+fn note(session: &Session, mode: Mode) -> anyhow::Result<()> {
+    fail::fail_point!("note-session");
+    session.records.change(&session.vm, |record| {
+        record.peer = Some(session.peer.clone());
+        record.sessions.push(session.id.clone());
+        record.in_lockstep = mode == Mode::Lockstep;
+    })?;
+    Ok(())
+}
+
+/// `first` is the path that is connected already.
+fn start_heartbeats(
+    session: &Arc<Session>,
+    first: (PathIndex, Link),
+    dialler: &Dialler,
+) -> anyhow::Result<()> {
+    let (in_use, link) = first;
+    heartbeat::start(&session.vm, session)?;
+    for path in session.paths.indices() {
+        let dialler = dialler.clone();
+        let first = (path == in_use).then(|| link.clone());
+        heartbeat::keep(&session.vm, session, path, first, move |path| dialler.heartbeat(path))?;
+    }
+    Ok(())
+}
+
+fn start_threads(
+    session: &Arc<Session>,
+    outflow: Outflow,
+    contests: Receiver<Generation>,
+    (copies, dialler): (inbound::Copies, Dialler),
+    over: impl FnOnce(PrimaryPhase) + Send + 'static,
+) -> anyhow::Result<()> {
+    let start = |role: &str, body: Box<dyn FnOnce(Arc<Session>) + Send>| {
+        let session = session.clone();
+        spawn(format!("{role}-{}", session.vm), move || body(session))
+            .map(drop)
+            .context("cannot start a thread")
+    };
+    start("send", Box::new(move |session| run_send(&session, &outflow)))?;
+    start("receive", Box::new(|session| receive::run(&session)))?;
+    start("settle", Box::new(|session| mirror::run_rounds(&session)))?;
+    start("control", Box::new(move |session| run_control(&session, &contests)))?;
+    start("inbound", Box::new(move |session| inbound::run(&session, &copies, &dialler)))?;
+    start("capture", Box::new(move |session| run_capture(&session, over)))
+}
+
+/// Ends protection from this end after a panic in a thread of one of its VMs, whose machines are
+/// halted: the backup takes over.
+pub fn end_after_panic(session: &Arc<Session>, reason: &str) {
+    session.event(PrimaryEvent::GuestDied(reason.to_owned()));
+    session.group.break_up();
+    // Who should send the backup its last word may be the thread that is no more.
+    session.group.each(Session::hang_up);
+    session.group.ring();
+}
+
+fn run_send(session: &Session, outflow: &Outflow) {
+    if let Err(error) = send_all(outflow, session) {
+        session.lost_aside(format!("cannot send to the backup: {error}"));
+    }
+}
+
+/// Without compression pages are sent as they are; in lockstep there are few.
+fn references(plan: &EncodingPlan, mode: Mode) -> Option<Arc<References>> {
+    let refers = plan.compression != Compression::None && mode == Mode::Checkpoint;
+    refers.then(|| Arc::new(References::new()))
+}
+
+/// The log of a session that begins in lockstep.
+fn recording(machine: &Arc<Machine>, plan: &Plan) -> Option<Arc<Recording>> {
+    let follows = plan.mode == Mode::Lockstep;
+    follows.then(|| Arc::new(Recording::new(machine, plan.disk_reads, MACHINE)))
+}
+
+/// Asks the arbiter, which may take its time, and samples the bandwidth.
+fn run_control(session: &Session, contests: &Receiver<Generation>) {
+    while !session.is_over() {
+        session.stats.sample();
+        if let Ok(from) = contests.recv_timeout(Duration::from_millis(250)) {
+            let verdict = session.membership().acquire(&session.arbiter, from);
+            info!(vm = %session.vm, "the arbiter's verdict: {verdict:?}");
+            if let Verdict::Unreachable(reason) = &verdict {
+                error!(vm = %session.vm, "output stays held: {reason}");
+            }
+            session.event(PrimaryEvent::Verdict(verdict));
+        }
+    }
+}
+
+fn run_capture(session: &Arc<Session>, over: impl FnOnce(PrimaryPhase)) {
+    let captured = capture::run(session);
+    session.pace.end();
+    if let Err(error) = captured {
+        let reason = format!("cannot take a checkpoint: {error:#}");
+        let first = session.group.break_up();
+        if !first {
+            info!(vm = %session.vm, "waiting for the end of the group's protection: {reason}");
+        } else if session.is_over() {
+            info!(vm = %session.vm, "protection ended during a checkpoint: {reason}");
+        } else if powered_off(&session.machine()) {
+            // Not a failure: the host ends protection, then the VM.
+            info!(vm = %session.vm, "the guest powered off: {reason}");
+        } else if session.machine().is_alive() {
+            error!(vm = %session.vm, "{reason}");
+            session.event(PrimaryEvent::PeerGone(reason));
+        } else {
+            session.event(PrimaryEvent::GuestDied(session.machine().last_words()));
+        }
+    }
+    let phase = loop {
+        let ended = session.wait_for_phase(Duration::from_secs(3600), |phase| {
+            matches!(phase, PrimaryPhase::Alone(_) | PrimaryPhase::Halted(_))
+        });
+        if let Ok(phase) = ended {
+            break phase;
+        }
+    };
+    if matches!(phase, PrimaryPhase::Alone(_)) && !session.machine().is_powered_off() {
+        // A checkpoint that failed may have left the guest paused.
+        if let Err(error) = session.machine().ensure_running() {
+            error!(vm = %session.vm, "cannot resume the guest: {error:#}");
+        }
+    }
+    over(phase);
+}
+
+/// QEMU's refusal to resume can be seen before its event that says why.
+fn powered_off(machine: &Machine) -> bool {
+    let deadline = clock::now() + Duration::from_millis(300);
+    while machine.is_alive() && !machine.is_powered_off() && clock::now() < deadline {
+        thread::sleep(Duration::from_millis(5));
+    }
+    machine.is_powered_off()
+}

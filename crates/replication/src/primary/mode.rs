@@ -1,0 +1,64 @@
+//! How the backup keeps up, and since when: by checkpoints, or by the log of lockstep.
+
+use super::group::lock_core;
+use super::inbound;
+use super::session::Session;
+use crate::lockstep::primary::{PIPELINE, Recording};
+use crate::sync::lock;
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+use understudy_protocol::{Epoch, PIPELINE_DEPTH};
+use understudy_report::{DiskReads, Mode};
+
+impl Session {
+    /// Its log, in lockstep.
+    pub fn recording(&self) -> Option<Arc<Recording>> {
+        lock(&self.recording).clone()
+    }
+
+    /// How the backup keeps up.
+    pub fn mode(&self) -> Mode {
+        match self.recording() {
+            Some(_) => Mode::Lockstep,
+            None => Mode::Checkpoint,
+        }
+    }
+
+    /// Since this epoch the backup keeps up as it does.
+    pub(super) fn turned(&self) -> Epoch {
+        Epoch(self.turned.load(Ordering::Acquire))
+    }
+
+    /// The log begins with the pause at the end of the epoch that runs, which is the next thing
+    /// to be done; checkpoints go before.
+    pub(super) fn begin_log(&self, disk_reads: DiskReads) -> anyhow::Result<Arc<Recording>> {
+        self.records.change(&self.vm, |record| record.in_lockstep = true)?;
+        if let Some(references) = &self.references {
+            references.stop();
+        }
+        inbound::end(self);
+        let mut core = lock_core(&self.core);
+        let recording = Recording::new(&self.machine(), disk_reads, core.running());
+        let recording = Arc::new(recording);
+        core.set_pipeline(PIPELINE);
+        self.turned.store(recording.machine().0, Ordering::Release);
+        *lock(&self.recording) = Some(recording.clone());
+        Ok(recording)
+    }
+
+    /// The log has ended with the last epoch that was closed, a checkpoint; others follow.
+    pub(super) fn end_log(&self) {
+        let mut core = lock_core(&self.core);
+        core.set_pipeline(PIPELINE_DEPTH);
+        self.turned.store(core.running().0 - 1, Ordering::Release);
+        *lock(&self.recording) = None;
+    }
+
+    /// Whether this epoch, which is on its way, is no batch of a log.
+    pub(super) fn is_checkpoint(&self, epoch: Epoch) -> bool {
+        match self.recording() {
+            Some(recording) => epoch <= recording.machine(),
+            None => epoch >= self.turned(),
+        }
+    }
+}

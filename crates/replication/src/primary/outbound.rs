@@ -1,0 +1,74 @@
+//! Frames that wait for an epoch's commit, carried to the backup with it.
+//! `understudy_protocol::Carried` says what for.
+
+use super::send::Outgoing;
+use super::session::Session;
+use crate::sync::lock;
+use std::sync::Mutex;
+use std::sync::atomic::{AtomicU64, Ordering};
+use understudy_network::Port;
+use understudy_protocol::wire::Kind;
+use understudy_protocol::{Allowance, CARRIED_BYTES, CardFrames, Epoch, Output};
+use understudy_report::OutboundReport;
+
+/// What was carried of a session's outbound frames.
+pub struct Outbound {
+    /// Each card's.
+    allowances: Vec<Mutex<Allowance>>,
+    frames: AtomicU64,
+    bytes: AtomicU64,
+    left_out: AtomicU64,
+}
+
+impl Outbound {
+    /// Nothing yet, of a guest with so many cards.
+    pub fn new(cards: usize) -> Outbound {
+        let allowance = || Mutex::new(Allowance::new(CARRIED_BYTES));
+        Outbound {
+            allowances: std::iter::repeat_with(allowance).take(cards).collect(),
+            frames: AtomicU64::new(0),
+            bytes: AtomicU64::new(0),
+            left_out: AtomicU64::new(0),
+        }
+    }
+
+    /// What `status` shows.
+    pub fn report(&self) -> OutboundReport {
+        OutboundReport {
+            frames: self.frames.load(Ordering::Relaxed),
+            bytes: self.bytes.load(Ordering::Relaxed),
+            left_out: self.left_out.load(Ordering::Relaxed),
+        }
+    }
+
+    /// The card's frames of `epoch`, as many as there is room for.
+    fn gather(&self, port: &Port, epoch: Epoch) -> (CardFrames, u64) {
+        let mut allowance = lock(&self.allowances[usize::from(port.card().0)]);
+        let mut message = CardFrames::outbound(epoch, port.card());
+        let (mut frames, mut bytes) = (0, 0);
+        port.held_of(epoch, |frame| {
+            if allowance.admit(epoch, frame.len()) && message.push(frame) {
+                (frames, bytes) = (frames + 1, bytes + frame.len() as u64);
+            } else {
+                self.left_out.fetch_add(1, Ordering::Relaxed);
+            }
+        });
+        self.frames.fetch_add(frames, Ordering::Relaxed);
+        self.bytes.fetch_add(bytes, Ordering::Relaxed);
+        (message, frames)
+    }
+}
+
+/// Queues what the guest sent in `epoch`, which is captured: a part of it.
+pub fn queue(session: &Session, epoch: Epoch) {
+    if session.output() == Output::Unheld {
+        return;
+    }
+    for port in session.machine().ports() {
+        let (message, frames) = session.outbound.gather(port, epoch);
+        if frames > 0 {
+            let payload = message.into_payload();
+            session.outbox.put_now(Outgoing::Data(Kind::Outbound, epoch, payload));
+        }
+    }
+}

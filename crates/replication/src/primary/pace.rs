@@ -1,0 +1,187 @@
+//! The guest's pace: the throttle's decisions, carried out and shown.
+
+use crate::clock;
+use crate::sync::lock;
+use std::sync::Mutex;
+use std::sync::atomic::{AtomicU32, Ordering};
+use std::time::Duration;
+use tracing::{info, warn};
+use understudy_machine::cgroup::VcpuGroup;
+use understudy_protocol::VmName;
+use understudy_protocol::{Epoch, Policy, Throttle, Time};
+use understudy_report::ThrottleReport;
+
+/// Why a guest is slowed down.
+const OUTRUNS_LINK: &str = "writes faster than the link carries";
+const OUTRUNS_BACKUP: &str = "is faster than its backup executes the log";
+
+/// One guest's pace. The capture thread changes it; everybody may ask.
+#[derive(Debug)]
+pub struct Pace {
+    vm: VmName,
+    qemu_pid: AtomicU32,
+    throttle: Mutex<Throttle>,
+    vcpus: Mutex<Vcpus>,
+}
+
+/// What holds of the vCPUs at present.
+#[derive(Debug)]
+enum Vcpus {
+    Free,
+    Limited(VcpuGroup, f64),
+    /// The vCPUs should be slower than they can be made.
+    OutOfReach(String),
+}
+
+impl Pace {
+    /// A guest at full speed, protected under `policy`.
+    pub fn new(vm: &VmName, qemu_pid: u32, policy: &Policy) -> Pace {
+        Pace {
+            vm: vm.to_owned(),
+            qemu_pid: AtomicU32::new(qemu_pid),
+            throttle: Mutex::new(Throttle::new(policy.transfer_target())),
+            vcpus: Mutex::new(Vcpus::Free),
+        }
+    }
+
+    /// The guest is in another QEMU, at full speed.
+    pub fn moved(&self, qemu_pid: u32) {
+        let mut vcpus = lock(&self.vcpus);
+        self.qemu_pid.store(qemu_pid, Ordering::Release);
+        *vcpus = Vcpus::Free;
+    }
+
+    /// An epoch was captured; the first of its pages were queued at `began`.
+    pub fn captured(&self, epoch: Epoch, pages: u64, began: Time) {
+        lock(&self.throttle).captured(epoch, pages, began);
+        self.apply_throttle();
+    }
+
+    /// The backup has all epochs up to `epoch`.
+    pub fn committed(&self, epoch: Epoch, now: Time) {
+        lock(&self.throttle).committed(epoch, now);
+    }
+
+    /// How long to wait before somebody looks how much the guest has written, if at all.
+    pub fn next_look(&self) -> Option<Duration> {
+        lock(&self.throttle).next_look(clock::now())
+    }
+
+    /// The guest has written `dirty` pages so far; true if its epoch is to be cut short.
+    pub fn looked(&self, dirty: u64) -> bool {
+        let cut_short = lock(&self.throttle).looked(dirty, clock::now());
+        self.apply_throttle();
+        cut_short
+    }
+
+    /// In lockstep: the part of its processor that the guest may use, so that the backup keeps
+    /// up.
+    pub fn limit(&self, share: f64) {
+        self.apply(share, OUTRUNS_BACKUP);
+    }
+
+    /// Whether the link, not the pause, is what the guest waits for.
+    pub fn is_limiting(&self) -> bool {
+        lock(&self.throttle).is_limiting()
+    }
+
+    /// The part of its processors that the guest may use, in percent.
+    pub fn vcpu_percent(&self) -> u32 {
+        match &*lock(&self.vcpus) {
+            Vcpus::Limited(_, share) => (share * 100.0).round() as u32,
+            Vcpus::Free | Vcpus::OutOfReach(_) => 100,
+        }
+    }
+
+    /// Lets the vCPUs run until the guard is dropped: to stand still they must get to run.
+    pub fn lift(&self) -> Lifted<'_> {
+        if let Vcpus::Limited(group, _) = &*lock(&self.vcpus) {
+            self.complain(group.limit(1.0));
+        }
+        Lifted(self)
+    }
+
+    /// Gives the guest its processors back for good.
+    pub fn end(&self) {
+        *lock(&self.vcpus) = Vcpus::Free;
+    }
+
+    /// Returns the report for `status`.
+    pub fn report(&self) -> ThrottleReport {
+        let (capacity, cut_short) = {
+            let throttle = lock(&self.throttle);
+            (throttle.capacity(), throttle.cut_short())
+        };
+        let unavailable = match &*lock(&self.vcpus) {
+            Vcpus::Free | Vcpus::Limited(..) => None,
+            Vcpus::OutOfReach(reason) => Some(reason.clone()),
+        };
+        ThrottleReport {
+            vcpu_percent: self.vcpu_percent(),
+            unavailable,
+            cut_short,
+            link_pages_per_second: capacity,
+        }
+    }
+
+    fn apply_throttle(&self) {
+        let share = lock(&self.throttle).share();
+        self.apply(share, OUTRUNS_LINK);
+    }
+
+    fn apply(&self, share: f64, why: &str) {
+        let mut vcpus = lock(&self.vcpus);
+        match &mut *vcpus {
+            Vcpus::Free if share < 1.0 => *vcpus = self.begin(share, why),
+            Vcpus::Limited(..) if share == 1.0 => {
+                info!(vm = %self.vm, "the guest has all of its processors again");
+                *vcpus = Vcpus::Free;
+            }
+            Vcpus::Limited(group, applied) if *applied != share => {
+                *applied = share;
+                self.complain(group.limit(share));
+            }
+            Vcpus::OutOfReach(_) if share == 1.0 => *vcpus = Vcpus::Free,
+            _ => {}
+        }
+    }
+
+    fn begin(&self, share: f64, why: &str) -> Vcpus {
+        let limited = VcpuGroup::create(self.qemu_pid.load(Ordering::Acquire)).and_then(|group| {
+            group.limit(share)?;
+            Ok(group)
+        });
+        match limited {
+            Ok(group) => {
+                warn!(vm = %self.vm, "the guest {why}: slowing it down");
+                Vcpus::Limited(group, share)
+            }
+            Err(error) => {
+                let reason = format!("{error:#}");
+                warn!(
+                    vm = %self.vm,
+                    "the guest {why} and cannot be slowed down, so that its output, or a fail-over, \
+                     takes longer: {reason}"
+                );
+                Vcpus::OutOfReach(reason)
+            }
+        }
+    }
+
+    fn complain(&self, result: anyhow::Result<()>) {
+        if let Err(error) = result {
+            warn!(vm = %self.vm, "the guest's speed stays as it is: {error:#}");
+        }
+    }
+}
+
+/// While it lives, the vCPUs run without a limit.
+pub struct Lifted<'a>(&'a Pace);
+
+impl Drop for Lifted<'_> {
+    fn drop(&mut self) {
+        if let Vcpus::Limited(group, share) = &*lock(&self.0.vcpus) {
+            self.0.complain(group.limit(*share));
+        }
+    }
+}

@@ -1,0 +1,111 @@
+//! What the backup says: acknowledgements, which release output, how far it is with the rest, and
+//! its last word.
+
+use super::session::Session;
+use crate::lockstep::be_urgent;
+use crate::lockstep::primary::{MACHINE, Recording};
+use crate::moments::strike;
+use anyhow::bail;
+use std::ops::ControlFlow;
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+use understudy_link::link::read_json;
+use understudy_lockstep::Findings;
+use understudy_protocol::wire::{Kind, LogProgress};
+use understudy_protocol::{Epoch, Generation, PrimaryEvent};
+
+/// Receives until the connection ends, or the backup has said its last word.
+pub fn run(session: &Session) {
+    let reason = loop {
+        match receive_one(session) {
+            Ok(ControlFlow::Continue(())) => {}
+            Ok(ControlFlow::Break(())) => return,
+            Err(error) => break format!("{error:#}"),
+        }
+    };
+    session.event(PrimaryEvent::PeerGone(reason));
+}
+
+fn receive_one(session: &Session) -> anyhow::Result<ControlFlow<()>> {
+    let message = session.data.receive()?;
+    match message.header.kind {
+        Kind::Acknowledge => {
+            strike("receive", &session.vm);
+            acknowledged(session, message.header.epoch);
+        }
+        Kind::Progress => {
+            let progress = LogProgress::decode(&message)?;
+            if let Some(recording) = log_of(session, Kind::Progress)? {
+                progressed(session, &recording, progress);
+            }
+        }
+        Kind::MayTakeOver => session.group.heard_of_take_over(session, &message.payload),
+        Kind::Settled => settled(session, message.header.epoch),
+        Kind::Written => {
+            if let Some(recording) = log_of(session, Kind::Written)? {
+                recording.writes.told(&message, session.machine().disks().len())?;
+            }
+        }
+        Kind::Kept => session.kept(&message.payload)?,
+        Kind::Compared => {
+            let findings = Findings::decode(&message.payload)?;
+            if let Some(recording) = log_of(session, Kind::Compared)? {
+                recording.comparer.heard(findings);
+            }
+        }
+        Kind::MediumAnswer => session.media.answered(read_json(&message, Kind::MediumAnswer)?),
+        Kind::TurnAnswer => session.turning.answered(read_json(&message, Kind::TurnAnswer)?),
+        Kind::StoodDown => {
+            session.group.stood_down(session);
+            return Ok(ControlFlow::Break(()));
+        }
+        Kind::Live => {
+            let generation = Generation(message.header.epoch.0);
+            session.event(PrimaryEvent::LiveElsewhere(generation));
+        }
+        Kind::Diverged => {
+            fail::fail_point!("before-diverged");
+            session.diverged.store(true, Ordering::Release);
+            bail!("{}", String::from_utf8_lossy(&message.payload));
+        }
+        Kind::Refuse => bail!("{}", String::from_utf8_lossy(&message.payload)),
+        other => bail!("unexpected {other:?} message from the backup"),
+    }
+    Ok(ControlFlow::Continue(()))
+}
+
+fn acknowledged(session: &Session, epoch: Epoch) {
+    if let Some(recording) = session.recording() {
+        recording.acknowledged(epoch);
+        // Output waits for this thread from here on, and for nothing else.
+        if epoch == recording.machine() {
+            be_urgent();
+        }
+    }
+    session.event(PrimaryEvent::Acknowledged(epoch));
+}
+
+/// The log that the backup speaks of; none if that has ended, which the backup may not know yet.
+fn log_of(session: &Session, said: Kind) -> anyhow::Result<Option<Arc<Recording>>> {
+    let recording = session.recording();
+    if recording.is_none() && session.turned() <= MACHINE {
+        bail!("the backup sent {said:?}, but follows no log");
+    }
+    Ok(recording)
+}
+
+fn progressed(session: &Session, recording: &Recording, progress: LogProgress) {
+    if let Some(share) = recording.progressed(progress) {
+        session.pace.limit(share);
+    }
+    if recording.is_blocked() {
+        session.group.ring();
+    }
+}
+
+fn settled(session: &Session, epoch: Epoch) {
+    session.settled.fetch_max(epoch.0, Ordering::AcqRel);
+    if let Some(references) = &session.references {
+        references.settle(epoch);
+    }
+}

@@ -1,0 +1,211 @@
+//! Encode and send: the queue between the guest's side and the wire.
+
+use super::link_speed::Burst;
+use super::references::References;
+use super::session::Session;
+use super::stats::Stats;
+use crate::clock;
+use crate::moments::strike;
+use crate::sync::ByteBudget;
+use crossbeam_channel::{Receiver, Sender};
+use std::collections::HashMap;
+use std::io;
+use std::sync::Arc;
+use std::time::Duration;
+use understudy_encoding::{Encoder, EncodingPlan, Page};
+use understudy_link::channel::Channel;
+use understudy_link::link::Next;
+use understudy_memory::CapturedChunk;
+use understudy_protocol::wire::{HEADER_BYTES, Header, Kind};
+use understudy_protocol::{Epoch, EpochDigest, Time};
+
+/// Bytes that may wait to be sent, beside captured pages.
+const QUEUE_BYTES: u64 = 32 << 20;
+
+/// In the epoch field of [`Kind::TakeOver`]: the operator wants it.
+pub(crate) const PLANNED: Epoch = Epoch(1);
+
+/// What waits to be sent, in the order of the wire.
+#[derive(Debug)]
+pub enum Outgoing {
+    /// Captured pages.
+    Pages(Epoch, CapturedChunk),
+    /// A disk write, a zeroed range or the device state.
+    Data(Kind, Epoch, Vec<u8>),
+    /// The backup's memory has changed by other means: what was sent before is no base for deltas.
+    Forget,
+    /// Everything of the epoch went before.
+    EpochEnd(Epoch, Time),
+    /// A message without payload, and what its epoch field says.
+    Signal(Kind, Epoch),
+    /// Nothing comes after this.
+    End,
+}
+
+/// The writing end of the queue.
+#[derive(Clone, Debug)]
+pub struct Outbox {
+    queue: Sender<Outgoing>,
+    budget: Arc<ByteBudget>,
+}
+
+/// The reading end of the queue.
+#[derive(Debug)]
+pub struct Outflow {
+    queue: Receiver<Outgoing>,
+    budget: Arc<ByteBudget>,
+}
+
+/// A fresh queue.
+pub fn queue() -> (Outbox, Outflow) {
+    let (sender, receiver) = crossbeam_channel::unbounded();
+    let budget = Arc::new(ByteBudget::new(QUEUE_BYTES));
+    (Outbox { queue: sender, budget: budget.clone() }, Outflow { queue: receiver, budget })
+}
+
+impl Outbox {
+    /// Queues data, waiting while the queue is full: the back-pressure that
+    /// slows a guest down to the link's speed.
+    pub fn put(&self, item: Outgoing) {
+        if self.budget.take(item.bytes()) {
+            // Fails only when the sender is gone with the session.
+            let _ = self.queue.send(item);
+        }
+    }
+
+    /// Queues without waiting, for the checkpoint itself: the pipeline's depth
+    /// bounds these.
+    pub fn put_now(&self, item: Outgoing) {
+        self.budget.force(item.bytes());
+        let _ = self.queue.send(item);
+    }
+
+    /// Lets everybody who waits pass; what is queued is the last to be sent.
+    pub fn close(&self) {
+        self.budget.close();
+        let _ = self.queue.send(Outgoing::End);
+    }
+}
+
+impl Outgoing {
+    fn bytes(&self) -> u64 {
+        match self {
+            Outgoing::Pages(_, chunk) => chunk.bytes().len() as u64,
+            Outgoing::Data(_, _, payload) => payload.len() as u64,
+            Outgoing::Forget | Outgoing::EpochEnd(..) | Outgoing::Signal(..) | Outgoing::End => 0,
+        }
+    }
+}
+
+/// Sends what the queue holds until its end or until the connection fails.
+pub fn send_all(outflow: &Outflow, session: &Session) -> io::Result<()> {
+    let Session { data: link, stats, references, encoding: plan, .. } = session;
+    let references = references.as_deref();
+    let encoder = Encoder::new(*plan, thread_cpu_time);
+    let (digests, burst) = (HashMap::new(), Burst::begin(clock::now()));
+    let mut sending = Sending { link, stats, plan: *plan, encoder, references, digests, burst };
+    while let Some(item) = sending.next(outflow) {
+        if matches!(item, Outgoing::End) {
+            break;
+        }
+        if matches!(item, Outgoing::EpochEnd(..)) {
+            strike("send", &session.vm);
+        }
+        let bytes = item.bytes();
+        let next = if outflow.queue.is_empty() { Next::Unknown } else { Next::Message };
+        sending.send(item, next)?;
+        outflow.budget.give_back(bytes);
+    }
+    Ok(())
+}
+
+/// The CPU time that this thread has used.
+fn thread_cpu_time() -> Duration {
+    let clock = nix::time::ClockId::CLOCK_THREAD_CPUTIME_ID;
+    // Every Linux has this clock; without it methods would seem to cost nothing.
+    nix::time::clock_gettime(clock).map_or(Duration::ZERO, Duration::from)
+}
+
+struct Sending<'a> {
+    link: &'a Channel,
+    stats: &'a Stats,
+    plan: EncodingPlan,
+    encoder: Encoder,
+    references: Option<&'a References>,
+    digests: HashMap<Epoch, EpochDigest>,
+    burst: Burst,
+}
+
+impl Sending<'_> {
+    /// The queue's next item; none when nobody can send more.
+    fn next(&mut self, outflow: &Outflow) -> Option<Outgoing> {
+        if let Ok(item) = outflow.queue.try_recv() {
+            return Some(item);
+        }
+        let item = outflow.queue.recv().ok();
+        self.burst = Burst::begin(clock::now());
+        item
+    }
+
+    fn send(&mut self, item: Outgoing, next: Next) -> io::Result<()> {
+        match item {
+            Outgoing::Pages(epoch, chunk) => self.send_pages(epoch, &chunk, next),
+            Outgoing::Data(kind, epoch, payload) => {
+                let header = self.link.send_before(next, kind, epoch, &[&payload])?;
+                self.sent(epoch, &header);
+                Ok(())
+            }
+            Outgoing::EpochEnd(epoch, stopped) => {
+                fail::fail_point!("before-epoch-end");
+                let digest = self.digests.remove(&epoch).unwrap_or_default();
+                let end = digest.end(clock::now() - stopped);
+                let header = self.link.send_parts(Kind::EpochEnd, epoch, &[&end])?;
+                self.count(&header);
+                self.stats.link(|link| link.ended(epoch, &self.burst));
+                fail::fail_point!("after-epoch-end");
+                Ok(())
+            }
+            Outgoing::Forget => {
+                self.encoder = Encoder::new(self.plan, thread_cpu_time);
+                Ok(())
+            }
+            Outgoing::Signal(kind, epoch) => self.link.send_signal(kind, epoch),
+            Outgoing::End => Ok(()),
+        }
+    }
+
+    fn send_pages(&mut self, epoch: Epoch, chunk: &CapturedChunk, next: Next) -> io::Result<()> {
+        if let Some(seconds) = self.stats.link(|link| link.seconds_per_byte()) {
+            self.encoder.set_link(seconds);
+        }
+        let began = clock::now();
+        let references = self.references;
+        let find = |page: &Page| references?.find(page);
+        let encoded = self.encoder.encode(chunk.runs(), chunk.bytes(), epoch == Epoch(0), find);
+        let encoding_ended = clock::now();
+        let header = self.link.send_before(next, Kind::Pages, epoch, &encoded.parts)?;
+        self.sent(epoch, &header);
+        self.burst.encoded(encoding_ended - began);
+        if epoch == Epoch(0) {
+            let took = clock::now() - encoding_ended;
+            self.stats.link(|link| link.sent_in_bulk(header.length as u64, took));
+        }
+        self.stats.encoded(self.encoder.counters(), self.encoder.methods());
+        Ok(())
+    }
+
+    /// A data message of `epoch` was sent.
+    fn sent(&mut self, epoch: Epoch, header: &Header) {
+        // Epoch 0, the first synchronisation, has no end and so no digest.
+        if epoch > Epoch(0) {
+            self.digests.entry(epoch).or_default().add(header.checksum(), header.length);
+        }
+        self.count(header);
+    }
+
+    fn count(&mut self, header: &Header) {
+        let bytes = (HEADER_BYTES + header.length) as u64;
+        self.burst.add(bytes);
+        self.stats.sent(bytes);
+    }
+}

@@ -1,0 +1,422 @@
+//! One VM's protection, seen from the primary: the state machine, what it says is done, and what
+//! the session's threads share.
+
+use super::activity::Watch;
+use super::epoch_room::EpochRoom;
+use super::group::Group;
+use super::group::lock_core;
+use super::inbound::{self, Inbound};
+use super::keep::Keeping;
+use super::medium::Media;
+use super::outbound::Outbound;
+use super::pace::Pace;
+use super::progress::Progress;
+use super::references::References;
+use super::send::{Outbox, Outgoing, PLANNED};
+use super::stats::Stats;
+use super::turn::Turning;
+use crate::clock;
+use crate::heartbeat::{Heartbeats, Pulse};
+use crate::lockstep::primary::Recording;
+use crate::lockstep::reads;
+use crate::membership::Membership;
+use crate::moments::strike;
+use crate::paths::PathMonitor;
+use crate::records::Records;
+use crate::resync::Basis;
+use crate::sync::lock;
+use anyhow::bail;
+use crossbeam_channel::Sender;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::{Arc, Mutex};
+use std::time::{Duration, Instant};
+use tracing::{info, warn};
+use understudy_arbiter::Arbiter;
+use understudy_encoding::EncodingPlan;
+use understudy_link::channel::Channel;
+use understudy_machine::Machine;
+use understudy_machine::console::ConsoleOutput;
+use understudy_protocol::wire::Kind;
+use understudy_protocol::{
+    Epoch, Generation, HostName, LastCheckpoint, Output, Policy, Primary, PrimaryAction,
+    PrimaryEvent, PrimaryPhase, Time, VmName,
+};
+use understudy_report::events::VmEvents;
+
+/// Nothing waits longer than this without looking again.
+pub(super) const LONGEST_WAIT: Duration = Duration::from_millis(500);
+
+/// The state shared by a session's threads.
+pub struct Session {
+    /// The VM's name, for messages.
+    pub vm: VmName,
+    /// The backup's host name.
+    pub peer: HostName,
+    /// Names the session.
+    pub id: String,
+    /// What the first synchronisation begins with.
+    pub basis: Basis,
+    /// The VM on this host: another machine after a succession.
+    pub(super) machine: Mutex<Arc<Machine>>,
+    /// When to checkpoint.
+    pub policy: Policy,
+    /// How pages are encoded.
+    pub encoding: EncodingPlan,
+    /// What the guest says on its console, if that waits for its commit, too.
+    pub console: Option<Arc<ConsoleOutput>>,
+    /// Its log, in lockstep.
+    pub(super) recording: Mutex<Option<Arc<Recording>>>,
+    /// The change of the way in which the backup keeps up.
+    pub turning: Turning,
+    /// The epoch since which it keeps up as it does.
+    pub(super) turned: AtomicU64,
+    /// Held while changes of the disks are forgotten, and while the way changes.
+    pub(super) rounds: Mutex<()>,
+    /// What was measured.
+    pub stats: Stats,
+    /// How fast the guest may run.
+    pub pace: Pace,
+    /// What the guest does.
+    pub(super) watch: Mutex<Watch>,
+    /// Where what happens to the VM is told.
+    pub(super) events: VmEvents,
+    /// The first synchronisation.
+    pub progress: Progress,
+    /// What goes to the backup.
+    pub outbox: Outbox,
+    /// Copies of what the guest receives.
+    pub inbound: Arc<Inbound>,
+    /// What the guest sent, on its way to the backup.
+    pub outbound: Outbound,
+    /// The tag of disk writes: 0 during the first synchronisation.
+    pub disk_epoch: AtomicU64,
+    /// Room for what the guest writes to its disks in the epoch that runs.
+    pub epoch_room: EpochRoom,
+    /// The paths to the backup.
+    pub paths: Arc<PathMonitor>,
+    /// The way of the data to it.
+    pub data: Arc<Channel>,
+    pub(super) heartbeats: Heartbeats,
+    /// Epochs that a snapshot is made of.
+    pub(super) keeping: Keeping,
+    /// What the backup says of a medium.
+    pub(super) media: Media,
+    pub(super) records: Records,
+    /// The last epoch that is on the backup's disks.
+    pub(super) settled: AtomicU64,
+    /// What the guest read from its disks, if references may be sent.
+    pub(super) references: Option<Arc<References>>,
+    /// The VMs that this one is protected with, and this one's place among them.
+    pub(super) group: Arc<Group>,
+    pub(super) place: usize,
+    /// The backup has said its last word.
+    pub(super) stood_down: AtomicBool,
+    /// The backup's QEMU did not follow the log.
+    pub(super) diverged: AtomicBool,
+    pub(super) arbiter: Arbiter,
+    pub(super) contests: Sender<Generation>,
+    /// The group's.
+    pub(super) core: Arc<Mutex<Primary>>,
+}
+
+impl Session {
+    /// Whether output of this VM waits for a commit.
+    pub fn output_waits(&self) -> bool {
+        self.machine().ports().iter().any(|port| port.held_frames() > 0)
+            || self.console.as_ref().is_some_and(|console| console.held_bytes() > 0)
+    }
+
+    /// Since when output of the epoch that runs has waited, if any does: words on the console
+    /// since that epoch began, or later.
+    pub(super) fn output_since(&self, last: LastCheckpoint) -> Option<Time> {
+        let machine = self.machine();
+        let frames = machine.ports().iter().filter_map(|port| port.waits_since()).min();
+        let console = self.console.as_ref().filter(|console| console.held_bytes() > 0);
+        frames.map(clock::at).into_iter().chain(console.map(|_| last.resumed)).min()
+    }
+
+    /// Bytes that the guest has sent and was given since its cards were opened.
+    pub(super) fn carried(&self) -> u64 {
+        self.machine().ports().iter().map(|port| port.carried_bytes()).sum()
+    }
+
+    /// The machine that the VM is on now.
+    pub fn machine(&self) -> Arc<Machine> {
+        lock(&self.machine).clone()
+    }
+
+    /// The VM goes on in this machine; on an error it does not run.
+    pub(super) fn moved(&self, next: &Arc<Machine>) -> anyhow::Result<()> {
+        self.pace.moved(next.qemu_pid());
+        *lock(&self.watch) = Watch::new(next)?;
+        // Under the core's lock: whoever is told to halt the machine halts this one.
+        let core = lock_core(&self.core);
+        *lock(&self.machine) = next.clone();
+        if let PrimaryPhase::Halted(reason) = core.phase() {
+            next.halt();
+            bail!("another host has the VM: {reason}");
+        }
+        Ok(())
+    }
+
+    /// Where protection stands.
+    pub fn phase(&self) -> PrimaryPhase {
+        lock_core(&self.core).phase().clone()
+    }
+
+    /// The rule for what the guest sends.
+    pub fn output(&self) -> Output {
+        lock_core(&self.core).output()
+    }
+
+    /// Generation, last committed epoch and epochs in flight.
+    pub fn position(&self) -> (Generation, Epoch, u64) {
+        let core = lock_core(&self.core);
+        let member = &self.group.membership.members[self.place];
+        let generation = self.group.generation(member, core.generation());
+        (generation, core.committed(), core.in_flight())
+    }
+
+    /// What this VM shares with those that it is protected with.
+    pub fn group(&self) -> Arc<Group> {
+        self.group.clone()
+    }
+
+    /// Membership of the group that this VM is protected in.
+    pub fn membership(&self) -> &Membership {
+        &self.group.membership
+    }
+
+    /// The epoch that the guest executes.
+    pub fn running(&self) -> Epoch {
+        lock_core(&self.core).running()
+    }
+
+    /// Whether protection is over, one way or the other.
+    pub fn is_over(&self) -> bool {
+        matches!(self.phase(), PrimaryPhase::Alone(_) | PrimaryPhase::Halted(_))
+    }
+
+    /// Feeds the state machine and does what it says.
+    pub fn event(&self, event: PrimaryEvent) {
+        let mut core = lock_core(&self.core);
+        self.event_locked(&mut core, event);
+    }
+
+    /// The same for a caller that holds the core's lock, so that what it did
+    /// under the lock and the event are one step.
+    pub(super) fn event_locked(&self, core: &mut Primary, event: PrimaryEvent) {
+        let mut actions = Vec::new();
+        let (decided, before) = (Instant::now(), core.phase().clone());
+        core.handle(clock::now(), event, &mut actions);
+        let blocked = core.in_flight() >= self.policy.pipeline();
+        self.group.each(|member| member.epoch_room.set_blocked(blocked));
+        for action in &actions {
+            self.group.each(|member| member.perform(action, decided));
+        }
+        if before != *core.phase() {
+            self.group.each(|member| member.tell_phase(&before, core));
+        }
+        // A log's thread has hundreds of epochs a second to see to, and waits for few of their
+        // acknowledgements.
+        let flows = self.recording().is_some_and(|recording| !recording.is_blocked());
+        if !flows || before != *core.phase() {
+            self.group.ring();
+        }
+    }
+
+    /// Under the core's lock, so that the order of actions is the order of
+    /// events. Every member does the same, but for what the leader says for all.
+    /// Nothing here waits: what takes time goes to other threads. `decided` is not
+    /// after the time at which the state machine decided.
+    fn perform(&self, action: &PrimaryAction, decided: Instant) {
+        let leads = self.place == 0;
+        match action {
+            &PrimaryAction::Release(epoch) => {
+                fail::fail_point!("before-release");
+                strike("release", &self.vm);
+                if self.is_checkpoint(epoch) {
+                    self.stats.committed(epoch, clock::now());
+                    self.pace.committed(epoch, clock::now());
+                }
+                for port in self.machine().ports() {
+                    port.release_through(epoch, decided);
+                }
+                if let Some(console) = &self.console {
+                    console.release_through(epoch);
+                }
+            }
+            &PrimaryAction::Permit(length) => {
+                for port in self.machine().ports() {
+                    port.permit(decided + length);
+                }
+            }
+            PrimaryAction::OpenOutput => {
+                self.end_mirroring();
+                for port in self.machine().ports() {
+                    port.open_gate();
+                }
+                if let Some(console) = &self.console {
+                    console.open();
+                }
+            }
+            &PrimaryAction::Contest(from) if leads => {
+                // The control thread lives as long as the session.
+                let _ = self.contests.send(from);
+            }
+            PrimaryAction::YieldToBackup if leads => {
+                let planned = self.was_handed_over();
+                let why = if planned { PLANNED } else { Epoch(0) };
+                self.outbox.put_now(Outgoing::Signal(Kind::TakeOver, why));
+            }
+            PrimaryAction::StandDown if leads => {
+                self.outbox.put_now(Outgoing::Signal(Kind::StandDown, Epoch(0)));
+            }
+            PrimaryAction::Contest(_) | PrimaryAction::YieldToBackup | PrimaryAction::StandDown => {
+            }
+            PrimaryAction::ClosePeer => {
+                self.epoch_room.close();
+                self.outbox.close();
+                self.data.close();
+                self.heartbeats.close();
+            }
+            PrimaryAction::Halt(reason) => {
+                warn!(vm = %self.vm, "halting this copy: {reason}");
+                for port in self.machine().ports() {
+                    port.shut();
+                }
+                if let Some(console) = &self.console {
+                    console.shut();
+                }
+                self.end_mirroring();
+                self.machine().halt();
+            }
+        }
+    }
+
+    /// Ends all connections to the backup.
+    pub(super) fn hang_up(&self) {
+        if let Some(console) = &self.console {
+            console.shut();
+        }
+        self.end_mirroring();
+        self.data.close();
+        self.heartbeats.close();
+    }
+
+    fn end_mirroring(&self) {
+        // First of all: a disk write that waits for room holds its disk's lock.
+        self.epoch_room.close();
+        self.outbox.close();
+        for disk in self.machine().disks() {
+            disk.set_sink(None);
+        }
+        if let Some(trail) = self.recording().and_then(|recording| recording.reads.clone()) {
+            trail.close();
+        }
+        reads::forget(&self.machine());
+        inbound::end(self);
+    }
+
+    /// Waits until `done` says so, or for `timeout`; whether it did.
+    pub fn wait_for_phase(
+        &self,
+        timeout: Duration,
+        done: impl Fn(&PrimaryPhase) -> bool,
+    ) -> Result<PrimaryPhase, PrimaryPhase> {
+        let deadline = clock::now() + timeout;
+        loop {
+            let seen = self.machine().doorbell().count();
+            let phase = self.phase();
+            if done(&phase) {
+                return Ok(phase);
+            }
+            let left = deadline - clock::now();
+            if left.is_zero() {
+                return Err(phase);
+            }
+            self.machine().doorbell().wait(seen, left.min(LONGEST_WAIT));
+        }
+    }
+
+    /// A connection to the backup ended that does not carry its words. While the
+    /// backup forgets the VM, and others of its group, it hangs up: then its last
+    /// word counts, which the receiving thread reads, and nothing else.
+    pub fn lost_aside(&self, reason: String) {
+        if self.phase() != PrimaryPhase::StandingDown {
+            self.event(PrimaryEvent::PeerGone(reason));
+        }
+    }
+
+    /// The guest stands still until the backup runs it, or until this host turns out to be the
+    /// sole owner after all.
+    pub fn await_hand_over(&self) {
+        loop {
+            let seen = self.machine().doorbell().count();
+            match self.phase() {
+                PrimaryPhase::Halted(_) | PrimaryPhase::Alone(_) => return,
+                _ => self.machine().doorbell().wait(seen, Duration::from_secs(1)),
+            }
+        }
+    }
+
+    /// Whether it ended because the backup did not follow the log.
+    pub fn has_diverged(&self) -> bool {
+        self.diverged.load(Ordering::Acquire)
+    }
+
+    /// Whether another epoch may be closed now.
+    pub fn may_capture(&self) -> bool {
+        lock_core(&self.core).may_capture()
+    }
+
+    /// The backup has this epoch.
+    pub fn has_committed(&self, epoch: Epoch) -> bool {
+        lock_core(&self.core).committed() >= epoch
+    }
+
+    /// Epochs that were closed and not acknowledged.
+    pub fn in_flight(&self) -> u64 {
+        lock_core(&self.core).in_flight()
+    }
+
+    /// Closes a batch of log; see [`Group::cut_batch`].
+    pub fn cut_batch(&self, last: bool) -> Option<Epoch> {
+        self.group.cut_batch(self, last)
+    }
+
+    /// Whether it was handed over as planned.
+    pub fn was_handed_over(&self) -> bool {
+        self.group.was_handed_over()
+    }
+
+    /// Asks for a planned fail-over.
+    pub fn request_hand_over(&self) {
+        info!(vm = %self.vm, "handing over to {}", self.peer);
+        self.group.request_hand_over();
+    }
+}
+
+impl Pulse for Session {
+    fn paths(&self) -> &PathMonitor {
+        &self.paths
+    }
+    fn heartbeats(&self) -> &Heartbeats {
+        &self.heartbeats
+    }
+    fn leave_path(&self) {
+        self.data.abandon();
+    }
+    fn heard(&self) {
+        self.event(PrimaryEvent::Heard);
+    }
+    fn lost(&self, reason: String) {
+        self.lost_aside(reason);
+    }
+    fn tick(&self) {
+        self.event(PrimaryEvent::Tick);
+    }
+    fn is_over(&self) -> bool {
+        Session::is_over(self)
+    }
+}

@@ -1,0 +1,192 @@
+//! The turn to the other way of keeping up, on the primary.
+//!
+//! | | |
+//! |---|---|
+//! | whoever asks | has both hosts start what is needed, then waits: [`Session::turn`] |
+//! | the receiving thread | hears the backup's answer |
+//! | the capture thread | carries it out, as one epoch (`capture.rs`) |
+
+use super::session::Session;
+use crate::sync::lock;
+use crate::turn::{Answer, Order, Wanted};
+use anyhow::{Context, bail};
+use std::sync::{Arc, Condvar, Mutex};
+use std::time::{Duration, Instant};
+use understudy_machine::Machine;
+use understudy_protocol::wire::Kind;
+use understudy_report::{DiskReads, Mode};
+use understudy_threads::poisoned;
+
+/// How long the backup's QEMU may take to start.
+const START_TIMEOUT: Duration = Duration::from_secs(60);
+
+/// How long it may take until the guest's next epoch ends with the turn, and is committed.
+const TURN_TIMEOUT: Duration = Duration::from_secs(60);
+
+/// How often a waiter looks whether the session lives.
+const GLANCE: Duration = Duration::from_millis(50);
+
+/// Everything is there for the turn.
+pub struct Prepared {
+    /// The other way.
+    pub mode: Mode,
+    /// In lockstep: where the backup gets what its guest reads.
+    pub disk_reads: DiskReads,
+    /// The VM must be moved into this machine first.
+    pub next: Option<Next>,
+}
+
+/// Callback for the machine that has the guest now.
+pub type Adopt = Box<dyn FnOnce(&Arc<Machine>) + Send>;
+
+/// A machine in which the VM is to go on.
+pub struct Next {
+    /// Machine that has all but the guest.
+    pub machine: Arc<Machine>,
+    /// What is left to do when it has the guest.
+    pub adopt: Adopt,
+}
+
+/// How far a turn is.
+#[derive(Default)]
+pub struct Turning {
+    state: Mutex<State>,
+    changed: Condvar,
+}
+
+#[derive(Default)]
+enum State {
+    #[default]
+    Idle,
+    /// The backup was asked.
+    Asked,
+    Answered(Answer),
+    /// For the capture thread.
+    Due(Prepared),
+    /// It has begun.
+    UnderWay,
+    /// As it ended: without an error the epoch has been captured.
+    Ended(anyhow::Result<()>),
+}
+
+impl Turning {
+    /// Whether the capture thread is to turn.
+    pub fn is_due(&self) -> bool {
+        matches!(*lock(&self.state), State::Due(_))
+    }
+
+    /// Begins the turn that is due, if it still is.
+    pub(super) fn begin(&self) -> Option<Prepared> {
+        let mut state = lock(&self.state);
+        match std::mem::take(&mut *state) {
+            State::Due(prepared) => {
+                *state = State::UnderWay;
+                Some(prepared)
+            }
+            other => {
+                *state = other;
+                None
+            }
+        }
+    }
+
+    /// The turn has ended.
+    pub(super) fn end(&self, result: anyhow::Result<()>) {
+        self.set(State::Ended(result));
+    }
+
+    /// The backup answers.
+    pub(super) fn answered(&self, answer: Answer) {
+        let mut state = lock(&self.state);
+        // It may come too late.
+        if matches!(*state, State::Asked) {
+            *state = State::Answered(answer);
+            self.changed.notify_all();
+        }
+    }
+
+    fn set(&self, next: State) {
+        *lock(&self.state) = next;
+        self.changed.notify_all();
+    }
+
+    /// Takes the state once `is_it`; gives up when `session` is over, or it takes too long.
+    fn await_state(
+        &self,
+        session: &Session,
+        timeout: Duration,
+        is_it: impl Fn(&State) -> bool,
+    ) -> Option<State> {
+        let deadline = Instant::now() + timeout;
+        loop {
+            // Not under the lock: the capture thread takes it under the core's.
+            let is_over = session.is_over();
+            let mut state = lock(&self.state);
+            if is_it(&state) {
+                return Some(std::mem::take(&mut *state));
+            }
+            let may_wait = Instant::now() < deadline || matches!(*state, State::UnderWay);
+            if !may_wait || is_over {
+                *state = State::Idle;
+                return None;
+            }
+            drop(self.changed.wait_timeout(state, GLANCE).unwrap_or_else(poisoned));
+        }
+    }
+}
+
+impl Session {
+    /// Turns to the way that is wanted; the VM stays protected. `next` makes the machine in
+    /// which the VM must go on for it, if it must. One caller at a time. Returns when the
+    /// backup keeps up in the other way; on an error it does so as before, unless protection
+    /// has ended.
+    pub fn turn(
+        &self,
+        wanted: Wanted,
+        next: impl FnOnce() -> anyhow::Result<Option<Next>>,
+    ) -> anyhow::Result<()> {
+        let (mode, disk_reads) = (wanted.mode, wanted.disk_reads);
+        let prepare = || {
+            self.ask_backup(wanted)?;
+            fail::fail_point!("turn-prepared");
+            let next = next().context("cannot start another QEMU here")?;
+            self.carry_out(Prepared { mode, disk_reads, next })
+        };
+        let turned = prepare();
+        if turned.is_err() && !self.is_over() {
+            // If it cannot be sent the receiving thread finds out why.
+            let _ = self.data.send_json(Kind::Turn, &Order::Cancel);
+        }
+        turned
+    }
+
+    fn ask_backup(&self, wanted: Wanted) -> anyhow::Result<()> {
+        self.turning.set(State::Asked);
+        self.data.send_json(Kind::Turn, &Order::Prepare(Box::new(wanted)))?;
+        let is_it = |state: &State| matches!(state, State::Answered(_));
+        match self.turning.await_state(self, START_TIMEOUT, is_it) {
+            Some(State::Answered(Answer::Ready)) => Ok(()),
+            Some(State::Answered(Answer::Refused(why))) => bail!("{} refuses: {why}", self.peer),
+            _ => bail!("{} did not start another QEMU for it in time", self.peer),
+        }
+    }
+
+    fn carry_out(&self, prepared: Prepared) -> anyhow::Result<()> {
+        self.turning.set(State::Due(prepared));
+        self.machine().doorbell().ring();
+        let is_it = |state: &State| matches!(state, State::Ended(_));
+        match self.turning.await_state(self, TURN_TIMEOUT, is_it) {
+            Some(State::Ended(result)) => result?,
+            _ if self.is_over() => bail!("protection has ended meanwhile"),
+            _ => bail!("no epoch came to its end in {} s", TURN_TIMEOUT.as_secs()),
+        }
+        let epoch = self.turned();
+        let committed = self.wait_for_phase(TURN_TIMEOUT, |phase| {
+            self.has_committed(epoch) || *phase != understudy_protocol::PrimaryPhase::Protected
+        });
+        match committed {
+            Ok(_) if self.has_committed(epoch) => Ok(()),
+            Ok(phase) | Err(phase) => bail!("the turn is not committed: {phase:?}"),
+        }
+    }
+}

@@ -1,0 +1,257 @@
+//! Resynchronisation: when two hosts have images of one disk, only what may differ is
+//! copied.
+//!
+//! Every disk of a VM that is, or was, protected has a [`ChangeMap`] on the host that runs
+//! it. A session's name stands for the moment in which both hosts had the same: the map
+//! tells every block in which this host's image may differ from that of the other host at
+//! the end of a session's first synchronisation. So when a host finds a session in the
+//! offer that its own record knows as well, the union of both hosts' maps is all there is
+//! to copy. In any doubt all is copied, and the reason is told.
+
+use crate::handshake::Offer;
+use crate::records::{Record, Records};
+use anyhow::{Context, ensure};
+use serde::{Deserialize, Serialize};
+use std::fs;
+use std::ops::Range;
+use std::os::unix::fs::FileTypeExt;
+use std::path::Path;
+use std::sync::Arc;
+use understudy_disk::{
+    ChangeMap, Disk, DiskError, FreshMirror, GRANULE_BYTES, ImageFormat, Mirror, changes_path,
+    export_bytes,
+};
+use understudy_machine::Machine;
+use understudy_protocol::DiskIndex;
+use understudy_protocol::validity::ImageRole;
+use understudy_protocol::{HostName, VmName};
+use understudy_qemu::definition::{DiskDefinition, DiskFormat};
+
+/// Runs of blocks that fit well into a message; with more, a full copy costs little more.
+const MOST_RUNS: usize = 50_000;
+
+/// What the backup's images lack, as it tells the primary.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+pub struct Resync {
+    /// The session that both hosts know.
+    pub session: String,
+    /// For each disk, the runs of blocks that changed on the backup's side: first block
+    /// and the one after the last.
+    pub changed: Vec<Vec<(u64, u64)>>,
+}
+
+/// How the first synchronisation of the disks goes.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Basis {
+    /// All data is copied, for this reason.
+    Full(String),
+    /// What may have changed since this session began.
+    Changes(String),
+}
+
+/// The same, as the backup prepares it.
+pub enum Groundwork {
+    /// New mirrors are filled.
+    Full(String),
+    /// The images that are there are brought up to date.
+    Resync(Vec<Mirror>, Resync),
+}
+
+/// A name that no session ever had.
+pub fn fresh_session(host: &str, vm: &VmName) -> std::io::Result<String> {
+    let unique = fs::read_to_string("/proc/sys/kernel/random/uuid")?;
+    Ok(format!("{host}/{vm}/{}", unique.trim()))
+}
+
+/// Notes the changes of a machine's disks from now on, if nobody does yet. Returns the
+/// sessions since which they were noted.
+pub fn track(
+    machine: &Machine,
+    records: &Records,
+    directory: &Path,
+) -> anyhow::Result<Vec<String>> {
+    let vm = &machine.definition().name;
+    if machine.disks().iter().all(|disk| disk.changes().is_some()) {
+        return Ok(records.read(vm)?.map_or_else(Vec::new, |record| record.sessions));
+    }
+    // First: no session may be believed of a map that begins now.
+    records.change(vm, |record| record.sessions.clear())?;
+    for (disk, map) in machine.disks().iter().zip(create(&machine.disks(), directory)?) {
+        disk.set_changes(Some(map));
+    }
+    Ok(Vec::new())
+}
+
+/// New, empty maps for these disks, in place of former ones.
+pub fn create(disks: &[Arc<Disk>], directory: &Path) -> anyhow::Result<Vec<Arc<ChangeMap>>> {
+    let create = |disk: &Arc<Disk>| -> anyhow::Result<Arc<ChangeMap>> {
+        let path = changes_path(directory, disk.index());
+        let map = ChangeMap::create(&path, disk.export_bytes(), &disk.path())?;
+        map.unseal().with_context(|| format!("cannot write {}", path.display()))?;
+        Ok(Arc::new(map))
+    };
+    disks.iter().map(create).collect()
+}
+
+/// Goes on noting the changes of a VM that starts again; returns the sessions since which
+/// all were noted, none if there is any doubt.
+pub fn reopen(record: &Record, disks: &[Arc<Disk>], directory: &Path) -> Vec<String> {
+    let paths: Vec<_> = disks.iter().map(|disk| disk.path()).collect();
+    if record.sessions.is_empty() || paths != record.images() {
+        return Vec::new();
+    }
+    if record.in_lockstep {
+        tracing::warn!(
+            vm = %record.definition.name,
+            "the next synchronisation will copy all: the VM was lost in lockstep, and its mirror \
+             may have what was not written here"
+        );
+        return Vec::new();
+    }
+    let unsealed = |maps: Vec<ChangeMap>| -> Result<Vec<ChangeMap>, String> {
+        maps.iter().try_for_each(ChangeMap::unseal).map_err(|error| error.to_string())?;
+        Ok(maps)
+    };
+    match open_maps(disks, directory).and_then(unsealed) {
+        Ok(maps) => {
+            for (disk, map) in disks.iter().zip(maps) {
+                disk.set_changes(Some(Arc::new(map)));
+            }
+            record.sessions.clone()
+        }
+        Err(doubt) => {
+            tracing::warn!(
+                vm = %record.definition.name,
+                "the next synchronisation will copy all: {doubt}"
+            );
+            Vec::new()
+        }
+    }
+}
+
+/// Bytes of a machine's disks in which the other host's images may differ.
+pub fn differing_bytes(machine: &Machine) -> u64 {
+    let disks = machine.disks();
+    disks.iter().filter_map(|disk| disk.changes()).map(|map| map.changed_bytes()).sum()
+}
+
+fn open_maps(disks: &[Arc<Disk>], directory: &Path) -> Result<Vec<ChangeMap>, String> {
+    disks.iter().map(|disk| open_map(disk, directory)).collect()
+}
+
+fn open_map(disk: &Disk, directory: &Path) -> Result<ChangeMap, String> {
+    let path = changes_path(directory, disk.index());
+    ChangeMap::open(&path, disk.export_bytes(), &disk.path())
+        .unwrap_or_else(|error| Err(format!("cannot read {}: {error}", path.display())))
+}
+
+/// On the backup, before anything is changed: can its own images be brought up to date?
+/// `name` is this host's, `record` what it knows of them.
+pub fn examine(
+    name: &HostName,
+    record: Result<Option<Record>, String>,
+    offer: &Offer,
+    directory: &Path,
+) -> Groundwork {
+    try_resync(name, record, offer, directory).unwrap_or_else(Groundwork::Full)
+}
+
+fn try_resync(
+    name: &HostName,
+    record: Result<Option<Record>, String>,
+    offer: &Offer,
+    directory: &Path,
+) -> Result<Groundwork, String> {
+    let record = record?.ok_or_else(|| format!("host {name} has no images of it"))?;
+    let common = offer.sessions.iter().find(|session| record.sessions.contains(session));
+    let session = common.ok_or_else(|| {
+        format!("what changed since the images on host {name} were made is not known")
+    })?;
+    let (theirs, ours) = (&offer.definition.disks, &record.definition.disks);
+    if ours.len() != offer.disk_bytes.len() || theirs.len() != ours.len() {
+        return Err(format!("host {name} has images of other disks"));
+    }
+    let open = |(i, (ours, theirs)): (usize, (&DiskDefinition, &DiskDefinition))| {
+        let (index, bytes) = (DiskIndex(i as u16), offer.disk_bytes[i]);
+        let opened = if ours.has_medium_of(theirs) {
+            open_image(index, ours, bytes, directory).map(Mirror::Resynced)
+        } else {
+            FreshMirror::create(directory, index, bytes).map(Mirror::Fresh)
+        };
+        opened.map_err(|error| error.to_string())
+    };
+    let disks: Vec<Mirror> =
+        ours.iter().zip(theirs).enumerate().map(open).collect::<Result<_, _>>()?;
+    let changed = own_changes(&record, &disks, directory)?;
+    if changed.iter().map(Vec::len).sum::<usize>() > MOST_RUNS {
+        return Err(format!("too much has changed on host {name}"));
+    }
+    Ok(Groundwork::Resync(disks, Resync { session: session.clone(), changed }))
+}
+
+/// An image of this host's. A medium that an operator has put in is never written.
+fn open_image(
+    index: DiskIndex,
+    disk: &DiskDefinition,
+    bytes: u64,
+    directory: &Path,
+) -> Result<Arc<Disk>, DiskError> {
+    let opened = if disk.cdrom && !disk.path.starts_with(directory) {
+        Disk::open_medium(index, &disk.path)
+    } else {
+        check_size(disk, bytes)?;
+        Disk::open(index, &disk.path, bytes)
+    };
+    opened.map(Arc::new)
+}
+
+/// A file grows; a device has the disk's size, or is not that disk's any more.
+fn check_size(disk: &DiskDefinition, wanted: u64) -> Result<(), DiskError> {
+    let is_device = fs::metadata(&disk.path).is_ok_and(|it| it.file_type().is_block_device());
+    if !is_device || disk.format != DiskFormat::Raw {
+        return Ok(());
+    }
+    match export_bytes(&disk.path, ImageFormat::Raw)? {
+        bytes if bytes == wanted => Ok(()),
+        bytes => Err(DiskError::OtherSize { path: disk.path.clone(), bytes, wanted }),
+    }
+}
+
+/// What this host's guest wrote that the other host may not have. A mirror's guest never
+/// ran: what differs there is in the primary's map. Of a medium that this host does not have it
+/// is all.
+fn own_changes(
+    record: &Record,
+    mirrors: &[Mirror],
+    directory: &Path,
+) -> Result<Vec<Vec<(u64, u64)>>, String> {
+    let ran = match record.image.role {
+        ImageRole::Mirror | ImageRole::Syncing => false,
+        ImageRole::Active | ImageRole::Stopped | ImageRole::Cut | ImageRole::Stale => true,
+    };
+    let changed = |mirror: &Mirror| match mirror {
+        Mirror::Fresh(mirror) => {
+            Ok(vec![(0, mirror.disk().export_bytes().div_ceil(GRANULE_BYTES))])
+        }
+        Mirror::Resynced(_) if !ran => Ok(Vec::new()),
+        Mirror::Resynced(disk) => {
+            let map = open_map(disk, directory)
+                .map_err(|doubt| format!("host {}: {doubt}", record.image.host))?;
+            Ok(map.runs().iter().map(|run| (run.start, run.end)).collect())
+        }
+    };
+    mirrors.iter().map(changed).collect()
+}
+
+/// On the primary: takes the backup's changes into its own maps.
+pub fn merge(machine: &Machine, sessions: &[String], resync: &Resync) -> anyhow::Result<()> {
+    ensure!(sessions.contains(&resync.session), "the backup answers to a session never offered");
+    ensure!(resync.changed.len() == machine.disks().len(), "the backup knows other disks");
+    for (disk, changed) in machine.disks().iter().zip(&resync.changed) {
+        let runs: Vec<Range<u64>> = changed.iter().map(|&(start, end)| start..end).collect();
+        let map = disk.changes().context("changes are tracked before an offer")?;
+        map.merge(&runs)
+            .with_context(|| format!("the backup's changes of disk {}", disk.index()))?;
+    }
+    Ok(())
+}

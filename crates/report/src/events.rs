@@ -1,0 +1,272 @@
+//! What happened on this host: a bounded log that numbers, times and types each event.
+//!
+//! [`Journal`] has one owner, the host; a [`VmEvents`] is its part about one VM, for whoever works for that VM. To record
+//! an event is to log it, too. Numbers only grow, also over restarts of the daemon, whose first is the time of its start
+//! in milliseconds: "all after N" never gives an event twice, and says whether some are gone.
+
+mod kind;
+
+pub use kind::{EventKind, Severity};
+use schemars::JsonSchema;
+use serde::{Deserialize, Serialize};
+use std::collections::VecDeque;
+use std::net::IpAddr;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::time::SystemTime;
+use tracing::{error, info, warn};
+use understudy_protocol::VmName;
+use understudy_threads::Common;
+
+/// Events that are kept.
+const KEPT: usize = 2048;
+/// Sentences of a VM that its status shows.
+const SHOWN: usize = 64;
+/// Among so many of a VM's last events one that is there is not recorded again.
+const REPEATED_WITHIN: usize = 16;
+
+/// Something that happened.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
+pub struct Event {
+    /// Its number: larger than that of every event before.
+    pub number: u64,
+    /// When, in milliseconds since 1970.
+    pub at_ms: u64,
+    /// The VM that it is about; none if it is about the host.
+    pub vm: Option<VmName>,
+    /// How much somebody should care.
+    pub severity: Severity,
+    /// What it is.
+    #[serde(flatten)]
+    pub kind: EventKind,
+    /// The same as a sentence.
+    pub text: String,
+}
+
+/// Events after a number.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize, JsonSchema)]
+pub struct EventList {
+    /// The events, oldest first.
+    pub events: Vec<Event>,
+    /// The number to ask for next: the last event's, also of one that was not asked for.
+    pub last: u64,
+    /// Whether events after the number are not kept any more.
+    pub missed: bool,
+}
+
+/// The events of a host. Clones share them.
+#[derive(Clone)]
+pub struct Journal(Arc<Shared>);
+
+struct Shared {
+    first: u64,
+    last: AtomicU64,
+    closed: AtomicBool,
+    kept: Common<VecDeque<Event>>,
+}
+
+impl Default for Journal {
+    fn default() -> Journal {
+        let first = now_ms();
+        Journal(Arc::new(Shared {
+            first,
+            last: AtomicU64::new(first),
+            closed: AtomicBool::new(false),
+            kept: Common::default(),
+        }))
+    }
+}
+
+impl Journal {
+    /// Records an event of the host itself.
+    pub fn record(&self, kind: EventKind) {
+        self.add(None, kind);
+    }
+
+    /// The part about a VM.
+    pub fn of(&self, vm: &VmName) -> VmEvents {
+        VmEvents { journal: self.clone(), vm: vm.to_owned() }
+    }
+
+    fn add(&self, vm: Option<&VmName>, kind: EventKind) {
+        let (text, severity) = (kind.to_string(), kind.severity());
+        tell(vm, severity, &text);
+        let mut kept = self.0.kept.lock();
+        let number = self.0.last.load(Ordering::Relaxed) + 1;
+        if kept.len() == KEPT {
+            kept.pop_front();
+        }
+        let vm = vm.cloned();
+        kept.push_back(Event { number, at_ms: now_ms(), vm, severity, kind, text });
+        self.0.last.store(number, Ordering::Release);
+    }
+
+    /// The events after this number, of all VMs or of one.
+    pub fn after(&self, number: u64, vm: Option<&VmName>) -> EventList {
+        let kept = self.0.kept.lock();
+        let wanted = |event: &&Event| vm.is_none_or(|vm| event.vm.as_ref() == Some(vm));
+        let later = kept.iter().filter(|event| event.number > number);
+        let oldest = kept.front().map_or(self.last(), |event| event.number - 1);
+        // What an earlier daemon knew is gone, which somebody who asks for all knows.
+        let missed = number != 0 && number < oldest.max(self.0.first);
+        EventList { events: later.filter(wanted).cloned().collect(), last: self.last(), missed }
+    }
+
+    /// The last event's number.
+    pub fn last(&self) -> u64 {
+        self.0.last.load(Ordering::Acquire)
+    }
+
+    /// The last sentences about a VM, oldest first.
+    pub fn sentences(&self, vm: &VmName) -> Vec<String> {
+        let kept = self.0.kept.lock();
+        let about = kept.iter().rev().filter(|event| event.vm.as_ref() == Some(vm));
+        let mut texts: Vec<String> = about.take(SHOWN).map(|event| event.text.clone()).collect();
+        texts.reverse();
+        texts
+    }
+
+    /// Since when the VM has stood as it does, in milliseconds since 1970, if that is known.
+    pub fn since(&self, vm: &VmName) -> Option<u64> {
+        let kept = self.0.kept.lock();
+        let turned = |event: &&Event| event.vm.as_ref() == Some(vm) && event.kind.is_a_turn();
+        kept.iter().rev().find(turned).map(|event| event.at_ms)
+    }
+
+    /// Somebody shows wrong tokens to the API over the network.
+    pub fn wrong_tokens(&self, from: IpAddr) {
+        self.record(EventKind::WrongTokens { from });
+    }
+
+    /// Ends it: nobody need wait for more.
+    pub fn close(&self) {
+        self.0.closed.store(true, Ordering::Release);
+    }
+
+    /// Whether there will be no more.
+    pub fn is_closed(&self) -> bool {
+        self.0.closed.load(Ordering::Acquire)
+    }
+}
+
+/// The events of one VM.
+#[derive(Clone)]
+pub struct VmEvents {
+    journal: Journal,
+    vm: VmName,
+}
+
+impl VmEvents {
+    /// Records an event.
+    pub fn record(&self, kind: EventKind) {
+        self.journal.add(Some(&self.vm), kind);
+    }
+
+    /// Records an event unless it was recorded a short while ago.
+    pub fn record_new(&self, kind: EventKind) {
+        let known = {
+            let kept = self.journal.0.kept.lock();
+            let about = kept.iter().rev().filter(|event| event.vm.as_ref() == Some(&self.vm));
+            about.take(REPEATED_WITHIN).any(|event| event.kind == kind)
+        };
+        if !known {
+            self.record(kind);
+        }
+    }
+
+    /// Records something that has no kind of its own.
+    pub fn note(&self, text: impl Into<String>) {
+        self.record(EventKind::Note { text: text.into() });
+    }
+
+    /// The VM.
+    pub fn vm(&self) -> &VmName {
+        &self.vm
+    }
+
+    /// The last sentences, oldest first.
+    pub fn sentences(&self) -> Vec<String> {
+        self.journal.sentences(&self.vm)
+    }
+}
+
+fn tell(vm: Option<&VmName>, severity: Severity, text: &str) {
+    match (severity, vm) {
+        (Severity::Info, Some(vm)) => info!(%vm, "{text}"),
+        (Severity::Info, None) => info!("{text}"),
+        (Severity::Warning, Some(vm)) => warn!(%vm, "{text}"),
+        (Severity::Warning, None) => warn!("{text}"),
+        (Severity::Error, Some(vm)) => error!(%vm, "{text}"),
+        (Severity::Error, None) => error!("{text}"),
+    }
+}
+
+fn now_ms() -> u64 {
+    let since = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default();
+    u64::try_from(since.as_millis()).unwrap_or(u64::MAX)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use understudy_protocol::literal;
+
+    #[test]
+    fn events_are_numbered_and_asked_for_by_number_and_vm() {
+        let journal = Journal::default();
+        let start = journal.last();
+        let (db, web) = (literal("db"), literal("web"));
+        journal.of(&db).record(EventKind::Started);
+        journal.of(&web).record(EventKind::Rebooted);
+        journal.record(EventKind::ArbiterFound { arbiter: "x".into() });
+        let all = journal.after(0, None);
+        let numbers: Vec<u64> = all.events.iter().map(|event| event.number).collect();
+        assert_eq!(numbers, [start + 1, start + 2, start + 3]);
+        assert_eq!((all.last, all.missed), (start + 3, false));
+        assert_eq!(journal.after(start + 2, None).events.len(), 1);
+        let of_web = journal.after(start, Some(&web));
+        assert_eq!((of_web.events.len(), of_web.last), (1, start + 3));
+        assert_eq!(journal.sentences(&db), ["started"]);
+        assert_eq!(journal.since(&db), Some(all.events[0].at_ms));
+        assert_eq!(journal.since(&web), None, "a reboot changes nothing about its protection");
+    }
+
+    #[test]
+    fn the_oldest_make_room_and_whoever_missed_them_is_told() {
+        let journal = Journal::default();
+        let start = journal.last();
+        let db = journal.of(&literal("db"));
+        (0..KEPT + 10).for_each(|number| db.note(number.to_string()));
+        let list = journal.after(start + 5, None);
+        assert_eq!(list.events.len(), KEPT);
+        assert!(list.missed);
+        assert!(!journal.after(start + 10, None).missed);
+        assert!(!journal.after(0, None).missed);
+        assert!(journal.after(start - 1, None).missed, "it knew an earlier daemon's");
+        assert_eq!(db.sentences().len(), SHOWN);
+    }
+
+    #[test]
+    fn what_goes_on_is_recorded_once() {
+        let journal = Journal::default();
+        let db = journal.of(&literal("db"));
+        let full = || EventKind::DiskError { error: "full".into(), outcome: "it waits".into() };
+        db.record_new(full());
+        db.record(EventKind::Rebooted);
+        db.record_new(full());
+        assert_eq!(db.sentences(), ["full; it waits", "the guest rebooted"]);
+    }
+
+    #[test]
+    fn an_event_is_flat_json_and_comes_back() {
+        let journal = Journal::default();
+        journal.of(&literal("db")).record(EventKind::Protected { peer: literal("b") });
+        let event = journal.after(0, None).events.remove(0);
+        let json = serde_json::to_value(&event).unwrap();
+        assert_eq!(json["kind"], "protected");
+        assert_eq!(json["peer"], "b");
+        assert_eq!(json["severity"], "info");
+        assert_eq!(json["text"], "protected: b stands by");
+        assert_eq!(serde_json::from_value::<Event>(json).unwrap(), event);
+    }
+}

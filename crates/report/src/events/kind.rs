@@ -1,0 +1,348 @@
+//! The kinds of events, how grave they are, and their sentences.
+
+use crate::status::TakeoverReport;
+use schemars::JsonSchema;
+use serde::{Deserialize, Serialize};
+use std::fmt;
+use std::net::IpAddr;
+use std::path::PathBuf;
+use understudy_protocol::{GroupName, HostName};
+use understudy_snapshot::SnapshotNumber;
+
+/// How much somebody should care about an event.
+#[derive(
+    Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize, JsonSchema,
+)]
+#[serde(rename_all = "kebab-case")]
+pub enum Severity {
+    /// As it should be.
+    Info,
+    /// Less redundancy than was asked for, or soon.
+    Warning,
+    /// A VM stands still, or has lost its protection.
+    Error,
+}
+
+/// What happened.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
+#[serde(tag = "kind", rename_all = "kebab-case")]
+pub enum EventKind {
+    /// The VM was started on this host.
+    Started,
+    /// The VM was stopped.
+    Stopped {
+        /// Whether its power was cut.
+        cut: bool,
+    },
+    /// The guest powered off by itself.
+    PoweredOff,
+    /// The guest rebooted.
+    Rebooted,
+    /// The guest's kernel panicked.
+    GuestPanicked,
+    /// QEMU ended, or does nothing.
+    GuestDied {
+        /// Its last words.
+        reason: String,
+    },
+    /// The first synchronisation begins.
+    Synchronising {
+        /// The backup.
+        peer: HostName,
+    },
+    /// The disks were copied.
+    Copied {
+        /// Bytes that were sent.
+        bytes: u64,
+        /// How long that took.
+        seconds: f64,
+        /// Why all was copied; none if only what may have changed was.
+        full_because: Option<String>,
+    },
+    /// Every output waits for the backup from now on.
+    Protected {
+        /// The backup.
+        peer: HostName,
+    },
+    /// A backup follows without holding output, as asked for.
+    Unheld {
+        /// The backup.
+        peer: HostName,
+    },
+    /// The backup is silent, or the VM's QEMU: the arbiter is asked.
+    Contested {
+        /// Why.
+        reason: String,
+    },
+    /// The backup could not take over now.
+    BackupUnfit {
+        /// The backup.
+        peer: HostName,
+        /// Why.
+        reason: String,
+    },
+    /// It could again.
+    BackupFit {
+        /// The backup.
+        peer: HostName,
+    },
+    /// The VM runs alone although it should be protected.
+    ProtectionLost {
+        /// Why.
+        reason: String,
+    },
+    /// No host could be found as the next backup.
+    NoBackup {
+        /// Why, host by host.
+        reason: String,
+    },
+    /// Protection ended as asked for.
+    Unprotected,
+    /// This host has taken the VM over.
+    TookOver {
+        /// Why.
+        reason: String,
+        /// Where the time of it went.
+        phases: TakeoverReport,
+    },
+    /// The VM was handed over to this host as planned.
+    CameOver {
+        /// The host that it came from.
+        from: HostName,
+        /// Where the time of it went.
+        phases: TakeoverReport,
+    },
+    /// This host has won the VM and could not start it.
+    TakeOverFailed {
+        /// What went wrong.
+        reason: String,
+    },
+    /// The VM went to its backup as planned.
+    HandedOver {
+        /// The host that runs it now.
+        peer: HostName,
+    },
+    /// This host's copy of the VM is halted.
+    Fenced {
+        /// Why.
+        reason: String,
+    },
+    /// This host is the VM's backup from now on.
+    StandingBy {
+        /// The host that runs it.
+        primary: HostName,
+    },
+    /// This host is its backup no more.
+    StoodDown,
+    /// A path to the other host is down.
+    PathDown {
+        /// The path.
+        path: String,
+        /// Why.
+        reason: String,
+        /// Paths that are left.
+        left: usize,
+        /// All paths.
+        all: usize,
+    },
+    /// It is up again.
+    PathUp {
+        /// The path.
+        path: String,
+        /// Paths that are up.
+        up: usize,
+        /// All paths.
+        all: usize,
+    },
+    /// A disk of the VM fails.
+    DiskError {
+        /// The disk and its error.
+        error: String,
+        /// What becomes of the guest.
+        outcome: String,
+    },
+    /// A CD-ROM drive has another medium.
+    MediumChanged {
+        /// The drive, like `disk1`.
+        drive: String,
+        /// What is in it; none if it is empty.
+        medium: Option<PathBuf>,
+    },
+    /// A snapshot was taken.
+    Snapshot {
+        /// The VM or group.
+        group: GroupName,
+        /// Its number.
+        number: SnapshotNumber,
+        /// Where it is.
+        store: String,
+    },
+    /// A snapshot that was due was not taken.
+    SnapshotFailed {
+        /// The VM or group.
+        group: GroupName,
+        /// Why.
+        reason: String,
+    },
+    /// The VM runs as of a snapshot.
+    Restored {
+        /// The VM or group that was restored.
+        group: GroupName,
+        /// The snapshot.
+        number: SnapshotNumber,
+    },
+    /// Many wrong tokens have come to the API from one address, from which none counts for a while.
+    WrongTokens {
+        /// The address.
+        from: IpAddr,
+    },
+    /// Something about this host's certificate has to be seen to.
+    Certificate {
+        /// What, and what to do.
+        problem: String,
+    },
+    /// The arbiter cannot be used.
+    ArbiterLost {
+        /// Why.
+        reason: String,
+    },
+    /// It can be used again.
+    ArbiterFound {
+        /// Which one it is.
+        arbiter: String,
+    },
+    /// Something else.
+    Note {
+        /// The sentence.
+        text: String,
+    },
+}
+
+impl EventKind {
+    /// How grave it is.
+    pub fn severity(&self) -> Severity {
+        use EventKind::*;
+        match self {
+            Contested { .. }
+            | BackupUnfit { .. }
+            | Unheld { .. }
+            | NoBackup { .. }
+            | TookOver { .. }
+            | PathDown { .. }
+            | Certificate { .. }
+            | WrongTokens { .. }
+            | GuestPanicked
+            | SnapshotFailed { .. } => Severity::Warning,
+            ProtectionLost { .. }
+            | TakeOverFailed { .. }
+            | Fenced { .. }
+            | GuestDied { .. }
+            | DiskError { .. }
+            | ArbiterLost { .. } => Severity::Error,
+            _ => Severity::Info,
+        }
+    }
+
+    /// Whether it changes where the VM runs or how it is protected.
+    pub fn is_a_turn(&self) -> bool {
+        use EventKind::*;
+        matches!(
+            self,
+            Started
+                | Stopped { .. }
+                | PoweredOff
+                | Synchronising { .. }
+                | Protected { .. }
+                | Unheld { .. }
+                | Contested { .. }
+                | BackupUnfit { .. }
+                | BackupFit { .. }
+                | ProtectionLost { .. }
+                | Unprotected
+                | TookOver { .. }
+                | CameOver { .. }
+                | TakeOverFailed { .. }
+                | HandedOver { .. }
+                | Fenced { .. }
+                | StandingBy { .. }
+                | Restored { .. }
+        )
+    }
+}
+
+impl fmt::Display for EventKind {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        use EventKind::*;
+        match self {
+            Started => write!(f, "started"),
+            Stopped { cut: false } => write!(f, "stopped"),
+            Stopped { cut: true } => write!(f, "its power was cut"),
+            PoweredOff => write!(f, "the guest powered off"),
+            Rebooted => write!(f, "the guest rebooted"),
+            GuestPanicked => write!(f, "the guest's kernel panicked"),
+            GuestDied { reason } => write!(f, "QEMU ended: {reason}"),
+            Synchronising { peer } => write!(f, "protection to {peer} begins"),
+            Copied { bytes, seconds, full_because } => {
+                let mib = *bytes as f64 / f64::from(1 << 20);
+                write!(f, "{mib:.1} MiB of disks copied in {seconds:.1} s: ")?;
+                match full_because {
+                    Some(why) => write!(f, "all data, {why}"),
+                    None => write!(f, "only what had changed"),
+                }
+            }
+            Protected { peer } => write!(f, "protected: {peer} stands by"),
+            Unheld { peer } => write!(
+                f,
+                "NOT PROTECTED: {peer} follows, but output is not held, as asked for; a fail-over \
+                 undoes what clients have seen"
+            ),
+            // Why is told with what the arbiter decides, mostly a moment later.
+            Contested { .. } => write!(f, "output is held until the arbiter decides who goes on"),
+            BackupUnfit { peer, reason } => {
+                write!(f, "host {peer} could not take over now: {reason}")
+            }
+            BackupFit { peer } => write!(f, "host {peer} could take over again"),
+            ProtectionLost { reason } => write!(f, "not protected any more: {reason}"),
+            NoBackup { reason } => write!(f, "still unprotected: {reason}"),
+            Unprotected => write!(f, "protection ended as asked for"),
+            TookOver { reason, phases } => {
+                write!(f, "took over: {reason}; clients waited {:.0} ms at most", phases.outage_ms)
+            }
+            CameOver { from, phases } => {
+                let ms = phases.outage_ms;
+                write!(f, "came over from {from} as planned; clients waited {ms:.0} ms at most")
+            }
+            TakeOverFailed { reason } => write!(f, "won the VM and could not start it: {reason}"),
+            HandedOver { peer } => write!(f, "handed over to {peer}, which runs it now"),
+            Fenced { reason } => write!(f, "does not run here any more: {reason}"),
+            StandingBy { primary } => write!(f, "standing by for {primary}"),
+            StoodDown => write!(f, "this host is its backup no more"),
+            PathDown { path, reason, left, all } => write!(
+                f,
+                "{path} is down: {reason}; redundancy is degraded: {left} of {all} paths left"
+            ),
+            PathUp { path, up, all } => write!(f, "{path} is up again: {up} of {all} paths"),
+            DiskError { error, outcome } => write!(f, "{error}; {outcome}"),
+            MediumChanged { drive, medium: Some(medium) } => {
+                write!(f, "{drive} has {} in it", medium.display())
+            }
+            MediumChanged { drive, medium: None } => write!(f, "{drive} is empty"),
+            Snapshot { group, number, store } => {
+                write!(f, "snapshot {number} of {group} is in {store}")
+            }
+            SnapshotFailed { group, reason } => {
+                write!(f, "the snapshot of {group} that was due: {reason}")
+            }
+            Restored { group, number } => write!(f, "runs as of snapshot {number} of {group}"),
+            WrongTokens { from } => write!(
+                f,
+                "{from} shows wrong tokens to the API: none counts from there for a minute; see who \
+                 that is"
+            ),
+            Certificate { problem } => write!(f, "{problem}"),
+            ArbiterLost { reason } => write!(f, "{reason}"),
+            ArbiterFound { arbiter } => write!(f, "arbiter: {arbiter} again"),
+            Note { text } => write!(f, "{text}"),
+        }
+    }
+}

@@ -1,0 +1,27 @@
+//! What the daemon tells its users, and what they ask it for: the types behind `status`, `--json`
+//! and the API, events, and what is counted.
+//!
+//! | module | is |
+//! |---|---|
+//! | [`status`] | how hosts and VMs are |
+//! | [`requests`] | what is asked for |
+//! | [`cluster`] | snapshots and restores |
+//! | [`comparison`] | two machines in lockstep, compared |
+//! | [`events`] | what happened |
+//! | [`meters`] | what is counted for a monitoring system |
+//! | [`error`] | errors that reach the user |
+
+pub mod cluster;
+pub mod comparison;
+pub mod error;
+pub mod events;
+pub mod meters;
+pub mod requests;
+pub mod status;
+
+pub use cluster::{FillReport, FillState};
+pub use comparison::{ComparisonCounts, ComparisonReport, Difference, Part};
+pub use error::{ErrorKind, HostError};
+pub use meters::Meters;
+pub use requests::{DiskReads, GroupRequest, MediumRequest, Mode, ProtectRequest, RecoverRequest};
+pub use status::*;

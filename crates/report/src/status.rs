@@ -1,0 +1,499 @@
+//! What the daemon tells its users: the types behind `status` and `--json`.
+
+use crate::cluster::FillReport;
+use crate::comparison::ComparisonCounts;
+use crate::requests::{DiskReads, Mode};
+use schemars::JsonSchema;
+use serde::{Deserialize, Serialize};
+use understudy_encoding::{Counters, EncodingPlan, Methods};
+use understudy_protocol::{Epoch, Generation, Policy};
+use understudy_protocol::{GroupName, HostName, VmName};
+
+/// What this host is to a VM.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+#[serde(rename_all = "kebab-case")]
+pub enum Role {
+    /// Runs the VM.
+    Primary,
+    /// Holds the VM's last committed state and stands by.
+    Backup,
+    /// Ran the VM, or tried to, and lost its ownership: its copy is halted.
+    Fenced,
+}
+
+/// How far the protection of a VM has come.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
+#[serde(tag = "state", rename_all = "kebab-case")]
+pub enum Protection {
+    /// No protection was asked for.
+    Off,
+    /// First synchronisation; the VM runs and is not protected yet.
+    Syncing {
+        /// The backup's host name.
+        peer: HostName,
+        /// Bytes copied so far, memory and disks.
+        done_bytes: u64,
+        /// Bytes to copy as known now; grows while the guest writes.
+        total_bytes: u64,
+        /// Seconds left at the present speed, when it can be told.
+        remaining_seconds: Option<f64>,
+    },
+    /// Every output waits for the backup.
+    Protected {
+        /// The other host's name.
+        peer: HostName,
+    },
+    /// A backup follows, but output does not wait for it, as the operator asked: a fail-over
+    /// undoes what clients have seen. For measurements; counts as degraded.
+    Unheld {
+        /// The other host's name.
+        peer: HostName,
+    },
+    /// Protection was asked for and is lost; the VM runs alone.
+    Degraded {
+        /// Why, for people.
+        reason: String,
+    },
+}
+
+/// Percentiles of the checkpoint pause over the last epochs, in milliseconds.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize, JsonSchema)]
+pub struct PauseReport {
+    /// Median.
+    pub p50: f64,
+    /// 99th percentile.
+    pub p99: f64,
+    /// Longest since protection began.
+    pub max: f64,
+}
+
+/// Where the pause of one checkpoint went. Milliseconds, except the counts.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize, JsonSchema)]
+pub struct CheckpointTiming {
+    /// The epoch that the checkpoint closed.
+    pub epoch: Epoch,
+    /// The part of its processors that the guest had, in percent; 100 is no limit.
+    pub vcpu_percent: u32,
+    /// Pages copied while the guest was paused.
+    pub pages: u64,
+    /// Pages copied just before the pause, while the guest ran.
+    pub precopied_pages: u64,
+    /// QMP `stop`, until the guest stands still.
+    pub stop_ms: f64,
+    /// Finding the written pages.
+    pub scan_ms: f64,
+    /// Copying them.
+    pub copy_ms: f64,
+    /// Waiting for the device state after the copy.
+    pub blob_ms: f64,
+    /// QMP `cont`, until the guest runs.
+    pub cont_ms: f64,
+    /// The whole pause.
+    pub total_ms: f64,
+    /// Time from the end of the pause until the backup's acknowledgement.
+    pub replicate_ms: f64,
+    /// How long the epoch's first output had waited when the pause began; none if there was none.
+    #[serde(default)]
+    pub output_waited_ms: Option<f64>,
+}
+
+/// How long output waits: the first of each of the last epochs that had any, in milliseconds.
+/// What follows it in the same epoch waits for less.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize, JsonSchema)]
+pub struct OutputReport {
+    /// Until the pause that ends its epoch, at the median …
+    pub to_checkpoint_p50: f64,
+    /// … and at the 99th percentile.
+    pub to_checkpoint_p99: f64,
+    /// Until it leaves the host, at the median …
+    pub to_release_p50: f64,
+    /// … and at the 99th percentile.
+    pub to_release_p99: f64,
+}
+
+/// What is done about a guest that writes faster than the link carries.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
+pub struct ThrottleReport {
+    /// The part of its processors that the guest may use, in percent; 100 is no limit.
+    pub vcpu_percent: u32,
+    /// Why the guest cannot be slowed down although it should be. Its epochs grow, and its
+    /// output waits for them.
+    pub unavailable: Option<String>,
+    /// Epochs that were cut short since protection began.
+    pub cut_short: u64,
+    /// Written pages that the link and the backup take in a second, as far as it is known.
+    pub link_pages_per_second: Option<u64>,
+}
+
+/// One network card of a VM on this host.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
+pub struct CardReport {
+    /// The guest's MAC address.
+    pub mac: String,
+    /// The tap device on this host.
+    pub tap: String,
+    /// The bridge that the tap belongs to.
+    pub bridge: String,
+}
+
+/// One disk of a VM on this host.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
+pub struct DiskReport {
+    /// The image on this host: the user's own, or this host's mirror.
+    pub path: std::path::PathBuf,
+}
+
+/// One path to a VM's other host.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
+pub struct PathReport {
+    /// The backup's address on this path.
+    pub address: std::net::SocketAddr,
+    /// Whether the peer is heard over it.
+    pub up: bool,
+    /// Whether the data goes over it.
+    pub in_use: bool,
+    /// Seconds for which it has been down.
+    pub down_seconds: Option<f64>,
+    /// Why it is down.
+    pub reason: Option<String>,
+}
+
+/// How the first synchronisation of a VM's disks went, or goes.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
+pub struct DiskSync {
+    /// Why everything was copied; none if only what may have changed was.
+    pub full_because: Option<String>,
+    /// Bytes sent of the disks copied so far, without what the guest wrote meanwhile.
+    pub bytes: u64,
+    /// How long that took.
+    pub seconds: f64,
+    /// Bytes of the disks in which the hosts' images may differ: what another
+    /// synchronisation would copy if the backup failed now.
+    pub differing_bytes: u64,
+}
+
+/// Where the time of a take-over went, in milliseconds. Detection comes before it: from
+/// the failure to the suspicion.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize, JsonSchema)]
+pub struct TakeoverReport {
+    /// Whether the primary handed the VM over as its operator wanted.
+    #[serde(default)]
+    pub planned: bool,
+    /// Time from the suspicion until the arbiter gave the VM to this host.
+    pub arbiter_ms: f64,
+    /// Lockstep: how far this host was behind when it suspected the failure.
+    #[serde(default)]
+    pub lag_ms: f64,
+    /// Lockstep: executing what was left of the log, once the arbiter had decided.
+    #[serde(default)]
+    pub log_ms: f64,
+    /// Bringing to the disks all that was acknowledged, and the activation record.
+    pub activation_ms: f64,
+    /// Loading the device state, until the guest ran.
+    pub restart_ms: f64,
+    /// Time from the suspicion until the guest ran.
+    pub total_ms: f64,
+    /// Time from the end of the last epoch, from which the guest goes on, until it ran: nobody
+    /// waited for longer. In lockstep from where this host had come in the log.
+    #[serde(default)]
+    pub outage_ms: f64,
+    /// Frames that clients had sent to the lost primary, and that the guest was given again.
+    pub injected_frames: u64,
+    /// Frames of committed epochs that the lost primary may not have released, and that were
+    /// sent from here.
+    #[serde(default)]
+    pub resent_frames: u64,
+}
+
+/// Frames that travel to the backup with the epoch in which the guest sent them, so that a
+/// take-over does not lose what waited for its commit. Counts since protection began.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize, JsonSchema)]
+pub struct OutboundReport {
+    /// Frames that were carried; on the backup those of committed epochs.
+    pub frames: u64,
+    /// Their bytes.
+    pub bytes: u64,
+    /// On the primary: frames over an epoch's bound, which the guest may have to repeat.
+    pub left_out: u64,
+}
+
+/// Copies of what the guest receives, which the primary sends to the backup so that a
+/// take-over does not lose them. Counts since protection began.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize, JsonSchema)]
+pub struct InboundReport {
+    /// Frames that were forwarded.
+    pub frames: u64,
+    /// Their bytes.
+    pub bytes: u64,
+    /// Frames over the bound, or without a connection: a client that sent one may have to
+    /// repeat it after a take-over.
+    pub dropped: u64,
+    /// On the backup: frames of epochs that are not committed.
+    pub kept_frames: u64,
+    /// Their bytes.
+    pub kept_bytes: u64,
+}
+
+/// Everything that `status` shows of one VM.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
+pub struct VmStatus {
+    /// The VM's name.
+    pub name: VmName,
+    /// What this host is to it.
+    pub role: Role,
+    /// Whether the guest executes on this host now.
+    pub live: bool,
+    /// The generation of ownership that this host knows.
+    pub generation: Generation,
+    /// The last epoch known to be committed.
+    pub epoch: Epoch,
+    /// The group that the VM is protected with.
+    #[serde(default)]
+    pub group: Option<GroupName>,
+    /// How far protection has come.
+    pub protection: Protection,
+    /// Since when it has been so, in milliseconds since 1970, as far as this daemon knows.
+    #[serde(default)]
+    pub since_ms: Option<u64>,
+    /// How the disks came to the backup, if the VM is or was protected from here.
+    #[serde(default)]
+    pub disk_sync: Option<DiskSync>,
+    /// How the backup keeps up, while there is one.
+    #[serde(default)]
+    pub mode: Mode,
+    /// How far both are apart; while the VM is protected in lockstep.
+    #[serde(default)]
+    pub lockstep: Option<LockstepReport>,
+    /// Epochs captured and not yet acknowledged.
+    pub lag_epochs: u64,
+    /// Copies of what the guest receives, while it is protected.
+    #[serde(default)]
+    pub inbound: Option<InboundReport>,
+    /// What of the guest's output travels to the backup, while it is protected.
+    #[serde(default)]
+    pub outbound: Option<OutboundReport>,
+    /// How the VM came to this host, if this host took it over and runs it.
+    #[serde(default)]
+    pub takeover: Option<TakeoverReport>,
+    /// How far it is there, while it is still being loaded from a snapshot.
+    #[serde(default)]
+    pub filling: Option<FillReport>,
+    /// Its working set in normal running, in pages, once that was sampled.
+    #[serde(default)]
+    pub sampled_pages: Option<u64>,
+    /// The checkpoint policy.
+    pub policy: Policy,
+    /// Checkpoints committed since protection began.
+    pub checkpoints: u64,
+    /// The pause of recent checkpoints.
+    pub pause_ms: PauseReport,
+    /// How long output waits; none before any has.
+    #[serde(default)]
+    pub output_wait_ms: Option<OutputReport>,
+    /// Why the guest is slower than its definition let hope: no KVM, or a poor one.
+    #[serde(default)]
+    pub slow: Option<String>,
+    /// Why pauses go through QMP, and take longer; none if the agent inside QEMU does them.
+    #[serde(default)]
+    pub pauses_through_qmp: Option<String>,
+    /// How pages are encoded; none if this host is not protecting the VM.
+    pub compression: Option<CompressionReport>,
+    /// Bytes sent to the backup since protection began.
+    pub bytes_sent: u64,
+    /// How old the state is that the backup would go on with, in milliseconds; what the guest
+    /// has done since then would be undone, and nobody has seen it.
+    #[serde(default)]
+    pub uncommitted_ms: Option<f64>,
+    /// Pages that the guest writes in a second, over the last seconds.
+    #[serde(default)]
+    pub dirty_pages_per_second: u64,
+    /// Bandwidth to the backup over the last seconds, in bytes per second.
+    pub bandwidth_bytes_per_second: u64,
+    /// What is done about a guest that writes faster than the link carries; while
+    /// protection lasts.
+    pub throttle: Option<ThrottleReport>,
+    /// Frames held for output commit at this moment.
+    pub held_frames: u64,
+    /// Bytes of the guest's console held likewise, where that was asked for.
+    #[serde(default)]
+    pub held_console_bytes: Option<u64>,
+    /// Unix socket of the guest's screen, a VNC server's.
+    #[serde(default)]
+    pub vnc: Option<std::path::PathBuf>,
+    /// Unix socket of the guest agent's channel; what the guest says there is not held.
+    #[serde(default)]
+    pub guest_agent: Option<std::path::PathBuf>,
+    /// The VM has a display for whoever connects to it, who sees what the guest draws at once, committed or not.
+    #[serde(default)]
+    pub display_not_held: bool,
+    /// The error of a disk at which the guest stands still, and what becomes of it.
+    #[serde(default)]
+    pub disk_error: Option<String>,
+    /// Process id of this host's QEMU for the VM.
+    pub qemu_pid: Option<u32>,
+    /// Unix socket of the guest's console.
+    pub console: Option<std::path::PathBuf>,
+    /// The VM's cards.
+    pub cards: Vec<CardReport>,
+    /// The VM's disks.
+    pub disks: Vec<DiskReport>,
+    /// The paths to the other host, in the order of the primary's configuration;
+    /// none without protection.
+    #[serde(default)]
+    pub paths: Vec<PathReport>,
+    /// Notable events, newest last; bounded.
+    pub events: Vec<String>,
+}
+
+impl VmStatus {
+    /// A VM of which nothing is known but what this host is to it.
+    pub fn new(name: &VmName, role: Role) -> VmStatus {
+        VmStatus {
+            name: name.to_owned(),
+            role,
+            live: false,
+            generation: Generation(0),
+            epoch: Epoch(0),
+            group: None,
+            protection: Protection::Off,
+            since_ms: None,
+            disk_sync: None,
+            mode: Mode::Checkpoint,
+            lockstep: None,
+            lag_epochs: 0,
+            inbound: None,
+            outbound: None,
+            takeover: None,
+            filling: None,
+            sampled_pages: None,
+            policy: Policy::default(),
+            checkpoints: 0,
+            pause_ms: Default::default(),
+            output_wait_ms: None,
+            slow: None,
+            pauses_through_qmp: None,
+            compression: None,
+            bytes_sent: 0,
+            uncommitted_ms: None,
+            dirty_pages_per_second: 0,
+            bandwidth_bytes_per_second: 0,
+            throttle: None,
+            held_frames: 0,
+            held_console_bytes: None,
+            vnc: None,
+            guest_agent: None,
+            display_not_held: false,
+            disk_error: None,
+            qemu_pid: None,
+            console: None,
+            cards: Vec::new(),
+            disks: Vec::new(),
+            paths: Vec::new(),
+            events: Vec::new(),
+        }
+    }
+}
+
+/// Everything that `status` shows of one host.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
+pub struct HostStatus {
+    /// The host's name.
+    pub name: HostName,
+    /// The daemon's version.
+    pub version: String,
+    /// The installed QEMU's version.
+    pub qemu_version: String,
+    /// What is wrong with the host itself, for people.
+    #[serde(default)]
+    pub problems: Vec<String>,
+    /// When this host's certificate expires, in seconds since 1970; none without TLS.
+    #[serde(default)]
+    pub certificate_expires: Option<i64>,
+    /// Who decides about ownership, if anybody does.
+    #[serde(default)]
+    pub arbiter: Option<ArbiterReport>,
+    /// The hosts that it knows: its peers, and with etcd the members.
+    #[serde(default)]
+    pub peers: Vec<HostName>,
+    /// Every VM that this host runs or backs up.
+    pub vms: Vec<VmStatus>,
+}
+
+/// The arbiter, as this host sees it.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+pub struct ArbiterReport {
+    /// What it is: `file` or `etcd`.
+    pub kind: String,
+    /// Why it cannot be used now; none if it can.
+    pub problem: Option<String>,
+}
+
+/// What `recover` found and did.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
+pub struct RecoverReport {
+    /// The VM.
+    pub vm: VmName,
+    /// The valid images, if they can be told.
+    pub valid: Option<ValidImages>,
+    /// Why these, or why they cannot be told.
+    pub reason: String,
+    /// What each host and the arbiter said, a line each.
+    pub evidence: Vec<String>,
+    /// The VM, if it was started.
+    pub status: Option<VmStatus>,
+}
+
+/// Images that hold a VM's newest state.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
+pub struct ValidImages {
+    /// The host that has them.
+    pub host: HostName,
+    /// The generation at which the guest ran on them.
+    pub generation: Generation,
+    /// Where they are, in the order of the VM's disks.
+    pub images: Vec<std::path::PathBuf>,
+}
+
+/// How pages are encoded on their way to the backup, since the first synchronisation.
+#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
+pub struct CompressionReport {
+    /// What was asked for.
+    pub asked: EncodingPlan,
+    /// The methods in use now; `auto` changes them.
+    pub methods: Methods,
+    /// Bytes of pages for each byte sent.
+    pub ratio: Option<f64>,
+    /// Share of pages found in the cache, 0 to 1.
+    pub hit_rate: Option<f64>,
+    /// Milliseconds of CPU time for each MB of pages.
+    pub cpu_ms_per_mb: Option<f64>,
+    /// What the link was found to carry, in bytes per second.
+    pub link_bytes_per_second: Option<u64>,
+    /// The counts behind these figures.
+    pub counters: Counters,
+}
+
+/// A VM in lockstep, as one of its hosts sees it.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize, JsonSchema)]
+pub struct LockstepReport {
+    /// Milliseconds for which the backup has had log that it has not executed.
+    pub lag_ms: f64,
+    /// Instructions that the primary is known to be ahead.
+    pub lag_instructions: u64,
+    /// Log of the last seconds, in Mbit/s.
+    pub log_mbit_s: f64,
+    /// Frames that wait for the acknowledgement of their log.
+    pub held_frames: u64,
+    /// Whether QEMU stands still for the log: a primary's because the backup takes no more, a
+    /// backup's because there is none.
+    pub blocked: bool,
+    /// Where the backup gets what its guest reads from its disks.
+    #[serde(default)]
+    pub disk_reads: DiskReads,
+    /// What travels of disk reads, in Mbit/s before it is compressed. Not part of `log_mbit_s`.
+    #[serde(default)]
+    pub disk_read_mbit_s: f64,
+    /// How often the backup was compared; none before the first time, and none on a backup.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub comparison: Option<ComparisonCounts>,
+}
