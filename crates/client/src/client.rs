@@ -1,16 +1,23 @@
 //! The API from the caller's side: one request, one connection.
 
+mod remote;
+
+pub use remote::{Credentials, HostUrl};
+
 use crate::failure::{ErrorBody, Failure, FailureKind};
 use http_body_util::{BodyExt, Full, Limited};
 use hyper::body::Bytes;
 use hyper::client::conn::http1;
+use hyper::http::request;
 use hyper::{Method, Request, StatusCode};
 use hyper_util::rt::TokioIo;
+use remote::Remote;
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 use std::fmt::Write;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
+use tokio::io::{AsyncRead, AsyncWrite};
 use tokio::net::UnixStream;
 use tokio::runtime::{Builder, Runtime};
 use understudy_protocol::{GroupName, VmName};
@@ -21,8 +28,8 @@ use understudy_report::cluster::{
 };
 use understudy_report::events::EventList;
 use understudy_report::{
-    CheckpointTiming, ComparisonReport, GroupRequest, HostStatus, ProtectRequest, RecoverReport,
-    RecoverRequest, VmStatus,
+    CheckpointTiming, ComparisonReport, GroupRequest, HostStatus, MediumRequest, ProtectRequest,
+    RecoverReport, RecoverRequest, VmStatus,
 };
 use understudy_snapshot::SnapshotNumber;
 
@@ -51,20 +58,43 @@ impl Subject {
     }
 }
 
-/// A daemon, by its API socket. All calls block until the daemon has answered.
+/// A daemon, by its API. All calls block until the daemon has answered.
 #[derive(Debug)]
 pub struct Client {
-    socket: PathBuf,
+    way: Way,
     runtime: Runtime,
+}
+
+/// How a daemon is reached.
+#[derive(Debug)]
+enum Way {
+    /// Its unix socket.
+    Socket(PathBuf),
+    /// Its address on another machine.
+    Remote(Box<Remote>),
 }
 
 impl Client {
     /// The daemon that listens on `socket`; nothing is sent yet.
     pub fn new(socket: &Path) -> Result<Client, Failure> {
+        Client::by(Way::Socket(socket.to_owned()))
+    }
+
+    /// The daemon of another machine; nothing is sent yet.
+    pub fn remote(host: HostUrl, credentials: &Credentials) -> Result<Client, Failure> {
+        Client::by(Way::Remote(Box::new(Remote::new(host, credentials)?)))
+    }
+
+    /// Whether it is on this machine.
+    pub fn is_local(&self) -> bool {
+        matches!(self.way, Way::Socket(_))
+    }
+
+    fn by(way: Way) -> Result<Client, Failure> {
         let runtime = Builder::new_current_thread().enable_all().build();
         let runtime =
             runtime.map_err(|error| Failure::internal(format!("cannot start: {error}")))?;
-        Ok(Client { socket: socket.to_owned(), runtime })
+        Ok(Client { way, runtime })
     }
 
     /// Everything on the host.
@@ -128,6 +158,11 @@ impl Client {
     /// Hands a VM over to its backup.
     pub fn failover(&self, name: &str) -> Result<(), Failure> {
         self.send(Method::POST, &vm_path(name, "/failover"), Bytes::new()).map(drop)
+    }
+
+    /// Changes the medium of a CD-ROM drive.
+    pub fn change_medium(&self, name: &str, request: &MediumRequest) -> Result<VmStatus, Failure> {
+        self.json(Method::POST, &vm_path(name, "/medium"), encode(request)?)
     }
 
     /// Names a VM's valid images and starts it on them.
@@ -230,32 +265,54 @@ impl Client {
         path: &str,
         body: Bytes,
     ) -> Result<(StatusCode, Bytes), Failure> {
-        let stream = UnixStream::connect(&self.socket).await.map_err(|error| {
-            let message = format!(
-                "cannot reach the daemon on {}: {error}; is `understudy host` running, \
-                 and may you use its socket?",
-                self.socket.display()
-            );
-            Failure::new(FailureKind::DaemonUnreachable, message)
-        })?;
-        let (mut sender, connection) =
-            http1::handshake(TokioIo::new(stream)).await.map_err(broken_off)?;
-        // Its errors come out of the request, too.
-        tokio::spawn(connection);
         let request = Request::builder()
             .method(method)
             .uri(path)
             .header("host", "understudy")
             .header("content-type", "application/json")
-            .header("connection", "close")
-            .body(Full::new(body))
-            .map_err(|error| Failure::internal(format!("malformed request: {error}")))?;
-        let answer = sender.send_request(request).await.map_err(broken_off)?;
-        let status = answer.status();
-        let body = Limited::new(answer.into_body(), MAX_ANSWER_BYTES);
-        let body = body.collect().await.map_err(broken_off)?;
-        Ok((status, body.to_bytes()))
+            .header("connection", "close");
+        match &self.way {
+            Way::Socket(socket) => exchange_over(connect(socket).await?, request, body).await,
+            Way::Remote(remote) => {
+                let request = match &remote.token {
+                    Some(token) => request.header("authorization", format!("Bearer {token}")),
+                    None => request,
+                };
+                exchange_over(remote.connect().await?, request, body).await
+            }
+        }
     }
+}
+
+async fn connect(socket: &Path) -> Result<UnixStream, Failure> {
+    UnixStream::connect(socket).await.map_err(|error| {
+        let message = format!(
+            "cannot reach the daemon on {}: {error}; is `understudy host` running, \
+             and may you use its socket?",
+            socket.display()
+        );
+        Failure::new(FailureKind::DaemonUnreachable, message)
+    })
+}
+
+/// Sends a request over a connection of its own, and reads the answer.
+async fn exchange_over(
+    stream: impl AsyncRead + AsyncWrite + Send + Unpin + 'static,
+    request: request::Builder,
+    body: Bytes,
+) -> Result<(StatusCode, Bytes), Failure> {
+    let (mut sender, connection) =
+        http1::handshake(TokioIo::new(stream)).await.map_err(broken_off)?;
+    // Its errors come out of the request, too.
+    tokio::spawn(connection);
+    let request = request
+        .body(Full::new(body))
+        .map_err(|error| Failure::internal(format!("malformed request: {error}")))?;
+    let answer = sender.send_request(request).await.map_err(broken_off)?;
+    let status = answer.status();
+    let body = Limited::new(answer.into_body(), MAX_ANSWER_BYTES);
+    let body = body.collect().await.map_err(broken_off)?;
+    Ok((status, body.to_bytes()))
 }
 
 fn broken_off(error: impl std::fmt::Display) -> Failure {

@@ -16,6 +16,6 @@ mod mode;
 pub mod output;
 pub mod progress;
 
-pub use client::{Client, LONGEST_WAIT, Subject};
+pub use client::{Client, Credentials, HostUrl, LONGEST_WAIT, Subject};
 pub use failure::{ErrorBody, Exit, Failure, FailureKind, usage};
 pub use mode::ModeKind;

@@ -46,7 +46,7 @@ impl DiskCapture {
         directory: &Path,
         has_base: bool,
     ) -> anyhow::Result<DiskCapture> {
-        Self::arm_disks(machine.disks(), compression, directory, has_base)
+        Self::arm_disks(&machine.disks(), compression, directory, has_base)
     }
 
     fn arm_disks(

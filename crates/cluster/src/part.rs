@@ -44,12 +44,11 @@ pub struct Content {
 impl Shape {
     /// Makes the shape of this machine.
     pub fn of(machine: &Machine) -> Shape {
-        let disks = machine.disks().iter().zip(&machine.definition().disks);
-        let disk = |(disk, defined): (&std::sync::Arc<understudy_disk::Disk>, &_)| {
-            let defined: &understudy_qemu::definition::DiskDefinition = defined;
+        let (disks, definition) = (machine.disks(), machine.definition_now());
+        let disks = disks.iter().zip(&definition.disks).map(|(disk, defined)| {
             (disk.index(), defined.path.display().to_string(), disk.export_bytes())
-        };
-        Shape { blocks: machine.blocks().to_vec(), disks: disks.map(disk).collect() }
+        });
+        Shape { blocks: machine.blocks().to_vec(), disks: disks.collect() }
     }
 
     /// The RAM blocks.
@@ -92,8 +91,8 @@ pub fn put_part(
     log: &[InFlightFrame],
     content: Content,
 ) -> anyhow::Result<Part> {
-    let definition = machine.definition();
-    let saved = SavedVm { definition: definition.clone(), accelerator: machine.accelerator() };
+    let definition = machine.definition_now();
+    let saved = SavedVm { definition: (*definition).clone(), accelerator: machine.accelerator() };
     let manifest = MemberManifest {
         name: task.vm().to_owned(),
         machine: understudy_snapshot::Machine {

@@ -10,12 +10,13 @@ use understudy_arbiter::Key;
 use understudy_arbiter::Unreachable;
 use understudy_disk::{Disk, ImageFormat};
 use understudy_machine::Machine;
+use understudy_network::{NetworkError, bridge_exists, filters_vlans};
 use understudy_protocol::HostName;
 use understudy_protocol::VmName;
 use understudy_protocol::validity::may_start;
 use understudy_protocol::wire::Kind;
 use understudy_protocol::{DiskIndex, Generation, Verdict};
-use understudy_qemu::definition::{DiskDefinition, DiskFormat};
+use understudy_qemu::definition::{CardDefinition, DiskDefinition, DiskFormat};
 use understudy_qemu::lockstep::{LogRole, obstacles};
 use understudy_qemu::{Accelerator, VmDefinition, build_id, peer_obstacle};
 use understudy_replication::handshake::{Offer, Purpose, Welcome};
@@ -68,14 +69,24 @@ impl Host {
         Ok(())
     }
 
-    pub(crate) fn check_bridges(&self, definition: &VmDefinition) -> Result<(), HostError> {
-        for card in &definition.cards {
-            let exists = understudy_network::bridge_exists(&card.bridge)
-                .map_err(|error| HostError::new(ErrorKind::Internal, error.to_string()))?;
+    /// Refuses cards whose bridge is not there, or cannot keep them in their VLANs.
+    pub(crate) fn check_bridges(&self, cards: &[CardDefinition]) -> Result<(), HostError> {
+        let internal = |error: NetworkError| HostError::new(ErrorKind::Internal, error.to_string());
+        for card in cards {
+            let exists = bridge_exists(&card.bridge).map_err(internal)?;
             if !exists {
                 let message = format!(
                     "bridge {} does not exist on host {}: create it with `ip link add {} type bridge`",
                     card.bridge, self.config.name, card.bridge
+                );
+                return Err(HostError::new(ErrorKind::Invalid, message));
+            }
+            if !card.vlans().is_empty() && !filters_vlans(&card.bridge).map_err(internal)? {
+                let message = format!(
+                    "bridge {} on host {} does not filter VLANs, and card {} is in one: switch \
+                     that on with `ip link set {} type bridge vlan_filtering 1`, and put the \
+                     bridge's uplink into the VLAN with `bridge vlan add vid N dev UPLINK`",
+                    card.bridge, self.config.name, card.mac, card.bridge
                 );
                 return Err(HostError::new(ErrorKind::Invalid, message));
             }
@@ -235,9 +246,13 @@ impl Host {
     /// whatever a definition from before says.
     fn check_paths(&self, definition: &VmDefinition, record: &Record) -> Result<(), HostError> {
         let name = &definition.name;
-        let newest = record.images();
+        // Of CD-ROM drives the definition counts: what it names is put in.
+        let images = |definition: &VmDefinition| -> Vec<PathBuf> {
+            let disks = definition.disks.iter().filter(|disk| !disk.cdrom);
+            disks.map(|disk| disk.path.clone()).collect()
+        };
+        let (newest, named) = (images(&record.definition), images(definition));
         let mirrors = definition.name.below(&self.config.state_dir);
-        let named: Vec<PathBuf> = definition.disks.iter().map(|disk| disk.path.clone()).collect();
         if named == newest || !newest.iter().any(|image| image.starts_with(&mirrors)) {
             return Ok(());
         }
@@ -338,6 +353,9 @@ pub(crate) fn open_disks(
         };
         if !known(disk) {
             understudy_disk::check_format(&disk.path, format)?;
+        }
+        if disk.cdrom {
+            return Disk::open_medium(DiskIndex(i as u16), &disk.path).map(Arc::new);
         }
         let bytes = understudy_disk::export_bytes(&disk.path, format)?;
         Disk::open(DiskIndex(i as u16), &disk.path, bytes).map(Arc::new)

@@ -2,6 +2,7 @@
 
 use crate::admission::open_disks;
 use crate::host::{Host, failed};
+use crate::medium;
 use crate::vm::{PrimaryVm, Vm};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -42,8 +43,8 @@ impl Host {
     /// The VM as it is on this host: its disks are the images that it runs on, or ran on last.
     pub fn definition(&self, name: &VmName) -> Result<VmDefinition, HostError> {
         match self.vms.lock().get(name) {
-            Some(Vm::Primary(vm)) => return Ok(vm.machine().definition().clone()),
-            Some(Vm::Backup(session)) => return Ok(session.machine().definition().clone()),
+            Some(Vm::Primary(vm)) => return Ok((*vm.machine().definition_now()).clone()),
+            Some(Vm::Backup(session)) => return Ok((*session.machine().definition_now()).clone()),
             Some(Vm::Fenced(_)) | None => {}
         }
         self.recorded_definition(name)
@@ -64,7 +65,7 @@ impl Host {
     /// generation known of it.
     pub(crate) fn boot(
         self: &Arc<Self>,
-        definition: VmDefinition,
+        mut definition: VmDefinition,
         newest: Generation,
     ) -> Result<VmStatus, HostError> {
         let machine_type = self.machine_type(&definition)?;
@@ -78,15 +79,16 @@ impl Host {
         self.capabilities
             .check_processor(&CpuNeeds::of(&definition, accelerator))
             .map_err(|error| HostError::new(ErrorKind::Invalid, error.to_string()))?;
-        self.check_bridges(&definition)?;
+        self.check_bridges(&definition.cards)?;
         self.check_memory(definition.memory.bytes())?;
         let lockstep = match definition.lockstep {
             true => Some(self.recording(&definition, accelerator)?),
             false => None,
         };
         let former = self.record(&definition.name)?;
-        let disks = open_disks(&definition, former.as_ref())?;
         let run_dir = self.vm_directory(&definition.name)?;
+        medium::settle_drives(&mut definition, &run_dir)?;
+        let disks = open_disks(&definition, former.as_ref())?;
         let name = definition.name.clone();
         let plan = Plan {
             definition,

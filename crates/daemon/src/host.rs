@@ -246,9 +246,9 @@ impl Host {
         former: Option<Record>,
         directory: &Path,
     ) -> Result<(), HostError> {
-        let mut record = self.records.of(ImageRole::Active, generation, machine.definition());
+        let mut record = self.records.of(ImageRole::Active, generation, &machine.definition_now());
         if let Some(former) = former {
-            record.sessions = resync::reopen(&former, machine.disks(), directory);
+            record.sessions = resync::reopen(&former, &machine.disks(), directory);
             record.peer = former.peer;
         }
         self.records.write(&record).map_err(internal)

@@ -6,6 +6,7 @@ use crate::gate::authorize::{Asker, authorize};
 use crate::gate::lobby::Place;
 use crate::host::{Host, failed};
 use crate::snapshot::frames;
+use crate::survey::Needs;
 use crate::vm::{FencedVm, Vm};
 use anyhow::{Context, anyhow, bail};
 use std::net::TcpStream;
@@ -28,9 +29,9 @@ use understudy_replication::handshake::{
 };
 use understudy_replication::membership::{Member, Membership};
 use understudy_replication::resync::{self, Groundwork};
-use understudy_report::Mode;
 use understudy_report::error::{ErrorKind, HostError};
 use understudy_report::events::EventKind;
+use understudy_report::{Mode, TakeoverReport};
 use understudy_threads::within;
 
 /// A kernel, an initial RAM disk or the beginning of a disk: far more than any has.
@@ -50,8 +51,9 @@ pub fn serve(host: &Arc<Host>, stream: TcpStream, place: Place) {
         )?;
         match hello.purpose.clone() {
             Purpose::Protect(offer) => take_offer(host, link, &hello, &offer),
-            Purpose::Survey { vm, memory, cpu } => {
-                link.send_json(Kind::Welcome, &host.survey_answer(&vm, memory, &cpu))
+            Purpose::Survey { vm, memory, cpu, cards } => {
+                let needs = Needs { memory, cpu, cards };
+                link.send_json(Kind::Welcome, &host.survey_answer(&vm, &needs))
             }
             Purpose::MayFollow { build } => answer_may_follow(host, &link, build.as_deref()),
             Purpose::Images { vm } => answer_images(host, &link, &vm),
@@ -236,7 +238,7 @@ fn examine(host: &Host, offer: &Offer) -> Result<(), HostError> {
     }
     host.check_free(definition)?;
     host.check_older(offer)?;
-    host.check_bridges(definition)?;
+    host.check_bridges(&definition.cards)?;
     host.check_memory(definition.memory.bytes())
 }
 
@@ -306,10 +308,10 @@ fn stand_by(
     };
     let weak = Arc::downgrade(host);
     let remedy = plan.group.0.membership.remedy();
-    let vm = name.clone();
+    let (vm, former) = (name.clone(), hello.host.clone());
     let over = move |outcome| {
         if let Some(host) = weak.upgrade() {
-            end(&host, &vm, &remedy, outcome);
+            end(&host, (&vm, &former), &remedy, outcome);
         }
     };
     // Registered before the primary hears that it may connect its heartbeat.
@@ -414,21 +416,27 @@ fn make_mirrors(
                 record.image.generation = offer.generation;
                 record.sessions.clear();
             })?;
-            Ok(disks.into_iter().map(Mirror::Resynced).collect())
+            Ok(disks)
         }
     }
 }
 
 /// The session ended: the VM lives here, or this host has nothing to do with it.
-fn end(host: &Arc<Host>, name: &VmName, remedy: &str, outcome: Outcome) {
+fn end(host: &Arc<Host>, (name, former): (&VmName, &HostName), remedy: &str, outcome: Outcome) {
     match outcome {
         Outcome::Live { machine, wish, generation, reason, takeover } => {
             let vm = host.add_primary(machine.clone(), generation, wish);
             vm.took_over(takeover);
-            vm.events.record(EventKind::TookOver { reason: reason.clone(), phases: takeover });
-            host.meters.of(name).outages.observe(takeover.outage_ms / 1e3);
+            let (event, meters) = (came_how(former, &reason, takeover), host.meters.of(name));
+            vm.events.record(event);
+            let meter = if takeover.planned { &meters.moves } else { &meters.outages };
+            meter.observe(takeover.outage_ms / 1e3);
             host.join_cluster(&machine, generation);
-            host.degraded(&vm, format!("took over: {reason}"), remedy);
+            let reason = match takeover.planned {
+                true => format!("came over from {former} as planned"),
+                false => format!("took over: {reason}"),
+            };
+            host.degraded(&vm, reason, remedy);
             // The activation says so already; the record is where it belongs.
             if let Err(error) = host.records.change(name, |_| ()) {
                 warn!(vm = %name, "{error}");
@@ -444,6 +452,14 @@ fn end(host: &Arc<Host>, name: &VmName, remedy: &str, outcome: Outcome) {
             let fenced = FencedVm { name: name.to_owned(), generation, reason: reason.to_string() };
             host.vms.lock().insert(name.to_owned(), Vm::Fenced(Arc::new(fenced)));
         }
+    }
+}
+
+/// How a VM came to this host, and where from.
+fn came_how(former: &HostName, reason: &str, phases: TakeoverReport) -> EventKind {
+    match phases.planned {
+        true => EventKind::CameOver { from: former.clone(), phases },
+        false => EventKind::TookOver { reason: reason.to_owned(), phases },
     }
 }
 

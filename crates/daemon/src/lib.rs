@@ -13,6 +13,7 @@ mod group;
 mod host;
 mod incoming;
 mod lifecycle;
+mod medium;
 mod membership;
 mod memory_pressure;
 mod orphans;

@@ -12,7 +12,9 @@ use understudy_link::link::Link;
 use understudy_protocol::Generation;
 use understudy_protocol::wire::Kind;
 use understudy_protocol::{HostName, VmName};
+use understudy_qemu::VmDefinition;
 use understudy_replication::handshake::Purpose;
+use understudy_replication::records::Records;
 
 pub use understudy_machine::cgroup::probe as control_groups;
 
@@ -38,6 +40,12 @@ pub enum ProbeError {
     NotUp(String),
     /// An answer that is not what this host's peer should give.
     Wrong(String),
+}
+
+/// The VMs that a host has records of, running or not.
+pub fn recorded(config: &HostConfig) -> Vec<VmDefinition> {
+    let records = Records::new(&config.state_dir, &config.name).all();
+    records.into_iter().map(|record| record.definition).collect()
 }
 
 impl Host {

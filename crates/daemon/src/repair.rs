@@ -6,6 +6,7 @@
 
 use crate::containment;
 use crate::host::Host;
+use crate::survey::Needs;
 use crate::vm::PrimaryVm;
 use crossbeam_channel::{Receiver, RecvTimeoutError, Sender};
 use std::collections::VecDeque;
@@ -197,18 +198,18 @@ fn step(host: &Weak<Host>, weak: &Weak<PrimaryVm>, event: RepairEvent) -> Option
         let actions = vm.repairer.handle(event);
         vm.repairer.log_round(&vm.events);
         let name = vm.name().to_owned();
-        let (memory, cpu) = {
+        let needs = {
             let machine = vm.machine();
             let definition = machine.definition();
             let cpu = CpuNeeds::of(definition, machine.accelerator());
-            (definition.memory.bytes(), cpu)
+            Needs { memory: definition.memory.bytes(), cpu, cards: definition.cards.clone() }
         };
         drop(vm);
         for action in actions {
             let host = host.upgrade()?;
             match action {
                 RepairAction::Survey => {
-                    let found = host.survey(&name, memory, &cpu);
+                    let found = host.survey(&name, &needs);
                     events.push_back(RepairEvent::Surveyed(found));
                 }
                 RepairAction::Attempt(to) => {

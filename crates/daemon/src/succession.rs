@@ -97,14 +97,14 @@ impl Host {
         let name = &former.definition().name;
         let (is_adopted, sink) = (adopted.0.clone(), self.event_sink(name));
         let plan = Plan {
-            definition: former.definition().clone(),
+            definition: (*former.definition_now()).clone(),
             machine_type: former.machine_type().to_owned(),
             accelerator: former.accelerator(),
             run_dir: directory,
             qemu: &self.capabilities.binary,
             agent: &self.agent,
             run_as: &self.config.run_as,
-            disks: former.disks().to_vec(),
+            disks: former.disks(),
             role: Role::Standby,
             lockstep: Some(lockstep),
             may_be_adopted: false,

@@ -17,6 +17,7 @@ use understudy_protocol::wire::Kind;
 use understudy_protocol::{HostName, VmName};
 use understudy_qemu::CpuNeeds;
 use understudy_qemu::capabilities::CapabilityError;
+use understudy_qemu::definition::CardDefinition;
 use understudy_replication::handshake::Purpose;
 
 /// For a host to answer: one that is down must not hold up the choice of another.
@@ -41,9 +42,20 @@ pub struct SurveyAnswer {
     pub refuses: Option<String>,
 }
 
+/// What a VM needs of a host.
+#[derive(Clone, Debug)]
+pub(crate) struct Needs {
+    /// Bytes of memory.
+    pub memory: u64,
+    /// Of its processor.
+    pub cpu: CpuNeeds,
+    /// Bridges for these.
+    pub cards: Vec<CardDefinition>,
+}
+
 impl Host {
     /// What this host says when it is asked whether it could back `vm` up.
-    pub(crate) fn survey_answer(&self, vm: &VmName, memory: u64, cpu: &CpuNeeds) -> SurveyAnswer {
+    pub(crate) fn survey_answer(&self, vm: &VmName, needs: &Needs) -> SurveyAnswer {
         let vms = self.vms.lock().len() as u32;
         SurveyAnswer {
             host: self.config.name.clone(),
@@ -51,11 +63,11 @@ impl Host {
             load_percent: load_percent(),
             vms,
             zone: self.config.repair.zone.clone(),
-            refuses: self.objection(vm, memory, cpu),
+            refuses: self.objection(vm, needs),
         }
     }
 
-    fn objection(&self, vm: &VmName, memory: u64, cpu: &CpuNeeds) -> Option<String> {
+    fn objection(&self, vm: &VmName, needs: &Needs) -> Option<String> {
         if self.is_closing() {
             return Some("is shutting down".to_owned());
         }
@@ -75,10 +87,11 @@ impl Host {
         if let Err(error) = arbiter.identify() {
             return Some(format!("could not take it over: {error}"));
         }
-        if let Err(error) = self.check_cpu_needs(cpu) {
+        if let Err(error) = self.check_cpu_needs(&needs.cpu) {
             return Some(error.to_string());
         }
-        self.check_memory(memory).err().map(|error| error.to_string())
+        let bridges = self.check_bridges(&needs.cards);
+        bridges.and_then(|()| self.check_memory(needs.memory)).err().map(|error| error.to_string())
     }
 
     /// Refuses a guest that this host's KVM or processor cannot run as it ran elsewhere.
@@ -117,17 +130,13 @@ impl Host {
     }
 
     /// Asks every known host whether, and how well, it could back `vm` up.
-    pub(crate) fn survey(
-        self: &Arc<Self>,
-        vm: &VmName,
-        memory: u64,
-        cpu: &CpuNeeds,
-    ) -> Vec<Candidate> {
+    pub(crate) fn survey(self: &Arc<Self>, vm: &VmName, needs: &Needs) -> Vec<Candidate> {
         let known = self.known_hosts();
         let (answers, answered) = crossbeam_channel::unbounded();
         for (host, addresses) in known.clone() {
             let (answers, asker) = (answers.clone(), self.clone());
-            let purpose = Purpose::Survey { vm: vm.to_owned(), memory, cpu: cpu.clone() };
+            let Needs { memory, cpu, cards } = needs.clone();
+            let purpose = Purpose::Survey { vm: vm.to_owned(), memory, cpu, cards };
             // One that takes too long ends by itself; nobody waits for it.
             let ask = move || {
                 let answer = asker.ask_fitness(&host, &addresses, &purpose);

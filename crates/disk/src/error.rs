@@ -29,6 +29,25 @@ pub enum DiskError {
         /// The image.
         path: PathBuf,
     },
+    /// The kernel, or somebody with an exclusive claim, has the device.
+    #[error(
+        "device {path} is mounted, or in use by LVM, RAID or another program: `lsblk {path}` says by \
+         which; a guest and its host must not both write it"
+    )]
+    DeviceBusy {
+        /// The device.
+        path: PathBuf,
+    },
+    /// A device is not as large as the disk that it is to hold.
+    #[error("device {path} has {bytes} bytes, and the disk {wanted}")]
+    OtherSize {
+        /// The device.
+        path: PathBuf,
+        /// Its bytes.
+        bytes: u64,
+        /// The disk's.
+        wanted: u64,
+    },
     /// A restore of it did not come to its end.
     #[error(
         "disk image {path} was being restored from a snapshot when its daemon ended: not all of \

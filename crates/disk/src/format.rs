@@ -10,7 +10,7 @@ use std::process::Command;
 use std::str::FromStr;
 
 /// QEMU counts disks in sectors.
-const SECTOR_BYTES: u64 = 512;
+pub(crate) const SECTOR_BYTES: u64 = 512;
 /// What a qcow2 image begins with, and the versions that follow (big-endian).
 const QCOW2_MAGIC: &[u8] = b"QFI\xfb";
 const QCOW2_VERSIONS: [&[u8]; 3] = [&[0, 0, 0, 1], &[0, 0, 0, 2], &[0, 0, 0, 3]];

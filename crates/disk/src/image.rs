@@ -12,7 +12,7 @@ use nix::unistd::{Whence, lseek};
 use std::fs::{File, OpenOptions};
 use std::io;
 use std::ops::Range;
-use std::os::unix::fs::{FileExt, FileTypeExt};
+use std::os::unix::fs::{FileExt, FileTypeExt, OpenOptionsExt};
 use std::path::Path;
 
 static ZEROES: [u8; 64 * 1024] = [0; 64 * 1024];
@@ -50,8 +50,27 @@ impl Image {
         Ok(image)
     }
 
+    /// Opens an image that nobody writes, which others may read, too.
+    pub(crate) fn open_shared(path: &Path) -> Result<Image, DiskError> {
+        Self::open_locked(path, OpenOptions::new().read(true), lock_against_writers)
+    }
+
     fn open_with(path: &Path, options: &OpenOptions) -> Result<Image, DiskError> {
+        let mut options = options.clone();
+        if std::fs::metadata(path).is_ok_and(|found| found.file_type().is_block_device()) {
+            // Of a device: not while it is mounted, or a part of another one.
+            options.custom_flags(libc::O_EXCL);
+        }
+        Self::open_locked(path, &options, lock)
+    }
+
+    fn open_locked(
+        path: &Path,
+        options: &OpenOptions,
+        lock: fn(&File) -> Result<(), Errno>,
+    ) -> Result<Image, DiskError> {
         let file = options.open(path).map_err(|source| match source.kind() {
+            io::ErrorKind::ResourceBusy => DiskError::DeviceBusy { path: path.into() },
             io::ErrorKind::NotFound => DiskError::Missing { path: path.into() },
             io::ErrorKind::IsADirectory => DiskError::NotAnImage { path: path.into() },
             _ => DiskError::Io { action: "open", path: path.into(), source },
@@ -174,6 +193,11 @@ impl Image {
 
     /// The first run of data at or after `from`, skipping holes.
     pub(crate) fn next_data(&self, from: u64) -> io::Result<Option<Range<u64>>> {
+        if self.is_device {
+            // Nobody knows what of it is in use.
+            let end = self.len()?;
+            return Ok((from < end).then_some(from..end));
+        }
         let from = libc::off_t::try_from(from).map_err(|_| Errno::EINVAL)?;
         let start = match lseek(&self.file, from, Whence::SeekData) {
             Ok(start) => start,
@@ -206,6 +230,21 @@ impl Image {
             file.sync_data()
         })
     }
+}
+
+/// Says to QEMU, and to other daemons, that nobody may write; fails if somebody may.
+fn lock_against_writers(file: &File) -> Result<(), Errno> {
+    let range = |kind: i32, first| libc::flock {
+        l_type: kind as libc::c_short,
+        l_whence: libc::SEEK_SET as libc::c_short,
+        l_start: first,
+        l_len: 99,
+        l_pid: 0,
+    };
+    fcntl(file, FcntlArg::F_OFD_SETLK(&range(libc::F_RDLCK, 201)))?;
+    let mut writers = range(libc::F_WRLCK, 101);
+    fcntl(file, FcntlArg::F_OFD_GETLK(&mut writers))?;
+    if writers.l_type == libc::F_UNLCK as libc::c_short { Ok(()) } else { Err(Errno::EAGAIN) }
 }
 
 /// Takes the locks that QEMU knows of (its `block/file-posix.c`): byte 100 + n says

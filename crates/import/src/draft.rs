@@ -2,8 +2,9 @@
 
 use crate::{Finding, Import, Outcome, Surroundings, Template};
 use std::path::PathBuf;
+use understudy_network::Vlans;
 use understudy_qemu::VmDefinition;
-use understudy_qemu::definition::{DiskBus, DiskDefinition, DiskFormat, Vga};
+use understudy_qemu::definition::{CardDefinition, DiskBus, DiskDefinition, DiskFormat, Vga};
 use understudy_qemu::processor::KVM_BASELINE;
 
 /// Of Debian's and Ubuntu's package ovmf.
@@ -148,6 +149,21 @@ impl<'a> Draft<'a> {
         self.argument("-object", format!("rng-random,id=entropy{n},filename={file}"));
         self.device(format!("virtio-rng-pci,rng=entropy{n},id=rng{n},ioeventfd=off{place}"));
         self.taken(line, "a source of random numbers");
+    }
+
+    /// Adds a card that is in these VLANs.
+    pub(crate) fn in_vlans(&mut self, line: usize, card: CardDefinition, vlans: Vlans) {
+        let Vlans { access, trunk } = vlans;
+        let mut parts = Vec::new();
+        parts.extend(access.map(|id| format!("VLAN {id}")));
+        parts.extend((!trunk.runs().is_empty()).then(|| format!("VLANs {trunk} with their tags")));
+        if !parts.is_empty() {
+            let what = format!("{} on {}", parts.join(" and "), card.bridge);
+            let why = "the bridge must filter VLANs on every host: `vlan_filtering 1`";
+            self.note(Outcome::Taken, line, what, why);
+        }
+        let vlans = (!trunk.runs().is_empty()).then_some(trunk);
+        self.vm.cards.push(CardDefinition { vlan: access, vlans, ..card });
     }
 
     /// Flags need a model: of a guest that has none, the one that it would have.

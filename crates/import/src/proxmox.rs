@@ -79,6 +79,7 @@ fn read(text: &str, surroundings: &Surroundings) -> Result<Import, (usize, Strin
     for line in &ordered {
         part(&mut draft, line, find);
     }
+    tablet(&mut draft, find("tablet"), find("vga"));
     Ok(draft.finish())
 }
 
@@ -119,7 +120,8 @@ const BRIDGES: [&str; 6] = [
     "pcie-root-port,id=ich9-pcie-port-2,bus=pcie.0,addr=0x1c.0x1,port=2,chassis=2",
     "pcie-root-port,id=ich9-pcie-port-3,bus=pcie.0,addr=0x1c.0x2,port=3,chassis=3",
     "pcie-root-port,id=ich9-pcie-port-4,bus=pcie.0,addr=0x1c.0x3,port=4,chassis=4",
-    "i82801b11-bridge,id=pcidmi,bus=pcie.0,addr=0x1e.0x0",
+    // At 0x1e there; but 0x1e is the SCSI controller's here, and only the order counts.
+    "i82801b11-bridge,id=pcidmi,bus=pcie.0,addr=0x1d.0x0,multifunction=on",
     "pci-bridge,id=pci.0,bus=pcidmi,addr=0x1.0x0,chassis_nr=1",
 ];
 
@@ -142,6 +144,29 @@ fn machine(draft: &mut Draft<'_>, line: Option<Line<'_>>) {
     draft.taken(line.number, format!("machine {kind}"));
 }
 
+/// A guest has one where nobody says so, unless what it has for a screen needs none.
+fn tablet(draft: &mut Draft<'_>, line: Option<Line<'_>>, vga: Option<Line<'_>>) {
+    let screen = vga.map_or("", |line| match line.option("type") {
+        "" => line.subject(),
+        kind => kind,
+    });
+    let has_one = match line {
+        Some(line) => line.value != "0",
+        None => !screen.starts_with("serial") && !screen.starts_with("qxl"),
+    };
+    if !has_one {
+        return;
+    }
+    let (controller, bus) = match draft.vm.is_q35() {
+        true => ("ich9-usb-ehci1,id=ehci,bus=pcie.0,addr=0x1d.0x7,multifunction=on", "ehci.0"),
+        false => ("piix3-usb-uhci,id=uhci,bus=pci.0,addr=0x1.0x2", "uhci.0"),
+    };
+    draft.device(controller);
+    draft.device(format!("usb-tablet,id=tablet,bus={bus},port=1"));
+    let number = line.or(vga).map_or(1, |line| line.number);
+    draft.taken(number, "a USB tablet, which Proxmox gives without saying so");
+}
+
 fn part<'a>(draft: &mut Draft<'_>, line: &Line<'_>, find: impl Fn(&str) -> Option<Line<'a>>) {
     let (number, text) = (line.number, line.text());
     match line.key {
@@ -160,7 +185,7 @@ fn part<'a>(draft: &mut Draft<'_>, line: &Line<'_>, find: impl Fn(&str) -> Optio
             draft.vm.guest_agent = !matches!(line.subject(), "0" | "enabled=0");
             draft.taken(number, "the channel of the guest's agent");
         }
-        "tablet" => draft.left_out(number, text, "add `-device usb-tablet` to qemu_args"),
+        "tablet" => {}
         "vga" => device::video(draft, line),
         "serial0" if line.value == "socket" => {
             draft.vm.console = true;

@@ -68,7 +68,7 @@ impl Namespace {
     }
 
     /// Runs `ip` inside.
-    pub(crate) fn ip(&self, arguments: &[&str]) -> Result<String> {
+    pub fn ip(&self, arguments: &[&str]) -> Result<String> {
         run("ip", &[&["-n", &self.name], arguments].concat())
     }
 

@@ -24,6 +24,8 @@ pub(crate) struct SeenFrame {
     pub(crate) at: Instant,
     /// The source address.
     pub(crate) source: [u8; 6],
+    /// The EtherType.
+    pub(crate) kind: u16,
     /// Sent by this machine through the interface, not received on it.
     pub(crate) outgoing: bool,
 }
@@ -74,7 +76,9 @@ impl PacketSocket {
         let outgoing = sender.pkttype() == libc::PACKET_OUTGOING;
         let mut source = [0; 6];
         source.copy_from_slice(&bytes[6..12]);
-        Ok(Some(SeenFrame { at: at.context("a frame without its time")?, source, outgoing }))
+        let kind = u16::from_be_bytes([bytes[12], bytes[13]]);
+        let at = at.context("a frame without its time")?;
+        Ok(Some(SeenFrame { at, source, kind, outgoing }))
     }
 
     /// Frames that the kernel has dropped since the last call, for want of room.

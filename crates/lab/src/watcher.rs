@@ -2,7 +2,7 @@
 //! a VM never both answer.
 
 use crate::lab::{Lab, UPLINK};
-use crate::namespace::in_namespace;
+use crate::namespace::{Namespace, in_namespace};
 use crate::packet::PacketSocket;
 use anyhow::{Context, Result, ensure};
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
@@ -14,6 +14,8 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread::JoinHandle;
 use std::time::Instant;
 
+/// EtherType of RARP.
+const ANNOUNCEMENT: u16 = 0x8035;
 const STOP_INTERVAL_MS: u16 = 50;
 
 /// An Ethernet address.
@@ -58,6 +60,8 @@ struct Sightings {
     /// From the guest means received on a tap, but sent on an uplink.
     outgoing: bool,
     frames: Vec<Instant>,
+    /// How many of them tell switches where the guest is.
+    announced: usize,
     dropped: u64,
 }
 
@@ -74,6 +78,16 @@ impl Watcher {
         Watcher::start(lab, host, UPLINK, guest, true)
     }
 
+    /// Watches what a host's interface, a VM's tap for example, is given in somebody's name.
+    pub fn on_way_to(lab: &Lab, host: &str, interface: &str, sender: Mac) -> Result<Watcher> {
+        Watcher::start(lab, host, interface, sender, true)
+    }
+
+    /// Watches what comes to one of the client's interfaces in the guest's name.
+    pub fn on_client(lab: &Lab, interface: &str, guest: Mac) -> Result<Watcher> {
+        Watcher::begin(&lab.client(), interface, guest, false)
+    }
+
     fn start(
         lab: &Lab,
         host: &str,
@@ -81,10 +95,20 @@ impl Watcher {
         guest: Mac,
         outgoing: bool,
     ) -> Result<Watcher> {
-        let socket = in_namespace(&lab.host(host)?, || PacketSocket::open(interface))?
-            .with_context(|| format!("on host {host}"))?;
+        Watcher::begin(&lab.host(host)?, interface, guest, outgoing)
+            .with_context(|| format!("on host {host}"))
+    }
+
+    fn begin(
+        namespace: &Namespace,
+        interface: &str,
+        guest: Mac,
+        outgoing: bool,
+    ) -> Result<Watcher> {
+        let socket = in_namespace(namespace, || PacketSocket::open(interface))??;
         let poller = socket.as_fd().try_clone_to_owned().context("cannot copy the descriptor")?;
-        let sightings = Sightings { socket, guest, outgoing, frames: Vec::new(), dropped: 0 };
+        let sightings =
+            Sightings { socket, guest, outgoing, frames: Vec::new(), announced: 0, dropped: 0 };
         let shared =
             Arc::new(Shared { sightings: Mutex::new(sightings), stop: AtomicBool::new(false) });
         let thread = std::thread::spawn({
@@ -107,6 +131,11 @@ impl Watcher {
     /// How many frames the guest has sent.
     pub fn count(&self) -> Result<usize> {
         Ok(self.sightings()?.frames.len())
+    }
+
+    /// How many of them tell switches where the guest is.
+    pub fn announcements(&self) -> Result<usize> {
+        Ok(self.sightings()?.announced)
     }
 
     /// The guest's last frame.
@@ -147,6 +176,7 @@ impl Sightings {
         while let Some(frame) = self.socket.next()? {
             if frame.outgoing == self.outgoing && frame.source == self.guest.0 {
                 self.frames.push(frame.at);
+                self.announced += usize::from(frame.kind == ANNOUNCEMENT);
             }
         }
         Ok(())

@@ -17,7 +17,7 @@ use serde::{Deserialize, Serialize};
 use std::os::fd::{AsFd, OwnedFd, RawFd};
 use std::path::Path;
 use std::sync::atomic::AtomicBool;
-use std::sync::{Arc, Mutex};
+use std::sync::{Arc, Mutex, RwLock};
 use understudy_disk::{Disk, NbdServer};
 use understudy_memory::agent::AgentLink;
 use understudy_memory::{GuestRam, ProcessMemory, RamBlock};
@@ -93,7 +93,7 @@ impl Machine {
             bytes: block.bytes(),
         };
         let note = MachineNote {
-            definition: self.definition.clone(),
+            definition: (*self.definition_now()).clone(),
             machine_type: self.machine_type.clone(),
             accelerator: self.accelerator,
             qemu_pid: self.qemu_pid(),
@@ -152,13 +152,14 @@ impl Machine {
         let slow = Kvm::of_this_machine().slowness(note.definition.accel, note.accelerator);
         Ok(Machine {
             slow,
+            current: RwLock::new(Arc::new(note.definition.clone())),
             definition: note.definition.clone(),
             machine_type: note.machine_type.clone(),
             accelerator: note.accelerator,
             ram,
             blocks,
             watching: Watching::default(),
-            disks,
+            disks: RwLock::new(disks),
             ports,
             card_ends: note.card_ends.clone(),
             next_guests: Mutex::default(),
@@ -174,7 +175,7 @@ impl Machine {
             on_event,
             custody: Mutex::default(),
             agent,
-            servers,
+            servers: Mutex::new(servers.into_iter().map(Some).collect()),
             console_server,
             _tpm: None,
             presence: Arc::new(()),

@@ -131,7 +131,7 @@ impl Machine {
     /// Looks at QEMU, `passed` after the last look. `waits`: this host does not read its log.
     /// Returns for how long it has been silent.
     pub fn look(&self, detector: &mut HangDetector, passed: Duration, waits: bool) -> Duration {
-        let waits_for_disk = || self.disks.iter().any(|disk| disk.has_requests());
+        let waits_for_disk = || self.disks().iter().any(|disk| disk.has_requests());
         let waits_for_room = || self.log.as_ref().is_some_and(|log| log.status().is_blocked);
         // A process that was stopped waits for nothing, whatever it asked for before.
         let asks = (waits_for_disk() || waits_for_room()) && !is_stopped(self.qemu_pid());

@@ -67,7 +67,7 @@ impl Machine {
         let failed = |disk: &&std::sync::Arc<understudy_disk::Disk>| {
             disk.has_lost_writes() && error.node == format!("disk{}", disk.index())
         };
-        let then = match self.disks.iter().find(failed) {
+        let then = match self.disks().iter().find(failed) {
             None => format!("it is tried again every {} s", RETRY_INTERVAL.as_secs()),
             Some(_) => format!(
                 "what the guest wrote is lost, and it stands still for good: `understudy vm stop \

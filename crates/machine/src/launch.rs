@@ -19,7 +19,7 @@ use std::os::fd::{AsFd, AsRawFd, BorrowedFd, RawFd};
 use std::os::unix::net::UnixStream;
 use std::path::Path;
 use std::sync::atomic::AtomicBool;
-use std::sync::{Arc, Mutex};
+use std::sync::{Arc, Mutex, RwLock};
 use std::time::Duration;
 use understudy_disk::{Disk, NbdServer};
 use understudy_memory::agent::AgentListener;
@@ -185,13 +185,14 @@ impl Machine {
         let slow = Kvm::of_this_machine().slowness(plan.definition.accel, plan.accelerator);
         Ok(Machine {
             slow,
+            current: RwLock::new(Arc::new(plan.definition.clone())),
             definition: plan.definition,
             machine_type: plan.machine_type,
             accelerator: plan.accelerator,
             ram,
             blocks,
             watching: Watching::default(),
-            disks: plan.disks,
+            disks: RwLock::new(plan.disks),
             ports,
             card_ends,
             next_guests: Mutex::new(next_guests),
@@ -208,7 +209,7 @@ impl Machine {
             on_event: plan.on_event,
             custody: Mutex::default(),
             agent,
-            servers,
+            servers: Mutex::new(servers.into_iter().map(Some).collect()),
             console_server,
             presence: Arc::new(()),
         })
@@ -244,6 +245,7 @@ pub(crate) fn open_ports(
             mac: card.mac,
             tap: tap_name(&definition.name, i),
             bridge: card.bridge.clone(),
+            vlans: card.vlans(),
             live: role == Role::Fresh,
             output_limit_bytes: understudy_network::DEFAULT_LIMIT_BYTES,
         };

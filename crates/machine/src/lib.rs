@@ -10,6 +10,7 @@
 //! | [`home`] | the directory that QEMU works in, and what it is handed open |
 //! | [`console`] | what the guest says on its serial console: held, logged, relayed |
 //! | [`succession`] | a guest moved to another QEMU on this host |
+//! | `medium` | the medium of a CD-ROM drive, changed while the guest runs |
 //! | [`custody`] | a guest that may not end with its daemon |
 //! | [`cgroup`] | how much of a processor its vCPUs get |
 //!
@@ -27,6 +28,7 @@ pub mod doorbell;
 pub mod home;
 mod launch;
 mod machine;
+mod medium;
 pub mod pause;
 mod process;
 pub mod qemu_log;
@@ -38,4 +40,5 @@ mod watching;
 pub use adopt::{Adoption, MachineNote};
 pub use launch::Plan;
 pub use machine::{Machine, MachineEvent, OnEvent};
+pub use medium::Medium;
 pub use tracking::Tracker;

@@ -12,7 +12,7 @@ use crate::watching::Watching;
 use std::os::fd::RawFd;
 use std::path::Path;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, Weak};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock, Weak};
 use std::time::{Duration, Instant};
 use tracing::{info, warn};
 use understudy_disk::{Disk, NbdServer};
@@ -52,13 +52,16 @@ pub type OnEvent = Arc<dyn Fn(MachineEvent) + Send + Sync>;
 /// A QEMU and everything around it. Dropping it ends QEMU.
 pub struct Machine {
     pub(crate) definition: VmDefinition,
+    /// The same with the media that are in its drives now.
+    pub(crate) current: RwLock<Arc<VmDefinition>>,
     pub(crate) machine_type: String,
     pub(crate) accelerator: Accelerator,
     pub(crate) slow: Option<String>,
     pub(crate) ram: Arc<GuestRam>,
     pub(crate) blocks: Vec<RamBlock>,
     pub(crate) watching: Watching,
-    pub(crate) disks: Vec<Arc<Disk>>,
+    /// Replaced one by one, as media are changed.
+    pub(crate) disks: RwLock<Vec<Arc<Disk>>>,
     pub(crate) ports: Vec<Arc<Port>>,
     /// The numbers under which QEMU has the other ends of the ports' sockets.
     pub(crate) card_ends: Vec<RawFd>,
@@ -81,7 +84,8 @@ pub struct Machine {
     pub(crate) custody: Mutex<Option<Custody>>,
     // Held open: their ends tell QEMU that this daemon lives.
     pub(crate) agent: AgentLink,
-    pub(crate) servers: Vec<NbdServer>,
+    /// Of each disk; none only if a medium could not be changed.
+    pub(crate) servers: Mutex<Vec<Option<NbdServer>>>,
     pub(crate) console_server: Option<ConsoleServer>,
     /// Last: fields are dropped in order.
     pub(crate) presence: Arc<()>,
@@ -93,9 +97,14 @@ impl Machine {
         Arc::downgrade(&self.presence)
     }
 
-    /// The VM as it is on this host.
+    /// The VM as it was when its QEMU was started: all but the media in its drives.
     pub fn definition(&self) -> &VmDefinition {
         &self.definition
+    }
+
+    /// The VM as it is on this host.
+    pub fn definition_now(&self) -> Arc<VmDefinition> {
+        self.current.read().unwrap_or_else(PoisonError::into_inner).clone()
     }
 
     /// The versioned machine type.
@@ -119,8 +128,8 @@ impl Machine {
     }
 
     /// The disks, in the definition's order.
-    pub fn disks(&self) -> &[Arc<Disk>] {
-        &self.disks
+    pub fn disks(&self) -> Vec<Arc<Disk>> {
+        self.disks.read().unwrap_or_else(PoisonError::into_inner).clone()
     }
 
     /// The cards, in the definition's order.
@@ -156,7 +165,7 @@ impl Machine {
         errand: LogErrand,
     ) -> anyhow::Result<Pause<'m>> {
         if errand == LogErrand::Detach {
-            for disk in &self.disks {
+            for disk in self.disks() {
                 disk.let_pass();
             }
         }
@@ -170,7 +179,7 @@ impl Machine {
 
     /// In lockstep: errors of its disks are the user's, and not QEMU's, which would stop the guest.
     pub fn withhold_disk_errors(&self) {
-        for disk in &self.disks {
+        for disk in self.disks() {
             let (on_event, name, index) =
                 (self.on_event.clone(), self.definition.name.clone(), disk.index());
             disk.withhold_errors(Arc::new(move |error| {
@@ -279,7 +288,7 @@ impl Machine {
         if let Some(agent) = self.pauser.agent() {
             agent.continue_clocks(age);
         }
-        for disk in &self.disks {
+        for disk in self.disks() {
             disk.set_read_only(false);
         }
         self.device_state.fill(device_state)?;
@@ -313,7 +322,7 @@ impl Machine {
     /// Loads the state of a machine whose memory and disks are complete, or come when they are
     /// asked for; the guest stands still. Its QEMU may write the disks from now on.
     pub fn load(&self, device_state: &[u8]) -> anyhow::Result<()> {
-        for disk in &self.disks {
+        for disk in self.disks() {
             disk.set_read_only(false);
         }
         self.device_state.fill(device_state)?;
@@ -343,7 +352,7 @@ impl Machine {
     }
 
     fn take_over_ports(&self, take: impl Fn(&Port, NextGuest)) {
-        self.servers.iter().for_each(NbdServer::adopt);
+        lock(&self.servers).iter().flatten().for_each(NbdServer::adopt);
         let next_guests = std::mem::take(&mut *lock(&self.next_guests));
         for (port, next) in self.ports.iter().zip(next_guests) {
             take(port, next);

@@ -34,6 +34,7 @@ fn main() {
         mac: GUEST,
         tap: "card0".into(),
         bridge: "br0".into(),
+        vlans: Vlans::default(),
         live: true,
         output_limit_bytes: DEFAULT_LIMIT_BYTES,
     };

@@ -1,6 +1,7 @@
 //! The frame that tells switches behind which port a guest now lives.
 
 use crate::mac::MacAddress;
+use crate::vlan::Vlans;
 use std::time::Duration;
 
 /// Pauses between the announcements, as QEMU's own `announce-self` makes them:
@@ -13,6 +14,9 @@ pub(crate) const PAUSES: [Duration; 4] = [
 ];
 
 const ETHERTYPE_RARP: u16 = 0x8035;
+const ETHERTYPE_VLAN: u16 = 0x8100;
+/// VLANs of a trunk in which a card is announced.
+const MOST_TAGGED: usize = 64;
 const HARDWARE_ETHERNET: u16 = 1;
 const PROTOCOL_IPV4: u16 = 0x0800;
 const REQUEST_REVERSE: u16 = 3;
@@ -35,6 +39,20 @@ pub fn announcement(mac: MacAddress) -> [u8; 60] {
     frame
 }
 
+/// An announcement for each VLAN in which a card is: without a tag where the bridge adds or needs
+/// none. Not for each of a long trunk's, which would hold a take-over up: there switches learn from
+/// what the guest sends.
+pub fn announcements(mac: MacAddress, vlans: &Vlans) -> impl Iterator<Item = Vec<u8>> + '_ {
+    let frame = announcement(mac);
+    let untagged = (vlans.access.is_some() || vlans.is_empty()).then(|| frame.to_vec());
+    let tagged = vlans.trunk.ids().filter(|id| Some(*id) != vlans.access).take(MOST_TAGGED);
+    let tagged = tagged.map(move |id| {
+        let tag = [ETHERTYPE_VLAN.to_be_bytes(), id.to_be_bytes()].concat();
+        [&frame[..12], &tag, &frame[12..]].concat()
+    });
+    untagged.into_iter().chain(tagged)
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -52,5 +70,23 @@ mod tests {
         ];
         assert_eq!(frame[..42], expected);
         assert_eq!(frame[42..], [0; 18]);
+    }
+
+    #[test]
+    fn each_vlan_of_a_card_hears_of_it_once() {
+        let mac = MacAddress([0x52, 0x54, 0x00, 0x12, 0x34, 0x56]);
+        let plain = announcement(mac).to_vec();
+        let of = |access, trunk: &str| {
+            let trunk = if trunk.is_empty() { Default::default() } else { trunk.parse().unwrap() };
+            announcements(mac, &Vlans { access, trunk }).collect::<Vec<_>>()
+        };
+        assert_eq!(of(None, ""), [plain.clone()]);
+        assert_eq!(of(Some(20), ""), [plain.clone()]);
+        let trunk = of(Some(20), "20-21");
+        assert_eq!((&trunk[0], trunk.len()), (&plain, 2));
+        assert_eq!(trunk[1][..18], [&plain[..12], &[0x81, 0, 0, 21, 0x80, 0x35]].concat());
+        assert_eq!(trunk[1][18..], plain[14..]);
+        assert_eq!(of(None, "7").len(), 1);
+        assert_eq!(of(None, "1-4094").len(), MOST_TAGGED);
     }
 }

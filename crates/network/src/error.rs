@@ -21,6 +21,16 @@ pub enum NetworkError {
         /// The interface's name.
         name: String,
     },
+    /// A card is to be in a VLAN, and its bridge knows of none.
+    #[error(
+        "bridge {bridge} does not filter VLANs on this host, so it cannot keep a card in one: \
+         switch that on with \"ip link set {bridge} type bridge vlan_filtering 1\", and put the \
+         bridge's uplink into the VLAN with \"bridge vlan add vid N dev UPLINK\""
+    )]
+    NotFiltering {
+        /// The bridge's name.
+        bridge: String,
+    },
     /// No interface may have this name.
     #[error(
         "\"{tap}\" cannot be the name of a tap device: use 1 to 15 characters \

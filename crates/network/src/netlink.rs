@@ -2,11 +2,14 @@
 
 use crate::error::NetworkError;
 use crate::mac::MacAddress;
+use crate::vlan::Vlans;
 use futures_util::TryStreamExt;
 use rtnetlink::packet_route::AddressFamily;
-use rtnetlink::packet_route::link::{InfoKind, LinkAttribute, LinkInfo, LinkMessage};
+use rtnetlink::packet_route::link::{
+    BridgeVlanInfoFlags, InfoBridge, InfoData, InfoKind, LinkAttribute, LinkInfo, LinkMessage,
+};
 use rtnetlink::packet_route::neighbour::{NeighbourAttribute, NeighbourMessage};
-use rtnetlink::{Handle, LinkUnspec};
+use rtnetlink::{Handle, LinkBridgeVlan, LinkDelRequest, LinkUnspec};
 use std::path::Path;
 use std::{fs, io};
 use tracing::{info, warn};
@@ -48,9 +51,22 @@ pub fn mac_in_use(bridge: &str, mac: MacAddress) -> Result<bool, NetworkError> {
     })
 }
 
+/// Whether a bridge keeps VLANs apart.
+///
+/// # Errors
+/// If the bridge does not exist, or the kernel refuses to say.
+pub fn filters_vlans(bridge: &str) -> Result<bool, NetworkError> {
+    blocking(async |handle| Ok(require_bridge(&handle, bridge).await?.filters))
+}
+
 /// Gives a tap its address and the bridge's MTU, makes it a port of the bridge, whose
-/// own address stays as it is, and sets it up.
-pub(crate) fn attach(tap: &str, bridge: &str, mac: MacAddress) -> Result<(), NetworkError> {
+/// own address stays as it is, and sets it up. In VLANs it carries these, and before nothing.
+pub(crate) fn attach(
+    tap: &str,
+    bridge: &str,
+    mac: MacAddress,
+    vlans: &Vlans,
+) -> Result<(), NetworkError> {
     blocking(async |handle| {
         let bridge_link = require_bridge(&handle, bridge).await?;
         keep_address(&handle, bridge, &bridge_link).await;
@@ -60,25 +76,81 @@ pub(crate) fn attach(tap: &str, bridge: &str, mac: MacAddress) -> Result<(), Net
         };
         let mut change = LinkUnspec::new_with_index(tap_link.header.index)
             .address(mac.0.to_vec())
-            .controller(bridge_link.index)
-            .up();
+            .controller(bridge_link.index);
         if let Some(mtu) = bridge_link.mtu {
             change = change.mtu(mtu);
         }
         let request = handle.link().set(change.build());
-        request.execute().await.map_err(failed(action))
+        request.execute().await.map_err(failed(action))?;
+        let port = tap_link.header.index;
+        if !vlans.is_empty() {
+            let action = || format!("put {tap} into its VLANs on bridge {bridge}");
+            set_vlans(&handle, port, &bridge_link, vlans).await.map_err(failed(action))?;
+        }
+        let up = handle.link().set(LinkUnspec::new_with_index(port).up().build());
+        up.execute().await.map_err(failed(action))
     })
 }
 
-/// Fails with an explanation if there is no bridge of that name.
-pub(crate) fn check_bridge(name: &str) -> Result<(), NetworkError> {
-    blocking(async |handle| require_bridge(&handle, name).await.map(drop))
+/// A new port is in the bridge's default VLAN; this one is in its own instead.
+async fn set_vlans(
+    handle: &Handle,
+    port: u32,
+    bridge: &Bridge,
+    vlans: &Vlans,
+) -> Result<(), rtnetlink::Error> {
+    if let Some(default) = bridge.default_vlan {
+        let leave = LinkBridgeVlan::new(port).vlan(default, BridgeVlanInfoFlags::empty());
+        LinkDelRequest::new_with_message(handle.clone(), leave.build()).execute().await?;
+    }
+    let mut join = LinkBridgeVlan::new(port);
+    for &(first, last) in vlans.trunk.runs() {
+        join = match first == last {
+            true => join.vlan(first, BridgeVlanInfoFlags::empty()),
+            false => join
+                .vlan_range_start(first, BridgeVlanInfoFlags::empty())
+                .vlan_range_end(last, BridgeVlanInfoFlags::empty()),
+        };
+    }
+    if let Some(access) = vlans.access {
+        // Last: a trunk may have it, too.
+        join = join.vlan(access, BridgeVlanInfoFlags::Pvid | BridgeVlanInfoFlags::Untagged);
+    }
+    handle.link().set(join.build()).execute().await
+}
+
+/// Fails with an explanation if there is no bridge of that name, or it cannot keep a card in its
+/// VLANs.
+pub(crate) fn check_bridge(name: &str, vlans: &Vlans) -> Result<(), NetworkError> {
+    let bridge = blocking(async |handle| require_bridge(&handle, name).await)?;
+    match bridge.filters || vlans.is_empty() {
+        true => Ok(()),
+        false => Err(NetworkError::NotFiltering { bridge: name.to_owned() }),
+    }
 }
 
 struct Bridge {
     index: u32,
     mtu: Option<u32>,
     address: Option<MacAddress>,
+    /// Whether it keeps VLANs apart.
+    filters: bool,
+    /// The VLAN that a new port is in.
+    default_vlan: Option<u16>,
+}
+
+impl Bridge {
+    fn note_vlans<'a>(&mut self, data: impl Iterator<Item = &'a InfoBridge>) {
+        for attribute in data {
+            match attribute {
+                InfoBridge::VlanFiltering(filters) => self.filters = *filters,
+                InfoBridge::VlanDefaultPvid(id) => {
+                    self.default_vlan = Some(*id).filter(|id| *id != 0);
+                }
+                _ => {}
+            }
+        }
+    }
 }
 
 /// Chooses the address that a bridge has, unless somebody has chosen one.
@@ -128,12 +200,20 @@ async fn find_bridge(handle: &Handle, name: &str) -> Result<Option<Bridge>, Netw
     if !is_bridge(&link) {
         return Err(NetworkError::NotABridge { name: name.to_owned() });
     }
-    let mut bridge = Bridge { index: link.header.index, mtu: None, address: None };
+    let index = link.header.index;
+    let mut bridge = Bridge { index, mtu: None, address: None, filters: false, default_vlan: None };
     for attribute in &link.attributes {
         match attribute {
             LinkAttribute::Mtu(mtu) => bridge.mtu = Some(*mtu),
             LinkAttribute::Address(bytes) => {
                 bridge.address = bytes.as_slice().try_into().ok().map(MacAddress);
+            }
+            LinkAttribute::LinkInfo(infos) => {
+                let data = infos.iter().find_map(|info| match info {
+                    LinkInfo::Data(InfoData::Bridge(data)) => Some(data),
+                    _ => None,
+                });
+                bridge.note_vlans(data.into_iter().flatten());
             }
             _ => {}
         }

@@ -1,6 +1,6 @@
 //! A port: one network card of one VM, as this host serves it.
 
-use crate::announce::{PAUSES, announcement};
+use crate::announce::{PAUSES, announcements};
 use crate::buffer::{Gate, OutputBuffer};
 use crate::error::NetworkError;
 use crate::fabric::{Fabric, Inlet, message};
@@ -12,6 +12,7 @@ use crate::pump::{OutputWaiting, PortCounters, Shared};
 use crate::switch::Seat;
 use crate::tap::Tap;
 use crate::unread::{GuestsEnd, Unread};
+use crate::vlan::Vlans;
 use nix::sys::socket::{AddressFamily, SockFlag, SockType, setsockopt, socketpair, sockopt};
 use std::io;
 use std::os::fd::OwnedFd;
@@ -41,6 +42,8 @@ pub struct PortConfig {
     pub tap: String,
     /// The bridge of this host to attach it to.
     pub bridge: String,
+    /// The VLANs that it is in there.
+    pub vlans: Vlans,
     /// Whether the VM runs here. A standby takes no inbound frames and holds
     /// all output until told otherwise.
     pub live: bool,
@@ -65,6 +68,7 @@ pub struct Port {
     card: CardIndex,
     mac: MacAddress,
     bridge: String,
+    vlans: Vlans,
     shared: Arc<Shared>,
     threads: Vec<JoinHandle<()>>,
 }
@@ -77,7 +81,7 @@ impl Port {
     /// # Errors
     /// If the tap cannot be made or attached; nothing is left behind then.
     pub fn open(config: PortConfig, output_waiting: OutputWaiting) -> Result<Port, NetworkError> {
-        let tap = Tap::open(&config.tap, &config.bridge, config.mac)?;
+        let tap = Tap::open_in(&config.tap, &config.bridge, config.mac, &config.vlans)?;
         let gate = if config.live { Gate::Open } else { Gate::Hold };
         let buffer = OutputBuffer::new(gate, config.output_limit_bytes);
         let shared = Shared::new(tap, buffer, config.live, output_waiting)
@@ -86,6 +90,7 @@ impl Port {
             card: config.card,
             mac: config.mac,
             bridge: config.bridge,
+            vlans: config.vlans,
             shared: Arc::new(shared),
             threads: Vec::with_capacity(2),
         };
@@ -211,6 +216,11 @@ impl Port {
     /// The bridge that the tap belongs to.
     pub fn bridge(&self) -> &str {
         &self.bridge
+    }
+
+    /// The VLANs that it is in there.
+    pub fn vlans(&self) -> &Vlans {
+        &self.vlans
     }
 
     pub(crate) fn downgrade(&self) -> Weak<Shared> {
@@ -465,16 +475,20 @@ impl Port {
     }
 
     /// Makes the switches learn that the guest is behind this port: sends an
-    /// [`announcement`] at once and repeats it for some 800 ms in the background.
+    /// [`announcements`] at once and repeats it for some 800 ms in the background.
     /// Stops by itself when the port is dropped or fenced.
     ///
     /// # Errors
     /// If no thread can be started for the repeats.
     pub fn announce(&self) -> Result<(), NetworkError> {
-        let frame = [&[0; HEADER_BYTES][..], &announcement(self.mac)].concat();
-        self.shared.send_aside(&frame);
+        let frames: Vec<Vec<u8>> = announcements(self.mac, &self.vlans)
+            .map(|frame| [&[0; HEADER_BYTES][..], &frame].concat())
+            .collect();
+        let sent = |frame: &Vec<u8>| self.shared.send_aside(frame);
+        // Whether the port is shut is of no concern here.
+        let _ = frames.iter().all(sent);
         let shared = Arc::downgrade(&self.shared);
-        let repeat = move || repeat_announcement(&shared, &frame);
+        let repeat = move || repeat_announcements(&shared, &frames);
         spawn(format!("net{}-announce", self.card), repeat)
             .map(drop)
             .map_err(|source| NetworkError::system("start a thread", source))
@@ -492,10 +506,12 @@ fn socket_pair() -> Result<(GuestEnd, OwnedFd), NetworkError> {
 }
 
 /// Holds the port only while it sends, so that a drop removes the tap at once.
-fn repeat_announcement(shared: &Weak<Shared>, frame: &[u8]) {
+fn repeat_announcements(shared: &Weak<Shared>, frames: &[Vec<u8>]) {
     for pause in PAUSES {
         thread::sleep(pause);
-        let go_on = shared.upgrade().is_some_and(|shared| shared.send_aside(frame));
+        let go_on = shared
+            .upgrade()
+            .is_some_and(|shared| frames.iter().all(|frame| shared.send_aside(frame)));
         if !go_on {
             return;
         }

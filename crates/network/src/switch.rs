@@ -15,8 +15,8 @@ use crate::pump::Shared;
 use std::collections::BTreeMap;
 use std::sync::{Arc, Weak};
 
-/// The cards of a group on one bridge. Cards on different bridges are on
-/// different networks and do not reach each other.
+/// The cards of a group on one bridge, in the same VLANs. Others are on different networks, as far
+/// as is known here, and do not reach each other but through their bridges.
 #[derive(Debug)]
 pub struct Switch {
     cards: Vec<Card>,
@@ -44,11 +44,11 @@ impl Switch {
     /// port until its gate is opened or shut. To be called while every member
     /// stands still, when their output is held.
     pub fn connect<'a>(ports: impl IntoIterator<Item = &'a Port>) {
-        let mut bridges: BTreeMap<&str, Vec<&Port>> = BTreeMap::new();
+        let mut networks: BTreeMap<_, Vec<&Port>> = BTreeMap::new();
         for port in ports {
-            bridges.entry(port.bridge()).or_default().push(port);
+            networks.entry((port.bridge(), port.vlans())).or_default().push(port);
         }
-        for ports in bridges.values() {
+        for ports in networks.values() {
             let card = |port: &&Port| Card { mac: port.mac(), port: port.downgrade() };
             let switch = Arc::new(Switch { cards: ports.iter().map(card).collect() });
             for (place, port) in ports.iter().enumerate() {

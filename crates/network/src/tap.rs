@@ -5,6 +5,7 @@ use crate::error::NetworkError;
 use crate::header::{HEADER_BYTES, MAX_BYTES, Offloads};
 use crate::mac::MacAddress;
 use crate::netlink;
+use crate::vlan::Vlans;
 use nix::errno::Errno;
 use nix::libc;
 use std::fs::{File, OpenOptions};
@@ -44,11 +45,25 @@ impl Tap {
     /// If the bridge is missing, the name is taken or impossible, or the process
     /// may not do this. Nothing is left behind then.
     pub fn open(name: &str, bridge: &str, guest: MacAddress) -> Result<Tap, NetworkError> {
+        Tap::open_in(name, bridge, guest, &Vlans::default())
+    }
+
+    /// The same, for a card in these VLANs. If it is in any, the bridge must filter them, and the
+    /// port carries no other.
+    ///
+    /// # Errors
+    /// As [`Tap::open`], and if the bridge does not filter.
+    pub fn open_in(
+        name: &str,
+        bridge: &str,
+        guest: MacAddress,
+        vlans: &Vlans,
+    ) -> Result<Tap, NetworkError> {
         check_name(name)?;
-        netlink::check_bridge(bridge)?;
+        netlink::check_bridge(bridge, vlans)?;
         let tap = Tap::create(name)?;
         silence_ipv6(name);
-        netlink::attach(name, bridge, guest.for_tap())?;
+        netlink::attach(name, bridge, guest.for_tap(), vlans)?;
         Ok(tap)
     }
 

@@ -8,7 +8,7 @@ use crate::{DiskIndex, Epoch};
 use std::fmt;
 
 /// Version of the wire format; peers must have the same.
-pub const WIRE_VERSION: u32 = 16;
+pub const WIRE_VERSION: u32 = 17;
 
 /// Bytes of a message header.
 pub const HEADER_BYTES: usize = 24;
@@ -117,6 +117,13 @@ pub enum Kind {
     /// What the guest said on its console in this epoch, and that waits for its commit. Only
     /// where that was asked for; in lockstep the backup's guest says it itself.
     Console = 52,
+    /// JSON: a medium that is about to be put into a CD-ROM drive of the VM; the backup looks
+    /// whether it has the same.
+    MediumAsked = 53,
+    /// JSON: whether it has.
+    MediumAnswer = 54,
+    /// JSON: the medium that a CD-ROM drive has from this epoch on. A part of it.
+    Medium = 55,
 }
 
 impl Kind {
@@ -165,6 +172,9 @@ impl Kind {
             Frames,
             Presence,
             Console,
+            MediumAsked,
+            MediumAnswer,
+            Medium,
         ]
         .into_iter()
         .find(|kind| *kind as u8 == byte)

@@ -299,3 +299,28 @@ fn a_qemu_that_outlives_its_daemon_waits_for_its_disks() {
         assert!(line.unwrap().ends_with(",reconnect-delay=1073741824"), "{text}");
     }
 }
+
+/// Plugged in by `device_add`, it is what the command line makes.
+#[test]
+fn a_scsi_drive_is_the_same_when_it_is_plugged_in() {
+    let text = "name = 'db'\nmemory = '64M'\nvcpus = 1\n\
+                [[disk]]\npath = '/a'\nformat = 'raw'\nbus = 'scsi'\n\
+                [[disk]]\npath = '/b'\nformat = 'raw'\nbus = 'ide'\ncdrom = true\n\
+                [[disk]]\npath = '/c'\nformat = 'raw'\nbus = 'scsi'\ncdrom = true\nserial = 's-1'";
+    let vm: VmDefinition = toml::from_str(text).unwrap();
+    let mut plugged: Vec<String> = scsi_drive(&vm, 2)
+        .unwrap()
+        .iter()
+        .map(|(key, value)| format!("{key}={}", value.to_string().trim_matches('"')))
+        .collect();
+    plugged.sort();
+    let disks = ["disk0", "disk1", "disk2"].map(PathBuf::from).to_vec();
+    let args = command_line(&vm, &Resources { disks, ..resources() });
+    let args: Vec<String> = args.iter().map(|arg| arg.to_string_lossy().into_owned()).collect();
+    let on_line = args.iter().find(|arg| arg.contains("id=disk2,")).unwrap();
+    let mut on_line: Vec<String> =
+        format!("driver={on_line}").split(',').map(str::to_owned).collect();
+    on_line.sort();
+    assert_eq!(plugged, on_line);
+    assert!(scsi_drive(&vm, 1).is_none(), "on another bus");
+}

@@ -11,18 +11,20 @@ pub use parse::{DefinitionError, LocatedProblem};
 pub use pci_place::{PciPlace, PciPlaceError};
 pub use validate::Problem;
 
+use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 use std::path::PathBuf;
-use understudy_network::MacAddress;
+use understudy_network::{MacAddress, VlanSet, Vlans};
 use understudy_protocol::{Policy, VmName};
 
 /// A VM as its user defines it. It also travels to the peer, as JSON.
-#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields)]
 pub struct VmDefinition {
     /// Its name, unique on a host.
     pub name: VmName,
     /// Size of the guest's main memory.
+    #[schemars(with = "String")]
     pub memory: MemorySize,
     /// Virtual CPUs, 1 to 255.
     pub vcpus: u32,
@@ -107,7 +109,7 @@ impl Topology {
 }
 
 /// A disk of a VM.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields)]
 pub struct DiskDefinition {
     /// The image file.
@@ -121,25 +123,60 @@ pub struct DiskDefinition {
     /// Whether it is a CD-ROM in its drive, which the guest cannot write.
     #[serde(default, skip_serializing_if = "is_false")]
     pub cdrom: bool,
+    /// Whether that drive has no medium. `path` is then a placeholder.
+    #[serde(default, skip_serializing_if = "is_false")]
+    pub ejected: bool,
+    /// BLAKE3 hash of a medium that was put into the drive while the VM ran, as the daemon notes
+    /// it; by it hosts tell whether they have the same one.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub medium_hash: Option<String>,
     /// What the guest reads as the disk's serial number.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub serial: Option<String>,
     /// Where a virtio disk is on the guest's PCI buses; chosen by its number when absent.
     #[serde(default, skip_serializing_if = "Option::is_none")]
+    #[schemars(with = "Option<String>")]
     pub pci: Option<PciPlace>,
 }
 
 impl DiskDefinition {
     /// A disk without more than it must have.
     pub fn new(path: impl Into<PathBuf>, format: DiskFormat, bus: DiskBus) -> DiskDefinition {
-        DiskDefinition { path: path.into(), format, bus, cdrom: false, serial: None, pci: None }
+        DiskDefinition {
+            path: path.into(),
+            format,
+            bus,
+            cdrom: false,
+            ejected: false,
+            medium_hash: None,
+            serial: None,
+            pci: None,
+        }
+    }
+}
+
+impl DiskDefinition {
+    /// Whether it has the same in its drive, if it is one, as far as media were changed.
+    pub fn has_medium_of(&self, other: &DiskDefinition) -> bool {
+        (self.ejected, &self.medium_hash) == (other.ejected, &other.medium_hash)
     }
 }
 
 impl CardDefinition {
     /// A card without more than it must have.
     pub fn new(mac: MacAddress, bridge: &str, model: CardModel) -> CardDefinition {
-        CardDefinition { mac, bridge: bridge.to_owned(), model, mtu: None, pci: None }
+        let bridge = bridge.to_owned();
+        CardDefinition { mac, bridge, vlan: None, vlans: None, model, mtu: None, pci: None }
+    }
+
+    /// What its port at the bridge carries.
+    pub fn vlans(&self) -> Vlans {
+        Vlans { access: self.vlan, trunk: self.vlans.clone().unwrap_or_default() }
+    }
+
+    /// Whether frames get from one to the other, as far as the definitions say.
+    pub fn shares_network_with(&self, other: &CardDefinition) -> bool {
+        self.bridge == other.bridge && self.vlans() == other.vlans()
     }
 }
 
@@ -177,7 +214,7 @@ impl VmDefinition {
 }
 
 /// A CD-ROM drive without a medium.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields)]
 pub struct EmptyCdrom {
     /// How the guest sees the drive.
@@ -185,7 +222,7 @@ pub struct EmptyCdrom {
 }
 
 /// How the guest sees its virtual CPUs: the product of all is how many there are.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields)]
 pub struct Topology {
     /// Processors.
@@ -201,7 +238,7 @@ pub struct Topology {
 }
 
 /// How an image file is to be read.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "lowercase")]
 pub enum DiskFormat {
     /// The disk's sectors, nothing else.
@@ -211,7 +248,7 @@ pub enum DiskFormat {
 }
 
 /// How the guest sees a disk.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "lowercase")]
 pub enum DiskBus {
     /// virtio-blk.
@@ -228,14 +265,22 @@ pub enum DiskBus {
 }
 
 /// A network card of a VM.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields)]
 pub struct CardDefinition {
     /// Hardware address; must stay the same on every host, so it is not optional.
     #[serde(with = "mac_text")]
+    #[schemars(with = "String")]
     pub mac: MacAddress,
     /// The bridge of the host that the card is plugged into.
     pub bridge: String,
+    /// The VLAN that it is in there, of which the guest knows nothing.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub vlan: Option<u16>,
+    /// VLANs that the guest tags itself.
+    #[serde(default, with = "vlans_text", skip_serializing_if = "Option::is_none")]
+    #[schemars(with = "Option<String>")]
+    pub vlans: Option<VlanSet>,
     /// The card's model.
     #[serde(default)]
     pub model: CardModel,
@@ -245,11 +290,12 @@ pub struct CardDefinition {
     pub mtu: Option<u16>,
     /// Where it is on the guest's PCI buses; chosen by its number when absent.
     #[serde(default, skip_serializing_if = "Option::is_none")]
+    #[schemars(with = "Option<String>")]
     pub pci: Option<PciPlace>,
 }
 
 /// How the guest talks to its TPM.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "lowercase")]
 pub enum TpmModel {
     /// By command and response buffers: what systems of today expect.
@@ -259,7 +305,7 @@ pub enum TpmModel {
 }
 
 /// Models of network cards.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 pub enum CardModel {
     /// virtio-net.
     #[default]
@@ -277,7 +323,7 @@ pub enum CardModel {
 }
 
 /// What the user wants to execute the guest's instructions.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "lowercase")]
 pub enum AcceleratorChoice {
     /// KVM where it really works, else TCG.
@@ -290,7 +336,7 @@ pub enum AcceleratorChoice {
 }
 
 /// How the guest's drivers talk to virtio devices.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "lowercase")]
 pub enum VirtioInterface {
     /// As before virtio 1.0; every common guest still can. A checkpoint is shorter
@@ -302,7 +348,7 @@ pub enum VirtioInterface {
 }
 
 /// QEMU's video cards.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "lowercase")]
 pub enum Vga {
     /// None.
@@ -342,6 +388,21 @@ mod mac_text {
 
     pub fn deserialize<'de, D: Deserializer<'de>>(from: D) -> Result<MacAddress, D::Error> {
         String::deserialize(from)?.parse().map_err(D::Error::custom)
+    }
+}
+
+/// VLANs as text.
+mod vlans_text {
+    use serde::{Deserialize, Deserializer, Serializer, de::Error};
+    use understudy_network::VlanSet;
+
+    pub fn serialize<S: Serializer>(vlans: &Option<VlanSet>, to: S) -> Result<S::Ok, S::Error> {
+        // Without any it is left out.
+        to.collect_str(vlans.as_ref().unwrap_or(&VlanSet::default()))
+    }
+
+    pub fn deserialize<'de, D: Deserializer<'de>>(from: D) -> Result<Option<VlanSet>, D::Error> {
+        String::deserialize(from)?.parse().map(Some).map_err(D::Error::custom)
     }
 }
 

@@ -59,7 +59,9 @@ pub fn obstacles(
         refuse("it has a display; lockstep is proven with `vga = \"none\"` only".to_owned());
     }
     for (n, disk) in vm.disks.iter().enumerate() {
-        if disk.bus != DiskBus::Virtio || disk.format != DiskFormat::Raw {
+        if disk.cdrom {
+            refuse(format!("disk {n} is a CD-ROM drive, which is not proven"));
+        } else if disk.bus != DiskBus::Virtio || disk.format != DiskFormat::Raw {
             refuse(format!("disk {n} is not a raw virtio disk; no other is proven"));
         }
     }

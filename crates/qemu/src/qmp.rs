@@ -8,6 +8,7 @@
 mod connection;
 mod device_state;
 mod events;
+mod medium;
 mod monitor;
 mod ram_blocks;
 mod sockets;
@@ -15,6 +16,7 @@ mod sockets;
 pub use connection::{QemuVersion, QmpError};
 pub use device_state::DeviceState;
 pub use events::VmEvent;
+pub use medium::EjectError;
 pub use monitor::{Checkpoint, Monitor};
 pub use qapi::qmp::RunState;
 pub use ram_blocks::RamBlockInfo;

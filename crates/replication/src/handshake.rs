@@ -14,6 +14,7 @@ use understudy_link::tls::Tls;
 use understudy_protocol::wire::{Kind, WIRE_VERSION};
 use understudy_protocol::{Count, DiskIndex, Generation, PathIndex};
 use understudy_protocol::{GroupName, HostName, VmName};
+use understudy_qemu::definition::CardDefinition;
 use understudy_qemu::{Accelerator, ClockBase, CpuNeeds, VmDefinition};
 use understudy_report::{DiskReads, Mode, ProtectRequest};
 
@@ -55,6 +56,8 @@ pub enum Purpose {
         memory: u64,
         /// What the guest needs of the host's processor.
         cpu: CpuNeeds,
+        /// Its network cards.
+        cards: Vec<CardDefinition>,
     },
     /// Could this host execute the log of a QEMU of this build? See `admission` of the daemon.
     MayFollow {

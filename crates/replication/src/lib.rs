@@ -8,6 +8,7 @@
 //! | [`backup`] | receive, stage, acknowledge, apply, take over |
 //! | [`lockstep`] | the log of inputs, cut and fed; both machines compared |
 //! | [`turn`] | from the one way of keeping up to the other |
+//! | [`medium`] | CD-ROMs that are changed while the VM runs |
 //! | [`handshake`] | what two hosts say before the first byte of a VM moves |
 //! | [`heartbeat`], [`paths`] | signs of life, over each path |
 //! | [`membership`] | VMs that are protected as one |
@@ -21,6 +22,7 @@ pub mod clock;
 pub mod handshake;
 pub mod heartbeat;
 pub mod lockstep;
+pub mod medium;
 pub mod membership;
 pub mod moments;
 pub mod paths;

@@ -14,13 +14,18 @@ use anyhow::{Context, ensure};
 use serde::{Deserialize, Serialize};
 use std::fs;
 use std::ops::Range;
+use std::os::unix::fs::FileTypeExt;
 use std::path::Path;
 use std::sync::Arc;
-use understudy_disk::{ChangeMap, Disk, changes_path};
+use understudy_disk::{
+    ChangeMap, Disk, DiskError, FreshMirror, GRANULE_BYTES, ImageFormat, Mirror, changes_path,
+    export_bytes,
+};
 use understudy_machine::Machine;
 use understudy_protocol::DiskIndex;
 use understudy_protocol::validity::ImageRole;
 use understudy_protocol::{HostName, VmName};
+use understudy_qemu::definition::{DiskDefinition, DiskFormat};
 
 /// Runs of blocks that fit well into a message; with more, a full copy costs little more.
 const MOST_RUNS: usize = 50_000;
@@ -49,7 +54,7 @@ pub enum Groundwork {
     /// New mirrors are filled.
     Full(String),
     /// The images that are there are brought up to date.
-    Resync(Vec<Arc<Disk>>, Resync),
+    Resync(Vec<Mirror>, Resync),
 }
 
 /// A name that no session ever had.
@@ -71,7 +76,7 @@ pub fn track(
     }
     // First: no session may be believed of a map that begins now.
     records.change(vm, |record| record.sessions.clear())?;
-    for (disk, map) in machine.disks().iter().zip(create(machine.disks(), directory)?) {
+    for (disk, map) in machine.disks().iter().zip(create(&machine.disks(), directory)?) {
         disk.set_changes(Some(map));
     }
     Ok(Vec::new())
@@ -126,17 +131,18 @@ pub fn reopen(record: &Record, disks: &[Arc<Disk>], directory: &Path) -> Vec<Str
 
 /// Bytes of a machine's disks in which the other host's images may differ.
 pub fn differing_bytes(machine: &Machine) -> u64 {
-    let maps = machine.disks().iter().filter_map(|disk| disk.changes());
-    maps.map(|map| map.changed_bytes()).sum()
+    let disks = machine.disks();
+    disks.iter().filter_map(|disk| disk.changes()).map(|map| map.changed_bytes()).sum()
 }
 
 fn open_maps(disks: &[Arc<Disk>], directory: &Path) -> Result<Vec<ChangeMap>, String> {
-    let open = |disk: &Arc<Disk>| {
-        let path = changes_path(directory, disk.index());
-        ChangeMap::open(&path, disk.export_bytes(), &disk.path())
-            .unwrap_or_else(|error| Err(format!("cannot read {}: {error}", path.display())))
-    };
-    disks.iter().map(open).collect()
+    disks.iter().map(|disk| open_map(disk, directory)).collect()
+}
+
+fn open_map(disk: &Disk, directory: &Path) -> Result<ChangeMap, String> {
+    let path = changes_path(directory, disk.index());
+    ChangeMap::open(&path, disk.export_bytes(), &disk.path())
+        .unwrap_or_else(|error| Err(format!("cannot read {}: {error}", path.display())))
 }
 
 /// On the backup, before anything is changed: can its own images be brought up to date?
@@ -161,15 +167,21 @@ fn try_resync(
     let session = common.ok_or_else(|| {
         format!("what changed since the images on host {name} were made is not known")
     })?;
-    let images = record.images();
-    if images.len() != offer.disk_bytes.len() {
+    let (theirs, ours) = (&offer.definition.disks, &record.definition.disks);
+    if ours.len() != offer.disk_bytes.len() || theirs.len() != ours.len() {
         return Err(format!("host {name} has images of other disks"));
     }
-    let open = |(i, path): (usize, &std::path::PathBuf)| {
-        let disk = Disk::open(DiskIndex(i as u16), path, offer.disk_bytes[i]);
-        disk.map(Arc::new).map_err(|error| error.to_string())
+    let open = |(i, (ours, theirs)): (usize, (&DiskDefinition, &DiskDefinition))| {
+        let (index, bytes) = (DiskIndex(i as u16), offer.disk_bytes[i]);
+        let opened = if ours.has_medium_of(theirs) {
+            open_image(index, ours, bytes, directory).map(Mirror::Resynced)
+        } else {
+            FreshMirror::create(directory, index, bytes).map(Mirror::Fresh)
+        };
+        opened.map_err(|error| error.to_string())
     };
-    let disks: Vec<Arc<Disk>> = images.iter().enumerate().map(open).collect::<Result<_, _>>()?;
+    let disks: Vec<Mirror> =
+        ours.iter().zip(theirs).enumerate().map(open).collect::<Result<_, _>>()?;
     let changed = own_changes(&record, &disks, directory)?;
     if changed.iter().map(Vec::len).sum::<usize>() > MOST_RUNS {
         return Err(format!("too much has changed on host {name}"));
@@ -177,22 +189,58 @@ fn try_resync(
     Ok(Groundwork::Resync(disks, Resync { session: session.clone(), changed }))
 }
 
+/// An image of this host's. A medium that an operator has put in is never written.
+fn open_image(
+    index: DiskIndex,
+    disk: &DiskDefinition,
+    bytes: u64,
+    directory: &Path,
+) -> Result<Arc<Disk>, DiskError> {
+    let opened = if disk.cdrom && !disk.path.starts_with(directory) {
+        Disk::open_medium(index, &disk.path)
+    } else {
+        check_size(disk, bytes)?;
+        Disk::open(index, &disk.path, bytes)
+    };
+    opened.map(Arc::new)
+}
+
+/// A file grows; a device has the disk's size, or is not that disk's any more.
+fn check_size(disk: &DiskDefinition, wanted: u64) -> Result<(), DiskError> {
+    let is_device = fs::metadata(&disk.path).is_ok_and(|it| it.file_type().is_block_device());
+    if !is_device || disk.format != DiskFormat::Raw {
+        return Ok(());
+    }
+    match export_bytes(&disk.path, ImageFormat::Raw)? {
+        bytes if bytes == wanted => Ok(()),
+        bytes => Err(DiskError::OtherSize { path: disk.path.clone(), bytes, wanted }),
+    }
+}
+
 /// What this host's guest wrote that the other host may not have. A mirror's guest never
-/// ran: what differs there is in the primary's map.
+/// ran: what differs there is in the primary's map. Of a medium that this host does not have it
+/// is all.
 fn own_changes(
     record: &Record,
-    disks: &[Arc<Disk>],
+    mirrors: &[Mirror],
     directory: &Path,
 ) -> Result<Vec<Vec<(u64, u64)>>, String> {
-    match record.image.role {
-        ImageRole::Mirror | ImageRole::Syncing => Ok(vec![Vec::new(); disks.len()]),
-        ImageRole::Active | ImageRole::Stopped | ImageRole::Cut | ImageRole::Stale => {
-            let pairs = |map: &ChangeMap| map.runs().iter().map(|r| (r.start, r.end)).collect();
-            let name = &record.image.host;
-            let maps = open_maps(disks, directory);
-            Ok(maps.map_err(|doubt| format!("host {name}: {doubt}"))?.iter().map(pairs).collect())
+    let ran = match record.image.role {
+        ImageRole::Mirror | ImageRole::Syncing => false,
+        ImageRole::Active | ImageRole::Stopped | ImageRole::Cut | ImageRole::Stale => true,
+    };
+    let changed = |mirror: &Mirror| match mirror {
+        Mirror::Fresh(mirror) => {
+            Ok(vec![(0, mirror.disk().export_bytes().div_ceil(GRANULE_BYTES))])
         }
-    }
+        Mirror::Resynced(_) if !ran => Ok(Vec::new()),
+        Mirror::Resynced(disk) => {
+            let map = open_map(disk, directory)
+                .map_err(|doubt| format!("host {}: {doubt}", record.image.host))?;
+            Ok(map.runs().iter().map(|run| (run.start, run.end)).collect())
+        }
+    };
+    mirrors.iter().map(changed).collect()
 }
 
 /// On the primary: takes the backup's changes into its own maps.

@@ -10,6 +10,7 @@ pub use kind::{EventKind, Severity};
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 use std::collections::VecDeque;
+use std::net::IpAddr;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::SystemTime;
@@ -130,6 +131,11 @@ impl Journal {
         let kept = self.0.kept.lock();
         let turned = |event: &&Event| event.vm.as_ref() == Some(vm) && event.kind.is_a_turn();
         kept.iter().rev().find(turned).map(|event| event.at_ms)
+    }
+
+    /// Somebody shows wrong tokens to the API over the network.
+    pub fn wrong_tokens(&self, from: IpAddr) {
+        self.record(EventKind::WrongTokens { from });
     }
 
     /// Ends it: nobody need wait for more.

@@ -25,5 +25,5 @@ pub use cluster::{FillReport, FillState};
 pub use comparison::{ComparisonCounts, ComparisonReport, Difference, Part};
 pub use error::{ErrorKind, HostError};
 pub use meters::Meters;
-pub use requests::{DiskReads, GroupRequest, Mode, ProtectRequest, RecoverRequest};
+pub use requests::{DiskReads, GroupRequest, MediumRequest, Mode, ProtectRequest, RecoverRequest};
 pub use status::*;

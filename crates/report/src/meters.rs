@@ -29,6 +29,7 @@ pub struct Meters {
     checkpoint_waits: Histograms,
     output_delays: Histograms,
     outages: Histograms,
+    moves: Histograms,
     checkpoints: Family<OfVm, Counter>,
     written_pages: Family<OfVm, Counter>,
     sent_bytes: Family<OfVm, Counter>,
@@ -45,6 +46,8 @@ pub struct VmMeters {
     pub output_delays: Histogram,
     /// How long a take-over by this host kept clients waiting.
     pub outages: Histogram,
+    /// The same of planned fail-overs.
+    pub moves: Histogram,
     /// Committed checkpoints.
     pub checkpoints: Counter,
     /// Pages that checkpoints found written.
@@ -60,6 +63,7 @@ impl Default for Meters {
             checkpoint_waits: Family::new_with_constructor(|| Histogram::new(OUTPUT_SECONDS)),
             output_delays: Family::new_with_constructor(|| Histogram::new(OUTPUT_SECONDS)),
             outages: Family::new_with_constructor(|| Histogram::new(OUTAGE_SECONDS)),
+            moves: Family::new_with_constructor(|| Histogram::new(OUTAGE_SECONDS)),
             checkpoints: Family::default(),
             written_pages: Family::default(),
             sent_bytes: Family::default(),
@@ -100,6 +104,7 @@ impl Meters {
             checkpoint_waits: self.checkpoint_waits.get_or_create_owned(&vm),
             output_delays: self.output_delays.get_or_create_owned(&vm),
             outages: self.outages.get_or_create_owned(&vm),
+            moves: self.moves.get_or_create_owned(&vm),
             checkpoints: self.checkpoints.get_or_create_owned(&vm),
             written_pages: self.written_pages.get_or_create_owned(&vm),
             sent_bytes: self.sent_bytes.get_or_create_owned(&vm),
@@ -121,6 +126,8 @@ impl Meters {
         page.register_with_unit("vm_output_delay", help, Unit::Seconds, self.output_delays.clone());
         let help = "How long take-overs by this host have kept clients waiting, at most";
         page.register_with_unit("vm_outage", help, Unit::Seconds, self.outages.clone());
+        let help = "How long planned fail-overs to this host have kept clients waiting, at most";
+        page.register_with_unit("vm_move", help, Unit::Seconds, self.moves.clone());
         page.register("vm_checkpoints", "Committed checkpoints", self.checkpoints.clone());
         let help = "Pages that checkpoints found written";
         page.register("vm_written_pages", help, self.written_pages.clone());

@@ -2,6 +2,7 @@
 
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
+use std::path::PathBuf;
 use understudy_encoding::EncodingPlan;
 use understudy_protocol::{Output, Policy, VmName};
 
@@ -72,6 +73,19 @@ pub struct ProtectRequest {
 
 fn restored() -> bool {
     true
+}
+
+/// What `vm medium` asks for.
+#[derive(Clone, Debug, Serialize, Deserialize, JsonSchema)]
+#[serde(deny_unknown_fields)]
+pub struct MediumRequest {
+    /// The CD-ROM drive: its number among the VM's disks.
+    pub drive: u16,
+    /// The file to put in, at the same place on every host; none to take out what is in.
+    pub medium: Option<PathBuf>,
+    /// Whether a drive that the guest has locked is opened, too.
+    #[serde(default)]
+    pub force: bool,
 }
 
 /// What `protect --group` asks for.

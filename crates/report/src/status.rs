@@ -176,6 +176,9 @@ pub struct DiskSync {
 /// the failure to the suspicion.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize, JsonSchema)]
 pub struct TakeoverReport {
+    /// Whether the primary handed the VM over as its operator wanted.
+    #[serde(default)]
+    pub planned: bool,
     /// Time from the suspicion until the arbiter gave the VM to this host.
     pub arbiter_ms: f64,
     /// Lockstep: how far this host was behind when it suspected the failure.

@@ -8,6 +8,8 @@
 //! | [`calls`] | every call: path, right, what it takes and answers |
 //! | [`access`] | who may do what |
 //! | [`remote`] | the API over TLS |
+//! | [`idle`] | connections on which nothing happens |
+//! | [`guesses`] | wrong tokens |
 //! | [`jobs`] | work that takes long, to be watched and cancelled |
 //! | [`events`] | what happened, as a list and a stream |
 //! | [`snapshots`] | snapshots and restores |
@@ -20,6 +22,8 @@ mod access;
 mod calls;
 mod control;
 pub mod events;
+mod guesses;
+mod idle;
 mod jobs;
 mod name;
 mod openapi;
@@ -173,6 +177,15 @@ async fn unprotect(State(host): Shared, Name(name): Name<VmName>) -> Answer<VmSt
 async fn failover(State(host): Shared, Name(name): Name<VmName>) -> Result<StatusCode, ApiError> {
     blocking(move || host.failover(&name)).await?;
     Ok(StatusCode::NO_CONTENT)
+}
+
+async fn change_medium(
+    State(host): Shared,
+    Name(name): Name<VmName>,
+    body: Body,
+) -> Answer<VmStatus> {
+    let request = read(body)?;
+    blocking(move || host.change_medium(&name, request)).await.map(Json)
 }
 
 async fn recover(

@@ -22,11 +22,14 @@ use watch::{EVENTS_HELP, TOP_HELP};
 use clap::{Args, Parser, Subcommand};
 use std::convert::Infallible;
 use std::path::{Path, PathBuf};
+use understudy_client::HostUrl;
 use understudy_client::manual::ManualCommand;
 use understudy_client::output::OutputOptions;
 use understudy_daemon::config::DEFAULT_SOCKET;
 use understudy_daemon::custody::SUBCOMMAND;
 use understudy_daemon::pki::HOST_DAYS;
+
+const REMOTE: &str = "On another machine";
 
 const AFTER_HELP: &str = "\
 Examples:
@@ -36,6 +39,8 @@ Examples:
   understudy vm start db.toml              start a VM, unprotected
   understudy protect db --to b             keep an understudy of it on host b
   understudy status db                     role, lag, pauses, bandwidth
+  understudy --host https://a:7780 --ca ca.pem --token-file token status
+                                           the same from another machine
 
 Exit codes:
   0  done
@@ -55,6 +60,26 @@ pub struct Cli {
     /// The daemon's API socket (`host` takes it from its configuration).
     #[arg(long, global = true, env = "UNDERSTUDY_SOCKET", value_name = "PATH", default_value = DEFAULT_SOCKET)]
     pub socket: PathBuf,
+
+    /// The daemon of another machine, instead of the socket: https://NAME:PORT, or NAME=ADDRESS:PORT.
+    #[arg(long, global = true, env = "UNDERSTUDY_HOST", value_name = "URL", help_heading = REMOTE)]
+    pub host: Option<HostUrl>,
+
+    /// With --host: certificates of the authority that the host's is of (ca.pem).
+    #[arg(long, global = true, env = "UNDERSTUDY_CA", value_name = "FILE", help_heading = REMOTE)]
+    pub ca: Option<PathBuf>,
+
+    /// With --host: file with the token to show, readable by nobody else.
+    #[arg(long, global = true, env = "UNDERSTUDY_TOKEN_FILE", value_name = "FILE", help_heading = REMOTE)]
+    pub token_file: Option<PathBuf>,
+
+    /// With --host: the certificate to show, instead of a token.
+    #[arg(long, global = true, env = "UNDERSTUDY_CERT", value_name = "FILE", help_heading = REMOTE)]
+    pub cert: Option<PathBuf>,
+
+    /// With --host: the certificate's key.
+    #[arg(long, global = true, env = "UNDERSTUDY_KEY", value_name = "FILE", help_heading = REMOTE)]
+    pub key: Option<PathBuf>,
 
     /// How it answers.
     #[command(flatten)]
@@ -159,6 +184,24 @@ pub enum VmCommand {
     Show {
         /// The VM's name.
         name: String,
+    },
+    /// Put another medium into a VM's CD-ROM drive while it runs, protected or not.
+    #[command(after_help = VM_MEDIUM_HELP)]
+    Medium {
+        /// The VM's name.
+        name: String,
+        /// The drive, by its number among the disks: disk1, for example (`understudy vm show NAME`).
+        #[arg(value_parser = drive)]
+        drive: u16,
+        /// The medium: an image file, or a block device, that every host has at the same place.
+        #[arg(value_name = "FILE", required_unless_present = "eject", conflicts_with = "eject")]
+        file: Option<PathBuf>,
+        /// Take out what is in it, and leave it empty.
+        #[arg(long)]
+        eject: bool,
+        /// Even if the guest has locked the drive, as it does with a medium that is mounted.
+        #[arg(long)]
+        force: bool,
     },
     /// Stop a VM: the guest is asked to power off.
     Stop {
@@ -343,6 +386,15 @@ definition. Anything else is the name of a VM that this host has a record of: it
 starts on the images that it ran on last, wherever a take-over or a restore has
 put them (`understudy vm show NAME` prints where).";
 
+const VM_MEDIUM_HELP: &str = "\
+A protected VM stays so: its backup must have the same file at the same place,
+and puts it in, too. Run it on the host that the VM runs on. A drive that was
+defined without a medium has its number behind the disks.
+
+Examples:
+  understudy vm medium db disk1 /srv/iso/drivers.iso
+  understudy vm medium db disk1 --eject";
+
 const RECOVER_HELP: &str = "\
 Asks this host, its peers' daemons and the arbiter for their records, says whose
 images the guest ran on last and why, and starts the VM if they are this host's.
@@ -372,6 +424,11 @@ impl Cli {
     pub fn default_log(&self) -> &'static str {
         if matches!(self.command, Command::Host { .. }) { "info" } else { "warn" }
     }
+}
+
+fn drive(text: &str) -> Result<u16, String> {
+    let number = text.strip_prefix("disk").unwrap_or(text);
+    number.parse().map_err(|_| "a drive is called like `disk1`, by its number".to_owned())
 }
 
 #[cfg(test)]

@@ -2,6 +2,7 @@
 //! of believing version numbers, and leaves nothing behind.
 
 mod configuration;
+mod guests;
 mod machine;
 mod software;
 mod tap;
@@ -10,6 +11,7 @@ use serde::Serialize;
 use std::fmt::Write;
 use std::path::Path;
 use understudy_daemon::config::HostConfig;
+use understudy_daemon::probe;
 
 /// What was found.
 #[derive(Debug, Serialize)]
@@ -64,10 +66,14 @@ impl Check {
 pub fn examine(config: Option<&Path>) -> Report {
     let mut checks = machine::checks();
     match config.map(HostConfig::load) {
-        None => checks.extend(software::checks(None)),
+        None => {
+            checks.extend(software::checks(None));
+            checks.extend(guests::checks(&[]));
+        }
         Some(Ok(config)) => {
             checks.extend(software::checks(Some(&config)));
             checks.extend(configuration::checks(&config));
+            checks.extend(guests::checks(&probe::recorded(&config)));
         }
         Some(Err(error)) => {
             checks.extend(software::checks(None));

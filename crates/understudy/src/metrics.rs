@@ -355,7 +355,7 @@ mod tests {
         for name in counted.map(|name| format!("understudy_{name}")) {
             assert_eq!(kinds.get(&name).map(String::as_str), Some("counter"), "{name}");
         }
-        for name in ["vm_pause", "vm_checkpoint_wait", "vm_output_delay", "vm_outage"] {
+        for name in ["vm_pause", "vm_checkpoint_wait", "vm_output_delay", "vm_outage", "vm_move"] {
             let name = format!("understudy_{name}_seconds");
             assert_eq!(kinds.get(&name).map(String::as_str), Some("histogram"), "{name}");
         }

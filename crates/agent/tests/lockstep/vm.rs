@@ -112,6 +112,7 @@ impl Vm {
             mac: definition.cards[0].mac,
             tap: format!("tap-{name}"),
             bridge: "br0".into(),
+            vlans: understudy_network::Vlans::default(),
             live: start == Role::Fresh,
             output_limit_bytes: understudy_network::DEFAULT_LIMIT_BYTES,
         };

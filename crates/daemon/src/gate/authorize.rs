@@ -94,7 +94,7 @@ mod tests {
         let (vm, group) = (literal("db"), literal("shop"));
         let cpu = CpuNeeds { accelerator: Accelerator::Tcg, model: None };
         vec![
-            Purpose::Survey { vm, memory: 1, cpu },
+            Purpose::Survey { vm, memory: 1, cpu, cards: Vec::new() },
             Purpose::MayFollow { build: None },
             Purpose::Group,
             Purpose::Frames { cluster: group },

@@ -163,14 +163,11 @@ impl Capture {
         let _protecting = lock(&vm.protecting);
         check(&vm, &self.machine)?;
         let machine = self.machine.clone();
-        for disk in machine.disks() {
-            disk.begin_checkpoint();
-        }
+        let disks = machine.disks();
+        disks.iter().for_each(|disk| disk.begin_checkpoint());
         let began = Instant::now();
         let taken = self.pause(&machine);
-        for disk in machine.disks() {
-            disk.end_checkpoint();
-        }
+        disks.iter().for_each(|disk| disk.end_checkpoint());
         self.paused = began.elapsed();
         let paused = self.paused.as_secs_f64() * 1e3;
         info!(vm = %self.task.vm(), "stood still for {paused:.1} ms for a snapshot");

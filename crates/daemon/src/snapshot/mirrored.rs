@@ -101,7 +101,8 @@ impl MirroredCapture {
         };
         for entry in &mut areas {
             if let Area::Disk(index) = entry.area {
-                let disk = self.machine.definition().disks.get(usize::from(index.0));
+                let definition = self.machine.definition_now();
+                let disk = definition.disks.get(usize::from(index.0));
                 let disk = disk.context("the backup has a disk that the VM has not")?;
                 entry.name = disk.path.display().to_string();
             }

@@ -59,7 +59,7 @@ impl Host {
             let saved = SavedVm::of(member)
                 .map_err(|error| HostError::new(ErrorKind::Invalid, error.to_string()))?;
             self.check_unused(&saved.definition)?;
-            self.check_bridges(&saved.definition)?;
+            self.check_bridges(&saved.definition.cards)?;
         }
         Ok(Answer { bytes_per_second: self.snapshots.speed() })
     }

@@ -3,6 +3,7 @@
 use super::{disks, pci};
 use crate::draft::Draft;
 use crate::xml::Element;
+use understudy_network::{FIRST_VLAN, LAST_VLAN, VlanSet, Vlans};
 use understudy_qemu::definition::{CardDefinition, CardModel, TpmModel, Vga};
 
 /// Where libvirt's swtpms keep their state.
@@ -121,6 +122,26 @@ fn usb(draft: &mut Draft<'_>, controller: &Element) {
     draft.device(format!("{driver},id=usb{options}"));
 }
 
+/// What a `<vlan>` says: one tag is the guest's network, several, or `trunk`, are the guest's own.
+fn vlans(vlan: &Element) -> Result<Vlans, String> {
+    let tags: Vec<&Element> = vlan.children.iter().filter(|tag| tag.name == "tag").collect();
+    let id = |tag: &&Element| {
+        let id = tag.get("id").parse().ok().filter(|id| (FIRST_VLAN..=LAST_VLAN).contains(id));
+        id.ok_or_else(|| format!("{} is no VLAN that a card can be in", tag.tag()))
+    };
+    let ids: Vec<u16> = tags.iter().map(id).collect::<Result<_, _>>()?;
+    if let ([access], false) = (&ids[..], vlan.get("trunk") == "yes") {
+        return Ok(Vlans { access: Some(*access), trunk: VlanSet::default() });
+    }
+    let native = tags.iter().zip(&ids).find(|(tag, _)| !tag.get("nativeMode").is_empty());
+    if native.is_some_and(|(tag, _)| tag.get("nativeMode") == "tagged") {
+        return Err("a native VLAN with a tag is Open vSwitch's".to_owned());
+    }
+    let texts: Vec<String> = ids.iter().map(u16::to_string).collect();
+    let trunk = texts.join(",").parse().map_err(|_| format!("{} has no tag", vlan.tag()))?;
+    Ok(Vlans { access: native.map(|(_, id)| *id), trunk })
+}
+
 fn card(draft: &mut Draft<'_>, card: &Element) {
     let mac = card.child_get("mac", "address");
     let what = format!("network card {mac}");
@@ -154,10 +175,10 @@ fn card(draft: &mut Draft<'_>, card: &Element) {
             return draft.refused(card.line, what, why);
         }
     };
-    if card.child("vlan").is_some() {
-        let why = "give the VLAN a bridge of its own, and plug the card into that";
-        return draft.refused(card.line, what, why);
-    }
+    let vlans = match card.child("vlan").map(vlans).transpose() {
+        Ok(vlans) => vlans.unwrap_or_default(),
+        Err(why) => return draft.refused(card.line, what, why),
+    };
     let model = match card.child_get("model", "type") {
         "virtio" | "virtio-non-transitional" | "virtio-transitional" => CardModel::VirtioNet,
         "e1000" => CardModel::E1000,
@@ -176,7 +197,7 @@ fn card(draft: &mut Draft<'_>, card: &Element) {
     draft.taken(card.line, format!("{what} on {bridge}"));
     let mtu = mtu.filter(|_| model == CardModel::VirtioNet);
     let new = CardDefinition::new(address, &bridge, model);
-    draft.vm.cards.push(CardDefinition { mtu, pci, ..new });
+    draft.in_vlans(card.line, CardDefinition { mtu, pci, ..new }, vlans);
     card_rest(draft, card, &what);
 }
 

@@ -173,3 +173,30 @@ fn nine_in_ten_of_what_virt_install_writes_are_imported() {
     // Without the two that are refused in every such product: a host's files, and its hardware.
     assert!(imported * 10 >= (all.len() - 2) * 9, "{imported} of {}", all.len() - 2);
 }
+
+#[test]
+fn cards_are_in_their_vlans() {
+    for (vlan, access, trunk) in [
+        ("<vlan><tag id='42'/></vlan>", Some(42), ""),
+        ("<vlan trunk='yes'><tag id='42'/></vlan>", None, "42"),
+        ("<vlan><tag id='4'/><tag id='9'/><tag id='5'/></vlan>", None, "4-5,9"),
+        ("<vlan><tag id='4' nativeMode='untagged'/><tag id='9'/></vlan>", Some(4), "4,9"),
+    ] {
+        let text =
+            DEFINED.replacen("<source bridge='br0'/>", &format!("<source bridge='br0'/>{vlan}"), 1);
+        let import = import(&text);
+        let vm = import.definition.unwrap_or_else(|| panic!("{vlan}: {:#?}", import.findings));
+        let vlans = vm.cards[0].vlans();
+        assert_eq!((vlans.access, &vlans.trunk.to_string()[..]), (access, trunk), "{vlan}");
+        assert!(import.findings.iter().any(|it| it.why.contains("vlan_filtering 1")), "{vlan}");
+    }
+    for (vlan, words) in [
+        ("<vlan><tag id='4095'/></vlan>", "<tag id='4095'> is no VLAN"),
+        ("<vlan/>", "<vlan> has no tag"),
+        ("<vlan><tag id='4' nativeMode='tagged'/></vlan>", "Open vSwitch's"),
+    ] {
+        let with = format!("<source bridge='br0'/>{vlan}");
+        let (_, message) = refusal(DEFINED, "<source bridge='br0'/>", &with);
+        assert!(message.contains(words), "{vlan}: {message}");
+    }
+}

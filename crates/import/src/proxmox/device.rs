@@ -3,6 +3,7 @@
 use super::Line;
 use crate::draft::{Draft, image_format};
 use std::path::PathBuf;
+use understudy_network::{FIRST_VLAN, LAST_VLAN, VlanSet, VlanSetError, Vlans};
 use understudy_qemu::definition::{
     CardDefinition, CardModel, DiskBus, DiskDefinition, DiskFormat, EmptyCdrom, PciPlace, Vga,
 };
@@ -86,6 +87,27 @@ pub(super) fn video(draft: &mut Draft<'_>, line: &Line<'_>) {
     };
 }
 
+/// The bridge's own VLAN for what has no tag, where a card has none of its own.
+const NATIVE_VLAN: u16 = 1;
+
+fn vlans(line: &Line<'_>) -> Result<Vlans, String> {
+    let tag = match line.option("tag") {
+        "" => None,
+        tag => {
+            let id = tag.parse().ok().filter(|id| (FIRST_VLAN..=LAST_VLAN).contains(id));
+            Some(id.ok_or_else(|| format!("{tag} is no VLAN that a card can be in"))?)
+        }
+    };
+    match line.option("trunks") {
+        "" => Ok(Vlans { access: tag, trunk: VlanSet::default() }),
+        trunks => {
+            let trunk: Result<VlanSet, VlanSetError> = trunks.replace(';', ",").parse();
+            let trunk = trunk.map_err(|error| error.to_string())?;
+            Ok(Vlans { access: tag.or(Some(NATIVE_VLAN)), trunk })
+        }
+    }
+}
+
 pub(super) fn card(draft: &mut Draft<'_>, line: &Line<'_>) {
     let what = line.text();
     let Some((model, mac)) = line.subject().split_once('=') else {
@@ -102,11 +124,13 @@ pub(super) fn card(draft: &mut Draft<'_>, line: &Line<'_>) {
         return draft.refused(line.number, what, format!("{mac:?} is no hardware address"));
     };
     let bridge = line.option("bridge");
-    if bridge.is_empty() || !line.option("tag").is_empty() || !line.option("trunks").is_empty() {
-        let why = "give the VLAN a bridge of its own, and plug the card into that";
-        let why = if bridge.is_empty() { "it is plugged into no bridge" } else { why };
-        return draft.refused(line.number, what, why);
+    if bridge.is_empty() {
+        return draft.refused(line.number, what, "it is plugged into no bridge");
     }
+    let vlans = match vlans(line) {
+        Ok(vlans) => vlans,
+        Err(why) => return draft.refused(line.number, what, why),
+    };
     if line.option("firewall") == "1" {
         draft.left_out(line.number, format!("{}, firewall=1", line.key), "filter on the bridge");
     }
@@ -125,7 +149,7 @@ pub(super) fn card(draft: &mut Draft<'_>, line: &Line<'_>) {
     let pci = slot.and_then(|slot| PciPlace::new("pci.0", slot, 0));
     let mtu = mtu.filter(|_| kind == CardModel::VirtioNet);
     draft.taken(line.number, what);
-    draft.vm.cards.push(CardDefinition { mtu, pci, ..new });
+    draft.in_vlans(line.number, CardDefinition { mtu, pci, ..new }, vlans);
 }
 
 /// A disk or CD-ROM drive; whether the line is one.

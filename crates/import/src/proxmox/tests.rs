@@ -60,7 +60,8 @@ fn what_cannot_be_protected_is_refused_with_its_line() {
         ("numa: 0", "hostpci0: 0000:01:00.0", 15, "hardware of this host"),
         ("numa: 0", "args: -device x", 15, "qemu_args"),
         ("numa: 0", "virtiofs0: share", 15, "not known"),
-        ("bridge=vmbr0", "bridge=vmbr0,tag=7", 14, "a bridge of its own"),
+        ("bridge=vmbr0", "bridge=vmbr0,tag=5000", 14, "5000 is no VLAN"),
+        ("bridge=vmbr0", "bridge=vmbr0,trunks=1-x", 14, "no list of VLANs"),
         ("scsihw: virtio-scsi-single", "scsihw: lsi", 18, "virtio-scsi's driver"),
         ("local-lvm:vm", "ceph:vm", 18, "--volume ceph:vm-100-disk-0=PATH"),
         ("memory: 2048", "memory: lots", 11, "no number"),
@@ -83,4 +84,37 @@ fn a_volume_lies_where_somebody_says() {
     let volumes = [("ceph:vm-100-disk-0".to_owned(), "/dev/rbd0".into())].into();
     let import = proxmox(&text, &Surroundings { volumes, ..Surroundings::default() });
     assert_eq!(import.definition.unwrap().disks[0].path.to_str(), Some("/dev/rbd0"));
+}
+
+#[test]
+fn cards_are_in_their_vlans() {
+    for (text, access, trunk) in [
+        ("bridge=vmbr0,tag=7", Some(7), ""),
+        ("bridge=vmbr0,tag=7,trunks=10;20-22", Some(7), "10,20-22"),
+        // Without a tag a card is in the bridge's own VLAN.
+        ("bridge=vmbr0,trunks=10", Some(1), "10"),
+        ("bridge=vmbr0", None, ""),
+    ] {
+        let import = import(&WEB.replacen("bridge=vmbr0", text, 1));
+        let vlans = import.definition.unwrap().cards[0].vlans();
+        assert_eq!((vlans.access, &vlans.trunk.to_string()[..]), (access, trunk), "{text}");
+        let told = import.findings.iter().any(|finding| finding.why.contains("vlan_filtering 1"));
+        assert_eq!(told, access.is_some(), "{text}");
+    }
+}
+
+#[test]
+fn a_guest_keeps_the_tablet_that_nobody_wrote_down() {
+    let has = |text: &str, tablet: &str| {
+        let vm = import(text).definition.unwrap();
+        vm.qemu_args.iter().any(|argument| argument.contains(tablet))
+    };
+    assert!(has(WEB, "usb-tablet,id=tablet,bus=ehci.0,port=1"), "on q35");
+    let pc = WEB.replace("machine: q35", "machine: pc");
+    assert!(has(&pc, "usb-tablet,id=tablet,bus=uhci.0,port=1"));
+    assert!(has(&pc, "piix3-usb-uhci,id=uhci,bus=pci.0,addr=0x1.0x2"));
+    for other in ["tablet: 0", "vga: serial0", "vga: qxl"] {
+        assert!(!has(&WEB.replace("numa: 0", other), "usb-tablet"), "{other}");
+    }
+    assert!(has(&WEB.replace("numa: 0", "tablet: 1"), "usb-tablet"));
 }

@@ -60,6 +60,7 @@ pub fn config(live: bool) -> PortConfig {
         mac: GUEST,
         tap: "card0".into(),
         bridge: "br0".into(),
+        vlans: Vlans::default(),
         live,
         output_limit_bytes: DEFAULT_LIMIT_BYTES,
     }
@@ -223,8 +224,13 @@ pub struct Neighbour {
 
 impl Neighbour {
     pub fn join(number: u8) -> Neighbour {
+        Neighbour::join_in(number, &Vlans::default())
+    }
+
+    /// One whose port carries these VLANs.
+    pub fn join_in(number: u8, vlans: &Vlans) -> Neighbour {
         let mac = MacAddress([0x52, 0x54, 0, 0, 0, number]);
-        let tap = Tap::open(&format!("neighbour{number}"), "br0", mac).unwrap();
+        let tap = Tap::open_in(&format!("neighbour{number}"), "br0", mac, vlans).unwrap();
         Neighbour { tap, mac }
     }
 

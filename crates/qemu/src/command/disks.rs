@@ -2,6 +2,7 @@
 
 use super::{Args, BootFiles, Resources, escaped, place, virtio_options};
 use crate::definition::{DiskBus, DiskDefinition, DiskFormat, VmDefinition};
+use serde_json::{Map, Value};
 use std::ffi::OsString;
 use std::path::Path;
 
@@ -59,7 +60,9 @@ pub(super) fn disks(args: &mut Args, vm: &VmDefinition, resources: &Resources) {
     controllers(args, vm);
     let mut buses = Buses::default();
     for (n, (disk, socket)) in vm.disks.iter().zip(&resources.disks).enumerate() {
-        block_nodes(args, n, disk, socket, resources);
+        if !disk.ejected {
+            block_nodes(args, n, disk, socket, resources);
+        }
         if disk.bus != DiskBus::Pflash {
             args.pair("-device", device(vm, n, disk, &mut buses));
         }
@@ -95,7 +98,10 @@ fn device(vm: &VmDefinition, n: usize, disk: &DiskDefinition, buses: &mut Buses)
     };
     // An I/O error stops the guest and tells the daemon, which may have a
     // backup with a sound disk.
-    device += &format!(",drive=disk{n},id=disk{n},werror=stop,rerror=stop");
+    if !disk.ejected {
+        device += &format!(",drive=disk{n}");
+    }
+    device += &format!(",id=disk{n},werror=stop,rerror=stop");
     if let Some(serial) = &disk.serial {
         device += &format!(",serial={serial}");
     }
@@ -103,6 +109,31 @@ fn device(vm: &VmDefinition, n: usize, disk: &DiskDefinition, buses: &mut Buses)
         device += &format!(",bootindex={n}");
     }
     device
+}
+
+/// The device of a CD-ROM drive on the SCSI controller, as on the command line, for QEMU's
+/// `device_add`; none if it is on another bus.
+pub fn scsi_drive(vm: &VmDefinition, index: usize) -> Option<Map<String, Value>> {
+    let is_scsi = |disk: &&DiskDefinition| disk.bus == DiskBus::Scsi;
+    let disk = vm.disks.get(index).filter(is_scsi)?;
+    let name = format!("disk{index}");
+    let number = vm.disks[..index].iter().filter(is_scsi).count();
+    let mut options = Map::new();
+    let mut set = |key: &str, value: Value| drop(options.insert(key.to_owned(), value));
+    set("driver", "scsi-cd".into());
+    set("bus", "scsi.0".into());
+    set("scsi-id", number.into());
+    set("drive", name.clone().into());
+    set("id", name.into());
+    set("werror", "stop".into());
+    set("rerror", "stop".into());
+    if let Some(serial) = &disk.serial {
+        set("serial", serial.clone().into());
+    }
+    if vm.kernel.is_none() {
+        set("bootindex", index.into());
+    }
+    Some(options)
 }
 
 /// A disk or CD-ROM drive on the next place of a bus where each has the same device.

@@ -47,6 +47,23 @@ impl VmDefinition {
     /// errors, and relative paths count from its folder. All files that the
     /// definition names must exist.
     pub fn from_toml(text: &str, file: &Path) -> Result<VmDefinition, DefinitionError> {
+        VmDefinition::read(text, file, |definition| {
+            let mut missing = definition.missing_boot_files();
+            missing.extend(definition.missing_disk_images());
+            missing
+        })
+    }
+
+    /// The same for another machine, whose files cannot be looked for.
+    pub fn from_toml_elsewhere(text: &str, file: &Path) -> Result<VmDefinition, DefinitionError> {
+        VmDefinition::read(text, file, |_| Vec::new())
+    }
+
+    fn read(
+        text: &str,
+        file: &Path,
+        missing: impl Fn(&VmDefinition) -> Vec<Problem>,
+    ) -> Result<VmDefinition, DefinitionError> {
         let fail = |problems| DefinitionError { file: file.to_owned(), problems };
         let table = DeTable::parse(text).map_err(|e| fail(vec![located(text, None, &e)]))?;
         let table = table.get_ref();
@@ -54,8 +71,7 @@ impl VmDefinition {
             toml::from_str(text).map_err(|e| fail(vec![located(text, Some(table), &e)]))?;
         definition.resolve_paths(file);
         let mut problems = definition.validate();
-        problems.extend(definition.missing_boot_files());
-        problems.extend(definition.missing_disk_images());
+        problems.extend(missing(&definition));
         if problems.is_empty() {
             return Ok(definition);
         }

@@ -6,6 +6,7 @@ use crate::command::{AHCI_SLOTS, MAX_CARDS, MAX_SCSI_DISKS, MAX_VIRTIO_DISKS, id
 use std::collections::HashMap;
 use std::fmt;
 use std::path::Path;
+use understudy_network::{FIRST_VLAN, LAST_VLAN};
 
 /// What every network must carry.
 const SMALLEST_MTU: u16 = 68;
@@ -217,6 +218,10 @@ impl VmDefinition {
                 let message = format!("allowed are {SMALLEST_MTU} to {}", u16::MAX);
                 problems.push(Problem::new(format!("card[{n}].mtu"), message));
             }
+            if card.vlan.is_some_and(|id| !(FIRST_VLAN..=LAST_VLAN).contains(&id)) {
+                let message = format!("allowed are {FIRST_VLAN} to {LAST_VLAN}");
+                problems.push(Problem::new(format!("card[{n}].vlan"), message));
+            }
             if let Some(first) = seen.insert(card.mac, n) {
                 let message = format!("{} is the address of card[{first}] already", card.mac);
                 problems.push(Problem::new(format!("card[{n}].mac"), message));
@@ -255,6 +260,9 @@ fn check_disk(n: usize, disk: &DiskDefinition, problems: &mut Vec<Problem>) {
     }
     if disk.cdrom && matches!(disk.bus, DiskBus::Virtio | DiskBus::Pflash) {
         say("bus", "a CD-ROM is on \"ide\", \"sata\" or \"scsi\"");
+    }
+    if disk.ejected && !disk.cdrom {
+        say("ejected", "only a CD-ROM can be; it needs cdrom = true beside it");
     }
     if disk.pci.is_some() && disk.bus != DiskBus::Virtio {
         say("pci", "only a virtio disk is a PCI device itself; leave it out");

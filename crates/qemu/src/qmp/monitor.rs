@@ -275,7 +275,7 @@ impl Monitor {
         Ok(())
     }
 
-    fn simple<C: Command>(&mut self, command: &C) -> Result<(), QmpError> {
+    pub(super) fn simple<C: Command>(&mut self, command: &C) -> Result<(), QmpError> {
         let _: Empty = self.connection.execute(command)?;
         Ok(())
     }

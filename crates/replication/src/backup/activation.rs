@@ -16,7 +16,7 @@ use understudy_protocol::validity::ImageRole;
 /// What is made before a take-over, so that it costs no time then.
 pub struct Readiness {
     /// Where the guest's changes will be noted, for each disk.
-    changes: Vec<Arc<ChangeMap>>,
+    pub(super) changes: Vec<Arc<ChangeMap>>,
     activation: Activation,
 }
 
@@ -24,11 +24,11 @@ impl Session {
     /// The mirrors are whole: they are this host's images from now on.
     pub(super) fn make_ready(&self) -> anyhow::Result<()> {
         let machine = self.machine();
-        let definition = machine.definition();
-        let record = self.records.of(ImageRole::Mirror, self.position().0, definition);
+        let definition = machine.definition_now();
+        let record = self.records.of(ImageRole::Mirror, self.position().0, &definition);
         let (peer, sessions) = (Some(self.primary.clone()), vec![self.id.clone()]);
         self.records.write(&Record { peer, sessions, ..record })?;
-        let changes = resync::create(machine.disks(), &self.directory)?;
+        let changes = resync::create(&machine.disks(), &self.directory)?;
         let activation = self.records.prepare_activation(&self.vm, &self.id)?;
         *lock(&self.readiness) = Some(Readiness { changes, activation });
         Ok(())

@@ -1,5 +1,6 @@
 //! Apply committed epochs to the backup's memory, disks and device state.
 
+use crate::medium::Medium;
 use anyhow::{Context, bail};
 use understudy_cluster::messages::KeepOrder;
 use understudy_disk::Disk;
@@ -27,7 +28,8 @@ pub fn validate(machine: &Machine, message: &Message) -> anyhow::Result<()> {
         }
         Kind::DiskWrite | Kind::DiskZero => {
             let (range, _) = DiskRange::decode(message)?;
-            let disk = machine.disks().get(usize::from(range.disk.0));
+            let disks = machine.disks();
+            let disk = disks.get(usize::from(range.disk.0));
             if disk.is_none_or(|disk| range.offset + range.length > disk.export_bytes()) {
                 bail!(
                     "bytes {}+{} are not part of disk {}",
@@ -44,6 +46,7 @@ pub fn validate(machine: &Machine, message: &Message) -> anyhow::Result<()> {
             }
         }
         Kind::Keep => keep_order(message).map(drop)?,
+        Kind::Medium => drop(Medium::read(machine, message)?),
         Kind::Console if machine.console_output().is_none() => {
             bail!("a console spoke, which this machine lacks");
         }
@@ -157,7 +160,8 @@ fn apply_page(
 /// Reads what a reference means.
 fn read_mirror(machine: &Machine, block: DiskBlock, page: &mut Page) -> anyhow::Result<()> {
     let DiskBlock { disk: index, number } = block;
-    let disk = machine.disks().get(usize::from(index.0));
+    let disks = machine.disks();
+    let disk = disks.get(usize::from(index.0));
     let (Some(disk), Some(offset)) = (disk, block.offset()) else {
         bail!("a page refers to block {number} of disk {index}, which this machine lacks");
     };

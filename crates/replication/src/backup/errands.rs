@@ -3,6 +3,7 @@
 
 use super::apply::{Applied, Checkpoint, apply_epoch};
 use super::copy::Copy;
+use super::medium::media_of;
 use super::session::Session;
 use super::takeover::Outcome;
 use super::turn::Other;
@@ -119,7 +120,10 @@ impl Session {
         fail_in_a_test()?;
         strike("apply", &self.vm);
         let image = self.keeper.image();
+        let media = media_of(&epoch);
         let applied = apply_epoch(&self.machine(), epoch, image.as_deref())?;
+        // Pages of the epoch may refer to the medium before.
+        media.iter().try_for_each(|message| self.change_medium(message))?;
         let Applied { checkpoint, keep } = applied;
         if begins {
             // The guest tells of none of its writes.

@@ -11,6 +11,7 @@ mod copy;
 mod errands;
 mod group;
 mod inbound;
+mod medium;
 mod outbound;
 mod parting;
 mod proof;
@@ -209,6 +210,7 @@ pub fn accept(
                 .then(|| Arc::new(Following::new(plan.disk_reads, machine.disks().len(), MACHINE))),
         ),
         orders: Mutex::default(),
+        medium: Mutex::default(),
         turns: AtomicU64::new(0),
         launch: plan.launch,
         former: plan.former.into(),
@@ -230,6 +232,7 @@ pub fn accept(
         waiting: ByteBudget::new(session::WAITING_BYTES),
         keeper: Arc::new(Keeper::new(plan.stores, plan.store_keys)),
         received: AtomicU64::new(0),
+        planned: AtomicBool::new(false),
         diverged: AtomicBool::new(false),
         parting: parting::Parting::default(),
         clock: takeover::Clock::default(),

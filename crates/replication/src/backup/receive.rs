@@ -7,7 +7,7 @@ use crate::clock;
 use crate::lockstep::backup::Following;
 use crate::lockstep::be_urgent;
 use crate::moments::strike;
-use crate::primary::EPOCH_DISK_BYTES;
+use crate::primary::{EPOCH_DISK_BYTES, PLANNED};
 use anyhow::{Context, ensure};
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -62,7 +62,11 @@ impl Session {
         strike("stage", &self.vm);
         self.received.fetch_add(message.payload.len() as u64, Ordering::Relaxed);
         match message.header.kind {
-            Kind::TakeOver => self.event(BackupEvent::TakeOver, None),
+            Kind::TakeOver => {
+                let planned = message.header.epoch == PLANNED;
+                self.group.each(|member| member.planned.store(planned, Ordering::Release));
+                self.event(BackupEvent::TakeOver, None);
+            }
             Kind::StandDown => self.event(BackupEvent::StandDown, None),
             Kind::Refuse => {
                 anyhow::bail!("the primary gave up: {}", String::from_utf8_lossy(&message.payload))
@@ -82,6 +86,7 @@ impl Session {
                 following.context("reads came, but there is no log")?.reads().take(&message)?;
             }
             Kind::Turn => self.take_order(&message)?,
+            Kind::MediumAsked => self.look_for_medium(&message)?,
             Kind::LogBegins => {
                 self.expect_log(message.header.epoch)?;
                 self.stage(staging, message)?;

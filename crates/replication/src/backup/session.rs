@@ -14,6 +14,7 @@ use crate::clock;
 use crate::heartbeat::{Heartbeats, Pulse};
 use crate::lockstep::backup::Following;
 use crate::lockstep::evidence;
+use crate::medium::Medium;
 use crate::membership::Membership;
 use crate::moments::strike;
 use crate::paths::PathMonitor;
@@ -26,6 +27,7 @@ use std::sync::{Arc, Mutex};
 use tracing::{error, info, warn};
 use understudy_arbiter::Arbiter;
 use understudy_cluster::kept::Keeper;
+use understudy_disk::Disk;
 use understudy_link::channel::Channel;
 use understudy_machine::Machine;
 use understudy_machine::doorbell::Doorbell;
@@ -56,6 +58,8 @@ pub struct Session {
     pub(super) machine: Mutex<Arc<Machine>>,
     /// What the primary asked for beside it.
     pub(super) orders: Mutex<Orders>,
+    /// A medium that the primary is about to put in.
+    pub(super) medium: Mutex<Option<(Medium, Arc<Disk>)>>,
     /// Turns that are committed and not carried out.
     pub(super) turns: AtomicU64,
     pub(super) launch: Launch,
@@ -91,6 +95,8 @@ pub struct Session {
     /// Keeper of the image for snapshots of the VM.
     pub(super) keeper: Arc<Keeper>,
     pub(super) received: AtomicU64,
+    /// The primary hands the VM over as its operator wants.
+    pub(super) planned: AtomicBool,
     /// QEMU does not follow the log any more.
     pub(super) diverged: AtomicBool,
     pub(super) parting: Parting,

@@ -10,6 +10,7 @@ use crate::clock::now;
 use crate::lockstep::backup::{self as lockstep, Following};
 use crate::sync::lock;
 use std::sync::Arc;
+use std::sync::atomic::Ordering;
 use tracing::error;
 use understudy_machine::Machine;
 use understudy_protocol::wire::Kind;
@@ -100,7 +101,8 @@ impl Session {
             true => lag_ms + report.total_ms,
             false => (now() - from.taken).as_secs_f64() * 1e3,
         };
-        Ok(TakeoverReport { lag_ms, outage_ms, injected_frames, resent_frames, ..report })
+        let planned = self.planned.load(Ordering::Acquire);
+        Ok(TakeoverReport { planned, lag_ms, outage_ms, injected_frames, resent_frames, ..report })
     }
 
     fn failed(&self, generation: Generation, error: &anyhow::Error) -> Outcome {

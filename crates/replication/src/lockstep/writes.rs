@@ -35,7 +35,8 @@ impl Writes {
 
     /// What this host's images have now; none if that cannot be told.
     pub fn now(&self, machine: &Machine) -> Option<Written> {
-        self.since_begin(machine.disks().iter().map(|disk| disk.guest_writes()))
+        let disks = machine.disks();
+        self.since_begin(disks.iter().map(|disk| disk.guest_writes()))
     }
 
     fn since_begin(&self, counts: impl Iterator<Item = GuestWrites>) -> Option<Written> {

@@ -249,9 +249,9 @@ impl<'a> Capturer<'a> {
         let vcpu_percent = self.session.pace.report().vcpu_percent;
         let mut timing =
             CheckpointTiming { epoch, precopied_pages, vcpu_percent, ..Default::default() };
-        for disk in self.machine.disks() {
-            disk.begin_checkpoint();
-        }
+        // A medium that is changed meanwhile has nothing to flush.
+        let disks = self.machine.disks();
+        disks.iter().for_each(|disk| disk.begin_checkpoint());
         let unlimited = self.session.pace.lift();
         let urgent = self.urgency.take();
         let guard = urgent.as_ref().map(Urgency::begin);
@@ -262,9 +262,7 @@ impl<'a> Capturer<'a> {
         drop(guard);
         self.urgency = urgent;
         drop(unlimited);
-        for disk in self.machine.disks() {
-            disk.end_checkpoint();
-        }
+        disks.iter().for_each(|disk| disk.end_checkpoint());
         let stopped = captured?;
         timing.total_ms = milliseconds(watch.now - watch.started);
         lock(&self.session.watch).resumed();
@@ -401,8 +399,9 @@ impl<'a> Capturer<'a> {
 }
 
 fn urgency(session: &Session, machine: &Machine) -> Option<Urgency> {
-    let disks = machine.disks().iter().filter_map(|disk| disk.server_thread());
-    let urgency = Urgency::new(machine.qemu_pid(), disks);
+    let disks = machine.disks();
+    let threads = disks.iter().filter_map(|disk| disk.server_thread());
+    let urgency = Urgency::new(machine.qemu_pid(), threads);
     let refused = |error: &std::io::Error| {
         warn!(
             vm = %session.vm,

@@ -15,6 +15,7 @@ mod hang;
 mod inbound;
 mod keep;
 mod link_speed;
+mod medium;
 mod mirror;
 mod mode;
 mod offer;
@@ -33,6 +34,7 @@ mod turn;
 pub use epoch_room::EPOCH_DISK_BYTES;
 pub use group::CONDEMNED;
 pub use group::Group;
+pub(crate) use send::PLANNED;
 pub use session::Session;
 pub use turn::Next;
 use understudy_protocol::HostName;
@@ -172,6 +174,7 @@ pub fn protect(
         data,
         heartbeats: Heartbeats::new(plan.addresses.len()),
         keeping: keep::Keeping::default(),
+        media: medium::Media::default(),
         paths,
         place,
         stood_down: AtomicBool::new(false),

@@ -29,12 +29,12 @@ pub fn offer(
     group: (&Group, usize),
     dialler: &Dialler,
 ) -> anyhow::Result<(Link, PathIndex, Basis)> {
-    let definition = machine.definition();
+    let definition = machine.definition_now();
     let files = start_files(machine)?;
     let arbiter = plan.arbiter.identify().context("this host's arbiter")?;
     let offer = Offer {
         session: plan.session.clone(),
-        definition: definition.clone(),
+        definition: (*definition).clone(),
         machine_type: machine.machine_type().to_owned(),
         accelerator: machine.accelerator(),
         qemu_version: plan.qemu_version.clone(),
@@ -116,7 +116,7 @@ pub fn await_ready(data: &Arc<Channel>, machine: &Machine, peer: &str) -> anyhow
 
 /// What the backup's QEMU reads when it starts, before the disks are copied.
 fn start_files(machine: &Machine) -> anyhow::Result<Vec<(FileOffer, PathBuf)>> {
-    let definition = machine.definition();
+    let definition = machine.definition_now();
     let boot = [
         (FileRole::Firmware, &definition.firmware),
         (FileRole::Kernel, &definition.kernel),

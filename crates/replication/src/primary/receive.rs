@@ -53,6 +53,7 @@ fn receive_one(session: &Session) -> anyhow::Result<ControlFlow<()>> {
                 recording.comparer.heard(findings);
             }
         }
+        Kind::MediumAnswer => session.media.answered(read_json(&message, Kind::MediumAnswer)?),
         Kind::TurnAnswer => session.turning.answered(read_json(&message, Kind::TurnAnswer)?),
         Kind::StoodDown => {
             session.group.stood_down(session);

@@ -77,6 +77,14 @@ impl References {
         lock(&self.0).under_way.remove(&disk);
     }
 
+    /// Forgets all of a disk's pages for good: the mirror has another medium in its place.
+    pub fn forget_disk(&self, disk: DiskIndex) {
+        let mut table = lock(&self.0);
+        table.forget(disk, &(0..u64::MAX));
+        // Nothing is remembered of a range that is being written.
+        table.under_way.insert(disk, 0..u64::MAX);
+    }
+
     /// Forgets all pages for good: the mirror is written by others, too, from now on.
     pub fn stop(&self) {
         *lock(&self.0) = Table::new(0);

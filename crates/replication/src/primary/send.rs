@@ -22,6 +22,9 @@ use understudy_protocol::{Epoch, EpochDigest, Time};
 /// Bytes that may wait to be sent, beside captured pages.
 const QUEUE_BYTES: u64 = 32 << 20;
 
+/// In the epoch field of [`Kind::TakeOver`]: the operator wants it.
+pub(crate) const PLANNED: Epoch = Epoch(1);
+
 /// What waits to be sent, in the order of the wire.
 #[derive(Debug)]
 pub enum Outgoing {
@@ -33,8 +36,8 @@ pub enum Outgoing {
     Forget,
     /// Everything of the epoch went before.
     EpochEnd(Epoch, Time),
-    /// A message without payload.
-    Signal(Kind),
+    /// A message without payload, and what its epoch field says.
+    Signal(Kind, Epoch),
     /// Nothing comes after this.
     End,
 }
@@ -89,7 +92,7 @@ impl Outgoing {
         match self {
             Outgoing::Pages(_, chunk) => chunk.bytes().len() as u64,
             Outgoing::Data(_, _, payload) => payload.len() as u64,
-            Outgoing::Forget | Outgoing::EpochEnd(..) | Outgoing::Signal(_) | Outgoing::End => 0,
+            Outgoing::Forget | Outgoing::EpochEnd(..) | Outgoing::Signal(..) | Outgoing::End => 0,
         }
     }
 }
@@ -166,7 +169,7 @@ impl Sending<'_> {
                 self.encoder = Encoder::new(self.plan, thread_cpu_time);
                 Ok(())
             }
-            Outgoing::Signal(kind) => self.link.send_signal(kind, Epoch(0)),
+            Outgoing::Signal(kind, epoch) => self.link.send_signal(kind, epoch),
             Outgoing::End => Ok(()),
         }
     }

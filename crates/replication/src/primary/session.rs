@@ -7,11 +7,12 @@ use super::group::Group;
 use super::group::lock_core;
 use super::inbound::{self, Inbound};
 use super::keep::Keeping;
+use super::medium::Media;
 use super::outbound::Outbound;
 use super::pace::Pace;
 use super::progress::Progress;
 use super::references::References;
-use super::send::{Outbox, Outgoing};
+use super::send::{Outbox, Outgoing, PLANNED};
 use super::stats::Stats;
 use super::turn::Turning;
 use crate::clock;
@@ -98,6 +99,8 @@ pub struct Session {
     pub(super) heartbeats: Heartbeats,
     /// Epochs that a snapshot is made of.
     pub(super) keeping: Keeping,
+    /// What the backup says of a medium.
+    pub(super) media: Media,
     pub(super) records: Records,
     /// The last epoch that is on the backup's disks.
     pub(super) settled: AtomicU64,
@@ -262,10 +265,12 @@ impl Session {
                 let _ = self.contests.send(from);
             }
             PrimaryAction::YieldToBackup if leads => {
-                self.outbox.put_now(Outgoing::Signal(Kind::TakeOver));
+                let planned = self.was_handed_over();
+                let why = if planned { PLANNED } else { Epoch(0) };
+                self.outbox.put_now(Outgoing::Signal(Kind::TakeOver, why));
             }
             PrimaryAction::StandDown if leads => {
-                self.outbox.put_now(Outgoing::Signal(Kind::StandDown));
+                self.outbox.put_now(Outgoing::Signal(Kind::StandDown, Epoch(0)));
             }
             PrimaryAction::Contest(_) | PrimaryAction::YieldToBackup | PrimaryAction::StandDown => {
             }

@@ -4,6 +4,8 @@ use crate::status::TakeoverReport;
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 use std::fmt;
+use std::net::IpAddr;
+use std::path::PathBuf;
 use understudy_protocol::{GroupName, HostName};
 use understudy_snapshot::SnapshotNumber;
 
@@ -103,6 +105,13 @@ pub enum EventKind {
         /// Where the time of it went.
         phases: TakeoverReport,
     },
+    /// The VM was handed over to this host as planned.
+    CameOver {
+        /// The host that it came from.
+        from: HostName,
+        /// Where the time of it went.
+        phases: TakeoverReport,
+    },
     /// This host has won the VM and could not start it.
     TakeOverFailed {
         /// What went wrong.
@@ -152,6 +161,13 @@ pub enum EventKind {
         /// What becomes of the guest.
         outcome: String,
     },
+    /// A CD-ROM drive has another medium.
+    MediumChanged {
+        /// The drive, like `disk1`.
+        drive: String,
+        /// What is in it; none if it is empty.
+        medium: Option<PathBuf>,
+    },
     /// A snapshot was taken.
     Snapshot {
         /// The VM or group.
@@ -174,6 +190,11 @@ pub enum EventKind {
         group: GroupName,
         /// The snapshot.
         number: SnapshotNumber,
+    },
+    /// Many wrong tokens have come to the API from one address, from which none counts for a while.
+    WrongTokens {
+        /// The address.
+        from: IpAddr,
     },
     /// Something about this host's certificate has to be seen to.
     Certificate {
@@ -209,6 +230,7 @@ impl EventKind {
             | TookOver { .. }
             | PathDown { .. }
             | Certificate { .. }
+            | WrongTokens { .. }
             | GuestPanicked
             | SnapshotFailed { .. } => Severity::Warning,
             ProtectionLost { .. }
@@ -238,6 +260,7 @@ impl EventKind {
                 | ProtectionLost { .. }
                 | Unprotected
                 | TookOver { .. }
+                | CameOver { .. }
                 | TakeOverFailed { .. }
                 | HandedOver { .. }
                 | Fenced { .. }
@@ -285,6 +308,10 @@ impl fmt::Display for EventKind {
             TookOver { reason, phases } => {
                 write!(f, "took over: {reason}; clients waited {:.0} ms at most", phases.outage_ms)
             }
+            CameOver { from, phases } => {
+                let ms = phases.outage_ms;
+                write!(f, "came over from {from} as planned; clients waited {ms:.0} ms at most")
+            }
             TakeOverFailed { reason } => write!(f, "won the VM and could not start it: {reason}"),
             HandedOver { peer } => write!(f, "handed over to {peer}, which runs it now"),
             Fenced { reason } => write!(f, "does not run here any more: {reason}"),
@@ -296,6 +323,10 @@ impl fmt::Display for EventKind {
             ),
             PathUp { path, up, all } => write!(f, "{path} is up again: {up} of {all} paths"),
             DiskError { error, outcome } => write!(f, "{error}; {outcome}"),
+            MediumChanged { drive, medium: Some(medium) } => {
+                write!(f, "{drive} has {} in it", medium.display())
+            }
+            MediumChanged { drive, medium: None } => write!(f, "{drive} is empty"),
             Snapshot { group, number, store } => {
                 write!(f, "snapshot {number} of {group} is in {store}")
             }
@@ -303,6 +334,11 @@ impl fmt::Display for EventKind {
                 write!(f, "the snapshot of {group} that was due: {reason}")
             }
             Restored { group, number } => write!(f, "runs as of snapshot {number} of {group}"),
+            WrongTokens { from } => write!(
+                f,
+                "{from} shows wrong tokens to the API: none counts from there for a minute; see who \
+                 that is"
+            ),
             Certificate { problem } => write!(f, "{problem}"),
             ArbiterLost { reason } => write!(f, "{reason}"),
             ArbiterFound { arbiter } => write!(f, "arbiter: {arbiter} again"),

@@ -1,6 +1,8 @@
 //! Who may do what. Nothing is open over the network but the dashboard's page, which holds no data.
 
 use super::ApiError;
+use super::guesses::{self, Guesses};
+use super::idle::Requests;
 use axum::extract::{ConnectInfo, Request, State};
 use axum::http::header::{AUTHORIZATION, HOST, ORIGIN, WWW_AUTHENTICATE};
 use axum::http::{HeaderMap, Method, StatusCode};
@@ -8,10 +10,13 @@ use axum::middleware::Next;
 use axum::response::{IntoResponse, Response};
 use std::collections::BTreeMap;
 use std::fs;
+use std::net::IpAddr;
 use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
+use std::time::Instant;
 use understudy_daemon::config::Access;
+use understudy_daemon::events::Journal;
 use understudy_daemon::{ErrorKind, HostError};
 use understudy_protocol::HostName;
 
@@ -38,25 +43,60 @@ pub enum Caller {
     Unknown(String),
 }
 
+/// A connection over the network, as its requests know it.
+#[derive(Clone, Debug)]
+pub struct Connected {
+    /// Where it comes from.
+    pub address: IpAddr,
+    /// What it says of who calls.
+    pub caller: Caller,
+    /// Requests of it that are being answered.
+    pub requests: Requests,
+}
+
 /// The tokens of each role, in their files.
-#[derive(Debug)]
-pub struct Tokens(BTreeMap<Access, PathBuf>);
+pub struct Tokens {
+    files: BTreeMap<Access, PathBuf>,
+    guesses: Guesses,
+    journal: Journal,
+}
 
 impl Tokens {
     /// Those in these files, which are read once now, and each time somebody shows a token.
-    pub fn new(files: BTreeMap<Access, PathBuf>) -> Result<Tokens, HostError> {
-        let tokens = Tokens(files);
-        for path in tokens.0.values() {
+    /// Who shows many wrong ones is told of in the journal.
+    pub fn new(files: BTreeMap<Access, PathBuf>, journal: Journal) -> Result<Tokens, HostError> {
+        for path in files.values() {
             read(path)?;
         }
-        Ok(tokens)
+        Ok(Tokens { files, guesses: Guesses::default(), journal })
+    }
+
+    /// What a token from this address entitles to.
+    fn admit(&self, token: &str, from: Option<IpAddr>) -> Result<Access, ApiError> {
+        let now = Instant::now();
+        if let Some(left) = from.and_then(|from| self.guesses.shut_out(from, now)) {
+            let message = format!(
+                "too many wrong tokens have come from your address: none counts from there for \
+                 {} s; a client certificate does",
+                left.as_secs() + 1
+            );
+            return Err(refusal(StatusCode::TOO_MANY_REQUESTS, message));
+        }
+        if let Some(access) = self.access_of(token)? {
+            return Ok(access);
+        }
+        if let Some(from) = from.filter(|from| self.guesses.note(*from, now)) {
+            self.journal.wrong_tokens(from);
+        }
+        let message = "this token is in no file of [api.tokens] of the host's configuration";
+        Err(refusal(StatusCode::UNAUTHORIZED, message.to_owned()))
     }
 
     /// The most that this token entitles to.
     fn access_of(&self, token: &str) -> Result<Option<Access>, HostError> {
         // Digests, so that how long it takes says nothing about how much is right.
         let shown = blake3::hash(token.as_bytes());
-        for (access, path) in self.0.iter().rev() {
+        for (access, path) in self.files.iter().rev() {
             if read(path)?.lines().any(|line| blake3::hash(line.trim().as_bytes()) == shown) {
                 return Ok(Some(*access));
             }
@@ -96,6 +136,8 @@ pub(super) async fn check(
     mut request: Request,
     next: Next,
 ) -> Response {
+    let connected = request.extensions().get::<ConnectInfo<Connected>>();
+    let _answering = connected.map(|ConnectInfo(connected)| connected.requests.begin());
     let allowed = refuse_other_sites(&request).and_then(|()| match &guard {
         Guard::Local => Ok(Access::Admin),
         Guard::Remote(tokens) => admit(tokens, needed, &request),
@@ -107,6 +149,9 @@ pub(super) async fn check(
             next.run(request).await
         }
         Err(error) if error.status == StatusCode::UNAUTHORIZED => {
+            if token(request.headers()).is_some() {
+                tokio::time::sleep(guesses::DELAY).await;
+            }
             ([(WWW_AUTHENTICATE, "Bearer")], error).into_response()
         }
         Err(error) => error.into_response(),
@@ -130,17 +175,14 @@ fn admit(tokens: &Tokens, needed: Access, request: &Request) -> Result<Access, A
 
 /// Who calls, for people, and what they may do. A token counts more than a certificate.
 fn identify(tokens: &Tokens, request: &Request) -> Result<(String, Access), ApiError> {
+    let connected = request.extensions().get::<ConnectInfo<Connected>>();
+    let connected = connected.map(|ConnectInfo(connected)| connected);
     if let Some(token) = token(request.headers()) {
-        return match tokens.access_of(token)? {
-            Some(access) => Ok(("a token".to_owned(), access)),
-            None => Err(refusal(
-                StatusCode::UNAUTHORIZED,
-                "this token is in no file of [api.tokens] of the host's configuration".to_owned(),
-            )),
-        };
+        return tokens
+            .admit(token, connected.map(|connected| connected.address))
+            .map(|access| ("a token".to_owned(), access));
     }
-    let caller = request.extensions().get::<ConnectInfo<Caller>>();
-    match caller.map(|ConnectInfo(caller)| caller) {
+    match connected.map(|connected| &connected.caller) {
         Some(Caller::Known(name, access)) => Ok((name.to_string(), *access)),
         Some(Caller::Unknown(why)) => Err(refusal(StatusCode::FORBIDDEN, why.clone())),
         Some(Caller::Nameless) | None => Err(refusal(
@@ -185,7 +227,7 @@ mod tests {
         let path = directory.join("tokens");
         fs::write(&path, text).unwrap();
         fs::set_permissions(&path, fs::Permissions::from_mode(mode)).unwrap();
-        Tokens::new(BTreeMap::from([(Access::Operate, path)]))
+        Tokens::new(BTreeMap::from([(Access::Operate, path)]), Journal::default())
     }
 
     fn request(method: Method, headers: &[(&str, &str)], caller: Option<Caller>) -> Request {
@@ -195,7 +237,9 @@ mod tests {
         }
         let mut request = request.body(Body::empty()).unwrap();
         if let Some(caller) = caller {
-            request.extensions_mut().insert(ConnectInfo(caller));
+            let (address, requests) = (IpAddr::from([10, 0, 0, 1]), Requests::default());
+            let connected = Connected { address, caller, requests };
+            request.extensions_mut().insert(ConnectInfo(connected));
         }
         request
     }
@@ -204,21 +248,28 @@ mod tests {
     fn a_file_of_tokens_is_secret_and_its_tokens_are_long() {
         let directory = tempfile::tempdir().unwrap();
         let good = "0123456789abcdef0123\n";
-        let error = tokens(directory.path(), good, 0o640).unwrap_err();
+        let error = tokens(directory.path(), good, 0o640).err().unwrap();
         assert!(error.message.contains("chmod 600"), "{error}");
         for bad in ["", "short\n", "0123456789abcdef0123\n\n"] {
-            let error = tokens(directory.path(), bad, 0o600).unwrap_err();
+            let error = tokens(directory.path(), bad, 0o600).err().unwrap();
             assert!(error.message.contains("openssl rand"), "{error}");
         }
         let missing = BTreeMap::from([(Access::Read, directory.path().join("none"))]);
-        assert!(Tokens::new(missing).unwrap_err().message.contains("cannot be read"));
-        tokens(directory.path(), good, 0o600).unwrap();
+        assert!(
+            Tokens::new(missing, Journal::default())
+                .err()
+                .unwrap()
+                .message
+                .contains("cannot be read")
+        );
+        assert!(tokens(directory.path(), good, 0o600).is_ok());
     }
 
     #[test]
     fn everybody_gets_their_role_or_an_answer_that_says_what_to_do() {
         let directory = tempfile::tempdir().unwrap();
-        let tokens = tokens(directory.path(), "0123456789abcdef0123\n", 0o600).unwrap();
+        let tokens = tokens(directory.path(), "0123456789abcdef0123\n", 0o600)
+            .unwrap_or_else(|error| panic!("{error}"));
         let ask = |needed, headers: &[(&str, &str)], caller| {
             let result = admit(&tokens, needed, &request(Method::GET, headers, caller));
             result.map_err(|error| (error.status.as_u16(), error.error.message))
@@ -238,6 +289,26 @@ mod tests {
         assert!(status == 403 && words.contains("another CA"), "{status} {words}");
         let alice = "alice".parse::<HostName>().unwrap();
         ask(Access::Read, &[], Some(Caller::Known(alice, Access::Read))).unwrap();
+    }
+
+    #[test]
+    fn who_guesses_tokens_is_told_of_and_not_heard_any_more() {
+        let directory = tempfile::tempdir().unwrap();
+        let tokens = tokens(directory.path(), "0123456789abcdef0123\n", 0o600)
+            .unwrap_or_else(|error| panic!("{error}"));
+        let ask = |token: &str| {
+            let headers = [("authorization", &*format!("Bearer {token}"))];
+            let request = request(Method::GET, &headers, Some(Caller::Nameless));
+            let said = admit(&tokens, Access::Read, &request);
+            said.map(drop).map_err(|error| error.status.as_u16())
+        };
+        for n in 0..10 {
+            assert_eq!(ask(&format!("guess-{n}-0123456789")), Err(401), "{n}");
+        }
+        assert_eq!(ask("0123456789abcdef0123"), Err(429), "the right one, from that address");
+        let told = tokens.journal.after(0, None).events;
+        assert_eq!(told.len(), 1, "{told:?}");
+        assert!(told[0].text.contains("10.0.0.1"), "{told:?}");
     }
 
     #[test]

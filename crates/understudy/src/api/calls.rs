@@ -12,12 +12,13 @@ use schemars::{JsonSchema, Schema, SchemaGenerator};
 use understudy_daemon::config::Access;
 use understudy_daemon::events::EventList;
 use understudy_daemon::report::{
-    CheckpointTiming, ComparisonReport, GroupRequest, HostStatus, ProtectRequest, RecoverReport,
-    RecoverRequest, VmStatus,
+    CheckpointTiming, ComparisonReport, GroupRequest, HostStatus, MediumRequest, ProtectRequest,
+    RecoverReport, RecoverRequest, VmStatus,
 };
 use understudy_daemon::snapshot::report::{
     DeleteReport, RestoreReport, RestoreRequest, SnapshotReport, SnapshotRequest, VerifyReport,
 };
+use understudy_qemu::VmDefinition;
 
 /// Makes the schema of a type.
 pub(super) type SchemaOf = fn(&mut SchemaGenerator) -> Schema;
@@ -143,12 +144,10 @@ fn seen() -> Vec<Call> {
 
 fn of_vms() -> Vec<Call> {
     use Access::{Admin, Operate, Read};
-    let definition: SchemaOf = openapi::definition;
-    let mut start = Call::new(POST, "/v1/vms", Admin, "Starts a VM, unprotected", super::vm_start)
-        .answers::<VmStatus>();
-    start.takes = Some(definition);
     vec![
-        start,
+        Call::new(POST, "/v1/vms", Admin, "Starts a VM, unprotected", super::vm_start)
+            .takes::<VmDefinition>()
+            .answers::<VmStatus>(),
         Call::new(GET, "/v1/vms/{name}", Read, "One VM", super::vm_status).answers::<VmStatus>(),
         Call::new(DELETE, "/v1/vms/{name}", Operate, "Stops a VM", super::vm_stop)
             .query::<StopQuery>()
@@ -162,7 +161,7 @@ fn of_vms() -> Vec<Call> {
         )
         .answers::<VmStatus>(),
         Call::new(GET, "/v1/vms/{name}/definition", Read, "How it is defined", super::definition)
-            .answers_with(200, Some(definition)),
+            .answers::<VmDefinition>(),
         Call::new(POST, "/v1/vms/{name}/protect", Operate, "Protects a VM", super::protect)
             .takes::<ProtectRequest>()
             .answers::<VmStatus>()
@@ -186,6 +185,15 @@ fn of_vms() -> Vec<Call> {
             super::failover,
         )
         .answers_nothing(),
+        Call::new(
+            POST,
+            "/v1/vms/{name}/medium",
+            Admin,
+            "Puts another medium into a CD-ROM drive, or takes it out",
+            super::change_medium,
+        )
+        .takes::<MediumRequest>()
+        .answers::<VmStatus>(),
         Call::new(
             POST,
             "/v1/vms/{name}/recover",

@@ -4,8 +4,8 @@ use std::sync::Arc;
 use understudy_client::Subject;
 use understudy_daemon::events::Journal;
 use understudy_daemon::report::{
-    CheckpointTiming, ComparisonReport, GroupRequest, HostStatus, ProtectRequest, RecoverReport,
-    RecoverRequest, VmStatus,
+    CheckpointTiming, ComparisonReport, GroupRequest, HostStatus, MediumRequest, ProtectRequest,
+    RecoverReport, RecoverRequest, VmStatus,
 };
 use understudy_daemon::snapshot::report::{
     DeleteReport, RestoreReport, RestoreRequest, SnapshotReport, SnapshotRequest, VerifyReport,
@@ -45,6 +45,8 @@ pub trait Control: Send + Sync + 'static {
     fn unprotect(&self, name: &VmName) -> Result<VmStatus, HostError>;
     /// See [`Host::failover`].
     fn failover(&self, name: &VmName) -> Result<(), HostError>;
+    /// See [`Host::change_medium`].
+    fn change_medium(&self, name: &VmName, request: MediumRequest) -> Result<VmStatus, HostError>;
     /// See [`Host::recover`].
     fn recover(&self, name: &VmName, request: RecoverRequest) -> Result<RecoverReport, HostError>;
     /// See [`Host::timings`].
@@ -123,6 +125,9 @@ impl Control for Arc<Host> {
     }
     fn failover(&self, name: &VmName) -> Result<(), HostError> {
         Host::failover(self, name)
+    }
+    fn change_medium(&self, name: &VmName, request: MediumRequest) -> Result<VmStatus, HostError> {
+        Host::change_medium(self, name, request)
     }
     fn recover(&self, name: &VmName, request: RecoverRequest) -> Result<RecoverReport, HostError> {
         Host::recover(self, name, request)

@@ -26,20 +26,6 @@ impl JsonSchema for Document {
     }
 }
 
-/// A VM's definition, whose parts the crate `qemu` knows.
-pub(super) fn definition(_: &mut SchemaGenerator) -> Schema {
-    json_schema!({
-        "type": "object",
-        "description": "A VM's definition: what `understudy vm start --help` shows as TOML, as JSON",
-        "required": ["name", "memory", "vcpus"],
-        "properties": {
-            "name": { "type": "string" },
-            "memory": { "description": "Bytes, or text like \"512M\"" },
-            "vcpus": { "type": "integer" }
-        }
-    })
-}
-
 pub(super) async fn answer() -> Json<Value> {
     Json(document())
 }

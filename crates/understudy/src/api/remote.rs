@@ -1,14 +1,16 @@
 //! The API over the network: TLS always, and a caller who has a token or a certificate.
 
 use super::Api;
-use super::access::{Caller, Guard, Tokens};
-use axum::extract::connect_info::Connected;
+use super::access::{Caller, Connected, Guard, Tokens};
+use super::idle::{Patient, Requests};
+use axum::extract::connect_info::Connected as ConnectedBy;
 use axum::serve::{IncomingStream, Listener};
+use std::collections::HashMap;
 use std::future::IntoFuture;
 use std::io;
-use std::net::SocketAddr;
+use std::net::{IpAddr, SocketAddr};
 use std::pin::Pin;
-use std::sync::Arc;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::task::{Context, Poll};
 use std::time::Duration;
 use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
@@ -23,6 +25,10 @@ use understudy_daemon::{ApiTls, ErrorKind, HostError};
 
 /// Connections at a time, so that strangers leave descriptors for the hosts.
 const MOST_CONNECTIONS: usize = 128;
+/// Those of one address among them, so that no other goes without: a browser has six.
+const MOST_OF_ONE: usize = 32;
+/// For something to happen on one, while no request is being answered.
+const PATIENCE: Duration = Duration::from_secs(60);
 /// For a caller to prove that it has the key to its certificate.
 const HANDSHAKE_TIMEOUT: Duration = Duration::from_secs(10);
 /// After an error of the system's.
@@ -30,9 +36,9 @@ const PAUSE: Duration = Duration::from_millis(100);
 
 /// Serves the API on the addresses of the configuration, until the daemon ends.
 pub async fn start(api: &Api, config: ApiConfig, tls: ApiTls) -> Result<(), HostError> {
-    let tokens = Tokens::new(config.tokens.clone())?;
+    let tokens = Tokens::new(config.tokens.clone(), api.host.events())?;
     let router = api.router(&Guard::Remote(Arc::new(tokens)));
-    let seats = Arc::new(Semaphore::new(MOST_CONNECTIONS));
+    let seats = Seats::default();
     for address in &config.listen {
         let listener = bind(*address).await?;
         let (greeted, ready) = channel(1);
@@ -40,7 +46,7 @@ pub async fn start(api: &Api, config: ApiConfig, tls: ApiTls) -> Result<(), Host
             Porter { config: config.clone(), tls: tls.clone(), seats: seats.clone(), greeted };
         tokio::spawn(porter.run(listener));
         let callers = Callers { ready };
-        let service = router.clone().into_make_service_with_connect_info::<Caller>();
+        let service = router.clone().into_make_service_with_connect_info::<Connected>();
         tokio::spawn(axum::serve(callers, service).into_future());
         tracing::info!("the API and the dashboard are on https://{address}/");
     }
@@ -70,8 +76,57 @@ async fn bind(address: SocketAddr) -> Result<TcpListener, HostError> {
 struct Porter {
     config: ApiConfig,
     tls: ApiTls,
-    seats: Arc<Semaphore>,
-    greeted: Sender<(Connection, Caller)>,
+    seats: Seats,
+    greeted: Sender<(Connection, Connected)>,
+}
+
+/// How many connections there may be, and there are.
+#[derive(Clone)]
+struct Seats {
+    free: Arc<Semaphore>,
+    taken: Arc<Mutex<HashMap<IpAddr, usize>>>,
+}
+
+/// A connection's place, until it is dropped.
+struct Seat {
+    _free: OwnedSemaphorePermit,
+    address: IpAddr,
+    seats: Seats,
+}
+
+impl Default for Seats {
+    fn default() -> Seats {
+        Seats { free: Arc::new(Semaphore::new(MOST_CONNECTIONS)), taken: Arc::default() }
+    }
+}
+
+impl Seats {
+    /// A place for a connection from this address, if it has not all of its own.
+    fn take(&self, free: OwnedSemaphorePermit, address: IpAddr) -> Option<Seat> {
+        let mut taken = self.taken();
+        let of_one = taken.entry(address).or_default();
+        if *of_one >= MOST_OF_ONE {
+            return None;
+        }
+        *of_one += 1;
+        Some(Seat { _free: free, address, seats: self.clone() })
+    }
+
+    fn taken(&self) -> MutexGuard<'_, HashMap<IpAddr, usize>> {
+        self.taken.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl Drop for Seat {
+    fn drop(&mut self) {
+        let mut taken = self.seats.taken();
+        if let Some(of_one) = taken.get_mut(&self.address) {
+            *of_one -= 1;
+            if *of_one == 0 {
+                taken.remove(&self.address);
+            }
+        }
+    }
 }
 
 impl Porter {
@@ -79,24 +134,29 @@ impl Porter {
         let porter = Arc::new(self);
         loop {
             // Never closed.
-            let Ok(seat) = porter.seats.clone().acquire_owned().await else { return };
+            let Ok(free) = porter.seats.free.clone().acquire_owned().await else { return };
             match listener.accept().await {
-                Ok((socket, _)) => {
-                    let porter = porter.clone();
-                    tokio::spawn(async move { porter.greet(socket, seat).await });
+                Ok((socket, from)) => {
+                    // Else it is closed: who has so many has no use for another.
+                    if let Some(seat) = porter.seats.take(free, from.ip()) {
+                        let porter = porter.clone();
+                        tokio::spawn(async move { porter.greet(socket, seat).await });
+                    }
                 }
                 Err(_) => tokio::time::sleep(PAUSE).await,
             }
         }
     }
 
-    async fn greet(&self, socket: TcpStream, seat: OwnedSemaphorePermit) {
+    async fn greet(&self, socket: TcpStream, seat: Seat) {
         let handshake = TlsAcceptor::from(self.tls.server()).accept(socket);
         // Whoever speaks no TLS, or not ours, gets no answer.
         let Ok(Ok(stream)) = timeout(HANDSHAKE_TIMEOUT, handshake).await else { return };
-        let caller = self.caller(&stream);
+        let requests = Requests::default();
+        let connected = Connected { address: seat.address, caller: self.caller(&stream), requests };
+        let stream = Patient::new(stream, PATIENCE, connected.requests.clone());
         // Fails if the daemon ends.
-        let _ = self.greeted.send((Connection { stream, _seat: seat }, caller)).await;
+        let _ = self.greeted.send((Connection { stream, _seat: seat }, connected)).await;
     }
 
     fn caller(&self, stream: &TlsStream<TcpStream>) -> Caller {
@@ -122,36 +182,37 @@ impl Porter {
 
 /// Callers whose handshake is done.
 struct Callers {
-    ready: Receiver<(Connection, Caller)>,
+    ready: Receiver<(Connection, Connected)>,
 }
 
 impl Listener for Callers {
     type Io = Connection;
-    type Addr = Caller;
+    type Addr = Connected;
 
-    async fn accept(&mut self) -> (Connection, Caller) {
+    async fn accept(&mut self) -> (Connection, Connected) {
         match self.ready.recv().await {
-            Some(caller) => caller,
+            Some(connected) => connected,
             // The porter is gone, and with it the daemon.
             None => std::future::pending().await,
         }
     }
 
-    fn local_addr(&self) -> io::Result<Caller> {
-        Ok(Caller::Nameless)
+    fn local_addr(&self) -> io::Result<Connected> {
+        let address = IpAddr::from([0, 0, 0, 0]);
+        Ok(Connected { address, caller: Caller::Nameless, requests: Requests::default() })
     }
 }
 
-impl Connected<IncomingStream<'_, Callers>> for Caller {
-    fn connect_info(stream: IncomingStream<'_, Callers>) -> Caller {
+impl ConnectedBy<IncomingStream<'_, Callers>> for Connected {
+    fn connect_info(stream: IncomingStream<'_, Callers>) -> Connected {
         stream.remote_addr().clone()
     }
 }
 
 /// A connection, and its seat.
 struct Connection {
-    stream: TlsStream<TcpStream>,
-    _seat: OwnedSemaphorePermit,
+    stream: Patient<TlsStream<TcpStream>>,
+    _seat: Seat,
 }
 
 impl AsyncRead for Connection {
@@ -179,5 +240,30 @@ impl AsyncWrite for Connection {
 
     fn poll_shutdown(mut self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<io::Result<()>> {
         Pin::new(&mut self.stream).poll_shutdown(context)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[tokio::test]
+    async fn one_address_leaves_room_for_others() {
+        let seats = Seats::default();
+        let take = async |last: u8| {
+            let free = seats.free.clone().acquire_owned().await.unwrap();
+            seats.take(free, IpAddr::from([10, 0, 0, last]))
+        };
+        let mut taken = Vec::new();
+        for _ in 0..MOST_OF_ONE {
+            taken.push(take(1).await.expect("there is room"));
+        }
+        assert!(take(1).await.is_none(), "it has all of its own");
+        assert_eq!(seats.free.available_permits(), MOST_CONNECTIONS - MOST_OF_ONE);
+        assert!(take(2).await.is_some());
+        taken.pop();
+        assert!(take(1).await.is_some());
+        taken.clear();
+        assert!(seats.taken().is_empty());
     }
 }

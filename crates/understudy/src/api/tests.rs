@@ -11,7 +11,9 @@ use tokio::runtime::Runtime;
 use understudy_client::{Client, Exit, Failure, FailureKind};
 use understudy_daemon::Meters;
 use understudy_daemon::events::Journal;
-use understudy_daemon::report::{GroupRequest, ProtectRequest, Protection, RecoverRequest};
+use understudy_daemon::report::{
+    GroupRequest, MediumRequest, ProtectRequest, Protection, RecoverRequest,
+};
 use understudy_daemon::snapshot::report::{
     DeleteReport, RestoreReport, RestoreRequest, SnapshotReport, SnapshotRequest, VerifyReport,
 };
@@ -102,6 +104,10 @@ impl Control for Recorder {
     }
     fn failover(&self, name: &VmName) -> Result<(), HostError> {
         self.record(name, format!("failover {name}")).map(drop)
+    }
+    fn change_medium(&self, name: &VmName, request: MediumRequest) -> Result<VmStatus, HostError> {
+        let MediumRequest { drive, medium, force } = request;
+        self.record(name, format!("medium {name} {drive} {medium:?} {force}"))
     }
     fn recover(&self, name: &VmName, request: RecoverRequest) -> Result<RecoverReport, HostError> {
         let status = self.record(name, format!("recover {name} {}", request.dry_run))?;

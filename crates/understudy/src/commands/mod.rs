@@ -18,13 +18,49 @@ mod top;
 mod vm;
 mod watchdog;
 
-use crate::cli::{Cli, Command};
+use crate::cli::{Cli, Command, VmCommand};
 use clap::CommandFactory;
-use understudy_client::{Client, Exit, Failure, manual};
+use understudy_client::{Client, Credentials, Exit, Failure, FailureKind, manual};
+
+/// A command that another host's API does not offer, but that means this one.
+fn works_here_alone(command: &Command) -> Option<&'static str> {
+    match command {
+        Command::Host { .. } => Some("host"),
+        Command::Init(_) => Some("init"),
+        Command::Invite(_) => Some("invite"),
+        Command::Join(_) => Some("join"),
+        Command::Doctor { .. } => Some("doctor"),
+        Command::Vm(VmCommand::Console { .. }) => Some("vm console"),
+        _ => None,
+    }
+}
+
+fn credentials(cli: &Cli) -> Result<Credentials, Failure> {
+    let identity = match (&cli.cert, &cli.key) {
+        (Some(cert), Some(key)) => Some((cert.clone(), key.clone())),
+        (None, None) => None,
+        _ => {
+            let message = "--cert and --key belong together: a certificate, and its key";
+            return Err(Failure::new(FailureKind::Usage, message));
+        }
+    };
+    Ok(Credentials { ca: cli.ca.clone(), token_file: cli.token_file.clone(), identity })
+}
 
 /// Does what the command line says.
 pub fn run(cli: &Cli) -> Result<Exit, Failure> {
-    let (client, json) = (|| Client::new(&cli.socket), cli.output.json);
+    if let (Some(_), Some(what)) = (&cli.host, works_here_alone(&cli.command)) {
+        let message = format!(
+            "`understudy {what}` works on the host itself: run it there, without --host and \
+             UNDERSTUDY_HOST"
+        );
+        return Err(Failure::new(FailureKind::Usage, message));
+    }
+    let json = cli.output.json;
+    let client = || match &cli.host {
+        None => Client::new(&cli.socket),
+        Some(host) => Client::remote(host.clone(), &credentials(cli)?),
+    };
     match &cli.command {
         Command::Host { config } => host::run(config),
         Command::Init(args) => setup::init(args, json),

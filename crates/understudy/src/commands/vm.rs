@@ -6,9 +6,10 @@ use crate::{output, table};
 use serde_json::json;
 use std::fs;
 use std::io;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use understudy_client::{Client, Exit, Failure, FailureKind, Subject};
 use understudy_daemon::ErrorKind;
+use understudy_daemon::report::MediumRequest;
 use understudy_qemu::VmDefinition;
 
 /// Does one of them.
@@ -17,6 +18,11 @@ pub fn run(client: &Client, command: &VmCommand, json: bool) -> Result<Exit, Fai
         VmCommand::Start { what } => start(client, what, json),
         VmCommand::Import(args) => import::run(args, json),
         VmCommand::Show { name } => show(client, name, json),
+        VmCommand::Medium { name, drive, file, eject: _, force } => {
+            let medium = file.as_deref().map(absolute).transpose()?;
+            let request = MediumRequest { drive: *drive, medium, force: *force };
+            change_medium(client, name, &request, json)
+        }
         VmCommand::Stop { name, force } => stop(client, name, *force, json),
         VmCommand::Snapshot { name, args } => {
             cluster::snapshot(client, &Subject::Vm(name.clone()), args, json)
@@ -32,7 +38,7 @@ pub fn run(client: &Client, command: &VmCommand, json: bool) -> Result<Exit, Fai
 
 fn start(client: &Client, what: &Startable, json: bool) -> Result<Exit, Failure> {
     let status = match what {
-        Startable::File(file) => client.vm_start(&read_definition(file)?)?,
+        Startable::File(file) => client.vm_start(&read_definition(file, client.is_local())?)?,
         Startable::Name(name) => client.vm_start_recorded(name)?,
     };
     output::show(json, &status, |vm| {
@@ -42,7 +48,8 @@ fn start(client: &Client, what: &Startable, json: bool) -> Result<Exit, Failure>
     Ok(Exit::Ok)
 }
 
-fn read_definition(file: &Path) -> Result<VmDefinition, Failure> {
+/// Files that it names are looked for only if they are this machine's.
+fn read_definition(file: &Path, here: bool) -> Result<VmDefinition, Failure> {
     let text = fs::read_to_string(file).map_err(|error| {
         let kind = match error.kind() {
             io::ErrorKind::NotFound => ErrorKind::NotFound,
@@ -50,7 +57,8 @@ fn read_definition(file: &Path) -> Result<VmDefinition, Failure> {
         };
         Failure::new(FailureKind::Host(kind), format!("{}: {error}", file.display()))
     })?;
-    VmDefinition::from_toml(&text, file)
+    let parse = if here { VmDefinition::from_toml } else { VmDefinition::from_toml_elsewhere };
+    parse(&text, file)
         .map_err(|error| Failure::new(FailureKind::Host(ErrorKind::Invalid), error.to_string()))
 }
 
@@ -60,6 +68,26 @@ fn show(client: &Client, name: &str, json: bool) -> Result<Exit, Failure> {
         .map_err(|error| Failure::internal(format!("cannot write TOML: {error}")))?;
     output::show(json, &definition, |_| text)?;
     Ok(Exit::Ok)
+}
+
+fn change_medium(
+    client: &Client,
+    name: &str,
+    request: &MediumRequest,
+    json: bool,
+) -> Result<Exit, Failure> {
+    let status = client.change_medium(name, request)?;
+    output::show(json, &status, |_| match &request.medium {
+        Some(medium) => format!("disk{} of {name} has {} in it\n", request.drive, medium.display()),
+        None => format!("disk{} of {name} is empty\n", request.drive),
+    })?;
+    Ok(Exit::Ok)
+}
+
+/// The daemon has another working directory.
+fn absolute(file: &Path) -> Result<PathBuf, Failure> {
+    std::path::absolute(file)
+        .map_err(|error| Failure::internal(format!("{}: {error}", file.display())))
 }
 
 fn stop(client: &Client, name: &str, force: bool, json: bool) -> Result<Exit, Failure> {

@@ -146,7 +146,8 @@ function showTakeover(place, vm) {
     const patch = node("svg", { viewBox: "0 0 1 1", "aria-hidden": "true" }, node("rect", { width: 1, height: 1, class: kind }));
     legend.append(element("li", "", patch, `${words} ${ms(parts[kind])}`));
   }
-  const words = `This host took it over: clients waited ${ms(outage)} at most. ${one.injected_frames} of their frames were given to the guest again, ${one.resent_frames} of its own sent again.`;
+  const how = one.planned ? "It came to this host as planned" : "This host took it over";
+  const words = `${how}: clients waited ${ms(outage)} at most. ${one.injected_frames} of their frames were given to the guest again, ${one.resent_frames} of its own sent again.`;
   place.replaceChildren(element("p", "", words), bar, legend);
 }
 

@@ -142,8 +142,9 @@ fn figures(vm: &VmStatus) -> [String; 2] {
 fn of_takeover(one: &TakeoverReport) -> String {
     let noticed = (one.outage_ms - one.total_ms).max(0.0);
     let log = if one.lag_ms > 0.0 { format!(", log {:.1}", one.log_ms) } else { String::new() };
+    let how = if one.planned { "came over as planned" } else { "took over" };
     format!(
-        "  took over: clients waited {:.1} ms at most: noticed {noticed:.1}, arbiter {:.1}{log}, \
+        "  {how}: clients waited {:.1} ms at most: noticed {noticed:.1}, arbiter {:.1}{log}, \
          disks {:.1}, start {:.1}",
         one.outage_ms, one.arbiter_ms, one.activation_ms, one.restart_ms
     )

@@ -1,6 +1,6 @@
 //! The API over the network: who may do what there, and long work as jobs, on a real daemon.
 
-use crate::stage::{Calm, LIMIT, options, play, run};
+use crate::stage::{self, Calm, LIMIT, options, play, run};
 use anyhow::{Context, Result, ensure};
 use rustls::pki_types::pem::PemObject;
 use rustls::pki_types::{CertificateDer, PrivateKeyDer, ServerName};
@@ -11,6 +11,7 @@ use std::io::{Read, Write};
 use std::net::TcpStream;
 use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
+use std::process::Output;
 use std::sync::Arc;
 use understudy_lab::scene::VM;
 use understudy_lab::{Scene, SceneOptions, in_namespace, wait_for};
@@ -113,6 +114,115 @@ fn a_protection_is_a_job_that_is_watched_and_cancelled() {
         ensure!(["cancelled", "done"].contains(&state), "{end}");
         ensure!(scene.status("a")?["protection"]["state"] == expected, "{end}");
         Ok(())
+    });
+}
+
+/// The command line from another machine, here the client: the same commands, over TLS.
+#[test]
+fn the_command_line_works_from_another_machine() {
+    let directory = tempfile::tempdir().expect("a directory");
+    let mut options = options().calm();
+    serve(&mut options, "a", directory.path()).expect("tokens");
+    play(options, |scene| {
+        let pki = scene.lab().directory().join("pki");
+        issue(&pki, &["alice"])?;
+        let ca = pki.join("ca.pem").display().to_string();
+        let host = format!("a={}:{PORT}", scene.lab().host_address("a")?);
+        let understudy = |arguments: &[&str]| -> Result<Output> {
+            let mut command = scene.lab().client().command(env!("CARGO_BIN_EXE_understudy"));
+            command.env("UNDERSTUDY_HOST", &host).env("UNDERSTUDY_CA", &ca).args(arguments);
+            command.output().context("cannot run understudy")
+        };
+        let token = directory.path().join("admin").display().to_string();
+        let call = |arguments: &[&str]| -> Result<String> {
+            let output = understudy(&[&["--token-file", &token], arguments].concat())?;
+            ensure!(output.status.success(), "{arguments:?}: {output:?}");
+            Ok(String::from_utf8(output.stdout)?)
+        };
+        call(&["vm", "start", &scene.definition().to_string_lossy()])?;
+        call(&["protect", VM, "--to", "b"])?;
+        let status: Value = serde_json::from_str(&call(&["status", VM, "--json"])?)?;
+        ensure!(status["protection"]["state"] == "protected", "{status}");
+        ensure!(call(&["vm", "show", VM])?.contains("[[disk]]"));
+        ensure!(call(&["vm", "list"])?.contains(VM));
+        ensure!(call(&["events"])?.contains("protected: b stands by"));
+
+        let refused = |arguments: &[&str], exit: i32, words: &str| -> Result<()> {
+            let (code, said) = stage::refused(&understudy(arguments)?, &arguments.join(" "))?;
+            ensure!(code == exit && said.contains(words), "{arguments:?}: {code}: {said}");
+            // What the grammar refuses comes with a hint.
+            ensure!(exit == 2 || said.trim_end().lines().count() == 1, "{arguments:?}: {said}");
+            Ok(())
+        };
+        refused(&["status"], 1, "--token-file")?;
+        refused(&["--token-file", &token, "vm", "console", VM], 2, "works on the host itself")?;
+        refused(&["doctor"], 2, "works on the host itself")?;
+        refused(&["--cert", &ca, "status"], 2, "belong together")?;
+        let wrong = directory.path().join("wrong");
+        fs::write(&wrong, "wrong-0123456789abcdef\n")?;
+        fs::set_permissions(&wrong, Permissions::from_mode(0o600))?;
+        let wrong = wrong.display().to_string();
+        refused(&["--token-file", &wrong, "status"], 1, "in no file")?;
+        let [cert, key] = ["alice.pem", "alice.key"].map(|it| pki.join(it).display().to_string());
+        let alice = ["--cert", &cert[..], "--key", &key[..]];
+        let output = understudy(&[&alice[..], &["status"]].concat())?;
+        ensure!(output.status.success(), "{output:?}");
+        refused(&[&alice[..], &["failover", VM]].concat(), 1, "takes the role operate")?;
+        call(&["failover", VM])?;
+        scene.await_live("b")?;
+        // What answers there is another host, by its certificate.
+        let address = scene.lab().host_address("a")?;
+        let other = format!("b={address}:{PORT}");
+        refused(&["--host", &other, "--token-file", &token, "status"], 5, "NAME its name")?;
+        refused(&["--host", "nonsense", "status"], 2, "NAME=ADDRESS:PORT")?;
+        let nobody = format!("a={address}:1");
+        refused(&["--host", &nobody, "--token-file", &token, "status"], 5, "[api]")
+    });
+}
+
+/// Neither somebody who only connects nor somebody who guesses keeps others from the API.
+#[test]
+fn who_holds_connections_or_guesses_tokens_stands_in_nobodys_way() {
+    let directory = tempfile::tempdir().expect("a directory");
+    let mut options = options().calm();
+    serve(&mut options, "a", directory.path()).expect("tokens");
+    play(options, |scene| {
+        issue(&scene.lab().directory().join("pki"), &["alice"])?;
+        let address = (scene.lab().host_address("a")?, PORT);
+        let connect = || -> Result<TcpStream> {
+            Ok(in_namespace(&scene.lab().client(), || TcpStream::connect(address))??)
+        };
+        let held: Vec<TcpStream> = (0..40).map(|_| connect()).collect::<Result<_>>()?;
+        // What is over the bound of one address is closed, and others get in.
+        wait_for("the connections over the bound to be closed", LIMIT, || {
+            let mut closed = 0;
+            for mut socket in &held {
+                socket.set_nonblocking(true)?;
+                closed += usize::from(matches!(socket.read(&mut [0]), Ok(0)));
+            }
+            Ok((closed >= 8).then_some(()))
+        })?;
+        let other = in_namespace(&scene.lab().host("b")?, || TcpStream::connect(address))??;
+        drop((held, other));
+        wait_for("room for the client again", LIMIT, || {
+            Ok(ask(scene, &Caller::Token(ADMIN), "GET", "/v1/status", "").ok())
+        })?;
+        let guess = |n: u32| -> Result<u16> {
+            let token = format!("guessed-{n}-0123456789abcdef");
+            Ok(ask(scene, &Caller::Token(&token), "GET", "/v1/status", "")?.0)
+        };
+        wait_for("somebody who guesses to be shut out", LIMIT, || {
+            let code = guess(1)?;
+            ensure!([401, 429].contains(&code), "{code}");
+            Ok((code == 429).then_some(()))
+        })?;
+        let told = scene.host("a")?.call(["events"])?;
+        ensure!(told.contains("shows wrong tokens to the API"), "{told}");
+        let pki = scene.lab().directory().join("pki");
+        let alice = Caller::Certificate(&pki, "alice");
+        let (code, body) = ask(scene, &alice, "GET", "/v1/status", "")?;
+        ensure!(code == 200, "a certificate counts still: {code}: {body}");
+        scene.host("a")?.call(["status"]).map(drop)
     });
 }
 

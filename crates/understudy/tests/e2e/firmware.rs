@@ -112,7 +112,7 @@ fn prove_devices(shell: &mut GuestShell, medium: &[u8]) -> Result<()> {
 }
 
 /// As busybox has it.
-fn crc(bytes: &[u8]) -> u32 {
+pub fn crc(bytes: &[u8]) -> u32 {
     bytes.iter().fold(!0u32, |crc, &byte| {
         (0..8).fold(crc ^ u32::from(byte), |crc, _| {
             (crc >> 1) ^ (0xedb8_8320 & (!(crc & 1)).wrapping_add(1))

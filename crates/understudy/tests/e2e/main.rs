@@ -15,6 +15,7 @@
 //! | [`devices`] | other devices than virtio's |
 //! | [`firmware`] | a guest as virt-install makes one: UEFI, SCSI, SATA, a CD-ROM, the agent's channel |
 //! | [`import`] | guests that libvirt has defined |
+//! | [`block_devices`] | disks on block devices |
 //! | [`bulk`]    | bulk transfers on long TCP segments |
 //! | [`hostile`] | a peer that says whatever may do harm |
 //! | [`hangs`]   | a QEMU that lives and does nothing |
@@ -46,6 +47,7 @@
 //! | [`shapes`]  | two vCPUs, two disks, two cards |
 //! | [`compression`] | every way to encode pages |
 //! | [`machines`] | another machine type, modern virtio, an installed system |
+//! | [`medium`]  | CD-ROMs that are changed while the VM is protected |
 //! | [`counter`] | a guest for every accelerator |
 //! | [`wire`]    | corrupt and truncated messages |
 //! | [`plain`]   | a guest without the product beside a guest with it |
@@ -68,10 +70,12 @@
 //! | [`switching`] | checkpoints become lockstep, and back |
 //! | [`throttle`]| a guest that writes faster than a slow link carries |
 //! | [`unheld`]  | output that is not held |
+//! | [`vlans`]   | cards in VLANs of bridges that filter them |
 //! | [`relay`]   | what can go wrong on the wire, for the tests above |
 
 mod api;
 mod arbiter;
+mod block_devices;
 mod browser;
 mod bulk;
 mod cards;
@@ -108,6 +112,7 @@ mod ledger;
 mod lockstep;
 mod lockstep_refusals;
 mod machines;
+mod medium;
 mod metrics;
 mod panics;
 mod paths;
@@ -137,4 +142,5 @@ mod switching;
 mod sync;
 mod throttle;
 mod unheld;
+mod vlans;
 mod wire;

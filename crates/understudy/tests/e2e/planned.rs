@@ -5,6 +5,7 @@ use crate::stage::{
     protection, prove_disk, prove_survival, vms,
 };
 use anyhow::{Context, Result, ensure};
+use serde_json::Value;
 use std::io::Write;
 use std::process::{Command, Stdio};
 use understudy_lab::check::check_disk;
@@ -16,8 +17,9 @@ fn planned_fail_overs_lose_nothing() {
     play_protected(options().calm(), |scene, client| {
         for (from, to) in [("a", "b"), ("b", "a")] {
             scene.host(from)?.call(["failover", VM])?;
-            scene.await_live(to)?;
+            let status = scene.await_live(to)?;
             await_forgotten(scene, from)?;
+            told_as_planned(scene, to, from, &status)?;
             await_service(&client)?;
             scene.protect(to, from)?;
             scene.await_protected(to, |_| ())?;
@@ -26,6 +28,20 @@ fn planned_fail_overs_lose_nothing() {
         scene.host_mut("a")?.kill_everything()?;
         prove_survival(scene, client, "b")
     });
+}
+
+/// The new host says that it was planned, and raises no alarm: not in events, not in metrics.
+fn told_as_planned(scene: &Scene, host: &str, from: &str, status: &Value) -> Result<()> {
+    let words = format!("came over from {from} as planned");
+    ensure!(protection(status).1.contains(&words), "{status}");
+    ensure!(status["takeover"]["planned"] == true, "{status}");
+    let events: Value = serde_json::from_str(&scene.host(host)?.call(["events", "--json"])?)?;
+    let events = events["events"].as_array().context("no events")?;
+    let last = |kind: &str| events.iter().rev().find(|event| event["kind"] == kind);
+    let came = last("came-over").with_context(|| format!("no event: {events:?}"))?;
+    ensure!(came["severity"] == "info" && came["from"] == *from, "{came}");
+    ensure!(last("took-over").is_none(), "it is told as a failure, too: {events:?}");
+    Ok(())
 }
 
 #[test]

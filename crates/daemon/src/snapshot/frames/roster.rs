@@ -105,7 +105,7 @@ impl Roster {
         let others = self.0.iter().filter(|(member, _)| **member != from);
         let on_it = |known: &Known, mac: Option<MacAddress>| {
             let fits = |card: &CardDefinition| mac.is_none_or(|mac| card.mac == mac);
-            known.cards.iter().any(|card| card.bridge == own.bridge && fits(card))
+            known.cards.iter().any(|card| card.shares_network_with(own) && fits(card))
         };
         if target.is_multicast() {
             let all = others.filter(|(_, known)| on_it(known, None)).map(|(member, _)| *member);
@@ -127,7 +127,7 @@ impl Roster {
             return Vec::new();
         };
         let takes = |card: &CardDefinition| {
-            card.bridge == network.bridge && (target.is_multicast() || card.mac == target)
+            card.shares_network_with(network) && (target.is_multicast() || card.mac == target)
         };
         let cards = (0..).map(CardIndex).zip(&taker.cards);
         cards.filter(|(_, card)| takes(card)).map(|(index, _)| index).collect()
@@ -136,8 +136,8 @@ impl Roster {
     /// Which other member sent a frame that came to this card.
     pub fn sender(&self, to: Member, card: CardIndex, packet: &[u8]) -> Option<Member> {
         let (_, source) = addresses(packet)?;
-        let bridge = &self.card(to, card)?.bridge;
-        let is_its = |card: &CardDefinition| card.mac == source && card.bridge == *bridge;
+        let own = self.card(to, card)?;
+        let is_its = |card: &CardDefinition| card.mac == source && card.shares_network_with(own);
         let mut others = self.0.iter().filter(|(member, _)| **member != to);
         others.find(|(_, known)| known.cards.iter().any(is_its)).map(|(member, _)| *member)
     }

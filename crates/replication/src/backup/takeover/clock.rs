@@ -40,6 +40,7 @@ impl Clock {
             from.zip(to).map_or(0.0, |(from, to)| (to - from).as_secs_f64() * 1e3)
         };
         TakeoverReport {
+            planned: false,
             arbiter_ms: between(Stage::Suspected, Stage::Granted),
             log_ms: between(Stage::Granted, Stage::Executed),
             lag_ms: 0.0,

@@ -38,7 +38,8 @@ fn sizes(machine: &Machine) -> Vec<Size> {
         let extents = disk.export_bytes().div_ceil(EXTENT_BYTES);
         (Spot::Extent { disk: disk.index().0, index: 0 }, extents)
     };
-    machine.blocks().iter().map(block).chain(machine.disks().iter().map(disk)).collect()
+    let disks = machine.disks();
+    machine.blocks().iter().map(block).chain(disks.iter().map(disk)).collect()
 }
 
 fn spots_of(sizes: &[Size]) -> impl Iterator<Item = Spot> + use<> {
@@ -93,7 +94,8 @@ fn read(machine: &Machine, spot: Spot, into: &mut Vec<u8>) -> anyhow::Result<()>
             into.append(&mut content);
         }
         Spot::Extent { disk, .. } => {
-            let disk = machine.disks().get(usize::from(disk));
+            let disks = machine.disks();
+            let disk = disks.get(usize::from(disk));
             let disk = disk.with_context(|| format!("there is no disk for {spot:?}"))?;
             let left = disk.export_bytes().saturating_sub(spot.offset());
             let mut content = vec![0; left.min(spot.bytes()) as usize];

@@ -1,0 +1,75 @@
+//! A medium that the primary puts into a drive: looked at when it asks, put in when the epoch of
+//! the change is applied.
+
+use super::session::Session;
+use crate::medium::{Medium, MediumAnswer};
+use crate::resync;
+use crate::sync::lock;
+use anyhow::{Context, ensure};
+use std::sync::Arc;
+use understudy_disk::mirror_path;
+use understudy_protocol::StagedEpoch;
+use understudy_protocol::wire::{Kind, Message};
+use understudy_threads::spawn;
+
+/// The changes of media in an epoch.
+pub(super) fn media_of(epoch: &StagedEpoch) -> Vec<Message> {
+    let media = epoch.messages.iter().filter(|message| message.header.kind == Kind::Medium);
+    media.cloned().collect()
+}
+
+impl Session {
+    /// The primary asks whether this host has a medium. Reading it takes time, which the
+    /// receiving thread does not have.
+    pub(super) fn look_for_medium(self: &Arc<Self>, question: &Message) -> anyhow::Result<()> {
+        let medium = Medium::read(&self.machine(), question)?;
+        let session = self.clone();
+        let look = move || {
+            let answer = match session.find_medium(medium) {
+                Ok(()) => MediumAnswer::Ready,
+                Err(error) => MediumAnswer::Refused(format!("{error:#}")),
+            };
+            // If it cannot be sent the reading thread finds out why.
+            let _ = session.data.send_json(Kind::MediumAnswer, &answer);
+        };
+        spawn(format!("medium-{}", self.vm), look).map(drop).context("cannot start a thread")
+    }
+
+    fn find_medium(&self, medium: Medium) -> anyhow::Result<()> {
+        // Open before it is read: what is read is what will be put in.
+        let opened = medium
+            .open(&self.machine(), &self.directory)
+            .context("the medium must be at the same place there")?;
+        medium.check()?;
+        *lock(&self.medium) = Some((medium, opened.disk));
+        Ok(())
+    }
+
+    /// The drive has another medium from here on. One that was looked at is open already.
+    pub(super) fn change_medium(&self, message: &Message) -> anyhow::Result<()> {
+        let machine = self.machine();
+        let told = Medium::read(&machine, message)?;
+        let mut medium = told.open(&machine, &self.directory)?;
+        let found = lock(&self.medium).take();
+        if let (Some(_), Some((asked, disk))) = (&told.file, found) {
+            ensure!(asked == told, "the primary put in a medium that it had not asked for");
+            medium = understudy_machine::Medium { disk, ..medium };
+        }
+        let index = usize::from(told.drive.0);
+        let former = machine.disks()[index].path();
+        machine.change_medium_of_standby(&medium)?;
+        let changes = resync::create(&[medium.disk], &self.directory)?;
+        if let (Some(ready), Some(map)) = (&mut *lock(&self.readiness), changes.into_iter().next())
+        {
+            ready.changes[index] = map;
+        }
+        let now = medium.defined;
+        self.records.change(&self.vm, |record| record.definition.disks[index] = now)?;
+        if former == mirror_path(&self.directory, told.drive) {
+            // Nobody needs the copy of the medium that was in the drive first.
+            std::fs::remove_file(&former)
+                .with_context(|| format!("cannot remove {}", former.display()))?;
+        }
+        Ok(())
+    }
+}

@@ -1,0 +1,95 @@
+//! A medium is changed while the VM is protected: the backup is asked first, then told with the
+//! epoch in which the guest gets it.
+
+use super::send::Outgoing;
+use super::session::Session;
+use crate::medium::{Medium, MediumAnswer, MediumRefused, is_locked};
+use crate::sync::lock;
+use anyhow::bail;
+use crossbeam_channel::{RecvTimeoutError, Sender};
+use std::sync::Mutex;
+use std::time::{Duration, Instant};
+use understudy_protocol::wire::Kind;
+
+/// How long a backup may take to read a medium: a DVD from a slow disk.
+const ANSWER_TIMEOUT: Duration = Duration::from_secs(300);
+
+/// How long it may take until the epoch of the change is committed.
+const COMMIT_TIMEOUT: Duration = Duration::from_secs(60);
+
+/// How often it is looked whether protection has ended.
+const LOOK: Duration = Duration::from_millis(50);
+
+/// Who waits for the backup's answer.
+#[derive(Default)]
+pub struct Media(Mutex<Option<Sender<MediumAnswer>>>);
+
+impl Media {
+    /// The backup answers.
+    pub(super) fn answered(&self, answer: MediumAnswer) {
+        if let Some(waiting) = &*lock(&self.0) {
+            // One answer is waited for.
+            let _ = waiting.try_send(answer);
+        }
+    }
+}
+
+impl Session {
+    /// Changes a medium on both hosts. Returns when the backup has it, or protection has ended; one
+    /// caller at a time.
+    pub fn change_medium(
+        &self,
+        medium: &Medium,
+        opened: &understudy_machine::Medium,
+        force: bool,
+    ) -> anyhow::Result<()> {
+        self.ask_for_medium(medium)?;
+        let machine = self.machine();
+        let mut monitor = machine.monitor();
+        // No epoch ends while the monitor is held: the change is in this one.
+        if let Some(references) = &self.references {
+            references.forget_disk(medium.drive);
+        }
+        let changed = machine.change_medium(&mut monitor, opened, force);
+        if changed.as_ref().is_err_and(is_locked) {
+            return changed;
+        }
+        let told = match &changed {
+            Ok(()) => medium.clone(),
+            Err(_) => Medium { drive: medium.drive, file: None },
+        };
+        let (epoch, told) = (self.running(), serde_json::to_vec(&told)?);
+        self.outbox.put_now(Outgoing::Data(Kind::Medium, epoch, told));
+        drop(monitor);
+        self.group.ring();
+        let committed =
+            self.wait_for_phase(COMMIT_TIMEOUT, |_| self.has_committed(epoch) || self.is_over());
+        changed?;
+        match committed {
+            Ok(_) => Ok(()),
+            Err(phase) => bail!("it is changed here, and not committed: {phase:?}"),
+        }
+    }
+
+    fn ask_for_medium(&self, medium: &Medium) -> anyhow::Result<()> {
+        let (waiting, answers) = crossbeam_channel::bounded(1);
+        *lock(&self.media.0) = Some(waiting);
+        self.data.send_json(Kind::MediumAsked, medium)?;
+        let deadline = Instant::now() + ANSWER_TIMEOUT;
+        loop {
+            match answers.recv_timeout(LOOK) {
+                Ok(MediumAnswer::Ready) => return Ok(()),
+                Ok(MediumAnswer::Refused(why)) => {
+                    let why = format!("host {} refuses: {why}", self.peer);
+                    return Err(MediumRefused(why).into());
+                }
+                Err(RecvTimeoutError::Disconnected) => bail!("another change has begun"),
+                Err(RecvTimeoutError::Timeout) => {}
+            }
+            if self.is_over() || Instant::now() > deadline {
+                let why = format!("host {} does not say whether it has the medium", self.peer);
+                return Err(MediumRefused(why).into());
+            }
+        }
+    }
+}

@@ -1,0 +1,128 @@
+//! Disks on block devices: through fail-overs to a file and back, and devices that are somebody else's.
+
+use crate::refusals::says;
+use crate::stage::{
+    Calm, PACE, await_service, close, options, play, prove_disk, prove_survival, refusal, run,
+};
+use anyhow::{Context, Result, ensure};
+use std::fs::{self, File};
+use std::path::{Path, PathBuf};
+use toml::{Table, Value};
+use understudy_lab::scene::VM;
+use understudy_lab::{Scene, SceneOptions};
+
+/// A loop device on a file, until it is dropped.
+struct Device(PathBuf);
+
+impl Device {
+    fn on(file: &Path) -> Result<Device> {
+        let shown = run("losetup", &["--find", "--show", &file.to_string_lossy()])?;
+        Ok(Device(shown.trim().into()))
+    }
+
+    fn path(&self) -> &str {
+        self.0.to_str().expect("a device's path is text")
+    }
+}
+
+impl Drop for Device {
+    fn drop(&mut self) {
+        if let Err(error) = run("losetup", &["--detach", self.path()]) {
+            eprintln!("{error:#}");
+        }
+    }
+}
+
+fn field<'t>(table: &'t mut Table, name: &str) -> Result<&'t mut Value> {
+    let disk = table.get_mut("disk").and_then(|disks| disks.get_mut(0)?.as_table_mut());
+    disk.and_then(|disk| disk.get_mut(name)).context("no disk")
+}
+
+/// The scene's guest has its disk on a device from now on, which holds what its image held.
+fn define(scene: &Scene) -> Result<Device> {
+    let mut table: Table = fs::read_to_string(scene.definition())?.parse()?;
+    let image: PathBuf = field(&mut table, "path")?.as_str().context("a path")?.into();
+    let device = Device::on(&image)?;
+    *field(&mut table, "path")? = device.path().into();
+    fs::write(scene.definition(), table.to_string())?;
+    Ok(device)
+}
+
+fn on_device() -> SceneOptions {
+    SceneOptions { booted: false, ..options().calm() }
+}
+
+/// How the last synchronisation from a host went, in words.
+fn copied(scene: &Scene, host: &str) -> Result<String> {
+    let events = scene.host(host)?.call(["events"])?;
+    let last = events.lines().rev().find(|line| line.contains("MiB of disks copied"));
+    last.map(str::to_owned).with_context(|| format!("no copy: {events}"))
+}
+
+#[test]
+fn a_disk_on_a_device_goes_over_to_a_file_and_back() {
+    play(on_device(), |scene| {
+        let device = define(scene)?;
+        scene.protected_guest("a", "b")?;
+        ensure!(scene.disk("a", 0)? == device.0, "the primary has it elsewhere");
+        let client = scene.record_client(PACE)?;
+        await_service(&client)?;
+        scene.host_mut("a")?.kill_everything()?;
+        scene.await_live("b")?;
+        await_service(&client)?;
+        ensure!(scene.disk("b", 0)?.is_file(), "the mirror is no file");
+        scene.restart("a")?;
+        scene.protect("b", "a")?;
+        scene.await_protected("b", |_| ())?;
+        let how = copied(scene, "b")?;
+        ensure!(how.contains("only what had changed"), "{how}");
+        scene.host_mut("b")?.kill_everything()?;
+        scene.await_live("a")?;
+        ensure!(scene.disk("a", 0)? == device.0, "it has left its device");
+        prove_survival(scene, client, "a")
+    });
+}
+
+#[test]
+fn a_device_that_is_mounted_or_has_another_size_is_not_written() {
+    play(on_device(), |scene| {
+        let device = define(scene)?;
+        let definition = scene.definition().to_string_lossy().into_owned();
+        let place = scene.lab().directory().join("mounted");
+        fs::create_dir(&place)?;
+        let place = place.to_string_lossy().into_owned();
+        run("mount", &["-o", "ro", device.path(), &place])?;
+        let refused = refusal(scene.host("a")?, &["vm", "start", &definition]);
+        run("umount", &[&place])?;
+        let (code, said) = refused?;
+        ensure!(code == 1, "exit code {code}: {said}");
+        says(&said, &[device.path(), "is mounted", "lsblk"])?;
+
+        scene.protected_guest("a", "b")?;
+        // While a guest has it nobody can mount it.
+        ensure!(run("mount", &["-o", "ro", device.path(), &place]).is_err(), "it can be mounted");
+        let client = scene.record_client(PACE)?;
+        await_service(&client)?;
+        scene.host_mut("a")?.kill_everything()?;
+        scene.await_live("b")?;
+        // The device of that name is another one when host a comes back.
+        let (path, taken) = (device.path().to_owned(), scene.lab().directory().join("small.img"));
+        drop(device);
+        File::create(&taken)?.set_len(1 << 20)?;
+        run("losetup", &[&path, &taken.to_string_lossy()])?;
+        let other = Device(path.clone().into());
+        let before = fs::read(&taken)?;
+        scene.restart("a")?;
+        scene.protect("b", "a")?;
+        scene.await_protected("b", |_| ())?;
+        let how = copied(scene, "b")?;
+        ensure!(how.contains(&format!("device {path} has 1048576 bytes, and the disk")), "{how}");
+        ensure!(fs::read(&taken)? == before, "the other device was written");
+        ensure!(scene.disk("a", 0)?.is_file(), "the mirror is no file of its own");
+        drop(other);
+        await_service(&client)?;
+        let acked = close(client)?;
+        scene.host("b")?.call(["unprotect", VM])?;
+        prove_disk(scene, "b", acked)
+    });
+}
