@@ -61,6 +61,14 @@ pub enum Purpose {
         /// The GNU build id; none if it has none.
         build: Option<String>,
     },
+    /// The asker keeps its guest although this host has won the VM: what became of it? See
+    /// [`crate::hand_back`].
+    Kept {
+        /// The VM's group, or itself.
+        membership: Membership,
+        /// The generation at which the asker had it; the leader's.
+        from: Generation,
+    },
     /// Asks which host answers here ([`crate::probe`]).
     Probe,
     /// Orders and reports about snapshots and restores of groups follow.

@@ -19,6 +19,7 @@ pub mod etcd;
 pub mod events;
 mod gate;
 mod group;
+mod hand_back;
 mod handshake;
 mod heartbeat;
 mod home;

@@ -4,6 +4,7 @@
 //! simulator drive the same code.
 
 mod backup;
+mod delivery;
 mod detector;
 mod epoch_length;
 mod frames;
@@ -26,6 +27,7 @@ mod window;
 pub mod wire;
 
 pub use backup::{Backup, BackupAction, BackupEvent, BackupPhase};
+pub use delivery::{EPOCH_BOUND, Headway};
 pub use detector::{Detector, HEARTBEAT_INTERVAL};
 pub use epoch_length::{EndedEpoch, EpochLength};
 pub use frames::{Allowance, CardFrames, KEPT_FOR};

@@ -8,7 +8,7 @@ use crate::{DiskIndex, Epoch};
 use std::fmt;
 
 /// Version of the wire format; peers must have the same.
-pub const WIRE_VERSION: u32 = 16;
+pub const WIRE_VERSION: u32 = 17;
 
 /// Bytes of a message header.
 pub const HEADER_BYTES: usize = 24;
@@ -117,6 +117,9 @@ pub enum Kind {
     /// What the guest said on its console in this epoch, and that waits for its commit. Only
     /// where that was asked for; in lockstep the backup's guest says it itself.
     Console = 52,
+    /// The backup reads nothing at present and works: the epoch field says how many bytes it has
+    /// applied.
+    Works = 53,
 }
 
 impl Kind {
@@ -165,6 +168,7 @@ impl Kind {
             Frames,
             Presence,
             Console,
+            Works,
         ]
         .into_iter()
         .find(|kind| *kind as u8 == byte)

@@ -20,6 +20,8 @@ use understudy_protocol::{
 pub struct Standby {
     /// Tells sessions apart.
     pub id: SessionId,
+    /// Whose backup it is.
+    pub primary: HostId,
     /// The state machine.
     pub core: Backup,
     /// Checkpoints and acknowledgements.
@@ -51,8 +53,11 @@ impl World {
         data: ConnectionId,
     ) {
         let core = Backup::new(generation, self.schedule.timeout, self.now);
+        let primary = self.network.other(data, host);
+        self.hosts[host.0].backs = Some(primary);
         self.hosts[host.0].role = Role::Backup(Box::new(Standby {
             id,
+            primary,
             core,
             data,
             heartbeat: None,
@@ -154,7 +159,7 @@ impl World {
     ) {
         let now = self.now;
         let Some(standby) = self.hosts[host.0].standby(id) else { return };
-        let data = standby.data;
+        let (data, primary) = (standby.data, standby.primary);
         match action {
             BackupAction::AcknowledgeAndApply(epoch) => {
                 let mut whole = staged.take().expect("the event came with its epoch");
@@ -170,8 +175,12 @@ impl World {
                 let verdict = BackupEvent::Verdict(Verdict::Granted(from.next()));
                 self.backup_event(host, id, verdict, None);
             }
+            BackupAction::HandBack(_) if self.mutant == Some(Mutant::KeepTheGrant) => {}
+            BackupAction::HandBack(from) => {
+                self.ask_arbiter(host, id, from, Some(primary));
+            }
             BackupAction::Contest(from) => {
-                self.ask_arbiter(host, id, from);
+                self.ask_arbiter(host, id, from, None);
                 self.moment(Moment::BackupContests);
             }
             BackupAction::ClosePeer => self.close_standby(host, id),

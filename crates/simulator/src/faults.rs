@@ -75,6 +75,16 @@ impl World {
                 w.hosts[host.0].stalled_until = w.now + span;
                 w.coverage.stalls += 1;
             }),
+            Fault::HungDisk(span) => self.on(Target::Backup, |w, host| {
+                w.hosts[host.0].disk_hangs_until = w.now + span;
+                w.coverage.hung_disks += 1;
+            }),
+            Fault::DataStall(unread, span) => {
+                if let Some(id) = self.session_connections().first() {
+                    self.stall_data(*id, unread);
+                    self.after(span, Event::DataFlows(*id));
+                }
+            }
             Fault::Delay(delay, span) => {
                 self.network.extra_delay += delay;
                 self.after(span, Event::DelayEnds(delay));
@@ -100,7 +110,8 @@ impl World {
 
     pub(crate) fn primary_host(&self) -> Option<HostId> {
         let is_primary = |host: &HostId| matches!(self.hosts[host.0].role, Role::Primary(_));
-        (0..self.hosts.len()).map(HostId).find(is_primary)
+        let mut all = (0..self.hosts.len()).map(HostId).filter(is_primary);
+        all.clone().find(|host| !self.hosts[host.0].is_frozen()).or_else(|| all.next())
     }
 
     fn backup_host(&self) -> Option<HostId> {
@@ -137,6 +148,7 @@ impl World {
         self.drop_connections(id, told);
         let host = &mut self.hosts[id.0];
         host.role = Role::Idle;
+        host.former.clear();
         host.up = false;
         host.life += 1;
         let event = Event::PowerOn(id, host.life);
@@ -227,12 +239,14 @@ impl World {
         self.network.extra_delay = Duration::ZERO;
         self.network.damage = false;
         self.heal_all();
+        self.let_data_flow(None);
         for id in (0..self.hosts.len()).map(HostId) {
             let life = self.hosts[id.0].life;
             if self.schedule.never_returns != Some(id.0) {
                 self.power_on(id, life);
             }
             self.hosts[id.0].stalled_until = Time::default();
+            self.hosts[id.0].disk_hangs_until = Time::default();
         }
         self.want_protection();
     }

@@ -19,15 +19,24 @@ pub enum Mutant {
     ApplyPartialEpoch,
     /// A checkpoint closes its epoch without a barrier in the output.
     LoseBarrier,
+    /// The primary takes each heartbeat for a sign that its epochs move.
+    HeartbeatsSuffice,
+    /// A winner that cannot start the VM keeps it.
+    KeepTheGrant,
+    /// A copy that was handed back lets output out before that is on record.
+    OpenBeforeRecord,
 }
 
 impl Mutant {
     /// All of them.
-    pub const ALL: [Mutant; 5] = [
+    pub const ALL: [Mutant; 8] = [
         Mutant::AckBeforeStaged,
         Mutant::ReleaseEarly,
         Mutant::SkipArbiter,
         Mutant::ApplyPartialEpoch,
         Mutant::LoseBarrier,
+        Mutant::HeartbeatsSuffice,
+        Mutant::KeepTheGrant,
+        Mutant::OpenBeforeRecord,
     ];
 }

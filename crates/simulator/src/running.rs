@@ -54,6 +54,13 @@ impl World {
         }
     }
 
+    /// Lets the guest stand still.
+    pub(crate) fn stop_guest(&mut self, host: HostId) {
+        let Some(running) = self.hosts[host.0].running() else { return };
+        running.paused = true;
+        running.runs += 1;
+    }
+
     /// Lets a guest that stands still run.
     pub(crate) fn resume_guest(&mut self, host: HostId) {
         let Some(running) = self.hosts[host.0].running() else { return };

@@ -1,4 +1,4 @@
-//! 10 000 schedules of failures, and five planted bugs among them.
+//! 10 000 schedules of failures, and planted bugs among them.
 
 use understudy_simulator::{Mutant, replay, simulate};
 
@@ -28,6 +28,9 @@ fn each_planted_bug_breaks_the_invariant_that_it_should() {
         (Mutant::SkipArbiter, "two live copies"),
         (Mutant::ApplyPartialEpoch, "is not at the boundary"),
         (Mutant::LoseBarrier, "output commit"),
+        (Mutant::HeartbeatsSuffice, "and nothing moves"),
+        (Mutant::KeepTheGrant, ""),
+        (Mutant::OpenBeforeRecord, "image is the valid one"),
     ];
     assert_eq!(cases.len(), Mutant::ALL.len());
     for (mutant, broken) in cases {

@@ -3,6 +3,7 @@
 use crate::machine::Machine;
 use crate::snapshot::KeepOrder;
 use anyhow::{Context, bail};
+use std::sync::atomic::{AtomicU64, Ordering};
 use understudy_disk::Disk;
 use understudy_encoding::{DiskBlock, Page, PageData, read_pages};
 use understudy_memory::{RamBlock, StillImage};
@@ -109,19 +110,22 @@ pub struct Applied {
     pub keep: Option<KeepOrder>,
 }
 
-/// Applies a whole epoch. `image` is told of what is written.
+/// Applies a whole epoch. `image` is told of what is written; `done` counts bytes.
 pub fn apply_epoch(
     machine: &Machine,
     epoch: StagedEpoch,
     image: Option<&StillImage>,
+    done: &AtomicU64,
 ) -> anyhow::Result<Applied> {
     let (mut device_state, mut keep, taken) = (None, None, epoch.taken);
     for message in epoch.messages {
+        let bytes = message.payload.len() as u64;
         if message.header.kind == Kind::Keep {
             keep = Some(keep_order(&message)?);
         } else if let Some(state) = apply(machine, message, image)? {
             device_state = Some(state);
         }
+        done.fetch_add(bytes, Ordering::Relaxed);
     }
     let device_state =
         device_state.with_context(|| format!("epoch {} has no device state", epoch.epoch))?;

@@ -63,14 +63,14 @@ impl Session {
                     }
                 }
                 Errand::GoLive { generation, reason } => {
-                    return self.take_over(
-                        copy.into_checkpoint(),
-                        log.as_ref(),
-                        generation,
-                        reason,
-                    );
+                    let checkpoint = copy.into_checkpoint();
+                    match self.take_over(checkpoint, log.as_ref(), generation, reason) {
+                        Ok(outcome) => return outcome,
+                        // What comes next is that it is to be forgotten.
+                        Err(error) => copy = self.not_started(error),
+                    }
                 }
-                Errand::Discard => return self.forget(),
+                Errand::Discard => return self.forget(&copy),
             }
         }
         Outcome::Discarded
@@ -111,7 +111,7 @@ impl Session {
             self.leave_log(&log.take().context("there is no log")?)?;
             // Its memory is the base of what comes.
             self.change_over(other)?;
-            let applied = apply_epoch(&self.machine(), epoch, None)?;
+            let applied = apply_epoch(&self.machine(), epoch, None, &self.worked)?;
             return Ok(self.applied_turn(number, applied.checkpoint));
         }
         let in_turn = begins && mirrors.is_some();
@@ -119,7 +119,7 @@ impl Session {
         fail_in_a_test()?;
         strike("apply", &self.vm);
         let image = self.keeper.image();
-        let applied = apply_epoch(&self.machine(), epoch, image.as_deref())?;
+        let applied = apply_epoch(&self.machine(), epoch, image.as_deref(), &self.worked)?;
         let Applied { checkpoint, keep } = applied;
         if begins {
             // The guest tells of none of its writes.

@@ -7,6 +7,7 @@
 
 mod activation;
 mod apply;
+mod control;
 mod copy;
 mod errands;
 mod group;
@@ -42,21 +43,19 @@ use crate::report::{DiskReads, Mode, ProtectRequest};
 use crate::snapshot::{Keeper, StoreKeys, Stores};
 use crate::sync::ByteBudget;
 use anyhow::{Context, bail};
-use crossbeam_channel::Receiver;
 use std::fs::File;
 use std::io::{self, Write};
 use std::net::SocketAddr;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::Mutex;
-use std::sync::atomic::{AtomicBool, AtomicU64};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::thread;
 use std::time::Duration;
-use tracing::{info, warn};
 use understudy_disk::Mirror;
 use understudy_protocol::HostName;
 use understudy_protocol::wire::Kind;
-use understudy_protocol::{BackupEvent, Count, Epoch, Generation, PathIndex, Verdict};
+use understudy_protocol::{Count, Epoch, PathIndex};
 use understudy_qemu::VmDefinition;
 
 /// How often the mirrors are brought to stable storage.
@@ -229,6 +228,8 @@ pub fn accept(
         waiting: ByteBudget::new(session::WAITING_BYTES),
         keeper: Arc::new(Keeper::new(plan.stores, plan.store_keys)),
         received: AtomicU64::new(0),
+        worked: AtomicU64::new(0),
+        ended: AtomicBool::new(false),
         diverged: AtomicBool::new(false),
         parting: parting::Parting::default(),
         clock: takeover::Clock::default(),
@@ -238,9 +239,13 @@ pub fn accept(
         machine: Mutex::new(machine),
     });
     session.group.join(&session)?;
-    spawn("apply", &session, move |session| over(session.apply_all(&errand_queue, mirrors)))?;
+    spawn("apply", &session, move |session| {
+        let outcome = session.apply_all(&errand_queue, mirrors);
+        session.ended.store(true, Ordering::Release);
+        over(outcome);
+    })?;
     spawn("settle", &session, |session| run_settle(session))?;
-    spawn("control", &session, move |session| run_control(session, &contest_queue))?;
+    spawn("control", &session, move |session| control::run(session, &contest_queue))?;
     register(&session);
     fail::fail_point!("before-ready");
     session.data.send_json(Kind::Ready, &Ready { blocks })?;
@@ -330,21 +335,6 @@ fn run_settle(session: &Session) {
                 Err(error) => session.give_up(&format!("{error:#}")),
             }
             settled = applied;
-        }
-    }
-}
-
-/// Asks the arbiter, which may take its time.
-fn run_control(session: &Session, contests: &Receiver<Generation>) {
-    while !heartbeat::Pulse::is_over(session) {
-        if let Ok(from) = contests.recv_timeout(Duration::from_millis(250)) {
-            let verdict = session.membership().acquire(&session.arbiter, from);
-            info!(vm = %session.vm, "the arbiter's verdict: {verdict:?}");
-            if let Verdict::Unreachable(reason) = &verdict {
-                warn!(vm = %session.vm, "waiting to take over: {reason}");
-                session.group.each(|member| member.note_obstacle(reason));
-            }
-            session.event(BackupEvent::Verdict(verdict), None);
         }
     }
 }

@@ -2,6 +2,7 @@
 //! the session's threads share.
 
 use super::activation::Readiness;
+use super::control::Ask;
 use super::errands::Errand;
 use super::group::Group;
 use super::group::lock_core;
@@ -86,11 +87,15 @@ pub struct Session {
     /// The group's.
     pub(super) core: Arc<Mutex<Backup>>,
     pub(super) errands: Sender<Errand>,
-    pub(super) contests: Sender<Generation>,
+    pub(super) contests: Sender<Ask>,
     pub(super) waiting: ByteBudget,
     /// Keeper of the image for snapshots of the VM.
     pub(super) keeper: Arc<Keeper>,
     pub(super) received: AtomicU64,
+    /// Bytes that were applied.
+    pub(super) worked: AtomicU64,
+    /// The apply thread has ended: the VM runs here, or is forgotten.
+    pub(super) ended: AtomicBool,
     /// QEMU does not follow the log any more.
     pub(super) diverged: AtomicBool,
     pub(super) parting: Parting,
@@ -195,7 +200,12 @@ impl Session {
                 // the guest runs on them.
                 let _ = self.errands.send(Errand::Settle);
                 if leads {
-                    let _ = self.contests.send(from);
+                    let _ = self.contests.send(Ask::Win(from));
+                }
+            }
+            &BackupAction::HandBack(from) => {
+                if leads {
+                    let _ = self.contests.send(Ask::HandBack(from));
                 }
             }
             BackupAction::ClosePeer => self.close_connections(),

@@ -5,6 +5,7 @@ use super::activity::Watch;
 use super::epoch_room::EpochRoom;
 use super::group::Group;
 use super::group::lock_core;
+use super::headway::Work;
 use super::inbound::{self, Inbound};
 use super::keep::Keeping;
 use super::outbound::Outbound;
@@ -20,6 +21,7 @@ use crate::clock;
 use crate::console::ConsoleOutput;
 use crate::events::VmEvents;
 use crate::group::Membership;
+use crate::hand_back::AskWinner;
 use crate::heartbeat::{Heartbeats, Pulse};
 use crate::lockstep::primary::Recording;
 use crate::lockstep::reads;
@@ -95,6 +97,8 @@ pub struct Session {
     pub paths: Arc<PathMonitor>,
     pub(crate) data: Arc<Channel>,
     pub(super) heartbeats: Heartbeats,
+    /// The backup's work on what it has.
+    pub(super) work: Work,
     /// Epochs that a snapshot is made of.
     pub(super) keeping: Keeping,
     pub(super) records: Records,
@@ -110,6 +114,8 @@ pub struct Session {
     /// The backup's QEMU did not follow the log.
     pub(super) diverged: AtomicBool,
     pub(super) arbiter: Arbiter,
+    /// Asks whoever has won the VM.
+    pub(super) ask_winner: AskWinner,
     pub(super) contests: Sender<Generation>,
     /// The group's.
     pub(super) core: Arc<Mutex<Primary>>,
@@ -274,6 +280,7 @@ impl Session {
                 self.data.close();
                 self.heartbeats.close();
             }
+            PrimaryAction::Freeze => self.end_mirroring(),
             PrimaryAction::Halt(reason) => {
                 warn!(vm = %self.vm, "halting this copy: {reason}");
                 for port in self.machine().ports() {
@@ -407,6 +414,9 @@ impl Pulse for Session {
         self.lost_aside(reason);
     }
     fn tick(&self) {
+        if self.place == 0 {
+            self.look_at_headway();
+        }
         self.event(PrimaryEvent::Tick);
     }
     fn is_over(&self) -> bool {

@@ -35,7 +35,7 @@ impl Host {
 fn settle(arbiter: &Arbiter, group: &GroupName, life: Life) -> Result<Decision, Unreachable> {
     match arbiter.claim(Key::Restore(group), before(life)) {
         Verdict::Granted(_) => Ok(Decision::Settled),
-        Verdict::Taken(_) => Ok(Decision::GivenUp),
+        Verdict::Taken(_) | Verdict::Returned(_) => Ok(Decision::GivenUp),
         Verdict::Unreachable(why) => Err(Unreachable(why)),
     }
 }
