@@ -70,9 +70,7 @@ impl Host {
                 Ok(Vm::Primary(vm)) => vm.kept().is_some(),
                 there => there.is_ok(),
             };
-            if ends
-                && let Err(error) = self.vm_stop(&name, true)
-            {
+            if ends && let Err(error) = self.vm_stop(&name, true) {
                 warn!(vm = %name, "{error}");
             }
         }

@@ -27,6 +27,8 @@ pub enum BackupEvent {
     TakeOver,
     /// The primary ends protection.
     StandDown,
+    /// Why this copy could not be started just now; none if it could.
+    Fitness(Option<String>),
     /// This copy cannot be started any more.
     CannotServe(String),
     /// This copy, which has won the VM, is about to be started, if it still may.
@@ -105,6 +107,8 @@ pub struct Backup {
     won: Time,
     /// The guest runs, or may.
     starts: bool,
+    /// It could not be started just now.
+    unfit: bool,
 }
 
 impl Backup {
@@ -122,6 +126,7 @@ impl Backup {
             leased_until: now,
             won: now,
             starts: false,
+            unfit: false,
         }
     }
 
@@ -177,6 +182,7 @@ impl Backup {
             }
             BackupEvent::StandDown => self.stand_down(actions),
             BackupEvent::CannotServe(reason) => self.cannot_serve(reason, actions),
+            BackupEvent::Fitness(ailment) => self.unfit = ailment.is_some(),
             BackupEvent::Starts => self.starts |= self.phase == BackupPhase::Live,
             BackupEvent::NotStarted(reason) => {
                 if self.phase == BackupPhase::Live {
@@ -230,6 +236,11 @@ impl Backup {
                     // As long as this one may not ask, the primary should.
                     return actions.push(BackupAction::ClosePeer);
                 }
+                // It would win what it cannot start. The primary may go on.
+                if self.unfit {
+                    self.retry_at = Some(now + ARBITER_RETRY);
+                    return actions.push(BackupAction::ClosePeer);
+                }
                 self.retry_at = None;
                 actions.push(BackupAction::Contest(self.generation));
             }
@@ -256,6 +267,7 @@ impl Backup {
     fn tick(&mut self, now: Time, actions: &mut Vec<BackupAction>) {
         match self.phase {
             BackupPhase::Live | BackupPhase::Discarded => {}
+            BackupPhase::Contesting(_) if self.unfit => {}
             BackupPhase::Contesting(_) | BackupPhase::HandingBack(_) => {
                 if self.retry_at.is_some_and(|at| now >= at) {
                     self.retry_at = None;

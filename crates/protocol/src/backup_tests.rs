@@ -69,7 +69,7 @@ fn a_backup_that_cannot_ask_lets_go_when_the_primary_owns_a_later_generation() {
         matches!(&actions[..], [BackupAction::Discard(words)] if words.contains("as that host says"))
     );
     backup.handle(at(6), BackupEvent::Verdict(Verdict::Granted(Generation(4))), &mut actions);
-    assert_eq!(*backup.phase(), BackupPhase::Discarded, "an answer that comes too late");
+    assert!(matches!(backup.phase(), BackupPhase::HandingBack(_)), "an answer that comes too late");
 }
 
 #[test]
@@ -164,4 +164,21 @@ fn a_winner_that_hangs_hands_the_vm_back_to_whoever_keeps_it() {
     actions.clear();
     started.handle(at(60_000), BackupEvent::Awaited, &mut actions);
     assert_eq!(actions, []);
+}
+
+#[test]
+fn a_copy_that_could_not_be_started_does_not_ask_before_it_could() {
+    let mut backup = Backup::new(Generation(1), Duration::from_millis(100), at(0));
+    let mut actions = Vec::new();
+    backup.handle(at(1), BackupEvent::Staged(Epoch(1)), &mut actions);
+    backup.handle(at(2), BackupEvent::Fitness(Some("its disk hangs".into())), &mut actions);
+    actions.clear();
+    backup.handle(at(3), BackupEvent::TakeOver, &mut actions);
+    assert_eq!(actions, [BackupAction::ClosePeer], "the primary may go on");
+    actions.clear();
+    backup.handle(at(9_000), BackupEvent::Tick, &mut actions);
+    assert_eq!(actions, []);
+    backup.handle(at(9_001), BackupEvent::Fitness(None), &mut actions);
+    backup.handle(at(9_002), BackupEvent::Tick, &mut actions);
+    assert_eq!(actions, [BackupAction::Contest(Generation(1))]);
 }

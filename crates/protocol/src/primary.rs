@@ -203,6 +203,7 @@ impl Primary {
             PrimaryEvent::StoodDown => self.stood_down(actions),
             PrimaryEvent::LiveElsewhere(generation) => self.live_elsewhere(generation, actions),
             PrimaryEvent::GuestDied(reason) => self.guest_died(reason, actions),
+            PrimaryEvent::CannotCapture(reason) => self.cannot_capture(now, reason, actions),
             PrimaryEvent::GuestHangs(reason) => self.guest_hangs(now, reason, actions),
         }
     }
@@ -370,6 +371,15 @@ impl Primary {
             self.phase = PrimaryPhase::HandingOver;
             self.hung = Some(reason);
             self.yield_to_backup(now, actions);
+        }
+    }
+
+    /// The contest would be this host's to win, whose guest may be of no more use.
+    fn cannot_capture(&mut self, now: Time, reason: String, actions: &mut Vec<PrimaryAction>) {
+        match self.phase {
+            PrimaryPhase::Protected => self.guest_hangs(now, reason, actions),
+            PrimaryPhase::HandingOver if self.yielded.is_some() => {}
+            _ => self.peer_lost(reason, actions),
         }
     }
 

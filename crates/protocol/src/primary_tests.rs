@@ -201,7 +201,7 @@ fn contesting() -> Primary {
     primary
 }
 
-fn taken(host: &str, generation: u64) -> PrimaryEvent {
+fn taken(host: &'static str, generation: u64) -> PrimaryEvent {
     let (host, generation) = (Some(crate::literal(host)), Generation(generation));
     PrimaryEvent::Verdict(Verdict::Taken(Ownership { host, generation }))
 }
@@ -244,4 +244,25 @@ fn a_loser_keeps_nothing_once_somebody_has_run_the_vm() {
     primary.handle(Time::default(), taken("b", 2), &mut actions);
     primary.handle(Time::default(), taken("c", 3), &mut actions);
     assert!(matches!(actions[..], [PrimaryAction::Freeze, PrimaryAction::Halt(_)]), "{actions:?}");
+}
+
+#[test]
+fn a_guest_that_cannot_be_saved_is_handed_over_not_contested() {
+    let mut primary = Primary::new(Generation(1), Duration::from_millis(100), Time::default());
+    let mut actions = Vec::new();
+    let cannot = || PrimaryEvent::CannotCapture("no answer".into());
+    let mut handle = |event| {
+        primary.handle(Time::default(), event, &mut actions);
+        std::mem::take(&mut actions)
+    };
+    handle(PrimaryEvent::Captured);
+    handle(PrimaryEvent::Acknowledged(Epoch(1)));
+    assert_eq!(handle(cannot()), [PrimaryAction::YieldToBackup]);
+    assert_eq!(handle(cannot()), [], "once");
+    let contest = PrimaryAction::Contest(Generation(1));
+    let gone = handle(PrimaryEvent::PeerGone("it cannot ask".into()));
+    assert_eq!(gone, [PrimaryAction::ClosePeer, contest], "then it is better than nobody");
+    let mut syncing = Primary::new(Generation(1), Duration::from_millis(100), Time::default());
+    syncing.handle(Time::default(), cannot(), &mut actions);
+    assert!(matches!(syncing.phase(), PrimaryPhase::Alone(Some(_))), "nobody could go on with it");
 }

@@ -8,12 +8,19 @@ use crate::network::ConnectionId;
 use crate::schedule::Moment;
 use crate::world::{Event, World};
 use std::collections::VecDeque;
+use std::time::Duration;
 use understudy_protocol::validity::ImageRole;
 use understudy_protocol::wire::{Kind, Message};
 use understudy_protocol::{
     Backup, BackupAction, BackupEvent, BackupPhase, Carried, Epoch, Generation, Ownership,
     StagedEpoch, Staging, Time, Verdict,
 };
+
+/// A disk that is silent for longer hangs.
+const DISK_PATIENCE: Duration = Duration::from_secs(1);
+
+/// How much later than that a host that stands still now and then may notice.
+const LATE_LOOK: Duration = Duration::from_millis(500);
 
 /// The VM on the host that keeps an understudy of it.
 #[derive(Debug)]
@@ -180,6 +187,10 @@ impl World {
                 self.ask_arbiter(host, id, from, Some(primary));
             }
             BackupAction::Contest(from) => {
+                let seen = self.now - self.hosts[host.0].stalled_until;
+                if self.disk_silence(host).min(seen) > DISK_PATIENCE + LATE_LOOK {
+                    self.violation(format!("{host} asks for the VM, and could not start it"));
+                }
                 self.ask_arbiter(host, id, from, None);
                 self.moment(Moment::BackupContests);
             }
@@ -219,9 +230,25 @@ impl World {
         }
         self.at(next, Event::BackupBeat(host, id));
         if punctual {
+            self.look_at_fitness(host, id);
             self.backup_event(host, id, BackupEvent::Tick, None);
         }
         self.ask_others(host, id);
+    }
+
+    /// For how long this host's disk has answered nothing.
+    fn disk_silence(&self, host: HostId) -> Duration {
+        let host = &self.hosts[host.0];
+        let hangs = host.disk_hangs_until > self.now;
+        if hangs { self.now - host.disk_hangs_from } else { Duration::ZERO }
+    }
+
+    fn look_at_fitness(&mut self, host: HostId, id: SessionId) {
+        let silence = self.disk_silence(host);
+        if self.mutant != Some(Mutant::ContestUnfit) {
+            let ailment = (silence > DISK_PATIENCE).then(|| "its disk hangs".to_owned());
+            self.backup_event(host, id, BackupEvent::Fitness(ailment), None);
+        }
     }
 
     /// Now and then a backup that waits for the arbiter asks another host which generation it ran.

@@ -75,6 +75,8 @@ coverage! {
     standbys_failed,
     /// A host came back to its senses after a stall.
     stalls,
+    /// A guest did nothing any more, and could not be saved.
+    sick_guests,
     /// A backup's disk answered nothing for a while.
     hung_disks,
     /// The data of a session did not get through, or was not read, and its heartbeats were.

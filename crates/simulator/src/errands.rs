@@ -109,7 +109,11 @@ impl World {
     /// Before the guest runs here, this host's image is on stable storage and
     /// says that it is the valid one.
     fn activate(&mut self, host: HostId, id: SessionId, generation: Generation) {
+        self.backup_event(host, id, BackupEvent::Starts, None);
         let Some(standby) = self.hosts[host.0].standby(id) else { return };
+        if !standby.core.may_run() {
+            return;
+        }
         let state = standby.device_state.expect("an epoch was applied");
         self.check_owner(host, generation);
         let image = &mut self.hosts[host.0].image;
@@ -144,10 +148,9 @@ impl World {
             standby.errands.pop_front();
             self.note(host, || "cannot start the VM that it won".to_owned());
             let reason = "its QEMU died".to_owned();
-            return self.backup_event(host, id, BackupEvent::NotStarted(reason), None);
+            self.backup_event(host, id, BackupEvent::NotStarted(reason), None);
+            return self.next_errand(host, id);
         }
-        self.backup_event(host, id, BackupEvent::Starts, None);
-        let Some(standby) = self.hosts[host.0].standby(id) else { return };
         if !standby.core.may_run() {
             standby.errands.pop_front();
             self.next_errand(host, id);

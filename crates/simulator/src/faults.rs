@@ -1,6 +1,7 @@
 //! Faults strike, end, and are made good.
 
 use crate::host::{HostId, Role};
+use crate::mutant::Mutant;
 use crate::schedule::{Fault, Moment, Planned, Target, When};
 use crate::world::{Event, World};
 use std::time::Duration;
@@ -50,6 +51,9 @@ impl World {
             }
             Fault::QemuDeath(target) => self.on(target, World::qemu_dies),
             Fault::QemuHang => self.on(Target::Primary, World::qemu_hangs),
+            Fault::SickGuest(span) => {
+                self.on(Target::Primary, |w, host| w.guest_falls_sick(host, span));
+            }
             Fault::Partition(span) => {
                 self.cut_for(true, span);
                 self.cut_for(false, span);
@@ -76,6 +80,9 @@ impl World {
                 w.coverage.stalls += 1;
             }),
             Fault::HungDisk(span) => self.on(Target::Backup, |w, host| {
+                if w.hosts[host.0].disk_hangs_until <= w.now {
+                    w.hosts[host.0].disk_hangs_from = w.now;
+                }
                 w.hosts[host.0].disk_hangs_until = w.now + span;
                 w.coverage.hung_disks += 1;
             }),
@@ -199,6 +206,27 @@ impl World {
         self.primary_event(host, id, PrimaryEvent::GuestHangs(reason));
     }
 
+    /// Whoever cannot take a checkpoint of it says so once it is due.
+    fn guest_falls_sick(&mut self, host: HostId, span: Duration) {
+        if !self.is_well_protected(&self.hosts[host.0].role) {
+            return;
+        }
+        let until = self.now + span;
+        let contests = self.mutant == Some(Mutant::ContestWhenSick);
+        let Some(running) = self.hosts[host.0].running() else { return };
+        running.sick_until = until;
+        let Some(session) = &mut running.session else { return };
+        session.hung = true;
+        let (id, reason) = (session.id, "no checkpoint can be taken".to_owned());
+        self.coverage.sick_guests += 1;
+        self.after(span, Event::Recovers(host));
+        let event = match contests {
+            true => PrimaryEvent::PeerGone(reason),
+            false => PrimaryEvent::CannotCapture(reason),
+        };
+        self.primary_event(host, id, event);
+    }
+
     fn cut_for(&mut self, outward: bool, span: Duration) {
         let (Some(primary), Some(backup)) = (self.primary_host(), self.backup_host()) else {
             return;
@@ -247,6 +275,7 @@ impl World {
             }
             self.hosts[id.0].stalled_until = Time::default();
             self.hosts[id.0].disk_hangs_until = Time::default();
+            self.guest_recovers(id);
         }
         self.want_protection();
     }

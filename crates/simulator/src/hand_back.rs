@@ -56,10 +56,8 @@ impl World {
     pub(crate) fn note_hand_back(&mut self, host: HostId, id: SessionId, verdict: &Verdict) {
         let &Verdict::Returned(generation) = verdict else { return };
         let Some(session) = self.hosts[host.0].session(id) else { return };
-        let kept = matches!(
-            session.core.phase(),
-            PrimaryPhase::Contesting(_) | PrimaryPhase::Frozen(_)
-        );
+        let kept =
+            matches!(session.core.phase(), PrimaryPhase::Contesting(_) | PrimaryPhase::Frozen(_));
         if kept {
             self.coverage.handed_back += 1;
             if self.mutant != Some(Mutant::OpenBeforeRecord) {

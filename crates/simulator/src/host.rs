@@ -50,6 +50,8 @@ pub struct Host {
     pub stalled_until: Time,
     /// What is applied here waits for the disk until then.
     pub disk_hangs_until: Time,
+    /// It has waited since then.
+    pub disk_hangs_from: Time,
     /// The image of the VM's disk.
     pub image: Image,
     /// What it does for the VM.
@@ -107,6 +109,8 @@ pub struct Running {
     pub repair: Repair,
     /// Whether the operator wants it protected.
     pub wanted: bool,
+    /// The guest does nothing until then.
+    pub sick_until: Time,
 }
 
 /// An offer to a backup that has not been answered yet.
@@ -176,6 +180,7 @@ impl Host {
             stalled_from,
             stalled_until,
             disk_hangs_until: Time::default(),
+            disk_hangs_from: Time::default(),
             image,
             role,
             former: Vec::new(),

@@ -25,11 +25,15 @@ pub enum Mutant {
     KeepTheGrant,
     /// A copy that was handed back lets output out before that is on record.
     OpenBeforeRecord,
+    /// A primary whose guest cannot be saved contests the VM.
+    ContestWhenSick,
+    /// A standby whose disk hangs contests the VM.
+    ContestUnfit,
 }
 
 impl Mutant {
     /// All of them.
-    pub const ALL: [Mutant; 8] = [
+    pub const ALL: [Mutant; 10] = [
         Mutant::AckBeforeStaged,
         Mutant::ReleaseEarly,
         Mutant::SkipArbiter,
@@ -38,5 +42,7 @@ impl Mutant {
         Mutant::HeartbeatsSuffice,
         Mutant::KeepTheGrant,
         Mutant::OpenBeforeRecord,
+        Mutant::ContestWhenSick,
+        Mutant::ContestUnfit,
     ];
 }

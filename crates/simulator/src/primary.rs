@@ -117,7 +117,7 @@ impl World {
     /// As the daemon asks its system.
     fn look_at_headway(&mut self, host: HostId, id: SessionId) {
         let Some(data) = self.hosts[host.0].session(id).map(|session| session.data) else { return };
-        let (now, delivered) = (self.now, self.network.delivered(data));
+        let (now, delivered) = (self.now, self.delivered(data));
         let beats = self.mutant == Some(Mutant::HeartbeatsSuffice);
         let Some(session) = self.hosts[host.0].session(id) else { return };
         if delivered > session.delivered.0 {
@@ -127,6 +127,18 @@ impl World {
         let bytes = delivered << 20;
         let done = if beats { now.0.as_micros() as u64 } else { 0 };
         self.primary_event(host, id, PrimaryEvent::Headway(Headway { bytes, done }));
+    }
+
+    /// Whoever is sick leaves the VM to a backup that stands ready and can be reached.
+    fn check_sick_winner(&mut self, host: HostId, before: &PrimaryPhase, after: &PrimaryPhase) {
+        let won = matches!((before, after), (PrimaryPhase::Contesting(_), PrimaryPhase::Alone(_)));
+        let now = self.now;
+        let sick = self.hosts[host.0].running().is_some_and(|running| running.sick_until > now);
+        let schedule = &self.schedule;
+        let nothing_else = schedule.lost_answers == 0 && schedule.without_arbiter.is_none();
+        if won && sick && self.must_survive && nothing_else {
+            self.violation(format!("{host} is sick, and won the VM from a backup that was not"));
+        }
     }
 
     /// Nobody is called protected whose output waits, and for nothing.
@@ -153,7 +165,8 @@ impl World {
         }
         let landed = session.flying.len().saturating_sub(session.core.in_flight() as usize);
         session.flying.drain(..landed);
-        let useless = matches!(&after, PrimaryPhase::Contesting(reason) if reason.contains("is heard"));
+        let useless =
+            matches!(&after, PrimaryPhase::Contesting(reason) if reason.contains("is heard"));
         self.coverage.backups_useless += u64::from(useless && before != after);
         let Some(session) = self.hosts[host.0].session(id) else { return };
         let generation = session.core.generation();
@@ -166,6 +179,7 @@ impl World {
         if before != after {
             self.note(host, || format!("primary: {after:?}"));
             self.primary_turned(&before, &after);
+            self.check_sick_winner(host, &before, &after);
             if before == PrimaryPhase::Syncing && after == PrimaryPhase::Protected {
                 self.repair_event(host, RepairEvent::Protected);
             }

@@ -3,7 +3,6 @@
 use crate::machine::Machine;
 use crate::snapshot::KeepOrder;
 use anyhow::{Context, bail};
-use std::sync::atomic::{AtomicU64, Ordering};
 use understudy_disk::Disk;
 use understudy_encoding::{DiskBlock, Page, PageData, read_pages};
 use understudy_memory::{RamBlock, StillImage};
@@ -110,12 +109,13 @@ pub struct Applied {
     pub keep: Option<KeepOrder>,
 }
 
-/// Applies a whole epoch. `image` is told of what is written; `done` counts bytes.
+/// Applies a whole epoch. `image` is told of what is written; `done` is told of the
+/// bytes of each message.
 pub fn apply_epoch(
     machine: &Machine,
     epoch: StagedEpoch,
     image: Option<&StillImage>,
-    done: &AtomicU64,
+    done: &dyn Fn(u64),
 ) -> anyhow::Result<Applied> {
     let (mut device_state, mut keep, taken) = (None, None, epoch.taken);
     for message in epoch.messages {
@@ -125,7 +125,7 @@ pub fn apply_epoch(
         } else if let Some(state) = apply(machine, message, image)? {
             device_state = Some(state);
         }
-        done.fetch_add(bytes, Ordering::Relaxed);
+        done(bytes);
     }
     let device_state =
         device_state.with_context(|| format!("epoch {} has no device state", epoch.epoch))?;

@@ -14,6 +14,7 @@ use crossbeam_channel::Receiver;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use understudy_disk::Mirror;
+use understudy_memory::StillImage;
 use understudy_protocol::wire::Kind;
 use understudy_protocol::{Epoch, Generation, StagedEpoch};
 
@@ -111,7 +112,7 @@ impl Session {
             self.leave_log(&log.take().context("there is no log")?)?;
             // Its memory is the base of what comes.
             self.change_over(other)?;
-            let applied = apply_epoch(&self.machine(), epoch, None, &self.worked)?;
+            let applied = self.apply_whole(epoch, None)?;
             return Ok(self.applied_turn(number, applied.checkpoint));
         }
         let in_turn = begins && mirrors.is_some();
@@ -119,7 +120,7 @@ impl Session {
         fail_in_a_test()?;
         strike("apply", &self.vm);
         let image = self.keeper.image();
-        let applied = apply_epoch(&self.machine(), epoch, image.as_deref(), &self.worked)?;
+        let applied = self.apply_whole(epoch, image.as_deref())?;
         let Applied { checkpoint, keep } = applied;
         if begins {
             // The guest tells of none of its writes.
@@ -139,6 +140,19 @@ impl Session {
             self.keep(order, &checkpoint.device_state);
         }
         Ok(checkpoint)
+    }
+
+    /// A disk that hangs is noticed by how far this comes.
+    fn apply_whole(
+        &self,
+        epoch: StagedEpoch,
+        image: Option<&StillImage>,
+    ) -> anyhow::Result<Applied> {
+        let awaited = self.vitals.applying.begin();
+        apply_epoch(&self.machine(), epoch, image, &|bytes| {
+            awaited.again();
+            self.worked.fetch_add(bytes, Ordering::Relaxed);
+        })
     }
 
     /// What is there now is a snapshot's: it is stored while later epochs are applied.

@@ -20,6 +20,7 @@ mod session;
 mod takeover;
 mod tell;
 mod turn;
+mod vitals;
 
 pub use group::Group;
 pub use proof::Former;
@@ -230,6 +231,7 @@ pub fn accept(
         received: AtomicU64::new(0),
         worked: AtomicU64::new(0),
         ended: AtomicBool::new(false),
+        vitals: vitals::Vitals::default(),
         diverged: AtomicBool::new(false),
         parting: parting::Parting::default(),
         clock: takeover::Clock::default(),

@@ -11,6 +11,7 @@ use super::outbound::Outbound;
 use super::parting::Parting;
 use super::takeover::{self, Stage};
 use super::turn::{Launch, Orders};
+use super::vitals::Vitals;
 use crate::arbiter::Arbiter;
 use crate::channel::Channel;
 use crate::clock;
@@ -94,6 +95,8 @@ pub struct Session {
     pub(super) received: AtomicU64,
     /// Bytes that were applied.
     pub(super) worked: AtomicU64,
+    /// Whether it could be started now.
+    pub(super) vitals: Vitals,
     /// The apply thread has ended: the VM runs here, or is forgotten.
     pub(super) ended: AtomicBool,
     /// QEMU does not follow the log any more.
@@ -334,6 +337,9 @@ impl Pulse for Session {
         self.event(BackupEvent::PeerGone(reason), None);
     }
     fn tick(&self) {
+        if self.place == 0 {
+            self.look_at_vitals();
+        }
         self.event(BackupEvent::Tick, None);
     }
     fn is_over(&self) -> bool {

@@ -6,14 +6,12 @@ pub use clock::{Clock, Stage};
 
 use super::apply::Checkpoint;
 use super::copy::Copy;
-use super::group::lock_core;
 use super::session::Session;
 use crate::clock::now;
 use crate::lockstep::backup::{self as lockstep, Following};
 use crate::machine::Machine;
 use crate::report::{ProtectRequest, TakeoverReport};
 use crate::sync::lock;
-use anyhow::ensure;
 use std::sync::Arc;
 use tracing::error;
 use understudy_disk::Mirror;
@@ -72,8 +70,6 @@ impl Session {
             Ok(checkpoint)
         });
         let from = self.group.all_or_none(ready)?;
-        self.event(BackupEvent::Starts, None);
-        ensure!(lock_core(&self.core).may_run(), "it was handed back meanwhile");
         let result = match self.start(&from, log.is_some()) {
             // Others of a group may run by now, which is owned as a whole.
             Err(error) if !self.group.is_shared() => return Err(error),

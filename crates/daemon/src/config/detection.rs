@@ -45,8 +45,7 @@ impl RawDetection {
             number("detection.qemu_timeout_ms", self.qemu_timeout_ms, DEFAULT_QEMU_MS, QEMU_MS)?;
         // Who bears longer silences of a peer bears them of its work.
         let usual = EPOCH_BOUND.max(peer).as_millis() as u64;
-        let epoch =
-            number("detection.epoch_timeout_ms", self.epoch_timeout_ms, usual, EPOCH_MS)?;
+        let epoch = number("detection.epoch_timeout_ms", self.epoch_timeout_ms, usual, EPOCH_MS)?;
         Ok(Detection { peer, qemu, epoch })
     }
 }

@@ -6,6 +6,7 @@ use crate::sync::lock;
 use std::sync::Mutex;
 use std::time::{Duration, Instant};
 use tracing::warn;
+use understudy_protocol::{DISK_BOUND, DiskIndex};
 use understudy_qemu::qmp::RunState;
 
 /// Time between two tries of the request that failed: room on a full disk may be made meanwhile.
@@ -33,6 +34,11 @@ impl std::fmt::Display for DiskError {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         write!(f, "an error on {}: {}", self.node, self.reason)
     }
+}
+
+/// What is said of a disk that does not answer.
+pub(crate) fn hung(disk: DiskIndex, silent: Duration) -> String {
+    format!("disk{disk} has not answered for {} s", silent.as_secs())
 }
 
 impl DiskErrors {
@@ -63,7 +69,7 @@ impl DiskErrors {
 impl Machine {
     /// Why the guest stands still, if an error of a disk has stopped it, and what becomes of it.
     pub fn disk_error(&self) -> Option<String> {
-        let error = self.process.disk_errors.current()?;
+        let Some(error) = self.process.disk_errors.current() else { return self.hung_disk() };
         let failed = |disk: &&std::sync::Arc<understudy_disk::Disk>| {
             disk.has_lost_writes() && error.node == format!("disk{}", disk.index())
         };
@@ -76,6 +82,16 @@ impl Machine {
             ),
         };
         Some(format!("{error}; {then}"))
+    }
+
+    /// Which disk does not answer, if one has not for too long.
+    fn hung_disk(&self) -> Option<String> {
+        let hung = |disk: &std::sync::Arc<understudy_disk::Disk>| {
+            let (_, silent) = disk.longest_wait()?;
+            (silent > DISK_BOUND).then(|| hung(disk.index(), silent))
+        };
+        let words = self.disks.iter().find_map(hung)?;
+        Some(format!("{words}; the guest goes on as soon as it does"))
     }
 
     /// Lets a guest go on that an error has stopped: QEMU makes the request again that failed.

@@ -16,7 +16,6 @@ use crate::sync::lock;
 use anyhow::{bail, ensure};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, Weak};
-use std::time::Duration;
 use understudy_network::Switch;
 use understudy_protocol::{
     Activity, Arrival, Epoch, Generation, Headway, LastCheckpoint, Output, Primary, PrimaryEvent,
@@ -89,6 +88,11 @@ impl Group {
     pub(super) fn each(&self, mut act: impl FnMut(&Session)) {
         let sessions: Vec<_> = lock(&self.sessions).iter().filter_map(Weak::upgrade).collect();
         sessions.iter().for_each(|session| act(session));
+    }
+
+    /// The member at this place, while it lives.
+    pub(super) fn member(&self, place: usize) -> Option<Arc<Session>> {
+        lock(&self.sessions).get(place).and_then(Weak::upgrade)
     }
 
     /// Notes that the backup has said that it is ready with a member.

@@ -73,7 +73,7 @@ use std::time::Duration;
 use tracing::{error, info};
 use turn::Turning;
 use understudy_encoding::{Compression, EncodingPlan};
-use understudy_protocol::{Generation, PathIndex, Policy, PrimaryEvent, PrimaryPhase, Verdict};
+use understudy_protocol::{Generation, PathIndex, Policy, PrimaryEvent, PrimaryPhase};
 
 /// What `protect` needs to know.
 pub struct Plan {
@@ -297,7 +297,7 @@ fn run_capture(session: &Arc<Session>, over: impl FnOnce(PrimaryPhase)) {
             info!(vm = %session.vm, "the guest powered off: {reason}");
         } else if session.machine().is_alive() {
             error!(vm = %session.vm, "{reason}");
-            session.event(PrimaryEvent::PeerGone(reason));
+            cannot_capture(session, reason);
         } else {
             session.event(PrimaryEvent::GuestDied(session.machine().last_words()));
         }
@@ -312,11 +312,22 @@ fn run_capture(session: &Arc<Session>, over: impl FnOnce(PrimaryPhase)) {
     over(phase);
 }
 
+/// Has the backup go on with the guest, if it could; nobody takes over what nobody could go on with.
+fn cannot_capture(session: &Session, reason: String) {
+    let event = match session.group.obstacle() {
+        None => PrimaryEvent::CannotCapture(reason),
+        Some(obstacle) => PrimaryEvent::PeerGone(format!(
+            "{reason}; host {} could not take over: {obstacle}",
+            session.peer
+        )),
+    };
+    session.event(event);
+}
+
 /// Waits until it is decided who has the VM. A guest that is kept meanwhile stands still.
 fn await_end(session: &Session) -> PrimaryPhase {
-    let is_end = |phase: &PrimaryPhase| {
-        matches!(phase, PrimaryPhase::Alone(_) | PrimaryPhase::Halted(_))
-    };
+    let is_end =
+        |phase: &PrimaryPhase| matches!(phase, PrimaryPhase::Alone(_) | PrimaryPhase::Halted(_));
     let mut stands_still = false;
     loop {
         let seen = session.wait_for_phase(Duration::from_secs(3600), |phase| {

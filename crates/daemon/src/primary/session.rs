@@ -43,6 +43,7 @@ use understudy_protocol::{
     Epoch, Generation, HostName, LastCheckpoint, Output, Policy, Primary, PrimaryAction,
     PrimaryEvent, PrimaryPhase, Time, VmName,
 };
+use understudy_threads::spawn;
 
 /// Nothing waits longer than this without looking again.
 pub(super) const LONGEST_WAIT: Duration = Duration::from_millis(500);
@@ -280,7 +281,8 @@ impl Session {
                 self.data.close();
                 self.heartbeats.close();
             }
-            PrimaryAction::Freeze => self.end_mirroring(),
+            // Its connections are closed; nothing else of it is to be ended yet.
+            PrimaryAction::Freeze => {}
             PrimaryAction::Halt(reason) => {
                 warn!(vm = %self.vm, "halting this copy: {reason}");
                 for port in self.machine().ports() {
@@ -289,8 +291,8 @@ impl Session {
                 if let Some(console) = &self.console {
                     console.shut();
                 }
-                self.end_mirroring();
                 self.machine().halt();
+                self.end_mirroring_aside();
             }
         }
     }
@@ -303,6 +305,17 @@ impl Session {
         self.end_mirroring();
         self.data.close();
         self.heartbeats.close();
+    }
+
+    /// For a machine that is no more: a write that its disk does not answer would hold everybody up.
+    fn end_mirroring_aside(&self) {
+        self.epoch_room.close();
+        self.outbox.close();
+        let session = self.group.member(self.place);
+        let body = move || session.iter().for_each(|session| session.end_mirroring());
+        if let Err(error) = spawn(format!("unmirror-{}", self.vm), body) {
+            warn!(vm = %self.vm, "cannot start a thread: {error}");
+        }
     }
 
     fn end_mirroring(&self) {

@@ -26,6 +26,9 @@ pub enum PrimaryEvent {
     /// The guest's QEMU lives and does not answer, for this reason: the backup is to go on with the
     /// last epoch that it has.
     GuestHangs(String),
+    /// No checkpoint can be taken any more, for this reason, although QEMU lives: whoever cannot
+    /// save its guest is not the one to go on with it.
+    CannotCapture(String),
     /// The operator wants no more protection.
     Unprotect,
     /// The backup forgot the VM, after [`PrimaryAction::StandDown`].
