@@ -32,6 +32,7 @@
 mod api;
 mod arbiter;
 mod cluster;
+mod detection;
 mod source;
 mod webhook;
 
@@ -39,11 +40,13 @@ pub use api::{Access, ApiConfig};
 pub use arbiter::{ArbiterConfig, EtcdConfig, EtcdTls};
 pub use cluster::{ClusterConfig, Schedule};
 use understudy_protocol::{GroupName, HostName};
+pub use understudy_replication::primary::Detection;
 pub use webhook::WebhookUrl;
 
 use api::RawApi;
 use arbiter::RawArbiter;
 use cluster::RawCluster;
+use detection::RawDetection;
 use serde::Deserialize;
 use source::Source;
 use std::collections::BTreeMap;
@@ -67,13 +70,9 @@ use webhook::RawWebhook;
 pub const DEFAULT_SOCKET: &str = "/run/understudy/understudy.sock";
 
 const DEFAULT_STATE_DIR: &str = "/var/lib/understudy";
-const DEFAULT_DETECTION_MS: u64 = 100;
 const DEFAULT_POWER_OFF_SECONDS: u64 = 60;
 /// Nothing is waited for at 0.
 const POWER_OFF_SECONDS: RangeInclusive<u64> = 0..=3600;
-const DETECTION_MS: RangeInclusive<u64> = 50..=10_000;
-const DEFAULT_QEMU_MS: u64 = 1_000;
-const QEMU_MS: RangeInclusive<u64> = 200..=15_000;
 /// `sun_path` of a unix address has 108 bytes, the last of them zero.
 const LONGEST_SOCKET_PATH: usize = 107;
 
@@ -114,10 +113,8 @@ pub struct HostConfig {
     /// The most memory that VMs and backups may take together, in bytes; without
     /// it, what the system has.
     pub memory_limit: Option<u64>,
-    /// The shortest silence after which a peer is suspected.
-    pub detection_timeout: Duration,
-    /// The longest silence of the QEMU of a protected VM before its backup takes over.
-    pub qemu_timeout: Duration,
+    /// Silences that are failures.
+    pub detection: Detection,
     /// How long a guest may take to power off when the daemon ends; then its power is cut.
     pub power_off_timeout: Duration,
     /// How lost protection is restored.
@@ -246,13 +243,6 @@ struct RawQemuProcess {
 
 #[derive(Default, Deserialize)]
 #[serde(deny_unknown_fields)]
-struct RawDetection {
-    timeout_ms: Option<Spanned<i64>>,
-    qemu_timeout_ms: Option<Spanned<i64>>,
-}
-
-#[derive(Default, Deserialize)]
-#[serde(deny_unknown_fields)]
 struct RawShutdown {
     power_off_seconds: Option<Spanned<i64>>,
 }
@@ -291,7 +281,6 @@ impl RawConfig {
             }
         }
         let peers = check_peers(source, self.peers, &name, &listen)?;
-        let RawDetection { timeout_ms, qemu_timeout_ms } = self.detection;
         let clusters = cluster::check(source, self.clusters)?;
         let store_keys = cluster::check_keys(source, self.snapshot_keys)?;
         Ok(HostConfig {
@@ -313,16 +302,7 @@ impl RawConfig {
             agent: self.agent.map(|path| source.absolute("agent", path)).transpose()?,
             run_as: check_user(source, self.qemu_process)?,
             memory_limit: self.memory.map(MemorySize::bytes),
-            detection_timeout: Duration::from_millis(check_number(
-                source,
-                ("detection.timeout_ms", timeout_ms),
-                (DEFAULT_DETECTION_MS, DETECTION_MS),
-            )?),
-            qemu_timeout: Duration::from_millis(check_number(
-                source,
-                ("detection.qemu_timeout_ms", qemu_timeout_ms),
-                (DEFAULT_QEMU_MS, QEMU_MS),
-            )?),
+            detection: self.detection.check(source)?,
             power_off_timeout: Duration::from_secs(check_number(
                 source,
                 ("shutdown.power_off_seconds", self.shutdown.power_off_seconds),

@@ -322,7 +322,7 @@ impl Host {
     pub(crate) fn running(&self) -> Vec<Arc<PrimaryVm>> {
         let vms = self.vms.lock();
         let primary = |vm: &Vm| match vm {
-            Vm::Primary(vm) => Some(vm.clone()),
+            Vm::Primary(vm) => Some(vm.clone()).filter(|vm| vm.kept().is_none()),
             Vm::Backup(_) | Vm::Fenced(_) => None,
         };
         vms.values().filter_map(primary).collect()
@@ -331,7 +331,13 @@ impl Host {
     /// A VM that runs on this host.
     pub(crate) fn primary(&self, name: &VmName) -> Result<Arc<PrimaryVm>, HostError> {
         match self.vm(name)? {
-            Vm::Primary(vm) => Ok(vm),
+            Vm::Primary(vm) => match vm.kept() {
+                None => Ok(vm),
+                Some(reason) => {
+                    let message = format!("{name} stands still on this host: {reason}");
+                    Err(HostError::new(ErrorKind::Conflict, message))
+                }
+            },
             Vm::Backup(session) => {
                 let message = format!("{name} runs on {}: ask there", session.primary);
                 Err(HostError::new(ErrorKind::Conflict, message))

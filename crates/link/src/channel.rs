@@ -64,6 +64,15 @@ struct State {
     sent: SendWindow<Arc<Message>>,
     received: ReceiveWindow,
     fruitless: u32,
+    delivered: Delivered,
+}
+
+/// What has arrived at the peer's system, over whatever connection.
+#[derive(Default)]
+struct Delivered {
+    /// Over the present one, as far as it was looked at.
+    present: u64,
+    all: u64,
 }
 
 impl Channel {
@@ -75,6 +84,7 @@ impl Channel {
             sent: SendWindow::default(),
             received: ReceiveWindow::default(),
             fruitless: 0,
+            delivered: Delivered::default(),
         };
         Arc::new(Channel {
             renewal,
@@ -90,6 +100,17 @@ impl Channel {
             Some(link) => link.set_read_timeout(timeout),
             None => Ok(()),
         }
+    }
+
+    /// Bytes that have arrived at the peer's system since the channel began.
+    pub fn delivered(&self) -> u64 {
+        let mut state = lock(&self.state);
+        if let Some(present) = state.link.as_ref().map(Link::delivered) {
+            let delivered = &mut state.delivered;
+            delivered.all += present.saturating_sub(delivered.present);
+            delivered.present = present;
+        }
+        state.delivered.all
     }
 
     /// Ends the channel in both directions; wakes whoever uses it.
@@ -316,6 +337,7 @@ impl Channel {
             bail!("the session is over");
         }
         state.sent.confirm(peers_count)?;
+        state.delivered.present = 0;
         if let Some(old) = state.link.replace(link) {
             old.close();
         }

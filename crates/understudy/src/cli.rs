@@ -354,8 +354,9 @@ read, operate, admin) or [api.certificates] NAME = \"operate\",
 [webhook] url = \"https://…\" (each event is posted there as JSON),
 [qemu_process] user = \"NAME\" (else each QEMU is a user of its own),
 [detection] timeout_ms = 100 (50 to 10000), the shortest silence of a peer
-after which it is suspected, and qemu_timeout_ms = 1000 (200 to 15000), that of
-a protected VM's own QEMU, and [shutdown] power_off_seconds = 60 (0 to 3600).
+after which it is suspected, epoch_timeout_ms = 1000 (100 to 60000), how long an
+epoch may be on its way to the backup without any movement, and qemu_timeout_ms =
+1000 (200 to 15000), the silence of a protected VM's own QEMU, [shutdown] power_off_seconds = 60 (0 to 3600).
 
 SIGTERM or SIGINT ends the daemon: protected VMs are handed to their backups, the
 other guests are asked to power off (ACPI), and what still runs after

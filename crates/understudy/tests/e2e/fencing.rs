@@ -3,7 +3,7 @@
 
 use crate::stage::{
     Calm, LIMIT, await_degraded, await_forgotten, await_service, daemon, options, play_protected,
-    prove_survival,
+    protection, prove_survival,
 };
 use anyhow::{Context, Result, bail, ensure};
 use serde_json::Value;
@@ -107,10 +107,16 @@ fn arbiter_on_the_backups_side(arbiter: ArbiterKind) {
         pass(MANY_RETRIES)?;
         ensure!(scene.status("a")?["live"] == true, "a ended without a verdict");
         unhide(scene, arbiter, "a")?;
+        // Whether b could start the guest it cannot know before it can ask.
+        wait_for("a to keep its copy", LIMIT, || {
+            let status = scene.status("a")?;
+            let kept = protection(&status).1.contains("is kept until that host runs");
+            Ok((kept && status["live"] == false).then_some(()))
+        })?;
+        scene.lab().heal("a")?;
         scene.await_fenced("a")?;
         is_gone(former)?;
         ensure!(image_role(scene, "a")? == "stale", "a's images are {}", image_role(scene, "a")?);
-        scene.lab().heal("a")?;
         await_service(&client)?;
         let first = b.first_frame_after(cut_at)?.context("b answered no client")?;
         ensure!(a.frames_after(first)? == 0, "a still sent something after b had begun to");
