@@ -64,6 +64,8 @@ struct State {
     sent: SendWindow<Arc<Message>>,
     received: ReceiveWindow,
     fruitless: u32,
+    /// Connections after the first.
+    renewals: u64,
     delivered: Delivered,
 }
 
@@ -84,6 +86,7 @@ impl Channel {
             sent: SendWindow::default(),
             received: ReceiveWindow::default(),
             fruitless: 0,
+            renewals: 0,
             delivered: Delivered::default(),
         };
         Arc::new(Channel {
@@ -111,6 +114,11 @@ impl Channel {
             delivered.present = present;
         }
         state.delivered.all
+    }
+
+    /// How often it went on over another connection.
+    pub fn renewals(&self) -> u64 {
+        lock(&self.state).renewals
     }
 
     /// Ends the channel in both directions; wakes whoever uses it.
@@ -337,6 +345,7 @@ impl Channel {
             bail!("the session is over");
         }
         state.sent.confirm(peers_count)?;
+        state.renewals += 1;
         state.delivered.present = 0;
         if let Some(old) = state.link.replace(link) {
             old.close();

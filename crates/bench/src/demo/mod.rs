@@ -236,15 +236,19 @@ impl Story<'_> {
         Ok(problems)
     }
 
-    /// The host that was cut off must halt its own copy.
+    /// The host that was cut off must let its own copy stand still, and halt it once it hears that
+    /// the other one runs.
     fn await_fencing(&self, before: &VmStatus) -> Result<()> {
+        self.scene.await_kept("a")?;
+        self.say.say("host a's copy stands still: the arbiter gave the guest to host b");
+        self.scene.lab().heal("a")?;
         self.scene.await_fenced("a")?;
         let qemu = before.qemu_pid.context("host a told no process id of its QEMU")?;
         let processes = || self.scene.host("a")?.namespace().processes();
         wait_for("host a's QEMU to be gone", TAKE_OVER_LIMIT, || {
             Ok((!processes()?.contains(&qemu)).then_some(()))
         })?;
-        self.say.say("host a has halted its copy: the arbiter gave the guest to host b");
+        self.say.say("host a, on the network again, has halted its copy: host b runs the guest");
         Ok(())
     }
 

@@ -32,8 +32,8 @@ impl RawDetection {
         let peer = number("detection.timeout_ms", self.timeout_ms, DEFAULT_PEER_MS, PEER_MS)?;
         let qemu =
             number("detection.qemu_timeout_ms", self.qemu_timeout_ms, DEFAULT_QEMU_MS, QEMU_MS)?;
-        // Who bears longer silences of a peer bears them of its work.
-        let usual = EPOCH_BOUND.max(peer).as_millis() as u64;
+        // As long as a primary bears a peer's silence, which comes first: another path may be left.
+        let usual = EPOCH_BOUND.max(peer * 3).as_millis() as u64;
         let epoch = number("detection.epoch_timeout_ms", self.epoch_timeout_ms, usual, EPOCH_MS)?;
         Ok(Detection { peer, qemu, epoch })
     }

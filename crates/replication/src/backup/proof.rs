@@ -95,6 +95,10 @@ impl Session {
                  owns the VM at a later generation",
                 self.obstacle().unwrap_or_else(|| "asked just now".to_owned())
             ),
+            BackupPhase::HandingBack(reason) => format!(
+                "won it, could not start it ({reason}), and hands it back to host {primary} as soon as \
+                 the arbiter answers"
+            ),
             _ => format!("stands by for host {primary}"),
         }
     }

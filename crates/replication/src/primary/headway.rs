@@ -37,7 +37,9 @@ impl Session {
         // Both machines stand still, again and again, while they are compared as a whole.
         let compares = self.recording().is_some_and(|log| log.comparer.is_wanted());
         self.work.note(compares);
-        Headway { bytes: self.data.delivered(), done: self.work.signs.load(Ordering::Relaxed) }
+        // What goes on over another path has a new beginning.
+        let done = self.work.signs.load(Ordering::Relaxed) + self.data.renewals();
+        Headway { bytes: self.data.delivered(), done }
     }
 
     /// Tells the state machine how far the group's data has got.

@@ -3,7 +3,7 @@
 
 use crate::stage::{
     Calm, LIMIT, await_degraded, await_forgotten, await_service, daemon, options, play_protected,
-    protection, prove_survival,
+    prove_survival,
 };
 use anyhow::{Context, Result, bail, ensure};
 use serde_json::Value;
@@ -108,11 +108,8 @@ fn arbiter_on_the_backups_side(arbiter: ArbiterKind) {
         ensure!(scene.status("a")?["live"] == true, "a ended without a verdict");
         unhide(scene, arbiter, "a")?;
         // Whether b could start the guest it cannot know before it can ask.
-        wait_for("a to keep its copy", LIMIT, || {
-            let status = scene.status("a")?;
-            let kept = protection(&status).1.contains("is kept until that host runs");
-            Ok((kept && status["live"] == false).then_some(()))
-        })?;
+        let kept = scene.await_kept("a")?;
+        ensure!(kept["live"] == false, "{kept}");
         scene.lab().heal("a")?;
         scene.await_fenced("a")?;
         is_gone(former)?;

@@ -11,7 +11,7 @@ use serde_json::Value;
 use std::fs;
 use std::path::{Path, PathBuf};
 use understudy_lab::scene::VM;
-use understudy_lab::{HostOptions, Part, Scene, SceneOptions, wait_for};
+use understudy_lab::{ArbiterKind, HostOptions, Part, Scene, SceneOptions, wait_for};
 
 /// Shorter than any frame with data, longer than any without.
 const HOLE_BYTES: u32 = 600;
@@ -85,10 +85,11 @@ fn a_backup_that_gets_heartbeats_and_no_data_is_given_up() {
 }
 
 /// Before, the sound guest was ended as soon as the other host had won, and nobody had it.
-#[test]
-#[cfg_attr(not(feature = "fail-points"), ignore = "needs `--features fail-points`")]
-fn a_planned_fail_over_to_a_host_that_cannot_start_it_loses_nothing() {
-    play_protected(with_fail_point("b", "before-start=1*return".to_owned()), |scene, client| {
+fn planned_fail_over_to_a_host_that_cannot(arbiter: ArbiterKind) {
+    let mut options = with_fail_point("b", "before-start=1*return".to_owned());
+    options.daemons.entry("a".to_owned()).or_insert_with(|| daemon().calm());
+    options.daemons.values_mut().for_each(|daemon| daemon.arbiter = arbiter);
+    play_protected(options, |scene, client| {
         let qemu = scene.host("a")?.qemu_pid(VM)?;
         let output = scene.host("a")?.cli(["failover", VM])?;
         let words = String::from_utf8_lossy(&output.stderr).into_owned();
@@ -104,6 +105,18 @@ fn a_planned_fail_over_to_a_host_that_cannot_start_it_loses_nothing() {
         scene.host("a")?.call(["failover", VM])?;
         prove_survival(scene, client, "b")
     });
+}
+
+#[test]
+#[cfg_attr(not(feature = "fail-points"), ignore = "needs `--features fail-points`")]
+fn a_planned_fail_over_to_a_host_that_cannot_start_it_loses_nothing() {
+    planned_fail_over_to_a_host_that_cannot(ArbiterKind::File);
+}
+
+#[test]
+#[cfg_attr(not(feature = "fail-points"), ignore = "needs `--features fail-points`")]
+fn with_etcd_a_planned_fail_over_to_a_host_that_cannot_start_it_loses_nothing() {
+    planned_fail_over_to_a_host_that_cannot(ArbiterKind::Etcd);
 }
 
 /// The link is cut: the backup wins first, and its QEMU ends before it has started the guest.
@@ -144,12 +157,8 @@ fn a_winner_that_dies_before_it_starts_the_guest_returns_it_when_it_is_back() {
         wait_for("host b to win the VM", LIMIT, || {
             Ok(scene.host("b")?.diagnostics().contains("taking over at epoch").then_some(()))
         })?;
-        wait_for("host a to keep its copy", LIMIT, || {
-            let status = scene.status("a")?;
-            let kept = protection(&status).1.contains("is kept until that host runs");
-            ensure!(!kept || status["live"] == false, "{status}");
-            Ok(kept.then_some(()))
-        })?;
+        let kept = scene.await_kept("a")?;
+        ensure!(kept["live"] == false, "{kept}");
         scene.host_mut("b")?.kill_everything()?;
         scene.lab().heal("b")?;
         scene.revive("b")?;
