@@ -130,12 +130,12 @@ fn vlans(vlan: &Element) -> Result<Vlans, String> {
         id.ok_or_else(|| format!("{} is no VLAN that a card can be in", tag.tag()))
     };
     let ids: Vec<u16> = tags.iter().map(id).collect::<Result<_, _>>()?;
-    if let ([access], false) = (&ids[..], vlan.get("trunk") == "yes") {
-        return Ok(Vlans { access: Some(*access), trunk: VlanSet::default() });
-    }
     let native = tags.iter().zip(&ids).find(|(tag, _)| !tag.get("nativeMode").is_empty());
     if native.is_some_and(|(tag, _)| tag.get("nativeMode") == "tagged") {
         return Err("a native VLAN with a tag is Open vSwitch's".to_owned());
+    }
+    if let ([access], false) = (&ids[..], vlan.get("trunk") == "yes" || native.is_some()) {
+        return Ok(Vlans { access: Some(*access), trunk: VlanSet::default() });
     }
     let texts: Vec<String> = ids.iter().map(u16::to_string).collect();
     let trunk = texts.join(",").parse().map_err(|_| format!("{} has no tag", vlan.tag()))?;
