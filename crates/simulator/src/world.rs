@@ -19,6 +19,9 @@ use understudy_protocol::{BackupEvent, Generation, PrimaryEvent, PrimaryPhase, T
 /// A beat that comes later than this tells of an own stall, not of the peer's.
 pub const OWN_STALL: Duration = Duration::from_millis(50);
 
+/// What waits for a disk that hangs is looked at this often.
+const HANG_LOOK: Duration = Duration::from_millis(200);
+
 /// The operator looks at the hosts this often.
 const OPERATOR_LOOKS: Duration = Duration::from_millis(300);
 
@@ -197,7 +200,10 @@ impl World {
             Arrival(id, end) => &self.arrival_host(*id, *end),
             _ => return None,
         };
-        let hangs = matches!(event, Errand(..)).then(|| self.hosts[host.0].disk_hangs_until);
+        let hangs = matches!(event, Errand(..)).then(|| {
+            // Looked at again: calm may have come.
+            self.hosts[host.0].disk_hangs_until.min(self.now + HANG_LOOK)
+        });
         let until = self.hosts[host.0].stalled_until.max(hangs.unwrap_or_default());
         (until > self.now).then_some(until)
     }
