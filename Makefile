@@ -4,7 +4,7 @@
 # scripts/setup may have found or installed Rust here.
 export PATH := $(PATH):$(HOME)/.cargo/bin
 
-UNDERSTUDY := target/release/understudy
+LAB := target/release/understudy-lab
 DEMO_OPTIONS := $(if $(MODE),--mode $(MODE)) $(if $(CUT),--cut $(CUT)) $(if $(JSON),--json)
 
 # With JSON=1 standard output holds nothing but the JSON; progress goes to
@@ -18,7 +18,7 @@ help: ## List the targets
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 12
 
 demo: build guests ## Kill a VM's host; its connection lives on (CUT=network: cut it off; MODE=lockstep; JSON=1: as JSON)
-	@$(UNDERSTUDY) demo $(DEMO_OPTIONS)
+	@$(LAB) demo $(DEMO_OPTIONS)
 
 test: ## All tests; the last line is the total
 	@scripts/test
@@ -33,29 +33,29 @@ test-kvm: setup guests ## The stories on real KVM, in an emulated host (SUITE=tr
 	@scripts/kvm/lane $(if $(SUITE),--suite $(SUITE)) $(if $(ONLY),--only '$(ONLY)') $(if $(REPEAT),--repeat $(REPEAT)) $(if $(HOSTS),--hosts $(HOSTS))
 
 simulate: setup ## Try the protocol on schedules of simulated failures (SEEDS=N; JSON=1: as JSON)
-	@cargo build --release -p understudy $(PROGRESS)
-	@$(UNDERSTUDY) simulate --seeds $(or $(SEEDS),10000) $(if $(JSON),--json)
+	@cargo build --release -p understudy-bench $(PROGRESS)
+	@$(LAB) simulate --seeds $(or $(SEEDS),10000) $(if $(JSON),--json)
 
 bench: build guests bench-guest ## What protection costs, all workloads (QUICK=1; ONLY=cpu,web; JSON=1: as JSON)
 	@guests/toolchain $(PROGRESS)
-	@$(UNDERSTUDY) bench $(if $(QUICK),--quick) $(if $(ONLY),--only $(ONLY)) $(if $(JSON),--json)
+	@$(LAB) bench $(if $(QUICK),--quick) $(if $(ONLY),--only $(ONLY)) $(if $(JSON),--json)
 
 bench-quick: ## The same work in fewer variants, one round: a first look
 	@$(MAKE) --no-print-directory bench QUICK=1
 
 readme-table: setup ## The tables of README.md and docs/performance.md from a report (REPORT=target/bench/report.json)
-	@cargo build --release -p understudy
-	@$(UNDERSTUDY) bench readme $(REPORT)
+	@cargo build --release -p understudy-bench
+	@$(LAB) bench readme $(REPORT)
 
 bench-compression: build guests ## Ways to encode pages, on a guest that compiles (JSON=1: as JSON)
 	@guests/toolchain $(PROGRESS)
-	@$(UNDERSTUDY) bench compression $(if $(JSON),--json)
+	@$(LAB) bench compression $(if $(JSON),--json)
 
 bench-lockstep: build guests bench-guest ## What lockstep costs, and its log (QUICK=1; ONLY=cpu,web; JSON=1: as JSON)
-	@$(UNDERSTUDY) bench lockstep $(if $(QUICK),--quick) $(if $(ONLY),--only $(ONLY)) $(if $(JSON),--json)
+	@$(LAB) bench lockstep $(if $(QUICK),--quick) $(if $(ONLY),--only $(ONLY)) $(if $(JSON),--json)
 
 bench-restore: build bench-guest ## Snapshots and restores (QUICK=1; ONLY=modes,group; WAYS=eager,hot; SPEED=50: MB/s; JSON=1: as JSON)
-	@$(UNDERSTUDY) bench restore $(if $(QUICK),--quick) $(if $(ONLY),--only $(ONLY)) $(if $(WAYS),--ways $(WAYS)) $(if $(SPEED),--store-speed $(SPEED)) $(if $(JSON),--json)
+	@$(LAB) bench restore $(if $(QUICK),--quick) $(if $(ONLY),--only $(ONLY)) $(if $(WAYS),--ways $(WAYS)) $(if $(SPEED),--store-speed $(SPEED)) $(if $(JSON),--json)
 
 bench-guest: guests ## Build the guest of the benchmark suite into target/guest/bench
 	@guests/bench $(PROGRESS)
@@ -66,10 +66,10 @@ setup: ## Install what is missing: QEMU, Rust, a guest kernel
 guests: setup ## Build the test guests into target/guest
 	@guests/build $(PROGRESS)
 
-build: setup ## Build the release binary and the agent
+build: setup ## Build the release binaries and the agent
 	@cargo build --release --workspace
 
-deb: build ## Build the Debian package into target/deb
+deb: build ## Build the Debian packages into target/deb
 	@scripts/setup deb
 	@scripts/deb
 

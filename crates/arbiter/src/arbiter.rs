@@ -22,6 +22,8 @@ pub struct Unreachable(pub String);
 #[derive(Clone, Debug)]
 pub struct Arbiter {
     kind: Kind,
+    /// In whose name it is asked.
+    host: HostName,
     /// Where it is, for people.
     place: String,
     /// Which one this host has used before.
@@ -47,7 +49,7 @@ impl Arbiter {
                 (Kind::Etcd(EtcdArbiter::new(Etcd::new(config)?, host)), place)
             }
         };
-        Ok(Arbiter { kind, place, memory: Arc::default() })
+        Ok(Arbiter { kind, host: host.clone(), place, memory: Arc::default() })
     }
 
     /// The same, which remembers in the host's state directory which one it is.
@@ -136,11 +138,33 @@ impl Arbiter {
 
     /// Contests a key: makes this host the owner at the generation after `from`,
     /// unless another host was first. Asking again for what this host already won
-    /// is granted. The record must stand at `from`: an arbiter that has lost it
+    /// is granted; what was handed back to it since is returned. The record must stand at `from`: an arbiter that has lost it
     /// (an empty directory where the shared one should be mounted, a cluster set
     /// up anew) decides nothing.
     pub fn acquire<'a>(&self, key: impl Into<Key<'a>>, from: Generation) -> Verdict {
-        self.ask(key.into(), from, true)
+        match self.ask(key.into(), from, true) {
+            Verdict::Taken(owner) if owner.host.as_ref() == Some(&self.host) => {
+                Verdict::Returned(owner.generation)
+            }
+            verdict => verdict,
+        }
+    }
+
+    /// Makes `to` the owner of a key that this host has won at `from`, and can do nothing with.
+    /// Asking again is harmless.
+    pub fn hand_back<'a>(
+        &self,
+        key: impl Into<Key<'a>>,
+        from: Generation,
+        to: &HostName,
+    ) -> Verdict {
+        let key = key.into();
+        let _lent = lend();
+        let verdict = self.identify().and_then(|_| match &self.kind {
+            Kind::File(arbiter) => arbiter.hand_back(key, from, to),
+            Kind::Etcd(arbiter) => arbiter.hand_back(key, from, to),
+        });
+        verdict.unwrap_or_else(|Unreachable(reason)| Verdict::Unreachable(reason))
     }
 
     /// The same for a VM that is being started: nobody contests it, and a record
@@ -186,6 +210,17 @@ impl Arbiter {
 pub(crate) fn judge(owner: Ownership, from: Generation, host: Option<&HostName>) -> Verdict {
     let asked_again = owner.generation == from.next() && owner.host.as_ref() == host;
     if asked_again { Verdict::Granted(owner.generation) } else { Verdict::Taken(owner) }
+}
+
+/// What a hand-back finds, where the record is not this host's at `from`; none where it is.
+pub(crate) fn judge_hand_back(
+    found: Option<&Ownership>,
+    (from, host): (Generation, &HostName),
+    to: &HostName,
+) -> Option<Verdict> {
+    let found = found?;
+    let own = found.generation == from && found.host.as_ref() == Some(host);
+    (!own).then(|| judge(found.clone(), from, Some(to)))
 }
 
 /// Refuses to decide with a record that has been lost.

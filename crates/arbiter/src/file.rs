@@ -6,7 +6,7 @@
 //! hard links, and it fails when somebody was first. Which arbiter it is stands
 //! in the file `.identity`, which is made in the same way.
 
-use crate::arbiter::{judge, stands};
+use crate::arbiter::{judge, judge_hand_back, stands};
 use crate::{ArbiterId, Key, Unreachable};
 use serde::{Deserialize, Serialize};
 use std::fs;
@@ -54,6 +54,20 @@ impl FileArbiter {
             }
         }
         self.swap(key, from, Some(&self.host)).map_err(|error| self.explain(&error))
+    }
+
+    pub fn hand_back(
+        &self,
+        key: Key<'_>,
+        from: Generation,
+        to: &HostName,
+    ) -> Result<Verdict, Unreachable> {
+        let found = self.current(key)?;
+        if let Some(verdict) = judge_hand_back(found.as_ref(), (from, &self.host), to) {
+            return Ok(verdict);
+        }
+        stands(key, found.as_ref(), from)?;
+        self.swap(key, from, Some(to)).map_err(|error| self.explain(&error))
     }
 
     pub fn release(&self, key: Key<'_>, from: Generation) -> Result<(), Unreachable> {

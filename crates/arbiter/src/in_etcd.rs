@@ -2,7 +2,7 @@
 //! changed by a transaction that compares the revision that was read. Which
 //! arbiter it is stands in `PREFIX/identity`, made in the same way.
 
-use crate::arbiter::{judge, stands};
+use crate::arbiter::{judge, judge_hand_back, stands};
 use crate::etcd::{Entry, Etcd};
 use crate::{ArbiterId, Key, Unreachable};
 use understudy_protocol::HostName;
@@ -39,6 +39,19 @@ impl EtcdArbiter {
         strict: bool,
     ) -> Result<Verdict, Unreachable> {
         self.swap(key, from, Some(&self.host), strict)
+    }
+
+    pub fn hand_back(
+        &self,
+        key: Key<'_>,
+        from: Generation,
+        to: &HostName,
+    ) -> Result<Verdict, Unreachable> {
+        let found = self.current(key)?;
+        match judge_hand_back(found.as_ref(), (from, &self.host), to) {
+            Some(verdict) => Ok(verdict),
+            None => self.swap(key, from, Some(to), true),
+        }
     }
 
     pub fn release(&self, key: Key<'_>, from: Generation) -> Result<(), Unreachable> {

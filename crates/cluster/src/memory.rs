@@ -2,7 +2,7 @@
 //! when it runs again. What it touches first meanwhile is the working set.
 
 use crate::Stopped;
-use crate::trial::SnapshotTrace;
+use crate::trial::write_accesses;
 use anyhow::Context;
 use std::collections::{BTreeMap, HashSet};
 use std::sync::Arc;
@@ -195,7 +195,7 @@ impl MemoryCapture {
         let recent = accesses.as_ref().map(|all| by_recency(all, sampled));
         let by_clock = accesses.as_ref().map(|all| by_clock(all, size));
         if let Some(accesses) = &accesses {
-            SnapshotTrace::write_if_wanted(&self.taken.machine.definition().name, accesses);
+            write_accesses(&self.taken.machine.definition().name, accesses);
         }
         let working_set = WorkingSet { queue, size };
         Ok(SavedMemory { areas: saving.areas, working_set, recent, by_clock, taken: self.taken })

@@ -1,9 +1,7 @@
-//! For trials (`bench restore`): which memory a guest touches after a snapshot, and after a
-//! restore. Written into the directory that a variable of the daemon's environment names, a file
-//! for each VM that the next snapshot or restore of it replaces.
+//! Writes what a guest touches after a snapshot and a restore, for trials.
 
 use crate::fill::Filler;
-use serde::{Deserialize, Serialize};
+use serde::Serialize;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
@@ -13,51 +11,17 @@ use understudy_machine::Machine;
 use understudy_memory::Sample;
 use understudy_protocol::PageIndex;
 use understudy_protocol::VmName;
+use understudy_report::traces::{RestoreTrace, SnapshotTrace, VARIABLE};
 use understudy_threads::spawn;
 
-/// Names the directory.
-pub const VARIABLE: &str = "UNDERSTUDY_TRACES";
-
 /// How long a restored guest is watched: as long as a snapshot traces if nothing else is asked.
-pub const WATCHED: Duration = Duration::from_secs(7);
+const WATCHED: Duration = Duration::from_secs(7);
 
-/// What a guest touched while its snapshot was traced.
-#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
-pub struct SnapshotTrace {
-    /// Pages of main memory in the order of their accesses; with `recency` a page that is touched
-    /// again is there again, every tenth of a second at most.
-    pub accesses: Vec<u64>,
-}
-
-/// What a guest touched in [`WATCHED`] after its restore.
-#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
-pub struct RestoreTrace {
-    /// Pages of main memory, each once, in the order of their first access. None if they were
-    /// not all there at the start: then it is not seen which of those are touched that are.
-    pub touched: Option<Vec<u64>>,
-    /// How often it waited for a page that was not there.
-    pub waits: u64,
-}
-
-impl SnapshotTrace {
-    /// Where that of a VM is.
-    pub fn path(directory: &Path, vm: &VmName) -> PathBuf {
-        directory.join(format!("{vm}-snapshot.json"))
-    }
-
-    /// Writes it.
-    pub fn write_if_wanted(vm: &VmName, accesses: &[PageIndex]) {
-        if let Some(directory) = directory() {
-            let accesses = accesses.iter().map(|page| page.0).collect();
-            write(&SnapshotTrace::path(&directory, vm), &SnapshotTrace { accesses });
-        }
-    }
-}
-
-impl RestoreTrace {
-    /// Where that of a VM is.
-    pub fn path(directory: &Path, vm: &VmName) -> PathBuf {
-        directory.join(format!("{vm}-restore.json"))
+/// Writes what a VM touched while its snapshot was traced, if that is wanted.
+pub fn write_accesses(vm: &VmName, accesses: &[PageIndex]) {
+    if let Some(directory) = directory() {
+        let accesses = accesses.iter().map(|page| page.0).collect();
+        write(&SnapshotTrace::path(&directory, vm), &SnapshotTrace { accesses });
     }
 }
 

@@ -323,6 +323,10 @@ impl Host {
                 let message = format!("another host took {key} just now: {owner:?}");
                 Err(HostError::new(ErrorKind::Conflict, message))
             }
+            Verdict::Returned(generation) => {
+                let message = format!("this host owns {key} at generation {generation} already");
+                Err(HostError::new(ErrorKind::Conflict, message))
+            }
             Verdict::Unreachable(reason) => Err(HostError::new(ErrorKind::Unreachable, reason)),
         }
     }

@@ -134,6 +134,10 @@ impl Host {
             return Ok(());
         }
         match self.vm(name)? {
+            Vm::Primary(vm) if vm.kept().is_some() => {
+                self.drop_kept(name, "its operator ended it")?;
+                self.vms.lock().remove(name);
+            }
             Vm::Primary(vm) => {
                 if !force {
                     return self.power_off(&vm);

@@ -66,9 +66,11 @@ impl Host {
     fn end_all_but_primaries(self: &Arc<Self>) {
         let names: Vec<VmName> = self.vms.lock().keys().cloned().collect();
         for name in names {
-            if matches!(self.vm(&name), Ok(Vm::Backup(_) | Vm::Fenced(_)))
-                && let Err(error) = self.vm_stop(&name, true)
-            {
+            let ends = match self.vm(&name) {
+                Ok(Vm::Primary(vm)) => vm.kept().is_some(),
+                there => there.is_ok(),
+            };
+            if ends && let Err(error) = self.vm_stop(&name, true) {
                 warn!(vm = %name, "{error}");
             }
         }

@@ -32,6 +32,7 @@
 mod api;
 mod arbiter;
 mod cluster;
+mod detection;
 mod source;
 mod webhook;
 
@@ -39,21 +40,21 @@ pub use api::{Access, ApiConfig};
 pub use arbiter::{ArbiterConfig, EtcdConfig, EtcdTls};
 pub use cluster::{ClusterConfig, Schedule};
 use understudy_protocol::{GroupName, HostName};
+pub use understudy_replication::primary::Detection;
 pub use webhook::WebhookUrl;
 
 use api::RawApi;
 use arbiter::RawArbiter;
 use cluster::RawCluster;
+use detection::RawDetection;
 use serde::Deserialize;
 use source::Source;
 use std::collections::BTreeMap;
-use std::env;
 use std::fs;
 use std::io;
 use std::net::SocketAddr;
 use std::ops::RangeInclusive;
 use std::os::unix::ffi::OsStrExt;
-use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 use toml::Spanned;
@@ -61,23 +62,17 @@ use understudy_cluster::store_keys::{StoreKeys, Stores};
 use understudy_link::tls::TlsFiles;
 use understudy_qemu::RunAs;
 use understudy_qemu::definition::MemorySize;
+use understudy_qemu::programs::{Missing, find_agent, find_qemu, is_executable};
 use understudy_report::error::{ErrorKind, HostError};
 use webhook::RawWebhook;
 
 /// Where the daemon listens for the command line, unless told otherwise.
 pub const DEFAULT_SOCKET: &str = "/run/understudy/understudy.sock";
-/// File name of the library that the daemon preloads into QEMU.
-pub const AGENT_FILE: &str = "libunderstudy_agent.so";
 
 const DEFAULT_STATE_DIR: &str = "/var/lib/understudy";
-const DEFAULT_QEMU: &str = "qemu-system-x86_64";
-const DEFAULT_DETECTION_MS: u64 = 100;
 const DEFAULT_POWER_OFF_SECONDS: u64 = 60;
 /// Nothing is waited for at 0.
 const POWER_OFF_SECONDS: RangeInclusive<u64> = 0..=3600;
-const DETECTION_MS: RangeInclusive<u64> = 50..=10_000;
-const DEFAULT_QEMU_MS: u64 = 1_000;
-const QEMU_MS: RangeInclusive<u64> = 200..=15_000;
 /// `sun_path` of a unix address has 108 bytes, the last of them zero.
 const LONGEST_SOCKET_PATH: usize = 107;
 
@@ -118,10 +113,8 @@ pub struct HostConfig {
     /// The most memory that VMs and backups may take together, in bytes; without
     /// it, what the system has.
     pub memory_limit: Option<u64>,
-    /// The shortest silence after which a peer is suspected.
-    pub detection_timeout: Duration,
-    /// The longest silence of the QEMU of a protected VM before its backup takes over.
-    pub qemu_timeout: Duration,
+    /// Silences that are failures.
+    pub detection: Detection,
     /// How long a guest may take to power off when the daemon ends; then its power is cut.
     pub power_off_timeout: Duration,
     /// How lost protection is restored.
@@ -174,62 +167,24 @@ impl HostConfig {
     }
 
     /// The QEMU binary: the configured one, else the first on the PATH.
-    pub fn qemu_path(&self) -> Result<PathBuf, HostError> {
+    pub fn qemu_path(&self) -> Result<PathBuf, Missing> {
         if let Some(path) = &self.qemu {
             if is_executable(path) {
                 return Ok(path.clone());
             }
-            let message = format!("qemu: {} is not an executable file", path.display());
-            return Err(HostError::new(ErrorKind::NotFound, message));
+            return Err(Missing(format!("qemu: {} is not an executable file", path.display())));
         }
         find_qemu()
     }
 
     /// The agent library: the configured one, else [`find_agent`].
-    pub fn agent_path(&self) -> Result<PathBuf, HostError> {
+    pub fn agent_path(&self) -> Result<PathBuf, Missing> {
         let Some(path) = &self.agent else { return find_agent() };
         if path.is_file() {
             return Ok(path.clone());
         }
-        let message = format!("agent: there is no file {}", path.display());
-        Err(HostError::new(ErrorKind::NotFound, message))
+        Err(Missing(format!("agent: there is no file {}", path.display())))
     }
-}
-
-/// Finds QEMU on the PATH.
-pub fn find_qemu() -> Result<PathBuf, HostError> {
-    let path = env::var_os("PATH").unwrap_or_default();
-    env::split_paths(&path)
-        .map(|folder| folder.join(DEFAULT_QEMU))
-        .find(|p| is_executable(p))
-        .ok_or_else(|| {
-            let message = format!(
-                "{DEFAULT_QEMU} is not on the PATH: install the package qemu-system-x86, \
-                 or name the binary as `qemu` in the host's configuration"
-            );
-            HostError::new(ErrorKind::NotFound, message)
-        })
-}
-
-/// Finds the agent library beside the executable, or where packages install it.
-pub fn find_agent() -> Result<PathBuf, HostError> {
-    let executable = env::current_exe()
-        .map_err(|error| HostError::new(ErrorKind::Internal, format!("/proc/self/exe: {error}")))?;
-    let folder = executable.parent().unwrap_or(Path::new("/"));
-    let candidates = [folder.join(AGENT_FILE), folder.join("../lib/understudy").join(AGENT_FILE)];
-    candidates.iter().find(|path| path.is_file()).cloned().ok_or_else(|| {
-        let message = format!(
-            "{AGENT_FILE} is neither {} nor {}: install it there, \
-             or name it as `agent` in the host's configuration",
-            candidates[0].display(),
-            candidates[1].display(),
-        );
-        HostError::new(ErrorKind::NotFound, message)
-    })
-}
-
-fn is_executable(path: &Path) -> bool {
-    fs::metadata(path).is_ok_and(|meta| meta.is_file() && meta.permissions().mode() & 0o111 != 0)
 }
 
 #[derive(Deserialize)]
@@ -288,13 +243,6 @@ struct RawQemuProcess {
 
 #[derive(Default, Deserialize)]
 #[serde(deny_unknown_fields)]
-struct RawDetection {
-    timeout_ms: Option<Spanned<i64>>,
-    qemu_timeout_ms: Option<Spanned<i64>>,
-}
-
-#[derive(Default, Deserialize)]
-#[serde(deny_unknown_fields)]
 struct RawShutdown {
     power_off_seconds: Option<Spanned<i64>>,
 }
@@ -333,7 +281,6 @@ impl RawConfig {
             }
         }
         let peers = check_peers(source, self.peers, &name, &listen)?;
-        let RawDetection { timeout_ms, qemu_timeout_ms } = self.detection;
         let clusters = cluster::check(source, self.clusters)?;
         let store_keys = cluster::check_keys(source, self.snapshot_keys)?;
         Ok(HostConfig {
@@ -355,16 +302,7 @@ impl RawConfig {
             agent: self.agent.map(|path| source.absolute("agent", path)).transpose()?,
             run_as: check_user(source, self.qemu_process)?,
             memory_limit: self.memory.map(MemorySize::bytes),
-            detection_timeout: Duration::from_millis(check_number(
-                source,
-                ("detection.timeout_ms", timeout_ms),
-                (DEFAULT_DETECTION_MS, DETECTION_MS),
-            )?),
-            qemu_timeout: Duration::from_millis(check_number(
-                source,
-                ("detection.qemu_timeout_ms", qemu_timeout_ms),
-                (DEFAULT_QEMU_MS, QEMU_MS),
-            )?),
+            detection: self.detection.check(source)?,
             power_off_timeout: Duration::from_secs(check_number(
                 source,
                 ("shutdown.power_off_seconds", self.shutdown.power_off_seconds),

@@ -28,6 +28,7 @@ use understudy_protocol::Generation;
 use understudy_protocol::validity::ImageRole;
 use understudy_protocol::{GroupName, VmName};
 use understudy_qemu::Capabilities;
+use understudy_qemu::programs::Missing;
 use understudy_replication::backup;
 use understudy_replication::handshake::Identity;
 use understudy_replication::records::{Record, Records};
@@ -103,9 +104,9 @@ impl Host {
         descriptors::fill();
         #[cfg(feature = "fail-points")]
         std::mem::forget(fail::FailScenario::setup());
-        let capabilities = Capabilities::probe(&config.qemu_path()?)
+        let capabilities = Capabilities::probe(&config.qemu_path().map_err(not_found)?)
             .map_err(|error| HostError::new(ErrorKind::Invalid, error.to_string()))?;
-        let agent = config.agent_path()?;
+        let agent = config.agent_path().map_err(not_found)?;
         let kernel_problem =
             understudy_memory::probe().require().err().map(|error| error.to_string());
         if let Some(problem) = &kernel_problem {
@@ -321,7 +322,7 @@ impl Host {
     pub(crate) fn running(&self) -> Vec<Arc<PrimaryVm>> {
         let vms = self.vms.lock();
         let primary = |vm: &Vm| match vm {
-            Vm::Primary(vm) => Some(vm.clone()),
+            Vm::Primary(vm) => Some(vm.clone()).filter(|vm| vm.kept().is_none()),
             Vm::Backup(_) | Vm::Fenced(_) => None,
         };
         vms.values().filter_map(primary).collect()
@@ -330,7 +331,13 @@ impl Host {
     /// A VM that runs on this host.
     pub(crate) fn primary(&self, name: &VmName) -> Result<Arc<PrimaryVm>, HostError> {
         match self.vm(name)? {
-            Vm::Primary(vm) => Ok(vm),
+            Vm::Primary(vm) => match vm.kept() {
+                None => Ok(vm),
+                Some(reason) => {
+                    let message = format!("{name} stands still on this host: {reason}");
+                    Err(HostError::new(ErrorKind::Conflict, message))
+                }
+            },
             Vm::Backup(session) => {
                 let message = format!("{name} runs on {}: ask there", session.primary);
                 Err(HostError::new(ErrorKind::Conflict, message))
@@ -341,6 +348,10 @@ impl Host {
             }
         }
     }
+}
+
+fn not_found(missing: Missing) -> HostError {
+    HostError::new(ErrorKind::NotFound, missing.0)
 }
 
 pub(crate) fn identify(config: &HostConfig) -> Result<Identity, HostError> {

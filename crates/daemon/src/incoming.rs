@@ -57,6 +57,9 @@ pub fn serve(host: &Arc<Host>, stream: TcpStream, place: Place) {
             }
             Purpose::MayFollow { build } => answer_may_follow(host, &link, build.as_deref()),
             Purpose::Images { vm } => answer_images(host, &link, &vm),
+            Purpose::Kept { membership, from } => {
+                host.answer_kept(&link, &hello.host, &membership, from)
+            }
             Purpose::Probe => host.answer_probe(&link, &hello.host),
             Purpose::Group => crate::snapshot::serve(host, &link),
             Purpose::MayRestore(question) => {
@@ -293,7 +296,7 @@ fn stand_by(
         mode: offer.mode,
         disk_reads: offer.disk_reads,
         group: group_of(host, hello, offer)?,
-        timeout: host.config.detection_timeout,
+        timeout: host.config.detection.peer,
         arbiter: host.arbiter.clone().expect("examined before"),
         records: host.records.clone(),
         addresses: offer.paths.clone(),
@@ -371,7 +374,7 @@ fn group_of(
     hello: &Hello,
     offer: &Offer,
 ) -> anyhow::Result<(Arc<backup::Group>, usize)> {
-    let timeout = host.config.detection_timeout;
+    let timeout = host.config.detection.peer;
     let Some(GroupOffer { membership, place }) = offer.group.clone() else {
         let membership = Membership::of_one(&offer.definition.name, offer.generation);
         let output = offer.wish.as_ref().map_or(Output::Held, |wish| wish.output);
@@ -445,6 +448,15 @@ fn end(host: &Arc<Host>, (name, former): (&VmName, &HostName), remedy: &str, out
         Outcome::Discarded => {
             host.vms.lock().remove(name);
             host.events.of(name).record(EventKind::StoodDown);
+        }
+        Outcome::Returned { reason } => {
+            if let Err(error) =
+                host.records.change(name, |record| record.image.role = ImageRole::Stale)
+            {
+                warn!(vm = %name, "{error}");
+            }
+            host.vms.lock().remove(name);
+            host.events.of(name).record(EventKind::TakeOverFailed { reason });
         }
         Outcome::Failed { generation, reason } => {
             host.events.of(name).record(EventKind::TakeOverFailed { reason: reason.clone() });

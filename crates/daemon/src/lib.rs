@@ -10,6 +10,7 @@ pub mod containment;
 mod expiry;
 mod gate;
 mod group;
+mod hand_back;
 mod host;
 mod incoming;
 mod lifecycle;

@@ -69,6 +69,17 @@ impl Host {
         Ok(())
     }
 
+    /// Ends a copy that this host keeps, if it does.
+    pub(crate) fn drop_kept(&self, name: &VmName, reason: &str) -> Result<(), HostError> {
+        match self.vms.lock().get(name).cloned() {
+            Some(Vm::Primary(vm)) if vm.kept().is_some() => {
+                vm.drop_kept(reason);
+                self.await_handed_over(&vm)
+            }
+            _ => Ok(()),
+        }
+    }
+
     /// Waits until this host has forgotten a VM that lives elsewhere by the
     /// operator's wish: from then on it may be its backup.
     pub(crate) fn await_handed_over(&self, vm: &PrimaryVm) -> Result<(), HostError> {
@@ -78,7 +89,7 @@ impl Host {
             |current: &Vm| matches!(current, Vm::Primary(current) if std::ptr::eq(&**current, vm));
         while self.vms.lock().get(name).is_some_and(is_there) {
             if Instant::now() > deadline {
-                let message = format!("{name} runs on its backup, but has not ended here yet");
+                let message = format!("{name} has not ended here yet");
                 return Err(HostError::new(ErrorKind::Conflict, message));
             }
             std::thread::sleep(Duration::from_millis(5));

@@ -1,6 +1,7 @@
 //! Protection as the operator asks for it: its begin, its end, the planned fail-over.
 
 use crate::containment;
+use crate::hand_back;
 use crate::host::{Host, PEER_TIMEOUT, failed, internal};
 use crate::vm::{PrimaryVm, Vm};
 use std::sync::Arc;
@@ -86,7 +87,7 @@ impl Host {
         self.make_fit(vm, request.mode)?;
         let plan = self.plan_protection(vm, &request)?;
         let membership = Membership::of_one(vm.name(), plan.generation);
-        let group = primary::Group::new(membership, plan.timeout, request.output);
+        let group = primary::Group::new(membership, &self.config.detection, request.output);
         // Before protection can be lost again.
         let former = vm.repairer.wish();
         vm.repairer.set_wish(Some(request));
@@ -185,6 +186,12 @@ impl Host {
         });
         match ended {
             Ok(PrimaryPhase::Halted(_)) => self.await_handed_over(&vm),
+            Ok(PrimaryPhase::Alone(Some(reason))) => {
+                let message = format!(
+                    "{name} was not handed over, and goes on here without having lost anything: {reason}"
+                );
+                Err(HostError::new(ErrorKind::Unreachable, message))
+            }
             Ok(phase) | Err(phase) => {
                 let message = format!("{name} was not handed over: {phase:?}");
                 Err(HostError::new(ErrorKind::Unreachable, message))
@@ -225,7 +232,7 @@ impl Host {
     }
 
     pub(crate) fn plan_protection(
-        &self,
+        self: &Arc<Self>,
         vm: &PrimaryVm,
         request: &ProtectRequest,
     ) -> Result<primary::Plan, HostError> {
@@ -272,9 +279,10 @@ impl Host {
             hold_console: request.hold_console,
             policy,
             encoding: request.encoding,
-            timeout: self.config.detection_timeout,
-            qemu_timeout: self.config.qemu_timeout,
+            timeout: self.config.detection.peer,
+            qemu_timeout: self.config.detection.qemu,
             arbiter,
+            ask_winner: hand_back::asking(self),
             qemu_version: self.capabilities.version.to_string(),
             session: resync::fresh_session(&self.config.name, &definition.name)
                 .map_err(internal)?,

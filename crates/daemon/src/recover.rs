@@ -51,6 +51,8 @@ impl Host {
         let mut runs = None;
         let present = self.vms.lock().get(vm).cloned();
         let busy = match present {
+            // A copy that is kept runs nothing.
+            Some(Vm::Primary(vm)) if vm.kept().is_some() => None,
             Some(Vm::Primary(vm)) if vm.machine().is_alive() => {
                 runs = Some(vm.machine().definition().memory.bytes());
                 Some("runs it".to_owned())
@@ -126,6 +128,7 @@ impl Host {
                  completed: nothing can start on them"
             ));
         }
+        self.drop_kept(name, "`recover` has another image")?;
         self.check_free(&record.definition)?;
         let newest = inquiry.arbiter.generation().max(record.image.generation);
         report.status = Some(self.boot(record.definition, newest)?);

@@ -5,7 +5,7 @@ use std::sync::{Arc, Mutex, OnceLock};
 use understudy_machine::Machine;
 use understudy_protocol::HostName;
 use understudy_protocol::VmName;
-use understudy_protocol::{BackupPhase, Generation, Output, PrimaryPhase};
+use understudy_protocol::{BackupPhase, Generation, Output, PrimaryEvent, PrimaryPhase};
 use understudy_replication::resync::{self, Basis};
 use understudy_replication::sync::lock;
 use understudy_replication::{backup, primary};
@@ -114,6 +114,21 @@ impl PrimaryVm {
     /// The restore that started it, if one did.
     pub(crate) fn restored_by(&self) -> Option<&str> {
         self.restore.get().map(String::as_str)
+    }
+
+    /// Why this copy only stands still, if another host has won the VM and may not run it yet.
+    pub fn kept(&self) -> Option<String> {
+        match self.active_session()?.phase() {
+            PrimaryPhase::Frozen(reason) => Some(reason),
+            _ => None,
+        }
+    }
+
+    /// Ends a copy that is kept, for this reason.
+    pub(crate) fn drop_kept(&self, reason: &str) {
+        if let Some(session) = self.active_session().filter(|_| self.kept().is_some()) {
+            session.event(PrimaryEvent::GuestDied(reason.to_owned()));
+        }
     }
 
     /// Whether every output waits for a backup.
@@ -228,6 +243,9 @@ fn describe_session(status: &mut VmStatus, session: &primary::Session) {
     let (generation, epoch, in_flight) = session.position();
     let phase = session.phase();
     status.generation = generation;
+    if phase.has_lost() {
+        (status.role, status.live) = (Role::Fenced, false);
+    }
     status.group = session.membership().name.clone();
     status.epoch = epoch;
     status.policy = session.policy;
@@ -283,6 +301,12 @@ fn describe_session(status: &mut VmStatus, session: &primary::Session) {
         }
         PrimaryPhase::Contesting(reason) => Protection::Degraded {
             reason: format!("{reason}; output is held until the arbiter decides"),
+        },
+        PrimaryPhase::Frozen(reason) => Protection::Degraded {
+            reason: format!(
+                "{reason}; this copy stands still, and is kept until that host runs the VM or hands \
+                 it back"
+            ),
         },
         PrimaryPhase::Alone(None) => Protection::Off,
         PrimaryPhase::Alone(Some(reason)) | PrimaryPhase::Halted(reason) => {
@@ -363,6 +387,12 @@ fn backup_status(session: &backup::Session) -> VmStatus {
             done_bytes: session.bytes_received(),
             total_bytes: session.bytes_received(),
             remaining_seconds: None,
+        },
+        BackupPhase::HandingBack(reason) => Protection::Degraded {
+            reason: format!(
+                "won the VM and could not start it: {reason}; handed back to {peer} as soon as the \
+                 arbiter answers"
+            ),
         },
         BackupPhase::Contesting(reason) => {
             let why = session.obstacle().map_or_else(String::new, |why| format!(" ({why})"));

@@ -14,6 +14,7 @@ use crate::image::{Image, Space};
 use crate::lent::Loan;
 use crate::mark::incomplete_mark;
 use crate::reads::Reads;
+use crate::waits::WaitId;
 use crate::withheld::{OnError, Withheld};
 use nix::errno::Errno;
 use nix::unistd::gettid;
@@ -24,6 +25,7 @@ use std::ops::Range;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicI32, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError, RwLock};
+use std::time::Duration;
 use understudy_protocol::DiskIndex;
 
 /// Where a disk's writes go after the local image: the stream to the backup.
@@ -176,6 +178,11 @@ impl Disk {
     /// The calling thread answers QEMU from now on.
     pub(crate) fn set_server_thread(&self) {
         self.server_thread.store(gettid().as_raw(), Ordering::Relaxed);
+    }
+
+    /// The call of the system that has waited longest for this disk's device, and for how long.
+    pub fn longest_wait(&self) -> Option<(WaitId, Duration)> {
+        self.image.longest_wait()
     }
 
     /// Whether the guest waits for this disk.
@@ -476,6 +483,16 @@ pub(crate) fn fail_in_a_test(_point: &str) -> io::Result<()> {
         _ => Ok(()),
     });
     Ok(())
+}
+
+/// A test makes writes and syncs wait for as long as there is the file that the fail point names.
+pub(crate) fn hang_in_a_test() {
+    fail::fail_point!("hang-disk", |file| {
+        let file = file.unwrap_or_default();
+        while Path::new(&file).exists() {
+            std::thread::sleep(Duration::from_millis(20));
+        }
+    });
 }
 
 #[cfg(test)]

@@ -8,6 +8,7 @@ use std::fs::{File, Metadata};
 use std::io::{self, Seek, SeekFrom};
 use std::os::fd::{AsFd, BorrowedFd};
 use std::os::unix::fs::FileExt;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Mutex, PoisonError};
 
 /// A file that is brought to stable storage by [`Durable::sync`] alone.
@@ -17,12 +18,14 @@ pub struct Durable {
     /// The first failure. Held through every sync: one that ran beside the failing one could
     /// succeed although what it should have brought over is lost.
     failed: Mutex<Option<Errno>>,
+    /// The same, for whoever must not wait for a sync under way.
+    has_failed: AtomicBool,
 }
 
 impl Durable {
     /// Takes a file of which no sync was tried yet through this descriptor.
     pub fn new(file: File) -> Durable {
-        Durable { file, failed: Mutex::new(None) }
+        Durable { file, failed: Mutex::new(None), has_failed: AtomicBool::new(false) }
     }
 
     /// Waits until all completed writes are on stable storage.
@@ -49,7 +52,7 @@ impl Durable {
 
     /// Whether a sync failed.
     pub(crate) fn has_failed(&self) -> bool {
-        self.failed.lock().unwrap_or_else(PoisonError::into_inner).is_some()
+        self.has_failed.load(Ordering::Acquire)
     }
 
     /// The same with this instead of the system call.
@@ -58,7 +61,10 @@ impl Durable {
         if let Some(first) = *failed {
             return Err(first.into());
         }
-        sync(&self.file).inspect_err(|error| *failed = Some(errno_of(error)))
+        sync(&self.file).inspect_err(|error| {
+            *failed = Some(errno_of(error));
+            self.has_failed.store(true, Ordering::Release);
+        })
     }
 }
 

@@ -1,10 +1,11 @@
 //! The image file: locked, read with zeroes beyond its end, sparse.
 
 use crate::cached::{Cached, read_cached};
-use crate::disk::fail_in_a_test;
+use crate::disk::{fail_in_a_test, hang_in_a_test};
 use crate::durable::Durable;
 use crate::error::DiskError;
 use crate::lent::Loan;
+use crate::waits::{WaitId, Waits};
 use nix::errno::Errno;
 use nix::fcntl::{FallocateFlags, FcntlArg, fallocate, fcntl};
 use nix::libc;
@@ -14,6 +15,7 @@ use std::io;
 use std::ops::Range;
 use std::os::unix::fs::{FileExt, FileTypeExt, OpenOptionsExt};
 use std::path::Path;
+use std::time::Duration;
 
 static ZEROES: [u8; 64 * 1024] = [0; 64 * 1024];
 
@@ -31,6 +33,7 @@ pub(crate) enum Space {
 pub(crate) struct Image {
     file: Durable,
     is_device: bool,
+    waits: Waits,
 }
 
 impl Image {
@@ -83,7 +86,8 @@ impl Image {
             Errno::EAGAIN | Errno::EACCES => DiskError::InUse { path: path.into() },
             other => DiskError::Io { action: "lock", path: path.into(), source: other.into() },
         })?;
-        Ok(Image { file: Durable::new(file), is_device: kind.is_block_device() })
+        let is_device = kind.is_block_device();
+        Ok(Image { file: Durable::new(file), is_device, waits: Waits::default() })
     }
 
     /// Present length in bytes.
@@ -96,6 +100,7 @@ impl Image {
 
     /// Fills the buffer; what lies beyond the end of the file is zero.
     pub(crate) fn read(&self, offset: u64, buffer: &mut [u8]) -> io::Result<()> {
+        let _wait = self.waits.begin();
         let mut done = 0;
         while done < buffer.len() {
             match self.file.read_at(&mut buffer[done..], offset + done as u64) {
@@ -139,6 +144,8 @@ impl Image {
 
     /// Writes all of the data, growing the file as needed.
     pub(crate) fn write(&self, offset: u64, data: &[u8]) -> io::Result<()> {
+        let _wait = self.waits.begin();
+        hang_in_a_test();
         self.file.write_all_at(data, offset)
     }
 
@@ -180,6 +187,7 @@ impl Image {
         else {
             return Err(Errno::EINVAL.into());
         };
+        let _wait = self.waits.begin();
         loop {
             return match fallocate(&self.file, mode, offset, len) {
                 Ok(()) => Ok(true),
@@ -218,6 +226,11 @@ impl Image {
         &self.file
     }
 
+    /// The call that has waited longest for the device, and for how long.
+    pub(crate) fn longest_wait(&self) -> Option<(WaitId, Duration)> {
+        self.waits.longest()
+    }
+
     /// Whether a sync of it failed.
     pub(crate) fn has_failed(&self) -> bool {
         self.file.has_failed()
@@ -225,7 +238,9 @@ impl Image {
 
     /// Waits until all completed writes are on stable storage. Fails for ever after it failed once.
     pub(crate) fn sync(&self) -> io::Result<()> {
+        let _wait = self.waits.begin();
         self.file.sync_with(|file| {
+            hang_in_a_test();
             fail_in_a_test("sync-disk")?;
             file.sync_data()
         })

@@ -40,6 +40,7 @@ mod mark;
 mod mirror;
 mod nbd;
 mod reads;
+mod waits;
 mod withheld;
 
 pub use absent::Fetcher;
@@ -56,4 +57,5 @@ pub use mirror::{
 };
 pub use nbd::{AwaitedRead, NbdServer, Traffic};
 pub use reads::{ReadFollower, ReadRecorder, ReadSink, Reads, Span};
+pub use waits::WaitId;
 pub use withheld::OnError;

@@ -42,8 +42,8 @@ pub(crate) fn check_file(path: &Path, make: &str) -> Result<()> {
     let shown = absolute(path).unwrap_or_else(|_| path.to_owned());
     ensure!(
         path.is_file(),
-        "there is no {}: build the guests with `{make}`, or name the directory that has them with \
-         --guest DIR or UNDERSTUDY_GUEST=DIR",
+        "there is no {}: build the guests with `{make}` in the source tree of \
+         Understudy, or name the directory that has them with --guest DIR or UNDERSTUDY_GUEST=DIR",
         shown.display()
     );
     Ok(())

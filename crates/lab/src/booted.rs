@@ -22,6 +22,7 @@ use std::path::{Path, PathBuf};
 use std::time::{Duration, SystemTime};
 use understudy_qemu::command::BootFiles;
 use understudy_qemu::definition::{AcceleratorChoice, DiskFormat};
+use understudy_qemu::programs::find_qemu;
 use understudy_qemu::{Accelerator, Kvm, Resources, Role, VmDefinition, command_line};
 
 /// The directory of a laboratory in which daemons look for saved guests.
@@ -29,7 +30,6 @@ pub(crate) const DIRECTORY: &str = "booted";
 /// The environment variable that tells them.
 pub(crate) const VARIABLE: &str = "UNDERSTUDY_BOOTED";
 
-const QEMU: &str = "qemu-system-x86_64";
 /// Changes with what is saved, and how.
 const FORMAT: u32 = 1;
 const HOST: &str = "a";
@@ -94,10 +94,7 @@ fn saved(definition: &VmDefinition, store: &Path, binary: &Path) -> Result<PathB
 
 /// All that the state of the booted guest depends on.
 fn shape(definition: &VmDefinition) -> Result<String> {
-    let qemu = std::env::split_paths(&std::env::var_os("PATH").unwrap_or_default())
-        .map(|directory| directory.join(QEMU))
-        .find(|program| program.is_file())
-        .with_context(|| format!("no {QEMU} on the PATH"))?;
+    let qemu = find_qemu()?;
     let boot = [&definition.kernel, &definition.initrd].into_iter().flatten();
     let disks = definition.disks.iter().map(|disk| &disk.path);
     let mut hasher = DefaultHasher::new();

@@ -12,6 +12,7 @@ use std::net::{Ipv4Addr, SocketAddr, TcpStream};
 use std::path::{Path, PathBuf};
 use std::process::{Child, Stdio};
 use std::time::Duration;
+use understudy_qemu::programs::on_path;
 
 /// Where etcd answers, on every address of its namespace.
 const CLIENT_PORT: u16 = 2379;
@@ -120,10 +121,9 @@ fn address(index: usize, last: u8) -> Ipv4Addr {
 
 fn find_binary(guest_files: &Path) -> Result<PathBuf> {
     let unpacked = guest_files.join("etcd/usr/bin/etcd");
-    let path = std::env::var_os("PATH").unwrap_or_default();
-    let installed = std::env::split_paths(&path).map(|folder| folder.join("etcd"));
-    let found = installed.chain([unpacked]).find(|path| path.is_file());
-    found.context("there is no etcd: run scripts/setup, or install the package etcd-server")
+    on_path("etcd")
+        .or_else(|| unpacked.is_file().then_some(unpacked))
+        .context("there is no etcd: run scripts/setup, or install the package etcd-server")
 }
 
 fn spawn(binary: &Path, namespace: &Namespace, directory: &Path) -> Result<Child> {

@@ -224,6 +224,18 @@ impl Lab {
         Ok(())
     }
 
+    /// Has a host send what it sends in frames of one segment each, so that each is as long as it is
+    /// on a wire. For connections that begin from here on.
+    pub fn cut_segments(&self, host: &str) -> Result<()> {
+        self.host(host)?.ip(&["link", "set", UPLINK, "gso_max_segs", "1"]).map(drop)
+    }
+
+    /// A hole for long frames on the way to a host: whatever has more bytes than these vanishes, and
+    /// nobody is told. Undone with 1500.
+    pub fn limit_frames(&self, host: &str, bytes: u32) -> Result<()> {
+        self.host(host)?.ip(&["link", "set", UPLINK, "mtu", &bytes.to_string()]).map(drop)
+    }
+
     /// Undoes [`cut_cable`](Lab::cut_cable).
     pub fn heal_cable(&self, host: &str, cable: usize) -> Result<()> {
         self.index(host)?;

@@ -215,6 +215,17 @@ impl Scene {
         })
     }
 
+    /// Waits until `host`, which lost the guest and cannot ask whether the winner runs it, lets its
+    /// copy stand still.
+    pub fn await_kept(&self, host: &str) -> Result<Value> {
+        wait_for(&format!("host {host} to keep its copy"), TAKE_OVER_LIMIT, || {
+            let status = self.status(host)?;
+            let kept = status["protection"]["reason"].as_str().unwrap_or_default();
+            let kept = status["role"] == "fenced" && kept.contains("is kept until that host runs");
+            Ok(kept.then_some(status))
+        })
+    }
+
     /// One of the guest's servers, at its first card.
     pub fn guest(&self, port: u16) -> SocketAddr {
         SocketAddr::from((GUEST_ADDRESS, port))

@@ -64,6 +64,17 @@ struct State {
     sent: SendWindow<Arc<Message>>,
     received: ReceiveWindow,
     fruitless: u32,
+    /// Connections after the first.
+    renewals: u64,
+    delivered: Delivered,
+}
+
+/// What has arrived at the peer's system, over whatever connection.
+#[derive(Default)]
+struct Delivered {
+    /// Over the present one, as far as it was looked at.
+    present: u64,
+    all: u64,
 }
 
 impl Channel {
@@ -75,6 +86,8 @@ impl Channel {
             sent: SendWindow::default(),
             received: ReceiveWindow::default(),
             fruitless: 0,
+            renewals: 0,
+            delivered: Delivered::default(),
         };
         Arc::new(Channel {
             renewal,
@@ -90,6 +103,22 @@ impl Channel {
             Some(link) => link.set_read_timeout(timeout),
             None => Ok(()),
         }
+    }
+
+    /// Bytes that have arrived at the peer's system since the channel began.
+    pub fn delivered(&self) -> u64 {
+        let mut state = lock(&self.state);
+        if let Some(present) = state.link.as_ref().map(Link::delivered) {
+            let delivered = &mut state.delivered;
+            delivered.all += present.saturating_sub(delivered.present);
+            delivered.present = present;
+        }
+        state.delivered.all
+    }
+
+    /// How often it went on over another connection.
+    pub fn renewals(&self) -> u64 {
+        lock(&self.state).renewals
     }
 
     /// Ends the channel in both directions; wakes whoever uses it.
@@ -316,6 +345,8 @@ impl Channel {
             bail!("the session is over");
         }
         state.sent.confirm(peers_count)?;
+        state.renewals += 1;
+        state.delivered.present = 0;
         if let Some(old) = state.link.replace(link) {
             old.close();
         }

@@ -1,12 +1,14 @@
 //! Messages over a connection between two hosts: TCP, with TLS on it where the
 //! configuration has certificates.
 
+mod delivered;
+
 use crate::tls::{Closable, NotTls, Tls, TlsStream, explain, part};
 use anyhow::{Context, bail};
 use nix::errno::Errno;
 use nix::libc::MSG_MORE;
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
-use nix::sys::socket::{MsgFlags, sendmsg};
+use nix::sys::socket::{MsgFlags, sendmsg, setsockopt, sockopt};
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 use std::io::{self, IoSlice, Read};
@@ -23,6 +25,9 @@ pub const SETUP_TIMEOUT: Duration = Duration::from_secs(20);
 
 /// How long a peer's last words may be on their way.
 const LAST_WORDS: Duration = Duration::from_secs(1);
+
+/// A peer whose system takes nothing for so long is gone: no writer waits for ever.
+const USER_TIMEOUT: Duration = Duration::from_secs(30);
 
 /// What follows a message.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -118,6 +123,11 @@ impl Link {
         poll(&mut socket, PollTimeout::ZERO).is_ok_and(|ready| ready > 0)
     }
 
+    /// Bytes that have arrived at the peer's system since the connection began.
+    pub fn delivered(&self) -> u64 {
+        delivered::delivered(&self.0.socket).unwrap_or_default()
+    }
+
     /// Ends the connection in both directions; wakes whoever reads or writes.
     pub fn close(&self) {
         self.0.close();
@@ -204,6 +214,7 @@ pub struct Refused(pub String);
 fn prepare(socket: &TcpStream) -> io::Result<()> {
     // Acknowledgements and ends of epochs must not wait for more bytes.
     socket.set_nodelay(true)?;
+    setsockopt(socket, sockopt::TcpUserTimeout, &(USER_TIMEOUT.as_millis() as u32))?;
     socket.set_read_timeout(Some(SETUP_TIMEOUT))
 }
 

@@ -5,6 +5,7 @@ use crate::Machine;
 use std::sync::Mutex;
 use std::time::{Duration, Instant};
 use tracing::warn;
+use understudy_protocol::{DISK_BOUND, DiskIndex};
 use understudy_qemu::qmp::RunState;
 use understudy_threads::lock;
 
@@ -35,6 +36,11 @@ impl std::fmt::Display for DiskError {
     }
 }
 
+/// What is said of a disk that does not answer.
+pub fn hung(disk: DiskIndex, silent: Duration) -> String {
+    format!("disk{disk} has not answered for {} s", silent.as_secs())
+}
+
 impl DiskErrors {
     /// Notes that the guest was stopped. Whether to tell: the same again only after the next try.
     pub fn stopped(&self, error: DiskError, now: Instant) -> bool {
@@ -63,7 +69,7 @@ impl DiskErrors {
 impl Machine {
     /// Why the guest stands still, if an error of a disk has stopped it, and what becomes of it.
     pub fn disk_error(&self) -> Option<String> {
-        let error = self.process.disk_errors.current()?;
+        let Some(error) = self.process.disk_errors.current() else { return self.hung_disk() };
         let failed = |disk: &&std::sync::Arc<understudy_disk::Disk>| {
             disk.has_lost_writes() && error.node == format!("disk{}", disk.index())
         };
@@ -76,6 +82,16 @@ impl Machine {
             ),
         };
         Some(format!("{error}; {then}"))
+    }
+
+    /// Which disk does not answer, if one has not for too long.
+    fn hung_disk(&self) -> Option<String> {
+        let hung = |disk: &std::sync::Arc<understudy_disk::Disk>| {
+            let (_, silent) = disk.longest_wait()?;
+            (silent > DISK_BOUND).then(|| hung(disk.index(), silent))
+        };
+        let words = self.disks().iter().find_map(hung)?;
+        Some(format!("{words}; the guest goes on as soon as it does"))
     }
 
     /// Lets a guest go on that an error has stopped: QEMU makes the request again that failed.

@@ -276,14 +276,8 @@ impl Machine {
 
     /// Starts the guest of a standby from `device_state`; its memory and disks
     /// are those of the same epoch. Its clocks go on as if it had run all the time since then,
-    /// which is `age`. From here on its output goes out, behind `before`,
-    /// which it sent on its former host. Returns how many of those were sent.
-    pub fn go_live(
-        &self,
-        device_state: &[u8],
-        age: Duration,
-        before: &[(CardIndex, Vec<u8>)],
-    ) -> anyhow::Result<u64> {
+    /// which is `age`. Nothing leaves it before [`Machine::open_network`].
+    pub fn start_standby(&self, device_state: &[u8], age: Duration) -> anyhow::Result<()> {
         let began = Instant::now();
         if let Some(agent) = self.pauser.agent() {
             agent.continue_clocks(age);
@@ -295,13 +289,12 @@ impl Machine {
         self.monitor()
             .go_live(&self.device_state)
             .map_err(|error| self.process.explain(error.into()))?;
-        let sent = self.open_network(before)?;
         info!(
             vm = %self.definition.name,
             "live after {:.1} ms",
             began.elapsed().as_secs_f64() * 1e3
         );
-        Ok(sent)
+        Ok(())
     }
 
     /// The guest runs here: its output goes out from here on, behind `before`, which it sent

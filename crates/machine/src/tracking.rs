@@ -1,5 +1,5 @@
 //! Which pages a protected guest has written: by QEMU's dirty log on KVM, else by scans of the
-//! kernel's page tables (docs/decisions/dirty-tracking-on-kvm.md).
+//! kernel's page tables (docs/decisions/001-dirty-tracking-on-kvm.md).
 
 use anyhow::Context;
 use std::sync::Arc;

@@ -67,7 +67,7 @@ impl Machine {
     }
 
     /// How scans of its memory protect again: KVM is spared the loss of its mappings
-    /// (docs/decisions/dirty-tracking-on-kvm.md).
+    /// (docs/decisions/001-dirty-tracking-on-kvm.md).
     fn reprotect(&self) -> Reprotect {
         match self.accelerator() {
             Accelerator::Tcg => Reprotect::AtOnce,

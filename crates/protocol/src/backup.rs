@@ -11,6 +11,9 @@ use std::time::Duration;
 /// How long to wait before an unreachable arbiter is asked again.
 const ARBITER_RETRY: Duration = Duration::from_millis(200);
 
+/// A winner whose disks hang has so long to start the guest, if the former primary keeps its own.
+const START_PATIENCE: Duration = Duration::from_secs(5);
+
 /// What happens to the backup.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum BackupEvent {
@@ -24,11 +27,19 @@ pub enum BackupEvent {
     TakeOver,
     /// The primary ends protection.
     StandDown,
+    /// Why this copy could not be started just now; none if it could.
+    Fitness(Option<String>),
     /// This copy cannot be started any more.
     CannotServe(String),
+    /// This copy, which has won the VM, is about to be started, if it still may.
+    Starts,
+    /// The former primary keeps its guest, and asks what becomes of the VM.
+    Awaited,
+    /// This copy, which has won the VM, could not be started; nothing has left it, and nothing will.
+    NotStarted(String),
     /// Time has passed.
     Tick,
-    /// The arbiter answered a [`BackupAction::Contest`].
+    /// The arbiter answered a [`BackupAction::Contest`], or a [`BackupAction::HandBack`].
     Verdict(Verdict),
     /// The former primary says that the VM is owned so. While the arbiter gives no verdict this
     /// ends the wait: it granted nobody a later generation without having refused this backup's.
@@ -42,6 +53,9 @@ pub enum BackupAction {
     AcknowledgeAndApply(Epoch),
     /// Ask the arbiter for the generation after this one.
     Contest(Generation),
+    /// Ask the arbiter to make the former primary the owner again, from this generation on: it
+    /// keeps its guest.
+    HandBack(Generation),
     /// Close the connections to the primary.
     ClosePeer,
     /// Start the guest from this epoch, after everything acknowledged is applied.
@@ -68,8 +82,10 @@ pub enum BackupPhase {
     Standing,
     /// The primary seems lost; the arbiter decides. Nothing is acknowledged.
     Contesting(String),
-    /// Runs the VM.
+    /// Runs the VM, or is about to.
     Live,
+    /// Has won the VM and cannot run it, for this reason: the former primary is to have it back.
+    HandingBack(String),
     /// Forgot the VM.
     Discarded,
 }
@@ -87,6 +103,12 @@ pub struct Backup {
     output: Output,
     /// The primary may let output go until then.
     leased_until: Time,
+    /// When the VM was won.
+    won: Time,
+    /// The guest runs, or may.
+    starts: bool,
+    /// It could not be started just now.
+    unfit: bool,
 }
 
 impl Backup {
@@ -102,6 +124,9 @@ impl Backup {
             retry_at: None,
             output: Output::Held,
             leased_until: now,
+            won: now,
+            starts: false,
+            unfit: false,
         }
     }
 
@@ -125,6 +150,11 @@ impl Backup {
         self.generation
     }
 
+    /// Whether the guest may run here: from [`BackupEvent::Starts`] on.
+    pub fn may_run(&self) -> bool {
+        self.starts
+    }
+
     /// The last epoch that was acknowledged.
     pub fn committed(&self) -> Epoch {
         self.committed
@@ -134,7 +164,7 @@ impl Backup {
     pub fn deadline(&self) -> Option<Time> {
         match self.phase {
             BackupPhase::Live | BackupPhase::Discarded => None,
-            BackupPhase::Contesting(_) => self.retry_at,
+            BackupPhase::Contesting(_) | BackupPhase::HandingBack(_) => self.retry_at,
             _ => Some(self.detector.deadline()),
         }
     }
@@ -152,6 +182,14 @@ impl Backup {
             }
             BackupEvent::StandDown => self.stand_down(actions),
             BackupEvent::CannotServe(reason) => self.cannot_serve(reason, actions),
+            BackupEvent::Fitness(ailment) => self.unfit = ailment.is_some(),
+            BackupEvent::Starts => self.starts |= self.phase == BackupPhase::Live,
+            BackupEvent::NotStarted(reason) => {
+                if self.phase == BackupPhase::Live {
+                    self.hand_back(reason, actions);
+                }
+            }
+            BackupEvent::Awaited => self.awaited(now, actions),
             BackupEvent::Tick => self.tick(now, actions),
             BackupEvent::Verdict(verdict) => self.verdict(now, verdict, actions),
             BackupEvent::OwnedElsewhere(owner) => self.owned_elsewhere(&owner, actions),
@@ -161,7 +199,7 @@ impl Backup {
     /// Ends it whatever its state is: to be called when that may be half changed. Should this host
     /// own the VM already, it stays so.
     pub fn condemn(&mut self) {
-        if self.phase != BackupPhase::Live {
+        if !matches!(self.phase, BackupPhase::Live | BackupPhase::HandingBack(_)) {
             self.phase = BackupPhase::Discarded;
         }
     }
@@ -198,10 +236,15 @@ impl Backup {
                     // As long as this one may not ask, the primary should.
                     return actions.push(BackupAction::ClosePeer);
                 }
+                // It would win what it cannot start. The primary may go on.
+                if self.unfit {
+                    self.retry_at = Some(now + ARBITER_RETRY);
+                    return actions.push(BackupAction::ClosePeer);
+                }
                 self.retry_at = None;
                 actions.push(BackupAction::Contest(self.generation));
             }
-            BackupPhase::Contesting(_) | BackupPhase::Live | BackupPhase::Discarded => {}
+            _ => {}
         }
     }
 
@@ -215,7 +258,8 @@ impl Backup {
     /// A copy that cannot run must not win the VM: before the primary hears of
     /// it and hangs up, this backup is out of every contest.
     fn cannot_serve(&mut self, reason: String, actions: &mut Vec<BackupAction>) {
-        if !matches!(self.phase, BackupPhase::Live | BackupPhase::Discarded) {
+        let has_won = matches!(self.phase, BackupPhase::Live | BackupPhase::HandingBack(_));
+        if !has_won && self.phase != BackupPhase::Discarded {
             self.discard(reason, actions);
         }
     }
@@ -223,10 +267,14 @@ impl Backup {
     fn tick(&mut self, now: Time, actions: &mut Vec<BackupAction>) {
         match self.phase {
             BackupPhase::Live | BackupPhase::Discarded => {}
-            BackupPhase::Contesting(_) => {
+            BackupPhase::Contesting(_) if self.unfit => {}
+            BackupPhase::Contesting(_) | BackupPhase::HandingBack(_) => {
                 if self.retry_at.is_some_and(|at| now >= at) {
                     self.retry_at = None;
-                    actions.push(BackupAction::Contest(self.generation));
+                    actions.push(match self.phase {
+                        BackupPhase::Contesting(_) => BackupAction::Contest(self.generation),
+                        _ => BackupAction::HandBack(self.generation),
+                    });
                 }
             }
             _ => {
@@ -240,12 +288,41 @@ impl Backup {
     }
 
     fn verdict(&mut self, now: Time, verdict: Verdict, actions: &mut Vec<BackupAction>) {
-        let BackupPhase::Contesting(reason) = &self.phase else { return };
+        match &self.phase {
+            BackupPhase::Contesting(reason) => {
+                let reason = reason.clone();
+                self.contested(now, verdict, reason, actions);
+            }
+            BackupPhase::HandingBack(reason) => match verdict {
+                Verdict::Unreachable(_) => self.retry_at = Some(now + ARBITER_RETRY),
+                _ => {
+                    let reason = format!("{reason}; handed back");
+                    self.discard(reason, actions);
+                }
+            },
+            // A grant that came too late: nobody would have the VM.
+            BackupPhase::Discarded => {
+                if let Verdict::Granted(generation) = verdict {
+                    self.generation = generation;
+                    self.hand_back("this host had given up before it won".to_owned(), actions);
+                }
+            }
+            _ => {}
+        }
+    }
+
+    fn contested(
+        &mut self,
+        now: Time,
+        verdict: Verdict,
+        reason: String,
+        actions: &mut Vec<BackupAction>,
+    ) {
         match verdict {
             Verdict::Granted(generation) => {
                 assert!(generation > self.generation, "generations only grow");
-                let reason = reason.clone();
                 self.phase = BackupPhase::Live;
+                self.won = now;
                 self.generation = generation;
                 actions.push(BackupAction::GoLive { generation, epoch: self.committed, reason });
             }
@@ -257,6 +334,12 @@ impl Backup {
                 );
                 self.discard(reason, actions);
             }
+            // What it ran since is no copy of that session's.
+            Verdict::Returned(generation) => {
+                let reason =
+                    format!("{reason}; this host owns the VM at generation {generation} already");
+                self.discard(reason, actions);
+            }
             Verdict::Unreachable(_) => {
                 self.retry_at = Some(now + ARBITER_RETRY);
                 // Nothing is acknowledged any more. A primary that lives must not
@@ -264,6 +347,22 @@ impl Backup {
                 actions.push(BackupAction::ClosePeer);
             }
         }
+    }
+
+    /// A copy that is started soon is worth more than one that stands still; one whose host hangs
+    /// is not.
+    fn awaited(&mut self, now: Time, actions: &mut Vec<BackupAction>) {
+        let late = now - self.won > START_PATIENCE && !self.starts;
+        if self.phase == BackupPhase::Live && late {
+            let reason = format!("it was not started within {} s", START_PATIENCE.as_secs());
+            self.hand_back(reason, actions);
+        }
+    }
+
+    fn hand_back(&mut self, reason: String, actions: &mut Vec<BackupAction>) {
+        self.phase = BackupPhase::HandingBack(reason);
+        self.retry_at = None;
+        actions.push(BackupAction::HandBack(self.generation));
     }
 
     fn owned_elsewhere(&mut self, owner: &Ownership, actions: &mut Vec<BackupAction>) {
@@ -285,107 +384,5 @@ impl Backup {
 }
 
 #[cfg(test)]
-mod tests {
-    use super::*;
-
-    fn at(ms: u64) -> Time {
-        Time(Duration::from_millis(ms))
-    }
-
-    #[test]
-    fn a_silence_is_borne_until_there_is_something_to_take_over() {
-        let mut backup = Backup::new(Generation(1), Duration::from_millis(100), at(0));
-        let mut actions = Vec::new();
-        backup.handle(at(1_900), BackupEvent::Tick, &mut actions);
-        assert_eq!((backup.phase(), actions.len()), (&BackupPhase::Syncing, 0));
-        // Regular signs of life, so that no jitter has been learnt.
-        for beat in 96..1_000 {
-            backup.handle(at(beat * 20), BackupEvent::Heard, &mut actions);
-        }
-        backup.handle(at(20_000), BackupEvent::Staged(Epoch(1)), &mut actions);
-        actions.clear();
-        backup.handle(at(20_101), BackupEvent::Tick, &mut actions);
-        assert_eq!(actions, [BackupAction::Contest(Generation(1))]);
-    }
-
-    #[test]
-    fn a_copy_that_cannot_run_does_not_contest_the_vm() {
-        let mut backup = Backup::new(Generation(1), Duration::from_millis(100), at(0));
-        let mut actions = Vec::new();
-        backup.handle(at(1), BackupEvent::Staged(Epoch(1)), &mut actions);
-        actions.clear();
-        backup.handle(at(2), BackupEvent::CannotServe("QEMU ended".into()), &mut actions);
-        backup.handle(at(3), BackupEvent::PeerGone("it hung up".into()), &mut actions);
-        assert_eq!(actions, [BackupAction::Discard("QEMU ended".into())]);
-    }
-
-    #[test]
-    fn a_backup_that_cannot_ask_hangs_up_so_that_the_primary_may_ask() {
-        let mut backup = Backup::new(Generation(1), Duration::from_millis(100), at(0));
-        let mut actions = Vec::new();
-        backup.handle(at(1), BackupEvent::Staged(Epoch(1)), &mut actions);
-        backup.handle(at(2), BackupEvent::TakeOver, &mut actions);
-        actions.clear();
-        let silent = Verdict::Unreachable("no answer".into());
-        backup.handle(at(3), BackupEvent::Verdict(silent), &mut actions);
-        assert_eq!(actions, [BackupAction::ClosePeer]);
-        actions.clear();
-        backup.handle(at(203), BackupEvent::Tick, &mut actions);
-        assert_eq!(actions, [BackupAction::Contest(Generation(1))], "and asks on");
-    }
-
-    #[test]
-    fn a_backup_that_cannot_ask_lets_go_when_the_primary_owns_a_later_generation() {
-        let mut backup = Backup::new(Generation(3), Duration::from_millis(100), at(0));
-        let mut actions = Vec::new();
-        let owned = |generation| {
-            let (host, generation) = (Some(crate::literal("a")), Generation(generation));
-            BackupEvent::OwnedElsewhere(Ownership { host, generation })
-        };
-        backup.handle(at(1), BackupEvent::Staged(Epoch(1)), &mut actions);
-        backup.handle(at(2), owned(4), &mut actions);
-        assert_eq!(*backup.phase(), BackupPhase::Standing, "it follows somebody");
-        backup.handle(at(2), BackupEvent::PeerGone("the link was cut".into()), &mut actions);
-        let silent = Verdict::Unreachable("no answer".into());
-        backup.handle(at(3), BackupEvent::Verdict(silent), &mut actions);
-        backup.handle(at(4), owned(3), &mut actions);
-        assert!(matches!(backup.phase(), BackupPhase::Contesting(_)), "that is what it had");
-        actions.clear();
-        backup.handle(at(5), owned(4), &mut actions);
-        assert_eq!(*backup.phase(), BackupPhase::Discarded);
-        assert!(
-            matches!(&actions[..], [BackupAction::Discard(words)] if words.contains("as that host says"))
-        );
-        backup.handle(at(6), BackupEvent::Verdict(Verdict::Granted(Generation(4))), &mut actions);
-        assert_eq!(*backup.phase(), BackupPhase::Discarded, "an answer that comes too late");
-    }
-
-    #[test]
-    fn a_primary_that_holds_nothing_is_waited_for() {
-        let new = Backup::new(Generation(1), Duration::from_millis(100), at(0));
-        let mut backup = new.with_output(Output::Unheld);
-        let mut actions = Vec::new();
-        backup.handle(at(100), BackupEvent::Staged(Epoch(1)), &mut actions);
-        let asked = backup.clone();
-        actions.clear();
-        backup.handle(at(101), BackupEvent::PeerGone("it hung up".into()), &mut actions);
-        assert_eq!(actions, [BackupAction::ClosePeer]);
-        actions.clear();
-        backup.handle(at(1_199), BackupEvent::Tick, &mut actions);
-        assert_eq!(actions, []);
-        backup.handle(at(1_200), BackupEvent::Tick, &mut actions);
-        assert_eq!(actions, [BackupAction::Contest(Generation(1))]);
-        let mut backup = asked;
-        actions.clear();
-        backup.handle(at(101), BackupEvent::TakeOver, &mut actions);
-        assert_eq!(actions, [BackupAction::Contest(Generation(1))], "it was asked to");
-    }
-
-    #[test]
-    fn a_long_silence_ends_the_first_synchronisation() {
-        let mut backup = Backup::new(Generation(1), Duration::from_millis(100), at(0));
-        let mut actions = Vec::new();
-        backup.handle(at(2_001), BackupEvent::Tick, &mut actions);
-        assert_eq!(*backup.phase(), BackupPhase::Discarded);
-    }
-}
+#[path = "backup_tests.rs"]
+mod tests;

@@ -4,6 +4,7 @@
 //! simulator drive the same code.
 
 mod backup;
+mod delivery;
 mod detector;
 mod epoch_length;
 mod frames;
@@ -17,6 +18,7 @@ mod paths;
 mod policy;
 mod primary;
 pub mod repair;
+mod silence;
 mod staging;
 mod throttle;
 mod time;
@@ -26,6 +28,7 @@ mod window;
 pub mod wire;
 
 pub use backup::{Backup, BackupAction, BackupEvent, BackupPhase};
+pub use delivery::{EPOCH_BOUND, Headway};
 pub use detector::{Detector, HEARTBEAT_INTERVAL};
 pub use epoch_length::{EndedEpoch, EpochLength};
 pub use frames::{Allowance, CardFrames, KEPT_FOR};
@@ -38,6 +41,7 @@ pub use ownership::{Ownership, Verdict};
 pub use paths::{PathAction, PathEvent, PathState, Paths};
 pub use policy::{Activity, Due, LastCheckpoint, Policy, Situation};
 pub use primary::{PIPELINE_DEPTH, Primary, PrimaryAction, PrimaryEvent, PrimaryPhase, STALL};
+pub use silence::{DISK_BOUND, Silence};
 pub use staging::{EpochDigest, StagedEpoch, Staging};
 pub use throttle::Throttle;
 pub use time::Time;

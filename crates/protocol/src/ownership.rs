@@ -19,6 +19,9 @@ pub enum Verdict {
     Granted(Generation),
     /// Another host was first.
     Taken(Ownership),
+    /// Another host was first, and has handed the key back to the asker since: it owns it at this
+    /// generation.
+    Returned(Generation),
     /// No answer: nothing may be concluded.
     Unreachable(String),
 }

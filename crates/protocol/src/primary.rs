@@ -4,9 +4,15 @@
 //! the arbiter made this host the sole owner. Everything that decides about
 //! that is here, without I/O or clock.
 
+mod contest;
+mod words;
+
+pub use words::{PrimaryAction, PrimaryEvent, PrimaryPhase};
+
+use crate::delivery::{Delivery, EPOCH_BOUND};
 use crate::detector::SYNC_PATIENCE;
 use crate::output::LEASE;
-use crate::{Detector, Epoch, Generation, Output, Time, Verdict};
+use crate::{Detector, Epoch, Generation, Output, Ownership, Time};
 use std::collections::VecDeque;
 use std::time::Duration;
 
@@ -14,87 +20,16 @@ use std::time::Duration;
 /// both suspect each other the backup should win, so the primary waits longer.
 const PATIENCE: u32 = 3;
 
-/// How long to wait before an unreachable arbiter is asked again.
-const ARBITER_RETRY: Duration = Duration::from_millis(200);
-
 /// A primary that was stopped for longer than this may have lost the VM meanwhile: its
 /// right to release output is out of date. Shorter than any time-out.
 pub const STALL: Duration = Duration::from_millis(40);
 
+/// A backup that was told to take over, and lives, must run the VM within this time: how long it
+/// takes is bounded by the log that it has yet to execute, and by its disks.
+const HAND_OVER_PATIENCE: Duration = Duration::from_secs(10);
+
 /// Checkpoints that may be captured and not yet acknowledged.
 pub const PIPELINE_DEPTH: u64 = 2;
-
-/// What happens to the primary.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub enum PrimaryEvent {
-    /// A checkpoint placed its barrier: the running epoch is closed.
-    Captured,
-    /// The backup holds the whole of this epoch.
-    Acknowledged(Epoch),
-    /// Any sign of life of the backup.
-    Heard,
-    /// The connection to the backup ended, or the backup refused to go on.
-    PeerGone(String),
-    /// Time has passed.
-    Tick,
-    /// The arbiter answered a [`PrimaryAction::Contest`].
-    Verdict(Verdict),
-    /// The last checkpoint of a planned fail-over placed its barrier: the guest
-    /// stands still until the backup runs it.
-    CapturedLast,
-    /// The guest's QEMU lives and does not answer, for this reason: the backup is to go on with the
-    /// last epoch that it has.
-    GuestHangs(String),
-    /// The operator wants no more protection.
-    Unprotect,
-    /// The backup forgot the VM, after [`PrimaryAction::StandDown`].
-    StoodDown,
-    /// The backup runs the VM at this generation.
-    LiveElsewhere(Generation),
-    /// The guest died here although the host lives.
-    GuestDied(String),
-}
-
-/// What the primary must do, in this order.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub enum PrimaryAction {
-    /// Let out every frame of epochs up to this one.
-    Release(Epoch),
-    /// Only with [`Output::Unheld`]: let output go at once, for so long from now on.
-    Permit(Duration),
-    /// Let out everything, from now on at once: this host is the sole owner.
-    OpenOutput,
-    /// Ask the arbiter for the generation after this one.
-    Contest(Generation),
-    /// Tell the backup to take over, now.
-    YieldToBackup,
-    /// Tell the backup to forget the VM.
-    StandDown,
-    /// Close the connection to the backup.
-    ClosePeer,
-    /// Let nothing out ever again and end the guest's copy here.
-    Halt(String),
-}
-
-/// Where the primary stands.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub enum PrimaryPhase {
-    /// First synchronisation; the backup cannot take over yet.
-    Syncing,
-    /// The backup follows. Every output waits for its epoch's acknowledgement, unless the
-    /// output is [unheld](Output::Unheld).
-    Protected,
-    /// The last checkpoint is being handed over and the guest stands still, or it hangs.
-    HandingOver,
-    /// Waiting for the backup to forget the VM.
-    StandingDown,
-    /// The backup seems lost; the arbiter decides. Nothing new is let out.
-    Contesting(String),
-    /// Sole owner, without protection, for this reason (none: asked for).
-    Alone(Option<String>),
-    /// The backup has, or may take, the VM; this copy is halted.
-    Halted(String),
-}
 
 /// The primary's state machine.
 #[derive(Clone, Debug)]
@@ -120,6 +55,15 @@ pub struct Primary {
     captured_at: VecDeque<Time>,
     /// Epochs that may be captured and not yet acknowledged.
     pipeline: u64,
+    /// The epochs on their way.
+    delivery: Delivery,
+    /// When the backup was told to take over.
+    yielded: Option<Time>,
+    /// The arbiter is asked before the backup hears that it is given up: one whose heart beats would
+    /// ask, too, and could do nothing with the VM.
+    peer_unaware: bool,
+    /// Who won the VM, while this copy is kept.
+    winner: Option<Ownership>,
 }
 
 impl Primary {
@@ -141,7 +85,16 @@ impl Primary {
             output: Output::Held,
             captured_at: VecDeque::new(),
             pipeline: PIPELINE_DEPTH,
+            delivery: Delivery::new(EPOCH_BOUND, now),
+            yielded: None,
+            peer_unaware: false,
+            winner: None,
         }
+    }
+
+    /// The same, which gives an epoch so long on which nothing moves.
+    pub fn with_epoch_bound(self, bound: Duration) -> Primary {
+        Primary { delivery: Delivery::new(bound, self.last_event), ..self }
     }
 
     /// The same, with this rule for the guest's output.
@@ -168,6 +121,11 @@ impl Primary {
     /// Where the primary stands.
     pub fn phase(&self) -> &PrimaryPhase {
         &self.phase
+    }
+
+    /// Who has won the VM, while this copy is kept.
+    pub fn winner(&self) -> Option<&Ownership> {
+        self.winner.as_ref()
     }
 
     /// The generation at which this host owns, or last owned, the VM.
@@ -220,8 +178,12 @@ impl Primary {
     pub fn deadline(&self) -> Option<Time> {
         match self.phase {
             PrimaryPhase::Alone(_) | PrimaryPhase::Halted(_) => None,
-            PrimaryPhase::Contesting(_) => self.retry_at,
-            _ => Some(self.detector.deadline()),
+            PrimaryPhase::Contesting(_) | PrimaryPhase::Frozen(_) => self.retry_at,
+            _ => {
+                let taken_over = self.yielded.map(|at| at + HAND_OVER_PATIENCE);
+                let delivered = self.delivery.deadline().filter(|_| self.yielded.is_none());
+                [Some(self.detector.deadline()), taken_over, delivered].into_iter().flatten().min()
+            }
         }
     }
 
@@ -232,6 +194,7 @@ impl Primary {
             PrimaryEvent::Captured => self.captured(now),
             PrimaryEvent::Acknowledged(epoch) => self.acknowledged(now, epoch, actions),
             PrimaryEvent::Heard => self.detector.heard(now),
+            PrimaryEvent::Headway(headway) => self.delivery.headway(now, headway),
             PrimaryEvent::PeerGone(reason) => self.peer_lost(reason, actions),
             PrimaryEvent::Tick => self.tick(now, actions),
             PrimaryEvent::Verdict(verdict) => self.verdict(now, verdict, actions),
@@ -240,7 +203,8 @@ impl Primary {
             PrimaryEvent::StoodDown => self.stood_down(actions),
             PrimaryEvent::LiveElsewhere(generation) => self.live_elsewhere(generation, actions),
             PrimaryEvent::GuestDied(reason) => self.guest_died(reason, actions),
-            PrimaryEvent::GuestHangs(reason) => self.guest_hangs(reason, actions),
+            PrimaryEvent::CannotCapture(reason) => self.cannot_capture(now, reason, actions),
+            PrimaryEvent::GuestHangs(reason) => self.guest_hangs(now, reason, actions),
         }
     }
 
@@ -254,8 +218,10 @@ impl Primary {
 
     /// This host stood still if nothing at all happened: not even time passed.
     fn notice_stall(&mut self, now: Time) {
-        if now - self.last_event > STALL {
+        let still = now - self.last_event;
+        if still > STALL {
             self.releases_from = self.running;
+            self.delivery.stood_still(still);
         }
         self.last_event = now;
     }
@@ -269,11 +235,12 @@ impl Primary {
         }
         self.running = self.running.next();
         self.captured_at.push_back(now);
+        self.delivery.captured(now);
     }
 
     fn acknowledged(&mut self, now: Time, epoch: Epoch, actions: &mut Vec<PrimaryAction>) {
         self.detector.heard(now);
-        if matches!(self.phase, PrimaryPhase::Alone(_) | PrimaryPhase::Halted(_)) {
+        if self.phase.has_lost() || matches!(self.phase, PrimaryPhase::Alone(_)) {
             return;
         }
         if epoch >= self.running || epoch <= self.committed {
@@ -282,6 +249,7 @@ impl Primary {
         }
         let newly = (epoch.0 - self.committed.0) as usize;
         let captured = self.captured_at.drain(..newly).next_back();
+        self.delivery.acknowledged(newly);
         self.committed = epoch;
         if let (Output::Unheld, Some(captured)) = (self.output, captured) {
             // Nothing is left of it if the acknowledgement waited while this host stood still.
@@ -295,7 +263,7 @@ impl Primary {
         match self.phase {
             PrimaryPhase::Syncing => self.phase = PrimaryPhase::Protected,
             PrimaryPhase::HandingOver if self.in_flight() == 0 && self.hung.is_none() => {
-                actions.push(PrimaryAction::YieldToBackup);
+                self.yield_to_backup(now, actions);
             }
             _ => {}
         }
@@ -308,17 +276,17 @@ impl Primary {
 
     fn peer_lost(&mut self, reason: String, actions: &mut Vec<PrimaryAction>) {
         match self.phase {
-            PrimaryPhase::Alone(_) | PrimaryPhase::Halted(_) | PrimaryPhase::Contesting(_) => {}
+            PrimaryPhase::Alone(_)
+            | PrimaryPhase::Halted(_)
+            | PrimaryPhase::Frozen(_)
+            | PrimaryPhase::Contesting(_) => {}
             PrimaryPhase::Syncing if !self.backup_may_be_entitled() => {
                 actions.push(PrimaryAction::ClosePeer);
                 self.alone(Some(reason), actions);
             }
             _ => {
-                let reason = self.because(reason);
-                self.phase = PrimaryPhase::Contesting(reason);
-                self.retry_at = None;
                 actions.push(PrimaryAction::ClosePeer);
-                actions.push(PrimaryAction::Contest(self.generation));
+                self.contest(reason, actions);
             }
         }
     }
@@ -326,7 +294,7 @@ impl Primary {
     fn tick(&mut self, now: Time, actions: &mut Vec<PrimaryAction>) {
         match self.phase {
             PrimaryPhase::Alone(_) | PrimaryPhase::Halted(_) => {}
-            PrimaryPhase::Contesting(_) => {
+            PrimaryPhase::Contesting(_) | PrimaryPhase::Frozen(_) => {
                 if self.retry_at.is_some_and(|at| now >= at) {
                     self.retry_at = None;
                     actions.push(PrimaryAction::Contest(self.generation));
@@ -337,29 +305,16 @@ impl Primary {
                     let reason =
                         format!("the backup has been silent for {} ms", silence.as_millis());
                     self.peer_lost(reason, actions);
+                } else if let Some(yielded) = self.yielded {
+                    if now - yielded > HAND_OVER_PATIENCE {
+                        let patience = HAND_OVER_PATIENCE.as_secs();
+                        let reason = format!("the backup has not taken over for {patience} s");
+                        self.peer_useless(reason, actions);
+                    }
+                } else if let Some(late) = self.delivery.late(now) {
+                    self.peer_useless(self.undelivered(late), actions);
                 }
             }
-        }
-    }
-
-    fn verdict(&mut self, now: Time, verdict: Verdict, actions: &mut Vec<PrimaryAction>) {
-        let PrimaryPhase::Contesting(reason) = &self.phase else { return };
-        match verdict {
-            Verdict::Granted(generation) => {
-                assert!(generation > self.generation, "generations only grow");
-                let reason = (!self.unprotect_asked).then(|| reason.clone());
-                self.generation = generation;
-                self.alone(reason, actions);
-            }
-            Verdict::Taken(owner) => {
-                let host = owner.host.as_deref().unwrap_or("nobody");
-                let reason = format!(
-                    "{reason}; the arbiter says that {host} owns the VM at generation {}",
-                    owner.generation
-                );
-                self.halt(reason, actions);
-            }
-            Verdict::Unreachable(_) => self.retry_at = Some(now + ARBITER_RETRY),
         }
     }
 
@@ -393,14 +348,6 @@ impl Primary {
         }
     }
 
-    fn live_elsewhere(&mut self, generation: Generation, actions: &mut Vec<PrimaryAction>) {
-        if !matches!(self.phase, PrimaryPhase::Alone(_) | PrimaryPhase::Halted(_)) {
-            let taken = format!("the backup took over at generation {generation}");
-            let reason = self.because(taken);
-            self.halt(reason, actions);
-        }
-    }
-
     fn guest_died(&mut self, reason: String, actions: &mut Vec<PrimaryAction>) {
         match self.phase {
             PrimaryPhase::Protected | PrimaryPhase::HandingOver | PrimaryPhase::StandingDown => {
@@ -419,12 +366,26 @@ impl Primary {
 
     /// A guest that hangs may still wake up: its copy is ended once the backup runs, not before.
     /// Until then its output is held as any that the backup has not acknowledged.
-    fn guest_hangs(&mut self, reason: String, actions: &mut Vec<PrimaryAction>) {
+    fn guest_hangs(&mut self, now: Time, reason: String, actions: &mut Vec<PrimaryAction>) {
         if self.phase == PrimaryPhase::Protected {
             self.phase = PrimaryPhase::HandingOver;
             self.hung = Some(reason);
-            actions.push(PrimaryAction::YieldToBackup);
+            self.yield_to_backup(now, actions);
         }
+    }
+
+    /// The contest would be this host's to win, whose guest may be of no more use.
+    fn cannot_capture(&mut self, now: Time, reason: String, actions: &mut Vec<PrimaryAction>) {
+        match self.phase {
+            PrimaryPhase::Protected => self.guest_hangs(now, reason, actions),
+            PrimaryPhase::HandingOver if self.yielded.is_some() => {}
+            _ => self.peer_lost(reason, actions),
+        }
+    }
+
+    fn yield_to_backup(&mut self, now: Time, actions: &mut Vec<PrimaryAction>) {
+        self.yielded = Some(now);
+        actions.push(PrimaryAction::YieldToBackup);
     }
 
     fn alone(&mut self, reason: Option<String>, actions: &mut Vec<PrimaryAction>) {

@@ -1,4 +1,5 @@
 use super::*;
+use crate::{Headway, Verdict};
 
 #[test]
 fn after_a_stall_only_a_fresh_acknowledgement_releases() {
@@ -123,4 +124,145 @@ fn a_silence_is_borne_until_output_is_held() {
     primary.handle(at(20_301), PrimaryEvent::Tick, &mut actions);
     let contest = PrimaryAction::Contest(Generation(1));
     assert_eq!(actions, [PrimaryAction::ClosePeer, contest]);
+}
+
+/// Heartbeats alone do not make a backup: the arbiter is asked before it hears of it, since it
+/// would win, and could do nothing with the VM.
+#[test]
+fn a_backup_that_is_heard_and_acknowledges_nothing_is_given_up() {
+    let at = |ms| Time(Duration::from_millis(ms));
+    let mut primary = Primary::new(Generation(1), Duration::from_millis(100), at(0));
+    let mut actions = Vec::new();
+    let mut handle = |ms, event| {
+        primary.handle(at(ms), event, &mut actions);
+        std::mem::take(&mut actions)
+    };
+    handle(1, PrimaryEvent::Captured);
+    handle(2, PrimaryEvent::Acknowledged(Epoch(1)));
+    handle(3, PrimaryEvent::Captured);
+    let moved = PrimaryEvent::Headway(Headway { bytes: 1 << 20, done: 0 });
+    for beat in 1..=75 {
+        assert_eq!(handle(beat * 20, PrimaryEvent::Heard), []);
+        if beat == 25 {
+            assert_eq!(handle(500, moved.clone()), []);
+        }
+        assert_eq!(handle(beat * 20, PrimaryEvent::Tick), [], "at beat {beat}");
+    }
+    handle(1_501, PrimaryEvent::Heard);
+    assert_eq!(handle(1_501, PrimaryEvent::Tick), [PrimaryAction::Contest(Generation(1))]);
+    // What it acknowledges now it would still take over with.
+    let late = handle(1_502, PrimaryEvent::Acknowledged(Epoch(2)));
+    assert_eq!(late, [PrimaryAction::Release(Epoch(2))]);
+    let granted = PrimaryEvent::Verdict(Verdict::Granted(Generation(2)));
+    assert_eq!(handle(1_503, granted), [PrimaryAction::ClosePeer, PrimaryAction::OpenOutput]);
+    let PrimaryPhase::Alone(Some(reason)) = primary.phase() else { panic!() };
+    assert!(reason.contains("epoch 2 has been on its way to it for 1498 ms"), "{reason}");
+}
+
+#[test]
+fn a_backup_that_does_not_take_what_it_is_handed_is_given_up() {
+    let at = |ms| Time(Duration::from_millis(ms));
+    let mut primary = Primary::new(Generation(1), Duration::from_millis(100), at(0));
+    let mut actions = Vec::new();
+    let mut handle = |ms, event| {
+        primary.handle(at(ms), event, &mut actions);
+        std::mem::take(&mut actions)
+    };
+    handle(1, PrimaryEvent::Captured);
+    handle(2, PrimaryEvent::Acknowledged(Epoch(1)));
+    // It will not be acknowledged any more: the backup is to take over.
+    handle(3, PrimaryEvent::Captured);
+    handle(4, PrimaryEvent::GuestHangs("it does not answer".into()));
+    for beat in 1..=500 {
+        handle(beat * 20, PrimaryEvent::Heard);
+        assert_eq!(handle(beat * 20, PrimaryEvent::Tick), [], "at beat {beat}");
+    }
+    handle(10_020, PrimaryEvent::Heard);
+    assert_eq!(handle(10_020, PrimaryEvent::Tick), [PrimaryAction::Contest(Generation(1))]);
+    assert_eq!(
+        handle(10_021, PrimaryEvent::Verdict(Verdict::Unreachable("no answer".into()))),
+        [PrimaryAction::ClosePeer],
+        "it may be reached by the backup"
+    );
+}
+
+/// One that a backup takes over from, in the midst of a contest.
+fn contesting() -> Primary {
+    let mut primary = Primary::new(Generation(1), Duration::from_millis(100), Time::default());
+    let events = [
+        PrimaryEvent::Captured,
+        PrimaryEvent::Acknowledged(Epoch(1)),
+        PrimaryEvent::Captured,
+        PrimaryEvent::PeerGone("it hung up".into()),
+    ];
+    for event in events {
+        primary.handle(Time::default(), event, &mut Vec::new());
+    }
+    primary
+}
+
+fn taken(host: &'static str, generation: u64) -> PrimaryEvent {
+    let (host, generation) = (Some(crate::literal(host)), Generation(generation));
+    PrimaryEvent::Verdict(Verdict::Taken(Ownership { host, generation }))
+}
+
+#[test]
+fn a_loser_keeps_its_guest_until_the_winner_runs() {
+    let mut primary = contesting();
+    let mut actions = Vec::new();
+    let at = |ms| Time(Duration::from_millis(ms));
+    primary.handle(at(1), taken("b", 2), &mut actions);
+    assert_eq!(std::mem::take(&mut actions), [PrimaryAction::Freeze]);
+    assert!(primary.holds_output() && !primary.may_capture());
+    // Too late: nothing is let out any more.
+    primary.handle(at(2), PrimaryEvent::Acknowledged(Epoch(2)), &mut actions);
+    primary.handle(at(201), PrimaryEvent::Tick, &mut actions);
+    assert_eq!(std::mem::take(&mut actions), [PrimaryAction::Contest(Generation(1))], "it asks on");
+    primary.handle(at(202), taken("b", 2), &mut actions);
+    assert_eq!(actions, []);
+    let mut handed_back = primary.clone();
+    primary.handle(at(203), PrimaryEvent::LiveElsewhere(Generation(2)), &mut actions);
+    assert!(matches!(&actions[..], [PrimaryAction::Halt(why)] if why.ends_with("and runs it")));
+    actions.clear();
+    let returned = PrimaryEvent::Verdict(Verdict::Returned(Generation(3)));
+    handed_back.handle(at(203), returned, &mut actions);
+    assert_eq!(actions, [PrimaryAction::OpenOutput]);
+    assert_eq!(handed_back.generation(), Generation(3));
+    let PrimaryPhase::Alone(Some(reason)) = handed_back.phase() else { panic!() };
+    assert!(reason.starts_with("it hung up; the arbiter says that b owns"), "{reason}");
+}
+
+#[test]
+fn a_loser_keeps_nothing_once_somebody_has_run_the_vm() {
+    let mut actions = Vec::new();
+    // More than one change of owner.
+    let mut primary = contesting();
+    primary.handle(Time::default(), taken("b", 3), &mut actions);
+    assert!(matches!(actions[..], [PrimaryAction::Halt(_)]), "{actions:?}");
+    let mut primary = contesting();
+    actions.clear();
+    primary.handle(Time::default(), taken("b", 2), &mut actions);
+    primary.handle(Time::default(), taken("c", 3), &mut actions);
+    assert!(matches!(actions[..], [PrimaryAction::Freeze, PrimaryAction::Halt(_)]), "{actions:?}");
+}
+
+#[test]
+fn a_guest_that_cannot_be_saved_is_handed_over_not_contested() {
+    let mut primary = Primary::new(Generation(1), Duration::from_millis(100), Time::default());
+    let mut actions = Vec::new();
+    let cannot = || PrimaryEvent::CannotCapture("no answer".into());
+    let mut handle = |event| {
+        primary.handle(Time::default(), event, &mut actions);
+        std::mem::take(&mut actions)
+    };
+    handle(PrimaryEvent::Captured);
+    handle(PrimaryEvent::Acknowledged(Epoch(1)));
+    assert_eq!(handle(cannot()), [PrimaryAction::YieldToBackup]);
+    assert_eq!(handle(cannot()), [], "once");
+    let contest = PrimaryAction::Contest(Generation(1));
+    let gone = handle(PrimaryEvent::PeerGone("it cannot ask".into()));
+    assert_eq!(gone, [PrimaryAction::ClosePeer, contest], "then it is better than nobody");
+    let mut syncing = Primary::new(Generation(1), Duration::from_millis(100), Time::default());
+    syncing.handle(Time::default(), cannot(), &mut actions);
+    assert!(matches!(syncing.phase(), PrimaryPhase::Alone(Some(_))), "nobody could go on with it");
 }

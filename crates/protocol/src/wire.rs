@@ -124,6 +124,9 @@ pub enum Kind {
     MediumAnswer = 54,
     /// JSON: the medium that a CD-ROM drive has from this epoch on. A part of it.
     Medium = 55,
+    /// The backup reads nothing at present and works: the epoch field says how many bytes it has
+    /// applied.
+    Works = 56,
 }
 
 impl Kind {
@@ -175,6 +178,7 @@ impl Kind {
             MediumAsked,
             MediumAnswer,
             Medium,
+            Works,
         ]
         .into_iter()
         .find(|kind| *kind as u8 == byte)

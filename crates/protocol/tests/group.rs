@@ -218,7 +218,10 @@ impl World {
                     self.backup(BackupEvent::Verdict(verdict));
                 }
                 BackupAction::GoLive { epoch, .. } => self.live_from = Some(epoch),
-                BackupAction::ClosePeer | BackupAction::Discard(_) | BackupAction::StandDown => {}
+                BackupAction::ClosePeer
+                | BackupAction::HandBack(_)
+                | BackupAction::Discard(_)
+                | BackupAction::StandDown => {}
             }
         }
     }

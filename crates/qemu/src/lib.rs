@@ -2,6 +2,7 @@
 //!
 //! From top to bottom, the life of a VM on one host:
 //! - [`definition`]: what the user wrote, checked;
+//! - [`programs`]: where QEMU and the agent library are found;
 //! - [`capabilities`]: what the installed QEMU can do;
 //! - [`processor`]: the processor that the guest sees, and whether a host has it;
 //! - [`command`]: the command line, a pure function of definition and resources;
@@ -27,6 +28,7 @@ pub mod lockstep;
 pub mod pause;
 pub mod process;
 pub mod processor;
+pub mod programs;
 pub mod qmp;
 pub mod urgency;
 pub mod user;

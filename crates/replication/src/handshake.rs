@@ -64,6 +64,14 @@ pub enum Purpose {
         /// The GNU build id; none if it has none.
         build: Option<String>,
     },
+    /// The asker keeps its guest although this host has won the VM: what became of it? See
+    /// `hand_back` of the daemon.
+    Kept {
+        /// The VM's group, or itself.
+        membership: Membership,
+        /// The generation at which the asker had it; the leader's.
+        from: Generation,
+    },
     /// Asks which host answers here (`probe` of the daemon).
     Probe,
     /// Orders and reports about snapshots and restores of groups follow.

@@ -10,6 +10,7 @@
 //! | [`turn`] | from the one way of keeping up to the other |
 //! | [`medium`] | CD-ROMs that are changed while the VM runs |
 //! | [`handshake`] | what two hosts say before the first byte of a VM moves |
+//! | [`hand_back`] | what became of a VM that another host won |
 //! | [`heartbeat`], [`paths`] | signs of life, over each path |
 //! | [`membership`] | VMs that are protected as one |
 //! | [`records`], [`resync`] | which images are valid, and what they lack |
@@ -19,6 +20,7 @@
 
 pub mod backup;
 pub mod clock;
+pub mod hand_back;
 pub mod handshake;
 pub mod heartbeat;
 pub mod lockstep;

@@ -8,7 +8,7 @@ use serde::{Deserialize, Serialize};
 use std::collections::BTreeSet;
 use tracing::warn;
 use understudy_arbiter::{Arbiter, Unreachable};
-use understudy_protocol::{Generation, GroupName, HostName, Verdict, VmName};
+use understudy_protocol::{Generation, GroupName, HostName, Ownership, Verdict, VmName};
 
 /// The most VMs of a group.
 pub const MOST_MEMBERS: usize = 64;
@@ -98,17 +98,43 @@ impl Membership {
     /// leader's generation. Asking again is harmless.
     pub fn acquire(&self, arbiter: &Arbiter, from: Generation) -> Verdict {
         let mut won: Vec<(&Member, Generation)> = Vec::new();
+        let mut returned = None;
         for member in &self.members {
             match arbiter.acquire(&member.vm, self.generation_of(member, from)) {
                 Verdict::Granted(generation) => won.push((member, generation)),
+                Verdict::Returned(generation) => {
+                    returned.get_or_insert(self.leaders_of(member, generation));
+                }
                 Verdict::Taken(owner) => {
                     give_back(arbiter, &won);
-                    return Verdict::Taken(owner);
+                    let generation = self.leaders_of(member, owner.generation);
+                    return Verdict::Taken(Ownership { generation, ..owner });
                 }
                 unreachable @ Verdict::Unreachable(_) => return unreachable,
             }
         }
-        Verdict::Granted(won[0].1)
+        match (won.first(), returned) {
+            (Some((_, generation)), None) => Verdict::Granted(*generation),
+            (None, Some(generation)) => Verdict::Returned(generation),
+            _ => Verdict::Unreachable("the records of the group's VMs differ".to_owned()),
+        }
+    }
+
+    /// Makes `to` the owner of all members, which this host has won at `from`, the leader's
+    /// generation. Asking again is harmless.
+    pub fn hand_back(&self, arbiter: &Arbiter, from: Generation, to: &HostName) -> Verdict {
+        for member in &self.members {
+            match arbiter.hand_back(&member.vm, self.generation_of(member, from), to) {
+                Verdict::Granted(_) => {}
+                other => return other,
+            }
+        }
+        Verdict::Granted(from.next())
+    }
+
+    /// The leader's generation, when a member's is this.
+    fn leaders_of(&self, member: &Member, generation: Generation) -> Generation {
+        Generation((generation.0 + self.leader().generation.0).saturating_sub(member.generation.0))
     }
 }
 
@@ -127,7 +153,6 @@ mod tests {
     use super::*;
     use std::path::Path;
     use understudy_arbiter::ArbiterConfig;
-    use understudy_protocol::Ownership;
     use understudy_protocol::literal;
 
     fn group() -> Membership {
@@ -176,6 +201,26 @@ mod tests {
         let owner = Ownership { host: Some(literal("b")), generation: Generation(5) };
         assert_eq!(b.current(&literal::<VmName>("web")).unwrap(), Some(owner));
         assert_eq!(group().remedy(), "understudy protect db web --group shop");
+    }
+
+    #[test]
+    fn a_winner_hands_a_group_back_as_a_whole() {
+        let directory = tempfile::tempdir().unwrap();
+        let (a, b) = arbiters(directory.path());
+        assert_eq!(group().acquire(&b, Generation(1)), Verdict::Granted(Generation(2)));
+        let owner = Ownership { host: Some(literal("b")), generation: Generation(2) };
+        assert_eq!(group().acquire(&a, Generation(1)), Verdict::Taken(owner));
+        // Half of it is done when the arbiter fails.
+        let db = literal::<VmName>("db");
+        assert_eq!(b.hand_back(&db, Generation(2), &literal("a")), Verdict::Granted(Generation(3)));
+        assert!(matches!(group().acquire(&a, Generation(1)), Verdict::Taken(_)));
+        for _ in 0..2 {
+            let back = group().hand_back(&b, Generation(2), &literal("a"));
+            assert_eq!(back, Verdict::Granted(Generation(3)));
+        }
+        assert_eq!(group().acquire(&a, Generation(1)), Verdict::Returned(Generation(3)));
+        // What is another's is nobody's to give.
+        assert!(matches!(group().hand_back(&b, Generation(3), &literal("b")), Verdict::Taken(_)));
     }
 
     #[test]

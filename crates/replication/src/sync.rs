@@ -1,6 +1,7 @@
 //! Small pieces of thread plumbing.
 
 use std::sync::{Condvar, Mutex};
+use std::time::Duration;
 use understudy_threads::poisoned;
 
 pub use understudy_threads::lock;
@@ -35,6 +36,15 @@ impl ByteBudget {
         }
         state.used += bytes;
         !state.closed
+    }
+
+    /// Waits until there is room, for so long at most; whether there is.
+    pub fn await_room(&self, timeout: Duration) -> bool {
+        let is_full = |state: &mut BudgetState| !state.closed && state.used > self.limit;
+        let state = lock(&self.state);
+        let (mut state, _) =
+            self.freed.wait_timeout_while(state, timeout, is_full).unwrap_or_else(poisoned);
+        !is_full(&mut state)
     }
 
     /// Takes `bytes` whether they fit or not, for those who must not wait.

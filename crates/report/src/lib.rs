@@ -8,6 +8,7 @@
 //! | [`cluster`] | snapshots and restores |
 //! | [`comparison`] | two machines in lockstep, compared |
 //! | [`events`] | what happened |
+//! | [`traces`] | which memory a guest touches, for trials |
 //! | [`meters`] | what is counted for a monitoring system |
 //! | [`error`] | errors that reach the user |
 
@@ -18,6 +19,7 @@ pub mod events;
 pub mod meters;
 pub mod requests;
 pub mod status;
+pub mod traces;
 
 pub use cluster::{FillReport, FillState};
 pub use comparison::{ComparisonCounts, ComparisonReport, Difference, Part};

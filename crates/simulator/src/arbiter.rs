@@ -30,6 +30,8 @@ pub struct Question {
     pub session: SessionId,
     /// The generation that the asker knows.
     pub from: Generation,
+    /// Whom it hands the VM to; itself if none.
+    pub to: Option<HostId>,
 }
 
 impl Arbiter {
@@ -50,6 +52,23 @@ impl Arbiter {
             (self.owner, self.generation) = (host, from.next());
             return Verdict::Granted(from.next());
         }
+        if self.owner == host {
+            return Verdict::Returned(self.generation);
+        }
+        self.taken()
+    }
+
+    /// The compare-and-swap in another's favour.
+    pub fn hand_back(&mut self, host: HostId, to: HostId, from: Generation) -> Verdict {
+        let again = self.generation == from.next() && self.owner == to;
+        if (self.generation, self.owner) == (from, host) || again {
+            (self.owner, self.generation) = (to, from.next());
+            return Verdict::Granted(from.next());
+        }
+        self.taken()
+    }
+
+    fn taken(&self) -> Verdict {
         let owner = Some(self.owner.name());
         Verdict::Taken(Ownership { host: owner, generation: self.generation })
     }
@@ -62,6 +81,7 @@ impl World {
         host: HostId,
         session: SessionId,
         from: Generation,
+        to: Option<HostId>,
     ) -> u64 {
         let contests = |role: &Role| match role {
             Role::Backup(standby) => matches!(standby.core.phase(), BackupPhase::Contesting(_)),
@@ -74,8 +94,11 @@ impl World {
         let contesting = self.hosts.iter().filter(|host| contests(&host.role)).count();
         self.coverage.contested_by_both += u64::from(contesting > 1);
         self.tickets += 1;
-        let question = Question { ticket: self.tickets, host, session, from };
-        self.note(host, || format!("asks the arbiter for generation {}", from.next()));
+        let question = Question { ticket: self.tickets, host, session, from, to };
+        self.note(host, || match to {
+            None => format!("asks the arbiter for generation {}", from.next()),
+            Some(to) => format!("hands generation {from} back to {to}"),
+        });
         let travel = self.random.micros(200, 3_000);
         // A question may linger and be served after its asker gave up.
         let lingers = self.random.percent(self.schedule.lost_answers / 2);
@@ -91,10 +114,13 @@ impl World {
         if !self.arbiter.reachable(question.host) {
             return;
         }
-        let verdict = self.arbiter.acquire(question.host, question.from);
+        let verdict = match question.to {
+            None => self.arbiter.acquire(question.host, question.from),
+            Some(to) => self.arbiter.hand_back(question.host, to, question.from),
+        };
         self.note_world(|| format!("arbiter: {} asks, {verdict:?}", question.host));
         if self.random.percent(self.schedule.lost_answers) {
-            if matches!(verdict, Verdict::Granted(_)) {
+            if matches!(verdict, Verdict::Granted(_)) && question.to.is_none() {
                 self.coverage.grant_unheard += 1;
             }
             return;

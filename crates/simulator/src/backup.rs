@@ -8,6 +8,7 @@ use crate::network::ConnectionId;
 use crate::schedule::Moment;
 use crate::world::{Event, World};
 use std::collections::VecDeque;
+use std::time::Duration;
 use understudy_protocol::validity::ImageRole;
 use understudy_protocol::wire::{Kind, Message};
 use understudy_protocol::{
@@ -15,11 +16,19 @@ use understudy_protocol::{
     StagedEpoch, Staging, Time, Verdict,
 };
 
+/// A disk that is silent for longer hangs.
+const DISK_PATIENCE: Duration = Duration::from_secs(1);
+
+/// How much later than that a host that stands still now and then may notice.
+const LATE_LOOK: Duration = Duration::from_millis(500);
+
 /// The VM on the host that keeps an understudy of it.
 #[derive(Debug)]
 pub struct Standby {
     /// Tells sessions apart.
     pub id: SessionId,
+    /// Whose backup it is.
+    pub primary: HostId,
     /// The state machine.
     pub core: Backup,
     /// Checkpoints and acknowledgements.
@@ -51,8 +60,11 @@ impl World {
         data: ConnectionId,
     ) {
         let core = Backup::new(generation, self.schedule.timeout, self.now);
+        let primary = self.network.other(data, host);
+        self.hosts[host.0].backs = Some(primary);
         self.hosts[host.0].role = Role::Backup(Box::new(Standby {
             id,
+            primary,
             core,
             data,
             heartbeat: None,
@@ -154,7 +166,7 @@ impl World {
     ) {
         let now = self.now;
         let Some(standby) = self.hosts[host.0].standby(id) else { return };
-        let data = standby.data;
+        let (data, primary) = (standby.data, standby.primary);
         match action {
             BackupAction::AcknowledgeAndApply(epoch) => {
                 let mut whole = staged.take().expect("the event came with its epoch");
@@ -170,8 +182,16 @@ impl World {
                 let verdict = BackupEvent::Verdict(Verdict::Granted(from.next()));
                 self.backup_event(host, id, verdict, None);
             }
+            BackupAction::HandBack(_) if self.mutant == Some(Mutant::KeepTheGrant) => {}
+            BackupAction::HandBack(from) => {
+                self.ask_arbiter(host, id, from, Some(primary));
+            }
             BackupAction::Contest(from) => {
-                self.ask_arbiter(host, id, from);
+                let seen = self.now - self.hosts[host.0].stalled_until;
+                if self.disk_silence(host).min(seen) > DISK_PATIENCE + LATE_LOOK {
+                    self.violation(format!("{host} asks for the VM, and could not start it"));
+                }
+                self.ask_arbiter(host, id, from, None);
                 self.moment(Moment::BackupContests);
             }
             BackupAction::ClosePeer => self.close_standby(host, id),
@@ -210,9 +230,25 @@ impl World {
         }
         self.at(next, Event::BackupBeat(host, id));
         if punctual {
+            self.look_at_fitness(host, id);
             self.backup_event(host, id, BackupEvent::Tick, None);
         }
         self.ask_others(host, id);
+    }
+
+    /// For how long this host's disk has answered nothing.
+    fn disk_silence(&self, host: HostId) -> Duration {
+        let host = &self.hosts[host.0];
+        let hangs = host.disk_hangs_until > self.now;
+        if hangs { self.now - host.disk_hangs_from } else { Duration::ZERO }
+    }
+
+    fn look_at_fitness(&mut self, host: HostId, id: SessionId) {
+        let silence = self.disk_silence(host);
+        if self.mutant != Some(Mutant::ContestUnfit) {
+            let ailment = (silence > DISK_PATIENCE).then(|| "its disk hangs".to_owned());
+            self.backup_event(host, id, BackupEvent::Fitness(ailment), None);
+        }
     }
 
     /// Now and then a backup that waits for the arbiter asks another host which generation it ran.

@@ -74,7 +74,7 @@ impl World {
         let arbiter = &self.arbiter;
         let own = standby.core.generation();
         match standby.core.phase() {
-            BackupPhase::Syncing | BackupPhase::Discarded => false,
+            BackupPhase::Syncing | BackupPhase::Discarded | BackupPhase::HandingBack(_) => false,
             BackupPhase::Live => arbiter.owner == host && arbiter.generation == own,
             BackupPhase::Standing | BackupPhase::Contesting(_) => {
                 let won = arbiter.owner == host && arbiter.generation == own.next();

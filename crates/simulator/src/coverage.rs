@@ -38,6 +38,14 @@ coverage! {
     contested_by_both,
     /// A host that ran the VM was told that another has it.
     primaries_halted,
+    /// A loser kept its guest.
+    frozen,
+    /// It got the VM back.
+    handed_back,
+    /// A winner that had nothing of the VM, and knew of no grant, returned it when it was asked.
+    grants_returned,
+    /// A grant that came too late was returned.
+    late_grants_returned,
     /// The arbiter did not answer a primary.
     unreachable_to_primary,
     /// The arbiter did not answer a backup.
@@ -67,6 +75,14 @@ coverage! {
     standbys_failed,
     /// A host came back to its senses after a stall.
     stalls,
+    /// A guest did nothing any more, and could not be saved.
+    sick_guests,
+    /// A backup's disk answered nothing for a while.
+    hung_disks,
+    /// The data of a session did not get through, or was not read, and its heartbeats were.
+    data_stalls,
+    /// A backup that was heard, and acknowledged nothing, was given up.
+    backups_useless,
     /// Hosts that lost their power.
     power_losses,
     /// All hosts had lost their power.

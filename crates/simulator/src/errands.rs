@@ -1,7 +1,7 @@
 //! What a backup does beside receiving: apply, activate, go live, forget.
 
 use crate::guest::{Claim, Frame, Guest, State};
-use crate::host::{HostId, Role, SessionId};
+use crate::host::{Former, HostId, Role, SessionId};
 use crate::schedule::Moment;
 use crate::world::{Event, World};
 use understudy_protocol::validity::ImageRole;
@@ -46,6 +46,11 @@ impl World {
         if done {
             standby.errands.pop_front();
         }
+        self.next_errand(host, id);
+    }
+
+    fn next_errand(&mut self, host: HostId, id: SessionId) {
+        let Some(standby) = self.hosts[host.0].standby(id) else { return };
         if !standby.errands.is_empty() {
             let next = self.random.micros(10, 600);
             self.after(next, Event::Errand(host, id));
@@ -104,7 +109,11 @@ impl World {
     /// Before the guest runs here, this host's image is on stable storage and
     /// says that it is the valid one.
     fn activate(&mut self, host: HostId, id: SessionId, generation: Generation) {
+        self.backup_event(host, id, BackupEvent::Starts, None);
         let Some(standby) = self.hosts[host.0].standby(id) else { return };
+        if !standby.core.may_run() {
+            return;
+        }
         let state = standby.device_state.expect("an epoch was applied");
         self.check_owner(host, generation);
         let image = &mut self.hosts[host.0].image;
@@ -121,7 +130,8 @@ impl World {
     pub(crate) fn standby_breaks(&mut self, host: HostId, id: SessionId) {
         let Some(standby) = self.hosts[host.0].standby(id) else { return };
         standby.broken = true;
-        let granted = *standby.core.phase() == BackupPhase::Live;
+        let granted =
+            matches!(standby.core.phase(), BackupPhase::Live | BackupPhase::HandingBack(_));
         self.coverage.standbys_failed += 1;
         let reason = "its QEMU died".to_owned();
         self.backup_event(host, id, BackupEvent::CannotServe(reason), None);
@@ -135,10 +145,16 @@ impl World {
         let now = self.now;
         let Some(standby) = self.hosts[host.0].standby(id) else { return };
         if standby.broken {
-            self.close_standby(host, id);
+            standby.errands.pop_front();
             self.note(host, || "cannot start the VM that it won".to_owned());
-            self.hosts[host.0].role = Role::Fenced;
-            return;
+            let reason = "its QEMU died".to_owned();
+            self.backup_event(host, id, BackupEvent::NotStarted(reason), None);
+            return self.next_errand(host, id);
+        }
+        if !standby.core.may_run() {
+            standby.errands.pop_front();
+            self.next_errand(host, id);
+            return self.note(host, || "was about to start what it has handed back".to_owned());
         }
         let (committed, pages) = (standby.core.committed(), standby.pages);
         let data = standby.data;
@@ -183,7 +199,8 @@ impl World {
 
     fn discard(&mut self, host: HostId, id: SessionId) {
         let Some(standby) = self.hosts[host.0].standby(id) else { return };
-        let data = standby.data;
+        let (data, primary, core) = (standby.data, standby.primary, standby.core.clone());
+        self.hosts[host.0].former.push(Former { id, core, primary });
         self.send(host, data, Message::new(Kind::StoodDown, Epoch(0), Vec::new()));
         self.close_standby(host, id);
         self.hosts[host.0].role = Role::Idle;

@@ -1,6 +1,7 @@
 //! Faults strike, end, and are made good.
 
 use crate::host::{HostId, Role};
+use crate::mutant::Mutant;
 use crate::schedule::{Fault, Moment, Planned, Target, When};
 use crate::world::{Event, World};
 use std::time::Duration;
@@ -50,6 +51,9 @@ impl World {
             }
             Fault::QemuDeath(target) => self.on(target, World::qemu_dies),
             Fault::QemuHang => self.on(Target::Primary, World::qemu_hangs),
+            Fault::SickGuest(span) => {
+                self.on(Target::Primary, |w, host| w.guest_falls_sick(host, span));
+            }
             Fault::Partition(span) => {
                 self.cut_for(true, span);
                 self.cut_for(false, span);
@@ -75,6 +79,19 @@ impl World {
                 w.hosts[host.0].stalled_until = w.now + span;
                 w.coverage.stalls += 1;
             }),
+            Fault::HungDisk(span) => self.on(Target::Backup, |w, host| {
+                if w.hosts[host.0].disk_hangs_until <= w.now {
+                    w.hosts[host.0].disk_hangs_from = w.now;
+                }
+                w.hosts[host.0].disk_hangs_until = w.now + span;
+                w.coverage.hung_disks += 1;
+            }),
+            Fault::DataStall(unread, span) => {
+                if let Some(id) = self.session_connections().first() {
+                    self.stall_data(*id, unread);
+                    self.after(span, Event::DataFlows(*id));
+                }
+            }
             Fault::Delay(delay, span) => {
                 self.network.extra_delay += delay;
                 self.after(span, Event::DelayEnds(delay));
@@ -100,7 +117,8 @@ impl World {
 
     pub(crate) fn primary_host(&self) -> Option<HostId> {
         let is_primary = |host: &HostId| matches!(self.hosts[host.0].role, Role::Primary(_));
-        (0..self.hosts.len()).map(HostId).find(is_primary)
+        let mut all = (0..self.hosts.len()).map(HostId).filter(is_primary);
+        all.clone().find(|host| !self.hosts[host.0].is_frozen()).or_else(|| all.next())
     }
 
     fn backup_host(&self) -> Option<HostId> {
@@ -137,6 +155,7 @@ impl World {
         self.drop_connections(id, told);
         let host = &mut self.hosts[id.0];
         host.role = Role::Idle;
+        host.former.clear();
         host.up = false;
         host.life += 1;
         let event = Event::PowerOn(id, host.life);
@@ -187,6 +206,27 @@ impl World {
         self.primary_event(host, id, PrimaryEvent::GuestHangs(reason));
     }
 
+    /// Whoever cannot take a checkpoint of it says so once it is due.
+    fn guest_falls_sick(&mut self, host: HostId, span: Duration) {
+        if !self.is_well_protected(&self.hosts[host.0].role) {
+            return;
+        }
+        let until = self.now + span;
+        let contests = self.mutant == Some(Mutant::ContestWhenSick);
+        let Some(running) = self.hosts[host.0].running() else { return };
+        running.sick_until = until;
+        let Some(session) = &mut running.session else { return };
+        session.hung = true;
+        let (id, reason) = (session.id, "no checkpoint can be taken".to_owned());
+        self.coverage.sick_guests += 1;
+        self.after(span, Event::Recovers(host));
+        let event = match contests {
+            true => PrimaryEvent::PeerGone(reason),
+            false => PrimaryEvent::CannotCapture(reason),
+        };
+        self.primary_event(host, id, event);
+    }
+
     fn cut_for(&mut self, outward: bool, span: Duration) {
         let (Some(primary), Some(backup)) = (self.primary_host(), self.backup_host()) else {
             return;
@@ -227,12 +267,15 @@ impl World {
         self.network.extra_delay = Duration::ZERO;
         self.network.damage = false;
         self.heal_all();
+        self.let_data_flow(None);
         for id in (0..self.hosts.len()).map(HostId) {
             let life = self.hosts[id.0].life;
             if self.schedule.never_returns != Some(id.0) {
                 self.power_on(id, life);
             }
             self.hosts[id.0].stalled_until = Time::default();
+            self.hosts[id.0].disk_hangs_until = Time::default();
+            self.guest_recovers(id);
         }
         self.want_protection();
     }

@@ -8,7 +8,7 @@ use crate::random::Random;
 use std::fmt;
 use understudy_protocol::repair::Repair;
 use understudy_protocol::validity::{ImageRecord, ImageRole};
-use understudy_protocol::{Generation, HostName, Time};
+use understudy_protocol::{Backup, Generation, HostName, PrimaryPhase, Time};
 
 /// A host by number; the trace calls them a, b, c.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
@@ -48,10 +48,29 @@ pub struct Host {
     pub stalled_from: Time,
     /// Nothing runs here before this time.
     pub stalled_until: Time,
+    /// What is applied here waits for the disk until then.
+    pub disk_hangs_until: Time,
+    /// It has waited since then.
+    pub disk_hangs_from: Time,
     /// The image of the VM's disk.
     pub image: Image,
     /// What it does for the VM.
     pub role: Role,
+    /// Standbys that are no more: a grant may still come to them.
+    pub former: Vec<Former>,
+    /// Whose backup it is, or was last.
+    pub backs: Option<HostId>,
+}
+
+/// What is left of a standby that has forgotten the VM.
+#[derive(Debug)]
+pub struct Former {
+    /// Its session.
+    pub id: SessionId,
+    /// Its state machine.
+    pub core: Backup,
+    /// Who was its primary.
+    pub primary: HostId,
 }
 
 /// What a host does for the VM.
@@ -90,6 +109,8 @@ pub struct Running {
     pub repair: Repair,
     /// Whether the operator wants it protected.
     pub wanted: bool,
+    /// The guest does nothing until then.
+    pub sick_until: Time,
 }
 
 /// An offer to a backup that has not been answered yet.
@@ -152,7 +173,19 @@ impl Host {
     pub fn new() -> Host {
         let (stalled_from, stalled_until) = (Time::default(), Time::default());
         let (image, role) = (Image::blank(), Role::Idle);
-        Host { up: true, life: 0, ran: false, stalled_from, stalled_until, image, role }
+        Host {
+            up: true,
+            life: 0,
+            ran: false,
+            stalled_from,
+            stalled_until,
+            disk_hangs_until: Time::default(),
+            disk_hangs_from: Time::default(),
+            image,
+            role,
+            former: Vec::new(),
+            backs: None,
+        }
     }
 
     /// The VM, if it runs here.
@@ -161,6 +194,13 @@ impl Host {
             Role::Primary(running) => Some(running),
             _ => None,
         }
+    }
+
+    /// Whether it keeps a copy of a VM that another host has won.
+    pub fn is_frozen(&self) -> bool {
+        let Role::Primary(running) = &self.role else { return false };
+        let session = running.session.as_ref();
+        session.is_some_and(|session| matches!(session.core.phase(), PrimaryPhase::Frozen(_)))
     }
 
     /// The session of that id, if the VM runs here under it.

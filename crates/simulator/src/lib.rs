@@ -26,6 +26,7 @@ mod coverage;
 mod errands;
 mod faults;
 mod guest;
+mod hand_back;
 mod host;
 mod messages;
 mod mutant;

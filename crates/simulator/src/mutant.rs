@@ -19,15 +19,30 @@ pub enum Mutant {
     ApplyPartialEpoch,
     /// A checkpoint closes its epoch without a barrier in the output.
     LoseBarrier,
+    /// The primary takes each heartbeat for a sign that its epochs move.
+    HeartbeatsSuffice,
+    /// A winner that cannot start the VM keeps it.
+    KeepTheGrant,
+    /// A copy that was handed back lets output out before that is on record.
+    OpenBeforeRecord,
+    /// A primary whose guest cannot be saved contests the VM.
+    ContestWhenSick,
+    /// A standby whose disk hangs contests the VM.
+    ContestUnfit,
 }
 
 impl Mutant {
     /// All of them.
-    pub const ALL: [Mutant; 5] = [
+    pub const ALL: [Mutant; 10] = [
         Mutant::AckBeforeStaged,
         Mutant::ReleaseEarly,
         Mutant::SkipArbiter,
         Mutant::ApplyPartialEpoch,
         Mutant::LoseBarrier,
+        Mutant::HeartbeatsSuffice,
+        Mutant::KeepTheGrant,
+        Mutant::OpenBeforeRecord,
+        Mutant::ContestWhenSick,
+        Mutant::ContestUnfit,
     ];
 }

@@ -22,6 +22,9 @@ pub struct Network {
     pub extra_delay: Duration,
     /// The next message to arrive is damaged.
     pub damage: bool,
+    /// Connections that carry nothing just now to the end that was dialled; or (true) are not
+    /// read there.
+    stuck: Vec<(ConnectionId, bool)>,
 }
 
 #[derive(Debug)]
@@ -39,6 +42,8 @@ struct Pipe {
     scheduled: bool,
     /// The receiving thread has a message in hand.
     reading: bool,
+    /// Messages that have arrived and were read.
+    taken: u64,
 }
 
 #[derive(Debug)]
@@ -52,11 +57,17 @@ impl Network {
     /// A network without connections.
     pub fn new() -> Network {
         let extra_delay = Duration::ZERO;
-        Network { connections: Vec::new(), cuts: Vec::new(), extra_delay, damage: false }
+        let (connections, cuts, stuck) = (Vec::new(), Vec::new(), Vec::new());
+        Network { connections, cuts, extra_delay, damage: false, stuck }
     }
 
     fn is_cut(&self, from: HostId, to: HostId) -> bool {
         self.cuts.contains(&(from, to))
+    }
+
+    /// Who is at the other end.
+    pub fn other(&self, id: ConnectionId, host: HostId) -> HostId {
+        self.connections[id.0].ends[1 - self.end_of(id, host)]
     }
 
     fn end_of(&self, id: ConnectionId, host: HostId) -> usize {
@@ -129,8 +140,12 @@ impl World {
         if self.network.is_cut(from, to) {
             return; // Sent again when the partition heals.
         }
+        if end == 1 && self.network.stuck.iter().any(|(stuck, _)| *stuck == id) {
+            return; // As long as that lasts.
+        }
         let connection = &mut self.network.connections[id.0];
         let Some(item) = connection.pipes[end].items.pop_front() else { return };
+        connection.pipes[end].taken += 1;
         let open = connection.open[end];
         if open && item.message.is_some() && self.random.percent(15) {
             return self.read_slowly(id, end, item);
@@ -247,6 +262,31 @@ impl World {
                 self.schedule_arrival(ConnectionId(index), end, retransmission);
             }
         }
+    }
+
+    /// Nothing more gets through to the end that was dialled, or (`unread`) nobody reads it there.
+    pub(crate) fn stall_data(&mut self, id: ConnectionId, unread: bool) {
+        self.network.stuck.push((id, unread));
+        self.coverage.data_stalls += 1;
+    }
+
+    /// Undoes [`World::stall_data`], of one connection or of all.
+    pub(crate) fn let_data_flow(&mut self, which: Option<ConnectionId>) {
+        let stuck = std::mem::take(&mut self.network.stuck);
+        for (id, unread) in stuck {
+            match which.is_none_or(|which| which == id) {
+                true => self.schedule_arrival(id, 1, Duration::ZERO),
+                false => self.network.stuck.push((id, unread)),
+            }
+        }
+    }
+
+    /// How many messages have arrived at the system of the end that was dialled.
+    pub(crate) fn delivered(&self, id: ConnectionId) -> u64 {
+        let pipe = &self.network.connections[id.0].pipes[1];
+        let unread = self.network.stuck.contains(&(id, true));
+        let here = pipe.items.iter().take_while(|item| unread && item.arrives <= self.now);
+        pipe.taken + here.count() as u64
     }
 
     /// Every partition ends.

@@ -6,15 +6,18 @@ use crate::mutant::Mutant;
 use crate::network::ConnectionId;
 use crate::schedule::Moment;
 use crate::world::{Event, World};
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, VecDeque};
 use std::time::Duration;
 use understudy_protocol::repair::RepairEvent;
 use understudy_protocol::validity::ImageRole;
 use understudy_protocol::wire::{Kind, Message};
 use understudy_protocol::{
-    Epoch, EpochDigest, Generation, Primary, PrimaryAction, PrimaryEvent, PrimaryPhase, Rendezvous,
-    Time,
+    EPOCH_BOUND, Epoch, EpochDigest, Generation, Headway, Primary, PrimaryAction, PrimaryEvent,
+    PrimaryPhase, Rendezvous, Time,
 };
+
+/// How much later than the bound a beat may come.
+const SLACK: Duration = Duration::from_millis(100);
 
 /// One protection, seen from the primary.
 #[derive(Debug)]
@@ -44,6 +47,10 @@ pub struct Session {
     /// The first synchronisation, or a checkpoint, is being taken.
     pub(crate) busy: bool,
     pub(crate) check_at: Option<Time>,
+    /// What has got to the backup, and when that last grew.
+    pub(crate) delivered: (u64, Time),
+    /// When the epochs in flight were captured, oldest first.
+    pub(crate) flying: VecDeque<Time>,
     next_beat: Time,
 }
 
@@ -69,6 +76,8 @@ impl World {
             rendezvous: Rendezvous::new(1),
             busy: true,
             check_at: None,
+            delivered: (0, now),
+            flying: VecDeque::new(),
             next_beat: now,
         });
         self.note(host, || format!("protects the VM on {}", dialled.peer));
@@ -98,7 +107,48 @@ impl World {
         self.send(host, heartbeat, Message::new(Kind::Heartbeat, Epoch(0), Vec::new()));
         self.at(next, Event::PrimaryBeat(host, id));
         if punctual {
+            self.look_at_headway(host, id);
+            self.ask_winner(host, id);
             self.primary_event(host, id, PrimaryEvent::Tick);
+            self.check_delivery(host, id);
+        }
+    }
+
+    /// As the daemon asks its system.
+    fn look_at_headway(&mut self, host: HostId, id: SessionId) {
+        let Some(data) = self.hosts[host.0].session(id).map(|session| session.data) else { return };
+        let (now, delivered) = (self.now, self.delivered(data));
+        let beats = self.mutant == Some(Mutant::HeartbeatsSuffice);
+        let Some(session) = self.hosts[host.0].session(id) else { return };
+        if delivered > session.delivered.0 {
+            session.delivered = (delivered, now);
+        }
+        // Each is as much as counts.
+        let bytes = delivered << 20;
+        let done = if beats { now.0.as_micros() as u64 } else { 0 };
+        self.primary_event(host, id, PrimaryEvent::Headway(Headway { bytes, done }));
+    }
+
+    /// Whoever is sick leaves the VM to a backup that stands ready and can be reached.
+    fn check_sick_winner(&mut self, host: HostId, before: &PrimaryPhase, after: &PrimaryPhase) {
+        let won = matches!((before, after), (PrimaryPhase::Contesting(_), PrimaryPhase::Alone(_)));
+        let now = self.now;
+        let sick = self.hosts[host.0].running().is_some_and(|running| running.sick_until > now);
+        let schedule = &self.schedule;
+        let nothing_else = schedule.lost_answers == 0 && schedule.without_arbiter.is_none();
+        if won && sick && self.must_survive && nothing_else {
+            self.violation(format!("{host} is sick, and won the VM from a backup that was not"));
+        }
+    }
+
+    /// Nobody is called protected whose output waits, and for nothing.
+    fn check_delivery(&mut self, host: HostId, id: SessionId) {
+        let (now, awake) = (self.now, self.hosts[host.0].stalled_until);
+        let Some(session) = self.hosts[host.0].session(id) else { return };
+        let Some(oldest) = session.flying.front() else { return };
+        let quiet = now - session.delivered.1.max(*oldest).max(awake);
+        if *session.core.phase() == PrimaryPhase::Protected && quiet > EPOCH_BOUND + SLACK {
+            self.violation(format!("{host} waits for its backup for {quiet:?}, and nothing moves"));
         }
     }
 
@@ -108,8 +158,17 @@ impl World {
         let Some(session) = self.hosts[host.0].session(id) else { return };
         let before = session.core.phase().clone();
         let mut actions = Vec::new();
-        session.core.handle(now, event, &mut actions);
+        session.core.handle(now, event.clone(), &mut actions);
         let after = session.core.phase().clone();
+        if matches!(event, PrimaryEvent::Captured | PrimaryEvent::CapturedLast) {
+            session.flying.push_back(now);
+        }
+        let landed = session.flying.len().saturating_sub(session.core.in_flight() as usize);
+        session.flying.drain(..landed);
+        let useless =
+            matches!(&after, PrimaryPhase::Contesting(reason) if reason.contains("is heard"));
+        self.coverage.backups_useless += u64::from(useless && before != after);
+        let Some(session) = self.hosts[host.0].session(id) else { return };
         let generation = session.core.generation();
         if let Some(running) = self.hosts[host.0].running() {
             running.generation = generation;
@@ -120,6 +179,7 @@ impl World {
         if before != after {
             self.note(host, || format!("primary: {after:?}"));
             self.primary_turned(&before, &after);
+            self.check_sick_winner(host, &before, &after);
             if before == PrimaryPhase::Syncing && after == PrimaryPhase::Protected {
                 self.repair_event(host, RepairEvent::Protected);
             }
@@ -152,7 +212,7 @@ impl World {
                 self.note_generation(host);
             }
             PrimaryAction::Contest(from) => {
-                self.ask_arbiter(host, id, from);
+                self.ask_arbiter(host, id, from, None);
                 self.moment(Moment::PrimaryContests);
             }
             PrimaryAction::YieldToBackup => {
@@ -163,6 +223,10 @@ impl World {
             PrimaryAction::ClosePeer => {
                 self.close(host, data);
                 self.close(host, heartbeat);
+            }
+            PrimaryAction::Freeze => {
+                self.coverage.frozen += 1;
+                self.stop_guest(host);
             }
             PrimaryAction::Halt(_) => {
                 self.close(host, data);

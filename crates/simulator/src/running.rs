@@ -3,15 +3,17 @@
 use crate::guest::{BLOCKS, Claim, Frame, Gate, Guest, PAGES, Port, State};
 use crate::host::{CopyId, HostId, Role, Running};
 use crate::world::{Event, World};
-use understudy_protocol::Generation;
 use understudy_protocol::repair::Repair;
 use understudy_protocol::validity::ImageRole;
+use understudy_protocol::{Generation, Time};
 
 impl World {
     /// The guest runs a little further.
     pub(crate) fn guest_step(&mut self, host: HostId, copy: CopyId, runs: u32) {
+        let now = self.now;
         let Some(running) = self.hosts[host.0].running() else { return };
-        if running.copy != copy || running.runs != runs || running.paused {
+        let sick = running.sick_until > now;
+        if running.copy != copy || running.runs != runs || running.paused || sick {
             return;
         }
         let state = self.oracle.next_state(running.guest.state.lineage);
@@ -52,6 +54,22 @@ impl World {
         if let Some(id) = session {
             self.consider_checkpoint(host, id);
         }
+    }
+
+    /// A guest that did nothing goes on.
+    pub(crate) fn guest_recovers(&mut self, host: HostId) {
+        let Some(running) = self.hosts[host.0].running() else { return };
+        let was_sick = std::mem::take(&mut running.sick_until) > Time::default();
+        if was_sick && !running.paused {
+            self.resume_guest(host);
+        }
+    }
+
+    /// Lets the guest stand still.
+    pub(crate) fn stop_guest(&mut self, host: HostId) {
+        let Some(running) = self.hosts[host.0].running() else { return };
+        running.paused = true;
+        running.runs += 1;
     }
 
     /// Lets a guest that stands still run.
@@ -98,6 +116,7 @@ impl World {
             dialling: None,
             repair: Repair::default(),
             wanted: true,
+            sick_until: Time::default(),
         }));
         self.resume_guest(host);
         self.protection_lost(host, "nobody backs it up");

@@ -102,6 +102,8 @@ pub enum Fault {
     QemuDeath(Target),
     /// The primary's QEMU is taken for one that hangs; it goes on.
     QemuHang,
+    /// The guest of a protected primary does nothing any more, and cannot be saved, for so long.
+    SickGuest(Duration),
     /// Nothing gets through between primary and backup.
     Partition(Duration),
     /// Nothing gets through one way: from the primary, or to it.
@@ -116,6 +118,11 @@ pub enum Fault {
     Break(bool),
     /// A host stands still.
     Stall(Target, Duration),
+    /// The backup's disk answers nothing.
+    HungDisk(Duration),
+    /// The session's data does not get through, its heartbeats do: on the way, or (true) read by
+    /// nobody at the backup.
+    DataStall(bool, Duration),
     /// Everything is late.
     Delay(Duration, Duration),
     /// The next message to arrive is damaged.
@@ -201,7 +208,7 @@ impl Fault {
             true => random.millis(5, 150),
             false => random.millis(150, 2_500),
         };
-        match random.below(100) {
+        match random.below(121) {
             0..12 => Fault::PowerLoss(target, span),
             12..16 => Fault::AllPowerLoss(span),
             16..24 => Fault::DaemonDeath(target, span),
@@ -217,7 +224,10 @@ impl Fault {
             82..86 => Fault::Damage,
             86..92 => Fault::Failover,
             92..94 => Fault::QemuHang,
-            _ => Fault::Unprotect,
+            94..100 => Fault::Unprotect,
+            100..107 => Fault::DataStall(random.percent(50), span * 2),
+            107..113 => Fault::HungDisk(span * 4),
+            _ => Fault::SickGuest(span * 4),
         }
     }
 }

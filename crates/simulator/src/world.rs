@@ -43,6 +43,9 @@ pub(crate) enum Event {
     Strike(Fault),
     PowerOn(HostId, u32),
     Heal(HostId, HostId),
+    DataFlows(ConnectionId),
+    FormerAsks(HostId, SessionId),
+    Recovers(HostId),
     ArbiterBack(Option<HostId>),
     DelayEnds(Duration),
     WantedAgain,
@@ -194,7 +197,8 @@ impl World {
             Arrival(id, end) => &self.arrival_host(*id, *end),
             _ => return None,
         };
-        let until = self.hosts[host.0].stalled_until;
+        let hangs = matches!(event, Errand(..)).then(|| self.hosts[host.0].disk_hangs_until);
+        let until = self.hosts[host.0].stalled_until.max(hangs.unwrap_or_default());
         (until > self.now).then_some(until)
     }
 
@@ -218,6 +222,9 @@ impl World {
             Event::Strike(fault) => self.strike(fault),
             Event::PowerOn(host, life) => self.power_on(host, life),
             Event::Heal(from, to) => self.heal(from, to),
+            Event::Recovers(host) => self.guest_recovers(host),
+            Event::FormerAsks(host, id) => self.former_asks(host, id),
+            Event::DataFlows(id) => self.let_data_flow(Some(id)),
             Event::ArbiterBack(host) => self.arbiter_back(host),
             Event::DelayEnds(delay) => {
                 self.network.extra_delay = self.network.extra_delay.saturating_sub(delay);
@@ -241,6 +248,7 @@ impl World {
             return;
         }
         let (host, id) = (question.host, question.session);
+        self.note_hand_back(host, id, &verdict);
         self.note(host, || format!("hears of the arbiter: {verdict:?}"));
         if self.hosts[host.0].session(id).is_some() {
             self.coverage.unreachable_to_primary += u64::from(unreachable);
@@ -248,6 +256,8 @@ impl World {
         } else if self.hosts[host.0].standby(id).is_some() {
             self.coverage.unreachable_to_backup += u64::from(unreachable);
             self.backup_event(host, id, BackupEvent::Verdict(verdict), None);
+        } else {
+            self.former_hears(host, id, verdict);
         }
     }
 

@@ -1,4 +1,4 @@
-//! 10 000 schedules of failures, and five planted bugs among them.
+//! 10 000 schedules of failures, and planted bugs among them.
 
 use understudy_simulator::{Mutant, replay, simulate};
 
@@ -8,7 +8,7 @@ const SEEDS: u64 = if cfg!(debug_assertions) { 3_000 } else { 10_000 };
 #[test]
 fn no_schedule_breaks_an_invariant_and_every_planted_bug_is_found() {
     let report = simulate(0..SEEDS, || {});
-    assert_eq!(report.failures, [], "replay with `understudy simulate --seed N`");
+    assert_eq!(report.failures, [], "replay with `understudy-lab simulate --seed N`");
     assert_eq!(report.schedules, SEEDS);
     for found in &report.mutants.each {
         assert!(found.by.is_some(), "{:?} was not found", found.mutant);
@@ -28,12 +28,17 @@ fn each_planted_bug_breaks_the_invariant_that_it_should() {
         (Mutant::SkipArbiter, "two live copies"),
         (Mutant::ApplyPartialEpoch, "is not at the boundary"),
         (Mutant::LoseBarrier, "output commit"),
+        (Mutant::HeartbeatsSuffice, "and nothing moves"),
+        (Mutant::KeepTheGrant, "although nothing fails"),
+        (Mutant::OpenBeforeRecord, "image is the valid one"),
+        (Mutant::ContestWhenSick, "sick"),
+        (Mutant::ContestUnfit, "could not start it"),
     ];
     assert_eq!(cases.len(), Mutant::ALL.len());
     for (mutant, broken) in cases {
-        let violations = (0..100).filter_map(|seed| replay(seed, Some(mutant)).violation);
-        let violations: Vec<String> = violations.collect();
-        assert!(violations.iter().any(|it| it.contains(broken)), "{mutant:?}: {violations:#?}");
+        let violation = |seed| replay(seed, Some(mutant)).violation;
+        let found = (0..SEEDS).filter_map(violation).find(|it| it.contains(broken));
+        assert!(found.is_some(), "{mutant:?}");
     }
 }
 
@@ -42,7 +47,7 @@ fn a_seed_tells_the_same_story_again() {
     for seed in 0..20 {
         let (first, second) = (replay(seed, None), replay(seed, None));
         assert_eq!(first.trace, second.trace);
-        assert!(first.trace.len() > 30, "seed {seed}: {} lines", first.trace.len());
+        assert!(first.trace.len() > 20, "seed {seed}: {} lines", first.trace.len());
     }
     let mut stories = (0..50).map(|seed| replay(seed, Some(Mutant::LoseBarrier)));
     let story = stories.find(|story| story.violation.is_some()).unwrap();

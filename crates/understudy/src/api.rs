@@ -32,9 +32,8 @@ pub mod remote;
 mod snapshots;
 
 pub use access::Guard;
-pub use control::{Control, Subject};
+pub use control::Control;
 
-use crate::failure::ErrorBody;
 use axum::Router;
 use axum::body::Bytes;
 use axum::extract::rejection::{BytesRejection, QueryRejection};
@@ -49,6 +48,7 @@ use serde::Deserialize;
 use serde::de::DeserializeOwned;
 use std::sync::Arc;
 use tokio::task::spawn_blocking;
+use understudy_client::{ErrorBody, Subject};
 use understudy_daemon::report::{
     CheckpointTiming, ComparisonReport, HostStatus, RecoverReport, VmStatus,
 };

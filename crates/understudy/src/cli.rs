@@ -1,18 +1,12 @@
-//! The grammar of the command line; that of the benchmarks is in [`bench`], that of
-//! `protect` in [`protect`], that of `demo` and the like in [`trial`], that of
-//! `events` in [`watch`].
+//! The grammar of the command line; that of `protect` is in [`protect`], that of `events` in
+//! [`watch`].
 
-mod bench;
 mod import;
 mod protect;
 mod setup;
 mod snapshot;
-mod trial;
 mod watch;
 
-#[cfg(test)]
-use bench::SUITE_HELP;
-pub use bench::*;
 use import::VM_IMPORT_HELP;
 pub use import::*;
 use protect::PROTECT_HELP;
@@ -21,16 +15,16 @@ pub use setup::*;
 use setup::{INIT_HELP, JOIN_HELP};
 use snapshot::CLUSTER_HELP;
 pub use snapshot::*;
-pub use trial::*;
-use trial::{CHAOS_HELP, DEMO_HELP, SIMULATE_HELP};
 use understudy_protocol::VmName;
 pub use watch::*;
 use watch::{EVENTS_HELP, TOP_HELP};
 
-use crate::client::HostUrl;
 use clap::{Args, Parser, Subcommand};
 use std::convert::Infallible;
 use std::path::{Path, PathBuf};
+use understudy_client::HostUrl;
+use understudy_client::manual::ManualCommand;
+use understudy_client::output::OutputOptions;
 use understudy_daemon::config::DEFAULT_SOCKET;
 use understudy_daemon::custody::SUBCOMMAND;
 use understudy_daemon::pki::HOST_DAYS;
@@ -87,14 +81,9 @@ pub struct Cli {
     #[arg(long, global = true, env = "UNDERSTUDY_KEY", value_name = "FILE", help_heading = REMOTE)]
     pub key: Option<PathBuf>,
 
-    /// Print JSON instead of text.
-    #[arg(long, global = true)]
-    pub json: bool,
-
-    /// What to log to stderr: error, warn, info, debug or trace, or a filter
-    /// such as `warn,understudy_daemon=debug`.
-    #[arg(long, global = true, env = "UNDERSTUDY_LOG", value_name = "LEVEL", value_parser = log_filter)]
-    pub log: Option<String>,
+    /// How it answers.
+    #[command(flatten)]
+    pub output: OutputOptions,
 
     /// What to do.
     #[command(subcommand)]
@@ -122,18 +111,9 @@ pub enum Command {
     /// Keep a guest when its daemon dies; started by the daemon.
     #[command(hide = true, name = SUBCOMMAND)]
     Custodian,
-    /// Write the man pages of all commands into a directory; for packages.
-    #[command(hide = true)]
-    Manual {
-        /// The directory.
-        dir: PathBuf,
-    },
-    /// Print what completes command lines in a shell.
-    #[command(hide = true)]
-    Completions {
-        /// The shell.
-        shell: clap_complete::Shell,
-    },
+    /// What packages are made with.
+    #[command(flatten)]
+    Manual(ManualCommand),
     /// Start, stop and list VMs, and reach their consoles.
     #[command(subcommand)]
     Vm(VmCommand),
@@ -171,15 +151,6 @@ pub enum Command {
     /// Show what has happened on this host, and what happens.
     #[command(after_help = EVENTS_HELP)]
     Events(EventsArgs),
-    /// Kill a guest's host, here on one machine, and see its connection live on.
-    #[command(after_help = DEMO_HELP)]
-    Demo(DemoArgs),
-    /// Fail hosts at random, here on one machine, and check every promise each time.
-    #[command(after_help = CHAOS_HELP)]
-    Chaos(ChaosArgs),
-    /// Try the protocol on schedules of simulated failures.
-    #[command(after_help = SIMULATE_HELP)]
-    Simulate(SimulateArgs),
     /// Make the certificates by which hosts recognise each other.
     #[command(subcommand, after_help = PKI_HELP)]
     Pki(PkiCommand),
@@ -188,8 +159,6 @@ pub enum Command {
         /// The file; none may be there yet.
         file: PathBuf,
     },
-    /// Measure what protection costs on this machine, on real parts.
-    Bench(BenchArgs),
     /// Check whether this machine can run and protect VMs; says what to do if not.
     Doctor {
         /// Check this host's configuration too: the arbiter, the peers.
@@ -385,8 +354,9 @@ read, operate, admin) or [api.certificates] NAME = \"operate\",
 [webhook] url = \"https://…\" (each event is posted there as JSON),
 [qemu_process] user = \"NAME\" (else each QEMU is a user of its own),
 [detection] timeout_ms = 100 (50 to 10000), the shortest silence of a peer
-after which it is suspected, and qemu_timeout_ms = 1000 (200 to 15000), that of
-a protected VM's own QEMU, and [shutdown] power_off_seconds = 60 (0 to 3600).
+after which it is suspected, epoch_timeout_ms = 1000 (100 to 60000), how long an
+epoch may be on its way to the backup without any movement, and qemu_timeout_ms =
+1000 (200 to 15000), the silence of a protected VM's own QEMU, [shutdown] power_off_seconds = 60 (0 to 3600).
 
 SIGTERM or SIGINT ends the daemon: protected VMs are handed to their backups, the
 other guests are asked to power off (ACPI), and what still runs after
@@ -450,15 +420,16 @@ pub struct RecoverArgs {
     pub force: bool,
 }
 
+impl Cli {
+    /// What is logged unless the user says otherwise.
+    pub fn default_log(&self) -> &'static str {
+        if matches!(self.command, Command::Host { .. }) { "info" } else { "warn" }
+    }
+}
+
 fn drive(text: &str) -> Result<u16, String> {
     let number = text.strip_prefix("disk").unwrap_or(text);
     number.parse().map_err(|_| "a drive is called like `disk1`, by its number".to_owned())
-}
-
-fn log_filter(text: &str) -> Result<String, String> {
-    tracing_subscriber::EnvFilter::try_new(text)
-        .map(|_| text.to_owned())
-        .map_err(|error| error.to_string())
 }
 
 #[cfg(test)]

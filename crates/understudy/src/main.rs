@@ -10,26 +10,14 @@
 //! | [`api`]      | the daemon's HTTP API |
 //! | [`socket`]   | the unix socket it listens on |
 //! | [`service_manager`] | what systemd is told |
-//! | [`client`]   | the API from the caller's side |
-//! | [`demo`]     | a host dies, and its guest's connection lives on |
-//! | [`chaos`]    | failures at random, every promise checked |
-//! | [`bench`]    | measurements |
 //! | [`doctor`]   | checks of this machine |
-//! | [`failure`]  | how a command fails: words and exit code |
-//! | [`output`], [`table`], [`progress`] | what the user sees |
+//! | [`table`]    | what the user sees |
 
 mod api;
-mod bench;
-mod chaos;
 mod cli;
-mod client;
 mod commands;
-mod demo;
 mod doctor;
-mod failure;
 mod metrics;
-mod output;
-mod progress;
 mod service_manager;
 mod socket;
 mod table;
@@ -37,15 +25,16 @@ mod table;
 use clap::Parser;
 use cli::Cli;
 use std::process::ExitCode;
+use understudy_client::{output, usage};
 
 fn main() -> ExitCode {
     let cli = match Cli::try_parse() {
         Ok(cli) => cli,
-        Err(error) => return failure::usage(&error),
+        Err(error) => return usage(&error),
     };
-    output::start_log(&cli);
+    output::start_log(cli.output.log.as_deref(), cli.default_log());
     match commands::run(&cli) {
         Ok(exit) => exit.into(),
-        Err(failure) => failure.report(cli.json),
+        Err(failure) => failure.report(env!("CARGO_BIN_NAME"), cli.output.json),
     }
 }

@@ -2,7 +2,6 @@
 //!
 //! A datagram of `NAME=VALUE` lines to the socket that `NOTIFY_SOCKET` names, sd_notify(3).
 
-use crate::failure::{Failure, FailureKind};
 use std::ffi::OsString;
 use std::io;
 use std::os::linux::net::SocketAddrExt;
@@ -10,6 +9,7 @@ use std::os::unix::ffi::OsStrExt;
 use std::os::unix::net::{SocketAddr, UnixDatagram};
 use std::time::Duration;
 use tracing::warn;
+use understudy_client::{Failure, FailureKind};
 use understudy_daemon::ErrorKind;
 
 const SOCKET: &str = "NOTIFY_SOCKET";

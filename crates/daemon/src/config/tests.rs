@@ -59,7 +59,7 @@ fn a_full_file_is_read() {
     assert_eq!(config.peers["c-2"], ["[fe80::1]:7700".parse().unwrap()]);
     assert_eq!(config.qemu.as_deref(), Some(Path::new("/opt/qemu")));
     assert_eq!(config.agent.as_deref(), Some(Path::new("/opt/agent.so")));
-    assert_eq!(config.detection_timeout, Duration::from_millis(250));
+    assert_eq!(config.detection.peer, Duration::from_millis(250));
 }
 
 #[test]
@@ -68,8 +68,9 @@ fn what_is_left_out_has_its_default() {
     let config = HostConfig::from_toml(text, Path::new("host.toml")).unwrap();
     assert_eq!(config.state_dir, Path::new("/var/lib/understudy"));
     assert_eq!(config.socket, Path::new(DEFAULT_SOCKET));
-    assert_eq!(config.detection_timeout, Duration::from_millis(100));
-    assert_eq!(config.qemu_timeout, Duration::from_millis(1_000));
+    assert_eq!(config.detection.peer, Duration::from_millis(100));
+    assert_eq!(config.detection.qemu, Duration::from_millis(1_000));
+    assert_eq!(config.detection.epoch, Duration::from_millis(1_000));
     assert_eq!((config.arbiter, config.qemu, config.agent), (None, None, None));
     assert!(config.peers.is_empty());
 }
@@ -219,6 +220,13 @@ fn the_arbiter_and_the_time_out_are_checked() {
         let message = broken("250", &format!("250\nqemu_timeout_ms = {value}"));
         assert_says(&message, "host.toml:19: detection.qemu_timeout_ms:", &[value, "200 to 15000"]);
     }
+    let message = broken("250", "250\nepoch_timeout_ms = 99");
+    assert_says(&message, "host.toml:19: detection.epoch_timeout_ms:", &["99", "100 to 60000"]);
+    // Patience with a peer is patience with its work, unless something else is said.
+    for (text, epoch) in [("5000", 15_000), ("5000\nepoch_timeout_ms = 900", 900)] {
+        let config = read(&GOOD.replacen("250", text, 1)).unwrap();
+        assert_eq!(config.detection.epoch, Duration::from_millis(epoch));
+    }
 }
 
 #[test]
@@ -231,8 +239,8 @@ fn a_file_that_is_not_there_is_not_found() {
 #[test]
 fn configured_programs_must_be_there() {
     let config = HostConfig::from_toml(GOOD, Path::new("host.toml")).unwrap();
-    assert!(config.qemu_path().unwrap_err().message.contains("/opt/qemu"));
-    assert!(config.agent_path().unwrap_err().message.contains("/opt/agent.so"));
+    assert!(config.qemu_path().unwrap_err().0.contains("/opt/qemu"));
+    assert!(config.agent_path().unwrap_err().0.contains("/opt/agent.so"));
 }
 
 #[test]

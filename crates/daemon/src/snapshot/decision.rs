@@ -39,7 +39,7 @@ fn settle(
 ) -> Result<Decision, Unreachable> {
     match arbiter.claim(Key::Restore(group), before(incarnation)) {
         Verdict::Granted(_) => Ok(Decision::Settled),
-        Verdict::Taken(_) => Ok(Decision::GivenUp),
+        Verdict::Taken(_) | Verdict::Returned(_) => Ok(Decision::GivenUp),
         Verdict::Unreachable(why) => Err(Unreachable(why)),
     }
 }

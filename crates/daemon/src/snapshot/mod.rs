@@ -32,7 +32,6 @@ mod mirrored;
 mod placement;
 mod prepare;
 pub use understudy_cluster::store_keys::make_key;
-pub use understudy_cluster::trial;
 pub use understudy_report::cluster as report;
 mod restore;
 mod restorer;

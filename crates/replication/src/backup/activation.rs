@@ -1,17 +1,18 @@
 //! When the mirrors are images that the guest may run on: what is noted once they are whole, and
 //! what must be on stable storage before the guest runs on them here.
 
+use super::group::lock_core;
 use super::session::Session;
 use crate::records::{Activation, Record};
 use crate::resync;
 use crate::sync::lock;
-use anyhow::Context;
+use anyhow::{Context, ensure};
 use std::sync::Arc;
 use std::time::Instant;
 use tracing::info;
 use understudy_disk::ChangeMap;
-use understudy_protocol::Generation;
 use understudy_protocol::validity::ImageRole;
+use understudy_protocol::{BackupEvent, Generation};
 
 /// What is made before a take-over, so that it costs no time then.
 pub struct Readiness {
@@ -47,7 +48,9 @@ impl Session {
     /// Brings all that was applied to the mirrors to stable storage. One that failed once fails
     /// for good, so nothing that depends on it happens after that.
     pub(super) fn settle(&self) -> anyhow::Result<()> {
+        let awaited = self.vitals.settling.begin();
         for disk in self.machine().disks() {
+            awaited.again();
             disk.sync().context("cannot sync the mirror")?;
         }
         Ok(())
@@ -60,6 +63,9 @@ impl Session {
         let began = Instant::now();
         self.settle()?;
         let settled = began.elapsed();
+        // A disk that hung until now may have cost this host the VM.
+        self.event(BackupEvent::Starts, None);
+        ensure!(lock_core(&self.core).may_run(), "it was handed back meanwhile");
         let ready = lock(&self.readiness).take().context("no epoch was applied")?;
         for (disk, changes) in self.machine().disks().iter().zip(ready.changes) {
             disk.set_changes(Some(changes));

@@ -112,19 +112,23 @@ pub struct Applied {
     pub keep: Option<KeepOrder>,
 }
 
-/// Applies a whole epoch. `image` is told of what is written.
+/// Applies a whole epoch. `image` is told of what is written; `done` is told of the
+/// bytes of each message.
 pub fn apply_epoch(
     machine: &Machine,
     epoch: StagedEpoch,
     image: Option<&StillImage>,
+    done: &dyn Fn(u64),
 ) -> anyhow::Result<Applied> {
     let (mut device_state, mut keep, taken) = (None, None, epoch.taken);
     for message in epoch.messages {
+        let bytes = message.payload.len() as u64;
         if message.header.kind == Kind::Keep {
             keep = Some(keep_order(&message)?);
         } else if let Some(state) = apply(machine, message, image)? {
             device_state = Some(state);
         }
+        done(bytes);
     }
     let device_state =
         device_state.with_context(|| format!("epoch {} has no device state", epoch.epoch))?;

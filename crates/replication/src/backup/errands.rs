@@ -15,6 +15,7 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use understudy_cluster::messages::KeepOrder;
 use understudy_disk::Mirror;
+use understudy_memory::StillImage;
 use understudy_protocol::wire::Kind;
 use understudy_protocol::{Epoch, Generation, StagedEpoch};
 
@@ -64,14 +65,14 @@ impl Session {
                     }
                 }
                 Errand::GoLive { generation, reason } => {
-                    return self.take_over(
-                        copy.into_checkpoint(),
-                        log.as_ref(),
-                        generation,
-                        reason,
-                    );
+                    let checkpoint = copy.into_checkpoint();
+                    match self.take_over(checkpoint, log.as_ref(), generation, reason) {
+                        Ok(outcome) => return outcome,
+                        // What comes next is that it is to be forgotten.
+                        Err(error) => copy = self.not_started(error),
+                    }
                 }
-                Errand::Discard => return self.forget(),
+                Errand::Discard => return self.forget(&copy),
             }
         }
         Outcome::Discarded
@@ -112,7 +113,7 @@ impl Session {
             self.leave_log(&log.take().context("there is no log")?)?;
             // Its memory is the base of what comes.
             self.change_over(other)?;
-            let applied = apply_epoch(&self.machine(), epoch, None)?;
+            let applied = self.apply_whole(epoch, None)?;
             return Ok(self.applied_turn(number, applied.checkpoint));
         }
         let in_turn = begins && mirrors.is_some();
@@ -121,7 +122,7 @@ impl Session {
         strike("apply", &self.vm);
         let image = self.keeper.image();
         let media = media_of(&epoch);
-        let applied = apply_epoch(&self.machine(), epoch, image.as_deref())?;
+        let applied = self.apply_whole(epoch, image.as_deref())?;
         // Pages of the epoch may refer to the medium before.
         media.iter().try_for_each(|message| self.change_medium(message))?;
         let Applied { checkpoint, keep } = applied;
@@ -143,6 +144,19 @@ impl Session {
             self.keep(order, &checkpoint.device_state);
         }
         Ok(checkpoint)
+    }
+
+    /// A disk that hangs is noticed by how far this comes.
+    fn apply_whole(
+        &self,
+        epoch: StagedEpoch,
+        image: Option<&StillImage>,
+    ) -> anyhow::Result<Applied> {
+        let awaited = self.vitals.applying.begin();
+        apply_epoch(&self.machine(), epoch, image, &|bytes| {
+            awaited.again();
+            self.worked.fetch_add(bytes, Ordering::Relaxed);
+        })
     }
 
     /// What is there now is a snapshot's: it is stored while later epochs are applied.

@@ -112,6 +112,11 @@ impl Group {
         self.membership.generation_of(&self.membership.members[member.place], leaders)
     }
 
+    /// Whether it has more than one member.
+    pub(super) fn is_shared(&self) -> bool {
+        self.membership.members.len() > 1
+    }
+
     /// Waits until every member says whether it can go live: all do, or none.
     pub(super) fn all_or_none<T>(&self, own: anyhow::Result<T>) -> anyhow::Result<T> {
         {

@@ -7,6 +7,7 @@
 
 mod activation;
 mod apply;
+mod control;
 mod copy;
 mod errands;
 mod group;
@@ -20,6 +21,7 @@ mod session;
 mod takeover;
 mod tell;
 mod turn;
+mod vitals;
 
 pub use group::Group;
 pub use proof::Former;
@@ -35,17 +37,15 @@ use crate::paths::PathMonitor;
 use crate::records::Records;
 use crate::sync::ByteBudget;
 use anyhow::{Context, bail};
-use crossbeam_channel::Receiver;
 use std::fs::File;
 use std::io::{self, Write};
 use std::net::SocketAddr;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::Mutex;
-use std::sync::atomic::{AtomicBool, AtomicU64};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::thread;
 use std::time::Duration;
-use tracing::{info, warn};
 use understudy_arbiter::Arbiter;
 use understudy_cluster::kept::Keeper;
 use understudy_cluster::store_keys::{StoreKeys, Stores};
@@ -56,7 +56,7 @@ use understudy_machine::Machine;
 use understudy_machine::doorbell::Doorbell;
 use understudy_protocol::HostName;
 use understudy_protocol::wire::Kind;
-use understudy_protocol::{BackupEvent, Count, Epoch, Generation, PathIndex, Verdict};
+use understudy_protocol::{Count, Epoch, PathIndex};
 use understudy_qemu::VmDefinition;
 use understudy_report::events::VmEvents;
 use understudy_report::{DiskReads, Mode, ProtectRequest};
@@ -233,6 +233,9 @@ pub fn accept(
         keeper: Arc::new(Keeper::new(plan.stores, plan.store_keys)),
         received: AtomicU64::new(0),
         planned: AtomicBool::new(false),
+        worked: AtomicU64::new(0),
+        ended: AtomicBool::new(false),
+        vitals: vitals::Vitals::default(),
         diverged: AtomicBool::new(false),
         parting: parting::Parting::default(),
         clock: takeover::Clock::default(),
@@ -242,9 +245,13 @@ pub fn accept(
         machine: Mutex::new(machine),
     });
     session.group.join(&session)?;
-    spawn("apply", &session, move |session| over(session.apply_all(&errand_queue, mirrors)))?;
+    spawn("apply", &session, move |session| {
+        let outcome = session.apply_all(&errand_queue, mirrors);
+        session.ended.store(true, Ordering::Release);
+        over(outcome);
+    })?;
     spawn("settle", &session, |session| run_settle(session))?;
-    spawn("control", &session, move |session| run_control(session, &contest_queue))?;
+    spawn("control", &session, move |session| control::run(session, &contest_queue))?;
     register(&session);
     fail::fail_point!("before-ready");
     session.data.send_json(Kind::Ready, &Ready { blocks })?;
@@ -334,21 +341,6 @@ fn run_settle(session: &Session) {
                 Err(error) => session.give_up(&format!("{error:#}")),
             }
             settled = applied;
-        }
-    }
-}
-
-/// Asks the arbiter, which may take its time.
-fn run_control(session: &Session, contests: &Receiver<Generation>) {
-    while !heartbeat::Pulse::is_over(session) {
-        if let Ok(from) = contests.recv_timeout(Duration::from_millis(250)) {
-            let verdict = session.membership().acquire(&session.arbiter, from);
-            info!(vm = %session.vm, "the arbiter's verdict: {verdict:?}");
-            if let Verdict::Unreachable(reason) = &verdict {
-                warn!(vm = %session.vm, "waiting to take over: {reason}");
-                session.group.each(|member| member.note_obstacle(reason));
-            }
-            session.event(BackupEvent::Verdict(verdict), None);
         }
     }
 }

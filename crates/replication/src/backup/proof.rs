@@ -29,6 +29,7 @@ pub(super) fn run(session: &Weak<Session>) {
         match phase {
             BackupPhase::Live | BackupPhase::Discarded => return,
             BackupPhase::Syncing | BackupPhase::Standing => {
+                present.group.each(Session::probe_qemu);
                 let (arbiter, membership) = (present.arbiter.clone(), present.membership().clone());
                 let primary = present.primary.clone();
                 drop(present);
@@ -37,7 +38,9 @@ pub(super) fn run(session: &Weak<Session>) {
                     session.tell_proof(proof);
                 }
             }
+            BackupPhase::HandingBack(_) => {}
             BackupPhase::Contesting(_) => {
+                present.group.each(Session::probe_qemu);
                 let former = present.former.clone();
                 drop(present);
                 if let (Some(owner), Some(session)) = (former(), session.upgrade()) {
@@ -53,14 +56,19 @@ impl Session {
     /// Tells the primary whether this host could take over now.
     fn tell_proof(&self, proof: Result<(), Unreachable>) {
         let obstacle = proof.err().map(|Unreachable(reason)| reason);
-        match (&self.obstacle(), &obstacle) {
+        match (&*lock(&self.obstacle), &obstacle) {
             (None, Some(reason)) => warn!(vm = %self.vm, "could not take over now: {reason}"),
             (Some(_), None) => info!(vm = %self.vm, "could take over again"),
             _ => {}
         }
         // Taken over as one, the group's members have one answer.
         self.group.each(|member| lock(&member.obstacle).clone_from(&obstacle));
-        let words = obstacle.unwrap_or_default();
+        self.tell_obstacle();
+    }
+
+    /// Tells the primary why this host could not take over, as it last found.
+    pub(super) fn tell_obstacle(&self) {
+        let words = self.obstacle().unwrap_or_default();
         // If it cannot be sent the reading thread finds out why.
         let _ = self.data.send_parts(Kind::MayTakeOver, Epoch(0), &[words.as_bytes()]);
     }
@@ -72,7 +80,9 @@ impl Session {
 
     /// Why this host could not take over, as it last found.
     pub fn obstacle(&self) -> Option<String> {
-        lock(&self.obstacle).clone()
+        let mut ailment = None;
+        self.group.each(|member| ailment = ailment.take().or_else(|| member.vitals.ailment()));
+        ailment.or_else(|| lock(&self.obstacle).clone())
     }
 
     /// What this host does with the VM, for people on any host.
@@ -84,6 +94,10 @@ impl Session {
                  by itself once the arbiter answers, and lets go once host {primary} says that it \
                  owns the VM at a later generation",
                 self.obstacle().unwrap_or_else(|| "asked just now".to_owned())
+            ),
+            BackupPhase::HandingBack(reason) => format!(
+                "won it, could not start it ({reason}), and hands it back to host {primary} as soon as \
+                 the arbiter answers"
             ),
             _ => format!("stands by for host {primary}"),
         }

@@ -11,6 +11,7 @@ use crate::primary::{EPOCH_DISK_BYTES, PLANNED};
 use anyhow::{Context, ensure};
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
+use std::time::Duration;
 use understudy_lockstep::Comparison;
 use understudy_machine::Machine;
 use understudy_protocol::wire::{Kind, Message};
@@ -20,6 +21,9 @@ use understudy_snapshot::SnapshotNumber;
 /// What a guest writes to its disks at most while the primary stops it, and what is sent of the
 /// machine beside its memory: far more than either.
 const BESIDE_MEMORY: u64 = 512 << 20;
+
+/// How often a primary whose data is not read hears that this host works.
+const WORD_INTERVAL: Duration = Duration::from_millis(100);
 
 /// The most that epochs which are not whole yet have: all of the guest's memory, plain, and what
 /// it wrote to its disks (`EPOCH_DISK_BYTES`, over which its primary ends an epoch).
@@ -127,6 +131,18 @@ impl Session {
         Ok(())
     }
 
+    /// While this host reads nothing, its primary hears whether it works.
+    fn await_room(&self) {
+        let mut told = self.worked.load(Ordering::Relaxed);
+        while !self.waiting.await_room(WORD_INTERVAL) {
+            let worked = self.worked.load(Ordering::Relaxed);
+            if worked > told {
+                told = worked;
+                self.tell_work(worked);
+            }
+        }
+    }
+
     fn stage(&self, staging: &mut Staging, message: Message) -> anyhow::Result<()> {
         let (kind, epoch) = (message.header.kind, message.header.epoch);
         let may_come =
@@ -137,7 +153,7 @@ impl Session {
             self.waiting.force(epoch.bytes);
             self.group.staged(self, epoch);
             // Acknowledged whatever waits; the next one is read when there is room.
-            self.waiting.take(0);
+            self.await_room();
         }
         Ok(())
     }

@@ -2,6 +2,7 @@
 //! the session's threads share.
 
 use super::activation::Readiness;
+use super::control::Ask;
 use super::errands::Errand;
 use super::group::Group;
 use super::group::lock_core;
@@ -10,6 +11,7 @@ use super::outbound::Outbound;
 use super::parting::Parting;
 use super::takeover::{self, Stage};
 use super::turn::{Launch, Orders};
+use super::vitals::Vitals;
 use crate::clock;
 use crate::heartbeat::{Heartbeats, Pulse};
 use crate::lockstep::backup::Following;
@@ -90,13 +92,19 @@ pub struct Session {
     /// The group's.
     pub(super) core: Arc<Mutex<Backup>>,
     pub(super) errands: Sender<Errand>,
-    pub(super) contests: Sender<Generation>,
+    pub(super) contests: Sender<Ask>,
     pub(super) waiting: ByteBudget,
     /// Keeper of the image for snapshots of the VM.
     pub(super) keeper: Arc<Keeper>,
     pub(super) received: AtomicU64,
     /// The primary hands the VM over as its operator wants.
     pub(super) planned: AtomicBool,
+    /// Bytes that were applied.
+    pub(super) worked: AtomicU64,
+    /// Whether it could be started now.
+    pub(super) vitals: Vitals,
+    /// The apply thread has ended: the VM runs here, or is forgotten.
+    pub(super) ended: AtomicBool,
     /// QEMU does not follow the log any more.
     pub(super) diverged: AtomicBool,
     pub(super) parting: Parting,
@@ -201,7 +209,12 @@ impl Session {
                 // the guest runs on them.
                 let _ = self.errands.send(Errand::Settle);
                 if leads {
-                    let _ = self.contests.send(from);
+                    let _ = self.contests.send(Ask::Win(from));
+                }
+            }
+            &BackupAction::HandBack(from) => {
+                if leads {
+                    let _ = self.contests.send(Ask::HandBack(from));
                 }
             }
             BackupAction::ClosePeer => self.close_connections(),
@@ -330,6 +343,9 @@ impl Pulse for Session {
         self.event(BackupEvent::PeerGone(reason), None);
     }
     fn tick(&self) {
+        if self.place == 0 {
+            self.look_at_vitals();
+        }
         self.event(BackupEvent::Tick, None);
     }
     fn is_over(&self) -> bool {

@@ -5,6 +5,7 @@ mod clock;
 pub use clock::{Clock, Stage};
 
 use super::apply::Checkpoint;
+use super::copy::Copy;
 use super::session::Session;
 use crate::clock::now;
 use crate::lockstep::backup::{self as lockstep, Following};
@@ -12,9 +13,10 @@ use crate::sync::lock;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use tracing::error;
+use understudy_disk::Mirror;
 use understudy_machine::Machine;
 use understudy_protocol::wire::Kind;
-use understudy_protocol::{Epoch, Generation};
+use understudy_protocol::{BackupEvent, Epoch, Generation};
 use understudy_report::{ProtectRequest, TakeoverReport};
 
 /// How a session ended.
@@ -34,6 +36,11 @@ pub enum Outcome {
     },
     /// The VM owns nothing here any more.
     Discarded,
+    /// This host won the VM, could not start it, and has handed it back.
+    Returned {
+        /// What went wrong.
+        reason: String,
+    },
     /// This host owns the VM and could not start it.
     Failed {
         /// The generation of ownership.
@@ -45,14 +52,14 @@ pub enum Outcome {
 
 impl Session {
     /// The VM is this host's. `checkpoint` is the end of the last epoch, `log` what is executed
-    /// behind it.
+    /// behind it. An error says why it cannot be started; nothing has left it.
     pub(super) fn take_over(
         &self,
         checkpoint: anyhow::Result<Checkpoint>,
         log: Option<&Arc<Following>>,
         generation: Generation,
         reason: String,
-    ) -> Outcome {
+    ) -> anyhow::Result<Outcome> {
         // The guest tells of none of its writes.
         self.keeper.end();
         let ready = checkpoint.and_then(|checkpoint| {
@@ -63,36 +70,57 @@ impl Session {
             self.activate(generation)?;
             Ok(checkpoint)
         });
-        let result =
-            self.group.all_or_none(ready).and_then(|from| self.go_live(&from, log.is_some()));
+        let from = self.group.all_or_none(ready)?;
+        let result = match self.start(&from, log.is_some()) {
+            // Others of a group may run by now, which is owned as a whole.
+            Err(error) if !self.group.is_shared() => return Err(error),
+            started => started.and_then(|()| self.go_live(&from, log.is_some())),
+        };
         self.close(Some(generation));
         let (machine, wish) = (self.machine(), lock(&self.wish).clone());
-        match result {
+        Ok(match result {
             Ok(takeover) => Outcome::Live { machine, wish, generation, reason, takeover },
             Err(error) => self.failed(generation, &error),
-        }
+        })
+    }
+
+    /// Ends a copy that this host has won and could not start: the former primary is to have it
+    /// back.
+    pub(super) fn not_started(&self, error: anyhow::Error) -> Copy<Vec<Mirror>> {
+        error!(vm = %self.vm, "cannot go live: {error:#}");
+        // Its guest may have run for a moment, unseen.
+        self.machine().halt();
+        self.event(BackupEvent::NotStarted(format!("{error:#}")), None);
+        Copy::Failed(error)
     }
 
     /// The VM is not this host's any more.
-    pub(super) fn forget(&self) -> Outcome {
+    pub(super) fn forget(&self, copy: &Copy<Vec<Mirror>>) -> Outcome {
         self.keeper.end();
         self.machine().halt();
         let _ = self.data.send_signal(Kind::StoodDown, Epoch(0));
         self.parting.await_hang_up(&self.changed);
         self.close(None);
-        Outcome::Discarded
+        match (self.clock.was_granted(), copy) {
+            (true, Copy::Failed(error)) => Outcome::Returned { reason: format!("{error:#}") },
+            _ => Outcome::Discarded,
+        }
     }
 
-    /// Starts the guest, and takes up its conversations where the primary left them.
-    fn go_live(&self, from: &Checkpoint, in_lockstep: bool) -> anyhow::Result<TakeoverReport> {
+    /// Starts the guest; nothing leaves it yet.
+    fn start(&self, from: &Checkpoint, in_lockstep: bool) -> anyhow::Result<()> {
         self.clock.reach(Stage::Activated);
-        let resent_frames = match in_lockstep {
-            true => lockstep::go_live(&self.machine())?,
-            false => {
-                let age = now() - from.taken;
-                self.machine().go_live(&from.device_state, age, &self.outbound.take())?
-            }
-        };
+        fail::fail_point!("before-start", |_| anyhow::bail!("a test says so"));
+        match in_lockstep {
+            true => lockstep::start(&self.machine()),
+            false => self.machine().start_standby(&from.device_state, now() - from.taken),
+        }
+    }
+
+    /// Takes the guest's conversations up where the primary left them.
+    fn go_live(&self, from: &Checkpoint, in_lockstep: bool) -> anyhow::Result<TakeoverReport> {
+        let before = if in_lockstep { Vec::new() } else { self.outbound.take() };
+        let resent_frames = self.machine().open_network(&before)?;
         self.clock.reach(Stage::Live);
         let injected_frames = self.inbound.inject(&self.machine());
         let lag_ms = self.following().map_or(0.0, |following| following.lag_at_failure_ms());

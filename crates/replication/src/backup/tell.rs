@@ -24,6 +24,12 @@ impl Session {
         let _ = self.data.send_parts(Kind::Written, Epoch(0), &[&written.encode()]);
     }
 
+    /// Tells the primary that this host works, and has applied so many bytes.
+    pub(super) fn tell_work(&self, bytes: u64) {
+        // If it cannot be sent the reading thread finds out why.
+        let _ = self.data.send_signal(Kind::Works, Epoch(bytes));
+    }
+
     /// Tells the primary that the mirrors hold this epoch on stable storage.
     pub(super) fn tell_settled(&self, epoch: Epoch) {
         // If it cannot be sent the reading thread finds out why.

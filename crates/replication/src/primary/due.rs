@@ -44,7 +44,7 @@ impl Session {
     /// finds due, all members do.
     fn judge(&self) -> Result<Step, Duration> {
         let core = lock_core(&self.core);
-        if matches!(core.phase(), PrimaryPhase::Alone(_) | PrimaryPhase::Halted(_)) {
+        if core.phase().has_lost() || matches!(core.phase(), PrimaryPhase::Alone(_)) {
             return Ok(Step::End);
         }
         let may_turn = *core.phase() == PrimaryPhase::Protected && core.may_capture();

@@ -5,6 +5,7 @@
 //! all. Each has its own threads and connections; the first one, the leader,
 //! speaks for the group where one word is enough.
 
+use super::Detection;
 use super::session::{LONGEST_WAIT, Session};
 use super::standing::Standing;
 use crate::clock;
@@ -15,10 +16,9 @@ use crate::sync::lock;
 use anyhow::{bail, ensure};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, Weak};
-use std::time::Duration;
 use understudy_network::Switch;
 use understudy_protocol::{
-    Activity, Arrival, Epoch, Generation, LastCheckpoint, Output, Primary, PrimaryEvent,
+    Activity, Arrival, Epoch, Generation, Headway, LastCheckpoint, Output, Primary, PrimaryEvent,
     PrimaryPhase, Rendezvous, Time,
 };
 
@@ -49,11 +49,11 @@ pub struct Group {
 }
 
 impl Group {
-    /// A group whose protection is about to begin; `timeout` is the shortest
-    /// silence that counts as failure, `output` the rule for what the guests send.
-    pub fn new(membership: Membership, timeout: Duration, output: Output) -> Arc<Group> {
-        let core = Primary::new(membership.leader().generation, timeout, clock::now());
-        let core = core.with_output(output);
+    /// A group whose protection is about to begin, with these bounds for its backup; `output` is
+    /// the rule for what the guests send.
+    pub fn new(membership: Membership, bounds: &Detection, output: Output) -> Arc<Group> {
+        let core = Primary::new(membership.leader().generation, bounds.peer, clock::now());
+        let core = core.with_epoch_bound(bounds.epoch).with_output(output);
         Arc::new(Group {
             rendezvous: Mutex::new(Rendezvous::new(membership.members.len())),
             membership,
@@ -73,7 +73,9 @@ impl Group {
     pub(super) fn join(&self, session: &Arc<Session>) -> anyhow::Result<()> {
         let core = lock_core(&self.core);
         match core.phase() {
-            PrimaryPhase::Alone(Some(reason)) | PrimaryPhase::Halted(reason) => {
+            PrimaryPhase::Alone(Some(reason))
+            | PrimaryPhase::Frozen(reason)
+            | PrimaryPhase::Halted(reason) => {
                 bail!("the group's protection has ended: {reason}")
             }
             PrimaryPhase::Alone(None) => bail!("the group's protection has ended"),
@@ -86,6 +88,11 @@ impl Group {
     pub(super) fn each(&self, mut act: impl FnMut(&Session)) {
         let sessions: Vec<_> = lock(&self.sessions).iter().filter_map(Weak::upgrade).collect();
         sessions.iter().for_each(|session| act(session));
+    }
+
+    /// The member at this place, while it lives.
+    pub(super) fn member(&self, place: usize) -> Option<Arc<Session>> {
+        lock(&self.sessions).get(place).and_then(Weak::upgrade)
     }
 
     /// Notes that the backup has said that it is ready with a member.
@@ -133,6 +140,16 @@ impl Group {
         let mut full = false;
         self.each(|member| full |= member.epoch_room.is_full());
         full
+    }
+
+    /// How far the data of all members has got.
+    pub(super) fn headway(&self) -> Headway {
+        let mut all = Headway::default();
+        self.each(|member| {
+            let one = member.headway();
+            all = Headway { bytes: all.bytes + one.bytes, done: all.done + one.done };
+        });
+        all
     }
 
     /// What the members do: as much as the busiest of them.

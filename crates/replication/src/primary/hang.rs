@@ -1,18 +1,22 @@
-//! A QEMU that lives and does nothing is a failed guest: its backup goes on with it.
+//! A QEMU that lives and does nothing is a failed guest, and so is one whose disk does not answer:
+//! its backup goes on with it.
 
 use super::session::Session;
 use std::sync::{Arc, Weak};
 use std::thread;
 use std::time::{Duration, Instant};
 use tracing::warn;
+use understudy_disk::WaitId;
 use understudy_machine::Machine;
 use understudy_machine::attention::HangDetector;
-use understudy_protocol::{PrimaryEvent, PrimaryPhase};
+use understudy_machine::disk_error;
+use understudy_protocol::{DISK_BOUND, PrimaryEvent, PrimaryPhase, Silence};
 
 /// Looks until protection is over. `bound` is for how long QEMU may be silent.
 pub(super) fn watch(session: &Weak<Session>, bound: Duration) {
     let mut detector = HangDetector::new(bound);
     let mut watched: Weak<Machine> = Weak::new();
+    let mut disks = Disks(Vec::new());
     let mut told = false;
     let mut looked = Instant::now();
     loop {
@@ -24,6 +28,7 @@ pub(super) fn watch(session: &Weak<Session>, bound: Duration) {
             // The first, or the one that it goes on in.
             watched = Arc::downgrade(&machine);
             detector = HangDetector::new(bound);
+            disks = Disks::of(&machine, detector.interval());
         }
         let passed = looked.elapsed();
         looked = Instant::now();
@@ -31,18 +36,41 @@ pub(super) fn watch(session: &Weak<Session>, bound: Duration) {
         let recording = session.recording();
         let waits = recording.is_some_and(|log| log.is_blocked() || log.comparer.is_wanted());
         let silent = machine.look(&mut detector, passed, waits);
-        if !detector.is_over() {
-            told = false;
-            continue;
+        let qemu = detector
+            .is_over()
+            .then(|| format!("QEMU has not answered for {:.1} s", silent.as_secs_f64()));
+        let hung = disks.look(&machine, passed).or(qemu);
+        match hung {
+            Some(reason) => hand_over(&session, &reason, &mut told),
+            None => told = false,
         }
-        hand_over(&session, silent, &mut told);
+    }
+}
+
+/// The silence of each disk of one machine.
+struct Disks(Vec<Silence<WaitId>>);
+
+impl Disks {
+    fn of(machine: &Machine, interval: Duration) -> Disks {
+        Disks(machine.disks().iter().map(|_| Silence::new(DISK_BOUND, interval)).collect())
+    }
+
+    /// What is to be said of the first that hangs.
+    fn look(&mut self, machine: &Machine, passed: Duration) -> Option<String> {
+        let mut hung = None;
+        for (disk, silence) in machine.disks().iter().zip(&mut self.0) {
+            let oldest = disk.longest_wait().map(|(call, _)| call);
+            if let Some(silent) = silence.look(oldest, passed) {
+                hung.get_or_insert_with(|| disk_error::hung(disk.index(), silent));
+            }
+        }
+        hung
     }
 }
 
 /// There is nothing better than to wait where no backup could go on.
-fn hand_over(session: &Session, silent: Duration, told: &mut bool) {
-    let reason = format!("QEMU has not answered for {:.1} s", silent.as_secs_f64());
-    if let Err(obstacle) = session.give_guest_up(&reason)
+fn hand_over(session: &Session, reason: &str, told: &mut bool) {
+    if let Err(obstacle) = session.give_guest_up(reason)
         && !std::mem::replace(told, true)
     {
         warn!(vm = %session.vm, "{reason}; {obstacle}");

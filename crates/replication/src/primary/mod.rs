@@ -7,11 +7,13 @@
 
 mod activity;
 mod capture;
+mod control;
 mod dialler;
 mod due;
 mod epoch_room;
 mod group;
 mod hang;
+mod headway;
 mod inbound;
 mod keep;
 mod link_speed;
@@ -41,6 +43,7 @@ use understudy_protocol::HostName;
 use understudy_threads::spawn;
 
 use crate::clock;
+use crate::hand_back::AskWinner;
 use crate::handshake::Identity;
 use crate::heartbeat::{self, Heartbeats};
 use crate::lockstep::primary::{MACHINE, Recording};
@@ -69,10 +72,22 @@ use understudy_encoding::{Compression, EncodingPlan};
 use understudy_link::channel::Channel;
 use understudy_link::link::Link;
 use understudy_machine::Machine;
-use understudy_protocol::{Generation, PathIndex, Policy, PrimaryEvent, PrimaryPhase, Verdict};
+use understudy_protocol::{Generation, PathIndex, Policy, PrimaryEvent, PrimaryPhase};
 use understudy_report::events::VmEvents;
 use understudy_report::meters::Meters;
 use understudy_report::{DiskReads, Mode, ProtectRequest};
+
+/// Silences that are failures.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Detection {
+    /// The shortest silence after which a peer is suspected.
+    pub peer: Duration,
+    /// The longest silence of the QEMU of a protected VM before its backup takes over.
+    pub qemu: Duration,
+    /// The longest time for which nothing may move of an epoch that the backup has not
+    /// acknowledged.
+    pub epoch: Duration,
+}
 
 /// What `protect` needs to know.
 pub struct Plan {
@@ -106,6 +121,8 @@ pub struct Plan {
     pub session: String,
     /// Sessions since which every change of the disks is known.
     pub sessions: Vec<String>,
+    /// Asks whoever has won the VM, while its guest is kept here.
+    pub ask_winner: AskWinner,
     /// Where this host notes what its images are.
     pub records: Records,
     /// What the operator asked for.
@@ -173,6 +190,7 @@ pub fn protect(
         epoch_room: EpochRoom::new(EPOCH_DISK_BYTES),
         data,
         heartbeats: Heartbeats::new(plan.addresses.len()),
+        work: headway::Work::default(),
         keeping: keep::Keeping::default(),
         media: medium::Media::default(),
         paths,
@@ -180,6 +198,7 @@ pub fn protect(
         stood_down: AtomicBool::new(false),
         diverged: AtomicBool::new(false),
         arbiter: plan.arbiter,
+        ask_winner: plan.ask_winner,
         contests,
         core: group.core.clone(),
         group,
@@ -245,7 +264,7 @@ fn start_threads(
     start("send", Box::new(move |session| run_send(&session, &outflow)))?;
     start("receive", Box::new(|session| receive::run(&session)))?;
     start("settle", Box::new(|session| mirror::run_rounds(&session)))?;
-    start("control", Box::new(move |session| run_control(&session, &contests)))?;
+    start("control", Box::new(move |session| control::run(&session, &contests)))?;
     start("inbound", Box::new(move |session| inbound::run(&session, &copies, &dialler)))?;
     start("capture", Box::new(move |session| run_capture(&session, over)))
 }
@@ -278,21 +297,6 @@ fn recording(machine: &Arc<Machine>, plan: &Plan) -> Option<Arc<Recording>> {
     follows.then(|| Arc::new(Recording::new(machine, plan.disk_reads, MACHINE)))
 }
 
-/// Asks the arbiter, which may take its time, and samples the bandwidth.
-fn run_control(session: &Session, contests: &Receiver<Generation>) {
-    while !session.is_over() {
-        session.stats.sample();
-        if let Ok(from) = contests.recv_timeout(Duration::from_millis(250)) {
-            let verdict = session.membership().acquire(&session.arbiter, from);
-            info!(vm = %session.vm, "the arbiter's verdict: {verdict:?}");
-            if let Verdict::Unreachable(reason) = &verdict {
-                error!(vm = %session.vm, "output stays held: {reason}");
-            }
-            session.event(PrimaryEvent::Verdict(verdict));
-        }
-    }
-}
-
 fn run_capture(session: &Arc<Session>, over: impl FnOnce(PrimaryPhase)) {
     let captured = capture::run(session);
     session.pace.end();
@@ -308,19 +312,12 @@ fn run_capture(session: &Arc<Session>, over: impl FnOnce(PrimaryPhase)) {
             info!(vm = %session.vm, "the guest powered off: {reason}");
         } else if session.machine().is_alive() {
             error!(vm = %session.vm, "{reason}");
-            session.event(PrimaryEvent::PeerGone(reason));
+            cannot_capture(session, reason);
         } else {
             session.event(PrimaryEvent::GuestDied(session.machine().last_words()));
         }
     }
-    let phase = loop {
-        let ended = session.wait_for_phase(Duration::from_secs(3600), |phase| {
-            matches!(phase, PrimaryPhase::Alone(_) | PrimaryPhase::Halted(_))
-        });
-        if let Ok(phase) = ended {
-            break phase;
-        }
-    };
+    let phase = await_end(session);
     if matches!(phase, PrimaryPhase::Alone(_)) && !session.machine().is_powered_off() {
         // A checkpoint that failed may have left the guest paused.
         if let Err(error) = session.machine().ensure_running() {
@@ -328,6 +325,38 @@ fn run_capture(session: &Arc<Session>, over: impl FnOnce(PrimaryPhase)) {
         }
     }
     over(phase);
+}
+
+/// Has the backup go on with the guest, if it could; nobody takes over what nobody could go on with.
+fn cannot_capture(session: &Session, reason: String) {
+    let event = match session.group.obstacle() {
+        None => PrimaryEvent::CannotCapture(reason),
+        Some(obstacle) => PrimaryEvent::PeerGone(format!(
+            "{reason}; host {} could not take over: {obstacle}",
+            session.peer
+        )),
+    };
+    session.event(event);
+}
+
+/// Waits until it is decided who has the VM. A guest that is kept meanwhile stands still.
+fn await_end(session: &Session) -> PrimaryPhase {
+    let is_end =
+        |phase: &PrimaryPhase| matches!(phase, PrimaryPhase::Alone(_) | PrimaryPhase::Halted(_));
+    let mut stands_still = false;
+    loop {
+        let seen = session.wait_for_phase(Duration::from_secs(3600), |phase| {
+            is_end(phase) || (matches!(phase, PrimaryPhase::Frozen(_)) && !stands_still)
+        });
+        match seen {
+            Ok(phase) if is_end(&phase) => return phase,
+            Ok(_) => {
+                stands_still = true;
+                session.freeze();
+            }
+            Err(_) => {}
+        }
+    }
 }
 
 /// QEMU's refusal to resume can be seen before its event that says why.

@@ -40,6 +40,7 @@ fn receive_one(session: &Session) -> anyhow::Result<ControlFlow<()>> {
             }
         }
         Kind::MayTakeOver => session.group.heard_of_take_over(session, &message.payload),
+        Kind::Works => session.work.applied(message.header.epoch.0),
         Kind::Settled => settled(session, message.header.epoch),
         Kind::Written => {
             if let Some(recording) = log_of(session, Kind::Written)? {
@@ -95,6 +96,7 @@ fn log_of(session: &Session, said: Kind) -> anyhow::Result<Option<Arc<Recording>
 }
 
 fn progressed(session: &Session, recording: &Recording, progress: LogProgress) {
+    session.work.executed(progress.position);
     if let Some(share) = recording.progressed(progress) {
         session.pace.limit(share);
     }

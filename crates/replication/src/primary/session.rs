@@ -5,6 +5,7 @@ use super::activity::Watch;
 use super::epoch_room::EpochRoom;
 use super::group::Group;
 use super::group::lock_core;
+use super::headway::Work;
 use super::inbound::{self, Inbound};
 use super::keep::Keeping;
 use super::medium::Media;
@@ -16,6 +17,7 @@ use super::send::{Outbox, Outgoing, PLANNED};
 use super::stats::Stats;
 use super::turn::Turning;
 use crate::clock;
+use crate::hand_back::AskWinner;
 use crate::heartbeat::{Heartbeats, Pulse};
 use crate::lockstep::primary::Recording;
 use crate::lockstep::reads;
@@ -42,6 +44,7 @@ use understudy_protocol::{
     PrimaryEvent, PrimaryPhase, Time, VmName,
 };
 use understudy_report::events::VmEvents;
+use understudy_threads::spawn;
 
 /// Nothing waits longer than this without looking again.
 pub(super) const LONGEST_WAIT: Duration = Duration::from_millis(500);
@@ -97,6 +100,8 @@ pub struct Session {
     /// The way of the data to it.
     pub data: Arc<Channel>,
     pub(super) heartbeats: Heartbeats,
+    /// The backup's work on what it has.
+    pub(super) work: Work,
     /// Epochs that a snapshot is made of.
     pub(super) keeping: Keeping,
     /// What the backup says of a medium.
@@ -114,6 +119,8 @@ pub struct Session {
     /// The backup's QEMU did not follow the log.
     pub(super) diverged: AtomicBool,
     pub(super) arbiter: Arbiter,
+    /// Asks whoever has won the VM.
+    pub(super) ask_winner: AskWinner,
     pub(super) contests: Sender<Generation>,
     /// The group's.
     pub(super) core: Arc<Mutex<Primary>>,
@@ -280,6 +287,8 @@ impl Session {
                 self.data.close();
                 self.heartbeats.close();
             }
+            // Its connections are closed; nothing else of it is to be ended yet.
+            PrimaryAction::Freeze => {}
             PrimaryAction::Halt(reason) => {
                 warn!(vm = %self.vm, "halting this copy: {reason}");
                 for port in self.machine().ports() {
@@ -288,8 +297,8 @@ impl Session {
                 if let Some(console) = &self.console {
                     console.shut();
                 }
-                self.end_mirroring();
                 self.machine().halt();
+                self.end_mirroring_aside();
             }
         }
     }
@@ -302,6 +311,17 @@ impl Session {
         self.end_mirroring();
         self.data.close();
         self.heartbeats.close();
+    }
+
+    /// For a machine that is no more: a write that its disk does not answer would hold everybody up.
+    fn end_mirroring_aside(&self) {
+        self.epoch_room.close();
+        self.outbox.close();
+        let session = self.group.member(self.place);
+        let body = move || session.iter().for_each(|session| session.end_mirroring());
+        if let Err(error) = spawn(format!("unmirror-{}", self.vm), body) {
+            warn!(vm = %self.vm, "cannot start a thread: {error}");
+        }
     }
 
     fn end_mirroring(&self) {
@@ -414,6 +434,9 @@ impl Pulse for Session {
         self.lost_aside(reason);
     }
     fn tick(&self) {
+        if self.place == 0 {
+            self.look_at_headway();
+        }
         self.event(PrimaryEvent::Tick);
     }
     fn is_over(&self) -> bool {

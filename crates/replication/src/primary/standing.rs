@@ -60,7 +60,8 @@ impl Standing {
         let age = now - word.heard;
         let silent = || {
             format!(
-                "it has not proved for {:.1} s that it reaches the arbiter, which hangs or is slow",
+                "it has not proved for {:.1} s that it reaches the arbiter and could take over: one of them \
+                 hangs or is slow",
                 age.as_secs_f64()
             )
         };

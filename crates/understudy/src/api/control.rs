@@ -1,6 +1,7 @@
 //! What the API asks of a host.
 
 use std::sync::Arc;
+use understudy_client::Subject;
 use understudy_daemon::events::Journal;
 use understudy_daemon::report::{
     CheckpointTiming, ComparisonReport, GroupRequest, HostStatus, MediumRequest, ProtectRequest,
@@ -13,25 +14,6 @@ use understudy_daemon::{Host, HostError, Meters};
 use understudy_protocol::{GroupName, VmName};
 use understudy_qemu::VmDefinition;
 use understudy_snapshot::SnapshotNumber;
-
-/// What is snapshotted, or restored.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub enum Subject {
-    /// A VM by itself.
-    Vm(VmName),
-    /// A group.
-    Cluster(GroupName),
-}
-
-impl Subject {
-    /// Its name.
-    pub fn name(&self) -> &str {
-        match self {
-            Subject::Vm(name) => name,
-            Subject::Cluster(name) => name,
-        }
-    }
-}
 
 /// What the API asks of a host; all calls block. [`Host`] outside of tests.
 pub trait Control: Send + Sync + 'static {

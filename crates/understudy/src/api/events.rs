@@ -12,11 +12,10 @@ use serde::Deserialize;
 use std::collections::VecDeque;
 use std::convert::Infallible;
 use std::time::{Duration, Instant};
+use understudy_client::LONGEST_WAIT;
 use understudy_daemon::events::{Event, EventList, Journal};
 use understudy_protocol::VmName;
 
-/// The longest that an answer is waited for.
-pub const LONGEST_WAIT: Duration = Duration::from_secs(30);
 /// Between two looks at the number of the last event.
 const LOOK: Duration = Duration::from_millis(50);
 

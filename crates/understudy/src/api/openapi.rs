@@ -1,12 +1,12 @@
 //! The description of the API for machines, OpenAPI 3.1, made of the list of calls and of the types themselves.
 
 use super::calls::{Call, all};
-use crate::failure::ErrorBody;
 use axum::response::Json;
 use schemars::generate::SchemaSettings;
 use schemars::{JsonSchema, Schema, SchemaGenerator, json_schema};
 use serde_json::{Map, Value, json};
 use std::borrow::Cow;
+use understudy_client::ErrorBody;
 use understudy_daemon::HostError;
 
 const INTRODUCTION: &str = "The API of one host's daemon. On its unix socket, whoever may open that may do all. Over the network \

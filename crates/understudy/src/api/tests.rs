@@ -1,8 +1,6 @@
 //! The API and the client, over a unix socket, with a host that only records.
 
 use super::*;
-use crate::client::Client;
-use crate::failure::{Exit, Failure, FailureKind};
 use crate::socket::ApiSocket;
 use crate::table::tests::example;
 use std::io::{Read, Write};
@@ -10,6 +8,7 @@ use std::os::unix::net::UnixStream;
 use std::sync::Mutex;
 use tempfile::TempDir;
 use tokio::runtime::Runtime;
+use understudy_client::{Client, Exit, Failure, FailureKind};
 use understudy_daemon::Meters;
 use understudy_daemon::events::Journal;
 use understudy_daemon::report::{

@@ -1,7 +1,8 @@
 //! The grammar of `protect`.
 
 use clap::{Args, ValueEnum};
-use understudy_daemon::report::{DiskReads, Mode};
+use understudy_client::ModeKind;
+use understudy_daemon::report::DiskReads;
 use understudy_encoding::{Compression, DEFAULT_CACHE_PAGES, EncodingPlan, MOST_CACHE_PAGES};
 use understudy_protocol::VmName;
 use understudy_protocol::{Output, Policy};
@@ -73,24 +74,6 @@ pub struct ProtectArgs {
     /// this exits with 3; this host's configuration must allow it under [experiments].
     #[arg(long, conflicts_with = "group")]
     pub unheld_output: bool,
-}
-
-/// Replication modes.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
-pub enum ModeKind {
-    /// Checkpoints: the backup gets what the guest wrote, many times a second.
-    Checkpoint,
-    /// The backup executes the guest's instructions too; for guests with one vCPU, under TCG.
-    Lockstep,
-}
-
-impl From<ModeKind> for Mode {
-    fn from(kind: ModeKind) -> Mode {
-        match kind {
-            ModeKind::Checkpoint => Mode::Checkpoint,
-            ModeKind::Lockstep => Mode::Lockstep,
-        }
-    }
 }
 
 /// Where a backup in lockstep gets what its guest reads.
@@ -178,6 +161,7 @@ mod tests {
     use super::*;
     use crate::cli::{Cli, Command};
     use clap::Parser;
+    use understudy_daemon::report::Mode;
 
     fn read(line: &str) -> ProtectArgs {
         match Cli::try_parse_from(line.split_whitespace()).unwrap().command {

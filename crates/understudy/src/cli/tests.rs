@@ -18,7 +18,7 @@ fn global_options_stand_anywhere() {
     let before = parse("understudy --json --socket /x status db").unwrap();
     let after = parse("understudy status db --socket /x --json").unwrap();
     for cli in [before, after] {
-        assert!(cli.json);
+        assert!(cli.output.json);
         assert_eq!(cli.socket, PathBuf::from("/x"));
         assert!(matches!(cli.command, Command::Status { vm: Some(vm) } if vm == "db"));
     }
@@ -58,15 +58,7 @@ fn the_examples_in_the_help_are_right() {
     assert_eq!((host.peers.len(), host.arbiter.is_some()), (1, true));
     let vm = VmDefinition::from_toml(&example(VM_START_HELP), file).unwrap();
     assert_eq!((vm.disks.len(), vm.cards.len()), (1, 1));
-    let helps = [
-        AFTER_HELP,
-        SIMULATE_HELP,
-        PROTECT_HELP,
-        RECOVER_HELP,
-        CHAOS_HELP,
-        SUITE_HELP,
-        CLUSTER_HELP,
-    ];
+    let helps = [AFTER_HELP, PROTECT_HELP, RECOVER_HELP, CLUSTER_HELP];
     for help in helps {
         let lines = example(help);
         for line in lines.lines().filter(|line| line.starts_with("understudy ")) {
@@ -96,6 +88,17 @@ fn the_help_documents_the_exit_codes() {
     for code in 0..=5 {
         assert!(help.contains(&format!("\n  {code}  ")), "exit code {code} is missing:\n{help}");
     }
+}
+
+#[test]
+fn the_manual_has_the_pages_that_the_help_has() {
+    let pages = tempfile::tempdir().unwrap();
+    let command = ManualCommand::Manual { dir: pages.path().to_owned() };
+    understudy_client::manual::run(Cli::command(), &command).unwrap();
+    let page = |name: &str| std::fs::read_to_string(pages.path().join(name));
+    let host = page("understudy-host.1").unwrap();
+    assert!(host.contains("SIGTERM") && host.contains("power_off_seconds"), "{host}");
+    assert!(page("understudy-vm-start.1").is_ok() && page("understudy-manual.1").is_err());
 }
 
 #[test]

@@ -1,11 +1,8 @@
 //! `understudy cluster`, `vm snapshot` and `vm restore`.
 
-use crate::api::Subject;
 use crate::cli::{ClusterCommand, SnapshotArgs};
-use crate::client::Client;
-use crate::failure::{Exit, Failure, FailureKind};
-use crate::output;
 use std::fmt::Write;
+use understudy_client::{Client, Exit, Failure, FailureKind, Subject, output};
 use understudy_daemon::snapshot::report::{
     RestoreReport, RestoreRequest, SnapshotReport, VerifyReport,
 };

@@ -1,12 +1,11 @@
 //! `understudy vm console`: this terminal, or a pipe, on a guest's serial port.
 
 use super::relay::Relay;
-use crate::client::Client;
-use crate::failure::{Exit, Failure, FailureKind};
 use nix::sys::termios::{SetArg, Termios, cfmakeraw, tcgetattr, tcsetattr};
 use std::io::{self, IsTerminal};
 use std::os::fd::{AsFd, BorrowedFd};
 use std::os::unix::net::UnixStream;
+use understudy_client::{Client, Exit, Failure, FailureKind};
 use understudy_daemon::ErrorKind;
 
 /// Connects until the user or the guest leaves.

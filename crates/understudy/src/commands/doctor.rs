@@ -1,9 +1,8 @@
 //! `understudy doctor`.
 
 use crate::doctor::{self, Report};
-use crate::failure::{Exit, Failure};
-use crate::output;
 use std::path::Path;
+use understudy_client::{Exit, Failure, output};
 
 /// Checks the machine and prints what was found.
 pub fn run(config: Option<&Path>, json: bool) -> Result<Exit, Failure> {

@@ -1,9 +1,8 @@
 //! `understudy events`.
 
 use crate::cli::EventsArgs;
-use crate::client::Client;
-use crate::failure::{Exit, Failure};
 use crate::{output, table};
+use understudy_client::{Client, Exit, Failure};
 use understudy_daemon::events::EventList;
 
 /// Shows what has happened, and with `--follow` what happens.

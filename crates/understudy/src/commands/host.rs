@@ -2,7 +2,6 @@
 
 use super::watchdog;
 use crate::api::{Api, Guard, remote};
-use crate::failure::{Exit, Failure};
 use crate::metrics;
 use crate::service_manager::{Notice, ServiceManager};
 use crate::socket::ApiSocket;
@@ -16,6 +15,7 @@ use tokio::runtime::Builder;
 use tokio::signal::unix::{Signal, SignalKind, signal};
 use tokio::sync::oneshot;
 use tokio::task::{JoinError, spawn_blocking};
+use understudy_client::{Exit, Failure};
 use understudy_daemon::config::HostConfig;
 use understudy_daemon::{ADDRESS_PATIENCE, ErrorKind, Host, HostError};
 

@@ -1,13 +1,12 @@
 //! `understudy vm import`.
 
 use crate::cli::{ImportArgs, ImportSource};
-use crate::failure::{Exit, Failure, FailureKind};
-use crate::output;
 use serde::Serialize;
 use std::fs;
 use std::io::Write;
 use std::path::Path;
 use std::process::Command;
+use understudy_client::{Exit, Failure, FailureKind, output};
 use understudy_daemon::ErrorKind;
 use understudy_import::{Finding, Import, Outcome, Surroundings, Template, libvirt, proxmox, qemu};
 use understudy_qemu::VmDefinition;

@@ -1,9 +1,7 @@
 //! `understudy lockstep`: VMs in lockstep.
 
 use crate::cli::LockstepCommand;
-use crate::client::Client;
-use crate::failure::{Exit, Failure};
-use crate::output;
+use understudy_client::{Client, Exit, Failure, output};
 
 /// Does one of them.
 pub fn run(client: &Client, command: &LockstepCommand, json: bool) -> Result<Exit, Failure> {

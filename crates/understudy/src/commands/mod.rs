@@ -7,25 +7,20 @@ mod events;
 mod host;
 mod import;
 mod lockstep;
-mod manual;
 mod pki;
 mod protect;
 mod questions;
 mod recover;
 mod relay;
 mod setup;
-mod simulate;
 mod status;
 mod top;
 mod vm;
 mod watchdog;
 
-use crate::bench;
-use crate::chaos;
 use crate::cli::{Cli, Command, VmCommand};
-use crate::client::{Client, Credentials};
-use crate::demo;
-use crate::failure::{Exit, Failure, FailureKind};
+use clap::CommandFactory;
+use understudy_client::{Client, Credentials, Exit, Failure, FailureKind, manual};
 
 /// A command that another host's API does not offer, but that means this one.
 fn works_here_alone(command: &Command) -> Option<&'static str> {
@@ -61,36 +56,32 @@ pub fn run(cli: &Cli) -> Result<Exit, Failure> {
         );
         return Err(Failure::new(FailureKind::Usage, message));
     }
+    let json = cli.output.json;
     let client = || match &cli.host {
         None => Client::new(&cli.socket),
         Some(host) => Client::remote(host.clone(), &credentials(cli)?),
     };
     match &cli.command {
         Command::Host { config } => host::run(config),
-        Command::Init(args) => setup::init(args, cli.json),
-        Command::Invite(args) => setup::invite(args, cli.json),
-        Command::Join(args) => setup::join(args, cli.json),
+        Command::Init(args) => setup::init(args, json),
+        Command::Invite(args) => setup::invite(args, json),
+        Command::Join(args) => setup::join(args, json),
         Command::Custodian => understudy_daemon::custody::run()
             .map(|()| Exit::Ok)
             .map_err(|error| Failure::internal(format!("the custodian: {error:#}"))),
-        Command::Manual { dir } => manual::write_pages(dir),
-        Command::Completions { shell } => manual::print_completions(*shell),
-        Command::Vm(command) => vm::run(&client()?, command, cli.json),
-        Command::Protect(args) => protect::protect(&client()?, args, cli.json),
-        Command::Unprotect { vm } => protect::unprotect(&client()?, vm, cli.json),
-        Command::Failover { vm } => protect::failover(&client()?, vm, cli.json),
-        Command::Lockstep(command) => lockstep::run(&client()?, command, cli.json),
-        Command::Recover(args) => recover::run(&client()?, args, cli.json),
-        Command::Status { vm } => status::run(&client()?, vm.as_deref(), cli.json),
-        Command::Top => top::run(&client()?, cli.json),
-        Command::Events(args) => events::run(&client()?, args, cli.json),
-        Command::Cluster(command) => cluster::run(&client()?, command, cli.json),
-        Command::Pki(command) => pki::run(command, cli.json),
-        Command::SnapshotKey { file } => pki::snapshot_key(file, cli.json),
-        Command::Demo(args) => demo::run(args, cli.json),
-        Command::Chaos(args) => chaos::run(args, cli.json),
-        Command::Simulate(args) => simulate::run(args, cli.json),
-        Command::Bench(args) => bench::run(args, cli.json),
-        Command::Doctor { config } => doctor::run(config.as_deref(), cli.json),
+        Command::Manual(command) => manual::run(Cli::command(), command),
+        Command::Vm(command) => vm::run(&client()?, command, json),
+        Command::Protect(args) => protect::protect(&client()?, args, json),
+        Command::Unprotect { vm } => protect::unprotect(&client()?, vm, json),
+        Command::Failover { vm } => protect::failover(&client()?, vm, json),
+        Command::Lockstep(command) => lockstep::run(&client()?, command, json),
+        Command::Recover(args) => recover::run(&client()?, args, json),
+        Command::Status { vm } => status::run(&client()?, vm.as_deref(), json),
+        Command::Top => top::run(&client()?, json),
+        Command::Events(args) => events::run(&client()?, args, json),
+        Command::Cluster(command) => cluster::run(&client()?, command, json),
+        Command::Pki(command) => pki::run(command, json),
+        Command::SnapshotKey { file } => pki::snapshot_key(file, json),
+        Command::Doctor { config } => doctor::run(config.as_deref(), json),
     }
 }

@@ -1,9 +1,8 @@
 //! `understudy pki` and `understudy snapshot-key`.
 
 use crate::cli::PkiCommand;
-use crate::failure::{Exit, Failure};
-use crate::output;
 use std::path::Path;
+use understudy_client::{Exit, Failure, output};
 use understudy_daemon::pki::{self, Revoked, Written};
 use understudy_daemon::snapshot::make_key;
 

@@ -1,13 +1,12 @@
 //! `understudy protect`, `unprotect` and `failover`.
 
-use crate::cli::{DiskReadsKind, ModeKind, ProtectArgs};
-use crate::client::Client;
-use crate::failure::{Exit, Failure, FailureKind};
-use crate::output;
-use crate::progress::SyncProgress;
+use crate::cli::{DiskReadsKind, ProtectArgs};
 use serde_json::json;
 use std::thread;
 use std::time::Duration;
+use understudy_client::{
+    Client, Exit, Failure, FailureKind, ModeKind, output, progress::SyncProgress,
+};
 use understudy_daemon::report::{GroupRequest, ProtectRequest, Protection, VmStatus};
 use understudy_protocol::GroupName;
 
@@ -151,7 +150,6 @@ fn whom(vm: &str, group: &Option<GroupName>, verb: &str) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::failure::Exit;
     use crate::table::tests::example;
     use understudy_protocol::literal;
 

@@ -1,9 +1,9 @@
 //! Questions to whoever sits at the terminal; nobody is asked where nobody sits.
 
-use crate::failure::{Failure, FailureKind};
 use std::fmt::Display;
 use std::io::{self, BufRead, IsTerminal, Write};
 use std::str::FromStr;
+use understudy_client::{Failure, FailureKind};
 
 /// Asks, or does without.
 pub struct Questions {

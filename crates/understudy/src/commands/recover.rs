@@ -1,10 +1,8 @@
 //! `understudy recover`.
 
 use crate::cli::RecoverArgs;
-use crate::client::Client;
-use crate::failure::{Exit, Failure};
-use crate::output;
 use std::fmt::Write;
+use understudy_client::{Client, Exit, Failure, output};
 use understudy_daemon::report::{RecoverReport, RecoverRequest};
 
 /// Names a VM's valid images; starts it on them, unless told not to.

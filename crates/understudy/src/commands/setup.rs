@@ -2,11 +2,10 @@
 
 use super::questions::Questions;
 use crate::cli::{HostArgs, InitArgs, InvitationArgs, InviteArgs, JoinArgs, PeerAddress};
-use crate::failure::{Exit, Failure, FailureKind};
-use crate::output;
 use serde_json::json;
 use std::path::Path;
 use std::process::Command;
+use understudy_client::{Exit, Failure, FailureKind, output};
 use understudy_daemon::ErrorKind;
 use understudy_daemon::setup::{self, DIRECTORY, HOST_FILE, Invitation, Joined, Made, Plan};
 use understudy_protocol::HostName;

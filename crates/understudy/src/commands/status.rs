@@ -1,8 +1,7 @@
 //! `understudy status`.
 
-use crate::client::Client;
-use crate::failure::{Exit, Failure};
 use crate::{output, table};
+use understudy_client::{Client, Exit, Failure};
 use understudy_daemon::report::Protection;
 
 /// Shows one VM, or all.

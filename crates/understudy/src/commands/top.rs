@@ -1,13 +1,12 @@
 //! `understudy top`: the dashboard in a terminal, drawn anew every second.
 
-use crate::client::Client;
-use crate::failure::{Exit, Failure};
 use crate::{output, table};
 use console::{Key, Term};
 use std::io::{self, Write};
 use std::sync::mpsc::{Receiver, RecvTimeoutError, channel};
 use std::thread;
 use std::time::{Duration, SystemTime};
+use understudy_client::{Client, Exit, Failure};
 
 const INTERVAL: Duration = Duration::from_secs(1);
 /// Events are asked for from here on: the last of them fill the page.

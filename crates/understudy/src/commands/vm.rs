@@ -1,15 +1,13 @@
 //! `understudy vm`: start, stop, list.
 
 use super::{cluster, console, import};
-use crate::api::Subject;
 use crate::cli::{Startable, VmCommand};
-use crate::client::Client;
-use crate::failure::{Exit, Failure, FailureKind};
 use crate::{output, table};
 use serde_json::json;
 use std::fs;
 use std::io;
 use std::path::{Path, PathBuf};
+use understudy_client::{Client, Exit, Failure, FailureKind, Subject};
 use understudy_daemon::ErrorKind;
 use understudy_daemon::report::MediumRequest;
 use understudy_qemu::VmDefinition;

@@ -3,10 +3,10 @@
 use super::Check;
 use std::path::PathBuf;
 use std::process::Command;
-use understudy_daemon::HostError;
-use understudy_daemon::config::{HostConfig, find_agent, find_qemu};
+use understudy_daemon::config::HostConfig;
 use understudy_qemu::Capabilities;
 use understudy_qemu::pause::is_proven;
+use understudy_qemu::programs::{Missing, find_agent, find_qemu};
 
 const INSTALL_QEMU: &str = "install the package qemu-system-x86, version 8.2 or later \
                             (Debian 13, or backports of Debian 12)";
@@ -19,11 +19,11 @@ pub fn checks(config: Option<&HostConfig>) -> Vec<Check> {
     vec![qemu(qemu_path), qemu_img(), agent(agent_path)]
 }
 
-fn qemu(path: Result<PathBuf, HostError>) -> Check {
+fn qemu(path: Result<PathBuf, Missing>) -> Check {
     const NAME: &str = "QEMU";
     let path = match path {
         Ok(path) => path,
-        Err(error) => return Check::fail(NAME, error.message, INSTALL_QEMU),
+        Err(error) => return Check::fail(NAME, error.0, INSTALL_QEMU),
     };
     match Capabilities::probe(&path) {
         Ok(found) => {
@@ -55,13 +55,11 @@ fn qemu_img() -> Check {
     }
 }
 
-fn agent(path: Result<PathBuf, HostError>) -> Check {
+fn agent(path: Result<PathBuf, Missing>) -> Check {
     const NAME: &str = "agent library";
     match path {
         Ok(path) => Check::ok(NAME, path.display().to_string()),
-        Err(error) => {
-            Check::fail(NAME, error.message, "build it with `make`, or install the package")
-        }
+        Err(error) => Check::fail(NAME, error.0, "build it with `make`, or install the package"),
     }
 }
 
@@ -69,7 +67,6 @@ fn agent(path: Result<PathBuf, HostError>) -> Check {
 mod tests {
     use super::*;
     use crate::doctor::State;
-    use understudy_daemon::ErrorKind;
 
     #[test]
     fn a_program_that_is_no_qemu_fails_and_says_what_to_install() {
@@ -80,7 +77,7 @@ mod tests {
 
     #[test]
     fn what_is_not_found_fails() {
-        let missing = || Err(HostError::new(ErrorKind::NotFound, "not there"));
+        let missing = || Err(Missing("not there".to_owned()));
         assert_eq!(qemu(missing()).detail, "not there");
         assert_eq!(agent(missing()).state, State::Fail);
     }

@@ -99,10 +99,11 @@ fn a_primary_is_cut_off(options: SceneOptions) {
         begin_to_count(scene)?;
         scene.lab().cut("a")?;
         scene.await_live("b")?;
-        scene.await_fenced("a")?;
+        scene.await_kept("a")?;
         let let_out = log_of(scene, "a")?;
         prove_count(scene, &let_out)?;
         scene.lab().heal("a")?;
+        scene.await_fenced("a")?;
         prove_survival(scene, client, "b")
     });
 }

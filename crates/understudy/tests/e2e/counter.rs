@@ -175,12 +175,14 @@ fn counting_goes_on_when_the_host_is_cut_off(scene: &mut Scene) -> Result<()> {
     let log = console(scene, "a")?;
     scene.lab().cut("a")?;
     scene.await_live("b")?;
+    scene.await_kept("a")?;
+    scene.lab().heal("a")?;
     scene.await_fenced("a")?;
     // Halted for good: it counts no more.
     let (halted, fenced_at) = (counts(&log)?, Instant::now());
     prove_first_continuity(scene, committed)?;
     ensure!(counts(&log)? == halted, "a counted on, {:?} after", fenced_at.elapsed());
-    scene.lab().heal("a")
+    Ok(())
 }
 
 fn counting_goes_on_when_it_is_handed_over_and_back(scene: &mut Scene) -> Result<()> {

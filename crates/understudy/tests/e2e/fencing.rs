@@ -107,10 +107,13 @@ fn arbiter_on_the_backups_side(arbiter: ArbiterKind) {
         pass(MANY_RETRIES)?;
         ensure!(scene.status("a")?["live"] == true, "a ended without a verdict");
         unhide(scene, arbiter, "a")?;
+        // Whether b could start the guest it cannot know before it can ask.
+        let kept = scene.await_kept("a")?;
+        ensure!(kept["live"] == false, "{kept}");
+        scene.lab().heal("a")?;
         scene.await_fenced("a")?;
         is_gone(former)?;
         ensure!(image_role(scene, "a")? == "stale", "a's images are {}", image_role(scene, "a")?);
-        scene.lab().heal("a")?;
         await_service(&client)?;
         let first = b.first_frame_after(cut_at)?.context("b answered no client")?;
         ensure!(a.frames_after(first)? == 0, "a still sent something after b had begun to");

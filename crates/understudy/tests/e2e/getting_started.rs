@@ -35,13 +35,13 @@ fn target() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("../../target")
 }
 
-/// Builds the package of the binaries under test.
-fn package() -> Result<PathBuf> {
+/// Builds the packages of the binaries under test: the product's, and the laboratory's.
+fn packages() -> Result<Vec<PathBuf>> {
     let profile = Path::new(env!("CARGO_BIN_EXE_understudy")).parent().context("no profile")?;
     let profile = profile.file_name().context("no profile")?.to_string_lossy().into_owned();
     let script = target().join("../scripts/deb");
     let built = run(&script.to_string_lossy(), &[&profile])?;
-    Ok(PathBuf::from(built.trim()))
+    Ok(built.lines().map(PathBuf::from).collect())
 }
 
 /// A clean Debian, which is made once.
@@ -137,13 +137,15 @@ fn the_page_has_six_commands() {
 /// Prints how long it took, from the first command to the VM that is protected.
 #[test]
 fn two_clean_hosts_protect_a_vm_in_six_commands() -> Result<()> {
-    let (package, root) = (package()?, clean_root()?);
+    let (packages, root) = (packages()?, clean_root()?);
     let lab = Lab::new(&["a", "b"])?;
     let boot = |host: &str| Installed::boot(&lab, host, &format!("host-{host}"), &root);
     let mut site = Site { a: boot("a")?, b: boot("b")?, init: None, token: None };
-    for host in [&site.a, &site.b] {
+    for package in &packages {
         let name = package.file_name().context("a package has a name")?;
-        fs::copy(&package, host.path("/root").join(name))?;
+        for host in [&site.a, &site.b] {
+            fs::copy(package, host.path("/root").join(name))?;
+        }
     }
     put_guest(&site.a)?;
     let begun = Instant::now();
@@ -168,6 +170,7 @@ fn two_clean_hosts_protect_a_vm_in_six_commands() -> Result<()> {
     })?;
     await_service(&client)?;
     close(client)?;
+    check_laboratory(&site.b)?;
     remove(&site.b)?;
     drop(site);
     let left = lab.leftovers()?;
@@ -183,6 +186,22 @@ fn check_unit(site: &Site) -> Result<()> {
     ensure!(shown.contains("NRestarts=0") && shown.contains("that run here: "), "{shown}");
     site.a
         .call("systemctl is-enabled understudy && test -e /usr/share/man/man1/understudy.1.gz")?;
+    for page in ["operating.md.gz", "runbook.md.gz", "monitoring/understudy.rules.yml"] {
+        site.a.call(&format!("test -s /usr/share/doc/understudy/{page}"))?;
+    }
+    Ok(())
+}
+
+/// The laboratory's package, which only that of the product of this very version lets in.
+fn check_laboratory(host: &Installed) -> Result<()> {
+    host.call("dpkg -i ./understudy-lab_*.deb")?;
+    host.call("test -e /usr/share/man/man1/understudy-lab-demo.1.gz")?;
+    let simulated = host.call("understudy-lab simulate --seeds 20")?;
+    ensure!(simulated.contains("20 schedules, 0 broke an invariant"), "{simulated}");
+    let demo = host.command("understudy-lab demo").output()?;
+    let said = String::from_utf8_lossy(&demo.stderr);
+    let told = said.contains("target/guest/vmlinuz") && said.contains("`make guests`");
+    ensure!(demo.status.code() == Some(4) && told, "{said}");
     Ok(())
 }
 
@@ -201,6 +220,7 @@ fn remove(host: &Installed) -> Result<()> {
     let said = host.call("apt-get purge -y understudy")?;
     ensure!(said.contains("/etc/understudy stays"), "{said}");
     host.call("test -e /etc/understudy/host.toml && test ! -e /usr/bin/understudy")?;
+    host.call("test ! -e /usr/bin/understudy-lab")?;
     let running = host.command("pgrep -x qemu-system-x86").output()?;
     ensure!(!running.status.success(), "a QEMU outlived the package");
     Ok(())

@@ -107,11 +107,12 @@ fn a_primary_is_cut_off() {
         scene.lab().cut("a")?;
         scene.await_live("b")?;
         await_service(&client)?;
-        let fenced = scene.await_fenced("a")?;
-        ensure!(fenced["live"] == false, "a still lives: {fenced}");
+        let kept = scene.await_kept("a")?;
+        ensure!(kept["live"] == false, "a still lives: {kept}");
         let first = b.first_frame_after(cut_at)?.context("b answered no client")?;
         ensure!(a.frames_after(first)? == 0, "a still sent something after b had begun to");
         scene.lab().heal("a")?;
+        scene.await_fenced("a")?;
         await_service(&client)?;
         prove_survival(scene, client, "b")
     });

@@ -134,6 +134,7 @@ mod service;
 mod setup;
 mod shapes;
 mod sick_disks;
+mod sick_hosts;
 mod snapshot;
 mod stage;
 mod stalls;

@@ -4,6 +4,7 @@
 use crate::group::{self, BOTH, play_group_with};
 use crate::stage::{
     Calm, LIMIT, PACE, await_degraded, await_service, daemon, options, play, prove_survival,
+    repairing_daemon,
 };
 use anyhow::{Context, Result, ensure};
 use std::fs;
@@ -25,11 +26,15 @@ fn strike_file(story: &str, host: &str) -> PathBuf {
 }
 
 fn struck_options(story: &str) -> SceneOptions {
+    with_strikes(story, daemon().calm())
+}
+
+fn with_strikes(story: &str, daemon: HostOptions) -> SceneOptions {
     let mut options = SceneOptions { memory_mib: 256, ..options().calm() };
     for host in ["a", "b"] {
         let action = format!("strike=return({})", strike_file(story, host).display());
         let environment = vec![("FAILPOINTS".to_owned(), action)];
-        let armed = HostOptions { environment, ..daemon().calm() };
+        let armed = HostOptions { environment, ..daemon.clone() };
         options.daemons.insert(host.to_owned(), armed);
     }
     options
@@ -182,7 +187,8 @@ fn a_panic_in_a_members_thread_moves_its_group() {
 #[test]
 #[cfg_attr(not(feature = "fail-points"), ignore = "needs `--features fail-points`")]
 fn a_panic_in_an_unprotected_vms_thread_ends_that_vm_only() {
-    play(struck_options("alone"), |scene| {
+    // It is the thread that restores protection.
+    play(with_strikes("alone", repairing_daemon().calm()), |scene| {
         let companion = Companion::new(scene)?;
         companion.start(scene.host("a")?)?;
         scene.start_guest("a")?;

@@ -88,6 +88,8 @@ fn paths_come_and_go_and_the_vm_stays() {
         scene.lab().cut_cable("b", 0)?;
         scene.lab().cut_cable("b", 1)?;
         scene.await_live("b")?;
+        scene.await_kept("a")?;
+        scene.lab().heal_cable("b", 0)?;
         scene.await_fenced("a")?;
         prove_survival(scene, client, "b")
     });

@@ -139,12 +139,19 @@ pub fn reboot(scene: &Scene, host: &str) -> Result<()> {
 #[test]
 fn the_console_follows_the_guest() {
     play_protected(options().calm(), |scene, client| {
-        ensure!(console(scene, "a", "echo one-$((40 + 1))")?.contains("one-41"), "on host a");
+        await_answer(scene, "a", "echo one-$((40 + 1))", "one-41")?;
         scene.host_mut("a")?.kill_everything()?;
         scene.await_live("b")?;
-        ensure!(console(scene, "b", "echo two-$((40 + 2))")?.contains("two-42"), "on host b");
+        await_answer(scene, "b", "echo two-$((40 + 2))", "two-42")?;
         prove_survival(scene, client, "b")
     });
+}
+
+/// The command waits a moment for an answer, which a busy machine's guest may miss.
+fn await_answer(scene: &Scene, host: &str, line: &str, answer: &str) -> Result<()> {
+    wait_for(&format!("{answer:?} on host {host}"), LIMIT, || {
+        Ok(console(scene, host, line)?.contains(answer).then_some(()))
+    })
 }
 
 /// What `vm console` prints when a line is piped into it.

@@ -65,7 +65,7 @@ fn there_is_one_live_copy_although_nothing_is_held() {
         scene.await_live("b")?;
         ensure!(a.frames_after(cut_at)? > 0, "nothing left before its epoch was on the backup");
         scene.host("a")?.unhide(&scene.lab().arbiter_directory())?;
-        scene.await_fenced("a")?;
+        scene.await_kept("a")?;
         let mut first = None;
         wait_for("b to let the guest's output go", LIMIT, || {
             first = b.first_frame_after(cut_at)?;

@@ -66,10 +66,9 @@ pub fn await_end(machine: &Machine, following: &Following) -> anyhow::Result<()>
 }
 
 /// A QEMU at the end of its log becomes an ordinary one; its guest runs on.
-pub fn go_live(machine: &Machine) -> anyhow::Result<u64> {
+pub fn start(machine: &Machine) -> anyhow::Result<()> {
     stop(machine)?;
-    machine.monitor().cont()?;
-    machine.open_network(&[])
+    Ok(machine.monitor().cont()?)
 }
 
 /// A QEMU at the end of its log becomes an ordinary one, whose guest stands still: its disks

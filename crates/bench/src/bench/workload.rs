@@ -1,0 +1,81 @@
+//! `understudy-lab bench workload`: one guest, protected or not, and workloads on it.
+
+use super::workloads::{Bed, Better, Door, Sample, Scale, Workload};
+use super::{on_scene, patient};
+use crate::cli::BenchWorkloadArgs;
+use crate::parts::scene_options;
+use anyhow::Result;
+use serde::Serialize;
+use std::fmt::Write;
+use std::path::Path;
+use understudy_client::{Exit, Failure, output};
+use understudy_lab::scene::GuestKind;
+use understudy_lab::{GUEST_ADDRESS, Scene};
+
+/// What one workload measured; `--json` prints a list of these.
+#[derive(Clone, Debug, Serialize)]
+pub struct Measured {
+    /// The workload.
+    pub workload: Workload,
+    /// The unit of the samples' values.
+    pub unit: &'static str,
+    /// Which way they are to go.
+    pub better: Better,
+    /// One for each run.
+    pub samples: Vec<Sample>,
+}
+
+/// Measures and prints.
+pub fn run(args: &BenchWorkloadArgs, json: bool) -> Result<Exit, Failure> {
+    let mut options = patient(scene_options(args.guest.as_deref())?);
+    options.kind = GuestKind::Bench;
+    options.pinned = args.pinned;
+    let measured = on_scene(options, |scene| measure(scene, args))
+        .map_err(|error| Failure::internal(format!("the benchmark failed: {error:#}")))?;
+    output::show(json, &measured, |measured| table(measured))?;
+    Ok(Exit::Ok)
+}
+
+fn measure(scene: &Scene, args: &BenchWorkloadArgs) -> Result<Vec<Measured>> {
+    scene.start_guest("a")?;
+    scene.await_guest()?;
+    let console = scene.console("a")?;
+    let bed = bed(scene, &console);
+    let names = if args.names.is_empty() { &Workload::ALL[..] } else { &args.names };
+    names.iter().try_for_each(|workload| workload.prepare(&bed))?;
+    if args.protected {
+        scene.protect("a", "b")?;
+        scene.await_protected("a", |_| ())?;
+    }
+    let scale = if args.quick { Scale::Quick } else { Scale::Full };
+    let measure = |&workload: &Workload| {
+        eprintln!("{}", workload.name());
+        let samples =
+            (0..args.runs).map(|_| workload.run_accounted(&bed, scale)).collect::<Result<_>>()?;
+        Ok(Measured { workload, unit: workload.unit(), better: workload.better(), samples })
+    };
+    names.iter().map(measure).collect()
+}
+
+fn bed<'a>(scene: &'a Scene, console: &'a Path) -> Bed<'a> {
+    Bed {
+        lab: scene.lab(),
+        address: GUEST_ADDRESS,
+        door: Door::Console(console),
+        guest_files: scene.guest_files(),
+    }
+}
+
+fn table(measured: &[Measured]) -> String {
+    let mut text = String::new();
+    for Measured { workload, unit, samples, .. } in measured {
+        for sample in samples {
+            let _ = write!(text, "{:10} {:10.2} {unit}", workload.name(), sample.value);
+            for figure in &sample.more {
+                let _ = write!(text, "   {} {:.2} {}", figure.name, figure.value, figure.unit);
+            }
+            text.push('\n');
+        }
+    }
+    text
+}

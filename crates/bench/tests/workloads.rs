@@ -1,0 +1,44 @@
+//! Workloads of the suite on the bench guest (`make bench-guest`), while it is protected.
+
+mod fixture;
+
+use fixture::laboratory;
+use serde_json::Value;
+
+/// One that only the console sees, one that goes through the network both ways, and databases,
+/// each with its unit.
+const WORKLOADS: [(&str, &str); 5] = [
+    ("postmark", "s"),
+    ("upload", "s"),
+    ("pgbench1", "transactions/s"),
+    ("pgbench32", "transactions/s"),
+    ("redis", "requests/s"),
+];
+
+#[test]
+fn workloads_run_on_a_protected_guest() {
+    let output = laboratory(&["bench", "workload", "--quick", "--protected", "--json"])
+        .args(WORKLOADS.map(|(name, _)| name))
+        .output()
+        .unwrap();
+    let words = String::from_utf8_lossy(&output.stderr);
+    assert!(output.status.success(), "{words}");
+    let measured: Value = serde_json::from_slice(&output.stdout).unwrap();
+    let measured = measured.as_array().unwrap();
+    assert_eq!(measured.len(), WORKLOADS.len());
+    for (entry, (name, unit)) in measured.iter().zip(WORKLOADS) {
+        assert_eq!((&entry["workload"], &entry["unit"]), (&name.into(), &unit.into()), "{entry}");
+        let sample = &entry["samples"][0];
+        assert!(sample["value"].as_f64().unwrap() > 0.0, "{entry}");
+        let figures = sample["more"].as_array().unwrap();
+        let figure = |name| figures.iter().find(|figure| figure["name"] == name).unwrap();
+        // Both sides worked.
+        for side in ["cpu_primary", "cpu_backup"] {
+            assert!(figure(side)["value"].as_f64().unwrap() > 0.0, "{entry}");
+        }
+        if unit != "s" {
+            let [p50, p99] = ["p50", "p99"].map(|name| figure(name)["value"].as_f64().unwrap());
+            assert!(0.0 < p50 && p50 <= p99, "{entry}");
+        }
+    }
+}

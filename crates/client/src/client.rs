@@ -1,0 +1,367 @@
+//! The API from the caller's side: one request, one connection.
+
+mod remote;
+
+pub use remote::{Credentials, HostUrl};
+
+use crate::failure::{ErrorBody, Failure, FailureKind};
+use http_body_util::{BodyExt, Full, Limited};
+use hyper::body::Bytes;
+use hyper::client::conn::http1;
+use hyper::http::request;
+use hyper::{Method, Request, StatusCode};
+use hyper_util::rt::TokioIo;
+use remote::Remote;
+use serde::Serialize;
+use serde::de::DeserializeOwned;
+use std::fmt::Write;
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+use tokio::io::{AsyncRead, AsyncWrite};
+use tokio::net::UnixStream;
+use tokio::runtime::{Builder, Runtime};
+use understudy_protocol::{GroupName, VmName};
+use understudy_qemu::VmDefinition;
+use understudy_report::HostError;
+use understudy_report::cluster::{
+    DeleteReport, RestoreReport, RestoreRequest, SnapshotReport, SnapshotRequest, VerifyReport,
+};
+use understudy_report::events::EventList;
+use understudy_report::{
+    CheckpointTiming, ComparisonReport, GroupRequest, HostStatus, MediumRequest, ProtectRequest,
+    RecoverReport, RecoverRequest, VmStatus,
+};
+use understudy_snapshot::SnapshotNumber;
+
+/// The longest answer that is read; timings are the longest, with about 1 MiB.
+const MAX_ANSWER_BYTES: usize = 16 * 1024 * 1024;
+
+/// The longest that a daemon waits for an event before it answers.
+pub const LONGEST_WAIT: Duration = Duration::from_secs(30);
+
+/// What is snapshotted, or restored.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Subject {
+    /// A VM by itself.
+    Vm(VmName),
+    /// A group.
+    Cluster(GroupName),
+}
+
+impl Subject {
+    /// Its name.
+    pub fn name(&self) -> &str {
+        match self {
+            Subject::Vm(name) => name,
+            Subject::Cluster(name) => name,
+        }
+    }
+}
+
+/// A daemon, by its API. All calls block until the daemon has answered.
+#[derive(Debug)]
+pub struct Client {
+    way: Way,
+    runtime: Runtime,
+}
+
+/// How a daemon is reached.
+#[derive(Debug)]
+enum Way {
+    /// Its unix socket.
+    Socket(PathBuf),
+    /// Its address on another machine.
+    Remote(Box<Remote>),
+}
+
+impl Client {
+    /// The daemon that listens on `socket`; nothing is sent yet.
+    pub fn new(socket: &Path) -> Result<Client, Failure> {
+        Client::by(Way::Socket(socket.to_owned()))
+    }
+
+    /// The daemon of another machine; nothing is sent yet.
+    pub fn remote(host: HostUrl, credentials: &Credentials) -> Result<Client, Failure> {
+        Client::by(Way::Remote(Box::new(Remote::new(host, credentials)?)))
+    }
+
+    /// Whether it is on this machine.
+    pub fn is_local(&self) -> bool {
+        matches!(self.way, Way::Socket(_))
+    }
+
+    fn by(way: Way) -> Result<Client, Failure> {
+        let runtime = Builder::new_current_thread().enable_all().build();
+        let runtime =
+            runtime.map_err(|error| Failure::internal(format!("cannot start: {error}")))?;
+        Ok(Client { way, runtime })
+    }
+
+    /// Everything on the host.
+    pub fn status(&self) -> Result<HostStatus, Failure> {
+        self.json(Method::GET, "/v1/status", Bytes::new())
+    }
+
+    /// The events after a number, of all VMs or of one; waits for the first if told to.
+    pub fn events(&self, after: u64, vm: Option<&str>, wait: bool) -> Result<EventList, Failure> {
+        let wait = if wait { LONGEST_WAIT.as_millis() } else { 0 };
+        let vm = vm.map_or_else(String::new, |vm| path("&vm=", vm, ""));
+        let path = format!("/v1/events?after={after}&wait_ms={wait}{vm}");
+        self.json(Method::GET, &path, Bytes::new())
+    }
+
+    /// Starts a VM, unprotected.
+    pub fn vm_start(&self, definition: &VmDefinition) -> Result<VmStatus, Failure> {
+        self.json(Method::POST, "/v1/vms", encode(definition)?)
+    }
+
+    /// Starts a VM as the host's record says, unprotected.
+    pub fn vm_start_recorded(&self, name: &str) -> Result<VmStatus, Failure> {
+        self.json(Method::POST, &vm_path(name, "/start"), Bytes::new())
+    }
+
+    /// A VM as it is on the host.
+    pub fn definition(&self, name: &str) -> Result<VmDefinition, Failure> {
+        self.json(Method::GET, &vm_path(name, "/definition"), Bytes::new())
+    }
+
+    /// Stops a VM.
+    pub fn vm_stop(&self, name: &str, force: bool) -> Result<(), Failure> {
+        let path = format!("{}?force={force}", vm_path(name, ""));
+        self.send(Method::DELETE, &path, Bytes::new()).map(drop)
+    }
+
+    /// One VM's status.
+    pub fn vm_status(&self, name: &str) -> Result<VmStatus, Failure> {
+        self.json(Method::GET, &vm_path(name, ""), Bytes::new())
+    }
+
+    /// Starts protecting a VM.
+    pub fn protect(&self, name: &str, request: &ProtectRequest) -> Result<VmStatus, Failure> {
+        self.json(Method::POST, &vm_path(name, "/protect"), encode(request)?)
+    }
+
+    /// Starts protecting VMs as one group.
+    pub fn protect_group(
+        &self,
+        name: &str,
+        request: &GroupRequest,
+    ) -> Result<Vec<VmStatus>, Failure> {
+        self.json(Method::POST, &path("/v1/groups/", name, "/protect"), encode(request)?)
+    }
+
+    /// Ends a VM's protection.
+    pub fn unprotect(&self, name: &str) -> Result<VmStatus, Failure> {
+        self.json(Method::POST, &vm_path(name, "/unprotect"), Bytes::new())
+    }
+
+    /// Hands a VM over to its backup.
+    pub fn failover(&self, name: &str) -> Result<(), Failure> {
+        self.send(Method::POST, &vm_path(name, "/failover"), Bytes::new()).map(drop)
+    }
+
+    /// Changes the medium of a CD-ROM drive.
+    pub fn change_medium(&self, name: &str, request: &MediumRequest) -> Result<VmStatus, Failure> {
+        self.json(Method::POST, &vm_path(name, "/medium"), encode(request)?)
+    }
+
+    /// Names a VM's valid images and starts it on them.
+    pub fn recover(&self, name: &str, request: RecoverRequest) -> Result<RecoverReport, Failure> {
+        self.json(Method::POST, &vm_path(name, "/recover"), encode(&request)?)
+    }
+
+    /// The last checkpoints' timings, oldest first.
+    pub fn timings(&self, name: &str) -> Result<Vec<CheckpointTiming>, Failure> {
+        self.json(Method::GET, &vm_path(name, "/timings"), Bytes::new())
+    }
+
+    /// Compares a VM with its backup in lockstep.
+    pub fn verify_lockstep(&self, name: &str) -> Result<ComparisonReport, Failure> {
+        self.json(Method::POST, &vm_path(name, "/lockstep/verify"), Bytes::new())
+    }
+
+    /// Takes a snapshot.
+    pub fn snapshot(
+        &self,
+        what: &Subject,
+        request: &SnapshotRequest,
+    ) -> Result<SnapshotReport, Failure> {
+        self.json(Method::POST, &subject_path(what, "/snapshot"), encode(request)?)
+    }
+
+    /// Restores a snapshot.
+    pub fn restore(
+        &self,
+        what: &Subject,
+        request: &RestoreRequest,
+    ) -> Result<RestoreReport, Failure> {
+        self.json(Method::POST, &subject_path(what, "/restore"), encode(request)?)
+    }
+
+    /// The snapshots of a group, or of all.
+    pub fn snapshots(
+        &self,
+        group: Option<&str>,
+        store: Option<&str>,
+    ) -> Result<Vec<SnapshotReport>, Failure> {
+        self.json(Method::GET, &which("/v1/snapshots", group, None, store), Bytes::new())
+    }
+
+    /// Deletes a snapshot.
+    pub fn delete_snapshot(
+        &self,
+        group: &str,
+        number: SnapshotNumber,
+        store: Option<&str>,
+    ) -> Result<DeleteReport, Failure> {
+        let path = which("/v1/snapshots", Some(group), Some(number), store);
+        self.json(Method::DELETE, &path, Bytes::new())
+    }
+
+    /// Checks a snapshot.
+    pub fn verify_snapshot(
+        &self,
+        group: &str,
+        number: Option<SnapshotNumber>,
+        store: Option<&str>,
+    ) -> Result<VerifyReport, Failure> {
+        let path = which("/v1/snapshots/verify", Some(group), number, store);
+        self.json(Method::POST, &path, Bytes::new())
+    }
+
+    fn json<T: DeserializeOwned>(
+        &self,
+        method: Method,
+        path: &str,
+        body: Bytes,
+    ) -> Result<T, Failure> {
+        let answer = self.send(method, path, body)?;
+        serde_json::from_slice(&answer).map_err(|error| {
+            let message = format!(
+                "the daemon's answer is not understood ({error}): is it of the same version?"
+            );
+            Failure::internal(message)
+        })
+    }
+
+    /// Sends one request; returns the body of a successful answer.
+    fn send(&self, method: Method, path: &str, body: Bytes) -> Result<Bytes, Failure> {
+        let (status, answer) = self.runtime.block_on(self.exchange(method, path, body))?;
+        if status.is_success() {
+            return Ok(answer);
+        }
+        match serde_json::from_slice::<ErrorBody<HostError>>(&answer) {
+            Ok(body) => Err(body.error.into()),
+            Err(_) => {
+                let text = String::from_utf8_lossy(&answer);
+                Err(Failure::internal(format!("the daemon answered {status}: {text}")))
+            }
+        }
+    }
+
+    async fn exchange(
+        &self,
+        method: Method,
+        path: &str,
+        body: Bytes,
+    ) -> Result<(StatusCode, Bytes), Failure> {
+        let request = Request::builder()
+            .method(method)
+            .uri(path)
+            .header("host", "understudy")
+            .header("content-type", "application/json")
+            .header("connection", "close");
+        match &self.way {
+            Way::Socket(socket) => exchange_over(connect(socket).await?, request, body).await,
+            Way::Remote(remote) => {
+                let request = match &remote.token {
+                    Some(token) => request.header("authorization", format!("Bearer {token}")),
+                    None => request,
+                };
+                exchange_over(remote.connect().await?, request, body).await
+            }
+        }
+    }
+}
+
+async fn connect(socket: &Path) -> Result<UnixStream, Failure> {
+    UnixStream::connect(socket).await.map_err(|error| {
+        let message = format!(
+            "cannot reach the daemon on {}: {error}; is `understudy host` running, \
+             and may you use its socket?",
+            socket.display()
+        );
+        Failure::new(FailureKind::DaemonUnreachable, message)
+    })
+}
+
+/// Sends a request over a connection of its own, and reads the answer.
+async fn exchange_over(
+    stream: impl AsyncRead + AsyncWrite + Send + Unpin + 'static,
+    request: request::Builder,
+    body: Bytes,
+) -> Result<(StatusCode, Bytes), Failure> {
+    let (mut sender, connection) =
+        http1::handshake(TokioIo::new(stream)).await.map_err(broken_off)?;
+    // Its errors come out of the request, too.
+    tokio::spawn(connection);
+    let request = request
+        .body(Full::new(body))
+        .map_err(|error| Failure::internal(format!("malformed request: {error}")))?;
+    let answer = sender.send_request(request).await.map_err(broken_off)?;
+    let status = answer.status();
+    let body = Limited::new(answer.into_body(), MAX_ANSWER_BYTES);
+    let body = body.collect().await.map_err(broken_off)?;
+    Ok((status, body.to_bytes()))
+}
+
+fn broken_off(error: impl std::fmt::Display) -> Failure {
+    let message = format!("the daemon broke the connection off: {error}; see its log");
+    Failure::new(FailureKind::DaemonUnreachable, message)
+}
+
+fn encode(body: &impl Serialize) -> Result<Bytes, Failure> {
+    let bytes = serde_json::to_vec(body)
+        .map_err(|error| Failure::internal(format!("cannot write JSON: {error}")))?;
+    Ok(bytes.into())
+}
+
+/// The path of a VM, whatever its user called it.
+fn vm_path(name: &str, call: &str) -> String {
+    path("/v1/vms/", name, call)
+}
+
+fn subject_path(what: &Subject, call: &str) -> String {
+    match what {
+        Subject::Vm(name) => vm_path(name, call),
+        Subject::Cluster(name) => path("/v1/clusters/", name, call),
+    }
+}
+
+/// A path that says which snapshots are meant.
+fn which(
+    call: &str,
+    group: Option<&str>,
+    number: Option<SnapshotNumber>,
+    store: Option<&str>,
+) -> String {
+    let number = number.map(|number| number.to_string());
+    let fields = [("group", group), ("number", number.as_deref()), ("store", store)];
+    let given = fields.iter().filter_map(|(name, value)| Some((name, (*value)?)));
+    let query: Vec<String> =
+        given.map(|(name, value)| path(&format!("{name}="), value, "")).collect();
+    format!("{call}?{}", query.join("&"))
+}
+
+fn path(collection: &str, name: &str, call: &str) -> String {
+    let mut path = collection.to_owned();
+    for byte in name.bytes() {
+        if byte.is_ascii_alphanumeric() || b"-_".contains(&byte) {
+            path.push(byte.into());
+        } else {
+            // Writing to a string cannot fail.
+            let _ = write!(path, "%{byte:02X}");
+        }
+    }
+    path + call
+}

@@ -1,0 +1,107 @@
+//! A VM goes back to the host that keeps its guest, where the one that has won it runs nothing.
+//!
+//! A primary that lost the VM at the arbiter keeps its guest, and asks the winner what became of
+//! it. That one runs it, or did; or it is about to; or it has nothing of it, since its daemon or its
+//! standby ended before, or since it never heard of the grant: then it returns the grant.
+
+use crate::host::Host;
+use crate::vm::Vm;
+use std::sync::{Arc, Weak};
+use std::time::Duration;
+use tracing::{info, warn};
+use understudy_link::link::Link;
+use understudy_protocol::wire::Kind;
+use understudy_protocol::{BackupEvent, Generation, HostName, Verdict, VmName};
+use understudy_replication::hand_back::{AskWinner, WinnersWord};
+use understudy_replication::handshake::Purpose;
+use understudy_replication::membership::Membership;
+
+/// For the winner to answer; nobody asks the arbiter meanwhile.
+const PATIENCE: Duration = Duration::from_secs(2);
+
+/// Asks in the name of this host.
+pub(crate) fn asking(host: &Arc<Host>) -> AskWinner {
+    let host: Weak<Host> = Arc::downgrade(host);
+    Box::new(move |winner, membership, from| host.upgrade()?.ask_winner(winner, membership, from))
+}
+
+impl Host {
+    fn ask_winner(
+        &self,
+        winner: &HostName,
+        membership: &Membership,
+        from: Generation,
+    ) -> Option<WinnersWord> {
+        let addresses = self.known_hosts().remove(winner)?;
+        let purpose = Purpose::Kept { membership: membership.clone(), from };
+        let ask = || -> anyhow::Result<WinnersWord> {
+            let link = self.identity.dial_first(winner, &addresses, |_| purpose.clone())?.0;
+            link.set_read_timeout(Some(PATIENCE))?;
+            link.expect_json(Kind::Welcome)
+        };
+        ask().ok()
+    }
+
+    /// Answers a host that keeps its guests.
+    pub(crate) fn answer_kept(
+        &self,
+        link: &Link,
+        asker: &HostName,
+        membership: &Membership,
+        from: Generation,
+    ) -> anyhow::Result<()> {
+        link.send_json(Kind::Welcome, &self.winners_word(asker, membership, from))
+    }
+
+    fn winners_word(
+        &self,
+        asker: &HostName,
+        membership: &Membership,
+        from: Generation,
+    ) -> WinnersWord {
+        let later = |generation: &Generation| *generation > from;
+        let present = self.vms.lock().get(&membership.leader().vm).cloned();
+        match present {
+            Some(Vm::Primary(vm)) if vm.kept().is_none() && vm.machine().is_alive() => {
+                return WinnersWord { runs: Some(vm.generation()).filter(later), ran: None };
+            }
+            Some(Vm::Backup(session)) if session.primary == *asker => {
+                session.event(BackupEvent::Awaited, None);
+            }
+            _ => {}
+        }
+        if !membership.members.iter().all(|member| self.has_nothing_of(&member.vm)) {
+            // It may yet come to something.
+            return WinnersWord::default();
+        }
+        let records = membership.members.iter().map(|member| self.record(&member.vm));
+        let Ok(Some(records)) = records.collect::<Result<Option<Vec<_>>, _>>() else {
+            return WinnersWord::default();
+        };
+        if let Some(ran) = records[0].image.ran_at().filter(later) {
+            return WinnersWord { runs: None, ran: Some(ran) };
+        }
+        if records.iter().all(|record| record.peer.as_ref() == Some(asker)) {
+            self.return_grant(asker, membership, from.next());
+        }
+        WinnersWord::default()
+    }
+
+    fn has_nothing_of(&self, vm: &VmName) -> bool {
+        let present = self.vms.lock().get(vm).cloned();
+        matches!(present, Some(Vm::Fenced(_)) | None) && self.orphans.why(vm).is_none()
+    }
+
+    /// Returns what this host was granted and has nothing of, if it was.
+    fn return_grant(&self, to: &HostName, membership: &Membership, won: Generation) {
+        let Some(arbiter) = &self.arbiter else { return };
+        let vm = &membership.leader().vm;
+        match membership.hand_back(arbiter, won, to) {
+            Verdict::Granted(generation) => {
+                info!(%vm, "returned to host {to} at generation {generation}: nothing of it is here");
+            }
+            Verdict::Unreachable(reason) => warn!(%vm, "not returned to host {to}: {reason}"),
+            Verdict::Taken(_) | Verdict::Returned(_) => {}
+        }
+    }
+}

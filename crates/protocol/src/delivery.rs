@@ -1,0 +1,192 @@
+//! Whether epochs still get to the backup: the deadline of the oldest that it has not acknowledged.
+//!
+//! A backup may live and be of no use: its process swaps or hangs, or the way to it carries
+//! heartbeats and nothing larger. Heartbeats do not tell, and output waits meanwhile. So the oldest
+//! epoch that is not acknowledged has a deadline, which begins anew only when something moves:
+//! bytes that arrive at the backup's host, or the backup's own work on what it has. A large epoch
+//! on a slow link is no failure; silence is one, and so is what moves for ever.
+
+use crate::Time;
+use std::collections::VecDeque;
+use std::time::Duration;
+
+/// The usual bound.
+pub const EPOCH_BOUND: Duration = Duration::from_secs(1);
+
+/// Fewer bytes are no movement: a link that carries no more in the bound carries no VM.
+const LEAST_BYTES: u64 = 16 << 10;
+
+/// However much moves, an epoch that takes so many bounds is given up.
+const MOST_BOUNDS: u32 = 30;
+
+/// Before the first epoch, which is that of the first synchronisation, nobody is protected: behind
+/// it lies all that is still on its way of memory and disks.
+const FIRST_BOUNDS: u32 = 10;
+
+/// What has got to the backup since protection began.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Headway {
+    /// Bytes that have arrived at its host, of whatever.
+    pub bytes: u64,
+    /// How far it has come with what it has: a count of its own, which only grows.
+    pub done: u64,
+}
+
+/// An epoch that is past its deadline.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Late {
+    /// How long the epoch has been on its way.
+    pub age: Duration,
+    /// For how long nothing has moved.
+    pub quiet: Duration,
+}
+
+/// The epochs on their way to the backup.
+#[derive(Clone, Debug)]
+pub struct Delivery {
+    bound: Duration,
+    /// When they were captured, oldest first. Time in which this host stood still is not counted.
+    captured: VecDeque<Time>,
+    headway: Headway,
+    /// When that last moved.
+    moved: Time,
+    /// An epoch has been acknowledged.
+    begun: bool,
+}
+
+impl Delivery {
+    /// One that gives an epoch so long without any movement.
+    pub fn new(bound: Duration, now: Time) -> Delivery {
+        let (captured, headway) = (VecDeque::new(), Headway::default());
+        Delivery { bound, captured, headway, moved: now, begun: false }
+    }
+
+    /// An epoch is on its way.
+    pub fn captured(&mut self, now: Time) {
+        self.captured.push_back(now);
+    }
+
+    /// So many epochs are on the backup.
+    pub fn acknowledged(&mut self, epochs: usize) {
+        self.captured.drain(..epochs.min(self.captured.len()));
+        self.begun = true;
+    }
+
+    /// So much has got there.
+    pub fn headway(&mut self, now: Time, headway: Headway) {
+        let bytes = headway.bytes.saturating_sub(self.headway.bytes);
+        if bytes >= LEAST_BYTES || headway.done > self.headway.done {
+            self.headway = headway;
+            self.moved = now;
+        }
+    }
+
+    /// This host stood still for so long, which is not the backup's fault.
+    pub fn stood_still(&mut self, span: Duration) {
+        self.captured.iter_mut().for_each(|at| *at = *at + span);
+        self.moved = self.moved + span;
+    }
+
+    /// The oldest epoch, if it is past its deadline.
+    pub fn late(&self, now: Time) -> Option<Late> {
+        let oldest = *self.captured.front()?;
+        let bound = self.patience();
+        let (age, quiet) = (now - oldest, now - oldest.max(self.moved));
+        (quiet > bound || age > bound * MOST_BOUNDS).then_some(Late { age, quiet })
+    }
+
+    /// When the oldest epoch will be past its deadline, if nothing moves.
+    pub fn deadline(&self) -> Option<Time> {
+        let oldest = *self.captured.front()?;
+        let bound = self.patience();
+        Some((oldest.max(self.moved) + bound).min(oldest + bound * MOST_BOUNDS))
+    }
+
+    fn patience(&self) -> Duration {
+        if self.begun { self.bound } else { self.bound * FIRST_BOUNDS }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn at(ms: u64) -> Time {
+        Time(Duration::from_millis(ms))
+    }
+
+    fn bytes(bytes: u64) -> Headway {
+        Headway { bytes, done: 0 }
+    }
+
+    /// Beyond the first epoch, with nothing on its way.
+    fn begun() -> Delivery {
+        let mut delivery = Delivery::new(EPOCH_BOUND, at(0));
+        delivery.captured(at(0));
+        delivery.acknowledged(1);
+        delivery
+    }
+
+    #[test]
+    fn an_epoch_that_does_not_move_is_late_after_the_bound() {
+        let mut delivery = begun();
+        assert_eq!((delivery.late(at(9_000)), delivery.deadline()), (None, None));
+        delivery.captured(at(9_000));
+        delivery.captured(at(9_500));
+        assert_eq!(delivery.deadline(), Some(at(10_000)));
+        assert_eq!(delivery.late(at(10_000)), None);
+        let late = delivery.late(at(10_001)).unwrap();
+        assert_eq!((late.age.as_millis(), late.quiet.as_millis()), (1_001, 1_001));
+        // The one behind it has a deadline of its own, which an acknowledgement does not move.
+        delivery.acknowledged(1);
+        assert_eq!(delivery.deadline(), Some(at(10_500)));
+    }
+
+    #[test]
+    fn a_large_epoch_on_a_slow_link_moves() {
+        let mut delivery = begun();
+        delivery.captured(at(0));
+        for second in 1..=20 {
+            delivery.headway(at(second * 900), bytes(second * LEAST_BYTES));
+            assert_eq!(delivery.late(at(second * 900 + 950)), None);
+        }
+        assert!(delivery.late(at(19_001)).is_some(), "it has stopped");
+    }
+
+    #[test]
+    fn a_trickle_is_no_movement_and_nothing_moves_for_ever() {
+        let mut delivery = begun();
+        delivery.captured(at(0));
+        for tenth in 1..=10 {
+            delivery.headway(at(tenth * 100), bytes(tenth * 1_000));
+        }
+        assert!(delivery.late(at(1_001)).is_some());
+        for second in 1..=30 {
+            delivery.headway(at(second * 1_000), bytes(second << 20));
+            assert_eq!(delivery.late(at(second * 1_000)), None);
+        }
+        let late = delivery.late(at(30_001)).unwrap();
+        assert_eq!((late.age.as_millis(), late.quiet.as_millis()), (30_001, 1));
+    }
+
+    #[test]
+    fn a_backup_that_works_is_waited_for() {
+        let mut delivery = begun();
+        delivery.captured(at(0));
+        delivery.headway(at(800), Headway { bytes: 0, done: 1 });
+        assert_eq!(delivery.late(at(1_800)), None);
+        delivery.headway(at(1_801), Headway { bytes: 0, done: 1 });
+        assert!(delivery.late(at(1_801)).is_some(), "it says the same again");
+    }
+
+    #[test]
+    fn a_first_synchronisation_is_no_epoch_and_an_own_stall_no_silence() {
+        let mut delivery = Delivery::new(EPOCH_BOUND, at(0));
+        delivery.captured(at(0));
+        assert_eq!(delivery.late(at(10_000)), None);
+        assert!(delivery.late(at(10_001)).is_some());
+        delivery.stood_still(Duration::from_secs(60));
+        assert_eq!(delivery.late(at(70_000)), None);
+        assert!(delivery.late(at(70_001)).is_some());
+    }
+}

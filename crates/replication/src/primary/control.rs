@@ -1,0 +1,77 @@
+//! What is asked of the arbiter, which may take its time; and, while this host keeps a guest that
+//! another one has won, of that one.
+
+use super::session::Session;
+use crate::hand_back::WinnersWord;
+use anyhow::Context;
+use crossbeam_channel::Receiver;
+use std::time::Duration;
+use tracing::{debug, error, info, warn};
+use understudy_protocol::{Generation, PrimaryEvent, PrimaryPhase, Verdict};
+
+/// Asks until protection is over, and samples the bandwidth.
+pub(super) fn run(session: &Session, contests: &Receiver<Generation>) {
+    while !session.is_over() {
+        session.stats.sample();
+        if let Ok(from) = contests.recv_timeout(Duration::from_millis(250)) {
+            contest(session, from);
+        }
+    }
+}
+
+fn contest(session: &Session, from: Generation) {
+    // Before the arbiter: what the winner says counts only if it has not handed the VM back since.
+    let word = session.ask_winner(from);
+    let mut verdict = session.membership().acquire(&session.arbiter, from);
+    if let Verdict::Returned(generation) = verdict
+        && let Err(error) = session.note_return(generation)
+    {
+        verdict = Verdict::Unreachable(format!("the VM is back, and cannot be noted: {error:#}"));
+    }
+    match (&verdict, session.phase()) {
+        (Verdict::Taken(_), PrimaryPhase::Frozen(_)) => {
+            debug!(vm = %session.vm, "still another host's: {verdict:?}");
+        }
+        _ => info!(vm = %session.vm, "the arbiter's verdict: {verdict:?}"),
+    }
+    if let Verdict::Unreachable(reason) = &verdict {
+        error!(vm = %session.vm, "output stays held: {reason}");
+    }
+    let decided = !matches!(verdict, Verdict::Unreachable(_));
+    session.event(PrimaryEvent::Verdict(verdict));
+    let ran = word.ran.filter(|_| decided);
+    if let Some(generation) = word.runs.or(ran) {
+        session.event(PrimaryEvent::LiveElsewhere(generation));
+    }
+}
+
+impl Session {
+    fn ask_winner(&self, from: Generation) -> WinnersWord {
+        let winner = super::group::lock_core(&self.core).winner().cloned();
+        let winner = winner.and_then(|owner| owner.host);
+        let word = winner.and_then(|host| (self.ask_winner)(&host, self.membership(), from));
+        word.unwrap_or_default()
+    }
+
+    /// The group's VMs were handed back: that is on stable storage before anything leaves them.
+    fn note_return(&self, leaders: Generation) -> anyhow::Result<()> {
+        for member in &self.membership().members {
+            let generation = self.membership().generation_of(member, leaders);
+            self.records
+                .change(&member.vm, |record| record.image.generation = generation)
+                .with_context(|| member.vm.to_string())?;
+        }
+        Ok(())
+    }
+
+    /// Lets a guest stand still that is kept. It is no matter of safety: nothing leaves it.
+    pub(super) fn freeze(&self) {
+        info!(vm = %self.vm, "this copy is kept, and stands still");
+        // In lockstep it does so where its log is full; QEMU could not be asked there.
+        if self.recording().is_none()
+            && let Err(error) = self.machine().monitor().stop()
+        {
+            warn!(vm = %self.vm, "the guest does not stop: {error}");
+        }
+    }
+}

@@ -1,0 +1,65 @@
+//! What has got to the backup: whether epochs move, where none is acknowledged.
+
+use super::session::Session;
+use std::sync::atomic::{AtomicU64, Ordering};
+use understudy_protocol::{Headway, PrimaryEvent};
+
+/// What the backup says of its work on what it has.
+#[derive(Debug, Default)]
+pub(super) struct Work {
+    /// Bytes that it has applied.
+    applied: AtomicU64,
+    /// Bytes of log that it has executed.
+    executed: AtomicU64,
+    /// How often either grew.
+    signs: AtomicU64,
+}
+
+impl Work {
+    /// Notes that it has applied so many bytes.
+    pub fn applied(&self, bytes: u64) {
+        self.note(self.applied.fetch_max(bytes, Ordering::Relaxed) < bytes);
+    }
+
+    /// Notes that it has executed its log so far.
+    pub fn executed(&self, position: u64) {
+        self.note(self.executed.swap(position, Ordering::Relaxed) != position);
+    }
+
+    fn note(&self, grew: bool) {
+        self.signs.fetch_add(u64::from(grew), Ordering::Relaxed);
+    }
+}
+
+impl Session {
+    /// How far this VM's data has got.
+    pub(super) fn headway(&self) -> Headway {
+        // Both machines stand still, again and again, while they are compared as a whole.
+        let compares = self.recording().is_some_and(|log| log.comparer.is_wanted());
+        self.work.note(compares);
+        // What goes on over another path has a new beginning.
+        let done = self.work.signs.load(Ordering::Relaxed) + self.data.renewals();
+        Headway { bytes: self.data.delivered(), done }
+    }
+
+    /// Tells the state machine how far the group's data has got.
+    pub(super) fn look_at_headway(&self) {
+        let headway = self.group.headway();
+        self.event(PrimaryEvent::Headway(headway));
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_backup_works_if_it_says_something_new() {
+        let work = Work::default();
+        for (applied, executed) in [(5, 0), (5, 0), (9, 7), (3, 7)] {
+            work.applied(applied);
+            work.executed(executed);
+        }
+        assert_eq!(work.signs.load(Ordering::Relaxed), 3);
+    }
+}

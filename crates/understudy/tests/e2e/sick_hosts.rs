@@ -1,0 +1,270 @@
+//! Hosts that live and are of no use: no data gets to the backup, the standby hangs, the winner
+//! cannot start the guest, a disk answers nothing.
+
+use crate::arbiter::await_fit;
+use crate::stage::{
+    Calm, LIMIT, PACE, await_degraded, await_service, close, daemon, options, play, play_protected,
+    protection, prove_disk, prove_survival,
+};
+use anyhow::{Result, ensure};
+use serde_json::Value;
+use std::fs;
+use std::path::{Path, PathBuf};
+use understudy_lab::scene::VM;
+use understudy_lab::{ArbiterKind, HostOptions, Part, Scene, SceneOptions, wait_for};
+
+/// Shorter than any frame with data, longer than any without.
+const HOLE_BYTES: u32 = 600;
+
+fn with_fail_point(host: &str, point: String) -> SceneOptions {
+    let mut options = options().calm();
+    let environment = vec![("FAILPOINTS".to_owned(), point)];
+    options.daemons.insert(host.to_owned(), HostOptions { environment, ..daemon().calm() });
+    options
+}
+
+/// While this file is there, no disk of the host answers.
+struct Hanging(PathBuf);
+
+impl Hanging {
+    fn new(directory: &Path) -> Hanging {
+        Hanging(directory.join("hangs"))
+    }
+
+    fn options(&self, host: &str) -> SceneOptions {
+        with_fail_point(host, format!("hang-disk=return({})", self.0.display()))
+    }
+
+    fn begin(&self) -> Result<()> {
+        Ok(fs::write(&self.0, "")?)
+    }
+
+    fn end(&self) -> Result<()> {
+        Ok(fs::remove_file(&self.0)?)
+    }
+}
+
+impl Drop for Hanging {
+    fn drop(&mut self) {
+        // Nothing is to wait for it any more.
+        let _ = fs::remove_file(&self.0);
+    }
+}
+
+fn await_unfit(scene: &Scene, words: &str) -> Result<()> {
+    wait_for("the primary to say what its backup lacks", LIMIT, || {
+        let status = scene.status("a")?;
+        let (state, reason) = protection(&status);
+        let unfit = state == "degraded" && reason.contains("could not take over now");
+        Ok((unfit && reason.contains(words)).then_some(()))
+    })
+}
+
+/// Heartbeats are small, and pass; nothing else does. Before, the guest's output waited until the
+/// hole was gone, and `status` said "protected".
+#[test]
+fn a_backup_that_gets_heartbeats_and_no_data_is_given_up() {
+    play(options().calm(), |scene| {
+        scene.lab().cut_segments("a")?;
+        scene.protected_guest("a", "b")?;
+        let client = scene.record_client(PACE)?;
+        await_service(&client)?;
+        scene.lab().limit_frames("b", HOLE_BYTES)?;
+        let reason = await_degraded(scene, "a")?;
+        ensure!(reason.contains("the backup is heard, and epoch"), "{reason}");
+        await_service(&client)?;
+        ensure!(scene.status("a")?["live"] == true, "the primary had the better right");
+        scene.lab().limit_frames("b", 1500)?;
+        wait_for("host b to stand by again", LIMIT, || {
+            Ok(scene.protect("a", "b").is_ok().then_some(()))
+        })?;
+        scene.await_protected("a", |_| ())?;
+        scene.host_mut("a")?.kill_everything()?;
+        prove_survival(scene, client, "b")
+    });
+}
+
+/// Before, the sound guest was ended as soon as the other host had won, and nobody had it.
+fn planned_fail_over_to_a_host_that_cannot(arbiter: ArbiterKind) {
+    let mut options = with_fail_point("b", "before-start=1*return".to_owned());
+    options.daemons.entry("a".to_owned()).or_insert_with(|| daemon().calm());
+    options.daemons.values_mut().for_each(|daemon| daemon.arbiter = arbiter);
+    play_protected(options, |scene, client| {
+        let qemu = scene.host("a")?.qemu_pid(VM)?;
+        let output = scene.host("a")?.cli(["failover", VM])?;
+        let words = String::from_utf8_lossy(&output.stderr).into_owned();
+        ensure!(!output.status.success(), "it was handed over");
+        ensure!(words.contains("goes on here without having lost anything"), "{words}");
+        ensure!(words.contains("a test says so"), "{words}");
+        await_service(&client)?;
+        let status = scene.status("a")?;
+        ensure!(scene.host("a")?.qemu_pid(VM)? == qemu, "it is another QEMU: {status}");
+        ensure!(status["generation"] == 3, "won, and handed back: {status}");
+        scene.protect("a", "b")?;
+        scene.await_protected("a", |_| ())?;
+        scene.host("a")?.call(["failover", VM])?;
+        prove_survival(scene, client, "b")
+    });
+}
+
+#[test]
+#[cfg_attr(not(feature = "fail-points"), ignore = "needs `--features fail-points`")]
+fn a_planned_fail_over_to_a_host_that_cannot_start_it_loses_nothing() {
+    planned_fail_over_to_a_host_that_cannot(ArbiterKind::File);
+}
+
+#[test]
+#[cfg_attr(not(feature = "fail-points"), ignore = "needs `--features fail-points`")]
+fn with_etcd_a_planned_fail_over_to_a_host_that_cannot_start_it_loses_nothing() {
+    planned_fail_over_to_a_host_that_cannot(ArbiterKind::Etcd);
+}
+
+/// The link is cut: the backup wins first, and its QEMU ends before it has started the guest.
+#[test]
+#[cfg_attr(not(feature = "fail-points"), ignore = "needs `--features fail-points`")]
+fn a_guest_that_lost_the_contest_goes_on_where_the_winner_could_not_start_it() {
+    let point = "before-activation=1*sleep(3000)".to_owned();
+    play_protected(with_fail_point("b", point), |scene, client| {
+        let qemu = scene.host("a")?.qemu_pid(VM)?;
+        let standby = scene.host("b")?.qemu_pid(VM)?;
+        scene.lab().cut("b")?;
+        wait_for("host b to win the VM", LIMIT, || {
+            Ok(scene.host("b")?.diagnostics().contains("taking over at epoch").then_some(()))
+        })?;
+        scene.host_mut("b")?.kill(Part::Qemu(standby))?;
+        await_service(&client)?;
+        let status = scene.status("a")?;
+        ensure!(status["generation"] == 3, "won, and handed back: {status}");
+        ensure!(scene.host("a")?.qemu_pid(VM)? == qemu, "it is another QEMU: {status}");
+        scene.lab().heal("b")?;
+        wait_for("host b to stand by again", LIMIT, || {
+            Ok(scene.protect("a", "b").is_ok().then_some(()))
+        })?;
+        scene.await_protected("a", |_| ())?;
+        scene.host_mut("a")?.kill_everything()?;
+        prove_survival(scene, client, "b")
+    });
+}
+
+/// Its daemon dies after the arbiter has granted it the VM, and before anything runs: what is
+/// started anew knows of no grant, and returns it when it is asked.
+#[test]
+#[cfg_attr(not(feature = "fail-points"), ignore = "needs `--features fail-points`")]
+fn a_winner_that_dies_before_it_starts_the_guest_returns_it_when_it_is_back() {
+    let point = "before-activation=1*sleep(60000)".to_owned();
+    play_protected(with_fail_point("b", point), |scene, client| {
+        scene.lab().cut("b")?;
+        wait_for("host b to win the VM", LIMIT, || {
+            Ok(scene.host("b")?.diagnostics().contains("taking over at epoch").then_some(()))
+        })?;
+        let kept = scene.await_kept("a")?;
+        ensure!(kept["live"] == false, "{kept}");
+        scene.host_mut("b")?.kill_everything()?;
+        scene.lab().heal("b")?;
+        scene.revive("b")?;
+        await_service(&client)?;
+        scene.await_live("a")?;
+        let acked = close(client)?;
+        prove_disk(scene, "a", acked)
+    });
+}
+
+/// Before, it was called protected, and the VM had nobody once its primary died.
+#[test]
+fn a_standby_that_hangs_is_no_protection_and_contests_nothing() {
+    play_protected(options().calm(), |scene, client| {
+        let standby = scene.host("b")?.qemu_pid(VM)?;
+        scene.host("b")?.stall(Part::Qemu(standby))?;
+        await_unfit(scene, "its QEMU has not answered for")?;
+        await_service(&client)?;
+        let refusal = scene.host("a")?.cli(["failover", VM])?;
+        ensure!(!refusal.status.success(), "handed over to a QEMU that hangs");
+        scene.host("b")?.resume()?;
+        await_fit(scene, "a")?;
+        scene.host_mut("a")?.kill_everything()?;
+        prove_survival(scene, client, "b")
+    });
+}
+
+/// Its primary dies meanwhile: it waits until its QEMU answers, then takes over.
+#[test]
+fn a_standby_that_hangs_takes_over_once_it_does_not() {
+    play_protected(options().calm(), |scene, client| {
+        let standby = scene.host("b")?.qemu_pid(VM)?;
+        scene.host("b")?.stall(Part::Qemu(standby))?;
+        await_unfit(scene, "its QEMU has not answered for")?;
+        scene.host_mut("a")?.kill_everything()?;
+        wait_for("host b to say what it waits for", LIMIT, || {
+            let status: Value = scene.status("b")?;
+            let reason = protection(&status).1.to_owned();
+            ensure!(status["live"] == false, "a QEMU that hangs went live");
+            Ok(reason.contains("its QEMU has not answered").then_some(()))
+        })?;
+        scene.host("b")?.resume()?;
+        prove_survival(scene, client, "b")
+    });
+}
+
+/// Before, it was called protected for as long as nobody had to take over.
+#[test]
+#[cfg_attr(not(feature = "fail-points"), ignore = "needs `--features fail-points`")]
+fn a_backup_whose_disk_hangs_is_no_protection() {
+    let directory = tempfile::tempdir().expect("a directory for the test");
+    let hanging = Hanging::new(directory.path());
+    play_protected(hanging.options("b"), |scene, client| {
+        hanging.begin()?;
+        await_unfit(scene, "its disk has not answered for")?;
+        hanging.end()?;
+        await_fit(scene, "a")?;
+        scene.host_mut("a")?.kill_everything()?;
+        prove_survival(scene, client, "b")
+    });
+}
+
+/// Before, the guest stood still on the host with the bad disk, or flushed into nothing.
+#[test]
+#[cfg_attr(not(feature = "fail-points"), ignore = "needs `--features fail-points`")]
+fn a_primary_whose_disk_hangs_is_taken_over() {
+    let directory = tempfile::tempdir().expect("a directory for the test");
+    let hanging = Hanging::new(directory.path());
+    play_protected(hanging.options("a"), |scene, client| {
+        hanging.begin()?;
+        scene.await_live("b")?;
+        wait_for("host a to say why", LIMIT, || {
+            let status = scene.status("a")?;
+            let reason = protection(&status).1.contains("disk0 has not answered for");
+            Ok((status["role"] == "fenced" && reason).then_some(()))
+        })?;
+        hanging.end()?;
+        scene.await_fenced("a")?;
+        prove_survival(scene, client, "b")
+    });
+}
+
+/// Nobody could take over: `status` says so, with exit code 3, until the disk answers.
+#[test]
+#[cfg_attr(not(feature = "fail-points"), ignore = "needs `--features fail-points`")]
+fn an_unprotected_guest_whose_disk_hangs_is_said_to_stand_still() {
+    let directory = tempfile::tempdir().expect("a directory for the test");
+    let hanging = Hanging::new(directory.path());
+    play(hanging.options("a"), |scene| {
+        scene.start_guest("a")?;
+        scene.await_guest()?;
+        let client = scene.record_client(PACE)?;
+        await_service(&client)?;
+        hanging.begin()?;
+        wait_for("status to say that the guest stands still", LIMIT, || {
+            let output = scene.host("a")?.cli(["status", VM, "--json"])?;
+            let status: Value = serde_json::from_slice(&output.stdout)?;
+            let Some(error) = status["disk_error"].as_str() else { return Ok(None) };
+            ensure!(error.contains("disk0 has not answered for"), "{error}");
+            ensure!(output.status.code() == Some(3), "{:?} with {error}", output.status);
+            Ok(Some(()))
+        })?;
+        hanging.end()?;
+        await_service(&client)?;
+        ensure!(scene.status("a")?["disk_error"].is_null(), "it is still said to stand still");
+        let acked = close(client)?;
+        prove_disk(scene, "a", acked)
+    });
+}
