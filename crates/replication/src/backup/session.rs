@@ -354,6 +354,8 @@ impl Pulse for Session {
     fn may_hang_up(&self) -> bool {
         // In this order: who sees the session over sees whether the primary was told, too.
         let untold = self.core.is_poisoned() && !self.parting.is_closed();
-        self.is_over() && !untold && self.parting.may_hang_up()
+        // Whether the guest starts here the primary is to hear first, which keeps its own.
+        let starts = self.phase() == BackupPhase::Live && !self.ended.load(Ordering::Acquire);
+        self.is_over() && !starts && !untold && self.parting.may_hang_up()
     }
 }
