@@ -181,7 +181,7 @@ impl Job {
         stop: &AtomicBool,
     ) -> anyhow::Result<()> {
         let trace = Duration::from_millis(self.order.trace_ms);
-        let mut pace = Pace::new();
+        let mut pace = Pace::from_now();
         loop {
             Stopped::check(stop)?;
             match self.image.copy_some()? {

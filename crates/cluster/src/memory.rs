@@ -210,7 +210,7 @@ impl MemoryCapture {
         stop: &AtomicBool,
     ) -> anyhow::Result<()> {
         let mut period = Instant::now();
-        let mut pace = Pace::new();
+        let mut pace = Pace::from_now();
         loop {
             Stopped::check(stop)?;
             let wants_more = match &accesses {
@@ -364,7 +364,7 @@ pub struct Pace {
 
 impl Pace {
     /// From now on.
-    pub fn new() -> Pace {
+    pub fn from_now() -> Pace {
         Pace { since: Instant::now(), pages: 0 }
     }
 

@@ -157,7 +157,7 @@ impl Host {
         let note = || -> anyhow::Result<()> {
             // Only if the others have theirs.
             if machine.disks().iter().any(|disk| disk.changes().is_some()) {
-                let map = resync::create(&[medium.disk.clone()], directory)?;
+                let map = resync::create(std::slice::from_ref(&medium.disk), directory)?;
                 medium.disk.set_changes(map.into_iter().next());
             }
             Ok(self.records.change(vm.name(), |record| record.definition.disks[index] = now)?)

@@ -80,8 +80,8 @@ mod tests {
             let trunk = if trunk.is_empty() { Default::default() } else { trunk.parse().unwrap() };
             announcements(mac, &Vlans { access, trunk }).collect::<Vec<_>>()
         };
-        assert_eq!(of(None, ""), [plain.clone()]);
-        assert_eq!(of(Some(20), ""), [plain.clone()]);
+        assert_eq!(of(None, ""), std::slice::from_ref(&plain));
+        assert_eq!(of(Some(20), ""), std::slice::from_ref(&plain));
         let trunk = of(Some(20), "20-21");
         assert_eq!((&trunk[0], trunk.len()), (&plain, 2));
         assert_eq!(trunk[1][..18], [&plain[..12], &[0x81, 0, 0, 21, 0x80, 0x35]].concat());

@@ -63,13 +63,13 @@ impl Route {
     fn crowd(&self, over: &AtomicBool) -> Result<usize> {
         let (mut crowd, mut ended) = (Vec::new(), 0);
         while !over.load(Ordering::Acquire) {
+            match crowd.len() < MOST_OPEN {
+                true => crowd.push(self.connect()?),
+                false => thread::sleep(Duration::from_millis(5)),
+            }
             let before = crowd.len();
             crowd.retain(|stream| !is_closed(stream));
             ended += before - crowd.len();
-            while crowd.len() < MOST_OPEN {
-                crowd.push(self.connect()?);
-            }
-            thread::sleep(Duration::from_millis(50));
         }
         Ok(ended)
     }
@@ -179,7 +179,8 @@ fn hosts_that_are_not_known_or_do_not_own_the_vm_are_refused() {
         says(&refusal_of(scene, "b", &hello(&offer)?)?, &["does not say that c owns"])?;
         offer["host"] = json!("mallory");
         let cpu = json!({ "accelerator": "tcg", "model": null });
-        offer["purpose"] = json!({ "purpose": "survey", "vm": VM, "memory": 1, "cpu": cpu });
+        offer["purpose"] =
+            json!({ "purpose": "survey", "vm": VM, "memory": 1, "cpu": cpu, "cards": [] });
         says(&refusal_of(scene, "b", &hello(&offer)?)?, &unknown)
     });
 }
