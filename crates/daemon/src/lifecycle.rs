@@ -71,7 +71,9 @@ impl Host {
 
     /// Ends a copy that this host keeps, if it does.
     pub(crate) fn drop_kept(&self, name: &VmName, reason: &str) -> Result<(), HostError> {
-        match self.vms.lock().get(name).cloned() {
+        // Not in the match: the lock would be held to its end, and waiting takes it again.
+        let known = self.vms.lock().get(name).cloned();
+        match known {
             Some(Vm::Primary(vm)) if vm.kept().is_some() => {
                 vm.drop_kept(reason);
                 self.await_handed_over(&vm)
