@@ -29,7 +29,7 @@ struct Shared {
 impl Client {
     /// Appends and asks in turn; every answer is checked.
     pub fn start() -> Client {
-        let connection = TcpStream::connect(SocketAddr::from(RECORDS)).unwrap();
+        let connection = connect(RECORDS);
         connection.set_read_timeout(Some(DEADLINE)).unwrap();
         connection.set_nodelay(true).unwrap();
         let shared = Arc::new(Shared::default());
@@ -91,7 +91,7 @@ pub struct Bulk {
 impl Bulk {
     /// With so much time between two rounds.
     pub fn start(between: Duration) -> Bulk {
-        let connection = TcpStream::connect(SocketAddr::from(ECHO)).unwrap();
+        let connection = connect(ECHO);
         connection.set_read_timeout(Some(DEADLINE)).unwrap();
         let stop = Arc::new(AtomicBool::new(false));
         let of_thread = stop.clone();
@@ -129,9 +129,21 @@ fn send_and_compare(connection: &TcpStream, between: Duration, stop: &AtomicBool
     bytes
 }
 
+/// Connects to a server of the guest, which a busy machine may keep from answering for seconds.
+fn connect(server: ([u8; 4], u16)) -> TcpStream {
+    let deadline = Instant::now() + DEADLINE;
+    loop {
+        match TcpStream::connect(SocketAddr::from(server)) {
+            Ok(connection) => return connection,
+            Err(error) => assert!(Instant::now() < deadline, "{server:?}: {error}"),
+        }
+        thread::sleep(Duration::from_millis(100));
+    }
+}
+
 /// Starts a shell line in the guest.
 pub fn run_in_guest(line: &str) {
-    let mut connection = TcpStream::connect(SocketAddr::from(RUN)).unwrap();
+    let mut connection = connect(RUN);
     connection.write_all(format!("{line}\n").as_bytes()).unwrap();
     let mut answer = [0; 7];
     connection.read_exact(&mut answer).unwrap();
