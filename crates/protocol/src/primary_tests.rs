@@ -1,23 +1,32 @@
 use super::*;
 use crate::{Headway, Verdict};
 
+/// One that has just begun, with a detector of 100 ms.
+fn fresh() -> Primary {
+    Primary::new(Generation(1), Duration::from_millis(100), Time::default())
+}
+
+/// What it does at an event, so many milliseconds after it began.
+fn handle(primary: &mut Primary, ms: u64, event: PrimaryEvent) -> Vec<PrimaryAction> {
+    let mut actions = Vec::new();
+    primary.handle(Time(Duration::from_millis(ms)), event, &mut actions);
+    actions
+}
+
 #[test]
 fn after_a_stall_only_a_fresh_acknowledgement_releases() {
-    let at = |ms| Time(Duration::from_millis(ms));
-    let mut primary = Primary::new(Generation(1), Duration::from_millis(100), at(0));
-    let mut actions = Vec::new();
-    let mut handle = |ms, event| {
-        primary.handle(at(ms), event, &mut actions);
-        std::mem::take(&mut actions)
-    };
-    handle(1, PrimaryEvent::Captured);
-    assert_eq!(handle(2, PrimaryEvent::Acknowledged(Epoch(1))), [PrimaryAction::Release(Epoch(1))]);
-    handle(3, PrimaryEvent::Captured);
+    let mut primary = fresh();
+    handle(&mut primary, 1, PrimaryEvent::Captured);
+    assert_eq!(
+        handle(&mut primary, 2, PrimaryEvent::Acknowledged(Epoch(1))),
+        [PrimaryAction::Release(Epoch(1))]
+    );
+    handle(&mut primary, 3, PrimaryEvent::Captured);
     // The acknowledgement of epoch 2 waited while this host stood still.
-    assert_eq!(handle(3_000, PrimaryEvent::Acknowledged(Epoch(2))), []);
-    handle(3_001, PrimaryEvent::Captured);
+    assert_eq!(handle(&mut primary, 3_000, PrimaryEvent::Acknowledged(Epoch(2))), []);
+    handle(&mut primary, 3_001, PrimaryEvent::Captured);
     let release = [PrimaryAction::Release(Epoch(3))];
-    assert_eq!(handle(3_002, PrimaryEvent::Acknowledged(Epoch(3))), release);
+    assert_eq!(handle(&mut primary, 3_002, PrimaryEvent::Acknowledged(Epoch(3))), release);
 }
 
 #[test]
@@ -130,57 +139,58 @@ fn a_silence_is_borne_until_output_is_held() {
 /// would win, and could do nothing with the VM.
 #[test]
 fn a_backup_that_is_heard_and_acknowledges_nothing_is_given_up() {
-    let at = |ms| Time(Duration::from_millis(ms));
-    let mut primary = Primary::new(Generation(1), Duration::from_millis(100), at(0));
-    let mut actions = Vec::new();
-    let mut handle = |ms, event| {
-        primary.handle(at(ms), event, &mut actions);
-        std::mem::take(&mut actions)
-    };
-    handle(1, PrimaryEvent::Captured);
-    handle(2, PrimaryEvent::Acknowledged(Epoch(1)));
-    handle(3, PrimaryEvent::Captured);
+    let mut primary = fresh();
+    handle(&mut primary, 1, PrimaryEvent::Captured);
+    handle(&mut primary, 2, PrimaryEvent::Acknowledged(Epoch(1)));
+    handle(&mut primary, 3, PrimaryEvent::Captured);
     let moved = PrimaryEvent::Headway(Headway { bytes: 1 << 20, done: 0 });
     for beat in 1..=75 {
-        assert_eq!(handle(beat * 20, PrimaryEvent::Heard), []);
+        assert_eq!(handle(&mut primary, beat * 20, PrimaryEvent::Heard), []);
         if beat == 25 {
-            assert_eq!(handle(500, moved.clone()), []);
+            assert_eq!(handle(&mut primary, 500, moved.clone()), []);
         }
-        assert_eq!(handle(beat * 20, PrimaryEvent::Tick), [], "at beat {beat}");
+        assert_eq!(handle(&mut primary, beat * 20, PrimaryEvent::Tick), [], "at beat {beat}");
     }
-    handle(1_501, PrimaryEvent::Heard);
-    assert_eq!(handle(1_501, PrimaryEvent::Tick), [PrimaryAction::Contest(Generation(1))]);
+    handle(&mut primary, 1_501, PrimaryEvent::Heard);
+    assert_eq!(
+        handle(&mut primary, 1_501, PrimaryEvent::Tick),
+        [PrimaryAction::Contest(Generation(1))]
+    );
     // What it acknowledges now it would still take over with.
-    let late = handle(1_502, PrimaryEvent::Acknowledged(Epoch(2)));
+    let late = handle(&mut primary, 1_502, PrimaryEvent::Acknowledged(Epoch(2)));
     assert_eq!(late, [PrimaryAction::Release(Epoch(2))]);
     let granted = PrimaryEvent::Verdict(Verdict::Granted(Generation(2)));
-    assert_eq!(handle(1_503, granted), [PrimaryAction::ClosePeer, PrimaryAction::OpenOutput]);
+    assert_eq!(
+        handle(&mut primary, 1_503, granted),
+        [PrimaryAction::ClosePeer, PrimaryAction::OpenOutput]
+    );
     let PrimaryPhase::Alone(Some(reason)) = primary.phase() else { panic!() };
     assert!(reason.contains("epoch 2 has been on its way to it for 1498 ms"), "{reason}");
 }
 
 #[test]
 fn a_backup_that_does_not_take_what_it_is_handed_is_given_up() {
-    let at = |ms| Time(Duration::from_millis(ms));
-    let mut primary = Primary::new(Generation(1), Duration::from_millis(100), at(0));
-    let mut actions = Vec::new();
-    let mut handle = |ms, event| {
-        primary.handle(at(ms), event, &mut actions);
-        std::mem::take(&mut actions)
-    };
-    handle(1, PrimaryEvent::Captured);
-    handle(2, PrimaryEvent::Acknowledged(Epoch(1)));
+    let mut primary = fresh();
+    handle(&mut primary, 1, PrimaryEvent::Captured);
+    handle(&mut primary, 2, PrimaryEvent::Acknowledged(Epoch(1)));
     // It will not be acknowledged any more: the backup is to take over.
-    handle(3, PrimaryEvent::Captured);
-    handle(4, PrimaryEvent::GuestHangs("it does not answer".into()));
+    handle(&mut primary, 3, PrimaryEvent::Captured);
+    handle(&mut primary, 4, PrimaryEvent::GuestHangs("it does not answer".into()));
     for beat in 1..=500 {
-        handle(beat * 20, PrimaryEvent::Heard);
-        assert_eq!(handle(beat * 20, PrimaryEvent::Tick), [], "at beat {beat}");
+        handle(&mut primary, beat * 20, PrimaryEvent::Heard);
+        assert_eq!(handle(&mut primary, beat * 20, PrimaryEvent::Tick), [], "at beat {beat}");
     }
-    handle(10_020, PrimaryEvent::Heard);
-    assert_eq!(handle(10_020, PrimaryEvent::Tick), [PrimaryAction::Contest(Generation(1))]);
+    handle(&mut primary, 10_020, PrimaryEvent::Heard);
     assert_eq!(
-        handle(10_021, PrimaryEvent::Verdict(Verdict::Unreachable("no answer".into()))),
+        handle(&mut primary, 10_020, PrimaryEvent::Tick),
+        [PrimaryAction::Contest(Generation(1))]
+    );
+    assert_eq!(
+        handle(
+            &mut primary,
+            10_021,
+            PrimaryEvent::Verdict(Verdict::Unreachable("no answer".into()))
+        ),
         [PrimaryAction::ClosePeer],
         "it may be reached by the backup"
     );

@@ -46,9 +46,12 @@ fn strike(story: &str, host: &str, role: &str) -> Result<()> {
     let beside = file.with_extension("new");
     fs::write(&beside, format!("{role} of {VM}"))?;
     fs::rename(&beside, &file)?;
-    wait_for(&format!("`{role}` to panic on host {host}"), LIMIT, || {
+    let struck = wait_for(&format!("`{role}` to panic on host {host}"), LIMIT, || {
         Ok((!file.exists()).then_some(()))
-    })
+    });
+    // There only if nobody was struck.
+    let _ = fs::remove_file(&file);
+    struck
 }
 
 /// What must not take notice: both daemons, and another VM with its backup.

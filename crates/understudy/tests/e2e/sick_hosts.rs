@@ -9,7 +9,8 @@ use crate::stage::{
 use anyhow::{Result, ensure};
 use serde_json::Value;
 use std::fs;
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
+use tempfile::TempDir;
 use understudy_lab::scene::VM;
 use understudy_lab::{ArbiterKind, HostOptions, Part, Scene, SceneOptions, wait_for};
 
@@ -24,30 +25,34 @@ fn with_fail_point(host: &str, point: String) -> SceneOptions {
 }
 
 /// While this file is there, no disk of the host answers.
-struct Hanging(PathBuf);
+struct Hanging {
+    file: PathBuf,
+    _directory: TempDir,
+}
 
 impl Hanging {
-    fn new(directory: &Path) -> Hanging {
-        Hanging(directory.join("hangs"))
+    fn new() -> Hanging {
+        let directory = tempfile::tempdir().expect("a directory for the test");
+        Hanging { file: directory.path().join("hangs"), _directory: directory }
     }
 
     fn options(&self, host: &str) -> SceneOptions {
-        with_fail_point(host, format!("hang-disk=return({})", self.0.display()))
+        with_fail_point(host, format!("hang-disk=return({})", self.file.display()))
     }
 
     fn begin(&self) -> Result<()> {
-        Ok(fs::write(&self.0, "")?)
+        Ok(fs::write(&self.file, "")?)
     }
 
     fn end(&self) -> Result<()> {
-        Ok(fs::remove_file(&self.0)?)
+        Ok(fs::remove_file(&self.file)?)
     }
 }
 
 impl Drop for Hanging {
     fn drop(&mut self) {
         // Nothing is to wait for it any more.
-        let _ = fs::remove_file(&self.0);
+        let _ = fs::remove_file(&self.file);
     }
 }
 
@@ -209,8 +214,7 @@ fn a_standby_that_hangs_takes_over_once_it_does_not() {
 #[test]
 #[cfg_attr(not(feature = "fail-points"), ignore = "needs `--features fail-points`")]
 fn a_backup_whose_disk_hangs_is_no_protection() {
-    let directory = tempfile::tempdir().expect("a directory for the test");
-    let hanging = Hanging::new(directory.path());
+    let hanging = Hanging::new();
     play_protected(hanging.options("b"), |scene, client| {
         hanging.begin()?;
         await_unfit(scene, "its disk has not answered for")?;
@@ -225,8 +229,7 @@ fn a_backup_whose_disk_hangs_is_no_protection() {
 #[test]
 #[cfg_attr(not(feature = "fail-points"), ignore = "needs `--features fail-points`")]
 fn a_primary_whose_disk_hangs_is_taken_over() {
-    let directory = tempfile::tempdir().expect("a directory for the test");
-    let hanging = Hanging::new(directory.path());
+    let hanging = Hanging::new();
     play_protected(hanging.options("a"), |scene, client| {
         hanging.begin()?;
         scene.await_live("b")?;
@@ -245,8 +248,7 @@ fn a_primary_whose_disk_hangs_is_taken_over() {
 #[test]
 #[cfg_attr(not(feature = "fail-points"), ignore = "needs `--features fail-points`")]
 fn an_unprotected_guest_whose_disk_hangs_is_said_to_stand_still() {
-    let directory = tempfile::tempdir().expect("a directory for the test");
-    let hanging = Hanging::new(directory.path());
+    let hanging = Hanging::new();
     play(hanging.options("a"), |scene| {
         scene.start_guest("a")?;
         scene.await_guest()?;
