@@ -37,4 +37,3 @@ pub use host::{ADDRESS_PATIENCE, Host};
 pub use pulse::Pulse;
 pub use understudy_link::{pki, tls::ApiTls};
 pub use understudy_machine::custody;
-pub use understudy_report::{self as report, ErrorKind, HostError, Meters, events};

@@ -116,7 +116,11 @@ impl Membership {
         match (won.first(), returned) {
             (Some((_, generation)), None) => Verdict::Granted(*generation),
             (None, Some(generation)) => Verdict::Returned(generation),
-            _ => Verdict::Unreachable("the records of the group's VMs differ".to_owned()),
+            _ => Verdict::Unreachable(
+                "some of the group's VMs were handed back to this host and some not; the arbiter is \
+                 asked again until all are: if that lasts, `understudy recover` says whose each is"
+                    .to_owned(),
+            ),
         }
     }
 

@@ -49,12 +49,11 @@ use serde::de::DeserializeOwned;
 use std::sync::Arc;
 use tokio::task::spawn_blocking;
 use understudy_client::{ErrorBody, Subject};
-use understudy_daemon::report::{
-    CheckpointTiming, ComparisonReport, HostStatus, RecoverReport, VmStatus,
-};
-use understudy_daemon::{ErrorKind, HostError, containment};
+use understudy_daemon::containment;
 use understudy_protocol::{GroupName, VmName};
 use understudy_qemu::VmDefinition;
+use understudy_report::{CheckpointTiming, ComparisonReport, HostStatus, RecoverReport, VmStatus};
+use understudy_report::{ErrorKind, HostError};
 
 /// The longest request body: far more than any VM definition needs.
 pub const MAX_REQUEST_BYTES: usize = 256 * 1024;

@@ -20,8 +20,8 @@ use prometheus_client::registry::Registry;
 use std::sync::Arc;
 use std::sync::atomic::AtomicU64;
 use tokio::task::spawn_blocking;
-use understudy_daemon::Meters;
-use understudy_daemon::report::{
+use understudy_report::Meters;
+use understudy_report::{
     ArbiterReport, ComparisonCounts, HostStatus, InboundReport, OutboundReport, PathReport,
     Protection, Role, VmStatus,
 };
@@ -255,8 +255,8 @@ mod tests {
     use crate::table::tests::example;
     use std::collections::{BTreeMap, BTreeSet};
     use std::path::Path;
-    use understudy_daemon::report::{LockstepReport, ThrottleReport};
     use understudy_protocol::literal;
+    use understudy_report::{LockstepReport, ThrottleReport};
 
     fn lines(protection: Protection) -> String {
         page(vec![example(protection)])

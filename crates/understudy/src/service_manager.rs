@@ -10,7 +10,7 @@ use std::os::unix::net::{SocketAddr, UnixDatagram};
 use std::time::Duration;
 use tracing::warn;
 use understudy_client::{Failure, FailureKind};
-use understudy_daemon::ErrorKind;
+use understudy_report::ErrorKind;
 
 const SOCKET: &str = "NOTIFY_SOCKET";
 const WATCHDOG: &str = "WATCHDOG_USEC";

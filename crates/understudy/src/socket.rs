@@ -11,7 +11,7 @@ use std::os::fd::AsRawFd;
 use std::os::unix::fs::{DirBuilderExt, FileTypeExt};
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::{Path, PathBuf};
-use understudy_daemon::{ErrorKind, HostError};
+use understudy_report::{ErrorKind, HostError};
 
 /// A bound socket; its file is removed when this is dropped.
 #[derive(Debug)]

@@ -9,12 +9,12 @@ use std::fmt::Write;
 use std::time::SystemTime;
 pub use top::page as top;
 use understudy_client::progress::syncing;
-use understudy_daemon::report::{
+use understudy_encoding::Compression;
+use understudy_protocol::{PAGE_SIZE, Policy};
+use understudy_report::{
     CompressionReport, DiskReads, DiskSync, FillReport, HostStatus, LockstepReport, Mode,
     PathReport, Protection, Role, ThrottleReport, VmStatus,
 };
-use understudy_encoding::Compression;
-use understudy_protocol::{PAGE_SIZE, Policy};
 
 const NOTHING: &str = "-";
 

@@ -18,7 +18,6 @@
 //! | [`adopt`] | a VM whose daemon died before all of it was loaded |
 //! | [`placement`] | who may be restored where, asked before anything is started |
 //! | [`frames`] | frames between members, and those in flight |
-//! | [`report`] | what users ask for and are told |
 
 mod adopt;
 mod capture;
@@ -32,7 +31,6 @@ mod mirrored;
 mod placement;
 mod prepare;
 pub use understudy_cluster::store_keys::make_key;
-pub use understudy_report::cluster as report;
 mod restore;
 mod restorer;
 mod sampling;
@@ -47,13 +45,13 @@ pub(crate) use schedule::start as start_schedules;
 use understudy_protocol::{GroupName, VmName};
 
 use member::MemberSeat;
-use report::FillReport;
 use restore::Restoring;
 use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 use take::Taking;
+use understudy_report::FillReport;
 use understudy_snapshot::{Incarnation, SnapshotNumber};
 use understudy_threads::Common;
 

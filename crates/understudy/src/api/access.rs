@@ -16,9 +16,9 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Instant;
 use understudy_daemon::config::Access;
-use understudy_daemon::events::Journal;
-use understudy_daemon::{ErrorKind, HostError};
 use understudy_protocol::HostName;
+use understudy_report::events::Journal;
+use understudy_report::{ErrorKind, HostError};
 
 /// A token of fewer characters could be guessed.
 const SHORTEST_TOKEN: usize = 20;

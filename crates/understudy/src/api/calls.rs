@@ -10,15 +10,15 @@ use axum::handler::Handler;
 use axum::routing::{MethodFilter, MethodRouter, on};
 use schemars::{JsonSchema, Schema, SchemaGenerator};
 use understudy_daemon::config::Access;
-use understudy_daemon::events::EventList;
-use understudy_daemon::report::{
+use understudy_qemu::VmDefinition;
+use understudy_report::cluster::{
+    DeleteReport, RestoreReport, RestoreRequest, SnapshotReport, SnapshotRequest, VerifyReport,
+};
+use understudy_report::events::EventList;
+use understudy_report::{
     CheckpointTiming, ComparisonReport, GroupRequest, HostStatus, MediumRequest, ProtectRequest,
     RecoverReport, RecoverRequest, VmStatus,
 };
-use understudy_daemon::snapshot::report::{
-    DeleteReport, RestoreReport, RestoreRequest, SnapshotReport, SnapshotRequest, VerifyReport,
-};
-use understudy_qemu::VmDefinition;
 
 /// Makes the schema of a type.
 pub(super) type SchemaOf = fn(&mut SchemaGenerator) -> Schema;

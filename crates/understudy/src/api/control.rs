@@ -2,17 +2,18 @@
 
 use std::sync::Arc;
 use understudy_client::Subject;
-use understudy_daemon::events::Journal;
-use understudy_daemon::report::{
+use understudy_daemon::Host;
+use understudy_protocol::{GroupName, VmName};
+use understudy_qemu::VmDefinition;
+use understudy_report::cluster::{
+    DeleteReport, RestoreReport, RestoreRequest, SnapshotReport, SnapshotRequest, VerifyReport,
+};
+use understudy_report::events::Journal;
+use understudy_report::{
     CheckpointTiming, ComparisonReport, GroupRequest, HostStatus, MediumRequest, ProtectRequest,
     RecoverReport, RecoverRequest, VmStatus,
 };
-use understudy_daemon::snapshot::report::{
-    DeleteReport, RestoreReport, RestoreRequest, SnapshotReport, SnapshotRequest, VerifyReport,
-};
-use understudy_daemon::{Host, HostError, Meters};
-use understudy_protocol::{GroupName, VmName};
-use understudy_qemu::VmDefinition;
+use understudy_report::{HostError, Meters};
 use understudy_snapshot::SnapshotNumber;
 
 /// What the API asks of a host; all calls block. [`Host`] outside of tests.

@@ -13,8 +13,8 @@ use std::collections::VecDeque;
 use std::convert::Infallible;
 use std::time::{Duration, Instant};
 use understudy_client::LONGEST_WAIT;
-use understudy_daemon::events::{Event, EventList, Journal};
 use understudy_protocol::VmName;
+use understudy_report::events::{Event, EventList, Journal};
 
 /// Between two looks at the number of the last event.
 const LOOK: Duration = Duration::from_millis(50);

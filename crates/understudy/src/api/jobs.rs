@@ -16,9 +16,10 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, SystemTime};
 use tokio::task::spawn_blocking;
-use understudy_daemon::report::{ProtectRequest, Protection};
-use understudy_daemon::{ErrorKind, HostError, containment};
+use understudy_daemon::containment;
 use understudy_protocol::VmName;
+use understudy_report::{ErrorKind, HostError};
+use understudy_report::{ProtectRequest, Protection};
 
 /// Jobs that are kept, the running ones among them.
 const KEPT: usize = 64;

@@ -7,7 +7,7 @@ use schemars::{JsonSchema, Schema, SchemaGenerator, json_schema};
 use serde_json::{Map, Value, json};
 use std::borrow::Cow;
 use understudy_client::ErrorBody;
-use understudy_daemon::HostError;
+use understudy_report::HostError;
 
 const INTRODUCTION: &str = "The API of one host's daemon. On its unix socket, whoever may open that may do all. Over the network \
 ([api] of the host's configuration) it takes TLS and a role: each call says which. An error is {\"error\": {\"kind\", \

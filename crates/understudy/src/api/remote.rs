@@ -20,8 +20,9 @@ use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 use tokio::time::timeout;
 use tokio_rustls::TlsAcceptor;
 use tokio_rustls::server::TlsStream;
+use understudy_daemon::ApiTls;
 use understudy_daemon::config::ApiConfig;
-use understudy_daemon::{ApiTls, ErrorKind, HostError};
+use understudy_report::{ErrorKind, HostError};
 
 /// Connections at a time, so that strangers leave descriptors for the hosts.
 const MOST_CONNECTIONS: usize = 128;

@@ -8,12 +8,12 @@ use axum::http::StatusCode;
 use axum::response::{IntoResponse, Json, Response};
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
-use understudy_daemon::HostError;
 use understudy_daemon::config::Access;
-use understudy_daemon::snapshot::report::{
+use understudy_protocol::{GroupName, VmName};
+use understudy_report::HostError;
+use understudy_report::cluster::{
     DeleteReport, RestoreRequest, SnapshotReport, SnapshotRequest, VerifyReport,
 };
-use understudy_protocol::{GroupName, VmName};
 use understudy_snapshot::SnapshotNumber;
 
 pub(super) async fn snapshot_vm(

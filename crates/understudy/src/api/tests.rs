@@ -9,17 +9,15 @@ use std::sync::Mutex;
 use tempfile::TempDir;
 use tokio::runtime::Runtime;
 use understudy_client::{Client, Exit, Failure, FailureKind};
-use understudy_daemon::Meters;
-use understudy_daemon::events::Journal;
-use understudy_daemon::report::{
-    GroupRequest, MediumRequest, ProtectRequest, Protection, RecoverRequest,
-};
-use understudy_daemon::snapshot::report::{
-    DeleteReport, RestoreReport, RestoreRequest, SnapshotReport, SnapshotRequest, VerifyReport,
-};
 use understudy_encoding::EncodingPlan;
 use understudy_protocol::literal;
 use understudy_protocol::{Epoch, Policy};
+use understudy_report::Meters;
+use understudy_report::cluster::{
+    DeleteReport, RestoreReport, RestoreRequest, SnapshotReport, SnapshotRequest, VerifyReport,
+};
+use understudy_report::events::Journal;
+use understudy_report::{GroupRequest, MediumRequest, ProtectRequest, Protection, RecoverRequest};
 use understudy_snapshot::SnapshotNumber;
 
 /// A host with one VM, `db`, that remembers what it was asked.

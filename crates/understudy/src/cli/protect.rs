@@ -2,10 +2,10 @@
 
 use clap::{Args, ValueEnum};
 use understudy_client::ModeKind;
-use understudy_daemon::report::DiskReads;
 use understudy_encoding::{Compression, DEFAULT_CACHE_PAGES, EncodingPlan, MOST_CACHE_PAGES};
 use understudy_protocol::VmName;
 use understudy_protocol::{Output, Policy};
+use understudy_report::DiskReads;
 
 /// Checkpoints a second of `--policy interval` without `--hz`: Remus's own rate.
 const DEFAULT_HZ: u32 = 40;
@@ -161,7 +161,7 @@ mod tests {
     use super::*;
     use crate::cli::{Cli, Command};
     use clap::Parser;
-    use understudy_daemon::report::Mode;
+    use understudy_report::Mode;
 
     fn read(line: &str) -> ProtectArgs {
         match Cli::try_parse_from(line.split_whitespace()).unwrap().command {

@@ -3,8 +3,8 @@
 use clap::{Args, Subcommand};
 use std::str::FromStr;
 use std::time::Duration;
-use understudy_daemon::snapshot::report::{RestoreRequest, SnapshotRequest};
 use understudy_protocol::{GroupName, HostName, NameError};
+use understudy_report::cluster::{RestoreRequest, SnapshotRequest};
 use understudy_snapshot::{Compression, Mode, SnapshotNumber, WorkingSetFactor};
 
 pub(super) const CLUSTER_HELP: &str = "\

@@ -3,9 +3,7 @@
 use crate::cli::{ClusterCommand, SnapshotArgs};
 use std::fmt::Write;
 use understudy_client::{Client, Exit, Failure, FailureKind, Subject, output};
-use understudy_daemon::snapshot::report::{
-    RestoreReport, RestoreRequest, SnapshotReport, VerifyReport,
-};
+use understudy_report::cluster::{RestoreReport, RestoreRequest, SnapshotReport, VerifyReport};
 
 /// Does one of them.
 pub fn run(client: &Client, command: &ClusterCommand, json: bool) -> Result<Exit, Failure> {

@@ -6,7 +6,7 @@ use std::io::{self, IsTerminal};
 use std::os::fd::{AsFd, BorrowedFd};
 use std::os::unix::net::UnixStream;
 use understudy_client::{Client, Exit, Failure, FailureKind};
-use understudy_daemon::ErrorKind;
+use understudy_report::ErrorKind;
 
 /// Connects until the user or the guest leaves.
 pub fn run(client: &Client, name: &str) -> Result<Exit, Failure> {

@@ -3,7 +3,7 @@
 use crate::cli::EventsArgs;
 use crate::{output, table};
 use understudy_client::{Client, Exit, Failure};
-use understudy_daemon::events::EventList;
+use understudy_report::events::EventList;
 
 /// Shows what has happened, and with `--follow` what happens.
 pub fn run(client: &Client, args: &EventsArgs, json: bool) -> Result<Exit, Failure> {

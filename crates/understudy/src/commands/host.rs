@@ -17,7 +17,8 @@ use tokio::sync::oneshot;
 use tokio::task::{JoinError, spawn_blocking};
 use understudy_client::{Exit, Failure};
 use understudy_daemon::config::HostConfig;
-use understudy_daemon::{ADDRESS_PATIENCE, ErrorKind, Host, HostError};
+use understudy_daemon::{ADDRESS_PATIENCE, Host};
+use understudy_report::{ErrorKind, HostError};
 
 /// The API waits on the host, so little work is left for its own threads.
 const API_THREADS: usize = 2;

@@ -7,9 +7,9 @@ use std::io::Write;
 use std::path::Path;
 use std::process::Command;
 use understudy_client::{Exit, Failure, FailureKind, output};
-use understudy_daemon::ErrorKind;
 use understudy_import::{Finding, Import, Outcome, Surroundings, Template, libvirt, proxmox, qemu};
 use understudy_qemu::VmDefinition;
+use understudy_report::ErrorKind;
 
 /// What `--json` prints.
 #[derive(Serialize)]

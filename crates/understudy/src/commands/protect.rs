@@ -7,8 +7,8 @@ use std::time::Duration;
 use understudy_client::{
     Client, Exit, Failure, FailureKind, ModeKind, output, progress::SyncProgress,
 };
-use understudy_daemon::report::{GroupRequest, ProtectRequest, Protection, VmStatus};
 use understudy_protocol::GroupName;
+use understudy_report::{GroupRequest, ProtectRequest, Protection, VmStatus};
 
 /// How often the progress is asked for.
 const POLL_INTERVAL: Duration = Duration::from_millis(200);

@@ -3,7 +3,7 @@
 use crate::cli::RecoverArgs;
 use std::fmt::Write;
 use understudy_client::{Client, Exit, Failure, output};
-use understudy_daemon::report::{RecoverReport, RecoverRequest};
+use understudy_report::{RecoverReport, RecoverRequest};
 
 /// Names a VM's valid images; starts it on them, unless told not to.
 pub fn run(client: &Client, args: &RecoverArgs, json: bool) -> Result<Exit, Failure> {
@@ -38,9 +38,9 @@ fn describe(report: &RecoverReport) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use understudy_daemon::report::ValidImages;
     use understudy_protocol::Generation;
     use understudy_protocol::literal;
+    use understudy_report::ValidImages;
 
     #[test]
     fn the_valid_images_and_the_reason_are_told() {

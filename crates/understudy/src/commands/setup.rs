@@ -6,9 +6,9 @@ use serde_json::json;
 use std::path::Path;
 use std::process::Command;
 use understudy_client::{Exit, Failure, FailureKind, output};
-use understudy_daemon::ErrorKind;
 use understudy_daemon::setup::{self, DIRECTORY, HOST_FILE, Invitation, Joined, Made, Plan};
 use understudy_protocol::HostName;
+use understudy_report::ErrorKind;
 
 const SERVICE: &str = "understudy.service";
 

@@ -2,7 +2,7 @@
 
 use crate::{output, table};
 use understudy_client::{Client, Exit, Failure};
-use understudy_daemon::report::Protection;
+use understudy_report::Protection;
 
 /// Shows one VM, or all.
 pub fn run(client: &Client, vm: Option<&str>, json: bool) -> Result<Exit, Failure> {

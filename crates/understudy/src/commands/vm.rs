@@ -8,9 +8,9 @@ use std::fs;
 use std::io;
 use std::path::{Path, PathBuf};
 use understudy_client::{Client, Exit, Failure, FailureKind, Subject};
-use understudy_daemon::ErrorKind;
-use understudy_daemon::report::MediumRequest;
 use understudy_qemu::VmDefinition;
+use understudy_report::ErrorKind;
+use understudy_report::MediumRequest;
 
 /// Does one of them.
 pub fn run(client: &Client, command: &VmCommand, json: bool) -> Result<Exit, Failure> {

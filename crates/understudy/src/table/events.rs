@@ -3,7 +3,7 @@
 use super::NOTHING;
 use std::fmt::Write;
 use time::OffsetDateTime;
-use understudy_daemon::events::{Event, Severity};
+use understudy_report::events::{Event, Severity};
 
 /// One line for each event: when, how grave, about whom, what.
 pub fn events(events: &[Event]) -> String {
@@ -45,8 +45,8 @@ pub fn moment(at_ms: u64) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use understudy_daemon::events::EventKind;
     use understudy_protocol::literal;
+    use understudy_report::events::EventKind;
 
     #[test]
     fn an_event_is_one_line() {

@@ -1,13 +1,11 @@
 //! What the texts say.
 
 use super::*;
-use understudy_daemon::report::FillState;
-use understudy_daemon::report::{
-    CardReport, ComparisonCounts, DiskReport, OutputReport, PauseReport,
-};
 use understudy_encoding::{Counters, EncodingPlan, Methods};
 use understudy_protocol::literal;
 use understudy_protocol::{Epoch, Generation};
+use understudy_report::FillState;
+use understudy_report::{CardReport, ComparisonCounts, DiskReport, OutputReport, PauseReport};
 
 /// A status with something in every field.
 pub fn example(protection: Protection) -> VmStatus {

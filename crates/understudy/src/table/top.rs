@@ -4,9 +4,9 @@ use super::events::clock;
 use super::{NOTHING, syncing};
 use console::{Style, truncate_str};
 use indicatif::HumanBytes;
-use understudy_daemon::events::{Event, Severity};
-use understudy_daemon::report::{HostStatus, Protection, Role, TakeoverReport, VmStatus};
 use understudy_protocol::PAGE_SIZE;
+use understudy_report::events::{Event, Severity};
+use understudy_report::{HostStatus, Protection, Role, TakeoverReport, VmStatus};
 
 /// The bar of a synchronisation, in characters.
 const BAR: usize = 30;
@@ -173,9 +173,9 @@ fn ago(ms: u64) -> String {
 mod tests {
     use super::*;
     use crate::table::tests::{example, host_of};
-    use understudy_daemon::events::EventKind;
-    use understudy_daemon::report::ThrottleReport;
     use understudy_protocol::literal;
+    use understudy_report::ThrottleReport;
+    use understudy_report::events::EventKind;
 
     const NOW: u64 = 1_795_000_020_123;
 
