@@ -12,15 +12,20 @@ use machine::{Machine, Start, deadline, wait_for};
 use std::collections::BTreeMap;
 use std::fs;
 use std::path::PathBuf;
+use std::sync::Arc;
 use std::thread;
 use std::time::Instant;
+use understudy_machine::{LogTracker, Tracker, main_memory};
 use understudy_memory::{
     CapturedChunk, DirtySet, DirtyTracker, PageStaging, RamBlock, Reprotect, StagingPool, capture,
 };
-use understudy_protocol::{PAGE_SIZE, PageIndex, PageRun};
-use understudy_qemu::dirty_log::LoggedBlock;
+use understudy_protocol::{PAGE_SIZE, PageIndex, literal};
 use understudy_qemu::pause::AgentPauser;
 use understudy_qemu::qmp::DeviceState;
+
+/// Of Debian's package ovmf.
+const CODE: &str = "/usr/share/OVMF/OVMF_CODE_4M.fd";
+const VARIABLES: &str = "/usr/share/OVMF/OVMF_VARS_4M.fd";
 
 /// Kernel, initial RAM disk, and what the guest needs beside the pages that it writes.
 const SYSTEM_MIB: u64 = 192;
@@ -55,6 +60,34 @@ fn counts_of_each_way() {
     }
 }
 
+/// The firmware writes its variables, which lie in a flash of QEMU's, while it boots for the first time.
+#[test]
+fn a_checkpoint_has_what_the_firmware_wrote_to_its_flash() {
+    for way in [scans(), Way::Log] {
+        let directory = tempfile::tempdir().unwrap();
+        let variables = directory.path().join("variables.fd");
+        fs::copy(VARIABLES, &variables).expect("ovmf is installed: run scripts/setup tests");
+        let accel = accelerator();
+        let start = Start { accel: &accel, uefi: Some((CODE, &variables)), ..Start::default() };
+        let mut machine = Machine::start(start);
+        let blocks = machine.blocks();
+        let (mut tracker, pauser) = track(&machine, way, &blocks);
+        let mut twin = Twin::of(&blocks);
+        let mut dirty = DirtySet::new();
+        let before = fs::read(&variables).unwrap();
+        machine.qmp("cont");
+        wait_for("the firmware to write its variables", || fs::read(&variables).unwrap() != before);
+        let mut pause = pauser.begin().unwrap().expect("the guest runs");
+        tracker.scan(&mut dirty).unwrap();
+        twin.take(&mut dirty);
+        pause.saved().unwrap();
+        twin.prove(0);
+        pause.resume().unwrap();
+        drop(tracker);
+        assert_eq!(machine.quit(), Some(0));
+    }
+}
+
 /// How written pages are found.
 #[derive(Clone, Copy, Debug)]
 enum Way {
@@ -73,43 +106,24 @@ fn accelerator() -> String {
     std::env::var("UNDERSTUDY_ACCEL").unwrap_or_else(|_| "tcg".to_owned())
 }
 
-/// The tracking of one machine.
-enum Tracking {
-    Log,
-    Scans(DirtyTracker),
-}
-
-impl Tracking {
-    fn begin(machine: &Machine, way: Way, pauser: &AgentPauser, blocks: &[RamBlock]) -> Tracking {
-        match way {
-            Way::Log => {
-                pauser.begin_dirty_log().unwrap();
-                Tracking::Log
-            }
-            Way::Scans(reprotect) => {
-                let userfaultfd = machine.link().userfaultfd().clone();
-                let pid = machine.link().pid();
-                let attached = DirtyTracker::attach(pid, userfaultfd, blocks, reprotect);
-                let mut tracker = attached.unwrap();
-                tracker.arm().unwrap();
-                Tracking::Scans(tracker)
-            }
+/// The tracking of one machine, as the daemon has it; and what pauses it.
+fn track(machine: &Machine, way: Way, blocks: &[RamBlock]) -> (Tracker, Arc<AgentPauser>) {
+    let (link, state) = (machine.link(), DeviceState::create().unwrap());
+    let logged = main_memory(blocks).into_iter().collect();
+    let pauser = Arc::new(AgentPauser::arm(link.socket(), &state, deadline(), logged).unwrap());
+    let mut tracker = match way {
+        Way::Log => {
+            let log = LogTracker::begin(&literal("twin"), &pauser, link, blocks).unwrap();
+            Tracker::Log(log.expect("QEMU keeps a log"))
         }
-    }
-
-    fn scan(&mut self, pauser: &AgentPauser, blocks: &[RamBlock], dirty: &mut DirtySet) {
-        match self {
-            Tracking::Scans(tracker) => tracker.scan(dirty).unwrap(),
-            Tracking::Log => {
-                dirty.clear();
-                pauser.collect_dirty_log().unwrap();
-                pauser.take_dirty_log(|block, first, count| {
-                    let block = blocks[block].id();
-                    dirty.push(PageRun { block, first: PageIndex(first), count });
-                });
-            }
+        Way::Scans(reprotect) => {
+            let (pid, userfaultfd) = (link.pid(), link.userfaultfd().clone());
+            let attached = DirtyTracker::attach(pid, userfaultfd, blocks, reprotect);
+            Tracker::Scans(attached.unwrap())
         }
-    }
+    };
+    tracker.arm().unwrap();
+    (tracker, pauser)
 }
 
 /// `checkpoints` times, with at least `pages` written before each.
@@ -119,12 +133,8 @@ fn compare(way: Way, pages: u64, checkpoints: usize) {
     let start = Start { accel: &accel, mebibytes, ..Start::default() };
     let (mut machine, mut console) = boot(start);
     let blocks = machine.blocks();
-    let logged =
-        |block: &RamBlock| LoggedBlock { address: block.address_in_qemu(), pages: block.pages() };
-    let (state, logged) = (DeviceState::create().unwrap(), blocks.iter().map(logged).collect());
-    let pauser = AgentPauser::arm(machine.link().socket(), &state, deadline(), logged).unwrap();
     let mut counts = Counts::of(machine.link().pid());
-    let mut tracking = Tracking::begin(&machine, way, &pauser, &blocks);
+    let (mut tracker, pauser) = track(&machine, way, &blocks);
     let mut twin = Twin::of(&blocks);
     let mut dirty = DirtySet::new();
     console.say(&format!("guest-tools dirty {pages} 0 &"));
@@ -135,7 +145,7 @@ fn compare(way: Way, pages: u64, checkpoints: usize) {
         counts.before();
         wait_for("the guest to write its pages", || {
             let begun = Instant::now();
-            tracking.scan(&pauser, &blocks, &mut dirty);
+            tracker.scan(&mut dirty).unwrap();
             written += dirty.pages();
             twin.take(&mut dirty);
             // On one processor the guest does nothing during a round.
@@ -143,7 +153,7 @@ fn compare(way: Way, pages: u64, checkpoints: usize) {
             written >= pages
         });
         let mut pause = pauser.begin().unwrap().expect("the guest runs");
-        tracking.scan(&pauser, &blocks, &mut dirty);
+        tracker.scan(&mut dirty).unwrap();
         written += dirty.pages();
         twin.take(&mut dirty);
         pause.saved().unwrap();

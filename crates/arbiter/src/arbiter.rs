@@ -10,8 +10,8 @@ use crate::in_etcd::EtcdArbiter;
 use crate::key::Key;
 use std::path::Path;
 use std::sync::Arc;
-use understudy_protocol::HostName;
-use understudy_protocol::{Generation, Ownership, Verdict};
+use understudy_protocol::{Generation, LeaseAnswer, LeaseErrand, Ownership, Renewal, Verdict};
+use understudy_protocol::{HostName, VmName};
 
 /// Why an arbiter gave no answer; for people.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
@@ -194,6 +194,57 @@ impl Arbiter {
         match &self.kind {
             Kind::File(arbiter) => arbiter.release(key, from),
             Kind::Etcd(arbiter) => arbiter.release(key, from),
+        }
+    }
+
+    /// The last renewal of the lease of who owns a VM, or owned it, at that generation; none if
+    /// it keeps none.
+    pub fn renewal(&self, vm: &VmName, of: Generation) -> Result<Option<Renewal>, Unreachable> {
+        let _lent = lend();
+        self.identify()?;
+        match &self.kind {
+            Kind::File(arbiter) => arbiter.renewal(vm.into(), of),
+            Kind::Etcd(arbiter) => arbiter.renewal(vm.into(), of),
+        }
+    }
+
+    /// Renews or withdraws the lease of a VM that this host owns at `of`, then reads whether it
+    /// does. Whoever takes the VM meanwhile sees, after it has, that the lease has changed.
+    pub fn tend(
+        &self,
+        vm: &VmName,
+        of: Generation,
+        errand: LeaseErrand,
+        to: &Renewal,
+    ) -> LeaseAnswer {
+        let _lent = lend();
+        let done = self.identify().and_then(|_| match (&self.kind, errand) {
+            (Kind::File(arbiter), LeaseErrand::Renew) => arbiter.renew(vm.into(), of, to),
+            (Kind::File(arbiter), LeaseErrand::Withdraw) => arbiter.withdraw(vm.into(), of),
+            (Kind::Etcd(arbiter), LeaseErrand::Renew) => arbiter.renew(vm.into(), of, to),
+            (Kind::Etcd(arbiter), LeaseErrand::Withdraw) => arbiter.withdraw(vm.into(), of),
+        });
+        match done.and_then(|()| self.current(vm)) {
+            Err(Unreachable(reason)) => LeaseAnswer::Unreachable(reason),
+            Ok(Some(Ownership { host: Some(host), generation }))
+                if host == self.host && generation == of =>
+            {
+                LeaseAnswer::Own
+            }
+            // Lost data is no word: see `stands`.
+            Ok(found) if found.as_ref().is_none_or(|found| found.generation < of) => {
+                LeaseAnswer::Unreachable(format!(
+                    "the arbiter at {} has no record of generation {of}: has it lost its data?",
+                    self.place
+                ))
+            }
+            Ok(found) => LeaseAnswer::Moved(match found.and_then(|found| found.host) {
+                Some(host) if host == self.host => {
+                    "this host has it at a later generation, by another daemon".to_owned()
+                }
+                Some(host) => format!("host {host} was given it while this host was silent"),
+                None => "it was given up while this host was silent".to_owned(),
+            }),
         }
     }
 

@@ -131,12 +131,22 @@ impl Etcd {
         self.call("lease/revoke", &json!({ "ID": lease.0.to_string() })).map(drop)
     }
 
-    /// Puts a value under a lease.
-    pub fn put(&self, key: &str, value: &impl Serialize, lease: Lease) -> anyhow::Result<()> {
-        let key = self.encode(key);
+    /// Puts a value; under a lease it vanishes with that.
+    pub fn put(
+        &self,
+        key: &str,
+        value: &impl Serialize,
+        lease: Option<Lease>,
+    ) -> anyhow::Result<()> {
+        let lease = lease.map_or(0, |lease| lease.0).to_string();
         let body =
-            json!({ "key": key, "value": encode_value(value)?, "lease": lease.0.to_string() });
+            json!({ "key": self.encode(key), "value": encode_value(value)?, "lease": lease });
         self.call("kv/put", &body).map(drop)
+    }
+
+    /// Removes a key, if it is there.
+    pub fn remove(&self, key: &str) -> anyhow::Result<()> {
+        self.call("kv/deleterange", &json!({ "key": self.encode(key) })).map(drop)
     }
 
     fn encode(&self, key: &str) -> String {

@@ -4,7 +4,8 @@
 //! A VM's ownership at generation *g* is the file `VM/g`. Making it is a hard
 //! link of a finished file to that name: atomic on every file system that has
 //! hard links, and it fails when somebody was first. Which arbiter it is stands
-//! in the file `.identity`, which is made in the same way.
+//! in the file `.identity`, which is made in the same way. `VM/g.lease` is the owner's last proof
+//! that it lives, replaced as a whole.
 
 use crate::arbiter::{judge, judge_hand_back, stands};
 use crate::{ArbiterId, Key, Unreachable};
@@ -14,7 +15,7 @@ use std::io::{self, ErrorKind, Write};
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU64, Ordering};
 use understudy_protocol::HostName;
-use understudy_protocol::{Generation, Ownership, Verdict};
+use understudy_protocol::{Generation, Ownership, Renewal, Verdict};
 
 /// No VM's and no group's records are there.
 const IDENTITY: &str = ".identity";
@@ -72,6 +73,39 @@ impl FileArbiter {
 
     pub fn release(&self, key: Key<'_>, from: Generation) -> Result<(), Unreachable> {
         self.swap(key, from, None).map(drop).map_err(|error| self.explain(&error))
+    }
+
+    /// The last renewal of the lease of that generation's owner.
+    pub fn renewal(&self, key: Key<'_>, of: Generation) -> Result<Option<Renewal>, Unreachable> {
+        let read = || match fs::read(self.lease(key, of)) {
+            Ok(text) => Ok(Some(serde_json::from_slice(&text)?)),
+            Err(error) if error.kind() == ErrorKind::NotFound => {
+                fs::metadata(&self.directory).map(|_| None)
+            }
+            Err(error) => Err(error),
+        };
+        read().map_err(|error: io::Error| self.explain(&error))
+    }
+
+    pub fn renew(&self, key: Key<'_>, of: Generation, to: &Renewal) -> Result<(), Unreachable> {
+        let renewed = || {
+            let finished = key.below(&self.directory).join(self.own_name());
+            write_synced(&finished, to)?;
+            fs::rename(&finished, self.lease(key, of))
+        };
+        renewed().map_err(|error| self.explain(&error))
+    }
+
+    pub fn withdraw(&self, key: Key<'_>, of: Generation) -> Result<(), Unreachable> {
+        match fs::remove_file(self.lease(key, of)) {
+            Err(error) if error.kind() != ErrorKind::NotFound => Err(self.explain(&error)),
+            _ => Ok(()),
+        }
+    }
+
+    /// No generation's record has a dot in its name.
+    fn lease(&self, key: Key<'_>, of: Generation) -> PathBuf {
+        key.below(&self.directory).join(format!("{of}.lease"))
     }
 
     pub fn identity(&self) -> Result<Option<ArbiterId>, Unreachable> {
@@ -196,7 +230,7 @@ fn write_synced(path: &Path, record: &impl Serialize) -> io::Result<()> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use understudy_protocol::literal;
+    use understudy_protocol::{VmName, literal};
 
     #[test]
     fn one_of_many_wins_each_generation() {
@@ -277,6 +311,30 @@ mod tests {
         let finished = directory.path().join("full");
         fs::write(&finished, "").unwrap();
         assert!(b.rehearse(Key::Vm(&literal("full"))).is_err());
+    }
+
+    #[test]
+    fn a_lease_is_renewed_withdrawn_and_no_record_of_ownership() {
+        let directory = tempfile::tempdir().unwrap();
+        let a = FileArbiter::new(directory.path(), &literal("a"));
+        let db: VmName = literal("db");
+        let key = Key::Vm(&db);
+        a.acquire(key, Generation(0), true).unwrap();
+        let (one, two) = (Generation(1), Generation(2));
+        assert_eq!(a.renewal(key, one), Ok(None));
+        for mark in [1, 2] {
+            let renewal = Renewal { host: literal("a"), length_ms: 15_000, mark };
+            a.renew(key, one, &renewal).unwrap();
+            assert_eq!(a.renewal(key, one), Ok(Some(renewal)));
+        }
+        assert_eq!(a.renewal(key, two), Ok(None), "each generation has its own");
+        assert_eq!(a.current(key).unwrap().unwrap().generation, one);
+        a.withdraw(key, one).unwrap();
+        a.withdraw(key, one).unwrap();
+        assert_eq!(a.renewal(key, one), Ok(None));
+        let gone = FileArbiter::new(Path::new("/nonexistent/arbiter"), &literal("a"));
+        assert!(gone.renewal(key, one).is_err(), "no directory is no word");
+        assert!(gone.withdraw(key, one).is_ok(), "the word comes from the reading after it");
     }
 
     #[test]

@@ -1,12 +1,13 @@
 //! The `etcd` arbiter: the record of a key is the value of `PREFIX/owners/KEY`,
 //! changed by a transaction that compares the revision that was read. Which
-//! arbiter it is stands in `PREFIX/identity`, made in the same way.
+//! arbiter it is stands in `PREFIX/identity`, made in the same way. `PREFIX/leases/KEY/GENERATION`
+//! is the owner's last proof that it lives.
 
 use crate::arbiter::{judge, judge_hand_back, stands};
 use crate::etcd::{Entry, Etcd};
 use crate::{ArbiterId, Key, Unreachable};
 use understudy_protocol::HostName;
-use understudy_protocol::{Generation, Ownership, Verdict};
+use understudy_protocol::{Generation, Ownership, Renewal, Verdict};
 
 /// Transactions that may be lost to others' before the contest counts as
 /// unanswered; each means that the record has changed.
@@ -56,6 +57,20 @@ impl EtcdArbiter {
 
     pub fn release(&self, key: Key<'_>, from: Generation) -> Result<(), Unreachable> {
         self.swap(key, from, None, false).map(drop)
+    }
+
+    /// The last renewal of the lease of that generation's owner.
+    pub fn renewal(&self, key: Key<'_>, of: Generation) -> Result<Option<Renewal>, Unreachable> {
+        let entry: Option<Entry<Renewal>> = self.etcd.get(&lease(key, of)).map_err(unanswered)?;
+        Ok(entry.map(|entry| entry.value))
+    }
+
+    pub fn renew(&self, key: Key<'_>, of: Generation, to: &Renewal) -> Result<(), Unreachable> {
+        self.etcd.put(&lease(key, of), to, None).map_err(unanswered)
+    }
+
+    pub fn withdraw(&self, key: Key<'_>, of: Generation) -> Result<(), Unreachable> {
+        self.etcd.remove(&lease(key, of)).map_err(unanswered)
     }
 
     pub fn identity(&self) -> Result<Option<ArbiterId>, Unreachable> {
@@ -115,6 +130,10 @@ impl EtcdArbiter {
         }
         Err(Unreachable(format!("the record of {key} kept changing")))
     }
+}
+
+fn lease(key: Key<'_>, of: Generation) -> String {
+    format!("/leases/{key}/{of}")
 }
 
 fn path(key: Key<'_>) -> String {

@@ -60,7 +60,7 @@ fn summary(report: &Report) -> String {
         let _ = writeln!(text, "what happened: understudy-lab simulate --seed {}", failure.seed);
     }
     for missed in report.mutants.each.iter().filter(|found| found.by.is_none()) {
-        let _ = writeln!(text, "  not found: {:?}", missed.mutant);
+        let _ = writeln!(text, "  not found: {}", missed.mutant);
     }
     text.push_str("reached:\n");
     for (what, count) in report.coverage.counts() {

@@ -20,6 +20,7 @@ use std::time::Duration;
 use tokio::io::{AsyncRead, AsyncWrite};
 use tokio::net::UnixStream;
 use tokio::runtime::{Builder, Runtime};
+use tokio::time::timeout;
 use understudy_protocol::{GroupName, VmName};
 use understudy_qemu::VmDefinition;
 use understudy_report::HostError;
@@ -38,6 +39,9 @@ const MAX_ANSWER_BYTES: usize = 16 * 1024 * 1024;
 
 /// The longest that a daemon waits for an event before it answers.
 pub const LONGEST_WAIT: Duration = Duration::from_secs(30);
+
+/// For a daemon to say what it knows. What it is to do takes as long as it takes.
+const PATIENCE: Duration = Duration::from_secs(30);
 
 /// What is snapshotted, or restored.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -58,11 +62,13 @@ impl Subject {
     }
 }
 
-/// A daemon, by its API. All calls block until the daemon has answered.
+/// A daemon, by its API. All calls block until the daemon has answered; those that only ask what it
+/// knows give up on one that hangs.
 #[derive(Debug)]
 pub struct Client {
     way: Way,
     runtime: Runtime,
+    patience: Duration,
 }
 
 /// How a daemon is reached.
@@ -94,20 +100,24 @@ impl Client {
         let runtime = Builder::new_current_thread().enable_all().build();
         let runtime =
             runtime.map_err(|error| Failure::internal(format!("cannot start: {error}")))?;
-        Ok(Client { way, runtime })
+        Ok(Client { way, runtime, patience: PATIENCE })
     }
 
     /// Everything on the host.
     pub fn status(&self) -> Result<HostStatus, Failure> {
-        self.json(Method::GET, "/v1/status", Bytes::new())
+        self.look("/v1/status", Duration::ZERO)
+    }
+
+    /// Everything on the host, as the daemon writes it.
+    pub fn status_json(&self) -> Result<serde_json::Value, Failure> {
+        self.look("/v1/status", Duration::ZERO)
     }
 
     /// The events after a number, of all VMs or of one; waits for the first if told to.
     pub fn events(&self, after: u64, vm: Option<&str>, wait: bool) -> Result<EventList, Failure> {
-        let wait = if wait { LONGEST_WAIT.as_millis() } else { 0 };
+        let wait = if wait { LONGEST_WAIT } else { Duration::ZERO };
         let vm = vm.map_or_else(String::new, |vm| path("&vm=", vm, ""));
-        let path = format!("/v1/events?after={after}&wait_ms={wait}{vm}");
-        self.json(Method::GET, &path, Bytes::new())
+        self.look(&format!("/v1/events?after={after}&wait_ms={}{vm}", wait.as_millis()), wait)
     }
 
     /// Starts a VM, unprotected.
@@ -122,7 +132,7 @@ impl Client {
 
     /// A VM as it is on the host.
     pub fn definition(&self, name: &str) -> Result<VmDefinition, Failure> {
-        self.json(Method::GET, &vm_path(name, "/definition"), Bytes::new())
+        self.look(&vm_path(name, "/definition"), Duration::ZERO)
     }
 
     /// Stops a VM.
@@ -133,7 +143,7 @@ impl Client {
 
     /// One VM's status.
     pub fn vm_status(&self, name: &str) -> Result<VmStatus, Failure> {
-        self.json(Method::GET, &vm_path(name, ""), Bytes::new())
+        self.look(&vm_path(name, ""), Duration::ZERO)
     }
 
     /// Starts protecting a VM.
@@ -172,7 +182,7 @@ impl Client {
 
     /// The last checkpoints' timings, oldest first.
     pub fn timings(&self, name: &str) -> Result<Vec<CheckpointTiming>, Failure> {
-        self.json(Method::GET, &vm_path(name, "/timings"), Bytes::new())
+        self.look(&vm_path(name, "/timings"), Duration::ZERO)
     }
 
     /// Compares a VM with its backup in lockstep.
@@ -235,28 +245,35 @@ impl Client {
         path: &str,
         body: Bytes,
     ) -> Result<T, Failure> {
-        let answer = self.send(method, path, body)?;
-        serde_json::from_slice(&answer).map_err(|error| {
-            let message = format!(
-                "the daemon's answer is not understood ({error}): is it of the same version?"
-            );
-            Failure::internal(message)
-        })
+        understand(&self.send(method, path, body)?)
+    }
+
+    /// What a daemon knows, which it says at once, but for the `wait` that it was asked for.
+    fn look<T: DeserializeOwned>(&self, path: &str, wait: Duration) -> Result<T, Failure> {
+        let (exchange, limit) =
+            (self.exchange(Method::GET, path, Bytes::new()), self.patience + wait);
+        // Made within the runtime, whose clock it needs.
+        let bounded = async { timeout(limit, exchange).await };
+        let answer = self.runtime.block_on(bounded).map_err(|_| self.hangs(limit))?;
+        understand(&successful(answer?)?)
+    }
+
+    fn hangs(&self, limit: Duration) -> Failure {
+        let daemon = match &self.way {
+            Way::Socket(socket) => format!("the daemon on {}", socket.display()),
+            Way::Remote(remote) => format!("the daemon of {}", remote.host.name),
+        };
+        let message = format!(
+            "{daemon} has not answered for {} s: it hangs, and its VMs may go on; see its log. To \
+             restart it ends them on this host: protected ones go on at their backups",
+            limit.as_secs()
+        );
+        Failure::new(FailureKind::DaemonUnreachable, message)
     }
 
     /// Sends one request; returns the body of a successful answer.
     fn send(&self, method: Method, path: &str, body: Bytes) -> Result<Bytes, Failure> {
-        let (status, answer) = self.runtime.block_on(self.exchange(method, path, body))?;
-        if status.is_success() {
-            return Ok(answer);
-        }
-        match serde_json::from_slice::<ErrorBody<HostError>>(&answer) {
-            Ok(body) => Err(body.error.into()),
-            Err(_) => {
-                let text = String::from_utf8_lossy(&answer);
-                Err(Failure::internal(format!("the daemon answered {status}: {text}")))
-            }
-        }
+        successful(self.runtime.block_on(self.exchange(method, path, body))?)
     }
 
     async fn exchange(
@@ -282,6 +299,28 @@ impl Client {
             }
         }
     }
+}
+
+/// The body of a successful answer.
+fn successful((status, answer): (StatusCode, Bytes)) -> Result<Bytes, Failure> {
+    if status.is_success() {
+        return Ok(answer);
+    }
+    match serde_json::from_slice::<ErrorBody<HostError>>(&answer) {
+        Ok(body) => Err(body.error.into()),
+        Err(_) => {
+            let text = String::from_utf8_lossy(&answer);
+            Err(Failure::internal(format!("the daemon answered {status}: {text}")))
+        }
+    }
+}
+
+fn understand<T: DeserializeOwned>(answer: &[u8]) -> Result<T, Failure> {
+    serde_json::from_slice(answer).map_err(|error| {
+        let message =
+            format!("the daemon's answer is not understood ({error}): is it of the same version?");
+        Failure::internal(message)
+    })
 }
 
 async fn connect(socket: &Path) -> Result<UnixStream, Failure> {
@@ -364,4 +403,25 @@ fn path(collection: &str, name: &str, call: &str) -> String {
         }
     }
     path + call
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::os::unix::net::UnixListener;
+
+    #[test]
+    fn a_daemon_that_hangs_is_given_up_and_named() {
+        let directory = tempfile::tempdir().unwrap();
+        let socket = directory.path().join("api.sock");
+        // Connections wait in its queue for good.
+        let _listener = UnixListener::bind(&socket).unwrap();
+        let client =
+            Client { patience: Duration::from_millis(50), ..Client::new(&socket).unwrap() };
+        let failure = client.status().unwrap_err();
+        assert_eq!(failure.kind, FailureKind::DaemonUnreachable);
+        for words in [&*socket.to_string_lossy(), "it hangs"] {
+            assert!(failure.message.contains(words), "{}", failure.message);
+        }
+    }
 }

@@ -7,15 +7,15 @@ use anyhow::Context;
 use std::collections::BTreeMap;
 use std::path::Path;
 use std::sync::atomic::AtomicBool;
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, PoisonError};
 use std::thread::JoinHandle;
 use std::time::Duration;
 use tracing::warn;
 use understudy_disk::{BlockSet, Disk, Fetcher, absent_blocks};
 use understudy_protocol::{BlockId, DiskIndex, PageIndex};
 use understudy_snapshot::{AreaMap, ChunkId, Fill, Loader, Page, UNIT_BYTES};
-use understudy_threads::lock;
 use understudy_threads::spawn;
+use understudy_threads::{Condvar, Mutex, MutexGuard, lock};
 
 /// Threads that read chunks: a store that answers after 20 ms gives 50 MB/s.
 const READERS: usize = 4;

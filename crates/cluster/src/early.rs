@@ -6,15 +6,15 @@ use crate::fill::units;
 use crate::source::{KeptClear, Reading, Source};
 use anyhow::{Context, bail, ensure};
 use std::collections::BTreeMap;
+use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
 use std::sync::mpsc::{self, Receiver, RecvTimeoutError};
-use std::sync::{Arc, Mutex};
 use std::thread;
 use std::time::{Duration, Instant};
 use understudy_memory::{GuestRam, MAIN_MEMORY};
 use understudy_snapshot::{AreaMap, ChunkId, Loader, Page};
-use understudy_threads::lock;
 use understudy_threads::spawn;
+use understudy_threads::{Mutex, lock};
 
 /// Threads that read chunks: a store that answers after 20 ms gives 200 MB/s.
 const READERS: usize = 16;

@@ -7,7 +7,7 @@ use anyhow::Context;
 use std::collections::BTreeMap;
 use std::ops::Range;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::sync::{Arc, Condvar, Mutex, RwLock, Weak};
+use std::sync::{Arc, Weak};
 use std::thread;
 use std::time::{Duration, Instant};
 use tracing::{info, warn};
@@ -16,8 +16,8 @@ use understudy_memory::{DemandPager, MAIN_MEMORY, Missing, RamBlock};
 use understudy_protocol::{BlockId, PageIndex, PageRun};
 use understudy_report::FillState;
 use understudy_snapshot::{AreaMap, ChunkId, Demand, Loader, Page, UNIT_BYTES};
-use understudy_threads::lock;
 use understudy_threads::spawn;
+use understudy_threads::{Condvar, Mutex, RwLock, lock};
 
 /// Threads that read chunks once the guest runs.
 const READERS: usize = 4;

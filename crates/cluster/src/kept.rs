@@ -10,8 +10,8 @@ use crate::store_keys::{StoreKeys, Stores};
 use anyhow::Context;
 use std::collections::BTreeMap;
 use std::path::Path;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex};
 use std::thread;
 use std::time::{Duration, Instant};
 use tracing::error;
@@ -22,8 +22,8 @@ use understudy_protocol::BlockId;
 use understudy_snapshot::{
     AreaMap, Lane, Packer, Page, SnapshotNumber, WorkingSet, working_set_size,
 };
-use understudy_threads::lock;
 use understudy_threads::spawn;
+use understudy_threads::{Mutex, lock};
 
 /// How often the end of the trace is looked for.
 const LOOK: Duration = Duration::from_millis(20);

@@ -1,10 +1,10 @@
 //! Where restored VMs are read from. A host's guests share the way to the store: what one of
 //! them waits for must not stand behind what nobody waits for yet.
 
-use std::sync::{Arc, Mutex};
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 use understudy_snapshot::{ChunkId, Loader, Store, StoreError};
-use understudy_threads::lock;
+use understudy_threads::{Mutex, lock};
 
 /// After a guest has waited it is likely to wait again: for so long the way is kept clear.
 const QUIET: Duration = Duration::from_millis(50);
@@ -84,7 +84,7 @@ impl Source {
             self.way.note_wanted(now);
             return Some(Reading { chunk, source: self, behind: false });
         }
-        if !read_on {
+        if !read_on || a_test_has_only_waiters_served() {
             return None;
         }
         self.planned(|| loader.next_chunk()).ok().flatten()
@@ -114,13 +114,26 @@ impl Reading<'_> {
     }
 }
 
+/// A test has nothing read but what a guest waits for, for as long as there is the file that the
+/// fail point names: loading does not end before the test has done with it, whatever the machine.
+fn a_test_has_only_waiters_served() -> bool {
+    fail::fail_point!("only-waiters", is_there);
+    false
+}
+
 /// A test has the store silent for as long as there is the file that the fail point names.
 fn be_silent_in_a_test() {
     fail::fail_point!("store-silent", |file| {
-        while file.as_ref().is_some_and(|file| std::path::Path::new(file).exists()) {
+        while is_there(file.clone()) {
             std::thread::sleep(QUIET);
         }
     });
+}
+
+/// Whether there is the file that a fail point names.
+#[cfg(feature = "fail-points")]
+fn is_there(file: Option<String>) -> bool {
+    file.is_some_and(|file| std::path::Path::new(&file).exists())
 }
 
 impl Drop for Reading<'_> {

@@ -2,6 +2,7 @@
 
 use crate::admission::open_disks;
 use crate::host::{Host, failed};
+use crate::lease::FormerLease;
 use crate::medium;
 use crate::vm::{PrimaryVm, Vm};
 use std::sync::Arc;
@@ -28,7 +29,7 @@ impl Host {
         let _adding = self.adding.lock();
         self.check_free(&definition)?;
         let newest = self.check_images(&definition)?;
-        self.boot(definition, newest)
+        self.boot(definition, newest, None)
     }
 
     /// Starts a VM on this host as its record says, wherever its images lie by now.
@@ -37,7 +38,7 @@ impl Host {
         let definition = self.recorded_definition(name)?;
         self.check_free(&definition)?;
         let newest = self.check_images(&definition)?;
-        self.boot(definition, newest)
+        self.boot(definition, newest, None)
     }
 
     /// The VM as it is on this host: its disks are the images that it runs on, or ran on last.
@@ -62,11 +63,12 @@ impl Host {
     }
 
     /// Starts a VM whose name is free on its newest images, `newest` being the newest
-    /// generation known of it.
+    /// generation known of it; not if its former owner turns out to live.
     pub(crate) fn boot(
         self: &Arc<Self>,
         mut definition: VmDefinition,
         newest: Generation,
+        former_owner: Option<&FormerLease>,
     ) -> Result<VmStatus, HostError> {
         let machine_type = self.machine_type(&definition)?;
         let accelerator = self
@@ -109,6 +111,7 @@ impl Host {
         let machine = self.launch(plan).map_err(|error| failed("cannot start the VM", &error))?;
         // Everything works: only now the arbiter's record changes.
         let generation = self.take_ownership(&name, newest)?;
+        former_owner.map_or(Ok(()), |lease| self.check_former(&name, lease))?;
         self.note_active(&machine, generation, former, &run_dir)?;
         let vm = self.add_primary(machine.clone(), generation, None);
         self.join_cluster(&machine, generation);
@@ -129,6 +132,9 @@ impl Host {
 
     /// Stops a VM: ACPI power-off and a deadline, or at once with `force`.
     pub fn vm_stop(self: &Arc<Self>, name: &VmName, force: bool) -> Result<(), HostError> {
+        if self.give_start_up(name) && !self.vms.lock().contains_key(name) {
+            return Ok(());
+        }
         // It may have been taken back just now.
         if force && self.orphans.give_up(name) && !self.vms.lock().contains_key(name) {
             return Ok(());

@@ -115,6 +115,10 @@ pub struct HostConfig {
     pub memory_limit: Option<u64>,
     /// Silences that are failures.
     pub detection: Detection,
+    /// How long a sole owner may be without the arbiter; zero: it keeps no lease.
+    pub lease: Duration,
+    /// The device that resets this host when its daemon does nothing; shorter than the lease.
+    pub watchdog: Option<PathBuf>,
     /// How long a guest may take to power off when the daemon ends; then its power is cut.
     pub power_off_timeout: Duration,
     /// How lost protection is restored.
@@ -302,6 +306,8 @@ impl RawConfig {
             agent: self.agent.map(|path| source.absolute("agent", path)).transpose()?,
             run_as: check_user(source, self.qemu_process)?,
             memory_limit: self.memory.map(MemorySize::bytes),
+            lease: self.detection.lease(source)?,
+            watchdog: self.detection.watchdog(source)?,
             detection: self.detection.check(source)?,
             power_off_timeout: Duration::from_secs(check_number(
                 source,

@@ -13,10 +13,10 @@ use understudy_protocol::{GroupName, VmName};
 use understudy_protocol::{Output, Policy};
 use understudy_replication::membership::{MOST_MEMBERS, Member, Membership};
 use understudy_replication::primary;
-use understudy_replication::sync::lock;
 use understudy_report::error::{ErrorKind, HostError};
 use understudy_report::events::EventKind;
 use understudy_report::{DiskReads, GroupRequest, Mode, ProtectRequest, VmStatus};
+use understudy_threads::lock;
 
 impl Host {
     /// Starts protecting VMs of this host as one group; returns when the peer has
@@ -70,6 +70,8 @@ impl Host {
         }
         for vm in &vms {
             vm.repairer.set_wish(Some(request.clone()));
+            // A group is protected as a whole, or not at all.
+            self.note_wish(vm.name(), None);
             vm.repairer.ended();
         }
         Ok(vms.iter().map(|vm| Vm::Primary(vm.clone()).status()).collect())
@@ -83,7 +85,7 @@ impl Host {
             );
             HostError::new(error.kind, message)
         };
-        self.primary(vm).map_err(explain)
+        self.going_primary(vm).map_err(explain)
     }
 
     /// One member was refused: the others stay as they were.

@@ -1,16 +1,18 @@
 //! The host: every VM that this daemon runs or backs up.
 
 use crate::arrivals::Arrivals;
+use crate::autostart::{self, Awaited};
 use crate::config::{ApiConfig, ArbiterConfig, ClusterConfig, HostConfig};
 use crate::containment::{self, Panics};
 use crate::gate::lobby::Lobby;
+use crate::lease::Watchdog;
 use crate::membership::{self, Members};
 use crate::orphans::Orphans;
 use crate::peers::{self, Peers};
 use crate::snapshot::frames::Fabric;
 use crate::snapshot::{Snapshots, start_sampling, start_schedules};
 use crate::vm::{PrimaryVm, Vm};
-use crate::{arbiter_watch, expiry, gate, memory_pressure, webhook};
+use crate::{arbiter_watch, expiry, gate, lease, memory_pressure, webhook};
 use std::collections::BTreeMap;
 use std::io;
 use std::net::{SocketAddr, TcpListener};
@@ -81,8 +83,12 @@ pub struct Host {
     pub(crate) members: Members,
     /// What it does for snapshots and restores.
     pub(crate) snapshots: Snapshots,
+    /// What resets this host when nobody looks after leases.
+    pub(crate) watchdog: Common<Option<Watchdog>>,
     /// Guests that outlived the last daemon.
     pub(crate) orphans: Orphans,
+    /// VMs that are to come up with this host.
+    pub(crate) awaited: Awaited,
     /// What happened.
     pub(crate) events: Journal,
     /// What is counted of its VMs.
@@ -144,7 +150,9 @@ impl Host {
             fabric: Fabric::default(),
             members: Members::default(),
             snapshots: Snapshots::default(),
+            watchdog: Common::default(),
             orphans: Orphans::default(),
+            awaited: Awaited::default(),
             events: Journal::default(),
             meters: Meters::default(),
             panics,
@@ -164,14 +172,28 @@ impl Host {
         peers::watch(&host);
         membership::join(&host);
         arbiter_watch::start(&host);
+        lease::start(&host).map_err(internal)?;
         expiry::start(&host);
         webhook::start(&host);
         start_schedules(&host);
         start_sampling(&host);
-        host.tell_of_the_lost();
+        let records = host.records.all();
+        host.tell_of_the_lost(records.clone());
         orphans.into_iter().for_each(|orphan| host.take_back(orphan));
+        autostart::start(&host, records).map_err(internal)?;
         info!("host {} listens on {:?}", host.config.name, host.config.listen);
         Ok(host)
+    }
+
+    /// Arms the watchdog, if one is configured. To be called last of all at the start: a daemon that
+    /// ends behind this without [`Host::shutdown`] has its host reset.
+    pub fn arm_watchdog(&self) -> Result<(), HostError> {
+        let Some(path) = &self.config.watchdog else { return Ok(()) };
+        let armed = Watchdog::arm(path, self.config.lease).map_err(|error| {
+            HostError::new(ErrorKind::Invalid, format!("detection.watchdog: {error:#}"))
+        })?;
+        *self.watchdog.lock() = Some(armed);
+        Ok(())
     }
 
     /// One VM's status.
@@ -234,6 +256,7 @@ impl Host {
             certificate_expires: self.identity.tls.as_ref().map(|tls| tls.expires()),
             arbiter: self.arbiter_report(),
             peers: self.known_hosts().into_keys().collect(),
+            awaited: self.awaited.all(),
             vms: vms.iter().map(|vm| self.complete(vm.status())).collect(),
         }
     }
@@ -266,9 +289,10 @@ impl Host {
 
     /// VMs that ran here when the last daemon ended. The arbiter, which knows whether another
     /// host has one since, may take its time.
-    fn tell_of_the_lost(self: &Arc<Self>) {
-        let ran = |record: &Record| record.image.role == ImageRole::Active;
-        let mut lost = self.records.all();
+    fn tell_of_the_lost(self: &Arc<Self>, mut lost: Vec<Record>) {
+        let ran = |record: &Record| {
+            record.image.role == ImageRole::Active && !autostart::comes_up(record)
+        };
         lost.retain(|record| ran(record) && self.orphans.why(&record.definition.name).is_none());
         if lost.is_empty() {
             return;
@@ -310,7 +334,8 @@ impl Host {
     /// A VM by name.
     pub(crate) fn vm(&self, name: &VmName) -> Result<Vm, HostError> {
         self.vms.lock().get(name).cloned().ok_or_else(|| {
-            let message = match self.orphans.why(name) {
+            let awaited = || self.awaited.why(name).map(|why| format!("is to come up here: {why}"));
+            let message = match self.orphans.why(name).or_else(awaited) {
                 Some(why) => format!("{name} {why}"),
                 None => format!("there is no VM {name:?} on host {}", self.config.name),
             };
@@ -328,15 +353,18 @@ impl Host {
         vms.values().filter_map(primary).collect()
     }
 
+    /// A VM that runs on this host, and whose lease has not run out: what commands are about.
+    pub(crate) fn going_primary(&self, name: &VmName) -> Result<Arc<PrimaryVm>, HostError> {
+        let vm = self.primary(name)?;
+        check_goes_on(&vm).map(|()| vm)
+    }
+
     /// A VM that runs on this host.
     pub(crate) fn primary(&self, name: &VmName) -> Result<Arc<PrimaryVm>, HostError> {
         match self.vm(name)? {
             Vm::Primary(vm) => match vm.kept() {
                 None => Ok(vm),
-                Some(reason) => {
-                    let message = format!("{name} stands still on this host: {reason}");
-                    Err(HostError::new(ErrorKind::Conflict, message))
-                }
+                Some(reason) => Err(stands_still(name, &reason)),
             },
             Vm::Backup(session) => {
                 let message = format!("{name} runs on {}: ask there", session.primary);
@@ -348,6 +376,16 @@ impl Host {
             }
         }
     }
+}
+
+/// Refuses what needs a guest that runs if this one stands still until the arbiter answers.
+pub(crate) fn check_goes_on(vm: &PrimaryVm) -> Result<(), HostError> {
+    vm.tenure.standstill().map_or(Ok(()), |reason| Err(stands_still(vm.name(), &reason)))
+}
+
+fn stands_still(vm: &VmName, reason: &str) -> HostError {
+    let message = format!("{vm} stands still on this host: {reason}");
+    HostError::new(ErrorKind::Conflict, message)
 }
 
 fn not_found(missing: Missing) -> HostError {

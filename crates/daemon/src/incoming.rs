@@ -61,6 +61,7 @@ pub fn serve(host: &Arc<Host>, stream: TcpStream, place: Place) {
                 host.answer_kept(&link, &hello.host, &membership, from)
             }
             Purpose::Probe => host.answer_probe(&link, &hello.host),
+            Purpose::Clock => host.answer_clock(&link),
             Purpose::Group => crate::snapshot::serve(host, &link),
             Purpose::MayRestore(question) => {
                 match host.may_be_told(&question.store).and_then(|()| host.may_restore(&question)) {
@@ -428,7 +429,7 @@ fn make_mirrors(
 fn end(host: &Arc<Host>, (name, former): (&VmName, &HostName), remedy: &str, outcome: Outcome) {
     match outcome {
         Outcome::Live { machine, wish, generation, reason, takeover } => {
-            let vm = host.add_primary(machine.clone(), generation, wish);
+            let vm = host.add_primary(machine.clone(), generation, wish.clone());
             vm.took_over(takeover);
             let (event, meters) = (came_how(former, &reason, takeover), host.meters.of(name));
             vm.events.record(event);
@@ -441,7 +442,7 @@ fn end(host: &Arc<Host>, (name, former): (&VmName, &HostName), remedy: &str, out
             };
             host.degraded(&vm, reason, remedy);
             // The activation says so already; the record is where it belongs.
-            if let Err(error) = host.records.change(name, |_| ()) {
+            if let Err(error) = host.records.change(name, |record| record.wish = wish) {
                 warn!(vm = %name, "{error}");
             }
         }

@@ -3,6 +3,7 @@
 mod admission;
 mod arbiter_watch;
 mod arrivals;
+mod autostart;
 mod boot;
 mod closing;
 pub mod config;
@@ -13,6 +14,7 @@ mod group;
 mod hand_back;
 mod host;
 mod incoming;
+mod lease;
 mod lifecycle;
 mod medium;
 mod membership;

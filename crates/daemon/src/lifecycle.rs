@@ -1,9 +1,11 @@
 //! What happens to VMs: they come and go, end by themselves, lose or keep their protection.
 
 use crate::host::{Host, PEER_TIMEOUT};
+use crate::lease::Tenure;
 use crate::vm::{FencedVm, PrimaryVm, Vm};
 use crate::{containment, repair};
 use std::sync::Arc;
+use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 use tracing::{info, warn};
 use understudy_machine::disk_error::RETRY_INTERVAL;
@@ -107,7 +109,13 @@ impl Host {
         wish: Option<ProtectRequest>,
     ) -> Arc<PrimaryVm> {
         let name = machine.definition().name.clone();
-        let vm = Arc::new(PrimaryVm::new(machine, generation, wish, self.events.of(&name)));
+        let (events, tenure) = (self.events.of(&name), Tenure::new(self.config.lease));
+        let vm = Arc::new(PrimaryVm::new(machine, generation, wish, events, tenure));
+        // A record that cannot be read may name another host.
+        let copied = self
+            .record(&name)
+            .map_or(true, |record| record.is_some_and(|record| record.peer.is_some()));
+        vm.has_copies.store(copied, Ordering::Release);
         self.vms.lock().insert(name, Vm::Primary(vm.clone()));
         if self.config.repair.enabled {
             repair::start(self, &vm);
@@ -236,7 +244,7 @@ impl Host {
         }
     }
 
-    fn note_role(&self, vm: &PrimaryVm, role: ImageRole) {
+    pub(crate) fn note_role(&self, vm: &PrimaryVm, role: ImageRole) {
         let name = vm.name();
         if let Err(error) = self.records.change(name, |record| {
             record.image.role = role;
@@ -279,6 +287,10 @@ impl Host {
         vm.machine().halt();
         let name = vm.name();
         self.note_role(vm, role);
+        // A guest that ends with its daemon comes up with the next one.
+        if !self.is_closing() {
+            self.note_unwanted(name);
+        }
         if let Some(arbiter) = &self.arbiter {
             if let Err(error) = arbiter.release(name, vm.generation()) {
                 warn!(vm = %name, "{error}");

@@ -15,10 +15,10 @@ use understudy_replication::medium::{
     Medium as Wanted, MediumFile, MediumRefused, hash_of, is_locked, placeholder,
 };
 use understudy_replication::resync;
-use understudy_replication::sync::lock;
 use understudy_report::error::{ErrorKind, HostError, cannot};
 use understudy_report::events::EventKind;
 use understudy_report::{MediumRequest, Mode, VmStatus};
+use understudy_threads::lock;
 
 /// Gives every drive its number among the disks: one without a medium gets a placeholder.
 pub(crate) fn settle_drives(
@@ -50,7 +50,7 @@ impl Host {
         name: &VmName,
         request: MediumRequest,
     ) -> Result<VmStatus, HostError> {
-        let vm = self.primary(name)?;
+        let vm = self.going_primary(name)?;
         let _protecting = lock(&vm.protecting);
         let machine = vm.machine();
         self.check_changeable(&vm, &machine, &request)?;

@@ -2,7 +2,7 @@
 
 use crate::containment;
 use crate::hand_back;
-use crate::host::{Host, PEER_TIMEOUT, failed, internal};
+use crate::host::{Host, PEER_TIMEOUT, check_goes_on, failed, internal};
 use crate::vm::{PrimaryVm, Vm};
 use std::sync::Arc;
 use understudy_machine::Machine;
@@ -11,12 +11,11 @@ use understudy_protocol::{Generation, Output, PrimaryPhase};
 use understudy_qemu::VmDefinition;
 use understudy_replication::lockstep::compare::primary::Refusal;
 use understudy_replication::membership::Membership;
-use understudy_replication::sync::lock;
 use understudy_replication::{primary, resync};
 use understudy_report::error::{ErrorKind, HostError};
 use understudy_report::events::EventKind;
 use understudy_report::{ComparisonReport, DiskReads, Mode, ProtectRequest, VmStatus};
-use understudy_threads::within;
+use understudy_threads::{lock, within};
 
 impl Host {
     /// Starts protecting a VM; returns when the peer has accepted and the first
@@ -27,7 +26,7 @@ impl Host {
         request: ProtectRequest,
     ) -> Result<VmStatus, HostError> {
         check_disk_reads(&request)?;
-        let vm = self.primary(name)?;
+        let vm = self.going_primary(name)?;
         let _protecting = lock(&vm.protecting);
         if let Some(session) = vm.active_session()
             && session.peer == *request.to
@@ -90,13 +89,17 @@ impl Host {
         let group = primary::Group::new(membership, &self.config.detection, request.output);
         // Before protection can be lost again.
         let former = vm.repairer.wish();
-        vm.repairer.set_wish(Some(request));
-        self.begin_protection(vm, plan, (group, 0)).inspect_err(|_| vm.repairer.set_wish(former))
+        vm.repairer.set_wish(Some(request.clone()));
+        self.begin_protection(vm, plan, (group, 0))
+            .inspect_err(|_| vm.repairer.set_wish(former))?;
+        self.note_wish(vm.name(), Some(&request));
+        Ok(())
     }
 
     /// Refuses to protect what is protected, or cannot be.
     pub(crate) fn check_protectable(&self, vm: &PrimaryVm) -> Result<(), HostError> {
         let name = vm.name();
+        check_goes_on(vm)?;
         if let Some(session) = vm.active_session() {
             let message = format!(
                 "{name} is protected to {} already: run `understudy unprotect {name}` first",
@@ -143,7 +146,7 @@ impl Host {
     /// Ends protection on both hosts, of a group as a whole; the VM runs on here. For a VM whose
     /// protection is lost: takes note that this is how it shall be.
     pub fn unprotect(&self, name: &VmName) -> Result<VmStatus, HostError> {
-        let vm = self.primary(name)?;
+        let vm = self.going_primary(name)?;
         let _protecting = lock(&vm.protecting);
         if vm.active_session().is_none() && !vm.is_degraded() {
             let message = format!("{name} is not protected");
@@ -155,6 +158,7 @@ impl Host {
         self.end_protection(&vm)?;
         for vm in fellows.iter().chain([&vm]) {
             vm.repairer.set_wish(None);
+            self.note_wish(vm.name(), None);
             vm.accept_unprotected();
             vm.events.record(EventKind::Unprotected);
         }
@@ -164,7 +168,7 @@ impl Host {
     /// Planned fail-over: hands the VM, and its group, to the backup without losing anything.
     /// Returns when the backup runs it.
     pub fn failover(&self, name: &VmName) -> Result<(), HostError> {
-        let vm = self.primary(name)?;
+        let vm = self.going_primary(name)?;
         let session = vm.active_session().ok_or_else(|| {
             let message = format!("{name} is not protected: there is no backup to hand it to");
             HostError::new(ErrorKind::Conflict, message)
@@ -203,7 +207,7 @@ impl Host {
     /// backup that differs is given up. Returns when that is known.
     pub fn verify_lockstep(&self, name: &VmName) -> Result<ComparisonReport, HostError> {
         let conflict = |message: String| HostError::new(ErrorKind::Conflict, message);
-        let vm = self.primary(name)?;
+        let vm = self.going_primary(name)?;
         let session = vm.active_session();
         let session =
             session.filter(|session| session.mode() == Mode::Lockstep).ok_or_else(|| {

@@ -2,6 +2,7 @@
 //! VM on them.
 
 use crate::host::Host;
+use crate::lease::FormerLease;
 use crate::vm::Vm;
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
@@ -9,6 +10,7 @@ use std::net::SocketAddr;
 use std::sync::Arc;
 use std::thread;
 use tracing::{info, warn};
+use understudy_protocol::autostart::Knowledge;
 use understudy_protocol::validity::{ArbiterWord, Evidence, Finding, ImageRole, judge};
 use understudy_protocol::wire::Kind;
 use understudy_protocol::{Generation, Ownership};
@@ -78,6 +80,11 @@ impl Host {
         name: &VmName,
         request: RecoverRequest,
     ) -> Result<RecoverReport, HostError> {
+        // Before anything is held: this may take as long as a lease.
+        let former = match request.dry_run {
+            true => None,
+            false => self.await_former_owner(name, &request)?,
+        };
         let _adding = self.adding.lock();
         let inquiry = self.inquire(name)?;
         if inquiry.answers.iter().all(|answer| answer.record.is_none()) {
@@ -131,8 +138,26 @@ impl Host {
         self.drop_kept(name, "`recover` has another image")?;
         self.check_free(&record.definition)?;
         let newest = inquiry.arbiter.generation().max(record.image.generation);
-        report.status = Some(self.boot(record.definition, newest)?);
+        report.status = Some(self.boot(record.definition, newest, former.as_ref())?);
         Ok(report)
+    }
+
+    /// Waits for a host that may run the VM and does not answer, if there is one and the VM is
+    /// about to be started here.
+    fn await_former_owner(
+        &self,
+        name: &VmName,
+        request: &RecoverRequest,
+    ) -> Result<Option<FormerLease>, HostError> {
+        let inquiry = self.inquire(name)?;
+        let here = &self.config.name;
+        let own =
+            matches!(judge(&inquiry.evidence()), Finding::Valid { host, .. } if host == *here);
+        let starts = (own || request.force) && inquiry.busy().is_none();
+        match inquiry.contender(here).filter(|_| starts) {
+            Some(contender) => self.await_lease(name, &contender, request.other_host_is_off),
+            None => Ok(None),
+        }
     }
 
     /// Asks this host, every peer at the same time, and the arbiter.
@@ -181,17 +206,22 @@ impl Host {
         Some(Ownership { host: Some(host.to_owned()), generation: ran })
     }
 
-    /// What another host, which owns a VM by the arbiter's word, says that it does with it; none if
-    /// it does nothing, or does not answer.
-    pub(crate) fn occupation_by_owner(&self, vm: &VmName) -> Option<(HostName, String)> {
-        let (ArbiterWord::Says(Some(Ownership { host: Some(owner), .. })), _) =
+    /// What the owner of a VM, by the arbiter's word, does with it.
+    pub(crate) fn ask_owner(&self, vm: &VmName) -> OwnersWord {
+        let (ArbiterWord::Says(Some(Ownership { host: Some(owner), generation })), _) =
             self.ask_arbiter(vm)
         else {
-            return None;
+            return OwnersWord::Idle;
         };
-        let addresses = self.known_hosts().remove(&owner)?;
-        let answer = self.ask(&owner, &addresses, vm).ok()?;
-        Some((owner, answer.busy?))
+        if owner == self.config.name {
+            return OwnersWord::Idle;
+        }
+        let addresses = self.known_hosts().remove(&owner);
+        match addresses.map(|addresses| self.ask(&owner, &addresses, vm)) {
+            Some(Ok(ImagesAnswer { busy: Some(busy), .. })) => OwnersWord::Busy(owner, busy),
+            Some(Ok(_)) => OwnersWord::Idle,
+            Some(Err(_)) | None => OwnersWord::Silent(Contender::Owner(owner, generation)),
+        }
     }
 
     fn ask_arbiter(&self, name: &VmName) -> (ArbiterWord, String) {
@@ -214,7 +244,83 @@ impl Host {
     }
 }
 
+/// What another host, which owns a VM, does with it.
+pub(crate) enum OwnersWord {
+    /// Nothing; or nobody, or this host, owns it.
+    Idle,
+    /// This.
+    Busy(HostName, String),
+    /// It does not answer.
+    Silent(Contender),
+}
+
+/// Who may run a VM, and does not answer.
+pub(crate) enum Contender {
+    /// Its owner, by the arbiter's word.
+    Owner(HostName, Generation),
+    /// One of these, if it owned it at this generation: this host has won the VM since, and may
+    /// not have waited for them.
+    Former(Vec<HostName>, Generation),
+    /// Any of these: there is no word of the arbiter.
+    Any(Vec<HostName>),
+}
+
+impl Contender {
+    /// The generation of its lease.
+    pub fn generation(&self) -> Option<Generation> {
+        match self {
+            Contender::Owner(_, at) | Contender::Former(_, at) => Some(*at),
+            Contender::Any(_) => None,
+        }
+    }
+
+    /// Whether it owns the VM at this moment.
+    pub fn is_owner(&self) -> bool {
+        matches!(self, Contender::Owner(..))
+    }
+
+    /// Whether a lease of that host is its.
+    pub fn may_be(&self, host: &HostName) -> bool {
+        match self {
+            Contender::Owner(owner, _) => owner == host,
+            Contender::Former(hosts, _) | Contender::Any(hosts) => hosts.contains(host),
+        }
+    }
+}
+
+impl std::fmt::Display for Contender {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        match self {
+            Contender::Owner(host, _) => write!(f, "host {host}"),
+            Contender::Former(hosts, _) | Contender::Any(hosts) => {
+                write!(f, "host {}", hosts.join(" or "))
+            }
+        }
+    }
+}
+
 impl Inquiry {
+    /// Who may run the VM, and does not answer `here`.
+    fn contender(&self, here: &HostName) -> Option<Contender> {
+        let silent: Vec<HostName> = self.silent.iter().map(|(host, _)| host.clone()).collect();
+        let owner = match &self.arbiter {
+            ArbiterWord::Says(owner) => owner.as_ref()?,
+            ArbiterWord::Silent => {
+                return (!silent.is_empty()).then_some(Contender::Any(silent));
+            }
+        };
+        let answers = |host: &HostName| self.answers.iter().any(|answer| answer.host == *host);
+        if let Some(host) = owner.host.as_ref().filter(|host| *host != here) {
+            let silent = !answers(host);
+            return silent.then(|| Contender::Owner(host.clone(), owner.generation));
+        }
+        let own = self.answers.iter().find(|answer| answer.host == *here);
+        let ran = own.and_then(|answer| answer.record.as_ref()?.image.ran_at());
+        let former = Generation(owner.generation.0.checked_sub(1)?);
+        let began = ran.is_some_and(|ran| ran >= owner.generation);
+        (!began && !silent.is_empty()).then_some(Contender::Former(silent, former))
+    }
+
     /// A host that does something with the VM, and what.
     pub(crate) fn busy(&self) -> Option<(&str, &str)> {
         let busy = |answer: &'_ ImagesAnswer| answer.busy.is_some();
@@ -239,6 +345,17 @@ impl Inquiry {
         match hosts.is_empty() {
             true => String::new(),
             false => format!("; not answering: {}", hosts.join(", ")),
+        }
+    }
+
+    /// What decides about a VM that is to come up with this host.
+    pub(crate) fn knowledge(&self) -> Knowledge {
+        let runs = |answer: &&ImagesAnswer| answer.runs.is_some();
+        let busy = |answer: &ImagesAnswer| Some((answer.host.clone(), answer.busy.clone()?));
+        Knowledge {
+            finding: judge(&self.evidence()),
+            runner: self.answers.iter().find(runs).map(|answer| answer.host.clone()),
+            busy: self.answers.iter().find_map(busy),
         }
     }
 

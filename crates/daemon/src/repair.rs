@@ -11,7 +11,7 @@ use crate::vm::PrimaryVm;
 use crossbeam_channel::{Receiver, RecvTimeoutError, Sender};
 use std::collections::VecDeque;
 use std::hash::{BuildHasher, Hasher, RandomState};
-use std::sync::{Arc, Mutex, Weak};
+use std::sync::{Arc, Weak};
 use std::time::Duration;
 use tracing::{error, info};
 use understudy_protocol::Time;
@@ -19,11 +19,10 @@ use understudy_protocol::repair::{Repair, RepairAction, RepairEvent, RepairPhase
 use understudy_qemu::CpuNeeds;
 use understudy_replication::clock;
 use understudy_replication::moments::strike;
-use understudy_replication::sync::lock;
 use understudy_report::ProtectRequest;
 use understudy_report::events::{EventKind, VmEvents};
-use understudy_threads::spawn;
-use understudy_threads::within;
+use understudy_threads::{Mutex, spawn};
+use understudy_threads::{lock, within};
 
 /// How often a synchronisation is looked at.
 const SYNC_INTERVAL: Duration = Duration::from_millis(100);

@@ -1,19 +1,21 @@
 //! A VM as this host knows it, and the report about it.
 
+use crate::lease::Tenure;
 use crate::repair::Repairer;
-use std::sync::{Arc, Mutex, OnceLock};
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, OnceLock};
 use understudy_machine::Machine;
 use understudy_protocol::HostName;
 use understudy_protocol::VmName;
 use understudy_protocol::{BackupPhase, Generation, Output, PrimaryEvent, PrimaryPhase};
 use understudy_replication::resync::{self, Basis};
-use understudy_replication::sync::lock;
 use understudy_replication::{backup, primary};
 use understudy_report::events::VmEvents;
 use understudy_report::{
     CardReport, CheckpointTiming, CompressionReport, DiskReport, DiskSync, LockstepReport, Mode,
     ProtectRequest, Protection, Role, TakeoverReport, VmStatus,
 };
+use understudy_threads::{Mutex, lock};
 
 /// What this host is to a VM.
 #[derive(Clone)]
@@ -37,6 +39,10 @@ pub struct PrimaryVm {
     pub repairer: Repairer,
     /// Held while protection is set up or ended.
     pub protecting: Mutex<()>,
+    /// Its lease.
+    pub(crate) tenure: Tenure,
+    /// Whether another host has a copy of it, or had one.
+    pub(crate) has_copies: AtomicBool,
     /// How it came to this host, if by a take-over.
     takeover: OnceLock<TakeoverReport>,
     /// The restore of a snapshot that it comes from.
@@ -70,6 +76,7 @@ impl PrimaryVm {
         generation: Generation,
         wish: Option<ProtectRequest>,
         events: VmEvents,
+        tenure: Tenure,
     ) -> PrimaryVm {
         let state = PrimaryState { generation, session: None, degraded: None };
         PrimaryVm {
@@ -78,6 +85,8 @@ impl PrimaryVm {
             events,
             repairer: Repairer::new(wish),
             protecting: Mutex::default(),
+            tenure,
+            has_copies: AtomicBool::new(false),
             takeover: OnceLock::new(),
             restore: OnceLock::new(),
             state: Mutex::new(state),
@@ -155,6 +164,7 @@ impl PrimaryVm {
 
     /// Protection begins.
     pub fn begin(&self, session: Arc<primary::Session>) {
+        self.has_copies.store(true, Ordering::Release);
         let mut state = lock(&self.state);
         state.session = Some(session);
         state.degraded = None;
@@ -217,9 +227,13 @@ impl PrimaryVm {
     }
 
     fn status(&self) -> VmStatus {
-        let machine = self.machine();
+        let (machine, lease_over) = (self.machine(), self.tenure.standstill());
         let state = lock(&self.state);
+        // A fail point, for whoever takes the same locks in another order.
+        fail::fail_point!("status");
         let mut status = machine_status(&machine, Role::Primary, machine.is_alive());
+        status.lease_over = lease_over;
+        status.live &= status.lease_over.is_none();
         status.generation = state.generation;
         status.events = self.events.sentences();
         status.takeover = self.takeover.get().copied();

@@ -5,8 +5,9 @@ use crate::image::Image;
 use crate::mark::Mark;
 use std::io;
 use std::ops::Range;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Condvar, Mutex, MutexGuard};
+use understudy_threads::{Condvar, Mutex, MutexGuard};
 
 /// Whoever brings the blocks of a disk that is being restored.
 pub trait Fetcher: Send + Sync {

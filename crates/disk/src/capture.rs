@@ -13,7 +13,8 @@ use std::io;
 use std::ops::Range;
 use std::os::unix::fs::{FileExt, OpenOptionsExt};
 use std::path::Path;
-use std::sync::{Arc, Mutex, MutexGuard};
+use std::sync::Arc;
+use understudy_threads::{Mutex, MutexGuard};
 
 /// Most blocks that are read, or put aside, in one piece.
 const PIECE_BLOCKS: u64 = 64;

@@ -17,7 +17,7 @@ use std::io;
 use std::ops::Range;
 use std::os::unix::fs::{FileExt, MetadataExt, OpenOptionsExt};
 use std::path::Path;
-use std::sync::{Mutex, MutexGuard};
+use understudy_threads::{Mutex, MutexGuard};
 
 /// Bytes of the disk that one bit stands for.
 pub const GRANULE_BYTES: u64 = 64 * 1024;

@@ -24,9 +24,10 @@ use std::io;
 use std::ops::Range;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicI32, AtomicUsize, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError, RwLock};
+use std::sync::{Arc, OnceLock, PoisonError};
 use std::time::Duration;
 use understudy_protocol::DiskIndex;
+use understudy_threads::{Mutex, MutexGuard, RwLock};
 
 /// Where a disk's writes go after the local image: the stream to the backup.
 ///

@@ -8,8 +8,9 @@ use std::fs::{File, Metadata};
 use std::io::{self, Seek, SeekFrom};
 use std::os::fd::{AsFd, BorrowedFd};
 use std::os::unix::fs::FileExt;
+use std::sync::PoisonError;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Mutex, PoisonError};
+use understudy_threads::Mutex;
 
 /// A file that is brought to stable storage by [`Durable::sync`] alone.
 #[derive(Debug)]

@@ -9,8 +9,9 @@ use crate::durable::errno_of;
 use nix::errno::Errno;
 use std::io;
 use std::mem;
-use std::sync::{Arc, Condvar, Mutex, MutexGuard};
+use std::sync::Arc;
 use std::thread::JoinHandle;
+use understudy_threads::{Condvar, Mutex, MutexGuard};
 
 /// Callback, called once, for how the flush went.
 pub(crate) type Done = Box<dyn FnOnce(io::Result<()>) + Send>;

@@ -1,8 +1,8 @@
 //! Since when a device has not answered.
 
 use std::collections::BTreeMap;
-use std::sync::{Mutex, MutexGuard};
 use std::time::{Duration, Instant};
+use understudy_threads::{Mutex, MutexGuard};
 
 /// One call of the system that waits for the device; the next one has a higher number.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]

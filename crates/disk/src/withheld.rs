@@ -7,7 +7,8 @@
 use std::fmt;
 use std::io;
 use std::mem;
-use std::sync::{Arc, Mutex, MutexGuard};
+use std::sync::Arc;
+use understudy_threads::{Mutex, MutexGuard};
 
 /// Gives QEMU its answer.
 pub(crate) type Answer = Box<dyn FnOnce() + Send>;

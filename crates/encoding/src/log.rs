@@ -12,9 +12,9 @@ const LEAST_BYTES: usize = 512;
 /// The longest batch. A message has room for it whether or not it can be compressed.
 pub const MOST_LOG_BYTES: usize = understudy_protocol::wire::MAX_PAYLOAD - HEAD_BYTES;
 
-/// What is wrong with a `Log` message.
+/// What is wrong with what is to be a batch.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
-#[error("malformed Log message: {0}")]
+#[error("{0}")]
 pub struct LogError(&'static str);
 
 /// The message of a batch of log, whose bytes replace those of `message`.

@@ -171,9 +171,10 @@ fn part<'a>(draft: &mut Draft<'_>, line: &Line<'_>, find: impl Fn(&str) -> Optio
     let (number, text) = (line.number, line.text());
     match line.key {
         "name" | "cores" | "sockets" | "memory" | "machine" | "boot" | "bootdisk" | "meta"
-        | "description" | "tags" | "ostype" | "scsihw" | "onboot" | "protection" | "template"
+        | "description" | "tags" | "ostype" | "scsihw" | "protection" | "template"
         | "startup" | "parent" | "digest" | "acpi" | "kvm" | "vmstatestorage" => {}
         "cpu" => device::processor(draft, line),
+        "onboot" => draft.vm.autostart = line.value == "1",
         "smbios1" => {
             if !line.option("uuid").is_empty() {
                 draft.argument("-uuid", line.option("uuid"));

@@ -16,22 +16,24 @@ pub enum Load {
     Bulk(usize),
 }
 
-/// Connections that talk with the guest as fast as it answers.
+/// Connections that talk with the guest.
 pub struct ChatterClient {
     conversations: Vec<Conversation>,
 }
 
 impl ChatterClient {
-    /// Opens so many connections from the laboratory's client and begins.
+    /// Opens so many connections from the laboratory's client and begins; on each, two rounds begin
+    /// at least `pace` apart (zero: as fast as the guest answers).
     pub fn start(
         lab: &Lab,
         guest: SocketAddr,
         connections: usize,
         load: Load,
+        pace: Duration,
     ) -> Result<ChatterClient> {
         let start = |index: usize| {
             let exchange = move |round| exchange(load, index, round);
-            anyhow::Ok(Conversation::start(connect(lab, guest)?, Duration::ZERO, exchange))
+            anyhow::Ok(Conversation::start(connect(lab, guest)?, pace, exchange))
         };
         let conversations = (0..connections).map(start).collect::<Result<_>>()?;
         Ok(ChatterClient { conversations })

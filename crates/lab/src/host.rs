@@ -6,7 +6,7 @@ use crate::etcd::Etcd;
 use crate::lab::Lab;
 use crate::namespace::Namespace;
 use crate::{processes, wait_for};
-use anyhow::{Context, Result, bail, ensure};
+use anyhow::{Context, Result, anyhow, bail, ensure};
 use nix::sys::signal::Signal;
 use serde::Serialize;
 use serde_json::Value;
@@ -14,10 +14,10 @@ use std::collections::BTreeMap;
 use std::ffi::OsStr;
 use std::fs::{self, File};
 use std::net::SocketAddr;
-use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, ExitStatus, Output, Stdio};
 use std::time::{Duration, Instant};
+use understudy_client::{Client, Failure};
 
 /// For a daemon to answer after its start.
 const START_LIMIT: Duration = Duration::from_secs(120);
@@ -185,8 +185,7 @@ impl HostProcess {
         if let Some(status) = self.daemon.try_wait()? {
             bail!("host {}'s daemon ended: {status}", self.name);
         }
-        let listens = UnixStream::connect(&self.socket).is_ok();
-        Ok((listens && self.cli(["status", "--json"])?.status.success()).then_some(()))
+        Ok(self.ask().is_ok().then_some(()))
     }
 
     /// The host's name.
@@ -261,13 +260,19 @@ impl HostProcess {
         Ok(String::from_utf8_lossy(&output.stdout).into_owned())
     }
 
-    /// The status of a VM that this host runs or backs up.
+    /// The status of a VM that this host runs or backs up: as `understudy status --json` prints it,
+    /// without a process for each of the many times that a story asks.
     pub fn status(&self, vm: &str) -> Result<Value> {
-        let status: Value = serde_json::from_str(&self.call(["status", "--json"])?)
-            .context("`status --json` printed no JSON")?;
-        let vms = status["vms"].as_array().context("`status --json` has no list `vms`")?;
-        let found = vms.iter().find(|entry| entry["name"] == vm).cloned();
+        let status = self.ask().map_err(|failure| {
+            anyhow!("host {} does not tell its status: {}", self.name, failure.message)
+        })?;
+        let mut vms = status["vms"].as_array().into_iter().flatten();
+        let found = vms.find(|entry| entry["name"] == vm).cloned();
         found.with_context(|| format!("host {} has no VM `{vm}`", self.name))
+    }
+
+    fn ask(&self) -> Result<Value, Failure> {
+        Client::new(&self.socket)?.status_json()
     }
 
     /// The host dies: all on it stand still (SIGSTOP), so that nobody lives to see

@@ -6,10 +6,12 @@ use crate::leftovers::Leftovers;
 use crate::namespace::Namespace;
 use crate::processors::Shares;
 use crate::remains::{self, LabName};
+use crate::wait::wait_for;
 use anyhow::{Context, Result, bail, ensure};
 use std::fs;
 use std::net::{Ipv4Addr, SocketAddr};
 use std::path::{Path, PathBuf};
+use std::time::Duration;
 
 /// The bridge of every host, for the VMs' taps; it carries the host's address.
 pub const BRIDGE: &str = "br0";
@@ -25,6 +27,8 @@ pub const PEER_PORT: u16 = 7700;
 /// The kernel's BR_STATE numbers.
 const DISABLED: &str = "0";
 const FORWARDING: &str = "3";
+/// For the kernel to notice that a cable is plugged in.
+const CARRIER_LIMIT: Duration = Duration::from_secs(30);
 
 const SWITCH: &str = "sw0";
 /// Cables that hosts may have between them beside the switch.
@@ -253,6 +257,11 @@ impl Lab {
     pub fn heal(&self, host: &str) -> Result<()> {
         self.index(host)?;
         self.switch().ip(&["link", "set", &port(host), "up"])?;
+        // Before its carrier is there a port takes no state.
+        wait_for(&format!("the carrier of {host}'s cable"), CARRIER_LIMIT, || {
+            let shown = self.switch().ip(&["-brief", "link", "show", &port(host)])?;
+            Ok(shown.split_whitespace().nth(1).filter(|state| *state == "UP").map(drop))
+        })?;
         (0..self.cables).try_for_each(|cable| self.heal_cable(host, cable))?;
         self.set_port_state(&port(host), FORWARDING)
     }

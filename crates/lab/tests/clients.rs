@@ -87,9 +87,11 @@ fn a_refusal_shorter_than_the_right_answer_is_told_at_once() {
 #[test]
 fn many_connections_carry_verified_bytes() {
     let lab = Lab::new(&["a"]).unwrap();
-    let pings = ChatterClient::start(&lab, guest(&lab, "a", records), 8, Load::Pings).unwrap();
+    let pings =
+        ChatterClient::start(&lab, guest(&lab, "a", records), 8, Load::Pings, Duration::ZERO)
+            .unwrap();
     let bulk = Load::Bulk(100_000);
-    let bulk = ChatterClient::start(&lab, guest(&lab, "a", echo), 2, bulk).unwrap();
+    let bulk = ChatterClient::start(&lab, guest(&lab, "a", echo), 2, bulk, Duration::ZERO).unwrap();
     for client in [&pings, &bulk] {
         let enough = || Ok((client.least_rounds() >= 5).then_some(()));
         wait_for("five rounds on each connection", LIMIT, enough).unwrap();
@@ -105,7 +107,8 @@ fn many_connections_carry_verified_bytes() {
 fn one_changed_byte_is_found() {
     let lab = Lab::new(&["a"]).unwrap();
     let swap = |connection| answer_lines(connection, |_| b"pong 0000000000000000\n".to_vec());
-    let client = ChatterClient::start(&lab, guest(&lab, "a", swap), 1, Load::Pings).unwrap();
+    let client =
+        ChatterClient::start(&lab, guest(&lab, "a", swap), 1, Load::Pings, Duration::ZERO).unwrap();
     let report = client.stop();
     assert!(matches!(report.errors()[..], [ConversationError::WrongAnswer { .. }]));
 }

@@ -9,15 +9,15 @@ use crate::link::{Link, Next, Refused};
 use anyhow::{Context, bail};
 use serde::Serialize;
 use std::io;
-use std::sync::{Arc, Condvar, Mutex, MutexGuard};
+use std::sync::Arc;
 use std::thread;
 use std::time::{Duration, Instant};
 use tracing::{info, warn};
 use understudy_protocol::wire::{HEADER_BYTES, Header, Kind, Message};
 use understudy_protocol::{Count, Epoch, ReceiveWindow, SendWindow};
-use understudy_threads::lock;
 use understudy_threads::poisoned;
 use understudy_threads::spawn;
+use understudy_threads::{Condvar, Mutex, MutexGuard, lock};
 
 /// A broken connection must be followed by another one within this time. The
 /// backup should win when both give up: the primary waits longer.
@@ -247,20 +247,10 @@ impl Channel {
         }
     }
 
-    /// Sends a message without a payload.
-    pub fn send_signal(&self, kind: Kind, epoch: Epoch) -> io::Result<()> {
-        self.send_parts(kind, epoch, &[]).map(|_| ())
-    }
-
     /// Sends `body` as JSON.
     pub fn send_json(&self, kind: Kind, body: &impl Serialize) -> anyhow::Result<()> {
         self.send_parts(kind, Epoch(0), &[&serde_json::to_vec(body)?])?;
         Ok(())
-    }
-
-    /// Tells the peer why this side gives up. Best effort: it may be gone.
-    pub fn refuse(&self, reason: &str) {
-        let _ = self.send_parts(Kind::Refuse, Epoch(0), &[reason.as_bytes()]);
     }
 
     /// The connection broke: waits for the next one, or dials it.

@@ -97,7 +97,7 @@ pub struct Findings {
 
 /// What came is no comparison.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
-#[error("malformed message of a comparison: {0}")]
+#[error("{0}")]
 pub struct BadComparison(&'static str);
 
 impl Place {

@@ -16,15 +16,15 @@ use anyhow::Context;
 use serde::{Deserialize, Serialize};
 use std::os::fd::{AsFd, OwnedFd, RawFd};
 use std::path::Path;
+use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
-use std::sync::{Arc, Mutex, RwLock};
 use understudy_disk::{Disk, NbdServer};
 use understudy_memory::agent::AgentLink;
 use understudy_memory::{GuestRam, ProcessMemory, RamBlock};
 use understudy_protocol::BlockId;
 use understudy_qemu::qmp::{DeviceState, MonitorSockets, QemuVersion, RunState};
 use understudy_qemu::{Accelerator, Kvm, Monitor, Qemu, Role, VmDefinition};
-use understudy_threads::spawn;
+use understudy_threads::{Mutex, RwLock, spawn};
 
 /// What must be known of a machine, beside its descriptors.
 #[derive(Clone, Debug, Serialize, Deserialize)]
@@ -171,6 +171,8 @@ impl Machine {
             local: home.local_sockets(&note.definition),
             doorbell,
             retired: AtomicBool::new(false),
+            held: AtomicBool::new(false),
+            passed_on: AtomicBool::new(false),
             process,
             on_event,
             custody: Mutex::default(),

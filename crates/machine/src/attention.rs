@@ -6,9 +6,8 @@
 //! starved counts as one look, since QEMU had none of it either.
 
 use crate::Machine;
-use std::sync::Mutex;
 use std::time::Duration;
-use understudy_threads::lock;
+use understudy_threads::{Mutex, lock};
 
 /// Looks within the bound: it is exceeded by a tenth at most, for a host that is not starved.
 const LOOKS: u32 = 10;

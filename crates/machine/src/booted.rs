@@ -17,8 +17,9 @@ use std::os::unix::fs::FileExt;
 use std::path::Path;
 use understudy_memory::GuestRam;
 use understudy_protocol::{PAGE_SIZE, PageIndex};
+use understudy_qemu::counting::count_instructions;
 use understudy_qemu::user::{self, User, path_in_qemu};
-use understudy_qemu::{Monitor, Role};
+use understudy_qemu::{Monitor, Role, TickRate};
 
 /// Environment variable with the directory of saved guests.
 const VARIABLE: &str = "UNDERSTUDY_BOOTED";
@@ -36,7 +37,7 @@ pub(crate) struct Booted {
 impl Booted {
     /// Fills `ram` for a first start, if there is a saved guest for it.
     pub(crate) fn take(
-        plan: &Plan<'_>,
+        plan: &mut Plan<'_>,
         ram: &GuestRam,
         user: Option<User>,
     ) -> anyhow::Result<Option<Booted>> {
@@ -49,8 +50,18 @@ impl Booted {
         let taken = saved.with_extension("taken");
         fs::rename(&saved, &taken)?;
         fill(ram, &File::open(taken.join(RAM))?).context("cannot fill the guest's memory")?;
-        let devices = user::lend(&taken.join(DEVICES), user)?;
-        Ok(Some(Booted { devices }))
+        let devices = taken.join(DEVICES);
+        if let Some(lockstep) = &mut plan.lockstep {
+            let rate = TickRate::of_this_host();
+            lockstep.clock = lockstep.clock.clone().with_tick_rate(rate);
+            let mut state = fs::read(&devices)?;
+            count_instructions(&mut state, rate, fs::metadata(&devices)?.modified()?)?;
+            // Not over it: other laboratories have the same.
+            let counting = taken.with_extension("counting");
+            fs::write(&counting, state)?;
+            return Ok(Some(Booted { devices: user::lend(&counting, user)? }));
+        }
+        Ok(Some(Booted { devices: user::lend(&devices, user)? }))
     }
 
     pub(crate) fn descriptor(&self) -> BorrowedFd<'_> {

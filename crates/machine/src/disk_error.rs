@@ -2,12 +2,11 @@
 //! of the machine's state: it is made again when the guest goes on, here or on its backup.
 
 use crate::Machine;
-use std::sync::Mutex;
 use std::time::{Duration, Instant};
 use tracing::warn;
 use understudy_protocol::{DISK_BOUND, DiskIndex};
 use understudy_qemu::qmp::RunState;
-use understudy_threads::lock;
+use understudy_threads::{Mutex, lock};
 
 /// Time between two tries of the request that failed: room on a full disk may be made meanwhile.
 pub const RETRY_INTERVAL: Duration = Duration::from_secs(5);

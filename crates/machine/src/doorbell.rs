@@ -2,10 +2,10 @@
 
 use nix::sys::eventfd::{EfdFlags, EventFd};
 use std::os::fd::{AsFd, BorrowedFd};
-use std::sync::{Arc, Condvar, Mutex};
+use std::sync::Arc;
 use std::time::Duration;
-use understudy_threads::lock;
 use understudy_threads::poisoned;
+use understudy_threads::{Condvar, Mutex, lock};
 
 /// Counts rings. A waiter looks at the world after it took the count, so that
 /// no change is missed; whoever rings may hold any lock.

@@ -18,8 +18,8 @@ use std::ffi::OsString;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, RawFd};
 use std::os::unix::net::UnixStream;
 use std::path::Path;
+use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
-use std::sync::{Arc, Mutex, RwLock};
 use std::time::Duration;
 use understudy_disk::{Disk, NbdServer};
 use understudy_memory::agent::AgentListener;
@@ -34,6 +34,7 @@ use understudy_qemu::qmp::{DeviceState, MonitorSockets};
 use understudy_qemu::{
     Accelerator, Kvm, Monitor, Qemu, Resources, Role, RunAs, VmDefinition, command_line, user,
 };
+use understudy_threads::{Mutex, RwLock};
 
 /// How long QEMU may take to start and to answer.
 pub(crate) const QEMU_TIMEOUT: Duration = Duration::from_secs(20);
@@ -73,7 +74,8 @@ pub struct Plan<'a> {
 impl Machine {
     /// Starts QEMU; the guest stands still until [`Machine::ensure_running`] or
     /// [`Machine::go_live`].
-    pub fn launch(plan: Plan<'_>) -> anyhow::Result<Machine> {
+    #[cfg_attr(not(feature = "fail-points"), expect(unused_mut))]
+    pub fn launch(mut plan: Plan<'_>) -> anyhow::Result<Machine> {
         let doorbell = plan.former.map_or_else(Arc::default, |former| former.doorbell.clone());
         let ram = match (&plan.ram, plan.former) {
             (Some(filled), _) => filled.clone(),
@@ -88,6 +90,8 @@ impl Machine {
         };
         user::give(ram.fd(), user)?;
         user::give(&device_state, user)?;
+        #[cfg(feature = "fail-points")]
+        let booted = Booted::take(&mut plan, &ram, user)?;
         let servers = serve_disks(&plan, &home)?;
         let ports = match plan.former {
             Some(former) => former.ports.clone(),
@@ -137,8 +141,6 @@ impl Machine {
         inherit.extend(console_end.as_ref().map(|end| end.as_fd()));
         inherit.extend(tpm_end.as_ref().map(|end| end.as_fd()));
         inherit.extend(lent.descriptors());
-        #[cfg(feature = "fail-points")]
-        let booted = Booted::take(&plan, &ram, user)?;
         #[cfg(feature = "fail-points")]
         if let Some(booted) = &booted {
             args.extend(Booted::arguments());
@@ -204,6 +206,8 @@ impl Machine {
             local,
             doorbell,
             retired: AtomicBool::new(false),
+            held: AtomicBool::new(false),
+            passed_on: AtomicBool::new(false),
             process,
             _tpm: tpm,
             on_event: plan.on_event,

@@ -41,4 +41,4 @@ pub use adopt::{Adoption, MachineNote};
 pub use launch::Plan;
 pub use machine::{Machine, MachineEvent, OnEvent};
 pub use medium::Medium;
-pub use tracking::Tracker;
+pub use tracking::{LogTracker, Tracker, main_memory};

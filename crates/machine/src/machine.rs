@@ -12,7 +12,7 @@ use crate::watching::Watching;
 use std::os::fd::RawFd;
 use std::path::Path;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock, Weak};
+use std::sync::{Arc, PoisonError, Weak};
 use std::time::{Duration, Instant};
 use tracing::{info, warn};
 use understudy_disk::{Disk, NbdServer};
@@ -24,7 +24,7 @@ use understudy_qemu::command::Lockstep;
 use understudy_qemu::lockstep::{self, LogChannel, LogErrand};
 use understudy_qemu::qmp::{DeviceState, RunState};
 use understudy_qemu::{Accelerator, Monitor, VmDefinition, build_id};
-use understudy_threads::lock;
+use understudy_threads::{Mutex, MutexGuard, RwLock, lock};
 
 /// What happens to a machine by itself.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -76,6 +76,10 @@ pub struct Machine {
     pub(crate) doorbell: Arc<Doorbell>,
     /// Another machine has its place.
     pub(crate) retired: AtomicBool,
+    /// Its guest stands still, whatever would let it run: another host may have been given the VM.
+    pub(crate) held: AtomicBool,
+    /// Its guest's last state is on its way to a backup: it does not run on beside that.
+    pub(crate) passed_on: AtomicBool,
     pub(crate) process: Arc<Process>,
     /// None, too, of a machine that a daemon before this one has started: it ends with QEMU.
     pub(crate) _tpm: Option<Tpm>,
@@ -169,7 +173,8 @@ impl Machine {
                 disk.let_pass();
             }
         }
-        self.pauser.begin(monitor, &self.device_state, errand)
+        let pause = self.pauser.begin(monitor, &self.device_state, errand)?;
+        Ok(pause.unless(&self.held))
     }
 
     /// Something about the VM to tell its user.
@@ -265,13 +270,39 @@ impl Machine {
         &self.blocks[0]
     }
 
-    /// Lets the guest run if it stands still.
+    /// Lets the guest run if it stands still, and neither its host's lease nor a hand-over forbids it.
     pub fn ensure_running(&self) -> anyhow::Result<()> {
         let mut monitor = self.monitor();
-        if monitor.status()? != RunState::running {
+        let forbidden = [&self.held, &self.passed_on].iter().any(|it| it.load(Ordering::Relaxed));
+        if !forbidden && monitor.status()? != RunState::running {
             monitor.cont()?;
         }
         Ok(())
+    }
+
+    /// Has the guest stand still until [`Machine::let_go`]; checkpoints do not change that.
+    pub fn hold(&self) -> anyhow::Result<()> {
+        self.held.store(true, Ordering::Relaxed);
+        // A pause that is under way ends before: the monitor is its own until then.
+        Ok(self.monitor().stop()?)
+    }
+
+    /// The guest's next stop is its last on this host, until [`Machine::take_back`]. To be called before
+    /// that stop: whoever lets the guest run comes before it then, or does not.
+    pub fn pass_on(&self) {
+        self.passed_on.store(true, Ordering::Relaxed);
+    }
+
+    /// The guest is this host's after all.
+    pub fn take_back(&self) -> anyhow::Result<()> {
+        self.passed_on.store(false, Ordering::Relaxed);
+        self.ensure_running()
+    }
+
+    /// Lets the guest run again.
+    pub fn let_go(&self) -> anyhow::Result<()> {
+        self.held.store(false, Ordering::Relaxed);
+        self.ensure_running()
     }
 
     /// Starts the guest of a standby from `device_state`; its memory and disks

@@ -7,6 +7,7 @@ use std::env;
 use std::io;
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 use tracing::{debug, info, warn};
 use understudy_memory::agent::AgentLink;
@@ -115,7 +116,7 @@ impl Pauser {
             match agent.begin_with(errand)? {
                 Some(pause) => {
                     attended.answered();
-                    return Ok(Pause { method: Method::Agent(pause), state, attended });
+                    return Ok(Pause { method: Method::Agent(pause), state, held: None, attended });
                 }
                 None if errand != LogErrand::None => {
                     bail!("QEMU's agent refused a pause to {errand:?} the log")
@@ -129,7 +130,7 @@ impl Pauser {
         let mut checkpoint = monitor.begin_checkpoint(state)?;
         checkpoint.stopped()?;
         attended.answered();
-        Ok(Pause { method: Method::Monitor(checkpoint), state, attended })
+        Ok(Pause { method: Method::Monitor(checkpoint), state, held: None, attended })
     }
 }
 
@@ -138,6 +139,7 @@ impl Pauser {
 pub struct Pause<'a> {
     method: Method<'a>,
     state: &'a DeviceState,
+    held: Option<&'a AtomicBool>,
     /// Last: the pause ends before.
     attended: Attended<'a>,
 }
@@ -147,7 +149,12 @@ enum Method<'a> {
     Monitor(Checkpoint<'a>),
 }
 
-impl Pause<'_> {
+impl<'a> Pause<'a> {
+    /// The same, after which the guest stays stopped if this is set by then.
+    pub(crate) fn unless(self, held: &'a AtomicBool) -> Pause<'a> {
+        Pause { held: Some(held), ..self }
+    }
+
     /// Waits until QEMU has saved its device state, and reads it. Gives the bytes of log that
     /// had passed QEMU where its log begins or ends; 0 if it is not in lockstep.
     pub fn saved(&mut self, device_state: &mut Vec<u8>) -> anyhow::Result<u64> {
@@ -168,8 +175,11 @@ impl Pause<'_> {
         }
     }
 
-    /// Lets the guest run again, after [`Pause::saved`]; returns when it does.
+    /// Lets the guest run again, after [`Pause::saved`], unless it is held; returns when it does.
     pub fn resume(self) -> anyhow::Result<()> {
+        if self.held.is_some_and(|held| held.load(Ordering::Relaxed)) {
+            return Ok(());
+        }
         self.attended.owes();
         match self.method {
             Method::Agent(pause) => pause.resume()?,

@@ -4,13 +4,13 @@ use crate::disk_error::{DiskError, DiskErrors};
 use crate::launch::QEMU_TIMEOUT;
 use crate::{MachineEvent, OnEvent};
 use anyhow::bail;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 use understudy_memory::agent::{AgentLink, AgentListener};
 use understudy_qemu::qmp::{MonitorSockets, VmEvent};
 use understudy_qemu::{Monitor, Qemu};
-use understudy_threads::lock;
+use understudy_threads::{Mutex, lock};
 
 /// QEMU's process, and what is known of its end.
 pub(crate) struct Process {

@@ -2,7 +2,8 @@
 
 use crate::Machine;
 use anyhow::ensure;
-use std::time::{Duration, Instant};
+use std::sync::atomic::Ordering;
+use std::time::{Duration, Instant, SystemTime};
 use tracing::info;
 use understudy_memory::RamBlock;
 use understudy_protocol::{PAGE_SIZE, PageIndex};
@@ -34,7 +35,7 @@ pub fn hand_over(
             while_stopped()?;
             if let (None, Some(lockstep)) = (former.lockstep(), next.lockstep()) {
                 let rate = lockstep.clock.tick_rate().unwrap_or(TickRate(1 << 32));
-                count_instructions(&mut state, rate)?;
+                count_instructions(&mut state, rate, SystemTime::now())?;
             }
             copy_small_blocks(former.blocks(), next.blocks())?;
             spoil(&mut state);
@@ -50,6 +51,7 @@ pub fn hand_over(
         return Err(error.context("it goes on as it was"));
     }
     drop(monitor);
+    next.held.store(former.held.load(Ordering::Relaxed), Ordering::Relaxed);
     next.take_place();
     former.retire();
     Ok(began)

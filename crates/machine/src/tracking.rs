@@ -1,10 +1,11 @@
-//! Which pages a protected guest has written: by QEMU's dirty log on KVM, else by scans of the
-//! kernel's page tables (docs/decisions/001-dirty-tracking-on-kvm.md).
+//! Which pages a protected guest has written: of main memory by QEMU's dirty log on KVM, else by
+//! scans of the kernel's page tables (docs/decisions/001-dirty-tracking-on-kvm.md).
 
 use anyhow::Context;
 use std::sync::Arc;
 use tracing::warn;
-use understudy_memory::{DirtySet, DirtyTracker, RamBlock};
+use understudy_memory::agent::AgentLink;
+use understudy_memory::{DirtySet, DirtyTracker, RamBlock, Reprotect};
 use understudy_protocol::{BlockId, PageIndex, PageRun, VmName};
 use understudy_qemu::Accelerator;
 use understudy_qemu::dirty_log::{DirtyLogError, LoggedBlock};
@@ -15,7 +16,7 @@ use understudy_qemu::pause::AgentPauser;
 pub enum Tracker {
     /// userfaultfd and `PAGEMAP_SCAN`.
     Scans(DirtyTracker),
-    /// KVM's dirty log, through QEMU.
+    /// The same beside KVM's dirty log, through QEMU.
     Log(LogTracker),
 }
 
@@ -24,7 +25,7 @@ impl Tracker {
     pub fn arm(&mut self) -> anyhow::Result<()> {
         match self {
             Tracker::Scans(tracker) => Ok(tracker.arm()?),
-            Tracker::Log(tracker) => tracker.collect_and(|_, _, _| ()),
+            Tracker::Log(tracker) => tracker.arm(),
         }
     }
 
@@ -33,13 +34,7 @@ impl Tracker {
     pub fn scan(&mut self, dirty: &mut DirtySet) -> anyhow::Result<()> {
         match self {
             Tracker::Scans(tracker) => Ok(tracker.scan(dirty)?),
-            Tracker::Log(tracker) => {
-                dirty.clear();
-                tracker.collect_and(|block, first, count| {
-                    let block = tracker.ids[block];
-                    dirty.push(PageRun { block, first: PageIndex(first), count });
-                })
-            }
+            Tracker::Log(tracker) => tracker.scan(dirty),
         }
     }
 
@@ -47,51 +42,65 @@ impl Tracker {
     pub fn count(&mut self) -> anyhow::Result<u64> {
         match self {
             Tracker::Scans(tracker) => Ok(tracker.count()?),
-            Tracker::Log(tracker) => {
-                tracker.collect()?;
-                Ok(tracker.agent.count_dirty_log())
-            }
+            Tracker::Log(tracker) => tracker.count(),
         }
     }
 }
 
-/// QEMU's dirty log of one machine; it ends with this.
+/// QEMU's dirty log of a machine's main memory, which ends with this, and scans of its other blocks:
+/// what QEMU's flash writes to its own, the variables of UEFI, is in no log.
 #[derive(Debug)]
 pub struct LogTracker {
     agent: Arc<AgentPauser>,
-    /// Of the blocks, in the log's order.
-    ids: Vec<BlockId>,
+    main: BlockId,
+    others: DirtyTracker,
 }
 
 impl LogTracker {
-    /// Begins a log of all `blocks`, with which the agent was armed. None, with a word about it,
-    /// if QEMU keeps none.
+    /// Begins with a log of the main memory, the first of `blocks`, for which the agent was armed.
+    /// None, with a word about it, if QEMU keeps none.
     pub fn begin(
         vm: &VmName,
-        agent: &Arc<AgentPauser>,
+        pauser: &Arc<AgentPauser>,
+        link: &AgentLink,
         blocks: &[RamBlock],
     ) -> anyhow::Result<Option<LogTracker>> {
-        match agent.begin_dirty_log() {
-            Ok(()) => {
-                let ids = blocks.iter().map(RamBlock::id).collect();
-                Ok(Some(LogTracker { agent: agent.clone(), ids }))
-            }
+        let (main, others) = blocks.split_first().context("a machine without memory")?;
+        let userfaultfd = link.userfaultfd().clone();
+        let others = DirtyTracker::attach(link.pid(), userfaultfd, others, Reprotect::Runs)?;
+        match pauser.begin_dirty_log() {
+            Ok(()) => {}
             Err(reason @ DirtyLogError::None(_)) => {
                 warn!(%vm, "written pages are found by scans, which cost a guest on KVM more: {reason}");
-                Ok(None)
+                return Ok(None);
             }
-            Err(error) => Err(error).context("cannot begin QEMU's dirty log"),
+            Err(error) => return Err(error).context("cannot begin QEMU's dirty log"),
         }
+        Ok(Some(LogTracker { agent: pauser.clone(), main: main.id(), others }))
+    }
+
+    fn arm(&mut self) -> anyhow::Result<()> {
+        self.collect()?;
+        self.agent.take_dirty_log(|_, _, _| ());
+        Ok(self.others.arm()?)
+    }
+
+    fn scan(&mut self, dirty: &mut DirtySet) -> anyhow::Result<()> {
+        self.others.scan(dirty)?;
+        self.collect()?;
+        self.agent.take_dirty_log(|_, first, count| {
+            dirty.push(PageRun { block: self.main, first: PageIndex(first), count });
+        });
+        Ok(())
+    }
+
+    fn count(&mut self) -> anyhow::Result<u64> {
+        self.collect()?;
+        Ok(self.agent.count_dirty_log() + self.others.count()?)
     }
 
     fn collect(&self) -> anyhow::Result<()> {
         self.agent.collect_dirty_log().context("QEMU's dirty log")
-    }
-
-    fn collect_and(&self, found: impl FnMut(usize, u64, u64)) -> anyhow::Result<()> {
-        self.collect()?;
-        self.agent.take_dirty_log(found);
-        Ok(())
     }
 }
 
@@ -104,14 +113,17 @@ impl Drop for LogTracker {
     }
 }
 
-/// The blocks whose writes QEMU is to log: all of a machine on KVM.
+/// The blocks whose writes QEMU is to log: main memory, the first one, on KVM.
 pub(crate) fn logged(accelerator: Accelerator, blocks: &[RamBlock]) -> Vec<LoggedBlock> {
     match accelerator {
-        // QEMU's translator notes writes in ways of its own, which cost more than scans.
+        // QEMU's translator notes writes in ways of its own: no gain over scans.
         Accelerator::Tcg => Vec::new(),
-        Accelerator::Kvm => blocks
-            .iter()
-            .map(|block| LoggedBlock { address: block.address_in_qemu(), pages: block.pages() })
-            .collect(),
+        Accelerator::Kvm => main_memory(blocks).into_iter().collect(),
     }
+}
+
+/// What the agent is armed with for [`LogTracker::begin`].
+pub fn main_memory(blocks: &[RamBlock]) -> Option<LoggedBlock> {
+    let main = blocks.first()?;
+    Some(LoggedBlock { address: main.address_in_qemu(), pages: main.pages() })
 }

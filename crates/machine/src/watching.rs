@@ -3,12 +3,12 @@
 use crate::Machine;
 use crate::tracking::{LogTracker, Tracker};
 use anyhow::bail;
-use std::sync::{Arc, Mutex, MutexGuard};
+use std::sync::Arc;
 use tracing::warn;
 use understudy_memory::{CaptureRequest, Cut, DirtySet, DirtyTracker, Guard, Reprotect, Sample};
 use understudy_protocol::PageIndex;
 use understudy_qemu::Accelerator;
-use understudy_threads::lock;
+use understudy_threads::{Mutex, MutexGuard, lock};
 
 /// What watches one machine's memory now.
 #[derive(Default)]
@@ -57,7 +57,7 @@ impl Machine {
                       more: pauses go through QMP");
             }
             (Accelerator::Kvm, Some(agent)) => {
-                if let Some(log) = LogTracker::begin(name, agent, self.blocks())? {
+                if let Some(log) = LogTracker::begin(name, agent, &self.agent, self.blocks())? {
                     return Ok(Tracker::Log(log));
                 }
             }
@@ -77,15 +77,17 @@ impl Machine {
 
     /// The guard of main memory, attached at its first use; not while the VM is protected, since
     /// memory is watched in one way at a time.
-    fn guard(&self, watching: &mut ForSnapshots) -> anyhow::Result<Arc<Guard>> {
-        *self.unprotected()? = None;
-        if let Some(guard) = &watching.guard {
-            return Ok(guard.clone());
+    fn guard(&self) -> anyhow::Result<(MutexGuard<'_, ForSnapshots>, Arc<Guard>)> {
+        let mut tracker = self.unprotected()?;
+        *tracker = None;
+        let mut watching = self.for_snapshots();
+        if let Some(guard) = watching.guard.clone() {
+            return Ok((watching, guard));
         }
         let (faults, mappings) = (self.agent.faults(), self.agent.mappings());
-        let new = Arc::new(Guard::attach(faults, mappings, self.main_memory())?);
-        watching.guard = Some(new.clone());
-        Ok(new)
+        let guard = Arc::new(Guard::attach(faults, mappings, self.main_memory())?);
+        watching.guard = Some(guard.clone());
+        Ok((watching, guard))
     }
 
     /// Has writes to all blocks but main memory seen by [`Machine::scan_auxiliary`] from now on.
@@ -128,9 +130,9 @@ impl Machine {
 
     /// Gets ready for a cut of main memory. Sampling ends before: one of them at a time.
     pub fn arm_cut(&self, request: CaptureRequest) -> anyhow::Result<Cut> {
-        let mut watching = self.for_snapshots();
+        let (mut watching, guard) = self.guard()?;
         watching.sample = None;
-        Ok(self.guard(&mut watching)?.arm(request)?)
+        Ok(guard.arm(request)?)
     }
 
     /// Watches these pages of main memory until [`Machine::end_sample`]. False if nothing guards
@@ -152,7 +154,7 @@ impl Machine {
     /// first access to each.
     pub fn watch_all(&self) -> anyhow::Result<Sample> {
         let all: Vec<PageIndex> = (0..self.main_memory().pages()).map(PageIndex).collect();
-        let guard = self.guard(&mut self.for_snapshots())?;
+        let guard = self.guard()?.1;
         Ok(guard.sample(&all)?)
     }
 

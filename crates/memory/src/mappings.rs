@@ -7,8 +7,9 @@ use nix::sys::socket::{MsgFlags, recv, send, setsockopt, sockopt::ReceiveTimeout
 use nix::sys::time::TimeVal;
 use std::io;
 use std::os::fd::{AsRawFd, OwnedFd};
-use std::sync::{Mutex, PoisonError};
+use std::sync::PoisonError;
 use understudy_agent_protocol::{DropRange, MOST_RANGES, MemoryRequest};
+use understudy_threads::Mutex;
 
 /// The agent's thread does nothing else: an answer takes a few milliseconds per GiB.
 const TIMEOUT: TimeVal = TimeVal::new(10, 0);

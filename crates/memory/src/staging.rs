@@ -5,8 +5,9 @@ use crate::mapping::PrivateMapping;
 use crate::workers;
 use std::mem;
 use std::num::NonZeroUsize;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, PoisonError};
 use understudy_protocol::{BlockId, PAGE_SIZE, PageIndex, PageRun};
+use understudy_threads::{Mutex, MutexGuard};
 
 /// Pages in a full chunk (1 MiB of content).
 pub const CHUNK_PAGES: usize = 256;

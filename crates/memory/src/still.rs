@@ -7,8 +7,9 @@
 use crate::guard::bitmap::{PageBitmap, WORD_PAGES, runs};
 use crate::{DirtySet, MemoryError, RamBlock};
 use std::mem;
-use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::sync::PoisonError;
 use understudy_protocol::{BlockId, PAGE_SIZE, PageIndex};
+use understudy_threads::{Mutex, MutexGuard};
 
 /// A page as it was at the moment of the image.
 #[derive(Clone, Debug, PartialEq, Eq)]

@@ -7,9 +7,9 @@
 #![allow(unsafe_code)] // Lends a closure to other threads for the length of a call.
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
-use std::sync::{Condvar, Mutex, MutexGuard, OnceLock, PoisonError};
+use std::sync::{OnceLock, PoisonError};
 use std::thread;
-use understudy_threads::{Scope, current, within};
+use understudy_threads::{Condvar, Mutex, MutexGuard, Scope, current, within};
 
 /// Beyond this many threads, memory bandwidth is the limit.
 const MOST_HELPERS: usize = 3;

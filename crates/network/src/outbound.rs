@@ -4,6 +4,7 @@ use crate::buffer::{FrameBatch, OutputBuffer, Pushed};
 use crate::control::{Control, HeaderLength};
 use crate::fabric::{Fabric, marked};
 use crate::header::Offloads;
+use crate::limit::Limit;
 use crate::messages::{self, Inbox, Message, READ_AT_ONCE};
 use crate::next::FrameFormat;
 use crate::note::CardNote;
@@ -60,6 +61,8 @@ pub(crate) struct Outbound {
     pub entitled: Instant,
     /// Until when output may go that is not held.
     pub permitted_until: Instant,
+    /// Until when anything may go.
+    pub limit: Limit,
     /// Frames that were longer than any can be.
     pub too_long: u64,
     /// Bytes of the guest's frames, headers of ours included.
@@ -97,6 +100,7 @@ impl Outbound {
             ended: None,
             entitled: Instant::now(),
             permitted_until: Instant::now(),
+            limit: Limit::default(),
             too_long: 0,
             bytes_sent: 0,
             waits_since: None,

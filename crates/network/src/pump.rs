@@ -10,6 +10,7 @@ use crate::entitlement::Entitlement;
 use crate::fabric::{Fabric, Inside, Moving, message};
 use crate::frames::Frames;
 use crate::header::{HEADER_BYTES, MAX_BYTES};
+use crate::limit::{Limit, boot_time};
 use crate::messages;
 use crate::outbound::{Inbound, Outbound, Received};
 use crate::tap::Tap;
@@ -18,8 +19,9 @@ use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use nix::sys::eventfd::{EfdFlags, EventFd};
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, PoisonError};
 use std::time::Instant;
+use understudy_threads::{Mutex, MutexGuard};
 
 /// Called when the first frame of an epoch begins to wait: a checkpoint now
 /// would shorten its wait. Runs on a pump thread, without locks held.
@@ -138,17 +140,21 @@ impl Shared {
 
     /// Writes everything that is released to the tap, in order. A host that was
     /// stopped meanwhile may have lost the VM: what is left then waits for the next
-    /// epoch's commit.
+    /// epoch's commit. After the port's limit it waits for the next limit.
     pub fn flush(&self) {
         let _order = self.tap_order.lock().unwrap_or_else(understudy_threads::poisoned);
         let mut entitled = None;
         loop {
             let mut outbound = self.outbound();
+            let limit = outbound.limit;
+            if limit.is_over(boot_time) {
+                return;
+            }
             let Some(batch) = outbound.buffer.take_released() else { return };
             let now = entitled.insert(Entitlement::of(&outbound, entitled));
             let fabric = outbound.fabric.clone();
             drop(outbound);
-            let written = self.write(&batch, fabric.as_deref(), now);
+            let written = self.write(&batch, fabric.as_deref(), now, limit);
             let mut outbound = self.outbound();
             if written == batch.frames().len() {
                 outbound.buffer.recycle(batch);
@@ -170,10 +176,11 @@ impl Shared {
         batch: &FrameBatch,
         fabric: Option<&dyn Fabric>,
         entitled: &mut Entitlement,
+        limit: Limit,
     ) -> usize {
         let (mut frames, mut refused, mut carried, mut bytes) = (0, 0, 0, 0);
         for packet in batch.frames().iter() {
-            if !entitled.lasts(Instant::now()) {
+            if !entitled.lasts(Instant::now()) || limit.is_over(boot_time) {
                 break;
             }
             if let Some(message) = message(packet) {
@@ -195,12 +202,14 @@ impl Shared {
     }
 
     /// Sends a frame, its header before it, that is not output of the guest that runs
-    /// here. Returns false, having sent nothing, if this host is fenced.
+    /// here. Returns false, having sent nothing, if this host is fenced, or its limit is over.
     pub fn send_aside(&self, packet: &[u8]) -> bool {
         let _order = self.tap_order.lock().unwrap_or_else(understudy_threads::poisoned);
-        if self.outbound().buffer.gate() == Gate::Shut {
+        let outbound = self.outbound();
+        if outbound.buffer.gate() == Gate::Shut || outbound.limit.is_over(boot_time) {
             return false;
         }
+        drop(outbound);
         if let Err(error) = self.tap.send(packet) {
             tracing::warn!(tap = self.tap.name(), %error, "the tap did not take a frame");
         }

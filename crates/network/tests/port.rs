@@ -4,7 +4,7 @@ mod support;
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
-use std::time::Instant;
+use std::time::{Duration, Instant};
 use support::*;
 use understudy_network::*;
 use understudy_protocol::Epoch;
@@ -151,6 +151,39 @@ fn nothing_leaves_a_fenced_port() {
             }),
             "silence"
         );
+    });
+}
+
+#[test]
+fn nothing_leaves_after_the_limit_and_all_with_the_next_one() {
+    in_namespace(|| {
+        let port = open(true);
+        let mut qemu = FakeQemu::attach(&port);
+        let (watcher, marker) = (Neighbour::join(1), Neighbour::join(2));
+        port.limit_output(Some(boot_time() + Duration::from_secs(600)));
+        qemu.send("within");
+        assert_eq!(watcher.receive(), "within");
+        port.limit_output(Some(boot_time()));
+        let before = port.carried_bytes();
+        qemu.send("late");
+        wait_for("the frame to be taken", || port.carried_bytes() > before);
+        // The announcements' echo of a host that slept is output, too.
+        port.announce().unwrap();
+        port.open_gate();
+        marker.send("silence");
+        assert_eq!(watcher.receive(), "silence");
+        port.limit_output(None);
+        assert_eq!(watcher.receive(), "late");
+        // A backup's word is no better than the limit.
+        port.hold(Epoch(1));
+        qemu.send("1");
+        assert_eq!(port.drain_and_barrier(Epoch(2)), 1);
+        port.limit_output(Some(boot_time()));
+        port.release_through(Epoch(1), Instant::now());
+        marker.send("silence again");
+        assert_eq!(watcher.receive(), "silence again");
+        port.limit_output(None);
+        assert_eq!(watcher.receive(), "1");
     });
 }
 

@@ -182,8 +182,12 @@ impl Backup {
             }
             BackupEvent::StandDown => self.stand_down(actions),
             BackupEvent::CannotServe(reason) => self.cannot_serve(reason, actions),
-            BackupEvent::Fitness(ailment) => self.unfit = ailment.is_some(),
-            BackupEvent::Starts => self.starts |= self.phase == BackupPhase::Live,
+            BackupEvent::Fitness(ailment) => {
+                self.unfit = ailment.is_some() && !planted!(ContestUnfit);
+            }
+            BackupEvent::Starts => {
+                self.starts |= self.phase == BackupPhase::Live || planted!(StartWhatWasReturned);
+            }
             BackupEvent::NotStarted(reason) => {
                 if self.phase == BackupPhase::Live {
                     self.hand_back(reason, actions);
@@ -206,7 +210,8 @@ impl Backup {
 
     fn staged(&mut self, now: Time, epoch: Epoch, actions: &mut Vec<BackupAction>) {
         self.detector.heard(now);
-        if !matches!(self.phase, BackupPhase::Syncing | BackupPhase::Standing) {
+        let follows = matches!(self.phase, BackupPhase::Syncing | BackupPhase::Standing);
+        if !follows && !planted!(StageOnceLive) {
             return;
         }
         if epoch != self.committed.next() {
@@ -226,11 +231,15 @@ impl Backup {
 
     fn primary_lost(&mut self, now: Time, reason: String, actions: &mut Vec<BackupAction>) {
         match self.phase {
-            BackupPhase::Syncing => {
+            BackupPhase::Syncing if !planted!(TakeOverWithNothing) => {
                 self.discard(format!("{reason}, before the first synchronisation ended"), actions);
             }
-            BackupPhase::Standing => {
+            BackupPhase::Syncing | BackupPhase::Standing => {
                 self.phase = BackupPhase::Contesting(reason);
+                if planted!(SkipArbiter) {
+                    let granted = Verdict::Granted(self.generation.next());
+                    return self.verdict(now, granted, actions);
+                }
                 if now < self.leased_until {
                     self.retry_at = Some(self.leased_until);
                     // As long as this one may not ask, the primary should.
@@ -258,7 +267,11 @@ impl Backup {
     /// A copy that cannot run must not win the VM: before the primary hears of
     /// it and hangs up, this backup is out of every contest.
     fn cannot_serve(&mut self, reason: String, actions: &mut Vec<BackupAction>) {
-        let has_won = matches!(self.phase, BackupPhase::Live | BackupPhase::HandingBack(_));
+        let has_won = match self.phase {
+            BackupPhase::Live | BackupPhase::HandingBack(_) => true,
+            BackupPhase::Contesting(_) => planted!(ContestWhenBroken),
+            _ => false,
+        };
         if !has_won && self.phase != BackupPhase::Discarded {
             self.discard(reason, actions);
         }
@@ -302,7 +315,9 @@ impl Backup {
             },
             // A grant that came too late: nobody would have the VM.
             BackupPhase::Discarded => {
-                if let Verdict::Granted(generation) = verdict {
+                if let Verdict::Granted(generation) = verdict
+                    && !planted!(KeepLateGrant)
+                {
                     self.generation = generation;
                     self.hand_back("this host had given up before it won".to_owned(), actions);
                 }
@@ -340,6 +355,10 @@ impl Backup {
                     format!("{reason}; this host owns the VM at generation {generation} already");
                 self.discard(reason, actions);
             }
+            Verdict::Unreachable(_) if planted!(SilenceIsGrantToBackup) => {
+                let granted = Verdict::Granted(self.generation.next());
+                self.contested(now, granted, reason, actions);
+            }
             Verdict::Unreachable(_) => {
                 self.retry_at = Some(now + ARBITER_RETRY);
                 // Nothing is acknowledged any more. A primary that lives must not
@@ -360,6 +379,9 @@ impl Backup {
     }
 
     fn hand_back(&mut self, reason: String, actions: &mut Vec<BackupAction>) {
+        if planted!(KeepTheGrant) {
+            return;
+        }
         self.phase = BackupPhase::HandingBack(reason);
         self.retry_at = None;
         actions.push(BackupAction::HandBack(self.generation));
@@ -367,7 +389,7 @@ impl Backup {
 
     fn owned_elsewhere(&mut self, owner: &Ownership, actions: &mut Vec<BackupAction>) {
         let BackupPhase::Contesting(reason) = &self.phase else { return };
-        if owner.generation > self.generation {
+        if owner.generation > self.generation || planted!(ForgetGeneration) {
             let host = owner.host.as_deref().unwrap_or("nobody");
             let reason = format!(
                 "{reason}; meanwhile {host} owns the VM at generation {}, as that host says",

@@ -75,7 +75,8 @@ impl Delivery {
     /// So much has got there.
     pub fn headway(&mut self, now: Time, headway: Headway) {
         let bytes = headway.bytes.saturating_sub(self.headway.bytes);
-        if bytes >= LEAST_BYTES || headway.done > self.headway.done {
+        let moved = bytes >= LEAST_BYTES || headway.done > self.headway.done;
+        if moved || planted!(EveryLookIsHeadway) {
             self.headway = headway;
             self.moved = now;
         }

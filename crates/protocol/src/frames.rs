@@ -62,10 +62,11 @@ impl Allowance {
 }
 
 /// Frames of one card and epoch, on the wire: [`Kind::Inbound`] and [`Kind::Outbound`].
-#[derive(Clone, Debug)]
+#[derive(Clone, Debug, PartialEq, Eq)]
 pub struct CardFrames {
     epoch: Epoch,
     limit: usize,
+    /// The card, then each frame after its length.
     payload: Vec<u8>,
 }
 
@@ -110,12 +111,32 @@ impl CardFrames {
         self.payload
     }
 
-    /// Reads a message: its card and its frames, in order.
+    /// The card that received or sent them.
+    pub fn card(&self) -> CardIndex {
+        let (card, _) = self.divide();
+        CardIndex(u16::from_le_bytes(*card))
+    }
+
+    /// The frames, in order.
+    pub fn iter(&self) -> impl Iterator<Item = &[u8]> {
+        let (_, mut rest) = self.divide();
+        std::iter::from_fn(move || {
+            let (frame, after) = first_frame(rest).ok()?;
+            rest = after;
+            Some(frame)
+        })
+    }
+
+    fn divide(&self) -> (&[u8; CARD_BYTES], &[u8]) {
+        self.payload.split_first_chunk().expect("no payload is made, or taken, without a card")
+    }
+
+    /// Reads a message.
     ///
     /// # Errors
     /// If it is larger than any that [`push`](CardFrames::push) makes, a frame is
     /// empty, or the lengths do not fit.
-    pub fn decode(message: &Message) -> Result<(CardIndex, Vec<&[u8]>), WireError> {
+    pub fn decode(message: Message) -> Result<CardFrames, WireError> {
         let limit = match message.header.kind {
             Kind::Inbound => crate::FORWARDED_BYTES,
             Kind::Outbound => crate::CARRIED_BYTES,
@@ -124,24 +145,25 @@ impl CardFrames {
         if message.payload.len() > CARD_BYTES + limit {
             return Err(message.malformed("more frames than are copied of an epoch"));
         }
-        let Some((card, mut rest)) = message.payload.split_first_chunk::<CARD_BYTES>() else {
+        let Some((_, mut rest)) = message.payload.split_first_chunk::<CARD_BYTES>() else {
             return Err(message.malformed("no room for the card"));
         };
-        let mut frames = Vec::new();
         while !rest.is_empty() {
-            let (length, after) = rest
-                .split_first_chunk::<LENGTH_BYTES>()
-                .ok_or_else(|| message.malformed("no room for a frame's length"))?;
-            let length = u32::from_le_bytes(*length) as usize;
-            if length == 0 || length > after.len() {
-                return Err(message.malformed("a frame of an impossible length"));
-            }
-            let (frame, after) = after.split_at(length);
-            frames.push(frame);
-            rest = after;
+            (_, rest) = first_frame(rest).map_err(|what| message.malformed(what))?;
         }
-        Ok((CardIndex(u16::from_le_bytes(*card)), frames))
+        Ok(CardFrames { epoch: message.header.epoch, limit, payload: message.payload })
     }
+}
+
+/// The first of some frames, and the others.
+fn first_frame(frames: &[u8]) -> Result<(&[u8], &[u8]), &'static str> {
+    let (length, rest) =
+        frames.split_first_chunk::<LENGTH_BYTES>().ok_or("no room for a frame's length")?;
+    let length = u32::from_le_bytes(*length) as usize;
+    if length == 0 {
+        return Err("a frame of an impossible length");
+    }
+    rest.split_at_checked(length).ok_or("a frame of an impossible length")
 }
 
 #[cfg(test)]
@@ -179,8 +201,8 @@ mod tests {
     #[test]
     fn malformed_messages_are_refused() {
         let decode = |payload: Vec<u8>| {
-            CardFrames::decode(&Message::new(Kind::Inbound, Epoch(1), payload))
-                .map(|(card, frames)| (card, frames.len()))
+            CardFrames::decode(Message::new(Kind::Inbound, Epoch(1), payload))
+                .map(|frames| (frames.card(), frames.iter().count()))
         };
         assert_eq!(decode(vec![1, 0]), Ok((CardIndex(1), 0)));
         assert_eq!(decode(vec![1, 0, 2, 0, 0, 0, 7, 7]), Ok((CardIndex(1), 1)));
@@ -196,7 +218,7 @@ mod tests {
             assert!(decode(wrong.clone()).is_err(), "{wrong:?}");
         }
         let other = Message::new(Kind::DeviceState, Epoch(1), vec![0, 0]);
-        assert!(CardFrames::decode(&other).is_err());
+        assert!(CardFrames::decode(other).is_err());
     }
 
     #[test]
@@ -206,7 +228,7 @@ mod tests {
         assert!(message.push(&frame));
         let decode = |kind| {
             let message = Message::new(kind, Epoch(1), message.payload().to_vec());
-            CardFrames::decode(&message).map(|(_, frames)| frames.len())
+            CardFrames::decode(message).map(|frames| frames.iter().count())
         };
         assert_eq!(decode(Kind::Inbound), Ok(1));
         assert!(decode(Kind::Outbound).is_err());
@@ -233,9 +255,9 @@ mod tests {
                 }
             }
             let message = Message::new(kind, message.epoch(), message.into_payload());
-            let (card, frames) = CardFrames::decode(&message).unwrap();
-            prop_assert_eq!(card, CardIndex(2));
-            prop_assert_eq!(frames, sent);
+            let frames = CardFrames::decode(message).unwrap();
+            prop_assert_eq!(frames.card(), CardIndex(2));
+            prop_assert_eq!(frames.iter().collect::<Vec<_>>(), sent);
         }
 
         #[test]
@@ -244,7 +266,7 @@ mod tests {
             outbound in any::<bool>(),
         ) {
             let kind = if outbound { Kind::Outbound } else { Kind::Inbound };
-            let _ = CardFrames::decode(&Message::new(kind, Epoch(1), bytes));
+            let _ = CardFrames::decode(Message::new(kind, Epoch(1), bytes));
         }
     }
 }

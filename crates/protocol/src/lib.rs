@@ -3,6 +3,21 @@
 //! Nothing in this crate reads a clock, a file or a socket: the daemon and the
 //! simulator drive the same code.
 
+/// Whether this bug is planted: never, but in the simulator ([`mutant`]).
+#[cfg(feature = "mutants")]
+macro_rules! planted {
+    ($mutant:ident) => {
+        $crate::mutant::is_planted($crate::mutant::Mutant::$mutant)
+    };
+}
+#[cfg(not(feature = "mutants"))]
+macro_rules! planted {
+    ($mutant:ident) => {
+        false
+    };
+}
+
+pub mod autostart;
 mod backup;
 mod delivery;
 mod detector;
@@ -10,6 +25,9 @@ mod epoch_length;
 mod frames;
 mod group;
 mod inbound;
+mod lease;
+#[cfg(feature = "mutants")]
+pub mod mutant;
 mod names;
 mod outbound;
 mod output;
@@ -20,6 +38,7 @@ mod primary;
 pub mod repair;
 mod silence;
 mod staging;
+mod stillness;
 mod throttle;
 mod time;
 mod units;
@@ -34,6 +53,9 @@ pub use epoch_length::{EndedEpoch, EpochLength};
 pub use frames::{Allowance, CardFrames, KEPT_FOR};
 pub use group::{Arrival, Gate, GroupStaging, GroupStep, Rendezvous};
 pub use inbound::{FORWARDED_BYTES, Kept};
+pub use lease::{
+    Lease, LeaseAction, LeaseAnswer, LeaseErrand, LeaseSight, LeaseWatch, Renewal, Stake,
+};
 pub use names::{GroupName, HostName, NameError, VmName, literal};
 pub use outbound::{CARRIED_BYTES, Carried};
 pub use output::Output;
@@ -42,7 +64,8 @@ pub use paths::{PathAction, PathEvent, PathState, Paths};
 pub use policy::{Activity, Due, LastCheckpoint, Policy, Situation};
 pub use primary::{PIPELINE_DEPTH, Primary, PrimaryAction, PrimaryEvent, PrimaryPhase, STALL};
 pub use silence::{DISK_BOUND, Silence};
-pub use staging::{EpochDigest, StagedEpoch, Staging};
+pub use staging::{EpochDigest, EpochEnd, EpochSums, StagedEpoch, Staging};
+pub use stillness::{PeerClock, Stillness};
 pub use throttle::Throttle;
 pub use time::Time;
 pub use units::*;

@@ -12,7 +12,6 @@
 //! with it. What the primary had sent after all is on the wire twice, as every Ethernet
 //! may have it.
 
-use crate::wire::{Kind, Message};
 use crate::{Allowance, CardFrames, CardIndex, Epoch, KEPT_FOR, PIPELINE_DEPTH, Time};
 use std::collections::VecDeque;
 
@@ -46,23 +45,23 @@ impl Carried {
         Carried { cards, epochs: VecDeque::new(), frames: 0, bytes: 0 }
     }
 
-    /// `epoch` is committed with these messages: takes those out that carry frames.
-    /// What is older than the primary may still hold is dropped.
-    pub fn commit(&mut self, now: Time, epoch: Epoch, messages: &mut Vec<Message>) {
+    /// `epoch` is committed, and `sent` came with it. What is older than the primary may still
+    /// hold is dropped.
+    pub fn commit<'a>(
+        &mut self,
+        now: Time,
+        epoch: Epoch,
+        sent: impl IntoIterator<Item = &'a CardFrames>,
+    ) {
         let mut allowances = vec![Allowance::new(CARRIED_BYTES); usize::from(self.cards)];
         let mut frames = Vec::new();
-        messages.retain(|message| {
-            if message.header.kind != Kind::Outbound {
-                return true;
-            }
-            // What cannot be read was refused before it was acknowledged.
-            let (card, found) = CardFrames::decode(message).unwrap_or_default();
+        for sent in sent {
+            let card = sent.card();
             if let Some(allowance) = allowances.get_mut(usize::from(card.0)) {
                 let fits = |frame: &&[u8]| allowance.admit(epoch, frame.len());
-                frames.extend(found.into_iter().filter(fits).map(|it| (card, it.to_vec())));
+                frames.extend(sent.iter().filter(fits).map(|it| (card, it.to_vec())));
             }
-            false
-        });
+        }
         self.frames += frames.len() as u64;
         self.bytes += frames.iter().map(|(_, frame)| frame.len() as u64).sum::<u64>();
         self.epochs.retain(|older| older.epoch.0 + PIPELINE_DEPTH > epoch.0);
@@ -94,23 +93,15 @@ mod tests {
         Time(Duration::from_millis(ms))
     }
 
-    /// An epoch's messages: its device state among frames of these cards and lengths.
-    fn messages(epoch: u64, frames: &[(u16, usize)]) -> Vec<Message> {
-        let epoch = Epoch(epoch);
-        let mut messages = vec![Message::new(Kind::DeviceState, epoch, vec![9])];
-        for &(card, length) in frames {
-            let mut one = CardFrames::outbound(epoch, CardIndex(card));
-            assert!(one.push(&vec![epoch.0 as u8; length]));
-            messages.insert(0, Message::new(Kind::Outbound, epoch, one.into_payload()));
-        }
-        messages
-    }
-
+    /// Frames of these cards and lengths are committed with an epoch.
     fn commit(carried: &mut Carried, ms: u64, epoch: u64, frames: &[(u16, usize)]) {
-        let mut messages = messages(epoch, frames);
-        carried.commit(at(ms), Epoch(epoch), &mut messages);
-        let kinds: Vec<_> = messages.iter().map(|message| message.header.kind).collect();
-        assert_eq!(kinds, [Kind::DeviceState], "all else stays");
+        let sent = |&(card, length): &(u16, usize)| {
+            let mut one = CardFrames::outbound(Epoch(epoch), CardIndex(card));
+            assert!(one.push(&vec![epoch as u8; length]));
+            one
+        };
+        let sent: Vec<_> = frames.iter().map(sent).collect();
+        carried.commit(at(ms), Epoch(epoch), &sent);
     }
 
     #[test]
@@ -119,7 +110,7 @@ mod tests {
         for epoch in 1..=5 {
             commit(&mut carried, 0, epoch, &[(1, 1), (0, 1)]);
         }
-        let expected = [(0, 4), (1, 4), (0, 5), (1, 5)].map(|(c, e)| (CardIndex(c), vec![e]));
+        let expected = [(1, 4), (0, 4), (1, 5), (0, 5)].map(|(c, e)| (CardIndex(c), vec![e]));
         assert_eq!(carried.take(at(10)), expected);
         assert_eq!(carried.take(at(10)), [], "once");
         assert_eq!(carried.came(), (10, 10));

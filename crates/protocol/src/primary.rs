@@ -59,6 +59,8 @@ pub struct Primary {
     delivery: Delivery,
     /// When the backup was told to take over.
     yielded: Option<Time>,
+    /// Whether the guest's last state here was captured.
+    captured_last: bool,
     /// The arbiter is asked before the backup hears that it is given up: one whose heart beats would
     /// ask, too, and could do nothing with the VM.
     peer_unaware: bool,
@@ -87,6 +89,7 @@ impl Primary {
             pipeline: PIPELINE_DEPTH,
             delivery: Delivery::new(EPOCH_BOUND, now),
             yielded: None,
+            captured_last: false,
             peer_unaware: false,
             winner: None,
         }
@@ -174,6 +177,17 @@ impl Primary {
         }
     }
 
+    /// Whether the guest's last state is on its way to the backup: the guest may not run on beside that, whatever
+    /// would let it, before it is decided whose it is.
+    pub fn has_captured_last(&self) -> bool {
+        self.captured_last
+    }
+
+    /// Whether it asks the arbiter for the VM: its verdict tells whose that is, and nothing else does.
+    pub fn contests(&self) -> bool {
+        matches!(self.phase, PrimaryPhase::Contesting(_) | PrimaryPhase::Frozen(_))
+    }
+
     /// Time at which [`PrimaryEvent::Tick`] is due next, if nothing else happens.
     pub fn deadline(&self) -> Option<Time> {
         match self.phase {
@@ -198,7 +212,7 @@ impl Primary {
             PrimaryEvent::PeerGone(reason) => self.peer_lost(reason, actions),
             PrimaryEvent::Tick => self.tick(now, actions),
             PrimaryEvent::Verdict(verdict) => self.verdict(now, verdict, actions),
-            PrimaryEvent::CapturedLast => self.captured_last(now),
+            PrimaryEvent::CapturedLast => self.captured_last(now, actions),
             PrimaryEvent::Unprotect => self.unprotect(actions),
             PrimaryEvent::StoodDown => self.stood_down(actions),
             PrimaryEvent::LiveElsewhere(generation) => self.live_elsewhere(generation, actions),
@@ -220,7 +234,9 @@ impl Primary {
     fn notice_stall(&mut self, now: Time) {
         let still = now - self.last_event;
         if still > STALL {
-            self.releases_from = self.running;
+            if !planted!(ReleaseAfterStall) {
+                self.releases_from = self.running;
+            }
             self.delivery.stood_still(still);
         }
         self.last_event = now;
@@ -258,7 +274,8 @@ impl Primary {
         // Also true while contesting: the backup stops acknowledging before it
         // contests, so what it acknowledged it will take over with.
         if epoch >= self.releases_from {
-            actions.push(PrimaryAction::Release(epoch));
+            let early = planted!(ReleaseEarly);
+            actions.push(PrimaryAction::Release(if early { epoch.next() } else { epoch }));
         }
         match self.phase {
             PrimaryPhase::Syncing => self.phase = PrimaryPhase::Protected,
@@ -271,7 +288,7 @@ impl Primary {
 
     /// Once a whole epoch may be on the backup, it may contest the VM.
     fn backup_may_be_entitled(&self) -> bool {
-        self.running > Epoch(1)
+        self.running > if planted!(EntitledTooLate) { Epoch(2) } else { Epoch(1) }
     }
 
     fn peer_lost(&mut self, reason: String, actions: &mut Vec<PrimaryAction>) {
@@ -318,16 +335,23 @@ impl Primary {
         }
     }
 
-    fn captured_last(&mut self, now: Time) {
+    fn captured_last(&mut self, now: Time, actions: &mut Vec<PrimaryAction>) {
         self.captured(now);
+        self.captured_last = true;
         if self.phase == PrimaryPhase::Protected {
             self.phase = PrimaryPhase::HandingOver;
+            if planted!(YieldAtOnce) {
+                self.yield_to_backup(now, actions);
+            }
         }
     }
 
     fn unprotect(&mut self, actions: &mut Vec<PrimaryAction>) {
         self.unprotect_asked = true;
         match self.phase {
+            _ if planted!(LeaveWithoutWord) && self.phase == PrimaryPhase::Protected => {
+                self.alone(None, actions);
+            }
             PrimaryPhase::Syncing if !self.backup_may_be_entitled() => {
                 actions.push(PrimaryAction::StandDown);
                 actions.push(PrimaryAction::ClosePeer);
@@ -377,6 +401,7 @@ impl Primary {
     /// The contest would be this host's to win, whose guest may be of no more use.
     fn cannot_capture(&mut self, now: Time, reason: String, actions: &mut Vec<PrimaryAction>) {
         match self.phase {
+            _ if planted!(ContestWhenSick) => self.peer_lost(reason, actions),
             PrimaryPhase::Protected => self.guest_hangs(now, reason, actions),
             PrimaryPhase::HandingOver if self.yielded.is_some() => {}
             _ => self.peer_lost(reason, actions),

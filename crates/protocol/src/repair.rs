@@ -119,7 +119,7 @@ impl Repair {
     /// Time at which [`RepairEvent::Tick`] is due next, if nothing else happens.
     pub fn deadline(&self) -> Option<Time> {
         match self.phase {
-            RepairPhase::Waiting(until) => Some(until),
+            RepairPhase::Waiting(until) => Some(until).filter(|_| !planted!(GiveUpRepair)),
             _ => None,
         }
     }
@@ -162,6 +162,9 @@ impl Repair {
                 self.reason = format!("{host}: {reason}");
                 self.failures.retain(|(other, _)| *other != host);
                 self.failures.push((host, now));
+                if planted!(StayWithAttempt) {
+                    return;
+                }
                 self.next_of_round(now, jitter, actions);
             }
             // Said twice.

@@ -50,6 +50,7 @@ impl ImageRecord {
             ImageRole::Active | ImageRole::Stopped | ImageRole::Cut | ImageRole::Stale => {
                 Some(self.generation)
             }
+            ImageRole::Mirror if planted!(MirrorCounts) => Some(self.generation),
             ImageRole::Mirror | ImageRole::Syncing => None,
         }
     }
@@ -135,6 +136,7 @@ fn newer_possible(evidence: &Evidence, host: &HostName, generation: Generation) 
     let ran = format!("host {host} ran it at generation {generation}");
     let ArbiterWord::Says(ownership) = &evidence.arbiter else {
         return match evidence.silent.as_slice() {
+            _ if planted!(ConcludeFromSilence) => Newer::No(ran),
             [] => Newer::No(format!("{ran}, and no other host ran it later")),
             silent => Newer::Perhaps(format!(
                 "neither the arbiter nor {} can be asked: make one of them reachable",
@@ -156,7 +158,7 @@ fn newer_possible(evidence: &Evidence, host: &HostName, generation: Generation) 
                     "{ran}, and went on with it alone at generation {newest}"
                 ));
             }
-            Some(owner) if has_answered(evidence, owner) => {
+            Some(owner) if has_answered(evidence, owner) || planted!(SilentNeverRan) => {
                 return Newer::No(format!(
                     "{ran}; host {owner} won generation {newest} but never started the guest: it \
                      has no activation record"
@@ -231,7 +233,7 @@ pub fn may_start(
     ownership: Option<&Ownership>,
 ) -> Result<(), String> {
     if let Some(owner) = ownership.and_then(|owner| owner.host.as_ref()) {
-        if owner != host {
+        if owner != host && !planted!(StartForeign) {
             return Err(format!(
                 "it belongs to host {owner} (generation {}): its newest state is there",
                 ownership.map_or(Generation(0), |owner| owner.generation)

@@ -4,10 +4,13 @@
 //! and the payload, then the payload. A decoder never allocates more than
 //! [`MAX_PAYLOAD`] and a wrong byte anywhere is an error, never a message.
 
+mod disk;
 mod kind;
 
-use crate::{DiskIndex, Epoch};
+use crate::Epoch;
+pub use disk::{DiskRange, DiskWrite};
 pub use kind::Kind;
+use std::borrow::Cow;
 use std::fmt;
 
 /// Version of the wire format; peers must have the same.
@@ -55,7 +58,15 @@ pub enum WireError {
         /// The message's kind.
         kind: Kind,
         /// What is wrong.
-        what: &'static str,
+        what: Cow<'static, str>,
+    },
+    /// The sender has no business with this kind of message, here.
+    #[error("unexpected {kind:?} message from the {from}")]
+    Unexpected {
+        /// The message's kind.
+        kind: Kind,
+        /// Which side sent it.
+        from: &'static str,
     },
 }
 
@@ -66,7 +77,8 @@ pub struct Header {
     pub kind: Kind,
     /// Bytes of payload.
     pub length: usize,
-    /// The epoch that the message belongs to, where it belongs to one.
+    /// The epoch that the message belongs to; of some kinds another number, or 0. Who sends and
+    /// receives names it.
     pub epoch: Epoch,
     checksum: u32,
 }
@@ -130,6 +142,11 @@ impl Header {
         self.checksum
     }
 
+    /// The error of a message that is not what its kind says.
+    pub fn malformed(&self, what: impl Into<Cow<'static, str>>) -> WireError {
+        WireError::Malformed { kind: self.kind, what: what.into() }
+    }
+
     fn checked_fields(&self) -> [u8; 16] {
         let mut fields = [0; 16];
         fields[0] = self.kind as u8;
@@ -184,53 +201,9 @@ impl Message {
         Message { header: Header::for_payload(kind, epoch, &[&payload]), payload }
     }
 
-    /// An error unless the message is of `kind`.
-    pub fn malformed(&self, what: &'static str) -> WireError {
-        WireError::Malformed { kind: self.header.kind, what }
-    }
-}
-
-/// The fixed part of [`Kind::DiskWrite`] (the data follows) and [`Kind::DiskZero`].
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct DiskRange {
-    /// The disk.
-    pub disk: DiskIndex,
-    /// First byte.
-    pub offset: u64,
-    /// Bytes.
-    pub length: u64,
-}
-
-impl DiskRange {
-    /// Bytes of the encoded range.
-    pub const BYTES: usize = 24;
-
-    /// The range's bytes.
-    pub fn encode(&self) -> [u8; DiskRange::BYTES] {
-        let mut bytes = [0; DiskRange::BYTES];
-        bytes[0..2].copy_from_slice(&self.disk.0.to_le_bytes());
-        bytes[8..16].copy_from_slice(&self.offset.to_le_bytes());
-        bytes[16..24].copy_from_slice(&self.length.to_le_bytes());
-        bytes
-    }
-
-    /// Reads a disk message: its range and, for a write, the data.
-    pub fn decode(message: &Message) -> Result<(DiskRange, &[u8]), WireError> {
-        let payload = &message.payload;
-        if payload.len() < DiskRange::BYTES {
-            return Err(message.malformed("no room for the range"));
-        }
-        let disk = DiskIndex(u16::from_le_bytes([payload[0], payload[1]]));
-        let range = DiskRange { disk, offset: u64_at(payload, 8), length: u64_at(payload, 16) };
-        if range.offset.checked_add(range.length).is_none_or(|end| end > i64::MAX as u64) {
-            return Err(message.malformed("the range ends beyond any disk"));
-        }
-        let data = &payload[DiskRange::BYTES..];
-        let expected = if message.header.kind == Kind::DiskWrite { range.length } else { 0 };
-        if data.len() as u64 != expected {
-            return Err(message.malformed("the data does not fit the range"));
-        }
-        Ok((range, data))
+    /// The error of a message that is not what its kind says.
+    pub fn malformed(&self, what: impl Into<Cow<'static, str>>) -> WireError {
+        self.header.malformed(what)
     }
 }
 
@@ -308,20 +281,6 @@ mod tests {
     }
 
     #[test]
-    fn disk_ranges_come_back_and_wrong_ones_do_not() {
-        let range = DiskRange { disk: DiskIndex(1), offset: 4096, length: 3 };
-        let mut payload = range.encode().to_vec();
-        payload.extend_from_slice(b"abc");
-        let message = Message::new(Kind::DiskWrite, Epoch(1), payload.clone());
-        assert_eq!(DiskRange::decode(&message).unwrap(), (range, &b"abc"[..]));
-        payload.pop();
-        let short = Message::new(Kind::DiskWrite, Epoch(1), payload);
-        assert!(DiskRange::decode(&short).is_err());
-        let beyond = DiskRange { offset: u64::MAX - 1, ..range }.encode().to_vec();
-        assert!(DiskRange::decode(&Message::new(Kind::DiskZero, Epoch(1), beyond)).is_err());
-    }
-
-    #[test]
     fn progress_comes_back_and_wrong_lengths_do_not() {
         let progress =
             LogProgress { position: 1, instructions: 2, lag_us: 3, starved_ns: u64::MAX };
@@ -335,10 +294,6 @@ mod tests {
         fn random_bytes_never_panic(bytes in proptest::collection::vec(any::<u8>(), 0..9000)) {
             if let Some(header) = bytes.first_chunk::<HEADER_BYTES>() {
                 let _ = Header::decode(header);
-            }
-            for kind in [Kind::DiskWrite, Kind::DiskZero] {
-                let message = Message::new(kind, Epoch(1), bytes.clone());
-                let _ = DiskRange::decode(&message);
             }
         }
     }

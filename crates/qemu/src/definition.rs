@@ -76,6 +76,9 @@ pub struct VmDefinition {
     /// Whether the guest's screen is a VNC server on a unix socket of the host.
     #[serde(default, skip_serializing_if = "is_false")]
     pub vnc: bool,
+    /// Whether the VM comes up with its host, unless its operator or its guest has ended it.
+    #[serde(default, skip_serializing_if = "is_false")]
+    pub autostart: bool,
     /// Whether the guest has the channel of QEMU's guest agent, a unix socket of the host.
     #[serde(default, skip_serializing_if = "is_false")]
     pub guest_agent: bool,
@@ -202,6 +205,7 @@ impl VmDefinition {
             console: default_console(),
             vga: Vga::default(),
             vnc: false,
+            autostart: false,
             guest_agent: false,
             lockstep: false,
             qemu_args: Vec::new(),

@@ -21,10 +21,11 @@ use std::num::NonZeroUsize;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 use std::os::unix::net::UnixStream;
 use std::ptr::NonNull;
+use std::sync::PoisonError;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Mutex, PoisonError};
 use std::time::Duration;
 use understudy_agent_protocol::{Hello, LOCKSTEP_VARIABLE, LogPage};
+use understudy_threads::Mutex;
 
 pub(crate) use understudy_agent_protocol::LOG_NAME;
 pub use understudy_agent_protocol::{CONSOLE_VARIABLE, LogErrand, LogRole, Request};

@@ -18,12 +18,13 @@ use std::io::{self, IoSlice};
 use std::num::NonZeroUsize;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, OwnedFd};
 use std::ptr::NonNull;
+use std::sync::PoisonError;
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
-use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 use understudy_agent_protocol::{
     ARM, Answer, DirtyArea, Hello, LogErrand, Order, PausePage, area_bytes, monotonic,
 };
+use understudy_threads::{Mutex, MutexGuard};
 
 /// Versions (major, minor) in which the end-to-end tests have run with pauses by the agent.
 /// What a function of QEMU does, and with which arguments, may change with any other.

@@ -15,8 +15,9 @@ use std::os::unix::fs::OpenOptionsExt;
 use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, ExitStatus, Stdio};
-use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::sync::PoisonError;
 use std::time::{Duration, Instant};
+use understudy_threads::{Mutex, MutexGuard};
 
 /// How much of the end of QEMU's messages goes into an error, in bytes.
 const TAIL_BYTES: u64 = 2048;

@@ -74,6 +74,8 @@ pub enum Purpose {
     },
     /// Asks which host answers here (`probe` of the daemon).
     Probe,
+    /// Asks for how long this host has been up (`lease` of the daemon).
+    Clock,
     /// Orders and reports about snapshots and restores of groups follow.
     Group,
     /// Could this host take members of a snapshot? See `snapshot` of the daemon.

@@ -2,9 +2,8 @@
 //! on the data connection must not look like a dead host. Every path has one.
 
 use crate::paths::{Consequence, PathMonitor};
-use crate::sync::lock;
 use std::io;
-use std::sync::{Arc, Mutex};
+use std::sync::Arc;
 use std::thread;
 use std::time::{Duration, Instant};
 use tracing::debug;
@@ -12,6 +11,7 @@ use understudy_link::link::Link;
 use understudy_protocol::wire::Kind;
 use understudy_protocol::{Epoch, HEARTBEAT_INTERVAL, PathEvent, PathIndex};
 use understudy_qemu::urgency::raise_this_thread;
+use understudy_threads::{Mutex, lock};
 
 /// A thread that was not scheduled for this long looks at the peer's messages
 /// first: it cannot tell the peer's silence from its own.

@@ -7,6 +7,7 @@
 //! | [`primary`] | capture, send, receive; output released by acknowledgements |
 //! | [`backup`] | receive, stage, acknowledge, apply, take over |
 //! | [`lockstep`] | the log of inputs, cut and fed; both machines compared |
+//! | [`messages`] | what both sides say over a session's data connection, typed |
 //! | [`turn`] | from the one way of keeping up to the other |
 //! | [`medium`] | CD-ROMs that are changed while the VM runs |
 //! | [`handshake`] | what two hosts say before the first byte of a VM moves |
@@ -26,6 +27,7 @@ pub mod heartbeat;
 pub mod lockstep;
 pub mod medium;
 pub mod membership;
+pub mod messages;
 pub mod moments;
 pub mod paths;
 pub mod primary;

@@ -13,7 +13,6 @@ use std::sync::Arc;
 use understudy_disk::{Disk, ImageFormat, check_format};
 use understudy_machine::Machine;
 use understudy_protocol::DiskIndex;
-use understudy_protocol::wire::Message;
 use understudy_qemu::definition::DiskDefinition;
 use understudy_qemu::qmp::EjectError;
 
@@ -49,14 +48,11 @@ pub enum MediumAnswer {
 }
 
 impl Medium {
-    /// Reads a message about a drive of this machine.
-    pub fn read(machine: &Machine, message: &Message) -> anyhow::Result<Medium> {
-        let kind = message.header.kind;
-        let medium: Medium = serde_json::from_slice(&message.payload)
-            .with_context(|| format!("a malformed {kind:?} message"))?;
-        let drive = machine.definition().disks.get(usize::from(medium.drive.0));
-        ensure!(drive.is_some_and(|disk| disk.cdrom), "disk {} is no CD-ROM drive", medium.drive);
-        Ok(medium)
+    /// Whether it is one for a drive of this machine.
+    pub fn check_drive(&self, machine: &Machine) -> anyhow::Result<()> {
+        let drive = machine.definition().disks.get(usize::from(self.drive.0));
+        ensure!(drive.is_some_and(|disk| disk.cdrom), "disk {} is no CD-ROM drive", self.drive);
+        Ok(())
     }
 
     /// Opens it on this host, for a drive of this machine. `directory` is the VM's own.

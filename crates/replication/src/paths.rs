@@ -1,15 +1,14 @@
 //! The paths to a session's other host: what they do is logged and reported.
 
 use crate::clock;
-use crate::sync::lock;
 use std::net::SocketAddr;
-use std::sync::Mutex;
 use std::time::Duration;
 use tracing::info;
 use understudy_protocol::HostName;
 use understudy_protocol::{PathAction, PathEvent, PathIndex, PathState, Paths};
 use understudy_report::PathReport;
 use understudy_report::events::{EventKind, VmEvents};
+use understudy_threads::{Mutex, lock};
 
 /// What a session must do about its paths.
 #[derive(Clone, Debug, PartialEq, Eq)]

@@ -21,6 +21,7 @@ use understudy_protocol::Generation;
 use understudy_protocol::validity::{ImageRecord, ImageRole};
 use understudy_protocol::{HostName, VmName};
 use understudy_qemu::VmDefinition;
+use understudy_report::ProtectRequest;
 use understudy_threads::Common;
 
 const FILE: &str = "record.json";
@@ -43,8 +44,18 @@ pub struct Record {
     /// and this host did not carry out.
     #[serde(default)]
     pub in_lockstep: bool,
+    /// Whether it is to run: neither its operator nor its guest has ended it.
+    #[serde(default = "wanted")]
+    pub wanted: bool,
+    /// How it was to be protected, by itself, when it ran here last.
+    #[serde(default)]
+    pub wish: Option<ProtectRequest>,
     /// The VM as it is on this host; its disks are the images.
     pub definition: VmDefinition,
+}
+
+fn wanted() -> bool {
+    true
 }
 
 impl Record {
@@ -110,6 +121,8 @@ impl Records {
             peer: None,
             sessions: Vec::new(),
             in_lockstep: false,
+            wanted: true,
+            wish: None,
             definition: definition.clone(),
         }
     }

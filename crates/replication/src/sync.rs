@@ -1,10 +1,7 @@
 //! Small pieces of thread plumbing.
 
-use std::sync::{Condvar, Mutex};
 use std::time::Duration;
-use understudy_threads::poisoned;
-
-pub use understudy_threads::lock;
+use understudy_threads::{Condvar, Mutex, lock, poisoned};
 
 /// Bounds the bytes that wait in a queue: the writer that would go over the
 /// bound waits, which slows the guest instead of filling the host's memory.

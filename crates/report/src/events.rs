@@ -201,7 +201,8 @@ fn tell(vm: Option<&VmName>, severity: Severity, text: &str) {
     }
 }
 
-fn now_ms() -> u64 {
+/// Milliseconds since 1970, as events have them.
+pub fn now_ms() -> u64 {
     let since = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default();
     u64::try_from(since.as_millis()).unwrap_or(u64::MAX)
 }

@@ -5,6 +5,7 @@
 //! |---|---|
 //! | [`status`] | how hosts and VMs are |
 //! | [`requests`] | what is asked for |
+//! | [`recovery`] | what `recover` found and did |
 //! | [`cluster`] | snapshots and restores |
 //! | [`comparison`] | two machines in lockstep, compared |
 //! | [`events`] | what happened |
@@ -17,6 +18,7 @@ pub mod comparison;
 pub mod error;
 pub mod events;
 pub mod meters;
+pub mod recovery;
 pub mod requests;
 pub mod status;
 pub mod traces;
@@ -25,5 +27,6 @@ pub use cluster::{FillReport, FillState};
 pub use comparison::{ComparisonCounts, ComparisonReport, Difference, Part};
 pub use error::{ErrorKind, HostError};
 pub use meters::Meters;
+pub use recovery::{RecoverReport, ValidImages};
 pub use requests::{DiskReads, GroupRequest, MediumRequest, Mode, ProtectRequest, RecoverRequest};
 pub use status::*;

@@ -114,4 +114,7 @@ pub struct RecoverRequest {
     pub dry_run: bool,
     /// Start the VM on this host's images whatever is known of them.
     pub force: bool,
+    /// The operator knows that no silent host runs the VM.
+    #[serde(default)]
+    pub other_host_is_off: bool,
 }

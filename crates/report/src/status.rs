@@ -329,6 +329,9 @@ pub struct VmStatus {
     /// The error of a disk at which the guest stands still, and what becomes of it.
     #[serde(default)]
     pub disk_error: Option<String>,
+    /// Why the guest stands still, if this host could not show the arbiter for too long that it lives.
+    #[serde(default)]
+    pub lease_over: Option<String>,
     /// Process id of this host's QEMU for the VM.
     pub qemu_pid: Option<u32>,
     /// Unix socket of the guest's console.
@@ -384,6 +387,7 @@ impl VmStatus {
             guest_agent: None,
             display_not_held: false,
             disk_error: None,
+            lease_over: None,
             qemu_pid: None,
             console: None,
             cards: Vec::new(),
@@ -415,8 +419,22 @@ pub struct HostStatus {
     /// The hosts that it knows: its peers, and with etcd the members.
     #[serde(default)]
     pub peers: Vec<HostName>,
+    /// The VMs that are to come up with this host and have not yet.
+    #[serde(default)]
+    pub awaited: Vec<AwaitedStart>,
     /// Every VM that this host runs or backs up.
     pub vms: Vec<VmStatus>,
+}
+
+/// A VM that is to come up with its host, and has not yet.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+pub struct AwaitedStart {
+    /// The VM's name.
+    pub name: VmName,
+    /// What it waits for.
+    pub reason: String,
+    /// Since when, in milliseconds since 1970.
+    pub since_ms: u64,
 }
 
 /// The arbiter, as this host sees it.
@@ -426,32 +444,6 @@ pub struct ArbiterReport {
     pub kind: String,
     /// Why it cannot be used now; none if it can.
     pub problem: Option<String>,
-}
-
-/// What `recover` found and did.
-#[derive(Clone, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
-pub struct RecoverReport {
-    /// The VM.
-    pub vm: VmName,
-    /// The valid images, if they can be told.
-    pub valid: Option<ValidImages>,
-    /// Why these, or why they cannot be told.
-    pub reason: String,
-    /// What each host and the arbiter said, a line each.
-    pub evidence: Vec<String>,
-    /// The VM, if it was started.
-    pub status: Option<VmStatus>,
-}
-
-/// Images that hold a VM's newest state.
-#[derive(Clone, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
-pub struct ValidImages {
-    /// The host that has them.
-    pub host: HostName,
-    /// The generation at which the guest ran on them.
-    pub generation: Generation,
-    /// Where they are, in the order of the VM's disks.
-    pub images: Vec<std::path::PathBuf>,
 }
 
 /// How pages are encoded on their way to the backup, since the first synchronisation.

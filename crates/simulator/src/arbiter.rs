@@ -3,8 +3,8 @@
 
 use crate::host::{HostId, Role, SessionId};
 use crate::world::{Event, World};
-use std::collections::BTreeSet;
-use understudy_protocol::{BackupPhase, Generation, Ownership, PrimaryPhase, Verdict};
+use std::collections::{BTreeMap, BTreeSet};
+use understudy_protocol::{BackupPhase, Generation, Ownership, PrimaryPhase, Renewal, Verdict};
 
 /// The register and who reaches it.
 #[derive(Debug)]
@@ -15,6 +15,8 @@ pub struct Arbiter {
     pub generation: Generation,
     /// Down for everybody.
     pub down: bool,
+    /// Sole owners' renewals, by the generation of their ownership.
+    pub renewals: BTreeMap<Generation, Renewal>,
     /// Hosts that do not reach it.
     pub cut_off: BTreeSet<HostId>,
 }
@@ -37,7 +39,13 @@ pub struct Question {
 impl Arbiter {
     /// `owner` owns the VM at `generation`.
     pub fn new(owner: HostId, generation: Generation) -> Arbiter {
-        Arbiter { owner, generation, down: false, cut_off: BTreeSet::new() }
+        Arbiter {
+            owner,
+            generation,
+            down: false,
+            renewals: BTreeMap::new(),
+            cut_off: BTreeSet::new(),
+        }
     }
 
     /// Whether `host` gets an answer now.

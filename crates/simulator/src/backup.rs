@@ -3,17 +3,17 @@
 use crate::errands::Errand;
 use crate::guest::{PAGES, Pages, State};
 use crate::host::{HostId, Role, SessionId};
-use crate::mutant::Mutant;
+use crate::mutant::DriverMutant;
 use crate::network::ConnectionId;
 use crate::schedule::Moment;
 use crate::world::{Event, World};
 use std::collections::VecDeque;
 use std::time::Duration;
 use understudy_protocol::validity::ImageRole;
-use understudy_protocol::wire::{Kind, Message};
+use understudy_protocol::wire::{Kind, Message, WireError};
 use understudy_protocol::{
-    Backup, BackupAction, BackupEvent, BackupPhase, Carried, Epoch, Generation, Ownership,
-    StagedEpoch, Staging, Time, Verdict,
+    Backup, BackupAction, BackupEvent, BackupPhase, CardFrames, Carried, Epoch, EpochEnd,
+    Generation, Ownership, StagedEpoch, Staging, Time,
 };
 
 /// A disk that is silent for longer hangs.
@@ -37,7 +37,7 @@ pub struct Standby {
     pub heartbeat: Option<ConnectionId>,
     /// Memory.
     pub pages: Pages,
-    pub(crate) staging: Staging,
+    pub(crate) staging: Staging<Message>,
     pub(crate) device_state: Option<State>,
     pub(crate) applied: Epoch,
     /// What the guest sent that the primary may not have released.
@@ -59,6 +59,11 @@ impl World {
         generation: Generation,
         data: ConnectionId,
     ) {
+        let ran = self.hosts[host.0].image.record_of(host).and_then(|record| record.ran_at());
+        if ran.is_some_and(|ran| ran >= generation) {
+            // The offer is of a host that slept while this one was given the VM.
+            return self.close(host, data);
+        }
         let core = Backup::new(generation, self.schedule.timeout, self.now);
         let primary = self.network.other(data, host);
         self.hosts[host.0].backs = Some(primary);
@@ -106,18 +111,18 @@ impl World {
     fn stage(&mut self, host: HostId, id: SessionId, message: Message) {
         let now = self.now;
         let (kind, epoch) = (message.header.kind, message.header.epoch);
-        if self.mutant == Some(Mutant::ApplyPartialEpoch) && kind != Kind::EpochEnd {
+        if self.has(DriverMutant::ApplyPartialEpoch) && kind != Kind::EpochEnd {
             self.apply_message(host, id, &message);
         }
         let Some(standby) = self.hosts[host.0].standby(id) else { return };
         let (data, applied) = (standby.data, standby.applied);
         let overlaps = kind == Kind::DiskWrite && epoch > standby.core.committed().next();
-        let taken = standby.staging.take(message, now);
+        let taken = take(&mut standby.staging, message, now);
         self.coverage.overlaps += u64::from(overlaps);
-        if self.mutant == Some(Mutant::AckBeforeStaged) && kind == Kind::DeviceState {
+        if self.has(DriverMutant::AckBeforeStaged) && kind == Kind::DeviceState {
             self.send(host, data, Message::new(Kind::Acknowledge, epoch, Vec::new()));
         }
-        if self.mutant == Some(Mutant::ApplyPartialEpoch) {
+        if self.has(DriverMutant::ApplyPartialEpoch) {
             self.check_copy(host, applied, false);
         }
         match taken {
@@ -140,7 +145,7 @@ impl World {
         host: HostId,
         id: SessionId,
         event: BackupEvent,
-        staged: Option<StagedEpoch>,
+        staged: Option<StagedEpoch<Message>>,
     ) {
         let now = self.now;
         let Some(standby) = self.hosts[host.0].standby(id) else { return };
@@ -162,7 +167,7 @@ impl World {
         host: HostId,
         id: SessionId,
         action: BackupAction,
-        staged: &mut Option<StagedEpoch>,
+        staged: &mut Option<StagedEpoch<Message>>,
     ) {
         let now = self.now;
         let Some(standby) = self.hosts[host.0].standby(id) else { return };
@@ -170,19 +175,15 @@ impl World {
         match action {
             BackupAction::AcknowledgeAndApply(epoch) => {
                 let mut whole = staged.take().expect("the event came with its epoch");
-                standby.carried.commit(now, epoch, &mut whole.messages);
+                let frames = frames_of(&mut whole);
+                standby.carried.commit(now, epoch, &frames);
                 self.errand(host, id, Errand::Apply(whole));
                 self.note_routine(host, || format!("acknowledges epoch {epoch}"));
-                if self.mutant == Some(Mutant::AckBeforeStaged) {
+                if self.has(DriverMutant::AckBeforeStaged) {
                     return; // Sent before.
                 }
                 self.send(host, data, Message::new(Kind::Acknowledge, epoch, Vec::new()));
             }
-            BackupAction::Contest(from) if self.mutant == Some(Mutant::SkipArbiter) => {
-                let verdict = BackupEvent::Verdict(Verdict::Granted(from.next()));
-                self.backup_event(host, id, verdict, None);
-            }
-            BackupAction::HandBack(_) if self.mutant == Some(Mutant::KeepTheGrant) => {}
             BackupAction::HandBack(from) => {
                 self.ask_arbiter(host, id, from, Some(primary));
             }
@@ -245,10 +246,8 @@ impl World {
 
     fn look_at_fitness(&mut self, host: HostId, id: SessionId) {
         let silence = self.disk_silence(host);
-        if self.mutant != Some(Mutant::ContestUnfit) {
-            let ailment = (silence > DISK_PATIENCE).then(|| "its disk hangs".to_owned());
-            self.backup_event(host, id, BackupEvent::Fitness(ailment), None);
-        }
+        let ailment = (silence > DISK_PATIENCE).then(|| "its disk hangs".to_owned());
+        self.backup_event(host, id, BackupEvent::Fitness(ailment), None);
     }
 
     /// Now and then a backup that waits for the arbiter asks another host which generation it ran.
@@ -271,4 +270,26 @@ impl World {
             }
         }
     }
+}
+
+/// Takes what belongs to an epoch, or its end; gives the epoch that it completes.
+fn take(
+    staging: &mut Staging<Message>,
+    message: Message,
+    now: Time,
+) -> Result<Option<StagedEpoch<Message>>, WireError> {
+    if message.header.kind == Kind::EpochEnd {
+        return staging.end(&EpochEnd::decode(&message)?, now).map(Some);
+    }
+    let header = message.header;
+    staging.take(&header, header.length as u64, message).map(|()| None)
+}
+
+/// Takes out what the guest sent.
+fn frames_of(whole: &mut StagedEpoch<Message>) -> Vec<CardFrames> {
+    let is_sent = |message: &Message| message.header.kind == Kind::Outbound;
+    let (sent, rest): (Vec<_>, _) = whole.pieces.drain(..).partition(is_sent);
+    whole.pieces = rest;
+    let frames = |message| CardFrames::decode(message).expect("its primary made it");
+    sent.into_iter().map(frames).collect()
 }

@@ -2,13 +2,13 @@
 
 use crate::guest::{Gate, PAGES, State};
 use crate::host::{HostId, SessionId};
-use crate::mutant::Mutant;
+use crate::mutant::DriverMutant;
 use crate::oracle::Boundary;
 use crate::schedule::Moment;
 use crate::world::{Event, World};
-use understudy_protocol::wire::{DiskRange, Kind, Message};
+use understudy_protocol::wire::{DiskWrite, Kind, Message};
 use understudy_protocol::{
-    Activity, CardFrames, CardIndex, DiskIndex, Due, Epoch, LastCheckpoint, PrimaryEvent,
+    Activity, CardFrames, CardIndex, DiskIndex, Due, Epoch, EpochEnd, LastCheckpoint, PrimaryEvent,
     PrimaryPhase, Situation,
 };
 
@@ -62,11 +62,22 @@ impl World {
         }
     }
 
+    /// The last look said that one would be due now, or worth a look. Whatever was said before is
+    /// void: the product's thread waits for one time only, too.
+    pub(crate) fn checkpoint_due(&mut self, host: HostId, id: SessionId) {
+        let now = self.now;
+        let Some(session) = self.hosts[host.0].session(id) else { return };
+        if session.check_at.is_some_and(|at| at <= now) {
+            session.check_at = None;
+            self.consider_checkpoint(host, id);
+        }
+    }
+
     /// Takes a checkpoint if one is due, or looks again when it will be.
     pub(crate) fn consider_checkpoint(&mut self, host: HostId, id: SessionId) {
         let (now, policy) = (self.now, self.schedule.policy);
         let Some(running) = self.hosts[host.0].running() else { return };
-        let output_since = running.port.holds_frames().then_some(now);
+        let output_since = running.port.waits_since();
         let activity = guessed_activity(running.guest.state);
         let Some(session) = running.session.as_mut().filter(|session| session.id == id) else {
             return;
@@ -114,7 +125,7 @@ impl World {
     pub(crate) fn pause_ends(&mut self, host: HostId, id: SessionId, last: bool) {
         let now = self.now;
         let blocks = self.hosts[host.0].image.blocks;
-        let barrier_lost = self.mutant == Some(Mutant::LoseBarrier) && self.random.percent(20);
+        let barrier_lost = self.has(DriverMutant::LoseBarrier) && self.random.percent(20);
         let Some(running) = self.hosts[host.0].running() else { return };
         let Some(session) = running.session.as_mut().filter(|session| session.id == id) else {
             return;
@@ -123,7 +134,7 @@ impl World {
         let carried = running.port.held_of(epoch).count() as u64;
         if !barrier_lost {
             if session.core.holds_output() {
-                running.port.drain();
+                running.port.drain(now);
             }
             running.port.gate = Gate::Held(next);
         }
@@ -142,7 +153,8 @@ impl World {
         let boundary = Boundary { state: running.guest.state, pages: *pages, blocks };
         self.oracle.record(id, epoch, boundary);
         self.note_routine(host, || format!("closes epoch {epoch}"));
-        if !last {
+        // A copy that was lost meanwhile is kept as it stands.
+        if !last && !self.hosts[host.0].has_lost() {
             self.resume_guest(host);
         }
         let event = if last { PrimaryEvent::CapturedLast } else { PrimaryEvent::Captured };
@@ -164,8 +176,9 @@ impl World {
         let Some(session) = self.hosts[host.0].session(id) else { return };
         let digest = session.digests.remove(&capture.epoch).unwrap_or_default();
         session.busy = false;
-        let (data, end) = (session.data, digest.end(now - session.paused));
-        self.send(host, data, Message::new(Kind::EpochEnd, capture.epoch, end));
+        let (epoch, age) = (capture.epoch, now - session.paused);
+        let (data, end) = (session.data, EpochEnd { epoch, sums: digest.sums(), age });
+        self.send(host, data, Message::new(Kind::EpochEnd, epoch, end.encode()));
         self.moment(Moment::EndSent);
         self.consider_checkpoint(host, id);
     }
@@ -195,7 +208,7 @@ impl World {
         let message = Message::new(kind, epoch, payload);
         if epoch > Epoch(0) {
             let digest = session.digests.entry(epoch).or_default();
-            digest.add(message.header.checksum(), message.payload.len());
+            digest.add(&message.header);
         }
         let data = session.data;
         self.send(host, data, message);
@@ -209,6 +222,5 @@ fn page_entry(page: usize, value: u64) -> Vec<u8> {
 
 /// A disk write as it travels: each block is a number.
 fn disk_write(block: usize, value: u64) -> Vec<u8> {
-    let range = DiskRange { disk: DiskIndex(0), offset: block as u64 * 8, length: 8 };
-    [range.encode().as_slice(), &value.to_le_bytes()].concat()
+    DiskWrite::new(DiskIndex(0), block as u64 * 8, &value.to_le_bytes()).into_payload()
 }

@@ -12,6 +12,11 @@ impl World {
         if frames.is_empty() {
             return;
         }
+        if self.is_beyond_its_lease(host) {
+            // In the product they wait; here they are lost, as frames may be.
+            self.coverage.frames_without_lease += frames.len() as u64;
+            return;
+        }
         self.last_output = self.now;
         self.check_late_release(host);
         for frame in frames {
@@ -30,13 +35,16 @@ impl World {
         self.check_image();
     }
 
+    fn is_beyond_its_lease(&self, host: HostId) -> bool {
+        let Role::Primary(running) = &self.hosts[host.0].role else { return false };
+        running.limit.is_some_and(|end| self.now >= end)
+    }
+
     /// An acknowledgement that was under way may release output after its sender
     /// went live. One that waited here while this host stood still must not.
     fn check_late_release(&mut self, sender: HostId) {
-        let live = |host: &Host| match &host.role {
-            Role::Primary(running) => running.port.gate == Gate::Open,
-            _ => false,
-        };
+        let now = self.now;
+        let live = |host: &Host| host.lets_out(now);
         let host = &self.hosts[sender.0];
         if live(host) || !self.hosts.iter().any(live) {
             return;
@@ -60,7 +68,7 @@ impl World {
     fn would_go_on_from(&self, id: HostId) -> Option<State> {
         let host = &self.hosts[id.0];
         match &host.role {
-            Role::Primary(running) if running.port.gate == Gate::Open => Some(running.guest.state),
+            Role::Primary(running) if self.lets_out(id) => Some(running.guest.state),
             Role::Backup(standby) if self.is_entitled(id, standby) => {
                 let boundary = self.oracle.boundary(standby.id, standby.core.committed());
                 boundary.map(|boundary| boundary.state)
@@ -83,20 +91,50 @@ impl World {
         }
     }
 
-    /// One live copy: whoever lets output out at once is the owner.
+    /// Whether a host lets the guest's output out at once, if it honours its lease.
+    fn lets_out(&self, host: HostId) -> bool {
+        let Role::Primary(running) = &self.hosts[host.0].role else { return false };
+        running.port.gate == Gate::Open && !self.is_beyond_its_lease(host)
+    }
+
+    /// One live copy: whoever lets output out at once is the owner, or has a lease that whoever is
+    /// the owner by now waits for.
     pub(crate) fn check_live(&mut self) {
-        for host in (0..self.hosts.len()).map(HostId) {
-            let Role::Primary(running) = &self.hosts[host.0].role else { continue };
-            if running.port.gate == Gate::Open {
-                self.check_owner(host, running.generation);
-            }
+        let live = |host: &HostId| self.lets_out(*host);
+        let live = (0..self.hosts.len()).map(HostId).filter(live);
+        let several = live.clone().nth(1).is_some();
+        let strangers = live.filter_map(|host| {
+            let Role::Primary(running) = &self.hosts[host.0].role else { return None };
+            let counts = running.limit.is_none() || several;
+            (counts && !self.owns(host, running.generation)).then_some((host, running.generation))
+        });
+        if let Some((host, generation)) = { strangers }.next() {
+            self.check_owner(host, generation);
         }
+    }
+
+    /// A guest runs: not where another host has won it, or may have.
+    pub(crate) fn check_runs(&mut self, host: HostId) {
+        if self.hosts[host.0].is_frozen() {
+            self.violation(format!("{host} may have lost the VM, and its guest runs on"));
+        }
+    }
+
+    /// A loser ends its guest: not before another host has run the VM.
+    pub(crate) fn check_sacrifice(&mut self, host: HostId) {
+        if self.oracle.ran_last() == host {
+            self.violation(format!("{host} ends its guest, and nobody else has run the VM"));
+        }
+    }
+
+    fn owns(&self, host: HostId, generation: Generation) -> bool {
+        (self.arbiter.owner, self.arbiter.generation) == (host, generation)
     }
 
     /// The arbiter's own record says that the VM is this host's.
     pub(crate) fn check_owner(&mut self, host: HostId, generation: Generation) {
         let (owner, newest) = (self.arbiter.owner, self.arbiter.generation);
-        if (owner, newest) != (host, generation) {
+        if !self.owns(host, generation) {
             self.violation(format!(
                 "two live copies: {host} lives at generation {generation}, the arbiter says \
                  {owner} at {newest}"

@@ -105,6 +105,18 @@ coverage! {
     reprotections,
     /// Three hosts ran the VM, one after the other.
     ran_on_three_hosts,
+    /// A sole owner's lease ran out.
+    leases_run_out,
+    /// It went on: the VM was still its own.
+    leases_renewed_late,
+    /// Output waited for a lease for good.
+    frames_without_lease,
+    /// The VM was forced onto a host while its owner was silent.
+    forced,
+    /// It was not, for the owner lived.
+    forces_refused,
+    /// A sole owner was told that another host has the VM.
+    sole_owners_halted,
     /// Faults that struck.
     faults,
 }

@@ -5,13 +5,13 @@ use crate::host::{Former, HostId, Role, SessionId};
 use crate::schedule::Moment;
 use crate::world::{Event, World};
 use understudy_protocol::validity::ImageRole;
-use understudy_protocol::wire::{DiskRange, Kind, Message};
+use understudy_protocol::wire::{DiskWrite, Kind, Message};
 use understudy_protocol::{BackupEvent, BackupPhase, CardIndex, Epoch, Generation, StagedEpoch};
 
 /// What is done beside receiving, in order.
 #[derive(Debug)]
 pub(crate) enum Errand {
-    Apply(StagedEpoch),
+    Apply(StagedEpoch<Message>),
     /// Writes the activation record.
     Activate(Generation),
     /// Starts the guest.
@@ -62,9 +62,9 @@ impl World {
         let Some(standby) = self.hosts[host.0].standby(id) else { return true };
         let Some(Errand::Apply(whole)) = standby.errands.front_mut() else { return true };
         let epoch = whole.epoch;
-        if standby.progress < whole.messages.len() {
+        if standby.progress < whole.pieces.len() {
             let empty = Message::new(Kind::Pages, epoch, Vec::new());
-            let message = std::mem::replace(&mut whole.messages[standby.progress], empty);
+            let message = std::mem::replace(&mut whole.pieces[standby.progress], empty);
             standby.progress += 1;
             let applied = standby.applied;
             self.apply_message(host, id, &message);
@@ -91,9 +91,10 @@ impl World {
                     standby.pages[word(&entry[..8]) as usize] = word(&entry[8..]);
                 }
             }
-            Kind::DiskWrite => match DiskRange::decode(message) {
-                Ok((range, data)) => {
-                    self.hosts[host.0].image.blocks[range.offset as usize / 8] = word(data);
+            Kind::DiskWrite => match DiskWrite::decode(message.clone()) {
+                Ok(write) => {
+                    let block = write.range().offset as usize / 8;
+                    self.hosts[host.0].image.blocks[block] = word(write.data());
                 }
                 Err(error) => self.violation(format!("{host} cannot read a disk write: {error}")),
             },
@@ -114,7 +115,9 @@ impl World {
         if !standby.core.may_run() {
             return;
         }
-        let state = standby.device_state.expect("an epoch was applied");
+        let Some(state) = standby.device_state else {
+            return self.violation(format!("{host} won a VM of which it has no epoch"));
+        };
         self.check_owner(host, generation);
         let image = &mut self.hosts[host.0].image;
         image.sync();

@@ -1,11 +1,10 @@
 //! Faults strike, end, and are made good.
 
 use crate::host::{HostId, Role};
-use crate::mutant::Mutant;
 use crate::schedule::{Fault, Moment, Planned, Target, When};
 use crate::world::{Event, World};
 use std::time::Duration;
-use understudy_protocol::{BackupPhase, PrimaryEvent, PrimaryPhase, Time};
+use understudy_protocol::{BackupPhase, PrimaryEvent, PrimaryPhase};
 
 impl World {
     /// Something happens that a fault may wait for.
@@ -99,6 +98,11 @@ impl World {
             Fault::Damage => self.network.damage = true,
             Fault::Failover => self.ask_hand_over(),
             Fault::Unprotect => self.unprotect(),
+            Fault::Force(stalls, span) => {
+                self.unprotect();
+                let soon = self.lease_random.millis(50, 300);
+                self.after(soon, Event::Force(stalls, span));
+            }
         }
         self.check_image();
         self.check_records();
@@ -212,7 +216,6 @@ impl World {
             return;
         }
         let until = self.now + span;
-        let contests = self.mutant == Some(Mutant::ContestWhenSick);
         let Some(running) = self.hosts[host.0].running() else { return };
         running.sick_until = until;
         let Some(session) = &mut running.session else { return };
@@ -220,11 +223,7 @@ impl World {
         let (id, reason) = (session.id, "no checkpoint can be taken".to_owned());
         self.coverage.sick_guests += 1;
         self.after(span, Event::Recovers(host));
-        let event = match contests {
-            true => PrimaryEvent::PeerGone(reason),
-            false => PrimaryEvent::CannotCapture(reason),
-        };
-        self.primary_event(host, id, event);
+        self.primary_event(host, id, PrimaryEvent::CannotCapture(reason));
     }
 
     fn cut_for(&mut self, outward: bool, span: Duration) {
@@ -257,7 +256,8 @@ impl World {
         }
     }
 
-    /// Nothing fails any more, and the operator wants protection.
+    /// Nothing fails any more, and the operator wants protection. A host that is asleep wakes up, and a disk
+    /// that hangs answers, in its own time.
     pub(crate) fn calm(&mut self) {
         self.note_world(|| "CALM: nothing fails from here on".to_owned());
         self.triggers.clear();
@@ -273,8 +273,6 @@ impl World {
             if self.schedule.never_returns != Some(id.0) {
                 self.power_on(id, life);
             }
-            self.hosts[id.0].stalled_until = Time::default();
-            self.hosts[id.0].disk_hangs_until = Time::default();
             self.guest_recovers(id);
         }
         self.want_protection();

@@ -1,7 +1,7 @@
 //! The guest: a machine whose whole state says which moment it is from.
 
 use std::collections::VecDeque;
-use understudy_protocol::Epoch;
+use understudy_protocol::{Epoch, Time};
 
 /// Pages of guest memory.
 pub const PAGES: usize = 8;
@@ -105,7 +105,8 @@ pub struct Port {
     /// What happens to frames.
     pub gate: Gate,
     pipe: Vec<Frame>,
-    held: VecDeque<(Epoch, Frame)>,
+    /// With the epochs whose commits they await, and the times at which they came.
+    held: VecDeque<(Epoch, Time, Frame)>,
 }
 
 impl Port {
@@ -114,14 +115,14 @@ impl Port {
         Port { gate, pipe: Vec::new(), held: VecDeque::new() }
     }
 
-    /// Whether frames wait for their epoch.
-    pub fn holds_frames(&self) -> bool {
-        !self.held.is_empty()
+    /// Since when the oldest of the frames that wait for their epochs has.
+    pub fn waits_since(&self) -> Option<Time> {
+        self.held.front().map(|(_, came, _)| *came)
     }
 
     /// The frames of an epoch that wait for its commit.
     pub fn held_of(&self, epoch: Epoch) -> impl Iterator<Item = &Frame> {
-        self.held.iter().filter(move |(tag, _)| *tag == epoch).map(|(_, frame)| frame)
+        self.held.iter().filter(move |(tag, ..)| *tag == epoch).map(|(.., frame)| frame)
     }
 
     /// The guest sends a frame; it takes a moment to arrive in the buffer.
@@ -130,11 +131,13 @@ impl Port {
     }
 
     /// What is in the pipe arrives; returns what goes out at once.
-    pub fn drain(&mut self) -> Vec<Frame> {
+    pub fn drain(&mut self, now: Time) -> Vec<Frame> {
         let arrived = std::mem::take(&mut self.pipe);
         match self.gate {
             Gate::Open => return arrived,
-            Gate::Held(epoch) => self.held.extend(arrived.into_iter().map(|frame| (epoch, frame))),
+            Gate::Held(epoch) => {
+                self.held.extend(arrived.into_iter().map(|frame| (epoch, now, frame)));
+            }
             Gate::Shut => {}
         }
         Vec::new()
@@ -142,15 +145,15 @@ impl Port {
 
     /// Lets out the frames of epochs up to `epoch`.
     pub fn release_through(&mut self, epoch: Epoch) -> Vec<Frame> {
-        let ready = self.held.partition_point(|(tag, _)| *tag <= epoch);
-        self.held.drain(..ready).map(|(_, frame)| frame).collect()
+        let ready = self.held.partition_point(|(tag, ..)| *tag <= epoch);
+        self.held.drain(..ready).map(|(.., frame)| frame).collect()
     }
 
     /// Lets out everything, from now on at once.
     pub fn open(&mut self) -> Vec<Frame> {
         self.gate = Gate::Open;
-        let mut out: Vec<Frame> = self.held.drain(..).map(|(_, frame)| frame).collect();
-        out.append(&mut self.drain());
+        let mut out: Vec<Frame> = self.held.drain(..).map(|(.., frame)| frame).collect();
+        out.append(&mut self.pipe);
         out
     }
 

@@ -1,11 +1,11 @@
 //! A VM that was won by a host which cannot run it goes back to the one that keeps its guest.
 
 use crate::host::{HostId, Role, SessionId};
-use crate::mutant::Mutant;
+use crate::mutant::DriverMutant;
 use crate::world::{Event, World};
 use understudy_protocol::validity::ImageRole;
 use understudy_protocol::{
-    BackupAction, BackupEvent, Generation, PrimaryEvent, PrimaryPhase, Verdict,
+    BackupAction, BackupEvent, BackupPhase, Generation, PrimaryEvent, PrimaryPhase, Verdict,
 };
 
 impl World {
@@ -60,7 +60,7 @@ impl World {
             matches!(session.core.phase(), PrimaryPhase::Contesting(_) | PrimaryPhase::Frozen(_));
         if kept {
             self.coverage.handed_back += 1;
-            if self.mutant != Some(Mutant::OpenBeforeRecord) {
+            if !self.has(DriverMutant::OpenBeforeRecord) {
                 self.set_record(host, ImageRole::Active, generation);
             }
         }
@@ -72,8 +72,13 @@ impl World {
         let former = self.hosts[host.0].former.iter_mut().find(|former| former.id == id);
         let Some(former) = former else { return };
         let (primary, mut actions) = (former.primary, Vec::new());
+        let given_up = *former.core.phase() == BackupPhase::Discarded;
+        let late = given_up && matches!(verdict, Verdict::Granted(_));
         former.core.handle(now, BackupEvent::Verdict(verdict), &mut actions);
         let retry = former.core.deadline();
+        if late && actions.is_empty() {
+            self.violation(format!("{host} had given the VM up, is given it, and keeps it"));
+        }
         for action in actions {
             if let BackupAction::HandBack(from) = action {
                 self.coverage.late_grants_returned += 1;

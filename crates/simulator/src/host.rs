@@ -1,14 +1,14 @@
 //! A host: its disk, which outlives a crash, and its part in the VM, which does not.
 
 use crate::backup::Standby;
-use crate::guest::{BLOCKS, Blocks, Guest, LineageId, Port};
+use crate::guest::{BLOCKS, Blocks, Gate, Guest, LineageId, Port};
 use crate::network::ConnectionId;
 use crate::primary::Session;
 use crate::random::Random;
 use std::fmt;
 use understudy_protocol::repair::Repair;
 use understudy_protocol::validity::{ImageRecord, ImageRole};
-use understudy_protocol::{Backup, Generation, HostName, PrimaryPhase, Time};
+use understudy_protocol::{Backup, Generation, HostName, Lease, PrimaryPhase, Time};
 
 /// A host by number; the trace calls them a, b, c.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
@@ -105,6 +105,10 @@ pub struct Running {
     pub session: Option<Session>,
     /// An offer that is being made.
     pub dialling: Option<Dialling>,
+    /// Its lease.
+    pub lease: Lease,
+    /// Until when output leaves.
+    pub limit: Option<Time>,
     /// Search for the next backup.
     pub repair: Repair,
     /// Whether the operator wants it protected.
@@ -196,8 +200,20 @@ impl Host {
         }
     }
 
-    /// Whether it keeps a copy of a VM that another host has won.
+    /// Whether it lets the guest's output out at once.
+    pub fn lets_out(&self, now: Time) -> bool {
+        let Role::Primary(running) = &self.role else { return false };
+        running.port.gate == Gate::Open && running.limit.is_none_or(|end| now < end)
+    }
+
+    /// Whether it keeps a copy of a VM that another host has won, or may have.
     pub fn is_frozen(&self) -> bool {
+        let Role::Primary(running) = &self.role else { return false };
+        running.lease.has_run_out() || self.has_lost()
+    }
+
+    /// Whether it keeps a copy of a VM that another host has won.
+    pub fn has_lost(&self) -> bool {
         let Role::Primary(running) = &self.role else { return false };
         let session = running.session.as_ref();
         session.is_some_and(|session| matches!(session.core.phase(), PrimaryPhase::Frozen(_)))

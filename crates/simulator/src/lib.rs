@@ -9,7 +9,7 @@
 //! | module | is |
 //! |---|---|
 //! | [`schedule`] | a seed becomes a list of faults |
-//! | [`world`], [`settle`] | virtual time and events; what must hold in the end |
+//! | [`world`], [`queue`], [`settle`] | virtual time and events; what must hold in the end |
 //! | [`faults`], [`operator`] | what fails; what operators and hosts do about it |
 //! | [`primary`], [`capture`], [`backup`], [`errands`], [`repair`] | the drivers: what the daemon does around the core |
 //! | [`messages`] | what arrives finds the part that it is for |
@@ -28,12 +28,14 @@ mod faults;
 mod guest;
 mod hand_back;
 mod host;
+mod lease;
 mod messages;
 mod mutant;
 mod network;
 mod operator;
 mod oracle;
 mod primary;
+mod queue;
 mod random;
 mod records;
 mod repair;
@@ -45,5 +47,5 @@ mod trace;
 mod world;
 
 pub use coverage::Coverage;
-pub use mutant::Mutant;
+pub use mutant::{CoreMutant, DriverMutant, Mutant};
 pub use sweep::{Failure, Found, Mutants, Report, Story, replay, simulate};

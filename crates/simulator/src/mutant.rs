@@ -1,48 +1,65 @@
-//! Planted bugs: the driver does what it must not, and the checks must notice.
-//!
-//! The product has none of this: each is a deviation of the simulated host
-//! from what the core told it to do.
+//! Planted bugs, which the checks must notice: in the product's own code
+//! ([`understudy_protocol::mutant`]), and in the drivers where a driver does what in the daemon is
+//! not the core's.
 
 use serde::Serialize;
+use std::fmt;
+pub use understudy_protocol::mutant::Mutant as CoreMutant;
 
 /// A planted bug.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
-#[serde(rename_all = "kebab-case")]
+#[serde(untagged)]
 pub enum Mutant {
+    /// Of the product: the core decides wrongly.
+    Core(CoreMutant),
+    /// Of the simulated host: it does not what the core told it.
+    Driver(DriverMutant),
+}
+
+/// A driver does what it must not.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum DriverMutant {
     /// The backup acknowledges an epoch whose end has not arrived.
     AckBeforeStaged,
-    /// The primary releases the epoch after the one that was acknowledged too.
-    ReleaseEarly,
-    /// The backup goes live without asking the arbiter.
-    SkipArbiter,
     /// The backup applies data as it arrives, not when the epoch is whole.
     ApplyPartialEpoch,
     /// A checkpoint closes its epoch without a barrier in the output.
     LoseBarrier,
-    /// The primary takes each heartbeat for a sign that its epochs move.
-    HeartbeatsSuffice,
-    /// A winner that cannot start the VM keeps it.
-    KeepTheGrant,
     /// A copy that was handed back lets output out before that is on record.
     OpenBeforeRecord,
-    /// A primary whose guest cannot be saved contests the VM.
-    ContestWhenSick,
-    /// A standby whose disk hangs contests the VM.
-    ContestUnfit,
+}
+
+impl DriverMutant {
+    const ALL: [DriverMutant; 4] = [
+        DriverMutant::AckBeforeStaged,
+        DriverMutant::ApplyPartialEpoch,
+        DriverMutant::LoseBarrier,
+        DriverMutant::OpenBeforeRecord,
+    ];
+}
+
+impl fmt::Display for Mutant {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Mutant::Core(mutant) => write!(f, "{mutant:?}"),
+            Mutant::Driver(mutant) => write!(f, "{mutant:?}, in the driver"),
+        }
+    }
 }
 
 impl Mutant {
     /// All of them.
-    pub const ALL: [Mutant; 10] = [
-        Mutant::AckBeforeStaged,
-        Mutant::ReleaseEarly,
-        Mutant::SkipArbiter,
-        Mutant::ApplyPartialEpoch,
-        Mutant::LoseBarrier,
-        Mutant::HeartbeatsSuffice,
-        Mutant::KeepTheGrant,
-        Mutant::OpenBeforeRecord,
-        Mutant::ContestWhenSick,
-        Mutant::ContestUnfit,
-    ];
+    pub fn all() -> Vec<Mutant> {
+        let core = CoreMutant::ALL.iter().copied().map(Mutant::Core);
+        core.chain(DriverMutant::ALL.map(Mutant::Driver)).collect()
+    }
+
+    /// The one that is planted in the core, if it is there.
+    pub(crate) fn core(self) -> Option<CoreMutant> {
+        match self {
+            Mutant::Core(mutant) => Some(mutant),
+            Mutant::Driver(_) => None,
+        }
+    }
 }

@@ -112,6 +112,11 @@ impl Oracle {
         self.shown = None;
     }
 
+    /// The operator insists on an image that may be older than what clients were told.
+    pub fn forget_all_shown(&mut self) {
+        (self.shown, self.claim) = (None, None);
+    }
+
     /// From here on the guest's newest disk is on `host`.
     pub fn activate(&mut self, host: HostId) {
         self.ran_last = host;

@@ -2,7 +2,6 @@
 
 use crate::guest::{Frame, PAGES};
 use crate::host::{HostId, Role, SessionId};
-use crate::mutant::Mutant;
 use crate::network::ConnectionId;
 use crate::schedule::Moment;
 use crate::world::{Event, World};
@@ -118,15 +117,13 @@ impl World {
     fn look_at_headway(&mut self, host: HostId, id: SessionId) {
         let Some(data) = self.hosts[host.0].session(id).map(|session| session.data) else { return };
         let (now, delivered) = (self.now, self.delivered(data));
-        let beats = self.mutant == Some(Mutant::HeartbeatsSuffice);
         let Some(session) = self.hosts[host.0].session(id) else { return };
         if delivered > session.delivered.0 {
             session.delivered = (delivered, now);
         }
         // Each is as much as counts.
-        let bytes = delivered << 20;
-        let done = if beats { now.0.as_micros() as u64 } else { 0 };
-        self.primary_event(host, id, PrimaryEvent::Headway(Headway { bytes, done }));
+        let headway = Headway { bytes: delivered << 20, done: 0 };
+        self.primary_event(host, id, PrimaryEvent::Headway(headway));
     }
 
     /// Whoever is sick leaves the VM to a backup that stands ready and can be reached.
@@ -158,11 +155,12 @@ impl World {
         let Some(session) = self.hosts[host.0].session(id) else { return };
         let before = session.core.phase().clone();
         let mut actions = Vec::new();
-        session.core.handle(now, event.clone(), &mut actions);
-        let after = session.core.phase().clone();
         if matches!(event, PrimaryEvent::Captured | PrimaryEvent::CapturedLast) {
             session.flying.push_back(now);
         }
+        let lost = matches!(event, PrimaryEvent::Verdict(_));
+        session.core.handle(now, event, &mut actions);
+        let after = session.core.phase().clone();
         let landed = session.flying.len().saturating_sub(session.core.in_flight() as usize);
         session.flying.drain(..landed);
         let useless =
@@ -180,6 +178,9 @@ impl World {
             self.note(host, || format!("primary: {after:?}"));
             self.primary_turned(&before, &after);
             self.check_sick_winner(host, &before, &after);
+            if lost && matches!(after, PrimaryPhase::Halted(_)) {
+                self.check_sacrifice(host);
+            }
             if before == PrimaryPhase::Syncing && after == PrimaryPhase::Protected {
                 self.repair_event(host, RepairEvent::Protected);
             }
@@ -197,8 +198,6 @@ impl World {
                 if matches!(session.core.phase(), PrimaryPhase::Contesting(_)) {
                     self.coverage.released_while_contesting += 1;
                 }
-                let early = self.mutant == Some(Mutant::ReleaseEarly);
-                let epoch = if early { epoch.next() } else { epoch };
                 let Some(running) = self.hosts[host.0].running() else { return };
                 let frames = running.port.release_through(epoch);
                 self.coverage.commits += 1;
@@ -258,7 +257,10 @@ impl World {
         else {
             return;
         };
-        if self.random.percent(70) {
+        // A sole owner that slept may end its session without having heard that it lost the VM: its
+        // record says what it said.
+        let owns = (self.arbiter.owner, self.arbiter.generation) == (host, generation);
+        if self.random.percent(70) && owns {
             self.set_record(host, ImageRole::Active, generation);
         }
     }

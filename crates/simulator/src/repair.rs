@@ -69,6 +69,9 @@ impl World {
     fn offer(&mut self, host: HostId, to: &str) {
         let named = |peer: &HostId| peer.to_string() == to;
         let Some(peer) = (0..self.hosts.len()).map(HostId).find(named) else { return };
+        if self.hosts[host.0].is_frozen() {
+            return self.protection_lost(host, "it stands still");
+        }
         self.sessions += 1;
         let session = SessionId(self.sessions);
         let data = self.dial(host, peer);

@@ -2,10 +2,12 @@
 
 use crate::guest::{BLOCKS, Claim, Frame, Gate, Guest, PAGES, Port, State};
 use crate::host::{CopyId, HostId, Role, Running};
+use crate::lease::LENGTH;
 use crate::world::{Event, World};
+use std::time::Duration;
 use understudy_protocol::repair::Repair;
 use understudy_protocol::validity::ImageRole;
-use understudy_protocol::{Generation, Time};
+use understudy_protocol::{Generation, Lease, Time};
 
 impl World {
     /// The guest runs a little further.
@@ -18,6 +20,8 @@ impl World {
         }
         let state = self.oracle.next_state(running.guest.state.lineage);
         running.guest.state = state;
+        self.check_runs(host);
+        let Some(running) = self.hosts[host.0].running() else { return };
         let page = self.random.index(PAGES);
         running.guest.pages[page] = state.number;
         self.page_written(host, page);
@@ -32,6 +36,7 @@ impl World {
     }
 
     fn guest_talks(&mut self, host: HostId) {
+        let now = self.now;
         let flushes = self.random.percent(8);
         let (sends, arrives) = (self.random.percent(40), self.random.percent(70));
         let host_state = &mut self.hosts[host.0];
@@ -48,7 +53,7 @@ impl World {
             let frame = Frame { state: guest.state, claim: guest.flushed };
             running.port.send(frame);
         }
-        let out = if arrives { running.port.drain() } else { Vec::new() };
+        let out = if arrives { running.port.drain(now) } else { Vec::new() };
         let session = running.session.as_ref().map(|session| session.id);
         self.let_out(host, out);
         if let Some(id) = session {
@@ -72,9 +77,14 @@ impl World {
         running.runs += 1;
     }
 
-    /// Lets a guest that stands still run.
+    /// Lets a guest that stands still run, unless its lease holds it, or its backup has its last state.
     pub(crate) fn resume_guest(&mut self, host: HostId) {
         let Some(running) = self.hosts[host.0].running() else { return };
+        let session = running.session.as_ref();
+        let is_passed_on = session.is_some_and(|session| session.core.has_captured_last());
+        if running.lease.has_run_out() || is_passed_on {
+            return;
+        }
         running.paused = false;
         running.runs += 1;
         let event = Event::GuestStep(host, running.copy, running.runs);
@@ -114,11 +124,14 @@ impl World {
             generation,
             session: None,
             dialling: None,
+            lease: Lease::new(LENGTH),
+            limit: None,
             repair: Repair::default(),
             wanted: true,
             sick_until: Time::default(),
         }));
         self.resume_guest(host);
+        self.after(Duration::ZERO, Event::LeaseLook(host, copy));
         self.protection_lost(host, "nobody backs it up");
     }
 }

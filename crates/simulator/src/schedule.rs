@@ -131,12 +131,15 @@ pub enum Fault {
     Failover,
     /// The operator ends protection.
     Unprotect,
+    /// The operator ends protection; then the sole owner stands still, or is isolated, for so long,
+    /// and the operator forces the VM onto another host.
+    Force(bool, Duration),
 }
 
 impl Fault {
     /// Whether a protected VM must come through this fault alone.
     pub fn is_survivable(self) -> bool {
-        !matches!(self, Fault::AllPowerLoss(_) | Fault::Unprotect)
+        !matches!(self, Fault::AllPowerLoss(_) | Fault::Unprotect | Fault::Force(..))
     }
 }
 
@@ -160,6 +163,14 @@ impl Schedule {
             let fault = Fault::PowerLoss(Target::Host(host), FOR_GOOD);
             let last = faults.len() - 1;
             faults[last] = Planned { when, fault };
+        }
+        // By numbers of its own, as all about leases: other schedules are what they were. Those of one
+        // fault show what a VM must survive.
+        let forced = &mut Random::new(seed, 2);
+        if faults.len() > 1 && forced.percent(20) {
+            let when = When::At(Time(forced.millis(300, TROUBLE - 500)));
+            let fault = Fault::Force(forced.percent(50), forced.millis(300, 3_500));
+            faults.push(Planned { when, fault });
         }
         Schedule {
             hosts,

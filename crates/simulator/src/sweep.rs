@@ -6,8 +6,9 @@ use crate::world::World;
 use serde::Serialize;
 use std::ops::Range;
 use std::panic::{AssertUnwindSafe, catch_unwind};
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use std::thread;
+use understudy_protocol::mutant::plant;
 
 /// What came out of a range of seeds.
 #[derive(Debug, Default, Serialize)]
@@ -73,16 +74,18 @@ impl Report {
     }
 }
 
-/// Runs every seed of the range, then plants each bug and runs seeds of the same
-/// range until one finds it. `progress` is called after each schedule.
+/// Schedules in which a planted bug must show, however few were asked for.
+const ENOUGH: u64 = 10_000;
+
+/// Runs every seed of the range, then plants each bug and runs seeds from the same start
+/// until one finds it. `progress` is called after each schedule.
 pub fn simulate(seeds: Range<u64>, progress: impl Fn() + Sync) -> Report {
     let mut report = sweep(seeds.clone(), &progress);
-    report.mutants.planted = Mutant::ALL.len();
-    for mutant in Mutant::ALL {
-        let by = seeds.clone().find_map(|seed| fails(seed, Some(mutant)));
-        report.mutants.found += usize::from(by.is_some());
-        report.mutants.each.push(Found { mutant, by });
-    }
+    report.mutants.planted = Mutant::all().len();
+    let seeds = seeds.start..seeds.end.max(seeds.start.saturating_add(ENOUGH));
+    report.mutants.each = search(&seeds);
+    let found = report.mutants.each.iter().filter(|found| found.by.is_some());
+    report.mutants.found = found.count();
     report
 }
 
@@ -93,7 +96,7 @@ pub fn replay(seed: u64, mutant: Option<Mutant>) -> Story {
 
 fn sweep(seeds: Range<u64>, progress: &(impl Fn() + Sync)) -> Report {
     let next = AtomicU64::new(seeds.start);
-    let work = || {
+    let parts = on_all_processors(|| {
         let mut part = Report::default();
         loop {
             let seed = next.fetch_add(1, Ordering::Relaxed);
@@ -105,11 +108,6 @@ fn sweep(seeds: Range<u64>, progress: &(impl Fn() + Sync)) -> Report {
             part.failures.extend(story.violation.map(|violation| Failure { seed, violation }));
             progress();
         }
-    };
-    let workers = thread::available_parallelism().map_or(1, usize::from);
-    let parts: Vec<Report> = thread::scope(|scope| {
-        let workers: Vec<_> = (0..workers).map(|_| scope.spawn(work)).collect();
-        workers.into_iter().map(|worker| worker.join().expect("a worker catches panics")).collect()
     });
     let mut report = Report { schedules: seeds.end - seeds.start, ..Report::default() };
     for part in parts {
@@ -121,13 +119,37 @@ fn sweep(seeds: Range<u64>, progress: &(impl Fn() + Sync)) -> Report {
     report
 }
 
-fn fails(seed: u64, mutant: Option<Mutant>) -> Option<Failure> {
-    let story = run(seed, mutant, false);
-    story.violation.map(|violation| Failure { seed, violation })
+/// The first seed that finds each planted bug.
+fn search(seeds: &Range<u64>) -> Vec<Found> {
+    let (mutants, next) = (Mutant::all(), AtomicUsize::new(0));
+    let parts = on_all_processors(|| {
+        let mut found = Vec::new();
+        loop {
+            let place = next.fetch_add(1, Ordering::Relaxed);
+            let Some(&mutant) = mutants.get(place) else { return found };
+            let fails = |seed| {
+                let violation = run(seed, Some(mutant), false).violation?;
+                Some(Failure { seed, violation })
+            };
+            found.push((place, Found { mutant, by: seeds.clone().find_map(fails) }));
+        }
+    });
+    let mut all: Vec<_> = parts.into_iter().flatten().collect();
+    all.sort_by_key(|(place, _)| *place);
+    all.into_iter().map(|(_, found)| found).collect()
+}
+
+fn on_all_processors<T: Send>(work: impl Fn() -> T + Sync) -> Vec<T> {
+    let workers = thread::available_parallelism().map_or(1, usize::from);
+    thread::scope(|scope| {
+        let workers: Vec<_> = (0..workers).map(|_| scope.spawn(&work)).collect();
+        workers.into_iter().map(|worker| worker.join().expect("a worker catches panics")).collect()
+    })
 }
 
 /// A panic of the core is a finding like any other.
 fn run(seed: u64, mutant: Option<Mutant>, trace: bool) -> Story {
+    let _planted = plant(mutant.and_then(Mutant::core));
     let mut world = World::new(seed, mutant, trace);
     let ended = catch_unwind(AssertUnwindSafe(|| world.run()));
     if let Err(panic) = ended {

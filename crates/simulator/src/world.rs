@@ -5,16 +5,20 @@ use crate::capture::Capture;
 use crate::coverage::Coverage;
 use crate::guest::State;
 use crate::host::{CopyId, Host, HostId, SessionId};
-use crate::mutant::Mutant;
+use crate::lease::{Forcing, Tending};
+use crate::mutant::{DriverMutant, Mutant};
 use crate::network::{ConnectionId, Network};
 use crate::oracle::Oracle;
+use crate::queue::Queue;
 use crate::random::Random;
 use crate::schedule::{Fault, Moment, Planned, Schedule, When};
 use crate::trace::Trace;
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::BTreeSet;
 use std::time::Duration;
 use understudy_protocol::wire::Message;
-use understudy_protocol::{BackupEvent, Generation, PrimaryEvent, PrimaryPhase, Time, Verdict};
+use understudy_protocol::{
+    BackupEvent, Generation, LeaseAnswer, PrimaryEvent, PrimaryPhase, Time, Verdict,
+};
 
 /// A beat that comes later than this tells of an own stall, not of the peer's.
 pub const OWN_STALL: Duration = Duration::from_millis(50);
@@ -54,6 +58,13 @@ pub(crate) enum Event {
     WantedAgain,
     Calm,
     OperatorLooks,
+    LeaseLook(HostId, CopyId),
+    LeaseWritten(Tending),
+    LeaseRead(Tending),
+    LeaseAnswered(Tending, LeaseAnswer),
+    Force(bool, Duration),
+    ForceLooks(Forcing),
+    ForceTakes(Forcing),
 }
 
 /// Everything.
@@ -61,6 +72,8 @@ pub(crate) struct World {
     pub(crate) now: Time,
     pub(crate) schedule: Schedule,
     pub(crate) random: Random,
+    /// What is left to chance about leases.
+    pub(crate) lease_random: Random,
     pub(crate) hosts: Vec<Host>,
     pub(crate) network: Network,
     pub(crate) arbiter: Arbiter,
@@ -76,8 +89,7 @@ pub(crate) struct World {
     pub(crate) violation: Option<String>,
     answered: BTreeSet<u64>,
     pub(crate) copies: u32,
-    events: BTreeMap<(Time, u64), Event>,
-    scheduled: u64,
+    events: Queue<Event>,
     /// A planned fail-over: the session, and the state at which the guest stands.
     pub(crate) handed_over: Option<(SessionId, State)>,
     handing_over: bool,
@@ -99,6 +111,7 @@ impl World {
         let mut world = World {
             now: Time::default(),
             random: Random::new(seed, 0),
+            lease_random: Random::new(seed, 3),
             hosts: (0..schedule.hosts).map(|_| Host::new()).collect(),
             network: Network::new(),
             arbiter: Arbiter::new(first, generation),
@@ -113,8 +126,7 @@ impl World {
             violation: None,
             answered: BTreeSet::new(),
             copies: 0,
-            events: BTreeMap::new(),
-            scheduled: 0,
+            events: Queue::new(),
             handed_over: None,
             handing_over: false,
             protections: 0,
@@ -140,7 +152,7 @@ impl World {
     /// Runs until the schedule has ended or an invariant is broken.
     pub(crate) fn run(&mut self) {
         while self.violation.is_none() {
-            let Some(((time, _), event)) = self.events.pop_first() else { return };
+            let Some((time, event)) = self.events.next() else { return };
             self.now = time;
             if let Some(until) = self.stalled(&event) {
                 let awake = until + self.random.micros(1, 5_000);
@@ -159,8 +171,7 @@ impl World {
     }
 
     pub(crate) fn at(&mut self, time: Time, event: Event) {
-        self.scheduled += 1;
-        self.events.insert((time, self.scheduled), event);
+        self.events.put(time, event);
     }
 
     pub(crate) fn after(&mut self, delay: Duration, event: Event) {
@@ -180,6 +191,11 @@ impl World {
         self.trace.note(self.now, None, words);
     }
 
+    /// Whether the drivers have this bug.
+    pub(crate) fn has(&self, mutant: DriverMutant) -> bool {
+        self.mutant == Some(Mutant::Driver(mutant))
+    }
+
     /// An invariant is broken; the first time counts.
     pub(crate) fn violation(&mut self, what: String) {
         if self.violation.is_none() {
@@ -196,6 +212,8 @@ impl World {
             PauseEnds(host, ..) | Captured(host, ..) | Errand(host, ..) => host,
             PrimaryBeat(host, _) | BackupBeat(host, _) | RepairDue(host, _) => host,
             OfferExpires(host, _) | Surveyed(host, _) | Read(host, ..) => host,
+            LeaseLook(host, _) => host,
+            LeaseAnswered(tending, _) => &tending.host(),
             Answer(question, _) => &question.host,
             Arrival(id, end) => &self.arrival_host(*id, *end),
             _ => return None,
@@ -212,7 +230,7 @@ impl World {
         match event {
             Event::GuestStep(host, copy, runs) => self.guest_step(host, copy, runs),
             Event::SyncPiece(host, id, piece) => self.sync_piece(host, id, piece),
-            Event::CheckpointDue(host, id) => self.consider_checkpoint(host, id),
+            Event::CheckpointDue(host, id) => self.checkpoint_due(host, id),
             Event::PauseEnds(host, id, last) => self.pause_ends(host, id, last),
             Event::Captured(host, id, capture) => self.send_capture(host, id, *capture),
             Event::PrimaryBeat(host, id) => self.primary_beat(host, id),
@@ -240,6 +258,13 @@ impl World {
                 self.calm();
                 self.commits_before = Some(self.coverage.commits);
             }
+            Event::LeaseLook(host, copy) => self.look_at_lease(host, copy),
+            Event::LeaseWritten(tending) => self.lease_written(tending),
+            Event::LeaseRead(tending) => self.lease_read(tending),
+            Event::LeaseAnswered(tending, answer) => self.lease_answered(tending, answer),
+            Event::Force(stalls, span) => self.force_elsewhere(stalls, span),
+            Event::ForceLooks(forcing) => self.force_looks(forcing),
+            Event::ForceTakes(forcing) => self.force_takes(forcing),
             Event::OperatorLooks => {
                 self.recover_if_lost();
                 self.after(OPERATOR_LOOKS, Event::OperatorLooks);

@@ -1,7 +1,8 @@
 //! Locks that threads of several owners take.
 
+use crate::locks::{Mutex, MutexGuard};
 use std::process;
-use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::sync::PoisonError;
 
 /// A lock around what threads of several owners share. Whoever takes it after a thread has
 /// panicked with it ends the process: nobody can say whom that harms.

@@ -13,12 +13,14 @@
 //! | [`Common`] | several owners | the process ends: what they share may be wrong |
 
 mod common;
+mod locks;
 mod scope;
 
 pub use common::{Common, commonly_poisoned};
+pub use locks::{Condvar, Mutex, MutexGuard, RwLock, RwLockReadGuard};
 pub use scope::{Owner, Scope, contain_panics, current, inherit, spawn, within};
 
-use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::sync::PoisonError;
 use std::thread;
 
 /// Locks what the threads of one owner share; see the module's table.

@@ -100,6 +100,9 @@ pub fn contain_panics() {
     panic::set_hook(Box::new(move |info| {
         report(info);
         match current() {
+            // It may stop the whole daemon, and a panic of one VM would hide it.
+            #[cfg(feature = "lock-order")]
+            _ if words(info).starts_with(crate::locks::BOTH_ORDERS) => process::abort(),
             Some(Scope(owner)) => owner.panicked(&words(info)),
             None => process::abort(),
         }

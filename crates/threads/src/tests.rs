@@ -92,3 +92,17 @@ fn what_a_panic_left_half_done_is_for_onlookers_only() {
     });
     assert_ne!(ended_well, Some(false));
 }
+
+/// Only its words are looked for elsewhere, so they are proven here.
+#[cfg(feature = "lock-order")]
+#[test]
+#[should_panic(expected = "Found cycle in mutex dependency graph")]
+fn two_locks_in_both_orders_are_a_panic_whether_or_not_threads_meet() {
+    let (one, other) = (Mutex::new(()), Mutex::new(()));
+    {
+        let _one = lock(&one);
+        let _other = lock(&other);
+    }
+    let _other = lock(&other);
+    let _one = lock(&one);
+}

@@ -418,6 +418,10 @@ pub struct RecoverArgs {
     /// guest acknowledged since is lost.
     #[arg(long, conflicts_with = "dry_run")]
     pub force: bool,
+    /// You have made sure that every host that does not answer is off. Without it a host that
+    /// keeps no lease is not taken for dead.
+    #[arg(long, requires = "force")]
+    pub other_host_is_off: bool,
 }
 
 impl Cli {

@@ -109,6 +109,8 @@ impl Page<'_> {
         self.registry.register("host", "The host that answers", Info::new(versions));
         let help = "What `status` says is wrong with the host itself";
         self.add("host_problems", help, [(host(), status.problems.len() as f64)]);
+        let help = "VMs that are to come up with the host and have not yet";
+        self.add("host_awaited_starts", help, [(host(), status.awaited.len() as f64)]);
         let expires = status.certificate_expires.map(|expires| (host(), expires as f64));
         let help = "When the host's certificate expires, in seconds since 1970";
         self.add("certificate_expiry_timestamp_seconds", help, expires);
@@ -136,6 +138,8 @@ impl Page<'_> {
         self.flag("vm_live", "1 if the guest executes on this host", |vm| vm.live);
         let help = "1 if the guest stands still because a disk fails";
         self.flag("vm_disk_error", help, |vm| vm.disk_error.is_some());
+        let help = "1 if the guest stands still because its lease ran out: see `status`";
+        self.flag("vm_lease_over", help, |vm| vm.lease_over.is_some());
         self.each("vm_generation", "Generation of the VM's ownership", |vm| {
             Some(vm.generation.0 as f64)
         });
@@ -275,6 +279,7 @@ mod tests {
             certificate_expires: Some(1_800_000_000),
             arbiter,
             peers: Vec::new(),
+            awaited: Vec::new(),
             vms,
         };
         let meters = Meters::default();

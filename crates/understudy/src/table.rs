@@ -32,6 +32,14 @@ pub fn host(status: &HostStatus) -> String {
     for problem in &status.problems {
         text += &format!("WRONG: {problem}\n");
     }
+    for awaited in &status.awaited {
+        text += &format!(
+            "{} is to come up here, since {}: {}\n",
+            awaited.name,
+            moment(awaited.since_ms),
+            awaited.reason
+        );
+    }
     if status.vms.is_empty() {
         text.push_str("no VMs\n");
         return text;
@@ -101,7 +109,7 @@ pub fn vm(vm: &VmStatus) -> String {
     if let Some(bytes) = vm.held_console_bytes {
         rows.push(["console held".to_owned(), format!("{bytes} bytes")]);
     }
-    if let Some(error) = &vm.disk_error {
+    if let Some(error) = vm.lease_over.as_ref().or(vm.disk_error.as_ref()) {
         rows.push(["guest".to_owned(), format!("STANDS STILL: {error}")]);
     }
     if let Some(socket) = &vm.guest_agent {

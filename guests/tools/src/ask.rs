@@ -2,7 +2,7 @@
 //! for tests and measurements of what guests say to each other.
 //!
 //! - `append`: asks for record 1, 2, 3, … for ever, each after the answer to the
-//!   one before; FILE always holds `SENT ANSWERED`, two numbers.
+//!   one before, and a rest; FILE always holds `SENT ANSWERED`, two numbers.
 //! - `ping`: asks for SECONDS and prints `rounds N p50_us A p99_us B`, measured by
 //!   this guest's clock, which stands still while the guest does.
 
@@ -11,7 +11,11 @@ use std::io::{BufRead, BufReader, Write};
 use std::net::TcpStream;
 use std::os::unix::fs::FileExt;
 use std::path::Path;
+use std::thread;
 use std::time::{Duration, Instant};
+
+/// Between a record's answer and the next request.
+const REST: Duration = Duration::from_millis(10);
 
 /// Appends records at `server` for ever, and keeps their numbers in `file`.
 pub fn append(server: &str, file: &Path) -> Result<(), String> {
@@ -26,6 +30,7 @@ pub fn append(server: &str, file: &Path) -> Result<(), String> {
         let request = format!("append {number} {}\n", payload(number));
         line.ask(&request, &format!("ok {number}\n"))?;
         note(number, number)?;
+        thread::sleep(REST);
     }
     Ok(())
 }

@@ -6,6 +6,8 @@ use std::fs;
 use std::io;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command};
+use std::thread;
+use std::time::Duration;
 
 /// The hidden command of one "compiler" process: `SOURCE OBJECT`.
 pub const COMPILE: &str = "load-compile";
@@ -16,16 +18,16 @@ const SOURCE_LINES: usize = 400;
 /// Passes over a source: sets how much arithmetic goes with each file.
 const PASSES: u64 = 200;
 
-/// Builds in `directory` for ever.
-pub fn build_forever(directory: &Path) -> Result<(), String> {
+/// Builds in `directory` for ever; rests so long after every few sources.
+pub fn build_forever(directory: &Path, pause_ms: u64) -> Result<(), String> {
     for round in 0.. {
-        build_once(directory, round)
+        build_once(directory, round, Duration::from_millis(pause_ms))
             .map_err(|error| format!("load in {}: {error}", directory.display()))?;
     }
     Ok(())
 }
 
-fn build_once(directory: &Path, round: u64) -> io::Result<()> {
+fn build_once(directory: &Path, round: u64, pause: Duration) -> io::Result<()> {
     let tree = directory.join(format!("build-{}-{round}", std::process::id()));
     fs::create_dir_all(&tree)?;
     let units: Vec<(PathBuf, PathBuf)> = (0..UNITS)
@@ -44,6 +46,7 @@ fn build_once(directory: &Path, round: u64) -> io::Result<()> {
                 return Err(io::Error::other("a compiler process failed"));
             }
         }
+        thread::sleep(pause);
     }
     link(&units, &tree.join("program"))?;
     fs::remove_dir_all(&tree)

@@ -34,7 +34,7 @@ mod server;
 use std::process::ExitCode;
 
 const USAGE: &str = "usage: guest-tools records PORT FILE | run PORT | blast PORT \
-                     | clock PORT | dirty PAGES INTERVAL_MS | load DIR | ask SERVER append FILE \
+                     | clock PORT | dirty PAGES INTERVAL_MS | load DIR [PAUSE_MS] | ask SERVER append FILE \
                      | ask SERVER ping SECONDS | bank NAME PORT PEER... | search PORT MIB PEER... \
                      | await-ports PORT...";
 
@@ -59,7 +59,10 @@ fn dispatch(arguments: &[String]) -> Result<(), String> {
         ["dirty", pages, interval] => {
             dirty::rewrite_forever(number("PAGES", pages)?, number("INTERVAL_MS", interval)?)
         }
-        ["load", directory] => load::build_forever(directory.as_ref()),
+        ["load", directory] => load::build_forever(directory.as_ref(), 0),
+        ["load", directory, pause] => {
+            load::build_forever(directory.as_ref(), number("PAUSE_MS", pause)?)
+        }
         [load::COMPILE, source, object] => load::compile(source.as_ref(), object.as_ref()),
         ["ask", server, "append", file] => ask::append(server, file.as_ref()),
         ["ask", server, "ping", seconds] => ask::ping(server, number("SECONDS", seconds)?),

@@ -10,7 +10,7 @@ use std::io::{BufRead, BufReader, Write};
 use std::os::fd::{AsRawFd, OwnedFd, RawFd};
 use std::os::unix::net::UnixStream;
 use std::os::unix::process::CommandExt;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::process::{Child, Command, ExitStatus};
 use std::sync::Arc;
 use std::thread;
@@ -50,6 +50,8 @@ pub struct Start<'a> {
     /// The guest's disk, and a card that leads nowhere, by virtio, and whether their queues have event
     /// descriptors.
     pub devices: Option<bool>,
+    /// UEFI's code, and the file of its variables, as flash.
+    pub uefi: Option<(&'a str, &'a Path)>,
 }
 
 impl Default for Start<'_> {
@@ -63,6 +65,7 @@ impl Default for Start<'_> {
             incoming: false,
             card: None,
             devices: None,
+            uefi: None,
         }
     }
 }
@@ -115,6 +118,12 @@ impl Machine {
                 .args(["-device", "virtio-net-pci,netdev=card0,romfile=,mac=52:54:00:12:34:56"])
                 .env("UNDERSTUDY_CARDS", number.to_string());
             inherited.push(number);
+        }
+        if let Some((code, variables)) = start.uefi {
+            let flash = |file: &str, more: &str| format!("if=pflash,format=raw,file={file}{more}");
+            command
+                .args(["-drive", &flash(code, ",readonly=on")])
+                .args(["-drive", &flash(&variables.display().to_string(), "")]);
         }
         if let Some(event_descriptors) = start.devices {
             let virtio = if event_descriptors { "" } else { ",ioeventfd=off" };

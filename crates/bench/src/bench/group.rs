@@ -155,7 +155,8 @@ impl<'a> Bench<'a> {
         self.protect(cover, policy)?;
         let alone = self.trips()?;
         let server = self.scene.guest(RECORDS_PORT);
-        let client = ChatterClient::start(self.scene.lab(), server, 1, Load::Pings)?;
+        let client =
+            ChatterClient::start(self.scene.lab(), server, 1, Load::Pings, Duration::ZERO)?;
         let (begun, before) = (Instant::now(), client.least_rounds());
         let mut with_outside = self.trips()?;
         let outside = client.least_rounds() - before;

@@ -73,9 +73,9 @@ impl Stage {
             shell.start(command)?;
         }
         let (lab, guest) = (scene.lab(), |port| scene.guest(port));
-        let chatter = connections
-            .iter()
-            .map(|&(port, count, load)| ChatterClient::start(lab, guest(port), count, load));
+        let chatter = connections.iter().map(|&(port, count, load)| {
+            ChatterClient::start(lab, guest(port), count, load, Duration::ZERO)
+        });
         let chatter = chatter.collect::<Result<_>>()?;
         let records = scene.record_client(PACE)?;
         let watchers = [scene.watch_uplink(HOSTS[0], 0)?, scene.watch_uplink(HOSTS[1], 0)?];

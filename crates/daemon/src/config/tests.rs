@@ -71,6 +71,7 @@ fn what_is_left_out_has_its_default() {
     assert_eq!(config.detection.peer, Duration::from_millis(100));
     assert_eq!(config.detection.qemu, Duration::from_millis(1_000));
     assert_eq!(config.detection.epoch, Duration::from_millis(1_000));
+    assert_eq!((config.lease, config.watchdog), (Duration::from_secs(15), None));
     assert_eq!((config.arbiter, config.qemu, config.agent), (None, None, None));
     assert!(config.peers.is_empty());
 }
@@ -216,6 +217,14 @@ fn the_arbiter_and_the_time_out_are_checked() {
         let message = broken("250", value);
         assert_says(&message, "host.toml:18: detection.timeout_ms:", &[value, "50 to 10000"]);
     }
+    for value in ["3", "601", "-1"] {
+        let message = broken("250", &format!("250\nlease_seconds = {value}"));
+        assert_says(&message, "host.toml:19: detection.lease_seconds:", &[value, "4 to 600"]);
+    }
+    let message = broken("250", "250\nlease_seconds = 0\nwatchdog = '/dev/watchdog'");
+    assert_says(&message, "host.toml:20: detection.watchdog:", &["lease_seconds is 0"]);
+    let message = broken("250", "250\nwatchdog = 'watchdog'");
+    assert_says(&message, "host.toml:19: detection.watchdog:", &["absolute"]);
     for value in ["199", "15001"] {
         let message = broken("250", &format!("250\nqemu_timeout_ms = {value}"));
         assert_says(&message, "host.toml:19: detection.qemu_timeout_ms:", &[value, "200 to 15000"]);

@@ -7,7 +7,7 @@
 //! |---|---|
 //! | `protect` | a known host; the arbiter must say that it owns the VM at the offer's generation, and every member of the offered group (`Host::check_arbiter`) |
 //! | `heartbeat`, `inbound`, `resume` | the primary of that very session |
-//! | `survey`, `may-follow`, `probe`, `images`, `kept`, `may-restore` | a known host; what is kept goes back to a host only by the arbiter's record of this one, and only to whom it was the backup of |
+//! | `survey`, `may-follow`, `probe`, `clock`, `images`, `kept`, `may-restore` | a known host; what is kept goes back to a host only by the arbiter's record of this one, and only to whom it was the backup of |
 //! | `group` (orders about snapshots and restores) | a known host, since the command may be given on any |
 //! | `frames` | a known host; each frame must fit the members' generations besides |
 //!
@@ -54,6 +54,7 @@ pub fn authorize(
         | Purpose::Survey { .. }
         | Purpose::MayFollow { .. }
         | Purpose::Probe
+        | Purpose::Clock
         | Purpose::Images { .. }
         | Purpose::Kept { .. }
         | Purpose::Group
@@ -97,6 +98,7 @@ mod tests {
         vec![
             Purpose::Survey { vm, memory: 1, cpu, cards: Vec::new() },
             Purpose::MayFollow { build: None },
+            Purpose::Clock,
             Purpose::Group,
             Purpose::Frames { cluster: group },
         ]

@@ -19,16 +19,16 @@ use std::fs;
 use std::net::{SocketAddr, TcpListener, TcpStream};
 use std::os::fd::AsFd;
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
-use std::sync::{Arc, Mutex};
 use std::thread;
 use std::time::{Duration, Instant};
 use tracing::warn;
 use understudy_link::pki::{self, PublicKey};
 use understudy_link::tls::TlsFiles;
 use understudy_protocol::HostName;
-use understudy_replication::sync::lock;
 use understudy_report::error::{ErrorKind, HostError, cannot};
+use understudy_threads::{Mutex, lock};
 
 /// The port beside the daemon's, on which invitations wait.
 const PORT_DISTANCE: u16 = 1;

@@ -22,8 +22,8 @@ use understudy_machine::Machine;
 use understudy_protocol::{BlockId, DiskIndex};
 use understudy_protocol::{GroupName, VmName};
 use understudy_qemu::lockstep::LogErrand;
-use understudy_replication::sync::lock;
 use understudy_snapshot::{Area, AreaMap, Part, SnapshotNumber, Store, StoreAddress};
+use understudy_threads::lock;
 
 /// The last snapshot that exists: what the next one need not save again.
 #[derive(Clone)]
@@ -117,7 +117,7 @@ impl Capture {
     /// While the guest runs.
     pub fn prepare(host: &Arc<Host>, start: Start<'_>) -> anyhow::Result<Capture> {
         let Start { task, number, base, seat } = start;
-        let vm = host.primary(task.vm())?;
+        let vm = host.going_primary(task.vm())?;
         let machine = vm.machine();
         // Protection that is just beginning is seen, or sees that a snapshot has begun.
         drop(lock(&vm.protecting));

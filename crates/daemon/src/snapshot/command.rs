@@ -50,7 +50,7 @@ impl Host {
         vm: &VmName,
         request: &SnapshotRequest,
     ) -> Result<SnapshotReport, HostError> {
-        self.primary(vm)?;
+        self.going_primary(vm)?;
         self.snapshot_group(&vm.into(), vec![vm.to_owned()], request)
     }
 

@@ -153,9 +153,9 @@ fn obey(host: &Arc<Host>, message: ToMember, reply: &Reply) {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use std::sync::Mutex;
     use understudy_protocol::literal;
     use understudy_snapshot::{Member, Report};
+    use understudy_threads::Mutex;
 
     /// The coordinator panicked, and its daemon with it, at a member that the group does not have.
     #[test]

@@ -6,7 +6,7 @@ use crate::host::Host;
 use anyhow::bail;
 use crossbeam_channel::{Receiver, Sender};
 use std::sync::atomic::AtomicBool;
-use std::sync::{Arc, Mutex, OnceLock};
+use std::sync::{Arc, OnceLock};
 use std::thread;
 use std::time::{Duration, Instant};
 use tracing::warn;
@@ -15,8 +15,8 @@ use understudy_cluster::messages::GroupPlaces;
 use understudy_machine::Machine;
 use understudy_protocol::Generation;
 use understudy_protocol::{GroupName, VmName};
-use understudy_replication::sync::lock;
 use understudy_snapshot::{InFlightFrame, Incarnation, Member, SnapshotNumber};
+use understudy_threads::{Mutex, lock};
 
 /// For all members to be connected, before a snapshot is begun.
 const CONNECTED: Duration = Duration::from_secs(4);

@@ -3,6 +3,8 @@
 
 use super::placement::runs_elsewhere;
 use crate::host::Host;
+use crate::lease::FormerLease;
+use crate::recover::OwnersWord;
 use anyhow::{Context, anyhow, bail};
 use std::collections::BTreeMap;
 use std::fs;
@@ -10,6 +12,8 @@ use std::io::ErrorKind;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
+use std::thread;
+use std::time::Duration;
 use tracing::warn;
 use understudy_cluster::Stopped;
 use understudy_cluster::boot_files::BootFiles;
@@ -22,12 +26,15 @@ use understudy_cluster::trial::Watch;
 use understudy_disk::incomplete_mark;
 use understudy_machine::{Machine, Plan};
 use understudy_memory::{GuestRam, MAIN_MEMORY, RamBlock};
-use understudy_protocol::{BlockId, DiskIndex, Generation};
+use understudy_protocol::{BlockId, DiskIndex, Generation, VmName};
 use understudy_qemu::{Role, VmDefinition};
 use understudy_snapshot::{
     Area, AreaEntry, AreaMap, InFlightFrame, MemberManifest, Store, UNIT_BYTES,
 };
 use understudy_threads::spawn;
+
+/// Between two looks whether the owner is known by now to let nothing out.
+const LOOK: Duration = Duration::from_millis(5);
 
 /// What the files of restored disks begin with.
 const PREFIX: &str = "restored-";
@@ -35,6 +42,8 @@ const PREFIX: &str = "restored-";
 /// A member that could start.
 pub struct Prepared {
     machine: Arc<Machine>,
+    /// Of the host that owned the VM, and did not answer.
+    former: Option<FormerLease>,
     filler: Arc<Filler>,
     disks: Arc<Vec<DiskFiller>>,
     /// Frames in flight to it.
@@ -72,10 +81,8 @@ pub fn prepare(
     let saved = SavedVm::of(&member)?;
     host.check_unused(&saved.definition)?;
     host.await_former(task.vm())?;
-    // Whoever orders a restore has asked, too, but this host answers for what it starts. An owner
-    // that does not answer may be down for good.
     let (asker, vm) = (host.clone(), task.vm().clone());
-    let occupied = spawn("ask-owner", move || asker.occupation_by_owner(&vm))?;
+    let owner = spawn("ask-owner", move || await_owner(&asker, &vm))?;
     let directory = host.vm_directory(task.vm())?;
     let mut images = Images(Vec::new());
     let mut definition = saved.definition;
@@ -119,13 +126,27 @@ pub fn prepare(
     let frames = store.frames(&member)?;
     filler.attach()?;
     machine.load(&store.blob(&member.device_state)?)?;
-    let occupied = occupied.join().map_err(|_| {
-        anyhow!("whether {} runs on its owner could not be asked; see this host's log", task.vm())
-    })?;
-    if let Some((owner, busy)) = occupied {
-        bail!(runs_elsewhere(task.vm(), &owner, &busy));
+    // A silent owner's lease may take long: who is given up does not wait for it.
+    while !owner.is_finished() {
+        Stopped::check(stop)?;
+        thread::sleep(LOOK);
     }
-    Ok(Prepared { machine, filler, disks, frames, images, directory })
+    let former = owner.join().map_err(|_| {
+        anyhow!("whether {} runs on its owner could not be asked; see this host's log", task.vm())
+    })??;
+    Ok(Prepared { machine, former, filler, disks, frames, images, directory })
+}
+
+/// Sees that the owner of a VM does nothing with it. Whoever orders a restore has asked, too, but
+/// this host answers for what it starts. An owner that does not answer may be down for good: it is
+/// waited until it lets nothing out in any case.
+fn await_owner(host: &Host, vm: &VmName) -> anyhow::Result<Option<FormerLease>> {
+    match host.ask_owner(vm) {
+        OwnersWord::Idle => Ok(None),
+        OwnersWord::Busy(owner, busy) => bail!(runs_elsewhere(vm, &owner, &busy)),
+        // Where it keeps no lease, the operator's --force counts.
+        OwnersWord::Silent(owner) => Ok(host.await_lease(vm, &owner, true)?),
+    }
 }
 
 impl Prepared {
@@ -146,6 +167,7 @@ impl Prepared {
         let former = host.record(task.vm())?;
         let generation = host.take_ownership(task.vm(), task.newest)?;
         let run = || -> anyhow::Result<()> {
+            self.former.as_ref().map_or(Ok(()), |lease| host.check_former(task.vm(), lease))?;
             host.note_active(&self.machine, generation, None, &self.directory)?;
             let watch = Watch::begin(&self.machine, &self.filler)?;
             self.join(host, task, generation)?;

@@ -5,7 +5,7 @@ use super::prepare::{Prepared, prepare};
 use crate::containment;
 use crate::host::Host;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Condvar, Mutex, PoisonError, Weak};
+use std::sync::{Arc, PoisonError, Weak};
 use std::thread;
 use std::time::Duration;
 use tracing::error;
@@ -16,10 +16,10 @@ use understudy_cluster::messages::{Reply, RestoreTask, ToCoordinator};
 use understudy_protocol::validity::ImageRole;
 use understudy_replication::clock;
 use understudy_replication::moments::pass;
-use understudy_replication::sync::lock;
 use understudy_report::cluster::FillReport;
 use understudy_report::events::EventKind;
 use understudy_snapshot::{Cohort, CohortAction, CohortEvent, Order};
+use understudy_threads::{Condvar, Mutex, lock};
 
 /// How often a cohort looks whether its coordinator has been silent for too long, and says
 /// how far it is.

@@ -10,7 +10,7 @@ use anyhow::bail;
 use crossbeam_channel::{Receiver, Sender};
 use std::io;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex, Weak};
+use std::sync::{Arc, Weak};
 use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};
 use tracing::error;
@@ -19,13 +19,12 @@ use understudy_cluster::messages::{Reply, RestoreTask, TakeTask, ToCoordinator};
 use understudy_machine::Machine;
 use understudy_replication::clock;
 use understudy_replication::moments::pass;
-use understudy_replication::sync::lock;
 use understudy_snapshot::{
     About, Compression, Part, SnapshotNumber, TakeAction, TakeCohort, TakeEvent, TakeOrder,
     TakeReport,
 };
-use understudy_threads::spawn;
-use understudy_threads::within;
+use understudy_threads::{Mutex, spawn};
+use understudy_threads::{lock, within};
 
 /// How often a cohort looks whether its coordinator has been silent for too long.
 const TICK: Duration = Duration::from_millis(500);
@@ -89,7 +88,7 @@ enum Image {
 
 impl Image {
     fn prepare(host: &Arc<Host>, start: Start<'_>) -> anyhow::Result<Image> {
-        let vm = host.primary(start.task.vm())?;
+        let vm = host.going_primary(start.task.vm())?;
         Ok(match vm.active_session() {
             Some(session) => {
                 let prepared = MirroredCapture::prepare(host, start, vm.machine(), session);

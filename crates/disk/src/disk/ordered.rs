@@ -3,7 +3,7 @@
 use super::{Disk, Order, fail_in_a_test};
 use crate::image::Space;
 use std::io;
-use std::sync::MutexGuard;
+use understudy_threads::MutexGuard;
 
 /// The right to write: while it is held, nobody else changes the image or calls the sink.
 pub(crate) struct Ordered<'a> {

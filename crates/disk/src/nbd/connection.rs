@@ -18,8 +18,9 @@ use std::io::{self, BufReader, IoSlice, Read, Write};
 use std::net::Shutdown;
 use std::os::fd::AsFd;
 use std::os::unix::net::UnixStream;
+use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
-use std::sync::{Arc, Mutex};
+use understudy_threads::Mutex;
 
 /// Holds several headers, or a header and a small write, per system call; the rest of a
 /// large write goes past it.

@@ -11,9 +11,8 @@ use rustls::Connection;
 use rustls::pki_types::CertificateDer;
 use std::io::{self, IoSlice, Read, Write};
 use std::net::{Shutdown, TcpStream};
-use std::sync::Mutex;
 use std::time::Duration;
-use understudy_threads::lock;
+use understudy_threads::{Mutex, lock};
 
 /// Bytes that are read from the socket at once.
 const READ_BYTES: usize = 128 << 10;

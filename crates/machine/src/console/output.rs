@@ -8,10 +8,9 @@ use nix::sys::eventfd::{EfdFlags, EventFd};
 use std::io::{self, ErrorKind, Read};
 use std::os::fd::{AsFd, BorrowedFd};
 use std::os::unix::net::UnixStream;
-use std::sync::Mutex;
 use understudy_network::{FrameBatch, Gate, OutputBuffer, Pushed};
 use understudy_protocol::Epoch;
-use understudy_threads::lock;
+use understudy_threads::{Mutex, lock};
 
 const AT_ONCE: usize = 4096;
 

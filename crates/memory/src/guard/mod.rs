@@ -33,9 +33,10 @@ use crate::kernel::AddressRange;
 use crate::{DirtySet, FaultDescriptor, Mappings, MemoryError, RamBlock};
 use bitmap::{PageBitmap, WORD_PAGES, joined, runs};
 use std::sync::atomic::AtomicUsize;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, PoisonError};
 use trace::Trace;
 use understudy_protocol::{PAGE_SIZE, PageIndex};
+use understudy_threads::{Mutex, MutexGuard};
 
 /// Words of pages that are protected without letting faults in between: 4096 pages, 160 µs.
 const WORDS_AT_ONCE: usize = 64;

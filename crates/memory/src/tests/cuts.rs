@@ -4,9 +4,10 @@ use super::*;
 use crate::guard::CaptureRequest;
 use std::collections::HashSet;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::SeqCst};
-use std::sync::{RwLock, mpsc};
+use std::sync::mpsc;
 use std::thread::{self, JoinHandle};
 use std::time::Duration;
+use understudy_threads::RwLock;
 
 const PAGES: u64 = 2000;
 

@@ -2,8 +2,9 @@
 
 use super::*;
 use std::collections::HashSet;
-use std::sync::{Mutex, mpsc};
+use std::sync::mpsc;
 use std::thread;
+use understudy_threads::Mutex;
 
 fn page(value: u8) -> [u8; PAGE_SIZE] {
     [value; PAGE_SIZE]

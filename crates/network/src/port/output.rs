@@ -1,9 +1,10 @@
 //! What a port's guest sends, on its way out: held, released, let out at once, or never.
 
 use super::Port;
+use crate::limit::Limit;
 use std::sync::atomic::Ordering;
 use std::time::Instant;
-use understudy_protocol::Epoch;
+use understudy_protocol::{Epoch, Time};
 
 impl Port {
     /// Ends the current epoch: takes every frame that the paused guest has sent
@@ -82,6 +83,13 @@ impl Port {
         outbound.permitted_until = until;
         outbound.buffer.release_unheld();
         drop(outbound);
+        self.shared.flush();
+    }
+
+    /// Output leaves until then at most, by [`boot_time`](crate::boot_time), whatever the gate says.
+    /// What comes later waits for another limit; none ends that.
+    pub fn limit_output(&self, until: Option<Time>) {
+        self.shared.outbound().limit = Limit(until);
         self.shared.flush();
     }
 

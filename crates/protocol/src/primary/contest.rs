@@ -61,6 +61,10 @@ impl Primary {
                 self.retry_at = Some(now + ARBITER_RETRY);
             }
             Verdict::Taken(owner) => self.lost(now, owner, &reason, actions),
+            Verdict::Unreachable(_) if planted!(SilenceIsGrant) => {
+                self.own(self.generation.next(), reason, actions);
+            }
+            Verdict::Unreachable(_) if planted!(AskOnce) => {}
             Verdict::Unreachable(_) => self.retry_at = Some(now + ARBITER_RETRY),
         }
     }
@@ -87,13 +91,15 @@ impl Primary {
             owner.generation
         );
         let just_won = owner.host.is_some() && owner.generation == self.generation.next();
-        if self.winner.is_some() || !just_won {
+        if self.winner.is_some() || !just_won || planted!(HaltAtOnce) {
             return self.halt(words, actions);
         }
         self.phase = PrimaryPhase::Frozen(words);
         self.winner = Some(owner);
         self.retry_at = Some(now + ARBITER_RETRY);
-        actions.push(PrimaryAction::Freeze);
+        if !planted!(FreezeNothing) {
+            actions.push(PrimaryAction::Freeze);
+        }
     }
 
     pub(super) fn live_elsewhere(

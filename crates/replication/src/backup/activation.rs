@@ -5,7 +5,6 @@ use super::group::lock_core;
 use super::session::Session;
 use crate::records::{Activation, Record};
 use crate::resync;
-use crate::sync::lock;
 use anyhow::{Context, ensure};
 use std::sync::Arc;
 use std::time::Instant;
@@ -13,6 +12,7 @@ use tracing::info;
 use understudy_disk::ChangeMap;
 use understudy_protocol::validity::ImageRole;
 use understudy_protocol::{BackupEvent, Generation};
+use understudy_threads::lock;
 
 /// What is made before a take-over, so that it costs no time then.
 pub struct Readiness {

@@ -1,22 +1,22 @@
 //! Apply committed epochs to the backup's memory, disks and device state.
 
-use crate::medium::Medium;
+use crate::messages::{Piece, WholeEpoch};
 use anyhow::{Context, bail};
 use understudy_cluster::messages::KeepOrder;
 use understudy_disk::Disk;
 use understudy_encoding::{DiskBlock, Page, PageData, read_pages};
 use understudy_machine::Machine;
 use understudy_memory::{RamBlock, StillImage};
-use understudy_protocol::wire::{DiskRange, Kind, Message};
-use understudy_protocol::{BlockId, CardFrames, PAGE_SIZE, PageIndex, StagedEpoch, Time};
+use understudy_protocol::wire::DiskRange;
+use understudy_protocol::{BlockId, PAGE_SIZE, PageIndex, Time};
 
-/// Refuses a data message that does not fit this machine, before it is
+/// Refuses a piece of an epoch that does not fit this machine, before it is
 /// acknowledged: nothing of a bad epoch is ever applied.
-pub fn validate(machine: &Machine, message: &Message) -> anyhow::Result<()> {
-    match message.header.kind {
-        Kind::Pages => {
+pub fn validate(machine: &Machine, piece: &Piece<'_>) -> anyhow::Result<()> {
+    match piece {
+        Piece::Pages(pages) => {
             let mut any = [0; PAGE_SIZE];
-            read_pages(&message.payload, |block, page, data| {
+            read_pages(&pages.bytes(), |block, page, data| {
                 if block_of(machine, block).is_none_or(|block| page.0 >= block.pages()) {
                     bail!("page {page} of RAM block {block} is not part of this machine");
                 }
@@ -26,69 +26,83 @@ pub fn validate(machine: &Machine, message: &Message) -> anyhow::Result<()> {
                 data.apply(&mut any, |block, page| read_mirror(machine, block, page))
             })?;
         }
-        Kind::DiskWrite | Kind::DiskZero => {
-            let (range, _) = DiskRange::decode(message)?;
-            let disks = machine.disks();
-            let disk = disks.get(usize::from(range.disk.0));
-            if disk.is_none_or(|disk| range.offset + range.length > disk.export_bytes()) {
-                bail!(
-                    "bytes {}+{} are not part of disk {}",
-                    range.offset,
-                    range.length,
-                    range.disk
-                );
-            }
-        }
-        Kind::Outbound => {
-            let (card, _) = CardFrames::decode(message)?;
+        Piece::DiskWrite(write) => check_range(machine, &write.range())?,
+        Piece::DiskZero(range) => check_range(machine, range)?,
+        Piece::Outbound(frames) => {
+            let card = frames.card();
             if usize::from(card.0) >= machine.ports().len() {
                 bail!("frames of card {card}, which this machine lacks");
             }
         }
-        Kind::Keep => keep_order(message).map(drop)?,
-        Kind::Medium => drop(Medium::read(machine, message)?),
-        Kind::Console if machine.console_output().is_none() => {
+        Piece::Medium(medium) => medium.check_drive(machine)?,
+        Piece::Console(_) if machine.console_output().is_none() => {
             bail!("a console spoke, which this machine lacks");
         }
-        Kind::Console | Kind::DeviceState => {}
-        other => bail!("unexpected {other:?} message from the primary"),
+        Piece::Console(_) | Piece::DeviceState(_) | Piece::Keep(_) => {}
+        // Whether the session turns now is its own business.
+        Piece::LogBegins | Piece::LogEnds(_) => {}
     }
     Ok(())
 }
 
-/// Applies one data message that passed [`validate`]; device state is returned. Whoever reads
-/// the image as it was before is told of what is written.
-pub fn apply(
+fn check_range(machine: &Machine, range: &DiskRange) -> anyhow::Result<()> {
+    let DiskRange { disk: index, offset, length } = *range;
+    let disks = machine.disks();
+    let disk = disks.get(usize::from(index.0));
+    if disk.is_none_or(|disk| offset + length > disk.export_bytes()) {
+        bail!("bytes {offset}+{length} are not part of disk {index}");
+    }
+    Ok(())
+}
+
+/// What is left to do when the whole of an epoch is applied.
+#[derive(Debug, Default)]
+struct Rest {
+    device_state: Option<Vec<u8>>,
+    keep: Option<KeepOrder>,
+}
+
+/// Applies a piece of the first synchronisation that passed [`validate`]: of that nothing is left
+/// to do.
+pub fn apply_alone(machine: &Machine, piece: Piece<'_>) -> anyhow::Result<()> {
+    apply(machine, piece, None, &mut Rest::default())
+}
+
+/// Applies a piece that passed [`validate`]. Whoever reads the image as it was before is told of
+/// what is written.
+fn apply(
     machine: &Machine,
-    message: Message,
+    piece: Piece<'_>,
     image: Option<&StillImage>,
-) -> anyhow::Result<Option<Vec<u8>>> {
-    match message.header.kind {
-        Kind::Pages => {
-            read_pages(&message.payload, |block, page, data| {
+    rest: &mut Rest,
+) -> anyhow::Result<()> {
+    match piece {
+        Piece::Pages(pages) => {
+            read_pages(&pages.bytes(), |block, page, data| {
                 image.inspect(|image| image.before_write(block, page));
                 apply_page(machine, block, page, data)
             })?;
         }
-        Kind::DiskWrite => {
-            let (range, data) = DiskRange::decode(&message)?;
+        Piece::DiskWrite(write) => {
+            let range = write.range();
             let disk = &machine.disks()[usize::from(range.disk.0)];
-            disk.write(range.offset, data).with_context(|| cannot_write(disk))?;
+            disk.write(range.offset, write.data()).with_context(|| cannot_write(disk))?;
         }
-        Kind::DiskZero => {
-            let (range, _) = DiskRange::decode(&message)?;
+        Piece::DiskZero(range) => {
             let disk = &machine.disks()[usize::from(range.disk.0)];
             disk.zero(range.offset, range.length).with_context(|| cannot_write(disk))?;
         }
-        Kind::Console => {
+        Piece::Console(words) => {
             if let Some(console) = machine.console_output() {
-                console.say(&message.payload);
+                console.say(&words);
             }
         }
-        Kind::DeviceState => return Ok(Some(message.payload)),
-        _ => {}
+        Piece::DeviceState(state) => rest.device_state = Some(state),
+        Piece::Keep(order) => rest.keep = Some(order),
+        // Taken out when it was committed, or carried out before or after the epoch.
+        Piece::Outbound(_) | Piece::Medium(_) | Piece::LogBegins | Piece::LogEnds(_) => {}
     }
-    Ok(None)
+    Ok(())
 }
 
 fn cannot_write(disk: &Disk) -> String {
@@ -113,30 +127,22 @@ pub struct Applied {
 }
 
 /// Applies a whole epoch. `image` is told of what is written; `done` is told of the
-/// bytes of each message.
+/// bytes of each piece.
 pub fn apply_epoch(
     machine: &Machine,
-    epoch: StagedEpoch,
+    epoch: WholeEpoch,
     image: Option<&StillImage>,
     done: &dyn Fn(u64),
 ) -> anyhow::Result<Applied> {
-    let (mut device_state, mut keep, taken) = (None, None, epoch.taken);
-    for message in epoch.messages {
-        let bytes = message.payload.len() as u64;
-        if message.header.kind == Kind::Keep {
-            keep = Some(keep_order(&message)?);
-        } else if let Some(state) = apply(machine, message, image)? {
-            device_state = Some(state);
-        }
+    let (mut rest, taken) = (Rest::default(), epoch.taken);
+    for piece in epoch.pieces {
+        let bytes = piece.bytes();
+        apply(machine, piece, image, &mut rest)?;
         done(bytes);
     }
     let device_state =
-        device_state.with_context(|| format!("epoch {} has no device state", epoch.epoch))?;
-    Ok(Applied { checkpoint: Checkpoint { device_state, taken }, keep })
-}
-
-fn keep_order(message: &Message) -> anyhow::Result<KeepOrder> {
-    serde_json::from_slice(&message.payload).context("a malformed Keep message")
+        rest.device_state.with_context(|| format!("epoch {} has no device state", epoch.epoch))?;
+    Ok(Applied { checkpoint: Checkpoint { device_state, taken }, keep: rest.keep })
 }
 
 fn apply_page(

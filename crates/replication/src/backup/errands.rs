@@ -8,6 +8,7 @@ use super::session::Session;
 use super::takeover::Outcome;
 use super::turn::Other;
 use crate::lockstep::backup::{self as lockstep, Following};
+use crate::messages::{Piece, ToPrimary, WholeEpoch};
 use crate::moments::strike;
 use anyhow::{Context, ensure};
 use crossbeam_channel::Receiver;
@@ -16,13 +17,12 @@ use std::sync::atomic::Ordering;
 use understudy_cluster::messages::KeepOrder;
 use understudy_disk::Mirror;
 use understudy_memory::StillImage;
-use understudy_protocol::wire::Kind;
-use understudy_protocol::{Epoch, Generation, StagedEpoch};
+use understudy_protocol::{Epoch, Generation};
 
 /// What the apply thread does, in order.
 pub enum Errand {
     /// Apply a committed epoch; a turn, with what it needs.
-    Apply(StagedEpoch, Option<Other>),
+    Apply(WholeEpoch, Option<Other>),
     /// Bring what was applied to stable storage.
     Settle,
     /// Start the guest.
@@ -82,7 +82,7 @@ impl Session {
     fn extend(
         self: &Arc<Self>,
         copy: Copy<Vec<Mirror>>,
-        epoch: StagedEpoch,
+        epoch: WholeEpoch,
         other: Option<Other>,
         log: &mut Option<Arc<Following>>,
     ) -> Copy<Vec<Mirror>> {
@@ -101,14 +101,15 @@ impl Session {
 
     fn apply_one(
         &self,
-        epoch: StagedEpoch,
+        epoch: WholeEpoch,
         mirrors: Option<Vec<Mirror>>,
         other: Option<Other>,
         log: &mut Option<Arc<Following>>,
     ) -> anyhow::Result<Checkpoint> {
         let number = epoch.epoch;
-        let turns = |kind| epoch.messages.iter().any(|message| message.header.kind == kind);
-        let (begins, ends) = (turns(Kind::LogBegins), turns(Kind::LogEnds));
+        let has = |turn: fn(&Piece<'static>) -> bool| epoch.pieces.iter().any(turn);
+        let begins = has(|piece| matches!(piece, Piece::LogBegins));
+        let ends = has(|piece| matches!(piece, Piece::LogEnds(_)));
         if ends {
             self.leave_log(&log.take().context("there is no log")?)?;
             // Its memory is the base of what comes.
@@ -124,7 +125,7 @@ impl Session {
         let media = media_of(&epoch);
         let applied = self.apply_whole(epoch, image.as_deref())?;
         // Pages of the epoch may refer to the medium before.
-        media.iter().try_for_each(|message| self.change_medium(message))?;
+        media.iter().try_for_each(|medium| self.change_medium(medium))?;
         let Applied { checkpoint, keep } = applied;
         if begins {
             // The guest tells of none of its writes.
@@ -149,7 +150,7 @@ impl Session {
     /// A disk that hangs is noticed by how far this comes.
     fn apply_whole(
         &self,
-        epoch: StagedEpoch,
+        epoch: WholeEpoch,
         image: Option<&StillImage>,
     ) -> anyhow::Result<Applied> {
         let awaited = self.vitals.applying.begin();
@@ -164,7 +165,7 @@ impl Session {
         let data = self.data.clone();
         let answer = move |kept| {
             // If it cannot be sent the reading thread finds out why.
-            let _ = data.send_json(Kind::Kept, &kept);
+            let _ = ToPrimary::Kept(kept).send(&data);
         };
         self.keeper.keep(order, &self.machine(), &self.directory, device_state, answer);
     }

@@ -8,15 +8,14 @@
 use super::session::Session;
 use crate::clock;
 use crate::membership::Membership;
-use crate::sync::lock;
+use crate::messages::WholeEpoch;
 use anyhow::bail;
-use std::sync::{Arc, Mutex, MutexGuard, Weak};
+use std::sync::{Arc, Weak};
 use std::time::Duration;
 use understudy_machine::doorbell::Doorbell;
 use understudy_protocol::HostName;
-use understudy_protocol::{
-    Backup, BackupEvent, BackupPhase, Generation, GroupStaging, Output, StagedEpoch,
-};
+use understudy_protocol::{Backup, BackupEvent, BackupPhase, Generation, GroupStaging, Output};
+use understudy_threads::{Mutex, MutexGuard, lock};
 
 /// Nothing waits longer than this without looking again.
 const LONGEST_WAIT: Duration = Duration::from_millis(500);
@@ -39,7 +38,7 @@ pub struct Group {
     pub primary: HostName,
     /// The state machine of all.
     pub(super) core: Arc<Mutex<Backup>>,
-    staging: Mutex<GroupStaging<StagedEpoch>>,
+    staging: Mutex<GroupStaging<WholeEpoch>>,
     sessions: Mutex<Vec<Weak<Session>>>,
     readiness: Mutex<Readiness>,
     answered: Doorbell,
@@ -99,7 +98,7 @@ impl Group {
     }
 
     /// A member's part of an epoch is staged whole.
-    pub(super) fn staged(&self, member: &Session, part: StagedEpoch) {
+    pub(super) fn staged(&self, member: &Session, part: WholeEpoch) {
         let whole = lock(&self.staging).put(member.place, part.epoch, part);
         // Nobody can complete the next epoch before this thread has staged its part.
         if let Some((epoch, parts)) = whole {

@@ -2,13 +2,12 @@
 //! `understudy_protocol::inbound` says what they are for.
 
 use crate::clock;
-use crate::sync::lock;
-use std::sync::Mutex;
 use tracing::debug;
 use understudy_link::link::Link;
 use understudy_machine::Machine;
 use understudy_protocol::{CardFrames, CardIndex, Epoch, Kept};
 use understudy_report::InboundReport;
+use understudy_threads::{Mutex, lock};
 
 /// What is kept, and the connection that it comes over.
 pub struct Inbound(Mutex<State>);
@@ -48,11 +47,10 @@ impl Inbound {
 
     fn receive_all(&self, link: &Link) -> anyhow::Result<()> {
         loop {
-            let message = link.receive()?;
-            let (card, frames) = CardFrames::decode(&message)?;
+            let frames = CardFrames::decode(link.receive()?)?;
             let mut state = lock(&self.0);
-            for frame in frames {
-                state.kept.put(clock::now(), message.header.epoch, card, frame);
+            for frame in frames.iter() {
+                state.kept.put(clock::now(), frames.epoch(), frames.card(), frame);
                 state.frames += 1;
                 state.bytes += frame.len() as u64;
             }

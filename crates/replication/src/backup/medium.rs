@@ -3,34 +3,34 @@
 
 use super::session::Session;
 use crate::medium::{Medium, MediumAnswer};
+use crate::messages::{Piece, ToPrimary, WholeEpoch};
 use crate::resync;
-use crate::sync::lock;
 use anyhow::{Context, ensure};
 use std::sync::Arc;
 use understudy_disk::mirror_path;
-use understudy_protocol::StagedEpoch;
-use understudy_protocol::wire::{Kind, Message};
-use understudy_threads::spawn;
+use understudy_threads::{lock, spawn};
 
 /// The changes of media in an epoch.
-pub(super) fn media_of(epoch: &StagedEpoch) -> Vec<Message> {
-    let media = epoch.messages.iter().filter(|message| message.header.kind == Kind::Medium);
-    media.cloned().collect()
+pub(super) fn media_of(epoch: &WholeEpoch) -> Vec<Medium> {
+    let medium = |piece: &Piece<'static>| match piece {
+        Piece::Medium(medium) => Some(medium.clone()),
+        _ => None,
+    };
+    epoch.pieces.iter().filter_map(medium).collect()
 }
 
 impl Session {
     /// The primary asks whether this host has a medium. Reading it takes time, which the
     /// receiving thread does not have.
-    pub(super) fn look_for_medium(self: &Arc<Self>, question: &Message) -> anyhow::Result<()> {
-        let medium = Medium::read(&self.machine(), question)?;
+    pub(super) fn look_for_medium(self: &Arc<Self>, medium: Medium) -> anyhow::Result<()> {
+        medium.check_drive(&self.machine())?;
         let session = self.clone();
         let look = move || {
             let answer = match session.find_medium(medium) {
                 Ok(()) => MediumAnswer::Ready,
                 Err(error) => MediumAnswer::Refused(format!("{error:#}")),
             };
-            // If it cannot be sent the reading thread finds out why.
-            let _ = session.data.send_json(Kind::MediumAnswer, &answer);
+            session.say(&ToPrimary::MediumAnswer(answer));
         };
         spawn(format!("medium-{}", self.vm), look).map(drop).context("cannot start a thread")
     }
@@ -46,13 +46,13 @@ impl Session {
     }
 
     /// The drive has another medium from here on. One that was looked at is open already.
-    pub(super) fn change_medium(&self, message: &Message) -> anyhow::Result<()> {
+    pub(super) fn change_medium(&self, told: &Medium) -> anyhow::Result<()> {
         let machine = self.machine();
-        let told = Medium::read(&machine, message)?;
+        told.check_drive(&machine)?;
         let mut medium = told.open(&machine, &self.directory)?;
         let found = lock(&self.medium).take();
         if let (Some(_), Some((asked, disk))) = (&told.file, found) {
-            ensure!(asked == told, "the primary put in a medium that it had not asked for");
+            ensure!(asked == *told, "the primary put in a medium that it had not asked for");
             medium = understudy_machine::Medium { disk, ..medium };
         }
         let index = usize::from(told.drive.0);

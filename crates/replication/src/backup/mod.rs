@@ -19,7 +19,6 @@ mod proof;
 mod receive;
 mod session;
 mod takeover;
-mod tell;
 mod turn;
 mod vitals;
 
@@ -33,6 +32,7 @@ use crate::handshake::{FileOffer, FileRole, Offer, Ready, Resumed};
 use crate::heartbeat::{self, Heartbeats};
 use crate::lockstep::backup::{self as lockstep, Following};
 use crate::lockstep::primary::MACHINE;
+use crate::messages::ToPrimary;
 use crate::paths::PathMonitor;
 use crate::records::Records;
 use crate::sync::ByteBudget;
@@ -42,7 +42,6 @@ use std::io::{self, Write};
 use std::net::SocketAddr;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
-use std::sync::Mutex;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::thread;
 use std::time::Duration;
@@ -60,6 +59,7 @@ use understudy_protocol::{Count, Epoch, PathIndex};
 use understudy_qemu::VmDefinition;
 use understudy_report::events::VmEvents;
 use understudy_report::{DiskReads, Mode, ProtectRequest};
+use understudy_threads::Mutex;
 
 /// How often the mirrors are brought to stable storage.
 const SETTLE_INTERVAL: Duration = Duration::from_millis(500);
@@ -326,13 +326,13 @@ fn run_settle(session: &Session) {
         let due = applied > settled || (following.is_some() && applied > Epoch(0));
         if due && !heartbeat::Pulse::is_over(session) {
             match session.settle() {
-                Ok(()) if applied > settled => session.tell_settled(applied),
+                Ok(()) if applied > settled => session.say(&ToPrimary::Settled(applied)),
                 Ok(()) => {
                     let still = session.following().zip(following);
                     if let (Some((now, following)), Some(written)) = (still, written)
                         && Arc::ptr_eq(&now, &following)
                     {
-                        session.tell_written(&written);
+                        session.say(&ToPrimary::Written(written));
                         if let Err(error) = following.writes().strike_off(&machine) {
                             session.give_up(&format!("{error:#}"));
                         }

@@ -2,10 +2,10 @@
 //! `understudy_protocol::Carried` says what they are for.
 
 use crate::clock;
-use crate::sync::lock;
-use std::sync::Mutex;
-use understudy_protocol::{CardIndex, Carried, StagedEpoch};
+use crate::messages::{Piece, WholeEpoch};
+use understudy_protocol::{CardIndex, Carried};
 use understudy_report::OutboundReport;
+use understudy_threads::{Mutex, lock};
 
 /// What is kept.
 pub struct Outbound(Mutex<Carried>);
@@ -17,8 +17,13 @@ impl Outbound {
     }
 
     /// The epoch is committed: takes its frames out of it.
-    pub fn commit(&self, part: &mut StagedEpoch) {
-        lock(&self.0).commit(clock::now(), part.epoch, &mut part.messages);
+    pub fn commit(&self, part: &mut WholeEpoch) {
+        let sent = part.pieces.iter().filter_map(|piece| match piece {
+            Piece::Outbound(frames) => Some(frames),
+            _ => None,
+        });
+        lock(&self.0).commit(clock::now(), part.epoch, sent);
+        part.pieces.retain(|piece| !matches!(piece, Piece::Outbound(_)));
     }
 
     /// What this host, which owns the VM now, must send.

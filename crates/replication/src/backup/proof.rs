@@ -6,14 +6,14 @@
 //! sole owner meanwhile.
 
 use super::session::Session;
-use crate::sync::lock;
+use crate::messages::ToPrimary;
 use std::sync::{Arc, Weak};
 use std::thread;
 use std::time::Duration;
 use tracing::{info, warn};
 use understudy_arbiter::Unreachable;
-use understudy_protocol::wire::Kind;
-use understudy_protocol::{BackupEvent, BackupPhase, Epoch, Ownership};
+use understudy_protocol::{BackupEvent, BackupPhase, Ownership};
+use understudy_threads::lock;
 
 /// The primary believes a proof for 4.5 s ([`crate::primary`]).
 const INTERVAL: Duration = Duration::from_secs(2);
@@ -68,9 +68,7 @@ impl Session {
 
     /// Tells the primary why this host could not take over, as it last found.
     pub(super) fn tell_obstacle(&self) {
-        let words = self.obstacle().unwrap_or_default();
-        // If it cannot be sent the reading thread finds out why.
-        let _ = self.data.send_parts(Kind::MayTakeOver, Epoch(0), &[words.as_bytes()]);
+        self.say(&ToPrimary::MayTakeOver(self.obstacle()));
     }
 
     /// The arbiter gave no verdict, for this reason.

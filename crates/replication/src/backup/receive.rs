@@ -1,22 +1,24 @@
 //! What comes from the primary: each message in its turn, epochs staged until they are whole, then
 //! acknowledged.
 
-use super::apply::{apply, validate};
+use super::apply::{apply_alone, validate};
 use super::session::Session;
 use crate::clock;
 use crate::lockstep::backup::Following;
 use crate::lockstep::be_urgent;
+use crate::messages::{Piece, ToBackup, ToPrimary};
 use crate::moments::strike;
-use crate::primary::{EPOCH_DISK_BYTES, PLANNED};
-use anyhow::{Context, ensure};
+use crate::primary::EPOCH_DISK_BYTES;
+use anyhow::{Context, bail, ensure};
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::Duration;
-use understudy_lockstep::Comparison;
 use understudy_machine::Machine;
-use understudy_protocol::wire::{Kind, Message};
-use understudy_protocol::{BackupEvent, Epoch, Staging};
-use understudy_snapshot::SnapshotNumber;
+use understudy_protocol::wire::{Header, Kind};
+use understudy_protocol::{BackupEvent, Epoch, EpochEnd, Staging};
+
+/// Epochs that are not whole yet.
+type PieceStaging = Staging<Piece<'static>>;
 
 /// What a guest writes to its disks at most while the primary stops it, and what is sent of the
 /// machine beside its memory: far more than either.
@@ -55,75 +57,99 @@ impl Session {
                 Err(error) => break format!("{error:#}"),
             }
         };
-        self.data.refuse(&reason);
+        self.say(&ToPrimary::Refuse(reason.clone()));
         self.data.close();
         self.parting.hung_up();
         self.event(BackupEvent::PeerGone(reason), None);
     }
 
-    fn receive_one(self: &Arc<Self>, staging: &mut Staging) -> anyhow::Result<()> {
+    fn receive_one(self: &Arc<Self>, staging: &mut PieceStaging) -> anyhow::Result<()> {
         let message = self.data.receive()?;
         strike("stage", &self.vm);
         self.received.fetch_add(message.payload.len() as u64, Ordering::Relaxed);
-        match message.header.kind {
-            Kind::TakeOver => {
-                let planned = message.header.epoch == PLANNED;
+        let header = message.header;
+        match ToBackup::decode(message)? {
+            ToBackup::Piece(_, piece) => self.take_piece(piece, &header, staging)?,
+            ToBackup::EpochEnd(end) => self.end_epoch(&end, staging)?,
+            ToBackup::TakeOver { planned } => {
                 self.group.each(|member| member.planned.store(planned, Ordering::Release));
                 self.event(BackupEvent::TakeOver, None);
             }
-            Kind::StandDown => self.event(BackupEvent::StandDown, None),
-            Kind::Refuse => {
-                anyhow::bail!("the primary gave up: {}", String::from_utf8_lossy(&message.payload))
-            }
-            Kind::Log => self.take_log(&message, staging)?,
-            Kind::Written => {
+            ToBackup::StandDown => self.event(BackupEvent::StandDown, None),
+            ToBackup::Refuse(reason) => bail!("the primary gave up: {reason}"),
+            ToBackup::Log { epoch, log } => self.take_log(epoch, &log, staging)?,
+            ToBackup::Written(written) => {
                 let following = self.following().context("counts came, but no log")?;
-                following.writes().told(&message, self.machine().disks().len())?;
+                following.writes().told(written, self.machine().disks().len())?;
             }
-            Kind::Compare => {
+            ToBackup::Compare { comparison, .. } => {
                 let following = self.following().context("a place came, but no log")?;
-                following.compare(Comparison::decode(&message.payload)?)?;
+                following.compare(comparison)?;
             }
-            Kind::Condemn => self.diverged(&String::from_utf8_lossy(&message.payload)),
-            Kind::DiskReads => {
+            ToBackup::Condemn(reason) => self.diverged(&reason),
+            ToBackup::DiskReads { stream, .. } => {
                 let following = self.following();
-                following.context("reads came, but there is no log")?.reads().take(&message)?;
+                following.context("reads came, but there is no log")?.reads().take(&stream)?;
             }
-            Kind::Turn => self.take_order(&message)?,
-            Kind::MediumAsked => self.look_for_medium(&message)?,
-            Kind::LogBegins => {
-                self.expect_log(message.header.epoch)?;
-                self.stage(staging, message)?;
-            }
-            Kind::LogEnds => {
-                self.expect_end_of_log(&message)?;
-                self.stage(staging, message)?;
-            }
-            Kind::EpochEnd => self.stage(staging, message)?,
-            Kind::LetGo => self.keeper.let_go(SnapshotNumber(message.header.epoch.0)),
-            _ => {
-                validate(&self.machine(), &message)?;
-                // The first synchronisation: nothing to be kept whole yet.
-                if message.header.epoch == Epoch(0) {
-                    apply(&self.machine(), message, None)
-                        .map_err(|error| OwnFailure(format!("{error:#}")))?;
-                } else {
-                    self.stage(staging, message)?;
-                }
-            }
+            ToBackup::Turn(order) => self.take_order(order)?,
+            ToBackup::MediumAsked(medium) => self.look_for_medium(medium)?,
+            ToBackup::LetGo(number) => self.keeper.let_go(number),
         }
         Ok(())
     }
 
+    /// A piece of an epoch came, in the message with this header.
+    fn take_piece(
+        &self,
+        piece: Piece<'static>,
+        header: &Header,
+        staging: &mut PieceStaging,
+    ) -> anyhow::Result<()> {
+        validate(&self.machine(), &piece)?;
+        match &piece {
+            // The first synchronisation: nothing to be kept whole yet.
+            Piece::Pages(_) | Piece::DiskWrite(_) | Piece::DiskZero(_)
+                if header.epoch == Epoch(0) =>
+            {
+                let applied = apply_alone(&self.machine(), piece);
+                return Ok(applied.map_err(|error| OwnFailure(format!("{error:#}")))?);
+            }
+            Piece::LogBegins => self.expect_log(header.epoch)?,
+            Piece::LogEnds(_) => self.expect_end_of_log()?,
+            _ => {}
+        }
+        self.check_may_come(header.kind, header.epoch)?;
+        Ok(staging.take(header, piece.bytes(), piece)?)
+    }
+
+    /// An epoch is whole.
+    fn end_epoch(&self, end: &EpochEnd, staging: &mut PieceStaging) -> anyhow::Result<()> {
+        self.check_may_come(Kind::EpochEnd, end.epoch)?;
+        let epoch = staging.end(end, clock::now())?;
+        // Before the apply thread has it, which gives its bytes back.
+        self.waiting.force(epoch.bytes);
+        self.group.staged(self, epoch);
+        // Acknowledged whatever waits; the next one is read when there is room.
+        self.await_room();
+        Ok(())
+    }
+
+    /// Checkpoints come before the log, and when that ends.
+    fn check_may_come(&self, kind: Kind, epoch: Epoch) -> anyhow::Result<()> {
+        let may_come =
+            |following: Arc<Following>| epoch <= following.machine() || following.is_ending();
+        ensure!(self.following().is_none_or(may_come), "{kind:?} came after the log had begun");
+        Ok(())
+    }
+
     /// Lockstep: the batch is acknowledged, and executed when QEMU comes to it.
-    fn take_log(&self, message: &Message, staging: &mut Staging) -> anyhow::Result<()> {
-        let epoch = message.header.epoch;
+    fn take_log(&self, epoch: Epoch, log: &[u8], staging: &mut PieceStaging) -> anyhow::Result<()> {
         let following = self.following().context("a log came, which was not agreed on")?;
         if epoch == following.machine().next() {
             // Output waits for this thread from here on, and for nothing else.
             be_urgent();
         }
-        if following.take(message)? {
+        if following.take(epoch, log)? {
             staging.pass(epoch);
             self.event(BackupEvent::Staged(epoch), None);
         }
@@ -138,23 +164,8 @@ impl Session {
             let worked = self.worked.load(Ordering::Relaxed);
             if worked > told {
                 told = worked;
-                self.tell_work(worked);
+                self.say(&ToPrimary::Works(worked));
             }
         }
-    }
-
-    fn stage(&self, staging: &mut Staging, message: Message) -> anyhow::Result<()> {
-        let (kind, epoch) = (message.header.kind, message.header.epoch);
-        let may_come =
-            |following: Arc<Following>| epoch <= following.machine() || following.is_ending();
-        ensure!(self.following().is_none_or(may_come), "{kind:?} came after the log had begun");
-        if let Some(epoch) = staging.take(message, clock::now())? {
-            // Before the apply thread has it, which gives its bytes back.
-            self.waiting.force(epoch.bytes);
-            self.group.staged(self, epoch);
-            // Acknowledged whatever waits; the next one is read when there is room.
-            self.await_room();
-        }
-        Ok(())
     }
 }

@@ -18,14 +18,15 @@ use crate::lockstep::backup::Following;
 use crate::lockstep::evidence;
 use crate::medium::Medium;
 use crate::membership::Membership;
+use crate::messages::{ToPrimary, WholeEpoch};
 use crate::moments::strike;
 use crate::paths::PathMonitor;
 use crate::records::Records;
-use crate::sync::{ByteBudget, lock};
+use crate::sync::ByteBudget;
 use crossbeam_channel::Sender;
 use std::path::PathBuf;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::sync::{Arc, Mutex};
 use tracing::{error, info, warn};
 use understudy_arbiter::Arbiter;
 use understudy_cluster::kept::Keeper;
@@ -35,12 +36,11 @@ use understudy_machine::Machine;
 use understudy_machine::doorbell::Doorbell;
 use understudy_protocol::HostName;
 use understudy_protocol::VmName;
-use understudy_protocol::wire::Kind;
 use understudy_protocol::{
     Backup, BackupAction, BackupEvent, BackupPhase, Epoch, Generation, Output, Ownership,
-    StagedEpoch,
 };
 use understudy_report::{Mode, ProtectRequest};
+use understudy_threads::{Mutex, lock};
 
 /// Bytes of whole epochs that may wait to be applied; over it the primary is
 /// slowed by the connection's flow control.
@@ -165,7 +165,7 @@ impl Session {
 
     /// Feeds the group's state machine and does what it says. `parts` are those of
     /// the epoch that a [`BackupEvent::Staged`] speaks of, one for each member.
-    pub fn event(&self, event: BackupEvent, parts: Option<Vec<StagedEpoch>>) {
+    pub fn event(&self, event: BackupEvent, parts: Option<Vec<WholeEpoch>>) {
         let mut actions = Vec::new();
         let mut core = lock_core(&self.core);
         core.handle(clock::now(), event, &mut actions);
@@ -180,7 +180,7 @@ impl Session {
     /// comes after it in the order of events. The channels' other ends live as
     /// long as the session, so sending to them does not fail. Every member does the
     /// same, but for what the leader says for all.
-    fn perform(&self, action: &BackupAction, parts: &mut impl Iterator<Item = StagedEpoch>) {
+    fn perform(&self, action: &BackupAction, parts: &mut impl Iterator<Item = WholeEpoch>) {
         let leads = self.place == 0;
         match action {
             &BackupAction::AcknowledgeAndApply(epoch) => {
@@ -193,8 +193,7 @@ impl Session {
                     let _ = self.errands.send(Errand::Apply(part, other));
                 }
                 if leads {
-                    // If it cannot be sent the reading thread finds out why.
-                    let _ = self.data.send_signal(Kind::Acknowledge, epoch);
+                    self.say(&ToPrimary::Acknowledge(epoch));
                 }
             }
             &BackupAction::Contest(from) => {
@@ -230,12 +229,11 @@ impl Session {
                 info!(vm = %self.vm, "forgetting the VM: {reason}");
                 self.end_log();
                 self.parting.tell();
-                if self.diverged.load(Ordering::Acquire) {
-                    // If it cannot be sent the reading thread finds out why.
-                    let _ = self.data.send_parts(Kind::Diverged, Epoch(0), &[reason.as_bytes()]);
-                } else {
-                    self.data.refuse(reason);
-                }
+                let reason = reason.clone();
+                self.say(&match self.diverged.load(Ordering::Acquire) {
+                    true => ToPrimary::Diverged(reason),
+                    false => ToPrimary::Refuse(reason),
+                });
                 let _ = self.errands.send(Errand::Discard);
             }
             BackupAction::StandDown => {
@@ -244,6 +242,11 @@ impl Session {
                 let _ = self.errands.send(Errand::Discard);
             }
         }
+    }
+
+    /// Tells the primary. If it cannot be sent the reading thread finds out why.
+    pub fn say(&self, message: &ToPrimary) {
+        let _ = message.send(&self.data);
     }
 
     /// This backup cannot serve any more: says so to the primary and ends.
@@ -293,7 +296,7 @@ impl Session {
         // The state machine is at its end and says nothing any more.
         self.group.each(|member| {
             member.parting.tell();
-            member.data.refuse(reason);
+            member.say(&ToPrimary::Refuse(reason.to_owned()));
             let _ = member.errands.send(Errand::Discard);
         });
     }

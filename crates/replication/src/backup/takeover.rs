@@ -9,15 +9,15 @@ use super::copy::Copy;
 use super::session::Session;
 use crate::clock::now;
 use crate::lockstep::backup::{self as lockstep, Following};
-use crate::sync::lock;
+use crate::messages::ToPrimary;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use tracing::error;
 use understudy_disk::Mirror;
 use understudy_machine::Machine;
-use understudy_protocol::wire::Kind;
-use understudy_protocol::{BackupEvent, Epoch, Generation};
+use understudy_protocol::{BackupEvent, Generation};
 use understudy_report::{ProtectRequest, TakeoverReport};
+use understudy_threads::lock;
 
 /// How a session ended.
 pub enum Outcome {
@@ -98,7 +98,7 @@ impl Session {
     pub(super) fn forget(&self, copy: &Copy<Vec<Mirror>>) -> Outcome {
         self.keeper.end();
         self.machine().halt();
-        let _ = self.data.send_signal(Kind::StoodDown, Epoch(0));
+        self.say(&ToPrimary::StoodDown);
         self.parting.await_hang_up(&self.changed);
         self.close(None);
         match (self.clock.was_granted(), copy) {
@@ -143,7 +143,7 @@ impl Session {
     fn close(&self, live: Option<Generation>) {
         self.forget_other();
         if let Some(generation) = live {
-            let _ = self.data.send_signal(Kind::Live, Epoch(generation.0));
+            self.say(&ToPrimary::Live(generation));
         }
         self.close_connections();
         self.waiting.close();

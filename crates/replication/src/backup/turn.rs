@@ -5,7 +5,7 @@
 
 use super::session::Session;
 use crate::lockstep::backup::{self as lockstep, Following};
-use crate::sync::lock;
+use crate::messages::{Piece, ToPrimary, WholeEpoch};
 use crate::turn::{Answer, Order, Wanted};
 use anyhow::{Context, bail, ensure};
 use std::sync::Arc;
@@ -13,14 +13,11 @@ use std::sync::atomic::Ordering;
 use std::thread;
 use std::time::{Duration, Instant};
 use tracing::info;
-use understudy_encoding::decode_log;
-use understudy_link::link::read_json;
 use understudy_machine::Machine;
 use understudy_machine::succession::{check_blocks, copy_small_blocks};
-use understudy_protocol::wire::{Kind, Message};
-use understudy_protocol::{Epoch, StagedEpoch};
+use understudy_protocol::Epoch;
 use understudy_report::Mode;
-use understudy_threads::spawn;
+use understudy_threads::{lock, spawn};
 
 /// How long the turn before may take to be carried out.
 const APPLY_TIMEOUT: Duration = Duration::from_secs(60);
@@ -61,8 +58,7 @@ fn fail_in_a_test() -> anyhow::Result<()> {
 
 impl Session {
     /// The primary is about to turn, or is not after all.
-    pub(super) fn take_order(self: &Arc<Self>, message: &Message) -> anyhow::Result<()> {
-        let order: Order = read_json(message, Kind::Turn)?;
+    pub(super) fn take_order(self: &Arc<Self>, order: Order) -> anyhow::Result<()> {
         let number = {
             let mut orders = lock(&self.orders);
             orders.other = None;
@@ -76,8 +72,7 @@ impl Session {
                 Ok(()) => Answer::Ready,
                 Err(error) => Answer::Refused(format!("{error:#}")),
             };
-            // If it cannot be sent the receiving thread finds out why.
-            let _ = session.data.send_json(Kind::TurnAnswer, &answer);
+            session.say(&ToPrimary::TurnAnswer(answer));
         };
         spawn(format!("turn-{}", self.vm), prepare).map(drop).context("cannot start a thread")
     }
@@ -107,10 +102,9 @@ impl Session {
         Ok(())
     }
 
-    /// The log will end with this message's epoch.
-    pub(super) fn expect_end_of_log(&self, message: &Message) -> anyhow::Result<()> {
+    /// The log will end with the epoch that comes.
+    pub(super) fn expect_end_of_log(&self) -> anyhow::Result<()> {
         self.check_other(Mode::Checkpoint)?;
-        decode_log(&message.payload)?;
         self.following().context("a log ended that had not begun")?.expect_end();
         Ok(())
     }
@@ -127,17 +121,13 @@ impl Session {
     }
 
     /// An epoch is committed: what it needs, if it is a turn.
-    pub(super) fn turn_of(&self, part: &StagedEpoch) -> Option<Other> {
-        let turns =
-            |message: &&Message| matches!(message.header.kind, Kind::LogBegins | Kind::LogEnds);
-        let message = part.messages.iter().find(turns)?;
+    pub(super) fn turn_of(&self, part: &WholeEpoch) -> Option<Other> {
+        let turns = |piece: &&Piece<'static>| matches!(piece, Piece::LogBegins | Piece::LogEnds(_));
+        let piece = part.pieces.iter().find(turns)?;
         self.turns.fetch_add(1, Ordering::AcqRel);
-        if let (Kind::LogEnds, Some(following)) = (message.header.kind, self.following()) {
+        if let (Piece::LogEnds(rest), Some(following)) = (piece, self.following()) {
             // The apply thread may be waiting for it.
-            let ended = decode_log(&message.payload)
-                .map_err(Into::into)
-                .and_then(|rest| following.end_with(&rest));
-            if let Err(error) = ended {
+            if let Err(error) = following.end_with(rest) {
                 following.end();
                 return self.refuse_turn(error);
             }
@@ -146,7 +136,7 @@ impl Session {
     }
 
     fn refuse_turn(&self, error: anyhow::Error) -> Option<Other> {
-        tracing::warn!(vm = %self.vm, "the end of the log cannot be decoded: {error:#}");
+        tracing::warn!(vm = %self.vm, "the end of the log is wrong: {error:#}");
         None
     }
 

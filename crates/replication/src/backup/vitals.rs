@@ -3,11 +3,10 @@
 
 use super::session::Session;
 use crate::heartbeat::Pulse;
-use crate::sync::lock;
-use std::sync::Mutex;
 use std::time::{Duration, Instant};
 use tracing::{info, warn};
 use understudy_protocol::{BackupEvent, BackupPhase};
+use understudy_threads::{Mutex, lock};
 
 /// A disk or a QEMU that has not answered for so long hangs. Twice what the settling of an epoch
 /// takes on a disk that is merely busy, and far less than what a primary waits for a proof.

@@ -24,13 +24,12 @@ pub mod reads;
 pub mod writes;
 
 use crate::clock;
-use crate::sync::lock;
 use std::collections::VecDeque;
-use std::sync::Mutex;
 use std::time::Duration;
 use tracing::debug;
 use understudy_protocol::Time;
 use understudy_qemu::urgency::raise_this_thread;
+use understudy_threads::{Mutex, lock};
 
 /// The rate of the log is an average over this span.
 const RATE_SPAN: Duration = Duration::from_secs(2);

@@ -9,27 +9,29 @@ use super::reads::{self, ReadTrail};
 use super::writes::Writes;
 use super::{Rate, be_urgent};
 use crate::clock;
+use crate::messages::ToBackup;
 use crate::primary::Session;
-use crate::sync::lock;
 use anyhow::{Context, ensure};
 use nix::errno::Errno;
 use nix::poll::{PollFd, PollFlags, ppoll};
 use nix::sys::time::TimeSpec;
+use std::borrow::Cow;
 use std::io::ErrorKind;
 use std::os::fd::AsFd;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex};
 use std::thread;
 use std::time::{Duration, Instant};
 use tracing::info;
-use understudy_encoding::{MOST_LOG_BYTES, encode_log};
+use understudy_encoding::MOST_LOG_BYTES;
 use understudy_lockstep::{Batcher, MOST_LAG, Pace};
 use understudy_machine::Machine;
 use understudy_machine::doorbell::Ringing;
-use understudy_protocol::wire::{HEADER_BYTES, Kind, LogProgress};
+use understudy_protocol::wire::LogProgress;
 use understudy_protocol::{Epoch, PrimaryPhase};
 use understudy_qemu::lockstep::{LogChannel, LogErrand, Request};
 use understudy_report::{DiskReads, LockstepReport};
+use understudy_threads::{Mutex, lock};
 
 /// The machine as it was copied: the log of a session that begins in lockstep begins behind this
 /// epoch.
@@ -190,7 +192,6 @@ pub fn run(
         log_since: None,
         cut_at: Instant::now(),
         batch: Vec::new(),
-        message: Vec::new(),
     };
     let followed = cutter.follow();
     if let Ok(Followed::UntilTurn) = followed {
@@ -209,7 +210,7 @@ pub fn run(
 }
 
 /// The guest stands still, and its log has ended with this epoch, of which the rest of the log is
-/// a part. Sends what disk reads gave, and gives that rest, encoded.
+/// a part. Sends what disk reads gave, and gives that rest.
 pub fn end(
     session: &Session,
     machine: &Machine,
@@ -217,15 +218,14 @@ pub fn end(
     epoch: Epoch,
 ) -> anyhow::Result<Vec<u8>> {
     let log = machine.log().context("this QEMU does not record")?;
-    let (mut rest, mut message) = (Vec::new(), Vec::new());
+    let mut rest = Vec::new();
     read_all(log, &mut rest)?;
     if let Some(reads) = &recording.reads {
-        send_reads(session, epoch, &reads.take(), &mut message);
+        send_reads(session, epoch, &reads.take());
         reads.close();
     }
     reads::forget(machine);
-    encode_log(&rest, &mut message);
-    Ok(message)
+    Ok(rest)
 }
 
 /// Sends QEMU's log to nowhere, since nobody follows any more.
@@ -255,7 +255,6 @@ struct Cutter<'a> {
     /// When the last batch was cut.
     cut_at: Instant,
     batch: Vec<u8>,
-    message: Vec<u8>,
 }
 
 impl Cutter<'_> {
@@ -366,16 +365,14 @@ impl Cutter<'_> {
         };
         self.recording.rate.note(end.0);
         if let Some(reads) = &self.recording.reads {
-            send_reads(self.session, epoch, &reads.take(), &mut self.message);
+            send_reads(self.session, epoch, &reads.take());
         }
         // After the log was read: none from behind the places has been.
         for comparison in self.recording.comparer.take() {
-            self.message = comparison;
-            send(self.session, Kind::Compare, epoch, &self.message);
+            send(self.session, &ToBackup::Compare { epoch, comparison });
         }
-        encode_log(&self.batch, &mut self.message);
         fail::fail_point!("before-log");
-        send(self.session, Kind::Log, epoch, &self.message);
+        send(self.session, &ToBackup::Log { epoch, log: Cow::Borrowed(&self.batch) });
         Ok(())
     }
 
@@ -386,6 +383,7 @@ impl Cutter<'_> {
         self.cut(false)?;
         {
             let _full_speed = self.session.pace.lift();
+            self.machine.pass_on();
             let mut monitor = self.machine.monitor();
             let mut pause = self.machine.pause(&mut monitor, LogErrand::Detach)?;
             // The backup has a state of its own; but the log ends where this one was saved.
@@ -398,17 +396,15 @@ impl Cutter<'_> {
     }
 }
 
-fn send_reads(session: &Session, epoch: Epoch, stream: &[u8], message: &mut Vec<u8>) {
+fn send_reads(session: &Session, epoch: Epoch, stream: &[u8]) {
     for piece in stream.chunks(READS_PIECE_BYTES) {
-        encode_log(piece, message);
-        send(session, Kind::DiskReads, epoch, message);
+        send(session, &ToBackup::DiskReads { epoch, stream: Cow::Borrowed(piece) });
     }
 }
 
-fn send(session: &Session, kind: Kind, epoch: Epoch, message: &[u8]) {
-    match session.data.send_parts(kind, epoch, &[message]) {
-        Ok(header) => session.stats.sent((HEADER_BYTES + header.length) as u64),
-        Err(error) => session.lost_aside(format!("cannot send to the backup: {error}")),
+fn send(session: &Session, message: &ToBackup<'_>) {
+    if let Err(error) = session.say(message) {
+        session.lost_aside(format!("cannot send to the backup: {error}"));
     }
 }
 

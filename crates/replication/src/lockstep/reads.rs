@@ -10,19 +10,16 @@
 //! ends was not done on the primary as far as anybody knows, and is read from the mirror.
 
 use super::Rate;
-use crate::sync::lock;
 use std::io;
 use std::mem;
-use std::sync::{Arc, Condvar, Mutex};
+use std::sync::Arc;
 use std::time::Duration;
 use understudy_disk::{AwaitedRead, ReadFollower, ReadRecorder, Span};
-use understudy_encoding::decode_log;
 use understudy_lockstep::{DiskRead, ReadDecoder, ReadOutcome, ReadScript};
 use understudy_machine::Machine;
 use understudy_protocol::DiskIndex;
-use understudy_protocol::wire::Message;
 use understudy_report::DiskReads;
-use understudy_threads::poisoned;
+use understudy_threads::{Condvar, Mutex, lock, poisoned};
 
 /// Data that may wait for the next batch: over it the guest's reads wait.
 const MOST_WAITING_BYTES: usize = 8 << 20;
@@ -218,16 +215,15 @@ impl Reads {
     }
 
     /// The data of reads came, of a batch that comes behind them.
-    pub fn take(&self, message: &Message) -> anyhow::Result<()> {
+    pub fn take(&self, piece: &[u8]) -> anyhow::Result<()> {
         if self.source != DiskReads::Log {
             anyhow::bail!("the data of reads came, which was not agreed on");
         }
-        let piece = decode_log(&message.payload)?;
         let mut state = lock(&self.state);
         if state.ended {
             return Ok(());
         }
-        for (read, outcome) in state.decoder.push(&piece)? {
+        for (read, outcome) in state.decoder.push(piece)? {
             state.script.put(read, outcome)?;
         }
         state.total += piece.len() as u64;
@@ -369,8 +365,6 @@ mod tests {
     use super::*;
     use std::sync::atomic::{AtomicUsize, Ordering};
     use std::thread;
-    use understudy_protocol::Epoch;
-    use understudy_protocol::wire::Kind;
 
     const DISK: DiskIndex = DiskIndex(0);
 
@@ -406,8 +400,7 @@ mod tests {
 
     #[test]
     fn data_that_were_not_agreed_on_are_refused() {
-        let message = Message::new(Kind::DiskReads, Epoch(2), Vec::new());
-        assert!(Reads::new(DiskReads::Backup, 1).take(&message).is_err());
-        assert!(Reads::new(DiskReads::Log, 1).take(&message).is_err(), "malformed");
+        assert!(Reads::new(DiskReads::Backup, 1).take(&[]).is_err());
+        assert!(Reads::new(DiskReads::Log, 1).take(&[0xff; 64]).is_err(), "malformed");
     }
 }

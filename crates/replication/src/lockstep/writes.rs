@@ -11,12 +11,11 @@
 //! After a write that failed, on either host, that host strikes nothing off any more, and tells
 //! the other nothing.
 
-use crate::sync::lock;
-use std::sync::Mutex;
+use anyhow::ensure;
 use understudy_disk::GuestWrites;
 use understudy_lockstep::{Rounds, Written};
 use understudy_machine::Machine;
-use understudy_protocol::wire::Message;
+use understudy_threads::{Mutex, lock};
 
 /// A session's counts on one host.
 #[derive(Debug, Default)]
@@ -48,8 +47,9 @@ impl Writes {
     }
 
     /// The other host says what it has.
-    pub fn told(&self, message: &Message, disks: usize) -> anyhow::Result<()> {
-        let written = Written::decode(&message.payload, disks)?;
+    pub fn told(&self, written: Written, disks: usize) -> anyhow::Result<()> {
+        let counts = written.0.len();
+        ensure!(counts == disks, "counts came of {counts} disks, where there are {disks}");
         lock(&self.rounds).told(written);
         Ok(())
     }

@@ -1,18 +1,17 @@
 //! What the guest does: whether it runs, and how much it has run since its last pause.
 
 use crate::clock;
-use crate::sync::lock;
 use anyhow::Context;
 use nix::time::{ClockId, clock_getcpuclockid, clock_gettime};
 use nix::unistd::Pid;
 use std::fs::File;
 use std::os::unix::fs::FileExt;
 use std::path::Path;
-use std::sync::Mutex;
 use std::time::Duration;
 use understudy_machine::Machine;
 use understudy_machine::cgroup;
 use understudy_protocol::{Activity, Time};
+use understudy_threads::{Mutex, lock};
 
 /// A line of `stat` up to the state: number, name of at most 15 bytes, state.
 const STAT_BYTES: usize = 64;

@@ -11,19 +11,19 @@ use super::stats::milliseconds;
 use crate::clock;
 use crate::lockstep;
 use crate::lockstep::primary::{Followed, MACHINE};
+use crate::messages::Piece;
 use crate::moments::strike;
-use crate::sync::lock;
 use anyhow::Context;
 use std::sync::Arc;
 use std::time::Duration;
 use tracing::warn;
 use understudy_machine::{Machine, Tracker};
 use understudy_memory::{DirtySet, PageStaging, StagingPool, capture};
-use understudy_protocol::wire::Kind;
 use understudy_protocol::{Epoch, LastCheckpoint, PAGE_SIZE, PrimaryPhase, Time};
 use understudy_qemu::Urgency;
 use understudy_qemu::lockstep::LogErrand;
 use understudy_report::{CheckpointTiming, DiskReads};
+use understudy_threads::lock;
 
 /// An epoch that wrote at least this many pages gets pre-copy rounds just
 /// before the next pause: the guest then stands still only for what it wrote
@@ -106,8 +106,6 @@ struct Capturer<'a> {
     /// To be copied with the next checkpoint, whatever is found then.
     carried: DirtySet,
     device_state: Vec<u8>,
-    /// The rest of a log that ended with the last pause, encoded.
-    end_of_log: Vec<u8>,
     last_pages: u64,
     /// Of the epoch that is being closed, if a snapshot is made of it.
     closing: Option<Closing>,
@@ -133,7 +131,6 @@ impl<'a> Capturer<'a> {
             piece: DirtySet::new(),
             carried: DirtySet::new(),
             device_state: Vec::new(),
-            end_of_log: Vec::new(),
             last_pages: 0,
             closing: None,
             carried_bytes: session.carried(),
@@ -256,6 +253,9 @@ impl<'a> Capturer<'a> {
         let urgent = self.urgency.take();
         let guard = urgent.as_ref().map(Urgency::begin);
         self.session.inbound.begin_epoch(epoch.next());
+        if cut == Cut::Last {
+            self.machine.pass_on();
+        }
         let mut watch = Stopwatch::start();
         timing.output_waited_ms = self.output_waited(watch.started).map(milliseconds);
         let captured = self.pause_and_copy(cut, &mut watch, &mut timing);
@@ -340,8 +340,10 @@ impl<'a> Capturer<'a> {
             Cut::LogEnds => {
                 let recording = self.session.recording().context("there is no log")?;
                 let (session, machine) = (self.session, self.machine);
-                self.end_of_log = lockstep::primary::end(session, machine, &recording, epoch)?;
-                super::mirror::resume(self.session);
+                let rest = lockstep::primary::end(session, machine, &recording, epoch)?;
+                // Before the guest runs, whose disk writes are refused until the log has ended.
+                session.outbox.put_now(Outgoing::Piece(epoch, Piece::LogEnds(rest)));
+                super::mirror::resume(session);
             }
             Cut::Plain | Cut::Last => {}
         }
@@ -371,13 +373,9 @@ impl<'a> Capturer<'a> {
         let outbox = &self.session.outbox;
         match cut {
             Cut::LogBegins if epoch > MACHINE => {
-                outbox.put_now(Outgoing::Data(Kind::LogBegins, epoch, Vec::new()));
+                outbox.put_now(Outgoing::Piece(epoch, Piece::LogBegins));
             }
-            Cut::LogEnds => {
-                let log = std::mem::take(&mut self.end_of_log);
-                outbox.put_now(Outgoing::Data(Kind::LogEnds, epoch, log));
-                outbox.put_now(Outgoing::Forget);
-            }
+            Cut::LogEnds => outbox.put_now(Outgoing::Forget),
             _ => {}
         }
         for chunk in self.staging.take().chunks {
@@ -386,11 +384,11 @@ impl<'a> Capturer<'a> {
         super::outbound::queue(self.session, epoch);
         if let Some(console) = &self.session.console {
             for piece in console.held_of(epoch).chunks(CONSOLE_PIECE_BYTES) {
-                outbox.put_now(Outgoing::Data(Kind::Console, epoch, piece.to_vec()));
+                outbox.put_now(Outgoing::Piece(epoch, Piece::Console(piece.to_vec())));
             }
         }
         let state = self.device_state.clone();
-        outbox.put_now(Outgoing::Data(Kind::DeviceState, epoch, state));
+        outbox.put_now(Outgoing::Piece(epoch, Piece::DeviceState(state)));
         if let Some(closing) = self.closing.take() {
             closing.queue(self.session, epoch);
         }

@@ -5,9 +5,7 @@
 //! their way, writes wait: that ends when the backup acknowledges them, without the guest's help.
 //! Once one can be taken they pass, for QEMU waits for its writes when it stops.
 
-use crate::sync::lock;
-use std::sync::{Condvar, Mutex};
-use understudy_threads::poisoned;
+use understudy_threads::{Condvar, Mutex, lock, poisoned};
 
 /// Over so much a checkpoint is due. `room.rs` counts it.
 pub const EPOCH_DISK_BYTES: u64 = 64 << 20;

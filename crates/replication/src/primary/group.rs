@@ -12,15 +12,15 @@ use crate::clock;
 use crate::lockstep::primary::PIPELINE;
 use crate::membership::{Member, Membership};
 use crate::moments::strike;
-use crate::sync::lock;
 use anyhow::{bail, ensure};
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, Weak};
+use std::sync::{Arc, Weak};
 use understudy_network::Switch;
 use understudy_protocol::{
     Activity, Arrival, Epoch, Generation, Headway, LastCheckpoint, Output, Primary, PrimaryEvent,
     PrimaryPhase, Rendezvous, Time,
 };
+use understudy_threads::{Mutex, MutexGuard, lock};
 
 /// Why protection ended, until more is known.
 pub const CONDEMNED: &str = "a thread panicked while it changed the state of protection";
@@ -102,8 +102,8 @@ impl Group {
     }
 
     /// Notes what the backup says: why it could not take over; nothing if it could.
-    pub(super) fn heard_of_take_over(&self, session: &Session, words: &[u8]) {
-        self.standing.heard(&session.events, &session.peer, words);
+    pub(super) fn heard_of_take_over(&self, session: &Session, obstacle: Option<String>) {
+        self.standing.heard(&session.events, &session.peer, obstacle);
     }
 
     /// Why the backup could not take over now, if it could not.

@@ -4,10 +4,9 @@
 
 use super::dialler::Dialler;
 use super::session::Session;
-use crate::sync::lock;
 use crossbeam_channel::{Receiver, Sender, TrySendError};
+use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 use tracing::debug;
 use understudy_link::link::Link;
@@ -15,6 +14,7 @@ use understudy_network::InboundSink;
 use understudy_protocol::wire::Kind;
 use understudy_protocol::{Allowance, CardFrames, CardIndex, Epoch, FORWARDED_BYTES};
 use understudy_report::InboundReport;
+use understudy_threads::{Mutex, lock};
 
 /// Frames that may wait for the connection; over it they are not forwarded.
 const QUEUE_FRAMES: usize = 512;

@@ -2,15 +2,14 @@
 
 use super::send::Outgoing;
 use super::session::Session;
-use crate::sync::lock;
-use anyhow::{Context, bail};
+use crate::messages::{Piece, ToBackup};
+use anyhow::bail;
 use crossbeam_channel::{Receiver, RecvTimeoutError, Sender};
-use std::sync::Mutex;
 use std::time::{Duration, Instant};
 use understudy_cluster::messages::{KeepOrder, Kept};
 use understudy_protocol::Epoch;
-use understudy_protocol::wire::Kind;
 use understudy_snapshot::SnapshotNumber;
+use understudy_threads::{Mutex, lock};
 
 /// How long a checkpoint is waited for: a backup that acknowledges nothing is given up before.
 const PATIENCE: Duration = Duration::from_secs(10);
@@ -29,14 +28,14 @@ pub(super) struct Keeping {
 }
 
 struct Request {
-    order: Vec<u8>,
+    order: KeepOrder,
     in_pause: InPause,
     closed: Sender<anyhow::Result<()>>,
 }
 
 /// An epoch that is to be kept and ends with the checkpoint that is being taken.
 pub(super) struct Closing {
-    order: Vec<u8>,
+    order: KeepOrder,
     closed: Sender<anyhow::Result<()>>,
 }
 
@@ -63,7 +62,7 @@ impl Keeping {
 impl Closing {
     /// Queues the order; to be called before the epoch's end is queued.
     pub fn queue(self, session: &Session, epoch: Epoch) {
-        session.outbox.put_now(Outgoing::Data(Kind::Keep, epoch, self.order));
+        session.outbox.put_now(Outgoing::Piece(epoch, Piece::Keep(self.order)));
         let _ = self.closed.try_send(Ok(()));
     }
 }
@@ -82,7 +81,7 @@ impl Session {
     ) -> anyhow::Result<Receiver<Kept>> {
         let (closed, told) = crossbeam_channel::bounded(1);
         let (answer, answers) = crossbeam_channel::bounded(1);
-        let order = serde_json::to_vec(order)?;
+        let order = order.clone();
         *lock(&self.keeping.answer) = Some(answer);
         *lock(&self.keeping.wanted) = Some(Request { order, in_pause, closed });
         self.group.ring();
@@ -104,19 +103,17 @@ impl Session {
     }
 
     /// The backup says what became of an image.
-    pub(super) fn kept(&self, payload: &[u8]) -> anyhow::Result<()> {
-        let kept: Kept = serde_json::from_slice(payload).context("a malformed Kept message")?;
+    pub(super) fn kept(&self, kept: Kept) {
         if let Some(answer) = &*lock(&self.keeping.answer) {
             // One answer is waited for.
             let _ = answer.try_send(kept);
         }
-        Ok(())
     }
 
     /// The snapshot was given up.
     pub fn let_go(&self, number: SnapshotNumber) {
         lock(&self.keeping.answer).take();
         // If it cannot be sent, the backup has nothing to keep any more.
-        let _ = self.data.send_signal(Kind::LetGo, Epoch(number.0));
+        let _ = self.say(&ToBackup::LetGo(number));
     }
 }

@@ -4,12 +4,11 @@
 use super::send::Outgoing;
 use super::session::Session;
 use crate::medium::{Medium, MediumAnswer, MediumRefused, is_locked};
-use crate::sync::lock;
+use crate::messages::{Piece, ToBackup};
 use anyhow::bail;
 use crossbeam_channel::{RecvTimeoutError, Sender};
-use std::sync::Mutex;
 use std::time::{Duration, Instant};
-use understudy_protocol::wire::Kind;
+use understudy_threads::{Mutex, lock};
 
 /// How long a backup may take to read a medium: a DVD from a slow disk.
 const ANSWER_TIMEOUT: Duration = Duration::from_secs(300);
@@ -58,8 +57,8 @@ impl Session {
             Ok(()) => medium.clone(),
             Err(_) => Medium { drive: medium.drive, file: None },
         };
-        let (epoch, told) = (self.running(), serde_json::to_vec(&told)?);
-        self.outbox.put_now(Outgoing::Data(Kind::Medium, epoch, told));
+        let epoch = self.running();
+        self.outbox.put_now(Outgoing::Piece(epoch, Piece::Medium(told)));
         drop(monitor);
         self.group.ring();
         let committed =
@@ -74,7 +73,7 @@ impl Session {
     fn ask_for_medium(&self, medium: &Medium) -> anyhow::Result<()> {
         let (waiting, answers) = crossbeam_channel::bounded(1);
         *lock(&self.media.0) = Some(waiting);
-        self.data.send_json(Kind::MediumAsked, medium)?;
+        self.say(&ToBackup::MediumAsked(medium.clone()))?;
         let deadline = Instant::now() + ANSWER_TIMEOUT;
         loop {
             match answers.recv_timeout(LOOK) {

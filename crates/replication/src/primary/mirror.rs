@@ -4,8 +4,8 @@ use super::references::References;
 use super::send::Outgoing;
 use super::session::Session;
 use crate::lockstep::reads;
+use crate::messages::{Piece, ToBackup};
 use crate::resync::Basis;
-use crate::sync::lock;
 use anyhow::Context;
 use std::ops::Range;
 use std::sync::Arc;
@@ -14,8 +14,9 @@ use std::thread;
 use std::time::{Duration, Instant};
 use tracing::warn;
 use understudy_disk::{Disk, GRANULE_BYTES, Reads, WriteSink, copy_changed, copy_out};
-use understudy_protocol::wire::{DiskRange, HEADER_BYTES, Kind};
+use understudy_protocol::wire::{DiskRange, DiskWrite};
 use understudy_protocol::{DiskIndex, Epoch};
+use understudy_threads::lock;
 
 /// Streams a disk's writes into the session's queue, tagged with the epoch that
 /// runs. A weak reference: the disks outlive the session.
@@ -29,15 +30,15 @@ impl WriteSink for Mirroring {
     fn write(&self, disk: DiskIndex, offset: u64, data: &[u8]) {
         // A request may be larger than a message.
         for (i, part) in data.chunks(1 << 20).enumerate() {
-            let offset = offset + (i << 20) as u64;
-            let range = DiskRange { disk, offset, length: part.len() as u64 };
-            self.put(Kind::DiskWrite, range, part);
+            let write = DiskWrite::new(disk, offset + (i << 20) as u64, part);
+            self.put(write.range(), Piece::DiskWrite(write));
         }
         self.references(|references| references.end_write(disk));
     }
 
     fn zero(&self, disk: DiskIndex, offset: u64, length: u64) {
-        self.put(Kind::DiskZero, DiskRange { disk, offset, length }, &[]);
+        let range = DiskRange { disk, offset, length };
+        self.put(range, Piece::DiskZero(range));
         self.references(|references| references.end_write(disk));
     }
 }
@@ -49,21 +50,18 @@ impl Mirroring {
         }
     }
 
-    fn put(&self, kind: Kind, range: DiskRange, data: &[u8]) {
+    fn put(&self, range: DiskRange, piece: Piece<'static>) {
         let Some(session) = self.0.upgrade() else { return };
-        let mut payload = Vec::with_capacity(DiskRange::BYTES + data.len());
-        payload.extend_from_slice(&range.encode());
-        payload.extend_from_slice(data);
         let epoch = || Epoch(session.disk_epoch.load(Ordering::Acquire));
         // The first synchronisation is applied as it comes.
-        if epoch() > Epoch(0) && session.epoch_room.take(payload.len() as u64) {
+        if epoch() > Epoch(0) && session.epoch_room.take(piece.bytes()) {
             session.group.ring();
         }
         let epoch = epoch();
         if let Some(references) = &session.references {
             references.wrote(range.disk, range.offset, range.length, epoch);
         }
-        session.outbox.put(Outgoing::Data(kind, epoch, payload));
+        session.outbox.put(Outgoing::Piece(epoch, piece));
     }
 }
 
@@ -187,8 +185,7 @@ fn rounds(session: &Session) -> anyhow::Result<()> {
             if let (_, Some(counts)) = &written
                 && written != told
             {
-                let sent = session.data.send_parts(Kind::Written, Epoch(0), &[&counts.encode()]);
-                session.stats.sent((HEADER_BYTES + sent?.length) as u64);
+                session.say(&ToBackup::Written(counts.clone()))?;
             }
             told = written;
             continue;

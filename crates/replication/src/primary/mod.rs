@@ -36,11 +36,10 @@ mod turn;
 pub use epoch_room::EPOCH_DISK_BYTES;
 pub use group::CONDEMNED;
 pub use group::Group;
-pub(crate) use send::PLANNED;
 pub use session::Session;
 pub use turn::Next;
 use understudy_protocol::HostName;
-use understudy_threads::spawn;
+use understudy_threads::{Mutex, spawn};
 
 use crate::clock;
 use crate::hand_back::AskWinner;
@@ -61,8 +60,8 @@ use references::References;
 use send::{Outflow, send_all};
 use stats::Stats;
 use std::net::SocketAddr;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64};
-use std::sync::{Arc, Mutex};
 use std::thread;
 use std::time::Duration;
 use tracing::{error, info};
@@ -319,8 +318,8 @@ fn run_capture(session: &Arc<Session>, over: impl FnOnce(PrimaryPhase)) {
     }
     let phase = await_end(session);
     if matches!(phase, PrimaryPhase::Alone(_)) && !session.machine().is_powered_off() {
-        // A checkpoint that failed may have left the guest paused.
-        if let Err(error) = session.machine().ensure_running() {
+        // A checkpoint that failed may have left the guest paused, a hand-over that did has.
+        if let Err(error) = session.machine().take_back() {
             error!(vm = %session.vm, "cannot resume the guest: {error:#}");
         }
     }

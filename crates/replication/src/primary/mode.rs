@@ -4,11 +4,11 @@ use super::group::lock_core;
 use super::inbound;
 use super::session::Session;
 use crate::lockstep::primary::{PIPELINE, Recording};
-use crate::sync::lock;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use understudy_protocol::{Epoch, PIPELINE_DEPTH};
 use understudy_report::{DiskReads, Mode};
+use understudy_threads::lock;
 
 impl Session {
     /// Its log, in lockstep.

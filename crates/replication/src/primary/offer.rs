@@ -4,6 +4,7 @@ use super::Plan;
 use super::dialler::Dialler;
 use super::group::Group;
 use crate::handshake::{FileOffer, FileRole, GroupOffer, Offer, Ready, Welcome};
+use crate::messages::ToBackup;
 use crate::resync::{self, Basis};
 use anyhow::{Context, bail};
 use std::fs::File;
@@ -13,7 +14,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use understudy_disk::Disk;
 use understudy_link::channel::Channel;
-use understudy_link::link::{Link, read_json};
+use understudy_link::link::{Link, Next, read_json};
 use understudy_machine::Machine;
 use understudy_protocol::wire::Kind;
 use understudy_protocol::{DiskIndex, Epoch, PathIndex};
@@ -108,7 +109,8 @@ pub fn await_ready(data: &Arc<Channel>, machine: &Machine, peer: &str) -> anyhow
             "QEMU's RAM blocks differ between the hosts: {ours:?} here, {:?} on {peer}",
             ready.blocks
         );
-        data.refuse(&reason);
+        // It may be gone.
+        let _ = ToBackup::Refuse(reason.clone()).send(data, Next::Unknown);
         bail!(reason);
     }
     Ok(())

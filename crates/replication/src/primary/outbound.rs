@@ -3,13 +3,12 @@
 
 use super::send::Outgoing;
 use super::session::Session;
-use crate::sync::lock;
-use std::sync::Mutex;
+use crate::messages::Piece;
 use std::sync::atomic::{AtomicU64, Ordering};
 use understudy_network::Port;
-use understudy_protocol::wire::Kind;
 use understudy_protocol::{Allowance, CARRIED_BYTES, CardFrames, Epoch, Output};
 use understudy_report::OutboundReport;
+use understudy_threads::{Mutex, lock};
 
 /// What was carried of a session's outbound frames.
 pub struct Outbound {
@@ -67,8 +66,7 @@ pub fn queue(session: &Session, epoch: Epoch) {
     for port in session.machine().ports() {
         let (message, frames) = session.outbound.gather(port, epoch);
         if frames > 0 {
-            let payload = message.into_payload();
-            session.outbox.put_now(Outgoing::Data(Kind::Outbound, epoch, payload));
+            session.outbox.put_now(Outgoing::Piece(epoch, Piece::Outbound(message)));
         }
     }
 }

@@ -1,8 +1,6 @@
 //! The guest's pace: the throttle's decisions, carried out and shown.
 
 use crate::clock;
-use crate::sync::lock;
-use std::sync::Mutex;
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::Duration;
 use tracing::{info, warn};
@@ -10,6 +8,7 @@ use understudy_machine::cgroup::VcpuGroup;
 use understudy_protocol::VmName;
 use understudy_protocol::{Epoch, Policy, Throttle, Time};
 use understudy_report::ThrottleReport;
+use understudy_threads::{Mutex, lock};
 
 /// Why a guest is slowed down.
 const OUTRUNS_LINK: &str = "writes faster than the link carries";

@@ -4,15 +4,14 @@
 use super::session::Session;
 use crate::lockstep::be_urgent;
 use crate::lockstep::primary::{MACHINE, Recording};
+use crate::messages::ToPrimary;
 use crate::moments::strike;
 use anyhow::bail;
 use std::ops::ControlFlow;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
-use understudy_link::link::read_json;
-use understudy_lockstep::Findings;
 use understudy_protocol::wire::{Kind, LogProgress};
-use understudy_protocol::{Epoch, Generation, PrimaryEvent};
+use understudy_protocol::{Epoch, PrimaryEvent};
 
 /// Receives until the connection ends, or the backup has said its last word.
 pub fn run(session: &Session) {
@@ -27,50 +26,43 @@ pub fn run(session: &Session) {
 }
 
 fn receive_one(session: &Session) -> anyhow::Result<ControlFlow<()>> {
-    let message = session.data.receive()?;
-    match message.header.kind {
-        Kind::Acknowledge => {
+    match ToPrimary::decode(session.data.receive()?)? {
+        ToPrimary::Acknowledge(epoch) => {
             strike("receive", &session.vm);
-            acknowledged(session, message.header.epoch);
+            acknowledged(session, epoch);
         }
-        Kind::Progress => {
-            let progress = LogProgress::decode(&message)?;
+        ToPrimary::Progress(progress) => {
             if let Some(recording) = log_of(session, Kind::Progress)? {
                 progressed(session, &recording, progress);
             }
         }
-        Kind::MayTakeOver => session.group.heard_of_take_over(session, &message.payload),
-        Kind::Works => session.work.applied(message.header.epoch.0),
-        Kind::Settled => settled(session, message.header.epoch),
-        Kind::Written => {
+        ToPrimary::MayTakeOver(obstacle) => session.group.heard_of_take_over(session, obstacle),
+        ToPrimary::Works(bytes) => session.work.applied(bytes),
+        ToPrimary::Settled(epoch) => settled(session, epoch),
+        ToPrimary::Written(written) => {
             if let Some(recording) = log_of(session, Kind::Written)? {
-                recording.writes.told(&message, session.machine().disks().len())?;
+                recording.writes.told(written, session.machine().disks().len())?;
             }
         }
-        Kind::Kept => session.kept(&message.payload)?,
-        Kind::Compared => {
-            let findings = Findings::decode(&message.payload)?;
+        ToPrimary::Kept(kept) => session.kept(kept),
+        ToPrimary::Compared(findings) => {
             if let Some(recording) = log_of(session, Kind::Compared)? {
                 recording.comparer.heard(findings);
             }
         }
-        Kind::MediumAnswer => session.media.answered(read_json(&message, Kind::MediumAnswer)?),
-        Kind::TurnAnswer => session.turning.answered(read_json(&message, Kind::TurnAnswer)?),
-        Kind::StoodDown => {
+        ToPrimary::MediumAnswer(answer) => session.media.answered(answer),
+        ToPrimary::TurnAnswer(answer) => session.turning.answered(answer),
+        ToPrimary::StoodDown => {
             session.group.stood_down(session);
             return Ok(ControlFlow::Break(()));
         }
-        Kind::Live => {
-            let generation = Generation(message.header.epoch.0);
-            session.event(PrimaryEvent::LiveElsewhere(generation));
-        }
-        Kind::Diverged => {
+        ToPrimary::Live(generation) => session.event(PrimaryEvent::LiveElsewhere(generation)),
+        ToPrimary::Diverged(reason) => {
             fail::fail_point!("before-diverged");
             session.diverged.store(true, Ordering::Release);
-            bail!("{}", String::from_utf8_lossy(&message.payload));
+            bail!(reason);
         }
-        Kind::Refuse => bail!("{}", String::from_utf8_lossy(&message.payload)),
-        other => bail!("unexpected {other:?} message from the backup"),
+        ToPrimary::Refuse(reason) => bail!(reason),
     }
     Ok(ControlFlow::Continue(()))
 }

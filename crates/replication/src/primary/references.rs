@@ -11,13 +11,12 @@
 //!
 //! [settled]: understudy_protocol::wire::Kind::Settled
 
-use crate::sync::lock;
 use std::collections::HashMap;
 use std::ops::Range;
-use std::sync::Mutex;
 use understudy_disk::ReadSink;
 use understudy_encoding::{DiskBlock, Page, PageHash, Reference, is_zero_page};
 use understudy_protocol::{DiskIndex, Epoch, PAGE_SIZE};
+use understudy_threads::{Mutex, lock};
 
 /// Blocks remembered, and as many noted as written: 256 MiB of the disks, for some 12 MB of RAM.
 const MOST_BLOCKS: usize = 65_536;

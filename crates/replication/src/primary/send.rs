@@ -5,6 +5,7 @@ use super::references::References;
 use super::session::Session;
 use super::stats::Stats;
 use crate::clock;
+use crate::messages::{PageBatch, Piece, ToBackup};
 use crate::moments::strike;
 use crate::sync::ByteBudget;
 use crossbeam_channel::{Receiver, Sender};
@@ -16,28 +17,25 @@ use understudy_encoding::{Encoder, EncodingPlan, Page};
 use understudy_link::channel::Channel;
 use understudy_link::link::Next;
 use understudy_memory::CapturedChunk;
-use understudy_protocol::wire::{HEADER_BYTES, Header, Kind};
-use understudy_protocol::{Epoch, EpochDigest, Time};
+use understudy_protocol::wire::{HEADER_BYTES, Header};
+use understudy_protocol::{Epoch, EpochDigest, EpochEnd, Time};
 
 /// Bytes that may wait to be sent, beside captured pages.
 const QUEUE_BYTES: u64 = 32 << 20;
-
-/// In the epoch field of [`Kind::TakeOver`]: the operator wants it.
-pub(crate) const PLANNED: Epoch = Epoch(1);
 
 /// What waits to be sent, in the order of the wire.
 #[derive(Debug)]
 pub enum Outgoing {
     /// Captured pages.
     Pages(Epoch, CapturedChunk),
-    /// A disk write, a zeroed range or the device state.
-    Data(Kind, Epoch, Vec<u8>),
+    /// Another piece of an epoch.
+    Piece(Epoch, Piece<'static>),
     /// The backup's memory has changed by other means: what was sent before is no base for deltas.
     Forget,
     /// Everything of the epoch went before.
     EpochEnd(Epoch, Time),
-    /// A message without payload, and what its epoch field says.
-    Signal(Kind, Epoch),
+    /// What belongs to no epoch.
+    Message(ToBackup<'static>),
     /// Nothing comes after this.
     End,
 }
@@ -91,8 +89,8 @@ impl Outgoing {
     fn bytes(&self) -> u64 {
         match self {
             Outgoing::Pages(_, chunk) => chunk.bytes().len() as u64,
-            Outgoing::Data(_, _, payload) => payload.len() as u64,
-            Outgoing::Forget | Outgoing::EpochEnd(..) | Outgoing::Signal(..) | Outgoing::End => 0,
+            Outgoing::Piece(_, piece) => piece.bytes(),
+            Outgoing::Forget | Outgoing::EpochEnd(..) | Outgoing::Message(_) | Outgoing::End => 0,
         }
     }
 }
@@ -150,16 +148,16 @@ impl Sending<'_> {
     fn send(&mut self, item: Outgoing, next: Next) -> io::Result<()> {
         match item {
             Outgoing::Pages(epoch, chunk) => self.send_pages(epoch, &chunk, next),
-            Outgoing::Data(kind, epoch, payload) => {
-                let header = self.link.send_before(next, kind, epoch, &[&payload])?;
+            Outgoing::Piece(epoch, piece) => {
+                let header = ToBackup::Piece(epoch, piece).send(self.link, next)?;
                 self.sent(epoch, &header);
                 Ok(())
             }
             Outgoing::EpochEnd(epoch, stopped) => {
                 fail::fail_point!("before-epoch-end");
-                let digest = self.digests.remove(&epoch).unwrap_or_default();
-                let end = digest.end(clock::now() - stopped);
-                let header = self.link.send_parts(Kind::EpochEnd, epoch, &[&end])?;
+                let sums = self.digests.remove(&epoch).unwrap_or_default().sums();
+                let end = EpochEnd { epoch, sums, age: clock::now() - stopped };
+                let header = ToBackup::EpochEnd(end).send(self.link, Next::Unknown)?;
                 self.count(&header);
                 self.stats.link(|link| link.ended(epoch, &self.burst));
                 fail::fail_point!("after-epoch-end");
@@ -169,7 +167,8 @@ impl Sending<'_> {
                 self.encoder = Encoder::new(self.plan, thread_cpu_time);
                 Ok(())
             }
-            Outgoing::Signal(kind, epoch) => self.link.send_signal(kind, epoch),
+            // Never held back: nobody may wait for what does not come.
+            Outgoing::Message(message) => message.send(self.link, Next::Unknown).map(drop),
             Outgoing::End => Ok(()),
         }
     }
@@ -183,7 +182,8 @@ impl Sending<'_> {
         let find = |page: &Page| references?.find(page);
         let encoded = self.encoder.encode(chunk.runs(), chunk.bytes(), epoch == Epoch(0), find);
         let encoding_ended = clock::now();
-        let header = self.link.send_before(next, Kind::Pages, epoch, &encoded.parts)?;
+        let pages = Piece::Pages(PageBatch::encoded(&encoded.parts));
+        let header = ToBackup::Piece(epoch, pages).send(self.link, next)?;
         self.sent(epoch, &header);
         self.burst.encoded(encoding_ended - began);
         if epoch == Epoch(0) {
@@ -198,7 +198,7 @@ impl Sending<'_> {
     fn sent(&mut self, epoch: Epoch, header: &Header) {
         // Epoch 0, the first synchronisation, has no end and so no digest.
         if epoch > Epoch(0) {
-            self.digests.entry(epoch).or_default().add(header.checksum(), header.length);
+            self.digests.entry(epoch).or_default().add(header);
         }
         self.count(header);
     }

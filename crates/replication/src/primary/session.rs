@@ -13,7 +13,7 @@ use super::outbound::Outbound;
 use super::pace::Pace;
 use super::progress::Progress;
 use super::references::References;
-use super::send::{Outbox, Outgoing, PLANNED};
+use super::send::{Outbox, Outgoing};
 use super::stats::Stats;
 use super::turn::Turning;
 use crate::clock;
@@ -22,29 +22,31 @@ use crate::heartbeat::{Heartbeats, Pulse};
 use crate::lockstep::primary::Recording;
 use crate::lockstep::reads;
 use crate::membership::Membership;
+use crate::messages::ToBackup;
 use crate::moments::strike;
 use crate::paths::PathMonitor;
 use crate::records::Records;
 use crate::resync::Basis;
-use crate::sync::lock;
 use anyhow::bail;
 use crossbeam_channel::Sender;
+use std::io;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 use tracing::{info, warn};
 use understudy_arbiter::Arbiter;
 use understudy_encoding::EncodingPlan;
 use understudy_link::channel::Channel;
+use understudy_link::link::Next;
 use understudy_machine::Machine;
 use understudy_machine::console::ConsoleOutput;
-use understudy_protocol::wire::Kind;
+use understudy_protocol::wire::HEADER_BYTES;
 use understudy_protocol::{
     Epoch, Generation, HostName, LastCheckpoint, Output, Policy, Primary, PrimaryAction,
     PrimaryEvent, PrimaryPhase, Time, VmName,
 };
 use understudy_report::events::VmEvents;
-use understudy_threads::spawn;
+use understudy_threads::{Mutex, lock, spawn};
 
 /// Nothing waits longer than this without looking again.
 pub(super) const LONGEST_WAIT: Duration = Duration::from_millis(500);
@@ -171,6 +173,16 @@ impl Session {
         lock_core(&self.core).phase().clone()
     }
 
+    /// Whether its word decides about what the guest sends.
+    pub fn guards_output(&self) -> bool {
+        lock_core(&self.core).guards_output()
+    }
+
+    /// Whether it asks the arbiter for the VM.
+    pub fn contests(&self) -> bool {
+        lock_core(&self.core).contests()
+    }
+
     /// The rule for what the guest sends.
     pub fn output(&self) -> Output {
         lock_core(&self.core).output()
@@ -273,11 +285,10 @@ impl Session {
             }
             PrimaryAction::YieldToBackup if leads => {
                 let planned = self.was_handed_over();
-                let why = if planned { PLANNED } else { Epoch(0) };
-                self.outbox.put_now(Outgoing::Signal(Kind::TakeOver, why));
+                self.outbox.put_now(Outgoing::Message(ToBackup::TakeOver { planned }));
             }
             PrimaryAction::StandDown if leads => {
-                self.outbox.put_now(Outgoing::Signal(Kind::StandDown, Epoch(0)));
+                self.outbox.put_now(Outgoing::Message(ToBackup::StandDown));
             }
             PrimaryAction::Contest(_) | PrimaryAction::YieldToBackup | PrimaryAction::StandDown => {
             }
@@ -357,6 +368,13 @@ impl Session {
             }
             self.machine().doorbell().wait(seen, left.min(LONGEST_WAIT));
         }
+    }
+
+    /// Tells the backup, beside what waits to be sent.
+    pub(crate) fn say(&self, message: &ToBackup<'_>) -> io::Result<()> {
+        let header = message.send(&self.data, Next::Unknown)?;
+        self.stats.sent((HEADER_BYTES + header.length) as u64);
+        Ok(())
     }
 
     /// A connection to the backup ended that does not carry its words. While the

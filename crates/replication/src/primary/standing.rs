@@ -7,11 +7,10 @@
 //! guest's, while nothing has failed of the two hosts that the arbiter is there for.
 
 use crate::clock;
-use crate::sync::lock;
-use std::sync::Mutex;
 use std::time::Duration;
 use understudy_protocol::{HostName, Time};
 use understudy_report::events::{EventKind, VmEvents};
+use understudy_threads::{Mutex, lock};
 
 /// A word counts for so long: a backup whose arbiter hangs says nothing.
 const FRESH: Duration = Duration::from_millis(4_500);
@@ -39,10 +38,9 @@ impl Standing {
     }
 
     /// Notes what the backup says: why it could not take over; nothing if it could.
-    pub fn heard(&self, events: &VmEvents, peer: &HostName, words: &[u8]) {
-        let words = String::from_utf8_lossy(words);
-        let reason: String = words.chars().take(LONGEST_REASON).collect();
-        let obstacle = (!reason.is_empty()).then_some(reason);
+    pub fn heard(&self, events: &VmEvents, peer: &HostName, obstacle: Option<String>) {
+        let obstacle: Option<String> =
+            obstacle.map(|words| words.chars().take(LONGEST_REASON).collect());
         let mut word = lock(&self.0);
         match (&word.obstacle, &obstacle) {
             (None, Some(reason)) => {
@@ -84,11 +82,11 @@ mod tests {
         assert_eq!(standing.obstacle(now), None);
         let words = standing.obstacle(now + FRESH * 2).unwrap();
         assert!(words.contains("has not proved for"), "{words}");
-        standing.heard(&db, &b, b"no such directory");
+        standing.heard(&db, &b, Some("no such directory".to_owned()));
         assert_eq!(standing.obstacle(clock::now()).unwrap(), "no such directory");
-        standing.heard(&db, &b, b"");
+        standing.heard(&db, &b, None);
         assert_eq!(standing.obstacle(clock::now()), None);
-        standing.heard(&db, &b, &[b'x'; 5_000]);
+        standing.heard(&db, &b, Some("x".repeat(5_000)));
         assert_eq!(standing.obstacle(clock::now()).unwrap().len(), LONGEST_REASON);
         assert_eq!(db.sentences()[1], "host b could take over again");
     }

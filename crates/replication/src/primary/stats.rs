@@ -2,15 +2,14 @@
 
 use super::link_speed::LinkSpeed;
 use crate::clock;
-use crate::sync::lock;
 use std::collections::VecDeque;
-use std::sync::Mutex;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 use understudy_encoding::{Counters, Methods};
 use understudy_protocol::{Epoch, Time};
 use understudy_report::meters::VmMeters;
 use understudy_report::{CheckpointTiming, OutputReport, PauseReport};
+use understudy_threads::{Mutex, lock};
 
 /// Checkpoints whose timings are kept.
 const KEPT_TIMINGS: usize = 4096;

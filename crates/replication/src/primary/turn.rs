@@ -7,15 +7,14 @@
 //! | the capture thread | carries it out, as one epoch (`capture.rs`) |
 
 use super::session::Session;
-use crate::sync::lock;
+use crate::messages::ToBackup;
 use crate::turn::{Answer, Order, Wanted};
 use anyhow::{Context, bail};
-use std::sync::{Arc, Condvar, Mutex};
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 use understudy_machine::Machine;
-use understudy_protocol::wire::Kind;
 use understudy_report::{DiskReads, Mode};
-use understudy_threads::poisoned;
+use understudy_threads::{Condvar, Mutex, lock, poisoned};
 
 /// How long the backup's QEMU may take to start.
 const START_TIMEOUT: Duration = Duration::from_secs(60);
@@ -155,14 +154,14 @@ impl Session {
         let turned = prepare();
         if turned.is_err() && !self.is_over() {
             // If it cannot be sent the receiving thread finds out why.
-            let _ = self.data.send_json(Kind::Turn, &Order::Cancel);
+            let _ = self.say(&ToBackup::Turn(Order::Cancel));
         }
         turned
     }
 
     fn ask_backup(&self, wanted: Wanted) -> anyhow::Result<()> {
         self.turning.set(State::Asked);
-        self.data.send_json(Kind::Turn, &Order::Prepare(Box::new(wanted)))?;
+        self.say(&ToBackup::Turn(Order::Prepare(Box::new(wanted))))?;
         let is_it = |state: &State| matches!(state, State::Answered(_));
         match self.turning.await_state(self, START_TIMEOUT, is_it) {
             Some(State::Answered(Answer::Ready)) => Ok(()),

@@ -29,6 +29,13 @@ pub enum Severity {
 pub enum EventKind {
     /// The VM was started on this host.
     Started,
+    /// The VM came up with its host.
+    CameUp,
+    /// The VM is to come up with its host, and does not yet.
+    StartAwaited {
+        /// What it waits for.
+        reason: String,
+    },
     /// The VM was stopped.
     Stopped {
         /// Whether its power was cut.
@@ -161,6 +168,21 @@ pub enum EventKind {
         /// What becomes of the guest.
         outcome: String,
     },
+    /// The VM runs here alone, another host has a copy, and this host could not show the arbiter
+    /// that it lives: the guest stands still.
+    LeaseRanOut {
+        /// Why.
+        reason: String,
+    },
+    /// It is still this host's, and goes on.
+    LeaseRenewed,
+    /// This host, or its daemon, did nothing for a while.
+    StoodStill {
+        /// For how long.
+        seconds: f64,
+        /// Whether its clocks stood still, too, so that only other hosts could tell.
+        clocks_too: bool,
+    },
     /// A CD-ROM drive has another medium.
     MediumChanged {
         /// The drive, like `disk1`.
@@ -225,6 +247,7 @@ impl EventKind {
         match self {
             Contested { .. }
             | BackupUnfit { .. }
+            | StartAwaited { .. }
             | Unheld { .. }
             | NoBackup { .. }
             | TookOver { .. }
@@ -232,12 +255,14 @@ impl EventKind {
             | Certificate { .. }
             | WrongTokens { .. }
             | GuestPanicked
+            | StoodStill { .. }
             | SnapshotFailed { .. } => Severity::Warning,
             ProtectionLost { .. }
             | TakeOverFailed { .. }
             | Fenced { .. }
             | GuestDied { .. }
             | DiskError { .. }
+            | LeaseRanOut { .. }
             | ArbiterLost { .. } => Severity::Error,
             _ => Severity::Info,
         }
@@ -264,6 +289,8 @@ impl EventKind {
                 | TakeOverFailed { .. }
                 | HandedOver { .. }
                 | Fenced { .. }
+                | LeaseRanOut { .. }
+                | LeaseRenewed
                 | StandingBy { .. }
                 | Restored { .. }
         )
@@ -275,6 +302,8 @@ impl fmt::Display for EventKind {
         use EventKind::*;
         match self {
             Started => write!(f, "started"),
+            CameUp => write!(f, "came up with its host"),
+            StartAwaited { reason } => write!(f, "does not come up with its host yet: {reason}"),
             Stopped { cut: false } => write!(f, "stopped"),
             Stopped { cut: true } => write!(f, "its power was cut"),
             PoweredOff => write!(f, "the guest powered off"),
@@ -323,6 +352,17 @@ impl fmt::Display for EventKind {
             ),
             PathUp { path, up, all } => write!(f, "{path} is up again: {up} of {all} paths"),
             DiskError { error, outcome } => write!(f, "{error}; {outcome}"),
+            LeaseRanOut { reason } => write!(f, "the guest stands still: {reason}"),
+            LeaseRenewed => {
+                write!(f, "the guest goes on: the arbiter says that it is still this host's")
+            }
+            StoodStill { seconds, clocks_too } => {
+                let how = match clocks_too {
+                    false => "it slept, or it, or its daemon, was stopped",
+                    true => "its clocks, too, as other hosts' tell: its hypervisor was paused",
+                };
+                write!(f, "this host stood still for about {seconds:.1} s ({how})")
+            }
             MediumChanged { drive, medium: Some(medium) } => {
                 write!(f, "{drive} has {} in it", medium.display())
             }

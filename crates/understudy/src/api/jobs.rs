@@ -14,10 +14,11 @@ use serde_json::Value;
 use std::collections::VecDeque;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
-use std::time::{Duration, SystemTime};
+use std::time::Duration;
 use tokio::task::spawn_blocking;
 use understudy_daemon::containment;
 use understudy_protocol::VmName;
+use understudy_report::events::now_ms;
 use understudy_report::{ErrorKind, HostError};
 use understudy_report::{ProtectRequest, Protection};
 
@@ -279,9 +280,4 @@ pub(super) async fn cancel(
         _ => jobs.known().retain(|other| !Arc::ptr_eq(other, &job)),
     }
     Ok(Json(report))
-}
-
-fn now_ms() -> u64 {
-    let since = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default();
-    u64::try_from(since.as_millis()).unwrap_or(u64::MAX)
 }

@@ -59,6 +59,7 @@ impl Control for Recorder {
             certificate_expires: None,
             arbiter: None,
             peers: Vec::new(),
+            awaited: Vec::new(),
             name: literal("a"),
             version: "0.1.0".into(),
             qemu_version: "10.0.2".into(),
@@ -263,7 +264,7 @@ fn every_call_arrives_and_is_answered() {
     assert_eq!(client.protect_group("shop", &request).unwrap(), std::slice::from_ref(&vm));
     assert_eq!(client.unprotect("db").unwrap(), vm);
     client.failover("db").unwrap();
-    let request = RecoverRequest { dry_run: true, force: false };
+    let request = RecoverRequest { dry_run: true, ..Default::default() };
     assert_eq!(client.recover("db", request).unwrap().status, Some(vm));
     assert_eq!(client.timings("db").unwrap()[0].epoch, Epoch(7));
     assert_eq!(client.verify_lockstep("db").unwrap().pages, 9);

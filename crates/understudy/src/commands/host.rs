@@ -75,10 +75,10 @@ async fn serve(
     let (stop, stopped) = oneshot::channel::<()>();
     let api = Api::new(Arc::new(host.clone()));
     let router = api.router(&Guard::Local);
-    let server = tokio::spawn(listen(socket, router, async {
+    let serving = listen(socket, router, async {
         // A dropped sender stops the server as well.
         let _ = stopped.await;
-    })?);
+    })?;
     if let Some(listener) = metrics {
         let router = metrics::router(Arc::new(host.clone()));
         // It ends with the daemon: it only answers questions.
@@ -87,6 +87,9 @@ async fn serve(
     if let Some((config, tls)) = host.remote_api() {
         remote::start(&api, config, tls).await?;
     }
+    // Behind all that may fail, and before anybody hears that this daemon is up.
+    host.arm_watchdog()?;
+    let server = tokio::spawn(serving);
     tracing::info!(host = %name, socket = %socket.path().display(), "ready");
     manager.tell(&[Notice::Ready]);
     let alive = watchdog::keep(manager.clone(), host.clone(), socket.path().to_owned());

@@ -7,7 +7,11 @@ use understudy_report::{RecoverReport, RecoverRequest};
 
 /// Names a VM's valid images; starts it on them, unless told not to.
 pub fn run(client: &Client, args: &RecoverArgs, json: bool) -> Result<Exit, Failure> {
-    let request = RecoverRequest { dry_run: args.dry_run, force: args.force };
+    let request = RecoverRequest {
+        dry_run: args.dry_run,
+        force: args.force,
+        other_host_is_off: args.other_host_is_off,
+    };
     let report = client.recover(&args.vm, request)?;
     output::show(json, &report, describe)?;
     Ok(Exit::Ok)

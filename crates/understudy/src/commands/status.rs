@@ -14,7 +14,7 @@ pub fn run(client: &Client, vm: Option<&str>, json: bool) -> Result<Exit, Failur
     output::show(json, &status, table::vm)?;
     Ok(match status.protection {
         Protection::Degraded { .. } | Protection::Unheld { .. } => Exit::Degraded,
-        _ if status.disk_error.is_some() => Exit::Degraded,
+        _ if status.disk_error.or(status.lease_over).is_some() => Exit::Degraded,
         _ => Exit::Ok,
     })
 }

@@ -17,6 +17,7 @@ pub fn checks(config: &HostConfig) -> Vec<Check> {
     checks.extend(config.listen.iter().map(|address| listen(*address)));
     checks.push(arbiter(config.arbiter.as_ref()));
     checks.extend(peers(config));
+    checks.extend(watchdog(Path::new("/dev/watchdog"), config));
     checks
 }
 
@@ -29,6 +30,19 @@ fn listen(address: SocketAddr) -> Check {
             Check::fail(NAME, format!("{address}: {error}"), "use an address of this host")
         }
     }
+}
+
+/// Not opened: that would arm it.
+fn watchdog(device: &Path, config: &HostConfig) -> Option<Check> {
+    if config.watchdog.is_some() || config.lease.is_zero() || !device.exists() {
+        return None;
+    }
+    let advice = format!(
+        "`watchdog = \"{}\"` under [detection] has it reset this host if its daemon hangs while it is \
+         a VM's sole owner",
+        device.display()
+    );
+    Some(Check::note("watchdog", "there is one, and nobody uses it", advice))
 }
 
 fn arbiter(config: Option<&ArbiterConfig>) -> Check {

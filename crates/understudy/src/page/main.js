@@ -3,7 +3,7 @@
 import { Refusal, call, follow, signIn, signOut, token } from "./api.js";
 import { actions, ask } from "./dialogs.js";
 import { draw, node, whenTurned } from "./drawing.js";
-import { ago, bytes, clock, ms, pages, standing, summary } from "./words.js";
+import { ago, bytes, clock, frames, ms, pages, standing, summary } from "./words.js";
 
 const INTERVAL = 1000;
 const KEPT_EVENTS = 200;
@@ -55,7 +55,7 @@ function figures(vm) {
     if (vm.uncommitted_ms !== null) {
       add("Exposure now", ms(vm.uncommitted_ms), `age of what the backup has; ${epochs} on the way`);
     }
-    add("Held for commit", `${vm.held_frames} ${vm.held_frames === 1 ? "frame" : "frames"}`, vm.held_console_bytes ? `and ${bytes(vm.held_console_bytes)} of the console` : "");
+    add("Held for commit", frames(vm.held_frames), vm.held_console_bytes ? `and ${bytes(vm.held_console_bytes)} of the console` : "");
     const wait = vm.output_wait_ms;
     add("Output delay", wait ? ms(wait.to_release_p50) : "–", wait ? `median; 99 % within ${ms(wait.to_release_p99)}` : "nothing was sent yet");
     if (vm.checkpoints > 0) {
@@ -147,7 +147,7 @@ function showTakeover(place, vm) {
     legend.append(element("li", "", patch, `${words} ${ms(parts[kind])}`));
   }
   const how = one.planned ? "It came to this host as planned" : "This host took it over";
-  const words = `${how}: clients waited ${ms(outage)} at most. ${one.injected_frames} of their frames were given to the guest again, ${one.resent_frames} of its own sent again.`;
+  const words = `${how}: clients waited ${ms(outage)} at most. ${frames(one.injected_frames)} of theirs went to the guest again, ${frames(one.resent_frames)} of its own left again.`;
   place.replaceChildren(element("p", "", words), bar, legend);
 }
 
@@ -212,7 +212,8 @@ function show(status) {
   say(find("host"), `host ${status.name}`);
   document.title = `${status.name} – Understudy`;
   say(find("summary"), summary(status));
-  showProblems(find("problems"), status.problems);
+  const awaited = status.awaited.map((vm) => `${vm.name} is to come up here: ${vm.reason}`);
+  showProblems(find("problems"), [...status.problems, ...awaited]);
   draw(find("drawing"), status);
   find("no-vms").hidden = status.vms.length > 0;
   const here = new Set(status.vms.map((vm) => vm.name));

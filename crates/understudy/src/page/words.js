@@ -24,6 +24,8 @@ export function bytes(value) {
 
 export const pages = (count) => bytes(count * PAGE);
 
+export const frames = (count) => `${count} ${count === 1 ? "frame" : "frames"}`;
+
 export const clock = (at) => new Date(at).toLocaleTimeString([], { hour12: false });
 
 /** How long ago, roughly: nobody needs the seconds of yesterday. */

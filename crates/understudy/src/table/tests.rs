@@ -61,6 +61,7 @@ pub fn example(protection: Protection) -> VmStatus {
         held_console_bytes: Some(9),
         display_not_held: true,
         disk_error: Some("an error on disk0: full".into()),
+        lease_over: None,
         qemu_pid: Some(4242),
         vnc: None,
         guest_agent: None,
@@ -102,6 +103,7 @@ pub fn host_of(vms: Vec<VmStatus>) -> HostStatus {
         certificate_expires: None,
         arbiter: None,
         peers: Vec::new(),
+        awaited: Vec::new(),
         vms,
     }
 }

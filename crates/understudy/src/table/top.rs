@@ -74,7 +74,7 @@ fn of_vm(vm: &VmStatus, now_ms: u64) -> Vec<String> {
 fn standing(vm: &VmStatus) -> (Style, &'static str, String) {
     let (good, busy, watch, bad) =
         (Style::new().green(), Style::new().cyan(), Style::new().yellow(), Style::new().red());
-    if let Some(error) = &vm.disk_error {
+    if let Some(error) = vm.lease_over.as_ref().or(vm.disk_error.as_ref()) {
         return (bad, "STANDS STILL", error.clone());
     }
     let backup = vm.role == Role::Backup;

@@ -3,9 +3,12 @@
 use anyhow::{Context, Result, bail, ensure};
 use base64::Engine;
 use base64::prelude::BASE64_STANDARD;
+use nix::sys::signal::{Signal, killpg};
+use nix::unistd::Pid;
 use serde_json::{Value, json};
 use std::collections::VecDeque;
 use std::io::{BufRead, BufReader, Write};
+use std::os::unix::process::CommandExt;
 use std::path::Path;
 use std::process::{Child, ChildStdin, Stdio};
 use std::sync::mpsc::{Receiver, channel};
@@ -48,7 +51,7 @@ impl Browser {
             "--ignore-certificate-errors",
         ]);
         command.arg(format!("--user-data-dir={}", profile.path().display()));
-        command.stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::null());
+        command.stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::null()).process_group(0);
         let mut process = command.spawn().context("cannot start a browser")?;
         let (Some(commands), Some(answers)) = (process.stdin.take(), process.stdout.take()) else {
             bail!("the browser has no pipes");
@@ -167,11 +170,18 @@ impl Browser {
         self.call("Emulation.setEmulatedMedia", json!({ "features": features })).map(drop)
     }
 
-    /// Writes what is to be seen as a PNG, if there is a directory for it.
+    /// Writes what is to be seen as a PNG, if there is a directory for it: of a steady guest, and with no
+    /// word of what was done last.
     pub fn picture(&mut self, directory: Option<&Path>, name: &str) -> Result<()> {
+        if directory.is_some() {
+            std::thread::sleep(SETTLED);
+        }
+        self.picture_now(directory, name)
+    }
+
+    /// The same of this very moment.
+    pub fn picture_now(&mut self, directory: Option<&Path>, name: &str) -> Result<()> {
         let Some(directory) = directory else { return Ok(()) };
-        // Figures of a steady guest, and no word of what was done last.
-        std::thread::sleep(SETTLED);
         let picture = self.call("Page.captureScreenshot", json!({ "format": "png" }))?;
         let data = BASE64_STANDARD.decode(picture["data"].as_str().context("no picture")?)?;
         Ok(std::fs::write(directory.join(format!("{name}.png")), data)?)
@@ -197,8 +207,13 @@ impl Drop for Browser {
     fn drop(&mut self) {
         self.session = None;
         let _ = self.call("Browser.close", json!({}));
-        let _ = self.process.kill();
+        let group = Pid::from_raw(self.process.id() as i32);
+        let _ = killpg(group, Signal::SIGKILL);
         let _ = self.process.wait();
+        // Its helpers write to the profile for as long as they live.
+        let _ = wait_for("the browser's helpers to end", LIMIT, || {
+            Ok(killpg(group, None).is_err().then_some(()))
+        });
     }
 }
 

@@ -1,7 +1,7 @@
 //! Groups of VMs that pay money to each other over TCP and UDP, on two hosts: snapshots at
 //! random moments, everything ends, and all runs again, with no payment lost or doubled.
 
-use crate::lazy::Orphaned;
+use crate::lazy::{HeldStore, Orphaned};
 use crate::refusals::says;
 use crate::stage::{Calm, LIMIT, await_forgotten, daemon, options, play, refusal, vms};
 use anyhow::{Context, Result, ensure};
@@ -27,8 +27,6 @@ const START: i64 = 1_000_000;
 const PACE_MS: u32 = 40;
 /// Payments of a member that prove that its connections live.
 const PAID: u64 = 40;
-/// Slow enough that most of a member is still to come when it has started.
-const SLOW_STORE: &str = "3000000";
 const CLUSTER: &str = "[cluster.bank]\nmembers = { bank0 = \"a\", bank1 = \"b\", bank2 = \"a\" }\n";
 
 pub fn with_cluster(mut host: HostOptions) -> HostOptions {
@@ -333,10 +331,10 @@ fn a_snapshot_that_fails_when_it_is_stored_leaves_the_others_running() {
 /// A member stands still for as long as its daemon is away. The others wait for it.
 #[test]
 fn no_payment_is_lost_by_a_daemon_that_dies_while_its_member_is_loaded() {
-    let mut options = bank_options();
-    let environment = vec![("UNDERSTUDY_STORE_SPEED".to_owned(), SLOW_STORE.to_owned())];
-    let slow = HostOptions { environment, ..with_cluster(daemon()) };
-    options.daemons.insert("b".to_owned(), slow);
+    let (mut options, held_store) = (bank_options(), HeldStore::new());
+    let environment = vec![held_store.environment()];
+    let held = HostOptions { environment, ..with_cluster(daemon()) };
+    options.daemons.insert("b".to_owned(), held);
     play(options, |scene| {
         let number = {
             let bank = Bank::found(scene)?;
@@ -351,6 +349,7 @@ fn no_payment_is_lost_by_a_daemon_that_dies_while_its_member_is_loaded() {
         let bank = Bank::of(scene);
         bank.await_payments()?;
         bank.audit()?;
+        held_store.let_go()?;
         orphaned.await_whole(scene, &name(1))?;
         bank.await_payments()?;
         bank.audit()?;

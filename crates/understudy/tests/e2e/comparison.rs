@@ -4,7 +4,7 @@
 use crate::deaths::{await_rounds, unharmed};
 use crate::lockstep::{BUSY, await_divergences, await_repaired, in_lockstep, lockstep};
 use crate::stage::{
-    Calm, LIMIT, await_service, options, play, play_protected, prove_survival, refusal,
+    Calm, LIMIT, LOAD_PACE, await_service, options, play, play_protected, prove_survival, refusal,
     repairing_daemon,
 };
 use anyhow::{Context, Result, ensure};
@@ -28,8 +28,10 @@ fn both_machines_are_the_same_under_load() {
         in_lockstep(scene, "a")?;
         scene.shell()?.start(BUSY)?;
         let lab = scene.lab();
-        let pings = ChatterClient::start(lab, scene.guest(RECORDS_PORT), 8, Load::Pings)?;
-        let bulk = ChatterClient::start(lab, scene.guest(ECHO_PORT), 2, Load::Bulk(16 * 1024))?;
+        let pings =
+            ChatterClient::start(lab, scene.guest(RECORDS_PORT), 8, Load::Pings, LOAD_PACE)?;
+        let bulk =
+            ChatterClient::start(lab, scene.guest(ECHO_PORT), 2, Load::Bulk(16 * 1024), LOAD_PACE)?;
         await_rounds(&pings, 20)?;
         for _ in 0..TIMES {
             let (code, report) = verify(scene)?;

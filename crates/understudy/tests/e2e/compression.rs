@@ -15,8 +15,8 @@ const WRITE_BYTES: u64 = 8;
 
 /// Pages that compress badly, pages that change everywhere, pages that change a little.
 const LOADS: [&str; 3] = [
-    "while :; do dd if=/dev/urandom of=/noise bs=64k count=8; done",
-    "while :; do seq 1 60000 > /text; rm /text; done",
+    "while :; do dd if=/dev/urandom of=/noise bs=64k count=8; sleep 0.1; done",
+    "while :; do seq 1 60000 > /text; rm /text; sleep 0.1; done",
     "guest-tools dirty 300 20",
 ];
 

@@ -5,7 +5,7 @@ use crate::browser::Browser;
 use crate::stage::{Calm, PACE, await_service, options, play};
 use anyhow::{Result, ensure};
 use serde_json::Value;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use understudy_lab::scene::VM;
 
 const DESKTOP: (u32, u32) = (1180, 1080);
@@ -49,16 +49,14 @@ fn a_fail_over_is_seen_on_the_dashboard_and_begun_there() {
         browser.picture(kept, "protected")?;
         browser.look(DESKTOP, true)?;
         browser.picture(kept, "protected-dark")?;
-        browser.look(PHONE, false)?;
-        browser.wait_until("document.querySelector('#drawing svg.narrow') !== null")?;
-        browser.wait_until("document.documentElement.scrollWidth <= innerWidth")?;
-        browser.picture(kept, "protected-phone")?;
-        browser.look(DESKTOP, false)?;
+        on_phone(&mut browser, kept, "protected")?;
 
         ask_for(&mut browser, "Fail over", "Nothing is lost")?;
         browser.picture(kept, "fail-over-dialog")?;
         browser.click("#dialog-go")?;
         browser.wait_until(&holds("#events", "handed over to b"))?;
+        browser.picture_now(kept, "handed-over")?;
+        on_phone(&mut browser, kept, "handed-over")?;
         sign_in(&mut browser, &on_b)?;
         await_badge(&mut browser, "Not protected")?;
         ask_for(&mut browser, "Protect", "nothing that it sends leaves")?;
@@ -68,14 +66,18 @@ fn a_fail_over_is_seen_on_the_dashboard_and_begun_there() {
         // The tab still has its token.
         browser.open(&on_a)?;
         await_badge(&mut browser, "Stands by")?;
-        browser.picture(kept, "backup")?;
+        browser.picture(kept, "stands-by")?;
+        on_phone(&mut browser, kept, "stands-by")?;
         check_for_readers(&mut browser)?;
         scene.host_mut("b")?.kill_everything()?;
         browser.wait_until(&holds("#events", "took over:"))?;
+        browser.picture_now(kept, "takes-over")?;
+        on_phone(&mut browser, kept, "takes-over")?;
         await_badge(&mut browser, "Not protected")?;
         browser.wait_until(&holds(".takeover", "clients waited"))?;
         await_service(&client)?;
         browser.picture(kept, "after-fail-over")?;
+        on_phone(&mut browser, kept, "after-fail-over")?;
         let complaints = browser.complaints();
         ensure!(complaints.is_empty(), "the page complains: {complaints:?}");
         Ok(())
@@ -106,6 +108,15 @@ fn ask_for(browser: &mut Browser, action: &str, words: &str) -> Result<()> {
     )?;
     ensure!(focus[0] == true && focus[1] != "dialog-go", "the focus is on {focus}");
     browser.wait_until(&holds("#dialog-words", words))
+}
+
+/// The same page on a phone, which has nothing to be found sideways.
+fn on_phone(browser: &mut Browser, kept: Option<&Path>, name: &str) -> Result<()> {
+    browser.look(PHONE, false)?;
+    browser.wait_until("document.querySelector('#drawing svg.narrow') !== null")?;
+    browser.wait_until("document.documentElement.scrollWidth <= innerWidth")?;
+    browser.picture_now(kept, &format!("{name}-phone"))?;
+    browser.look(DESKTOP, false)
 }
 
 fn await_badge(browser: &mut Browser, words: &str) -> Result<()> {

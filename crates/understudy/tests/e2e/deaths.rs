@@ -1,8 +1,8 @@
 //! Every way in which a host, a daemon or a QEMU can die.
 
 use crate::stage::{
-    Calm, LIMIT, await_degraded, await_service, close, options, play_protected, prove_disk,
-    prove_survival,
+    Calm, LIMIT, LOAD_PACE, await_degraded, await_service, close, options, play_protected,
+    prove_disk, prove_survival,
 };
 use anyhow::{Context, Result, ensure};
 use std::time::{Duration, Instant};
@@ -22,10 +22,12 @@ fn a_host_is_killed_under_load() {
     play_protected(options(), |scene, client| {
         let mut shell = scene.shell()?;
         shell.start("guest-tools dirty 2000 20")?;
-        shell.start("while :; do dd if=/dev/urandom of=/data/noise bs=64k count=32; sync; done")?;
+        shell.start("while :; do dd if=/dev/urandom of=/data/noise bs=64k count=8; sync; done")?;
         let lab = scene.lab();
-        let pings = ChatterClient::start(lab, scene.guest(RECORDS_PORT), 24, Load::Pings)?;
-        let bulk = ChatterClient::start(lab, scene.guest(ECHO_PORT), 4, Load::Bulk(32 * 1024))?;
+        let pings =
+            ChatterClient::start(lab, scene.guest(RECORDS_PORT), 24, Load::Pings, LOAD_PACE)?;
+        let bulk =
+            ChatterClient::start(lab, scene.guest(ECHO_PORT), 4, Load::Bulk(32 * 1024), LOAD_PACE)?;
         await_rounds(&pings, 5)?;
         await_rounds(&bulk, 2)?;
         scene.host_mut("a")?.kill_everything()?;

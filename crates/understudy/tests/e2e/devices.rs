@@ -4,7 +4,7 @@
 //! Debian's cloud kernel has no drivers for most of them: these guests boot the ordinary one.
 
 use crate::deaths::{await_rounds, unharmed};
-use crate::stage::{PACE, await_service, options, play, prove_survival};
+use crate::stage::{LOAD_PACE, PACE, await_service, options, play, prove_survival};
 use anyhow::{Context, Result, ensure};
 use std::fs;
 use toml::{Table, Value};
@@ -81,7 +81,13 @@ fn survive(devices: &Devices) {
         await_service(&client)?;
         let mut shell = scene.shell()?;
         devices.prove_driven(&mut shell)?;
-        let echo = ChatterClient::start(scene.lab(), scene.guest(ECHO_PORT), 4, Load::Bulk(4096))?;
+        let echo = ChatterClient::start(
+            scene.lab(),
+            scene.guest(ECHO_PORT),
+            4,
+            Load::Bulk(4096),
+            LOAD_PACE,
+        )?;
         await_rounds(&echo, 2)?;
         let blank = shell.run(SCREEN)?.text;
         shell.run("seq 1 500 > /dev/tty1")?;

@@ -11,8 +11,8 @@ use std::path::{Path, PathBuf};
 use understudy_lab::scene::VM;
 use understudy_lab::{HostOptions, Scene, wait_for};
 
-/// Reads 4 MiB from the disk again and again, and says their sum each time.
-const READ: &str = "dd if=/dev/urandom of=/data/read bs=64k count=64; sync; n=0; while :; do \
+/// Reads a mebibyte from the disk again and again, and says their sum each time.
+const READ: &str = "dd if=/dev/urandom of=/data/read bs=64k count=16; sync; n=0; while :; do \
                     echo 3 > /proc/sys/vm/drop_caches; s=$(md5sum < /data/read); n=$((n + 1)); \
                     echo sum $n $s > /dev/console; done";
 

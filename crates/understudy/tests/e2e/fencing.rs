@@ -24,14 +24,14 @@ fn with_arbiter(arbiter: ArbiterKind) -> SceneOptions {
 
 /// A host cannot reach the arbiter: its link is cut, or the directory is not
 /// mounted, and empty in its place.
-fn hide(scene: &mut Scene, arbiter: ArbiterKind, host: &str) -> Result<()> {
+pub fn hide(scene: &mut Scene, arbiter: ArbiterKind, host: &str) -> Result<()> {
     match arbiter {
         ArbiterKind::Etcd => scene.etcd()?.cut(host),
         _ => scene.host(host)?.hide(&scene.lab().arbiter_directory()),
     }
 }
 
-fn unhide(scene: &mut Scene, arbiter: ArbiterKind, host: &str) -> Result<()> {
+pub fn unhide(scene: &mut Scene, arbiter: ArbiterKind, host: &str) -> Result<()> {
     match arbiter {
         ArbiterKind::Etcd => scene.etcd()?.heal(host),
         _ => scene.host(host)?.unhide(&scene.lab().arbiter_directory()),
@@ -53,12 +53,12 @@ fn await_contesting(scene: &Scene, backup: &str) -> Result<()> {
     await_reason(scene, backup, "waiting for the arbiter")
 }
 
-fn pass(time: Duration) -> Result<()> {
+pub fn pass(time: Duration) -> Result<()> {
     let until = Instant::now() + time;
     wait_for("time to pass", LIMIT, || Ok((Instant::now() >= until).then_some(())))
 }
 
-fn is_gone(pid: u32) -> Result<()> {
+pub fn is_gone(pid: u32) -> Result<()> {
     let path = format!("/proc/{pid}");
     wait_for(&format!("QEMU {pid} to end"), LIMIT, || {
         Ok((!std::path::Path::new(&path).exists()).then_some(()))

@@ -94,7 +94,7 @@ fn of_an_upload_only_the_beginning_of_each_epoch_is_copied() {
     play(epochs(4), |scene| {
         scene.protected_guest("a", "b")?;
         let (load, server) = (Load::Bulk(UPLOAD_BYTES), scene.guest(ECHO_PORT));
-        let upload = ChatterClient::start(scene.lab(), server, UPLOADS, load)?;
+        let upload = ChatterClient::start(scene.lab(), server, UPLOADS, load, Duration::ZERO)?;
         let bound = FORWARDED_BYTES as u64;
         wait_for("an epoch that receives more than is copied", LIMIT, || {
             ensure!(!upload.failed(), "the upload broke");

@@ -11,8 +11,6 @@ use tempfile::TempDir;
 use understudy_lab::scene::VM;
 use understudy_lab::{HostOptions, Scene, SceneOptions, wait_for};
 
-/// Slow enough that most of a guest is still to come when it has started.
-const SLOW_STORE: &str = "2000000";
 const SILENCE: u64 = 10;
 
 /// Writes that a disk must have carried out, one after the other.
@@ -21,34 +19,50 @@ const WRITE: &str = "i=0; while :; do i=$((i+1)); \
      echo $i > /data/round.new; mv /data/round.new /data/round; sync; done";
 const DROP: &str = "sync; echo 3 > /proc/sys/vm/drop_caches";
 
-/// While this file is there, host b's store does not answer.
-struct Silence {
-    mark: PathBuf,
+/// A host's store that a story holds back: until it is let go, nothing is read of it but what a guest
+/// waits for, and once it has fallen silent nothing at all. Loading does not end before, whatever
+/// the machine.
+pub struct HeldStore {
+    waiters_only: PathBuf,
+    silent: PathBuf,
     _directory: TempDir,
 }
 
-impl Silence {
-    fn new() -> Silence {
+impl HeldStore {
+    pub fn new() -> HeldStore {
         let directory = tempfile::tempdir().expect("a directory for the test");
-        Silence { mark: directory.path().join("silent"), _directory: directory }
+        let [waiters_only, silent] =
+            ["waiters-only", "silent"].map(|name| directory.path().join(name));
+        fs::write(&waiters_only, "").expect("a mark for the test");
+        HeldStore { waiters_only, silent, _directory: directory }
     }
 
-    fn options(&self) -> SceneOptions {
-        let mut options = small();
-        let point = format!("store-silent=return({})", self.mark.display());
-        let variables = [("FAILPOINTS", point), ("UNDERSTUDY_STORE_SPEED", SLOW_STORE.to_owned())];
-        let environment = variables.map(|(name, value)| (name.to_owned(), value)).into();
-        options.daemons.insert("b".to_owned(), HostOptions { environment, ..daemon().calm() });
-        options
+    /// What the host's daemon must be told for it.
+    pub fn environment(&self) -> (String, String) {
+        let (waiters, silent) = (self.waiters_only.display(), self.silent.display());
+        let points = format!("store-silent=return({silent});only-waiters=return({waiters})");
+        ("FAILPOINTS".to_owned(), points)
     }
 
-    fn begin(&self) -> Result<()> {
-        Ok(fs::write(&self.mark, "")?)
+    fn fall_silent(&self) -> Result<()> {
+        Ok(fs::write(&self.silent, "")?)
     }
 
-    fn end(&self) -> Result<()> {
-        Ok(fs::remove_file(&self.mark)?)
+    pub fn let_go(&self) -> Result<()> {
+        fs::remove_file(&self.waiters_only)?;
+        if self.silent.exists() {
+            fs::remove_file(&self.silent)?;
+        }
+        Ok(())
     }
+}
+
+/// Host b's store is held back.
+fn held(store: &HeldStore) -> SceneOptions {
+    let mut options = small();
+    let environment = vec![store.environment()];
+    options.daemons.insert("b".to_owned(), HostOptions { environment, ..daemon().calm() });
+    options
 }
 
 /// A VM that is in the store and nowhere else: its sums, and how far it had counted.
@@ -66,10 +80,10 @@ fn saved(scene: &Scene) -> Result<(String, u64)> {
 }
 
 /// Restores it on host b; most of its memory is still to come.
-fn restore_lazily(scene: &Scene, silence: &Silence) -> Result<()> {
+fn restore_lazily(scene: &Scene, held_store: &HeldStore) -> Result<()> {
     let store = store(scene);
     json(scene, "b", &["vm", "restore", VM, "--store", &store, "--mode", "lazy"])?;
-    silence.begin()?;
+    held_store.fall_silent()?;
     let status = scene.status("b")?;
     ensure!(status["filling"]["complete"] == false, "all is there already: {status}");
     Ok(())
@@ -87,14 +101,14 @@ fn silent_for(scene: &Scene) -> Result<Option<u64>> {
 
 #[test]
 fn a_silent_store_stalls_a_restored_guest_and_harms_nothing() {
-    let silence = Silence::new();
-    play(silence.options(), |scene| {
+    let held_store = HeldStore::new();
+    play(held(&held_store), |scene| {
         let (sums, count) = saved(scene)?;
-        restore_lazily(scene, &silence)?;
+        restore_lazily(scene, &held_store)?;
         wait_for("the store to be silent for long", LIMIT, || {
             Ok(silent_for(scene)?.filter(|seconds| *seconds >= SILENCE))
         })?;
-        silence.end()?;
+        held_store.let_go()?;
         prove_restored(scene, "b", &sums, count)?;
         wait_for("all of the guest to be there", LIMIT, || {
             Ok(scene.status("b")?["filling"].is_null().then_some(()))
@@ -193,8 +207,8 @@ impl Orphaned {
 /// While nobody knows whose the VM is, nobody can start it.
 #[test]
 fn a_guest_goes_on_whose_daemon_died_while_it_was_loaded() {
-    let silence = Silence::new();
-    play(silence.options(), |scene| {
+    let held_store = HeldStore::new();
+    play(held(&held_store), |scene| {
         let (sums, count) = saved(scene)?;
         let store = store(scene);
         let restore = ["vm", "restore", VM, "--store", &store];
@@ -204,7 +218,7 @@ fn a_guest_goes_on_whose_daemon_died_while_it_was_loaded() {
         let before = number(&mut shell, "/tmp/count")?;
         writer.start(WRITE)?;
         wait_for("the guest to write", LIMIT, || Ok(number(&mut shell, "/data/round").ok()))?;
-        silence.begin()?;
+        held_store.fall_silent()?;
         let orphaned = Orphaned::make(scene, VM)?;
         let arbiter = scene.lab().arbiter_directory();
         let away = arbiter.with_extension("away");
@@ -220,7 +234,7 @@ fn a_guest_goes_on_whose_daemon_died_while_it_was_loaded() {
         let orphaned = Orphaned::make(scene, VM)?;
         scene.revive("b")?;
         orphaned.await_taken_back(scene, VM)?;
-        silence.end()?;
+        held_store.let_go()?;
         ensure!(number(&mut shell, "/tmp/count")? >= before, "it began anew");
         let written = shell.run(&format!("{DROP}; cat /data/written"))?.text;
         ensure!(written.trim() == "written", "a write was lost: {written}");
@@ -261,10 +275,10 @@ fn prove_refusals(scene: &Scene, restore: &[&str]) -> Result<()> {
 /// The operator says that host b is down for good, and it is not: its copy ends.
 #[test]
 fn a_guest_that_was_restored_elsewhere_meanwhile_is_not_taken_back() {
-    let silence = Silence::new();
-    play(silence.options(), |scene| {
+    let held_store = HeldStore::new();
+    play(held(&held_store), |scene| {
         let (sums, count) = saved(scene)?;
-        restore_lazily(scene, &silence)?;
+        restore_lazily(scene, &held_store)?;
         let orphaned = Orphaned::make(scene, VM)?;
         let store = store(scene);
         json(scene, "a", &["vm", "restore", VM, "--store", &store, "--force"])?;
@@ -278,17 +292,17 @@ fn a_guest_that_was_restored_elsewhere_meanwhile_is_not_taken_back() {
             scene.host(host)?.call(["vm", "stop", VM, "--force"])?;
             await_forgotten(scene, host)?;
         }
-        silence.end()
+        held_store.let_go()
     });
 }
 
 /// The operator does not wait for the arbiter: what stands still ends, and nothing is left of it.
 #[test]
 fn a_guest_that_stands_still_can_be_given_up() {
-    let silence = Silence::new();
-    play(silence.options(), |scene| {
+    let held_store = HeldStore::new();
+    play(held(&held_store), |scene| {
         let (sums, count) = saved(scene)?;
-        restore_lazily(scene, &silence)?;
+        restore_lazily(scene, &held_store)?;
         Orphaned::make(scene, VM)?;
         let arbiter = scene.lab().arbiter_directory();
         let away = arbiter.with_extension("away");
@@ -297,7 +311,7 @@ fn a_guest_that_stands_still_can_be_given_up() {
         scene.host("b")?.call(["vm", "stop", VM, "--force"])?;
         await_forgotten(scene, "b")?;
         fs::rename(&away, &arbiter)?;
-        silence.end()?;
+        held_store.let_go()?;
         json(scene, "b", &["vm", "restore", VM, "--store", &store(scene)])?;
         prove_restored(scene, "b", &sums, count)?;
         scene.host("b")?.call(["vm", "stop", VM, "--force"])?;
@@ -309,12 +323,12 @@ fn a_guest_that_stands_still_can_be_given_up() {
 /// snapshot it runs again.
 #[test]
 fn a_host_that_dies_while_a_guest_is_loaded_leaves_the_snapshot() {
-    let silence = Silence::new();
-    play(silence.options(), |scene| {
+    let held_store = HeldStore::new();
+    play(held(&held_store), |scene| {
         let (sums, count) = saved(scene)?;
-        restore_lazily(scene, &silence)?;
+        restore_lazily(scene, &held_store)?;
         scene.host_mut("b")?.kill_everything()?;
-        silence.end()?;
+        held_store.let_go()?;
         scene.restart_with("b", daemon().calm())?;
         await_forgotten(scene, "b")?;
         let (_, words) = refusal(scene.host("b")?, &["recover", VM, "--force"])?;

@@ -6,8 +6,8 @@ use crate::deaths::kill_the_standby_qemu;
 use crate::deaths::{await_rounds, unharmed};
 use crate::planned::power_off;
 use crate::stage::{
-    Calm, LIMIT, PACE, await_degraded, await_forgotten, await_service, close, options, play,
-    play_protected, prove_disk, prove_survival, repairing_daemon,
+    Calm, LIMIT, LOAD_PACE, PACE, await_degraded, await_forgotten, await_service, close, options,
+    play, play_protected, prove_disk, prove_survival, repairing_daemon,
 };
 use anyhow::{Context, Result, ensure};
 use nix::sys::signal::{self, Signal};
@@ -22,7 +22,7 @@ use understudy_lab::{ChatterClient, HostOptions, Load, Scene, SceneOptions, wait
 const READY: &str = "UNDERSTUDY-GUEST-READY";
 
 /// What keeps the guest's disk and its console busy.
-pub const BUSY: &str = "n=0; while :; do dd if=/dev/urandom of=/data/noise bs=64k count=32; sync; \
+pub const BUSY: &str = "n=0; while :; do dd if=/dev/urandom of=/data/noise bs=64k count=8; sync; \
                     n=$((n + 1)); echo round $n > /dev/console; done";
 
 pub fn lockstep() -> SceneOptions {
@@ -45,8 +45,10 @@ fn a_primary_is_killed_under_load() {
         let quiet = console_of(scene, "a")?.len();
         scene.shell()?.start(BUSY)?;
         let lab = scene.lab();
-        let pings = ChatterClient::start(lab, scene.guest(RECORDS_PORT), 8, Load::Pings)?;
-        let bulk = ChatterClient::start(lab, scene.guest(ECHO_PORT), 2, Load::Bulk(16 * 1024))?;
+        let pings =
+            ChatterClient::start(lab, scene.guest(RECORDS_PORT), 8, Load::Pings, LOAD_PACE)?;
+        let bulk =
+            ChatterClient::start(lab, scene.guest(ECHO_PORT), 2, Load::Bulk(16 * 1024), LOAD_PACE)?;
         await_rounds(&pings, 20)?;
         await_rounds(&bulk, 5)?;
         wait_for("the primary to say something", LIMIT, || {

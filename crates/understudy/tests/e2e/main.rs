@@ -10,6 +10,7 @@
 //! | [`api`]     | the API over the network, and its jobs |
 //! | [`dashboard`] | the dashboard, in a browser ([`browser`]) |
 //! | [`arbiter`] | "protected" only while the backup reaches the arbiter; a wait that ends |
+//! | [`autostart`] | VMs that come up with their hosts |
 //! | [`stage`]   | how a test begins and ends, and what it always checks |
 //! | [`deaths`]  | every way in which a host, a daemon or a QEMU can die |
 //! | [`devices`] | other devices than virtio's |
@@ -32,6 +33,7 @@
 //! | [`phases`]  | deaths at each phase of the protocol |
 //! | [`events`]  | what the hosts tell of a fail-over |
 //! | [`fencing`] | partitions, and an arbiter that cannot be reached |
+//! | [`lease`]   | a sole owner without its arbiter, and `recover --force` beside a host that sleeps |
 //! | [`repair`]  | redundancy that restores itself, on three hosts |
 //! | [`recover`] | all hosts are lost: which images are valid |
 //! | [`panics`]  | a panic in what one VM runs |
@@ -75,6 +77,7 @@
 
 mod api;
 mod arbiter;
+mod autostart;
 mod block_devices;
 mod browser;
 mod bulk;
@@ -108,6 +111,7 @@ mod import;
 mod inbound;
 mod installed;
 mod lazy;
+mod lease;
 mod ledger;
 mod lockstep;
 mod lockstep_refusals;

@@ -6,7 +6,9 @@
 //! their start; only the primary's passes the points.
 
 use crate::deaths::{await_empty, await_rounds, unharmed};
-use crate::stage::{Calm, LIMIT, await_service, daemon, options, play_protected, prove_survival};
+use crate::stage::{
+    Calm, LIMIT, LOAD_PACE, await_service, daemon, options, play_protected, prove_survival,
+};
 use anyhow::{Context, Result, ensure};
 use understudy_lab::scene::RECORDS_PORT;
 use understudy_lab::{ChatterClient, HostOptions, Load, Scene, SceneOptions, wait_for};
@@ -17,7 +19,7 @@ const DEATHS: u64 = 5;
 const MANY_DEATHS: u64 = 50;
 const CONNECTIONS: usize = 4;
 /// Load that leaves the guest some time for its clients.
-const LOAD: &str = "mkdir -p /data/load; exec nice guest-tools load /data/load";
+const LOAD: &str = "mkdir -p /data/load; exec nice guest-tools load /data/load 100";
 
 /// A daemon that dies when it passes `point` in its Nth checkpoint.
 fn armed(point: &str, seed: u64) -> HostOptions {
@@ -39,7 +41,13 @@ fn primaries_die(point: &str, deaths: u64) {
     // with the load, and has no more to do then than to watch.
     play_protected(armed_options(point), |scene, client| {
         let lab = scene.lab();
-        let pings = ChatterClient::start(lab, scene.guest(RECORDS_PORT), CONNECTIONS, Load::Pings)?;
+        let pings = ChatterClient::start(
+            lab,
+            scene.guest(RECORDS_PORT),
+            CONNECTIONS,
+            Load::Pings,
+            LOAD_PACE,
+        )?;
         scene.shell()?.start(LOAD)?;
         let (mut victim, mut survivor) = ("a", "b");
         for death in 1..=deaths {

@@ -10,11 +10,12 @@ use understudy_lab::scene::{GuestKind, VM};
 use understudy_lab::{HostOptions, RecordClient, Scene, SceneOptions, wait_for};
 
 /// Disk writes with and without flushes.
-const DISK_LOAD: &str = "while :; do dd if=/dev/urandom of=/data/noise bs=64k count=32; sync; done";
+const DISK_LOAD: &str =
+    "while :; do dd if=/dev/urandom of=/data/noise bs=64k count=8; sync; sleep 0.1; done";
 
 /// Every process of these hosts is killed at one instant: all are stopped before the
 /// first one dies, so that nobody sees another die.
-fn lose(scene: &mut Scene, hosts: &[&str]) -> Result<()> {
+pub fn lose(scene: &mut Scene, hosts: &[&str]) -> Result<()> {
     for host in hosts {
         scene.host(host)?.pause()?;
     }

@@ -181,14 +181,15 @@ fn strike(shared: &Shared, from_primary: bool, header: &Header, bytes: &mut Vec<
 
 /// The next message, as it is on the wire; none at the connection's end.
 fn read_message(from: &mut impl Read) -> io::Result<Option<(Header, Vec<u8>)>> {
-    let mut bytes = vec![0; HEADER_BYTES];
-    match from.read_exact(&mut bytes) {
+    let mut first = [0; HEADER_BYTES];
+    match from.read_exact(&mut first) {
         Err(error) if error.kind() == io::ErrorKind::UnexpectedEof => return Ok(None),
         result => result?,
     }
-    let first = bytes.first_chunk().expect("as long as a header");
-    let header = Header::decode(first).map_err(io::Error::other)?;
-    bytes.resize(HEADER_BYTES + header.length, 0);
+    let header = Header::decode(&first).map_err(io::Error::other)?;
+    // Zeroes of the system's: a test is not optimised, and would write them one by one.
+    let mut bytes = vec![0; HEADER_BYTES + header.length];
+    bytes[..HEADER_BYTES].copy_from_slice(&first);
     from.read_exact(&mut bytes[HEADER_BYTES..])?;
     Ok(Some((header, bytes)))
 }

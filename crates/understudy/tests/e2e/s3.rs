@@ -1,5 +1,6 @@
 //! Snapshots in S3-compatible storage, at a server that all hosts reach.
 
+use crate::lazy::HeldStore;
 use crate::refusals::says;
 use crate::snapshot::{busy, json, number, prove_restored, small};
 use crate::stage::{LIMIT, await_forgotten, daemon, play, refusal};
@@ -70,12 +71,12 @@ fn environment() -> Vec<(String, String)> {
     .into()
 }
 
-/// Host b reads slowly, so that most of a guest is still to come when it has started.
-fn options() -> SceneOptions {
+/// Most of a guest is still to come when it has started on host b.
+fn options(held_store: &HeldStore) -> SceneOptions {
     let mut options = small();
-    let mut slow = environment();
-    slow.push(("UNDERSTUDY_STORE_SPEED".to_owned(), "5000000".to_owned()));
-    for (host, environment) in [("a", environment()), ("b", slow)] {
+    let mut held = environment();
+    held.push(held_store.environment());
+    for (host, environment) in [("a", environment()), ("b", held)] {
         options.daemons.insert(host.to_owned(), HostOptions { environment, ..daemon() });
     }
     options
@@ -84,7 +85,8 @@ fn options() -> SceneOptions {
 /// The storage falls silent while a guest is loaded from it lazily, and answers again.
 #[test]
 fn a_vm_is_restored_from_s3_though_that_falls_silent() {
-    play(options(), |scene| {
+    let held_store = HeldStore::new();
+    play(options(&held_store), |scene| {
         let server = Server::start(scene)?;
         scene.start_guest("a")?;
         scene.await_guest()?;
@@ -113,6 +115,7 @@ fn a_vm_is_restored_from_s3_though_that_falls_silent() {
         says(&stalled, &[STORE, "has not answered"])?;
         server.send(Signal::SIGCONT)?;
         prove_restored(scene, "b", &sums, count)?;
+        held_store.let_go()?;
         wait_for("all of the guest to be there", LIMIT, || {
             Ok(scene.status("b")?["filling"].is_null().then_some(()))
         })?;

@@ -1,7 +1,7 @@
 //! A guest with two of everything.
 
 use crate::deaths::{await_rounds, unharmed};
-use crate::stage::{await_service, close, options, play_protected, prove_disk};
+use crate::stage::{LOAD_PACE, await_service, close, options, play_protected, prove_disk};
 use anyhow::{Result, ensure};
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -15,15 +15,17 @@ fn two_vcpus_two_disks_and_two_cards_survive() {
         SceneOptions { vcpus: 2, disks: 2, second_disk_is_qcow2: true, cards: 2, ..options() };
     play_protected(shape, |scene, client| {
         let lab = scene.lab();
-        let echo = |to| ChatterClient::start(lab, to, 4, Load::Bulk(4096));
+        let echo = |to| ChatterClient::start(lab, to, 4, Load::Bulk(4096), LOAD_PACE);
         let first = echo(scene.guest(ECHO_PORT))?;
         let second = echo(scene.guest_second(ECHO_PORT))?;
         let mut shell = scene.shell()?;
         ensure!(shell.run("nproc")?.text.trim() == "2", "the guest has not two vCPUs");
         for _ in 0..2 {
-            shell.start("exec nice guest-tools dirty 500 20")?;
+            shell.start("exec nice guest-tools dirty 500 50")?;
         }
-        shell.start("while :; do dd if=/dev/urandom of=/data2/noise bs=64k count=8; sync; done")?;
+        shell.start(
+            "while :; do dd if=/dev/urandom of=/data2/noise bs=64k count=8; sync; sleep 0.1; done",
+        )?;
         // Answered, and so committed, in the moment before the host dies.
         let written = shell.run("seq 1 20000 > /data2/marker && sync")?;
         ensure!(written.code == 0, "the guest cannot write to its second disk: {written:?}");

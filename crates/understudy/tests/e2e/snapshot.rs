@@ -16,7 +16,7 @@ use understudy_snapshot::{Area, AreaEntry, ChunkId, Store};
 
 /// Counts in memory and, right behind it, on the disk.
 const COUNT: &str = "i=0; while :; do i=$((i+1)); echo $i > /tmp/count.new; \
-     mv /tmp/count.new /tmp/count; echo $i > /data/count.new; mv /data/count.new /data/count; done";
+     mv /tmp/count.new /tmp/count; echo $i > /data/count.new; mv /data/count.new /data/count; sleep 0.02; done";
 /// What does not change: a snapshot must have every bit of it.
 const FILL: &str = "dd if=/dev/urandom of=/tmp/fill bs=64k count=300 2>/dev/null; \
      dd if=/dev/urandom of=/data/fill bs=64k count=80 2>/dev/null; sync; \

@@ -14,6 +14,9 @@ use understudy_lab::{
 /// Between two records, so that a test is not about the disk's speed, and an emulated guest leaves the
 /// processors time for other stories.
 pub const PACE: Duration = Duration::from_millis(20);
+/// Between two rounds of a connection that is load: some of them are always under way, and the
+/// guest, which would do nothing else, leaves the processors to other stories.
+pub const LOAD_PACE: Duration = Duration::from_millis(40);
 /// See [`Calm`].
 const CALM_TIMEOUT_MS: u32 = 3000;
 const CALM_QEMU_TIMEOUT_MS: u32 = 10_000;

@@ -5,7 +5,9 @@
 
 use crate::deaths::{await_rounds, unharmed};
 use crate::refusals::quick;
-use crate::stage::{Calm, LIMIT, await_degraded, options, play, play_protected, prove_survival};
+use crate::stage::{
+    Calm, LIMIT, LOAD_PACE, await_degraded, options, play, play_protected, prove_survival,
+};
 use anyhow::{Context, Result, ensure};
 use std::time::{Duration, Instant};
 use understudy_lab::scene::{ECHO_PORT, VM};
@@ -23,8 +25,13 @@ fn play_stalls(story: impl FnOnce(&mut Scene, &ChatterClient) -> Result<&'static
     let daemon = HostOptions { settings: SETTINGS.to_owned(), ..Default::default() };
     options.daemons.values_mut().for_each(|options| *options = daemon.clone());
     play_protected(options, |scene, client| {
-        let bulk =
-            ChatterClient::start(scene.lab(), scene.guest(ECHO_PORT), 2, Load::Bulk(64 * 1024))?;
+        let bulk = ChatterClient::start(
+            scene.lab(),
+            scene.guest(ECHO_PORT),
+            2,
+            Load::Bulk(64 * 1024),
+            LOAD_PACE,
+        )?;
         let survivor = story(scene, &bulk)?;
         unharmed(&bulk.stop())?;
         prove_survival(scene, client, survivor)

@@ -3,8 +3,8 @@
 use crate::deaths::{await_rounds, unharmed};
 use crate::lockstep::{console_of, in_lockstep};
 use crate::stage::{
-    Calm, LIMIT, await_degraded, await_service, daemon, options, play_protected, prove_survival,
-    refusal,
+    Calm, LIMIT, LOAD_PACE, await_degraded, await_service, daemon, options, play_protected,
+    prove_survival, refusal,
 };
 use anyhow::{Context, Result, ensure};
 use understudy_lab::scene::{ECHO_PORT, RECORDS_PORT, VM};
@@ -12,7 +12,7 @@ use understudy_lab::{ChatterClient, HostOptions, Load, Scene, SceneOptions, wait
 
 /// Writes to the disk and reads it from there, and checks what it reads.
 const DISK: &str = "mkdir -p /data/load; n=0; while :; do dd if=/dev/urandom of=/data/load/a bs=64k \
-                    count=32 2>/dev/null; sync; s=$(md5sum < /data/load/a); echo 3 > \
+                    count=8 2>/dev/null; sync; s=$(md5sum < /data/load/a); echo 3 > \
                     /proc/sys/vm/drop_caches; t=$(md5sum < /data/load/a); [ \"$s\" = \"$t\" ] || \
                     echo DAMAGED > /dev/console; n=$((n + 1)); echo round $n > /dev/console; done";
 
@@ -102,8 +102,10 @@ fn turns_under_load_lose_nothing() {
     play_protected(plain(), |scene, client| {
         scene.shell()?.start(DISK)?;
         let lab = scene.lab();
-        let pings = ChatterClient::start(lab, scene.guest(RECORDS_PORT), 4, Load::Pings)?;
-        let bulk = ChatterClient::start(lab, scene.guest(ECHO_PORT), 1, Load::Bulk(16 * 1024))?;
+        let pings =
+            ChatterClient::start(lab, scene.guest(RECORDS_PORT), 4, Load::Pings, LOAD_PACE)?;
+        let bulk =
+            ChatterClient::start(lab, scene.guest(ECHO_PORT), 1, Load::Bulk(16 * 1024), LOAD_PACE)?;
         await_rounds(&pings, 20)?;
         await_disk_rounds(scene, "a", 2)?;
         for mode in ["lockstep", "checkpoint", "lockstep", "checkpoint", "lockstep"] {

@@ -4,11 +4,12 @@ use super::Fabric;
 use super::batch::take_first;
 use super::network::{Call, Network};
 use anyhow::ensure;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, PoisonError};
 use understudy_link::link::{Link, read_json};
 use understudy_protocol::wire::{Kind, Message};
 use understudy_protocol::{GroupName, HostName};
 use understudy_replication::handshake::Welcome;
+use understudy_threads::Mutex;
 
 /// Reads what `peer` sends to the members of a cluster, until the connection ends.
 pub(crate) fn serve(

@@ -11,7 +11,7 @@ use super::{CutListener, Joining};
 use anyhow::ensure;
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
-use std::sync::{Arc, Mutex, MutexGuard, Weak};
+use std::sync::{Arc, Weak};
 use tracing::{info, warn};
 use understudy_link::link::Link;
 use understudy_machine::Machine;
@@ -23,7 +23,7 @@ use understudy_qemu::definition::CardDefinition;
 use understudy_snapshot::{
     Cut, CutAction, CutEvent, Envelope, Incarnation, Member, SnapshotNumber,
 };
-use understudy_threads::Common;
+use understudy_threads::{Common, Mutex, MutexGuard};
 
 /// A frame with its header, and the card that it is for if it is for one of several.
 #[derive(Clone, Debug)]

@@ -1,11 +1,10 @@
 use super::super::batch::take_first;
 use super::*;
-use std::sync::Mutex;
 use understudy_network::{HEADER_BYTES, MacAddress};
 use understudy_protocol::Generation;
 use understudy_protocol::literal;
 use understudy_protocol::wire::Kind;
-use understudy_replication::sync::lock;
+use understudy_threads::{Mutex, lock};
 
 const FIRST: CardIndex = CardIndex(0);
 

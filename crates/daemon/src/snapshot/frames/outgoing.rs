@@ -7,7 +7,7 @@ use crate::host::Host;
 use anyhow::Context;
 use serde_json::to_vec;
 use std::collections::VecDeque;
-use std::sync::{Arc, Condvar, Weak};
+use std::sync::{Arc, Weak};
 use std::thread;
 use std::time::Duration;
 use tracing::{info, warn};
@@ -17,7 +17,7 @@ use understudy_protocol::HostName;
 use understudy_protocol::wire::Kind;
 use understudy_replication::handshake::Purpose;
 use understudy_snapshot::Envelope;
-use understudy_threads::{Common, commonly_poisoned};
+use understudy_threads::{Common, Condvar, commonly_poisoned};
 
 /// Bytes of frames that may wait; over it frames are lost, as on any switch.
 const QUEUE_BYTES: usize = 8 << 20;

@@ -1,9 +1,8 @@
 //! Where the time of a take-over goes.
 
-use crate::sync::lock;
-use std::sync::Mutex;
 use std::time::Instant;
 use understudy_report::TakeoverReport;
+use understudy_threads::{Mutex, lock};
 
 /// A take-over's stages, in their order.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

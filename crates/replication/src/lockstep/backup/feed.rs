@@ -5,6 +5,7 @@ use crate::backup::Session;
 use crate::heartbeat::Pulse;
 use crate::lockstep::compare::Differing;
 use crate::lockstep::compare::backup as compare;
+use crate::messages::ToPrimary;
 use std::io::Write;
 use std::net::Shutdown;
 use tracing::warn;
@@ -52,12 +53,13 @@ fn compare_at(
     };
     match compared {
         Ok((findings, differing)) => {
-            session.tell_findings(&findings);
+            session.say(&ToPrimary::Compared(findings));
             differing
         }
         Err(error) => {
             warn!(vm = %session.vm, "cannot compare: {error:#}");
-            session.tell_findings(&Findings { number: place.number, ..Default::default() });
+            let none = Findings { number: place.number, ..Default::default() };
+            session.say(&ToPrimary::Compared(none));
             Vec::new()
         }
     }

@@ -7,18 +7,16 @@ use crate::lockstep::compare::Differing;
 use crate::lockstep::compare::backup::Asked;
 use crate::lockstep::reads::Reads;
 use crate::lockstep::writes::Writes;
-use crate::sync::lock;
 use anyhow::ensure;
 use std::collections::VecDeque;
-use std::sync::{Arc, Condvar, Mutex};
+use std::sync::Arc;
 use std::time::Duration;
-use understudy_encoding::decode_log;
 use understudy_lockstep::{Comparison, Feed, LogPosition, Mark};
 use understudy_protocol::Epoch;
-use understudy_protocol::wire::{LogProgress, Message};
+use understudy_protocol::wire::LogProgress;
 use understudy_qemu::lockstep::LogStatus;
 use understudy_report::{DiskReads, LockstepReport};
-use understudy_threads::poisoned;
+use understudy_threads::{Condvar, Mutex, lock, poisoned};
 
 /// Log that waits for QEMU here, at most; over it nothing more is read from the wire.
 const WAITING_BYTES: usize = 8 << 20;
@@ -110,15 +108,13 @@ impl Following {
     }
 
     /// Takes a batch in; it may be acknowledged then. False if it is of no more use.
-    pub fn take(&self, message: &Message) -> anyhow::Result<bool> {
-        let epoch = message.header.epoch;
-        let log = decode_log(&message.payload)?;
+    pub fn take(&self, epoch: Epoch, log: &[u8]) -> anyhow::Result<bool> {
         let mut state = lock(&self.state);
         if state.ended {
             return Ok(false);
         }
         ensure!(epoch == state.last.next(), "batch {epoch} of the log came after {}", state.last);
-        state.feed.receive(&log, clock::now())?;
+        state.feed.receive(log, clock::now())?;
         state.last = epoch;
         self.rate.note(state.feed.received().0);
         self.changed.notify_all();

@@ -5,6 +5,7 @@ use crate::backup::Session;
 use crate::clock;
 use crate::heartbeat::Pulse;
 use crate::lockstep::reads::ReadFailure;
+use crate::messages::ToPrimary;
 use std::thread;
 use std::time::{Duration, Instant};
 use understudy_lockstep::{LogPosition, Signs, Stuck, Watchdog};
@@ -47,7 +48,7 @@ pub fn watch(session: &Session, machine: &Machine, following: &Following) {
         }
         let still = LogProgress { starved_ns: told.starved_ns, ..progress } == told;
         if told_at.elapsed() >= TELL_INTERVAL && !still {
-            session.tell_progress(&progress);
+            session.say(&ToPrimary::Progress(progress));
             (told, told_at) = (progress, Instant::now());
         }
     }

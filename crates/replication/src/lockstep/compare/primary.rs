@@ -10,11 +10,10 @@ use super::{all_spots, checksum, read, sample, sizes};
 use crate::clock;
 use crate::lockstep::be_urgent;
 use crate::lockstep::primary::Recording;
+use crate::messages::ToBackup;
 use crate::primary::Session;
-use crate::sync::lock;
 use anyhow::{Context, ensure};
 use std::collections::{BTreeSet, VecDeque};
-use std::sync::{Condvar, Mutex, MutexGuard};
 use std::thread;
 use std::time::{Duration, Instant};
 use tracing::{debug, warn};
@@ -22,13 +21,12 @@ use understudy_lockstep::{
     Comparison, Findings, Inquiry, LogPosition, Place, Reading, Spot, Tally,
 };
 use understudy_machine::Machine;
-use understudy_protocol::wire::Kind;
-use understudy_protocol::{Epoch, PrimaryPhase, Time};
+use understudy_protocol::{PrimaryPhase, Time};
 use understudy_qemu::hold::Hold;
 use understudy_qemu::lockstep::LogChannel;
 use understudy_report::comparison::words;
 use understudy_report::{ComparisonCounts, ComparisonReport, Difference, Part};
-use understudy_threads::poisoned;
+use understudy_threads::{Condvar, Mutex, MutexGuard, lock, poisoned};
 
 /// What is read while the guest stands still: some 1 ms.
 const HOLD_BYTES: u64 = 4 << 20;
@@ -71,7 +69,7 @@ pub struct Comparer {
     state: Mutex<State>,
     changed: Condvar,
     /// What the backup is to be told before log that is read from now on.
-    announced: Mutex<VecDeque<Vec<u8>>>,
+    announced: Mutex<VecDeque<Comparison>>,
 }
 
 #[derive(Debug, Default)]
@@ -111,7 +109,7 @@ impl Comparer {
     }
 
     /// What the backup is to be told before the log that was read just now.
-    pub fn take(&self) -> VecDeque<Vec<u8>> {
+    pub fn take(&self) -> VecDeque<Comparison> {
         std::mem::take(&mut *lock(&self.announced))
     }
 
@@ -245,7 +243,7 @@ fn condemn(session: &Session, report: &ComparisonReport) {
     );
     warn!(vm = %session.vm, "{reason}");
     // If it cannot be sent the receiving thread finds out why.
-    let _ = session.data.send_parts(Kind::Condemn, Epoch(0), &[reason.as_bytes()]);
+    let _ = session.say(&ToBackup::Condemn(reason));
 }
 
 /// Whether the guest may stand still, and the backup stop, for a comparison.
@@ -359,7 +357,7 @@ impl<Spots: Iterator<Item = Spot>> Run<'_, Spots> {
             disk_requests: at.disk_requests,
         };
         let readings = spots.iter().zip(&now).zip(&before).map(reading).collect();
-        announced.push_back(Comparison { place, readings }.encode());
+        announced.push_back(Comparison { place, readings });
         Ok(Some(place))
     }
 

@@ -5,13 +5,12 @@ use super::{Capturer, Cut, End, Moved};
 use crate::lockstep;
 use crate::lockstep::primary::{Followed, Recording};
 use crate::primary::{Next, inbound};
-use crate::sync::lock;
 use anyhow::Context;
 use std::sync::Arc;
 use understudy_machine::succession::hand_over;
 use understudy_memory::DirtySet;
 use understudy_report::{DiskReads, Mode};
-use understudy_threads::spawn;
+use understudy_threads::{lock, spawn};
 
 impl Capturer<'_> {
     /// Checkpoints are being taken, and lockstep is due.

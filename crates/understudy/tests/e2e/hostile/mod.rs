@@ -30,7 +30,7 @@ use understudy_protocol::Epoch;
 use understudy_protocol::wire::Kind;
 use words::{Words, on_wire};
 
-const SECONDS: u64 = 10;
+const SECONDS: u64 = 5;
 const LONG_SECONDS: u64 = 300;
 /// Those who attack at the same time: one dials host a, the others host b.
 const DIALLERS: u64 = 3;
@@ -204,6 +204,7 @@ impl Mallory {
             json!({ "purpose": "may-follow", "build": "00" }),
             json!({ "purpose": "images", "vm": VM }),
             json!({ "purpose": "probe" }),
+            json!({ "purpose": "clock" }),
             json!({ "purpose": "group" }),
             json!({ "purpose": "may-restore", "store": "/srv/none", "group": "shop", "number": 1,
                     "vms": [VM] }),

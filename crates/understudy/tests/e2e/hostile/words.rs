@@ -6,52 +6,6 @@ use serde_json::{Value, json};
 use understudy_protocol::Epoch;
 use understudy_protocol::wire::{Kind, Message};
 
-/// Every kind of message.
-pub const KINDS: [Kind; 42] = [
-    Kind::Hello,
-    Kind::Welcome,
-    Kind::Refuse,
-    Kind::File,
-    Kind::Prepare,
-    Kind::Ready,
-    Kind::Pages,
-    Kind::DiskWrite,
-    Kind::DiskZero,
-    Kind::DeviceState,
-    Kind::EpochEnd,
-    Kind::Acknowledge,
-    Kind::Heartbeat,
-    Kind::TakeOver,
-    Kind::StandDown,
-    Kind::StoodDown,
-    Kind::Live,
-    Kind::Received,
-    Kind::Settled,
-    Kind::Inbound,
-    Kind::Outbound,
-    Kind::Log,
-    Kind::Progress,
-    Kind::Diverged,
-    Kind::DiskReads,
-    Kind::Written,
-    Kind::Turn,
-    Kind::TurnAnswer,
-    Kind::LogBegins,
-    Kind::LogEnds,
-    Kind::Compare,
-    Kind::Compared,
-    Kind::Condemn,
-    Kind::MayTakeOver,
-    Kind::Snapshot,
-    Kind::Restore,
-    Kind::Keep,
-    Kind::Kept,
-    Kind::LetGo,
-    Kind::Frames,
-    Kind::Presence,
-    Kind::Console,
-];
-
 /// Of one message's payload: what is repeated in what is repeated grows fast.
 const MOST_BYTES: usize = 1 << 20;
 
@@ -164,7 +118,7 @@ impl Words {
 
     /// A message of any kind; JSON is one of these, with something wrong.
     pub fn message(&mut self, genuine: &[Value]) -> Vec<u8> {
-        let kind = KINDS[self.below(KINDS.len())];
+        let kind = Kind::ALL[self.below(Kind::ALL.len())];
         self.of_kind(kind, genuine)
     }
 

@@ -1,0 +1,181 @@
+//! VMs that come up with their host (`autostart` in their definition): those that ran here, or were
+//! shut down with the last daemon, and that neither their operator nor their guest has ended.
+//!
+//! Each waits until it is certain that its valid images are this host's, as `recover` would find
+//! out, and is then started and protected as it was. What stands in the way is in `status`.
+
+use crate::host::Host;
+use std::collections::BTreeMap;
+use std::sync::{Arc, Weak};
+use std::thread;
+use std::time::Duration;
+use tracing::{info, warn};
+use understudy_protocol::VmName;
+use understudy_protocol::autostart::{Autostart, decide};
+use understudy_protocol::validity::ImageRole;
+use understudy_replication::records::Record;
+use understudy_report::error::HostError;
+use understudy_report::events::{EventKind, now_ms};
+use understudy_report::{AwaitedStart, ProtectRequest, RecoverRequest};
+use understudy_threads::Common;
+
+/// Before what is not certain is looked at again.
+const AGAIN: Duration = Duration::from_secs(2);
+/// What a VM waits for until all hosts were asked for the first time.
+const FIRST: &str = "the hosts are being asked";
+
+/// VMs that are to come up here and have not yet.
+#[derive(Default)]
+pub(crate) struct Awaited(Common<BTreeMap<VmName, AwaitedStart>>);
+
+impl Awaited {
+    /// All of them.
+    pub fn all(&self) -> Vec<AwaitedStart> {
+        self.0.lock().values().cloned().collect()
+    }
+
+    /// Why a VM has not come up yet.
+    pub fn why(&self, vm: &VmName) -> Option<String> {
+        self.0.lock().get(vm).map(|awaited| awaited.reason.clone())
+    }
+
+    /// Nobody waits for it any more; whether somebody did.
+    pub fn give_up(&self, vm: &VmName) -> bool {
+        self.0.lock().remove(vm).is_some()
+    }
+
+    fn names(&self) -> Vec<VmName> {
+        self.0.lock().keys().cloned().collect()
+    }
+
+    fn add(&self, vm: VmName) {
+        let (reason, since_ms) = (FIRST.to_owned(), now_ms());
+        let awaited = AwaitedStart { name: vm.clone(), reason, since_ms };
+        self.0.lock().insert(vm, awaited);
+    }
+
+    /// Notes what it waits for; whether that is new.
+    fn note(&self, vm: &VmName, reason: &str) -> bool {
+        let mut awaited = self.0.lock();
+        let Some(awaited) = awaited.get_mut(vm) else { return false };
+        let is_new = awaited.reason != reason;
+        awaited.reason = reason.to_owned();
+        is_new
+    }
+}
+
+/// Whether a VM with this record comes up when its host does.
+pub(crate) fn comes_up(record: &Record) -> bool {
+    let ran = matches!(record.image.role, ImageRole::Active | ImageRole::Stopped | ImageRole::Cut);
+    ran && record.wanted && record.definition.autostart
+}
+
+/// Has every VM come up that is to.
+pub(crate) fn start(host: &Arc<Host>, records: Vec<Record>) -> std::io::Result<()> {
+    let comes_up = records.into_iter().filter(comes_up);
+    comes_up.for_each(|record| host.awaited.add(record.definition.name));
+    if host.awaited.names().is_empty() {
+        return Ok(());
+    }
+    let host = Arc::downgrade(host);
+    thread::Builder::new().name("autostart".to_owned()).spawn(move || bring_up(&host)).map(drop)
+}
+
+/// Ends when nothing is awaited any more.
+fn bring_up(host: &Weak<Host>) {
+    loop {
+        let Some(host) = host.upgrade().filter(|host| !host.is_closing()) else { return };
+        host.awaited.names().iter().for_each(|vm| host.try_to_bring_up(vm));
+        if host.awaited.names().is_empty() {
+            return;
+        }
+        drop(host);
+        thread::sleep(AGAIN);
+    }
+}
+
+impl Host {
+    fn try_to_bring_up(self: &Arc<Self>, vm: &VmName) {
+        // Its operator may have ended the wait while another VM was being started.
+        if self.is_closing() || self.awaited.why(vm).is_none() {
+            return;
+        }
+        // Its operator was quicker, or it is backed up here.
+        if self.vms.lock().contains_key(vm) {
+            self.awaited.give_up(vm);
+            return;
+        }
+        match self.look_at_start(vm) {
+            Ok(Autostart::Start) => self.bring_up(vm),
+            Ok(Autostart::Leave(why)) => {
+                self.awaited.give_up(vm);
+                info!(%vm, "does not come up here: {why}");
+            }
+            Ok(Autostart::Wait(why)) => self.wait_to_start(vm, &why),
+            Err(error) => self.wait_to_start(vm, &error.message),
+        }
+    }
+
+    fn look_at_start(&self, vm: &VmName) -> Result<Autostart, HostError> {
+        if let Some(why) = self.orphans.why(vm) {
+            return Ok(Autostart::Wait(format!("it {why}")));
+        }
+        let inquiry = self.inquire(vm)?;
+        Ok(decide(&self.config.name, &inquiry.knowledge()))
+    }
+
+    fn bring_up(self: &Arc<Self>, vm: &VmName) {
+        let wish = self.record(vm).ok().flatten().and_then(|record| record.wish);
+        match self.recover(vm, RecoverRequest::default()) {
+            // Its operator ended the wait while it was about to start.
+            Ok(_) if !self.awaited.give_up(vm) => {
+                if let Err(error) = self.vm_stop(vm, true) {
+                    warn!(%vm, "{error}");
+                }
+            }
+            Ok(_) => {
+                self.events.of(vm).record(EventKind::CameUp);
+                self.want_protected(vm, wish);
+            }
+            Err(error) => self.wait_to_start(vm, &error.message),
+        }
+    }
+
+    /// As it was protected when its host went down.
+    fn want_protected(&self, vm: &VmName, wish: Option<ProtectRequest>) {
+        let (Some(wish), Ok(primary)) = (wish, self.primary(vm)) else { return };
+        let remedy = format!("understudy protect {vm} --to {}", wish.to);
+        primary.repairer.set_wish(Some(wish));
+        self.degraded(&primary, "it came up with its host".to_owned(), &remedy);
+    }
+
+    fn wait_to_start(&self, vm: &VmName, reason: &str) {
+        if self.awaited.note(vm, reason) {
+            let reason = reason.to_owned();
+            self.events.of(vm).record_new(EventKind::StartAwaited { reason });
+        }
+    }
+
+    /// The VM shall not come up; whether it was about to.
+    pub(crate) fn give_start_up(&self, vm: &VmName) -> bool {
+        let awaited = self.awaited.give_up(vm);
+        if awaited {
+            self.note_unwanted(vm);
+        }
+        awaited
+    }
+
+    /// The VM's operator, or its guest, has ended it: it does not come up with the host.
+    pub(crate) fn note_unwanted(&self, vm: &VmName) {
+        if let Err(error) = self.records.change(vm, |record| record.wanted = false) {
+            warn!(%vm, "{error}");
+        }
+    }
+
+    /// How the VM is to be protected when it comes up with its host.
+    pub(crate) fn note_wish(&self, vm: &VmName, wish: Option<&ProtectRequest>) {
+        if let Err(error) = self.records.change(vm, |record| record.wish = wish.cloned()) {
+            warn!(%vm, "{error}");
+        }
+    }
+}

@@ -1,0 +1,233 @@
+//! Leases of sole owners, carried out: `understudy_protocol::Lease` decides.
+//!
+//! Three threads for all VMs. `lease` looks at the clock, and never waits: what it finds due it has
+//! done elsewhere. `lease-arbiter` goes to the arbiter, and waits as long as that takes; `lease-peers`
+//! compares clocks with other hosts. What must not leave a VM does not, whatever they do: each port
+//! has its limit.
+
+mod former;
+mod peers;
+mod tending;
+mod watchdog;
+
+pub(crate) use former::FormerLease;
+pub(crate) use watchdog::Watchdog;
+
+use crate::containment;
+use crate::host::Host;
+use crate::vm::{PrimaryVm, Vm};
+use crossbeam_channel::Sender;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Weak};
+use std::thread;
+use std::time::Duration;
+use tracing::{error, info, warn};
+use understudy_network::boot_time;
+use understudy_protocol::validity::ImageRole;
+use understudy_protocol::{Lease, LeaseAction, PrimaryEvent, Stake, Stillness, Time, VmName};
+use understudy_report::events::EventKind;
+use understudy_threads::{Mutex, lock};
+
+/// Between two looks.
+const LOOK: Duration = Duration::from_millis(100);
+
+/// A VM that is to be tended at the arbiter.
+type Errands = Sender<tending::Errand>;
+
+/// The lease of one VM that runs here. Its lock and that of the VM's state are never held together:
+/// `status` and a renewal would wait for each other.
+pub(crate) struct Tenure {
+    lease: Mutex<Lease>,
+    /// Whether the log knows of one.
+    told: AtomicBool,
+    /// Held while the guest is made to stand still, or to go on.
+    settling: Mutex<()>,
+}
+
+impl Tenure {
+    /// None yet.
+    pub fn new(length: Duration) -> Tenure {
+        Tenure {
+            lease: Mutex::new(Lease::new(length)),
+            told: AtomicBool::new(false),
+            settling: Mutex::default(),
+        }
+    }
+
+    fn tell(&self, vm: &VmName, is_held: bool) {
+        if self.told.swap(is_held, Ordering::AcqRel) != is_held {
+            match is_held {
+                true => info!(%vm, "another host has a copy: the arbiter has the lease of it"),
+                false => info!(%vm, "no lease of it any more"),
+            }
+        }
+    }
+
+    /// How long one holds.
+    fn length(&self) -> Duration {
+        lock(&self.lease).length()
+    }
+
+    /// Why the guest stands still, if its lease has run out.
+    pub fn standstill(&self) -> Option<String> {
+        lock(&self.lease).standstill()
+    }
+}
+
+/// Keeps the leases for as long as the host lives.
+pub(crate) fn start(host: &Arc<Host>) -> std::io::Result<()> {
+    let (errands, inbox) = crossbeam_channel::unbounded();
+    let weak = Arc::downgrade(host);
+    let tender = weak.clone();
+    let tend = move || tending::run(&tender, &inbox);
+    thread::Builder::new().name("lease-arbiter".to_owned()).spawn(tend)?;
+    let compared = weak.clone();
+    thread::Builder::new().name("lease-peers".to_owned()).spawn(move || peers::run(&compared))?;
+    thread::Builder::new().name("lease".to_owned()).spawn(move || keep(&weak, &errands))?;
+    Ok(())
+}
+
+fn keep(host: &Weak<Host>, errands: &Errands) {
+    let mut stillness = Stillness::new(boot_time(), LOOK);
+    while let Some(host) = host.upgrade() {
+        let now = boot_time();
+        if let Some(still) = stillness.look(now) {
+            host.stood_still(still, false);
+        }
+        for vm in host.primaries() {
+            host.look_at_lease(&vm, now, errands);
+        }
+        if let Some(watchdog) = host.watchdog.lock().as_ref() {
+            watchdog.pet();
+        }
+        drop(host);
+        thread::sleep(LOOK);
+    }
+}
+
+impl Host {
+    fn look_at_lease(self: &Arc<Self>, vm: &Arc<PrimaryVm>, now: Time, errands: &Errands) {
+        let stake = self.stake(vm);
+        let mut lease = lock(&vm.tenure.lease);
+        let actions = lease.tick(now, stake);
+        self.carry_out(vm, &lease, actions, Some(errands));
+    }
+
+    /// This host did nothing for so long: sole owners ask the arbiter before anything leaves them.
+    /// `clocks_too`: only others can tell.
+    fn stood_still(self: &Arc<Self>, still: Duration, clocks_too: bool) {
+        for vm in self.primaries() {
+            let mut lease = lock(&vm.tenure.lease);
+            if clocks_too || still > lease.longest_still() {
+                let actions = lease.stood_still(boot_time());
+                self.carry_out(&vm, &lease, actions, None);
+            }
+        }
+        self.events.record(EventKind::StoodStill { seconds: still.as_secs_f64(), clocks_too });
+    }
+
+    fn primaries(&self) -> Vec<Arc<PrimaryVm>> {
+        let primary = |vm: &Vm| match vm {
+            Vm::Primary(vm) => Some(vm.clone()),
+            Vm::Backup(_) | Vm::Fenced(_) => None,
+        };
+        self.vms.lock().values().filter_map(primary).collect()
+    }
+
+    fn keeps_leases(&self) -> bool {
+        self.primaries().iter().any(|vm| lock(&vm.tenure.lease).is_held())
+    }
+
+    fn stake(&self, vm: &PrimaryVm) -> Stake {
+        if self.arbiter.is_none() {
+            return Stake::Nothing;
+        }
+        match vm.bound_session() {
+            Some(session) if session.guards_output() => Stake::Guarded,
+            Some(_) => Stake::Undecided,
+            None if vm.has_copies.load(Ordering::Acquire) => Stake::Sole,
+            None => Stake::Nothing,
+        }
+    }
+
+    /// Under the lease's lock, so that the order of actions is that of decisions. Nothing here
+    /// waits for QEMU or the arbiter.
+    fn carry_out(
+        self: &Arc<Self>,
+        vm: &Arc<PrimaryVm>,
+        _lease: &Lease,
+        actions: Vec<LeaseAction>,
+        errands: Option<&Errands>,
+    ) {
+        for action in actions {
+            match action {
+                LeaseAction::Limit(until) => {
+                    for port in vm.machine().ports() {
+                        port.limit_output(until);
+                    }
+                }
+                LeaseAction::Ask(errand) => {
+                    // The other thread lives as long as the host.
+                    let _ = errands.map(|errands| errands.send((Arc::downgrade(vm), errand)));
+                }
+                LeaseAction::Freeze(reason) => {
+                    vm.events.record(EventKind::LeaseRanOut { reason });
+                    self.settle_aside(vm);
+                }
+                LeaseAction::GoOn => {
+                    vm.events.record(EventKind::LeaseRenewed);
+                    self.settle_aside(vm);
+                }
+                LeaseAction::Halt(reason) => self.halt_aside(vm, reason),
+            }
+        }
+    }
+
+    fn settle_aside(&self, vm: &Arc<PrimaryVm>) {
+        let settled = vm.clone();
+        let name = vm.name();
+        if let Err(error) = containment::spawn_for(self, name, "settle", move || settle(&settled)) {
+            error!(vm = %name, "its guest goes on, and nothing leaves it: no thread: {error}");
+        }
+    }
+
+    fn halt_aside(self: &Arc<Self>, vm: &Arc<PrimaryVm>, reason: String) {
+        let (host, lost) = (self.clone(), vm.clone());
+        let name = vm.name();
+        let end = move || host.lose(&lost, reason);
+        if let Err(error) = containment::spawn_for(self, name, "lose", end) {
+            error!(vm = %name, "its copy is not ended, and nothing leaves it: no thread: {error}");
+        }
+    }
+
+    /// Another host has the VM: this copy ends.
+    fn lose(self: &Arc<Self>, vm: &Arc<PrimaryVm>, reason: String) {
+        if vm.machine().is_halted() {
+            // It was stopped, and given up, while it was asked for.
+            return;
+        }
+        if let Some(session) = vm.active_session() {
+            return session.event(PrimaryEvent::GuestDied(reason));
+        }
+        self.note_role(vm, ImageRole::Stale);
+        vm.events.record(EventKind::Fenced { reason: reason.clone() });
+        self.fence(vm, reason);
+    }
+}
+
+/// Has the guest stand still, or go on, as the lease says by now.
+fn settle(vm: &PrimaryVm) {
+    let _settling = lock(&vm.tenure.settling);
+    let stands = vm.tenure.standstill().is_some();
+    let machine = vm.machine();
+    let settled = match stands {
+        true => machine.hold(),
+        false => machine.let_go(),
+    };
+    if let Err(error) = settled
+        && !machine.is_halted()
+    {
+        let what = if stands { "stand still" } else { "go on" };
+        warn!(vm = %vm.name(), "the guest does not {what}: {error:#}");
+    }
+}

@@ -1,0 +1,40 @@
+//! Renewals, brought to the arbiter one after the other: one that does not answer holds this
+//! thread, and nothing else.
+
+use crate::host::Host;
+use crate::vm::PrimaryVm;
+use crossbeam_channel::Receiver;
+use std::sync::Weak;
+use understudy_network::boot_time;
+use understudy_protocol::{LeaseAnswer, LeaseErrand, Renewal};
+use understudy_threads::lock;
+
+/// What to do for which VM.
+pub(super) type Errand = (Weak<PrimaryVm>, LeaseErrand);
+
+pub(super) fn run(host: &Weak<Host>, errands: &Receiver<Errand>) {
+    for (vm, errand) in errands {
+        let Some(host) = host.upgrade() else { return };
+        let (Some(vm), Some(arbiter)) = (vm.upgrade(), host.arbiter.clone()) else { continue };
+        let (length, generation) = (vm.tenure.length(), vm.generation());
+        // The lease counts from before the first word to the arbiter.
+        let asked = boot_time();
+        let renewal = Renewal {
+            host: host.config.name.clone(),
+            length_ms: length.as_millis() as u64,
+            mark: asked.0.as_nanos() as u64,
+        };
+        // A fail point, for a host whose renewals are a long time on their way.
+        fail::fail_point!("renew-lease");
+        let answer = arbiter.tend(vm.name(), generation, errand, &renewal);
+        if answer == LeaseAnswer::Own {
+            vm.tenure.tell(vm.name(), errand == LeaseErrand::Renew);
+        }
+        // In this order: a contest that is won meanwhile leaves another generation.
+        let contests = vm.bound_session().is_some_and(|session| session.contests());
+        let answer = answer.beside_contest(contests || vm.generation() != generation);
+        let mut lease = lock(&vm.tenure.lease);
+        let actions = lease.answered(boot_time(), asked, answer);
+        host.carry_out(&vm, &lease, actions, None);
+    }
+}

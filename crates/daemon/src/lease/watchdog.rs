@@ -1,0 +1,119 @@
+//! The host's watchdog: a device that resets the machine when nobody has petted it for a while.
+//!
+//! Who pets it is the thread that freezes guests whose leases run out: should that stand still while
+//! something else lets output out, the host ends before the lease does.
+// The kernel's interface (linux/watchdog.h) is ioctls, hence the unsafe calls.
+#![allow(unsafe_code)]
+
+use anyhow::{Context, bail};
+use nix::errno::Errno;
+use nix::libc::c_int;
+use std::fs::File;
+use std::io::Write;
+use std::os::fd::AsRawFd;
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+use tracing::{info, warn};
+
+#[repr(C)]
+struct Info {
+    options: u32,
+    firmware_version: u32,
+    identity: [u8; 32],
+}
+
+nix::ioctl_read!(get_support, b'W', 0, Info);
+nix::ioctl_readwrite!(set_timeout, b'W', 6, c_int);
+
+/// An armed watchdog.
+pub(crate) struct Watchdog {
+    file: File,
+    path: PathBuf,
+}
+
+impl Watchdog {
+    /// Arms it: it is to be petted from now on. Its time is half of the lease, or the next longer one
+    /// that it takes.
+    pub fn arm(path: &Path, lease: Duration) -> anyhow::Result<Watchdog> {
+        let file = File::options()
+            .write(true)
+            .open(path)
+            .with_context(|| format!("the watchdog {} cannot be opened", path.display()))?;
+        let mut info = Info { options: 0, firmware_version: 0, identity: [0; 32] };
+        // SAFETY: the kernel fills the structure, of that layout, while the call lasts.
+        unsafe { get_support(file.as_raw_fd(), &raw mut info) }.with_context(|| {
+            format!("{} is no watchdog: name one, or leave the line out", path.display())
+        })?;
+        let watchdog = Watchdog { file, path: path.to_owned() };
+        watchdog.limit(lease).inspect_err(|_| watchdog.disarm())?;
+        let name = String::from_utf8_lossy(&info.identity);
+        info!("the watchdog {} ({}) is armed", path.display(), name.trim_end_matches('\0'));
+        Ok(watchdog)
+    }
+
+    fn limit(&self, lease: Duration) -> anyhow::Result<()> {
+        let (lease, path) = (lease.as_secs() as c_int, self.path.display());
+        for seconds in lease / 2..lease {
+            match self.take_time(seconds) {
+                Ok(taken) if taken < lease => return Ok(()),
+                // Some have a shortest time, and say so in one way or the other: that of Intel's
+                // chipsets is 3 s.
+                Ok(_) | Err(Errno::EINVAL) => {}
+                Err(error) => {
+                    bail!("the watchdog {path} takes no time: {error}; leave the line out")
+                }
+            }
+        }
+        bail!("the watchdog {path} takes no time below {lease} s: lease_seconds must be longer")
+    }
+
+    /// Asks for a time, and returns what it took.
+    fn take_time(&self, mut seconds: c_int) -> nix::Result<c_int> {
+        // SAFETY: the kernel reads and writes one integer while the call lasts.
+        unsafe { set_timeout(self.file.as_raw_fd(), &raw mut seconds) }?;
+        Ok(seconds)
+    }
+
+    /// Says that this host is well.
+    pub fn pet(&self) {
+        if let Err(error) = (&self.file).write_all(b"\0") {
+            warn!("the watchdog {} was not petted: {error}", self.path.display());
+        }
+    }
+
+    /// Leaves it for good, in order.
+    pub fn disarm(&self) {
+        // The letter that tells an orderly end from a death.
+        if let Err(error) = (&self.file).write_all(b"V") {
+            warn!("the watchdog {} stays armed: {error}", self.path.display());
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const LEASE: Duration = Duration::from_secs(15);
+
+    #[test]
+    fn what_is_no_watchdog_is_named_and_left_as_it_is() {
+        let file = tempfile::NamedTempFile::new().unwrap();
+        for path in [file.path(), Path::new("/dev/null"), Path::new("/nonexistent/watchdog")] {
+            let error = format!("{:#}", Watchdog::arm(path, LEASE).err().unwrap());
+            assert!(error.contains(&path.display().to_string()), "{error}");
+        }
+        assert_eq!(std::fs::read(file.path()).unwrap(), b"");
+    }
+
+    #[test]
+    fn it_hears_that_all_is_well_and_of_an_orderly_end() {
+        let heard = tempfile::NamedTempFile::new().unwrap();
+        let file = heard.reopen().unwrap();
+        let watchdog = Watchdog { file, path: heard.path().to_owned() };
+        watchdog.pet();
+        watchdog.pet();
+        watchdog.disarm();
+        assert_eq!(std::fs::read(heard.path()).unwrap(), b"\0\0V");
+    }
+}

@@ -1,0 +1,65 @@
+//! The other half: who wants the VM looks at its owner's renewals.
+
+use crate::{HostName, Time};
+use serde::{Deserialize, Serialize};
+use std::time::Duration;
+
+/// A sole owner's proof that it lives, kept beside the record of ownership.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Renewal {
+    /// The owner.
+    pub host: HostName,
+    /// Milliseconds for which it lets output out without another proof.
+    pub length_ms: u64,
+    /// Tells it from the one before; counts for nothing else.
+    pub mark: u64,
+}
+
+impl Renewal {
+    /// How long it must not have changed: the owner's clock may be slower than the asker's.
+    pub fn patience(&self) -> Duration {
+        let length = Duration::from_millis(self.length_ms);
+        length + length / 10 + Duration::from_secs(1).min(length / 4)
+    }
+}
+
+/// What a look at the renewals tells.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum LeaseSight {
+    /// There is no lease.
+    None,
+    /// Nothing has changed yet, and must not for so long.
+    Wait(Duration),
+    /// Its owner lets nothing out any more.
+    Over(Renewal),
+    /// Its owner lives: it renewed the lease, or withdrew it, just now.
+    Alive,
+}
+
+/// Looks at one lease, by the clock of whoever looks.
+#[derive(Clone, Debug, Default)]
+pub struct LeaseWatch {
+    seen: Option<(Renewal, Time)>,
+}
+
+impl LeaseWatch {
+    /// Looks: `found` was read before `now`.
+    pub fn look(&mut self, now: Time, found: Option<Renewal>) -> LeaseSight {
+        match (&self.seen, found) {
+            (None, None) => LeaseSight::None,
+            (None, Some(renewal)) => {
+                let patience = renewal.patience();
+                self.seen = Some((renewal, now));
+                LeaseSight::Wait(patience)
+            }
+            (Some((seen, since)), Some(found)) if *seen == found => {
+                let left = seen.patience().saturating_sub(now - *since);
+                match left.is_zero() || planted!(TakeAtOnce) {
+                    true => LeaseSight::Over(found),
+                    false => LeaseSight::Wait(left),
+                }
+            }
+            (Some(_), _) => LeaseSight::Alive,
+        }
+    }
+}

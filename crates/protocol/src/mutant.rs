@@ -1,0 +1,124 @@
+//! Planted bugs: with the feature `mutants` this crate can be made to decide wrongly, and the
+//! simulator's checks must notice.
+//!
+//! Only the package `understudy-protocol-planted`, which is this source again, has the feature, and
+//! only the simulator uses that package: no daemon has any of this.
+
+use serde::Serialize;
+use std::cell::Cell;
+
+macro_rules! mutants {
+    ($($(#[$doc:meta])* $name:ident,)*) => {
+        /// A bug that a programmer could have made.
+        #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+        #[serde(rename_all = "kebab-case")]
+        pub enum Mutant {
+            $($(#[$doc])* $name,)*
+        }
+
+        impl Mutant {
+            /// All of them.
+            pub const ALL: &[Mutant] = &[$(Mutant::$name,)*];
+        }
+    };
+}
+
+mutants! {
+    /// The primary releases the epoch after the one that was acknowledged, too.
+    ReleaseEarly,
+    /// An acknowledgement that waited while the primary stood still releases output.
+    ReleaseAfterStall,
+    /// The primary takes each look at its epochs for a sign that they move.
+    EveryLookIsHeadway,
+    /// A primary whose guest cannot be saved contests the VM.
+    ContestWhenSick,
+    /// A primary takes the silence of the arbiter for a grant.
+    SilenceIsGrant,
+    /// A primary that the arbiter did not answer does not ask again.
+    AskOnce,
+    /// A primary that lost ends its guest before the winner runs.
+    HaltAtOnce,
+    /// A primary that lost lets its guest run on.
+    FreezeNothing,
+    /// A primary goes on alone when protection is ended, before its backup has let go.
+    LeaveWithoutWord,
+    /// The primary forgets that a backup may take over with its very first epoch.
+    EntitledTooLate,
+    /// A planned fail-over does not wait for the last epoch.
+    YieldAtOnce,
+    /// The backup goes live without asking the arbiter.
+    SkipArbiter,
+    /// A backup takes the silence of the arbiter for a grant.
+    SilenceIsGrantToBackup,
+    /// A backup whose first synchronisation has not ended contests the VM.
+    TakeOverWithNothing,
+    /// A backup that has asked for the VM still takes epochs.
+    StageOnceLive,
+    /// A standby whose disk hangs contests the VM.
+    ContestUnfit,
+    /// A backup that contests stays in, although it cannot run the VM any more.
+    ContestWhenBroken,
+    /// A winner that cannot start the VM keeps it.
+    KeepTheGrant,
+    /// A grant that comes to a backup which has given up is kept.
+    KeepLateGrant,
+    /// A winner may start what it has handed back.
+    StartWhatWasReturned,
+    /// A backup that waits lets go of the VM by whoever ran it, whenever that was.
+    ForgetGeneration,
+    /// What belongs to the next epoch is staged with the one that runs.
+    MixEpochs,
+    /// Nobody is silent for too long.
+    NeverSuspect,
+    /// A lease is counted from the arbiter's answer.
+    LeaseFromAnswer,
+    /// A lease, once renewed, does not end.
+    LeaseWithoutEnd,
+    /// A lease is lost to a contest that this host itself has won.
+    LeaseBesideContest,
+    /// A sole owner does not heed that the VM is another's.
+    MovedIsOwn,
+    /// A sole owner whose lease ran out stands still even when it is renewed.
+    StayFrozen,
+    /// Whoever forces the VM onto another host does not wait for the owner's lease to end.
+    TakeAtOnce,
+    /// Where no host takes the VM now, no host is asked again.
+    GiveUpRepair,
+    /// An attempt to protect the VM that failed is not followed by another.
+    StayWithAttempt,
+    /// A mirror counts as an image that the guest ran on.
+    MirrorCounts,
+    /// Which image is valid is concluded although hosts are silent that may have run it.
+    ConcludeFromSilence,
+    /// A winner that does not answer counts as one that never ran the VM.
+    SilentNeverRan,
+    /// A host starts a VM that is another's.
+    StartForeign,
+}
+
+thread_local! {
+    static PLANTED: Cell<Option<Mutant>> = const { Cell::new(None) };
+}
+
+/// A bug is planted on this thread for as long as this lives.
+#[derive(Debug)]
+#[must_use]
+pub struct Planting {
+    before: Option<Mutant>,
+}
+
+/// Plants a bug, or none, on this thread.
+pub fn plant(mutant: Option<Mutant>) -> Planting {
+    Planting { before: PLANTED.replace(mutant) }
+}
+
+impl Drop for Planting {
+    fn drop(&mut self) {
+        PLANTED.set(self.before);
+    }
+}
+
+/// Whether this is the bug that is planted here.
+pub(crate) fn is_planted(mutant: Mutant) -> bool {
+    PLANTED.get() == Some(mutant)
+}

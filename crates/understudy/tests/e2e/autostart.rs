@@ -1,0 +1,152 @@
+//! VMs that come up with their hosts: each once, on its valid images, and not what somebody has ended.
+
+use crate::recover::lose;
+use crate::refusals::quick;
+use crate::stage::{
+    Calm, LIMIT, PACE, await_service, options, play, prove_disk, refusal, repairing_daemon,
+};
+use anyhow::{Context, Result, ensure};
+use serde_json::Value;
+use std::fs;
+use understudy_lab::scene::VM;
+use understudy_lab::{Scene, SceneOptions, wait_for};
+
+/// The scene's guest comes up with its host from now on.
+fn set_autostart(scene: &Scene) -> Result<()> {
+    let mut definition: toml::Table = fs::read_to_string(scene.definition())?.parse()?;
+    definition.insert("autostart".to_owned(), true.into());
+    Ok(fs::write(scene.definition(), definition.to_string())?)
+}
+
+/// A guest without a disk, of daemons that wait a second for it to power off, which it never does.
+fn hasty() -> SceneOptions {
+    let mut options = quick();
+    for host in options.daemons.values_mut() {
+        host.settings += "[shutdown]\npower_off_seconds = 1\n";
+    }
+    options
+}
+
+fn status(scene: &Scene, host: &str) -> Result<Value> {
+    Ok(serde_json::from_str(&scene.host(host)?.call(["status", "--json"])?)?)
+}
+
+/// What the guest waits for before it comes up on a host; none if nobody waits for it there.
+fn awaited(scene: &Scene, host: &str) -> Result<Option<String>> {
+    let status = status(scene, host)?;
+    let awaited = status["awaited"].as_array().context("no list `awaited`")?;
+    let found = awaited.iter().find(|awaited| awaited["name"] == VM);
+    Ok(found.and_then(|found| Some(found["reason"].as_str()?.to_owned())))
+}
+
+/// The host has nothing to do with the guest: it neither has it nor waits for it.
+fn ensure_nothing(scene: &Scene, host: &str) -> Result<()> {
+    let status = status(scene, host)?;
+    let nothing = status["vms"] == Value::Array(Vec::new()) && awaited(scene, host)?.is_none();
+    ensure!(nothing, "host {host}: {status}");
+    Ok(())
+}
+
+/// Host b had taken the guest over from host a when it died; host a is up again, alone.
+fn leave_former_primary_alone(scene: &mut Scene) -> Result<()> {
+    set_autostart(scene)?;
+    scene.protected_guest("a", "b")?;
+    scene.host_mut("a")?.kill_everything()?;
+    scene.await_live("b")?;
+    lose(scene, &["b"])?;
+    scene.restart("a")
+}
+
+fn await_coming_up(scene: &Scene, host: &str) -> Result<()> {
+    wait_for(&format!("the guest to come up on host {host}"), LIMIT, || {
+        let status = scene.host(host)?.status(VM).unwrap_or_default();
+        Ok((status["role"] == "primary" && status["live"] == true).then_some(()))
+    })?;
+    let events = scene.host(host)?.call(["events", "--vm", VM])?;
+    ensure!(events.contains("came up with its host"), "{events}");
+    ensure!(awaited(scene, host)?.is_none(), "host {host} waits for what has come up");
+    Ok(())
+}
+
+/// A host that died, and a daemon that was ended; but not what its operator has stopped.
+#[test]
+fn a_vm_comes_up_with_its_host_unless_somebody_ended_it() {
+    play(hasty(), |scene| {
+        set_autostart(scene)?;
+        scene.start_guest("a")?;
+        scene.host_mut("a")?.kill_everything()?;
+        scene.restart("a")?;
+        await_coming_up(scene, "a")?;
+        scene.host("a")?.call(["vm", "stop", VM, "--force"])?;
+        scene.host_mut("a")?.kill_everything()?;
+        scene.restart("a")?;
+        ensure_nothing(scene, "a")?;
+        scene.host("a")?.call(["vm", "start", VM])?;
+        scene.host_mut("a")?.terminate()?;
+        scene.restart("a")?;
+        await_coming_up(scene, "a")
+    });
+}
+
+/// Both hosts lose their power at one instant: the guest comes up where it ran, with every record, and
+/// is protected again.
+#[test]
+fn a_protected_vm_comes_up_where_it_ran_and_is_protected_again() {
+    let mut options = options().calm();
+    for host in options.daemons.values_mut() {
+        *host = repairing_daemon().calm();
+    }
+    play(options, |scene| {
+        set_autostart(scene)?;
+        scene.protected_guest("a", "b")?;
+        let client = scene.record_client(PACE)?;
+        await_service(&client)?;
+        lose(scene, &["a", "b"])?;
+        let acked = client.abandon().acked();
+        scene.restart("b")?;
+        ensure_nothing(scene, "b")?;
+        scene.restart("a")?;
+        await_coming_up(scene, "a")?;
+        wait_for("the guest to be protected again", LIMIT, || {
+            let status = scene.status("a")?;
+            Ok((status["protection"]["state"] == "protected").then_some(()))
+        })?;
+        scene.await_guest()?;
+        prove_disk(scene, "a", acked)
+    });
+}
+
+/// A host that lost the guest does not bring it up, whatever its record says, while its successor may
+/// have it; that one does.
+#[test]
+fn a_former_primary_waits_for_its_successor() {
+    play(hasty(), |scene| {
+        leave_former_primary_alone(scene)?;
+        let reason = wait_for("host a to say what it waits for", LIMIT, || {
+            Ok(awaited(scene, "a")?.filter(|reason| reason.contains("host b")))
+        })?;
+        let told = scene.host("a")?.call(["status"])?;
+        ensure!(told.contains("is to come up here") && told.contains(&reason), "{told}");
+        let (_, words) = refusal(scene.host("a")?, &["unprotect", VM])?;
+        ensure!(words.contains("is to come up here"), "{words}");
+        scene.restart("b")?;
+        await_coming_up(scene, "b")?;
+        wait_for("host a to leave it to host b", LIMIT, || {
+            Ok(awaited(scene, "a")?.is_none().then_some(()))
+        })?;
+        ensure_nothing(scene, "a")
+    });
+}
+
+#[test]
+fn an_operator_ends_the_wait() {
+    play(hasty(), |scene| {
+        leave_former_primary_alone(scene)?;
+        ensure!(awaited(scene, "a")?.is_some(), "host a does not wait for its guest");
+        scene.host("a")?.call(["vm", "stop", VM])?;
+        ensure_nothing(scene, "a")?;
+        scene.host_mut("a")?.kill_everything()?;
+        scene.restart("a")?;
+        ensure_nothing(scene, "a")
+    });
+}
