@@ -100,6 +100,7 @@ impl Host {
             qemu: &self.capabilities.binary,
             agent: &self.agent,
             run_as: &self.config.run_as,
+            limits: self.config.limits,
             disks,
             role: Role::Fresh,
             lockstep,

@@ -33,6 +33,7 @@ mod api;
 mod arbiter;
 mod cluster;
 mod detection;
+mod qemu_process;
 mod source;
 mod webhook;
 
@@ -47,6 +48,7 @@ use api::RawApi;
 use arbiter::RawArbiter;
 use cluster::RawCluster;
 use detection::RawDetection;
+use qemu_process::RawQemuProcess;
 use serde::Deserialize;
 use source::Source;
 use std::collections::BTreeMap;
@@ -60,6 +62,7 @@ use std::time::Duration;
 use toml::Spanned;
 use understudy_cluster::store_keys::{StoreKeys, Stores};
 use understudy_link::tls::TlsFiles;
+use understudy_machine::cgroup::Limits;
 use understudy_qemu::RunAs;
 use understudy_qemu::definition::MemorySize;
 use understudy_qemu::programs::{Missing, find_agent, find_qemu, is_executable};
@@ -110,6 +113,8 @@ pub struct HostConfig {
     pub agent: Option<PathBuf>,
     /// User that QEMU runs as.
     pub run_as: RunAs,
+    /// The most that each QEMU may use.
+    pub limits: Limits,
     /// The most memory that VMs and backups may take together, in bytes; without
     /// it, what the system has.
     pub memory_limit: Option<u64>,
@@ -206,7 +211,8 @@ struct RawConfig {
     qemu: Option<Spanned<PathBuf>>,
     agent: Option<Spanned<PathBuf>>,
     memory: Option<MemorySize>,
-    qemu_process: Option<RawQemuProcess>,
+    #[serde(default)]
+    qemu_process: RawQemuProcess,
     #[serde(default)]
     detection: RawDetection,
     #[serde(default)]
@@ -237,12 +243,6 @@ struct RawMetrics {
 #[serde(default, deny_unknown_fields)]
 struct RawExperiments {
     allow_unheld_output: bool,
-}
-
-#[derive(Deserialize)]
-#[serde(deny_unknown_fields)]
-struct RawQemuProcess {
-    user: Option<Spanned<String>>,
 }
 
 #[derive(Default, Deserialize)]
@@ -304,7 +304,8 @@ impl RawConfig {
             arbiter: self.arbiter.map(|arbiter| arbiter.check(source)).transpose()?,
             qemu: self.qemu.map(|path| source.absolute("qemu", path)).transpose()?,
             agent: self.agent.map(|path| source.absolute("agent", path)).transpose()?,
-            run_as: check_user(source, self.qemu_process)?,
+            run_as: self.qemu_process.user(source)?,
+            limits: self.qemu_process.limits(source)?,
             memory_limit: self.memory.map(MemorySize::bytes),
             lease: self.detection.lease(source)?,
             watchdog: self.detection.watchdog(source)?,
@@ -412,12 +413,6 @@ fn check_socket(source: &Source<'_>, raw: Option<Spanned<PathBuf>>) -> Result<Pa
         return Err(source.wrong("socket", span, &message));
     }
     Ok(path)
-}
-
-fn check_user(source: &Source<'_>, raw: Option<RawQemuProcess>) -> Result<RunAs, HostError> {
-    let Some(user) = raw.and_then(|process| process.user) else { return Ok(RunAs::default()) };
-    RunAs::named(user.get_ref())
-        .map_err(|error| source.wrong("qemu_process.user", user.span(), &error.to_string()))
 }
 
 fn check_metrics(

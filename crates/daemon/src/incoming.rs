@@ -283,6 +283,7 @@ fn stand_by(
         qemu: &host.capabilities.binary,
         agent: &host.agent,
         run_as: &host.config.run_as,
+        limits: host.config.limits,
         disks: mirrors.iter().map(|mirror| mirror.disk().clone()).collect(),
         role: Role::Standby,
         lockstep: lockstep_of(offer),

@@ -16,7 +16,7 @@ use understudy_qemu::VmDefinition;
 use understudy_replication::handshake::Purpose;
 use understudy_replication::records::Records;
 
-pub use understudy_machine::cgroup::probe as control_groups;
+pub use understudy_machine::cgroup::{Controller, probe as control_groups};
 
 /// What a host says of itself.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]

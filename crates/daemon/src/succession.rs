@@ -104,6 +104,7 @@ impl Host {
             qemu: &self.capabilities.binary,
             agent: &self.agent,
             run_as: &self.config.run_as,
+            limits: self.config.limits,
             disks: former.disks(),
             role: Role::Standby,
             lockstep: Some(lockstep),

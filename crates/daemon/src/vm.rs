@@ -376,6 +376,7 @@ fn machine_status(machine: &Machine, role: Role, live: bool) -> VmStatus {
         display_not_held: definition.has_display(),
         disk_error: machine.disk_error(),
         qemu_pid: Some(machine.qemu_pid()),
+        limits: Some(machine.limits()),
         console: machine.local_sockets().console.clone(),
         vnc: machine.local_sockets().vnc.clone(),
         guest_agent: machine.local_sockets().guest_agent.clone(),

@@ -58,6 +58,24 @@ fn a_round_forgets_what_was_marked_before_it_and_no_more() {
     assert_eq!(reopen(&path, &image).unwrap().runs(), [1..2, 9..10]);
 }
 
+/// Twice a second the whole map of an idle disk was written anew.
+#[test]
+fn a_round_in_which_nothing_was_set_aside_writes_nothing() {
+    let (_directory, image, path) = image();
+    let map = create(&path, &image);
+    map.unseal().unwrap();
+    map.mark(0, 1).unwrap();
+    map.begin_round();
+    map.end_round().unwrap();
+    // What nobody but this test writes there.
+    map.lock().file.write_all_at(&[0xff], BITS_AT).unwrap();
+    map.begin_round();
+    map.end_round().unwrap();
+    let mut byte = [0];
+    map.lock().file.read_exact_at(&mut byte, BITS_AT).unwrap();
+    assert_eq!(byte, [0xff]);
+}
+
 #[test]
 fn a_map_in_doubt_says_why() {
     let (_directory, image, path) = image();

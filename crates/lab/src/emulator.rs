@@ -73,6 +73,7 @@ impl Emulator {
             log: &blueprint.directory.join(LOG),
             directory: None,
             user: None,
+            descriptors: None,
         };
         let process = in_namespace(&namespace, || Qemu::launch(&launch))??;
         let (commands, events) = (commands.try_clone()?, events.try_clone()?);

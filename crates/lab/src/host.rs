@@ -28,11 +28,12 @@ const CALL_SECONDS: &str = "300";
 const LOG: &str = "daemon.log";
 /// Executes the daemon in its own place: the process id is the daemon's.
 const SHELL: &str = "/bin/sh";
-/// `ip netns exec` hides the control groups behind a /sys of the namespace's own. The CPU
-/// controller is in version 1 or in version 2, never in both.
+/// `ip netns exec` hides the control groups behind a /sys of the namespace's own. A controller is
+/// in version 1 or in version 2, never in both.
 const MOUNT_CONTROL_GROUPS: &str = "{ mount -t tmpfs none /sys/fs/cgroup && \
-     mkdir /sys/fs/cgroup/cpu && mount -t cgroup -o cpu none /sys/fs/cgroup/cpu || \
-     mount -t cgroup2 none /sys/fs/cgroup; } 2>/dev/null;";
+     for it in cpu memory pids; do mkdir /sys/fs/cgroup/$it && \
+     mount -t cgroup -o $it none /sys/fs/cgroup/$it || rmdir /sys/fs/cgroup/$it; done; \
+     ls /sys/fs/cgroup/*/tasks || mount -t cgroup2 none /sys/fs/cgroup; } >/dev/null 2>&1;";
 /// The daemon's own directory, with one directory for each VM.
 const STATE: &str = "state";
 const MACHINE_LOGS: [&str; 2] = ["qemu.log", "console.log"];
@@ -374,15 +375,34 @@ impl Drop for HostProcess {
 /// Removes the control groups of QEMUs that died with their daemon. What is in use cannot be
 /// removed, what is another's is left to it.
 fn remove_control_groups() {
-    for mount in ["/sys/fs/cgroup", "/sys/fs/cgroup/cpu"] {
+    for mount in own_control_groups() {
         for entry in fs::read_dir(mount).into_iter().flatten().flatten() {
             let name = entry.file_name();
-            let pid = name.to_str().and_then(|name| name.strip_prefix("understudy-"));
+            let pid = name.to_str().and_then(whose_group);
             if pid.is_some_and(|pid| !Path::new("/proc").join(pid).exists()) {
                 let _ = fs::remove_dir(entry.path());
             }
         }
     }
+}
+
+/// The process that a group of the product's is named after: a QEMU, whose processors it limits, or
+/// the daemon of one that it limits.
+fn whose_group(name: &str) -> Option<&str> {
+    let rest = name.strip_prefix("understudy-").or(name.strip_prefix("understudy.qemu-"))?;
+    rest.split('-').next()
+}
+
+/// Where this process is, in the hierarchies that daemons use.
+fn own_control_groups() -> Vec<PathBuf> {
+    let groups = fs::read_to_string("/proc/self/cgroup").unwrap_or_default();
+    let own = |line: &str| {
+        let (controllers, path) = line.split_once(':')?.1.split_once(':')?;
+        let known = matches!(controllers, "" | "cpu" | "memory" | "pids");
+        let mount = Path::new("/sys/fs/cgroup").join(controllers);
+        known.then(|| mount.join(path.trim_start_matches('/')))
+    };
+    groups.lines().filter_map(own).collect()
 }
 
 fn socket(directory: &Path) -> PathBuf {

@@ -1,6 +1,7 @@
 //! A machine whose daemon has died, taken over by the next one: the same QEMU, everything
 //! around it anew. Its descriptors were kept meanwhile ([`crate::custody`]).
 
+use crate::cgroup::{LimitGroup, Limits};
 use crate::console::ConsoleServer;
 use crate::disk_error::DiskErrors;
 use crate::doorbell::Doorbell;
@@ -63,6 +64,8 @@ pub struct Adoption<'a> {
     pub descriptors: Vec<OwnedFd>,
     /// Directory for sockets and logs.
     pub run_dir: &'a Path,
+    /// The most that a QEMU of this host may use.
+    pub limits: Limits,
     /// The disks, in the definition's order.
     pub disks: Vec<Arc<Disk>>,
     /// Called on a thread of the machine's for everything that happens by itself.
@@ -111,7 +114,7 @@ impl Machine {
     /// Takes it over; its QEMU stands still until [`Machine::wake`]. Dropped, it ends QEMU; an
     /// error leaves it as it was.
     pub fn adopt(adoption: Adoption<'_>) -> anyhow::Result<Machine> {
-        let Adoption { note, descriptors, run_dir, disks, on_event } = adoption;
+        let Adoption { note, descriptors, run_dir, limits, disks, on_event } = adoption;
         let mut descriptors = Descriptors(descriptors.into_iter());
         let pidfd = descriptors.next()?;
         let ram = Arc::new(GuestRam::adopt(descriptors.next()?)?);
@@ -142,6 +145,7 @@ impl Machine {
         let log = run_dir.join(QEMU_LOG);
         let process = Arc::new(Process {
             qemu: Qemu::adopt(note.qemu_pid, pidfd, log, note.log_start),
+            limits: LimitGroup::of_another(&limits, note.qemu_pid),
             halted: AtomicBool::new(false),
             powered_off: AtomicBool::new(false),
             reset: Mutex::default(),

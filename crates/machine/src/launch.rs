@@ -2,6 +2,7 @@
 
 #[cfg(feature = "fail-points")]
 use crate::booted::Booted;
+use crate::cgroup::{LimitGroup, Limits};
 use crate::console::ConsoleServer;
 use crate::disk_error::DiskErrors;
 use crate::doorbell::Doorbell;
@@ -55,6 +56,8 @@ pub struct Plan<'a> {
     pub agent: &'a Path,
     /// User that QEMU runs as.
     pub run_as: &'a RunAs,
+    /// The most that QEMU may use.
+    pub limits: Limits,
     /// The disks, in the definition's order.
     pub disks: Vec<Arc<Disk>>,
     /// Whether its QEMU may outlive this daemon, and its disks come back.
@@ -162,10 +165,14 @@ impl Machine {
             log: &plan.run_dir.join(QEMU_LOG),
             directory: Some(home.directory()),
             user,
+            descriptors: Some(plan.limits.descriptors),
         })?;
+        let limits =
+            LimitGroup::impose(&plan.limits, qemu.pid(), &plan.definition, plan.accelerator);
         drop((qemus_ends, guest_ends, qemus_log, console_end, tpm_end));
         let process = Arc::new(Process {
             qemu,
+            limits,
             halted: AtomicBool::new(false),
             powered_off: AtomicBool::new(false),
             reset: Mutex::default(),

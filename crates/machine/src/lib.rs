@@ -12,7 +12,7 @@
 //! | [`succession`] | a guest moved to another QEMU on this host |
 //! | `medium` | the medium of a CD-ROM drive, changed while the guest runs |
 //! | [`custody`] | a guest that may not end with its daemon |
-//! | [`cgroup`] | how much of a processor its vCPUs get |
+//! | [`cgroup`] | how much of a processor its vCPUs get, and of memory and threads its QEMU |
 //!
 //! It knows nothing of other hosts: what has to happen to a guest, and when, is its caller's.
 

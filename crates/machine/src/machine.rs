@@ -24,6 +24,7 @@ use understudy_qemu::command::Lockstep;
 use understudy_qemu::lockstep::{self, LogChannel, LogErrand};
 use understudy_qemu::qmp::{DeviceState, RunState};
 use understudy_qemu::{Accelerator, Monitor, VmDefinition, build_id};
+use understudy_report::LimitsReport;
 use understudy_threads::{Mutex, MutexGuard, RwLock, lock};
 
 /// What happens to a machine by itself.
@@ -240,6 +241,11 @@ impl Machine {
     pub fn qemu_build(&self) -> Option<String> {
         let program = format!("/proc/{}/exe", self.qemu_pid());
         build_id(Path::new(&program)).ok().flatten()
+    }
+
+    /// The most that QEMU may use of this host.
+    pub fn limits(&self) -> LimitsReport {
+        self.process.limits.report()
     }
 
     /// How a QEMU that does not run any more ended, for people.

@@ -1,5 +1,6 @@
 //! QEMU's process, and what it says by itself.
 
+use crate::cgroup::LimitGroup;
 use crate::disk_error::{DiskError, DiskErrors};
 use crate::launch::QEMU_TIMEOUT;
 use crate::{MachineEvent, OnEvent};
@@ -15,6 +16,8 @@ use understudy_threads::{Mutex, lock};
 /// QEMU's process, and what is known of its end.
 pub(crate) struct Process {
     pub(crate) qemu: Qemu,
+    /// What it may use; behind it, so that its groups are empty when they are removed.
+    pub(crate) limits: LimitGroup,
     /// The end is this daemon's own doing.
     pub(crate) halted: AtomicBool,
     pub(crate) powered_off: AtomicBool,
@@ -82,9 +85,13 @@ impl Process {
 
     /// How QEMU ended, for people.
     pub(crate) fn last_words(&self) -> String {
-        match self.qemu.wait(Duration::from_secs(1)) {
+        let words = match self.qemu.wait(Duration::from_secs(1)) {
             Ok(Some(exit)) => exit.to_string(),
             _ => "QEMU closed its monitor".to_owned(),
+        };
+        match self.limits.went_beyond() {
+            Some(reason) => format!("{words}: {reason}"),
+            None => words,
         }
     }
 

@@ -1,4 +1,4 @@
-//! QEMU's own messages, bounded.
+//! QEMU's own messages, and those of its swtpm, bounded.
 //!
 //! QEMU appends them to a file by itself: behind a pipe it would wait, or end, when nobody reads
 //! while the daemon is away. So the daemon looks at the files now and then, and one that has grown
@@ -16,8 +16,10 @@ use tracing::warn;
 
 /// The file, in a VM's directory.
 pub const QEMU_LOG: &str = "qemu.log";
-/// What it held last before it was cut.
-const FORMER: &str = "qemu.log.1";
+/// The same of its swtpm.
+pub(crate) const SWTPM_LOG: &str = "swtpm.log";
+/// Behind the name of what it held last before it was cut.
+const FORMER: &str = ".1";
 /// Over so much it is cut.
 const MOST_BYTES: u64 = 1 << 20;
 /// How often somebody looks. What QEMU says in between comes on top.
@@ -35,9 +37,11 @@ fn run<T>(host: &Weak<T>, state_dir: &Path) {
     while host.strong_count() > 0 {
         for directory in fs::read_dir(state_dir).into_iter().flatten().flatten() {
             let directory = directory.path();
-            if let Err(error) = bound(&directory, MOST_BYTES) {
-                let vm = directory.file_name().unwrap_or(OsStr::new("?")).to_string_lossy();
-                warn!(%vm, "cannot bound {QEMU_LOG}: {error}");
+            for log in [QEMU_LOG, SWTPM_LOG] {
+                if let Err(error) = bound(&directory, log, MOST_BYTES) {
+                    let vm = directory.file_name().unwrap_or(OsStr::new("?")).to_string_lossy();
+                    warn!(%vm, "cannot bound {log}: {error}");
+                }
             }
         }
         thread::sleep(INTERVAL);
@@ -45,18 +49,18 @@ fn run<T>(host: &Weak<T>, state_dir: &Path) {
 }
 
 /// Cuts a VM's log if it has grown over `most` bytes.
-fn bound(directory: &Path, most: u64) -> io::Result<()> {
-    let path = directory.join(QEMU_LOG);
+fn bound(directory: &Path, log: &str, most: u64) -> io::Result<()> {
+    let path = directory.join(log);
     // Most have not.
     let long =
         fs::metadata(&path).is_ok_and(|metadata| metadata.is_file() && metadata.len() > most);
     if !long {
         return Ok(());
     }
-    let mut log = File::options().read(true).write(true).open(&path)?;
-    let kept = keep_end(&mut log, &directory.join(FORMER), most);
+    let mut file = File::options().read(true).write(true).open(&path)?;
+    let kept = keep_end(&mut file, &directory.join(format!("{log}{FORMER}")), most);
     // Also if it could not be copied: a full disk is a reason to cut it.
-    log.set_len(0)?;
+    file.set_len(0)?;
     kept
 }
 
@@ -77,8 +81,16 @@ mod tests {
     #[test]
     fn a_long_log_is_cut_and_whoever_writes_it_goes_on() {
         let directory = tempfile::tempdir().unwrap();
-        let (log, former) = (directory.path().join(QEMU_LOG), directory.path().join(FORMER));
-        bound(directory.path(), 10).unwrap();
+        // Of a swtpm it is the same, which nobody bounded.
+        for log in [QEMU_LOG, SWTPM_LOG] {
+            is_cut(directory.path(), log);
+        }
+    }
+
+    fn is_cut(directory: &Path, name: &str) {
+        let bound = |most| bound(directory, name, most);
+        let (log, former) = (directory.join(name), directory.join(format!("{name}{FORMER}")));
+        bound(10).unwrap();
         let appended = || File::options().create(true).append(true).open(&log).unwrap();
         // A process with the file as its standard output, as QEMU has it.
         let mut cat = Command::new("cat");
@@ -91,16 +103,16 @@ mod tests {
             }
         };
         says("0123456789");
-        bound(directory.path(), 10).unwrap();
+        bound(10).unwrap();
         assert!(!former.exists(), "it is not too long");
         says("abc");
-        bound(directory.path(), 10).unwrap();
+        bound(10).unwrap();
         assert_eq!(fs::read_to_string(&log).unwrap(), "");
         assert_eq!(fs::read_to_string(&former).unwrap(), "3456789abc");
         says("on it goes");
         assert_eq!(fs::read_to_string(&log).unwrap(), "on it goes");
         says("!");
-        bound(directory.path(), 10).unwrap();
+        bound(10).unwrap();
         assert_eq!(fs::read_to_string(&former).unwrap(), "n it goes!");
         drop(qemu.stdin.take());
         assert!(qemu.wait().unwrap().success(), "nothing happened to it");
@@ -111,8 +123,8 @@ mod tests {
         let directory = tempfile::tempdir().unwrap();
         fs::write(directory.path().join(QEMU_LOG), [b'x'; 100]).unwrap();
         // It cannot be copied: there is a directory in the way.
-        fs::create_dir(directory.path().join(FORMER)).unwrap();
-        assert!(bound(directory.path(), 10).is_err());
+        fs::create_dir(directory.path().join(format!("{QEMU_LOG}{FORMER}"))).unwrap();
+        assert!(bound(directory.path(), QEMU_LOG, 10).is_err());
         assert_eq!(fs::metadata(directory.path().join(QEMU_LOG)).unwrap().len(), 0);
     }
 }

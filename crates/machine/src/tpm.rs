@@ -4,6 +4,7 @@
 //! the part that outlives a power-off in the VM's directory.
 
 use crate::Plan;
+use crate::qemu_log::SWTPM_LOG;
 use anyhow::{Context, bail};
 use std::fs::{self, File};
 use std::io;
@@ -17,7 +18,6 @@ use understudy_qemu::user::{self, User};
 use understudy_qemu::{Qemu, Role};
 
 const PROGRAM: &str = "swtpm";
-const LOG: &str = "swtpm.log";
 /// The directory of its state, in the VM's.
 const DIRECTORY: &str = "tpm";
 /// What outlives a power-off.
@@ -70,9 +70,10 @@ impl Tpm {
             args: &arguments.map(Into::into),
             env: &[],
             inherit: &[ours.as_fd()],
-            log: &plan.run_dir.join(LOG),
+            log: &plan.run_dir.join(SWTPM_LOG),
             directory: Some(&directory),
             user,
+            descriptors: None,
         })
         .context("the VM has a TPM, which needs the package swtpm on every host")?;
         Ok(Some((Tpm(process), qemus)))

@@ -176,6 +176,7 @@ impl Capabilities {
             log: Path::new(&format!("/proc/self/fd/{}", log.as_raw_fd())),
             directory: None,
             user: None,
+            descriptors: None,
         })?;
         drop(qemus);
         let answers = Connection::open(ours, PROBE_TIMEOUT)

@@ -6,6 +6,7 @@ use crate::user::{User, become_user};
 use nix::errno::Errno;
 use nix::libc;
 use nix::poll::{PollFd, PollFlags, PollTimeout};
+use nix::sys::resource::{Resource, getrlimit, setrlimit};
 use nix::sys::signal::Signal;
 use std::ffi::OsString;
 use std::fs::File;
@@ -43,6 +44,9 @@ pub struct Launch<'a> {
     pub directory: Option<&'a Path>,
     /// User that it runs as; this process's own if there is none.
     pub user: Option<User>,
+    /// How many files it may have open; as many as this process without. Those that it inherits may have
+    /// higher numbers.
+    pub descriptors: Option<u64>,
 }
 
 /// QEMU could not be started.
@@ -127,7 +131,7 @@ impl Qemu {
             .stdout(log.try_clone().map_err(log_error)?)
             .stderr(log);
         let directory = launch.directory.map(open_directory).transpose()?;
-        let user = launch.user;
+        let (user, descriptors) = (launch.user, launch.descriptors);
         let inherit: Vec<RawFd> = launch.inherit.iter().map(AsRawFd::as_raw_fd).collect();
         // SAFETY: between fork and exec the closure only makes system calls; it
         // neither allocates nor locks. The descriptors are open: they are borrowed
@@ -136,6 +140,7 @@ impl Qemu {
             command.pre_exec(move || {
                 pass_on_only(&inherit)?;
                 be_expendable();
+                descriptors.map_or(Ok(()), limit_descriptors)?;
                 become_user(directory.as_ref().map(AsFd::as_fd), user)
             })
         };
@@ -276,6 +281,14 @@ fn be_expendable() {
     if let Ok(file) = open(c"/proc/self/oom_score_adj", OFlag::O_WRONLY, Mode::empty()) {
         let _ = nix::unistd::write(file, QEMU_OOM_SCORE);
     }
+}
+
+/// For good: no process without rights can raise it again. Only system calls, for use between fork
+/// and exec.
+fn limit_descriptors(most: u64) -> io::Result<()> {
+    let (_, allowed) = getrlimit(Resource::RLIMIT_NOFILE)?;
+    let most = most.min(allowed);
+    Ok(setrlimit(Resource::RLIMIT_NOFILE, most, most)?)
 }
 
 fn open_directory(path: &Path) -> Result<File, LaunchError> {

@@ -11,6 +11,7 @@ fn shell(script: &str, inherit: &[BorrowedFd<'_>], log: &Path) -> Result<Qemu, L
         log,
         directory: None,
         user: None,
+        descriptors: None,
     })
 }
 
@@ -89,6 +90,7 @@ fn a_missing_program_is_named() {
         log: &folder.path().join("log"),
         directory: None,
         user: None,
+        descriptors: None,
     })
     .unwrap_err();
     assert!(error.to_string().contains("cannot run /no/such/qemu"), "{error}");
@@ -112,6 +114,7 @@ fn it_becomes_another_user_in_a_directory_that_this_one_cannot_reach() {
         log: &folder.path().join("log"),
         directory: Some(&directory),
         user,
+        descriptors: None,
     })
     .unwrap();
     qemu.wait(LONG).unwrap().expect("it ends");

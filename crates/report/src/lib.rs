@@ -4,6 +4,7 @@
 //! | module | is |
 //! |---|---|
 //! | [`status`] | how hosts and VMs are |
+//! | [`limits`] | what a QEMU may use of its host |
 //! | [`requests`] | what is asked for |
 //! | [`recovery`] | what `recover` found and did |
 //! | [`cluster`] | snapshots and restores |
@@ -17,6 +18,7 @@ pub mod cluster;
 pub mod comparison;
 pub mod error;
 pub mod events;
+pub mod limits;
 pub mod meters;
 pub mod recovery;
 pub mod requests;
@@ -26,6 +28,7 @@ pub mod traces;
 pub use cluster::{FillReport, FillState};
 pub use comparison::{ComparisonCounts, ComparisonReport, Difference, Part};
 pub use error::{ErrorKind, HostError};
+pub use limits::LimitsReport;
 pub use meters::Meters;
 pub use recovery::{RecoverReport, ValidImages};
 pub use requests::{DiskReads, GroupRequest, MediumRequest, Mode, ProtectRequest, RecoverRequest};

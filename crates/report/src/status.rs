@@ -2,6 +2,7 @@
 
 use crate::cluster::FillReport;
 use crate::comparison::ComparisonCounts;
+use crate::limits::LimitsReport;
 use crate::requests::{DiskReads, Mode};
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
@@ -334,6 +335,9 @@ pub struct VmStatus {
     pub lease_over: Option<String>,
     /// Process id of this host's QEMU for the VM.
     pub qemu_pid: Option<u32>,
+    /// The most that this QEMU may use.
+    #[serde(default)]
+    pub limits: Option<LimitsReport>,
     /// Unix socket of the guest's console.
     pub console: Option<std::path::PathBuf>,
     /// The VM's cards.
@@ -389,6 +393,7 @@ impl VmStatus {
             disk_error: None,
             lease_over: None,
             qemu_pid: None,
+            limits: None,
             console: None,
             cards: Vec::new(),
             disks: Vec::new(),

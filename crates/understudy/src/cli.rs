@@ -352,7 +352,9 @@ most that VMs and backups may take together; else what is available),
 admin = \"/etc/understudy/admin.token\" (mode 0600, a token a line; roles are
 read, operate, admin) or [api.certificates] NAME = \"operate\",
 [webhook] url = \"https://…\" (each event is posted there as JSON),
-[qemu_process] user = \"NAME\" (else each QEMU is a user of its own),
+[qemu_process] user = \"NAME\" (else each QEMU is a user of its own), and the most
+that each QEMU may use: memory_beside = \"512M\" (beside the guest's; 1536M under
+emulation), descriptors = 4096, threads = 256,
 [detection] timeout_ms = 100 (50 to 10000), the shortest silence of a peer
 after which it is suspected, epoch_timeout_ms = 1000 (100 to 60000), how long an
 epoch may be on its way to the backup without any movement, and qemu_timeout_ms =

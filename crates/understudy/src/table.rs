@@ -12,8 +12,8 @@ use understudy_client::progress::syncing;
 use understudy_encoding::Compression;
 use understudy_protocol::{PAGE_SIZE, Policy};
 use understudy_report::{
-    CompressionReport, DiskReads, DiskSync, FillReport, HostStatus, LockstepReport, Mode,
-    PathReport, Protection, Role, ThrottleReport, VmStatus,
+    CompressionReport, DiskReads, DiskSync, FillReport, HostStatus, LimitsReport, LockstepReport,
+    Mode, PathReport, Protection, Role, ThrottleReport, VmStatus,
 };
 
 const NOTHING: &str = "-";
@@ -153,6 +153,9 @@ pub fn vm(vm: &VmStatus) -> String {
     if let Some(pid) = vm.qemu_pid {
         rows.push(["QEMU's process".to_owned(), pid.to_string()]);
     }
+    if let Some(limits) = &vm.limits {
+        rows.push(["QEMU's limits".to_owned(), self::limits(limits)]);
+    }
     if let Some(console) = &vm.console {
         rows.push(["console".to_owned(), console.display().to_string()]);
     }
@@ -219,6 +222,21 @@ fn protection(vm: &VmStatus) -> String {
             syncing(peer, *done_bytes, *total_bytes, *remaining_seconds)
         }
     }
+}
+
+fn limits(report: &LimitsReport) -> String {
+    let memory = report.memory_bytes.map(|most| match report.memory_used_bytes {
+        Some(used) => format!("{} of {} memory", HumanBytes(used), HumanBytes(most)),
+        None => format!("{} memory", HumanBytes(most)),
+    });
+    let threads = report.threads.map(|threads| format!("{threads} threads"));
+    let files = Some(format!("{} open files", report.descriptors));
+    let limited: Vec<String> = [memory, threads, files].into_iter().flatten().collect();
+    let mut text = limited.join(", ");
+    for missing in &report.missing {
+        text += &format!("; NOT LIMITED: {missing}");
+    }
+    text
 }
 
 fn path(path: &PathReport) -> String {

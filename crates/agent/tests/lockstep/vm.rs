@@ -163,6 +163,7 @@ impl Vm {
             log: &folder.path().join("qemu.log"),
             directory: None,
             user: None,
+            descriptors: None,
         })
         .unwrap();
         drop((ends, log_ends, card));

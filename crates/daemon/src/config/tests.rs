@@ -191,6 +191,24 @@ fn qemus_user_must_exist_and_not_be_root() {
 }
 
 #[test]
+fn a_qemus_limits_have_defaults_and_bounds() {
+    use understudy_machine::cgroup::Limits;
+    let with = |line: &str| read(&format!("{GOOD}[qemu_process]\n{line}\n"));
+    assert_eq!(with("").unwrap().limits, Limits::default());
+    let given = "memory_beside = \"128M\"\ndescriptors = 512\nthreads = 100";
+    let limits = Limits { memory_beside: Some(128 << 20), descriptors: 512, threads: 100 };
+    assert_eq!(with(given).unwrap().limits, limits);
+    let place = |field: &str| format!("host.toml:{}: {field}", GOOD.lines().count() + 2);
+    for (line, field, words) in [
+        ("descriptors = 10", "qemu_process.descriptors:", "256 to 1048576"),
+        ("threads = 1", "qemu_process.threads:", "96 to 32768"),
+        ("memory_beside = \"1K\"", "", "no memory size"),
+    ] {
+        assert_says(&with(line).unwrap_err().message, &place(field), &[words]);
+    }
+}
+
+#[test]
 fn relative_paths_are_refused() {
     let cases = [
         ("/srv/state", "host.toml:4: state_dir:"),

@@ -76,6 +76,7 @@ impl Host {
             note,
             descriptors: descriptors.collect::<Result<_, _>>()?,
             run_dir: &self.vm_directory(task.vm())?,
+            limits: self.config.limits,
             disks: remaining.disks.iter().map(|filler| filler.disk().clone()).collect(),
             on_event: self.event_sink(task.vm()),
         })?);

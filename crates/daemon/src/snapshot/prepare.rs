@@ -105,6 +105,7 @@ pub fn prepare(
         qemu: &host.capabilities.binary,
         agent: &host.agent,
         run_as: &host.config.run_as,
+        limits: host.config.limits,
         disks: disks.iter().map(|filler| filler.disk().clone()).collect(),
         definition,
         role: Role::Standby,

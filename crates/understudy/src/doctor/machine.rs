@@ -4,7 +4,7 @@ use super::{Check, tap};
 use indicatif::HumanBytes;
 use std::fs::{self, File};
 use std::path::{Path, PathBuf};
-use understudy_daemon::probe;
+use understudy_daemon::probe::{self, Controller};
 use understudy_memory::agent::DEVICE;
 use understudy_qemu::{Kvm, Obstacle};
 
@@ -26,7 +26,16 @@ pub fn checks() -> Vec<Check> {
     checks.extend(taps());
     checks.push(bridges(Path::new("/sys/class/net")));
     checks.push(memory());
-    checks.push(control_groups(probe::control_groups()));
+    let slowing = "a guest that writes faster than the link carries is not slowed down: its output \
+                   waits for longer";
+    let memory = "a QEMU that takes ever more memory is not ended alone: the whole host may run out \
+                  of it";
+    let threads = "a QEMU's threads are not limited";
+    for (controller, without) in
+        [(Controller::Cpu, slowing), (Controller::Memory, memory), (Controller::Pids, threads)]
+    {
+        checks.push(control_groups(controller, without, probe::control_groups(controller)));
+    }
     checks
 }
 
@@ -163,16 +172,12 @@ fn memory() -> Check {
     Check::ok(NAME, detail)
 }
 
-/// Guests that outrun the link are slowed down by it.
-fn control_groups(tried: anyhow::Result<PathBuf>) -> Check {
-    const NAME: &str = "CPU controller";
+/// What each QEMU is held to, by the kernel's controller for it.
+fn control_groups(controller: Controller, without: &str, tried: anyhow::Result<PathBuf>) -> Check {
+    let name = format!("{controller} controller");
     match tried {
-        Ok(place) => Check::ok(NAME, format!("control groups can be made in {}", place.display())),
-        Err(error) => {
-            let advice = "without it a guest that writes faster than the link carries is not slowed \
-                          down: its output waits for longer";
-            Check::note(NAME, format!("{error:#}"), advice)
-        }
+        Ok(place) => Check::ok(&name, format!("control groups can be made in {}", place.display())),
+        Err(error) => Check::note(&name, format!("{error:#}"), format!("without it {without}")),
     }
 }
 
@@ -225,12 +230,12 @@ mod tests {
     }
 
     #[test]
-    fn a_missing_cpu_controller_is_told_and_no_failure() {
-        let check =
-            control_groups(Err(anyhow::anyhow!("no control group with the CPU controller")));
-        assert_eq!(check.state, State::Note);
-        assert!(check.advice.unwrap().contains("not slowed down"));
-        assert_eq!(control_groups(Ok("/sys/fs/cgroup/cpu".into())).state, State::Ok);
+    fn a_missing_controller_is_told_by_name_and_no_failure() {
+        let check = |tried| control_groups(Controller::Memory, "all may end", tried);
+        let missing = check(Err(anyhow::anyhow!("no control group")));
+        assert_eq!((missing.state, &*missing.name), (State::Note, "memory controller"));
+        assert!(missing.advice.unwrap().contains("without it all may end"));
+        assert_eq!(check(Ok("/sys/fs/cgroup/memory".into())).state, State::Ok);
     }
 
     #[test]

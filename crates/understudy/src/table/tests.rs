@@ -63,6 +63,13 @@ pub fn example(protection: Protection) -> VmStatus {
         disk_error: Some("an error on disk0: full".into()),
         lease_over: None,
         qemu_pid: Some(4242),
+        limits: Some(LimitsReport {
+            memory_bytes: Some(1 << 30),
+            memory_used_bytes: Some(1 << 20),
+            threads: None,
+            descriptors: 4096,
+            missing: vec!["threads: no pids controller".into()],
+        }),
         vnc: None,
         guest_agent: None,
         console: Some("/run/db.console".into()),

@@ -185,7 +185,7 @@ fn check_unit(site: &Site) -> Result<()> {
     let shown = site.a.call("systemctl show understudy -p Type -p NRestarts -p StatusText")?;
     ensure!(shown.contains("NRestarts=0") && shown.contains("that run here: "), "{shown}");
     let delegated = site.a.call("systemctl show understudy -p Delegate -p DelegateControllers")?;
-    ensure!(delegated == "Delegate=yes\nDelegateControllers=cpu\n", "{delegated}");
+    ensure!(delegated == "Delegate=yes\nDelegateControllers=cpu memory pids\n", "{delegated}");
     let logged = site.a.call("journalctl -u understudy VM=db -p info -o json --no-pager")?;
     let lines: Vec<serde_json::Value> =
         logged.lines().map(serde_json::from_str).collect::<Result<_, _>>()?;

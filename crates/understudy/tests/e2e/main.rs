@@ -15,6 +15,8 @@
 //! | [`deaths`]  | every way in which a host, a daemon or a QEMU can die |
 //! | [`devices`] | other devices than virtio's |
 //! | [`firmware`] | a guest as virt-install makes one: UEFI, SCSI, SATA, a CD-ROM, the agent's channel |
+//! | [`idle`]    | many idle VMs: what each takes, and that all live on |
+//! | [`limits`]  | what one QEMU may use of its host |
 //! | [`import`] | guests that libvirt has defined |
 //! | [`block_devices`] | disks on block devices |
 //! | [`bulk`]    | bulk transfers on long TCP segments |
@@ -107,12 +109,14 @@ mod getting_started;
 mod group;
 mod hangs;
 mod hostile;
+mod idle;
 mod import;
 mod inbound;
 mod installed;
 mod lazy;
 mod lease;
 mod ledger;
+mod limits;
 mod lockstep;
 mod lockstep_refusals;
 mod machines;
