@@ -162,7 +162,7 @@ fn take_offer(host: &Arc<Host>, link: Link, hello: &Hello, offer: &Offer) -> any
     let directory = host.vm_directory(&offer.definition.name)?;
     let record = host.record(&offer.definition.name).map_err(|error| error.to_string());
     let groundwork = resync::examine(&host.config.name, record, offer, &directory);
-    let mut welcome = Welcome::of(&host.config.name);
+    let mut welcome = Welcome { wire_version: hello.agreed(), ..Welcome::of(&host.config.name) };
     match &groundwork {
         Groundwork::Full(why) => {
             welcome.full_because = why.clone();

@@ -6,15 +6,16 @@
 
 mod disk;
 mod kind;
+mod version;
 
 use crate::Epoch;
 pub use disk::{DiskRange, DiskWrite};
 pub use kind::Kind;
 use std::borrow::Cow;
 use std::fmt;
-
-/// Version of the wire format; peers must have the same.
-pub const WIRE_VERSION: u32 = 17;
+pub use version::{
+    FIRST_NEGOTIATED, LEAST_WIRE_VERSION, SPOKEN, Spoken, WIRE_VERSION, WireVersion,
+};
 
 /// Bytes of a message header.
 pub const HEADER_BYTES: usize = 24;

@@ -11,7 +11,9 @@ use tracing::debug;
 use understudy_arbiter::ArbiterName;
 use understudy_link::link::Link;
 use understudy_link::tls::Tls;
-use understudy_protocol::wire::{Kind, WIRE_VERSION};
+use understudy_protocol::wire::{
+    FIRST_NEGOTIATED, Kind, LEAST_WIRE_VERSION, SPOKEN, Spoken, WIRE_VERSION, WireVersion,
+};
 use understudy_protocol::{Count, DiskIndex, Generation, PathIndex};
 use understudy_protocol::{GroupName, HostName, VmName};
 use understudy_qemu::definition::CardDefinition;
@@ -27,8 +29,12 @@ pub const MOST_PATHS: usize = 8;
 /// First message of every connection.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct Hello {
-    /// [`WIRE_VERSION`] of the sender.
-    pub wire_version: u32,
+    /// The least wire version that the sender speaks, and that can say what the connection is for:
+    /// version 17 wants its own here.
+    pub wire_version: WireVersion,
+    /// The highest that it speaks; none of version 17, which speaks one only.
+    #[serde(default)]
+    pub wire_highest: Option<WireVersion>,
     /// The sender's product version, for people.
     pub product_version: String,
     /// The sender's host name.
@@ -106,6 +112,30 @@ pub enum Purpose {
         /// How many of the backup's messages the primary has got.
         received: Count,
     },
+}
+
+impl Hello {
+    fn spoken(&self) -> Spoken {
+        let least = self.wire_version;
+        Spoken { least, highest: self.wire_highest.unwrap_or(least) }
+    }
+
+    /// The version that is used with whoever said this.
+    pub fn agreed(&self) -> Option<WireVersion> {
+        SPOKEN.agree(self.spoken())
+    }
+}
+
+impl Purpose {
+    /// The first wire version in which it can be said.
+    fn first_version(&self) -> WireVersion {
+        let is_new = match self {
+            Purpose::Clock => true,
+            Purpose::Protect(offer) => offer.definition.autostart,
+            _ => false,
+        };
+        if is_new { FIRST_NEGOTIATED } else { LEAST_WIRE_VERSION }
+    }
 }
 
 /// A VM that a primary wants protected.
@@ -198,6 +228,9 @@ pub enum FileRole {
 pub struct Welcome {
     /// The backup's host name.
     pub host: HostName,
+    /// The wire version that is used; none of version 17, which is.
+    #[serde(default)]
+    pub wire_version: Option<WireVersion>,
     /// What the backup's own images lack, if they need not be copied in full.
     #[serde(default)]
     pub resync: Option<Resync>,
@@ -212,7 +245,13 @@ pub struct Welcome {
 impl Welcome {
     /// A welcome that says nothing of disks.
     pub fn of(host: &HostName) -> Welcome {
-        Welcome { host: host.clone(), resync: None, full_because: String::new(), note: None }
+        Welcome {
+            host: host.clone(),
+            wire_version: None,
+            resync: None,
+            full_because: String::new(),
+            note: None,
+        }
     }
 }
 
@@ -281,7 +320,8 @@ impl Identity {
         let link = Link::dialled(socket, peer, self.tls.as_deref())
             .with_context(|| format!("host {peer} at {address}"))?;
         let hello = Hello {
-            wire_version: WIRE_VERSION,
+            wire_version: purpose.first_version(),
+            wire_highest: Some(WIRE_VERSION),
             product_version: env!("CARGO_PKG_VERSION").to_owned(),
             host: self.name.clone(),
             purpose,
@@ -297,20 +337,12 @@ pub fn connect(address: SocketAddr) -> anyhow::Result<TcpStream> {
         .with_context(|| format!("cannot connect to {address}: is its daemon running?"))
 }
 
-/// Reads a dialler's hello; refuses another version, and a name that is not the
+/// Reads a dialler's hello; refuses a version that is not spoken here, and a name that is not the
 /// dialler's own.
 pub fn answer(link: &Link) -> anyhow::Result<Hello> {
     // The version first: the rest may look different in another one.
     let hello: serde_json::Value = link.expect_json(Kind::Hello)?;
-    let version = hello.get("wire_version").and_then(serde_json::Value::as_u64);
-    if version != Some(WIRE_VERSION.into()) {
-        let theirs = version.map_or("unknown".to_owned(), |version| version.to_string());
-        let reason = format!(
-            "wire version {theirs} of Understudy {} does not fit version {WIRE_VERSION} of Understudy {} here: \
-             install the same version on both hosts",
-            hello.get("product_version").and_then(|v| v.as_str()).unwrap_or("?"),
-            env!("CARGO_PKG_VERSION"),
-        );
+    if let Some(reason) = unspoken(&hello) {
         link.refuse(&reason);
         anyhow::bail!(reason);
     }
@@ -321,3 +353,38 @@ pub fn answer(link: &Link) -> anyhow::Result<Hello> {
     }
     Ok(hello)
 }
+
+/// Why a hello is of a version that is not spoken here, if it is.
+fn unspoken(hello: &serde_json::Value) -> Option<String> {
+    let number =
+        |field: &str| -> Option<WireVersion> { hello.get(field)?.as_u64()?.try_into().ok() };
+    let text = |field: &str| hello.get(field).and_then(serde_json::Value::as_str).unwrap_or("?");
+    let Some(least) = number("wire_version") else {
+        return Some("the hello names no wire version".to_owned());
+    };
+    let theirs = Spoken { least, highest: number("wire_highest").unwrap_or(least) };
+    match SPOKEN.agree(theirs) {
+        Some(_) => None,
+        None => Some(format!(
+            "Understudy {} on host {} speaks {theirs}, Understudy {} here {SPOKEN}: {}",
+            text("product_version"),
+            text("host"),
+            env!("CARGO_PKG_VERSION"),
+            SPOKEN.remedy(theirs, text("host")),
+        )),
+    }
+}
+
+/// The version that a peer's answer says is used. An error if it is none of those that were named.
+pub fn agreed(answered: Option<WireVersion>) -> anyhow::Result<WireVersion> {
+    let used = answered.unwrap_or(LEAST_WIRE_VERSION);
+    anyhow::ensure!(
+        (SPOKEN.least..=SPOKEN.highest).contains(&used),
+        "the peer wants to speak wire version {used}; this host speaks {SPOKEN}"
+    );
+    Ok(used)
+}
+
+#[cfg(test)]
+#[path = "handshake_tests.rs"]
+mod tests;

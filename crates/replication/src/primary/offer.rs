@@ -3,7 +3,7 @@
 use super::Plan;
 use super::dialler::Dialler;
 use super::group::Group;
-use crate::handshake::{FileOffer, FileRole, GroupOffer, Offer, Ready, Welcome};
+use crate::handshake::{self, FileOffer, FileRole, GroupOffer, Offer, Ready, Welcome};
 use crate::messages::ToBackup;
 use crate::resync::{self, Basis};
 use anyhow::{Context, bail};
@@ -12,6 +12,7 @@ use std::io::Read;
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
+use tracing::info;
 use understudy_disk::Disk;
 use understudy_link::channel::Channel;
 use understudy_link::link::{Link, Next, read_json};
@@ -59,6 +60,8 @@ pub fn offer(
     };
     let (link, path) = dialler.offer(offer)?;
     let welcome: Welcome = link.expect_json(Kind::Welcome)?;
+    let version = handshake::agreed(welcome.wire_version)?;
+    info!(vm = %definition.name, "speaks wire version {version} with host {}", plan.peer);
     if welcome.host != plan.peer {
         let reason = format!(
             "the host at {} is {:?}, not {:?}: correct [peers] in this host's configuration",

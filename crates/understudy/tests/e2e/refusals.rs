@@ -258,7 +258,13 @@ type Forgery = (fn(&mut Value), &'static [&'static str]);
 #[test]
 fn offers_that_do_not_fit_are_refused() {
     let forgeries: [Forgery; 14] = [
-        (|hello| hello["wire_version"] = json!(999), &["wire version 999", "install the same"]),
+        (
+            |hello| {
+                hello["wire_version"] = json!(999);
+                hello["wire_highest"] = json!(1000);
+            },
+            &["wire versions 999 to 1000", "17 to 18", "upgrade this host first"],
+        ),
         (|hello| hello["purpose"]["qemu_version"] = json!("1.2.3"), &["QEMU", "1.2.3"]),
         (|hello| hello["purpose"]["machine_type"] = json!("pc-q35-99.9"), &["pc-q35-99.9"]),
         (|hello| definition_of(hello)["memory"] = json!("9000G"), &["MiB", "host b"]),
