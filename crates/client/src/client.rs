@@ -28,6 +28,7 @@ use understudy_report::cluster::{
     DeleteReport, RestoreReport, RestoreRequest, SnapshotReport, SnapshotRequest, VerifyReport,
 };
 use understudy_report::events::EventList;
+use understudy_report::upgrade::UpgradePlan;
 use understudy_report::{
     CheckpointTiming, ComparisonReport, GroupRequest, HostStatus, MediumRequest, ProtectRequest,
     RecoverReport, RecoverRequest, VmStatus,
@@ -106,6 +107,11 @@ impl Client {
     /// Everything on the host.
     pub fn status(&self) -> Result<HostStatus, Failure> {
         self.look("/v1/status", Duration::ZERO)
+    }
+
+    /// What a restart of the daemon for an upgrade would do to each VM.
+    pub fn upgrade_plan(&self) -> Result<UpgradePlan, Failure> {
+        self.look("/v1/upgrade", Duration::ZERO)
     }
 
     /// Everything on the host, as the daemon writes it.

@@ -32,6 +32,7 @@ pub mod snapshot;
 mod succession;
 mod survey;
 mod turn;
+mod upgrade;
 mod vm;
 mod webhook;
 

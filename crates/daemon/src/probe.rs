@@ -10,11 +10,12 @@ use std::sync::Arc;
 use understudy_arbiter::{Arbiter, ArbiterName};
 use understudy_link::link::Link;
 use understudy_protocol::Generation;
-use understudy_protocol::wire::Kind;
+use understudy_protocol::wire::{Kind, LEAST_WIRE_VERSION};
 use understudy_protocol::{HostName, VmName};
 use understudy_qemu::VmDefinition;
 use understudy_replication::handshake::Purpose;
 use understudy_replication::records::Records;
+use understudy_report::upgrade::Versions;
 
 pub use understudy_machine::cgroup::{Controller, probe as control_groups};
 
@@ -31,6 +32,24 @@ pub struct ProbeAnswer {
     /// The VMs that it protects to the host that asks, and their generations, as the arbiter has them.
     #[serde(default)]
     pub protected: Vec<(VmName, Generation)>,
+    /// All its versions; none of wire version 17.
+    #[serde(default)]
+    pub versions: Option<Versions>,
+}
+
+impl ProbeAnswer {
+    /// Its versions, as far as it says them.
+    pub(crate) fn versions(self) -> Versions {
+        let (product, wire) = (self.version, LEAST_WIRE_VERSION);
+        let old = Versions {
+            product,
+            wire_least: wire,
+            wire_highest: wire,
+            qemu: None,
+            qemu_build: None,
+        };
+        self.versions.unwrap_or(old)
+    }
 }
 
 /// Why a peer could not be asked.
@@ -61,6 +80,7 @@ impl Host {
             version: env!("CARGO_PKG_VERSION").to_owned(),
             arbiter: self.arbiter.as_ref().and_then(|arbiter| arbiter.identify().ok()),
             protected,
+            versions: Some(self.versions()),
         };
         link.send_json(Kind::Welcome, &answer)
     }

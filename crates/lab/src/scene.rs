@@ -131,6 +131,16 @@ impl Scene {
         Ok(())
     }
 
+    /// [`restart`](Scene::restart), with another program; with the scene's own if none is given.
+    pub fn restart_as(&mut self, name: &str, program: Option<&Path>) -> Result<()> {
+        drop(self.hosts.remove(name));
+        let own = self.options.binary.clone();
+        let options =
+            SceneOptions { binary: program.map_or(own, Path::to_owned), ..self.options.clone() };
+        self.hosts.insert(name.to_owned(), options.start_daemon(&self.lab, name)?);
+        Ok(())
+    }
+
     /// Starts a host's daemon again, on which all else has lived on.
     pub fn revive(&mut self, name: &str) -> Result<()> {
         let options = self.options.daemons.get(name).cloned().unwrap_or_default();

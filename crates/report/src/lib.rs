@@ -12,6 +12,7 @@
 //! | [`events`] | what happened |
 //! | [`traces`] | which memory a guest touches, for trials |
 //! | [`meters`] | what is counted for a monitoring system |
+//! | [`upgrade`] | what an upgrade does to VMs |
 //! | [`error`] | errors that reach the user |
 
 pub mod cluster;
@@ -24,6 +25,7 @@ pub mod recovery;
 pub mod requests;
 pub mod status;
 pub mod traces;
+pub mod upgrade;
 
 pub use cluster::{FillReport, FillState};
 pub use comparison::{ComparisonCounts, ComparisonReport, Difference, Part};

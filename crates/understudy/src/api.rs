@@ -52,6 +52,7 @@ use understudy_client::{ErrorBody, Subject};
 use understudy_daemon::containment;
 use understudy_protocol::{GroupName, VmName};
 use understudy_qemu::VmDefinition;
+use understudy_report::upgrade::UpgradePlan;
 use understudy_report::{CheckpointTiming, ComparisonReport, HostStatus, RecoverReport, VmStatus};
 use understudy_report::{ErrorKind, HostError};
 
@@ -106,6 +107,10 @@ impl Api {
 
 async fn status(State(host): Shared) -> Answer<HostStatus> {
     blocking(move || Ok(host.status())).await.map(Json)
+}
+
+async fn upgrade_plan(State(host): Shared) -> Answer<UpgradePlan> {
+    blocking(move || Ok(host.upgrade_plan())).await.map(Json)
 }
 
 async fn vm_start(State(host): Shared, body: Body) -> Answer<VmStatus> {

@@ -5,6 +5,7 @@ mod import;
 mod protect;
 mod setup;
 mod snapshot;
+mod upgrade;
 mod watch;
 
 use import::VM_IMPORT_HELP;
@@ -16,6 +17,8 @@ use setup::{INIT_HELP, JOIN_HELP};
 use snapshot::CLUSTER_HELP;
 pub use snapshot::*;
 use understudy_protocol::VmName;
+use upgrade::UPGRADE_HELP;
+pub use upgrade::UpgradeArgs;
 pub use watch::*;
 use watch::{EVENTS_HELP, TOP_HELP};
 
@@ -139,6 +142,9 @@ pub enum Command {
     /// Take snapshots of several VMs as one, and restore them.
     #[command(subcommand, after_help = CLUSTER_HELP)]
     Cluster(ClusterCommand),
+    /// Say what a restart of the daemon for an upgrade does to each VM, or hand all over before it.
+    #[command(after_help = UPGRADE_HELP)]
+    Upgrade(UpgradeArgs),
     /// Show this host's VMs, or one of them in full.
     #[command(after_help = "Exits with 3 if VM was to be protected and its protection is lost.")]
     Status {

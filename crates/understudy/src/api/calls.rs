@@ -15,6 +15,7 @@ use understudy_report::cluster::{
     DeleteReport, RestoreReport, RestoreRequest, SnapshotReport, SnapshotRequest, VerifyReport,
 };
 use understudy_report::events::EventList;
+use understudy_report::upgrade::UpgradePlan;
 use understudy_report::{
     CheckpointTiming, ComparisonReport, GroupRequest, HostStatus, MediumRequest, ProtectRequest,
     RecoverReport, RecoverRequest, VmStatus,
@@ -123,6 +124,14 @@ fn seen() -> Vec<Call> {
     vec![
         Call::new(GET, "/v1/status", Read, "Everything on this host", super::status)
             .answers::<HostStatus>(),
+        Call::new(
+            GET,
+            "/v1/upgrade",
+            Read,
+            "What a restart of the daemon for an upgrade would do to each VM",
+            super::upgrade_plan,
+        )
+        .answers::<UpgradePlan>(),
         Call::new(GET, "/v1/events", Read, "What has happened on this host", events::list)
             .query::<events::Which>()
             .answers::<EventList>(),

@@ -9,6 +9,7 @@ use understudy_report::cluster::{
     DeleteReport, RestoreReport, RestoreRequest, SnapshotReport, SnapshotRequest, VerifyReport,
 };
 use understudy_report::events::Journal;
+use understudy_report::upgrade::UpgradePlan;
 use understudy_report::{
     CheckpointTiming, ComparisonReport, GroupRequest, HostStatus, MediumRequest, ProtectRequest,
     RecoverReport, RecoverRequest, VmStatus,
@@ -20,6 +21,8 @@ use understudy_snapshot::SnapshotNumber;
 pub trait Control: Send + Sync + 'static {
     /// See [`Host::status`].
     fn status(&self) -> HostStatus;
+    /// See [`Host::upgrade_plan`].
+    fn upgrade_plan(&self) -> UpgradePlan;
     /// See [`Host::events`].
     fn events(&self) -> Journal;
     /// See [`Host::meters`].
@@ -89,6 +92,9 @@ pub trait Control: Send + Sync + 'static {
 impl Control for Arc<Host> {
     fn status(&self) -> HostStatus {
         Host::status(self)
+    }
+    fn upgrade_plan(&self) -> UpgradePlan {
+        Host::upgrade_plan(self)
     }
     fn events(&self) -> Journal {
         Host::events(self)

@@ -17,6 +17,7 @@ use understudy_report::cluster::{
     DeleteReport, RestoreReport, RestoreRequest, SnapshotReport, SnapshotRequest, VerifyReport,
 };
 use understudy_report::events::Journal;
+use understudy_report::upgrade::Versions;
 use understudy_report::{GroupRequest, MediumRequest, ProtectRequest, Protection, RecoverRequest};
 use understudy_snapshot::SnapshotNumber;
 
@@ -53,6 +54,14 @@ impl Default for Recorder {
 }
 
 impl Control for Recorder {
+    fn upgrade_plan(&self) -> UpgradePlan {
+        UpgradePlan {
+            host: literal("a"),
+            running: Versions::of_this_program(Some("10.0.2".into()), None),
+            peers: Vec::new(),
+            vms: Vec::new(),
+        }
+    }
     fn status(&self) -> HostStatus {
         HostStatus {
             problems: Vec::new(),

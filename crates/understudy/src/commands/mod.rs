@@ -15,6 +15,7 @@ mod relay;
 mod setup;
 mod status;
 mod top;
+mod upgrade;
 mod vm;
 mod watchdog;
 
@@ -76,6 +77,7 @@ pub fn run(cli: &Cli) -> Result<Exit, Failure> {
         Command::Failover { vm } => protect::failover(&client()?, vm, json),
         Command::Lockstep(command) => lockstep::run(&client()?, command, json),
         Command::Recover(args) => recover::run(&client()?, args, json),
+        Command::Upgrade(args) => upgrade::run(&client()?, args, json),
         Command::Status { vm } => status::run(&client()?, vm.as_deref(), json),
         Command::Top => top::run(&client()?, json),
         Command::Events(args) => events::run(&client()?, args, json),

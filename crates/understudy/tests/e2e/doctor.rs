@@ -90,8 +90,10 @@ fn peers_are_asked_as_a_daemon_would() {
         scene.host_mut("b")?.kill_everything()?;
         let (state, detail, failed) = examine(scene, &config, "peer b")?;
         ensure!(state == "note" && !failed, "{state}: {detail}");
-        let (state, detail, _) = examine(scene, &config, "CPU controller")?;
-        ensure!(["ok", "note"].contains(&&*state), "{state}: {detail}");
+        for controller in ["cpu controller", "memory controller", "pids controller"] {
+            let (state, detail, _) = examine(scene, &config, controller)?;
+            ensure!(["ok", "note"].contains(&&*state), "{state}: {detail}");
+        }
         Ok(())
     });
 }

@@ -17,6 +17,7 @@
 //! | [`firmware`] | a guest as virt-install makes one: UEFI, SCSI, SATA, a CD-ROM, the agent's channel |
 //! | [`idle`]    | many idle VMs: what each takes, and that all live on |
 //! | [`limits`]  | what one QEMU may use of its host |
+//! | [`upgrade`] | hosts of two versions |
 //! | [`import`] | guests that libvirt has defined |
 //! | [`block_devices`] | disks on block devices |
 //! | [`bulk`]    | bulk transfers on long TCP segments |
@@ -151,5 +152,6 @@ mod switching;
 mod sync;
 mod throttle;
 mod unheld;
+mod upgrade;
 mod vlans;
 mod wire;

@@ -1,0 +1,267 @@
+//! What becomes of this host's VMs when its daemon is restarted for an upgrade, as `closing` will treat
+//! them and `autostart` will find them.
+
+use crate::autostart;
+use crate::host::Host;
+use crate::probe::ProbeAnswer;
+use crate::vm::Vm;
+use std::net::SocketAddr;
+use std::sync::Arc;
+use std::thread;
+use std::time::Duration;
+use understudy_protocol::wire::{Kind, SPOKEN};
+use understudy_protocol::{HostName, VmName};
+use understudy_qemu::build_id;
+use understudy_replication::handshake::Purpose;
+use understudy_report::upgrade::{UpgradeOutcome, UpgradePeer, UpgradePlan, UpgradeStep, Versions};
+use understudy_report::{Protection, Role, VmStatus};
+
+/// For a host to say what it is.
+const PATIENCE: Duration = Duration::from_secs(2);
+
+impl Host {
+    /// What an upgrade of this host would do now.
+    pub fn upgrade_plan(self: &Arc<Self>) -> UpgradePlan {
+        let running = self.versions();
+        let peers = self.upgrade_peers(&running);
+        let vms: Vec<(VmName, Vm)> =
+            self.vms.lock().iter().map(|(name, vm)| (name.clone(), vm.clone())).collect();
+        let step = |(name, vm): (VmName, Vm)| {
+            let status = vm.status();
+            let facts = Facts {
+                comes_up_again: self.comes_up_again(&name),
+                being_loaded: self.snapshots.filling(&name).is_some(),
+                kept: matches!(&vm, Vm::Primary(vm) if vm.kept().is_some()),
+            };
+            let outcome = decide(&status, &facts, &peers);
+            UpgradeStep { vm: name, group: status.group, outcome }
+        };
+        UpgradePlan {
+            host: self.config.name.clone(),
+            running,
+            vms: vms.into_iter().map(step).collect(),
+            peers,
+        }
+    }
+
+    /// All other hosts, asked at the same time.
+    fn upgrade_peers(&self, running: &Versions) -> Vec<UpgradePeer> {
+        let known = self.known_hosts();
+        thread::scope(|scope| {
+            let ask = |(host, addresses): (HostName, Vec<SocketAddr>)| {
+                scope.spawn(move || {
+                    let answer = self.ask_versions(&host, &addresses);
+                    peer(running, host, answer)
+                })
+            };
+            let asking: Vec<_> = known.into_iter().map(ask).collect();
+            asking.into_iter().filter_map(|thread| thread.join().ok()).collect()
+        })
+    }
+
+    /// What this daemon is.
+    pub(crate) fn versions(&self) -> Versions {
+        let build = build_id(&self.capabilities.binary).ok().flatten();
+        Versions::of_this_program(Some(self.capabilities.version.to_string()), build)
+    }
+
+    fn comes_up_again(&self, name: &VmName) -> bool {
+        let record = self.records.read(name).ok().flatten();
+        record.is_some_and(|record| autostart::comes_up(&record))
+    }
+
+    fn ask_versions(&self, host: &HostName, addresses: &[SocketAddr]) -> Result<Versions, String> {
+        let ask = || -> anyhow::Result<ProbeAnswer> {
+            let (link, _) = self.identity.dial_first(host, addresses, |_| Purpose::Probe)?;
+            link.set_read_timeout(Some(PATIENCE))?;
+            link.expect_json(Kind::Welcome)
+        };
+        let answer = ask().map_err(|error| format!("{error:#}"))?;
+        match answer.host == *host {
+            true => Ok(answer.versions()),
+            false => Err(format!("its address is that of host {}", answer.host)),
+        }
+    }
+}
+
+fn peer(ours: &Versions, host: HostName, answer: Result<Versions, String>) -> UpgradePeer {
+    let versions = match answer {
+        Ok(versions) => versions,
+        Err(problem) => {
+            let problem = Some(problem);
+            return UpgradePeer {
+                host,
+                versions: None,
+                wire: None,
+                device_state_fits: None,
+                problem,
+            };
+        }
+    };
+    let wire = SPOKEN.agree(versions.spoken());
+    let remedy = || SPOKEN.remedy(versions.spoken(), &host);
+    let problem =
+        wire.is_none().then(|| format!("no wire version is spoken by both: {}", remedy()));
+    let device_state_fits = versions.qemu.as_ref().map(|theirs| Some(theirs) == ours.qemu.as_ref());
+    UpgradePeer { host, wire, device_state_fits, problem, versions: Some(versions) }
+}
+
+/// What is known of a VM beside its status.
+struct Facts {
+    comes_up_again: bool,
+    being_loaded: bool,
+    kept: bool,
+}
+
+fn decide(status: &VmStatus, facts: &Facts, peers: &[UpgradePeer]) -> UpgradeOutcome {
+    let needs_person =
+        |reason: String, remedy: String| UpgradeOutcome::NeedsPerson { reason, remedy };
+    let name = &status.name;
+    match (status.role, &status.protection) {
+        (Role::Fenced, _) if facts.kept => needs_person(
+            "another host has won it, and may not run it yet: this copy would end".to_owned(),
+            format!("wait until the other host runs it (`understudy status {name}`)"),
+        ),
+        (Role::Fenced, _) => UpgradeOutcome::Nothing,
+        (
+            Role::Backup,
+            Protection::Syncing { peer, .. }
+            | Protection::Protected { peer }
+            | Protection::Unheld { peer },
+        ) => UpgradeOutcome::LosesBackup { primary: peer.clone() },
+        (Role::Backup, Protection::Degraded { reason }) => needs_person(
+            format!("it could not take over now: {reason}"),
+            format!("look at {name} on the host that runs it, and wait until that is over"),
+        ),
+        (Role::Backup, Protection::Off) => UpgradeOutcome::Nothing,
+        (Role::Primary, _) if facts.being_loaded => needs_person(
+            "it is still being loaded from a snapshot".to_owned(),
+            "wait until all of it is there".to_owned(),
+        ),
+        (Role::Primary, Protection::Protected { peer } | Protection::Unheld { peer }) => {
+            handed_over(peer, peers)
+        }
+        (Role::Primary, Protection::Syncing { peer, .. }) => needs_person(
+            format!("it is being copied to {peer}, and cannot be handed over yet"),
+            "wait until it is protected".to_owned(),
+        ),
+        (Role::Primary, _) if let Some(error) = still(status) => needs_person(
+            format!("the guest stands still, and would not power off: {error}"),
+            format!("look at `understudy status {name}`"),
+        ),
+        (Role::Primary, Protection::Degraded { reason }) => needs_person(
+            format!("it should be protected and is not, so that it would be shut down: {reason}"),
+            format!("wait until it is protected, or `understudy unprotect {name}`"),
+        ),
+        (Role::Primary, Protection::Off) => {
+            UpgradeOutcome::ShutDown { comes_up_again: facts.comes_up_again }
+        }
+    }
+}
+
+fn still(status: &VmStatus) -> Option<&String> {
+    status.lease_over.as_ref().or(status.disk_error.as_ref())
+}
+
+fn handed_over(to: &HostName, peers: &[UpgradePeer]) -> UpgradeOutcome {
+    let problem = match peers.iter().find(|peer| peer.host == *to) {
+        Some(UpgradePeer { problem: Some(problem), .. }) => problem.clone(),
+        Some(_) => return UpgradeOutcome::HandedOver { to: to.clone() },
+        None => "it is not among the hosts that this one knows".to_owned(),
+    };
+    UpgradeOutcome::NeedsPerson {
+        reason: format!("its backup, host {to}, does not answer as it should: {problem}"),
+        remedy: format!("see to host {to} first"),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use understudy_protocol::literal;
+
+    const FACTS: Facts = Facts { comes_up_again: false, being_loaded: false, kept: false };
+
+    fn versions(wire: (u32, u32), qemu: &str) -> Versions {
+        let ours = Versions::of_this_program(Some(qemu.to_owned()), None);
+        Versions { wire_least: wire.0, wire_highest: wire.1, ..ours }
+    }
+
+    fn b(answer: Result<Versions, String>) -> UpgradePeer {
+        let ours = versions((SPOKEN.least, SPOKEN.highest), "10.0.2");
+        peer(&ours, literal("b"), answer)
+    }
+
+    fn status(role: Role, protection: Protection) -> VmStatus {
+        VmStatus { protection, ..VmStatus::new(&literal("db"), role) }
+    }
+
+    fn protected() -> Protection {
+        Protection::Protected { peer: literal("b") }
+    }
+
+    #[test]
+    fn a_protected_vm_is_handed_to_a_backup_that_answers() {
+        let db = status(Role::Primary, protected());
+        let fits = b(Ok(versions((17, 17), "10.0.2")));
+        assert_eq!((fits.wire, fits.device_state_fits), (Some(17), Some(true)));
+        let outcome = decide(&db, &FACTS, &[fits]);
+        assert_eq!(outcome, UpgradeOutcome::HandedOver { to: literal("b") });
+        for (answer, words) in [
+            (Ok(versions((9, 10), "10.0.2")), "upgrade host b first"),
+            (Err("silent".to_owned()), "silent"),
+        ] {
+            match decide(&db, &FACTS, &[b(answer)]) {
+                UpgradeOutcome::NeedsPerson { reason, .. } => {
+                    assert!(reason.contains(words), "{reason}")
+                }
+                other => panic!("{other:?}"),
+            }
+        }
+        assert!(matches!(decide(&db, &FACTS, &[]), UpgradeOutcome::NeedsPerson { .. }));
+    }
+
+    #[test]
+    fn another_qemu_does_not_take_the_device_state() {
+        assert_eq!(b(Ok(versions((17, 18), "10.1.0"))).device_state_fits, Some(false));
+        let silent = Versions { qemu: None, ..versions((17, 17), "") };
+        assert_eq!(b(Ok(silent)).device_state_fits, None);
+    }
+
+    #[test]
+    fn an_unprotected_vm_is_shut_down_and_comes_up_by_autostart_alone() {
+        let db = status(Role::Primary, Protection::Off);
+        for comes_up_again in [false, true] {
+            let outcome = decide(&db, &Facts { comes_up_again, ..FACTS }, &[]);
+            assert_eq!(outcome, UpgradeOutcome::ShutDown { comes_up_again });
+        }
+    }
+
+    #[test]
+    fn what_would_lose_something_needs_a_person() {
+        let degraded = || Protection::Degraded { reason: "b is gone".to_owned() };
+        let still = VmStatus {
+            disk_error: Some("full".to_owned()),
+            ..status(Role::Primary, Protection::Off)
+        };
+        let kept = Facts { kept: true, ..FACTS };
+        let loading = Facts { being_loaded: true, ..FACTS };
+        for (status, facts) in [
+            (status(Role::Primary, degraded()), FACTS),
+            (status(Role::Primary, Protection::Off), loading),
+            (status(Role::Fenced, degraded()), kept),
+            (still, FACTS),
+        ] {
+            let outcome = decide(&status, &facts, &[]);
+            assert!(matches!(outcome, UpgradeOutcome::NeedsPerson { .. }), "{outcome:?}");
+        }
+    }
+
+    #[test]
+    fn other_hosts_vms_lose_their_backup() {
+        let outcome = decide(&status(Role::Backup, protected()), &FACTS, &[]);
+        assert_eq!(outcome, UpgradeOutcome::LosesBackup { primary: literal("b") });
+        let fenced = status(Role::Fenced, Protection::Degraded { reason: "gone".to_owned() });
+        assert_eq!(decide(&fenced, &FACTS, &[]), UpgradeOutcome::Nothing);
+    }
+}

@@ -1,0 +1,136 @@
+//! What an upgrade of a host's daemon will do to its VMs.
+
+use schemars::JsonSchema;
+use serde::{Deserialize, Serialize};
+use understudy_protocol::wire::{SPOKEN, Spoken};
+use understudy_protocol::{GroupName, HostName, VmName};
+
+/// What a daemon is, and what it runs VMs with.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+pub struct Versions {
+    /// Of the product.
+    pub product: String,
+    /// The least wire version that it speaks.
+    pub wire_least: u32,
+    /// The highest wire version that it speaks.
+    pub wire_highest: u32,
+    /// Of the QEMU that it starts VMs with; none if it does not say.
+    #[serde(default)]
+    pub qemu: Option<String>,
+    /// The GNU build id of that QEMU; none if it has none.
+    #[serde(default)]
+    pub qemu_build: Option<String>,
+}
+
+impl Versions {
+    /// The versions of this program itself.
+    pub fn of_this_program(qemu: Option<String>, qemu_build: Option<String>) -> Versions {
+        Versions {
+            product: env!("CARGO_PKG_VERSION").to_owned(),
+            wire_least: SPOKEN.least,
+            wire_highest: SPOKEN.highest,
+            qemu,
+            qemu_build,
+        }
+    }
+
+    /// The wire versions that it speaks.
+    pub fn spoken(&self) -> Spoken {
+        Spoken { least: self.wire_least, highest: self.wire_highest }
+    }
+}
+
+/// Another host, as far as an upgrade is concerned.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+pub struct UpgradePeer {
+    /// The host.
+    pub host: HostName,
+    /// What it runs; none if it does not answer.
+    pub versions: Option<Versions>,
+    /// The wire version that is spoken with it; none if there is none in common, or it does not answer.
+    pub wire: Option<u32>,
+    /// Whether its QEMU takes the state of this host's devices: it is of the same version. None if it
+    /// does not say.
+    pub device_state_fits: Option<bool>,
+    /// What is wrong with it, for people.
+    #[serde(default)]
+    pub problem: Option<String>,
+}
+
+/// What becomes of a VM when the daemon ends.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+#[serde(tag = "outcome", rename_all = "kebab-case")]
+pub enum UpgradeOutcome {
+    /// It is handed to its backup first, and loses nothing.
+    HandedOver {
+        /// The backup.
+        to: HostName,
+    },
+    /// The guest is asked to power off.
+    ShutDown {
+        /// Whether it comes up again with the next daemon, by `autostart`.
+        comes_up_again: bool,
+    },
+    /// It is another host's, and is not protected until the next daemon is back, or another host takes
+    /// this one's place.
+    LosesBackup {
+        /// The host that runs it.
+        primary: HostName,
+    },
+    /// It is not this host's any more: nothing happens.
+    Nothing,
+    /// Somebody must do something first.
+    NeedsPerson {
+        /// What is in the way.
+        reason: String,
+        /// What to do about it.
+        remedy: String,
+    },
+}
+
+/// What becomes of one VM.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+pub struct UpgradeStep {
+    /// The VM.
+    pub vm: VmName,
+    /// The group that it is protected with; its members are handed over as one.
+    #[serde(default)]
+    pub group: Option<GroupName>,
+    /// What becomes of it.
+    #[serde(flatten)]
+    pub outcome: UpgradeOutcome,
+}
+
+/// What an upgrade of a host's daemon will do to its VMs, as things are now.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+pub struct UpgradePlan {
+    /// The host.
+    pub host: HostName,
+    /// What runs here now.
+    pub running: Versions,
+    /// The other hosts.
+    pub peers: Vec<UpgradePeer>,
+    /// Every VM that this host knows.
+    pub vms: Vec<UpgradeStep>,
+}
+
+impl UpgradePlan {
+    /// The VMs about which somebody must do something first.
+    pub fn need_person(&self) -> impl Iterator<Item = &UpgradeStep> {
+        let needs =
+            |step: &&UpgradeStep| matches!(step.outcome, UpgradeOutcome::NeedsPerson { .. });
+        self.vms.iter().filter(needs)
+    }
+
+    /// The VMs that are handed over.
+    pub fn handed_over(&self) -> impl Iterator<Item = &UpgradeStep> {
+        let is = |step: &&UpgradeStep| matches!(step.outcome, UpgradeOutcome::HandedOver { .. });
+        self.vms.iter().filter(is)
+    }
+
+    /// The VMs that are shut down.
+    pub fn shut_down(&self) -> impl Iterator<Item = &UpgradeStep> {
+        let is = |step: &&UpgradeStep| matches!(step.outcome, UpgradeOutcome::ShutDown { .. });
+        self.vms.iter().filter(is)
+    }
+}

@@ -1,0 +1,247 @@
+//! `understudy upgrade`.
+
+use crate::cli::UpgradeArgs;
+use serde::Serialize;
+use std::collections::BTreeSet;
+use std::fmt::Write;
+use understudy_client::{Client, Exit, Failure, output};
+use understudy_protocol::{GroupName, VmName};
+use understudy_report::upgrade::{UpgradeOutcome, UpgradePeer, UpgradePlan, UpgradeStep, Versions};
+
+/// Says what a restart would do, or does what must come before it.
+pub fn run(client: &Client, args: &UpgradeArgs, json: bool) -> Result<Exit, Failure> {
+    let handed_over = match args.evacuate {
+        true => evacuate(client, json)?,
+        false => Vec::new(),
+    };
+    // On another machine the next daemon is another program than this.
+    let next = client.is_local().then(|| Versions::of_this_program(None, None));
+    let report = Report { plan: client.upgrade_plan()?, next, handed_over };
+    let ready = report.is_ready(args.evacuate);
+    output::show(json, &report, |report| describe(report, args.evacuate))?;
+    Ok(if ready { Exit::Ok } else { Exit::Error })
+}
+
+/// What is printed.
+#[derive(Serialize)]
+struct Report {
+    #[serde(flatten)]
+    plan: UpgradePlan,
+    /// What the daemon will be after a restart: this program.
+    next: Option<Versions>,
+    /// What was handed over just now.
+    handed_over: Vec<VmName>,
+}
+
+impl Report {
+    fn is_ready(&self, evacuated: bool) -> bool {
+        let fits = |peer: &UpgradePeer| self.next_wire(peer) != Some(None);
+        let runs_here =
+            evacuated && self.plan.handed_over().chain(self.plan.shut_down()).count() > 0;
+        self.plan.need_person().count() == 0 && self.plan.peers.iter().all(fits) && !runs_here
+    }
+
+    /// The wire version that the next daemon will speak with a host: none if there is none; nothing
+    /// if one of them is not known.
+    fn next_wire(&self, peer: &UpgradePeer) -> Option<Option<u32>> {
+        let theirs = peer.versions.as_ref()?.spoken();
+        Some(self.next.as_ref()?.spoken().agree(theirs))
+    }
+}
+
+/// Hands over what can be; with a VM go all others of its group.
+fn evacuate(client: &Client, quiet: bool) -> Result<Vec<VmName>, Failure> {
+    let plan = client.upgrade_plan()?;
+    let mut groups: BTreeSet<GroupName> = BTreeSet::new();
+    let mut handed_over = Vec::new();
+    for step in plan.handed_over() {
+        let goes_along = step.group.as_ref().is_some_and(|group| !groups.insert(group.clone()));
+        if !goes_along {
+            client.failover(&step.vm)?;
+            if !quiet {
+                println!("{} is handed over", whom(step));
+            }
+        }
+        handed_over.push(step.vm.clone());
+    }
+    Ok(handed_over)
+}
+
+fn whom(step: &UpgradeStep) -> String {
+    match &step.group {
+        Some(group) => format!("{}, with all others of group {group},", step.vm),
+        None => step.vm.to_string(),
+    }
+}
+
+fn describe(report: &Report, evacuated: bool) -> String {
+    let plan = &report.plan;
+    let mut text = format!("host {} runs {}\n", plan.host, versions(&plan.running));
+    if let Some(next) = &report.next {
+        text += &format!("a restart runs {}\n", versions(next));
+    }
+    for peer in &plan.peers {
+        text += &format!("host {}: {}\n", peer.host, describe_peer(report, peer));
+    }
+    for step in &plan.vms {
+        // Writing to a string cannot fail.
+        let _ = writeln!(text, "{}: {}", whom(step).trim_end_matches(','), outcome(&step.outcome));
+    }
+    if plan.vms.is_empty() {
+        text += "no VMs\n";
+    }
+    text += &conclusion(report, evacuated);
+    text
+}
+
+fn versions(versions: &Versions) -> String {
+    let mut text = format!("understudy {}, {}", versions.product, versions.spoken());
+    if let Some(qemu) = &versions.qemu {
+        text += &format!(", QEMU {qemu}");
+    }
+    if let Some(build) = &versions.qemu_build {
+        text += &format!(" (build {build})");
+    }
+    text
+}
+
+fn describe_peer(report: &Report, peer: &UpgradePeer) -> String {
+    let Some(theirs) = &peer.versions else {
+        let problem = peer.problem.as_deref().unwrap_or("nothing is known");
+        return format!("DOES NOT ANSWER: {problem}");
+    };
+    let mut text = versions(theirs);
+    if let Some(wire) = peer.wire {
+        text += &format!("; wire version {wire} is spoken with it");
+    }
+    match report.next_wire(peer) {
+        Some(Some(wire)) if Some(wire) != peer.wire => {
+            text += &format!(", {wire} after a restart");
+        }
+        Some(None) => {
+            let remedy = "upgrade one release after the other";
+            text += &format!("; DOES NOT FIT after a restart: {remedy}");
+        }
+        _ => {}
+    }
+    text += match peer.device_state_fits {
+        Some(true) => "; its QEMU takes the state of this host's devices",
+        Some(false) => {
+            "; its QEMU DOES NOT TAKE the state of this host's devices: install the same version"
+        }
+        None => "; it does not say which QEMU it has, and is asked when a VM is protected",
+    };
+    if let Some(problem) = &peer.problem {
+        text += &format!("; WRONG: {problem}");
+    }
+    text
+}
+
+fn outcome(outcome: &UpgradeOutcome) -> String {
+    match outcome {
+        UpgradeOutcome::HandedOver { to } => {
+            format!("is handed to host {to} first, and loses nothing")
+        }
+        UpgradeOutcome::ShutDown { comes_up_again: true } => {
+            "is asked to power off, and comes up again (autostart)".to_owned()
+        }
+        UpgradeOutcome::ShutDown { comes_up_again: false } => {
+            "is asked to power off, and stays off: start it again with `understudy vm start`, or \
+             protect it before"
+                .to_owned()
+        }
+        UpgradeOutcome::LosesBackup { primary } => format!(
+            "runs on at host {primary}, which is without this backup until the daemon is back"
+        ),
+        UpgradeOutcome::Nothing => "is not this host's any more: nothing happens".to_owned(),
+        UpgradeOutcome::NeedsPerson { reason, remedy } => {
+            format!("NEEDS YOU: {reason}. To do: {remedy}")
+        }
+    }
+}
+
+fn conclusion(report: &Report, evacuated: bool) -> String {
+    if report.is_ready(evacuated) {
+        let restart = "`systemctl restart understudy`";
+        return match evacuated {
+            true => format!("nothing runs here: the daemon may be restarted ({restart})\n"),
+            false => format!("the daemon may be restarted ({restart})\n"),
+        };
+    }
+    let left = report.plan.handed_over().chain(report.plan.shut_down());
+    let left: Vec<&str> = left.map(|step| step.vm.as_str()).collect();
+    match evacuated && !left.is_empty() {
+        true => format!("NOT YET: {} run here, and are no other host's to run\n", left.join(", ")),
+        false => "NOT YET: see above\n".to_owned(),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use understudy_protocol::literal;
+
+    fn step(vm: &str, outcome: UpgradeOutcome) -> UpgradeStep {
+        UpgradeStep { vm: vm.parse().unwrap(), group: None, outcome }
+    }
+
+    fn report(vms: Vec<UpgradeStep>, wire: (u32, u32)) -> Report {
+        let running = Versions::of_this_program(Some("10.0.2".into()), Some("c0ffee".into()));
+        let (wire_least, wire_highest) = wire;
+        let theirs = Versions { wire_least, wire_highest, ..running.clone() };
+        let peer = UpgradePeer {
+            host: literal("b"),
+            versions: Some(theirs),
+            wire: Some(17),
+            device_state_fits: Some(true),
+            problem: None,
+        };
+        let plan = UpgradePlan { host: literal("a"), running, peers: vec![peer], vms };
+        Report { plan, next: Some(Versions::of_this_program(None, None)), handed_over: Vec::new() }
+    }
+
+    fn handed_over() -> UpgradeOutcome {
+        UpgradeOutcome::HandedOver { to: literal("b") }
+    }
+
+    #[test]
+    fn a_plan_says_what_becomes_of_each_vm_and_which_versions_meet() {
+        let off = UpgradeOutcome::ShutDown { comes_up_again: false };
+        let report = report(vec![step("db", handed_over()), step("web", off)], (17, 17));
+        let text = describe(&report, false);
+        for words in [
+            "host a runs understudy",
+            "QEMU 10.0.2 (build c0ffee)",
+            "wire version 17 is spoken with it",
+            "takes the state of this host's devices",
+            "db: is handed to host b first",
+            "web: is asked to power off, and stays off",
+            "may be restarted",
+        ] {
+            assert!(text.contains(words), "{words:?} is missing:\n{text}");
+        }
+        assert!(report.is_ready(false));
+        // After an evacuation nothing is to run here.
+        assert!(!report.is_ready(true));
+        assert!(describe(&report, true).contains("NOT YET: db, web run here"));
+    }
+
+    #[test]
+    fn whoever_must_act_first_is_told() {
+        let outcome =
+            UpgradeOutcome::NeedsPerson { reason: "copied".into(), remedy: "wait".into() };
+        let report = report(vec![step("db", outcome)], (17, 18));
+        assert!(!report.is_ready(false));
+        let text = describe(&report, false);
+        assert!(text.contains("db: NEEDS YOU: copied. To do: wait"), "{text}");
+        assert!(text.contains("NOT YET"), "{text}");
+    }
+
+    #[test]
+    fn a_host_that_the_next_daemon_will_not_understand_is_told() {
+        let report = report(Vec::new(), (9, 16));
+        assert!(!report.is_ready(false));
+        let text = describe(&report, false);
+        assert!(text.contains("DOES NOT FIT after a restart"), "{text}");
+    }
+}

@@ -1,0 +1,195 @@
+//! Hosts of two versions: the one before this is built from its commit, and both protect VMs to each other.
+
+use crate::stage::{
+    Calm, LIMIT, PACE, await_service, close, options, play, play_protected, prove_survival,
+};
+use anyhow::{Context, Result, ensure};
+use serde_json::Value;
+use std::env::consts::EXE_SUFFIX;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+use understudy_lab::scene::VM;
+use understudy_lab::{RecordClient, Scene, SceneOptions, wait_for};
+
+/// The last commit that speaks wire version 17 alone.
+const PREVIOUS: &str = "7814159";
+
+/// The repository that this is built from.
+fn repository() -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("../..")
+}
+
+fn git(arguments: &[&str]) -> Result<std::process::Output> {
+    let mut git = Command::new("git");
+    git.arg("-C").arg(repository()).args(arguments);
+    git.output().with_context(|| format!("cannot run {git:?}"))
+}
+
+/// The previous version's program, built if it is not there; none where its commit is not.
+fn previous() -> Result<Option<PathBuf>> {
+    let commit = format!("{PREVIOUS}^{{commit}}");
+    if !git(&["rev-parse", "--verify", "--quiet", &commit])?.status.success() {
+        return Ok(None);
+    }
+    let target = repository().join("target/previous");
+    std::fs::create_dir_all(&target)?;
+    let target = target.canonicalize()?;
+    let source = target.join(PREVIOUS);
+    if !source.join("Cargo.toml").exists() {
+        std::fs::create_dir_all(&source)?;
+        let archive = target.join("source.tar");
+        let output = ["archive", PREVIOUS, "--output", &archive.to_string_lossy()];
+        let archived = git(&output)?;
+        ensure!(archived.status.success(), "{archived:?}");
+        crate::stage::run(
+            "tar",
+            &["-xf", &archive.to_string_lossy(), "-C", &source.to_string_lossy()],
+        )?;
+    }
+    let mut cargo = Command::new(env!("CARGO"));
+    cargo.current_dir(&source).env("CARGO_TARGET_DIR", target.join("built"));
+    cargo.args(["build", "--quiet", "--locked", "--profile", "checks"]);
+    cargo.args(["-p", "understudy", "-p", "understudy-agent"]);
+    let built = cargo.status().with_context(|| format!("cannot run {cargo:?}"))?;
+    ensure!(built.success(), "the previous version does not build: {built}");
+    Ok(Some(target.join("built/checks").join(format!("understudy{EXE_SUFFIX}"))))
+}
+
+/// Plays a story with the previous version's program.
+fn with_previous(story: impl FnOnce(&mut Scene, &Path) -> Result<()>) {
+    let previous = match previous() {
+        Ok(Some(previous)) => previous,
+        Ok(None) => {
+            return eprintln!("SKIPPED: this checkout does not have the commit {PREVIOUS}");
+        }
+        Err(error) => panic!("{error:#}"),
+    };
+    // Fail points are not the previous version's: guests boot.
+    let options = SceneOptions { booted: false, ..options().calm() };
+    play(options, |scene| story(scene, &previous));
+}
+
+/// The version of host `host`'s daemon is another one from now on; its VMs were handed over before.
+fn install(scene: &mut Scene, host: &str, program: Option<&Path>) -> Result<()> {
+    let status = scene.host_mut(host)?.terminate()?;
+    ensure!(status.success(), "host {host}'s daemon ended with {status}");
+    scene.restart_as(host, program)
+}
+
+fn protect(scene: &Scene, from: &str, to: &str) -> Result<()> {
+    scene.protect(from, to)?;
+    scene.await_protected(from, |_| ()).map(drop)
+}
+
+fn hand_over(scene: &Scene, client: &RecordClient, from: &str, to: &str) -> Result<()> {
+    scene.host(from)?.call(["failover", VM])?;
+    scene.await_live(to)?;
+    await_service(client)
+}
+
+fn said(scene: &Scene, host: &str, words: &str) -> Result<()> {
+    let log = crate::refusals::log_of(scene, host)?;
+    ensure!(log.contains(words), "host {host} did not say {words:?}:\n{log}");
+    Ok(())
+}
+
+/// Host by host, as docs/operating.md says, with the client's one connection alive all the time; then back
+/// and forth between the two versions, and the death of either.
+#[test]
+#[ignore = "long: builds the previous version, some minutes; `make test-long`"]
+fn hosts_of_two_versions_protect_each_other() {
+    with_previous(|scene, previous| {
+        for host in ["a", "b"] {
+            install(scene, host, Some(previous))?;
+        }
+        scene.start_guest("a")?;
+        scene.await_guest()?;
+        let client = scene.record_client(PACE)?;
+        protect(scene, "a", "b")?;
+
+        // The old primary, and a new backup.
+        hand_over(scene, &client, "a", "b")?;
+        install(scene, "a", None)?;
+        protect(scene, "b", "a")?;
+        let plan: Value =
+            serde_json::from_str(&scene.host("a")?.call(["upgrade", "--plan", "--json"])?)?;
+        let peer = &plan["peers"][0];
+        ensure!(peer["versions"]["wire_highest"] == 17 && peer["wire"] == 17, "{plan}");
+        ensure!(plan["vms"][0]["outcome"] == "loses-backup", "{plan}");
+        await_service(&client)?;
+
+        // The new primary, and an old backup.
+        hand_over(scene, &client, "b", "a")?;
+        protect(scene, "a", "b")?;
+        said(scene, "a", "speaks wire version 17 with host b")?;
+
+        // The new one dies: the old one takes over.
+        scene.host_mut("a")?.kill_everything()?;
+        scene.await_live("b")?;
+        await_service(&client)?;
+        scene.restart_as("a", None)?;
+        protect(scene, "b", "a")?;
+
+        // The old one dies: the new one takes over; then both are new.
+        scene.host_mut("b")?.kill_everything()?;
+        scene.await_live("a")?;
+        await_service(&client)?;
+        scene.restart_as("b", None)?;
+        protect(scene, "a", "b")?;
+        said(scene, "a", "speaks wire version 18 with host b")?;
+        scene.host_mut("a")?.kill_everything()?;
+        prove_survival(scene, client, "b")
+    });
+}
+
+/// A VM that version 17 does not know all of is not offered to it in part.
+#[test]
+#[ignore = "long: builds the previous version, some minutes; `make test-long`"]
+fn what_the_previous_version_does_not_know_is_not_offered_to_it() {
+    with_previous(|scene, previous| {
+        install(scene, "b", Some(previous))?;
+        let text = std::fs::read_to_string(scene.definition())?;
+        std::fs::write(scene.definition(), format!("autostart = true\n{text}"))?;
+        scene.start_guest("a")?;
+        let (_, words) =
+            crate::stage::refusal(scene.host("a")?, &["protect", VM, "--to", "b", "--no-wait"])?;
+        for part in ["wire version 18", "does not fit version 17", "install the same version"] {
+            ensure!(words.contains(part), "{words}");
+        }
+        ensure!(scene.status("a")?["live"] == true, "the guest does not run");
+        Ok(())
+    });
+}
+
+#[test]
+fn a_host_is_evacuated_before_its_daemon_is_restarted() {
+    play_protected(options().calm(), |scene, client| {
+        let plan: Value =
+            serde_json::from_str(&scene.host("a")?.call(["upgrade", "--plan", "--json"])?)?;
+        let step = &plan["vms"][0];
+        ensure!(step["outcome"] == "handed-over" && step["to"] == "b", "{plan}");
+        ensure!(plan["peers"][0]["device_state_fits"] == true, "{plan}");
+        ensure!(plan["next"]["wire_highest"] == plan["running"]["wire_highest"], "{plan}");
+        let words = scene.host("a")?.call(["upgrade", "--evacuate"])?;
+        ensure!(words.contains("the daemon may be restarted"), "{words}");
+        scene.await_live("b")?;
+        await_service(&client)?;
+        let left = crate::stage::vms(scene.host("a")?)?;
+        ensure!(left.iter().all(|vm| vm["role"] != "primary"), "{left:?}");
+        // Nothing that runs on host b alone can be evacuated.
+        let (code, words) = evacuation(scene, "b")?;
+        ensure!(code == Some(1) && words.contains("NEEDS YOU"), "{code:?}: {words}");
+        wait_for("host a to be restarted", LIMIT, || {
+            Ok(scene.host_mut("a")?.terminate()?.success().then_some(()))
+        })?;
+        scene.restart("a")?;
+        protect(scene, "b", "a")?;
+        hand_over(scene, &client, "b", "a")?;
+        close(client).map(drop)
+    });
+}
+
+fn evacuation(scene: &Scene, host: &str) -> Result<(Option<i32>, String)> {
+    let output = scene.host(host)?.cli(["upgrade", "--evacuate"])?;
+    Ok((output.status.code(), String::from_utf8_lossy(&output.stdout).into_owned()))
+}
