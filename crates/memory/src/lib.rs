@@ -58,7 +58,7 @@ pub use process::ProcessMemory;
 pub use ram::GuestRam;
 pub use staging::{
     CHUNK_PAGES, CapturedChunk, CapturedPage, CapturedPages, DEFAULT_WARM_BYTES, PageStaging,
-    StagingPool,
+    StagingPool, warm_bytes,
 };
 pub use still::{StillImage, StillPage};
 pub use tracker::DirtyTracker;

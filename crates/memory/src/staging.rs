@@ -12,8 +12,15 @@ use understudy_threads::{Mutex, MutexGuard};
 /// Pages in a full chunk (1 MiB of content).
 pub const CHUNK_PAGES: usize = 256;
 
-/// Usual size of a pool's warm part.
+/// Usual size of a pool's warm part, of any guest that is not small.
 pub const DEFAULT_WARM_BYTES: usize = 32 << 20;
+
+/// A pool's warm part for a guest of this memory: of a small one a sixteenth, since a host may have many of
+/// them, which write little.
+pub fn warm_bytes(guest_bytes: u64) -> usize {
+    usize::try_from(guest_bytes / 16)
+        .map_or(DEFAULT_WARM_BYTES, |part| part.min(DEFAULT_WARM_BYTES))
+}
 
 const CHUNK_BYTES: NonZeroUsize = NonZeroUsize::new(CHUNK_PAGES * PAGE_SIZE).unwrap();
 

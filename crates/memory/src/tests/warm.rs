@@ -86,3 +86,11 @@ fn the_pool_keeps_its_warm_part_and_gives_back_the_rest() {
     drop(captured);
     assert_eq!(pool.free_bytes(), warm);
 }
+
+#[test]
+fn a_small_guest_has_a_small_warm_part() {
+    assert_eq!(warm_bytes(64 << 20), 4 << 20);
+    for guest in [512 << 20, 1 << 40, u64::MAX] {
+        assert_eq!(warm_bytes(guest), DEFAULT_WARM_BYTES);
+    }
+}

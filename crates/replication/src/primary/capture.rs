@@ -121,7 +121,7 @@ impl<'a> Capturer<'a> {
         machine: &'a Machine,
         tracker: &'a mut Tracker,
     ) -> anyhow::Result<Capturer<'a>> {
-        let pool = StagingPool::new(understudy_memory::DEFAULT_WARM_BYTES)?;
+        let pool = StagingPool::new(understudy_memory::warm_bytes(machine.ram().bytes()))?;
         Ok(Capturer {
             session,
             machine,
