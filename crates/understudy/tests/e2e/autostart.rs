@@ -62,8 +62,11 @@ fn await_coming_up(scene: &Scene, host: &str) -> Result<()> {
         let status = scene.host(host)?.status(VM).unwrap_or_default();
         Ok((status["role"] == "primary" && status["live"] == true).then_some(()))
     })?;
-    let events = scene.host(host)?.call(["events", "--vm", VM])?;
-    ensure!(events.contains("came up with its host"), "{events}");
+    // It is told a moment after the guest has begun to run.
+    wait_for("that to be told", LIMIT, || {
+        let events = scene.host(host)?.call(["events", "--vm", VM])?;
+        Ok(events.contains("came up with its host").then_some(()))
+    })?;
     ensure!(awaited(scene, host)?.is_none(), "host {host} waits for what has come up");
     Ok(())
 }
