@@ -151,9 +151,8 @@ impl Host {
                 fail::fail_point!("save-booted", |directory| {
                     self.save_booted(&vm, &directory.expect("return(DIRECTORY)"))
                 });
-                let fellows = self.fellows(&vm);
                 self.end_protection(&vm)?;
-                self.leave_group(&vm, &fellows);
+                self.leave_group(&vm);
                 self.remove_primary(&vm, ImageRole::Cut);
             }
             Vm::Backup(session) if force => session.give_up("the operator ended the backup"),
