@@ -71,6 +71,8 @@ impl Host {
         former_owner: Option<&FormerLease>,
     ) -> Result<VmStatus, HostError> {
         let machine_type = self.machine_type(&definition)?;
+        // Pinned, as the machine is: another host, or a later start, may have another default.
+        definition.virtio = Some(definition.virtio_interface());
         let accelerator = self
             .capabilities
             .accelerator(definition.accel)
