@@ -8,7 +8,8 @@
 #   3. disk:   every 16th round, "CNTR" and the counter (32 bits, little
 #              endian) are written to sector 1 + (counter / 16) % 256
 #   4. serial: the same counter is printed, as 8 hexadecimal digits and a
-#              newline
+#              newline; then it rests until the BIOS's clock ticks, 18 times a
+#              second: tests have many such guests
 #
 # So a printed counter is in memory and was written to the disk before, and a
 # counter on the serial line or on the disk is always 16 more than the one
@@ -85,6 +86,7 @@ digit:
 newline:
     movb $'\n', %al
     call print
+    hlt
     jmp round
 
 report_failure:

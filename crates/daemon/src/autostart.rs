@@ -5,6 +5,7 @@
 //! out, and is then started and protected as it was. What stands in the way is in `status`.
 
 use crate::host::Host;
+use crate::repair::Wish;
 use std::collections::BTreeMap;
 use std::sync::{Arc, Weak};
 use std::thread;
@@ -16,7 +17,7 @@ use understudy_protocol::validity::ImageRole;
 use understudy_replication::records::Record;
 use understudy_report::error::HostError;
 use understudy_report::events::{EventKind, now_ms};
-use understudy_report::{AwaitedStart, ProtectRequest, RecoverRequest};
+use understudy_report::{AwaitedStart, RecoverRequest};
 use understudy_threads::Common;
 
 /// Before what is not certain is looked at again.
@@ -68,6 +69,11 @@ impl Awaited {
 pub(crate) fn comes_up(record: &Record) -> bool {
     let ran = matches!(record.image.role, ImageRole::Active | ImageRole::Stopped | ImageRole::Cut);
     ran && record.wanted && record.definition.autostart
+}
+
+/// How the VM of a record was to be protected.
+fn wish_of(record: Record) -> Option<Wish> {
+    Some(Wish { request: record.wish?, group: record.group })
 }
 
 /// Has every VM come up that is to.
@@ -125,7 +131,7 @@ impl Host {
     }
 
     fn bring_up(self: &Arc<Self>, vm: &VmName) {
-        let wish = self.record(vm).ok().flatten().and_then(|record| record.wish);
+        let wish = self.record(vm).ok().flatten().and_then(wish_of);
         match self.recover(vm, RecoverRequest::default()) {
             // Its operator ended the wait while it was about to start.
             Ok(_) if !self.awaited.give_up(vm) => {
@@ -142,9 +148,9 @@ impl Host {
     }
 
     /// As it was protected when its host went down.
-    fn want_protected(&self, vm: &VmName, wish: Option<ProtectRequest>) {
+    fn want_protected(&self, vm: &VmName, wish: Option<Wish>) {
         let (Some(wish), Ok(primary)) = (wish, self.primary(vm)) else { return };
-        let remedy = format!("understudy protect {vm} --to {}", wish.to);
+        let remedy = format!("understudy protect {vm} --to {}", wish.request.to);
         primary.repairer.set_wish(Some(wish));
         self.degraded(&primary, "it came up with its host".to_owned(), &remedy);
     }
@@ -173,8 +179,12 @@ impl Host {
     }
 
     /// How the VM is to be protected when it comes up with its host.
-    pub(crate) fn note_wish(&self, vm: &VmName, wish: Option<&ProtectRequest>) {
-        if let Err(error) = self.records.change(vm, |record| record.wish = wish.cloned()) {
+    pub(crate) fn note_wish(&self, vm: &VmName, wish: Option<&Wish>) {
+        let note = |record: &mut Record| {
+            record.wish = wish.map(|wish| wish.request.clone());
+            record.group = wish.and_then(|wish| wish.group.clone());
+        };
+        if let Err(error) = self.records.change(vm, note) {
             warn!(%vm, "{error}");
         }
     }

@@ -71,6 +71,8 @@ impl Host {
         former_owner: Option<&FormerLease>,
     ) -> Result<VmStatus, HostError> {
         let machine_type = self.machine_type(&definition)?;
+        // Pinned, as the machine is: another host, or a later start, may have another default.
+        definition.virtio = Some(definition.virtio_interface());
         let accelerator = self
             .capabilities
             .accelerator(definition.accel)
@@ -152,9 +154,8 @@ impl Host {
                 fail::fail_point!("save-booted", |directory| {
                     self.save_booted(&vm, &directory.expect("return(DIRECTORY)"))
                 });
-                let fellows = self.fellows(&vm);
                 self.end_protection(&vm)?;
-                self.leave_group(&vm, &fellows);
+                self.leave_group(&vm);
                 self.remove_primary(&vm, ImageRole::Cut);
             }
             Vm::Backup(session) if force => session.give_up("the operator ended the backup"),

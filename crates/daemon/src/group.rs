@@ -6,12 +6,13 @@
 
 use crate::host::Host;
 use crate::protection::check_held_console;
+use crate::repair::Wish;
 use crate::vm::{PrimaryVm, Vm};
 use std::sync::Arc;
 use tracing::warn;
 use understudy_protocol::{GroupName, VmName};
 use understudy_protocol::{Output, Policy};
-use understudy_replication::membership::{MOST_MEMBERS, Member, Membership};
+use understudy_replication::membership::{GroupMembers, MOST_MEMBERS, Member, Membership};
 use understudy_replication::primary;
 use understudy_report::error::{ErrorKind, HostError};
 use understudy_report::events::EventKind;
@@ -26,11 +27,67 @@ impl Host {
         name: &GroupName,
         request: GroupRequest,
     ) -> Result<Vec<VmStatus>, HostError> {
-        let _protecting = self.protecting.lock();
         check_request(name, &request)?;
-        let vms: Vec<Arc<PrimaryVm>> =
-            request.vms.iter().map(|vm| self.own_member(name, vm)).collect::<Result<_, _>>()?;
+        let _protecting = self.protecting.lock();
+        let members = GroupMembers { name: name.to_owned(), vms: request.vms };
+        let vms = self.own_members(&members)?;
         let _none_is_repaired: Vec<_> = vms.iter().map(|vm| lock(&vm.protecting)).collect();
+        // The operator decides: nothing else is tried meanwhile.
+        vms.iter().for_each(|vm| vm.repairer.ended());
+        let formers: Vec<GroupMembers> = vms
+            .iter()
+            .filter_map(|vm| vm.repairer.group())
+            .filter(|group| *group != members)
+            .collect();
+        let begun = common_policy(&vms, request.policy).and_then(|policy| {
+            let request = ProtectRequest {
+                to: request.to,
+                mode: Mode::Checkpoint,
+                disk_reads: DiskReads::default(),
+                policy: Some(policy),
+                encoding: request.encoding,
+                repair: request.repair,
+                output: Output::Held,
+                hold_console: request.hold_console,
+            };
+            self.begin_group(&vms, &members, request)
+        });
+        if let Err(error) = begun {
+            for vm in vms.iter().filter(|vm| vm.is_degraded()) {
+                vm.repairer.lost(&error.to_string());
+            }
+            return Err(error);
+        }
+        for former in formers {
+            self.dissolve(&former, name, "has taken some of its VMs");
+        }
+        Ok(vms.iter().map(|vm| Vm::Primary(vm.clone()).status()).collect())
+    }
+
+    /// Protects the group of its leader to another host, as its operator wished.
+    pub(crate) fn protect_group_again(
+        self: &Arc<Self>,
+        leader: &Arc<PrimaryVm>,
+        to: &str,
+    ) -> Result<(), HostError> {
+        let _protecting = self.protecting.lock();
+        let wish = self.still_wanted(leader)?;
+        let Some(members) = wish.group else {
+            let message = format!("{} is in no group any more", leader.name());
+            return Err(HostError::new(ErrorKind::Conflict, message));
+        };
+        let vms = self.own_members(&members)?;
+        let _nobody_else: Vec<_> = vms.iter().map(|vm| lock(&vm.protecting)).collect();
+        self.begin_group(&vms, &members, ProtectRequest { to: to.to_owned(), ..wish.request })
+    }
+
+    /// Begins the protection of all members, or of none.
+    fn begin_group(
+        self: &Arc<Self>,
+        vms: &[Arc<PrimaryVm>],
+        members: &GroupMembers,
+        request: ProtectRequest,
+    ) -> Result<(), HostError> {
         vms.iter().try_for_each(|vm| self.check_protectable(vm))?;
         if request.hold_console {
             let check =
@@ -38,19 +95,6 @@ impl Host {
             vms.iter().try_for_each(check)?;
         }
         vms.iter().try_for_each(|vm| self.make_fit(vm, Mode::Checkpoint))?;
-        let policy = common_policy(&vms, request.policy)?;
-        // A group that lost its protection is left to the operator: repair knows
-        // single VMs only.
-        let request = ProtectRequest {
-            to: request.to,
-            mode: Mode::Checkpoint,
-            disk_reads: DiskReads::default(),
-            policy: Some(policy),
-            encoding: request.encoding,
-            repair: false,
-            output: Output::Held,
-            hold_console: request.hold_console,
-        };
         let plans = vms
             .iter()
             .map(|vm| self.plan_protection(vm, &request))
@@ -59,22 +103,29 @@ impl Host {
             vm: vm.name().to_owned(),
             generation: plan.generation,
         };
-        let members = vms.iter().zip(&plans).map(member).collect();
-        let membership = Membership { name: Some(name.to_owned()), members };
+        let membership = Membership {
+            name: Some(members.name.clone()),
+            members: vms.iter().zip(&plans).map(member).collect(),
+        };
         let group = primary::Group::new(membership, &self.config.detection, Output::Held);
+        // Before protection can be lost again.
+        let wish = Wish { request, group: Some(members.clone()) };
+        let formers: Vec<_> = vms.iter().map(|vm| vm.repairer.wish()).collect();
+        vms.iter().for_each(|vm| vm.repairer.set_wish(Some(wish.clone())));
         for (begun, (vm, plan)) in vms.iter().zip(plans).enumerate() {
             if let Err(error) = self.begin_protection(vm, plan, (group.clone(), begun)) {
-                self.abandon(&vms[..begun]);
+                vms.iter().zip(formers).for_each(|(vm, former)| vm.repairer.set_wish(former));
+                self.abandon(&vms[..begun], &error);
                 return Err(error);
             }
         }
-        for vm in &vms {
-            vm.repairer.set_wish(Some(request.clone()));
-            // A group is protected as a whole, or not at all.
-            self.note_wish(vm.name(), None);
-            vm.repairer.ended();
-        }
-        Ok(vms.iter().map(|vm| Vm::Primary(vm.clone()).status()).collect())
+        vms.iter().for_each(|vm| self.note_wish(vm.name(), Some(&wish)));
+        Ok(())
+    }
+
+    /// The members, which must run here.
+    fn own_members(&self, group: &GroupMembers) -> Result<Vec<Arc<PrimaryVm>>, HostError> {
+        group.vms.iter().map(|vm| self.own_member(&group.name, vm)).collect()
     }
 
     /// A member, which must run here.
@@ -89,39 +140,61 @@ impl Host {
     }
 
     /// One member was refused: the others stay as they were.
-    fn abandon(&self, begun: &[Arc<PrimaryVm>]) {
+    fn abandon(&self, begun: &[Arc<PrimaryVm>], error: &HostError) {
         for vm in begun {
             if let Err(error) = self.end_protection(vm) {
                 warn!(vm = %vm.name(), "{error}");
             }
-            vm.accept_unprotected();
+            match vm.repairer.wish() {
+                Some(_) => vm.degrade(error.to_string()),
+                None => vm.accept_unprotected(),
+            }
         }
     }
 
-    /// The other members of a VM's group on this host.
+    /// The other members of a VM's group, as it is protected or was last, on this host.
     pub(crate) fn fellows(&self, vm: &PrimaryVm) -> Vec<Arc<PrimaryVm>> {
-        let own = vm.name();
-        let vms = self.vms.lock();
-        let others = vm.fellow_names().into_iter().filter(|name| name != own);
-        let primary = |name: VmName| match vms.get(&name) {
-            Some(Vm::Primary(other)) if other.is_fellow(vm) => Some(other.clone()),
-            _ => None,
-        };
-        others.filter_map(primary).collect()
+        let is_fellow = |other: &Arc<PrimaryVm>| other.name() != vm.name() && other.is_fellow(vm);
+        self.primaries().into_iter().filter(is_fellow).collect()
     }
 
-    /// A VM leaves its host for good: the rest of its group is not protected any
-    /// more, which nobody asked for.
-    pub(crate) fn leave_group(&self, vm: &PrimaryVm, fellows: &[Arc<PrimaryVm>]) {
-        let name = vm.name();
-        // One that is still protected says itself how that goes on.
-        for fellow in fellows.iter().filter(|fellow| fellow.active_session().is_none()) {
-            let reason = format!(
-                "{name}, of the same group, was stopped, which ended the group; not protected \
-                 until `understudy protect`"
-            );
-            fellow.events.record(EventKind::ProtectionLost { reason: reason.clone() });
-            fellow.degrade(reason);
+    /// The VMs on this host that are to be protected with a VM.
+    pub(crate) fn wanted_fellows(&self, vm: &PrimaryVm) -> Vec<Arc<PrimaryVm>> {
+        let members = vm.repairer.group().map(|group| self.wanted_members(&group));
+        let others = members.into_iter().flatten().filter(|other| other.name() != vm.name());
+        others.collect()
+    }
+
+    /// The VMs on this host that are to be protected as this group.
+    fn wanted_members(&self, group: &GroupMembers) -> Vec<Arc<PrimaryVm>> {
+        let is_member = |vm: &Arc<PrimaryVm>| vm.repairer.group().as_ref() == Some(group);
+        self.primaries().into_iter().filter(is_member).collect()
+    }
+
+    /// A VM leaves its host for good, and with it its group.
+    pub(crate) fn leave_group(&self, vm: &PrimaryVm) {
+        if let Some(group) = vm.repairer.group() {
+            vm.repairer.set_wish(None);
+            self.dissolve(&group, vm.name(), "was stopped");
+        }
+    }
+
+    /// The VMs that were to be protected as this group are not any more, which nobody asked for:
+    /// `who` did `what`.
+    pub(crate) fn dissolve(&self, group: &GroupMembers, who: &str, what: &str) {
+        for vm in self.wanted_members(group) {
+            vm.repairer.set_wish(None);
+            vm.repairer.ended();
+            self.note_wish(vm.name(), None);
+            // One that is still protected says itself how that goes on.
+            if vm.active_session().is_none() {
+                let reason = format!(
+                    "{who}, of the same group, {what}, which ended the group; not protected until \
+                     `understudy protect`"
+                );
+                vm.events.record(EventKind::ProtectionLost { reason: reason.clone() });
+                vm.degrade(reason);
+            }
         }
     }
 }

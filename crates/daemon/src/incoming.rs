@@ -5,6 +5,7 @@ use crate::containment::of_vm;
 use crate::gate::authorize::{Asker, authorize};
 use crate::gate::lobby::Place;
 use crate::host::{Host, failed};
+use crate::repair::Wish;
 use crate::snapshot::frames;
 use crate::survey::Needs;
 use crate::vm::{FencedVm, Vm};
@@ -312,11 +313,11 @@ fn stand_by(
         events: host.events.of(&name),
     };
     let weak = Arc::downgrade(host);
-    let remedy = plan.group.0.membership.remedy();
+    let membership = plan.group.0.membership.clone();
     let (vm, former) = (name.clone(), hello.host.clone());
     let over = move |outcome| {
         if let Some(host) = weak.upgrade() {
-            end(&host, (&vm, &former), &remedy, outcome);
+            end(&host, (&vm, &former), &membership, outcome);
         }
     };
     // Registered before the primary hears that it may connect its heartbeat.
@@ -427,9 +428,15 @@ fn make_mirrors(
 }
 
 /// The session ended: the VM lives here, or this host has nothing to do with it.
-fn end(host: &Arc<Host>, (name, former): (&VmName, &HostName), remedy: &str, outcome: Outcome) {
+fn end(
+    host: &Arc<Host>,
+    (name, former): (&VmName, &HostName),
+    membership: &Membership,
+    outcome: Outcome,
+) {
     match outcome {
         Outcome::Live { machine, wish, generation, reason, takeover } => {
+            let wish = wish.map(|request| Wish { request, group: membership.group() });
             let vm = host.add_primary(machine.clone(), generation, wish.clone());
             vm.took_over(takeover);
             let (event, meters) = (came_how(former, &reason, takeover), host.meters.of(name));
@@ -441,11 +448,9 @@ fn end(host: &Arc<Host>, (name, former): (&VmName, &HostName), remedy: &str, out
                 true => format!("came over from {former} as planned"),
                 false => format!("took over: {reason}"),
             };
-            host.degraded(&vm, reason, remedy);
+            host.degraded(&vm, reason, &membership.remedy());
             // The activation says so already; the record is where it belongs.
-            if let Err(error) = host.records.change(name, |record| record.wish = wish) {
-                warn!(vm = %name, "{error}");
-            }
+            host.note_wish(name, wish.as_ref());
         }
         Outcome::Discarded => {
             host.vms.lock().remove(name);

@@ -1,9 +1,10 @@
 //! What happens to VMs: they come and go, end by themselves, lose or keep their protection.
 
+use crate::containment;
 use crate::host::{Host, PEER_TIMEOUT};
 use crate::lease::Tenure;
+use crate::repair::{self, Repairer, Wish};
 use crate::vm::{FencedVm, PrimaryVm, Vm};
-use crate::{containment, repair};
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
@@ -13,7 +14,6 @@ use understudy_machine::{Machine, MachineEvent, OnEvent, Plan};
 use understudy_protocol::VmName;
 use understudy_protocol::validity::ImageRole;
 use understudy_protocol::{Generation, PrimaryEvent, PrimaryPhase};
-use understudy_report::ProtectRequest;
 use understudy_report::error::{ErrorKind, HostError};
 use understudy_report::events::EventKind;
 use understudy_threads::{spawn, within};
@@ -101,16 +101,26 @@ impl Host {
         Ok(())
     }
 
+    /// All VMs that run here.
+    pub(crate) fn primaries(&self) -> Vec<Arc<PrimaryVm>> {
+        let primary = |vm: &Vm| match vm {
+            Vm::Primary(vm) => Some(vm.clone()),
+            Vm::Backup(_) | Vm::Fenced(_) => None,
+        };
+        self.vms.lock().values().filter_map(primary).collect()
+    }
+
     /// The VM runs here from now on.
     pub(crate) fn add_primary(
         self: &Arc<Self>,
         machine: Arc<Machine>,
         generation: Generation,
-        wish: Option<ProtectRequest>,
+        wish: Option<Wish>,
     ) -> Arc<PrimaryVm> {
         let name = machine.definition().name.clone();
         let (events, tenure) = (self.events.of(&name), Tenure::new(self.config.lease));
-        let vm = Arc::new(PrimaryVm::new(machine, generation, wish, events, tenure));
+        let repairer = Repairer::new(&name, wish, self.config.repair.enabled);
+        let vm = Arc::new(PrimaryVm::new(machine, generation, repairer, events, tenure));
         // A record that cannot be read may name another host.
         let copied = self
             .record(&name)
@@ -137,8 +147,7 @@ impl Host {
     /// The VM should be protected and is not, for this reason; `remedy` is the
     /// operator's, if it is not protected again without one.
     pub(crate) fn degraded(&self, vm: &PrimaryVm, mut reason: String, remedy: &str) {
-        let repairs = self.config.repair.enabled && vm.repairer.lost(&reason);
-        if !repairs {
+        if !vm.repairer.lost(&reason) {
             reason += &format!("; not protected until `{remedy}`");
         }
         vm.degrade(reason);
@@ -168,11 +177,10 @@ impl Host {
             }
             (Ok(Vm::Primary(vm)), MachineEvent::PoweredOff { in_order }) => {
                 vm.events.record(EventKind::PoweredOff);
-                let fellows = self.fellows(&vm);
                 if let Err(error) = self.end_protection(&vm) {
                     warn!(vm = %name, "{error}");
                 }
-                self.leave_group(&vm, &fellows);
+                self.leave_group(&vm);
                 let role = if in_order { ImageRole::Stopped } else { ImageRole::Cut };
                 self.remove_primary(&vm, role);
             }
@@ -205,10 +213,7 @@ impl Host {
                 }
                 vm.repairer.lost(&reason);
             }
-            PrimaryPhase::Alone(None) => {
-                vm.repairer.ended();
-                self.note_generation(vm);
-            }
+            PrimaryPhase::Alone(None) => self.note_generation(vm),
             PrimaryPhase::Halted(reason) => {
                 self.note_role(vm, ImageRole::Stale);
                 let heir = vm.handed_over_to();

@@ -3,6 +3,7 @@
 use crate::containment;
 use crate::hand_back;
 use crate::host::{Host, PEER_TIMEOUT, check_goes_on, failed, internal};
+use crate::repair::Wish;
 use crate::vm::{PrimaryVm, Vm};
 use std::sync::Arc;
 use understudy_machine::Machine;
@@ -38,26 +39,30 @@ impl Host {
         // The operator decides: nothing else is tried meanwhile.
         vm.repairer.ended();
         vm.repairer.trust_lockstep();
+        let former = vm.repairer.group();
         let begun = self.begin_alone(&vm, request);
-        if let Err(error) = &begun {
-            if vm.is_degraded() {
+        match (&begun, former) {
+            (Ok(()), Some(former)) => self.dissolve(&former, name, "is protected by itself"),
+            (Ok(()), None) => {}
+            (Err(error), _) if vm.is_degraded() => {
                 vm.repairer.lost(&error.to_string());
             }
+            (Err(_), _) => {}
         }
         begun.map(|()| Vm::Primary(vm.clone()).status())
     }
 
-    /// Protects a VM to another host, as its operator wished.
+    /// Protects a VM, and its group, to another host, as its operator wished.
     pub(crate) fn protect_again(
         self: &Arc<Self>,
         vm: &Arc<PrimaryVm>,
         to: &str,
     ) -> Result<(), HostError> {
+        if vm.repairer.group().is_some() {
+            return self.protect_group_again(vm, to);
+        }
         let _protecting = lock(&vm.protecting);
-        let wish = vm.repairer.wish().filter(|_| !self.is_closing()).ok_or_else(|| {
-            HostError::new(ErrorKind::Conflict, "nobody wants it protected any more".to_owned())
-        })?;
-        let mut request = ProtectRequest { to: to.to_owned(), ..wish };
+        let mut request = ProtectRequest { to: to.to_owned(), ..self.still_wanted(vm)?.request };
         if request.mode == Mode::Lockstep && vm.repairer.distrusts_lockstep() {
             (request.mode, request.disk_reads) = (Mode::Checkpoint, DiskReads::default());
             vm.events.note(format!(
@@ -67,6 +72,13 @@ impl Host {
             ));
         }
         self.begin_alone(vm, request)
+    }
+
+    /// How a VM whose protection was lost is to be protected by now.
+    pub(crate) fn still_wanted(&self, vm: &PrimaryVm) -> Result<Wish, HostError> {
+        vm.repairer.wish().filter(|_| !self.is_closing()).ok_or_else(|| {
+            HostError::new(ErrorKind::Conflict, "nobody wants it protected any more".to_owned())
+        })
     }
 
     /// Begins the protection of a VM by itself.
@@ -89,10 +101,11 @@ impl Host {
         let group = primary::Group::new(membership, &self.config.detection, request.output);
         // Before protection can be lost again.
         let former = vm.repairer.wish();
-        vm.repairer.set_wish(Some(request.clone()));
+        let wish = Wish::alone(request);
+        vm.repairer.set_wish(Some(wish.clone()));
         self.begin_protection(vm, plan, (group, 0))
             .inspect_err(|_| vm.repairer.set_wish(former))?;
-        self.note_wish(vm.name(), Some(&request));
+        self.note_wish(vm.name(), Some(&wish));
         Ok(())
     }
 
@@ -152,12 +165,13 @@ impl Host {
             let message = format!("{name} is not protected");
             return Err(HostError::new(ErrorKind::Conflict, message));
         }
-        let fellows = self.fellows(&vm);
+        let fellows = self.wanted_fellows(&vm);
         vm.repairer.set_wish(None);
         vm.repairer.ended();
         self.end_protection(&vm)?;
         for vm in fellows.iter().chain([&vm]) {
             vm.repairer.set_wish(None);
+            vm.repairer.ended();
             self.note_wish(vm.name(), None);
             vm.accept_unprotected();
             vm.events.record(EventKind::Unprotected);

@@ -2,7 +2,8 @@
 //! thread for each VM that runs here.
 //!
 //! What is wanted is the operator's last `protect` or `unprotect`. It travels to
-//! the backup with every offer, so that a survivor knows it too.
+//! the backup with every offer, so that a survivor knows it too. A group is protected again
+//! as a whole: its first VM does what is to be done for all.
 
 use crate::containment;
 use crate::host::Host;
@@ -14,10 +15,11 @@ use std::hash::{BuildHasher, Hasher, RandomState};
 use std::sync::{Arc, Weak};
 use std::time::Duration;
 use tracing::{error, info};
-use understudy_protocol::Time;
 use understudy_protocol::repair::{Repair, RepairAction, RepairEvent, RepairPhase};
+use understudy_protocol::{Time, VmName};
 use understudy_qemu::CpuNeeds;
 use understudy_replication::clock;
+use understudy_replication::membership::GroupMembers;
 use understudy_replication::moments::strike;
 use understudy_report::ProtectRequest;
 use understudy_report::events::{EventKind, VmEvents};
@@ -31,10 +33,34 @@ const HEALTHY: Duration = Duration::from_secs(600);
 /// The thread looks up at least this often: its VM may have gone.
 const LONGEST_SLEEP: Duration = Duration::from_secs(2);
 
+/// How a VM is to be protected, as its operator wants it.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Wish {
+    /// How.
+    pub request: ProtectRequest,
+    /// With which others, if not by itself.
+    pub group: Option<GroupMembers>,
+}
+
+impl Wish {
+    /// Of a VM by itself.
+    pub fn alone(request: ProtectRequest) -> Wish {
+        Wish { request, group: None }
+    }
+
+    /// The group whose first VM restores the protection of `vm`, if that is another one.
+    fn followed_by(&self, vm: &VmName) -> Option<&GroupMembers> {
+        self.group.as_ref().filter(|group| group.vms.first() != Some(vm))
+    }
+}
+
 /// The repair of one VM's protection.
 pub struct Repairer {
+    vm: VmName,
+    /// Whether this host restores protection at all.
+    enabled: bool,
     core: Mutex<Repair>,
-    wish: Mutex<Option<ProtectRequest>>,
+    wish: Mutex<Option<Wish>>,
     /// The end of the last wait that the log knows of.
     logged: Mutex<Option<Time>>,
     /// How often in a row a backup diverged, and when last.
@@ -44,10 +70,12 @@ pub struct Repairer {
 }
 
 impl Repairer {
-    /// A VM that should be protected as `wish` says.
-    pub fn new(wish: Option<ProtectRequest>) -> Repairer {
+    /// A VM that should be protected as `wish` says, on a host that restores protection or not.
+    pub fn new(vm: &VmName, wish: Option<Wish>, enabled: bool) -> Repairer {
         let (events, inbox) = crossbeam_channel::unbounded();
         Repairer {
+            vm: vm.to_owned(),
+            enabled,
             core: Mutex::default(),
             wish: Mutex::new(wish),
             logged: Mutex::default(),
@@ -58,22 +86,32 @@ impl Repairer {
     }
 
     /// How the VM should be protected; none if it should not.
-    pub fn wish(&self) -> Option<ProtectRequest> {
+    pub fn wish(&self) -> Option<Wish> {
         lock(&self.wish).clone()
     }
 
+    /// The group that it should be protected in.
+    pub fn group(&self) -> Option<GroupMembers> {
+        self.wish()?.group
+    }
+
     /// The operator wants this from now on.
-    pub fn set_wish(&self, wish: Option<ProtectRequest>) {
+    pub fn set_wish(&self, wish: Option<Wish>) {
         *lock(&self.wish) = wish;
     }
 
     /// Protection is lost, or could not be set up; whether it shall be restored.
     pub fn lost(&self, reason: &str) -> bool {
-        let wanted = self.wish().is_some_and(|wish| wish.repair);
-        if wanted {
+        let Some(wish) = self.wanted() else { return false };
+        if wish.followed_by(&self.vm).is_none() {
             self.tell(RepairEvent::Lost(reason.to_owned()));
         }
-        wanted
+        true
+    }
+
+    /// What is to be restored, if anything is.
+    fn wanted(&self) -> Option<Wish> {
+        self.wish().filter(|wish| self.enabled && wish.request.repair)
     }
 
     /// A backup did not follow the log.
@@ -106,6 +144,12 @@ impl Repairer {
 
     /// What is being done about lost protection, for people.
     pub fn describe(&self) -> Option<String> {
+        if let Some(wish) = self.wanted()
+            && let Some(group) = wish.followed_by(&self.vm)
+        {
+            let (group, leader) = (&group.name, group.vms.first()?);
+            return Some(format!("unprotected: group {group} is protected again with {leader}"));
+        }
         let core = lock(&self.core);
         let detail = match core.phase() {
             RepairPhase::Idle => return None,
@@ -197,17 +241,12 @@ fn step(host: &Weak<Host>, weak: &Weak<PrimaryVm>, event: RepairEvent) -> Option
         let actions = vm.repairer.handle(event);
         vm.repairer.log_round(&vm.events);
         let name = vm.name().to_owned();
-        let needs = {
-            let machine = vm.machine();
-            let definition = machine.definition();
-            let cpu = CpuNeeds::of(definition, machine.accelerator());
-            Needs { memory: definition.memory.bytes(), cpu, cards: definition.cards.clone() }
-        };
         drop(vm);
         for action in actions {
             let host = host.upgrade()?;
             match action {
                 RepairAction::Survey => {
+                    let needs = needs(&host, &*weak.upgrade()?);
                     let found = host.survey(&name, &needs);
                     events.push_back(RepairEvent::Surveyed(found));
                 }
@@ -222,4 +261,54 @@ fn step(host: &Weak<Host>, weak: &Weak<PrimaryVm>, event: RepairEvent) -> Option
         }
     }
     Some(())
+}
+
+/// What a host must have to back the VM up, and its group. What else speaks against one of its
+/// fellows shows when they are offered.
+fn needs(host: &Host, vm: &PrimaryVm) -> Needs {
+    let machine = vm.machine();
+    let definition = machine.definition();
+    let cpu = CpuNeeds::of(definition, machine.accelerator());
+    let mut needs =
+        Needs { memory: definition.memory.bytes(), cpu, cards: definition.cards.clone() };
+    for fellow in host.wanted_fellows(vm) {
+        let machine = fellow.machine();
+        needs.memory += machine.definition().memory.bytes();
+        needs.cards.extend(machine.definition().cards.iter().cloned());
+    }
+    needs
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use understudy_protocol::literal;
+
+    fn repairer(vm: &'static str, repair: bool, enabled: bool) -> Repairer {
+        let group =
+            GroupMembers { name: literal("shop"), vms: vec![literal("db"), literal("web")] };
+        let request = ProtectRequest { to: "b".into(), repair, ..Default::default() };
+        Repairer::new(&literal(vm), Some(Wish { request, group: Some(group) }), enabled)
+    }
+
+    #[test]
+    fn a_group_is_repaired_by_its_first_vm_alone() {
+        let (leader, follower) = (repairer("db", true, true), repairer("web", true, true));
+        assert!(leader.lost("b is silent") && follower.lost("b is silent"));
+        assert_eq!(leader.inbox.try_recv(), Ok(RepairEvent::Lost("b is silent".into())));
+        assert!(follower.inbox.try_recv().is_err());
+        let words = follower.describe().unwrap();
+        assert!(words.contains("group shop") && words.contains("db"), "{words}");
+    }
+
+    #[test]
+    fn nobody_repairs_what_nobody_wants() {
+        for unwanted in [repairer("web", false, true), repairer("web", true, false)] {
+            assert!(!unwanted.lost("b is silent"));
+            assert_eq!(unwanted.describe(), None);
+        }
+        let ended = repairer("db", true, true);
+        ended.set_wish(None);
+        assert!(!ended.lost("b is silent") && ended.inbox.try_recv().is_err());
+    }
 }

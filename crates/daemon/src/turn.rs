@@ -6,6 +6,7 @@
 //! beside the one that there is, before.
 
 use crate::host::Host;
+use crate::repair::Wish;
 use crate::vm::PrimaryVm;
 use std::sync::Arc;
 use understudy_protocol::{Output, PrimaryPhase};
@@ -47,7 +48,7 @@ impl Host {
             moves.then(|| self.launch_next(vm, &machine, lockstep)).transpose()
         };
         session.turn(wanted, next).map_err(|error| self.not_turned(vm, session, &error))?;
-        vm.repairer.set_wish(Some(wish));
+        vm.repairer.set_wish(Some(Wish::alone(wish)));
         vm.repairer.trust_lockstep();
         vm.events.note(format!("protection goes on {}", described(request.mode)));
         if request.mode == Mode::Checkpoint {
@@ -105,7 +106,7 @@ impl Host {
             )));
         }
         self.check_mode(&vm.machine(), request.mode)?;
-        let former = vm.repairer.wish().unwrap_or_else(|| request.clone());
+        let former = vm.repairer.wish().map_or_else(|| request.clone(), |wish| wish.request);
         let (mode, disk_reads) = (request.mode, request.disk_reads);
         Ok(ProtectRequest { mode, disk_reads, repair: request.repair, ..former })
     }

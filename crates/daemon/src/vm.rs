@@ -13,7 +13,7 @@ use understudy_replication::{backup, primary};
 use understudy_report::events::VmEvents;
 use understudy_report::{
     CardReport, CheckpointTiming, CompressionReport, DiskReport, DiskSync, LockstepReport, Mode,
-    ProtectRequest, Protection, Role, TakeoverReport, VmStatus,
+    Protection, Role, TakeoverReport, VmStatus,
 };
 use understudy_threads::{Mutex, lock};
 
@@ -69,12 +69,11 @@ pub struct FencedVm {
 }
 
 impl PrimaryVm {
-    /// A VM that runs here, owned at `generation`, and how it should be
-    /// protected, if it should.
+    /// A VM that runs here, owned at `generation`, and who restores its protection.
     pub fn new(
         machine: Arc<Machine>,
         generation: Generation,
-        wish: Option<ProtectRequest>,
+        repairer: Repairer,
         events: VmEvents,
         tenure: Tenure,
     ) -> PrimaryVm {
@@ -83,7 +82,7 @@ impl PrimaryVm {
             name: machine.definition().name.clone(),
             machine: Mutex::new(machine),
             events,
-            repairer: Repairer::new(wish),
+            repairer,
             protecting: Mutex::default(),
             tenure,
             has_copies: AtomicBool::new(false),
@@ -194,14 +193,6 @@ impl PrimaryVm {
         let state = lock(&self.state);
         let session = state.session.as_ref().filter(|session| session.was_handed_over());
         session.map(|session| session.peer.clone())
-    }
-
-    /// The members of the VM's group, itself included; none without a group.
-    pub fn fellow_names(&self) -> Vec<VmName> {
-        let state = lock(&self.state);
-        let membership = state.session.as_ref().map(|session| session.membership());
-        let members = membership.filter(|membership| membership.name.is_some());
-        members.into_iter().flat_map(|all| &all.members).map(|one| one.vm.clone()).collect()
     }
 
     /// Whether both are protected, or were last, in one group.

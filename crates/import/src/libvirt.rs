@@ -72,7 +72,7 @@ fn machine(draft: &mut Draft<'_>, domain: &Element) -> Result<(), (usize, String
     }
     draft.taken(kind.line, format!("machine {}", draft.vm.machine));
     if draft.vm.is_q35() {
-        draft.vm.virtio = VirtioInterface::Modern;
+        draft.vm.virtio = Some(VirtioInterface::Modern);
     }
     Ok(())
 }

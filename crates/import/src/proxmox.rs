@@ -135,7 +135,7 @@ fn machine(draft: &mut Draft<'_>, line: Option<Line<'_>>) {
     let kind = kind.split_once('+').map_or(kind, |(kind, _)| kind);
     draft.vm.machine = kind.to_owned();
     if draft.vm.is_q35() {
-        draft.vm.virtio = VirtioInterface::Modern;
+        draft.vm.virtio = Some(VirtioInterface::Modern);
         BRIDGES.iter().for_each(|bridge| draft.device(*bridge));
     }
     if !line.option("viommu").is_empty() {

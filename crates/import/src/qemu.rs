@@ -209,7 +209,7 @@ fn machine(draft: &mut Draft<'_>, argument: &Argument) {
     }
     let modern = draft.vm.is_q35();
     if modern {
-        draft.vm.virtio = understudy_qemu::definition::VirtioInterface::Modern;
+        draft.vm.virtio = Some(understudy_qemu::definition::VirtioInterface::Modern);
     }
 }
 

@@ -298,7 +298,7 @@ fn cards(args: &mut Args, vm: &VmDefinition, resources: &Resources) {
         args.pair("-netdev", format!("tap,id=card{n},fd={socket}"));
         let model = match card.model {
             CardModel::VirtioNet => {
-                let virtio = virtio_options(vm.virtio);
+                let virtio = virtio_options(vm.virtio_interface());
                 // What QEMU has the guest say by itself is in no log.
                 let quiet = if may_count(vm, resources) { ",guest_announce=off" } else { "" };
                 let mtu = card.mtu.map_or_else(String::new, |mtu| format!(",host_mtu={mtu}"));
@@ -338,7 +338,7 @@ fn local(args: &mut Args, vm: &VmDefinition) {
         args.pair("-vnc", format!("unix:{VNC}"));
     }
     if vm.guest_agent {
-        let virtio = virtio_options(vm.virtio);
+        let virtio = virtio_options(vm.virtio_interface());
         args.pair(
             "-chardev",
             format!("socket,id=guest-agent,path={GUEST_AGENT},server=on,wait=off"),

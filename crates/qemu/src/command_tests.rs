@@ -248,7 +248,7 @@ fn disks_boot_in_their_order_on_either_machine() {
 #[test]
 fn guests_without_legacy_drivers_get_the_modern_interface() {
     let (vm, resources) = two_of_each();
-    let modern = VmDefinition { virtio: VirtioInterface::Modern, ..vm };
+    let modern = VmDefinition { virtio: Some(VirtioInterface::Modern), ..vm };
     assert!(
         lines(&modern, &resources).contains("virtio-blk-pci,disable-modern=off,disable-legacy=on,")
     );

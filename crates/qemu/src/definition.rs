@@ -64,9 +64,9 @@ pub struct VmDefinition {
     /// The kernel's command line.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub append: Option<String>,
-    /// How the guest's drivers talk to virtio devices.
-    #[serde(default)]
-    pub virtio: VirtioInterface,
+    /// How the guest's drivers talk to virtio devices; see [`VmDefinition::virtio_interface`].
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub virtio: Option<VirtioInterface>,
     /// Whether the guest's first serial port is a unix socket of the host.
     #[serde(default = "default_console")]
     pub console: bool,
@@ -201,7 +201,7 @@ impl VmDefinition {
             kernel: None,
             initrd: None,
             append: None,
-            virtio: VirtioInterface::default(),
+            virtio: None,
             console: default_console(),
             vga: Vga::default(),
             vnc: false,
@@ -214,6 +214,17 @@ impl VmDefinition {
             cards: Vec::new(),
             policy: None,
         }
+    }
+
+    /// The interface of its virtio devices. A guest that firmware boots has the modern one if it
+    /// does not say: QEMU 10.0.13 has queues of 1024 entries in the other, and the BIOS reads no
+    /// disk whose queue has more than 256.
+    pub fn virtio_interface(&self) -> VirtioInterface {
+        let default = match self.kernel {
+            Some(_) => VirtioInterface::Legacy,
+            None => VirtioInterface::Modern,
+        };
+        self.virtio.unwrap_or(default)
     }
 }
 
@@ -340,12 +351,11 @@ pub enum AcceleratorChoice {
 }
 
 /// How the guest's drivers talk to virtio devices.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "lowercase")]
 pub enum VirtioInterface {
     /// As before virtio 1.0; every common guest still can. A checkpoint is shorter
     /// by about a millisecond for each device.
-    #[default]
     Legacy,
     /// As since virtio 1.0, for guests without drivers for the other.
     Modern,

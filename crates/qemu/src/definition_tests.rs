@@ -51,13 +51,26 @@ fn complaint(line: &str, instead: &str) -> String {
     error[path.len()..].to_owned()
 }
 
+/// The BIOS cannot read the other one's disks in every QEMU.
+#[test]
+fn a_guest_that_the_firmware_boots_has_modern_virtio_unless_it_says_otherwise() {
+    let name = "db".parse().unwrap();
+    let mut vm = VmDefinition::new(name, "64M".parse().unwrap(), 1);
+    assert_eq!(vm.virtio_interface(), VirtioInterface::Modern);
+    vm.virtio = Some(VirtioInterface::Legacy);
+    assert_eq!(vm.virtio_interface(), VirtioInterface::Legacy);
+    vm.virtio = None;
+    vm.kernel = Some("/boot/vmlinuz".into());
+    assert_eq!(vm.virtio_interface(), VirtioInterface::Legacy);
+}
+
 #[test]
 fn a_full_definition_is_read() {
     let folder = folder();
     let vm = read(&folder, FULL).unwrap();
     assert_eq!(vm.memory.bytes(), 512 << 20);
     assert_eq!(vm.machine, "pc");
-    assert_eq!(vm.virtio, VirtioInterface::Legacy);
+    assert_eq!(vm.virtio_interface(), VirtioInterface::Legacy);
     assert_eq!(vm.kernel, Some(folder.path().join("vmlinuz")), "paths count from the folder");
     assert_eq!(vm.disks[1].path, folder.path().join("b.qcow2"));
     assert_eq!((vm.disks[0].bus, vm.disks[1].bus), (DiskBus::Virtio, DiskBus::Ide));

@@ -39,7 +39,7 @@ fn a_guest_survives_a_hundred_checkpoints_and_the_death_of_its_qemu() {
         let folder = tempfile::tempdir().unwrap();
         let mut vm = definition(folder.path(), format);
         vm.machine = machine.to_owned();
-        vm.virtio = virtio;
+        vm.virtio = Some(virtio);
         let disk = NbdServer::start(folder.path(), &vm.disks[0].path, "nbd");
         let mirror_image = folder.path().join("mirror");
         std::fs::copy(&vm.disks[0].path, &mirror_image).unwrap();

@@ -36,6 +36,15 @@ pub struct Membership {
     pub members: Vec<Member>,
 }
 
+/// A group as its operator wants it.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct GroupMembers {
+    /// The group's name.
+    pub name: GroupName,
+    /// Its VMs; the first is the leader.
+    pub vms: Vec<VmName>,
+}
+
 /// What a peer calls a [`Membership`].
 #[derive(Deserialize)]
 struct UncheckedMembership {
@@ -63,6 +72,12 @@ impl TryFrom<UncheckedMembership> for Membership {
 }
 
 impl Membership {
+    /// The group, if it is one.
+    pub fn group(&self) -> Option<GroupMembers> {
+        let vms = self.members.iter().map(|member| member.vm.clone()).collect();
+        self.name.clone().map(|name| GroupMembers { name, vms })
+    }
+
     /// A VM by itself.
     pub fn of_one(vm: &VmName, generation: Generation) -> Membership {
         let member = Member { vm: vm.to_owned(), generation };

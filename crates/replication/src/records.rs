@@ -11,6 +11,7 @@
 
 mod reserved;
 
+use crate::membership::GroupMembers;
 use serde::{Deserialize, Serialize};
 use std::fs::{self, File};
 use std::io::{self, ErrorKind};
@@ -47,9 +48,12 @@ pub struct Record {
     /// Whether it is to run: neither its operator nor its guest has ended it.
     #[serde(default = "wanted")]
     pub wanted: bool,
-    /// How it was to be protected, by itself, when it ran here last.
+    /// How it was to be protected when it ran here last.
     #[serde(default)]
     pub wish: Option<ProtectRequest>,
+    /// The VMs that it was to be protected with.
+    #[serde(default)]
+    pub group: Option<GroupMembers>,
     /// The VM as it is on this host; its disks are the images.
     pub definition: VmDefinition,
 }
@@ -123,6 +127,7 @@ impl Records {
             in_lockstep: false,
             wanted: true,
             wish: None,
+            group: None,
             definition: definition.clone(),
         }
     }

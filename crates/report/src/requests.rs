@@ -101,6 +101,9 @@ pub struct GroupRequest {
     /// How their pages are encoded.
     #[serde(default)]
     pub encoding: EncodingPlan,
+    /// Whether protection that is lost is restored with another backup, of all of them.
+    #[serde(default = "restored")]
+    pub repair: bool,
     /// Whether what their guests say on their consoles waits for its commit, too.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub hold_console: bool,

@@ -212,30 +212,32 @@ fn give(backup: &Vm, log: &[u8]) -> u64 {
     (log.len() - dropped) as u64
 }
 
+/// One log for both: it is dear to record.
 #[test]
-fn a_backup_takes_over_wherever_the_log_ends() {
+fn a_backup_takes_over_wherever_the_log_ends_and_waits_for_answers_when_it_stops() {
     in_namespace(|| {
         let recording = Recording::of_answers();
-        let mut failures = Vec::new();
-        for (end, kind) in recording.ends() {
-            let taken_over = recording.take_over_at(end);
-            println!("at {end}, at the begin of an event {kind} or within: {taken_over:?}");
-            failures.extend(taken_over.err());
-        }
-        assert_eq!(failures, Vec::<String>::new());
+        takes_over_wherever_the_log_ends(&recording);
+        waits_for_an_answer_when_it_is_about_to_stop(&recording);
     });
 }
 
-#[test]
-fn a_backup_that_is_about_to_stop_waits_for_an_answer() {
-    in_namespace(|| {
-        let recording = Recording::of_answers();
-        for answer in ANSWERS {
-            // Late ones: QEMU has translated the code before.
-            let stops = recording.answered(answer).into_iter().rev().take(MOST_STOPS);
-            let mut stopped = stops.map(|at| recording.power_off_before(at));
-            let waited = stopped.find(|waited| *waited != Ok(false));
-            assert_eq!(waited, Some(Ok(true)), "at an event {answer}");
-        }
-    });
+fn takes_over_wherever_the_log_ends(recording: &Recording) {
+    let mut failures = Vec::new();
+    for (end, kind) in recording.ends() {
+        let taken_over = recording.take_over_at(end);
+        println!("at {end}, at the begin of an event {kind} or within: {taken_over:?}");
+        failures.extend(taken_over.err());
+    }
+    assert_eq!(failures, Vec::<String>::new());
+}
+
+fn waits_for_an_answer_when_it_is_about_to_stop(recording: &Recording) {
+    for answer in ANSWERS {
+        // Late ones: QEMU has translated the code before.
+        let stops = recording.answered(answer).into_iter().rev().take(MOST_STOPS);
+        let mut stopped = stops.map(|at| recording.power_off_before(at));
+        let waited = stopped.find(|waited| *waited != Ok(false));
+        assert_eq!(waited, Some(Ok(true)), "at an event {answer}");
+    }
 }

@@ -199,22 +199,22 @@ fn one_connection_outlives_two_primaries() {
         };
         let mut second = Vm::start("b", LogRole::Replay);
         let channel = protect(&first, &mut second);
-        wait_for_answers(200);
+        wait_for_answers(100);
         first.kill();
         take_over(&mut second, channel);
-        wait_for_answers(100);
+        wait_for_answers(50);
 
         let mut third = Vm::start_successor("c");
         succeed(&second, &mut third);
         drop(second);
-        wait_for_answers(100);
+        wait_for_answers(50);
         let mut fourth = Vm::start("d", LogRole::Replay);
         let channel = protect(&third, &mut fourth);
-        wait_for_answers(200);
+        wait_for_answers(100);
         compare(&mut third, &fourth, &channel);
         third.kill();
         take_over(&mut fourth, channel);
-        wait_for_answers(100);
+        wait_for_answers(50);
         println!("{}", client.end());
     });
 }
@@ -286,7 +286,7 @@ fn a_backup_follows_byte_by_byte_and_takes_over_an_open_connection() {
         let mut backup = Vm::start("b", LogRole::Replay);
         let channel = protect(&primary, &mut backup);
         let console = primary.console_bytes();
-        let until = Instant::now() + seconds("LOCKSTEP_SECONDS", 6);
+        let until = Instant::now() + seconds("LOCKSTEP_SECONDS", 3);
         while Instant::now() < until {
             thread::sleep(Duration::from_millis(50));
             channel.note_progress(&backup);

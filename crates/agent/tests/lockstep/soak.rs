@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 use understudy_qemu::lockstep::LogRole;
 
 /// For how long a run of `make test` is under load, and one of `make test-long`.
-const SHORT_SECONDS: u64 = 10;
+const SHORT_SECONDS: u64 = 4;
 const LONG_SECONDS: u64 = 60;
 
 const BETWEEN_BULKS: Duration = Duration::from_millis(100);

@@ -202,6 +202,7 @@ impl<'a> Bench<'a> {
                     to: to.clone(),
                     policy,
                     encoding: EncodingPlan::default(),
+                    repair: false,
                     hold_console: false,
                 };
                 self.primary.protect_group("pair", &request).map(drop)

@@ -15,7 +15,7 @@ pub(crate) use watchdog::Watchdog;
 
 use crate::containment;
 use crate::host::Host;
-use crate::vm::{PrimaryVm, Vm};
+use crate::vm::PrimaryVm;
 use crossbeam_channel::Sender;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Weak};
@@ -124,14 +124,6 @@ impl Host {
             }
         }
         self.events.record(EventKind::StoodStill { seconds: still.as_secs_f64(), clocks_too });
-    }
-
-    fn primaries(&self) -> Vec<Arc<PrimaryVm>> {
-        let primary = |vm: &Vm| match vm {
-            Vm::Primary(vm) => Some(vm.clone()),
-            Vm::Backup(_) | Vm::Fenced(_) => None,
-        };
-        self.vms.lock().values().filter_map(primary).collect()
     }
 
     fn keeps_leases(&self) -> bool {

@@ -34,7 +34,7 @@ fn refusal(text: &str, part: &str, instead: &str) -> (usize, String) {
 #[test]
 fn a_defined_guest_keeps_its_places() {
     let vm = definition(DEFINED);
-    assert_eq!((&vm.machine[..], vm.virtio), ("pc-q35-10.0", VirtioInterface::Modern));
+    assert_eq!((&vm.machine[..], vm.virtio), ("pc-q35-10.0", Some(VirtioInterface::Modern)));
     assert_eq!((vm.vcpus, vm.memory.bytes(), vm.accel), (2, 2 << 30, AcceleratorChoice::Tcg));
     let disk = &vm.disks[0];
     assert_eq!((disk.format, disk.bus), (DiskFormat::Qcow2, DiskBus::Virtio));

@@ -78,7 +78,7 @@ fn controllers(args: &mut Args, vm: &VmDefinition) {
     let buses =
         || vm.disks.iter().map(|disk| disk.bus).chain(vm.empty_cdroms.iter().map(|d| d.bus));
     if buses().any(|bus| bus == DiskBus::Scsi) {
-        let virtio = virtio_options(vm.virtio);
+        let virtio = virtio_options(vm.virtio_interface());
         args.pair("-device", format!("virtio-scsi-pci,{virtio},id=scsi,addr={SCSI_SLOT:#04x}"));
     }
     if !vm.is_q35() && buses().any(|bus| bus == DiskBus::Sata) {
@@ -90,7 +90,7 @@ fn device(vm: &VmDefinition, n: usize, disk: &DiskDefinition, buses: &mut Buses)
     let mut device = match disk.bus {
         DiskBus::Virtio => {
             buses.virtio += 1;
-            let virtio = virtio_options(vm.virtio);
+            let virtio = virtio_options(vm.virtio_interface());
             let place = place(disk.pci.as_ref(), FIRST_DISK_SLOT + buses.virtio - 1);
             format!("virtio-blk-pci,{virtio},{place}")
         }

@@ -268,6 +268,7 @@ fn every_call_arrives_and_is_answered() {
         to: "b".into(),
         policy,
         encoding: EncodingPlan::default(),
+        repair: true,
         hold_console: true,
     };
     assert_eq!(client.protect_group("shop", &request).unwrap(), std::slice::from_ref(&vm));

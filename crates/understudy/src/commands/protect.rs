@@ -29,8 +29,8 @@ pub fn protect(client: &Client, args: &ProtectArgs, json: bool) -> Result<Exit, 
             return Err(Failure::new(FailureKind::Usage, words));
         }
         (Some(group), vms) => {
-            let (vms, hold_console) = (vms.to_vec(), args.hold_console);
-            let request = GroupRequest { vms, to, policy, encoding, hold_console };
+            let (vms, repair, hold_console) = (vms.to_vec(), !args.no_repair, args.hold_console);
+            let request = GroupRequest { vms, to, policy, encoding, repair, hold_console };
             let begun = client.protect_group(group, &request)?;
             let follow = |status| follow(client, status, args.no_wait, json);
             let all = begun.into_iter().map(follow).collect::<Result<Vec<_>, _>>()?;

@@ -1,5 +1,6 @@
 //! VMs that come up with their hosts: each once, on its valid images, and not what somebody has ended.
 
+use crate::group;
 use crate::recover::lose;
 use crate::refusals::quick;
 use crate::stage::{
@@ -8,6 +9,7 @@ use crate::stage::{
 use anyhow::{Context, Result, ensure};
 use serde_json::Value;
 use std::fs;
+use understudy_lab::companion::Companion;
 use understudy_lab::scene::VM;
 use understudy_lab::{Scene, SceneOptions, wait_for};
 
@@ -116,6 +118,22 @@ fn a_protected_vm_comes_up_where_it_ran_and_is_protected_again() {
         })?;
         scene.await_guest()?;
         prove_disk(scene, "a", acked)
+    });
+}
+
+/// Members come up one by one, whichever is quicker, and are one group again.
+#[test]
+fn the_members_of_a_group_come_up_and_are_protected_as_one() {
+    play(group::repairing(), |scene| {
+        set_autostart(scene)?;
+        let companion = Companion::new(scene)?;
+        scene.start_guest("a")?;
+        companion.start(scene.host("a")?)?;
+        group::protect(scene, "a", "b")?;
+        lose(scene, &["a", "b"])?;
+        scene.restart("a")?;
+        scene.restart("b")?;
+        group::await_protected_again(scene, "a")
     });
 }
 

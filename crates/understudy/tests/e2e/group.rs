@@ -5,7 +5,7 @@
 
 use crate::stage::{
     Calm, LIMIT, PACE, await_forgotten, await_service, close, options, play, protection,
-    prove_disk, refusal, vms,
+    prove_disk, refusal, repairing_daemon, vms,
 };
 use anyhow::{Context, Result, ensure};
 use serde_json::Value;
@@ -102,7 +102,28 @@ pub fn play_group_with(
     });
 }
 
-fn protect(scene: &Scene, from: &str, to: &str) -> Result<()> {
+/// Two hosts that protect again what has lost its protection.
+pub fn repairing() -> SceneOptions {
+    let mut options = SceneOptions { memory_mib: 256, ..options().calm() };
+    for daemon in options.daemons.values_mut() {
+        *daemon = repairing_daemon().calm();
+    }
+    options
+}
+
+/// Waits until `host` has protected both guests as one, without being told to.
+pub fn await_protected_again(scene: &Scene, host: &str) -> Result<()> {
+    wait_for(&format!("host {host} to protect both guests again, as one"), LIMIT, || {
+        let again = |vm: &&str| -> Result<bool> {
+            let status = scene.host(host)?.status(vm).unwrap_or_default();
+            Ok(status["protection"]["state"] == "protected" && status["group"] == "pair")
+        };
+        let all: Vec<bool> = BOTH.iter().map(again).collect::<Result<_>>()?;
+        Ok((all == [true, true]).then_some(()))
+    })
+}
+
+pub fn protect(scene: &Scene, from: &str, to: &str) -> Result<()> {
     scene.host(from)?.call(["protect", VM, COMPANION, "--group", "pair", "--to", to])?;
     for vm in BOTH {
         let status = scene.host(from)?.status(vm)?;
@@ -150,26 +171,63 @@ fn take_over_epochs(scene: &Scene, host: &str) -> Result<Vec<String>> {
     Ok(lines.map(|(_, rest)| rest.split(':').next().unwrap_or_default().to_owned()).collect())
 }
 
+/// Daemons as they are by default: nobody protects the group again by hand, neither when its
+/// backup has died nor when that has taken over.
 #[test]
-fn the_backup_of_a_group_is_killed_and_then_its_host() {
-    play_group(|scene, client, mut inner| {
+fn a_group_is_protected_again_by_itself() {
+    play_group_with(repairing(), |scene, client, mut inner| {
         scene.host_mut("b")?.kill_everything()?;
-        for vm in BOTH {
-            wait_for(&format!("{vm} to be degraded"), LIMIT, || {
-                let status = scene.host("a")?.status(vm)?;
-                let (state, reason) = protection(&status);
-                Ok((state == "degraded" && !reason.contains("until the arbiter")).then_some(()))
-            })?;
-        }
+        await_words(scene, VM, "looking for a backup")?;
+        await_words(scene, COMPANION, "group pair is protected again with")?;
         await_service(&client)?;
         inner.prove_alive()?;
         scene.restart("b")?;
-        protect(scene, "a", "b")?;
+        await_protected_again(scene, "a")?;
         await_service(&client)?;
         inner.prove_alive()?;
         scene.host_mut("a")?.kill_everything()?;
-        prove_survival(scene, client, inner, "b")
+        await_both(scene, "b")?;
+        scene.restart("a")?;
+        await_protected_again(scene, "b")?;
+        await_service(&client)?;
+        scene.host_mut("b")?.kill_everything()?;
+        prove_survival(scene, client, inner, "a")
     });
+}
+
+/// A group that nobody wants repaired stays as it is, until its operator protects one of its VMs by
+/// itself: the other one says that the group has ended.
+#[test]
+fn a_member_is_protected_by_itself() {
+    play_group_with(repairing(), |scene, client, inner| {
+        inner.stop()?;
+        scene.host("a")?.call(["unprotect", VM])?;
+        await_forgotten(scene, "b")?;
+        let again = ["protect", VM, COMPANION, "--group", "pair", "--to", "b", "--no-repair"];
+        scene.host("a")?.call(again)?;
+        scene.host_mut("b")?.kill_everything()?;
+        // Not while the arbiter is asked.
+        wait_for("the group to be given up", LIMIT, || {
+            let status = scene.host("a")?.status(COMPANION)?;
+            let (state, reason) = protection(&status);
+            Ok((state == "degraded" && !reason.contains("until the arbiter")).then_some(()))
+        })?;
+        scene.restart("b")?;
+        scene.protect("a", "b")?;
+        scene.await_protected("a", |_| ())?;
+        await_words(scene, COMPANION, "protected by itself, which ended the group")?;
+        await_service(&client)?;
+        prove_disk(scene, "a", close(client)?)
+    });
+}
+
+/// Waits until a VM on host a is not protected, and says so in these words.
+fn await_words(scene: &Scene, vm: &str, words: &str) -> Result<()> {
+    wait_for(&format!("{vm} to say `{words}`"), LIMIT, || {
+        let status = scene.host("a")?.status(vm)?;
+        let (state, reason) = protection(&status);
+        Ok((state == "degraded" && reason.contains(words)).then_some(()))
+    })
 }
 
 #[test]
@@ -234,11 +292,7 @@ fn a_member_powers_off() {
     play_group(|scene, client, mut inner| {
         refuse(scene)?;
         inner.answering.start("poweroff")?;
-        wait_for("the guest to be alone and to say why", LIMIT, || {
-            let status = scene.status("a")?;
-            let (state, reason) = protection(&status);
-            Ok((state == "degraded" && reason.contains(COMPANION)).then_some(()))
-        })?;
+        await_words(scene, VM, COMPANION)?;
         await_forgotten(scene, "b")?;
         await_service(&client)?;
         prove_disk(scene, "a", close(client)?)
