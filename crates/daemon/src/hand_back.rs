@@ -11,10 +11,11 @@ use std::time::Duration;
 use tracing::{info, warn};
 use understudy_link::link::Link;
 use understudy_protocol::wire::Kind;
-use understudy_protocol::{BackupEvent, Generation, HostName, Verdict, VmName};
+use understudy_protocol::{Generation, HostName, Verdict, VmName};
 use understudy_replication::hand_back::{AskWinner, WinnersWord};
 use understudy_replication::handshake::Purpose;
 use understudy_replication::membership::Membership;
+use understudy_session::backup::Event;
 
 /// For the winner to answer; nobody asks the arbiter meanwhile.
 const PATIENCE: Duration = Duration::from_secs(2);
@@ -66,7 +67,7 @@ impl Host {
                 return WinnersWord { runs: Some(vm.generation()).filter(later), ran: None };
             }
             Some(Vm::Backup(session)) if session.primary == *asker => {
-                session.event(BackupEvent::Awaited, None);
+                session.event(Event::Awaited);
             }
             _ => {}
         }

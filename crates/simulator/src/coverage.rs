@@ -79,6 +79,10 @@ coverage! {
     sick_guests,
     /// A backup's disk answered nothing for a while.
     hung_disks,
+    /// A backup's disk failed what was written to it.
+    failed_writes,
+    /// An epoch behind one that could not be applied was dropped.
+    skipped_epochs,
     /// The data of a session did not get through, or was not read, and its heartbeats were.
     data_stalls,
     /// A backup that was heard, and acknowledged nothing, was given up.

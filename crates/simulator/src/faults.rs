@@ -85,6 +85,9 @@ impl World {
                 w.hosts[host.0].disk_hangs_until = w.now + span;
                 w.coverage.hung_disks += 1;
             }),
+            Fault::FailingDisk(times) => self.on(Target::Backup, |w, host| {
+                w.hosts[host.0].disk_fails = times;
+            }),
             Fault::DataStall(unread, span) => {
                 if let Some(id) = self.session_connections().first() {
                     self.stall_data(*id, unread);
@@ -274,6 +277,7 @@ impl World {
                 self.power_on(id, life);
             }
             self.guest_recovers(id);
+            self.hosts[id.0].disk_fails = 0;
         }
         self.want_protection();
     }

@@ -4,9 +4,8 @@ use crate::host::{HostId, Role, SessionId};
 use crate::mutant::DriverMutant;
 use crate::world::{Event, World};
 use understudy_protocol::validity::ImageRole;
-use understudy_protocol::{
-    BackupAction, BackupEvent, BackupPhase, Generation, PrimaryEvent, PrimaryPhase, Verdict,
-};
+use understudy_protocol::{BackupPhase, Generation, PrimaryEvent, PrimaryPhase, Verdict};
+use understudy_session::backup::{Effect, Event as BackupEvent};
 
 impl World {
     /// Now and then a host that keeps its guest asks the winner what became of the VM, then the
@@ -24,7 +23,7 @@ impl World {
             && self.reaches(host, winner)
         {
             let id = standby.id;
-            self.backup_event(winner, id, BackupEvent::Awaited, None);
+            self.backup_event(winner, id, BackupEvent::Awaited);
         }
         if self.arbiter.reachable(host) {
             let verdict = self.arbiter.acquire(host, from);
@@ -71,16 +70,16 @@ impl World {
         let now = self.now;
         let former = self.hosts[host.0].former.iter_mut().find(|former| former.id == id);
         let Some(former) = former else { return };
-        let (primary, mut actions) = (former.primary, Vec::new());
+        let (primary, mut effects) = (former.primary, Vec::new());
         let given_up = *former.core.phase() == BackupPhase::Discarded;
         let late = given_up && matches!(verdict, Verdict::Granted(_));
-        former.core.handle(now, BackupEvent::Verdict(verdict), &mut actions);
+        former.core.handle(now, BackupEvent::Verdict(verdict), &mut effects);
         let retry = former.core.deadline();
-        if late && actions.is_empty() {
+        if late && effects.is_empty() {
             self.violation(format!("{host} had given the VM up, is given it, and keeps it"));
         }
-        for action in actions {
-            if let BackupAction::HandBack(from) = action {
+        for effect in effects {
+            if let Effect::HandBack(from) = effect {
                 self.coverage.late_grants_returned += 1;
                 self.ask_arbiter(host, id, from, Some(primary));
             }
@@ -94,10 +93,10 @@ impl World {
         let now = self.now;
         let former = self.hosts[host.0].former.iter_mut().find(|former| former.id == id);
         let Some(former) = former else { return };
-        let (primary, mut actions) = (former.primary, Vec::new());
-        former.core.handle(now, BackupEvent::Tick, &mut actions);
-        for action in actions {
-            if let BackupAction::HandBack(from) = action {
+        let (primary, mut effects) = (former.primary, Vec::new());
+        former.core.handle(now, BackupEvent::Tick, &mut effects);
+        for effect in effects {
+            if let Effect::HandBack(from) = effect {
                 self.ask_arbiter(host, id, from, Some(primary));
             }
         }

@@ -4,7 +4,8 @@ use crate::host::{HostId, Role, SessionId};
 use crate::network::ConnectionId;
 use crate::world::World;
 use understudy_protocol::wire::{Kind, Message};
-use understudy_protocol::{BackupEvent, Epoch, Generation, PrimaryEvent};
+use understudy_protocol::{Epoch, Generation, PrimaryEvent};
+use understudy_session::backup::Event as BackupEvent;
 
 impl World {
     /// A message arrives.
@@ -41,7 +42,7 @@ impl World {
             Role::Backup(standby) if heartbeat && standby.id == session => {
                 standby.heartbeat = Some(id);
                 self.send(host, id, Message::new(Kind::Welcome, Epoch(0), Vec::new()));
-                self.backup_event(host, session, BackupEvent::Heard, None);
+                self.backup_event(host, session, BackupEvent::Heard);
             }
             _ => {
                 self.send(host, id, Message::new(Kind::Refuse, Epoch(0), Vec::new()));
@@ -64,7 +65,11 @@ impl World {
                 }
             }
             Role::Backup(standby) if standby.data == id || standby.heartbeat == Some(id) => {
-                self.backup_event(host, standby.id, BackupEvent::PeerGone(reason), None);
+                let event = match standby.data == id {
+                    true => BackupEvent::DataEnded(0, reason),
+                    false => BackupEvent::PeerLost(reason),
+                };
+                self.backup_event(host, standby.id, event);
             }
             _ => {}
         }

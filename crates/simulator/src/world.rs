@@ -16,9 +16,8 @@ use crate::trace::Trace;
 use std::collections::BTreeSet;
 use std::time::Duration;
 use understudy_protocol::wire::Message;
-use understudy_protocol::{
-    BackupEvent, Generation, LeaseAnswer, PrimaryEvent, PrimaryPhase, Time, Verdict,
-};
+use understudy_protocol::{Generation, LeaseAnswer, PrimaryEvent, PrimaryPhase, Time, Verdict};
+use understudy_session::backup::Event as BackupEvent;
 
 /// A beat that comes later than this tells of an own stall, not of the peer's.
 pub const OWN_STALL: Duration = Duration::from_millis(50);
@@ -286,7 +285,7 @@ impl World {
             self.primary_event(host, id, PrimaryEvent::Verdict(verdict));
         } else if self.hosts[host.0].standby(id).is_some() {
             self.coverage.unreachable_to_backup += u64::from(unreachable);
-            self.backup_event(host, id, BackupEvent::Verdict(verdict), None);
+            self.backup_event(host, id, BackupEvent::Verdict(verdict));
         } else {
             self.former_hears(host, id, verdict);
         }
