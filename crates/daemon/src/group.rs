@@ -61,7 +61,8 @@ impl Host {
         };
         let members = vms.iter().zip(&plans).map(member).collect();
         let membership = Membership { name: Some(name.to_owned()), members };
-        let group = primary::Group::new(membership, &self.config.detection, Output::Held);
+        let bounds = &self.config.detection;
+        let group = primary::Group::new(membership, &plans[0].peer, bounds, Output::Held);
         for (begun, (vm, plan)) in vms.iter().zip(plans).enumerate() {
             if let Err(error) = self.begin_protection(vm, plan, (group.clone(), begun)) {
                 self.abandon(&vms[..begun]);

@@ -78,6 +78,14 @@ mutants! {
     HangUpUntold,
     /// Nothing that a standby awaits of its own host is ever awaited for too long.
     NothingHangs,
+    /// A backup's word that it could take over counts for ever.
+    TrustOldWord,
+    /// A sick guest is left to a backup that could not go on with it.
+    GiveToTheUnfit,
+    /// What a winner says counts before the arbiter has said whose the VM is.
+    WinnersWordFirst,
+    /// A host returns a VM that it ran.
+    ReturnWhatRan,
     /// What belongs to the next epoch is staged with the one that runs.
     MixEpochs,
     /// Nobody is silent for too long.

@@ -6,5 +6,12 @@
 //! | module | is |
 //! |---|---|
 //! | [`backup`] | commit, apply, settle, go live, hand back, forget; whether it could take over |
+//! | [`primary`] | whose word counts; who goes on with a sick guest; what is due |
+//! | [`hand_back`] | what a winner says to the one that lost, and returns to it |
 
 pub mod backup;
+pub mod hand_back;
+pub mod primary;
+
+/// A member of a group, by its place in it.
+pub type Place = usize;

@@ -15,12 +15,16 @@ use understudy_protocol::{
     Staging, Time,
 };
 use understudy_session::backup::{self, Awaited, Effect, Errand, Event as BackupEvent, Word};
+use understudy_session::hand_back::WinnersWord;
 
 /// A disk that is silent for longer hangs.
 const DISK_PATIENCE: Duration = Duration::from_secs(1);
 
 /// How much later than that a host that stands still now and then may notice.
 const LATE_LOOK: Duration = Duration::from_millis(500);
+
+/// How often a backup proves that it could take over.
+const PROOFS: Duration = Duration::from_millis(200);
 
 /// So long a primary that was told has to hang up, at least.
 const PARTING: Duration = Duration::from_secs(1);
@@ -101,6 +105,7 @@ impl World {
         let ready = Message::new(Kind::Ready, Epoch(0), Vec::new());
         self.send(host, data, ready);
         self.after(understudy_protocol::HEARTBEAT_INTERVAL, Event::BackupBeat(host, id));
+        self.after(PROOFS, Event::Prove(host, id));
     }
 
     /// A message of the primary.
@@ -187,14 +192,14 @@ impl World {
                 self.send(host, data, Message::new(Kind::Acknowledge, epoch, Vec::new()));
             }
             Effect::HandBack(from) => {
-                self.ask_arbiter(host, id, from, Some(primary));
+                self.ask_arbiter(host, id, (from, Some(primary)), WinnersWord::default());
             }
             Effect::Contest(from) => {
                 let seen = self.now - self.hosts[host.0].stalled_until;
                 if self.disk_silence(host).min(seen) > DISK_PATIENCE + LATE_LOOK {
                     self.violation(format!("{host} asks for the VM, and could not start it"));
                 }
-                self.ask_arbiter(host, id, from, None);
+                self.ask_arbiter(host, id, (from, None), WinnersWord::default());
                 self.moment(Moment::BackupContests);
             }
             Effect::Granted { .. } => self.moment(Moment::Granted),
@@ -203,9 +208,12 @@ impl World {
             Effect::Say(_, word) => self.tell_primary(host, id, word),
             Effect::Close(_) => self.close_standby(host, id),
             Effect::GiveUp(reason) => self.note(host, || format!("gives up: {reason}")),
-            // Nothing of it is here: inbound frames, logs, and what primaries are told for people.
-            Effect::Suspect | Effect::EndLog | Effect::Leave(_) => {}
-            Effect::TellObstacle(_) | Effect::NoteObstacle(_) => {}
+            Effect::TellObstacle(obstacle) => {
+                let words = obstacle.unwrap_or_default().into_bytes();
+                self.send(host, data, Message::new(Kind::MayTakeOver, Epoch(0), words));
+            }
+            // Nothing of it is here: inbound frames, logs, and what is for people.
+            Effect::Suspect | Effect::EndLog | Effect::Leave(_) | Effect::NoteObstacle(_) => {}
         }
     }
 
@@ -283,6 +291,20 @@ impl World {
         let disk = (hung.disk_hangs_until > self.now).then_some(hung.disk_hangs_from);
         let awaited = vec![Awaited { disk, qemu: None }];
         self.backup_event(host, id, BackupEvent::Look(awaited));
+    }
+
+    /// A backup that follows proves that the arbiter would give it the VM.
+    pub(crate) fn prove(&mut self, host: HostId, id: SessionId) {
+        let Some(standby) = self.hosts[host.0].standby(id) else { return };
+        let follows = matches!(standby.core.phase(), BackupPhase::Syncing | BackupPhase::Standing);
+        if follows {
+            let proof = match self.arbiter.reachable(host) {
+                true => Ok(()),
+                false => Err("no answer".to_owned()),
+            };
+            self.backup_event(host, id, BackupEvent::Proven(proof));
+        }
+        self.after(PROOFS, Event::Prove(host, id));
     }
 
     /// Now and then a backup that waits for the arbiter asks another host which generation it ran.

@@ -69,6 +69,10 @@ coverage! {
     guest_deaths,
     /// A QEMU that seemed to hang was to be taken over.
     guest_hangs,
+    /// A sick guest stayed where it was: its backup could not go on with it.
+    sick_held_back,
+    /// A backup said that it could not take over.
+    backups_unfit,
     /// A backup that waited for the arbiter let go by its former primary's word.
     let_go,
     /// A standby could not serve any more.

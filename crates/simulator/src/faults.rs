@@ -4,7 +4,8 @@ use crate::host::{HostId, Role};
 use crate::schedule::{Fault, Moment, Planned, Target, When};
 use crate::world::{Event, World};
 use std::time::Duration;
-use understudy_protocol::{BackupPhase, PrimaryEvent, PrimaryPhase};
+use understudy_protocol::{BackupPhase, PrimaryPhase};
+use understudy_session::primary::Event as PrimaryEvent;
 
 impl World {
     /// Something happens that a fault may wait for.
@@ -202,15 +203,10 @@ impl World {
     }
 
     fn qemu_hangs(&mut self, host: HostId) {
-        let Role::Primary(running) = &mut self.hosts[host.0].role else { return };
-        let Some(session) = &mut running.session else { return };
-        if *session.core.phase() == PrimaryPhase::Protected {
-            session.hung = true;
-            self.coverage.guest_hangs += 1;
-        }
-        let id = session.id;
-        let reason = "its QEMU does not answer".to_owned();
-        self.primary_event(host, id, PrimaryEvent::GuestHangs(reason));
+        let Role::Primary(running) = &self.hosts[host.0].role else { return };
+        let Some(session) = &running.session else { return };
+        let (id, reason) = (session.id, "its QEMU does not answer".to_owned());
+        self.primary_event(host, id, PrimaryEvent::GuestSick(reason));
     }
 
     /// Whoever cannot take a checkpoint of it says so once it is due.

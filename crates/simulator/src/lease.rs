@@ -7,9 +7,10 @@ use crate::world::{Event, World};
 use std::time::Duration;
 use understudy_protocol::validity::ImageRole;
 use understudy_protocol::{
-    Generation, LeaseAction, LeaseAnswer, LeaseErrand, LeaseSight, LeaseWatch, PrimaryEvent,
-    Renewal, Stake, Time, Verdict,
+    Generation, LeaseAction, LeaseAnswer, LeaseErrand, LeaseSight, LeaseWatch, Renewal, Stake,
+    Time, Verdict,
 };
+use understudy_session::primary::Event as PrimaryEvent;
 
 /// Shorter than the product's, as the schedules are.
 pub const LENGTH: Duration = Duration::from_millis(800);

@@ -4,8 +4,9 @@ use crate::host::{HostId, Role, SessionId};
 use crate::network::ConnectionId;
 use crate::world::World;
 use understudy_protocol::wire::{Kind, Message};
-use understudy_protocol::{Epoch, Generation, PrimaryEvent};
+use understudy_protocol::{Epoch, Generation};
 use understudy_session::backup::Event as BackupEvent;
+use understudy_session::primary::Event as PrimaryEvent;
 
 impl World {
     /// A message arrives.
@@ -58,7 +59,11 @@ impl World {
             Role::Primary(running) => {
                 let session = running.session.as_ref();
                 if let Some(session) = session.filter(|s| s.data == id || s.heartbeat == id) {
-                    self.primary_event(host, session.id, PrimaryEvent::PeerGone(reason));
+                    let event = match session.data == id {
+                        true => PrimaryEvent::PeerGone(reason),
+                        false => PrimaryEvent::LostAside(reason),
+                    };
+                    self.primary_event(host, session.id, event);
                 } else if running.dialling.is_some_and(|o| o.data == id || o.heartbeat == Some(id))
                 {
                     self.offer_failed(host, "the connection ended");

@@ -24,8 +24,9 @@ use std::time::Duration;
 use tracing::{error, info, warn};
 use understudy_network::boot_time;
 use understudy_protocol::validity::ImageRole;
-use understudy_protocol::{Lease, LeaseAction, PrimaryEvent, Stake, Stillness, Time, VmName};
+use understudy_protocol::{Lease, LeaseAction, Stake, Stillness, Time, VmName};
 use understudy_report::events::EventKind;
+use understudy_session::primary::Event;
 use understudy_threads::{Mutex, lock};
 
 /// Between two looks.
@@ -207,7 +208,7 @@ impl Host {
             return;
         }
         if let Some(session) = vm.active_session() {
-            return session.event(PrimaryEvent::GuestDied(reason));
+            return session.event(Event::GuestDied(reason));
         }
         self.note_role(vm, ImageRole::Stale);
         vm.events.record(EventKind::Fenced { reason: reason.clone() });

@@ -297,11 +297,8 @@ impl Session {
 
     /// Ends the group's connections, whoever else was to do so.
     pub fn hang_up_after_panic(&self) {
-        self.group.each(|member| {
-            member.end_log();
-            member.close_connections();
-            member.waiting.close();
-        });
+        self.event(Event::Abandoned);
+        self.group.each(|member| member.waiting.close());
     }
 
     /// Whether both are backed up as one.

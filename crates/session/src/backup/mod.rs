@@ -14,8 +14,9 @@ mod member;
 mod words;
 
 pub use fitness::HANG;
-pub use words::{Awaited, Effect, Ending, Errand, Event, Place, Word};
+pub use words::{Awaited, Effect, Ending, Errand, Event, Word};
 
+use crate::Place;
 use fitness::Fitness;
 use member::{Copy, Member, Step};
 use std::time::Duration;
@@ -133,7 +134,7 @@ impl Standby {
     pub fn may_hang_up(&self, member: Place) -> bool {
         let Member { told, closed, ended, .. } = self.members[member];
         // Whether the guest starts here the primary is to hear first, which keeps its own.
-        let starts = *self.core.phase() == BackupPhase::Live && !ended;
+        let starts = *self.core.phase() == BackupPhase::Live && !ended && !closed;
         let untold = (told || self.condemned) && !closed && !planted!(HangUpUntold);
         self.is_over() && !starts && !untold
     }
@@ -188,6 +189,10 @@ impl Standby {
                 self.done(now, member, errand, result, effects);
             }
             Event::Panicked(reason) => self.panicked(now, reason, effects),
+            Event::Abandoned => {
+                effects.push(Effect::EndLog);
+                (0..self.members.len()).for_each(|member| self.close(member, effects));
+            }
         }
     }
 

@@ -211,3 +211,16 @@ fn after_a_panic_under_the_lock_all_that_is_left_is_to_forget() {
     let ended = played.errands(Event::DataEnded(0, "hung up".to_owned()));
     assert_eq!(ended, [(0, Errand::End(Ending::Discarded))]);
 }
+
+#[test]
+fn where_the_thread_that_applies_is_no_more_the_connections_end_all_the_same() {
+    let mut played = Played::new(1);
+    played.tell(Event::Staged(0, Epoch(1)));
+    let effects = played.tell(Event::Panicked("a bug".to_owned()));
+    assert!(effects.contains(&Effect::Say(0, Word::Refuse("a bug".to_owned()))), "{effects:?}");
+    played.now = at(60_000);
+    played.tell(Event::Tick);
+    assert!(!played.standby.may_hang_up(0), "its last errand never ends");
+    assert_eq!(played.tell(Event::Abandoned), [Effect::EndLog, Effect::Close(0)]);
+    assert!(played.standby.may_hang_up(0));
+}

@@ -1,9 +1,7 @@
 //! What happens to a backup, and what is to be done about it.
 
+use crate::Place;
 use understudy_protocol::{Epoch, Generation, Ownership, Time, Verdict};
-
-/// A member of the group, by its place in it.
-pub type Place = usize;
 
 /// What happens to the backup of a group.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -45,6 +43,8 @@ pub enum Event {
     Done(Place, Errand, Result<(), String>),
     /// A thread of a member panicked.
     Panicked(String),
+    /// Whoever was to end the copies has not done so, and may be the thread that is no more.
+    Abandoned,
 }
 
 /// Since when something has been awaited of a member's host, if anything is.
