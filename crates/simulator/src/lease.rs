@@ -59,12 +59,8 @@ impl World {
         let others = self.hosts.iter().enumerate().filter(|(other, _)| *other != host.0);
         let copied = others.map(|(_, other)| other).any(|other| other.image.record.is_some());
         let Role::Primary(running) = &self.hosts[host.0].role else { return Stake::Nothing };
-        match &running.session {
-            Some(session) if session.core.guards_output() => Stake::Guarded,
-            Some(_) => Stake::Undecided,
-            None if copied => Stake::Sole,
-            None => Stake::Nothing,
-        }
+        let guards = running.session.as_ref().map(|session| session.core.guards_output());
+        Stake::of(guards, copied)
     }
 
     fn lease_acts(&mut self, host: HostId, actions: Vec<LeaseAction>) {

@@ -143,12 +143,8 @@ impl Host {
         if self.arbiter.is_none() {
             return Stake::Nothing;
         }
-        match vm.bound_session() {
-            Some(session) if session.guards_output() => Stake::Guarded,
-            Some(_) => Stake::Undecided,
-            None if vm.has_copies.load(Ordering::Acquire) => Stake::Sole,
-            None => Stake::Nothing,
-        }
+        let guards = vm.bound_session().map(|session| session.guards_output());
+        Stake::of(guards, vm.has_copies.load(Ordering::Acquire))
     }
 
     /// Under the lease's lock, so that the order of actions is that of decisions. Nothing here
