@@ -5,11 +5,12 @@ use crate::host::{Host, failed};
 use crate::lease::FormerLease;
 use crate::medium;
 use crate::vm::{PrimaryVm, Vm};
+use anyhow::Context;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
-use understudy_machine::Plan;
 #[cfg(feature = "fail-points")]
 use understudy_machine::home::Home;
+use understudy_machine::{Machine, Plan};
 use understudy_protocol::Generation;
 use understudy_protocol::VmName;
 use understudy_protocol::validity::ImageRole;
@@ -112,6 +113,7 @@ impl Host {
             on_event: self.event_sink(&name),
         };
         let machine = self.launch(plan).map_err(|error| failed("cannot start the VM", &error))?;
+        sync_images(&machine).map_err(|error| failed("cannot start the VM", &error))?;
         // Everything works: only now the arbiter's record changes.
         let generation = self.take_ownership(&name, newest)?;
         former_owner.map_or(Ok(()), |lease| self.check_former(&name, lease))?;
@@ -202,4 +204,11 @@ impl Host {
         }
         Ok(())
     }
+}
+
+/// Brings to stable storage what a mirror was sent last: the guest reads it, and may say so.
+fn sync_images(machine: &Machine) -> anyhow::Result<()> {
+    machine.disks().iter().try_for_each(|disk| {
+        disk.sync().with_context(|| format!("cannot sync {}", disk.path().display()))
+    })
 }

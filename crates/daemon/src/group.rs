@@ -107,7 +107,8 @@ impl Host {
             name: Some(members.name.clone()),
             members: vms.iter().zip(&plans).map(member).collect(),
         };
-        let group = primary::Group::new(membership, &self.config.detection, Output::Held);
+        let bounds = &self.config.detection;
+        let group = primary::Group::new(membership, &plans[0].peer, bounds, Output::Held);
         // Before protection can be lost again.
         let wish = Wish { request, group: Some(members.clone()) };
         let formers: Vec<_> = vms.iter().map(|vm| vm.repairer.wish()).collect();

@@ -11,10 +11,12 @@ use std::time::Duration;
 use tracing::{info, warn};
 use understudy_link::link::Link;
 use understudy_protocol::wire::Kind;
-use understudy_protocol::{BackupEvent, Generation, HostName, Verdict, VmName};
-use understudy_replication::hand_back::{AskWinner, WinnersWord};
+use understudy_protocol::{Generation, HostName, Verdict, VmName};
+use understudy_replication::hand_back::{AskWinner, SaidByWinner};
 use understudy_replication::handshake::Purpose;
-use understudy_replication::membership::Membership;
+use understudy_replication::membership::{Member, Membership};
+use understudy_session::backup::Event;
+use understudy_session::hand_back::{Answer, Present, Recorded, WinnersWord, answer};
 
 /// For the winner to answer; nobody asks the arbiter meanwhile.
 const PATIENCE: Duration = Duration::from_secs(2);
@@ -37,7 +39,7 @@ impl Host {
         let ask = || -> anyhow::Result<WinnersWord> {
             let link = self.identity.dial_first(winner, &addresses, |_| purpose.clone())?.0;
             link.set_read_timeout(Some(PATIENCE))?;
-            link.expect_json(Kind::Welcome)
+            Ok(link.expect_json::<SaidByWinner>(Kind::Welcome)?.into())
         };
         ask().ok()
     }
@@ -50,7 +52,8 @@ impl Host {
         membership: &Membership,
         from: Generation,
     ) -> anyhow::Result<()> {
-        link.send_json(Kind::Welcome, &self.winners_word(asker, membership, from))
+        let word = self.winners_word(asker, membership, from);
+        link.send_json(Kind::Welcome, &SaidByWinner::from(word))
     }
 
     fn winners_word(
@@ -59,32 +62,43 @@ impl Host {
         membership: &Membership,
         from: Generation,
     ) -> WinnersWord {
-        let later = |generation: &Generation| *generation > from;
-        let present = self.vms.lock().get(&membership.leader().vm).cloned();
-        match present {
-            Some(Vm::Primary(vm)) if vm.kept().is_none() && vm.machine().is_alive() => {
-                return WinnersWord { runs: Some(vm.generation()).filter(later), ran: None };
-            }
-            Some(Vm::Backup(session)) if session.primary == *asker => {
-                session.event(BackupEvent::Awaited, None);
-            }
-            _ => {}
-        }
-        if !membership.members.iter().all(|member| self.has_nothing_of(&member.vm)) {
-            // It may yet come to something.
-            return WinnersWord::default();
-        }
-        let records = membership.members.iter().map(|member| self.record(&member.vm));
-        let Ok(Some(records)) = records.collect::<Result<Option<Vec<_>>, _>>() else {
-            return WinnersWord::default();
+        let present = self.present(asker, membership);
+        let records = || {
+            let recorded = |member: &Member| {
+                let record = self.record(&member.vm).ok()??;
+                let backed_asker = record.peer.as_ref() == Some(asker);
+                Some(Recorded { ran: record.image.ran_at(), backed_asker })
+            };
+            membership.members.iter().map(recorded).collect()
         };
-        if let Some(ran) = records[0].image.ran_at().filter(later) {
-            return WinnersWord { runs: None, ran: Some(ran) };
-        }
-        if records.iter().all(|record| record.peer.as_ref() == Some(asker)) {
-            self.return_grant(asker, membership, from.next());
+        match answer(from, present, records) {
+            Answer::Say(word) => return word,
+            Answer::Hurry => self.hurry_standby(&membership.leader().vm),
+            Answer::Return(won) => self.return_grant(asker, membership, won),
         }
         WinnersWord::default()
+    }
+
+    /// What this host does with a group.
+    fn present(&self, asker: &HostName, membership: &Membership) -> Present {
+        let leaders = self.vms.lock().get(&membership.leader().vm).cloned();
+        match leaders {
+            Some(Vm::Primary(vm)) if vm.kept().is_none() && vm.machine().is_alive() => {
+                Present::Runs(vm.generation())
+            }
+            Some(Vm::Backup(session)) if session.primary == *asker => Present::StandsBy,
+            _ if membership.members.iter().all(|member| self.has_nothing_of(&member.vm)) => {
+                Present::Nothing
+            }
+            _ => Present::Busy,
+        }
+    }
+
+    fn hurry_standby(&self, leader: &VmName) {
+        let present = self.vms.lock().get(leader).cloned();
+        if let Some(Vm::Backup(session)) = present {
+            session.event(Event::Awaited);
+        }
     }
 
     fn has_nothing_of(&self, vm: &VmName) -> bool {

@@ -13,9 +13,10 @@ use understudy_machine::disk_error::RETRY_INTERVAL;
 use understudy_machine::{Machine, MachineEvent, OnEvent, Plan};
 use understudy_protocol::VmName;
 use understudy_protocol::validity::ImageRole;
-use understudy_protocol::{Generation, PrimaryEvent, PrimaryPhase};
+use understudy_protocol::{Generation, PrimaryPhase};
 use understudy_report::error::{ErrorKind, HostError};
 use understudy_report::events::EventKind;
+use understudy_session::primary::Event;
 use understudy_threads::{spawn, within};
 
 /// How long a machine that has ended may take to be taken apart.
@@ -195,7 +196,7 @@ impl Host {
         vm.events.record(EventKind::GuestDied { reason: words.clone() });
         match vm.active_session() {
             // The backup takes over: a dead QEMU is a failure of the VM.
-            Some(session) => session.event(PrimaryEvent::GuestDied(words)),
+            Some(session) => session.event(Event::GuestDied(words)),
             None => self.fence(vm, format!("the VM ended: {words}")),
         }
     }
@@ -273,7 +274,7 @@ impl Host {
     /// Returns when the backup has forgotten the VM, or cannot take it any more.
     pub(crate) fn end_protection(&self, vm: &PrimaryVm) -> Result<(), HostError> {
         let Some(session) = vm.active_session() else { return Ok(()) };
-        session.event(PrimaryEvent::Unprotect);
+        session.event(Event::Unprotect);
         let ended = session.wait_for_phase(PEER_TIMEOUT, |phase| {
             matches!(phase, PrimaryPhase::Halted(_) | PrimaryPhase::Alone(_))
         });

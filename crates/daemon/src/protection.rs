@@ -98,7 +98,8 @@ impl Host {
         self.make_fit(vm, request.mode)?;
         let plan = self.plan_protection(vm, &request)?;
         let membership = Membership::of_one(vm.name(), plan.generation);
-        let group = primary::Group::new(membership, &self.config.detection, request.output);
+        let (bounds, output) = (&self.config.detection, request.output);
+        let group = primary::Group::new(membership, &plan.peer, bounds, output);
         // Before protection can be lost again.
         let former = vm.repairer.wish();
         let wish = Wish::alone(request);

@@ -7,7 +7,7 @@ use std::sync::{Arc, OnceLock};
 use understudy_machine::Machine;
 use understudy_protocol::HostName;
 use understudy_protocol::VmName;
-use understudy_protocol::{BackupPhase, Generation, Output, PrimaryEvent, PrimaryPhase};
+use understudy_protocol::{BackupPhase, Generation, Output, PrimaryPhase};
 use understudy_replication::resync::{self, Basis};
 use understudy_replication::{backup, primary};
 use understudy_report::events::VmEvents;
@@ -15,6 +15,7 @@ use understudy_report::{
     CardReport, CheckpointTiming, CompressionReport, DiskReport, DiskSync, LockstepReport, Mode,
     Protection, Role, TakeoverReport, VmStatus,
 };
+use understudy_session::primary::Event;
 use understudy_threads::{Mutex, lock};
 
 /// What this host is to a VM.
@@ -135,7 +136,7 @@ impl PrimaryVm {
     /// Ends a copy that is kept, for this reason.
     pub(crate) fn drop_kept(&self, reason: &str) {
         if let Some(session) = self.active_session().filter(|_| self.kept().is_some()) {
-            session.event(PrimaryEvent::GuestDied(reason.to_owned()));
+            session.event(Event::GuestDied(reason.to_owned()));
         }
     }
 

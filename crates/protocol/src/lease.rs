@@ -32,6 +32,19 @@ pub enum Stake {
     Guarded,
 }
 
+impl Stake {
+    /// That of the host which runs the VM. `guards`: whether the session in which it protects it, if
+    /// there is one, decides about its output; `has_copies`: whether others may have images of it.
+    pub fn of(guards: Option<bool>, has_copies: bool) -> Stake {
+        match guards {
+            Some(true) => Stake::Guarded,
+            Some(false) => Stake::Undecided,
+            None if has_copies => Stake::Sole,
+            None => Stake::Nothing,
+        }
+    }
+}
+
 /// What is wanted of the arbiter.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum LeaseErrand {

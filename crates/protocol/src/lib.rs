@@ -3,14 +3,18 @@
 //! Nothing in this crate reads a clock, a file or a socket: the daemon and the
 //! simulator drive the same code.
 
-/// Whether this bug is planted: never, but in the simulator ([`mutant`]).
+/// Whether this bug is planted: never, but in the simulator (`mutant`). For this crate, and for
+/// those that decide by it.
 #[cfg(feature = "mutants")]
+#[macro_export]
 macro_rules! planted {
     ($mutant:ident) => {
         $crate::mutant::is_planted($crate::mutant::Mutant::$mutant)
     };
 }
+/// Whether this bug is planted: never. The simulator's is `understudy-protocol-planted`.
 #[cfg(not(feature = "mutants"))]
+#[macro_export]
 macro_rules! planted {
     ($mutant:ident) => {
         false

@@ -1,5 +1,5 @@
-//! Planted bugs: with the feature `mutants` this crate can be made to decide wrongly, and the
-//! simulator's checks must notice.
+//! Planted bugs: with the feature `mutants` this crate, and `understudy-session`, can be made to decide
+//! wrongly, and the simulator's checks must notice.
 //!
 //! Only the package `understudy-protocol-planted`, which is this source again, has the feature, and
 //! only the simulator uses that package: no daemon has any of this.
@@ -66,6 +66,26 @@ mutants! {
     StartWhatWasReturned,
     /// A backup that waits lets go of the VM by whoever ran it, whenever that was.
     ForgetGeneration,
+    /// What comes behind an epoch that could not be applied is applied.
+    ApplyBehindGap,
+    /// A winner's images are said to be valid before they are on stable storage.
+    ActivateUnsettled,
+    /// A winner starts the guest before it is on record that its images are valid.
+    StartUnrecorded,
+    /// A winner goes on with a guest that could not be started.
+    OpenWhatIsDead,
+    /// A backup that gives up ends its connections before its primary has heard why.
+    HangUpUntold,
+    /// Nothing that a standby awaits of its own host is ever awaited for too long.
+    NothingHangs,
+    /// A backup's word that it could take over counts for ever.
+    TrustOldWord,
+    /// A sick guest is left to a backup that could not go on with it.
+    GiveToTheUnfit,
+    /// What a winner says counts before the arbiter has said whose the VM is.
+    WinnersWordFirst,
+    /// A host returns a VM that it ran.
+    ReturnWhatRan,
     /// What belongs to the next epoch is staged with the one that runs.
     MixEpochs,
     /// Nobody is silent for too long.
@@ -119,6 +139,6 @@ impl Drop for Planting {
 }
 
 /// Whether this is the bug that is planted here.
-pub(crate) fn is_planted(mutant: Mutant) -> bool {
+pub fn is_planted(mutant: Mutant) -> bool {
     PLANTED.get() == Some(mutant)
 }

@@ -3,14 +3,25 @@
 use crate::membership::Membership;
 use serde::{Deserialize, Serialize};
 use understudy_protocol::{Generation, HostName};
+use understudy_session::hand_back::WinnersWord;
 
-/// What the winner says.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
-pub struct WinnersWord {
-    /// The generation at which it runs the VM, if it does.
-    pub runs: Option<Generation>,
-    /// The generation at which it ran it, if it did and has nothing of it now.
-    pub ran: Option<Generation>,
+/// What the winner says, as it travels.
+#[derive(Clone, Copy, Debug, Serialize, Deserialize)]
+pub struct SaidByWinner {
+    runs: Option<Generation>,
+    ran: Option<Generation>,
+}
+
+impl From<WinnersWord> for SaidByWinner {
+    fn from(WinnersWord { runs, ran }: WinnersWord) -> SaidByWinner {
+        SaidByWinner { runs, ran }
+    }
+}
+
+impl From<SaidByWinner> for WinnersWord {
+    fn from(SaidByWinner { runs, ran }: SaidByWinner) -> WinnersWord {
+        WinnersWord { runs, ran }
+    }
 }
 
 /// Asks a winner; none if it does not answer.

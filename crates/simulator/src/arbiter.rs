@@ -5,6 +5,7 @@ use crate::host::{HostId, Role, SessionId};
 use crate::world::{Event, World};
 use std::collections::{BTreeMap, BTreeSet};
 use understudy_protocol::{BackupPhase, Generation, Ownership, PrimaryPhase, Renewal, Verdict};
+use understudy_session::hand_back::WinnersWord;
 
 /// The register and who reaches it.
 #[derive(Debug)]
@@ -34,6 +35,8 @@ pub struct Question {
     pub from: Generation,
     /// Whom it hands the VM to; itself if none.
     pub to: Option<HostId>,
+    /// What whoever has won had said before.
+    pub word: WinnersWord,
 }
 
 impl Arbiter {
@@ -88,8 +91,8 @@ impl World {
         &mut self,
         host: HostId,
         session: SessionId,
-        from: Generation,
-        to: Option<HostId>,
+        (from, to): (Generation, Option<HostId>),
+        word: WinnersWord,
     ) -> u64 {
         let contests = |role: &Role| match role {
             Role::Backup(standby) => matches!(standby.core.phase(), BackupPhase::Contesting(_)),
@@ -102,7 +105,7 @@ impl World {
         let contesting = self.hosts.iter().filter(|host| contests(&host.role)).count();
         self.coverage.contested_by_both += u64::from(contesting > 1);
         self.tickets += 1;
-        let question = Question { ticket: self.tickets, host, session, from, to };
+        let question = Question { ticket: self.tickets, host, session, from, to, word };
         self.note(host, || match to {
             None => format!("asks the arbiter for generation {}", from.next()),
             Some(to) => format!("hands generation {from} back to {to}"),

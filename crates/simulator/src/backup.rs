@@ -1,6 +1,5 @@
-//! The backup's driver: what the daemon does around [`Backup`].
+//! A host that keeps an understudy: what the daemon's threads do around [`backup::Standby`].
 
-use crate::errands::Errand;
 use crate::guest::{PAGES, Pages, State};
 use crate::host::{HostId, Role, SessionId};
 use crate::mutant::DriverMutant;
@@ -12,15 +11,23 @@ use std::time::Duration;
 use understudy_protocol::validity::ImageRole;
 use understudy_protocol::wire::{Kind, Message, WireError};
 use understudy_protocol::{
-    Backup, BackupAction, BackupEvent, BackupPhase, CardFrames, Carried, Epoch, EpochEnd,
-    Generation, Ownership, StagedEpoch, Staging, Time,
+    Backup, BackupPhase, CardFrames, Carried, Epoch, EpochEnd, Generation, Ownership, StagedEpoch,
+    Staging, Time,
 };
+use understudy_session::backup::{self, Awaited, Effect, Errand, Event as BackupEvent, Word};
+use understudy_session::hand_back::WinnersWord;
 
 /// A disk that is silent for longer hangs.
 const DISK_PATIENCE: Duration = Duration::from_secs(1);
 
 /// How much later than that a host that stands still now and then may notice.
 const LATE_LOOK: Duration = Duration::from_millis(500);
+
+/// How often a backup proves that it could take over.
+const PROOFS: Duration = Duration::from_millis(200);
+
+/// So long a primary that was told has to hang up, at least.
+const PARTING: Duration = Duration::from_secs(1);
 
 /// The VM on the host that keeps an understudy of it.
 #[derive(Debug)]
@@ -29,8 +36,8 @@ pub struct Standby {
     pub id: SessionId,
     /// Whose backup it is.
     pub primary: HostId,
-    /// The state machine.
-    pub core: Backup,
+    /// What decides.
+    pub core: backup::Standby,
     /// Checkpoints and acknowledgements.
     pub data: ConnectionId,
     /// Signs of life.
@@ -39,12 +46,18 @@ pub struct Standby {
     pub pages: Pages,
     pub(crate) staging: Staging<Message>,
     pub(crate) device_state: Option<State>,
-    pub(crate) applied: Epoch,
     /// What the guest sent that the primary may not have released.
     pub(crate) carried: Carried,
+    /// Epochs that are whole, and not committed, applied or skipped.
+    pub(crate) parts: VecDeque<StagedEpoch<Message>>,
+    /// What is to be done.
     pub(crate) errands: VecDeque<Errand>,
     /// Messages of the epoch in front that are applied already.
     pub(crate) progress: usize,
+    /// When the primary was told why this host gives up.
+    told: Option<Time>,
+    /// Its guest could not be started.
+    pub(crate) never_started: bool,
     next_beat: Time,
     /// Its QEMU died.
     pub(crate) broken: bool,
@@ -65,6 +78,8 @@ impl World {
             return self.close(host, data);
         }
         let core = Backup::new(generation, self.schedule.timeout, self.now);
+        let mut core = backup::Standby::new(core, 1).with_patience(DISK_PATIENCE);
+        core.join();
         let primary = self.network.other(data, host);
         self.hosts[host.0].backs = Some(primary);
         self.hosts[host.0].role = Role::Backup(Box::new(Standby {
@@ -76,10 +91,12 @@ impl World {
             pages: [0; PAGES],
             staging: Staging::new(),
             device_state: None,
-            applied: Epoch(0),
             carried: Carried::new(1),
+            parts: VecDeque::new(),
             errands: VecDeque::new(),
             progress: 0,
+            told: None,
+            never_started: false,
             next_beat: self.now,
             broken: false,
         }));
@@ -88,6 +105,7 @@ impl World {
         let ready = Message::new(Kind::Ready, Epoch(0), Vec::new());
         self.send(host, data, ready);
         self.after(understudy_protocol::HEARTBEAT_INTERVAL, Event::BackupBeat(host, id));
+        self.after(PROOFS, Event::Prove(host, id));
     }
 
     /// A message of the primary.
@@ -96,11 +114,11 @@ impl World {
             return;
         }
         match message.header.kind {
-            Kind::Heartbeat => self.backup_event(host, id, BackupEvent::Heard, None),
-            Kind::TakeOver => self.backup_event(host, id, BackupEvent::TakeOver, None),
+            Kind::Heartbeat => self.backup_event(host, id, BackupEvent::Heard),
+            Kind::TakeOver => self.backup_event(host, id, BackupEvent::TakeOver { planned: true }),
             Kind::StandDown => {
                 self.moment(Moment::StandingDown);
-                self.backup_event(host, id, BackupEvent::StandDown, None);
+                self.backup_event(host, id, BackupEvent::StandDown);
             }
             // The first synchronisation: nothing to be kept whole yet.
             _ if message.header.epoch == Epoch(0) => self.apply_message(host, id, &message),
@@ -115,7 +133,7 @@ impl World {
             self.apply_message(host, id, &message);
         }
         let Some(standby) = self.hosts[host.0].standby(id) else { return };
-        let (data, applied) = (standby.data, standby.applied);
+        let (data, applied) = (standby.data, standby.core.applied(0));
         let overlaps = kind == Kind::DiskWrite && epoch > standby.core.committed().next();
         let taken = take(&mut standby.staging, message, now);
         self.coverage.overlaps += u64::from(overlaps);
@@ -128,8 +146,10 @@ impl World {
         match taken {
             Ok(None) => {}
             Ok(Some(whole)) => {
-                let event = BackupEvent::Staged(whole.epoch);
-                self.backup_event(host, id, event, Some(whole));
+                let event = BackupEvent::Staged(0, whole.epoch);
+                let Some(standby) = self.hosts[host.0].standby(id) else { return };
+                standby.parts.push_back(whole);
+                self.backup_event(host, id, event);
                 self.moment(Moment::Acknowledged);
             }
             Err(error) => {
@@ -138,83 +158,98 @@ impl World {
         }
     }
 
-    /// Feeds the state machine and does what it says. `staged` is the epoch that
-    /// a [`BackupEvent::Staged`] speaks of.
-    pub(crate) fn backup_event(
-        &mut self,
-        host: HostId,
-        id: SessionId,
-        event: BackupEvent,
-        staged: Option<StagedEpoch<Message>>,
-    ) {
+    /// Tells the session what happened and does what comes of it.
+    pub(crate) fn backup_event(&mut self, host: HostId, id: SessionId, event: BackupEvent) {
         let now = self.now;
         let Some(standby) = self.hosts[host.0].standby(id) else { return };
         let before = standby.core.phase().clone();
-        let mut actions = Vec::new();
-        standby.core.handle(now, event, &mut actions);
+        let mut effects = Vec::new();
+        standby.core.handle(now, event, &mut effects);
         let after = standby.core.phase().clone();
-        let mut staged = staged;
-        for action in actions {
-            self.backup_acts(host, id, action, &mut staged);
+        for effect in effects {
+            self.backup_acts(host, id, effect);
         }
         if before != after {
             self.note(host, || format!("backup: {after:?}"));
         }
     }
 
-    fn backup_acts(
-        &mut self,
-        host: HostId,
-        id: SessionId,
-        action: BackupAction,
-        staged: &mut Option<StagedEpoch<Message>>,
-    ) {
+    fn backup_acts(&mut self, host: HostId, id: SessionId, effect: Effect) {
         let now = self.now;
         let Some(standby) = self.hosts[host.0].standby(id) else { return };
         let (data, primary) = (standby.data, standby.primary);
-        match action {
-            BackupAction::AcknowledgeAndApply(epoch) => {
-                let mut whole = staged.take().expect("the event came with its epoch");
-                let frames = frames_of(&mut whole);
+        match effect {
+            Effect::Commit(_, epoch) => {
+                let part = standby.parts.iter_mut().find(|part| part.epoch == epoch);
+                let frames = frames_of(part.expect("it was staged"));
                 standby.carried.commit(now, epoch, &frames);
-                self.errand(host, id, Errand::Apply(whole));
+            }
+            Effect::Acknowledge(epoch) => {
                 self.note_routine(host, || format!("acknowledges epoch {epoch}"));
                 if self.has(DriverMutant::AckBeforeStaged) {
                     return; // Sent before.
                 }
                 self.send(host, data, Message::new(Kind::Acknowledge, epoch, Vec::new()));
             }
-            BackupAction::HandBack(from) => {
-                self.ask_arbiter(host, id, from, Some(primary));
+            Effect::HandBack(from) => {
+                self.ask_arbiter(host, id, (from, Some(primary)), WinnersWord::default());
             }
-            BackupAction::Contest(from) => {
+            Effect::Contest(from) => {
                 let seen = self.now - self.hosts[host.0].stalled_until;
                 if self.disk_silence(host).min(seen) > DISK_PATIENCE + LATE_LOOK {
                     self.violation(format!("{host} asks for the VM, and could not start it"));
                 }
-                self.ask_arbiter(host, id, from, None);
+                self.ask_arbiter(host, id, (from, None), WinnersWord::default());
                 self.moment(Moment::BackupContests);
             }
-            BackupAction::ClosePeer => self.close_standby(host, id),
-            BackupAction::GoLive { generation, .. } => {
-                self.errand(host, id, Errand::Activate(generation));
-                self.errand(host, id, Errand::GoLive(generation));
-                self.moment(Moment::Granted);
+            Effect::Granted { .. } => self.moment(Moment::Granted),
+            Effect::Do(_, Errand::End(ending)) => self.ended(host, id, &ending),
+            Effect::Do(_, errand) => self.errand(host, id, errand),
+            Effect::Say(_, word) => self.tell_primary(host, id, word),
+            Effect::Close(_) => self.close_standby(host, id),
+            Effect::GiveUp(reason) => self.note(host, || format!("gives up: {reason}")),
+            Effect::TellObstacle(obstacle) => {
+                let words = obstacle.unwrap_or_default().into_bytes();
+                self.send(host, data, Message::new(Kind::MayTakeOver, Epoch(0), words));
             }
-            BackupAction::Discard(reason) => {
-                self.send(host, data, Message::new(Kind::Refuse, Epoch(0), reason.into_bytes()));
-                self.errand(host, id, Errand::Discard);
-            }
-            BackupAction::StandDown => self.errand(host, id, Errand::Discard),
+            // Nothing of it is here: inbound frames, logs, and what is for people.
+            Effect::Suspect | Effect::EndLog | Effect::Leave(_) | Effect::NoteObstacle(_) => {}
         }
+    }
+
+    fn tell_primary(&mut self, host: HostId, id: SessionId, word: Word) {
+        let now = self.now;
+        let Some(standby) = self.hosts[host.0].standby(id) else { return };
+        let data = standby.data;
+        let message = match word {
+            Word::Refuse(reason) | Word::Diverged(reason) => {
+                standby.told.get_or_insert(now);
+                Message::new(Kind::Refuse, Epoch(0), reason.into_bytes())
+            }
+            Word::StoodDown => Message::new(Kind::StoodDown, Epoch(0), Vec::new()),
+            Word::Live(generation) => Message::new(Kind::Live, Epoch(generation.0), Vec::new()),
+        };
+        self.send(host, data, message);
     }
 
     pub(crate) fn close_standby(&mut self, host: HostId, id: SessionId) {
         let Some(standby) = self.hosts[host.0].standby(id) else { return };
         let (data, heartbeat) = (standby.data, standby.heartbeat);
+        self.check_told(host, id);
         self.close(host, data);
         if let Some(heartbeat) = heartbeat {
             self.close(host, heartbeat);
+        }
+    }
+
+    /// Whoever gives up says why, and its primary hears that before the end of a connection.
+    fn check_told(&mut self, host: HostId, id: SessionId) {
+        let now = self.now;
+        let Some(standby) = self.hosts[host.0].standby(id) else { return };
+        let (data, told) = (standby.data, standby.told);
+        let patient = told.is_some_and(|told| now - told < PARTING);
+        if patient && self.has_unread(host, data, Kind::Refuse) {
+            self.violation(format!("{host} hangs up before its primary has heard why"));
         }
     }
 
@@ -225,14 +260,21 @@ impl World {
         let punctual = now <= standby.next_beat + super::world::OWN_STALL;
         standby.next_beat = now + understudy_protocol::HEARTBEAT_INTERVAL;
         let (heartbeat, next) = (standby.heartbeat, standby.next_beat);
-        let over = matches!(standby.core.phase(), BackupPhase::Live | BackupPhase::Discarded);
-        if let Some(heartbeat) = heartbeat.filter(|_| !over) {
-            self.send(host, heartbeat, Message::new(Kind::Heartbeat, Epoch(0), Vec::new()));
+        let over = standby.core.may_hang_up(0);
+        match heartbeat {
+            Some(heartbeat) if over => {
+                self.check_told(host, id);
+                self.close(host, heartbeat);
+            }
+            Some(heartbeat) => {
+                self.send(host, heartbeat, Message::new(Kind::Heartbeat, Epoch(0), Vec::new()));
+            }
+            None => {}
         }
         self.at(next, Event::BackupBeat(host, id));
         if punctual {
-            self.look_at_fitness(host, id);
-            self.backup_event(host, id, BackupEvent::Tick, None);
+            self.look_at_vitals(host, id);
+            self.backup_event(host, id, BackupEvent::Tick);
         }
         self.ask_others(host, id);
     }
@@ -244,10 +286,25 @@ impl World {
         if hangs { self.now - host.disk_hangs_from } else { Duration::ZERO }
     }
 
-    fn look_at_fitness(&mut self, host: HostId, id: SessionId) {
-        let silence = self.disk_silence(host);
-        let ailment = (silence > DISK_PATIENCE).then(|| "its disk hangs".to_owned());
-        self.backup_event(host, id, BackupEvent::Fitness(ailment), None);
+    fn look_at_vitals(&mut self, host: HostId, id: SessionId) {
+        let hung = &self.hosts[host.0];
+        let disk = (hung.disk_hangs_until > self.now).then_some(hung.disk_hangs_from);
+        let awaited = vec![Awaited { disk, qemu: None }];
+        self.backup_event(host, id, BackupEvent::Look(awaited));
+    }
+
+    /// A backup that follows proves that the arbiter would give it the VM.
+    pub(crate) fn prove(&mut self, host: HostId, id: SessionId) {
+        let Some(standby) = self.hosts[host.0].standby(id) else { return };
+        let follows = matches!(standby.core.phase(), BackupPhase::Syncing | BackupPhase::Standing);
+        if follows {
+            let proof = match self.arbiter.reachable(host) {
+                true => Ok(()),
+                false => Err("no answer".to_owned()),
+            };
+            self.backup_event(host, id, BackupEvent::Proven(proof));
+        }
+        self.after(PROOFS, Event::Prove(host, id));
     }
 
     /// Now and then a backup that waits for the arbiter asks another host which generation it ran.
@@ -262,7 +319,7 @@ impl World {
             Some(Ownership { host: Some(other.name()), generation })
         });
         for owner in answers.collect::<Vec<_>>() {
-            self.backup_event(host, id, BackupEvent::OwnedElsewhere(owner), None);
+            self.backup_event(host, id, BackupEvent::OwnedElsewhere(owner));
             let Some(standby) = self.hosts[host.0].standby(id) else { return };
             if *standby.core.phase() == BackupPhase::Discarded {
                 self.coverage.let_go += 1;

@@ -8,14 +8,33 @@ use crate::schedule::Moment;
 use crate::world::{Event, World};
 use understudy_protocol::wire::{DiskWrite, Kind, Message};
 use understudy_protocol::{
-    Activity, CardFrames, CardIndex, DiskIndex, Due, Epoch, EpochEnd, LastCheckpoint, PrimaryEvent,
-    PrimaryPhase, Situation,
+    Activity, CardFrames, CardIndex, DiskIndex, Epoch, EpochEnd, GroupStep, LastCheckpoint, Time,
 };
+use understudy_session::primary::{Asked, Event as PrimaryEvent, Guests, next_step};
 
 /// Sometimes idle, sometimes busy, and always the same for a seed.
 fn guessed_activity(state: State) -> Activity {
     let busy_share = (state.number % 5) as f64 / 4.0;
     Activity { idle: state.number % 2 == 0, busy_share }
+}
+
+/// A guest, as it is looked at.
+struct Looked {
+    since: Option<Time>,
+    activity: Activity,
+}
+
+impl Guests for Looked {
+    fn output_since(&self, _: LastCheckpoint) -> Option<Time> {
+        self.since
+    }
+    /// One that writes a block now and then fills no epoch.
+    fn is_full(&self) -> bool {
+        false
+    }
+    fn activity(&self) -> Activity {
+        self.activity
+    }
 }
 
 /// What a checkpoint copied while the guest stood still.
@@ -77,34 +96,29 @@ impl World {
     pub(crate) fn consider_checkpoint(&mut self, host: HostId, id: SessionId) {
         let (now, policy) = (self.now, self.schedule.policy);
         let Some(running) = self.hosts[host.0].running() else { return };
-        let output_since = running.port.waits_since();
-        let activity = guessed_activity(running.guest.state);
+        let guest = Looked {
+            since: running.port.waits_since(),
+            activity: guessed_activity(running.guest.state),
+        };
         let Some(session) = running.session.as_mut().filter(|session| session.id == id) else {
             return;
         };
         if session.busy || !session.core.may_capture() {
             return;
         }
-        if session.hand_over && *session.core.phase() == PrimaryPhase::Protected {
-            return self.pause(host, id, true);
+        if session.rendezvous.last().is_none() {
+            // The first one ends the first synchronisation.
+            return self.pause(host, id, false);
         }
-        let due = match session.rendezvous.last() {
-            None => Due::At(now),
-            Some(last) => {
-                let (in_flight, length) = (session.core.in_flight(), session.rendezvous.length());
-                // A guest that writes a block now and then fills no epoch.
-                let full = false;
-                let situation = Situation { now, last, length, in_flight, output_since, full };
-                policy.due(&situation, || activity)
+        let asked = Asked { hand_over: session.core.is_handed_over(), checkpoint: false };
+        let pace = (&session.rendezvous, &policy);
+        match next_step(&session.core, pace, asked, now, &guest) {
+            Ok(step) => self.pause(host, id, step == GroupStep::LastCheckpoint),
+            Err(Some(wait)) if session.check_at != Some(now + wait) => {
+                session.check_at = Some(now + wait);
+                self.at(now + wait, Event::CheckpointDue(host, id));
             }
-        };
-        match due {
-            Due::At(time) if time <= now => self.pause(host, id, false),
-            Due::At(time) | Due::Look(time) if session.check_at != Some(time) => {
-                session.check_at = Some(time);
-                self.at(time, Event::CheckpointDue(host, id));
-            }
-            Due::At(_) | Due::Look(_) | Due::OnChange => {}
+            Err(_) => {}
         }
     }
 

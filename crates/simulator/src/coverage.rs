@@ -69,6 +69,10 @@ coverage! {
     guest_deaths,
     /// A QEMU that seemed to hang was to be taken over.
     guest_hangs,
+    /// A sick guest stayed where it was: its backup could not go on with it.
+    sick_held_back,
+    /// A backup said that it could not take over.
+    backups_unfit,
     /// A backup that waited for the arbiter let go by its former primary's word.
     let_go,
     /// A standby could not serve any more.
@@ -79,6 +83,10 @@ coverage! {
     sick_guests,
     /// A backup's disk answered nothing for a while.
     hung_disks,
+    /// A backup's disk failed what was written to it.
+    failed_writes,
+    /// An epoch behind one that could not be applied was dropped.
+    skipped_epochs,
     /// The data of a session did not get through, or was not read, and its heartbeats were.
     data_stalls,
     /// A backup that was heard, and acknowledged nothing, was given up.

@@ -1,4 +1,5 @@
-//! What a backup does beside receiving: apply, activate, go live, forget.
+//! What a backup does beside receiving, as its session gives it out: apply, settle, activate, start,
+//! forget.
 
 use crate::guest::{Claim, Frame, Guest, State};
 use crate::host::{Former, HostId, Role, SessionId};
@@ -6,20 +7,11 @@ use crate::schedule::Moment;
 use crate::world::{Event, World};
 use understudy_protocol::validity::ImageRole;
 use understudy_protocol::wire::{DiskWrite, Kind, Message};
-use understudy_protocol::{BackupEvent, BackupPhase, CardIndex, Epoch, Generation, StagedEpoch};
-
-/// What is done beside receiving, in order.
-#[derive(Debug)]
-pub(crate) enum Errand {
-    Apply(StagedEpoch<Message>),
-    /// Writes the activation record.
-    Activate(Generation),
-    /// Starts the guest.
-    GoLive(Generation),
-    Discard,
-}
+use understudy_protocol::{BackupPhase, CardIndex, Epoch, Generation};
+use understudy_session::backup::{Ending, Errand, Event as BackupEvent};
 
 impl World {
+    /// Something is to be done, soon.
     pub(crate) fn errand(&mut self, host: HostId, id: SessionId, errand: Errand) {
         let Some(standby) = self.hosts[host.0].standby(id) else { return };
         standby.errands.push_back(errand);
@@ -32,49 +24,85 @@ impl World {
     /// Does a piece of the errand in front.
     pub(crate) fn do_errand(&mut self, host: HostId, id: SessionId) {
         let Some(standby) = self.hosts[host.0].standby(id) else { return };
-        let done = match standby.errands.front() {
-            None => return,
-            Some(Errand::Apply(_)) => self.apply_next(host, id),
-            Some(&Errand::Activate(generation)) => {
-                self.activate(host, id, generation);
-                true
-            }
-            Some(&Errand::GoLive(generation)) => return self.go_live(host, id, generation),
-            Some(Errand::Discard) => return self.discard(host, id),
+        let Some(errand) = standby.errands.front().cloned() else { return };
+        let Some(result) = self.carry_out(host, id, &errand) else {
+            let next = self.random.micros(10, 600);
+            return self.after(next, Event::Errand(host, id));
         };
         let Some(standby) = self.hosts[host.0].standby(id) else { return };
-        if done {
-            standby.errands.pop_front();
-        }
-        self.next_errand(host, id);
+        standby.errands.pop_front();
+        self.backup_event(host, id, BackupEvent::Done(0, errand, result));
     }
 
-    fn next_errand(&mut self, host: HostId, id: SessionId) {
-        let Some(standby) = self.hosts[host.0].standby(id) else { return };
-        if !standby.errands.is_empty() {
-            let next = self.random.micros(10, 600);
-            self.after(next, Event::Errand(host, id));
-        }
+    /// How it ended, if it has.
+    fn carry_out(
+        &mut self,
+        host: HostId,
+        id: SessionId,
+        errand: &Errand,
+    ) -> Option<Result<(), String>> {
+        let fails = self.hosts[host.0].disk_fails > 0;
+        let standby = self.hosts[host.0].standby(id)?;
+        let broken = standby.broken;
+        let result = match errand {
+            Errand::Apply(_) | Errand::Settle | Errand::Activate(_) if fails => {
+                if let Errand::Apply(_) = errand {
+                    standby.parts.pop_front();
+                    standby.progress = 0;
+                }
+                self.hosts[host.0].disk_fails -= 1;
+                self.coverage.failed_writes += 1;
+                Err("its disk fails".to_owned())
+            }
+            Errand::Apply(epoch) => return self.apply_next(host, id, *epoch).then_some(Ok(())),
+            Errand::Skip(_) => {
+                standby.parts.pop_front();
+                self.coverage.skipped_epochs += 1;
+                Ok(())
+            }
+            Errand::Settle => {
+                self.hosts[host.0].image.sync();
+                Ok(())
+            }
+            Errand::Activate(generation) => {
+                self.activate(host, id, *generation);
+                Ok(())
+            }
+            Errand::Start if broken => {
+                standby.never_started = true;
+                Err("its QEMU died".to_owned())
+            }
+            Errand::Open if standby.never_started => {
+                self.violation(format!("{host} lets a guest speak that was never started"));
+                return None;
+            }
+            Errand::Start => {
+                self.check_start(host, id);
+                Ok(())
+            }
+            Errand::Complete | Errand::Open | Errand::Halt | Errand::Forget | Errand::End(_) => {
+                Ok(())
+            }
+        };
+        Some(result)
     }
 
     /// Applies one message of the epoch in front; whether that was the last.
-    fn apply_next(&mut self, host: HostId, id: SessionId) -> bool {
+    fn apply_next(&mut self, host: HostId, id: SessionId, epoch: Epoch) -> bool {
         let Some(standby) = self.hosts[host.0].standby(id) else { return true };
-        let Some(Errand::Apply(whole)) = standby.errands.front_mut() else { return true };
-        let epoch = whole.epoch;
+        let (applied, generation) = (standby.core.applied(0), standby.core.generation());
+        let Some(whole) = standby.parts.front_mut() else { return true };
         if standby.progress < whole.pieces.len() {
             let empty = Message::new(Kind::Pages, epoch, Vec::new());
             let message = std::mem::replace(&mut whole.pieces[standby.progress], empty);
             standby.progress += 1;
-            let applied = standby.applied;
             self.apply_message(host, id, &message);
             self.check_copy(host, applied, true);
             self.moment(Moment::Applying);
             return false;
         }
         standby.progress = 0;
-        standby.applied = epoch;
-        let generation = standby.core.generation();
+        standby.parts.pop_front();
         if epoch == Epoch(1) {
             self.set_record(host, ImageRole::Mirror, generation);
         }
@@ -107,25 +135,27 @@ impl World {
         }
     }
 
-    /// Before the guest runs here, this host's image is on stable storage and
-    /// says that it is the valid one.
+    /// This host's image is on stable storage and says that it is the valid one.
     fn activate(&mut self, host: HostId, id: SessionId, generation: Generation) {
-        self.backup_event(host, id, BackupEvent::Starts, None);
         let Some(standby) = self.hosts[host.0].standby(id) else { return };
-        if !standby.core.may_run() {
-            return;
-        }
         let Some(state) = standby.device_state else {
             return self.violation(format!("{host} won a VM of which it has no epoch"));
         };
         self.check_owner(host, generation);
-        let image = &mut self.hosts[host.0].image;
-        image.sync();
-        image.lineage = state.lineage;
+        self.hosts[host.0].image.lineage = state.lineage;
         self.set_record(host, ImageRole::Active, generation);
         self.check_image();
         self.note(host, || format!("its image is valid at generation {generation}"));
         self.moment(Moment::Activated);
+    }
+
+    /// A guest is started only where the records name its image from here on.
+    fn check_start(&mut self, host: HostId, id: SessionId) {
+        let Some(standby) = self.hosts[host.0].standby(id) else { return };
+        let valid = Some((ImageRole::Active, standby.core.generation()));
+        if self.hosts[host.0].image.record != valid {
+            self.violation(format!("{host} starts the VM, and its record does not say so"));
+        }
     }
 
     /// The standby's QEMU dies. Before the arbiter's grant the core knows what to
@@ -137,30 +167,29 @@ impl World {
             matches!(standby.core.phase(), BackupPhase::Live | BackupPhase::HandingBack(_));
         self.coverage.standbys_failed += 1;
         let reason = "its QEMU died".to_owned();
-        self.backup_event(host, id, BackupEvent::CannotServe(reason), None);
+        self.backup_event(host, id, BackupEvent::CannotServe(reason));
         let Some(standby) = self.hosts[host.0].standby(id) else { return };
         if !granted && *standby.core.phase() != BackupPhase::Discarded {
             self.violation(format!("{host} may still win the VM, and cannot run it"));
         }
     }
 
+    /// A session has ended.
+    pub(crate) fn ended(&mut self, host: HostId, id: SessionId, ending: &Ending) {
+        match ending {
+            Ending::Live(generation, _) => self.go_live(host, id, *generation),
+            Ending::Failed(_, why) => {
+                self.violation(format!("{host} keeps a VM that it cannot run: {why}"));
+            }
+            Ending::Discarded | Ending::Returned(_) => self.discard(host, id),
+        }
+    }
+
     fn go_live(&mut self, host: HostId, id: SessionId, generation: Generation) {
         let now = self.now;
         let Some(standby) = self.hosts[host.0].standby(id) else { return };
-        if standby.broken {
-            standby.errands.pop_front();
-            self.note(host, || "cannot start the VM that it won".to_owned());
-            let reason = "its QEMU died".to_owned();
-            self.backup_event(host, id, BackupEvent::NotStarted(reason), None);
-            return self.next_errand(host, id);
-        }
-        if !standby.core.may_run() {
-            standby.errands.pop_front();
-            self.next_errand(host, id);
-            return self.note(host, || "was about to start what it has handed back".to_owned());
-        }
         let (committed, pages) = (standby.core.committed(), standby.pages);
-        let data = standby.data;
+        let broken = standby.broken;
         let carried = standby.carried.take(now);
         let origin = standby.device_state.expect("an epoch was applied");
         self.coverage.partial_epochs_dropped += u64::from(standby.staging.bytes() > 0);
@@ -175,8 +204,6 @@ impl World {
         if let Some(shown) = self.oracle.shown().filter(|it| !self.oracle.descends(origin, *it)) {
             self.violation(format!("output commit: {host} goes live without {shown:?}"));
         }
-        self.send(host, data, Message::new(Kind::Live, Epoch(generation.0), Vec::new()));
-        self.close_standby(host, id);
         let state = self.oracle.new_lineage(Some(origin));
         let image = &mut self.hosts[host.0].image;
         image.lineage = state.lineage;
@@ -187,6 +214,10 @@ impl World {
         self.run_here(host, Guest { state, pages, flushed }, generation);
         self.resend(host, carried);
         self.moment(Moment::Live);
+        if broken {
+            self.note(host, || "its guest died as it began to speak".to_owned());
+            self.hosts[host.0].role = Role::Fenced;
+        }
     }
 
     /// What the former primary may not have released leaves from here, under the same
@@ -202,10 +233,8 @@ impl World {
 
     fn discard(&mut self, host: HostId, id: SessionId) {
         let Some(standby) = self.hosts[host.0].standby(id) else { return };
-        let (data, primary, core) = (standby.data, standby.primary, standby.core.clone());
+        let (primary, core) = (standby.primary, standby.core.clone());
         self.hosts[host.0].former.push(Former { id, core, primary });
-        self.send(host, data, Message::new(Kind::StoodDown, Epoch(0), Vec::new()));
-        self.close_standby(host, id);
         self.hosts[host.0].role = Role::Idle;
         self.note(host, || "has forgotten the VM".to_owned());
     }

@@ -4,7 +4,8 @@ use crate::host::{HostId, Role};
 use crate::schedule::{Fault, Moment, Planned, Target, When};
 use crate::world::{Event, World};
 use std::time::Duration;
-use understudy_protocol::{BackupPhase, PrimaryEvent, PrimaryPhase};
+use understudy_protocol::{BackupPhase, PrimaryPhase};
+use understudy_session::primary::Event as PrimaryEvent;
 
 impl World {
     /// Something happens that a fault may wait for.
@@ -84,6 +85,9 @@ impl World {
                 }
                 w.hosts[host.0].disk_hangs_until = w.now + span;
                 w.coverage.hung_disks += 1;
+            }),
+            Fault::FailingDisk(times) => self.on(Target::Backup, |w, host| {
+                w.hosts[host.0].disk_fails = times;
             }),
             Fault::DataStall(unread, span) => {
                 if let Some(id) = self.session_connections().first() {
@@ -199,15 +203,10 @@ impl World {
     }
 
     fn qemu_hangs(&mut self, host: HostId) {
-        let Role::Primary(running) = &mut self.hosts[host.0].role else { return };
-        let Some(session) = &mut running.session else { return };
-        if *session.core.phase() == PrimaryPhase::Protected {
-            session.hung = true;
-            self.coverage.guest_hangs += 1;
-        }
-        let id = session.id;
-        let reason = "its QEMU does not answer".to_owned();
-        self.primary_event(host, id, PrimaryEvent::GuestHangs(reason));
+        let Role::Primary(running) = &self.hosts[host.0].role else { return };
+        let Some(session) = &running.session else { return };
+        let (id, reason) = (session.id, "its QEMU does not answer".to_owned());
+        self.primary_event(host, id, PrimaryEvent::GuestSick(reason));
     }
 
     /// Whoever cannot take a checkpoint of it says so once it is due.
@@ -274,6 +273,7 @@ impl World {
                 self.power_on(id, life);
             }
             self.guest_recovers(id);
+            self.hosts[id.0].disk_fails = 0;
         }
         self.want_protection();
     }

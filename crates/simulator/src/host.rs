@@ -1,6 +1,6 @@
 //! A host: its disk, which outlives a crash, and its part in the VM, which does not.
 
-use crate::backup::Standby;
+use crate::backup;
 use crate::guest::{BLOCKS, Blocks, Gate, Guest, LineageId, Port};
 use crate::network::ConnectionId;
 use crate::primary::Session;
@@ -8,7 +8,8 @@ use crate::random::Random;
 use std::fmt;
 use understudy_protocol::repair::Repair;
 use understudy_protocol::validity::{ImageRecord, ImageRole};
-use understudy_protocol::{Backup, Generation, HostName, Lease, PrimaryPhase, Time};
+use understudy_protocol::{Generation, HostName, Lease, PrimaryPhase, Time};
+use understudy_session::backup::Standby;
 
 /// A host by number; the trace calls them a, b, c.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
@@ -52,6 +53,8 @@ pub struct Host {
     pub disk_hangs_until: Time,
     /// It has waited since then.
     pub disk_hangs_from: Time,
+    /// So many times what is applied here fails.
+    pub disk_fails: u32,
     /// The image of the VM's disk.
     pub image: Image,
     /// What it does for the VM.
@@ -67,8 +70,8 @@ pub struct Host {
 pub struct Former {
     /// Its session.
     pub id: SessionId,
-    /// Its state machine.
-    pub core: Backup,
+    /// What decided.
+    pub core: Standby,
     /// Who was its primary.
     pub primary: HostId,
 }
@@ -81,7 +84,7 @@ pub enum Role {
     /// Runs it.
     Primary(Box<Running>),
     /// Keeps an understudy of it.
-    Backup(Box<Standby>),
+    Backup(Box<backup::Standby>),
     /// Ran it until another host took it.
     Fenced,
 }
@@ -185,6 +188,7 @@ impl Host {
             stalled_until,
             disk_hangs_until: Time::default(),
             disk_hangs_from: Time::default(),
+            disk_fails: 0,
             image,
             role,
             former: Vec::new(),
@@ -225,7 +229,7 @@ impl Host {
     }
 
     /// The standby of that session, if it is here.
-    pub fn standby(&mut self, id: SessionId) -> Option<&mut Standby> {
+    pub fn standby(&mut self, id: SessionId) -> Option<&mut backup::Standby> {
         match &mut self.role {
             Role::Backup(standby) if standby.id == id => Some(standby),
             _ => None,

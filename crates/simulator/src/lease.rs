@@ -7,9 +7,10 @@ use crate::world::{Event, World};
 use std::time::Duration;
 use understudy_protocol::validity::ImageRole;
 use understudy_protocol::{
-    Generation, LeaseAction, LeaseAnswer, LeaseErrand, LeaseSight, LeaseWatch, PrimaryEvent,
-    Renewal, Stake, Time, Verdict,
+    Generation, LeaseAction, LeaseAnswer, LeaseErrand, LeaseSight, LeaseWatch, Renewal, Stake,
+    Time, Verdict,
 };
+use understudy_session::primary::Event as PrimaryEvent;
 
 /// Shorter than the product's, as the schedules are.
 pub const LENGTH: Duration = Duration::from_millis(800);
@@ -58,12 +59,8 @@ impl World {
         let others = self.hosts.iter().enumerate().filter(|(other, _)| *other != host.0);
         let copied = others.map(|(_, other)| other).any(|other| other.image.record.is_some());
         let Role::Primary(running) = &self.hosts[host.0].role else { return Stake::Nothing };
-        match &running.session {
-            Some(session) if session.core.guards_output() => Stake::Guarded,
-            Some(_) => Stake::Undecided,
-            None if copied => Stake::Sole,
-            None => Stake::Nothing,
-        }
+        let guards = running.session.as_ref().map(|session| session.core.guards_output());
+        Stake::of(guards, copied)
     }
 
     fn lease_acts(&mut self, host: HostId, actions: Vec<LeaseAction>) {

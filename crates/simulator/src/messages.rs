@@ -4,7 +4,9 @@ use crate::host::{HostId, Role, SessionId};
 use crate::network::ConnectionId;
 use crate::world::World;
 use understudy_protocol::wire::{Kind, Message};
-use understudy_protocol::{BackupEvent, Epoch, Generation, PrimaryEvent};
+use understudy_protocol::{Epoch, Generation};
+use understudy_session::backup::Event as BackupEvent;
+use understudy_session::primary::Event as PrimaryEvent;
 
 impl World {
     /// A message arrives.
@@ -41,7 +43,7 @@ impl World {
             Role::Backup(standby) if heartbeat && standby.id == session => {
                 standby.heartbeat = Some(id);
                 self.send(host, id, Message::new(Kind::Welcome, Epoch(0), Vec::new()));
-                self.backup_event(host, session, BackupEvent::Heard, None);
+                self.backup_event(host, session, BackupEvent::Heard);
             }
             _ => {
                 self.send(host, id, Message::new(Kind::Refuse, Epoch(0), Vec::new()));
@@ -57,14 +59,22 @@ impl World {
             Role::Primary(running) => {
                 let session = running.session.as_ref();
                 if let Some(session) = session.filter(|s| s.data == id || s.heartbeat == id) {
-                    self.primary_event(host, session.id, PrimaryEvent::PeerGone(reason));
+                    let event = match session.data == id {
+                        true => PrimaryEvent::PeerGone(reason),
+                        false => PrimaryEvent::LostAside(reason),
+                    };
+                    self.primary_event(host, session.id, event);
                 } else if running.dialling.is_some_and(|o| o.data == id || o.heartbeat == Some(id))
                 {
                     self.offer_failed(host, "the connection ended");
                 }
             }
             Role::Backup(standby) if standby.data == id || standby.heartbeat == Some(id) => {
-                self.backup_event(host, standby.id, BackupEvent::PeerGone(reason), None);
+                let event = match standby.data == id {
+                    true => BackupEvent::DataEnded(0, reason),
+                    false => BackupEvent::PeerLost(reason),
+                };
+                self.backup_event(host, standby.id, event);
             }
             _ => {}
         }

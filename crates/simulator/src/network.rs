@@ -6,7 +6,7 @@ use crate::world::{Event, World};
 use std::collections::VecDeque;
 use std::time::Duration;
 use understudy_protocol::Time;
-use understudy_protocol::wire::Message;
+use understudy_protocol::wire::{Kind, Message};
 
 /// A connection by number.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -287,6 +287,14 @@ impl World {
         let unread = self.network.stuck.contains(&(id, true));
         let here = pipe.items.iter().take_while(|item| unread && item.arrives <= self.now);
         pipe.taken + here.count() as u64
+    }
+
+    /// Whether a message of that kind is on its way from this host, over a connection that both ends have.
+    pub(crate) fn has_unread(&self, from: HostId, id: ConnectionId, kind: Kind) -> bool {
+        let connection = &self.network.connections[id.0];
+        let to = 1 - self.network.end_of(id, from);
+        let is = |item: &Item| item.message.as_ref().is_some_and(|it| it.header.kind == kind);
+        connection.open == [true; 2] && connection.pipes[to].items.iter().any(is)
     }
 
     /// Every partition ends.

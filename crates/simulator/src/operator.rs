@@ -3,17 +3,19 @@
 use crate::host::{HostId, Role};
 use crate::world::{Event, World};
 use understudy_protocol::repair::{RepairEvent, RepairPhase};
-use understudy_protocol::{PrimaryEvent, PrimaryPhase, Verdict};
+use understudy_protocol::{PrimaryPhase, Verdict};
+use understudy_session::primary::Event as PrimaryEvent;
 
 impl World {
     /// The operator wants the VM to move.
     pub(crate) fn ask_hand_over(&mut self) {
         for host in (0..self.hosts.len()).map(HostId) {
             let Some(running) = self.hosts[host.0].running() else { continue };
-            let Some(session) = &mut running.session else { continue };
-            session.hand_over = *session.core.phase() == PrimaryPhase::Protected;
+            let Some(session) = &running.session else { continue };
             let id = session.id;
-            self.consider_checkpoint(host, id);
+            if *session.core.phase() == PrimaryPhase::Protected {
+                self.primary_event(host, id, PrimaryEvent::HandOver);
+            }
         }
     }
 

@@ -1,4 +1,4 @@
-//! The primary's driver: what the daemon does around [`Primary`].
+//! A host that runs the VM under protection: what the daemon's threads do around [`Lead`].
 
 use crate::guest::{Frame, PAGES};
 use crate::host::{HostId, Role, SessionId};
@@ -11,9 +11,13 @@ use understudy_protocol::repair::RepairEvent;
 use understudy_protocol::validity::ImageRole;
 use understudy_protocol::wire::{Kind, Message};
 use understudy_protocol::{
-    EPOCH_BOUND, Epoch, EpochDigest, Generation, Headway, Primary, PrimaryAction, PrimaryEvent,
-    PrimaryPhase, Rendezvous, Time,
+    EPOCH_BOUND, Epoch, EpochDigest, Generation, Headway, Primary, PrimaryAction, PrimaryPhase,
+    Rendezvous, Time,
 };
+use understudy_session::primary::{Effect, Event as PrimaryEvent, Lead};
+
+/// A backup's word on itself counts for so long: less than in the product, as all here.
+const FRESH: Duration = Duration::from_millis(450);
 
 /// How much later than the bound a beat may come.
 const SLACK: Duration = Duration::from_millis(100);
@@ -23,16 +27,16 @@ const SLACK: Duration = Duration::from_millis(100);
 pub struct Session {
     /// Tells sessions apart.
     pub id: SessionId,
-    /// The state machine.
-    pub core: Primary,
+    /// What decides.
+    pub core: Lead,
     /// The backup.
     pub peer: HostId,
     /// Checkpoints and acknowledgements.
     pub data: ConnectionId,
     /// Signs of life.
     pub heartbeat: ConnectionId,
-    /// A planned fail-over was asked for.
-    pub hand_over: bool,
+    /// What the backup said last of itself, and when.
+    word: (Option<String>, Time),
     /// It is handed over without a last checkpoint.
     pub(crate) hung: bool,
     /// The tag of disk writes: 0 during the first synchronisation.
@@ -60,13 +64,15 @@ impl World {
         let Some(running) = self.hosts[host.0].running() else { return };
         let Some(dialled) = running.dialling.take() else { return };
         let id = dialled.session;
+        let core = Primary::new(running.generation, timeout, now);
+        let lead = Lead::new(core, 1, dialled.peer.name(), now).with_freshness(FRESH, now);
         running.session = Some(Session {
             id,
-            core: Primary::new(running.generation, timeout, now),
+            core: lead,
             peer: dialled.peer,
             data: dialled.data,
             heartbeat: dialled.heartbeat.expect("it was welcomed"),
-            hand_over: false,
+            word: (None, now),
             hung: false,
             disk_epoch: Epoch(0),
             digests: BTreeMap::new(),
@@ -80,16 +86,26 @@ impl World {
             next_beat: now,
         });
         self.note(host, || format!("protects the VM on {}", dialled.peer));
+        self.primary_event(host, id, PrimaryEvent::Ready);
         self.after(Duration::ZERO, Event::PrimaryBeat(host, id));
         self.after(Duration::ZERO, Event::SyncPiece(host, id, 0));
     }
 
     /// A message of the backup.
     pub(crate) fn primary_receives(&mut self, host: HostId, id: SessionId, message: &Message) {
+        let now = self.now;
         let event = match message.header.kind {
+            Kind::MayTakeOver => {
+                let words = String::from_utf8_lossy(&message.payload).into_owned();
+                let obstacle = Some(words).filter(|words| !words.is_empty());
+                if let Some(session) = self.hosts[host.0].session(id) {
+                    session.word = (obstacle.clone(), now);
+                }
+                PrimaryEvent::MayTakeOver(obstacle)
+            }
             Kind::Acknowledge => PrimaryEvent::Acknowledged(message.header.epoch),
             Kind::Heartbeat => PrimaryEvent::Heard,
-            Kind::StoodDown => PrimaryEvent::StoodDown,
+            Kind::StoodDown => PrimaryEvent::StoodDown(0),
             Kind::Live => PrimaryEvent::LiveElsewhere(Generation(message.header.epoch.0)),
             _ => PrimaryEvent::PeerGone("the backup gave up".to_owned()),
         };
@@ -107,9 +123,9 @@ impl World {
         self.at(next, Event::PrimaryBeat(host, id));
         if punctual {
             self.look_at_headway(host, id);
-            self.ask_winner(host, id);
             self.primary_event(host, id, PrimaryEvent::Tick);
             self.check_delivery(host, id);
+            self.check_standing(host, id);
         }
     }
 
@@ -138,6 +154,23 @@ impl World {
         }
     }
 
+    /// Nobody is called protected against the word of its backup, or by an old one.
+    fn check_standing(&mut self, host: HostId, id: SessionId) {
+        let (now, awake) = (self.now, self.hosts[host.0].stalled_until);
+        let Some(session) = self.hosts[host.0].session(id) else { return };
+        let called = *session.core.phase() == PrimaryPhase::Protected;
+        if !called || session.core.obstacle(now).is_some() {
+            return;
+        }
+        let (obstacle, heard) = &session.word;
+        let age = now - (*heard).max(awake);
+        if let Some(obstacle) = obstacle.clone() {
+            self.violation(format!("{host} is called protected, and its backup says: {obstacle}"));
+        } else if age > FRESH + SLACK {
+            self.violation(format!("{host} is called protected by a word of {age:?} ago"));
+        }
+    }
+
     /// Nobody is called protected whose output waits, and for nothing.
     fn check_delivery(&mut self, host: HostId, id: SessionId) {
         let (now, awake) = (self.now, self.hosts[host.0].stalled_until);
@@ -154,12 +187,12 @@ impl World {
         let now = self.now;
         let Some(session) = self.hosts[host.0].session(id) else { return };
         let before = session.core.phase().clone();
-        let mut actions = Vec::new();
+        let mut effects = Vec::new();
         if matches!(event, PrimaryEvent::Captured | PrimaryEvent::CapturedLast) {
             session.flying.push_back(now);
         }
-        let lost = matches!(event, PrimaryEvent::Verdict(_));
-        session.core.handle(now, event, &mut actions);
+        let lost = matches!(event, PrimaryEvent::Verdict(..));
+        session.core.handle(now, event, &mut effects);
         let after = session.core.phase().clone();
         let landed = session.flying.len().saturating_sub(session.core.in_flight() as usize);
         session.flying.drain(..landed);
@@ -171,8 +204,17 @@ impl World {
         if let Some(running) = self.hosts[host.0].running() {
             running.generation = generation;
         }
-        for action in actions {
-            self.primary_acts(host, id, action);
+        for effect in effects {
+            match effect {
+                Effect::Act(action) => self.primary_acts(host, id, action),
+                Effect::GiveUp(_) => self.gives_up(host, id),
+                Effect::HeldBack(obstacle) => {
+                    self.coverage.sick_held_back += 1;
+                    self.note(host, || format!("keeps a sick guest: {obstacle}"));
+                }
+                Effect::BackupUnfit(_) => self.coverage.backups_unfit += 1,
+                Effect::BackupFit => {}
+            }
         }
         if before != after {
             self.note(host, || format!("primary: {after:?}"));
@@ -211,7 +253,8 @@ impl World {
                 self.note_generation(host);
             }
             PrimaryAction::Contest(from) => {
-                self.ask_arbiter(host, id, from, None);
+                let word = self.ask_winner(host, id);
+                self.ask_arbiter(host, id, (from, None), word);
                 self.moment(Moment::PrimaryContests);
             }
             PrimaryAction::YieldToBackup => {
@@ -238,6 +281,16 @@ impl World {
                     self.set_record(host, ImageRole::Stale, generation);
                 }
             }
+        }
+    }
+
+    /// A sick guest is left to its backup, which could go on with it by the last that is known.
+    fn gives_up(&mut self, host: HostId, id: SessionId) {
+        self.coverage.guest_hangs += 1;
+        let Some(session) = self.hosts[host.0].session(id) else { return };
+        session.hung = true;
+        if let Some(obstacle) = session.word.0.clone() {
+            self.violation(format!("{host} leaves its guest to a backup that says: {obstacle}"));
         }
     }
 

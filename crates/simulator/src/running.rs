@@ -97,12 +97,14 @@ impl World {
         CopyId(self.copies)
     }
 
-    /// The VM boots from this host's image, which is valid from here on.
+    /// The VM boots from this host's image, which is valid from here on. What the guest reads of it
+    /// its clients may hear of, so all that a mirror was sent is on stable storage before.
     pub(crate) fn boot(&mut self, host: HostId, generation: Generation, origin: Option<State>) {
         let state = self.oracle.new_lineage(origin);
         let image = &mut self.hosts[host.0].image;
         image.lineage = state.lineage;
-        let flushed = Claim { state, blocks: image.synced };
+        image.sync();
+        let flushed = Claim { state, blocks: image.blocks };
         self.set_record(host, ImageRole::Active, generation);
         let guest = Guest { state, pages: [state.number; PAGES], flushed };
         self.run_here(host, guest, generation);

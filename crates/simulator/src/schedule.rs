@@ -120,6 +120,8 @@ pub enum Fault {
     Stall(Target, Duration),
     /// The backup's disk answers nothing.
     HungDisk(Duration),
+    /// The backup's disk fails what is written to it next, so many times.
+    FailingDisk(u32),
     /// The session's data does not get through, its heartbeats do: on the way, or (true) read by
     /// nobody at the backup.
     DataStall(bool, Duration),
@@ -171,6 +173,15 @@ impl Schedule {
             let when = When::At(Time(forced.millis(300, TROUBLE - 500)));
             let fault = Fault::Force(forced.percent(50), forced.millis(300, 3_500));
             faults.push(Planned { when, fault });
+        }
+        // By numbers of its own, too.
+        let failing = &mut Random::new(seed, 4);
+        if faults.len() > 1 && failing.percent(25) {
+            let when = match failing.percent(50) {
+                true => Planned::upon(failing),
+                false => When::At(Time(failing.millis(100, TROUBLE - 500))),
+            };
+            faults.push(Planned { when, fault: Fault::FailingDisk(1 + failing.below(2) as u32) });
         }
         Schedule {
             hosts,

@@ -16,9 +16,9 @@ use crate::trace::Trace;
 use std::collections::BTreeSet;
 use std::time::Duration;
 use understudy_protocol::wire::Message;
-use understudy_protocol::{
-    BackupEvent, Generation, LeaseAnswer, PrimaryEvent, PrimaryPhase, Time, Verdict,
-};
+use understudy_protocol::{Generation, LeaseAnswer, PrimaryPhase, Time, Verdict};
+use understudy_session::backup::Event as BackupEvent;
+use understudy_session::primary::Event as PrimaryEvent;
 
 /// A beat that comes later than this tells of an own stall, not of the peer's.
 pub const OWN_STALL: Duration = Duration::from_millis(50);
@@ -39,6 +39,7 @@ pub(crate) enum Event {
     Captured(HostId, SessionId, Box<Capture>),
     PrimaryBeat(HostId, SessionId),
     BackupBeat(HostId, SessionId),
+    Prove(HostId, SessionId),
     Errand(HostId, SessionId),
     RepairDue(HostId, CopyId),
     Surveyed(HostId, CopyId),
@@ -211,6 +212,7 @@ impl World {
             GuestStep(host, ..) | SyncPiece(host, ..) | CheckpointDue(host, ..) => host,
             PauseEnds(host, ..) | Captured(host, ..) | Errand(host, ..) => host,
             PrimaryBeat(host, _) | BackupBeat(host, _) | RepairDue(host, _) => host,
+            Prove(host, _) => host,
             OfferExpires(host, _) | Surveyed(host, _) | Read(host, ..) => host,
             LeaseLook(host, _) => host,
             LeaseAnswered(tending, _) => &tending.host(),
@@ -235,6 +237,7 @@ impl World {
             Event::Captured(host, id, capture) => self.send_capture(host, id, *capture),
             Event::PrimaryBeat(host, id) => self.primary_beat(host, id),
             Event::BackupBeat(host, id) => self.backup_beat(host, id),
+            Event::Prove(host, id) => self.prove(host, id),
             Event::Errand(host, id) => self.do_errand(host, id),
             Event::RepairDue(host, copy) => self.repair_due(host, copy),
             Event::Surveyed(host, copy) => self.surveyed(host, copy),
@@ -283,10 +286,10 @@ impl World {
         self.note(host, || format!("hears of the arbiter: {verdict:?}"));
         if self.hosts[host.0].session(id).is_some() {
             self.coverage.unreachable_to_primary += u64::from(unreachable);
-            self.primary_event(host, id, PrimaryEvent::Verdict(verdict));
+            self.primary_event(host, id, PrimaryEvent::Verdict(verdict, question.word));
         } else if self.hosts[host.0].standby(id).is_some() {
             self.coverage.unreachable_to_backup += u64::from(unreachable);
-            self.backup_event(host, id, BackupEvent::Verdict(verdict), None);
+            self.backup_event(host, id, BackupEvent::Verdict(verdict));
         } else {
             self.former_hears(host, id, verdict);
         }

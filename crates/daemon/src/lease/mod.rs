@@ -24,8 +24,9 @@ use std::time::Duration;
 use tracing::{error, info, warn};
 use understudy_network::boot_time;
 use understudy_protocol::validity::ImageRole;
-use understudy_protocol::{Lease, LeaseAction, PrimaryEvent, Stake, Stillness, Time, VmName};
+use understudy_protocol::{Lease, LeaseAction, Stake, Stillness, Time, VmName};
 use understudy_report::events::EventKind;
+use understudy_session::primary::Event;
 use understudy_threads::{Mutex, lock};
 
 /// Between two looks.
@@ -134,12 +135,8 @@ impl Host {
         if self.arbiter.is_none() {
             return Stake::Nothing;
         }
-        match vm.bound_session() {
-            Some(session) if session.guards_output() => Stake::Guarded,
-            Some(_) => Stake::Undecided,
-            None if vm.has_copies.load(Ordering::Acquire) => Stake::Sole,
-            None => Stake::Nothing,
-        }
+        let guards = vm.bound_session().map(|session| session.guards_output());
+        Stake::of(guards, vm.has_copies.load(Ordering::Acquire))
     }
 
     /// Under the lease's lock, so that the order of actions is that of decisions. Nothing here
@@ -199,7 +196,7 @@ impl Host {
             return;
         }
         if let Some(session) = vm.active_session() {
-            return session.event(PrimaryEvent::GuestDied(reason));
+            return session.event(Event::GuestDied(reason));
         }
         self.note_role(vm, ImageRole::Stale);
         vm.events.record(EventKind::Fenced { reason: reason.clone() });

@@ -1,17 +1,16 @@
 //! When the mirrors are images that the guest may run on: what is noted once they are whole, and
 //! what must be on stable storage before the guest runs on them here.
 
-use super::group::lock_core;
 use super::session::Session;
 use crate::records::{Activation, Record};
 use crate::resync;
-use anyhow::{Context, ensure};
+use anyhow::Context;
 use std::sync::Arc;
 use std::time::Instant;
 use tracing::info;
 use understudy_disk::ChangeMap;
+use understudy_protocol::Generation;
 use understudy_protocol::validity::ImageRole;
-use understudy_protocol::{BackupEvent, Generation};
 use understudy_threads::lock;
 
 /// What is made before a take-over, so that it costs no time then.
@@ -56,27 +55,15 @@ impl Session {
         Ok(())
     }
 
-    /// Remus 2.5: all is on the disks first, then the activation record; then only may
-    /// the guest run.
+    /// Writes the activation record; what is settled is on the disks before.
     pub(super) fn activate(&self, generation: Generation) -> anyhow::Result<()> {
-        fail::fail_point!("before-activation");
         let began = Instant::now();
-        self.settle()?;
-        let settled = began.elapsed();
-        // A disk that hung until now may have cost this host the VM.
-        self.event(BackupEvent::Starts, None);
-        ensure!(lock_core(&self.core).may_run(), "it was handed back meanwhile");
         let ready = lock(&self.readiness).take().context("no epoch was applied")?;
         for (disk, changes) in self.machine().disks().iter().zip(ready.changes) {
             disk.set_changes(Some(changes));
         }
         ready.activation.write(generation).context("cannot write the activation record")?;
-        info!(
-            vm = %self.vm,
-            "activated in {:.1} ms, {:.1} of them to sync the mirrors",
-            began.elapsed().as_secs_f64() * 1e3,
-            settled.as_secs_f64() * 1e3
-        );
+        info!(vm = %self.vm, "activated in {:.1} ms", began.elapsed().as_secs_f64() * 1e3);
         Ok(())
     }
 }

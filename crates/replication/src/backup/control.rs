@@ -2,10 +2,10 @@
 
 use super::session::Session;
 use crossbeam_channel::Receiver;
-use std::sync::atomic::Ordering;
 use std::time::Duration;
 use tracing::{info, warn};
-use understudy_protocol::{BackupEvent, BackupPhase, Generation, Verdict};
+use understudy_protocol::{BackupPhase, Generation, Verdict};
+use understudy_session::backup::Event;
 
 /// A question to the arbiter.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -24,9 +24,9 @@ pub(super) fn run(session: &Session, questions: &Receiver<Ask>) {
             Ok(question) => ask(session, question),
             Err(_) => match session.phase() {
                 BackupPhase::Discarded => return,
-                BackupPhase::Live if session.ended.load(Ordering::Acquire) => return,
+                BackupPhase::Live if session.has_ended() => return,
                 // The heartbeats, which tell the time else, have ended.
-                BackupPhase::HandingBack(_) => session.event(BackupEvent::Tick, None),
+                BackupPhase::HandingBack(_) => session.event(Event::Tick),
                 _ => {}
             },
         }
@@ -42,12 +42,9 @@ fn ask(session: &Session, question: Ask) {
     info!(vm = %session.vm, "{question:?}, the arbiter's verdict: {verdict:?}");
     if let Verdict::Unreachable(reason) = &verdict {
         match question {
-            Ask::Win(_) => {
-                warn!(vm = %session.vm, "waiting to take over: {reason}");
-                session.group.each(|member| member.note_obstacle(reason));
-            }
+            Ask::Win(_) => warn!(vm = %session.vm, "waiting to take over: {reason}"),
             Ask::HandBack(_) => warn!(vm = %session.vm, "waiting to hand it back: {reason}"),
         }
     }
-    session.event(BackupEvent::Verdict(verdict), None);
+    session.event(Event::Verdict(verdict));
 }

@@ -1,8 +1,7 @@
-//! The errands of the thread that applies: whole epochs in order, turns among them, until the VM is
-//! live here or forgotten.
+//! The errands of the thread that applies, as `understudy_session` gives them out: whole epochs in
+//! order, turns among them, until the VM is live here or forgotten.
 
 use super::apply::{Applied, Checkpoint, apply_epoch};
-use super::copy::Copy;
 use super::medium::media_of;
 use super::session::Session;
 use super::takeover::Outcome;
@@ -14,26 +13,32 @@ use anyhow::{Context, ensure};
 use crossbeam_channel::Receiver;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
+use tracing::error;
 use understudy_cluster::messages::KeepOrder;
 use understudy_disk::Mirror;
 use understudy_memory::StillImage;
-use understudy_protocol::{Epoch, Generation};
+use understudy_protocol::Epoch;
+use understudy_report::TakeoverReport;
+use understudy_session::backup::{Errand, Event};
 
-/// What the apply thread does, in order.
-pub enum Errand {
-    /// Apply a committed epoch; a turn, with what it needs.
-    Apply(WholeEpoch, Option<Other>),
-    /// Bring what was applied to stable storage.
-    Settle,
-    /// Start the guest.
-    GoLive {
-        /// The generation won.
-        generation: Generation,
-        /// Why, for people.
-        reason: String,
-    },
-    /// Forget the VM.
-    Discard,
+/// A member's part of an epoch that is committed, on its way to the apply thread.
+pub(super) struct Committed {
+    /// The part.
+    pub part: WholeEpoch,
+    /// Of a turn: what it needs.
+    pub other: Option<Other>,
+}
+
+/// What the apply thread has in its hands.
+struct Work {
+    /// Mirrors that are none yet.
+    mirrors: Option<Vec<Mirror>>,
+    /// Where the last epoch ends.
+    checkpoint: Option<Checkpoint>,
+    /// What is executed behind it.
+    log: Option<Arc<Following>>,
+    /// How long a take-over took.
+    takeover: Option<TakeoverReport>,
 }
 
 /// A test says which epochs cannot be applied.
@@ -43,60 +48,72 @@ fn fail_in_a_test() -> anyhow::Result<()> {
 }
 
 impl Session {
-    /// Applies epochs in order until the VM is live here or forgotten.
-    pub fn apply_all(
+    /// Does one errand after the other, and says how each ended, until the VM is live here or
+    /// forgotten. What comes next is not decided here.
+    pub(super) fn run_errands(
         self: &Arc<Self>,
         errands: &Receiver<Errand>,
+        commits: &Receiver<Committed>,
         mirrors: Vec<Mirror>,
     ) -> Outcome {
-        let mut log = None;
-        let mut copy = Copy::Filling(mirrors);
+        let mirrors = Some(mirrors);
+        let mut work = Work { mirrors, checkpoint: None, log: None, takeover: None };
         for errand in errands {
-            match errand {
-                Errand::Apply(epoch, other) => {
-                    let bytes = epoch.bytes;
-                    copy = self.extend(copy, epoch, other, &mut log);
-                    self.waiting.give_back(bytes);
-                }
-                Errand::Settle => {
-                    if let Err(error) = self.settle() {
-                        self.give_up(&format!("{error:#}"));
-                        copy = Copy::Failed(error);
-                    }
-                }
-                Errand::GoLive { generation, reason } => {
-                    let checkpoint = copy.into_checkpoint();
-                    match self.take_over(checkpoint, log.as_ref(), generation, reason) {
-                        Ok(outcome) => return outcome,
-                        // What comes next is that it is to be forgotten.
-                        Err(error) => copy = self.not_started(error),
-                    }
-                }
-                Errand::Discard => return self.forget(&copy),
+            if let Errand::End(ending) = errand {
+                return self.outcome(ending, work.takeover);
             }
+            let done = self.carry_out(&errand, commits, &mut work);
+            if let Err(error) = &done {
+                error!(vm = %self.vm, "{errand:?}: {error:#}");
+            }
+            let result = done.map_err(|error| format!("{error:#}"));
+            self.event(Event::Done(self.place, errand, result));
         }
         Outcome::Discarded
     }
 
-    /// The copy with one more epoch.
+    fn carry_out(
+        self: &Arc<Self>,
+        errand: &Errand,
+        commits: &Receiver<Committed>,
+        work: &mut Work,
+    ) -> anyhow::Result<()> {
+        let in_lockstep = work.log.is_some();
+        let from = || work.checkpoint.as_ref().context("no epoch was applied");
+        match errand {
+            Errand::Apply(_) => {
+                let Committed { part, other } = commits.recv()?;
+                let bytes = part.bytes;
+                let applied = self.extend(part, other, work);
+                self.waiting.give_back(bytes);
+                return applied;
+            }
+            Errand::Skip(_) => self.waiting.give_back(commits.recv()?.part.bytes),
+            Errand::Settle => self.settle()?,
+            Errand::Complete => self.complete(work.log.as_ref())?,
+            Errand::Activate(leaders) => self.activate(self.group.generation(self, *leaders))?,
+            Errand::Start => self.start(from()?, in_lockstep)?,
+            Errand::Open => work.takeover = Some(self.go_live(from()?, in_lockstep)?),
+            Errand::Halt => self.halt(),
+            Errand::Forget => self.forget(),
+            Errand::End(_) => {}
+        }
+        Ok(())
+    }
+
+    /// One more epoch is applied.
     fn extend(
         self: &Arc<Self>,
-        copy: Copy<Vec<Mirror>>,
-        epoch: WholeEpoch,
+        part: WholeEpoch,
         other: Option<Other>,
-        log: &mut Option<Arc<Following>>,
-    ) -> Copy<Vec<Mirror>> {
-        copy.extended(|mirrors| {
-            let number = epoch.epoch;
-            let applied = self.apply_one(epoch, mirrors, other, log).and_then(|checkpoint| {
-                let following = self.follow_from(number, &checkpoint.device_state)?;
-                *log = following.or(log.take());
-                Ok(checkpoint)
-            });
-            applied
-                .with_context(|| format!("epoch {number} could not be applied"))
-                .inspect_err(|error| self.give_up(&format!("{error:#}")))
-        })
+        work: &mut Work,
+    ) -> anyhow::Result<()> {
+        let (number, mirrors) = (part.epoch, work.mirrors.take());
+        let checkpoint = self.apply_one(part, mirrors, other, &mut work.log)?;
+        let following = self.follow_from(number, &checkpoint.device_state)?;
+        work.log = following.or(work.log.take());
+        work.checkpoint = Some(checkpoint);
+        Ok(())
     }
 
     fn apply_one(
@@ -106,7 +123,6 @@ impl Session {
         other: Option<Other>,
         log: &mut Option<Arc<Following>>,
     ) -> anyhow::Result<Checkpoint> {
-        let number = epoch.epoch;
         let has = |turn: fn(&Piece<'static>) -> bool| epoch.pieces.iter().any(turn);
         let begins = has(|piece| matches!(piece, Piece::LogBegins));
         let ends = has(|piece| matches!(piece, Piece::LogEnds(_)));
@@ -115,7 +131,7 @@ impl Session {
             // Its memory is the base of what comes.
             self.change_over(other)?;
             let applied = self.apply_whole(epoch, None)?;
-            return Ok(self.applied_turn(number, applied.checkpoint));
+            return Ok(self.applied_turn(applied.checkpoint));
         }
         let in_turn = begins && mirrors.is_some();
         ensure!(!in_turn, "a log begins before the first synchronisation has ended");
@@ -131,7 +147,7 @@ impl Session {
             // The guest tells of none of its writes.
             self.keeper.end();
             self.change_over(other)?;
-            return Ok(self.applied_turn(number, checkpoint));
+            return Ok(self.applied_turn(checkpoint));
         }
         // With the first whole epoch the mirrors are images of their own.
         if let Some(filled) = mirrors {
@@ -140,7 +156,6 @@ impl Session {
             }
             self.make_ready()?;
         }
-        self.applied.store(number.0, Ordering::Release);
         if let Some(order) = keep {
             self.keep(order, &checkpoint.device_state);
         }
@@ -170,10 +185,9 @@ impl Session {
         self.keeper.keep(order, &self.machine(), &self.directory, device_state, answer);
     }
 
-    fn applied_turn(&self, number: Epoch, checkpoint: Checkpoint) -> Checkpoint {
+    fn applied_turn(&self, checkpoint: Checkpoint) -> Checkpoint {
         fail::fail_point!("turn-applied");
         self.turns.fetch_sub(1, Ordering::AcqRel);
-        self.applied.store(number.0, Ordering::Release);
         checkpoint
     }
 

@@ -8,13 +8,11 @@
 mod activation;
 mod apply;
 mod control;
-mod copy;
 mod errands;
 mod group;
 mod inbound;
 mod medium;
 mod outbound;
-mod parting;
 mod proof;
 mod receive;
 mod session;
@@ -42,7 +40,7 @@ use std::io::{self, Write};
 use std::net::SocketAddr;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::atomic::AtomicU64;
 use std::thread;
 use std::time::Duration;
 use understudy_arbiter::Arbiter;
@@ -52,7 +50,6 @@ use understudy_disk::Mirror;
 use understudy_link::channel::{Channel, Renewal};
 use understudy_link::link::Link;
 use understudy_machine::Machine;
-use understudy_machine::doorbell::Doorbell;
 use understudy_protocol::HostName;
 use understudy_protocol::wire::Kind;
 use understudy_protocol::{Count, Epoch, PathIndex};
@@ -194,6 +191,7 @@ pub fn accept(
     let blocks =
         machine.blocks().iter().map(|block| (block.name().to_owned(), block.bytes())).collect();
     let (errands, errand_queue) = crossbeam_channel::unbounded();
+    let (commits, commit_queue) = crossbeam_channel::unbounded();
     let (contests, contest_queue) = crossbeam_channel::unbounded();
     link.set_read_timeout(None)?;
     let vm = machine.definition().name.clone();
@@ -214,7 +212,6 @@ pub fn accept(
         turns: AtomicU64::new(0),
         launch: plan.launch,
         former: plan.former.into(),
-        obstacle: Mutex::default(),
         wish: Mutex::new(plan.wish),
         data: Channel::new(link, renewal),
         heartbeats,
@@ -226,29 +223,23 @@ pub fn accept(
         place: plan.group.1,
         directory: plan.directory,
         readiness: Mutex::new(None),
-        applied: AtomicU64::new(0),
+        staged: Mutex::default(),
+        commits,
         errands,
         contests,
         waiting: ByteBudget::new(session::WAITING_BYTES),
         keeper: Arc::new(Keeper::new(plan.stores, plan.store_keys)),
         received: AtomicU64::new(0),
-        planned: AtomicBool::new(false),
         worked: AtomicU64::new(0),
-        ended: AtomicBool::new(false),
         vitals: vitals::Vitals::default(),
-        diverged: AtomicBool::new(false),
-        parting: parting::Parting::default(),
         clock: takeover::Clock::default(),
         inbound: inbound::Inbound::new(machine.ports().len()),
         outbound: outbound::Outbound::new(machine.ports().len()),
-        changed: Doorbell::default(),
         machine: Mutex::new(machine),
     });
     session.group.join(&session)?;
     spawn("apply", &session, move |session| {
-        let outcome = session.apply_all(&errand_queue, mirrors);
-        session.ended.store(true, Ordering::Release);
-        over(outcome);
+        over(session.run_errands(&errand_queue, &commit_queue, mirrors));
     })?;
     spawn("settle", &session, |session| run_settle(session))?;
     spawn("control", &session, move |session| control::run(session, &contest_queue))?;

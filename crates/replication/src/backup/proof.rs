@@ -5,15 +5,14 @@
 //! waits for the arbiter asks its former primary, too: the arbiter may have made that one the
 //! sole owner meanwhile.
 
+use super::group::lock_core;
 use super::session::Session;
-use crate::messages::ToPrimary;
 use std::sync::{Arc, Weak};
 use std::thread;
 use std::time::Duration;
-use tracing::{info, warn};
 use understudy_arbiter::Unreachable;
-use understudy_protocol::{BackupEvent, BackupPhase, Ownership};
-use understudy_threads::lock;
+use understudy_protocol::{BackupPhase, Ownership};
+use understudy_session::backup::Event;
 
 /// The primary believes a proof for 4.5 s ([`crate::primary`]).
 const INTERVAL: Duration = Duration::from_secs(2);
@@ -35,7 +34,7 @@ pub(super) fn run(session: &Weak<Session>) {
                 drop(present);
                 let proof = membership.prove(&arbiter, &primary);
                 if let Some(session) = session.upgrade() {
-                    session.tell_proof(proof);
+                    session.event(Event::Proven(proof.map_err(|Unreachable(reason)| reason)));
                 }
             }
             BackupPhase::HandingBack(_) => {}
@@ -44,7 +43,7 @@ pub(super) fn run(session: &Weak<Session>) {
                 let former = present.former.clone();
                 drop(present);
                 if let (Some(owner), Some(session)) = (former(), session.upgrade()) {
-                    session.event(BackupEvent::OwnedElsewhere(owner), None);
+                    session.event(Event::OwnedElsewhere(owner));
                 }
             }
         }
@@ -53,34 +52,9 @@ pub(super) fn run(session: &Weak<Session>) {
 }
 
 impl Session {
-    /// Tells the primary whether this host could take over now.
-    fn tell_proof(&self, proof: Result<(), Unreachable>) {
-        let obstacle = proof.err().map(|Unreachable(reason)| reason);
-        match (&*lock(&self.obstacle), &obstacle) {
-            (None, Some(reason)) => warn!(vm = %self.vm, "could not take over now: {reason}"),
-            (Some(_), None) => info!(vm = %self.vm, "could take over again"),
-            _ => {}
-        }
-        // Taken over as one, the group's members have one answer.
-        self.group.each(|member| lock(&member.obstacle).clone_from(&obstacle));
-        self.tell_obstacle();
-    }
-
-    /// Tells the primary why this host could not take over, as it last found.
-    pub(super) fn tell_obstacle(&self) {
-        self.say(&ToPrimary::MayTakeOver(self.obstacle()));
-    }
-
-    /// The arbiter gave no verdict, for this reason.
-    pub(super) fn note_obstacle(&self, reason: &str) {
-        *lock(&self.obstacle) = Some(reason.to_owned());
-    }
-
     /// Why this host could not take over, as it last found.
     pub fn obstacle(&self) -> Option<String> {
-        let mut ailment = None;
-        self.group.each(|member| ailment = ailment.take().or_else(|| member.vitals.ailment()));
-        ailment.or_else(|| lock(&self.obstacle).clone())
+        lock_core(&self.core).obstacle()
     }
 
     /// What this host does with the VM, for people on any host.

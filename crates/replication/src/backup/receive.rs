@@ -15,7 +15,8 @@ use std::sync::atomic::Ordering;
 use std::time::Duration;
 use understudy_machine::Machine;
 use understudy_protocol::wire::{Header, Kind};
-use understudy_protocol::{BackupEvent, Epoch, EpochEnd, Staging};
+use understudy_protocol::{Epoch, EpochEnd, Staging};
+use understudy_session::backup::Event;
 
 /// Epochs that are not whole yet.
 type PieceStaging = Staging<Piece<'static>>;
@@ -59,8 +60,7 @@ impl Session {
         };
         self.say(&ToPrimary::Refuse(reason.clone()));
         self.data.close();
-        self.parting.hung_up();
-        self.event(BackupEvent::PeerGone(reason), None);
+        self.event(Event::DataEnded(self.place, reason));
     }
 
     fn receive_one(self: &Arc<Self>, staging: &mut PieceStaging) -> anyhow::Result<()> {
@@ -71,11 +71,8 @@ impl Session {
         match ToBackup::decode(message)? {
             ToBackup::Piece(_, piece) => self.take_piece(piece, &header, staging)?,
             ToBackup::EpochEnd(end) => self.end_epoch(&end, staging)?,
-            ToBackup::TakeOver { planned } => {
-                self.group.each(|member| member.planned.store(planned, Ordering::Release));
-                self.event(BackupEvent::TakeOver, None);
-            }
-            ToBackup::StandDown => self.event(BackupEvent::StandDown, None),
+            ToBackup::TakeOver { planned } => self.event(Event::TakeOver { planned }),
+            ToBackup::StandDown => self.event(Event::StandDown),
             ToBackup::Refuse(reason) => bail!("the primary gave up: {reason}"),
             ToBackup::Log { epoch, log } => self.take_log(epoch, &log, staging)?,
             ToBackup::Written(written) => {
@@ -128,7 +125,7 @@ impl Session {
         let epoch = staging.end(end, clock::now())?;
         // Before the apply thread has it, which gives its bytes back.
         self.waiting.force(epoch.bytes);
-        self.group.staged(self, epoch);
+        self.stage(epoch);
         // Acknowledged whatever waits; the next one is read when there is room.
         self.await_room();
         Ok(())
@@ -151,7 +148,7 @@ impl Session {
         }
         if following.take(epoch, log)? {
             staging.pass(epoch);
-            self.event(BackupEvent::Staged(epoch), None);
+            self.event(Event::Logged(epoch));
         }
         following.await_room();
         Ok(())

@@ -3,12 +3,11 @@
 
 use super::activation::Readiness;
 use super::control::Ask;
-use super::errands::Errand;
+use super::errands::Committed;
 use super::group::Group;
 use super::group::lock_core;
 use super::inbound::Inbound;
 use super::outbound::Outbound;
-use super::parting::Parting;
 use super::takeover::{self, Stage};
 use super::turn::{Launch, Orders};
 use super::vitals::Vitals;
@@ -24,23 +23,25 @@ use crate::paths::PathMonitor;
 use crate::records::Records;
 use crate::sync::ByteBudget;
 use crossbeam_channel::Sender;
+use std::collections::VecDeque;
 use std::path::PathBuf;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicU64, Ordering};
 use tracing::{error, info, warn};
 use understudy_arbiter::Arbiter;
 use understudy_cluster::kept::Keeper;
 use understudy_disk::Disk;
 use understudy_link::channel::Channel;
 use understudy_machine::Machine;
-use understudy_machine::doorbell::Doorbell;
 use understudy_protocol::HostName;
 use understudy_protocol::VmName;
-use understudy_protocol::{
-    Backup, BackupAction, BackupEvent, BackupPhase, Epoch, Generation, Output, Ownership,
-};
+use understudy_protocol::{BackupPhase, Epoch, Generation, Output, Ownership};
 use understudy_report::{Mode, ProtectRequest};
+use understudy_session::backup::{Effect, Errand, Event, Standby, Word};
 use understudy_threads::{Mutex, lock};
+
+/// Whoever speaks for the group where one word is enough.
+const LEADER: usize = 0;
 
 /// Bytes of whole epochs that may wait to be applied; over it the primary is
 /// slowed by the connection's flow control.
@@ -66,8 +67,6 @@ pub struct Session {
     pub(super) turns: AtomicU64,
     pub(super) launch: Launch,
     pub(super) former: Arc<dyn Fn() -> Option<Ownership> + Send + Sync>,
-    /// Why this host could not take over, as it last found.
-    pub(super) obstacle: Mutex<Option<String>>,
     /// What the operator asked for; this host does the same after a take-over.
     pub(super) wish: Mutex<Option<ProtectRequest>>,
     /// The paths to the primary.
@@ -84,33 +83,26 @@ pub struct Session {
     pub(super) directory: PathBuf,
     /// What is ready for a take-over, once there is something to take over with.
     pub(super) readiness: Mutex<Option<Readiness>>,
-    /// The last epoch that the mirrors hold.
-    pub(super) applied: AtomicU64,
     /// The VMs that are protected with this one, and its place among them.
     pub(super) group: Arc<Group>,
     pub(super) place: usize,
     /// The group's.
-    pub(super) core: Arc<Mutex<Backup>>,
+    pub(super) core: Arc<Mutex<Standby>>,
+    /// Its parts of epochs that are whole and not committed.
+    pub(super) staged: Mutex<VecDeque<WholeEpoch>>,
+    pub(super) commits: Sender<Committed>,
     pub(super) errands: Sender<Errand>,
     pub(super) contests: Sender<Ask>,
     pub(super) waiting: ByteBudget,
     /// Keeper of the image for snapshots of the VM.
     pub(super) keeper: Arc<Keeper>,
     pub(super) received: AtomicU64,
-    /// The primary hands the VM over as its operator wants.
-    pub(super) planned: AtomicBool,
     /// Bytes that were applied.
     pub(super) worked: AtomicU64,
     /// Whether it could be started now.
     pub(super) vitals: Vitals,
-    /// The apply thread has ended: the VM runs here, or is forgotten.
-    pub(super) ended: AtomicBool,
-    /// QEMU does not follow the log any more.
-    pub(super) diverged: AtomicBool,
-    pub(super) parting: Parting,
     /// Clock of the take-over, if it comes to one.
     pub(super) clock: takeover::Clock,
-    pub(super) changed: Doorbell,
 }
 
 impl Session {
@@ -150,7 +142,7 @@ impl Session {
 
     /// The last epoch that the mirrors hold.
     pub(super) fn applied(&self) -> Epoch {
-        Epoch(self.applied.load(Ordering::Acquire))
+        lock_core(&self.core).applied(self.place)
     }
 
     /// Membership of the group that this VM is protected in.
@@ -163,84 +155,97 @@ impl Session {
         self.received.load(Ordering::Relaxed)
     }
 
-    /// Feeds the group's state machine and does what it says. `parts` are those of
-    /// the epoch that a [`BackupEvent::Staged`] speaks of, one for each member.
-    pub fn event(&self, event: BackupEvent, parts: Option<Vec<WholeEpoch>>) {
-        let mut actions = Vec::new();
-        let mut core = lock_core(&self.core);
-        core.handle(clock::now(), event, &mut actions);
-        let mut parts = parts.into_iter().flatten();
-        for action in &actions {
-            self.group.each(|member| member.perform(action, &mut parts));
-        }
-        self.group.each(|member| member.changed.ring());
+    /// Whether the VM runs here, or is forgotten, and nothing is left to be done for that.
+    pub(super) fn has_ended(&self) -> bool {
+        lock_core(&self.core).has_ended(self.place)
     }
 
-    /// Under the core's lock: an acknowledgement leaves before a contest that
-    /// comes after it in the order of events. The channels' other ends live as
-    /// long as the session, so sending to them does not fail. Every member does the
-    /// same, but for what the leader says for all.
-    fn perform(&self, action: &BackupAction, parts: &mut impl Iterator<Item = WholeEpoch>) {
-        let leads = self.place == 0;
-        match action {
-            &BackupAction::AcknowledgeAndApply(epoch) => {
+    /// A part of an epoch is whole.
+    pub(super) fn stage(&self, part: WholeEpoch) {
+        let epoch = part.epoch;
+        lock(&self.staged).push_back(part);
+        self.event(Event::Staged(self.place, epoch));
+    }
+
+    /// Tells the group what happened, and does what comes of it. Under the lock: an
+    /// acknowledgement leaves before a contest that comes after it in the order of events.
+    pub fn event(&self, event: Event) {
+        let mut effects = Vec::new();
+        let mut core = lock_core(&self.core);
+        core.handle(clock::now(), event, &mut effects);
+        effects.into_iter().for_each(|effect| self.perform(effect));
+    }
+
+    /// The channels' other ends live as long as the session, so sending to them does not fail.
+    /// What the leader says is said for all.
+    fn perform(&self, effect: Effect) {
+        match effect {
+            Effect::Commit(place, epoch) => self.group.at(place, |member| member.commit(epoch)),
+            Effect::Acknowledge(epoch) => {
                 strike("acknowledge", &self.vm);
-                // A batch of log was taken in before.
-                if let Some(mut part) = parts.next() {
-                    self.inbound.commit(epoch);
-                    self.outbound.commit(&mut part);
-                    let other = self.turn_of(&part);
-                    let _ = self.errands.send(Errand::Apply(part, other));
-                }
-                if leads {
-                    self.say(&ToPrimary::Acknowledge(epoch));
-                }
+                self.group.at(LEADER, |leader| leader.say(&ToPrimary::Acknowledge(epoch)));
             }
-            &BackupAction::Contest(from) => {
-                self.clock.reach(Stage::Suspected);
-                if let Some(following) = self.following() {
-                    following.note_failure();
-                }
-                for port in self.machine().ports() {
-                    port.discard_inbound();
-                }
-                // While the arbiter is asked: the images must be on stable storage before
-                // the guest runs on them.
-                let _ = self.errands.send(Errand::Settle);
-                if leads {
-                    let _ = self.contests.send(Ask::Win(from));
-                }
+            Effect::Suspect => self.group.each(Session::suspect),
+            Effect::Contest(from) => self.group.at(LEADER, |leader| leader.ask(Ask::Win(from))),
+            Effect::HandBack(from) => {
+                self.group.at(LEADER, |leader| leader.ask(Ask::HandBack(from)));
             }
-            &BackupAction::HandBack(from) => {
-                if leads {
-                    let _ = self.contests.send(Ask::HandBack(from));
-                }
+            Effect::Granted { epoch, reason, .. } => self.group.each(|member| {
+                member.clock.reach(Stage::Granted);
+                info!(vm = %member.vm, "taking over at epoch {epoch}: {reason}");
+            }),
+            Effect::EndLog => self.group.each(Session::end_log),
+            Effect::GiveUp(reason) => warn!(vm = %self.vm, "this backup gives up: {reason}"),
+            Effect::Leave(reason) => self.group.each(|member| match &reason {
+                Some(reason) => info!(vm = %member.vm, "forgetting the VM: {reason}"),
+                None => info!(vm = %member.vm, "standing down: the primary ended protection"),
+            }),
+            Effect::Do(place, errand) => self.group.at(place, |member| {
+                let _ = member.errands.send(errand);
+            }),
+            Effect::Say(place, word) => {
+                self.group.at(place, |member| member.say(&member.worded(word)));
             }
-            BackupAction::ClosePeer => self.close_connections(),
-            BackupAction::GoLive { generation, epoch, reason } => {
-                self.clock.reach(Stage::Granted);
-                self.end_log();
-                info!(vm = %self.vm, "taking over at epoch {epoch}: {reason}");
-                let generation = self.group.generation(self, *generation);
-                let reason = reason.clone();
-                let _ = self.errands.send(Errand::GoLive { generation, reason });
+            Effect::Close(place) => self.group.at(place, Session::close_connections),
+            Effect::TellObstacle(obstacle) => {
+                self.group.at(LEADER, |leader| leader.say(&ToPrimary::MayTakeOver(obstacle)));
             }
-            BackupAction::Discard(reason) => {
-                info!(vm = %self.vm, "forgetting the VM: {reason}");
-                self.end_log();
-                self.parting.tell();
-                let reason = reason.clone();
-                self.say(&match self.diverged.load(Ordering::Acquire) {
-                    true => ToPrimary::Diverged(reason),
-                    false => ToPrimary::Refuse(reason),
-                });
-                let _ = self.errands.send(Errand::Discard);
+            Effect::NoteObstacle(Some(reason)) => {
+                warn!(vm = %self.vm, "could not take over now: {reason}");
             }
-            BackupAction::StandDown => {
-                info!(vm = %self.vm, "standing down: the primary ended protection");
-                self.end_log();
-                let _ = self.errands.send(Errand::Discard);
-            }
+            Effect::NoteObstacle(None) => info!(vm = %self.vm, "could take over again"),
+        }
+    }
+
+    /// The epoch is committed: what its part is worth for a take-over is kept.
+    fn commit(&self, epoch: Epoch) {
+        let Some(mut part) = lock(&self.staged).pop_front() else { return };
+        self.inbound.commit(epoch);
+        self.outbound.commit(&mut part);
+        let other = self.turn_of(&part);
+        let _ = self.commits.send(Committed { part, other });
+    }
+
+    fn ask(&self, question: Ask) {
+        let _ = self.contests.send(question);
+    }
+
+    fn suspect(&self) {
+        self.clock.reach(Stage::Suspected);
+        if let Some(following) = self.following() {
+            following.note_failure();
+        }
+        for port in self.machine().ports() {
+            port.discard_inbound();
+        }
+    }
+
+    fn worded(&self, word: Word) -> ToPrimary {
+        match word {
+            Word::Refuse(reason) => ToPrimary::Refuse(reason),
+            Word::Diverged(reason) => ToPrimary::Diverged(reason),
+            Word::StoodDown => ToPrimary::StoodDown,
+            Word::Live(leaders) => ToPrimary::Live(self.group.generation(self, leaders)),
         }
     }
 
@@ -251,8 +256,7 @@ impl Session {
 
     /// This backup cannot serve any more: says so to the primary and ends.
     pub fn give_up(&self, reason: &str) {
-        warn!(vm = %self.vm, "this backup gives up: {reason}");
-        self.event(BackupEvent::CannotServe(reason.to_owned()), None);
+        self.event(Event::CannotServe(reason.to_owned()));
     }
 
     /// Lockstep: QEMU does not follow the log any more. What it did last is kept.
@@ -271,8 +275,7 @@ impl Session {
         };
         // Told when this host has given up, never before: the primary hangs up then, and this
         // host must not contest the VM for that.
-        self.diverged.store(true, Ordering::Release);
-        self.give_up(&reason);
+        self.event(Event::Diverged(reason));
     }
 
     /// This standby's QEMU ended, which a log that makes no sense to it may be the cause of.
@@ -289,25 +292,13 @@ impl Session {
     /// if somebody is left to tell it.
     pub fn end_after_panic(&self, reason: &str) {
         self.group.each(|member| member.machine().halt());
-        self.give_up(reason);
-        if !self.core.is_poisoned() {
-            return;
-        }
-        // The state machine is at its end and says nothing any more.
-        self.group.each(|member| {
-            member.parting.tell();
-            member.say(&ToPrimary::Refuse(reason.to_owned()));
-            let _ = member.errands.send(Errand::Discard);
-        });
+        self.event(Event::Panicked(reason.to_owned()));
     }
 
     /// Ends the group's connections, whoever else was to do so.
     pub fn hang_up_after_panic(&self) {
-        self.group.each(|member| {
-            member.end_log();
-            member.close_connections();
-            member.waiting.close();
-        });
+        self.event(Event::Abandoned);
+        self.group.each(|member| member.waiting.close());
     }
 
     /// Whether both are backed up as one.
@@ -323,7 +314,6 @@ impl Session {
     }
 
     pub(super) fn close_connections(&self) {
-        self.parting.closed();
         self.data.close();
         self.heartbeats.close();
         self.inbound.close();
@@ -340,25 +330,21 @@ impl Pulse for Session {
     // The primary dials.
     fn leave_path(&self) {}
     fn heard(&self) {
-        self.event(BackupEvent::Heard, None);
+        self.event(Event::Heard);
     }
     fn lost(&self, reason: String) {
-        self.event(BackupEvent::PeerGone(reason), None);
+        self.event(Event::PeerLost(reason));
     }
     fn tick(&self) {
-        if self.place == 0 {
+        if self.place == LEADER {
             self.look_at_vitals();
         }
-        self.event(BackupEvent::Tick, None);
+        self.event(Event::Tick);
     }
     fn is_over(&self) -> bool {
-        matches!(self.phase(), BackupPhase::Live | BackupPhase::Discarded)
+        lock_core(&self.core).is_over()
     }
     fn may_hang_up(&self) -> bool {
-        // In this order: who sees the session over sees whether the primary was told, too.
-        let untold = self.core.is_poisoned() && !self.parting.is_closed();
-        // Whether the guest starts here the primary is to hear first, which keeps its own.
-        let starts = self.phase() == BackupPhase::Live && !self.ended.load(Ordering::Acquire);
-        self.is_over() && !starts && !untold && self.parting.may_hang_up()
+        lock_core(&self.core).may_hang_up(self.place)
     }
 }

@@ -5,18 +5,15 @@ mod clock;
 pub use clock::{Clock, Stage};
 
 use super::apply::Checkpoint;
-use super::copy::Copy;
+use super::group::lock_core;
 use super::session::Session;
 use crate::clock::now;
 use crate::lockstep::backup::{self as lockstep, Following};
-use crate::messages::ToPrimary;
 use std::sync::Arc;
-use std::sync::atomic::Ordering;
-use tracing::error;
-use understudy_disk::Mirror;
 use understudy_machine::Machine;
-use understudy_protocol::{BackupEvent, Generation};
+use understudy_protocol::Generation;
 use understudy_report::{ProtectRequest, TakeoverReport};
+use understudy_session::backup::Ending;
 use understudy_threads::lock;
 
 /// How a session ended.
@@ -51,64 +48,32 @@ pub enum Outcome {
 }
 
 impl Session {
-    /// The VM is this host's. `checkpoint` is the end of the last epoch, `log` what is executed
-    /// behind it. An error says why it cannot be started; nothing has left it.
-    pub(super) fn take_over(
-        &self,
-        checkpoint: anyhow::Result<Checkpoint>,
-        log: Option<&Arc<Following>>,
-        generation: Generation,
-        reason: String,
-    ) -> anyhow::Result<Outcome> {
+    /// The VM is this host's: what there is of a log is executed.
+    pub(super) fn complete(&self, log: Option<&Arc<Following>>) -> anyhow::Result<()> {
         // The guest tells of none of its writes.
         self.keeper.end();
-        let ready = checkpoint.and_then(|checkpoint| {
-            if let Some(following) = log {
-                lockstep::await_end(&self.machine(), following)?;
-            }
-            self.clock.reach(Stage::Executed);
-            self.activate(generation)?;
-            Ok(checkpoint)
-        });
-        let from = self.group.all_or_none(ready)?;
-        let result = match self.start(&from, log.is_some()) {
-            // Others of a group may run by now, which is owned as a whole.
-            Err(error) if !self.group.is_shared() => return Err(error),
-            started => started.and_then(|()| self.go_live(&from, log.is_some())),
-        };
-        self.close(Some(generation));
-        let (machine, wish) = (self.machine(), lock(&self.wish).clone());
-        Ok(match result {
-            Ok(takeover) => Outcome::Live { machine, wish, generation, reason, takeover },
-            Err(error) => self.failed(generation, &error),
-        })
+        if let Some(following) = log {
+            lockstep::await_end(&self.machine(), following)?;
+        }
+        self.clock.reach(Stage::Executed);
+        fail::fail_point!("before-activation");
+        Ok(())
     }
 
-    /// Ends a copy that this host has won and could not start: the former primary is to have it
-    /// back.
-    pub(super) fn not_started(&self, error: anyhow::Error) -> Copy<Vec<Mirror>> {
-        error!(vm = %self.vm, "cannot go live: {error:#}");
+    /// Ends a copy that this host has won and does not start.
+    pub(super) fn halt(&self) {
         // Its guest may have run for a moment, unseen.
         self.machine().halt();
-        self.event(BackupEvent::NotStarted(format!("{error:#}")), None);
-        Copy::Failed(error)
     }
 
     /// The VM is not this host's any more.
-    pub(super) fn forget(&self, copy: &Copy<Vec<Mirror>>) -> Outcome {
+    pub(super) fn forget(&self) {
         self.keeper.end();
         self.machine().halt();
-        self.say(&ToPrimary::StoodDown);
-        self.parting.await_hang_up(&self.changed);
-        self.close(None);
-        match (self.clock.was_granted(), copy) {
-            (true, Copy::Failed(error)) => Outcome::Returned { reason: format!("{error:#}") },
-            _ => Outcome::Discarded,
-        }
     }
 
     /// Starts the guest; nothing leaves it yet.
-    fn start(&self, from: &Checkpoint, in_lockstep: bool) -> anyhow::Result<()> {
+    pub(super) fn start(&self, from: &Checkpoint, in_lockstep: bool) -> anyhow::Result<()> {
         self.clock.reach(Stage::Activated);
         fail::fail_point!("before-start", |_| anyhow::bail!("a test says so"));
         match in_lockstep {
@@ -118,7 +83,11 @@ impl Session {
     }
 
     /// Takes the guest's conversations up where the primary left them.
-    fn go_live(&self, from: &Checkpoint, in_lockstep: bool) -> anyhow::Result<TakeoverReport> {
+    pub(super) fn go_live(
+        &self,
+        from: &Checkpoint,
+        in_lockstep: bool,
+    ) -> anyhow::Result<TakeoverReport> {
         let before = if in_lockstep { Vec::new() } else { self.outbound.take() };
         let resent_frames = self.machine().open_network(&before)?;
         self.clock.reach(Stage::Live);
@@ -129,23 +98,31 @@ impl Session {
             true => lag_ms + report.total_ms,
             false => (now() - from.taken).as_secs_f64() * 1e3,
         };
-        let planned = self.planned.load(Ordering::Acquire);
+        let planned = lock_core(&self.core).is_planned();
         Ok(TakeoverReport { planned, lag_ms, outage_ms, injected_frames, resent_frames, ..report })
     }
 
-    fn failed(&self, generation: Generation, error: &anyhow::Error) -> Outcome {
-        error!(vm = %self.vm, "cannot go live: {error:#}");
-        self.machine().halt();
-        Outcome::Failed { generation, reason: format!("{error:#}") }
+    /// How the session ends; `takeover` is how long that took, if the VM runs here.
+    pub(super) fn outcome(&self, ending: Ending, takeover: Option<TakeoverReport>) -> Outcome {
+        self.forget_other();
+        self.waiting.close();
+        match (ending, takeover) {
+            (Ending::Live(generation, reason), Some(takeover)) => {
+                let (machine, wish) = (self.machine(), lock(&self.wish).clone());
+                let generation = self.group.generation(self, generation);
+                Outcome::Live { machine, wish, generation, reason, takeover }
+            }
+            (Ending::Live(generation, _), None) => {
+                self.failed(generation, "its guest was never started".to_owned())
+            }
+            (Ending::Failed(generation, reason), _) => self.failed(generation, reason),
+            (Ending::Returned(reason), _) => Outcome::Returned { reason },
+            (Ending::Discarded, _) => Outcome::Discarded,
+        }
     }
 
-    /// Tells the primary where the VM lives now, and ends all connections.
-    fn close(&self, live: Option<Generation>) {
-        self.forget_other();
-        if let Some(generation) = live {
-            self.say(&ToPrimary::Live(generation));
-        }
-        self.close_connections();
-        self.waiting.close();
+    fn failed(&self, generation: Generation, reason: String) -> Outcome {
+        self.machine().halt();
+        Outcome::Failed { generation: self.group.generation(self, generation), reason }
     }
 }

@@ -1,20 +1,18 @@
-//! Whether this standby could be started now, as far as this host alone is concerned: its disks
-//! answer, and its QEMU. One that could not contests nothing, and its primary hears why.
+//! What this standby awaits of its host: its disks, and its QEMU. What has not answered for too long
+//! is told from it (`understudy_session`).
 
 use super::session::Session;
+use crate::clock;
 use crate::heartbeat::Pulse;
-use std::time::{Duration, Instant};
-use tracing::{info, warn};
-use understudy_protocol::{BackupEvent, BackupPhase};
-use understudy_threads::{Mutex, lock};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::Duration;
+use understudy_protocol::{BackupPhase, Time};
+use understudy_session::backup::{self, Event};
 
-/// A disk or a QEMU that has not answered for so long hangs. Twice what the settling of an epoch
-/// takes on a disk that is merely busy, and far less than what a primary waits for a proof.
-const PATIENCE: Duration = Duration::from_secs(3);
-
-/// Since when something has been awaited, if it is.
+/// Since when something has been awaited, in nanoseconds of [`clock`]; 0 if it is not.
 #[derive(Debug, Default)]
-pub(super) struct Awaited(Mutex<Option<Instant>>);
+pub(super) struct Awaited(AtomicU64);
 
 impl Awaited {
     /// It is awaited from now on, until the guard is dropped.
@@ -24,9 +22,9 @@ impl Awaited {
         guard
     }
 
-    fn overdue(&self, now: Instant) -> Option<Duration> {
-        let since = (*lock(&self.0))?;
-        Some(now.saturating_duration_since(since)).filter(|silence| *silence > PATIENCE)
+    fn since(&self) -> Option<Time> {
+        let nanos = self.0.load(Ordering::Acquire);
+        (nanos > 0).then(|| Time(Duration::from_nanos(nanos)))
     }
 }
 
@@ -36,13 +34,13 @@ pub(super) struct Await<'a>(&'a Awaited);
 impl Await<'_> {
     /// It has answered, and is awaited again.
     pub fn again(&self) {
-        *lock(&self.0.0) = Some(Instant::now());
+        self.0.0.store(clock::now().0.as_nanos() as u64, Ordering::Release);
     }
 }
 
 impl Drop for Await<'_> {
     fn drop(&mut self) {
-        *lock(&self.0.0) = None;
+        self.0.0.store(0, Ordering::Release);
     }
 }
 
@@ -55,42 +53,21 @@ pub(super) struct Vitals {
     pub settling: Awaited,
     /// Its QEMU answers.
     pub qemu: Awaited,
-    ailment: Mutex<Option<String>>,
 }
 
 impl Vitals {
-    fn look(&self, now: Instant) -> Option<String> {
-        let says = |what: &'static str| {
-            move |silence: Duration| format!("{what} has not answered for {} s", silence.as_secs())
-        };
-        let disk = self.settling.overdue(now).or_else(|| self.applying.overdue(now));
-        disk.map(says("its disk")).or_else(|| self.qemu.overdue(now).map(says("its QEMU")))
-    }
-
-    /// Why the standby could not be started, as it was last seen.
-    pub fn ailment(&self) -> Option<String> {
-        lock(&self.ailment).clone()
+    fn awaited(&self) -> backup::Awaited {
+        let disk = [self.settling.since(), self.applying.since()].into_iter().flatten().min();
+        backup::Awaited { disk, qemu: self.qemu.since() }
     }
 }
 
 impl Session {
-    /// Looks at all members' vitals; what changes is told at once.
+    /// Looks at all members' vitals.
     pub(super) fn look_at_vitals(&self) {
-        let now = Instant::now();
-        let mut found = None;
-        self.group.each(|member| {
-            found = found.take().or_else(|| member.vitals.look(now));
-        });
-        let before = std::mem::replace(&mut *lock(&self.vitals.ailment), found.clone());
-        if before.is_some() == found.is_some() {
-            return;
-        }
-        match &found {
-            Some(ailment) => warn!(vm = %self.vm, "could not be started now: {ailment}"),
-            None => info!(vm = %self.vm, "could be started again"),
-        }
-        self.event(BackupEvent::Fitness(found), None);
-        self.tell_obstacle();
+        let mut awaited = Vec::new();
+        self.group.each(|member| awaited.push(member.vitals.awaited()));
+        self.event(Event::Look(awaited));
     }
 
     /// Asks the standby's QEMU for a sign of life. In lockstep it executes its log, and is watched
@@ -107,7 +84,7 @@ impl Session {
             && matches!(self.phase(), BackupPhase::Syncing | BackupPhase::Standing)
             && !self.is_over()
             && machine.is_alive()
-            && std::sync::Arc::ptr_eq(&machine, &self.machine())
+            && Arc::ptr_eq(&machine, &self.machine())
         {
             self.give_up(&format!("the standby's QEMU does not answer: {error}"));
         }
@@ -119,17 +96,17 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_is_awaited_for_too_long_is_an_ailment_until_it_comes() {
+    fn a_disk_has_been_awaited_since_the_oldest_call_that_is_not_answered() {
         let vitals = Vitals::default();
-        let later = |seconds| Instant::now() + Duration::from_secs(seconds);
-        assert_eq!(vitals.look(later(60)), None, "nothing is awaited");
+        assert_eq!(vitals.awaited(), backup::Awaited::default());
         let settling = vitals.settling.begin();
-        let qemu = vitals.qemu.begin();
-        assert_eq!(vitals.look(later(2)), None);
-        assert_eq!(vitals.look(later(9)).unwrap(), "its disk has not answered for 9 s");
-        drop(settling);
-        assert_eq!(vitals.look(later(9)).unwrap(), "its QEMU has not answered for 9 s");
-        drop(qemu);
-        assert_eq!(vitals.look(later(9)), None);
+        let since = vitals.awaited().disk.unwrap();
+        std::thread::sleep(Duration::from_millis(2));
+        let applying = vitals.applying.begin();
+        assert_eq!(vitals.awaited().disk, Some(since));
+        settling.again();
+        assert!(vitals.awaited().disk > Some(since), "it has answered");
+        drop((settling, applying));
+        assert_eq!(vitals.awaited(), backup::Awaited::default());
     }
 }

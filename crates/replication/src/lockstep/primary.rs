@@ -31,6 +31,7 @@ use understudy_protocol::wire::LogProgress;
 use understudy_protocol::{Epoch, PrimaryPhase};
 use understudy_qemu::lockstep::{LogChannel, LogErrand, Request};
 use understudy_report::{DiskReads, LockstepReport};
+use understudy_session::primary::Event;
 use understudy_threads::{Mutex, lock};
 
 /// The machine as it was copied: the log of a session that begins in lockstep begins behind this
@@ -404,7 +405,7 @@ fn send_reads(session: &Session, epoch: Epoch, stream: &[u8]) {
 
 fn send(session: &Session, message: &ToBackup<'_>) {
     if let Err(error) = session.say(message) {
-        session.lost_aside(format!("cannot send to the backup: {error}"));
+        session.event(Event::LostAside(format!("cannot send to the backup: {error}")));
     }
 }
 

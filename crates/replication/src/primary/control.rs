@@ -2,12 +2,13 @@
 //! another one has won, of that one.
 
 use super::session::Session;
-use crate::hand_back::WinnersWord;
 use anyhow::Context;
 use crossbeam_channel::Receiver;
 use std::time::Duration;
 use tracing::{debug, error, info, warn};
-use understudy_protocol::{Generation, PrimaryEvent, PrimaryPhase, Verdict};
+use understudy_protocol::{Generation, PrimaryPhase, Verdict};
+use understudy_session::hand_back::WinnersWord;
+use understudy_session::primary::Event;
 
 /// Asks until protection is over, and samples the bandwidth.
 pub(super) fn run(session: &Session, contests: &Receiver<Generation>) {
@@ -20,7 +21,7 @@ pub(super) fn run(session: &Session, contests: &Receiver<Generation>) {
 }
 
 fn contest(session: &Session, from: Generation) {
-    // Before the arbiter: what the winner says counts only if it has not handed the VM back since.
+    // Before the arbiter: see what comes of both.
     let word = session.ask_winner(from);
     let mut verdict = session.membership().acquire(&session.arbiter, from);
     if let Verdict::Returned(generation) = verdict
@@ -37,12 +38,7 @@ fn contest(session: &Session, from: Generation) {
     if let Verdict::Unreachable(reason) = &verdict {
         error!(vm = %session.vm, "output stays held: {reason}");
     }
-    let decided = !matches!(verdict, Verdict::Unreachable(_));
-    session.event(PrimaryEvent::Verdict(verdict));
-    let ran = word.ran.filter(|_| decided);
-    if let Some(generation) = word.runs.or(ran) {
-        session.event(PrimaryEvent::LiveElsewhere(generation));
-    }
+    session.event(Event::Verdict(verdict, word));
 }
 
 impl Session {

@@ -4,7 +4,8 @@ use super::group::lock_core;
 use super::session::{LONGEST_WAIT, Session};
 use crate::clock;
 use std::time::Duration;
-use understudy_protocol::{Due, GroupStep, Primary, PrimaryPhase, Rendezvous, Situation};
+use understudy_protocol::{GroupStep, PrimaryPhase, Rendezvous};
+use understudy_session::primary::{Asked, Lead, next_step};
 
 /// What the capture thread does next.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -48,7 +49,7 @@ impl Session {
             return Ok(Step::End);
         }
         let may_turn = *core.phase() == PrimaryPhase::Protected && core.may_capture();
-        if may_turn && self.turning.is_due() && !self.group.was_handed_over() {
+        if may_turn && self.turning.is_due() && !core.is_handed_over() {
             return Ok(Step::Turn);
         }
         let mut rendezvous = self.group.rendezvous();
@@ -79,28 +80,11 @@ impl Session {
     }
 
     /// What the group is to do now, or how long to wait at most.
-    fn due(&self, core: &Primary, rendezvous: &Rendezvous) -> Result<GroupStep, Duration> {
-        // None while a member still stands still.
-        let last = rendezvous.last().filter(|_| !rendezvous.is_broken() && core.may_capture());
-        let Some(last) = last else { return Err(LONGEST_WAIT) };
-        let protected = *core.phase() == PrimaryPhase::Protected;
-        if protected && self.group.was_handed_over() {
-            return Ok(GroupStep::LastCheckpoint);
-        }
-        if protected && self.keeping.is_wanted() {
-            return Ok(GroupStep::Checkpoint);
-        }
-        let now = clock::now();
-        let in_flight = core.in_flight();
-        let may_end = in_flight < self.policy.pipeline();
-        let output_since = if may_end { self.group.output_since(last) } else { None };
-        let full = self.group.is_full();
-        let length = rendezvous.length();
-        let situation = Situation { now, last, length, in_flight, output_since, full };
-        match self.policy.due(&situation, || self.group.activity()) {
-            Due::At(time) if time <= now => Ok(GroupStep::Checkpoint),
-            Due::At(time) | Due::Look(time) => Err(time - now),
-            Due::OnChange => Err(LONGEST_WAIT),
-        }
+    fn due(&self, lead: &Lead, rendezvous: &Rendezvous) -> Result<GroupStep, Duration> {
+        let asked =
+            Asked { hand_over: lead.is_handed_over(), checkpoint: self.keeping.is_wanted() };
+        let pace = (rendezvous, &self.policy);
+        next_step(lead, pace, asked, clock::now(), &*self.group)
+            .map_err(|wait| wait.unwrap_or(LONGEST_WAIT))
     }
 }

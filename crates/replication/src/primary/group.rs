@@ -7,19 +7,19 @@
 
 use super::Detection;
 use super::session::{LONGEST_WAIT, Session};
-use super::standing::Standing;
 use crate::clock;
 use crate::lockstep::primary::PIPELINE;
 use crate::membership::{Member, Membership};
 use crate::moments::strike;
 use anyhow::{bail, ensure};
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::Ordering;
 use std::sync::{Arc, Weak};
 use understudy_network::Switch;
 use understudy_protocol::{
-    Activity, Arrival, Epoch, Generation, Headway, LastCheckpoint, Output, Primary, PrimaryEvent,
+    Activity, Arrival, Epoch, Generation, Headway, HostName, LastCheckpoint, Output, Primary,
     PrimaryPhase, Rendezvous, Time,
 };
+use understudy_session::primary::{Event, Guests, Lead};
 use understudy_threads::{Mutex, MutexGuard, lock};
 
 /// Why protection ended, until more is known.
@@ -27,7 +27,7 @@ pub const CONDEMNED: &str = "a thread panicked while it changed the state of pro
 
 /// Locks the state machine. After a panic of whoever changed it, it is at its end: nothing is
 /// done by it any more.
-pub(super) fn lock_core(core: &Mutex<Primary>) -> MutexGuard<'_, Primary> {
+pub(super) fn lock_core(core: &Mutex<Lead>) -> MutexGuard<'_, Lead> {
     core.lock().unwrap_or_else(|poisoned| {
         let mut core = poisoned.into_inner();
         core.condemn(CONDEMNED);
@@ -39,28 +39,30 @@ pub(super) fn lock_core(core: &Mutex<Primary>) -> MutexGuard<'_, Primary> {
 pub struct Group {
     /// Members, and how they are owned.
     pub membership: Membership,
-    /// The state machine of all.
-    pub(super) core: Arc<Mutex<Primary>>,
+    /// What decides for all.
+    pub(super) core: Arc<Mutex<Lead>>,
     rendezvous: Mutex<Rendezvous>,
     sessions: Mutex<Vec<Weak<Session>>>,
-    hand_over: AtomicBool,
-    /// What the backup says of itself.
-    standing: Standing,
 }
 
 impl Group {
-    /// A group whose protection is about to begin, with these bounds for its backup; `output` is
-    /// the rule for what the guests send.
-    pub fn new(membership: Membership, bounds: &Detection, output: Output) -> Arc<Group> {
-        let core = Primary::new(membership.leader().generation, bounds.peer, clock::now());
+    /// A group whose protection by the host `peer` is about to begin, with these bounds for it;
+    /// `output` is the rule for what the guests send.
+    pub fn new(
+        membership: Membership,
+        peer: &HostName,
+        bounds: &Detection,
+        output: Output,
+    ) -> Arc<Group> {
+        let now = clock::now();
+        let core = Primary::new(membership.leader().generation, bounds.peer, now);
         let core = core.with_epoch_bound(bounds.epoch).with_output(output);
+        let lead = Lead::new(core, membership.members.len(), peer.clone(), now);
         Arc::new(Group {
             rendezvous: Mutex::new(Rendezvous::new(membership.members.len())),
             membership,
-            core: Arc::new(Mutex::new(core)),
+            core: Arc::new(Mutex::new(lead)),
             sessions: Mutex::default(),
-            hand_over: AtomicBool::new(false),
-            standing: Standing::new(),
         })
     }
 
@@ -95,20 +97,9 @@ impl Group {
         lock(&self.sessions).get(place).and_then(Weak::upgrade)
     }
 
-    /// Notes that the backup has said that it is ready with a member.
-    pub(super) fn note_ready(&self, session: &Session) {
-        self.standing.begin();
-        session.event(PrimaryEvent::Heard);
-    }
-
-    /// Notes what the backup says: why it could not take over; nothing if it could.
-    pub(super) fn heard_of_take_over(&self, session: &Session, obstacle: Option<String>) {
-        self.standing.heard(&session.events, &session.peer, obstacle);
-    }
-
     /// Why the backup could not take over now, if it could not.
     pub fn obstacle(&self) -> Option<String> {
-        self.standing.obstacle(clock::now())
+        lock_core(&self.core).obstacle(clock::now())
     }
 
     /// Wakes every member's threads.
@@ -126,39 +117,12 @@ impl Group {
         lock(&self.rendezvous)
     }
 
-    /// Since when output of any member has waited for the end of the epoch that runs, if any does.
-    pub(super) fn output_since(&self, last: LastCheckpoint) -> Option<Time> {
-        let mut earliest = None;
-        self.each(|member| {
-            earliest = earliest.into_iter().chain(member.output_since(last)).min();
-        });
-        earliest
-    }
-
-    /// Whether any member has written to its disks what an epoch should have.
-    pub(super) fn is_full(&self) -> bool {
-        let mut full = false;
-        self.each(|member| full |= member.epoch_room.is_full());
-        full
-    }
-
     /// How far the data of all members has got.
     pub(super) fn headway(&self) -> Headway {
         let mut all = Headway::default();
         self.each(|member| {
             let one = member.headway();
             all = Headway { bytes: all.bytes + one.bytes, done: all.done + one.done };
-        });
-        all
-    }
-
-    /// What the members do: as much as the busiest of them.
-    pub(super) fn activity(&self) -> Activity {
-        let mut all = Activity { idle: true, busy_share: 0.0 };
-        self.each(|member| {
-            let one = lock(&member.watch).activity(&member.machine());
-            all.idle &= one.idle;
-            all.busy_share = all.busy_share.max(one.busy_share);
         });
         all
     }
@@ -229,7 +193,7 @@ impl Group {
             member.disk_epoch.store(next.0, Ordering::Release);
             member.epoch_room.empty();
         });
-        let event = if last { PrimaryEvent::CapturedLast } else { PrimaryEvent::Captured };
+        let event = if last { Event::CapturedLast } else { Event::Captured };
         session.event_locked(&mut core, event);
     }
 
@@ -253,7 +217,7 @@ impl Group {
             Some(console) => console.barrier(epoch.next()),
             None => {}
         }
-        let event = if last { PrimaryEvent::CapturedLast } else { PrimaryEvent::Captured };
+        let event = if last { Event::CapturedLast } else { Event::Captured };
         session.event_locked(&mut core, event);
         Some(epoch)
     }
@@ -261,7 +225,7 @@ impl Group {
     /// The VM's epochs will be batches of log: there may be many on their way.
     pub(super) fn follow_log(&self) {
         let mut core = lock_core(&self.core);
-        *core = core.clone().with_pipeline(PIPELINE);
+        core.set_pipeline(PIPELINE);
     }
 
     /// From the first cut on, members hear each other without waiting.
@@ -271,24 +235,35 @@ impl Group {
         Switch::connect(machines.iter().flat_map(|machine| machine.ports()).map(|port| &**port));
     }
 
-    /// A member's backup has forgotten it: its last word.
-    pub(super) fn stood_down(&self, session: &Session) {
-        session.stood_down.store(true, Ordering::Release);
-        let mut all = true;
-        self.each(|member| all &= member.stood_down.load(Ordering::Acquire));
-        if all {
-            session.event(PrimaryEvent::StoodDown);
-        }
-    }
-
     /// Whether a planned fail-over was asked for.
     pub(super) fn was_handed_over(&self) -> bool {
-        self.hand_over.load(Ordering::Acquire)
+        lock_core(&self.core).is_handed_over()
+    }
+}
+
+impl Guests for Group {
+    fn output_since(&self, last: LastCheckpoint) -> Option<Time> {
+        let mut earliest = None;
+        self.each(|member| {
+            earliest = earliest.into_iter().chain(member.output_since(last)).min();
+        });
+        earliest
     }
 
-    /// Asks for a planned fail-over of all members.
-    pub(super) fn request_hand_over(&self) {
-        self.hand_over.store(true, Ordering::Release);
-        self.ring();
+    fn is_full(&self) -> bool {
+        let mut full = false;
+        self.each(|member| full |= member.epoch_room.is_full());
+        full
+    }
+
+    /// As much as the busiest of them does.
+    fn activity(&self) -> Activity {
+        let mut all = Activity { idle: true, busy_share: 0.0 };
+        self.each(|member| {
+            let one = lock(&member.watch).activity(&member.machine());
+            all.idle &= one.idle;
+            all.busy_share = all.busy_share.max(one.busy_share);
+        });
+        all
     }
 }

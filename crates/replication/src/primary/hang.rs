@@ -10,7 +10,8 @@ use understudy_disk::WaitId;
 use understudy_machine::Machine;
 use understudy_machine::attention::HangDetector;
 use understudy_machine::disk_error;
-use understudy_protocol::{DISK_BOUND, PrimaryEvent, PrimaryPhase, Silence};
+use understudy_protocol::{DISK_BOUND, Silence};
+use understudy_session::primary::{Effect, Event};
 
 /// Looks until protection is over. `bound` is for how long QEMU may be silent.
 pub(super) fn watch(session: &Weak<Session>, bound: Duration) {
@@ -81,18 +82,7 @@ impl Session {
     /// Has the backup go on with the last epoch that it has, since the guest cannot go on here; the
     /// reason if it could not.
     pub fn give_guest_up(&self, reason: &str) -> Result<(), String> {
-        let obstacle = match self.phase() {
-            PrimaryPhase::Protected => self.group().obstacle(),
-            PrimaryPhase::HandingOver => return Ok(()),
-            phase => Some(format!("it is {phase:?}")),
-        };
-        match obstacle {
-            None => {
-                warn!(vm = %self.vm, "{reason}: host {} is to take over", self.peer);
-                self.event(PrimaryEvent::GuestHangs(reason.to_owned()));
-                Ok(())
-            }
-            Some(obstacle) => Err(format!("host {} could not take over: {obstacle}", self.peer)),
-        }
+        let effects = self.event_told(Event::GuestSick(reason.to_owned()));
+        effects.into_iter().find_map(Effect::into_held_back).map_or(Ok(()), Err)
     }
 }

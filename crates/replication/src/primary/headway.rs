@@ -2,7 +2,8 @@
 
 use super::session::Session;
 use std::sync::atomic::{AtomicU64, Ordering};
-use understudy_protocol::{Headway, PrimaryEvent};
+use understudy_protocol::Headway;
+use understudy_session::primary::Event;
 
 /// What the backup says of its work on what it has.
 #[derive(Debug, Default)]
@@ -45,7 +46,7 @@ impl Session {
     /// Tells the state machine how far the group's data has got.
     pub(super) fn look_at_headway(&self) {
         let headway = self.group.headway();
-        self.event(PrimaryEvent::Headway(headway));
+        self.event(Event::Headway(headway));
     }
 }
 

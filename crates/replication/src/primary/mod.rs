@@ -28,7 +28,6 @@ mod receive;
 mod references;
 mod send;
 mod session;
-mod standing;
 mod stats;
 mod tell;
 mod turn;
@@ -71,10 +70,11 @@ use understudy_encoding::{Compression, EncodingPlan};
 use understudy_link::channel::Channel;
 use understudy_link::link::Link;
 use understudy_machine::Machine;
-use understudy_protocol::{Generation, PathIndex, Policy, PrimaryEvent, PrimaryPhase};
+use understudy_protocol::{Generation, PathIndex, Policy, PrimaryPhase};
 use understudy_report::events::VmEvents;
 use understudy_report::meters::Meters;
 use understudy_report::{DiskReads, Mode, ProtectRequest};
+use understudy_session::primary::Event;
 
 /// Silences that are failures.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -194,7 +194,6 @@ pub fn protect(
         media: medium::Media::default(),
         paths,
         place,
-        stood_down: AtomicBool::new(false),
         diverged: AtomicBool::new(false),
         arbiter: plan.arbiter,
         ask_winner: plan.ask_winner,
@@ -207,10 +206,10 @@ pub fn protect(
     if session.recording().is_some() {
         session.group.follow_log();
     }
-    session.group.note_ready(&session);
+    session.event(Event::Ready);
     start_heartbeats(&session, (path, heartbeat), &dialler)?;
     note(&session, plan.mode).inspect_err(|error| {
-        session.event(PrimaryEvent::PeerGone(format!("{error:#}")));
+        session.event(Event::PeerGone(format!("{error:#}")));
     })?;
     start_threads(&session, outflow, contest_queue, (copies, dialler), over)?;
     let (watched, bound) = (Arc::downgrade(&session), plan.qemu_timeout);
@@ -271,7 +270,7 @@ fn start_threads(
 /// Ends protection from this end after a panic in a thread of one of its VMs, whose machines are
 /// halted: the backup takes over.
 pub fn end_after_panic(session: &Arc<Session>, reason: &str) {
-    session.event(PrimaryEvent::GuestDied(reason.to_owned()));
+    session.event(Event::GuestDied(reason.to_owned()));
     session.group.break_up();
     // Who should send the backup its last word may be the thread that is no more.
     session.group.each(Session::hang_up);
@@ -280,7 +279,7 @@ pub fn end_after_panic(session: &Arc<Session>, reason: &str) {
 
 fn run_send(session: &Session, outflow: &Outflow) {
     if let Err(error) = send_all(outflow, session) {
-        session.lost_aside(format!("cannot send to the backup: {error}"));
+        session.event(Event::LostAside(format!("cannot send to the backup: {error}")));
     }
 }
 
@@ -311,9 +310,9 @@ fn run_capture(session: &Arc<Session>, over: impl FnOnce(PrimaryPhase)) {
             info!(vm = %session.vm, "the guest powered off: {reason}");
         } else if session.machine().is_alive() {
             error!(vm = %session.vm, "{reason}");
-            cannot_capture(session, reason);
+            session.event(Event::CannotCapture(reason));
         } else {
-            session.event(PrimaryEvent::GuestDied(session.machine().last_words()));
+            session.event(Event::GuestDied(session.machine().last_words()));
         }
     }
     let phase = await_end(session);
@@ -324,18 +323,6 @@ fn run_capture(session: &Arc<Session>, over: impl FnOnce(PrimaryPhase)) {
         }
     }
     over(phase);
-}
-
-/// Has the backup go on with the guest, if it could; nobody takes over what nobody could go on with.
-fn cannot_capture(session: &Session, reason: String) {
-    let event = match session.group.obstacle() {
-        None => PrimaryEvent::CannotCapture(reason),
-        Some(obstacle) => PrimaryEvent::PeerGone(format!(
-            "{reason}; host {} could not take over: {obstacle}",
-            session.peer
-        )),
-    };
-    session.event(event);
 }
 
 /// Waits until it is decided who has the VM. A guest that is kept meanwhile stands still.

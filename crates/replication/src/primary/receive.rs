@@ -10,8 +10,9 @@ use anyhow::bail;
 use std::ops::ControlFlow;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
+use understudy_protocol::Epoch;
 use understudy_protocol::wire::{Kind, LogProgress};
-use understudy_protocol::{Epoch, PrimaryEvent};
+use understudy_session::primary::Event;
 
 /// Receives until the connection ends, or the backup has said its last word.
 pub fn run(session: &Session) {
@@ -22,7 +23,7 @@ pub fn run(session: &Session) {
             Err(error) => break format!("{error:#}"),
         }
     };
-    session.event(PrimaryEvent::PeerGone(reason));
+    session.event(Event::PeerGone(reason));
 }
 
 fn receive_one(session: &Session) -> anyhow::Result<ControlFlow<()>> {
@@ -36,7 +37,7 @@ fn receive_one(session: &Session) -> anyhow::Result<ControlFlow<()>> {
                 progressed(session, &recording, progress);
             }
         }
-        ToPrimary::MayTakeOver(obstacle) => session.group.heard_of_take_over(session, obstacle),
+        ToPrimary::MayTakeOver(obstacle) => session.event(Event::MayTakeOver(obstacle)),
         ToPrimary::Works(bytes) => session.work.applied(bytes),
         ToPrimary::Settled(epoch) => settled(session, epoch),
         ToPrimary::Written(written) => {
@@ -53,10 +54,10 @@ fn receive_one(session: &Session) -> anyhow::Result<ControlFlow<()>> {
         ToPrimary::MediumAnswer(answer) => session.media.answered(answer),
         ToPrimary::TurnAnswer(answer) => session.turning.answered(answer),
         ToPrimary::StoodDown => {
-            session.group.stood_down(session);
+            session.event(Event::StoodDown(session.place));
             return Ok(ControlFlow::Break(()));
         }
-        ToPrimary::Live(generation) => session.event(PrimaryEvent::LiveElsewhere(generation)),
+        ToPrimary::Live(generation) => session.event(Event::LiveElsewhere(generation)),
         ToPrimary::Diverged(reason) => {
             fail::fail_point!("before-diverged");
             session.diverged.store(true, Ordering::Release);
@@ -75,7 +76,7 @@ fn acknowledged(session: &Session, epoch: Epoch) {
             be_urgent();
         }
     }
-    session.event(PrimaryEvent::Acknowledged(epoch));
+    session.event(Event::Acknowledged(epoch));
 }
 
 /// The log that the backup speaks of; none if that has ended, which the backup may not know yet.

@@ -42,10 +42,11 @@ use understudy_machine::Machine;
 use understudy_machine::console::ConsoleOutput;
 use understudy_protocol::wire::HEADER_BYTES;
 use understudy_protocol::{
-    Epoch, Generation, HostName, LastCheckpoint, Output, Policy, Primary, PrimaryAction,
-    PrimaryEvent, PrimaryPhase, Time, VmName,
+    Epoch, Generation, HostName, LastCheckpoint, Output, Policy, PrimaryAction, PrimaryPhase, Time,
+    VmName,
 };
-use understudy_report::events::VmEvents;
+use understudy_report::events::{EventKind, VmEvents};
+use understudy_session::primary::{Effect, Event, Lead};
 use understudy_threads::{Mutex, lock, spawn};
 
 /// Nothing waits longer than this without looking again.
@@ -116,8 +117,6 @@ pub struct Session {
     /// The VMs that this one is protected with, and this one's place among them.
     pub(super) group: Arc<Group>,
     pub(super) place: usize,
-    /// The backup has said its last word.
-    pub(super) stood_down: AtomicBool,
     /// The backup's QEMU did not follow the log.
     pub(super) diverged: AtomicBool,
     pub(super) arbiter: Arbiter,
@@ -125,7 +124,7 @@ pub struct Session {
     pub(super) ask_winner: AskWinner,
     pub(super) contests: Sender<Generation>,
     /// The group's.
-    pub(super) core: Arc<Mutex<Primary>>,
+    pub(super) core: Arc<Mutex<Lead>>,
 }
 
 impl Session {
@@ -216,22 +215,27 @@ impl Session {
         matches!(self.phase(), PrimaryPhase::Alone(_) | PrimaryPhase::Halted(_))
     }
 
-    /// Feeds the state machine and does what it says.
-    pub fn event(&self, event: PrimaryEvent) {
+    /// Tells the group what happened, and does what comes of it.
+    pub fn event(&self, event: Event) {
+        self.event_told(event);
+    }
+
+    /// The same; says what came of it.
+    pub(super) fn event_told(&self, event: Event) -> Vec<Effect> {
         let mut core = lock_core(&self.core);
-        self.event_locked(&mut core, event);
+        self.event_locked(&mut core, event)
     }
 
     /// The same for a caller that holds the core's lock, so that what it did
     /// under the lock and the event are one step.
-    pub(super) fn event_locked(&self, core: &mut Primary, event: PrimaryEvent) {
-        let mut actions = Vec::new();
+    pub(super) fn event_locked(&self, core: &mut Lead, event: Event) -> Vec<Effect> {
+        let mut effects = Vec::new();
         let (decided, before) = (Instant::now(), core.phase().clone());
-        core.handle(clock::now(), event, &mut actions);
+        core.handle(clock::now(), event, &mut effects);
         let blocked = core.in_flight() >= self.policy.pipeline();
         self.group.each(|member| member.epoch_room.set_blocked(blocked));
-        for action in &actions {
-            self.group.each(|member| member.perform(action, decided));
+        for effect in &effects {
+            self.take_effect(effect, core, decided);
         }
         if before != *core.phase() {
             self.group.each(|member| member.tell_phase(&before, core));
@@ -242,13 +246,34 @@ impl Session {
         if !flows || before != *core.phase() {
             self.group.ring();
         }
+        effects
+    }
+
+    fn take_effect(&self, effect: &Effect, core: &Lead, decided: Instant) {
+        let peer = || self.peer.clone();
+        match effect {
+            Effect::Act(action) => {
+                let planned = core.is_handed_over();
+                self.group.each(|member| member.perform(action, planned, decided));
+            }
+            Effect::BackupUnfit(reason) => {
+                let reason = reason.clone();
+                self.events.record(EventKind::BackupUnfit { peer: peer(), reason });
+            }
+            Effect::BackupFit => self.events.record(EventKind::BackupFit { peer: peer() }),
+            Effect::GiveUp(reason) => {
+                warn!(vm = %self.vm, "{reason}: host {} is to take over", self.peer);
+            }
+            // Whoever told of it says so.
+            Effect::HeldBack(_) => {}
+        }
     }
 
     /// Under the core's lock, so that the order of actions is the order of
     /// events. Every member does the same, but for what the leader says for all.
     /// Nothing here waits: what takes time goes to other threads. `decided` is not
-    /// after the time at which the state machine decided.
-    fn perform(&self, action: &PrimaryAction, decided: Instant) {
+    /// after the time at which the state machine decided; `planned`: the operator wants a fail-over.
+    fn perform(&self, action: &PrimaryAction, planned: bool, decided: Instant) {
         let leads = self.place == 0;
         match action {
             &PrimaryAction::Release(epoch) => {
@@ -284,7 +309,6 @@ impl Session {
                 let _ = self.contests.send(from);
             }
             PrimaryAction::YieldToBackup if leads => {
-                let planned = self.was_handed_over();
                 self.outbox.put_now(Outgoing::Message(ToBackup::TakeOver { planned }));
             }
             PrimaryAction::StandDown if leads => {
@@ -377,15 +401,6 @@ impl Session {
         Ok(())
     }
 
-    /// A connection to the backup ended that does not carry its words. While the
-    /// backup forgets the VM, and others of its group, it hangs up: then its last
-    /// word counts, which the receiving thread reads, and nothing else.
-    pub fn lost_aside(&self, reason: String) {
-        if self.phase() != PrimaryPhase::StandingDown {
-            self.event(PrimaryEvent::PeerGone(reason));
-        }
-    }
-
     /// The guest stands still until the backup runs it, or until this host turns out to be the
     /// sole owner after all.
     pub fn await_hand_over(&self) {
@@ -431,7 +446,8 @@ impl Session {
     /// Asks for a planned fail-over.
     pub fn request_hand_over(&self) {
         info!(vm = %self.vm, "handing over to {}", self.peer);
-        self.group.request_hand_over();
+        self.event(Event::HandOver);
+        self.group.ring();
     }
 }
 
@@ -446,16 +462,16 @@ impl Pulse for Session {
         self.data.abandon();
     }
     fn heard(&self) {
-        self.event(PrimaryEvent::Heard);
+        self.event(Event::Heard);
     }
     fn lost(&self, reason: String) {
-        self.lost_aside(reason);
+        self.event(Event::LostAside(reason));
     }
     fn tick(&self) {
         if self.place == 0 {
             self.look_at_headway();
         }
-        self.event(PrimaryEvent::Tick);
+        self.event(Event::Tick);
     }
     fn is_over(&self) -> bool {
         Session::is_over(self)

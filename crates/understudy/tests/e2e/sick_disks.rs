@@ -69,6 +69,25 @@ fn a_backup_whose_mirror_lost_writes_says_so_and_is_given_up() {
     });
 }
 
+/// What the guest reads its clients may hear of: a mirror's last writes are to outlive the power.
+#[test]
+fn no_guest_starts_on_an_image_that_cannot_be_synced() {
+    let directory = tempfile::tempdir().expect("a directory for the test");
+    let failing = Failing::new(directory.path());
+    let mut options = options();
+    options.daemons.insert("a".to_owned(), failing.daemon());
+    play(options, |scene| {
+        failing.begin()?;
+        let refused = scene.start_guest("a").err().context("it was started")?;
+        ensure!(format!("{refused:#}").contains("cannot sync"), "{refused:#}");
+        failing.end()?;
+        scene.start_guest("a")?;
+        scene.await_guest()?;
+        scene.host("a")?.call(["vm", "stop", VM, "--force"])?;
+        Ok(())
+    });
+}
+
 // Before, epoch 2 was applied behind it and made the mirrors whole, unless the session was over
 // by then.
 #[test]

@@ -31,11 +31,6 @@ impl Clock {
         lock(&self.0)[stage as usize].get_or_insert_with(Instant::now);
     }
 
-    /// Whether the arbiter has given the VM to this host.
-    pub fn was_granted(&self) -> bool {
-        lock(&self.0)[Stage::Granted as usize].is_some()
-    }
-
     /// The stages' lengths in milliseconds; 0 for one that was not reached.
     pub fn report(&self) -> TakeoverReport {
         let reached = *lock(&self.0);

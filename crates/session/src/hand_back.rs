@@ -1,0 +1,113 @@
+//! What a host says of a VM that it has won, to the one that lost it and keeps its guest; and
+//! whether it returns what it was granted and has nothing of.
+
+use understudy_protocol::{Generation, planted};
+
+/// What a winner says that is asked what became of the VM.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct WinnersWord {
+    /// The generation at which it runs the VM, if it does.
+    pub runs: Option<Generation>,
+    /// The generation at which it ran it, if it did and has nothing of it now.
+    pub ran: Option<Generation>,
+}
+
+/// What the host that is asked does with the group's VMs.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Present {
+    /// It runs them, at the leader's generation.
+    Runs(Generation),
+    /// It stands by for the one that asks, or has won them from it.
+    StandsBy,
+    /// It does something else with them, which may yet come to something.
+    Busy,
+    /// It does nothing with any of them.
+    Nothing,
+}
+
+/// What its record of a VM says.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Recorded {
+    /// The generation at which it ran the VM last.
+    pub ran: Option<Generation>,
+    /// Whether it was the backup of the one that asks.
+    pub backed_asker: bool,
+}
+
+/// What it does about it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Answer {
+    /// Say this.
+    Say(WinnersWord),
+    /// Let the standby know that it is awaited; there is nothing to say.
+    Hurry,
+    /// Return this generation, if it was granted; there is nothing to say.
+    Return(Generation),
+}
+
+/// Answers one that owned the group at `from`, the leader's generation. `records` has those of all
+/// members, the leader's first; none if one is missing.
+pub fn answer(
+    from: Generation,
+    present: Present,
+    records: impl FnOnce() -> Option<Vec<Recorded>>,
+) -> Answer {
+    let later = |generation: &Generation| *generation > from;
+    let silence = Answer::Say(WinnersWord::default());
+    match present {
+        Present::Runs(generation) => {
+            Answer::Say(WinnersWord { runs: Some(generation).filter(later), ran: None })
+        }
+        Present::StandsBy => Answer::Hurry,
+        Present::Busy => silence,
+        Present::Nothing => {
+            let Some(records) = records().filter(|records| !records.is_empty()) else {
+                return silence;
+            };
+            let ran = records[0].ran.filter(later);
+            if ran.is_some() && !planted!(ReturnWhatRan) {
+                return Answer::Say(WinnersWord { runs: None, ran });
+            }
+            match records.iter().all(|record| record.backed_asker) {
+                true => Answer::Return(from.next()),
+                false => silence,
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn recorded(ran: Option<u64>) -> Recorded {
+        Recorded { ran: ran.map(Generation), backed_asker: true }
+    }
+
+    fn nothing(records: Option<Vec<Recorded>>) -> Answer {
+        answer(Generation(4), Present::Nothing, || records)
+    }
+
+    #[test]
+    fn a_grant_is_returned_only_by_a_host_that_has_and_ran_nothing() {
+        assert_eq!(nothing(Some(vec![recorded(None); 2])), Answer::Return(Generation(5)));
+        assert_eq!(nothing(Some(vec![recorded(Some(3))])), Answer::Return(Generation(5)));
+        let silence = Answer::Say(WinnersWord::default());
+        let stranger = Recorded { ran: None, backed_asker: false };
+        assert_eq!(nothing(Some(vec![recorded(None), stranger])), silence);
+        assert_eq!(nothing(None), silence, "a record is missing");
+        assert_eq!(answer(Generation(4), Present::Busy, || None), silence);
+        assert_eq!(answer(Generation(4), Present::StandsBy, || None), Answer::Hurry);
+    }
+
+    #[test]
+    fn what_it_runs_or_ran_counts_if_that_was_later() {
+        let runs =
+            |generation| answer(Generation(4), Present::Runs(Generation(generation)), || None);
+        let word = WinnersWord { runs: Some(Generation(5)), ran: None };
+        assert_eq!(runs(5), Answer::Say(word));
+        assert_eq!(runs(4), Answer::Say(WinnersWord::default()));
+        let word = WinnersWord { runs: None, ran: Some(Generation(6)) };
+        assert_eq!(nothing(Some(vec![recorded(Some(6))])), Answer::Say(word));
+    }
+}

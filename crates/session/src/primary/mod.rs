@@ -1,0 +1,244 @@
+//! A group, seen from the primary. A VM that is protected by itself is a group of one.
+//!
+//! The members share one state machine, [`Primary`], which decides about output and ownership. Here
+//! is what is decided around it: whether the backup could take over now, and so who goes on with a
+//! guest that is sick; whose word counts, and when; what a winner's word is worth.
+
+mod due;
+mod standing;
+
+pub use due::{Asked, Guests, next_step};
+pub use standing::FRESH;
+
+use crate::Place;
+use crate::hand_back::WinnersWord;
+use standing::Standing;
+use std::ops::Deref;
+use std::time::Duration;
+use understudy_protocol::{
+    Epoch, Generation, Headway, HostName, Primary, PrimaryAction, PrimaryEvent, PrimaryPhase, Time,
+    Verdict, planted,
+};
+
+/// What happens to the primary of a group.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Event {
+    /// The backup is ready with a member.
+    Ready,
+    /// What the backup says of itself: why it could not take over; nothing if it could.
+    MayTakeOver(Option<String>),
+    /// A checkpoint placed its barrier.
+    Captured,
+    /// The last checkpoint of a planned fail-over did.
+    CapturedLast,
+    /// The backup holds the whole of this epoch.
+    Acknowledged(Epoch),
+    /// Any sign of life of the backup.
+    Heard,
+    /// The data connection to the backup ended, or the backup refused to go on.
+    PeerGone(String),
+    /// A connection to the backup ended that does not carry its words.
+    LostAside(String),
+    /// So much has got to the backup by now.
+    Headway(Headway),
+    /// Time has passed.
+    Tick,
+    /// The arbiter answered; before it was asked whoever has won the VM said this.
+    Verdict(Verdict, WinnersWord),
+    /// The operator wants a planned fail-over.
+    HandOver,
+    /// The operator wants no more protection.
+    Unprotect,
+    /// The backup has forgotten a member.
+    StoodDown(Place),
+    /// The backup runs the VM at this generation.
+    LiveElsewhere(Generation),
+    /// The guest does not go on here, although its QEMU lives: it hangs, or its disk does.
+    GuestSick(String),
+    /// No checkpoint of the guest can be taken any more, although its QEMU lives.
+    CannotCapture(String),
+    /// The guest died here although the host lives.
+    GuestDied(String),
+}
+
+/// What must be done, in this order.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Effect {
+    /// The state machine's word, for each member.
+    Act(PrimaryAction),
+    /// The backup could not take over any more, for this reason.
+    BackupUnfit(String),
+    /// It could take over again.
+    BackupFit,
+    /// The backup is to go on with a guest that is sick, for this reason.
+    GiveUp(String),
+    /// It could not, for this reason: there is nothing better than to wait.
+    HeldBack(String),
+}
+
+impl Effect {
+    /// Why a sick guest stays where it is.
+    pub fn into_held_back(self) -> Option<String> {
+        match self {
+            Effect::HeldBack(obstacle) => Some(obstacle),
+            _ => None,
+        }
+    }
+}
+
+/// The primary of a group. What is only to be read is its state machine's.
+#[derive(Clone, Debug)]
+pub struct Lead {
+    core: Primary,
+    peer: HostName,
+    standing: Standing,
+    /// The members whose backup has said its last word.
+    stood_down: Vec<bool>,
+    hand_over: bool,
+}
+
+impl Deref for Lead {
+    type Target = Primary;
+    fn deref(&self) -> &Primary {
+        &self.core
+    }
+}
+
+impl Lead {
+    /// A group of so many members, whose state machine this is and whose backup is the host `peer`.
+    pub fn new(core: Primary, size: usize, peer: HostName, now: Time) -> Lead {
+        let standing = Standing::new(FRESH, now);
+        Lead { core, peer, standing, stood_down: vec![false; size], hand_over: false }
+    }
+
+    /// The same, for which a backup's word on itself counts for so long.
+    pub fn with_freshness(self, fresh: Duration, now: Time) -> Lead {
+        Lead { standing: Standing::new(fresh, now), ..self }
+    }
+
+    /// So many epochs may be captured and not acknowledged, from now on.
+    pub fn set_pipeline(&mut self, epochs: u64) {
+        self.core.set_pipeline(epochs);
+    }
+
+    /// Why the backup could not take over at `now`, if it could not.
+    pub fn obstacle(&self, now: Time) -> Option<String> {
+        self.standing.obstacle(now)
+    }
+
+    /// Whether a planned fail-over was asked for.
+    pub fn is_handed_over(&self) -> bool {
+        self.hand_over
+    }
+
+    /// Ends it whatever its state is: to be called when that may be half changed.
+    pub fn condemn(&mut self, reason: &str) {
+        self.core.condemn(reason);
+    }
+
+    /// Takes one event; appends what must be done to `effects`.
+    pub fn handle(&mut self, now: Time, event: Event, effects: &mut Vec<Effect>) {
+        match event {
+            Event::Ready => {
+                self.standing.begin(now);
+                self.decide(now, PrimaryEvent::Heard, effects);
+            }
+            Event::MayTakeOver(obstacle) => effects.extend(self.standing.heard(now, obstacle)),
+            Event::Captured => self.decide(now, PrimaryEvent::Captured, effects),
+            Event::CapturedLast => self.decide(now, PrimaryEvent::CapturedLast, effects),
+            Event::Acknowledged(epoch) => {
+                self.decide(now, PrimaryEvent::Acknowledged(epoch), effects);
+            }
+            Event::Heard => self.decide(now, PrimaryEvent::Heard, effects),
+            Event::PeerGone(reason) => self.decide(now, PrimaryEvent::PeerGone(reason), effects),
+            // While the backup forgets the VM, and others of its group, it hangs up: then its last
+            // word counts, which comes with the data, and nothing else.
+            Event::LostAside(reason) => {
+                if *self.core.phase() != PrimaryPhase::StandingDown {
+                    self.decide(now, PrimaryEvent::PeerGone(reason), effects);
+                }
+            }
+            Event::Headway(headway) => self.decide(now, PrimaryEvent::Headway(headway), effects),
+            Event::Tick => self.decide(now, PrimaryEvent::Tick, effects),
+            Event::Verdict(verdict, word) => self.verdict(now, verdict, word, effects),
+            Event::HandOver => self.hand_over = true,
+            Event::Unprotect => self.decide(now, PrimaryEvent::Unprotect, effects),
+            Event::StoodDown(place) => {
+                self.stood_down[place] = true;
+                if self.stood_down.iter().all(|down| *down) {
+                    self.decide(now, PrimaryEvent::StoodDown, effects);
+                }
+            }
+            Event::LiveElsewhere(generation) => {
+                self.decide(now, PrimaryEvent::LiveElsewhere(generation), effects);
+            }
+            Event::GuestSick(reason) => self.guest_sick(now, reason, effects),
+            Event::CannotCapture(reason) => self.cannot_capture(now, reason, effects),
+            Event::GuestDied(reason) => self.decide(now, PrimaryEvent::GuestDied(reason), effects),
+        }
+    }
+
+    /// The state machine's word.
+    fn decide(&mut self, now: Time, event: PrimaryEvent, effects: &mut Vec<Effect>) {
+        let mut actions = Vec::new();
+        self.core.handle(now, event, &mut actions);
+        effects.extend(actions.into_iter().map(Effect::Act));
+    }
+
+    /// What the winner said before the arbiter was asked counts only if it has not handed the VM
+    /// back since; that it ran the VM once, only if the arbiter has said whose it is.
+    fn verdict(
+        &mut self,
+        now: Time,
+        verdict: Verdict,
+        word: WinnersWord,
+        effects: &mut Vec<Effect>,
+    ) {
+        if planted!(WinnersWordFirst)
+            && let Some(generation) = word.runs.or(word.ran)
+        {
+            self.decide(now, PrimaryEvent::LiveElsewhere(generation), effects);
+        }
+        let decided = !matches!(verdict, Verdict::Unreachable(_));
+        self.decide(now, PrimaryEvent::Verdict(verdict), effects);
+        let ran = word.ran.filter(|_| decided);
+        if let Some(generation) = word.runs.or(ran) {
+            self.decide(now, PrimaryEvent::LiveElsewhere(generation), effects);
+        }
+    }
+
+    /// Nobody is given a guest who could not go on with it.
+    fn guest_sick(&mut self, now: Time, reason: String, effects: &mut Vec<Effect>) {
+        let obstacle = match self.core.phase() {
+            PrimaryPhase::Protected => self.obstacle(now),
+            PrimaryPhase::HandingOver => return,
+            phase => Some(format!("it is {phase:?}")),
+        };
+        match obstacle.filter(|_| !planted!(GiveToTheUnfit)) {
+            None => {
+                effects.push(Effect::GiveUp(reason.clone()));
+                self.decide(now, PrimaryEvent::GuestHangs(reason), effects);
+            }
+            Some(obstacle) => {
+                let words = format!("host {} could not take over: {obstacle}", self.peer);
+                effects.push(Effect::HeldBack(words));
+            }
+        }
+    }
+
+    fn cannot_capture(&mut self, now: Time, reason: String, effects: &mut Vec<Effect>) {
+        let event = match self.obstacle(now) {
+            None => PrimaryEvent::CannotCapture(reason),
+            Some(obstacle) => {
+                let peer = &self.peer;
+                PrimaryEvent::PeerGone(format!(
+                    "{reason}; host {peer} could not take over: {obstacle}"
+                ))
+            }
+        };
+        self.decide(now, event, effects);
+    }
+}
+
+#[cfg(test)]
+mod tests;

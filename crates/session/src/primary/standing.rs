@@ -1,0 +1,63 @@
+//! Whether the backup could take over now, by its own word: it proves every two seconds that it
+//! has the arbiter's record of the VM before it, and could write the next one.
+//!
+//! This is about what "protected" means, not about output: frames go on to be released by the
+//! backup's acknowledgements, and by nothing else. An acknowledged epoch is on the backup whether
+//! or not that can ask the arbiter now; holding output would make an arbiter's failure the
+//! guest's, while nothing has failed of the two hosts that the arbiter is there for.
+
+use super::Effect;
+use std::time::Duration;
+use understudy_protocol::{Time, planted};
+
+/// A word counts for so long: a backup whose arbiter hangs says nothing.
+pub const FRESH: Duration = Duration::from_millis(4_500);
+
+/// So much of the backup's reason is kept, in characters.
+pub const LONGEST_REASON: usize = 1_000;
+
+/// The backup's last word.
+#[derive(Clone, Debug)]
+pub struct Standing {
+    fresh: Duration,
+    heard: Time,
+    obstacle: Option<String>,
+}
+
+impl Standing {
+    /// That of a backup which has just taken the offer, and whose words count for so long.
+    pub fn new(fresh: Duration, now: Time) -> Standing {
+        Standing { fresh, heard: now, obstacle: None }
+    }
+
+    /// Counts from now on: the backup is ready, which may have taken its time.
+    pub fn begin(&mut self, now: Time) {
+        self.heard = now;
+    }
+
+    /// Notes what the backup says: why it could not take over; nothing if it could.
+    pub fn heard(&mut self, now: Time, obstacle: Option<String>) -> Option<Effect> {
+        let shortened = |words: String| words.chars().take(LONGEST_REASON).collect::<String>();
+        let before = std::mem::replace(&mut self.obstacle, obstacle.map(shortened));
+        self.heard = now;
+        match (before, &self.obstacle) {
+            (None, Some(reason)) => Some(Effect::BackupUnfit(reason.clone())),
+            (Some(_), None) => Some(Effect::BackupFit),
+            _ => None,
+        }
+    }
+
+    /// Why the backup could not take over at `now`, if it could not.
+    pub fn obstacle(&self, now: Time) -> Option<String> {
+        let age = now - self.heard;
+        let silent = || {
+            format!(
+                "it has not proved for {:.1} s that it reaches the arbiter and could take over: one of them \
+                 hangs or is slow",
+                age.as_secs_f64()
+            )
+        };
+        let old = age > self.fresh && !planted!(TrustOldWord);
+        self.obstacle.clone().or_else(|| old.then(silent))
+    }
+}

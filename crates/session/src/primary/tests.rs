@@ -1,0 +1,96 @@
+use super::standing::LONGEST_REASON;
+use super::*;
+
+fn at(ms: u64) -> Time {
+    Time(Duration::from_millis(ms))
+}
+
+/// Protected by host b.
+fn protected(size: usize) -> Lead {
+    let core = Primary::new(Generation(1), Duration::from_millis(100), at(0));
+    let mut lead = Lead::new(core, size, "b".parse().unwrap(), at(0));
+    tell(&mut lead, 0, Event::Ready);
+    tell(&mut lead, 1, Event::Captured);
+    tell(&mut lead, 2, Event::Acknowledged(Epoch(1)));
+    assert_eq!(*lead.phase(), PrimaryPhase::Protected);
+    lead
+}
+
+fn tell(lead: &mut Lead, ms: u64, event: Event) -> Vec<Effect> {
+    let mut effects = Vec::new();
+    lead.handle(at(ms), event, &mut effects);
+    effects
+}
+
+#[test]
+fn a_word_grows_old_and_a_new_one_counts() {
+    let mut lead = protected(1);
+    assert_eq!(lead.obstacle(at(0) + FRESH), None);
+    let words = lead.obstacle(at(0) + FRESH * 2).unwrap();
+    assert!(words.contains("has not proved for"), "{words}");
+    let unfit = tell(&mut lead, 5_000, Event::MayTakeOver(Some("no such directory".to_owned())));
+    assert_eq!(unfit, [Effect::BackupUnfit("no such directory".to_owned())]);
+    assert_eq!(lead.obstacle(at(5_001)).unwrap(), "no such directory");
+    assert_eq!(tell(&mut lead, 5_002, Event::MayTakeOver(None)), [Effect::BackupFit]);
+    assert_eq!(lead.obstacle(at(5_003)), None);
+    tell(&mut lead, 5_004, Event::MayTakeOver(Some("x".repeat(5_000))));
+    assert_eq!(lead.obstacle(at(5_005)).unwrap().len(), LONGEST_REASON);
+}
+
+#[test]
+fn a_sick_guest_is_left_to_a_backup_that_could_go_on_with_it() {
+    let mut lead = protected(1);
+    tell(&mut lead, 10, Event::MayTakeOver(Some("its disk hangs".to_owned())));
+    let sick = Event::GuestSick("QEMU does not answer".to_owned());
+    let held = "host b could not take over: its disk hangs".to_owned();
+    assert_eq!(tell(&mut lead, 20, sick.clone()), [Effect::HeldBack(held)]);
+    assert_eq!(*lead.phase(), PrimaryPhase::Protected);
+    tell(&mut lead, 30, Event::MayTakeOver(None));
+    let effects = tell(&mut lead, 40, sick.clone());
+    assert_eq!(effects[0], Effect::GiveUp("QEMU does not answer".to_owned()));
+    assert_eq!(*lead.phase(), PrimaryPhase::HandingOver);
+    assert_eq!(tell(&mut lead, 50, sick), [], "it is being handed over");
+}
+
+#[test]
+fn whoever_cannot_save_its_guest_contests_it_where_nobody_else_could_go_on() {
+    let mut lead = protected(1);
+    tell(&mut lead, 10, Event::MayTakeOver(Some("no arbiter".to_owned())));
+    let effects = tell(&mut lead, 20, Event::CannotCapture("no space".to_owned()));
+    assert!(effects.contains(&Effect::Act(PrimaryAction::Contest(Generation(1)))), "{effects:?}");
+}
+
+#[test]
+fn while_the_backup_forgets_the_vm_its_last_word_counts() {
+    let mut lead = protected(2);
+    tell(&mut lead, 10, Event::Unprotect);
+    assert_eq!(tell(&mut lead, 11, Event::LostAside("heartbeat: end".to_owned())), []);
+    assert_eq!(tell(&mut lead, 12, Event::StoodDown(1)), [], "one member of two");
+    tell(&mut lead, 13, Event::StoodDown(0));
+    assert_eq!(*lead.phase(), PrimaryPhase::Alone(None));
+}
+
+#[test]
+fn the_arbiters_word_comes_before_that_of_a_winner() {
+    let owner = |generation| understudy_protocol::Ownership {
+        host: Some("b".parse().unwrap()),
+        generation: Generation(generation),
+    };
+    let lost = || {
+        let mut lead = protected(1);
+        tell(&mut lead, 10, Event::PeerGone("reset".to_owned()));
+        let word = WinnersWord::default();
+        tell(&mut lead, 11, Event::Verdict(Verdict::Taken(owner(2)), word));
+        assert!(matches!(lead.phase(), PrimaryPhase::Frozen(_)));
+        lead
+    };
+    let ran = WinnersWord { runs: None, ran: Some(Generation(2)) };
+    let mut lead = lost();
+    tell(&mut lead, 20, Event::Verdict(Verdict::Returned(Generation(3)), ran));
+    assert!(matches!(lead.phase(), PrimaryPhase::Alone(_)), "it came back since");
+    let mut lead = lost();
+    tell(&mut lead, 20, Event::Verdict(Verdict::Unreachable("no answer".to_owned()), ran));
+    assert!(matches!(lead.phase(), PrimaryPhase::Frozen(_)), "nobody knows");
+    tell(&mut lead, 30, Event::Verdict(Verdict::Taken(owner(2)), ran));
+    assert!(matches!(lead.phase(), PrimaryPhase::Halted(_)));
+}
