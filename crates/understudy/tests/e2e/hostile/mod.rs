@@ -14,7 +14,7 @@ use crate::stage::{Calm, LIMIT, daemon_with_peers, play};
 use anyhow::{Context, Result, ensure};
 use link::{Certificate, Line};
 use serde_json::{Value, json};
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
 use std::net::{SocketAddr, TcpListener, TcpStream};
 use std::path::{Path, PathBuf};
@@ -293,7 +293,9 @@ fn disguise(mut hello: Value) -> Value {
 
 /// What nobody but the operator changes: files, when they were written, and how long they are.
 fn foreign_files(scene: &Scene) -> Result<BTreeMap<PathBuf, (SystemTime, u64)>> {
-    let own = [scene.lab().arbiter_directory(), scene.lab().directory().join("pki")];
+    // Whoever compiles on this machine meanwhile writes there.
+    let compilers = PathBuf::from("/root/.cargo");
+    let own = [scene.lab().arbiter_directory(), scene.lab().directory().join("pki"), compilers];
     let hosts = ["a", "b"].map(|host| scene.lab().host_directory(host));
     let hosts = hosts.into_iter().collect::<Result<Vec<_>>>()?;
     let is_theirs = |path: &Path| {
@@ -397,7 +399,10 @@ fn harms_nobody(seconds: u64) {
         let (all, sessions) = (count(&mallory.conversations), count(&mallory.sessions));
         println!("{all} conversations, of which {sessions} were sessions");
         ensure!(all > 20 && sessions > 0, "it was hardly heard: nothing was shown");
-        ensure!(foreign_files(scene)? == before, "files outside of the hosts' own were touched");
+        let after = foreign_files(scene)?;
+        let touched = |path: &&PathBuf| before.get(*path) != after.get(*path);
+        let touched: BTreeSet<_> = before.keys().chain(after.keys()).filter(touched).collect();
+        ensure!(touched.is_empty(), "files outside of the hosts' own were touched: {touched:?}");
         // The protection that was there all the while was a real one.
         scene.host("a")?.kill_qemu(VM)?;
         wait_for("host b to take over", LIMIT, || {
