@@ -15,8 +15,7 @@ use nix::errno::Errno;
 use serde_json::json;
 use std::ffi::{c_int, c_ulong, c_void};
 use std::os::fd::{AsRawFd, RawFd};
-use std::time::Instant;
-use support::{ALL_OFFLOADS, GUEST, Neighbour, in_namespace, open, wait_for};
+use support::{ALL_OFFLOADS, GUEST, Neighbour, fresh, in_namespace, open, wait_for};
 use understudy_network::{CARDS_VARIABLE, announcement};
 use understudy_protocol::Epoch;
 
@@ -113,7 +112,7 @@ fn stock_qemu_takes_the_socket_for_a_tap() {
         qemu.qmp_with("announce-self", once);
         wait_for("QEMU's frame to be held", || port.held_frames() == 1);
         port.drain_and_barrier(Epoch(2));
-        port.release_through(Epoch(1), Instant::now());
+        port.release_through(Epoch(1), fresh());
         let heard = watcher.next(|frame| (frame[12..14] == [0x80, 0x35]).then(|| frame.to_vec()));
         assert_eq!(heard, announcement(GUEST), "QEMU announces just as this crate does");
 

@@ -114,11 +114,11 @@ fn what_is_for_a_member_waits_for_its_commit() {
         one.held_of(Epoch(1), |_| copies += 1);
         assert_eq!(copies, 0, "a backup would send them to the bridge");
 
-        one.release_through(Epoch(1), Instant::now());
+        one.release_through(Epoch(1), fresh());
         assert_eq!(qemu2.receive(), "of epoch 1");
         assert_eq!(fabric.colours(), [1]);
         one.drain_and_barrier(Epoch(3));
-        one.release_through(Epoch(2), Instant::now());
+        one.release_through(Epoch(2), fresh());
         assert_eq!(qemu2.receive(), "of epoch 2");
         assert_eq!(fabric.colours(), [1, 2, 2], "the sign before what was sent behind it");
 

@@ -29,7 +29,7 @@ fn output_waits_for_the_commit_of_its_epoch() {
         marker.send("nothing was released");
         assert_eq!(watcher.receive(), "nothing was released");
 
-        port.release_through(Epoch(1), Instant::now());
+        port.release_through(Epoch(1), fresh());
         assert_eq!(watcher.receive(), "1a");
         assert_eq!(watcher.receive(), "1b");
         assert_eq!(port.held_frames(), 1);
@@ -37,7 +37,7 @@ fn output_waits_for_the_commit_of_its_epoch() {
         assert_eq!(watcher.receive(), "epoch 1 only");
 
         assert_eq!(port.drain_and_barrier(Epoch(3)), 1);
-        port.release_through(Epoch(2), Instant::now());
+        port.release_through(Epoch(2), fresh());
         assert_eq!(watcher.receive(), "2a");
     });
 }
@@ -57,7 +57,7 @@ fn a_release_that_is_out_of_date_waits_once_more() {
         marker.send("nothing was released");
         assert_eq!(watcher.receive(), "nothing was released");
         assert_eq!(port.drain_and_barrier(Epoch(3)), 1);
-        port.release_through(Epoch(2), Instant::now());
+        port.release_through(Epoch(2), fresh());
         assert_eq!(watcher.receive(), "1");
         // A sole owner's output is never out of date.
         qemu.send("2");
@@ -80,7 +80,7 @@ fn drain_takes_all_that_was_sent_before_it() {
                 qemu.send(&format!("{epoch}.{number}"));
             }
             assert_eq!(port.drain_and_barrier(Epoch(epoch + 1)), (epoch % 7) as usize);
-            port.release_through(Epoch(epoch), Instant::now());
+            port.release_through(Epoch(epoch), fresh());
             for number in 0..epoch % 7 {
                 assert_eq!(watcher.receive(), format!("{epoch}.{number}"));
             }
@@ -104,7 +104,7 @@ fn what_qemu_wrote_before_it_ended_still_leaves() {
         wait_for("the end to be seen", || !port.is_connected());
         assert_eq!(port.disconnect_reason().unwrap(), "QEMU closed the socket");
         port.drain_and_barrier(Epoch(2));
-        port.release_through(Epoch(1), Instant::now());
+        port.release_through(Epoch(1), fresh());
         for number in 0..20 {
             assert_eq!(watcher.receive(), number.to_string());
         }
@@ -137,7 +137,7 @@ fn nothing_leaves_a_fenced_port() {
         qemu.send("held");
         assert_eq!(port.drain_and_barrier(Epoch(2)), 1);
         port.shut();
-        port.release_through(Epoch(1), Instant::now());
+        port.release_through(Epoch(1), fresh());
         port.open_gate();
         qemu.send("after");
         wait_for("both frames to be dropped", || port.counters().dropped_by_buffer == 2);
@@ -179,7 +179,7 @@ fn nothing_leaves_after_the_limit_and_all_with_the_next_one() {
         qemu.send("1");
         assert_eq!(port.drain_and_barrier(Epoch(2)), 1);
         port.limit_output(Some(boot_time()));
-        port.release_through(Epoch(1), Instant::now());
+        port.release_through(Epoch(1), fresh());
         marker.send("silence again");
         assert_eq!(watcher.receive(), "silence again");
         port.limit_output(None);

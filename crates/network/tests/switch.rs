@@ -4,7 +4,6 @@
 mod support;
 
 use std::sync::Arc;
-use std::time::Instant;
 use support::*;
 use understudy_network::*;
 use understudy_protocol::{CardIndex, Epoch};
@@ -55,8 +54,8 @@ fn members_hear_each_other_at_once_and_only_once() {
 
         one.drain_and_barrier(Epoch(2));
         two.drain_and_barrier(Epoch(2));
-        one.release_through(Epoch(1), Instant::now());
-        two.release_through(Epoch(1), Instant::now());
+        one.release_through(Epoch(1), fresh());
+        two.release_through(Epoch(1), fresh());
         assert_eq!(outside.receive(), "for all", "and nothing that was for members alone");
         assert_eq!(outside.receive(), "for a stranger");
         // The broadcast is on the bridge now: the next thing that two hears must
@@ -114,7 +113,7 @@ fn a_long_segment_goes_the_way_that_its_taker_can_take() {
         say(&mut qemu1, mac(1), mac(2), "short ones stay inside");
         assert_eq!(qemu2.receive(), "short ones stay inside");
         one.drain_and_barrier(Epoch(2));
-        one.release_through(Epoch(1), Instant::now());
+        one.release_through(Epoch(1), fresh());
         let mut heard = 0;
         while heard < 20_000 {
             let part = tcp_payload(&qemu2.receive_frame());
@@ -125,7 +124,8 @@ fn a_long_segment_goes_the_way_that_its_taker_can_take() {
         say(&mut qemu2, mac(2), mac(1), "offered");
         assert_eq!(qemu1.receive(), "offered");
         qemu1.send_packet(&segment);
-        let frame = (0..).map(|_| qemu2.receive_frame()).find(|f| f[12..14] == [8, 0]).unwrap();
+        let frame =
+            (0..).map(|_| qemu2.receive_frame()).find(|f| f[26..30] == segment[38..42]).unwrap();
         assert_eq!(frame, ethernet(&segment), "at once, and in one piece");
         assert_eq!(one.held_frames(), 0);
     });
