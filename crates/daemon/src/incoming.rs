@@ -200,12 +200,10 @@ fn examine(host: &Host, offer: &Offer) -> Result<(), HostError> {
     if let Some(problem) = &host.kernel_problem {
         return refuse(problem.clone());
     }
-    let ours = host.capabilities.version.to_string();
-    if offer.qemu_version != ours {
-        return refuse(format!(
-            "its QEMU is {ours}, the primary's is {}: install the same version on both hosts",
-            offer.qemu_version
-        ));
+    let (ours, theirs) = (host.capabilities.release(), &offer.qemu);
+    if let Err(unlike) = ours.compare(theirs) {
+        let [ours, theirs] = [ours.version, theirs.version];
+        return refuse(format!("its QEMU is {ours}, the primary's is {theirs}: {unlike}"));
     }
     if !host.capabilities.machines.iter().any(|machine| machine.name == offer.machine_type) {
         return refuse(format!("its QEMU has no machine type {}", offer.machine_type));

@@ -47,6 +47,7 @@ impl ProbeAnswer {
             wire_highest: wire,
             qemu: None,
             qemu_build: None,
+            qemu_layout: None,
         };
         self.versions.unwrap_or(old)
     }

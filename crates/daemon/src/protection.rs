@@ -9,7 +9,7 @@ use std::sync::Arc;
 use understudy_machine::Machine;
 use understudy_protocol::VmName;
 use understudy_protocol::{Generation, Output, PrimaryPhase};
-use understudy_qemu::VmDefinition;
+use understudy_qemu::{Release, VmDefinition};
 use understudy_replication::lockstep::compare::primary::Refusal;
 use understudy_replication::membership::Membership;
 use understudy_replication::{primary, resync};
@@ -302,7 +302,7 @@ impl Host {
             qemu_timeout: self.config.detection.qemu,
             arbiter,
             ask_winner: hand_back::asking(self),
-            qemu_version: self.capabilities.version.to_string(),
+            qemu: self.release_of(&machine),
             session: resync::fresh_session(&self.config.name, &definition.name)
                 .map_err(internal)?,
             sessions: resync::track(&machine, &self.records, &directory)
@@ -312,6 +312,16 @@ impl Host {
             meters: self.meters.clone(),
             events: vm.events.clone(),
         })
+    }
+}
+
+impl Host {
+    /// The QEMU that runs the machine, which the installed one may have replaced since.
+    fn release_of(&self, machine: &Machine) -> Release {
+        let version = machine.monitor().version();
+        let installed = self.capabilities.release();
+        let layout = installed.layout.filter(|_| version == installed.version);
+        Release { version, layout }
     }
 }
 

@@ -11,7 +11,8 @@ use std::thread;
 use std::time::Duration;
 use understudy_protocol::wire::{Kind, SPOKEN};
 use understudy_protocol::{HostName, VmName};
-use understudy_qemu::build_id;
+use understudy_qemu::release::StateLayout;
+use understudy_qemu::{Release, build_id};
 use understudy_replication::handshake::Purpose;
 use understudy_report::upgrade::{UpgradeOutcome, UpgradePeer, UpgradePlan, UpgradeStep, Versions};
 use understudy_report::{Protection, Role, VmStatus};
@@ -61,8 +62,13 @@ impl Host {
 
     /// What this daemon is.
     pub(crate) fn versions(&self) -> Versions {
-        let build = build_id(&self.capabilities.binary).ok().flatten();
-        Versions::of_this_program(Some(self.capabilities.version.to_string()), build)
+        let Release { version, layout } = self.capabilities.release();
+        Versions {
+            qemu: Some(version.to_string()),
+            qemu_build: build_id(&self.capabilities.binary).ok().flatten(),
+            qemu_layout: layout.map(String::from),
+            ..Versions::of_this_program()
+        }
     }
 
     fn comes_up_again(&self, name: &VmName) -> bool {
@@ -102,8 +108,15 @@ fn peer(ours: &Versions, host: HostName, answer: Result<Versions, String>) -> Up
     let remedy = || SPOKEN.remedy(versions.spoken(), &host);
     let problem =
         wire.is_none().then(|| format!("no wire version is spoken by both: {}", remedy()));
-    let device_state_fits = versions.qemu.as_ref().map(|theirs| Some(theirs) == ours.qemu.as_ref());
+    let device_state_fits =
+        release(&versions).zip(release(ours)).map(|(theirs, ours)| ours.compare(&theirs).is_ok());
     UpgradePeer { host, wire, device_state_fits, problem, versions: Some(versions) }
+}
+
+/// The QEMU that a host runs VMs with, if it says so.
+fn release(versions: &Versions) -> Option<Release> {
+    let version = versions.qemu.as_ref()?.parse().ok()?;
+    Some(Release { version, layout: versions.qemu_layout.clone().map(StateLayout::from) })
 }
 
 /// What is known of a VM beside its status.
@@ -183,8 +196,10 @@ mod tests {
     const FACTS: Facts = Facts { comes_up_again: false, being_loaded: false, kept: false };
 
     fn versions(wire: (u32, u32), qemu: &str) -> Versions {
-        let ours = Versions::of_this_program(Some(qemu.to_owned()), None);
-        Versions { wire_least: wire.0, wire_highest: wire.1, ..ours }
+        let qemu_layout = Some("alike".to_owned());
+        let ours = Versions { qemu_layout, ..Versions::of_this_program() };
+        let qemu = Some(qemu.to_owned());
+        Versions { wire_least: wire.0, wire_highest: wire.1, qemu, ..ours }
     }
 
     fn b(answer: Result<Versions, String>) -> UpgradePeer {
@@ -224,6 +239,10 @@ mod tests {
     #[test]
     fn another_qemu_does_not_take_the_device_state() {
         assert_eq!(b(Ok(versions((17, 18), "10.1.0"))).device_state_fits, Some(false));
+        let patched = versions((17, 18), "10.0.13");
+        assert_eq!(b(Ok(patched.clone())).device_state_fits, Some(true));
+        let unlike = Versions { qemu_layout: None, ..patched };
+        assert_eq!(b(Ok(unlike)).device_state_fits, Some(false));
         let silent = Versions { qemu: None, ..versions((17, 17), "") };
         assert_eq!(b(Ok(silent)).device_state_fits, None);
     }

@@ -5,6 +5,7 @@ use crate::kvm::{Kvm, Obstacle};
 use crate::process::{Launch, LaunchError, Qemu};
 use crate::processor::{CpuNeeds, KvmProcessor, nesting};
 use crate::qmp::{Connection, QemuVersion, QmpError};
+use crate::release::{Release, StateLayout};
 use nix::sys::memfd::{MFdFlags, memfd_create};
 use qapi::qmp::{
     qom_list_types, query_commands, query_cpu_definitions, query_kvm, query_machines,
@@ -50,13 +51,15 @@ impl fmt::Display for Accelerator {
     }
 }
 
-/// What an installed QEMU can do. Probing starts it once: keep the answer.
+/// What an installed QEMU can do. Probing starts it twice: keep the answer.
 #[derive(Clone, Debug)]
 pub struct Capabilities {
     /// The program.
     pub binary: PathBuf,
     /// Its version.
     pub version: QemuVersion,
+    /// How its devices write their state, if it says so.
+    pub layout: Option<StateLayout>,
     /// Its machine types.
     pub machines: Vec<Machine>,
     /// Its CPU models.
@@ -182,7 +185,10 @@ impl Capabilities {
         let answers = Connection::open(ours, PROBE_TIMEOUT)
             .and_then(|(mut connection, version)| Answers::get(&mut connection, version));
         match answers {
-            Ok(answers) => answers.judge(binary),
+            Ok(answers) => {
+                let judged = answers.judge(binary)?;
+                Ok(Capabilities { layout: StateLayout::of(binary)?, ..judged })
+            }
             Err(source) => {
                 // When QEMU ended by itself, its last words are the reason.
                 let exit = qemu.wait(Duration::from_secs(1))?;
@@ -190,6 +196,11 @@ impl Capabilities {
                 Err(CapabilityError::NoAnswer { binary: binary.to_owned(), source, said })
             }
         }
+    }
+
+    /// What it is to other QEMUs.
+    pub fn release(&self) -> Release {
+        Release { version: self.version, layout: self.layout.clone() }
     }
 
     /// The versioned machine type for a definition's `machine`.
@@ -354,7 +365,8 @@ impl Answers {
         let accelerators = present.map(|(accelerator, _)| *accelerator).collect();
         let cpus = self.cpus.into_iter().map(|cpu| cpu.name).collect();
         let processor = self.processor;
-        Ok(Capabilities { binary, version, machines, cpus, accelerators, processor })
+        let layout = None;
+        Ok(Capabilities { binary, version, layout, machines, cpus, accelerators, processor })
     }
 }
 

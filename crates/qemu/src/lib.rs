@@ -6,6 +6,7 @@
 //! - [`capabilities`]: what the installed QEMU can do;
 //! - [`processor`]: the processor that the guest sees, and whether a host has it;
 //! - [`command`]: the command line, a pure function of definition and resources;
+//! - [`release`]: whether two of them read each other's device state;
 //! - [`user`]: who it runs as;
 //! - [`lockstep`]: what lockstep needs of it, and the way of its log;
 //! - [`counting`]: the device state of a VM that is moved into a QEMU that counts instructions;
@@ -30,6 +31,7 @@ pub mod process;
 pub mod processor;
 pub mod programs;
 pub mod qmp;
+pub mod release;
 pub mod urgency;
 pub mod user;
 
@@ -43,5 +45,6 @@ pub use pause::AgentPauser;
 pub use process::Qemu;
 pub use processor::CpuNeeds;
 pub use qmp::Monitor;
+pub use release::Release;
 pub use urgency::Urgency;
 pub use user::RunAs;

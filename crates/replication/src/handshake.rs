@@ -17,7 +17,7 @@ use understudy_protocol::wire::{
 use understudy_protocol::{Count, DiskIndex, Generation, PathIndex};
 use understudy_protocol::{GroupName, HostName, VmName};
 use understudy_qemu::definition::CardDefinition;
-use understudy_qemu::{Accelerator, ClockBase, CpuNeeds, VmDefinition};
+use understudy_qemu::{Accelerator, ClockBase, CpuNeeds, Release, VmDefinition};
 use understudy_report::{DiskReads, Mode, ProtectRequest};
 
 /// How long a connection to a peer may take.
@@ -150,7 +150,8 @@ pub struct Offer {
     /// The accelerator that the primary runs.
     pub accelerator: Accelerator,
     /// The primary's QEMU.
-    pub qemu_version: String,
+    #[serde(flatten)]
+    pub qemu: Release,
     /// Its build, by which lockstep tells whether both are the same.
     #[serde(default)]
     pub qemu_build: Option<String>,

@@ -20,17 +20,21 @@ pub struct Versions {
     /// The GNU build id of that QEMU; none if it has none.
     #[serde(default)]
     pub qemu_build: Option<String>,
+    /// A digest of how that QEMU's devices write their state; none if it does not say.
+    #[serde(default)]
+    pub qemu_layout: Option<String>,
 }
 
 impl Versions {
-    /// The versions of this program itself.
-    pub fn of_this_program(qemu: Option<String>, qemu_build: Option<String>) -> Versions {
+    /// The versions of this program itself; of a QEMU nothing.
+    pub fn of_this_program() -> Versions {
         Versions {
             product: env!("CARGO_PKG_VERSION").to_owned(),
             wire_least: SPOKEN.least,
             wire_highest: SPOKEN.highest,
-            qemu,
-            qemu_build,
+            qemu: None,
+            qemu_build: None,
+            qemu_layout: None,
         }
     }
 
@@ -49,8 +53,8 @@ pub struct UpgradePeer {
     pub versions: Option<Versions>,
     /// The wire version that is spoken with it; none if there is none in common, or it does not answer.
     pub wire: Option<u32>,
-    /// Whether its QEMU takes the state of this host's devices: it is of the same version. None if it
-    /// does not say.
+    /// Whether its QEMU takes the state of this host's devices: it is of the same version, or of
+    /// the same series and writes it alike. None if it does not say.
     pub device_state_fits: Option<bool>,
     /// What is wrong with it, for people.
     #[serde(default)]

@@ -9,6 +9,7 @@ use std::fmt;
 use std::io::{self, BufRead, BufReader, Write};
 use std::os::fd::OwnedFd;
 use std::os::unix::net::UnixStream;
+use std::str::FromStr;
 use std::time::Duration;
 
 /// A line longer than this is not from a sane QEMU; the longest, the reply to
@@ -62,6 +63,24 @@ pub struct QemuVersion {
     pub minor: u32,
     /// 2 in 10.0.2.
     pub micro: u32,
+}
+
+impl QemuVersion {
+    /// The releases that it is one of: 10.0 for 10.0.2.
+    pub fn series(self) -> (u32, u32) {
+        (self.major, self.minor)
+    }
+}
+
+impl FromStr for QemuVersion {
+    type Err = ();
+
+    fn from_str(text: &str) -> Result<QemuVersion, ()> {
+        let numbers: Vec<u32> =
+            text.split('.').map(str::parse).collect::<Result<_, _>>().map_err(drop)?;
+        let [major, minor, micro] = numbers[..] else { return Err(()) };
+        Ok(QemuVersion { major, minor, micro })
+    }
 }
 
 impl fmt::Display for QemuVersion {

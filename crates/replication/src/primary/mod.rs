@@ -71,6 +71,7 @@ use understudy_link::channel::Channel;
 use understudy_link::link::Link;
 use understudy_machine::Machine;
 use understudy_protocol::{Generation, PathIndex, Policy, PrimaryPhase};
+use understudy_qemu::Release;
 use understudy_report::events::VmEvents;
 use understudy_report::meters::Meters;
 use understudy_report::{DiskReads, Mode, ProtectRequest};
@@ -115,7 +116,7 @@ pub struct Plan {
     /// Arbiter of ownership.
     pub arbiter: Arbiter,
     /// This host's QEMU.
-    pub qemu_version: String,
+    pub qemu: Release,
     /// Names the session; unique.
     pub session: String,
     /// Sessions since which every change of the disks is known.

@@ -39,7 +39,7 @@ pub fn offer(
         definition: (*definition).clone(),
         machine_type: machine.machine_type().to_owned(),
         accelerator: machine.accelerator(),
-        qemu_version: plan.qemu_version.clone(),
+        qemu: plan.qemu.clone(),
         qemu_build: machine.qemu_build(),
         mode: plan.mode,
         disk_reads: plan.disk_reads,

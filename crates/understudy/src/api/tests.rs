@@ -57,7 +57,7 @@ impl Control for Recorder {
     fn upgrade_plan(&self) -> UpgradePlan {
         UpgradePlan {
             host: literal("a"),
-            running: Versions::of_this_program(Some("10.0.2".into()), None),
+            running: Versions { qemu: Some("10.0.2".into()), ..Versions::of_this_program() },
             peers: Vec::new(),
             vms: Vec::new(),
         }

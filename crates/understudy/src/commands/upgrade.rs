@@ -15,7 +15,7 @@ pub fn run(client: &Client, args: &UpgradeArgs, json: bool) -> Result<Exit, Fail
         false => Vec::new(),
     };
     // On another machine the next daemon is another program than this.
-    let next = client.is_local().then(|| Versions::of_this_program(None, None));
+    let next = client.is_local().then(|| Versions::of_this_program());
     let report = Report { plan: client.upgrade_plan()?, next, handed_over };
     let ready = report.is_ready(args.evacuate);
     output::show(json, &report, |report| describe(report, args.evacuate))?;
@@ -127,7 +127,7 @@ fn describe_peer(report: &Report, peer: &UpgradePeer) -> String {
     text += match peer.device_state_fits {
         Some(true) => "; its QEMU takes the state of this host's devices",
         Some(false) => {
-            "; its QEMU DOES NOT TAKE the state of this host's devices: install the same version"
+            "; its QEMU DOES NOT TAKE the state of this host's devices: install the same release"
         }
         None => "; it does not say which QEMU it has, and is asked when a VM is protected",
     };
@@ -186,7 +186,8 @@ mod tests {
     }
 
     fn report(vms: Vec<UpgradeStep>, wire: (u32, u32)) -> Report {
-        let running = Versions::of_this_program(Some("10.0.2".into()), Some("c0ffee".into()));
+        let [qemu, qemu_build] = ["10.0.2", "c0ffee"].map(|text| Some(text.to_owned()));
+        let running = Versions { qemu, qemu_build, ..Versions::of_this_program() };
         let (wire_least, wire_highest) = wire;
         let theirs = Versions { wire_least, wire_highest, ..running.clone() };
         let peer = UpgradePeer {
@@ -197,7 +198,7 @@ mod tests {
             problem: None,
         };
         let plan = UpgradePlan { host: literal("a"), running, peers: vec![peer], vms };
-        Report { plan, next: Some(Versions::of_this_program(None, None)), handed_over: Vec::new() }
+        Report { plan, next: Some(Versions::of_this_program()), handed_over: Vec::new() }
     }
 
     fn handed_over() -> UpgradeOutcome {

@@ -9,7 +9,7 @@ use std::env::consts::EXE_SUFFIX;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 use understudy_lab::scene::VM;
-use understudy_lab::{RecordClient, Scene, SceneOptions, wait_for};
+use understudy_lab::{HostOptions, RecordClient, Scene, SceneOptions, wait_for};
 
 /// The last commit that speaks wire version 17 alone.
 const PREVIOUS: &str = "7814159";
@@ -139,6 +139,39 @@ fn hosts_of_two_versions_protect_each_other() {
         said(scene, "a", "speaks wire version 18 with host b")?;
         scene.host_mut("a")?.kill_everything()?;
         prove_survival(scene, client, "b")
+    });
+}
+
+/// Names a QEMU of another patch release than the installed one.
+const OTHER_QEMU: &str = "UNDERSTUDY_OTHER_QEMU";
+
+/// Either takes over from the other, whose release is older or newer.
+#[test]
+#[ignore = "needs a second QEMU, UNDERSTUDY_OTHER_QEMU; `make test-kvm` plays it"]
+fn hosts_of_two_patch_releases_of_qemu_protect_each_other() {
+    let other = std::env::var(OTHER_QEMU).unwrap_or_else(|_| panic!("{OTHER_QEMU} is not set"));
+    // Guests that have booted already are the installed QEMU's.
+    let mut options = SceneOptions { booted: false, ..options().calm() };
+    let settings = format!("qemu = {other:?}\n");
+    options.daemons.insert("b".to_owned(), HostOptions { settings, ..HostOptions::default() });
+    play(options, |scene| {
+        let release = |host: &str| -> Result<Value> {
+            let status = scene.host(host)?.call(["status", "--json"])?;
+            Ok(serde_json::from_str::<Value>(&status)?["qemu_version"].take())
+        };
+        let [a, b] = [release("a")?, release("b")?];
+        ensure!(a != b, "both hosts have QEMU {a}");
+        scene.start_guest("a")?;
+        scene.await_guest()?;
+        let client = scene.record_client(PACE)?;
+        protect(scene, "a", "b")?;
+        scene.host_mut("a")?.kill_everything()?;
+        scene.await_live("b")?;
+        await_service(&client)?;
+        scene.restart("a")?;
+        protect(scene, "b", "a")?;
+        scene.host_mut("b")?.kill_everything()?;
+        prove_survival(scene, client, "a")
     });
 }
 
