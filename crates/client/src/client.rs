@@ -92,6 +92,11 @@ impl Client {
         Client::by(Way::Remote(Box::new(Remote::new(host, credentials)?)))
     }
 
+    /// The same, which gives up after so long on one that says nothing.
+    pub fn patient(self, patience: Duration) -> Client {
+        Client { patience, ..self }
+    }
+
     /// Whether it is on this machine.
     pub fn is_local(&self) -> bool {
         matches!(self.way, Way::Socket(_))

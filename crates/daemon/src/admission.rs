@@ -52,6 +52,8 @@ impl Host {
             }
             check_cards(definition, &expected.definition)?;
         }
+        self.check_kept_name(&definition.name)?;
+        self.check_keepers(definition)?;
         let vms = self.vms.lock();
         for (name, vm) in vms.iter() {
             let machine = match vm {
@@ -65,6 +67,23 @@ impl Host {
                 return Err(HostError::new(ErrorKind::Conflict, message));
             }
             check_cards(definition, machine.definition())?;
+        }
+        Ok(())
+    }
+
+    fn check_keepers(&self, definition: &VmDefinition) -> Result<(), HostError> {
+        // Asked for by name: what cannot be listed for want of descriptors may be there all the same.
+        if let Some(keeper) = self.keeper_of(&definition.name) {
+            let message = format!(
+                "there is a VM {:?} on host {} already, in a keeper of its own",
+                keeper.vm, self.config.name
+            );
+            return Err(HostError::new(ErrorKind::Conflict, message));
+        }
+        for keeper in self.keepers() {
+            if let Some(other) = self.kept_definition(&keeper) {
+                check_cards(definition, &other)?;
+            }
         }
         Ok(())
     }

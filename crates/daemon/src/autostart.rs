@@ -106,8 +106,12 @@ impl Host {
         if self.is_closing() || self.awaited.why(vm).is_none() {
             return;
         }
-        // Its operator was quicker, or it is backed up here.
-        if self.vms.lock().contains_key(vm) {
+        let keeper = self.keeper_of(vm);
+        if let Some(problem) = keeper.as_ref().and_then(|keeper| keeper.problem.as_ref()) {
+            return self.wait_to_start(vm, &format!("it may have a keeper: {problem}"));
+        }
+        // Its operator was quicker, it is backed up here, or its keeper has outlived the last daemon.
+        if self.vms.lock().contains_key(vm) || keeper.is_some() {
             self.awaited.give_up(vm);
             return;
         }

@@ -130,6 +130,8 @@ pub struct HostConfig {
     pub repair: RepairConfig,
     /// Whether VMs may be followed by a backup without output commit.
     pub allow_unheld_output: bool,
+    /// Whether VMs that are started get a process of their own.
+    pub keepers: bool,
     /// Groups of VMs that are snapshotted together.
     pub clusters: BTreeMap<GroupName, ClusterConfig>,
     /// The keys of encrypted snapshot stores.
@@ -208,6 +210,7 @@ struct RawConfig {
     peers: BTreeMap<Spanned<String>, Spanned<toml::Value>>,
     tls: Option<RawTls>,
     insecure: Option<Spanned<bool>>,
+    keepers: Option<Spanned<bool>>,
     qemu: Option<Spanned<PathBuf>>,
     agent: Option<Spanned<PathBuf>>,
     memory: Option<MemorySize>,
@@ -286,6 +289,7 @@ impl RawConfig {
         }
         let peers = check_peers(source, self.peers, &name, &listen)?;
         let clusters = cluster::check(source, self.clusters)?;
+        let watchdog = self.detection.watchdog(source)?;
         let store_keys = cluster::check_keys(source, self.snapshot_keys)?;
         Ok(HostConfig {
             file: source.file().to_owned(),
@@ -308,7 +312,8 @@ impl RawConfig {
             limits: self.qemu_process.limits(source)?,
             memory_limit: self.memory.map(MemorySize::bytes),
             lease: self.detection.lease(source)?,
-            watchdog: self.detection.watchdog(source)?,
+            keepers: check_keepers(source, self.keepers, watchdog.is_some())?,
+            watchdog,
             detection: self.detection.check(source)?,
             power_off_timeout: Duration::from_secs(check_number(
                 source,
@@ -364,6 +369,21 @@ fn check_insecure(
     if *raw.get_ref() && has_tls {
         let message = "there is a [tls]: remove one of them";
         return Err(source.wrong("insecure", raw.span(), message));
+    }
+    Ok(raw.into_inner())
+}
+
+/// A watchdog resets the host when its daemon dies, which keepers are there to outlive.
+fn check_keepers(
+    source: &Source<'_>,
+    raw: Option<Spanned<bool>>,
+    has_watchdog: bool,
+) -> Result<bool, HostError> {
+    let Some(raw) = raw else { return Ok(false) };
+    if *raw.get_ref() && has_watchdog {
+        let message = "detection.watchdog resets this host, with all keepers, when its daemon dies: \
+                       remove one of them";
+        return Err(source.wrong("keepers", raw.span(), message));
     }
     Ok(raw.into_inner())
 }

@@ -103,7 +103,8 @@ impl Host {
 
     fn has_nothing_of(&self, vm: &VmName) -> bool {
         let present = self.vms.lock().get(vm).cloned();
-        matches!(present, Some(Vm::Fenced(_)) | None) && self.orphans.why(vm).is_none()
+        let is_elsewhere = self.orphans.why(vm).is_some() || self.keeper_of(vm).is_some();
+        matches!(present, Some(Vm::Fenced(_)) | None) && !is_elsewhere
     }
 
     /// Returns what this host was granted and has nothing of, if it was.

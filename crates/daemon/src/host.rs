@@ -12,7 +12,7 @@ use crate::peers::{self, Peers};
 use crate::snapshot::frames::Fabric;
 use crate::snapshot::{Snapshots, start_sampling, start_schedules};
 use crate::vm::{PrimaryVm, Vm};
-use crate::{arbiter_watch, expiry, gate, lease, memory_pressure, webhook};
+use crate::{arbiter_watch, expiry, gate, keeper, lease, memory_pressure, webhook};
 use std::collections::BTreeMap;
 use std::io;
 use std::net::{SocketAddr, TcpListener};
@@ -51,6 +51,8 @@ pub const ADDRESS_PATIENCE: Duration = Duration::from_secs(5);
 pub struct Host {
     /// The configuration.
     pub(crate) config: HostConfig,
+    /// The one VM that this process keeps; none if it is the daemon.
+    pub(crate) keeps: Option<VmName>,
     pub(crate) identity: Identity,
     pub(crate) arbiter: Option<Arbiter>,
     /// What is wrong with it.
@@ -104,6 +106,51 @@ pub struct Host {
 impl Host {
     /// Checks the machine, claims the state directory, listens for peers.
     pub fn start(config: HostConfig) -> Result<Arc<Host>, HostError> {
+        // Whoever has the addresses is this host's daemon: nothing is touched before.
+        let listeners = config.listen.iter().map(bind).collect::<Result<Vec<_>, _>>()?;
+        let host = Host::new(config, None)?;
+        host.refuse_strangers()?;
+        // Before anybody can ask for these VMs.
+        let orphans = host.find_orphans();
+        keeper::watch(&host).map_err(internal)?;
+        for listener in listeners {
+            gate::listen(&host, listener)?;
+        }
+        qemu_log::start(&host, host.config.state_dir.clone()).map_err(internal)?;
+        host.look_after_itself()?;
+        membership::join(&host);
+        expiry::start(&host);
+        webhook::start(&host);
+        start_schedules(&host);
+        start_sampling(&host);
+        let records = host.records.all();
+        host.tell_of_the_lost(records.clone());
+        orphans.into_iter().for_each(|orphan| host.take_back(orphan));
+        autostart::start(&host, records).map_err(internal)?;
+        info!("host {} listens on {:?}", host.config.name, host.config.listen);
+        Ok(host)
+    }
+
+    /// Checks the machine, to run one VM of this host and nothing else. The host's addresses, its
+    /// other VMs and what all share are the daemon's.
+    pub fn keep(config: HostConfig, vm: VmName) -> Result<Arc<Host>, HostError> {
+        let host = Host::new(config, Some(vm))?;
+        host.look_after_itself()?;
+        membership::look_on(&host);
+        Ok(host)
+    }
+
+    /// What daemon and keepers do alike, for as long as they live.
+    fn look_after_itself(self: &Arc<Self>) -> Result<(), HostError> {
+        if let Some(tls) = &self.identity.tls {
+            tls::renewal::start(Arc::downgrade(tls));
+        }
+        peers::watch(self);
+        arbiter_watch::start(self);
+        lease::start(self).map_err(internal)
+    }
+
+    fn new(config: HostConfig, keeps: Option<VmName>) -> Result<Arc<Host>, HostError> {
         understudy_threads::contain_panics();
         memory_pressure::spare_daemon();
         descriptors::raise_limit();
@@ -120,11 +167,11 @@ impl Host {
         }
         let identity = identify(&config)?;
         prepare_directory(&config.state_dir)?;
-        let listeners = config.listen.iter().map(bind).collect::<Result<Vec<_>, _>>()?;
         let records = Records::new(&config.state_dir, &config.name);
         let arbiter = config.arbiter.as_ref().map(|kind| {
             let arbiter = Arbiter::new(kind, &config.name)?;
-            arbiter.remembered_in(&config.state_dir, records.are_none()?)
+            let is_new = keeps.is_none() && records.are_none()?;
+            arbiter.remembered_in(&config.state_dir, is_new)
         });
         let arbiter = arbiter
             .transpose()
@@ -134,6 +181,7 @@ impl Host {
             records,
             peers: Peers::of(&config),
             config,
+            keeps,
             identity,
             arbiter,
             arbiter_problem: Common::default(),
@@ -160,28 +208,6 @@ impl Host {
             hurried: AtomicBool::new(false),
         });
         containment::start(&host, told).map_err(internal)?;
-        // Before anybody can ask for these VMs.
-        let orphans = host.find_orphans();
-        for listener in listeners {
-            gate::listen(&host, listener)?;
-        }
-        qemu_log::start(&host, host.config.state_dir.clone()).map_err(internal)?;
-        if let Some(tls) = &host.identity.tls {
-            tls::renewal::start(Arc::downgrade(tls));
-        }
-        peers::watch(&host);
-        membership::join(&host);
-        arbiter_watch::start(&host);
-        lease::start(&host).map_err(internal)?;
-        expiry::start(&host);
-        webhook::start(&host);
-        start_schedules(&host);
-        start_sampling(&host);
-        let records = host.records.all();
-        host.tell_of_the_lost(records.clone());
-        orphans.into_iter().for_each(|orphan| host.take_back(orphan));
-        autostart::start(&host, records).map_err(internal)?;
-        info!("host {} listens on {:?}", host.config.name, host.config.listen);
         Ok(host)
     }
 
@@ -293,7 +319,8 @@ impl Host {
         let ran = |record: &Record| {
             record.image.role == ImageRole::Active && !autostart::comes_up(record)
         };
-        lost.retain(|record| ran(record) && self.orphans.why(&record.definition.name).is_none());
+        let is_here = |vm: &VmName| self.orphans.why(vm).is_some() || self.keeper_of(vm).is_some();
+        lost.retain(|record| ran(record) && !is_here(&record.definition.name));
         if lost.is_empty() {
             return;
         }
@@ -335,7 +362,11 @@ impl Host {
     pub(crate) fn vm(&self, name: &VmName) -> Result<Vm, HostError> {
         self.vms.lock().get(name).cloned().ok_or_else(|| {
             let awaited = || self.awaited.why(name).map(|why| format!("is to come up here: {why}"));
-            let message = match self.orphans.why(name).or_else(awaited) {
+            let kept = || {
+                self.keeper_of(name)
+                    .map(|_| "has a keeper of its own: its daemon does not do that".to_owned())
+            };
+            let message = match self.orphans.why(name).or_else(kept).or_else(awaited) {
                 Some(why) => format!("{name} {why}"),
                 None => format!("there is no VM {name:?} on host {}", self.config.name),
             };

@@ -14,6 +14,7 @@ mod group;
 mod hand_back;
 mod host;
 mod incoming;
+pub mod keeper;
 mod lease;
 mod lifecycle;
 mod medium;

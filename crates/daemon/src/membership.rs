@@ -11,7 +11,7 @@ use std::net::SocketAddr;
 use std::sync::{Arc, Weak};
 use std::thread;
 use std::time::Duration;
-use tracing::{info, warn};
+use tracing::{debug, info, warn};
 use understudy_arbiter::etcd::{Etcd, Lease};
 use understudy_protocol::HostName;
 use understudy_threads::Common;
@@ -118,6 +118,26 @@ pub fn join(host: &Arc<Host>) {
     }
 }
 
+/// Reads who the members are, for a keeper: its daemon is the one that speaks for the host.
+pub fn look_on(host: &Arc<Host>) {
+    if host.arbiter.as_ref().and_then(|arbiter| arbiter.etcd()).is_none() {
+        return;
+    }
+    let host = Arc::downgrade(host);
+    let look = move || {
+        while let Some(host) = host.upgrade() {
+            if let Err(error) = host.look_for_members() {
+                debug!("the members stay as they were: {error:#}");
+            }
+            drop(host);
+            thread::sleep(INTERVAL);
+        }
+    };
+    if let Err(error) = thread::Builder::new().name("membership".to_owned()).spawn(look) {
+        warn!("members are not looked for: cannot start a thread: {error}");
+    }
+}
+
 fn run(host: &Weak<Host>, etcd: &Etcd) {
     let mut well = true;
     while let Some(host) = host.upgrade() {
@@ -137,7 +157,7 @@ fn run(host: &Weak<Host>, etcd: &Etcd) {
 }
 
 fn describe(host: &Host) -> Member {
-    let vms = host.vms.lock().len() as u32;
+    let vms = (host.vms.lock().len() + host.keepers().len()) as u32;
     Member {
         addresses: host.config.listen.clone(),
         free_memory: host.free_memory(),

@@ -3,6 +3,7 @@
 
 use crate::containment;
 use crate::host::Host;
+use crate::keeper;
 use crate::snapshot::RestoreNote;
 use crate::vm::{FencedVm, Vm};
 use anyhow::Context;
@@ -130,7 +131,7 @@ impl Host {
         let mut orphans = Vec::new();
         for entry in fs::read_dir(&self.config.state_dir).into_iter().flatten().flatten() {
             let directory = entry.path();
-            if !directory.join(SOCKET).exists() {
+            if !directory.join(SOCKET).exists() || keeper::note::lives_in(&directory) {
                 continue;
             }
             match find(&directory) {

@@ -52,7 +52,7 @@ impl Host {
     pub(crate) fn images_answer(&self, vm: &VmName) -> Result<ImagesAnswer, HostError> {
         let mut runs = None;
         let present = self.vms.lock().get(vm).cloned();
-        let busy = match present {
+        let mut busy = match present {
             // A copy that is kept runs nothing.
             Some(Vm::Primary(vm)) if vm.kept().is_some() => None,
             Some(Vm::Primary(vm)) if vm.machine().is_alive() => {
@@ -63,6 +63,11 @@ impl Host {
             _ => self.orphans.why(vm).map(|why| format!("has a QEMU of it, which {why}")),
         };
         let (host, record) = (self.config.name.clone(), self.record(vm)?);
+        if self.keeper_of(vm).is_some() {
+            // Until it has ended nothing else is known of it: it may run at any moment.
+            runs = record.as_ref().map(|record| record.definition.memory.bytes());
+            busy = Some("has a keeper of it".to_owned());
+        }
         Ok(ImagesAnswer { host, record, busy, runs, snapshots: self.snapshots.last_numbers() })
     }
 

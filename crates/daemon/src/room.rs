@@ -7,7 +7,8 @@
 use crate::host::Host;
 use crate::vm::Vm;
 use nix::sys::statvfs::statvfs;
-use std::path::Path;
+use std::fs;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use understudy_machine::Machine;
 use understudy_replication::handshake::{FileOffer, FileRole, Offer};
@@ -93,6 +94,13 @@ impl Host {
             room.untaken += ram.bytes().saturating_sub(ram.resident_bytes()?);
             room.untaken += BESIDE_BYTES.saturating_sub(beside);
         }
+        for keeper in self.keepers() {
+            let Some(definition) = self.kept_definition(&keeper) else { continue };
+            let promised = definition.memory.bytes() + BESIDE_BYTES;
+            room.vms += 1;
+            room.promised += promised;
+            room.untaken += promised.saturating_sub(keeper.pid.map_or(0, taken_by_children));
+        }
         for expected in self.arrivals.all() {
             let there = self.vms.lock().contains_key(&expected.definition.name);
             let bytes = expected.definition.memory.bytes() + BESIDE_BYTES;
@@ -113,6 +121,17 @@ impl Host {
         };
         self.vms.lock().values().filter_map(machine).collect()
     }
+}
+
+/// Bytes that the QEMU of a keeper has taken; what cannot be read is not taken yet.
+fn taken_by_children(keeper: u32) -> u64 {
+    let threads = fs::read_dir(format!("/proc/{keeper}/task")).into_iter().flatten().flatten();
+    let children = threads.filter_map(|it| fs::read_to_string(it.path().join("children")).ok());
+    let of_one = |child: &str| -> u64 {
+        let status = PathBuf::from(format!("/proc/{child}/status"));
+        ["RssShmem:", "RssAnon:"].iter().filter_map(|name| kib_field(&status, name).ok()).sum()
+    };
+    children.map(|list| list.split_whitespace().map(of_one).sum::<u64>()).sum()
 }
 
 /// Bytes that a mirror of the offered VM begins with.

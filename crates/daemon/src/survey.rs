@@ -56,7 +56,7 @@ pub(crate) struct Needs {
 impl Host {
     /// What this host says when it is asked whether it could back `vm` up.
     pub(crate) fn survey_answer(&self, vm: &VmName, needs: &Needs) -> SurveyAnswer {
-        let vms = self.vms.lock().len() as u32;
+        let vms = (self.vms.lock().len() + self.keepers().len()) as u32;
         SurveyAnswer {
             host: self.config.name.clone(),
             free_memory: self.free_memory(),
@@ -76,6 +76,9 @@ impl Host {
         };
         if let Some(problem) = &self.kernel_problem {
             return Some(problem.clone());
+        }
+        if self.keeper_of(vm).is_some() {
+            return Some(format!("still has a keeper of {vm}"));
         }
         let present = self.vms.lock().get(vm).cloned();
         match present {

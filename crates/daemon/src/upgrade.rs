@@ -37,10 +37,15 @@ impl Host {
             let outcome = decide(&status, &facts, &peers);
             UpgradeStep { vm: name, group: status.group, outcome }
         };
+        let kept = self.keepers().into_iter().map(|keeper| UpgradeStep {
+            vm: keeper.vm,
+            group: None,
+            outcome: UpgradeOutcome::GoesOn,
+        });
         UpgradePlan {
             host: self.config.name.clone(),
             running,
-            vms: vms.into_iter().map(step).collect(),
+            vms: vms.into_iter().map(step).chain(kept).collect(),
             peers,
         }
     }

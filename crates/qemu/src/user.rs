@@ -20,9 +20,11 @@ use std::sync::atomic::{AtomicU32, Ordering};
 
 /// Numbers that no convention gives to anybody: 0x70000000 to 0x7fffffff.
 const FIRST_UNUSED: u32 = 0x7000_0000;
-/// Numbers of one daemon, and how many daemons' are told apart.
+/// Numbers of one daemon or keeper, and how many of them are told apart by the end of their process's number.
 const NUMBERS: u32 = 1 << 12;
 const DAEMONS: u32 = 1 << 16;
+/// Those that only its beginning tells apart begin so many numbers apart: Linux has 64 beginnings.
+const STRIDE: u32 = NUMBERS / 64;
 
 /// Permission of everybody to read.
 const OTHERS_READ: u32 = 0o004;
@@ -87,12 +89,17 @@ impl RunAs {
             _ if !geteuid().is_root() => None,
             RunAs::Named(user) => Some(*user),
             RunAs::OwnNumber => {
-                let number = NEXT.fetch_add(1, Ordering::Relaxed) % NUMBERS;
-                let number = FIRST_UNUSED + std::process::id() % DAEMONS * NUMBERS + number;
+                let number = number(std::process::id(), NEXT.fetch_add(1, Ordering::Relaxed));
                 Some(User { uid: Uid::from_raw(number), gid: Gid::from_raw(number) })
             }
         }
     }
+}
+
+/// The number of the nth QEMU that a process starts.
+fn number(process: u32, nth: u32) -> u32 {
+    let within = (process / DAEMONS * STRIDE).wrapping_add(nth) % NUMBERS;
+    FIRST_UNUSED + process % DAEMONS * NUMBERS + within
 }
 
 impl User {
@@ -188,6 +195,17 @@ mod tests {
             eprintln!("SKIPPED: needs root");
         }
         root
+    }
+
+    #[test]
+    fn each_process_has_numbers_of_its_own() {
+        // The highest process number of Linux has 22 bits.
+        let first = |beginning: u32| number(beginning * DAEMONS + 1234, 0);
+        let numbers: std::collections::BTreeSet<u32> = (0..64).map(first).collect();
+        assert_eq!(numbers.len(), 64);
+        assert!(numbers.iter().all(|number| (0x7000_0000..=0x7fff_ffff).contains(number)));
+        assert_ne!(number(1234, 0), number(1235, 0));
+        assert_ne!(number(1234, 0), number(1234, 1));
     }
 
     #[test]

@@ -83,6 +83,11 @@ impl Journal {
         self.add(None, kind);
     }
 
+    /// Takes over an event that another process of this host has recorded, and logged, about its VM.
+    pub fn relay(&self, event: Event) {
+        self.keep(|number| Event { number, ..event });
+    }
+
     /// The part about a VM.
     pub fn of(&self, vm: &VmName) -> VmEvents {
         VmEvents { journal: self.clone(), vm: vm.to_owned() }
@@ -91,13 +96,17 @@ impl Journal {
     fn add(&self, vm: Option<&VmName>, kind: EventKind) {
         let (text, severity) = (kind.to_string(), kind.severity());
         tell(vm, severity, &text);
+        let vm = vm.cloned();
+        self.keep(|number| Event { number, at_ms: now_ms(), vm, severity, kind, text });
+    }
+
+    fn keep(&self, event: impl FnOnce(u64) -> Event) {
         let mut kept = self.0.kept.lock();
         let number = self.0.last.load(Ordering::Relaxed) + 1;
         if kept.len() == KEPT {
             kept.pop_front();
         }
-        let vm = vm.cloned();
-        kept.push_back(Event { number, at_ms: now_ms(), vm, severity, kind, text });
+        kept.push_back(event(number));
         self.0.last.store(number, Ordering::Release);
     }
 
@@ -256,6 +265,18 @@ mod tests {
         db.record(EventKind::Rebooted);
         db.record_new(full());
         assert_eq!(db.sentences(), ["full; it waits", "the guest rebooted"]);
+    }
+
+    #[test]
+    fn an_event_of_another_process_gets_a_number_of_this_one() {
+        let (keepers, daemons) = (Journal::default(), Journal::default());
+        keepers.of(&literal("db")).record(EventKind::Started);
+        daemons.record(EventKind::LeaseRenewed);
+        let event = keepers.after(0, None).events.remove(0);
+        daemons.relay(event.clone());
+        let relayed = daemons.after(0, None).events.remove(1);
+        assert_eq!(relayed.number, daemons.last());
+        assert_eq!(Event { number: event.number, ..relayed }, event);
     }
 
     #[test]

@@ -244,6 +244,9 @@ pub struct VmStatus {
     pub role: Role,
     /// Whether the guest executes on this host now.
     pub live: bool,
+    /// The process that keeps it, if that is not the daemon.
+    #[serde(default)]
+    pub keeper_pid: Option<u32>,
     /// The generation of ownership that this host knows.
     pub generation: Generation,
     /// The last epoch known to be committed.
@@ -359,6 +362,7 @@ impl VmStatus {
             name: name.to_owned(),
             role,
             live: false,
+            keeper_pid: None,
             generation: Generation(0),
             epoch: Epoch(0),
             group: None,

@@ -75,6 +75,8 @@ pub enum UpgradeOutcome {
         /// Whether it comes up again with the next daemon, by `autostart`.
         comes_up_again: bool,
     },
+    /// It runs in a keeper of its own: it goes on, and its protection does.
+    GoesOn,
     /// It is another host's, and is not protected until the next daemon is back, or another host takes
     /// this one's place.
     LosesBackup {

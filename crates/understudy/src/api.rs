@@ -10,6 +10,7 @@
 //! | [`remote`] | the API over TLS |
 //! | [`idle`] | connections on which nothing happens |
 //! | [`guesses`] | wrong tokens |
+//! | [`kept`] | VMs that have a keeper: what is asked of them goes there |
 //! | [`jobs`] | work that takes long, to be watched and cancelled |
 //! | [`events`] | what happened, as a list and a stream |
 //! | [`snapshots`] | snapshots and restores |
@@ -25,6 +26,7 @@ pub mod events;
 mod guesses;
 mod idle;
 mod jobs;
+mod kept;
 mod name;
 mod openapi;
 mod page;
@@ -33,6 +35,7 @@ mod snapshots;
 
 pub use access::Guard;
 pub use control::Control;
+pub use kept::{Routed, follow};
 
 use axum::Router;
 use axum::body::Bytes;

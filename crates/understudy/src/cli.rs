@@ -114,6 +114,16 @@ pub enum Command {
     /// Keep a guest when its daemon dies; started by the daemon.
     #[command(hide = true, name = SUBCOMMAND)]
     Custodian,
+    /// Run one VM beside the daemon, and outlive it; started by the daemon.
+    #[command(hide = true, name = understudy_daemon::keeper::start::SUBCOMMAND)]
+    Keep {
+        /// The host's configuration.
+        #[arg(long, value_name = "FILE")]
+        config: PathBuf,
+        /// The VM.
+        #[arg(long)]
+        vm: VmName,
+    },
     /// What packages are made with.
     #[command(flatten)]
     Manual(ManualCommand),
@@ -435,7 +445,11 @@ pub struct RecoverArgs {
 impl Cli {
     /// What is logged unless the user says otherwise.
     pub fn default_log(&self) -> &'static str {
-        if matches!(self.command, Command::Host { .. }) { "info" } else { "warn" }
+        if matches!(self.command, Command::Host { .. } | Command::Keep { .. }) {
+            "info"
+        } else {
+            "warn"
+        }
     }
 }
 

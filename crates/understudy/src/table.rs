@@ -150,6 +150,9 @@ pub fn vm(vm: &VmStatus) -> String {
     if let Some(throttle) = &vm.throttle {
         rows.push(["processors".to_owned(), processors(throttle, vm.mode)]);
     }
+    if let Some(pid) = vm.keeper_pid {
+        rows.push(["keeper's process".to_owned(), pid.to_string()]);
+    }
     if let Some(pid) = vm.qemu_pid {
         rows.push(["QEMU's process".to_owned(), pid.to_string()]);
     }

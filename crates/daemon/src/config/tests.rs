@@ -86,6 +86,15 @@ fn output_is_held_unless_the_operator_allows_otherwise() {
 }
 
 #[test]
+fn keepers_are_asked_for_and_not_beside_a_watchdog() {
+    assert!(!read(GOOD).unwrap().keepers);
+    let text = format!("keepers = true\n{GOOD}");
+    assert!(read(&text).unwrap().keepers);
+    let text = text.replace("timeout_ms = 250", "watchdog = \"/dev/watchdog\"");
+    assert_says(&read(&text).unwrap_err().message, "host.toml:1: keepers:", &["watchdog"]);
+}
+
+#[test]
 fn a_field_of_the_wrong_kind_or_unknown_is_named() {
     assert_says(&broken("name = \"a\"", "name = 5"), "host.toml:2: name:", &["string"]);
     assert_says(&broken("state_dir", "statedir"), "host.toml:4:", &["statedir", "state_dir"]);

@@ -1,7 +1,7 @@
 //! `understudy host`: the daemon in the foreground.
 
 use super::watchdog;
-use crate::api::{Api, Guard, remote};
+use crate::api::{Api, Guard, Routed, follow, remote};
 use crate::metrics;
 use crate::service_manager::{Notice, ServiceManager};
 use crate::socket::ApiSocket;
@@ -14,7 +14,7 @@ use std::time::{Duration, Instant};
 use tokio::runtime::Builder;
 use tokio::signal::unix::{Signal, SignalKind, signal};
 use tokio::sync::oneshot;
-use tokio::task::{JoinError, spawn_blocking};
+use tokio::task::{JoinError, JoinHandle, spawn_blocking};
 use understudy_client::{Exit, Failure};
 use understudy_daemon::config::HostConfig;
 use understudy_daemon::{ADDRESS_PATIENCE, Host};
@@ -73,20 +73,21 @@ async fn serve(
         spawn_blocking(|| Host::start(config)).await.map_err(crashed)?;
     let host = host?;
     let (stop, stopped) = oneshot::channel::<()>();
-    let api = Api::new(Arc::new(host.clone()));
+    let api = Api::new(Arc::new(Routed(host.clone())));
     let router = api.router(&Guard::Local);
     let serving = listen(socket, router, async {
         // A dropped sender stops the server as well.
         let _ = stopped.await;
     })?;
     if let Some(listener) = metrics {
-        let router = metrics::router(Arc::new(host.clone()));
+        let router = metrics::router(Arc::new(Routed(host.clone())));
         // It ends with the daemon: it only answers questions.
         tokio::spawn(axum::serve(listener, router).into_future());
     }
     if let Some((config, tls)) = host.remote_api() {
         remote::start(&api, config, tls).await?;
     }
+    follow(&host).map_err(internal)?;
     // Behind all that may fail, and before anybody hears that this daemon is up.
     host.arm_watchdog()?;
     let server = tokio::spawn(serving);
@@ -98,6 +99,18 @@ async fn serve(
     alive.abort();
     manager.tell(&[Notice::Stopping(end), Notice::Status(format!("ending after {signal}"))]);
     tracing::info!(signal, "ending: VMs are handed over or shut down; another signal cuts them");
+    shut_down(&host, stop, server, &mut signals).await?;
+    tracing::info!("ended");
+    Ok(())
+}
+
+/// Ends a host's work in order; a further signal cuts its VMs.
+pub(super) async fn shut_down(
+    host: &Arc<Host>,
+    stop: oneshot::Sender<()>,
+    server: JoinHandle<io::Result<()>>,
+    signals: &mut Signals,
+) -> Result<(), Failure> {
     let _ = stop.send(());
     let ending = host.clone();
     let mut ended = spawn_blocking(move || ending.shutdown());
@@ -114,11 +127,10 @@ async fn serve(
         Ok(ended) => ended.map_err(crashed)?.map_err(internal)?,
         Err(_) => tracing::warn!("some API calls were not answered"),
     }
-    tracing::info!("ended");
     Ok(())
 }
 
-fn listen(
+pub(super) fn listen(
     socket: &ApiSocket,
     router: axum::Router,
     stop: impl Future<Output = ()> + Send + 'static,
@@ -148,19 +160,19 @@ async fn bind_metrics(address: SocketAddr) -> Result<tokio::net::TcpListener, Ho
 }
 
 /// The signals that end the daemon.
-struct Signals {
+pub(super) struct Signals {
     terminate: Signal,
     interrupt: Signal,
 }
 
 impl Signals {
-    fn new() -> io::Result<Signals> {
+    pub(super) fn new() -> io::Result<Signals> {
         let terminate = signal(SignalKind::terminate())?;
         let interrupt = signal(SignalKind::interrupt())?;
         Ok(Signals { terminate, interrupt })
     }
 
-    async fn next(&mut self) -> &'static str {
+    pub(super) async fn next(&mut self) -> &'static str {
         tokio::select! {
             _ = self.terminate.recv() => "SIGTERM",
             _ = self.interrupt.recv() => "SIGINT",
@@ -168,10 +180,10 @@ impl Signals {
     }
 }
 
-fn internal(error: io::Error) -> Failure {
+pub(super) fn internal(error: io::Error) -> Failure {
     Failure::internal(format!("the API cannot be served: {error}"))
 }
 
-fn crashed(error: JoinError) -> Failure {
+pub(super) fn crashed(error: JoinError) -> Failure {
     Failure::internal(format!("the daemon failed: {error}"))
 }

@@ -6,6 +6,7 @@ mod doctor;
 mod events;
 mod host;
 mod import;
+mod keep;
 mod lockstep;
 mod pki;
 mod protect;
@@ -70,6 +71,7 @@ pub fn run(cli: &Cli) -> Result<Exit, Failure> {
         Command::Custodian => understudy_daemon::custody::run()
             .map(|()| Exit::Ok)
             .map_err(|error| Failure::internal(format!("the custodian: {error:#}"))),
+        Command::Keep { config, vm } => keep::run(config, vm),
         Command::Manual(command) => manual::run(Cli::command(), command),
         Command::Vm(command) => vm::run(&client()?, command, json),
         Command::Protect(args) => protect::protect(&client()?, args, json),

@@ -153,6 +153,7 @@ fn outcome(outcome: &UpgradeOutcome) -> String {
         UpgradeOutcome::LosesBackup { primary } => format!(
             "runs on at host {primary}, which is without this backup until the daemon is back"
         ),
+        UpgradeOutcome::GoesOn => "goes on in its keeper, which stays of its release".to_owned(),
         UpgradeOutcome::Nothing => "is not this host's any more: nothing happens".to_owned(),
         UpgradeOutcome::NeedsPerson { reason, remedy } => {
             format!("NEEDS YOU: {reason}. To do: {remedy}")

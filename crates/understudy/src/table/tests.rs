@@ -12,6 +12,7 @@ pub fn example(protection: Protection) -> VmStatus {
     VmStatus {
         name: literal("db"),
         role: Role::Primary,
+        keeper_pid: None,
         live: true,
         generation: Generation(3),
         epoch: Epoch(1234),

@@ -14,7 +14,7 @@ use understudy_lab::scene::VM;
 use understudy_lab::{Scene, SceneOptions, wait_for};
 
 /// The scene's guest comes up with its host from now on.
-fn set_autostart(scene: &Scene) -> Result<()> {
+pub(crate) fn set_autostart(scene: &Scene) -> Result<()> {
     let mut definition: toml::Table = fs::read_to_string(scene.definition())?.parse()?;
     definition.insert("autostart".to_owned(), true.into());
     Ok(fs::write(scene.definition(), definition.to_string())?)

@@ -16,6 +16,7 @@
 //! | [`devices`] | other devices than virtio's |
 //! | [`firmware`] | a guest as virt-install makes one: UEFI, SCSI, SATA, a CD-ROM, the agent's channel |
 //! | [`idle`]    | many idle VMs: what each takes, and that all live on |
+//! | [`keepers`] | VMs in processes of their own, which outlive their daemon |
 //! | [`limits`]  | what one QEMU may use of its host |
 //! | [`upgrade`] | hosts of two versions |
 //! | [`import`] | guests that libvirt has defined |
@@ -114,6 +115,7 @@ mod idle;
 mod import;
 mod inbound;
 mod installed;
+mod keepers;
 mod lazy;
 mod lease;
 mod ledger;

@@ -1,0 +1,177 @@
+//! Keepers: each runs one VM of this host in a process of its own, with all that the daemon would run
+//! for it, so that the daemon may die without its guest noticing.
+//!
+//! Which VMs have one is no list of the daemon's: a keeper holds the lock of the [`note`] in its VM's
+//! directory for as long as it lives, so that the kernel says it, to this daemon and to the next.
+//!
+//! | module | is |
+//! |--------|----|
+//! | [`note`] | what a keeper says of itself, and its lock |
+//! | [`start`] | how the daemon starts one |
+//! | [`watch`] | how it notices the end of one |
+
+pub mod note;
+pub mod start;
+mod watch;
+
+pub(crate) use watch::start as watch;
+
+use crate::config::HostConfig;
+use crate::host::{Host, prepare_directory};
+use crate::vm::Vm;
+use note::{Claim, End, Found};
+use std::fs;
+use std::path::PathBuf;
+use std::sync::Arc;
+use std::thread;
+use std::time::{Duration, Instant};
+use understudy_protocol::{HostName, VmName};
+use understudy_qemu::VmDefinition;
+use understudy_report::error::{ErrorKind, HostError};
+
+/// The socket of a keeper's API, in its VM's directory.
+const SOCKET: &str = "keeper.sock";
+/// Between two looks at whether a keeper's VM is still there.
+const LOOK: Duration = Duration::from_millis(100);
+/// For the VM to be started in a new keeper.
+const START_PATIENCE: Duration = Duration::from_secs(60);
+
+/// A keeper that lives.
+#[derive(Clone, Debug)]
+pub struct Keeper {
+    /// Its VM.
+    pub vm: VmName,
+    /// Its process; none if it has not said yet.
+    pub pid: Option<u32>,
+    /// Where its API is.
+    pub socket: PathBuf,
+    /// Why this daemon cannot speak with it, if it cannot.
+    pub problem: Option<String>,
+}
+
+/// Makes this process the keeper of a VM, before anything is done for it.
+pub fn claim(config: &HostConfig, vm: &VmName) -> Result<Claim, HostError> {
+    let directory = vm.below(&config.state_dir);
+    prepare_directory(&directory)?;
+    Claim::take(&directory, &config.name, vm)
+}
+
+/// Where the API of a VM's keeper is.
+pub fn socket(config: &HostConfig, vm: &VmName) -> PathBuf {
+    vm.below(&config.state_dir).join(SOCKET)
+}
+
+impl Keeper {
+    /// Its socket; an error if this daemon cannot speak with it.
+    pub fn reachable(&self) -> Result<&PathBuf, HostError> {
+        match &self.problem {
+            None => Ok(&self.socket),
+            Some(problem) => {
+                let message = format!("the keeper of {} goes on as it was: {problem}", self.vm);
+                Err(HostError::new(ErrorKind::Conflict, message))
+            }
+        }
+    }
+}
+
+impl Host {
+    /// The keeper that this host has of a VM; none in a keeper.
+    pub fn keeper_of(&self, vm: &VmName) -> Option<Keeper> {
+        if self.keeps.is_some() {
+            return None;
+        }
+        let directory = vm.below(&self.config.state_dir);
+        let (pid, problem) = match note::look(&directory) {
+            Found::Nobody(_) => return None,
+            Found::Starting => (None, Some("it is just starting: try again".to_owned())),
+            Found::Unknown(problem) => (None, Some(problem)),
+            Found::Lives(note) => (Some(note.pid), self.stranger(&note.host)),
+        };
+        Some(Keeper { vm: vm.clone(), pid, socket: socket(&self.config, vm), problem })
+    }
+
+    fn stranger(&self, host: &HostName) -> Option<String> {
+        let problem = || {
+            let name = &self.config.name;
+            format!("it is one of host {host}, and this is the daemon of host {name}")
+        };
+        (*host != self.config.name).then(problem)
+    }
+
+    /// All keepers of this host.
+    pub fn keepers(&self) -> Vec<Keeper> {
+        self.directories().iter().filter_map(|vm| self.keeper_of(vm)).collect()
+    }
+
+    /// The VMs that have a directory here.
+    fn directories(&self) -> Vec<VmName> {
+        let entries = fs::read_dir(&self.config.state_dir).into_iter().flatten().flatten();
+        entries.filter_map(|entry| entry.file_name().to_str()?.parse().ok()).collect()
+    }
+
+    /// Refuses a state directory in which another host's keepers live.
+    pub(crate) fn refuse_strangers(&self) -> Result<(), HostError> {
+        for vm in self.directories() {
+            let Found::Lives(note) = note::look(&vm.below(&self.config.state_dir)) else {
+                continue;
+            };
+            if let Some(problem) = self.stranger(&note.host) {
+                let message = format!(
+                    "{} is another host's: a keeper of {vm} lives there, and {problem}; correct \
+                     `name` or `state_dir` in the configuration",
+                    self.config.state_dir.display()
+                );
+                return Err(HostError::new(ErrorKind::Conflict, message));
+            }
+        }
+        Ok(())
+    }
+
+    /// The definition of a keeper's VM, once it has been started.
+    pub(crate) fn kept_definition(&self, keeper: &Keeper) -> Option<VmDefinition> {
+        Some(self.record(&keeper.vm).ok()??.definition)
+    }
+
+    /// Refuses a name that is not that of the VM which this process keeps.
+    pub(crate) fn check_kept_name(&self, name: &VmName) -> Result<(), HostError> {
+        match &self.keeps {
+            Some(own) if own != name => {
+                let message = format!("this is the keeper of {own}, and of nothing else");
+                Err(HostError::new(ErrorKind::Conflict, message))
+            }
+            _ => Ok(()),
+        }
+    }
+
+    /// Waits until the VM that this process keeps is not here any more, and says how that came.
+    pub fn await_end_of_kept(self: &Arc<Self>) -> End {
+        let deadline = Instant::now() + START_PATIENCE;
+        let mut had_one = false;
+        let mut before = None;
+        loop {
+            // Held while it is being started.
+            let starting = self.adding.lock();
+            let end = self.end_of_kept();
+            drop(starting);
+            had_one |= end.is_none();
+            // What is handed over is fenced for a moment before it is gone: the second look counts.
+            if end.is_some() && end == before && (had_one || Instant::now() > deadline) {
+                return end.unwrap_or(End::Gone);
+            }
+            before = end;
+            thread::sleep(LOOK);
+        }
+    }
+
+    fn end_of_kept(&self) -> Option<End> {
+        let vms = self.vms.lock();
+        match vms.values().next() {
+            None => Some(End::Gone),
+            Some(Vm::Fenced(fenced)) => {
+                let (generation, reason) = (fenced.generation, fenced.reason.clone());
+                Some(End::Fenced { generation, reason })
+            }
+            Some(Vm::Primary(_) | Vm::Backup(_)) => None,
+        }
+    }
+}

@@ -1,0 +1,261 @@
+//! What a keeper says of itself: `keeper.json` in its VM's directory, locked for as long as it lives.
+//!
+//! The file is written in place and never removed, since the lock is that of the file.
+
+use nix::errno::Errno;
+use nix::fcntl::{FcntlArg, fcntl};
+use nix::libc;
+use serde::{Deserialize, Serialize};
+use std::fs::{File, OpenOptions};
+use std::io::{self, Read, Seek, Write};
+use std::os::unix::fs::OpenOptionsExt;
+use std::path::Path;
+use std::process;
+use understudy_protocol::{Generation, HostName, VmName};
+use understudy_report::error::{ErrorKind, HostError};
+
+/// The version of what daemon and keeper say to each other: this file, and the API behind the socket.
+const PROTOCOL: u32 = 1;
+
+const FILE: &str = "keeper.json";
+
+/// What a keeper says of itself.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Note {
+    protocol: u32,
+    /// The host that it is one of.
+    pub host: HostName,
+    /// Its VM.
+    pub vm: VmName,
+    /// Its process.
+    pub pid: u32,
+    /// How it ended; none while it lives, and if it was killed.
+    pub end: Option<End>,
+}
+
+/// How a keeper's VM came to its end.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum End {
+    /// Its operator or its guest ended it, or it runs elsewhere as its operator wished.
+    Gone,
+    /// This host lost it.
+    Fenced {
+        /// The last generation at which this host owned it.
+        generation: Generation,
+        /// Why.
+        reason: String,
+    },
+}
+
+/// What there is of a keeper in a VM's directory.
+#[derive(Debug)]
+pub enum Found {
+    /// None that lives, but what the last one has said, unless that is known already.
+    Nobody(Option<Note>),
+    /// One that has not said anything yet.
+    Starting,
+    /// One.
+    Lives(Note),
+    /// One that this daemon does not understand, and why.
+    Unknown(String),
+}
+
+/// Looks for a keeper. What cannot be read is taken for one: nobody may start the VM then.
+pub fn look(directory: &Path) -> Found {
+    let path = directory.join(FILE);
+    let examined = File::open(&path).and_then(|mut file| {
+        let is_locked = is_locked(&file)?;
+        let mut text = Vec::new();
+        file.read_to_end(&mut text)?;
+        Ok((is_locked, text))
+    });
+    match examined {
+        Err(error) if is_absent(&error) => Found::Nobody(None),
+        Err(error) => Found::Unknown(format!("{} cannot be read: {error}", path.display())),
+        Ok((false, text)) => Found::Nobody(serde_json::from_slice(&text).ok()),
+        Ok((true, text)) if text.is_empty() => Found::Starting,
+        Ok((true, text)) => understand(&text, &path),
+    }
+}
+
+/// Whether there is no such file, and no directory that could have it.
+fn is_absent(error: &io::Error) -> bool {
+    matches!(error.kind(), io::ErrorKind::NotFound | io::ErrorKind::NotADirectory)
+}
+
+/// Whether a keeper lives there.
+pub fn lives_in(directory: &Path) -> bool {
+    !matches!(look(directory), Found::Nobody(_))
+}
+
+fn understand(text: &[u8], path: &Path) -> Found {
+    #[derive(Deserialize)]
+    struct Version {
+        protocol: u32,
+    }
+    let unknown =
+        |error: serde_json::Error| format!("{} is not understood: {error}", path.display());
+    match serde_json::from_slice::<Version>(text) {
+        Err(error) => Found::Unknown(unknown(error)),
+        Ok(Version { protocol: PROTOCOL }) => match serde_json::from_slice(text) {
+            Ok(note) => Found::Lives(note),
+            Err(error) => Found::Unknown(unknown(error)),
+        },
+        Ok(Version { protocol }) => Found::Unknown(format!(
+            "it speaks version {protocol} of the local protocol, and this daemon version {PROTOCOL}: \
+             run the daemon of the keeper's release, or end its VM by SIGTERM to the keeper"
+        )),
+    }
+}
+
+/// The last keeper's words were heard.
+pub fn forget(directory: &Path) -> io::Result<()> {
+    OpenOptions::new().write(true).open(directory.join(FILE))?.set_len(0)
+}
+
+/// A keeper's hold on its VM: the lock, for as long as the process lives.
+#[derive(Debug)]
+pub struct Claim {
+    file: File,
+    note: Note,
+}
+
+impl Claim {
+    /// Takes a VM's lock and says who has it; refused if there is another keeper.
+    pub fn take(directory: &Path, host: &HostName, vm: &VmName) -> Result<Claim, HostError> {
+        let conflict = |message: String| HostError::new(ErrorKind::Conflict, message);
+        let path = directory.join(FILE);
+        let cannot =
+            |error: io::Error| conflict(format!("cannot lock {}: {error}", path.display()));
+        let file = OpenOptions::new()
+            .read(true)
+            .write(true)
+            .create(true)
+            .truncate(false)
+            .mode(0o600)
+            .open(&path)
+            .map_err(cannot)?;
+        match fcntl(&file, FcntlArg::F_OFD_SETLK(&whole_file())) {
+            Ok(_) => {}
+            Err(Errno::EAGAIN | Errno::EACCES) => {
+                return Err(conflict(format!("{vm} has a keeper on host {host} already")));
+            }
+            Err(errno) => return Err(cannot(errno.into())),
+        }
+        let note = Note {
+            protocol: PROTOCOL,
+            host: host.clone(),
+            vm: vm.clone(),
+            pid: process::id(),
+            end: None,
+        };
+        let mut claim = Claim { file, note };
+        claim.say().map_err(cannot)?;
+        Ok(claim)
+    }
+
+    /// The last that this keeper says.
+    pub fn end(mut self, end: End) -> io::Result<()> {
+        self.note.end = Some(end);
+        self.say()
+    }
+
+    fn say(&mut self) -> io::Result<()> {
+        let text = serde_json::to_vec(&self.note)?;
+        self.file.set_len(0)?;
+        self.file.rewind()?;
+        self.file.write_all(&text)
+    }
+}
+
+fn is_locked(file: &File) -> io::Result<bool> {
+    let mut lock = whole_file();
+    fcntl(file, FcntlArg::F_OFD_GETLK(&mut lock))?;
+    Ok(lock.l_type != libc::F_UNLCK as libc::c_short)
+}
+
+fn whole_file() -> libc::flock {
+    libc::flock {
+        l_type: libc::F_WRLCK as libc::c_short,
+        l_whence: libc::SEEK_SET as libc::c_short,
+        l_start: 0,
+        l_len: 0,
+        l_pid: 0,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::fs;
+    use understudy_protocol::literal;
+
+    fn take(directory: &Path) -> Result<Claim, HostError> {
+        Claim::take(directory, &literal("a"), &literal("db"))
+    }
+
+    #[test]
+    fn a_keeper_is_there_for_as_long_as_it_holds_the_lock() {
+        let directory = tempfile::tempdir().unwrap();
+        assert!(matches!(look(directory.path()), Found::Nobody(None)));
+        let file = directory.path().join("no-directory");
+        fs::write(&file, "").unwrap();
+        assert!(matches!(look(&file), Found::Nobody(None)));
+        let claim = take(directory.path()).unwrap();
+        match look(directory.path()) {
+            Found::Lives(note) => assert_eq!((note.pid, note.end), (process::id(), None)),
+            other => panic!("{other:?}"),
+        }
+        let error = take(directory.path()).unwrap_err();
+        assert!(error.message.contains("already"), "{error}");
+        drop(claim);
+        match look(directory.path()) {
+            Found::Nobody(Some(note)) => assert_eq!(note.end, None, "it was killed"),
+            other => panic!("{other:?}"),
+        }
+        forget(directory.path()).unwrap();
+        assert!(matches!(look(directory.path()), Found::Nobody(None)));
+    }
+
+    #[test]
+    fn the_last_words_of_a_keeper_stay() {
+        let directory = tempfile::tempdir().unwrap();
+        let end = End::Fenced { generation: Generation(3), reason: "host b has it".to_owned() };
+        take(directory.path()).unwrap().end(end.clone()).unwrap();
+        match look(directory.path()) {
+            Found::Nobody(Some(note)) => assert_eq!(note.end, Some(end)),
+            other => panic!("{other:?}"),
+        }
+    }
+
+    #[test]
+    fn one_that_is_not_understood_is_one_all_the_same() {
+        let directory = tempfile::tempdir().unwrap();
+        let _claim = take(directory.path()).unwrap();
+        let file = directory.path().join(FILE);
+        for (text, words) in [
+            (r#"{"protocol":9,"pid":1}"#, "version 9"),
+            ("no JSON", "not understood"),
+            (r#"{"protocol":1,"pid":1}"#, "not understood"),
+        ] {
+            fs::write(&file, text).unwrap();
+            match look(directory.path()) {
+                Found::Unknown(problem) => assert!(problem.contains(words), "{problem}"),
+                other => panic!("{other:?}"),
+            }
+        }
+        fs::write(&file, "").unwrap();
+        assert!(matches!(look(directory.path()), Found::Starting));
+    }
+
+    #[test]
+    fn what_cannot_be_read_may_be_one() {
+        let directory = tempfile::tempdir().unwrap();
+        fs::create_dir(directory.path().join(FILE)).unwrap();
+        match look(directory.path()) {
+            Found::Unknown(problem) => assert!(problem.contains("cannot be read"), "{problem}"),
+            other => panic!("{other:?}"),
+        }
+    }
+}

@@ -1,0 +1,296 @@
+//! VMs that have a keeper: what the daemon's API is asked about one goes to the keeper's own, and
+//! what the keeper tells is told on.
+
+use super::control::Control;
+use std::collections::BTreeSet;
+use std::path::Path;
+use std::sync::{Arc, Mutex, PoisonError, Weak};
+use std::thread;
+use std::time::{Duration, Instant};
+use tracing::warn;
+use understudy_client::{Client, Failure, FailureKind, Subject};
+use understudy_daemon::Host;
+use understudy_daemon::keeper::Keeper;
+use understudy_protocol::{GroupName, VmName};
+use understudy_qemu::VmDefinition;
+use understudy_report::cluster::{
+    DeleteReport, RestoreReport, RestoreRequest, SnapshotReport, SnapshotRequest, VerifyReport,
+};
+use understudy_report::events::Journal;
+use understudy_report::upgrade::UpgradePlan;
+use understudy_report::{
+    CheckpointTiming, ComparisonReport, GroupRequest, HostStatus, MediumRequest, ProtectRequest,
+    Protection, RecoverReport, RecoverRequest, Role, VmStatus,
+};
+use understudy_report::{ErrorKind, HostError, Meters};
+use understudy_snapshot::SnapshotNumber;
+
+/// For a keeper to say what it knows: one that hangs must not hide the others.
+const PATIENCE: Duration = Duration::from_secs(2);
+/// For a keeper whose VM has ended to end, and between two looks at that.
+const END_PATIENCE: Duration = Duration::from_secs(10);
+const END_LOOK: Duration = Duration::from_millis(10);
+/// Between two looks for keepers that are not followed yet.
+const LOOK: Duration = Duration::from_millis(250);
+
+/// A host, some of whose VMs may have keepers.
+#[derive(Clone)]
+pub struct Routed(pub Arc<Host>);
+
+impl Routed {
+    /// Asks the VM's keeper, if it has one, and else the daemon itself.
+    fn either<T>(
+        &self,
+        vm: &VmName,
+        keeper: impl FnOnce(&Client) -> Result<T, Failure>,
+        daemon: impl FnOnce(&Arc<Host>) -> Result<T, HostError>,
+    ) -> Result<T, HostError> {
+        match self.0.keeper_of(vm) {
+            None => daemon(&self.0),
+            Some(found) => ask(vm, found.reachable()?, keeper),
+        }
+    }
+
+    /// [`either`](Routed::either) of what ends the VM here: its keeper's end is waited for, so that
+    /// the name is free.
+    fn ended<T>(
+        &self,
+        vm: &VmName,
+        keeper: impl FnOnce(&Client) -> Result<T, Failure>,
+        daemon: impl FnOnce(&Arc<Host>) -> Result<T, HostError>,
+    ) -> Result<T, HostError> {
+        let Some(found) = self.0.keeper_of(vm) else { return daemon(&self.0) };
+        let done = ask(vm, found.reachable()?, keeper)?;
+        let deadline = Instant::now() + END_PATIENCE;
+        while self.0.keeper_of(vm).is_some_and(|now| now.pid == found.pid) {
+            if Instant::now() > deadline {
+                let message = format!("{vm} has ended, and its keeper has not yet");
+                return Err(HostError::new(ErrorKind::Conflict, message));
+            }
+            thread::sleep(END_LOOK);
+        }
+        Ok(done)
+    }
+
+    fn status_of_kept(&self, keeper: &Keeper) -> Option<VmStatus> {
+        let ask = || ask(&keeper.vm, keeper.reachable()?, |client| client.vm_status(&keeper.vm));
+        match ask() {
+            Ok(status) => Some(VmStatus { keeper_pid: keeper.pid, ..status }),
+            // It has just been started, or is about to end.
+            Err(error) if error.kind == ErrorKind::NotFound => None,
+            Err(_) if self.0.keeper_of(&keeper.vm).is_none() => None,
+            Err(error) => Some(VmStatus {
+                keeper_pid: keeper.pid,
+                protection: Protection::Degraded {
+                    reason: format!("what becomes of it is not known: {error}"),
+                },
+                ..VmStatus::new(&keeper.vm, Role::Primary)
+            }),
+        }
+    }
+}
+
+/// Asks a keeper.
+fn ask<T>(
+    vm: &VmName,
+    socket: &Path,
+    question: impl FnOnce(&Client) -> Result<T, Failure>,
+) -> Result<T, HostError> {
+    let asked = Client::new(socket).and_then(|client| question(&client.patient(PATIENCE)));
+    asked.map_err(|failure| match failure.kind {
+        FailureKind::Host(kind) => HostError::new(kind, failure.message),
+        FailureKind::Usage | FailureKind::Degraded | FailureKind::DaemonUnreachable => {
+            let message = format!("the keeper of {vm} does not answer: {}", failure.message);
+            HostError::new(ErrorKind::Unreachable, message)
+        }
+    })
+}
+
+impl Control for Routed {
+    fn status(&self) -> HostStatus {
+        let mut status = self.0.status();
+        let keepers = self.0.keepers();
+        let kept = keepers.iter().filter_map(|keeper| self.status_of_kept(keeper));
+        status.vms.extend(kept);
+        status.vms.sort_by(|one, other| one.name.cmp(&other.name));
+        status
+    }
+    fn upgrade_plan(&self) -> UpgradePlan {
+        self.0.upgrade_plan()
+    }
+    fn events(&self) -> Journal {
+        self.0.events()
+    }
+    fn meters(&self) -> Meters {
+        self.0.meters()
+    }
+    fn vm_start(&self, definition: VmDefinition) -> Result<VmStatus, HostError> {
+        let name = &definition.name;
+        if !self.0.starts_in_keeper(name) {
+            return self.0.vm_start(definition);
+        }
+        let start = |socket: &Path| ask(name, socket, |client| client.vm_start(&definition));
+        self.0.start_in_keeper(&definition, start)
+    }
+    fn vm_start_recorded(&self, name: &VmName) -> Result<VmStatus, HostError> {
+        if !self.0.starts_in_keeper(name) {
+            return self.0.vm_start_recorded(name);
+        }
+        let definition = self.0.definition(name)?;
+        let start = |socket: &Path| ask(name, socket, |client| client.vm_start_recorded(name));
+        self.0.start_in_keeper(&definition, start)
+    }
+    fn definition(&self, name: &VmName) -> Result<VmDefinition, HostError> {
+        self.either(name, |keeper| keeper.definition(name), |host| host.definition(name))
+    }
+    fn vm_stop(&self, name: &VmName, force: bool) -> Result<(), HostError> {
+        self.ended(name, |keeper| keeper.vm_stop(name, force), |host| host.vm_stop(name, force))
+    }
+    fn vm_status(&self, name: &VmName) -> Result<VmStatus, HostError> {
+        match self.0.keeper_of(name).map(|keeper| self.status_of_kept(&keeper)) {
+            Some(Some(status)) => Ok(status),
+            Some(None) | None => self.0.vm_status(name),
+        }
+    }
+    fn protect(&self, name: &VmName, request: ProtectRequest) -> Result<VmStatus, HostError> {
+        let asked = request.clone();
+        self.either(name, |keeper| keeper.protect(name, &asked), |host| host.protect(name, request))
+    }
+    fn protect_group(
+        &self,
+        name: &GroupName,
+        request: GroupRequest,
+    ) -> Result<Vec<VmStatus>, HostError> {
+        let mut kept = request.vms.iter().filter(|vm| self.0.keeper_of(vm).is_some());
+        match kept.next() {
+            None => self.0.protect_group(name, request),
+            Some(vm) => Err(not_kept(vm, "be protected in a group")),
+        }
+    }
+    fn unprotect(&self, name: &VmName) -> Result<VmStatus, HostError> {
+        self.either(name, |keeper| keeper.unprotect(name), |host| host.unprotect(name))
+    }
+    fn failover(&self, name: &VmName) -> Result<(), HostError> {
+        self.ended(name, |keeper| keeper.failover(name), |host| host.failover(name))
+    }
+    fn change_medium(&self, name: &VmName, request: MediumRequest) -> Result<VmStatus, HostError> {
+        let asked = request.clone();
+        self.either(
+            name,
+            |keeper| keeper.change_medium(name, &asked),
+            |host| host.change_medium(name, request),
+        )
+    }
+    fn recover(&self, name: &VmName, request: RecoverRequest) -> Result<RecoverReport, HostError> {
+        self.0.recover(name, request)
+    }
+    fn timings(&self, name: &VmName) -> Result<Vec<CheckpointTiming>, HostError> {
+        self.either(name, |keeper| keeper.timings(name), |host| host.timings(name))
+    }
+    fn verify_lockstep(&self, name: &VmName) -> Result<ComparisonReport, HostError> {
+        self.either(name, |keeper| keeper.verify_lockstep(name), |host| host.verify_lockstep(name))
+    }
+    fn may_name_store(&self, store: &str) -> Result<(), HostError> {
+        self.0.may_name_store(store)
+    }
+    fn snapshot(
+        &self,
+        what: &Subject,
+        asked: &SnapshotRequest,
+    ) -> Result<SnapshotReport, HostError> {
+        match what {
+            Subject::Vm(vm) if self.0.keeper_of(vm).is_some() => {
+                Err(not_kept(vm, "have snapshots taken of it"))
+            }
+            Subject::Vm(_) | Subject::Cluster(_) => Control::snapshot(&self.0, what, asked),
+        }
+    }
+    fn restore(&self, what: &Subject, asked: &RestoreRequest) -> Result<RestoreReport, HostError> {
+        Control::restore(&self.0, what, asked)
+    }
+    fn snapshots(
+        &self,
+        group: Option<&GroupName>,
+        store: Option<&str>,
+    ) -> Result<Vec<SnapshotReport>, HostError> {
+        Control::snapshots(&self.0, group, store)
+    }
+    fn delete_snapshot(
+        &self,
+        group: &GroupName,
+        number: SnapshotNumber,
+        store: Option<&str>,
+    ) -> Result<DeleteReport, HostError> {
+        self.0.delete_snapshot(group, number, store)
+    }
+    fn verify_snapshot(
+        &self,
+        group: &GroupName,
+        number: Option<SnapshotNumber>,
+        store: Option<&str>,
+    ) -> Result<VerifyReport, HostError> {
+        self.0.verify_snapshot(group, number, store)
+    }
+}
+
+/// What a VM cannot do because it has a keeper.
+fn not_kept(vm: &VmName, what: &str) -> HostError {
+    let message = format!(
+        "{vm} runs in a keeper of its own and cannot {what}: stop it, take `keepers` out of the host's \
+         configuration, restart the daemon and start it again, or put it into a [cluster]"
+    );
+    HostError::new(ErrorKind::Conflict, message)
+}
+
+/// Takes over the events of all keepers, for as long as the host lives.
+pub fn follow(host: &Arc<Host>) -> std::io::Result<()> {
+    let host = Arc::downgrade(host);
+    let followed = Arc::<Mutex<BTreeSet<VmName>>>::default();
+    let look = move || {
+        while let Some(host) = host.upgrade() {
+            for keeper in host.keepers().into_iter().filter(|keeper| keeper.problem.is_none()) {
+                begin(&host, keeper, &followed);
+            }
+            drop(host);
+            thread::sleep(LOOK);
+        }
+    };
+    thread::Builder::new().name("keepers-events".to_owned()).spawn(look).map(drop)
+}
+
+fn begin(host: &Arc<Host>, keeper: Keeper, followed: &Arc<Mutex<BTreeSet<VmName>>>) {
+    let set = |set: &Mutex<BTreeSet<VmName>>, change: &dyn Fn(&mut BTreeSet<VmName>) -> bool| {
+        change(&mut set.lock().unwrap_or_else(PoisonError::into_inner))
+    };
+    if !set(followed, &|followed| followed.insert(keeper.vm.clone())) {
+        return;
+    }
+    let (host, all, vm) = (Arc::downgrade(host), followed.clone(), keeper.vm.clone());
+    let relay = move || {
+        relay(&host, &keeper);
+        set(&all, &|followed| followed.remove(&keeper.vm));
+    };
+    let thread = thread::Builder::new().name(format!("events-{vm}"));
+    if let Err(error) = thread.spawn(relay) {
+        warn!(%vm, "its keeper's events are not shown: no thread: {error}");
+    }
+}
+
+/// Takes over a keeper's events until it has ended.
+fn relay(host: &Weak<Host>, keeper: &Keeper) {
+    let Ok(client) = Client::new(&keeper.socket) else { return };
+    let mut last = 0;
+    while let Some(host) = host.upgrade() {
+        let is_there = host.keeper_of(&keeper.vm).is_some_and(|now| now.pid == keeper.pid);
+        let events = host.events();
+        drop(host);
+        match client.events(last, Some(&*keeper.vm), true) {
+            Ok(list) => {
+                last = list.last;
+                list.events.into_iter().for_each(|event| events.relay(event));
+            }
+            Err(_) if is_there => thread::sleep(LOOK),
+            Err(_) => return,
+        }
+    }
+}

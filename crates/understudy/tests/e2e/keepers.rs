@@ -1,0 +1,324 @@
+//! VMs that have a keeper: the daemon may die at any time, and a keeper's end is that of its VM alone.
+
+use crate::autostart::set_autostart;
+use crate::stage::{
+    Calm, LIMIT, PACE, await_forgotten, await_service, daemon, options, play, prove_survival,
+    refusal,
+};
+use anyhow::{Context, Result, ensure};
+use nix::sys::signal::{Signal, kill};
+use nix::unistd::Pid;
+use serde_json::Value;
+use std::fs;
+use std::path::PathBuf;
+use understudy_lab::companion::{COMPANION, Companion};
+use understudy_lab::scene::VM;
+use understudy_lab::{HostOptions, RecordClient, Scene, SceneOptions, wait_for};
+
+fn with_keepers() -> SceneOptions {
+    let mut options = SceneOptions { memory_mib: 256, ..options().calm() };
+    for host in ["a", "b"] {
+        let daemon = daemon().calm();
+        let settings = format!("keepers = true\n{}", daemon.settings);
+        options.daemons.insert(host.to_owned(), HostOptions { settings, ..daemon });
+    }
+    options
+}
+
+/// A VM as it must be found again.
+#[derive(Debug, PartialEq)]
+struct Kept {
+    keeper: u64,
+    qemu: u64,
+    generation: u64,
+}
+
+fn kept(status: &Value) -> Result<Kept> {
+    let number = |field: &str| {
+        status[field].as_u64().with_context(|| format!("no number `{field}`: {status}"))
+    };
+    Ok(Kept {
+        keeper: number("keeper_pid")?,
+        qemu: number("qemu_pid")?,
+        generation: number("generation")?,
+    })
+}
+
+fn checkpoints(status: &Value) -> Result<u64> {
+    status["checkpoints"].as_u64().context("no checkpoints")
+}
+
+fn signal_keeper(status: &Value, signal: Signal) -> Result<()> {
+    kill(Pid::from_raw(kept(status)?.keeper as i32), signal)?;
+    Ok(())
+}
+
+fn begin(scene: &Scene) -> Result<RecordClient> {
+    let client = scene.record_client(PACE)?;
+    await_service(&client)?;
+    Ok(client)
+}
+
+/// The daemon of a protected guest's host dies so many times, and nothing resynchronises, fails over or
+/// breaks.
+fn play_deaths(deaths: usize) {
+    play(with_keepers(), |scene| {
+        scene.protected_guest("a", "b")?;
+        let client = begin(scene)?;
+        let before = scene.status("a")?;
+        for _ in 0..deaths {
+            let committed = checkpoints(&scene.status("a")?)?;
+            scene.host_mut("a")?.kill_daemon()?;
+            await_service(&client)?;
+            scene.revive("a")?;
+            let status = scene.status("a")?;
+            ensure!(kept(&status)? == kept(&before)?, "another one: {before} became {status}");
+            ensure!(status["protection"]["state"] == "protected", "{status}");
+            ensure!(checkpoints(&status)? > committed, "no epoch without the daemon: {status}");
+        }
+        wait_for("the next daemon to tell what the keeper has seen", LIMIT, || {
+            let events = scene.host("a")?.call(["events", "--json"])?;
+            Ok(events.contains("protected: b stands by").then_some(()))
+        })?;
+        // Nobody is there who could help.
+        scene.host_mut("a")?.kill_daemon()?;
+        await_service(&client)?;
+        scene.host_mut("a")?.kill_everything()?;
+        prove_survival(scene, client, "b")
+    });
+}
+
+#[test]
+fn a_daemon_dies_again_and_again_and_its_protected_guest_does_not_notice() {
+    play_deaths(5);
+}
+
+#[test]
+#[ignore = "long: a hundred deaths; make test-long"]
+fn a_daemon_dies_a_hundred_times_and_its_protected_guest_does_not_notice() {
+    play_deaths(100);
+}
+
+#[test]
+fn an_unprotected_guest_outlives_its_daemon_too_and_is_stopped_by_the_next() {
+    play(with_keepers(), |scene| {
+        scene.start_guest("a")?;
+        scene.await_guest()?;
+        let client = begin(scene)?;
+        let before = kept(&scene.status("a")?)?;
+        scene.host_mut("a")?.kill_daemon()?;
+        await_service(&client)?;
+        scene.revive("a")?;
+        ensure!(kept(&scene.status("a")?)? == before, "another one");
+        await_service(&client)?;
+        // In order it ends without its VMs, too.
+        scene.host_mut("a")?.terminate()?;
+        await_service(&client)?;
+        scene.revive("a")?;
+        ensure!(kept(&scene.status("a")?)? == before, "another one");
+        let plan = scene.host("a")?.call(["upgrade", "--plan"])?;
+        ensure!(plan.contains("goes on in its keeper"), "{plan}");
+        client.stop();
+        scene.host("a")?.call(["vm", "stop", VM, "--force"])?;
+        // Its name is free at once; the lock and the socket of the last one are no hindrance.
+        scene.start_guest("a")?;
+        scene.await_guest()?;
+        ensure!(kept(&scene.status("a")?)?.keeper != before.keeper, "the same keeper");
+        scene.host("a")?.call(["vm", "stop", VM, "--force"])?;
+        await_forgotten(scene, "a")
+    });
+}
+
+#[test]
+fn a_protected_guest_is_handed_over_by_its_keeper_which_ends() {
+    play(with_keepers(), |scene| {
+        scene.protected_guest("a", "b")?;
+        let client = begin(scene)?;
+        scene.host("a")?.call(["failover", VM])?;
+        await_forgotten(scene, "a")?;
+        await_service(&client)?;
+        // Its place is free: it is backed up there now.
+        scene.protect("b", "a")?;
+        scene.await_protected("b", |_| ())?;
+        scene.host_mut("b")?.kill_everything()?;
+        prove_survival(scene, client, "a")
+    });
+}
+
+#[test]
+fn a_keepers_death_is_that_of_its_vm_alone() {
+    play(with_keepers(), |scene| {
+        let companion = Companion::new(scene)?;
+        companion.start(scene.host("a")?)?;
+        scene.protected_guest("a", "b")?;
+        let client = begin(scene)?;
+        companion.await_boot(scene)?;
+        let others = companion.record_client(scene, PACE)?;
+        await_service(&others)?;
+        let before = kept(&scene.host("a")?.status(COMPANION)?)?;
+        let daemon = scene.host("a")?.pid();
+        signal_keeper(&scene.status("a")?, Signal::SIGKILL)?;
+        scene.await_live("b")?;
+        await_service(&client)?;
+        await_service(&others)?;
+        ensure!(kept(&scene.host("a")?.status(COMPANION)?)? == before, "another one");
+        let host = scene.host_mut("a")?;
+        ensure!(host.is_running() && host.pid() == daemon, "the daemon ended");
+        let fenced = scene.await_fenced("a")?;
+        ensure!(fenced.to_string().contains("was killed"), "{fenced}");
+        others.stop();
+        scene.host("a")?.call(["vm", "stop", COMPANION, "--force"])?;
+        prove_survival(scene, client, "b")
+    });
+}
+
+#[test]
+fn daemon_and_keeper_die_one_after_the_other_and_the_backup_takes_over() {
+    play(with_keepers(), |scene| {
+        scene.protected_guest("a", "b")?;
+        let client = begin(scene)?;
+        let status = scene.status("a")?;
+        scene.host_mut("a")?.kill_daemon()?;
+        await_service(&client)?;
+        signal_keeper(&status, Signal::SIGKILL)?;
+        scene.await_live("b")?;
+        await_service(&client)?;
+        // The next daemon takes the dead keeper for what it is, and backs the VM up.
+        scene.revive("a")?;
+        scene.protect("b", "a")?;
+        scene.await_protected("b", |_| ())?;
+        scene.host_mut("b")?.kill_everything()?;
+        prove_survival(scene, client, "a")
+    });
+}
+
+#[test]
+fn a_keeper_that_hangs_is_not_taken_for_well_and_hides_no_other_vm() {
+    play(with_keepers(), |scene| {
+        let companion = Companion::new(scene)?;
+        companion.start(scene.host("a")?)?;
+        scene.start_guest("a")?;
+        scene.await_guest()?;
+        let status = scene.status("a")?;
+        ensure!(status["live"] == true, "{status}");
+        signal_keeper(&status, Signal::SIGSTOP)?;
+        let hangs = scene.status("a")?;
+        ensure!(hangs["live"] == false, "{hangs}");
+        ensure!(hangs["protection"].to_string().contains("does not answer"), "{hangs}");
+        ensure!(scene.host("a")?.status(COMPANION)?["live"] == true, "the other VM is hidden");
+        signal_keeper(&status, Signal::SIGCONT)?;
+        wait_for("the keeper to answer again", LIMIT, || {
+            Ok((scene.status("a")?["live"] == true).then_some(()))
+        })?;
+        for vm in [VM, COMPANION] {
+            scene.host("a")?.call(["vm", "stop", vm, "--force"])?;
+        }
+        await_forgotten(scene, "a")
+    });
+}
+
+#[test]
+fn a_keeper_that_is_told_to_end_hands_its_vm_over_first() {
+    play(with_keepers(), |scene| {
+        scene.protected_guest("a", "b")?;
+        let client = begin(scene)?;
+        signal_keeper(&scene.status("a")?, Signal::SIGTERM)?;
+        let status = scene.await_live("b")?;
+        ensure!(status["takeover"]["planned"] == true, "{status}");
+        await_forgotten(scene, "a")?;
+        prove_survival(scene, client, "b")
+    });
+}
+
+#[test]
+fn a_vm_that_comes_up_with_its_host_is_not_started_beside_its_keeper() {
+    play(with_keepers(), |scene| {
+        set_autostart(scene)?;
+        scene.start_guest("a")?;
+        scene.await_guest()?;
+        let client = begin(scene)?;
+        let before = kept(&scene.status("a")?)?;
+        scene.host_mut("a")?.kill_daemon()?;
+        scene.revive("a")?;
+        let host = scene.host("a")?;
+        wait_for("the next daemon to await it no more", LIMIT, || {
+            let status: Value = serde_json::from_str(&host.call(["status", "--json"])?)?;
+            Ok((status["awaited"] == serde_json::json!([])).then_some(()))
+        })?;
+        ensure!(kept(&scene.status("a")?)? == before, "another one");
+        await_service(&client)?;
+        client.stop();
+        host.call(["vm", "stop", VM, "--force"])?;
+        await_forgotten(scene, "a")
+    });
+}
+
+#[test]
+fn a_vm_that_cannot_start_leaves_no_keeper() {
+    play(with_keepers(), |scene| {
+        let host = scene.host("a")?;
+        let good = fs::read_to_string(scene.definition())?;
+        let file = scene.lab().directory().join("wrong.toml");
+        fs::write(&file, good.replace("bridge = \"br0\"", "bridge = \"br9\""))?;
+        let (code, said) = refusal(host, &["vm", "start", &file.to_string_lossy()])?;
+        ensure!(code == 1 && said.contains("bridge br9 does not exist"), "{code}: {said}");
+        await_forgotten(scene, "a")?;
+        // What was wrong is no hindrance either.
+        scene.start_guest("a")?;
+        scene.await_guest()?;
+        host.call(["vm", "stop", VM, "--force"])?;
+        await_forgotten(scene, "a")
+    });
+}
+
+/// What a keeper has said of itself.
+fn note(scene: &Scene) -> Result<PathBuf> {
+    let directory = scene.host("a")?.directory().join("state").join(VM);
+    Ok(directory.join("keeper.json"))
+}
+
+#[test]
+fn what_a_daemon_does_not_understand_of_a_keeper_is_refused_and_the_guest_goes_on() {
+    play(with_keepers(), |scene| {
+        scene.start_guest("a")?;
+        scene.await_guest()?;
+        let client = begin(scene)?;
+        let host = scene.host("a")?;
+        for (arguments, words) in [
+            (vec!["vm", "start", &scene.definition().to_string_lossy()], "already"),
+            (vec!["vm", "snapshot", VM, "--store", "/tmp"], "keeper of its own"),
+            (vec!["protect", VM, COMPANION, "--group", "shop", "--to", "b"], "keeper of its own"),
+        ] {
+            let (code, said) = refusal(host, &arguments)?;
+            ensure!(code == 1 && said.contains(words), "{arguments:?}: {code}: {said}");
+        }
+        let good = fs::read_to_string(note(scene)?)?;
+        for (text, words) in [
+            (good.replace("\"protocol\":1", "\"protocol\":9"), "version 9"),
+            (good.replace("\"host\":\"a\"", "\"host\":\"z\""), "host z"),
+            ("{".to_owned(), "not understood"),
+        ] {
+            fs::write(note(scene)?, text)?;
+            let (code, said) = refusal(host, &["vm", "stop", VM, "--force"])?;
+            ensure!(code == 1 && said.contains(words), "{code}: {said}");
+            let status = scene.status("a")?;
+            ensure!(status["live"] == false, "not known, and yet: {status}");
+            ensure!(status["protection"]["state"] == "degraded", "{status}");
+            await_service(&client)?;
+        }
+        // A daemon of another host does not even start there.
+        fs::write(note(scene)?, good.replace("\"host\":\"a\"", "\"host\":\"z\""))?;
+        scene.host_mut("a")?.kill_daemon()?;
+        ensure!(scene.revive("a").is_err(), "it takes another host's keeper for its own");
+        await_service(&client)?;
+        fs::write(note(scene)?, &good)?;
+        scene.revive("a")?;
+        wait_for("the guest to be found again", LIMIT, || {
+            Ok((scene.status("a")?["live"] == true).then_some(()))
+        })?;
+        await_service(&client)?;
+        client.stop();
+        scene.host("a")?.call(["vm", "stop", VM, "--force"])?;
+        await_forgotten(scene, "a")
+    });
+}
