@@ -1,7 +1,7 @@
 //! A backup far away: 50 ms each way, over 100 Mbit/s.
 
 use crate::stage::{Calm, PACE, await_service, daemon_with_peers, options, play, prove_survival};
-use anyhow::{Result, ensure};
+use anyhow::Result;
 use std::time::Duration;
 use understudy_lab::scene::VM;
 use understudy_lab::{LongLine, RecordClient, Scene};
@@ -24,8 +24,8 @@ fn play_far_away(story: impl FnOnce(&mut Scene, RecordClient) -> Result<()>) {
 #[test]
 fn a_backup_far_away_takes_over_and_loses_nothing() {
     play_far_away(|scene, client| {
-        let status = scene.status("a")?;
-        ensure!(status["protection"]["state"] == "protected", "a false alarm: {status}");
+        // A busy machine's disk may stand still for seconds, in which the backup is none.
+        scene.await_protected("a", |_| ())?;
         scene.host_mut("a")?.kill_everything()?;
         prove_survival(scene, client, "b")
     });
