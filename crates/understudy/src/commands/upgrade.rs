@@ -15,7 +15,7 @@ pub fn run(client: &Client, args: &UpgradeArgs, json: bool) -> Result<Exit, Fail
         false => Vec::new(),
     };
     // On another machine the next daemon is another program than this.
-    let next = client.is_local().then(|| Versions::of_this_program());
+    let next = client.is_local().then(Versions::of_this_program);
     let report = Report { plan: client.upgrade_plan()?, next, handed_over };
     let ready = report.is_ready(args.evacuate);
     output::show(json, &report, |report| describe(report, args.evacuate))?;
