@@ -276,7 +276,7 @@ impl Client {
         };
         let message = format!(
             "{daemon} has not answered for {} s: it hangs, and its VMs may go on; see its log. To \
-             restart it ends them on this host: protected ones go on at their backups",
+             restart it ends those without a keeper on this host: protected ones go on at their backups",
             limit.as_secs()
         );
         Failure::new(FailureKind::DaemonUnreachable, message)

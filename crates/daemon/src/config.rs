@@ -279,7 +279,8 @@ impl RawConfig {
         let name: HostName = source.name("name", &self.name)?;
         let listen = source.addresses("listen", &self.listen)?;
         let tls = self.tls.map(|tls| tls.check(source)).transpose()?;
-        let insecure = check_insecure(source, self.insecure, tls.is_some())?;
+        let beside = tls.as_ref().map(|_| "there is a [tls]");
+        let insecure = check_switch(source, ("insecure", self.insecure), beside)?;
         if tls.is_none() && !insecure {
             refuse_strangers(source, "listen", &self.listen, &listen)?;
             for (name, raw) in &self.peers {
@@ -312,7 +313,11 @@ impl RawConfig {
             limits: self.qemu_process.limits(source)?,
             memory_limit: self.memory.map(MemorySize::bytes),
             lease: self.detection.lease(source)?,
-            keepers: check_keepers(source, self.keepers, watchdog.is_some())?,
+            keepers: check_switch(
+                source,
+                ("keepers", self.keepers),
+                watchdog.as_ref().map(|_| RESETS_KEEPERS),
+            )?,
             watchdog,
             detection: self.detection.check(source)?,
             power_off_timeout: Duration::from_secs(check_number(
@@ -360,32 +365,23 @@ fn check_peers(
     Ok(peers)
 }
 
-fn check_insecure(
-    source: &Source<'_>,
-    raw: Option<Spanned<bool>>,
-    has_tls: bool,
-) -> Result<bool, HostError> {
-    let Some(raw) = raw else { return Ok(false) };
-    if *raw.get_ref() && has_tls {
-        let message = "there is a [tls]: remove one of them";
-        return Err(source.wrong("insecure", raw.span(), message));
-    }
-    Ok(raw.into_inner())
-}
+/// Which keepers are there to outlive.
+const RESETS_KEEPERS: &str =
+    "detection.watchdog resets this host, with all keepers, when its daemon dies";
 
-/// A watchdog resets the host when its daemon dies, which keepers are there to outlive.
-fn check_keepers(
+/// A switch that is not possible beside something else; `beside` says what, if that is there.
+fn check_switch(
     source: &Source<'_>,
-    raw: Option<Spanned<bool>>,
-    has_watchdog: bool,
+    (field, raw): (&str, Option<Spanned<bool>>),
+    beside: Option<&str>,
 ) -> Result<bool, HostError> {
     let Some(raw) = raw else { return Ok(false) };
-    if *raw.get_ref() && has_watchdog {
-        let message = "detection.watchdog resets this host, with all keepers, when its daemon dies: \
-                       remove one of them";
-        return Err(source.wrong("keepers", raw.span(), message));
+    match beside.filter(|_| *raw.get_ref()) {
+        Some(other) => {
+            Err(source.wrong(field, raw.span(), &format!("{other}: remove one of them")))
+        }
+        None => Ok(raw.into_inner()),
     }
-    Ok(raw.into_inner())
 }
 
 /// Without certificates, hosts talk to each other on one machine only.

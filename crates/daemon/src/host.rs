@@ -363,8 +363,11 @@ impl Host {
         self.vms.lock().get(name).cloned().ok_or_else(|| {
             let awaited = || self.awaited.why(name).map(|why| format!("is to come up here: {why}"));
             let kept = || {
-                self.keeper_of(name)
-                    .map(|_| "has a keeper of its own: its daemon does not do that".to_owned())
+                self.keeper_of(name).map(|_| {
+                    "runs in a keeper of its own, for which the daemon does not do that: stop it, or \
+                     see \"Keepers\" in docs/operating.md"
+                        .to_owned()
+                })
             };
             let message = match self.orphans.why(name).or_else(kept).or_else(awaited) {
                 Some(why) => format!("{name} {why}"),

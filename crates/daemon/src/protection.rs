@@ -313,9 +313,7 @@ impl Host {
             events: vm.events.clone(),
         })
     }
-}
 
-impl Host {
     /// The QEMU that runs the machine, which the installed one may have replaced since.
     fn release_of(&self, machine: &Machine) -> Release {
         let version = machine.monitor().version();

@@ -136,7 +136,7 @@ impl Claim {
             .mode(0o600)
             .open(&path)
             .map_err(cannot)?;
-        match fcntl(&file, FcntlArg::F_OFD_SETLK(&whole_file())) {
+        match fcntl(&file, FcntlArg::F_OFD_SETLK(&exclusive())) {
             Ok(_) => {}
             Err(Errno::EAGAIN | Errno::EACCES) => {
                 return Err(conflict(format!("{vm} has a keeper on host {host} already")));
@@ -170,12 +170,13 @@ impl Claim {
 }
 
 fn is_locked(file: &File) -> io::Result<bool> {
-    let mut lock = whole_file();
+    let mut lock = exclusive();
     fcntl(file, FcntlArg::F_OFD_GETLK(&mut lock))?;
     Ok(lock.l_type != libc::F_UNLCK as libc::c_short)
 }
 
-fn whole_file() -> libc::flock {
+/// A lock of all of a file.
+fn exclusive() -> libc::flock {
     libc::flock {
         l_type: libc::F_WRLCK as libc::c_short,
         l_whence: libc::SEEK_SET as libc::c_short,
