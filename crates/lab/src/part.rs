@@ -1,4 +1,4 @@
-//! A host fails in parts: its daemon or a QEMU alone, killed or stalled.
+//! A host fails in parts: its daemon or another process alone, killed or stalled.
 
 use crate::command::run;
 use crate::host::HostProcess;
@@ -15,8 +15,8 @@ pub enum Part {
     Everything,
     /// The daemon alone.
     Daemon,
-    /// A QEMU alone, by its process id ([`HostProcess::qemu_pid`]).
-    Qemu(u32),
+    /// One process alone, by its id: a QEMU ([`HostProcess::qemu_pid`]) or a keeper.
+    Process(u32),
 }
 
 impl HostProcess {
@@ -50,7 +50,7 @@ impl HostProcess {
         match part {
             Part::Everything => self.kill_everything(),
             Part::Daemon => self.kill_daemon(),
-            Part::Qemu(pid) => self.kill_process(pid),
+            Part::Process(pid) => self.kill_process(pid),
         }
     }
 
@@ -60,15 +60,18 @@ impl HostProcess {
     }
 
     fn kill_process(&self, pid: u32) -> Result<Instant> {
-        let instant = self.signal(Part::Qemu(pid), Signal::SIGKILL)?;
+        let instant = self.signal(Part::Process(pid), Signal::SIGKILL)?;
         processes::wait_until_gone(&[pid])?;
         Ok(instant)
     }
 
-    /// Stops a part of this host in its tracks (SIGSTOP); returns the instant
-    /// just before.
+    /// Stops a part of this host in its tracks (SIGSTOP) and waits until it stands still; returns
+    /// the instant just before.
     pub fn stall(&self, part: Part) -> Result<Instant> {
-        self.signal(part, Signal::SIGSTOP)
+        let targets = self.targets(part)?;
+        let instant = Instant::now();
+        processes::stop_all(&targets)?;
+        Ok(instant)
     }
 
     /// Stops the whole host in its tracks.
@@ -84,25 +87,29 @@ impl HostProcess {
     /// Holds a QEMU of this host still until the guard is dropped: its guest
     /// computes nothing, and its daemon finishes the writes under way.
     pub fn freeze_guest(&self, vm: &str) -> Result<Frozen<'_>> {
-        self.stall(Part::Qemu(self.qemu_pid(vm)?))?;
+        self.stall(Part::Process(self.qemu_pid(vm)?))?;
         Ok(Frozen { host: self })
     }
 
     fn signal(&self, part: Part, signal: Signal) -> Result<Instant> {
-        let everything = self.everything()?;
-        let targets = match part {
-            Part::Everything => everything,
-            Part::Daemon => vec![self.pid()],
-            Part::Qemu(pid) => {
-                // Never signal on the word of a report alone.
-                let here = everything.contains(&pid);
-                ensure!(here, "process {pid} is not on host {}", self.name());
-                vec![pid]
-            }
-        };
+        let targets = self.targets(part)?;
         let instant = Instant::now();
         processes::signal_all(&targets, signal)?;
         Ok(instant)
+    }
+
+    fn targets(&self, part: Part) -> Result<Vec<u32>> {
+        let everything = self.everything()?;
+        match part {
+            Part::Everything => Ok(everything),
+            Part::Daemon => Ok(vec![self.pid()]),
+            Part::Process(pid) => {
+                // Never signal on the word of a report alone.
+                let here = everything.contains(&pid);
+                ensure!(here, "process {pid} is not on host {}", self.name());
+                Ok(vec![pid])
+            }
+        }
     }
 }
 

@@ -8,6 +8,8 @@ use std::collections::BTreeMap;
 use std::fs;
 use std::time::Duration;
 
+/// For stopped processes to stand still.
+const STOP_LIMIT: Duration = Duration::from_secs(60);
 /// A killed process is gone as soon as the kernel has taken its memory apart.
 const DEATH_LIMIT: Duration = Duration::from_secs(60);
 
@@ -90,6 +92,26 @@ pub(crate) fn wait_until_gone(pids: &[u32]) -> Result<()> {
     })
 }
 
+/// Stops processes and waits until all their threads stand still: until the one that took the
+/// signal has run, which takes a while on a busy machine, the others of its process go on.
+pub(crate) fn stop_all(pids: &[u32]) -> Result<()> {
+    signal_all(pids, Signal::SIGSTOP)?;
+    wait_for("the stopped processes to stand still", STOP_LIMIT, || {
+        Ok(pids.iter().all(|&pid| stands_still(pid)).then_some(()))
+    })
+}
+
+/// Whether no thread of a process executes, or would before it takes the signal: one that waits in
+/// the kernel ('D') takes it on its way out.
+fn stands_still(pid: u32) -> bool {
+    let Ok(threads) = fs::read_dir(format!("/proc/{pid}/task")) else { return true };
+    let mut states = threads.flatten().filter_map(|thread| {
+        let stat = fs::read_to_string(thread.path().join("stat")).ok()?;
+        fields(&stat)?.next()?.chars().next()
+    });
+    states.all(|state| matches!(state, 'T' | 'D' | 'Z' | 'X'))
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -108,6 +130,17 @@ mod tests {
         shell.wait().unwrap();
         wait_until_gone(&tree).unwrap();
         assert!(!runs(tree[1]));
+    }
+
+    #[test]
+    fn a_process_that_is_stopped_stands_still() {
+        let mut sleeper = Command::new("sleep").arg("1000").spawn().unwrap();
+        assert!(!stands_still(std::process::id()));
+        stop_all(&[sleeper.id()]).unwrap();
+        assert!(stands_still(sleeper.id()));
+        sleeper.kill().unwrap();
+        sleeper.wait().unwrap();
+        stop_all(&[sleeper.id()]).unwrap();
     }
 
     #[test]

@@ -100,7 +100,7 @@ impl Fault {
         let part = |what| match what {
             What::Everything => Part::Everything,
             What::Daemon => Part::Daemon,
-            What::Qemu => Part::Qemu(qemu),
+            What::Qemu => Part::Process(qemu),
         };
         let instant = Instant::now();
         match self.kind {

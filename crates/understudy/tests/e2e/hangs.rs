@@ -33,7 +33,7 @@ fn shipped(mut options: SceneOptions) -> SceneOptions {
 fn hang(scene: &mut Scene, primary: &str, backup: &str) -> Result<()> {
     let qemu = scene.host(primary)?.qemu_pid(VM)?;
     let silent = scene.watch_uplink(primary, 0)?;
-    let hung = scene.host(primary)?.stall(Part::Qemu(qemu))?;
+    let hung = scene.host(primary)?.stall(Part::Process(qemu))?;
     scene.await_live(backup)?;
     println!("{backup} runs the guest {:.1} s after its QEMU hung", hung.elapsed().as_secs_f64());
     scene.await_fenced(primary)?;
@@ -60,7 +60,7 @@ fn a_guest_that_hangs_for_less_than_the_bound_goes_on() {
     play_protected(options().calm(), |scene, client| {
         let qemu = scene.host("a")?.qemu_pid(VM)?;
         for _ in 0..3 {
-            let stopped = scene.host("a")?.stall(Part::Qemu(qemu))?;
+            let stopped = scene.host("a")?.stall(Part::Process(qemu))?;
             wait_for("the stall to be over", LIMIT, || {
                 Ok((stopped.elapsed() >= SHORT).then_some(()))
             })?;
@@ -97,7 +97,7 @@ fn a_guest_that_hangs_without_a_fit_backup_is_left_alone() {
             Ok(protection(&status).1.contains("could not take over now").then_some(()))
         })?;
         let qemu = scene.host("a")?.qemu_pid(VM)?;
-        scene.host("a")?.stall(Part::Qemu(qemu))?;
+        scene.host("a")?.stall(Part::Process(qemu))?;
         wait_for("the primary to notice", LIMIT, || {
             let log = scene.host("a")?.diagnostics();
             Ok(log.contains("QEMU has not answered for").then_some(()))

@@ -13,7 +13,7 @@ use std::fs;
 use std::path::PathBuf;
 use understudy_lab::companion::{COMPANION, Companion};
 use understudy_lab::scene::VM;
-use understudy_lab::{HostOptions, RecordClient, Scene, SceneOptions, wait_for};
+use understudy_lab::{HostOptions, Part, RecordClient, Scene, SceneOptions, wait_for};
 
 fn with_keepers() -> SceneOptions {
     let mut options = SceneOptions { memory_mib: 256, ..options().calm() };
@@ -201,7 +201,7 @@ fn a_keeper_that_hangs_is_not_taken_for_well_and_hides_no_other_vm() {
         scene.await_guest()?;
         let status = scene.status("a")?;
         ensure!(status["live"] == true, "{status}");
-        signal_keeper(&status, Signal::SIGSTOP)?;
+        scene.host("a")?.stall(Part::Process(kept(&status)?.keeper.try_into()?))?;
         let hangs = scene.status("a")?;
         ensure!(hangs["live"] == false, "{hangs}");
         ensure!(hangs["protection"].to_string().contains("does not answer"), "{hangs}");

@@ -136,7 +136,7 @@ fn a_guest_that_lost_the_contest_goes_on_where_the_winner_could_not_start_it() {
         wait_for("host b to win the VM", LIMIT, || {
             Ok(scene.host("b")?.diagnostics().contains("taking over at epoch").then_some(()))
         })?;
-        scene.host_mut("b")?.kill(Part::Qemu(standby))?;
+        scene.host_mut("b")?.kill(Part::Process(standby))?;
         await_service(&client)?;
         let status = scene.status("a")?;
         ensure!(status["generation"] == 3, "won, and handed back: {status}");
@@ -179,7 +179,7 @@ fn a_winner_that_dies_before_it_starts_the_guest_returns_it_when_it_is_back() {
 fn a_standby_that_hangs_is_no_protection_and_contests_nothing() {
     play_protected(options().calm(), |scene, client| {
         let standby = scene.host("b")?.qemu_pid(VM)?;
-        scene.host("b")?.stall(Part::Qemu(standby))?;
+        scene.host("b")?.stall(Part::Process(standby))?;
         await_unfit(scene, "its QEMU has not answered for")?;
         await_service(&client)?;
         let refusal = scene.host("a")?.cli(["failover", VM])?;
@@ -196,7 +196,7 @@ fn a_standby_that_hangs_is_no_protection_and_contests_nothing() {
 fn a_standby_that_hangs_takes_over_once_it_does_not() {
     play_protected(options().calm(), |scene, client| {
         let standby = scene.host("b")?.qemu_pid(VM)?;
-        scene.host("b")?.stall(Part::Qemu(standby))?;
+        scene.host("b")?.stall(Part::Process(standby))?;
         await_unfit(scene, "its QEMU has not answered for")?;
         scene.host_mut("a")?.kill_everything()?;
         wait_for("host b to say what it waits for", LIMIT, || {
