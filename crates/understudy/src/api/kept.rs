@@ -164,7 +164,7 @@ impl Control for Routed {
         let mut kept = request.vms.iter().filter(|vm| self.0.keeper_of(vm).is_some());
         match kept.next() {
             None => self.0.protect_group(name, request),
-            Some(vm) => Err(not_kept(vm, "be protected in a group")),
+            Some(vm) => Err(not_in_groups(vm)),
         }
     }
     fn unprotect(&self, name: &VmName) -> Result<VmStatus, HostError> {
@@ -198,11 +198,10 @@ impl Control for Routed {
         what: &Subject,
         asked: &SnapshotRequest,
     ) -> Result<SnapshotReport, HostError> {
+        let take = |host: &Arc<Host>| Control::snapshot(host, what, asked);
         match what {
-            Subject::Vm(vm) if self.0.keeper_of(vm).is_some() => {
-                Err(not_kept(vm, "have snapshots taken of it"))
-            }
-            Subject::Vm(_) | Subject::Cluster(_) => Control::snapshot(&self.0, what, asked),
+            Subject::Vm(vm) => self.either(vm, |keeper| keeper.snapshot(what, asked), take),
+            Subject::Cluster(_) => take(&self.0),
         }
     }
     fn restore(&self, what: &Subject, asked: &RestoreRequest) -> Result<RestoreReport, HostError> {
@@ -233,11 +232,11 @@ impl Control for Routed {
     }
 }
 
-/// What a VM cannot do because it has a keeper.
-fn not_kept(vm: &VmName, what: &str) -> HostError {
+/// Several VMs would have to share a keeper.
+fn not_in_groups(vm: &VmName) -> HostError {
     let message = format!(
-        "{vm} runs in a keeper of its own and cannot {what}: stop it, take `keepers` out of the host's \
-         configuration, restart the daemon and start it again, or put it into a [cluster]"
+        "{vm} runs in a keeper of its own and cannot be protected in a group: stop it, take `keepers` out of \
+         the host's configuration, restart the daemon and start it again, or put it into a [cluster]"
     );
     HostError::new(ErrorKind::Conflict, message)
 }

@@ -24,12 +24,12 @@ const label = (x, y, text, kind = "", anchor = "middle") =>
 
 const short = (text, most) => (text.length > most ? `${text.slice(0, most - 1)}…` : text);
 
-/** Where everything stands: host by host, which VMs it runs or backs up. */
+/** Where everything stands: host by host, which VMs it runs or backs up, and whether this host hears it. */
 function cast(status) {
-  const hosts = new Map([[status.name, { name: status.name, here: true, vms: [] }]]);
+  const hosts = new Map([[status.name, { name: status.name, here: true, heard: true, vms: [] }]]);
   const host = (name) => {
     if (!hosts.has(name)) {
-      hosts.set(name, { name, here: false, vms: [] });
+      hosts.set(name, { name, here: false, heard: false, vms: [] });
     }
     return hosts.get(name);
   };
@@ -42,6 +42,7 @@ function cast(status) {
     host(status.name).vms.push({ vm: vm.name, tone, understudy: !runs });
     if (peer) {
       host(peer).vms.push({ vm: vm.name, tone, understudy: runs });
+      host(peer).heard ||= state !== "off";
       const [from, to] = runs ? [status.name, peer] : [peer, status.name];
       arrows.push({ vm: vm.name, from, to, tone, flows: state !== "off", paths: vm.paths });
     }
@@ -67,13 +68,13 @@ function place(hosts, narrow, top) {
 
 function box(host) {
   const drawn = node("g", {});
+  const kind = host.here ? "box here" : host.heard ? "box" : "box unheard";
   drawn.append(
-    node("rect", { x: host.x, y: host.y, width: WIDTH, height: host.height, rx: 12, class: host.here ? "box here" : "box" }),
+    node("rect", { x: host.x, y: host.y, width: WIDTH, height: host.height, rx: 12, class: kind }),
     label(host.x + 16, host.y + 26, short(host.name, 20), "strong", "start"),
   );
-  if (host.here) {
-    drawn.append(label(host.x + WIDTH - 16, host.y + 26, "this host", "soft", "end"));
-  }
+  const note = host.here ? "this host" : host.heard ? "" : "not connected";
+  drawn.append(label(host.x + WIDTH - 16, host.y + 26, note, "soft", "end"));
   for (const one of host.vms) {
     const kind = one.understudy ? `pill understudy ${one.tone}` : `pill ${one.tone}`;
     drawn.append(
@@ -138,8 +139,9 @@ function arbiter(status, hosts, width, narrow) {
 function described({ hosts, arrows }, status) {
   const seats = hosts.flatMap((host) => host.vms.filter((one) => !one.understudy).map((one) => `${one.vm} runs on ${host.name}`));
   const stands = arrows.map((one) => `${one.to} ${one.tone === "good" ? "stands by" : "follows"} for ${one.vm}`);
+  const unheard = hosts.filter((host) => !host.heard).map((host) => `${host.name} is not connected to this host`);
   const reached = status.arbiter ? `the arbiter is ${status.arbiter.problem ? "not " : ""}reached` : "there is no arbiter";
-  return [...seats, ...stands, reached].join("; ");
+  return [...seats, ...stands, ...unheard, reached].join("; ");
 }
 
 let drawn = "";

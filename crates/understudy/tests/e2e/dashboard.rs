@@ -10,6 +10,8 @@ use understudy_lab::scene::VM;
 
 const DESKTOP: (u32, u32) = (1180, 1080);
 const PHONE: (u32, u32) = (390, 1500);
+/// What the drawing says in words of a host that this one has no connection to.
+const UNHEARD: &str = "b is not connected to this host";
 
 #[test]
 fn a_fail_over_is_seen_on_the_dashboard_and_begun_there() {
@@ -43,6 +45,7 @@ fn a_fail_over_is_seen_on_the_dashboard_and_begun_there() {
         browser.picture(kept, "protect-dialog")?;
         browser.click("#dialog-go")?;
         await_badge(&mut browser, "Protected")?;
+        ensure!(browser.value(&holds("#drawing", UNHEARD))? == false, "b is connected");
         browser.wait_until(&holds("#events", "protected: b stands by"))?;
         await_service(&client)?;
         browser.wait_until(&holds(".figures", "99 % within"))?;
@@ -75,6 +78,8 @@ fn a_fail_over_is_seen_on_the_dashboard_and_begun_there() {
         on_phone(&mut browser, kept, "takes-over")?;
         await_badge(&mut browser, "Not protected")?;
         browser.wait_until(&holds(".takeover", "clients waited"))?;
+        // No dead host looks like a living one.
+        browser.wait_until(&holds("#drawing", UNHEARD))?;
         await_service(&client)?;
         browser.picture(kept, "after-fail-over")?;
         on_phone(&mut browser, kept, "after-fail-over")?;

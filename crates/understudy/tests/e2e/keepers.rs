@@ -15,7 +15,7 @@ use understudy_lab::companion::{COMPANION, Companion};
 use understudy_lab::scene::VM;
 use understudy_lab::{HostOptions, Part, RecordClient, Scene, SceneOptions, wait_for};
 
-fn with_keepers() -> SceneOptions {
+pub fn with_keepers() -> SceneOptions {
     let mut options = SceneOptions { memory_mib: 256, ..options().calm() };
     for host in ["a", "b"] {
         let daemon = daemon().calm();
@@ -286,7 +286,6 @@ fn what_a_daemon_does_not_understand_of_a_keeper_is_refused_and_the_guest_goes_o
         let host = scene.host("a")?;
         for (arguments, words) in [
             (vec!["vm", "start", &scene.definition().to_string_lossy()], "already"),
-            (vec!["vm", "snapshot", VM, "--store", "/tmp"], "keeper of its own"),
             (vec!["protect", VM, COMPANION, "--group", "shop", "--to", "b"], "keeper of its own"),
         ] {
             let (code, said) = refusal(host, &arguments)?;

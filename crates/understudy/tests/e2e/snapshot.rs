@@ -1,5 +1,6 @@
 //! A VM is snapshotted while its programs write, ends, and runs again as it was.
 
+use crate::keepers::with_keepers;
 use crate::refusals::says;
 use crate::stage::{
     Calm, LIMIT, await_degraded, await_forgotten, daemon, options, play, protection, refusal,
@@ -159,6 +160,43 @@ fn a_protected_vm_is_snapshotted_from_its_backup() {
         ensure!(count >= last.0, "it counts from {count}, it was at {} before", last.0);
         scene.host("a")?.call(["vm", "stop", VM, "--force"])?;
         await_forgotten(scene, "a")
+    });
+}
+
+/// Its keeper takes them, whose knowledge of the last one outlives the daemon.
+#[test]
+fn a_vm_with_a_keeper_is_snapshotted_whether_protected_or_not() {
+    play(with_keepers(), |scene| {
+        let store = store(scene);
+        scene.start_guest("a")?;
+        scene.await_guest()?;
+        let mut shell = scene.shell()?;
+        let sums = busy(scene, &mut shell)?;
+        let take = ["vm", "snapshot", VM, "--trace", "1", "--store", &store];
+        ensure!(json(scene, "a", &take)?["number"] == 1, "it is not the first");
+        scene.host_mut("a")?.kill_daemon()?;
+        scene.revive("a")?;
+        let second = json(scene, "a", &take)?;
+        ensure!(second["number"] == 2, "{second}");
+        scene.protect("a", "b")?;
+        scene.await_protected("a", |_| ())?;
+        let before = number(&mut shell, "/tmp/count")?;
+        let report = json(scene, "a", &take)?;
+        ensure!(report["number"] == 3 && report["members"][0]["host"] == "a", "{report}");
+        let after = number(&mut shell, "/tmp/count")?;
+        drop(shell);
+        let restore = ["vm", "restore", VM, "--store", &store];
+        for (host, words) in [("a", "keeper"), ("b", "host a")] {
+            says(&refusal(scene.host(host)?, &restore)?.1, &[VM, words])?;
+        }
+        scene.host("a")?.call(["vm", "stop", VM, "--force"])?;
+        await_forgotten(scene, "a")?;
+        await_forgotten(scene, "b")?;
+        json(scene, "b", &restore)?;
+        let count = prove_restored(scene, "b", &sums, after)?;
+        ensure!(count >= before, "it counts from {count}, it was at {before} before");
+        scene.host("b")?.call(["vm", "stop", VM, "--force"])?;
+        await_forgotten(scene, "b")
     });
 }
 
