@@ -2,8 +2,8 @@
 
 use crate::refusals::{log_of, quick};
 use crate::stage::{
-    Calm, LIMIT, PACE, await_forgotten, await_service, close, options, play, prove_disk, refusal,
-    run,
+    Calm, LIMIT, PACE, await_forgotten, await_service, close, hand_over, options, play, prove_disk,
+    refusal, run,
 };
 use anyhow::{Context, Result, ensure};
 use serde_json::Value;
@@ -154,7 +154,7 @@ fn a_vm_is_started_by_its_name_where_it_was_last() {
         scene.protected_guest("a", "b")?;
         let client = scene.record_client(PACE)?;
         await_service(&client)?;
-        scene.host("a")?.call(["failover", VM])?;
+        hand_over(scene.host("a")?, VM)?;
         scene.await_live("b")?;
         await_service(&client)?;
         let newest = scene.disk("b", 0)?;

@@ -1,6 +1,6 @@
 //! N to 1: two primaries, four small VMs on each, one backup for all of them.
 
-use crate::stage::{LIMIT, await_service, close, daemon, options, play, protection, refusal, vms};
+use crate::stage::{LIMIT, await_service, close, daemon, options, play, refusal, vms};
 use anyhow::{Context, Result, ensure};
 use std::fs;
 use std::net::{Ipv4Addr, SocketAddr};
@@ -74,12 +74,7 @@ impl Member {
     }
 
     fn await_protected(&self, scene: &Scene) -> Result<()> {
-        wait_for(&format!("{} to be protected", self.name), 2 * LIMIT, || {
-            let status = scene.host(self.primary)?.status(&self.name)?;
-            let (state, reason) = protection(&status);
-            ensure!(matches!(state, "syncing" | "protected"), "{}: {reason}", self.name);
-            Ok((state == "protected").then_some(()))
-        })
+        scene.host(self.primary)?.await_protected(&self.name, |_| ()).map(drop)
     }
 
     fn await_live(&self, scene: &Scene, host: &str) -> Result<()> {

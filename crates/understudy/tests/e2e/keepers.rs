@@ -2,8 +2,8 @@
 
 use crate::autostart::set_autostart;
 use crate::stage::{
-    Calm, LIMIT, PACE, await_forgotten, await_service, daemon, options, play, prove_survival,
-    refusal,
+    Calm, LIMIT, PACE, await_forgotten, await_service, daemon, hand_over, has_backup, options,
+    play, prove_survival, refusal,
 };
 use anyhow::{Context, Result, ensure};
 use nix::sys::signal::{Signal, kill};
@@ -44,6 +44,13 @@ fn kept(status: &Value) -> Result<Kept> {
     })
 }
 
+/// Waits until a new daemon has found the guest's keeper again, which answers it.
+fn found_again(scene: &Scene) -> Result<Value> {
+    wait_for("the guest to be found again", LIMIT, || {
+        Ok(Some(scene.status("a")?).filter(|status| status["live"] == true))
+    })
+}
+
 fn checkpoints(status: &Value) -> Result<u64> {
     status["checkpoints"].as_u64().context("no checkpoints")
 }
@@ -71,9 +78,9 @@ fn play_deaths(deaths: usize) {
             scene.host_mut("a")?.kill_daemon()?;
             await_service(&client)?;
             scene.revive("a")?;
-            let status = scene.status("a")?;
+            let status = found_again(scene)?;
             ensure!(kept(&status)? == kept(&before)?, "another one: {before} became {status}");
-            ensure!(status["protection"]["state"] == "protected", "{status}");
+            ensure!(has_backup(&status), "{status}");
             ensure!(checkpoints(&status)? > committed, "no epoch without the daemon: {status}");
         }
         wait_for("the next daemon to tell what the keeper has seen", LIMIT, || {
@@ -109,13 +116,13 @@ fn an_unprotected_guest_outlives_its_daemon_too_and_is_stopped_by_the_next() {
         scene.host_mut("a")?.kill_daemon()?;
         await_service(&client)?;
         scene.revive("a")?;
-        ensure!(kept(&scene.status("a")?)? == before, "another one");
+        ensure!(kept(&found_again(scene)?)? == before, "another one");
         await_service(&client)?;
         // In order it ends without its VMs, too.
         scene.host_mut("a")?.terminate()?;
         await_service(&client)?;
         scene.revive("a")?;
-        ensure!(kept(&scene.status("a")?)? == before, "another one");
+        ensure!(kept(&found_again(scene)?)? == before, "another one");
         let plan = scene.host("a")?.call(["upgrade", "--plan"])?;
         ensure!(plan.contains("goes on in its keeper"), "{plan}");
         client.stop();
@@ -134,7 +141,7 @@ fn a_protected_guest_is_handed_over_by_its_keeper_which_ends() {
     play(with_keepers(), |scene| {
         scene.protected_guest("a", "b")?;
         let client = begin(scene)?;
-        scene.host("a")?.call(["failover", VM])?;
+        hand_over(scene.host("a")?, VM)?;
         await_forgotten(scene, "a")?;
         await_service(&client)?;
         // Its place is free: it is backed up there now.
@@ -222,7 +229,7 @@ fn a_keeper_that_is_told_to_end_hands_its_vm_over_first() {
     play(with_keepers(), |scene| {
         scene.protected_guest("a", "b")?;
         let client = begin(scene)?;
-        signal_keeper(&scene.status("a")?, Signal::SIGTERM)?;
+        signal_keeper(&scene.await_protected("a", |_| ())?, Signal::SIGTERM)?;
         let status = scene.await_live("b")?;
         ensure!(status["takeover"]["planned"] == true, "{status}");
         await_forgotten(scene, "a")?;
@@ -245,7 +252,7 @@ fn a_vm_that_comes_up_with_its_host_is_not_started_beside_its_keeper() {
             let status: Value = serde_json::from_str(&host.call(["status", "--json"])?)?;
             Ok((status["awaited"] == serde_json::json!([])).then_some(()))
         })?;
-        ensure!(kept(&scene.status("a")?)? == before, "another one");
+        ensure!(kept(&found_again(scene)?)? == before, "another one");
         await_service(&client)?;
         client.stop();
         host.call(["vm", "stop", VM, "--force"])?;
@@ -313,9 +320,7 @@ fn what_a_daemon_does_not_understand_of_a_keeper_is_refused_and_the_guest_goes_o
         await_service(&client)?;
         fs::write(note(scene)?, &good)?;
         scene.revive("a")?;
-        wait_for("the guest to be found again", LIMIT, || {
-            Ok((scene.status("a")?["live"] == true).then_some(()))
-        })?;
+        found_again(scene)?;
         await_service(&client)?;
         client.stop();
         scene.host("a")?.call(["vm", "stop", VM, "--force"])?;
