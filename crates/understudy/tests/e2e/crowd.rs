@@ -22,8 +22,9 @@ const QEMU_MIB: u64 = 40;
 const DAEMON_MIB: u64 = 96;
 
 /// As [`daemon`], but nine guests that boot share two processors: a host may be silent for
-/// seconds.
-const SETTINGS: &str = "[detection]\ntimeout_ms = 6000\n[repair]\nenabled = false\n";
+/// seconds, and so may a QEMU.
+const SETTINGS: &str =
+    "[detection]\ntimeout_ms = 6000\nqemu_timeout_ms = 10000\n[repair]\nenabled = false\n";
 
 /// One of the VMs: a copy of the scene's.
 struct Member {
