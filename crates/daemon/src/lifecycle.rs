@@ -19,8 +19,9 @@ use understudy_report::events::EventKind;
 use understudy_session::primary::Event;
 use understudy_threads::{spawn, within};
 
-/// How long a machine that has ended may take to be taken apart.
-const FORMER_TIMEOUT: Duration = Duration::from_secs(5);
+/// How long a machine that has ended may take to be taken apart: what is recorded of it goes to stable
+/// storage. A peer with an offer waits for longer.
+const FORMER_TIMEOUT: Duration = Duration::from_secs(15);
 
 /// Has the backup, whose disks may be sound, go on with the guest that stands still, or tries the
 /// disk again in a moment.
