@@ -435,18 +435,21 @@ fn end(
     match outcome {
         Outcome::Live { machine, wish, generation, reason, takeover } => {
             let wish = wish.map(|request| Wish { request, group: membership.group() });
-            let vm = host.add_primary(machine.clone(), generation, wish.clone());
+            let vm = host.new_primary(machine.clone(), generation, wish.clone());
+            fail::fail_point!("note-take-over");
             vm.took_over(takeover);
             let (event, meters) = (came_how(former, &reason, takeover), host.meters.of(name));
             vm.events.record(event);
             let meter = if takeover.planned { &meters.moves } else { &meters.outages };
             meter.observe(takeover.outage_ms / 1e3);
-            host.join_cluster(&machine, generation);
             let reason = match takeover.planned {
                 true => format!("came over from {former} as planned"),
                 false => format!("took over: {reason}"),
             };
             host.degraded(&vm, reason, &membership.remedy());
+            // Not before it is known: for a moment its protection would seem not to be wanted.
+            host.show_primary(&vm);
+            host.join_cluster(&machine, generation);
             // The activation says so already; the record is where it belongs.
             host.note_wish(name, wish.as_ref());
         }

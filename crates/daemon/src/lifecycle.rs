@@ -19,8 +19,9 @@ use understudy_report::events::EventKind;
 use understudy_session::primary::Event;
 use understudy_threads::{spawn, within};
 
-/// How long a machine that has ended may take to be taken apart.
-const FORMER_TIMEOUT: Duration = Duration::from_secs(5);
+/// How long a machine that has ended may take to be taken apart: what is recorded of it goes to stable
+/// storage. A peer with an offer waits for longer.
+const FORMER_TIMEOUT: Duration = Duration::from_secs(15);
 
 /// Has the backup, whose disks may be sound, go on with the guest that stands still, or tries the
 /// disk again in a moment.
@@ -118,6 +119,18 @@ impl Host {
         generation: Generation,
         wish: Option<Wish>,
     ) -> Arc<PrimaryVm> {
+        let vm = self.new_primary(machine, generation, wish);
+        self.show_primary(&vm);
+        vm
+    }
+
+    /// The VM as one of this host's, which nobody sees yet: what is to be said of it can be noted before.
+    pub(crate) fn new_primary(
+        &self,
+        machine: Arc<Machine>,
+        generation: Generation,
+        wish: Option<Wish>,
+    ) -> Arc<PrimaryVm> {
         let name = machine.definition().name.clone();
         let (events, tenure) = (self.events.of(&name), Tenure::new(self.config.lease));
         let repairer = Repairer::new(&name, wish, self.config.repair.enabled);
@@ -127,11 +140,15 @@ impl Host {
             .record(&name)
             .map_or(true, |record| record.is_some_and(|record| record.peer.is_some()));
         vm.has_copies.store(copied, Ordering::Release);
-        self.vms.lock().insert(name, Vm::Primary(vm.clone()));
-        if self.config.repair.enabled {
-            repair::start(self, &vm);
-        }
         vm
+    }
+
+    /// The VM is in `status`, and restores its protection, from now on.
+    pub(crate) fn show_primary(self: &Arc<Self>, vm: &Arc<PrimaryVm>) {
+        self.vms.lock().insert(vm.name().clone(), Vm::Primary(vm.clone()));
+        if self.config.repair.enabled {
+            repair::start(self, vm);
+        }
     }
 
     /// The VM runs here from now on, by this restore.

@@ -36,7 +36,7 @@ const PRIMARY_IN: u16 = 9001;
 const RELEASE: u16 = 9005;
 
 /// For the QEMUs to find each other.
-const CONNECT_LIMIT: Duration = Duration::from_secs(5);
+const CONNECT_LIMIT: Duration = Duration::from_secs(60);
 /// For the first copy of the guest, which has not begun to boot.
 const ENTER_LIMIT: Duration = Duration::from_secs(10);
 /// For the guest to boot, and for a checkpoint: QEMU makes one after 20 s at the latest.
@@ -65,7 +65,8 @@ pub struct Colo {
 impl Colo {
     /// Starts both, and waits until COLO runs, has made a checkpoint, and the guest's servers
     /// on `ports` answer the laboratory's client. The guest boots under COLO: the disks are
-    /// the same then. Takes 40 s at most, if QEMU answers its monitor.
+    /// the same then. Takes 40 s at most, if QEMU answers its monitor
+    /// and both find each other.
     ///
     /// # Errors
     /// If QEMU refuses a step, COLO is not entered, no checkpoint comes to its end, or the

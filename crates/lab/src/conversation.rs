@@ -3,6 +3,7 @@
 
 use crate::lab::Lab;
 use crate::namespace::in_namespace;
+use crate::wait::connect_patiently;
 use anyhow::{Context, Result};
 use std::io::{self, ErrorKind, Read, Write};
 use std::net::{SocketAddr, TcpStream};
@@ -160,11 +161,11 @@ impl Conversation {
 /// Connects from the client's namespace.
 pub(crate) fn connect(lab: &Lab, guest: SocketAddr) -> Result<TcpStream> {
     let connection = in_namespace(&lab.client(), || {
-        let connection = TcpStream::connect_timeout(&guest, CONNECT_LIMIT)?;
+        let connection = connect_patiently(guest, CONNECT_LIMIT)?;
         connection.set_nodelay(true)?;
         connection.set_read_timeout(Some(STOP_INTERVAL))?;
         connection.set_write_timeout(Some(STOP_INTERVAL))?;
-        io::Result::Ok(connection)
+        anyhow::Ok(connection)
     })?;
     connection.with_context(|| format!("cannot connect to the guest at {guest}"))
 }

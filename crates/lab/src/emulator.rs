@@ -19,7 +19,7 @@ use understudy_qemu::process::{Exit, Launch};
 use understudy_qemu::{Capabilities, ClockBase, Qemu, Resources, Role, VmDefinition, command_line};
 
 /// For a QEMU that has closed its monitor to be gone.
-const END_LIMIT: Duration = Duration::from_secs(5);
+const END_LIMIT: Duration = Duration::from_secs(60);
 const CONSOLE: &str = "console";
 const LOG: &str = "qemu.log";
 

@@ -264,12 +264,16 @@ impl HostProcess {
     /// The status of a VM that this host runs or backs up: as `understudy status --json` prints it,
     /// without a process for each of the many times that a story asks.
     pub fn status(&self, vm: &str) -> Result<Value> {
+        self.known(vm)?.with_context(|| format!("host {} has no VM `{vm}`", self.name))
+    }
+
+    /// The same, if this host has the VM at this moment.
+    pub fn known(&self, vm: &str) -> Result<Option<Value>> {
         let status = self.ask().map_err(|failure| {
             anyhow!("host {} does not tell its status: {}", self.name, failure.message)
         })?;
         let mut vms = status["vms"].as_array().into_iter().flatten();
-        let found = vms.find(|entry| entry["name"] == vm).cloned();
-        found.with_context(|| format!("host {} has no VM `{vm}`", self.name))
+        Ok(vms.find(|entry| entry["name"] == vm).cloned())
     }
 
     fn ask(&self) -> Result<Value, Failure> {

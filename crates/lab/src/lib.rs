@@ -35,6 +35,7 @@
 //! | `round_trips` | how long the guest takes to answer |
 //! | `bench_guest` | what the guest of the benchmark suite boots from |
 //! | `processors`  | the processors, shared out among the sides |
+//! | `protection`  | whether a VM has its backup, as its host says |
 //! | `watcher`     | who sent frames in the guest's name, and when |
 //! | [`check`]     | the survivor's disk: file system and records |
 //! | `long_line`   | distance between two hosts: delay and a limited rate |
@@ -62,6 +63,7 @@ mod part;
 mod plain;
 mod processes;
 mod processors;
+mod protection;
 mod qmp;
 mod records;
 mod remains;
@@ -88,6 +90,7 @@ pub use migration::{Migration, MigrationLimits};
 pub use namespace::{Namespace, in_namespace};
 pub use part::{Frozen, Part};
 pub use plain::{PLAIN_ADDRESS, PlainGuest, PlainOptions};
+pub use protection::{is_followed, tells_of_a_follower};
 pub use records::{Ack, RecordClient, RecordReport, record_payload};
 pub use remains::LabName;
 pub use round_trips::round_trips;
@@ -95,5 +98,5 @@ pub use saved::{Saved, SavedInside};
 pub use scene::{Scene, SceneOptions};
 pub use shell::{GuestOutput, GuestShell};
 pub use sibling::Sibling;
-pub use wait::{patience, wait_for};
+pub use wait::{connect_patiently, patience, wait_for};
 pub use watcher::{Mac, Watcher};

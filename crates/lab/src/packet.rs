@@ -107,11 +107,31 @@ impl AsFd for PacketSocket {
     }
 }
 
+/// Both clocks are read within so short a time, or once more.
+const AT_ONCE: Duration = Duration::from_micros(5);
+/// Of so many times the closest counts, on a machine that never gets there.
+const MOST_READINGS: usize = 100;
+
 /// The kernel stamps frames with the wall clock; everything else here is
 /// measured on the monotonic one.
 fn monotonic(wall: Duration) -> Instant {
-    let age = SystemTime::UNIX_EPOCH.elapsed().unwrap_or_default().saturating_sub(wall);
-    Instant::now() - age
+    let read = || (Instant::now(), SystemTime::UNIX_EPOCH.elapsed().unwrap_or_default());
+    let (now, wall_now) = at_once(|| (read(), Instant::now()));
+    now - wall_now.saturating_sub(wall)
+}
+
+/// Both clocks at one instant: whoever is held up between two readings has a frame come too late, or
+/// too early, by as long. A reading is both, and the instant behind it.
+fn at_once(mut read: impl FnMut() -> ((Instant, Duration), Instant)) -> (Instant, Duration) {
+    let mut closest = read();
+    let took = |reading: &((Instant, Duration), Instant)| reading.1 - reading.0.0;
+    for _ in 1..MOST_READINGS {
+        if took(&closest) <= AT_ONCE {
+            break;
+        }
+        closest = std::cmp::min_by_key(closest, read(), took);
+    }
+    closest.0
 }
 
 fn bind(socket: &OwnedFd, interface: u32) -> nix::Result<()> {
@@ -130,4 +150,28 @@ fn bind(socket: &OwnedFd, interface: u32) -> nix::Result<()> {
         )
     };
     Errno::result(result).map(drop)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_reading_that_was_held_up_does_not_count() {
+        let began = Instant::now();
+        let ms = Duration::from_millis;
+        let mut held_up = [300_u64, 0, 7].into_iter();
+        let read = |held_up| ((began + ms(1000), ms(5)), began + ms(1000 + held_up));
+        let mut asked = 0;
+        let both = at_once(|| {
+            asked += 1;
+            read(held_up.next().expect("the second is close enough"))
+        });
+        assert_eq!((both, asked), ((began + ms(1000), ms(5)), 2));
+        // Never close enough: the closest.
+        let mut late = (1..=MOST_READINGS as u64)
+            .rev()
+            .map(|held_up| ((began, ms(held_up)), began + ms(held_up)));
+        assert_eq!(at_once(|| late.next().expect("no more readings")), (began, ms(1)));
+    }
 }

@@ -34,9 +34,9 @@ impl HostProcess {
         self.inside(&["mount", "-t", "tmpfs", "tmpfs", &directory])
     }
 
-    /// Undoes [`hide`](HostProcess::hide).
+    /// Undoes [`hide`](HostProcess::hide), also of a directory that the daemon is looking at.
     pub fn unhide(&self, directory: &Path) -> Result<()> {
-        self.inside(&["umount", &directory.to_string_lossy()])
+        self.inside(&["umount", "--lazy", &directory.to_string_lossy()])
     }
 
     /// Runs a command among the daemon's mounts.
@@ -77,6 +77,12 @@ impl HostProcess {
     /// Stops the whole host in its tracks.
     pub fn pause(&self) -> Result<Instant> {
         self.stall(Part::Everything)
+    }
+
+    /// Stops whole hosts at one instant, so that none of them lives to see another stand still.
+    pub fn pause_together<'h>(hosts: impl IntoIterator<Item = &'h HostProcess>) -> Result<()> {
+        let targets = hosts.into_iter().map(HostProcess::everything);
+        processes::stop_all(&targets.collect::<Result<Vec<_>>>()?.concat())
     }
 
     /// Lets everything that was stalled go on, as if nothing had happened.

@@ -3,6 +3,7 @@
 use crate::lab::Lab;
 use crate::namespace::in_namespace;
 use crate::records::mix;
+use crate::wait::connect_patiently;
 use anyhow::{Context, Result, ensure};
 use std::io::{Read, Write};
 use std::net::{SocketAddr, TcpStream};
@@ -28,7 +29,7 @@ pub fn round_trips(
     pause: Duration,
 ) -> Result<Vec<Duration>> {
     let all: Result<Vec<Duration>> = in_namespace(&lab.client(), || {
-        let mut connection = TcpStream::connect_timeout(&server, ANSWER_LIMIT)?;
+        let mut connection = connect_patiently(server, ANSWER_LIMIT)?;
         connection.set_nodelay(true)?;
         connection.set_read_timeout(Some(ANSWER_LIMIT))?;
         (1..=count).map(|round| ask(&mut connection, round, pause)).collect()

@@ -23,7 +23,7 @@ use crate::shell::GuestShell;
 use crate::wait::await_servers;
 use crate::wait_for;
 use crate::watcher::{Mac, Watcher};
-use anyhow::{Context, Result, bail, ensure};
+use anyhow::{Context, Result, ensure};
 use definition::write_definition;
 use guest::mac;
 use serde_json::Value;
@@ -37,8 +37,6 @@ pub const VM: &str = "guest";
 /// The client's address on the network of the guest's second card.
 const SECOND_CLIENT: &str = "10.78.0.100/24";
 
-/// For a first synchronisation.
-const SYNC_LIMIT: Duration = Duration::from_secs(300);
 /// For a backup to run the guest after a failure.
 const TAKE_OVER_LIMIT: Duration = Duration::from_secs(120);
 
@@ -52,12 +50,6 @@ pub struct Scene {
     options: SceneOptions,
     definition: PathBuf,
     lab: Lab,
-}
-
-/// Whether a backup follows that could not take over at this moment.
-fn is_followed(status: &Value) -> bool {
-    let reason = status["protection"]["reason"].as_str().unwrap_or_default();
-    reason.contains("follows, and could not take over now")
 }
 
 impl Scene {
@@ -182,18 +174,8 @@ impl Scene {
 
     /// Waits until the guest of `host` is protected; `watch` sees every status
     /// on the way.
-    pub fn await_protected(&self, host: &str, mut watch: impl FnMut(&Value)) -> Result<Value> {
-        wait_for(&format!("host {host}'s guest to be protected"), SYNC_LIMIT, || {
-            let status = self.status(host)?;
-            watch(&status);
-            match status["protection"]["state"].as_str() {
-                Some("syncing") => Ok(None),
-                Some("protected") => Ok(Some(status)),
-                // The backup's proof is late, on a busy machine.
-                _ if is_followed(&status) => Ok(None),
-                _ => bail!("protection ended: {}", status["protection"]),
-            }
-        })
+    pub fn await_protected(&self, host: &str, watch: impl FnMut(&Value)) -> Result<Value> {
+        self.host(host)?.await_protected(VM, watch)
     }
 
     /// Starts the guest on host `from`, waits for it, protects it to host `to`
@@ -220,7 +202,8 @@ impl Scene {
     /// guest is another host's.
     pub fn await_fenced(&self, host: &str) -> Result<Value> {
         wait_for(&format!("host {host} to halt its copy"), TAKE_OVER_LIMIT, || {
-            let status = self.status(host)?;
+            // Between a keeper's end and its daemon's next look the host has no such VM.
+            let status = self.host(host)?.known(VM)?.unwrap_or_default();
             Ok((status["role"] == "fenced" && status["qemu_pid"].is_null()).then_some(status))
         })
     }

@@ -2,9 +2,9 @@
 
 use crate::lab::Lab;
 use crate::namespace::in_namespace;
-use crate::wait::wait_for;
+use crate::wait::connect_patiently;
 use anyhow::{Context, Result, bail, ensure};
-use std::io::{BufRead, BufReader, ErrorKind, Read, Write};
+use std::io::{BufRead, BufReader, Read, Write};
 use std::net::{SocketAddr, TcpStream};
 use std::time::Duration;
 
@@ -31,13 +31,8 @@ pub struct GuestShell {
 impl GuestShell {
     /// Connects from the laboratory's client.
     pub fn connect(lab: &Lab, guest: SocketAddr) -> Result<GuestShell> {
-        let connect = || match TcpStream::connect_timeout(&guest, CONNECT_LIMIT) {
-            // A guest that a busy machine keeps from answering seems to be none.
-            Err(error) if error.kind() == ErrorKind::HostUnreachable => Ok(None),
-            connected => Ok(Some(connected?)),
-        };
         let connection = in_namespace(&lab.client(), || {
-            let connection = wait_for("the guest to be there", CONNECT_LIMIT, connect)?;
+            let connection = connect_patiently(guest, CONNECT_LIMIT)?;
             connection.set_nodelay(true)?;
             connection.set_read_timeout(Some(ANSWER_LIMIT))?;
             anyhow::Ok(connection)

@@ -3,6 +3,7 @@
 use crate::lab::Lab;
 use crate::namespace::in_namespace;
 use anyhow::{Context, Result, bail};
+use std::io::ErrorKind;
 use std::net::{SocketAddr, TcpStream};
 use std::sync::LazyLock;
 use std::time::{Duration, Instant};
@@ -55,6 +56,17 @@ pub fn wait_for<T>(
         let [shortest, longest] = POLL_INTERVAL;
         std::thread::sleep((elapsed / POLL_PART).clamp(shortest, longest));
     }
+}
+
+/// Connects from this thread's namespace to a server that is there. A guest that a busy machine keeps from
+/// answering for three seconds seems to be none: then it is tried again.
+pub fn connect_patiently(to: SocketAddr, limit: Duration) -> Result<TcpStream> {
+    wait_for(&format!("{to} to be reached"), limit, || {
+        match TcpStream::connect_timeout(&to, limit.saturating_mul(patience())) {
+            Err(error) if error.kind() == ErrorKind::HostUnreachable => Ok(None),
+            connected => Ok(Some(connected?)),
+        }
+    })
 }
 
 /// Waits until a booting guest's `servers` all answer the laboratory's client.

@@ -40,12 +40,14 @@ fn a_record_client_lives_through_a_cut_and_measures_it() {
     let cut_at = Instant::now();
     // Long enough to be told from the pace of a busy machine.
     std::thread::sleep(Duration::from_millis(400));
+    let before_heal = Instant::now();
     lab.heal("a").unwrap();
-    let healed_at = Instant::now();
     await_acks(&client, 20);
     let report = client.stop();
     assert!(report.connection_survived(), "{:?}", report.error());
-    assert!(report.outage(cut_at).unwrap() >= healed_at - cut_at - Duration::from_millis(50));
+    // A busy machine's client may have read the last one a while after the cut.
+    let last = report.acks().filter(|ack| ack.at <= before_heal).last().unwrap().at;
+    assert!(report.outage(cut_at).unwrap() >= before_heal - last);
     assert!(report.longest_gap() >= report.outage(cut_at).unwrap());
     let numbers: Vec<u64> = report.acks().map(|ack| ack.number).collect();
     assert_eq!(numbers, (1..=report.acked()).collect::<Vec<_>>());

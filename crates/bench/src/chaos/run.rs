@@ -40,7 +40,7 @@ pub fn play(stage: &mut Stage, seed: u64) -> Result<Run> {
     };
     let qemu = stage.scene.host(host)?.qemu_pid(VM)?;
     pause(fault.delay, || false);
-    let false_alarm = !fault.while_syncing && !stage.is_protected(primary)?;
+    let false_alarm = !fault.while_syncing && !stage.has_backup(primary)?;
     if false_alarm {
         // Nothing is done to the only copy.
         let owner = stage.await_service()?;

@@ -7,7 +7,7 @@ use understudy_client::Client;
 use understudy_lab::check::{DiskCheck, Snapshot};
 use understudy_lab::scene::{ECHO_PORT, RECORDS_PORT, VM};
 use understudy_lab::{ChatterClient, ChatterReport, Load, RecordClient, RecordReport};
-use understudy_lab::{Scene, SceneOptions, Watcher, wait_for};
+use understudy_lab::{Scene, SceneOptions, Watcher, tells_of_a_follower, wait_for};
 use understudy_report::{HostStatus, Protection, Role, VmStatus};
 
 /// The two hosts.
@@ -185,6 +185,17 @@ impl Stage {
     pub fn is_protected(&self, primary: &str) -> Result<bool> {
         let status = self.status(primary)?;
         Ok(status.is_some_and(|status| matches!(status.protection, Protection::Protected { .. })))
+    }
+
+    /// Whether the guest of `primary` has its backup, which may be late with its proof that it could
+    /// take over.
+    pub fn has_backup(&self, primary: &str) -> Result<bool> {
+        let has_one = |status: VmStatus| match &status.protection {
+            Protection::Protected { .. } => true,
+            Protection::Degraded { reason } => tells_of_a_follower(reason),
+            _ => false,
+        };
+        Ok(self.status(primary)?.is_some_and(has_one))
     }
 
     /// Whether the guest's address was heard from two hosts: from `loser` after

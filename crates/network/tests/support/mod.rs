@@ -9,6 +9,7 @@ use nix::sys::socket::{ControlMessage, MsgFlags, recv, send, sendmsg, setsockopt
 use nix::sys::time::TimeVal;
 use std::io::IoSlice;
 use std::os::fd::{AsFd, AsRawFd, OwnedFd};
+use std::path::Path;
 use std::process::Command;
 use std::sync::Arc;
 use std::thread;
@@ -26,6 +27,7 @@ const ETHERTYPE: [u8; 2] = [0x88, 0xb5];
 pub fn in_namespace(body: impl FnOnce() + Send + 'static) {
     let test = thread::spawn(|| {
         unshare(CloneFlags::CLONE_NEWNET).expect("these tests need root");
+        without_ipv6();
         // Without snooping the kernel says nothing of its own on the bridge.
         ip("link add br0 type bridge mcast_snooping 0");
         ip("link set br0 up");
@@ -33,6 +35,17 @@ pub fn in_namespace(body: impl FnOnce() + Send + 'static) {
     });
     if let Err(panic) = test.join() {
         std::panic::resume_unwind(panic);
+    }
+}
+
+/// Before any interface is there: with IPv6 the kernel looks for routers and neighbours on it.
+fn without_ipv6() {
+    for scope in ["all", "default"] {
+        let switch = format!("/proc/sys/net/ipv6/conf/{scope}/disable_ipv6");
+        // Absent where the kernel has no IPv6.
+        if Path::new(&switch).exists() {
+            std::fs::write(&switch, "1").expect("IPv6 can be switched off");
+        }
     }
 }
 

@@ -120,10 +120,16 @@ mod tests {
 
     const SHORT: Duration = Duration::from_millis(50);
 
-    async fn pair(requests: &Requests) -> (Patient<TcpStream>, Other) {
+    /// A connection on which the other end has said this, if anything.
+    async fn pair(requests: &Requests, said: &[u8]) -> (Patient<TcpStream>, Other) {
         let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
-        let other = Other::connect(listener.local_addr().unwrap()).unwrap();
+        let mut other = Other::connect(listener.local_addr().unwrap()).unwrap();
         let (stream, _) = listener.accept().await.unwrap();
+        if !said.is_empty() {
+            other.write_all(said).unwrap();
+            // Known to be there before the patience begins, which is short.
+            stream.readable().await.unwrap();
+        }
         (Patient::new(stream, SHORT, requests.clone()), other)
     }
 
@@ -136,8 +142,7 @@ mod tests {
 
     #[tokio::test]
     async fn a_connection_on_which_nothing_happens_ends() {
-        let (mut stream, mut other) = pair(&Requests::default()).await;
-        other.write_all(b"GET").unwrap();
+        let (mut stream, _other) = pair(&Requests::default(), b"GET").await;
         assert_eq!(read(&mut stream).await.unwrap(), 3);
         let error = read(&mut stream).await.unwrap_err();
         assert_eq!(error.kind(), io::ErrorKind::TimedOut);
@@ -146,7 +151,7 @@ mod tests {
     #[tokio::test]
     async fn one_whose_request_is_being_answered_does_not() {
         let requests = Requests::default();
-        let (mut stream, mut other) = pair(&requests).await;
+        let (mut stream, mut other) = pair(&requests, b"").await;
         let answering = requests.begin();
         let waits = tokio::time::timeout(SHORT * 4, read(&mut stream)).await;
         assert!(waits.is_err(), "{waits:?}");

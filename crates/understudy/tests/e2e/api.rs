@@ -112,8 +112,9 @@ fn a_protection_is_a_job_that_is_watched_and_cancelled() {
         let state = end["state"].as_str().unwrap_or_default();
         let expected = if state == "cancelled" { "off" } else { "protected" };
         ensure!(["cancelled", "done"].contains(&state), "{end}");
-        ensure!(scene.status("a")?["protection"]["state"] == expected, "{end}");
-        Ok(())
+        wait_for(&format!("the guest to be {expected}"), LIMIT, || {
+            Ok((scene.status("a")?["protection"]["state"] == expected).then_some(()))
+        })
     });
 }
 
@@ -140,9 +141,11 @@ fn the_command_line_works_from_another_machine() {
             Ok(String::from_utf8(output.stdout)?)
         };
         call(&["vm", "start", &scene.definition().to_string_lossy()])?;
-        call(&["protect", VM, "--to", "b"])?;
-        let status: Value = serde_json::from_str(&call(&["status", VM, "--json"])?)?;
-        ensure!(status["protection"]["state"] == "protected", "{status}");
+        call(&["protect", VM, "--to", "b", "--no-wait"])?;
+        scene.await_protected("a", |_| ())?;
+        let status = understudy(&["--token-file", &token, "status", VM, "--json"])?;
+        let status: Value = serde_json::from_slice(&status.stdout)?;
+        ensure!(stage::has_backup(&status), "{status}");
         ensure!(call(&["vm", "show", VM])?.contains("[[disk]]"));
         ensure!(call(&["vm", "list"])?.contains(VM));
         ensure!(call(&["events"])?.contains("protected: b stands by"));
@@ -168,6 +171,7 @@ fn the_command_line_works_from_another_machine() {
         let output = understudy(&[&alice[..], &["status"]].concat())?;
         ensure!(output.status.success(), "{output:?}");
         refused(&[&alice[..], &["failover", VM]].concat(), 1, "takes the role operate")?;
+        scene.await_protected("a", |_| ())?;
         call(&["failover", VM])?;
         scene.await_live("b")?;
         // What answers there is another host, by its certificate.

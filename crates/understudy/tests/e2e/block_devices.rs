@@ -18,16 +18,25 @@ const VOLUME: &str = "256M";
 const VOLUME_GROUP_BYTES: u64 = 300 << 20;
 
 /// A loop device on a file, until it is dropped.
-struct Device(PathBuf);
+struct Device {
+    path: PathBuf,
+    file: PathBuf,
+}
 
 impl Device {
     fn on(file: &Path) -> Result<Device> {
         let shown = run("losetup", &["--find", "--show", &file.to_string_lossy()])?;
-        Ok(Device(shown.trim().into()))
+        Ok(Device { path: shown.trim().into(), file: file.to_owned() })
+    }
+
+    /// From now on it is another one, of so many bytes. Nobody else can get its name meanwhile.
+    fn become_small(&self, bytes: u64) -> Result<()> {
+        File::create(&self.file)?.set_len(bytes)?;
+        run("losetup", &["--set-capacity", self.path()]).map(drop)
     }
 
     fn path(&self) -> &str {
-        self.0.to_str().expect("a device's path is text")
+        self.path.to_str().expect("a device's path is text")
     }
 }
 
@@ -115,7 +124,7 @@ fn copied(scene: &Scene, host: &str) -> Result<String> {
 fn a_disk_on_a_device_goes_over_to_a_file_and_back() {
     play(on_device(), |scene| {
         let device = define(scene)?;
-        goes_over_and_back(scene, &device.0)
+        goes_over_and_back(scene, &device.path)
     });
 }
 
@@ -172,20 +181,18 @@ fn a_device_that_is_mounted_or_has_another_size_is_not_written() {
         scene.host_mut("a")?.kill_everything()?;
         scene.await_live("b")?;
         // The device of that name is another one when host a comes back.
-        let (path, taken) = (device.path().to_owned(), scene.lab().directory().join("small.img"));
-        drop(device);
-        File::create(&taken)?.set_len(1 << 20)?;
-        run("losetup", &[&path, &taken.to_string_lossy()])?;
-        let other = Device(path.clone().into());
-        let before = fs::read(&taken)?;
+        device.become_small(1 << 20)?;
+        let before = fs::read(&device.file)?;
         scene.restart("a")?;
         scene.protect("b", "a")?;
         scene.await_protected("b", |_| ())?;
         let how = copied(scene, "b")?;
-        ensure!(how.contains(&format!("device {path} has 1048576 bytes, and the disk")), "{how}");
-        ensure!(fs::read(&taken)? == before, "the other device was written");
+        ensure!(
+            how.contains(&format!("device {} has 1048576 bytes, and the disk", device.path())),
+            "{how}"
+        );
+        ensure!(fs::read(&device.file)? == before, "the other device was written");
         ensure!(scene.disk("a", 0)?.is_file(), "the mirror is no file of its own");
-        drop(other);
         await_service(&client)?;
         let acked = close(client)?;
         scene.host("b")?.call(["unprotect", VM])?;

@@ -1,5 +1,6 @@
 //! A headless Chromium in the laboratory's client, told what to do over a pair of pipes (the DevTools protocol).
 
+use crate::stage::LIMIT;
 use anyhow::{Context, Result, bail, ensure};
 use base64::Engine;
 use base64::prelude::BASE64_STANDARD;
@@ -14,10 +15,8 @@ use std::process::{Child, ChildStdin, Stdio};
 use std::sync::mpsc::{Receiver, channel};
 use std::time::{Duration, Instant};
 use tempfile::TempDir;
-use understudy_lab::{Namespace, wait_for};
+use understudy_lab::{Namespace, patience, wait_for};
 
-/// For the browser to answer, and for a page to become what it should.
-const LIMIT: Duration = Duration::from_secs(60);
 /// Before a picture.
 const SETTLED: Duration = Duration::from_secs(9);
 /// The shell reads commands from descriptor 3 and answers on descriptor 4.
@@ -91,7 +90,7 @@ impl Browser {
         self.commands.write_all(message.to_string().as_bytes())?;
         self.commands.write_all(&[0])?;
         self.commands.flush()?;
-        let deadline = Instant::now() + LIMIT;
+        let deadline = Instant::now() + LIMIT * patience();
         loop {
             let left = deadline.saturating_duration_since(Instant::now());
             let answer = self.answers.recv_timeout(left);

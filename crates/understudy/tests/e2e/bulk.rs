@@ -1,73 +1,97 @@
 //! Bulk transfers over the card's fast path: long TCP segments, both ways at once.
 
-use crate::stage::{LIMIT, options, play_protected, prove_survival};
+use crate::stage::{Calm, LIMIT, options, play_protected, prove_survival};
 use anyhow::{Context, Result, ensure};
 use rand_chacha::ChaCha8Rng;
 use rand_chacha::rand_core::{RngCore, SeedableRng};
 use std::fs;
 use std::io::{Read, Write};
-use std::net::TcpStream;
+use std::net::{Shutdown, TcpStream};
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::thread;
 use understudy_lab::scene::{ECHO_PORT, VM};
-use understudy_lab::{Scene, in_namespace, wait_for};
+use understudy_lab::{Scene, connect_patiently, in_namespace, wait_for};
 
-/// What is sent to the guest, and comes back from it.
+/// What is sent to the guest and comes back from it, in parts before and behind the kill.
 const BYTES: usize = 32 << 20;
+const BLOCK: usize = 1 << 20;
 /// The longest frame that is none of those which a fast path carries.
 const ORDINARY_FRAME: u64 = 1514;
 const SEED: u64 = 4;
 
 #[test]
 fn a_bulk_transfer_both_ways_survives_a_kill_on_long_segments() {
-    play_protected(options(), |scene, client| {
+    play_protected(options().calm(), |scene, client| {
         let to = scene.guest(ECHO_PORT);
-        let connection =
-            in_namespace(&scene.lab().client(), || TcpStream::connect_timeout(&to, LIMIT))??;
+        let connection = in_namespace(&scene.lab().client(), || connect_patiently(to, LIMIT))??;
         connection.set_read_timeout(Some(LIMIT))?;
         connection.set_write_timeout(Some(LIMIT))?;
-        let returned = AtomicUsize::new(0);
+        let transfer =
+            Transfer { length: AtomicUsize::new(usize::MAX), returned: AtomicUsize::new(0) };
         thread::scope(|scope| {
-            let sender = scope.spawn(|| send(&connection));
-            let receiver = scope.spawn(|| compare(&connection, &returned));
-            await_returned(&returned, BYTES / 4)?;
-            long_frames_pass(scene, "a")?;
-            scene.host_mut("a")?.kill_everything()?;
+            let sender = scope.spawn(|| transfer.send(&connection));
+            let receiver = scope.spawn(|| transfer.compare(&connection));
+            let story = transfer.await_returned(BYTES / 4).and_then(|()| {
+                long_frames_pass(scene, "a")?;
+                scene.host_mut("a")?.kill_everything()
+            });
+            // It goes on for as much on the other host, however late that is.
+            transfer
+                .length
+                .store(transfer.returned.load(Ordering::Relaxed) + BYTES, Ordering::Relaxed);
             let join = |panic| std::panic::resume_unwind(panic);
-            sender.join().unwrap_or_else(join)?;
-            receiver.join().unwrap_or_else(join)
+            let sent = sender.join().unwrap_or_else(join);
+            let received = receiver.join().unwrap_or_else(join);
+            story.and(sent).and(received)
         })?;
         long_frames_pass(scene, "b")?;
         prove_survival(scene, client, "b")
     });
 }
 
-fn send(mut connection: &TcpStream) -> Result<()> {
-    let mut bytes = vec![0; BYTES];
-    ChaCha8Rng::seed_from_u64(SEED).fill_bytes(&mut bytes);
-    connection.write_all(&bytes).context("cannot send to the guest")
+/// Blocks of noise, each of which must come back as it was sent.
+struct Transfer {
+    /// What is sent in all, and a block more at the most.
+    length: AtomicUsize,
+    returned: AtomicUsize,
 }
 
-/// Every byte must come back as it was sent.
-fn compare(mut connection: &TcpStream, returned: &AtomicUsize) -> Result<()> {
-    let mut expected = vec![0; BYTES];
-    ChaCha8Rng::seed_from_u64(SEED).fill_bytes(&mut expected);
-    let mut received = vec![0; 1 << 20];
-    let mut at = 0;
-    while at < BYTES {
-        let count = connection.read(&mut received).context("cannot read from the guest")?;
-        ensure!(count > 0, "the guest closed the connection after {at} bytes");
-        ensure!(received[..count] == expected[at..at + count], "the bytes from {at} on differ");
-        at += count;
-        returned.store(at, Ordering::Relaxed);
+impl Transfer {
+    fn goes_on(&self, at: usize) -> bool {
+        at < self.length.load(Ordering::Relaxed)
     }
-    Ok(())
-}
 
-fn await_returned(returned: &AtomicUsize, bytes: usize) -> Result<()> {
-    wait_for("a part of the transfer", LIMIT, || {
-        Ok((returned.load(Ordering::Relaxed) >= bytes).then_some(()))
-    })
+    fn send(&self, mut connection: &TcpStream) -> Result<()> {
+        let (mut noise, mut block) = (ChaCha8Rng::seed_from_u64(SEED), vec![0; BLOCK]);
+        let mut at = 0;
+        while self.goes_on(at) {
+            noise.fill_bytes(&mut block);
+            connection.write_all(&block).context("cannot send to the guest")?;
+            at += BLOCK;
+        }
+        // The guest answers to the end, and closes.
+        connection.shutdown(Shutdown::Write).context("cannot say that this was all")
+    }
+
+    fn compare(&self, mut connection: &TcpStream) -> Result<()> {
+        let (mut noise, mut expected) = (ChaCha8Rng::seed_from_u64(SEED), vec![0; BLOCK]);
+        let mut received = vec![0; BLOCK];
+        let mut at = 0;
+        while self.goes_on(at) {
+            noise.fill_bytes(&mut expected);
+            connection.read_exact(&mut received).context("cannot read from the guest")?;
+            ensure!(received == expected, "the bytes from {at} on differ");
+            at += BLOCK;
+            self.returned.store(at, Ordering::Relaxed);
+        }
+        Ok(())
+    }
+
+    fn await_returned(&self, bytes: usize) -> Result<()> {
+        wait_for("a part of the transfer", LIMIT, || {
+            Ok((self.returned.load(Ordering::Relaxed) >= bytes).then_some(()))
+        })
+    }
 }
 
 /// The mean frame on the guest's tap is longer than any ordinary one: the guest's

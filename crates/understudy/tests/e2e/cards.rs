@@ -2,7 +2,7 @@
 
 use crate::cluster::{audit, await_payments};
 use crate::snapshot::{json, store};
-use crate::stage::{Calm, LIMIT, await_forgotten, daemon, options, play, protection};
+use crate::stage::{Calm, LIMIT, await_forgotten, daemon, options, play};
 use anyhow::{Context, Result, ensure};
 use std::net::{Ipv4Addr, SocketAddr};
 use understudy_lab::scene::{SECOND_ADDRESS, SHELL_PORT, VM};
@@ -77,8 +77,7 @@ fn a_protected_member_with_two_cards_is_restored_with_both() {
         let take = ["cluster", "snapshot", "shop", "--trace", "0.3", "--store", &store];
         let report = json(scene, "a", &take)?;
         ensure!(report["members"].as_array().map(Vec::len) == Some(2), "{report}");
-        let status = scene.status("a")?;
-        ensure!(protection(&status).0 == "protected", "the snapshot ended it: {status}");
+        scene.await_protected("a", |_| ()).context("the snapshot ended it")?;
         // What is paid from here on is to be forgotten on both cards alike.
         NETWORKS.iter().try_for_each(|network| await_payments(scene, &network.banks()))?;
         end(scene)?;

@@ -2,8 +2,8 @@
 
 use crate::refusals::{log_of, quick};
 use crate::stage::{
-    Calm, LIMIT, PACE, await_forgotten, await_service, close, options, play, prove_disk, refusal,
-    run,
+    Calm, LIMIT, PACE, await_forgotten, await_service, close, hand_over, options, play, prove_disk,
+    refusal, run,
 };
 use anyhow::{Context, Result, ensure};
 use serde_json::Value;
@@ -120,7 +120,8 @@ fn a_guest_that_cannot_be_handed_over_powers_off() {
 /// A daemon that is started while the one before still ends waits for its addresses.
 #[test]
 fn a_daemon_that_is_restarted_at_once_waits_for_the_one_before() {
-    play(waiting(quick(), 2), |scene| {
+    // The next one waits for five seconds, of which a busy machine needs some.
+    play(waiting(quick(), 1), |scene| {
         scene.start_guest("a")?;
         let config = scene.host("a")?.directory().join("host.toml");
         let pid = scene.host("a")?.pid().to_string();
@@ -154,7 +155,7 @@ fn a_vm_is_started_by_its_name_where_it_was_last() {
         scene.protected_guest("a", "b")?;
         let client = scene.record_client(PACE)?;
         await_service(&client)?;
-        scene.host("a")?.call(["failover", VM])?;
+        hand_over(scene.host("a")?, VM)?;
         scene.await_live("b")?;
         await_service(&client)?;
         let newest = scene.disk("b", 0)?;

@@ -3,18 +3,20 @@
 
 use crate::lazy::{HeldStore, Orphaned};
 use crate::refusals::says;
-use crate::stage::{Calm, LIMIT, await_forgotten, daemon, options, play, refusal, vms};
+use crate::stage::{
+    Calm, LIMIT, await_forgotten, daemon, hand_over, options, play, protect, refusal, vms,
+};
 use anyhow::{Context, Result, ensure};
 use serde_json::Value;
 use std::fs;
 use std::io::{BufRead, BufReader, Write};
-use std::net::{Ipv4Addr, SocketAddr, TcpStream};
+use std::net::{Ipv4Addr, SocketAddr};
 use std::path::PathBuf;
 use std::time::{Duration, SystemTime};
 use toml::Table;
 use understudy_lab::{
-    GUEST_ADDRESS, GuestShell, HostOptions, HostProcess, Scene, SceneOptions, in_namespace,
-    wait_for,
+    GUEST_ADDRESS, GuestShell, HostOptions, HostProcess, Scene, SceneOptions, connect_patiently,
+    in_namespace, wait_for,
 };
 
 pub const MEMBERS: usize = 3;
@@ -76,8 +78,7 @@ fn all_banks() -> Vec<SocketAddr> {
 }
 
 pub fn ask(scene: &Scene, bank: SocketAddr, request: &str) -> Result<String> {
-    let connect = || TcpStream::connect_timeout(&bank, Duration::from_secs(20));
-    let mut stream = in_namespace(&scene.lab().client(), connect)??;
+    let mut stream = in_namespace(&scene.lab().client(), || connect_patiently(bank, LIMIT))??;
     stream.set_read_timeout(Some(LIMIT))?;
     stream.write_all(format!("{request}\n").as_bytes())?;
     let mut answer = String::new();
@@ -224,8 +225,7 @@ impl Bank<'_> {
     pub fn protect(&self, member: usize) -> Result<()> {
         let (vm, from) = (name(member), home(member));
         let to = if from == "a" { "b" } else { "a" };
-        self.scene.host(from)?.call(["protect", &vm, "--to", to])?;
-        Ok(())
+        protect(self.scene.host(from)?, &vm, &["--to", to])
     }
 
     pub fn restore(&self, host: &str, number: u64, more: &[&str]) -> Result<Value> {
@@ -372,11 +372,11 @@ fn a_member_that_fails_over_is_heard_by_all() {
         let bank = Bank::found(scene)?;
         let (vm, a, b) = (name(0), scene.host("a")?, scene.host("b")?);
         bank.protect(0)?;
-        a.call(["failover", &vm])?;
+        hand_over(a, &vm)?;
         bank.await_payments()?;
         await_forgotten_of(a, &vm)?;
         bank.await_payments()?;
-        b.call(["protect", &vm, "--to", "a"])?;
+        protect(b, &vm, &["--to", "a"])?;
         b.kill_qemu(&vm)?;
         bank.await_payments()?;
         bank.audit()?;

@@ -2,7 +2,7 @@
 //! command fails and says why, nothing half done is left, and the next one works.
 
 use crate::cluster::{Bank, await_payments, bank_of, bank_options, name, with_cluster};
-use crate::refusals::says;
+use crate::refusals::{log_of, says};
 use crate::stage::{LIMIT, await_forgotten, daemon, play, refusal, refused, vms};
 use anyhow::{Result, ensure};
 use std::path::PathBuf;
@@ -130,7 +130,7 @@ fn the_coordinators_host_dies(point: &str) {
         failed(taking)?;
         prove_no_other(scene, "a", first)?;
         wait_for("both members on host a to give it up", LIMIT, || {
-            let words = scene.host("a")?.diagnostics();
+            let words = log_of(scene, "a")?;
             Ok((words.matches("snapshot 2 is given up").count() == 2).then_some(()))
         })?;
         await_payments(scene, &[bank_of(0), bank_of(2)])?;
@@ -233,7 +233,7 @@ fn the_coordinators_host_dies_between_the_starts() {
         failed(restoring)?;
         // It runs, but not all did.
         await_forgotten(scene, "b")?;
-        ensure!(scene.host("b")?.diagnostics().contains("GivenUp"), "nobody asked the arbiter");
+        ensure!(log_of(scene, "b")?.contains("GivenUp"), "nobody asked the arbiter");
         prove_restored_by_force(scene, "b", &which, "may run on host a")?;
         comes_back(scene, "a", with_cluster(daemon()))?;
         Bank::of(scene).end()
@@ -257,7 +257,7 @@ fn the_coordinators_host_is_cut_off_when_all_are_to_stay() {
         await_running(scene, "b", &name(1))?;
         scene.lab().cut("a")?;
         wait_for("host b to ask whether its member stays", LIMIT, || {
-            Ok(scene.host("b")?.diagnostics().contains("bank: Settled").then_some(()))
+            Ok(log_of(scene, "b")?.contains("bank: Settled").then_some(()))
         })?;
         scene.lab().heal("a")?;
         moment.end()?;

@@ -2,7 +2,8 @@
 
 use crate::lockstep::{console_of, lockstep};
 use crate::stage::{
-    Calm, LIMIT, PACE, await_service, close, options, play, play_protected, prove_survival, refusal,
+    Calm, LIMIT, PACE, await_service, close, hand_over, options, play, play_protected, protect,
+    prove_survival, refusal,
 };
 use anyhow::{Context, Result, ensure};
 use std::time::Duration;
@@ -21,9 +22,7 @@ fn play_held(options: SceneOptions, story: impl FnOnce(&mut Scene, RecordClient)
     play(options, |scene| {
         scene.start_guest("a")?;
         scene.await_guest()?;
-        let host = scene.host("a")?;
-        host.call(["protect", VM, "--to", "b", "--hold-console", "--mode", mode])?;
-        scene.await_protected("a", |_| ())?;
+        protect(scene.host("a")?, VM, &["--to", "b", "--hold-console", "--mode", mode])?;
         let client = scene.record_client(PACE)?;
         await_service(&client)?;
         story(scene, client)
@@ -132,7 +131,7 @@ fn in_lockstep_a_primary_is_cut_off_while_its_guest_speaks() {
 fn a_planned_fail_over_leaves_no_word_out() {
     play_held(options().calm(), |scene, client| {
         begin_to_count(scene)?;
-        scene.host("a")?.call(["failover", VM])?;
+        hand_over(scene.host("a")?, VM)?;
         scene.await_live("b")?;
         let let_out = log_of(scene, "a")?;
         prove_count(scene, &let_out)?;

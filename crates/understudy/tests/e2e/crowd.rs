@@ -1,6 +1,6 @@
 //! N to 1: two primaries, four small VMs on each, one backup for all of them.
 
-use crate::stage::{LIMIT, await_service, close, daemon, options, play, protection, refusal, vms};
+use crate::stage::{LIMIT, await_service, close, daemon, options, play, refusal, vms};
 use anyhow::{Context, Result, ensure};
 use std::fs;
 use std::net::{Ipv4Addr, SocketAddr};
@@ -22,8 +22,9 @@ const QEMU_MIB: u64 = 40;
 const DAEMON_MIB: u64 = 96;
 
 /// As [`daemon`], but nine guests that boot share two processors: a host may be silent for
-/// seconds.
-const SETTINGS: &str = "[detection]\ntimeout_ms = 6000\n[repair]\nenabled = false\n";
+/// seconds, and so may a QEMU.
+const SETTINGS: &str =
+    "[detection]\ntimeout_ms = 6000\nqemu_timeout_ms = 10000\n[repair]\nenabled = false\n";
 
 /// One of the VMs: a copy of the scene's.
 struct Member {
@@ -74,12 +75,7 @@ impl Member {
     }
 
     fn await_protected(&self, scene: &Scene) -> Result<()> {
-        wait_for(&format!("{} to be protected", self.name), 2 * LIMIT, || {
-            let status = scene.host(self.primary)?.status(&self.name)?;
-            let (state, reason) = protection(&status);
-            ensure!(matches!(state, "syncing" | "protected"), "{}: {reason}", self.name);
-            Ok((state == "protected").then_some(()))
-        })
+        scene.host(self.primary)?.await_protected(&self.name, |_| ()).map(drop)
     }
 
     fn await_live(&self, scene: &Scene, host: &str) -> Result<()> {

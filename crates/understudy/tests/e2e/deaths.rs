@@ -56,7 +56,8 @@ pub fn unharmed(report: &ChatterReport) -> Result<()> {
 
 #[test]
 fn a_host_is_cut_off() {
-    play_protected(options(), |scene, client| {
+    // A copy that lost the VM before the cut is not kept.
+    play_protected(options().calm(), |scene, client| {
         let (a, b) = (scene.watch_uplink("a", 0)?, scene.watch_uplink("b", 0)?);
         let cut_at = Instant::now();
         scene.lab().cut("a")?;
@@ -200,8 +201,8 @@ pub fn await_one_owner(scene: &Scene) -> Result<&'static str> {
         match (lives("a")?, lives("b")?) {
             (true, false) => Ok(Some("a")),
             (false, true) => Ok(Some("b")),
-            (true, true) => anyhow::bail!("both hosts run the guest"),
-            (false, false) => Ok(None),
+            // The one that has lost it computes, and lets nothing out, until it has noticed.
+            (true, true) | (false, false) => Ok(None),
         }
     })
 }

@@ -4,7 +4,7 @@
 //! Debian's cloud kernel has no drivers for most of them: these guests boot the ordinary one.
 
 use crate::deaths::{await_rounds, unharmed};
-use crate::stage::{LOAD_PACE, PACE, await_service, options, play, prove_survival};
+use crate::stage::{Calm, LOAD_PACE, PACE, await_service, options, play, prove_survival};
 use anyhow::{Context, Result, ensure};
 use std::fs;
 use toml::{Table, Value};
@@ -73,7 +73,7 @@ impl Devices {
 /// The host dies while the guest uses all of them; they work on the other one, as they were.
 fn survive(devices: &Devices) {
     // Its devices are others than those that a scene begins with.
-    let options = SceneOptions { booted: false, ..options() };
+    let options = SceneOptions { booted: false, ..options().calm() };
     play(options, |scene| {
         devices.define(scene)?;
         scene.protected_guest("a", "b")?;

@@ -3,7 +3,8 @@
 
 use crate::lockstep::{console_of, in_lockstep, lockstep};
 use crate::stage::{
-    Calm, LIMIT, await_degraded, await_service, daemon, play_protected, prove_survival, refusal,
+    Calm, LIMIT, await_degraded, await_service, daemon, hand_over, play_protected, prove_survival,
+    refusal,
 };
 use anyhow::{Context, Result, ensure};
 use std::fs;
@@ -63,9 +64,11 @@ fn reads_that_travel_with_the_log_need_no_disk_of_the_backup() {
         protect_with_reads(scene)?;
         await_sums(scene, "a", 3)?;
         in_lockstep(scene, "a")?;
-        let report = scene.status("a")?["lockstep"].clone();
-        ensure!(report["disk_reads"] == "log", "{report}");
-        ensure!(report["disk_read_mbit_s"].as_f64() > Some(0.0), "{report}");
+        wait_for("reads to travel with the log", LIMIT, || {
+            let report = scene.status("a")?["lockstep"].clone();
+            ensure!(report["disk_reads"] == "log", "{report}");
+            Ok((report["disk_read_mbit_s"].as_f64() > Some(0.0)).then_some(()))
+        })?;
 
         // A read that fails on the primary waits for a sound disk, that of the backup.
         a.begin()?;
@@ -101,7 +104,7 @@ fn a_planned_fail_over_leaves_a_disk_that_fails() {
         let turn = ["protect", VM, "--to", "b", "--mode", "checkpoint"];
         let (_, words) = refusal(scene.host("a")?, &turn)?;
         ensure!(words.contains("waits for a disk that fails"), "{words}");
-        scene.host("a")?.call(["failover", VM])?;
+        hand_over(scene.host("a")?, VM)?;
         scene.await_live("b")?;
         await_sums(scene, "b", 2)?;
         prove_survival(scene, client, "b")

@@ -1,6 +1,8 @@
 //! A backup far away: 50 ms each way, over 100 Mbit/s.
 
-use crate::stage::{Calm, PACE, await_service, daemon_with_peers, options, play, prove_survival};
+use crate::stage::{
+    Calm, PACE, await_service, daemon_with_peers, hand_over, options, play, prove_survival,
+};
 use anyhow::Result;
 use std::time::Duration;
 use understudy_lab::scene::VM;
@@ -34,7 +36,7 @@ fn a_backup_far_away_takes_over_and_loses_nothing() {
 #[test]
 fn a_planned_fail_over_to_a_backup_far_away() {
     play_far_away(|scene, client| {
-        scene.host("a")?.call(["failover", VM])?;
+        hand_over(scene.host("a")?, VM)?;
         prove_survival(scene, client, "b")
     });
 }

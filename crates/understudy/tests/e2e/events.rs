@@ -1,6 +1,7 @@
 //! What the hosts tell of a fail-over: by `understudy events`, as a stream, and to a receiver of the operator's.
 
-use crate::stage::{Calm, LIMIT, options, play};
+use crate::refusals::quick;
+use crate::stage::{Calm, LIMIT, options, play, protection};
 use anyhow::{Context, Result, ensure};
 use serde_json::Value;
 use std::io::{BufRead, BufReader, Read, Write};
@@ -54,6 +55,25 @@ fn a_fail_over_is_told_event_by_event() {
         ensure!(shown.contains("NOT PROTECTED"), "{shown:?}");
         ensure!(shown.ends_with("\x1b[?1049l"), "the terminal is left as it was not: {shown:?}");
         Ok(())
+    });
+}
+
+/// Before, it was said for a moment to run here with no protection asked for, and not to have been
+/// taken over.
+#[test]
+#[cfg_attr(not(feature = "fail-points"), ignore = "needs `--features fail-points`")]
+fn a_vm_that_is_live_says_at_once_how_it_came() {
+    let mut options = quick();
+    let slow = ("FAILPOINTS".to_owned(), "note-take-over=sleep(500)".to_owned());
+    options.daemons.get_mut("b").expect("the laboratory has a host b").environment.push(slow);
+    play(options, |scene| {
+        scene.protected_guest("a", "b")?;
+        scene.host_mut("a")?.kill_everything()?;
+        let status = scene.await_live("b")?;
+        let (state, reason) = protection(&status);
+        ensure!(state == "degraded" && reason.contains("took over"), "{status}");
+        ensure!(status["takeover"]["outage_ms"].as_f64() > Some(0.0), "{status}");
+        scene.host("b")?.call(["vm", "stop", VM, "--force"]).map(drop)
     });
 }
 

@@ -194,7 +194,7 @@ fn register(shell: &mut GuestShell) -> Result<String> {
 
 #[test]
 fn a_guest_with_uefi_scsi_and_all_that_virt_install_adds_survives() {
-    let shape = SceneOptions { booted: false, ..options() };
+    let shape = SceneOptions { booted: false, ..options().calm() };
     play(shape, |scene| {
         let medium = define(scene)?;
         scene.protected_guest("a", "b")?;

@@ -4,7 +4,7 @@
 use crate::peer::{MadeUpPeer, message, read, refusal_of};
 use crate::refusals::{definition, says, with_peers, write};
 use crate::stage::{
-    LIMIT, daemon_with_peers, options, play, play_protected, prove_survival, refusal,
+    Calm, LIMIT, daemon_with_peers, options, play, play_protected, prove_survival, refusal,
 };
 use anyhow::{Context, Result, ensure};
 use nix::sys::resource::{Resource, getrlimit, setrlimit};
@@ -82,7 +82,7 @@ fn a_flood_of_connections_keeps_no_backup_from_taking_over() {
     let (_, hard) = getrlimit(Resource::RLIMIT_NOFILE).expect("the limit of open files");
     assert!(hard > IDLE as u64 + 1_000, "this test needs more open files: `ulimit -Hn`");
     setrlimit(Resource::RLIMIT_NOFILE, hard, hard).expect("own limit can be raised");
-    play_protected(options(), |scene, client| {
+    play_protected(options().calm(), |scene, client| {
         let before = [entries(scene, "b", "fd")?, entries(scene, "b", "task")?];
         let stranger = Route::new(scene, scene.lab().client(), "b")?;
         let peer = Route::new(scene, scene.lab().host("a")?, "b")?;
@@ -119,7 +119,7 @@ fn endure(scene: &mut Scene, idle: &[TcpStream], before: [usize; 2]) -> Result<(
     println!("{IDLE} idle connections: descriptors, threads {before:?} then {after:?}");
     ensure!(after[0] < before[0] + 2 * MOST_OPEN, "descriptors: {after:?}");
     ensure!(after[1] < before[1] + MOST_OPEN, "threads: {after:?}");
-    ensure!(scene.status("a")?["protection"]["state"] == "protected", "not protected");
+    scene.await_protected("a", |_| ())?;
     scene.host_mut("a")?.kill_everything()?;
     scene.await_live("b").map(drop)
 }

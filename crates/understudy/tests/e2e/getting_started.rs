@@ -182,18 +182,23 @@ fn two_clean_hosts_protect_a_vm_in_six_commands() -> Result<()> {
 fn check_unit(site: &Site) -> Result<()> {
     let found = site.a.call("systemd-analyze verify --man=no understudy.service")?;
     ensure!(found.trim().is_empty(), "{found}");
-    let shown = site.a.call("systemctl show understudy -p Type -p NRestarts -p StatusText")?;
-    ensure!(shown.contains("NRestarts=0") && shown.contains("that run here: "), "{shown}");
+    wait_for("the unit to have a status", LIMIT, || {
+        let shown = site.a.call("systemctl show understudy -p Type -p NRestarts -p StatusText")?;
+        ensure!(shown.contains("NRestarts=0"), "{shown}");
+        Ok(shown.contains("that run here: ").then_some(()))
+    })?;
     let delegated = site.a.call("systemctl show understudy -p Delegate -p DelegateControllers")?;
     ensure!(delegated == "Delegate=yes\nDelegateControllers=cpu memory pids\n", "{delegated}");
-    let logged = site.a.call("journalctl -u understudy VM=db -p info -o json --no-pager")?;
-    let lines: Vec<serde_json::Value> =
-        logged.lines().map(serde_json::from_str).collect::<Result<_, _>>()?;
     let protected = |line: &serde_json::Value| {
         line["VM"] == "db"
             && line["MESSAGE"].as_str().is_some_and(|said| said.contains("protected"))
     };
-    ensure!(lines.iter().any(protected), "no such fields in the journal: {logged}");
+    wait_for("the journal to have these fields", LIMIT, || {
+        let logged = site.a.call("journalctl -u understudy VM=db -p info -o json --no-pager")?;
+        let lines: Vec<serde_json::Value> =
+            logged.lines().map(serde_json::from_str).collect::<Result<_, _>>()?;
+        Ok(lines.iter().any(protected).then_some(()))
+    })?;
     site.a
         .call("systemctl is-enabled understudy && test -e /usr/share/man/man1/understudy.1.gz")?;
     for page in ["operating.md.gz", "runbook.md.gz", "monitoring/understudy.rules.yml"] {

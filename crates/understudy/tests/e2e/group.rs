@@ -4,7 +4,7 @@
 //! that the other has forgotten.
 
 use crate::stage::{
-    Calm, LIMIT, PACE, await_forgotten, await_service, close, options, play, protection,
+    Calm, LIMIT, PACE, await_forgotten, await_service, close, hand_over, options, play, protection,
     prove_disk, refusal, repairing_daemon, vms,
 };
 use anyhow::{Context, Result, ensure};
@@ -124,10 +124,10 @@ pub fn await_protected_again(scene: &Scene, host: &str) -> Result<()> {
 }
 
 pub fn protect(scene: &Scene, from: &str, to: &str) -> Result<()> {
-    scene.host(from)?.call(["protect", VM, COMPANION, "--group", "pair", "--to", to])?;
+    let host = scene.host(from)?;
+    host.call(["protect", VM, COMPANION, "--group", "pair", "--to", to, "--no-wait"])?;
     for vm in BOTH {
-        let status = scene.host(from)?.status(vm)?;
-        ensure!(protection(&status).0 == "protected", "{vm} is not protected: {status}");
+        let status = host.await_protected(vm, |_| ())?;
         ensure!(status["group"] == "pair", "{vm} is in no group: {status}");
     }
     Ok(())
@@ -139,6 +139,14 @@ fn await_both(scene: &Scene, host: &str) -> Result<()> {
     wait_for(&both, LIMIT, || {
         let lives = |vm: &Value| vm["role"] == "primary" && vm["live"] == true;
         Ok((vms(scene.host(host)?)?.iter().filter(|vm| lives(vm)).count() == 2).then_some(()))
+    })
+}
+
+/// Waits until `host` has halted both copies.
+pub fn await_both_fenced(scene: &Scene, host: &str) -> Result<()> {
+    wait_for(&format!("host {host} to halt both copies"), LIMIT, || {
+        let all = vms(scene.host(host)?)?;
+        Ok((all.len() == 2 && all.iter().all(|vm| vm["role"] == "fenced")).then_some(()))
     })
 }
 
@@ -203,8 +211,10 @@ fn a_member_is_protected_by_itself() {
         inner.stop()?;
         scene.host("a")?.call(["unprotect", VM])?;
         await_forgotten(scene, "b")?;
-        let again = ["protect", VM, COMPANION, "--group", "pair", "--to", "b", "--no-repair"];
+        let again =
+            ["protect", VM, COMPANION, "--group", "pair", "--to", "b", "--no-repair", "--no-wait"];
         scene.host("a")?.call(again)?;
+        BOTH.iter().try_for_each(|vm| scene.host("a")?.await_protected(vm, |_| ()).map(drop))?;
         scene.host_mut("b")?.kill_everything()?;
         // Not while the arbiter is asked.
         wait_for("the group to be given up", LIMIT, || {
@@ -235,11 +245,7 @@ fn one_members_qemu_is_killed_and_the_group_moves() {
     play_group(|scene, client, inner| {
         scene.host("a")?.kill_qemu(COMPANION)?;
         prove_survival(scene, client, inner, "b")?;
-        for vm in BOTH {
-            let status = scene.host("a")?.status(vm)?;
-            ensure!(status["role"] == "fenced", "{vm} is left on a: {status}");
-        }
-        Ok(())
+        await_both_fenced(scene, "a")
     });
 }
 
@@ -251,10 +257,7 @@ fn the_host_of_a_group_is_cut_off() {
         scene.lab().cut("a")?;
         await_both(scene, "b")?;
         await_service(&client)?;
-        wait_for("host a to halt both copies", LIMIT, || {
-            let all = vms(scene.host("a")?)?;
-            Ok(all.iter().all(|vm| vm["role"] == "fenced").then_some(()))
-        })?;
+        await_both_fenced(scene, "a")?;
         scene.lab().heal("a")?;
         await_service(&client)?;
         let first = b.first_frame_after(cut_at)?.context("b answered no client")?;
@@ -267,7 +270,7 @@ fn the_host_of_a_group_is_cut_off() {
 fn a_group_fails_over_and_back_and_ends_as_one() {
     play_group(|scene, client, mut inner| {
         for (from, to) in [("a", "b"), ("b", "a")] {
-            scene.host(from)?.call(["failover", COMPANION])?;
+            hand_over(scene.host(from)?, COMPANION)?;
             await_both(scene, to)?;
             await_forgotten(scene, from)?;
             await_service(&client)?;

@@ -178,8 +178,10 @@ impl Used {
             used.switches += line.and_then(|count| count.trim().parse::<u64>().ok()).unwrap_or(0);
         }
         for pid in host.namespace().processes()?.into_iter().filter(|pid| *pid != daemon) {
-            used.qemus += processor_time(pid)?;
-            used.qemus_pss += pss(pid)?;
+            // What is only passing may have ended since.
+            let (Ok(time), Ok(bytes)) = (processor_time(pid), pss(pid)) else { continue };
+            used.qemus += time;
+            used.qemus_pss += bytes;
         }
         Ok(used)
     }
@@ -258,6 +260,19 @@ fn protect_all(scene: &Scene, number: usize) -> Result<()> {
     Ok(())
 }
 
+/// Waits until three checkpoints of each VM are over: what was printed before is committed.
+fn await_committed(scene: &Scene) -> Result<()> {
+    let checkpoints = || -> Result<Vec<u64>> {
+        let all = vms(scene.host("a")?)?;
+        all.iter().map(|vm| vm["checkpoints"].as_u64().context("no checkpoints")).collect()
+    };
+    let before = checkpoints()?;
+    wait_for("three checkpoints of each VM", LIMIT, || {
+        let mut pairs = before.iter().zip(checkpoints()?);
+        Ok(pairs.all(|(before, now)| now >= before + 3).then_some(()))
+    })
+}
+
 fn live_on(scene: &mut Scene, number: usize) -> Result<()> {
     protect_all(scene, number)?;
     check_costs(scene, number)?;
@@ -265,8 +280,7 @@ fn live_on(scene: &mut Scene, number: usize) -> Result<()> {
     let committed: Vec<u16> = (0..number)
         .map(|index| Ok(*counts(scene, "a", index)?.last().context("it counts nothing")?))
         .collect::<Result<_>>()?;
-    // Three checkpoints and more: what was printed before is committed.
-    thread::sleep(Duration::from_secs(2));
+    await_committed(scene)?;
     scene.host_mut("a")?.kill_everything()?;
     wait_for("host b to run all of them", 2 * LIMIT, || {
         let live = |vm: &serde_json::Value| vm["role"] == "primary" && vm["live"] == true;

@@ -2,7 +2,7 @@
 //! buses.
 
 use crate::refusals::says;
-use crate::stage::{PACE, await_service, options, play, prove_survival, refusal};
+use crate::stage::{Calm, PACE, await_service, options, play, prove_survival, refusal};
 use anyhow::{Context, Result, ensure};
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -54,7 +54,7 @@ fn domain(scene: &Scene, folder: &Path) -> Result<PathBuf> {
 
 #[test]
 fn a_domain_of_libvirt_survives_where_it_was() {
-    let shape = SceneOptions { booted: false, ..options() };
+    let shape = SceneOptions { booted: false, ..options().calm() };
     play(shape, |scene| {
         let folder = scene.definition().parent().context("a definition is in a folder")?.to_owned();
         let file = domain(scene, &folder)?;

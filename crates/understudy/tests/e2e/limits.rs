@@ -95,8 +95,10 @@ fn a_qemu_that_takes_too_much_memory_ends_alone() {
             let status = scene.status("b")?;
             Ok((status["role"] == "primary" && status["live"] == true).then_some(()))
         })?;
-        let told = crate::refusals::log_of(scene, "a")?;
-        ensure!(told.contains("went beyond its limit"), "{told}");
+        wait_for("host a to say why", crate::stage::LIMIT, || {
+            let told = crate::refusals::log_of(scene, "a")?;
+            Ok(told.contains("went beyond its limit").then_some(()))
+        })?;
         await_service(&client)?;
         let there = vms(scene.host("a")?)?;
         let lives = there.iter().any(|vm| vm["name"] == *other && vm["live"] == true);

@@ -6,8 +6,8 @@ use crate::deaths::kill_the_standby_qemu;
 use crate::deaths::{await_rounds, unharmed};
 use crate::planned::power_off;
 use crate::stage::{
-    Calm, LIMIT, LOAD_PACE, PACE, await_degraded, await_forgotten, await_service, close, options,
-    play, play_protected, prove_disk, prove_survival, repairing_daemon,
+    Calm, LIMIT, LOAD_PACE, PACE, await_degraded, await_forgotten, await_service, close, hand_over,
+    options, play, play_protected, prove_disk, prove_survival, repairing_daemon,
 };
 use anyhow::{Context, Result, ensure};
 use nix::sys::signal::{self, Signal};
@@ -16,7 +16,7 @@ use serde_json::Value;
 use std::path::PathBuf;
 use std::time::Instant;
 use understudy_lab::scene::{ECHO_PORT, RECORDS_PORT, VM};
-use understudy_lab::{ChatterClient, HostOptions, Load, Scene, SceneOptions, wait_for};
+use understudy_lab::{ChatterClient, HostOptions, Load, Part, Scene, SceneOptions, wait_for};
 
 /// What the guest says once it has booted.
 const READY: &str = "UNDERSTUDY-GUEST-READY";
@@ -154,7 +154,7 @@ fn the_qemu_of_a_backup_dies() {
 fn a_planned_fail_over_loses_nothing() {
     play_protected(lockstep(), |scene, client| {
         scene.shell()?.start(BUSY)?;
-        scene.host("a")?.call(["failover", VM])?;
+        hand_over(scene.host("a")?, VM)?;
         scene.await_live("b")?;
         await_forgotten(scene, "a")?;
         prove_survival(scene, client, "b")
@@ -256,9 +256,8 @@ pub fn await_repaired(scene: &Scene, mode: &str) -> Result<Value> {
 /// Stops the QEMU of the backup.
 fn stop_qemu(scene: &Scene, host: &str) -> Result<Pid> {
     let pid = scene.status(host)?["qemu_pid"].as_i64().context("no QEMU")?;
-    let qemu = Pid::from_raw(pid.try_into()?);
-    signal::kill(qemu, Signal::SIGSTOP)?;
-    Ok(qemu)
+    scene.host(host)?.stall(Part::Process(pid.try_into()?))?;
+    Ok(Pid::from_raw(pid.try_into()?))
 }
 
 /// Waits until the guest on host a stands still for its backup, or does not any more.

@@ -4,7 +4,7 @@
 
 use crate::refusals::says;
 use crate::stage::{
-    PACE, await_service, close, options, play, prove_disk_at, prove_survival, refusal,
+    Calm, PACE, await_service, close, options, play, prove_disk_at, prove_survival, refusal,
 };
 use anyhow::{Result, ensure};
 use std::fs;
@@ -16,7 +16,7 @@ use understudy_qemu::{Kvm, Obstacle};
 /// The usual guest, with something else in its definition.
 fn survive_with(field: &str, value: &str, prove: impl FnOnce(&Scene) -> Result<()>) {
     // The guest that has booted is that of the definition before.
-    play(SceneOptions { booted: false, ..options() }, |scene| {
+    play(SceneOptions { booted: false, ..options().calm() }, |scene| {
         let mut table: Table = fs::read_to_string(scene.definition())?.parse()?;
         table.insert(field.into(), value.into());
         fs::write(scene.definition(), table.to_string())?;
@@ -93,7 +93,7 @@ fn a_model_that_the_processor_lacks_is_refused() {
 #[test]
 #[ignore = "needs guests/installed, which takes minutes; `make test-kvm` plays it"]
 fn an_installed_system_survives() {
-    let shape = SceneOptions { kind: GuestKind::Installed, disks: 2, ..options() };
+    let shape = SceneOptions { kind: GuestKind::Installed, disks: 2, ..options().calm() };
     play(shape, |scene| {
         scene.protected_guest("a", "b")?;
         guest_says(scene, "cat /proc/1/comm", "systemd")?;

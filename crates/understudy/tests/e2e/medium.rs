@@ -108,8 +108,7 @@ fn a_medium_that_was_changed_while_protected_is_there_after_each_take_over() {
         reads(&mut shell, SCSI, &third)?;
         let told = scene.host("a")?.call(["events"])?;
         ensure!(told.contains("disk2 has") && told.contains("third.iso"), "no event: {told}");
-        let status = scene.status("a")?;
-        ensure!(status["protection"]["state"] == "protected", "it cost protection: {status}");
+        scene.await_protected("a", |_| ()).context("it cost protection")?;
 
         scene.host_mut("a")?.kill_everything()?;
         scene.await_live("b")?;
@@ -162,10 +161,10 @@ fn a_medium_that_cannot_be_put_in_leaves_the_drive_and_protection_as_they_were()
         // The other host has another file of that name, then none.
         as_host(scene, "b", &["mount", "--bind", text(&first), text(&second)])?;
         refused(&["disk1", text(&second)], 1, &["host b refuses", "second.iso is another one"])?;
-        as_host(scene, "b", &["umount", text(&second)])?;
+        as_host(scene, "b", &["umount", "--lazy", text(&second)])?;
         as_host(scene, "b", &["mount", "-t", "tmpfs", "none", text(folder)])?;
         refused(&["disk1", text(&second)], 1, &["host b refuses", "does not exist"])?;
-        as_host(scene, "b", &["umount", text(folder)])?;
+        as_host(scene, "b", &["umount", "--lazy", text(folder)])?;
 
         // As a mounted medium is.
         let device = device(&mut shell, SATA)?;
@@ -175,8 +174,7 @@ fn a_medium_that_cannot_be_put_in_leaves_the_drive_and_protection_as_they_were()
         refused(&["disk1", text(&second)], 1, &["the guest holds the medium", "--force"])?;
         reads(&mut shell, SATA, &first)?;
         change(scene, "a", "disk1", &[text(&second), "--force"])?;
-        let status = scene.status("a")?;
-        ensure!(status["protection"]["state"] == "protected", "it cost protection: {status}");
+        scene.await_protected("a", |_| ()).context("it cost protection")?;
         await_service(&client)?;
         scene.host_mut("a")?.kill_everything()?;
         scene.await_live("b")?;

@@ -1,10 +1,10 @@
 //! A panic in what one VM runs ends that VM on its host, and nothing else: its backup takes over,
 //! another VM stays protected, and the daemon lives.
 
-use crate::group::{self, BOTH, play_group_with};
+use crate::group::{self, play_group_with};
 use crate::stage::{
-    Calm, LIMIT, PACE, await_degraded, await_service, daemon, options, play, prove_survival,
-    repairing_daemon,
+    Calm, LIMIT, PACE, await_degraded, await_service, daemon, has_backup, options, play,
+    prove_survival, repairing_daemon,
 };
 use anyhow::{Context, Result, ensure};
 use std::fs;
@@ -80,9 +80,7 @@ impl Bystanders {
         companion.await_boot(scene)?;
         let host = scene.host("a")?;
         host.call(["protect", COMPANION, "--to", "b", "--no-wait"])?;
-        wait_for("the companion to be protected", LIMIT, || {
-            Ok((host.status(COMPANION)?["protection"]["state"] == "protected").then_some(()))
-        })?;
+        host.await_protected(COMPANION, |_| ())?;
         Ok(Bystanders {
             daemons: daemons(scene)?,
             qemu: host.status(COMPANION)?["qemu_pid"].as_u64().context("it has no QEMU")?,
@@ -93,7 +91,7 @@ impl Bystanders {
     fn are_unharmed(&self, scene: &mut Scene) -> Result<()> {
         are_the_same(scene, self.daemons)?;
         let status = scene.host("a")?.status(COMPANION)?;
-        ensure!(status["protection"]["state"] == "protected", "the other VM: {status}");
+        ensure!(has_backup(&status), "the other VM: {status}");
         ensure!(status["qemu_pid"] == self.qemu, "the other VM has another QEMU: {status}");
         await_service(&self.client)
     }
@@ -180,10 +178,7 @@ fn a_panic_in_a_members_thread_moves_its_group() {
         let daemons = daemons(scene)?;
         strike("group", "a", "barrier")?;
         group::prove_survival(scene, client, inner, "b")?;
-        for vm in BOTH {
-            let status = scene.host("a")?.status(vm)?;
-            ensure!(status["role"] == "fenced", "{vm} is left on a: {status}");
-        }
+        group::await_both_fenced(scene, "a")?;
         says_what_happened(scene, "a", "barrier")?;
         are_the_same(scene, daemons)
     });

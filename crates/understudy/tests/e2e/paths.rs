@@ -2,7 +2,8 @@
 //! the last one, and the VM stays where it is.
 
 use crate::stage::{
-    Calm, LIMIT, PACE, await_service, options, play, play_protected, protection, prove_survival,
+    Calm, LIMIT, PACE, await_service, has_backup, options, play, play_protected, protection,
+    prove_survival,
 };
 use anyhow::{Context, Result, ensure};
 use serde_json::Value;
@@ -45,7 +46,7 @@ fn cut_the_one_in_use(scene: &Scene) -> Result<usize> {
 
 fn epoch(scene: &Scene) -> Result<u64> {
     let status = scene.status("a")?;
-    ensure!(protection(&status).0 == "protected", "not protected: {status}");
+    ensure!(has_backup(&status), "it has lost its backup: {status}");
     status["epoch"].as_u64().context("no epoch")
 }
 

@@ -6,8 +6,9 @@
 //! their start; only the primary's passes the points.
 
 use crate::deaths::{await_empty, await_rounds, unharmed};
+use crate::refusals::log_of;
 use crate::stage::{
-    Calm, LIMIT, LOAD_PACE, await_service, daemon, options, play_protected, prove_survival,
+    Calm, LIMIT, LOAD_PACE, PACE, await_service, daemon, options, play, prove_survival,
 };
 use anyhow::{Context, Result, ensure};
 use understudy_lab::scene::RECORDS_PORT;
@@ -37,9 +38,13 @@ fn armed_options(point: &str) -> SceneOptions {
 }
 
 fn primaries_die(point: &str, deaths: u64) {
-    // The first host may die while the test is still looking around: it begins
-    // with the load, and has no more to do then than to watch.
-    play_protected(armed_options(point), |scene, client| {
+    // The first host may die as soon as its guest is protected: all is under way before, and the test
+    // has no more to do then than to watch.
+    play(armed_options(point), |scene| {
+        scene.start_guest("a")?;
+        scene.await_guest()?;
+        let client = scene.record_client(PACE)?;
+        await_service(&client)?;
         let lab = scene.lab();
         let pings = ChatterClient::start(
             lab,
@@ -49,6 +54,7 @@ fn primaries_die(point: &str, deaths: u64) {
             LOAD_PACE,
         )?;
         scene.shell()?.start(LOAD)?;
+        scene.protect("a", "b")?;
         let (mut victim, mut survivor) = ("a", "b");
         for death in 1..=deaths {
             await_death(scene, victim, point)
@@ -72,9 +78,8 @@ fn primaries_die(point: &str, deaths: u64) {
 fn await_death(scene: &mut Scene, host: &str, point: &str) -> Result<()> {
     let daemon = scene.host_mut(host)?;
     wait_for("the daemon to die", LIMIT, || Ok((!daemon.is_running()).then_some(())))?;
-    let words = daemon.diagnostics();
     let cause = format!("failpoint {point} panic");
-    ensure!(words.contains(&cause), "host {host} did not die of `{cause}`:\n{words}");
+    ensure!(log_of(scene, host)?.contains(&cause), "host {host} did not die of `{cause}`");
     await_empty(scene, host)
 }
 

@@ -1,8 +1,8 @@
 //! What people do on purpose: fail over, end protection, stop, reboot.
 
 use crate::stage::{
-    Calm, LIMIT, PACE, await_forgotten, await_service, close, options, play, play_protected,
-    protection, prove_disk, prove_survival, vms,
+    Calm, LIMIT, PACE, await_forgotten, await_service, close, hand_over, options, play,
+    play_protected, protection, prove_disk, prove_survival, vms,
 };
 use anyhow::{Context, Result, ensure};
 use serde_json::Value;
@@ -16,7 +16,7 @@ use understudy_lab::{RecordClient, Scene, wait_for};
 fn planned_fail_overs_lose_nothing() {
     play_protected(options().calm(), |scene, client| {
         for (from, to) in [("a", "b"), ("b", "a")] {
-            scene.host(from)?.call(["failover", VM])?;
+            hand_over(scene.host(from)?, VM)?;
             let status = scene.await_live(to)?;
             await_forgotten(scene, from)?;
             told_as_planned(scene, to, from, &status)?;
@@ -89,8 +89,7 @@ fn a_guest_reboots_on_either_host() {
     play(options().calm(), |scene| {
         scene.protected_guest("a", "b")?;
         reboot(scene, "a")?;
-        let status = scene.status("a")?;
-        ensure!(protection(&status).0 == "protected", "a reboot ended protection: {status}");
+        scene.await_protected("a", |_| ()).context("a reboot ended protection")?;
         fail_over_and_reboot(scene)
     });
 }
@@ -174,6 +173,7 @@ fn console(scene: &Scene, host: &str, line: &str) -> Result<String> {
 #[test]
 fn a_daemon_that_ends_hands_its_guest_over() {
     play_protected(options().calm(), |scene, client| {
+        scene.await_protected("a", |_| ())?;
         let status = scene.host_mut("a")?.terminate()?;
         ensure!(status.success(), "the daemon ended with {status}");
         scene.await_live("b")?;

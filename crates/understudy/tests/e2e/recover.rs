@@ -2,12 +2,13 @@
 
 use crate::deaths::await_empty;
 use crate::stage::{
-    Calm, LIMIT, await_service, daemon, options, play, play_protected, prove_disk, refusal,
+    Calm, LIMIT, await_service, daemon, hand_over, options, play, play_protected, prove_disk,
+    refusal,
 };
 use anyhow::{Context, Result, ensure};
 use serde_json::Value;
 use understudy_lab::scene::{GuestKind, VM};
-use understudy_lab::{HostOptions, RecordClient, Scene, SceneOptions, wait_for};
+use understudy_lab::{HostOptions, HostProcess, RecordClient, Scene, SceneOptions, wait_for};
 
 /// Disk writes with and without flushes.
 const DISK_LOAD: &str =
@@ -16,9 +17,8 @@ const DISK_LOAD: &str =
 /// Every process of these hosts is killed at one instant: all are stopped before the
 /// first one dies, so that nobody sees another die.
 pub fn lose(scene: &mut Scene, hosts: &[&str]) -> Result<()> {
-    for host in hosts {
-        scene.host(host)?.pause()?;
-    }
+    let all = hosts.iter().map(|host| scene.host(host)).collect::<Result<Vec<_>>>()?;
+    HostProcess::pause_together(all)?;
     for host in hosts {
         scene.host_mut(host)?.kill_everything()?;
     }
@@ -120,7 +120,7 @@ fn stale_images_do_not_start() {
     let options = SceneOptions { kind: GuestKind::BootSector, memory_mib: 64, ..options().calm() };
     play(options, |scene| {
         scene.protected_guest("a", "b")?;
-        scene.host("a")?.call(["failover", VM])?;
+        hand_over(scene.host("a")?, VM)?;
         scene.await_live("b")?;
         let newest = scene.disk("b", 0)?;
         scene.host("b")?.call(["vm", "stop", VM, "--force"])?;

@@ -2,8 +2,8 @@
 //! nobody but the daemons does anything about it.
 
 use crate::stage::{
-    Calm, LIMIT, await_service, options, play, play_protected, protection, prove_survival,
-    repairing_daemon,
+    Calm, LIMIT, await_service, hand_over, options, play, play_protected, protect, protection,
+    prove_survival, repairing_daemon,
 };
 use anyhow::{Context, Result, ensure};
 use understudy_lab::scene::VM;
@@ -28,6 +28,13 @@ fn await_backup(scene: &Scene, host: &str) -> Result<String> {
         ensure!(status["role"] == "primary", "host {host} does not own the guest: {status}");
         let peer = status["protection"]["peer"].as_str().unwrap_or_default().to_owned();
         Ok((protection(&status).0 == "protected").then_some(peer))
+    })
+}
+
+/// Waits until the guest of `host` is protected to `backup`.
+fn await_backup_on(scene: &Scene, host: &str, backup: &str) -> Result<()> {
+    wait_for(&format!("host {backup} to stand by"), LIMIT, || {
+        Ok((await_backup(scene, host)? == backup).then_some(()))
     })
 }
 
@@ -71,7 +78,8 @@ fn members_die_one_after_another_twice_round() {
 fn a_lost_backup_is_replaced_by_another_host() {
     play_protected(three(&repairing_daemon().calm()), |scene, client| {
         scene.host_mut("b")?.kill_everything()?;
-        ensure!(await_backup(scene, "a")? == "c", "c is the only host that is left");
+        // Until host a has noticed it still names host b.
+        await_backup_on(scene, "a", "c")?;
         await_service(&client)?;
         // No host is left: it says so and goes on looking.
         scene.host_mut("c")?.kill_everything()?;
@@ -85,7 +93,7 @@ fn a_lost_backup_is_replaced_by_another_host() {
         let status = scene.host("a")?.cli(["status", VM])?;
         ensure!(status.status.code() == Some(3), "`status` of a degraded VM: {status:?}");
         scene.restart("b")?;
-        ensure!(await_backup(scene, "a")? == "b", "b is back");
+        await_backup_on(scene, "a", "b")?;
         scene.host_mut("a")?.kill_everything()?;
         prove_survival(scene, client, "b")
     });
@@ -101,9 +109,8 @@ fn wishes_are_respected() {
         scene.start_guest("a")?;
         scene.await_guest()?;
         let policy = ["--policy", "interval", "--hz", "20"];
-        let protect = [&["protect", VM, "--to", "b"][..], &policy].concat();
-        scene.host("a")?.call(&protect)?;
-        scene.host("a")?.call(["failover", VM])?;
+        protect(scene.host("a")?, VM, &[&["--to", "b"][..], &policy].concat())?;
+        hand_over(scene.host("a")?, VM)?;
         scene.await_live("b")?;
         ensure!(await_backup(scene, "b")? == "a", "there is no other host");
         let status = scene.status("b")?;
@@ -112,11 +119,12 @@ fn wishes_are_respected() {
         scene.host("b")?.call(["unprotect", VM])?;
         stays(scene, "b", "off", "")?;
         // Told not to repair, the survivor does not.
-        let no_repair = ["protect", VM, "--to", "a", "--no-repair"];
+        let no_repair = ["protect", VM, "--to", "a", "--no-repair", "--no-wait"];
         wait_for("a to take the guest", LIMIT, || {
             Ok(scene.host("b")?.cli(no_repair)?.status.success().then_some(()))
         })?;
-        scene.host("b")?.call(["failover", VM])?;
+        scene.await_protected("b", |_| ())?;
+        hand_over(scene.host("b")?, VM)?;
         scene.await_live("a")?;
         stays(scene, "a", "degraded", "not protected until")?;
         scene.host("a")?.call(["vm", "stop", VM, "--force"])?;

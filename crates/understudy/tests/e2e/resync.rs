@@ -1,8 +1,8 @@
 //! After a failure, only what changed of the disks is copied; the mirror is the same as
 //! the primary's image all the same.
 
-use crate::deaths::await_empty;
 use crate::lockstep::lockstep;
+use crate::recover::lose;
 use crate::stage::{
     Calm, LIMIT, await_degraded, await_service, close, options, play_protected, prove_disk,
     prove_survival, refusal,
@@ -149,13 +149,7 @@ fn a_backup_that_was_away_is_brought_up_to_date() {
 fn after_the_loss_of_both_hosts_only_what_changed_is_copied() {
     play_protected(options().calm(), |scene, client| {
         write_some(scene)?;
-        for host in ["a", "b"] {
-            scene.host(host)?.pause()?;
-        }
-        for host in ["a", "b"] {
-            scene.host_mut(host)?.kill_everything()?;
-            await_empty(scene, host)?;
-        }
+        lose(scene, &["a", "b"])?;
         let acked = client.abandon().acked();
         scene.restart("a")?;
         scene.restart("b")?;

@@ -12,6 +12,9 @@ use understudy_lab::{Lab, wait_for};
 
 const BINARY: &str = env!("CARGO_BIN_EXE_understudy");
 
+/// A busy machine is silent for longer than the shipped detector waits.
+const PATIENT: &str = "detection = { timeout_ms = 3000, qemu_timeout_ms = 10000 }\n";
+
 /// A host of the laboratory on which nothing is set up yet.
 struct Site<'a> {
     lab: &'a Lab,
@@ -82,7 +85,7 @@ impl Site<'_> {
     fn start(&self) -> Result<Process> {
         let (file, state) = (self.directory()?.join("host.toml"), self.directory()?.join("state"));
         let written = fs::read_to_string(&file)?;
-        let own = format!("state_dir = {state:?}\nsocket = {:?}\n", self.socket()?);
+        let own = format!("state_dir = {state:?}\nsocket = {:?}\n{PATIENT}", self.socket()?);
         fs::write(&file, own + &written)?;
         let log = fs::File::create(self.lab.host_directory(self.name)?.join("daemon.log"))?;
         let mut command = self.lab.host(self.name)?.command(BINARY);
@@ -105,7 +108,13 @@ impl Site<'_> {
         );
         fs::write(&definition, text)?;
         self.call(&["vm", "start", &definition.to_string_lossy()])?;
-        self.call(&["protect", vm, "--to", to])?;
+        self.call(&["protect", vm, "--to", to, "--no-wait"])?;
+        wait_for(&format!("{vm} to be protected"), LIMIT, || {
+            // Its exit code tells, too, whether it is.
+            let output = self.command(&["status", vm, "--json"])?.output()?;
+            let status: Value = serde_json::from_slice(&output.stdout)?;
+            Ok((status["protection"]["state"] == "protected").then_some(()))
+        })?;
         self.call(&["unprotect", vm])?;
         self.call(&["vm", "stop", vm, "--force"]).map(drop)
     }

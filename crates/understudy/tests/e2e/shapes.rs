@@ -1,7 +1,7 @@
 //! A guest with two of everything.
 
 use crate::deaths::{await_rounds, unharmed};
-use crate::stage::{LOAD_PACE, await_service, close, options, play_protected, prove_disk};
+use crate::stage::{Calm, LOAD_PACE, await_service, close, options, play_protected, prove_disk};
 use anyhow::{Result, ensure};
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -11,9 +11,8 @@ use understudy_lab::{ChatterClient, Load, SceneOptions};
 
 #[test]
 fn two_vcpus_two_disks_and_two_cards_survive() {
-    let shape =
-        SceneOptions { vcpus: 2, disks: 2, second_disk_is_qcow2: true, cards: 2, ..options() };
-    play_protected(shape, |scene, client| {
+    let shape = SceneOptions { vcpus: 2, disks: 2, cards: 2, ..options().calm() };
+    play_protected(SceneOptions { second_disk_is_qcow2: true, ..shape }, |scene, client| {
         let lab = scene.lab();
         let echo = |to| ChatterClient::start(lab, to, 4, Load::Bulk(4096), LOAD_PACE);
         let first = echo(scene.guest(ECHO_PORT))?;

@@ -3,7 +3,7 @@
 use crate::keepers::with_keepers;
 use crate::refusals::says;
 use crate::stage::{
-    Calm, LIMIT, await_degraded, await_forgotten, daemon, options, play, protection, refusal,
+    Calm, LIMIT, await_degraded, await_forgotten, daemon, hand_over, options, play, refusal,
 };
 use anyhow::{Context, Result, ensure};
 use serde_json::Value;
@@ -138,8 +138,7 @@ fn a_protected_vm_is_snapshotted_from_its_backup() {
             let report = json(scene, "a", &take)?;
             ensure!(report["number"] == round && report["members"][0]["host"] == "a", "{report}");
             last = (before, number(&mut shell, "/tmp/count")?);
-            let status = scene.status("a")?;
-            ensure!(protection(&status).0 == "protected", "a snapshot ended it: {status}");
+            scene.await_protected("a", |_| ()).context("a snapshot ended it")?;
         }
         let which = format!("{VM}@2");
         let verified = json(scene, "b", &["cluster", "verify", &which, "--store", &store])?;
@@ -217,7 +216,7 @@ fn a_take_over_ends_the_snapshot_of_a_protected_vm() {
                 Ok(fs::read_dir(&chunks).ok().and_then(|mut all| all.next()).map(drop))
             })?;
             let seen = number(&mut shell, "/tmp/count")?;
-            scene.host("a")?.call(["failover", VM])?;
+            hand_over(scene.host("a")?, VM)?;
             let taken = taking.join().map_err(|_| anyhow::anyhow!("a thread panicked"))?;
             Ok((seen, taken?.1))
         })?;

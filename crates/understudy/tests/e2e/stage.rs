@@ -8,7 +8,7 @@ use std::time::Duration;
 use understudy_lab::check::check_disk;
 use understudy_lab::scene::VM;
 use understudy_lab::{
-    HostOptions, HostProcess, RecordClient, Scene, SceneOptions, patience, wait_for,
+    HostOptions, HostProcess, RecordClient, Scene, SceneOptions, is_followed, patience, wait_for,
 };
 
 /// Between two records, so that a test is not about the disk's speed, and an emulated guest leaves the
@@ -195,6 +195,34 @@ pub fn await_degraded(scene: &Scene, host: &str) -> Result<String> {
         let alone = state == "degraded" && !undecided && !followed;
         Ok(alone.then(|| reason.to_owned()))
     })
+}
+
+/// Begins to protect a VM of `host` by these further words of `protect`, and waits until it is.
+pub fn protect(host: &HostProcess, vm: &str, words: &[&str]) -> Result<()> {
+    host.call([&["protect", vm, "--no-wait"], words].concat())?;
+    host.await_protected(vm, |_| ()).map(drop)
+}
+
+/// Plans a fail-over of a VM of `host` once its backup could take it over: a busy machine's disk may
+/// stand still for seconds, in which it is none.
+pub fn fail_over(host: &HostProcess, vm: &str) -> Result<Output> {
+    wait_for("the backup to be one", LIMIT, || {
+        let output = host.cli(["failover", vm])?;
+        let words = String::from_utf8_lossy(&output.stderr);
+        Ok((!words.contains("could not take it over now")).then_some(output))
+    })
+}
+
+/// [`fail_over`] that must succeed.
+pub fn hand_over(host: &HostProcess, vm: &str) -> Result<()> {
+    let output = fail_over(host, vm)?;
+    ensure!(output.status.success(), "host {}: `failover {vm}`: {output:?}", host.name());
+    Ok(())
+}
+
+/// Whether a VM has not lost its backup, which may not have proved for a moment that it could take over.
+pub fn has_backup(status: &Value) -> bool {
+    protection(status).0 == "protected" || is_followed(status)
 }
 
 /// Waits until `host` knows no VM, and has no process but its daemon.

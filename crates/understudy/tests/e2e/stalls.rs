@@ -11,19 +11,13 @@ use crate::stage::{
 use anyhow::{Context, Result, ensure};
 use std::time::{Duration, Instant};
 use understudy_lab::scene::{ECHO_PORT, VM};
-use understudy_lab::{ChatterClient, HostOptions, Load, Part, Scene, wait_for};
+use understudy_lab::{ChatterClient, Load, Part, Scene, SceneOptions, wait_for};
 
 /// How long the stalls are.
 const STALLS: [Duration; 2] = [Duration::from_secs(4), Duration::from_secs(12)];
-/// Silence counts as a failure well before the shorter stall is over. Lost protection stays
-/// lost: these stories restore it themselves.
-const SETTINGS: &str = "[detection]\ntimeout_ms = 1500\n[repair]\nenabled = false\n";
-
 fn play_stalls(story: impl FnOnce(&mut Scene, &ChatterClient) -> Result<&'static str>) {
-    let mut options = options();
-    options.memory_mib = 192;
-    let daemon = HostOptions { settings: SETTINGS.to_owned(), ..Default::default() };
-    options.daemons.values_mut().for_each(|options| *options = daemon.clone());
+    // Silence counts as a failure before the shorter stall is over.
+    let options = SceneOptions { memory_mib: 192, ..options().calm() };
     play_protected(options, |scene, client| {
         let bulk = ChatterClient::start(
             scene.lab(),

@@ -3,8 +3,8 @@
 use crate::deaths::{await_rounds, unharmed};
 use crate::lockstep::{console_of, in_lockstep};
 use crate::stage::{
-    Calm, LIMIT, LOAD_PACE, await_degraded, await_service, daemon, options, play_protected,
-    prove_survival, refusal,
+    Calm, LIMIT, LOAD_PACE, await_degraded, await_service, daemon, has_backup, options,
+    play_protected, prove_survival, refusal,
 };
 use anyhow::{Context, Result, ensure};
 use understudy_lab::scene::{ECHO_PORT, RECORDS_PORT, VM};
@@ -30,7 +30,7 @@ fn armed(host: &str, points: &str) -> SceneOptions {
 }
 
 fn turn(scene: &Scene, mode: &str) -> Result<()> {
-    scene.host("a")?.call(["protect", VM, "--to", "b", "--mode", mode])?;
+    scene.host("a")?.call(["protect", VM, "--to", "b", "--mode", mode, "--no-wait"])?;
     ensure!(scene.status("a")?["mode"] == mode, "{}", scene.status("a")?);
     match mode {
         "lockstep" => in_lockstep(scene, "a"),
@@ -43,7 +43,7 @@ fn in_checkpoints(scene: &Scene) -> Result<()> {
     let checkpoints = || {
         let status = scene.status("a")?;
         ensure!(status["mode"] == "checkpoint", "{status}");
-        ensure!(status["protection"]["state"] == "protected", "{status}");
+        ensure!(has_backup(&status), "{status}");
         status["checkpoints"].as_u64().context("no `checkpoints`")
     };
     let goal = checkpoints()? + 3;

@@ -37,12 +37,18 @@ fn follow(scene: &Scene) -> Result<()> {
     ensure!(output.status.code() == Some(3), "`protect` ended with {}", output.status);
     let words = String::from_utf8_lossy(&output.stdout).into_owned();
     ensure!(words.contains("NOT protected"), "`protect` said {words}");
-    let output = host.cli(["status", VM])?;
-    ensure!(output.status.code() == Some(3), "`status` ended with {}", output.status);
-    let words = String::from_utf8_lossy(&output.stdout).into_owned();
-    ensure!(words.contains("NOT PROTECTED: output is not held"), "`status` said {words}");
-    ensure!(protection(&scene.status("a")?).0 == "unheld", "{}", scene.status("a")?);
-    ensure!(protection(&scene.status("b")?).0 == "unheld", "{}", scene.status("b")?);
+    // Its backup may not have proved for a moment that it could take over.
+    wait_for("`status` to say that output is not held", LIMIT, || {
+        let output = host.cli(["status", VM])?;
+        ensure!(output.status.code() == Some(3), "`status` ended with {}", output.status);
+        let words = String::from_utf8_lossy(&output.stdout).into_owned();
+        Ok(words.contains("NOT PROTECTED: output is not held").then_some(()))
+    })?;
+    for host in ["a", "b"] {
+        wait_for(&format!("host {host} to say so"), LIMIT, || {
+            Ok((protection(&scene.status(host)?).0 == "unheld").then_some(()))
+        })?;
+    }
     ensure!(log_of(scene, "a")?.contains("NOT PROTECTED"), "the log does not say so");
     Ok(())
 }

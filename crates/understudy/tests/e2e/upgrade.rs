@@ -1,7 +1,7 @@
 //! Hosts of two versions: the one before this is built from its commit, and both protect VMs to each other.
 
 use crate::stage::{
-    Calm, LIMIT, PACE, await_service, close, options, play, play_protected, prove_survival,
+    self, Calm, LIMIT, PACE, await_service, close, options, play, play_protected, prove_survival,
 };
 use anyhow::{Context, Result, ensure};
 use serde_json::Value;
@@ -41,10 +41,7 @@ fn previous() -> Result<Option<PathBuf>> {
         let output = ["archive", PREVIOUS, "--output", &archive.to_string_lossy()];
         let archived = git(&output)?;
         ensure!(archived.status.success(), "{archived:?}");
-        crate::stage::run(
-            "tar",
-            &["-xf", &archive.to_string_lossy(), "-C", &source.to_string_lossy()],
-        )?;
+        stage::run("tar", &["-xf", &archive.to_string_lossy(), "-C", &source.to_string_lossy()])?;
     }
     let mut cargo = Command::new(env!("CARGO"));
     cargo.current_dir(&source).env("CARGO_TARGET_DIR", target.join("built"));
@@ -82,7 +79,7 @@ fn protect(scene: &Scene, from: &str, to: &str) -> Result<()> {
 }
 
 fn hand_over(scene: &Scene, client: &RecordClient, from: &str, to: &str) -> Result<()> {
-    scene.host(from)?.call(["failover", VM])?;
+    stage::hand_over(scene.host(from)?, VM)?;
     scene.await_live(to)?;
     await_service(client)
 }
@@ -152,8 +149,8 @@ fn hosts_of_two_patch_releases_of_qemu_protect_each_other() {
     let other = std::env::var(OTHER_QEMU).unwrap_or_else(|_| panic!("{OTHER_QEMU} is not set"));
     // Guests that have booted already are the installed QEMU's.
     let mut options = SceneOptions { booted: false, ..options().calm() };
-    let settings = format!("qemu = {other:?}\n");
-    options.daemons.insert("b".to_owned(), HostOptions { settings, ..HostOptions::default() });
+    let settings = format!("qemu = {other:?}\n{}", stage::daemon().calm().settings);
+    options.daemons.insert("b".to_owned(), HostOptions { settings, ..stage::daemon() });
     play(options, |scene| {
         let release = |host: &str| -> Result<Value> {
             let status = scene.host(host)?.call(["status", "--json"])?;
@@ -185,7 +182,7 @@ fn what_the_previous_version_does_not_know_is_not_offered_to_it() {
         std::fs::write(scene.definition(), format!("autostart = true\n{text}"))?;
         scene.start_guest("a")?;
         let (_, words) =
-            crate::stage::refusal(scene.host("a")?, &["protect", VM, "--to", "b", "--no-wait"])?;
+            stage::refusal(scene.host("a")?, &["protect", VM, "--to", "b", "--no-wait"])?;
         for part in ["wire version 18", "does not fit version 17", "install the same version"] {
             ensure!(words.contains(part), "{words}");
         }
@@ -203,11 +200,12 @@ fn a_host_is_evacuated_before_its_daemon_is_restarted() {
         ensure!(step["outcome"] == "handed-over" && step["to"] == "b", "{plan}");
         ensure!(plan["peers"][0]["device_state_fits"] == true, "{plan}");
         ensure!(plan["next"]["wire_highest"] == plan["running"]["wire_highest"], "{plan}");
+        scene.await_protected("a", |_| ())?;
         let words = scene.host("a")?.call(["upgrade", "--evacuate"])?;
         ensure!(words.contains("the daemon may be restarted"), "{words}");
         scene.await_live("b")?;
         await_service(&client)?;
-        let left = crate::stage::vms(scene.host("a")?)?;
+        let left = stage::vms(scene.host("a")?)?;
         ensure!(left.iter().all(|vm| vm["role"] != "primary"), "{left:?}");
         // Nothing that runs on host b alone can be evacuated.
         let (code, words) = evacuation(scene, "b")?;

@@ -4,7 +4,7 @@
 use crate::deaths::await_one_owner;
 use crate::relay::{Fault, Relay, Then};
 use crate::stage::{
-    Calm, LIMIT, PACE, await_forgotten, await_service, options, play, prove_survival,
+    Calm, LIMIT, PACE, await_forgotten, await_service, hand_over, options, play, prove_survival,
 };
 use anyhow::{Context, Result};
 use std::fs;
@@ -140,7 +140,7 @@ fn suffer(scene: &Scene, relay: &Relay, client: &RecordClient, case: Case) -> Re
     await_service(client)?;
     if owner == "b" {
         protect(scene, "b", "a")?;
-        scene.host("b")?.call(["failover", VM])?;
+        hand_over(scene.host("b")?, VM)?;
         scene.await_live("a")?;
     }
     await_forgotten(scene, "b")

@@ -19,7 +19,7 @@ use understudy_protocol::wire::Message;
 
 /// It waits for no answer longer than this: a peer that is silent is no better than one that
 /// hangs up.
-const PATIENCE: Duration = Duration::from_millis(400);
+pub const PATIENCE: Duration = Duration::from_millis(400);
 
 /// What a host shows to others.
 #[derive(Clone)]
@@ -58,24 +58,24 @@ impl Certificate {
 
     /// The end of a connection that was dialled to `host`.
     pub fn dialled(&self, socket: TcpStream, host: &str) -> Result<Line> {
-        prepare(&socket)?;
+        prepare(&socket, PATIENCE)?;
         let name = ServerName::try_from(host.to_owned())?;
         let connection = ClientConnection::new(self.client.clone(), name)?;
         Ok(Line(Box::new(StreamOwned::new(connection, socket))))
     }
 
-    /// The end of a connection that was taken.
-    pub fn taken(&self, socket: TcpStream) -> Result<Line> {
-        prepare(&socket)?;
+    /// The end of a connection that was taken, which waits so long for an answer.
+    pub fn taken(&self, socket: TcpStream, patience: Duration) -> Result<Line> {
+        prepare(&socket, patience)?;
         let connection = ServerConnection::new(self.server.clone())?;
         Ok(Line(Box::new(StreamOwned::new(connection, socket))))
     }
 }
 
-fn prepare(socket: &TcpStream) -> Result<()> {
+fn prepare(socket: &TcpStream, patience: Duration) -> Result<()> {
     socket.set_nodelay(true)?;
-    socket.set_read_timeout(Some(PATIENCE))?;
-    Ok(socket.set_write_timeout(Some(PATIENCE))?)
+    socket.set_read_timeout(Some(patience))?;
+    Ok(socket.set_write_timeout(Some(patience))?)
 }
 
 impl Line {

@@ -1,0 +1,38 @@
+//! A VM's protection, as its host's status says.
+
+use crate::host::HostProcess;
+use crate::wait_for;
+use anyhow::{Result, bail};
+use serde_json::Value;
+use std::time::Duration;
+
+/// For a first synchronisation.
+const SYNC_LIMIT: Duration = Duration::from_secs(300);
+
+/// Whether a backup follows that could not take over at this moment: its proof is late, on a machine
+/// whose disk stands still for seconds. Nothing of it is lost, and it is a backup again by itself.
+pub fn is_followed(status: &Value) -> bool {
+    status["protection"]["reason"].as_str().is_some_and(tells_of_a_follower)
+}
+
+/// Whether the reason why a VM is not protected is just that ([`is_followed`]).
+pub fn tells_of_a_follower(reason: &str) -> bool {
+    reason.contains("follows, and could not take over now")
+}
+
+impl HostProcess {
+    /// Waits until a VM of this host is protected, which it is already, or is about to be; `watch`
+    /// sees every status on the way.
+    pub fn await_protected(&self, vm: &str, mut watch: impl FnMut(&Value)) -> Result<Value> {
+        wait_for(&format!("host {}'s {vm} to be protected", self.name()), SYNC_LIMIT, || {
+            let status = self.status(vm)?;
+            watch(&status);
+            match status["protection"]["state"].as_str() {
+                Some("syncing") => Ok(None),
+                Some("protected") => Ok(Some(status)),
+                _ if is_followed(&status) => Ok(None),
+                _ => bail!("protection ended: {}", status["protection"]),
+            }
+        })
+    }
+}
