@@ -437,7 +437,7 @@ pub(crate) fn identify(config: &HostConfig) -> Result<Identity, HostError> {
     if config.insecure {
         warn!("insecure = true: anyone who reaches this host can read and change its VMs");
     }
-    Ok(Identity { name: config.name.clone(), tls })
+    Ok(Identity { name: config.name.clone(), tls, keepers: config.keepers })
 }
 
 /// Waits for an address that a daemon which has just ended still has.
