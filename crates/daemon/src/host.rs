@@ -5,6 +5,7 @@ use crate::autostart::{self, Awaited};
 use crate::config::{ApiConfig, ArbiterConfig, ClusterConfig, HostConfig};
 use crate::containment::{self, Panics};
 use crate::gate::lobby::Lobby;
+use crate::keeper::Connections;
 use crate::lease::Watchdog;
 use crate::membership::{self, Members};
 use crate::orphans::Orphans;
@@ -133,8 +134,13 @@ impl Host {
 
     /// Checks the machine, to run one VM of this host and nothing else. The host's addresses, its
     /// other VMs and what all share are the daemon's.
-    pub fn keep(config: HostConfig, vm: VmName) -> Result<Arc<Host>, HostError> {
+    pub fn keep(
+        config: HostConfig,
+        vm: VmName,
+        connections: Connections,
+    ) -> Result<Arc<Host>, HostError> {
         let host = Host::new(config, Some(vm))?;
+        connections.take_in(&host).map_err(internal)?;
         host.look_after_itself()?;
         membership::look_on(&host);
         Ok(host)

@@ -27,6 +27,13 @@ pub fn serve(host: &Arc<Host>, stream: TcpStream, place: Place) {
         let _request = place.authenticated(&hello.host).inspect_err(|error| {
             link.refuse(&error.to_string());
         })?;
+        if let Some(keeper) = host.keeper_for(&hello) {
+            // What fails here may succeed in a moment: the peer hears that it may try again.
+            return keeper.take(&link);
+        }
+        host.check_kept_purpose(&hello.purpose).inspect_err(|error| {
+            link.refuse(&error.to_string());
+        })?;
         let asker = Asker { host: &hello.host, known: host.is_known(&hello.host) };
         authorize(asker, &hello.purpose, |session| host.primary_of(session)).inspect_err(
             |denied| link.refuse(&format!("host {} refuses: {denied}", host.config.name)),

@@ -33,13 +33,18 @@ pub(crate) fn take(
         examine(host, offer).and(proven).map(expect)
     };
     // Its name is kept from here on: nobody waits for what the primary sends next.
-    let _arrival = match expected {
+    let arrival = match expected {
         Ok(arrival) => arrival,
         Err(error) => {
             link.refuse(&format!("host {} refuses: {error}", host.config.name));
             bail!("refused {} of {}: {error}", offer.definition.name, hello.host);
         }
     };
+    if host.backs_up_in_keeper(hello, offer) {
+        return host.back_up_in_keeper(arrival, &link).inspect_err(|error| {
+            link.refuse(&format!("host {} refuses: {error:#}", host.config.name));
+        });
+    }
     let directory = host.vm_directory(&offer.definition.name)?;
     let record = host.record(&offer.definition.name).map_err(|error| error.to_string());
     let groundwork = resync::examine(&host.config.name, record, offer, &directory);

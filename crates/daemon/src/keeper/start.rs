@@ -1,6 +1,9 @@
 //! How the daemon starts a keeper, and the VM in it.
 
+use super::Keeper;
+use crate::arrivals::Arrival;
 use crate::host::Host;
+use anyhow::Context;
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
 use std::os::unix::net::UnixStream;
@@ -11,8 +14,10 @@ use std::sync::Arc;
 use std::thread;
 use std::time::{Duration, Instant};
 use tracing::warn;
+use understudy_link::link::Link;
 use understudy_protocol::VmName;
 use understudy_qemu::VmDefinition;
+use understudy_replication::handshake::{Hello, Offer};
 use understudy_report::error::{ErrorKind, HostError};
 
 /// For a keeper to serve its API.
@@ -47,18 +52,44 @@ impl Host {
         let mut keeper = self.spawn_keeper(name)?;
         let started = await_socket(&mut keeper, name, &socket).and_then(|()| start(&socket));
         if started.is_err() {
-            // It ends what it may have started, in order.
-            let _ = kill(Pid::from_raw(keeper.id() as i32), Signal::SIGTERM);
-            reap(keeper, name);
+            end(keeper, name);
             return started;
         }
         self.vms.lock().remove(name);
-        let (vm, waited) = (name.clone(), thread::Builder::new().name(format!("keeper-{name}")));
-        // Without it an ended keeper stays in the process table for as long as this daemon lives.
-        if let Err(error) = waited.spawn(move || reap(keeper, &vm)) {
-            warn!(vm = %name, "nobody waits for the end of its keeper: {error}");
-        }
+        reap_aside(keeper, name, || ());
         started
+    }
+
+    /// Whether a keeper is to back up what is offered. Groups are backed up as one.
+    pub(crate) fn backs_up_in_keeper(&self, hello: &Hello, offer: &Offer) -> bool {
+        let name = &offer.definition.name;
+        let could_go_on = hello.keeper_of.as_ref() == Some(name);
+        could_go_on && offer.group.is_none() && self.starts_in_keeper(name)
+    }
+
+    /// Starts a keeper of a VM that has arrived, and gives it the connection on which the VM was
+    /// offered.
+    pub(crate) fn back_up_in_keeper(&self, arrival: Arrival, link: &Link) -> anyhow::Result<()> {
+        let name = arrival.vm().clone();
+        let mut process = self.spawn_keeper(&name)?;
+        let socket = super::socket(&self.config, &name);
+        let keeper = Keeper {
+            vm: name.clone(),
+            pid: Some(process.id()),
+            socket: socket.clone(),
+            problem: None,
+        };
+        let begun = await_socket(&mut process, &name, &socket)
+            .context("no keeper for it")
+            .and_then(|()| keeper.take(link));
+        if begun.is_err() {
+            end(process, &name);
+            return begun;
+        }
+        arrival.goes_to_keeper();
+        self.vms.lock().remove(&name);
+        reap_aside(process, &name, move || drop(arrival));
+        Ok(())
     }
 
     fn spawn_keeper(&self, vm: &VmName) -> Result<Child, HostError> {
@@ -99,6 +130,25 @@ fn await_socket(keeper: &mut Child, vm: &VmName, socket: &Path) -> Result<(), Ho
         thread::sleep(LOOK);
     }
     Ok(())
+}
+
+/// Has a keeper end what it may have started, in order, and waits for it.
+fn end(keeper: Child, vm: &VmName) {
+    let _ = kill(Pid::from_raw(keeper.id() as i32), Signal::SIGTERM);
+    reap(keeper, vm);
+}
+
+/// Waits for the end of a keeper in a thread. Without it an ended one stays in the process table for as
+/// long as this daemon lives.
+fn reap_aside(keeper: Child, vm: &VmName, then: impl FnOnce() + Send + 'static) {
+    let (name, waited) = (vm.clone(), thread::Builder::new().name(format!("keeper-{vm}")));
+    let wait = move || {
+        reap(keeper, &name);
+        then();
+    };
+    if let Err(error) = waited.spawn(wait) {
+        warn!(%vm, "nobody waits for the end of its keeper: {error}");
+    }
 }
 
 fn reap(mut keeper: Child, vm: &VmName) {

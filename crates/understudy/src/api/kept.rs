@@ -20,7 +20,7 @@ use understudy_report::events::Journal;
 use understudy_report::upgrade::UpgradePlan;
 use understudy_report::{
     CheckpointTiming, ComparisonReport, GroupRequest, HostStatus, MediumRequest, ProtectRequest,
-    Protection, RecoverReport, RecoverRequest, Role, VmStatus,
+    Protection, RecoverReport, RecoverRequest, VmStatus,
 };
 use understudy_report::{ErrorKind, HostError, Meters};
 use understudy_snapshot::SnapshotNumber;
@@ -84,7 +84,7 @@ impl Routed {
                 protection: Protection::Degraded {
                     reason: format!("what becomes of it is not known: {error}"),
                 },
-                ..VmStatus::new(&keeper.vm, Role::Primary)
+                ..VmStatus::new(&keeper.vm, self.0.kept_role(keeper))
             }),
         }
     }

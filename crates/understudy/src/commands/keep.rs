@@ -14,7 +14,7 @@ use tokio::task::spawn_blocking;
 use understudy_client::{Exit, Failure};
 use understudy_daemon::Host;
 use understudy_daemon::config::HostConfig;
-use understudy_daemon::keeper::{self, note::End};
+use understudy_daemon::keeper::{self, Connections, note::End};
 use understudy_protocol::VmName;
 
 /// One is for the API, and one for whoever waits on the host.
@@ -30,13 +30,14 @@ pub fn run(config: &Path, vm: &VmName) -> Result<Exit, Failure> {
     let _ = setsid();
     let config = HostConfig::load(config)?;
     let claim = keeper::claim(&config, vm)?;
+    let connections = keeper::connections(&config, vm)?;
     let socket = ApiSocket::bind(&keeper::socket(&config, vm))?;
     let runtime = Builder::new_multi_thread()
         .worker_threads(API_THREADS)
         .enable_all()
         .build()
         .map_err(|error| Failure::internal(format!("cannot start threads: {error}")))?;
-    let ended = runtime.block_on(serve(config, vm.clone(), &socket));
+    let ended = runtime.block_on(serve(config, vm.clone(), connections, &socket));
     // A call that still hangs must not keep the keeper from ending.
     runtime.shutdown_background();
     let end = ended?;
@@ -45,10 +46,16 @@ pub fn run(config: &Path, vm: &VmName) -> Result<Exit, Failure> {
     Ok(Exit::Ok)
 }
 
-async fn serve(config: HostConfig, vm: VmName, socket: &ApiSocket) -> Result<End, Failure> {
+async fn serve(
+    config: HostConfig,
+    vm: VmName,
+    connections: Connections,
+    socket: &ApiSocket,
+) -> Result<End, Failure> {
     let mut signals = Signals::new().map_err(internal)?;
     let name = vm.clone();
-    let host = spawn_blocking(|| Host::keep(config, vm)).await.map_err(crashed)??;
+    let keep = || Host::keep(config, vm, connections);
+    let host = spawn_blocking(keep).await.map_err(crashed)??;
     let (stop, stopped) = oneshot::channel::<()>();
     let router = Api::new(Arc::new(host.clone())).router(&Guard::Local);
     let server = tokio::spawn(listen(socket, router, async {
