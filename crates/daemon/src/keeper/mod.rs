@@ -44,6 +44,8 @@ const SOCKET: &str = "keeper.sock";
 const CONNECTIONS: &str = "peers.sock";
 /// Between two looks at whether a keeper's VM is still there.
 const LOOK: Duration = Duration::from_millis(100);
+/// For one whose VM is gone to end.
+const END_PATIENCE: Duration = Duration::from_secs(5);
 /// For the VM to be started in a new keeper.
 const START_PATIENCE: Duration = Duration::from_secs(60);
 
@@ -195,6 +197,14 @@ impl Host {
         match record.map(|record| record.image.role) {
             Some(ImageRole::Mirror | ImageRole::Syncing) => Role::Backup,
             _ => Role::Primary,
+        }
+    }
+
+    /// Waits a moment for a VM's last keeper, if that may be about to end.
+    pub(crate) fn await_last_keeper(&self, vm: &VmName) {
+        let deadline = Instant::now() + END_PATIENCE;
+        while self.keeper_of(vm).is_some() && Instant::now() < deadline {
+            thread::sleep(LOOK);
         }
     }
 

@@ -107,6 +107,21 @@ fn a_guest_is_handed_to_and_fro_between_keepers_while_a_daemon_is_dead() {
 }
 
 #[test]
+fn protection_that_ends_and_begins_again_at_once_finds_its_place_free() {
+    play(with_keepers(), |scene| {
+        scene.protected_guest("a", "b")?;
+        let client = begin(scene)?;
+        let first = kept(&scene.status("b")?)?;
+        scene.host("a")?.call(["unprotect", VM])?;
+        scene.protect("a", "b")?;
+        scene.await_protected("a", |_| ())?;
+        ensure!(kept(&scene.status("b")?)?.keeper != first.keeper, "the same keeper");
+        scene.host_mut("a")?.kill_everything()?;
+        prove_survival(scene, client, "b")
+    });
+}
+
+#[test]
 fn a_backups_keeper_is_killed_and_protection_is_restored() {
     let mut options = with_keepers();
     for host in ["a", "b"] {
@@ -164,11 +179,18 @@ fn a_path_is_lost_and_the_session_goes_on_with_the_keeper() {
         scene.lab().heal_cable("a", cut)?;
         // Dialled anew: through a daemon that was not there when the session began.
         await_both_up(scene)?;
-        cut_the_one_in_use(scene)?;
+        let cut = cut_the_one_in_use(scene)?;
         await_service(&client)?;
         ensure!(kept(&scene.status("a")?)? == primary, "another one");
         ensure!(kept(&scene.status("b")?)? == backup, "another one");
-        scene.host_mut("a")?.kill_everything()?;
+        // Without any path the backup takes over; the former primary asks its keeper what became of it.
+        scene.lab().cut_cable("b", 0)?;
+        scene.lab().cut_cable("b", 1)?;
+        scene.await_live("b")?;
+        scene.await_kept("a")?;
+        scene.lab().heal_cable("a", cut)?;
+        scene.lab().heal_cable("b", 0)?;
+        scene.await_fenced("a")?;
         prove_survival(scene, client, "b")
     });
 }
@@ -182,7 +204,7 @@ fn a_host_without_keepers_protects_to_one_with_them_and_back() {
         let client = begin(scene)?;
         let status = scene.status("b")?;
         ensure!(status["keeper_pid"].is_null(), "in a keeper, unasked: {status}");
-        scene.host(host_of(&status)?)?.call(["failover", VM])?;
+        scene.host("a")?.call(["failover", VM])?;
         scene.await_live("b")?;
         await_forgotten(scene, "a")?;
         scene.protect("b", "a")?;
@@ -192,11 +214,6 @@ fn a_host_without_keepers_protects_to_one_with_them_and_back() {
         scene.host_mut("b")?.kill_everything()?;
         prove_survival(scene, client, "a")
     });
-}
-
-/// The host that runs what this one backs up.
-fn host_of(status: &Value) -> Result<&str> {
-    status["protection"]["peer"].as_str().context("it is no backup")
 }
 
 /// What a peer says first, by hand.
