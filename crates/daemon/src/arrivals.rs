@@ -1,4 +1,4 @@
-//! Arrivals: VMs that this host is about to back up. Name, MAC addresses and memory are theirs
+//! Arrivals: VMs that this host is about to back up, or to bring up in a keeper. Name, MAC addresses and memory are theirs
 //! before there is a machine, so that nobody waits for a primary that takes its time to send the
 //! rest.
 
@@ -17,7 +17,7 @@ pub struct Arrivals(Common<BTreeMap<VmName, Arc<Expected>>>);
 /// A VM that is about to be backed up here.
 #[derive(Debug)]
 pub struct Expected {
-    /// The host that offered it.
+    /// The host that offered it; this one, if it is about to be brought up here.
     pub primary: String,
     /// What it is.
     pub definition: VmDefinition,

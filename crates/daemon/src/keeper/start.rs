@@ -1,11 +1,14 @@
 //! How the daemon starts a keeper, and the VM in it.
 
 use super::Keeper;
+use super::note::{self, End, Found, Note};
 use crate::arrivals::Arrival;
-use crate::host::Host;
+use crate::host::{Host, internal};
 use anyhow::Context;
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
+use std::io::Read;
+use std::os::fd::OwnedFd;
 use std::os::unix::net::UnixStream;
 use std::os::unix::process::CommandExt;
 use std::path::Path;
@@ -26,6 +29,8 @@ const PATIENCE: Duration = Duration::from_secs(20);
 const LOOK: Duration = Duration::from_millis(10);
 /// The subcommand of this program that is a keeper.
 pub const SUBCOMMAND: &str = "keep";
+/// Its option to bring its VM up by itself; it says on its standard input, a socket, when it has.
+pub const COME_UP: &str = "--come-up";
 /// What a service manager has told the daemon, and means nobody else.
 const DAEMONS_OWN: [&str; 3] = ["NOTIFY_SOCKET", "WATCHDOG_USEC", "WATCHDOG_PID"];
 
@@ -49,7 +54,7 @@ impl Host {
         self.check_memory(definition.memory.bytes())?;
         let name = &definition.name;
         let socket = super::socket(&self.config, name);
-        let mut keeper = self.spawn_keeper(name)?;
+        let mut keeper = self.spawn_keeper(name, Stdio::null(), &[])?;
         let started = await_socket(&mut keeper, name, &socket).and_then(|()| start(&socket));
         if started.is_err() {
             end(keeper, name);
@@ -71,7 +76,7 @@ impl Host {
     /// offered.
     pub(crate) fn back_up_in_keeper(&self, arrival: Arrival, link: &Link) -> anyhow::Result<()> {
         let name = arrival.vm().clone();
-        let mut process = self.spawn_keeper(&name)?;
+        let mut process = self.spawn_keeper(&name, Stdio::null(), &[])?;
         let socket = super::socket(&self.config, &name);
         let keeper = Keeper {
             vm: name.clone(),
@@ -92,7 +97,51 @@ impl Host {
         Ok(())
     }
 
-    fn spawn_keeper(&self, vm: &VmName) -> Result<Child, HostError> {
+    /// Starts a keeper that brings its VM up by itself, and waits until it has. It ends if the VM is not
+    /// wanted by then.
+    pub(crate) fn bring_up_in_keeper(
+        self: &Arc<Self>,
+        definition: &VmDefinition,
+        still_wanted: impl FnOnce() -> bool,
+    ) -> Result<(), HostError> {
+        let name = &definition.name;
+        let arrival = {
+            let _adding = self.adding.lock();
+            self.check_free(definition)?;
+            self.check_memory(definition.memory.bytes())?;
+            Arrival::expect(self, &self.config.name, definition)
+        };
+        let (mut said, its_end) = UnixStream::pair().map_err(internal)?;
+        let process = self.spawn_keeper(name, OwnedFd::from(its_end).into(), &[COME_UP])?;
+        // Whatever else comes of it, its end closes this.
+        if said.read(&mut [0]).ok() != Some(1) {
+            reap(process, name);
+            return Err(self.why_not_started(name));
+        }
+        arrival.goes_to_keeper();
+        if still_wanted() {
+            reap_aside(process, name, move || drop(arrival));
+        } else {
+            end(process, name);
+            self.note_unwanted(name);
+        }
+        Ok(())
+    }
+
+    fn why_not_started(&self, vm: &VmName) -> HostError {
+        let reason = match note::look(&vm.below(&self.config.state_dir)) {
+            Found::Nobody(Some(Note { end: Some(End::NotStarted { reason }), .. })) => reason,
+            _ => "its keeper has ended: the daemon's log has its words".to_owned(),
+        };
+        HostError::new(ErrorKind::Conflict, reason)
+    }
+
+    fn spawn_keeper(
+        &self,
+        vm: &VmName,
+        input: Stdio,
+        further: &[&str],
+    ) -> Result<Child, HostError> {
         // Also if the program's file was replaced by another version.
         let mut command = Command::new("/proc/self/exe");
         command
@@ -100,11 +149,12 @@ impl Host {
             .arg(SUBCOMMAND)
             .arg("--config")
             .arg(&self.config.file)
-            .args(["--vm", vm]);
+            .args(["--vm", vm])
+            .args(further);
         for variable in DAEMONS_OWN {
             command.env_remove(variable);
         }
-        command.stdin(Stdio::null()).spawn().map_err(|error| {
+        command.stdin(input).spawn().map_err(|error| {
             let message = format!("cannot start a keeper for {vm}: {error}");
             HostError::new(ErrorKind::Internal, message)
         })

@@ -144,6 +144,9 @@ impl Control for Routed {
         self.either(name, |keeper| keeper.definition(name), |host| host.definition(name))
     }
     fn vm_stop(&self, name: &VmName, force: bool) -> Result<(), HostError> {
+        if self.0.is_awaited(name) {
+            return self.0.vm_stop(name, force);
+        }
         self.ended(name, |keeper| keeper.vm_stop(name, force), |host| host.vm_stop(name, force))
     }
     fn vm_status(&self, name: &VmName) -> Result<VmStatus, HostError> {

@@ -59,7 +59,7 @@ fn leave_former_primary_alone(scene: &mut Scene) -> Result<()> {
     scene.restart("a")
 }
 
-fn await_coming_up(scene: &Scene, host: &str) -> Result<()> {
+pub(crate) fn await_coming_up(scene: &Scene, host: &str) -> Result<()> {
     wait_for(&format!("the guest to come up on host {host}"), LIMIT, || {
         let status = scene.host(host)?.status(VM).unwrap_or_default();
         Ok((status["role"] == "primary" && status["live"] == true).then_some(()))

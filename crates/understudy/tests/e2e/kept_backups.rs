@@ -1,10 +1,14 @@
 //! Backups that have a keeper: the daemon of the backup's host may die as well, and what was taken over
 //! runs on without it.
 
+use crate::autostart::{await_coming_up, set_autostart};
 use crate::keepers::{begin, checkpoints, kept, signal_keeper, with_keepers};
 use crate::paths::{await_both_up, cut_the_one_in_use};
 use crate::peer::{hung_up, message, read, refusal_of};
-use crate::stage::{Calm, LIMIT, PACE, await_forgotten, await_service, play, prove_survival};
+use crate::recover::lose;
+use crate::stage::{
+    Calm, LIMIT, PACE, await_forgotten, await_service, play, prove_disk, prove_survival,
+};
 use anyhow::{Context, Result, ensure};
 use nix::sys::signal::Signal;
 use serde_json::{Value, json};
@@ -121,15 +125,46 @@ fn protection_that_ends_and_begins_again_at_once_finds_its_place_free() {
     });
 }
 
-#[test]
-fn a_backups_keeper_is_killed_and_protection_is_restored() {
+fn with_repair() -> SceneOptions {
     let mut options = with_keepers();
     for host in ["a", "b"] {
         let repairing =
             HostOptions { settings: "keepers = true\n".to_owned(), ..Default::default() };
         options.daemons.insert(host.to_owned(), repairing.calm());
     }
-    play(options, |scene| {
+    options
+}
+
+fn await_protected_again(scene: &Scene) -> Result<()> {
+    wait_for("the guest to be protected again", LIMIT, || {
+        Ok((scene.status("a")?["protection"]["state"] == "protected").then_some(()))
+    })
+}
+
+#[test]
+fn a_vm_comes_up_with_its_host_in_a_keeper_and_is_protected_again() {
+    play(with_repair(), |scene| {
+        set_autostart(scene)?;
+        scene.protected_guest("a", "b")?;
+        let client = begin(scene)?;
+        lose(scene, &["a", "b"])?;
+        let acked = client.abandon().acked();
+        scene.restart("b")?;
+        scene.restart("a")?;
+        await_coming_up(scene, "a")?;
+        let up = kept(&scene.status("a")?)?;
+        scene.host_mut("a")?.kill_daemon()?;
+        scene.revive("a")?;
+        await_protected_again(scene)?;
+        ensure!(kept(&scene.status("a")?)? == up, "another one");
+        scene.await_guest()?;
+        prove_disk(scene, "a", acked)
+    });
+}
+
+#[test]
+fn a_backups_keeper_is_killed_and_protection_is_restored() {
+    play(with_repair(), |scene| {
         let companion = Companion::new(scene)?;
         companion.start(scene.host("b")?)?;
         scene.protected_guest("a", "b")?;
@@ -146,9 +181,7 @@ fn a_backups_keeper_is_killed_and_protection_is_restored() {
             let is_another = kept(&status).is_ok_and(|kept| kept.keeper != lost.keeper);
             Ok((is_another && status["role"] == "backup").then_some(()))
         })?;
-        wait_for("the guest to be protected again", LIMIT, || {
-            Ok((scene.status("a")?["protection"]["state"] == "protected").then_some(()))
-        })?;
+        await_protected_again(scene)?;
         await_service(&client)?;
         await_service(&others)?;
         ensure!(kept(&scene.host("b")?.status(COMPANION)?)? == other, "another one");
