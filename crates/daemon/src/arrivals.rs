@@ -1,18 +1,17 @@
-//! Arrivals: VMs that this host is about to back up, or to bring up in a keeper. Name, MAC addresses and memory are theirs
-//! before there is a machine, so that nobody waits for a primary that takes its time to send the
-//! rest.
+//! Arrivals: VMs that this host is about to back up, or to bring up in a keeper. Name, MAC addresses
+//! and memory are theirs before there is a machine, so that nobody waits for a primary that takes its
+//! time to send the rest.
 
-use crate::host::Host;
 use std::collections::BTreeMap;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Weak};
 use understudy_protocol::VmName;
 use understudy_qemu::VmDefinition;
 use understudy_threads::Common;
 
 /// The VMs that are about to be backed up here.
-#[derive(Debug, Default)]
-pub struct Arrivals(Common<BTreeMap<VmName, Arc<Expected>>>);
+#[derive(Clone, Debug, Default)]
+pub struct Arrivals(Arc<Common<BTreeMap<VmName, Arc<Expected>>>>);
 
 /// A VM that is about to be backed up here.
 #[derive(Debug)]
@@ -27,7 +26,7 @@ pub struct Expected {
 
 /// Keeps a VM's place until it is a backup, or is not to be one; given up when dropped.
 pub struct Arrival {
-    host: Weak<Host>,
+    arrivals: Arrivals,
     expected: Arc<Expected>,
 }
 
@@ -60,14 +59,14 @@ impl Expected {
 impl Arrival {
     /// Keeps the place of a VM that nothing speaks against. To be called under the lock `adding`,
     /// under which that was found out.
-    pub fn expect(host: &Arc<Host>, primary: &str, definition: &VmDefinition) -> Arrival {
+    pub fn expect(arrivals: &Arrivals, primary: &str, definition: &VmDefinition) -> Arrival {
         let expected = Arc::new(Expected {
             primary: primary.to_owned(),
             definition: definition.clone(),
             in_keeper: AtomicBool::new(false),
         });
-        host.arrivals.0.lock().insert(definition.name.clone(), expected.clone());
-        Arrival { host: Arc::downgrade(host), expected }
+        arrivals.0.lock().insert(definition.name.clone(), expected.clone());
+        Arrival { arrivals: arrivals.clone(), expected }
     }
 
     /// The VM's name.
@@ -83,11 +82,35 @@ impl Arrival {
 
 impl Drop for Arrival {
     fn drop(&mut self) {
-        let Some(host) = self.host.upgrade() else { return };
-        let mut arrivals = host.arrivals.0.lock();
+        let mut arrivals = self.arrivals.0.lock();
         // The VM may have come once more while its last keeper ended.
         if arrivals.get(self.vm()).is_some_and(|there| Arc::ptr_eq(there, &self.expected)) {
             arrivals.remove(self.vm());
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::path::Path;
+    use understudy_protocol::literal;
+
+    #[test]
+    fn a_vm_has_its_place_until_its_last_arrival_is_over() {
+        let text = "name = 'db'\nmemory = '64M'\nvcpus = 1\n";
+        let definition = VmDefinition::from_toml(text, Path::new("/vm.toml")).unwrap();
+        let (arrivals, db) = (Arrivals::default(), literal("db"));
+        let first = Arrival::expect(&arrivals, "b", &definition);
+        assert_eq!((arrivals.all().len(), arrivals.kept(&db)), (1, None));
+        first.goes_to_keeper();
+        assert_eq!((arrivals.all().len(), arrivals.kept(&db)), (0, Some(definition.clone())));
+        assert!(arrivals.has(&db));
+        // Its keeper has ended, and it is offered again before that was noticed.
+        let second = Arrival::expect(&arrivals, "b", &definition);
+        drop(first);
+        assert_eq!((arrivals.all().len(), arrivals.kept(&db)), (1, None));
+        drop(second);
+        assert!(!arrivals.has(&db));
     }
 }

@@ -31,7 +31,7 @@ pub(crate) fn take(
     host.await_last_keeper(&offer.definition.name);
     let expected = {
         let _adding = host.adding.lock();
-        let expect = |()| Arrival::expect(host, &hello.host, &offer.definition);
+        let expect = |()| Arrival::expect(&host.arrivals, &hello.host, &offer.definition);
         examine(host, offer).and(proven).map(expect)
     };
     // Its name is kept from here on: nobody waits for what the primary sends next.

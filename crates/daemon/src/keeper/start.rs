@@ -109,7 +109,7 @@ impl Host {
             let _adding = self.adding.lock();
             self.check_free(definition)?;
             self.check_memory(definition.memory.bytes())?;
-            Arrival::expect(self, &self.config.name, definition)
+            Arrival::expect(&self.arrivals, &self.config.name, definition)
         };
         let (mut said, its_end) = UnixStream::pair().map_err(internal)?;
         let process = self.spawn_keeper(name, OwnedFd::from(its_end).into(), &[COME_UP])?;
