@@ -25,10 +25,10 @@ pub(crate) fn take(
     hello: &Hello,
     offer: &Offer,
 ) -> anyhow::Result<()> {
-    // An arbiter that does not answer may take its time: nobody else waits for it.
-    let proven = host.check_arbiter(&hello.host, offer);
     // The primary may know that its last session here has ended before the keeper of it has.
     host.await_last_keeper(&offer.definition.name);
+    // An arbiter that does not answer may take its time: nobody else waits for it.
+    let proven = host.check_arbiter(&hello.host, offer);
     let expected = {
         let _adding = host.adding.lock();
         let expect = |()| Arrival::expect(&host.arrivals, &hello.host, &offer.definition);
