@@ -106,7 +106,8 @@ fn a_guest_is_handed_to_and_fro_between_keepers_while_a_daemon_is_dead() {
             scene.protect(to, from)?;
             scene.await_protected(to, |_| ())?;
         }
-        prove_survival(scene, client, "a")
+        prove_survival(scene, client, "a")?;
+        await_forgotten(scene, "b")
     });
 }
 
@@ -158,7 +159,8 @@ fn a_vm_comes_up_with_its_host_in_a_keeper_and_is_protected_again() {
         await_protected_again(scene)?;
         ensure!(kept(&scene.status("a")?)? == up, "another one");
         scene.await_guest()?;
-        prove_disk(scene, "a", acked)
+        prove_disk(scene, "a", acked)?;
+        await_forgotten(scene, "b")
     });
 }
 

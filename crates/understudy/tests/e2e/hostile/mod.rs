@@ -397,6 +397,20 @@ fn a_hostile_peer_harms_nobody_for_long() {
     harms_nobody(number_of("UNDERSTUDY_HOSTILE_SECONDS").unwrap_or(LONG_SECONDS), false);
 }
 
+/// Ends what would outlive its daemon.
+fn end_keepers(scene: &Scene) -> Result<()> {
+    for (host, vm) in [("b", VM), ("a", PAWN)] {
+        scene.host(host)?.call(["vm", "stop", vm, "--force"])?;
+    }
+    for host in ["a", "b"] {
+        let daemon = scene.host(host)?;
+        wait_for(&format!("the keepers of host {host} to end"), LIMIT, || {
+            Ok((daemon.namespace().processes()? == [daemon.pid()]).then_some(()))
+        })?;
+    }
+    Ok(())
+}
+
 fn harms_nobody(seconds: u64, keepers: bool) {
     let now = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |now| now.as_secs());
     let seed = number_of("UNDERSTUDY_HOSTILE_SEED").unwrap_or(now);
@@ -439,6 +453,7 @@ fn harms_nobody(seconds: u64, keepers: bool) {
         wait_for("host b to take over", LIMIT, || {
             let status = scene.status("b")?;
             Ok((status["role"] == "primary" && status["live"] == true).then_some(()))
-        })
+        })?;
+        if keepers { end_keepers(scene) } else { Ok(()) }
     });
 }
