@@ -98,8 +98,9 @@ mod tests {
 
     #[test]
     fn a_vm_has_its_place_until_its_last_arrival_is_over() {
-        let text = "name = 'db'\nmemory = '64M'\nvcpus = 1\n";
-        let definition = VmDefinition::from_toml(text, Path::new("/vm.toml")).unwrap();
+        let disk = "[[disk]]\npath = '/dev/zero'\nformat = 'raw'";
+        let text = format!("name = 'db'\nmemory = '64M'\nvcpus = 1\n{disk}");
+        let definition = VmDefinition::from_toml(&text, Path::new("/vm.toml")).unwrap();
         let (arrivals, db) = (Arrivals::default(), literal("db"));
         let first = Arrival::expect(&arrivals, "b", &definition);
         assert_eq!((arrivals.all().len(), arrivals.kept(&db)), (1, None));

@@ -31,6 +31,7 @@ pub(crate) fn take(
     let proven = host.check_arbiter(&hello.host, offer);
     let expected = {
         let _adding = host.adding.lock();
+        host.notice_end_of_keeper(&offer.definition.name);
         let expect = |()| Arrival::expect(&host.arrivals, &hello.host, &offer.definition);
         examine(host, offer).and(proven).map(expect)
     };

@@ -50,9 +50,10 @@ impl Host {
     ) -> Result<T, HostError> {
         // Names, cards and memory are this host's, which only the daemon sees as a whole.
         let _adding = self.adding.lock();
+        let name = &definition.name;
+        self.notice_end_of_keeper(name);
         self.check_free(definition)?;
         self.check_memory(definition.memory.bytes())?;
-        let name = &definition.name;
         let socket = super::socket(&self.config, name);
         let mut keeper = self.spawn_keeper(name, Stdio::null(), &[])?;
         let started = await_socket(&mut keeper, name, &socket).and_then(|()| start(&socket));
@@ -107,6 +108,7 @@ impl Host {
         let name = &definition.name;
         let arrival = {
             let _adding = self.adding.lock();
+            self.notice_end_of_keeper(name);
             self.check_free(definition)?;
             self.check_memory(definition.memory.bytes())?;
             Arrival::expect(&self.arrivals, &self.config.name, definition)

@@ -51,9 +51,14 @@ impl Host {
         // Nobody starts the next one meanwhile.
         let _adding = self.adding.lock();
         // The next keeper's words are about to be there.
-        if self.arrivals.has(vm) {
-            return;
+        if !self.arrivals.has(vm) {
+            self.notice_end_of_keeper(vm);
         }
+    }
+
+    /// Notices that a VM's last keeper has ended, if it has: before the next one is started, too, whose
+    /// words would cover its own. To be called under the lock `adding`.
+    pub(crate) fn notice_end_of_keeper(&self, vm: &VmName) {
         let Some(note) = self.dead_note(vm) else { return };
         self.forget_note(&note);
         let lost = match note.end {
