@@ -2,6 +2,7 @@
 
 use super::Keeper;
 use super::note::{self, End, Found, Note};
+use crate::admission::open_disks;
 use crate::arrivals::Arrival;
 use crate::host::{Host, internal};
 use anyhow::Context;
@@ -111,6 +112,9 @@ impl Host {
             self.notice_end_of_keeper(name);
             self.check_free(definition)?;
             self.check_memory(definition.memory.bytes())?;
+            // What may be missing for long is no reason to start a process again and again.
+            self.check_bridges(&definition.cards)?;
+            drop(open_disks(definition, self.record(name)?.as_ref())?);
             Arrival::expect(&self.arrivals, &self.config.name, definition)
         };
         let (mut said, its_end) = UnixStream::pair().map_err(internal)?;

@@ -34,7 +34,7 @@ fn status(scene: &Scene, host: &str) -> Result<Value> {
 }
 
 /// What the guest waits for before it comes up on a host; none if nobody waits for it there.
-fn awaited(scene: &Scene, host: &str) -> Result<Option<String>> {
+pub(crate) fn awaited(scene: &Scene, host: &str) -> Result<Option<String>> {
     let status = status(scene, host)?;
     let awaited = status["awaited"].as_array().context("no list `awaited`")?;
     let found = awaited.iter().find(|awaited| awaited["name"] == VM);

@@ -1,7 +1,7 @@
 //! Backups that have a keeper: the daemon of the backup's host may die as well, and what was taken over
 //! runs on without it.
 
-use crate::autostart::{await_coming_up, set_autostart};
+use crate::autostart::{await_coming_up, awaited, set_autostart};
 use crate::keepers::{begin, checkpoints, kept, signal_keeper, with_keepers};
 use crate::paths::{await_both_up, cut_the_one_in_use};
 use crate::peer::{hung_up, message, read, refusal_of};
@@ -12,6 +12,7 @@ use crate::stage::{
 use anyhow::{Context, Result, ensure};
 use nix::sys::signal::Signal;
 use serde_json::{Value, json};
+use std::fs;
 use std::io::Write;
 use std::net::{SocketAddr, TcpStream};
 use std::os::unix::net::UnixStream;
@@ -161,6 +162,60 @@ fn a_vm_comes_up_with_its_host_in_a_keeper_and_is_protected_again() {
         scene.await_guest()?;
         prove_disk(scene, "a", acked)?;
         await_forgotten(scene, "b")
+    });
+}
+
+#[test]
+fn a_vm_that_cannot_come_up_says_why_and_leaves_no_keeper_until_it_can() {
+    play(with_keepers(), |scene| {
+        set_autostart(scene)?;
+        scene.start_guest("a")?;
+        scene.await_guest()?;
+        let disk = scene.disk("a", 0)?;
+        let aside = disk.with_extension("aside");
+        scene.host_mut("a")?.kill_everything()?;
+        // Its keeper finds out what its daemon does not look at.
+        let record = scene.host("a")?.directory().join("state").join(VM).join("record.json");
+        let good = fs::read_to_string(&record)?;
+        let mut wrong: Value = serde_json::from_str(&good)?;
+        wrong["definition"]["kernel"] = json!("/no/such/kernel");
+        fs::write(&record, wrong.to_string())?;
+        fs::rename(&disk, &aside)?;
+        scene.restart("a")?;
+        let await_reason = |words: &str| {
+            wait_for(&format!("{words:?} as the reason"), LIMIT, || {
+                let reason = awaited(scene, "a")?.context("nobody waits for it")?;
+                Ok(reason.contains(words).then_some(()))
+            })
+        };
+        await_reason(&disk.file_name().context("no name")?.to_string_lossy())?;
+        fs::rename(&aside, &disk)?;
+        await_reason("/no/such/kernel")?;
+        fs::write(&record, good)?;
+        await_coming_up(scene, "a")?;
+        kept(&scene.status("a")?).context("it has no keeper")?;
+        scene.host("a")?.call(["vm", "stop", VM, "--force"])?;
+        await_forgotten(scene, "a")
+    });
+}
+
+#[test]
+fn a_backup_that_follows_a_log_takes_over_without_its_daemon() {
+    let options = SceneOptions { lockstep: true, ..with_keepers() };
+    play(options, |scene| {
+        scene.protected_guest("a", "b")?;
+        let client = begin(scene)?;
+        ensure!(scene.status("b")?["mode"] == "lockstep", "no lockstep");
+        let backup = kept(&scene.status("b")?)?;
+        for host in ["a", "b"] {
+            scene.host_mut(host)?.kill_daemon()?;
+        }
+        await_service(&client)?;
+        scene.host_mut("a")?.kill_everything()?;
+        await_service(&client)?;
+        scene.revive("b")?;
+        ensure!(kept(&scene.await_live("b")?)?.keeper == backup.keeper, "another one");
+        prove_survival(scene, client, "b")
     });
 }
 
