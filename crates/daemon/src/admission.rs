@@ -44,10 +44,15 @@ impl Host {
         for expected in self.arrivals.all() {
             let (name, primary) = (&expected.definition.name, &expected.primary);
             if *name == definition.name {
-                let message = format!(
-                    "host {} is about to back up {name:?} already, for host {primary}",
-                    self.config.name
-                );
+                let here = &self.config.name;
+                let message = match primary == here.as_str() {
+                    true => format!("host {here} is about to bring {name:?} up"),
+                    false => {
+                        format!(
+                            "host {here} is about to back up {name:?} already, for host {primary}"
+                        )
+                    }
+                };
                 return Err(HostError::new(ErrorKind::Conflict, message));
             }
             check_cards(definition, &expected.definition)?;

@@ -135,7 +135,17 @@ impl Host {
     }
 
     fn bring_up(self: &Arc<Self>, vm: &VmName) {
-        let wish = self.record(vm).ok().flatten().and_then(wish_of);
+        let record = self.record(vm).ok().flatten();
+        let in_keeper = |record: &Record| record.group.is_none() && self.starts_in_keeper(vm);
+        if let Some(Record { definition, .. }) = record.as_ref().filter(|it| in_keeper(it)) {
+            // Its operator may have ended the wait while it was about to start.
+            let still_wanted = || self.awaited.give_up(vm);
+            if let Err(error) = self.bring_up_in_keeper(definition, still_wanted) {
+                self.wait_to_start(vm, &error.message);
+            }
+            return;
+        }
+        let wish = record.and_then(wish_of);
         match self.recover(vm, RecoverRequest::default()) {
             // Its operator ended the wait while it was about to start.
             Ok(_) if !self.awaited.give_up(vm) => {
@@ -143,12 +153,22 @@ impl Host {
                     warn!(%vm, "{error}");
                 }
             }
-            Ok(_) => {
-                self.events.of(vm).record(EventKind::CameUp);
-                self.want_protected(vm, wish);
-            }
+            Ok(_) => self.came_up(vm, wish),
             Err(error) => self.wait_to_start(vm, &error.message),
         }
+    }
+
+    /// Brings up the VM that this process keeps, as its daemon has decided.
+    pub fn come_up(self: &Arc<Self>, vm: &VmName) -> Result<(), HostError> {
+        let wish = self.record(vm)?.and_then(wish_of);
+        self.recover(vm, RecoverRequest::default())?;
+        self.came_up(vm, wish);
+        Ok(())
+    }
+
+    fn came_up(&self, vm: &VmName, wish: Option<Wish>) {
+        self.events.of(vm).record(EventKind::CameUp);
+        self.want_protected(vm, wish);
     }
 
     /// As it was protected when its host went down.
@@ -164,6 +184,11 @@ impl Host {
             let reason = reason.to_owned();
             self.events.of(vm).record_new(EventKind::StartAwaited { reason });
         }
+    }
+
+    /// Whether a VM is to come up here and has not yet, as far as is known.
+    pub fn is_awaited(&self, vm: &VmName) -> bool {
+        self.awaited.why(vm).is_some()
     }
 
     /// The VM shall not come up; whether it was about to.

@@ -37,9 +37,10 @@ impl Host {
         let addresses = self.known_hosts().remove(winner)?;
         let purpose = Purpose::Kept { membership: membership.clone(), from };
         let ask = || -> anyhow::Result<WinnersWord> {
-            let link = self.identity.dial_first(winner, &addresses, |_| purpose.clone())?.0;
-            link.set_read_timeout(Some(PATIENCE))?;
-            Ok(link.expect_json::<SaidByWinner>(Kind::Welcome)?.into())
+            let (vm, to) = (&membership.leader().vm, (winner, &*addresses));
+            let (.., said): (_, _, SaidByWinner) =
+                self.identity.ask(vm, to, |_| purpose.clone(), PATIENCE)?;
+            Ok(said.into())
         };
         ask().ok()
     }

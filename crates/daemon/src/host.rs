@@ -5,6 +5,7 @@ use crate::autostart::{self, Awaited};
 use crate::config::{ApiConfig, ArbiterConfig, ClusterConfig, HostConfig};
 use crate::containment::{self, Panics};
 use crate::gate::lobby::Lobby;
+use crate::keeper::Connections;
 use crate::lease::Watchdog;
 use crate::membership::{self, Members};
 use crate::orphans::Orphans;
@@ -133,8 +134,13 @@ impl Host {
 
     /// Checks the machine, to run one VM of this host and nothing else. The host's addresses, its
     /// other VMs and what all share are the daemon's.
-    pub fn keep(config: HostConfig, vm: VmName) -> Result<Arc<Host>, HostError> {
+    pub fn keep(
+        config: HostConfig,
+        vm: VmName,
+        connections: Connections,
+    ) -> Result<Arc<Host>, HostError> {
         let host = Host::new(config, Some(vm))?;
+        connections.take_in(&host).map_err(internal)?;
         host.look_after_itself()?;
         membership::look_on(&host);
         Ok(host)
@@ -437,7 +443,7 @@ pub(crate) fn identify(config: &HostConfig) -> Result<Identity, HostError> {
     if config.insecure {
         warn!("insecure = true: anyone who reaches this host can read and change its VMs");
     }
-    Ok(Identity { name: config.name.clone(), tls })
+    Ok(Identity { name: config.name.clone(), tls, keepers: config.keepers })
 }
 
 /// Waits for an address that a daemon which has just ended still has.

@@ -65,7 +65,8 @@ impl Host {
         let (host, record) = (self.config.name.clone(), self.record(vm)?);
         if self.keeper_of(vm).is_some() {
             // Until it has ended nothing else is known of it: it may run at any moment.
-            runs = record.as_ref().map(|record| record.definition.memory.bytes());
+            let ran = |record: &&Record| record.image.role == ImageRole::Active;
+            runs = record.as_ref().filter(ran).map(|record| record.definition.memory.bytes());
             busy = Some("has a keeper of it".to_owned());
         }
         Ok(ImagesAnswer { host, record, busy, runs, snapshots: self.snapshots.last_numbers() })

@@ -4,7 +4,7 @@
 mod delivered;
 
 use crate::tls::{Closable, NotTls, Tls, TlsStream, explain, part};
-use anyhow::{Context, bail};
+use anyhow::{Context, bail, ensure};
 use nix::errno::Errno;
 use nix::libc::MSG_MORE;
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
@@ -13,7 +13,7 @@ use serde::Serialize;
 use serde::de::DeserializeOwned;
 use std::io::{self, IoSlice, Read};
 use std::net::{Shutdown, TcpStream};
-use std::os::fd::{AsFd, AsRawFd};
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd};
 use std::sync::Arc;
 use std::time::Duration;
 use understudy_protocol::Epoch;
@@ -84,6 +84,19 @@ impl Link {
                 Err(error)
             }
         }
+    }
+
+    /// Begins anew on this connection, whose other end another process of `peer` has by now.
+    pub fn begin_anew(&self, peer: &HostName, tls: Option<&Tls>) -> anyhow::Result<Link> {
+        self.check_at_rest()?;
+        Link::dialled(self.0.socket.try_clone()?, peer, tls)
+    }
+
+    /// An error if the peer has gone on already: whoever begins anew would miss what waits here.
+    pub fn check_at_rest(&self) -> anyhow::Result<()> {
+        let at_rest = self.0.tls.as_ref().is_none_or(TlsStream::is_at_rest);
+        ensure!(at_rest, "the peer went on before it was answered");
+        Ok(())
     }
 
     /// A connection that ends when its peer's certificate is revoked.
@@ -190,6 +203,12 @@ impl Link {
     /// Tells the peer why this side gives up. Best effort: it may be gone.
     pub fn refuse(&self, reason: &str) {
         let _ = self.send_parts(Kind::Refuse, Epoch(0), &[reason.as_bytes()]);
+    }
+}
+
+impl AsFd for Link {
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        self.0.socket.as_fd()
     }
 }
 

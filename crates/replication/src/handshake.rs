@@ -3,13 +3,14 @@
 use crate::membership::Membership;
 use crate::resync::Resync;
 use anyhow::Context;
+use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 use std::net::{SocketAddr, TcpStream};
 use std::sync::Arc;
 use std::time::Duration;
 use tracing::debug;
 use understudy_arbiter::ArbiterName;
-use understudy_link::link::Link;
+use understudy_link::link::{Link, read_json};
 use understudy_link::tls::Tls;
 use understudy_protocol::wire::{
     FIRST_NEGOTIATED, Kind, LEAST_WIRE_VERSION, SPOKEN, Spoken, WIRE_VERSION, WireVersion,
@@ -41,6 +42,9 @@ pub struct Hello {
     pub host: HostName,
     /// What the connection is for.
     pub purpose: Purpose,
+    /// The VM that it is about, if the sender can go on with a keeper of it ([`Kind::BeginAnew`]).
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub keeper_of: Option<VmName>,
 }
 
 /// What a connection is for.
@@ -277,6 +281,8 @@ pub struct Identity {
     pub name: HostName,
     /// Its certificates, if it has any.
     pub tls: Option<Arc<Tls>>,
+    /// Whether it offers to go on with keepers of its peers.
+    pub keepers: bool,
 }
 
 impl Identity {
@@ -287,17 +293,37 @@ impl Identity {
         addresses: &[SocketAddr],
         purpose: impl Fn(PathIndex) -> Purpose,
     ) -> anyhow::Result<(Link, PathIndex)> {
-        let mut first_error = None;
-        for (path, address) in (0..).map(PathIndex).zip(addresses) {
-            match self.dial(peer, *address, purpose(path)) {
-                Ok(link) => return Ok((link, path)),
-                Err(error) => {
-                    debug!("{error:#}");
-                    first_error.get_or_insert(error);
-                }
-            }
+        first_that_answers(addresses, |path, address| self.dial(peer, address, purpose(path)))
+    }
+
+    /// Dials the first of a peer's addresses that answers, about a VM; returns the answer, which
+    /// the VM's keeper gives if it has one there.
+    pub fn ask<T: DeserializeOwned>(
+        &self,
+        vm: &VmName,
+        (peer, addresses): (&HostName, &[SocketAddr]),
+        purpose: impl Fn(PathIndex) -> Purpose,
+        patience: Duration,
+    ) -> anyhow::Result<(Link, PathIndex, T)> {
+        let hello = |path| {
+            let keeper_of = self.keepers.then(|| vm.clone());
+            Hello { keeper_of, ..self.hello(purpose(path)) }
+        };
+        let (link, path) = first_that_answers(addresses, |path, address| {
+            self.say(connect(address)?, peer, address, &hello(path))
+        })?;
+        link.set_read_timeout(Some(patience))?;
+        let answer = link.receive()?;
+        if answer.header.kind != Kind::BeginAnew || !self.keepers {
+            return Ok((link, path, read_json(&answer, Kind::Welcome)?));
         }
-        Err(first_error.context("the peer has no address")?)
+        let link = link
+            .begin_anew(peer, self.tls.as_deref())
+            .with_context(|| format!("the keeper of {vm} on host {peer}"))?;
+        link.send_json(Kind::Hello, &hello(path))?;
+        link.set_read_timeout(Some(patience))?;
+        let answer = link.expect_json(Kind::Welcome)?;
+        Ok((link, path, answer))
     }
 
     /// Dials a peer and says hello.
@@ -318,18 +344,50 @@ impl Identity {
         address: SocketAddr,
         purpose: Purpose,
     ) -> anyhow::Result<Link> {
+        self.say(socket, peer, address, &self.hello(purpose))
+    }
+
+    fn say(
+        &self,
+        socket: TcpStream,
+        peer: &HostName,
+        address: SocketAddr,
+        hello: &Hello,
+    ) -> anyhow::Result<Link> {
         let link = Link::dialled(socket, peer, self.tls.as_deref())
             .with_context(|| format!("host {peer} at {address}"))?;
-        let hello = Hello {
+        link.send_json(Kind::Hello, hello)?;
+        Ok(link)
+    }
+
+    fn hello(&self, purpose: Purpose) -> Hello {
+        Hello {
             wire_version: purpose.first_version(),
             wire_highest: Some(WIRE_VERSION),
             product_version: env!("CARGO_PKG_VERSION").to_owned(),
             host: self.name.clone(),
             purpose,
-        };
-        link.send_json(Kind::Hello, &hello)?;
-        Ok(link)
+            keeper_of: None,
+        }
     }
+}
+
+/// Dials a peer's addresses in turn, until one answers; returns which one it is.
+fn first_that_answers(
+    addresses: &[SocketAddr],
+    dial: impl Fn(PathIndex, SocketAddr) -> anyhow::Result<Link>,
+) -> anyhow::Result<(Link, PathIndex)> {
+    let mut first_error = None;
+    for (path, address) in (0..).map(PathIndex).zip(addresses) {
+        match dial(path, *address) {
+            Ok(link) => return Ok((link, path)),
+            Err(error) => {
+                debug!("{error:#}");
+                first_error.get_or_insert(error);
+            }
+        }
+    }
+    Err(first_error.context("the peer has no address")?)
 }
 
 /// Connects to a peer's address.

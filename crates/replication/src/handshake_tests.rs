@@ -76,3 +76,57 @@ fn an_answer_names_a_version_that_was_offered() {
     assert_eq!(agreed(Some(18)).unwrap(), 18);
     assert!(agreed(Some(19)).unwrap_err().to_string().contains("17 to 18"));
 }
+
+fn identity(keepers: bool) -> Identity {
+    Identity { name: "a".parse().unwrap(), tls: None, keepers }
+}
+
+/// Hosts without keepers say what they always said.
+#[test]
+fn keepers_are_offered_by_those_that_have_them_alone() {
+    let said = serde_json::to_value(identity(true).hello(Purpose::Probe)).unwrap();
+    assert_eq!(said.get("keeper_of"), None);
+    let mut offering = hello(json!({"purpose": "probe"}));
+    offering["keeper_of"] = json!("db");
+    let read: Hello = serde_json::from_value(offering.clone()).unwrap();
+    assert_eq!(read.keeper_of.unwrap().as_str(), "db");
+    offering["keeper_of"] = json!("../db");
+    assert!(serde_json::from_value::<Hello>(offering).is_err());
+}
+
+/// What a dialler about a VM gets from a peer that has a keeper of it.
+fn ask(keepers: bool) -> anyhow::Result<Welcome> {
+    let listener = std::net::TcpListener::bind("127.0.0.1:0")?;
+    let address = listener.local_addr()?;
+    let serving = std::thread::spawn(move || -> anyhow::Result<()> {
+        let socket = listener.accept()?.0;
+        let link = Link::accepted(socket.try_clone()?, None)?;
+        assert_eq!(answer(&link)?.keeper_of.is_some(), keepers);
+        link.send_signal(Kind::BeginAnew, understudy_protocol::Epoch(0))?;
+        drop(link);
+        let keeper = Link::accepted(socket, None)?;
+        let again = answer(&keeper)?;
+        keeper.send_json(Kind::Welcome, &Welcome::of(&again.host))
+    });
+    let (vm, peer) = ("db".parse()?, "b".parse()?);
+    let asked = identity(keepers).ask(
+        &vm,
+        (&peer, &[address]),
+        |_| Purpose::Inbound { session: "s".to_owned() },
+        Duration::from_secs(20),
+    );
+    let asked = asked.map(|(_, path, welcome)| {
+        assert_eq!(path, PathIndex(0));
+        welcome
+    });
+    let served = serving.join().unwrap();
+    assert_eq!(served.is_ok(), asked.is_ok());
+    asked
+}
+
+#[test]
+fn a_dialler_goes_on_with_a_keeper_if_it_has_said_that_it_can() {
+    assert_eq!(ask(true).unwrap().host.as_str(), "a");
+    let error = ask(false).unwrap_err().to_string();
+    assert!(error.contains("BeginAnew where Welcome was due"), "{error}");
+}

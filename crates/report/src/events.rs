@@ -220,6 +220,7 @@ pub fn now_ms() -> u64 {
 mod tests {
     use super::*;
     use understudy_protocol::literal;
+    use understudy_snapshot::SnapshotNumber;
 
     #[test]
     fn events_are_numbered_and_asked_for_by_number_and_vm() {
@@ -290,5 +291,23 @@ mod tests {
         assert_eq!(json["severity"], "info");
         assert_eq!(json["text"], "protected: b stands by");
         assert_eq!(serde_json::from_value::<Event>(json).unwrap(), event);
+    }
+
+    /// Before, these had a field twice, and nobody could read them.
+    #[test]
+    fn no_event_has_a_field_that_all_have() {
+        let (journal, group) = (Journal::default(), literal("shop"));
+        let db = journal.of(&literal("db"));
+        db.note("goes on in another QEMU");
+        db.record(EventKind::Snapshot {
+            group,
+            number: SnapshotNumber(7),
+            store: "/srv".to_owned(),
+        });
+        db.record(EventKind::Restored { group: literal("shop"), number: SnapshotNumber(7) });
+        for event in journal.after(0, None).events {
+            let text = serde_json::to_string(&event).unwrap();
+            assert_eq!(serde_json::from_str::<Event>(&text).expect(&text), event);
+        }
     }
 }

@@ -123,6 +123,9 @@ pub enum Command {
         /// The VM.
         #[arg(long)]
         vm: VmName,
+        /// Bring it up, as its record says.
+        #[arg(long)]
+        come_up: bool,
     },
     /// What packages are made with.
     #[command(flatten)]

@@ -105,6 +105,12 @@ impl Lobby {
         *said <= MOST_COMPLAINTS
     }
 
+    /// Whether nobody is there, and no request is under way.
+    pub fn is_empty(&self) -> bool {
+        let state = self.0.lock();
+        state.threads == 0 && state.requests.is_empty()
+    }
+
     /// Ends the connection that has waited longest, for its descriptors.
     pub fn make_room(&self) {
         let mut state = self.0.lock();

@@ -81,7 +81,7 @@ impl Porter {
 }
 
 /// Until there is a connection, or a handshake's deadline has come.
-fn await_connection(listener: &TcpListener, deadline: Option<Instant>) {
+pub(crate) fn await_connection(listener: &impl AsFd, deadline: Option<Instant>) {
     let timeout = deadline.map_or(PollTimeout::NONE, |deadline| {
         let left = deadline.saturating_duration_since(Instant::now()) + Duration::from_millis(1);
         PollTimeout::try_from(left).unwrap_or(PollTimeout::MAX)
@@ -92,7 +92,7 @@ fn await_connection(listener: &TcpListener, deadline: Option<Instant>) {
 }
 
 /// Gives a connection a place and a thread. An error if there is no thread for it.
-fn admit(host: &Arc<Host>, stream: TcpStream, from: SocketAddr) -> io::Result<()> {
+pub(crate) fn admit(host: &Arc<Host>, stream: TcpStream, from: SocketAddr) -> io::Result<()> {
     if descriptors::is_one_of_the_last(stream.as_raw_fd()) {
         return Err(Errno::EMFILE.into());
     }

@@ -8,12 +8,15 @@
 //! |--------|----|
 //! | [`note`] | what a keeper says of itself, and its lock |
 //! | [`start`] | how the daemon starts one |
+//! | [`pass`] | how it hands other hosts' connections to one |
 //! | [`watch`] | how it notices the end of one |
 
 pub mod note;
+mod pass;
 pub mod start;
 mod watch;
 
+pub use pass::Connections;
 pub(crate) use watch::start as watch;
 
 use crate::config::HostConfig;
@@ -21,18 +24,28 @@ use crate::host::{Host, prepare_directory};
 use crate::vm::Vm;
 use note::{Claim, End, Found};
 use std::fs;
+use std::os::fd::AsFd;
 use std::path::PathBuf;
 use std::sync::Arc;
 use std::thread;
 use std::time::{Duration, Instant};
-use understudy_protocol::{HostName, VmName};
+use understudy_link::link::Link;
+use understudy_protocol::validity::ImageRole;
+use understudy_protocol::wire::Kind;
+use understudy_protocol::{Epoch, HostName, VmName};
 use understudy_qemu::VmDefinition;
+use understudy_replication::handshake::{Hello, Purpose};
+use understudy_report::Role;
 use understudy_report::error::{ErrorKind, HostError};
 
 /// The socket of a keeper's API, in its VM's directory.
 const SOCKET: &str = "keeper.sock";
+/// The socket through which a keeper gets connections of other hosts, beside it.
+const CONNECTIONS: &str = "peers.sock";
 /// Between two looks at whether a keeper's VM is still there.
 const LOOK: Duration = Duration::from_millis(100);
+/// For one whose VM is gone to end.
+const END_PATIENCE: Duration = Duration::from_secs(5);
 /// For the VM to be started in a new keeper.
 const START_PATIENCE: Duration = Duration::from_secs(60);
 
@@ -61,7 +74,26 @@ pub fn socket(config: &HostConfig, vm: &VmName) -> PathBuf {
     vm.below(&config.state_dir).join(SOCKET)
 }
 
+/// Where the daemon passes connections about a VM on to its keeper. To be there before the
+/// keeper's API, by which the daemon sees that there is one.
+pub fn connections(config: &HostConfig, vm: &VmName) -> Result<Connections, HostError> {
+    let path = vm.below(&config.state_dir).join(CONNECTIONS);
+    Connections::bind(&path).map_err(|error| {
+        let message = format!("cannot listen at {}: {error}", path.display());
+        HostError::new(ErrorKind::Internal, message)
+    })
+}
+
 impl Keeper {
+    /// Gives it a connection on which the peer has said what it wants and waits for the answer.
+    pub(crate) fn take(&self, link: &Link) -> anyhow::Result<()> {
+        link.check_at_rest()?;
+        let socket = self.reachable()?;
+        pass::pass(&socket.with_file_name(CONNECTIONS), link.as_fd())?;
+        link.send_signal(Kind::BeginAnew, Epoch(0))?;
+        Ok(())
+    }
+
     /// Its socket; an error if this daemon cannot speak with it.
     pub fn reachable(&self) -> Result<&PathBuf, HostError> {
         match &self.problem {
@@ -88,6 +120,32 @@ impl Host {
             Found::Lives(note) => (Some(note.pid), self.stranger(&note.host)),
         };
         Some(Keeper { vm: vm.clone(), pid, socket: socket(&self.config, vm), problem })
+    }
+
+    /// The keeper that a connection is for, if the peer can go on with one. An offer is for none: a
+    /// VM that has one already is not to be backed up here.
+    pub(crate) fn keeper_for(&self, hello: &Hello) -> Option<Keeper> {
+        match &hello.purpose {
+            Purpose::Heartbeat { .. }
+            | Purpose::Inbound { .. }
+            | Purpose::Resume { .. }
+            | Purpose::Kept { .. } => self.keeper_of(hello.keeper_of.as_ref()?),
+            _ => None,
+        }
+    }
+
+    /// Refuses what is not about the VM which this process keeps, or is for its daemon to answer.
+    pub(crate) fn check_kept_purpose(&self, purpose: &Purpose) -> Result<(), HostError> {
+        let Some(own) = &self.keeps else { return Ok(()) };
+        match purpose {
+            Purpose::Heartbeat { .. } | Purpose::Inbound { .. } | Purpose::Resume { .. } => Ok(()),
+            Purpose::Protect(offer) => self.check_kept_name(&offer.definition.name),
+            Purpose::Kept { membership, .. } => self.check_kept_name(&membership.leader().vm),
+            _ => {
+                let message = format!("this is the keeper of {own}, and answers nothing else");
+                Err(HostError::new(ErrorKind::Conflict, message))
+            }
+        }
     }
 
     fn stranger(&self, host: &HostName) -> Option<String> {
@@ -127,9 +185,27 @@ impl Host {
         Ok(())
     }
 
-    /// The definition of a keeper's VM, once it has been started.
+    /// The definition of a keeper's VM, once it is known.
     pub(crate) fn kept_definition(&self, keeper: &Keeper) -> Option<VmDefinition> {
-        Some(self.record(&keeper.vm).ok()??.definition)
+        let recorded = || Some(self.record(&keeper.vm).ok()??.definition);
+        self.arrivals.kept(&keeper.vm).or_else(recorded)
+    }
+
+    /// What this host is to a keeper's VM, for when the keeper itself does not say.
+    pub fn kept_role(&self, keeper: &Keeper) -> Role {
+        let record = self.record(&keeper.vm).ok().flatten();
+        match record.map(|record| record.image.role) {
+            Some(ImageRole::Mirror | ImageRole::Syncing) => Role::Backup,
+            _ => Role::Primary,
+        }
+    }
+
+    /// Waits a moment for a VM's last keeper, if that may be about to end.
+    pub(crate) fn await_last_keeper(&self, vm: &VmName) {
+        let deadline = Instant::now() + END_PATIENCE;
+        while self.keeper_of(vm).is_some() && Instant::now() < deadline {
+            thread::sleep(LOOK);
+        }
     }
 
     /// Refuses a name that is not that of the VM which this process keeps.
@@ -166,6 +242,8 @@ impl Host {
     fn end_of_kept(&self) -> Option<End> {
         let vms = self.vms.lock();
         match vms.values().next() {
+            // Somebody may be about to have it back the VM up.
+            None if !self.lobby.is_empty() => None,
             None => Some(End::Gone),
             Some(Vm::Fenced(fenced)) => {
                 let (generation, reason) = (fenced.generation, fenced.reason.clone());

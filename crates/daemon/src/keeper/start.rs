@@ -1,8 +1,15 @@
 //! How the daemon starts a keeper, and the VM in it.
 
-use crate::host::Host;
+use super::Keeper;
+use super::note::{self, End, Found, Note};
+use crate::admission::open_disks;
+use crate::arrivals::Arrival;
+use crate::host::{Host, internal};
+use anyhow::Context;
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
+use std::io::Read;
+use std::os::fd::OwnedFd;
 use std::os::unix::net::UnixStream;
 use std::os::unix::process::CommandExt;
 use std::path::Path;
@@ -11,8 +18,10 @@ use std::sync::Arc;
 use std::thread;
 use std::time::{Duration, Instant};
 use tracing::warn;
+use understudy_link::link::Link;
 use understudy_protocol::VmName;
 use understudy_qemu::VmDefinition;
+use understudy_replication::handshake::{Hello, Offer};
 use understudy_report::error::{ErrorKind, HostError};
 
 /// For a keeper to serve its API.
@@ -21,6 +30,8 @@ const PATIENCE: Duration = Duration::from_secs(20);
 const LOOK: Duration = Duration::from_millis(10);
 /// The subcommand of this program that is a keeper.
 pub const SUBCOMMAND: &str = "keep";
+/// Its option to bring its VM up by itself; it says on its standard input, a socket, when it has.
+pub const COME_UP: &str = "--come-up";
 /// What a service manager has told the daemon, and means nobody else.
 const DAEMONS_OWN: [&str; 3] = ["NOTIFY_SOCKET", "WATCHDOG_USEC", "WATCHDOG_PID"];
 
@@ -40,28 +51,103 @@ impl Host {
     ) -> Result<T, HostError> {
         // Names, cards and memory are this host's, which only the daemon sees as a whole.
         let _adding = self.adding.lock();
+        let name = &definition.name;
+        self.notice_end_of_keeper(name);
         self.check_free(definition)?;
         self.check_memory(definition.memory.bytes())?;
-        let name = &definition.name;
         let socket = super::socket(&self.config, name);
-        let mut keeper = self.spawn_keeper(name)?;
+        let mut keeper = self.spawn_keeper(name, Stdio::null(), &[])?;
         let started = await_socket(&mut keeper, name, &socket).and_then(|()| start(&socket));
         if started.is_err() {
-            // It ends what it may have started, in order.
-            let _ = kill(Pid::from_raw(keeper.id() as i32), Signal::SIGTERM);
-            reap(keeper, name);
+            end(keeper, name);
             return started;
         }
         self.vms.lock().remove(name);
-        let (vm, waited) = (name.clone(), thread::Builder::new().name(format!("keeper-{name}")));
-        // Without it an ended keeper stays in the process table for as long as this daemon lives.
-        if let Err(error) = waited.spawn(move || reap(keeper, &vm)) {
-            warn!(vm = %name, "nobody waits for the end of its keeper: {error}");
-        }
+        reap_aside(keeper, name, || ());
         started
     }
 
-    fn spawn_keeper(&self, vm: &VmName) -> Result<Child, HostError> {
+    /// Whether a keeper is to back up what is offered. Groups are backed up as one.
+    pub(crate) fn backs_up_in_keeper(&self, hello: &Hello, offer: &Offer) -> bool {
+        let name = &offer.definition.name;
+        let could_go_on = hello.keeper_of.as_ref() == Some(name);
+        could_go_on && offer.group.is_none() && self.starts_in_keeper(name)
+    }
+
+    /// Starts a keeper of a VM that has arrived, and gives it the connection on which the VM was
+    /// offered.
+    pub(crate) fn back_up_in_keeper(&self, arrival: Arrival, link: &Link) -> anyhow::Result<()> {
+        let name = arrival.vm().clone();
+        let mut process = self.spawn_keeper(&name, Stdio::null(), &[])?;
+        let socket = super::socket(&self.config, &name);
+        let keeper = Keeper {
+            vm: name.clone(),
+            pid: Some(process.id()),
+            socket: socket.clone(),
+            problem: None,
+        };
+        let begun = await_socket(&mut process, &name, &socket)
+            .context("no keeper for it")
+            .and_then(|()| keeper.take(link));
+        if begun.is_err() {
+            end(process, &name);
+            return begun;
+        }
+        arrival.goes_to_keeper();
+        self.vms.lock().remove(&name);
+        reap_aside(process, &name, move || drop(arrival));
+        Ok(())
+    }
+
+    /// Starts a keeper that brings its VM up by itself, and waits until it has. It ends if the VM is not
+    /// wanted by then.
+    pub(crate) fn bring_up_in_keeper(
+        self: &Arc<Self>,
+        definition: &VmDefinition,
+        still_wanted: impl FnOnce() -> bool,
+    ) -> Result<(), HostError> {
+        let name = &definition.name;
+        let arrival = {
+            let _adding = self.adding.lock();
+            self.notice_end_of_keeper(name);
+            self.check_free(definition)?;
+            self.check_memory(definition.memory.bytes())?;
+            // What may be missing for long is no reason to start a process again and again.
+            self.check_bridges(&definition.cards)?;
+            drop(open_disks(definition, self.record(name)?.as_ref())?);
+            Arrival::expect(&self.arrivals, &self.config.name, definition)
+        };
+        let (mut said, its_end) = UnixStream::pair().map_err(internal)?;
+        let process = self.spawn_keeper(name, OwnedFd::from(its_end).into(), &[COME_UP])?;
+        // Whatever else comes of it, its end closes this.
+        if said.read(&mut [0]).ok() != Some(1) {
+            reap(process, name);
+            return Err(self.why_not_started(name));
+        }
+        arrival.goes_to_keeper();
+        if still_wanted() {
+            reap_aside(process, name, move || drop(arrival));
+        } else {
+            end(process, name);
+            self.note_unwanted(name);
+        }
+        Ok(())
+    }
+
+    fn why_not_started(&self, vm: &VmName) -> HostError {
+        let reason = match note::look(&vm.below(&self.config.state_dir)) {
+            Found::Nobody(Some(Note { end: Some(End::NotStarted { reason }), .. })) => reason,
+            _ => "its keeper has ended: the daemon's log has its words".to_owned(),
+        };
+        HostError::new(ErrorKind::Conflict, reason)
+    }
+
+    fn spawn_keeper(
+        &self,
+        vm: &VmName,
+        input: Stdio,
+        further: &[&str],
+    ) -> Result<Child, HostError> {
         // Also if the program's file was replaced by another version.
         let mut command = Command::new("/proc/self/exe");
         command
@@ -69,11 +155,12 @@ impl Host {
             .arg(SUBCOMMAND)
             .arg("--config")
             .arg(&self.config.file)
-            .args(["--vm", vm]);
+            .args(["--vm", vm])
+            .args(further);
         for variable in DAEMONS_OWN {
             command.env_remove(variable);
         }
-        command.stdin(Stdio::null()).spawn().map_err(|error| {
+        command.stdin(input).spawn().map_err(|error| {
             let message = format!("cannot start a keeper for {vm}: {error}");
             HostError::new(ErrorKind::Internal, message)
         })
@@ -99,6 +186,25 @@ fn await_socket(keeper: &mut Child, vm: &VmName, socket: &Path) -> Result<(), Ho
         thread::sleep(LOOK);
     }
     Ok(())
+}
+
+/// Has a keeper end what it may have started, in order, and waits for it.
+fn end(keeper: Child, vm: &VmName) {
+    let _ = kill(Pid::from_raw(keeper.id() as i32), Signal::SIGTERM);
+    reap(keeper, vm);
+}
+
+/// Waits for the end of a keeper in a thread. Without it an ended one stays in the process table for as
+/// long as this daemon lives.
+fn reap_aside(keeper: Child, vm: &VmName, then: impl FnOnce() + Send + 'static) {
+    let (name, waited) = (vm.clone(), thread::Builder::new().name(format!("keeper-{vm}")));
+    let wait = move || {
+        reap(keeper, &name);
+        then();
+    };
+    if let Err(error) = waited.spawn(wait) {
+        warn!(%vm, "nobody waits for the end of its keeper: {error}");
+    }
 }
 
 fn reap(mut keeper: Child, vm: &VmName) {

@@ -9,6 +9,7 @@ use std::thread;
 use std::time::Duration;
 use tracing::warn;
 use understudy_protocol::VmName;
+use understudy_protocol::validity::ImageRole;
 use understudy_report::events::EventKind;
 
 /// Between two looks.
@@ -49,29 +50,47 @@ impl Host {
     fn tell_of_ended(&self, vm: &VmName) {
         // Nobody starts the next one meanwhile.
         let _adding = self.adding.lock();
+        // The next keeper's words are about to be there.
+        if !self.arrivals.has(vm) {
+            self.notice_end_of_keeper(vm);
+        }
+    }
+
+    /// Notices that a VM's last keeper has ended, if it has: before the next one is started, too, whose
+    /// words would cover its own. To be called under the lock `adding`.
+    pub(crate) fn notice_end_of_keeper(&self, vm: &VmName) {
         let Some(note) = self.dead_note(vm) else { return };
         self.forget_note(&note);
         let lost = match note.end {
-            Some(End::Gone) => return,
+            Some(End::Gone | End::NotStarted { .. }) => return,
             Some(End::Fenced { generation, reason }) => {
                 Some(FencedVm { name: vm.clone(), generation, reason })
             }
-            None => {
-                let reason = format!("its keeper (process {}) was killed", note.pid);
-                self.events.of(vm).record(EventKind::GuestDied { reason: reason.clone() });
-                let record = self.record(vm).ok().flatten();
-                record.map(|record| FencedVm {
-                    name: vm.clone(),
-                    generation: record.image.generation,
-                    reason: format!(
-                        "{reason}; if no backup has taken it over, `understudy recover {vm}`"
-                    ),
-                })
-            }
+            None => self.lost_with(&note),
         };
         if let Some(lost) = lost {
             self.vms.lock().entry(vm.clone()).or_insert_with(|| Vm::Fenced(Arc::new(lost)));
         }
+    }
+
+    /// What was lost with a keeper that was killed: a guest, if it ran there; else a backup, whose
+    /// primary notices.
+    fn lost_with(&self, note: &Note) -> Option<FencedVm> {
+        let vm = &note.vm;
+        let reason = format!("its keeper (process {}) was killed", note.pid);
+        let events = self.events.of(vm);
+        let record = self.record(vm).ok().flatten();
+        let Some(record) = record.filter(|record| record.image.role == ImageRole::Active) else {
+            events.note(reason);
+            events.record(EventKind::StoodDown);
+            return None;
+        };
+        events.record(EventKind::GuestDied { reason: reason.clone() });
+        Some(FencedVm {
+            name: vm.clone(),
+            generation: record.image.generation,
+            reason: format!("{reason}; if no backup has taken it over, `understudy recover {vm}`"),
+        })
     }
 
     fn forget_note(&self, note: &Note) {

@@ -109,6 +109,14 @@ impl TlsStream {
         }
     }
 
+    /// Whether nothing that came from the peer waits to be read.
+    pub fn is_at_rest(&self) -> bool {
+        let incoming = lock(&self.incoming);
+        let state = lock(&self.connection).process_new_packets();
+        incoming.next == incoming.end
+            && state.is_ok_and(|state| state.plaintext_bytes_to_read() == 0)
+    }
+
     /// Writes everything.
     pub fn write_all(
         &self,

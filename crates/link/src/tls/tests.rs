@@ -6,10 +6,12 @@ use crate::link::{Link, Next};
 use crate::pki;
 use std::io::{IoSlice, Read, Write};
 use std::net::TcpListener;
+use std::os::fd::AsFd;
 use std::os::unix::fs::PermissionsExt;
 use std::thread;
 use std::time::{Duration, SystemTime};
-use understudy_protocol::literal;
+use understudy_protocol::wire::{Header, Kind};
+use understudy_protocol::{Epoch, literal};
 
 fn sockets() -> (TcpStream, TcpStream) {
     let listener = TcpListener::bind("127.0.0.1:0").unwrap();
@@ -283,4 +285,52 @@ fn certificates_are_renewed_without_a_restart() {
     let words = format!("{:#}", a.refresh().unwrap_err());
     assert!(words.contains("is not a list of this host's CA"), "{words}");
     assert_eq!(meet(&a, &b, "b"), (Ok(()), Ok(())));
+}
+
+/// A connection that is passed on: the next process has its own handshake, and nothing of the first.
+#[test]
+fn a_connection_begins_anew_with_another_process() {
+    let authority = Authority::new();
+    let (a, b) = (authority.issue("a"), authority.issue("b"));
+    let (dialled, accepted) = sockets();
+    thread::scope(|scope| {
+        let serving = scope.spawn(|| {
+            let first = Link::accepted(accepted, Some(&b)).unwrap();
+            assert_eq!(first.receive().unwrap().header.epoch, Epoch(1));
+            first.check_at_rest().unwrap();
+            let passed = TcpStream::from(first.as_fd().try_clone_to_owned().unwrap());
+            first.send_signal(Kind::BeginAnew, Epoch(0)).unwrap();
+            drop(first);
+            let second = Link::accepted(passed, Some(&b)).unwrap();
+            second.check_peer(&literal("a")).unwrap();
+            second.receive().unwrap().header.epoch
+        });
+        let link = Link::dialled(dialled, &literal("b"), Some(&a)).unwrap();
+        link.send_signal(Kind::Hello, Epoch(1)).unwrap();
+        assert_eq!(link.receive().unwrap().header.kind, Kind::BeginAnew);
+        let link = link.begin_anew(&literal("b"), Some(&a)).unwrap();
+        link.send_signal(Kind::Hello, Epoch(2)).unwrap();
+        assert_eq!(serving.join().unwrap(), Epoch(2));
+    });
+}
+
+#[test]
+fn a_peer_that_goes_on_before_it_is_answered_is_noticed() {
+    let authority = Authority::new();
+    let (a, b) = (authority.issue("a"), authority.issue("b"));
+    let (dialled, accepted) = sockets();
+    thread::scope(|scope| {
+        let serving = scope.spawn(|| {
+            let link = Link::accepted(accepted, Some(&b)).unwrap();
+            link.receive().unwrap();
+            link.check_at_rest()
+        });
+        let link = Link::dialled(dialled, &literal("b"), Some(&a)).unwrap();
+        // Both are in one segment.
+        let hello = Header::for_payload(Kind::Hello, Epoch(1), &[]);
+        link.send_with(&hello, &[], Next::Message).unwrap();
+        link.send_signal(Kind::Prepare, Epoch(0)).unwrap();
+        let error = serving.join().unwrap().unwrap_err().to_string();
+        assert!(error.contains("before it was answered"), "{error}");
+    });
 }

@@ -109,11 +109,14 @@ pub enum Kind {
     /// The backup reads nothing at present and works: the epoch field says how many bytes it has
     /// applied.
     Works = 56,
+    /// The VM has a process of its own at this end, which has the connection from here on: TLS and
+    /// [`Kind::Hello`] once more. To those alone who have said that they can.
+    BeginAnew = 57,
 }
 
 impl Kind {
     /// All kinds.
-    pub const ALL: [Kind; 46] = [
+    pub const ALL: [Kind; 47] = [
         Kind::Hello,
         Kind::Welcome,
         Kind::Refuse,
@@ -160,6 +163,7 @@ impl Kind {
         Kind::MediumAnswer,
         Kind::Medium,
         Kind::Works,
+        Kind::BeginAnew,
     ];
 
     /// The kind of this number, if there is one.

@@ -3,14 +3,14 @@
 use crate::handshake::{Identity, Offer, Purpose, Resumed, Welcome};
 use crate::paths::PathMonitor;
 use anyhow::Context;
+use serde::de::DeserializeOwned;
 use std::net::SocketAddr;
+use std::slice;
 use std::sync::Arc;
 use std::time::Duration;
 use understudy_link::channel::{Dial, Renewal, Resumption};
-use understudy_link::link::Link;
-use understudy_protocol::HostName;
-use understudy_protocol::wire::Kind;
-use understudy_protocol::{Count, PathIndex};
+use understudy_link::link::{Link, SETUP_TIMEOUT};
+use understudy_protocol::{Count, HostName, PathIndex, VmName};
 
 /// A backup that lives resumes a session within this time.
 const RESUME_TIMEOUT: Duration = Duration::from_secs(2);
@@ -20,6 +20,8 @@ const RESUME_TIMEOUT: Duration = Duration::from_secs(2);
 pub struct Dialler {
     /// Identity of this host.
     pub identity: Identity,
+    /// The VM.
+    pub vm: VmName,
     /// The backup's host name.
     pub peer: HostName,
     /// Names the session.
@@ -30,32 +32,29 @@ pub struct Dialler {
 
 impl Dialler {
     /// Offers the VM over the first path that the backup answers on.
-    pub fn offer(&self, offer: Offer) -> anyhow::Result<(Link, PathIndex)> {
-        self.identity.dial_first(&self.peer, &self.addresses, |path| {
-            Purpose::Protect(Box::new(Offer { path, ..offer.clone() }))
-        })
+    pub fn offer(&self, offer: Offer) -> anyhow::Result<(Link, PathIndex, Welcome)> {
+        let purpose = |path| Purpose::Protect(Box::new(Offer { path, ..offer.clone() }));
+        self.identity.ask(&self.vm, (&self.peer, &self.addresses), purpose, SETUP_TIMEOUT)
     }
 
     /// The heartbeats of a path.
     pub fn heartbeat(&self, path: PathIndex) -> anyhow::Result<Link> {
-        let link = self.dial(path, Purpose::Heartbeat { session: self.session.clone(), path })?;
-        let _: Welcome = link.expect_json(Kind::Welcome)?;
+        let purpose = Purpose::Heartbeat { session: self.session.clone(), path };
+        let (link, _): (_, Welcome) = self.ask(path, purpose, SETUP_TIMEOUT)?;
         Ok(link)
     }
 
     /// Copies of what the guest receives.
     pub fn inbound(&self, path: PathIndex) -> anyhow::Result<Link> {
-        let link = self.dial(path, Purpose::Inbound { session: self.session.clone() })?;
-        let _: Welcome = link.expect_json(Kind::Welcome)?;
+        let purpose = Purpose::Inbound { session: self.session.clone() };
+        let (link, _): (_, Welcome) = self.ask(path, purpose, SETUP_TIMEOUT)?;
         Ok(link)
     }
 
     /// The session's data, over another path; `received` messages arrived here.
     pub fn resume(&self, path: PathIndex, received: Count) -> anyhow::Result<Resumption> {
         let purpose = Purpose::Resume { session: self.session.clone(), path, received };
-        let link = self.dial(path, purpose)?;
-        link.set_read_timeout(Some(RESUME_TIMEOUT))?;
-        let resumed: Resumed = link.expect_json(Kind::Welcome)?;
+        let (link, resumed): (_, Resumed) = self.ask(path, purpose, RESUME_TIMEOUT)?;
         link.set_read_timeout(None)?;
         Ok((link, resumed.received))
     }
@@ -82,8 +81,15 @@ impl Dialler {
         Renewal::Dial(dial)
     }
 
-    fn dial(&self, path: PathIndex, purpose: Purpose) -> anyhow::Result<Link> {
+    fn ask<T: DeserializeOwned>(
+        &self,
+        path: PathIndex,
+        purpose: Purpose,
+        patience: Duration,
+    ) -> anyhow::Result<(Link, T)> {
         let address = self.addresses.get(usize::from(path.0)).context("there is no such path")?;
-        self.identity.dial(&self.peer, *address, purpose)
+        let to = (&self.peer, slice::from_ref(address));
+        let (link, _, answer) = self.identity.ask(&self.vm, to, |_| purpose.clone(), patience)?;
+        Ok((link, answer))
     }
 }

@@ -144,6 +144,7 @@ pub fn protect(
 ) -> anyhow::Result<Arc<Session>> {
     let dialler = Dialler {
         identity: plan.identity.clone(),
+        vm: machine.definition().name.clone(),
         peer: plan.peer.clone(),
         session: plan.session.clone(),
         addresses: plan.addresses.clone(),

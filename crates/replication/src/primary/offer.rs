@@ -3,7 +3,7 @@
 use super::Plan;
 use super::dialler::Dialler;
 use super::group::Group;
-use crate::handshake::{self, FileOffer, FileRole, GroupOffer, Offer, Ready, Welcome};
+use crate::handshake::{self, FileOffer, FileRole, GroupOffer, Offer, Ready};
 use crate::messages::ToBackup;
 use crate::resync::{self, Basis};
 use anyhow::{Context, bail};
@@ -58,8 +58,7 @@ pub fn offer(
         path: PathIndex(0),
         wish: Some(plan.wish.clone()),
     };
-    let (link, path) = dialler.offer(offer)?;
-    let welcome: Welcome = link.expect_json(Kind::Welcome)?;
+    let (link, path, welcome) = dialler.offer(offer)?;
     let version = handshake::agreed(welcome.wire_version)?;
     info!(vm = %definition.name, "speaks wire version {version} with host {}", plan.peer);
     if welcome.host != plan.peer {

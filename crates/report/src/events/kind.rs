@@ -194,7 +194,8 @@ pub enum EventKind {
     Snapshot {
         /// The VM or group.
         group: GroupName,
-        /// Its number.
+        /// Its number. Not `number`, which the event has.
+        #[serde(rename = "snapshot")]
         number: SnapshotNumber,
         /// Where it is.
         store: String,
@@ -211,6 +212,7 @@ pub enum EventKind {
         /// The VM or group that was restored.
         group: GroupName,
         /// The snapshot.
+        #[serde(rename = "snapshot")]
         number: SnapshotNumber,
     },
     /// Many wrong tokens have come to the API from one address, from which none counts for a while.
@@ -235,7 +237,8 @@ pub enum EventKind {
     },
     /// Something else.
     Note {
-        /// The sentence.
+        /// The sentence. Not `text`, which every event has.
+        #[serde(rename = "note")]
         text: String,
     },
 }

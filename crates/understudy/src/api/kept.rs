@@ -20,7 +20,7 @@ use understudy_report::events::Journal;
 use understudy_report::upgrade::UpgradePlan;
 use understudy_report::{
     CheckpointTiming, ComparisonReport, GroupRequest, HostStatus, MediumRequest, ProtectRequest,
-    Protection, RecoverReport, RecoverRequest, Role, VmStatus,
+    Protection, RecoverReport, RecoverRequest, VmStatus,
 };
 use understudy_report::{ErrorKind, HostError, Meters};
 use understudy_snapshot::SnapshotNumber;
@@ -84,7 +84,7 @@ impl Routed {
                 protection: Protection::Degraded {
                     reason: format!("what becomes of it is not known: {error}"),
                 },
-                ..VmStatus::new(&keeper.vm, Role::Primary)
+                ..VmStatus::new(&keeper.vm, self.0.kept_role(keeper))
             }),
         }
     }
@@ -144,6 +144,9 @@ impl Control for Routed {
         self.either(name, |keeper| keeper.definition(name), |host| host.definition(name))
     }
     fn vm_stop(&self, name: &VmName, force: bool) -> Result<(), HostError> {
+        if self.0.is_awaited(name) {
+            return self.0.vm_stop(name, force);
+        }
         self.ended(name, |keeper| keeper.vm_stop(name, force), |host| host.vm_stop(name, force))
     }
     fn vm_status(&self, name: &VmName) -> Result<VmStatus, HostError> {

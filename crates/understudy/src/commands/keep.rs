@@ -5,6 +5,9 @@ use crate::api::{Api, Guard};
 use crate::socket::ApiSocket;
 use nix::sys::prctl::set_name;
 use nix::unistd::setsid;
+use std::io::{self, Write};
+use std::os::fd::AsFd;
+use std::os::unix::net::UnixStream;
 use std::path::Path;
 use std::sync::Arc;
 use std::time::Duration;
@@ -14,7 +17,7 @@ use tokio::task::spawn_blocking;
 use understudy_client::{Exit, Failure};
 use understudy_daemon::Host;
 use understudy_daemon::config::HostConfig;
-use understudy_daemon::keeper::{self, note::End};
+use understudy_daemon::keeper::{self, Connections, note::End};
 use understudy_protocol::VmName;
 
 /// One is for the API, and one for whoever waits on the host.
@@ -22,21 +25,22 @@ const API_THREADS: usize = 2;
 /// For the daemon to fetch the last events.
 const LAST_EVENTS: Duration = Duration::from_millis(200);
 
-/// Keeps a VM until it is gone, or until SIGTERM.
-pub fn run(config: &Path, vm: &VmName) -> Result<Exit, Failure> {
+/// Keeps a VM until it is gone, or until SIGTERM; brings it up first if it is to.
+pub fn run(config: &Path, vm: &VmName, come_up: bool) -> Result<Exit, Failure> {
     // Its program is `/proc/self/exe`, which would be its name.
     let _ = set_name(c"understudy-keep");
     // What is said to the daemon's terminal is not meant for it. Fails if it leads a session already.
     let _ = setsid();
     let config = HostConfig::load(config)?;
     let claim = keeper::claim(&config, vm)?;
+    let connections = keeper::connections(&config, vm)?;
     let socket = ApiSocket::bind(&keeper::socket(&config, vm))?;
     let runtime = Builder::new_multi_thread()
         .worker_threads(API_THREADS)
         .enable_all()
         .build()
         .map_err(|error| Failure::internal(format!("cannot start threads: {error}")))?;
-    let ended = runtime.block_on(serve(config, vm.clone(), &socket));
+    let ended = runtime.block_on(serve(config, (vm, come_up), connections, &socket));
     // A call that still hangs must not keep the keeper from ending.
     runtime.shutdown_background();
     let end = ended?;
@@ -45,29 +49,54 @@ pub fn run(config: &Path, vm: &VmName) -> Result<Exit, Failure> {
     Ok(Exit::Ok)
 }
 
-async fn serve(config: HostConfig, vm: VmName, socket: &ApiSocket) -> Result<End, Failure> {
+async fn serve(
+    config: HostConfig,
+    (vm, come_up): (&VmName, bool),
+    connections: Connections,
+    socket: &ApiSocket,
+) -> Result<End, Failure> {
     let mut signals = Signals::new().map_err(internal)?;
     let name = vm.clone();
-    let host = spawn_blocking(|| Host::keep(config, vm)).await.map_err(crashed)??;
+    let keep = move || Host::keep(config, name, connections);
+    let host = spawn_blocking(keep).await.map_err(crashed)??;
     let (stop, stopped) = oneshot::channel::<()>();
     let router = Api::new(Arc::new(host.clone())).router(&Guard::Local);
     let server = tokio::spawn(listen(socket, router, async {
         // A dropped sender stops the server as well.
         let _ = stopped.await;
     })?);
-    tracing::info!(vm = %name, "its keeper is ready");
-    let waiting = host.clone();
-    let mut over = spawn_blocking(move || waiting.await_end_of_kept());
+    tracing::info!(%vm, "its keeper is ready");
+    let (keeping, name) = (host.clone(), vm.clone());
+    let mut over = spawn_blocking(move || keep_up(&keeping, come_up.then_some(&name)));
     let end = tokio::select! {
         end = &mut over => {
             tokio::time::sleep(LAST_EVENTS).await;
             end.map_err(crashed)?
         }
         signal = signals.next() => {
-            tracing::info!(vm = %name, signal, "its keeper ends");
+            tracing::info!(%vm, signal, "its keeper ends");
             End::Gone
         }
     };
     shut_down(&host, stop, server, &mut signals).await?;
     Ok(end)
+}
+
+/// Waits for the end of the VM, which is brought up first if it is named.
+fn keep_up(host: &Arc<Host>, comes_up: Option<&VmName>) -> End {
+    match comes_up.map(|vm| host.come_up(vm)) {
+        Some(Err(error)) => return End::NotStarted { reason: error.message },
+        Some(Ok(())) => tell_daemon(),
+        None => {}
+    }
+    host.await_end_of_kept()
+}
+
+/// Says that the VM is up, on the socket that is the standard input then.
+fn tell_daemon() {
+    let socket = io::stdin().as_fd().try_clone_to_owned().map(UnixStream::from);
+    if let Err(error) = socket.and_then(|mut socket| socket.write_all(&[1])) {
+        // The next daemon finds the VM without being told.
+        tracing::warn!("the daemon does not hear that the VM is up: {error}");
+    }
 }

@@ -34,7 +34,7 @@ fn status(scene: &Scene, host: &str) -> Result<Value> {
 }
 
 /// What the guest waits for before it comes up on a host; none if nobody waits for it there.
-fn awaited(scene: &Scene, host: &str) -> Result<Option<String>> {
+pub(crate) fn awaited(scene: &Scene, host: &str) -> Result<Option<String>> {
     let status = status(scene, host)?;
     let awaited = status["awaited"].as_array().context("no list `awaited`")?;
     let found = awaited.iter().find(|awaited| awaited["name"] == VM);
@@ -59,7 +59,7 @@ fn leave_former_primary_alone(scene: &mut Scene) -> Result<()> {
     scene.restart("a")
 }
 
-fn await_coming_up(scene: &Scene, host: &str) -> Result<()> {
+pub(crate) fn await_coming_up(scene: &Scene, host: &str) -> Result<()> {
     wait_for(&format!("the guest to come up on host {host}"), LIMIT, || {
         let status = scene.host(host)?.status(VM).unwrap_or_default();
         Ok((status["role"] == "primary" && status["live"] == true).then_some(()))

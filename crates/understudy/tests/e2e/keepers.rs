@@ -27,13 +27,13 @@ pub fn with_keepers() -> SceneOptions {
 
 /// A VM as it must be found again.
 #[derive(Debug, PartialEq)]
-struct Kept {
-    keeper: u64,
+pub struct Kept {
+    pub keeper: u64,
     qemu: u64,
     generation: u64,
 }
 
-fn kept(status: &Value) -> Result<Kept> {
+pub fn kept(status: &Value) -> Result<Kept> {
     let number = |field: &str| {
         status[field].as_u64().with_context(|| format!("no number `{field}`: {status}"))
     };
@@ -52,16 +52,16 @@ fn answered(scene: &Scene, vm: &str) -> Result<Value> {
     })
 }
 
-fn checkpoints(status: &Value) -> Result<u64> {
+pub fn checkpoints(status: &Value) -> Result<u64> {
     status["checkpoints"].as_u64().context("no checkpoints")
 }
 
-fn signal_keeper(status: &Value, signal: Signal) -> Result<()> {
+pub fn signal_keeper(status: &Value, signal: Signal) -> Result<()> {
     kill(Pid::from_raw(kept(status)?.keeper as i32), signal)?;
     Ok(())
 }
 
-fn begin(scene: &Scene) -> Result<RecordClient> {
+pub fn begin(scene: &Scene) -> Result<RecordClient> {
     let client = scene.record_client(PACE)?;
     await_service(&client)?;
     Ok(client)

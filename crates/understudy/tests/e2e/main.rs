@@ -116,6 +116,7 @@ mod import;
 mod inbound;
 mod installed;
 mod keepers;
+mod kept_backups;
 mod lazy;
 mod lease;
 mod ledger;

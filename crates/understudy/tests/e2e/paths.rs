@@ -22,7 +22,7 @@ fn await_paths(scene: &Scene, what: &str, goal: impl Fn(&Value) -> bool) -> Resu
     })
 }
 
-fn await_both_up(scene: &Scene) -> Result<()> {
+pub fn await_both_up(scene: &Scene) -> Result<()> {
     await_paths(scene, "both paths are up", |paths| {
         (0..2).all(|path| paths[path]["up"] == true && paths[path]["down_seconds"].is_null())
     })
@@ -30,7 +30,7 @@ fn await_both_up(scene: &Scene) -> Result<()> {
 
 /// Cuts the cable that the data goes over, and waits until it goes over the
 /// other one. Which it is, a busy machine may have changed. Returns it.
-fn cut_the_one_in_use(scene: &Scene) -> Result<usize> {
+pub fn cut_the_one_in_use(scene: &Scene) -> Result<usize> {
     let paths = scene.status("a")?["paths"].clone();
     let cut = usize::from(paths[1]["in_use"] == true);
     scene.lab().cut_cable("a", cut)?;

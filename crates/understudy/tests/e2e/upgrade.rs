@@ -1,7 +1,8 @@
 //! Hosts of two versions: the one before this is built from its commit, and both protect VMs to each other.
 
 use crate::stage::{
-    self, Calm, LIMIT, PACE, await_service, close, options, play, play_protected, prove_survival,
+    self, Calm, LIMIT, PACE, await_service, close, daemon, options, play, play_protected,
+    prove_survival,
 };
 use anyhow::{Context, Result, ensure};
 use serde_json::Value;
@@ -136,6 +137,33 @@ fn hosts_of_two_versions_protect_each_other() {
         said(scene, "a", "speaks wire version 18 with host b")?;
         scene.host_mut("a")?.kill_everything()?;
         prove_survival(scene, client, "b")
+    });
+}
+
+/// A VM in a keeper, to a host that has none, and knows none; and back, to one that has them and is not
+/// asked for one.
+#[test]
+#[ignore = "long: builds the previous version, some minutes; `make test-long`"]
+fn a_host_with_keepers_and_one_of_the_previous_version_protect_each_other() {
+    with_previous(|scene, previous| {
+        let settings = format!("keepers = true\n{}", daemon().calm().settings);
+        scene.restart_with("a", HostOptions { settings, ..HostOptions::default() })?;
+        install(scene, "b", Some(previous))?;
+        scene.start_guest("a")?;
+        scene.await_guest()?;
+        let client = scene.record_client(PACE)?;
+        protect(scene, "a", "b")?;
+        ensure!(scene.status("a")?["keeper_pid"].is_u64(), "no keeper on host a");
+        await_service(&client)?;
+        scene.host_mut("a")?.kill_everything()?;
+        scene.await_live("b")?;
+        await_service(&client)?;
+        scene.restart("a")?;
+        protect(scene, "b", "a")?;
+        let status = scene.status("a")?;
+        ensure!(status["keeper_pid"].is_null(), "in a keeper, unasked: {status}");
+        scene.host_mut("b")?.kill_everything()?;
+        prove_survival(scene, client, "a")
     });
 }
 

@@ -15,7 +15,7 @@ use std::net::TcpStream;
 use std::path::Path;
 use std::sync::Arc;
 use std::time::Duration;
-use understudy_protocol::wire::Message;
+use understudy_protocol::wire::{Kind, Message};
 
 /// It waits for no answer longer than this: a peer that is silent is no better than one that
 /// hangs up.
@@ -28,8 +28,14 @@ pub struct Certificate {
     server: Arc<ServerConfig>,
 }
 
+/// With a keeper that has yet to be started.
+pub const LONG_PATIENCE: Duration = Duration::from_secs(15);
+
 /// One connection.
-pub struct Line(Box<dyn ReadWrite>);
+pub struct Line {
+    stream: Box<dyn ReadWrite>,
+    socket: TcpStream,
+}
 
 trait ReadWrite: Read + Write + Send {}
 impl<T: Read + Write + Send> ReadWrite for T {}
@@ -61,14 +67,16 @@ impl Certificate {
         prepare(&socket, PATIENCE)?;
         let name = ServerName::try_from(host.to_owned())?;
         let connection = ClientConnection::new(self.client.clone(), name)?;
-        Ok(Line(Box::new(StreamOwned::new(connection, socket))))
+        let own = socket.try_clone()?;
+        Ok(Line { stream: Box::new(StreamOwned::new(connection, socket)), socket: own })
     }
 
     /// The end of a connection that was taken, which waits so long for an answer.
     pub fn taken(&self, socket: TcpStream, patience: Duration) -> Result<Line> {
         prepare(&socket, patience)?;
         let connection = ServerConnection::new(self.server.clone())?;
-        Ok(Line(Box::new(StreamOwned::new(connection, socket))))
+        let own = socket.try_clone()?;
+        Ok(Line { stream: Box::new(StreamOwned::new(connection, socket)), socket: own })
     }
 }
 
@@ -81,13 +89,32 @@ fn prepare(socket: &TcpStream, patience: Duration) -> Result<()> {
 impl Line {
     /// Sends bytes, which may be anything.
     pub fn send(&mut self, bytes: &[u8]) -> Result<()> {
-        self.0.write_all(bytes)?;
-        Ok(self.0.flush()?)
+        self.stream.write_all(bytes)?;
+        Ok(self.stream.flush()?)
     }
 
     /// The other side's next message.
     pub fn receive(&mut self) -> Result<Message> {
-        read(&mut self.0).context("no message")
+        read(&mut self.stream).context("no message")
+    }
+
+    /// The answer to a hello. If a keeper has the connection by then, that gets the hello once more.
+    pub fn answer(
+        &mut self,
+        (own, host): (&Certificate, &str),
+        hello: &[u8],
+        patience: Duration,
+    ) -> Result<Message> {
+        self.socket.set_read_timeout(Some(patience))?;
+        let mut answer = self.receive()?;
+        if answer.header.kind == Kind::BeginAnew {
+            *self = own.dialled(self.socket.try_clone()?, host)?;
+            self.send(hello)?;
+            self.socket.set_read_timeout(Some(patience))?;
+            answer = self.receive()?;
+        }
+        self.socket.set_read_timeout(Some(PATIENCE))?;
+        Ok(answer)
     }
 }
 

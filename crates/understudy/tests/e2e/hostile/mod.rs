@@ -12,7 +12,7 @@ use crate::peer::PORT;
 use crate::refusals::{definition, quick, write};
 use crate::stage::{Calm, LIMIT, daemon_with_peers, has_backup, play};
 use anyhow::{Context, Result, ensure};
-use link::{Certificate, Line, PATIENCE};
+use link::{Certificate, LONG_PATIENCE, Line, PATIENCE};
 use serde_json::{Value, json};
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
@@ -32,6 +32,8 @@ use words::{Words, on_wire};
 
 const SECONDS: u64 = 5;
 const LONG_SECONDS: u64 = 300;
+/// Processes are started meanwhile.
+const KEEPERS_SECONDS: u64 = 15;
 /// Those who attack at the same time: one dials host a, the others host b.
 const DIALLERS: u64 = 3;
 /// Messages of one conversation.
@@ -49,7 +51,7 @@ fn number_of(variable: &str) -> Option<u64> {
     Some(text.parse().unwrap_or_else(|_| panic!("{variable} is no number: {text}")))
 }
 
-fn hostile_options() -> SceneOptions {
+fn hostile_options(keepers: bool) -> SceneOptions {
     let mut options = quick();
     let peers = format!(
         "a = \"10.77.0.1:{PEER_PORT}\"\nb = \"10.77.0.2:{PEER_PORT}\"\n\
@@ -59,7 +61,9 @@ fn hostile_options() -> SceneOptions {
         let own = |line: &&str| !line.starts_with(&format!("{host} "));
         let peers: Vec<&str> = peers.lines().filter(own).collect();
         assert!(peers.iter().any(|line| line.starts_with(other)));
-        options.daemons.insert(host.to_owned(), daemon_with_peers(&peers.join("\n")).calm());
+        let mut daemon = daemon_with_peers(&peers.join("\n")).calm();
+        daemon.settings.insert_str(0, if keepers { "keepers = true\n" } else { "" });
+        options.daemons.insert(host.to_owned(), daemon);
     }
     options
 }
@@ -157,12 +161,20 @@ impl Mallory {
         let is_offer = purpose["purpose"] == "protect";
         let honest = is_offer && words.below(2) == 0;
         if honest {
-            line.send(&on_wire(Kind::Hello, Epoch(0), hello.to_string().into_bytes()))?;
+            let said = on_wire(Kind::Hello, Epoch(0), hello.to_string().into_bytes());
+            line.send(&said)?;
+            let patience = if hello["keeper_of"].is_string() { LONG_PATIENCE } else { PATIENCE };
+            let answer = line.answer((&self.certificate, host), &said, patience)?;
+            ensure!(answer.header.kind == Kind::Welcome, "refused");
             self.take_part(host, address, &mut line, words, &session)?;
         } else {
-            line.send(&words.json(Kind::Hello, &hello))?;
+            if hello["keeper_of"].is_string() {
+                hello["keeper_of"] = json!([VM, PAWN, OWN, "../none"][words.below(4)]);
+            }
+            let said = words.json(Kind::Hello, &hello);
+            line.send(&said)?;
             if words.below(2) == 0 {
-                let _ = line.receive();
+                let _ = line.answer((&self.certificate, host), &said, PATIENCE);
             }
         }
         let genuine = [&purposes[..], &self.bodies()].concat();
@@ -182,7 +194,6 @@ impl Mallory {
         words: &mut Words,
         session: &str,
     ) -> Result<()> {
-        ensure!(line.receive()?.header.kind == Kind::Welcome, "refused");
         line.send(&on_wire(Kind::Prepare, Epoch(0), Vec::new()))?;
         let deadline = Instant::now() + Duration::from_secs(5);
         let ready = std::iter::from_fn(|| Some(line.receive()))
@@ -194,7 +205,9 @@ impl Mallory {
             let mut hello = self.hello.clone();
             hello["purpose"] = json!({ "purpose": "heartbeat", "session": session, "path": 0 });
             let mut beats = self.dial(host, address)?;
-            beats.send(&on_wire(Kind::Hello, Epoch(0), hello.to_string().into_bytes()))?;
+            let said = on_wire(Kind::Hello, Epoch(0), hello.to_string().into_bytes());
+            beats.send(&said)?;
+            let _ = beats.answer((&self.certificate, host), &said, PATIENCE);
             beats.send(&on_wire(Kind::Heartbeat, Epoch(0), Vec::new()))?;
         }
         Ok(())
@@ -285,6 +298,9 @@ fn listen(namespace: &Namespace) -> Result<TcpListener> {
 /// The genuine offer of a VM of host a's, as one of the hostile host's own.
 fn disguise(mut hello: Value) -> Value {
     hello["host"] = json!("mallory");
+    if hello["keeper_of"].is_string() {
+        hello["keeper_of"] = json!(OWN);
+    }
     let offer = &mut hello["purpose"];
     offer["generation"] = json!(1);
     offer["definition"]["name"] = json!(OWN);
@@ -347,6 +363,10 @@ fn watch(scene: &mut Scene, mallory: &Mallory, time: Duration) -> Result<()> {
         elapsed >= time && (mallory.was_heard() || elapsed >= time + LIMIT)
     };
     let pids = [scene.host("a")?.pid(), scene.host("b")?.pid()];
+    let keepers = |scene: &Scene| -> Result<[Value; 2]> {
+        Ok([scene.status("a")?["keeper_pid"].clone(), scene.status("b")?["keeper_pid"].clone()])
+    };
+    let kept = keepers(scene)?;
     let (mut most, mut protects) = (0, 0);
     while !is_over() {
         for (host, pid) in ["a", "b"].into_iter().zip(pids) {
@@ -358,6 +378,11 @@ fn watch(scene: &mut Scene, mallory: &Mallory, time: Duration) -> Result<()> {
         }
         let status = scene.status("a")?;
         ensure!(has_backup(&status), "the other VM: {status}");
+        ensure!(keepers(scene)? == kept, "a keeper ended");
+        for keeper in kept.iter().filter_map(Value::as_u64) {
+            let mib = private_mib(keeper as u32)?;
+            ensure!(mib < MOST_MIB, "a keeper has {mib} MiB for itself");
+        }
         // Host a's operator trusts the hostile host with a VM.
         scene.host("a")?.cli(["protect", PAWN, "--to", "mallory", "--no-wait"])?;
         protects += 1;
@@ -368,20 +393,40 @@ fn watch(scene: &mut Scene, mallory: &Mallory, time: Duration) -> Result<()> {
 
 #[test]
 fn a_hostile_peer_harms_nobody() {
-    harms_nobody(number_of("UNDERSTUDY_HOSTILE_SECONDS").unwrap_or(SECONDS));
+    harms_nobody(number_of("UNDERSTUDY_HOSTILE_SECONDS").unwrap_or(SECONDS), false);
+}
+
+/// The same, where every VM has a process of its own.
+#[test]
+fn a_hostile_peer_harms_no_keeper() {
+    harms_nobody(number_of("UNDERSTUDY_HOSTILE_SECONDS").unwrap_or(KEEPERS_SECONDS), true);
 }
 
 #[test]
 #[ignore = "long: `make test-long`"]
 fn a_hostile_peer_harms_nobody_for_long() {
-    harms_nobody(number_of("UNDERSTUDY_HOSTILE_SECONDS").unwrap_or(LONG_SECONDS));
+    harms_nobody(number_of("UNDERSTUDY_HOSTILE_SECONDS").unwrap_or(LONG_SECONDS), false);
 }
 
-fn harms_nobody(seconds: u64) {
+/// Ends what would outlive its daemon.
+fn end_keepers(scene: &Scene) -> Result<()> {
+    for (host, vm) in [("b", VM), ("a", PAWN)] {
+        scene.host(host)?.call(["vm", "stop", vm, "--force"])?;
+    }
+    for host in ["a", "b"] {
+        let daemon = scene.host(host)?;
+        wait_for(&format!("the keepers of host {host} to end"), LIMIT, || {
+            Ok((daemon.namespace().processes()? == [daemon.pid()]).then_some(()))
+        })?;
+    }
+    Ok(())
+}
+
+fn harms_nobody(seconds: u64, keepers: bool) {
     let now = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |now| now.as_secs());
     let seed = number_of("UNDERSTUDY_HOSTILE_SEED").unwrap_or(now);
     println!("UNDERSTUDY_HOSTILE_SEED={seed} UNDERSTUDY_HOSTILE_SECONDS={seconds}");
-    play(hostile_options(), |scene| {
+    play(hostile_options(keepers), |scene| {
         scene.protected_guest("a", "b")?;
         let mallory = Mallory::begin(scene)?;
         let forbidden = scene.lab().directory().join("forbidden");
@@ -419,6 +464,7 @@ fn harms_nobody(seconds: u64) {
         wait_for("host b to take over", LIMIT, || {
             let status = scene.status("b")?;
             Ok((status["role"] == "primary" && status["live"] == true).then_some(()))
-        })
+        })?;
+        if keepers { end_keepers(scene) } else { Ok(()) }
     });
 }

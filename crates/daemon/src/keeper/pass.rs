@@ -1,0 +1,182 @@
+//! How another host's connection about a VM gets to the VM's keeper: the daemon, which has found out
+//! whose it is, passes its descriptor through a socket in the VM's directory, and has nothing to do
+//! with it from then on. The keeper begins anew with the peer, as if it had listened itself.
+
+use crate::gate::{self, await_connection};
+use crate::host::Host;
+use anyhow::{Context, ensure};
+use nix::cmsg_space;
+use nix::sys::socket::{
+    AddressFamily, ControlMessage, MsgFlags, SockFlag, SockType, UnixAddr, connect, getsockopt,
+    sendmsg, socket, sockopt,
+};
+use std::fs;
+use std::io::{self, IoSlice, Read, Write};
+use std::net::TcpStream;
+use std::os::fd::{AsRawFd, BorrowedFd, RawFd};
+use std::os::unix::fs::PermissionsExt;
+use std::os::unix::net::{UnixListener, UnixStream};
+use std::path::Path;
+use std::sync::{Arc, Weak};
+use std::thread;
+use std::time::Duration;
+use tracing::warn;
+use understudy_memory::receive_with_descriptors;
+
+/// For the other process to do its part; a keeper may just be starting.
+const PATIENCE: Duration = Duration::from_secs(20);
+/// What goes with a connection, and what the keeper says when it has it.
+const PASSED: u8 = 1;
+const TAKEN: u8 = 2;
+/// More descriptors than come with a connection, so that too many are noticed.
+const MOST_DESCRIPTORS: usize = 4;
+
+/// Gives a connection to the keeper that listens there; returns when it has it.
+pub(super) fn pass(keeper: &Path, connection: BorrowedFd<'_>) -> anyhow::Result<()> {
+    let mut keeper = dial(keeper).context("its keeper cannot be reached")?;
+    let descriptors = [connection.as_raw_fd()];
+    let beside = [ControlMessage::ScmRights(&descriptors)];
+    let word = [IoSlice::new(&[PASSED])];
+    sendmsg::<UnixAddr>(keeper.as_raw_fd(), &word, &beside, MsgFlags::MSG_NOSIGNAL, None)
+        .context("the connection cannot be passed on")?;
+    let mut answer = [0];
+    keeper.read_exact(&mut answer).context("its keeper has not taken the connection")?;
+    ensure!(answer == [TAKEN], "its keeper says {answer:?} to a connection");
+    Ok(())
+}
+
+/// Connects to a keeper; one that hangs is not waited for without a bound.
+fn dial(keeper: &Path) -> io::Result<UnixStream> {
+    let made = socket(AddressFamily::Unix, SockType::Stream, SockFlag::SOCK_CLOEXEC, None)?;
+    let stream = UnixStream::from(made);
+    stream.set_read_timeout(Some(PATIENCE))?;
+    stream.set_write_timeout(Some(PATIENCE))?;
+    connect(stream.as_raw_fd(), &UnixAddr::new(keeper)?)?;
+    Ok(stream)
+}
+
+/// The keeper's end of what the daemon passes on.
+pub struct Connections(UnixListener);
+
+impl Connections {
+    /// In the place of those of the keeper that was there before: this one has the VM's lock.
+    pub(super) fn bind(path: &Path) -> io::Result<Connections> {
+        match fs::remove_file(path) {
+            Err(error) if error.kind() != io::ErrorKind::NotFound => return Err(error),
+            _ => {}
+        }
+        let listener = UnixListener::bind(path)?;
+        fs::set_permissions(path, fs::Permissions::from_mode(0o600))?;
+        listener.set_nonblocking(true)?;
+        Ok(Connections(listener))
+    }
+
+    /// Takes connections for as long as the host lives.
+    pub(crate) fn take_in(self, host: &Arc<Host>) -> io::Result<()> {
+        let host = Arc::downgrade(host);
+        let run = move || run(&host, &self.0);
+        thread::Builder::new().name("passed".to_owned()).spawn(run).map(drop)
+    }
+}
+
+fn run(host: &Weak<Host>, listener: &UnixListener) {
+    let mut deadline = None;
+    loop {
+        await_connection(listener, deadline);
+        let Some(host) = host.upgrade() else { return };
+        if let Ok((daemon, _)) = listener.accept()
+            && let Err(error) = take(&host, daemon)
+        {
+            warn!("what was passed on to this keeper is not taken: {error:#}");
+        }
+        deadline = host.lobby.end_overdue();
+    }
+}
+
+fn take(host: &Arc<Host>, mut daemon: UnixStream) -> anyhow::Result<()> {
+    daemon.set_nonblocking(false)?;
+    daemon.set_read_timeout(Some(PATIENCE))?;
+    let connection = receive(&daemon)?;
+    let from = connection.peer_addr().context("it is no connection of another host")?;
+    gate::admit(host, connection, from)?;
+    Ok(daemon.write_all(&[TAKEN])?)
+}
+
+/// One connection, and nothing else.
+fn receive(daemon: &UnixStream) -> anyhow::Result<TcpStream> {
+    let (mut word, mut control) = ([0], cmsg_space!([RawFd; MOST_DESCRIPTORS]));
+    let (bytes, mut descriptors) =
+        receive_with_descriptors(daemon, &mut word, &mut control, MsgFlags::empty())?;
+    ensure!(bytes == 1 && word == [PASSED], "the daemon says {:?}", &word[..bytes]);
+    ensure!(descriptors.len() == 1, "{} descriptors came with it", descriptors.len());
+    let descriptor = descriptors.remove(0);
+    let kind = getsockopt(&descriptor, sockopt::SockType).context("it is no socket")?;
+    ensure!(kind == SockType::Stream, "it is no connection");
+    Ok(TcpStream::from(descriptor))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::net::{TcpListener, UdpSocket};
+    use std::os::fd::AsFd;
+
+    /// What a keeper makes of something that is passed to it.
+    fn passed(what: BorrowedFd<'_>) -> anyhow::Result<TcpStream> {
+        let directory = tempfile::tempdir()?;
+        let path = directory.path().join("peers.sock");
+        let Connections(listener) = Connections::bind(&path)?;
+        thread::scope(|scope| {
+            let daemon = scope.spawn(|| pass(&path, what));
+            await_connection(&listener, None);
+            let mut stream = listener.accept()?.0;
+            stream.set_nonblocking(false)?;
+            let received = receive(&stream).and_then(|connection| {
+                connection.peer_addr().context("it is no connection of another host")?;
+                Ok(connection)
+            });
+            if received.is_ok() {
+                stream.write_all(&[TAKEN])?;
+            }
+            drop(stream);
+            assert_eq!(daemon.join().unwrap().is_ok(), received.is_ok());
+            received
+        })
+    }
+
+    #[test]
+    fn a_connection_goes_on_in_the_process_that_got_it() {
+        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+        let mut peer = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
+        let accepted = listener.accept().unwrap().0;
+        let mut got = passed(accepted.as_fd()).unwrap();
+        drop(accepted);
+        got.write_all(b"hello").unwrap();
+        let mut said = [0; 5];
+        peer.read_exact(&mut said).unwrap();
+        assert_eq!(&said, b"hello");
+    }
+
+    #[test]
+    fn what_is_no_connection_is_not_taken() {
+        let file = tempfile::tempfile().unwrap();
+        let datagrams = UdpSocket::bind("127.0.0.1:0").unwrap();
+        let (local, _other) = UnixStream::pair().unwrap();
+        for (what, words) in [
+            (file.as_fd(), "no socket"),
+            (datagrams.as_fd(), "no connection"),
+            (local.as_fd(), "no connection of another host"),
+        ] {
+            let error = format!("{:#}", passed(what).unwrap_err());
+            assert!(error.contains(words), "{error}");
+        }
+    }
+
+    #[test]
+    fn a_keeper_that_is_not_there_is_said_to_be() {
+        let directory = tempfile::tempdir().unwrap();
+        let (connection, _other) = UnixStream::pair().unwrap();
+        let error = pass(&directory.path().join("peers.sock"), connection.as_fd()).unwrap_err();
+        assert!(error.to_string().contains("cannot be reached"), "{error:#}");
+    }
+}

@@ -1,0 +1,161 @@
+//! Offers: other hosts want this one to be the backup of a VM.
+
+use crate::arrivals::Arrival;
+use crate::containment::of_vm;
+use crate::host::Host;
+use crate::standby;
+use anyhow::bail;
+use std::sync::Arc;
+use understudy_link::link::Link;
+use understudy_protocol::wire::Kind;
+use understudy_qemu::CpuNeeds;
+use understudy_replication::handshake::{FileOffer, Hello, MOST_PATHS, Offer, Welcome};
+use understudy_replication::resync::{self, Groundwork};
+use understudy_report::Mode;
+use understudy_report::error::{ErrorKind, HostError};
+use understudy_threads::within;
+
+/// A kernel, an initial RAM disk or the beginning of a disk: far more than any has.
+const MOST_FILE_BYTES: u64 = 1 << 30;
+
+/// Examines an offer, answers it, and becomes the VM's backup.
+pub(crate) fn take(
+    host: &Arc<Host>,
+    link: Link,
+    hello: &Hello,
+    offer: &Offer,
+) -> anyhow::Result<()> {
+    // The primary may know that its last session here has ended before the keeper of it has.
+    host.await_last_keeper(&offer.definition.name);
+    // An arbiter that does not answer may take its time: nobody else waits for it.
+    let proven = host.check_arbiter(&hello.host, offer);
+    let expected = {
+        let _adding = host.adding.lock();
+        host.notice_end_of_keeper(&offer.definition.name);
+        let expect = |()| Arrival::expect(&host.arrivals, &hello.host, &offer.definition);
+        examine(host, offer).and(proven).map(expect)
+    };
+    // Its name is kept from here on: nobody waits for what the primary sends next.
+    let arrival = match expected {
+        Ok(arrival) => arrival,
+        Err(error) => {
+            link.refuse(&format!("host {} refuses: {error}", host.config.name));
+            bail!("refused {} of {}: {error}", offer.definition.name, hello.host);
+        }
+    };
+    if host.backs_up_in_keeper(hello, offer) {
+        return host.back_up_in_keeper(arrival, &link).inspect_err(|error| {
+            link.refuse(&format!("host {} refuses: {error:#}", host.config.name));
+        });
+    }
+    let directory = host.vm_directory(&offer.definition.name)?;
+    let record = host.record(&offer.definition.name).map_err(|error| error.to_string());
+    let groundwork = resync::examine(&host.config.name, record, offer, &directory);
+    let mut welcome = Welcome { wire_version: hello.agreed(), ..Welcome::of(&host.config.name) };
+    match &groundwork {
+        Groundwork::Full(why) => {
+            welcome.full_because = why.clone();
+            match host.check_disk_room(offer, &directory) {
+                Ok(note) => welcome.note = note,
+                Err(error) => {
+                    link.refuse(&format!("host {} refuses: {error}", host.config.name));
+                    bail!("refused {} of {}: {error}", offer.definition.name, hello.host);
+                }
+            }
+        }
+        Groundwork::Resync(_, resync) => welcome.resync = Some(resync.clone()),
+    }
+    link.send_json(Kind::Welcome, &welcome)?;
+    let scope = of_vm(host, &offer.definition.name);
+    let stands_by = || standby::begin(host, link.clone(), hello, offer, groundwork);
+    if let Err(error) = within(&scope, stands_by) {
+        link.refuse(&format!("host {} cannot stand by: {error:#}", host.config.name));
+        return Err(error);
+    }
+    Ok(())
+}
+
+/// Everything that speaks against the offer, before anything is changed.
+fn examine(host: &Host, offer: &Offer) -> Result<(), HostError> {
+    let refuse = |message: String| Err(HostError::new(ErrorKind::Invalid, message));
+    let definition = &offer.definition;
+    if host.is_closing() {
+        return refuse("it is shutting down".to_owned());
+    }
+    if host.arbiter.is_none() {
+        return refuse("its configuration has no [arbiter]".to_owned());
+    }
+    if let Some(problem) = &host.kernel_problem {
+        return refuse(problem.clone());
+    }
+    let (ours, theirs) = (host.capabilities.release(), &offer.qemu);
+    if let Err(unlike) = ours.compare(theirs) {
+        let [ours, theirs] = [ours.version, theirs.version];
+        return refuse(format!("its QEMU is {ours}, the primary's is {theirs}: {unlike}"));
+    }
+    if !host.capabilities.machines.iter().any(|machine| machine.name == offer.machine_type) {
+        return refuse(format!("its QEMU has no machine type {}", offer.machine_type));
+    }
+    if let Err(error) = host.capabilities.check_cpu(definition.cpu.as_deref()) {
+        return refuse(error.to_string());
+    }
+    if let Err(error) = host.check_cpu_needs(&CpuNeeds::of(definition, offer.accelerator)) {
+        return refuse(error.to_string());
+    }
+    let paths = offer.paths.len();
+    if !(1..=MOST_PATHS).contains(&paths) {
+        return refuse(format!("{paths} paths were offered; 1 to {MOST_PATHS} are possible"));
+    }
+    if usize::from(offer.path.0) >= paths {
+        return refuse(format!("this is path {}; {paths} were offered", offer.path.0 + 1));
+    }
+    if offer.disk_bytes.len() != definition.disks.len() {
+        return refuse("the offer does not name every disk's size".to_owned());
+    }
+    if let Some(problem) = wrong_files(&offer.files, definition.disks.len()) {
+        return refuse(problem);
+    }
+    if let Some(problem) = definition.validate().first() {
+        return refuse(format!("the offered VM's definition is wrong: {problem}"));
+    }
+    if offer.mode == Mode::Lockstep && offer.clock.is_none() {
+        return refuse("the primary's QEMU does not record".to_owned());
+    }
+    if offer.mode == Mode::Lockstep {
+        host.check_build(offer.qemu_build.as_deref())?;
+    }
+    if offer.clock.is_some() {
+        host.check_lockstep(definition, offer.accelerator)?;
+    }
+    host.check_free(definition)?;
+    host.check_older(offer)?;
+    host.check_bridges(&definition.cards)?;
+    host.check_memory(definition.memory.bytes())
+}
+
+/// What is wrong with the files that are to follow: they are written before anything is known of
+/// them, and must not fill the disk.
+fn wrong_files(files: &[FileOffer], disks: usize) -> Option<String> {
+    let most = disks + 3;
+    if files.len() > most {
+        return Some(format!("{} files were offered; {most} are possible", files.len()));
+    }
+    let large = files.iter().find(|file| file.bytes > MOST_FILE_BYTES)?;
+    Some(format!("a file of {} bytes was offered; {MOST_FILE_BYTES} are possible", large.bytes))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use understudy_replication::handshake::FileRole;
+
+    /// A primary could announce a kernel that fills the backup's disk.
+    #[test]
+    fn files_that_would_fill_the_disk_are_refused() {
+        let file = |bytes| FileOffer { role: FileRole::Kernel, bytes };
+        assert_eq!(wrong_files(&[file(8 << 20), file(64 << 20)], 1), None);
+        assert!(wrong_files(&[file(1 << 40)], 1).unwrap().contains("1099511627776 bytes"));
+        let many: Vec<FileOffer> = (0..5).map(|_| file(1)).collect();
+        assert!(wrong_files(&many, 1).unwrap().contains("5 files"));
+    }
+}
