@@ -110,7 +110,15 @@ impl Colo {
         for n in 0..self.home.disks.len() {
             let export = json!({"device": format!("parent{n}"), "writable": true});
             secondary.execute("nbd-server-add", export)?;
-            monitor(primary, &add_replication(n, address))?;
+            // A busy machine's network answers no question for an address in time, now and then.
+            wait_for(
+                "the secondary's disk server to be reached",
+                CONNECT_LIMIT,
+                || match monitor(primary, &add_replication(n, address)) {
+                    Err(error) if error.to_string().contains("No route to host") => Ok(None),
+                    added => added.map(Some),
+                },
+            )?;
             let child = json!({"parent": format!("disk{n}"), "node": format!("replication{n}")});
             primary.execute("x-blockdev-change", child)?;
         }
