@@ -115,23 +115,30 @@ const MOST_READINGS: usize = 100;
 /// The kernel stamps frames with the wall clock; everything else here is
 /// measured on the monotonic one.
 fn monotonic(wall: Duration) -> Instant {
-    let read = || (Instant::now(), SystemTime::UNIX_EPOCH.elapsed().unwrap_or_default());
-    let (now, wall_now) = at_once(|| (read(), Instant::now()));
+    let read = || {
+        let before = Instant::now();
+        let wall_now = SystemTime::UNIX_EPOCH.elapsed().unwrap_or_default();
+        (before, wall_now, Instant::now())
+    };
+    let (now, wall_now) = at_once(read);
     now - wall_now.saturating_sub(wall)
 }
 
-/// Both clocks at one instant: whoever is held up between two readings has a frame come too late, or
-/// too early, by as long. A reading is both, and the instant behind it.
-fn at_once(mut read: impl FnMut() -> ((Instant, Duration), Instant)) -> (Instant, Duration) {
+/// The wall clock between two instants.
+type Reading = (Instant, Duration, Instant);
+
+/// Both clocks at one instant, or the monotonic one hardly later: whoever is held up between them has a
+/// frame come too late by as long. Never too early, before what has it sent.
+fn at_once(mut read: impl FnMut() -> Reading) -> (Instant, Duration) {
     let mut closest = read();
-    let took = |reading: &((Instant, Duration), Instant)| reading.1 - reading.0.0;
+    let took = |reading: &Reading| reading.2 - reading.0;
     for _ in 1..MOST_READINGS {
         if took(&closest) <= AT_ONCE {
             break;
         }
         closest = std::cmp::min_by_key(closest, read(), took);
     }
-    closest.0
+    (closest.2, closest.1)
 }
 
 fn bind(socket: &OwnedFd, interface: u32) -> nix::Result<()> {
@@ -160,18 +167,18 @@ mod tests {
     fn a_reading_that_was_held_up_does_not_count() {
         let began = Instant::now();
         let ms = Duration::from_millis;
-        let mut held_up = [300_u64, 0, 7].into_iter();
-        let read = |held_up| ((began + ms(1000), ms(5)), began + ms(1000 + held_up));
-        let mut asked = 0;
+        let mut held_up = [300, 0, 7].into_iter();
         let both = at_once(|| {
-            asked += 1;
-            read(held_up.next().expect("the second is close enough"))
+            let held_up = held_up.next().expect("the second is close enough");
+            (began, ms(5), began + ms(held_up))
         });
-        assert_eq!((both, asked), ((began + ms(1000), ms(5)), 2));
+        assert_eq!((both, held_up.len()), ((began, ms(5)), 1));
         // Never close enough: the closest.
-        let mut late = (1..=MOST_READINGS as u64)
-            .rev()
-            .map(|held_up| ((began, ms(held_up)), began + ms(held_up)));
-        assert_eq!(at_once(|| late.next().expect("no more readings")), (began, ms(1)));
+        let mut held_up = (1..=MOST_READINGS as u64).rev();
+        let closest = at_once(|| {
+            let held_up = held_up.next().expect("no more readings");
+            (began, ms(held_up), began + ms(held_up))
+        });
+        assert_eq!(closest, (began + ms(1), ms(1)));
     }
 }
