@@ -2,11 +2,13 @@
 //! [`trial`].
 
 mod bench;
+mod checkpoint;
 mod trial;
 
 #[cfg(test)]
 use bench::SUITE_HELP;
 pub use bench::*;
+pub use checkpoint::BenchCheckpointArgs;
 pub use trial::*;
 use trial::{CHAOS_HELP, DEMO_HELP, SIMULATE_HELP};
 

@@ -89,8 +89,13 @@ impl Flusher {
 
     /// Flushes are carried out again, first of all the one that is owed.
     pub(crate) fn end_checkpoint(&self) {
-        self.shared.lock().in_checkpoint = false;
-        self.shared.wake.notify_one();
+        let mut state = self.shared.lock();
+        state.in_checkpoint = false;
+        // Nobody is woken for nothing, after each checkpoint.
+        if state.has_work() {
+            drop(state);
+            self.shared.wake.notify_one();
+        }
     }
 }
 

@@ -110,7 +110,13 @@ impl Writer<'_> {
 
 /// Applies a delta to a page; gives false if the delta is malformed, whatever the page
 /// holds. What `page` holds then is of no use.
-pub fn apply(mut delta: &[u8], page: &mut Page) -> bool {
+pub fn apply(delta: &[u8], page: &mut Page) -> bool {
+    each_run(delta, |at, bytes| page[at..at + bytes.len()].copy_from_slice(bytes))
+}
+
+/// Calls `each` with the place in the page and the bytes of every run of a delta, in order; gives
+/// false where the delta is malformed.
+pub fn each_run(mut delta: &[u8], mut each: impl FnMut(usize, &[u8])) -> bool {
     let mut at = 0;
     while !delta.is_empty() {
         let (Some(skip), Some(length)) = (number(&mut delta), number(&mut delta)) else {
@@ -121,7 +127,7 @@ pub fn apply(mut delta: &[u8], page: &mut Page) -> bool {
             return false;
         }
         let (bytes, rest) = delta.split_at(length);
-        page[at..at + length].copy_from_slice(bytes);
+        each(at, bytes);
         delta = rest;
         at += length;
     }

@@ -28,6 +28,8 @@ const ENTRY: usize = 8;
 #[error("malformed Pages message: {0}")]
 pub struct EncodingError(&'static str);
 
+const NO_DELTA: EncodingError = EncodingError("a delta does not fit a page");
+
 /// How one page travels.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum PageData<'a> {
@@ -44,9 +46,26 @@ pub enum PageData<'a> {
 }
 
 impl PageData<'_> {
+    /// An error where [`PageData::apply`] gives one, whatever page it is for. `scratch` is for what
+    /// can be told only by doing it; `read` is that of `apply`.
+    pub fn check<E: From<EncodingError>>(
+        &self,
+        scratch: &mut Page,
+        read: impl FnOnce(DiskBlock, &mut Page) -> Result<(), E>,
+    ) -> Result<(), E> {
+        match self {
+            PageData::Zero | PageData::Raw(_) => Ok(()),
+            PageData::Delta(bytes) => match delta::each_run(bytes, |_, _| ()) {
+                true => Ok(()),
+                false => Err(NO_DELTA.into()),
+            },
+            PageData::General(_) | PageData::Reference(_) => self.apply(scratch, read),
+        }
+    }
+
     /// Makes `page`, which is in the version last sent, what it is now. An error does not
-    /// depend on what the page holds: try on any page to check the data. `read` reads the
-    /// block that a reference means; its errors end the matter too.
+    /// depend on what the page holds. `read` reads the block that a reference means; its errors
+    /// end the matter too.
     pub fn apply<E: From<EncodingError>>(
         &self,
         page: &mut Page,
@@ -57,7 +76,7 @@ impl PageData<'_> {
             PageData::Raw(bytes) => page.copy_from_slice(*bytes),
             PageData::Delta(bytes) => {
                 if !delta::apply(bytes, page) {
-                    return Err(EncodingError("a delta does not fit a page").into());
+                    return Err(NO_DELTA.into());
                 }
             }
             PageData::General(bytes) => match lz4_flex::block::decompress_into(bytes, page) {
@@ -106,7 +125,7 @@ impl Index {
 
 /// Reads the payload of a `Pages` message; calls `each` for every page, in order. Nothing
 /// is called unless the message's parts fit; each page's data are still to be checked,
-/// with [`PageData::apply`].
+/// with [`PageData::check`].
 pub fn read_pages<E: From<EncodingError>>(
     payload: &[u8],
     mut each: impl FnMut(BlockId, PageIndex, PageData<'_>) -> Result<(), E>,

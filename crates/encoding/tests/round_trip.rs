@@ -79,8 +79,15 @@ fn encode(encoder: &mut Encoder, pages: &[(u64, Page)], first: bool) -> Vec<u8> 
 fn apply(payload: &[u8], memory: &mut [Page]) -> Result<(), EncodingError> {
     read_pages(payload, |block, page, data| {
         assert_eq!(block, BLOCK);
-        data.apply(&mut memory[page.0 as usize], no_disk)
+        check_and_apply(&data, &mut memory[page.0 as usize])
     })
+}
+
+fn check_and_apply(data: &PageData<'_>, page: &mut Page) -> Result<(), EncodingError> {
+    let checked = data.check(&mut [0; PAGE_SIZE], no_disk);
+    let applied = data.apply(page, no_disk);
+    assert_eq!(checked, applied, "{data:?}");
+    applied
 }
 
 /// The disk of messages that refer to none, or to anything.
@@ -130,7 +137,7 @@ proptest! {
     #[test]
     fn random_bytes_are_refused_or_read(bytes in proptest::collection::vec(any::<u8>(), 0..9000)) {
         let mut page = [0; PAGE_SIZE];
-        let _ = read_pages(&bytes, |_, _, data| data.apply(&mut page, no_disk));
+        let _ = read_pages(&bytes, |_, _, data| check_and_apply(&data, &mut page));
     }
 
     /// A right message, a little wrong: gets much further than random bytes.
@@ -159,7 +166,7 @@ proptest! {
             payload.truncate(cut.index(payload.len()));
         }
         let (mut one, mut other) = ([0; PAGE_SIZE], [255; PAGE_SIZE]);
-        let checked = read_pages(&payload, |_, _, data| data.apply(&mut one, no_disk));
+        let checked = read_pages(&payload, |_, _, data| data.check(&mut one, no_disk));
         let applied = read_pages(&payload, |_, _, data| data.apply(&mut other, no_disk));
         prop_assert_eq!(checked, applied, "the check does not depend on the page");
     }
@@ -225,9 +232,11 @@ fn data_that_do_not_make_a_page_are_refused() {
     let long = lz4_flex::block::compress(&[1; PAGE_SIZE + 1]);
     for bytes in [&short[..], &long, &[], &[0xff; 300]] {
         assert!(PageData::General(bytes).apply(&mut page, no_disk).is_err());
+        assert!(PageData::General(bytes).check(&mut page, no_disk).is_err());
     }
     for bytes in [&[0u8, 0][..], &[0, 5, 1], &[0xff, 0xff, 1], &[0xff, 0x20, 1, 7], &[5]] {
         assert!(PageData::Delta(bytes).apply(&mut page, no_disk).is_err(), "{bytes:?}");
+        assert!(PageData::Delta(bytes).check(&mut page, no_disk).is_err(), "{bytes:?}");
     }
 }
 

@@ -147,6 +147,23 @@ impl RamBlock {
         }
     }
 
+    /// Writes `from` at offset `at` of a page, not beyond the page; what lies beyond the block's end is
+    /// dropped.
+    pub fn write_part(&self, page: PageIndex, at: usize, from: &[u8]) -> Result<(), MemoryError> {
+        assert!(at + from.len() <= PAGE_SIZE, "a part lies in its page");
+        self.check_pages(page, 1)?;
+        match &self.source {
+            Source::Main(ram) => {
+                ram.write_part(page, at, from);
+                Ok(())
+            }
+            Source::Auxiliary(qemu) => {
+                let inside = self.inside(page, PAGE_SIZE).saturating_sub(at).min(from.len());
+                qemu.write(self.address_of(page) + at as u64, &from[..inside])
+            }
+        }
+    }
+
     /// Makes `count` pages zero from `first` on; those of main memory are given back to the
     /// system.
     pub fn clear(&self, first: PageIndex, count: u64) -> Result<(), MemoryError> {

@@ -187,6 +187,11 @@ impl GuestRam {
         self.map.copy_in(first.byte_offset() as usize, from);
     }
 
+    /// Writes a part of a page, from offset `at` of it on.
+    pub(crate) fn write_part(&self, page: PageIndex, at: usize, from: &[u8]) {
+        self.map.copy_in(page.byte_offset() as usize + at, from);
+    }
+
     /// Makes pages zero by giving them back to the system.
     pub(crate) fn discard(&self, first: PageIndex, count: u64) -> Result<(), MemoryError> {
         let mode = FallocateFlags::FALLOC_FL_PUNCH_HOLE | FallocateFlags::FALLOC_FL_KEEP_SIZE;

@@ -4,6 +4,7 @@
 //! |-----------|----|
 //! | [`suite`] | every workload of the papers in every variant, and the report |
 //! | [`pause`] | how long a checkpoint stops the guest, against the pages it wrote |
+//! | [`checkpoint`] | what a checkpoint costs the processors, thread by thread |
 //! | `migration` | live migrations of the same guest, for the pause to be compared with |
 //! | `papers`  | figures that were measured elsewhere |
 //! | [`group`] | round trips between two guests, protected as a group, one by one, not at all |
@@ -20,6 +21,7 @@
 //! | `kvm_counts` | what checkpoints do to a guest on KVM, counted by KVM |
 //! | `machine` | what it was measured on |
 
+pub mod checkpoint;
 pub mod compression;
 mod compression_report;
 pub mod distance;
@@ -47,6 +49,7 @@ use understudy_lab::{HostOptions, Scene, SceneOptions};
 pub fn run(args: &BenchArgs, json: bool) -> Result<Exit, Failure> {
     match &args.command {
         None => suite::run(&args.suite, json),
+        Some(BenchCommand::Checkpoint(args)) => checkpoint::run(args, json),
         Some(BenchCommand::Compression(args)) => compression::run(args, json),
         Some(BenchCommand::Distance(args)) => distance::run(args, json),
         Some(BenchCommand::Failover(args)) => failover::run(args, json),

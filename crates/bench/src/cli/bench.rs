@@ -1,5 +1,6 @@
 //! The grammar of `understudy-lab bench`.
 
+use super::checkpoint::BenchCheckpointArgs;
 use crate::bench::failover::ClientKind;
 use crate::bench::suite::{Subject, Variant};
 use crate::bench::workloads::Workload;
@@ -82,6 +83,9 @@ pub enum BenchCommand {
     /// How long a checkpoint stops the guest, against the pages that it wrote.
     #[command(after_help = BENCH_PAUSE_HELP)]
     Pause(BenchPauseArgs),
+    /// What a checkpoint costs the processors of both hosts, thread by thread.
+    #[command(after_help = super::checkpoint::HELP)]
+    Checkpoint(BenchCheckpointArgs),
     /// Round trips between two guests: one group, one by one, unprotected.
     #[command(after_help = BENCH_GROUP_HELP)]
     Group(BenchGroupArgs),

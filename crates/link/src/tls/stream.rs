@@ -126,30 +126,40 @@ impl TlsStream {
     ) -> io::Result<()> {
         let mut outgoing = lock(&self.outgoing);
         outgoing.clear();
-        let mut pending = 0;
+        let mut batch = Vec::with_capacity(slices.len());
+        let mut bytes = 0;
         for slice in slices {
             for piece in slice.chunks(SEAL_BYTES) {
-                self.seal(piece, &mut outgoing)?;
-                pending += piece.len();
-                // Small pieces leave together.
-                if pending >= SEAL_BYTES {
+                if bytes + piece.len() > SEAL_BYTES {
+                    self.seal(&batch, &mut outgoing)?;
                     write_all(socket, &mut [IoSlice::new(&outgoing)], next)?;
-                    outgoing.clear();
-                    pending = 0;
+                    (batch.clear(), outgoing.clear());
+                    bytes = 0;
                 }
+                batch.push(IoSlice::new(piece));
+                bytes += piece.len();
             }
         }
+        self.seal(&batch, &mut outgoing)?;
         write_all(socket, &mut [IoSlice::new(&outgoing)], next)
     }
 
-    fn seal(&self, piece: &[u8], outgoing: &mut Vec<u8>) -> io::Result<()> {
+    /// Seals small parts together: each record costs some time and bytes of its own.
+    fn seal(&self, batch: &[IoSlice<'_>], outgoing: &mut Vec<u8>) -> io::Result<()> {
         let mut connection = lock(&self.connection);
-        connection.writer().write_all(piece)?;
+        let (sealed, all) = (connection.writer().write_vectored(batch)?, bytes_of(batch));
+        if sealed < all {
+            return Err(io::Error::other("the TLS connection has a limit again"));
+        }
         while connection.wants_write() {
             connection.write_tls(outgoing)?;
         }
         Ok(())
     }
+}
+
+fn bytes_of(batch: &[IoSlice<'_>]) -> usize {
+    batch.iter().map(|piece| piece.len()).sum()
 }
 
 /// Hangs up so that the peer can still read what was said last: a connection

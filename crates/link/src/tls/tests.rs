@@ -5,7 +5,7 @@ use super::*;
 use crate::link::{Link, Next};
 use crate::pki;
 use std::io::{IoSlice, Read, Write};
-use std::net::TcpListener;
+use std::net::{Shutdown, TcpListener};
 use std::os::fd::AsFd;
 use std::os::unix::fs::PermissionsExt;
 use std::thread;
@@ -225,6 +225,26 @@ fn one_thread_reads_while_another_writes() {
         scope.spawn(|| read(&ours, &dialled));
         scope.spawn(|| read(&theirs, &accepted));
     });
+}
+
+#[test]
+fn small_parts_share_a_record() {
+    const PARTS: usize = 300;
+    let authority = Authority::new();
+    let (a, b) = (authority.issue("a"), authority.issue("b"));
+    let (dialled, mut accepted) = sockets();
+    let ours = thread::scope(|scope| {
+        let accepting = scope.spawn(|| b.accept(&accepted).unwrap());
+        (a.dial(&dialled, "b").unwrap(), accepting.join().unwrap()).0
+    });
+    let parts = [[7; 100]; PARTS];
+    let parts: Vec<IoSlice<'_>> = parts.iter().map(|part| IoSlice::new(part)).collect();
+    ours.write_all(&dialled, &parts, Next::Unknown).unwrap();
+    dialled.shutdown(Shutdown::Write).unwrap();
+    let mut sealed = Vec::new();
+    accepted.read_to_end(&mut sealed).unwrap();
+    let beside = sealed.len() - PARTS * 100;
+    assert!(beside < PARTS, "{beside} bytes beside the data: each record takes 22");
 }
 
 /// Before, a certificate was good until it expired.

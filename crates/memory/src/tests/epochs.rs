@@ -326,6 +326,26 @@ fn auxiliary_blocks_are_tracked_read_and_written(reprotect: Reprotect) {
     assert!(is_zero_page(&rom[7 * PAGE_SIZE..]));
 }
 
+#[test]
+fn a_part_of_a_page_is_written_and_the_rest_stays() {
+    let rom = PrivateMapping::populated(NonZeroUsize::new(2 * PAGE_SIZE).unwrap()).unwrap();
+    let mut guest = Guest::new(16);
+    guest.blocks.push(auxiliary(1, &rom, PAGE_SIZE as u64 + 100));
+    for block in &guest.blocks {
+        block.write(PageIndex(1), &[5; PAGE_SIZE]).unwrap();
+        block.write_part(PageIndex(1), 90, &[6; 20]).unwrap();
+        let mut page = [0; PAGE_SIZE];
+        block.read(PageIndex(1), &mut page).unwrap();
+        assert_eq!((page[89], page[90], page[99]), (5, 6, 6));
+        let behind = if block.id() == MAIN_MEMORY { [6, 5] } else { [0, 0] };
+        assert_eq!([page[109], page[110]], behind, "what lies beyond the end is dropped");
+        block.write_part(PageIndex(1), PAGE_SIZE - 1, &[7]).unwrap();
+        assert!(block.write_part(PageIndex(block.pages()), 0, &[7]).is_err());
+    }
+    assert_eq!(guest.content()[2 * PAGE_SIZE - 1], 7);
+    assert_eq!(rom[PAGE_SIZE + 100], 0);
+}
+
 /// A private mapping of a file cannot be registered: small ones are compared instead.
 #[allow(unsafe_code)]
 fn blocks_that_cannot_be_tracked_are_compared_or_refused(reprotect: Reprotect) {

@@ -1,12 +1,13 @@
 //! Apply committed epochs to the backup's memory, disks and device state.
 
 use crate::messages::{Piece, WholeEpoch};
-use anyhow::{Context, bail};
+use anyhow::{Context, bail, ensure};
 use understudy_cluster::messages::KeepOrder;
 use understudy_disk::Disk;
+use understudy_encoding::delta::each_run;
 use understudy_encoding::{DiskBlock, Page, PageData, read_pages};
 use understudy_machine::Machine;
-use understudy_memory::{RamBlock, StillImage};
+use understudy_memory::{MAIN_MEMORY, RamBlock, StillImage};
 use understudy_protocol::wire::DiskRange;
 use understudy_protocol::{BlockId, PAGE_SIZE, PageIndex, Time};
 
@@ -15,7 +16,7 @@ use understudy_protocol::{BlockId, PAGE_SIZE, PageIndex, Time};
 pub fn validate(machine: &Machine, piece: &Piece<'_>) -> anyhow::Result<()> {
     match piece {
         Piece::Pages(pages) => {
-            let mut any = [0; PAGE_SIZE];
+            let mut scratch = [0; PAGE_SIZE];
             read_pages(&pages.bytes(), |block, page, data| {
                 if block_of(machine, block).is_none_or(|block| page.0 >= block.pages()) {
                     bail!("page {page} of RAM block {block} is not part of this machine");
@@ -23,7 +24,7 @@ pub fn validate(machine: &Machine, piece: &Piece<'_>) -> anyhow::Result<()> {
                 // Whether data are right does not depend on the page that they change,
                 // which may be in an epoch yet to be applied. A block that is referred to is
                 // in none: the primary waited for its last write to be settled.
-                data.apply(&mut any, |block, page| read_mirror(machine, block, page))
+                data.check(&mut scratch, |block, page| read_mirror(machine, block, page))
             })?;
         }
         Piece::DiskWrite(write) => check_range(machine, &write.range())?,
@@ -155,6 +156,17 @@ fn apply_page(
     match data {
         PageData::Zero => block.clear(page, 1)?,
         PageData::Raw(bytes) => block.write(page, bytes)?,
+        // In place: of most pages few bytes change. Other blocks take a system call for each part.
+        PageData::Delta(delta) if block.id() == MAIN_MEMORY => {
+            let mut written = Ok(());
+            let fits = each_run(delta, |at, bytes| {
+                if written.is_ok() {
+                    written = block.write_part(page, at, bytes);
+                }
+            });
+            written?;
+            ensure!(fits, "a delta that does not fit was not refused");
+        }
         PageData::Delta(_) | PageData::General(_) | PageData::Reference(_) => {
             let mut content = [0; PAGE_SIZE];
             if let PageData::Delta(_) = data {

@@ -1,0 +1,209 @@
+//! `understudy-lab bench checkpoint`: what a checkpoint costs the processors of both hosts, thread by
+//! thread.
+//!
+//! Either the test guest rewrites a known number of pages between checkpoints at a fixed rate, or a
+//! workload of the suite runs in the bench guest under the default policy. Processor time is the
+//! kernel's own account; what else is counted does not depend on how fast the machine is.
+
+mod account;
+mod calls;
+mod table;
+
+use super::suite::statistics::quantile;
+use super::workloads::{Bed, Door, Scale};
+use super::{on_scene, patient, words};
+use crate::cli::BenchCheckpointArgs;
+use crate::parts::scene_options;
+use account::{Account, Done, Process, ThreadName};
+use anyhow::{Context, Result, ensure};
+use calls::CallCount;
+use serde::Serialize;
+use std::thread;
+use std::time::Duration;
+use understudy_client::{Client, Exit, Failure, output};
+use understudy_lab::scene::{GuestKind, VM};
+use understudy_lab::{GUEST_ADDRESS, Scene};
+use understudy_protocol::Policy;
+use understudy_report::{CheckpointTiming, ProtectRequest, VmStatus};
+
+/// The first checkpoints of a load are not measured: its memory comes into being.
+const WARM_UP: Duration = Duration::from_secs(2);
+
+/// What one round measured; `--json` prints a list of these.
+#[derive(Clone, Debug, Serialize)]
+pub struct Round {
+    /// What ran in the guest.
+    pub load: String,
+    /// Checkpoints that were committed meanwhile.
+    pub checkpoints: u64,
+    /// How long it took.
+    pub seconds: f64,
+    /// Pages that a checkpoint copied in its pause …
+    pub pages: f64,
+    /// … and before it.
+    pub precopied_pages: f64,
+    /// Bytes to the backup for each checkpoint.
+    pub bytes: f64,
+    /// The pause in milliseconds, at the median …
+    pub pause_p50_ms: f64,
+    /// … and the 99th percentile.
+    pub pause_p99_ms: f64,
+    /// From the end of the pause to the backup's acknowledgement, at the median …
+    pub commit_p50_ms: f64,
+    /// … and the 99th percentile.
+    pub commit_p99_ms: f64,
+    /// The workload's own figure, if one ran.
+    pub figure: Option<f64>,
+    /// What each thread did for each checkpoint.
+    pub threads: Vec<Thread>,
+}
+
+/// What the threads of one name in one process did for each checkpoint, on average.
+#[derive(Clone, Debug, Serialize)]
+pub struct Thread {
+    /// The process.
+    pub process: &'static str,
+    /// The thread's name.
+    pub name: String,
+    /// Microseconds that it ran.
+    pub ran_us: f64,
+    /// Microseconds that it was ready to run, and did not.
+    pub waited_us: f64,
+    /// Times that it slept.
+    pub slept: f64,
+    /// Page faults.
+    pub faults: f64,
+    /// System calls, if they were counted.
+    pub calls: Option<f64>,
+}
+
+/// Measures and prints.
+pub fn run(args: &BenchCheckpointArgs, json: bool) -> Result<Exit, Failure> {
+    let mut options = patient(scene_options(args.guest.as_deref())?);
+    if args.workload.is_some() {
+        options.kind = GuestKind::Bench;
+    }
+    options.pinned = args.pinned;
+    let rounds = on_scene(options, |scene| measure(scene, args))
+        .map_err(|error| Failure::internal(format!("the benchmark failed: {error:#}")))?;
+    output::show(json, &rounds, |rounds| table::table(rounds))?;
+    Ok(Exit::Ok)
+}
+
+fn measure(scene: &Scene, args: &BenchCheckpointArgs) -> Result<Vec<Round>> {
+    scene.start_guest("a")?;
+    scene.await_guest()?;
+    let primary = Client::new(scene.host("a")?.socket()).map_err(words)?;
+    match args.workload {
+        Some(workload) => {
+            let console = scene.console("a")?;
+            let (lab, guest_files) = (scene.lab(), scene.guest_files());
+            let door = Door::Console(&console);
+            let bed = Bed { lab, address: GUEST_ADDRESS, door, guest_files };
+            workload.prepare(&bed)?;
+            let bench = Bench::protect(scene, primary, args, None)?;
+            let load = || Ok(Some(workload.run(&bed, Scale::Quick)?.value));
+            bench.rounds(workload.name(), load)
+        }
+        None => {
+            let hz = args.hz;
+            let mut shell = scene.shell()?;
+            // A little more often than there are checkpoints, so that each finds every page written.
+            let interval = 1000 / hz * 9 / 10;
+            shell.start(&format!("exec guest-tools dirty {} {interval}", args.pages))?;
+            let bench = Bench::protect(scene, primary, args, Some(Policy::Interval { hz }))?;
+            thread::sleep(WARM_UP);
+            let span = Duration::from_secs(args.seconds);
+            let load = || {
+                thread::sleep(span);
+                Ok(None)
+            };
+            bench.rounds(&format!("{} pages", args.pages), load)
+        }
+    }
+}
+
+struct Bench<'a> {
+    primary: Client,
+    processes: Vec<Process>,
+    args: &'a BenchCheckpointArgs,
+}
+
+impl<'a> Bench<'a> {
+    fn protect(
+        scene: &Scene,
+        primary: Client,
+        args: &'a BenchCheckpointArgs,
+        policy: Option<Policy>,
+    ) -> Result<Bench<'a>> {
+        let request = ProtectRequest { to: "b".to_owned(), policy, ..Default::default() };
+        primary.protect(VM, &request).map_err(words)?;
+        scene.await_protected("a", |_| ())?;
+        let qemu = primary.vm_status(VM).map_err(words)?.qemu_pid.context("there is no QEMU")?;
+        let processes = vec![
+            Process { name: "primary", pid: scene.host("a")?.pid() },
+            Process { name: "qemu", pid: qemu },
+            Process { name: "backup", pid: scene.host("b")?.pid() },
+        ];
+        Ok(Bench { primary, processes, args })
+    }
+
+    fn rounds(
+        &self,
+        name: &str,
+        mut load: impl FnMut() -> Result<Option<f64>>,
+    ) -> Result<Vec<Round>> {
+        (0..self.args.rounds).map(|_| self.round(name, &mut load)).collect()
+    }
+
+    fn round(&self, name: &str, load: impl FnOnce() -> Result<Option<f64>>) -> Result<Round> {
+        let count = self.args.calls.then(|| CallCount::begin(&self.processes)).transpose()?;
+        let (before, accounts) = (self.status()?, Account::look(&self.processes)?);
+        let begun = std::time::Instant::now();
+        let figure = load()?;
+        let (seconds, after) = (begun.elapsed().as_secs_f64(), self.status()?);
+        let done = Account::look(&self.processes)?.since(&accounts);
+        let calls = count.map(CallCount::end).transpose()?;
+        let mut timings = self.primary.timings(VM).map_err(words)?;
+        timings.retain(|timing| timing.epoch > before.epoch && timing.epoch <= after.epoch);
+        ensure!(!timings.is_empty(), "no checkpoint in {seconds:.1} s");
+        let checkpoints = after.checkpoints - before.checkpoints;
+        let each = |sum: u64| sum as f64 / checkpoints as f64;
+        let thread = |((process, name), done): (ThreadName, Done)| Thread {
+            process,
+            ran_us: each(done.ran_ns) / 1e3,
+            waited_us: each(done.waited_ns) / 1e3,
+            slept: each(done.slept),
+            faults: each(done.faults),
+            calls: calls.as_ref().map(|calls| {
+                each(calls.get(&(process, name.clone())).copied().unwrap_or_default())
+            }),
+            name,
+        };
+        let mean = |of: fn(&CheckpointTiming) -> u64| {
+            timings.iter().map(of).sum::<u64>() as f64 / timings.len() as f64
+        };
+        let at = |share, of: fn(&CheckpointTiming) -> f64| {
+            let values: Vec<f64> = timings.iter().map(of).collect();
+            quantile(&values, share).unwrap_or_default()
+        };
+        Ok(Round {
+            load: name.to_owned(),
+            checkpoints,
+            seconds,
+            pages: mean(|timing| timing.pages),
+            precopied_pages: mean(|timing| timing.precopied_pages),
+            bytes: each(after.bytes_sent - before.bytes_sent),
+            pause_p50_ms: at(0.5, |timing| timing.total_ms),
+            pause_p99_ms: at(0.99, |timing| timing.total_ms),
+            commit_p50_ms: at(0.5, |timing| timing.replicate_ms),
+            commit_p99_ms: at(0.99, |timing| timing.replicate_ms),
+            figure,
+            threads: done.into_iter().map(thread).collect(),
+        })
+    }
+
+    fn status(&self) -> Result<VmStatus> {
+        self.primary.vm_status(VM).map_err(words)
+    }
+}
