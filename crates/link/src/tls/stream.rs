@@ -133,7 +133,8 @@ impl TlsStream {
                 if bytes + piece.len() > SEAL_BYTES {
                     self.seal(&batch, &mut outgoing)?;
                     write_all(socket, &mut [IoSlice::new(&outgoing)], next)?;
-                    (batch.clear(), outgoing.clear());
+                    batch.clear();
+                    outgoing.clear();
                     bytes = 0;
                 }
                 batch.push(IoSlice::new(piece));
