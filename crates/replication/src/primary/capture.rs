@@ -18,7 +18,7 @@ use std::sync::Arc;
 use std::time::Duration;
 use tracing::warn;
 use understudy_machine::{Machine, Tracker};
-use understudy_memory::{DirtySet, Foresight, PageStaging, StagingPool, capture};
+use understudy_memory::{DirtySet, PageStaging, StagingPool, capture};
 use understudy_protocol::{Epoch, LastCheckpoint, PAGE_SIZE, PrimaryPhase, Time};
 use understudy_qemu::Urgency;
 use understudy_qemu::lockstep::LogErrand;
@@ -103,7 +103,6 @@ struct Capturer<'a> {
     staging: PageStaging,
     dirty: DirtySet,
     piece: DirtySet,
-    foresight: Foresight,
     /// To be copied with the next checkpoint, whatever is found then.
     carried: DirtySet,
     device_state: Vec<u8>,
@@ -130,7 +129,6 @@ impl<'a> Capturer<'a> {
             staging: PageStaging::new(pool),
             dirty: DirtySet::new(),
             piece: DirtySet::new(),
-            foresight: Foresight::default(),
             carried: DirtySet::new(),
             device_state: Vec::new(),
             last_pages: 0,
@@ -308,8 +306,7 @@ impl<'a> Capturer<'a> {
         for _ in 0..PRECOPY_ROUNDS {
             self.tracker.scan(&mut self.dirty)?;
             let found = self.dirty.pages();
-            self.foresight.leave_out(&mut self.dirty);
-            pages += self.dirty.pages();
+            pages += found;
             self.send_dirty(epoch)?;
             // So few are written in the time of a round that another gains nothing.
             if found < PRECOPY_PAGES {
@@ -355,7 +352,6 @@ impl<'a> Capturer<'a> {
         }
         timing.stop_ms = watch.lap();
         self.tracker.scan(&mut self.dirty)?;
-        self.foresight.settle(&mut self.dirty);
         self.dirty.append(&self.carried);
         timing.scan_ms = watch.lap();
         capture(self.machine.blocks(), &self.dirty, &mut self.staging)?;
