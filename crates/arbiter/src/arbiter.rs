@@ -65,7 +65,7 @@ impl Arbiter {
     /// it is not the one that this host has used before.
     pub fn identify(&self) -> Result<ArbiterName, Unreachable> {
         let _lent = lend();
-        let found = match self.memory.recognise(self.identity()?, &self.place)? {
+        let found = match self.memory.meet(|| self.identity(), &self.place)? {
             Some(found) => found,
             None => {
                 let fresh = ArbiterId::fresh().map_err(|error| Unreachable(error.to_string()))?;

@@ -97,6 +97,21 @@ impl Memory {
         self.known.lock().clone()
     }
 
+    /// [`recognise`](Memory::recognise) of what `look` finds. That there is none says nothing if others have
+    /// met this host's first arbiter meanwhile, who may have named it after the look.
+    pub fn meet(
+        &self,
+        look: impl Fn() -> Result<Option<ArbiterId>, Unreachable>,
+        place: &str,
+    ) -> Result<Option<ArbiterId>, Unreachable> {
+        let before = self.known();
+        let found = look()?;
+        match (before, &found, self.known()) {
+            (None, None, Some(_)) => self.recognise(look()?, place),
+            _ => self.recognise(found, place),
+        }
+    }
+
     /// `found` is the arbiter at `place`: the one that this host has always used, or its first.
     pub fn recognise(
         &self,
@@ -171,6 +186,25 @@ mod tests {
             });
             assert_eq!(Memory::of(state.path()).unwrap().known(), Some(id));
         }
+    }
+
+    /// Before, the first `vm start` beside the daemon's own look at a new arbiter failed, now and then.
+    #[test]
+    fn an_arbiter_that_others_name_meanwhile_has_not_lost_its_name() {
+        let memory = Memory::default();
+        let id = ArbiterId::fresh().unwrap();
+        let looks = std::cell::Cell::new(0);
+        let look = || {
+            looks.set(looks.get() + 1);
+            let found = (looks.get() > 1).then(|| id.clone());
+            // The others, behind this look.
+            memory.recognise(Some(id.clone()), "/srv")?;
+            Ok(found)
+        };
+        assert_eq!(memory.meet(look, "/srv"), Ok(Some(id.clone())));
+        assert_eq!(looks.get(), 2);
+        let words = memory.meet(|| Ok(None), "/srv").unwrap_err().0;
+        assert!(words.contains("/srv has no arbiter's identity"), "{words}");
     }
 
     #[test]
