@@ -9,11 +9,11 @@ use understudy_protocol::VmName;
 use understudy_qemu::VmDefinition;
 use understudy_threads::Common;
 
-/// The VMs that are about to be backed up here.
+/// The VMs that are about to be here.
 #[derive(Clone, Debug, Default)]
 pub struct Arrivals(Arc<Common<BTreeMap<VmName, Arc<Expected>>>>);
 
-/// A VM that is about to be backed up here.
+/// A VM that is about to be here.
 #[derive(Debug)]
 pub struct Expected {
     /// The host that offered it; this one, if it is about to be brought up here.
@@ -24,7 +24,8 @@ pub struct Expected {
     in_keeper: AtomicBool,
 }
 
-/// Keeps a VM's place until it is a backup, or is not to be one; given up when dropped.
+/// Keeps a VM's place until the VM is here, or is not to be, or for as long as its keeper lives; given up when
+/// dropped.
 pub struct Arrival {
     arrivals: Arrivals,
     expected: Arc<Expected>,

@@ -52,9 +52,7 @@ impl Host {
         // Names, cards and memory are this host's, which only the daemon sees as a whole.
         let _adding = self.adding.lock();
         let name = &definition.name;
-        self.notice_end_of_keeper(name);
-        self.check_free(definition)?;
-        self.check_memory(definition.memory.bytes())?;
+        self.make_way(definition)?;
         let socket = super::socket(&self.config, name);
         let mut keeper = self.spawn_keeper(name, Stdio::null(), &[])?;
         let started = await_socket(&mut keeper, name, &socket).and_then(|()| start(&socket));
@@ -109,9 +107,7 @@ impl Host {
         let name = &definition.name;
         let arrival = {
             let _adding = self.adding.lock();
-            self.notice_end_of_keeper(name);
-            self.check_free(definition)?;
-            self.check_memory(definition.memory.bytes())?;
+            self.make_way(definition)?;
             // What may be missing for long is no reason to start a process again and again.
             self.check_bridges(&definition.cards)?;
             drop(open_disks(definition, self.record(name)?.as_ref())?);
@@ -132,6 +128,13 @@ impl Host {
             self.note_unwanted(name);
         }
         Ok(())
+    }
+
+    /// Finds nothing of the host's that speaks against a keeper of a VM. To be called under the lock `adding`.
+    fn make_way(&self, definition: &VmDefinition) -> Result<(), HostError> {
+        self.notice_end_of_keeper(&definition.name);
+        self.check_free(definition)?;
+        self.check_memory(definition.memory.bytes())
     }
 
     fn why_not_started(&self, vm: &VmName) -> HostError {
