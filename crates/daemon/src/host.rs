@@ -30,8 +30,8 @@ use understudy_machine::qemu_log;
 use understudy_protocol::Generation;
 use understudy_protocol::validity::ImageRole;
 use understudy_protocol::{GroupName, VmName};
-use understudy_qemu::Capabilities;
 use understudy_qemu::programs::Missing;
+use understudy_qemu::{Capabilities, cache};
 use understudy_replication::backup;
 use understudy_replication::handshake::Identity;
 use understudy_replication::records::{Record, Records};
@@ -163,7 +163,8 @@ impl Host {
         descriptors::fill();
         #[cfg(feature = "fail-points")]
         std::mem::forget(fail::FailScenario::setup());
-        let capabilities = Capabilities::probe(&config.qemu_path().map_err(not_found)?)
+        let qemu = config.qemu_path().map_err(not_found)?;
+        let capabilities = cache::capabilities(&qemu, cache::directory().as_deref())
             .map_err(|error| HostError::new(ErrorKind::Invalid, error.to_string()))?;
         let agent = config.agent_path().map_err(not_found)?;
         let kernel_problem =

@@ -79,10 +79,7 @@ impl PageData<'_> {
                     return Err(NO_DELTA.into());
                 }
             }
-            PageData::General(bytes) => match lz4_flex::block::decompress_into(bytes, page) {
-                Ok(PAGE_SIZE) => {}
-                _ => return Err(EncodingError("compressed data are not those of a page").into()),
-            },
+            PageData::General(bytes) => decompress(bytes, page)?,
             PageData::Reference(Reference { block, hash }) => {
                 read(*block, page)?;
                 if PageHash::of(page) != *hash {
@@ -92,6 +89,14 @@ impl PageData<'_> {
             }
         }
         Ok(())
+    }
+}
+
+// Not generic, as `apply` is: so it is compiled, and optimised, in this crate.
+fn decompress(bytes: &[u8], page: &mut Page) -> Result<(), EncodingError> {
+    match lz4_flex::block::decompress_into(bytes, page) {
+        Ok(PAGE_SIZE) => Ok(()),
+        _ => Err(EncodingError("compressed data are not those of a page")),
     }
 }
 

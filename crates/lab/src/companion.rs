@@ -28,10 +28,12 @@ impl Companion {
     /// Defines it; the first guest must not have been started yet.
     pub fn new(scene: &Scene) -> Result<Companion> {
         let companion = Sibling { name: COMPANION, address: COMPANION_ADDRESS, mac: MAC };
-        Ok(Companion { definition: companion.define(scene)? })
+        let definition = companion.define(scene)?;
+        scene.spare_boot(&definition)?;
+        Ok(Companion { definition })
     }
 
-    /// Starts it on a host, and returns while it boots.
+    /// Starts it on a host, and returns while it boots, if it does.
     pub fn start(&self, host: &HostProcess) -> Result<()> {
         host.call(["vm", "start", &*self.definition.to_string_lossy()])?;
         Ok(())

@@ -51,8 +51,8 @@ impl fmt::Display for Accelerator {
     }
 }
 
-/// What an installed QEMU can do. Probing starts it twice: keep the answer.
-#[derive(Clone, Debug)]
+/// What an installed QEMU can do. Probing starts it twice: keep the answer ([`cache`](crate::cache)).
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Capabilities {
     /// The program.
     pub binary: PathBuf,
@@ -71,7 +71,7 @@ pub struct Capabilities {
 }
 
 /// A machine type.
-#[derive(Clone, Debug, PartialEq, Eq, Deserialize)]
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Machine {
     /// Its name, with version: `pc-q35-10.0`.
     pub name: String,

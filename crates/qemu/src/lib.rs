@@ -3,7 +3,7 @@
 //! From top to bottom, the life of a VM on one host:
 //! - [`definition`]: what the user wrote, checked;
 //! - [`programs`]: where QEMU and the agent library are found;
-//! - [`capabilities`]: what the installed QEMU can do;
+//! - [`capabilities`]: what the installed QEMU can do, and [`cache`]: what it said before;
 //! - [`processor`]: the processor that the guest sees, and whether a host has it;
 //! - [`command`]: the command line, a pure function of definition and resources;
 //! - [`release`]: whether two of them read each other's device state;
@@ -17,6 +17,7 @@
 //! - [`urgency`]: priority for the length of a checkpoint's pause.
 
 mod build_id;
+pub mod cache;
 pub mod capabilities;
 mod clock;
 pub mod command;

@@ -53,7 +53,7 @@ pub fn nesting(model: &str) -> Option<&str> {
 }
 
 /// What KVM offers of this host's processor.
-#[derive(Clone, Debug, Default, PartialEq, Eq)]
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct KvmProcessor {
     /// By model: what it promises and this processor lacks.
     lacks: BTreeMap<String, Vec<String>>,

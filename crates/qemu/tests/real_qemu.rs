@@ -3,7 +3,10 @@
 mod common;
 
 use common::{CAPABILITIES, LONG, NbdServer, Vm, definition};
-use std::path::Path;
+use std::fs;
+use std::os::unix::fs::PermissionsExt;
+use std::path::{Path, PathBuf};
+use understudy_qemu::cache;
 use understudy_qemu::command::{MAX_CARDS, MAX_VIRTIO_DISKS, Role};
 use understudy_qemu::definition::{
     CardDefinition, CardModel, DiskBus, DiskDefinition, DiskFormat, EmptyCdrom, Vga,
@@ -24,6 +27,44 @@ fn a_program_that_is_no_qemu_is_named() {
     let error = Capabilities::probe(Path::new("false")).unwrap_err().to_string();
     assert!(error.starts_with("false does not answer"), "{error}");
     assert!(error.contains("exit status: 1"), "{error}");
+}
+
+/// A QEMU that notes each of its starts.
+fn noting(folder: &Path) -> PathBuf {
+    let path = folder.join("qemu");
+    fs::write(&path, "#!/bin/sh\necho started >> \"$0.starts\"\nexec qemu-system-x86_64 \"$@\"\n")
+        .unwrap();
+    fs::set_permissions(&path, fs::Permissions::from_mode(0o755)).unwrap();
+    path
+}
+
+#[test]
+fn a_qemu_is_asked_once_until_something_changes() {
+    let folder = tempfile::tempdir().unwrap();
+    let kept = folder.path().join("kept");
+    fs::create_dir(&kept).unwrap();
+    let qemu = noting(folder.path());
+    let starts = || fs::read_to_string(folder.path().join("qemu.starts")).unwrap().lines().count();
+    let ask = |directory: Option<&Path>| {
+        let before = fs::exists(folder.path().join("qemu.starts")).unwrap().then(starts);
+        let found = cache::capabilities(&qemu, directory).unwrap();
+        assert_eq!(found, Capabilities { binary: qemu.clone(), ..CAPABILITIES.clone() });
+        starts() > before.unwrap_or_default()
+    };
+    assert!(ask(Some(&kept)), "the first time");
+    assert!(!ask(Some(&kept)) && !ask(Some(&kept)), "it is known");
+    assert!(ask(None), "nothing is kept without a directory");
+    assert!(ask(Some(&folder.path().join("elsewhere"))), "there is no such directory");
+
+    let files: Vec<_> = fs::read_dir(&kept).unwrap().map(|file| file.unwrap().path()).collect();
+    let [file] = &files[..] else { panic!("{files:?}") };
+    fs::write(file, "{\"of\":").unwrap();
+    assert!(ask(Some(&kept)) && !ask(Some(&kept)), "half a file");
+
+    // The same content, the same length: as a package that is installed again.
+    fs::remove_file(&qemu).unwrap();
+    noting(folder.path());
+    assert!(ask(Some(&kept)) && !ask(Some(&kept)), "another program");
 }
 
 /// After 'A' comes 'B', after 'P' comes 'A'.

@@ -7,8 +7,10 @@ use crate::host::{HostOptions, HostProcess};
 use crate::lab::{GUEST_ADDRESS, Lab};
 use anyhow::{Result, ensure};
 use std::collections::BTreeMap;
+use std::fs;
 use std::path::{Path, PathBuf};
 use understudy_protocol::Policy;
+use understudy_qemu::cache;
 
 /// What a scene is made of.
 #[derive(Clone, Debug)]
@@ -72,11 +74,16 @@ impl SceneOptions {
         }
     }
 
-    /// A host's daemon, started with its options.
+    /// A host's daemon, started with its options. What QEMU can do is known to it, as on a host where a
+    /// daemon ran before.
     pub(super) fn start_daemon(&self, lab: &Lab, name: &str) -> Result<HostProcess> {
-        let none = HostOptions::default();
-        let options = self.daemons.get(name).unwrap_or(&none);
-        HostProcess::start_with(lab, name, &self.binary, options)
+        let mut options = self.daemons.get(name).cloned().unwrap_or_default();
+        let cache = self.guest_files.join("cache");
+        if fs::create_dir_all(&cache).is_ok() {
+            let cache = cache.canonicalize()?.display().to_string();
+            options.environment.push((cache::VARIABLE.to_owned(), cache));
+        }
+        HostProcess::start_with(lab, name, &self.binary, &options)
     }
 
     /// The files that the guest is made of, in `guest_files`.
