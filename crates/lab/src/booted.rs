@@ -41,7 +41,7 @@ const PROMPT: &str = "# ";
 /// quarters of all that a backup would copy, and nothing to any guest.
 const CLEAR: &str = "echo 3 > /proc/sys/vm/drop_caches; mkdir /zeros; mount -t tmpfs -o size=100% none /zeros; \
                      free=$(awk '/MemFree/ { print $2 - 12288 }' /proc/meminfo); \
-                     head -c ${free}k /dev/zero > /zeros/file; umount /zeros; rmdir /zeros";
+                     fallocate -l ${free}k /zeros/file; umount /zeros; rmdir /zeros";
 const LIMIT: Duration = Duration::from_secs(120);
 /// Saved guests that no test has used for so long are removed.
 const KEPT: Duration = Duration::from_secs(24 * 3600);
