@@ -1,6 +1,9 @@
 //! The end of a daemon: its protected VMs are handed to their backups, every other guest is asked to
 //! power off, and what still runs after the bound of the configuration is cut. Nothing is left
 //! behind, and the records say what happened to whom.
+//!
+//! A VM whose protection is being restored at that moment is waited for, as long as a guest may take to
+//! power off: it would be off otherwise because a backup's daemon was restarted a moment before.
 
 use crate::host::Host;
 use crate::vm::{PrimaryVm, Vm};
@@ -33,6 +36,7 @@ impl Host {
     /// Ends the daemon's work. Protected VMs are handed to their backups; what cannot be handed
     /// over, and every unprotected VM, is shut down through ACPI; backups end.
     pub fn shutdown(self: &Arc<Self>) {
+        self.await_protection();
         self.closing.store(true, Ordering::Release);
         self.orphans.give_up_all();
         self.hand_all_over();
@@ -50,6 +54,29 @@ impl Host {
     /// Waits no longer for guests that power off: [`Host::shutdown`] cuts them now.
     pub fn hurry(&self) {
         self.hurried.store(true, Ordering::Release);
+    }
+
+    /// Nothing else has ended yet: what restores protection goes on meanwhile.
+    fn await_protection(&self) {
+        let bound = self.config.power_off_timeout;
+        let deadline = Instant::now() + bound;
+        let mut awaited = self.being_protected();
+        if !awaited.is_empty() {
+            let (names, seconds) = (awaited.join(", "), bound.as_secs());
+            info!("waiting for the protection of {names}, to hand it over: {seconds} s at most");
+        }
+        while !awaited.is_empty() && !self.is_hurried() && Instant::now() < deadline {
+            thread::sleep(LOOK_INTERVAL);
+            awaited = self.being_protected();
+        }
+    }
+
+    /// The VMs that have a backup soon, and none yet.
+    fn being_protected(&self) -> Vec<String> {
+        let soon = |vm: &PrimaryVm| vm.active_session().is_some() || vm.repairer.is_restoring();
+        let running = self.running().into_iter();
+        let awaited = running.filter(|vm| !vm.is_protected() && soon(vm));
+        awaited.map(|vm| vm.name().to_string()).collect()
     }
 
     fn hand_all_over(&self) {

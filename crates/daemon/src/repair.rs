@@ -28,6 +28,8 @@ use understudy_threads::{lock, within};
 
 /// How often a synchronisation is looked at.
 const SYNC_INTERVAL: Duration = Duration::from_millis(100);
+/// A next try that is so near is worth waiting for.
+const SOON: Duration = Duration::from_secs(5);
 /// A divergence so long after another is not the second in a row.
 const HEALTHY: Duration = Duration::from_secs(600);
 /// The thread looks up at least this often: its VM may have gone.
@@ -188,6 +190,17 @@ impl Repairer {
                 *logged = Some(*until);
             }
         }
+    }
+
+    /// Whether protection that was lost may be back soon: a host is asked or tried, or will be in no time.
+    /// Hosts that all refused have been silent for longer.
+    pub fn is_restoring(&self) -> bool {
+        let soon = match lock(&self.core).phase() {
+            RepairPhase::Idle => false,
+            RepairPhase::Surveying | RepairPhase::Attempting(_) => true,
+            RepairPhase::Waiting(until) => *until - clock::now() < SOON,
+        };
+        soon && self.wanted().is_some()
     }
 
     fn is_attempting(&self) -> bool {

@@ -64,7 +64,7 @@ async fn serve(
     // From here on a signal waits until the host can be shut down in order.
     let mut signals = Signals::new().map_err(internal)?;
     let name = config.name.clone();
-    let end = config.power_off_timeout + HAND_OVERS;
+    let end = 2 * config.power_off_timeout + HAND_OVERS;
     let metrics = match config.metrics {
         Some(address) => Some(bind_metrics(address).await?),
         None => None,

@@ -2,8 +2,8 @@
 
 use crate::refusals::{log_of, quick};
 use crate::stage::{
-    Calm, LIMIT, PACE, await_forgotten, await_service, close, hand_over, options, play, prove_disk,
-    refusal, run,
+    Calm, LIMIT, PACE, await_forgotten, await_service, close, hand_over, options, play,
+    play_protected, protection, prove_disk, prove_survival, refusal, repairing_daemon, run,
 };
 use anyhow::{Context, Result, ensure};
 use serde_json::Value;
@@ -114,6 +114,27 @@ fn a_guest_that_cannot_be_handed_over_powers_off() {
         ensure!(log.contains("not handed over: "), "{log}");
         scene.host("b")?.resume()?;
         Ok(())
+    });
+}
+
+/// The backup's host was restarted a moment before, and the guest was powered off.
+#[test]
+fn a_guest_that_is_about_to_be_protected_again_is_handed_over() {
+    let mut options = options();
+    for daemon in options.daemons.values_mut() {
+        *daemon = repairing_daemon().calm();
+    }
+    play_protected(waiting(options, LIMIT.as_secs()), |scene, client| {
+        await_service(&client)?;
+        scene.host_mut("b")?.kill_everything()?;
+        wait_for("host a to notice", LIMIT, || {
+            Ok((protection(&scene.status("a")?).0 != "protected").then_some(()))
+        })?;
+        scene.restart("b")?;
+        let status = scene.host_mut("a")?.terminate()?;
+        ensure!(status.success(), "the daemon ended with {status}");
+        scene.await_live("b")?;
+        prove_survival(scene, client, "b")
     });
 }
 
