@@ -8,10 +8,12 @@
 //! |--------|----|
 //! | [`note`] | what a keeper says of itself, and its lock |
 //! | [`start`] | how the daemon starts one |
+//! | [`order`] | what it may do about its VM first |
 //! | [`pass`] | how it hands other hosts' connections to one |
 //! | [`watch`] | how it notices the end of one |
 
 pub mod note;
+pub mod order;
 mod pass;
 pub mod start;
 mod watch;

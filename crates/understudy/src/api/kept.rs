@@ -185,7 +185,7 @@ impl Control for Routed {
         )
     }
     fn recover(&self, name: &VmName, request: RecoverRequest) -> Result<RecoverReport, HostError> {
-        self.0.recover(name, request)
+        self.0.recover_in_its_place(name, request)
     }
     fn timings(&self, name: &VmName) -> Result<Vec<CheckpointTiming>, HostError> {
         self.either(name, |keeper| keeper.timings(name), |host| host.timings(name))

@@ -17,7 +17,9 @@ use tokio::task::spawn_blocking;
 use understudy_client::{Exit, Failure};
 use understudy_daemon::Host;
 use understudy_daemon::config::HostConfig;
-use understudy_daemon::keeper::{self, Connections, note::End};
+use understudy_daemon::keeper::note::End;
+use understudy_daemon::keeper::order::{Answer, Order};
+use understudy_daemon::keeper::{self, Connections};
 use understudy_protocol::VmName;
 
 /// One is for the API, and one for whoever waits on the host.
@@ -25,8 +27,8 @@ const API_THREADS: usize = 2;
 /// For the daemon to fetch the last events.
 const LAST_EVENTS: Duration = Duration::from_millis(200);
 
-/// Keeps a VM until it is gone, or until SIGTERM; brings it up first if it is to.
-pub fn run(config: &Path, vm: &VmName, come_up: bool) -> Result<Exit, Failure> {
+/// Keeps a VM until it is gone, or until SIGTERM; carries an order about it out first.
+pub fn run(config: &Path, vm: &VmName, order: Option<Order>) -> Result<Exit, Failure> {
     // Its program is `/proc/self/exe`, which would be its name.
     let _ = set_name(c"understudy-keep");
     // What is said to the daemon's terminal is not meant for it. Fails if it leads a session already.
@@ -40,7 +42,7 @@ pub fn run(config: &Path, vm: &VmName, come_up: bool) -> Result<Exit, Failure> {
         .enable_all()
         .build()
         .map_err(|error| Failure::internal(format!("cannot start threads: {error}")))?;
-    let ended = runtime.block_on(serve(config, (vm, come_up), connections, &socket));
+    let ended = runtime.block_on(serve(config, (vm, order), connections, &socket));
     // A call that still hangs must not keep the keeper from ending.
     runtime.shutdown_background();
     let end = ended?;
@@ -51,7 +53,7 @@ pub fn run(config: &Path, vm: &VmName, come_up: bool) -> Result<Exit, Failure> {
 
 async fn serve(
     config: HostConfig,
-    (vm, come_up): (&VmName, bool),
+    (vm, order): (&VmName, Option<Order>),
     connections: Connections,
     socket: &ApiSocket,
 ) -> Result<End, Failure> {
@@ -67,7 +69,7 @@ async fn serve(
     })?);
     tracing::info!(%vm, "its keeper is ready");
     let (keeping, name) = (host.clone(), vm.clone());
-    let mut over = spawn_blocking(move || keep_up(&keeping, come_up.then_some(&name)));
+    let mut over = spawn_blocking(move || keep_up(&keeping, &name, order));
     let end = tokio::select! {
         end = &mut over => {
             tokio::time::sleep(LAST_EVENTS).await;
@@ -82,21 +84,29 @@ async fn serve(
     Ok(end)
 }
 
-/// Waits for the end of the VM, which is brought up first if it is named.
-fn keep_up(host: &Arc<Host>, comes_up: Option<&VmName>) -> End {
-    match comes_up.map(|vm| host.come_up(vm)) {
-        Some(Err(error)) => return End::NotStarted { reason: error.message },
-        Some(Ok(())) => tell_daemon(),
-        None => {}
+/// Carries the order out, if there is one, and waits for the end of the VM.
+fn keep_up(host: &Arc<Host>, vm: &VmName, order: Option<Order>) -> End {
+    if let Some(order) = order {
+        let answer = host.follow_order(vm, order);
+        tell_daemon(&answer);
+        if let Err(error) = answer {
+            tracing::warn!(%vm, "is not started: {error}");
+            return End::Gone;
+        }
     }
     host.await_end_of_kept()
 }
 
-/// Says that the VM is up, on the socket that is the standard input then.
-fn tell_daemon() {
+/// Says what came of an order, on the socket that is the standard input then.
+fn tell_daemon(answer: &Answer) {
     let socket = io::stdin().as_fd().try_clone_to_owned().map(UnixStream::from);
-    if let Err(error) = socket.and_then(|mut socket| socket.write_all(&[1])) {
+    let told = socket.and_then(|mut socket| {
+        let mut line = serde_json::to_vec(answer)?;
+        line.push(b'\n');
+        socket.write_all(&line)
+    });
+    if let Err(error) = told {
         // The next daemon finds the VM without being told.
-        tracing::warn!("the daemon does not hear that the VM is up: {error}");
+        tracing::warn!("the daemon does not hear what came of its order: {error}");
     }
 }
