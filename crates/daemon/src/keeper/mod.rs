@@ -242,6 +242,9 @@ impl Host {
     }
 
     fn end_of_kept(&self) -> Option<End> {
+        if self.keeps.as_ref().is_some_and(|vm| self.snapshots.is_restoring(vm)) {
+            return None;
+        }
         let vms = self.vms.lock();
         match vms.values().next() {
             // Somebody may be about to have it back the VM up.

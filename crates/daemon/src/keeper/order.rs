@@ -8,12 +8,13 @@ use crate::host::{Host, internal};
 use crate::vm::Vm;
 use serde::{Deserialize, Serialize};
 use std::fmt;
-use std::io::{BufRead, BufReader};
+use std::io::{self, BufRead, BufReader, Write};
 use std::os::fd::OwnedFd;
 use std::os::unix::net::UnixStream;
 use std::process::Child;
 use std::str::FromStr;
 use std::sync::Arc;
+use tracing::warn;
 use understudy_protocol::VmName;
 use understudy_qemu::VmDefinition;
 use understudy_report::error::{ErrorKind, HostError};
@@ -22,7 +23,7 @@ use understudy_report::{RecoverReport, RecoverRequest};
 /// A keeper's option that is an [`Order`].
 const OPTION: &str = "--order";
 
-/// An order. Its [`Answer`] is a line of JSON on the keeper's standard input, a socket then.
+/// An order. Its answer is a line of JSON on the keeper's standard input, a socket then.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Order {
@@ -30,10 +31,12 @@ pub enum Order {
     ComeUp,
     /// To find its valid images, and start it on them.
     Recover(RecoverRequest),
+    /// To restore it as the daemon, which has a coordinator's orders, says on that socket.
+    Restore,
 }
 
 /// What came of an order.
-pub type Answer = Result<RecoverReport, HostError>;
+type Answer = Result<RecoverReport, HostError>;
 
 impl fmt::Display for Order {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
@@ -103,9 +106,7 @@ impl Host {
             drop(open_disks(definition, self.record(name)?.as_ref())?);
             Arrival::expect(&self.arrivals, &self.config.name, definition)
         };
-        let (said, its_end) = UnixStream::pair().map_err(internal)?;
-        let input = OwnedFd::from(its_end).into();
-        let process = self.spawn_keeper(name, input, &[OPTION, &order.to_string()])?;
+        let (process, said) = self.spawn_ordered_keeper(name, order)?;
         match hear(said) {
             Ok(report) => {
                 arrival.goes_to_keeper();
@@ -118,13 +119,43 @@ impl Host {
         }
     }
 
-    /// Carries out an order about the VM that this process keeps.
-    pub fn follow_order(self: &Arc<Self>, vm: &VmName, order: Order) -> Answer {
-        match order {
+    /// Starts a keeper that has an order, and the other end of its socket.
+    pub(crate) fn spawn_ordered_keeper(
+        &self,
+        vm: &VmName,
+        order: &Order,
+    ) -> Result<(Child, UnixStream), HostError> {
+        let (ours, its_end) = UnixStream::pair().map_err(internal)?;
+        let input = OwnedFd::from(its_end).into();
+        let process = self.spawn_keeper(vm, input, &[OPTION, &order.to_string()])?;
+        Ok((process, ours))
+    }
+
+    /// Carries out an order about the VM that this process keeps, and tells the daemon. An error if
+    /// the VM is not to be waited for.
+    pub fn follow_order(
+        self: &Arc<Self>,
+        vm: &VmName,
+        order: Order,
+        daemon: UnixStream,
+    ) -> Result<(), HostError> {
+        let answer = match order {
             Order::ComeUp => self.come_up(vm),
             Order::Recover(request) => self.recover(vm, request),
+            Order::Restore => return self.follow_restore(daemon),
+        };
+        if let Err(error) = tell(daemon, &answer) {
+            // The next daemon finds the VM without being told.
+            warn!(%vm, "the daemon does not hear what came of its order: {error}");
         }
+        answer.map(drop)
     }
+}
+
+fn tell(mut daemon: UnixStream, answer: &Answer) -> io::Result<()> {
+    let mut line = serde_json::to_vec(answer)?;
+    line.push(b'\n');
+    daemon.write_all(&line)
 }
 
 /// The answer to an order; the end of whoever was to give it is one, too.
@@ -141,12 +172,11 @@ fn hear(said: UnixStream) -> Answer {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use std::io::Write;
 
     #[test]
     fn an_order_is_understood_by_the_keeper_that_gets_it() {
         let request = RecoverRequest { force: true, ..RecoverRequest::default() };
-        for order in [Order::ComeUp, Order::Recover(request)] {
+        for order in [Order::ComeUp, Order::Recover(request), Order::Restore] {
             assert_eq!(order.to_string().parse::<Order>().unwrap(), order);
         }
         for wrong in ["", "come-up", "{}", r#"{"recover":{"force":1}}"#, r#""restart""#] {

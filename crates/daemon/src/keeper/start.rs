@@ -92,7 +92,7 @@ impl Host {
     }
 
     /// Finds nothing of the host's that speaks against a keeper of a VM. To be called under the lock `adding`.
-    pub(super) fn make_way(&self, definition: &VmDefinition) -> Result<(), HostError> {
+    pub(crate) fn make_way(&self, definition: &VmDefinition) -> Result<(), HostError> {
         self.notice_end_of_keeper(&definition.name);
         self.check_free(definition)?;
         self.check_memory(definition.memory.bytes())
@@ -163,7 +163,7 @@ pub(super) fn reap_aside(keeper: Child, vm: &VmName, then: impl FnOnce() + Send 
     }
 }
 
-pub(super) fn reap(mut keeper: Child, vm: &VmName) {
+pub(crate) fn reap(mut keeper: Child, vm: &VmName) {
     if let Err(error) = keeper.wait() {
         warn!(%vm, "cannot wait for the end of its keeper: {error}");
     }

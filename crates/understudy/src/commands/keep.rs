@@ -5,7 +5,7 @@ use crate::api::{Api, Guard};
 use crate::socket::ApiSocket;
 use nix::sys::prctl::set_name;
 use nix::unistd::setsid;
-use std::io::{self, Write};
+use std::io;
 use std::os::fd::AsFd;
 use std::os::unix::net::UnixStream;
 use std::path::Path;
@@ -18,9 +18,10 @@ use understudy_client::{Exit, Failure};
 use understudy_daemon::Host;
 use understudy_daemon::config::HostConfig;
 use understudy_daemon::keeper::note::End;
-use understudy_daemon::keeper::order::{Answer, Order};
+use understudy_daemon::keeper::order::Order;
 use understudy_daemon::keeper::{self, Connections};
 use understudy_protocol::VmName;
+use understudy_report::{ErrorKind, HostError};
 
 /// One is for the API, and one for whoever waits on the host.
 const API_THREADS: usize = 2;
@@ -84,29 +85,21 @@ async fn serve(
     Ok(end)
 }
 
-/// Carries the order out, if there is one, and waits for the end of the VM.
+/// Follows the order, if there is one, and waits for the end of the VM.
 fn keep_up(host: &Arc<Host>, vm: &VmName, order: Option<Order>) -> End {
-    if let Some(order) = order {
-        let answer = host.follow_order(vm, order);
-        tell_daemon(&answer);
-        if let Err(error) = answer {
-            tracing::warn!(%vm, "is not started: {error}");
-            return End::Gone;
-        }
+    let follow = |order| host.follow_order(vm, order, daemon().map_err(cannot_answer)?);
+    if let Some(Err(error)) = order.map(follow) {
+        tracing::warn!(%vm, "is not started: {error}");
+        return End::Gone;
     }
     host.await_end_of_kept()
 }
 
-/// Says what came of an order, on the socket that is the standard input then.
-fn tell_daemon(answer: &Answer) {
-    let socket = io::stdin().as_fd().try_clone_to_owned().map(UnixStream::from);
-    let told = socket.and_then(|mut socket| {
-        let mut line = serde_json::to_vec(answer)?;
-        line.push(b'\n');
-        socket.write_all(&line)
-    });
-    if let Err(error) = told {
-        // The next daemon finds the VM without being told.
-        tracing::warn!("the daemon does not hear what came of its order: {error}");
-    }
+/// The other end of the socket that is the standard input of whoever has an order.
+fn daemon() -> io::Result<UnixStream> {
+    io::stdin().as_fd().try_clone_to_owned().map(UnixStream::from)
+}
+
+fn cannot_answer(error: io::Error) -> HostError {
+    HostError::new(ErrorKind::Internal, format!("nobody can be told what came of it: {error}"))
 }
