@@ -8,6 +8,7 @@
 //! |--------|----|
 //! | [`note`] | what a keeper says of itself, and its lock |
 //! | [`start`] | how the daemon starts one |
+//! | [`rights`] | what it can do on its host |
 //! | [`order`] | what it may do about its VM first |
 //! | [`pass`] | how it hands other hosts' connections to one |
 //! | [`watch`] | how it notices the end of one |
@@ -15,6 +16,7 @@
 pub mod note;
 pub mod order;
 mod pass;
+pub mod rights;
 pub mod start;
 mod watch;
 

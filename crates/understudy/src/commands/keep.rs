@@ -34,6 +34,7 @@ pub fn run(config: &Path, vm: &VmName, order: Option<Order>) -> Result<Exit, Fai
     let _ = set_name(c"understudy-keep");
     // What is said to the daemon's terminal is not meant for it. Fails if it leads a session already.
     let _ = setsid();
+    keeper::rights::give_up()?;
     let config = HostConfig::load(config)?;
     let claim = keeper::claim(&config, vm)?;
     let connections = keeper::connections(&config, vm)?;
