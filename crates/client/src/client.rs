@@ -124,6 +124,13 @@ impl Client {
         self.look("/v1/status", Duration::ZERO)
     }
 
+    /// Its figures for a monitoring system, as text.
+    pub fn metrics(&self) -> Result<String, Failure> {
+        let text = self.listen("/metrics", Duration::ZERO)?;
+        String::from_utf8(text.into())
+            .map_err(|error| Failure::internal(format!("its metrics are no text: {error}")))
+    }
+
     /// The events after a number, of all VMs or of one; waits for the first if told to.
     pub fn events(&self, after: u64, vm: Option<&str>, wait: bool) -> Result<EventList, Failure> {
         let wait = if wait { LONGEST_WAIT } else { Duration::ZERO };
@@ -261,12 +268,17 @@ impl Client {
 
     /// What a daemon knows, which it says at once, but for the `wait` that it was asked for.
     fn look<T: DeserializeOwned>(&self, path: &str, wait: Duration) -> Result<T, Failure> {
+        understand(&self.listen(path, wait)?)
+    }
+
+    /// [`look`](Client::look), as the daemon writes it.
+    fn listen(&self, path: &str, wait: Duration) -> Result<Bytes, Failure> {
         let (exchange, limit) =
             (self.exchange(Method::GET, path, Bytes::new()), self.patience + wait);
         // Made within the runtime, whose clock it needs.
         let bounded = async { timeout(limit, exchange).await };
         let answer = self.runtime.block_on(bounded).map_err(|_| self.hangs(limit))?;
-        understand(&successful(answer?)?)
+        successful(answer?)
     }
 
     fn hangs(&self, limit: Duration) -> Failure {

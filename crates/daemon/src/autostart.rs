@@ -17,7 +17,7 @@ use understudy_protocol::validity::ImageRole;
 use understudy_replication::records::Record;
 use understudy_report::error::HostError;
 use understudy_report::events::{EventKind, now_ms};
-use understudy_report::{AwaitedStart, RecoverRequest};
+use understudy_report::{AwaitedStart, RecoverReport, RecoverRequest};
 use understudy_threads::Common;
 
 /// Before what is not certain is looked at again.
@@ -159,11 +159,11 @@ impl Host {
     }
 
     /// Brings up the VM that this process keeps, as its daemon has decided.
-    pub fn come_up(self: &Arc<Self>, vm: &VmName) -> Result<(), HostError> {
+    pub(crate) fn come_up(self: &Arc<Self>, vm: &VmName) -> Result<RecoverReport, HostError> {
         let wish = self.record(vm)?.and_then(wish_of);
-        self.recover(vm, RecoverRequest::default())?;
+        let report = self.recover(vm, RecoverRequest::default())?;
         self.came_up(vm, wish);
-        Ok(())
+        Ok(report)
     }
 
     fn came_up(&self, vm: &VmName, wish: Option<Wish>) {

@@ -47,6 +47,14 @@ pub(crate) struct Inquiry {
     pub(crate) arbiter_words: String,
 }
 
+/// What is to be started here.
+pub(crate) struct Recovery {
+    report: RecoverReport,
+    pub(crate) record: Record,
+    /// The newest generation that anybody knows of.
+    newest: Generation,
+}
+
 impl Host {
     /// What this host says of its images of a VM.
     pub(crate) fn images_answer(&self, vm: &VmName) -> Result<ImagesAnswer, HostError> {
@@ -92,17 +100,37 @@ impl Host {
             false => self.await_former_owner(name, &request)?,
         };
         let _adding = self.adding.lock();
+        let inquiry = self.inquire_of_images(name)?;
+        if request.dry_run {
+            return Ok(inquiry.report(name, &judge(&inquiry.evidence())));
+        }
+        let Recovery { mut report, record, newest } = self.recovery(name, &request, inquiry)?;
+        self.drop_kept(name, "`recover` has another image")?;
+        self.check_free(&record.definition)?;
+        report.status = Some(self.boot(record.definition, newest, former.as_ref())?);
+        Ok(report)
+    }
+
+    /// Asks everybody about a VM's images; an error if nobody has any.
+    pub(crate) fn inquire_of_images(&self, name: &VmName) -> Result<Inquiry, HostError> {
         let inquiry = self.inquire(name)?;
         if inquiry.answers.iter().all(|answer| answer.record.is_none()) {
             let message = format!("no host that answers has images of {name}");
             return Err(HostError::new(ErrorKind::NotFound, message));
         }
+        Ok(inquiry)
+    }
+
+    /// What is to be started here by all that was answered; an error if nothing is.
+    pub(crate) fn recovery(
+        &self,
+        name: &VmName,
+        request: &RecoverRequest,
+        inquiry: Inquiry,
+    ) -> Result<Recovery, HostError> {
         let finding = judge(&inquiry.evidence());
         let mut report = inquiry.report(name, &finding);
         info!(vm = %name, "asked for the valid images: {}", report.reason);
-        if request.dry_run {
-            return Ok(report);
-        }
         if let Some(answer) = inquiry.answers.iter().find(|answer| answer.busy.is_some()) {
             let busy = answer.busy.clone().unwrap_or_default();
             return conflict(format!(
@@ -131,6 +159,7 @@ impl Host {
                 ));
             }
         }
+        let known = inquiry.arbiter.generation();
         let record = inquiry.answers.into_iter().find(|answer| answer.host == *here);
         let record = record.and_then(|answer| answer.record).ok_or_else(|| {
             HostError::new(ErrorKind::NotFound, format!("host {here} has no images of {name}"))
@@ -141,11 +170,8 @@ impl Host {
                  completed: nothing can start on them"
             ));
         }
-        self.drop_kept(name, "`recover` has another image")?;
-        self.check_free(&record.definition)?;
-        let newest = inquiry.arbiter.generation().max(record.image.generation);
-        report.status = Some(self.boot(record.definition, newest, former.as_ref())?);
-        Ok(report)
+        let newest = known.max(record.image.generation);
+        Ok(Recovery { report, record, newest })
     }
 
     /// Waits for a host that may run the VM and does not answer, if there is one and the VM is

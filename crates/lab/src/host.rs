@@ -276,6 +276,12 @@ impl HostProcess {
         Ok(vms.find(|entry| entry["name"] == vm).cloned())
     }
 
+    /// Its page of metrics.
+    pub fn metrics(&self) -> Result<String> {
+        let page = Client::new(&self.socket).and_then(|client| client.metrics());
+        page.map_err(|failure| anyhow!("host {} has no metrics: {}", self.name, failure.message))
+    }
+
     fn ask(&self) -> Result<Value, Failure> {
         Client::new(&self.socket)?.status_json()
     }

@@ -13,7 +13,7 @@ use understudy_protocol::VmName;
 /// Upper bounds of the buckets of a pause: some tenths of a millisecond, with a tail.
 const PAUSE_SECONDS: [f64; 12] =
     [0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.25, 0.5, 1.0];
-/// Those of the delay of output: some milliseconds, and the distance of the backup.
+/// Those of the delay of output, and of what it waits for: some milliseconds, and the distance of the backup.
 const OUTPUT_SECONDS: [f64; 12] =
     [0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 5.0];
 /// Those of an outage: detection takes a tenth of a second at least.
@@ -27,6 +27,7 @@ type Histograms = Family<OfVm, Histogram, fn() -> Histogram>;
 pub struct Meters {
     pauses: Histograms,
     checkpoint_waits: Histograms,
+    commit_gaps: Histograms,
     output_delays: Histograms,
     outages: Histograms,
     moves: Histograms,
@@ -42,6 +43,8 @@ pub struct VmMeters {
     pub pauses: Histogram,
     /// How long the first output of an epoch had waited when its checkpoint began.
     pub checkpoint_waits: Histogram,
+    /// How long after the last committed checkpoint of the session the next one was.
+    pub commit_gaps: Histogram,
     /// How long the first output of an epoch waited until it left.
     pub output_delays: Histogram,
     /// How long a take-over by this host kept clients waiting.
@@ -61,6 +64,7 @@ impl Default for Meters {
         Meters {
             pauses: Family::new_with_constructor(|| Histogram::new(PAUSE_SECONDS)),
             checkpoint_waits: Family::new_with_constructor(|| Histogram::new(OUTPUT_SECONDS)),
+            commit_gaps: Family::new_with_constructor(|| Histogram::new(OUTPUT_SECONDS)),
             output_delays: Family::new_with_constructor(|| Histogram::new(OUTPUT_SECONDS)),
             outages: Family::new_with_constructor(|| Histogram::new(OUTAGE_SECONDS)),
             moves: Family::new_with_constructor(|| Histogram::new(OUTAGE_SECONDS)),
@@ -102,6 +106,7 @@ impl Meters {
         VmMeters {
             pauses: self.pauses.get_or_create_owned(&vm),
             checkpoint_waits: self.checkpoint_waits.get_or_create_owned(&vm),
+            commit_gaps: self.commit_gaps.get_or_create_owned(&vm),
             output_delays: self.output_delays.get_or_create_owned(&vm),
             outages: self.outages.get_or_create_owned(&vm),
             moves: self.moves.get_or_create_owned(&vm),
@@ -122,6 +127,8 @@ impl Meters {
             Unit::Seconds,
             self.checkpoint_waits.clone(),
         );
+        let help = "How long after the last committed checkpoint the next one is; an idle guest's are rare";
+        page.register_with_unit("vm_commit_gap", help, Unit::Seconds, self.commit_gaps.clone());
         let help = "How long the first output of an epoch waits until it leaves";
         page.register_with_unit("vm_output_delay", help, Unit::Seconds, self.output_delays.clone());
         let help = "How long take-overs by this host have kept clients waiting, at most";

@@ -110,7 +110,7 @@ pub struct GroupRequest {
 }
 
 /// What `recover` asks for.
-#[derive(Clone, Copy, Debug, Default, Serialize, Deserialize, JsonSchema)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields)]
 pub struct RecoverRequest {
     /// Name the valid images, and start nothing.

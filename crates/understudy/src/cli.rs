@@ -30,6 +30,7 @@ use understudy_client::manual::ManualCommand;
 use understudy_client::output::OutputOptions;
 use understudy_daemon::config::DEFAULT_SOCKET;
 use understudy_daemon::custody::SUBCOMMAND;
+use understudy_daemon::keeper::order::Order;
 use understudy_daemon::pki::HOST_DAYS;
 
 const REMOTE: &str = "On another machine";
@@ -123,9 +124,9 @@ pub enum Command {
         /// The VM.
         #[arg(long)]
         vm: VmName,
-        /// Bring it up, as its record says.
-        #[arg(long)]
-        come_up: bool,
+        /// What to do about it first.
+        #[arg(long, value_name = "JSON")]
+        order: Option<Order>,
     },
     /// What packages are made with.
     #[command(flatten)]

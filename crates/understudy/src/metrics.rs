@@ -5,13 +5,17 @@
 //! answers on its API socket (`GET /metrics`) and, if its configuration says so, on an address where nothing else is
 //! served. docs/monitoring has alert rules and a dashboard.
 
+mod kept;
+
+pub use kept::KeptPage;
+
 use crate::api::Control;
 use axum::Router;
 use axum::extract::State;
 use axum::http::header::CONTENT_TYPE;
 use axum::response::{IntoResponse, Response};
 use axum::routing::get;
-use prometheus_client::encoding::text::encode;
+use prometheus_client::encoding::text::{encode_eof, encode_registry};
 use prometheus_client::metrics::counter::Counter;
 use prometheus_client::metrics::family::Family;
 use prometheus_client::metrics::gauge::Gauge;
@@ -37,7 +41,7 @@ pub fn router(host: Arc<dyn Control>) -> Router {
 
 /// The page of metrics.
 pub async fn answer(State(host): State<Arc<dyn Control>>) -> Response {
-    match spawn_blocking(move || text(&host.status(), &host.meters())).await {
+    match spawn_blocking(move || text(&host.status(), &host.meters(), &host.kept_pages())).await {
         Ok(text) => ([(CONTENT_TYPE, FORMAT)], text).into_response(),
         Err(error) => {
             let message = format!("the daemon failed on this request: {error}\n");
@@ -46,19 +50,46 @@ pub async fn answer(State(host): State<Arc<dyn Control>>) -> Response {
     }
 }
 
-/// A host's status, and what was counted, as OpenMetrics text.
-pub fn text(status: &HostStatus, meters: &Meters) -> String {
-    let mut page = Page { vms: &status.vms, registry: Registry::with_prefix("understudy") };
+/// A host's status, and what it and its keepers have counted, as OpenMetrics text.
+pub fn text(status: &HostStatus, meters: &Meters, kept: &[KeptPage]) -> String {
+    let mut page = Page { vms: &status.vms, registry: prefixed() };
     page.host(status);
     page.standing();
     page.replication();
     page.lockstep();
     page.frames();
     page.paths();
-    meters.register(&mut page.registry);
+    let mut text = encoded(&page.registry);
+    text += &counted_with(meters, kept);
+    // A String takes all that it is given.
+    let _ = encode_eof(&mut text);
+    text
+}
+
+/// What was counted here and by keepers.
+fn counted_with(meters: &Meters, kept: &[KeptPage]) -> String {
+    let Some(one) = kept.first() else { return counted(meters) };
+    // What no VM has is not on a page.
+    let all = Meters::default();
+    all.begin(&one.vm);
+    kept::merge(&counted(&all), &counted(meters), kept)
+}
+
+/// What was counted, as a part of a page.
+fn counted(meters: &Meters) -> String {
+    let mut registry = prefixed();
+    meters.register(&mut registry);
+    encoded(&registry)
+}
+
+fn prefixed() -> Registry {
+    Registry::with_prefix("understudy")
+}
+
+fn encoded(registry: &Registry) -> String {
     let mut text = String::new();
     // A String takes all that it is given.
-    let _ = encode(&mut text, &page.registry);
+    let _ = encode_registry(&mut text, registry);
     text
 }
 
@@ -284,7 +315,7 @@ mod tests {
         };
         let meters = Meters::default();
         meters.begin(&literal("db"));
-        text(&status, &meters)
+        text(&status, &meters, &[])
     }
 
     #[track_caller]
@@ -360,7 +391,7 @@ mod tests {
         for name in counted.map(|name| format!("understudy_{name}")) {
             assert_eq!(kinds.get(&name).map(String::as_str), Some("counter"), "{name}");
         }
-        for name in ["vm_pause", "vm_checkpoint_wait", "vm_output_delay", "vm_outage", "vm_move"] {
+        for name in ["vm_pause", "vm_commit_gap", "vm_output_delay", "vm_outage", "vm_move"] {
             let name = format!("understudy_{name}_seconds");
             assert_eq!(kinds.get(&name).map(String::as_str), Some("histogram"), "{name}");
         }

@@ -8,11 +8,15 @@
 //! |--------|----|
 //! | [`note`] | what a keeper says of itself, and its lock |
 //! | [`start`] | how the daemon starts one |
+//! | [`rights`] | what it can do on its host |
+//! | [`order`] | what it may do about its VM first |
 //! | [`pass`] | how it hands other hosts' connections to one |
 //! | [`watch`] | how it notices the end of one |
 
 pub mod note;
+pub mod order;
 mod pass;
+pub mod rights;
 pub mod start;
 mod watch;
 
@@ -240,6 +244,9 @@ impl Host {
     }
 
     fn end_of_kept(&self) -> Option<End> {
+        if self.keeps.as_ref().is_some_and(|vm| self.snapshots.is_restoring(vm)) {
+            return None;
+        }
         let vms = self.vms.lock();
         match vms.values().next() {
             // Somebody may be about to have it back the VM up.

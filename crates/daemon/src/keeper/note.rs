@@ -39,11 +39,6 @@ pub struct Note {
 pub enum End {
     /// Its operator or its guest ended it, or it runs elsewhere as its operator wished.
     Gone,
-    /// It could not be brought up.
-    NotStarted {
-        /// Why.
-        reason: String,
-    },
     /// This host lost it.
     Fenced {
         /// The last generation at which this host owned it.

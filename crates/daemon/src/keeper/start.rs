@@ -1,15 +1,11 @@
 //! How the daemon starts a keeper, and the VM in it.
 
 use super::Keeper;
-use super::note::{self, End, Found, Note};
-use crate::admission::open_disks;
 use crate::arrivals::Arrival;
-use crate::host::{Host, internal};
+use crate::host::Host;
 use anyhow::Context;
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
-use std::io::Read;
-use std::os::fd::OwnedFd;
 use std::os::unix::net::UnixStream;
 use std::os::unix::process::CommandExt;
 use std::path::Path;
@@ -30,8 +26,6 @@ const PATIENCE: Duration = Duration::from_secs(20);
 const LOOK: Duration = Duration::from_millis(10);
 /// The subcommand of this program that is a keeper.
 pub const SUBCOMMAND: &str = "keep";
-/// Its option to bring its VM up by itself; it says on its standard input, a socket, when it has.
-pub const COME_UP: &str = "--come-up";
 /// What a service manager has told the daemon, and means nobody else.
 const DAEMONS_OWN: [&str; 3] = ["NOTIFY_SOCKET", "WATCHDOG_USEC", "WATCHDOG_PID"];
 
@@ -97,55 +91,14 @@ impl Host {
         Ok(())
     }
 
-    /// Starts a keeper that brings its VM up by itself, and waits until it has. It ends if the VM is not
-    /// wanted by then.
-    pub(crate) fn bring_up_in_keeper(
-        self: &Arc<Self>,
-        definition: &VmDefinition,
-        still_wanted: impl FnOnce() -> bool,
-    ) -> Result<(), HostError> {
-        let name = &definition.name;
-        let arrival = {
-            let _adding = self.adding.lock();
-            self.make_way(definition)?;
-            // What may be missing for long is no reason to start a process again and again.
-            self.check_bridges(&definition.cards)?;
-            drop(open_disks(definition, self.record(name)?.as_ref())?);
-            Arrival::expect(&self.arrivals, &self.config.name, definition)
-        };
-        let (mut said, its_end) = UnixStream::pair().map_err(internal)?;
-        let process = self.spawn_keeper(name, OwnedFd::from(its_end).into(), &[COME_UP])?;
-        // Whatever else comes of it, its end closes this.
-        if said.read(&mut [0]).ok() != Some(1) {
-            reap(process, name);
-            return Err(self.why_not_started(name));
-        }
-        arrival.goes_to_keeper();
-        if still_wanted() {
-            reap_aside(process, name, move || drop(arrival));
-        } else {
-            end(process, name);
-            self.note_unwanted(name);
-        }
-        Ok(())
-    }
-
     /// Finds nothing of the host's that speaks against a keeper of a VM. To be called under the lock `adding`.
-    fn make_way(&self, definition: &VmDefinition) -> Result<(), HostError> {
+    pub(crate) fn make_way(&self, definition: &VmDefinition) -> Result<(), HostError> {
         self.notice_end_of_keeper(&definition.name);
         self.check_free(definition)?;
         self.check_memory(definition.memory.bytes())
     }
 
-    fn why_not_started(&self, vm: &VmName) -> HostError {
-        let reason = match note::look(&vm.below(&self.config.state_dir)) {
-            Found::Nobody(Some(Note { end: Some(End::NotStarted { reason }), .. })) => reason,
-            _ => "its keeper has ended: the daemon's log has its words".to_owned(),
-        };
-        HostError::new(ErrorKind::Conflict, reason)
-    }
-
-    fn spawn_keeper(
+    pub(super) fn spawn_keeper(
         &self,
         vm: &VmName,
         input: Stdio,
@@ -192,14 +145,14 @@ fn await_socket(keeper: &mut Child, vm: &VmName, socket: &Path) -> Result<(), Ho
 }
 
 /// Has a keeper end what it may have started, in order, and waits for it.
-fn end(keeper: Child, vm: &VmName) {
+pub(super) fn end(keeper: Child, vm: &VmName) {
     let _ = kill(Pid::from_raw(keeper.id() as i32), Signal::SIGTERM);
     reap(keeper, vm);
 }
 
 /// Waits for the end of a keeper in a thread. Without it an ended one stays in the process table for as
 /// long as this daemon lives.
-fn reap_aside(keeper: Child, vm: &VmName, then: impl FnOnce() + Send + 'static) {
+pub(super) fn reap_aside(keeper: Child, vm: &VmName, then: impl FnOnce() + Send + 'static) {
     let (name, waited) = (vm.clone(), thread::Builder::new().name(format!("keeper-{vm}")));
     let wait = move || {
         reap(keeper, &name);
@@ -210,7 +163,7 @@ fn reap_aside(keeper: Child, vm: &VmName, then: impl FnOnce() + Send + 'static) 
     }
 }
 
-fn reap(mut keeper: Child, vm: &VmName) {
+pub(crate) fn reap(mut keeper: Child, vm: &VmName) {
     if let Err(error) = keeper.wait() {
         warn!(%vm, "cannot wait for the end of its keeper: {error}");
     }

@@ -62,7 +62,7 @@ impl Host {
         let Some(note) = self.dead_note(vm) else { return };
         self.forget_note(&note);
         let lost = match note.end {
-            Some(End::Gone | End::NotStarted { .. }) => return,
+            Some(End::Gone) => return,
             Some(End::Fenced { generation, reason }) => {
                 Some(FencedVm { name: vm.clone(), generation, reason })
             }

@@ -15,6 +15,7 @@
 //! | [`mirrored`] | the same of a protected one, which its backup stores |
 //! | [`exchange`] | how hosts talk about them |
 //! | [`prepare`] | from a part of a snapshot to a VM that runs |
+//! | [`kept`] | a restore in a keeper, and how its daemon hands orders on |
 //! | [`adopt`] | a VM whose daemon died before all of it was loaded |
 //! | [`placement`] | who may be restored where, asked before anything is started |
 //! | [`frames`] | frames between members, and those in flight |
@@ -25,6 +26,7 @@ mod command;
 mod decision;
 mod exchange;
 pub(crate) mod frames;
+mod kept;
 mod library;
 mod member;
 mod mirrored;
@@ -44,6 +46,7 @@ pub(crate) use sampling::start as start_sampling;
 pub(crate) use schedule::start as start_schedules;
 use understudy_protocol::{GroupName, VmName};
 
+use kept::KeptRestore;
 use member::MemberSeat;
 use restore::Restoring;
 use std::collections::BTreeMap;
@@ -66,6 +69,8 @@ const TELLING_PAGES: u64 = 1024;
 pub(crate) struct Snapshots {
     takings: Common<BTreeMap<VmName, Arc<Taking>>>,
     restorings: Common<BTreeMap<VmName, Arc<Restoring>>>,
+    /// Restores in keepers.
+    kept: Common<BTreeMap<VmName, Arc<KeptRestore>>>,
     members: Common<BTreeMap<VmName, Arc<MemberSeat>>>,
     /// The last number and incarnation of each group that this host has heard of.
     groups: Common<BTreeMap<GroupName, (SnapshotNumber, Incarnation)>>,

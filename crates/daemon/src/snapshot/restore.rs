@@ -18,7 +18,7 @@ use understudy_replication::clock;
 use understudy_replication::moments::pass;
 use understudy_report::cluster::FillReport;
 use understudy_report::events::EventKind;
-use understudy_snapshot::{Cohort, CohortAction, CohortEvent, Order};
+use understudy_snapshot::{Cohort, CohortAction, CohortEvent, Decision, Order};
 use understudy_threads::{Condvar, Mutex, lock};
 
 /// How often a cohort looks whether its coordinator has been silent for too long, and says
@@ -51,6 +51,7 @@ impl Host {
     /// A coordinator says something about the restore of a member to this host.
     pub(super) fn restore_order(self: &Arc<Self>, task: RestoreTask, order: Order, reply: &Reply) {
         self.snapshots.note_number(&task.group.name, task.number);
+        let Some((task, order)) = self.hand_on(task, order, reply) else { return };
         let restoring = {
             let mut all = self.snapshots.restorings.lock();
             let known = all.get(task.vm()).filter(|known| known.task.id == task.id).cloned();
@@ -326,6 +327,11 @@ impl Restoring {
                 warn!(%vm, "no message from the coordinator that restores {group}: {decision:?}");
                 self.event(CohortEvent::Decided(decision));
             }
+            // Without an arbiter the coordinator was in the daemon of this keeper, which has ended, and
+            // no other member waits for this one.
+            Ok(None) if host.keeps.is_some() => {
+                self.event(CohortEvent::Decided(Decision::Settled));
+            }
             // The coordinator is in this daemon, and will say.
             Ok(None) => {}
             // Asked again.
@@ -333,9 +339,9 @@ impl Restoring {
         }
     }
 
-    /// All members of the group run, so it may outlive this daemon.
+    /// All members of the group run, so it may outlive this daemon. A keeper's end is its own.
     fn entrust(self: &Arc<Self>) {
-        let Some(host) = self.host.upgrade() else { return };
+        let Some(host) = self.host.upgrade().filter(|host| host.keeps.is_none()) else { return };
         let Ok(vm) = host.primary(self.task.vm()) else { return };
         entrust(&host, &self.task, &vm);
         // Meanwhile the rest may have come.

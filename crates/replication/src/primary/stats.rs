@@ -37,6 +37,8 @@ struct Inner {
     written_pages: u64,
     /// The end of the pause of the last committed checkpoint.
     committed_from: Option<Time>,
+    /// When that was acknowledged.
+    committed_at: Option<Time>,
     samples: VecDeque<Sample>,
 }
 
@@ -103,6 +105,7 @@ impl Stats {
     pub fn committed(&self, epoch: Epoch, now: Time) {
         self.link(|link| link.acknowledged(epoch, now));
         let mut inner = lock(&self.inner);
+        let before = inner.committed;
         while let Some(&(first, resumed)) = inner.resumed.front() {
             if first > epoch {
                 break;
@@ -114,6 +117,11 @@ impl Stats {
             if let Some(timing) = timing {
                 timing.replicate_ms = milliseconds(now - resumed);
                 self.meters.committed(timing);
+            }
+        }
+        if inner.committed > before {
+            if let Some(last) = inner.committed_at.replace(now) {
+                self.meters.commit_gaps.observe((now - last).as_secs_f64());
             }
         }
     }
@@ -257,6 +265,7 @@ mod tests {
             r#"vm_pause_seconds_count{vm="db"} 4"#,
             r#"vm_checkpoint_wait_seconds_count{vm="db"} 3"#,
             r#"vm_output_delay_seconds_count{vm="db"} 2"#,
+            r#"vm_commit_gap_seconds_count{vm="db"} 2"#,
             r#"vm_output_delay_seconds_bucket{le="0.01",vm="db"} 2"#,
         ] {
             assert!(page.lines().any(|other| other == line), "{line} is not in:\n{page}");

@@ -1,5 +1,6 @@
 //! What the API asks of a host.
 
+use crate::metrics::KeptPage;
 use std::sync::Arc;
 use understudy_client::Subject;
 use understudy_daemon::Host;
@@ -27,6 +28,10 @@ pub trait Control: Send + Sync + 'static {
     fn events(&self) -> Journal;
     /// See [`Host::meters`].
     fn meters(&self) -> Meters;
+    /// What its VMs' keepers have counted.
+    fn kept_pages(&self) -> Vec<KeptPage> {
+        Vec::new()
+    }
     /// See [`Host::vm_start`].
     fn vm_start(&self, definition: VmDefinition) -> Result<VmStatus, HostError>;
     /// See [`Host::vm_start_recorded`].

@@ -2,6 +2,7 @@
 //! what the keeper tells is told on.
 
 use super::control::Control;
+use crate::metrics::KeptPage;
 use std::collections::BTreeSet;
 use std::path::Path;
 use std::sync::{Arc, Mutex, PoisonError, Weak};
@@ -124,6 +125,15 @@ impl Control for Routed {
     fn meters(&self) -> Meters {
         self.0.meters()
     }
+    fn kept_pages(&self) -> Vec<KeptPage> {
+        let keepers = self.0.keepers();
+        let page = |keeper: Keeper| {
+            // What does not answer is shown by its status.
+            let text = ask(&keeper.vm, keeper.reachable().ok()?, Client::metrics).ok()?;
+            Some(KeptPage { vm: keeper.vm, text })
+        };
+        keepers.into_iter().filter_map(page).collect()
+    }
     fn vm_start(&self, definition: VmDefinition) -> Result<VmStatus, HostError> {
         let name = &definition.name;
         if !self.0.starts_in_keeper(name) {
@@ -185,7 +195,7 @@ impl Control for Routed {
         )
     }
     fn recover(&self, name: &VmName, request: RecoverRequest) -> Result<RecoverReport, HostError> {
-        self.0.recover(name, request)
+        self.0.recover_in_its_place(name, request)
     }
     fn timings(&self, name: &VmName) -> Result<Vec<CheckpointTiming>, HostError> {
         self.either(name, |keeper| keeper.timings(name), |host| host.timings(name))

@@ -5,7 +5,7 @@ use crate::api::{Api, Guard};
 use crate::socket::ApiSocket;
 use nix::sys::prctl::set_name;
 use nix::unistd::setsid;
-use std::io::{self, Write};
+use std::io;
 use std::os::fd::AsFd;
 use std::os::unix::net::UnixStream;
 use std::path::Path;
@@ -17,20 +17,24 @@ use tokio::task::spawn_blocking;
 use understudy_client::{Exit, Failure};
 use understudy_daemon::Host;
 use understudy_daemon::config::HostConfig;
-use understudy_daemon::keeper::{self, Connections, note::End};
+use understudy_daemon::keeper::note::End;
+use understudy_daemon::keeper::order::Order;
+use understudy_daemon::keeper::{self, Connections};
 use understudy_protocol::VmName;
+use understudy_report::{ErrorKind, HostError};
 
 /// One is for the API, and one for whoever waits on the host.
 const API_THREADS: usize = 2;
 /// For the daemon to fetch the last events.
 const LAST_EVENTS: Duration = Duration::from_millis(200);
 
-/// Keeps a VM until it is gone, or until SIGTERM; brings it up first if it is to.
-pub fn run(config: &Path, vm: &VmName, come_up: bool) -> Result<Exit, Failure> {
+/// Keeps a VM until it is gone, or until SIGTERM; carries an order about it out first.
+pub fn run(config: &Path, vm: &VmName, order: Option<Order>) -> Result<Exit, Failure> {
     // Its program is `/proc/self/exe`, which would be its name.
     let _ = set_name(c"understudy-keep");
     // What is said to the daemon's terminal is not meant for it. Fails if it leads a session already.
     let _ = setsid();
+    keeper::rights::give_up()?;
     let config = HostConfig::load(config)?;
     let claim = keeper::claim(&config, vm)?;
     let connections = keeper::connections(&config, vm)?;
@@ -40,7 +44,7 @@ pub fn run(config: &Path, vm: &VmName, come_up: bool) -> Result<Exit, Failure> {
         .enable_all()
         .build()
         .map_err(|error| Failure::internal(format!("cannot start threads: {error}")))?;
-    let ended = runtime.block_on(serve(config, (vm, come_up), connections, &socket));
+    let ended = runtime.block_on(serve(config, (vm, order), connections, &socket));
     // A call that still hangs must not keep the keeper from ending.
     runtime.shutdown_background();
     let end = ended?;
@@ -51,7 +55,7 @@ pub fn run(config: &Path, vm: &VmName, come_up: bool) -> Result<Exit, Failure> {
 
 async fn serve(
     config: HostConfig,
-    (vm, come_up): (&VmName, bool),
+    (vm, order): (&VmName, Option<Order>),
     connections: Connections,
     socket: &ApiSocket,
 ) -> Result<End, Failure> {
@@ -67,7 +71,7 @@ async fn serve(
     })?);
     tracing::info!(%vm, "its keeper is ready");
     let (keeping, name) = (host.clone(), vm.clone());
-    let mut over = spawn_blocking(move || keep_up(&keeping, come_up.then_some(&name)));
+    let mut over = spawn_blocking(move || keep_up(&keeping, &name, order));
     let end = tokio::select! {
         end = &mut over => {
             tokio::time::sleep(LAST_EVENTS).await;
@@ -82,21 +86,21 @@ async fn serve(
     Ok(end)
 }
 
-/// Waits for the end of the VM, which is brought up first if it is named.
-fn keep_up(host: &Arc<Host>, comes_up: Option<&VmName>) -> End {
-    match comes_up.map(|vm| host.come_up(vm)) {
-        Some(Err(error)) => return End::NotStarted { reason: error.message },
-        Some(Ok(())) => tell_daemon(),
-        None => {}
+/// Follows the order, if there is one, and waits for the end of the VM.
+fn keep_up(host: &Arc<Host>, vm: &VmName, order: Option<Order>) -> End {
+    let follow = |order| host.follow_order(vm, order, daemon().map_err(cannot_answer)?);
+    if let Some(Err(error)) = order.map(follow) {
+        tracing::warn!(%vm, "is not started: {error}");
+        return End::Gone;
     }
     host.await_end_of_kept()
 }
 
-/// Says that the VM is up, on the socket that is the standard input then.
-fn tell_daemon() {
-    let socket = io::stdin().as_fd().try_clone_to_owned().map(UnixStream::from);
-    if let Err(error) = socket.and_then(|mut socket| socket.write_all(&[1])) {
-        // The next daemon finds the VM without being told.
-        tracing::warn!("the daemon does not hear that the VM is up: {error}");
-    }
+/// The other end of the socket that is the standard input of whoever has an order.
+fn daemon() -> io::Result<UnixStream> {
+    io::stdin().as_fd().try_clone_to_owned().map(UnixStream::from)
+}
+
+fn cannot_answer(error: io::Error) -> HostError {
+    HostError::new(ErrorKind::Internal, format!("nobody can be told what came of it: {error}"))
 }

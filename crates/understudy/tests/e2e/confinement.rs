@@ -1,5 +1,6 @@
 //! What a guest that broke out of its QEMU would find: nothing.
 
+use crate::keepers::{kept, with_keepers};
 use crate::stage::{Calm, options, play_protected, prove_survival};
 use anyhow::{Context, Result, ensure};
 use std::fs;
@@ -87,6 +88,43 @@ fn qemu_has_no_rights_and_its_memory_is_private() {
     play_protected(options().calm(), |scene, client| {
         let (a, b) = (check_host(scene, "a")?, check_host(scene, "b")?);
         ensure!(a != b, "both QEMUs run as user {a}");
+        scene.host_mut("a")?.kill_everything()?;
+        prove_survival(scene, client, "b")
+    });
+}
+
+/// The capabilities of a process, or those that it could ever have.
+fn capabilities(pid: u32, set: &str) -> Result<u64> {
+    Ok(u64::from_str_radix(&field(pid, set)?, 16)?)
+}
+
+/// The numbers of what a keeper needs (linux/capability.h), and nothing else.
+fn of_a_keeper() -> u64 {
+    let (chown, dac_override, fowner, kill, setgid, setuid) = (0, 1, 3, 5, 6, 7);
+    let (net_admin, sys_ptrace, sys_nice, sys_resource) = (12, 19, 23, 24);
+    let of_files = [chown, dac_override, fowner, kill, setgid, setuid];
+    let of_host = [net_admin, sys_ptrace, sys_nice, sys_resource];
+    of_files.iter().chain(&of_host).fold(0, |all, number| all | 1 << number)
+}
+
+#[test]
+fn a_keeper_has_few_of_roots_rights_and_its_qemu_none() {
+    play_protected(with_keepers(), |scene, client| {
+        for host in ["a", "b"] {
+            let keeper = u32::try_from(kept(&scene.status(host)?)?.keeper)?;
+            let qemu = check_host(scene, host).map(|_| scene.host(host)?.qemu_pid(VM))??;
+            ensure!(field(keeper, "NoNewPrivs:")? == "1", "the keeper may gain privileges");
+            for task in fs::read_dir(format!("/proc/{keeper}/task"))? {
+                let task: u32 = task?.file_name().to_string_lossy().parse()?;
+                for set in ["CapPrm:", "CapEff:", "CapBnd:", "CapInh:", "CapAmb:"] {
+                    // It may have ended since.
+                    let Ok(found) = capabilities(task, set) else { continue };
+                    ensure!(found & !of_a_keeper() == 0, "thread {task}: {set} {found:x}");
+                }
+            }
+            let could = capabilities(qemu, "CapBnd:")?;
+            ensure!(could & !of_a_keeper() == 0, "its QEMU could get {could:x}");
+        }
         scene.host_mut("a")?.kill_everything()?;
         prove_survival(scene, client, "b")
     });

@@ -44,7 +44,7 @@ impl HeldStore {
         ("FAILPOINTS".to_owned(), points)
     }
 
-    fn fall_silent(&self) -> Result<()> {
+    pub fn fall_silent(&self) -> Result<()> {
         Ok(fs::write(&self.silent, "")?)
     }
 
@@ -66,7 +66,7 @@ fn held(store: &HeldStore) -> SceneOptions {
 }
 
 /// A VM that is in the store and nowhere else: its sums, and how far it had counted.
-fn saved(scene: &Scene) -> Result<(String, u64)> {
+pub fn saved(scene: &Scene) -> Result<(String, u64)> {
     scene.start_guest("a")?;
     scene.await_guest()?;
     let mut shell = scene.shell()?;
@@ -80,7 +80,7 @@ fn saved(scene: &Scene) -> Result<(String, u64)> {
 }
 
 /// Restores it on host b; most of its memory is still to come.
-fn restore_lazily(scene: &Scene, held_store: &HeldStore) -> Result<()> {
+pub fn restore_lazily(scene: &Scene, held_store: &HeldStore) -> Result<()> {
     let store = store(scene);
     json(scene, "b", &["vm", "restore", VM, "--store", &store, "--mode", "lazy"])?;
     held_store.fall_silent()?;

@@ -1,19 +1,29 @@
 //! What a monitoring system sees of a fail-over, and what its rules make of it.
 
-use crate::stage::{Calm, LIMIT, options, play};
+use crate::keepers::with_keepers;
+use crate::stage::{Calm, LIMIT, await_forgotten, options, play};
 use anyhow::{Context, Result, ensure};
 use std::io::{Read, Write};
 use std::net::TcpStream;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 use understudy_lab::scene::VM;
-use understudy_lab::{Scene, in_namespace, wait_for};
+use understudy_lab::{Scene, SceneOptions, in_namespace, wait_for};
 
 const ADDRESS: &str = "127.0.0.1:9177";
 
 #[test]
 fn lost_protection_shows_in_the_metrics() {
-    let mut options = options().calm();
+    play_loss(options().calm());
+}
+
+/// What keepers count is on their daemon's page, and on the next one's.
+#[test]
+fn lost_protection_of_a_vm_with_a_keeper_shows_in_the_metrics() {
+    play_loss(with_keepers());
+}
+
+fn play_loss(mut options: SceneOptions) {
     for daemon in options.daemons.values_mut() {
         daemon.settings += &format!("[metrics]\nlisten = \"{ADDRESS}\"\n");
     }
@@ -30,7 +40,9 @@ fn lost_protection_shows_in_the_metrics() {
         scene.host_mut("a")?.kill_everything()?;
         await_line(scene, "b", "vm_live", "", 1)?;
         await_line(scene, "b", "vm_protection", ",state=\"degraded\"", 1)?;
-        await_count(scene, "b", "vm_outage_seconds_count", 1)
+        await_count(scene, "b", "vm_outage_seconds_count", 1)?;
+        scene.host("b")?.call(["vm", "stop", VM, "--force"])?;
+        await_forgotten(scene, "b")
     });
 }
 

@@ -1,0 +1,56 @@
+//! What a keeper can do on its host: it is root, but has few of root's capabilities, and gains none.
+
+use rustix::io::Errno;
+use rustix::thread::{
+    CapabilitySet, CapabilitySets, capabilities, remove_capability_from_bounding_set,
+    set_capabilities, set_no_new_privs,
+};
+use understudy_report::error::{ErrorKind, HostError};
+
+/// What it needs, and what for. Its QEMU, of another user, has none of them.
+const NEEDED: CapabilitySet = CapabilitySet::empty()
+    // Images, certificates and stores that belong to others.
+    .union(CapabilitySet::DAC_OVERRIDE)
+    // QEMU's directory, sockets and memory, which are given to its user, and closed to all others.
+    .union(CapabilitySet::CHOWN)
+    .union(CapabilitySet::FOWNER)
+    // QEMU becomes a user of its own.
+    .union(CapabilitySet::SETUID)
+    .union(CapabilitySet::SETGID)
+    // It is ended, and stopped for a pause.
+    .union(CapabilitySet::KILL)
+    // Its memory is read, tracked and written, and its sockets are looked into.
+    .union(CapabilitySet::SYS_PTRACE)
+    // Taps on the host's bridges, and sockets' buffers above the system's bound.
+    .union(CapabilitySet::NET_ADMIN)
+    // A pause has real-time priority.
+    .union(CapabilitySet::SYS_NICE)
+    // More descriptors, QEMU's limits, and a word to the kernel on whom to end for want of memory.
+    .union(CapabilitySet::SYS_RESOURCE);
+
+/// Gives up everything else for this process and all that it starts; before it has other threads, which would keep it.
+pub fn give_up() -> Result<(), HostError> {
+    let cannot = |error: Errno| {
+        let message = format!("a keeper cannot give up rights that it does not need: {error}");
+        HostError::new(ErrorKind::Internal, message)
+    };
+    set_no_new_privs(true).map_err(cannot)?;
+    drop_beyond(NEEDED).map_err(cannot)
+}
+
+fn drop_beyond(needed: CapabilitySet) -> Result<(), Errno> {
+    let each = (0..u64::BITS).map(|bit| CapabilitySet::from_bits_retain(1 << bit));
+    for capability in each.filter(|it| !needed.contains(*it)) {
+        match remove_capability_from_bounding_set(capability) {
+            // The kernel knows none from here on.
+            Err(Errno::INVAL) => break,
+            // Who may not do that gains nothing from it either: no new privileges.
+            Ok(()) | Err(Errno::PERM) => {}
+            Err(error) => return Err(error),
+        }
+    }
+    let held = capabilities(None)?;
+    let left = held.permitted.intersection(needed);
+    let inheritable = CapabilitySet::empty();
+    set_capabilities(None, CapabilitySets { effective: left, permitted: left, inheritable })
+}

@@ -1,0 +1,182 @@
+//! VMs that `recover` or a restore starts in a keeper: their daemon may die, as that of others.
+
+use crate::keepers::{kept, with_keepers};
+use crate::lazy::{HeldStore, restore_lazily, saved};
+use crate::recover::lose;
+use crate::refusals::says;
+use crate::snapshot::{json, number, prove_restored, store};
+use crate::stage::{LIMIT, await_forgotten, play, play_protected, prove_disk, refusal, refused};
+use anyhow::{Context, Result, ensure};
+use nix::sys::signal::{Signal, kill};
+use nix::unistd::Pid;
+use serde_json::Value;
+use std::fs;
+use std::process::Child;
+use understudy_lab::scene::VM;
+use understudy_lab::{Scene, SceneOptions, wait_for};
+
+/// The host's daemon dies, and the next finds the guest in the keeper in which it has gone on.
+pub fn prove_kept(scene: &mut Scene, host: &str) -> Result<()> {
+    let before = kept(&scene.status(host)?).context("it has no keeper")?;
+    scene.host_mut(host)?.kill_daemon()?;
+    ensure!(scene.shell()?.run("echo here")?.text.trim() == "here", "it does not go on");
+    scene.revive(host)?;
+    ensure!(kept(&scene.status(host)?)? == before, "another one");
+    Ok(())
+}
+
+#[test]
+fn what_is_recovered_on_a_host_whose_peer_died_outlives_its_daemon() {
+    play_protected(with_keepers(), |scene, client| {
+        lose(scene, &["a", "b"])?;
+        let acked = client.abandon().acked();
+        scene.restart("a")?;
+        let words = scene.host("a")?.call(["recover", VM])?;
+        ensure!(words.contains("runs, unprotected"), "{words}");
+        scene.await_guest()?;
+        prove_kept(scene, "a")?;
+        let (_, words) = refusal(scene.host("a")?, &["recover", VM, "--force"])?;
+        says(&words, &["nothing to recover", "has a keeper of it"])?;
+        scene.restart("b")?;
+        scene.protect("a", "b")?;
+        scene.await_protected("a", |_| ())?;
+        scene.host_mut("a")?.kill_everything()?;
+        scene.await_live("b")?;
+        prove_disk(scene, "b", acked)
+    });
+}
+
+#[test]
+fn a_recovery_that_is_refused_leaves_no_keeper() {
+    play_protected(with_keepers(), |scene, client| {
+        lose(scene, &["a", "b"])?;
+        let acked = client.abandon().acked();
+        for host in ["a", "b"] {
+            scene.restart(host)?;
+        }
+        let (_, words) = refusal(scene.host("b")?, &["recover", VM])?;
+        says(&words, &["on host a", "there"])?;
+        let (code, words) = refusal(scene.host("b")?, &["recover", "nobody"])?;
+        ensure!(code == 4, "{code}: {words}");
+        await_forgotten(scene, "b")?;
+        let report = scene.host("a")?.call(["recover", VM, "--dry-run"])?;
+        ensure!(report.contains("host a"), "{report}");
+        await_forgotten(scene, "a")?;
+        scene.host("a")?.call(["recover", VM])?;
+        scene.await_guest()?;
+        prove_kept(scene, "a")?;
+        prove_disk(scene, "a", acked)
+    });
+}
+
+/// Host b's store is held back.
+fn held(store: &HeldStore) -> SceneOptions {
+    let mut options = SceneOptions { memory_mib: 192, ..with_keepers() };
+    let daemon = options.daemons.get_mut("b").expect("host b's");
+    daemon.environment.push(store.environment());
+    options
+}
+
+#[test]
+#[cfg_attr(not(feature = "fail-points"), ignore = "needs `--features fail-points`")]
+fn what_is_restored_goes_on_and_is_loaded_without_its_daemon() {
+    let held_store = HeldStore::new();
+    play(held(&held_store), |scene| {
+        let (sums, count) = saved(scene)?;
+        restore_lazily(scene, &held_store)?;
+        let before = kept(&scene.status("b")?).context("it has no keeper")?;
+        scene.host_mut("b")?.kill_daemon()?;
+        held_store.let_go()?;
+        let mut shell = scene.shell()?;
+        let counted = number(&mut shell, "/tmp/count")?;
+        wait_for("the guest to count on", LIMIT, || {
+            Ok((number(&mut shell, "/tmp/count")? > counted).then_some(()))
+        })?;
+        drop(shell);
+        scene.revive("b")?;
+        wait_for("all of the guest to be there", LIMIT, || {
+            Ok(scene.status("b")?["filling"].is_null().then_some(()))
+        })?;
+        ensure!(kept(&scene.status("b")?)? == before, "another one");
+        prove_restored(scene, "b", &sums, count)?;
+        // It is a VM like others.
+        let store = store(scene);
+        json(scene, "b", &["vm", "snapshot", VM, "--trace", "0", "--store", &store])?;
+        scene.protect("b", "a")?;
+        scene.await_protected("b", |_| ())?;
+        prove_kept(scene, "b")?;
+        scene.host("b")?.call(["vm", "stop", VM, "--force"])?;
+        await_forgotten(scene, "b")?;
+        await_forgotten(scene, "a")
+    });
+}
+
+/// A restore on host b that does not get to its start, as its store is held back, and its keeper's process.
+fn begin_restore(scene: &Scene) -> Result<(Child, u64)> {
+    let store = store(scene);
+    let restore =
+        scene.host("b")?.begin(["vm", "restore", VM, "--mode", "eager", "--store", &store])?;
+    let directory = scene.host("b")?.directory().join("state").join(VM);
+    wait_for("a keeper to load it", LIMIT, || {
+        let files = fs::read_dir(&directory).into_iter().flatten().flatten();
+        let mut names = files.map(|file| file.file_name().to_string_lossy().into_owned());
+        Ok(names.any(|name| name.starts_with("restored-")).then_some(()))
+    })?;
+    let note: Value = serde_json::from_slice(&fs::read(directory.join("keeper.json"))?)?;
+    let keeper = note["pid"].as_u64().context("it has no keeper")?;
+    Ok((restore, keeper))
+}
+
+/// What was begun on host b is over and has left nothing: it can be done again.
+fn prove_again(scene: &Scene, sums: &str, count: u64) -> Result<()> {
+    await_forgotten(scene, "b")?;
+    json(scene, "b", &["vm", "restore", VM, "--store", &store(scene)])?;
+    kept(&scene.status("b")?).context("it has no keeper")?;
+    prove_restored(scene, "b", sums, count)?;
+    scene.host("b")?.call(["vm", "stop", VM, "--force"])?;
+    await_forgotten(scene, "b")
+}
+
+#[test]
+#[cfg_attr(not(feature = "fail-points"), ignore = "needs `--features fail-points`")]
+fn a_restore_whose_keeper_dies_has_failed_and_is_done_again() {
+    let held_store = HeldStore::new();
+    play(held(&held_store), |scene| {
+        let (sums, count) = saved(scene)?;
+        let (restore, keeper) = begin_restore(scene)?;
+        kill(Pid::from_raw(keeper.try_into()?), Signal::SIGKILL)?;
+        let (_, words) = refused(&restore.wait_with_output()?, "vm restore")?;
+        says(&words, &["was not restored", "its keeper has ended"])?;
+        held_store.let_go()?;
+        prove_again(scene, &sums, count)
+    });
+}
+
+/// Nobody is told any more that it has begun: its keeper gives it up.
+#[test]
+#[cfg_attr(not(feature = "fail-points"), ignore = "needs `--features fail-points`")]
+fn a_restore_whose_daemon_dies_before_the_guest_runs_is_given_up() {
+    let held_store = HeldStore::new();
+    play(held(&held_store), |scene| {
+        let (sums, count) = saved(scene)?;
+        let (restore, _) = begin_restore(scene)?;
+        scene.host_mut("b")?.kill_daemon()?;
+        refused(&restore.wait_with_output()?, "vm restore")?;
+        scene.revive("b")?;
+        await_forgotten(scene, "b")?;
+        held_store.let_go()?;
+        prove_again(scene, &sums, count)
+    });
+}
+
+#[test]
+fn an_order_that_is_none_starts_no_keeper() {
+    play(with_keepers(), |scene| {
+        for order in ["", "up", "{}", r#"{"recover":{}}"#] {
+            let wrong = ["keep", "--config", "/none.toml", "--vm", VM, "--order", order];
+            let (code, words) = refusal(scene.host("a")?, &wrong)?;
+            ensure!(code == 2 && words.contains("--order"), "{code}: {words}");
+        }
+        await_forgotten(scene, "a")
+    });
+}
