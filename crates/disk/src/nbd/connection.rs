@@ -11,7 +11,6 @@ use super::traffic::Counters;
 use crate::disk::Disk;
 use crate::image::Space;
 use crate::lent::Loan;
-use crossbeam_channel::Sender;
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use nix::sys::socket::{setsockopt, sockopt};
 use std::io::{self, BufReader, IoSlice, Read, Write};
@@ -20,7 +19,7 @@ use std::os::fd::AsFd;
 use std::os::unix::net::UnixStream;
 use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
-use understudy_threads::Mutex;
+use understudy_threads::{Crew, Mutex};
 
 /// Holds several headers, or a header and a small write, per system call; the rest of a
 /// large write goes past it.
@@ -48,7 +47,7 @@ pub(super) struct Served {
 pub(super) fn serve(
     served: &Served,
     stream: UnixStream,
-    cold: &Sender<ColdRead>,
+    readers: &Crew<ColdRead>,
 ) -> Result<(), ConnectionError> {
     make_room(&stream);
     let requests = Requests { stream: stream.try_clone()?, patience: HANDSHAKE_TIMEOUT_MS.into() };
@@ -58,8 +57,8 @@ pub(super) fn serve(
     }
     input.get_mut().patience = PollTimeout::NONE;
 
-    let connection =
-        Connection { served, replies: Arc::new(Replies::new(stream, served.disk.clone())), cold };
+    let replies = Arc::new(Replies::new(stream, served.disk.clone()));
+    let connection = Connection { served, replies, readers };
     connection.transmission(&mut input)
 }
 
@@ -117,7 +116,7 @@ impl Served {
 pub(super) struct Connection<'a> {
     pub(super) served: &'a Served,
     pub(super) replies: Arc<Replies>,
-    pub(super) cold: &'a Sender<ColdRead>,
+    pub(super) readers: &'a Crew<ColdRead>,
 }
 
 impl Connection<'_> {

@@ -2,11 +2,10 @@
 
 use super::connection::{Served, serve};
 use super::handshake::Export;
-use super::reading::{ColdRead, serve_cold_reads};
+use super::reading::{ColdRead, reader};
 use super::traffic::{Counters, Traffic};
 use crate::disk::Disk;
 use crate::error::DiskError;
-use crossbeam_channel::{Sender, bounded};
 use nix::sys::socket;
 use std::fs;
 use std::io;
@@ -19,12 +18,10 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread::{self, JoinHandle};
 use std::time::Duration;
-use understudy_threads::spawn;
+use understudy_threads::{Crew, spawn};
 
-/// Threads for reads that wait for the device.
+/// Threads for reads that wait for the device. QEMU has at most 16 requests under way.
 const READERS: usize = 4;
-/// Such reads that may wait for a thread: QEMU has at most 16 requests under way.
-const WAITING_READS: usize = 16;
 /// A QEMU has one connection, and for a moment a second one when it reconnects.
 const MAX_CONNECTIONS: usize = 16;
 
@@ -43,7 +40,6 @@ pub struct NbdServer {
     stopping: Arc<AtomicBool>,
     /// The accepting thread ends with the connections that are left.
     acceptor: Option<JoinHandle<Vec<Client>>>,
-    readers: Vec<JoinHandle<()>>,
 }
 
 struct Client {
@@ -77,28 +73,25 @@ impl NbdServer {
         let counters = Arc::new(Counters::default());
         let aside = Arc::new(AtomicBool::new(aside));
         let stopping = Arc::new(AtomicBool::new(false));
+        let served =
+            Served { disk: disk.clone(), export, counters: counters.clone(), aside: aside.clone() };
+        let of_readers = served.clone();
+        let readers = Arc::new(Crew::new(format!("read-{name}"), READERS, move || {
+            reader(of_readers.clone())
+        }));
         // From here on an error drops the server, which cleans up.
         let mut server = NbdServer {
             file: identity(socket).map_err(DiskError::io("look at", socket))?,
             socket: socket.into(),
-            disk: disk.clone(),
-            counters: counters.clone(),
-            aside: aside.clone(),
+            disk,
+            counters,
+            aside,
             listener: listener.clone(),
             stopping: stopping.clone(),
             acceptor: None,
-            readers: Vec::new(),
         };
         let spawn_failed = || DiskError::io("start a thread to serve", socket);
-        let served = Served { disk, export, counters, aside };
-        let (cold, waiting) = bounded(WAITING_READS);
-        for _ in 0..READERS {
-            let (served, waiting) = (served.clone(), waiting.clone());
-            let read = move || serve_cold_reads(&served, &waiting);
-            let reader = spawn(format!("read-{name}"), read).map_err(spawn_failed())?;
-            server.readers.push(reader);
-        }
-        let accept = move || accept_clients(&listener, &stopping, &served, &cold);
+        let accept = move || accept_clients(&listener, &stopping, &served, &readers);
         let acceptor = spawn(format!("nbd-{name}"), accept).map_err(spawn_failed())?;
         server.acceptor = Some(acceptor);
         Ok(server)
@@ -129,10 +122,6 @@ impl Drop for NbdServer {
         self.disk.give_up_restore();
         for client in clients {
             join(client.thread);
-        }
-        // The last sender of cold reads has gone now, so the readers end.
-        for reader in self.readers.drain(..) {
-            join(reader);
         }
         if identity(&self.socket).ok() != Some(self.file) {
             return;
@@ -182,7 +171,7 @@ fn accept_clients(
     listener: &UnixListener,
     stopping: &AtomicBool,
     served: &Served,
-    cold: &Sender<ColdRead>,
+    readers: &Arc<Crew<ColdRead>>,
 ) -> Vec<Client> {
     let mut clients: Vec<Client> = Vec::new();
     loop {
@@ -196,7 +185,7 @@ fn accept_clients(
             if clients.len() >= MAX_CONNECTIONS {
                 return Err(io::Error::other("too many connections to one disk"));
             }
-            start_client(stream, served.clone(), cold.clone())
+            start_client(stream, served.clone(), readers.clone())
         });
         match started {
             Ok(client) => clients.push(client),
@@ -210,14 +199,18 @@ fn accept_clients(
     }
 }
 
-fn start_client(stream: UnixStream, served: Served, cold: Sender<ColdRead>) -> io::Result<Client> {
+fn start_client(
+    stream: UnixStream,
+    served: Served,
+    readers: Arc<Crew<ColdRead>>,
+) -> io::Result<Client> {
     let kept = Arc::new(stream.try_clone()?);
     let hang_up = kept.clone();
     let disk = served.disk.index();
     let thread = spawn(format!("nbd-disk{disk}-io"), move || {
         tracing::debug!(%disk, "NBD client connected");
         served.disk.set_server_thread();
-        match serve(&served, stream, &cold) {
+        match serve(&served, stream, &readers) {
             Ok(()) => tracing::debug!(%disk, "NBD client has gone"),
             Err(error) => tracing::warn!(%disk, %error, "dropped the NBD connection"),
         }
