@@ -343,7 +343,7 @@ impl Restoring {
     fn end_vm(&self) {
         let Some(host) = self.host.upgrade() else { return };
         let Ok(vm) = host.primary(self.task.vm()) else { return };
-        if vm.restored_by() == Some(&*self.task.id) {
+        if vm.restored_by().as_ref() == Some(&self.task.id) {
             host.remove_primary(&vm, ImageRole::Cut);
         }
     }

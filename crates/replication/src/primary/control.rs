@@ -43,7 +43,7 @@ fn contest(session: &Session, from: Generation) {
 
 impl Session {
     fn ask_winner(&self, from: Generation) -> WinnersWord {
-        let winner = super::group::lock_core(&self.core).winner().cloned();
+        let winner = self.group.core().winner().cloned();
         let winner = winner.and_then(|owner| owner.host);
         let word = winner.and_then(|host| (self.ask_winner)(&host, self.membership(), from));
         word.unwrap_or_default()

@@ -57,6 +57,7 @@ use pace::Pace;
 use progress::Progress;
 use references::References;
 use send::{Outflow, send_all};
+use session::Present;
 use stats::Stats;
 use std::net::SocketAddr;
 use std::sync::Arc;
@@ -172,9 +173,7 @@ pub fn protect(
         records: plan.records,
         settled: AtomicU64::new(0),
         console,
-        recording: Mutex::new(recording),
         turning: Turning::default(),
-        turned: AtomicU64::new(MACHINE.0),
         rounds: Mutex::default(),
         references: references(&plan.encoding, plan.mode),
         policy: plan.policy,
@@ -183,10 +182,9 @@ pub fn protect(
         progress: Progress::new(),
         events: plan.events,
         pace: Pace::new(vm, machine.qemu_pid(), &plan.policy),
-        watch: Mutex::new(Watch::new(&machine)?),
         outbox,
         inbound,
-        outbound: outbound::Outbound::new(machine.ports().len()),
+        outbound: outbound::Outbound::default(),
         disk_epoch: AtomicU64::new(0),
         epoch_room: EpochRoom::new(EPOCH_DISK_BYTES),
         data,
@@ -200,9 +198,13 @@ pub fn protect(
         arbiter: plan.arbiter,
         ask_winner: plan.ask_winner,
         contests,
-        core: group.core.clone(),
         group,
-        machine: Mutex::new(machine),
+        present: Mutex::new(Present {
+            watch: Arc::new(Watch::new(&machine)?),
+            machine,
+            recording,
+            turned: MACHINE,
+        }),
     });
     session.group.join(&session)?;
     if session.recording().is_some() {
