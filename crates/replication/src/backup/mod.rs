@@ -197,7 +197,7 @@ pub fn accept(
     link.set_read_timeout(None)?;
     let vm = machine.definition().name.clone();
     let (addresses, path) = (plan.addresses, plan.path);
-    let heartbeats = Heartbeats::new(addresses.len());
+    let heartbeats = Heartbeats::new().context("cannot make an eventfd")?;
     let paths = PathMonitor::new(&plan.events, &plan.primary, addresses, path, plan.timeout);
     let renewal = if paths.are_several() { Renewal::Await } else { Renewal::Never };
     let following = (plan.mode == Mode::Lockstep)
@@ -247,14 +247,14 @@ pub fn accept(
         understudy_threads::spawn(format!("prove-{}", session.vm), proof::body(&session))
             .context("cannot start a thread")?;
     }
-    heartbeat::start(&session.vm, &session)?;
+    heartbeat::start(&session.vm, &session, Vec::new(), None)?;
     spawn("receive", &session, |session| session.receive())?;
     Ok(session)
 }
 
 /// Adds the heartbeat connection of a path to a session.
-pub fn attach_heartbeat(session: &Arc<Session>, path: PathIndex, link: Link) -> anyhow::Result<()> {
-    Ok(heartbeat::attach(&session.vm, session, path, link)?)
+pub fn attach_heartbeat(session: &Session, path: PathIndex, link: Link) {
+    session.heartbeats.attach(path, link);
 }
 
 /// Adds the connection over which copies of the guest's inbound frames come.
