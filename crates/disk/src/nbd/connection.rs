@@ -15,7 +15,7 @@ use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use nix::sys::socket::{setsockopt, sockopt};
 use std::io::{self, BufReader, IoSlice, Read, Write};
 use std::net::Shutdown;
-use std::os::fd::AsFd;
+use std::os::fd::{AsFd, BorrowedFd};
 use std::os::unix::net::UnixStream;
 use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
@@ -43,14 +43,24 @@ pub(super) struct Served {
     pub(super) aside: Arc<AtomicBool>,
 }
 
-/// Serves one client until it goes.
+/// Where other clients knock.
+pub(super) trait Door {
+    /// Readable when one does, or the door is closed for good.
+    fn fd(&self) -> BorrowedFd<'_>;
+    /// Lets it in, on a thread of its own. False if the door is closed.
+    fn open(&self) -> bool;
+}
+
+/// Serves one client until it goes; who knocks meanwhile is let in, if there is a door.
 pub(super) fn serve(
     served: &Served,
     stream: UnixStream,
     readers: &Crew<ColdRead>,
+    door: Option<&dyn Door>,
 ) -> Result<(), ConnectionError> {
     make_room(&stream);
-    let requests = Requests { stream: stream.try_clone()?, patience: HANDSHAKE_TIMEOUT_MS.into() };
+    let patience = HANDSHAKE_TIMEOUT_MS.into();
+    let requests = Requests { stream: stream.try_clone()?, patience, door };
     let mut input = BufReader::with_capacity(INPUT_BUFFER_BYTES, requests);
     if negotiate(&mut input, &mut &stream, &served.export)? == Outcome::Abort {
         return Ok(());
@@ -63,20 +73,34 @@ pub(super) fn serve(
 }
 
 /// The receiving side.
-struct Requests {
+struct Requests<'a> {
     stream: UnixStream,
     /// Waits so long for the next bytes.
     patience: PollTimeout,
+    door: Option<&'a dyn Door>,
 }
 
-impl Read for Requests {
+impl Read for Requests<'_> {
     /// Waits by `poll`: a thread that sleeps in `recv` the kernel wakes for nothing each time
     /// that the client has taken a reply out of the socket.
     fn read(&mut self, buffer: &mut [u8]) -> io::Result<usize> {
-        let mut stream = [PollFd::new(self.stream.as_fd(), PollFlags::POLLIN)];
-        match poll(&mut stream, self.patience)? {
-            0 => Err(io::ErrorKind::TimedOut.into()),
-            _ => self.stream.read(buffer),
+        let readable = |fd| PollFd::new(fd, PollFlags::POLLIN);
+        loop {
+            let mut both = [self.stream.as_fd(), self.door.map_or(self.stream.as_fd(), Door::fd)]
+                .map(readable);
+            let fds = if self.door.is_some() { &mut both[..] } else { &mut both[..1] };
+            if poll(fds, self.patience)? == 0 {
+                return Err(io::ErrorKind::TimedOut.into());
+            }
+            let [stream, knocks] = both.map(|fd| fd.any().unwrap_or(true));
+            if let Some(door) = self.door.filter(|_| knocks)
+                && !door.open()
+            {
+                return Ok(0);
+            }
+            if stream {
+                return self.stream.read(buffer);
+            }
         }
     }
 }

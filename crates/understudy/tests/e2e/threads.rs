@@ -9,7 +9,7 @@ use understudy_lab::scene::VM;
 use understudy_lab::{HostProcess, wait_for};
 
 /// A VM of one disk and one card takes no more than this of either host, while nothing happens.
-const MOST: usize = 13;
+const MOST: usize = 12;
 
 /// Groups of the map whose threads a VM has only while there is something to be done.
 const AT_TIMES: [&str; 3] = ["backup in lockstep", "at times", "VM"];
