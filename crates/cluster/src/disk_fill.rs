@@ -6,16 +6,16 @@ use crate::source::{Reading, Source};
 use anyhow::Context;
 use std::collections::BTreeMap;
 use std::path::Path;
+use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
-use std::sync::{Arc, PoisonError};
 use std::thread::JoinHandle;
 use std::time::Duration;
 use tracing::warn;
 use understudy_disk::{BlockSet, Disk, Fetcher, absent_blocks};
 use understudy_protocol::{BlockId, DiskIndex, PageIndex};
 use understudy_snapshot::{AreaMap, ChunkId, Fill, Loader, Page, UNIT_BYTES};
+use understudy_threads::Waitable;
 use understudy_threads::spawn;
-use understudy_threads::{Condvar, Mutex, MutexGuard, lock};
 
 /// Threads that read chunks: a store that answers after 20 ms gives 50 MB/s.
 const READERS: usize = 4;
@@ -35,11 +35,8 @@ pub struct DiskFiller {
     readers: Vec<JoinHandle<()>>,
 }
 
-struct Shared {
-    state: Mutex<State>,
-    /// There is more to read, or less to wait for.
-    changed: Condvar,
-}
+/// Woken when there is more to read, or less to wait for.
+struct Shared(Waitable<State>);
 
 struct State {
     loader: Loader,
@@ -53,8 +50,8 @@ struct State {
 
 impl Fetcher for Shared {
     fn wanted(&self, block: u64) {
-        lock(&self.state).loader.demand(Page { block: AREA, index: PageIndex(block) });
-        self.changed.notify_all();
+        let page = Page { block: AREA, index: PageIndex(block) };
+        self.0.change(|state| state.loader.demand(page));
     }
 }
 
@@ -128,32 +125,30 @@ impl DiskFiller {
 
     /// Whether all is on stable storage.
     pub fn is_complete(&self) -> bool {
-        lock(&self.shared.state).complete
+        self.shared.0.lock().complete
     }
 
     /// Why the guest may stand still.
     pub fn stalled(&self) -> Option<String> {
-        lock(&self.shared.state).stalled.clone()
+        self.shared.0.lock().stalled.clone()
     }
 
     /// Reads the rest; returns when all is on stable storage.
     pub fn complete(&self, stop: &AtomicBool) -> anyhow::Result<()> {
-        lock(&self.shared.state).background = true;
-        self.shared.changed.notify_all();
+        self.shared.0.change(|state| state.background = true);
         while self.disk.absent_blocks() > 0 {
             Stopped::check(stop)?;
-            drop(self.shared.wait(lock(&self.shared.state), LOOK));
+            drop(self.shared.0.wait_for(self.shared.0.lock(), LOOK));
         }
         self.disk.complete_restore()?;
-        lock(&self.shared.state).complete = true;
+        self.shared.0.lock().complete = true;
         Ok(())
     }
 }
 
 impl Drop for DiskFiller {
     fn drop(&mut self) {
-        lock(&self.shared.state).stopped = true;
-        self.shared.changed.notify_all();
+        self.shared.0.change(|state| state.stopped = true);
         for reader in self.readers.drain(..) {
             if reader.join().is_err() {
                 warn!("a thread that filled a disk panicked");
@@ -168,11 +163,7 @@ impl Shared {
         let loader = Loader::new(BTreeMap::from([(AREA, map)]), &[], 0);
         let state =
             State { loader, background: false, stopped: false, complete: false, stalled: None };
-        Arc::new(Shared { state: Mutex::new(state), changed: Condvar::new() })
-    }
-
-    fn wait<'a>(&self, state: MutexGuard<'a, State>, time: Duration) -> MutexGuard<'a, State> {
-        self.changed.wait_timeout(state, time).unwrap_or_else(PoisonError::into_inner).0
+        Arc::new(Shared(Waitable::new(state)))
     }
 }
 
@@ -190,7 +181,7 @@ impl Reader {
             match content {
                 Ok(content) => self.fill(chunk, &content),
                 Err(error) => {
-                    lock(&self.shared.state).loader.failed(chunk);
+                    self.shared.0.lock().loader.failed(chunk);
                     self.pause(&error);
                 }
             }
@@ -199,7 +190,7 @@ impl Reader {
 
     /// Waits for something to read; none when it is to end.
     fn next(&self) -> Option<Reading<'_>> {
-        let mut state = lock(&self.shared.state);
+        let mut state = self.shared.0.lock();
         loop {
             if state.stopped {
                 return None;
@@ -209,12 +200,12 @@ impl Reader {
             if next.is_some() {
                 return next;
             }
-            state = self.shared.wait(state, LOOK);
+            state = self.shared.0.wait_for(state, LOOK);
         }
     }
 
     fn fill(&self, chunk: ChunkId, content: &[u8]) {
-        let fills = lock(&self.shared.state).loader.read(chunk).to_vec();
+        let fills = self.shared.0.lock().loader.read(chunk).to_vec();
         for fill in fills {
             while let Err(error) = self.write(&fill, content) {
                 // Who waits for it goes on waiting.
@@ -223,8 +214,7 @@ impl Reader {
                 }
             }
         }
-        lock(&self.shared.state).stalled = None;
-        self.shared.changed.notify_all();
+        self.shared.0.change(|state| state.stalled = None);
     }
 
     fn write(&self, fill: &Fill, content: &[u8]) -> anyhow::Result<()> {
@@ -236,7 +226,7 @@ impl Reader {
 
     /// Something has failed: notes it and waits a little. False if it is to end.
     fn pause(&self, why: &impl ToString) -> bool {
-        let mut state = lock(&self.shared.state);
+        let mut state = self.shared.0.lock();
         let why = why.to_string();
         if state.stalled.as_ref() != Some(&why) {
             warn!(disk = %self.disk.index(), "a disk that is being restored: {why}");
@@ -248,7 +238,7 @@ impl Reader {
             if left.is_zero() {
                 return true;
             }
-            state = self.shared.wait(state, left);
+            state = self.shared.0.wait_for(state, left);
         }
         false
     }

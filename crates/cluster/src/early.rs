@@ -13,8 +13,7 @@ use std::thread;
 use std::time::{Duration, Instant};
 use understudy_memory::{GuestRam, MAIN_MEMORY};
 use understudy_snapshot::{AreaMap, ChunkId, Loader, Page};
-use understudy_threads::spawn;
-use understudy_threads::{Mutex, lock};
+use understudy_threads::{Waitable, spawn};
 
 /// Threads that read chunks: a store that answers after 20 ms gives 200 MB/s.
 const READERS: usize = 16;
@@ -35,7 +34,7 @@ pub struct Early {
 struct Shared {
     source: Source,
     ram: Arc<GuestRam>,
-    loader: Arc<Mutex<Loader>>,
+    loader: Arc<Waitable<Loader>>,
     began: Instant,
     stop: Arc<AtomicBool>,
 }
@@ -58,7 +57,7 @@ impl Early {
             ram.pages()
         );
         let loader = Loader::new(BTreeMap::from([(MAIN_MEMORY, map)]), queue, before_start);
-        let loader = Arc::new(Mutex::new(loader));
+        let loader = Arc::new(Waitable::new(loader));
         let shared = Arc::new(Shared { source, ram, loader, began: Instant::now(), stop });
         let (sender, ends) = mpsc::channel();
         for reader in 0..READERS {
@@ -71,7 +70,7 @@ impl Early {
     }
 
     /// What was read, and what is left.
-    pub fn loader(&self) -> &Arc<Mutex<Loader>> {
+    pub fn loader(&self) -> &Arc<Waitable<Loader>> {
         &self.shared.loader
     }
 
@@ -110,7 +109,7 @@ impl Shared {
     fn next(&self) -> anyhow::Result<Option<Reading<'_>>> {
         loop {
             Stopped::check(&self.stop)?;
-            match self.source.planned(|| lock(&self.loader).next_before_start()) {
+            match self.source.planned(|| self.loader.lock().next_before_start()) {
                 Ok(next) => return Ok(next),
                 Err(KeptClear) => thread::sleep(ASK_AGAIN),
             }
@@ -118,7 +117,7 @@ impl Shared {
     }
 
     fn fill(&self, chunk: ChunkId, content: &[u8]) -> anyhow::Result<()> {
-        let fills = lock(&self.loader).read(chunk).to_vec();
+        let fills = self.loader.lock().read(chunk).to_vec();
         for fill in fills {
             self.ram.write(fill.pages.first, units(content, fill.slot, fill.pages.count)?);
         }
@@ -216,7 +215,7 @@ mod tests {
             block.read(PageIndex(page), &mut bytes).unwrap();
             assert_eq!(bytes, content(page), "page {page}");
         }
-        let mut loader = lock(&loader);
+        let mut loader = loader.lock();
         assert!(loader.may_start() && loader.pages() == 128);
         let rest: Vec<ChunkId> = std::iter::from_fn(|| loader.next_chunk()).collect();
         let twice = |page| rest.contains(&bench.map.find(page).unwrap().chunk);

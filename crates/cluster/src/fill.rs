@@ -17,7 +17,7 @@ use understudy_protocol::{BlockId, PageIndex, PageRun};
 use understudy_report::FillState;
 use understudy_snapshot::{AreaMap, ChunkId, Demand, Loader, Page, UNIT_BYTES};
 use understudy_threads::spawn;
-use understudy_threads::{Condvar, Mutex, RwLock, lock};
+use understudy_threads::{Mutex, RwLock, Waitable, lock};
 
 /// Threads that read chunks once the guest runs.
 const READERS: usize = 4;
@@ -43,9 +43,8 @@ pub struct Filler {
 struct Work {
     source: Source,
     machine: Weak<Machine>,
-    loader: Arc<Mutex<Loader>>,
-    /// There is something to read, or nothing left to do.
-    changed: Condvar,
+    /// Woken when there is something to read, or nothing left to do.
+    loader: Arc<Waitable<Loader>>,
     /// Once the guest exists, and until all is there.
     pager: RwLock<Option<DemandPager>>,
     progress: Mutex<Progress>,
@@ -73,7 +72,7 @@ impl Filler {
         source: Source,
         machine: Arc<Machine>,
         auxiliary: BTreeMap<BlockId, AreaMap>,
-        loader: Arc<Mutex<Loader>>,
+        loader: Arc<Waitable<Loader>>,
     ) -> Filler {
         let work = Work::new(source, &machine, loader, 0);
         Filler { machine, auxiliary, work: Arc::new(work) }
@@ -91,10 +90,10 @@ impl Filler {
         let rest = map.within(gaps(&there, map.units()));
         let had = map.stored() - rest.stored();
         let loader = Loader::new(BTreeMap::from([(MAIN_MEMORY, rest)]), queue, 0);
-        let work = Arc::new(Work::new(source, &machine, Arc::new(Mutex::new(loader)), had));
+        let work = Arc::new(Work::new(source, &machine, Arc::new(Waitable::new(loader)), had));
         let filler = Filler { machine, auxiliary: BTreeMap::new(), work };
         filler.begin_paging()?;
-        match lock(&filler.work.loader).is_complete() {
+        match filler.work.loader.lock().is_complete() {
             // That daemon died before it had said so.
             true => filler.work.end(),
             false => filler.begin_reading()?,
@@ -105,7 +104,7 @@ impl Filler {
     /// From here on pages that are missing are the guest's to ask for: to be called before the
     /// device state is loaded.
     pub fn attach(&self) -> anyhow::Result<()> {
-        if lock(&self.work.loader).is_complete() {
+        if self.work.loader.lock().is_complete() {
             lock(&self.work.progress).complete = true;
             return Ok(());
         }
@@ -134,7 +133,7 @@ impl Filler {
     /// or `stop` is set.
     pub fn complete(&self, stop: &AtomicBool) -> anyhow::Result<()> {
         self.work.reads_on.store(true, Ordering::Release);
-        self.work.changed.notify_all();
+        self.work.loader.wake();
         while !lock(&self.work.progress).complete {
             Stopped::check(stop)?;
             if !self.machine.is_alive() {
@@ -147,7 +146,7 @@ impl Filler {
 
     /// How far it is.
     pub fn state(&self) -> FillState {
-        let pages = self.work.had + lock(&self.work.loader).pages();
+        let pages = self.work.had + self.work.loader.lock().pages();
         let progress = lock(&self.work.progress);
         let (all, complete) = (self.work.all, progress.complete);
         FillState { pages, all, stalled: self.work.stalled(&progress), complete }
@@ -186,13 +185,17 @@ impl Filler {
 }
 
 impl Work {
-    fn new(source: Source, machine: &Arc<Machine>, loader: Arc<Mutex<Loader>>, had: u64) -> Work {
-        let all = had + lock(&loader).all();
+    fn new(
+        source: Source,
+        machine: &Arc<Machine>,
+        loader: Arc<Waitable<Loader>>,
+        had: u64,
+    ) -> Work {
+        let all = had + loader.lock().all();
         Work {
             source,
             machine: Arc::downgrade(machine),
             loader,
-            changed: Condvar::new(),
             pager: RwLock::new(None),
             progress: Mutex::default(),
             reads_on: AtomicBool::new(false),
@@ -204,14 +207,14 @@ impl Work {
 
     /// The guest waits for a page.
     fn demand(&self, index: PageIndex) -> Missing {
-        let demand = lock(&self.loader).demand(Page { block: MAIN_MEMORY, index });
+        let demand = self.loader.lock().demand(Page { block: MAIN_MEMORY, index });
         match demand {
             Demand::Zero => Missing::Zero,
             Demand::Filled => Missing::Filled,
             Demand::Coming => {
                 self.waits.fetch_add(1, Ordering::Relaxed);
                 self.source.wanted();
-                self.changed.notify_one();
+                self.loader.wake();
                 Missing::Coming
             }
         }
@@ -229,7 +232,7 @@ impl Work {
                 Err(error) => {
                     self.failed(&error.into());
                     // Whoever waits for it goes on waiting: stalled, and not without its memory.
-                    lock(&self.loader).failed(chunk);
+                    self.loader.lock().failed(chunk);
                     self.wait_to_try_again();
                 }
             }
@@ -257,7 +260,7 @@ impl Work {
 
     /// The next chunk; none if there is nothing left to do, or nobody to do it for.
     fn next(&self) -> Option<Reading<'_>> {
-        let mut loader = lock(&self.loader);
+        let mut loader = self.loader.lock();
         loop {
             if loader.is_complete() || !self.is_machine_alive() {
                 return None;
@@ -267,8 +270,7 @@ impl Work {
                 return Some(reading);
             }
             // Others read the last ones, or what a guest waits for.
-            let waited = self.changed.wait_timeout(loader, LOOK);
-            loader = waited.unwrap_or_else(|poisoned| poisoned.into_inner()).0;
+            loader = self.loader.wait_for(loader, LOOK);
         }
     }
 
@@ -277,7 +279,7 @@ impl Work {
         // Taken before the chunk counts: who finds all there waits for it before he ends paging.
         let guard = self.pager.read().unwrap_or_else(|poisoned| poisoned.into_inner());
         let Some(pager) = &*guard else { return };
-        let fills = lock(&self.loader).read(chunk).to_vec();
+        let fills = self.loader.lock().read(chunk).to_vec();
         let fill_all = || -> anyhow::Result<()> {
             fills.iter().try_for_each(|fill| {
                 let bytes = units(content, fill.slot, fill.pages.count)?;
@@ -293,7 +295,7 @@ impl Work {
         }
         drop(guard);
         lock(&self.progress).failed = None;
-        fail::fail_point!("all-filled", lock(&self.loader).is_complete(), |_| ());
+        fail::fail_point!("all-filled", self.loader.lock().is_complete(), |_| ());
     }
 
     /// All that has content is there, once those who still fill in have let go of the pager.
@@ -305,7 +307,7 @@ impl Work {
             Err(error) => warn!("the end of loading: {error}"),
         }
         lock(&self.progress).complete = true;
-        self.changed.notify_all();
+        self.loader.wake();
     }
 
     fn wait_to_try_again(&self) {

@@ -166,13 +166,13 @@ impl Host {
         Ok(report)
     }
 
-    fn came_up(&self, vm: &VmName, wish: Option<Wish>) {
+    fn came_up(self: &Arc<Self>, vm: &VmName, wish: Option<Wish>) {
         self.events.of(vm).record(EventKind::CameUp);
         self.want_protected(vm, wish);
     }
 
     /// As it was protected when its host went down.
-    fn want_protected(&self, vm: &VmName, wish: Option<Wish>) {
+    fn want_protected(self: &Arc<Self>, vm: &VmName, wish: Option<Wish>) {
         let (Some(wish), Ok(primary)) = (wish, self.primary(vm)) else { return };
         let remedy = format!("understudy protect {vm} --to {}", wish.request.to);
         primary.repairer.set_wish(Some(wish));

@@ -6,7 +6,7 @@
 
 use crate::host::Host;
 use crate::protection::check_held_console;
-use crate::repair::Wish;
+use crate::repair::{self, Wish};
 use crate::vm::{PrimaryVm, Vm};
 use std::sync::Arc;
 use tracing::warn;
@@ -54,7 +54,7 @@ impl Host {
         });
         if let Err(error) = begun {
             for vm in vms.iter().filter(|vm| vm.is_degraded()) {
-                vm.repairer.lost(&error.to_string());
+                repair::restore(self, vm, &error.to_string());
             }
             return Err(error);
         }

@@ -64,7 +64,8 @@ pub fn serve(host: &Arc<Host>, stream: TcpStream, place: Place) {
             Purpose::Heartbeat { session, path } => {
                 let session = session_of(host, &link, &session)?;
                 link.send_json(Kind::Welcome, &Welcome::of(&host.config.name))?;
-                within(&of_vm(host, &session.vm), || backup::attach_heartbeat(&session, path, link))
+                backup::attach_heartbeat(&session, path, link);
+                Ok(())
             }
             Purpose::Inbound { session } => {
                 let session = session_of(host, &link, &session)?;

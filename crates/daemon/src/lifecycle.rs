@@ -164,8 +164,13 @@ impl Host {
 
     /// The VM should be protected and is not, for this reason; `remedy` is the
     /// operator's, if it is not protected again without one.
-    pub(crate) fn degraded(&self, vm: &PrimaryVm, mut reason: String, remedy: &str) {
-        if !vm.repairer.lost(&reason) {
+    pub(crate) fn degraded(
+        self: &Arc<Self>,
+        vm: &Arc<PrimaryVm>,
+        mut reason: String,
+        remedy: &str,
+    ) {
+        if !repair::restore(self, vm, &reason) {
             reason += &format!("; not protected until `{remedy}`");
         }
         vm.degrade(reason);
@@ -229,7 +234,7 @@ impl Host {
                 if vm.has_diverged() {
                     vm.repairer.diverged();
                 }
-                vm.repairer.lost(&reason);
+                repair::restore(self, vm, &reason);
             }
             PrimaryPhase::Alone(None) => self.note_generation(vm),
             PrimaryPhase::Halted(reason) => {

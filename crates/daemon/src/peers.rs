@@ -18,34 +18,37 @@ const INTERVAL: Duration = Duration::from_secs(2);
 
 /// The configured peers as they are now.
 #[derive(Debug)]
-pub struct Peers {
-    by_name: Common<BTreeMap<HostName, Vec<SocketAddr>>>,
+pub struct Peers(Common<Known>);
+
+#[derive(Debug)]
+struct Known {
+    by_name: BTreeMap<HostName, Vec<SocketAddr>>,
     /// Why the changed file is not used.
-    problem: Common<Option<String>>,
+    problem: Option<String>,
 }
 
 impl Peers {
     /// Those that the daemon starts with.
     pub fn of(config: &HostConfig) -> Peers {
-        Peers { by_name: Common::new(config.peers.clone()), problem: Common::default() }
+        Peers(Common::new(Known { by_name: config.peers.clone(), problem: None }))
     }
 
     /// All of them, with an address for each path.
     pub fn all(&self) -> BTreeMap<HostName, Vec<SocketAddr>> {
-        self.by_name.lock().clone()
+        self.0.lock().by_name.clone()
     }
 
     /// What the operator should see to; for people.
     pub fn problem(&self) -> Option<String> {
-        self.problem.lock().clone()
+        self.0.lock().problem.clone()
     }
 
     /// Takes over what the file has now; returns whether that is something else.
     fn refresh(&self, file: &Path) -> Result<bool, String> {
         let fresh = HostConfig::load(file).map_err(|error| error.message)?.peers;
-        let mut known = self.by_name.lock();
-        let changed = *known != fresh;
-        *known = fresh;
+        let mut known = self.0.lock();
+        let changed = known.by_name != fresh;
+        known.by_name = fresh;
         Ok(changed)
     }
 }
@@ -70,7 +73,7 @@ fn run(host: &Weak<Host>) {
             Ok(false) => None,
             Err(error) => Some(format!("the changed configuration is not used: {error}")),
         };
-        let before = std::mem::replace(&mut *host.peers.problem.lock(), problem.clone());
+        let before = std::mem::replace(&mut host.peers.0.lock().problem, problem.clone());
         if let Some(problem) = problem.filter(|problem| before.as_ref() != Some(problem)) {
             warn!("{problem}");
         }

@@ -3,7 +3,7 @@
 use crate::containment;
 use crate::hand_back;
 use crate::host::{Host, PEER_TIMEOUT, check_goes_on, failed, internal};
-use crate::repair::Wish;
+use crate::repair::{self, Wish};
 use crate::vm::{PrimaryVm, Vm};
 use std::sync::Arc;
 use understudy_machine::Machine;
@@ -45,7 +45,7 @@ impl Host {
             (Ok(()), Some(former)) => self.dissolve(&former, name, "is protected by itself"),
             (Ok(()), None) => {}
             (Err(error), _) if vm.is_degraded() => {
-                vm.repairer.lost(&error.to_string());
+                repair::restore(self, &vm, &error.to_string());
             }
             (Err(_), _) => {}
         }

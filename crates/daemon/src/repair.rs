@@ -1,5 +1,5 @@
 //! Redundancy restored by itself: drives `understudy_protocol::repair`, one
-//! thread for each VM that runs here.
+//! thread for each VM that runs here and is not protected.
 //!
 //! What is wanted is the operator's last `protect` or `unprotect`. It travels to
 //! the backup with every offer, so that a survivor knows it too. A group is protected again
@@ -61,14 +61,21 @@ pub struct Repairer {
     vm: VmName,
     /// Whether this host restores protection at all.
     enabled: bool,
-    core: Mutex<Repair>,
-    wish: Mutex<Option<Wish>>,
-    /// The end of the last wait that the log knows of.
-    logged: Mutex<Option<Time>>,
-    /// How often in a row a backup diverged, and when last.
-    divergences: Mutex<(u32, Time)>,
+    state: Mutex<State>,
     events: Sender<RepairEvent>,
     inbox: Receiver<RepairEvent>,
+}
+
+#[derive(Default)]
+struct State {
+    core: Repair,
+    wish: Option<Wish>,
+    /// The end of the last wait that the log knows of.
+    logged: Option<Time>,
+    /// How often in a row a backup diverged, and when last.
+    divergences: (u32, Time),
+    /// Whether there is a thread that sees to it.
+    has_thread: bool,
 }
 
 impl Repairer {
@@ -78,10 +85,7 @@ impl Repairer {
         Repairer {
             vm: vm.to_owned(),
             enabled,
-            core: Mutex::default(),
-            wish: Mutex::new(wish),
-            logged: Mutex::default(),
-            divergences: Mutex::default(),
+            state: Mutex::new(State { wish, ..State::default() }),
             events,
             inbox,
         }
@@ -89,7 +93,7 @@ impl Repairer {
 
     /// How the VM should be protected; none if it should not.
     pub fn wish(&self) -> Option<Wish> {
-        lock(&self.wish).clone()
+        lock(&self.state).wish.clone()
     }
 
     /// The group that it should be protected in.
@@ -99,7 +103,7 @@ impl Repairer {
 
     /// The operator wants this from now on.
     pub fn set_wish(&self, wish: Option<Wish>) {
-        *lock(&self.wish) = wish;
+        lock(&self.state).wish = wish;
     }
 
     /// Protection is lost, or could not be set up; whether it shall be restored.
@@ -119,19 +123,20 @@ impl Repairer {
     /// A backup did not follow the log.
     pub fn diverged(&self) {
         let now = clock::now();
-        let mut divergences = lock(&self.divergences);
-        let in_a_row = now - divergences.1 < HEALTHY;
-        *divergences = (if in_a_row { divergences.0 + 1 } else { 1 }, now);
+        let mut state = lock(&self.state);
+        let (count, last) = state.divergences;
+        let in_a_row = now - last < HEALTHY;
+        state.divergences = (if in_a_row { count + 1 } else { 1 }, now);
     }
 
     /// Whether backups have diverged so often that lockstep is not tried again.
     pub fn distrusts_lockstep(&self) -> bool {
-        lock(&self.divergences).0 > 1
+        lock(&self.state).divergences.0 > 1
     }
 
     /// The operator asks for it again.
     pub fn trust_lockstep(&self) {
-        *lock(&self.divergences) = Default::default();
+        lock(&self.state).divergences = Default::default();
     }
 
     /// Ends the repair: the operator decided.
@@ -152,7 +157,7 @@ impl Repairer {
             let (group, leader) = (&group.name, group.vms.first()?);
             return Some(format!("unprotected: group {group} is protected again with {leader}"));
         }
-        let core = lock(&self.core);
+        let core = &lock(&self.state).core;
         let detail = match core.phase() {
             RepairPhase::Idle => return None,
             RepairPhase::Surveying => "asking the hosts".to_owned(),
@@ -166,7 +171,7 @@ impl Repairer {
     }
 
     fn sleep(&self) -> Duration {
-        let core = lock(&self.core);
+        let core = &lock(&self.state).core;
         match (core.phase(), core.deadline()) {
             (RepairPhase::Attempting(_), _) => SYNC_INTERVAL,
             (_, Some(until)) => (until - clock::now()).min(LONGEST_SLEEP),
@@ -176,26 +181,25 @@ impl Repairer {
 
     fn handle(&self, event: RepairEvent) -> Vec<RepairAction> {
         let mut actions = Vec::new();
-        lock(&self.core).handle(clock::now(), jitter(), event, &mut actions);
+        lock(&self.state).core.handle(clock::now(), jitter(), event, &mut actions);
         actions
     }
 
     /// Says once for each round why no host took the VM.
     fn log_round(&self, events: &VmEvents) {
-        let core = lock(&self.core);
-        let mut logged = lock(&self.logged);
-        if let RepairPhase::Waiting(until) = core.phase() {
-            if *logged != Some(*until) {
-                events.record_new(EventKind::NoBackup { reason: core.reason().to_owned() });
-                *logged = Some(*until);
-            }
+        let mut state = lock(&self.state);
+        if let &RepairPhase::Waiting(until) = state.core.phase()
+            && state.logged != Some(until)
+        {
+            events.record_new(EventKind::NoBackup { reason: state.core.reason().to_owned() });
+            state.logged = Some(until);
         }
     }
 
     /// Whether protection that was lost may be back soon: a host is asked or tried, or will be in no time.
     /// Hosts that all refused have been silent for longer.
     pub fn is_restoring(&self) -> bool {
-        let soon = match lock(&self.core).phase() {
+        let soon = match lock(&self.state).core.phase() {
             RepairPhase::Idle => false,
             RepairPhase::Surveying | RepairPhase::Attempting(_) => true,
             RepairPhase::Waiting(until) => *until - clock::now() < SOON,
@@ -203,8 +207,17 @@ impl Repairer {
         soon && self.wanted().is_some()
     }
 
+    /// Whether its thread, which asks, has nothing more to do; it is none any more then.
+    fn may_rest(&self) -> bool {
+        let mut state = lock(&self.state);
+        // What comes from here on finds no thread.
+        let rests = *state.core.phase() == RepairPhase::Idle && self.inbox.is_empty();
+        state.has_thread &= !rests;
+        rests
+    }
+
     fn is_attempting(&self) -> bool {
-        matches!(lock(&self.core).phase(), RepairPhase::Attempting(_))
+        matches!(lock(&self.state).core.phase(), RepairPhase::Attempting(_))
     }
 }
 
@@ -213,8 +226,20 @@ fn jitter() -> u32 {
     (RandomState::new().build_hasher().finish() % 1_001) as u32
 }
 
-/// Watches over a VM's protection for as long as the VM runs here.
+/// Protection is lost, or could not be set up; whether it shall be restored. That begins.
+pub(crate) fn restore(host: &Arc<Host>, vm: &Arc<PrimaryVm>, reason: &str) -> bool {
+    let wanted = vm.repairer.lost(reason);
+    if wanted {
+        start(host, vm);
+    }
+    wanted
+}
+
+/// Sees to a VM's protection until it is protected, unless somebody does.
 pub(crate) fn start(host: &Arc<Host>, vm: &Arc<PrimaryVm>) {
+    if std::mem::replace(&mut lock(&vm.repairer.state).has_thread, true) {
+        return;
+    }
     let (alive, host, weak) = (host, Arc::downgrade(host), Arc::downgrade(vm));
     let inbox = vm.repairer.inbox.clone();
     let name = vm.name().to_owned();
@@ -222,6 +247,7 @@ pub(crate) fn start(host: &Arc<Host>, vm: &Arc<PrimaryVm>) {
     let watch = move || watch(&host, &weak, &inbox);
     let started = within(&scope, || spawn(format!("repair-{name}"), watch));
     if let Err(error) = started {
+        lock(&vm.repairer.state).has_thread = false;
         error!(vm = %name, "lost protection will not be restored: {error}");
     }
 }
@@ -236,6 +262,10 @@ fn watch(host: &Weak<Host>, vm: &Weak<PrimaryVm>, inbox: &Receiver<RepairEvent>)
             Err(RecvTimeoutError::Disconnected) => return,
         };
         if step(host, vm, event).is_none() {
+            return;
+        }
+        let rests = vm.upgrade().is_none_or(|vm| vm.is_protected() && vm.repairer.may_rest());
+        if rests {
             return;
         }
     }

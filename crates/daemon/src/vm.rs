@@ -2,8 +2,8 @@
 
 use crate::lease::Tenure;
 use crate::repair::Repairer;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, OnceLock};
 use understudy_machine::Machine;
 use understudy_protocol::HostName;
 use understudy_protocol::VmName;
@@ -32,8 +32,6 @@ pub enum Vm {
 /// A VM that runs on this host.
 pub struct PrimaryVm {
     name: VmName,
-    /// The machine: another one after a succession.
-    machine: Mutex<Arc<Machine>>,
     /// Notable events.
     pub events: VmEvents,
     /// Restores its protection.
@@ -44,14 +42,16 @@ pub struct PrimaryVm {
     pub(crate) tenure: Tenure,
     /// Whether another host has a copy of it, or had one.
     pub(crate) has_copies: AtomicBool,
-    /// How it came to this host, if by a take-over.
-    takeover: OnceLock<TakeoverReport>,
-    /// The restore of a snapshot that it comes from.
-    restore: OnceLock<String>,
     state: Mutex<PrimaryState>,
 }
 
 struct PrimaryState {
+    /// Another one after a succession.
+    machine: Arc<Machine>,
+    /// How it came to this host, if by a take-over.
+    takeover: Option<TakeoverReport>,
+    /// The restore of a snapshot that it comes from.
+    restore: Option<String>,
     generation: Generation,
     /// The last protection session, also after its end.
     session: Option<Arc<primary::Session>>,
@@ -78,17 +78,22 @@ impl PrimaryVm {
         events: VmEvents,
         tenure: Tenure,
     ) -> PrimaryVm {
-        let state = PrimaryState { generation, session: None, degraded: None };
+        let name = machine.definition().name.clone();
+        let state = PrimaryState {
+            machine,
+            takeover: None,
+            restore: None,
+            generation,
+            session: None,
+            degraded: None,
+        };
         PrimaryVm {
-            name: machine.definition().name.clone(),
-            machine: Mutex::new(machine),
+            name,
             events,
             repairer,
             protecting: Mutex::default(),
             tenure,
             has_copies: AtomicBool::new(false),
-            takeover: OnceLock::new(),
-            restore: OnceLock::new(),
             state: Mutex::new(state),
         }
     }
@@ -100,29 +105,27 @@ impl PrimaryVm {
 
     /// The machine that it runs on now.
     pub fn machine(&self) -> Arc<Machine> {
-        lock(&self.machine).clone()
+        lock(&self.state).machine.clone()
     }
 
     /// Lets the VM go on in this machine.
     pub(crate) fn succeed(&self, next: Arc<Machine>) {
-        *lock(&self.machine) = next;
+        lock(&self.state).machine = next;
     }
 
     /// Notes that it came to this host by a take-over.
     pub(crate) fn took_over(&self, takeover: TakeoverReport) {
-        // A VM comes once.
-        let _ = self.takeover.set(takeover);
+        lock(&self.state).takeover = Some(takeover);
     }
 
     /// Notes that it was started by this restore of a snapshot.
     pub(crate) fn note_restore(&self, restore: &str) {
-        // A VM is restored once.
-        let _ = self.restore.set(restore.to_owned());
+        lock(&self.state).restore = Some(restore.to_owned());
     }
 
     /// The restore that started it, if one did.
-    pub(crate) fn restored_by(&self) -> Option<&str> {
-        self.restore.get().map(String::as_str)
+    pub(crate) fn restored_by(&self) -> Option<String> {
+        lock(&self.state).restore.clone()
     }
 
     /// Why this copy only stands still, if another host has won the VM and may not run it yet.
@@ -228,7 +231,7 @@ impl PrimaryVm {
         status.live &= status.lease_over.is_none();
         status.generation = state.generation;
         status.events = self.events.sentences();
-        status.takeover = self.takeover.get().copied();
+        status.takeover = state.takeover;
         status.protection = match &state.degraded {
             Some(reason) => Protection::Degraded { reason: reason.clone() },
             None => Protection::Off,

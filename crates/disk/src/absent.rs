@@ -7,7 +7,7 @@ use std::io;
 use std::ops::Range;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
-use understudy_threads::{Condvar, Mutex, MutexGuard};
+use understudy_threads::{MutexGuard, Waitable};
 
 /// Whoever brings the blocks of a disk that is being restored.
 pub trait Fetcher: Send + Sync {
@@ -20,9 +20,8 @@ pub(crate) struct Absent {
     fetcher: Arc<dyn Fetcher>,
     /// For those who would rather not take the lock.
     any: AtomicBool,
-    state: Mutex<State>,
-    /// Blocks came, or none will come.
-    changed: Condvar,
+    /// Woken when blocks came, or none will come.
+    state: Waitable<State>,
 }
 
 struct State {
@@ -40,8 +39,7 @@ impl Absent {
         Absent {
             fetcher,
             any: AtomicBool::new(count > 0),
-            state: Mutex::new(State { blocks, mark, count, given_up: false }),
-            changed: Condvar::new(),
+            state: Waitable::new(State { blocks, mark, count, given_up: false }),
         }
     }
 
@@ -51,25 +49,25 @@ impl Absent {
     }
 
     pub(crate) fn count(&self) -> u64 {
-        self.lock().count
+        self.state.lock().count
     }
 
     /// Whether all of a range is there.
     pub(crate) fn has(&self, offset: u64, len: u64) -> bool {
-        let state = self.lock();
+        let state = self.state.lock();
         state.blocks.next_run(state.blocks.touched(offset, len)).is_none()
     }
 
     /// Waits until all of a range is there.
     pub(crate) fn wait_for(&self, offset: u64, len: u64) -> io::Result<()> {
-        let touched = self.lock().blocks.touched(offset, len);
+        let touched = self.state.lock().blocks.touched(offset, len);
         self.wait(touched)
     }
 
     /// Waits for those blocks that a write of this range would change in part.
     pub(crate) fn wait_for_edges(&self, offset: u64, len: u64) -> io::Result<()> {
         let (touched, covered) = {
-            let state = self.lock();
+            let state = self.state.lock();
             (state.blocks.touched(offset, len), state.blocks.covered(offset, len))
         };
         if covered.is_empty() {
@@ -81,19 +79,19 @@ impl Absent {
 
     fn wait(&self, blocks: Range<u64>) -> io::Result<()> {
         let mut asked = None;
-        let mut state = self.lock();
+        let mut state = self.state.lock();
         while let Some(missing) = state.blocks.next_run(blocks.clone()) {
             if state.given_up {
                 return Err(io::Error::other("the restore of this disk was given up"));
             }
             if asked == Some(missing.start) {
-                state = self.changed.wait(state).unwrap_or_else(understudy_threads::poisoned);
+                state = self.state.wait(state);
                 continue;
             }
             asked = Some(missing.start);
             drop(state);
             self.fetcher.wanted(missing.start);
-            state = self.lock();
+            state = self.state.lock();
         }
         Ok(())
     }
@@ -105,7 +103,7 @@ impl Absent {
         len: u64,
         write: impl FnOnce() -> io::Result<()>,
     ) -> io::Result<()> {
-        let mut state = self.lock();
+        let mut state = self.state.lock();
         // Under the lock: what is brought meanwhile must not come on top of it.
         write()?;
         let covered = state.blocks.covered(offset, len);
@@ -116,7 +114,7 @@ impl Absent {
 
     /// Blocks came: those that are still absent are written to the image.
     pub(crate) fn fill(&self, image: &Image, first: u64, content: &[u8]) -> io::Result<()> {
-        let mut state = self.lock();
+        let mut state = self.state.lock();
         let offset = first * BLOCK_BYTES;
         let touched = state.blocks.touched(offset, content.len() as u64);
         while let Some(run) = state.blocks.next_run(touched.clone()) {
@@ -130,18 +128,13 @@ impl Absent {
 
     /// Nothing will come any more: who waits gets an error.
     pub(crate) fn give_up(&self) {
-        self.lock().given_up = true;
-        self.changed.notify_all();
+        self.state.change(|state| state.given_up = true);
     }
 
     fn note(&self, state: MutexGuard<'_, State>) {
         self.any.store(state.count > 0, Ordering::Release);
         drop(state);
-        self.changed.notify_all();
-    }
-
-    fn lock(&self) -> MutexGuard<'_, State> {
-        self.state.lock().unwrap_or_else(understudy_threads::poisoned)
+        self.state.wake();
     }
 }
 

@@ -144,11 +144,10 @@ impl Disk {
         }
         let image = Arc::new(image);
         let changes = Arc::default();
-        let flusher = Flusher::start(&format!("disk{index}"), {
+        let flusher = Flusher::new(&format!("disk{index}"), {
             let (image, changes, path) = (image.clone(), Arc::clone(&changes), path.to_owned());
             Box::new(move || sync_image(&image, &changes, &path))
-        })
-        .map_err(DiskError::io("start the flusher thread of", path))?;
+        });
         Ok(Disk {
             index,
             export_bytes,

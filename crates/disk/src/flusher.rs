@@ -10,8 +10,7 @@ use nix::errno::Errno;
 use std::io;
 use std::mem;
 use std::sync::Arc;
-use std::thread::JoinHandle;
-use understudy_threads::{Condvar, Mutex, MutexGuard};
+use understudy_threads::{Crew, Mutex, Worker, lock};
 
 /// Callback, called once, for how the flush went.
 pub(crate) type Done = Box<dyn FnOnce(io::Result<()>) + Send>;
@@ -21,7 +20,6 @@ struct State {
     in_checkpoint: bool,
     /// A flush was answered without an fsync.
     owed: bool,
-    stopping: bool,
     /// To be answered by the next fsync.
     waiting: Vec<Done>,
     /// To be answered by the fsync under way.
@@ -36,30 +34,30 @@ pub(crate) type SyncImage = Box<dyn Fn() -> io::Result<()> + Send + Sync>;
 struct Shared {
     sync: SyncImage,
     state: Mutex<State>,
-    wake: Condvar,
 }
 
-/// The flusher thread of one disk; dropping it carries out what is owed and joins it.
+/// The flusher of one disk; dropping it carries out what is owed and waits for it.
 pub(crate) struct Flusher {
     shared: Arc<Shared>,
-    thread: Option<JoinHandle<()>>,
+    /// One thread, while there are flushes.
+    thread: Crew<()>,
 }
 
 impl Flusher {
-    pub(crate) fn start(name: &str, sync: SyncImage) -> io::Result<Flusher> {
-        let shared =
-            Arc::new(Shared { sync, state: Mutex::new(State::default()), wake: Condvar::new() });
-        let thread = understudy_threads::spawn(format!("flush-{name}"), {
-            let shared = shared.clone();
-            move || while shared.flush_once() {}
-        })?;
-        Ok(Flusher { shared, thread: Some(thread) })
+    pub(crate) fn new(name: &str, sync: SyncImage) -> Flusher {
+        let shared = Arc::new(Shared { sync, state: Mutex::default() });
+        let of_thread = shared.clone();
+        let worker = move || -> Worker<()> {
+            let shared = of_thread.clone();
+            Box::new(move |()| shared.flush_all())
+        };
+        Flusher { shared, thread: Crew::new(format!("flush-{name}"), 1, worker) }
     }
 
     /// Calls `done` once all completed writes are on stable storage, or at once during
     /// a checkpoint.
     pub(crate) fn flush(&self, done: Done) {
-        let mut state = self.shared.lock();
+        let mut state = lock(&self.shared.state);
         if state.in_checkpoint {
             state.owed = true;
             let result = state.outcome();
@@ -68,13 +66,13 @@ impl Flusher {
         }
         state.waiting.push(done);
         drop(state);
-        self.shared.wake.notify_one();
+        self.thread.hand(());
     }
 
     /// From here on flushes are answered at once, those already waiting included: the
     /// pause must not wait for an fsync.
     pub(crate) fn begin_checkpoint(&self) {
-        let mut state = self.shared.lock();
+        let mut state = lock(&self.shared.state);
         state.in_checkpoint = true;
         let mut answer = mem::take(&mut state.waiting);
         answer.append(&mut state.syncing);
@@ -89,40 +87,33 @@ impl Flusher {
 
     /// Flushes are carried out again, first of all the one that is owed.
     pub(crate) fn end_checkpoint(&self) {
-        let mut state = self.shared.lock();
+        let mut state = lock(&self.shared.state);
         state.in_checkpoint = false;
         // Nobody is woken for nothing, after each checkpoint.
         if state.has_work() {
             drop(state);
-            self.shared.wake.notify_one();
+            self.thread.hand(());
         }
     }
 }
 
 impl Drop for Flusher {
     fn drop(&mut self) {
-        self.shared.lock().stopping = true;
-        self.shared.wake.notify_one();
-        if let Some(thread) = self.thread.take() {
-            if thread.join().is_err() {
-                tracing::error!("the flusher thread panicked");
-            }
-        }
+        // Its thread ends behind this.
+        self.end_checkpoint();
     }
 }
 
 impl Shared {
-    fn lock(&self) -> MutexGuard<'_, State> {
-        self.state.lock().unwrap_or_else(understudy_threads::poisoned)
+    /// Flushes until there is nothing more to flush now.
+    fn flush_all(&self) {
+        while self.flush_once() {}
     }
 
-    /// Waits for something to flush and does it; false once there will be no more.
+    /// False if there was nothing to flush.
     fn flush_once(&self) -> bool {
-        let mut state = self
-            .wake
-            .wait_while(self.lock(), |state| !state.stopping && !state.has_work())
-            .unwrap_or_else(understudy_threads::poisoned);
-        if !state.owed && state.waiting.is_empty() {
+        let mut state = lock(&self.state);
+        if !state.has_work() {
             return false;
         }
         state.owed = false;
@@ -130,7 +121,7 @@ impl Shared {
         drop(state);
 
         let result = (self.sync)();
-        let mut state = self.lock();
+        let mut state = lock(&self.state);
         if let Err(error) = result
             && state.failed.is_none()
         {

@@ -27,7 +27,7 @@ impl Bench {
             // The test has let go of its end: nothing is to be waited for any more.
             finished.recv().unwrap_or(Ok(()))
         });
-        let flusher = Flusher::start("test", sync).unwrap();
+        let flusher = Flusher::new("test", sync);
         let (answer, answered) = unbounded();
         Bench { flusher, begun, finish, answer, answered }
     }

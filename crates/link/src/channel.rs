@@ -15,9 +15,8 @@ use std::time::{Duration, Instant};
 use tracing::{info, warn};
 use understudy_protocol::wire::{HEADER_BYTES, Header, Kind, Message};
 use understudy_protocol::{Count, Epoch, ReceiveWindow, SendWindow};
-use understudy_threads::poisoned;
 use understudy_threads::spawn;
-use understudy_threads::{Condvar, Mutex, MutexGuard, lock};
+use understudy_threads::{Mutex, MutexGuard, Waitable, lock};
 
 /// A broken connection must be followed by another one within this time. The
 /// backup should win when both give up: the primary waits longer.
@@ -50,8 +49,7 @@ pub enum Renewal {
 /// One end of a session's messages. One thread receives; any may send.
 pub struct Channel {
     renewal: Renewal,
-    state: Mutex<State>,
-    changed: Condvar,
+    state: Waitable<State>,
     /// A lock for the time of a message, so that one follows the other. None
     /// until the unconfirmed messages went over the present connection.
     writing: Mutex<Option<Link>>,
@@ -89,17 +87,12 @@ impl Channel {
             renewals: 0,
             delivered: Delivered::default(),
         };
-        Arc::new(Channel {
-            renewal,
-            state: Mutex::new(state),
-            changed: Condvar::new(),
-            writing: Mutex::new(Some(link)),
-        })
+        Arc::new(Channel { renewal, state: Waitable::new(state), writing: Mutex::new(Some(link)) })
     }
 
     /// Bounds every later read of the present connection; none waits for ever.
     pub fn set_read_timeout(&self, timeout: Option<Duration>) -> io::Result<()> {
-        match &lock(&self.state).link {
+        match &self.state.lock().link {
             Some(link) => link.set_read_timeout(timeout),
             None => Ok(()),
         }
@@ -107,7 +100,7 @@ impl Channel {
 
     /// Bytes that have arrived at the peer's system since the channel began.
     pub fn delivered(&self) -> u64 {
-        let mut state = lock(&self.state);
+        let mut state = self.state.lock();
         if let Some(present) = state.link.as_ref().map(Link::delivered) {
             let delivered = &mut state.delivered;
             delivered.all += present.saturating_sub(delivered.present);
@@ -118,22 +111,22 @@ impl Channel {
 
     /// How often it went on over another connection.
     pub fn renewals(&self) -> u64 {
-        lock(&self.state).renewals
+        self.state.lock().renewals
     }
 
     /// Ends the channel in both directions; wakes whoever uses it.
     pub fn close(&self) {
-        let mut state = lock(&self.state);
+        let mut state = self.state.lock();
         state.closed = true;
         if let Some(link) = state.link.take() {
             link.close();
         }
-        self.changed.notify_all();
+        self.state.wake();
     }
 
     /// Ends the present connection, so that the channel goes on over another.
     pub fn abandon(&self) {
-        if let Some(link) = &lock(&self.state).link {
+        if let Some(link) = &self.state.lock().link {
             link.close();
         }
     }
@@ -141,7 +134,7 @@ impl Channel {
     /// The next message. The error says why the channel is of no more use.
     pub fn receive(self: &Arc<Self>) -> anyhow::Result<Message> {
         loop {
-            let link = match &lock(&self.state).link {
+            let link = match &self.state.lock().link {
                 Some(link) => link.clone(),
                 None => bail!("the connection was closed"),
             };
@@ -165,14 +158,14 @@ impl Channel {
     /// Counts a message, unless its connection is no longer the channel's: then
     /// the peer sends it again.
     fn take(&self, link: &Link, message: Message) -> anyhow::Result<Option<Message>> {
-        let mut state = lock(&self.state);
+        let mut state = self.state.lock();
         if !state.link.as_ref().is_some_and(|present| present.is(link)) {
             return Ok(None);
         }
         state.fruitless = 0;
         if message.header.kind == Kind::Received {
             state.sent.confirm(message.header.epoch.0)?;
-            self.changed.notify_all();
+            self.state.wake();
             return Ok(None);
         }
         state.received.receive(bytes_of(&message.header));
@@ -210,7 +203,7 @@ impl Channel {
         let header = message.header;
         self.wait_for_room()?;
         let mut writing = lock(&self.writing);
-        lock(&self.state).sent.push(message.clone(), bytes_of(&header));
+        self.state.lock().sent.push(message.clone(), bytes_of(&header));
         if let Some(link) = &*writing
             && link.send_with(&header, &[&message.payload], next).is_err()
         {
@@ -224,9 +217,9 @@ impl Channel {
 
     /// Not with `writing` held: the unconfirmed messages have to go out first.
     fn wait_for_room(&self) -> io::Result<()> {
-        let mut state = lock(&self.state);
+        let mut state = self.state.lock();
         while !state.closed && !state.sent.has_room() {
-            state = self.changed.wait(state).unwrap_or_else(poisoned);
+            state = self.state.wait(state);
         }
         if state.closed { Err(io::ErrorKind::NotConnected.into()) } else { Ok(()) }
     }
@@ -235,7 +228,7 @@ impl Channel {
     fn confirm(&self, writing: &mut MutexGuard<'_, Option<Link>>) {
         let Some(link) = &**writing else { return };
         let count = {
-            let mut state = lock(&self.state);
+            let mut state = self.state.lock();
             if !state.received.confirmation_is_due() {
                 return;
             }
@@ -257,7 +250,7 @@ impl Channel {
     fn renew(self: &Arc<Self>, broken: &Link, error: anyhow::Error) -> anyhow::Result<()> {
         broken.close();
         {
-            let mut state = lock(&self.state);
+            let mut state = self.state.lock();
             if state.closed {
                 return Err(error);
             }
@@ -280,9 +273,7 @@ impl Channel {
 
     fn await_link(&self, error: anyhow::Error) -> anyhow::Result<()> {
         let waits = |state: &mut State| !state.closed && state.link.is_none();
-        let state = lock(&self.state);
-        let (state, _) =
-            self.changed.wait_timeout_while(state, BACKUP_PATIENCE, waits).unwrap_or_else(poisoned);
+        let state = self.state.wait_while_for(self.state.lock(), BACKUP_PATIENCE, waits);
         match state.link {
             Some(_) => Ok(()),
             None => Err(error.context("the session did not go on over another path")),
@@ -291,8 +282,8 @@ impl Channel {
 
     fn redial(self: &Arc<Self>, dial: &Dial, error: anyhow::Error) -> anyhow::Result<()> {
         let deadline = Instant::now() + PRIMARY_PATIENCE;
-        while !lock(&self.state).closed && Instant::now() < deadline {
-            let count = lock(&self.state).received.received();
+        while !self.state.lock().closed && Instant::now() < deadline {
+            let count = self.state.lock().received.received();
             match dial(count) {
                 Ok(Some((link, peers_count))) => {
                     let channel = self.clone();
@@ -330,7 +321,7 @@ impl Channel {
     /// Makes `link` the channel's connection; returns how many messages have
     /// been received before.
     fn connect(&self, link: Link, peers_count: Count) -> anyhow::Result<Count> {
-        let mut state = lock(&self.state);
+        let mut state = self.state.lock();
         if state.closed {
             bail!("the session is over");
         }
@@ -340,7 +331,7 @@ impl Channel {
         if let Some(old) = state.link.replace(link) {
             old.close();
         }
-        self.changed.notify_all();
+        self.state.wake();
         Ok(state.received.confirm())
     }
 
@@ -348,7 +339,7 @@ impl Channel {
     fn send_again(&self, link: &Link) {
         let mut writing = lock(&self.writing);
         let messages: Vec<Arc<Message>> = {
-            let state = lock(&self.state);
+            let state = self.state.lock();
             if !state.link.as_ref().is_some_and(|present| present.is(link)) {
                 return;
             }

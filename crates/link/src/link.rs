@@ -130,6 +130,12 @@ impl Link {
         self.0.socket.set_write_timeout(timeout)
     }
 
+    /// From now on neither reads nor writes wait. For [`Link::receive_arrived`], and for messages
+    /// that there [is room](Link::has_room) for.
+    pub fn never_wait(&self) -> io::Result<()> {
+        self.0.socket.set_nonblocking(true)
+    }
+
     /// Whether the system takes a short message now, so that sending it does not wait.
     pub fn has_room(&self) -> bool {
         let mut socket = [PollFd::new(self.0.socket.as_fd(), PollFlags::POLLOUT)];
@@ -156,6 +162,31 @@ impl Link {
         self.0.read_exact(&mut payload).map_err(explain_end)?;
         header.check(&payload)?;
         Ok(Message { header, payload })
+    }
+
+    /// The same of a connection that [never waits](Link::never_wait): none if the rest of a message
+    /// is still to come, of which `partial` keeps the beginning.
+    pub fn receive_arrived(&self, partial: &mut Vec<u8>) -> anyhow::Result<Option<Message>> {
+        loop {
+            let header = partial.first_chunk().map(Header::decode).transpose()?;
+            let wanted = HEADER_BYTES + header.as_ref().map_or(0, |header| header.length);
+            if let Some(header) = header.filter(|_| partial.len() == wanted) {
+                let payload = partial.split_off(HEADER_BYTES);
+                partial.clear();
+                header.check(&payload)?;
+                return Ok(Some(Message { header, payload }));
+            }
+            let there = partial.len();
+            partial.resize(wanted, 0);
+            let read = self.0.read(&mut partial[there..]);
+            partial.truncate(there + read.as_ref().copied().unwrap_or_default());
+            match read {
+                Ok(0) => return Err(explain_end(io::ErrorKind::UnexpectedEof.into())),
+                Ok(_) => {}
+                Err(error) if error.kind() == io::ErrorKind::WouldBlock => return Ok(None),
+                Err(error) => return Err(explain_end(error)),
+            }
+        }
     }
 
     /// Why the peer hung up, if it said so before.
@@ -246,17 +277,28 @@ impl Closable for Connection {
 
 impl Connection {
     fn read_exact(&self, buffer: &mut [u8]) -> io::Result<()> {
-        let Some(tls) = &self.tls else { return (&self.socket).read_exact(buffer) };
         let mut filled = 0;
         while filled < buffer.len() {
-            match tls.read(&self.socket, &mut buffer[filled..]) {
-                Ok(0) => return Err(io::ErrorKind::UnexpectedEof.into()),
-                Ok(length) => filled += length,
-                Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
-                Err(error) => return Err(error),
+            match self.read(&mut buffer[filled..])? {
+                0 => return Err(io::ErrorKind::UnexpectedEof.into()),
+                length => filled += length,
             }
         }
         Ok(())
+    }
+
+    /// Reads what is there, at least one byte; none at the connection's end.
+    fn read(&self, buffer: &mut [u8]) -> io::Result<usize> {
+        loop {
+            let read = match &self.tls {
+                Some(tls) => tls.read(&self.socket, buffer),
+                None => (&self.socket).read(buffer),
+            };
+            match read {
+                Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
+                read => return read,
+            }
+        }
     }
 
     fn write_all(&self, slices: &mut [IoSlice<'_>], next: Next) -> io::Result<()> {
@@ -337,6 +379,30 @@ mod tests {
         assert_eq!((epoch(), epoch()), (Epoch(1), Epoch(2)));
         send_before_another(Epoch(3), &[]);
         assert_eq!(epoch(), Epoch(3));
+    }
+
+    #[test]
+    fn a_message_that_comes_piece_by_piece_is_waited_for_by_nobody() {
+        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+        let mut peer = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
+        let link = Link::accepted(listener.accept().unwrap().0, None).unwrap();
+        link.never_wait().unwrap();
+        let header = Header::for_payload(Kind::File, Epoch(7), &[b"content"]);
+        let (bytes, mut partial) = ([&header.encode()[..], b"content"].concat(), Vec::new());
+        assert_eq!(link.receive_arrived(&mut partial).unwrap(), None);
+        let mut next = || loop {
+            if let Some(message) = link.receive_arrived(&mut partial)? {
+                return anyhow::Ok(message);
+            }
+            std::thread::yield_now();
+        };
+        for pieces in [&bytes[..], &bytes.repeat(2)].map(|bytes| bytes.chunks(5)) {
+            pieces.for_each(|piece| peer.write_all(piece).unwrap());
+            assert_eq!(next().unwrap().payload, b"content");
+        }
+        assert_eq!(next().unwrap().header.epoch, Epoch(7));
+        drop(peer);
+        assert_eq!(next().unwrap_err().to_string(), "the peer closed the connection");
     }
 
     #[test]

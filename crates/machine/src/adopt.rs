@@ -7,6 +7,7 @@ use crate::disk_error::DiskErrors;
 use crate::doorbell::Doorbell;
 use crate::home::{CONSOLE, CONSOLE_LOG, Home, disk_socket};
 use crate::launch::{QEMU_TIMEOUT, open_ports};
+use crate::machine::Drives;
 use crate::pause::Pauser;
 use crate::process::Process;
 use crate::qemu_log::QEMU_LOG;
@@ -148,7 +149,6 @@ impl Machine {
             limits: LimitGroup::of_another(&limits, note.qemu_pid),
             halted: AtomicBool::new(false),
             powered_off: AtomicBool::new(false),
-            reset: Mutex::default(),
             disk_errors: DiskErrors::default(),
         });
         let heard = process.clone().interpreted(on_event.clone());
@@ -156,14 +156,13 @@ impl Machine {
         let slow = Kvm::of_this_machine().slowness(note.definition.accel, note.accelerator);
         Ok(Machine {
             slow,
-            current: RwLock::new(Arc::new(note.definition.clone())),
             definition: note.definition.clone(),
             machine_type: note.machine_type.clone(),
             accelerator: note.accelerator,
             ram,
             blocks,
             watching: Watching::default(),
-            disks: RwLock::new(disks),
+            drives: RwLock::new(Drives { definition: Arc::new(note.definition.clone()), disks }),
             ports,
             card_ends: note.card_ends.clone(),
             next_guests: Mutex::default(),

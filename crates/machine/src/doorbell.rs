@@ -4,16 +4,12 @@ use nix::sys::eventfd::{EfdFlags, EventFd};
 use std::os::fd::{AsFd, BorrowedFd};
 use std::sync::Arc;
 use std::time::Duration;
-use understudy_threads::poisoned;
-use understudy_threads::{Condvar, Mutex, lock};
+use understudy_threads::Waitable;
 
 /// Counts rings. A waiter looks at the world after it took the count, so that
 /// no change is missed; whoever rings may hold any lock.
 #[derive(Debug, Default)]
-pub struct Doorbell {
-    state: Mutex<State>,
-    rung: Condvar,
-}
+pub struct Doorbell(Waitable<State>);
 
 #[derive(Debug, Default)]
 struct State {
@@ -24,28 +20,23 @@ struct State {
 impl Doorbell {
     /// Something changed.
     pub fn ring(&self) {
-        let mut state = lock(&self.state);
-        state.rings += 1;
-        if let Some(listener) = &state.listener {
-            // Fails only if it was rung 2^64 times.
-            let _ = listener.write(1);
-        }
-        drop(state);
-        self.rung.notify_all();
+        self.0.change(|state| {
+            state.rings += 1;
+            if let Some(listener) = &state.listener {
+                // Fails only if it was rung 2^64 times.
+                let _ = listener.write(1);
+            }
+        });
     }
 
     /// Rings so far.
     pub fn count(&self) -> u64 {
-        lock(&self.state).rings
+        self.0.lock().rings
     }
 
     /// Waits until there are more rings than `seen`, or for `timeout`.
     pub fn wait(&self, seen: u64, timeout: Duration) {
-        let state = lock(&self.state);
-        let _unused = self
-            .rung
-            .wait_timeout_while(state, timeout, |state| state.rings == seen)
-            .unwrap_or_else(poisoned);
+        drop(self.0.wait_while_for(self.0.lock(), timeout, |state| state.rings == seen));
     }
 
     /// Listens for a thread that waits for descriptors, too: one at a time.
@@ -53,7 +44,7 @@ impl Doorbell {
         let flags = EfdFlags::EFD_NONBLOCK | EfdFlags::EFD_CLOEXEC;
         // Rung once: what changed before is looked at.
         let rings = Arc::new(EventFd::from_value_and_flags(1, flags)?);
-        lock(&self.state).listener = Some(rings.clone());
+        self.0.lock().listener = Some(rings.clone());
         Ok(Ringing { bell: self, rings })
     }
 }
@@ -81,6 +72,6 @@ impl AsFd for Ringing<'_> {
 
 impl Drop for Ringing<'_> {
     fn drop(&mut self) {
-        lock(&self.bell.state).listener = None;
+        self.bell.0.lock().listener = None;
     }
 }

@@ -7,6 +7,7 @@ use crate::console::ConsoleServer;
 use crate::disk_error::DiskErrors;
 use crate::doorbell::Doorbell;
 use crate::home::{AGENT, CONSOLE, CONSOLE_LOG, Home, Lent, disk_socket};
+use crate::machine::Drives;
 use crate::pause::Pauser;
 use crate::process::{Process, connect};
 use crate::qemu_log::QEMU_LOG;
@@ -175,7 +176,6 @@ impl Machine {
             limits,
             halted: AtomicBool::new(false),
             powered_off: AtomicBool::new(false),
-            reset: Mutex::default(),
             disk_errors: DiskErrors::default(),
         });
         let started = connect(&process, &listener, monitors, plan.on_event.clone());
@@ -194,14 +194,16 @@ impl Machine {
         let slow = Kvm::of_this_machine().slowness(plan.definition.accel, plan.accelerator);
         Ok(Machine {
             slow,
-            current: RwLock::new(Arc::new(plan.definition.clone())),
+            drives: RwLock::new(Drives {
+                definition: Arc::new(plan.definition.clone()),
+                disks: plan.disks,
+            }),
             definition: plan.definition,
             machine_type: plan.machine_type,
             accelerator: plan.accelerator,
             ram,
             blocks,
             watching: Watching::default(),
-            disks: RwLock::new(plan.disks),
             ports,
             card_ends,
             next_guests: Mutex::new(next_guests),

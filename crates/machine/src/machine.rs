@@ -53,16 +53,13 @@ pub type OnEvent = Arc<dyn Fn(MachineEvent) + Send + Sync>;
 /// A QEMU and everything around it. Dropping it ends QEMU.
 pub struct Machine {
     pub(crate) definition: VmDefinition,
-    /// The same with the media that are in its drives now.
-    pub(crate) current: RwLock<Arc<VmDefinition>>,
     pub(crate) machine_type: String,
     pub(crate) accelerator: Accelerator,
     pub(crate) slow: Option<String>,
     pub(crate) ram: Arc<GuestRam>,
     pub(crate) blocks: Vec<RamBlock>,
     pub(crate) watching: Watching,
-    /// Replaced one by one, as media are changed.
-    pub(crate) disks: RwLock<Vec<Arc<Disk>>>,
+    pub(crate) drives: RwLock<Drives>,
     pub(crate) ports: Vec<Arc<Port>>,
     /// The numbers under which QEMU has the other ends of the ports' sockets.
     pub(crate) card_ends: Vec<RawFd>,
@@ -96,6 +93,13 @@ pub struct Machine {
     pub(crate) presence: Arc<()>,
 }
 
+/// Disks and media as they are now: replaced one by one, as media are changed.
+pub(crate) struct Drives {
+    /// The machine's definition, with the media that are in its drives.
+    pub definition: Arc<VmDefinition>,
+    pub disks: Vec<Arc<Disk>>,
+}
+
 impl Machine {
     /// Dead once the machine is gone with all that it had, not a moment before.
     pub fn presence(&self) -> Weak<()> {
@@ -109,7 +113,7 @@ impl Machine {
 
     /// The VM as it is on this host.
     pub fn definition_now(&self) -> Arc<VmDefinition> {
-        self.current.read().unwrap_or_else(PoisonError::into_inner).clone()
+        self.drives.read().unwrap_or_else(PoisonError::into_inner).definition.clone()
     }
 
     /// The versioned machine type.
@@ -134,7 +138,7 @@ impl Machine {
 
     /// The disks, in the definition's order.
     pub fn disks(&self) -> Vec<Arc<Disk>> {
-        self.disks.read().unwrap_or_else(PoisonError::into_inner).clone()
+        self.drives.read().unwrap_or_else(PoisonError::into_inner).disks.clone()
     }
 
     /// The cards, in the definition's order.

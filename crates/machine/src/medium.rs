@@ -77,10 +77,9 @@ impl Machine {
 
     fn note_medium(&self, medium: &Medium, defined: DiskDefinition) {
         let index = usize::from(medium.disk.index().0);
-        let mut disks = self.disks.write().unwrap_or_else(PoisonError::into_inner);
-        disks[index] = medium.disk.clone();
-        let mut current = self.current.write().unwrap_or_else(PoisonError::into_inner);
-        Arc::make_mut(&mut current).disks[index] = defined;
+        let mut drives = self.drives.write().unwrap_or_else(PoisonError::into_inner);
+        drives.disks[index] = medium.disk.clone();
+        Arc::make_mut(&mut drives.definition).disks[index] = defined;
     }
 
     fn serve_anew(&self, index: usize, disk: &Arc<Disk>) -> anyhow::Result<()> {

@@ -11,7 +11,6 @@ use std::time::{Duration, Instant};
 use understudy_memory::agent::{AgentLink, AgentListener};
 use understudy_qemu::qmp::{MonitorSockets, VmEvent};
 use understudy_qemu::{Monitor, Qemu};
-use understudy_threads::{Mutex, lock};
 
 /// QEMU's process, and what is known of its end.
 pub(crate) struct Process {
@@ -21,8 +20,6 @@ pub(crate) struct Process {
     /// The end is this daemon's own doing.
     pub(crate) halted: AtomicBool,
     pub(crate) powered_off: AtomicBool,
-    /// When the machine was last reset.
-    pub(crate) reset: Mutex<Option<Instant>>,
     /// Errors of disks that stop the guest.
     pub(crate) disk_errors: DiskErrors,
 }
@@ -31,7 +28,8 @@ pub(crate) struct Process {
 const SAME_REBOOT: Duration = Duration::from_secs(10);
 
 impl Process {
-    fn interpret(&self, event: VmEvent) -> Option<MachineEvent> {
+    /// `last_reset` is when the machine was reset before.
+    fn interpret(&self, event: VmEvent, last_reset: &mut Option<Instant>) -> Option<MachineEvent> {
         if self.halted.load(Ordering::Acquire) {
             return None;
         }
@@ -48,7 +46,7 @@ impl Process {
                 Some(MachineEvent::PoweredOff { in_order: reason == "guest-shutdown" })
             }
             VmEvent::Reset { .. } => {
-                let again = self.resets_again(Instant::now());
+                let again = resets_again(last_reset, Instant::now());
                 (!again).then_some(MachineEvent::Rebooted)
             }
             VmEvent::Panicked => Some(MachineEvent::Panicked),
@@ -65,19 +63,14 @@ impl Process {
         }
     }
 
-    /// Whether a reset at this instant belongs to the reboot before.
-    fn resets_again(&self, now: Instant) -> bool {
-        let last = lock(&self.reset).replace(now);
-        last.is_some_and(|last| now.saturating_duration_since(last) < SAME_REBOOT)
-    }
-
     /// What is done about QEMU's events.
     pub(crate) fn interpreted(
         self: Arc<Self>,
         on_event: OnEvent,
     ) -> impl FnMut(VmEvent) + Send + 'static {
+        let mut last_reset = None;
         move |event| {
-            if let Some(event) = self.interpret(event) {
+            if let Some(event) = self.interpret(event, &mut last_reset) {
                 on_event(event);
             }
         }
@@ -102,6 +95,11 @@ impl Process {
             _ => error,
         }
     }
+}
+
+/// Whether a reset at this instant belongs to the reboot before.
+fn resets_again(last: &mut Option<Instant>, now: Instant) -> bool {
+    last.replace(now).is_some_and(|last| now.saturating_duration_since(last) < SAME_REBOOT)
 }
 
 pub(crate) fn connect(

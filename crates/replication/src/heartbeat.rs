@@ -1,24 +1,33 @@
 //! Signs of life between two hosts, on connections of their own: a large epoch
 //! on the data connection must not look like a dead host. Every path has one.
+//!
+//! One thread, the heart, beats on all of them and hears what comes. It waits for nothing else:
+//! its connections never block, and whoever dials one does so on a thread that ends with that.
+
+mod line;
+#[cfg(test)]
+mod tests;
 
 use crate::paths::{Consequence, PathMonitor};
+use crossbeam_channel::{Receiver, Sender};
+use line::{Heard, Line};
+use nix::poll::{PollFd, PollFlags, ppoll};
+use nix::sys::eventfd::{EfdFlags, EventFd};
+use nix::sys::time::TimeSpec;
 use std::io;
+use std::os::fd::AsFd;
 use std::sync::Arc;
-use std::thread;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 use tracing::debug;
 use understudy_link::link::Link;
-use understudy_protocol::wire::Kind;
-use understudy_protocol::{Epoch, HEARTBEAT_INTERVAL, PathEvent, PathIndex};
+use understudy_protocol::{HEARTBEAT_INTERVAL, PathEvent, PathIndex, VmName};
 use understudy_qemu::urgency::raise_this_thread;
-use understudy_threads::{Mutex, lock};
+use understudy_threads::spawn;
 
 /// A thread that was not scheduled for this long looks at the peer's messages
 /// first: it cannot tell the peer's silence from its own.
 const OWN_STALL: Duration = Duration::from_millis(50);
-
-/// A heartbeat that cannot be sent for so long is not worth waiting for.
-const WRITE_TIMEOUT: Duration = Duration::from_secs(2);
 
 /// Before a path that is down is dialled again.
 const REDIAL_PAUSE: Duration = Duration::from_millis(250);
@@ -46,129 +55,232 @@ pub trait Pulse: Send + Sync + 'static {
     }
 }
 
-/// The heartbeat connections of a session, by path.
-pub struct Heartbeats(Mutex<Slots>);
+/// What a session's other threads have to do with its heart.
+pub struct Heartbeats {
+    news: (Sender<News>, Receiver<News>),
+    /// Readable when there are news, or it is closed.
+    wake: EventFd,
+    closed: AtomicBool,
+}
 
-struct Slots {
-    links: Vec<Option<Link>>,
-    closed: bool,
+/// What has become of a path's connection.
+enum News {
+    Connected(PathIndex, Link),
+    /// It could not be made, for this reason.
+    Failed(PathIndex, String),
 }
 
 impl Heartbeats {
-    /// Room for this many paths.
-    pub fn new(paths: usize) -> Heartbeats {
-        Heartbeats(Mutex::new(Slots { links: vec![None; paths], closed: false }))
+    /// No connection yet.
+    pub fn new() -> io::Result<Heartbeats> {
+        let wake = EventFd::from_flags(EfdFlags::EFD_NONBLOCK | EfdFlags::EFD_CLOEXEC)?;
+        Ok(Heartbeats {
+            news: crossbeam_channel::unbounded(),
+            wake,
+            closed: AtomicBool::new(false),
+        })
+    }
+
+    /// Gives the heart a path's connection; it ends the one before.
+    pub fn attach(&self, path: PathIndex, link: Link) {
+        self.tell(News::Connected(path, link));
     }
 
     /// Ends all connections, also those yet to come.
     pub fn close(&self) {
-        let mut slots = lock(&self.0);
-        slots.closed = true;
-        slots.links.iter().flatten().for_each(Link::close);
+        self.closed.store(true, Ordering::SeqCst);
+        self.wake();
     }
 
-    /// Ends the connection of a path.
-    fn end(&self, path: PathIndex) {
-        if let Some(link) = self.get(path) {
-            link.close();
+    fn tell(&self, news: News) {
+        // The other end is this value's own.
+        let _ = self.news.0.send(news);
+        match self.is_closed() {
+            // The heart may have ended.
+            true => self.drop_news(),
+            false => self.wake(),
         }
     }
 
-    fn get(&self, path: PathIndex) -> Option<Link> {
-        lock(&self.0).links.get(usize::from(path.0)).cloned().flatten()
+    fn wake(&self) {
+        // Fails only if it is signalled 2^64 times already.
+        let _ = self.wake.write(1);
     }
 
-    fn put(&self, path: PathIndex, link: Link) {
-        let mut slots = lock(&self.0);
-        if slots.closed {
-            link.close();
-        }
-        if let Some(slot) = slots.links.get_mut(usize::from(path.0))
-            && let Some(old) = slot.replace(link)
-        {
-            old.close();
-        }
+    fn is_closed(&self) -> bool {
+        self.closed.load(Ordering::SeqCst)
     }
-}
 
-/// Starts to send heartbeats over every path that has, or will have, a
-/// connection; ends with the session.
-pub fn start<P: Pulse>(name: &str, session: &Arc<P>) -> io::Result<()> {
-    for path in session.paths().indices() {
-        let session = session.clone();
-        spawn("beat", name, path, move || beat(path, &*session))?;
-    }
-    Ok(())
-}
-
-/// Listens to a path's heartbeats, beginning with `first`, for as long as the
-/// session lives: dials again when the connection has ended. The only path is
-/// not dialled again: with it, the peer is lost.
-pub fn keep<P: Pulse>(
-    name: &str,
-    session: &Arc<P>,
-    path: PathIndex,
-    first: Option<Link>,
-    dial: impl Fn(PathIndex) -> anyhow::Result<Link> + Send + 'static,
-) -> io::Result<()> {
-    let session = session.clone();
-    spawn("hear", name, path, move || {
-        be_punctual();
-        let mut link = first.map(Ok);
-        while !session.is_over() {
-            match link.take().unwrap_or_else(|| dial(path)) {
-                Ok(link) => listen(&*session, path, link),
-                Err(error) => ended(&*session, path, format!("{error:#}")),
+    fn drop_news(&self) {
+        for news in self.news.1.try_iter() {
+            if let News::Connected(_, link) = news {
+                link.close();
             }
-            if !session.paths().are_several() {
-                return;
-            }
-            thread::sleep(REDIAL_PAUSE);
-        }
-    })
-}
-
-/// Listens to heartbeats that the peer connected, until their connection ends.
-pub fn attach<P: Pulse>(
-    name: &str,
-    session: &Arc<P>,
-    path: PathIndex,
-    link: Link,
-) -> io::Result<()> {
-    let session = session.clone();
-    spawn("hear", name, path, move || {
-        be_punctual();
-        listen(&*session, path, link);
-    })
-}
-
-fn spawn(
-    role: &str,
-    name: &str,
-    path: PathIndex,
-    body: impl FnOnce() + Send + 'static,
-) -> io::Result<()> {
-    // The system shows 15 characters of it: the VM's name comes last.
-    understudy_threads::spawn(format!("{role}{path}-{name}"), body).map(drop)
-}
-
-fn beat(path: PathIndex, session: &impl Pulse) {
-    be_punctual();
-    while !session.may_hang_up() {
-        // Where nothing leaves any more, enough heartbeats wait already: one that had to be
-        // given up would make nonsense of the next.
-        if let Some(link) = session.heartbeats().get(path).filter(Link::has_room) {
-            // A broken connection is the listening thread's to report.
-            let _ = link.send_signal(Kind::Heartbeat, Epoch(0));
-        }
-        let before = Instant::now();
-        thread::sleep(HEARTBEAT_INTERVAL);
-        if before.elapsed() < HEARTBEAT_INTERVAL + OWN_STALL {
-            follow(session, PathEvent::Tick);
-            session.tick();
         }
     }
-    session.heartbeats().close();
+}
+
+/// Makes a path's connection, and waits for that.
+pub type Dial = Arc<dyn Fn(PathIndex) -> anyhow::Result<Link> + Send + Sync>;
+
+/// Starts the heart of a session, which ends with it. `first` are connections that there are
+/// already; with `dial` the others are made, and made again when they have ended. The only path
+/// is not dialled again: with it, the peer is lost.
+pub fn start<P: Pulse>(
+    vm: &VmName,
+    session: &Arc<P>,
+    first: Vec<(PathIndex, Link)>,
+    dial: Option<Dial>,
+) -> io::Result<()> {
+    let now = Instant::now();
+    let line = |path| {
+        let line = Line::new(path);
+        let is_first = first.iter().any(|(first, _)| *first == path);
+        if dial.is_some() && !is_first { line.to_be_dialled(now) } else { line }
+    };
+    let lines = session.paths().indices().map(line).collect();
+    for (path, link) in first {
+        session.heartbeats().attach(path, link);
+    }
+    let heart = Heart { vm: vm.clone(), session: session.clone(), lines, dial, next_beat: now };
+    spawn(format!("heart-{vm}"), move || heart.run()).map(drop)
+}
+
+/// The thread.
+struct Heart<P> {
+    vm: VmName,
+    session: Arc<P>,
+    /// Of each path.
+    lines: Vec<Line>,
+    dial: Option<Dial>,
+    next_beat: Instant,
+}
+
+impl<P: Pulse> Heart<P> {
+    fn run(mut self) {
+        be_punctual();
+        while !self.session.may_hang_up() {
+            self.wait();
+            self.take_news();
+            for n in 0..self.lines.len() {
+                self.hear(n);
+            }
+            self.dial_again();
+            self.beat();
+        }
+        self.session.heartbeats().close();
+        self.session.heartbeats().drop_news();
+        self.lines.iter().for_each(Line::close);
+    }
+
+    /// Waits until something comes, or a beat is due.
+    fn wait(&self) {
+        let readable = |fd| PollFd::new(fd, PollFlags::POLLIN);
+        let mut fds = vec![readable(self.session.heartbeats().wake.as_fd())];
+        fds.extend(self.lines.iter().filter_map(Line::fd).map(readable));
+        let more = self.lines.iter().any(Line::has_more);
+        let left = self.next_beat.saturating_duration_since(Instant::now());
+        let longest = if more { Duration::ZERO } else { left };
+        // A signal only makes it look once more.
+        let _ = ppoll(&mut fds, Some(TimeSpec::from_duration(longest)), None);
+    }
+
+    fn take_news(&mut self) {
+        let heartbeats = self.session.heartbeats();
+        // Fails if it was not signalled.
+        let _ = heartbeats.wake.read();
+        if heartbeats.is_closed() {
+            heartbeats.drop_news();
+            // Their ends are heard of as any.
+            return self.lines.iter().for_each(Line::close);
+        }
+        while let Ok(news) = self.session.heartbeats().news.1.try_recv() {
+            match news {
+                News::Connected(path, link) => self.connected(path, link),
+                News::Failed(path, reason) => self.ended(path, reason),
+            }
+        }
+    }
+
+    fn connected(&mut self, path: PathIndex, link: Link) {
+        let Some(line) = self.lines.get_mut(usize::from(path.0)) else { return link.close() };
+        if let Err(error) = line.connect(link) {
+            return self.ended(path, error.to_string());
+        }
+        self.follow(PathEvent::Connected(path));
+        self.heard(path);
+    }
+
+    fn heard(&self, path: PathIndex) {
+        self.session.heard();
+        self.follow(PathEvent::Heard(path));
+    }
+
+    fn hear(&mut self, n: usize) {
+        let path = self.lines[n].path();
+        match self.lines[n].hear() {
+            Heard::Nothing => {}
+            Heard::Signs => self.heard(path),
+            Heard::End(reason) => self.ended(path, reason),
+        }
+    }
+
+    fn ended(&mut self, path: PathIndex, reason: String) {
+        if let Some(line) = self.lines.get_mut(usize::from(path.0)) {
+            line.end();
+            if self.dial.is_some() && self.session.paths().are_several() {
+                *line = Line::new(path).to_be_dialled(Instant::now() + REDIAL_PAUSE);
+            }
+        }
+        self.follow(PathEvent::Ended(path, format!("heartbeat: {reason}")));
+    }
+
+    fn dial_again(&mut self) {
+        let ends = self.session.is_over() || self.session.heartbeats().is_closed();
+        let Some(dial) = self.dial.clone().filter(|_| !ends) else { return };
+        for n in 0..self.lines.len() {
+            if !self.lines[n].begin_dialling() {
+                continue;
+            }
+            let (path, session, dial) = (self.lines[n].path(), self.session.clone(), dial.clone());
+            let body = move || {
+                session.heartbeats().tell(match dial(path) {
+                    Ok(link) => News::Connected(path, link),
+                    Err(error) => News::Failed(path, format!("{error:#}")),
+                });
+            };
+            // The system shows 15 characters of it: the VM's name comes last.
+            if let Err(error) = spawn(format!("dial{path}-{}", self.vm), body) {
+                self.ended(path, format!("cannot start a thread: {error}"));
+            }
+        }
+    }
+
+    fn beat(&mut self) {
+        let now = Instant::now();
+        if now < self.next_beat {
+            return;
+        }
+        let late = now - self.next_beat;
+        self.lines.iter().for_each(Line::beat);
+        self.next_beat = now + HEARTBEAT_INTERVAL;
+        if late < OWN_STALL {
+            self.follow(PathEvent::Tick);
+            self.session.tick();
+        }
+    }
+
+    fn follow(&self, event: PathEvent) {
+        for consequence in self.session.paths().event(event) {
+            match consequence {
+                Consequence::Leave => self.session.leave_path(),
+                Consequence::Renew(path) => {
+                    self.lines.get(usize::from(path.0)).into_iter().for_each(Line::close);
+                }
+                Consequence::Lost(reason) => self.session.lost(reason),
+            }
+        }
+    }
 }
 
 /// On a busy host a late heartbeat would look like a dead one. Where the system
@@ -176,101 +288,5 @@ fn beat(path: PathIndex, session: &impl Pulse) {
 fn be_punctual() {
     if let Err(error) = raise_this_thread() {
         debug!("no real-time priority for heartbeats: {error}");
-    }
-}
-
-fn listen(session: &impl Pulse, path: PathIndex, link: Link) {
-    let set = link.set_read_timeout(None).and(link.set_write_timeout(Some(WRITE_TIMEOUT)));
-    session.heartbeats().put(path, link.clone());
-    follow(session, PathEvent::Connected(path));
-    let mut result = set.map_err(Into::into);
-    while result.is_ok() {
-        session.heard();
-        follow(session, PathEvent::Heard(path));
-        result = link.receive().map(drop);
-    }
-    let reason = result.err().map_or_else(String::new, |error| format!("{error:#}"));
-    // The peer would go on to write to a connection that nobody reads.
-    link.close();
-    // A connection that was replaced is not the path's end.
-    if session.heartbeats().get(path).is_some_and(|present| present.is(&link)) {
-        ended(session, path, reason);
-    }
-}
-
-fn ended(session: &impl Pulse, path: PathIndex, reason: String) {
-    follow(session, PathEvent::Ended(path, format!("heartbeat: {reason}")));
-}
-
-fn follow(session: &impl Pulse, event: PathEvent) {
-    for consequence in session.paths().event(event) {
-        match consequence {
-            Consequence::Leave => session.leave_path(),
-            Consequence::Renew(path) => session.heartbeats().end(path),
-            Consequence::Lost(reason) => session.lost(reason),
-        }
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-    use std::net::{TcpListener, TcpStream};
-    use std::sync::atomic::{AtomicBool, Ordering};
-    use understudy_protocol::literal;
-    use understudy_report::events::Journal;
-
-    /// A session that is over, and that the peer shall hear of by other means first.
-    struct Parting {
-        paths: PathMonitor,
-        heartbeats: Heartbeats,
-        may_hang_up: AtomicBool,
-    }
-
-    impl Pulse for Parting {
-        fn paths(&self) -> &PathMonitor {
-            &self.paths
-        }
-        fn heartbeats(&self) -> &Heartbeats {
-            &self.heartbeats
-        }
-        fn heard(&self) {}
-        fn lost(&self, _: String) {}
-        fn tick(&self) {}
-        fn leave_path(&self) {}
-        fn is_over(&self) -> bool {
-            true
-        }
-        fn may_hang_up(&self) -> bool {
-            self.may_hang_up.load(Ordering::Acquire)
-        }
-    }
-
-    #[test]
-    fn heartbeats_go_on_until_the_session_may_hang_up() {
-        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
-        let address = listener.local_addr().unwrap();
-        let peer =
-            Link::dialled(TcpStream::connect(address).unwrap(), &literal("b"), None).unwrap();
-        let link = Link::accepted(listener.accept().unwrap().0, None).unwrap();
-        let path = PathIndex(0);
-        let session = Arc::new(Parting {
-            paths: PathMonitor::new(
-                &Journal::default().of(&literal("vm")),
-                &literal("b"),
-                vec![address],
-                path,
-                Duration::from_secs(9),
-            ),
-            heartbeats: Heartbeats::new(1),
-            may_hang_up: AtomicBool::new(false),
-        });
-        session.heartbeats.put(path, link);
-        start("vm", &session).unwrap();
-        for _ in 0..10 {
-            assert_eq!(peer.receive().unwrap().header.kind, Kind::Heartbeat);
-        }
-        session.may_hang_up.store(true, Ordering::Release);
-        while peer.receive().is_ok() {}
     }
 }

@@ -9,16 +9,20 @@
 //!
 //! | lock | is taken by threads of | after a panic of a thread that held it |
 //! |------|------------------------|----------------------------------------|
-//! | [`lock`] | one owner, and by those that only look | threads of an owner panic, too: nobody acts on what was left half done. Others see it as it is, and it is about to end |
+//! | [`lock`], [`Waitable`] | one owner, and by those that only look | threads of an owner panic, too: nobody acts on what was left half done. Others see it as it is, and it is about to end |
 //! | [`Common`] | several owners | the process ends: what they share may be wrong |
 
 mod common;
+mod crew;
 mod locks;
 mod scope;
+mod waitable;
 
 pub use common::{Common, commonly_poisoned};
+pub use crew::{Crew, Worker};
 pub use locks::{Condvar, Mutex, MutexGuard, RwLock, RwLockReadGuard};
 pub use scope::{Owner, Scope, contain_panics, current, inherit, spawn, within};
+pub use waitable::Waitable;
 
 use std::sync::PoisonError;
 use std::thread;
@@ -43,5 +47,7 @@ pub fn poisoned<G>(error: PoisonError<G>) -> G {
     error.into_inner()
 }
 
+#[cfg(test)]
+mod crew_tests;
 #[cfg(test)]
 mod tests;

@@ -5,7 +5,7 @@ use super::prepare::{Prepared, prepare};
 use crate::containment;
 use crate::host::Host;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, PoisonError, Weak};
+use std::sync::{Arc, Weak};
 use std::thread;
 use std::time::Duration;
 use tracing::error;
@@ -19,7 +19,7 @@ use understudy_replication::moments::pass;
 use understudy_report::cluster::FillReport;
 use understudy_report::events::EventKind;
 use understudy_snapshot::{Cohort, CohortAction, CohortEvent, Decision, Order};
-use understudy_threads::{Condvar, Mutex, lock};
+use understudy_threads::Waitable;
 
 /// How often a cohort looks whether its coordinator has been silent for too long, and says
 /// how far it is.
@@ -30,9 +30,8 @@ pub struct Restoring {
     host: Weak<Host>,
     task: RestoreTask,
     stop: Arc<AtomicBool>,
-    state: Mutex<State>,
-    /// A worker has ended.
-    idle: Condvar,
+    /// Woken when a worker has ended.
+    state: Waitable<State>,
 }
 
 struct State {
@@ -75,7 +74,7 @@ impl Host {
                 }
             }
         };
-        let mut state = lock(&restoring.state);
+        let mut state = restoring.state.lock();
         state.reply = reply.clone();
         restoring.handle(&mut state, CohortEvent::Order(order));
     }
@@ -119,15 +118,14 @@ impl Restoring {
             host: Arc::downgrade(host),
             task,
             stop: Arc::default(),
-            state: Mutex::new(state),
-            idle: Condvar::new(),
+            state: Waitable::new(state),
         })
     }
 
     /// How far it is there; none if nothing was begun, or all is given up.
     pub fn fill_state(&self) -> Option<FillReport> {
         let (filler, disks) = {
-            let state = lock(&self.state);
+            let state = self.state.lock();
             (state.filler.clone(), state.disks.clone())
         };
         let mut report = FillReport { memory: filler?.state(), ..FillReport::default() };
@@ -143,14 +141,14 @@ impl Restoring {
 
     /// Whether it may still fail, or has and is not gone yet.
     pub fn is_under_way(&self) -> bool {
-        !lock(&self.state).cohort.is_over()
+        !self.state.lock().cohort.is_over()
     }
 
     /// Another restore of the VM has begun: its former VM is gone.
     fn forget(self: &Arc<Self>) {
         self.event(CohortEvent::Failed("another restore of the VM has begun".into()));
         self.stop.store(true, Ordering::Release);
-        let mut state = lock(&self.state);
+        let mut state = self.state.lock();
         let disks = std::mem::take(&mut state.disks);
         state.filler = None;
         drop(state);
@@ -159,7 +157,7 @@ impl Restoring {
     }
 
     fn event(self: &Arc<Self>, event: CohortEvent) {
-        self.handle(&mut lock(&self.state), event);
+        self.handle(&mut self.state.lock(), event);
     }
 
     /// Under the lock, so that the order of actions is the order of events.
@@ -218,8 +216,7 @@ impl Restoring {
         state.workers += 1;
         self.spawn(move |restoring| {
             let done = work(restoring);
-            lock(&restoring.state).workers -= 1;
-            restoring.idle.notify_all();
+            restoring.state.change(|state| state.workers -= 1);
             if let Err(error) = done {
                 restoring.event(CohortEvent::Failed(format!("{error:#}")));
             }
@@ -227,9 +224,7 @@ impl Restoring {
     }
 
     fn await_workers(&self) {
-        let state = lock(&self.state);
-        let waited = self.idle.wait_while(state, |state| state.workers > 0);
-        drop(waited.unwrap_or_else(PoisonError::into_inner));
+        drop(self.state.wait_while(self.state.lock(), |state| state.workers > 0));
     }
 
     /// Looks at the time, until nothing is expected of the coordinator any more.
@@ -246,11 +241,11 @@ impl Restoring {
     fn load(self: &Arc<Self>, pages: u64) -> anyhow::Result<()> {
         let Some(host) = self.host.upgrade() else { return Ok(()) };
         let prepared = prepare(&host, &self.task, pages, &self.stop, |filler, disks| {
-            let mut state = lock(&self.state);
+            let mut state = self.state.lock();
             (state.filler, state.disks) = (Some(filler.clone()), disks.clone());
         })?;
         pass("restore-loaded");
-        let mut state = lock(&self.state);
+        let mut state = self.state.lock();
         if self.stop.load(Ordering::Acquire) {
             // Given up meanwhile.
             drop(state);
@@ -286,9 +281,9 @@ impl Restoring {
     /// Goes on with what a former daemon has begun. What the disks changed since is not known,
     /// so that the next snapshot saves all of them.
     pub(super) fn go_on(self: &Arc<Self>) {
-        self.work(&mut lock(&self.state), |restoring| {
+        self.work(&mut self.state.lock(), |restoring| {
             let (filler, disks) = {
-                let state = lock(&restoring.state);
+                let state = restoring.state.lock();
                 (state.filler.clone(), state.disks.clone())
             };
             let (Some(filler), Some(host)) = (filler, restoring.host.upgrade()) else {
@@ -309,7 +304,7 @@ impl Restoring {
     fn finish(self: &Arc<Self>, host: &Arc<Host>) {
         {
             // The store is done with.
-            let mut state = lock(&self.state);
+            let mut state = self.state.lock();
             (state.filler, state.disks) = (None, Arc::default());
         }
         if let Ok(vm) = host.primary(self.task.vm()) {
@@ -345,7 +340,7 @@ impl Restoring {
         let Ok(vm) = host.primary(self.task.vm()) else { return };
         entrust(&host, &self.task, &vm);
         // Meanwhile the rest may have come.
-        if lock(&self.state).filler.is_none() {
+        if self.state.lock().filler.is_none() {
             vm.machine().end_custody();
         }
     }
@@ -354,7 +349,7 @@ impl Restoring {
     fn end_vm(&self) {
         let Some(host) = self.host.upgrade() else { return };
         let Ok(vm) = host.primary(self.task.vm()) else { return };
-        if vm.restored_by() == Some(&*self.task.id) {
+        if vm.restored_by().as_ref() == Some(&self.task.id) {
             host.remove_primary(&vm, ImageRole::Cut);
         }
     }

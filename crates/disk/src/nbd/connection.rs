@@ -11,16 +11,15 @@ use super::traffic::Counters;
 use crate::disk::Disk;
 use crate::image::Space;
 use crate::lent::Loan;
-use crossbeam_channel::Sender;
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use nix::sys::socket::{setsockopt, sockopt};
 use std::io::{self, BufReader, IoSlice, Read, Write};
 use std::net::Shutdown;
-use std::os::fd::AsFd;
+use std::os::fd::{AsFd, BorrowedFd};
 use std::os::unix::net::UnixStream;
 use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
-use understudy_threads::Mutex;
+use understudy_threads::{Crew, Mutex};
 
 /// Holds several headers, or a header and a small write, per system call; the rest of a
 /// large write goes past it.
@@ -44,40 +43,64 @@ pub(super) struct Served {
     pub(super) aside: Arc<AtomicBool>,
 }
 
-/// Serves one client until it goes.
+/// Where other clients knock.
+pub(super) trait Door {
+    /// Readable when one does, or the door is closed for good.
+    fn fd(&self) -> BorrowedFd<'_>;
+    /// Lets it in, on a thread of its own. False if the door is closed.
+    fn open(&self) -> bool;
+}
+
+/// Serves one client until it goes; who knocks meanwhile is let in, if there is a door.
 pub(super) fn serve(
     served: &Served,
     stream: UnixStream,
-    cold: &Sender<ColdRead>,
+    readers: &Crew<ColdRead>,
+    door: Option<&dyn Door>,
 ) -> Result<(), ConnectionError> {
     make_room(&stream);
-    let requests = Requests { stream: stream.try_clone()?, patience: HANDSHAKE_TIMEOUT_MS.into() };
+    let patience = HANDSHAKE_TIMEOUT_MS.into();
+    let requests = Requests { stream: stream.try_clone()?, patience, door };
     let mut input = BufReader::with_capacity(INPUT_BUFFER_BYTES, requests);
     if negotiate(&mut input, &mut &stream, &served.export)? == Outcome::Abort {
         return Ok(());
     }
     input.get_mut().patience = PollTimeout::NONE;
 
-    let connection =
-        Connection { served, replies: Arc::new(Replies::new(stream, served.disk.clone())), cold };
+    let replies = Arc::new(Replies::new(stream, served.disk.clone()));
+    let connection = Connection { served, replies, readers };
     connection.transmission(&mut input)
 }
 
 /// The receiving side.
-struct Requests {
+struct Requests<'a> {
     stream: UnixStream,
     /// Waits so long for the next bytes.
     patience: PollTimeout,
+    door: Option<&'a dyn Door>,
 }
 
-impl Read for Requests {
+impl Read for Requests<'_> {
     /// Waits by `poll`: a thread that sleeps in `recv` the kernel wakes for nothing each time
     /// that the client has taken a reply out of the socket.
     fn read(&mut self, buffer: &mut [u8]) -> io::Result<usize> {
-        let mut stream = [PollFd::new(self.stream.as_fd(), PollFlags::POLLIN)];
-        match poll(&mut stream, self.patience)? {
-            0 => Err(io::ErrorKind::TimedOut.into()),
-            _ => self.stream.read(buffer),
+        let readable = |fd| PollFd::new(fd, PollFlags::POLLIN);
+        loop {
+            let mut both = [self.stream.as_fd(), self.door.map_or(self.stream.as_fd(), Door::fd)]
+                .map(readable);
+            let fds = if self.door.is_some() { &mut both[..] } else { &mut both[..1] };
+            if poll(fds, self.patience)? == 0 {
+                return Err(io::ErrorKind::TimedOut.into());
+            }
+            let [stream, knocks] = both.map(|fd| fd.any().unwrap_or(true));
+            if let Some(door) = self.door.filter(|_| knocks)
+                && !door.open()
+            {
+                return Ok(0);
+            }
+            if stream {
+                return self.stream.read(buffer);
+            }
         }
     }
 }
@@ -117,7 +140,7 @@ impl Served {
 pub(super) struct Connection<'a> {
     pub(super) served: &'a Served,
     pub(super) replies: Arc<Replies>,
-    pub(super) cold: &'a Sender<ColdRead>,
+    pub(super) readers: &'a Crew<ColdRead>,
 }
 
 impl Connection<'_> {

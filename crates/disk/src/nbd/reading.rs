@@ -5,7 +5,6 @@ use super::connection::{Buffer, Connection, LENT_BYTES, Replies, Served};
 use super::protocol::{Request, Status, reply};
 use crate::lent::Loan;
 use crate::reads::{ReadFollower, ReadRecorder, ReadSink, Reads, Span};
-use crossbeam_channel::Receiver;
 use std::fmt;
 use std::io;
 use std::sync::Arc;
@@ -13,6 +12,7 @@ use std::sync::atomic::Ordering;
 use std::thread;
 use std::time::Duration;
 use understudy_protocol::DiskIndex;
+use understudy_threads::Worker;
 
 /// In lockstep a read that fails here is tried so often again before this image is given up …
 const RETRIES: u32 = 5;
@@ -50,9 +50,7 @@ impl Connection<'_> {
         let again = result.is_err() && matches!(beside, Beside::Followed(_));
         if matches!(result, Ok(false)) || again {
             let read = ColdRead { request, replies: self.replies.clone(), beside };
-            // The readers outlive the connections.
-            self.cold.send(read).expect("the reader threads are running");
-            return;
+            return self.readers.hand(read);
         }
         self.served.answer_read(&request, result.map(|_| ()), data, &self.replies, &beside);
     }
@@ -93,27 +91,10 @@ impl Connection<'_> {
     }
 }
 
-/// Carries out reads that wait for the device, until no connection can send any more.
-pub(super) fn serve_cold_reads(served: &Served, cold: &Receiver<ColdRead>) {
+/// Carries out reads that wait for the device.
+pub(super) fn reader(served: Served) -> Worker<ColdRead> {
     let mut buffer = Buffer::default();
-    for ColdRead { request, replies, beside } in cold {
-        let data = buffer.get(request.length as usize);
-        let mut result = served.disk.read(request.offset, data);
-        if let Beside::Followed(follower) = &beside {
-            for _ in 0..RETRIES {
-                if result.is_ok() {
-                    break;
-                }
-                thread::sleep(RETRY_PAUSE);
-                result = served.disk.read(request.offset, data);
-            }
-            if let Err(error) = &result {
-                follower.failed(served.disk.index(), span(&request), error);
-                continue;
-            }
-        }
-        served.answer_read(&request, result, data, &replies, &beside);
-    }
+    Box::new(move |read| served.read_cold(read, &mut buffer))
 }
 
 fn span(request: &Request) -> Span {
@@ -121,6 +102,25 @@ fn span(request: &Request) -> Span {
 }
 
 impl Served {
+    fn read_cold(&self, read: ColdRead, buffer: &mut Buffer) {
+        let ColdRead { request, replies, beside } = read;
+        let data = buffer.get(request.length as usize);
+        let mut result = self.disk.read(request.offset, data);
+        if let Beside::Followed(follower) = &beside {
+            for _ in 0..RETRIES {
+                if result.is_ok() {
+                    break;
+                }
+                thread::sleep(RETRY_PAUSE);
+                result = self.disk.read(request.offset, data);
+            }
+            if let Err(error) = &result {
+                return follower.failed(self.disk.index(), span(&request), error);
+            }
+        }
+        self.answer_read(&request, result, data, &replies, &beside);
+    }
+
     fn answer_read(
         &self,
         request: &Request,

@@ -1,17 +1,17 @@
 //! The listening socket and the threads of one disk's server.
 
-use super::connection::{Served, serve};
+use super::connection::{Door, Served, serve};
 use super::handshake::Export;
-use super::reading::{ColdRead, serve_cold_reads};
+use super::reading::{ColdRead, reader};
 use super::traffic::{Counters, Traffic};
 use crate::disk::Disk;
 use crate::error::DiskError;
-use crossbeam_channel::{Sender, bounded};
 use nix::sys::socket;
 use std::fs;
 use std::io;
+use std::mem;
 use std::net::Shutdown;
-use std::os::fd::AsRawFd;
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd};
 use std::os::unix::fs::MetadataExt;
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::{Path, PathBuf};
@@ -19,12 +19,10 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread::{self, JoinHandle};
 use std::time::Duration;
-use understudy_threads::spawn;
+use understudy_threads::{Crew, Mutex, lock, spawn};
 
-/// Threads for reads that wait for the device.
+/// Threads for reads that wait for the device. QEMU has at most 16 requests under way.
 const READERS: usize = 4;
-/// Such reads that may wait for a thread: QEMU has at most 16 requests under way.
-const WAITING_READS: usize = 16;
 /// A QEMU has one connection, and for a moment a second one when it reconnects.
 const MAX_CONNECTIONS: usize = 16;
 
@@ -41,14 +39,29 @@ pub struct NbdServer {
     aside: Arc<AtomicBool>,
     listener: Arc<UnixListener>,
     stopping: Arc<AtomicBool>,
-    /// The accepting thread ends with the connections that are left.
-    acceptor: Option<JoinHandle<Vec<Client>>>,
-    readers: Vec<JoinHandle<()>>,
+    clients: Arc<Clients>,
+    thread: Option<JoinHandle<()>>,
 }
 
+/// Those that are connected, or were.
+#[derive(Default)]
+struct Clients(Mutex<Vec<Client>>);
+
 struct Client {
-    stream: Arc<UnixStream>,
-    thread: JoinHandle<()>,
+    stream: UnixStream,
+    /// None for the one that the server's own thread serves.
+    thread: Option<JoinHandle<()>>,
+}
+
+impl Client {
+    fn has_gone(&self) -> bool {
+        self.thread.as_ref().is_some_and(JoinHandle::is_finished)
+    }
+
+    fn hang_up(&self) {
+        // It fails only if the client has gone already.
+        let _ = self.stream.shutdown(Shutdown::Both);
+    }
 }
 
 impl NbdServer {
@@ -77,30 +90,28 @@ impl NbdServer {
         let counters = Arc::new(Counters::default());
         let aside = Arc::new(AtomicBool::new(aside));
         let stopping = Arc::new(AtomicBool::new(false));
+        let served =
+            Served { disk: disk.clone(), export, counters: counters.clone(), aside: aside.clone() };
+        let of_readers = served.clone();
+        let readers = Arc::new(Crew::new(format!("read-{name}"), READERS, move || {
+            reader(of_readers.clone())
+        }));
         // From here on an error drops the server, which cleans up.
         let mut server = NbdServer {
             file: identity(socket).map_err(DiskError::io("look at", socket))?,
             socket: socket.into(),
-            disk: disk.clone(),
-            counters: counters.clone(),
-            aside: aside.clone(),
+            disk,
+            counters,
+            aside,
             listener: listener.clone(),
             stopping: stopping.clone(),
-            acceptor: None,
-            readers: Vec::new(),
+            clients: Arc::default(),
+            thread: None,
         };
-        let spawn_failed = || DiskError::io("start a thread to serve", socket);
-        let served = Served { disk, export, counters, aside };
-        let (cold, waiting) = bounded(WAITING_READS);
-        for _ in 0..READERS {
-            let (served, waiting) = (served.clone(), waiting.clone());
-            let read = move || serve_cold_reads(&served, &waiting);
-            let reader = spawn(format!("read-{name}"), read).map_err(spawn_failed())?;
-            server.readers.push(reader);
-        }
-        let accept = move || accept_clients(&listener, &stopping, &served, &cold);
-        let acceptor = spawn(format!("nbd-{name}"), accept).map_err(spawn_failed())?;
-        server.acceptor = Some(acceptor);
+        let clients = server.clients.clone();
+        let entrance = Entrance { listener, stopping, served, readers, clients };
+        let thread = spawn(format!("nbd-{name}"), move || entrance.run());
+        server.thread = Some(thread.map_err(DiskError::io("start a thread to serve", socket))?);
         Ok(server)
     }
 
@@ -118,22 +129,14 @@ impl NbdServer {
 impl Drop for NbdServer {
     fn drop(&mut self) {
         self.stopping.store(true, Ordering::Release);
-        // Wakes accept(). It cannot fail on a listening socket.
+        // Wakes the thread, wherever it waits for clients. It cannot fail on a listening socket.
         let _ = socket::shutdown(self.listener.as_raw_fd(), socket::Shutdown::Both);
-        let clients = self.acceptor.take().and_then(join).unwrap_or_default();
-        for client in &clients {
-            // It fails only if the client has gone already.
-            let _ = client.stream.shutdown(Shutdown::Both);
-        }
+        lock(&self.clients.0).iter().for_each(Client::hang_up);
         // They wait for blocks that nobody needs any more, perhaps.
         self.disk.give_up_restore();
-        for client in clients {
-            join(client.thread);
-        }
-        // The last sender of cold reads has gone now, so the readers end.
-        for reader in self.readers.drain(..) {
-            join(reader);
-        }
+        self.thread.take().map(join);
+        let clients = mem::take(&mut *lock(&self.clients.0));
+        clients.into_iter().filter_map(|client| client.thread).for_each(join);
         if identity(&self.socket).ok() != Some(self.file) {
             return;
         }
@@ -144,9 +147,11 @@ impl Drop for NbdServer {
     }
 }
 
-fn join<T>(thread: JoinHandle<T>) -> Option<T> {
+fn join(thread: JoinHandle<()>) {
     let name = thread.thread().name().unwrap_or_default().to_owned();
-    thread.join().inspect_err(|_| tracing::error!(name, "a thread of the NBD server panicked")).ok()
+    if thread.join().is_err() {
+        tracing::error!(name, "a thread of the NBD server panicked");
+    }
 }
 
 /// Which file this is.
@@ -177,53 +182,100 @@ fn is_socket(path: &Path) -> bool {
     fs::symlink_metadata(path).is_ok_and(|metadata| metadata.file_type().is_socket())
 }
 
-/// Accepts clients until told to stop; returns those that may still be connected.
-fn accept_clients(
-    listener: &UnixListener,
-    stopping: &AtomicBool,
-    served: &Served,
-    cold: &Sender<ColdRead>,
-) -> Vec<Client> {
-    let mut clients: Vec<Client> = Vec::new();
-    loop {
-        let accepted = listener.accept();
-        if stopping.load(Ordering::Acquire) {
-            return clients;
+/// Lets clients in. The first one is served by the thread that does, others by their own.
+struct Entrance {
+    listener: Arc<UnixListener>,
+    stopping: Arc<AtomicBool>,
+    served: Served,
+    readers: Arc<Crew<ColdRead>>,
+    clients: Arc<Clients>,
+}
+
+impl Entrance {
+    /// Serves clients until told to stop.
+    fn run(self) {
+        while !self.is_closed() {
+            if let Err(error) = self.serve_next() {
+                self.complain(&error);
+            }
         }
+    }
+
+    fn is_closed(&self) -> bool {
+        self.stopping.load(Ordering::Acquire)
+    }
+
+    fn serve_next(&self) -> io::Result<()> {
+        let (stream, _) = self.listener.accept()?;
+        self.note(Client { stream: stream.try_clone()?, thread: None })?;
+        serve_client(&self.served, stream, &self.readers, Some(self));
+        lock(&self.clients.0).retain(|client| client.thread.is_some());
+        Ok(())
+    }
+
+    fn serve_beside(&self) -> io::Result<()> {
+        let (stream, _) = self.listener.accept()?;
+        let kept = stream.try_clone()?;
+        let (served, readers) = (self.served.clone(), self.readers.clone());
+        let body = move || serve_client(&served, stream, &readers, None);
+        let name = format!("nbd-disk{}-io", self.served.disk.index());
+        self.note(Client { stream: kept, thread: Some(spawn(name, body)?) })
+    }
+
+    fn note(&self, client: Client) -> io::Result<()> {
+        let mut clients = lock(&self.clients.0);
         // A finished thread has nothing left to join but its memory.
-        clients.retain(|client| !client.thread.is_finished());
-        let started = accepted.and_then(|(stream, _)| {
-            if clients.len() >= MAX_CONNECTIONS {
-                return Err(io::Error::other("too many connections to one disk"));
-            }
-            start_client(stream, served.clone(), cold.clone())
-        });
-        match started {
-            Ok(client) => clients.push(client),
-            Err(error) => {
-                let disk = served.disk.index();
-                tracing::error!(%disk, %error, "cannot take an NBD connection");
-                // Out of descriptors, say: do not spin.
-                thread::sleep(Duration::from_millis(20));
-            }
+        clients.retain(|client| !client.has_gone());
+        let is_one_too_many = clients.len() >= MAX_CONNECTIONS;
+        // Whoever stops this has hung up on those that it found here.
+        if is_one_too_many || self.is_closed() {
+            client.hang_up();
+        }
+        clients.push(client);
+        match is_one_too_many {
+            true => Err(io::Error::other("too many connections to one disk")),
+            false => Ok(()),
+        }
+    }
+
+    fn complain(&self, error: &io::Error) {
+        if !self.is_closed() {
+            let disk = self.served.disk.index();
+            tracing::error!(%disk, %error, "cannot take an NBD connection");
+            // Out of descriptors, say: do not spin.
+            thread::sleep(Duration::from_millis(20));
         }
     }
 }
 
-fn start_client(stream: UnixStream, served: Served, cold: Sender<ColdRead>) -> io::Result<Client> {
-    let kept = Arc::new(stream.try_clone()?);
-    let hang_up = kept.clone();
-    let disk = served.disk.index();
-    let thread = spawn(format!("nbd-disk{disk}-io"), move || {
-        tracing::debug!(%disk, "NBD client connected");
-        served.disk.set_server_thread();
-        match serve(&served, stream, &cold) {
-            Ok(()) => tracing::debug!(%disk, "NBD client has gone"),
-            Err(error) => tracing::warn!(%disk, %error, "dropped the NBD connection"),
+impl Door for Entrance {
+    fn fd(&self) -> BorrowedFd<'_> {
+        self.listener.as_fd()
+    }
+
+    fn open(&self) -> bool {
+        if let Err(error) = self.serve_beside() {
+            self.complain(&error);
         }
-        // The acceptor keeps a descriptor of the connection, but the client must see its
-        // end now. This fails only if the client has gone already.
-        let _ = hang_up.shutdown(Shutdown::Both);
-    })?;
-    Ok(Client { stream: kept, thread })
+        !self.is_closed()
+    }
+}
+
+fn serve_client(
+    served: &Served,
+    stream: UnixStream,
+    readers: &Crew<ColdRead>,
+    door: Option<&dyn Door>,
+) {
+    let disk = served.disk.index();
+    tracing::debug!(%disk, "NBD client connected");
+    served.disk.set_server_thread();
+    let hang_up = stream.try_clone();
+    match serve(served, stream, readers, door) {
+        Ok(()) => tracing::debug!(%disk, "NBD client has gone"),
+        Err(error) => tracing::warn!(%disk, %error, "dropped the NBD connection"),
+    }
+    // Others keep a descriptor of the connection, but the client must see its end now. This fails
+    // only if the client has gone already.
+    let _ = hang_up.map(|stream| stream.shutdown(Shutdown::Both));
 }

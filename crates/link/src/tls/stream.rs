@@ -84,7 +84,8 @@ impl TlsStream {
             if let Some(length) = self.open(&mut incoming, buffer)? {
                 return Ok(length);
             }
-            incoming.next = 0;
+            // What was there is opened, also if nothing comes now.
+            (incoming.next, incoming.end) = (0, 0);
             incoming.end = socket.read(&mut incoming.bytes)?;
             if incoming.end == 0 {
                 return Ok(0);

@@ -247,6 +247,31 @@ fn small_parts_share_a_record() {
     assert!(beside < PARTS, "{beside} bytes beside the data: each record takes 22");
 }
 
+/// Before, what had been opened was opened again after a read that had found nothing.
+#[test]
+fn who_never_waits_goes_on_after_a_read_that_found_nothing() {
+    let authority = Authority::new();
+    let (a, b) = (authority.issue("a"), authority.issue("b"));
+    let (dialled, accepted) = sockets();
+    let (ours, theirs) = thread::scope(|scope| {
+        let accepting = scope.spawn(|| Link::accepted(accepted, Some(&b)).unwrap());
+        (Link::dialled(dialled, &literal("b"), Some(&a)).unwrap(), accepting.join().unwrap())
+    });
+    ours.never_wait().unwrap();
+    let mut partial = Vec::new();
+    for number in 1..4 {
+        assert_eq!(ours.receive_arrived(&mut partial).unwrap(), None);
+        theirs.send_signal(Kind::Heartbeat, Epoch(number)).unwrap();
+        let arrived = loop {
+            if let Some(message) = ours.receive_arrived(&mut partial).unwrap() {
+                break message;
+            }
+            thread::yield_now();
+        };
+        assert_eq!(arrived.header.epoch, Epoch(number));
+    }
+}
+
 /// Before, a certificate was good until it expired.
 #[test]
 fn a_revoked_certificate_is_refused_and_its_connections_end() {

@@ -11,18 +11,17 @@ use tracing::info;
 use understudy_disk::ChangeMap;
 use understudy_protocol::Generation;
 use understudy_protocol::validity::ImageRole;
-use understudy_threads::lock;
 
 /// What is made before a take-over, so that it costs no time then.
 pub struct Readiness {
     /// Where the guest's changes will be noted, for each disk.
-    pub(super) changes: Vec<Arc<ChangeMap>>,
+    pub changes: Vec<Arc<ChangeMap>>,
     activation: Activation,
 }
 
 impl Session {
     /// The mirrors are whole: they are this host's images from now on.
-    pub(super) fn make_ready(&self) -> anyhow::Result<()> {
+    pub(super) fn make_ready(&self) -> anyhow::Result<Readiness> {
         let machine = self.machine();
         let definition = machine.definition_now();
         let record = self.records.of(ImageRole::Mirror, self.position().0, &definition);
@@ -30,17 +29,14 @@ impl Session {
         self.records.write(&Record { peer, sessions, ..record })?;
         let changes = resync::create(&machine.disks(), &self.directory)?;
         let activation = self.records.prepare_activation(&self.vm, &self.id)?;
-        *lock(&self.readiness) = Some(Readiness { changes, activation });
-        Ok(())
+        Ok(Readiness { changes, activation })
     }
 
     /// In lockstep the guest writes the mirrors before a take-over: what the primary may lack is
     /// noted from here on.
-    pub(super) fn note_changes(&self) {
-        if let Some(ready) = &*lock(&self.readiness) {
-            for (disk, changes) in self.machine().disks().iter().zip(&ready.changes) {
-                disk.set_changes(Some(changes.clone()));
-            }
+    pub(super) fn note_changes(&self, ready: &Readiness) {
+        for (disk, changes) in self.machine().disks().iter().zip(&ready.changes) {
+            disk.set_changes(Some(changes.clone()));
         }
     }
 
@@ -56,9 +52,8 @@ impl Session {
     }
 
     /// Writes the activation record; what is settled is on the disks before.
-    pub(super) fn activate(&self, generation: Generation) -> anyhow::Result<()> {
+    pub(super) fn activate(&self, generation: Generation, ready: Readiness) -> anyhow::Result<()> {
         let began = Instant::now();
-        let ready = lock(&self.readiness).take().context("no epoch was applied")?;
         for (disk, changes) in self.machine().disks().iter().zip(ready.changes) {
             disk.set_changes(Some(changes));
         }

@@ -1,6 +1,7 @@
 //! The errands of the thread that applies, as `understudy_session` gives them out: whole epochs in
 //! order, turns among them, until the VM is live here or forgotten.
 
+use super::activation::Readiness;
 use super::apply::{Applied, Checkpoint, apply_epoch};
 use super::medium::media_of;
 use super::session::Session;
@@ -35,6 +36,8 @@ struct Work {
     mirrors: Option<Vec<Mirror>>,
     /// Where the last epoch ends.
     checkpoint: Option<Checkpoint>,
+    /// What is ready for a take-over, once there is something to take over with.
+    ready: Option<Readiness>,
     /// What is executed behind it.
     log: Option<Arc<Following>>,
     /// How long a take-over took.
@@ -57,7 +60,7 @@ impl Session {
         mirrors: Vec<Mirror>,
     ) -> Outcome {
         let mirrors = Some(mirrors);
-        let mut work = Work { mirrors, checkpoint: None, log: None, takeover: None };
+        let mut work = Work { mirrors, checkpoint: None, ready: None, log: None, takeover: None };
         for errand in errands {
             if let Errand::End(ending) = errand {
                 return self.outcome(ending, work.takeover);
@@ -91,7 +94,10 @@ impl Session {
             Errand::Skip(_) => self.waiting.give_back(commits.recv()?.part.bytes),
             Errand::Settle => self.settle()?,
             Errand::Complete => self.complete(work.log.as_ref())?,
-            Errand::Activate(leaders) => self.activate(self.group.generation(self, *leaders))?,
+            Errand::Activate(leaders) => {
+                let ready = work.ready.take().context("no epoch was applied")?;
+                self.activate(self.group.generation(self, *leaders), ready)?;
+            }
             Errand::Start => self.start(from()?, in_lockstep)?,
             Errand::Open => work.takeover = Some(self.go_live(from()?, in_lockstep)?),
             Errand::Halt => self.halt(),
@@ -108,9 +114,10 @@ impl Session {
         other: Option<Other>,
         work: &mut Work,
     ) -> anyhow::Result<()> {
-        let (number, mirrors) = (part.epoch, work.mirrors.take());
-        let checkpoint = self.apply_one(part, mirrors, other, &mut work.log)?;
-        let following = self.follow_from(number, &checkpoint.device_state)?;
+        let number = part.epoch;
+        let checkpoint = self.apply_one(part, other, work)?;
+        let ready = work.ready.as_ref();
+        let following = self.follow_from(number, &checkpoint.device_state, ready)?;
         work.log = following.or(work.log.take());
         work.checkpoint = Some(checkpoint);
         Ok(())
@@ -119,15 +126,15 @@ impl Session {
     fn apply_one(
         &self,
         epoch: WholeEpoch,
-        mirrors: Option<Vec<Mirror>>,
         other: Option<Other>,
-        log: &mut Option<Arc<Following>>,
+        work: &mut Work,
     ) -> anyhow::Result<Checkpoint> {
+        let mirrors = work.mirrors.take();
         let has = |turn: fn(&Piece<'static>) -> bool| epoch.pieces.iter().any(turn);
         let begins = has(|piece| matches!(piece, Piece::LogBegins));
         let ends = has(|piece| matches!(piece, Piece::LogEnds(_)));
         if ends {
-            self.leave_log(&log.take().context("there is no log")?)?;
+            self.leave_log(&work.log.take().context("there is no log")?)?;
             // Its memory is the base of what comes.
             self.change_over(other)?;
             let applied = self.apply_whole(epoch, None)?;
@@ -141,7 +148,9 @@ impl Session {
         let media = media_of(&epoch);
         let applied = self.apply_whole(epoch, image.as_deref())?;
         // Pages of the epoch may refer to the medium before.
-        media.iter().try_for_each(|medium| self.change_medium(medium))?;
+        for medium in &media {
+            self.change_medium(medium, work.ready.as_mut())?;
+        }
         let Applied { checkpoint, keep } = applied;
         if begins {
             // The guest tells of none of its writes.
@@ -154,7 +163,7 @@ impl Session {
             for mirror in filled {
                 mirror.complete()?;
             }
-            self.make_ready()?;
+            work.ready = Some(self.make_ready()?);
         }
         if let Some(order) = keep {
             self.keep(order, &checkpoint.device_state);
@@ -196,10 +205,11 @@ impl Session {
         self: &Arc<Self>,
         epoch: Epoch,
         state: &[u8],
+        ready: Option<&Readiness>,
     ) -> anyhow::Result<Option<Arc<Following>>> {
         let following = self.following().filter(|following| following.machine() == epoch);
         if let Some(following) = &following {
-            self.note_changes();
+            ready.inspect(|ready| self.note_changes(ready));
             super::follow(self, following)?;
             lockstep::begin(&self.machine(), following, state)?;
         }

@@ -12,16 +12,6 @@ use understudy_protocol::{Backup, BackupPhase, Generation, Output};
 use understudy_session::backup::Standby;
 use understudy_threads::{Mutex, MutexGuard, lock};
 
-/// Locks what decides. After a panic of whoever changed it, it is at its end: it contests nothing
-/// any more.
-pub(super) fn lock_core(core: &Mutex<Standby>) -> MutexGuard<'_, Standby> {
-    core.lock().unwrap_or_else(|poisoned| {
-        let mut core = poisoned.into_inner();
-        core.condemn();
-        core
-    })
-}
-
 /// The members, and what they share.
 pub struct Group {
     /// Members of the group.
@@ -29,7 +19,7 @@ pub struct Group {
     /// The primary's host name.
     pub primary: HostName,
     /// What decides for all.
-    pub(super) core: Arc<Mutex<Standby>>,
+    core: Mutex<Standby>,
     sessions: Mutex<Vec<Weak<Session>>>,
 }
 
@@ -47,15 +37,25 @@ impl Group {
         Arc::new(Group {
             membership,
             primary: primary.to_owned(),
-            core: Arc::new(Mutex::new(standby)),
+            core: Mutex::new(standby),
             sessions: Mutex::default(),
+        })
+    }
+
+    /// Locks what decides. After a panic of whoever changed it, it is at its end: it contests
+    /// nothing any more.
+    pub(super) fn core(&self) -> MutexGuard<'_, Standby> {
+        self.core.lock().unwrap_or_else(|poisoned| {
+            let mut core = poisoned.into_inner();
+            core.condemn();
+            core
         })
     }
 
     /// Whether this is the group that `place` is offered for: the same members of
     /// the same host, the ones before it there already, and all still standing.
     pub fn awaits(&self, membership: &Membership, primary: &str, place: usize) -> bool {
-        let core = lock_core(&self.core);
+        let core = self.core();
         let syncing = *core.phase() == BackupPhase::Syncing;
         let next = core.joined() == place;
         syncing && next && self.membership == *membership && self.primary == primary
@@ -63,7 +63,7 @@ impl Group {
 
     /// The next member's session begins; in the order of the members.
     pub(super) fn join(&self, session: &Arc<Session>) -> anyhow::Result<()> {
-        let mut core = lock_core(&self.core);
+        let mut core = self.core();
         ensure!(core.join(), "the group's protection has ended");
         lock(&self.sessions).push(Arc::downgrade(session));
         Ok(())

@@ -1,6 +1,7 @@
 //! A medium that the primary puts into a drive: looked at when it asks, put in when the epoch of
 //! the change is applied.
 
+use super::activation::Readiness;
 use super::session::Session;
 use crate::medium::{Medium, MediumAnswer};
 use crate::messages::{Piece, ToPrimary, WholeEpoch};
@@ -41,16 +42,21 @@ impl Session {
             .open(&self.machine(), &self.directory)
             .context("the medium must be at the same place there")?;
         medium.check()?;
-        *lock(&self.medium) = Some((medium, opened.disk));
+        lock(&self.orders).medium = Some((medium, opened.disk));
         Ok(())
     }
 
     /// The drive has another medium from here on. One that was looked at is open already.
-    pub(super) fn change_medium(&self, told: &Medium) -> anyhow::Result<()> {
+    /// `ready` is what a take-over needs, if there is such.
+    pub(super) fn change_medium(
+        &self,
+        told: &Medium,
+        ready: Option<&mut Readiness>,
+    ) -> anyhow::Result<()> {
         let machine = self.machine();
         told.check_drive(&machine)?;
         let mut medium = told.open(&machine, &self.directory)?;
-        let found = lock(&self.medium).take();
+        let found = lock(&self.orders).medium.take();
         if let (Some(_), Some((asked, disk))) = (&told.file, found) {
             ensure!(asked == *told, "the primary put in a medium that it had not asked for");
             medium = understudy_machine::Medium { disk, ..medium };
@@ -59,8 +65,7 @@ impl Session {
         let former = machine.disks()[index].path();
         machine.change_medium_of_standby(&medium)?;
         let changes = resync::create(&[medium.disk], &self.directory)?;
-        if let (Some(ready), Some(map)) = (&mut *lock(&self.readiness), changes.into_iter().next())
-        {
+        if let (Some(ready), Some(map)) = (ready, changes.into_iter().next()) {
             ready.changes[index] = map;
         }
         let now = medium.defined;

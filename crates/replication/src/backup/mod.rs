@@ -35,6 +35,7 @@ use crate::paths::PathMonitor;
 use crate::records::Records;
 use crate::sync::ByteBudget;
 use anyhow::{Context, bail};
+use session::Present;
 use std::fs::File;
 use std::io::{self, Write};
 use std::net::SocketAddr;
@@ -196,34 +197,28 @@ pub fn accept(
     link.set_read_timeout(None)?;
     let vm = machine.definition().name.clone();
     let (addresses, path) = (plan.addresses, plan.path);
-    let heartbeats = Heartbeats::new(addresses.len());
+    let heartbeats = Heartbeats::new().context("cannot make an eventfd")?;
     let paths = PathMonitor::new(&plan.events, &plan.primary, addresses, path, plan.timeout);
     let renewal = if paths.are_several() { Renewal::Await } else { Renewal::Never };
+    let following = (plan.mode == Mode::Lockstep)
+        .then(|| Arc::new(Following::new(plan.disk_reads, machine.disks().len(), MACHINE)));
     let session = Arc::new(Session {
         vm,
         id: plan.id,
         primary: plan.primary,
-        following: Mutex::new(
-            (plan.mode == Mode::Lockstep)
-                .then(|| Arc::new(Following::new(plan.disk_reads, machine.disks().len(), MACHINE))),
-        ),
         orders: Mutex::default(),
-        medium: Mutex::default(),
         turns: AtomicU64::new(0),
         launch: plan.launch,
         former: plan.former.into(),
-        wish: Mutex::new(plan.wish),
         data: Channel::new(link, renewal),
         heartbeats,
         paths,
         arbiter: plan.arbiter,
         records: plan.records,
-        core: plan.group.0.core.clone(),
         group: plan.group.0,
         place: plan.group.1,
         directory: plan.directory,
-        readiness: Mutex::new(None),
-        staged: Mutex::default(),
+        staged: crossbeam_channel::unbounded(),
         commits,
         errands,
         contests,
@@ -235,7 +230,7 @@ pub fn accept(
         clock: takeover::Clock::default(),
         inbound: inbound::Inbound::new(machine.ports().len()),
         outbound: outbound::Outbound::new(machine.ports().len()),
-        machine: Mutex::new(machine),
+        present: Mutex::new(Present { machine, following, wish: plan.wish }),
     });
     session.group.join(&session)?;
     spawn("apply", &session, move |session| {
@@ -252,14 +247,14 @@ pub fn accept(
         understudy_threads::spawn(format!("prove-{}", session.vm), proof::body(&session))
             .context("cannot start a thread")?;
     }
-    heartbeat::start(&session.vm, &session)?;
+    heartbeat::start(&session.vm, &session, Vec::new(), None)?;
     spawn("receive", &session, |session| session.receive())?;
     Ok(session)
 }
 
 /// Adds the heartbeat connection of a path to a session.
-pub fn attach_heartbeat(session: &Arc<Session>, path: PathIndex, link: Link) -> anyhow::Result<()> {
-    Ok(heartbeat::attach(&session.vm, session, path, link)?)
+pub fn attach_heartbeat(session: &Session, path: PathIndex, link: Link) {
+    session.heartbeats.attach(path, link);
 }
 
 /// Adds the connection over which copies of the guest's inbound frames come.

@@ -5,7 +5,6 @@
 //! waits for the arbiter asks its former primary, too: the arbiter may have made that one the
 //! sole owner meanwhile.
 
-use super::group::lock_core;
 use super::session::Session;
 use std::sync::{Arc, Weak};
 use std::thread;
@@ -54,7 +53,7 @@ pub(super) fn run(session: &Weak<Session>) {
 impl Session {
     /// Why this host could not take over, as it last found.
     pub fn obstacle(&self) -> Option<String> {
-        lock_core(&self.core).obstacle()
+        self.group.core().obstacle()
     }
 
     /// What this host does with the VM, for people on any host.

@@ -1,11 +1,9 @@
 //! One VM's protection, seen from the backup: the state machine, what it says is done, and what
 //! the session's threads share.
 
-use super::activation::Readiness;
 use super::control::Ask;
 use super::errands::Committed;
 use super::group::Group;
-use super::group::lock_core;
 use super::inbound::Inbound;
 use super::outbound::Outbound;
 use super::takeover::{self, Stage};
@@ -15,29 +13,26 @@ use crate::clock;
 use crate::heartbeat::{Heartbeats, Pulse};
 use crate::lockstep::backup::Following;
 use crate::lockstep::evidence;
-use crate::medium::Medium;
 use crate::membership::Membership;
 use crate::messages::{ToPrimary, WholeEpoch};
 use crate::moments::strike;
 use crate::paths::PathMonitor;
 use crate::records::Records;
 use crate::sync::ByteBudget;
-use crossbeam_channel::Sender;
-use std::collections::VecDeque;
+use crossbeam_channel::{Receiver, Sender};
 use std::path::PathBuf;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use tracing::{error, info, warn};
 use understudy_arbiter::Arbiter;
 use understudy_cluster::kept::Keeper;
-use understudy_disk::Disk;
 use understudy_link::channel::Channel;
 use understudy_machine::Machine;
 use understudy_protocol::HostName;
 use understudy_protocol::VmName;
 use understudy_protocol::{BackupPhase, Epoch, Generation, Output, Ownership};
 use understudy_report::{Mode, ProtectRequest};
-use understudy_session::backup::{Effect, Errand, Event, Standby, Word};
+use understudy_session::backup::{Effect, Errand, Event, Word};
 use understudy_threads::{Mutex, lock};
 
 /// Whoever speaks for the group where one word is enough.
@@ -55,20 +50,13 @@ pub struct Session {
     pub id: String,
     /// The primary's host name.
     pub primary: HostName,
-    /// Its log, in lockstep.
-    pub(super) following: Mutex<Option<Arc<Following>>>,
-    /// The standby on this host: another machine after a turn.
-    pub(super) machine: Mutex<Arc<Machine>>,
+    pub(super) present: Mutex<Present>,
     /// What the primary asked for beside it.
     pub(super) orders: Mutex<Orders>,
-    /// A medium that the primary is about to put in.
-    pub(super) medium: Mutex<Option<(Medium, Arc<Disk>)>>,
     /// Turns that are committed and not carried out.
     pub(super) turns: AtomicU64,
     pub(super) launch: Launch,
     pub(super) former: Arc<dyn Fn() -> Option<Ownership> + Send + Sync>,
-    /// What the operator asked for; this host does the same after a take-over.
-    pub(super) wish: Mutex<Option<ProtectRequest>>,
     /// The paths to the primary.
     pub paths: PathMonitor,
     /// What the primary's guest receives, for a take-over.
@@ -81,15 +69,11 @@ pub struct Session {
     pub(super) records: Records,
     /// The VM's directory.
     pub(super) directory: PathBuf,
-    /// What is ready for a take-over, once there is something to take over with.
-    pub(super) readiness: Mutex<Option<Readiness>>,
     /// The VMs that are protected with this one, and its place among them.
     pub(super) group: Arc<Group>,
     pub(super) place: usize,
-    /// The group's.
-    pub(super) core: Arc<Mutex<Standby>>,
     /// Its parts of epochs that are whole and not committed.
-    pub(super) staged: Mutex<VecDeque<WholeEpoch>>,
+    pub(super) staged: (Sender<WholeEpoch>, Receiver<WholeEpoch>),
     pub(super) commits: Sender<Committed>,
     pub(super) errands: Sender<Errand>,
     pub(super) contests: Sender<Ask>,
@@ -105,15 +89,25 @@ pub struct Session {
     pub(super) clock: takeover::Clock,
 }
 
+/// The standby on this host, and how it keeps up with the primary.
+pub(super) struct Present {
+    /// Another one after a turn.
+    pub machine: Arc<Machine>,
+    /// Its log, in lockstep.
+    pub following: Option<Arc<Following>>,
+    /// What the operator asked for; this host does the same after a take-over.
+    pub wish: Option<ProtectRequest>,
+}
+
 impl Session {
     /// The standby.
     pub fn machine(&self) -> Arc<Machine> {
-        lock(&self.machine).clone()
+        lock(&self.present).machine.clone()
     }
 
     /// Its log, in lockstep.
     pub fn following(&self) -> Option<Arc<Following>> {
-        lock(&self.following).clone()
+        lock(&self.present).following.clone()
     }
 
     /// How this host keeps up with the primary.
@@ -126,23 +120,23 @@ impl Session {
 
     /// Where the session stands.
     pub fn phase(&self) -> BackupPhase {
-        lock_core(&self.core).phase().clone()
+        self.group.core().phase().clone()
     }
 
     /// The rule for what the guest sends.
     pub fn output(&self) -> Output {
-        lock_core(&self.core).output()
+        self.group.core().output()
     }
 
     /// Generation and last committed epoch.
     pub fn position(&self) -> (Generation, Epoch) {
-        let core = lock_core(&self.core);
+        let core = self.group.core();
         (self.group.generation(self, core.generation()), core.committed())
     }
 
     /// The last epoch that the mirrors hold.
     pub(super) fn applied(&self) -> Epoch {
-        lock_core(&self.core).applied(self.place)
+        self.group.core().applied(self.place)
     }
 
     /// Membership of the group that this VM is protected in.
@@ -157,13 +151,14 @@ impl Session {
 
     /// Whether the VM runs here, or is forgotten, and nothing is left to be done for that.
     pub(super) fn has_ended(&self) -> bool {
-        lock_core(&self.core).has_ended(self.place)
+        self.group.core().has_ended(self.place)
     }
 
     /// A part of an epoch is whole.
     pub(super) fn stage(&self, part: WholeEpoch) {
         let epoch = part.epoch;
-        lock(&self.staged).push_back(part);
+        // Its other end lives as long.
+        let _ = self.staged.0.send(part);
         self.event(Event::Staged(self.place, epoch));
     }
 
@@ -171,7 +166,7 @@ impl Session {
     /// acknowledgement leaves before a contest that comes after it in the order of events.
     pub fn event(&self, event: Event) {
         let mut effects = Vec::new();
-        let mut core = lock_core(&self.core);
+        let mut core = self.group.core();
         core.handle(clock::now(), event, &mut effects);
         effects.into_iter().for_each(|effect| self.perform(effect));
     }
@@ -219,7 +214,7 @@ impl Session {
 
     /// The epoch is committed: what its part is worth for a take-over is kept.
     fn commit(&self, epoch: Epoch) {
-        let Some(mut part) = lock(&self.staged).pop_front() else { return };
+        let Ok(mut part) = self.staged.1.try_recv() else { return };
         self.inbound.commit(epoch);
         self.outbound.commit(&mut part);
         let other = self.turn_of(&part);
@@ -342,9 +337,9 @@ impl Pulse for Session {
         self.event(Event::Tick);
     }
     fn is_over(&self) -> bool {
-        lock_core(&self.core).is_over()
+        self.group.core().is_over()
     }
     fn may_hang_up(&self) -> bool {
-        lock_core(&self.core).may_hang_up(self.place)
+        self.group.core().may_hang_up(self.place)
     }
 }

@@ -5,7 +5,6 @@ mod clock;
 pub use clock::{Clock, Stage};
 
 use super::apply::Checkpoint;
-use super::group::lock_core;
 use super::session::Session;
 use crate::clock::now;
 use crate::lockstep::backup::{self as lockstep, Following};
@@ -99,7 +98,7 @@ impl Session {
             true => lag_ms + report.total_ms,
             false => (now() - from.taken).as_secs_f64() * 1e3,
         };
-        let planned = lock_core(&self.core).is_planned();
+        let planned = self.group.core().is_planned();
         Ok(TakeoverReport { planned, lag_ms, outage_ms, injected_frames, resent_frames, ..report })
     }
 
@@ -109,7 +108,10 @@ impl Session {
         self.waiting.close();
         match (ending, takeover) {
             (Ending::Live(generation, reason), Some(takeover)) => {
-                let (machine, wish) = (self.machine(), lock(&self.wish).clone());
+                let (machine, wish) = {
+                    let present = lock(&self.present);
+                    (present.machine.clone(), present.wish.clone())
+                };
                 let generation = self.group.generation(self, generation);
                 Outcome::Live { machine, wish, generation, reason, takeover }
             }

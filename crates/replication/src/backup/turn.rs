@@ -5,6 +5,7 @@
 
 use super::session::Session;
 use crate::lockstep::backup::{self as lockstep, Following};
+use crate::medium::Medium;
 use crate::messages::{Piece, ToPrimary, WholeEpoch};
 use crate::turn::{Answer, Order, Wanted};
 use anyhow::{Context, bail, ensure};
@@ -13,6 +14,7 @@ use std::sync::atomic::Ordering;
 use std::thread;
 use std::time::{Duration, Instant};
 use tracing::info;
+use understudy_disk::Disk;
 use understudy_machine::Machine;
 use understudy_machine::succession::{check_blocks, copy_small_blocks};
 use understudy_protocol::Epoch;
@@ -48,6 +50,8 @@ pub(super) struct Orders {
     count: u64,
     other: Option<Other>,
     closed: bool,
+    /// A medium that it is about to put in.
+    pub medium: Option<(Medium, Arc<Disk>)>,
 }
 
 /// A test makes the other QEMU one that does not start.
@@ -98,7 +102,7 @@ impl Session {
     pub(super) fn expect_log(&self, epoch: Epoch) -> anyhow::Result<()> {
         let disk_reads = self.check_other(Mode::Lockstep)?.disk_reads;
         let following = Following::new(disk_reads, self.machine().disks().len(), epoch);
-        *lock(&self.following) = Some(Arc::new(following));
+        lock(&self.present).following = Some(Arc::new(following));
         Ok(())
     }
 
@@ -148,10 +152,12 @@ impl Session {
         copy_small_blocks(former.blocks(), next.blocks())?;
         next.take_place_aside();
         former.retire();
-        *lock(&self.machine) = next;
+        {
+            let mut present = lock(&self.present);
+            (present.machine, present.wish) = (next, Some(wanted.wish));
+        }
         (beside.adopt)();
         info!(vm = %self.vm, "replicates in mode {:?} from now on", wanted.mode);
-        *lock(&self.wish) = Some(wanted.wish);
         Ok(())
     }
 
@@ -166,9 +172,9 @@ impl Session {
             disk.set_read_only(true);
             disk.set_changes(None);
         }
-        let mut current = lock(&self.following);
-        if current.as_ref().is_some_and(|current| Arc::ptr_eq(current, following)) {
-            *current = None;
+        let mut present = lock(&self.present);
+        if present.following.as_ref().is_some_and(|current| Arc::ptr_eq(current, following)) {
+            present.following = None;
         }
         Ok(())
     }

@@ -29,7 +29,6 @@ use std::time::Duration;
 use tracing::debug;
 use understudy_protocol::Time;
 use understudy_qemu::urgency::raise_this_thread;
-use understudy_threads::{Mutex, lock};
 
 /// The rate of the log is an average over this span.
 const RATE_SPAN: Duration = Duration::from_secs(2);
@@ -46,13 +45,13 @@ pub fn be_urgent() {
 
 /// How fast a log grows.
 #[derive(Debug, Default)]
-struct Rate(Mutex<VecDeque<(Time, u64)>>);
+struct Rate(VecDeque<(Time, u64)>);
 
 impl Rate {
     /// The log has so many bytes now.
-    fn note(&self, bytes: u64) {
+    fn note(&mut self, bytes: u64) {
         let now = clock::now();
-        let mut seen = lock(&self.0);
+        let seen = &mut self.0;
         if seen.back().is_some_and(|&(at, _)| now - at < RATE_STEP) {
             return;
         }
@@ -63,8 +62,7 @@ impl Rate {
     }
 
     fn mbit_s(&self) -> f64 {
-        let seen = lock(&self.0);
-        let (Some(first), Some(last)) = (seen.front(), seen.back()) else { return 0.0 };
+        let (Some(first), Some(last)) = (self.0.front(), self.0.back()) else { return 0.0 };
         let seconds = (last.0 - first.0).as_secs_f64();
         if seconds > 0.0 { (last.1 - first.1) as f64 * 8e-6 / seconds } else { 0.0 }
     }

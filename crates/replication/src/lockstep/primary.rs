@@ -65,10 +65,7 @@ const RETRY: Duration = Duration::from_millis(10);
 pub struct Recording {
     /// The log begins behind this epoch.
     machine: Epoch,
-    batcher: Mutex<Batcher>,
-    progress: Mutex<LogProgress>,
-    pace: Mutex<Pace>,
-    rate: Rate,
+    flow: Mutex<Flow>,
     /// The channel is full, or the backup too far behind.
     blocked: AtomicBool,
     /// What its disk reads gave, if that goes to the backup.
@@ -77,6 +74,16 @@ pub struct Recording {
     pub writes: Writes,
     /// Whether its backup has the same.
     pub comparer: Comparer,
+}
+
+/// How far the log has got.
+#[derive(Debug)]
+struct Flow {
+    batcher: Batcher,
+    rate: Rate,
+    /// Of the backup's QEMU.
+    progress: LogProgress,
+    pace: Pace,
 }
 
 impl Recording {
@@ -94,10 +101,12 @@ impl Recording {
             writes: Writes::default(),
             comparer: Comparer::default(),
             reads: logged.then(|| ReadTrail::new(machine.disks().len(), wake)),
-            batcher: Mutex::new(Batcher::new(epoch, UNACKNOWLEDGED_BYTES)),
-            progress: Mutex::default(),
-            pace: Mutex::new(Pace::new(clock::now())),
-            rate: Rate::default(),
+            flow: Mutex::new(Flow {
+                batcher: Batcher::new(epoch, UNACKNOWLEDGED_BYTES),
+                rate: Rate::default(),
+                progress: LogProgress::default(),
+                pace: Pace::new(clock::now()),
+            }),
             blocked: AtomicBool::new(false),
         }
     }
@@ -109,7 +118,7 @@ impl Recording {
 
     /// The backup has this epoch and all before it.
     pub fn acknowledged(&self, epoch: Epoch) {
-        lock(&self.batcher).acknowledged(epoch);
+        lock(&self.flow).batcher.acknowledged(epoch);
     }
 
     /// Whether reads of the guest may soon wait for a batch.
@@ -119,7 +128,7 @@ impl Recording {
 
     /// The log begins.
     fn begin(&self) {
-        *lock(&self.pace) = Pace::new(clock::now());
+        lock(&self.flow).pace = Pace::new(clock::now());
     }
 
     /// Whether a fail-over would take too long.
@@ -129,16 +138,16 @@ impl Recording {
 
     /// How far the backup is behind.
     pub fn lag(&self) -> Duration {
-        Duration::from_micros(lock(&self.progress).lag_us)
+        Duration::from_micros(lock(&self.flow).progress.lag_us)
     }
 
     /// The backup has executed so much. Gives the part of its processor that the guest may use
     /// from now on, if that changes.
     pub fn progressed(&self, progress: LogProgress) -> Option<f64> {
-        *lock(&self.progress) = progress;
-        let mut pace = lock(&self.pace);
+        let mut flow = lock(&self.flow);
+        flow.progress = progress;
         let lag = Duration::from_micros(progress.lag_us);
-        pace.reported(lag, clock::now()).then(|| pace.share())
+        flow.pace.reported(lag, clock::now()).then(|| flow.pace.share())
     }
 
     /// Whether somebody waits for an acknowledgement, or for the backup.
@@ -148,11 +157,15 @@ impl Recording {
 
     /// What `status` shows.
     pub fn report(&self, log: &LogChannel, held_frames: u64) -> LockstepReport {
-        let (progress, status) = (*lock(&self.progress), log.status());
+        let (progress, log_mbit_s) = {
+            let flow = lock(&self.flow);
+            (flow.progress, flow.rate.mbit_s())
+        };
+        let status = log.status();
         LockstepReport {
             lag_ms: progress.lag_us as f64 / 1e3,
             lag_instructions: status.instructions.saturating_sub(progress.instructions),
-            log_mbit_s: self.rate.mbit_s(),
+            log_mbit_s,
             held_frames,
             blocked: self.is_blocked() || status.is_blocked,
             disk_reads: self.reads.as_ref().map_or(DiskReads::Backup, |_| DiskReads::Log),
@@ -331,7 +344,7 @@ impl Cutter<'_> {
     /// the rest in any case.
     fn must_wait(&self) -> bool {
         let far = self.recording.is_far_behind() && !self.session.was_handed_over();
-        far || lock(&self.recording.batcher).room() == 0 || !self.session.may_capture()
+        far || lock(&self.recording.flow).batcher.room() == 0 || !self.session.may_capture()
     }
 
     /// Waits for a ring, and for log if that is asked for.
@@ -358,13 +371,13 @@ impl Cutter<'_> {
         self.log_since = None;
         self.cut_at = Instant::now();
         read_all(self.log, &mut self.batch)?;
-        let end = {
-            let mut batcher = lock(&self.recording.batcher);
-            let number = batcher.cut(self.batch.len());
+        {
+            let mut flow = lock(&self.recording.flow);
+            let number = flow.batcher.cut(self.batch.len());
             ensure!(number == epoch, "batch {number} of the log is epoch {epoch}");
-            batcher.end()
-        };
-        self.recording.rate.note(end.0);
+            let end = flow.batcher.end();
+            flow.rate.note(end.0);
+        }
         if let Some(reads) = &self.recording.reads {
             send_reads(self.session, epoch, &reads.take());
         }

@@ -19,7 +19,7 @@ use understudy_lockstep::{DiskRead, ReadDecoder, ReadOutcome, ReadScript};
 use understudy_machine::Machine;
 use understudy_protocol::DiskIndex;
 use understudy_report::DiskReads;
-use understudy_threads::{Condvar, Mutex, lock, poisoned};
+use understudy_threads::Waitable;
 
 /// Data that may wait for the next batch: over it the guest's reads wait.
 const MOST_WAITING_BYTES: usize = 8 << 20;
@@ -32,11 +32,9 @@ const ENOUGH_BYTES: u64 = 32 << 20;
 
 /// On the primary: what the guest's reads gave, on its way into the log.
 pub struct ReadTrail {
-    state: Mutex<Trail>,
-    changed: Condvar,
+    state: Waitable<Trail>,
     /// Tells the log's thread.
     wake: Box<dyn Fn() + Send + Sync>,
-    rate: Rate,
 }
 
 #[derive(Default)]
@@ -44,6 +42,7 @@ struct Trail {
     came: Vec<u64>,
     stream: Vec<u8>,
     total: u64,
+    rate: Rate,
     passes: bool,
     closed: bool,
 }
@@ -52,39 +51,36 @@ impl ReadTrail {
     /// Makes those of a guest with so many disks, at the beginning of its log. `wake` is called
     /// when a batch should be cut.
     pub fn new(disks: usize, wake: impl Fn() + Send + Sync + 'static) -> Arc<ReadTrail> {
-        let state = Mutex::new(Trail { came: vec![0; disks], ..Default::default() });
-        let (changed, wake) = (Condvar::new(), Box::new(wake));
-        Arc::new(ReadTrail { state, changed, wake, rate: Rate::default() })
+        let state = Waitable::new(Trail { came: vec![0; disks], ..Default::default() });
+        Arc::new(ReadTrail { state, wake: Box::new(wake) })
     }
 
     /// Whether a batch should be cut for the sake of reads that may soon wait.
     pub fn is_pressing(&self) -> bool {
-        lock(&self.state).stream.len() >= PRESSING_BYTES
+        self.state.lock().stream.len() >= PRESSING_BYTES
     }
 
     /// What came since the last call. To be called after the batch's log was read.
     pub fn take(&self) -> Vec<u8> {
-        let mut state = lock(&self.state);
-        let stream = mem::take(&mut state.stream);
-        state.total += stream.len() as u64;
-        self.rate.note(state.total);
-        drop(state);
-        self.changed.notify_all();
-        stream
+        self.state.change(|state| {
+            let stream = mem::take(&mut state.stream);
+            state.total += stream.len() as u64;
+            state.rate.note(state.total);
+            stream
+        })
     }
 
     /// The log is over: nothing is noted any more, and nobody waits.
     pub fn close(&self) {
-        let mut state = lock(&self.state);
-        state.closed = true;
-        state.stream = Vec::new();
-        drop(state);
-        self.changed.notify_all();
+        self.state.change(|state| {
+            state.closed = true;
+            state.stream = Vec::new();
+        });
     }
 
     /// The data of the last seconds.
     pub fn mbit_s(&self) -> f64 {
-        self.rate.mbit_s()
+        self.state.lock().rate.mbit_s()
     }
 }
 
@@ -93,8 +89,7 @@ impl ReadRecorder for ReadTrail {
         let full = |state: &mut Trail| {
             state.stream.len() > MOST_WAITING_BYTES && !state.passes && !state.closed
         };
-        let state = lock(&self.state);
-        let mut state = self.changed.wait_while(state, full).unwrap_or_else(poisoned);
+        let mut state = self.state.wait_while(self.state.lock(), full);
         let number = &mut state.came[usize::from(disk.0)];
         *number += 1;
         *number - 1
@@ -102,7 +97,7 @@ impl ReadRecorder for ReadTrail {
 
     fn gave(&self, disk: DiskIndex, number: u64, at: Span, outcome: Result<&[u8], u32>) {
         let Span { offset, length } = at;
-        let mut state = lock(&self.state);
+        let mut state = self.state.lock();
         if state.closed {
             return;
         }
@@ -115,8 +110,7 @@ impl ReadRecorder for ReadTrail {
     }
 
     fn let_pass(&self) {
-        lock(&self.state).passes = true;
-        self.changed.notify_all();
+        self.state.change(|state| state.passes = true);
     }
 }
 
@@ -148,9 +142,7 @@ impl ReadFailure {
 #[derive(Debug)]
 pub struct Reads {
     source: DiskReads,
-    state: Mutex<Followed>,
-    changed: Condvar,
-    rate: Rate,
+    state: Waitable<Followed>,
 }
 
 #[derive(Debug)]
@@ -160,6 +152,7 @@ struct Followed {
     /// Asked for, and not answered.
     parked: Vec<(DiskRead, AwaitedRead)>,
     total: u64,
+    rate: Rate,
     ended: bool,
     failure: Option<ReadFailure>,
 }
@@ -202,11 +195,11 @@ impl Reads {
             script: ReadScript::new(disks),
             parked: Vec::new(),
             total: 0,
+            rate: Rate::default(),
             ended: false,
             failure: None,
         };
-        let (state, changed) = (Mutex::new(state), Condvar::new());
-        Arc::new(Reads { source, state, changed, rate: Rate::default() })
+        Arc::new(Reads { source, state: Waitable::new(state) })
     }
 
     /// Where the reads come from.
@@ -219,7 +212,7 @@ impl Reads {
         if self.source != DiskReads::Log {
             anyhow::bail!("the data of reads came, which was not agreed on");
         }
-        let mut state = lock(&self.state);
+        let mut state = self.state.lock();
         if state.ended {
             return Ok(());
         }
@@ -227,26 +220,26 @@ impl Reads {
             state.script.put(read, outcome)?;
         }
         state.total += piece.len() as u64;
-        self.rate.note(state.total);
+        let total = state.total;
+        state.rate.note(total);
         drop(state);
-        self.changed.notify_all();
+        self.state.wake();
         Ok(())
     }
 
     /// Whether more than enough data wait for QEMU.
     pub fn is_full(&self) -> bool {
-        lock(&self.state).script.bytes() > ENOUGH_BYTES
+        self.state.lock().script.bytes() > ENOUGH_BYTES
     }
 
     /// No batch is taken in any more: what has no data is read from the mirror.
     pub fn end(&self) {
-        lock(&self.state).ended = true;
-        self.changed.notify_all();
+        self.state.change(|state| state.ended = true);
     }
 
     /// Why this backup cannot go on, if it cannot.
     pub fn failure(&self) -> Option<ReadFailure> {
-        lock(&self.state).failure.clone()
+        self.state.lock().failure.clone()
     }
 
     /// A request of its guest failed on this backup's mirror: QEMU is left without an answer.
@@ -256,7 +249,7 @@ impl Reads {
              of its images"
         );
         // A read that failed has said more already.
-        lock(&self.state).failure.get_or_insert(ReadFailure::Unusable(words));
+        self.state.lock().failure.get_or_insert(ReadFailure::Unusable(words));
     }
 
     /// Answers the reads that had to wait, until the end.
@@ -264,7 +257,7 @@ impl Reads {
         if self.source == DiskReads::Backup {
             return;
         }
-        let mut state = lock(&self.state);
+        let mut state = self.state.lock();
         while !state.is_over() {
             match state.next() {
                 Some((read, outcome)) => {
@@ -273,12 +266,12 @@ impl Reads {
                         Some(outcome) => answer(read, outcome),
                         None => read.read_here(),
                     }
-                    state = lock(&self.state);
+                    state = self.state.lock();
                 }
                 None => {
                     // Looked at again: a failure ends no wait.
                     let wait = Duration::from_millis(500);
-                    state = self.changed.wait_timeout(state, wait).unwrap_or_else(poisoned).0;
+                    state = self.state.wait_for(state, wait);
                 }
             }
         }
@@ -288,7 +281,7 @@ impl Reads {
 
     /// The data of the last seconds.
     pub fn mbit_s(&self) -> f64 {
-        self.rate.mbit_s()
+        self.state.lock().rate.mbit_s()
     }
 }
 
@@ -301,7 +294,7 @@ impl ReadFollower for Reads {
         if self.source == DiskReads::Backup {
             return Some(read);
         }
-        let mut state = lock(&self.state);
+        let mut state = self.state.lock();
         let Span { offset, length } = read.span();
         let asked = state.script.ask(read.disk(), offset, length);
         if let Some(outcome) = state.find(&asked) {
@@ -322,7 +315,7 @@ impl ReadFollower for Reads {
             "this backup cannot read {length} bytes at {offset} of its mirror of disk {disk}, again \
              and again: {error}"
         );
-        lock(&self.state).failure.get_or_insert(ReadFailure::Unusable(words));
+        self.state.lock().failure.get_or_insert(ReadFailure::Unusable(words));
     }
 }
 

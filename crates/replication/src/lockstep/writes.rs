@@ -20,54 +20,61 @@ use understudy_threads::{Mutex, lock};
 /// A session's counts on one host.
 #[derive(Debug, Default)]
 pub struct Writes {
+    counts: Mutex<Counts>,
+}
+
+#[derive(Debug, Default)]
+struct Counts {
     /// At the beginning of the log.
-    bases: Mutex<Option<Vec<GuestWrites>>>,
-    rounds: Mutex<Rounds>,
+    bases: Option<Vec<GuestWrites>>,
+    rounds: Rounds,
+}
+
+impl Counts {
+    fn since_begin(&self, counts: impl Iterator<Item = GuestWrites>) -> Option<Written> {
+        let since = |(now, base): (GuestWrites, &GuestWrites)| {
+            (now.failed == base.failed).then_some(now.count - base.count)
+        };
+        counts.zip(self.bases.as_ref()?).map(since).collect::<Option<_>>().map(Written)
+    }
 }
 
 impl Writes {
     /// The guest stands still, and its log begins.
     pub fn begin(&self, machine: &Machine) {
         let bases = machine.disks().iter().map(|disk| disk.guest_writes()).collect();
-        *lock(&self.bases) = Some(bases);
+        lock(&self.counts).bases = Some(bases);
     }
 
     /// What this host's images have now; none if that cannot be told.
     pub fn now(&self, machine: &Machine) -> Option<Written> {
         let disks = machine.disks();
-        self.since_begin(disks.iter().map(|disk| disk.guest_writes()))
-    }
-
-    fn since_begin(&self, counts: impl Iterator<Item = GuestWrites>) -> Option<Written> {
-        let bases = lock(&self.bases);
-        let since = |(now, base): (GuestWrites, &GuestWrites)| {
-            (now.failed == base.failed).then_some(now.count - base.count)
-        };
-        counts.zip(bases.as_ref()?).map(since).collect::<Option<_>>().map(Written)
+        lock(&self.counts).since_begin(disks.iter().map(|disk| disk.guest_writes()))
     }
 
     /// The other host says what it has.
     pub fn told(&self, written: Written, disks: usize) -> anyhow::Result<()> {
         let counts = written.0.len();
         ensure!(counts == disks, "counts came of {counts} disks, where there are {disks}");
-        lock(&self.rounds).told(written);
+        lock(&self.counts).rounds.told(written);
         Ok(())
     }
 
     /// Strikes off what both hosts have. The log has begun.
     pub fn strike_off(&self, machine: &Machine) -> anyhow::Result<()> {
-        let mut rounds = lock(&self.rounds);
-        if !rounds.may_forget() {
+        let mut counts = lock(&self.counts);
+        if !counts.rounds.may_forget() {
             return Ok(());
         }
-        let mut counts = Vec::new();
+        let mut now = Vec::new();
         for disk in machine.disks() {
             // The log may have just ended.
             let Some(changes) = disk.changes() else { return Ok(()) };
             changes.end_round()?;
-            counts.push(disk.begin_round());
+            now.push(disk.begin_round());
         }
-        rounds.set_aside(self.since_begin(counts.into_iter()));
+        let written = counts.since_begin(now.into_iter());
+        counts.rounds.set_aside(written);
         Ok(())
     }
 }

@@ -19,11 +19,10 @@ use std::time::Duration;
 use tracing::warn;
 use understudy_machine::{Machine, Tracker};
 use understudy_memory::{DirtySet, PageStaging, StagingPool, capture};
-use understudy_protocol::{Epoch, LastCheckpoint, PAGE_SIZE, PrimaryPhase, Time};
+use understudy_protocol::{Allowance, Epoch, LastCheckpoint, PAGE_SIZE, PrimaryPhase, Time};
 use understudy_qemu::Urgency;
 use understudy_qemu::lockstep::LogErrand;
 use understudy_report::{CheckpointTiming, DiskReads};
-use understudy_threads::lock;
 
 /// An epoch that wrote at least this many pages gets pre-copy rounds just
 /// before the next pause: the guest then stands still only for what it wrote
@@ -106,6 +105,8 @@ struct Capturer<'a> {
     /// To be copied with the next checkpoint, whatever is found then.
     carried: DirtySet,
     device_state: Vec<u8>,
+    /// Of frames that go along with their epoch.
+    allowances: Vec<Allowance>,
     last_pages: u64,
     /// Of the epoch that is being closed, if a snapshot is made of it.
     closing: Option<Closing>,
@@ -131,6 +132,7 @@ impl<'a> Capturer<'a> {
             piece: DirtySet::new(),
             carried: DirtySet::new(),
             device_state: Vec::new(),
+            allowances: super::outbound::allowances(machine),
             last_pages: 0,
             closing: None,
             carried_bytes: session.carried(),
@@ -265,7 +267,7 @@ impl<'a> Capturer<'a> {
         disks.iter().for_each(|disk| disk.end_checkpoint());
         let stopped = captured?;
         timing.total_ms = milliseconds(watch.now - watch.started);
-        lock(&self.session.watch).resumed();
+        self.session.watch().resumed();
         self.last_pages = timing.pages + timing.precopied_pages;
         self.session.stats.captured(timing, watch.now);
         self.session.pace.captured(epoch, self.last_pages, began);
@@ -381,7 +383,7 @@ impl<'a> Capturer<'a> {
         for chunk in self.staging.take().chunks {
             outbox.put_now(Outgoing::Pages(epoch, chunk));
         }
-        super::outbound::queue(self.session, epoch);
+        super::outbound::queue(self.session, epoch, &mut self.allowances);
         if let Some(console) = &self.session.console {
             for piece in console.held_of(epoch).chunks(CONSOLE_PIECE_BYTES) {
                 outbox.put_now(Outgoing::Piece(epoch, Piece::Console(piece.to_vec())));

@@ -1,6 +1,5 @@
 //! What the capture thread does next, and when.
 
-use super::group::lock_core;
 use super::session::{LONGEST_WAIT, Session};
 use crate::clock;
 use std::time::Duration;
@@ -44,7 +43,7 @@ impl Session {
     /// The step that is due now, or how long to wait at most. What one member
     /// finds due, all members do.
     fn judge(&self) -> Result<Step, Duration> {
-        let core = lock_core(&self.core);
+        let core = self.group.core();
         if core.phase().has_lost() || matches!(core.phase(), PrimaryPhase::Alone(_)) {
             return Ok(Step::End);
         }
@@ -70,7 +69,7 @@ impl Session {
 
     /// Makes a checkpoint due now, unless it cannot be taken or is due already.
     pub fn cut_short(&self) {
-        let core = lock_core(&self.core);
+        let core = self.group.core();
         let mut rendezvous = self.group.rendezvous();
         let idle = rendezvous.last().is_some() && rendezvous.announced(core.running()).is_none();
         if idle && core.may_capture() {

@@ -5,7 +5,7 @@
 //! their way, writes wait: that ends when the backup acknowledges them, without the guest's help.
 //! Once one can be taken they pass, for QEMU waits for its writes when it stops.
 
-use understudy_threads::{Condvar, Mutex, lock, poisoned};
+use understudy_threads::Waitable;
 
 /// Over so much a checkpoint is due. `room.rs` counts it.
 pub const EPOCH_DISK_BYTES: u64 = 64 << 20;
@@ -17,8 +17,7 @@ const MESSAGE_BYTES: u64 = 64;
 #[derive(Debug)]
 pub struct EpochRoom {
     limit: u64,
-    state: Mutex<State>,
-    changed: Condvar,
+    state: Waitable<State>,
 }
 
 #[derive(Debug, Default)]
@@ -32,16 +31,14 @@ struct State {
 impl EpochRoom {
     /// Room for so many bytes.
     pub fn new(limit: u64) -> EpochRoom {
-        EpochRoom { limit, state: Mutex::default(), changed: Condvar::new() }
+        EpochRoom { limit, state: Waitable::default() }
     }
 
     /// Takes room for a message, as soon as there is some or a checkpoint can make some. Returns
     /// whether it was the last of the room: a checkpoint is due.
     pub fn take(&self, bytes: u64) -> bool {
-        let mut state = lock(&self.state);
-        while state.used >= self.limit && state.blocked && !state.closed {
-            state = self.changed.wait(state).unwrap_or_else(poisoned);
-        }
+        let waits = |state: &mut State| state.used >= self.limit && state.blocked && !state.closed;
+        let mut state = self.state.wait_while(self.state.lock(), waits);
         let was_full = state.used >= self.limit;
         state.used += bytes + MESSAGE_BYTES;
         !was_full && state.used >= self.limit
@@ -49,32 +46,29 @@ impl EpochRoom {
 
     /// Whether a checkpoint is due for want of room.
     pub fn is_full(&self) -> bool {
-        lock(&self.state).used >= self.limit
+        self.state.lock().used >= self.limit
     }
 
     #[cfg(test)]
     fn used(&self) -> u64 {
-        lock(&self.state).used
+        self.state.lock().used
     }
 
     /// The next epoch has begun.
     pub fn empty(&self) {
-        lock(&self.state).used = 0;
-        self.changed.notify_all();
+        self.state.change(|state| state.used = 0);
     }
 
     /// Whether as many epochs are on their way as there may be.
     pub fn set_blocked(&self, blocked: bool) {
-        let mut state = lock(&self.state);
-        if std::mem::replace(&mut state.blocked, blocked) && !blocked {
-            self.changed.notify_all();
+        if std::mem::replace(&mut self.state.lock().blocked, blocked) && !blocked {
+            self.state.wake();
         }
     }
 
     /// Lets everybody pass from now on: nothing is sent any more.
     pub fn close(&self) {
-        lock(&self.state).closed = true;
-        self.changed.notify_all();
+        self.state.change(|state| state.closed = true);
     }
 }
 

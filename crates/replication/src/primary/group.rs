@@ -25,22 +25,12 @@ use understudy_threads::{Mutex, MutexGuard, lock};
 /// Why protection ended, until more is known.
 pub const CONDEMNED: &str = "a thread panicked while it changed the state of protection";
 
-/// Locks the state machine. After a panic of whoever changed it, it is at its end: nothing is
-/// done by it any more.
-pub(super) fn lock_core(core: &Mutex<Lead>) -> MutexGuard<'_, Lead> {
-    core.lock().unwrap_or_else(|poisoned| {
-        let mut core = poisoned.into_inner();
-        core.condemn(CONDEMNED);
-        core
-    })
-}
-
 /// The members, and what they share.
 pub struct Group {
     /// Members, and how they are owned.
     pub membership: Membership,
     /// What decides for all.
-    pub(super) core: Arc<Mutex<Lead>>,
+    core: Mutex<Lead>,
     rendezvous: Mutex<Rendezvous>,
     sessions: Mutex<Vec<Weak<Session>>>,
 }
@@ -61,8 +51,18 @@ impl Group {
         Arc::new(Group {
             rendezvous: Mutex::new(Rendezvous::new(membership.members.len())),
             membership,
-            core: Arc::new(Mutex::new(lead)),
+            core: Mutex::new(lead),
             sessions: Mutex::default(),
+        })
+    }
+
+    /// Locks the state machine. After a panic of whoever changed it, it is at its end: nothing is
+    /// done by it any more.
+    pub(super) fn core(&self) -> MutexGuard<'_, Lead> {
+        self.core.lock().unwrap_or_else(|poisoned| {
+            let mut core = poisoned.into_inner();
+            core.condemn(CONDEMNED);
+            core
         })
     }
 
@@ -73,7 +73,7 @@ impl Group {
 
     /// The next member's session begins; in the order of the members.
     pub(super) fn join(&self, session: &Arc<Session>) -> anyhow::Result<()> {
-        let core = lock_core(&self.core);
+        let core = self.core();
         match core.phase() {
             PrimaryPhase::Alone(Some(reason))
             | PrimaryPhase::Frozen(reason)
@@ -99,7 +99,7 @@ impl Group {
 
     /// Why the backup could not take over now, if it could not.
     pub fn obstacle(&self) -> Option<String> {
-        lock_core(&self.core).obstacle(clock::now())
+        self.core().obstacle(clock::now())
     }
 
     /// Wakes every member's threads.
@@ -162,7 +162,7 @@ impl Group {
     /// machine, since protection can end at any moment and must not find a gate
     /// held afterwards.
     pub(super) fn place_barrier(&self, session: &Session, last: bool) {
-        let mut core = lock_core(&self.core);
+        let mut core = self.core();
         strike("barrier", &session.vm);
         let next = core.running().next();
         let over = matches!(core.phase(), PrimaryPhase::Alone(_) | PrimaryPhase::Halted(_));
@@ -200,7 +200,7 @@ impl Group {
     /// Closes a batch of a VM's log, in lockstep: what it sent until now belongs to it. With
     /// `last`, the guest stands still. None when protection is over.
     pub(super) fn cut_batch(&self, session: &Session, last: bool) -> Option<Epoch> {
-        let mut core = lock_core(&self.core);
+        let mut core = self.core();
         if !core.may_capture() {
             return None;
         }
@@ -224,7 +224,7 @@ impl Group {
 
     /// The VM's epochs will be batches of log: there may be many on their way.
     pub(super) fn follow_log(&self) {
-        let mut core = lock_core(&self.core);
+        let mut core = self.core();
         core.set_pipeline(PIPELINE);
     }
 
@@ -237,7 +237,7 @@ impl Group {
 
     /// Whether a planned fail-over was asked for.
     pub(super) fn was_handed_over(&self) -> bool {
-        lock_core(&self.core).is_handed_over()
+        self.core().is_handed_over()
     }
 }
 
@@ -260,7 +260,7 @@ impl Guests for Group {
     fn activity(&self) -> Activity {
         let mut all = Activity { idle: true, busy_share: 0.0 };
         self.each(|member| {
-            let one = lock(&member.watch).activity(&member.machine());
+            let one = member.watch().activity(&member.machine());
             all.idle &= one.idle;
             all.busy_share = all.busy_share.max(one.busy_share);
         });

@@ -3,7 +3,6 @@
 
 use super::session::Session;
 use std::sync::{Arc, Weak};
-use std::thread;
 use std::time::{Duration, Instant};
 use tracing::warn;
 use understudy_disk::WaitId;
@@ -13,37 +12,55 @@ use understudy_machine::disk_error;
 use understudy_protocol::{DISK_BOUND, Silence};
 use understudy_session::primary::{Effect, Event};
 
-/// Looks until protection is over. `bound` is for how long QEMU may be silent.
-pub(super) fn watch(session: &Weak<Session>, bound: Duration) {
-    let mut detector = HangDetector::new(bound);
-    let mut watched: Weak<Machine> = Weak::new();
-    let mut disks = Disks(Vec::new());
-    let mut told = false;
-    let mut looked = Instant::now();
-    loop {
-        // At ordinary urgency: where threads are starved, QEMU's main loop is, too.
-        thread::sleep(detector.interval());
-        let Some(session) = session.upgrade().filter(|session| !session.is_over()) else { return };
-        let machine = session.machine();
-        if !std::ptr::eq(watched.as_ptr(), Arc::as_ptr(&machine)) {
-            // The first, or the one that it goes on in.
-            watched = Arc::downgrade(&machine);
-            detector = HangDetector::new(bound);
-            disks = Disks::of(&machine, detector.interval());
+/// Looks at the guest's QEMU and disks, again and again.
+pub(super) struct HangWatch {
+    /// For how long QEMU may be silent.
+    bound: Duration,
+    detector: HangDetector,
+    watched: Weak<Machine>,
+    disks: Disks,
+    told: bool,
+    looked: Instant,
+}
+
+impl HangWatch {
+    pub fn new(bound: Duration) -> HangWatch {
+        HangWatch {
+            bound,
+            detector: HangDetector::new(bound),
+            watched: Weak::new(),
+            disks: Disks(Vec::new()),
+            told: false,
+            looked: Instant::now(),
         }
-        let passed = looked.elapsed();
-        looked = Instant::now();
+    }
+
+    /// When to look again.
+    pub fn due(&self) -> Instant {
+        self.looked + self.detector.interval()
+    }
+
+    /// Looks once.
+    pub fn look(&mut self, session: &Session) {
+        let machine = session.machine();
+        if !std::ptr::eq(self.watched.as_ptr(), Arc::as_ptr(&machine)) {
+            // The first, or the one that it goes on in.
+            self.watched = Arc::downgrade(&machine);
+            self.detector = HangDetector::new(self.bound);
+            self.disks = Disks::of(&machine, self.detector.interval());
+        }
+        let passed = self.looked.elapsed();
+        self.looked = Instant::now();
         // A whole comparison stops QEMU again and again, and keeps its main loop from its turns.
         let recording = session.recording();
         let waits = recording.is_some_and(|log| log.is_blocked() || log.comparer.is_wanted());
-        let silent = machine.look(&mut detector, passed, waits);
-        let qemu = detector
-            .is_over()
-            .then(|| format!("QEMU has not answered for {:.1} s", silent.as_secs_f64()));
-        let hung = disks.look(&machine, passed).or(qemu);
-        match hung {
-            Some(reason) => hand_over(&session, &reason, &mut told),
-            None => told = false,
+        let silent = machine.look(&mut self.detector, passed, waits);
+        let hangs = self.detector.is_over();
+        let qemu =
+            hangs.then(|| format!("QEMU has not answered for {:.1} s", silent.as_secs_f64()));
+        match self.disks.look(&machine, passed).or(qemu) {
+            Some(reason) => hand_over(session, &reason, &mut self.told),
+            None => self.told = false,
         }
     }
 }

@@ -22,9 +22,12 @@ pub type InPause = Box<dyn FnOnce() -> anyhow::Result<()> + Send>;
 
 /// What the capture thread is asked for, and who waits for the backup.
 #[derive(Default)]
-pub(super) struct Keeping {
-    wanted: Mutex<Option<Request>>,
-    answer: Mutex<Option<Sender<Kept>>>,
+pub(super) struct Keeping(Mutex<Asked>);
+
+#[derive(Default)]
+struct Asked {
+    wanted: Option<Request>,
+    answer: Option<Sender<Kept>>,
 }
 
 struct Request {
@@ -42,12 +45,12 @@ pub(super) struct Closing {
 impl Keeping {
     /// Whether a checkpoint is wanted, however little there is to commit.
     pub fn is_wanted(&self) -> bool {
-        lock(&self.wanted).is_some()
+        lock(&self.0).wanted.is_some()
     }
 
     /// The guest stands still at the end of an epoch: is it to be kept?
     pub fn in_pause(&self) -> Option<Closing> {
-        let Request { order, in_pause, closed } = lock(&self.wanted).take()?;
+        let Request { order, in_pause, closed } = lock(&self.0).wanted.take()?;
         match in_pause() {
             Ok(()) => Some(Closing { order, closed }),
             Err(error) => {
@@ -81,9 +84,8 @@ impl Session {
     ) -> anyhow::Result<Receiver<Kept>> {
         let (closed, told) = crossbeam_channel::bounded(1);
         let (answer, answers) = crossbeam_channel::bounded(1);
-        let order = order.clone();
-        *lock(&self.keeping.answer) = Some(answer);
-        *lock(&self.keeping.wanted) = Some(Request { order, in_pause, closed });
+        let wanted = Request { order: order.clone(), in_pause, closed };
+        *lock(&self.keeping.0) = Asked { wanted: Some(wanted), answer: Some(answer) };
         self.group.ring();
         let deadline = Instant::now() + PATIENCE;
         loop {
@@ -95,7 +97,7 @@ impl Session {
                 Err(RecvTimeoutError::Timeout) => {}
             }
             if self.is_over() || Instant::now() > deadline {
-                lock(&self.keeping.wanted).take();
+                lock(&self.keeping.0).wanted = None;
                 let peer = &self.peer;
                 bail!("no checkpoint was taken: host {peer} does not acknowledge, or is gone");
             }
@@ -104,7 +106,7 @@ impl Session {
 
     /// The backup says what became of an image.
     pub(super) fn kept(&self, kept: Kept) {
-        if let Some(answer) = &*lock(&self.keeping.answer) {
+        if let Some(answer) = &lock(&self.keeping.0).answer {
             // One answer is waited for.
             let _ = answer.try_send(kept);
         }
@@ -112,7 +114,7 @@ impl Session {
 
     /// The snapshot was given up.
     pub fn let_go(&self, number: SnapshotNumber) {
-        lock(&self.keeping.answer).take();
+        lock(&self.keeping.0).answer = None;
         // If it cannot be sent, the backup has nothing to keep any more.
         let _ = self.say(&ToBackup::LetGo(number));
     }

@@ -2,12 +2,12 @@
 //!
 //! [`protect`] offers a VM to a backup and starts the session's threads:
 //! `capture` (pause, barrier, capture, resume), `send` (encode, send), `receive`
-//! (acknowledgements, which release output), `control` (the arbiter), `inbound`
-//! (copies of what the guest receives) and the heartbeats. Queues between them are bounded.
+//! (acknowledgements, which release output), `watch` (guests that hang, the arbiter), `settle`
+//! (changes that the backup's disks have), `inbound` (copies of what the guest receives) and
+//! `heart`. Queues between them are bounded.
 
 mod activity;
 mod capture;
-mod control;
 mod dialler;
 mod due;
 mod epoch_room;
@@ -31,6 +31,7 @@ mod session;
 mod stats;
 mod tell;
 mod turn;
+mod watch;
 
 pub use epoch_room::EPOCH_DISK_BYTES;
 pub use group::CONDEMNED;
@@ -43,7 +44,7 @@ use understudy_threads::{Mutex, spawn};
 use crate::clock;
 use crate::hand_back::AskWinner;
 use crate::handshake::Identity;
-use crate::heartbeat::{self, Heartbeats};
+use crate::heartbeat::{self, Dial, Heartbeats};
 use crate::lockstep::primary::{MACHINE, Recording};
 use crate::paths::PathMonitor;
 use crate::records::Records;
@@ -57,6 +58,7 @@ use pace::Pace;
 use progress::Progress;
 use references::References;
 use send::{Outflow, send_all};
+use session::Present;
 use stats::Stats;
 use std::net::SocketAddr;
 use std::sync::Arc;
@@ -68,9 +70,8 @@ use turn::Turning;
 use understudy_arbiter::Arbiter;
 use understudy_encoding::{Compression, EncodingPlan};
 use understudy_link::channel::Channel;
-use understudy_link::link::Link;
 use understudy_machine::Machine;
-use understudy_protocol::{Generation, PathIndex, Policy, PrimaryPhase};
+use understudy_protocol::{Generation, Policy, PrimaryPhase};
 use understudy_qemu::Release;
 use understudy_report::events::VmEvents;
 use understudy_report::meters::Meters;
@@ -172,9 +173,7 @@ pub fn protect(
         records: plan.records,
         settled: AtomicU64::new(0),
         console,
-        recording: Mutex::new(recording),
         turning: Turning::default(),
-        turned: AtomicU64::new(MACHINE.0),
         rounds: Mutex::default(),
         references: references(&plan.encoding, plan.mode),
         policy: plan.policy,
@@ -183,14 +182,13 @@ pub fn protect(
         progress: Progress::new(),
         events: plan.events,
         pace: Pace::new(vm, machine.qemu_pid(), &plan.policy),
-        watch: Mutex::new(Watch::new(&machine)?),
         outbox,
         inbound,
-        outbound: outbound::Outbound::new(machine.ports().len()),
+        outbound: outbound::Outbound::default(),
         disk_epoch: AtomicU64::new(0),
         epoch_room: EpochRoom::new(EPOCH_DISK_BYTES),
         data,
-        heartbeats: Heartbeats::new(plan.addresses.len()),
+        heartbeats: Heartbeats::new()?,
         work: headway::Work::default(),
         keeping: keep::Keeping::default(),
         media: medium::Media::default(),
@@ -200,23 +198,27 @@ pub fn protect(
         arbiter: plan.arbiter,
         ask_winner: plan.ask_winner,
         contests,
-        core: group.core.clone(),
         group,
-        machine: Mutex::new(machine),
+        present: Mutex::new(Present {
+            watch: Arc::new(Watch::new(&machine)?),
+            machine,
+            recording,
+            turned: MACHINE,
+        }),
     });
     session.group.join(&session)?;
     if session.recording().is_some() {
         session.group.follow_log();
     }
     session.event(Event::Ready);
-    start_heartbeats(&session, (path, heartbeat), &dialler)?;
+    let dial = dialler.clone();
+    let dial: Dial = Arc::new(move |path| dial.heartbeat(path));
+    heartbeat::start(&session.vm, &session, vec![(path, heartbeat)], Some(dial))?;
     note(&session, plan.mode).inspect_err(|error| {
         session.event(Event::PeerGone(format!("{error:#}")));
     })?;
-    start_threads(&session, outflow, contest_queue, (copies, dialler), over)?;
-    let (watched, bound) = (Arc::downgrade(&session), plan.qemu_timeout);
-    spawn(format!("hang-{}", session.vm), move || hang::watch(&watched, bound))
-        .context("cannot start a thread")?;
+    let asked = (contest_queue, plan.qemu_timeout);
+    start_threads(&session, outflow, asked, (copies, dialler), over)?;
     Ok(session)
 }
 
@@ -232,26 +234,10 @@ fn note(session: &Session, mode: Mode) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// `first` is the path that is connected already.
-fn start_heartbeats(
-    session: &Arc<Session>,
-    first: (PathIndex, Link),
-    dialler: &Dialler,
-) -> anyhow::Result<()> {
-    let (in_use, link) = first;
-    heartbeat::start(&session.vm, session)?;
-    for path in session.paths.indices() {
-        let dialler = dialler.clone();
-        let first = (path == in_use).then(|| link.clone());
-        heartbeat::keep(&session.vm, session, path, first, move |path| dialler.heartbeat(path))?;
-    }
-    Ok(())
-}
-
 fn start_threads(
     session: &Arc<Session>,
     outflow: Outflow,
-    contests: Receiver<Generation>,
+    (contests, bound): (Receiver<Generation>, Duration),
     (copies, dialler): (inbound::Copies, Dialler),
     over: impl FnOnce(PrimaryPhase) + Send + 'static,
 ) -> anyhow::Result<()> {
@@ -264,7 +250,7 @@ fn start_threads(
     start("send", Box::new(move |session| run_send(&session, &outflow)))?;
     start("receive", Box::new(|session| receive::run(&session)))?;
     start("settle", Box::new(|session| mirror::run_rounds(&session)))?;
-    start("control", Box::new(move |session| control::run(&session, &contests)))?;
+    start("watch", Box::new(move |session| watch::run(&session, &contests, bound)))?;
     start("inbound", Box::new(move |session| inbound::run(&session, &copies, &dialler)))?;
     start("capture", Box::new(move |session| run_capture(&session, over)))
 }

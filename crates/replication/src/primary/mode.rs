@@ -1,11 +1,9 @@
 //! How the backup keeps up, and since when: by checkpoints, or by the log of lockstep.
 
-use super::group::lock_core;
 use super::inbound;
 use super::session::Session;
 use crate::lockstep::primary::{PIPELINE, Recording};
 use std::sync::Arc;
-use std::sync::atomic::Ordering;
 use understudy_protocol::{Epoch, PIPELINE_DEPTH};
 use understudy_report::{DiskReads, Mode};
 use understudy_threads::lock;
@@ -13,7 +11,7 @@ use understudy_threads::lock;
 impl Session {
     /// Its log, in lockstep.
     pub fn recording(&self) -> Option<Arc<Recording>> {
-        lock(&self.recording).clone()
+        lock(&self.present).recording.clone()
     }
 
     /// How the backup keeps up.
@@ -26,7 +24,7 @@ impl Session {
 
     /// Since this epoch the backup keeps up as it does.
     pub(super) fn turned(&self) -> Epoch {
-        Epoch(self.turned.load(Ordering::Acquire))
+        lock(&self.present).turned
     }
 
     /// The log begins with the pause at the end of the epoch that runs, which is the next thing
@@ -37,28 +35,29 @@ impl Session {
             references.stop();
         }
         inbound::end(self);
-        let mut core = lock_core(&self.core);
+        let mut core = self.group.core();
         let recording = Recording::new(&self.machine(), disk_reads, core.running());
         let recording = Arc::new(recording);
         core.set_pipeline(PIPELINE);
-        self.turned.store(recording.machine().0, Ordering::Release);
-        *lock(&self.recording) = Some(recording.clone());
+        let mut present = lock(&self.present);
+        (present.turned, present.recording) = (recording.machine(), Some(recording.clone()));
         Ok(recording)
     }
 
     /// The log has ended with the last epoch that was closed, a checkpoint; others follow.
     pub(super) fn end_log(&self) {
-        let mut core = lock_core(&self.core);
+        let mut core = self.group.core();
         core.set_pipeline(PIPELINE_DEPTH);
-        self.turned.store(core.running().0 - 1, Ordering::Release);
-        *lock(&self.recording) = None;
+        let mut present = lock(&self.present);
+        (present.turned, present.recording) = (Epoch(core.running().0 - 1), None);
     }
 
     /// Whether this epoch, which is on its way, is no batch of a log.
     pub(super) fn is_checkpoint(&self, epoch: Epoch) -> bool {
-        match self.recording() {
+        let present = lock(&self.present);
+        match &present.recording {
             Some(recording) => epoch <= recording.machine(),
-            None => epoch >= self.turned(),
+            None => epoch >= present.turned,
         }
     }
 }

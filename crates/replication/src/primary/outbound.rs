@@ -5,32 +5,20 @@ use super::send::Outgoing;
 use super::session::Session;
 use crate::messages::Piece;
 use std::sync::atomic::{AtomicU64, Ordering};
+use understudy_machine::Machine;
 use understudy_network::Port;
 use understudy_protocol::{Allowance, CARRIED_BYTES, CardFrames, Epoch, Output};
 use understudy_report::OutboundReport;
-use understudy_threads::{Mutex, lock};
 
 /// What was carried of a session's outbound frames.
+#[derive(Debug, Default)]
 pub struct Outbound {
-    /// Each card's.
-    allowances: Vec<Mutex<Allowance>>,
     frames: AtomicU64,
     bytes: AtomicU64,
     left_out: AtomicU64,
 }
 
 impl Outbound {
-    /// Nothing yet, of a guest with so many cards.
-    pub fn new(cards: usize) -> Outbound {
-        let allowance = || Mutex::new(Allowance::new(CARRIED_BYTES));
-        Outbound {
-            allowances: std::iter::repeat_with(allowance).take(cards).collect(),
-            frames: AtomicU64::new(0),
-            bytes: AtomicU64::new(0),
-            left_out: AtomicU64::new(0),
-        }
-    }
-
     /// What `status` shows.
     pub fn report(&self) -> OutboundReport {
         OutboundReport {
@@ -41,8 +29,7 @@ impl Outbound {
     }
 
     /// The card's frames of `epoch`, as many as there is room for.
-    fn gather(&self, port: &Port, epoch: Epoch) -> (CardFrames, u64) {
-        let mut allowance = lock(&self.allowances[usize::from(port.card().0)]);
+    fn gather(&self, port: &Port, epoch: Epoch, allowance: &mut Allowance) -> (CardFrames, u64) {
         let mut message = CardFrames::outbound(epoch, port.card());
         let (mut frames, mut bytes) = (0, 0);
         port.held_of(epoch, |frame| {
@@ -58,13 +45,18 @@ impl Outbound {
     }
 }
 
+/// How much of each card's frames is carried.
+pub fn allowances(machine: &Machine) -> Vec<Allowance> {
+    machine.ports().iter().map(|_| Allowance::new(CARRIED_BYTES)).collect()
+}
+
 /// Queues what the guest sent in `epoch`, which is captured: a part of it.
-pub fn queue(session: &Session, epoch: Epoch) {
+pub fn queue(session: &Session, epoch: Epoch, allowances: &mut [Allowance]) {
     if session.output() == Output::Unheld {
         return;
     }
-    for port in session.machine().ports() {
-        let (message, frames) = session.outbound.gather(port, epoch);
+    for (port, allowance) in session.machine().ports().iter().zip(allowances) {
+        let (message, frames) = session.outbound.gather(port, epoch, allowance);
         if frames > 0 {
             session.outbox.put_now(Outgoing::Piece(epoch, Piece::Outbound(message)));
         }

@@ -4,7 +4,6 @@
 use super::activity::Watch;
 use super::epoch_room::EpochRoom;
 use super::group::Group;
-use super::group::lock_core;
 use super::headway::Work;
 use super::inbound::{self, Inbound};
 use super::keep::Keeping;
@@ -62,28 +61,21 @@ pub struct Session {
     pub id: String,
     /// What the first synchronisation begins with.
     pub basis: Basis,
-    /// The VM on this host: another machine after a succession.
-    pub(super) machine: Mutex<Arc<Machine>>,
+    pub(super) present: Mutex<Present>,
     /// When to checkpoint.
     pub policy: Policy,
     /// How pages are encoded.
     pub encoding: EncodingPlan,
     /// What the guest says on its console, if that waits for its commit, too.
     pub console: Option<Arc<ConsoleOutput>>,
-    /// Its log, in lockstep.
-    pub(super) recording: Mutex<Option<Arc<Recording>>>,
     /// The change of the way in which the backup keeps up.
     pub turning: Turning,
-    /// The epoch since which it keeps up as it does.
-    pub(super) turned: AtomicU64,
     /// Held while changes of the disks are forgotten, and while the way changes.
     pub(super) rounds: Mutex<()>,
     /// What was measured.
     pub stats: Stats,
     /// How fast the guest may run.
     pub pace: Pace,
-    /// What the guest does.
-    pub(super) watch: Mutex<Watch>,
     /// Where what happens to the VM is told.
     pub(super) events: VmEvents,
     /// The first synchronisation.
@@ -123,8 +115,19 @@ pub struct Session {
     /// Asks whoever has won the VM.
     pub(super) ask_winner: AskWinner,
     pub(super) contests: Sender<Generation>,
-    /// The group's.
-    pub(super) core: Arc<Mutex<Lead>>,
+}
+
+/// Where the VM is on this host, and how its backup keeps up with it. Changed under the core's
+/// lock.
+pub(super) struct Present {
+    /// Another one after a succession.
+    pub machine: Arc<Machine>,
+    /// What the guest does in it.
+    pub watch: Arc<Watch>,
+    /// Its log, in lockstep.
+    pub recording: Option<Arc<Recording>>,
+    /// The epoch since which the backup keeps up as it does.
+    pub turned: Epoch,
 }
 
 impl Session {
@@ -150,16 +153,24 @@ impl Session {
 
     /// The machine that the VM is on now.
     pub fn machine(&self) -> Arc<Machine> {
-        lock(&self.machine).clone()
+        lock(&self.present).machine.clone()
+    }
+
+    /// Watches what the guest does.
+    pub(super) fn watch(&self) -> Arc<Watch> {
+        lock(&self.present).watch.clone()
     }
 
     /// The VM goes on in this machine; on an error it does not run.
     pub(super) fn moved(&self, next: &Arc<Machine>) -> anyhow::Result<()> {
         self.pace.moved(next.qemu_pid());
-        *lock(&self.watch) = Watch::new(next)?;
+        let watch = Arc::new(Watch::new(next)?);
         // Under the core's lock: whoever is told to halt the machine halts this one.
-        let core = lock_core(&self.core);
-        *lock(&self.machine) = next.clone();
+        let core = self.group.core();
+        {
+            let mut present = lock(&self.present);
+            (present.machine, present.watch) = (next.clone(), watch);
+        }
         if let PrimaryPhase::Halted(reason) = core.phase() {
             next.halt();
             bail!("another host has the VM: {reason}");
@@ -169,27 +180,27 @@ impl Session {
 
     /// Where protection stands.
     pub fn phase(&self) -> PrimaryPhase {
-        lock_core(&self.core).phase().clone()
+        self.group.core().phase().clone()
     }
 
     /// Whether its word decides about what the guest sends.
     pub fn guards_output(&self) -> bool {
-        lock_core(&self.core).guards_output()
+        self.group.core().guards_output()
     }
 
     /// Whether it asks the arbiter for the VM.
     pub fn contests(&self) -> bool {
-        lock_core(&self.core).contests()
+        self.group.core().contests()
     }
 
     /// The rule for what the guest sends.
     pub fn output(&self) -> Output {
-        lock_core(&self.core).output()
+        self.group.core().output()
     }
 
     /// Generation, last committed epoch and epochs in flight.
     pub fn position(&self) -> (Generation, Epoch, u64) {
-        let core = lock_core(&self.core);
+        let core = self.group.core();
         let member = &self.group.membership.members[self.place];
         let generation = self.group.generation(member, core.generation());
         (generation, core.committed(), core.in_flight())
@@ -207,7 +218,7 @@ impl Session {
 
     /// The epoch that the guest executes.
     pub fn running(&self) -> Epoch {
-        lock_core(&self.core).running()
+        self.group.core().running()
     }
 
     /// Whether protection is over, one way or the other.
@@ -222,7 +233,7 @@ impl Session {
 
     /// The same; says what came of it.
     pub(super) fn event_told(&self, event: Event) -> Vec<Effect> {
-        let mut core = lock_core(&self.core);
+        let mut core = self.group.core();
         self.event_locked(&mut core, event)
     }
 
@@ -420,17 +431,17 @@ impl Session {
 
     /// Whether another epoch may be closed now.
     pub fn may_capture(&self) -> bool {
-        lock_core(&self.core).may_capture()
+        self.group.core().may_capture()
     }
 
     /// The backup has this epoch.
     pub fn has_committed(&self, epoch: Epoch) -> bool {
-        lock_core(&self.core).committed() >= epoch
+        self.group.core().committed() >= epoch
     }
 
     /// Epochs that were closed and not acknowledged.
     pub fn in_flight(&self) -> u64 {
-        lock_core(&self.core).in_flight()
+        self.group.core().in_flight()
     }
 
     /// Closes a batch of log; see [`Group::cut_batch`].

@@ -24,12 +24,12 @@ pub struct Stats {
     meters: VmMeters,
     bytes_sent: AtomicU64,
     inner: Mutex<Inner>,
-    link: Mutex<LinkSpeed>,
-    encoding: Mutex<(Counters, Methods)>,
 }
 
 #[derive(Debug, Default)]
 struct Inner {
+    link: LinkSpeed,
+    encoding: (Counters, Methods),
     timings: VecDeque<CheckpointTiming>,
     resumed: VecDeque<(Epoch, Time)>,
     committed: u64,
@@ -53,13 +53,7 @@ struct Sample {
 impl Stats {
     /// Measurements that add to these meters.
     pub fn new(meters: VmMeters) -> Stats {
-        Stats {
-            meters,
-            bytes_sent: AtomicU64::default(),
-            inner: Mutex::default(),
-            link: Mutex::default(),
-            encoding: Mutex::default(),
-        }
+        Stats { meters, bytes_sent: AtomicU64::default(), inner: Mutex::default() }
     }
 
     /// Bytes left for the backup.
@@ -75,17 +69,17 @@ impl Stats {
 
     /// Works with what was learned about the link.
     pub fn link<T>(&self, work: impl FnOnce(&mut LinkSpeed) -> T) -> T {
-        work(&mut lock(&self.link))
+        work(&mut lock(&self.inner).link)
     }
 
     /// What the encoder did so far, and with what it goes on.
     pub fn encoded(&self, counters: Counters, methods: Methods) {
-        *lock(&self.encoding) = (counters, methods);
+        lock(&self.inner).encoding = (counters, methods);
     }
 
     /// What [`Stats::encoded`] was told last.
     pub fn encoding(&self) -> (Counters, Methods) {
-        *lock(&self.encoding)
+        lock(&self.inner).encoding
     }
 
     /// A checkpoint's pause ended at `resumed`.
@@ -103,8 +97,8 @@ impl Stats {
 
     /// The backup acknowledged `epoch` at `now`.
     pub fn committed(&self, epoch: Epoch, now: Time) {
-        self.link(|link| link.acknowledged(epoch, now));
         let mut inner = lock(&self.inner);
+        inner.link.acknowledged(epoch, now);
         let before = inner.committed;
         while let Some(&(first, resumed)) = inner.resumed.front() {
             if first > epoch {
@@ -141,9 +135,13 @@ impl Stats {
 
     /// Percentiles of the pause.
     pub fn pause(&self) -> PauseReport {
-        let inner = lock(&self.inner);
-        let pauses = Sorted::new(inner.timings.iter().map(|timing| timing.total_ms));
-        PauseReport { p50: pauses.at(0.5), p99: pauses.at(0.99), max: inner.longest_pause_ms }
+        let (pauses, max): (Vec<f64>, f64) = {
+            let inner = lock(&self.inner);
+            let pauses = inner.timings.iter().map(|timing| timing.total_ms);
+            (pauses.collect(), inner.longest_pause_ms)
+        };
+        let pauses = Sorted::new(pauses.into_iter());
+        PauseReport { p50: pauses.at(0.5), p99: pauses.at(0.99), max }
     }
 
     /// How long output has waited in the committed epochs that had any.

@@ -14,7 +14,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 use understudy_machine::Machine;
 use understudy_report::{DiskReads, Mode};
-use understudy_threads::{Condvar, Mutex, lock, poisoned};
+use understudy_threads::Waitable;
 
 /// How long the backup's QEMU may take to start.
 const START_TIMEOUT: Duration = Duration::from_secs(60);
@@ -49,8 +49,7 @@ pub struct Next {
 /// How far a turn is.
 #[derive(Default)]
 pub struct Turning {
-    state: Mutex<State>,
-    changed: Condvar,
+    state: Waitable<State>,
 }
 
 #[derive(Default)]
@@ -71,12 +70,12 @@ enum State {
 impl Turning {
     /// Whether the capture thread is to turn.
     pub fn is_due(&self) -> bool {
-        matches!(*lock(&self.state), State::Due(_))
+        matches!(*self.state.lock(), State::Due(_))
     }
 
     /// Begins the turn that is due, if it still is.
     pub(super) fn begin(&self) -> Option<Prepared> {
-        let mut state = lock(&self.state);
+        let mut state = self.state.lock();
         match std::mem::take(&mut *state) {
             State::Due(prepared) => {
                 *state = State::UnderWay;
@@ -96,17 +95,16 @@ impl Turning {
 
     /// The backup answers.
     pub(super) fn answered(&self, answer: Answer) {
-        let mut state = lock(&self.state);
+        let mut state = self.state.lock();
         // It may come too late.
         if matches!(*state, State::Asked) {
             *state = State::Answered(answer);
-            self.changed.notify_all();
+            self.state.wake();
         }
     }
 
     fn set(&self, next: State) {
-        *lock(&self.state) = next;
-        self.changed.notify_all();
+        self.state.change(|state| *state = next);
     }
 
     /// Takes the state once `is_it`; gives up when `session` is over, or it takes too long.
@@ -120,7 +118,7 @@ impl Turning {
         loop {
             // Not under the lock: the capture thread takes it under the core's.
             let is_over = session.is_over();
-            let mut state = lock(&self.state);
+            let mut state = self.state.lock();
             if is_it(&state) {
                 return Some(std::mem::take(&mut *state));
             }
@@ -129,7 +127,7 @@ impl Turning {
                 *state = State::Idle;
                 return None;
             }
-            drop(self.changed.wait_timeout(state, GLANCE).unwrap_or_else(poisoned));
+            drop(self.state.wait_for(state, GLANCE));
         }
     }
 }

@@ -154,6 +154,7 @@ mod stalls;
 mod succession;
 mod switching;
 mod sync;
+mod threads;
 mod throttle;
 mod unheld;
 mod upgrade;

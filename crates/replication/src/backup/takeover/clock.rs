@@ -1,8 +1,8 @@
 //! Where the time of a take-over goes.
 
-use std::time::Instant;
+use crate::clock;
+use std::sync::atomic::{AtomicU64, Ordering};
 use understudy_report::TakeoverReport;
-use understudy_threads::{Mutex, lock};
 
 /// A take-over's stages, in their order.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -21,22 +21,25 @@ pub enum Stage {
 
 const STAGES: usize = Stage::Live as usize + 1;
 
-/// When each stage was reached.
+/// When each stage was reached, in nanoseconds of [`clock`]; 0 if it was not.
 #[derive(Debug, Default)]
-pub struct Clock(Mutex<[Option<Instant>; STAGES]>);
+pub struct Clock([AtomicU64; STAGES]);
 
 impl Clock {
     /// The stage is reached now, unless it was before.
     pub fn reach(&self, stage: Stage) {
-        lock(&self.0)[stage as usize].get_or_insert_with(Instant::now);
+        let now = clock::now().0.as_nanos() as u64;
+        // It fails if it was reached before.
+        let _ =
+            self.0[stage as usize].compare_exchange(0, now, Ordering::AcqRel, Ordering::Acquire);
     }
 
     /// The stages' lengths in milliseconds; 0 for one that was not reached.
     pub fn report(&self) -> TakeoverReport {
-        let reached = *lock(&self.0);
-        let between = |from: Stage, to: Stage| {
-            let (from, to) = (reached[from as usize], reached[to as usize]);
-            from.zip(to).map_or(0.0, |(from, to)| (to - from).as_secs_f64() * 1e3)
+        let reached = |stage: Stage| self.0[stage as usize].load(Ordering::Acquire);
+        let between = |from: Stage, to: Stage| match (reached(from), reached(to)) {
+            (0, _) | (_, 0) => 0.0,
+            (from, to) => to.saturating_sub(from) as f64 / 1e6,
         };
         TakeoverReport {
             planned: false,

@@ -16,7 +16,7 @@ use understudy_protocol::Epoch;
 use understudy_protocol::wire::LogProgress;
 use understudy_qemu::lockstep::LogStatus;
 use understudy_report::{DiskReads, LockstepReport};
-use understudy_threads::{Condvar, Mutex, lock, poisoned};
+use understudy_threads::Waitable;
 
 /// Log that waits for QEMU here, at most; over it nothing more is read from the wire.
 const WAITING_BYTES: usize = 8 << 20;
@@ -40,9 +40,7 @@ pub(super) enum Turn {
 pub struct Following {
     /// The log begins behind this epoch.
     machine: Epoch,
-    state: Mutex<State>,
-    changed: Condvar,
-    rate: Rate,
+    state: Waitable<State>,
     reads: Arc<Reads>,
     writes: Writes,
 }
@@ -50,6 +48,7 @@ pub struct Following {
 #[derive(Debug, Default)]
 struct State {
     feed: Feed,
+    rate: Rate,
     last: Epoch,
     /// What is compared at the marks of the feed.
     asked: Asked,
@@ -84,9 +83,7 @@ impl Following {
     pub fn new(disk_reads: DiskReads, disks: usize, epoch: Epoch) -> Following {
         Following {
             machine: epoch,
-            state: Mutex::new(State { last: epoch, ..Default::default() }),
-            changed: Condvar::new(),
-            rate: Rate::default(),
+            state: Waitable::new(State { last: epoch, ..Default::default() }),
             reads: Reads::new(disk_reads, disks),
             writes: Writes::default(),
         }
@@ -109,15 +106,16 @@ impl Following {
 
     /// Takes a batch in; it may be acknowledged then. False if it is of no more use.
     pub fn take(&self, epoch: Epoch, log: &[u8]) -> anyhow::Result<bool> {
-        let mut state = lock(&self.state);
+        let mut state = self.state.lock();
         if state.ended {
             return Ok(false);
         }
         ensure!(epoch == state.last.next(), "batch {epoch} of the log came after {}", state.last);
         state.feed.receive(log, clock::now())?;
         state.last = epoch;
-        self.rate.note(state.feed.received().0);
-        self.changed.notify_all();
+        let received = state.feed.received().0;
+        state.rate.note(received);
+        self.state.wake();
         Ok(true)
     }
 
@@ -125,25 +123,25 @@ impl Following {
     /// primary. Data of reads are too much only while it has log as well, which may ask for
     /// them.
     pub fn await_room(&self) {
-        let mut state = lock(&self.state);
+        let mut state = self.state.lock();
         let is_full = |state: &State| {
             let reads = state.begun && state.feed.pending() > 0 && self.reads.is_full();
             state.feed.waiting() > WAITING_BYTES || reads
         };
         while !state.ended && is_full(&state) {
             // Nobody tells that reads were asked for.
-            state = self.changed.wait_timeout(state, LOOK_INTERVAL).unwrap_or_else(poisoned).0;
+            state = self.state.wait_for(state, LOOK_INTERVAL);
         }
     }
 
     /// Nothing more will come, or is wanted: QEMU comes to the end of what there is.
     pub fn end(&self) {
-        let mut state = lock(&self.state);
+        let mut state = self.state.lock();
         if !state.ended {
             state.ended = true;
             state.feed.end();
             state.asked.clear();
-            self.changed.notify_all();
+            self.state.wake();
             // In this order: no batch is acknowledged whose reads are not taken in.
             self.reads.end();
         }
@@ -151,17 +149,17 @@ impl Following {
 
     /// An epoch is on its way that is a checkpoint again, with which the log ends.
     pub fn expect_end(&self) {
-        lock(&self.state).ending = true;
+        self.state.lock().ending = true;
     }
 
     /// Whether checkpoints may come.
     pub fn is_ending(&self) -> bool {
-        lock(&self.state).ending
+        self.state.lock().ending
     }
 
     /// That epoch is committed: this is the rest of the log.
     pub fn end_with(&self, rest: &[u8]) -> anyhow::Result<()> {
-        let mut state = lock(&self.state);
+        let mut state = self.state.lock();
         if !state.ended {
             state.feed.receive(rest, clock::now())?;
         }
@@ -172,51 +170,50 @@ impl Following {
 
     /// QEMU has executed all of it, and another one has its place.
     pub fn leave(&self) {
-        lock(&self.state).left = true;
+        self.state.lock().left = true;
     }
 
     pub(super) fn is_left(&self) -> bool {
-        lock(&self.state).left
+        self.state.lock().left
     }
 
     /// Waits for the first of the log; false if it has ended before.
     pub(super) fn await_log(&self) -> bool {
-        let state = lock(&self.state);
         let none = |state: &mut State| !state.ended && state.feed.received() == LogPosition(0);
-        let state = self.changed.wait_while(state, none).unwrap_or_else(poisoned);
+        let state = self.state.wait_while(self.state.lock(), none);
         state.feed.received() > LogPosition(0)
     }
 
     /// The primary asks what this machine has at a place of the log.
     pub fn compare(&self, comparison: Comparison) -> anyhow::Result<()> {
-        let mut state = lock(&self.state);
+        let mut state = self.state.lock();
         if !state.ended {
             state.feed.mark(comparison.place.position)?;
             state.asked.push(comparison)?;
-            self.changed.notify_all();
+            self.state.wake();
         }
         Ok(())
     }
 
     /// QEMU may go on behind the place; something differed there.
     pub(super) fn compared(&self, differing: Differing) {
-        let mut state = lock(&self.state);
+        let mut state = self.state.lock();
         state.asked.keep(differing);
         state.feed.pass_mark();
     }
 
     /// What differed when something did last.
     pub fn differing(&self) -> Differing {
-        lock(&self.state).asked.differing().clone()
+        self.state.lock().asked.differing().clone()
     }
 
     pub(super) fn has_ended(&self) -> bool {
-        lock(&self.state).ended
+        self.state.lock().ended
     }
 
     /// What QEMU is given next; none after the end.
     pub(super) fn next_turn(&self) -> Option<Turn> {
-        let mut state = lock(&self.state);
+        let mut state = self.state.lock();
         loop {
             if let Some(mark) = state.feed.at_mark() {
                 match state.asked.pop() {
@@ -231,36 +228,35 @@ impl Following {
             if state.feed.is_over() {
                 return None;
             }
-            state = self.changed.wait(state).unwrap_or_else(poisoned);
+            state = self.state.wait(state);
         }
     }
 
     pub(super) fn gave(&self, piece: &[u8]) {
-        let mut state = lock(&self.state);
-        state.feed.gave(piece.len());
-        state.given += piece.len() as u64;
-        state.recent.extend(piece);
-        let surplus = state.recent.len().saturating_sub(RECENT_BYTES);
-        state.recent.drain(..surplus);
-        drop(state);
-        self.changed.notify_all();
+        self.state.change(|state| {
+            state.feed.gave(piece.len());
+            state.given += piece.len() as u64;
+            state.recent.extend(piece);
+            let surplus = state.recent.len().saturating_sub(RECENT_BYTES);
+            state.recent.drain(..surplus);
+        });
     }
 
     /// The primary seems lost: how far QEMU is behind is part of the outage.
     pub fn note_failure(&self) {
-        let mut state = lock(&self.state);
+        let mut state = self.state.lock();
         let lag = state.lag();
         state.lag_at_failure.get_or_insert(lag);
     }
 
     /// How far QEMU was behind when the primary seemed lost, in milliseconds.
     pub fn lag_at_failure_ms(&self) -> f64 {
-        lock(&self.state).lag_at_failure.unwrap_or_default().as_secs_f64() * 1e3
+        self.state.lock().lag_at_failure.unwrap_or_default().as_secs_f64() * 1e3
     }
 
     /// QEMU shows this of its work. Gives how much of the log it has before it.
     pub(super) fn note(&self, status: LogStatus) -> (LogProgress, u64) {
-        let mut state = lock(&self.state);
+        let mut state = self.state.lock();
         state.feed.taken(LogPosition(status.position));
         let lag = state.lag();
         state.blocked = status.is_blocked;
@@ -276,33 +272,33 @@ impl Following {
     }
 
     pub(super) fn is_over(&self) -> bool {
-        lock(&self.state).feed.is_over()
+        self.state.lock().feed.is_over()
     }
 
     /// The machine is loaded, and QEMU executes the log.
     pub(super) fn begin(&self) {
-        lock(&self.state).begun = true;
+        self.state.lock().begun = true;
     }
 
     /// Whether QEMU executes the log.
     pub fn has_begun(&self) -> bool {
-        lock(&self.state).begun
+        self.state.lock().begun
     }
 
     /// The end of what QEMU got, and the position in the log where it begins.
     pub fn recent(&self) -> (LogPosition, Vec<u8>) {
-        let state = lock(&self.state);
+        let state = self.state.lock();
         let begins = state.given - state.recent.len() as u64;
         (LogPosition(begins), state.recent.iter().copied().collect())
     }
 
     /// What `status` shows.
     pub fn report(&self) -> LockstepReport {
-        let state = lock(&self.state);
+        let state = self.state.lock();
         LockstepReport {
             lag_ms: state.progress.lag_us as f64 / 1e3,
             lag_instructions: 0,
-            log_mbit_s: self.rate.mbit_s(),
+            log_mbit_s: state.rate.mbit_s(),
             held_frames: 0,
             blocked: state.blocked,
             disk_reads: self.reads.source(),

@@ -26,7 +26,7 @@ use understudy_qemu::hold::Hold;
 use understudy_qemu::lockstep::LogChannel;
 use understudy_report::comparison::words;
 use understudy_report::{ComparisonCounts, ComparisonReport, Difference, Part};
-use understudy_threads::{Condvar, Mutex, MutexGuard, lock, poisoned};
+use understudy_threads::{Mutex, Waitable, lock};
 
 /// What is read while the guest stands still: some 1 ms.
 const HOLD_BYTES: u64 = 4 << 20;
@@ -66,8 +66,7 @@ const SAMPLE_EXTENTS: usize = 4;
 /// What the threads of a session know of its comparisons.
 #[derive(Debug, Default)]
 pub struct Comparer {
-    state: Mutex<State>,
-    changed: Condvar,
+    state: Waitable<State>,
     /// What the backup is to be told before log that is read from now on.
     announced: Mutex<VecDeque<Comparison>>,
 }
@@ -95,14 +94,14 @@ pub enum Refusal {
 impl Comparer {
     /// Compares all, and waits for the result.
     pub fn verify(&self) -> Result<ComparisonReport, Refusal> {
-        let mut state = lock(&self.state);
+        let mut state = self.state.lock();
         if state.wanted {
             return Err(Refusal::Busy);
         }
         state.wanted = true;
-        self.changed.notify_all();
+        self.state.wake();
         let waits = |state: &mut State| state.result.is_none() && !state.closed;
-        let mut state = self.changed.wait_while(state, waits).unwrap_or_else(poisoned);
+        let mut state = self.state.wait_while(state, waits);
         state.wanted = false;
         let result = state.result.take();
         result.unwrap_or_else(|| Err("protection ended".to_owned())).map_err(Refusal::Failed)
@@ -115,40 +114,30 @@ impl Comparer {
 
     /// The backup has compared.
     pub fn heard(&self, findings: Findings) {
-        let mut state = lock(&self.state);
-        // More than were asked for are of no use.
-        if state.findings.len() <= MOST_UNANSWERED {
-            state.findings.push_back(findings);
-        }
-        drop(state);
-        self.changed.notify_all();
+        self.state.change(|state| {
+            // More than were asked for are of no use.
+            if state.findings.len() <= MOST_UNANSWERED {
+                state.findings.push_back(findings);
+            }
+        });
     }
 
     /// What `status` shows; none before the first comparison has ended.
     pub fn report(&self) -> Option<ComparisonCounts> {
-        let state = lock(&self.state);
+        let state = self.state.lock();
         let ended = state.ended_at?;
         let seconds_ago = (clock::now() - ended).as_secs_f64();
         Some(ComparisonCounts { seconds_ago, ..state.counts })
     }
 
-    /// Waits for a change, at most so long.
-    fn wait<'a>(
-        &'a self,
-        state: MutexGuard<'a, State>,
-        longest: Duration,
-    ) -> MutexGuard<'a, State> {
-        self.changed.wait_timeout(state, longest).unwrap_or_else(poisoned).0
-    }
-
     /// Whether somebody waits for a whole comparison.
     pub fn is_wanted(&self) -> bool {
-        let state = lock(&self.state);
+        let state = self.state.lock();
         state.wanted && state.result.is_none()
     }
 
     fn count(&self, report: &ComparisonReport) {
-        let mut state = lock(&self.state);
+        let mut state = self.state.lock();
         let counts = &mut state.counts;
         counts.comparisons += 1;
         counts.pages += report.pages;
@@ -158,13 +147,11 @@ impl Comparer {
     }
 
     fn tell(&self, result: Result<ComparisonReport, String>) {
-        lock(&self.state).result = Some(result);
-        self.changed.notify_all();
+        self.state.change(|state| state.result = Some(result));
     }
 
     fn close(&self) {
-        lock(&self.state).closed = true;
-        self.changed.notify_all();
+        self.state.change(|state| state.closed = true);
     }
 }
 
@@ -192,7 +179,7 @@ pub fn run(session: &Session, machine: &Machine, recording: &Recording) {
             }
             sampled = Instant::now();
         } else {
-            drop(comparer.wait(lock(&comparer.state), LONGEST_WAIT));
+            drop(comparer.state.wait_for(comparer.state.lock(), LONGEST_WAIT));
         }
     }
     comparer.close();
@@ -212,7 +199,7 @@ fn compare(
 ) -> anyhow::Result<ComparisonReport> {
     let log = machine.log().context("this QEMU does not record")?;
     let comparer = &recording.comparer;
-    lock(&comparer.state).findings.clear();
+    comparer.state.lock().findings.clear();
     let began = Instant::now();
     let mut run = Run {
         session,
@@ -309,7 +296,7 @@ impl<Spots: Iterator<Item = Spot>> Run<'_, Spots> {
 
     /// Takes an answer, if there is one.
     fn hear(&mut self) -> anyhow::Result<bool> {
-        let findings = lock(&self.recording.comparer.state).findings.pop_front();
+        let findings = self.recording.comparer.state.lock().findings.pop_front();
         let Some(findings) = findings else { return Ok(false) };
         if self.first.is_none_or(|first| findings.number < first) {
             // An answer to a comparison that was given up.
@@ -324,9 +311,9 @@ impl<Spots: Iterator<Item = Spot>> Run<'_, Spots> {
 
     fn rest(&self, longest: Duration) {
         let comparer = &self.recording.comparer;
-        let state = lock(&comparer.state);
+        let state = comparer.state.lock();
         if state.findings.is_empty() {
-            drop(comparer.wait(state, longest));
+            drop(comparer.state.wait_for(state, longest));
         }
     }
 

@@ -1,21 +1,33 @@
-//! What is asked of the arbiter, which may take its time; and, while this host keeps a guest that
-//! another one has won, of that one.
+//! The thread that watches over a session. It looks whether the guest hangs; and it asks the arbiter,
+//! which may take its time, and, while this host keeps a guest that another one has won, that one.
+//!
+//! Who asks has lost the backup: nobody could go on with a guest that hangs meanwhile.
 
+use super::hang::HangWatch;
 use super::session::Session;
 use anyhow::Context;
 use crossbeam_channel::Receiver;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 use tracing::{debug, error, info, warn};
 use understudy_protocol::{Generation, PrimaryPhase, Verdict};
 use understudy_session::hand_back::WinnersWord;
 use understudy_session::primary::Event;
 
-/// Asks until protection is over, and samples the bandwidth.
-pub(super) fn run(session: &Session, contests: &Receiver<Generation>) {
+/// How often the bandwidth is sampled.
+const SAMPLE_INTERVAL: Duration = Duration::from_millis(250);
+
+/// Watches until protection is over. At ordinary urgency: where threads are starved, QEMU's main
+/// loop is, too. `bound` is for how long that may be silent.
+pub(super) fn run(session: &Session, contests: &Receiver<Generation>, bound: Duration) {
+    let (mut hangs, mut sampled) = (HangWatch::new(bound), Instant::now());
     while !session.is_over() {
-        session.stats.sample();
-        if let Ok(from) = contests.recv_timeout(Duration::from_millis(250)) {
-            contest(session, from);
+        match contests.recv_deadline(hangs.due().min(sampled + SAMPLE_INTERVAL)) {
+            Ok(from) => contest(session, from),
+            Err(_) if hangs.due() <= Instant::now() => hangs.look(session),
+            Err(_) => {
+                session.stats.sample();
+                sampled = Instant::now();
+            }
         }
     }
 }
@@ -43,7 +55,7 @@ fn contest(session: &Session, from: Generation) {
 
 impl Session {
     fn ask_winner(&self, from: Generation) -> WinnersWord {
-        let winner = super::group::lock_core(&self.core).winner().cloned();
+        let winner = self.group.core().winner().cloned();
         let winner = winner.and_then(|owner| owner.host);
         let word = winner.and_then(|host| (self.ask_winner)(&host, self.membership(), from));
         word.unwrap_or_default()

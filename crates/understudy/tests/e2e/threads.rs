@@ -1,0 +1,88 @@
+//! The threads of a protected VM are those of the map (ARCHITECTURE.md, "Threads"), and no others.
+
+use crate::stage::{Calm, LIMIT, options, play};
+use anyhow::{Context, Result, ensure};
+use std::collections::{BTreeMap, BTreeSet};
+use std::fs;
+use std::path::Path;
+use understudy_lab::scene::VM;
+use understudy_lab::{HostProcess, wait_for};
+
+/// A VM of one disk and one card takes no more than this of either host, while nothing happens.
+const MOST: usize = 12;
+
+/// Groups of the map whose threads a VM has only while there is something to be done.
+const AT_TIMES: [&str; 3] = ["backup in lockstep", "at times", "VM"];
+
+/// The map: names of threads by the group that they are of; `N` is a number.
+fn map() -> Result<BTreeMap<String, BTreeSet<String>>> {
+    let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../ARCHITECTURE.md");
+    let text = fs::read_to_string(path)?;
+    let section = text.split("## Threads").nth(1).context("the map has no threads")?;
+    let section = section.split("\n## ").next().unwrap_or_default();
+    let (mut map, mut group) = (BTreeMap::<_, BTreeSet<_>>::new(), String::new());
+    for row in section.lines().filter(|line| line.starts_with('|')).skip(2) {
+        let cells: Vec<&str> = row.split('|').map(str::trim).collect();
+        let [_, of, threads, ..] = cells[..] else { continue };
+        if !of.is_empty() {
+            group = of.to_owned();
+        }
+        let names = threads.split('`').skip(1).step_by(2).map(str::to_owned);
+        map.entry(group.clone()).or_default().extend(names);
+    }
+    Ok(map)
+}
+
+/// The host's threads, by number; each by the name that the map has for it.
+fn threads(host: &HostProcess) -> Result<BTreeMap<String, String>> {
+    let mut threads = BTreeMap::new();
+    for task in fs::read_dir(format!("/proc/{}/task", host.pid()))? {
+        let task = task?;
+        // One that has just ended has no name.
+        let Ok(name) = fs::read_to_string(task.path().join("comm")) else { continue };
+        threads.insert(task.file_name().to_string_lossy().into_owned(), in_map(name.trim()));
+    }
+    Ok(threads)
+}
+
+/// The system shows 15 characters of a name.
+fn in_map(name: &str) -> String {
+    let role = match name.rsplit_once('-') {
+        Some((role, vm)) if !vm.is_empty() && VM.starts_with(vm) => role,
+        _ => name,
+    };
+    role.replace(|letter: char| letter.is_ascii_digit(), "N")
+}
+
+#[test]
+fn a_protected_vm_has_the_threads_of_the_map() {
+    play(options().calm(), |scene| {
+        let map = map()?;
+        let of = |groups: &[&str]| -> BTreeSet<String> {
+            groups.iter().filter_map(|group| map.get(*group)).flatten().cloned().collect()
+        };
+        let (at_times, of_host) = (of(&AT_TIMES), of(&["host"]));
+        let before = [threads(scene.host("a")?)?, threads(scene.host("b")?)?];
+        scene.start_guest("a")?;
+        scene.await_guest()?;
+        scene.protect("a", "b")?;
+        scene.await_protected("a", |_| ())?;
+        for (index, (host, side)) in [("a", "primary"), ("b", "backup")].into_iter().enumerate() {
+            let always = of(&[side, "machine"]);
+            ensure!(always.len() > 5, "the map has only {always:?} of a {side}");
+            wait_for(&format!("host {host} to have the map's threads alone"), LIMIT, || {
+                let mut now = threads(scene.host(host)?)?;
+                now.retain(|number, name| {
+                    !before[index].contains_key(number) && !of_host.contains(name)
+                });
+                let names: BTreeSet<String> = now.values().cloned().collect();
+                let others: Vec<_> = names.difference(&always).collect();
+                let missing: Vec<_> = always.difference(&names).collect();
+                let unknown = others.iter().any(|name| !at_times.contains(*name));
+                println!("{host}: {} threads; besides {others:?}, without {missing:?}", now.len());
+                Ok((!unknown && missing.is_empty() && now.len() <= MOST).then_some(()))
+            })?;
+        }
+        Ok(())
+    });
+}
