@@ -208,9 +208,33 @@ impl Host {
                 self.remove_primary(&vm, role);
             }
             (Ok(Vm::Primary(vm)), MachineEvent::DiskFailed(error)) => disk_failed(vm, &error),
+            (Ok(Vm::Primary(vm)), MachineEvent::DiskWithholds(error)) => {
+                self.leave_failing_disk(vm, error);
+            }
             (Ok(Vm::Primary(vm)), MachineEvent::Died(words)) => self.qemu_died(&vm, words),
             (Ok(Vm::Backup(session)), MachineEvent::Died(words)) => session.qemu_died(&words),
             _ => {}
+        }
+    }
+
+    /// Hands a guest in lockstep, which goes on and waits for a disk, to the backup, whose disks may be
+    /// sound; tries again as long as it waits.
+    fn leave_failing_disk(&self, vm: Arc<PrimaryVm>, error: String) {
+        let (name, weak) = (vm.name().to_owned(), Arc::downgrade(&vm));
+        let told = |outcome: String| EventKind::DiskError { error: error.clone(), outcome };
+        vm.events.record_new(told("the guest waits for it".to_owned()));
+        drop(vm);
+        while let Some(vm) =
+            weak.upgrade().filter(|vm| self.still_runs(vm) && vm.machine().waits_for_disk())
+        {
+            match self.failover(&name) {
+                Ok(()) => return,
+                Err(_) if !self.still_runs(&vm) => return,
+                Err(refused) => vm.events.record_new(told(refused.to_string())),
+            }
+            // Nothing of the VM is to outlive its end meanwhile.
+            drop(vm);
+            std::thread::sleep(RETRY_INTERVAL);
         }
     }
 

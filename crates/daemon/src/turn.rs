@@ -94,7 +94,7 @@ impl Host {
                  run `understudy unprotect {name}` first"
             )));
         }
-        if vm.machine().disks().iter().any(|disk| disk.withholds_errors()) {
+        if vm.machine().waits_for_disk() {
             return Err(refusal(&format!(
                 "{name} waits for a disk that fails, see `understudy status {name}`: run \
                  `understudy failover {name}` first, or `understudy unprotect {name}`"

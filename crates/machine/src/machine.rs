@@ -39,6 +39,8 @@ pub enum MachineEvent {
     Died(String),
     /// The guest stands still at this error of one of its disks.
     DiskFailed(String),
+    /// In lockstep: a request of the guest failed with this error, and it waits for it while it goes on.
+    DiskWithholds(String),
     /// The guest rebooted.
     Rebooted,
     /// The guest's kernel panicked.
@@ -187,18 +189,20 @@ impl Machine {
         (self.on_event)(MachineEvent::Notice(text));
     }
 
-    /// In lockstep: errors of its disks are the user's, and not QEMU's, which would stop the guest.
+    /// In lockstep: errors of its disks are its owner's, and not QEMU's, which would stop the guest.
     pub fn withhold_disk_errors(&self) {
         for disk in self.disks() {
-            let (on_event, name, index) =
-                (self.on_event.clone(), self.definition.name.clone(), disk.index());
+            let (on_event, index) = (self.on_event.clone(), disk.index());
             disk.withhold_errors(Arc::new(move |error| {
-                on_event(MachineEvent::Notice(format!(
-                    "an error on disk{index}: {error}; the guest waits for it: if the backup's \
-                     disks are sound, run `understudy failover {name}`"
-                )));
+                let words = format!("an error on disk{index}: {error}");
+                on_event(MachineEvent::DiskWithholds(words));
             }));
         }
+    }
+
+    /// Whether the guest waits for requests that failed.
+    pub fn waits_for_disk(&self) -> bool {
+        self.disks().iter().any(|disk| disk.withholds_errors())
     }
 
     /// Why this QEMU cannot be in lockstep, by the way it was built; none if it can.

@@ -106,6 +106,7 @@ mod doctor;
 mod events;
 mod fencing;
 mod firmware;
+mod full_disks;
 mod gate;
 mod getting_started;
 mod group;

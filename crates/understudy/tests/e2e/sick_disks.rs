@@ -21,13 +21,13 @@ fn oom_score(pid: u64) -> Result<i32> {
 
 /// While this file is there, what the fail point stands for fails on the host. Afterwards it
 /// succeeds again; syncs do, too, as Linux has it.
-struct Failing {
+pub struct Failing {
     point: &'static str,
     file: PathBuf,
 }
 
 impl Failing {
-    fn new(directory: &Path) -> Failing {
+    pub fn new(directory: &Path) -> Failing {
         Failing::of("sync-disk", directory)
     }
 
@@ -35,12 +35,12 @@ impl Failing {
         Failing { point, file: directory.join("fails") }
     }
 
-    fn daemon(&self) -> HostOptions {
+    pub fn daemon(&self) -> HostOptions {
         let point = format!("{}=return({})", self.point, self.file.display());
         HostOptions { environment: vec![("FAILPOINTS".to_owned(), point)], ..daemon().calm() }
     }
 
-    fn begin(&self) -> Result<()> {
+    pub fn begin(&self) -> Result<()> {
         Ok(fs::write(&self.file, "")?)
     }
 
@@ -123,7 +123,7 @@ fn flushed(scene: &Scene) -> Result<usize> {
 }
 
 /// Waits until `status` says with 3 that an error of a disk has stopped host a's guest.
-fn await_stop(scene: &Scene) -> Result<String> {
+pub fn await_stop(scene: &Scene) -> Result<String> {
     wait_for("the guest to stand still", LIMIT, || {
         let output = scene.host("a")?.cli(["status", VM, "--json"])?;
         let status: serde_json::Value = serde_json::from_slice(&output.stdout)?;
@@ -238,8 +238,10 @@ fn a_guest_whose_disk_recovers_goes_on() {
     });
 }
 
-/// A small file system of its own, mounted at a host's state directory.
-struct SmallDisk {
+const FILLER: &str = "filler";
+
+/// A small file system of its own.
+pub struct SmallDisk {
     place: PathBuf,
 }
 
@@ -250,7 +252,7 @@ fn run(command: &str, arguments: &[&str]) -> Result<()> {
 }
 
 impl SmallDisk {
-    fn mount(image: &Path, place: PathBuf, mib: u64) -> Result<SmallDisk> {
+    pub fn mount(image: &Path, place: PathBuf, mib: u64) -> Result<SmallDisk> {
         File::create(image)?.set_len(mib << 20)?;
         let (image, at) = (image.to_str().context("a path")?, place.to_str().context("a path")?);
         run("mkfs.ext4", &["-q", "-m", "0", image])?;
@@ -259,8 +261,8 @@ impl SmallDisk {
     }
 
     /// To the last byte.
-    fn fill(&self) -> Result<()> {
-        let mut filler = File::create(self.place.join("filler"))?;
+    pub fn fill(&self) -> Result<()> {
+        let mut filler = File::create(self.place.join(FILLER))?;
         for bytes in [1 << 20, 4096, 1] {
             while filler.write_all(&vec![1; bytes]).is_ok() {}
         }
@@ -268,6 +270,11 @@ impl SmallDisk {
         let more = fs::write(self.place.join("more"), [1; 8192]);
         ensure!(more.is_err_and(|error| error.kind() == io::ErrorKind::StorageFull), "not full");
         Ok(())
+    }
+
+    /// What it was filled with goes.
+    pub fn clear(&self) -> Result<()> {
+        Ok(fs::remove_file(self.place.join(FILLER))?)
     }
 }
 

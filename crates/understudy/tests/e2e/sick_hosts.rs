@@ -58,7 +58,8 @@ impl Drop for Hanging {
     }
 }
 
-fn await_unfit(scene: &Scene, words: &str) -> Result<()> {
+/// Waits until host a says that its backup could not take over, and why.
+pub fn await_unfit(scene: &Scene, words: &str) -> Result<()> {
     wait_for("the primary to say what its backup lacks", LIMIT, || {
         let status = scene.status("a")?;
         let (state, reason) = protection(&status);
