@@ -136,7 +136,7 @@ impl Host {
 
     fn bring_up(self: &Arc<Self>, vm: &VmName) {
         let record = self.record(vm).ok().flatten();
-        let in_keeper = |record: &Record| record.group.is_none() && self.starts_in_keeper(vm);
+        let in_keeper = |record: &Record| record.group.is_none() && self.has_keeper_of_its_own(vm);
         if let Some(Record { definition, .. }) = record.as_ref().filter(|it| in_keeper(it)) {
             // Its operator may have ended the wait while it was about to start.
             let still_wanted = || self.awaited.give_up(vm);

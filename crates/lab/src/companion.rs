@@ -9,7 +9,7 @@ use crate::sibling::Sibling;
 use crate::wait::await_servers;
 use anyhow::Result;
 use std::net::{Ipv4Addr, SocketAddr};
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 /// The second guest's name on every host.
@@ -29,6 +29,11 @@ impl Companion {
     pub fn new(scene: &Scene) -> Result<Companion> {
         let companion = Sibling { name: COMPANION, address: COMPANION_ADDRESS, mac: MAC };
         Ok(Companion { definition: companion.define(scene)? })
+    }
+
+    /// The file of its definition.
+    pub fn definition(&self) -> &Path {
+        &self.definition
     }
 
     /// Starts it on a host, and returns while it boots.

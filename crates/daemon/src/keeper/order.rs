@@ -78,7 +78,7 @@ impl Host {
     ) -> Result<RecoverReport, HostError> {
         let is_here = || matches!(self.vms.lock().get(name), Some(Vm::Primary(_) | Vm::Backup(_)));
         let is_member = self.record(name)?.is_some_and(|record| record.group.is_some());
-        if request.dry_run || is_member || !self.starts_in_keeper(name) || is_here() {
+        if request.dry_run || is_member || !self.has_keeper_of_its_own(name) || is_here() {
             return self.recover(name, request);
         }
         // What speaks against it is found before a process is started, which asks once more.
@@ -127,7 +127,7 @@ impl Host {
     ) -> Result<(Child, UnixStream), HostError> {
         let (ours, its_end) = UnixStream::pair().map_err(internal)?;
         let input = OwnedFd::from(its_end).into();
-        let process = self.spawn_keeper(vm, input, &[OPTION, &order.to_string()])?;
+        let process = self.spawn_keeper(vm, None, input, &[OPTION, &order.to_string()])?;
         Ok((process, ours))
     }
 

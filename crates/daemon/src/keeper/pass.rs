@@ -7,8 +7,8 @@ use crate::host::Host;
 use anyhow::{Context, ensure};
 use nix::cmsg_space;
 use nix::sys::socket::{
-    AddressFamily, ControlMessage, MsgFlags, SockFlag, SockType, UnixAddr, connect, getsockopt,
-    sendmsg, socket, sockopt,
+    AddressFamily, ControlMessage, MsgFlags, Shutdown, SockFlag, SockType, UnixAddr, connect,
+    getsockopt, sendmsg, shutdown, socket, sockopt,
 };
 use std::fs;
 use std::io::{self, IoSlice, Read, Write};
@@ -17,6 +17,7 @@ use std::os::fd::{AsRawFd, BorrowedFd, RawFd};
 use std::os::unix::fs::PermissionsExt;
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::Path;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Weak};
 use std::thread;
 use std::time::Duration;
@@ -71,18 +72,39 @@ impl Connections {
         Ok(Connections(listener))
     }
 
-    /// Takes connections for as long as the host lives.
-    pub(crate) fn take_in(self, host: &Arc<Host>) -> io::Result<()> {
-        let host = Arc::downgrade(host);
-        let run = move || run(&host, &self.0);
-        thread::Builder::new().name("passed".to_owned()).spawn(run).map(drop)
+    /// Takes connections for as long as the host lives and what is returned.
+    pub(super) fn take_in(self, host: &Arc<Host>) -> io::Result<Listening> {
+        let listening = Listening { listener: self.0.try_clone()?, is_over: Arc::default() };
+        let (host, is_over) = (Arc::downgrade(host), listening.is_over.clone());
+        let run = move || run(&host, &self.0, &is_over);
+        thread::Builder::new().name("passed".to_owned()).spawn(run)?;
+        Ok(listening)
     }
 }
 
-fn run(host: &Weak<Host>, listener: &UnixListener) {
+/// Takes no connection any more when dropped.
+pub(super) struct Listening {
+    listener: UnixListener,
+    is_over: Arc<AtomicBool>,
+}
+
+impl Drop for Listening {
+    fn drop(&mut self) {
+        self.is_over.store(true, Ordering::Release);
+        // Wakes whoever waits for a connection.
+        if let Err(error) = shutdown(self.listener.as_raw_fd(), Shutdown::Both) {
+            warn!("the socket for connections is not closed: {error}");
+        }
+    }
+}
+
+fn run(host: &Weak<Host>, listener: &UnixListener, is_over: &AtomicBool) {
     let mut deadline = None;
     loop {
         await_connection(listener, deadline);
+        if is_over.load(Ordering::Acquire) {
+            return;
+        }
         let Some(host) = host.upgrade() else { return };
         if let Ok((daemon, _)) = listener.accept()
             && let Err(error) = take(&host, daemon)

@@ -113,7 +113,7 @@ impl Host {
             return None;
         }
         let begins = matches!(order, Order::Load { .. }) && self.orphans.why(&vm).is_none();
-        if !begins || task.group.vms.len() > 1 || !self.starts_in_keeper(&vm) {
+        if !begins || task.group.vms.len() > 1 || !self.has_keeper_of_its_own(&vm) {
             return Some((task, order));
         }
         let restore = Arc::new(KeptRestore {
