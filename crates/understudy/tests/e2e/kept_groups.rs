@@ -1,20 +1,26 @@
 //! Groups whose VMs share a keeper, on both hosts: the daemons may die, and a keeper's end is that of its
 //! group.
 
+use crate::autostart::set_autostart;
 use crate::group::{
-    BOTH, Inner, await_both, await_both_fenced, play_group_with, protect, prove_survival,
+    BOTH, Inner, await_both, await_both_fenced, await_protected_again, play_group_with, protect,
+    prove_survival,
 };
-use crate::keepers::{kept, signal_keeper, with_keepers};
-use crate::stage::{await_forgotten, await_service, close, hand_over, prove_disk, refusal, vms};
+use crate::keepers::{begin, kept, signal_keeper, with_keepers};
+use crate::kept_backups::with_repair;
+use crate::recover::lose;
+use crate::stage::{
+    await_forgotten, await_service, close, hand_over, play, prove_disk, refusal, vms,
+};
 use anyhow::{Context, Result, ensure};
 use nix::sys::signal::Signal;
+use std::fs;
 use understudy_lab::companion::{COMPANION, Companion};
 use understudy_lab::scene::VM;
 use understudy_lab::{RecordClient, Scene, SceneOptions};
 
 /// Hosts that have both guests in one keeper.
-fn with_group() -> SceneOptions {
-    let mut options = with_keepers();
+fn with_group(mut options: SceneOptions) -> SceneOptions {
     for daemon in options.daemons.values_mut() {
         daemon.settings += &format!("[groups]\npair = [\"{VM}\", \"{COMPANION}\"]\n");
     }
@@ -22,7 +28,7 @@ fn with_group() -> SceneOptions {
 }
 
 fn play_group(story: impl FnOnce(&mut Scene, RecordClient, Inner) -> Result<()>) {
-    play_group_with(with_group(), story);
+    play_group_with(with_group(with_keepers()), story);
 }
 
 /// The keeper that both guests share on a host.
@@ -96,18 +102,47 @@ fn a_group_is_handed_to_and_fro_between_keepers() {
     });
 }
 
+/// What comes up by itself is in the daemon, as members come up one by one; on the backup's host they share a keeper.
+#[test]
+fn a_group_that_comes_up_with_its_host_is_backed_up_in_one_keeper() {
+    play(with_group(with_repair()), |scene| {
+        set_autostart(scene)?;
+        let companion = Companion::new(scene)?;
+        scene.start_guest("a")?;
+        companion.start(scene.host("a")?)?;
+        shared(scene, "a")?;
+        protect(scene, "a", "b")?;
+        lose(scene, &["a", "b"])?;
+        scene.restart("a")?;
+        scene.restart("b")?;
+        await_protected_again(scene, "a")?;
+        for vm in BOTH {
+            let status = scene.host("a")?.status(vm)?;
+            ensure!(status["keeper_pid"].is_null(), "in a keeper: {status}");
+        }
+        let keeper = shared(scene, "b")?;
+        scene.host_mut("a")?.kill_everything()?;
+        await_both(scene, "b")?;
+        ensure!(shared(scene, "b")? == keeper, "another one");
+        for vm in BOTH {
+            scene.host("b")?.call(["vm", "stop", vm, "--force"])?;
+        }
+        await_forgotten(scene, "b")
+    });
+}
+
 /// What cannot start leaves its group's keeper as it is, and what does not share one is no group.
 #[test]
 fn what_is_wrong_with_a_groups_member_is_refused_and_the_others_do_not_notice() {
-    crate::stage::play(with_group(), |scene| {
+    play(with_group(with_keepers()), |scene| {
         scene.start_guest("a")?;
         scene.await_guest()?;
-        let client = crate::keepers::begin(scene)?;
+        let client = begin(scene)?;
         let keeper = kept(&scene.status("a")?).context("it has no keeper")?.keeper;
         let companion = Companion::new(scene)?;
-        let good = std::fs::read_to_string(companion.definition())?;
+        let good = fs::read_to_string(companion.definition())?;
         let wrong = scene.lab().directory().join("wrong.toml");
-        std::fs::write(&wrong, good.replace("bridge = \"br0\"", "bridge = \"br9\""))?;
+        fs::write(&wrong, good.replace("bridge = \"br0\"", "bridge = \"br9\""))?;
         let (_, words) = refusal(scene.host("a")?, &["vm", "start", &wrong.to_string_lossy()])?;
         ensure!(words.contains("bridge br9 does not exist"), "{words}");
         ensure!(vms(scene.host("a")?)?.len() == 1, "there is something of it");
