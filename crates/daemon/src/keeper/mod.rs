@@ -29,6 +29,7 @@ use crate::vm::Vm;
 use note::{End, Found};
 use std::fs;
 use std::os::fd::AsFd;
+use std::os::unix::net::UnixStream;
 use std::path::PathBuf;
 use std::thread;
 use std::time::{Duration, Instant};
@@ -73,6 +74,12 @@ impl Keeper {
         pass::pass(&socket.with_file_name(CONNECTIONS), link.as_fd())?;
         link.send_signal(Kind::BeginAnew, Epoch(0))?;
         Ok(())
+    }
+
+    /// Gives it a socket on which it hears an order about another VM of its group.
+    fn order(&self, socket: &UnixStream) -> anyhow::Result<()> {
+        let keeper = self.reachable()?;
+        pass::order(&keeper.with_file_name(CONNECTIONS), socket.as_fd())
     }
 
     /// Its socket; an error if this daemon cannot speak with it.
@@ -137,10 +144,11 @@ impl Host {
         self.keepers().into_iter().find(|keeper| keeper.group.as_ref() == Some(group))
     }
 
-    /// The group whose VMs a VM shares a keeper with, by this host's configuration.
-    pub(crate) fn group_of(&self, vm: &VmName) -> Option<&GroupName> {
+    /// The group whose VMs a VM shares a keeper with: by this host's configuration, or as it is to be protected.
+    pub(crate) fn group_of(&self, vm: &VmName) -> Option<GroupName> {
         let found = self.config.groups.iter().find(|(_, vms)| vms.contains(vm));
-        found.map(|(group, _)| group)
+        let recorded = || Some(self.record(vm).ok()??.group?.name);
+        found.map(|(group, _)| group.clone()).or_else(recorded)
     }
 
     fn stranger(&self, host: &HostName) -> Option<String> {

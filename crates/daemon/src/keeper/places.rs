@@ -47,8 +47,8 @@ struct Place {
     claim: Claim,
     close: Close,
     listening: Listening,
-    /// When the VM is gone if it has not come.
-    begins_by: Instant,
+    /// When the VM is gone if it has not come; none while an order about it is being followed.
+    begins_by: Option<Instant>,
     /// What was seen last.
     end: Option<End>,
 }
@@ -119,9 +119,10 @@ impl Place {
     fn saw(&mut self, end: Option<&End>) -> bool {
         let before = std::mem::replace(&mut self.end, end.cloned());
         if end.is_none() {
-            self.begins_by = Instant::now();
+            self.begins_by = Some(Instant::now());
         }
-        end.is_some() && end == before.as_ref() && Instant::now() > self.begins_by
+        let is_late = self.begins_by.is_some_and(|at| Instant::now() > at);
+        end.is_some() && end == before.as_ref() && is_late
     }
 
     fn leave(self, end: End) {
@@ -148,7 +149,30 @@ impl Host {
             let message = format!("the keeper that was to have {vm} is just ending: try again");
             return Err(conflict(message));
         }
-        self.open_place(Claim::of(&self.config, vm, group)?, vm, Duration::ZERO)
+        self.open_place(Claim::of(&self.config, vm, group)?, vm, Some(Instant::now()))
+    }
+
+    /// [`take_place`](Host::take_place) of a VM about which there is an order, while `follow` follows it.
+    pub(super) fn while_placed(
+        self: &Arc<Self>,
+        vm: &VmName,
+        follow: impl FnOnce(Result<(), HostError>),
+    ) {
+        let placed = {
+            let _adding = self.adding.lock();
+            let placed = self.take_place(vm, self.group_of(vm).as_ref());
+            self.set_beginning(vm, None);
+            placed
+        };
+        follow(placed);
+        self.set_beginning(vm, Some(Instant::now()));
+    }
+
+    fn set_beginning(&self, vm: &VmName, begins_by: Option<Instant>) {
+        let Some(kept) = &self.keeps else { return };
+        if let Some(place) = kept.places.lock().of.get_mut(vm) {
+            place.begins_by = begins_by;
+        }
     }
 
     /// Keeps the first VM, which its daemon is about to send.
@@ -157,14 +181,14 @@ impl Host {
         claim: Claim,
         vm: &VmName,
     ) -> Result<(), HostError> {
-        self.open_place(claim, vm, START_PATIENCE)
+        self.open_place(claim, vm, Some(Instant::now() + START_PATIENCE))
     }
 
     fn open_place(
         self: &Arc<Self>,
         claim: Claim,
         vm: &VmName,
-        patience: Duration,
+        begins_by: Option<Instant>,
     ) -> Result<(), HostError> {
         let Some(kept) = &self.keeps else { return Ok(()) };
         // Whoever comes through what is opened here finds the VM among those that are kept.
@@ -175,7 +199,6 @@ impl Host {
             .and_then(|connections| connections.take_in(self))
             .map_err(internal)?;
         let close = (kept.door)(self, &directory.join(SOCKET))?;
-        let begins_by = Instant::now() + patience;
         let place = Place { claim, close, listening, begins_by, end: None };
         places.of.insert(vm.clone(), place);
         Ok(())

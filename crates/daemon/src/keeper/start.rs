@@ -37,12 +37,6 @@ impl Host {
         self.config.keepers && self.keeps.is_none() && !is_member
     }
 
-    /// Whether the daemon has a keeper do something about the VM by itself. What is to share one does not
-    /// come up, and is not recovered or restored, in one.
-    pub(crate) fn has_keeper_of_its_own(&self, vm: &VmName) -> bool {
-        self.starts_in_keeper(vm) && self.group_of(vm).is_none()
-    }
-
     /// Starts a keeper of a VM, or finds that of its group, and has `start` start the VM through the keeper's socket.
     pub fn start_in_keeper<T>(
         self: &Arc<Self>,
@@ -54,11 +48,11 @@ impl Host {
         let name = &definition.name;
         self.make_way(definition)?;
         let group = self.group_of(name);
-        if let Some(shared) = group.and_then(|group| self.keeper_of_group(group)) {
+        if let Some(shared) = group.as_ref().and_then(|group| self.keeper_of_group(group)) {
             return self.start_in(&shared, name, start);
         }
         let socket = self.keeper_socket(name);
-        let mut keeper = self.spawn_keeper(name, group, Stdio::null(), &[])?;
+        let mut keeper = self.spawn_keeper(name, group.as_ref(), Stdio::null(), &[])?;
         let started = await_socket(&mut keeper, name, &socket).and_then(|()| start(&socket));
         if started.is_err() {
             end(keeper, name);
@@ -141,7 +135,7 @@ impl Host {
 
     /// Keeps the place of a VM that has been handed to its group's keeper, until that keeps the name, and knows what
     /// it is for as long as it does.
-    fn follow_to_keeper(self: &Arc<Self>, arrival: Arrival) {
+    pub(super) fn follow_to_keeper(self: &Arc<Self>, arrival: Arrival) {
         let (host, vm) = (Arc::downgrade(self), arrival.vm().clone());
         let follow = move || {
             let deadline = Instant::now() + PATIENCE;
@@ -172,7 +166,7 @@ impl Host {
         self.check_memory(definition.memory.bytes())
     }
 
-    fn keeper_socket(&self, vm: &VmName) -> PathBuf {
+    pub(super) fn keeper_socket(&self, vm: &VmName) -> PathBuf {
         vm.below(&self.config.state_dir).join(SOCKET)
     }
 
@@ -203,7 +197,11 @@ impl Host {
     }
 }
 
-fn await_socket(keeper: &mut Child, vm: &VmName, socket: &Path) -> Result<(), HostError> {
+pub(super) fn await_socket(
+    keeper: &mut Child,
+    vm: &VmName,
+    socket: &Path,
+) -> Result<(), HostError> {
     let failed = |message: String| Err(HostError::new(ErrorKind::Internal, message));
     let deadline = Instant::now() + PATIENCE;
     while UnixStream::connect(socket).is_err() {

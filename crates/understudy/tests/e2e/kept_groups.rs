@@ -102,32 +102,61 @@ fn a_group_is_handed_to_and_fro_between_keepers() {
     });
 }
 
-/// What comes up by itself is in the daemon, as members come up one by one; on the backup's host they share a keeper.
+/// Both guests on host a are lost with their hosts, which are there again.
+fn lose_both(scene: &mut Scene) -> Result<()> {
+    let companion = Companion::new(scene)?;
+    scene.start_guest("a")?;
+    companion.start(scene.host("a")?)?;
+    shared(scene, "a")?;
+    protect(scene, "a", "b")?;
+    lose(scene, &["a", "b"])?;
+    scene.restart("a")?;
+    scene.restart("b")
+}
+
+/// They are protected, and host a's daemon dies, and then all of host a.
+fn prove_kept(scene: &mut Scene) -> Result<()> {
+    let (before, after) = (shared(scene, "a")?, shared(scene, "b")?);
+    scene.host_mut("a")?.kill_daemon()?;
+    scene.revive("a")?;
+    ensure!(shared(scene, "a")? == before, "another one");
+    scene.host_mut("a")?.kill_everything()?;
+    await_both(scene, "b")?;
+    ensure!(shared(scene, "b")? == after, "another one");
+    for vm in BOTH {
+        scene.host("b")?.call(["vm", "stop", vm, "--force"])?;
+    }
+    await_forgotten(scene, "b")
+}
+
 #[test]
-fn a_group_that_comes_up_with_its_host_is_backed_up_in_one_keeper() {
+fn a_group_comes_up_with_its_host_in_one_keeper_and_is_protected_again() {
     play(with_group(with_repair()), |scene| {
         set_autostart(scene)?;
-        let companion = Companion::new(scene)?;
-        scene.start_guest("a")?;
-        companion.start(scene.host("a")?)?;
-        shared(scene, "a")?;
-        protect(scene, "a", "b")?;
-        lose(scene, &["a", "b"])?;
-        scene.restart("a")?;
-        scene.restart("b")?;
+        lose_both(scene)?;
         await_protected_again(scene, "a")?;
-        for vm in BOTH {
-            let status = scene.host("a")?.status(vm)?;
-            ensure!(status["keeper_pid"].is_null(), "in a keeper: {status}");
+        prove_kept(scene)
+    });
+}
+
+#[test]
+fn what_is_recovered_of_a_group_shares_a_keeper() {
+    play(with_group(with_keepers()), |scene| {
+        lose_both(scene)?;
+        // Both at once.
+        let host = scene.host("a")?;
+        let begun = BOTH.map(|vm| host.begin(["recover", vm]));
+        for recovery in begun {
+            let output = recovery?.wait_with_output()?;
+            ensure!(output.status.success(), "{output:?}");
         }
-        let keeper = shared(scene, "b")?;
-        scene.host_mut("a")?.kill_everything()?;
-        await_both(scene, "b")?;
-        ensure!(shared(scene, "b")? == keeper, "another one");
-        for vm in BOTH {
-            scene.host("b")?.call(["vm", "stop", vm, "--force"])?;
-        }
-        await_forgotten(scene, "b")
+        shared(scene, "a")?;
+        let (_, words) = refusal(scene.host("a")?, &["recover", COMPANION, "--force"])?;
+        ensure!(words.contains("has a keeper of it"), "{words}");
+        let (_, words) = refusal(scene.host("b")?, &["recover", COMPANION])?;
+        ensure!(words.contains("host a"), "{words}");
+        protect(scene, "a", "b")?;
+        prove_kept(scene)
     });
 }
 
