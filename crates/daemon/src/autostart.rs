@@ -136,8 +136,8 @@ impl Host {
 
     fn bring_up(self: &Arc<Self>, vm: &VmName) {
         let record = self.record(vm).ok().flatten();
-        let in_keeper = |record: &Record| record.group.is_none() && self.starts_in_keeper(vm);
-        if let Some(Record { definition, .. }) = record.as_ref().filter(|it| in_keeper(it)) {
+        let definition = record.as_ref().map(|record| &record.definition);
+        if let Some(definition) = definition.filter(|_| self.starts_in_keeper(vm)) {
             // Its operator may have ended the wait while it was about to start.
             let still_wanted = || self.awaited.give_up(vm);
             if let Err(error) = self.bring_up_in_keeper(definition, still_wanted) {

@@ -33,6 +33,7 @@ mod api;
 mod arbiter;
 mod cluster;
 mod detection;
+mod groups;
 mod qemu_process;
 mod source;
 mod webhook;
@@ -40,6 +41,7 @@ mod webhook;
 pub use api::{Access, ApiConfig};
 pub use arbiter::{ArbiterConfig, EtcdConfig, EtcdTls};
 pub use cluster::{ClusterConfig, Schedule};
+pub use groups::Groups;
 use understudy_protocol::{GroupName, HostName};
 pub use understudy_replication::primary::Detection;
 pub use webhook::WebhookUrl;
@@ -48,6 +50,7 @@ use api::RawApi;
 use arbiter::RawArbiter;
 use cluster::RawCluster;
 use detection::RawDetection;
+use groups::RawGroups;
 use qemu_process::RawQemuProcess;
 use serde::Deserialize;
 use source::Source;
@@ -132,6 +135,8 @@ pub struct HostConfig {
     pub allow_unheld_output: bool,
     /// Whether VMs that are started get a process of their own.
     pub keepers: bool,
+    /// VMs that share a keeper.
+    pub groups: Groups,
     /// Groups of VMs that are snapshotted together.
     pub clusters: BTreeMap<GroupName, ClusterConfig>,
     /// The keys of encrypted snapshot stores.
@@ -227,6 +232,8 @@ struct RawConfig {
     metrics: Option<RawMetrics>,
     api: Option<RawApi>,
     webhook: Option<RawWebhook>,
+    #[serde(default)]
+    groups: RawGroups,
     #[serde(default, rename = "cluster")]
     clusters: BTreeMap<Spanned<String>, RawCluster>,
     #[serde(default)]
@@ -291,6 +298,8 @@ impl RawConfig {
         let peers = check_peers(source, self.peers, &name, &listen)?;
         let clusters = cluster::check(source, self.clusters)?;
         let watchdog = self.detection.watchdog(source)?;
+        let beside = watchdog.as_ref().map(|_| RESETS_KEEPERS);
+        let keepers = check_switch(source, ("keepers", self.keepers), beside)?;
         let store_keys = cluster::check_keys(source, self.snapshot_keys)?;
         Ok(HostConfig {
             file: source.file().to_owned(),
@@ -313,11 +322,8 @@ impl RawConfig {
             limits: self.qemu_process.limits(source)?,
             memory_limit: self.memory.map(MemorySize::bytes),
             lease: self.detection.lease(source)?,
-            keepers: check_switch(
-                source,
-                ("keepers", self.keepers),
-                watchdog.as_ref().map(|_| RESETS_KEEPERS),
-            )?,
+            keepers,
+            groups: groups::check(source, self.groups, keepers, &clusters)?,
             watchdog,
             detection: self.detection.check(source)?,
             power_off_timeout: Duration::from_secs(check_number(

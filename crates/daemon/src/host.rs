@@ -5,7 +5,8 @@ use crate::autostart::{self, Awaited};
 use crate::config::{ApiConfig, ArbiterConfig, ClusterConfig, HostConfig};
 use crate::containment::{self, Panics};
 use crate::gate::lobby::Lobby;
-use crate::keeper::Connections;
+use crate::keeper::note::Claim;
+use crate::keeper::places::{Door, Kept};
 use crate::lease::Watchdog;
 use crate::membership::{self, Members};
 use crate::orphans::Orphans;
@@ -52,8 +53,8 @@ pub const ADDRESS_PATIENCE: Duration = Duration::from_secs(5);
 pub struct Host {
     /// The configuration.
     pub(crate) config: HostConfig,
-    /// The one VM that this process keeps; none if it is the daemon.
-    pub(crate) keeps: Option<VmName>,
+    /// What this process keeps; none if it is the daemon.
+    pub(crate) keeps: Option<Kept>,
     pub(crate) identity: Identity,
     pub(crate) arbiter: Option<Arbiter>,
     /// What is wrong with it.
@@ -132,17 +133,19 @@ impl Host {
         Ok(host)
     }
 
-    /// Checks the machine, to run one VM of this host and nothing else. The host's addresses, its
-    /// other VMs and what all share are the daemon's.
+    /// Checks the machine, to run one VM of this host, or those of its group, and nothing else. The
+    /// host's addresses, its other VMs and what all share are the daemon's.
     pub fn keep(
         config: HostConfig,
-        vm: VmName,
-        connections: Connections,
+        vm: &VmName,
+        group: Option<GroupName>,
+        door: Door,
     ) -> Result<Arc<Host>, HostError> {
-        let host = Host::new(config, Some(vm))?;
-        connections.take_in(&host).map_err(internal)?;
+        let claim = Claim::of(&config, vm, group.as_ref())?;
+        let host = Host::new(config, Some(Kept::new(group, door)))?;
         host.look_after_itself()?;
         membership::look_on(&host);
+        host.open_first_place(claim, vm)?;
         Ok(host)
     }
 
@@ -156,7 +159,7 @@ impl Host {
         lease::start(self).map_err(internal)
     }
 
-    fn new(config: HostConfig, keeps: Option<VmName>) -> Result<Arc<Host>, HostError> {
+    fn new(config: HostConfig, keeps: Option<Kept>) -> Result<Arc<Host>, HostError> {
         understudy_threads::contain_panics();
         memory_pressure::spare_daemon();
         descriptors::raise_limit();

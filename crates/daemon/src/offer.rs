@@ -32,8 +32,14 @@ pub(crate) fn take(
     let expected = {
         let _adding = host.adding.lock();
         host.notice_end_of_keeper(&offer.definition.name);
+        let group = offer.group.as_ref().and_then(|group| group.membership.name.as_ref());
+        let place = match &host.keeps {
+            None => Ok(()),
+            // Not for whoever does not own the VM.
+            Some(_) => proven.clone().and_then(|()| host.take_place(&offer.definition.name, group)),
+        };
         let expect = |()| Arrival::expect(&host.arrivals, &hello.host, &offer.definition);
-        examine(host, offer).and(proven).map(expect)
+        place.and_then(|()| examine(host, offer)).and(proven).map(expect)
     };
     // Its name is kept from here on: nobody waits for what the primary sends next.
     let arrival = match expected {
@@ -44,7 +50,7 @@ pub(crate) fn take(
         }
     };
     if host.backs_up_in_keeper(hello, offer) {
-        return host.back_up_in_keeper(arrival, &link).inspect_err(|error| {
+        return host.back_up_in_keeper(arrival, offer, &link).inspect_err(|error| {
             link.refuse(&format!("host {} refuses: {error:#}", host.config.name));
         });
     }

@@ -7,6 +7,7 @@
 use crate::host::Host;
 use crate::vm::Vm;
 use nix::sys::statvfs::statvfs;
+use std::collections::BTreeMap;
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -94,12 +95,15 @@ impl Host {
             room.untaken += ram.bytes().saturating_sub(ram.resident_bytes()?);
             room.untaken += BESIDE_BYTES.saturating_sub(beside);
         }
+        let mut by_keeper: BTreeMap<Option<u32>, u64> = BTreeMap::new();
         for keeper in self.keepers() {
             let Some(definition) = self.kept_definition(&keeper) else { continue };
-            let promised = definition.memory.bytes() + BESIDE_BYTES;
             room.vms += 1;
+            *by_keeper.entry(keeper.pid).or_default() += definition.memory.bytes() + BESIDE_BYTES;
+        }
+        for (keeper, promised) in by_keeper {
             room.promised += promised;
-            room.untaken += promised.saturating_sub(keeper.pid.map_or(0, taken_by_children));
+            room.untaken += promised.saturating_sub(keeper.map_or(0, taken_by_children));
         }
         for expected in self.arrivals.all() {
             let there = self.vms.lock().contains_key(&expected.definition.name);
@@ -123,7 +127,7 @@ impl Host {
     }
 }
 
-/// Bytes that the QEMU of a keeper has taken; what cannot be read is not taken yet.
+/// Bytes that the QEMUs of a keeper have taken; what cannot be read is not taken yet.
 fn taken_by_children(keeper: u32) -> u64 {
     let threads = fs::read_dir(format!("/proc/{keeper}/task")).into_iter().flatten().flatten();
     let children = threads.filter_map(|it| fs::read_to_string(it.path().join("children")).ok());

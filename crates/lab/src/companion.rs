@@ -9,7 +9,7 @@ use crate::sibling::Sibling;
 use crate::wait::await_servers;
 use anyhow::Result;
 use std::net::{Ipv4Addr, SocketAddr};
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 /// The second guest's name on every host.
@@ -31,6 +31,11 @@ impl Companion {
         let definition = companion.define(scene)?;
         scene.spare_boot(&definition)?;
         Ok(Companion { definition })
+    }
+
+    /// The file of its definition.
+    pub fn definition(&self) -> &Path {
+        &self.definition
     }
 
     /// Starts it on a host, and returns while it boots, if it does.

@@ -16,7 +16,7 @@ pub use setup::*;
 use setup::{INIT_HELP, JOIN_HELP};
 use snapshot::CLUSTER_HELP;
 pub use snapshot::*;
-use understudy_protocol::VmName;
+use understudy_protocol::{GroupName, VmName};
 use upgrade::UPGRADE_HELP;
 pub use upgrade::UpgradeArgs;
 pub use watch::*;
@@ -124,6 +124,9 @@ pub enum Command {
         /// The VM.
         #[arg(long)]
         vm: VmName,
+        /// The group whose other VMs may come into it.
+        #[arg(long)]
+        group: Option<GroupName>,
         /// What to do about it first.
         #[arg(long, value_name = "JSON")]
         order: Option<Order>,

@@ -290,6 +290,27 @@ fn metrics_have_one_address() {
     }
 }
 
+#[test]
+fn groups_are_read_and_wrong_ones_named() {
+    let with = |groups: &str| read(&format!("keepers = true\n{GOOD}{CLUSTER}[groups]\n{groups}\n"));
+    let config = with("shop = ['x', 'y']\nbank = ['z', 'v']").unwrap();
+    let shop: Vec<&str> = config.groups["shop"].iter().map(|vm| vm.as_str()).collect();
+    assert_eq!((shop, config.groups.len()), (vec!["x", "y"], 2));
+    for (wrong, words) in [
+        ("shop = ['x']", "at least two"),
+        ("shop = ['x', 'x']", "each once"),
+        ("shop = ['x', '../y']", "no name for a VM"),
+        ("'a/b' = ['x', 'y']", "name of a group"),
+        ("shop = ['x', 'y']\nbank = ['y', 'z']", "y is in bank already"),
+        ("shop = ['x', 'web']", "[cluster.shop]"),
+    ] {
+        let message = with(wrong).unwrap_err().message;
+        assert!(message.contains(words), "{wrong}: {message}");
+    }
+    let message = read(&format!("{GOOD}[groups]\nshop = ['x', 'y']\n")).unwrap_err().message;
+    assert_says(&message, "host.toml:", &["groups.shop", "keepers = true"]);
+}
+
 const CLUSTER: &str = "[cluster.shop]\nmembers = { web = 'a', db = 'b-1' }\nstore = '/srv/s'\n";
 
 #[test]

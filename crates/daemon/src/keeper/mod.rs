@@ -10,33 +10,33 @@
 //! | [`start`] | how the daemon starts one |
 //! | [`rights`] | what it can do on its host |
 //! | [`order`] | what it may do about its VM first |
+//! | [`places`] | what one has of each of its VMs |
 //! | [`pass`] | how it hands other hosts' connections to one |
 //! | [`watch`] | how it notices the end of one |
 
 pub mod note;
 pub mod order;
 mod pass;
+pub mod places;
 pub mod rights;
 pub mod start;
 mod watch;
 
-pub use pass::Connections;
 pub(crate) use watch::start as watch;
 
-use crate::config::HostConfig;
-use crate::host::{Host, prepare_directory};
+use crate::host::Host;
 use crate::vm::Vm;
-use note::{Claim, End, Found};
+use note::{End, Found};
 use std::fs;
 use std::os::fd::AsFd;
+use std::os::unix::net::UnixStream;
 use std::path::PathBuf;
-use std::sync::Arc;
 use std::thread;
 use std::time::{Duration, Instant};
 use understudy_link::link::Link;
 use understudy_protocol::validity::ImageRole;
 use understudy_protocol::wire::Kind;
-use understudy_protocol::{Epoch, HostName, VmName};
+use understudy_protocol::{Epoch, GroupName, HostName, VmName};
 use understudy_qemu::VmDefinition;
 use understudy_replication::handshake::{Hello, Purpose};
 use understudy_report::Role;
@@ -50,8 +50,6 @@ const CONNECTIONS: &str = "peers.sock";
 const LOOK: Duration = Duration::from_millis(100);
 /// For one whose VM is gone to end.
 const END_PATIENCE: Duration = Duration::from_secs(5);
-/// For the VM to be started in a new keeper.
-const START_PATIENCE: Duration = Duration::from_secs(60);
 
 /// A keeper that lives.
 #[derive(Clone, Debug)]
@@ -62,30 +60,10 @@ pub struct Keeper {
     pub pid: Option<u32>,
     /// Where its API is.
     pub socket: PathBuf,
+    /// The group that its VM shares it with.
+    pub group: Option<GroupName>,
     /// Why this daemon cannot speak with it, if it cannot.
     pub problem: Option<String>,
-}
-
-/// Makes this process the keeper of a VM, before anything is done for it.
-pub fn claim(config: &HostConfig, vm: &VmName) -> Result<Claim, HostError> {
-    let directory = vm.below(&config.state_dir);
-    prepare_directory(&directory)?;
-    Claim::take(&directory, &config.name, vm)
-}
-
-/// Where the API of a VM's keeper is.
-pub fn socket(config: &HostConfig, vm: &VmName) -> PathBuf {
-    vm.below(&config.state_dir).join(SOCKET)
-}
-
-/// Where the daemon passes connections about a VM on to its keeper. To be there before the
-/// keeper's API, by which the daemon sees that there is one.
-pub fn connections(config: &HostConfig, vm: &VmName) -> Result<Connections, HostError> {
-    let path = vm.below(&config.state_dir).join(CONNECTIONS);
-    Connections::bind(&path).map_err(|error| {
-        let message = format!("cannot listen at {}: {error}", path.display());
-        HostError::new(ErrorKind::Internal, message)
-    })
 }
 
 impl Keeper {
@@ -96,6 +74,12 @@ impl Keeper {
         pass::pass(&socket.with_file_name(CONNECTIONS), link.as_fd())?;
         link.send_signal(Kind::BeginAnew, Epoch(0))?;
         Ok(())
+    }
+
+    /// Gives it a socket on which it hears an order about another VM of its group.
+    fn order(&self, socket: &UnixStream) -> anyhow::Result<()> {
+        let keeper = self.reachable()?;
+        pass::order(&keeper.with_file_name(CONNECTIONS), socket.as_fd())
     }
 
     /// Its socket; an error if this daemon cannot speak with it.
@@ -117,13 +101,14 @@ impl Host {
             return None;
         }
         let directory = vm.below(&self.config.state_dir);
-        let (pid, problem) = match note::look(&directory) {
+        let (pid, group, problem) = match note::look(&directory) {
             Found::Nobody(_) => return None,
-            Found::Starting => (None, Some("it is just starting: try again".to_owned())),
-            Found::Unknown(problem) => (None, Some(problem)),
-            Found::Lives(note) => (Some(note.pid), self.stranger(&note.host)),
+            Found::Starting => (None, None, Some("it is just starting: try again".to_owned())),
+            Found::Unknown(problem) => (None, None, Some(problem)),
+            Found::Lives(note) => (Some(note.pid), note.group, self.stranger(&note.host)),
         };
-        Some(Keeper { vm: vm.clone(), pid, socket: socket(&self.config, vm), problem })
+        let socket = directory.join(SOCKET);
+        Some(Keeper { vm: vm.clone(), pid, socket, group, problem })
     }
 
     /// The keeper that a connection is for, if the peer can go on with one. An offer is for none: a
@@ -143,13 +128,27 @@ impl Host {
         let Some(own) = &self.keeps else { return Ok(()) };
         match purpose {
             Purpose::Heartbeat { .. } | Purpose::Inbound { .. } | Purpose::Resume { .. } => Ok(()),
-            Purpose::Protect(offer) => self.check_kept_name(&offer.definition.name),
-            Purpose::Kept { membership, .. } => self.check_kept_name(&membership.leader().vm),
+            // Another member of a group may be about to come.
+            Purpose::Protect(offer) if offer.group.is_some() => Ok(()),
+            Purpose::Protect(offer) => own.check(&offer.definition.name),
+            Purpose::Kept { membership, .. } => own.check(&membership.leader().vm),
             _ => {
                 let message = format!("this is the keeper of {own}, and answers nothing else");
                 Err(HostError::new(ErrorKind::Conflict, message))
             }
         }
+    }
+
+    /// The keeper of a group's VMs, if it has one that this daemon knows.
+    fn keeper_of_group(&self, group: &GroupName) -> Option<Keeper> {
+        self.keepers().into_iter().find(|keeper| keeper.group.as_ref() == Some(group))
+    }
+
+    /// The group whose VMs a VM shares a keeper with: by this host's configuration, or as it is to be protected.
+    pub(crate) fn group_of(&self, vm: &VmName) -> Option<GroupName> {
+        let found = self.config.groups.iter().find(|(_, vms)| vms.contains(vm));
+        let recorded = || Some(self.record(vm).ok()??.group?.name);
+        found.map(|(group, _)| group.clone()).or_else(recorded)
     }
 
     fn stranger(&self, host: &HostName) -> Option<String> {
@@ -214,41 +213,15 @@ impl Host {
 
     /// Refuses a name that is not that of the VM which this process keeps.
     pub(crate) fn check_kept_name(&self, name: &VmName) -> Result<(), HostError> {
-        match &self.keeps {
-            Some(own) if own != name => {
-                let message = format!("this is the keeper of {own}, and of nothing else");
-                Err(HostError::new(ErrorKind::Conflict, message))
-            }
-            _ => Ok(()),
-        }
+        self.keeps.as_ref().map_or(Ok(()), |kept| kept.check(name))
     }
 
-    /// Waits until the VM that this process keeps is not here any more, and says how that came.
-    pub fn await_end_of_kept(self: &Arc<Self>) -> End {
-        let deadline = Instant::now() + START_PATIENCE;
-        let mut had_one = false;
-        let mut before = None;
-        loop {
-            // Held while it is being started.
-            let starting = self.adding.lock();
-            let end = self.end_of_kept();
-            drop(starting);
-            had_one |= end.is_none();
-            // What is handed over is fenced for a moment before it is gone: the second look counts.
-            if end.is_some() && end == before && (had_one || Instant::now() > deadline) {
-                return end.unwrap_or(End::Gone);
-            }
-            before = end;
-            thread::sleep(LOOK);
-        }
-    }
-
-    fn end_of_kept(&self) -> Option<End> {
-        if self.keeps.as_ref().is_some_and(|vm| self.snapshots.is_restoring(vm)) {
+    pub(super) fn end_of_kept(&self, vm: &VmName) -> Option<End> {
+        if self.snapshots.is_restoring(vm) || self.arrivals.has(vm) {
             return None;
         }
         let vms = self.vms.lock();
-        match vms.values().next() {
+        match vms.get(vm) {
             // Somebody may be about to have it back the VM up.
             None if !self.lobby.is_empty() => None,
             None => Some(End::Gone),

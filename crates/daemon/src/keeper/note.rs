@@ -11,7 +11,7 @@ use std::io::{self, Read, Seek, Write};
 use std::os::unix::fs::OpenOptionsExt;
 use std::path::Path;
 use std::process;
-use understudy_protocol::{Generation, HostName, VmName};
+use understudy_protocol::{Generation, GroupName, HostName, VmName};
 use understudy_report::error::{ErrorKind, HostError};
 
 /// The version of what daemon and keeper say to each other: this file, and the API behind the socket.
@@ -29,6 +29,9 @@ pub struct Note {
     pub vm: VmName,
     /// Its process.
     pub pid: u32,
+    /// The group that its VM shares it with.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub group: Option<GroupName>,
     /// How it ended; none while it lives, and if it was killed.
     pub end: Option<End>,
 }
@@ -123,7 +126,12 @@ pub struct Claim {
 
 impl Claim {
     /// Takes a VM's lock and says who has it; refused if there is another keeper.
-    pub fn take(directory: &Path, host: &HostName, vm: &VmName) -> Result<Claim, HostError> {
+    pub fn take(
+        directory: &Path,
+        host: &HostName,
+        vm: &VmName,
+        group: Option<&GroupName>,
+    ) -> Result<Claim, HostError> {
         let conflict = |message: String| HostError::new(ErrorKind::Conflict, message);
         let path = directory.join(FILE);
         let cannot =
@@ -148,6 +156,7 @@ impl Claim {
             host: host.clone(),
             vm: vm.clone(),
             pid: process::id(),
+            group: group.cloned(),
             end: None,
         };
         let mut claim = Claim { file, note };
@@ -193,7 +202,7 @@ mod tests {
     use understudy_protocol::literal;
 
     fn take(directory: &Path) -> Result<Claim, HostError> {
-        Claim::take(directory, &literal("a"), &literal("db"))
+        Claim::take(directory, &literal("a"), &literal("db"), None)
     }
 
     #[test]

@@ -1,27 +1,30 @@
 //! What a keeper does about its VM as soon as it is there, by its daemon's order: the VM starts in it,
 //! and nowhere else.
 
-use super::start::{end, reap, reap_aside};
+use super::start::{await_socket, end, reap, reap_aside};
 use crate::admission::open_disks;
 use crate::arrivals::Arrival;
+use crate::containment::spawn_for_request;
 use crate::host::{Host, internal};
 use crate::vm::Vm;
 use serde::{Deserialize, Serialize};
 use std::fmt;
-use std::io::{self, BufRead, BufReader, Write};
+use std::io::{self, BufRead, BufReader, Read, Write};
 use std::os::fd::OwnedFd;
 use std::os::unix::net::UnixStream;
 use std::process::Child;
 use std::str::FromStr;
 use std::sync::Arc;
 use tracing::warn;
-use understudy_protocol::VmName;
+use understudy_protocol::{GroupName, VmName};
 use understudy_qemu::VmDefinition;
 use understudy_report::error::{ErrorKind, HostError};
 use understudy_report::{RecoverReport, RecoverRequest};
 
 /// A keeper's option that is an [`Order`].
 const OPTION: &str = "--order";
+/// Bytes of an order, at most.
+const LONGEST_ORDER: usize = 4096;
 
 /// An order. Its answer is a line of JSON on the keeper's standard input, a socket then.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -33,10 +36,12 @@ pub enum Order {
     Recover(RecoverRequest),
     /// To restore it as the daemon, which has a coordinator's orders, says on that socket.
     Restore,
+    /// To end it, since nobody wants it any more.
+    Stop,
 }
 
 /// What came of an order.
-type Answer = Result<RecoverReport, HostError>;
+type Answer = Result<Option<RecoverReport>, HostError>;
 
 impl fmt::Display for Order {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
@@ -52,51 +57,70 @@ impl FromStr for Order {
     }
 }
 
+/// An order about another VM of a keeper's group, a line of JSON on a socket on which it answers.
+#[derive(Serialize, Deserialize)]
+struct Further {
+    vm: VmName,
+    order: Order,
+}
+
+/// Who has an order.
+enum Follower {
+    /// A keeper that was started for it.
+    New(Child),
+    /// The keeper of the VM's group.
+    OfGroup,
+}
+
 impl Host {
     /// Has a keeper bring its VM up, as it was protected. It ends if the VM is not wanted by then.
     pub(crate) fn bring_up_in_keeper(
-        &self,
+        self: &Arc<Self>,
         definition: &VmDefinition,
         still_wanted: impl FnOnce() -> bool,
     ) -> Result<(), HostError> {
         let name = &definition.name;
-        let (process, arrival, _) = self.order_a_keeper(definition, &Order::ComeUp)?;
+        let (follower, arrival, _) = self.order_a_keeper(definition, &Order::ComeUp)?;
         if still_wanted() {
-            reap_aside(process, name, move || drop(arrival));
-        } else {
-            end(process, name);
-            self.note_unwanted(name);
+            self.keep_place(follower, arrival);
+            return Ok(());
         }
+        match follower {
+            Follower::New(process) => end(process, name),
+            Follower::OfGroup => {
+                drop(self.give_order(name, &Order::Stop).map(|(_, said)| hear(said)))
+            }
+        }
+        self.note_unwanted(name);
         Ok(())
     }
 
-    /// [`Host::recover`], in a keeper if the VM gets one here. Groups are the daemon's.
+    /// [`Host::recover`], in a keeper if the VM gets one here.
     pub fn recover_in_its_place(
         self: &Arc<Self>,
         name: &VmName,
         request: RecoverRequest,
     ) -> Result<RecoverReport, HostError> {
         let is_here = || matches!(self.vms.lock().get(name), Some(Vm::Primary(_) | Vm::Backup(_)));
-        let is_member = self.record(name)?.is_some_and(|record| record.group.is_some());
-        if request.dry_run || is_member || !self.starts_in_keeper(name) || is_here() {
+        if request.dry_run || !self.starts_in_keeper(name) || is_here() {
             return self.recover(name, request);
         }
         // What speaks against it is found before a process is started, which asks once more.
         let inquiry = self.inquire_of_images(name)?;
         let record = self.recovery(name, &request, inquiry)?.record;
         let order = Order::Recover(request);
-        let (process, arrival, report) = self.order_a_keeper(&record.definition, &order)?;
+        let (follower, arrival, report) = self.order_a_keeper(&record.definition, &order)?;
         self.vms.lock().remove(name);
-        reap_aside(process, name, move || drop(arrival));
-        Ok(report)
+        self.keep_place(follower, arrival);
+        report.ok_or_else(|| not_understood("it runs, and says nothing of how it was found"))
     }
 
-    /// Starts a keeper that carries out an order about its VM, and waits until it has.
+    /// Has a keeper carry out an order about its VM, and waits until it has.
     fn order_a_keeper(
         &self,
         definition: &VmDefinition,
         order: &Order,
-    ) -> Result<(Child, Arrival, RecoverReport), HostError> {
+    ) -> Result<(Follower, Arrival, Option<RecoverReport>), HostError> {
         let name = &definition.name;
         let arrival = {
             let _adding = self.adding.lock();
@@ -106,29 +130,90 @@ impl Host {
             drop(open_disks(definition, self.record(name)?.as_ref())?);
             Arrival::expect(&self.arrivals, &self.config.name, definition)
         };
-        let (process, said) = self.spawn_ordered_keeper(name, order)?;
+        let (follower, said) = self.give_order(name, order)?;
         match hear(said) {
             Ok(report) => {
                 arrival.goes_to_keeper();
-                Ok((process, arrival, report))
+                Ok((follower, arrival, report))
             }
             Err(error) => {
-                reap(process, name);
+                match follower {
+                    Follower::New(process) => reap(process, name),
+                    // It lets go of a name for which it has no VM.
+                    Follower::OfGroup => self.await_last_keeper(name),
+                }
                 Err(error)
             }
         }
     }
 
-    /// Starts a keeper that has an order, and the other end of its socket.
+    /// Keeps a VM's place for as long as its keeper has it.
+    fn keep_place(self: &Arc<Self>, follower: Follower, arrival: Arrival) {
+        let vm = arrival.vm().clone();
+        match follower {
+            Follower::New(process) => reap_aside(process, &vm, move || drop(arrival)),
+            Follower::OfGroup => self.follow_to_keeper(arrival),
+        }
+    }
+
+    /// Gives an order to the keeper of the VM's group if it has one, else to a new one; returns the other end of its socket.
+    fn give_order(&self, vm: &VmName, order: &Order) -> Result<(Follower, UnixStream), HostError> {
+        // Of two members that come at once the second finds the keeper of the first.
+        let _adding = self.adding.lock();
+        let group = self.group_of(vm);
+        let Some(shared) = group.as_ref().and_then(|group| self.keeper_of_group(group)) else {
+            let (mut process, said) = self.spawn_ordered_keeper(vm, group.as_ref(), order)?;
+            if group.is_some() {
+                // If it ends, its answer says so.
+                let _ = await_socket(&mut process, vm, &self.keeper_socket(vm));
+            }
+            return Ok((Follower::New(process), said));
+        };
+        let (mut ours, its_end) = UnixStream::pair().map_err(internal)?;
+        let further = Further { vm: vm.clone(), order: *order };
+        say(&mut ours, &further).map_err(internal)?;
+        shared.order(&its_end).map_err(|error| {
+            let message = format!("the keeper of its group: {error:#}");
+            HostError::new(ErrorKind::Unreachable, message)
+        })?;
+        Ok((Follower::OfGroup, ours))
+    }
+
+    /// Starts a keeper that has an order; returns the other end of its socket.
     pub(crate) fn spawn_ordered_keeper(
         &self,
         vm: &VmName,
+        group: Option<&GroupName>,
         order: &Order,
     ) -> Result<(Child, UnixStream), HostError> {
         let (ours, its_end) = UnixStream::pair().map_err(internal)?;
         let input = OwnedFd::from(its_end).into();
-        let process = self.spawn_keeper(vm, input, &[OPTION, &order.to_string()])?;
+        let process = self.spawn_keeper(vm, group, input, &[OPTION, &order.to_string()])?;
         Ok((process, ours))
+    }
+
+    /// Takes an order about another VM of the group that this process keeps.
+    pub(super) fn take_further_order(
+        self: &Arc<Self>,
+        mut daemon: UnixStream,
+    ) -> anyhow::Result<()> {
+        let Further { vm, order } = serde_json::from_str(&first_line(&mut daemon)?)?;
+        let host = self.clone();
+        let follow = move || {
+            host.while_placed(&vm, |placed| {
+                let followed = match placed {
+                    Ok(()) => host.follow_order(&vm, order, daemon),
+                    Err(error) => say(&mut daemon, &Answer::Err(error.clone()))
+                        .map_err(internal)
+                        .and(Err(error)),
+                };
+                if let Err(error) = followed {
+                    warn!(%vm, "is not started: {error}");
+                }
+            });
+        };
+        spawn_for_request("order", follow);
+        Ok(())
     }
 
     /// Carries out an order about the VM that this process keeps, and tells the daemon. An error if
@@ -137,14 +222,15 @@ impl Host {
         self: &Arc<Self>,
         vm: &VmName,
         order: Order,
-        daemon: UnixStream,
+        mut daemon: UnixStream,
     ) -> Result<(), HostError> {
         let answer = match order {
-            Order::ComeUp => self.come_up(vm),
-            Order::Recover(request) => self.recover(vm, request),
+            Order::ComeUp => self.come_up(vm).map(Some),
+            Order::Recover(request) => self.recover(vm, request).map(Some),
             Order::Restore => return self.follow_restore(daemon),
+            Order::Stop => self.vm_stop(vm, true).map(|()| None),
         };
-        if let Err(error) = tell(daemon, &answer) {
+        if let Err(error) = say(&mut daemon, &answer) {
             // The next daemon finds the VM without being told.
             warn!(%vm, "the daemon does not hear what came of its order: {error}");
         }
@@ -152,21 +238,40 @@ impl Host {
     }
 }
 
-fn tell(mut daemon: UnixStream, answer: &Answer) -> io::Result<()> {
-    let mut line = serde_json::to_vec(answer)?;
+fn say(to: &mut UnixStream, what: &impl Serialize) -> io::Result<()> {
+    let mut line = serde_json::to_vec(what)?;
     line.push(b'\n');
-    daemon.write_all(&line)
+    to.write_all(&line)
+}
+
+/// A line, and no byte of what follows it: that is for whoever follows the order.
+fn first_line(from: &mut UnixStream) -> io::Result<String> {
+    let (mut line, mut byte) = (Vec::new(), [0]);
+    while line.len() < LONGEST_ORDER {
+        from.read_exact(&mut byte)?;
+        if byte == *b"\n" {
+            break;
+        }
+        line.extend(byte);
+    }
+    String::from_utf8(line).map_err(io::Error::other)
 }
 
 /// The answer to an order; the end of whoever was to give it is one, too.
 fn hear(said: UnixStream) -> Answer {
-    let failed = |message: String| Err(HostError::new(ErrorKind::Internal, message));
     let mut line = String::new();
     match BufReader::new(said).read_line(&mut line) {
         Ok(1..) => serde_json::from_str(&line)
-            .unwrap_or_else(|error| failed(format!("its keeper is not understood: {error}"))),
-        Ok(0) | Err(_) => failed("its keeper has ended: the daemon's log has its words".to_owned()),
+            .unwrap_or_else(|error| Err(not_understood(&error.to_string()))),
+        Ok(0) | Err(_) => {
+            let message = "its keeper has ended: the daemon's log has its words".to_owned();
+            Err(HostError::new(ErrorKind::Internal, message))
+        }
     }
+}
+
+fn not_understood(why: &str) -> HostError {
+    HostError::new(ErrorKind::Internal, format!("its keeper is not understood: {why}"))
 }
 
 #[cfg(test)]
@@ -176,7 +281,7 @@ mod tests {
     #[test]
     fn an_order_is_understood_by_the_keeper_that_gets_it() {
         let request = RecoverRequest { force: true, ..RecoverRequest::default() };
-        for order in [Order::ComeUp, Order::Recover(request), Order::Restore] {
+        for order in [Order::ComeUp, Order::Recover(request), Order::Restore, Order::Stop] {
             assert_eq!(order.to_string().parse::<Order>().unwrap(), order);
         }
         for wrong in ["", "come-up", "{}", r#"{"recover":{"force":1}}"#, r#""restart""#] {

@@ -1,22 +1,24 @@
 //! How another host's connection about a VM gets to the VM's keeper: the daemon, which has found out
 //! whose it is, passes its descriptor through a socket in the VM's directory, and has nothing to do
-//! with it from then on. The keeper begins anew with the peer, as if it had listened itself.
+//! with it from then on. The keeper begins anew with the peer, as if it had listened itself. By the same way it hears
+//! of orders about further VMs of its group.
 
 use crate::gate::{self, await_connection};
 use crate::host::Host;
 use anyhow::{Context, ensure};
 use nix::cmsg_space;
 use nix::sys::socket::{
-    AddressFamily, ControlMessage, MsgFlags, SockFlag, SockType, UnixAddr, connect, getsockopt,
-    sendmsg, socket, sockopt,
+    AddressFamily, ControlMessage, MsgFlags, Shutdown, SockFlag, SockType, UnixAddr, connect,
+    getsockopt, sendmsg, shutdown, socket, sockopt,
 };
 use std::fs;
 use std::io::{self, IoSlice, Read, Write};
 use std::net::TcpStream;
-use std::os::fd::{AsRawFd, BorrowedFd, RawFd};
+use std::os::fd::{AsRawFd, BorrowedFd, OwnedFd, RawFd};
 use std::os::unix::fs::PermissionsExt;
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::Path;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Weak};
 use std::thread;
 use std::time::Duration;
@@ -25,23 +27,34 @@ use understudy_memory::receive_with_descriptors;
 
 /// For the other process to do its part; a keeper may just be starting.
 const PATIENCE: Duration = Duration::from_secs(20);
-/// What goes with a connection, and what the keeper says when it has it.
+/// What goes with a connection, and with a socket for an order; what the keeper says when it has it.
 const PASSED: u8 = 1;
+const ORDERED: u8 = 3;
 const TAKEN: u8 = 2;
 /// More descriptors than come with a connection, so that too many are noticed.
 const MOST_DESCRIPTORS: usize = 4;
 
 /// Gives a connection to the keeper that listens there; returns when it has it.
 pub(super) fn pass(keeper: &Path, connection: BorrowedFd<'_>) -> anyhow::Result<()> {
+    hand_over(keeper, PASSED, connection)
+}
+
+/// Gives a keeper a socket on which it hears an order; returns when it has it.
+pub(super) fn order(keeper: &Path, socket: BorrowedFd<'_>) -> anyhow::Result<()> {
+    hand_over(keeper, ORDERED, socket)
+}
+
+fn hand_over(keeper: &Path, word: u8, descriptor: BorrowedFd<'_>) -> anyhow::Result<()> {
     let mut keeper = dial(keeper).context("its keeper cannot be reached")?;
-    let descriptors = [connection.as_raw_fd()];
+    let descriptors = [descriptor.as_raw_fd()];
     let beside = [ControlMessage::ScmRights(&descriptors)];
-    let word = [IoSlice::new(&[PASSED])];
-    sendmsg::<UnixAddr>(keeper.as_raw_fd(), &word, &beside, MsgFlags::MSG_NOSIGNAL, None)
-        .context("the connection cannot be passed on")?;
+    let word = [word];
+    let said = [IoSlice::new(&word)];
+    sendmsg::<UnixAddr>(keeper.as_raw_fd(), &said, &beside, MsgFlags::MSG_NOSIGNAL, None)
+        .context("it cannot be handed to its keeper")?;
     let mut answer = [0];
-    keeper.read_exact(&mut answer).context("its keeper has not taken the connection")?;
-    ensure!(answer == [TAKEN], "its keeper says {answer:?} to a connection");
+    keeper.read_exact(&mut answer).context("its keeper has not taken what it was handed")?;
+    ensure!(answer == [TAKEN], "its keeper says {answer:?} to what it was handed");
     Ok(())
 }
 
@@ -71,18 +84,39 @@ impl Connections {
         Ok(Connections(listener))
     }
 
-    /// Takes connections for as long as the host lives.
-    pub(crate) fn take_in(self, host: &Arc<Host>) -> io::Result<()> {
-        let host = Arc::downgrade(host);
-        let run = move || run(&host, &self.0);
-        thread::Builder::new().name("passed".to_owned()).spawn(run).map(drop)
+    /// Takes connections for as long as the host lives and what is returned.
+    pub(super) fn take_in(self, host: &Arc<Host>) -> io::Result<Listening> {
+        let listening = Listening { listener: self.0.try_clone()?, is_over: Arc::default() };
+        let (host, is_over) = (Arc::downgrade(host), listening.is_over.clone());
+        let run = move || run(&host, &self.0, &is_over);
+        thread::Builder::new().name("passed".to_owned()).spawn(run)?;
+        Ok(listening)
     }
 }
 
-fn run(host: &Weak<Host>, listener: &UnixListener) {
+/// Takes no connection any more when dropped.
+pub(super) struct Listening {
+    listener: UnixListener,
+    is_over: Arc<AtomicBool>,
+}
+
+impl Drop for Listening {
+    fn drop(&mut self) {
+        self.is_over.store(true, Ordering::Release);
+        // Wakes whoever waits for a connection.
+        if let Err(error) = shutdown(self.listener.as_raw_fd(), Shutdown::Both) {
+            warn!("the socket for connections is not closed: {error}");
+        }
+    }
+}
+
+fn run(host: &Weak<Host>, listener: &UnixListener, is_over: &AtomicBool) {
     let mut deadline = None;
     loop {
         await_connection(listener, deadline);
+        if is_over.load(Ordering::Acquire) {
+            return;
+        }
         let Some(host) = host.upgrade() else { return };
         if let Ok((daemon, _)) = listener.accept()
             && let Err(error) = take(&host, daemon)
@@ -96,23 +130,34 @@ fn run(host: &Weak<Host>, listener: &UnixListener) {
 fn take(host: &Arc<Host>, mut daemon: UnixStream) -> anyhow::Result<()> {
     daemon.set_nonblocking(false)?;
     daemon.set_read_timeout(Some(PATIENCE))?;
-    let connection = receive(&daemon)?;
-    let from = connection.peer_addr().context("it is no connection of another host")?;
-    gate::admit(host, connection, from)?;
+    match receive(&daemon)? {
+        (PASSED, descriptor) => {
+            let connection = TcpStream::from(descriptor);
+            let from = connection.peer_addr().context("it is no connection of another host")?;
+            gate::admit(host, connection, from)?;
+        }
+        (_, descriptor) => {
+            let socket = UnixStream::from(descriptor);
+            socket.local_addr().context("it is no socket of the daemon")?;
+            socket.set_read_timeout(Some(PATIENCE))?;
+            host.take_further_order(socket)?;
+        }
+    }
     Ok(daemon.write_all(&[TAKEN])?)
 }
 
-/// One connection, and nothing else.
-fn receive(daemon: &UnixStream) -> anyhow::Result<TcpStream> {
+/// One socket, and what it is.
+fn receive(daemon: &UnixStream) -> anyhow::Result<(u8, OwnedFd)> {
     let (mut word, mut control) = ([0], cmsg_space!([RawFd; MOST_DESCRIPTORS]));
     let (bytes, mut descriptors) =
         receive_with_descriptors(daemon, &mut word, &mut control, MsgFlags::empty())?;
-    ensure!(bytes == 1 && word == [PASSED], "the daemon says {:?}", &word[..bytes]);
+    let is_known = matches!(word, [PASSED | ORDERED]);
+    ensure!(bytes == 1 && is_known, "the daemon says {:?}", &word[..bytes]);
     ensure!(descriptors.len() == 1, "{} descriptors came with it", descriptors.len());
     let descriptor = descriptors.remove(0);
     let kind = getsockopt(&descriptor, sockopt::SockType).context("it is no socket")?;
     ensure!(kind == SockType::Stream, "it is no connection");
-    Ok(TcpStream::from(descriptor))
+    Ok((word[0], descriptor))
 }
 
 #[cfg(test)]
@@ -131,7 +176,9 @@ mod tests {
             await_connection(&listener, None);
             let mut stream = listener.accept()?.0;
             stream.set_nonblocking(false)?;
-            let received = receive(&stream).and_then(|connection| {
+            let received = receive(&stream).and_then(|(word, descriptor)| {
+                assert_eq!(word, PASSED);
+                let connection = TcpStream::from(descriptor);
                 connection.peer_addr().context("it is no connection of another host")?;
                 Ok(connection)
             });

@@ -1,6 +1,6 @@
 //! How the daemon starts a keeper, and the VM in it.
 
-use super::Keeper;
+use super::{Keeper, SOCKET};
 use crate::arrivals::Arrival;
 use crate::host::Host;
 use anyhow::Context;
@@ -8,16 +8,16 @@ use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
 use std::os::unix::net::UnixStream;
 use std::os::unix::process::CommandExt;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::sync::Arc;
 use std::thread;
 use std::time::{Duration, Instant};
 use tracing::warn;
 use understudy_link::link::Link;
-use understudy_protocol::VmName;
+use understudy_protocol::{GroupName, VmName};
 use understudy_qemu::VmDefinition;
-use understudy_replication::handshake::{Hello, Offer};
+use understudy_replication::handshake::{GroupOffer, Hello, Offer};
 use understudy_report::error::{ErrorKind, HostError};
 
 /// For a keeper to serve its API.
@@ -30,14 +30,14 @@ pub const SUBCOMMAND: &str = "keep";
 const DAEMONS_OWN: [&str; 3] = ["NOTIFY_SOCKET", "WATCHDOG_USEC", "WATCHDOG_PID"];
 
 impl Host {
-    /// Whether a VM that is started here now gets a keeper. Members of a `[cluster]` do not: their
-    /// snapshots are the daemon's affair.
+    /// Whether a VM that is started here now gets a keeper, of its own or its group's. Members of a
+    /// `[cluster]` do not: their snapshots are the daemon's affair.
     pub fn starts_in_keeper(&self, vm: &VmName) -> bool {
         let is_member = self.config.clusters.values().any(|it| it.members.contains_key(vm));
         self.config.keepers && self.keeps.is_none() && !is_member
     }
 
-    /// Starts a keeper of a VM, and has `start` start the VM through the keeper's socket.
+    /// Starts a keeper of a VM, or finds that of its group, and has `start` start the VM through the keeper's socket.
     pub fn start_in_keeper<T>(
         self: &Arc<Self>,
         definition: &VmDefinition,
@@ -47,8 +47,12 @@ impl Host {
         let _adding = self.adding.lock();
         let name = &definition.name;
         self.make_way(definition)?;
-        let socket = super::socket(&self.config, name);
-        let mut keeper = self.spawn_keeper(name, Stdio::null(), &[])?;
+        let group = self.group_of(name);
+        if let Some(shared) = group.as_ref().and_then(|group| self.keeper_of_group(group)) {
+            return self.start_in(&shared, name, start);
+        }
+        let socket = self.keeper_socket(name);
+        let mut keeper = self.spawn_keeper(name, group.as_ref(), Stdio::null(), &[])?;
         let started = await_socket(&mut keeper, name, &socket).and_then(|()| start(&socket));
         if started.is_err() {
             end(keeper, name);
@@ -59,23 +63,61 @@ impl Host {
         started
     }
 
-    /// Whether a keeper is to back up what is offered. Groups are backed up as one.
+    /// Starts a VM in the keeper of its group.
+    fn start_in<T>(
+        &self,
+        keeper: &Keeper,
+        vm: &VmName,
+        start: impl FnOnce(&Path) -> Result<T, HostError>,
+    ) -> Result<T, HostError> {
+        let started = start(keeper.reachable()?);
+        match &started {
+            Ok(_) => drop(self.vms.lock().remove(vm)),
+            // It lets go of a name for which it has no VM.
+            Err(_) => self.await_last_keeper(vm),
+        }
+        started
+    }
+
+    /// Whether a keeper is to back up what is offered. A group has that of its leader.
     pub(crate) fn backs_up_in_keeper(&self, hello: &Hello, offer: &Offer) -> bool {
         let name = &offer.definition.name;
         let could_go_on = hello.keeper_of.as_ref() == Some(name);
-        could_go_on && offer.group.is_none() && self.starts_in_keeper(name)
+        let get_keepers = match &offer.group {
+            None => self.starts_in_keeper(name),
+            Some(GroupOffer { membership, place: 0 }) => {
+                membership.members.iter().all(|member| self.starts_in_keeper(&member.vm))
+            }
+            Some(GroupOffer { membership, .. }) => {
+                self.keeper_of(&membership.leader().vm).is_some()
+            }
+        };
+        could_go_on && get_keepers
     }
 
-    /// Starts a keeper of a VM that has arrived, and gives it the connection on which the VM was
-    /// offered.
-    pub(crate) fn back_up_in_keeper(&self, arrival: Arrival, link: &Link) -> anyhow::Result<()> {
+    /// Gives the connection on which a VM was offered to its keeper: a new one, or that of its group's leader.
+    pub(crate) fn back_up_in_keeper(
+        self: &Arc<Self>,
+        arrival: Arrival,
+        offer: &Offer,
+        link: &Link,
+    ) -> anyhow::Result<()> {
+        let group = offer.group.as_ref();
+        if let Some(GroupOffer { membership, place: 1.. }) = group {
+            let keeper = self.keeper_of(&membership.leader().vm);
+            keeper.context("its group's protection has ended meanwhile")?.take(link)?;
+            self.follow_to_keeper(arrival);
+            return Ok(());
+        }
         let name = arrival.vm().clone();
-        let mut process = self.spawn_keeper(&name, Stdio::null(), &[])?;
-        let socket = super::socket(&self.config, &name);
+        let group = group.and_then(|group| group.membership.name.as_ref());
+        let mut process = self.spawn_keeper(&name, group, Stdio::null(), &[])?;
+        let socket = self.keeper_socket(&name);
         let keeper = Keeper {
             vm: name.clone(),
             pid: Some(process.id()),
             socket: socket.clone(),
+            group: group.cloned(),
             problem: None,
         };
         let begun = await_socket(&mut process, &name, &socket)
@@ -91,6 +133,32 @@ impl Host {
         Ok(())
     }
 
+    /// Keeps the place of a VM that has been handed to its group's keeper, until that keeps the name, and knows what
+    /// it is for as long as it does.
+    pub(super) fn follow_to_keeper(self: &Arc<Self>, arrival: Arrival) {
+        let (host, vm) = (Arc::downgrade(self), arrival.vm().clone());
+        let follow = move || {
+            let deadline = Instant::now() + PATIENCE;
+            let mut has_it = false;
+            while let Some(host) = host.upgrade() {
+                match host.keeper_of(arrival.vm()) {
+                    Some(_) if !has_it => {
+                        has_it = true;
+                        arrival.goes_to_keeper();
+                        host.vms.lock().remove(arrival.vm());
+                    }
+                    None if has_it || Instant::now() > deadline => return,
+                    _ => {}
+                }
+                drop(host);
+                thread::sleep(LOOK);
+            }
+        };
+        if let Err(error) = thread::Builder::new().name(format!("keeper-{vm}")).spawn(follow) {
+            warn!(%vm, "its place is not kept: {error}");
+        }
+    }
+
     /// Finds nothing of the host's that speaks against a keeper of a VM. To be called under the lock `adding`.
     pub(crate) fn make_way(&self, definition: &VmDefinition) -> Result<(), HostError> {
         self.notice_end_of_keeper(&definition.name);
@@ -98,9 +166,14 @@ impl Host {
         self.check_memory(definition.memory.bytes())
     }
 
+    pub(super) fn keeper_socket(&self, vm: &VmName) -> PathBuf {
+        vm.below(&self.config.state_dir).join(SOCKET)
+    }
+
     pub(super) fn spawn_keeper(
         &self,
         vm: &VmName,
+        group: Option<&GroupName>,
         input: Stdio,
         further: &[&str],
     ) -> Result<Child, HostError> {
@@ -112,6 +185,7 @@ impl Host {
             .arg("--config")
             .arg(&self.config.file)
             .args(["--vm", vm])
+            .args(group.iter().flat_map(|group| ["--group", group.as_str()]))
             .args(further);
         for variable in DAEMONS_OWN {
             command.env_remove(variable);
@@ -123,7 +197,11 @@ impl Host {
     }
 }
 
-fn await_socket(keeper: &mut Child, vm: &VmName, socket: &Path) -> Result<(), HostError> {
+pub(super) fn await_socket(
+    keeper: &mut Child,
+    vm: &VmName,
+    socket: &Path,
+) -> Result<(), HostError> {
     let failed = |message: String| Err(HostError::new(ErrorKind::Internal, message));
     let deadline = Instant::now() + PATIENCE;
     while UnixStream::connect(socket).is_err() {

@@ -113,7 +113,8 @@ impl Host {
             return None;
         }
         let begins = matches!(order, Order::Load { .. }) && self.orphans.why(&vm).is_none();
-        if !begins || task.group.vms.len() > 1 || !self.starts_in_keeper(&vm) {
+        let by_itself = task.group.vms.len() == 1 && self.group_of(&vm).is_none();
+        if !begins || !by_itself || !self.starts_in_keeper(&vm) {
             return Some((task, order));
         }
         let restore = Arc::new(KeptRestore {
@@ -141,7 +142,8 @@ impl Host {
             self.check_bridges(&definition.cards)?;
             Arrival::expect(&self.arrivals, &self.config.name, &definition)
         };
-        let (process, keeper) = self.spawn_ordered_keeper(task.vm(), &KeepersOrder::Restore)?;
+        let (process, keeper) =
+            self.spawn_ordered_keeper(task.vm(), None, &KeepersOrder::Restore)?;
         keeper.set_write_timeout(Some(WRITE_TIMEOUT))?;
         Ok((process, arrival, keeper))
     }

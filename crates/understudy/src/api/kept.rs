@@ -174,10 +174,18 @@ impl Control for Routed {
         name: &GroupName,
         request: GroupRequest,
     ) -> Result<Vec<VmStatus>, HostError> {
-        let mut kept = request.vms.iter().filter(|vm| self.0.keeper_of(vm).is_some());
-        match kept.next() {
-            None => self.0.protect_group(name, request),
-            Some(vm) => Err(not_in_groups(vm)),
+        let keepers: Vec<Option<Keeper>> =
+            request.vms.iter().map(|vm| self.0.keeper_of(vm)).collect();
+        let Some(first) = keepers.iter().flatten().next() else {
+            return self.0.protect_group(name, request);
+        };
+        let is_shared =
+            |keeper: &Option<Keeper>| keeper.as_ref().is_some_and(|other| other.pid == first.pid);
+        match keepers.iter().all(is_shared) {
+            true => {
+                ask(&first.vm, first.reachable()?, |keeper| keeper.protect_group(name, &request))
+            }
+            false => Err(not_together(&first.vm)),
         }
     }
     fn unprotect(&self, name: &VmName) -> Result<VmStatus, HostError> {
@@ -245,11 +253,11 @@ impl Control for Routed {
     }
 }
 
-/// Several VMs would have to share a keeper.
-fn not_in_groups(vm: &VmName) -> HostError {
+/// Those of a group share a keeper.
+fn not_together(vm: &VmName) -> HostError {
     let message = format!(
-        "{vm} runs in a keeper of its own and cannot be protected in a group: stop it, take `keepers` out of \
-         the host's configuration, restart the daemon and start it again, or put it into a [cluster]"
+        "{vm} runs in a keeper that it does not share with all of them: stop them, name them under [groups] in the \
+         host's configuration, restart the daemon and start them again"
     );
     HostError::new(ErrorKind::Conflict, message)
 }

@@ -104,30 +104,35 @@ async fn serve(
     Ok(())
 }
 
-/// Ends a host's work in order; a further signal cuts its VMs.
-pub(super) async fn shut_down(
+/// Ends a host's work in order, and its API with it; a further signal cuts its VMs.
+async fn shut_down(
     host: &Arc<Host>,
     stop: oneshot::Sender<()>,
     server: JoinHandle<io::Result<()>>,
     signals: &mut Signals,
 ) -> Result<(), Failure> {
     let _ = stop.send(());
+    end_in_order(host, signals).await?;
+    match tokio::time::timeout(LAST_ANSWERS, server).await {
+        Ok(ended) => ended.map_err(crashed)?.map_err(internal)?,
+        Err(_) => tracing::warn!("some API calls were not answered"),
+    }
+    Ok(())
+}
+
+/// Ends a host's work in order; a further signal cuts its VMs.
+pub(super) async fn end_in_order(host: &Arc<Host>, signals: &mut Signals) -> Result<(), Failure> {
     let ending = host.clone();
     let mut ended = spawn_blocking(move || ending.shutdown());
     loop {
         tokio::select! {
-            ended = &mut ended => break ended.map_err(crashed)?,
+            ended = &mut ended => return ended.map_err(crashed),
             signal = signals.next() => {
                 tracing::warn!(signal, "waiting for no guest any more");
                 host.hurry();
             }
         }
     }
-    match tokio::time::timeout(LAST_ANSWERS, server).await {
-        Ok(ended) => ended.map_err(crashed)?.map_err(internal)?,
-        Err(_) => tracing::warn!("some API calls were not answered"),
-    }
-    Ok(())
 }
 
 pub(super) fn listen(

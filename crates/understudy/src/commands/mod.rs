@@ -71,7 +71,9 @@ pub fn run(cli: &Cli) -> Result<Exit, Failure> {
         Command::Custodian => understudy_daemon::custody::run()
             .map(|()| Exit::Ok)
             .map_err(|error| Failure::internal(format!("the custodian: {error:#}"))),
-        Command::Keep { config, vm, order } => keep::run(config, vm, *order),
+        Command::Keep { config, vm, group, order } => {
+            keep::run(config, (vm, group.clone()), *order)
+        }
         Command::Manual(command) => manual::run(Cli::command(), command),
         Command::Vm(command) => vm::run(&client()?, command, json),
         Command::Protect(args) => protect::protect(&client()?, args, json),

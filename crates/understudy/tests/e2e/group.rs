@@ -57,14 +57,14 @@ impl Inner {
     }
 
     /// Ends the conversation; returns how many records were answered.
-    fn stop(mut self) -> Result<u64> {
+    pub fn stop(mut self) -> Result<u64> {
         self.asking.run(&format!("kill {}", self.pid))?;
         Ok(self.asked()?.1)
     }
 
     /// The guests go on talking on the connection that they always had, and
     /// agree on what was said.
-    fn prove_alive(&mut self) -> Result<()> {
+    pub fn prove_alive(&mut self) -> Result<()> {
         let begin = wait_for("the guests to have begun", LIMIT, || Ok(self.asked().ok()))?.1;
         wait_for("the guests to talk", LIMIT, || {
             let (_, answered) = self.asked()?;
@@ -134,7 +134,7 @@ pub fn protect(scene: &Scene, from: &str, to: &str) -> Result<()> {
 }
 
 /// Waits until `host` runs both guests.
-fn await_both(scene: &Scene, host: &str) -> Result<()> {
+pub fn await_both(scene: &Scene, host: &str) -> Result<()> {
     let both = format!("host {host} to run both guests");
     wait_for(&both, LIMIT, || {
         let lives = |vm: &Value| vm["role"] == "primary" && vm["live"] == true;

@@ -313,7 +313,7 @@ fn what_a_daemon_does_not_understand_of_a_keeper_is_refused_and_the_guest_goes_o
         let host = scene.host("a")?;
         for (arguments, words) in [
             (vec!["vm", "start", &scene.definition().to_string_lossy()], "already"),
-            (vec!["protect", VM, COMPANION, "--group", "shop", "--to", "b"], "keeper of its own"),
+            (vec!["protect", VM, COMPANION, "--group", "shop", "--to", "b"], "does not share"),
         ] {
             let (code, said) = refusal(host, &arguments)?;
             ensure!(code == 1 && said.contains(words), "{arguments:?}: {code}: {said}");

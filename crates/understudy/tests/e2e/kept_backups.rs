@@ -127,7 +127,7 @@ fn protection_that_ends_and_begins_again_at_once_finds_its_place_free() {
     });
 }
 
-fn with_repair() -> SceneOptions {
+pub fn with_repair() -> SceneOptions {
     let mut options = with_keepers();
     for host in ["a", "b"] {
         let repairing =

@@ -118,6 +118,7 @@ mod inbound;
 mod installed;
 mod keepers;
 mod kept_backups;
+mod kept_groups;
 mod kept_starts;
 mod lazy;
 mod lease;

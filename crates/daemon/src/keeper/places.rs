@@ -1,0 +1,229 @@
+//! The VMs of a keeper: one, or those of a group, which come into the keeper of the first. Of each the
+//! keeper holds the lock in its directory, with the socket of its API and that for connections, until
+//! the VM is gone: to its daemon it looks as if each had a keeper of its own.
+
+use super::note::{Claim, End};
+use super::pass::{Connections, Listening};
+use super::{CONNECTIONS, LOOK, SOCKET};
+use crate::config::HostConfig;
+use crate::host::{Host, internal, prepare_directory};
+use std::collections::BTreeMap;
+use std::path::Path;
+use std::sync::Arc;
+use std::thread;
+use std::time::{Duration, Instant};
+use tracing::warn;
+use understudy_protocol::{GroupName, VmName};
+use understudy_report::error::{ErrorKind, HostError};
+use understudy_threads::Common;
+
+/// For the VM to be started in a new keeper.
+const START_PATIENCE: Duration = Duration::from_secs(60);
+/// For the daemon to fetch the last events.
+const LAST_EVENTS: Duration = Duration::from_millis(200);
+
+/// Serves a host's API on a socket.
+pub type Door = Box<dyn Fn(&Arc<Host>, &Path) -> Result<Close, HostError> + Send + Sync>;
+/// Ends that, once what was asked is answered.
+pub type Close = Box<dyn FnOnce() + Send>;
+
+/// What a keeper keeps.
+pub struct Kept {
+    /// Whose other VMs may come.
+    group: Option<GroupName>,
+    door: Door,
+    places: Common<Places>,
+}
+
+#[derive(Default)]
+struct Places {
+    of: BTreeMap<VmName, Place>,
+    /// The last VM is gone: nothing begins any more.
+    over: bool,
+}
+
+/// What it holds of one VM.
+struct Place {
+    claim: Claim,
+    close: Close,
+    listening: Listening,
+    /// When the VM is gone if it has not come; none while an order about it is being followed.
+    begins_by: Option<Instant>,
+    /// What was seen last.
+    end: Option<End>,
+}
+
+impl Kept {
+    pub(crate) fn new(group: Option<GroupName>, door: Door) -> Kept {
+        Kept { group, door, places: Common::default() }
+    }
+
+    /// Whether it keeps the VM.
+    pub(crate) fn has(&self, vm: &VmName) -> bool {
+        self.places.lock().of.contains_key(vm)
+    }
+
+    /// Refuses a VM that it does not keep.
+    pub(crate) fn check(&self, vm: &VmName) -> Result<(), HostError> {
+        match self.has(vm) {
+            true => Ok(()),
+            false => Err(conflict(format!("this is the keeper of {self}, and of nothing else"))),
+        }
+    }
+
+    /// The VMs that are gone by the second look in a row: what is handed over is fenced for a moment before.
+    fn gone(&self, end_of: impl Fn(&VmName) -> Option<End>) -> Vec<(Place, End)> {
+        let vms: Vec<VmName> = self.places.lock().of.keys().cloned().collect();
+        let ends: Vec<(VmName, Option<End>)> =
+            vms.into_iter().map(|vm| (vm.clone(), end_of(&vm))).collect();
+        let mut places = self.places.lock();
+        let mut gone = Vec::new();
+        for (vm, end) in ends {
+            if places.of.get_mut(&vm).is_some_and(|place| place.saw(end.as_ref())) {
+                gone.extend(places.of.remove(&vm).zip(end));
+            }
+        }
+        places.over = places.of.is_empty();
+        gone
+    }
+
+    fn all(&self) -> Vec<Place> {
+        let mut places = self.places.lock();
+        places.over = true;
+        std::mem::take(&mut places.of).into_values().collect()
+    }
+}
+
+impl std::fmt::Display for Kept {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        let names: Vec<String> = self.places.lock().of.keys().map(VmName::to_string).collect();
+        f.write_str(&names.join(", "))
+    }
+}
+
+impl Claim {
+    /// That of a VM of this host, before anything is done for it.
+    pub(crate) fn of(
+        config: &HostConfig,
+        vm: &VmName,
+        group: Option<&GroupName>,
+    ) -> Result<Claim, HostError> {
+        let directory = vm.below(&config.state_dir);
+        prepare_directory(&directory)?;
+        Claim::take(&directory, &config.name, vm, group)
+    }
+}
+
+impl Place {
+    /// Whether the VM is gone, of which this is seen now: its end, if it is not there.
+    fn saw(&mut self, end: Option<&End>) -> bool {
+        let before = std::mem::replace(&mut self.end, end.cloned());
+        if end.is_none() {
+            self.begins_by = Some(Instant::now());
+        }
+        let is_late = self.begins_by.is_some_and(|at| Instant::now() > at);
+        end.is_some() && end == before.as_ref() && is_late
+    }
+
+    fn leave(self, end: End) {
+        drop(self.listening);
+        (self.close)();
+        if let Err(error) = self.claim.end(end) {
+            warn!("the end of a VM's keeper cannot be noted: {error}");
+        }
+    }
+}
+
+impl Host {
+    /// Keeps a VM that is about to be here, if this is a keeper of its group. To be called under the lock `adding`.
+    pub(crate) fn take_place(
+        self: &Arc<Self>,
+        vm: &VmName,
+        group: Option<&GroupName>,
+    ) -> Result<(), HostError> {
+        let Some(kept) = self.keeps.as_ref().filter(|kept| !kept.has(vm)) else { return Ok(()) };
+        if kept.group.is_none() || kept.group.as_ref() != group {
+            return kept.check(vm);
+        }
+        if kept.places.lock().over {
+            let message = format!("the keeper that was to have {vm} is just ending: try again");
+            return Err(conflict(message));
+        }
+        self.open_place(Claim::of(&self.config, vm, group)?, vm, Some(Instant::now()))
+    }
+
+    /// [`take_place`](Host::take_place) of a VM about which there is an order, while `follow` follows it.
+    pub(super) fn while_placed(
+        self: &Arc<Self>,
+        vm: &VmName,
+        follow: impl FnOnce(Result<(), HostError>),
+    ) {
+        let placed = {
+            let _adding = self.adding.lock();
+            let placed = self.take_place(vm, self.group_of(vm).as_ref());
+            self.set_beginning(vm, None);
+            placed
+        };
+        follow(placed);
+        self.set_beginning(vm, Some(Instant::now()));
+    }
+
+    fn set_beginning(&self, vm: &VmName, begins_by: Option<Instant>) {
+        let Some(kept) = &self.keeps else { return };
+        if let Some(place) = kept.places.lock().of.get_mut(vm) {
+            place.begins_by = begins_by;
+        }
+    }
+
+    /// Keeps the first VM, which its daemon is about to send.
+    pub(crate) fn open_first_place(
+        self: &Arc<Self>,
+        claim: Claim,
+        vm: &VmName,
+    ) -> Result<(), HostError> {
+        self.open_place(claim, vm, Some(Instant::now() + START_PATIENCE))
+    }
+
+    fn open_place(
+        self: &Arc<Self>,
+        claim: Claim,
+        vm: &VmName,
+        begins_by: Option<Instant>,
+    ) -> Result<(), HostError> {
+        let Some(kept) = &self.keeps else { return Ok(()) };
+        // Whoever comes through what is opened here finds the VM among those that are kept.
+        let mut places = kept.places.lock();
+        let directory = vm.below(&self.config.state_dir);
+        // Before the API, by which the daemon sees that there is a keeper.
+        let listening = Connections::bind(&directory.join(CONNECTIONS))
+            .and_then(|connections| connections.take_in(self))
+            .map_err(internal)?;
+        let close = (kept.door)(self, &directory.join(SOCKET))?;
+        let place = Place { claim, close, listening, begins_by, end: None };
+        places.of.insert(vm.clone(), place);
+        Ok(())
+    }
+
+    /// Waits until no VM is here any more that this process keeps, and says of each how that came.
+    pub fn await_end_of_kept(self: &Arc<Self>) {
+        let Some(kept) = &self.keeps else { return };
+        while !kept.places.lock().over {
+            // Held while one is being started.
+            let starting = self.adding.lock();
+            let gone = kept.gone(|vm| self.end_of_kept(vm));
+            drop(starting);
+            thread::sleep(if gone.is_empty() { LOOK } else { LAST_EVENTS });
+            gone.into_iter().for_each(|(place, end)| place.leave(end));
+        }
+    }
+
+    /// This process ends, and has no VM any more.
+    pub fn leave_all(&self) {
+        let places = self.keeps.as_ref().map(Kept::all).unwrap_or_default();
+        places.into_iter().for_each(|place| place.leave(End::Gone));
+    }
+}
+
+fn conflict(message: String) -> HostError {
+    HostError::new(ErrorKind::Conflict, message)
+}
