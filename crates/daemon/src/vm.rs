@@ -387,8 +387,8 @@ fn backup_status(session: &backup::Session) -> VmStatus {
     (status.generation, status.epoch) = session.position();
     status.paths = session.paths.report();
     status.lockstep = session.following().map(|following| following.report());
-    status.inbound = Some(session.inbound.report());
-    status.outbound = Some(session.outbound.report());
+    status.inbound = Some(session.frames.inbound());
+    status.outbound = Some(session.frames.outbound());
     status.group = session.membership().name.clone();
     let peer = session.primary.clone();
     status.protection = match session.phase() {

@@ -136,7 +136,7 @@ pub fn start<P: Pulse>(
     let line = |path| {
         let line = Line::new(path);
         let is_first = first.iter().any(|(first, _)| *first == path);
-        if dial.is_some() && !is_first { line.to_be_dialled(now) } else { line }
+        if dial.is_some() && !is_first { line.due_at(now) } else { line }
     };
     let lines = session.paths().indices().map(line).collect();
     for (path, link) in first {
@@ -229,7 +229,7 @@ impl<P: Pulse> Heart<P> {
         if let Some(line) = self.lines.get_mut(usize::from(path.0)) {
             line.end();
             if self.dial.is_some() && self.session.paths().are_several() {
-                *line = Line::new(path).to_be_dialled(Instant::now() + REDIAL_PAUSE);
+                *line = Line::new(path).due_at(Instant::now() + REDIAL_PAUSE);
             }
         }
         self.follow(PathEvent::Ended(path, format!("heartbeat: {reason}")));

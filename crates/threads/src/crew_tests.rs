@@ -39,7 +39,9 @@ fn a_crew_has_as_many_threads_as_there_is_work_for_and_none_at_rest() {
     // Only three threads at once get past it.
     let barrier = Barrier::new(3);
     let name = "crew-at-rest";
-    let (crew, results) = crew(name, 3, move |_| drop(barrier.wait()));
+    let (crew, results) = crew(name, 3, move |_| {
+        barrier.wait();
+    });
     assert_eq!(threads(name), 0, "before there is work");
     (0..6).for_each(|job| crew.hand(job));
     let mut done: Vec<u32> = (0..6).map(|_| results.recv_timeout(PATIENCE).unwrap()).collect();

@@ -134,7 +134,9 @@ impl Drop for NbdServer {
         lock(&self.clients.0).iter().for_each(Client::hang_up);
         // They wait for blocks that nobody needs any more, perhaps.
         self.disk.give_up_restore();
-        self.thread.take().map(join);
+        if let Some(thread) = self.thread.take() {
+            join(thread);
+        }
         let clients = mem::take(&mut *lock(&self.clients.0));
         clients.into_iter().filter_map(|client| client.thread).for_each(join);
         if identity(&self.socket).ok() != Some(self.file) {

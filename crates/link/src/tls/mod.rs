@@ -48,11 +48,16 @@ pub struct TlsFiles {
 pub struct Tls {
     files: TlsFiles,
     name: String,
-    material: Common<Arc<Material>>,
+    used: Common<Used>,
     /// Connections that there are, with their peers' certificates and since when.
     live: Common<Vec<Live>>,
-    /// Why changed files are not used.
-    problem: Common<Option<String>>,
+}
+
+/// What is used of the files.
+struct Used {
+    material: Arc<Material>,
+    /// Why what they have now is not.
+    problem: Option<String>,
 }
 
 /// A peer's certificate, since when it is shown, and the connection.
@@ -71,9 +76,8 @@ impl Tls {
         Ok(Tls {
             files: files.clone(),
             name: name.to_owned(),
-            material: Common::new(Arc::new(material)),
+            used: Common::new(Used { material: Arc::new(material), problem: None }),
             live: Common::default(),
-            problem: Common::default(),
         })
     }
 
@@ -85,7 +89,7 @@ impl Tls {
             return Ok(None);
         }
         let fresh = Arc::new(Material::new(contents, &self.files, &self.name)?);
-        *self.material.lock() = fresh.clone();
+        self.used.lock().material = fresh.clone();
         let mut closed = 0;
         self.live.lock().retain(|(peer, since, connection)| {
             let Some(connection) = connection.upgrade() else { return false };
@@ -123,7 +127,7 @@ impl Tls {
         let material = self.material();
         let left = material.expires - UnixTime::now().as_secs() as i64;
         let cert = self.files.cert.display();
-        let mut problems: Vec<String> = self.problem.lock().iter().cloned().collect();
+        let mut problems: Vec<String> = self.used.lock().problem.iter().cloned().collect();
         if left < NEAR_SECONDS {
             let when = match left {
                 ..0 => "has expired".to_owned(),
@@ -142,11 +146,11 @@ impl Tls {
 
     fn note_problem(&self, problem: Option<String>) {
         let words = |problem| format!("[tls]: changed files are not used: {problem}");
-        *self.problem.lock() = problem.map(words);
+        self.used.lock().problem = problem.map(words);
     }
 
     fn material(&self) -> Arc<Material> {
-        self.material.lock().clone()
+        self.used.lock().material.clone()
     }
 
     /// The dialling side's handshake on a fresh connection to `peer`.

@@ -9,10 +9,9 @@ mod activation;
 mod apply;
 mod control;
 mod errands;
+mod frames;
 mod group;
-mod inbound;
 mod medium;
-mod outbound;
 mod proof;
 mod receive;
 mod session;
@@ -228,8 +227,7 @@ pub fn accept(
         worked: AtomicU64::new(0),
         vitals: vitals::Vitals::default(),
         clock: takeover::Clock::default(),
-        inbound: inbound::Inbound::new(machine.ports().len()),
-        outbound: outbound::Outbound::new(machine.ports().len()),
+        frames: frames::Frames::new(machine.ports().len()),
         present: Mutex::new(Present { machine, following, wish: plan.wish }),
     });
     session.group.join(&session)?;
@@ -259,7 +257,7 @@ pub fn attach_heartbeat(session: &Session, path: PathIndex, link: Link) {
 
 /// Adds the connection over which copies of the guest's inbound frames come.
 pub fn attach_inbound(session: &Arc<Session>, link: Link) -> anyhow::Result<()> {
-    spawn("inbound", session, move |session| session.inbound.receive(&link))
+    spawn("inbound", session, move |session| session.frames.receive(&link))
 }
 
 /// The session's data goes on over this connection; the primary has got

@@ -3,9 +3,8 @@
 
 use super::control::Ask;
 use super::errands::Committed;
+use super::frames::Frames;
 use super::group::Group;
-use super::inbound::Inbound;
-use super::outbound::Outbound;
 use super::takeover::{self, Stage};
 use super::turn::{Launch, Orders};
 use super::vitals::Vitals;
@@ -59,10 +58,9 @@ pub struct Session {
     pub(super) former: Arc<dyn Fn() -> Option<Ownership> + Send + Sync>,
     /// The paths to the primary.
     pub paths: PathMonitor,
-    /// What the primary's guest receives, for a take-over.
-    pub inbound: Inbound,
-    /// What the guest sent that the primary may not have released.
-    pub outbound: Outbound,
+    /// What the primary's guest receives, and what it sent that the primary may not have released,
+    /// for a take-over.
+    pub frames: Frames,
     pub(super) data: Arc<Channel>,
     pub(super) heartbeats: Heartbeats,
     pub(super) arbiter: Arbiter,
@@ -175,7 +173,7 @@ impl Session {
     /// What the leader says is said for all.
     fn perform(&self, effect: Effect) {
         match effect {
-            Effect::Commit(place, epoch) => self.group.at(place, |member| member.commit(epoch)),
+            Effect::Commit(place, _) => self.group.at(place, Session::commit),
             Effect::Acknowledge(epoch) => {
                 strike("acknowledge", &self.vm);
                 self.group.at(LEADER, |leader| leader.say(&ToPrimary::Acknowledge(epoch)));
@@ -213,10 +211,9 @@ impl Session {
     }
 
     /// The epoch is committed: what its part is worth for a take-over is kept.
-    fn commit(&self, epoch: Epoch) {
+    fn commit(&self) {
         let Ok(mut part) = self.staged.1.try_recv() else { return };
-        self.inbound.commit(epoch);
-        self.outbound.commit(&mut part);
+        self.frames.commit(&mut part);
         let other = self.turn_of(&part);
         let _ = self.commits.send(Committed { part, other });
     }
@@ -311,7 +308,7 @@ impl Session {
     pub(super) fn close_connections(&self) {
         self.data.close();
         self.heartbeats.close();
-        self.inbound.close();
+        self.frames.close();
     }
 }
 

@@ -88,10 +88,10 @@ impl Session {
         from: &Checkpoint,
         in_lockstep: bool,
     ) -> anyhow::Result<TakeoverReport> {
-        let before = if in_lockstep { Vec::new() } else { self.outbound.take() };
+        let before = if in_lockstep { Vec::new() } else { self.frames.take_sent() };
         let resent_frames = self.machine().open_network(&before)?;
         self.clock.reach(Stage::Live);
-        let injected_frames = self.inbound.inject(&self.machine());
+        let injected_frames = self.frames.inject(&self.machine());
         let lag_ms = self.following().map_or(0.0, |following| following.lag_at_failure_ms());
         let report = self.clock.report();
         let outage_ms = match in_lockstep {

@@ -50,7 +50,7 @@ impl Line {
     }
 
     /// The same, to be dialled then.
-    pub fn to_be_dialled(self, then: Instant) -> Line {
+    pub fn due_at(self, then: Instant) -> Line {
         Line { state: State::Due(then), ..self }
     }
 

@@ -1,6 +1,6 @@
 //! The threads of a protected VM are those of the map (ARCHITECTURE.md, "Threads"), and no others.
 
-use crate::stage::{Calm, LIMIT, options, play};
+use crate::stage::{Calm, LIMIT, options, play, repairing_daemon};
 use anyhow::{Context, Result, ensure};
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
@@ -10,9 +10,6 @@ use understudy_lab::{HostProcess, wait_for};
 
 /// A VM of one disk and one card takes no more than this of either host, while nothing happens.
 const MOST: usize = 12;
-
-/// Groups of the map whose threads a VM has only while there is something to be done.
-const AT_TIMES: [&str; 3] = ["backup in lockstep", "at times", "VM"];
 
 /// The map: names of threads by the group that they are of; `N` is a number.
 fn map() -> Result<BTreeMap<String, BTreeSet<String>>> {
@@ -56,15 +53,21 @@ fn in_map(name: &str) -> String {
 
 #[test]
 fn a_protected_vm_has_the_threads_of_the_map() {
-    play(options().calm(), |scene| {
+    let mut options = options();
+    for daemon in options.daemons.values_mut() {
+        *daemon = repairing_daemon().calm();
+    }
+    play(options, |scene| {
         let map = map()?;
         let of = |groups: &[&str]| -> BTreeSet<String> {
             groups.iter().filter_map(|group| map.get(*group)).flatten().cloned().collect()
         };
-        let (at_times, of_host) = (of(&AT_TIMES), of(&["host"]));
+        let (at_times, of_host) = (of(&["at times"]), of(&["host"]));
         let before = [threads(scene.host("a")?)?, threads(scene.host("b")?)?];
         scene.start_guest("a")?;
         scene.await_guest()?;
+        let unprotected = threads(scene.host("a")?)?;
+        ensure!(unprotected.values().any(|name| name == "repair"), "nobody looks for a backup");
         scene.protect("a", "b")?;
         scene.await_protected("a", |_| ())?;
         for (index, (host, side)) in [("a", "primary"), ("b", "backup")].into_iter().enumerate() {

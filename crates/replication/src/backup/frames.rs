@@ -1,18 +1,20 @@
-//! Copies of what the primary's guest receives, kept for the take-over.
-//! `understudy_protocol::inbound` says what they are for.
+//! Frames of the primary's guest, kept for the take-over: copies of those that it receives, and those
+//! that it sent in committed epochs. `understudy_protocol::{Kept, Carried}` say what they are for.
 
 use crate::clock;
+use crate::messages::{Piece, WholeEpoch};
 use tracing::debug;
 use understudy_link::link::Link;
 use understudy_machine::Machine;
-use understudy_protocol::{CardFrames, CardIndex, Epoch, Kept};
-use understudy_report::InboundReport;
+use understudy_protocol::{CardFrames, CardIndex, Carried, Kept};
+use understudy_report::{InboundReport, OutboundReport};
 use understudy_threads::{Mutex, lock};
 
-/// What is kept, and the connection that it comes over.
-pub struct Inbound(Mutex<State>);
+/// What is kept, and the connection that copies come over.
+pub struct Frames(Mutex<State>);
 
 struct State {
+    carried: Carried,
     kept: Kept,
     frames: u64,
     bytes: u64,
@@ -20,11 +22,12 @@ struct State {
     closed: bool,
 }
 
-impl Inbound {
+impl Frames {
     /// Nothing yet, for a guest with so many cards.
-    pub fn new(cards: usize) -> Inbound {
-        let kept = Kept::new(cards);
-        Inbound(Mutex::new(State { kept, frames: 0, bytes: 0, link: None, closed: false }))
+    pub fn new(cards: usize) -> Frames {
+        let (carried, kept) = (Carried::new(cards), Kept::new(cards));
+        let state = State { carried, kept, frames: 0, bytes: 0, link: None, closed: false };
+        Frames(Mutex::new(state))
     }
 
     /// Keeps what comes over `link`, until its end. It replaces an earlier one.
@@ -57,9 +60,23 @@ impl Inbound {
         }
     }
 
-    /// The state after `epoch` is on this host.
-    pub fn commit(&self, epoch: Epoch) {
-        lock(&self.0).kept.commit(epoch);
+    /// The epoch is committed: its frames are taken out of it, and what its state has received is
+    /// of no more use.
+    pub fn commit(&self, part: &mut WholeEpoch) {
+        let sent = part.pieces.iter().filter_map(|piece| match piece {
+            Piece::Outbound(frames) => Some(frames),
+            _ => None,
+        });
+        let mut state = lock(&self.0);
+        state.kept.commit(part.epoch);
+        state.carried.commit(clock::now(), part.epoch, sent);
+        drop(state);
+        part.pieces.retain(|piece| !matches!(piece, Piece::Outbound(_)));
+    }
+
+    /// What this host, which owns the VM now, must send.
+    pub fn take_sent(&self) -> Vec<(CardIndex, Vec<u8>)> {
+        lock(&self.0).carried.take(clock::now())
     }
 
     /// Gives the guest, which has just gone live, what is kept; returns how many frames.
@@ -81,8 +98,14 @@ impl Inbound {
         }
     }
 
-    /// What `status` shows.
-    pub fn report(&self) -> InboundReport {
+    /// What `status` shows of those that the guest sent.
+    pub fn outbound(&self) -> OutboundReport {
+        let (frames, bytes) = lock(&self.0).carried.came();
+        OutboundReport { frames, bytes, left_out: 0 }
+    }
+
+    /// What `status` shows of those that it received.
+    pub fn inbound(&self) -> InboundReport {
         let state = lock(&self.0);
         let (kept_frames, kept_bytes) = state.kept.size();
         let (frames, bytes, dropped) = (state.frames, state.bytes, state.kept.dropped());
