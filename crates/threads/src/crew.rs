@@ -30,12 +30,14 @@ struct Shared<T> {
     scope: Option<Scope>,
     worker: Box<dyn Fn() -> Worker<T> + Send + Sync>,
     /// Woken when there is work, or a thread has ended.
-    state: Waitable<State<T>>,
+    state: Arc<Waitable<State<T>>>,
 }
 
 struct State<T> {
     jobs: VecDeque<T>,
     threads: usize,
+    /// Of these, those that do nothing more.
+    leaving: usize,
     idle: usize,
     closed: bool,
 }
@@ -47,9 +49,9 @@ impl<T: Send + 'static> Crew<T> {
         most: usize,
         worker: impl Fn() -> Worker<T> + Send + Sync + 'static,
     ) -> Crew<T> {
-        let state = State { jobs: VecDeque::new(), threads: 0, idle: 0, closed: false };
+        let state = State { jobs: VecDeque::new(), threads: 0, leaving: 0, idle: 0, closed: false };
         let (name, worker) = (name.into(), Box::new(worker));
-        let (scope, state) = (current(), Waitable::new(state));
+        let (scope, state) = (current(), Arc::new(Waitable::new(state)));
         Crew(Arc::new(Shared { name, most, scope, worker, state }))
     }
 
@@ -57,16 +59,22 @@ impl<T: Send + 'static> Crew<T> {
     pub fn hand(&self, job: T) {
         let needs_thread = self.0.state.change(|state| {
             state.jobs.push_back(job);
-            let needs_thread = state.idle < state.jobs.len() && state.threads < self.0.most;
+            let there = state.threads - state.leaving;
+            let needs_thread = state.idle < state.jobs.len() && there < self.0.most;
             state.threads += usize::from(needs_thread);
             needs_thread
         });
         if !needs_thread {
             return;
         }
-        let presence = Presence { shared: self.0.clone(), has_left: false };
+        let presence = Presence {
+            shared: Some(self.0.clone()),
+            state: self.0.state.clone(),
+            is_leaving: false,
+        };
         let started = Builder::new().name(self.0.name.clone()).spawn(|| presence.begin());
-        if started.is_err() && self.0.state.lock().threads == 0 {
+        let is_alone = |state: &State<T>| state.threads == state.leaving;
+        if started.is_err() && is_alone(&self.0.state.lock()) {
             let mut worker = (self.0.worker)();
             while let Some(job) = self.0.take() {
                 worker(job);
@@ -87,13 +95,15 @@ impl<T: Send + 'static> Drop for Crew<T> {
 
 /// A thread of the crew, or one that is about to be.
 struct Presence<T> {
-    shared: Arc<Shared<T>>,
-    has_left: bool,
+    /// None once it holds nothing of the crew's any more.
+    shared: Option<Arc<Shared<T>>>,
+    state: Arc<Waitable<State<T>>>,
+    is_leaving: bool,
 }
 
 impl<T> Presence<T> {
     fn begin(self) {
-        match self.shared.scope.clone() {
+        match self.shared.as_ref().and_then(|shared| shared.scope.clone()) {
             Some(scope) => within(&scope, || self.work()),
             None => self.work(),
         }
@@ -101,8 +111,9 @@ impl<T> Presence<T> {
 
     /// The thread's life.
     fn work(mut self) {
-        OWN.set(Arc::as_ptr(&self.shared).cast());
-        let mut worker = (self.shared.worker)();
+        let Some(shared) = &self.shared else { return };
+        OWN.set(Arc::as_ptr(shared).cast());
+        let mut worker = (shared.worker)();
         while let Some(job) = self.next() {
             worker(job);
         }
@@ -110,16 +121,16 @@ impl<T> Presence<T> {
 
     /// Waits for a job; none when it is time to go.
     fn next(&mut self) -> Option<T> {
-        let mut state = self.shared.state.lock();
+        let mut state = self.state.lock();
         state.idle += 1;
         let idle = |state: &mut State<T>| state.jobs.is_empty() && !state.closed;
-        let mut state = self.shared.state.wait_while_for(state, LINGER, idle);
+        let mut state = self.state.wait_while_for(state, LINGER, idle);
         state.idle -= 1;
         let job = state.jobs.pop_front();
-        if job.is_none() && !state.closed {
+        if job.is_none() {
             // Under the same lock: nobody may count on it for a job that comes now.
-            state.threads -= 1;
-            self.has_left = true;
+            state.leaving += 1;
+            self.is_leaving = true;
         }
         job
     }
@@ -127,11 +138,12 @@ impl<T> Presence<T> {
 
 impl<T> Drop for Presence<T> {
     fn drop(&mut self) {
-        if !self.has_left {
-            // The crew's end waits for it; or it has panicked, or was never started.
-            self.shared.state.lock().threads -= 1;
-        }
-        self.shared.state.wake();
+        // The crew's end waits for this thread, and for all that it holds: an image, perhaps.
+        drop(self.shared.take());
+        self.state.change(|state| {
+            state.threads -= 1;
+            state.leaving -= usize::from(self.is_leaving);
+        });
     }
 }
 

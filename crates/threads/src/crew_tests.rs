@@ -90,3 +90,25 @@ fn a_change_wakes_all_that_wait() {
     let waited = value.wait_while_for(value.lock(), Duration::from_millis(1), |_| true);
     assert_eq!(*waited, 3, "nobody waits for ever who says for how long");
 }
+
+/// An image was locked although the crew that wrote to it was no more.
+#[test]
+fn nothing_of_a_crew_outlives_it() {
+    for n in 0..300 {
+        let held = Arc::new(());
+        let (of_crew, done) = (held.clone(), channel());
+        let sender = std::sync::Mutex::new(done.0);
+        let worker = move || -> Worker<u32> {
+            let (held, done) = (of_crew.clone(), sender.lock().unwrap().clone());
+            Box::new(move |job| {
+                let _held = &held;
+                done.send(job).unwrap();
+            })
+        };
+        let crew = Crew::new("crew-outlived", 3, worker);
+        (0..3).for_each(|job| crew.hand(job));
+        done.1.recv_timeout(PATIENCE).unwrap();
+        drop(crew);
+        assert_eq!(Arc::strong_count(&held), 1, "round {n}");
+    }
+}
