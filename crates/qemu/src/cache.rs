@@ -1,13 +1,14 @@
 //! What a QEMU can do, kept for the next daemon or keeper that starts: to ask it takes two starts of QEMU.
 //!
 //! An answer counts for one build of the product, one boot of the machine and one installed QEMU, as they are told apart
-//! below. Whatever is wrong with the file, QEMU is asked.
+//! below. Whatever is wrong with the file, QEMU is asked; so is a script in its place, behind which there may be another
+//! QEMU any day.
 
 use crate::capabilities::{Capabilities, CapabilityError};
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
 use std::fs::{self, File, Metadata};
-use std::io::{self, Write};
+use std::io::{self, Read, Write};
 use std::os::unix::fs::{MetadataExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 use tracing::debug;
@@ -33,8 +34,9 @@ struct Kept {
 struct Asked {
     /// The product's own build.
     asker: Stamp,
-    /// The boot: the kernel, the processor's microcode.
+    /// The boot, and with it the kernel.
     boot: String,
+    processor: Vec<String>,
     binary: Stamp,
     modules: BTreeMap<String, Stamp>,
     kvm: BTreeMap<String, String>,
@@ -70,12 +72,26 @@ impl Asked {
         Ok(Asked {
             asker: stamp("/proc/self/exe")?,
             boot: fs::read_to_string(BOOT_ID)?,
+            processor: processor(&fs::read_to_string("/proc/cpuinfo")?),
             binary: fs::metadata(binary)?.into(),
             modules: MODULES.into_iter().filter_map(present).collect(),
             kvm: KVM_MODULES.into_iter().flat_map(parameters).collect(),
             kvm_opens: File::options().read(true).write(true).open("/dev/kvm").is_ok(),
         })
     }
+}
+
+/// What guests see of the first processor: new microcode may change it.
+fn processor(cpuinfo: &str) -> Vec<String> {
+    let first = cpuinfo.lines().take_while(|line| !line.is_empty());
+    let telling = |line: &&str| ["microcode", "flags"].iter().any(|key| line.starts_with(key));
+    first.filter(telling).map(str::to_owned).collect()
+}
+
+fn is_program(binary: &Path) -> bool {
+    let mut magic = [0; 4];
+    File::open(binary).and_then(|mut file| file.read_exact(&mut magic)).is_ok()
+        && magic == *b"\x7fELF"
 }
 
 /// The parameters of a loaded module; none if it is not.
@@ -102,7 +118,9 @@ pub fn capabilities(
     binary: &Path,
     directory: Option<&Path>,
 ) -> Result<Capabilities, CapabilityError> {
-    let Some(directory) = directory else { return Capabilities::probe(binary) };
+    let Some(directory) = directory.filter(|_| is_program(binary)) else {
+        return Capabilities::probe(binary);
+    };
     let file = directory.join(file_name(binary));
     // Before it is asked: what changes meanwhile makes the answer one that does not count.
     let asked = Asked::now(binary);

@@ -171,7 +171,7 @@ impl Capabilities {
         let (ours, qemus) = UnixStream::pair()?;
         let log: File =
             memfd_create(c"qemu-probe", MFdFlags::MFD_CLOEXEC).map_err(io::Error::from)?.into();
-        let qemu = Qemu::launch(&Launch {
+        let qemu = Qemu::launch_for_thread(&Launch {
             binary,
             args: &probe_arguments(qemus.as_raw_fd(), Kvm::of_this_machine().runs_guests()),
             env: &[],

@@ -6,6 +6,7 @@ use crate::user::{User, become_user};
 use nix::errno::Errno;
 use nix::libc;
 use nix::poll::{PollFd, PollFlags, PollTimeout};
+use nix::sys::prctl::set_pdeathsig;
 use nix::sys::resource::{Resource, getrlimit, setrlimit};
 use nix::sys::signal::Signal;
 use std::ffi::OsString;
@@ -120,6 +121,16 @@ impl Qemu {
     /// Starts QEMU. That it runs shows when its monitor answers; if it does
     /// not, [`Qemu::wait`] says why.
     pub fn launch(launch: &Launch<'_>) -> Result<Qemu, LaunchError> {
+        Qemu::start(launch, false)
+    }
+
+    /// The same for one that is only asked something: the kernel ends it with the calling thread, and so with
+    /// a process that is killed meanwhile. Not for one that becomes another user, which undoes that.
+    pub fn launch_for_thread(launch: &Launch<'_>) -> Result<Qemu, LaunchError> {
+        Qemu::start(launch, true)
+    }
+
+    fn start(launch: &Launch<'_>, for_thread: bool) -> Result<Qemu, LaunchError> {
         let log_error = |source| LaunchError::Log { log: launch.log.to_owned(), source };
         let log = File::options().create(true).append(true).open(launch.log).map_err(log_error)?;
         let log_start = log.metadata().map_err(log_error)?.len();
@@ -141,7 +152,8 @@ impl Qemu {
                 pass_on_only(&inherit)?;
                 be_expendable();
                 descriptors.map_or(Ok(()), limit_descriptors)?;
-                become_user(directory.as_ref().map(AsFd::as_fd), user)
+                become_user(directory.as_ref().map(AsFd::as_fd), user)?;
+                if for_thread { set_pdeathsig(Signal::SIGKILL).map_err(Into::into) } else { Ok(()) }
             })
         };
         let mut child = command

@@ -1,4 +1,5 @@
 use super::*;
+use std::os::unix::process::ExitStatusExt;
 
 const LONG: Duration = Duration::from_secs(30);
 
@@ -24,6 +25,28 @@ fn its_end_and_last_words_are_seen() {
     let exit = qemu.wait(LONG).unwrap().expect("it ends");
     assert_eq!((exit.status.unwrap().code(), exit.last_words.as_str()), (Some(3), "hello"));
     assert_eq!(qemu.try_wait().unwrap(), Some(exit), "asking again gives the same");
+}
+
+#[test]
+fn one_that_is_only_asked_ends_with_who_asks() {
+    let folder = tempfile::tempdir().unwrap();
+    let log = folder.path().join("log");
+    let asked = std::thread::spawn(move || {
+        Qemu::launch_for_thread(&Launch {
+            binary: Path::new("/bin/sleep"),
+            args: &["600".into()],
+            env: &[],
+            inherit: &[],
+            log: &log,
+            directory: None,
+            user: None,
+            descriptors: None,
+        })
+    });
+    // Not dropped, which would kill it.
+    let qemu = asked.join().unwrap().unwrap();
+    let exit = qemu.wait(LONG).unwrap().expect("it ends");
+    assert_eq!(exit.status.unwrap().signal(), Some(Signal::SIGKILL as i32));
 }
 
 #[test]

@@ -58,7 +58,7 @@ impl StateLayout {
             "-dump-vmstate",
             &format!("/proc/self/fd/{number}"),
         ];
-        let qemu = Qemu::launch(&Launch {
+        let qemu = Qemu::launch_for_thread(&Launch {
             binary,
             args: &args.map(OsString::from),
             env: &[],

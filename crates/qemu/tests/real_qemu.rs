@@ -4,14 +4,15 @@ mod common;
 
 use common::{CAPABILITIES, LONG, NbdServer, Vm, definition};
 use std::fs;
-use std::os::unix::fs::PermissionsExt;
-use std::path::{Path, PathBuf};
+use std::os::unix::fs::MetadataExt;
+use std::path::Path;
 use understudy_qemu::cache;
 use understudy_qemu::command::{MAX_CARDS, MAX_VIRTIO_DISKS, Role};
 use understudy_qemu::definition::{
     CardDefinition, CardModel, DiskBus, DiskDefinition, DiskFormat, EmptyCdrom, Vga,
     VirtioInterface,
 };
+use understudy_qemu::programs::find_qemu;
 use understudy_qemu::qmp::{MonitorSockets, QmpError, RunState, VmEvent};
 use understudy_qemu::{Accelerator, Capabilities, Monitor};
 
@@ -29,42 +30,42 @@ fn a_program_that_is_no_qemu_is_named() {
     assert!(error.contains("exit status: 1"), "{error}");
 }
 
-/// A QEMU that notes each of its starts.
-fn noting(folder: &Path) -> PathBuf {
-    let path = folder.join("qemu");
-    fs::write(&path, "#!/bin/sh\necho started >> \"$0.starts\"\nexec qemu-system-x86_64 \"$@\"\n")
-        .unwrap();
-    fs::set_permissions(&path, fs::Permissions::from_mode(0o755)).unwrap();
-    path
-}
-
 #[test]
 fn a_qemu_is_asked_once_until_something_changes() {
     let folder = tempfile::tempdir().unwrap();
     let kept = folder.path().join("kept");
     fs::create_dir(&kept).unwrap();
-    let qemu = noting(folder.path());
-    let starts = || fs::read_to_string(folder.path().join("qemu.starts")).unwrap().lines().count();
+    let (qemu, installed) = (folder.path().join("qemu"), find_qemu().unwrap());
+    fs::copy(&installed, &qemu).unwrap();
+    let files = || fs::read_dir(&kept).unwrap().map(|file| file.unwrap().path());
+    // What it says anew is another file.
+    let inodes = || files().map(|file| fs::metadata(file).unwrap().ino()).collect::<Vec<_>>();
     let ask = |directory: Option<&Path>| {
-        let before = fs::exists(folder.path().join("qemu.starts")).unwrap().then(starts);
+        let before = inodes();
         let found = cache::capabilities(&qemu, directory).unwrap();
         assert_eq!(found, Capabilities { binary: qemu.clone(), ..CAPABILITIES.clone() });
-        starts() > before.unwrap_or_default()
+        inodes() != before
     };
     assert!(ask(Some(&kept)), "the first time");
     assert!(!ask(Some(&kept)) && !ask(Some(&kept)), "it is known");
-    assert!(ask(None), "nothing is kept without a directory");
-    assert!(ask(Some(&folder.path().join("elsewhere"))), "there is no such directory");
+    assert!(!ask(None), "nothing is kept without a directory");
+    assert!(!ask(Some(&folder.path().join("elsewhere"))), "there is no such directory");
 
-    let files: Vec<_> = fs::read_dir(&kept).unwrap().map(|file| file.unwrap().path()).collect();
-    let [file] = &files[..] else { panic!("{files:?}") };
-    fs::write(file, "{\"of\":").unwrap();
+    let file = files().next().unwrap();
+    // The next file is not to have the same inode.
+    fs::hard_link(&file, folder.path().join("former")).unwrap();
+    fs::write(&file, "{\"of\":").unwrap();
     assert!(ask(Some(&kept)) && !ask(Some(&kept)), "half a file");
 
     // The same content, the same length: as a package that is installed again.
+    fs::hard_link(&file, folder.path().join("second")).unwrap();
     fs::remove_file(&qemu).unwrap();
-    noting(folder.path());
+    fs::copy(&installed, &qemu).unwrap();
     assert!(ask(Some(&kept)) && !ask(Some(&kept)), "another program");
+
+    // Behind which there may be any QEMU.
+    fs::write(&qemu, format!("#!/bin/sh\nexec {} \"$@\"\n", installed.display())).unwrap();
+    assert!(!ask(Some(&kept)), "a script is asked each time, and nothing of it is kept");
 }
 
 /// After 'A' comes 'B', after 'P' comes 'A'.
