@@ -36,9 +36,11 @@ impl Host {
     /// Ends the daemon's work. Protected VMs are handed to their backups; what cannot be handed
     /// over, and every unprotected VM, is shut down through ACPI; backups end.
     pub fn shutdown(self: &Arc<Self>) {
-        self.await_protection();
         self.closing.store(true, Ordering::Release);
         self.orphans.give_up_all();
+        self.hand_all_over();
+        self.await_protection();
+        self.powering_off.store(true, Ordering::Release);
         self.hand_all_over();
         self.end_all_but_primaries();
         self.power_all_off();
@@ -56,7 +58,7 @@ impl Host {
         self.hurried.store(true, Ordering::Release);
     }
 
-    /// Nothing else has ended yet: what restores protection goes on meanwhile.
+    /// What restores protection goes on meanwhile.
     fn await_protection(&self) {
         let bound = self.config.power_off_timeout;
         let deadline = Instant::now() + bound;
@@ -81,14 +83,14 @@ impl Host {
 
     fn hand_all_over(&self) {
         for vm in self.running() {
-            if vm.active_session().is_none() || self.is_hurried() {
+            if !vm.is_protected() {
                 continue;
             }
             // The hand-over of another member of its group may have taken it along.
             if let Err(error) = self.failover(vm.name())
                 && self.still_runs(&vm)
             {
-                warn!(vm = %vm.name(), "not handed over: {error}; it is shut down here");
+                warn!(vm = %vm.name(), "not handed over: {error}");
             }
         }
     }
@@ -172,6 +174,11 @@ impl Host {
 
     fn is_hurried(&self) -> bool {
         self.hurried.load(Ordering::Acquire)
+    }
+
+    /// Whether nobody is protected any more.
+    pub(crate) fn is_powering_off(&self) -> bool {
+        self.powering_off.load(Ordering::Acquire)
     }
 
     /// Whether the daemon is about to end.

@@ -101,6 +101,8 @@ pub struct Host {
     pub(crate) panics: Panics,
     /// Set for good when the daemon ends.
     pub(crate) closing: AtomicBool,
+    /// The daemon ends, and waits for no protection any more.
+    pub(crate) powering_off: AtomicBool,
     /// Set for good when it ends without waiting for guests to power off.
     pub(crate) hurried: AtomicBool,
 }
@@ -215,6 +217,7 @@ impl Host {
             meters: Meters::default(),
             panics,
             closing: AtomicBool::new(false),
+            powering_off: AtomicBool::new(false),
             hurried: AtomicBool::new(false),
         });
         containment::start(&host, told).map_err(internal)?;

@@ -185,7 +185,13 @@ impl Host {
             // Off the event thread: ending protection takes its time.
             let (busy, vm, what) = (host.clone(), name.clone(), event.clone());
             if spawn(format!("event-{name}"), move || busy.machine_event(&vm, what)).is_err() {
-                host.machine_event(&name, event);
+                match event {
+                    // Here is the disk's own thread, which the hand-over needs.
+                    MachineEvent::DiskWithholds(error) => {
+                        warn!(vm = %name, "{error}; the guest waits for it")
+                    }
+                    event => host.machine_event(&name, event),
+                }
             }
         })
     }
@@ -218,23 +224,28 @@ impl Host {
     }
 
     /// Hands a guest in lockstep, which goes on and waits for a disk, to the backup, whose disks may be
-    /// sound; tries again as long as it waits.
+    /// sound; tries again as long as it waits. The first of its requests that fail is enough.
     fn leave_failing_disk(&self, vm: Arc<PrimaryVm>, error: String) {
+        if vm.leaves_disk.swap(true, Ordering::AcqRel) {
+            return;
+        }
         let (name, weak) = (vm.name().to_owned(), Arc::downgrade(&vm));
         let told = |outcome: String| EventKind::DiskError { error: error.clone(), outcome };
         vm.events.record_new(told("the guest waits for it".to_owned()));
         drop(vm);
-        while let Some(vm) =
-            weak.upgrade().filter(|vm| self.still_runs(vm) && vm.machine().waits_for_disk())
-        {
+        let waits = |vm: &Arc<PrimaryVm>| self.still_runs(vm) && vm.machine().waits_for_disk();
+        while let Some(vm) = weak.upgrade().filter(waits) {
             match self.failover(&name) {
-                Ok(()) => return,
-                Err(_) if !self.still_runs(&vm) => return,
+                Ok(()) => break,
+                Err(_) if !self.still_runs(&vm) => break,
                 Err(refused) => vm.events.record_new(told(refused.to_string())),
             }
             // Nothing of the VM is to outlive its end meanwhile.
             drop(vm);
             std::thread::sleep(RETRY_INTERVAL);
+        }
+        if let Some(vm) = weak.upgrade() {
+            vm.leaves_disk.store(false, Ordering::Release);
         }
     }
 

@@ -141,7 +141,7 @@ pub fn look_on(host: &Arc<Host>) {
 fn run(host: &Weak<Host>, etcd: &Etcd) {
     let mut well = true;
     while let Some(host) = host.upgrade() {
-        if host.is_closing() {
+        if host.is_powering_off() {
             return;
         }
         let renewed = host.members.renew(etcd, &host.config.name, &describe(&host));

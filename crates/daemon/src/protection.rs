@@ -76,7 +76,7 @@ impl Host {
 
     /// How a VM whose protection was lost is to be protected by now.
     pub(crate) fn still_wanted(&self, vm: &PrimaryVm) -> Result<Wish, HostError> {
-        vm.repairer.wish().filter(|_| !self.is_closing()).ok_or_else(|| {
+        vm.repairer.wish().filter(|_| !self.is_powering_off()).ok_or_else(|| {
             HostError::new(ErrorKind::Conflict, "nobody wants it protected any more".to_owned())
         })
     }

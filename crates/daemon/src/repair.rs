@@ -196,15 +196,15 @@ impl Repairer {
         }
     }
 
-    /// Whether protection that was lost may be back soon: a host is asked or tried, or will be in no time.
-    /// Hosts that all refused have been silent for longer.
+    /// Whether protection that was lost may be back soon: a host is asked or tried, or will be in no time. A
+    /// group is its first VM's affair.
     pub fn is_restoring(&self) -> bool {
-        let soon = match lock(&self.state).core.phase() {
-            RepairPhase::Idle => false,
-            RepairPhase::Surveying | RepairPhase::Attempting(_) => true,
+        let own = self.wanted().is_some_and(|wish| wish.followed_by(&self.vm).is_none());
+        own && match lock(&self.state).core.phase() {
+            // It is wanted, and not protected: the loss is about to be heard of.
+            RepairPhase::Idle | RepairPhase::Surveying | RepairPhase::Attempting(_) => true,
             RepairPhase::Waiting(until) => *until - clock::now() < SOON,
-        };
-        soon && self.wanted().is_some()
+        }
     }
 
     /// Whether its thread, which asks, has nothing more to do; it is none any more then.

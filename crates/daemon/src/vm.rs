@@ -42,6 +42,8 @@ pub struct PrimaryVm {
     pub(crate) tenure: Tenure,
     /// Whether another host has a copy of it, or had one.
     pub(crate) has_copies: AtomicBool,
+    /// Whether somebody hands it over, since it waits for a disk.
+    pub(crate) leaves_disk: AtomicBool,
     state: Mutex<PrimaryState>,
 }
 
@@ -94,6 +96,7 @@ impl PrimaryVm {
             protecting: Mutex::default(),
             tenure,
             has_copies: AtomicBool::new(false),
+            leaves_disk: AtomicBool::new(false),
             state: Mutex::new(state),
         }
     }

@@ -1,8 +1,8 @@
 //! Signs of life between two hosts, on connections of their own: a large epoch
 //! on the data connection must not look like a dead host. Every path has one.
 //!
-//! One thread, the heart, beats on all of them and hears what comes. It waits for nothing else:
-//! its connections never block, and whoever dials one does so on a thread that ends with that.
+//! One thread, the heart, beats on all of them and hears what comes. Of connections it waits for none:
+//! they never block, and whoever dials one does so on a thread that ends with that.
 
 mod line;
 #[cfg(test)]

@@ -383,11 +383,12 @@ after which it is suspected, epoch_timeout_ms = 1000 (100 to 60000), how long an
 epoch may be on its way to the backup without any movement, and qemu_timeout_ms =
 1000 (200 to 15000), the silence of a protected VM's own QEMU, [shutdown] power_off_seconds = 60 (0 to 3600).
 
-SIGTERM or SIGINT ends the daemon: protected VMs are handed to their backups, the
-other guests are asked to power off (ACPI), and what still runs after
-power_off_seconds is cut, as it is at once after a second signal. The log says
-which were. A service manager must not signal QEMU itself, and must wait for
-longer: under systemd KillMode=process and TimeoutStopSec=180.";
+SIGTERM or SIGINT ends the daemon: protected VMs are handed to their backups, as
+are those that are protected again within power_off_seconds; the other guests
+are asked to power off (ACPI), and what still runs after power_off_seconds more is
+cut, as it is at once after a second signal. The log says which were. A service
+manager must not signal QEMU itself, and must wait for longer than both: under
+systemd, which is told, KillMode=process and TimeoutStopSec=180.";
 
 const VM_START_HELP: &str = "\
 Example of a definition:

@@ -316,7 +316,7 @@ impl Session {
                 }
             }
             &PrimaryAction::Contest(from) if leads => {
-                // The control thread lives as long as the session.
+                // `watch` lives as long as the session.
                 let _ = self.contests.send(from);
             }
             PrimaryAction::YieldToBackup if leads => {
