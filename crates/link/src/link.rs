@@ -23,6 +23,9 @@ use understudy_protocol::wire::{HEADER_BYTES, Header, Kind, Message};
 /// How long set-up waits for the peer's next message.
 pub const SETUP_TIMEOUT: Duration = Duration::from_secs(20);
 
+/// Bytes that are read at once of a message of which more is to come.
+const MOST_AT_ONCE: usize = 64 << 10;
+
 /// How long a peer's last words may be on their way.
 const LAST_WORDS: Duration = Duration::from_secs(1);
 
@@ -177,7 +180,8 @@ impl Link {
                 return Ok(Some(Message { header, payload }));
             }
             let there = partial.len();
-            partial.resize(wanted, 0);
+            // Not for all that was announced: each piece would have the rest cleared anew.
+            partial.resize(wanted.min(there + MOST_AT_ONCE), 0);
             let read = self.0.read(&mut partial[there..]);
             partial.truncate(there + read.as_ref().copied().unwrap_or_default());
             match read {
