@@ -38,6 +38,7 @@ impl Host {
     pub fn shutdown(self: &Arc<Self>) {
         self.await_protection();
         self.closing.store(true, Ordering::Release);
+        self.await_boot();
         self.orphans.give_up_all();
         self.hand_all_over();
         self.end_all_but_primaries();
@@ -49,6 +50,13 @@ impl Host {
             watchdog.disarm();
         }
         self.events.close();
+    }
+
+    /// What is being started in a keeper is there now, and ends as the others do; what comes later is refused.
+    fn await_boot(&self) {
+        if self.keeps.is_some() {
+            drop(self.adding.lock());
+        }
     }
 
     /// Waits no longer for guests that power off: [`Host::shutdown`] cuts them now.

@@ -1,7 +1,7 @@
 //! What a keeper does about its VM as soon as it is there, by its daemon's order: the VM starts in it,
 //! and nowhere else.
 
-use super::start::{await_socket, end, reap, reap_aside};
+use super::start::{await_socket, end, reap_aside};
 use crate::admission::open_disks;
 use crate::arrivals::Arrival;
 use crate::containment::spawn_for_request;
@@ -137,11 +137,12 @@ impl Host {
                 Ok((follower, arrival, report))
             }
             Err(error) => {
-                match follower {
-                    Follower::New(process) => reap(process, name),
-                    // It lets go of a name for which it has no VM.
-                    Follower::OfGroup => self.await_last_keeper(name),
+                // Others of its group may be in it, and it goes on with them.
+                if let Follower::New(process) = follower {
+                    reap_aside(process, name, || ());
                 }
+                // It lets go of a name for which it has no VM.
+                self.await_last_keeper(name);
                 Err(error)
             }
         }
@@ -199,43 +200,74 @@ impl Host {
     ) -> anyhow::Result<()> {
         let Further { vm, order } = serde_json::from_str(&first_line(&mut daemon)?)?;
         let host = self.clone();
-        let follow = move || {
-            host.while_placed(&vm, |placed| {
-                let followed = match placed {
-                    Ok(()) => host.follow_order(&vm, order, daemon),
-                    Err(error) => say(&mut daemon, &Answer::Err(error.clone()))
-                        .map_err(internal)
-                        .and(Err(error)),
-                };
-                if let Err(error) = followed {
-                    warn!(%vm, "is not started: {error}");
-                }
-            });
-        };
-        spawn_for_request("order", follow);
+        spawn_for_request("order", move || {
+            host.while_placed(&vm, |placed| host.answer(&vm, order, daemon, placed));
+        });
         Ok(())
     }
 
-    /// Carries out an order about the VM that this process keeps, and tells the daemon. An error if
-    /// the VM is not to be waited for.
-    pub fn follow_order(
+    /// Has the order carried out with which this process was started. What comes of it is no concern of the
+    /// other VMs that come into the process meanwhile.
+    pub fn take_first_order(self: &Arc<Self>, vm: &VmName, order: Order, daemon: UnixStream) {
+        let (host, vm) = (self.clone(), vm.clone());
+        let follow = move || match order {
+            // It is told more, and begins later.
+            Order::Restore => {
+                if let Err(error) = host.follow_restore(daemon) {
+                    warn!(%vm, "is not restored: {error}");
+                }
+            }
+            _ => host.while_placed(&vm, |placed| {
+                let placed = placed.and_then(|()| hold_in_a_test());
+                host.answer(&vm, order, daemon, placed);
+            }),
+        };
+        spawn_for_request("order", follow);
+    }
+
+    /// Carries out an order, if the VM has a place here, and tells the daemon.
+    fn answer(
         self: &Arc<Self>,
         vm: &VmName,
         order: Order,
         mut daemon: UnixStream,
-    ) -> Result<(), HostError> {
-        let answer = match order {
+        placed: Result<(), HostError>,
+    ) {
+        let answer = placed.and_then(|()| match order {
             Order::ComeUp => self.come_up(vm).map(Some),
             Order::Recover(request) => self.recover(vm, request).map(Some),
-            Order::Restore => return self.follow_restore(daemon),
+            Order::Restore => {
+                let message = "what is restored of a group is not its keeper's affair".to_owned();
+                Err(HostError::new(ErrorKind::Conflict, message))
+            }
             Order::Stop => self.vm_stop(vm, true).map(|()| None),
-        };
+        });
+        if let Err(error) = &answer {
+            warn!(%vm, "its order is not carried out: {error}");
+        }
         if let Err(error) = say(&mut daemon, &answer) {
             // The next daemon finds the VM without being told.
             warn!(%vm, "the daemon does not hear what came of its order: {error}");
         }
-        answer.map(drop)
     }
+}
+
+/// A test has a first order wait for as long as there is an empty file that the fail point names, and fail
+/// if there is something in it then.
+fn hold_in_a_test() -> Result<(), HostError> {
+    fail::fail_point!("first-order", |file| {
+        let file = file.unwrap_or_default();
+        loop {
+            match std::fs::read_to_string(&file) {
+                Ok(words) if words.is_empty() => {
+                    std::thread::sleep(std::time::Duration::from_millis(20));
+                }
+                Ok(words) => return Err(HostError::new(ErrorKind::Internal, words)),
+                Err(_) => return Ok(()),
+            }
+        }
+    });
+    Ok(())
 }
 
 fn say(to: &mut UnixStream, what: &impl Serialize) -> io::Result<()> {
