@@ -1,7 +1,8 @@
 //! What a keeper does about its VM as soon as it is there, by its daemon's order: the VM starts in it,
 //! and nowhere else.
 
-use super::start::{await_socket, end, reap_aside};
+use super::Keeper;
+use super::start::{await_socket, reap_aside};
 use crate::admission::open_disks;
 use crate::arrivals::Arrival;
 use crate::containment::spawn_for_request;
@@ -57,7 +58,7 @@ impl FromStr for Order {
     }
 }
 
-/// An order about another VM of a keeper's group, a line of JSON on a socket on which it answers.
+/// An order about one of a keeper's VMs, or another one of its group, a line of JSON on a socket on which it answers.
 #[derive(Serialize, Deserialize)]
 struct Further {
     vm: VmName,
@@ -72,8 +73,22 @@ enum Follower {
     OfGroup,
 }
 
+impl Keeper {
+    /// Gives it an order about one of its VMs, or another one of its group; returns the other end of its socket.
+    fn order_about(&self, vm: &VmName, order: &Order) -> Result<UnixStream, HostError> {
+        let (mut ours, its_end) = UnixStream::pair().map_err(internal)?;
+        let further = Further { vm: vm.clone(), order: *order };
+        say(&mut ours, &further).map_err(internal)?;
+        self.order(&its_end).map_err(|error| {
+            let message = format!("the keeper of {}: {error:#}", self.vm);
+            HostError::new(ErrorKind::Unreachable, message)
+        })?;
+        Ok(ours)
+    }
+}
+
 impl Host {
-    /// Has a keeper bring its VM up, as it was protected. It ends if the VM is not wanted by then.
+    /// Has a keeper bring its VM up, as it was protected. The VM ends if it is not wanted by then.
     pub(crate) fn bring_up_in_keeper(
         self: &Arc<Self>,
         definition: &VmDefinition,
@@ -81,18 +96,25 @@ impl Host {
     ) -> Result<(), HostError> {
         let name = &definition.name;
         let (follower, arrival, _) = self.order_a_keeper(definition, &Order::ComeUp)?;
+        self.keep_place(follower, arrival);
         if still_wanted() {
-            self.keep_place(follower, arrival);
             return Ok(());
         }
-        match follower {
-            Follower::New(process) => end(process, name),
-            Follower::OfGroup => {
-                drop(self.give_order(name, &Order::Stop).map(|(_, said)| hear(said)))
-            }
+        if let Err(error) = self.stop_in_keeper(name) {
+            warn!(vm = %name, "nobody wants it any more, and it may go on: {error}");
         }
         self.note_unwanted(name);
         Ok(())
+    }
+
+    /// Ends a VM in its keeper, if it has one. Others of its group go on there.
+    fn stop_in_keeper(&self, name: &VmName) -> Result<(), HostError> {
+        let Some(keeper) = self.keeper_of(name) else { return Ok(()) };
+        match keeper.order_about(name, &Order::Stop).and_then(hear) {
+            // It was quicker.
+            Err(_) if self.keeper_of(name).is_none() => Ok(()),
+            stopped => stopped.map(drop),
+        }
     }
 
     /// [`Host::recover`], in a keeper if the VM gets one here.
@@ -139,7 +161,7 @@ impl Host {
             Err(error) => {
                 // Others of its group may be in it, and it goes on with them.
                 if let Follower::New(process) = follower {
-                    reap_aside(process, name, || ());
+                    reap_aside(process, name);
                 }
                 // It lets go of a name for which it has no VM.
                 self.await_last_keeper(name);
@@ -150,11 +172,10 @@ impl Host {
 
     /// Keeps a VM's place for as long as its keeper has it.
     fn keep_place(self: &Arc<Self>, follower: Follower, arrival: Arrival) {
-        let vm = arrival.vm().clone();
-        match follower {
-            Follower::New(process) => reap_aside(process, &vm, move || drop(arrival)),
-            Follower::OfGroup => self.follow_to_keeper(arrival),
+        if let Follower::New(process) = follower {
+            reap_aside(process, arrival.vm());
         }
+        self.follow_to_keeper(arrival);
     }
 
     /// Gives an order to the keeper of the VM's group if it has one, else to a new one; returns the other end of its socket.
@@ -170,14 +191,7 @@ impl Host {
             }
             return Ok((Follower::New(process), said));
         };
-        let (mut ours, its_end) = UnixStream::pair().map_err(internal)?;
-        let further = Further { vm: vm.clone(), order: *order };
-        say(&mut ours, &further).map_err(internal)?;
-        shared.order(&its_end).map_err(|error| {
-            let message = format!("the keeper of its group: {error:#}");
-            HostError::new(ErrorKind::Unreachable, message)
-        })?;
-        Ok((Follower::OfGroup, ours))
+        Ok((Follower::OfGroup, shared.order_about(vm, order)?))
     }
 
     /// Starts a keeper that has an order; returns the other end of its socket.
@@ -193,7 +207,7 @@ impl Host {
         Ok((process, ours))
     }
 
-    /// Takes an order about another VM of the group that this process keeps.
+    /// Takes an order about a VM that this process keeps, or another one of its group.
     pub(super) fn take_further_order(
         self: &Arc<Self>,
         mut daemon: UnixStream,

@@ -222,6 +222,10 @@ impl HeldOrder {
     fn fail(&self) -> Result<()> {
         Ok(fs::write(&self.file, "a test says so")?)
     }
+
+    fn let_go(&self) -> Result<()> {
+        Ok(fs::remove_file(&self.file)?)
+    }
 }
 
 /// What a VM's keeper on host a has said of itself, if there is one or nobody has heard its last words.
@@ -259,6 +263,31 @@ fn the_first_order_of_a_groups_keeper_fails_and_who_came_meanwhile_goes_on() {
         ensure!(words.contains("a test says so"), "{words}");
         ensure!(kept(&scene.host("a")?.status(COMPANION)?)? == keeper, "another one");
         scene.host("a")?.call(["recover", VM])?;
+        ensure!(shared(scene, "a")? == keeper.keeper, "another one");
+        stop_both(scene)
+    });
+}
+
+/// Its operator ends the wait for the first while it is being started.
+#[test]
+#[cfg_attr(not(feature = "fail-points"), ignore = "needs `--features fail-points`")]
+fn what_is_not_wanted_any_more_ends_alone_and_its_end_is_noticed() {
+    let held = HeldOrder::new().expect("a file for the test");
+    play(with_group(with_keepers()), |scene| {
+        set_autostart(scene)?;
+        lose_both(scene)?;
+        held.restart(scene)?;
+        // By their names it is the first.
+        await_note(scene, COMPANION)?;
+        scene.host("a")?.call(["recover", VM])?;
+        let keeper = kept(&scene.status("a")?)?;
+        scene.host("a")?.call(["vm", "stop", COMPANION])?;
+        held.let_go()?;
+        wait_for("the end of what nobody wants to be noticed", LIMIT, || {
+            Ok(note(scene, COMPANION)?.is_empty().then_some(()))
+        })?;
+        ensure!(kept(&scene.status("a")?)? == keeper, "another one");
+        scene.host("a")?.call(["vm", "start", COMPANION])?;
         ensure!(shared(scene, "a")? == keeper.keeper, "another one");
         stop_both(scene)
     });
