@@ -5,17 +5,20 @@ use super::Keeper;
 use super::start::{await_socket, reap_aside};
 use crate::admission::open_disks;
 use crate::arrivals::Arrival;
+use crate::config::LONGEST_LEASE;
 use crate::containment::spawn_for_request;
 use crate::host::{Host, internal};
 use crate::vm::Vm;
+use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use serde::{Deserialize, Serialize};
 use std::fmt;
 use std::io::{self, BufRead, BufReader, Read, Write};
-use std::os::fd::OwnedFd;
+use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::net::UnixStream;
 use std::process::Child;
 use std::str::FromStr;
 use std::sync::Arc;
+use std::time::Duration;
 use tracing::warn;
 use understudy_protocol::{GroupName, VmName};
 use understudy_qemu::VmDefinition;
@@ -24,6 +27,8 @@ use understudy_report::{RecoverReport, RecoverRequest};
 
 /// A keeper's option that is an [`Order`].
 const OPTION: &str = "--order";
+/// For an order to be carried out, as far as no lease of another host is waited for.
+const PATIENCE: Duration = Duration::from_secs(60);
 /// Bytes of an order, at most.
 const LONGEST_ORDER: usize = 4096;
 
@@ -39,6 +44,16 @@ pub enum Order {
     Restore,
     /// To end it, since nobody wants it any more.
     Stop,
+}
+
+impl Order {
+    /// How long whoever gave it waits: a keeper that has not answered by then hangs.
+    fn patience(self) -> Duration {
+        match self {
+            Order::ComeUp | Order::Recover(_) => LONGEST_LEASE + PATIENCE,
+            Order::Restore | Order::Stop => PATIENCE,
+        }
+    }
 }
 
 /// What came of an order.
@@ -110,7 +125,8 @@ impl Host {
     /// Ends a VM in its keeper, if it has one. Others of its group go on there.
     fn stop_in_keeper(&self, name: &VmName) -> Result<(), HostError> {
         let Some(keeper) = self.keeper_of(name) else { return Ok(()) };
-        match keeper.order_about(name, &Order::Stop).and_then(hear) {
+        let said = keeper.order_about(name, &Order::Stop);
+        match said.and_then(|said| hear(said, Order::Stop.patience())) {
             // It was quicker.
             Err(_) if self.keeper_of(name).is_none() => Ok(()),
             stopped => stopped.map(drop),
@@ -153,7 +169,7 @@ impl Host {
             Arrival::expect(&self.arrivals, &self.config.name, definition)
         };
         let (follower, said) = self.give_order(name, order)?;
-        match hear(said) {
+        match hear(said, order.patience()) {
             Ok(report) => {
                 arrival.goes_to_keeper();
                 Ok((follower, arrival, report))
@@ -215,7 +231,11 @@ impl Host {
         let Further { vm, order } = serde_json::from_str(&first_line(&mut daemon)?)?;
         let host = self.clone();
         spawn_for_request("order", move || {
-            host.while_placed(&vm, |placed| host.answer(&vm, order, daemon, placed));
+            host.while_placed(&vm, |placed| match has_hung_up(&daemon) {
+                // What it has told its operator is not made untrue.
+                true => warn!(%vm, "the daemon does not wait for its order any more"),
+                false => host.answer(&vm, order, daemon, placed),
+            });
         });
         Ok(())
     }
@@ -284,6 +304,13 @@ fn hold_in_a_test() -> Result<(), HostError> {
     Ok(())
 }
 
+/// Whether nobody is there any more who waits for an answer.
+fn has_hung_up(daemon: &UnixStream) -> bool {
+    let mut ends = [PollFd::new(daemon.as_fd(), PollFlags::empty())];
+    let seen = poll(&mut ends, PollTimeout::ZERO).is_ok_and(|ready| ready > 0);
+    seen && ends[0].revents().is_some_and(|events| events.contains(PollFlags::POLLHUP))
+}
+
 fn say(to: &mut UnixStream, what: &impl Serialize) -> io::Result<()> {
     let mut line = serde_json::to_vec(what)?;
     line.push(b'\n');
@@ -303,10 +330,15 @@ fn first_line(from: &mut UnixStream) -> io::Result<String> {
     String::from_utf8(line).map_err(io::Error::other)
 }
 
-/// The answer to an order; the end of whoever was to give it is one, too.
-fn hear(said: UnixStream) -> Answer {
+/// The answer to an order; the end of whoever was to give it is one, too, and its silence.
+fn hear(said: UnixStream, patience: Duration) -> Answer {
+    said.set_read_timeout(Some(patience)).map_err(internal)?;
     let mut line = String::new();
     match BufReader::new(said).read_line(&mut line) {
+        Err(error) if error.kind() == io::ErrorKind::WouldBlock => {
+            let message = format!("its keeper has not answered for {} s", patience.as_secs());
+            Err(HostError::new(ErrorKind::Unreachable, message))
+        }
         Ok(1..) => serde_json::from_str(&line)
             .unwrap_or_else(|error| Err(not_understood(&error.to_string()))),
         Ok(0) | Err(_) => {
@@ -339,7 +371,25 @@ mod tests {
         let (daemon, mut keeper) = UnixStream::pair().unwrap();
         keeper.write_all(said).unwrap();
         drop(keeper);
-        hear(daemon)
+        hear(daemon, PATIENCE)
+    }
+
+    #[test]
+    fn a_keeper_that_says_nothing_is_not_waited_for_without_a_bound() {
+        let (daemon, _keeper) = UnixStream::pair().unwrap();
+        let error = hear(daemon, Duration::from_millis(1)).unwrap_err();
+        assert_eq!(error.kind, ErrorKind::Unreachable);
+        assert!(error.message.contains("has not answered"), "{error}");
+    }
+
+    #[test]
+    fn an_order_is_dropped_if_nobody_waits_for_its_answer() {
+        let (daemon, keeper) = UnixStream::pair().unwrap();
+        assert!(!has_hung_up(&keeper));
+        (&daemon).write_all(b"1\n").unwrap();
+        assert!(!has_hung_up(&keeper), "what is still to be read is no end");
+        drop(daemon);
+        assert!(has_hung_up(&keeper));
     }
 
     #[test]

@@ -57,7 +57,7 @@ impl Host {
         let mut keeper = self.spawn_keeper(name, group.as_ref(), Stdio::null(), &[])?;
         let started = await_socket(&mut keeper, name, &socket).and_then(|()| start(&socket));
         if started.is_err() {
-            end(keeper, name);
+            self.end(keeper, name);
             return started;
         }
         self.vms.lock().remove(name);
@@ -126,7 +126,7 @@ impl Host {
             .context("no keeper for it")
             .and_then(|()| keeper.take(link));
         if begun.is_err() {
-            end(process, &name);
+            self.end(process, &name);
             return begun;
         }
         arrival.goes_to_keeper();
@@ -168,6 +168,13 @@ impl Host {
         self.check_free(definition)?;
         self.arrivals.forget_kept(&definition.name);
         self.check_memory(definition.memory.bytes())
+    }
+
+    /// Has a keeper end what it may have started, in order, and waits a moment for it.
+    fn end(&self, keeper: Child, vm: &VmName) {
+        let _ = kill(Pid::from_raw(keeper.id() as i32), Signal::SIGTERM);
+        reap_aside(keeper, vm);
+        self.await_last_keeper(vm);
     }
 
     pub(super) fn keeper_socket(&self, vm: &VmName) -> PathBuf {
@@ -224,12 +231,6 @@ pub(super) fn await_socket(
         thread::sleep(LOOK);
     }
     Ok(())
-}
-
-/// Has a keeper end what it may have started, in order, and waits for it.
-pub(super) fn end(keeper: Child, vm: &VmName) {
-    let _ = kill(Pid::from_raw(keeper.id() as i32), Signal::SIGTERM);
-    reap(keeper, vm);
 }
 
 /// Waits for the end of a keeper in a thread. Without it an ended one stays in the process table for as

@@ -28,6 +28,8 @@ use understudy_snapshot::SnapshotNumber;
 
 /// For a keeper to say what it knows: one that hangs must not hide the others.
 const PATIENCE: Duration = Duration::from_secs(2);
+/// For a keeper to start a VM: what comes up next is held up by one that hangs.
+const START_PATIENCE: Duration = Duration::from_secs(60);
 /// For a keeper whose VM has ended to end, and between two looks at that.
 const END_PATIENCE: Duration = Duration::from_secs(10);
 const END_LOOK: Duration = Duration::from_millis(10);
@@ -97,8 +99,22 @@ fn ask<T>(
     socket: &Path,
     question: impl FnOnce(&Client) -> Result<T, Failure>,
 ) -> Result<T, HostError> {
-    let asked = Client::new(socket).and_then(|client| question(&client.patient(PATIENCE)));
-    asked.map_err(|failure| match failure.kind {
+    let client = Client::new(socket).map(|client| client.patient(PATIENCE));
+    understood(vm, client.and_then(|client| question(&client)))
+}
+
+/// Has a keeper start a VM.
+fn start<T>(
+    vm: &VmName,
+    socket: &Path,
+    order: impl FnOnce(&Client) -> Result<T, Failure>,
+) -> Result<T, HostError> {
+    let client = Client::new(socket).map(|client| client.bounded(START_PATIENCE));
+    understood(vm, client.and_then(|client| order(&client)))
+}
+
+fn understood<T>(vm: &VmName, answer: Result<T, Failure>) -> Result<T, HostError> {
+    answer.map_err(|failure| match failure.kind {
         FailureKind::Host(kind) => HostError::new(kind, failure.message),
         FailureKind::Usage | FailureKind::Degraded | FailureKind::DaemonUnreachable => {
             let message = format!("the keeper of {vm} does not answer: {}", failure.message);
@@ -139,7 +155,7 @@ impl Control for Routed {
         if !self.0.starts_in_keeper(name) {
             return self.0.vm_start(definition);
         }
-        let start = |socket: &Path| ask(name, socket, |client| client.vm_start(&definition));
+        let start = |socket: &Path| start(name, socket, |client| client.vm_start(&definition));
         self.0.start_in_keeper(&definition, start)
     }
     fn vm_start_recorded(&self, name: &VmName) -> Result<VmStatus, HostError> {
@@ -147,7 +163,7 @@ impl Control for Routed {
             return self.0.vm_start_recorded(name);
         }
         let definition = self.0.definition(name)?;
-        let start = |socket: &Path| ask(name, socket, |client| client.vm_start_recorded(name));
+        let start = |socket: &Path| start(name, socket, |client| client.vm_start_recorded(name));
         self.0.start_in_keeper(&definition, start)
     }
     fn definition(&self, name: &VmName) -> Result<VmDefinition, HostError> {
