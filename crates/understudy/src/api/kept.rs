@@ -170,10 +170,19 @@ impl Control for Routed {
         self.either(name, |keeper| keeper.definition(name), |host| host.definition(name))
     }
     fn vm_stop(&self, name: &VmName, force: bool) -> Result<(), HostError> {
-        if self.0.is_awaited(name) {
+        let is_left = self.0.is_left_to_keeper(name);
+        if self.0.is_awaited(name) && !is_left {
             return self.0.vm_stop(name, force);
         }
-        self.ended(name, |keeper| keeper.vm_stop(name, force), |host| host.vm_stop(name, force))
+        let stop = self.ended(
+            name,
+            |keeper| keeper.vm_stop(name, force),
+            |host| host.vm_stop(name, force),
+        );
+        stop.map_err(|error| match error.kind {
+            ErrorKind::NotFound if is_left => starting(name),
+            _ => error,
+        })
     }
     fn vm_status(&self, name: &VmName) -> Result<VmStatus, HostError> {
         match self.0.keeper_of(name).map(|keeper| self.status_of_kept(&keeper)) {
@@ -269,6 +278,11 @@ impl Control for Routed {
     }
 }
 
+fn starting(vm: &VmName) -> HostError {
+    let message = format!("{vm} is about to come up in its keeper: try again");
+    HostError::new(ErrorKind::Conflict, message)
+}
+
 /// Those of a group share a keeper.
 fn not_together(vm: &VmName) -> HostError {
     let message = format!(
@@ -278,13 +292,17 @@ fn not_together(vm: &VmName) -> HostError {
     HostError::new(ErrorKind::Conflict, message)
 }
 
-/// Takes over the events of all keepers, for as long as the host lives.
+/// Takes over the events of all keepers, and what they have of the VMs that are to come up, for as long as the host
+/// lives.
 pub fn follow(host: &Arc<Host>) -> std::io::Result<()> {
     let host = Arc::downgrade(host);
     let followed = Arc::<Mutex<BTreeSet<VmName>>>::default();
     let look = move || {
         while let Some(host) = host.upgrade() {
             for keeper in host.keepers().into_iter().filter(|keeper| keeper.problem.is_none()) {
+                if host.is_left_to_keeper(&keeper.vm) && has_its_vm(&keeper) {
+                    host.await_no_more(&keeper.vm);
+                }
                 begin(&host, keeper, &followed);
             }
             drop(host);
@@ -292,6 +310,10 @@ pub fn follow(host: &Arc<Host>) -> std::io::Result<()> {
         }
     };
     thread::Builder::new().name("keepers-events".to_owned()).spawn(look).map(drop)
+}
+
+fn has_its_vm(keeper: &Keeper) -> bool {
+    ask(&keeper.vm, &keeper.socket, |client| client.vm_status(&keeper.vm)).is_ok()
 }
 
 fn begin(host: &Arc<Host>, keeper: Keeper, followed: &Arc<Mutex<BTreeSet<VmName>>>) {

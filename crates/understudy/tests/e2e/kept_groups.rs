@@ -292,3 +292,30 @@ fn what_is_not_wanted_any_more_ends_alone_and_its_end_is_noticed() {
         stop_both(scene)
     });
 }
+
+/// The next daemon finds a keeper that has nothing yet, and does not take that for its VM.
+#[test]
+#[cfg_attr(not(feature = "fail-points"), ignore = "needs `--features fail-points`")]
+fn what_a_keeper_of_the_last_daemon_fails_to_start_the_next_brings_up() {
+    let held = HeldOrder::new().expect("a file for the test");
+    play(with_group(with_keepers()), |scene| {
+        set_autostart(scene)?;
+        lose_both(scene)?;
+        held.restart(scene)?;
+        await_note(scene, COMPANION)?;
+        scene.host_mut("a")?.kill_daemon()?;
+        scene.revive("a")?;
+        wait_for("the next daemon to say what it waits for", LIMIT, || {
+            let told = scene.host("a")?.call(["status"])?;
+            Ok(told.contains("its keeper has not said yet that it runs").then_some(()))
+        })?;
+        held.fail()?;
+        wait_for("the keeper to give it up", LIMIT, || {
+            Ok((!note(scene, COMPANION)?.contains("\"end\":null")).then_some(()))
+        })?;
+        held.let_go()?;
+        await_both(scene, "a")?;
+        shared(scene, "a")?;
+        stop_both(scene)
+    });
+}
