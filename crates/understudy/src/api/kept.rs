@@ -65,7 +65,9 @@ impl Routed {
         let Some(found) = self.0.keeper_of(vm) else { return daemon(&self.0) };
         let done = ask(vm, found.reachable()?, keeper)?;
         let deadline = Instant::now() + END_PATIENCE;
-        while self.0.keeper_of(vm).is_some_and(|now| now.pid == found.pid) {
+        // Its last words may be half written.
+        let is_there = |now: Keeper| now.pid.is_none() || now.pid == found.pid;
+        while self.0.keeper_of(vm).is_some_and(is_there) {
             if Instant::now() > deadline {
                 let message = format!("{vm} has ended, and its keeper has not yet");
                 return Err(HostError::new(ErrorKind::Conflict, message));
