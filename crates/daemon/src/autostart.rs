@@ -6,6 +6,7 @@
 
 use crate::host::Host;
 use crate::repair::Wish;
+use crate::vm::Vm;
 use std::collections::BTreeMap;
 use std::sync::{Arc, Weak};
 use std::thread;
@@ -114,7 +115,7 @@ impl Host {
             return self.wait_to_start(vm, &format!("it may have a keeper: {problem}"));
         }
         // Its operator was quicker, or it is backed up here.
-        if self.vms.lock().contains_key(vm) || self.arrivals.kept(vm).is_some() {
+        if self.has_guest(vm) || self.arrivals.kept(vm).is_some() {
             self.awaited.give_up(vm);
             return;
         }
@@ -132,6 +133,12 @@ impl Host {
             Ok(Autostart::Wait(why)) => self.wait_to_start(vm, &why),
             Err(error) => self.wait_to_start(vm, &error.message),
         }
+    }
+
+    /// Whether a VM runs or is backed up in this process. What this host has lost is not there: the last daemon's
+    /// keeper may have been killed before it ran.
+    pub(crate) fn has_guest(&self, vm: &VmName) -> bool {
+        matches!(self.vms.lock().get(vm), Some(Vm::Primary(_) | Vm::Backup(_)))
     }
 
     fn look_at_start(&self, vm: &VmName) -> Result<Autostart, HostError> {

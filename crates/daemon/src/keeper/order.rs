@@ -8,7 +8,6 @@ use crate::arrivals::Arrival;
 use crate::config::LONGEST_LEASE;
 use crate::containment::spawn_for_request;
 use crate::host::{Host, internal};
-use crate::vm::Vm;
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use serde::{Deserialize, Serialize};
 use std::fmt;
@@ -139,8 +138,7 @@ impl Host {
         name: &VmName,
         request: RecoverRequest,
     ) -> Result<RecoverReport, HostError> {
-        let is_here = || matches!(self.vms.lock().get(name), Some(Vm::Primary(_) | Vm::Backup(_)));
-        if request.dry_run || !self.starts_in_keeper(name) || is_here() {
+        if request.dry_run || !self.starts_in_keeper(name) || self.has_guest(name) {
             return self.recover(name, request);
         }
         // What speaks against it is found before a process is started, which asks once more.
@@ -148,7 +146,6 @@ impl Host {
         let record = self.recovery(name, &request, inquiry)?.record;
         let order = Order::Recover(request);
         let (follower, arrival, report) = self.order_a_keeper(&record.definition, &order)?;
-        self.vms.lock().remove(name);
         self.keep_place(follower, arrival);
         report.ok_or_else(|| not_understood("it runs, and says nothing of how it was found"))
     }
@@ -188,6 +185,7 @@ impl Host {
 
     /// Keeps a VM's place for as long as its keeper has it.
     fn keep_place(self: &Arc<Self>, follower: Follower, arrival: Arrival) {
+        self.vms.lock().remove(arrival.vm());
         if let Follower::New(process) = follower {
             reap_aside(process, arrival.vm());
         }
