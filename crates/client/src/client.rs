@@ -64,12 +64,14 @@ impl Subject {
 }
 
 /// A daemon, by its API. All calls block until the daemon has answered; those that only ask what it
-/// knows give up on one that hangs.
+/// knows give up on one that hangs, and others if a bound was given.
 #[derive(Debug)]
 pub struct Client {
     way: Way,
     runtime: Runtime,
     patience: Duration,
+    /// For what it is told to do; none waits for as long as that takes.
+    bound: Option<Duration>,
 }
 
 /// How a daemon is reached.
@@ -97,6 +99,11 @@ impl Client {
         Client { patience, ..self }
     }
 
+    /// The same, which gives up after so long on one that has not done what it is told, too.
+    pub fn bounded(self, bound: Duration) -> Client {
+        Client { bound: Some(bound), ..self }
+    }
+
     /// Whether it is on this machine.
     pub fn is_local(&self) -> bool {
         matches!(self.way, Way::Socket(_))
@@ -106,7 +113,7 @@ impl Client {
         let runtime = Builder::new_current_thread().enable_all().build();
         let runtime =
             runtime.map_err(|error| Failure::internal(format!("cannot start: {error}")))?;
-        Ok(Client { way, runtime, patience: PATIENCE })
+        Ok(Client { way, runtime, patience: PATIENCE, bound: None })
     }
 
     /// Everything on the host.
@@ -273,8 +280,15 @@ impl Client {
 
     /// [`look`](Client::look), as the daemon writes it.
     fn listen(&self, path: &str, wait: Duration) -> Result<Bytes, Failure> {
-        let (exchange, limit) =
-            (self.exchange(Method::GET, path, Bytes::new()), self.patience + wait);
+        let exchange = self.exchange(Method::GET, path, Bytes::new());
+        self.within(self.patience + wait, exchange)
+    }
+
+    fn within(
+        &self,
+        limit: Duration,
+        exchange: impl Future<Output = Result<(StatusCode, Bytes), Failure>>,
+    ) -> Result<Bytes, Failure> {
         // Made within the runtime, whose clock it needs.
         let bounded = async { timeout(limit, exchange).await };
         let answer = self.runtime.block_on(bounded).map_err(|_| self.hangs(limit))?;
@@ -296,7 +310,11 @@ impl Client {
 
     /// Sends one request; returns the body of a successful answer.
     fn send(&self, method: Method, path: &str, body: Bytes) -> Result<Bytes, Failure> {
-        successful(self.runtime.block_on(self.exchange(method, path, body))?)
+        let exchange = self.exchange(method, path, body);
+        match self.bound {
+            Some(bound) => self.within(bound, exchange),
+            None => successful(self.runtime.block_on(exchange)?),
+        }
     }
 
     async fn exchange(
@@ -439,12 +457,15 @@ mod tests {
         let socket = directory.path().join("api.sock");
         // Connections wait in its queue for good.
         let _listener = UnixListener::bind(&socket).unwrap();
-        let client =
-            Client { patience: Duration::from_millis(50), ..Client::new(&socket).unwrap() };
-        let failure = client.status().unwrap_err();
-        assert_eq!(failure.kind, FailureKind::DaemonUnreachable);
-        for words in [&*socket.to_string_lossy(), "it hangs"] {
-            assert!(failure.message.contains(words), "{}", failure.message);
+        let moment = Duration::from_millis(50);
+        let client = Client::new(&socket).unwrap().patient(moment).bounded(moment);
+        let asked = client.status().map(drop);
+        let told = client.vm_start_recorded("db").map(drop);
+        for failure in [asked, told].map(Result::unwrap_err) {
+            assert_eq!(failure.kind, FailureKind::DaemonUnreachable);
+            for words in [&*socket.to_string_lossy(), "it hangs"] {
+                assert!(failure.message.contains(words), "{}", failure.message);
+            }
         }
     }
 }

@@ -24,7 +24,7 @@ pub struct Expected {
     in_keeper: AtomicBool,
 }
 
-/// Keeps a VM's place until the VM is here, or is not to be, or for as long as its keeper lives; given up when
+/// Keeps a VM's place until the VM is here, or is not to be, or for as long as its keeper has it; given up when
 /// dropped.
 pub struct Arrival {
     arrivals: Arrivals,
@@ -48,6 +48,14 @@ impl Arrivals {
         let arrivals = self.0.lock();
         let expected = arrivals.get(vm).filter(|expected| expected.is_in_keeper());
         expected.map(|expected| expected.definition.clone())
+    }
+
+    /// A VM's keeper has ended: what the VM was is not known of the next one.
+    pub fn forget_kept(&self, vm: &VmName) {
+        let mut arrivals = self.0.lock();
+        if arrivals.get(vm).is_some_and(|expected| expected.is_in_keeper()) {
+            arrivals.remove(vm);
+        }
     }
 }
 
@@ -73,6 +81,11 @@ impl Arrival {
     /// The VM's name.
     pub fn vm(&self) -> &VmName {
         &self.expected.definition.name
+    }
+
+    /// Whether a keeper has the VM.
+    pub fn is_in_keeper(&self) -> bool {
+        self.expected.is_in_keeper()
     }
 
     /// A keeper has the VM from now on.
@@ -112,6 +125,11 @@ mod tests {
         let second = Arrival::expect(&arrivals, "b", &definition);
         drop(first);
         assert_eq!((arrivals.all().len(), arrivals.kept(&db)), (1, None));
+        arrivals.forget_kept(&db);
+        assert!(arrivals.has(&db), "no keeper has it yet");
+        second.goes_to_keeper();
+        arrivals.forget_kept(&db);
+        assert!(!arrivals.has(&db));
         drop(second);
         assert!(!arrivals.has(&db));
     }

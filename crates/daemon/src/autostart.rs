@@ -6,6 +6,7 @@
 
 use crate::host::Host;
 use crate::repair::Wish;
+use crate::vm::Vm;
 use std::collections::BTreeMap;
 use std::sync::{Arc, Weak};
 use std::thread;
@@ -24,6 +25,9 @@ use understudy_threads::Common;
 const AGAIN: Duration = Duration::from_secs(2);
 /// What a VM waits for until all hosts were asked for the first time.
 const FIRST: &str = "the hosts are being asked";
+
+/// What a VM waits for that has a keeper already.
+const IN_KEEPER: &str = "its keeper has not said yet that it runs";
 
 /// VMs that are to come up here and have not yet.
 #[derive(Default)]
@@ -110,9 +114,14 @@ impl Host {
         if let Some(problem) = keeper.as_ref().and_then(|keeper| keeper.problem.as_ref()) {
             return self.wait_to_start(vm, &format!("it may have a keeper: {problem}"));
         }
-        // Its operator was quicker, it is backed up here, or its keeper has outlived the last daemon.
-        if self.vms.lock().contains_key(vm) || keeper.is_some() {
+        // Its operator was quicker, or it is backed up here.
+        if self.has_guest(vm) || self.arrivals.kept(vm).is_some() {
             self.awaited.give_up(vm);
+            return;
+        }
+        // It has outlived the last daemon, and what that has told it may still fail.
+        if keeper.is_some() {
+            self.awaited.note(vm, IN_KEEPER);
             return;
         }
         match self.look_at_start(vm) {
@@ -126,9 +135,18 @@ impl Host {
         }
     }
 
+    /// Whether a VM runs or is backed up in this process. What this host has lost is not there: the last daemon's
+    /// keeper may have been killed before it ran.
+    pub(crate) fn has_guest(&self, vm: &VmName) -> bool {
+        matches!(self.vms.lock().get(vm), Some(Vm::Primary(_) | Vm::Backup(_)))
+    }
+
     fn look_at_start(&self, vm: &VmName) -> Result<Autostart, HostError> {
         if let Some(why) = self.orphans.why(vm) {
             return Ok(Autostart::Wait(format!("it {why}")));
+        }
+        if self.record(vm)?.is_some_and(|record| !record.wanted) {
+            return Ok(Autostart::Leave("it was ended meanwhile".to_owned()));
         }
         let inquiry = self.inquire(vm)?;
         Ok(decide(&self.config.name, &inquiry.knowledge()))
@@ -189,6 +207,16 @@ impl Host {
     /// Whether a VM is to come up here and has not yet, as far as is known.
     pub fn is_awaited(&self, vm: &VmName) -> bool {
         self.awaited.why(vm).is_some()
+    }
+
+    /// Whether a VM that is to come up here may be in a keeper that has outlived the last daemon.
+    pub fn is_left_to_keeper(&self, vm: &VmName) -> bool {
+        self.is_awaited(vm) && !self.arrivals.has(vm) && self.keeper_of(vm).is_some()
+    }
+
+    /// A VM that was [left to its keeper](Host::is_left_to_keeper) is there, as that says.
+    pub fn await_no_more(&self, vm: &VmName) {
+        self.awaited.give_up(vm);
     }
 
     /// The VM shall not come up; whether it was about to.

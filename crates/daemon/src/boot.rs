@@ -73,6 +73,10 @@ impl Host {
         newest: Generation,
         former_owner: Option<&FormerLease>,
     ) -> Result<VmStatus, HostError> {
+        if self.is_closing() {
+            let message = format!("host {} is shutting down", self.config.name);
+            return Err(HostError::new(ErrorKind::Conflict, message));
+        }
         let machine_type = self.machine_type(&definition)?;
         // Pinned, as the machine is: another host, or a later start, may have another default.
         definition.virtio = Some(definition.virtio_interface());

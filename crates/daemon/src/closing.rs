@@ -37,6 +37,7 @@ impl Host {
     /// over, and every unprotected VM, is shut down through ACPI; backups end.
     pub fn shutdown(self: &Arc<Self>) {
         self.closing.store(true, Ordering::Release);
+        self.await_boot();
         self.orphans.give_up_all();
         self.hand_all_over();
         self.await_protection();
@@ -51,6 +52,13 @@ impl Host {
             watchdog.disarm();
         }
         self.events.close();
+    }
+
+    /// What is being started in a keeper is there now, and ends as the others do; what comes later is refused.
+    fn await_boot(&self) {
+        if self.keeps.is_some() {
+            drop(self.adding.lock());
+        }
     }
 
     /// Waits no longer for guests that power off: [`Host::shutdown`] cuts them now.

@@ -41,6 +41,7 @@ mod webhook;
 pub use api::{Access, ApiConfig};
 pub use arbiter::{ArbiterConfig, EtcdConfig, EtcdTls};
 pub use cluster::{ClusterConfig, Schedule};
+pub(crate) use detection::LONGEST_LEASE;
 pub use groups::Groups;
 use understudy_protocol::{GroupName, HostName};
 pub use understudy_replication::primary::Detection;

@@ -17,7 +17,10 @@ const DEFAULT_QEMU_MS: u64 = 1_000;
 const QEMU_MS: RangeInclusive<u64> = 200..=15_000;
 const EPOCH_MS: RangeInclusive<u64> = 100..=60_000;
 const DEFAULT_LEASE_SECONDS: u64 = 15;
-const LEASE_SECONDS: RangeInclusive<u64> = 4..=600;
+const LONGEST_LEASE_SECONDS: u64 = 600;
+const LEASE_SECONDS: RangeInclusive<u64> = 4..=LONGEST_LEASE_SECONDS;
+/// The longest lease that a host can have.
+pub(crate) const LONGEST_LEASE: Duration = Duration::from_secs(LONGEST_LEASE_SECONDS);
 
 #[derive(Default, Deserialize)]
 #[serde(deny_unknown_fields)]

@@ -172,9 +172,10 @@ impl Claim {
 
     fn say(&mut self) -> io::Result<()> {
         let text = serde_json::to_vec(&self.note)?;
-        self.file.set_len(0)?;
         self.file.rewind()?;
-        self.file.write_all(&text)
+        self.file.write_all(&text)?;
+        // Not before: without a word it would be taken for a keeper that is just starting.
+        self.file.set_len(text.len() as u64)
     }
 }
 
@@ -267,5 +268,23 @@ mod tests {
             Found::Unknown(problem) => assert!(problem.contains("cannot be read"), "{problem}"),
             other => panic!("{other:?}"),
         }
+    }
+
+    #[test]
+    fn a_keeper_that_says_more_is_never_taken_for_one_that_is_starting() {
+        let directory = tempfile::tempdir().unwrap();
+        let (host, vm) = (literal("a"), literal("db"));
+        let mut claim = Claim::take(directory.path(), &host, &vm, None).unwrap();
+        std::thread::scope(|scope| {
+            let saying = scope.spawn(|| {
+                for end in (0..2000).map(|round| (round % 2 == 0).then_some(End::Gone)) {
+                    claim.note.end = end;
+                    claim.say().unwrap();
+                }
+            });
+            while !saying.is_finished() {
+                assert!(!matches!(look(directory.path()), Found::Starting));
+            }
+        });
     }
 }

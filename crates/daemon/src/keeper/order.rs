@@ -1,20 +1,23 @@
 //! What a keeper does about its VM as soon as it is there, by its daemon's order: the VM starts in it,
 //! and nowhere else.
 
-use super::start::{await_socket, end, reap, reap_aside};
+use super::Keeper;
+use super::start::{await_socket, reap_aside};
 use crate::admission::open_disks;
 use crate::arrivals::Arrival;
+use crate::config::LONGEST_LEASE;
 use crate::containment::spawn_for_request;
 use crate::host::{Host, internal};
-use crate::vm::Vm;
+use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use serde::{Deserialize, Serialize};
 use std::fmt;
 use std::io::{self, BufRead, BufReader, Read, Write};
-use std::os::fd::OwnedFd;
+use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::net::UnixStream;
 use std::process::Child;
 use std::str::FromStr;
 use std::sync::Arc;
+use std::time::Duration;
 use tracing::warn;
 use understudy_protocol::{GroupName, VmName};
 use understudy_qemu::VmDefinition;
@@ -23,6 +26,8 @@ use understudy_report::{RecoverReport, RecoverRequest};
 
 /// A keeper's option that is an [`Order`].
 const OPTION: &str = "--order";
+/// For an order to be carried out, as far as no lease of another host is waited for.
+const PATIENCE: Duration = Duration::from_secs(60);
 /// Bytes of an order, at most.
 const LONGEST_ORDER: usize = 4096;
 
@@ -38,6 +43,16 @@ pub enum Order {
     Restore,
     /// To end it, since nobody wants it any more.
     Stop,
+}
+
+impl Order {
+    /// How long whoever gave it waits: a keeper that has not answered by then hangs.
+    fn patience(self) -> Duration {
+        match self {
+            Order::ComeUp | Order::Recover(_) => LONGEST_LEASE + PATIENCE,
+            Order::Restore | Order::Stop => PATIENCE,
+        }
+    }
 }
 
 /// What came of an order.
@@ -57,7 +72,7 @@ impl FromStr for Order {
     }
 }
 
-/// An order about another VM of a keeper's group, a line of JSON on a socket on which it answers.
+/// An order about one of a keeper's VMs, or another one of its group, a line of JSON on a socket on which it answers.
 #[derive(Serialize, Deserialize)]
 struct Further {
     vm: VmName,
@@ -72,8 +87,22 @@ enum Follower {
     OfGroup,
 }
 
+impl Keeper {
+    /// Gives it an order about one of its VMs, or another one of its group; returns the other end of its socket.
+    fn order_about(&self, vm: &VmName, order: &Order) -> Result<UnixStream, HostError> {
+        let (mut ours, its_end) = UnixStream::pair().map_err(internal)?;
+        let further = Further { vm: vm.clone(), order: *order };
+        say(&mut ours, &further).map_err(internal)?;
+        self.order(&its_end).map_err(|error| {
+            let message = format!("the keeper of {}: {error:#}", self.vm);
+            HostError::new(ErrorKind::Unreachable, message)
+        })?;
+        Ok(ours)
+    }
+}
+
 impl Host {
-    /// Has a keeper bring its VM up, as it was protected. It ends if the VM is not wanted by then.
+    /// Has a keeper bring its VM up, as it was protected. The VM ends if it is not wanted by then.
     pub(crate) fn bring_up_in_keeper(
         self: &Arc<Self>,
         definition: &VmDefinition,
@@ -81,18 +110,26 @@ impl Host {
     ) -> Result<(), HostError> {
         let name = &definition.name;
         let (follower, arrival, _) = self.order_a_keeper(definition, &Order::ComeUp)?;
+        self.keep_place(follower, arrival);
         if still_wanted() {
-            self.keep_place(follower, arrival);
             return Ok(());
         }
-        match follower {
-            Follower::New(process) => end(process, name),
-            Follower::OfGroup => {
-                drop(self.give_order(name, &Order::Stop).map(|(_, said)| hear(said)))
-            }
+        if let Err(error) = self.stop_in_keeper(name) {
+            warn!(vm = %name, "nobody wants it any more, and it may go on: {error}");
         }
         self.note_unwanted(name);
         Ok(())
+    }
+
+    /// Ends a VM in its keeper, if it has one. Others of its group go on there.
+    fn stop_in_keeper(&self, name: &VmName) -> Result<(), HostError> {
+        let Some(keeper) = self.keeper_of(name) else { return Ok(()) };
+        let said = keeper.order_about(name, &Order::Stop);
+        match said.and_then(|said| hear(said, Order::Stop.patience())) {
+            // It was quicker.
+            Err(_) if self.keeper_of(name).is_none() => Ok(()),
+            stopped => stopped.map(drop),
+        }
     }
 
     /// [`Host::recover`], in a keeper if the VM gets one here.
@@ -101,8 +138,7 @@ impl Host {
         name: &VmName,
         request: RecoverRequest,
     ) -> Result<RecoverReport, HostError> {
-        let is_here = || matches!(self.vms.lock().get(name), Some(Vm::Primary(_) | Vm::Backup(_)));
-        if request.dry_run || !self.starts_in_keeper(name) || is_here() {
+        if request.dry_run || !self.starts_in_keeper(name) || self.has_guest(name) {
             return self.recover(name, request);
         }
         // What speaks against it is found before a process is started, which asks once more.
@@ -110,7 +146,6 @@ impl Host {
         let record = self.recovery(name, &request, inquiry)?.record;
         let order = Order::Recover(request);
         let (follower, arrival, report) = self.order_a_keeper(&record.definition, &order)?;
-        self.vms.lock().remove(name);
         self.keep_place(follower, arrival);
         report.ok_or_else(|| not_understood("it runs, and says nothing of how it was found"))
     }
@@ -131,17 +166,18 @@ impl Host {
             Arrival::expect(&self.arrivals, &self.config.name, definition)
         };
         let (follower, said) = self.give_order(name, order)?;
-        match hear(said) {
+        match hear(said, order.patience()) {
             Ok(report) => {
                 arrival.goes_to_keeper();
                 Ok((follower, arrival, report))
             }
             Err(error) => {
-                match follower {
-                    Follower::New(process) => reap(process, name),
-                    // It lets go of a name for which it has no VM.
-                    Follower::OfGroup => self.await_last_keeper(name),
+                // Others of its group may be in it, and it goes on with them.
+                if let Follower::New(process) = follower {
+                    reap_aside(process, name);
                 }
+                // It lets go of a name for which it has no VM.
+                self.await_last_keeper(name);
                 Err(error)
             }
         }
@@ -149,11 +185,11 @@ impl Host {
 
     /// Keeps a VM's place for as long as its keeper has it.
     fn keep_place(self: &Arc<Self>, follower: Follower, arrival: Arrival) {
-        let vm = arrival.vm().clone();
-        match follower {
-            Follower::New(process) => reap_aside(process, &vm, move || drop(arrival)),
-            Follower::OfGroup => self.follow_to_keeper(arrival),
+        self.vms.lock().remove(arrival.vm());
+        if let Follower::New(process) = follower {
+            reap_aside(process, arrival.vm());
         }
+        self.follow_to_keeper(arrival);
     }
 
     /// Gives an order to the keeper of the VM's group if it has one, else to a new one; returns the other end of its socket.
@@ -169,14 +205,7 @@ impl Host {
             }
             return Ok((Follower::New(process), said));
         };
-        let (mut ours, its_end) = UnixStream::pair().map_err(internal)?;
-        let further = Further { vm: vm.clone(), order: *order };
-        say(&mut ours, &further).map_err(internal)?;
-        shared.order(&its_end).map_err(|error| {
-            let message = format!("the keeper of its group: {error:#}");
-            HostError::new(ErrorKind::Unreachable, message)
-        })?;
-        Ok((Follower::OfGroup, ours))
+        Ok((Follower::OfGroup, shared.order_about(vm, order)?))
     }
 
     /// Starts a keeper that has an order; returns the other end of its socket.
@@ -192,50 +221,92 @@ impl Host {
         Ok((process, ours))
     }
 
-    /// Takes an order about another VM of the group that this process keeps.
+    /// Takes an order about a VM that this process keeps, or another one of its group.
     pub(super) fn take_further_order(
         self: &Arc<Self>,
         mut daemon: UnixStream,
     ) -> anyhow::Result<()> {
         let Further { vm, order } = serde_json::from_str(&first_line(&mut daemon)?)?;
         let host = self.clone();
-        let follow = move || {
-            host.while_placed(&vm, |placed| {
-                let followed = match placed {
-                    Ok(()) => host.follow_order(&vm, order, daemon),
-                    Err(error) => say(&mut daemon, &Answer::Err(error.clone()))
-                        .map_err(internal)
-                        .and(Err(error)),
-                };
-                if let Err(error) = followed {
-                    warn!(%vm, "is not started: {error}");
-                }
+        spawn_for_request("order", move || {
+            host.while_placed(&vm, |placed| match has_hung_up(&daemon) {
+                // What it has told its operator is not made untrue.
+                true => warn!(%vm, "the daemon does not wait for its order any more"),
+                false => host.answer(&vm, order, daemon, placed),
             });
-        };
-        spawn_for_request("order", follow);
+        });
         Ok(())
     }
 
-    /// Carries out an order about the VM that this process keeps, and tells the daemon. An error if
-    /// the VM is not to be waited for.
-    pub fn follow_order(
+    /// Has the order carried out with which this process was started. What comes of it is no concern of the
+    /// other VMs that come into the process meanwhile.
+    pub fn take_first_order(self: &Arc<Self>, vm: &VmName, order: Order, daemon: UnixStream) {
+        let (host, vm) = (self.clone(), vm.clone());
+        let follow = move || match order {
+            // It is told more, and begins later.
+            Order::Restore => {
+                if let Err(error) = host.follow_restore(daemon) {
+                    warn!(%vm, "is not restored: {error}");
+                }
+            }
+            _ => host.while_placed(&vm, |placed| {
+                let placed = placed.and_then(|()| hold_in_a_test());
+                host.answer(&vm, order, daemon, placed);
+            }),
+        };
+        spawn_for_request("order", follow);
+    }
+
+    /// Carries out an order, if the VM has a place here, and tells the daemon.
+    fn answer(
         self: &Arc<Self>,
         vm: &VmName,
         order: Order,
         mut daemon: UnixStream,
-    ) -> Result<(), HostError> {
-        let answer = match order {
+        placed: Result<(), HostError>,
+    ) {
+        let answer = placed.and_then(|()| match order {
             Order::ComeUp => self.come_up(vm).map(Some),
             Order::Recover(request) => self.recover(vm, request).map(Some),
-            Order::Restore => return self.follow_restore(daemon),
+            Order::Restore => {
+                let message = "what is restored of a group is not its keeper's affair".to_owned();
+                Err(HostError::new(ErrorKind::Conflict, message))
+            }
             Order::Stop => self.vm_stop(vm, true).map(|()| None),
-        };
+        });
+        if let Err(error) = &answer {
+            warn!(%vm, "its order is not carried out: {error}");
+        }
         if let Err(error) = say(&mut daemon, &answer) {
             // The next daemon finds the VM without being told.
             warn!(%vm, "the daemon does not hear what came of its order: {error}");
         }
-        answer.map(drop)
     }
+}
+
+/// A test has a first order wait for as long as there is an empty file that the fail point names, and fail
+/// if there is something in it then.
+fn hold_in_a_test() -> Result<(), HostError> {
+    fail::fail_point!("first-order", |file| {
+        let file = file.unwrap_or_default();
+        loop {
+            match std::fs::read_to_string(&file) {
+                Ok(words) if words.is_empty() => {
+                    std::thread::sleep(std::time::Duration::from_millis(20));
+                }
+                Ok(words) => return Err(HostError::new(ErrorKind::Internal, words)),
+                Err(_) => return Ok(()),
+            }
+        }
+    });
+    Ok(())
+}
+
+/// Whether nobody is there any more who waits for an answer.
+fn has_hung_up(daemon: &UnixStream) -> bool {
+    let mut ends = [PollFd::new(daemon.as_fd(), PollFlags::empty())];
+    let seen = poll(&mut ends, PollTimeout::ZERO).is_ok_and(|ready| ready > 0);
+    seen && ends[0].revents().is_some_and(|events| events.contains(PollFlags::POLLHUP))
 }
 
 fn say(to: &mut UnixStream, what: &impl Serialize) -> io::Result<()> {
@@ -257,10 +328,15 @@ fn first_line(from: &mut UnixStream) -> io::Result<String> {
     String::from_utf8(line).map_err(io::Error::other)
 }
 
-/// The answer to an order; the end of whoever was to give it is one, too.
-fn hear(said: UnixStream) -> Answer {
+/// The answer to an order; the end of whoever was to give it is one, too, and its silence.
+fn hear(said: UnixStream, patience: Duration) -> Answer {
+    said.set_read_timeout(Some(patience)).map_err(internal)?;
     let mut line = String::new();
     match BufReader::new(said).read_line(&mut line) {
+        Err(error) if error.kind() == io::ErrorKind::WouldBlock => {
+            let message = format!("its keeper has not answered for {} s", patience.as_secs());
+            Err(HostError::new(ErrorKind::Unreachable, message))
+        }
         Ok(1..) => serde_json::from_str(&line)
             .unwrap_or_else(|error| Err(not_understood(&error.to_string()))),
         Ok(0) | Err(_) => {
@@ -293,7 +369,25 @@ mod tests {
         let (daemon, mut keeper) = UnixStream::pair().unwrap();
         keeper.write_all(said).unwrap();
         drop(keeper);
-        hear(daemon)
+        hear(daemon, PATIENCE)
+    }
+
+    #[test]
+    fn a_keeper_that_says_nothing_is_not_waited_for_without_a_bound() {
+        let (daemon, _keeper) = UnixStream::pair().unwrap();
+        let error = hear(daemon, Duration::from_millis(1)).unwrap_err();
+        assert_eq!(error.kind, ErrorKind::Unreachable);
+        assert!(error.message.contains("has not answered"), "{error}");
+    }
+
+    #[test]
+    fn an_order_is_dropped_if_nobody_waits_for_its_answer() {
+        let (daemon, keeper) = UnixStream::pair().unwrap();
+        assert!(!has_hung_up(&keeper));
+        (&daemon).write_all(b"1\n").unwrap();
+        assert!(!has_hung_up(&keeper), "what is still to be read is no end");
+        drop(daemon);
+        assert!(has_hung_up(&keeper));
     }
 
     #[test]

@@ -87,6 +87,12 @@ impl Kept {
         gone
     }
 
+    fn set_beginning(&self, vm: &VmName, begins_by: Option<Instant>) {
+        if let Some(place) = self.places.lock().of.get_mut(vm) {
+            place.begins_by = begins_by;
+        }
+    }
+
     fn all(&self) -> Vec<Place> {
         let mut places = self.places.lock();
         places.over = true;
@@ -134,6 +140,25 @@ impl Place {
     }
 }
 
+/// An order about a VM is being followed, until this is dropped: by a panic, too.
+struct Following<'a> {
+    kept: &'a Kept,
+    vm: &'a VmName,
+}
+
+impl<'a> Following<'a> {
+    fn begin(kept: &'a Kept, vm: &'a VmName) -> Following<'a> {
+        kept.set_beginning(vm, None);
+        Following { kept, vm }
+    }
+}
+
+impl Drop for Following<'_> {
+    fn drop(&mut self) {
+        self.kept.set_beginning(self.vm, Some(Instant::now()));
+    }
+}
+
 impl Host {
     /// Keeps a VM that is about to be here, if this is a keeper of its group. To be called under the lock `adding`.
     pub(crate) fn take_place(
@@ -145,7 +170,7 @@ impl Host {
         if kept.group.is_none() || kept.group.as_ref() != group {
             return kept.check(vm);
         }
-        if kept.places.lock().over {
+        if kept.places.lock().over || self.is_closing() {
             let message = format!("the keeper that was to have {vm} is just ending: try again");
             return Err(conflict(message));
         }
@@ -158,21 +183,13 @@ impl Host {
         vm: &VmName,
         follow: impl FnOnce(Result<(), HostError>),
     ) {
-        let placed = {
+        let Some(kept) = &self.keeps else { return };
+        let (placed, _following) = {
             let _adding = self.adding.lock();
             let placed = self.take_place(vm, self.group_of(vm).as_ref());
-            self.set_beginning(vm, None);
-            placed
+            (placed, Following::begin(kept, vm))
         };
         follow(placed);
-        self.set_beginning(vm, Some(Instant::now()));
-    }
-
-    fn set_beginning(&self, vm: &VmName, begins_by: Option<Instant>) {
-        let Some(kept) = &self.keeps else { return };
-        if let Some(place) = kept.places.lock().of.get_mut(vm) {
-            place.begins_by = begins_by;
-        }
     }
 
     /// Keeps the first VM, which its daemon is about to send.

@@ -24,6 +24,8 @@ use understudy_report::error::{ErrorKind, HostError};
 const PATIENCE: Duration = Duration::from_secs(20);
 /// Between two tries.
 const LOOK: Duration = Duration::from_millis(10);
+/// Between two looks at whether a keeper still has its VM.
+const LEISURE: Duration = Duration::from_millis(250);
 /// The subcommand of this program that is a keeper.
 pub const SUBCOMMAND: &str = "keep";
 /// What a service manager has told the daemon, and means nobody else.
@@ -55,11 +57,11 @@ impl Host {
         let mut keeper = self.spawn_keeper(name, group.as_ref(), Stdio::null(), &[])?;
         let started = await_socket(&mut keeper, name, &socket).and_then(|()| start(&socket));
         if started.is_err() {
-            end(keeper, name);
+            self.end(keeper, name);
             return started;
         }
         self.vms.lock().remove(name);
-        reap_aside(keeper, name, || ());
+        reap_aside(keeper, name);
         started
     }
 
@@ -124,22 +126,23 @@ impl Host {
             .context("no keeper for it")
             .and_then(|()| keeper.take(link));
         if begun.is_err() {
-            end(process, &name);
+            self.end(process, &name);
             return begun;
         }
         arrival.goes_to_keeper();
         self.vms.lock().remove(&name);
-        reap_aside(process, &name, move || drop(arrival));
+        reap_aside(process, &name);
+        self.follow_to_keeper(arrival);
         Ok(())
     }
 
-    /// Keeps the place of a VM that has been handed to its group's keeper, until that keeps the name, and knows what
-    /// it is for as long as it does.
+    /// Keeps the place of a VM that has been handed to a keeper, until that keeps the name, and knows what it is for
+    /// as long as it does.
     pub(super) fn follow_to_keeper(self: &Arc<Self>, arrival: Arrival) {
         let (host, vm) = (Arc::downgrade(self), arrival.vm().clone());
         let follow = move || {
             let deadline = Instant::now() + PATIENCE;
-            let mut has_it = false;
+            let mut has_it = arrival.is_in_keeper();
             while let Some(host) = host.upgrade() {
                 match host.keeper_of(arrival.vm()) {
                     Some(_) if !has_it => {
@@ -151,7 +154,7 @@ impl Host {
                     _ => {}
                 }
                 drop(host);
-                thread::sleep(LOOK);
+                thread::sleep(if has_it { LEISURE } else { LOOK });
             }
         };
         if let Err(error) = thread::Builder::new().name(format!("keeper-{vm}")).spawn(follow) {
@@ -163,7 +166,15 @@ impl Host {
     pub(crate) fn make_way(&self, definition: &VmDefinition) -> Result<(), HostError> {
         self.notice_end_of_keeper(&definition.name);
         self.check_free(definition)?;
+        self.arrivals.forget_kept(&definition.name);
         self.check_memory(definition.memory.bytes())
+    }
+
+    /// Has a keeper end what it may have started, in order, and waits a moment for it.
+    fn end(&self, keeper: Child, vm: &VmName) {
+        let _ = kill(Pid::from_raw(keeper.id() as i32), Signal::SIGTERM);
+        reap_aside(keeper, vm);
+        self.await_last_keeper(vm);
     }
 
     pub(super) fn keeper_socket(&self, vm: &VmName) -> PathBuf {
@@ -222,21 +233,11 @@ pub(super) fn await_socket(
     Ok(())
 }
 
-/// Has a keeper end what it may have started, in order, and waits for it.
-pub(super) fn end(keeper: Child, vm: &VmName) {
-    let _ = kill(Pid::from_raw(keeper.id() as i32), Signal::SIGTERM);
-    reap(keeper, vm);
-}
-
 /// Waits for the end of a keeper in a thread. Without it an ended one stays in the process table for as
 /// long as this daemon lives.
-pub(super) fn reap_aside(keeper: Child, vm: &VmName, then: impl FnOnce() + Send + 'static) {
+pub(super) fn reap_aside(keeper: Child, vm: &VmName) {
     let (name, waited) = (vm.clone(), thread::Builder::new().name(format!("keeper-{vm}")));
-    let wait = move || {
-        reap(keeper, &name);
-        then();
-    };
-    if let Err(error) = waited.spawn(wait) {
+    if let Err(error) = waited.spawn(move || reap(keeper, &name)) {
         warn!(%vm, "nobody waits for the end of its keeper: {error}");
     }
 }

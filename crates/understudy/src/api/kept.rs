@@ -28,6 +28,8 @@ use understudy_snapshot::SnapshotNumber;
 
 /// For a keeper to say what it knows: one that hangs must not hide the others.
 const PATIENCE: Duration = Duration::from_secs(2);
+/// For a keeper to start a VM: what comes up next is held up by one that hangs.
+const START_PATIENCE: Duration = Duration::from_secs(60);
 /// For a keeper whose VM has ended to end, and between two looks at that.
 const END_PATIENCE: Duration = Duration::from_secs(10);
 const END_LOOK: Duration = Duration::from_millis(10);
@@ -63,7 +65,9 @@ impl Routed {
         let Some(found) = self.0.keeper_of(vm) else { return daemon(&self.0) };
         let done = ask(vm, found.reachable()?, keeper)?;
         let deadline = Instant::now() + END_PATIENCE;
-        while self.0.keeper_of(vm).is_some_and(|now| now.pid == found.pid) {
+        // Its last words may be half written.
+        let is_there = |now: Keeper| now.pid.is_none() || now.pid == found.pid;
+        while self.0.keeper_of(vm).is_some_and(is_there) {
             if Instant::now() > deadline {
                 let message = format!("{vm} has ended, and its keeper has not yet");
                 return Err(HostError::new(ErrorKind::Conflict, message));
@@ -97,8 +101,22 @@ fn ask<T>(
     socket: &Path,
     question: impl FnOnce(&Client) -> Result<T, Failure>,
 ) -> Result<T, HostError> {
-    let asked = Client::new(socket).and_then(|client| question(&client.patient(PATIENCE)));
-    asked.map_err(|failure| match failure.kind {
+    let client = Client::new(socket).map(|client| client.patient(PATIENCE));
+    understood(vm, client.and_then(|client| question(&client)))
+}
+
+/// Has a keeper start a VM.
+fn start<T>(
+    vm: &VmName,
+    socket: &Path,
+    order: impl FnOnce(&Client) -> Result<T, Failure>,
+) -> Result<T, HostError> {
+    let client = Client::new(socket).map(|client| client.bounded(START_PATIENCE));
+    understood(vm, client.and_then(|client| order(&client)))
+}
+
+fn understood<T>(vm: &VmName, answer: Result<T, Failure>) -> Result<T, HostError> {
+    answer.map_err(|failure| match failure.kind {
         FailureKind::Host(kind) => HostError::new(kind, failure.message),
         FailureKind::Usage | FailureKind::Degraded | FailureKind::DaemonUnreachable => {
             let message = format!("the keeper of {vm} does not answer: {}", failure.message);
@@ -139,7 +157,7 @@ impl Control for Routed {
         if !self.0.starts_in_keeper(name) {
             return self.0.vm_start(definition);
         }
-        let start = |socket: &Path| ask(name, socket, |client| client.vm_start(&definition));
+        let start = |socket: &Path| start(name, socket, |client| client.vm_start(&definition));
         self.0.start_in_keeper(&definition, start)
     }
     fn vm_start_recorded(&self, name: &VmName) -> Result<VmStatus, HostError> {
@@ -147,17 +165,26 @@ impl Control for Routed {
             return self.0.vm_start_recorded(name);
         }
         let definition = self.0.definition(name)?;
-        let start = |socket: &Path| ask(name, socket, |client| client.vm_start_recorded(name));
+        let start = |socket: &Path| start(name, socket, |client| client.vm_start_recorded(name));
         self.0.start_in_keeper(&definition, start)
     }
     fn definition(&self, name: &VmName) -> Result<VmDefinition, HostError> {
         self.either(name, |keeper| keeper.definition(name), |host| host.definition(name))
     }
     fn vm_stop(&self, name: &VmName, force: bool) -> Result<(), HostError> {
-        if self.0.is_awaited(name) {
+        let is_left = self.0.is_left_to_keeper(name);
+        if self.0.is_awaited(name) && !is_left {
             return self.0.vm_stop(name, force);
         }
-        self.ended(name, |keeper| keeper.vm_stop(name, force), |host| host.vm_stop(name, force))
+        let stop = self.ended(
+            name,
+            |keeper| keeper.vm_stop(name, force),
+            |host| host.vm_stop(name, force),
+        );
+        stop.map_err(|error| match error.kind {
+            ErrorKind::NotFound if is_left => starting(name),
+            _ => error,
+        })
     }
     fn vm_status(&self, name: &VmName) -> Result<VmStatus, HostError> {
         match self.0.keeper_of(name).map(|keeper| self.status_of_kept(&keeper)) {
@@ -253,6 +280,11 @@ impl Control for Routed {
     }
 }
 
+fn starting(vm: &VmName) -> HostError {
+    let message = format!("{vm} is about to come up in its keeper: try again");
+    HostError::new(ErrorKind::Conflict, message)
+}
+
 /// Those of a group share a keeper.
 fn not_together(vm: &VmName) -> HostError {
     let message = format!(
@@ -262,13 +294,17 @@ fn not_together(vm: &VmName) -> HostError {
     HostError::new(ErrorKind::Conflict, message)
 }
 
-/// Takes over the events of all keepers, for as long as the host lives.
+/// Takes over the events of all keepers, and what they have of the VMs that are to come up, for as long as the host
+/// lives.
 pub fn follow(host: &Arc<Host>) -> std::io::Result<()> {
     let host = Arc::downgrade(host);
     let followed = Arc::<Mutex<BTreeSet<VmName>>>::default();
     let look = move || {
         while let Some(host) = host.upgrade() {
             for keeper in host.keepers().into_iter().filter(|keeper| keeper.problem.is_none()) {
+                if host.is_left_to_keeper(&keeper.vm) && has_its_vm(&keeper) {
+                    host.await_no_more(&keeper.vm);
+                }
                 begin(&host, keeper, &followed);
             }
             drop(host);
@@ -276,6 +312,10 @@ pub fn follow(host: &Arc<Host>) -> std::io::Result<()> {
         }
     };
     thread::Builder::new().name("keepers-events".to_owned()).spawn(look).map(drop)
+}
+
+fn has_its_vm(keeper: &Keeper) -> bool {
+    ask(&keeper.vm, &keeper.socket, |client| client.vm_status(&keeper.vm)).is_ok()
 }
 
 fn begin(host: &Arc<Host>, keeper: Keeper, followed: &Arc<Mutex<BTreeSet<VmName>>>) {

@@ -59,13 +59,14 @@ async fn serve(
     order: Option<Order>,
 ) -> Result<(), Failure> {
     let mut signals = Signals::new().map_err(internal)?;
+    let ordered = order.map(|order| Ok((order, daemon()?))).transpose().map_err(cannot_answer)?;
     let (name, runtime) = (vm.clone(), Handle::current());
     let door: Door = Box::new(move |host, path| open(&runtime, host, path));
     let keep = move || Host::keep(config, &name, group, door);
     let host = spawn_blocking(keep).await.map_err(crashed)??;
     tracing::info!(%vm, "its keeper is ready");
     let (keeping, name) = (host.clone(), vm.clone());
-    let mut over = spawn_blocking(move || keep_up(&keeping, &name, order));
+    let mut over = spawn_blocking(move || keep_up(&keeping, &name, ordered));
     tokio::select! {
         over = &mut over => over.map_err(crashed)?,
         signal = signals.next() => tracing::info!(%vm, signal, "its keeper ends"),
@@ -94,13 +95,12 @@ fn open(runtime: &Handle, host: &Arc<Host>, path: &Path) -> Result<Close, HostEr
     }))
 }
 
-/// Follows the order, if there is one, and waits for the end of the VMs.
-fn keep_up(host: &Arc<Host>, vm: &VmName, order: Option<Order>) {
-    let follow = |order| host.follow_order(vm, order, daemon().map_err(cannot_answer)?);
-    match order.map(follow) {
-        Some(Err(error)) => tracing::warn!(%vm, "is not started: {error}"),
-        Some(Ok(())) | None => host.await_end_of_kept(),
+/// Has the order followed, if there is one, and waits for the end of the VMs.
+fn keep_up(host: &Arc<Host>, vm: &VmName, ordered: Option<(Order, UnixStream)>) {
+    if let Some((order, daemon)) = ordered {
+        host.take_first_order(vm, order, daemon);
     }
+    host.await_end_of_kept();
 }
 
 /// The other end of the socket that is the standard input of whoever has an order.
@@ -108,6 +108,6 @@ fn daemon() -> io::Result<UnixStream> {
     io::stdin().as_fd().try_clone_to_owned().map(UnixStream::from)
 }
 
-fn cannot_answer(error: io::Error) -> HostError {
-    HostError::new(ErrorKind::Internal, format!("nobody can be told what came of it: {error}"))
+fn cannot_answer(error: io::Error) -> Failure {
+    Failure::internal(format!("nobody can be told what came of its order: {error}"))
 }

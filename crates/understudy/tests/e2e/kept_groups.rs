@@ -10,14 +10,17 @@ use crate::keepers::{begin, kept, signal_keeper, with_keepers};
 use crate::kept_backups::with_repair;
 use crate::recover::lose;
 use crate::stage::{
-    await_forgotten, await_service, close, hand_over, play, prove_disk, refusal, vms,
+    LIMIT, await_forgotten, await_service, close, hand_over, play, prove_disk, refusal, refused,
+    vms,
 };
 use anyhow::{Context, Result, ensure};
 use nix::sys::signal::Signal;
 use std::fs;
+use std::path::PathBuf;
+use tempfile::TempDir;
 use understudy_lab::companion::{COMPANION, Companion};
 use understudy_lab::scene::VM;
-use understudy_lab::{RecordClient, Scene, SceneOptions};
+use understudy_lab::{RecordClient, Scene, SceneOptions, wait_for};
 
 /// Hosts that have both guests in one keeper.
 fn with_group(mut options: SceneOptions) -> SceneOptions {
@@ -102,14 +105,19 @@ fn a_group_is_handed_to_and_fro_between_keepers() {
     });
 }
 
-/// Both guests on host a are lost with their hosts, which are there again.
+/// Both guests on host a are lost with their hosts.
 fn lose_both(scene: &mut Scene) -> Result<()> {
     let companion = Companion::new(scene)?;
     scene.start_guest("a")?;
     companion.start(scene.host("a")?)?;
     shared(scene, "a")?;
     protect(scene, "a", "b")?;
-    lose(scene, &["a", "b"])?;
+    lose(scene, &["a", "b"])
+}
+
+/// [`lose_both`]; the hosts are there again.
+fn lose_both_for_a_moment(scene: &mut Scene) -> Result<()> {
+    lose_both(scene)?;
     scene.restart("a")?;
     scene.restart("b")
 }
@@ -133,7 +141,7 @@ fn prove_kept(scene: &mut Scene) -> Result<()> {
 fn a_group_comes_up_with_its_host_in_one_keeper_and_is_protected_again() {
     play(with_group(with_repair()), |scene| {
         set_autostart(scene)?;
-        lose_both(scene)?;
+        lose_both_for_a_moment(scene)?;
         await_protected_again(scene, "a")?;
         prove_kept(scene)
     });
@@ -142,7 +150,7 @@ fn a_group_comes_up_with_its_host_in_one_keeper_and_is_protected_again() {
 #[test]
 fn what_is_recovered_of_a_group_shares_a_keeper() {
     play(with_group(with_keepers()), |scene| {
-        lose_both(scene)?;
+        lose_both_for_a_moment(scene)?;
         // Both at once.
         let host = scene.host("a")?;
         let begun = BOTH.map(|vm| host.begin(["recover", vm]));
@@ -185,5 +193,129 @@ fn what_is_wrong_with_a_groups_member_is_refused_and_the_others_do_not_notice() 
             scene.host("a")?.call(["vm", "stop", vm, "--force"])?;
         }
         await_forgotten(scene, "a")
+    });
+}
+
+/// A first order that a test holds back on host a, and then lets go, or has fail.
+struct HeldOrder {
+    file: PathBuf,
+    _directory: TempDir,
+}
+
+impl HeldOrder {
+    fn new() -> Result<HeldOrder> {
+        let directory = tempfile::tempdir()?;
+        let file = directory.path().join("held");
+        fs::write(&file, "")?;
+        Ok(HeldOrder { file, _directory: directory })
+    }
+
+    /// Both hosts are there again, and what is ordered of a keeper that starts on host a is held back.
+    fn restart(&self, scene: &mut Scene) -> Result<()> {
+        scene.restart("b")?;
+        let mut host = with_group(with_keepers()).daemons.remove("a").context("no host a")?;
+        let point = format!("first-order=return({})", self.file.display());
+        host.environment.push(("FAILPOINTS".to_owned(), point));
+        scene.restart_with("a", host)
+    }
+
+    fn fail(&self) -> Result<()> {
+        Ok(fs::write(&self.file, "a test says so")?)
+    }
+
+    fn let_go(&self) -> Result<()> {
+        Ok(fs::remove_file(&self.file)?)
+    }
+}
+
+/// What a VM's keeper on host a has said of itself, if there is one or nobody has heard its last words.
+fn note(scene: &Scene, vm: &str) -> Result<String> {
+    let file = scene.host("a")?.directory().join("state").join(vm).join("keeper.json");
+    Ok(fs::read_to_string(file).unwrap_or_default())
+}
+
+fn await_note(scene: &Scene, vm: &str) -> Result<()> {
+    wait_for(&format!("a keeper for {vm}"), LIMIT, || {
+        Ok(note(scene, vm)?.contains("\"pid\"").then_some(()))
+    })
+}
+
+fn stop_both(scene: &Scene) -> Result<()> {
+    for vm in BOTH {
+        scene.host("a")?.call(["vm", "stop", vm, "--force"])?;
+    }
+    await_forgotten(scene, "a")
+}
+
+#[test]
+#[cfg_attr(not(feature = "fail-points"), ignore = "needs `--features fail-points`")]
+fn the_first_order_of_a_groups_keeper_fails_and_who_came_meanwhile_goes_on() {
+    let held = HeldOrder::new().expect("a file for the test");
+    play(with_group(with_keepers()), |scene| {
+        lose_both(scene)?;
+        held.restart(scene)?;
+        let first = scene.host("a")?.begin(["recover", VM])?;
+        await_note(scene, VM)?;
+        scene.host("a")?.call(["recover", COMPANION])?;
+        let keeper = kept(&scene.host("a")?.status(COMPANION)?)?;
+        held.fail()?;
+        let (_, words) = refused(&first.wait_with_output()?, "recover")?;
+        ensure!(words.contains("a test says so"), "{words}");
+        ensure!(kept(&scene.host("a")?.status(COMPANION)?)? == keeper, "another one");
+        scene.host("a")?.call(["recover", VM])?;
+        ensure!(shared(scene, "a")? == keeper.keeper, "another one");
+        stop_both(scene)
+    });
+}
+
+/// Its operator ends the wait for the first while it is being started.
+#[test]
+#[cfg_attr(not(feature = "fail-points"), ignore = "needs `--features fail-points`")]
+fn what_is_not_wanted_any_more_ends_alone_and_its_end_is_noticed() {
+    let held = HeldOrder::new().expect("a file for the test");
+    play(with_group(with_keepers()), |scene| {
+        set_autostart(scene)?;
+        lose_both(scene)?;
+        held.restart(scene)?;
+        // By their names it is the first.
+        await_note(scene, COMPANION)?;
+        scene.host("a")?.call(["recover", VM])?;
+        let keeper = kept(&scene.status("a")?)?;
+        scene.host("a")?.call(["vm", "stop", COMPANION])?;
+        held.let_go()?;
+        wait_for("the end of what nobody wants to be noticed", LIMIT, || {
+            Ok(note(scene, COMPANION)?.is_empty().then_some(()))
+        })?;
+        ensure!(kept(&scene.status("a")?)? == keeper, "another one");
+        scene.host("a")?.call(["vm", "start", COMPANION])?;
+        ensure!(shared(scene, "a")? == keeper.keeper, "another one");
+        stop_both(scene)
+    });
+}
+
+/// The next daemon finds a keeper that has nothing yet, and does not take that for its VM.
+#[test]
+#[cfg_attr(not(feature = "fail-points"), ignore = "needs `--features fail-points`")]
+fn what_a_keeper_of_the_last_daemon_fails_to_start_the_next_brings_up() {
+    let held = HeldOrder::new().expect("a file for the test");
+    play(with_group(with_keepers()), |scene| {
+        set_autostart(scene)?;
+        lose_both(scene)?;
+        held.restart(scene)?;
+        await_note(scene, COMPANION)?;
+        scene.host_mut("a")?.kill_daemon()?;
+        scene.revive("a")?;
+        wait_for("the next daemon to say what it waits for", LIMIT, || {
+            let told = scene.host("a")?.call(["status"])?;
+            Ok(told.contains("its keeper has not said yet that it runs").then_some(()))
+        })?;
+        held.fail()?;
+        wait_for("the keeper to give it up", LIMIT, || {
+            Ok((!note(scene, COMPANION)?.contains("\"end\":null")).then_some(()))
+        })?;
+        held.let_go()?;
+        await_both(scene, "a")?;
+        shared(scene, "a")?;
+        stop_both(scene)
     });
 }
