@@ -14,7 +14,9 @@ use crate::stage::{
     vms,
 };
 use anyhow::{Context, Result, ensure};
-use nix::sys::signal::Signal;
+use nix::sys::signal::{Signal, kill};
+use nix::unistd::Pid;
+use serde_json::Value;
 use std::fs;
 use std::path::PathBuf;
 use tempfile::TempDir;
@@ -293,10 +295,9 @@ fn what_is_not_wanted_any_more_ends_alone_and_its_end_is_noticed() {
     });
 }
 
-/// The next daemon finds a keeper that has nothing yet, and does not take that for its VM.
-#[test]
-#[cfg_attr(not(feature = "fail-points"), ignore = "needs `--features fail-points`")]
-fn what_a_keeper_of_the_last_daemon_fails_to_start_the_next_brings_up() {
+/// The next daemon finds a keeper that has nothing yet, does not take that for its VM, and brings it up once the keeper
+/// is no more.
+fn play_left_order(end_keeper: impl FnOnce(&Scene, &HeldOrder) -> Result<()>) {
     let held = HeldOrder::new().expect("a file for the test");
     play(with_group(with_keepers()), |scene| {
         set_autostart(scene)?;
@@ -309,13 +310,30 @@ fn what_a_keeper_of_the_last_daemon_fails_to_start_the_next_brings_up() {
             let told = scene.host("a")?.call(["status"])?;
             Ok(told.contains("its keeper has not said yet that it runs").then_some(()))
         })?;
-        held.fail()?;
-        wait_for("the keeper to give it up", LIMIT, || {
-            Ok((!note(scene, COMPANION)?.contains("\"end\":null")).then_some(()))
+        let before = note(scene, COMPANION)?;
+        end_keeper(scene, &held)?;
+        wait_for("the keeper to be no more", LIMIT, || {
+            Ok((note(scene, COMPANION)? != before).then_some(()))
         })?;
         held.let_go()?;
         await_both(scene, "a")?;
         shared(scene, "a")?;
         stop_both(scene)
+    });
+}
+
+#[test]
+#[cfg_attr(not(feature = "fail-points"), ignore = "needs `--features fail-points`")]
+fn what_a_keeper_of_the_last_daemon_fails_to_start_the_next_brings_up() {
+    play_left_order(|_, held| held.fail());
+}
+
+#[test]
+#[cfg_attr(not(feature = "fail-points"), ignore = "needs `--features fail-points`")]
+fn what_a_keeper_of_the_last_daemon_was_killed_over_the_next_brings_up() {
+    play_left_order(|scene, _| {
+        let note: Value = serde_json::from_str(&note(scene, COMPANION)?)?;
+        let pid = note["pid"].as_i64().context("no process")?;
+        Ok(kill(Pid::from_raw(pid.try_into()?), Signal::SIGKILL)?)
     });
 }
