@@ -1,10 +1,10 @@
 //! A host: the daemon in its namespace, what is asked of it, and its deaths.
 
-use crate::booted;
 use crate::command::run;
 use crate::etcd::Etcd;
 use crate::lab::Lab;
 use crate::namespace::Namespace;
+use crate::{booted, control_groups};
 use crate::{processes, wait_for};
 use anyhow::{Context, Result, anyhow, bail, ensure};
 use nix::sys::signal::Signal;
@@ -378,41 +378,8 @@ impl Drop for HostProcess {
         if let Err(error) = self.kill_everything() {
             tracing::error!("cannot end host {}: {error:#}", self.name);
         }
-        remove_control_groups();
+        control_groups::remove_dead();
     }
-}
-
-/// Removes the control groups of QEMUs that died with their daemon. What is in use cannot be
-/// removed, what is another's is left to it.
-fn remove_control_groups() {
-    for mount in own_control_groups() {
-        for entry in fs::read_dir(mount).into_iter().flatten().flatten() {
-            let name = entry.file_name();
-            let pid = name.to_str().and_then(whose_group);
-            if pid.is_some_and(|pid| !Path::new("/proc").join(pid).exists()) {
-                let _ = fs::remove_dir(entry.path());
-            }
-        }
-    }
-}
-
-/// The process that a group of the product's is named after: a QEMU, whose processors it limits, or
-/// the daemon of one that it limits.
-fn whose_group(name: &str) -> Option<&str> {
-    let rest = name.strip_prefix("understudy-").or(name.strip_prefix("understudy.qemu-"))?;
-    rest.split('-').next()
-}
-
-/// Where this process is, in the hierarchies that daemons use.
-fn own_control_groups() -> Vec<PathBuf> {
-    let groups = fs::read_to_string("/proc/self/cgroup").unwrap_or_default();
-    let own = |line: &str| {
-        let (controllers, path) = line.split_once(':')?.1.split_once(':')?;
-        let known = matches!(controllers, "" | "cpu" | "memory" | "pids");
-        let mount = Path::new("/sys/fs/cgroup").join(controllers);
-        known.then(|| mount.join(path.trim_start_matches('/')))
-    };
-    groups.lines().filter_map(own).collect()
 }
 
 fn socket(directory: &Path) -> PathBuf {

@@ -49,6 +49,7 @@ mod colo;
 mod command;
 pub mod companion;
 mod console;
+mod control_groups;
 mod conversation;
 mod emulator;
 mod etcd;
