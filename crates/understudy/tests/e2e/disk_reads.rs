@@ -2,52 +2,33 @@
 //! daemons' fail points that no image of their host can be read, or written, for now.
 
 use crate::lockstep::{console_of, in_lockstep, lockstep};
+use crate::sick_disks::Failing;
 use crate::sick_hosts::await_unfit;
-use crate::stage::{
-    Calm, LIMIT, await_degraded, await_service, daemon, play_protected, prove_survival, refusal,
-};
+use crate::stage::{LIMIT, await_degraded, await_service, play_protected, prove_survival, refusal};
 use anyhow::{Context, Result, ensure};
-use std::fs;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use understudy_lab::scene::VM;
-use understudy_lab::{HostOptions, Scene, wait_for};
+use understudy_lab::{Scene, wait_for};
 
 /// Reads a mebibyte from the disk again and again, and says their sum each time.
 const READ: &str = "dd if=/dev/urandom of=/data/read bs=64k count=16; sync; n=0; while :; do \
                     echo 3 > /proc/sys/vm/drop_caches; s=$(md5sum < /data/read); n=$((n + 1)); \
                     echo sum $n $s > /dev/console; done";
 
-/// While this file is there, nothing can be read, or written, on the host.
-struct Failing(&'static str, PathBuf);
+/// Nothing can be read on the host.
+fn reads(directory: &Path, host: &str) -> Failing {
+    Failing::of("read-disk", directory.join(format!("{host}-cannot-read")))
+}
 
-impl Failing {
-    fn reads(directory: &Path, host: &str) -> Failing {
-        Failing("read-disk", directory.join(format!("{host}-cannot-read")))
-    }
-
-    fn writes(directory: &Path, host: &str) -> Failing {
-        Failing("write-disk", directory.join(format!("{host}-cannot-write")))
-    }
-
-    fn daemon(&self) -> HostOptions {
-        let Failing(point, file) = self;
-        let point = ("FAILPOINTS".to_owned(), format!("{point}=return({})", file.display()));
-        HostOptions { environment: vec![point], ..daemon().calm() }
-    }
-
-    fn begin(&self) -> Result<()> {
-        Ok(fs::write(&self.1, "")?)
-    }
-
-    fn end(&self) -> Result<()> {
-        Ok(fs::remove_file(&self.1)?)
-    }
+/// Nothing can be written there.
+fn writes(directory: &Path, host: &str) -> Failing {
+    Failing::of("write-disk", directory.join(format!("{host}-cannot-write")))
 }
 
 #[test]
 fn reads_that_travel_with_the_log_need_no_disk_of_the_backup() {
     let directory = tempfile::tempdir().expect("a directory for the test");
-    let [a, b] = ["a", "b"].map(|host| Failing::reads(directory.path(), host));
+    let [a, b] = ["a", "b"].map(|host| reads(directory.path(), host));
     let mut options = lockstep();
     options.daemons.insert("a".to_owned(), a.daemon());
     options.daemons.insert("b".to_owned(), b.daemon());
@@ -89,7 +70,7 @@ fn reads_that_travel_with_the_log_need_no_disk_of_the_backup() {
 #[test]
 fn a_guest_whose_disk_fails_is_handed_over_as_soon_as_its_backup_is_fit() {
     let directory = tempfile::tempdir().expect("a directory for the test");
-    let a = Failing::reads(directory.path(), "a");
+    let a = reads(directory.path(), "a");
     let mut options = lockstep();
     options.daemons.insert("a".to_owned(), a.daemon());
     play_protected(options, |scene, client| {
@@ -115,7 +96,7 @@ fn a_guest_whose_disk_fails_is_handed_over_as_soon_as_its_backup_is_fit() {
 #[test]
 fn a_backup_that_cannot_write_is_given_up_and_says_why() {
     let directory = tempfile::tempdir().expect("a directory for the test");
-    let b = Failing::writes(directory.path(), "b");
+    let b = writes(directory.path(), "b");
     let mut options = lockstep();
     options.daemons.insert("b".to_owned(), b.daemon());
     play_protected(options, |scene, client| {

@@ -102,6 +102,21 @@ pub fn play_group_with(
     });
 }
 
+/// Hands both guests, which talk, to the other host, and protects them back.
+pub fn hand_both_over(
+    scene: &Scene,
+    client: &RecordClient,
+    inner: &mut Inner,
+    (from, to): (&str, &str),
+) -> Result<()> {
+    hand_over(scene.host(from)?, COMPANION)?;
+    await_both(scene, to)?;
+    await_forgotten(scene, from)?;
+    await_service(client)?;
+    inner.prove_alive()?;
+    protect(scene, to, from)
+}
+
 /// Two hosts that protect again what has lost its protection.
 pub fn repairing() -> SceneOptions {
     let mut options = SceneOptions { memory_mib: 256, ..options().calm() };
@@ -270,12 +285,7 @@ fn the_host_of_a_group_is_cut_off() {
 fn a_group_fails_over_and_back_and_ends_as_one() {
     play_group(|scene, client, mut inner| {
         for (from, to) in [("a", "b"), ("b", "a")] {
-            hand_over(scene.host(from)?, COMPANION)?;
-            await_both(scene, to)?;
-            await_forgotten(scene, from)?;
-            await_service(&client)?;
-            inner.prove_alive()?;
-            protect(scene, to, from)?;
+            hand_both_over(scene, &client, &mut inner, (from, to))?;
         }
         scene.host("a")?.call(["unprotect", VM])?;
         await_forgotten(scene, "b")?;

@@ -3,15 +3,14 @@
 
 use crate::autostart::set_autostart;
 use crate::group::{
-    BOTH, Inner, await_both, await_both_fenced, await_protected_again, play_group_with, protect,
-    prove_survival,
+    BOTH, Inner, await_both, await_both_fenced, await_protected_again, hand_both_over,
+    play_group_with, protect, prove_survival,
 };
 use crate::keepers::{begin, kept, signal_keeper, with_keepers};
 use crate::kept_backups::with_repair;
 use crate::recover::lose;
 use crate::stage::{
-    LIMIT, await_forgotten, await_service, close, hand_over, play, prove_disk, refusal, refused,
-    vms,
+    LIMIT, await_forgotten, await_service, close, play, prove_disk, refusal, refused, vms,
 };
 use anyhow::{Context, Result, ensure};
 use nix::sys::signal::{Signal, kill};
@@ -83,12 +82,7 @@ fn a_groups_keeper_is_killed_and_the_group_moves() {
 fn a_group_is_handed_to_and_fro_between_keepers() {
     play_group(|scene, client, mut inner| {
         for (from, to) in [("a", "b"), ("b", "a")] {
-            hand_over(scene.host(from)?, COMPANION)?;
-            await_both(scene, to)?;
-            await_forgotten(scene, from)?;
-            await_service(&client)?;
-            inner.prove_alive()?;
-            protect(scene, to, from)?;
+            hand_both_over(scene, &client, &mut inner, (from, to))?;
             shared(scene, from)?;
         }
         let keeper = shared(scene, "a")?;
@@ -270,17 +264,22 @@ fn the_first_order_of_a_groups_keeper_fails_and_who_came_meanwhile_goes_on() {
     });
 }
 
+/// Both are lost, and come up with host a, where the order about the first is held.
+fn come_up_and_be_held(scene: &mut Scene, held: &HeldOrder) -> Result<()> {
+    set_autostart(scene)?;
+    lose_both(scene)?;
+    held.restart(scene)?;
+    // By their names it is the first.
+    await_note(scene, COMPANION)
+}
+
 /// Its operator ends the wait for the first while it is being started.
 #[test]
 #[cfg_attr(not(feature = "fail-points"), ignore = "needs `--features fail-points`")]
 fn what_is_not_wanted_any_more_ends_alone_and_its_end_is_noticed() {
     let held = HeldOrder::new().expect("a file for the test");
     play(with_group(with_keepers()), |scene| {
-        set_autostart(scene)?;
-        lose_both(scene)?;
-        held.restart(scene)?;
-        // By their names it is the first.
-        await_note(scene, COMPANION)?;
+        come_up_and_be_held(scene, &held)?;
         scene.host("a")?.call(["recover", VM])?;
         let keeper = kept(&scene.status("a")?)?;
         scene.host("a")?.call(["vm", "stop", COMPANION])?;
@@ -300,10 +299,7 @@ fn what_is_not_wanted_any_more_ends_alone_and_its_end_is_noticed() {
 fn play_left_order(end_keeper: impl FnOnce(&Scene, &HeldOrder) -> Result<()>) {
     let held = HeldOrder::new().expect("a file for the test");
     play(with_group(with_keepers()), |scene| {
-        set_autostart(scene)?;
-        lose_both(scene)?;
-        held.restart(scene)?;
-        await_note(scene, COMPANION)?;
+        come_up_and_be_held(scene, &held)?;
         scene.host_mut("a")?.kill_daemon()?;
         scene.revive("a")?;
         wait_for("the next daemon to say what it waits for", LIMIT, || {

@@ -4,13 +4,12 @@ use crate::lockstep::console_of;
 use crate::refusals::log_of;
 use crate::stage::{
     Calm, LIMIT, PACE, await_degraded, await_service, close, daemon, options, play, play_protected,
-    prove_disk, prove_survival,
+    prove_disk, prove_survival, run,
 };
 use anyhow::{Context, Result, ensure};
 use std::fs::{self, File};
 use std::io::{self, Write};
 use std::path::{Path, PathBuf};
-use std::process::Command;
 use understudy_lab::scene::VM;
 use understudy_lab::{HostOptions, Scene, wait_for};
 
@@ -28,11 +27,11 @@ pub struct Failing {
 
 impl Failing {
     pub fn new(directory: &Path) -> Failing {
-        Failing::of("sync-disk", directory)
+        Failing::of("sync-disk", directory.join("fails"))
     }
 
-    fn of(point: &'static str, directory: &Path) -> Failing {
-        Failing { point, file: directory.join("fails") }
+    pub fn of(point: &'static str, file: PathBuf) -> Failing {
+        Failing { point, file }
     }
 
     pub fn daemon(&self) -> HostOptions {
@@ -44,7 +43,7 @@ impl Failing {
         Ok(fs::write(&self.file, "")?)
     }
 
-    fn end(&self) -> Result<()> {
+    pub fn end(&self) -> Result<()> {
         Ok(fs::remove_file(&self.file)?)
     }
 }
@@ -217,7 +216,7 @@ fn a_primary_whose_disk_lost_writes_is_taken_over() {
 #[test]
 fn a_guest_whose_disk_recovers_goes_on() {
     let directory = tempfile::tempdir().expect("a directory for the test");
-    let failing = Failing::of("read-disk", directory.path());
+    let failing = Failing::of("read-disk", directory.path().join("fails"));
     let mut options = options().calm();
     options.daemons.insert("a".to_owned(), failing.daemon());
     play(options, |scene| {
@@ -243,12 +242,6 @@ const FILLER: &str = "filler";
 /// A small file system of its own.
 pub struct SmallDisk {
     place: PathBuf,
-}
-
-fn run(command: &str, arguments: &[&str]) -> Result<()> {
-    let output = Command::new(command).args(arguments).output().context(command.to_owned())?;
-    ensure!(output.status.success(), "{command} {arguments:?}: {output:?}");
-    Ok(())
 }
 
 impl SmallDisk {
