@@ -309,7 +309,8 @@ fn has_hung_up(daemon: &UnixStream) -> bool {
     seen && ends[0].revents().is_some_and(|events| events.contains(PollFlags::POLLHUP))
 }
 
-fn say(to: &mut UnixStream, what: &impl Serialize) -> io::Result<()> {
+/// Says something in a line of JSON.
+pub(crate) fn say(to: &mut UnixStream, what: &impl Serialize) -> io::Result<()> {
     let mut line = serde_json::to_vec(what)?;
     line.push(b'\n');
     to.write_all(&line)

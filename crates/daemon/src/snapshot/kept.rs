@@ -5,11 +5,11 @@ use super::prepare::member_of;
 use crate::arrivals::Arrival;
 use crate::containment::spawn_for_request;
 use crate::host::{Host, internal};
-use crate::keeper::order::Order as KeepersOrder;
+use crate::keeper::order::{self, Order as KeepersOrder};
 use crate::keeper::start::reap;
 use crate::vm::Vm;
 use serde::Serialize;
-use std::io::{self, BufRead, BufReader, Write};
+use std::io::{BufRead, BufReader};
 use std::os::unix::net::UnixStream;
 use std::process::Child;
 use std::sync::{Arc, Weak};
@@ -86,11 +86,7 @@ impl KeptRestore {
 
 /// What cannot be said any more is noticed by whoever listens.
 fn say(to: &mut UnixStream, what: &impl Serialize) {
-    let said = serde_json::to_vec(what).map_err(io::Error::from).and_then(|mut line| {
-        line.push(b'\n');
-        to.write_all(&line)
-    });
-    if let Err(error) = said {
+    if let Err(error) = order::say(to, what) {
         debug!("the other process does not hear of a restore: {error}");
     }
 }

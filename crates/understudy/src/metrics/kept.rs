@@ -1,6 +1,7 @@
 //! What keepers have counted, on their daemon's page: each counts of its own VM what a daemon counts of
 //! all, and says it on a page like this one.
 
+use std::collections::BTreeMap;
 use understudy_protocol::VmName;
 
 /// One keeper's page.
@@ -14,29 +15,38 @@ pub struct KeptPage {
 /// What was counted here and by keepers, of each family that `all` has. Of a VM that has a keeper what the
 /// daemon has counted before does not count.
 pub fn merge(all: &str, own: &str, kept: &[KeptPage]) -> String {
+    let own = Index::of(own);
+    let kept: Vec<(&VmName, Index<'_>)> =
+        kept.iter().map(|page| (&page.vm, Index::of(&page.text))).collect();
     let mut merged = String::new();
     for (name, lines) in families(all) {
-        let of_daemon = |line: &&str| !kept.iter().any(|page| is_of(line, &page.vm));
-        let of_keeper = |page: &'_ KeptPage| -> Vec<String> {
-            let lines = values(&page.text, name).filter(|line| is_of(line, &page.vm));
-            lines.map(str::to_owned).collect()
-        };
-        let own = values(own, name).filter(of_daemon).map(str::to_owned);
-        let values: Vec<String> = own.chain(kept.iter().flat_map(of_keeper)).collect();
+        let of_daemon = |line: &&str| !kept.iter().any(|(vm, _)| is_of(line, vm));
+        let of_keepers =
+            kept.iter().flat_map(|(vm, page)| page.values(name).filter(|line| is_of(line, vm)));
+        let values: Vec<&str> = own.values(name).filter(of_daemon).chain(of_keepers).collect();
         // A family without values is not on a page.
         let heads = lines.into_iter().filter(|line| is_head(line) && !values.is_empty());
-        for line in heads.map(str::to_owned).chain(values.iter().cloned()) {
-            merged += &line;
+        for line in heads.chain(values.iter().copied()) {
+            merged += line;
             merged.push('\n');
         }
     }
     merged
 }
 
-/// The values that a page has of a family.
-fn values<'a>(page: &'a str, family: &str) -> impl Iterator<Item = &'a str> {
-    let found = families(page).find(|(name, _)| *name == family);
-    found.into_iter().flat_map(|(_, lines)| lines).filter(|line| !is_head(line))
+/// What a page has, by family.
+struct Index<'a>(BTreeMap<&'a str, Vec<&'a str>>);
+
+impl<'a> Index<'a> {
+    fn of(page: &'a str) -> Index<'a> {
+        Index(families(page).collect())
+    }
+
+    /// The values that it has of a family.
+    fn values(&self, family: &str) -> impl Iterator<Item = &'a str> + use<'a, '_> {
+        let lines = self.0.get(family).into_iter().flatten().copied();
+        lines.filter(|line| !is_head(line))
+    }
 }
 
 fn is_head(line: &str) -> bool {
