@@ -26,7 +26,8 @@ pub enum Answer {
     Stopped = 1,
     /// The device state is in its file.
     Saved = 2,
-    /// The device state could not be saved; QEMU has said why. The machine stands still.
+    /// The device state could not be saved, or what a disk's format kept back could not be written; QEMU has said
+    /// why. The machine stands still.
     NotSaved = 3,
     /// The machine runs again: the end of a pause.
     Running = 4,
@@ -83,6 +84,9 @@ pub struct PausePage {
     /// When the guest last ran on the host that it comes from: nanoseconds of this host's
     /// `CLOCK_MONOTONIC`; 0 if it comes from none. Counts when the machine first runs.
     pub taken: AtomicU64,
+    /// Not 0 if the format of a disk keeps writes back inside QEMU, as qcow2 does with its tables: a
+    /// pause then has them written.
+    pub writes_back: AtomicU32,
 }
 
 /// Bits of [`PausePage::orders`] that are an order.

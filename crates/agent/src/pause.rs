@@ -5,7 +5,9 @@
 //! go in the main loop, which the daemon wakes with an eventfd. What is left out, and why:
 //!
 //! - flushing the disks, which `stop` does twice: it makes writes durable, which is no part
-//!   of a checkpoint (the daemon answers those flushes without waiting for a disk);
+//!   of a checkpoint (the daemon answers those flushes without waiting for a disk). Where the format of a
+//!   disk keeps back what it has answered, as qcow2 does with its tables, they are flushed once: what is in such a
+//!   cache is in no device state, and a guest that goes on elsewhere would not find what it wrote;
 //! - the events STOP and RESUME: nobody can see the machine stopped, since the main loop
 //!   answers no monitor meanwhile. A machine that is left stopped does send STOP;
 //! - resetting I/O errors of disks, which `cont` does for an operator who removed the cause.
@@ -56,6 +58,7 @@ pub struct QemuPause {
     resume_vcpus: Action,
     notify_state: unsafe extern "C" fn(bool, c_int),
     drain_disks: Action,
+    flush_disks: unsafe extern "C" fn() -> c_int,
     send_stop_event: Action,
     store_running: Action,
     channel_of_fd: unsafe extern "C" fn(c_int) -> *mut c_void,
@@ -86,6 +89,7 @@ impl QemuPause {
                 resume_vcpus: function(c"resume_all_vcpus")?,
                 notify_state: function(c"vm_state_notify")?,
                 drain_disks: function(c"bdrv_drain_all")?,
+                flush_disks: function(c"bdrv_flush_all")?,
                 send_stop_event: function(c"qapi_event_send_stop")?,
                 store_running: function(c"global_state_store_running")?,
                 channel_of_fd: function(c"qio_channel_file_new_fd")?,
@@ -244,7 +248,7 @@ impl Pauser {
     /// The machine stands still: what is left of a pause before its end.
     fn settle_and_save(&self, errand: LogErrand) -> bool {
         // SAFETY: in the main loop, and the machine is stopped.
-        let Some(mut position) = (unsafe { lockstep::settle(errand) }) else {
+        let Some(mut position) = (unsafe { lockstep::settle(errand, || self.write_back()) }) else {
             return false;
         };
         self.page.tell(Answer::Stopped);
@@ -256,6 +260,13 @@ impl Pauser {
         }
         self.page.log_position.store(position, Ordering::Relaxed);
         true
+    }
+
+    /// What the formats of disks keep back gets to the disks, which all are drained. False if that failed.
+    fn write_back(&self) -> bool {
+        let kept = self.page.writes_back.load(Ordering::Relaxed) != 0;
+        // SAFETY: in the main loop, and the machine is stopped.
+        !kept || unsafe { (self.qemu.flush_disks)() } >= 0
     }
 
     fn has_requests(&self) -> bool {

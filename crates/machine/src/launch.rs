@@ -188,6 +188,7 @@ impl Machine {
         let name = &plan.definition.name;
         let logged = logged(plan.accelerator, &blocks);
         let pauser = Pauser::choose(name, &agent, &monitor, &device_state, QEMU_TIMEOUT, logged)?;
+        pauser.have_written_back(plan.definition.keeps_writes_back());
         if plan.role == Role::Standby {
             monitor.prepare_standby(&device_state)?;
         }

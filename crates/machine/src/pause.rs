@@ -74,6 +74,13 @@ impl Pauser {
         Ok(Pauser::by(Ok(Arc::new(pauser.context("cannot pause QEMU through its agent")?))))
     }
 
+    /// As [`AgentPauser::have_written_back`]; the monitor's `stop` does so in any case.
+    pub fn have_written_back(&self, kept: bool) {
+        if let Ok(agent) = &self.agent {
+            agent.have_written_back(kept);
+        }
+    }
+
     /// The agent inside QEMU, if it does the pauses.
     pub fn agent(&self) -> Option<&Arc<AgentPauser>> {
         self.agent.as_ref().ok()

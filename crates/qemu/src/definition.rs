@@ -184,6 +184,12 @@ impl CardDefinition {
 }
 
 impl VmDefinition {
+    /// Whether the format of a disk keeps back, inside QEMU, a part of what the guest was told is written: the tables of
+    /// qcow2.
+    pub fn keeps_writes_back(&self) -> bool {
+        self.disks.iter().any(|disk| disk.format == DiskFormat::Qcow2 && !disk.cdrom)
+    }
+
     /// A VM with what every one must have, and nothing else but a console: not even a disk.
     pub fn new(name: VmName, memory: MemorySize, vcpus: u32) -> VmDefinition {
         VmDefinition {

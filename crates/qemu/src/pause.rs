@@ -61,8 +61,10 @@ pub enum PauseError {
     /// The agent failed to say what the guest wrote.
     #[error("QEMU's agent could not say what the guest wrote (outcome {0})")]
     DirtyLog(u32),
-    /// QEMU failed to save the device state.
-    #[error("QEMU could not save its device state; see its log")]
+    /// QEMU failed to save the device state, or to write what a disk's format kept back.
+    #[error(
+        "QEMU could not save its device state, or what its disks' formats keep back; see its log"
+    )]
     NotSaved,
     /// The system refused something.
     #[error("the connection to QEMU's agent failed: {0}")]
@@ -185,6 +187,12 @@ impl AgentPauser {
     pub fn stamps(&self) -> [u64; 4] {
         let stamp = |answer: Answer| self.page.stamps[answer as usize].load(Ordering::Relaxed);
         [Answer::None, Answer::Stopped, Answer::Saved, Answer::Running].map(stamp)
+    }
+
+    /// Whether the formats of disks keep writes back inside QEMU ([`crate::VmDefinition::keeps_writes_back`]): pauses
+    /// have them written.
+    pub fn have_written_back(&self, kept: bool) {
+        self.page.writes_back.store(u32::from(kept), Ordering::Relaxed);
     }
 
     /// What the dirty log is about; nothing if this machine has none.

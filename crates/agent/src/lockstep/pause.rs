@@ -18,13 +18,14 @@ pub fn takes(errand: LogErrand, runs: bool) -> bool {
 }
 
 /// Makes the machine one whose device state can be saved, and gives the bytes of log that
-/// have led to it; none if it cannot be saved.
+/// have led to it; none if it cannot be saved. `write_back` is called when no disk request is under way, and
+/// tells whether all that disks' formats kept back is written.
 ///
 /// # Safety
 /// In the main loop, of a stopped machine.
-pub unsafe fn settle(errand: LogErrand) -> Option<u64> {
+pub unsafe fn settle(errand: LogErrand, write_back: impl FnOnce() -> bool) -> Option<u64> {
     let Some(lockstep) = lockstep() else {
-        return Some(0);
+        return write_back().then_some(0);
     };
     let mut position = lockstep.passed.load(Ordering::Acquire);
     match lockstep.role() {
@@ -39,14 +40,21 @@ pub unsafe fn settle(errand: LogErrand) -> Option<u64> {
                 return None;
             }
             // SAFETY: as the caller vouches; this machine records.
-            unsafe { lockstep.qemu.quiesce() };
+            if !unsafe { lockstep.qemu.quiesce(write_back) } {
+                return None;
+            }
             if errand == LogErrand::Attach {
                 // SAFETY: as above; nothing is under way.
                 unsafe { lockstep.qemu.queues.forget() };
             }
         }
         // SAFETY: as the caller vouches; this machine has ended its replay.
-        Role::Live => unsafe { lockstep.qemu.prepare_for_save().ok()? },
+        Role::Live => {
+            unsafe { lockstep.qemu.prepare_for_save().ok()? };
+            if !write_back() {
+                return None;
+            }
+        }
         Role::Replay => return None,
     }
     Some(position)

@@ -325,11 +325,12 @@ impl Qemu {
         unsafe { (self.enable_clock)(VIRTUAL_RT, enabled) };
     }
 
-    /// Leaves nothing under way: no event to be logged, no disk request, no frame in a queue.
+    /// Leaves nothing under way: no event to be logged, no disk request, no frame in a queue. `write_back` is called
+    /// when there is no disk request; gives what it returns.
     ///
     /// # Safety
     /// Only on the main loop of a stopped machine that records.
-    pub unsafe fn quiesce(&self) {
+    pub unsafe fn quiesce(&self, write_back: impl FnOnce() -> bool) -> bool {
         unsafe extern "C" fn purge(nic: *mut c_void, qemu: *mut c_void) {
             // SAFETY: QEMU gives a card, and the argument is the `Qemu` below.
             unsafe {
@@ -337,14 +338,20 @@ impl Qemu {
                 (qemu.purge_queue)((qemu.nic_queue)(nic), true);
             }
         }
-        // SAFETY: the caller's word; `purge` is done with `self` when the call returns.
+        // SAFETY: the caller's word.
         unsafe {
             (self.finish_events)();
             (self.drain_disks)();
+        }
+        // Behind the last event: the requests of what is written are none of the log's.
+        let written = write_back();
+        // SAFETY: the caller's word; `purge` is done with `self` when the call returns.
+        unsafe {
             (self.foreach_nic)(purge, std::ptr::from_ref(self).cast_mut().cast());
             (self.enable_events)();
         }
         self.save_instructions();
+        written
     }
 
     /// Forgets the event read ahead and reads the next from the log, which may block.

@@ -1,13 +1,15 @@
 //! A guest with two of everything.
 
 use crate::deaths::{await_rounds, unharmed};
-use crate::stage::{Calm, LOAD_PACE, await_service, close, options, play_protected, prove_disk};
-use anyhow::{Result, ensure};
+use crate::stage::{
+    Calm, LOAD_PACE, await_service, close, hand_over, options, play_protected, prove_disk,
+};
+use anyhow::{Context, Result, ensure};
 use std::path::{Path, PathBuf};
 use std::process::Command;
 use understudy_lab::check::{check_file_system, read_file};
-use understudy_lab::scene::ECHO_PORT;
-use understudy_lab::{ChatterClient, Load, SceneOptions};
+use understudy_lab::scene::{ECHO_PORT, VM};
+use understudy_lab::{ChatterClient, GuestShell, Load, SceneOptions};
 
 #[test]
 fn two_vcpus_two_disks_and_two_cards_survive() {
@@ -49,6 +51,52 @@ fn two_vcpus_two_disks_and_two_cards_survive() {
         ensure!(read_file(&raw, "/marker")? == marker.as_bytes(), "/marker is damaged");
         Ok(())
     });
+}
+
+/// What the guest was told is written, and did not flush: qcow2 keeps its tables back in QEMU.
+#[test]
+fn what_was_written_to_a_qcow2_disk_and_not_flushed_goes_over() {
+    let shape = SceneOptions { disks: 2, second_disk_is_qcow2: true, ..options().calm() };
+    play_protected(shape, |scene, client| {
+        let mut shell = scene.shell()?;
+        let aside = shell.run("umount /data2")?;
+        ensure!(aside.code == 0, "the guest keeps its second disk: {aside:?}");
+        let first = write_unflushed(&mut shell, 400)?;
+        await_service(&client)?;
+        hand_over(scene.host("a")?, VM)?;
+        scene.await_live("b")?;
+        ensure!(sum_of(&mut shell, 400)? == first, "a planned fail-over lost writes");
+        scene.protect("b", "a")?;
+        scene.await_protected("b", |_| ())?;
+        let second = write_unflushed(&mut shell, 600)?;
+        await_service(&client)?;
+        scene.host_mut("b")?.kill_everything()?;
+        scene.await_live("a")?;
+        await_service(&client)?;
+        ensure!(sum_of(&mut shell, 600)? == second, "the death of its host lost writes");
+        ensure!(sum_of(&mut shell, 400)? == first, "the death of its host lost old writes");
+        Ok(())
+    });
+}
+
+/// Writes 4 MiB that lie in clusters which have none yet; gives their sum.
+fn write_unflushed(shell: &mut GuestShell, cluster: u32) -> Result<String> {
+    let write = format!(
+        "dd if=/dev/urandom of=/tmp/noise bs=64k count=64 && \
+         dd if=/tmp/noise of=/dev/vdb bs=64k seek={cluster} oflag=direct && md5sum < /tmp/noise"
+    );
+    sum(shell, &write)
+}
+
+fn sum_of(shell: &mut GuestShell, cluster: u32) -> Result<String> {
+    sum(shell, &format!("dd if=/dev/vdb bs=64k skip={cluster} count=64 iflag=direct | md5sum"))
+}
+
+fn sum(shell: &mut GuestShell, line: &str) -> Result<String> {
+    let output = shell.run(line)?;
+    let sum = output.text.split_whitespace().find(|word| word.len() == 32);
+    let sum = sum.with_context(|| format!("no sum: {output:?}"))?;
+    Ok(sum.to_owned())
 }
 
 /// The content of a qcow2 image, which must be sound itself.
