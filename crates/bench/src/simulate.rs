@@ -44,7 +44,8 @@ fn progress_bar(schedules: u64) -> ProgressBar {
 fn tell(story: &Story) -> String {
     let mut text = story.trace.join("\n");
     let end = story.violation.as_deref().unwrap_or("no invariant was broken");
-    let _ = write!(text, "\n\nseed {}: {end}\n", story.seed);
+    let seed = story.seed.map_or_else(String::new, |seed| format!("seed {seed}: "));
+    let _ = write!(text, "\n\n{seed}{end}\n");
     text
 }
 
@@ -56,8 +57,15 @@ fn summary(report: &Report) -> String {
     for failure in report.failures.iter().take(NAMED) {
         let _ = writeln!(text, "  seed {}: {}", failure.seed, failure.violation);
     }
-    if let Some(failure) = report.failures.first() {
-        let _ = writeln!(text, "what happened: understudy-lab simulate --seed {}", failure.seed);
+    if let (Some(first), Some(shrunk)) = (report.failures.first(), &report.shrunk) {
+        let (left, all) = (shrunk.faults.len(), shrunk.faults_before);
+        let _ = writeln!(
+            text,
+            "seed {} with {left} of its {all} faults (all of it: understudy-lab simulate --seed {}):",
+            first.seed, first.seed
+        );
+        text += &shrunk.faults.iter().map(|fault| format!("  {fault}\n")).collect::<String>();
+        text += &tell(&shrunk.story);
     }
     for missed in report.mutants.each.iter().filter(|found| found.by.is_none()) {
         let _ = writeln!(text, "  not found: {}", missed.mutant);

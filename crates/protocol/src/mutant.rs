@@ -72,6 +72,10 @@ mutants! {
     ActivateUnsettled,
     /// A winner starts the guest before it is on record that its images are valid.
     StartUnrecorded,
+    /// A winner leaves the rest of its log, which was acknowledged, unexecuted.
+    LeaveTheLog,
+    /// A backup whose QEMU did not follow the log stays one.
+    StayDiverged,
     /// A winner goes on with a guest that could not be started.
     OpenWhatIsDead,
     /// A backup that gives up ends its connections before its primary has heard why.

@@ -2,6 +2,7 @@
 
 use crate::guest::{PAGES, Pages, State};
 use crate::host::{HostId, Role, SessionId};
+use crate::lockstep::Following;
 use crate::mutant::DriverMutant;
 use crate::network::ConnectionId;
 use crate::schedule::Moment;
@@ -61,6 +62,8 @@ pub struct Standby {
     next_beat: Time,
     /// Its QEMU died.
     pub(crate) broken: bool,
+    /// What its QEMU executes, in lockstep.
+    pub(crate) log: Following,
 }
 
 impl World {
@@ -99,6 +102,7 @@ impl World {
             never_started: false,
             next_beat: self.now,
             broken: false,
+            log: Following::default(),
         }));
         self.set_record(host, ImageRole::Syncing, generation);
         self.note(host, || format!("stands by at generation {generation}"));
@@ -120,6 +124,7 @@ impl World {
                 self.moment(Moment::StandingDown);
                 self.backup_event(host, id, BackupEvent::StandDown);
             }
+            Kind::Log => self.take_log(host, id, &message),
             // The first synchronisation: nothing to be kept whole yet.
             _ if message.header.epoch == Epoch(0) => self.apply_message(host, id, &message),
             _ => self.stage(host, id, message),
@@ -177,7 +182,7 @@ impl World {
     fn backup_acts(&mut self, host: HostId, id: SessionId, effect: Effect) {
         let now = self.now;
         let Some(standby) = self.hosts[host.0].standby(id) else { return };
-        let (data, primary) = (standby.data, standby.primary);
+        let (data, primary, logged) = (standby.data, standby.primary, standby.log.last);
         match effect {
             Effect::Commit(_, epoch) => {
                 let part = standby.parts.iter_mut().find(|part| part.epoch == epoch);
@@ -186,7 +191,7 @@ impl World {
             }
             Effect::Acknowledge(epoch) => {
                 self.note_routine(host, || format!("acknowledges epoch {epoch}"));
-                if self.has(DriverMutant::AckBeforeStaged) {
+                if self.has(DriverMutant::AckBeforeStaged) && epoch > logged {
                     return; // Sent before.
                 }
                 self.send(host, data, Message::new(Kind::Acknowledge, epoch, Vec::new()));
@@ -212,8 +217,9 @@ impl World {
                 let words = obstacle.unwrap_or_default().into_bytes();
                 self.send(host, data, Message::new(Kind::MayTakeOver, Epoch(0), words));
             }
-            // Nothing of it is here: inbound frames, logs, and what is for people.
-            Effect::Suspect | Effect::EndLog | Effect::Leave(_) | Effect::NoteObstacle(_) => {}
+            Effect::EndLog => standby.log.ended = true,
+            // Nothing of it is here: inbound frames, and what is for people.
+            Effect::Suspect | Effect::Leave(_) | Effect::NoteObstacle(_) => {}
         }
     }
 

@@ -76,7 +76,9 @@ impl World {
     /// The guest wrote a block: it goes to the backup at once.
     pub(crate) fn block_written(&mut self, host: HostId, block: usize, value: u64) {
         let session = self.hosts[host.0].running().and_then(|vm| vm.session.as_ref());
-        if let Some((id, epoch)) = session.map(|session| (session.id, session.disk_epoch)) {
+        // In lockstep the backup's guest writes it, too.
+        let sent = session.filter(|session| !session.records());
+        if let Some((id, epoch)) = sent.map(|session| (session.id, session.disk_epoch)) {
             self.send_data(host, id, Kind::DiskWrite, epoch, disk_write(block, value));
         }
     }
@@ -109,6 +111,9 @@ impl World {
         if session.rendezvous.last().is_none() {
             // The first one ends the first synchronisation.
             return self.pause(host, id, false);
+        }
+        if session.records() {
+            return self.consider_batch(host, id);
         }
         let asked = Asked { hand_over: session.core.is_handed_over(), checkpoint: false };
         let pace = (&session.rendezvous, &policy);

@@ -32,6 +32,12 @@ coverage! {
     frames,
     /// A backup went live.
     takeovers,
+    /// A backup went live from the end of its log.
+    takeovers_in_lockstep,
+    /// Batches of log that came to a backup.
+    batches,
+    /// A backup's QEMU did not follow its log.
+    diverged,
     /// A primary won the arbiter and went on alone.
     primaries_alone,
     /// Both sides of a session asked the arbiter.

@@ -89,6 +89,7 @@ impl World {
             Fault::FailingDisk(times) => self.on(Target::Backup, |w, host| {
                 w.hosts[host.0].disk_fails = times;
             }),
+            Fault::Divergence => self.on(Target::Backup, World::diverge),
             Fault::DataStall(unread, span) => {
                 if let Some(id) = self.session_connections().first() {
                     self.stall_data(*id, unread);

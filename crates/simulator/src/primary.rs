@@ -2,6 +2,7 @@
 
 use crate::guest::{Frame, PAGES};
 use crate::host::{HostId, Role, SessionId};
+use crate::lockstep::{PIPELINE, Recording};
 use crate::network::ConnectionId;
 use crate::schedule::Moment;
 use crate::world::{Event, World};
@@ -47,6 +48,10 @@ pub struct Session {
     /// When the last pause began.
     pub(crate) paused: Time,
     pub(crate) rendezvous: Rendezvous,
+    /// Behind the first epoch the backup gets a log.
+    pub(crate) lockstep: bool,
+    /// What of it is not sent yet.
+    pub(crate) recording: Recording,
     /// The first synchronisation, or a checkpoint, is being taken.
     pub(crate) busy: bool,
     pub(crate) check_at: Option<Time>,
@@ -61,11 +66,15 @@ impl World {
     /// The backup is ready: the first synchronisation begins.
     pub(crate) fn start_session(&mut self, host: HostId) {
         let (now, timeout) = (self.now, self.schedule.timeout);
+        let lockstep = self.schedule.lockstep;
         let Some(running) = self.hosts[host.0].running() else { return };
         let Some(dialled) = running.dialling.take() else { return };
         let id = dialled.session;
         let core = Primary::new(running.generation, timeout, now);
-        let lead = Lead::new(core, 1, dialled.peer.name(), now).with_freshness(FRESH, now);
+        let mut lead = Lead::new(core, 1, dialled.peer.name(), now).with_freshness(FRESH, now);
+        if lockstep {
+            lead.set_pipeline(PIPELINE);
+        }
         running.session = Some(Session {
             id,
             core: lead,
@@ -79,6 +88,8 @@ impl World {
             dirty: [false; PAGES],
             paused: now,
             rendezvous: Rendezvous::new(1),
+            lockstep,
+            recording: Recording::default(),
             busy: true,
             check_at: None,
             delivered: (0, now),

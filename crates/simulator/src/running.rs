@@ -3,6 +3,7 @@
 use crate::guest::{BLOCKS, Claim, Frame, Gate, Guest, PAGES, Port, State};
 use crate::host::{CopyId, HostId, Role, Running};
 use crate::lease::LENGTH;
+use crate::lockstep::Step;
 use crate::world::{Event, World};
 use std::time::Duration;
 use understudy_protocol::repair::Repair;
@@ -25,19 +26,23 @@ impl World {
         let page = self.random.index(PAGES);
         running.guest.pages[page] = state.number;
         self.page_written(host, page);
+        let mut step = Step { state, page, block: None, flushes: false };
         if self.random.percent(25) {
             let block = self.random.index(BLOCKS);
+            step.block = Some(block);
             self.hosts[host.0].image.blocks[block] = state.number;
             self.block_written(host, block, state.number);
         }
-        self.guest_talks(host);
+        self.guest_talks(host, step);
         let next = self.random.micros(200, 4_000);
         self.after(next, Event::GuestStep(host, copy, runs));
     }
 
-    fn guest_talks(&mut self, host: HostId) {
+    /// At the end of a step, which is logged before anything of it is sent.
+    fn guest_talks(&mut self, host: HostId, step: Step) {
         let now = self.now;
         let flushes = self.random.percent(8);
+        self.log_step(host, Step { flushes, ..step });
         let (sends, arrives) = (self.random.percent(40), self.random.percent(70));
         let host_state = &mut self.hosts[host.0];
         if flushes {

@@ -1,6 +1,7 @@
 //! A seed becomes a schedule: how the world is, and what goes wrong when.
 
 use crate::random::Random;
+use std::fmt;
 use std::time::Duration;
 use understudy_protocol::{Policy, Time};
 
@@ -11,12 +12,14 @@ const TROUBLE: u64 = 4_000;
 const FOR_GOOD: Duration = Duration::from_secs(3_600);
 
 /// What a seed decides in advance; the rest is decided as it happens.
-#[derive(Clone, Debug)]
+#[derive(Clone, Debug, PartialEq)]
 pub struct Schedule {
     /// How many hosts there are.
     pub hosts: usize,
     /// When the primary checkpoints.
     pub policy: Policy,
+    /// Whether its backup gets a log instead, behind the first checkpoint.
+    pub lockstep: bool,
     /// The shortest silence that counts as failure.
     pub timeout: Duration,
     /// Delay of a message, in microseconds.
@@ -34,7 +37,7 @@ pub struct Schedule {
 }
 
 /// A fault and its time.
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Planned {
     /// When it strikes.
     pub when: When,
@@ -43,7 +46,7 @@ pub struct Planned {
 }
 
 /// When a fault strikes.
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Copy, Debug, PartialEq)]
 pub enum When {
     /// At this time.
     At(Time),
@@ -122,6 +125,8 @@ pub enum Fault {
     HungDisk(Duration),
     /// The backup's disk fails what is written to it next, so many times.
     FailingDisk(u32),
+    /// The backup's QEMU does not follow its log.
+    Divergence,
     /// The session's data does not get through, its heartbeats do: on the way, or (true) read by
     /// nobody at the backup.
     DataStall(bool, Duration),
@@ -183,9 +188,21 @@ impl Schedule {
             };
             faults.push(Planned { when, fault: Fault::FailingDisk(1 + failing.below(2) as u32) });
         }
+        // Again: the schedules of checkpoints are what they were.
+        let following = &mut Random::new(seed, 5);
+        let lockstep = following.percent(20);
+        if lockstep && following.percent(25) {
+            let fault = Fault::Divergence;
+            let when = When::At(Time(following.millis(100, TROUBLE - 500)));
+            match &mut faults[..] {
+                [only] if never_returns.is_none() => *only = Planned { when, fault },
+                _ => faults.push(Planned { when, fault }),
+            }
+        }
         Schedule {
             hosts,
             policy,
+            lockstep,
             timeout: Duration::from_millis(100),
             latency,
             lost_answers,
@@ -193,6 +210,17 @@ impl Schedule {
             without_arbiter,
             never_returns,
             calm_from: Time(Duration::from_millis(TROUBLE)),
+        }
+    }
+}
+
+impl fmt::Display for Planned {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self.when {
+            When::At(time) => write!(f, "{:?}, after {:?}", self.fault, time.0),
+            When::Upon(moment, times) => {
+                write!(f, "{:?}, at {moment:?} number {times}", self.fault)
+            }
         }
     }
 }

@@ -2,6 +2,8 @@
 
 use crate::coverage::Coverage;
 use crate::mutant::Mutant;
+use crate::schedule::Schedule;
+use crate::shrink::{Shrunk, shrink};
 use crate::world::World;
 use serde::Serialize;
 use std::ops::Range;
@@ -21,6 +23,9 @@ pub struct Report {
     pub mutants: Mutants,
     /// The seeds that broke an invariant, and which.
     pub failures: Vec<Failure>,
+    /// What is needed of the first one's schedule to break one.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub shrunk: Option<Shrunk>,
     /// What the schedules reached.
     pub coverage: Coverage,
 }
@@ -54,11 +59,12 @@ pub struct Found {
     pub by: Option<Failure>,
 }
 
-/// One seed's story.
+/// The story of a schedule.
 #[derive(Debug, Serialize)]
 pub struct Story {
-    /// The seed.
-    pub seed: u64,
+    /// The seed; none of what is left of a seed's schedule.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub seed: Option<u64>,
     /// What was broken, if anything.
     pub violation: Option<String>,
     /// What happened, a line each.
@@ -81,6 +87,7 @@ const ENOUGH: u64 = 10_000;
 /// until one finds it. `progress` is called after each schedule.
 pub fn simulate(seeds: Range<u64>, progress: impl Fn() + Sync) -> Report {
     let mut report = sweep(seeds.clone(), &progress);
+    report.shrunk = report.failures.first().and_then(|first| shrink(first.seed, None));
     report.mutants.planted = Mutant::all().len();
     let seeds = seeds.start..seeds.end.max(seeds.start.saturating_add(ENOUGH));
     report.mutants.each = search(&seeds);
@@ -91,7 +98,7 @@ pub fn simulate(seeds: Range<u64>, progress: impl Fn() + Sync) -> Report {
 
 /// Runs one seed and tells its story.
 pub fn replay(seed: u64, mutant: Option<Mutant>) -> Story {
-    run(seed, mutant, true)
+    Story { seed: Some(seed), ..play(Schedule::new(seed), seed, mutant, true) }
 }
 
 fn sweep(seeds: Range<u64>, progress: &(impl Fn() + Sync)) -> Report {
@@ -103,7 +110,7 @@ fn sweep(seeds: Range<u64>, progress: &(impl Fn() + Sync)) -> Report {
             if seed >= seeds.end {
                 return part;
             }
-            let story = run(seed, None, false);
+            let story = play(Schedule::new(seed), seed, None, false);
             part.coverage.add(&story.coverage);
             part.failures.extend(story.violation.map(|violation| Failure { seed, violation }));
             progress();
@@ -128,7 +135,7 @@ fn search(seeds: &Range<u64>) -> Vec<Found> {
             let place = next.fetch_add(1, Ordering::Relaxed);
             let Some(&mutant) = mutants.get(place) else { return found };
             let fails = |seed| {
-                let violation = run(seed, Some(mutant), false).violation?;
+                let violation = play(Schedule::new(seed), seed, Some(mutant), false).violation?;
                 Some(Failure { seed, violation })
             };
             found.push((place, Found { mutant, by: seeds.clone().find_map(fails) }));
@@ -147,10 +154,10 @@ fn on_all_processors<T: Send>(work: impl Fn() -> T + Sync) -> Vec<T> {
     })
 }
 
-/// A panic of the core is a finding like any other.
-fn run(seed: u64, mutant: Option<Mutant>, trace: bool) -> Story {
+/// Plays a schedule. A panic of the core is a finding like any other.
+pub(crate) fn play(schedule: Schedule, chance: u64, mutant: Option<Mutant>, trace: bool) -> Story {
     let _planted = plant(mutant.and_then(Mutant::core));
-    let mut world = World::new(seed, mutant, trace);
+    let mut world = World::new(schedule, chance, mutant, trace);
     let ended = catch_unwind(AssertUnwindSafe(|| world.run()));
     if let Err(panic) = ended {
         let words = panic
@@ -161,7 +168,7 @@ fn run(seed: u64, mutant: Option<Mutant>, trace: bool) -> Story {
         world.violation(format!("panic: {words}"));
     }
     Story {
-        seed,
+        seed: None,
         violation: world.violation,
         trace: world.trace.into_lines(),
         coverage: world.coverage,

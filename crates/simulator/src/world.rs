@@ -41,6 +41,7 @@ pub(crate) enum Event {
     BackupBeat(HostId, SessionId),
     Prove(HostId, SessionId),
     Errand(HostId, SessionId),
+    Feed(HostId, SessionId),
     RepairDue(HostId, CopyId),
     Surveyed(HostId, CopyId),
     OfferExpires(HostId, SessionId),
@@ -104,15 +105,20 @@ pub(crate) struct World {
 }
 
 impl World {
-    /// The world of a seed: host a runs the VM, and protection begins.
-    pub(crate) fn new(seed: u64, mutant: Option<Mutant>, trace: bool) -> World {
-        let schedule = Schedule::new(seed);
+    /// The world of a schedule: host a runs the VM, and protection begins. `chance` decides what the
+    /// schedule leaves open.
+    pub(crate) fn new(
+        schedule: Schedule,
+        chance: u64,
+        mutant: Option<Mutant>,
+        trace: bool,
+    ) -> World {
         let (first, generation) = (HostId(0), Generation(1));
         let told = schedule.clone();
         let mut world = World {
             now: Time::default(),
-            random: Random::new(seed, 0),
-            lease_random: Random::new(seed, 3),
+            random: Random::new(chance, 0),
+            lease_random: Random::new(chance, 3),
             hosts: (0..schedule.hosts).map(|_| Host::new()).collect(),
             network: Network::new(),
             arbiter: Arbiter::new(first, generation),
@@ -210,7 +216,8 @@ impl World {
         use Event::*;
         let host = match event {
             GuestStep(host, ..) | SyncPiece(host, ..) | CheckpointDue(host, ..) => host,
-            PauseEnds(host, ..) | Captured(host, ..) | Errand(host, ..) => host,
+            PauseEnds(host, ..) | Captured(host, ..) => host,
+            Errand(host, ..) | Feed(host, ..) => host,
             PrimaryBeat(host, _) | BackupBeat(host, _) | RepairDue(host, _) => host,
             Prove(host, _) => host,
             OfferExpires(host, _) | Surveyed(host, _) | Read(host, ..) => host,
@@ -220,7 +227,7 @@ impl World {
             Arrival(id, end) => &self.arrival_host(*id, *end),
             _ => return None,
         };
-        let hangs = matches!(event, Errand(..)).then(|| {
+        let hangs = matches!(event, Errand(..) | Feed(..)).then(|| {
             // Looked at again: calm may have come.
             self.hosts[host.0].disk_hangs_until.min(self.now + HANG_LOOK)
         });
@@ -239,6 +246,7 @@ impl World {
             Event::BackupBeat(host, id) => self.backup_beat(host, id),
             Event::Prove(host, id) => self.prove(host, id),
             Event::Errand(host, id) => self.do_errand(host, id),
+            Event::Feed(host, id) => self.feed(host, id),
             Event::RepairDue(host, copy) => self.repair_due(host, copy),
             Event::Surveyed(host, copy) => self.surveyed(host, copy),
             Event::OfferExpires(host, id) => self.offer_expires(host, id),

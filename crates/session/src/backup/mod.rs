@@ -167,6 +167,7 @@ impl Standby {
             }
             Event::StandDown => self.decide(now, BackupEvent::StandDown, effects),
             Event::CannotServe(reason) => self.give_up(now, reason, effects),
+            Event::Diverged(_) if planted!(StayDiverged) => {}
             Event::Diverged(reason) => {
                 self.diverged = true;
                 self.give_up(now, reason, effects);
@@ -289,6 +290,9 @@ impl Standby {
             Step::TakeOver => {
                 self.members[place].takes_over = true;
                 match &self.members[place].copy {
+                    Copy::Whole if planted!(LeaveTheLog) => {
+                        self.have_done(place, Errand::Settle, effects);
+                    }
                     Copy::Whole => self.have_done(place, Errand::Complete, effects),
                     Copy::Filling => {
                         self.answer(place, Err("no epoch was applied".to_owned()), effects);
