@@ -135,6 +135,9 @@ pub struct BenchReadmeArgs {
     /// What else a reader must know of the run, in a sentence.
     #[arg(long, value_name = "TEXT")]
     pub note: Option<String>,
+    /// A report of a run without `--pinned`, to stand beside one with it.
+    #[arg(long, value_name = "REPORT")]
+    pub shared: Option<PathBuf>,
     /// The folder of the repository.
     #[arg(long, value_name = "DIR", default_value = ".")]
     pub root: PathBuf,

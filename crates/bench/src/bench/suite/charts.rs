@@ -6,6 +6,8 @@ use plotters::prelude::*;
 
 const WIDTH: u32 = 560;
 const HEIGHT: u32 = 320;
+/// What a category takes of the width, at least.
+const CATEGORY: u32 = 80;
 /// One colour a series: grey for what others have published.
 const THEIRS: RGBColor = RGBColor(150, 150, 150);
 const OURS: [RGBColor; 4] = [
@@ -64,7 +66,8 @@ pub fn bars(
     let values = groups.iter().flat_map(|group| group.values.iter().flatten().copied());
     let top = values.chain(aim).fold(0.0, f64::max) * 1.1;
     let top = if top > 0.0 { top } else { 1.0 };
-    draw(|area| {
+    let width = WIDTH.max(categories.len() as u32 * CATEGORY);
+    draw(width, |area| {
         let mut chart = ChartBuilder::on(area)
             .caption(words.title, ("sans-serif", 16))
             .margin(8)
@@ -118,7 +121,7 @@ pub fn lines(words: &Words<'_>, series: &[Line]) -> Result<String> {
     let points = || series.iter().flat_map(|line| line.points.iter());
     let right = points().map(|point| point.0).fold(1.0, f64::max);
     let top = points().map(|point| point.1).fold(f64::MIN_POSITIVE, f64::max) * 1.1;
-    draw(|area| {
+    draw(WIDTH, |area| {
         let mut chart = ChartBuilder::on(area)
             .caption(words.title, ("sans-serif", 16))
             .margin(8)
@@ -145,11 +148,12 @@ pub fn lines(words: &Words<'_>, series: &[Line]) -> Result<String> {
 
 type Area<'a> = DrawingArea<SVGBackend<'a>, Shift>;
 
-/// The SVG that `plot` draws.
-fn draw(plot: impl FnOnce(&Area<'_>) -> Result<()>) -> Result<String> {
+/// The SVG that `plot` draws, on white: it may be shown on a dark page.
+fn draw(width: u32, plot: impl FnOnce(&Area<'_>) -> Result<()>) -> Result<String> {
     let mut svg = String::new();
     {
-        let area = SVGBackend::with_string(&mut svg, (WIDTH, HEIGHT)).into_drawing_area();
+        let area = SVGBackend::with_string(&mut svg, (width, HEIGHT)).into_drawing_area();
+        area.fill(&WHITE)?;
         plot(&area)?;
         area.present().map_err(|error| anyhow!("cannot finish a plot: {error}"))?;
     }

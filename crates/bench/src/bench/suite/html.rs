@@ -100,9 +100,10 @@ fn plots(report: &Report) -> Result<String> {
     let mut add = |svg: String, caption: &str| {
         html += &format!("<figure>{svg}<figcaption>{}</figcaption></figure>\n", escape(caption));
     };
-    if let Some(svg) = pause(report)? {
+    let own = |subject| report.cell(subject, Variant::Adaptive).map(|cell| &cell.extra);
+    if let Some(extra) = own(Subject::Pause) {
         add(
-            svg,
+            pause(extra)?,
             "As Remus's figure 5. COLO: patched so that it runs, measured earlier on a machine like this. Live migration: downtime of the same guest in this run, with a limit of 10 ms.",
         );
     }
@@ -117,9 +118,9 @@ fn plots(report: &Report) -> Result<String> {
     for svg in compression(report)? {
         add(svg, "As Remus's figure 10, which reports 10 : 1 and 99 % hits for the hybrid.");
     }
-    if let Some(svg) = outages(report)? {
+    if let Some(extra) = own(Subject::Failover) {
         add(
-            svg,
+            outages(extra)?,
             "The share of fail-overs that a client waited for no longer than so. Remus: about 1 s.",
         );
     }
@@ -187,11 +188,12 @@ fn compile_overhead(report: &Report) -> Result<Option<String>> {
     charts::bars(&words, &categories, &groups, None).map(Some)
 }
 
-fn pause(report: &Report) -> Result<Option<String>> {
-    let Some(cell) = report.cell(Subject::Pause, Variant::Adaptive) else { return Ok(None) };
-    let points = list(&cell.extra["points"]);
+/// The pause against the pages written, of what [`Subject::Pause`] has beside its figure.
+pub fn pause(extra: &Value) -> Result<String> {
+    let bursts = |point: &&Value| point["writer"] != "continuous";
+    let points = || list(&extra["points"]).iter().filter(bursts);
     let line = |field: &str| {
-        points.iter().filter_map(|p| Some((p["pages"].as_f64()?, p[field].as_f64()?))).collect()
+        points().filter_map(|p| Some((p["pages"].as_f64()?, p[field].as_f64()?))).collect()
     };
     let ours = |label: &str, field| Line {
         label: label.to_owned(),
@@ -200,7 +202,7 @@ fn pause(report: &Report) -> Result<Option<String>> {
     };
     let migration =
         |p: &Value| Some((p["pages"].as_f64()?, p["migration"]["small"]["median_ms"].as_f64()?));
-    let migration = points.iter().filter_map(migration).collect();
+    let migration = points().filter_map(migration).collect();
     let colo = COLO_PAUSES.points.iter();
     let colo = colo.map(|&(pages, least, most)| (pages as f64, f64::midpoint(least, most)));
     let series = [
@@ -214,7 +216,7 @@ fn pause(report: &Report) -> Result<Option<String>> {
         x: "pages written since the last one",
         y: "milliseconds",
     };
-    charts::lines(&words, &series).map(Some)
+    charts::lines(&words, &series)
 }
 
 fn compression(report: &Report) -> Result<Vec<String>> {
@@ -240,10 +242,10 @@ fn compression(report: &Report) -> Result<Vec<String>> {
     Ok(vec![charts::lines(&over_time, &series)?, charts::bars(&ratio, &ways, &groups, None)?])
 }
 
-/// The distribution of outages: for each, the share that is no longer.
-fn outages(report: &Report) -> Result<Option<String>> {
-    let Some(cell) = report.cell(Subject::Failover, Variant::Adaptive) else { return Ok(None) };
-    let all = list(&cell.extra["outages"]);
+/// The distribution of outages, of what [`Subject::Failover`] has beside its figure: for each, the
+/// share that is no longer.
+pub fn outages(extra: &Value) -> Result<String> {
+    let all = list(&extra["outages"]);
     let line = |kind: &str| {
         let of = all.iter().filter(|outage| outage["failure"] == kind);
         let mut times: Vec<f64> = of.filter_map(|outage| outage["outage_ms"].as_f64()).collect();
@@ -256,7 +258,7 @@ fn outages(report: &Report) -> Result<Option<String>> {
     let remus = vec![(papers::REMUS_OUTAGE_MS, 0.0), (papers::REMUS_OUTAGE_MS, 100.0)];
     let remus = Line { label: "Remus, about".to_owned(), whose: Whose::Theirs, points: remus };
     let words = Words { title: "Outage of a client", x: "milliseconds", y: "fail-overs, %" };
-    charts::lines(&words, &[remus, line("kill"), line("cut")]).map(Some)
+    charts::lines(&words, &[remus, line("kill"), line("cut")])
 }
 
 fn list(value: &Value) -> &[Value] {

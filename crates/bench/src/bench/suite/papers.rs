@@ -143,21 +143,18 @@ pub enum Aim {
 /// The aim of a subject in a variant, if there is one.
 pub fn aim(subject: Subject, variant: Variant) -> Option<Aim> {
     Some(match (subject, variant) {
-        (Subject::Cpu, Variant::Adaptive) => Aim::Ratio(0.97),
-        (Subject::Memory, Variant::Adaptive) => Aim::Ratio(0.9),
-        (Subject::Fileio | Subject::Compile | Subject::Postmark, Variant::Adaptive) => {
-            Aim::Ratio(0.95)
-        }
+        (Subject::Cpu | Subject::Memory | Subject::Compile, Variant::Adaptive) => Aim::Ratio(0.97),
+        (Subject::Fileio | Subject::Postmark, Variant::Adaptive) => Aim::Ratio(0.95),
         (Subject::Compile, Variant::Hz40) => Aim::Ratio(0.9),
-        (Subject::Upload | Subject::Download, Variant::Adaptive) => Aim::Ratio(0.8),
-        (Subject::Web, Variant::Adaptive) => Aim::Ratio(0.7),
-        (Subject::Tbench, Variant::Adaptive) => Aim::Ratio(0.5),
-        (Subject::Latency, Variant::Adaptive) => Aim::AddedMs(5.0),
+        (Subject::Upload | Subject::Web, Variant::Adaptive) => Aim::Ratio(0.85),
+        (Subject::Download, Variant::Adaptive) => Aim::Ratio(0.8),
+        (Subject::Tbench, Variant::Adaptive) => Aim::Ratio(0.6),
+        (Subject::Latency, Variant::Adaptive) => Aim::AddedMs(1.0),
         (Subject::Pgbench4, Variant::Adaptive) => Aim::Ratio(0.75),
         (Subject::Pgbench32, Variant::Adaptive) => Aim::Ratio(0.9),
         // Half of COLO's, of an idle guest; the other sizes are judged beside it.
         (Subject::Pause, Variant::Adaptive) => Aim::AtMost(0.5),
-        (Subject::Failover, Variant::Adaptive) => Aim::AtMost(150.0),
+        (Subject::Failover, Variant::Adaptive) => Aim::AtMost(80.0),
         _ => return None,
     })
 }

@@ -250,6 +250,12 @@ impl Workload {
         }
     }
 
+    /// Whether it runs for a time, and does what it can; else its work is fixed.
+    pub fn is_timed(self) -> bool {
+        use Workload::{Pgbench1, Pgbench4, Pgbench32, Tbench, Web};
+        matches!(self, Web | Tbench | Pgbench1 | Pgbench4 | Pgbench32)
+    }
+
     /// Which way its figure is to go.
     pub fn better(self) -> Better {
         match self {

@@ -1,17 +1,21 @@
-//! `understudy-lab bench readme`: the tables of README.md and docs/performance.md, made of one
-//! report, so that both say what was measured, of which commit, and the same.
+//! `understudy-lab bench readme`: the tables of README.md and docs/performance.md, and the plots
+//! beside them, made of one report, so that all say what was measured, of which commit, and the same.
 
-use super::papers::{self, Aim};
-use super::table::number;
+mod plots;
+mod tables;
+
+use super::papers::Aim;
 use super::variant::{Subject, Variant};
 use crate::bench::machine::Machine;
 use crate::bench::workloads::Better;
 use crate::cli::BenchReadmeArgs;
 use anyhow::{Context, Result, bail, ensure};
 use serde::{Deserialize, Serialize};
+use serde_json::Value;
 use std::collections::BTreeMap;
 use std::fs;
 use std::path::Path;
+use tables::{performance, readme};
 use understudy_client::{Exit, Failure};
 
 const BEGIN: &str = "<!-- made by `make readme-table`: begin -->\n";
@@ -23,6 +27,10 @@ const PERFORMANCE: &str = "docs/performance.md";
 /// What reports of earlier suites lack.
 const LATER: [Subject; 4] =
     [Subject::Pgbench1, Subject::Pgbench4, Subject::Pgbench32, Subject::Redis];
+/// The processor seconds of the first host, daemon and QEMU, among the details of a figure.
+const PRIMARY_SIDE: &str = "cpu_primary_s";
+/// Those of the second host.
+const BACKUP_SIDE: &str = "cpu_backup_s";
 /// What the tables cannot do without.
 const NEEDED: [Variant; 3] = [Variant::Unprotected, Variant::Adaptive, Variant::Plain];
 
@@ -36,7 +44,21 @@ struct Figures {
     note: Option<String>,
     machine: Machine,
     scale: String,
+    /// What everybody who reads the figures must know; the first says who had which processors.
+    #[serde(default)]
+    conditions: Vec<String>,
     workloads: BTreeMap<Subject, BTreeMap<Variant, Figure>>,
+    /// Another run, in which all hosts shared all processors.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    shared: Option<Shared>,
+}
+
+/// What stands beside a run with a processor for each host.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+struct Shared {
+    source: String,
+    /// Under the default policy, as [`Figures::speed`] has it.
+    speeds: BTreeMap<Subject, f64>,
 }
 
 /// A subject in a variant. Older reports that were kept as text have ratios without medians.
@@ -58,6 +80,9 @@ struct Figure {
     replication_mbit_s: Option<f64>,
     #[serde(skip_serializing_if = "BTreeMap::is_empty")]
     details: BTreeMap<String, f64>,
+    /// What the plots are made of.
+    #[serde(skip_serializing_if = "Value::is_null")]
+    extra: Value,
 }
 
 /// Writes both tables, and keeps the part of the report that they are made of.
@@ -72,17 +97,22 @@ fn write(args: &BenchReadmeArgs) -> Result<()> {
     let mut figures = read(&args.report)?;
     figures.commit = args.commit.clone().or(figures.commit);
     figures.note = args.note.clone().or(figures.note);
+    if let Some(path) = &args.shared {
+        figures.shared = Some(read(path)?.shared_by_all()?);
+    }
     // All is made before anything is written.
-    let texts = [(README, readme(&figures)?), (PERFORMANCE, performance(&figures)?)];
     let mut pages = Vec::new();
-    for (name, block) in texts {
+    for (name, block) in [(README, readme(&figures)?), (PERFORMANCE, performance(&figures)?)] {
         let path = args.root.join(name);
         let text =
             fs::read_to_string(&path).with_context(|| format!("cannot read {}", path.display()))?;
         let text = replaced(&text, &block).with_context(|| path.display().to_string())?;
         pages.push((path, text));
     }
-    pages.push((args.root.join(KEPT), serde_json::to_string_pretty(&figures)? + "\n"));
+    for (name, plot) in plots::all(&figures)? {
+        pages.push((args.root.join(name), plot));
+    }
+    pages.push((args.root.join(KEPT), serde_json::to_string_pretty(&figures.kept())? + "\n"));
     for (path, text) in pages {
         fs::write(&path, text).with_context(|| format!("cannot write {}", path.display()))?;
     }
@@ -145,6 +175,11 @@ impl Figures {
         Some(if subject == Subject::Latency { ours - plain } else { ours / plain })
     }
 
+    /// [`Figures::speed`] under the default policy, in the run that has no processor for each host.
+    fn shared_speed(&self, subject: Subject) -> Option<f64> {
+        self.shared.as_ref()?.speeds.get(&subject).copied()
+    }
+
     fn met(&self, subject: Subject, variant: Variant, aim: Aim) -> Option<bool> {
         let speed = self.speed(subject, variant)?;
         Some(match aim {
@@ -167,6 +202,32 @@ impl Figures {
         }
     }
 
+    /// Processor seconds of a side for the same work, beside those of the unprotected guest's host.
+    fn processors(&self, subject: Subject, variant: Variant, side: &str) -> Option<f64> {
+        let seconds = |variant, side: &str| {
+            let figure = self.figure(subject, variant)?;
+            let work = if subject.workload()?.is_timed() { figure.median? } else { 1.0 };
+            Some(figure.details.get(side)? / work)
+        };
+        Some(seconds(variant, side)? / seconds(Variant::Unprotected, PRIMARY_SIDE)?)
+    }
+
+    /// Without what no table and no plot has.
+    fn kept(mut self) -> Figures {
+        for (subject, cells) in &mut self.workloads {
+            let plotted = matches!(subject, Subject::Pause | Subject::Failover);
+            for figure in cells.values_mut().filter(|_| !plotted) {
+                figure.extra = Value::Null;
+            }
+        }
+        self
+    }
+
+    fn shared_by_all(&self) -> Result<Shared> {
+        let speed = |subject: Subject| Some((subject, self.speed(subject, Variant::Adaptive)?));
+        Ok(Shared { source: self.source()?, speeds: self.subjects().filter_map(speed).collect() })
+    }
+
     fn source(&self) -> Result<String> {
         let Some(commit) = &self.commit else {
             bail!("the report does not say of which commit it is: say it with --commit")
@@ -177,133 +238,6 @@ impl Figures {
             self.rounds()
         ))
     }
-}
-
-/// A ratio, or the milliseconds that are added.
-fn shown(subject: Subject, value: Option<f64>) -> String {
-    match value {
-        None => String::new(),
-        Some(ms) if subject == Subject::Latency => {
-            let digits = if ms.abs() < 9.95 { 1 } else { 0 };
-            // Not "-0.0".
-            let ms = if ms.abs() < 0.05 { 0.0 } else { ms };
-            format!("{ms:+.digits$} ms").replace('-', "−")
-        }
-        Some(ratio) => format!("{ratio:.2}"),
-    }
-}
-
-/// The table of README.md: speed under the default policy, beside both.
-fn readme(figures: &Figures) -> Result<String> {
-    let subjects: Vec<Subject> = figures.subjects().collect();
-    let mut text = String::from("| speed under the default policy, beside |");
-    for subject in &subjects {
-        text += &format!(" {subject} |");
-    }
-    text += &format!("\n|---|{}\n", "---:|".repeat(subjects.len()));
-    type Speed = fn(&Figures, Subject) -> Option<f64>;
-    let rows: [(&str, Speed); 3] = [
-        ("plain QEMU", |figures, subject| figures.beside_plain(subject, Variant::Adaptive)),
-        ("Understudy, unprotected", |figures, subject| figures.speed(subject, Variant::Adaptive)),
-        ("(published, the best)", |_, subject| papers::best_published(subject)),
-    ];
-    for (name, speed) in rows {
-        text += &format!("| {name} |");
-        for &subject in &subjects {
-            text += &format!(" {} |", shown(subject, speed(figures, subject)));
-        }
-        text += "\n";
-    }
-    text += &format!(
-        "\n1 is as fast, less is slower; of latency the time that is added. One report: {}.\n",
-        figures.source()?
-    );
-    text += &own_figures(figures);
-    Ok(text)
-}
-
-/// Pauses and outages, if the report has them.
-fn own_figures(figures: &Figures) -> String {
-    let own = |subject| figures.figure(subject, Variant::Adaptive);
-    let detail = |figure: &Figure, name: &str| figure.details.get(name).copied();
-    let pause = own(Subject::Pause).and_then(|figure| {
-        let idle = number(figure.median?);
-        let written = number(detail(figure, "10000_pages_ms")?);
-        Some(format!(
-            "A checkpoint pauses a guest of 512 MiB for {idle} ms if it is idle, {written} ms with \
-             10 000 pages written (medians).\n"
-        ))
-    });
-    let outage = own(Subject::Failover).and_then(|figure| {
-        let [kill, longest, cut] =
-            ["kill_p50_ms", "kill_max_ms", "cut_p50_ms"].map(|name| detail(figure, name));
-        let few = if figures.scale == "quick" { " A first look: few fail-overs." } else { "" };
-        Some(format!(
-            "A client of a guest whose host is killed waits {:.0} ms at the median, {:.0} at most; \
-             {:.0} at the median if the host is cut off.{few}\n",
-            kill?, longest?, cut?
-        ))
-    });
-    pause.into_iter().chain(outage).collect()
-}
-
-/// The table of docs/performance.md: every workload in every variant that was measured.
-fn performance(figures: &Figures) -> Result<String> {
-    let measured =
-        |variant: &Variant| workloads().any(|subject| figures.speed(subject, *variant).is_some());
-    let columns: Vec<Variant> = Variant::all()
-        .iter()
-        .copied()
-        .filter(|variant| *variant != Variant::Unprotected && measured(variant))
-        .collect();
-    let mut text = format!("One report: {}.", figures.source()?);
-    if let Some(note) = &figures.note {
-        text += &format!(" {note}");
-    }
-    text += "\n\n| workload | unprotected |";
-    for variant in &columns {
-        text += &format!(" {variant} |");
-    }
-    text +=
-        " adaptive beside plain QEMU | to the backup, Mbit/s | aim | met | published, the best |\n";
-    text += &format!("|---|{}---|---|---:|\n", "---:|".repeat(columns.len() + 3));
-    for subject in figures.subjects() {
-        text += &format!("| {subject} | {} |", base(figures.figure(subject, Variant::Unprotected)));
-        for &variant in &columns {
-            text += &format!(" {} |", shown(subject, figures.speed(subject, variant)));
-        }
-        let beside = shown(subject, figures.beside_plain(subject, Variant::Adaptive));
-        let sent = figures.figure(subject, Variant::Adaptive).and_then(|f| f.replication_mbit_s);
-        let (aims, met) = judged(figures, subject);
-        text += &format!(
-            " **{beside}** | {} | {aims} | {met} | {} |\n",
-            sent.map_or_else(String::new, |mbit| format!("{mbit:.0}")),
-            shown(subject, papers::best_published(subject))
-        );
-    }
-    Ok(text + "\n" + &own_figures(figures))
-}
-
-/// `12.3 s ± 0.1`
-fn base(figure: Option<&Figure>) -> String {
-    let parts =
-        figure.and_then(|figure| Some((figure.median?, figure.spread?, figure.unit.as_ref()?)));
-    parts.map_or_else(String::new, |(median, spread, unit)| {
-        format!("{} {unit} ± {}", number(median), number(spread))
-    })
-}
-
-/// The aims of a subject, and whether they are met.
-fn judged(figures: &Figures, subject: Subject) -> (String, String) {
-    let judge = |&variant: &Variant| {
-        let aim = papers::aim(subject, variant)?;
-        let met = figures.met(subject, variant, aim)?;
-        let at =
-            if variant == Variant::Adaptive { String::new() } else { format!(" at {variant}") };
-        Some((format!("{}{at}", aim.words()), if met { "yes" } else { "**no**" }))
-    };
-    let (aims, met): (Vec<String>, Vec<&str>) = Variant::all().iter().filter_map(judge).unzip();
-    (aims.join("; "), met.join("; "))
 }
 
 #[cfg(test)]
@@ -324,6 +258,10 @@ mod tests {
             let made = replaced(&text, &block.unwrap()).unwrap();
             assert_eq!(text, made, "{name}: `make readme-table` makes it anew");
         }
+        for (name, plot) in plots::all(&figures).unwrap() {
+            let kept = fs::read_to_string(root().join(&name)).unwrap();
+            assert!(kept == plot, "{name}: `make readme-table` makes it anew");
+        }
     }
 
     fn args(root: &Path, report: &Path, commit: Option<&str>) -> BenchReadmeArgs {
@@ -331,6 +269,7 @@ mod tests {
             report: report.to_owned(),
             commit: commit.map(str::to_owned),
             note: None,
+            shared: None,
             root: root.to_owned(),
         }
     }
