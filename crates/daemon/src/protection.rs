@@ -350,7 +350,7 @@ pub(crate) fn check_held_console(
 }
 
 /// Refuses a VM whose state QEMU itself says cannot be saved.
-fn check_blockers(machine: &Machine) -> Result<(), HostError> {
+pub(crate) fn check_blockers(machine: &Machine) -> Result<(), HostError> {
     let asked = machine.monitor().blockers();
     let blockers = asked.map_err(|error| HostError::new(ErrorKind::Internal, error.to_string()))?;
     if blockers.is_empty() {

@@ -3,6 +3,7 @@
 use super::member::MemberSeat;
 use super::take::Start;
 use crate::host::Host;
+use crate::protection::check_blockers;
 use crate::vm::PrimaryVm;
 use anyhow::{Context, bail};
 use crossbeam_channel::Receiver;
@@ -122,6 +123,8 @@ impl Capture {
         // Protection that is just beginning is seen, or sees that a snapshot has begun.
         drop(lock(&vm.protecting));
         check(&vm, &machine)?;
+        // What it cannot save it would leave out without a word.
+        check_blockers(&machine)?;
         connect(host, task, seat.as_ref())?;
         let store = host.config.store_keys.open(&task.store)?;
         let base = base.filter(|base| base.is_there(task, &store, &machine));

@@ -353,6 +353,11 @@ impl<'a> Capturer<'a> {
             self.closing = self.session.keeping.in_pause();
         }
         timing.stop_ms = watch.lap();
+        // The answer to a TPM's command that runs is written into memory while the state is saved.
+        let saved_first = self.machine.definition().tpm.is_some();
+        if saved_first {
+            pause.saved(&mut self.device_state)?;
+        }
         self.tracker.scan(&mut self.dirty)?;
         self.dirty.append(&self.carried);
         timing.scan_ms = watch.lap();
@@ -361,7 +366,9 @@ impl<'a> Capturer<'a> {
         strike("capture", &self.session.vm);
         timing.pages = self.dirty.pages();
         timing.copy_ms = watch.lap();
-        pause.saved(&mut self.device_state)?;
+        if !saved_first {
+            pause.saved(&mut self.device_state)?;
+        }
         timing.blob_ms = watch.lap();
         if cut != Cut::Last {
             pause.resume()?;

@@ -9,6 +9,7 @@ use axum::http::{HeaderMap, Method, StatusCode};
 use axum::middleware::Next;
 use axum::response::{IntoResponse, Response};
 use std::collections::BTreeMap;
+use std::fmt;
 use std::fs;
 use std::net::IpAddr;
 use std::os::unix::fs::PermissionsExt;
@@ -32,8 +33,11 @@ pub enum Guard {
     Remote(Arc<Tokens>),
 }
 
+/// Names by which this machine calls itself: what a tunnel to the socket is asked by.
+const OWN_NAMES: [&str; 4] = ["understudy", "localhost", "127.0.0.1", "[::1]"];
+
 /// What a connection over the network says of who calls.
-#[derive(Clone, Debug)]
+#[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Caller {
     /// Nothing: it must be a token.
     Nameless,
@@ -43,15 +47,25 @@ pub enum Caller {
     Unknown(String),
 }
 
+/// Who calls, found out for each request: a certificate may have been revoked, or have expired, since
+/// the connection began.
+pub type Asked = Arc<dyn Fn() -> Caller + Send + Sync>;
+
 /// A connection over the network, as its requests know it.
-#[derive(Clone, Debug)]
+#[derive(Clone)]
 pub struct Connected {
     /// Where it comes from.
     pub address: IpAddr,
     /// What it says of who calls.
-    pub caller: Caller,
+    pub caller: Asked,
     /// Requests of it that are being answered.
     pub requests: Requests,
+}
+
+impl fmt::Debug for Connected {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Connected").field("address", &self.address).finish_non_exhaustive()
+    }
 }
 
 /// The tokens of each role, in their files.
@@ -139,7 +153,7 @@ pub(super) async fn check(
     let connected = request.extensions().get::<ConnectInfo<Connected>>();
     let _answering = connected.map(|ConnectInfo(connected)| connected.requests.begin());
     let allowed = refuse_other_sites(&request).and_then(|()| match &guard {
-        Guard::Local => Ok(Access::Admin),
+        Guard::Local => refuse_other_names(&request).map(|()| Access::Admin),
         Guard::Remote(tokens) => admit(tokens, needed, &request),
     });
     match allowed {
@@ -182,9 +196,9 @@ fn identify(tokens: &Tokens, request: &Request) -> Result<(String, Access), ApiE
             .admit(token, connected.map(|connected| connected.address))
             .map(|access| ("a token".to_owned(), access));
     }
-    match connected.map(|connected| &connected.caller) {
-        Some(Caller::Known(name, access)) => Ok((name.to_string(), *access)),
-        Some(Caller::Unknown(why)) => Err(refusal(StatusCode::FORBIDDEN, why.clone())),
+    match connected.map(|connected| (connected.caller)()) {
+        Some(Caller::Known(name, access)) => Ok((name.to_string(), access)),
+        Some(Caller::Unknown(why)) => Err(refusal(StatusCode::FORBIDDEN, why)),
         Some(Caller::Nameless) | None => Err(refusal(
             StatusCode::UNAUTHORIZED,
             "say who you are: with `Authorization: Bearer TOKEN` and a token of [api.tokens], or \
@@ -214,6 +228,23 @@ fn refuse_other_sites(request: &Request) -> Result<(), ApiError> {
     Err(refusal(StatusCode::FORBIDDEN, message))
 }
 
+/// Whoever reaches the socket by a tunnel does so with a browser as well, which takes a page for this
+/// site's if only its name leads here: names that are none of this machine's are refused, whatever is asked.
+fn refuse_other_names(request: &Request) -> Result<(), ApiError> {
+    let Some(host) = request.headers().get(HOST) else { return Ok(()) };
+    let host = host.to_str().unwrap_or_default();
+    let port_at = host.rfind(':').filter(|at| !host[*at..].contains(']'));
+    let name = &host[..port_at.unwrap_or(host.len())];
+    if OWN_NAMES.iter().any(|own| own.eq_ignore_ascii_case(name)) {
+        return Ok(());
+    }
+    let message = format!(
+        "this is the socket of this machine, and {name:?} is no name of it: ask by `localhost`, or over the \
+         network by [api] of the host's configuration"
+    );
+    Err(refusal(StatusCode::FORBIDDEN, message))
+}
+
 fn refusal(status: StatusCode, message: String) -> ApiError {
     ApiError { status, error: HostError::new(ErrorKind::Refused, message) }
 }
@@ -222,6 +253,7 @@ fn refusal(status: StatusCode, message: String) -> ApiError {
 mod tests {
     use super::*;
     use axum::body::Body;
+    use std::sync::atomic::{AtomicBool, Ordering};
 
     fn tokens(directory: &Path, text: &str, mode: u32) -> Result<Tokens, HostError> {
         let path = directory.join("tokens");
@@ -238,6 +270,7 @@ mod tests {
         let mut request = request.body(Body::empty()).unwrap();
         if let Some(caller) = caller {
             let (address, requests) = (IpAddr::from([10, 0, 0, 1]), Requests::default());
+            let caller: Asked = Arc::new(move || caller.clone());
             let connected = Connected { address, caller, requests };
             request.extensions_mut().insert(ConnectInfo(connected));
         }
@@ -309,6 +342,44 @@ mod tests {
         let told = tokens.journal.after(0, None).events;
         assert_eq!(told.len(), 1, "{told:?}");
         assert!(told[0].text.contains("10.0.0.1"), "{told:?}");
+    }
+
+    #[test]
+    fn a_site_whose_name_leads_here_is_not_this_machine() {
+        let named = |host: &str| {
+            let headers = [("host", host), ("origin", "http://evil.example:8080")];
+            refuse_other_names(&request(Method::GET, &headers, None)).is_ok()
+        };
+        for own in
+            ["understudy", "localhost:8080", "LOCALHOST", "127.0.0.1:80", "[::1]:8080", "[::1]"]
+        {
+            assert!(named(own), "{own}");
+        }
+        for other in
+            ["evil.example:8080", "evil.example", "localhost.evil.example", "[::2]", "", ":80"]
+        {
+            assert!(!named(other), "{other}");
+        }
+        assert!(refuse_other_names(&request(Method::GET, &[], None)).is_ok(), "no browser");
+    }
+
+    #[test]
+    fn a_certificate_counts_for_as_long_as_it_is_one() {
+        let directory = tempfile::tempdir().unwrap();
+        let tokens = tokens(directory.path(), "0123456789abcdef0123\n", 0o600)
+            .unwrap_or_else(|error| panic!("{error}"));
+        let revoked = Arc::new(AtomicBool::new(false));
+        let mut request = request(Method::GET, &[], Some(Caller::Nameless));
+        let connected = request.extensions_mut().get_mut::<ConnectInfo<Connected>>().unwrap();
+        let seen = revoked.clone();
+        connected.0.caller = Arc::new(move || match seen.load(Ordering::Relaxed) {
+            true => Caller::Unknown("it was revoked".into()),
+            false => Caller::Known("alice".parse().unwrap(), Access::Admin),
+        });
+        assert!(admit(&tokens, Access::Admin, &request).is_ok());
+        revoked.store(true, Ordering::Relaxed);
+        let error = admit(&tokens, Access::Read, &request).err().unwrap();
+        assert!(error.error.message.contains("revoked"), "on the same connection");
     }
 
     #[test]

@@ -1,7 +1,7 @@
 //! The API over the network: TLS always, and a caller who has a token or a certificate.
 
 use super::Api;
-use super::access::{Caller, Connected, Guard, Tokens};
+use super::access::{Asked, Caller, Connected, Guard, Tokens};
 use super::idle::{Patient, Requests};
 use axum::extract::connect_info::Connected as ConnectedBy;
 use axum::serve::{IncomingStream, Listener};
@@ -19,6 +19,7 @@ use tokio::sync::mpsc::{Receiver, Sender, channel};
 use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 use tokio::time::timeout;
 use tokio_rustls::TlsAcceptor;
+use tokio_rustls::rustls::pki_types::CertificateDer;
 use tokio_rustls::server::TlsStream;
 use understudy_daemon::ApiTls;
 use understudy_daemon::config::ApiConfig;
@@ -149,22 +150,28 @@ impl Porter {
         }
     }
 
-    async fn greet(&self, socket: TcpStream, seat: Seat) {
+    async fn greet(self: &Arc<Self>, socket: TcpStream, seat: Seat) {
         let handshake = TlsAcceptor::from(self.tls.server()).accept(socket);
         // Whoever speaks no TLS, or not ours, gets no answer.
         let Ok(Ok(stream)) = timeout(HANDSHAKE_TIMEOUT, handshake).await else { return };
         let requests = Requests::default();
-        let connected = Connected { address: seat.address, caller: self.caller(&stream), requests };
+        let connected = Connected { address: seat.address, caller: self.asked(&stream), requests };
         let stream = Patient::new(stream, PATIENCE, connected.requests.clone());
         // Fails if the daemon ends.
         let _ = self.greeted.send((Connection { stream, _seat: seat }, connected)).await;
     }
 
-    fn caller(&self, stream: &TlsStream<TcpStream>) -> Caller {
+    /// What there is to be asked of a connection's certificate.
+    fn asked(self: &Arc<Self>, stream: &TlsStream<TcpStream>) -> Asked {
         let (_, tls) = stream.get_ref();
-        let Some(certificate) = tls.peer_certificates().and_then(<[_]>::first) else {
-            return Caller::Nameless;
-        };
+        let certificate = tls.peer_certificates().and_then(<[_]>::first).cloned();
+        let porter = self.clone();
+        Arc::new(move || {
+            certificate.as_ref().map_or(Caller::Nameless, |certificate| porter.caller(certificate))
+        })
+    }
+
+    fn caller(&self, certificate: &CertificateDer<'_>) -> Caller {
         let known = &self.config.certificates;
         match self.tls.whose(certificate, known.keys()) {
             Ok(Some(name)) => Caller::Known(name.clone(), known[name]),
@@ -200,7 +207,8 @@ impl Listener for Callers {
 
     fn local_addr(&self) -> io::Result<Connected> {
         let address = IpAddr::from([0, 0, 0, 0]);
-        Ok(Connected { address, caller: Caller::Nameless, requests: Requests::default() })
+        let caller: Asked = Arc::new(|| Caller::Nameless);
+        Ok(Connected { address, caller, requests: Requests::default() })
     }
 }
 

@@ -115,7 +115,7 @@ fn await_kind(scene: &Scene, host: &str, kind: &str) -> Result<Value> {
 fn streamed(scene: &Scene, host: &str) -> Result<UnixStream> {
     let mut stream = UnixStream::connect(scene.host(host)?.socket())?;
     stream.set_read_timeout(Some(LIMIT))?;
-    stream.write_all(b"GET /v1/events/stream HTTP/1.1\r\nhost: x\r\n\r\n")?;
+    stream.write_all(b"GET /v1/events/stream HTTP/1.1\r\nhost: localhost\r\n\r\n")?;
     Ok(stream)
 }
 
