@@ -26,7 +26,8 @@ impl Host {
     pub fn all_snapshots(&self, store: Option<&str>) -> Result<Vec<SnapshotReport>, HostError> {
         let groups = match store {
             Some(location) => {
-                Store::open(&address(location)?).map_err(|error| store_error("", error))?.groups()
+                let store = self.config.store_keys.open(&address(location)?);
+                store.map_err(|error| store_error("", error))?.groups()
             }
             None => Ok(self.config.clusters.keys().cloned().collect()),
         };
