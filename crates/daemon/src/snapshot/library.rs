@@ -38,14 +38,20 @@ impl Host {
         Ok(all)
     }
 
-    /// Deletes a snapshot.
+    /// Deletes a snapshot. With `force` even while a host restores from it, so far as its store
+    /// knows.
     pub fn delete_snapshot(
         &self,
         group: &GroupName,
         number: SnapshotNumber,
         store: Option<&str>,
+        force: bool,
     ) -> Result<DeleteReport, HostError> {
         let store = self.open_store(group, store)?;
+        if force {
+            let forgotten = store.forget_readers(group, number);
+            forgotten.map_err(|error| store_error("", error))?;
+        }
         let swept = store.remove(group, number, unix_now());
         let chunks = match swept.map_err(|error| store_error("", error))? {
             Swept::Removed(chunks) => format!("{chunks} chunks were removed with it"),
