@@ -242,14 +242,18 @@ impl Client {
         self.json(Method::GET, &which("/v1/snapshots", group, None, store), Bytes::new())
     }
 
-    /// Deletes a snapshot.
+    /// Deletes a snapshot. With `force` even while it is being restored.
     pub fn delete_snapshot(
         &self,
         group: &str,
         number: SnapshotNumber,
         store: Option<&str>,
+        force: bool,
     ) -> Result<DeleteReport, Failure> {
-        let path = which("/v1/snapshots", Some(group), Some(number), store);
+        let mut path = which("/v1/snapshots", Some(group), Some(number), store);
+        if force {
+            path.push_str("&force=true");
+        }
         self.json(Method::DELETE, &path, Bytes::new())
     }
 

@@ -12,9 +12,9 @@ use std::collections::BTreeMap;
 use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::mpsc;
 use std::thread;
 use std::time::{Duration, Instant};
-use tracing::error;
 use tracing::{info, warn};
 use understudy_machine::Machine;
 use understudy_memory::{MAIN_MEMORY, StillImage, StillPage};
@@ -27,6 +27,9 @@ use understudy_threads::{Mutex, lock};
 
 /// How often the end of the trace is looked for.
 const LOOK: Duration = Duration::from_millis(20);
+
+/// Callback, called once, for how a job went.
+type Answer = Box<dyn FnOnce(anyhow::Result<KeptImage>) + Send>;
 
 /// What a backup keeps of one VM.
 pub struct Keeper {
@@ -71,33 +74,39 @@ impl Keeper {
         answer: impl FnOnce(Kept) + Send + 'static,
     ) {
         let (group, number) = (order.group.clone(), order.number);
-        let answer = move |image: anyhow::Result<KeptImage>| {
+        let answer: Answer = Box::new(move |image| {
             let image = image.map_err(|error| format!("{error:#}"));
             if let Err(why) = &image {
                 warn!("what was kept for snapshot {number} of {group} is given up: {why}");
             }
             answer(Kept { group, number, image });
-        };
+        });
         if let Err(error) = self.stores.check(&order.store) {
             return answer(Err(error.into()));
         }
+        // There before anything is kept: one that cannot be started would leave it so for good.
+        let (hand, handed) = mpsc::sync_channel::<(Job, Arc<AtomicBool>, Answer)>(1);
+        let keeper = self.clone();
+        let started = spawn("keep", move || {
+            let Ok((job, stop, answer)) = handed.recv() else { return };
+            let image = job.run(&keeper.keys, &stop);
+            keeper.let_go(number);
+            answer(image);
+        });
+        if let Err(error) = started {
+            return answer(Err(anyhow::Error::new(error).context("cannot start a thread")));
+        }
+        // The former ends before the next one begins.
+        self.end();
         let job = match Job::begin(order, machine, directory, device_state) {
             Ok(job) => job,
             Err(error) => return answer(Err(error)),
         };
         let keeping = Keeping { number, image: job.image.clone(), stop: Arc::default() };
         let stop = keeping.stop.clone();
-        let former = lock(&self.keeping).replace(keeping);
-        drop(former);
-        let keeper = self.clone();
-        let started = spawn("keep", move || {
-            let image = job.run(&keeper.keys, &stop);
-            keeper.let_go(number);
-            answer(image);
-        });
-        if let Err(error) = started {
-            error!("a snapshot is not kept: cannot start a thread: {error}");
-        }
+        *lock(&self.keeping) = Some(keeping);
+        // It waits for nothing else.
+        let _ = hand.send((job, stop, answer));
     }
 
     /// Nothing is kept for this snapshot any more.

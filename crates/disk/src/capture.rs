@@ -105,9 +105,9 @@ impl PreparedCapture {
         let (taken, wanted) = self.disk.take_changes(self.changed, self.all);
         let state = State { gone: self.gone, moved: self.moved, failed: None };
         let frozen = Arc::new(Frozen { wanted, aside: self.aside, state: Mutex::new(state) });
-        self.disk.set_capture(Some(frozen.clone()));
+        self.disk.attach_capture(frozen.clone());
         Capture {
-            _attached: Attached(self.disk.clone()),
+            _attached: Attached { disk: self.disk.clone(), frozen: frozen.clone() },
             changes: ChangesTaken { disk: self.disk.clone(), taken: Some(taken) },
             disk: self.disk,
             frozen,
@@ -128,11 +128,14 @@ fn unnamed(directory: &Path, disk: &Disk) -> io::Result<File> {
 
 /// Ends the copying when it is dropped.
 #[derive(Debug)]
-struct Attached(Arc<Disk>);
+struct Attached {
+    disk: Arc<Disk>,
+    frozen: Arc<Frozen>,
+}
 
 impl Drop for Attached {
     fn drop(&mut self) {
-        self.0.set_capture(None);
+        self.disk.detach_capture(&self.frozen);
     }
 }
 
@@ -196,12 +199,20 @@ impl Frozen {
         while let Some(run) = self.unread(&state, touched.clone()) {
             if let Err(error) = self.move_aside(disk, &run) {
                 tracing::warn!(disk = %disk.index(), %error, "a snapshot of the disk has failed");
-                state.failed = Some(error);
+                let why =
+                    format!("a block that the guest overwrote could not be put aside: {error}");
+                state.failed = Some(io::Error::new(error.kind(), why));
                 return;
             }
             state.gone.insert(run.clone());
             state.moved.insert(run);
         }
+    }
+
+    /// Nothing is put aside any more, for another capture of the disk has begun.
+    pub(crate) fn replaced(&self) {
+        let why = "another snapshot of the disk has begun";
+        self.lock().failed.get_or_insert_with(|| io::Error::other(why));
     }
 
     /// Whether a range holds something that is still to be read.
@@ -271,10 +282,7 @@ impl State {
     fn check(&self) -> io::Result<()> {
         match &self.failed {
             None => Ok(()),
-            Some(error) => Err(io::Error::new(
-                error.kind(),
-                format!("a block that the guest overwrote could not be put aside: {error}"),
-            )),
+            Some(error) => Err(io::Error::new(error.kind(), error.to_string())),
         }
     }
 }

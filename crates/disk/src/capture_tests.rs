@@ -186,6 +186,25 @@ fn only_what_changed_since_the_base_is_read() {
     assert_eq!(prepare(&disk, &dir, true).take().blocks(), 0);
 }
 
+/// Before, the first one's end detached the second, which then read what the guest wrote later.
+#[test]
+fn a_capture_that_ends_late_leaves_the_next_one_alone() {
+    let dir = tempfile::tempdir().unwrap();
+    let disk = disk(&dir);
+    disk.write(0, &[1; 100_000]).unwrap();
+    let mut one = prepare(&disk, &dir, false).take();
+    let mut two = prepare(&disk, &dir, false).take();
+    let truth = content(&disk);
+    disk.write(0, &[2; 50_000]).unwrap();
+    let error = one.read(&mut Vec::new()).unwrap_err();
+    assert!(error.to_string().contains("another snapshot"), "{error}");
+    drop(one);
+    disk.write(0, &[3; 100_000]).unwrap();
+    let mut stored = Stored::default();
+    while stored.read(&mut two) {}
+    assert!(stored.image() == truth, "it is torn");
+}
+
 #[test]
 fn a_capture_that_fails_does_not_fail_the_guests_write() {
     let dir = tempfile::tempdir().unwrap();

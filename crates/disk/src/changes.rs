@@ -12,6 +12,7 @@
 
 use crate::durable::Durable;
 use crate::error::DiskError;
+use std::collections::BTreeSet;
 use std::fs::{self, File, OpenOptions};
 use std::io;
 use std::ops::Range;
@@ -42,10 +43,14 @@ struct State {
     file: Durable,
     /// Any block may differ, until a map is made anew: no round forgets anything.
     all: bool,
+    /// The file may lack what is marked here: the next that goes there is all of it.
+    unwritten: bool,
     /// Marked since the round began.
     current: Vec<u8>,
     /// Marked before.
     closing: Vec<u8>,
+    /// Granules that no round forgets.
+    kept: BTreeSet<u64>,
 }
 
 impl ChangeMap {
@@ -68,8 +73,7 @@ impl ChangeMap {
         file.write_all_at(&disk_bytes.to_le_bytes(), 8)?;
         // Written, not left as holes: marking must not fail for want of space.
         file.write_all_at(&bits, BITS_AT)?;
-        let file = Durable::new(file);
-        let state = State { file, all: false, closing: bits.clone(), current: bits };
+        let mut state = State::new(file, bits);
         state.seal(image)?;
         fs::rename(&fresh, path)?;
         Ok(ChangeMap { granules, state: Mutex::new(state) })
@@ -103,9 +107,7 @@ impl ChangeMap {
         }
         let mut current = vec![0; granules.div_ceil(8) as usize];
         file.read_exact_at(&mut current, BITS_AT)?;
-        let file = Durable::new(file);
-        let state = State { file, all: false, closing: vec![0; current.len()], current };
-        Ok(Ok(ChangeMap { granules, state: Mutex::new(state) }))
+        Ok(Ok(ChangeMap { granules, state: Mutex::new(State::new(file, current)) }))
     }
 
     /// To be called before the image is written: the map tells its changes from now on,
@@ -125,19 +127,27 @@ impl ChangeMap {
 
     /// Notes that a range is about to change.
     pub(crate) fn mark(&self, offset: u64, len: u64) -> io::Result<()> {
-        if len == 0 {
-            return Ok(());
-        }
-        let last = (offset + len - 1) / GRANULE_BYTES;
-        self.lock().mark(offset / GRANULE_BYTES..last.min(self.granules - 1) + 1)
+        self.lock().mark(self.touched(offset, len))
+    }
+
+    /// Notes that a marked range did not change as a whole: it goes to no sink, and so no round that
+    /// ends says that the other host has what it holds now.
+    pub(crate) fn keep(&self, offset: u64, len: u64) {
+        self.lock().kept.extend(self.touched(offset, len));
+    }
+
+    fn touched(&self, offset: u64, len: u64) -> Range<u64> {
+        let end = (offset + len).div_ceil(GRANULE_BYTES).min(self.granules);
+        if len == 0 { 0..0 } else { offset / GRANULE_BYTES..end }
     }
 
     /// Notes that any block may differ, for good: what was written to the image may be lost.
     pub(crate) fn mark_all(&self) -> io::Result<()> {
         let mut state = self.lock();
-        if std::mem::replace(&mut state.all, true) {
+        if state.all && !state.unwritten {
             return Ok(());
         }
+        state.all = true;
         state.mark(0..self.granules)
     }
 
@@ -166,6 +176,10 @@ impl ChangeMap {
         for (closing, current) in state.closing.iter_mut().zip(&mut state.current) {
             *closing |= std::mem::take(current);
         }
+        for &granule in &state.kept {
+            let (byte, bit) = place(granule);
+            state.current[byte] |= bit;
+        }
     }
 
     /// The other host has what was set aside on its disk.
@@ -177,7 +191,7 @@ impl ChangeMap {
         }
         state.closing.fill(0);
         // Whatever part of it reaches the file, every bit of `current` stays set.
-        state.file.write_all_at(&state.current, BITS_AT)
+        state.write_all()
     }
 
     /// The changed granules, as runs in ascending order.
@@ -206,6 +220,12 @@ impl ChangeMap {
 }
 
 impl State {
+    fn new(file: File, current: Vec<u8>) -> State {
+        let closing = vec![0; current.len()];
+        let (file, kept) = (Durable::new(file), BTreeSet::new());
+        State { file, all: false, unwritten: false, current, closing, kept }
+    }
+
     fn is_marked(&self, granule: u64) -> bool {
         let (byte, bit) = place(granule);
         (self.current[byte] | self.closing[byte]) & bit != 0
@@ -222,16 +242,32 @@ impl State {
             is_new |= (self.current[byte] | self.closing[byte]) & bit == 0;
             self.current[byte] |= bit;
         }
-        if !is_new {
-            return Ok(());
+        match (self.unwritten, is_new) {
+            (true, _) => self.write_all(),
+            (false, true) => self.write(first..last + 1),
+            (false, false) => Ok(()),
         }
-        let both = |(current, closing): (&u8, &u8)| current | closing;
-        let bytes = self.current[first..=last].iter().zip(&self.closing[first..=last]);
-        let bytes: Vec<u8> = bytes.map(both).collect();
-        self.file.write_all_at(&bytes, BITS_AT + first as u64)
     }
 
-    fn seal(&self, image: &Path) -> io::Result<()> {
+    fn write_all(&mut self) -> io::Result<()> {
+        self.write(0..self.current.len())?;
+        self.unwritten = false;
+        Ok(())
+    }
+
+    /// Writes so many bytes of the map. What may not have got there is not taken for marked by
+    /// whoever tries again.
+    fn write(&mut self, bytes: Range<usize>) -> io::Result<()> {
+        let at = BITS_AT + bytes.start as u64;
+        let marks = self.current[bytes.clone()].iter().zip(&self.closing[bytes]);
+        let marks: Vec<u8> = marks.map(|(current, closing)| current | closing).collect();
+        self.file.write_all_at(&marks, at).inspect_err(|_| self.unwritten = true)
+    }
+
+    fn seal(&mut self, image: &Path) -> io::Result<()> {
+        if self.unwritten {
+            self.write_all()?;
+        }
         self.file.sync()?;
         self.file.write_all_at(&modified_at(image)?.to_le_bytes(), SEAL_AT)?;
         self.file.sync()

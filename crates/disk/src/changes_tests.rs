@@ -25,6 +25,11 @@ fn reopen(map: &Path, image: &Path) -> Result<ChangeMap, String> {
     ChangeMap::open(map, DISK_BYTES, image).unwrap()
 }
 
+/// All that are marked.
+fn granules(map: &ChangeMap) -> Vec<u64> {
+    map.runs().into_iter().flatten().collect()
+}
+
 #[test]
 fn marks_outlive_a_map_that_was_not_closed() {
     let (_directory, image, path) = image();
@@ -74,6 +79,69 @@ fn a_round_in_which_nothing_was_set_aside_writes_nothing() {
     let mut byte = [0];
     map.lock().file.read_exact_at(&mut byte, BITS_AT).unwrap();
     assert_eq!(byte, [0xff]);
+}
+
+/// Before, the round after a write that failed half-way forgot it, and it had gone to no other host.
+#[test]
+fn what_a_failed_change_may_have_left_behind_is_never_forgotten() {
+    let (_directory, image, path) = image();
+    let map = Arc::new(create(&path, &image));
+    map.unseal().unwrap();
+    // It cannot be written.
+    let disk = Disk::open_medium(DiskIndex(0), &image).unwrap();
+    disk.set_changes(Some(map.clone()));
+    disk.write(2 * GRANULE_BYTES, b"w").unwrap_err();
+    disk.zero(4 * GRANULE_BYTES, 1).unwrap_err();
+    disk.trim(6 * GRANULE_BYTES, GRANULE_BYTES).unwrap_err();
+    for _ in 0..2 {
+        disk.begin_round();
+        map.end_round().unwrap();
+        assert_eq!(map.runs(), [2..3, 4..5, 6..7]);
+        assert_eq!(reopen(&path, &image).unwrap().runs(), [2..3, 4..5, 6..7]);
+    }
+}
+
+/// What the map has in its file's stead, for as long as nothing can be written there.
+fn fill_up(map: &ChangeMap) -> Durable {
+    let full = OpenOptions::new().read(true).write(true).open("/dev/full").unwrap();
+    std::mem::replace(&mut map.lock().file, Durable::new(full))
+}
+
+/// Before, a guest's write was refused, and made when it came again, without a mark in the file.
+#[test]
+fn a_mark_that_could_not_be_written_is_written_at_the_next_try() {
+    let (_directory, image, path) = image();
+    let map = Arc::new(create(&path, &image));
+    map.unseal().unwrap();
+    let disk = Disk::open(DiskIndex(0), &image, DISK_BYTES).unwrap();
+    disk.set_changes(Some(map.clone()));
+    let file = fill_up(&map);
+    disk.write(9 * GRANULE_BYTES, b"first").unwrap_err();
+    map.lock().file = file;
+    disk.write(9 * GRANULE_BYTES, b"second").unwrap();
+    assert_eq!(granules(&reopen(&path, &image).unwrap()), [9]);
+}
+
+#[test]
+fn what_could_not_be_written_goes_along_with_whatever_is() {
+    let (_directory, image, path) = image();
+    let map = create(&path, &image);
+    map.unseal().unwrap();
+    let file = fill_up(&map);
+    map.mark_all().unwrap_err();
+    assert_eq!(granules(&map).len(), 101, "this daemon knows, whatever its file says");
+    map.lock().file = file;
+    map.begin_round();
+    map.end_round().unwrap();
+    map.mark(0, 1).unwrap();
+    assert_eq!(granules(&reopen(&path, &image).unwrap()).len(), 101);
+
+    let map = create(&path, &image);
+    let file = fill_up(&map);
+    map.mark(0, 1).unwrap_err();
+    map.lock().file = file;
+    map.seal(&image).unwrap();
+    assert_eq!(granules(&reopen(&path, &image).unwrap()), [0]);
 }
 
 #[test]

@@ -485,9 +485,9 @@ pub(crate) fn fail_in_a_test(_point: &str) -> io::Result<()> {
     Ok(())
 }
 
-/// A test makes writes and syncs wait for as long as there is the file that the fail point names.
-pub(crate) fn hang_in_a_test() {
-    fail::fail_point!("hang-disk", |file| {
+/// A test makes writes or syncs wait for as long as there is the file that the fail point names.
+pub(crate) fn hang_in_a_test(_point: &str) {
+    fail::fail_point!(_point, |file| {
         let file = file.unwrap_or_default();
         while Path::new(&file).exists() {
             std::thread::sleep(Duration::from_millis(20));

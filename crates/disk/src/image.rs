@@ -145,7 +145,7 @@ impl Image {
     /// Writes all of the data, growing the file as needed.
     pub(crate) fn write(&self, offset: u64, data: &[u8]) -> io::Result<()> {
         let _wait = self.waits.begin();
-        hang_in_a_test();
+        hang_in_a_test("hang-disk");
         self.file.write_all_at(data, offset)
     }
 
@@ -240,7 +240,8 @@ impl Image {
     pub(crate) fn sync(&self) -> io::Result<()> {
         let _wait = self.waits.begin();
         self.file.sync_with(|file| {
-            hang_in_a_test();
+            hang_in_a_test("hang-disk");
+            hang_in_a_test("hang-sync");
             fail_in_a_test("sync-disk")?;
             file.sync_data()
         })

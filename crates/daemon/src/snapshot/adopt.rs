@@ -88,6 +88,7 @@ impl Host {
     pub(crate) fn remaining(&self, note: &RestoreNote) -> anyhow::Result<Remaining> {
         let task = &note.task;
         let store = Arc::new(self.config.store_keys.open(&task.store)?);
+        self.begin_reading(&store, task);
         let member = member_of(&store, task)?;
         let source = Source::new(store.clone(), self.snapshots.way.clone());
         Ok(Remaining {

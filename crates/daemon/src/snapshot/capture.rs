@@ -10,8 +10,9 @@ use crossbeam_channel::Receiver;
 use std::collections::BTreeMap;
 use std::sync::atomic::AtomicBool;
 use std::sync::{Arc, Weak};
+use std::thread;
 use std::time::{Duration, Instant};
-use tracing::info;
+use tracing::{error, info, warn};
 use understudy_cluster::Stopped;
 use understudy_cluster::disk::DiskCapture;
 use understudy_cluster::memory::{CaptureOptions, MemoryCapture, Taken};
@@ -24,7 +25,10 @@ use understudy_protocol::{BlockId, DiskIndex};
 use understudy_protocol::{GroupName, VmName};
 use understudy_qemu::lockstep::LogErrand;
 use understudy_snapshot::{Area, AreaMap, Part, SnapshotNumber, Store, StoreAddress};
-use understudy_threads::lock;
+use understudy_threads::{lock, spawn};
+
+/// Before a QEMU that did not answer is asked again to let its guest run.
+const ASK_AGAIN: Duration = Duration::from_secs(1);
 
 /// The last snapshot that exists: what the next one need not save again.
 #[derive(Clone)]
@@ -141,6 +145,7 @@ impl Capture {
         let directory = host.vm_directory(task.vm())?;
         let disks = DiskCapture::arm(&machine, task.compression, &directory, base.is_some())
             .with_context(|| format!("cannot prepare the disks of {}", task.vm()))?;
+        sync(&machine)?;
         Ok(Capture {
             task: task.clone(),
             number,
@@ -159,18 +164,21 @@ impl Capture {
         })
     }
 
-    /// The pause. On an error the guest runs on, or its QEMU is gone.
+    /// The pause. On an error the guest runs on as soon as its QEMU answers, if that lives.
+    ///
+    /// Nobody holds what this guest sends, as is done for one with a backup: a flush that comes
+    /// meanwhile is answered when the image is on stable storage, and the pause waits for it.
     pub fn take(&mut self) -> anyhow::Result<()> {
         // Protection may have begun since.
         let vm = self.vm.clone();
         let _protecting = lock(&vm.protecting);
         check(&vm, &self.machine)?;
         let machine = self.machine.clone();
-        let disks = machine.disks();
-        disks.iter().for_each(|disk| disk.begin_checkpoint());
         let began = Instant::now();
         let taken = self.pause(&machine);
-        disks.iter().for_each(|disk| disk.end_checkpoint());
+        if taken.is_err() {
+            let_run(&machine);
+        }
         self.paused = began.elapsed();
         let paused = self.paused.as_secs_f64() * 1e3;
         info!(vm = %self.task.vm(), "stood still for {paused:.1} ms for a snapshot");
@@ -227,6 +235,32 @@ impl Capture {
             machine: machine.presence(),
         };
         Ok((part, Saved { base, taken: memory.taken, disk_changes: disks.changes }))
+    }
+}
+
+/// Brings to stable storage what a flush in the pause would otherwise have to bring there.
+fn sync(machine: &Machine) -> anyhow::Result<()> {
+    for disk in machine.disks() {
+        disk.sync().with_context(|| format!("cannot sync {}", disk.path().display()))?;
+    }
+    Ok(())
+}
+
+/// Lets a guest run whose pause has failed: its disk may have taken too long.
+fn let_run(machine: &Arc<Machine>) {
+    let machine = machine.clone();
+    let run = move || {
+        while machine.is_alive()
+            && !machine.is_powered_off()
+            && let Err(error) = machine.ensure_running()
+        {
+            let vm = &machine.definition().name;
+            warn!(%vm, "it may stand still after a snapshot that failed: {error:#}");
+            thread::sleep(ASK_AGAIN);
+        }
+    };
+    if let Err(error) = spawn("let-run", run) {
+        error!("a guest may stand still after a snapshot: cannot start a thread: {error}");
     }
 }
 

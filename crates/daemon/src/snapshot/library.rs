@@ -26,7 +26,8 @@ impl Host {
     pub fn all_snapshots(&self, store: Option<&str>) -> Result<Vec<SnapshotReport>, HostError> {
         let groups = match store {
             Some(location) => {
-                Store::open(&address(location)?).map_err(|error| store_error("", error))?.groups()
+                let store = self.config.store_keys.open(&address(location)?);
+                store.map_err(|error| store_error("", error))?.groups()
             }
             None => Ok(self.config.clusters.keys().cloned().collect()),
         };
@@ -37,14 +38,20 @@ impl Host {
         Ok(all)
     }
 
-    /// Deletes a snapshot.
+    /// Deletes a snapshot. With `force` even while a host restores from it, so far as its store
+    /// knows.
     pub fn delete_snapshot(
         &self,
         group: &GroupName,
         number: SnapshotNumber,
         store: Option<&str>,
+        force: bool,
     ) -> Result<DeleteReport, HostError> {
         let store = self.open_store(group, store)?;
+        if force {
+            let forgotten = store.forget_readers(group, number);
+            forgotten.map_err(|error| store_error("", error))?;
+        }
         let swept = store.remove(group, number, unix_now());
         let chunks = match swept.map_err(|error| store_error("", error))? {
             Swept::Removed(chunks) => format!("{chunks} chunks were removed with it"),

@@ -7,6 +7,7 @@
 //! | [`take`], [`restore`] | one member, on its host: a cohort and its threads |
 //! | [`command`], [`taker`], [`restorer`] | the daemon that got the command: a coordinator |
 //! | [`library`] | what is in a store: list, delete, verify |
+//! | [`reading`] | the mark of a restore, which keeps others from deleting what it reads |
 //! | [`member`] | a VM's seat at its cluster's network, and its cut |
 //! | [`sampling`] | working sets in normal running |
 //! | [`schedule`] | snapshots that are taken by themselves |
@@ -33,6 +34,7 @@ mod mirrored;
 mod placement;
 mod prepare;
 pub use understudy_cluster::store_keys::make_key;
+mod reading;
 mod restore;
 mod restorer;
 mod sampling;

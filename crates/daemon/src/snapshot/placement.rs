@@ -156,7 +156,9 @@ pub(super) fn store_error(place: &str, error: StoreError) -> HostError {
         StoreError::Location(_) | StoreError::Name(_) | StoreError::Version { .. } => {
             ErrorKind::Invalid
         }
-        StoreError::Sweeping | StoreError::Overtaken(_) => ErrorKind::Conflict,
+        StoreError::Sweeping | StoreError::Overtaken(_) | StoreError::BeingRead { .. } => {
+            ErrorKind::Conflict
+        }
         _ => ErrorKind::Internal,
     };
     HostError::new(kind, format!("{place}{error}"))

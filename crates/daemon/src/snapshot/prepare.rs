@@ -77,6 +77,7 @@ pub fn prepare(
     filling: impl FnOnce(&Arc<Filler>, &Arc<Vec<DiskFiller>>),
 ) -> anyhow::Result<Prepared> {
     let store = Arc::new(host.config.store_keys.open(&task.store)?);
+    host.begin_reading(&store, task);
     let member = member_of(&store, task)?;
     let saved = SavedVm::of(&member)?;
     host.check_unused(&saved.definition)?;

@@ -186,6 +186,7 @@ impl Restoring {
                         restoring.end_vm();
                         drop(disks);
                         restoring.await_workers();
+                        restoring.end_reading();
                         restoring.event(CohortEvent::Discarded);
                     });
                 }
@@ -310,7 +311,14 @@ impl Restoring {
         if let Ok(vm) = host.primary(self.task.vm()) {
             vm.machine().end_custody();
         }
+        host.end_reading(&self.task);
         self.event(CohortEvent::Complete);
+    }
+
+    fn end_reading(&self) {
+        if let Some(host) = self.host.upgrade() {
+            host.end_reading(&self.task);
+        }
     }
 
     /// The coordinator is silent: does the VM stay?

@@ -58,8 +58,11 @@ impl Host {
         let readable: Vec<Manifest> =
             there.into_iter().filter_map(|listed| listed.manifest.ok()).collect();
         for number in retention.expired(&readable, unix_now()) {
-            self.delete_snapshot(group, number, None)?;
-            info!("snapshot {number} of {group} was old, and is deleted");
+            // One that is being restored is deleted the next time.
+            match self.delete_snapshot(group, number, None, false) {
+                Ok(_) => info!("snapshot {number} of {group} was old, and is deleted"),
+                Err(error) => warn!("snapshot {number} of {group} is old: {error}"),
+            }
         }
         Ok(())
     }

@@ -43,7 +43,8 @@ impl Ordered<'_> {
             return Ok(());
         }
         self.begin(offset, len)?;
-        if self.disk.image.punch(offset, len)? {
+        let punched = self.disk.image.punch(offset, len);
+        if punched.inspect_err(|_| self.keep(offset, len))? {
             self.mirror_zero(offset, len);
         }
         Ok(())
@@ -62,9 +63,17 @@ impl Ordered<'_> {
         len: u64,
         change: impl FnOnce() -> io::Result<()>,
     ) -> io::Result<()> {
-        match self.disk.absent() {
+        let changed = match self.disk.absent() {
             Some(absent) => absent.overwrite(offset, len, change),
             None => change(),
+        };
+        changed.inspect_err(|_| self.keep(offset, len))
+    }
+
+    /// What failed may have been done in part.
+    fn keep(&self, offset: u64, len: u64) {
+        if let Some(changes) = self.disk.changes() {
+            changes.keep(offset, len);
         }
     }
 

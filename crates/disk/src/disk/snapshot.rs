@@ -139,9 +139,23 @@ impl Disk {
         }
     }
 
-    /// Before a block is overwritten that the capture has not read, it puts it aside.
-    pub(crate) fn set_capture(&self, capture: Option<Arc<Frozen>>) {
-        let former = std::mem::replace(&mut self.lock_order().capture, capture);
-        drop(former);
+    /// Before a block is overwritten that the capture has not read, it puts it aside. One that was
+    /// still at it has failed.
+    pub(crate) fn attach_capture(&self, capture: Arc<Frozen>) {
+        let mut order = self.lock_order();
+        let former = order.capture.replace(capture);
+        if let Some(former) = &former {
+            former.replaced();
+        }
+        drop(order);
+    }
+
+    /// Ends this capture, if it is not over already.
+    pub(crate) fn detach_capture(&self, capture: &Arc<Frozen>) {
+        let mut order = self.lock_order();
+        let ended = order.capture.take_if(|current| Arc::ptr_eq(current, capture));
+        drop(order);
+        // Outside the lock: dropping it may take long.
+        drop(ended);
     }
 }

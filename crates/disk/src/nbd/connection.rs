@@ -126,12 +126,12 @@ impl Served {
         if !status.is_fault() {
             return replies.send(status, handle, &[]);
         }
-        // Nobody needs an answer whose connection has ended before.
-        let replies = Arc::downgrade(replies);
-        let answer = move || {
-            if let Some(replies) = replies.upgrade() {
-                replies.send(status, handle, &[]);
-            }
+        let (replies, disk) = (Arc::downgrade(replies), Arc::downgrade(&self.disk));
+        let answer = move || match (replies.upgrade(), disk.upgrade()) {
+            (Some(replies), _) => replies.send(status, handle, &[]),
+            // Nobody needs an answer whose connection has ended before.
+            (None, Some(disk)) => disk.request_ends(),
+            (None, None) => {}
         };
         self.disk.withheld.answer(&error, Box::new(answer));
     }
@@ -309,5 +309,37 @@ impl Buffer {
             self.0.resize(len, 0);
         }
         &mut self.0[..len]
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use nix::errno::Errno;
+    use understudy_protocol::DiskIndex;
+
+    /// Before, it counted as open for good: a QEMU that hung later passed for one that waits for its
+    /// disk.
+    #[test]
+    fn a_request_ends_whose_answer_was_withheld_until_its_connection_had_ended() {
+        let dir = tempfile::tempdir().unwrap();
+        let image = dir.path().join("image");
+        std::fs::write(&image, b"").unwrap();
+        let disk = Arc::new(Disk::open(DiskIndex(0), &image, 4096).unwrap());
+        let export = Export { name: String::new(), bytes: 4096 };
+        let (counters, aside) = (Arc::default(), Arc::default());
+        let served = Served { disk: disk.clone(), export, counters, aside };
+        let (stream, client) = UnixStream::pair().unwrap();
+        let replies = Arc::new(Replies::new(stream, disk.clone()));
+        let mut header = [0; REQUEST_BYTES];
+        header[..4].copy_from_slice(&0x2560_9513_u32.to_be_bytes());
+        let request = Request::parse(&header).unwrap();
+        disk.withhold_errors(Arc::new(|_| ()));
+        disk.request_begins();
+        served.answer(&request, Err(Errno::EIO.into()), &replies);
+        drop((replies, client));
+        assert!(disk.has_requests() && disk.withholds_errors());
+        disk.let_pass();
+        assert!(!disk.has_requests());
     }
 }

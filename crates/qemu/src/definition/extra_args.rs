@@ -119,21 +119,21 @@ fn check_value(kind: Value, value: &str) -> Result<(), String> {
     if value.trim_start().starts_with('{') && !matches!(kind, Value::Any) {
         return Err("write it as name,key=value, not as JSON".to_owned());
     }
-    let name = value.split(',').next().unwrap_or_default();
-    let name = name.strip_prefix("driver=").or(name.strip_prefix("qom-type=")).unwrap_or(name);
     match kind {
         Value::None | Value::Any => Ok(()),
         Value::Device => {
-            if HOST_DEVICES.iter().any(|device| name.starts_with(device)) {
+            let tied = |name: &&str| HOST_DEVICES.iter().any(|device| name.starts_with(device));
+            if let Some(name) = named(value, "driver").find(tied) {
                 return Err(format!("{name} is tied to this host and cannot move to another"));
             }
-            check_id(value)
+            check_ids(value)
         }
         Value::Object => {
-            if !OBJECTS.contains(&name) {
+            let known = |name: &str| OBJECTS.contains(&name);
+            if named(value, "qom-type").next().is_none() || !named(value, "qom-type").all(known) {
                 return Err(format!("allowed objects are {}", OBJECTS.join(", ")));
             }
-            check_id(value)
+            check_ids(value)
         }
         Value::Global if value.starts_with("migration.") || value.contains("driver=migration") => {
             Err("Understudy itself controls migration".to_owned())
@@ -142,18 +142,30 @@ fn check_value(kind: Value, value: &str) -> Result<(), String> {
     }
 }
 
+/// All that QEMU could take for the value of a key: its first word may do without the key, and of
+/// several it takes the last.
+fn named<'a>(value: &'a str, key: &str) -> impl Iterator<Item = &'a str> {
+    value.split(',').enumerate().filter_map(move |(at, word)| match word.split_once('=') {
+        Some((found, name)) => (found == key).then_some(name),
+        None => (at == 0).then_some(word),
+    })
+}
+
 /// Refuses the ids that Understudy uses.
-fn check_id(value: &str) -> Result<(), String> {
-    let id = value.split(',').find_map(|part| part.strip_prefix("id=")).unwrap_or_default();
+fn check_ids(value: &str) -> Result<(), String> {
+    let mut ids = value.split(',').filter_map(|part| part.strip_prefix("id="));
+    match ids.find(|id| is_own_id(id)) {
+        Some(id) => Err(format!("the id \"{id}\" is Understudy's own; choose another")),
+        None => Ok(()),
+    }
+}
+
+fn is_own_id(id: &str) -> bool {
     let numbered = |prefix: &str| {
         id.strip_prefix(prefix).is_some_and(|n: &str| n.starts_with(|c: char| c.is_ascii_digit()))
     };
-    let own = ["ram", "console", "firmware", "scsi", "sata", "serial", "guest-agent", "tpm"]
-        .contains(&id);
-    if own || ["disk", "card", "nic", "cdrom", "qmp"].into_iter().any(numbered) {
-        return Err(format!("the id \"{id}\" is Understudy's own; choose another"));
-    }
-    Ok(())
+    ["ram", "console", "firmware", "scsi", "sata", "serial", "guest-agent", "tpm"].contains(&id)
+        || ["disk", "card", "nic", "cdrom", "qmp"].into_iter().any(numbered)
 }
 
 #[cfg(test)]
@@ -168,6 +180,9 @@ mod tests {
     #[test]
     fn harmless_arguments_pass() {
         let args = ["-device", "virtio-rng-pci,id=entropy", "-usb", "--uuid", "1-2", "-D", "/x"];
+        assert_eq!(check(&args), Vec::<String>::new());
+        let args =
+            ["-device", "id=e,driver=virtio-rng-pci,rng=r", "-object", "qom-type=rng-random,id=r"];
         assert_eq!(check(&args), Vec::<String>::new());
     }
 
@@ -205,10 +220,15 @@ mod tests {
             (&["stray"], "not known"),
             (&["-uuid"], "needs a value"),
             (&["-device", "vfio-pci,host=1:0.0"], "tied to this host"),
+            (&["-device", "id=x,driver=vfio-pci,host=1:0.0"], "tied to this host"),
+            (&["-device", "virtio-rng-pci,driver=vhost-vsock-pci"], "tied to this host"),
             (&["-device", "{\"driver\":\"vfio-pci\"}"], "not as JSON"),
             (&["-device", "virtio-rng-pci,id=disk0"], "Understudy's own"),
             (&["-object", "memory-backend-ram,id=x,size=1M"], "allowed objects"),
+            (&["-object", "id=x"], "allowed objects"),
+            (&["-object", "rng-random,id=x,qom-type=secret"], "allowed objects"),
             (&["-object", "rng-random,id=ram"], "Understudy's own"),
+            (&["-object", "rng-random,id=x,id=ram"], "Understudy's own"),
             (&["-global", "migration.send-configuration=on"], "controls migration"),
         ] {
             let found = check(args);

@@ -164,9 +164,9 @@ impl AreaMap {
         let chunks = (0..reader.count(32)?)
             .map(|_| reader.hash().map(ChunkId))
             .collect::<Result<Vec<_>, _>>()?;
-        let mut extents = Vec::with_capacity(reader.count(EXTENT_BYTES)?);
-        let mut end = 0;
-        for _ in 0..extents.capacity() {
+        let count = reader.count(EXTENT_BYTES)?;
+        let (mut extents, mut end) = (Vec::with_capacity(count), 0);
+        for _ in 0..count {
             let first = reader.u64()?;
             let count = reader.u16()?.into();
             let extent = Extent { first, count, chunk: reader.u32()?, slot: reader.u16()? };

@@ -93,6 +93,19 @@ pub enum StoreError {
     /// A name that cannot be a group's.
     #[error(transparent)]
     Name(#[from] NameError),
+    /// A snapshot that is to be deleted is being restored.
+    #[error(
+        "snapshot {number} of {group} is not deleted: {readers}; try again when all of it is there. \
+         If it never will be, for that host is gone for good, --force deletes it all the same"
+    )]
+    BeingRead {
+        /// The group.
+        group: GroupName,
+        /// The snapshot.
+        number: SnapshotNumber,
+        /// Who restores what, in words.
+        readers: String,
+    },
     /// The store is being cleaned up.
     #[error("chunks that nothing refers to are being removed from the store; try again shortly")]
     Sweeping,

@@ -5,6 +5,7 @@
 //! chunks/ab/abcd…            named by the hash of their content, keyed if encrypted; written once
 //! snapshots/GROUP/7.json     the manifest: written last, removed first
 //! writing/GROUP/8            a snapshot that is being written: nothing is swept meanwhile
+//! reading/GROUP/7/VM/ID      a member is being restored from it: it is not deleted meanwhile
 //! sweeping                   chunks are being removed: no snapshot begins meanwhile
 //! ```
 //!
@@ -16,6 +17,7 @@ mod encryption;
 mod error;
 mod location;
 mod pace;
+mod reading;
 mod retention;
 mod runtime;
 mod snapshots;
@@ -25,6 +27,7 @@ mod verify;
 pub use address::{NoAddress, StoreAddress};
 pub use encryption::{KeyError, StoreKey};
 pub use error::StoreError;
+pub use reading::Reading;
 pub use retention::Retention;
 pub use snapshots::{Listed, Writing};
 pub use sweep::Swept;
@@ -179,6 +182,12 @@ impl Store {
             Err(object_store::Error::AlreadyExists { .. }) => Ok(false),
             Err(error) => Err(self.failed(format!("write {path}"), error)),
         }
+    }
+
+    /// Writes, whatever is there.
+    fn put(&self, path: &Path, bytes: Vec<u8>) -> Result<(), StoreError> {
+        let put = self.block(self.objects.put(path, PutPayload::from(bytes)));
+        put.map(drop).map_err(|error| self.failed(format!("write {path}"), error))
     }
 
     /// Removes what may be gone already.

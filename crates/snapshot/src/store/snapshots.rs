@@ -131,8 +131,8 @@ impl Store {
         })
     }
 
-    /// Deletes a snapshot, and what nothing else refers to. Other snapshots that were saved as
-    /// the difference from it keep what they need.
+    /// Deletes a snapshot, and what nothing else refers to, unless a member is being restored from
+    /// it. Other snapshots that were saved as the difference from it keep what they need.
     pub fn remove(
         &self,
         group: &GroupName,
@@ -143,7 +143,15 @@ impl Store {
             // With the error that says what there is.
             self.snapshot(group, Some(number))?;
         }
-        self.delete(&self.snapshot_path(group, number))?;
+        self.check_unread(group, number, now)?;
+        let path = self.snapshot_path(group, number);
+        let manifest = self.get(&path)?;
+        self.delete(&path)?;
+        // Whoever restores looks for the manifest after making his mark: one of us sees the other.
+        if let (Err(read), Some(manifest)) = (self.check_unread(group, number, now), manifest) {
+            self.put_new(&path, manifest)?;
+            return Err(read);
+        }
         self.sweep(now)
     }
 

@@ -2,14 +2,20 @@
 //! wrongly: what is needed is read from the manifests that are there.
 
 use super::snapshots::DEAD_AFTER_SECONDS;
-use super::{CONCURRENT, Store, StoreError};
+use super::{CONCURRENT, Listed, Store, StoreError};
 use crate::ChunkId;
 use crate::format::{Manifest, MemberManifest};
 use futures_util::{StreamExt, TryStreamExt, stream};
+use object_store::ObjectStoreExt;
+use object_store::path::Path;
 use std::collections::BTreeSet;
+use std::time::Instant;
 
-/// A sweep that took so long is dead.
+/// A sweep that has said nothing for so long is dead.
 const SWEEP_DEAD_AFTER_SECONDS: u64 = 3600;
+
+/// Chunks that are removed before a sweep says again that it lives. A store needs seconds for them.
+const AT_ONCE: usize = 1000;
 
 /// What became of a sweep.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -23,73 +29,153 @@ pub enum Swept {
     Kept(String),
 }
 
+/// A sweep under way: its mark in the store.
+struct Sweep<'s> {
+    store: &'s Store,
+    mark: Path,
+    /// When it began, in seconds since 1970, and by this process's clock.
+    since: u64,
+    clock: Instant,
+    /// What the mark says.
+    marked: u64,
+}
+
+impl Sweep<'_> {
+    fn now(&self) -> u64 {
+        self.since.saturating_add(self.clock.elapsed().as_secs())
+    }
+
+    /// Whether nobody takes it for dead, who may be writing a snapshot now. To be asked before
+    /// anything is removed, and while that is found out: it also says that the sweep lives.
+    fn goes_on(&mut self) -> Result<bool, StoreError> {
+        let now = self.now();
+        if !self.is_own_mark()? || is_dead(self.marked, now) {
+            return Ok(false);
+        }
+        if now > self.marked {
+            self.store.put(&self.mark, now.to_string().into_bytes())?;
+            self.marked = now;
+        }
+        Ok(true)
+    }
+
+    fn is_own_mark(&self) -> Result<bool, StoreError> {
+        let mark = self.store.get(&self.mark)?;
+        Ok(mark.is_some_and(|mark| mark == self.marked.to_string().as_bytes()))
+    }
+
+    fn end(self) -> Result<(), StoreError> {
+        match self.is_own_mark()? {
+            true => self.store.delete(&self.mark),
+            false => Ok(()),
+        }
+    }
+}
+
+fn is_dead(marked: u64, now: u64) -> bool {
+    now >= marked.saturating_add(SWEEP_DEAD_AFTER_SECONDS)
+}
+
 impl Store {
     /// Removes chunks that nothing refers to. `now` is in seconds since 1970.
     pub fn sweep(&self, now: u64) -> Result<Swept, StoreError> {
+        let Some(mut sweep) = self.begin_sweep(now)? else { return Ok(Swept::Later) };
+        let swept = self.sweep_alone(&mut sweep);
+        sweep.end()?;
+        swept
+    }
+
+    fn begin_sweep(&self, now: u64) -> Result<Option<Sweep<'_>>, StoreError> {
         let mark = self.path("sweeping");
-        if !self.put_new(&mark, now.to_string().into_bytes())? {
-            if self.is_sweeping(now)? {
-                return Ok(Swept::Later);
-            }
+        if self.put_new(&mark, now.to_string().into_bytes())? {
+            let clock = Instant::now();
+            return Ok(Some(Sweep { store: self, mark, since: now, clock, marked: now }));
+        }
+        if !self.is_sweeping(now)? {
             // Its owner has died. The next sweep finds no mark.
             self.delete(&mark)?;
-            return Ok(Swept::Later);
         }
-        let swept = self.sweep_alone(now);
-        self.delete(&mark)?;
-        swept
+        Ok(None)
     }
 
     pub(super) fn is_sweeping(&self, now: u64) -> Result<bool, StoreError> {
         let mark = self.get(&self.path("sweeping"))?;
-        Ok(mark.is_some_and(|mark| now < begun(&mark).saturating_add(SWEEP_DEAD_AFTER_SECONDS)))
+        Ok(mark.is_some_and(|mark| !is_dead(begun(&mark), now)))
     }
 
-    fn sweep_alone(&self, now: u64) -> Result<Swept, StoreError> {
+    fn sweep_alone(&self, sweep: &mut Sweep<'_>) -> Result<Swept, StoreError> {
+        if self.has_writers(sweep.now())? {
+            return Ok(Swept::Later);
+        }
+        let needed = match self.needed(sweep)? {
+            Ok(needed) => needed,
+            Err(instead) => return Ok(instead),
+        };
+        let name = |path: &Path| path.filename()?.parse::<ChunkId>().ok();
+        // What is no chunk, though it lies there, is none of our business.
+        let is_unneeded = |path: &Path| name(path).is_some_and(|id| !needed.contains(&id));
+        let unneeded: Vec<Path> = self.list("chunks")?.into_iter().filter(is_unneeded).collect();
+        for some in unneeded.chunks(AT_ONCE) {
+            if !sweep.goes_on()? {
+                return Ok(Swept::Later);
+            }
+            self.remove_chunks(some)?;
+        }
+        Ok(Swept::Removed(unneeded.len() as u64))
+    }
+
+    /// Whether a snapshot is being written. Marks of what has died go.
+    fn has_writers(&self, now: u64) -> Result<bool, StoreError> {
         for mark in self.list("writing")? {
             let Some(since) = self.get(&mark)? else { continue };
             if now < begun(&since).saturating_add(DEAD_AFTER_SECONDS) {
-                return Ok(Swept::Later);
+                return Ok(true);
             }
             self.delete(&mark)?;
         }
-        let mut needed = BTreeSet::new();
+        Ok(false)
+    }
+
+    /// The names of all chunks that some snapshot needs; what the sweep comes to if they cannot be
+    /// known.
+    fn needed(
+        &self,
+        sweep: &mut Sweep<'_>,
+    ) -> Result<Result<BTreeSet<ChunkId>, Swept>, StoreError> {
+        let (mut needed, mut there) = (BTreeSet::new(), BTreeSet::new());
         for group in self.groups()? {
-            for snapshot in self.snapshots(&group)? {
-                let number = snapshot.number;
-                let manifest = snapshot.manifest.and_then(|manifest| self.references(&manifest));
-                match manifest {
+            for Listed { number, manifest } in self.snapshots(&group)? {
+                if !sweep.goes_on()? {
+                    return Ok(Err(Swept::Later));
+                }
+                match manifest.and_then(|manifest| self.references(&manifest)) {
                     Ok(references) => {
                         needed.extend(references.into_iter().map(|id| self.stored_name(id)));
                     }
-                    Err(StoreError::Failed { location, doing, why }) => {
-                        return Err(StoreError::Failed { location, doing, why });
-                    }
+                    Err(error @ StoreError::Failed { .. }) => return Err(error),
                     Err(error) => {
                         let which = format!("snapshot {number} of {group}");
-                        return Ok(Swept::Kept(format!("{which} cannot be read: {error}")));
+                        return Ok(Err(Swept::Kept(format!("{which} cannot be read: {error}"))));
                     }
                 }
+                there.insert((group.clone(), number));
             }
         }
-        let name = |path: &object_store::path::Path| path.filename()?.parse::<ChunkId>().ok();
-        let stored = self.list("chunks")?;
-        // What is no chunk, though it lies there, is none of our business.
-        let unneeded =
-            stored.into_iter().filter(|path| name(path).is_some_and(|id| !needed.contains(&id)));
-        let unneeded: Vec<_> = unneeded.collect();
-        let count = unneeded.len() as u64;
-        let removed = stream::iter(unneeded)
-            .map(async |path| {
-                match object_store::ObjectStoreExt::delete(&*self.objects, &path).await {
-                    Ok(()) | Err(object_store::Error::NotFound { .. }) => Ok(()),
-                    Err(error) => Err(self.failed(format!("remove {path}"), error)),
-                }
+        Ok(match self.has_other_readers(&there, sweep.now())? {
+            true => Err(Swept::Later),
+            false => Ok(needed),
+        })
+    }
+
+    fn remove_chunks(&self, chunks: &[Path]) -> Result<(), StoreError> {
+        let removed = stream::iter(chunks.to_vec())
+            .map(async |path| match self.objects.delete(&path).await {
+                Ok(()) | Err(object_store::Error::NotFound { .. }) => Ok(()),
+                Err(error) => Err(self.failed(format!("remove {path}"), error)),
             })
             .buffer_unordered(CONCURRENT)
             .try_collect::<()>();
-        self.block(removed)?;
-        Ok(Swept::Removed(count))
+        self.block(removed)
     }
 
     /// All chunks that a snapshot needs.
@@ -113,6 +199,38 @@ impl Store {
 }
 
 /// When a mark was made; one that cannot be read was made just now, so far as anybody knows.
-fn begun(mark: &[u8]) -> u64 {
-    std::str::from_utf8(mark).ok().and_then(|text| text.parse().ok()).unwrap_or(u64::MAX)
+pub(super) fn begun(mark: &[u8]) -> u64 {
+    let seconds = mark.split(|&byte| byte == b' ').next().unwrap_or_default();
+    std::str::from_utf8(seconds).ok().and_then(|text| text.parse().ok()).unwrap_or(u64::MAX)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::fs;
+
+    const NOW: u64 = 1_790_000_000;
+
+    // Before, others took a sweep for dead that still removed chunks, and wrote theirs meanwhile.
+    #[test]
+    fn a_sweep_says_that_it_lives_and_ends_once_it_was_taken_for_dead() {
+        let directory = tempfile::tempdir().unwrap();
+        let store = Store::create(directory.path().to_str().unwrap()).unwrap();
+        let mark = directory.path().join("sweeping");
+        let mut sweep = store.begin_sweep(NOW).unwrap().unwrap();
+        // As if it had taken so long since.
+        sweep.since += SWEEP_DEAD_AFTER_SECONDS - 60;
+        assert!(sweep.goes_on().unwrap());
+        assert!(store.is_sweeping(NOW + SWEEP_DEAD_AFTER_SECONDS).unwrap(), "it lives");
+        sweep.since += SWEEP_DEAD_AFTER_SECONDS;
+        assert!(!sweep.goes_on().unwrap(), "nobody believed that it lives");
+        sweep.end().unwrap();
+        assert!(!mark.exists());
+
+        let mut sweep = store.begin_sweep(NOW).unwrap().unwrap();
+        fs::write(&mark, "another's").unwrap();
+        assert!(!sweep.goes_on().unwrap());
+        sweep.end().unwrap();
+        assert_eq!(fs::read_to_string(mark).unwrap(), "another's");
+    }
 }

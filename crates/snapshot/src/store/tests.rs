@@ -274,6 +274,58 @@ fn deleting_keeps_what_other_snapshots_need() {
     assert!(told.starts_with("shop has no snapshots"), "{told}");
 }
 
+/// Before, a guest whose memory was still to come lost it for good.
+#[test]
+fn what_is_being_restored_is_not_deleted() {
+    let bench = Bench::new();
+    let (first, map) = bench.take(&AreaMap::zeros(UNITS), &all(), 1);
+    bench.take(&map, &[7, 8], 2);
+    let (group, number): (GroupName, _) = (literal("shop"), SnapshotNumber(1));
+    let reading = |vm, id: &str| {
+        let (group, id) = (group.clone(), id.to_owned());
+        Reading { group, number, vm: literal(vm), id }
+    };
+    bench.store.begin_reading(&reading("db", "1"), &literal("host-b"), NOW).unwrap();
+    bench.store.begin_reading(&reading("web", "1"), &literal("host-c"), NOW).unwrap();
+    let before = bench.files("");
+    let error = bench.store.remove(&group, number, NOW + 9).unwrap_err();
+    assert!(matches!(error, StoreError::BeingRead { .. }), "{error}");
+    let words = "host host-b began 9 s ago to restore db from it, host host-c";
+    assert!(error.to_string().contains(words), "{error}");
+    assert_eq!(bench.files(""), before);
+    bench.store.remove(&group, SnapshotNumber(2), NOW).unwrap();
+    assert!(bench.store.verify(&first).unwrap().problems.is_empty());
+
+    // A former restore of it ends late.
+    bench.store.end_reading(&reading("db", "0")).unwrap();
+    bench.store.end_reading(&reading("web", "1")).unwrap();
+    bench.store.remove(&group, number, NOW).unwrap_err();
+    bench.store.forget_readers(&group, number).unwrap();
+    assert!(matches!(bench.store.remove(&group, number, NOW), Ok(Swept::Removed(_))));
+    bench.store.end_reading(&reading("db", "1")).unwrap();
+    assert!(bench.files("reading").is_empty() && bench.files("chunks").is_empty());
+}
+
+/// Who deletes and who restores may begin at once: what the one has just removed comes back.
+#[test]
+fn nothing_is_swept_while_what_is_restored_is_not_there() {
+    let bench = Bench::new();
+    let (first, _) = bench.take(&AreaMap::zeros(UNITS), &all(), 1);
+    let (group, vm, id) = (literal("shop"), literal("db"), "1".to_owned());
+    let reading = Reading { group, number: first.number, vm, id };
+    bench.store.begin_reading(&reading, &literal("host-b"), NOW).unwrap();
+    let manifest = bench.directory.path().join("snapshots/shop/1.json");
+    let text = std::fs::read_to_string(&manifest).unwrap();
+    std::fs::remove_file(&manifest).unwrap();
+    assert_eq!(bench.store.sweep(NOW + 9).unwrap(), Swept::Later);
+    std::fs::write(&manifest, text).unwrap();
+    assert!(bench.store.verify(&first).unwrap().problems.is_empty());
+    std::fs::remove_file(&manifest).unwrap();
+    // Its host has died before it has seen that there is no such snapshot.
+    assert!(matches!(bench.store.sweep(NOW + 90_000), Ok(Swept::Removed(count)) if count > 0));
+    assert!(bench.files("reading").is_empty());
+}
+
 #[test]
 fn nothing_is_swept_while_a_snapshot_is_written_and_none_begins_during_a_sweep() {
     let bench = Bench::new();

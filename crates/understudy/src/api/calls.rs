@@ -3,7 +3,7 @@
 
 use super::jobs::{JobReport, WaitQuery};
 use super::openapi::Document;
-use super::snapshots::{self, Which};
+use super::snapshots::{self, Doomed, Which};
 use super::{Api, StopQuery, events, jobs, openapi};
 use crate::metrics;
 use axum::handler::Handler;
@@ -270,7 +270,7 @@ fn of_snapshots() -> Vec<Call> {
             .query::<Which>()
             .answers::<Vec<SnapshotReport>>(),
         Call::new(DELETE, "/v1/snapshots", Admin, "Deletes a snapshot", snapshots::delete)
-            .query::<Which>()
+            .query::<Doomed>()
             .answers::<DeleteReport>(),
         Call::new(POST, "/v1/snapshots/verify", Operate, "Checks a snapshot", snapshots::verify)
             .query::<Which>()

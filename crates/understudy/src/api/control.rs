@@ -84,6 +84,7 @@ pub trait Control: Send + Sync + 'static {
         group: &GroupName,
         number: SnapshotNumber,
         store: Option<&str>,
+        force: bool,
     ) -> Result<DeleteReport, HostError>;
     /// See [`Host::verify_snapshot`].
     fn verify_snapshot(
@@ -184,8 +185,9 @@ impl Control for Arc<Host> {
         group: &GroupName,
         number: SnapshotNumber,
         store: Option<&str>,
+        force: bool,
     ) -> Result<DeleteReport, HostError> {
-        Host::delete_snapshot(self, group, number, store)
+        Host::delete_snapshot(self, group, number, store, force)
     }
     fn verify_snapshot(
         &self,

@@ -267,8 +267,9 @@ impl Control for Routed {
         group: &GroupName,
         number: SnapshotNumber,
         store: Option<&str>,
+        force: bool,
     ) -> Result<DeleteReport, HostError> {
-        self.0.delete_snapshot(group, number, store)
+        self.0.delete_snapshot(group, number, store, force)
     }
     fn verify_snapshot(
         &self,

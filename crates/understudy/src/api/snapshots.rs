@@ -122,6 +122,21 @@ pub(super) struct Which {
     store: Option<String>,
 }
 
+/// Which snapshot is to be deleted.
+#[derive(Deserialize, JsonSchema)]
+#[serde(deny_unknown_fields)]
+pub(super) struct Doomed {
+    /// The VM or group.
+    group: GroupName,
+    /// The snapshot.
+    number: SnapshotNumber,
+    /// Where it is; the group's own store without.
+    store: Option<String>,
+    /// Even while it is being restored, so far as its store knows.
+    #[serde(default)]
+    force: bool,
+}
+
 type Asked = Result<Query<Which>, QueryRejection>;
 
 impl Which {
@@ -143,13 +158,12 @@ pub(super) async fn list(
 pub(super) async fn delete(
     State(host): Shared,
     Extension(access): Extension<Access>,
-    asked: Asked,
+    asked: Result<Query<Doomed>, QueryRejection>,
 ) -> Answer<DeleteReport> {
-    let Query(which) = asked.map_err(|rejection| invalid(rejection.body_text()))?;
-    may_name(&*host, access, which.store.as_deref())?;
-    let group = which.group()?.to_owned();
-    let number = which.number.ok_or_else(|| invalid("name the snapshot: number=N".to_owned()))?;
-    blocking(move || host.delete_snapshot(&group, number, which.store.as_deref())).await.map(Json)
+    let Query(doomed) = asked.map_err(|rejection| invalid(rejection.body_text()))?;
+    let Doomed { group, number, store, force } = doomed;
+    may_name(&*host, access, store.as_deref())?;
+    blocking(move || host.delete_snapshot(&group, number, store.as_deref(), force)).await.map(Json)
 }
 
 pub(super) async fn verify(

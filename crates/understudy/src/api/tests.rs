@@ -175,8 +175,9 @@ impl Control for Recorder {
         group: &GroupName,
         number: SnapshotNumber,
         store: Option<&str>,
+        force: bool,
     ) -> Result<DeleteReport, HostError> {
-        self.record("db", format!("delete {group} {number} {store:?}"))?;
+        self.record("db", format!("delete {group} {number} {store:?} {force}"))?;
         Ok(DeleteReport { group: group.clone(), number, chunks: String::new() })
     }
     fn verify_snapshot(
@@ -396,19 +397,21 @@ fn snapshots_are_asked_for_with_all_that_names_them() {
     let asked = RestoreRequest { number, ..Default::default() };
     assert_eq!(served.client.restore(&Subject::Vm(literal("db")), &asked).unwrap().group, "db");
     served.client.snapshots(Some("shop"), Some("s3://bucket/a b&c")).unwrap();
-    served.client.delete_snapshot("shop", SnapshotNumber(3), None).unwrap();
+    served.client.delete_snapshot("shop", SnapshotNumber(3), None, false).unwrap();
+    served.client.delete_snapshot("shop", SnapshotNumber(4), Some("/srv"), true).unwrap();
     served.client.verify_snapshot("shop", None, Some("/srv")).unwrap();
     let calls = [
         "snapshot Cluster(\"shop\") Some(\"a b\")",
         "snapshots None None",
         "restore Vm(\"db\") Some(SnapshotNumber(3)) Hot",
         "snapshots Some(\"shop\") Some(\"s3://bucket/a b&c\")",
-        "delete shop 3 None",
+        "delete shop 3 None false",
+        "delete shop 4 Some(\"/srv\") true",
         "verify shop None Some(\"/srv\")",
     ];
     assert_eq!(served.calls(), calls);
     let (code, body) = served.raw(b"DELETE /v1/snapshots?group=shop HTTP/1.0\r\n\r\n");
-    assert!(code == 400 && body.contains("number=N"), "{code}: {body}");
+    assert!(code == 400 && body.contains("`number`"), "{code}: {body}");
 }
 
 /// Waits until a job has ended; returns it.

@@ -65,6 +65,10 @@ pub enum ClusterCommand {
         /// Where it is; by default the cluster's store.
         #[arg(long, value_name = "URL", value_parser = location)]
         store: Option<String>,
+        /// Even while a host restores from it, so far as the store knows: a guest that still needs it
+        /// stands still for good.
+        #[arg(long)]
+        force: bool,
     },
     /// Read and check every chunk of a snapshot.
     #[command(after_help = "Exits with 1 if the snapshot cannot be restored.")]

@@ -20,12 +20,12 @@ pub fn run(client: &Client, command: &ClusterCommand, json: bool) -> Result<Exit
             output::show(json, &all, |all| list(all))?;
             Ok(Exit::Ok)
         }
-        ClusterCommand::Delete { which, store } => {
+        ClusterCommand::Delete { which, store, force } => {
             let Some(number) = which.number else {
                 let words = format!("which snapshot of {0}? Write for example {0}@3", which.name);
                 return Err(Failure::new(FailureKind::Usage, words));
             };
-            let report = client.delete_snapshot(&which.name, number, store.as_deref())?;
+            let report = client.delete_snapshot(&which.name, number, store.as_deref(), *force)?;
             output::show(json, &report, |report| {
                 format!("snapshot {number} of {} is deleted; {}\n", report.group, report.chunks)
             })?;

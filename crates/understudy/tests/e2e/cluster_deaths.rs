@@ -11,30 +11,34 @@ use tempfile::TempDir;
 use understudy_lab::{HostOptions, Scene, wait_for};
 
 /// A moment of a host's, at which the thread that gets there stands still.
-struct Moment {
+pub struct Moment {
     file: PathBuf,
     _directory: TempDir,
 }
 
 impl Moment {
-    fn new() -> Moment {
+    pub fn new() -> Moment {
         let directory = tempfile::tempdir().expect("a directory for the test");
         Moment { file: directory.path().join("reached"), _directory: directory }
     }
 
-    /// The host that gets there: at a fail point, at a time (`1*off->`, say) or each time.
+    /// A fail point that is this moment, at a time (`1*off->`, say) or each time.
+    pub fn action(&self, point: &str, time: &str) -> String {
+        format!("{point}={time}return({})", self.file.display())
+    }
+
+    /// The host that gets there.
     fn host(&self, point: &str, time: &str) -> HostOptions {
-        let actions = format!("{point}={time}return({})", self.file.display());
-        let environment = vec![("FAILPOINTS".to_owned(), actions)];
+        let environment = vec![("FAILPOINTS".to_owned(), self.action(point, time))];
         HostOptions { environment, ..with_cluster(daemon()) }
     }
 
-    fn await_reached(&self) -> Result<()> {
+    pub fn await_reached(&self) -> Result<()> {
         wait_for("a host to get to its moment", LIMIT, || Ok(self.file.exists().then_some(())))
     }
 
     /// The thread goes on.
-    fn end(&self) -> Result<()> {
+    pub fn end(&self) -> Result<()> {
         Ok(std::fs::remove_file(&self.file)?)
     }
 }

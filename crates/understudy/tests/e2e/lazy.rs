@@ -119,6 +119,29 @@ fn a_silent_store_stalls_a_restored_guest_and_harms_nothing() {
     });
 }
 
+/// Before, what the guest had still to load went with the snapshot, and it stood still for good.
+#[test]
+#[cfg_attr(not(feature = "fail-points"), ignore = "needs `--features fail-points`")]
+fn a_snapshot_is_not_deleted_while_a_guest_is_restored_from_it() {
+    let held_store = HeldStore::new();
+    play(held(&held_store), |scene| {
+        let (sums, count) = saved(scene)?;
+        restore_lazily(scene, &held_store)?;
+        let (which, store) = (format!("{VM}@1"), store(scene));
+        let delete = ["cluster", "delete", &which, "--store", &store];
+        let (_, words) = refusal(scene.host("a")?, &delete)?;
+        says(&words, &["snapshot 1", "host b began", VM, "--force"])?;
+        held_store.let_go()?;
+        wait_for("all of the guest to be there", LIMIT, || {
+            Ok(scene.status("b")?["filling"].is_null().then_some(()))
+        })?;
+        prove_restored(scene, "b", &sums, count)?;
+        wait_for("the snapshot to be free", LIMIT, || Ok(json(scene, "a", &delete).ok()))?;
+        scene.host("b")?.call(["vm", "stop", VM, "--force"])?;
+        await_forgotten(scene, "b")
+    });
+}
+
 /// Four threads read. One that finds nothing left to read while another still has to say that
 /// it has filled in the last must not leave the guest without its zeros.
 #[test]

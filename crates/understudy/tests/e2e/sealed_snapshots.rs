@@ -45,6 +45,9 @@ fn an_encrypted_snapshot_is_restored_with_its_key_alone() {
         let sums = busy(scene, &mut shell)?;
         let take = ["vm", "snapshot", VM, "--compression", "none", "--store", &store];
         json(scene, "a", &take)?;
+        // Before, the list of all groups did without the key.
+        let all = json(scene, "a", &["cluster", "snapshots", "--store", &store])?;
+        ensure!(all[0]["group"] == VM && all[0]["damage"].is_null(), "{all}");
         let after = number(&mut shell, "/tmp/count")?;
         drop(shell);
         scene.host("a")?.call(["vm", "stop", VM, "--force"])?;

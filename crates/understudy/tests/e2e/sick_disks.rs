@@ -112,11 +112,11 @@ fn a_backup_that_cannot_apply_the_first_epoch_says_so_and_another_session_can() 
 }
 
 /// Writes a block of a file and syncs it, again and again; each success goes to the console.
-const FLUSHES: &str = "while :; do dd if=/dev/zero of=/data/flushed bs=4k count=1 conv=fsync && \
+pub const FLUSHES: &str = "while :; do dd if=/dev/zero of=/data/flushed bs=4k count=1 conv=fsync && \
                        echo FLUSHED > /dev/console; sleep 1; done";
 
 /// How often the guest has said that a flush succeeded.
-fn flushed(scene: &Scene) -> Result<usize> {
+pub fn flushed(scene: &Scene) -> Result<usize> {
     let said = console_of(scene, "a")?;
     Ok(String::from_utf8_lossy(&said).matches("FLUSHED").count())
 }

@@ -27,26 +27,31 @@ fn with_fail_point(host: &str, point: String) -> SceneOptions {
 }
 
 /// While this file is there, no disk of the host answers.
-struct Hanging {
+pub struct Hanging {
     file: PathBuf,
     _directory: TempDir,
 }
 
 impl Hanging {
-    fn new() -> Hanging {
+    pub fn new() -> Hanging {
         let directory = tempfile::tempdir().expect("a directory for the test");
         Hanging { file: directory.path().join("hangs"), _directory: directory }
     }
 
     fn options(&self, host: &str) -> SceneOptions {
-        with_fail_point(host, format!("hang-disk=return({})", self.file.display()))
+        with_fail_point(host, self.action("hang-disk"))
     }
 
-    fn begin(&self) -> Result<()> {
+    /// The fail point, of those whose calls hang.
+    pub fn action(&self, point: &str) -> String {
+        format!("{point}=return({})", self.file.display())
+    }
+
+    pub fn begin(&self) -> Result<()> {
         Ok(fs::write(&self.file, "")?)
     }
 
-    fn end(&self) -> Result<()> {
+    pub fn end(&self) -> Result<()> {
         Ok(fs::remove_file(&self.file)?)
     }
 }

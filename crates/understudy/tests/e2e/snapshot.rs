@@ -1,9 +1,13 @@
 //! A VM is snapshotted while its programs write, ends, and runs again as it was.
 
+use crate::cluster_deaths::Moment;
 use crate::keepers::with_keepers;
 use crate::refusals::says;
+use crate::sick_disks::{FLUSHES, flushed};
+use crate::sick_hosts::Hanging;
 use crate::stage::{
     Calm, LIMIT, await_degraded, await_forgotten, daemon, hand_over, options, play, refusal,
+    refused,
 };
 use anyhow::{Context, Result, ensure};
 use serde_json::Value;
@@ -83,6 +87,9 @@ fn a_vm_runs_again_as_it_was() {
         ensure!(report["members"][0]["host"] == "b", "{report}");
         let count = prove_restored(scene, "b", &sums, after)?;
         ensure!(count >= before, "it counts from {count}, it was at {before} before the snapshot");
+        wait_for("all of the guest to be there", LIMIT, || {
+            Ok(scene.status("b")?["filling"].is_null().then_some(()))
+        })?;
         // Once more: a snapshot of what was restored, and of a member whose daemon died.
         let report = json(scene, "b", &["vm", "snapshot", VM, "--trace", "1", "--store", &store])?;
         ensure!(report["number"] == 2, "{report}");
@@ -112,6 +119,44 @@ fn a_vm_that_runs_is_not_restored_elsewhere_whoever_orders_it() {
         ensure!(scene.status("a")?["live"] == true, "host a does not run it any more");
         ensure!(scene.shell()?.run("echo here")?.text.trim() == "here");
         Ok(())
+    });
+}
+
+/// Nobody holds what it sends: before, the pause answered the flush, and what the guest said then a
+/// power failure could take back. And a guest whose pause had failed stood still for good.
+#[test]
+#[cfg_attr(not(feature = "fail-points"), ignore = "needs `--features fail-points`")]
+fn a_snapshot_of_an_unprotected_vm_answers_no_flush_before_it_is_done() {
+    let (prepared, hanging) = (Moment::new(), Hanging::new());
+    let mut options = small();
+    let points = [prepared.action("snapshot-prepared", "1*"), hanging.action("hang-sync")];
+    let environment = vec![("FAILPOINTS".to_owned(), points.join(";"))];
+    options.daemons.insert("a".to_owned(), HostOptions { environment, ..daemon().calm() });
+    play(options, |scene| {
+        let store = store(scene);
+        let take = ["vm", "snapshot", VM, "--trace", "0", "--store", &store];
+        scene.start_guest("a")?;
+        scene.await_guest()?;
+        scene.shell()?.start(FLUSHES)?;
+        wait_for("the guest to flush", LIMIT, || Ok((flushed(scene)? > 0).then_some(())))?;
+        let taking = scene.host("a")?.begin(take)?;
+        prepared.await_reached()?;
+        hanging.begin()?;
+        wait_for("a flush to hang", LIMIT, || {
+            let status = scene.status("a")?;
+            let error = status["disk_error"].as_str().unwrap_or_default();
+            Ok(error.contains("disk0 has not answered for").then_some(()))
+        })?;
+        let before = flushed(scene)?;
+        prepared.end()?;
+        let (_, words) = refused(&taking.wait_with_output()?, "vm snapshot")?;
+        says(&words, &[VM, "did not stop the guest"])?;
+        ensure!(flushed(scene)? == before, "a flush was answered that has not reached the disk");
+        hanging.end()?;
+        wait_for("the guest to go on", LIMIT, || Ok((flushed(scene)? > before + 1).then_some(())))?;
+        json(scene, "a", &take)?;
+        scene.host("a")?.call(["vm", "stop", VM, "--force"])?;
+        await_forgotten(scene, "a")
     });
 }
 
