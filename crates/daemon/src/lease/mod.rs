@@ -5,11 +5,13 @@
 //! compares clocks with other hosts. What must not leave a VM does not, whatever they do: each port
 //! has its limit.
 
+mod contender;
 mod former;
 mod peers;
 mod tending;
 mod watchdog;
 
+pub(crate) use contender::{Awaited, Contender};
 pub(crate) use former::FormerLease;
 pub(crate) use watchdog::Watchdog;
 
