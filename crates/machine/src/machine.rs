@@ -25,7 +25,7 @@ use understudy_qemu::lockstep::{self, LogChannel, LogErrand};
 use understudy_qemu::qmp::{DeviceState, RunState};
 use understudy_qemu::{Accelerator, Monitor, VmDefinition, build_id};
 use understudy_report::LimitsReport;
-use understudy_threads::{Mutex, MutexGuard, RwLock, lock};
+use understudy_threads::{Mutex, MutexGuard, RwLock, lock, spawn};
 
 /// What happens to a machine by itself.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -440,11 +440,34 @@ impl Machine {
     fn end(&self) {
         let halted_before = self.process.halted.swap(true, Ordering::AcqRel);
         if !halted_before {
-            if let Err(error) = self.process.qemu.kill() {
-                warn!(vm = %self.definition.name, "ending QEMU: {error}");
-            }
-            self.end_custody();
+            self.end_qemu();
         }
+    }
+
+    /// Ends QEMU, whose ports are shut, for whoever must not wait until it is gone: it may hang in the
+    /// kernel.
+    pub fn end_aside(self: &Arc<Self>) {
+        let halted_before = self.process.halted.swap(true, Ordering::AcqRel);
+        if halted_before {
+            return;
+        }
+        if let Err(error) = self.process.qemu.tell_to_end() {
+            warn!(vm = %self.definition.name, "ending QEMU: {error}");
+        }
+        let machine = self.clone();
+        if let Err(error) =
+            spawn(format!("end-{}", self.definition.name), move || machine.end_qemu())
+        {
+            warn!(vm = %self.definition.name, "its QEMU is waited for later: no thread: {error}");
+        }
+    }
+
+    /// Returns when QEMU is gone.
+    fn end_qemu(&self) {
+        if let Err(error) = self.process.qemu.kill() {
+            warn!(vm = %self.definition.name, "ending QEMU: {error}");
+        }
+        self.end_custody();
     }
 }
 
