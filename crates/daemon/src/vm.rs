@@ -313,17 +313,18 @@ fn describe_session(status: &mut VmStatus, session: &primary::Session) {
             let remaining_seconds = session.progress.remaining_seconds();
             Protection::Syncing { peer, done_bytes, total_bytes, remaining_seconds }
         }
-        PrimaryPhase::Protected | PrimaryPhase::HandingOver | PrimaryPhase::StandingDown => {
-            match session.group().obstacle() {
-                None => followed(peer, session.output()),
-                Some(obstacle) => Protection::Degraded {
-                    reason: format!(
-                        "host {peer} follows, and could not take over now: {obstacle}; output \
+        PrimaryPhase::StandingDown => Protection::Degraded {
+            reason: format!("protection is being ended: host {peer} forgets the VM"),
+        },
+        PrimaryPhase::Protected | PrimaryPhase::HandingOver => match session.group().obstacle() {
+            None => followed(peer, session.output()),
+            Some(obstacle) => Protection::Degraded {
+                reason: format!(
+                    "host {peer} follows, and could not take over now: {obstacle}; output \
                          still waits for it, and protection is back as soon as it can"
-                    ),
-                },
-            }
-        }
+                ),
+            },
+        },
         PrimaryPhase::Contesting(reason) => Protection::Degraded {
             reason: format!("{reason}; output is held until the arbiter decides"),
         },
@@ -414,6 +415,12 @@ fn backup_status(session: &backup::Session) -> VmStatus {
             total_bytes: session.bytes_received(),
             remaining_seconds: None,
         },
+        BackupPhase::Live => Protection::Degraded {
+            reason: format!("won the VM from {peer}, and has not started it yet"),
+        },
+        BackupPhase::Discarded => Protection::Degraded {
+            reason: format!("forgets {peer}'s VM, and takes it over no more"),
+        },
         BackupPhase::HandingBack(reason) => Protection::Degraded {
             reason: format!(
                 "won the VM and could not start it: {reason}; handed back to {peer} as soon as the \
@@ -429,7 +436,7 @@ fn backup_status(session: &backup::Session) -> VmStatus {
                 ),
             }
         }
-        _ => match session.obstacle() {
+        BackupPhase::Standing => match session.obstacle() {
             None => followed(peer, session.output()),
             Some(obstacle) => Protection::Degraded {
                 reason: format!("this host could not take over now: {obstacle}"),
