@@ -136,6 +136,16 @@ impl Arbiter {
         }
     }
 
+    /// Whether this host owns a key, at this generation.
+    pub fn owns<'a>(
+        &self,
+        key: impl Into<Key<'a>>,
+        generation: Generation,
+    ) -> Result<bool, Unreachable> {
+        let own = Ownership { host: Some(self.host.clone()), generation };
+        Ok(self.current(key)? == Some(own))
+    }
+
     /// Contests a key: makes this host the owner at the generation after `from`,
     /// unless another host was first. Asking again for what this host already won
     /// is granted; what was handed back to it since is returned. The record must stand at `from`: an arbiter that has lost it

@@ -13,7 +13,6 @@ use serde::{Deserialize, Serialize};
 use std::fs;
 use std::io::{self, ErrorKind, Write};
 use std::path::{Path, PathBuf};
-use std::sync::atomic::{AtomicU64, Ordering};
 use understudy_protocol::HostName;
 use understudy_protocol::{Generation, Ownership, Renewal, Verdict};
 
@@ -89,7 +88,7 @@ impl FileArbiter {
 
     pub fn renew(&self, key: Key<'_>, of: Generation, to: &Renewal) -> Result<(), Unreachable> {
         let renewed = || {
-            let finished = key.below(&self.directory).join(self.own_name());
+            let finished = key.below(&self.directory).join(self.own_name()?);
             write_synced(&finished, to)?;
             fs::rename(&finished, self.lease(key, of))
         };
@@ -115,7 +114,7 @@ impl FileArbiter {
     /// Gives the arbiter this identity, unless somebody was first; the one that it has then.
     pub fn name_it(&self, id: ArbiterId) -> Result<ArbiterId, Unreachable> {
         let named = || {
-            let finished = self.directory.join(self.own_name());
+            let finished = self.directory.join(self.own_name()?);
             write_synced(&finished, &id)?;
             let linked = fs::hard_link(&finished, self.directory.join(IDENTITY));
             fs::remove_file(&finished)?;
@@ -133,11 +132,11 @@ impl FileArbiter {
     pub fn rehearse(&self, key: Key<'_>) -> Result<Option<Ownership>, Unreachable> {
         let rehearsed = || {
             let Some(owner) = self.newest(key)? else { return Ok(None) };
-            let finished = key.below(&self.directory).join(self.own_name());
-            let linked = finished.with_extension("link");
+            let folder = key.below(&self.directory);
+            let (finished, linked) = (folder.join(self.own_name()?), folder.join(self.own_name()?));
             let record = Record { host: Some(self.host.clone()) };
-            let result = fs::write(&finished, serde_json::to_vec(&record)?)
-                .and_then(|()| fs::hard_link(&finished, &linked));
+            let result =
+                write_new(&finished, &record).and_then(|_| fs::hard_link(&finished, &linked));
             // All is removed, whatever was made; the first error is the one that counts.
             let unlinked = fs::remove_file(&linked);
             let removed = fs::remove_file(&finished);
@@ -146,11 +145,10 @@ impl FileArbiter {
         rehearsed().map_err(|error| self.explain(&error))
     }
 
-    /// A name for a file that no other call of any host makes.
-    fn own_name(&self) -> String {
-        static CALLS: AtomicU64 = AtomicU64::new(0);
-        let call = CALLS.fetch_add(1, Ordering::Relaxed);
-        format!(".{}.{}.{call}", self.host, std::process::id())
+    /// A name for a file that no other call of any host makes, nor has made: one that did not come to
+    /// its end may have left a file, which may be a record under its other name.
+    fn own_name(&self) -> io::Result<String> {
+        Ok(format!(".{}.{}", self.host, ArbiterId::fresh()?))
     }
 
     /// None only if the arbiter's own directory is there.
@@ -198,7 +196,7 @@ impl FileArbiter {
             _ => {}
         }
         let target = folder.join(from.next().to_string());
-        let finished = folder.join(self.own_name());
+        let finished = folder.join(self.own_name()?);
         write_synced(&finished, &Record { host: host.cloned() })?;
         let linked = fs::hard_link(&finished, &target);
         fs::remove_file(&finished)?;
@@ -222,9 +220,14 @@ impl FileArbiter {
 }
 
 fn write_synced(path: &Path, record: &impl Serialize) -> io::Result<()> {
-    let mut file = fs::File::create(path)?;
+    write_new(path, record)?.sync_all()
+}
+
+/// Writes a file that there is not yet.
+fn write_new(path: &Path, record: &impl Serialize) -> io::Result<fs::File> {
+    let mut file = fs::File::create_new(path)?;
     file.write_all(&serde_json::to_vec(record)?)?;
-    file.sync_all()
+    Ok(file)
 }
 
 #[cfg(test)]
@@ -311,6 +314,22 @@ mod tests {
         let finished = directory.path().join("full");
         fs::write(&finished, "").unwrap();
         assert!(b.rehearse(Key::Vm(&literal("full"))).is_err());
+    }
+
+    // Before, a process that had the number of one that had died wrote over the record.
+    #[test]
+    fn what_a_call_has_left_behind_is_not_written_again() {
+        let directory = tempfile::tempdir().unwrap();
+        let a = FileArbiter::new(directory.path(), &literal("a"));
+        a.acquire(Key::Vm(&literal("db")), Generation(0), true).unwrap();
+        let record = directory.path().join("db/1");
+        let written = fs::read_to_string(&record).unwrap();
+        for call in 0..10_000 {
+            let left = format!("db/.a.{}.{call}", std::process::id());
+            fs::hard_link(&record, directory.path().join(left)).unwrap();
+        }
+        a.release(Key::Vm(&literal("db")), Generation(1)).unwrap();
+        assert_eq!(fs::read_to_string(&record).unwrap(), written);
     }
 
     #[test]

@@ -63,7 +63,9 @@ impl Host {
         membership: &Membership,
         from: Generation,
     ) -> WinnersWord {
-        let present = self.present(asker, membership);
+        // Held while it is answered: whatever is started begins with it, and may claim what is returned here.
+        let starting = self.adding.try_lock();
+        let present = self.present(asker, membership).beside_start(starting.is_none());
         let records = || {
             let recorded = |member: &Member| {
                 let record = self.record(&member.vm).ok()??;
@@ -104,7 +106,8 @@ impl Host {
 
     fn has_nothing_of(&self, vm: &VmName) -> bool {
         let present = self.vms.lock().get(vm).cloned();
-        let is_elsewhere = self.orphans.why(vm).is_some() || self.keeper_of(vm).is_some();
+        let is_elsewhere =
+            self.orphans.why(vm).is_some() || self.keeper_of(vm).is_some() || self.arrivals.has(vm);
         matches!(present, Some(Vm::Fenced(_)) | None) && !is_elsewhere
     }
 

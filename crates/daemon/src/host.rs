@@ -392,12 +392,10 @@ impl Host {
 
     /// The VMs that this host runs.
     pub(crate) fn running(&self) -> Vec<Arc<PrimaryVm>> {
-        let vms = self.vms.lock();
-        let primary = |vm: &Vm| match vm {
-            Vm::Primary(vm) => Some(vm.clone()).filter(|vm| vm.kept().is_none()),
-            Vm::Backup(_) | Vm::Fenced(_) => None,
-        };
-        vms.values().filter_map(primary).collect()
+        // Not under the lock: that may wait for one of them.
+        let mut running = self.primaries();
+        running.retain(|vm| vm.kept().is_none());
+        running
     }
 
     /// A VM that runs on this host, and whose lease has not run out: what commands are about.

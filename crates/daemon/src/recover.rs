@@ -2,7 +2,7 @@
 //! VM on them.
 
 use crate::host::Host;
-use crate::lease::FormerLease;
+use crate::lease::{Awaited, Contender};
 use crate::vm::Vm;
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
@@ -95,7 +95,7 @@ impl Host {
         request: RecoverRequest,
     ) -> Result<RecoverReport, HostError> {
         // Before anything is held: this may take as long as a lease.
-        let former = match request.dry_run {
+        let awaited = match request.dry_run {
             true => None,
             false => self.await_former_owner(name, &request)?,
         };
@@ -104,9 +104,17 @@ impl Host {
         if request.dry_run {
             return Ok(inquiry.report(name, &judge(&inquiry.evidence())));
         }
+        let newly_silent = inquiry.newly_silent(&self.config.name, awaited.as_ref());
         let Recovery { mut report, record, newest } = self.recovery(name, &request, inquiry)?;
+        if let Some(contender) = newly_silent {
+            return conflict(format!(
+                "{contender} may run {name}, and fell silent just now: ask again, so that this host \
+                 waits until it lets nothing out any more"
+            ));
+        }
         self.drop_kept(name, "`recover` has another image")?;
         self.check_free(&record.definition)?;
+        let former = awaited.and_then(|awaited| awaited.lease);
         report.status = Some(self.boot(record.definition, newest, former.as_ref())?);
         Ok(report)
     }
@@ -180,16 +188,15 @@ impl Host {
         &self,
         name: &VmName,
         request: &RecoverRequest,
-    ) -> Result<Option<FormerLease>, HostError> {
+    ) -> Result<Option<Awaited>, HostError> {
         let inquiry = self.inquire(name)?;
         let here = &self.config.name;
         let own =
             matches!(judge(&inquiry.evidence()), Finding::Valid { host, .. } if host == *here);
         let starts = (own || request.force) && inquiry.busy().is_none();
-        match inquiry.contender(here).filter(|_| starts) {
-            Some(contender) => self.await_lease(name, &contender, request.other_host_is_off),
-            None => Ok(None),
-        }
+        let Some(contender) = inquiry.contender(here).filter(|_| starts) else { return Ok(None) };
+        let lease = self.await_lease(name, &contender, request.other_host_is_off)?;
+        Ok(Some(Awaited { contender, lease }))
     }
 
     /// Asks this host, every peer at the same time, and the arbiter.
@@ -286,51 +293,6 @@ pub(crate) enum OwnersWord {
     Silent(Contender),
 }
 
-/// Who may run a VM, and does not answer.
-pub(crate) enum Contender {
-    /// Its owner, by the arbiter's word.
-    Owner(HostName, Generation),
-    /// One of these, if it owned it at this generation: this host has won the VM since, and may
-    /// not have waited for them.
-    Former(Vec<HostName>, Generation),
-    /// Any of these: there is no word of the arbiter.
-    Any(Vec<HostName>),
-}
-
-impl Contender {
-    /// The generation of its lease.
-    pub fn generation(&self) -> Option<Generation> {
-        match self {
-            Contender::Owner(_, at) | Contender::Former(_, at) => Some(*at),
-            Contender::Any(_) => None,
-        }
-    }
-
-    /// Whether it owns the VM at this moment.
-    pub fn is_owner(&self) -> bool {
-        matches!(self, Contender::Owner(..))
-    }
-
-    /// Whether a lease of that host is its.
-    pub fn may_be(&self, host: &HostName) -> bool {
-        match self {
-            Contender::Owner(owner, _) => owner == host,
-            Contender::Former(hosts, _) | Contender::Any(hosts) => hosts.contains(host),
-        }
-    }
-}
-
-impl std::fmt::Display for Contender {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        match self {
-            Contender::Owner(host, _) => write!(f, "host {host}"),
-            Contender::Former(hosts, _) | Contender::Any(hosts) => {
-                write!(f, "host {}", hosts.join(" or "))
-            }
-        }
-    }
-}
-
 impl Inquiry {
     /// Who may run the VM, and does not answer `here`.
     fn contender(&self, here: &HostName) -> Option<Contender> {
@@ -351,6 +313,13 @@ impl Inquiry {
         let former = Generation(owner.generation.0.checked_sub(1)?);
         let began = ran.is_some_and(|ran| ran >= owner.generation);
         (!began && !silent.is_empty()).then_some(Contender::Former(silent, former))
+    }
+
+    /// The same, unless it was waited for: it answered when that began.
+    fn newly_silent(&self, here: &HostName, awaited: Option<&Awaited>) -> Option<Contender> {
+        let contender = self.contender(here)?;
+        let is_covered = awaited.is_some_and(|awaited| awaited.contender.includes(&contender));
+        (!is_covered).then_some(contender)
     }
 
     /// A host that does something with the VM, and what.
@@ -457,4 +426,45 @@ fn describe(answer: &ImagesAnswer) -> String {
 
 fn conflict<T>(message: String) -> Result<T, HostError> {
     Err(HostError::new(ErrorKind::Conflict, message))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use understudy_protocol::literal;
+
+    fn answers(host: &'static str, busy: Option<&str>) -> ImagesAnswer {
+        let busy = busy.map(str::to_owned);
+        let host = literal(host);
+        ImagesAnswer { host, record: None, busy, runs: None, snapshots: BTreeMap::new() }
+    }
+
+    /// Host a owns the VM at generation 3.
+    fn inquiry(answers: Vec<ImagesAnswer>, silent: &[&'static str]) -> Inquiry {
+        let owner = Ownership { host: Some(literal("a")), generation: Generation(3) };
+        let silent = silent.iter().map(|host| (literal(host), "no answer".to_owned()));
+        Inquiry {
+            answers,
+            silent: silent.collect(),
+            arbiter: ArbiterWord::Says(Some(owner)),
+            arbiter_words: String::new(),
+        }
+    }
+
+    // Before, it was started beside the owner, for whose lease nobody had waited.
+    #[test]
+    fn an_owner_that_falls_silent_between_two_inquiries_was_not_waited_for() {
+        let here = literal("b");
+        let first = inquiry(vec![answers("b", None), answers("a", Some("runs it"))], &[]);
+        assert_eq!(first.contender(&here), None, "there is nobody to wait for");
+        let second = inquiry(vec![answers("b", None)], &["a"]);
+        let owner = Contender::Owner(literal("a"), Generation(3));
+        assert_eq!(second.newly_silent(&here, None), Some(owner.clone()));
+        let awaited = |contender| Some(Awaited { contender, lease: None });
+        assert_eq!(second.newly_silent(&here, awaited(owner.clone()).as_ref()), None);
+        let earlier = Contender::Owner(literal("a"), Generation(2));
+        assert_eq!(second.newly_silent(&here, awaited(earlier).as_ref()), Some(owner));
+        let both = inquiry(vec![answers("b", None), answers("a", None)], &[]);
+        assert_eq!(both.newly_silent(&here, None), None, "it answers");
+    }
 }

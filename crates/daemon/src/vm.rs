@@ -8,6 +8,7 @@ use understudy_machine::Machine;
 use understudy_protocol::HostName;
 use understudy_protocol::VmName;
 use understudy_protocol::{BackupPhase, Generation, Output, PrimaryPhase};
+use understudy_replication::primary::Stance;
 use understudy_replication::resync::{self, Basis};
 use understudy_replication::{backup, primary};
 use understudy_report::events::VmEvents;
@@ -151,21 +152,30 @@ impl PrimaryVm {
         self.active_session().is_some_and(|session| session.phase() == PrimaryPhase::Protected)
     }
 
+    /// The last session. What waits for its lock is asked without this VM's, which leases need.
+    fn session(&self) -> Option<Arc<primary::Session>> {
+        lock(&self.state).session.clone()
+    }
+
     /// The session, if protection is under way.
     pub fn active_session(&self) -> Option<Arc<primary::Session>> {
-        lock(&self.state).session.clone().filter(|session| !session.is_over())
+        self.session().filter(|session| !session.is_over())
     }
 
     /// The session that decides about the VM's output: every one but those that ended with sole
     /// ownership.
     pub(crate) fn bound_session(&self) -> Option<Arc<primary::Session>> {
-        let session = lock(&self.state).session.clone();
-        session.filter(|session| !matches!(session.phase(), PrimaryPhase::Alone(_)))
+        self.session().filter(|session| !matches!(session.phase(), PrimaryPhase::Alone(_)))
+    }
+
+    /// Where that session stands, as of its last event. Waits for no session.
+    pub(crate) fn stance(&self) -> Option<Stance> {
+        self.session().map(|session| session.stance()).filter(|stance| !stance.is_alone)
     }
 
     /// The session's measurements, also after its end.
     pub fn timings(&self) -> Vec<CheckpointTiming> {
-        lock(&self.state).session.as_ref().map_or_else(Vec::new, |session| session.stats.timings())
+        self.session().map_or_else(Vec::new, |session| session.stats.timings())
     }
 
     /// Protection begins.
@@ -185,27 +195,25 @@ impl PrimaryVm {
     pub fn accept_unprotected(&self) {
         let mut state = lock(&self.state);
         if let Some(session) = state.session.take() {
-            state.generation = session.position().0;
+            state.generation = session.generation();
         }
         state.degraded = None;
     }
 
     /// Whether the last session ended because the backup did not follow the log.
     pub(crate) fn has_diverged(&self) -> bool {
-        lock(&self.state).session.as_ref().is_some_and(|session| session.has_diverged())
+        self.session().is_some_and(|session| session.has_diverged())
     }
 
     /// The host that has it now, if the last session ended with a planned fail-over.
     pub fn handed_over_to(&self) -> Option<HostName> {
-        let state = lock(&self.state);
-        let session = state.session.as_ref().filter(|session| session.was_handed_over());
+        let session = self.session().filter(|session| session.was_handed_over());
         session.map(|session| session.peer.clone())
     }
 
     /// Whether both are protected, or were last, in one group.
     pub fn is_fellow(&self, other: &PrimaryVm) -> bool {
-        let group =
-            |vm: &PrimaryVm| lock(&vm.state).session.as_ref().map(|session| session.group());
+        let group = |vm: &PrimaryVm| vm.session().map(|session| session.group());
         match (group(self), group(other)) {
             (Some(ours), Some(theirs)) => Arc::ptr_eq(&ours, &theirs),
             _ => false,
@@ -221,26 +229,17 @@ impl PrimaryVm {
     /// The generation at which this host owns the VM.
     pub fn generation(&self) -> Generation {
         let state = lock(&self.state);
-        state.session.as_ref().map_or(state.generation, |session| session.position().0)
+        state.session.as_ref().map_or(state.generation, |session| session.generation())
     }
 
     fn status(&self) -> VmStatus {
-        let (machine, lease_over) = (self.machine(), self.tenure.standstill());
-        let state = lock(&self.state);
-        // A fail point, for whoever takes the same locks in another order.
-        fail::fail_point!("status");
+        let machine = self.machine();
         let mut status = machine_status(&machine, Role::Primary, machine.is_alive());
-        status.lease_over = lease_over;
+        status.lease_over = self.tenure.standstill();
         status.live &= status.lease_over.is_none();
-        status.generation = state.generation;
         status.events = self.events.sentences();
-        status.takeover = state.takeover;
-        status.protection = match &state.degraded {
-            Some(reason) => Protection::Degraded { reason: reason.clone() },
-            None => Protection::Off,
-        };
-        if let Some(session) = &state.session {
-            describe_session(&mut status, session);
+        if let Some(session) = self.describe(&mut status) {
+            describe_session(&mut status, &session);
         }
         if let Protection::Degraded { reason } = &mut status.protection {
             if let Some(repair) = self.repairer.describe() {
@@ -248,6 +247,20 @@ impl PrimaryVm {
             }
         }
         status
+    }
+
+    /// All but the session, which is returned.
+    fn describe(&self, status: &mut VmStatus) -> Option<Arc<primary::Session>> {
+        let state = lock(&self.state);
+        // A fail point, for whoever takes the same locks in another order.
+        fail::fail_point!("status");
+        status.generation = state.generation;
+        status.takeover = state.takeover;
+        status.protection = match &state.degraded {
+            Some(reason) => Protection::Degraded { reason: reason.clone() },
+            None => Protection::Off,
+        };
+        state.session.clone()
     }
 }
 
@@ -300,17 +313,18 @@ fn describe_session(status: &mut VmStatus, session: &primary::Session) {
             let remaining_seconds = session.progress.remaining_seconds();
             Protection::Syncing { peer, done_bytes, total_bytes, remaining_seconds }
         }
-        PrimaryPhase::Protected | PrimaryPhase::HandingOver | PrimaryPhase::StandingDown => {
-            match session.group().obstacle() {
-                None => followed(peer, session.output()),
-                Some(obstacle) => Protection::Degraded {
-                    reason: format!(
-                        "host {peer} follows, and could not take over now: {obstacle}; output \
+        PrimaryPhase::StandingDown => Protection::Degraded {
+            reason: format!("protection is being ended: host {peer} forgets the VM"),
+        },
+        PrimaryPhase::Protected | PrimaryPhase::HandingOver => match session.group().obstacle() {
+            None => followed(peer, session.output()),
+            Some(obstacle) => Protection::Degraded {
+                reason: format!(
+                    "host {peer} follows, and could not take over now: {obstacle}; output \
                          still waits for it, and protection is back as soon as it can"
-                    ),
-                },
-            }
-        }
+                ),
+            },
+        },
         PrimaryPhase::Contesting(reason) => Protection::Degraded {
             reason: format!("{reason}; output is held until the arbiter decides"),
         },
@@ -401,6 +415,12 @@ fn backup_status(session: &backup::Session) -> VmStatus {
             total_bytes: session.bytes_received(),
             remaining_seconds: None,
         },
+        BackupPhase::Live => Protection::Degraded {
+            reason: format!("won the VM from {peer}, and has not started it yet"),
+        },
+        BackupPhase::Discarded => Protection::Degraded {
+            reason: format!("forgets {peer}'s VM, and takes it over no more"),
+        },
         BackupPhase::HandingBack(reason) => Protection::Degraded {
             reason: format!(
                 "won the VM and could not start it: {reason}; handed back to {peer} as soon as the \
@@ -416,7 +436,7 @@ fn backup_status(session: &backup::Session) -> VmStatus {
                 ),
             }
         }
-        _ => match session.obstacle() {
+        BackupPhase::Standing => match session.obstacle() {
             None => followed(peer, session.output()),
             Some(obstacle) => Protection::Degraded {
                 reason: format!("this host could not take over now: {obstacle}"),

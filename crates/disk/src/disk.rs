@@ -42,6 +42,10 @@ pub trait WriteSink: Send + Sync {
     fn write(&self, disk: DiskIndex, offset: u64, data: &[u8]);
     /// `len` bytes from `offset` read as zeroes now.
     fn zero(&self, disk: DiskIndex, offset: u64, len: u64);
+    /// Whether it drops all that it is given, for good.
+    fn is_closed(&self) -> bool {
+        false
+    }
 }
 
 /// A guest disk on this host: the primary's image or the backup's mirror.
@@ -206,14 +210,6 @@ impl Disk {
     /// Where the image is.
     pub fn path(&self) -> PathBuf {
         self.path.lock().unwrap_or_else(understudy_threads::poisoned).clone()
-    }
-
-    /// Sends every write from now on to `sink` too, or to nobody. On return no call to
-    /// the former sink is under way.
-    pub fn set_sink(&self, sink: Option<Arc<dyn WriteSink>>) {
-        let former = std::mem::replace(&mut self.lock_order().sink, sink);
-        // Outside the lock: dropping it may take long.
-        drop(former);
     }
 
     /// What is done about the guest's reads that come from now on.

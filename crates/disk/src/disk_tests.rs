@@ -139,6 +139,33 @@ fn the_sink_hears_of_changes_in_their_order_and_only_while_set() {
     assert_eq!(Arc::strong_count(&sink), 1, "let go");
 }
 
+/// That of a session that is over.
+struct Closed;
+
+impl WriteSink for Closed {
+    fn begin(&self, _: DiskIndex, _: u64, _: u64) {}
+    fn write(&self, _: DiskIndex, _: u64, _: &[u8]) {}
+    fn zero(&self, _: DiskIndex, _: u64, _: u64) {}
+    fn is_closed(&self) -> bool {
+        true
+    }
+}
+
+#[test]
+fn a_late_removal_takes_no_sink_that_has_come_since() {
+    let dir = tempfile::tempdir().unwrap();
+    let disk = Disk::open(DiskIndex(0), image(&dir, &[7; 8192]), MIB).unwrap();
+    let closed = Arc::new(Closed);
+    disk.set_sink(Some(closed.clone()));
+    disk.remove_closed_sink();
+    assert_eq!(Arc::strong_count(&closed), 1, "let go");
+    let next = Arc::new(Recorder::default());
+    disk.set_sink(Some(next.clone()));
+    disk.remove_closed_sink();
+    disk.write(0, b"one").unwrap();
+    assert_eq!(next.told(), [(0, Told::Write(b"one".into()))]);
+}
+
 #[test]
 fn a_local_error_is_returned_and_not_mirrored() {
     let full = Path::new("/dev/full");

@@ -25,7 +25,7 @@ use understudy_qemu::lockstep::{self, LogChannel, LogErrand};
 use understudy_qemu::qmp::{DeviceState, RunState};
 use understudy_qemu::{Accelerator, Monitor, VmDefinition, build_id};
 use understudy_report::LimitsReport;
-use understudy_threads::{Mutex, MutexGuard, RwLock, lock};
+use understudy_threads::{Mutex, MutexGuard, RwLock, lock, spawn};
 
 /// What happens to a machine by itself.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -344,17 +344,17 @@ impl Machine {
 
     /// The guest runs here: its output goes out from here on, behind `before`, which it sent
     /// on its former host. Returns how many of those were sent.
-    pub fn open_network(&self, before: &[(CardIndex, Vec<u8>)]) -> anyhow::Result<u64> {
+    pub fn open_network(&self, before: &[(CardIndex, Vec<u8>)]) -> u64 {
         let mut sent = 0;
         for port in &self.ports {
             port.go_live();
             // First of all, so that what follows finds its way back.
-            port.announce()?;
+            port.announce();
             let own = before.iter().filter(|(card, _)| *card == port.card());
             sent += own.filter(|(_, frame)| port.resend(frame)).count() as u64;
             port.open_gate();
         }
-        Ok(sent)
+        sent
     }
 
     /// Loads the state of a machine whose memory and disks are complete, or come when they are
@@ -371,7 +371,8 @@ impl Machine {
     /// Lets the guest of a loaded machine run; its output goes out from here on.
     pub fn start_loaded(&self) -> anyhow::Result<()> {
         self.monitor().cont().map_err(|error| self.process.explain(error.into()))?;
-        self.open_network(&[]).map(drop)
+        self.open_network(&[]);
+        Ok(())
     }
 
     /// Presses the power button.
@@ -440,11 +441,34 @@ impl Machine {
     fn end(&self) {
         let halted_before = self.process.halted.swap(true, Ordering::AcqRel);
         if !halted_before {
-            if let Err(error) = self.process.qemu.kill() {
-                warn!(vm = %self.definition.name, "ending QEMU: {error}");
-            }
-            self.end_custody();
+            self.end_qemu();
         }
+    }
+
+    /// Ends QEMU, whose ports are shut, for whoever must not wait until it is gone: it may hang in the
+    /// kernel.
+    pub fn end_aside(self: &Arc<Self>) {
+        let halted_before = self.process.halted.swap(true, Ordering::AcqRel);
+        if halted_before {
+            return;
+        }
+        if let Err(error) = self.process.qemu.tell_to_end() {
+            warn!(vm = %self.definition.name, "ending QEMU: {error}");
+        }
+        let machine = self.clone();
+        if let Err(error) =
+            spawn(format!("end-{}", self.definition.name), move || machine.end_qemu())
+        {
+            warn!(vm = %self.definition.name, "its QEMU is waited for later: no thread: {error}");
+        }
+    }
+
+    /// Returns when QEMU is gone.
+    fn end_qemu(&self) {
+        if let Err(error) = self.process.qemu.kill() {
+            warn!(vm = %self.definition.name, "ending QEMU: {error}");
+        }
+        self.end_custody();
     }
 }
 

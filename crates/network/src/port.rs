@@ -22,6 +22,7 @@ use std::sync::atomic::Ordering;
 use std::sync::{Arc, Weak};
 use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};
+use tracing::warn;
 use understudy_protocol::{CardIndex, Epoch};
 use understudy_threads::spawn;
 
@@ -374,10 +375,7 @@ impl Port {
     /// Makes the switches learn that the guest is behind this port: sends an
     /// [`announcements`] at once and repeats it for some 800 ms in the background.
     /// Stops by itself when the port is dropped or fenced.
-    ///
-    /// # Errors
-    /// If no thread can be started for the repeats.
-    pub fn announce(&self) -> Result<(), NetworkError> {
+    pub fn announce(&self) {
         let frames: Vec<Vec<u8>> = announcements(self.mac, &self.vlans)
             .map(|frame| [&[0; HEADER_BYTES][..], &frame].concat())
             .collect();
@@ -386,9 +384,10 @@ impl Port {
         let _ = frames.iter().all(sent);
         let shared = Arc::downgrade(&self.shared);
         let repeat = move || repeat_announcements(&shared, &frames);
-        spawn(format!("net{}-announce", self.card), repeat)
-            .map(drop)
-            .map_err(|source| NetworkError::system("start a thread", source))
+        // The first ones are sent: no reason to undo a take-over.
+        if let Err(error) = spawn(format!("net{}-announce", self.card), repeat) {
+            warn!(mac = %self.mac, "where the guest is was announced once: no thread for more: {error}");
+        }
     }
 }
 

@@ -141,7 +141,7 @@ fn nothing_leaves_a_fenced_port() {
         port.open_gate();
         qemu.send("after");
         wait_for("both frames to be dropped", || port.counters().dropped_by_buffer == 2);
-        port.announce().unwrap();
+        port.announce();
         marker.send("silence");
         assert_eq!(
             watcher.next(|frame| match frame[12..14] {
@@ -168,7 +168,7 @@ fn nothing_leaves_after_the_limit_and_all_with_the_next_one() {
         qemu.send("late");
         wait_for("the frame to be taken", || port.carried_bytes() > before);
         // The announcements' echo of a host that slept is output, too.
-        port.announce().unwrap();
+        port.announce();
         port.open_gate();
         marker.send("silence");
         assert_eq!(watcher.receive(), "silence");
@@ -425,7 +425,7 @@ fn bridge_learns_the_port_from_the_announcement() {
         let port = open(false);
         let watcher = Neighbour::join(1);
         assert!(!mac_in_use("br0", GUEST).unwrap());
-        port.announce().unwrap();
+        port.announce();
         // At once and four repeats.
         for _ in 0..5 {
             let heard =

@@ -267,7 +267,7 @@ impl Primary {
         let captured = self.captured_at.drain(..newly).next_back();
         self.delivery.acknowledged(newly);
         self.committed = epoch;
-        if let (Output::Unheld, Some(captured)) = (self.output, captured) {
+        if let (Output::Unheld, Some(captured), None) = (self.output, captured, self.yielded) {
             // Nothing is left of it if the acknowledgement waited while this host stood still.
             actions.push(PrimaryAction::Permit(captured + LEASE - now));
         }
@@ -375,6 +375,7 @@ impl Primary {
     fn guest_died(&mut self, reason: String, actions: &mut Vec<PrimaryAction>) {
         match self.phase {
             PrimaryPhase::Protected | PrimaryPhase::HandingOver | PrimaryPhase::StandingDown => {
+                self.end_permit(actions);
                 actions.push(PrimaryAction::YieldToBackup);
                 self.halt(reason, actions);
             }
@@ -394,6 +395,7 @@ impl Primary {
         if self.phase == PrimaryPhase::Protected {
             self.phase = PrimaryPhase::HandingOver;
             self.hung = Some(reason);
+            self.end_permit(actions);
             self.yield_to_backup(now, actions);
         }
     }
@@ -411,6 +413,14 @@ impl Primary {
     fn yield_to_backup(&mut self, now: Time, actions: &mut Vec<PrimaryAction>) {
         self.yielded = Some(now);
         actions.push(PrimaryAction::YieldToBackup);
+    }
+
+    /// To be called before a backup is told to take over from a guest that may yet send something: it does
+    /// not wait until a permit has run out.
+    fn end_permit(&self, actions: &mut Vec<PrimaryAction>) {
+        if self.output == Output::Unheld {
+            actions.push(PrimaryAction::Permit(Duration::ZERO));
+        }
     }
 
     fn alone(&mut self, reason: Option<String>, actions: &mut Vec<PrimaryAction>) {

@@ -118,6 +118,28 @@ fn unheld_output_needs_a_permit_that_runs_out() {
     assert!(primary.guards_output(), "until the arbiter's word");
 }
 
+// Before, it went on under the last permit, beside the backup.
+#[test]
+fn unheld_output_ends_before_the_backup_is_told_to_take_over() {
+    let sick: [fn() -> PrimaryEvent; 3] = [
+        || PrimaryEvent::GuestHangs("it does not answer".into()),
+        || PrimaryEvent::CannotCapture("no answer".into()),
+        || PrimaryEvent::GuestDied("a signal".into()),
+    ];
+    for event in sick {
+        let mut primary = fresh().with_output(Output::Unheld);
+        handle(&mut primary, 1, PrimaryEvent::Captured);
+        handle(&mut primary, 2, PrimaryEvent::Acknowledged(Epoch(1)));
+        handle(&mut primary, 3, PrimaryEvent::Captured);
+        let ended = [PrimaryAction::Permit(Duration::ZERO), PrimaryAction::YieldToBackup];
+        assert_eq!(handle(&mut primary, 4, event())[..2], ended);
+        // What was on its way to the backup permits nothing any more.
+        let late = handle(&mut primary, 5, PrimaryEvent::Acknowledged(Epoch(2)));
+        let permits = |action: &PrimaryAction| matches!(action, PrimaryAction::Permit(_));
+        assert!(!late.iter().any(permits), "{late:?}");
+    }
+}
+
 #[test]
 fn a_silence_is_borne_until_output_is_held() {
     let at = |ms| Time(Duration::from_millis(ms));

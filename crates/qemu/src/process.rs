@@ -220,23 +220,20 @@ impl Qemu {
         }
     }
 
-    /// Ends QEMU at once (SIGKILL) and reaps it. The guest gets no warning.
+    /// Has QEMU end at once (SIGKILL), and does not wait until it has. The guest gets no warning.
+    pub fn tell_to_end(&self) -> io::Result<()> {
+        match signal(self.pidfd.as_fd(), Signal::SIGKILL) {
+            Err(error) if error.raw_os_error() != Some(libc::ESRCH) => Err(error),
+            _ => Ok(()),
+        }
+    }
+
+    /// Ends QEMU at once and reaps it.
     pub fn kill(&self) -> io::Result<Exit> {
-        let status = match &self.child {
-            Some(child) => {
-                let mut child = lock(child);
-                child.kill()?;
-                Some(child.wait()?)
-            }
-            None => {
-                match signal(self.pidfd.as_fd(), Signal::SIGKILL) {
-                    Err(error) if error.raw_os_error() != Some(libc::ESRCH) => return Err(error),
-                    _ => {}
-                }
-                while !has_ended(self.pidfd.as_fd(), PollTimeout::NONE)? {}
-                None
-            }
-        };
+        self.tell_to_end()?;
+        // Not under the lock: it may hang in the kernel, and others ask whether it lives.
+        while !has_ended(self.pidfd.as_fd(), PollTimeout::NONE)? {}
+        let status = self.child.as_ref().map(|child| lock(child).wait()).transpose()?;
         Ok(Exit { status, last_words: self.last_words() })
     }
 

@@ -28,6 +28,18 @@ fn its_end_and_last_words_are_seen() {
 }
 
 #[test]
+fn who_has_it_end_need_not_wait_and_who_waits_may_come_later() {
+    let folder = tempfile::tempdir().unwrap();
+    let qemu = shell("exec sleep 600", &[], &folder.path().join("log")).unwrap();
+    qemu.tell_to_end().unwrap();
+    for _ in 0..2 {
+        let exit = qemu.kill().unwrap();
+        assert_eq!(exit.status.unwrap().signal(), Some(Signal::SIGKILL as i32));
+    }
+    qemu.tell_to_end().unwrap();
+}
+
+#[test]
 fn one_that_is_only_asked_ends_with_who_asks() {
     let folder = tempfile::tempdir().unwrap();
     let log = folder.path().join("log");

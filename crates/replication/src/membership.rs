@@ -139,16 +139,48 @@ impl Membership {
         }
     }
 
-    /// Makes `to` the owner of all members, which this host has won at `from`, the leader's
-    /// generation. Asking again is harmless.
+    /// Makes `to` the owner of all members, of which this host has won the leader at `from`, its
+    /// generation, and perhaps the others. Asking again is harmless.
     pub fn hand_back(&self, arbiter: &Arbiter, from: Generation, to: &HostName) -> Verdict {
-        for member in &self.members {
-            match arbiter.hand_back(&member.vm, self.generation_of(member, from), to) {
+        // The leader is the last: until then `to` is told that the group is not its own, and touches no
+        // other member.
+        for member in self.members.iter().rev() {
+            match self.hand_member_back(arbiter, member, from, to) {
                 Verdict::Granted(_) => {}
                 other => return other,
             }
         }
         Verdict::Granted(from.next())
+    }
+
+    /// A member that was not won is won now: the generations of all change together, or the group could not
+    /// be had any more.
+    fn hand_member_back(
+        &self,
+        arbiter: &Arbiter,
+        member: &Member,
+        from: Generation,
+        to: &HostName,
+    ) -> Verdict {
+        let won = self.generation_of(member, from);
+        let hand_back = || arbiter.hand_back(&member.vm, won, to);
+        let before = match hand_back() {
+            Verdict::Taken(owner)
+                if owner.host.as_ref() == Some(to) && owner.generation.next() == won =>
+            {
+                owner.generation
+            }
+            verdict => return verdict,
+        };
+        match arbiter.owns(&self.leader().vm, from) {
+            Ok(true) => {}
+            Ok(false) => return hand_back(),
+            Err(Unreachable(reason)) => return Verdict::Unreachable(reason),
+        }
+        match arbiter.acquire(&member.vm, before) {
+            Verdict::Granted(_) => hand_back(),
+            verdict => verdict,
+        }
     }
 
     /// The leader's generation, when a member's is this.
@@ -240,6 +272,26 @@ mod tests {
         assert_eq!(group().acquire(&a, Generation(1)), Verdict::Returned(Generation(3)));
         // What is another's is nobody's to give.
         assert!(matches!(group().hand_back(&b, Generation(3), &literal("b")), Verdict::Taken(_)));
+    }
+
+    // Before, the leader was handed back, the other was not to be, and the group was nobody's for good.
+    #[test]
+    fn a_group_of_which_only_some_members_were_won_is_handed_back_as_a_whole() {
+        let directory = tempfile::tempdir().unwrap();
+        let (a, b) = arbiters(directory.path());
+        let db = literal::<VmName>("db");
+        let unasked = group().hand_back(&b, Generation(2), &literal("a"));
+        assert!(matches!(unasked, Verdict::Taken(_)), "what was not won is nobody's to give");
+        assert_eq!(b.acquire(&db, Generation(1)), Verdict::Granted(Generation(2)));
+        let owner = Ownership { host: Some(literal("b")), generation: Generation(2) };
+        assert_eq!(group().acquire(&a, Generation(1)), Verdict::Taken(owner));
+        for _ in 0..2 {
+            let back = group().hand_back(&b, Generation(2), &literal("a"));
+            assert_eq!(back, Verdict::Granted(Generation(3)));
+        }
+        assert_eq!(group().acquire(&a, Generation(1)), Verdict::Returned(Generation(3)));
+        let owner = Ownership { host: Some(literal("a")), generation: Generation(6) };
+        assert_eq!(a.current(&literal::<VmName>("web")).unwrap(), Some(owner));
     }
 
     #[test]

@@ -55,4 +55,9 @@ impl ByteBudget {
     pub fn close(&self) {
         self.state.change(|state| state.closed = true);
     }
+
+    /// Whether it is.
+    pub fn is_closed(&self) -> bool {
+        self.state.lock().closed
+    }
 }

@@ -25,6 +25,16 @@ pub enum Present {
     Nothing,
 }
 
+impl Present {
+    /// The same of a host that may be about to start something, which is not to be seen yet.
+    pub fn beside_start(self, starts: bool) -> Present {
+        match self {
+            Present::Nothing if starts => Present::Busy,
+            present => present,
+        }
+    }
+}
+
 /// What its record of a VM says.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Recorded {
@@ -96,6 +106,12 @@ mod tests {
         let stranger = Recorded { ran: None, backed_asker: false };
         assert_eq!(nothing(Some(vec![recorded(None), stranger])), silence);
         assert_eq!(nothing(None), silence, "a record is missing");
+        let beside = |present: Present| {
+            answer(Generation(4), present.beside_start(true), || Some(vec![recorded(None)]))
+        };
+        assert_eq!(beside(Present::Nothing), silence, "it may have claimed that grant just now");
+        let word = WinnersWord { runs: Some(Generation(5)), ran: None };
+        assert_eq!(beside(Present::Runs(Generation(5))), Answer::Say(word));
         assert_eq!(answer(Generation(4), Present::Busy, || None), silence);
         assert_eq!(answer(Generation(4), Present::StandsBy, || None), Answer::Hurry);
     }

@@ -2,7 +2,7 @@
 
 use crate::locks::{Mutex, MutexGuard};
 use std::process;
-use std::sync::PoisonError;
+use std::sync::{PoisonError, TryLockError};
 
 /// A lock around what threads of several owners share. Whoever takes it after a thread has
 /// panicked with it ends the process: nobody can say whom that harms.
@@ -20,6 +20,15 @@ impl<T: ?Sized> Common<T> {
     /// Waits for the lock.
     pub fn lock(&self) -> MutexGuard<'_, T> {
         self.0.lock().unwrap_or_else(commonly_poisoned)
+    }
+
+    /// The lock, if nobody has it.
+    pub fn try_lock(&self) -> Option<MutexGuard<'_, T>> {
+        match self.0.try_lock() {
+            Ok(guard) => Some(guard),
+            Err(TryLockError::WouldBlock) => None,
+            Err(TryLockError::Poisoned(poisoned)) => Some(commonly_poisoned(poisoned)),
+        }
     }
 }
 

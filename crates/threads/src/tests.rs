@@ -53,6 +53,19 @@ fn a_panic_that_belongs_to_nothing_ends_the_process() {
 }
 
 #[test]
+fn who_only_tries_a_common_lock_does_not_wait_for_it() {
+    let common = Common::new(1);
+    let tried = || {
+        let trying = || common.try_lock().map(|value| *value);
+        std::thread::scope(|scope| scope.spawn(trying).join().unwrap())
+    };
+    let held = common.lock();
+    assert_eq!(tried(), None);
+    drop(held);
+    assert_eq!(tried(), Some(1));
+}
+
+#[test]
 fn a_panic_with_a_common_lock_ends_the_process() {
     let ended_well = alone("tests::a_panic_with_a_common_lock_ends_the_process", || {
         let scope = Scope::new(Telling(channel().0));

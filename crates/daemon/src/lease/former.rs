@@ -1,7 +1,7 @@
 //! Who wants a VM whose owner is silent waits until that lets nothing out any more.
 
+use super::Contender;
 use crate::host::Host;
-use crate::recover::Contender;
 use std::thread;
 use std::time::Duration;
 use tracing::info;

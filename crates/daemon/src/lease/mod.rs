@@ -1,15 +1,17 @@
 //! Leases of sole owners, carried out: `understudy_protocol::Lease` decides.
 //!
-//! Three threads for all VMs. `lease` looks at the clock, and never waits: what it finds due it has
-//! done elsewhere. `lease-arbiter` goes to the arbiter, and waits as long as that takes; `lease-peers`
+//! Three threads for all VMs. `lease` looks at the clock, and never waits, for no VM's session either: what it
+//! finds due it has done elsewhere. `lease-arbiter` goes to the arbiter, and waits as long as that takes; `lease-peers`
 //! compares clocks with other hosts. What must not leave a VM does not, whatever they do: each port
 //! has its limit.
 
+mod contender;
 mod former;
 mod peers;
 mod tending;
 mod watchdog;
 
+pub(crate) use contender::{Awaited, Contender};
 pub(crate) use former::FormerLease;
 pub(crate) use watchdog::Watchdog;
 
@@ -135,7 +137,7 @@ impl Host {
         if self.arbiter.is_none() {
             return Stake::Nothing;
         }
-        let guards = vm.bound_session().map(|session| session.guards_output());
+        let guards = vm.stance().map(|stance| stance.guards_output);
         Stake::of(guards, vm.has_copies.load(Ordering::Acquire))
     }
 

@@ -31,7 +31,7 @@ pub(super) fn run(host: &Weak<Host>, errands: &Receiver<Errand>) {
             vm.tenure.tell(vm.name(), errand == LeaseErrand::Renew);
         }
         // In this order: a contest that is won meanwhile leaves another generation.
-        let contests = vm.bound_session().is_some_and(|session| session.contests());
+        let contests = vm.stance().is_some_and(|stance| stance.contests);
         let answer = answer.beside_contest(contests || vm.generation() != generation);
         let mut lease = lock(&vm.tenure.lease);
         let actions = lease.answered(boot_time(), asked, answer);

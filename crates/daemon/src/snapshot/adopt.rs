@@ -117,7 +117,7 @@ impl Host {
         self.add_restored(machine.clone(), generation, &task.id);
         self.snapshots.restorings.lock().insert(task.vm().to_owned(), restoring.clone());
         let vm = self.primary(task.vm())?;
-        machine.open_network(&[])?;
+        machine.open_network(&[]);
         machine
             .wake(move |error| vm.events.note(format!("its QEMU does not answer: {error:#}")))?;
         restoring.go_on();

@@ -1,9 +1,27 @@
-//! Changes of a disk, one after the other.
+//! Changes of a disk, one after the other, and who hears of them.
 
-use super::{Disk, Order, fail_in_a_test};
+use super::{Disk, Order, WriteSink, fail_in_a_test};
 use crate::image::Space;
 use std::io;
+use std::sync::Arc;
 use understudy_threads::MutexGuard;
+
+impl Disk {
+    /// Sends every write from now on to `sink` too, or to nobody. On return no call to
+    /// the former sink is under way. Waits for a write that the device does not answer.
+    pub fn set_sink(&self, sink: Option<Arc<dyn WriteSink>>) {
+        let former = std::mem::replace(&mut self.lock_order().sink, sink);
+        // Outside the lock: dropping it may take long.
+        drop(former);
+    }
+
+    /// Removes a sink that is [closed](WriteSink::is_closed), however late: another one that has come since
+    /// stays.
+    pub fn remove_closed_sink(&self) {
+        let former = self.lock_order().sink.take_if(|sink| sink.is_closed());
+        drop(former);
+    }
+}
 
 /// The right to write: while it is held, nobody else changes the image or calls the sink.
 pub(crate) struct Ordered<'a> {

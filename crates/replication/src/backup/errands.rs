@@ -99,7 +99,7 @@ impl Session {
                 self.activate(self.group.generation(self, *leaders), ready)?;
             }
             Errand::Start => self.start(from()?, in_lockstep)?,
-            Errand::Open => work.takeover = Some(self.go_live(from()?, in_lockstep)?),
+            Errand::Open => work.takeover = Some(self.go_live(from()?, in_lockstep)),
             Errand::Halt => self.halt(),
             Errand::Forget => self.forget(),
             Errand::End(_) => {}

@@ -83,13 +83,9 @@ impl Session {
     }
 
     /// Takes the guest's conversations up where the primary left them.
-    pub(super) fn go_live(
-        &self,
-        from: &Checkpoint,
-        in_lockstep: bool,
-    ) -> anyhow::Result<TakeoverReport> {
+    pub(super) fn go_live(&self, from: &Checkpoint, in_lockstep: bool) -> TakeoverReport {
         let before = if in_lockstep { Vec::new() } else { self.frames.take_sent() };
-        let resent_frames = self.machine().open_network(&before)?;
+        let resent_frames = self.machine().open_network(&before);
         self.clock.reach(Stage::Live);
         let injected_frames = self.frames.inject(&self.machine());
         let lag_ms = self.following().map_or(0.0, |following| following.lag_at_failure_ms());
@@ -99,7 +95,7 @@ impl Session {
             false => (now() - from.taken).as_secs_f64() * 1e3,
         };
         let planned = self.group.core().is_planned();
-        Ok(TakeoverReport { planned, lag_ms, outage_ms, injected_frames, resent_frames, ..report })
+        TakeoverReport { planned, lag_ms, outage_ms, injected_frames, resent_frames, ..report }
     }
 
     /// How the session ends; `takeover` is how long that took, if the VM runs here.

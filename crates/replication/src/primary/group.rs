@@ -7,6 +7,7 @@
 
 use super::Detection;
 use super::session::{LONGEST_WAIT, Session};
+use super::stance::{Published, Stance};
 use crate::clock;
 use crate::lockstep::primary::PIPELINE;
 use crate::membership::{Member, Membership};
@@ -31,6 +32,7 @@ pub struct Group {
     pub membership: Membership,
     /// What decides for all.
     core: Mutex<Lead>,
+    stance: Published,
     rendezvous: Mutex<Rendezvous>,
     sessions: Mutex<Vec<Weak<Session>>>,
 }
@@ -51,6 +53,7 @@ impl Group {
         Arc::new(Group {
             rendezvous: Mutex::new(Rendezvous::new(membership.members.len())),
             membership,
+            stance: Published::new(&lead),
             core: Mutex::new(lead),
             sessions: Mutex::default(),
         })
@@ -62,8 +65,19 @@ impl Group {
         self.core.lock().unwrap_or_else(|poisoned| {
             let mut core = poisoned.into_inner();
             core.condemn(CONDEMNED);
+            self.stance.publish(&core);
             core
         })
+    }
+
+    /// Where it stands, as of the last event. Waits for nobody.
+    pub(super) fn stance(&self) -> Stance {
+        self.stance.get()
+    }
+
+    /// To be called with its state machine after each event.
+    pub(super) fn publish(&self, core: &Lead) {
+        self.stance.publish(core);
     }
 
     /// Whether it has more than one member.
@@ -90,11 +104,6 @@ impl Group {
     pub(super) fn each(&self, mut act: impl FnMut(&Session)) {
         let sessions: Vec<_> = lock(&self.sessions).iter().filter_map(Weak::upgrade).collect();
         sessions.iter().for_each(|session| act(session));
-    }
-
-    /// The member at this place, while it lives.
-    pub(super) fn member(&self, place: usize) -> Option<Arc<Session>> {
-        lock(&self.sessions).get(place).and_then(Weak::upgrade)
     }
 
     /// Why the backup could not take over now, if it could not.

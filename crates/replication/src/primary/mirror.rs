@@ -41,6 +41,10 @@ impl WriteSink for Mirroring {
         self.put(range, Piece::DiskZero(range));
         self.references(|references| references.end_write(disk));
     }
+
+    fn is_closed(&self) -> bool {
+        self.0.upgrade().is_none_or(|session| session.outbox.is_closed())
+    }
 }
 
 impl Mirroring {

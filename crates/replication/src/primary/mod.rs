@@ -28,6 +28,7 @@ mod receive;
 mod references;
 mod send;
 mod session;
+mod stance;
 mod stats;
 mod tell;
 mod turn;
@@ -37,6 +38,7 @@ pub use epoch_room::EPOCH_DISK_BYTES;
 pub use group::CONDEMNED;
 pub use group::Group;
 pub use session::Session;
+pub use stance::Stance;
 pub use turn::Next;
 use understudy_protocol::HostName;
 use understudy_threads::{Mutex, spawn};
@@ -214,11 +216,11 @@ pub fn protect(
     let dial = dialler.clone();
     let dial: Dial = Arc::new(move |path| dial.heartbeat(path));
     heartbeat::start(&session.vm, &session, vec![(path, heartbeat)], Some(dial))?;
-    note(&session, plan.mode).inspect_err(|error| {
-        session.event(Event::PeerGone(format!("{error:#}")));
-    })?;
+    // Its heart beats, and the backup stands by.
+    let give_up = |error: &anyhow::Error| session.event(Event::PeerGone(format!("{error:#}")));
+    note(&session, plan.mode).inspect_err(give_up)?;
     let asked = (contest_queue, plan.qemu_timeout);
-    start_threads(&session, outflow, asked, (copies, dialler), over)?;
+    start_threads(&session, outflow, asked, (copies, dialler), over).inspect_err(give_up)?;
     Ok(session)
 }
 

@@ -83,6 +83,11 @@ impl Outbox {
         self.budget.close();
         let _ = self.queue.send(Outgoing::End);
     }
+
+    /// Whether nothing more gets into it.
+    pub fn is_closed(&self) -> bool {
+        self.budget.is_closed()
+    }
 }
 
 impl Outgoing {

@@ -13,6 +13,7 @@ use super::pace::Pace;
 use super::progress::Progress;
 use super::references::References;
 use super::send::{Outbox, Outgoing};
+use super::stance::Stance;
 use super::stats::Stats;
 use super::turn::Turning;
 use crate::clock;
@@ -183,14 +184,15 @@ impl Session {
         self.group.core().phase().clone()
     }
 
-    /// Whether its word decides about what the guest sends.
-    pub fn guards_output(&self) -> bool {
-        self.group.core().guards_output()
+    /// Where it stands, as of the last event. Waits for nobody.
+    pub fn stance(&self) -> Stance {
+        self.group.stance()
     }
 
-    /// Whether it asks the arbiter for the VM.
-    pub fn contests(&self) -> bool {
-        self.group.core().contests()
+    /// The generation at which this host owns the VM, or last owned it. Waits for nobody.
+    pub fn generation(&self) -> Generation {
+        let member = &self.group.membership.members[self.place];
+        self.group.generation(member, self.group.stance().generation)
     }
 
     /// The rule for what the guest sends.
@@ -248,6 +250,7 @@ impl Session {
         for effect in &effects {
             self.take_effect(effect, core, decided);
         }
+        self.group.publish(core);
         if before != *core.phase() {
             self.group.each(|member| member.tell_phase(&before, core));
         }
@@ -307,13 +310,13 @@ impl Session {
                 }
             }
             PrimaryAction::OpenOutput => {
-                self.end_mirroring();
                 for port in self.machine().ports() {
                     port.open_gate();
                 }
                 if let Some(console) = &self.console {
                     console.open();
                 }
+                self.end_mirroring();
             }
             &PrimaryAction::Contest(from) if leads => {
                 // `watch` lives as long as the session.
@@ -343,8 +346,8 @@ impl Session {
                 if let Some(console) = &self.console {
                     console.shut();
                 }
-                self.machine().halt();
-                self.end_mirroring_aside();
+                self.machine().end_aside();
+                self.end_mirroring();
             }
         }
     }
@@ -359,23 +362,15 @@ impl Session {
         self.heartbeats.close();
     }
 
-    /// For a machine that is no more: a write that its disk does not answer would hold everybody up.
-    fn end_mirroring_aside(&self) {
-        self.epoch_room.close();
-        self.outbox.close();
-        let session = self.group.member(self.place);
-        let body = move || session.iter().for_each(|session| session.end_mirroring());
-        if let Err(error) = spawn(format!("unmirror-{}", self.vm), body) {
-            warn!(vm = %self.vm, "cannot start a thread: {error}");
-        }
-    }
-
+    /// Nothing more is mirrored. Another thread takes the sinks away, which are closed by then: a
+    /// write that its disk does not answer would hold everybody up.
     fn end_mirroring(&self) {
-        // First of all: a disk write that waits for room holds its disk's lock.
         self.epoch_room.close();
         self.outbox.close();
-        for disk in self.machine().disks() {
-            disk.set_sink(None);
+        let disks = self.machine().disks();
+        let body = move || disks.iter().for_each(|disk| disk.remove_closed_sink());
+        if let Err(error) = spawn(format!("unmirror-{}", self.vm), body) {
+            warn!(vm = %self.vm, "what its disks are written is dropped one by one: no thread: {error}");
         }
         if let Some(trail) = self.recording().and_then(|recording| recording.reads.clone()) {
             trail.close();

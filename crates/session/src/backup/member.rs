@@ -46,7 +46,7 @@ pub struct Member {
     steps: VecDeque<Step>,
     /// Between [`Step::TakeOver`] and its end.
     pub takes_over: bool,
-    /// Whether it can go live, once that is known.
+    /// Whether it can go further, while it waits for the others to come as far.
     pub answer: Option<Result<(), String>>,
     /// The primary is told why this host gives up.
     pub told: bool,

@@ -5,12 +5,13 @@
 //! a time, in the order of commits; what comes next is decided when one ends:
 //!
 //! ```text
-//! apply, apply, … ─▶ complete the log ─▶ settle ─▶ write the record ─▶ (all members) ─▶ start ─▶ open
+//! apply, apply, … ─▶ complete the log ─▶ settle ─▶ (all members) ─▶ write the record ─▶ (all) ─▶ start ─▶ open
 //!                └─▶ forget ─▶ the primary hangs up ─▶ end    (none) ─▶ halt ─▶ hand back ─▶ forget
 //! ```
 
 mod fitness;
 mod member;
+mod takeover;
 mod words;
 
 pub use fitness::HANG;
@@ -295,11 +296,11 @@ impl Standby {
                     }
                     Copy::Whole => self.have_done(place, Errand::Complete, effects),
                     Copy::Filling => {
-                        self.answer(place, Err("no epoch was applied".to_owned()), effects);
+                        self.cannot_start(place, "no epoch was applied".to_owned(), effects);
                     }
                     Copy::Failed(reason) => {
                         let reason = reason.clone();
-                        self.answer(place, Err(reason), effects);
+                        self.cannot_start(place, reason, effects);
                     }
                 }
             }
@@ -368,91 +369,6 @@ impl Standby {
     fn give_up(&mut self, now: Time, reason: String, effects: &mut Vec<Effect>) {
         effects.push(Effect::GiveUp(reason.clone()));
         self.decide(now, BackupEvent::CannotServe(reason), effects);
-    }
-
-    /// Remus 2.5: all is on the disks first, then the activation record; then only may the guest
-    /// run.
-    fn taken_further(
-        &mut self,
-        now: Time,
-        place: Place,
-        errand: Errand,
-        result: Result<(), String>,
-        effects: &mut Vec<Effect>,
-    ) {
-        let Some((generation, because)) = self.won.clone() else { return };
-        match (errand, result) {
-            (Errand::Complete, Ok(())) if !planted!(ActivateUnsettled) => {
-                self.have_done(place, Errand::Settle, effects);
-            }
-            (Errand::Complete | Errand::Settle, Ok(())) => {
-                // A disk that hung until now may have cost this host the VM.
-                self.decide(now, BackupEvent::Starts, effects);
-                match self.core.may_run() {
-                    true if planted!(StartUnrecorded) => self.answer(place, Ok(()), effects),
-                    true => self.have_done(place, Errand::Activate(generation), effects),
-                    false => {
-                        self.answer(place, Err("it was handed back meanwhile".to_owned()), effects);
-                    }
-                }
-            }
-            (Errand::Activate(_), Ok(())) => self.answer(place, Ok(()), effects),
-            (Errand::Complete | Errand::Settle | Errand::Activate(_), Err(reason)) => {
-                self.answer(place, Err(reason), effects);
-            }
-            (Errand::Start, Err(reason)) if self.size == 1 && !planted!(OpenWhatIsDead) => {
-                self.end_attempt(place, reason, effects);
-            }
-            (Errand::Start, Ok(())) => self.have_done(place, Errand::Open, effects),
-            (Errand::Start, Err(_)) if planted!(OpenWhatIsDead) => {
-                self.have_done(place, Errand::Open, effects);
-            }
-            (Errand::Open, Ok(())) => {
-                self.end_live(place, generation, Ending::Live(generation, because), effects);
-            }
-            // Others of a group may run by now, which is owned as a whole.
-            (Errand::Start | Errand::Open, Err(reason)) => {
-                self.end_live(place, generation, Ending::Failed(generation, reason), effects);
-            }
-            _ => {}
-        }
-    }
-
-    /// A member can go live, or not, for this reason: when all have said so, all do, or none.
-    fn answer(&mut self, place: Place, own: Result<(), String>, effects: &mut Vec<Effect>) {
-        self.members[place].answer = Some(own);
-        if self.members.iter().any(|member| member.answer.is_none()) {
-            return;
-        }
-        let refusal = self.members.iter().find_map(|member| member.answer.clone()?.err());
-        for place in 0..self.members.len() {
-            let own = self.members[place].answer.take();
-            match (&refusal, own) {
-                (None, _) => self.have_done(place, Errand::Start, effects),
-                (Some(_), Some(Err(own))) => self.end_attempt(place, own, effects),
-                (Some(why), _) => {
-                    let why = format!("another VM of the group cannot: {why}");
-                    self.end_attempt(place, why, effects);
-                }
-            }
-        }
-    }
-
-    /// The former primary is to have the VM back. Its copy here may have run for a moment, unseen.
-    fn end_attempt(&mut self, place: Place, reason: String, effects: &mut Vec<Effect>) {
-        self.members[place].copy = Copy::Failed(reason);
-        self.have_done(place, Errand::Halt, effects);
-    }
-
-    fn end_live(
-        &mut self,
-        place: Place,
-        generation: Generation,
-        ending: Ending,
-        effects: &mut Vec<Effect>,
-    ) {
-        effects.push(Effect::Say(place, Word::Live(generation)));
-        self.end(place, ending, effects);
     }
 
     fn end(&mut self, place: Place, ending: Ending, effects: &mut Vec<Effect>) {

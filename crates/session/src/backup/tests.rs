@@ -144,6 +144,33 @@ fn what_was_handed_back_while_its_disk_hung_is_not_started() {
     assert_eq!(played.tell(Event::Done(0, Errand::Halt, Ok(()))), []);
 }
 
+// Before, the first member that was settled took the hand-back from all.
+#[test]
+fn a_group_of_which_one_disk_hangs_is_handed_back() {
+    let mut played = Played::won(2);
+    played.did(Errand::Complete);
+    assert_eq!(played.did(Errand::Settle), [], "it waits for the other");
+    played.tell(Event::Done(1, Errand::Complete, Ok(())));
+    played.now = at(6_000);
+    assert_eq!(played.tell(Event::Awaited), [Effect::HandBack(Generation(2))]);
+    let late = played.errands(Event::Done(1, Errand::Settle, Ok(())));
+    assert_eq!(late, [(0, Errand::Halt), (1, Errand::Halt)]);
+}
+
+#[test]
+fn a_member_that_cannot_be_settled_keeps_the_others_from_their_records() {
+    let mut played = Played::won(2);
+    played.did(Errand::Complete);
+    assert_eq!(played.did(Errand::Settle), []);
+    played.tell(Event::Done(1, Errand::Complete, Ok(())));
+    let lost = Event::Done(1, Errand::Settle, Err("its disk failed".to_owned()));
+    assert_eq!(played.errands(lost), [(0, Errand::Halt), (1, Errand::Halt)]);
+    let copy = |place: Place| played.standby.members[place].copy.clone();
+    assert_eq!(copy(1), Copy::Failed("its disk failed".to_owned()));
+    let why = "another VM of the group cannot: its disk failed";
+    assert_eq!(copy(0), Copy::Failed(why.to_owned()));
+}
+
 #[test]
 fn the_members_of_a_group_go_live_all_or_none() {
     for sound in [true, false] {

@@ -3,12 +3,15 @@
 
 use crate::fencing::{hide, is_gone, pass, unhide};
 use crate::refusals::log_of;
+use crate::sick_disks::Failing;
 use crate::stage::{
-    Calm, LIMIT, await_service, daemon, options, play, play_protected, prove_survival, refusal,
+    Calm, LIMIT, PACE, await_degraded, await_service, daemon, options, play, play_protected,
+    protect, prove_survival, refusal,
 };
 use anyhow::{Context, Result, ensure};
 use std::time::{Duration, Instant};
 use std::{fs, thread};
+use understudy_lab::companion::{COMPANION, Companion};
 use understudy_lab::scene::VM;
 use understudy_lab::{ArbiterKind, CLIENT_ADDRESS, HostOptions, Scene, SceneOptions, wait_for};
 
@@ -204,6 +207,47 @@ fn a_lease_is_renewed_while_its_vm_is_looked_at() {
             all.chain([look()]).collect::<Result<()>>()
         })?;
         prove_survival(scene, client, "a")
+    });
+}
+
+/// The VM whose disk hangs has lost its backup, and goes on alone. Before, whoever keeps the leases waited
+/// for it with all others, and so did whoever asked for its status.
+#[test]
+#[cfg_attr(not(feature = "fail-points"), ignore = "needs `--features fail-points`")]
+fn a_disk_that_hangs_costs_no_other_vm_its_lease() {
+    let directory = tempfile::tempdir().expect("a directory for the test");
+    let hanging = Failing::of("hang-disk", directory.path().join("hangs"));
+    let mut options = SceneOptions { memory_mib: 256, ..short(ArbiterKind::File) };
+    let daemon = options.daemons.get_mut("a").expect("a host");
+    daemon.environment = hanging.daemon().environment;
+    play(options, |scene| {
+        let companion = Companion::new(scene)?;
+        scene.start_guest("a")?;
+        companion.start(scene.host("a")?)?;
+        scene.await_guest()?;
+        companion.await_boot(scene)?;
+        protect(scene.host("a")?, COMPANION, &["--to", "b"])?;
+        scene.host("a")?.call(["unprotect", COMPANION])?;
+        let lease = scene.lab().arbiter_directory().join(COMPANION).join("1.lease");
+        wait_for("the companion's lease", LIMIT, || Ok(lease.exists().then_some(())))?;
+        protect(scene.host("a")?, VM, &["--to", "b"])?;
+        let client = scene.record_client(PACE)?;
+        await_service(&client)?;
+        hanging.begin()?;
+        // A write of the guest hangs from now on.
+        pass(Duration::from_secs(1))?;
+        scene.host_mut("b")?.kill_everything()?;
+        await_degraded(scene, "a")?;
+        for _ in 0..3 {
+            let seen = fs::read(&lease)?;
+            wait_for("the companion's lease to be renewed", LIMIT, || {
+                Ok((fs::read(&lease).is_ok_and(|now| now != seen)).then_some(()))
+            })?;
+        }
+        hanging.end()?;
+        prove_survival(scene, client, "a")?;
+        scene.host("a")?.call(["vm", "stop", COMPANION, "--force"])?;
+        Ok(())
     });
 }
 

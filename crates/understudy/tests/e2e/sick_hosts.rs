@@ -12,6 +12,7 @@ use anyhow::{Result, ensure};
 use serde_json::Value;
 use std::fs;
 use std::path::PathBuf;
+use std::thread;
 use tempfile::TempDir;
 use understudy_lab::scene::VM;
 use understudy_lab::{ArbiterKind, HostOptions, Part, Scene, SceneOptions, wait_for};
@@ -145,6 +146,10 @@ fn a_guest_that_lost_the_contest_goes_on_where_the_winner_could_not_start_it() {
         let standby = scene.host("b")?.qemu_pid(VM)?;
         scene.lab().cut("b")?;
         wait_for("host b to win the VM", LIMIT, || Ok(won.exists().then_some(())))?;
+        let output = scene.host("b")?.cli(["status", VM])?;
+        let words = String::from_utf8_lossy(&output.stdout).into_owned();
+        ensure!(words.contains("has not started it yet"), "`status` said {words}");
+        ensure!(output.status.code() == Some(3), "`status` ended with {}", output.status);
         scene.host_mut("b")?.kill(Part::Process(standby))?;
         fs::remove_file(&won)?;
         await_service(&client)?;
@@ -251,6 +256,28 @@ fn a_primary_whose_disk_hangs_is_taken_over() {
         hanging.end()?;
         scene.await_fenced("a")?;
         prove_survival(scene, client, "b")
+    });
+}
+
+/// Before, it was called protected while its backup forgot it.
+#[test]
+fn a_vm_that_its_backup_forgets_is_not_protected() {
+    play_protected(options().calm(), |scene, client| {
+        scene.host("b")?.pause()?;
+        thread::scope(|scope| {
+            let unprotect = scope.spawn(|| scene.host("a")?.cli(["unprotect", VM]));
+            let said = wait_for("host a to say that it is forgotten", LIMIT, || {
+                let output = scene.host("a")?.cli(["status", VM])?;
+                let words = String::from_utf8_lossy(&output.stdout);
+                let forgets = words.contains("host b forgets the VM");
+                ensure!(!forgets || output.status.code() == Some(3), "{}", output.status);
+                Ok(forgets.then_some(()))
+            });
+            scene.host("b")?.resume()?;
+            unprotect.join().expect("it returns errors")?;
+            said
+        })?;
+        prove_survival(scene, client, "a")
     });
 }
 

@@ -1,0 +1,131 @@
+//! The way of a group that was won, from the last epoch to guests that run: all members go it, or none.
+//!
+//! They wait for each other twice. Until all are settled the former primary may have the group back, since
+//! a disk may hang; until all records are written no guest runs.
+
+use super::Standby;
+use super::member::Copy;
+use super::words::{Effect, Ending, Errand, Word};
+use crate::Place;
+use understudy_protocol::{BackupEvent, Generation, Time, planted};
+
+impl Standby {
+    /// Remus 2.5: all is on the disks first, then the activation record; then only may the guest
+    /// run.
+    pub(super) fn taken_further(
+        &mut self,
+        now: Time,
+        place: Place,
+        errand: Errand,
+        result: Result<(), String>,
+        effects: &mut Vec<Effect>,
+    ) {
+        let Some((generation, because)) = self.won.clone() else { return };
+        match (errand, result) {
+            (Errand::Complete, Ok(())) if !planted!(ActivateUnsettled) => {
+                self.have_done(place, Errand::Settle, effects);
+            }
+            (Errand::Complete | Errand::Settle, Ok(())) => {
+                self.settled(now, place, generation, effects);
+            }
+            (Errand::Activate(_), Ok(())) => self.recorded(place, effects),
+            (Errand::Complete | Errand::Settle | Errand::Activate(_), Err(reason)) => {
+                self.cannot_start(place, reason, effects);
+            }
+            (Errand::Start, Err(reason)) if self.size == 1 && !planted!(OpenWhatIsDead) => {
+                self.end_attempt(place, reason, effects);
+            }
+            (Errand::Start, Ok(())) => self.have_done(place, Errand::Open, effects),
+            (Errand::Start, Err(_)) if planted!(OpenWhatIsDead) => {
+                self.have_done(place, Errand::Open, effects);
+            }
+            (Errand::Open, Ok(())) => {
+                self.end_live(place, generation, Ending::Live(generation, because), effects);
+            }
+            // Others of a group may run by now, which is owned as a whole.
+            (Errand::Start | Errand::Open, Err(reason)) => {
+                self.end_live(place, generation, Ending::Failed(generation, reason), effects);
+            }
+            _ => {}
+        }
+    }
+
+    /// All of a member is on its disks: once that is so with every member, the group starts, if it still may.
+    fn settled(
+        &mut self,
+        now: Time,
+        place: Place,
+        generation: Generation,
+        effects: &mut Vec<Effect>,
+    ) {
+        let Some(answers) = self.gather(place, Ok(())) else { return };
+        if answers.iter().any(Result::is_err) {
+            return self.end_attempts(answers, effects);
+        }
+        // A disk that hung until now may have cost this host the VM.
+        self.decide(now, BackupEvent::Starts, effects);
+        for place in 0..self.members.len() {
+            match self.core.may_run() {
+                true if planted!(StartUnrecorded) => self.recorded(place, effects),
+                true => self.have_done(place, Errand::Activate(generation), effects),
+                false => {
+                    self.end_attempt(place, "it was handed back meanwhile".to_owned(), effects);
+                }
+            }
+        }
+    }
+
+    /// A member's record is written: once all are, the guests run.
+    fn recorded(&mut self, place: Place, effects: &mut Vec<Effect>) {
+        let Some(answers) = self.gather(place, Ok(())) else { return };
+        if answers.iter().any(Result::is_err) {
+            return self.end_attempts(answers, effects);
+        }
+        for place in 0..self.members.len() {
+            self.have_done(place, Errand::Start, effects);
+        }
+    }
+
+    /// A member cannot go live, for this reason: then none does.
+    pub(super) fn cannot_start(&mut self, place: Place, reason: String, effects: &mut Vec<Effect>) {
+        if let Some(answers) = self.gather(place, Err(reason)) {
+            self.end_attempts(answers, effects);
+        }
+    }
+
+    /// A member has come as far as the others wait for each other, or cannot: what all have said,
+    /// once they have.
+    fn gather(&mut self, place: Place, own: Result<(), String>) -> Option<Vec<Result<(), String>>> {
+        self.members[place].answer = Some(own);
+        if self.members.iter().any(|member| member.answer.is_none()) {
+            return None;
+        }
+        Some(self.members.iter_mut().filter_map(|member| member.answer.take()).collect())
+    }
+
+    /// One member at least cannot go live.
+    fn end_attempts(&mut self, answers: Vec<Result<(), String>>, effects: &mut Vec<Effect>) {
+        let refusal = answers.iter().find_map(|answer| answer.clone().err()).unwrap_or_default();
+        for (place, own) in answers.into_iter().enumerate() {
+            let others = || format!("another VM of the group cannot: {refusal}");
+            self.end_attempt(place, own.err().unwrap_or_else(others), effects);
+        }
+    }
+
+    /// The former primary is to have the VM back. Its copy here may have run for a moment, unseen.
+    fn end_attempt(&mut self, place: Place, reason: String, effects: &mut Vec<Effect>) {
+        self.members[place].copy = Copy::Failed(reason);
+        self.have_done(place, Errand::Halt, effects);
+    }
+
+    fn end_live(
+        &mut self,
+        place: Place,
+        generation: Generation,
+        ending: Ending,
+        effects: &mut Vec<Effect>,
+    ) {
+        effects.push(Effect::Say(place, Word::Live(generation)));
+        self.end(place, ending, effects);
+    }
+}
