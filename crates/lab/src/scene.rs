@@ -140,6 +140,12 @@ impl Scene {
         host.with_context(|| format!("no host `{name}` in this scene"))?.revive(&self.lab, &options)
     }
 
+    /// [`revive`](Scene::revive) with other options than before.
+    pub fn revive_with(&mut self, name: &str, options: HostOptions) -> Result<()> {
+        self.options.daemons.insert(name.to_owned(), options);
+        self.revive(name)
+    }
+
     /// [`restart`](Scene::restart) with other options than before.
     pub fn restart_with(&mut self, name: &str, options: HostOptions) -> Result<()> {
         self.options.daemons.insert(name.to_owned(), options);

@@ -144,7 +144,7 @@ impl Purpose {
 }
 
 /// A VM that a primary wants protected.
-#[derive(Clone, Debug, Serialize, Deserialize)]
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Offer {
     /// Names the session; unique.
     pub session: String,
@@ -197,7 +197,7 @@ pub struct Offer {
 }
 
 /// A VM that is protected with others. The members are offered in order.
-#[derive(Clone, Debug, Serialize, Deserialize)]
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct GroupOffer {
     /// Members of the group.
     pub membership: Membership,
@@ -206,7 +206,7 @@ pub struct GroupOffer {
 }
 
 /// A file, or the beginning of one, that the backup's QEMU needs.
-#[derive(Clone, Debug, Serialize, Deserialize)]
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct FileOffer {
     /// What it is in the definition.
     pub role: FileRole,
