@@ -175,9 +175,7 @@ impl Host {
                 );
                 return Err(HostError::new(ErrorKind::Conflict, message));
             }
-            Vm::Fenced(_) => {
-                self.vms.lock().remove(name);
-            }
+            Vm::Fenced(_) => self.forget_lost(name),
         }
         Ok(())
     }

@@ -198,3 +198,27 @@ fn a_keeper_that_has_no_descriptor_for_a_connection_waits_for_one() {
         stop(scene, &[VM])
     });
 }
+
+/// For a quarter of a second it was in no status.
+#[test]
+#[cfg_attr(not(feature = "fail-points"), ignore = "needs `--features fail-points`")]
+fn a_vm_whose_keeper_has_just_been_killed_is_said_to_be_lost() {
+    let mut options = all_keeping(quick(), "");
+    // Nobody looks whether keepers have ended.
+    let unseen = ("FAILPOINTS".to_owned(), "look-at-keepers=pause".to_owned());
+    options.daemons.get_mut("a").expect("host a's").environment.push(unseen);
+    play(options, |scene| {
+        scene.start_guest("a")?;
+        signal_keeper(&scene.status("a")?, Signal::SIGKILL)?;
+        let lost = wait_for("its loss to be known", LIMIT, || {
+            let status = scene.status("a")?;
+            Ok((status["role"] == "fenced").then_some(status))
+        })?;
+        for words in ["was killed", "understudy recover"] {
+            ensure!(lost["protection"].to_string().contains(words), "{lost}");
+        }
+        let shown = scene.host("a")?.cli(["status", VM])?;
+        ensure!(String::from_utf8_lossy(&shown.stdout).contains("was killed"), "{shown:?}");
+        stop(scene, &[VM])
+    });
+}
