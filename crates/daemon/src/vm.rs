@@ -301,7 +301,8 @@ fn describe_session(status: &mut VmStatus, session: &primary::Session) {
             Protection::Syncing { peer, done_bytes, total_bytes, remaining_seconds }
         }
         PrimaryPhase::Protected | PrimaryPhase::HandingOver | PrimaryPhase::StandingDown => {
-            match session.group().obstacle() {
+            status.lapse = session.group().obstacle();
+            match &status.lapse {
                 None => followed(peer, session.output()),
                 Some(obstacle) => Protection::Degraded {
                     reason: format!(
