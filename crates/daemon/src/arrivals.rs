@@ -43,6 +43,11 @@ impl Arrivals {
         self.0.lock().contains_key(vm)
     }
 
+    /// Whether a VM is among them that no keeper has.
+    pub fn is_expected(&self, vm: &VmName) -> bool {
+        self.0.lock().get(vm).is_some_and(|expected| !expected.is_in_keeper())
+    }
+
     /// What a VM is that a keeper has.
     pub fn kept(&self, vm: &VmName) -> Option<VmDefinition> {
         let arrivals = self.0.lock();
@@ -120,13 +125,13 @@ mod tests {
         assert_eq!((arrivals.all().len(), arrivals.kept(&db)), (1, None));
         first.goes_to_keeper();
         assert_eq!((arrivals.all().len(), arrivals.kept(&db)), (0, Some(definition.clone())));
-        assert!(arrivals.has(&db));
+        assert!(arrivals.has(&db) && !arrivals.is_expected(&db));
         // Its keeper has ended, and it is offered again before that was noticed.
         let second = Arrival::expect(&arrivals, "b", &definition);
         drop(first);
         assert_eq!((arrivals.all().len(), arrivals.kept(&db)), (1, None));
         arrivals.forget_kept(&db);
-        assert!(arrivals.has(&db), "no keeper has it yet");
+        assert!(arrivals.is_expected(&db), "no keeper has it yet");
         second.goes_to_keeper();
         arrivals.forget_kept(&db);
         assert!(!arrivals.has(&db));

@@ -28,7 +28,7 @@ impl Host {
     /// Starts a VM on this host, unprotected.
     pub fn vm_start(self: &Arc<Self>, definition: VmDefinition) -> Result<VmStatus, HostError> {
         let _adding = self.adding.lock();
-        self.take_place(&definition.name, self.group_of(&definition.name).as_ref())?;
+        self.take_place_to_start(&definition.name)?;
         self.check_free(&definition)?;
         let newest = self.check_images(&definition)?;
         self.boot(definition, newest, None)
@@ -37,7 +37,7 @@ impl Host {
     /// Starts a VM on this host as its record says, wherever its images lie by now.
     pub fn vm_start_recorded(self: &Arc<Self>, name: &VmName) -> Result<VmStatus, HostError> {
         let _adding = self.adding.lock();
-        self.take_place(name, self.group_of(name).as_ref())?;
+        self.take_place_to_start(name)?;
         let definition = self.recorded_definition(name)?;
         self.check_free(&definition)?;
         let newest = self.check_images(&definition)?;
@@ -175,9 +175,7 @@ impl Host {
                 );
                 return Err(HostError::new(ErrorKind::Conflict, message));
             }
-            Vm::Fenced(_) => {
-                self.vms.lock().remove(name);
-            }
+            Vm::Fenced(_) => self.forget_lost(name),
         }
         Ok(())
     }

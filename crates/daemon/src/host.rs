@@ -286,7 +286,8 @@ impl Host {
 
     /// Everything on this host.
     pub fn status(&self) -> HostStatus {
-        let vms: Vec<Vm> = self.vms.lock().values().cloned().collect();
+        let known = self.vms.lock().clone();
+        let vms = self.all_just_lost(&known).into_iter().chain(known.into_values());
         HostStatus {
             name: self.config.name.clone(),
             version: env!("CARGO_PKG_VERSION").to_owned(),
@@ -296,7 +297,7 @@ impl Host {
             arbiter: self.arbiter_report(),
             peers: self.known_hosts().into_keys().collect(),
             awaited: self.awaited.all(),
-            vms: vms.iter().map(|vm| self.complete(vm.status())).collect(),
+            vms: vms.map(|vm| self.complete(vm.status())).collect(),
         }
     }
 
@@ -373,7 +374,8 @@ impl Host {
 
     /// A VM by name.
     pub(crate) fn vm(&self, name: &VmName) -> Result<Vm, HostError> {
-        self.vms.lock().get(name).cloned().ok_or_else(|| {
+        let known = self.vms.lock().get(name).cloned();
+        known.or_else(|| self.just_lost(name)).ok_or_else(|| {
             let awaited = || self.awaited.why(name).map(|why| format!("is to come up here: {why}"));
             let kept = || {
                 self.keeper_of(name).map(|_| {

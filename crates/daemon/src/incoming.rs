@@ -4,6 +4,7 @@ use crate::containment::of_vm;
 use crate::gate::authorize::{Asker, authorize};
 use crate::gate::lobby::Place;
 use crate::host::Host;
+use crate::keeper::Passed;
 use crate::offer;
 use crate::snapshot::frames;
 use crate::survey::Needs;
@@ -19,9 +20,14 @@ use understudy_replication::backup;
 use understudy_replication::handshake::{Purpose, Welcome, answer};
 use understudy_threads::within;
 
-/// Answers one connection, which has `place` until it is known whose it is.
-pub fn serve(host: &Arc<Host>, stream: TcpStream, place: Place) {
+/// Answers one connection, which has `place` until it is known whose it is, and in a keeper is for what its daemon has
+/// `passed` it on.
+pub fn serve(host: &Arc<Host>, stream: TcpStream, place: Place, passed: Option<Passed>) {
     let peer = stream.peer_addr();
+    let _following = match &passed {
+        Some(Passed::Offer(offer)) => host.follow_offer(&offer.definition.name),
+        Some(Passed::About(_)) | None => None,
+    };
     let served = Link::accepted(stream, host.identity.tls.as_deref()).and_then(|link| {
         let hello = answer(&link)?;
         let _request = place.authenticated(&hello.host).inspect_err(|error| {
@@ -29,11 +35,14 @@ pub fn serve(host: &Arc<Host>, stream: TcpStream, place: Place) {
         })?;
         if let Some(keeper) = host.keeper_for(&hello) {
             // What fails here may succeed in a moment: the peer hears that it may try again.
-            return keeper.take(&link);
+            return keeper.take(&link, None);
         }
-        host.check_kept_purpose(&hello.purpose).inspect_err(|error| {
-            link.refuse(&error.to_string());
-        })?;
+        if let Some(passed) = &passed {
+            let vm_of = |session: &str| Some(host.backup_session(session)?.vm.clone());
+            passed.check(&hello.purpose, vm_of).inspect_err(|error| {
+                link.refuse(&error.to_string());
+            })?;
+        }
         let asker = Asker { host: &hello.host, known: host.is_known(&hello.host) };
         authorize(asker, &hello.purpose, |session| host.primary_of(session)).inspect_err(
             |denied| link.refuse(&format!("host {} refuses: {denied}", host.config.name)),

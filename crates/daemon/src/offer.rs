@@ -32,11 +32,13 @@ pub(crate) fn take(
     let expected = {
         let _adding = host.adding.lock();
         host.notice_end_of_keeper(&offer.definition.name);
-        let group = offer.group.as_ref().and_then(|group| group.membership.name.as_ref());
+        let group = offer.group.as_ref().and_then(|group| group.membership.group());
         let place = match &host.keeps {
             None => Ok(()),
             // Not for whoever does not own the VM.
-            Some(_) => proven.clone().and_then(|()| host.take_place(&offer.definition.name, group)),
+            Some(_) => proven
+                .clone()
+                .and_then(|()| host.take_place(&offer.definition.name, group.as_ref())),
         };
         let expect = |()| Arrival::expect(&host.arrivals, &hello.host, &offer.definition);
         place.and_then(|()| examine(host, offer)).and(proven).map(expect)

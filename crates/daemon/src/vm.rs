@@ -316,15 +316,18 @@ fn describe_session(status: &mut VmStatus, session: &primary::Session) {
         PrimaryPhase::StandingDown => Protection::Degraded {
             reason: format!("protection is being ended: host {peer} forgets the VM"),
         },
-        PrimaryPhase::Protected | PrimaryPhase::HandingOver => match session.group().obstacle() {
-            None => followed(peer, session.output()),
-            Some(obstacle) => Protection::Degraded {
-                reason: format!(
-                    "host {peer} follows, and could not take over now: {obstacle}; output \
+        PrimaryPhase::Protected | PrimaryPhase::HandingOver => {
+            status.lapse = session.group().obstacle();
+            match &status.lapse {
+                None => followed(peer, session.output()),
+                Some(obstacle) => Protection::Degraded {
+                    reason: format!(
+                        "host {peer} follows, and could not take over now: {obstacle}; output \
                          still waits for it, and protection is back as soon as it can"
-                ),
-            },
-        },
+                    ),
+                },
+            }
+        }
         PrimaryPhase::Contesting(reason) => Protection::Degraded {
             reason: format!("{reason}; output is held until the arbiter decides"),
         },

@@ -140,6 +140,12 @@ impl Scene {
         host.with_context(|| format!("no host `{name}` in this scene"))?.revive(&self.lab, &options)
     }
 
+    /// [`revive`](Scene::revive) with other options than before.
+    pub fn revive_with(&mut self, name: &str, options: HostOptions) -> Result<()> {
+        self.options.daemons.insert(name.to_owned(), options);
+        self.revive(name)
+    }
+
     /// [`restart`](Scene::restart) with other options than before.
     pub fn restart_with(&mut self, name: &str, options: HostOptions) -> Result<()> {
         self.options.daemons.insert(name.to_owned(), options);
@@ -202,8 +208,7 @@ impl Scene {
     /// guest is another host's.
     pub fn await_fenced(&self, host: &str) -> Result<Value> {
         wait_for(&format!("host {host} to halt its copy"), TAKE_OVER_LIMIT, || {
-            // Between a keeper's end and its daemon's next look the host has no such VM.
-            let status = self.host(host)?.known(VM)?.unwrap_or_default();
+            let status = self.status(host)?;
             Ok((status["role"] == "fenced" && status["qemu_pid"].is_null()).then_some(status))
         })
     }

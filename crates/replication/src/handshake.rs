@@ -1,6 +1,6 @@
 //! What two hosts say to each other before the first byte of a VM moves.
 
-use crate::membership::Membership;
+use crate::membership::{Membership, bounded};
 use crate::resync::Resync;
 use anyhow::Context;
 use serde::de::DeserializeOwned;
@@ -80,6 +80,7 @@ pub enum Purpose {
         /// The VM's group, or itself.
         membership: Membership,
         /// The generation at which the asker had it; the leader's.
+        #[serde(deserialize_with = "bounded")]
         from: Generation,
     },
     /// Asks which host answers here (`probe` of the daemon).
@@ -143,7 +144,7 @@ impl Purpose {
 }
 
 /// A VM that a primary wants protected.
-#[derive(Clone, Debug, Serialize, Deserialize)]
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Offer {
     /// Names the session; unique.
     pub session: String,
@@ -196,7 +197,7 @@ pub struct Offer {
 }
 
 /// A VM that is protected with others. The members are offered in order.
-#[derive(Clone, Debug, Serialize, Deserialize)]
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct GroupOffer {
     /// Members of the group.
     pub membership: Membership,
@@ -205,7 +206,7 @@ pub struct GroupOffer {
 }
 
 /// A file, or the beginning of one, that the backup's QEMU needs.
-#[derive(Clone, Debug, Serialize, Deserialize)]
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct FileOffer {
     /// What it is in the definition.
     pub role: FileRole,

@@ -130,3 +130,14 @@ fn a_dialler_goes_on_with_a_keeper_if_it_has_said_that_it_can() {
     let error = ask(false).unwrap_err().to_string();
     assert!(error.contains("BeginAnew where Welcome was due"), "{error}");
 }
+
+#[test]
+fn who_asks_for_its_vm_names_a_generation_with_which_others_can_count() {
+    let purpose = |from: u64| {
+        let membership = json!({ "name": null, "members": [{ "vm": "db", "generation": 1 }] });
+        let kept = json!({ "purpose": "kept", "membership": membership, "from": from });
+        serde_json::from_value::<Purpose>(kept)
+    };
+    assert!(purpose(7).is_ok());
+    assert!(purpose(u64::MAX).unwrap_err().to_string().contains("a generation is less than"));
+}

@@ -4,7 +4,8 @@
 //! the arbiter; the group is owned by whoever owns all of them, won in one order,
 //! so that the first record decides between two hosts that contest the group.
 
-use serde::{Deserialize, Serialize};
+use serde::de::Error as _;
+use serde::{Deserialize, Deserializer, Serialize};
 use std::collections::BTreeSet;
 use tracing::warn;
 use understudy_arbiter::{Arbiter, Unreachable};
@@ -45,6 +46,21 @@ pub struct GroupMembers {
     pub vms: Vec<VmName>,
 }
 
+/// A generation that a peer names.
+pub fn bounded<'a, D: Deserializer<'a>>(from: D) -> Result<Generation, D::Error> {
+    let generation = Generation::deserialize(from)?;
+    check_bound(generation).map_err(D::Error::custom)?;
+    Ok(generation)
+}
+
+/// Refuses a generation with which nobody could count on.
+fn check_bound(generation: Generation) -> Result<(), String> {
+    match generation.0 < MOST_GENERATIONS {
+        true => Ok(()),
+        false => Err(format!("a generation is less than {MOST_GENERATIONS}")),
+    }
+}
+
 /// What a peer calls a [`Membership`].
 #[derive(Deserialize)]
 struct UncheckedMembership {
@@ -64,9 +80,7 @@ impl TryFrom<UncheckedMembership> for Membership {
         if vms.len() != members.len() {
             return Err("a group has no VM twice".to_owned());
         }
-        if members.iter().any(|member| member.generation.0 >= MOST_GENERATIONS) {
-            return Err(format!("a generation is less than {MOST_GENERATIONS}"));
-        }
+        members.iter().try_for_each(|member| check_bound(member.generation))?;
         Ok(Membership { name, members })
     }
 }
@@ -91,7 +105,7 @@ impl Membership {
 
     /// A member's generation, when the leader's is `leaders`: all change together.
     pub fn generation_of(&self, member: &Member, leaders: Generation) -> Generation {
-        Generation(member.generation.0 + (leaders.0 - self.leader().generation.0))
+        Generation((member.generation.0 + leaders.0).saturating_sub(self.leader().generation.0))
     }
 
     /// The command that protects the VM, and its group, again.
@@ -240,6 +254,18 @@ mod tests {
         assert!(parse(serde_json::json!([member("db", u64::MAX)])).is_err());
         let many: Vec<_> = (0..=MOST_MEMBERS).map(|n| member(&format!("vm{n}"), 1)).collect();
         assert!(parse(many.into()).is_err());
+    }
+
+    /// A host that asks for its VMs may name any generation, and one before the leader's made an immense one.
+    #[test]
+    fn a_generation_before_the_leaders_makes_no_other_one() {
+        let web = &group().members[1];
+        assert_eq!(group().generation_of(web, Generation(3)), Generation(6));
+        assert_eq!(group().generation_of(web, Generation(0)), Generation(3));
+        let alone = Membership::of_one(&literal("db"), Generation(7));
+        assert_eq!(alone.generation_of(alone.leader(), Generation(0)), Generation(0));
+        let late = Membership { members: vec![web.clone(), group().members[0].clone()], ..group() };
+        assert_eq!(late.generation_of(&late.members[1], Generation(1)), Generation(0));
     }
 
     #[test]

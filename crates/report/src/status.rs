@@ -256,6 +256,10 @@ pub struct VmStatus {
     pub group: Option<GroupName>,
     /// How far protection has come.
     pub protection: Protection,
+    /// Why the backup, which follows, could not take over at the moment, if that alone is wrong: the VM is protected
+    /// again as soon as it could.
+    #[serde(default)]
+    pub lapse: Option<String>,
     /// Since when it has been so, in milliseconds since 1970, as far as this daemon knows.
     #[serde(default)]
     pub since_ms: Option<u64>,
@@ -367,6 +371,7 @@ impl VmStatus {
             epoch: Epoch(0),
             group: None,
             protection: Protection::Off,
+            lapse: None,
             since_ms: None,
             disk_sync: None,
             mode: Mode::Checkpoint,

@@ -11,6 +11,7 @@ pub mod lobby;
 use crate::containment;
 use crate::host::Host;
 use crate::incoming;
+use crate::keeper::Passed;
 use lobby::Lobby;
 use nix::errno::Errno;
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
@@ -39,7 +40,7 @@ pub fn listen(host: &Arc<Host>, listener: TcpListener) -> Result<(), HostError> 
     let host = Arc::downgrade(host);
     thread::Builder::new()
         .name("listen".to_owned())
-        .spawn(move || Porter { host, listener, pause: BACK_OFF[0] }.run())
+        .spawn(move || Porter { host, listener, back_off: BackOff::default() }.run())
         .map(drop)
         .map_err(|error| cannot("start a thread", &error))
 }
@@ -48,7 +49,7 @@ pub fn listen(host: &Arc<Host>, listener: TcpListener) -> Result<(), HostError> 
 struct Porter {
     host: Weak<Host>,
     listener: TcpListener,
-    pause: Duration,
+    back_off: BackOff,
 }
 
 impl Porter {
@@ -58,19 +59,42 @@ impl Porter {
             await_connection(&self.listener, deadline);
             let Some(host) = self.host.upgrade() else { return };
             match self.listener.accept() {
-                Ok((stream, from)) => match admit(&host, stream, from) {
-                    Ok(()) => self.pause = BACK_OFF[0],
-                    Err(error) => self.back_off(&host.lobby, &error),
+                Ok((stream, from)) => match admit(&host, stream, from, None) {
+                    Ok(()) => self.back_off.end(),
+                    Err(error) => self.back_off.rest(&host.lobby, &error),
                 },
-                Err(error) if is_exhaustion(&error) => self.back_off(&host.lobby, &error),
-                // Nobody was there, or hung up meanwhile.
-                Err(_) => {}
+                Err(error) => self.back_off.rest_if_exhausted(&host.lobby, &error),
             }
             deadline = host.lobby.end_overdue();
         }
     }
+}
 
-    fn back_off(&mut self, lobby: &Lobby, error: &io::Error) {
+/// The pauses between tries while the system has no descriptor, thread or memory.
+pub(crate) struct BackOff {
+    pause: Duration,
+}
+
+impl Default for BackOff {
+    fn default() -> BackOff {
+        BackOff { pause: BACK_OFF[0] }
+    }
+}
+
+impl BackOff {
+    /// It has them again.
+    pub(crate) fn end(&mut self) {
+        *self = BackOff::default();
+    }
+
+    /// After an error of `accept`: nobody may have been there, or have hung up meanwhile.
+    pub(crate) fn rest_if_exhausted(&mut self, lobby: &Lobby, error: &io::Error) {
+        if is_exhaustion(error) {
+            self.rest(lobby, error);
+        }
+    }
+
+    fn rest(&mut self, lobby: &Lobby, error: &io::Error) {
         if self.pause == BACK_OFF[0] {
             warn!("connections of other hosts have to wait: {error}");
         }
@@ -91,8 +115,14 @@ pub(crate) fn await_connection(listener: &impl AsFd, deadline: Option<Instant>) 
     let _ = poll(&mut ready, timeout);
 }
 
-/// Gives a connection a place and a thread. An error if there is no thread for it.
-pub(crate) fn admit(host: &Arc<Host>, stream: TcpStream, from: SocketAddr) -> io::Result<()> {
+/// Gives a connection a place and a thread; to a keeper its daemon has passed it on for something. An error if there is no
+/// thread for it.
+pub(crate) fn admit(
+    host: &Arc<Host>,
+    stream: TcpStream,
+    from: SocketAddr,
+    passed: Option<Passed>,
+) -> io::Result<()> {
     if descriptors::is_one_of_the_last(stream.as_raw_fd()) {
         return Err(Errno::EMFILE.into());
     }
@@ -105,7 +135,7 @@ pub(crate) fn admit(host: &Arc<Host>, stream: TcpStream, from: SocketAddr) -> io
         .name("incoming".to_owned())
         .spawn(move || {
             // It ends with the connection, whatever the peer has said.
-            containment::request(|| incoming::serve(&host, stream, place));
+            containment::request(|| incoming::serve(&host, stream, place, passed));
         })
         .map(drop)
 }

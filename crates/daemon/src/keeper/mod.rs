@@ -22,8 +22,10 @@ pub mod rights;
 pub mod start;
 mod watch;
 
+pub use pass::Passed;
 pub(crate) use watch::start as watch;
 
+use crate::config::Groups;
 use crate::host::Host;
 use crate::vm::Vm;
 use note::{End, Found};
@@ -38,7 +40,8 @@ use understudy_protocol::validity::ImageRole;
 use understudy_protocol::wire::Kind;
 use understudy_protocol::{Epoch, GroupName, HostName, VmName};
 use understudy_qemu::VmDefinition;
-use understudy_replication::handshake::{Hello, Purpose};
+use understudy_replication::handshake::{Hello, Offer, Purpose};
+use understudy_replication::membership::GroupMembers;
 use understudy_report::Role;
 use understudy_report::error::{ErrorKind, HostError};
 
@@ -67,11 +70,12 @@ pub struct Keeper {
 }
 
 impl Keeper {
-    /// Gives it a connection on which the peer has said what it wants and waits for the answer.
-    pub(crate) fn take(&self, link: &Link) -> anyhow::Result<()> {
+    /// Gives it a connection on which the peer has said what it wants and waits for the answer: something about its VM,
+    /// or an offer, which was examined, of it or of another VM of its group.
+    pub(crate) fn take(&self, link: &Link, offer: Option<&Offer>) -> anyhow::Result<()> {
         link.check_at_rest()?;
         let socket = self.reachable()?;
-        pass::pass(&socket.with_file_name(CONNECTIONS), link.as_fd())?;
+        pass::pass(&socket.with_file_name(CONNECTIONS), link.as_fd(), offer)?;
         link.send_signal(Kind::BeginAnew, Epoch(0))?;
         Ok(())
     }
@@ -123,32 +127,25 @@ impl Host {
         }
     }
 
-    /// Refuses what is not about the VM which this process keeps, or is for its daemon to answer.
-    pub(crate) fn check_kept_purpose(&self, purpose: &Purpose) -> Result<(), HostError> {
-        let Some(own) = &self.keeps else { return Ok(()) };
-        match purpose {
-            Purpose::Heartbeat { .. } | Purpose::Inbound { .. } | Purpose::Resume { .. } => Ok(()),
-            // Another member of a group may be about to come.
-            Purpose::Protect(offer) if offer.group.is_some() => Ok(()),
-            Purpose::Protect(offer) => own.check(&offer.definition.name),
-            Purpose::Kept { membership, .. } => own.check(&membership.leader().vm),
-            _ => {
-                let message = format!("this is the keeper of {own}, and answers nothing else");
-                Err(HostError::new(ErrorKind::Conflict, message))
-            }
-        }
-    }
-
-    /// The keeper of a group's VMs, if it has one that this daemon knows.
-    fn keeper_of_group(&self, group: &GroupName) -> Option<Keeper> {
-        self.keepers().into_iter().find(|keeper| keeper.group.as_ref() == Some(group))
+    /// The keeper that VMs of a group share, if they have one that this daemon knows. Other hosts' groups may have the
+    /// same name here; a VM is in one.
+    fn keeper_of_group(&self, group: &GroupMembers) -> Option<Keeper> {
+        let is_shared = |keeper: &Keeper| keeper.group.as_ref() == Some(&group.name);
+        group.vms.iter().find_map(|vm| self.keeper_of(vm).filter(is_shared))
     }
 
     /// The group whose VMs a VM shares a keeper with: by this host's configuration, or as it is to be protected.
-    pub(crate) fn group_of(&self, vm: &VmName) -> Option<GroupName> {
-        let found = self.config.groups.iter().find(|(_, vms)| vms.contains(vm));
-        let recorded = || Some(self.record(vm).ok()??.group?.name);
-        found.map(|(group, _)| group.clone()).or_else(recorded)
+    pub(crate) fn group_of(&self, vm: &VmName) -> Option<GroupMembers> {
+        self.group_by(&self.config.groups, vm)
+    }
+
+    fn group_by(&self, configured: &Groups, vm: &VmName) -> Option<GroupMembers> {
+        let found = configured.iter().find(|(_, vms)| vms.contains(vm));
+        let configured = found.map(|(name, vms)| GroupMembers {
+            name: name.clone(),
+            vms: vms.iter().cloned().collect(),
+        });
+        configured.or_else(|| self.record(vm).ok()??.group)
     }
 
     fn stranger(&self, host: &HostName) -> Option<String> {

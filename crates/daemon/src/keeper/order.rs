@@ -198,7 +198,8 @@ impl Host {
         let _adding = self.adding.lock();
         let group = self.group_of(vm);
         let Some(shared) = group.as_ref().and_then(|group| self.keeper_of_group(group)) else {
-            let (mut process, said) = self.spawn_ordered_keeper(vm, group.as_ref(), order)?;
+            let name = group.as_ref().map(|group| &group.name);
+            let (mut process, said) = self.spawn_ordered_keeper(vm, name, order)?;
             if group.is_some() {
                 // If it ends, its answer says so.
                 let _ = await_socket(&mut process, vm, &self.keeper_socket(vm));

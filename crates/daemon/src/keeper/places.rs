@@ -14,6 +14,7 @@ use std::thread;
 use std::time::{Duration, Instant};
 use tracing::warn;
 use understudy_protocol::{GroupName, VmName};
+use understudy_replication::membership::GroupMembers;
 use understudy_report::error::{ErrorKind, HostError};
 use understudy_threads::Common;
 
@@ -87,6 +88,12 @@ impl Kept {
         gone
     }
 
+    /// Whether it has VMs of this group.
+    fn has_some_of(&self, group: &GroupMembers) -> bool {
+        let places = self.places.lock();
+        group.vms.iter().any(|vm| places.of.contains_key(vm))
+    }
+
     fn set_beginning(&self, vm: &VmName, begins_by: Option<Instant>) {
         if let Some(place) = self.places.lock().of.get_mut(vm) {
             place.begins_by = begins_by;
@@ -140,8 +147,9 @@ impl Place {
     }
 }
 
-/// An order about a VM is being followed, until this is dropped: by a panic, too.
-struct Following<'a> {
+/// An order about a VM, or an offer of it, is being followed until this is dropped: by a panic, too. If it has not
+/// brought the VM, that is gone from then on.
+pub(crate) struct Following<'a> {
     kept: &'a Kept,
     vm: &'a VmName,
 }
@@ -164,17 +172,36 @@ impl Host {
     pub(crate) fn take_place(
         self: &Arc<Self>,
         vm: &VmName,
-        group: Option<&GroupName>,
+        group: Option<&GroupMembers>,
     ) -> Result<(), HostError> {
         let Some(kept) = self.keeps.as_ref().filter(|kept| !kept.has(vm)) else { return Ok(()) };
-        if kept.group.is_none() || kept.group.as_ref() != group {
-            return kept.check(vm);
-        }
+        let is_own = |group: &&GroupMembers| kept.group.as_ref() == Some(&group.name);
+        let Some(group) = group.filter(is_own) else { return kept.check(vm) };
         if kept.places.lock().over || self.is_closing() {
             let message = format!("the keeper that was to have {vm} is just ending: try again");
             return Err(conflict(message));
         }
-        self.open_place(Claim::of(&self.config, vm, group)?, vm, Some(Instant::now()))
+        // Another host's group of that name is another one.
+        if !kept.has_some_of(group) {
+            return kept.check(vm);
+        }
+        let claim = Claim::of(&self.config, vm, Some(&group.name))?;
+        self.open_place(claim, vm, Some(Instant::now()))
+    }
+
+    /// [`take_place`](Host::take_place) of a VM that this process is to start, by the configuration as it is now: it
+    /// may be in a group since a moment ago.
+    pub(crate) fn take_place_to_start(self: &Arc<Self>, vm: &VmName) -> Result<(), HostError> {
+        if self.keeps.as_ref().is_none_or(|kept| kept.has(vm)) {
+            return Ok(());
+        }
+        let now = HostConfig::load(&self.config.file)?;
+        self.take_place(vm, self.group_by(&now.groups, vm).as_ref())
+    }
+
+    /// Keeps the place of a VM, in a keeper, that is offered on a connection, for as long as what is returned is there.
+    pub(crate) fn follow_offer<'a>(&'a self, vm: &'a VmName) -> Option<Following<'a>> {
+        self.keeps.as_ref().map(|kept| Following::begin(kept, vm))
     }
 
     /// [`take_place`](Host::take_place) of a VM about which there is an order, while `follow` follows it.
@@ -186,7 +213,7 @@ impl Host {
         let Some(kept) = &self.keeps else { return };
         let (placed, _following) = {
             let _adding = self.adding.lock();
-            let placed = self.take_place(vm, self.group_of(vm).as_ref());
+            let placed = self.take_place_to_start(vm);
             (placed, Following::begin(kept, vm))
         };
         follow(placed);
@@ -213,7 +240,7 @@ impl Host {
         let directory = vm.below(&self.config.state_dir);
         // Before the API, by which the daemon sees that there is a keeper.
         let listening = Connections::bind(&directory.join(CONNECTIONS))
-            .and_then(|connections| connections.take_in(self))
+            .and_then(|connections| connections.take_in(self, vm))
             .map_err(internal)?;
         let close = (kept.door)(self, &directory.join(SOCKET))?;
         let place = Place { claim, close, listening, begins_by, end: None };

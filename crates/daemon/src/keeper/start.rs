@@ -54,7 +54,8 @@ impl Host {
             return self.start_in(&shared, name, start);
         }
         let socket = self.keeper_socket(name);
-        let mut keeper = self.spawn_keeper(name, group.as_ref(), Stdio::null(), &[])?;
+        let group = group.as_ref().map(|group| &group.name);
+        let mut keeper = self.spawn_keeper(name, group, Stdio::null(), &[])?;
         let started = await_socket(&mut keeper, name, &socket).and_then(|()| start(&socket));
         if started.is_err() {
             self.end(keeper, name);
@@ -87,11 +88,9 @@ impl Host {
         let could_go_on = hello.keeper_of.as_ref() == Some(name);
         let get_keepers = match &offer.group {
             None => self.starts_in_keeper(name),
-            Some(GroupOffer { membership, place: 0 }) => {
+            Some(GroupOffer { membership, place }) => {
                 membership.members.iter().all(|member| self.starts_in_keeper(&member.vm))
-            }
-            Some(GroupOffer { membership, .. }) => {
-                self.keeper_of(&membership.leader().vm).is_some()
+                    && (*place == 0 || self.keeper_of(&membership.leader().vm).is_some())
             }
         };
         could_go_on && get_keepers
@@ -107,7 +106,9 @@ impl Host {
         let group = offer.group.as_ref();
         if let Some(GroupOffer { membership, place: 1.. }) = group {
             let keeper = self.keeper_of(&membership.leader().vm);
-            keeper.context("its group's protection has ended meanwhile")?.take(link)?;
+            keeper
+                .context("its group's protection has ended meanwhile")?
+                .take(link, Some(offer))?;
             self.follow_to_keeper(arrival);
             return Ok(());
         }
@@ -124,7 +125,7 @@ impl Host {
         };
         let begun = await_socket(&mut process, &name, &socket)
             .context("no keeper for it")
-            .and_then(|()| keeper.take(link));
+            .and_then(|()| keeper.take(link, Some(offer)));
         if begun.is_err() {
             self.end(process, &name);
             return begun;

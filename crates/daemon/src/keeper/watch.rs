@@ -3,6 +3,7 @@
 use super::note::{self, End, Found, Note};
 use crate::host::Host;
 use crate::vm::{FencedVm, Vm};
+use std::collections::BTreeMap;
 use std::io;
 use std::sync::{Arc, Weak};
 use std::thread;
@@ -36,6 +37,7 @@ fn run(host: &Weak<Host>) {
         }
         drop(host);
         thread::sleep(INTERVAL);
+        fail::fail_point!("look-at-keepers");
     }
 }
 
@@ -51,7 +53,7 @@ impl Host {
         // Nobody starts the next one meanwhile.
         let _adding = self.adding.lock();
         // The next keeper's words are about to be there.
-        if !self.arrivals.has(vm) {
+        if !self.arrivals.is_expected(vm) {
             self.notice_end_of_keeper(vm);
         }
     }
@@ -60,37 +62,48 @@ impl Host {
     /// words would cover its own. To be called under the lock `adding`.
     pub(crate) fn notice_end_of_keeper(&self, vm: &VmName) {
         let Some(note) = self.dead_note(vm) else { return };
-        self.forget_note(&note);
-        let lost = match note.end {
-            Some(End::Gone) => return,
-            Some(End::Fenced { generation, reason }) => {
-                Some(FencedVm { name: vm.clone(), generation, reason })
-            }
-            None => self.lost_with(&note),
-        };
+        let lost = lost_with(self, &note);
+        if note.end.is_none() {
+            self.tell_of_killed(&note, lost.is_some());
+        }
         if let Some(lost) = lost {
             self.vms.lock().entry(vm.clone()).or_insert_with(|| Vm::Fenced(Arc::new(lost)));
         }
+        // Not before: whoever asks meanwhile is told of it either way.
+        self.forget_note(&note);
     }
 
-    /// What was lost with a keeper that was killed: a guest, if it ran there; else a backup, whose
-    /// primary notices.
-    fn lost_with(&self, note: &Note) -> Option<FencedVm> {
-        let vm = &note.vm;
-        let reason = format!("its keeper (process {}) was killed", note.pid);
-        let events = self.events.of(vm);
-        let record = self.record(vm).ok().flatten();
-        let Some(record) = record.filter(|record| record.image.role == ImageRole::Active) else {
-            events.note(reason);
-            events.record(EventKind::StoodDown);
+    /// A VM that this host has lost with its keeper, of which nobody has taken notice yet.
+    pub(crate) fn just_lost(&self, vm: &VmName) -> Option<Vm> {
+        if self.keeps.is_some() || self.arrivals.is_expected(vm) {
             return None;
-        };
-        events.record(EventKind::GuestDied { reason: reason.clone() });
-        Some(FencedVm {
-            name: vm.clone(),
-            generation: record.image.generation,
-            reason: format!("{reason}; if no backup has taken it over, `understudy recover {vm}`"),
-        })
+        }
+        let lost = lost_with(self, &self.dead_note(vm)?)?;
+        Some(Vm::Fenced(Arc::new(lost)))
+    }
+
+    /// All of them, but those among `known`.
+    pub(crate) fn all_just_lost(&self, known: &BTreeMap<VmName, Vm>) -> Vec<Vm> {
+        let others = self.directories().into_iter().filter(|vm| !known.contains_key(vm));
+        others.filter_map(|vm| self.just_lost(&vm)).collect()
+    }
+
+    /// Forgets a VM that this host has lost.
+    pub(crate) fn forget_lost(&self, vm: &VmName) {
+        if self.just_lost(vm).is_some() {
+            let _adding = self.adding.lock();
+            self.notice_end_of_keeper(vm);
+        }
+        self.vms.lock().remove(vm);
+    }
+
+    fn tell_of_killed(&self, note: &Note, had_guest: bool) {
+        let events = self.events.of(&note.vm);
+        if had_guest {
+            return events.record(EventKind::GuestDied { reason: killed(note) });
+        }
+        events.note(killed(note));
+        events.record(EventKind::StoodDown);
     }
 
     fn forget_note(&self, note: &Note) {
@@ -98,4 +111,29 @@ impl Host {
             warn!(vm = %note.vm, "the end of its keeper cannot be noted: {error}");
         }
     }
+}
+
+/// What there is to say of a VM that this host had in a keeper which has ended; none if it has nothing to do with it
+/// any more.
+fn lost_with(host: &Host, note: &Note) -> Option<FencedVm> {
+    let name = note.vm.clone();
+    match &note.end {
+        Some(End::Gone) => None,
+        Some(End::Fenced { generation, reason }) => {
+            Some(FencedVm { name, generation: *generation, reason: reason.clone() })
+        }
+        None => {
+            let record = host.record(&name).ok().flatten();
+            // Whose backup it was notices by itself.
+            let ran = record.filter(|record| record.image.role == ImageRole::Active)?;
+            let killed = killed(note);
+            let reason =
+                format!("{killed}; if no backup has taken it over, `understudy recover {name}`");
+            Some(FencedVm { name, generation: ran.image.generation, reason })
+        }
+    }
+}
+
+fn killed(note: &Note) -> String {
+    format!("its keeper (process {}) was killed", note.pid)
 }

@@ -19,6 +19,7 @@ use std::os::fd::{AsFd, BorrowedFd};
 use std::os::unix::net::UnixStream;
 use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
+use std::time::{Duration, Instant};
 use understudy_threads::{Crew, Mutex};
 
 /// Holds several headers, or a header and a small write, per system call; the rest of a
@@ -31,7 +32,9 @@ const KEPT_BUFFER_BYTES: usize = 2 * 1024 * 1024;
 /// Reads from here on are lent to the socket by the page cache; below, a copy costs less.
 pub(super) const LENT_BYTES: u32 = 32 * 1024;
 /// A client that connects is a QEMU that starts; it does not dawdle.
-const HANDSHAKE_TIMEOUT_MS: u16 = 10_000;
+const HANDSHAKE_PATIENCE: Duration = Duration::from_secs(10);
+/// Who knocks waits so long after one who could not be let in.
+pub(super) const REST: Duration = Duration::from_millis(100);
 
 /// What all connections of one server share.
 #[derive(Clone)]
@@ -47,8 +50,19 @@ pub(super) struct Served {
 pub(super) trait Door {
     /// Readable when one does, or the door is closed for good.
     fn fd(&self) -> BorrowedFd<'_>;
-    /// Lets it in, on a thread of its own. False if the door is closed.
-    fn open(&self) -> bool;
+    /// Lets it in, on a thread of its own. Whoever asks serves a guest: this waits for nothing.
+    fn open(&self) -> Opened;
+}
+
+/// What came of opening a door.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Opened {
+    /// Who knocked is in.
+    LetIn,
+    /// It could not be let in, nor could the next one at once.
+    NotNow,
+    /// The door is closed for good.
+    Closed,
 }
 
 /// Serves one client until it goes; who knocks meanwhile is let in, if there is a door.
@@ -59,13 +73,13 @@ pub(super) fn serve(
     door: Option<&dyn Door>,
 ) -> Result<(), ConnectionError> {
     make_room(&stream);
-    let patience = HANDSHAKE_TIMEOUT_MS.into();
-    let requests = Requests { stream: stream.try_clone()?, patience, door };
+    let patience = Some(HANDSHAKE_PATIENCE);
+    let requests = Requests { stream: stream.try_clone()?, patience, door, rests_until: None };
     let mut input = BufReader::with_capacity(INPUT_BUFFER_BYTES, requests);
     if negotiate(&mut input, &mut &stream, &served.export)? == Outcome::Abort {
         return Ok(());
     }
-    input.get_mut().patience = PollTimeout::NONE;
+    input.get_mut().patience = None;
 
     let replies = Arc::new(Replies::new(stream, served.disk.clone()));
     let connection = Connection { served, replies, readers };
@@ -75,9 +89,11 @@ pub(super) fn serve(
 /// The receiving side.
 struct Requests<'a> {
     stream: UnixStream,
-    /// Waits so long for the next bytes.
-    patience: PollTimeout,
+    /// Waits so long for the next bytes, or for as long as it takes.
+    patience: Option<Duration>,
     door: Option<&'a dyn Door>,
+    /// Nobody looks at the door until then: a knock that stays would be seen at each request.
+    rests_until: Option<Instant>,
 }
 
 impl Read for Requests<'_> {
@@ -85,24 +101,38 @@ impl Read for Requests<'_> {
     /// that the client has taken a reply out of the socket.
     fn read(&mut self, buffer: &mut [u8]) -> io::Result<usize> {
         let readable = |fd| PollFd::new(fd, PollFlags::POLLIN);
+        let deadline = self.patience.map(|patience| Instant::now() + patience);
         loop {
-            let mut both = [self.stream.as_fd(), self.door.map_or(self.stream.as_fd(), Door::fd)]
-                .map(readable);
-            let fds = if self.door.is_some() { &mut both[..] } else { &mut both[..1] };
-            if poll(fds, self.patience)? == 0 {
-                return Err(io::ErrorKind::TimedOut.into());
+            self.rests_until = self.rests_until.filter(|until| Instant::now() < *until);
+            let door = self.door.filter(|_| self.rests_until.is_none());
+            let mut both =
+                [self.stream.as_fd(), door.map_or(self.stream.as_fd(), Door::fd)].map(readable);
+            let fds = if door.is_some() { &mut both[..] } else { &mut both[..1] };
+            if poll(fds, until(deadline.into_iter().chain(self.rests_until).min()))? == 0 {
+                match deadline.is_some_and(|deadline| deadline <= Instant::now()) {
+                    true => return Err(io::ErrorKind::TimedOut.into()),
+                    false => continue,
+                }
             }
             let [stream, knocks] = both.map(|fd| fd.any().unwrap_or(true));
-            if let Some(door) = self.door.filter(|_| knocks)
-                && !door.open()
-            {
-                return Ok(0);
+            match door.filter(|_| knocks).map(Door::open) {
+                Some(Opened::Closed) => return Ok(0),
+                Some(Opened::NotNow) => self.rests_until = Some(Instant::now() + REST),
+                Some(Opened::LetIn) | None => {}
             }
             if stream {
                 return self.stream.read(buffer);
             }
         }
     }
+}
+
+/// The time that is left, for `poll`.
+fn until(instant: Option<Instant>) -> PollTimeout {
+    instant.map_or(PollTimeout::NONE, |instant| {
+        let left = instant.saturating_duration_since(Instant::now()) + Duration::from_millis(1);
+        PollTimeout::try_from(left).unwrap_or(PollTimeout::MAX)
+    })
 }
 
 /// Lets whole replies wait in the socket, whose room is the sender's.
@@ -317,6 +347,7 @@ mod tests {
     use super::*;
     use nix::errno::Errno;
     use understudy_protocol::DiskIndex;
+    use std::cell::Cell;
 
     /// Before, it counted as open for good: a QEMU that hung later passed for one that waits for its
     /// disk.
@@ -341,5 +372,68 @@ mod tests {
         assert!(disk.has_requests() && disk.withholds_errors());
         disk.let_pass();
         assert!(!disk.has_requests());
+    }
+
+    /// A door at which somebody knocks who cannot be let in before the third time, or at all.
+    struct Stuck {
+        knock: UnixStream,
+        _knocker: UnixStream,
+        client: UnixStream,
+        opened: Cell<u32>,
+        for_good: bool,
+    }
+
+    impl Stuck {
+        /// It, and what QEMU's requests come through.
+        fn new(for_good: bool) -> (Stuck, UnixStream) {
+            let (client, stream) = UnixStream::pair().unwrap();
+            let (mut knocker, knock) = UnixStream::pair().unwrap();
+            knocker.write_all(b"!").unwrap();
+            let opened = Cell::new(0);
+            (Stuck { knock, _knocker: knocker, client, opened, for_good }, stream)
+        }
+    }
+
+    impl Door for Stuck {
+        fn fd(&self) -> BorrowedFd<'_> {
+            self.knock.as_fd()
+        }
+
+        fn open(&self) -> Opened {
+            self.opened.set(self.opened.get() + 1);
+            if self.for_good || self.opened.get() < 3 {
+                return Opened::NotNow;
+            }
+            (&self.client).write_all(b"3").unwrap();
+            Opened::LetIn
+        }
+    }
+
+    fn requests(stream: UnixStream, door: &Stuck) -> Requests<'_> {
+        Requests { stream, patience: None, door: Some(door), rests_until: None }
+    }
+
+    /// The thread that serves the guest slept at each request, for as long as somebody stood at the door.
+    #[test]
+    fn who_cannot_be_let_in_is_not_looked_at_with_each_request() {
+        let (door, stream) = Stuck::new(true);
+        let begin = Instant::now();
+        let mut requests = requests(stream, &door);
+        for number in 0..100 {
+            (&door.client).write_all(&[number]).unwrap();
+            let mut byte = [0];
+            requests.read_exact(&mut byte).unwrap();
+            assert_eq!(byte, [number]);
+        }
+        let rests = begin.elapsed().as_millis() / REST.as_millis();
+        assert!(u128::from(door.opened.get()) <= rests + 1, "opened {} times", door.opened.get());
+    }
+
+    #[test]
+    fn who_knocks_is_let_in_in_the_end_however_silent_the_guest_is() {
+        let (door, stream) = Stuck::new(false);
+        let mut byte = [0];
+        requests(stream, &door).read_exact(&mut byte).unwrap();
+        assert!(byte == *b"3" && door.opened.get() >= 3, "opened {} times", door.opened.get());
     }
 }

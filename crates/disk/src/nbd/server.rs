@@ -1,6 +1,6 @@
 //! The listening socket and the threads of one disk's server.
 
-use super::connection::{Door, Served, serve};
+use super::connection::{Door, Opened, REST, Served, serve};
 use super::handshake::Export;
 use super::reading::{ColdRead, reader};
 use super::traffic::{Counters, Traffic};
@@ -18,7 +18,6 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread::{self, JoinHandle};
-use std::time::Duration;
 use understudy_threads::{Crew, Mutex, lock, spawn};
 
 /// Threads for reads that wait for the device. QEMU has at most 16 requests under way.
@@ -197,8 +196,12 @@ impl Entrance {
     /// Serves clients until told to stop.
     fn run(self) {
         while !self.is_closed() {
-            if let Err(error) = self.serve_next() {
+            if let Err(error) = self.serve_next()
+                && !self.is_closed()
+            {
                 self.complain(&error);
+                // Out of descriptors, say: do not spin. This thread serves nobody meanwhile.
+                thread::sleep(REST);
             }
         }
     }
@@ -208,45 +211,47 @@ impl Entrance {
     }
 
     fn serve_next(&self) -> io::Result<()> {
-        let (stream, _) = self.listener.accept()?;
-        self.note(Client { stream: stream.try_clone()?, thread: None })?;
+        let stream = self.accept()?;
+        self.note(Client { stream: stream.try_clone()?, thread: None });
         serve_client(&self.served, stream, &self.readers, Some(self));
         lock(&self.clients.0).retain(|client| client.thread.is_some());
         Ok(())
     }
 
     fn serve_beside(&self) -> io::Result<()> {
-        let (stream, _) = self.listener.accept()?;
+        let stream = self.accept()?;
         let kept = stream.try_clone()?;
         let (served, readers) = (self.served.clone(), self.readers.clone());
         let body = move || serve_client(&served, stream, &readers, None);
         let name = format!("nbd-disk{}-io", self.served.disk.index());
-        self.note(Client { stream: kept, thread: Some(spawn(name, body)?) })
+        self.note(Client { stream: kept, thread: Some(spawn(name, body)?) });
+        Ok(())
     }
 
-    fn note(&self, client: Client) -> io::Result<()> {
+    /// The next client; one too many is hung up on, and forgotten.
+    fn accept(&self) -> io::Result<UnixStream> {
+        let (stream, _) = self.listener.accept()?;
         let mut clients = lock(&self.clients.0);
         // A finished thread has nothing left to join but its memory.
         clients.retain(|client| !client.has_gone());
-        let is_one_too_many = clients.len() >= MAX_CONNECTIONS;
-        // Whoever stops this has hung up on those that it found here.
-        if is_one_too_many || self.is_closed() {
-            client.hang_up();
-        }
-        clients.push(client);
-        match is_one_too_many {
-            true => Err(io::Error::other("too many connections to one disk")),
-            false => Ok(()),
+        match clients.len() < MAX_CONNECTIONS {
+            true => Ok(stream),
+            false => Err(io::Error::other("too many connections to one disk")),
         }
     }
 
-    fn complain(&self, error: &io::Error) {
-        if !self.is_closed() {
-            let disk = self.served.disk.index();
-            tracing::error!(%disk, %error, "cannot take an NBD connection");
-            // Out of descriptors, say: do not spin.
-            thread::sleep(Duration::from_millis(20));
+    fn note(&self, client: Client) {
+        let mut clients = lock(&self.clients.0);
+        // Whoever stops this has hung up on those that it found here.
+        if self.is_closed() {
+            client.hang_up();
         }
+        clients.push(client);
+    }
+
+    fn complain(&self, error: &io::Error) {
+        let disk = self.served.disk.index();
+        tracing::error!(%disk, %error, "cannot take an NBD connection");
     }
 }
 
@@ -255,11 +260,15 @@ impl Door for Entrance {
         self.listener.as_fd()
     }
 
-    fn open(&self) -> bool {
-        if let Err(error) = self.serve_beside() {
-            self.complain(&error);
+    fn open(&self) -> Opened {
+        match self.serve_beside() {
+            _ if self.is_closed() => Opened::Closed,
+            Ok(()) => Opened::LetIn,
+            Err(error) => {
+                self.complain(&error);
+                Opened::NotNow
+            }
         }
-        !self.is_closed()
     }
 }
 
@@ -280,4 +289,31 @@ fn serve_client(
     // Others keep a descriptor of the connection, but the client must see its end now. This fails
     // only if the client has gone already.
     let _ = hang_up.map(|stream| stream.shutdown(Shutdown::Both));
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::nbd::protocol::GREETING_BYTES;
+    use std::io::Read;
+    use understudy_protocol::DiskIndex;
+
+    /// They were remembered for as long as the server lived.
+    #[test]
+    fn a_client_that_is_one_too_many_is_hung_up_on_and_forgotten() {
+        let directory = tempfile::tempdir().unwrap();
+        let image = directory.path().join("image");
+        fs::write(&image, b"").unwrap();
+        let disk = Arc::new(Disk::open(DiskIndex(0), &image, 1 << 20).unwrap());
+        let server = NbdServer::serve(disk, directory.path().join("nbd")).unwrap();
+        let connect = || UnixStream::connect(server.socket()).unwrap();
+        let mut clients: Vec<UnixStream> = (0..MAX_CONNECTIONS).map(|_| connect()).collect();
+        for client in &mut clients {
+            client.read_exact(&mut [0; GREETING_BYTES]).expect("it is served");
+        }
+        for _ in 0..3 {
+            assert_eq!(connect().read(&mut [0]).unwrap(), 0, "it is served, too");
+        }
+        assert_eq!(lock(&server.clients.0).len(), MAX_CONNECTIONS);
+    }
 }

@@ -89,7 +89,8 @@ impl Line {
         *more = false;
         for count in 0..AT_ONCE {
             match link.receive_arrived(partial) {
-                Ok(Some(_)) => {}
+                Ok(Some(message)) if message.header.kind == Kind::Heartbeat => {}
+                Ok(Some(message)) => return Heard::End(unexpected(message.header.kind)),
                 Ok(None) if count == 0 => return Heard::Nothing,
                 Ok(None) => return Heard::Signs,
                 Err(error) => return Heard::End(format!("{error:#}")),
@@ -129,4 +130,9 @@ impl Line {
         }
         due
     }
+}
+
+/// A peer that says something else here is not the one that this host has agreed with on what the connection is for.
+fn unexpected(kind: Kind) -> String {
+    format!("it has {kind:?} where there are only heartbeats")
 }

@@ -1,6 +1,7 @@
 use super::*;
 use std::io::Write;
 use std::net::{TcpListener, TcpStream};
+use std::sync::Mutex;
 use std::sync::atomic::AtomicUsize;
 use std::thread;
 use understudy_protocol::wire::{Header, Kind};
@@ -15,6 +16,7 @@ struct Counting {
     paths: PathMonitor,
     heartbeats: Heartbeats,
     heard: AtomicUsize,
+    lost: Mutex<Option<String>>,
     may_hang_up: AtomicBool,
 }
 
@@ -28,6 +30,7 @@ impl Counting {
             paths: PathMonitor::new(&events, &peer, addresses, in_use, PATIENCE),
             heartbeats: Heartbeats::new().unwrap(),
             heard: AtomicUsize::new(0),
+            lost: Mutex::default(),
             may_hang_up: AtomicBool::new(false),
         })
     }
@@ -36,6 +39,18 @@ impl Counting {
         let deadline = Instant::now() + PATIENCE;
         while self.heard.load(Ordering::Acquire) < count {
             assert!(Instant::now() < deadline, "heard {:?} of {count}", self.heard);
+            thread::sleep(Duration::from_millis(1));
+        }
+    }
+
+    /// Why the only path was lost.
+    fn await_lost(&self) -> String {
+        let deadline = Instant::now() + PATIENCE;
+        loop {
+            if let Some(reason) = self.lost.lock().unwrap().take() {
+                return reason;
+            }
+            assert!(Instant::now() < deadline, "the only path is lost with its connection");
             thread::sleep(Duration::from_millis(1));
         }
     }
@@ -55,7 +70,9 @@ impl Pulse for Counting {
     fn heard(&self) {
         self.heard.fetch_add(1, Ordering::AcqRel);
     }
-    fn lost(&self, _: String) {}
+    fn lost(&self, reason: String) {
+        *self.lost.lock().unwrap() = Some(reason);
+    }
     fn tick(&self) {}
     fn leave_path(&self) {}
     fn is_over(&self) -> bool {
@@ -78,7 +95,11 @@ fn of_messages(peer: TcpStream) -> Link {
 }
 
 fn sign() -> [u8; understudy_protocol::wire::HEADER_BYTES] {
-    Header::for_payload(Kind::Heartbeat, Epoch(0), &[]).encode()
+    signal(Kind::Heartbeat)
+}
+
+fn signal(kind: Kind) -> [u8; understudy_protocol::wire::HEADER_BYTES] {
+    Header::for_payload(kind, Epoch(0), &[]).encode()
 }
 
 #[test]
@@ -144,5 +165,22 @@ fn connections_that_come_after_the_end_are_ended() {
         session.heartbeats.attach(PathIndex(0), link);
         let peer = of_messages(peer);
         while peer.receive().is_ok() {}
+    }
+}
+
+/// Everything was one.
+#[test]
+fn what_is_no_heartbeat_is_no_sign_of_life_and_ends_the_connection() {
+    for kind in Kind::ALL.into_iter().filter(|kind| *kind != Kind::Heartbeat) {
+        let (session, (link, mut peer)) = (Counting::new(1), connection());
+        start(&literal("vm"), &session, vec![(PathIndex(0), link)], None).unwrap();
+        session.await_heard(1);
+        peer.write_all(&signal(kind)).unwrap();
+        let peer = of_messages(peer);
+        while peer.receive().is_ok() {}
+        let lost = session.await_lost();
+        session.end();
+        assert!(lost.contains(&format!("{kind:?}")), "{lost}");
+        assert_eq!(session.heard.load(Ordering::Acquire), 1, "{kind:?}");
     }
 }

@@ -3,7 +3,7 @@
 
 use super::control::Control;
 use crate::metrics::KeptPage;
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
 use std::path::Path;
 use std::sync::{Arc, Mutex, PoisonError, Weak};
 use std::thread;
@@ -127,10 +127,16 @@ fn understood<T>(vm: &VmName, answer: Result<T, Failure>) -> Result<T, HostError
 
 impl Control for Routed {
     fn status(&self) -> HostStatus {
-        let mut status = self.0.status();
         let keepers = self.0.keepers();
-        let kept = keepers.iter().filter_map(|keeper| self.status_of_kept(keeper));
-        status.vms.extend(kept);
+        let mut kept: BTreeMap<VmName, VmStatus> = keepers
+            .iter()
+            .filter_map(|keeper| Some((keeper.vm.clone(), self.status_of_kept(keeper)?)))
+            .collect();
+        // What becomes of a VM whose keeper ends meanwhile the daemon says: it is asked afterwards.
+        kept.retain(|vm, _| self.0.keeper_of(vm).is_some());
+        let mut status = self.0.status();
+        status.vms.retain(|vm| !kept.contains_key(&vm.name));
+        status.vms.extend(kept.into_values());
         status.vms.sort_by(|one, other| one.name.cmp(&other.name));
         status
     }

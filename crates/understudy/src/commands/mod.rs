@@ -7,6 +7,7 @@ mod events;
 mod host;
 mod import;
 mod keep;
+mod lapse;
 mod lockstep;
 mod pki;
 mod protect;

@@ -1,5 +1,6 @@
 //! `understudy protect`, `unprotect` and `failover`.
 
+use super::lapse::{self, Lapse};
 use crate::cli::{DiskReadsKind, ProtectArgs};
 use serde_json::json;
 use std::thread;
@@ -77,7 +78,7 @@ fn follow(
         return Ok(begun);
     }
     let (name, mut progress) = (begun.name.clone(), SyncProgress::new(json));
-    let outcome = wait(begun, &mut progress, || {
+    let outcome = wait(begun, &mut progress, Lapse::new(json), || {
         thread::sleep(POLL_INTERVAL);
         client.vm_status(&name)
     });
@@ -85,10 +86,11 @@ fn follow(
     outcome
 }
 
-/// Waits until the first synchronisation has ended, one way or the other.
+/// Waits until the first synchronisation has ended, one way or the other; for the end of a lapse right after it, too.
 fn wait(
     mut status: VmStatus,
     progress: &mut SyncProgress,
+    mut lapse: Lapse,
     mut next: impl FnMut() -> Result<VmStatus, Failure>,
 ) -> Result<VmStatus, Failure> {
     loop {
@@ -96,6 +98,10 @@ fn wait(
             Protection::Protected { .. } | Protection::Unheld { .. } => return Ok(status),
             Protection::Syncing { .. } => {
                 progress.update(&status.protection);
+                status = next()?;
+                continue;
+            }
+            Protection::Degraded { .. } if lapse.is_worth_waiting(&status) => {
                 status = next()?;
                 continue;
             }
@@ -133,7 +139,7 @@ pub fn unprotect(client: &Client, vm: &str, json: bool) -> Result<Exit, Failure>
 /// Hands a VM over to its backup.
 pub fn failover(client: &Client, vm: &str, json: bool) -> Result<Exit, Failure> {
     let group = client.vm_status(vm)?.group;
-    client.failover(vm)?;
+    lapse::hand_over(client, vm, json)?;
     let done = json!({"name": vm, "group": group, "failed_over": true});
     output::show(json, &done, |_| format!("{} on the backup now\n", whom(vm, &group, "run")))?;
     Ok(Exit::Ok)
@@ -150,6 +156,7 @@ fn whom(vm: &str, group: &Option<GroupName>, verb: &str) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::commands::lapse::tests::{degraded, over};
     use crate::table::tests::example;
     use understudy_protocol::literal;
 
@@ -165,7 +172,9 @@ mod tests {
     /// Waits while the protection goes from syncing through `states`.
     fn wait_through(states: Vec<Protection>) -> Result<VmStatus, Failure> {
         let mut states = states.into_iter().map(example);
-        wait(syncing(), &mut SyncProgress::new(true), || Ok(states.next().expect("no more states")))
+        wait(syncing(), &mut SyncProgress::new(true), Lapse::new(true), || {
+            Ok(states.next().expect("no more states"))
+        })
     }
 
     #[test]
@@ -185,10 +194,26 @@ mod tests {
         assert_eq!(failure.exit(), Exit::Degraded);
     }
 
+    /// It failed if the first look fell into a lapse.
+    #[test]
+    fn it_waits_for_the_end_of_a_lapse_with_a_bound() {
+        let lapsed = || degraded(Some("its disk is slow"));
+        let protected = example(Protection::Protected { peer: literal("b") });
+        let wait_with = |lapse| {
+            let mut states = [lapsed(), lapsed(), protected.clone()].into_iter();
+            wait(syncing(), &mut SyncProgress::new(true), lapse, || {
+                Ok(states.next().expect("no more states"))
+            })
+        };
+        assert_eq!(wait_with(Lapse::new(true)).unwrap().protection, protected.protection);
+        assert_eq!(wait_with(over()).unwrap_err().exit(), Exit::Degraded);
+    }
+
     #[test]
     fn a_daemon_that_goes_away_ends_the_wait() {
         let gone = Failure::new(FailureKind::DaemonUnreachable, "gone");
-        let outcome = wait(syncing(), &mut SyncProgress::new(true), || Err(gone.clone()));
+        let quiet = Lapse::new(true);
+        let outcome = wait(syncing(), &mut SyncProgress::new(true), quiet, || Err(gone.clone()));
         assert_eq!(outcome.unwrap_err(), gone);
     }
 }

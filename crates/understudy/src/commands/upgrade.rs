@@ -1,5 +1,6 @@
 //! `understudy upgrade`.
 
+use super::lapse;
 use crate::cli::UpgradeArgs;
 use serde::Serialize;
 use std::collections::BTreeSet;
@@ -57,7 +58,7 @@ fn evacuate(client: &Client, quiet: bool) -> Result<Vec<VmName>, Failure> {
     for step in plan.handed_over() {
         let goes_along = step.group.as_ref().is_some_and(|group| !groups.insert(group.clone()));
         if !goes_along {
-            client.failover(&step.vm)?;
+            lapse::hand_over(client, &step.vm, quiet)?;
             if !quiet {
                 println!("{} is handed over", whom(step));
             }

@@ -18,6 +18,7 @@ pub fn example(protection: Protection) -> VmStatus {
         epoch: Epoch(1234),
         group: None,
         protection,
+        lapse: None,
         since_ms: Some(1_795_000_000_123),
         disk_sync: Some(DiskSync {
             full_because: None,

@@ -1,11 +1,13 @@
 //! A backup that does not reach the arbiter could never take over: it is not taken as one, is not
 //! called one any more when that happens later, and does not wait for ever after a cut.
 
+use crate::refusals::quick;
 use crate::stage::{
     Calm, LIMIT, await_degraded, await_forgotten, await_service, daemon, options, play,
     play_protected, protect, protection, prove_survival, refusal,
 };
 use anyhow::{Context, Result, ensure};
+use std::io::{BufRead, BufReader};
 use std::time::Instant;
 use understudy_lab::scene::VM;
 use understudy_lab::{ArbiterKind, HostOptions, Scene, wait_for};
@@ -93,6 +95,26 @@ fn a_backup_that_loses_the_arbiter_protects_nothing_until_it_is_back() {
         await_fit(scene, "a")?;
         scene.host_mut("a")?.kill_everything()?;
         prove_survival(scene, client, "b")
+    });
+}
+
+/// It was refused at once.
+#[test]
+fn a_hand_over_waits_for_the_end_of_a_lapse() {
+    play(quick(), |scene| {
+        scene.protected_guest("a", "b")?;
+        await_fit(scene, "a")?;
+        unmount(scene, "b")?;
+        await_unfit(scene, "a")?;
+        let mut waiting = scene.host("a")?.begin(["failover", VM])?;
+        let mut words = String::new();
+        let said = waiting.stderr.as_mut().context("it says nothing")?;
+        BufReader::new(said).read_line(&mut words)?;
+        ensure!(words.contains("waiting for it"), "{words}");
+        mount(scene, "b")?;
+        let ended = waiting.wait_with_output()?;
+        ensure!(ended.status.success(), "{ended:?}");
+        scene.await_live("b").map(drop)
     });
 }
 

@@ -8,11 +8,16 @@ use crate::stage::{
 use anyhow::{Context, Result, ensure};
 use serde_json::Value;
 use std::fs;
+use std::io::{self, Read};
 use std::path::{Path, PathBuf};
 use understudy_lab::check::check_disk;
 use understudy_lab::scene::VM;
 use understudy_lab::{Scene, SceneOptions, wait_for};
 use understudy_qemu::VmDefinition;
+
+/// What does not get to the other host before a test's patience has ended, and how fast it goes there.
+const SLOW_BYTES: u64 = 256 << 20;
+const SLOW_MBITS: u32 = 4;
 
 /// The daemons of these options wait so long for guests that power off.
 fn waiting(mut options: SceneOptions, seconds: u64) -> SceneOptions {
@@ -90,6 +95,31 @@ fn who_signals_twice_does_not_wait() {
         run("kill", &["-TERM", &pid])?;
         wait_for("the daemon to shut its guest down", LIMIT, || {
             Ok(log_of(scene, "a")?.contains("shutting down guest").then_some(()))
+        })?;
+        let status = scene.host_mut("a")?.terminate()?;
+        ensure!(status.success(), "the daemon ended with {status}");
+        let log = log_of(scene, "a")?;
+        ensure!(log.contains("its power was cut: a second signal asked for it"), "{log}");
+        ensure!(role(scene, "a")? == "cut", "the record says {}", role(scene, "a")?);
+        Ok(())
+    });
+}
+
+/// Nor for protection that is about to be.
+#[test]
+fn who_signals_twice_does_not_wait_for_protection() {
+    play(waiting(quick(), 3600), |scene| {
+        let definition =
+            VmDefinition::from_toml(&fs::read_to_string(scene.definition())?, scene.definition())?;
+        let mut image = fs::OpenOptions::new().append(true).open(&definition.disks[0].path)?;
+        io::copy(&mut fs::File::open("/dev/urandom")?.take(SLOW_BYTES), &mut image)?;
+        scene.lab().limit_speed("b", SLOW_MBITS)?;
+        scene.start_guest("a")?;
+        scene.protect("a", "b")?;
+        let pid = scene.host("a")?.pid().to_string();
+        run("kill", &["-TERM", &pid])?;
+        wait_for("the daemon to wait for its guest's protection", LIMIT, || {
+            Ok(log_of(scene, "a")?.contains("waiting for the protection of guest").then_some(()))
         })?;
         let status = scene.host_mut("a")?.terminate()?;
         ensure!(status.success(), "the daemon ended with {status}");

@@ -4,7 +4,7 @@
 use crate::autostart::{await_coming_up, awaited, set_autostart};
 use crate::keepers::{begin, checkpoints, kept, signal_keeper, with_keepers};
 use crate::paths::{await_both_up, cut_the_one_in_use};
-use crate::peer::{hung_up, message, read, refusal_of};
+use crate::peer::{hung_up, message, refusal_of, refusal_of_keeper};
 use crate::recover::lose;
 use crate::stage::{
     Calm, LIMIT, PACE, await_forgotten, await_service, play, prove_disk, prove_survival,
@@ -14,12 +14,11 @@ use nix::sys::signal::Signal;
 use serde_json::{Value, json};
 use std::fs;
 use std::io::Write;
-use std::net::{SocketAddr, TcpStream};
 use std::os::unix::net::UnixStream;
 use std::time::Duration;
 use understudy_lab::companion::{COMPANION, Companion};
 use understudy_lab::scene::VM;
-use understudy_lab::{HostOptions, PEER_PORT, Scene, SceneOptions, in_namespace, wait_for};
+use understudy_lab::{HostOptions, Scene, SceneOptions, wait_for};
 use understudy_protocol::wire::Kind;
 
 /// The daemon of the backup's host dies so many times, and nothing resynchronises or breaks. Then the
@@ -315,20 +314,6 @@ fn hello(purpose: Value, keeper_of: &str) -> Vec<u8> {
     message(Kind::Hello, hello.to_string().as_bytes())
 }
 
-/// Says it to the daemon on host b, then `again` to the keeper; returns the words of its refusal.
-fn refusal_of_keeper(scene: &Scene, first: &[u8], again: &[u8]) -> Result<String> {
-    let address = SocketAddr::from((scene.lab().host_address("b")?, PEER_PORT));
-    let mut stream = in_namespace(&scene.lab().client(), || TcpStream::connect(address))??;
-    stream.set_read_timeout(Some(LIMIT))?;
-    stream.write_all(first)?;
-    let answer = read(&mut stream)?;
-    ensure!(answer.header.kind == Kind::BeginAnew, "{answer:?}");
-    stream.write_all(again)?;
-    let answer = read(&mut stream)?;
-    ensure!(answer.header.kind == Kind::Refuse, "{answer:?}");
-    Ok(String::from_utf8_lossy(&answer.payload).into_owned())
-}
-
 #[test]
 fn what_is_not_a_keepers_affair_is_refused_and_its_guest_does_not_notice() {
     let mut options = with_keepers();
@@ -347,7 +332,7 @@ fn what_is_not_a_keepers_affair_is_refused_and_its_guest_does_not_notice() {
         let said = refusal_of(scene, "b", &hello(beats(), "nobody"))?;
         ensure!(said.contains("no session"), "{said}");
         for (again, words) in [(beats(), "no session"), (probe(), "answers nothing else")] {
-            let said = refusal_of_keeper(scene, &hello(beats(), VM), &hello(again, VM))?;
+            let said = refusal_of_keeper(scene, "b", &hello(beats(), VM), &hello(again, VM))?;
             ensure!(said.contains(words), "{said}");
         }
         let directory = scene.host("b")?.directory().join("state").join(VM);

@@ -119,6 +119,7 @@ mod installed;
 mod keepers;
 mod kept_backups;
 mod kept_groups;
+mod kept_members;
 mod kept_starts;
 mod lazy;
 mod lease;

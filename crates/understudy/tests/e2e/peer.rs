@@ -1,7 +1,7 @@
 //! The other end of the handshake, made by hand: a peer that says what the test
 //! wants, and a dialler that says it to a real one.
 
-use anyhow::{Context, Result, bail};
+use anyhow::{Context, Result, bail, ensure};
 use serde_json::Value;
 use std::io::{Read, Write};
 use std::net::{SocketAddr, TcpListener, TcpStream};
@@ -47,11 +47,29 @@ pub fn message(kind: Kind, payload: &[u8]) -> Vec<u8> {
 /// Sends bytes to the real daemon of `host`; returns the words with which it
 /// refuses them.
 pub fn refusal_of(scene: &Scene, host: &str, bytes: &[u8]) -> Result<String> {
-    let address = SocketAddr::from((scene.lab().host_address(host)?, PEER_PORT));
-    let mut stream = in_namespace(&scene.lab().client(), || TcpStream::connect(address))??;
-    stream.set_read_timeout(Some(ANSWER_LIMIT))?;
-    stream.write_all(bytes)?;
+    refused(&mut dial(scene, host)?, bytes)
+}
+
+/// Sends bytes to the real daemon of `host`, which has a keeper go on with whoever says them, and then others to the
+/// keeper; returns the words with which that refuses them.
+pub fn refusal_of_keeper(scene: &Scene, host: &str, first: &[u8], again: &[u8]) -> Result<String> {
+    let mut stream = dial(scene, host)?;
+    stream.write_all(first)?;
     let answer = read(&mut stream)?;
+    ensure!(answer.header.kind == Kind::BeginAnew, "{answer:?}");
+    refused(&mut stream, again)
+}
+
+fn dial(scene: &Scene, host: &str) -> Result<TcpStream> {
+    let address = SocketAddr::from((scene.lab().host_address(host)?, PEER_PORT));
+    let stream = in_namespace(&scene.lab().client(), || TcpStream::connect(address))??;
+    stream.set_read_timeout(Some(ANSWER_LIMIT))?;
+    Ok(stream)
+}
+
+fn refused(stream: &mut TcpStream, bytes: &[u8]) -> Result<String> {
+    stream.write_all(bytes)?;
+    let answer = read(stream)?;
     if answer.header.kind != Kind::Refuse {
         bail!("{answer:?} instead of a refusal");
     }
@@ -60,9 +78,7 @@ pub fn refusal_of(scene: &Scene, host: &str, bytes: &[u8]) -> Result<String> {
 
 /// Sends bytes to the real daemon of `host`, which must hang up.
 pub fn hung_up(scene: &Scene, host: &str, bytes: &[u8]) -> Result<()> {
-    let address = SocketAddr::from((scene.lab().host_address(host)?, PEER_PORT));
-    let mut stream = in_namespace(&scene.lab().client(), || TcpStream::connect(address))??;
-    stream.set_read_timeout(Some(ANSWER_LIMIT))?;
+    let mut stream = dial(scene, host)?;
     stream.write_all(bytes)?;
     let mut rest = Vec::new();
     // A reset is a way to hang up, too; only silence is not.

@@ -209,6 +209,9 @@ impl Mallory {
             beats.send(&said)?;
             let _ = beats.answer((&self.certificate, host), &said, PATIENCE);
             beats.send(&on_wire(Kind::Heartbeat, Epoch(0), Vec::new()))?;
+            if words.below(4) == 0 {
+                beats.send(&words.message(&self.bodies()))?;
+            }
         }
         Ok(())
     }

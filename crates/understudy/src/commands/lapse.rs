@@ -1,0 +1,104 @@
+//! Lapses of protection: the backup follows, and could not take over at the moment, since its disk or the arbiter
+//! is slow, say. Nothing is lost by that, and it mostly ends by itself within seconds.
+
+use std::thread;
+use std::time::{Duration, Instant};
+use understudy_client::{Client, Failure};
+use understudy_report::VmStatus;
+
+/// For a lapse to end: the backup says every two seconds what it could.
+const PATIENCE: Duration = Duration::from_secs(15);
+/// Before the next try.
+const AGAIN: Duration = Duration::from_millis(200);
+
+/// The wait for the end of one.
+pub struct Lapse {
+    patience: Duration,
+    quiet: bool,
+    /// When there is no more to wait for; none if there was no lapse yet.
+    until: Option<Instant>,
+}
+
+impl Lapse {
+    /// Nobody waits yet; whoever does is told once, unless `quiet`.
+    pub fn new(quiet: bool) -> Lapse {
+        Lapse { patience: PATIENCE, quiet, until: None }
+    }
+
+    /// Whether a VM's protection has lapsed, and its end is worth waiting for.
+    pub fn is_worth_waiting(&mut self, status: &VmStatus) -> bool {
+        let Some(obstacle) = &status.lapse else { return false };
+        let until = *self.until.get_or_insert_with(|| {
+            if !self.quiet {
+                let (vm, seconds) = (&status.name, self.patience.as_secs());
+                eprintln!(
+                    "{vm}: the backup follows, and could not take over now: {obstacle}; waiting for it, {seconds} s at \
+                     most"
+                );
+            }
+            Instant::now() + self.patience
+        });
+        Instant::now() < until
+    }
+}
+
+/// Hands a VM over to its backup, perhaps after a lapse.
+pub fn hand_over(client: &Client, vm: &str, quiet: bool) -> Result<(), Failure> {
+    patiently(|| client.failover(vm), || client.vm_status(vm), Lapse::new(quiet), AGAIN)
+}
+
+fn patiently(
+    mut hand_over: impl FnMut() -> Result<(), Failure>,
+    mut status: impl FnMut() -> Result<VmStatus, Failure>,
+    mut lapse: Lapse,
+    pause: Duration,
+) -> Result<(), Failure> {
+    loop {
+        match hand_over() {
+            Err(_) if status().is_ok_and(|status| lapse.is_worth_waiting(&status)) => {
+                thread::sleep(pause);
+            }
+            outcome => return outcome,
+        }
+    }
+}
+
+#[cfg(test)]
+pub mod tests {
+    use super::*;
+    use crate::table::tests::example;
+    use understudy_client::FailureKind;
+    use understudy_report::Protection;
+
+    /// A lapse that nobody waits for.
+    pub fn over() -> Lapse {
+        Lapse { patience: Duration::ZERO, ..Lapse::new(true) }
+    }
+
+    /// A VM whose protection has lapsed, or is lost.
+    pub fn degraded(lapse: Option<&str>) -> VmStatus {
+        let reason = "b follows, and could not take over now".to_owned();
+        VmStatus { lapse: lapse.map(str::to_owned), ..example(Protection::Degraded { reason }) }
+    }
+
+    /// Tries a hand-over that is refused so often.
+    fn try_refused(times: usize, status: VmStatus, lapse: Lapse) -> (Result<(), Failure>, usize) {
+        let mut tried = 0;
+        let refused = Failure::new(FailureKind::Usage, "not now");
+        let hand_over = || {
+            tried += 1;
+            if tried > times { Ok(()) } else { Err(refused.clone()) }
+        };
+        (patiently(hand_over, || Ok(status.clone()), lapse, Duration::ZERO), tried)
+    }
+
+    #[test]
+    fn a_hand_over_waits_for_the_end_of_a_lapse_and_for_nothing_else() {
+        let (outcome, tried) = try_refused(2, degraded(Some("its disk is slow")), Lapse::new(true));
+        assert_eq!((outcome, tried), (Ok(()), 3));
+        let (outcome, tried) = try_refused(2, degraded(None), Lapse::new(true));
+        assert_eq!((outcome.is_err(), tried), (true, 1));
+        let (outcome, tried) = try_refused(2, degraded(Some("its disk is slow")), over());
+        assert_eq!((outcome.is_err(), tried), (true, 1));
+    }
+}
