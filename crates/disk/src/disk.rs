@@ -1,6 +1,7 @@
 //! One guest disk: its image on this host, and where its writes are mirrored to.
 
 mod ordered;
+mod settings;
 mod snapshot;
 
 use crate::absent::Absent;
@@ -19,15 +20,16 @@ use crate::withheld::{OnError, Withheld};
 use nix::errno::Errno;
 use nix::unistd::gettid;
 pub(crate) use ordered::Ordered;
+use settings::Settings;
 use std::fmt;
 use std::io;
 use std::ops::Range;
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 use std::sync::atomic::{AtomicI32, AtomicUsize, Ordering};
-use std::sync::{Arc, OnceLock, PoisonError};
 use std::time::Duration;
 use understudy_protocol::DiskIndex;
-use understudy_threads::{Mutex, MutexGuard, RwLock};
+use understudy_threads::{Mutex, MutexGuard};
 
 /// Where a disk's writes go after the local image: the stream to the backup.
 ///
@@ -57,17 +59,12 @@ pub trait WriteSink: Send + Sync {
 pub struct Disk {
     index: DiskIndex,
     export_bytes: u64,
-    path: Mutex<PathBuf>,
     image: Arc<Image>,
     order: Mutex<Order>,
-    /// Where changes are noted. Changed with the order locked; not in [`Order`], for whoever
-    /// reports of it must not wait for a write that waits for its sink.
-    changes: Arc<Changes>,
+    settings: Arc<Settings>,
     flusher: Flusher,
     /// Of a disk that is being restored.
-    absent: OnceLock<Absent>,
-    /// Not in [`Order`]: a write that waits for its sink must not keep reads waiting.
-    reads: RwLock<Reads>,
+    absent: Option<Absent>,
     pub(crate) withheld: Withheld,
     /// Thread id of [`Disk::server_thread`]; 0 is none.
     server_thread: AtomicI32,
@@ -147,21 +144,19 @@ impl Disk {
             return Err(DiskError::ExportTooLarge { export_bytes });
         }
         let image = Arc::new(image);
-        let changes = Arc::default();
+        let settings = Arc::new(Settings::new(path));
         let flusher = Flusher::new(&format!("disk{index}"), {
-            let (image, changes, path) = (image.clone(), Arc::clone(&changes), path.to_owned());
-            Box::new(move || sync_image(&image, &changes, &path))
+            let (image, settings) = (image.clone(), settings.clone());
+            Box::new(move || sync_image(&image, &settings))
         });
         Ok(Disk {
             index,
             export_bytes,
-            path: Mutex::new(path.into()),
             image,
             order: Mutex::default(),
-            changes,
+            settings,
             flusher,
-            absent: OnceLock::new(),
-            reads: RwLock::default(),
+            absent: None,
             withheld: Withheld::default(),
             server_thread: AtomicI32::new(0),
             requests: AtomicUsize::new(0),
@@ -209,16 +204,16 @@ impl Disk {
 
     /// Where the image is.
     pub fn path(&self) -> PathBuf {
-        self.path.lock().unwrap_or_else(understudy_threads::poisoned).clone()
+        self.settings.path()
     }
 
     /// What is done about the guest's reads that come from now on.
     pub fn set_reads(&self, reads: Reads) {
-        *self.reads.write().unwrap_or_else(PoisonError::into_inner) = reads;
+        self.settings.set_reads(reads);
     }
 
     pub(crate) fn reads(&self) -> Reads {
-        self.reads.read().unwrap_or_else(PoisonError::into_inner).clone()
+        self.settings.reads()
     }
 
     /// QEMU does not learn of requests that fail from now on, until [`Disk::let_pass`]: the
@@ -254,12 +249,12 @@ impl Disk {
         {
             note_any(changes, &self.path());
         }
-        *self.changes.write().unwrap_or_else(PoisonError::into_inner) = changes;
+        self.settings.set_changes(changes);
     }
 
     /// Where changes are noted, if anywhere. Waits for no write.
     pub fn changes(&self) -> Option<Arc<ChangeMap>> {
-        self.changes.read().unwrap_or_else(PoisonError::into_inner).clone()
+        self.settings.changes()
     }
 
     /// [`ChangeMap::end_round`] will forget the changes that went to the sink before this: the
@@ -343,7 +338,7 @@ impl Disk {
     /// Waits for all completed writes to be on stable storage, whatever the checkpoints. After
     /// one failure it fails for as long as the disk is open: what was lost stays lost.
     pub fn sync(&self) -> io::Result<()> {
-        sync_image(&self.image, &self.changes, &self.path())
+        sync_image(&self.image, &self.settings)
     }
 
     #[cfg(test)]
@@ -393,9 +388,8 @@ impl Disk {
 
     /// Renames the image in the file system.
     pub(crate) fn move_to(&self, to: &Path) -> io::Result<()> {
-        let mut path = self.path.lock().unwrap_or_else(understudy_threads::poisoned);
-        std::fs::rename(&*path, to)?;
-        *path = to.into();
+        std::fs::rename(self.path(), to)?;
+        self.settings.set_path(to);
         Ok(())
     }
 
@@ -454,15 +448,11 @@ impl fmt::Debug for Disk {
     }
 }
 
-/// Where the changes of a disk are noted, if anywhere.
-type Changes = RwLock<Option<Arc<ChangeMap>>>;
-
 /// Syncs the image. If that fails what was written may be lost in any block: so this image may
 /// differ from any other host's anywhere, and the list of changes says so from then on.
-fn sync_image(image: &Image, changes: &Changes, path: &Path) -> io::Result<()> {
+fn sync_image(image: &Image, settings: &Settings) -> io::Result<()> {
     image.sync().inspect_err(|_| {
-        let changes = changes.read().unwrap_or_else(PoisonError::into_inner).clone();
-        changes.inspect(|changes| note_any(changes, path));
+        settings.changes().inspect(|changes| note_any(changes, &settings.path()));
     })
 }
 

@@ -2,9 +2,10 @@
 //! around it anew. Its descriptors were kept meanwhile ([`crate::custody`]).
 
 use crate::cgroup::{LimitGroup, Limits};
-use crate::console::ConsoleServer;
+use crate::console::{ConsoleServer, Relay};
 use crate::disk_error::DiskErrors;
 use crate::doorbell::Doorbell;
+use crate::hearing::Hearing;
 use crate::home::{CONSOLE, CONSOLE_LOG, Home, disk_socket};
 use crate::launch::{QEMU_TIMEOUT, open_ports};
 use crate::machine::Drives;
@@ -133,10 +134,11 @@ impl Machine {
         };
         let home = Home::existing(run_dir)?;
         let doorbell = Arc::<Doorbell>::default();
-        let console_server = match note.definition.console {
+        let (console_server, relay) = match note.definition.console {
             true => Some(adopt_console(&home, run_dir, descriptors.next()?, &doorbell)?),
             false => None,
-        };
+        }
+        .unzip();
         let servers = serve_disks(&disks, &home)?;
         let ports = open_ports(&note.definition, Role::Fresh, &doorbell)?;
         for port in &ports {
@@ -152,7 +154,8 @@ impl Machine {
             disk_errors: DiskErrors::default(),
         });
         let heard = process.clone().interpreted(on_event.clone());
-        let monitor = Monitor::adopt(sockets, note.version, QEMU_TIMEOUT, heard)?;
+        let (monitor, events) = Monitor::adopt(sockets, note.version, QEMU_TIMEOUT)?;
+        let hearing = Hearing::begin(events, heard, relay)?;
         let slow = Kvm::of_this_machine().slowness(note.definition.accel, note.accelerator);
         Ok(Machine {
             slow,
@@ -162,10 +165,14 @@ impl Machine {
             ram,
             blocks,
             watching: Watching::default(),
-            drives: RwLock::new(Drives { definition: Arc::new(note.definition.clone()), disks }),
+            drives: RwLock::new(Drives {
+                definition: Arc::new(note.definition.clone()),
+                servers: servers.into_iter().map(Some).collect(),
+                disks,
+            }),
             ports,
             card_ends: note.card_ends.clone(),
-            next_guests: Mutex::default(),
+            ties: Mutex::default(),
             monitor: Mutex::new(monitor),
             device_state,
             pauser,
@@ -178,9 +185,8 @@ impl Machine {
             passed_on: AtomicBool::new(false),
             process,
             on_event,
-            custody: Mutex::default(),
             agent,
-            servers: Mutex::new(servers.into_iter().map(Some).collect()),
+            _hearing: hearing,
             console_server,
             _tpm: None,
             presence: Arc::new(()),
@@ -227,7 +233,7 @@ fn adopt_console(
     run_dir: &Path,
     end: OwnedFd,
     doorbell: &Arc<Doorbell>,
-) -> anyhow::Result<ConsoleServer> {
+) -> anyhow::Result<(ConsoleServer, Relay)> {
     let (path, log) = (home.path(CONSOLE), run_dir.join(CONSOLE_LOG));
     let doorbell = doorbell.clone();
     ConsoleServer::adopt(&path, &log, Box::new(move || doorbell.ring()), end.into())

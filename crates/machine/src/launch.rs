@@ -6,8 +6,9 @@ use crate::cgroup::{LimitGroup, Limits};
 use crate::console::ConsoleServer;
 use crate::disk_error::DiskErrors;
 use crate::doorbell::Doorbell;
+use crate::hearing::Hearing;
 use crate::home::{AGENT, CONSOLE, CONSOLE_LOG, Home, Lent, disk_socket};
-use crate::machine::Drives;
+use crate::machine::{Drives, Ties};
 use crate::pause::Pauser;
 use crate::process::{Process, connect};
 use crate::qemu_log::QEMU_LOG;
@@ -110,8 +111,8 @@ impl Machine {
             let doorbell = doorbell.clone();
             ConsoleServer::serve(&path, &log, Box::new(move || doorbell.ring()))
         };
-        let (console_server, console_end) =
-            plan.definition.console.then(serve).transpose()?.unzip();
+        let (console, console_end) = plan.definition.console.then(serve).transpose()?.unzip();
+        let (console_server, relay) = console.unzip();
         let (tpm, tpm_end) = Tpm::start(&plan, user)?.unzip();
         let listener = AgentListener::bind(home.path(AGENT))?;
         user::give_socket(listener.path(), user)?;
@@ -178,8 +179,10 @@ impl Machine {
             powered_off: AtomicBool::new(false),
             disk_errors: DiskErrors::default(),
         });
-        let started = connect(&process, &listener, monitors, plan.on_event.clone());
-        let (agent, mut monitor) = started.map_err(|error| process.explain(error))?;
+        let started = connect(&process, &listener, monitors);
+        let (agent, mut monitor, events) = started.map_err(|error| process.explain(error))?;
+        let heard = process.clone().interpreted(plan.on_event.clone());
+        let hearing = Hearing::begin(events, heard, relay)?;
         #[cfg(feature = "fail-points")]
         if let Some(booted) = &booted {
             booted.load(&mut monitor).map_err(|error| process.explain(error))?;
@@ -197,6 +200,7 @@ impl Machine {
             slow,
             drives: RwLock::new(Drives {
                 definition: Arc::new(plan.definition.clone()),
+                servers: servers.into_iter().map(Some).collect(),
                 disks: plan.disks,
             }),
             definition: plan.definition,
@@ -207,7 +211,7 @@ impl Machine {
             watching: Watching::default(),
             ports,
             card_ends,
-            next_guests: Mutex::new(next_guests),
+            ties: Mutex::new(Ties { next_guests, custody: None }),
             monitor: Mutex::new(monitor),
             device_state,
             pauser,
@@ -221,9 +225,8 @@ impl Machine {
             process,
             _tpm: tpm,
             on_event: plan.on_event,
-            custody: Mutex::default(),
             agent,
-            servers: Mutex::new(servers.into_iter().map(Some).collect()),
+            _hearing: hearing,
             console_server,
             presence: Arc::new(()),
         })

@@ -8,6 +8,7 @@
 //! | [`attention`] | whether QEMU does its work |
 //! | [`disk_error`] | a guest that stands still at an error of its disk |
 //! | [`home`] | the directory that QEMU works in, and what it is handed open |
+//! | `hearing` | what QEMU says by itself |
 //! | [`console`] | what the guest says on its serial console: held, logged, relayed |
 //! | [`succession`] | a guest moved to another QEMU on this host |
 //! | `medium` | the medium of a CD-ROM drive, changed while the guest runs |
@@ -25,6 +26,7 @@ pub mod console;
 pub mod custody;
 pub mod disk_error;
 pub mod doorbell;
+mod hearing;
 pub mod home;
 mod launch;
 mod machine;

@@ -4,6 +4,7 @@
 use crate::console::{ConsoleOutput, ConsoleServer};
 use crate::custody::Custody;
 use crate::doorbell::Doorbell;
+use crate::hearing::Hearing;
 use crate::home::LocalSockets;
 use crate::pause::{Pause, Pauser};
 use crate::process::Process;
@@ -25,7 +26,7 @@ use understudy_qemu::lockstep::{self, LogChannel, LogErrand};
 use understudy_qemu::qmp::{DeviceState, RunState};
 use understudy_qemu::{Accelerator, Monitor, VmDefinition, build_id};
 use understudy_report::LimitsReport;
-use understudy_threads::{Mutex, MutexGuard, RwLock, lock, spawn};
+use understudy_threads::{Mutex, MutexGuard, RwLock, RwLockReadGuard, lock, spawn};
 
 /// What happens to a machine by itself.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -65,8 +66,7 @@ pub struct Machine {
     pub(crate) ports: Vec<Arc<Port>>,
     /// The numbers under which QEMU has the other ends of the ports' sockets.
     pub(crate) card_ends: Vec<RawFd>,
-    /// The ports' sockets to this QEMU, while another one has them.
-    pub(crate) next_guests: Mutex<Vec<NextGuest>>,
+    pub(crate) ties: Mutex<Ties>,
     pub(crate) monitor: Mutex<Monitor>,
     pub(crate) device_state: DeviceState,
     pub(crate) pauser: Pauser,
@@ -84,12 +84,9 @@ pub struct Machine {
     /// None, too, of a machine that a daemon before this one has started: it ends with QEMU.
     pub(crate) _tpm: Option<Tpm>,
     pub(crate) on_event: OnEvent,
-    /// Custodian that stops it should this daemon die, and keeps it for the next one.
-    pub(crate) custody: Mutex<Option<Custody>>,
     // Held open: their ends tell QEMU that this daemon lives.
     pub(crate) agent: AgentLink,
-    /// Of each disk; none only if a medium could not be changed.
-    pub(crate) servers: Mutex<Vec<Option<NbdServer>>>,
+    pub(crate) _hearing: Hearing,
     pub(crate) console_server: Option<ConsoleServer>,
     /// Last: fields are dropped in order.
     pub(crate) presence: Arc<()>,
@@ -99,7 +96,18 @@ pub struct Machine {
 pub(crate) struct Drives {
     /// The machine's definition, with the media that are in its drives.
     pub definition: Arc<VmDefinition>,
+    /// Of each disk; none only while a medium is changed, or if it could not be.
+    pub servers: Vec<Option<NbdServer>>,
     pub disks: Vec<Arc<Disk>>,
+}
+
+/// What ties a machine to others that have, or may get, what is the guest's.
+#[derive(Default)]
+pub(crate) struct Ties {
+    /// The ports' sockets to this QEMU, while another one has them.
+    pub next_guests: Vec<NextGuest>,
+    /// Custodian that stops it should this daemon die, and keeps it for the next one.
+    pub custody: Option<Custody>,
 }
 
 impl Machine {
@@ -115,7 +123,7 @@ impl Machine {
 
     /// The VM as it is on this host.
     pub fn definition_now(&self) -> Arc<VmDefinition> {
-        self.drives.read().unwrap_or_else(PoisonError::into_inner).definition.clone()
+        self.drives().definition.clone()
     }
 
     /// The versioned machine type.
@@ -140,7 +148,11 @@ impl Machine {
 
     /// The disks, in the definition's order.
     pub fn disks(&self) -> Vec<Arc<Disk>> {
-        self.drives.read().unwrap_or_else(PoisonError::into_inner).disks.clone()
+        self.drives().disks.clone()
+    }
+
+    fn drives(&self) -> RwLockReadGuard<'_, Drives> {
+        self.drives.read().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// The cards, in the definition's order.
@@ -391,8 +403,8 @@ impl Machine {
     }
 
     fn take_over_ports(&self, take: impl Fn(&Port, NextGuest)) {
-        lock(&self.servers).iter().flatten().for_each(NbdServer::adopt);
-        let next_guests = std::mem::take(&mut *lock(&self.next_guests));
+        self.drives().servers.iter().flatten().for_each(NbdServer::adopt);
+        let next_guests = std::mem::take(&mut lock(&self.ties).next_guests);
         for (port, next) in self.ports.iter().zip(next_guests) {
             take(port, next);
         }
@@ -400,20 +412,21 @@ impl Machine {
 
     /// Should this daemon die the guest stands still from now on, until the next one.
     pub fn set_custody(&self, custody: Custody) {
-        *lock(&self.custody) = Some(custody);
+        let former = lock(&self.ties).custody.replace(custody);
+        drop(former);
     }
 
     /// Ends the custody: the guest ends with this daemon again, as any does.
     pub fn end_custody(&self) {
         // Not under the lock: that takes a moment.
-        let custody = lock(&self.custody).take();
+        let custody = lock(&self.ties).custody.take();
         drop(custody);
     }
 
     /// Ends this copy for good. Nothing leaves it afterwards.
     pub fn halt(&self) {
         // Not if they are another machine's: it has taken them, or not given them yet.
-        if !self.is_retired() && lock(&self.next_guests).is_empty() {
+        if !self.is_retired() && lock(&self.ties).next_guests.is_empty() {
             for port in &self.ports {
                 port.shut();
             }

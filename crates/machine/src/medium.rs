@@ -5,6 +5,7 @@
 //! definition later finds what this one has.
 
 use crate::Machine;
+use crate::machine::Drives;
 use anyhow::Context;
 use std::path::Path;
 use std::sync::{Arc, PoisonError};
@@ -14,7 +15,7 @@ use understudy_qemu::command::scsi_drive;
 use understudy_qemu::definition::DiskDefinition;
 use understudy_qemu::qmp::EjectError;
 use understudy_qemu::user::{self, User};
-use understudy_threads::lock;
+use understudy_threads::RwLockWriteGuard;
 
 /// What a drive is to have.
 pub struct Medium {
@@ -77,21 +78,25 @@ impl Machine {
 
     fn note_medium(&self, medium: &Medium, defined: DiskDefinition) {
         let index = usize::from(medium.disk.index().0);
-        let mut drives = self.drives.write().unwrap_or_else(PoisonError::into_inner);
+        let mut drives = self.drives_to_change();
         drives.disks[index] = medium.disk.clone();
         Arc::make_mut(&mut drives.definition).disks[index] = defined;
     }
 
     fn serve_anew(&self, index: usize, disk: &Arc<Disk>) -> anyhow::Result<()> {
-        let mut servers = lock(&self.servers);
-        let former = servers[index].take().context("the drive has no server any more")?;
+        let former = self.drives_to_change().servers[index].take();
+        let former = former.context("the drive has no server any more")?;
         let socket = former.socket().to_owned();
         // It removes its socket.
         drop(former);
         let owner = User::of_directory(socket.parent().context("a socket is in a directory")?)?;
         let server = NbdServer::serve(disk.clone(), &socket)?;
         user::give_socket(&socket, owner)?;
-        servers[index] = Some(server);
+        self.drives_to_change().servers[index] = Some(server);
         Ok(())
+    }
+
+    fn drives_to_change(&self) -> RwLockWriteGuard<'_, Drives> {
+        self.drives.write().unwrap_or_else(PoisonError::into_inner)
     }
 }

@@ -9,7 +9,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 use understudy_memory::agent::{AgentLink, AgentListener};
-use understudy_qemu::qmp::{MonitorSockets, VmEvent};
+use understudy_qemu::qmp::{Events, MonitorSockets, VmEvent};
 use understudy_qemu::{Monitor, Qemu};
 
 /// QEMU's process, and what is known of its end.
@@ -106,14 +106,12 @@ pub(crate) fn connect(
     process: &Arc<Process>,
     listener: &AgentListener,
     monitors: MonitorSockets,
-    on_event: OnEvent,
-) -> anyhow::Result<(AgentLink, Monitor)> {
+) -> anyhow::Result<(AgentLink, Monitor, Events)> {
     let agent = listener.accept(Instant::now() + QEMU_TIMEOUT)?;
     let pid = process.qemu.pid();
     if u32::try_from(agent.pid()) != Ok(pid) {
         bail!("process {} answered in the place of QEMU {pid}", agent.pid());
     }
-    let on_event = process.clone().interpreted(on_event);
-    let monitor = Monitor::connect(monitors, QEMU_TIMEOUT, on_event)?;
-    Ok((agent, monitor))
+    let (monitor, events) = Monitor::connect(monitors, QEMU_TIMEOUT)?;
+    Ok((agent, monitor, events))
 }

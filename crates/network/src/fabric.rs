@@ -7,8 +7,8 @@
 use crate::frames::Frames;
 use crate::header::{HEADER_BYTES, Offloads, fitted};
 use crate::mac::MacAddress;
-use crate::pump::Shared;
 use crate::segments::cut_up;
+use crate::shared::Shared;
 use std::sync::Weak;
 
 /// Bytes that may wait for one card; over it frames are lost, as on any switch.
@@ -19,7 +19,7 @@ pub(crate) const QUEUE_BYTES: usize = 8 << 20;
 const MARK: u8 = 0x80;
 
 /// Whoever carries frames between the members of a cluster, as one card of a member sees it.
-/// Called on the threads of the port, with its locks held: it must not wait, nor call the port.
+/// Called on the port's thread and others, with its locks held: it must not wait, nor call the port.
 pub trait Fabric: Send + Sync {
     /// The guest sends a frame. Gives `keep` the messages that are to be carried once the
     /// frame's epoch may go out, each in parts that belong together. Returns whether the frame goes out to the bridge as well.
@@ -124,6 +124,11 @@ impl Inside {
         }
     }
 
+    /// Whether none waits.
+    pub fn is_empty(&self) -> bool {
+        self.frames.is_empty()
+    }
+
     /// The frames that wait, oldest first.
     pub fn frames(&self) -> &Frames {
         &self.frames
@@ -138,32 +143,6 @@ impl Inside {
     /// Frames dropped until now.
     pub fn dropped(&self) -> u64 {
         self.dropped
-    }
-}
-
-/// Frames from other members that go into QEMU's socket just now. Whoever takes a snapshot
-/// must see each frame in exactly one place: here, in [`Inside`], or in the socket.
-#[derive(Debug, Default)]
-pub(crate) struct Moving {
-    pub frames: Frames,
-    /// Number of them in the socket.
-    pub sent: usize,
-}
-
-impl Moving {
-    pub fn is_done(&self) -> bool {
-        self.sent == self.frames.len()
-    }
-
-    /// Forgets what is left.
-    pub fn clear(&mut self) {
-        self.frames.clear();
-        self.sent = 0;
-    }
-
-    /// What is not yet in the socket.
-    pub fn left(&self) -> impl Iterator<Item = &[u8]> {
-        self.frames.iter().skip(self.sent)
     }
 }
 
@@ -196,18 +175,5 @@ mod tests {
         inside.push(&[0; 22], Offloads::NONE);
         inside.take(&mut frames);
         assert_eq!((frames.len(), frames.used()), (1, 22));
-    }
-
-    #[test]
-    fn what_moves_is_forgotten_as_far_as_it_is_sent() {
-        let mut moving = Moving::default();
-        moving.frames.push(&[1; 14]);
-        moving.frames.push(&[2; 14]);
-        moving.sent = 1;
-        assert_eq!(moving.left().collect::<Vec<_>>(), [&[2; 14]]);
-        moving.sent = 2;
-        assert!(moving.is_done());
-        moving.clear();
-        assert!(moving.is_done() && moving.left().next().is_none());
     }
 }

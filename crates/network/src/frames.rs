@@ -71,3 +71,46 @@ impl Frames {
         self.ends.clear();
     }
 }
+
+/// Frames that go into QEMU's socket just now.
+#[derive(Debug, Default)]
+pub(crate) struct Moving {
+    pub frames: Frames,
+    /// Number of them in the socket.
+    pub sent: usize,
+}
+
+impl Moving {
+    pub fn is_done(&self) -> bool {
+        self.sent == self.frames.len()
+    }
+
+    /// Forgets what is left.
+    pub fn clear(&mut self) {
+        self.frames.clear();
+        self.sent = 0;
+    }
+
+    /// What is not yet in the socket.
+    pub fn left(&self) -> impl Iterator<Item = &[u8]> {
+        self.frames.iter().skip(self.sent)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_moves_is_forgotten_as_far_as_it_is_sent() {
+        let mut moving = Moving::default();
+        moving.frames.push(&[1; 14]);
+        moving.frames.push(&[2; 14]);
+        moving.sent = 1;
+        assert_eq!(moving.left().collect::<Vec<_>>(), [&[2; 14]]);
+        moving.sent = 2;
+        assert!(moving.is_done());
+        moving.clear();
+        assert!(moving.is_done() && moving.left().next().is_none());
+    }
+}

@@ -17,7 +17,7 @@ use std::sync::Arc;
 use std::time::Instant;
 
 /// Called with a copy of each frame from the bridge that QEMU was given, its header
-/// before it. Runs on the pump's thread: it must not wait.
+/// before it. Runs on the port's thread: it must not wait.
 pub type InboundSink = Arc<dyn Fn(&[u8]) + Send + Sync>;
 
 /// Where frames to the guest go, and what is known of where they come from.
@@ -81,7 +81,7 @@ pub(crate) struct Received {
     pub full: bool,
     /// The first frame of an epoch began to wait.
     pub first_held: bool,
-    /// What the inbound thread goes by is not what it was.
+    /// What the pump goes by is not what it was.
     pub changed: bool,
 }
 

@@ -10,7 +10,8 @@ use crate::header::{HEADER_BYTES, Offloads};
 use crate::mac::MacAddress;
 use crate::next::NextGuest;
 use crate::outbound::InboundSink;
-use crate::pump::{OutputWaiting, PortCounters, Shared};
+use crate::pump::Pump;
+use crate::shared::{OutputWaiting, PortCounters, Shared};
 use crate::switch::Seat;
 use crate::tap::Tap;
 use crate::unread::{GuestsEnd, Unread};
@@ -65,15 +66,15 @@ pub struct GuestEnd {
     pub socket: OwnedFd,
 }
 
-/// One card of one VM: tap, socket to QEMU, output buffer and the two threads
-/// that carry frames. Dropping it drops what is held and removes the tap.
+/// One card of one VM: tap, socket to QEMU, output buffer and the thread that
+/// carries frames. Dropping it drops what is held and removes the tap.
 pub struct Port {
     card: CardIndex,
     mac: MacAddress,
     bridge: String,
     vlans: Vlans,
     shared: Arc<Shared>,
-    threads: Vec<JoinHandle<()>>,
+    thread: Option<JoinHandle<()>>,
 }
 
 impl Port {
@@ -89,25 +90,18 @@ impl Port {
         let buffer = OutputBuffer::new(gate, config.output_limit_bytes);
         let shared = Shared::new(tap, buffer, config.live, output_waiting)
             .map_err(|errno| NetworkError::system("make an eventfd", errno))?;
-        let mut port = Port {
+        let shared = Arc::new(shared);
+        let pump = Pump::new(shared.clone());
+        let thread = spawn(format!("net{}", config.card), move || pump.run())
+            .map_err(|source| NetworkError::system("start a thread", source))?;
+        Ok(Port {
             card: config.card,
             mac: config.mac,
             bridge: config.bridge,
             vlans: config.vlans,
-            shared: Arc::new(shared),
-            threads: Vec::with_capacity(2),
-        };
-        port.spawn("out", Shared::run_outbound)?;
-        port.spawn("in", Shared::run_inbound)?;
-        Ok(port)
-    }
-
-    fn spawn(&mut self, direction: &str, run: fn(&Shared)) -> Result<(), NetworkError> {
-        let shared = Arc::clone(&self.shared);
-        let thread = spawn(format!("net{}-{direction}", self.card), move || run(&shared))
-            .map_err(|source| NetworkError::system("start a thread", source))?;
-        self.threads.push(thread);
-        Ok(())
+            shared,
+            thread: Some(thread),
+        })
     }
 
     /// A fresh connection for a QEMU that is about to be started. Any earlier
@@ -233,7 +227,7 @@ impl Port {
     /// Frames to other members of a group take the short way from now on.
     pub(crate) fn take_seat(&self, seat: Seat) {
         self.shared.outbound().seat = Some(seat);
-        // The inbound thread must know before an echo comes.
+        // The thread must know before an echo comes.
         self.shared.wake();
     }
 
@@ -241,7 +235,7 @@ impl Port {
     /// members of its cluster, whatever the gate does; until the port is shut.
     pub fn set_fabric(&self, fabric: Option<Arc<dyn Fabric>>) {
         self.shared.outbound().fabric = fabric;
-        // The inbound thread must know before an echo comes.
+        // The thread must know before an echo comes.
         self.shared.wake();
     }
 
@@ -293,7 +287,7 @@ impl Port {
     /// sends from now on, as it does once the primary's link is down, is delivered when the
     /// VM runs here, as much of it as the tap queues.
     pub fn discard_inbound(&self) {
-        if !self.shared.live.load(Ordering::Acquire) {
+        if !self.shared.is_live() {
             self.shared.tap.discard_queued();
         }
     }
@@ -418,7 +412,7 @@ impl Drop for Port {
     fn drop(&mut self) {
         self.shared.stop.store(true, Ordering::Release);
         self.shared.wake();
-        for thread in self.threads.drain(..) {
+        if let Some(thread) = self.thread.take() {
             // A pump that panicked has reported that itself.
             let _ = thread.join();
         }

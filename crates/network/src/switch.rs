@@ -11,7 +11,7 @@
 use crate::fabric::addresses;
 use crate::mac::MacAddress;
 use crate::port::Port;
-use crate::pump::Shared;
+use crate::shared::Shared;
 use std::collections::BTreeMap;
 use std::sync::{Arc, Weak};
 

@@ -5,7 +5,7 @@
 use crate::control::HeaderLength;
 use crate::error::NetworkError;
 use crate::header::{HEADER_BYTES, MAX_BYTES};
-use crate::pump::Shared;
+use crate::shared::Shared;
 use nix::errno::Errno;
 use nix::libc;
 use nix::sys::socket::{MsgFlags, recv};

@@ -3,7 +3,7 @@
 //! Each QEMU has three monitors, socket pairs that it inherits. Two are for
 //! commands, used by the thread that checkpoints, without any hand-over between
 //! threads: while one stops the guest, the other is ready to save its devices.
-//! The third is for events, read by a thread of its own.
+//! The third is for events, which are heard beside all that ([`Events`]).
 
 mod connection;
 mod device_state;
@@ -15,7 +15,7 @@ mod sockets;
 
 pub use connection::{QemuVersion, QmpError};
 pub use device_state::DeviceState;
-pub use events::VmEvent;
+pub use events::{Events, VmEvent};
 pub use medium::EjectError;
 pub use monitor::{Checkpoint, Monitor};
 pub use qapi::qmp::RunState;

@@ -158,7 +158,7 @@ fn monitors_of_another_process_are_taken_over_in_the_midst_of_a_command() {
     (&commands).write_all(br#"{"execute":"query-name"}{"execute":"stop","argum"#).unwrap();
     let sockets = MonitorSockets::adopt([commands.into(), saver, events]);
     let version = former.monitor.version();
-    let mut monitor = Monitor::adopt(sockets, version, LONG, |_| ()).unwrap();
+    let (mut monitor, _events) = Monitor::adopt(sockets, version, LONG).unwrap();
     monitor.catch_up().unwrap();
     assert_eq!(monitor.status().unwrap(), RunState::running, "half a command is none");
     monitor.stop().unwrap();

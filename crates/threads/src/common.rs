@@ -32,8 +32,7 @@ impl<T: ?Sized> Common<T> {
     }
 }
 
-/// Ends the process, for waits on what a [`Common`] lock guards.
-pub fn commonly_poisoned<G>(_: PoisonError<G>) -> G {
+fn commonly_poisoned<G>(_: PoisonError<G>) -> G {
     // Not through a log, whose locks may be the ones in question.
     eprintln!("a thread has panicked with what several VMs share: ending");
     process::abort();

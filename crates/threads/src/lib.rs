@@ -18,9 +18,9 @@ mod locks;
 mod scope;
 mod waitable;
 
-pub use common::{Common, commonly_poisoned};
+pub use common::Common;
 pub use crew::{Crew, Worker};
-pub use locks::{Condvar, Mutex, MutexGuard, RwLock, RwLockReadGuard};
+pub use locks::{Condvar, Mutex, MutexGuard, RwLock, RwLockReadGuard, RwLockWriteGuard};
 pub use scope::{Owner, Scope, contain_panics, current, inherit, spawn, within};
 pub use waitable::Waitable;
 

@@ -3,9 +3,11 @@
 //! process, whether or not their threads met this time.
 
 #[cfg(not(feature = "lock-order"))]
-pub use std::sync::{Condvar, Mutex, MutexGuard, RwLock, RwLockReadGuard};
+pub use std::sync::{Condvar, Mutex, MutexGuard, RwLock, RwLockReadGuard, RwLockWriteGuard};
 #[cfg(feature = "lock-order")]
-pub use tracing_mutex::stdsync::tracing::{Condvar, Mutex, MutexGuard, RwLock, RwLockReadGuard};
+pub use tracing_mutex::stdsync::tracing::{
+    Condvar, Mutex, MutexGuard, RwLock, RwLockReadGuard, RwLockWriteGuard,
+};
 
 /// How `tracing_mutex` begins to say that locks were taken in both orders.
 #[cfg(feature = "lock-order")]

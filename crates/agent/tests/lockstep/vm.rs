@@ -6,8 +6,7 @@ use std::os::fd::{AsFd, AsRawFd, BorrowedFd};
 use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
 use std::process::Command;
-use std::sync::Arc;
-use std::sync::mpsc::{Receiver, channel};
+use std::sync::{Arc, Mutex};
 use std::thread;
 use std::time::{Duration, Instant};
 use tempfile::TempDir;
@@ -21,7 +20,7 @@ use understudy_qemu::command::{
 };
 use understudy_qemu::lockstep::{LogChannel, LogRole, obstacles};
 use understudy_qemu::process::Launch;
-use understudy_qemu::qmp::{DeviceState, MonitorSockets, VmEvent};
+use understudy_qemu::qmp::{DeviceState, Events, MonitorSockets, VmEvent};
 use understudy_qemu::{Accelerator, AgentPauser, Capabilities, Monitor, Qemu, VmDefinition};
 
 const DISK_BYTES: u64 = 256 << 20;
@@ -41,7 +40,7 @@ pub struct Vm {
     pub blocks: Vec<RamBlock>,
     pub agent: AgentLink,
     pub qemu: Qemu,
-    events: Receiver<VmEvent>,
+    events: Mutex<Events>,
     state: DeviceState,
     _server: NbdServer,
     folder: TempDir,
@@ -170,10 +169,8 @@ impl Vm {
         let agent = listener
             .accept(Instant::now() + DEADLINE)
             .unwrap_or_else(|error| panic!("{error}: {:?}", qemu.wait(DEADLINE / 30)));
-        let (sender, events) = channel();
-        let mut monitor =
-            Monitor::connect(sockets, DEADLINE, move |event| drop(sender.send(event)))
-                .unwrap_or_else(|error| panic!("{error}: {:?}", qemu.wait(DEADLINE / 30)));
+        let (mut monitor, events) = Monitor::connect(sockets, DEADLINE)
+            .unwrap_or_else(|error| panic!("{error}: {:?}", qemu.wait(DEADLINE / 30)));
         let refusals = obstacles(&definition, Accelerator::Tcg, Some(monitor.version()));
         assert_eq!(refusals, Vec::<String>::new());
         let pauser = AgentPauser::arm(agent.socket(), &state, DEADLINE, Vec::new()).unwrap();
@@ -191,7 +188,7 @@ impl Vm {
             blocks,
             agent,
             qemu,
-            events,
+            events: Mutex::new(events),
             state,
             _server: server,
             folder,
@@ -209,7 +206,10 @@ impl Vm {
     }
 
     pub fn is_powered_off(&self) -> bool {
-        self.events.try_iter().any(|event| matches!(event, VmEvent::Shutdown { .. }))
+        let mut is_powered_off = false;
+        let hear = |event| is_powered_off |= matches!(event, VmEvent::Shutdown { .. });
+        self.events.lock().unwrap().take(hear);
+        is_powered_off
     }
 
     /// Everything that the guest has written to its console.

@@ -115,7 +115,9 @@ impl Host {
         let restoring = Restoring::resumed(self, task, &filler, disks);
         let _adding = self.adding.lock();
         self.add_restored(machine.clone(), generation, &task.id);
-        self.snapshots.restorings.lock().insert(task.vm().to_owned(), restoring.clone());
+        let mut known = self.snapshots.known.lock();
+        known.restorings.insert(task.vm().to_owned(), restoring.clone());
+        drop(known);
         let vm = self.primary(task.vm())?;
         machine.open_network(&[]);
         machine

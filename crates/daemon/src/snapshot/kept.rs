@@ -47,6 +47,12 @@ enum Way {
 }
 
 impl KeptRestore {
+    fn new(task: &RestoreTask, reply: &Reply) -> Arc<KeptRestore> {
+        let state = State { way: Way::Beginning, reply: reply.clone() };
+        let (id, member, state) = (task.id.clone(), task.member, Mutex::new(state));
+        Arc::new(KeptRestore { id, member, state })
+    }
+
     fn tell(&self, task: RestoreTask, order: Order, reply: &Reply) {
         let mut state = lock(&self.state);
         state.reply = reply.clone();
@@ -101,27 +107,27 @@ impl Host {
         reply: &Reply,
     ) -> Option<(RestoreTask, Order)> {
         let vm = task.vm().clone();
-        let mut all = self.snapshots.kept.lock();
-        let known = all.get(&vm).filter(|known| known.id == task.id).cloned();
-        if let Some(known) = known {
-            drop(all);
-            known.tell(task, order, reply);
-            return None;
-        }
         let begins = matches!(order, Order::Load { .. }) && self.orphans.why(&vm).is_none();
         let by_itself = task.group.vms.len() == 1 && self.group_of(&vm).is_none();
-        if !begins || !by_itself || !self.starts_in_keeper(&vm) {
-            return Some((task, order));
+        let may_begin = begins && by_itself && self.starts_in_keeper(&vm);
+        let (restore, is_known) = {
+            let kept = &mut self.snapshots.known.lock().kept;
+            match kept.get(&vm).filter(|known| known.id == task.id) {
+                Some(known) => (known.clone(), true),
+                None if !may_begin => return Some((task, order)),
+                None => {
+                    let restore = KeptRestore::new(&task, reply);
+                    kept.insert(vm, restore.clone());
+                    (restore, false)
+                }
+            }
+        };
+        if is_known {
+            restore.tell(task, order, reply);
+        } else {
+            let host = Arc::downgrade(self);
+            spawn_for_request("restore-kept", move || run(&host, &restore, task, order));
         }
-        let restore = Arc::new(KeptRestore {
-            id: task.id.clone(),
-            member: task.member,
-            state: Mutex::new(State { way: Way::Beginning, reply: reply.clone() }),
-        });
-        all.insert(vm, restore.clone());
-        drop(all);
-        let host = Arc::downgrade(self);
-        spawn_for_request("restore-kept", move || run(&host, &restore, task, order));
         None
     }
 

@@ -5,8 +5,8 @@ use super::frames::{CutListener, Joining, Seat};
 use crate::host::Host;
 use anyhow::bail;
 use crossbeam_channel::{Receiver, Sender};
+use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
-use std::sync::{Arc, OnceLock};
 use std::thread;
 use std::time::{Duration, Instant};
 use tracing::warn;
@@ -28,13 +28,14 @@ const LOOK: Duration = Duration::from_millis(100);
 /// A member that runs here.
 pub struct MemberSeat {
     cluster: GroupName,
-    seat: OnceLock<Seat>,
-    waiting: Mutex<Waiting>,
+    state: Mutex<State>,
 }
 
-/// Waiters for an event of the cut.
+/// The seat, and who waits for an event of the cut.
 #[derive(Default)]
-struct Waiting {
+struct State {
+    /// None until it is taken.
+    seat: Option<Seat>,
     number: SnapshotNumber,
     take: Option<Sender<()>>,
     log: Option<Sender<()>>,
@@ -44,21 +45,21 @@ struct Waiting {
 
 impl CutListener for MemberSeat {
     fn take(&self, number: SnapshotNumber) {
-        let mut waiting = lock(&self.waiting);
-        let prepared = waiting.number == number;
-        if let Some(take) = waiting.take.take_if(|_| prepared) {
+        let mut state = lock(&self.state);
+        let prepared = state.number == number;
+        if let Some(take) = state.take.take_if(|_| prepared) {
             // Whoever waits may have given up.
             let _ = take.try_send(());
             return;
         }
-        waiting.early = Some(number);
-        drop(waiting);
+        state.early = Some(number);
+        drop(state);
         self.let_pass();
     }
 
     fn log_complete(&self, number: SnapshotNumber) {
-        let waiting = lock(&self.waiting);
-        if let (true, Some(log)) = (waiting.number == number, &waiting.log) {
+        let state = lock(&self.state);
+        if let (true, Some(log)) = (state.number == number, &state.log) {
             let _ = log.try_send(());
         }
     }
@@ -68,14 +69,18 @@ impl MemberSeat {
     /// All members prepare before any takes a snapshot. One that nobody prepares here was over
     /// before this member was there, or is given up because of it: it is not waited for.
     fn let_pass(&self) {
-        let Some(seat) = self.seat.get() else { return };
-        if let Some(number) = lock(&self.waiting).early.take() {
+        let (seat, early) = {
+            let mut state = lock(&self.state);
+            let Some(seat) = state.seat.clone() else { return };
+            (seat, state.early.take())
+        };
+        if let Some(number) = early {
             seat.abandoned(number);
         }
     }
 
-    fn seat(&self) -> &Seat {
-        self.seat.get().expect("set before anybody else knows of it")
+    fn seat(&self) -> Seat {
+        lock(&self.state).seat.clone().expect("set before anybody else knows of it")
     }
 
     /// Waits until frames reach all members.
@@ -93,23 +98,23 @@ impl MemberSeat {
     /// The channel on which the cut says when to pause the VM.
     pub fn await_take(&self, number: SnapshotNumber) -> Receiver<()> {
         let (take, told) = crossbeam_channel::bounded(1);
-        let mut waiting = lock(&self.waiting);
-        (waiting.number, waiting.take, waiting.log) = (number, Some(take), None);
+        let mut state = lock(&self.state);
+        (state.number, state.take, state.log) = (number, Some(take), None);
         told
     }
 
     /// The coordinator says that it is to be taken. False if the cut knows a later snapshot.
     pub fn take_now(&self, number: SnapshotNumber) -> bool {
         self.seat().take(number);
-        let waiting = lock(&self.waiting);
-        waiting.number != number || waiting.take.is_none()
+        let state = lock(&self.state);
+        state.number != number || state.take.is_none()
     }
 
     /// The VM stands still for it. Gives the channel on which the cut says when the last frame
     /// in flight has come.
     pub fn taken(&self, machine: &Machine, number: SnapshotNumber) -> anyhow::Result<Receiver<()>> {
         let (log, complete) = crossbeam_channel::bounded(1);
-        lock(&self.waiting).log = Some(log);
+        lock(&self.state).log = Some(log);
         self.seat().taken(machine, number)?;
         Ok(complete)
     }
@@ -133,11 +138,11 @@ impl MemberSeat {
 
     /// There will be no such snapshot.
     pub fn abandon(&self, number: SnapshotNumber) {
-        let mut waiting = lock(&self.waiting);
-        if waiting.number == number {
-            (waiting.take, waiting.log) = (None, None);
+        let mut state = lock(&self.state);
+        if state.number == number {
+            (state.take, state.log) = (None, None);
         }
-        drop(waiting);
+        drop(state);
         self.seat().abandoned(number);
     }
 
@@ -185,11 +190,7 @@ impl Host {
         let Some(place) = group.vms.iter().position(|member| member == vm) else {
             bail!("{vm} is no member of {}", group.name);
         };
-        let own = Arc::new(MemberSeat {
-            cluster: group.name.clone(),
-            seat: OnceLock::new(),
-            waiting: Mutex::default(),
-        });
+        let own = Arc::new(MemberSeat { cluster: group.name.clone(), state: Mutex::default() });
         let joining = Joining {
             cluster: group.name.clone(),
             members: group.vms.clone(),
@@ -200,17 +201,17 @@ impl Host {
             listener: own.clone(),
         };
         let seat = self.fabric.join(self, machine, joining)?;
-        // Set once.
-        let _ = own.seat.set(seat);
+        lock(&own.state).seat = Some(seat);
         own.let_pass();
         self.snapshots.note_incarnation(&group.name, incarnation);
-        self.snapshots.members.lock().insert(vm.clone(), own.clone());
+        let former = self.snapshots.known.lock().members.insert(vm.clone(), own.clone());
+        drop(former);
         Ok(own)
     }
 
     /// A VM's seat in a group, if it has one.
     pub(super) fn seat_of(&self, vm: &VmName, group: &GroupName) -> Option<Arc<MemberSeat>> {
-        let members = self.snapshots.members.lock();
-        members.get(vm).filter(|seat| seat.cluster == *group).cloned()
+        let known = self.snapshots.known.lock();
+        known.members.get(vm).filter(|seat| seat.cluster == *group).cloned()
     }
 }

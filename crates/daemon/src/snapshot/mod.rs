@@ -69,18 +69,25 @@ const TELLING_PAGES: u64 = 1024;
 /// What a host does for snapshots and restores, by VM.
 #[derive(Default)]
 pub(crate) struct Snapshots {
-    takings: Common<BTreeMap<VmName, Arc<Taking>>>,
-    restorings: Common<BTreeMap<VmName, Arc<Restoring>>>,
-    /// Restores in keepers.
-    kept: Common<BTreeMap<VmName, Arc<KeptRestore>>>,
-    members: Common<BTreeMap<VmName, Arc<MemberSeat>>>,
-    /// The last number and incarnation of each group that this host has heard of.
-    groups: Common<BTreeMap<GroupName, (SnapshotNumber, Incarnation)>>,
+    /// Nobody takes another lock while he has this one.
+    known: Common<Known>,
     /// Bytes a second that were read from a store last; 0 if that is not known.
     speed: AtomicU64,
     samplings: sampling::Samplings,
     /// What all restored guests share.
     way: Arc<understudy_cluster::source::Way>,
+}
+
+/// What a host knows of, by VM and by group.
+#[derive(Default)]
+struct Known {
+    takings: BTreeMap<VmName, Arc<Taking>>,
+    restorings: BTreeMap<VmName, Arc<Restoring>>,
+    /// Restores in keepers.
+    kept: BTreeMap<VmName, Arc<KeptRestore>>,
+    members: BTreeMap<VmName, Arc<MemberSeat>>,
+    /// The last number and incarnation of each group that this host has heard of.
+    groups: BTreeMap<GroupName, (SnapshotNumber, Incarnation)>,
 }
 
 impl Snapshots {
@@ -102,47 +109,47 @@ impl Snapshots {
 
     /// The last number that this host has heard of, of a snapshot or of one given up.
     fn last_number(&self, group: &GroupName) -> SnapshotNumber {
-        self.groups.lock().get(group).map_or(SnapshotNumber(0), |known| known.0)
+        self.known.lock().groups.get(group).map_or(SnapshotNumber(0), |known| known.0)
     }
 
     /// The same of each group.
     pub(crate) fn last_numbers(&self) -> BTreeMap<GroupName, SnapshotNumber> {
-        let groups = self.groups.lock();
-        groups.iter().map(|(group, known)| (group.clone(), known.0)).collect()
+        let known = self.known.lock();
+        known.groups.iter().map(|(group, known)| (group.clone(), known.0)).collect()
     }
 
     fn note_number(&self, group: &GroupName, number: SnapshotNumber) {
-        let mut groups = self.groups.lock();
-        let known = groups.entry(group.to_owned()).or_default();
+        let mut known = self.known.lock();
+        let known = known.groups.entry(group.to_owned()).or_default();
         known.0 = known.0.max(number);
     }
 
     fn last_incarnation(&self, group: &GroupName) -> Incarnation {
-        self.groups.lock().get(group).map_or(Incarnation(0), |known| known.1)
+        self.known.lock().groups.get(group).map_or(Incarnation(0), |known| known.1)
     }
 
     fn note_incarnation(&self, group: &GroupName, incarnation: Incarnation) {
-        let mut groups = self.groups.lock();
-        let known = groups.entry(group.to_owned()).or_default();
+        let mut known = self.known.lock();
+        let known = known.groups.entry(group.to_owned()).or_default();
         known.1 = known.1.max(incarnation);
     }
 
     /// Whether a restore of the VM is under way.
     pub(crate) fn is_restoring(&self, vm: &VmName) -> bool {
-        let restoring = self.restorings.lock().get(vm).cloned();
+        let restoring = self.known.lock().restorings.get(vm).cloned();
         restoring.is_some_and(|restoring| restoring.is_under_way())
     }
 
     /// Whether a snapshot of the VM is under way.
     pub(crate) fn is_taking(&self, vm: &VmName) -> bool {
-        let taking = self.takings.lock().get(vm).cloned();
+        let taking = self.known.lock().takings.get(vm).cloned();
         taking.is_some_and(|taking| taking.is_under_way())
     }
 
     /// How far memory and disks of a restored VM are there; none if it was not restored, or is
     /// whole.
     pub(crate) fn filling(&self, vm: &VmName) -> Option<FillReport> {
-        let restoring = self.restorings.lock().get(vm).cloned();
+        let restoring = self.known.lock().restorings.get(vm).cloned();
         restoring?.fill_state().filter(|state| !state.memory.complete)
     }
 }

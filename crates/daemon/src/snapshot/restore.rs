@@ -51,32 +51,44 @@ impl Host {
     pub(super) fn restore_order(self: &Arc<Self>, task: RestoreTask, order: Order, reply: &Reply) {
         self.snapshots.note_number(&task.group.name, task.number);
         let Some((task, order)) = self.hand_on(task, order, reply) else { return };
-        let restoring = {
-            let mut all = self.snapshots.restorings.lock();
-            let known = all.get(task.vm()).filter(|known| known.task.id == task.id).cloned();
-            match (known, &order) {
-                (Some(known), _) => known,
-                // What was told before this daemon began, or is long over, is not begun again.
-                (None, Order::Load { .. }) => {
-                    let vm = task.vm().to_owned();
-                    let begun = Restoring::new(self, task, reply);
-                    if let Some(former) = all.insert(vm, begun.clone()) {
-                        former.forget();
-                    }
-                    begun
-                }
-                // It is not known yet what becomes of it.
-                (None, _) if self.orphans.why(task.vm()).is_some() => return,
-                (None, Order::Start | Order::Settle | Order::Abort) => {
-                    let why = "its host knows nothing of the restore: was its daemon restarted?";
-                    let report = understudy_snapshot::Report::Failed { why: why.to_owned() };
-                    return reply(ToCoordinator::Restore(task.member, report));
-                }
+        let Some(restoring) = self.restoring(&task, &order, reply) else {
+            // Else it is not known yet what becomes of it.
+            if self.orphans.why(task.vm()).is_none() {
+                let why = "its host knows nothing of the restore: was its daemon restarted?";
+                let report = understudy_snapshot::Report::Failed { why: why.to_owned() };
+                reply(ToCoordinator::Restore(task.member, report));
             }
+            return;
         };
         let mut state = restoring.state.lock();
         state.reply = reply.clone();
         restoring.handle(&mut state, CohortEvent::Order(order));
+    }
+
+    /// The restore that an order is about. One that was told of before this daemon began, or is
+    /// long over, is not begun again.
+    fn restoring(
+        self: &Arc<Self>,
+        task: &RestoreTask,
+        order: &Order,
+        reply: &Reply,
+    ) -> Option<Arc<Restoring>> {
+        let (begun, former) = {
+            let restorings = &mut self.snapshots.known.lock().restorings;
+            match (restorings.get(task.vm()), order) {
+                (Some(known), _) if known.task.id == task.id => return Some(known.clone()),
+                (_, Order::Load { .. }) => {
+                    let begun = Restoring::new(self, task.clone(), reply);
+                    let former = restorings.insert(task.vm().to_owned(), begun.clone());
+                    (begun, former)
+                }
+                (_, Order::Start | Order::Settle | Order::Abort) => return None,
+            }
+        };
+        if let Some(former) = former {
+            former.forget();
+        }
+        Some(begun)
     }
 }
 

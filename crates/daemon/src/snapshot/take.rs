@@ -123,14 +123,14 @@ impl Host {
         reply: &Reply,
     ) {
         self.snapshots.note_number(&task.group.name, order.number);
-        let taking = self
-            .snapshots
-            .takings
-            .lock()
-            .entry(task.vm().to_owned())
-            .or_insert_with(|| Taking::new(self, task.clone(), reply))
-            .clone();
+        let taking = self.taking(&task, reply);
         taking.order(task, order, reply);
+    }
+
+    fn taking(self: &Arc<Self>, task: &TakeTask, reply: &Reply) -> Arc<Taking> {
+        let mut known = self.snapshots.known.lock();
+        let taking = known.takings.entry(task.vm().to_owned());
+        taking.or_insert_with(|| Taking::new(self, task.clone(), reply)).clone()
     }
 }
 
@@ -155,9 +155,7 @@ impl Host {
         };
         // Whoever orders a snapshot says where reports go.
         let nobody: Reply = Arc::new(|_| ());
-        let mut all = self.snapshots.takings.lock();
-        let taking = all.entry(task.vm().to_owned());
-        let taking = taking.or_insert_with(|| Taking::new(self, task.clone(), &nobody));
+        let taking = self.taking(&task, &nobody);
         lock(&taking.state).base = Some(base);
     }
 }

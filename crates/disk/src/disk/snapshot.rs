@@ -25,9 +25,8 @@ impl Disk {
     ) -> Result<Disk, DiskError> {
         let mark = Mark::create(path, &absent);
         let mark = mark.map_err(DiskError::io("write", &incomplete_mark(path)))?;
-        let disk = Disk::create(index, path, export_bytes)?;
-        // Nobody else has the disk yet.
-        let _ = disk.absent.set(Absent::new(absent, mark, fetcher));
+        let mut disk = Disk::create(index, path, export_bytes)?;
+        disk.absent = Some(Absent::new(absent, mark, fetcher));
         Ok(disk)
     }
 
@@ -40,11 +39,11 @@ impl Disk {
         absent: BlockSet,
         fetcher: Arc<dyn Fetcher>,
     ) -> Result<Disk, DiskError> {
-        let disk = Self::of_image(index, path, Image::open(path)?, export_bytes)?;
+        let mut disk = Self::of_image(index, path, Image::open(path)?, export_bytes)?;
         if absent.count() > 0 {
             let mark = Mark::open(path);
             let mark = mark.map_err(DiskError::io("open", &incomplete_mark(path)))?;
-            let _ = disk.absent.set(Absent::new(absent, mark, fetcher));
+            disk.absent = Some(Absent::new(absent, mark, fetcher));
         }
         Ok(disk)
     }
@@ -67,7 +66,7 @@ impl Disk {
 
     /// Blocks from `first` on were fetched. What the guest overwrote meanwhile stays.
     pub fn fill(&self, first: u64, content: &[u8]) -> io::Result<()> {
-        match self.absent.get() {
+        match &self.absent {
             Some(absent) => absent.fill(&self.image, first, content),
             None => Ok(()),
         }
@@ -75,16 +74,18 @@ impl Disk {
 
     /// Blocks that are still to be fetched.
     pub fn absent_blocks(&self) -> u64 {
-        self.absent.get().map_or(0, Absent::count)
+        self.absent.as_ref().map_or(0, Absent::count)
     }
 
     /// Nothing more will be fetched: whoever waits gets an error. The guest has ended.
     pub(crate) fn give_up_restore(&self) {
-        self.absent.get().inspect(|absent| absent.give_up());
+        if let Some(absent) = &self.absent {
+            absent.give_up();
+        }
     }
 
     pub(super) fn absent(&self) -> Option<&Absent> {
-        self.absent.get().filter(|absent| absent.any())
+        self.absent.as_ref().filter(|absent| absent.any())
     }
 
     pub(super) fn is_there(&self, offset: u64, len: u64) -> bool {

@@ -48,16 +48,16 @@ pub struct TlsFiles {
 pub struct Tls {
     files: TlsFiles,
     name: String,
-    used: Common<Used>,
-    /// Connections that there are, with their peers' certificates and since when.
-    live: Common<Vec<Live>>,
+    state: Common<State>,
 }
 
-/// What is used of the files.
-struct Used {
+struct State {
+    /// What is used of the files.
     material: Arc<Material>,
     /// Why what they have now is not.
     problem: Option<String>,
+    /// Connections that there are.
+    live: Vec<Live>,
 }
 
 /// A peer's certificate, since when it is shown, and the connection.
@@ -76,8 +76,11 @@ impl Tls {
         Ok(Tls {
             files: files.clone(),
             name: name.to_owned(),
-            used: Common::new(Used { material: Arc::new(material), problem: None }),
-            live: Common::default(),
+            state: Common::new(State {
+                material: Arc::new(material),
+                problem: None,
+                live: Vec::new(),
+            }),
         })
     }
 
@@ -89,9 +92,10 @@ impl Tls {
             return Ok(None);
         }
         let fresh = Arc::new(Material::new(contents, &self.files, &self.name)?);
-        self.used.lock().material = fresh.clone();
+        let mut state = self.state.lock();
+        state.material = fresh.clone();
         let mut closed = 0;
-        self.live.lock().retain(|(peer, since, connection)| {
+        state.live.retain(|(peer, since, connection)| {
             let Some(connection) = connection.upgrade() else { return false };
             let revoked = fresh.revokes(peer, *since);
             if revoked {
@@ -106,15 +110,15 @@ impl Tls {
     /// Sees to it that the connection ends when its peer's certificate is revoked.
     pub fn watch(&self, stream: &TlsStream, connection: Weak<dyn Closable>) {
         let (peer, now) = (stream.peer().clone(), UnixTime::now());
-        let mut live = self.live.lock();
-        live.retain(|(.., connection)| connection.strong_count() > 0);
+        let mut state = self.state.lock();
+        state.live.retain(|(.., connection)| connection.strong_count() > 0);
         // The list may have changed since the handshake.
-        if self.material().revokes(&peer, now)
+        if state.material.revokes(&peer, now)
             && let Some(connection) = connection.upgrade()
         {
             return connection.close();
         }
-        live.push((peer, now, connection));
+        state.live.push((peer, now, connection));
     }
 
     /// When this host's certificate expires, in seconds since 1970.
@@ -127,7 +131,7 @@ impl Tls {
         let material = self.material();
         let left = material.expires - UnixTime::now().as_secs() as i64;
         let cert = self.files.cert.display();
-        let mut problems: Vec<String> = self.used.lock().problem.iter().cloned().collect();
+        let mut problems: Vec<String> = self.state.lock().problem.iter().cloned().collect();
         if left < NEAR_SECONDS {
             let when = match left {
                 ..0 => "has expired".to_owned(),
@@ -146,11 +150,11 @@ impl Tls {
 
     fn note_problem(&self, problem: Option<String>) {
         let words = |problem| format!("[tls]: changed files are not used: {problem}");
-        self.used.lock().problem = problem.map(words);
+        self.state.lock().problem = problem.map(words);
     }
 
     fn material(&self) -> Arc<Material> {
-        self.used.lock().material.clone()
+        self.state.lock().material.clone()
     }
 
     /// The dialling side's handshake on a fresh connection to `peer`.

@@ -71,8 +71,13 @@ impl ConsoleOutput {
 
     /// The backup has `epoch` and all before it.
     pub fn release_through(&self, epoch: Epoch) {
-        lock(&self.output).buffer.release_through(epoch);
-        self.ring();
+        let mut output = lock(&self.output);
+        output.buffer.release_through(epoch);
+        let has_any = output.buffer.has_released();
+        drop(output);
+        if has_any {
+            self.ring();
+        }
     }
 
     /// This host is the sole owner: all may be heard, from now on at once.

@@ -1,4 +1,5 @@
-//! The thread between QEMU and whoever is connected to a console.
+//! What stands between QEMU and whoever is connected to a console, while somebody speaks. A log on
+//! a slow disk and a client that takes nothing hold it up.
 
 use super::PATIENCE;
 use super::log::ConsoleLog;
@@ -6,12 +7,15 @@ use super::output::{ConsoleOutput, is_passing};
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use nix::sys::eventfd::EventFd;
 use std::io::{self, ErrorKind, Read, Write};
-use std::os::fd::AsFd;
+use std::os::fd::{AsFd, BorrowedFd};
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::sync::Arc;
 use tracing::warn;
 
 const AT_ONCE: usize = 4096;
+
+/// Milliseconds after which nobody speaks any more.
+const QUIET: u16 = 2000;
 
 pub(crate) struct Relay {
     pub output: Arc<ConsoleOutput>,
@@ -23,7 +27,6 @@ pub(crate) struct Relay {
     pub typed: Vec<u8>,
     /// All that may be heard; none after it could not be written to.
     pub log: Option<ConsoleLog>,
-    pub stop: Arc<EventFd>,
 }
 
 /// What there is to do.
@@ -34,17 +37,60 @@ struct Turn {
     client: bool,
 }
 
+impl Turn {
+    fn is_quiet(&self) -> bool {
+        !(self.stop || self.qemu || self.changed || self.client)
+    }
+}
+
 impl Relay {
-    /// Until QEMU ends, or the server is dropped.
-    pub fn run(mut self) {
-        while let Ok(true) = self.turn() {}
+    /// Sees to all that is said and typed until nobody speaks any more. None once QEMU has ended,
+    /// or `stop` says so.
+    pub fn run(mut self, stop: &EventFd) -> Option<Relay> {
+        loop {
+            let turn = self.wait(stop);
+            if turn.is_quiet() {
+                return Some(self);
+            }
+            if !matches!(self.take_turn(&turn), Ok(true)) {
+                self.end();
+                return None;
+            }
+        }
+    }
+
+    /// Nothing is taken from QEMU any more; what is there already is.
+    pub fn end(mut self) {
         self.output.take_rest();
         self.show();
     }
 
-    /// Waits for something, and sees to it. Returns whether there is more to come.
-    fn turn(&mut self) -> io::Result<bool> {
-        let turn = self.wait();
+    /// Where somebody speaks when there is something: QEMU, the output, and a client.
+    pub fn waits_for(&self) -> [(BorrowedFd<'_>, PollFlags); 3] {
+        let mut of_qemu = PollFlags::empty();
+        of_qemu.set(PollFlags::POLLIN, self.output.has_room());
+        of_qemu.set(PollFlags::POLLOUT, !self.typed.is_empty());
+        let other = self.client.as_ref().map_or(self.listener.as_fd(), AsFd::as_fd);
+        let of_client = if self.typed.is_empty() { PollFlags::POLLIN } else { PollFlags::empty() };
+        [
+            (self.qemu.as_fd(), of_qemu),
+            (self.output.changed(), PollFlags::POLLIN),
+            (other, of_client),
+        ]
+    }
+
+    fn wait(&self, stop: &EventFd) -> Turn {
+        let [qemu, changed, client] = self.waits_for();
+        let stop = (stop.as_fd(), PollFlags::POLLIN);
+        let mut fds = [stop, qemu, changed, client].map(|(fd, wanted)| PollFd::new(fd, wanted));
+        // A signal only makes us look once more.
+        let _ = poll(&mut fds, PollTimeout::from(QUIET));
+        let [stop, qemu, changed, client] = fds.map(|fd| fd.any().unwrap_or(true));
+        Turn { stop, qemu, changed, client }
+    }
+
+    /// Returns whether there is more to come.
+    fn take_turn(&mut self, turn: &Turn) -> io::Result<bool> {
         if turn.stop {
             return Ok(false);
         }
@@ -62,24 +108,6 @@ impl Relay {
             self.listen();
         }
         Ok(true)
-    }
-
-    fn wait(&self) -> Turn {
-        let mut of_qemu = PollFlags::empty();
-        of_qemu.set(PollFlags::POLLIN, self.output.has_room());
-        of_qemu.set(PollFlags::POLLOUT, !self.typed.is_empty());
-        let other = self.client.as_ref().map_or(self.listener.as_fd(), AsFd::as_fd);
-        let of_client = if self.typed.is_empty() { PollFlags::POLLIN } else { PollFlags::empty() };
-        let mut fds = [
-            PollFd::new(self.stop.as_fd(), PollFlags::POLLIN),
-            PollFd::new(self.qemu.as_fd(), of_qemu),
-            PollFd::new(self.output.changed(), PollFlags::POLLIN),
-            PollFd::new(other, of_client),
-        ];
-        // A signal only makes us look once more.
-        let _ = poll(&mut fds, PollTimeout::NONE);
-        let [stop, qemu, changed, client] = fds.map(|fd| fd.any().unwrap_or(true));
-        Turn { stop, qemu, changed, client }
     }
 
     /// Gives QEMU what was typed, as much as it takes.

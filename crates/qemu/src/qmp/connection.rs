@@ -14,7 +14,7 @@ use std::time::Duration;
 
 /// A line longer than this is not from a sane QEMU; the longest, the reply to
 /// `query-qmp-schema`, has about 300 kB.
-const MAX_LINE_BYTES: u64 = 8 << 20;
+pub(super) const MAX_LINE_BYTES: u64 = 8 << 20;
 
 /// What can go wrong between the daemon and QEMU's monitor.
 #[derive(Debug, thiserror::Error)]
@@ -141,6 +141,22 @@ struct Line {
     id: Option<String>,
 }
 
+impl Message {
+    /// Reads a line, or says what is wrong with it.
+    pub(super) fn parse(line: &[u8]) -> Result<Message, String> {
+        Message::of(serde_json::from_slice(line).map_err(|error| error.to_string())?)
+    }
+
+    fn of(line: Line) -> Result<Message, String> {
+        match line {
+            Line { event: Some(name), data, .. } => Ok(Message::Event { name, data }),
+            Line { error: Some(refusal), .. } => Ok(Message::Reply(Err(refusal.desc))),
+            Line { value: Some(value), .. } => Ok(Message::Reply(Ok(value))),
+            _ => Err("neither event nor answer".to_owned()),
+        }
+    }
+}
+
 #[derive(Deserialize)]
 struct Refusal {
     desc: String,
@@ -225,6 +241,11 @@ impl Connection {
     /// The socket, for another process.
     pub(crate) fn duplicate(&self) -> io::Result<OwnedFd> {
         Ok(self.writer.try_clone()?.into())
+    }
+
+    /// Its socket, with what was read of it and not taken.
+    pub(super) fn into_unread(self) -> (UnixStream, Vec<u8>) {
+        (self.writer, self.reader.buffer().to_vec())
     }
 
     /// Queues a command; [`Connection::flush`] sends it.
@@ -325,21 +346,12 @@ impl Connection {
 
     /// Waits for the next line. `waiting_for` is for errors.
     pub(crate) fn message(&mut self, waiting_for: &'static str) -> Result<Message, QmpError> {
-        match self.next_line(waiting_for)? {
-            Line { event: Some(name), data, .. } => Ok(Message::Event { name, data }),
-            Line { error: Some(refusal), .. } => {
-                self.owed.pop_front();
-                Ok(Message::Reply(Err(refusal.desc)))
-            }
-            Line { value: Some(value), .. } => {
-                self.owed.pop_front();
-                Ok(Message::Reply(Ok(value)))
-            }
-            _ => Err(QmpError::Malformed {
-                command: waiting_for,
-                reason: "neither event nor answer".to_owned(),
-            }),
+        let message = Message::of(self.next_line(waiting_for)?)
+            .map_err(|reason| QmpError::Malformed { command: waiting_for, reason })?;
+        if let Message::Reply(_) = message {
+            self.owed.pop_front();
         }
+        Ok(message)
     }
 
     fn next_line(&mut self, waiting_for: &'static str) -> Result<Line, QmpError> {
@@ -358,7 +370,7 @@ impl Connection {
     }
 
     /// From now on, waits for the next line for as long as it takes.
-    pub(crate) fn without_timeout(&mut self) -> Result<(), QmpError> {
+    fn without_timeout(&mut self) -> Result<(), QmpError> {
         self.writer.set_read_timeout(None).map_err(QmpError::Io)
     }
 

@@ -2,7 +2,7 @@
 
 use super::connection::{Connection, Message, QemuVersion, QmpError};
 use super::device_state::DeviceState;
-use super::events::{VmEvent, watch_events};
+use super::events::Events;
 use super::ram_blocks::{self, RamBlockInfo};
 use super::sockets::{MONITORS, MonitorSockets};
 #[cfg(feature = "fail-points")]
@@ -31,7 +31,7 @@ pub struct Monitor {
     /// Only saves device states: its long command waits here, sent up to its
     /// last brace, while `connection` stops the guest.
     saver: Connection,
-    /// What is read there is read by a thread.
+    /// What is read there is read by [`Events`].
     events: UnixStream,
     version: QemuVersion,
 }
@@ -49,19 +49,17 @@ struct Status {
 
 impl Monitor {
     /// Waits for QEMU's greetings and negotiates; `timeout` is for each answer,
-    /// then and later. Starts a thread that calls `on_event` for each event,
-    /// until QEMU ends.
+    /// then and later. What QEMU tells by itself the caller hears.
     pub fn connect(
         sockets: MonitorSockets,
         timeout: Duration,
-        on_event: impl FnMut(VmEvent) + Send + 'static,
-    ) -> Result<Monitor, QmpError> {
+    ) -> Result<(Monitor, Events), QmpError> {
         let [commands, saver, events] = sockets.0;
         let (connection, version) = Connection::open(commands, timeout)?;
         let (saver, _) = Connection::open(saver, timeout)?;
         let duplicate = events.try_clone().map_err(QmpError::Io)?;
-        watch_events(Connection::open(events, timeout)?.0, on_event)?;
-        Ok(Monitor { connection, saver, events: duplicate, version })
+        let events = Events::of(Connection::open(events, timeout)?.0);
+        Ok((Monitor { connection, saver, events: duplicate, version }, events))
     }
 
     /// The same for monitors that another process has negotiated, and left in the midst of
@@ -70,14 +68,12 @@ impl Monitor {
         sockets: MonitorSockets,
         version: QemuVersion,
         timeout: Duration,
-        on_event: impl FnMut(VmEvent) + Send + 'static,
-    ) -> Result<Monitor, QmpError> {
+    ) -> Result<(Monitor, Events), QmpError> {
         let [commands, saver, events] = sockets.0;
         let connection = Connection::adopt(commands, timeout)?;
         let saver = Connection::adopt(saver, timeout)?;
         let duplicate = events.try_clone().map_err(QmpError::Io)?;
-        watch_events(Connection::adopt(events, timeout)?, on_event)?;
-        Ok(Monitor { connection, saver, events: duplicate, version })
+        Ok((Monitor { connection, saver, events: duplicate, version }, Events::adopt(events)))
     }
 
     /// Leaves behind what was asked before; returns when QEMU listens.

@@ -1,5 +1,6 @@
 //! Real QEMUs for the tests: a VM whose guest is one boot sector.
 
+use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use nix::sched::{CloneFlags, unshare};
 use nix::sys::memfd::{MFdFlags, memfd_create};
 use nix::sys::uio::{RemoteIoVec, process_vm_readv};
@@ -12,13 +13,14 @@ use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command};
 use std::sync::{LazyLock, mpsc};
+use std::thread;
 use std::time::{Duration, Instant};
 use tempfile::TempDir;
 use understudy_network::Tap;
 use understudy_qemu::command::{Console, ConsoleSocket, Resources, Role, command_line};
 use understudy_qemu::definition::CardDefinition;
 use understudy_qemu::process::Launch;
-use understudy_qemu::qmp::{DeviceState, MonitorSockets, RamBlockInfo, VmEvent};
+use understudy_qemu::qmp::{DeviceState, Events, MonitorSockets, RamBlockInfo, VmEvent};
 use understudy_qemu::{Accelerator, Capabilities, Monitor, Qemu, VmDefinition};
 
 /// Longer than anything takes on an overloaded machine.
@@ -128,7 +130,7 @@ pub fn eventually<T>(what: &str, mut condition: impl FnMut() -> Option<T>) -> T 
             return value;
         }
         assert!(Instant::now() < deadline, "not in time: {what}");
-        std::thread::sleep(Duration::from_millis(1));
+        thread::sleep(Duration::from_millis(1));
     }
 }
 
@@ -200,10 +202,10 @@ impl Vm {
         })
         .unwrap();
         drop(ends);
-        let (sender, events) = mpsc::channel();
-        let on_event = move |event| drop(sender.send(event));
-        let monitor = Monitor::connect(sockets, LONG, on_event)
+        let (monitor, told) = Monitor::connect(sockets, LONG)
             .unwrap_or_else(|error| panic!("{error}: {:?}", qemu.wait(LONG)));
+        let (sender, events) = mpsc::channel();
+        thread::spawn(move || hear(told, &sender));
         let output = read_console(&console);
         Vm { monitor, qemu, ram, state, events, output, _folder: folder }
     }
@@ -266,11 +268,19 @@ impl Vm {
     }
 }
 
+/// Hears all that QEMU tells until it ends.
+fn hear(mut told: Events, sender: &mpsc::Sender<VmEvent>) {
+    while told.take(|event| drop(sender.send(event))) {
+        let mut fds = [PollFd::new(told.as_fd(), PollFlags::POLLIN)];
+        poll(&mut fds, PollTimeout::NONE).unwrap();
+    }
+}
+
 /// Reads all along: a full console would hold the guest up.
 fn read_console(socket: &Path) -> mpsc::Receiver<u8> {
     let console = UnixStream::connect(socket).unwrap();
     let (sender, output) = mpsc::channel();
-    std::thread::spawn(move || {
+    thread::spawn(move || {
         for byte in BufReader::new(console).bytes() {
             let Ok(byte) = byte else { return };
             if sender.send(byte).is_err() {

@@ -42,7 +42,8 @@ impl Session {
             .open(&self.machine(), &self.directory)
             .context("the medium must be at the same place there")?;
         medium.check()?;
-        lock(&self.orders).medium = Some((medium, opened.disk));
+        let former = lock(&self.present).orders.medium.replace((medium, opened.disk));
+        drop(former);
         Ok(())
     }
 
@@ -56,7 +57,7 @@ impl Session {
         let machine = self.machine();
         told.check_drive(&machine)?;
         let mut medium = told.open(&machine, &self.directory)?;
-        let found = lock(&self.orders).medium.take();
+        let found = lock(&self.present).orders.medium.take();
         if let (Some(_), Some((asked, disk))) = (&told.file, found) {
             ensure!(asked == *told, "the primary put in a medium that it had not asked for");
             medium = understudy_machine::Medium { disk, ..medium };

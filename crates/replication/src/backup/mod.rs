@@ -43,6 +43,7 @@ use std::sync::Arc;
 use std::sync::atomic::AtomicU64;
 use std::thread;
 use std::time::Duration;
+use turn::Orders;
 use understudy_arbiter::Arbiter;
 use understudy_cluster::kept::Keeper;
 use understudy_cluster::store_keys::{StoreKeys, Stores};
@@ -205,7 +206,6 @@ pub fn accept(
         vm,
         id: plan.id,
         primary: plan.primary,
-        orders: Mutex::default(),
         turns: AtomicU64::new(0),
         launch: plan.launch,
         former: plan.former.into(),
@@ -228,7 +228,12 @@ pub fn accept(
         vitals: vitals::Vitals::default(),
         clock: takeover::Clock::default(),
         frames: frames::Frames::new(machine.ports().len()),
-        present: Mutex::new(Present { machine, following, wish: plan.wish }),
+        present: Mutex::new(Present {
+            machine,
+            following,
+            wish: plan.wish,
+            orders: Orders::default(),
+        }),
     });
     session.group.join(&session)?;
     spawn("apply", &session, move |session| {

@@ -50,8 +50,6 @@ pub struct Session {
     /// The primary's host name.
     pub primary: HostName,
     pub(super) present: Mutex<Present>,
-    /// What the primary asked for beside it.
-    pub(super) orders: Mutex<Orders>,
     /// Turns that are committed and not carried out.
     pub(super) turns: AtomicU64,
     pub(super) launch: Launch,
@@ -95,6 +93,8 @@ pub(super) struct Present {
     pub following: Option<Arc<Following>>,
     /// What the operator asked for; this host does the same after a take-over.
     pub wish: Option<ProtectRequest>,
+    /// What the primary asked for beside it.
+    pub orders: Orders,
 }
 
 impl Session {

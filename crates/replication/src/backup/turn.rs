@@ -44,6 +44,12 @@ pub struct Other {
     wanted: Wanted,
 }
 
+impl Other {
+    fn parts(&self) -> (Arc<Machine>, Wanted) {
+        (self.beside.machine.clone(), self.wanted.clone())
+    }
+}
+
 /// As of the last order.
 #[derive(Default)]
 pub(super) struct Orders {
@@ -63,12 +69,13 @@ fn fail_in_a_test() -> anyhow::Result<()> {
 impl Session {
     /// The primary is about to turn, or is not after all.
     pub(super) fn take_order(self: &Arc<Self>, order: Order) -> anyhow::Result<()> {
-        let number = {
-            let mut orders = lock(&self.orders);
-            orders.other = None;
+        let (number, called_off) = {
+            let orders = &mut lock(&self.present).orders;
             orders.count += 1;
-            orders.count
+            (orders.count, orders.other.take())
         };
+        // Not under the lock: that ends a QEMU.
+        drop(called_off);
         let Order::Prepare(wanted) = order else { return Ok(()) };
         let session = self.clone();
         let prepare = move || {
@@ -92,9 +99,19 @@ impl Session {
         fail_in_a_test()?;
         let beside = (self.launch)(&former, &wanted)?;
         check_blocks(&former, &beside.machine)?;
-        let mut orders = lock(&self.orders);
-        ensure!(!orders.closed && orders.count == number, "it was called off");
-        orders.other = Some(Other { beside, wanted });
+        let other = Other { beside, wanted };
+        let called_off = self.offer_other(number, other).err();
+        ensure!(called_off.is_none(), "it was called off");
+        Ok(())
+    }
+
+    /// Gives it back if its order is not the last one.
+    fn offer_other(&self, number: u64, other: Other) -> Result<(), Box<Other>> {
+        let orders = &mut lock(&self.present).orders;
+        if orders.closed || orders.count != number {
+            return Err(Box::new(other));
+        }
+        orders.other = Some(other);
         Ok(())
     }
 
@@ -115,13 +132,12 @@ impl Session {
 
     /// Whether the turn is possible, before it is acknowledged.
     fn check_other(&self, mode: Mode) -> anyhow::Result<Wanted> {
-        let orders = lock(&self.orders);
-        let Some(other) = orders.other.as_ref().filter(|other| other.wanted.mode == mode) else {
+        let prepared = lock(&self.present).orders.other.as_ref().map(Other::parts);
+        let Some((machine, wanted)) = prepared.filter(|(_, wanted)| wanted.mode == mode) else {
             bail!("a turn came that was not prepared");
         };
-        let machine = &other.beside.machine;
         ensure!(machine.is_alive(), "the QEMU for the turn ended: {}", machine.last_words());
-        Ok(other.wanted.clone())
+        Ok(wanted)
     }
 
     /// An epoch is committed: what it needs, if it is a turn.
@@ -136,7 +152,7 @@ impl Session {
                 return self.refuse_turn(error);
             }
         }
-        lock(&self.orders).other.take()
+        lock(&self.present).orders.other.take()
     }
 
     fn refuse_turn(&self, error: anyhow::Error) -> Option<Other> {
@@ -181,7 +197,11 @@ impl Session {
 
     /// Nothing waits beside any more.
     pub(super) fn forget_other(&self) {
-        let mut orders = lock(&self.orders);
-        (orders.closed, orders.other) = (true, None);
+        let other = {
+            let orders = &mut lock(&self.present).orders;
+            orders.closed = true;
+            orders.other.take()
+        };
+        drop(other);
     }
 }

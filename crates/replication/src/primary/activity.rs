@@ -11,7 +11,6 @@ use std::time::Duration;
 use understudy_machine::Machine;
 use understudy_machine::cgroup;
 use understudy_protocol::{Activity, Time};
-use understudy_threads::{Mutex, lock};
 
 /// A line of `stat` up to the state: number, name of at most 15 bytes, state.
 const STAT_BYTES: usize = 64;
@@ -26,7 +25,13 @@ pub struct Watch {
     /// `stat` of the vCPU threads and of the main thread: a vCPU that sleeps while the main
     /// thread runs may wait for QEMU's big lock.
     threads: Vec<File>,
-    resumed: Mutex<(Time, Duration)>,
+}
+
+/// The processor time that QEMU had used at an instant.
+#[derive(Clone, Copy, Debug)]
+pub struct Used {
+    at: Time,
+    time: Duration,
 }
 
 impl Watch {
@@ -45,33 +50,28 @@ impl Watch {
         let main = pid.to_string();
         let threads = tids.chain([main.as_str()]).map(stat).collect::<anyhow::Result<_>>()?;
         let vcpus = vcpus.len().max(1) as u32;
-        let watch = Watch { clock, vcpus, threads, resumed: Mutex::default() };
-        watch.resumed();
-        Ok(watch)
+        Ok(Watch { clock, vcpus, threads })
     }
 
-    /// The guest runs again after a pause.
-    pub fn resumed(&self) {
-        *lock(&self.resumed) = (clock::now(), self.used());
+    /// What QEMU has used until now.
+    pub fn used(&self) -> Used {
+        let time = clock_gettime(self.clock).map_or(Duration::ZERO, Duration::from);
+        Used { at: clock::now(), time }
     }
 
-    /// What the guest does now. One whose QEMU is gone counts as busy.
-    pub fn activity(&self, machine: &Machine) -> Activity {
-        let (since, before) = *lock(&self.resumed);
+    /// What the guest does now, and has done since. One whose QEMU is gone counts as busy.
+    pub fn activity(&self, machine: &Machine, since: Used) -> Activity {
         let waits_for_disk = machine.disks().iter().any(|disk| disk.has_requests());
         if waits_for_disk {
             // How much it would do with what it waits for, nobody knows.
             return Activity { idle: false, busy_share: 1.0 };
         }
         let idle = self.threads.iter().all(is_asleep);
-        let elapsed = (clock::now() - since) * self.vcpus;
-        let used = self.used().saturating_sub(before);
+        let now = self.used();
+        let elapsed = (now.at - since.at) * self.vcpus;
+        let used = now.time.saturating_sub(since.time);
         let busy_share = used.as_secs_f64() / elapsed.as_secs_f64().max(1e-9);
         Activity { idle, busy_share: busy_share.min(1.0) }
-    }
-
-    fn used(&self) -> Duration {
-        clock_gettime(self.clock).map_or(Duration::ZERO, Duration::from)
     }
 }
 

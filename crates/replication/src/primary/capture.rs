@@ -267,7 +267,7 @@ impl<'a> Capturer<'a> {
         disks.iter().for_each(|disk| disk.end_checkpoint());
         let stopped = captured?;
         timing.total_ms = milliseconds(watch.now - watch.started);
-        self.session.watch().resumed();
+        self.session.note_resumed();
         self.last_pages = timing.pages + timing.precopied_pages;
         self.session.stats.captured(timing, watch.now);
         self.session.pace.captured(epoch, self.last_pages, began);
@@ -350,7 +350,7 @@ impl<'a> Capturer<'a> {
             Cut::Plain | Cut::Last => {}
         }
         if cut == Cut::Plain && self.session.phase() == PrimaryPhase::Protected {
-            self.closing = self.session.keeping.in_pause();
+            self.closing = self.session.keep_in_pause();
         }
         timing.stop_ms = watch.lap();
         // The answer to a TPM's command that runs is written into memory while the state is saved.

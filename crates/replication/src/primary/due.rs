@@ -80,8 +80,7 @@ impl Session {
 
     /// What the group is to do now, or how long to wait at most.
     fn due(&self, lead: &Lead, rendezvous: &Rendezvous) -> Result<GroupStep, Duration> {
-        let asked =
-            Asked { hand_over: lead.is_handed_over(), checkpoint: self.keeping.is_wanted() };
+        let asked = Asked { hand_over: lead.is_handed_over(), checkpoint: self.is_keep_wanted() };
         let pace = (rendezvous, &self.policy);
         next_step(lead, pace, asked, clock::now(), &*self.group)
             .map_err(|wait| wait.unwrap_or(LONGEST_WAIT))

@@ -269,7 +269,7 @@ impl Guests for Group {
     fn activity(&self) -> Activity {
         let mut all = Activity { idle: true, busy_share: 0.0 };
         self.each(|member| {
-            let one = member.watch().activity(&member.machine());
+            let one = member.activity();
             all.idle &= one.idle;
             all.busy_share = all.busy_share.max(one.busy_share);
         });

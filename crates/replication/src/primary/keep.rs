@@ -5,11 +5,12 @@ use super::session::Session;
 use crate::messages::{Piece, ToBackup};
 use anyhow::bail;
 use crossbeam_channel::{Receiver, RecvTimeoutError, Sender};
+use std::mem;
 use std::time::{Duration, Instant};
 use understudy_cluster::messages::{KeepOrder, Kept};
 use understudy_protocol::Epoch;
 use understudy_snapshot::SnapshotNumber;
-use understudy_threads::{Mutex, lock};
+use understudy_threads::lock;
 
 /// How long a checkpoint is waited for: a backup that acknowledges nothing is given up before.
 const PATIENCE: Duration = Duration::from_secs(10);
@@ -22,10 +23,7 @@ pub type InPause = Box<dyn FnOnce() -> anyhow::Result<()> + Send>;
 
 /// What the capture thread is asked for, and who waits for the backup.
 #[derive(Default)]
-pub(super) struct Keeping(Mutex<Asked>);
-
-#[derive(Default)]
-struct Asked {
+pub(super) struct Keeping {
     wanted: Option<Request>,
     answer: Option<Sender<Kept>>,
 }
@@ -42,26 +40,6 @@ pub(super) struct Closing {
     closed: Sender<anyhow::Result<()>>,
 }
 
-impl Keeping {
-    /// Whether a checkpoint is wanted, however little there is to commit.
-    pub fn is_wanted(&self) -> bool {
-        lock(&self.0).wanted.is_some()
-    }
-
-    /// The guest stands still at the end of an epoch: is it to be kept?
-    pub fn in_pause(&self) -> Option<Closing> {
-        let Request { order, in_pause, closed } = lock(&self.0).wanted.take()?;
-        match in_pause() {
-            Ok(()) => Some(Closing { order, closed }),
-            Err(error) => {
-                // Whoever waits may have given up.
-                let _ = closed.try_send(Err(error));
-                None
-            }
-        }
-    }
-}
-
 impl Closing {
     /// Queues the order; to be called before the epoch's end is queued.
     pub fn queue(self, session: &Session, epoch: Epoch) {
@@ -71,6 +49,25 @@ impl Closing {
 }
 
 impl Session {
+    /// Whether a checkpoint is wanted, however little there is to commit.
+    pub(super) fn is_keep_wanted(&self) -> bool {
+        lock(&self.awaited).keeping.wanted.is_some()
+    }
+
+    /// The guest stands still at the end of an epoch: is it to be kept?
+    pub(super) fn keep_in_pause(&self) -> Option<Closing> {
+        let wanted = lock(&self.awaited).keeping.wanted.take();
+        let Request { order, in_pause, closed } = wanted?;
+        match in_pause() {
+            Ok(()) => Some(Closing { order, closed }),
+            Err(error) => {
+                // Whoever waits may have given up.
+                let _ = closed.try_send(Err(error));
+                None
+            }
+        }
+    }
+
     /// Has the backup keep its image as of the end of an epoch, which is closed for that.
     /// `in_pause` is done while the guest stands still there. Gives the channel on which the
     /// backup answers; nobody does if protection ends.
@@ -85,7 +82,9 @@ impl Session {
         let (closed, told) = crossbeam_channel::bounded(1);
         let (answer, answers) = crossbeam_channel::bounded(1);
         let wanted = Request { order: order.clone(), in_pause, closed };
-        *lock(&self.keeping.0) = Asked { wanted: Some(wanted), answer: Some(answer) };
+        let asked = Keeping { wanted: Some(wanted), answer: Some(answer) };
+        let former = mem::replace(&mut lock(&self.awaited).keeping, asked);
+        drop(former);
         self.group.ring();
         let deadline = Instant::now() + PATIENCE;
         loop {
@@ -97,7 +96,7 @@ impl Session {
                 Err(RecvTimeoutError::Timeout) => {}
             }
             if self.is_over() || Instant::now() > deadline {
-                lock(&self.keeping.0).wanted = None;
+                lock(&self.awaited).keeping.wanted = None;
                 let peer = &self.peer;
                 bail!("no checkpoint was taken: host {peer} does not acknowledge, or is gone");
             }
@@ -106,7 +105,7 @@ impl Session {
 
     /// The backup says what became of an image.
     pub(super) fn kept(&self, kept: Kept) {
-        if let Some(answer) = &lock(&self.keeping.0).answer {
+        if let Some(answer) = &lock(&self.awaited).keeping.answer {
             // One answer is waited for.
             let _ = answer.try_send(kept);
         }
@@ -114,7 +113,7 @@ impl Session {
 
     /// The snapshot was given up.
     pub fn let_go(&self, number: SnapshotNumber) {
-        lock(&self.keeping.0).answer = None;
+        lock(&self.awaited).keeping.answer = None;
         // If it cannot be sent, the backup has nothing to keep any more.
         let _ = self.say(&ToBackup::LetGo(number));
     }

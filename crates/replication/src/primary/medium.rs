@@ -6,9 +6,9 @@ use super::session::Session;
 use crate::medium::{Medium, MediumAnswer, MediumRefused, is_locked};
 use crate::messages::{Piece, ToBackup};
 use anyhow::bail;
-use crossbeam_channel::{RecvTimeoutError, Sender};
+use crossbeam_channel::RecvTimeoutError;
 use std::time::{Duration, Instant};
-use understudy_threads::{Mutex, lock};
+use understudy_threads::lock;
 
 /// How long a backup may take to read a medium: a DVD from a slow disk.
 const ANSWER_TIMEOUT: Duration = Duration::from_secs(300);
@@ -19,21 +19,15 @@ const COMMIT_TIMEOUT: Duration = Duration::from_secs(60);
 /// How often it is looked whether protection has ended.
 const LOOK: Duration = Duration::from_millis(50);
 
-/// Who waits for the backup's answer.
-#[derive(Default)]
-pub struct Media(Mutex<Option<Sender<MediumAnswer>>>);
-
-impl Media {
-    /// The backup answers.
-    pub(super) fn answered(&self, answer: MediumAnswer) {
-        if let Some(waiting) = &*lock(&self.0) {
+impl Session {
+    /// The backup says whether it has a medium.
+    pub(super) fn medium_answered(&self, answer: MediumAnswer) {
+        if let Some(waiting) = &lock(&self.awaited).medium {
             // One answer is waited for.
             let _ = waiting.try_send(answer);
         }
     }
-}
 
-impl Session {
     /// Changes a medium on both hosts. Returns when the backup has it, or protection has ended; one
     /// caller at a time.
     pub fn change_medium(
@@ -72,7 +66,7 @@ impl Session {
 
     fn ask_for_medium(&self, medium: &Medium) -> anyhow::Result<()> {
         let (waiting, answers) = crossbeam_channel::bounded(1);
-        *lock(&self.media.0) = Some(waiting);
+        lock(&self.awaited).medium = Some(waiting);
         self.say(&ToBackup::MediumAsked(medium.clone()))?;
         let deadline = Instant::now() + ANSWER_TIMEOUT;
         loop {

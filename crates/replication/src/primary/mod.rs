@@ -7,6 +7,7 @@
 //! `heart`. Queues between them are bounded.
 
 mod activity;
+mod awaited;
 mod capture;
 mod dialler;
 mod due;
@@ -23,6 +24,7 @@ mod mode;
 mod offer;
 mod outbound;
 mod pace;
+mod present;
 mod progress;
 mod receive;
 mod references;
@@ -57,10 +59,10 @@ use dialler::Dialler;
 use epoch_room::EpochRoom;
 use offer::{await_ready, offer};
 use pace::Pace;
+use present::Present;
 use progress::Progress;
 use references::References;
 use send::{Outflow, send_all};
-use session::Present;
 use stats::Stats;
 use std::net::SocketAddr;
 use std::sync::Arc;
@@ -192,8 +194,7 @@ pub fn protect(
         data,
         heartbeats: Heartbeats::new()?,
         work: headway::Work::default(),
-        keeping: keep::Keeping::default(),
-        media: medium::Media::default(),
+        awaited: Mutex::default(),
         paths,
         place,
         diverged: AtomicBool::new(false),
@@ -201,12 +202,7 @@ pub fn protect(
         ask_winner: plan.ask_winner,
         contests,
         group,
-        present: Mutex::new(Present {
-            watch: Arc::new(Watch::new(&machine)?),
-            machine,
-            recording,
-            turned: MACHINE,
-        }),
+        present: Mutex::new(Present::new(Watch::new(&machine)?, machine, recording)),
     });
     session.group.join(&session)?;
     if session.recording().is_some() {

@@ -19,8 +19,13 @@ const OUTRUNS_BACKUP: &str = "is faster than its backup executes the log";
 pub struct Pace {
     vm: VmName,
     qemu_pid: AtomicU32,
-    throttle: Mutex<Throttle>,
-    vcpus: Mutex<Vcpus>,
+    state: Mutex<State>,
+}
+
+#[derive(Debug)]
+struct State {
+    throttle: Throttle,
+    vcpus: Vcpus,
 }
 
 /// What holds of the vCPUs at present.
@@ -32,69 +37,79 @@ enum Vcpus {
     OutOfReach(String),
 }
 
+impl Vcpus {
+    fn percent(&self) -> u32 {
+        match self {
+            Vcpus::Limited(_, share) => (share * 100.0).round() as u32,
+            Vcpus::Free | Vcpus::OutOfReach(_) => 100,
+        }
+    }
+}
+
 impl Pace {
     /// A guest at full speed, protected under `policy`.
     pub fn new(vm: &VmName, qemu_pid: u32, policy: &Policy) -> Pace {
         Pace {
             vm: vm.to_owned(),
             qemu_pid: AtomicU32::new(qemu_pid),
-            throttle: Mutex::new(Throttle::new(policy.transfer_target())),
-            vcpus: Mutex::new(Vcpus::Free),
+            state: Mutex::new(State {
+                throttle: Throttle::new(policy.transfer_target()),
+                vcpus: Vcpus::Free,
+            }),
         }
     }
 
     /// The guest is in another QEMU, at full speed.
     pub fn moved(&self, qemu_pid: u32) {
-        let mut vcpus = lock(&self.vcpus);
+        let mut state = lock(&self.state);
         self.qemu_pid.store(qemu_pid, Ordering::Release);
-        *vcpus = Vcpus::Free;
+        state.vcpus = Vcpus::Free;
     }
 
     /// An epoch was captured; the first of its pages were queued at `began`.
     pub fn captured(&self, epoch: Epoch, pages: u64, began: Time) {
-        lock(&self.throttle).captured(epoch, pages, began);
-        self.apply_throttle();
+        let mut state = lock(&self.state);
+        state.throttle.captured(epoch, pages, began);
+        self.apply_throttle(&mut state);
     }
 
     /// The backup has all epochs up to `epoch`.
     pub fn committed(&self, epoch: Epoch, now: Time) {
-        lock(&self.throttle).committed(epoch, now);
+        lock(&self.state).throttle.committed(epoch, now);
     }
 
     /// How long to wait before somebody looks how much the guest has written, if at all.
     pub fn next_look(&self) -> Option<Duration> {
-        lock(&self.throttle).next_look(clock::now())
+        lock(&self.state).throttle.next_look(clock::now())
     }
 
     /// The guest has written `dirty` pages so far; true if its epoch is to be cut short.
     pub fn looked(&self, dirty: u64) -> bool {
-        let cut_short = lock(&self.throttle).looked(dirty, clock::now());
-        self.apply_throttle();
+        let mut state = lock(&self.state);
+        let cut_short = state.throttle.looked(dirty, clock::now());
+        self.apply_throttle(&mut state);
         cut_short
     }
 
     /// In lockstep: the part of its processor that the guest may use, so that the backup keeps
     /// up.
     pub fn limit(&self, share: f64) {
-        self.apply(share, OUTRUNS_BACKUP);
+        self.apply(&mut lock(&self.state).vcpus, share, OUTRUNS_BACKUP);
     }
 
     /// Whether the link, not the pause, is what the guest waits for.
     pub fn is_limiting(&self) -> bool {
-        lock(&self.throttle).is_limiting()
+        lock(&self.state).throttle.is_limiting()
     }
 
     /// The part of its processors that the guest may use, in percent.
     pub fn vcpu_percent(&self) -> u32 {
-        match &*lock(&self.vcpus) {
-            Vcpus::Limited(_, share) => (share * 100.0).round() as u32,
-            Vcpus::Free | Vcpus::OutOfReach(_) => 100,
-        }
+        lock(&self.state).vcpus.percent()
     }
 
     /// Lets the vCPUs run until the guard is dropped: to stand still they must get to run.
     pub fn lift(&self) -> Lifted<'_> {
-        if let Vcpus::Limited(group, _) = &*lock(&self.vcpus) {
+        if let Vcpus::Limited(group, _) = &lock(&self.state).vcpus {
             self.complain(group.limit(1.0));
         }
         Lifted(self)
@@ -102,35 +117,30 @@ impl Pace {
 
     /// Gives the guest its processors back for good.
     pub fn end(&self) {
-        *lock(&self.vcpus) = Vcpus::Free;
+        lock(&self.state).vcpus = Vcpus::Free;
     }
 
     /// Returns the report for `status`.
     pub fn report(&self) -> ThrottleReport {
-        let (capacity, cut_short) = {
-            let throttle = lock(&self.throttle);
-            (throttle.capacity(), throttle.cut_short())
-        };
-        let unavailable = match &*lock(&self.vcpus) {
+        let state = lock(&self.state);
+        let unavailable = match &state.vcpus {
             Vcpus::Free | Vcpus::Limited(..) => None,
             Vcpus::OutOfReach(reason) => Some(reason.clone()),
         };
         ThrottleReport {
-            vcpu_percent: self.vcpu_percent(),
+            vcpu_percent: state.vcpus.percent(),
             unavailable,
-            cut_short,
-            link_pages_per_second: capacity,
+            cut_short: state.throttle.cut_short(),
+            link_pages_per_second: state.throttle.capacity(),
         }
     }
 
-    fn apply_throttle(&self) {
-        let share = lock(&self.throttle).share();
-        self.apply(share, OUTRUNS_LINK);
+    fn apply_throttle(&self, state: &mut State) {
+        self.apply(&mut state.vcpus, state.throttle.share(), OUTRUNS_LINK);
     }
 
-    fn apply(&self, share: f64, why: &str) {
-        let mut vcpus = lock(&self.vcpus);
-        match &mut *vcpus {
+    fn apply(&self, vcpus: &mut Vcpus, share: f64, why: &str) {
+        match vcpus {
             Vcpus::Free if share < 1.0 => *vcpus = self.begin(share, why),
             Vcpus::Limited(..) if share == 1.0 => {
                 info!(vm = %self.vm, "the guest has all of its processors again");
@@ -179,7 +189,7 @@ pub struct Lifted<'a>(&'a Pace);
 
 impl Drop for Lifted<'_> {
     fn drop(&mut self) {
-        if let Vcpus::Limited(group, share) = &*lock(&self.0.vcpus) {
+        if let Vcpus::Limited(group, share) = &lock(&self.0.state).vcpus {
             self.0.complain(group.limit(*share));
         }
     }

@@ -51,7 +51,7 @@ fn receive_one(session: &Session) -> anyhow::Result<ControlFlow<()>> {
                 recording.comparer.heard(findings);
             }
         }
-        ToPrimary::MediumAnswer(answer) => session.media.answered(answer),
+        ToPrimary::MediumAnswer(answer) => session.medium_answered(answer),
         ToPrimary::TurnAnswer(answer) => session.turning.answered(answer),
         ToPrimary::StoodDown => {
             session.event(Event::StoodDown(session.place));

@@ -1,15 +1,14 @@
 //! One VM's protection, seen from the primary: the state machine, what it says is done, and what
 //! the session's threads share.
 
-use super::activity::Watch;
+use super::awaited::Awaited;
 use super::epoch_room::EpochRoom;
 use super::group::Group;
 use super::headway::Work;
 use super::inbound::{self, Inbound};
-use super::keep::Keeping;
-use super::medium::Media;
 use super::outbound::Outbound;
 use super::pace::Pace;
+use super::present::Present;
 use super::progress::Progress;
 use super::references::References;
 use super::send::{Outbox, Outgoing};
@@ -19,7 +18,6 @@ use super::turn::Turning;
 use crate::clock;
 use crate::hand_back::AskWinner;
 use crate::heartbeat::{Heartbeats, Pulse};
-use crate::lockstep::primary::Recording;
 use crate::lockstep::reads;
 use crate::membership::Membership;
 use crate::messages::ToBackup;
@@ -27,7 +25,6 @@ use crate::moments::strike;
 use crate::paths::PathMonitor;
 use crate::records::Records;
 use crate::resync::Basis;
-use anyhow::bail;
 use crossbeam_channel::Sender;
 use std::io;
 use std::sync::Arc;
@@ -38,7 +35,6 @@ use understudy_arbiter::Arbiter;
 use understudy_encoding::EncodingPlan;
 use understudy_link::channel::Channel;
 use understudy_link::link::Next;
-use understudy_machine::Machine;
 use understudy_machine::console::ConsoleOutput;
 use understudy_protocol::wire::HEADER_BYTES;
 use understudy_protocol::{
@@ -47,7 +43,7 @@ use understudy_protocol::{
 };
 use understudy_report::events::{EventKind, VmEvents};
 use understudy_session::primary::{Effect, Event, Lead};
-use understudy_threads::{Mutex, lock, spawn};
+use understudy_threads::{Mutex, spawn};
 
 /// Nothing waits longer than this without looking again.
 pub(super) const LONGEST_WAIT: Duration = Duration::from_millis(500);
@@ -98,10 +94,7 @@ pub struct Session {
     pub(super) heartbeats: Heartbeats,
     /// The backup's work on what it has.
     pub(super) work: Work,
-    /// Epochs that a snapshot is made of.
-    pub(super) keeping: Keeping,
-    /// What the backup says of a medium.
-    pub(super) media: Media,
+    pub(super) awaited: Mutex<Awaited>,
     pub(super) records: Records,
     /// The last epoch that is on the backup's disks.
     pub(super) settled: AtomicU64,
@@ -116,19 +109,6 @@ pub struct Session {
     /// Asks whoever has won the VM.
     pub(super) ask_winner: AskWinner,
     pub(super) contests: Sender<Generation>,
-}
-
-/// Where the VM is on this host, and how its backup keeps up with it. Changed under the core's
-/// lock.
-pub(super) struct Present {
-    /// Another one after a succession.
-    pub machine: Arc<Machine>,
-    /// What the guest does in it.
-    pub watch: Arc<Watch>,
-    /// Its log, in lockstep.
-    pub recording: Option<Arc<Recording>>,
-    /// The epoch since which the backup keeps up as it does.
-    pub turned: Epoch,
 }
 
 impl Session {
@@ -150,33 +130,6 @@ impl Session {
     /// Bytes that the guest has sent and was given since its cards were opened.
     pub(super) fn carried(&self) -> u64 {
         self.machine().ports().iter().map(|port| port.carried_bytes()).sum()
-    }
-
-    /// The machine that the VM is on now.
-    pub fn machine(&self) -> Arc<Machine> {
-        lock(&self.present).machine.clone()
-    }
-
-    /// Watches what the guest does.
-    pub(super) fn watch(&self) -> Arc<Watch> {
-        lock(&self.present).watch.clone()
-    }
-
-    /// The VM goes on in this machine; on an error it does not run.
-    pub(super) fn moved(&self, next: &Arc<Machine>) -> anyhow::Result<()> {
-        self.pace.moved(next.qemu_pid());
-        let watch = Arc::new(Watch::new(next)?);
-        // Under the core's lock: whoever is told to halt the machine halts this one.
-        let core = self.group.core();
-        {
-            let mut present = lock(&self.present);
-            (present.machine, present.watch) = (next.clone(), watch);
-        }
-        if let PrimaryPhase::Halted(reason) = core.phase() {
-            next.halt();
-            bail!("another host has the VM: {reason}");
-        }
-        Ok(())
     }
 
     /// Where protection stands.

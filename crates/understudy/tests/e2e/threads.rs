@@ -9,7 +9,7 @@ use understudy_lab::scene::VM;
 use understudy_lab::{HostProcess, wait_for};
 
 /// A VM of one disk and one card takes no more than this of either host, while nothing happens.
-const MOST: usize = 12;
+const MOST: usize = 10;
 
 /// The map: names of threads by the group that they are of; `N` is a number.
 fn map() -> Result<BTreeMap<String, BTreeSet<String>>> {

@@ -5,11 +5,12 @@ use super::batch::{BATCH_BYTES, append};
 use super::network::{Network, Presence};
 use crate::host::Host;
 use anyhow::Context;
+use crossbeam_channel::{Receiver, Sender};
 use serde_json::to_vec;
 use std::collections::VecDeque;
 use std::sync::{Arc, Weak};
 use std::thread;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 use tracing::{info, warn};
 use understudy_link::link::Link;
 use understudy_protocol::Epoch;
@@ -17,7 +18,7 @@ use understudy_protocol::HostName;
 use understudy_protocol::wire::Kind;
 use understudy_replication::handshake::Purpose;
 use understudy_snapshot::Envelope;
-use understudy_threads::{Common, Condvar, commonly_poisoned};
+use understudy_threads::Common;
 
 /// Bytes of frames that may wait; over it frames are lost, as on any switch.
 const QUEUE_BYTES: usize = 8 << 20;
@@ -29,7 +30,8 @@ const PATIENCE: Duration = Duration::from_secs(5);
 /// What waits for the connection, or it is closed.
 pub(super) struct Outgoing {
     queue: Common<Queue>,
-    changed: Condvar,
+    /// Whether it has changed since the connection's thread looked: one word is enough.
+    changed: (Sender<()>, Receiver<()>),
 }
 
 #[derive(Default)]
@@ -50,7 +52,7 @@ enum Item {
 
 impl Outgoing {
     pub fn new() -> Arc<Outgoing> {
-        Arc::new(Outgoing { queue: Common::default(), changed: Condvar::new() })
+        Arc::new(Outgoing { queue: Common::default(), changed: crossbeam_channel::bounded(1) })
     }
 
     /// Whether messages get through.
@@ -62,13 +64,13 @@ impl Outgoing {
     /// without a connection it need not, for each begins with such.
     pub fn put(&self, message: &[u8], may_be_lost: bool) {
         self.queue.lock().put(message, may_be_lost);
-        self.changed.notify_all();
+        self.tell();
     }
 
     /// Says who runs here, then gives their numbers.
     pub fn put_presence(&self, presence: &Presence, signs: &[Envelope]) {
         self.queue.lock().put_presence(presence, signs);
-        self.changed.notify_all();
+        self.tell();
     }
 
     /// A connection is there; this comes first. Gives its number.
@@ -83,7 +85,7 @@ impl Outgoing {
     /// No more connections.
     pub fn end(&self) {
         self.queue.lock().is_over = true;
-        self.changed.notify_all();
+        self.tell();
     }
 
     fn is_over(&self) -> bool {
@@ -98,14 +100,24 @@ impl Outgoing {
             queue.bytes = 0;
             queue.items.clear();
         }
-        self.changed.notify_all();
+        self.tell();
     }
 
-    /// The next messages to send; none when the connection is of no more use.
+    fn tell(&self) {
+        // Full if it was told and has not looked yet.
+        let _ = self.changed.0.try_send(());
+    }
+
+    /// The next messages to send; none when the connection is of no more use. Only the
+    /// connection's thread asks.
     pub fn next(&self) -> Option<(Kind, Vec<u8>)> {
-        let queue = self.queue.lock();
-        let idle = |queue: &mut Queue| queue.items.is_empty() && queue.is_up && !queue.is_over;
-        let mut queue = self.changed.wait_while(queue, idle).unwrap_or_else(commonly_poisoned);
+        let mut queue = self.queue.lock();
+        while queue.items.is_empty() && queue.is_up && !queue.is_over {
+            drop(queue);
+            // Its other end lives as long.
+            let _ = self.changed.1.recv();
+            queue = self.queue.lock();
+        }
         if !queue.is_up || queue.is_over {
             return None;
         }
@@ -130,11 +142,8 @@ impl Outgoing {
     }
 
     fn wait(&self, time: Duration) {
-        let queue = self.queue.lock();
-        let goes_on = |queue: &mut Queue| !queue.is_over;
-        drop(
-            self.changed.wait_timeout_while(queue, time, goes_on).unwrap_or_else(commonly_poisoned),
-        );
+        let until = Instant::now() + time;
+        while !self.is_over() && self.changed.1.recv_deadline(until).is_ok() {}
     }
 }
 

@@ -1,0 +1,13 @@
+//! What the backup is asked beside the epochs, and who waits for its answers: one of each kind.
+
+use super::keep::Keeping;
+use crate::medium::MediumAnswer;
+use crossbeam_channel::Sender;
+
+#[derive(Default)]
+pub(super) struct Awaited {
+    /// An epoch whose image the backup is to keep.
+    pub keeping: Keeping,
+    /// What it says of a medium.
+    pub medium: Option<Sender<MediumAnswer>>,
+}

@@ -1,0 +1,72 @@
+//! Where a VM is on its host, which changes while it is protected.
+
+use super::activity::{Used, Watch};
+use super::session::Session;
+use crate::lockstep::primary::{MACHINE, Recording};
+use anyhow::bail;
+use std::sync::Arc;
+use understudy_machine::Machine;
+use understudy_protocol::{Activity, Epoch, PrimaryPhase};
+use understudy_threads::lock;
+
+/// Where the VM is on this host, and how its backup keeps up with it. Changed under the core's
+/// lock.
+pub(super) struct Present {
+    /// Another one after a succession.
+    pub machine: Arc<Machine>,
+    /// What the guest does in it, and had done when it went on after its last pause.
+    pub watch: Arc<Watch>,
+    resumed: Used,
+    /// Its log, in lockstep.
+    pub recording: Option<Arc<Recording>>,
+    /// The epoch since which the backup keeps up as it does.
+    pub turned: Epoch,
+}
+
+impl Present {
+    /// Where it is when protection begins.
+    pub fn new(watch: Watch, machine: Arc<Machine>, recording: Option<Arc<Recording>>) -> Present {
+        let resumed = watch.used();
+        Present { machine, watch: Arc::new(watch), resumed, recording, turned: MACHINE }
+    }
+}
+
+impl Session {
+    /// The machine that the VM is on now.
+    pub fn machine(&self) -> Arc<Machine> {
+        lock(&self.present).machine.clone()
+    }
+
+    /// What the guest does.
+    pub(super) fn activity(&self) -> Activity {
+        let (machine, watch, resumed) = {
+            let present = lock(&self.present);
+            (present.machine.clone(), present.watch.clone(), present.resumed)
+        };
+        watch.activity(&machine, resumed)
+    }
+
+    /// The guest runs again after a pause.
+    pub(super) fn note_resumed(&self) {
+        let mut present = lock(&self.present);
+        present.resumed = present.watch.used();
+    }
+
+    /// The VM goes on in this machine; on an error it does not run.
+    pub(super) fn moved(&self, next: &Arc<Machine>) -> anyhow::Result<()> {
+        self.pace.moved(next.qemu_pid());
+        let watch = Watch::new(next)?;
+        // Under the core's lock: whoever is told to halt the machine halts this one.
+        let core = self.group.core();
+        {
+            let mut present = lock(&self.present);
+            (present.machine, present.resumed) = (next.clone(), watch.used());
+            present.watch = Arc::new(watch);
+        }
+        if let PrimaryPhase::Halted(reason) = core.phase() {
+            next.halt();
+            bail!("another host has the VM: {reason}");
+        }
+        Ok(())
+    }
+}
