@@ -96,7 +96,7 @@ impl Pump {
         }
         Ready {
             output: guest.intersects(!PollFlags::POLLOUT),
-            room: !guest.is_empty(),
+            room: guest.contains(PollFlags::POLLOUT),
             bridge: !bridge.is_empty(),
         }
     }
