@@ -4,9 +4,10 @@
 use super::control::Control;
 use crate::metrics::KeptPage;
 use std::collections::{BTreeMap, BTreeSet};
+use std::panic::resume_unwind;
 use std::path::Path;
 use std::sync::{Arc, Mutex, PoisonError, Weak};
-use std::thread;
+use std::thread::{self, ScopedJoinHandle};
 use std::time::{Duration, Instant};
 use tracing::warn;
 use understudy_client::{Client, Failure, FailureKind, Subject};
@@ -25,9 +26,12 @@ use understudy_report::{
 };
 use understudy_report::{ErrorKind, HostError, Meters};
 use understudy_snapshot::SnapshotNumber;
+use understudy_threads::inherit;
 
 /// For a keeper to say what it knows: one that hangs must not hide the others.
 const PATIENCE: Duration = Duration::from_secs(2);
+/// Keepers that are asked at the same time, at most.
+const AT_ONCE: usize = 16;
 /// For a keeper to start a VM: what comes up next is held up by one that hangs.
 const START_PATIENCE: Duration = Duration::from_secs(60);
 /// For a keeper whose VM has ended to end, and between two looks at that.
@@ -105,6 +109,27 @@ fn ask<T>(
     understood(vm, client.and_then(|client| question(&client)))
 }
 
+/// Asks keepers at the same time: those that hang are waited for together.
+fn ask_each<T: Send>(keepers: &[Keeper], question: impl Fn(&Keeper) -> Option<T> + Sync) -> Vec<T> {
+    let question = &question;
+    let ask_some = |some: &[Keeper]| {
+        thread::scope(|scope| {
+            let begin = |keeper| {
+                let asked = inherit(move || question(keeper));
+                // Without a thread it is asked here.
+                thread::Builder::new().spawn_scoped(scope, asked).map_err(|_| question(keeper))
+            };
+            let begun: Vec<_> = some.iter().map(begin).collect();
+            let answer = |asked: Result<ScopedJoinHandle<'_, Option<T>>, Option<T>>| match asked {
+                Ok(asked) => asked.join().unwrap_or_else(|panic| resume_unwind(panic)),
+                Err(answer) => answer,
+            };
+            begun.into_iter().filter_map(answer).collect::<Vec<T>>()
+        })
+    };
+    keepers.chunks(AT_ONCE).flat_map(ask_some).collect()
+}
+
 /// Has a keeper start a VM.
 fn start<T>(
     vm: &VmName,
@@ -127,11 +152,9 @@ fn understood<T>(vm: &VmName, answer: Result<T, Failure>) -> Result<T, HostError
 
 impl Control for Routed {
     fn status(&self) -> HostStatus {
-        let keepers = self.0.keepers();
-        let mut kept: BTreeMap<VmName, VmStatus> = keepers
-            .iter()
-            .filter_map(|keeper| Some((keeper.vm.clone(), self.status_of_kept(keeper)?)))
-            .collect();
+        let status_of = |keeper: &Keeper| Some((keeper.vm.clone(), self.status_of_kept(keeper)?));
+        let mut kept: BTreeMap<VmName, VmStatus> =
+            ask_each(&self.0.keepers(), status_of).into_iter().collect();
         // What becomes of a VM whose keeper ends meanwhile the daemon says: it is asked afterwards.
         kept.retain(|vm, _| self.0.keeper_of(vm).is_some());
         let mut status = self.0.status();
@@ -150,13 +173,12 @@ impl Control for Routed {
         self.0.meters()
     }
     fn kept_pages(&self) -> Vec<KeptPage> {
-        let keepers = self.0.keepers();
-        let page = |keeper: Keeper| {
+        let page = |keeper: &Keeper| {
             // What does not answer is shown by its status.
             let text = ask(&keeper.vm, keeper.reachable().ok()?, Client::metrics).ok()?;
-            Some(KeptPage { vm: keeper.vm, text })
+            Some(KeptPage { vm: keeper.vm.clone(), text })
         };
-        keepers.into_iter().filter_map(page).collect()
+        ask_each(&self.0.keepers(), page)
     }
     fn vm_start(&self, definition: VmDefinition) -> Result<VmStatus, HostError> {
         let name = &definition.name;
@@ -359,5 +381,38 @@ fn relay(host: &Weak<Host>, keeper: &Keeper) {
             Err(_) if is_there => thread::sleep(LOOK),
             Err(_) => return,
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::sync::atomic::{AtomicUsize, Ordering};
+
+    /// They were asked one after the other: fifteen that hang made a status that nobody waited for.
+    #[test]
+    fn keepers_are_asked_at_the_same_time() {
+        let keeper = |number: usize| Keeper {
+            vm: format!("vm{number}").parse().unwrap(),
+            pid: None,
+            socket: "/none".into(),
+            group: None,
+            problem: None,
+        };
+        let keepers: Vec<Keeper> = (0..AT_ONCE + 3).map(keeper).collect();
+        let asked = AtomicUsize::new(0);
+        let deadline = Instant::now() + Duration::from_secs(60);
+        let answers = ask_each(&keepers, |keeper| {
+            asked.fetch_add(1, Ordering::AcqRel);
+            // None answers before all have been asked that are asked together.
+            while asked.load(Ordering::Acquire) < AT_ONCE && Instant::now() < deadline {
+                thread::sleep(Duration::from_millis(1));
+            }
+            (keeper.vm.as_str() != "vm1").then(|| keeper.vm.clone())
+        });
+        assert!(Instant::now() < deadline, "one waits for the other");
+        let expected = keepers.iter().map(|keeper| keeper.vm.clone());
+        let expected: Vec<VmName> = expected.filter(|vm| vm.as_str() != "vm1").collect();
+        assert_eq!(answers, expected);
     }
 }
