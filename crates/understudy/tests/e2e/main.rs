@@ -17,6 +17,7 @@
 //! | [`firmware`] | a guest as virt-install makes one: UEFI, SCSI, SATA, a CD-ROM, the agent's channel |
 //! | [`idle`]    | many idle VMs: what each takes, and that all live on |
 //! | [`keepers`] | VMs in processes of their own, which outlive their daemon |
+//! | [`kept_members`] | what comes into such a process, and what does not |
 //! | [`limits`]  | what one QEMU may use of its host |
 //! | [`upgrade`] | hosts of two versions |
 //! | [`import`] | guests that libvirt has defined |
