@@ -18,7 +18,7 @@ use std::sync::Arc;
 use std::thread;
 use std::time::{Duration, Instant};
 use tracing::warn;
-use understudy_machine::custody::{Custody, SOCKET};
+use understudy_machine::custody::{Custody, OF_RESTORE};
 use understudy_protocol::Ownership;
 use understudy_protocol::VmName;
 use understudy_protocol::validity::ImageRole;
@@ -131,7 +131,7 @@ impl Host {
         let mut orphans = Vec::new();
         for entry in fs::read_dir(&self.config.state_dir).into_iter().flatten().flatten() {
             let directory = entry.path();
-            if !directory.join(SOCKET).exists() || keeper::note::lives_in(&directory) {
+            if !directory.join(OF_RESTORE).exists() || keeper::note::lives_in(&directory) {
                 continue;
             }
             match find(&directory) {
@@ -144,7 +144,7 @@ impl Host {
                     let refused = |error: &io::Error| error.kind() == ErrorKind::ConnectionRefused;
                     if error.downcast_ref().is_some_and(refused) {
                         // Its custodian has ended, and QEMU with it.
-                        let _ = fs::remove_file(directory.join(SOCKET));
+                        let _ = fs::remove_file(directory.join(OF_RESTORE));
                     }
                 }
             }
@@ -258,7 +258,7 @@ fn lost(how: &str) -> Failure {
 }
 
 fn find(directory: &Path) -> anyhow::Result<Orphan> {
-    let (custody, estate, descriptors) = Custody::of_another(directory)?;
+    let (custody, estate, descriptors) = Custody::of_another(&directory.join(OF_RESTORE))?;
     let note = serde_json::from_value(estate.note).context("it is of another version")?;
     let still = Duration::from_millis(estate.still_ms);
     let since = Instant::now().checked_sub(still).unwrap_or_else(Instant::now);
