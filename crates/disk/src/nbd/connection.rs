@@ -346,8 +346,8 @@ impl Buffer {
 mod tests {
     use super::*;
     use nix::errno::Errno;
-    use understudy_protocol::DiskIndex;
     use std::cell::Cell;
+    use understudy_protocol::DiskIndex;
 
     /// Before, it counted as open for good: a QEMU that hung later passed for one that waits for its
     /// disk.

@@ -17,6 +17,7 @@
 //! | [`firmware`] | a guest as virt-install makes one: UEFI, SCSI, SATA, a CD-ROM, the agent's channel |
 //! | [`idle`]    | many idle VMs: what each takes, and that all live on |
 //! | [`keepers`] | VMs in processes of their own, which outlive their daemon |
+//! | [`replaced_keepers`] | keepers that are replaced while their guests run |
 //! | [`limits`]  | what one QEMU may use of its host |
 //! | [`upgrade`] | hosts of two versions |
 //! | [`import`] | guests that libvirt has defined |
@@ -141,6 +142,7 @@ mod recover;
 mod refusals;
 mod relay;
 mod repair;
+mod replaced_keepers;
 mod resync;
 mod room;
 mod s3;
