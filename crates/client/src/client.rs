@@ -28,7 +28,7 @@ use understudy_report::cluster::{
     DeleteReport, RestoreReport, RestoreRequest, SnapshotReport, SnapshotRequest, VerifyReport,
 };
 use understudy_report::events::EventList;
-use understudy_report::upgrade::UpgradePlan;
+use understudy_report::upgrade::{KeeperReplacement, UpgradePlan};
 use understudy_report::{
     CheckpointTiming, ComparisonReport, GroupRequest, HostStatus, MediumRequest, ProtectRequest,
     RecoverReport, RecoverRequest, VmStatus,
@@ -193,6 +193,11 @@ impl Client {
     /// Hands a VM over to its backup.
     pub fn failover(&self, name: &str) -> Result<(), Failure> {
         self.send(Method::POST, &vm_path(name, "/failover"), Bytes::new()).map(drop)
+    }
+
+    /// Has a VM's keeper replaced by a process of the daemon's program, while its guest runs.
+    pub fn replace_keeper(&self, name: &str) -> Result<KeeperReplacement, Failure> {
+        self.json(Method::POST, &vm_path(name, "/keeper"), Bytes::new())
     }
 
     /// Changes the medium of a CD-ROM drive.

@@ -76,7 +76,7 @@ pub(crate) fn comes_up(record: &Record) -> bool {
 }
 
 /// How the VM of a record was to be protected.
-fn wish_of(record: Record) -> Option<Wish> {
+pub(crate) fn wish_of(record: Record) -> Option<Wish> {
     Some(Wish { request: record.wish?, group: record.group })
 }
 

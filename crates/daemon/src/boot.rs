@@ -3,6 +3,7 @@
 use crate::admission::open_disks;
 use crate::host::{Host, failed};
 use crate::lease::FormerLease;
+use crate::lifecycle::check_stays;
 use crate::medium;
 use crate::vm::{PrimaryVm, Vm};
 use anyhow::Context;
@@ -54,7 +55,7 @@ impl Host {
         self.recorded_definition(name)
     }
 
-    fn recorded_definition(&self, name: &VmName) -> Result<VmDefinition, HostError> {
+    pub(crate) fn recorded_definition(&self, name: &VmName) -> Result<VmDefinition, HostError> {
         self.record(name)?.map(|record| record.definition).ok_or_else(|| {
             let message = format!(
                 "host {} has no record of a VM {name:?}: its first start needs its definition, \
@@ -113,7 +114,7 @@ impl Host {
             disks,
             role: Role::Fresh,
             lockstep,
-            may_be_adopted: false,
+            may_be_adopted: self.keeps.is_some(),
             former: None,
             ram: None,
             on_event: self.event_sink(&name),
@@ -156,6 +157,7 @@ impl Host {
                 self.vms.lock().remove(name);
             }
             Vm::Primary(vm) => {
+                check_stays(&vm)?;
                 if !force {
                     return self.power_off(&vm);
                 }

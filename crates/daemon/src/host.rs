@@ -8,6 +8,7 @@ use crate::gate::lobby::Lobby;
 use crate::keeper::note::Claim;
 use crate::keeper::places::{Door, Kept};
 use crate::lease::Watchdog;
+use crate::lifecycle::{check_goes_on, check_stays, stands_still};
 use crate::membership::{self, Members};
 use crate::orphans::Orphans;
 use crate::peers::{self, Peers};
@@ -144,10 +145,20 @@ impl Host {
         door: Door,
     ) -> Result<Arc<Host>, HostError> {
         let claim = Claim::of(&config, vm, group.as_ref())?;
+        let host = Host::keep_later(config, group, door)?;
+        host.open_first_place(claim, vm)?;
+        Ok(host)
+    }
+
+    /// The same for a VM that another process still keeps.
+    pub fn keep_later(
+        config: HostConfig,
+        group: Option<GroupName>,
+        door: Door,
+    ) -> Result<Arc<Host>, HostError> {
         let host = Host::new(config, Some(Kept::new(group, door)))?;
         host.look_after_itself()?;
         membership::look_on(&host);
-        host.open_first_place(claim, vm)?;
         Ok(host)
     }
 
@@ -237,7 +248,10 @@ impl Host {
 
     /// One VM's status.
     pub fn vm_status(&self, name: &VmName) -> Result<VmStatus, HostError> {
-        Ok(self.complete(self.vm(name)?.status()))
+        match self.status_between_keepers(name) {
+            Some(status) => Ok(self.complete(status)),
+            None => Ok(self.complete(self.vm(name)?.status())),
+        }
     }
 
     /// Adds what others know of the VM.
@@ -288,6 +302,9 @@ impl Host {
     pub fn status(&self) -> HostStatus {
         let known = self.vms.lock().clone();
         let vms = self.all_just_lost(&known).into_iter().chain(known.into_values());
+        let between = self.orphans.between_keepers();
+        let between = between.iter().filter(|vm| self.keeper_of(vm).is_none());
+        let between = between.filter_map(|vm| self.status_between_keepers(vm));
         HostStatus {
             name: self.config.name.clone(),
             version: env!("CARGO_PKG_VERSION").to_owned(),
@@ -297,7 +314,7 @@ impl Host {
             arbiter: self.arbiter_report(),
             peers: self.known_hosts().into_keys().collect(),
             awaited: self.awaited.all(),
-            vms: vms.map(|vm| self.complete(vm.status())).collect(),
+            vms: vms.map(|vm| vm.status()).chain(between).map(|vm| self.complete(vm)).collect(),
         }
     }
 
@@ -403,6 +420,7 @@ impl Host {
     /// A VM that runs on this host, and whose lease has not run out: what commands are about.
     pub(crate) fn going_primary(&self, name: &VmName) -> Result<Arc<PrimaryVm>, HostError> {
         let vm = self.primary(name)?;
+        check_stays(&vm)?;
         check_goes_on(&vm).map(|()| vm)
     }
 
@@ -423,16 +441,6 @@ impl Host {
             }
         }
     }
-}
-
-/// Refuses what needs a guest that runs if this one stands still until the arbiter answers.
-pub(crate) fn check_goes_on(vm: &PrimaryVm) -> Result<(), HostError> {
-    vm.tenure.standstill().map_or(Ok(()), |reason| Err(stands_still(vm.name(), &reason)))
-}
-
-fn stands_still(vm: &VmName, reason: &str) -> HostError {
-    let message = format!("{vm} stands still on this host: {reason}");
-    HostError::new(ErrorKind::Conflict, message)
 }
 
 fn not_found(missing: Missing) -> HostError {

@@ -363,3 +363,23 @@ impl Host {
         self.vms.lock().remove(name);
     }
 }
+
+/// Refuses what needs a guest that runs if this one stands still until the arbiter answers.
+pub(crate) fn check_goes_on(vm: &PrimaryVm) -> Result<(), HostError> {
+    vm.tenure.standstill().map_or(Ok(()), |reason| Err(stands_still(vm.name(), &reason)))
+}
+
+/// Refuses what cannot begin while another keeper is about to have the VM.
+pub(crate) fn check_stays(vm: &PrimaryVm) -> Result<(), HostError> {
+    if !vm.is_leaving() {
+        return Ok(());
+    }
+    let message = format!("the keeper of {} is just being replaced: try again", vm.name());
+    Err(HostError::new(ErrorKind::Conflict, message))
+}
+
+/// Why commands about a VM are refused whose guest stands still.
+pub(crate) fn stands_still(vm: &VmName, reason: &str) -> HostError {
+    let message = format!("{vm} stands still on this host: {reason}");
+    HostError::new(ErrorKind::Conflict, message)
+}

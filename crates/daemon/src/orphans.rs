@@ -18,11 +18,12 @@ use std::sync::Arc;
 use std::thread;
 use std::time::{Duration, Instant};
 use tracing::warn;
-use understudy_machine::custody::{Custody, SOCKET};
+use understudy_machine::custody::{Custody, OF_RESTORE};
 use understudy_protocol::Ownership;
 use understudy_protocol::VmName;
 use understudy_protocol::validity::ImageRole;
 use understudy_qemu::process::{has_ended, signal};
+use understudy_report::{Protection, Role, VmStatus};
 use understudy_threads::Common;
 
 /// Before what failed is tried again: the arbiter, or the store, may answer later.
@@ -52,22 +53,69 @@ impl Orphan {
     }
 }
 
-/// The names of those that are not taken back yet. Nobody may start them meanwhile.
-#[derive(Default)]
-pub(crate) struct Orphans(Common<BTreeMap<VmName, Waiting>>);
+/// The names of those that are not taken back yet, or are between two keepers. Nobody may start them meanwhile.
+#[derive(Clone, Default)]
+pub(crate) struct Orphans(Arc<Common<BTreeMap<VmName, Waiting>>>);
 
 struct Waiting {
     why: String,
+    of: Former,
     /// True once nobody wants it any more.
     given_up: bool,
+}
+
+/// Who had it.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Former {
+    /// This host's last daemon.
+    Daemon,
+    /// A keeper.
+    Keeper,
+}
+
+/// A VM is between two keepers, until this is dropped.
+pub(crate) struct Between {
+    vm: VmName,
+    orphans: Orphans,
+}
+
+impl Between {
+    /// Whether nobody wants it any more.
+    pub fn is_given_up(&self) -> bool {
+        self.orphans.is_given_up(&self.vm)
+    }
+}
+
+impl Drop for Between {
+    fn drop(&mut self) {
+        self.orphans.remove(&self.vm);
+    }
 }
 
 impl Orphans {
     /// Why a guest of that name stands still, as the end of a sentence; none if there is none.
     pub fn why(&self, vm: &VmName) -> Option<String> {
         let orphans = self.0.lock();
-        let why = &orphans.get(vm)?.why;
-        Some(format!("outlived this host's last daemon, and is being taken back: {why}"))
+        let Waiting { why, of, .. } = orphans.get(vm)?;
+        Some(match of {
+            Former::Daemon => {
+                format!("outlived this host's last daemon, and is being taken back: {why}")
+            }
+            Former::Keeper => format!("stands still between two keepers: {why}"),
+        })
+    }
+
+    /// Those between two keepers.
+    pub fn between_keepers(&self) -> Vec<VmName> {
+        let orphans = self.0.lock();
+        let between = orphans.iter().filter(|(_, waiting)| waiting.of == Former::Keeper);
+        between.map(|(vm, _)| vm.clone()).collect()
+    }
+
+    /// A VM is between two keepers from now on.
+    pub fn expect_keeper(&self, vm: &VmName) -> Between {
+        self.insert(vm, "the next one is about to have it", Former::Keeper);
+        Between { vm: vm.clone(), orphans: self.clone() }
     }
 
     /// Ends one, if there is one; returns when it has ended.
@@ -86,28 +134,35 @@ impl Orphans {
         orphan.map(|orphan| orphan.given_up = true).is_some()
     }
 
-    /// Ends all; returns when they have ended.
+    /// Ends all that the last daemon had; returns when they have ended. What a keeper had is not the daemon's to end.
     pub fn give_up_all(&self) {
-        let names: Vec<VmName> = self.0.lock().keys().cloned().collect();
+        let of_daemon = |(_, waiting): &(&VmName, &Waiting)| waiting.of == Former::Daemon;
+        let names: Vec<VmName> =
+            self.0.lock().iter().filter(of_daemon).map(|(vm, _)| vm.clone()).collect();
         for vm in names {
             self.give_up(&vm);
         }
     }
 
     fn add(&self, vm: &VmName) {
-        let why = "its owner is being asked for".to_owned();
-        self.0.lock().insert(vm.to_owned(), Waiting { why, given_up: false });
+        self.insert(vm, "its owner is being asked for", Former::Daemon);
+    }
+
+    fn insert(&self, vm: &VmName, why: &str, of: Former) {
+        let waiting = Waiting { why: why.to_owned(), of, given_up: false };
+        self.0.lock().insert(vm.to_owned(), waiting);
     }
 
     fn remove(&self, vm: &VmName) {
         self.0.lock().remove(vm);
     }
 
-    fn is_given_up(&self, vm: &VmName) -> bool {
+    pub fn is_given_up(&self, vm: &VmName) -> bool {
         self.0.lock().get(vm).is_none_or(|orphan| orphan.given_up)
     }
 
-    fn note(&self, vm: &VmName, why: String) {
+    /// Notes why one was not taken back by now.
+    pub fn note(&self, vm: &VmName, why: String) {
         if let Some(orphan) = self.0.lock().get_mut(vm) {
             if orphan.why != why {
                 warn!(%vm, "it stands still: {why}");
@@ -131,7 +186,7 @@ impl Host {
         let mut orphans = Vec::new();
         for entry in fs::read_dir(&self.config.state_dir).into_iter().flatten().flatten() {
             let directory = entry.path();
-            if !directory.join(SOCKET).exists() || keeper::note::lives_in(&directory) {
+            if !directory.join(OF_RESTORE).exists() || keeper::note::lives_in(&directory) {
                 continue;
             }
             match find(&directory) {
@@ -144,12 +199,28 @@ impl Host {
                     let refused = |error: &io::Error| error.kind() == ErrorKind::ConnectionRefused;
                     if error.downcast_ref().is_some_and(refused) {
                         // Its custodian has ended, and QEMU with it.
-                        let _ = fs::remove_file(directory.join(SOCKET));
+                        let _ = fs::remove_file(directory.join(OF_RESTORE));
                     }
                 }
             }
         }
         orphans
+    }
+
+    /// Whether a VM is between two keepers: either may be there, and the next may have the VM's place without having the
+    /// guest.
+    pub fn is_between_keepers(&self, vm: &VmName) -> bool {
+        self.orphans.between_keepers().contains(vm)
+    }
+
+    /// The status of a VM that is between two keepers, and that none of them tells; none if it is not.
+    pub fn status_between_keepers(&self, vm: &VmName) -> Option<VmStatus> {
+        if !self.is_between_keepers(vm) {
+            return None;
+        }
+        let reason = format!("the guest {}", self.orphans.why(vm)?);
+        let protection = Protection::Degraded { reason };
+        Some(VmStatus { protection, ..VmStatus::new(vm, Role::Primary) })
     }
 
     /// Goes on with a guest, or ends it; this may take as long as the arbiter and the store are
@@ -258,7 +329,7 @@ fn lost(how: &str) -> Failure {
 }
 
 fn find(directory: &Path) -> anyhow::Result<Orphan> {
-    let (custody, estate, descriptors) = Custody::of_another(directory)?;
+    let (custody, estate, descriptors) = Custody::of_another(&directory.join(OF_RESTORE))?;
     let note = serde_json::from_value(estate.note).context("it is of another version")?;
     let still = Duration::from_millis(estate.still_ms);
     let since = Instant::now().checked_sub(still).unwrap_or_else(Instant::now);

@@ -2,7 +2,8 @@
 
 use crate::containment;
 use crate::hand_back;
-use crate::host::{Host, PEER_TIMEOUT, check_goes_on, failed, internal};
+use crate::host::{Host, PEER_TIMEOUT, failed, internal};
+use crate::lifecycle::check_goes_on;
 use crate::repair::{self, Wish};
 use crate::vm::{PrimaryVm, Vm};
 use std::sync::Arc;

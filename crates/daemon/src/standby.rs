@@ -52,7 +52,7 @@ pub(crate) fn begin(
         disks: mirrors.iter().map(|mirror| mirror.disk().clone()).collect(),
         role: Role::Standby,
         lockstep: lockstep_of(offer),
-        may_be_adopted: false,
+        may_be_adopted: host.keeps.is_some(),
         former: None,
         ram: None,
         on_event: host.event_sink(&name),

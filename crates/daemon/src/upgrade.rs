@@ -3,9 +3,12 @@
 
 use crate::autostart;
 use crate::host::Host;
+use crate::keeper::Keeper;
 use crate::probe::ProbeAnswer;
 use crate::vm::Vm;
+use std::fs;
 use std::net::SocketAddr;
+use std::os::unix::fs::MetadataExt;
 use std::sync::Arc;
 use std::thread;
 use std::time::Duration;
@@ -14,7 +17,9 @@ use understudy_protocol::{HostName, VmName};
 use understudy_qemu::release::StateLayout;
 use understudy_qemu::{Release, build_id};
 use understudy_replication::handshake::Purpose;
-use understudy_report::upgrade::{UpgradeOutcome, UpgradePeer, UpgradePlan, UpgradeStep, Versions};
+use understudy_report::upgrade::{
+    KeeperProgram, UpgradeOutcome, UpgradePeer, UpgradePlan, UpgradeStep, Versions,
+};
 use understudy_report::{Protection, Role, VmStatus};
 
 /// For a host to say what it is.
@@ -38,9 +43,9 @@ impl Host {
             UpgradeStep { vm: name, group: status.group, outcome }
         };
         let kept = self.keepers().into_iter().map(|keeper| UpgradeStep {
+            outcome: UpgradeOutcome::GoesOn { keeper: program_of(&keeper) },
             vm: keeper.vm,
             group: None,
-            outcome: UpgradeOutcome::GoesOn,
         });
         UpgradePlan {
             host: self.config.name.clone(),
@@ -93,6 +98,20 @@ impl Host {
             false => Err(format!("its address is that of host {}", answer.host)),
         }
     }
+}
+
+/// What a keeper runs, and whether it could be replaced, if it is not what this daemon runs.
+fn program_of(keeper: &Keeper) -> Option<KeeperProgram> {
+    let pid = keeper.pid?;
+    let file = |process: &str| {
+        let program = fs::metadata(format!("/proc/{process}/exe")).ok()?;
+        Some((program.dev(), program.ino()))
+    };
+    let theirs = file(&pid.to_string());
+    let is_daemons = theirs.is_some() && theirs == file("self");
+    let obstacle = if is_daemons { None } else { keeper.replacement_obstacle() };
+    let version = keeper.program.as_ref().map(|program| program.version.clone());
+    Some(KeeperProgram { pid, version, is_daemons, obstacle })
 }
 
 fn peer(ours: &Versions, host: HostName, answer: Result<Versions, String>) -> UpgradePeer {

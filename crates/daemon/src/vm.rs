@@ -45,6 +45,8 @@ pub struct PrimaryVm {
     pub(crate) has_copies: AtomicBool,
     /// Whether somebody hands it over, since it waits for a disk.
     pub(crate) leaves_disk: AtomicBool,
+    /// Whether it is being left to the next keeper, and takes no other orders.
+    is_leaving: AtomicBool,
     state: Mutex<PrimaryState>,
 }
 
@@ -98,6 +100,7 @@ impl PrimaryVm {
             tenure,
             has_copies: AtomicBool::new(false),
             leaves_disk: AtomicBool::new(false),
+            is_leaving: AtomicBool::new(false),
             state: Mutex::new(state),
         }
     }
@@ -110,6 +113,21 @@ impl PrimaryVm {
     /// The machine that it runs on now.
     pub fn machine(&self) -> Arc<Machine> {
         lock(&self.state).machine.clone()
+    }
+
+    /// It is being left to the next keeper from now on; false if it is already.
+    pub(crate) fn begin_leaving(&self) -> bool {
+        !self.is_leaving.swap(true, Ordering::AcqRel)
+    }
+
+    /// It is not left any more.
+    pub(crate) fn stay(&self) {
+        self.is_leaving.store(false, Ordering::Release);
+    }
+
+    /// Whether it is being left to the next keeper.
+    pub(crate) fn is_leaving(&self) -> bool {
+        self.is_leaving.load(Ordering::Acquire)
     }
 
     /// Lets the VM go on in this machine.

@@ -1,5 +1,5 @@
-//! A machine whose daemon has died, taken over by the next one: the same QEMU, everything
-//! around it anew. Its descriptors were kept meanwhile ([`crate::custody`]).
+//! A machine whose daemon has died, or whose keeper is replaced, taken over by the next one: the same
+//! QEMU, everything around it anew. Its descriptors were kept meanwhile ([`crate::custody`]).
 
 use crate::cgroup::{LimitGroup, Limits};
 use crate::console::{ConsoleServer, Relay};
@@ -7,27 +7,33 @@ use crate::disk_error::DiskErrors;
 use crate::doorbell::Doorbell;
 use crate::hearing::Hearing;
 use crate::home::{CONSOLE, CONSOLE_LOG, Home, disk_socket};
-use crate::launch::{QEMU_TIMEOUT, open_ports};
+use crate::launch::{QEMU_TIMEOUT, open_ports, port_configs};
 use crate::machine::Drives;
 use crate::pause::Pauser;
 use crate::process::Process;
 use crate::qemu_log::QEMU_LOG;
 use crate::tracking::logged;
 use crate::watching::Watching;
-use crate::{Machine, OnEvent};
+use crate::{Machine, MachineEvent, OnEvent};
 use anyhow::Context;
 use serde::{Deserialize, Serialize};
+use std::io;
 use std::os::fd::{AsFd, OwnedFd, RawFd};
 use std::path::Path;
 use std::sync::Arc;
-use std::sync::atomic::AtomicBool;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Duration;
 use understudy_disk::{Disk, NbdServer};
 use understudy_memory::agent::AgentLink;
 use understudy_memory::{GuestRam, ProcessMemory, RamBlock};
+use understudy_network::Port;
 use understudy_protocol::BlockId;
 use understudy_qemu::qmp::{DeviceState, MonitorSockets, QemuVersion, RunState};
 use understudy_qemu::{Accelerator, Kvm, Monitor, Qemu, Role, VmDefinition};
 use understudy_threads::{Mutex, RwLock, spawn};
+
+/// For QEMU to take what its cards were given before the guest stands still.
+const TAKEN_WITHIN: Duration = Duration::from_millis(20);
 
 /// What must be known of a machine, beside its descriptors.
 #[derive(Clone, Debug, Serialize, Deserialize)]
@@ -49,6 +55,9 @@ pub struct MachineNote {
     blocks: Vec<BlockNote>,
     /// Why its agent cannot pause it, if it cannot.
     pause_obstacle: Option<String>,
+    /// Whether the cards' taps are kept, too.
+    #[serde(default)]
+    keeps_taps: bool,
 }
 
 #[derive(Clone, Debug, Serialize, Deserialize)]
@@ -75,8 +84,18 @@ pub struct Adoption<'a> {
 }
 
 impl Machine {
+    /// Why it cannot be adopted by another process, as the end of a sentence; none if it can.
+    pub fn adoption_obstacle(&self) -> Option<&'static str> {
+        match () {
+            () if self.lockstep.is_some() => Some("its QEMU was made for lockstep"),
+            () if self.definition.tpm.is_some() => Some("it has a TPM, which ends with its keeper"),
+            () if !self.awaits_disks => Some("its QEMU would not wait for its disks"),
+            () => None,
+        }
+    }
+
     /// All that [`Machine::adopt`] takes. QEMU's pidfd comes first. The VM is neither protected
-    /// nor snapshotted.
+    /// nor snapshotted, and there is no [obstacle](Machine::adoption_obstacle).
     pub fn entrusted(&self) -> anyhow::Result<(MachineNote, Vec<OwnedFd>)> {
         let monitor = self.monitor();
         let mut descriptors = vec![
@@ -91,6 +110,7 @@ impl Machine {
         for port in &self.ports {
             let guest = port.duplicate_guest()?;
             descriptors.extend(guest.context("QEMU has left one of its cards")?);
+            descriptors.push(port.duplicate_tap()?);
         }
         let block = |block: &RamBlock| BlockNote {
             name: block.name().to_owned(),
@@ -109,6 +129,7 @@ impl Machine {
             card_ends: self.card_ends.clone(),
             blocks: self.blocks.iter().map(block).collect(),
             pause_obstacle: self.pause_obstacle().map(str::to_owned),
+            keeps_taps: true,
         };
         Ok((note, descriptors))
     }
@@ -140,10 +161,7 @@ impl Machine {
         }
         .unzip();
         let servers = serve_disks(&disks, &home)?;
-        let ports = open_ports(&note.definition, Role::Fresh, &doorbell)?;
-        for port in &ports {
-            port.adopt_guest(descriptors.array()?).context("cannot serve a card")?;
-        }
+        let ports = adopt_ports(note, &mut descriptors, &doorbell)?;
         // From here on an error ends QEMU.
         let log = run_dir.join(QEMU_LOG);
         let process = Arc::new(Process {
@@ -180,6 +198,7 @@ impl Machine {
             log: None,
             local: home.local_sockets(&note.definition),
             doorbell,
+            awaits_disks: true,
             retired: AtomicBool::new(false),
             held: AtomicBool::new(false),
             passed_on: AtomicBool::new(false),
@@ -203,15 +222,77 @@ impl Machine {
         let catch_up = move || -> anyhow::Result<()> {
             let mut monitor = machine.monitor();
             monitor.catch_up()?;
-            // It stops by itself at an error of a disk.
-            if monitor.status()? != RunState::running {
-                monitor.cont()?;
+            match monitor.status()? {
+                RunState::running => {}
+                // Whoever had it before may have heard of that, and had no time to act on it.
+                RunState::shutdown => machine.powered_off_meanwhile(),
+                // It stops by itself at an error of a disk.
+                _ => monitor.cont()?,
             }
             Ok(())
         };
         spawn("catch-up", move || catch_up().unwrap_or_else(failed))?;
         Ok(self.process.qemu.go_on()?)
     }
+
+    /// The guest powered off, and nobody knows whether in order.
+    fn powered_off_meanwhile(&self) {
+        if !self.process.powered_off.swap(true, Ordering::AcqRel) {
+            (self.on_event)(MachineEvent::PoweredOff { in_order: false });
+        }
+    }
+
+    /// Whoever has its custody is to go on with it: its QEMU stands still, and nothing here touches it, its
+    /// disks or its cards any more. What the guest has sent has left. This process ends now; dropped, the
+    /// machine would end QEMU.
+    pub fn leave_to_next(&self) {
+        for port in &self.ports {
+            port.drain();
+        }
+        // Requests that are not answered are made again.
+        let servers: Vec<_> =
+            self.drives_to_change().servers.iter_mut().map(Option::take).collect();
+        drop(servers);
+    }
+
+    /// Prepares for [`Machine::leave_to_next`], while the guest runs: what the cards receive waits in their taps, and
+    /// this process's end will not take long.
+    pub fn prepare_to_leave(&self) -> io::Result<()> {
+        for port in &self.ports {
+            // What QEMU has not taken by then stays in its socket.
+            port.hold_inbound(TAKEN_WITHIN);
+        }
+        self.stop_watching();
+        self.ram.forget_pages()
+    }
+
+    /// It is not left after all; lets QEMU go on, if it stands still.
+    pub fn stay(&self) -> io::Result<()> {
+        self.ports.iter().for_each(|port| port.resume_inbound());
+        self.process.qemu.go_on()
+    }
+}
+
+/// The cards, on their taps if these were kept, else on new ones.
+fn adopt_ports(
+    note: &MachineNote,
+    descriptors: &mut Descriptors,
+    doorbell: &Arc<Doorbell>,
+) -> anyhow::Result<Vec<Arc<Port>>> {
+    if !note.keeps_taps {
+        let ports = open_ports(&note.definition, Role::Fresh, doorbell)?;
+        for port in &ports {
+            port.adopt_guest(descriptors.array()?).context("cannot serve a card")?;
+        }
+        return Ok(ports);
+    }
+    let mut ports = Vec::new();
+    for config in port_configs(&note.definition, Role::Fresh) {
+        let (guest, tap, doorbell) = (descriptors.array()?, descriptors.next()?, doorbell.clone());
+        let port = Port::adopt(config, guest, tap, Arc::new(move || doorbell.ring()))?;
+        ports.push(Arc::new(port));
+    }
+    Ok(ports)
 }
 
 /// In the order of [`Machine::entrusted`].

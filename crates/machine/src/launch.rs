@@ -62,7 +62,7 @@ pub struct Plan<'a> {
     pub limits: Limits,
     /// The disks, in the definition's order.
     pub disks: Vec<Arc<Disk>>,
-    /// Whether its QEMU may outlive this daemon, and its disks come back.
+    /// Whether its QEMU may outlive this process, and its disks come back.
     pub may_be_adopted: bool,
     /// Fresh: the VM runs here, its output goes out. Standby: nothing does.
     pub role: Role,
@@ -118,6 +118,8 @@ impl Machine {
         user::give_socket(listener.path(), user)?;
         let lent = Lent::open(&plan, user)?;
         let (log, qemus_log) = open_log(&plan)?.unzip();
+        // Only what could be adopted.
+        let awaits_disks = plan.may_be_adopted && plan.lockstep.is_none();
         #[cfg_attr(not(feature = "fail-points"), expect(unused_mut))]
         let mut args = command_line(
             &plan.definition,
@@ -135,7 +137,7 @@ impl Machine {
                     log: None,
                 }),
                 tpm: tpm_end.as_ref().map(AsRawFd::as_raw_fd),
-                awaits_disks: plan.may_be_adopted,
+                awaits_disks,
                 role: plan.role,
                 lockstep: plan.lockstep.clone(),
             },
@@ -219,6 +221,7 @@ impl Machine {
             log,
             local,
             doorbell,
+            awaits_disks,
             retired: AtomicBool::new(false),
             held: AtomicBool::new(false),
             passed_on: AtomicBool::new(false),
@@ -255,20 +258,27 @@ pub(crate) fn open_ports(
     doorbell: &Arc<Doorbell>,
 ) -> anyhow::Result<Vec<Arc<Port>>> {
     let mut ports = Vec::new();
-    for (i, card) in definition.cards.iter().enumerate() {
+    for config in port_configs(definition, role) {
         let doorbell = doorbell.clone();
-        let config = PortConfig {
-            card: CardIndex(i as u16),
-            mac: card.mac,
-            tap: tap_name(&definition.name, i),
-            bridge: card.bridge.clone(),
-            vlans: card.vlans(),
-            live: role == Role::Fresh,
-            output_limit_bytes: understudy_network::DEFAULT_LIMIT_BYTES,
-        };
         ports.push(Arc::new(Port::open(config, Arc::new(move || doorbell.ring()))?));
     }
     Ok(ports)
+}
+
+/// What the VM's cards are like on this host.
+pub(crate) fn port_configs(
+    definition: &VmDefinition,
+    role: Role,
+) -> impl Iterator<Item = PortConfig> {
+    definition.cards.iter().enumerate().map(move |(i, card)| PortConfig {
+        card: CardIndex(i as u16),
+        mac: card.mac,
+        tap: tap_name(&definition.name, i),
+        bridge: card.bridge.clone(),
+        vlans: card.vlans(),
+        live: role == Role::Fresh,
+        output_limit_bytes: understudy_network::DEFAULT_LIMIT_BYTES,
+    })
 }
 
 /// QEMU's ends of the ports' sockets; the ports' own ends only if another QEMU has the ports.

@@ -74,6 +74,8 @@ pub struct Machine {
     pub(crate) log: Option<LogChannel>,
     pub(crate) local: LocalSockets,
     pub(crate) doorbell: Arc<Doorbell>,
+    /// Whether its QEMU waits for a disk that goes away, until it is back.
+    pub(crate) awaits_disks: bool,
     /// Another machine has its place.
     pub(crate) retired: AtomicBool,
     /// Its guest stands still, whatever would let it run: another host may have been given the VM.

@@ -59,8 +59,10 @@ impl Machine {
             let socket = Path::new(&drive);
             let inserted =
                 match standby.then(|| scsi_drive(&self.definition_now(), index)).flatten() {
-                    Some(device) => monitor.insert_by_replug(&drive, socket, &device),
-                    None => monitor.insert(&drive, socket),
+                    Some(device) => {
+                        monitor.insert_by_replug(&drive, socket, self.awaits_disks, &device)
+                    }
+                    None => monitor.insert(&drive, socket, self.awaits_disks),
                 };
             inserted.context("QEMU does not take the medium")?;
             self.note_medium(medium, medium.defined.clone());
@@ -96,7 +98,7 @@ impl Machine {
         Ok(())
     }
 
-    fn drives_to_change(&self) -> RwLockWriteGuard<'_, Drives> {
+    pub(crate) fn drives_to_change(&self) -> RwLockWriteGuard<'_, Drives> {
         self.drives.write().unwrap_or_else(PoisonError::into_inner)
     }
 }

@@ -158,6 +158,14 @@ impl Machine {
         Ok(guard.sample(&all)?)
     }
 
+    /// Lets go of all memory: accesses that somebody else does not see would wait for this process, which ends. The VM
+    /// is neither protected nor snapshotted.
+    pub(crate) fn stop_watching(&self) {
+        *lock(&self.watching.tracker) = None;
+        self.drop_guard();
+        self.forget_auxiliary();
+    }
+
     /// Lets go of main memory, once nobody has the guard any more.
     pub fn drop_guard(&self) {
         self.for_snapshots().drop_guard();

@@ -68,6 +68,13 @@ impl SharedMapping {
         }
     }
 
+    /// Forgets which pages of the file this process has seen. It sees them again when it looks: they
+    /// are the file's, and stay as they are.
+    pub fn forget_pages(&self) -> io::Result<()> {
+        // SAFETY: of a shared mapping the advice drops no content.
+        Ok(unsafe { madvise(self.0.start, self.0.bytes, MmapAdvise::MADV_DONTNEED) }?)
+    }
+
     /// Address in this process.
     pub fn address(&self) -> u64 {
         self.0.start.as_ptr() as u64

@@ -75,6 +75,12 @@ impl GuestRam {
         Ok(GuestRam { memfd, map, bytes: size.get() as u64 })
     }
 
+    /// Forgets which pages this process has looked at, so that its end, which comes soon, does not take
+    /// as long as there are many. QEMU has its own mapping.
+    pub fn forget_pages(&self) -> io::Result<()> {
+        self.map.forget_pages()
+    }
+
     /// The memfd, for QEMU to inherit.
     pub fn fd(&self) -> BorrowedFd<'_> {
         self.memfd.as_fd()

@@ -126,10 +126,34 @@ impl Outbound {
     pub fn adopt(&mut self, connection: Arc<OwnedFd>, note: OwnedFd, tap: &Tap) -> io::Result<()> {
         let note = CardNote::adopt(note);
         let format = note.read()?;
+        self.adopt_as(connection, note, format, tap);
+        Ok(())
+    }
+
+    /// The same on the tap that it had.
+    pub fn adopt_with_tap(
+        &mut self,
+        connection: Arc<OwnedFd>,
+        note: OwnedFd,
+        tap: &Tap,
+    ) -> io::Result<()> {
+        let note = CardNote::adopt(note);
+        let format = note.read()?;
+        tap.assume_offloads(format.offloads);
+        self.adopt_as(connection, note, format, tap);
+        Ok(())
+    }
+
+    fn adopt_as(
+        &mut self,
+        connection: Arc<OwnedFd>,
+        note: CardNote,
+        format: FrameFormat,
+        tap: &Tap,
+    ) {
         self.connect(connection);
         self.note = note;
         self.resume(format, tap);
-        Ok(())
     }
 
     /// What [`Outbound::adopt`] takes; none without a QEMU.

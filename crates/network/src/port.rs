@@ -86,6 +86,34 @@ impl Port {
     /// If the tap cannot be made or attached; nothing is left behind then.
     pub fn open(config: PortConfig, output_waiting: OutputWaiting) -> Result<Port, NetworkError> {
         let tap = Tap::open_in(&config.tap, &config.bridge, config.mac, &config.vlans)?;
+        Port::on(tap, config, output_waiting)
+    }
+
+    /// The port of a process that has ended, with the QEMU and on the tap that were its own; from
+    /// [`duplicate_guest`](Self::duplicate_guest) and [`duplicate_tap`](Self::duplicate_tap).
+    ///
+    /// # Errors
+    /// If nothing is known of its card, or no thread can be started.
+    pub fn adopt(
+        config: PortConfig,
+        [connection, note]: [OwnedFd; 2],
+        tap: OwnedFd,
+        output_waiting: OutputWaiting,
+    ) -> Result<Port, NetworkError> {
+        let tap = Tap::adopt(tap, &config.tap)?;
+        let port = Port::on(tap, config, output_waiting)?;
+        let shared = &port.shared;
+        let adopted = shared.outbound().adopt_with_tap(connection.into(), note, &shared.tap);
+        adopted.map_err(|source| NetworkError::system("read what is known of a card", source))?;
+        shared.wake();
+        Ok(port)
+    }
+
+    fn on(
+        tap: Tap,
+        config: PortConfig,
+        output_waiting: OutputWaiting,
+    ) -> Result<Port, NetworkError> {
         let gate = if config.live { Gate::Open } else { Gate::Hold };
         let buffer = OutputBuffer::new(gate, config.output_limit_bytes);
         let shared = Shared::new(tap, buffer, config.live, output_waiting)
@@ -145,6 +173,15 @@ impl Port {
     /// If there are no more descriptors.
     pub fn duplicate_guest(&self) -> io::Result<Option<[OwnedFd; 2]>> {
         self.shared.outbound().duplicate()
+    }
+
+    /// The tap's descriptor, for another process to keep: as long as it does, the device is there, and what
+    /// the bridge sends waits in it.
+    ///
+    /// # Errors
+    /// If there are no more descriptors.
+    pub fn duplicate_tap(&self) -> io::Result<OwnedFd> {
+        self.shared.tap.duplicate()
     }
 
     /// A connection for a QEMU that is to go on in the place of the one that is attached,

@@ -10,7 +10,7 @@ use nix::errno::Errno;
 use nix::libc;
 use std::fs::{File, OpenOptions};
 use std::io::{self, Read, Write};
-use std::os::fd::{AsFd, AsRawFd, BorrowedFd};
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 use std::os::unix::fs::OpenOptionsExt;
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::thread;
@@ -67,6 +67,33 @@ impl Tap {
         Ok(tap)
     }
 
+    /// The tap named `name` of a process that has ended, whose [`descriptor`](Self::duplicate) was kept. What
+    /// the bridge has sent since waits in it.
+    ///
+    /// That it is this tap's is not looked at: to ask the kernel takes the lock of all network devices, for
+    /// which a guest would stand still.
+    ///
+    /// # Errors
+    /// If that can be no tap's name.
+    pub fn adopt(descriptor: OwnedFd, name: &str) -> Result<Tap, NetworkError> {
+        check_name(name)?;
+        let (file, offloads) = (File::from(descriptor), AtomicU32::new(0));
+        Ok(Tap { file, name: name.to_owned(), offloads })
+    }
+
+    /// The kernel leaves this to the guest's driver already.
+    pub(crate) fn assume_offloads(&self, offloads: Offloads) {
+        self.offloads.store(offloads.bits(), Ordering::Release);
+    }
+
+    /// Its descriptor once more, for [`Tap::adopt`]. The device lives as long as one of them.
+    ///
+    /// # Errors
+    /// If there are no more descriptors.
+    pub fn duplicate(&self) -> io::Result<OwnedFd> {
+        Ok(self.file.try_clone()?.into())
+    }
+
     /// The device's name.
     pub fn name(&self) -> &str {
         &self.name
@@ -77,6 +104,9 @@ impl Tap {
     /// # Errors
     /// If the kernel does not know one of the offloads.
     pub fn set_offloads(&self, offloads: Offloads) -> io::Result<()> {
+        if self.offloads.load(Ordering::Acquire) == offloads.bits() {
+            return Ok(());
+        }
         // SAFETY: TUNSETOFFLOAD takes a number and touches no memory.
         let result = unsafe {
             libc::ioctl(self.file.as_raw_fd(), libc::TUNSETOFFLOAD as _, offloads.bits())

@@ -437,3 +437,26 @@ fn bridge_learns_the_port_from_the_announcement() {
         assert!(learned.contains(&GUEST.to_string()), "{learned}");
     });
 }
+
+#[test]
+fn what_comes_and_goes_while_nobody_has_a_port_waits_for_whoever_adopts_it() {
+    in_namespace(|| {
+        let last = open(true);
+        let mut qemu = FakeQemu::attach(&last);
+        let neighbour = Neighbour::join(1);
+        neighbour.send("to the last");
+        assert_eq!(qemu.receive(), "to the last");
+        assert!(last.hold_inbound(DEADLINE), "QEMU has not taken what it was given");
+        let guest = last.duplicate_guest().unwrap().expect("QEMU is there");
+        let tap = last.duplicate_tap().unwrap();
+        drop(last);
+        neighbour.send("to nobody");
+        qemu.send("by nobody");
+
+        let _next = Port::adopt(config(true), guest, tap, Arc::new(|| {})).unwrap();
+        assert_eq!(qemu.receive(), "to nobody");
+        assert_eq!(neighbour.receive(), "by nobody");
+        neighbour.send("to the next");
+        assert_eq!(qemu.receive(), "to the next");
+    });
+}

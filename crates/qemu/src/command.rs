@@ -18,6 +18,7 @@ use std::ffi::OsString;
 use std::os::fd::RawFd;
 use std::path::{Path, PathBuf};
 
+pub(crate) use disks::RECONNECT_SECONDS;
 pub use disks::{AHCI_SLOTS, MAX_SCSI_DISKS, MAX_VIRTIO_DISKS, ide_slots, scsi_drive};
 
 /// Cards go to PCI slots 0x10 to 0x1d; 0x1f is the chipset's on q35.

@@ -160,7 +160,7 @@ impl Qemu {
             .spawn()
             .map_err(|source| LaunchError::Run { binary: launch.binary.to_owned(), source })?;
         let pid = child.id();
-        let pidfd = match pidfd_open(pid) {
+        let pidfd = match pidfd_of(pid) {
             Ok(pidfd) => pidfd,
             Err(error) => {
                 let _ = child.kill();
@@ -324,9 +324,10 @@ fn pass_on_only(inherit: &[RawFd]) -> io::Result<()> {
     Ok(())
 }
 
-fn pidfd_open(pid: u32) -> io::Result<OwnedFd> {
-    // SAFETY: a system call without pointers. The child is not reaped yet, so the
-    // number is still its own.
+/// A descriptor of a process, which polls readable once that has ended. Whoever asks knows that the number is
+/// still its own: as its parent, which has not reaped it, or by a lock that it holds.
+pub fn pidfd_of(pid: u32) -> io::Result<OwnedFd> {
+    // SAFETY: a system call without pointers.
     let fd = unsafe { libc::syscall(libc::SYS_pidfd_open, pid, 0) };
     if fd < 0 {
         return Err(io::Error::last_os_error());

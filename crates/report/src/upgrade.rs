@@ -76,7 +76,11 @@ pub enum UpgradeOutcome {
         comes_up_again: bool,
     },
     /// It runs in a keeper of its own: it goes on, and its protection does.
-    GoesOn,
+    GoesOn {
+        /// That keeper; none if it does not say.
+        #[serde(default)]
+        keeper: Option<KeeperProgram>,
+    },
     /// It is another host's, and is not protected until the next daemon is back, or another host takes
     /// this one's place.
     LosesBackup {
@@ -92,6 +96,32 @@ pub enum UpgradeOutcome {
         /// What to do about it.
         remedy: String,
     },
+}
+
+/// The program of a VM's keeper, beside the daemon's.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+pub struct KeeperProgram {
+    /// Its process.
+    pub pid: u32,
+    /// Its version of the product; none if it does not say.
+    pub version: Option<String>,
+    /// Whether it is the very program that the daemon runs.
+    pub is_daemons: bool,
+    /// Why it cannot be replaced now by that; none if it can, or need not.
+    pub obstacle: Option<String>,
+}
+
+/// A keeper that another process has taken the place of, while its guest runs.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+pub struct KeeperReplacement {
+    /// The VM.
+    pub vm: VmName,
+    /// The last keeper's process.
+    pub former: u32,
+    /// The process that keeps it now.
+    pub keeper: u32,
+    /// For how long the guest stood still, in milliseconds.
+    pub still_ms: u64,
 }
 
 /// What becomes of one VM.
@@ -131,6 +161,12 @@ impl UpgradePlan {
     /// The VMs that are handed over.
     pub fn handed_over(&self) -> impl Iterator<Item = &UpgradeStep> {
         let is = |step: &&UpgradeStep| matches!(step.outcome, UpgradeOutcome::HandedOver { .. });
+        self.vms.iter().filter(is)
+    }
+
+    /// The VMs whose keepers run another program than the daemon.
+    pub fn outdated(&self) -> impl Iterator<Item = &UpgradeStep> {
+        let is = |step: &&UpgradeStep| matches!(&step.outcome, UpgradeOutcome::GoesOn { keeper: Some(keeper) } if !keeper.is_daemons);
         self.vms.iter().filter(is)
     }
 

@@ -55,7 +55,7 @@ use understudy_client::{ErrorBody, Subject};
 use understudy_daemon::containment;
 use understudy_protocol::{GroupName, VmName};
 use understudy_qemu::VmDefinition;
-use understudy_report::upgrade::UpgradePlan;
+use understudy_report::upgrade::{KeeperReplacement, UpgradePlan};
 use understudy_report::{CheckpointTiming, ComparisonReport, HostStatus, RecoverReport, VmStatus};
 use understudy_report::{ErrorKind, HostError};
 
@@ -184,6 +184,13 @@ async fn unprotect(State(host): Shared, Name(name): Name<VmName>) -> Answer<VmSt
 async fn failover(State(host): Shared, Name(name): Name<VmName>) -> Result<StatusCode, ApiError> {
     blocking(move || host.failover(&name)).await?;
     Ok(StatusCode::NO_CONTENT)
+}
+
+async fn replace_keeper(
+    State(host): Shared,
+    Name(name): Name<VmName>,
+) -> Answer<KeeperReplacement> {
+    blocking(move || host.replace_keeper(&name)).await.map(Json)
 }
 
 async fn change_medium(

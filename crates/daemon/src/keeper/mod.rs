@@ -10,14 +10,22 @@
 //! | [`start`] | how the daemon starts one |
 //! | [`rights`] | what it can do on its host |
 //! | [`order`] | what it may do about its VM first |
+//! | [`replace`] | how the daemon has one replaced by another while the guest runs |
+//! | [`legacy`] | what the one leaves to the other |
+//! | [`leave`] | how the one leaves its VM |
+//! | [`adopt`] | how the other goes on with it |
 //! | [`places`] | what one has of each of its VMs |
 //! | [`pass`] | how it hands other hosts' connections to one |
 //! | [`watch`] | how it notices the end of one |
 
+mod adopt;
+mod leave;
+mod legacy;
 pub mod note;
 pub mod order;
 mod pass;
 pub mod places;
+mod replace;
 pub mod rights;
 pub mod start;
 mod watch;
@@ -28,7 +36,7 @@ pub(crate) use watch::start as watch;
 use crate::config::Groups;
 use crate::host::Host;
 use crate::vm::Vm;
-use note::{End, Found};
+use note::{End, Found, Program};
 use std::fs;
 use std::os::fd::AsFd;
 use std::os::unix::net::UnixStream;
@@ -65,6 +73,8 @@ pub struct Keeper {
     pub socket: PathBuf,
     /// The group that its VM shares it with.
     pub group: Option<GroupName>,
+    /// What it runs, if it says so.
+    pub program: Option<Program>,
     /// Why this daemon cannot speak with it, if it cannot.
     pub problem: Option<String>,
 }
@@ -105,14 +115,27 @@ impl Host {
             return None;
         }
         let directory = vm.below(&self.config.state_dir);
-        let (pid, group, problem) = match note::look(&directory) {
-            Found::Nobody(_) => return None,
-            Found::Starting => (None, None, Some("it is just starting: try again".to_owned())),
-            Found::Unknown(problem) => (None, None, Some(problem)),
-            Found::Lives(note) => (Some(note.pid), note.group, self.stranger(&note.host)),
-        };
         let socket = directory.join(SOCKET);
-        Some(Keeper { vm: vm.clone(), pid, socket, group, problem })
+        let unknown = |problem: String| Keeper {
+            vm: vm.clone(),
+            pid: None,
+            socket: socket.clone(),
+            group: None,
+            program: None,
+            problem: Some(problem),
+        };
+        match note::look(&directory) {
+            Found::Nobody(_) => None,
+            Found::Starting => Some(unknown("it is just starting: try again".to_owned())),
+            Found::Unknown(problem) => Some(unknown(problem)),
+            Found::Lives(note) => Some(Keeper {
+                pid: Some(note.pid),
+                group: note.group,
+                program: note.program,
+                problem: self.stranger(&note.host),
+                ..unknown(String::new())
+            }),
+        }
     }
 
     /// The keeper that a connection is for, if the peer can go on with one. An offer is for none: a

@@ -2,6 +2,7 @@
 //!
 //! The file is written in place and never removed, since the lock is that of the file.
 
+use super::legacy;
 use nix::errno::Errno;
 use nix::fcntl::{FcntlArg, fcntl};
 use nix::libc;
@@ -32,8 +33,27 @@ pub struct Note {
     /// The group that its VM shares it with.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub group: Option<GroupName>,
+    /// What it is; none of a release whose keepers cannot be replaced.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub program: Option<Program>,
     /// How it ended; none while it lives, and if it was killed.
     pub end: Option<End>,
+}
+
+/// The program of a keeper.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Program {
+    /// Its version of the product.
+    pub version: String,
+    /// The version of what it leaves to the next keeper; see `keeper/legacy.rs`.
+    pub leaves: u32,
+}
+
+impl Program {
+    /// This one.
+    pub fn own() -> Program {
+        Program { version: env!("CARGO_PKG_VERSION").to_owned(), leaves: legacy::VERSION }
+    }
 }
 
 /// How a keeper's VM came to its end.
@@ -49,6 +69,8 @@ pub enum End {
         /// Why.
         reason: String,
     },
+    /// It was left to the next keeper.
+    Left,
 }
 
 /// What there is of a keeper in a VM's directory.
@@ -157,6 +179,7 @@ impl Claim {
             vm: vm.clone(),
             pid: process::id(),
             group: group.cloned(),
+            program: Some(Program::own()),
             end: None,
         };
         let mut claim = Claim { file, note };
@@ -165,7 +188,7 @@ impl Claim {
     }
 
     /// The last that this keeper says.
-    pub fn end(mut self, end: End) -> io::Result<()> {
+    pub fn end(&mut self, end: End) -> io::Result<()> {
         self.note.end = Some(end);
         self.say()
     }
@@ -227,6 +250,20 @@ mod tests {
         }
         forget(directory.path()).unwrap();
         assert!(matches!(look(directory.path()), Found::Nobody(None)));
+    }
+
+    #[test]
+    fn what_a_keeper_of_an_older_release_does_not_say_is_missing() {
+        let directory = tempfile::tempdir().unwrap();
+        let _claim = take(directory.path()).unwrap();
+        let lives = || match look(directory.path()) {
+            Found::Lives(note) => note,
+            other => panic!("{other:?}"),
+        };
+        assert_eq!(lives().program, Some(Program::own()));
+        let text = r#"{"protocol":1,"host":"a","vm":"db","pid":1,"end":null}"#;
+        fs::write(directory.path().join(FILE), text).unwrap();
+        assert_eq!(lives().program, None);
     }
 
     #[test]

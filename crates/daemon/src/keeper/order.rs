@@ -2,6 +2,7 @@
 //! and nowhere else.
 
 use super::Keeper;
+use super::legacy::Readable;
 use super::start::{await_socket, reap_aside};
 use crate::admission::open_disks;
 use crate::arrivals::Arrival;
@@ -28,6 +29,8 @@ use understudy_report::{RecoverReport, RecoverRequest};
 const OPTION: &str = "--order";
 /// For an order to be carried out, as far as no lease of another host is waited for.
 const PATIENCE: Duration = Duration::from_secs(60);
+/// For one that takes no time.
+const PATIENCE_FOR_A_WORD: Duration = Duration::from_secs(5);
 /// Bytes of an order, at most.
 const LONGEST_ORDER: usize = 4096;
 
@@ -43,6 +46,12 @@ pub enum Order {
     Restore,
     /// To end it, since nobody wants it any more.
     Stop,
+    /// To say whether it could be left now to a keeper that reads this.
+    MayLeave(Readable),
+    /// To leave it to that keeper, and to end without ending it.
+    Leave(Readable),
+    /// To go on with what the last keeper leaves, or has left. The answers are [`super::adopt`]'s.
+    Adopt,
 }
 
 impl Order {
@@ -50,13 +59,14 @@ impl Order {
     fn patience(self) -> Duration {
         match self {
             Order::ComeUp | Order::Recover(_) => LONGEST_LEASE + PATIENCE,
-            Order::Restore | Order::Stop => PATIENCE,
+            Order::Restore | Order::Stop | Order::Leave(_) | Order::Adopt => PATIENCE,
+            Order::MayLeave(_) => PATIENCE_FOR_A_WORD,
         }
     }
 }
 
 /// What came of an order.
-type Answer = Result<Option<RecoverReport>, HostError>;
+pub(super) type Answer = Result<Option<RecoverReport>, HostError>;
 
 impl fmt::Display for Order {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
@@ -80,7 +90,7 @@ struct Further {
 }
 
 /// Who has an order.
-enum Follower {
+pub(super) enum Follower {
     /// A keeper that was started for it.
     New(Child),
     /// The keeper of the VM's group.
@@ -88,6 +98,11 @@ enum Follower {
 }
 
 impl Keeper {
+    /// Has it carry out an order about one of its VMs, and waits until it has.
+    pub(super) fn obey(&self, vm: &VmName, order: &Order) -> Answer {
+        hear(self.order_about(vm, order)?, order.patience())
+    }
+
     /// Gives it an order about one of its VMs, or another one of its group; returns the other end of its socket.
     fn order_about(&self, vm: &VmName, order: &Order) -> Result<UnixStream, HostError> {
         let (mut ours, its_end) = UnixStream::pair().map_err(internal)?;
@@ -122,10 +137,9 @@ impl Host {
     }
 
     /// Ends a VM in its keeper, if it has one. Others of its group go on there.
-    fn stop_in_keeper(&self, name: &VmName) -> Result<(), HostError> {
+    pub(super) fn stop_in_keeper(&self, name: &VmName) -> Result<(), HostError> {
         let Some(keeper) = self.keeper_of(name) else { return Ok(()) };
-        let said = keeper.order_about(name, &Order::Stop);
-        match said.and_then(|said| hear(said, Order::Stop.patience())) {
+        match keeper.obey(name, &Order::Stop) {
             // It was quicker.
             Err(_) if self.keeper_of(name).is_none() => Ok(()),
             stopped => stopped.map(drop),
@@ -184,7 +198,7 @@ impl Host {
     }
 
     /// Keeps a VM's place for as long as its keeper has it.
-    fn keep_place(self: &Arc<Self>, follower: Follower, arrival: Arrival) {
+    pub(super) fn keep_place(self: &Arc<Self>, follower: Follower, arrival: Arrival) {
         self.vms.lock().remove(arrival.vm());
         if let Follower::New(process) = follower {
             reap_aside(process, arrival.vm());
@@ -274,6 +288,14 @@ impl Host {
                 Err(HostError::new(ErrorKind::Conflict, message))
             }
             Order::Stop => self.vm_stop(vm, true).map(|()| None),
+            Order::MayLeave(reads) => self.check_leavable(vm, reads).map(|_| None),
+            // It answers itself, if it can be left: this process ends then.
+            Order::Leave(reads) => Err(self.leave_to_next(vm, reads, &mut daemon)),
+            Order::Adopt => {
+                let message =
+                    "this keeper has a VM: it cannot go on with that of another".to_owned();
+                Err(HostError::new(ErrorKind::Conflict, message))
+            }
         });
         if let Err(error) = &answer {
             warn!(%vm, "its order is not carried out: {error}");
@@ -359,7 +381,9 @@ mod tests {
     #[test]
     fn an_order_is_understood_by_the_keeper_that_gets_it() {
         let request = RecoverRequest { force: true, ..RecoverRequest::default() };
-        for order in [Order::ComeUp, Order::Recover(request), Order::Restore, Order::Stop] {
+        let simple = [Order::ComeUp, Order::Restore, Order::Stop, Order::Adopt];
+        let reading = [Order::MayLeave(Readable::OWN), Order::Leave(Readable::OWN)];
+        for order in simple.into_iter().chain(reading).chain([Order::Recover(request)]) {
             assert_eq!(order.to_string().parse::<Order>().unwrap(), order);
         }
         for wrong in ["", "come-up", "{}", r#"{"recover":{"force":1}}"#, r#""restart""#] {

@@ -94,6 +94,20 @@ impl Kept {
         group.vms.iter().any(|vm| places.of.contains_key(vm))
     }
 
+    /// What stays here for the next keeper of the VM: this process ends now, and holds it until then.
+    pub(super) fn leave_to_next(&self, vm: &VmName) {
+        let mut places = self.places.lock();
+        let said = places.of.get_mut(vm).map_or(Ok(()), |place| place.claim.end(End::Left));
+        if let Err(error) = said {
+            warn!(%vm, "that it is left to the next keeper cannot be noted: {error}");
+        }
+    }
+
+    /// The group whose VMs may come into it.
+    pub(super) fn group(&self) -> Option<&GroupName> {
+        self.group.as_ref()
+    }
+
     fn set_beginning(&self, vm: &VmName, begins_by: Option<Instant>) {
         if let Some(place) = self.places.lock().of.get_mut(vm) {
             place.begins_by = begins_by;
@@ -138,7 +152,7 @@ impl Place {
         end.is_some() && end == before.as_ref() && is_late
     }
 
-    fn leave(self, end: End) {
+    fn leave(mut self, end: End) {
         drop(self.listening);
         (self.close)();
         if let Err(error) = self.claim.end(end) {

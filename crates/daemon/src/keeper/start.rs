@@ -1,5 +1,6 @@
 //! How the daemon starts a keeper, and the VM in it.
 
+use super::note::Program;
 use super::{Keeper, SOCKET};
 use crate::arrivals::Arrival;
 use crate::host::Host;
@@ -121,6 +122,7 @@ impl Host {
             pid: Some(process.id()),
             socket: socket.clone(),
             group: group.cloned(),
+            program: Some(Program::own()),
             problem: None,
         };
         let begun = await_socket(&mut process, &name, &socket)

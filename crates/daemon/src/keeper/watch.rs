@@ -23,6 +23,8 @@ pub(crate) fn start(host: &Arc<Host>) -> io::Result<()> {
         if let Some(note) = host.dead_note(&vm) {
             host.forget_note(&note);
         }
+        // Before anybody can ask for it.
+        host.take_up(&vm);
     }
     let host = Arc::downgrade(host);
     thread::Builder::new().name("keepers".to_owned()).spawn(move || run(&host)).map(drop)
@@ -31,7 +33,7 @@ pub(crate) fn start(host: &Arc<Host>) -> io::Result<()> {
 fn run(host: &Weak<Host>) {
     while let Some(host) = host.upgrade() {
         for vm in host.directories() {
-            if host.dead_note(&vm).is_some() {
+            if !host.take_up(&vm) && host.dead_note(&vm).is_some() {
                 host.tell_of_ended(&vm);
             }
         }
@@ -75,7 +77,7 @@ impl Host {
 
     /// A VM that this host has lost with its keeper, of which nobody has taken notice yet.
     pub(crate) fn just_lost(&self, vm: &VmName) -> Option<Vm> {
-        if self.keeps.is_some() || self.arrivals.is_expected(vm) {
+        if self.keeps.is_some() || self.arrivals.is_expected(vm) || self.is_left(vm) {
             return None;
         }
         let lost = lost_with(self, &self.dead_note(vm)?)?;
@@ -118,7 +120,8 @@ impl Host {
 fn lost_with(host: &Host, note: &Note) -> Option<FencedVm> {
     let name = note.vm.clone();
     match &note.end {
-        Some(End::Gone) => None,
+        // Whoever it was left to was, too, and has said no more.
+        Some(End::Gone | End::Left) => None,
         Some(End::Fenced { generation, reason }) => {
             Some(FencedVm { name, generation: *generation, reason: reason.clone() })
         }

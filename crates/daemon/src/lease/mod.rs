@@ -8,6 +8,7 @@
 mod contender;
 mod former;
 mod peers;
+mod resumed;
 mod tending;
 mod watchdog;
 

@@ -5,9 +5,19 @@ use crate::host::Host;
 use crate::vm::PrimaryVm;
 use crossbeam_channel::Receiver;
 use std::sync::Weak;
+use std::time::Duration;
 use understudy_network::boot_time;
-use understudy_protocol::{LeaseAnswer, LeaseErrand, Renewal};
+use understudy_protocol::{LeaseAnswer, LeaseErrand, Renewal, Time};
 use understudy_threads::lock;
+
+/// What is written at this moment.
+pub(super) fn renewal(host: &Host, length: Duration, asked: Time) -> Renewal {
+    Renewal {
+        host: host.config.name.clone(),
+        length_ms: length.as_millis() as u64,
+        mark: asked.0.as_nanos() as u64,
+    }
+}
 
 /// What to do for which VM.
 pub(super) type Errand = (Weak<PrimaryVm>, LeaseErrand);
@@ -19,11 +29,7 @@ pub(super) fn run(host: &Weak<Host>, errands: &Receiver<Errand>) {
         let (length, generation) = (vm.tenure.length(), vm.generation());
         // The lease counts from before the first word to the arbiter.
         let asked = boot_time();
-        let renewal = Renewal {
-            host: host.config.name.clone(),
-            length_ms: length.as_millis() as u64,
-            mark: asked.0.as_nanos() as u64,
-        };
+        let renewal = renewal(&host, length, asked);
         // A fail point, for a host whose renewals are a long time on their way.
         fail::fail_point!("renew-lease");
         let answer = arbiter.tend(vm.name(), generation, errand, &renewal);

@@ -16,7 +16,7 @@ use understudy_cluster::disk_fill::DiskFiller;
 use understudy_cluster::fill::Filler;
 use understudy_cluster::messages::RestoreTask;
 use understudy_cluster::source::Source;
-use understudy_machine::custody::Custody;
+use understudy_machine::custody::{Custody, OF_RESTORE};
 use understudy_machine::{Adoption, Machine, MachineNote};
 use understudy_memory::MAIN_MEMORY;
 use understudy_protocol::{DiskIndex, Generation};
@@ -39,7 +39,7 @@ pub(super) fn entrust(host: &Host, task: &RestoreTask, vm: &PrimaryVm) {
     let begin = || -> anyhow::Result<Custody> {
         let (note, descriptors) = machine.entrusted()?;
         let note = RestoreNote { task: task.clone(), generation: vm.generation(), machine: note };
-        Custody::begin(&host.vm_directory(vm.name())?, &note, &descriptors)
+        Custody::begin(&host.vm_directory(vm.name())?.join(OF_RESTORE), &note, &descriptors)
     };
     match begin() {
         Ok(custody) => machine.set_custody(custody),

@@ -111,7 +111,7 @@ pub fn prepare(
         definition,
         role: Role::Standby,
         lockstep: None,
-        may_be_adopted: host.keeps.is_none(),
+        may_be_adopted: true,
         former: None,
         ram: Some(ram),
         on_event: host.event_sink(task.vm()),

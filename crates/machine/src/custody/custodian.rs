@@ -1,7 +1,7 @@
 //! The custodian's process. It knows nothing of VMs: it has descriptors and a text, and gives
 //! them to whoever comes when the one who brought them is gone.
 
-use super::{END, Estate, GOES_ON, READY, transport};
+use super::{END, Estate, GOES_ON, READY, STOP, transport};
 use anyhow::{Context, ensure};
 use nix::errno::Errno;
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
@@ -56,10 +56,9 @@ impl Custodian {
         daemon.write_all(&[READY])?;
         while self.attend(&daemon)? {
             // The daemon is gone. An error: so is QEMU.
-            if signal(self.qemu(), Signal::SIGSTOP).is_err() {
+            if self.stop().is_err() {
                 return Ok(());
             }
-            self.still.get_or_insert_with(Instant::now);
             if !self.readable(self.listener.as_fd())? {
                 return Ok(());
             }
@@ -70,12 +69,24 @@ impl Custodian {
         Ok(())
     }
 
+    fn stop(&mut self) -> io::Result<()> {
+        signal(self.qemu(), Signal::SIGSTOP)?;
+        self.still.get_or_insert_with(Instant::now);
+        Ok(())
+    }
+
     /// Hears the daemon; true if it is gone, false if there is nothing to keep any more.
     fn attend(&mut self, mut daemon: &UnixStream) -> io::Result<bool> {
         while self.readable(daemon.as_fd())? {
             let mut word = [0];
             match daemon.read(&mut word) {
                 Ok(1) if word == [GOES_ON] => self.still = None,
+                Ok(1) if word == [STOP] => match self.stop() {
+                    // Whoever dies meanwhile is missed at the next look.
+                    Ok(()) => drop(daemon.write_all(&[READY])),
+                    // QEMU has ended.
+                    Err(_) => return Ok(false),
+                },
                 Ok(1) if word == [END] => return Ok(false),
                 Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
                 _ => return Ok(true),
@@ -202,6 +213,24 @@ mod tests {
         assert!(again.still_ms <= 30_000, "{again:?}");
         signal(descriptors[0].as_fd(), Signal::SIGCONT).unwrap();
         daemon.write_all(&[END]).unwrap();
+        drop(descriptors);
+        stage.end();
+    }
+
+    #[test]
+    fn a_guest_that_is_left_on_purpose_stands_still_before_it_is() {
+        let (stage, mut daemon) = Stage::new();
+        daemon.write_all(&[STOP]).unwrap();
+        let mut ready = [0];
+        daemon.read_exact(&mut ready).unwrap();
+        assert_eq!(ready, [READY]);
+        stage.await_state('T');
+        thread::sleep(Duration::from_millis(20));
+        drop(daemon);
+        let (mut daemon, estate, descriptors) = stage.next_daemon();
+        assert!(estate.still_ms >= 20, "not since it was stopped: {estate:?}");
+        signal(descriptors[0].as_fd(), Signal::SIGCONT).unwrap();
+        daemon.write_all(&[GOES_ON, END]).unwrap();
         drop(descriptors);
         stage.end();
     }

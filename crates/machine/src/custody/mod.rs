@@ -1,21 +1,25 @@
-//! Custody: a guest that may not end with its daemon stands still until the next one goes on
-//! with it.
+//! Custody: a guest that may not end with its daemon, or its keeper, stands still until the next
+//! one goes on with it.
 //!
-//! That is a guest whose memory or disks are still being loaded from a snapshot. It has no
-//! backup, and nothing can start on what is there of its images: what it did since its start
-//! would be lost. While that lasts, a small process of its own, the custodian
+//! That is a guest whose memory or disks are still being loaded from a snapshot: it has no
+//! backup, and nothing can start on what is there of its images, so that what it did since its
+//! start would be lost. And, for a moment, a guest whose keeper is replaced by another one. While
+//! that lasts, a small process of its own, the custodian
 //! ([`custodian`]), has duplicates of all descriptors by which the daemon holds QEMU. So QEMU
 //! does not notice the daemon's death. The custodian does: it stops QEMU (SIGSTOP) and waits for
 //! a daemon. If it dies as well, QEMU ends.
 //!
 //! A daemon that starts looks for custodians before it listens to anybody. What it
 //! finds it takes back only if the arbiter says that the VM is still this host's, in the
-//! generation in which it was left: so there is at most one live copy, as ever.
+//! generation in which it was left: so there is at most one live copy, as ever. Each of the two kinds
+//! has a socket of its own name, so that nobody takes the one for the other.
 //!
 //! ```text
 //! daemon                                custodian
 //!     ── estate, descriptors ─▶
 //!     ◀─ READY ───────────────          from here on the guest is kept
+//!     ── STOP ────────────────▶         SIGSTOP, if it is left on purpose
+//!     ◀─ READY ───────────────
 //!     ✝                                 SIGSTOP
 //! next daemon
 //!     ◀─ estate, descriptors ──
@@ -39,14 +43,18 @@ use std::process::{Child, Command, Stdio};
 use std::time::Duration;
 use tracing::warn;
 
-/// The custodian's socket, in the VM's directory.
-pub const SOCKET: &str = "custodian";
+/// The socket of the custodian of a VM that is being restored, in the VM's directory.
+pub const OF_RESTORE: &str = "custodian";
+/// That of a VM whose keeper is being replaced.
+pub const OF_KEEPER: &str = "custodian.keeper";
 
 /// It only has to start, or to answer.
 const PATIENCE: Duration = Duration::from_secs(10);
 
-/// From the custodian: it has everything.
+/// From the custodian: it has everything, or has done what it was told.
 const READY: u8 = b'r';
+/// To it: the guest is to stand still from now on.
+const STOP: u8 = b's';
 /// To it: the guest does not stand still any more.
 const GOES_ON: u8 = b'g';
 /// To it: nothing is to be kept any more.
@@ -64,23 +72,24 @@ pub struct Estate {
 }
 
 /// A daemon's connection to a custodian. Dropped, it ends the custodian; only with the daemon's
-/// death it is cut without that.
+/// death, or by [`Custody::leave`], it is cut without that.
 pub struct Custody {
     custodian: UnixStream,
     /// None if a former daemon has started it.
     child: Option<Child>,
+    is_left: bool,
 }
 
 impl Custody {
-    /// Starts a custodian for a VM in this directory.
+    /// Starts a custodian that is to be found at this socket.
     pub fn begin(
-        vm_directory: &Path,
+        socket: &Path,
         note: &impl Serialize,
         descriptors: &[OwnedFd],
     ) -> anyhow::Result<Custody> {
         let (custodian, theirs) = UnixStream::pair()?;
         custodian.set_read_timeout(Some(PATIENCE))?;
-        let socket = std::path::absolute(vm_directory.join(SOCKET))?;
+        let socket = std::path::absolute(socket)?;
         let estate = Estate { socket, note: serde_json::to_value(note)?, still_ms: 0 };
         // Also if the program's file was replaced by another version.
         let child = Command::new("/proc/self/exe")
@@ -90,24 +99,40 @@ impl Custody {
             .stdout(Stdio::null())
             .spawn()
             .context("cannot start a custodian")?;
-        let custody = Custody { custodian, child: Some(child) };
+        let custody = Custody { custodian, child: Some(child), is_left: false };
         transport::send(&custody.custodian, &serde_json::to_vec(&estate)?, descriptors)?;
-        let mut answer = [0];
-        (&custody.custodian).read_exact(&mut answer).context("the custodian has ended")?;
-        ensure!(answer == [READY], "the custodian gave an unknown answer");
+        custody.await_ready()?;
         Ok(custody)
     }
 
-    /// The custodian that listens in this directory, and what it keeps.
-    pub fn of_another(vm_directory: &Path) -> anyhow::Result<(Custody, Estate, Vec<OwnedFd>)> {
-        let custodian = UnixStream::connect(vm_directory.join(SOCKET))?;
+    /// The custodian that listens at this socket, and what it keeps.
+    pub fn of_another(socket: &Path) -> anyhow::Result<(Custody, Estate, Vec<OwnedFd>)> {
+        let custodian = UnixStream::connect(socket)?;
         custodian.set_read_timeout(Some(PATIENCE))?;
         let (estate, descriptors) = transport::receive(&custodian)?;
         let estate = serde_json::from_slice(&estate).context("what it keeps is unknown")?;
         if descriptors.is_empty() {
             bail!("it keeps no QEMU");
         }
-        Ok((Custody { custodian, child: None }, estate, descriptors))
+        Ok((Custody { custodian, child: None, is_left: false }, estate, descriptors))
+    }
+
+    /// Has the guest stand still from now on; the next one hears for how long it did.
+    pub fn stop(&self) -> anyhow::Result<()> {
+        (&self.custodian).write_all(&[STOP]).context("the custodian has ended")?;
+        self.await_ready()
+    }
+
+    fn await_ready(&self) -> anyhow::Result<()> {
+        let mut answer = [0];
+        (&self.custodian).read_exact(&mut answer).context("the custodian has ended")?;
+        ensure!(answer == [READY], "the custodian gave an unknown answer");
+        Ok(())
+    }
+
+    /// Leaves the guest with the custodian, as if this process had died.
+    pub fn leave(mut self) {
+        self.is_left = true;
     }
 
     /// The guest does not stand still any more.
@@ -119,6 +144,9 @@ impl Custody {
 
 impl Drop for Custody {
     fn drop(&mut self) {
+        if self.is_left {
+            return;
+        }
         // Fails if it has ended already. Once it has, nobody removes another one's socket.
         let _ = (&self.custodian).write_all(&[END]);
         let _ = (&self.custodian).read(&mut [0]);

@@ -25,7 +25,7 @@ pub const fn ide_slots(q35: bool) -> usize {
 }
 
 /// For so long requests wait for a disk's server: for good, and no more than QEMU can count.
-const RECONNECT_SECONDS: u32 = 1 << 30;
+pub(crate) const RECONNECT_SECONDS: u32 = 1 << 30;
 
 /// The machine's options for its flash memory: the firmware's code, and its variables.
 pub(super) fn flash(vm: &VmDefinition, files: &BootFiles) -> String {

@@ -2,6 +2,7 @@
 
 use super::connection::QmpError;
 use super::monitor::Monitor;
+use crate::command::RECONNECT_SECONDS;
 use qapi::qmp::{
     blockdev_close_tray, blockdev_del, blockdev_insert_medium, blockdev_open_tray,
     blockdev_remove_medium, device_del,
@@ -22,6 +23,8 @@ struct AddMedium<'a> {
     node_name: &'a str,
     read_only: bool,
     server: Server<'a>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    reconnect_delay: Option<u32>,
 }
 
 #[derive(Debug, Serialize)]
@@ -86,9 +89,10 @@ impl Monitor {
         self.close_tray(drive).map_err(Into::into)
     }
 
-    /// Puts the medium whose server is on this socket into an empty drive.
-    pub fn insert(&mut self, drive: &str, socket: &Path) -> Result<(), QmpError> {
-        self.add_medium(drive, socket)?;
+    /// Puts the medium whose server is on this socket into an empty drive; QEMU waits for that server if it
+    /// goes away, if it `awaits` it.
+    pub fn insert(&mut self, drive: &str, socket: &Path, awaits: bool) -> Result<(), QmpError> {
+        self.add_medium(drive, socket, awaits)?;
         #[allow(deprecated)]
         let open = blockdev_open_tray { device: None, force: Some(true), id: Some(drive.into()) };
         self.simple(&open)?;
@@ -103,9 +107,10 @@ impl Monitor {
         &mut self,
         drive: &str,
         socket: &Path,
+        awaits: bool,
         device: &Map<String, Value>,
     ) -> Result<(), QmpError> {
-        self.add_medium(drive, socket)?;
+        self.add_medium(drive, socket, awaits)?;
         self.simple(&device_del { id: drive.to_owned() })?;
         let mut tries = REPLUG_TRIES;
         loop {
@@ -118,9 +123,14 @@ impl Monitor {
         }
     }
 
-    fn add_medium(&mut self, drive: &str, socket: &Path) -> Result<(), QmpError> {
-        let server = Server { r#type: "unix", path: socket };
-        self.simple(&AddMedium { driver: "nbd", node_name: drive, read_only: true, server })
+    fn add_medium(&mut self, drive: &str, socket: &Path, awaits: bool) -> Result<(), QmpError> {
+        self.simple(&AddMedium {
+            driver: "nbd",
+            node_name: drive,
+            read_only: true,
+            server: Server { r#type: "unix", path: socket },
+            reconnect_delay: awaits.then_some(RECONNECT_SECONDS),
+        })
     }
 
     fn close_tray(&mut self, drive: &str) -> Result<(), QmpError> {

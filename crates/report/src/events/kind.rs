@@ -134,6 +134,20 @@ pub enum EventKind {
         /// Why.
         reason: String,
     },
+    /// The VM has another keeper, and its guest goes on.
+    KeeperReplaced {
+        /// The last keeper's process.
+        former: u32,
+        /// The process that keeps it now.
+        keeper: u32,
+        /// For how long the guest stood still, in milliseconds.
+        still_ms: u64,
+    },
+    /// The VM's last keeper has left its guest, which stands still, and no other goes on with it.
+    WithoutKeeper {
+        /// Why.
+        reason: String,
+    },
     /// This host is the VM's backup from now on.
     StandingBy {
         /// The host that runs it.
@@ -266,6 +280,7 @@ impl EventKind {
             | GuestDied { .. }
             | DiskError { .. }
             | LeaseRanOut { .. }
+            | WithoutKeeper { .. }
             | ArbiterLost { .. } => Severity::Error,
             _ => Severity::Info,
         }
@@ -294,6 +309,7 @@ impl EventKind {
                 | Fenced { .. }
                 | LeaseRanOut { .. }
                 | LeaseRenewed
+                | WithoutKeeper { .. }
                 | StandingBy { .. }
                 | Restored { .. }
         )
@@ -314,6 +330,13 @@ impl fmt::Display for EventKind {
             GuestPanicked => write!(f, "the guest's kernel panicked"),
             GuestDied { reason } => write!(f, "QEMU ended: {reason}"),
             Synchronising { peer } => write!(f, "protection to {peer} begins"),
+            KeeperReplaced { former, keeper, still_ms } => write!(
+                f,
+                "keeper {former} is replaced by {keeper}; the guest stood still for {still_ms} ms"
+            ),
+            WithoutKeeper { reason } => {
+                write!(f, "the guest stands still, left by its last keeper: {reason}")
+            }
             Copied { bytes, seconds, full_because } => {
                 let mib = *bytes as f64 / f64::from(1 << 20);
                 write!(f, "{mib:.1} MiB of disks copied in {seconds:.1} s: ")?;

@@ -15,7 +15,7 @@ use understudy_report::cluster::{
     DeleteReport, RestoreReport, RestoreRequest, SnapshotReport, SnapshotRequest, VerifyReport,
 };
 use understudy_report::events::EventList;
-use understudy_report::upgrade::UpgradePlan;
+use understudy_report::upgrade::{KeeperReplacement, UpgradePlan};
 use understudy_report::{
     CheckpointTiming, ComparisonReport, GroupRequest, HostStatus, MediumRequest, ProtectRequest,
     RecoverReport, RecoverRequest, VmStatus,
@@ -194,6 +194,14 @@ fn of_vms() -> Vec<Call> {
             super::failover,
         )
         .answers_nothing(),
+        Call::new(
+            POST,
+            "/v1/vms/{name}/keeper",
+            Admin,
+            "Replaces a VM's keeper by a process of the daemon's program, while its guest runs",
+            super::replace_keeper,
+        )
+        .answers::<KeeperReplacement>(),
         Call::new(
             POST,
             "/v1/vms/{name}/medium",

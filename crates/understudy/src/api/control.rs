@@ -10,12 +10,12 @@ use understudy_report::cluster::{
     DeleteReport, RestoreReport, RestoreRequest, SnapshotReport, SnapshotRequest, VerifyReport,
 };
 use understudy_report::events::Journal;
-use understudy_report::upgrade::UpgradePlan;
+use understudy_report::upgrade::{KeeperReplacement, UpgradePlan};
 use understudy_report::{
     CheckpointTiming, ComparisonReport, GroupRequest, HostStatus, MediumRequest, ProtectRequest,
     RecoverReport, RecoverRequest, VmStatus,
 };
-use understudy_report::{HostError, Meters};
+use understudy_report::{ErrorKind, HostError, Meters};
 use understudy_snapshot::SnapshotNumber;
 
 /// What the API asks of a host; all calls block. [`Host`] outside of tests.
@@ -54,6 +54,11 @@ pub trait Control: Send + Sync + 'static {
     fn unprotect(&self, name: &VmName) -> Result<VmStatus, HostError>;
     /// See [`Host::failover`].
     fn failover(&self, name: &VmName) -> Result<(), HostError>;
+    /// See [`Host::replace_keeper`].
+    fn replace_keeper(&self, name: &VmName) -> Result<KeeperReplacement, HostError> {
+        let message = format!("{name} has no keeper here");
+        Err(HostError::new(ErrorKind::Conflict, message))
+    }
     /// See [`Host::change_medium`].
     fn change_medium(&self, name: &VmName, request: MediumRequest) -> Result<VmStatus, HostError>;
     /// See [`Host::recover`].
@@ -138,6 +143,9 @@ impl Control for Arc<Host> {
     }
     fn failover(&self, name: &VmName) -> Result<(), HostError> {
         Host::failover(self, name)
+    }
+    fn replace_keeper(&self, name: &VmName) -> Result<KeeperReplacement, HostError> {
+        Host::replace_keeper(self, name)
     }
     fn change_medium(&self, name: &VmName, request: MediumRequest) -> Result<VmStatus, HostError> {
         Host::change_medium(self, name, request)

@@ -19,7 +19,7 @@ use understudy_report::cluster::{
     DeleteReport, RestoreReport, RestoreRequest, SnapshotReport, SnapshotRequest, VerifyReport,
 };
 use understudy_report::events::Journal;
-use understudy_report::upgrade::UpgradePlan;
+use understudy_report::upgrade::{KeeperReplacement, UpgradePlan};
 use understudy_report::{
     CheckpointTiming, ComparisonReport, GroupRequest, HostStatus, MediumRequest, ProtectRequest,
     Protection, RecoverReport, RecoverRequest, VmStatus,
@@ -85,6 +85,9 @@ impl Routed {
         let ask = || ask(&keeper.vm, keeper.reachable()?, |client| client.vm_status(&keeper.vm));
         match ask() {
             Ok(status) => Some(VmStatus { keeper_pid: keeper.pid, ..status }),
+            Err(_) if self.0.is_between_keepers(&keeper.vm) => {
+                self.0.status_between_keepers(&keeper.vm)
+            }
             // It has just been started, or is about to end.
             Err(error) if error.kind == ErrorKind::NotFound => None,
             Err(_) if self.0.keeper_of(&keeper.vm).is_none() => None,
@@ -201,7 +204,8 @@ impl Control for Routed {
     }
     fn vm_stop(&self, name: &VmName, force: bool) -> Result<(), HostError> {
         let is_left = self.0.is_left_to_keeper(name);
-        if self.0.is_awaited(name) && !is_left {
+        let is_between = force && self.0.is_between_keepers(name);
+        if is_between || self.0.is_awaited(name) && !is_left {
             return self.0.vm_stop(name, force);
         }
         let stop = self.ended(
@@ -248,6 +252,9 @@ impl Control for Routed {
     }
     fn failover(&self, name: &VmName) -> Result<(), HostError> {
         self.ended(name, |keeper| keeper.failover(name), |host| host.failover(name))
+    }
+    fn replace_keeper(&self, name: &VmName) -> Result<KeeperReplacement, HostError> {
+        self.0.replace_keeper(name)
     }
     fn change_medium(&self, name: &VmName, request: MediumRequest) -> Result<VmStatus, HostError> {
         let asked = request.clone();

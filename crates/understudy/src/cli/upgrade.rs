@@ -1,6 +1,7 @@
 //! The grammar of `upgrade`.
 
 use clap::Args;
+use understudy_protocol::VmName;
 
 pub(super) const UPGRADE_HELP: &str = "\
 Run it on the host whose daemon is to be restarted, with the new program: --plan says
@@ -9,13 +10,21 @@ now and by this program, and whether their QEMU takes the state of this host's V
 Nothing is changed. --evacuate hands over what can be, one VM after the other, and
 says whether the daemon may be restarted.
 
+A VM with a keeper (keepers = true) runs on while the daemon is restarted, and its keeper
+stays of its release. --keepers replaces it then by a process of the daemon's program, one
+VM after the other: the guest stands still for a moment, its connections live on, and it is
+not protected until it has been brought up to date. Without names that is done to all whose
+keeper runs another program than the daemon.
+
 Exits with 1 if somebody must see to a VM first; the plan says to which, and how.
 
 Example:
   apt-get install ./understudy_*.deb
   understudy upgrade --plan
   understudy upgrade --evacuate
-  systemctl restart understudy";
+  systemctl restart understudy
+  understudy upgrade --keepers
+  understudy upgrade --keepers db web";
 
 /// `upgrade`
 #[derive(Debug, Args)]
@@ -28,4 +37,8 @@ pub struct UpgradeArgs {
     /// restarted.
     #[arg(long)]
     pub evacuate: bool,
+    /// Replace the keepers of these VMs by processes of the daemon's program, while the guests run; without
+    /// names those that run another one.
+    #[arg(long, value_name = "VM", num_args = 0..)]
+    pub keepers: Option<Vec<VmName>>,
 }

@@ -62,13 +62,19 @@ async fn serve(
     let ordered = order.map(|order| Ok((order, daemon()?))).transpose().map_err(cannot_answer)?;
     let (name, runtime) = (vm.clone(), Handle::current());
     let door: Door = Box::new(move |host, path| open(&runtime, host, path));
-    let keep = move || Host::keep(config, &name, group, door);
+    let adopts = matches!(ordered, Some((Order::Adopt, _)));
+    let keep = move || match adopts {
+        true => Host::keep_later(config, group, door),
+        false => Host::keep(config, &name, group, door),
+    };
     let host = spawn_blocking(keep).await.map_err(crashed)??;
-    tracing::info!(%vm, "its keeper is ready");
+    if !adopts {
+        tracing::info!(%vm, "its keeper is ready");
+    }
     let (keeping, name) = (host.clone(), vm.clone());
     let mut over = spawn_blocking(move || keep_up(&keeping, &name, ordered));
     tokio::select! {
-        over = &mut over => over.map_err(crashed)?,
+        over = &mut over => over.map_err(crashed)??,
         signal = signals.next() => tracing::info!(%vm, signal, "its keeper ends"),
     }
     end_in_order(&host, &mut signals).await?;
@@ -95,12 +101,20 @@ fn open(runtime: &Handle, host: &Arc<Host>, path: &Path) -> Result<Close, HostEr
     }))
 }
 
-/// Has the order followed, if there is one, and waits for the end of the VMs.
-fn keep_up(host: &Arc<Host>, vm: &VmName, ordered: Option<(Order, UnixStream)>) {
-    if let Some((order, daemon)) = ordered {
-        host.take_first_order(vm, order, daemon);
+/// Has the order followed, if there is one, and waits for the end of the VMs. An error: it has none, and what there is
+/// of one is not its own to end.
+fn keep_up(
+    host: &Arc<Host>,
+    vm: &VmName,
+    ordered: Option<(Order, UnixStream)>,
+) -> Result<(), HostError> {
+    match ordered {
+        Some((Order::Adopt, daemon)) => host.adopt_as_ordered(vm, daemon)?,
+        Some((order, daemon)) => host.take_first_order(vm, order, daemon),
+        None => {}
     }
     host.await_end_of_kept();
+    Ok(())
 }
 
 /// The other end of the socket that is the standard input of whoever has an order.

@@ -1,5 +1,7 @@
 //! `understudy upgrade`.
 
+mod keepers;
+
 use super::lapse;
 use crate::cli::UpgradeArgs;
 use serde::Serialize;
@@ -7,10 +9,15 @@ use std::collections::BTreeSet;
 use std::fmt::Write;
 use understudy_client::{Client, Exit, Failure, output};
 use understudy_protocol::{GroupName, VmName};
-use understudy_report::upgrade::{UpgradeOutcome, UpgradePeer, UpgradePlan, UpgradeStep, Versions};
+use understudy_report::upgrade::{
+    KeeperProgram, UpgradeOutcome, UpgradePeer, UpgradePlan, UpgradeStep, Versions,
+};
 
-/// Says what a restart would do, or does what must come before it.
+/// Says what a restart would do, or does what must come before it, or after.
 pub fn run(client: &Client, args: &UpgradeArgs, json: bool) -> Result<Exit, Failure> {
+    if let Some(vms) = &args.keepers {
+        return keepers::replace(client, vms, json);
+    }
     let handed_over = match args.evacuate {
         true => evacuate(client, json)?,
         false => Vec::new(),
@@ -154,12 +161,25 @@ fn outcome(outcome: &UpgradeOutcome) -> String {
         UpgradeOutcome::LosesBackup { primary } => format!(
             "runs on at host {primary}, which is without this backup until the daemon is back"
         ),
-        UpgradeOutcome::GoesOn => "goes on in its keeper, which stays of its release".to_owned(),
+        UpgradeOutcome::GoesOn { keeper } => goes_on(keeper.as_ref()),
         UpgradeOutcome::Nothing => "is not this host's any more: nothing happens".to_owned(),
         UpgradeOutcome::NeedsPerson { reason, remedy } => {
             format!("NEEDS YOU: {reason}. To do: {remedy}")
         }
     }
+}
+
+fn goes_on(keeper: Option<&KeeperProgram>) -> String {
+    let text = "goes on in its keeper, which stays of its release".to_owned();
+    let Some(keeper) = keeper.filter(|keeper| !keeper.is_daemons) else { return text };
+    let version = keeper.version.as_ref().map_or(String::new(), |it| format!(", understudy {it}"));
+    let (pid, replaces) =
+        (keeper.pid, "`understudy upgrade --keepers` replaces it while the guest runs");
+    let then = match &keeper.obstacle {
+        None => replaces.to_owned(),
+        Some(obstacle) => format!("it cannot be replaced now: {obstacle}"),
+    };
+    format!("{text}: process {pid}{version}, is another program than the daemon; {then}")
 }
 
 fn conclusion(report: &Report, evacuated: bool) -> String {
@@ -238,6 +258,30 @@ mod tests {
         let text = describe(&report, false);
         assert!(text.contains("db: NEEDS YOU: copied. To do: wait"), "{text}");
         assert!(text.contains("NOT YET"), "{text}");
+    }
+
+    #[test]
+    fn a_keeper_of_another_program_is_told_with_what_becomes_of_it() {
+        let text = |is_daemons: bool, obstacle: Option<&str>| {
+            let obstacle = obstacle.map(str::to_owned);
+            let version = Some("0.9.0".to_owned());
+            let keeper = Some(KeeperProgram { pid: 7, version, is_daemons, obstacle });
+            let report = report(vec![step("db", UpgradeOutcome::GoesOn { keeper })], (17, 18));
+            assert!(report.is_ready(false));
+            describe(&report, false)
+        };
+        assert!(!text(true, None).contains("process 7"), "{}", text(true, None));
+        for (text, words) in [
+            (text(false, None), "`understudy upgrade --keepers` replaces it"),
+            (text(false, Some("it is in lockstep")), "cannot be replaced now: it is in lockstep"),
+        ] {
+            assert!(text.contains("process 7, understudy 0.9.0, is another program"), "{text}");
+            assert!(text.contains(words), "{text}");
+        }
+        // A daemon of an older release says nothing of it.
+        let step = r#"{"vm":"db","outcome":"goes-on"}"#;
+        let step: UpgradeStep = serde_json::from_str(step).unwrap();
+        assert_eq!(step.outcome, UpgradeOutcome::GoesOn { keeper: None });
     }
 
     #[test]

@@ -29,7 +29,7 @@ pub fn with_keepers() -> SceneOptions {
 #[derive(Debug, PartialEq)]
 pub struct Kept {
     pub keeper: u64,
-    qemu: u64,
+    pub qemu: u64,
     generation: u64,
 }
 

@@ -18,6 +18,7 @@
 //! | [`idle`]    | many idle VMs: what each takes, and that all live on |
 //! | [`keepers`] | VMs in processes of their own, which outlive their daemon |
 //! | [`kept_members`] | what comes into such a process, and what does not |
+//! | [`replaced_keepers`] | keepers that are replaced while their guests run |
 //! | [`limits`]  | what one QEMU may use of its host |
 //! | [`upgrade`] | hosts of two versions |
 //! | [`import`] | guests that libvirt has defined |
@@ -142,6 +143,7 @@ mod recover;
 mod refusals;
 mod relay;
 mod repair;
+mod replaced_keepers;
 mod resync;
 mod room;
 mod s3;

@@ -1,0 +1,231 @@
+//! How a keeper leaves its VM to the next one of this host, while the guest runs: its protection ends in
+//! order, a custodian has all by which QEMU is held and has the guest stand still, and this process
+//! ends. From then on the next keeper alone can let the guest go on.
+
+use super::legacy::{self, Legacy, Readable};
+use super::order;
+use crate::host::{Host, failed};
+use crate::lifecycle::check_goes_on;
+use crate::vm::{PrimaryVm, Vm};
+use std::convert::Infallible;
+use std::os::unix::net::UnixStream;
+use std::process;
+use std::sync::Arc;
+use std::thread;
+use std::time::{Duration, Instant};
+use understudy_machine::Machine;
+use understudy_machine::custody::Custody;
+use understudy_protocol::{HostName, LeaseAnswer, PrimaryPhase, VmName};
+use understudy_report::Mode;
+use understudy_report::error::{ErrorKind, HostError};
+use understudy_threads::lock;
+
+/// For what the guest has sent to leave it, once protection has ended.
+const OUTPUT_PATIENCE: Duration = Duration::from_secs(2);
+/// Between two looks at that.
+const LOOK: Duration = Duration::from_millis(1);
+
+/// A VM that is being left takes no other orders, until this is dropped.
+struct Leaving<'a>(&'a PrimaryVm);
+
+impl<'a> Leaving<'a> {
+    fn begin(vm: &'a PrimaryVm) -> Result<Leaving<'a>, HostError> {
+        match vm.begin_leaving() {
+            true => Ok(Leaving(vm)),
+            false => {
+                Err(conflict(format!("{} is being left to its next keeper already", vm.name())))
+            }
+        }
+    }
+}
+
+impl Drop for Leaving<'_> {
+    fn drop(&mut self) {
+        self.0.stay();
+    }
+}
+
+impl Host {
+    /// The VM, if nothing speaks against leaving it to a keeper that reads this.
+    pub(super) fn check_leavable(
+        &self,
+        name: &VmName,
+        reads: Readable,
+    ) -> Result<Arc<PrimaryVm>, HostError> {
+        reads.check()?;
+        let refuse = |why: String| Err(conflict(format!("{name} stays in its keeper: {why}")));
+        if let Some(group) = self.keeps.as_ref().and_then(|kept| kept.group()) {
+            return refuse(format!(
+                "it shares it with group {group}, whose VMs change their keeper by a planned fail-over \
+                 (`understudy failover {name}`)"
+            ));
+        }
+        if let Vm::Backup(session) = self.vm(name)? {
+            let primary = &session.primary;
+            return refuse(format!(
+                "it is backed up here: `understudy vm stop {name} --force` ends that, and host {primary}, \
+                 where it runs, looks for a backup, which gets a new keeper"
+            ));
+        }
+        let vm = self.primary(name)?;
+        check_goes_on(&vm)?;
+        let machine = vm.machine();
+        if let Some(obstacle) = machine.adoption_obstacle() {
+            return refuse(format!("{obstacle}; stop it and start it again, or hand it over"));
+        }
+        let snapshots = &self.snapshots;
+        if snapshots.is_taking(name)
+            || snapshots.is_restoring(name)
+            || snapshots.filling(name).is_some()
+        {
+            return refuse("it is being snapshotted, or restored: try again after that".to_owned());
+        }
+        if let Some(error) = machine.disk_error() {
+            return refuse(format!("the guest stands still: {error}"));
+        }
+        if machine.is_powered_off() || !machine.is_alive() {
+            return refuse("the guest is about to end".to_owned());
+        }
+        if let Some(session) = vm.active_session() {
+            match (session.mode(), session.phase()) {
+                (Mode::Lockstep, _) => {
+                    return refuse("it is in lockstep: hand it over, or unprotect it".to_owned());
+                }
+                (Mode::Checkpoint, PrimaryPhase::Protected) => {}
+                (Mode::Checkpoint, _) => {
+                    return refuse("it is being synchronised, or handed over: wait".to_owned());
+                }
+            }
+        }
+        Ok(vm)
+    }
+
+    /// Leaves a VM to the next keeper, tells the daemon, and ends this process. An error says why it goes
+    /// on here as before.
+    pub(super) fn leave_to_next(
+        self: &Arc<Self>,
+        name: &VmName,
+        reads: Readable,
+        daemon: &mut UnixStream,
+    ) -> HostError {
+        match self.try_to_leave(name, reads, daemon) {
+            Ok(never) => match never {},
+            Err(error) => error,
+        }
+    }
+
+    fn try_to_leave(
+        self: &Arc<Self>,
+        name: &VmName,
+        reads: Readable,
+        daemon: &mut UnixStream,
+    ) -> Result<Infallible, HostError> {
+        let vm = self.check_leavable(name, reads)?;
+        // In this order: what would begin is refused, and what was under way ends before it is looked at again.
+        let leaving = Leaving::begin(&vm)?;
+        let protecting = lock(&vm.protecting);
+        self.check_leavable(name, reads)?;
+        // Nothing that takes long is found out only when the guest stands still.
+        self.prove_ours(&vm)?;
+        let backup = vm.active_session().map(|session| session.peer.clone());
+        let left = match &backup {
+            Some(peer) => self.end_protection(&vm).and_then(|()| {
+                await_output(&vm.machine())?;
+                vm.events.note(format!("not protected to {peer} while its keeper is replaced"));
+                self.leave(&vm, backup.clone(), daemon)
+            }),
+            None => self.leave(&vm, None, daemon),
+        };
+        drop((protecting, leaving));
+        left.inspect_err(|error| {
+            if let Some(peer) = &backup
+                && vm.active_session().is_none()
+            {
+                let remedy = format!("understudy protect {name} --to {peer}");
+                self.degraded(&vm, format!("its keeper is not replaced: {error}"), &remedy);
+            }
+        })
+    }
+
+    /// Whether the arbiter answers, and says that the VM is this host's.
+    fn prove_ours(&self, vm: &PrimaryVm) -> Result<(), HostError> {
+        match self.ask_for_owner(vm.name(), vm.generation()) {
+            LeaseAnswer::Own => Ok(()),
+            LeaseAnswer::Moved(why) | LeaseAnswer::Unreachable(why) => {
+                let message = format!("{} stays in its keeper: {why}", vm.name());
+                Err(HostError::new(ErrorKind::Unreachable, message))
+            }
+        }
+    }
+
+    fn leave(
+        &self,
+        vm: &PrimaryVm,
+        backup: Option<HostName>,
+        daemon: &mut UnixStream,
+    ) -> Result<Infallible, HostError> {
+        let machine = vm.machine();
+        let custody = self.entrust(vm, &machine, backup).and_then(|custody| {
+            machine.prepare_to_leave()?;
+            custody.stop()?;
+            Ok(custody)
+        });
+        // Dropped, the custody is over.
+        let custody = custody.map_err(|error| {
+            stay(&machine);
+            failed(&format!("{} stays in its keeper", vm.name()), &error)
+        })?;
+        if !self.still_runs(vm) || machine.is_powered_off() || !machine.is_alive() {
+            stay(&machine);
+            return Err(conflict(format!("{} has just ended", vm.name())));
+        }
+        // From here on it is the next keeper's.
+        machine.leave_to_next();
+        custody.leave();
+        if let Some(kept) = &self.keeps {
+            kept.leave_to_next(vm.name());
+        }
+        let answer: order::Answer = Ok(None);
+        if let Err(error) = order::say(daemon, &answer) {
+            // The next keeper, or the next daemon, sees that this process has ended.
+            tracing::warn!(vm = %vm.name(), "the daemon does not hear that it was left: {error}");
+        }
+        // Nothing of it is to be taken apart: that would end QEMU, and remove what is the next keeper's.
+        process::exit(0)
+    }
+
+    fn entrust(
+        &self,
+        vm: &PrimaryVm,
+        machine: &Machine,
+        backup: Option<HostName>,
+    ) -> anyhow::Result<Custody> {
+        let (note, descriptors) = machine.entrusted()?;
+        let legacy = Legacy::new(vm.generation(), backup, note);
+        let directory = self.vm_directory(vm.name())?;
+        Custody::begin(&legacy::socket(&directory), &legacy, &descriptors)
+    }
+}
+
+fn stay(machine: &Machine) {
+    if let Err(error) = machine.stay() {
+        tracing::warn!(vm = %machine.definition().name, "the guest does not go on: {error}");
+    }
+}
+
+/// Protection has ended, and nothing waits for a backup any more: waits until all of it has left.
+fn await_output(machine: &Machine) -> Result<(), HostError> {
+    let deadline = Instant::now() + OUTPUT_PATIENCE;
+    let holds = || machine.ports().iter().any(|port| port.held_frames() > 0);
+    while holds() {
+        if Instant::now() > deadline {
+            return Err(conflict("what the guest has sent does not leave".to_owned()));
+        }
+        thread::sleep(LOOK);
+    }
+    Ok(())
+}
+
+fn conflict(message: String) -> HostError {
+    HostError::new(ErrorKind::Conflict, message)
+}

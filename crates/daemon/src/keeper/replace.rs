@@ -1,0 +1,315 @@
+//! How the daemon has a VM's keeper replaced by a process of its own program, while the guest runs: the next keeper is
+//! started first, and waits until the last one has ended, which leaves it the VM.
+//!
+//! A guest that no keeper has gone on with stands still with its custodian. It is looked for as long as there is a
+//! daemon, and further keepers are started until one goes on with it, or its operator ends it.
+
+use super::Keeper;
+use super::adopt::{Adopted, DISMISSED, Word};
+use super::legacy::{self, Readable};
+use super::order::{Follower, Order};
+use super::start::reap_aside;
+use crate::arrivals::Arrival;
+use crate::host::{Host, internal};
+use nix::poll::PollTimeout;
+use nix::sys::signal::Signal;
+use std::io::{self, BufRead, BufReader, Write};
+use std::os::fd::AsFd;
+use std::os::unix::net::UnixStream;
+use std::process::Child;
+use std::sync::Arc;
+use std::thread;
+use std::time::Duration;
+use tracing::{info, warn};
+use understudy_machine::custody::Custody;
+use understudy_protocol::VmName;
+use understudy_protocol::validity::ImageRole;
+use understudy_qemu::process::{has_ended, signal};
+use understudy_report::error::{ErrorKind, HostError};
+use understudy_report::events::EventKind;
+use understudy_report::upgrade::KeeperReplacement;
+
+/// For the next keeper to be ready, and for it to go on with the guest. The arbiter may take its time.
+const PATIENCE: Duration = Duration::from_secs(60);
+/// Before another keeper is started for a guest that stands still.
+const AGAIN: Duration = Duration::from_secs(1);
+
+/// Why no keeper goes on with a guest.
+enum NotTaken {
+    /// One may, the next time.
+    Later(String),
+    /// None ever will.
+    Lost(String),
+}
+
+impl From<HostError> for NotTaken {
+    fn from(error: HostError) -> NotTaken {
+        NotTaken::Later(error.message)
+    }
+}
+
+/// A keeper that is to go on with a guest.
+struct Next {
+    vm: VmName,
+    process: Child,
+    said: BufReader<UnixStream>,
+}
+
+impl Next {
+    fn hear(&mut self) -> Result<Word, HostError> {
+        let unreachable = |message: String| HostError::new(ErrorKind::Unreachable, message);
+        self.said.get_ref().set_read_timeout(Some(PATIENCE)).map_err(internal)?;
+        let mut line = String::new();
+        match self.said.read_line(&mut line) {
+            Ok(1..) => serde_json::from_str(&line).map_err(|error| {
+                unreachable(format!("its next keeper is not understood: {error}"))
+            }),
+            Err(error) if error.kind() == io::ErrorKind::WouldBlock => Err(unreachable(format!(
+                "its next keeper has said nothing for {} s",
+                PATIENCE.as_secs()
+            ))),
+            Ok(0) | Err(_) => Err(unreachable(
+                "its next keeper has ended: the daemon's log has its words".to_owned(),
+            )),
+        }
+    }
+
+    /// What it reads of what the last keeper leaves.
+    fn await_ready(&mut self) -> Result<Readable, HostError> {
+        match self.hear()? {
+            Word::Ready(reads) => Ok(reads),
+            Word::Failed(why) | Word::Lost(why) => Err(HostError::new(ErrorKind::Conflict, why)),
+            Word::Adopted(_) => {
+                let message = "its next keeper has not waited for the last one".to_owned();
+                Err(HostError::new(ErrorKind::Internal, message))
+            }
+        }
+    }
+
+    fn await_adoption(&mut self) -> Result<Adopted, NotTaken> {
+        match self.hear()? {
+            Word::Adopted(adopted) => Ok(adopted),
+            Word::Failed(why) => Err(NotTaken::Later(why)),
+            Word::Lost(why) => Err(NotTaken::Lost(why)),
+            Word::Ready(_) => Err(NotTaken::Later("its next keeper still waits".to_owned())),
+        }
+    }
+
+    /// Nothing is to be adopted.
+    fn dismiss(mut self) {
+        // It has ended if it cannot be told.
+        let _ = self.said.get_mut().write_all(&[DISMISSED]);
+        reap_aside(self.process, &self.vm);
+    }
+
+    /// Ends it at once: what it has of the guest goes back to the custodian.
+    fn end(mut self) {
+        // Fails if it has ended already.
+        let _ = self.process.kill();
+        reap_aside(self.process, &self.vm);
+    }
+}
+
+impl Keeper {
+    /// Refuses to have one replaced that does not know how.
+    pub(crate) fn check_replaceable(&self) -> Result<(), HostError> {
+        self.reachable()?;
+        if self.program.is_some() {
+            return Ok(());
+        }
+        let vm = &self.vm;
+        let message = format!(
+            "the keeper of {vm} is of a release whose keepers cannot be replaced while the guest runs: hand {vm} \
+             over (`understudy failover {vm}`), or stop it and start it again"
+        );
+        Err(HostError::new(ErrorKind::Conflict, message))
+    }
+
+    /// Why it cannot be replaced now, if it cannot.
+    pub(crate) fn replacement_obstacle(&self) -> Option<String> {
+        let asked = || {
+            self.check_replaceable()?;
+            self.obey(&self.vm, &Order::MayLeave(Readable::OWN))
+        };
+        asked().err().map(|error| error.message)
+    }
+}
+
+impl Host {
+    /// Has another process, of this daemon's program, keep a VM while its guest runs. It is protected again by itself,
+    /// as it was.
+    pub fn replace_keeper(self: &Arc<Self>, name: &VmName) -> Result<KeeperReplacement, HostError> {
+        let keeper = self.keeper_of(name).ok_or_else(|| match self.vm_status(name) {
+            Err(error) => error,
+            Ok(_) => HostError::new(ErrorKind::Conflict, format!("{name} has no keeper here")),
+        })?;
+        keeper.check_replaceable()?;
+        let arrival = self.expect_next(name)?;
+        // What is refused is refused before there is another process.
+        keeper.obey(name, &Order::MayLeave(Readable::OWN))?;
+        let between = self.orphans.expect_keeper(name);
+        let mut next = self.start_next(name)?;
+        let left = match next.await_ready() {
+            Ok(reads) => keeper.obey(name, &Order::Leave(reads)),
+            Err(error) => Err(error),
+        };
+        if let Err(error) = left
+            && self.still_keeps(&keeper, &error)
+        {
+            next.dismiss();
+            // Its operator may have ended it meanwhile.
+            if between.is_given_up() {
+                self.stop_in_keeper(name)?;
+            }
+            return Err(error);
+        }
+        match next.await_adoption() {
+            Ok(adopted) => {
+                let replacement = KeeperReplacement {
+                    vm: name.clone(),
+                    former: adopted.former,
+                    keeper: next.process.id(),
+                    still_ms: adopted.still_ms,
+                };
+                self.keep_place(Follower::New(next.process), arrival);
+                match between.is_given_up() {
+                    true => self.stop_in_keeper(name).map(|()| replacement),
+                    false => Ok(replacement),
+                }
+            }
+            Err(NotTaken::Later(why) | NotTaken::Lost(why)) => {
+                next.end();
+                // From here on it is looked for: see `take_up`.
+                let message = format!(
+                    "the last keeper of {name} has ended, and the next one does not go on with the guest: {why}; \
+                     further ones are started until one does (`understudy status {name}`)"
+                );
+                Err(HostError::new(ErrorKind::Internal, message))
+            }
+        }
+    }
+
+    /// Whether a keeper goes on that did not leave its VM, for this reason. That it has ended may show a moment later.
+    fn still_keeps(&self, keeper: &Keeper, error: &HostError) -> bool {
+        let is_there = || self.keeper_of(&keeper.vm).is_some_and(|now| now.pid == keeper.pid);
+        if error.kind == ErrorKind::Internal && is_there() {
+            thread::sleep(AGAIN);
+        }
+        is_there()
+    }
+
+    /// Keeps the place of a VM that is to have another keeper.
+    fn expect_next(&self, name: &VmName) -> Result<Arrival, HostError> {
+        let _adding = self.adding.lock();
+        if self.arrivals.is_expected(name) {
+            let message = format!("the keeper of {name} is being replaced already");
+            return Err(HostError::new(ErrorKind::Conflict, message));
+        }
+        let definition = self.recorded_definition(name)?;
+        Ok(Arrival::expect(&self.arrivals, &self.config.name, &definition))
+    }
+
+    fn start_next(&self, name: &VmName) -> Result<Next, HostError> {
+        let (process, said) = self.spawn_ordered_keeper(name, None, &Order::Adopt)?;
+        Ok(Next { vm: name.clone(), process, said: BufReader::new(said) })
+    }
+
+    /// Whether a custodian may have the VM's guest, which its last keeper has left.
+    pub(super) fn is_left(&self, name: &VmName) -> bool {
+        legacy::socket(&name.below(&self.config.state_dir)).exists()
+    }
+
+    /// Has keepers started for a guest that its last keeper has left and that none has gone on with, if there is one,
+    /// until one does; whether there is one.
+    pub(super) fn take_up(self: &Arc<Self>, name: &VmName) -> bool {
+        if self.arrivals.is_expected(name) || self.orphans.why(name).is_some() {
+            return true;
+        }
+        if !self.is_left(name) || self.keeper_of(name).is_some() {
+            return false;
+        }
+        let (host, vm) = (Arc::downgrade(self), name.clone());
+        let between = self.orphans.expect_keeper(name);
+        let take = move || {
+            let _between = between;
+            while let Some(false) = host.upgrade().map(|host| host.is_taken_up(&vm)) {
+                thread::sleep(AGAIN);
+            }
+        };
+        if let Err(error) = thread::Builder::new().name(format!("adopt-{name}")).spawn(take) {
+            warn!(vm = %name, "its guest stands still: no thread can be started: {error}");
+        }
+        true
+    }
+
+    /// Tries once; whether there is nothing left to do.
+    fn is_taken_up(self: &Arc<Self>, name: &VmName) -> bool {
+        if self.is_closing() {
+            return true;
+        }
+        if self.orphans.is_given_up(name) {
+            self.end_left_guest(name);
+            return true;
+        }
+        match self.try_to_take_up(name) {
+            Ok(adopted) => {
+                info!(vm = %name, "goes on in another keeper, after {} ms", adopted.still_ms);
+                true
+            }
+            Err(NotTaken::Later(why)) => {
+                self.events.of(name).record_new(EventKind::WithoutKeeper { reason: why.clone() });
+                self.orphans.note(name, why);
+                false
+            }
+            // Its last words say so, to whoever looks for them.
+            Err(NotTaken::Lost(why)) => {
+                warn!(vm = %name, "its guest is lost: {why}");
+                true
+            }
+        }
+    }
+
+    fn try_to_take_up(self: &Arc<Self>, name: &VmName) -> Result<Adopted, NotTaken> {
+        let arrival = self.expect_next(name)?;
+        let mut next = self.start_next(name)?;
+        let adopted =
+            next.await_ready().map_err(NotTaken::from).and_then(|_| next.await_adoption());
+        match adopted {
+            Ok(adopted) => {
+                self.keep_place(Follower::New(next.process), arrival);
+                Ok(adopted)
+            }
+            Err(error) => {
+                next.end();
+                Err(error)
+            }
+        }
+    }
+
+    /// Ends a guest that stands still with its custodian, by its operator's wish.
+    fn end_left_guest(&self, name: &VmName) {
+        let socket = legacy::socket(&name.below(&self.config.state_dir));
+        match Custody::of_another(&socket) {
+            Ok((_custody, _, descriptors)) => {
+                // Fails if it has ended already.
+                let _ = signal(descriptors[0].as_fd(), Signal::SIGKILL);
+                while !has_ended(descriptors[0].as_fd(), PollTimeout::NONE).unwrap_or(true) {}
+            }
+            Err(error) => warn!(vm = %name, "its custodian has ended already: {error:#}"),
+        }
+        let noted = self.records.change(name, |record| {
+            record.image.role = ImageRole::Cut;
+            record.wanted = false;
+        });
+        if let Err(error) = noted {
+            warn!(vm = %name, "{error}");
+        }
+        let record = self.record(name).ok().flatten();
+        if let (Some(arbiter), Some(record)) = (&self.arbiter, record)
+            && let Err(error) = arbiter.release(name, record.image.generation)
+        {
+            warn!(vm = %name, "{error}");
+        }
+        self.events.of(name).record(EventKind::Stopped { cut: true });
+    }
+}

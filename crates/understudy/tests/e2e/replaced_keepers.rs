@@ -1,0 +1,299 @@
+//! Keepers that are replaced while their guests run: by hand, by another program, and by one that dies.
+
+use crate::keepers::{Kept, begin, kept, with_keepers};
+use crate::snapshot::{json, store};
+use crate::stage::{
+    LIMIT, await_forgotten, await_service, close, hand_over, play, protection, prove_disk,
+    prove_survival, refusal,
+};
+use anyhow::{Context, Result, ensure};
+use serde_json::Value;
+use std::fs;
+use std::path::PathBuf;
+use tempfile::TempDir;
+use understudy_lab::scene::VM;
+use understudy_lab::{Scene, SceneOptions, wait_for};
+
+/// What a host says of its guest once it runs there in a keeper that answers.
+fn answered(scene: &Scene) -> Result<Kept> {
+    wait_for("the keeper to answer", LIMIT, || {
+        let known = scene.host("a")?.known(VM)?;
+        known.filter(|status| status["live"] == true).map(|status| kept(&status)).transpose()
+    })
+}
+
+/// Has the keeper of host a's guest replaced; the guest goes on in the same QEMU.
+fn replace(scene: &Scene) -> Result<()> {
+    let before = answered(scene)?;
+    let words = scene.host("a")?.call(["upgrade", "--keepers", VM])?;
+    prove_replaced(scene, &before, &words)
+}
+
+fn prove_replaced(scene: &Scene, before: &Kept, words: &str) -> Result<()> {
+    let now = answered(scene)?;
+    let told = format!("{VM}: keeper {} is replaced by {};", before.keeper, now.keeper);
+    ensure!(words.contains(&told), "not {told:?}: {words}");
+    ensure!(words.contains("the guest stood still for"), "{words}");
+    eprintln!("{}", words.trim());
+    ensure!(now.qemu == before.qemu, "another QEMU: {before:?} became {now:?}");
+    ensure!(now.keeper != before.keeper, "the same keeper: {now:?}");
+    Ok(())
+}
+
+fn stop(scene: &Scene) -> Result<()> {
+    scene.host("a")?.call(["vm", "stop", VM, "--force"])?;
+    await_forgotten(scene, "a")
+}
+
+/// Waits until host a's guest is protected again, of which it says until then that it is not.
+fn await_protected_again(scene: &Scene) -> Result<()> {
+    wait_for("the guest to be protected again", LIMIT, || {
+        let known = scene.host("a")?.known(VM)?;
+        Ok(known.filter(|status| protection(status).0 == "protected").map(drop))
+    })
+}
+
+#[test]
+fn a_protected_guests_keeper_is_replaced_twice_and_its_client_does_not_notice() {
+    play(with_keepers(), |scene| {
+        scene.protected_guest("a", "b")?;
+        let client = begin(scene)?;
+        for _ in 0..2 {
+            replace(scene)?;
+            await_service(&client)?;
+            await_protected_again(scene)?;
+            await_service(&client)?;
+        }
+        wait_for("the daemon to tell what the next keeper has done", LIMIT, || {
+            let events = scene.host("a")?.call(["events", "--json"])?;
+            Ok((events.matches("\"keeper-replaced\"").count() == 2).then_some(()))
+        })?;
+        let status = scene.status("a")?;
+        let copied = &status["disk_sync"]["full_because"];
+        ensure!(copied.is_null(), "all of its disks was copied: {copied}");
+        // What its daemon need not be there for.
+        scene.host_mut("a")?.kill_daemon()?;
+        await_service(&client)?;
+        scene.host_mut("a")?.kill_everything()?;
+        prove_survival(scene, client, "b")
+    });
+}
+
+#[test]
+fn an_unprotected_guests_keeper_is_replaced_and_the_next_is_one_as_any() {
+    play(with_keepers(), |scene| {
+        scene.start_guest("a")?;
+        scene.await_guest()?;
+        let client = begin(scene)?;
+        // It leaves memory watched, for the next one.
+        let store = store(scene);
+        let snapshot = ["vm", "snapshot", VM, "--trace", "0", "--store", &store];
+        json(scene, "a", &snapshot)?;
+        replace(scene)?;
+        await_service(&client)?;
+        json(scene, "a", &snapshot)?;
+        let before = answered(scene)?;
+        scene.host_mut("a")?.kill_daemon()?;
+        await_service(&client)?;
+        scene.revive("a")?;
+        ensure!(answered(scene)? == before, "another one");
+        replace(scene)?;
+        await_service(&client)?;
+        // It is protected, and handed over, as if nothing had been.
+        scene.protect("a", "b")?;
+        scene.await_protected("a", |_| ())?;
+        hand_over(scene.host("a")?, VM)?;
+        await_forgotten(scene, "a")?;
+        scene.await_live("b")?;
+        await_service(&client)?;
+        let acked = close(client)?;
+        prove_disk(scene, "b", acked)
+    });
+}
+
+/// The next keeper on host a dies at a point for as long as there is a file.
+struct Dying {
+    file: PathBuf,
+    _directory: TempDir,
+}
+
+impl Dying {
+    fn at(point: &str) -> Result<(Dying, SceneOptions)> {
+        let directory = tempfile::tempdir()?;
+        let file = directory.path().join("dies");
+        fs::write(&file, "")?;
+        let mut options = with_keepers();
+        let daemon = options.daemons.get_mut("a").context("no host a")?;
+        let point = format!("{point}=return({})", file.display());
+        daemon.environment.push(("FAILPOINTS".to_owned(), point));
+        Ok((Dying { file, _directory: directory }, options))
+    }
+
+    fn no_more(&self) -> Result<()> {
+        Ok(fs::remove_file(&self.file)?)
+    }
+}
+
+#[test]
+#[cfg_attr(not(feature = "fail-points"), ignore = "needs `--features fail-points`")]
+fn a_next_keeper_that_dies_before_the_last_has_left_changes_nothing() {
+    let (dying, options) = Dying::at("prepare-to-adopt").expect("a file");
+    play(options, |scene| {
+        scene.protected_guest("a", "b")?;
+        let client = begin(scene)?;
+        let before = answered(scene)?;
+        let (code, words) = refusal(scene.host("a")?, &["upgrade", "--keepers", VM, "--json"])?;
+        ensure!(code == 1, "{code}: {words}");
+        let words = scene.host("a")?.cli(["upgrade", "--keepers", VM])?;
+        let words = String::from_utf8_lossy(&words.stdout).into_owned();
+        ensure!(words.contains("NOT REPLACED: its next keeper has ended"), "{words}");
+        ensure!(answered(scene)? == before, "another one");
+        scene.await_protected("a", |_| ())?;
+        await_service(&client)?;
+        dying.no_more()?;
+        replace(scene)?;
+        await_protected_again(scene)?;
+        scene.host_mut("a")?.kill_everything()?;
+        prove_survival(scene, client, "b")
+    });
+}
+
+/// The guest of host a stands still, and the host says so.
+fn await_standstill(scene: &Scene) -> Result<()> {
+    wait_for("host a to say that the guest stands still", LIMIT, || {
+        let Some(status) = scene.host("a")?.known(VM)? else { return Ok(None) };
+        let reason = status["protection"]["reason"].as_str().unwrap_or_default();
+        Ok(reason.contains("stands still between two keepers").then_some(()))
+    })
+}
+
+#[test]
+#[cfg_attr(not(feature = "fail-points"), ignore = "needs `--features fail-points`")]
+fn a_guest_whose_next_keeper_dies_is_taken_up_by_a_further_one_of_the_next_daemon_too() {
+    let (dying, options) = Dying::at("adopt").expect("a file");
+    play(options, |scene| {
+        scene.protected_guest("a", "b")?;
+        let client = begin(scene)?;
+        let before = answered(scene)?;
+        let output = scene.host("a")?.cli(["upgrade", "--keepers", VM])?;
+        let words = String::from_utf8_lossy(&output.stdout).into_owned();
+        ensure!(words.contains("the next one does not go on with the guest"), "{words}");
+        await_standstill(scene)?;
+        // Nothing starts it a second time.
+        let (_, words) =
+            refusal(scene.host("a")?, &["vm", "start", &scene.definition().to_string_lossy()])?;
+        ensure!(words.contains("between two keepers"), "{words}");
+        scene.host_mut("a")?.kill_daemon()?;
+        scene.revive("a")?;
+        await_standstill(scene)?;
+        dying.no_more()?;
+        await_service(&client)?;
+        let now = answered(scene)?;
+        ensure!(now.qemu == before.qemu && now.keeper != before.keeper, "{before:?}: {now:?}");
+        await_protected_again(scene)?;
+        scene.host_mut("a")?.kill_everything()?;
+        prove_survival(scene, client, "b")
+    });
+}
+
+#[test]
+#[cfg_attr(not(feature = "fail-points"), ignore = "needs `--features fail-points`")]
+fn a_guest_that_stands_still_between_two_keepers_is_ended_by_its_operator() {
+    let (_dying, options) = Dying::at("adopt").expect("a file");
+    play(options, |scene| {
+        scene.start_guest("a")?;
+        scene.await_guest()?;
+        scene.host("a")?.cli(["upgrade", "--keepers", VM])?;
+        await_standstill(scene)?;
+        stop(scene)?;
+        // Its place is free.
+        scene.start_guest("a")?;
+        scene.await_guest()?;
+        stop(scene)
+    });
+}
+
+/// What is said of a VM whose keeper is not replaced.
+fn refused(scene: &Scene, host: &str, vm: &str) -> Result<String> {
+    let output = scene.host(host)?.cli(["upgrade", "--keepers", vm])?;
+    let words = String::from_utf8_lossy(&output.stdout).into_owned();
+    ensure!(output.status.code() == Some(1), "{output:?}");
+    ensure!(words.contains(&format!("{vm}: NOT REPLACED: ")), "{words}");
+    Ok(words)
+}
+
+#[test]
+fn a_keeper_is_not_replaced_where_that_would_lose_something() {
+    play(with_keepers(), |scene| {
+        let words = refused(scene, "a", "nobody")?;
+        ensure!(words.contains("there is no VM"), "{words}");
+        scene.protected_guest("a", "b")?;
+        let words = refused(scene, "b", VM)?;
+        ensure!(words.contains("it is backed up here"), "{words}");
+        ensure!(scene.status("b")?["role"] == "backup", "{words}");
+        scene.await_protected("a", |_| ())?;
+        scene.host("a")?.call(["unprotect", VM])?;
+        // A keeper of an older release says nothing of what it leaves.
+        let note = scene.host("a")?.directory().join("state").join(VM).join("keeper.json");
+        let mut text: Value = serde_json::from_slice(&fs::read(&note)?)?;
+        text.as_object_mut().context("no note")?.remove("program");
+        fs::write(&note, text.to_string())?;
+        let words = refused(scene, "a", VM)?;
+        ensure!(words.contains("of a release whose keepers cannot be replaced"), "{words}");
+        stop(scene)
+    });
+}
+
+/// A program in a file of its own, that can be replaced as a package is upgraded.
+struct Installed(TempDir);
+
+impl Installed {
+    fn new(options: &mut SceneOptions) -> Result<Installed> {
+        let directory = tempfile::tempdir()?;
+        let built = &options.binary;
+        let agent = built.with_file_name("libunderstudy_agent.so");
+        for file in [built, &agent] {
+            let name = file.file_name().context("a path without a name")?;
+            fs::copy(file, directory.path().join(name))?;
+        }
+        options.binary = directory.path().join(built.file_name().context("no name")?);
+        Ok(Installed(directory))
+    }
+
+    fn upgrade(&self, options: &SceneOptions) -> Result<()> {
+        let fresh = self.0.path().join("fresh");
+        fs::copy(&options.binary, &fresh)?;
+        Ok(fs::rename(fresh, &options.binary)?)
+    }
+}
+
+#[test]
+fn after_an_upgrade_the_plan_tells_which_keepers_run_another_program_and_they_are_replaced() {
+    let mut options = with_keepers();
+    let installed = Installed::new(&mut options).expect("a copy of the program");
+    play(options.clone(), |scene| {
+        scene.start_guest("a")?;
+        scene.await_guest()?;
+        let client = begin(scene)?;
+        let before = answered(scene)?;
+        let words = scene.host("a")?.call(["upgrade", "--keepers"])?;
+        ensure!(words.contains("all keepers run the daemon's program"), "{words}");
+        installed.upgrade(&options)?;
+        scene.host_mut("a")?.kill_daemon()?;
+        scene.revive("a")?;
+        let plan: Value =
+            serde_json::from_str(&scene.host("a")?.call(["upgrade", "--plan", "--json"])?)?;
+        let keeper = &plan["vms"][0]["keeper"];
+        ensure!(keeper["pid"] == before.keeper && keeper["is_daemons"] == false, "{plan}");
+        ensure!(keeper["obstacle"].is_null(), "{plan}");
+        let plan = scene.host("a")?.call(["upgrade", "--plan"])?;
+        ensure!(plan.contains("`understudy upgrade --keepers` replaces it"), "{plan}");
+        let words = scene.host("a")?.call(["upgrade", "--keepers"])?;
+        prove_replaced(scene, &before, &words)?;
+        await_service(&client)?;
+        let plan = scene.host("a")?.call(["upgrade", "--plan"])?;
+        ensure!(!plan.contains("another program"), "{plan}");
+        close(client)?;
+        stop(scene)
+    });
+}
