@@ -22,6 +22,8 @@ const PROGRAM: &str = "swtpm";
 const DIRECTORY: &str = "tpm";
 /// What outlives a power-off.
 const STATE: &str = "tpm2-00.permall";
+/// The same beside that directory, while it is made anew: there is no moment at which no file has it.
+const KEPT: &str = "tpm.kept";
 /// For the end of a swtpm whose QEMU has ended: it may be writing.
 const PATIENCE: Duration = Duration::from_secs(2);
 
@@ -41,26 +43,12 @@ impl Tpm {
             bail!("a VM with a TPM cannot go on in another QEMU on the same host");
         }
         let directory = plan.run_dir.join(DIRECTORY);
-        let state = directory.join(STATE);
-        let seed = plan.definition.tpm_state.as_deref().filter(|_| plan.role == Role::Fresh);
-        let prepare = || -> anyhow::Result<()> {
-            let kept = match plan.role {
-                Role::Fresh => state.is_file().then(|| fs::read(&state)).transpose()?,
-                // What it is to be comes with the device state.
-                Role::Standby => None,
-            };
-            let seeded = seed.filter(|_| kept.is_none()).map(read_seed).transpose()?;
-            user::give_directory(&directory, user)?;
-            if let Some(content) = kept.or(seeded) {
-                let mut options = File::options();
-                let file = options.write(true).create_new(true).mode(0o600).open(&state)?;
-                io::copy(&mut &content[..], &mut &file)?;
-                file.sync_all()?;
-                user::give(&file, user)?;
-            }
-            Ok(())
+        let prepared = match plan.role {
+            Role::Fresh => prepare(plan.run_dir, plan.definition.tpm_state.as_deref(), user),
+            // What it is to be comes with the device state.
+            Role::Standby => user::give_directory(&directory, user).map_err(anyhow::Error::from),
         };
-        prepare().with_context(|| format!("cannot prepare {}", directory.display()))?;
+        prepared.with_context(|| format!("cannot prepare {}", directory.display()))?;
         let (qemus, ours) = UnixStream::pair().context("cannot make a TPM's sockets")?;
         let control = format!("type=unixio,clientfd={}", ours.as_raw_fd());
         let arguments =
@@ -87,8 +75,96 @@ impl Drop for Tpm {
     }
 }
 
+/// Makes swtpm's directory anew, with the state that the VM has, or begins with.
+fn prepare(run_dir: &Path, seed: Option<&Path>, user: Option<User>) -> anyhow::Result<()> {
+    let (directory, kept) = (run_dir.join(DIRECTORY), run_dir.join(KEPT));
+    let state = directory.join(STATE);
+    // A start that came no further has left the one, and perhaps nothing of the other.
+    let found = [&kept, &state].into_iter().find(|file| file.is_file());
+    let content = match found {
+        Some(file) => Some(fs::read(file)?),
+        None => seed.map(read_seed).transpose()?,
+    };
+    if let Some(content) = content.as_ref().filter(|_| found == Some(&state)) {
+        let new = run_dir.join(format!("{KEPT}.new"));
+        write(&new, content)?;
+        fs::rename(&new, &kept)?;
+        File::open(run_dir)?.sync_all()?;
+    }
+    user::give_directory(&directory, user)?;
+    let Some(content) = content else { return Ok(()) };
+    user::give(&write(&state, &content)?, user)?;
+    File::open(&directory)?.sync_all()?;
+    match fs::remove_file(&kept) {
+        Err(error) if error.kind() != io::ErrorKind::NotFound => Err(error.into()),
+        _ => Ok(()),
+    }
+}
+
+/// Writes a file that its owner alone may read, to stable storage.
+fn write(path: &Path, content: &[u8]) -> io::Result<File> {
+    let mut options = File::options();
+    let file = options.write(true).create(true).truncate(true).mode(0o600).open(path)?;
+    io::copy(&mut &content[..], &mut &file)?;
+    file.sync_all()?;
+    Ok(file)
+}
+
 /// The state that another manager's swtpm has left in its directory.
 fn read_seed(directory: &Path) -> anyhow::Result<Vec<u8>> {
     let file = directory.join(STATE);
     fs::read(&file).with_context(|| format!("cannot read the TPM's state, {}", file.display()))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// The directory of a VM whose TPM has this state.
+    fn vm(content: &str) -> tempfile::TempDir {
+        let vm = tempfile::tempdir().unwrap();
+        fs::create_dir(vm.path().join(DIRECTORY)).unwrap();
+        fs::write(vm.path().join(DIRECTORY).join(STATE), content).unwrap();
+        vm
+    }
+
+    fn state(vm: &tempfile::TempDir) -> String {
+        fs::read_to_string(vm.path().join(DIRECTORY).join(STATE)).unwrap()
+    }
+
+    #[test]
+    fn a_tpm_is_the_same_after_a_start() {
+        let vm = vm("endorsed");
+        fs::write(vm.path().join(DIRECTORY).join("left"), "by swtpm").unwrap();
+        prepare(vm.path(), None, None).unwrap();
+        assert_eq!(state(&vm), "endorsed");
+        assert!(!vm.path().join(DIRECTORY).join("left").exists() && !vm.path().join(KEPT).exists());
+    }
+
+    /// The file was read, removed, and written again: what ended in between ended the TPM.
+    #[test]
+    fn a_start_that_fails_in_the_middle_leaves_the_tpm() {
+        let vm = vm("endorsed");
+        // It cannot be removed as a file.
+        let obstacle = vm.path().join(DIRECTORY).join("directory");
+        fs::create_dir(&obstacle).unwrap();
+        assert!(prepare(vm.path(), None, None).is_err());
+        // As far as it may have come.
+        let _ = fs::remove_file(vm.path().join(DIRECTORY).join(STATE));
+        fs::remove_dir(&obstacle).unwrap();
+        prepare(vm.path(), None, None).unwrap();
+        assert_eq!(state(&vm), "endorsed");
+    }
+
+    #[test]
+    fn a_new_tpm_begins_with_its_seed_and_an_old_one_stays() {
+        let seed = tempfile::tempdir().unwrap();
+        fs::write(seed.path().join(STATE), "of libvirt").unwrap();
+        let new = tempfile::tempdir().unwrap();
+        prepare(new.path(), Some(seed.path()), None).unwrap();
+        assert_eq!(state(&new), "of libvirt");
+        let old = vm("endorsed");
+        prepare(old.path(), Some(seed.path()), None).unwrap();
+        assert_eq!(state(&old), "endorsed");
+    }
 }

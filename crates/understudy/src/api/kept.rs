@@ -405,6 +405,7 @@ mod tests {
             socket: "/none".into(),
             group: None,
             problem: None,
+            program: None,
         };
         let keepers: Vec<Keeper> = (0..AT_ONCE + 3).map(keeper).collect();
         let asked = AtomicUsize::new(0);
