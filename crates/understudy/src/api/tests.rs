@@ -238,7 +238,7 @@ impl Served {
         let length = body.len();
         let (code, body) = self.raw(
             format!(
-                "{method} {path} HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\
+                "{method} {path} HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n\
                  content-length: {length}\r\n\r\n{body}"
             )
             .as_bytes(),
@@ -468,7 +468,7 @@ fn a_synchronisation_is_cancelled_by_ending_protection() {
 fn a_page_of_another_site_cannot_fail_a_vm_over() {
     let served = serve();
     let request =
-        b"POST /v1/vms/db/failover HTTP/1.1\r\nhost: a\r\norigin: https://evil.example\r\n\
+        b"POST /v1/vms/db/failover HTTP/1.1\r\nhost: localhost\r\norigin: https://evil.example\r\n\
                     connection: close\r\n\r\n";
     let (code, words) = served.raw(request);
     assert!(code == 403 && words.contains("may change nothing here"), "{code}: {words}");
@@ -479,7 +479,8 @@ fn a_page_of_another_site_cannot_fail_a_vm_over() {
 fn the_dashboard_comes_with_all_that_it_asks_for_and_from_nowhere_else() {
     let served = serve();
     let get = |path: &str| {
-        let request = format!("GET {path} HTTP/1.1\r\nhost: a\r\nconnection: close\r\n\r\n");
+        let request =
+            format!("GET {path} HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n\r\n");
         let (code, body) = served.raw(request.as_bytes());
         assert_eq!(code, 200, "{path}");
         body

@@ -174,7 +174,7 @@ mod tests {
         let cpu = text.lines().find(|line| line.starts_with("cpu")).unwrap();
         assert!(cpu.contains("10.0 s ± 0.00") && cpu.contains("0.50"), "{cpu}");
         assert!(cpu.contains("≥ 0.97") && cpu.contains("NO") && cpu.ends_with("0.98"), "{cpu}");
-        assert!(text.contains("≥ 0.95, ≥ 0.9 at 40"), "{text}");
+        assert!(text.contains("≥ 0.97, ≥ 0.9 at 40"), "{text}");
         assert!(
             text.contains("failed: cpu plain, memory plain") && text.contains("\n  QEMU <did>")
         );
