@@ -8,7 +8,6 @@ use crate::snapshot::RestoreNote;
 use crate::vm::{FencedVm, Vm};
 use anyhow::Context;
 use nix::poll::PollTimeout;
-use nix::sys::signal::Signal;
 use std::collections::BTreeMap;
 use std::fs;
 use std::io::{self, ErrorKind};
@@ -22,7 +21,7 @@ use understudy_machine::custody::{Custody, OF_RESTORE};
 use understudy_protocol::Ownership;
 use understudy_protocol::VmName;
 use understudy_protocol::validity::ImageRole;
-use understudy_qemu::process::{has_ended, signal};
+use understudy_qemu::process::{self, has_ended};
 use understudy_report::{Protection, Role, VmStatus};
 use understudy_threads::Common;
 
@@ -300,9 +299,7 @@ impl Host {
     fn end_orphan(&self, orphan: Orphan, lost: Option<String>) {
         let RestoreNote { task, generation, .. } = &orphan.note;
         let vm = task.vm();
-        // Fails if it has ended already.
-        let _ = signal(orphan.qemu(), Signal::SIGKILL);
-        while !has_ended(orphan.qemu(), PollTimeout::NONE).unwrap_or(true) {}
+        process::kill(orphan.qemu());
         let (stale, released) = (lost.is_some(), lost.is_none());
         let noted = self.records.change(vm, |record| {
             record.image.role = if stale { ImageRole::Stale } else { ImageRole::Cut };

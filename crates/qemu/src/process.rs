@@ -271,6 +271,13 @@ pub fn has_ended(pidfd: BorrowedFd<'_>, at_most: PollTimeout) -> io::Result<bool
     }
 }
 
+/// Ends the process of a pidfd; returns when it has ended.
+pub fn kill(pidfd: BorrowedFd<'_>) {
+    // Fails if it has ended already.
+    let _ = signal(pidfd, Signal::SIGKILL);
+    while !has_ended(pidfd, PollTimeout::NONE).unwrap_or(true) {}
+}
+
 /// Sends a signal to the process of a pidfd; ESRCH if it has ended.
 pub fn signal(pidfd: BorrowedFd<'_>, signal: Signal) -> io::Result<()> {
     let (pidfd, number) = (pidfd.as_raw_fd(), signal as libc::c_int);

@@ -4,6 +4,7 @@
 //! | module | is |
 //! |---|---|
 //! | [`status`] | how hosts and VMs are |
+//! | [`lockstep`] | how VMs in lockstep are |
 //! | [`limits`] | what a QEMU may use of its host |
 //! | [`requests`] | what is asked for |
 //! | [`recovery`] | what `recover` found and did |
@@ -20,6 +21,7 @@ pub mod comparison;
 pub mod error;
 pub mod events;
 pub mod limits;
+pub mod lockstep;
 pub mod meters;
 pub mod recovery;
 pub mod requests;
@@ -31,6 +33,7 @@ pub use cluster::{FillReport, FillState};
 pub use comparison::{ComparisonCounts, ComparisonReport, Difference, Part};
 pub use error::{ErrorKind, HostError};
 pub use limits::LimitsReport;
+pub use lockstep::LockstepReport;
 pub use meters::Meters;
 pub use recovery::{RecoverReport, ValidImages};
 pub use requests::{DiskReads, GroupRequest, MediumRequest, Mode, ProtectRequest, RecoverRequest};

@@ -1,9 +1,9 @@
 //! What the daemon tells its users: the types behind `status` and `--json`.
 
 use crate::cluster::FillReport;
-use crate::comparison::ComparisonCounts;
 use crate::limits::LimitsReport;
-use crate::requests::{DiskReads, Mode};
+use crate::lockstep::LockstepReport;
+use crate::requests::Mode;
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 use understudy_encoding::{Counters, EncodingPlan, Methods};
@@ -477,29 +477,4 @@ pub struct CompressionReport {
     pub link_bytes_per_second: Option<u64>,
     /// The counts behind these figures.
     pub counters: Counters,
-}
-
-/// A VM in lockstep, as one of its hosts sees it.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize, JsonSchema)]
-pub struct LockstepReport {
-    /// Milliseconds for which the backup has had log that it has not executed.
-    pub lag_ms: f64,
-    /// Instructions that the primary is known to be ahead.
-    pub lag_instructions: u64,
-    /// Log of the last seconds, in Mbit/s.
-    pub log_mbit_s: f64,
-    /// Frames that wait for the acknowledgement of their log.
-    pub held_frames: u64,
-    /// Whether QEMU stands still for the log: a primary's because the backup takes no more, a
-    /// backup's because there is none.
-    pub blocked: bool,
-    /// Where the backup gets what its guest reads from its disks.
-    #[serde(default)]
-    pub disk_reads: DiskReads,
-    /// What travels of disk reads, in Mbit/s before it is compressed. Not part of `log_mbit_s`.
-    #[serde(default)]
-    pub disk_read_mbit_s: f64,
-    /// How often the backup was compared; none before the first time, and none on a backup.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub comparison: Option<ComparisonCounts>,
 }

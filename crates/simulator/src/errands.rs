@@ -162,11 +162,16 @@ impl World {
     pub(crate) fn standby_breaks(&mut self, host: HostId, id: SessionId) {
         let Some(standby) = self.hosts[host.0].standby(id) else { return };
         standby.broken = true;
+        self.coverage.standbys_failed += 1;
+        self.cannot_run(host, id, BackupEvent::CannotServe("its QEMU died".to_owned()));
+    }
+
+    /// The session is told why this host could not run the VM. It must not win that then.
+    pub(crate) fn cannot_run(&mut self, host: HostId, id: SessionId, why: BackupEvent) {
+        let Some(standby) = self.hosts[host.0].standby(id) else { return };
         let granted =
             matches!(standby.core.phase(), BackupPhase::Live | BackupPhase::HandingBack(_));
-        self.coverage.standbys_failed += 1;
-        let reason = "its QEMU died".to_owned();
-        self.backup_event(host, id, BackupEvent::CannotServe(reason));
+        self.backup_event(host, id, why);
         let Some(standby) = self.hosts[host.0].standby(id) else { return };
         if !granted && *standby.core.phase() != BackupPhase::Discarded {
             self.violation(format!("{host} may still win the VM, and cannot run it"));

@@ -221,20 +221,13 @@ impl World {
         }
     }
 
-    /// The backup's machine is none any more. It must not win the VM then.
+    /// The backup's machine is none any more.
     fn spoil(&mut self, host: HostId, id: SessionId, event: BackupEvent) {
         let Some(standby) = self.hosts[host.0].standby(id) else { return };
-        let granted =
-            matches!(standby.core.phase(), BackupPhase::Live | BackupPhase::HandingBack(_));
-        let diverged = matches!(event, BackupEvent::Diverged(_));
         standby.log.spoilt = Some("it cannot execute its log".to_owned());
         standby.log.steps.clear();
-        self.coverage.diverged += u64::from(diverged);
-        self.backup_event(host, id, event);
-        let Some(standby) = self.hosts[host.0].standby(id) else { return };
-        if !granted && *standby.core.phase() != BackupPhase::Discarded {
-            self.violation(format!("{host} may still win the VM, and cannot run it"));
-        }
+        self.coverage.diverged += u64::from(matches!(event, BackupEvent::Diverged(_)));
+        self.cannot_run(host, id, event);
     }
 
     /// The rest of the log, step by step; how it ended, if it has.

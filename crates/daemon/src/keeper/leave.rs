@@ -3,7 +3,7 @@
 //! ends. From then on the next keeper alone can let the guest go on.
 
 use super::legacy::{self, Legacy, Readable};
-use super::order;
+use super::{conflict, order};
 use crate::host::{Host, failed};
 use crate::lifecycle::check_goes_on;
 use crate::vm::{PrimaryVm, Vm};
@@ -224,8 +224,4 @@ fn await_output(machine: &Machine) -> Result<(), HostError> {
         thread::sleep(LOOK);
     }
     Ok(())
-}
-
-fn conflict(message: String) -> HostError {
-    HostError::new(ErrorKind::Conflict, message)
 }

@@ -253,3 +253,7 @@ impl Host {
         }
     }
 }
+
+fn conflict(message: String) -> HostError {
+    HostError::new(ErrorKind::Conflict, message)
+}

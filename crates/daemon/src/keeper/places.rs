@@ -4,7 +4,7 @@
 
 use super::note::{Claim, End};
 use super::pass::{Connections, Listening};
-use super::{CONNECTIONS, LOOK, SOCKET};
+use super::{CONNECTIONS, LOOK, SOCKET, conflict};
 use crate::config::HostConfig;
 use crate::host::{Host, internal, prepare_directory};
 use std::collections::BTreeMap;
@@ -15,7 +15,7 @@ use std::time::{Duration, Instant};
 use tracing::warn;
 use understudy_protocol::{GroupName, VmName};
 use understudy_replication::membership::GroupMembers;
-use understudy_report::error::{ErrorKind, HostError};
+use understudy_report::error::HostError;
 use understudy_threads::Common;
 
 /// For the VM to be started in a new keeper.
@@ -280,8 +280,4 @@ impl Host {
         let places = self.keeps.as_ref().map(Kept::all).unwrap_or_default();
         places.into_iter().for_each(|place| place.leave(End::Gone));
     }
-}
-
-fn conflict(message: String) -> HostError {
-    HostError::new(ErrorKind::Conflict, message)
 }

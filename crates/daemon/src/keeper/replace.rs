@@ -11,8 +11,6 @@ use super::order::{Follower, Order};
 use super::start::reap_aside;
 use crate::arrivals::Arrival;
 use crate::host::{Host, internal};
-use nix::poll::PollTimeout;
-use nix::sys::signal::Signal;
 use std::io::{self, BufRead, BufReader, Write};
 use std::os::fd::AsFd;
 use std::os::unix::net::UnixStream;
@@ -24,7 +22,7 @@ use tracing::{info, warn};
 use understudy_machine::custody::Custody;
 use understudy_protocol::VmName;
 use understudy_protocol::validity::ImageRole;
-use understudy_qemu::process::{has_ended, signal};
+use understudy_qemu::process;
 use understudy_report::error::{ErrorKind, HostError};
 use understudy_report::events::EventKind;
 use understudy_report::upgrade::KeeperReplacement;
@@ -290,11 +288,7 @@ impl Host {
     fn end_left_guest(&self, name: &VmName) {
         let socket = legacy::socket(&name.below(&self.config.state_dir));
         match Custody::of_another(&socket) {
-            Ok((_custody, _, descriptors)) => {
-                // Fails if it has ended already.
-                let _ = signal(descriptors[0].as_fd(), Signal::SIGKILL);
-                while !has_ended(descriptors[0].as_fd(), PollTimeout::NONE).unwrap_or(true) {}
-            }
+            Ok((_custody, _, descriptors)) => process::kill(descriptors[0].as_fd()),
             Err(error) => warn!(vm = %name, "its custodian has ended already: {error:#}"),
         }
         let noted = self.records.change(name, |record| {

@@ -479,9 +479,8 @@ fn a_page_of_another_site_cannot_fail_a_vm_over() {
 fn the_dashboard_comes_with_all_that_it_asks_for_and_from_nowhere_else() {
     let served = serve();
     let get = |path: &str| {
-        let request =
-            format!("GET {path} HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n\r\n");
-        let (code, body) = served.raw(request.as_bytes());
+        let end = "host: localhost\r\nconnection: close\r\n\r\n";
+        let (code, body) = served.raw(format!("GET {path} HTTP/1.1\r\n{end}").as_bytes());
         assert_eq!(code, 200, "{path}");
         body
     };

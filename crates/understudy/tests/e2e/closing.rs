@@ -91,18 +91,23 @@ fn a_guest_that_does_not_power_off_is_cut_and_said_to_be() {
 fn who_signals_twice_does_not_wait() {
     play(waiting(quick(), 3600), |scene| {
         scene.start_guest("a")?;
-        let pid = scene.host("a")?.pid().to_string();
-        run("kill", &["-TERM", &pid])?;
-        wait_for("the daemon to shut its guest down", LIMIT, || {
-            Ok(log_of(scene, "a")?.contains("shutting down guest").then_some(()))
-        })?;
-        let status = scene.host_mut("a")?.terminate()?;
-        ensure!(status.success(), "the daemon ended with {status}");
-        let log = log_of(scene, "a")?;
-        ensure!(log.contains("its power was cut: a second signal asked for it"), "{log}");
-        ensure!(role(scene, "a")? == "cut", "the record says {}", role(scene, "a")?);
-        Ok(())
+        signal_twice(scene, "shutting down guest")
     });
+}
+
+/// The second signal comes once the daemon has said that it waits.
+fn signal_twice(scene: &mut Scene, waits: &str) -> Result<()> {
+    let pid = scene.host("a")?.pid().to_string();
+    run("kill", &["-TERM", &pid])?;
+    wait_for("the daemon to say what it waits for", LIMIT, || {
+        Ok(log_of(scene, "a")?.contains(waits).then_some(()))
+    })?;
+    let status = scene.host_mut("a")?.terminate()?;
+    ensure!(status.success(), "the daemon ended with {status}");
+    let log = log_of(scene, "a")?;
+    ensure!(log.contains("its power was cut: a second signal asked for it"), "{log}");
+    ensure!(role(scene, "a")? == "cut", "the record says {}", role(scene, "a")?);
+    Ok(())
 }
 
 /// Nor for protection that is about to be.
@@ -116,17 +121,7 @@ fn who_signals_twice_does_not_wait_for_protection() {
         scene.lab().limit_speed("b", SLOW_MBITS)?;
         scene.start_guest("a")?;
         scene.protect("a", "b")?;
-        let pid = scene.host("a")?.pid().to_string();
-        run("kill", &["-TERM", &pid])?;
-        wait_for("the daemon to wait for its guest's protection", LIMIT, || {
-            Ok(log_of(scene, "a")?.contains("waiting for the protection of guest").then_some(()))
-        })?;
-        let status = scene.host_mut("a")?.terminate()?;
-        ensure!(status.success(), "the daemon ended with {status}");
-        let log = log_of(scene, "a")?;
-        ensure!(log.contains("its power was cut: a second signal asked for it"), "{log}");
-        ensure!(role(scene, "a")? == "cut", "the record says {}", role(scene, "a")?);
-        Ok(())
+        signal_twice(scene, "waiting for the protection of guest")
     });
 }
 
