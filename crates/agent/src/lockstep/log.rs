@@ -6,17 +6,21 @@ use super::{Lockstep, Role, lockstep, next};
 use std::ffi::{CStr, c_char, c_int, c_void};
 use std::io;
 use std::ptr;
-use std::sync::OnceLock;
 use std::sync::atomic::Ordering;
+use std::sync::{MutexGuard, OnceLock, PoisonError};
 use std::thread;
 use std::time::Duration;
 use understudy_agent_protocol::LOG_NAME;
+use understudy_lockstep::EventScanner;
 
 /// QEMU's buffer before the log's hooks.
 const BUFFER_BYTES: usize = 64 << 10;
 
 /// How long log may wait in QEMU's buffer when no frame brings it out.
 const FLUSH_INTERVAL: Duration = Duration::from_millis(1);
+
+/// How long a backup's QEMU waits for log before it looks whether it is to stop, in milliseconds.
+const LOOK_AGAIN: c_int = 10;
 
 type Open = unsafe extern "C" fn(*const c_char, *const c_char) -> *mut libc::FILE;
 type Read = unsafe extern "C" fn(*mut c_void, *mut c_char, usize) -> isize;
@@ -165,7 +169,7 @@ impl Lockstep {
         if let Some(bytes) = self.read_prelude(buffer) {
             return bytes;
         }
-        let mut flags = libc::MSG_DONTWAIT;
+        let (flags, mut waits) = (libc::MSG_DONTWAIT, false);
         let read = loop {
             // SAFETY: writes into a slice.
             let read =
@@ -180,8 +184,10 @@ impl Lockstep {
                         return 1;
                     }
                     io::ErrorKind::WouldBlock => {
-                        flags = 0;
-                        self.page.begin_block();
+                        if !std::mem::replace(&mut waits, true) {
+                            self.page.begin_block();
+                        }
+                        self.await_more();
                     }
                     _ => break 0,
                 },
@@ -194,17 +200,31 @@ impl Lockstep {
             buffer[..event.len()].copy_from_slice(&event);
             return event.len();
         }
+        // An event that is none: QEMU itself says so.
+        let _ = self.received().scan(&buffer[..read]);
         self.passed.fetch_add(read as u64, Ordering::AcqRel);
         read
+    }
+
+    /// Waits for more of the log, but not for long: the machine may be about to stop since now.
+    fn await_more(&self) {
+        let mut log = libc::pollfd { fd: self.log, events: libc::POLLIN, revents: 0 };
+        // SAFETY: one descriptor.
+        unsafe { libc::poll(&raw mut log, 1, LOOK_AGAIN) };
+    }
+
+    fn received(&self) -> MutexGuard<'_, EventScanner> {
+        self.received.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Whether QEMU, which finds no log for now, gets an end: the machine is about to stop, and to
     /// wait would keep it from that. What follows is read when it runs.
     ///
-    /// In the midst of an instruction it must wait for how that ended, and not for long: the
-    /// primary logs that right behind, so it is on its way, or the log ends here.
+    /// In the midst of an instruction it must wait for how that ended, and in the midst of an
+    /// event for the rest, and not for long: the primary logs that right behind, so it is on its
+    /// way, or the log ends here.
     fn may_end_early(&self) -> bool {
-        self.qemu.is_stopping() && !self.qemu.questions.is_asked()
+        self.qemu.is_stopping() && self.received().partial() == 0 && !self.qemu.questions.is_asked()
     }
 
     /// What a backup's QEMU finds in its log before it follows: the version, and ends, which

@@ -38,9 +38,10 @@ use std::env;
 use std::ffi::c_int;
 use std::io;
 use std::ptr;
-use std::sync::OnceLock;
 use std::sync::atomic::{AtomicBool, AtomicPtr, AtomicU8, AtomicU64, Ordering};
+use std::sync::{Mutex, OnceLock};
 use understudy_agent_protocol::{LOCKSTEP_VARIABLE as VARIABLE, LogPage, LogRole};
+use understudy_lockstep::EventScanner;
 
 pub use pause::{attach, settle, takes};
 
@@ -72,6 +73,8 @@ struct Lockstep {
     flowing: AtomicBool,
     /// A backup's QEMU was given an end, for want of log, because the machine was stopping.
     stopped_early: AtomicBool,
+    /// Where the events end of what a backup has received.
+    received: Mutex<EventScanner>,
     /// Bytes of log that passed through the socket or were discarded.
     passed: AtomicU64,
     /// Where the log was attached last.
@@ -144,6 +147,7 @@ pub fn start() -> Result<(), String> {
         file: AtomicPtr::default(),
         flowing: AtomicBool::new(false),
         stopped_early: AtomicBool::new(false),
+        received: Mutex::default(),
         passed: AtomicU64::new(0),
         attached: Attached::default(),
         hold: Hold::default(),
