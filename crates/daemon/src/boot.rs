@@ -30,6 +30,8 @@ impl Host {
     pub fn vm_start(self: &Arc<Self>, definition: VmDefinition) -> Result<VmStatus, HostError> {
         let _adding = self.adding.lock();
         self.take_place_to_start(&definition.name)?;
+        let name = definition.name.clone();
+        let _beginning = self.begin_in_place(&name);
         self.check_free(&definition)?;
         let newest = self.check_images(&definition)?;
         self.boot(definition, newest, None)
@@ -39,6 +41,7 @@ impl Host {
     pub fn vm_start_recorded(self: &Arc<Self>, name: &VmName) -> Result<VmStatus, HostError> {
         let _adding = self.adding.lock();
         self.take_place_to_start(name)?;
+        let _beginning = self.begin_in_place(name);
         let definition = self.recorded_definition(name)?;
         self.check_free(&definition)?;
         let newest = self.check_images(&definition)?;

@@ -25,7 +25,7 @@ use understudy_threads::within;
 pub fn serve(host: &Arc<Host>, stream: TcpStream, place: Place, passed: Option<Passed>) {
     let peer = stream.peer_addr();
     let _following = match &passed {
-        Some(Passed::Offer(offer)) => host.follow_offer(&offer.definition.name),
+        Some(Passed::Offer(offer)) => host.begin_in_place(&offer.definition.name),
         Some(Passed::About(_)) | None => None,
     };
     let served = Link::accepted(stream, host.identity.tls.as_deref()).and_then(|link| {

@@ -213,8 +213,9 @@ impl Host {
         self.take_place(vm, self.group_by(&now.groups, vm).as_ref())
     }
 
-    /// Keeps the place of a VM, in a keeper, that is offered on a connection, for as long as what is returned is there.
-    pub(crate) fn follow_offer<'a>(&'a self, vm: &'a VmName) -> Option<Following<'a>> {
+    /// Keeps the place of a VM in a keeper that is about to start it, or gets an offer of it, for as long as what is
+    /// returned is there.
+    pub(crate) fn begin_in_place<'a>(&'a self, vm: &'a VmName) -> Option<Following<'a>> {
         self.keeps.as_ref().map(|kept| Following::begin(kept, vm))
     }
 
