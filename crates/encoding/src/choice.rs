@@ -1,6 +1,6 @@
 //! Which methods are worth their CPU time on this link.
 
-use crate::{DEFAULT_CACHE_PAGES, MOST_CACHE_PAGES};
+use crate::{DEFAULT_CACHE_PAGES, MOST_CACHE_PAGES, Reference};
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 use std::time::Duration;
@@ -57,10 +57,34 @@ pub struct Methods {
     pub xor: bool,
     /// The general compressor.
     pub general: bool,
+    /// References to what the backup has on its mirror. Keepers of older daemons do not tell.
+    #[serde(default)]
+    pub references: bool,
 }
 
-/// Every so many messages the general compressor is tried, to keep its figures true.
-const GENERAL_TRIAL: u64 = 64;
+/// Every so many messages the general compressor is tried, and references, to keep their figures
+/// true.
+const TRIAL: u64 = 64;
+
+/// References are tried so many messages later, so that no message has both trials.
+const REFERENCES_LATER: u64 = TRIAL / 2;
+
+/// Seconds that a byte takes of both hosts' processors, however fast the link is: to copy, encrypt
+/// and decrypt it, and to find room for it. Measured ([docs/performance/data-plane.md]).
+///
+/// [docs/performance/data-plane.md]: ../../../docs/performance/data-plane.md
+const BYTE: f64 = 1e-9;
+
+/// What the backup's processor has to do for a page that was compressed, as a part of the time
+/// that compressing took: it unpacks it twice, to check it and to apply it.
+const UNPACKING: f64 = 0.5;
+
+/// The backup hashes what a reference means as often, for the same reason.
+const CHECKS: f64 = 2.0;
+
+/// What is supposed of references until some were looked for: of so many pages half are found.
+const SUPPOSED: Gain =
+    Gain { pages: 1000.0, seconds: 1000.0 * 5e-6, saved_bytes: 500.0 * PAGE_SIZE as f64 };
 
 /// A verdict about deltas is reached over so many times the cache's pages: a page
 /// must be able to come twice.
@@ -73,11 +97,12 @@ const DELTA_REST: u64 = 8;
 #[derive(Debug)]
 pub(crate) struct Choice {
     asked: Compression,
-    /// Seconds that a byte takes on the link; 0 as long as nobody knows.
-    link: f64,
+    /// Seconds that a byte takes, on the link if that is known and in the processors.
+    byte: f64,
     messages: u64,
     general: Gain,
     delta: Gain,
+    references: Gain,
     /// Pages until the next verdict about deltas.
     span: u64,
     until_verdict: u64,
@@ -96,9 +121,9 @@ impl Gain {
     /// Older pages count for less and less.
     const MEMORY: f64 = 20_000.0;
 
-    fn add(&mut self, pages: u64, took: Duration, saved_bytes: u64) {
+    fn add(&mut self, pages: u64, seconds: f64, saved_bytes: u64) {
         self.pages += pages as f64;
-        self.seconds += took.as_secs_f64();
+        self.seconds += seconds;
         self.saved_bytes += saved_bytes as f64;
         if self.pages > Gain::MEMORY {
             let fade = Gain::MEMORY / self.pages;
@@ -108,8 +133,9 @@ impl Gain {
         }
     }
 
-    fn pays(&self, link: f64) -> bool {
-        self.saved_bytes * link > self.seconds
+    /// Whether it pays where a byte takes so many seconds.
+    fn pays(&self, byte: f64) -> bool {
+        self.saved_bytes * byte > self.seconds
     }
 }
 
@@ -118,10 +144,11 @@ impl Choice {
         let span = DELTA_SPAN * u64::from(plan.cache_pages);
         Choice {
             asked: plan.compression,
-            link: 0.0,
+            byte: BYTE,
             messages: 0,
             general: Gain::default(),
             delta: Gain::default(),
+            references: SUPPOSED,
             span,
             until_verdict: span,
             resting: false,
@@ -129,33 +156,49 @@ impl Choice {
     }
 
     pub fn set_link(&mut self, seconds_per_byte: f64) {
-        self.link = seconds_per_byte;
+        self.byte = seconds_per_byte + BYTE;
     }
 
     /// The methods in use now.
     pub fn methods(&self) -> Methods {
+        let all = Methods { xor: true, general: true, references: true };
         match self.asked {
             Compression::None => Methods::default(),
-            Compression::General => Methods { xor: false, general: true },
-            Compression::Xor => Methods { xor: true, general: false },
-            Compression::Hybrid => Methods { xor: true, general: true },
-            Compression::Auto => {
-                Methods { xor: !self.resting, general: self.general.pays(self.link) }
-            }
+            Compression::General => Methods { xor: false, ..all },
+            Compression::Xor => Methods { general: false, ..all },
+            Compression::Hybrid => all,
+            Compression::Auto => Methods {
+                xor: !self.resting,
+                general: self.general.pays(self.byte),
+                references: self.references.pays(self.byte),
+            },
         }
     }
 
     /// The methods for the next message: those in use, and what is to be tried.
     pub fn next_message(&mut self) -> Methods {
         self.messages += 1;
-        let trial = self.asked == Compression::Auto && self.messages % GENERAL_TRIAL == 1;
+        let tries = |later| self.asked == Compression::Auto && self.messages % TRIAL == later;
         let methods = self.methods();
-        Methods { general: methods.general || trial, ..methods }
+        Methods {
+            general: methods.general || tries(1),
+            references: methods.references || tries(1 + REFERENCES_LATER),
+            ..methods
+        }
     }
 
     /// `pages` were given to the general compressor.
     pub fn general_did(&mut self, pages: u64, took: Duration, saved_bytes: u64) {
-        self.general.add(pages, took, saved_bytes);
+        self.general.add(pages, took.as_secs_f64() * (1.0 + UNPACKING), saved_bytes);
+    }
+
+    /// Of `pages`, so many were found on the backup's mirror.
+    pub fn references_did(&mut self, pages: u64, took: Duration, found: u64) {
+        if pages > 0 {
+            let checked = CHECKS * found as f64 / pages as f64;
+            let seconds = took.as_secs_f64() * (1.0 + checked);
+            self.references.add(pages, seconds, found * saved(Reference::BYTES));
+        }
     }
 
     /// `pages` were looked up, or would have been.
@@ -164,13 +207,13 @@ impl Choice {
             return;
         }
         if !self.resting {
-            self.delta.add(pages, took, saved_bytes);
+            self.delta.add(pages, took.as_secs_f64(), saved_bytes);
         }
         self.until_verdict = self.until_verdict.saturating_sub(pages);
         if self.until_verdict > 0 {
             return;
         }
-        self.resting = !self.resting && !self.delta.pays(self.link);
+        self.resting = !self.resting && !self.delta.pays(self.byte);
         self.until_verdict = self.span * if self.resting { DELTA_REST } else { 1 };
         self.delta = Gain::default();
     }
@@ -205,8 +248,8 @@ mod tests {
             assert!(choice.next_message().general, "tried once to know");
             choice.general_did(256, Duration::from_micros(256 * 8), 256 * 2000);
             assert_eq!(choice.next_message().general, worth);
-            let trials = (0..GENERAL_TRIAL).filter(|_| choice.next_message().general).count();
-            assert_eq!(trials, if worth { GENERAL_TRIAL as usize } else { 1 });
+            let trials = (0..TRIAL).filter(|_| choice.next_message().general).count();
+            assert_eq!(trials, if worth { TRIAL as usize } else { 1 });
         }
     }
 
@@ -228,6 +271,22 @@ mod tests {
     fn what_the_user_asked_for_stays() {
         let mut choice = asked(Compression::Xor);
         choice.delta_did(10_000, Duration::from_secs(1), 0);
-        assert_eq!(choice.next_message(), Methods { xor: true, general: false });
+        let methods = Methods { xor: true, general: false, references: true };
+        assert_eq!(choice.next_message(), methods);
+        choice.references_did(100_000, Duration::from_secs(1), 0);
+        assert_eq!(choice.next_message(), methods);
+    }
+
+    #[test]
+    fn references_are_looked_for_where_the_link_is_slow_and_some_are_found() {
+        let mut choice = choice(FAST);
+        let looks = (0..TRIAL).filter(|_| choice.next_message().references).count();
+        assert_eq!(looks, 1, "tried to know");
+        choice.set_link(SLOW);
+        assert!(choice.next_message().references, "some may be found");
+        choice.references_did(100_000, Duration::from_micros(100_000 * 3), 0);
+        assert!(!choice.methods().references, "none were");
+        choice.references_did(10_000, Duration::from_micros(10_000 * 3), 5_000);
+        assert!(choice.methods().references);
     }
 }

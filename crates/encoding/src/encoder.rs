@@ -106,7 +106,9 @@ impl Encoder {
         let found = (self.cpu_clock)();
         if !first {
             self.judge_deltas(found.saturating_sub(start));
-            self.find_references(runs, content, find);
+        }
+        if !first && methods.references {
+            self.find_references(runs, content, find, found);
         }
         let found = (self.cpu_clock)();
         self.fill_message(runs, content, methods, found);
@@ -151,12 +153,20 @@ impl Encoder {
         runs: &[PageRun],
         content: &[u8],
         find: impl Fn(&Page) -> Option<Reference>,
+        start: Duration,
     ) {
+        let (mut tried, mut found) = (0, 0);
         for (plan, (_, _, page)) in self.work.plans.iter_mut().zip(pages(runs, content)) {
             if let Plan::Other = plan {
-                *plan = find(page).map_or(Plan::Other, Plan::Reference);
+                tried += 1;
+                if let Some(reference) = find(page) {
+                    found += 1;
+                    *plan = Plan::Reference(reference);
+                }
             }
         }
+        let took = (self.cpu_clock)().saturating_sub(start);
+        self.choice.references_did(tried, took, found);
     }
 
     fn judge_deltas(&mut self, took: Duration) {

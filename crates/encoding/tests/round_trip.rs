@@ -302,7 +302,7 @@ proptest! {
 #[test]
 fn a_mirror_that_holds_something_else_is_found_out() {
     let mut disk = disk();
-    let mut encoder = new_encoder(Compression::Auto, 16);
+    let mut encoder = new_encoder(Compression::Hybrid, 16);
     let runs = [PageRun { block: BLOCK, first: PageIndex(3), count: 1 }];
     let content = disk[5];
     let payload = encoder.encode(&runs, &content, false, |page| find(&disk, page)).parts.concat();

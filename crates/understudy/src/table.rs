@@ -9,7 +9,7 @@ use std::fmt::Write;
 use std::time::SystemTime;
 pub use top::page as top;
 use understudy_client::progress::syncing;
-use understudy_encoding::Compression;
+use understudy_encoding::{Compression, Methods};
 use understudy_protocol::{PAGE_SIZE, Policy};
 use understudy_report::{
     CompressionReport, DiskReads, DiskSync, FillReport, HostStatus, LimitsReport, LockstepReport,
@@ -324,12 +324,10 @@ fn compression(report: &CompressionReport) -> String {
         Compression::Xor => "xor",
         Compression::Hybrid => "hybrid",
     };
-    let methods = match (report.methods.xor, report.methods.general) {
-        (true, true) => "xor and general",
-        (true, false) => "xor",
-        (false, true) => "general",
-        (false, false) => "zero pages only",
-    };
+    let Methods { xor, general, references } = report.methods;
+    let used = [(xor, "xor"), (general, "general"), (references, "references")];
+    let used: Vec<&str> = used.iter().filter(|method| method.0).map(|method| method.1).collect();
+    let methods = if used.is_empty() { "zero pages only".to_owned() } else { used.join(", ") };
     let mut text = format!("{asked}: {methods}");
     // Writing to a string cannot fail.
     if let Some(ratio) = report.ratio {

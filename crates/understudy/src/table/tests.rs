@@ -47,7 +47,7 @@ pub fn example(protection: Protection) -> VmStatus {
         pauses_through_qmp: None,
         compression: Some(CompressionReport {
             asked: EncodingPlan::default(),
-            methods: Methods { xor: true, general: false },
+            methods: Methods { xor: true, general: false, references: true },
             ratio: Some(10.0),
             hit_rate: Some(0.99),
             cpu_ms_per_mb: Some(0.5),
@@ -156,7 +156,7 @@ fn the_page_of_a_vm_shows_every_part() {
         "interval, 40 a second",
         "1234, 1 not acknowledged",
         "1.5/6.0 ms for a checkpoint, 3.5/9.0 ms until it leaves",
-        "auto: xor, 10.0 : 1, 99 % cache hits, 0.50 ms CPU/MB, link carries 1.00 GiB/s",
+        "auto: xor, references, 10.0 : 1, 99 % cache hits, 0.50 ms CPU/MB, link carries 1.00 GiB/s",
         "4242",
         "3.00 MiB in 0.5 s, only what had changed",
         "not held: VNC shows it before",
