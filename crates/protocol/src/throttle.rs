@@ -10,7 +10,7 @@ use crate::{Epoch, Time};
 use std::collections::VecDeque;
 use std::time::Duration;
 
-/// Looks at a running epoch are this far apart.
+/// Looks at a running epoch are this far apart, and the first one as far from its begin.
 const LOOK_INTERVAL: Duration = Duration::from_millis(25);
 
 /// Smaller epochs say nothing about the link: their time is that of the round trip.
@@ -78,6 +78,8 @@ impl Throttle {
         }
         self.in_flight.push_back(Flight { epoch, pages });
         self.last_pages = pages;
+        // Of the next epoch nothing is written yet.
+        self.last_look = self.last_look.max(began);
         match self.transfer_time(pages) {
             Some(time) if time > 2 * self.target => self.slow_down(),
             Some(time) if 2 * time > self.target => {}
@@ -206,6 +208,17 @@ mod tests {
         throttle.captured(Epoch(1), 1_000_000, at(0));
         assert!(!throttle.looked(1_000_000, at(1)));
         assert!(!throttle.is_limiting());
+    }
+
+    #[test]
+    fn an_epoch_is_not_looked_at_before_it_has_lasted_for_a_while() {
+        let mut throttle = slow_link();
+        throttle.looked(1, at(300));
+        for (epoch, now) in (2..).zip((310..1000).step_by(10)) {
+            throttle.captured(Epoch(epoch), 200, at(now));
+            throttle.committed(Epoch(epoch), at(now + 5));
+            assert!(throttle.next_look(at(now + 9)) > Some(Duration::ZERO), "at {now}");
+        }
     }
 
     #[test]
