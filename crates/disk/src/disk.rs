@@ -347,14 +347,14 @@ impl Disk {
     }
 
     /// The guest's flush: `done` is called from the flusher thread, or from this one at
-    /// once during a checkpoint.
+    /// once during a checkpoint if a backup has it, too.
     pub(crate) fn flush(&self, done: Done) {
         self.flusher.flush(done);
     }
 
     /// To be called before QEMU is told to stop: until [`Disk::end_checkpoint`] flushes
-    /// cost no fsync, since crash consistency comes from the backup then. A flush whose
-    /// fsync is under way is answered too.
+    /// cost no fsync if [there is a backup](Disk::set_backup), since crash consistency comes from
+    /// that then. A flush whose fsync is under way is answered too.
     pub fn begin_checkpoint(&self) {
         self.flusher.begin_checkpoint();
     }
@@ -363,6 +363,12 @@ impl Disk {
     /// was left out. Should it fail, the guest's flushes from then on report it.
     pub fn end_checkpoint(&self) {
         self.flusher.end_checkpoint();
+    }
+
+    /// Whether what the guest says waits for its backup, from here on. To be called where output
+    /// begins to be held, and before it goes out again.
+    pub fn set_backup(&self, has_backup: bool) {
+        self.flusher.set_backup(has_backup);
     }
 
     /// Bytes that a first synchronisation has to look at: the image without its holes.

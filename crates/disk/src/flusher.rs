@@ -1,9 +1,10 @@
 //! Flushes, on a thread of their own so that nothing else waits for an fsync.
 //!
 //! Flushes that wait together share one fsync. During a checkpoint none is waited
-//! for: what the guest tells the world after its flush is held back until the backup
-//! has the write as well, so a crash of this host loses nothing that was promised. The
-//! flush is owed and made up for afterwards.
+//! for, where what the guest tells the world after its flush is held back until the backup
+//! has the write as well: a crash of this host loses nothing that was promised. The
+//! flush is owed and made up for afterwards. Where nobody holds what the guest says, each
+//! flush is waited for.
 
 use crate::durable::errno_of;
 use nix::errno::Errno;
@@ -18,6 +19,8 @@ pub(crate) type Done = Box<dyn FnOnce(io::Result<()>) + Send>;
 #[derive(Default)]
 struct State {
     in_checkpoint: bool,
+    /// A backup stands in for the disk: what the guest says waits for it.
+    has_backup: bool,
     /// A flush was answered without an fsync.
     owed: bool,
     /// To be answered by the next fsync.
@@ -55,10 +58,10 @@ impl Flusher {
     }
 
     /// Calls `done` once all completed writes are on stable storage, or at once during
-    /// a checkpoint.
+    /// a checkpoint if a backup has it, too.
     pub(crate) fn flush(&self, done: Done) {
         let mut state = lock(&self.shared.state);
-        if state.in_checkpoint {
+        if state.answers_at_once() {
             state.owed = true;
             let result = state.outcome();
             drop(state);
@@ -69,11 +72,14 @@ impl Flusher {
         self.thread.hand(());
     }
 
-    /// From here on flushes are answered at once, those already waiting included: the
-    /// pause must not wait for an fsync.
+    /// From here on flushes are answered at once if there is a backup, those already waiting
+    /// included: the pause must not wait for an fsync.
     pub(crate) fn begin_checkpoint(&self) {
         let mut state = lock(&self.shared.state);
         state.in_checkpoint = true;
+        if !state.answers_at_once() {
+            return;
+        }
         let mut answer = mem::take(&mut state.waiting);
         answer.append(&mut state.syncing);
         if answer.is_empty() {
@@ -83,6 +89,12 @@ impl Flusher {
         let result = state.outcome();
         drop(state);
         answer_all(answer, &result);
+    }
+
+    /// Whether what the guest says waits for its backup, from here on.
+    pub(crate) fn set_backup(&self, has_backup: bool) {
+        // What is owed the end of the checkpoint makes up for.
+        lock(&self.shared.state).has_backup = has_backup;
     }
 
     /// Flushes are carried out again, first of all the one that is owed.
@@ -141,7 +153,11 @@ impl Shared {
 
 impl State {
     fn has_work(&self) -> bool {
-        !self.waiting.is_empty() || (self.owed && !self.in_checkpoint)
+        !self.waiting.is_empty() || (self.owed && !self.answers_at_once())
+    }
+
+    fn answers_at_once(&self) -> bool {
+        self.in_checkpoint && self.has_backup
     }
 
     /// What a flush is answered now.

@@ -28,6 +28,7 @@ impl Bench {
             finished.recv().unwrap_or(Ok(()))
         });
         let flusher = Flusher::new("test", sync);
+        flusher.set_backup(true);
         let (answer, answered) = unbounded();
         Bench { flusher, begun, finish, answer, answered }
     }
@@ -108,6 +109,44 @@ fn a_checkpoint_without_a_flush_owes_nothing() {
     bench.finish.send(Ok(())).unwrap();
     assert_eq!(bench.answer(), (1, true));
     assert!(bench.begun.try_recv().is_err());
+}
+
+/// Nobody holds what the guest says before the first checkpoint, nor once its backup is lost: what it was told
+/// to be on the disk a power failure could take back, although others knew of it.
+#[test]
+fn without_a_backup_no_flush_is_answered_before_its_fsync() {
+    let bench = Bench::new();
+    bench.flusher.set_backup(false);
+    bench.flush(1);
+    bench.next_fsync();
+    bench.flusher.begin_checkpoint();
+    bench.flush(2);
+    bench.no_answer();
+    bench.finish.send(Ok(())).unwrap();
+    assert_eq!(bench.answer(), (1, true));
+    bench.next_fsync();
+    bench.no_answer();
+    bench.finish.send(Ok(())).unwrap();
+    assert_eq!(bench.answer(), (2, true));
+
+    // The guest stands still: from here on its output is held.
+    bench.flusher.set_backup(true);
+    bench.flush(3);
+    assert_eq!(bench.answer(), (3, true));
+
+    // The backup is lost within the checkpoint: the next flush makes up for what is owed.
+    bench.flusher.set_backup(false);
+    bench.flush(4);
+    bench.next_fsync();
+    bench.no_answer();
+    bench.finish.send(Ok(())).unwrap();
+    assert_eq!(bench.answer(), (4, true));
+    bench.flusher.end_checkpoint();
+    bench.flush(5);
+    bench.next_fsync();
+    bench.finish.send(Ok(())).unwrap();
+    assert_eq!(bench.answer(), (5, true));
+    assert!(bench.begun.try_recv().is_err(), "nothing was owed any more");
 }
 
 #[test]

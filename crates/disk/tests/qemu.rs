@@ -247,6 +247,7 @@ fn exports_are_sized_by_format() {
 fn checkpoints_do_not_disturb_clients() {
     let served = Served::empty(16 * MIB);
     let disk = served.disk.clone();
+    disk.set_backup(true);
     let stop = Arc::new(std::sync::atomic::AtomicBool::new(false));
     let checkpoints = std::thread::spawn({
         let stop = stop.clone();

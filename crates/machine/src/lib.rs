@@ -9,6 +9,7 @@
 //! | [`disk_error`] | a guest that stands still at an error of its disk |
 //! | [`home`] | the directory that QEMU works in, and what it is handed open |
 //! | `hearing` | what QEMU says by itself |
+//! | `running` | whether the guest runs between checkpoints: held, passed on, let go |
 //! | [`console`] | what the guest says on its serial console: held, logged, relayed |
 //! | [`succession`] | a guest moved to another QEMU on this host |
 //! | `medium` | the medium of a CD-ROM drive, changed while the guest runs |
@@ -34,6 +35,7 @@ mod medium;
 pub mod pause;
 mod process;
 pub mod qemu_log;
+mod running;
 pub mod succession;
 mod tpm;
 mod tracking;

@@ -23,7 +23,7 @@ use understudy_network::{GuestsEnd, NetworkError, NextGuest, Port, Unread};
 use understudy_protocol::{CardIndex, PageIndex};
 use understudy_qemu::command::Lockstep;
 use understudy_qemu::lockstep::{self, LogChannel, LogErrand};
-use understudy_qemu::qmp::{DeviceState, RunState};
+use understudy_qemu::qmp::DeviceState;
 use understudy_qemu::{Accelerator, Monitor, VmDefinition, build_id};
 use understudy_report::LimitsReport;
 use understudy_threads::{Mutex, MutexGuard, RwLock, RwLockReadGuard, lock, spawn};
@@ -296,41 +296,6 @@ impl Machine {
     pub(crate) fn main_memory(&self) -> &RamBlock {
         // QEMU's list begins with it; see `launch`.
         &self.blocks[0]
-    }
-
-    /// Lets the guest run if it stands still, and neither its host's lease nor a hand-over forbids it.
-    pub fn ensure_running(&self) -> anyhow::Result<()> {
-        let mut monitor = self.monitor();
-        let forbidden = [&self.held, &self.passed_on].iter().any(|it| it.load(Ordering::Relaxed));
-        if !forbidden && monitor.status()? != RunState::running {
-            monitor.cont()?;
-        }
-        Ok(())
-    }
-
-    /// Has the guest stand still until [`Machine::let_go`]; checkpoints do not change that.
-    pub fn hold(&self) -> anyhow::Result<()> {
-        self.held.store(true, Ordering::Relaxed);
-        // A pause that is under way ends before: the monitor is its own until then.
-        Ok(self.monitor().stop()?)
-    }
-
-    /// The guest's next stop is its last on this host, until [`Machine::take_back`]. To be called before
-    /// that stop: whoever lets the guest run comes before it then, or does not.
-    pub fn pass_on(&self) {
-        self.passed_on.store(true, Ordering::Relaxed);
-    }
-
-    /// The guest is this host's after all.
-    pub fn take_back(&self) -> anyhow::Result<()> {
-        self.passed_on.store(false, Ordering::Relaxed);
-        self.ensure_running()
-    }
-
-    /// Lets the guest run again.
-    pub fn let_go(&self) -> anyhow::Result<()> {
-        self.held.store(false, Ordering::Relaxed);
-        self.ensure_running()
     }
 
     /// Starts the guest of a standby from `device_state`; its memory and disks

@@ -10,9 +10,8 @@ use crossbeam_channel::Receiver;
 use std::collections::BTreeMap;
 use std::sync::atomic::AtomicBool;
 use std::sync::{Arc, Weak};
-use std::thread;
 use std::time::{Duration, Instant};
-use tracing::{error, info, warn};
+use tracing::info;
 use understudy_cluster::Stopped;
 use understudy_cluster::disk::DiskCapture;
 use understudy_cluster::memory::{CaptureOptions, MemoryCapture, Taken};
@@ -25,10 +24,7 @@ use understudy_protocol::{BlockId, DiskIndex};
 use understudy_protocol::{GroupName, VmName};
 use understudy_qemu::lockstep::LogErrand;
 use understudy_snapshot::{Area, AreaMap, Part, SnapshotNumber, Store, StoreAddress};
-use understudy_threads::{lock, spawn};
-
-/// Before a QEMU that did not answer is asked again to let its guest run.
-const ASK_AGAIN: Duration = Duration::from_secs(1);
+use understudy_threads::lock;
 
 /// The last snapshot that exists: what the next one need not save again.
 #[derive(Clone)]
@@ -177,7 +173,7 @@ impl Capture {
         let began = Instant::now();
         let taken = self.pause(&machine);
         if taken.is_err() {
-            let_run(&machine);
+            machine.let_run();
         }
         self.paused = began.elapsed();
         let paused = self.paused.as_secs_f64() * 1e3;
@@ -244,24 +240,6 @@ fn sync(machine: &Machine) -> anyhow::Result<()> {
         disk.sync().with_context(|| format!("cannot sync {}", disk.path().display()))?;
     }
     Ok(())
-}
-
-/// Lets a guest run whose pause has failed: its disk may have taken too long.
-fn let_run(machine: &Arc<Machine>) {
-    let machine = machine.clone();
-    let run = move || {
-        while machine.is_alive()
-            && !machine.is_powered_off()
-            && let Err(error) = machine.ensure_running()
-        {
-            let vm = &machine.definition().name;
-            warn!(%vm, "it may stand still after a snapshot that failed: {error:#}");
-            thread::sleep(ASK_AGAIN);
-        }
-    };
-    if let Err(error) = spawn("let-run", run) {
-        error!("a guest may stand still after a snapshot: cannot start a thread: {error}");
-    }
 }
 
 /// Waits until the member's frames reach all others.

@@ -12,7 +12,7 @@ use crate::clock;
 use crate::lockstep;
 use crate::lockstep::primary::{Followed, MACHINE};
 use crate::messages::Piece;
-use crate::moments::strike;
+use crate::moments::{pass, strike};
 use anyhow::Context;
 use std::sync::Arc;
 use std::time::Duration;
@@ -209,7 +209,20 @@ impl<'a> Capturer<'a> {
             self.tracker.scan(&mut self.dirty)?;
             self.copy_memory()?;
         }
+        self.sync_disks();
+        pass("synchronised");
         Ok(!session.is_over())
+    }
+
+    /// Leaves little to do for a flush in the first pause, which waits for it: nobody holds what the guest
+    /// says before.
+    fn sync_disks(&self) {
+        for disk in self.machine.disks() {
+            if let Err(error) = disk.sync() {
+                // So will the guest's next flush, and what it is told then is its owner's to decide.
+                warn!(vm = %self.session.vm, disk = %disk.index(), "cannot sync it: {error}");
+            }
+        }
     }
 
     /// Copies all of `dirty` and what is written meanwhile, until that is little.

@@ -193,6 +193,9 @@ impl Group {
                     Some(console) => console.drain_and_barrier(next),
                     None => {}
                 }
+                if first {
+                    member.machine().disks().iter().for_each(|disk| disk.set_backup(true));
+                }
             });
             if first && self.is_shared() {
                 self.connect_members();

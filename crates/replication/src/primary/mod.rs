@@ -306,6 +306,7 @@ fn run_capture(session: &Arc<Session>, over: impl FnOnce(PrimaryPhase)) {
         // A checkpoint that failed may have left the guest paused, a hand-over that did has.
         if let Err(error) = session.machine().take_back() {
             error!(vm = %session.vm, "cannot resume the guest: {error:#}");
+            session.machine().let_run();
         }
     }
     over(phase);

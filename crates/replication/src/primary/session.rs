@@ -263,6 +263,7 @@ impl Session {
                 }
             }
             PrimaryAction::OpenOutput => {
+                self.machine().disks().iter().for_each(|disk| disk.set_backup(false));
                 for port in self.machine().ports() {
                     port.open_gate();
                 }

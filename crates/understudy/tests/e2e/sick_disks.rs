@@ -1,10 +1,12 @@
 //! Disks that lose writes, and disks that are full.
 
+use crate::cluster_deaths::Moment;
 use crate::lockstep::console_of;
 use crate::refusals::log_of;
+use crate::sick_hosts::Hanging;
 use crate::stage::{
     Calm, LIMIT, PACE, await_degraded, await_service, close, daemon, options, play, play_protected,
-    prove_disk, prove_survival, run,
+    protect, prove_disk, prove_survival, run,
 };
 use anyhow::{Context, Result, ensure};
 use std::fs::{self, File};
@@ -46,6 +48,41 @@ impl Failing {
     pub fn end(&self) -> Result<()> {
         Ok(fs::remove_file(&self.file)?)
     }
+}
+
+/// Nobody holds what it says before its first checkpoint. The pause of that answered its flush, and what it
+/// said then a power failure could take back.
+#[test]
+#[cfg_attr(not(feature = "fail-points"), ignore = "needs `--features fail-points`")]
+fn the_first_checkpoint_answers_no_flush_before_it_is_done() {
+    let (synchronised, hanging) = (Moment::new(), Hanging::new());
+    let points = [synchronised.action("synchronised", "1*"), hanging.action("hang-sync")];
+    let environment = vec![("FAILPOINTS".to_owned(), points.join(";"))];
+    let mut options = options().calm();
+    options.daemons.insert("a".to_owned(), HostOptions { environment, ..daemon().calm() });
+    play(options, |scene| {
+        scene.start_guest("a")?;
+        scene.await_guest()?;
+        scene.shell()?.start(FLUSHES)?;
+        wait_for("the guest to flush", LIMIT, || Ok((flushed(scene)? > 0).then_some(())))?;
+        scene.host("a")?.call(["protect", VM, "--to", "b", "--no-wait"])?;
+        synchronised.await_reached()?;
+        hanging.begin()?;
+        wait_for("a flush to hang", LIMIT, || {
+            let status = scene.status("a")?;
+            let error = status["disk_error"].as_str().unwrap_or_default();
+            Ok(error.contains("disk0 has not answered for").then_some(()))
+        })?;
+        let before = flushed(scene)?;
+        synchronised.end()?;
+        let reason = await_degraded(scene, "a")?;
+        ensure!(reason.contains("cannot take a checkpoint"), "{reason}");
+        ensure!(flushed(scene)? == before, "a flush was answered that has not reached the disk");
+        hanging.end()?;
+        wait_for("the guest to go on", LIMIT, || Ok((flushed(scene)? > before + 1).then_some(())))?;
+        protect(scene.host("a")?, VM, &["--to", "b"])?;
+        scene.host("a")?.call(["vm", "stop", VM, "--force"]).map(drop)
+    });
 }
 
 #[test]
