@@ -128,6 +128,7 @@ impl Host {
         let generation = self.take_ownership(&name, newest)?;
         former_owner.map_or(Ok(()), |lease| self.check_former(&name, lease))?;
         self.note_active(&machine, generation, former, &run_dir)?;
+        machine.settle_tpm().map_err(|error| failed("cannot start the VM", &error))?;
         let vm = self.add_primary(machine.clone(), generation, None);
         self.join_cluster(&machine, generation);
         machine.ensure_running().map_err(|error| failed("cannot start the guest", &error))?;

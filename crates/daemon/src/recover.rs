@@ -10,6 +10,7 @@ use std::net::SocketAddr;
 use std::sync::Arc;
 use std::thread;
 use tracing::{info, warn};
+use understudy_machine::tpm::{TpmStateAt, has_tpm_state};
 use understudy_protocol::autostart::Knowledge;
 use understudy_protocol::validity::{ArbiterWord, Evidence, Finding, ImageRole, judge};
 use understudy_protocol::wire::Kind;
@@ -178,8 +179,30 @@ impl Host {
                  completed: nothing can start on them"
             ));
         }
+        self.check_tpm(&record)?;
         let newest = known.max(record.image.generation);
         Ok(Recovery { report, record, newest })
+    }
+
+    /// Refuses a VM that would begin with another TPM than it had: what a guest has locked with that it
+    /// could not open.
+    fn check_tpm(&self, record: &Record) -> Result<(), HostError> {
+        let (name, here) = (&record.definition.name, &self.config.name);
+        let at = match record.image.role {
+            ImageRole::Mirror => TpmStateAt::Mirror,
+            _ => TpmStateAt::Own,
+        };
+        let directory = self.vm_directory(name)?;
+        if record.definition.tpm.is_none() || has_tpm_state(&directory, at) {
+            return Ok(());
+        }
+        let kept = directory.join("tpm.kept");
+        conflict(format!(
+            "the state of {name}'s TPM is not on host {here}: it would begin with another TPM, and a disk \
+             that is locked with its own stays locked; put that state, tpm2-00.permall of the host that \
+             ran it, to {}, or an empty file for a new TPM",
+            kept.display()
+        ))
     }
 
     /// Waits for a host that may run the VM and does not answer, if there is one and the VM is

@@ -6,7 +6,7 @@ use crate::vm::{FencedVm, Vm};
 use anyhow::{Context, bail};
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Weak};
-use tracing::{info, warn};
+use tracing::{error, info, warn};
 use understudy_disk::{FreshMirror, Mirror};
 use understudy_link::link::Link;
 use understudy_machine::Plan;
@@ -218,6 +218,9 @@ fn end(
             host.join_cluster(&machine, generation);
             // The activation says so already; the record is where it belongs.
             host.note_wish(name, wish.as_ref());
+            if let Err(error) = machine.settle_tpm() {
+                error!(vm = %name, "its next start may go back to its TPM's former state: {error:#}");
+            }
         }
         Outcome::Discarded => {
             host.vms.lock().remove(name);

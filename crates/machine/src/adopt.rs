@@ -207,7 +207,7 @@ impl Machine {
             agent,
             _hearing: hearing,
             console_server,
-            _tpm: None,
+            tpm: None,
             presence: Arc::new(()),
         })
     }

@@ -226,7 +226,7 @@ impl Machine {
             held: AtomicBool::new(false),
             passed_on: AtomicBool::new(false),
             process,
-            _tpm: tpm,
+            tpm,
             on_event: plan.on_event,
             agent,
             _hearing: hearing,

@@ -13,6 +13,7 @@
 //! | [`console`] | what the guest says on its serial console: held, logged, relayed |
 //! | [`succession`] | a guest moved to another QEMU on this host |
 //! | `medium` | the medium of a CD-ROM drive, changed while the guest runs |
+//! | [`tpm`] | its TPM, a process, and that TPM's state on this host's disk |
 //! | [`custody`] | a guest that may not end with its daemon |
 //! | [`cgroup`] | how much of a processor its vCPUs get, and of memory and threads its QEMU |
 //!
@@ -37,7 +38,7 @@ mod process;
 pub mod qemu_log;
 mod running;
 pub mod succession;
-mod tpm;
+pub mod tpm;
 mod tracking;
 mod watching;
 

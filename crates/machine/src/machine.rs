@@ -84,7 +84,7 @@ pub struct Machine {
     pub(crate) passed_on: AtomicBool,
     pub(crate) process: Arc<Process>,
     /// None, too, of a machine that a daemon before this one has started: it ends with QEMU.
-    pub(crate) _tpm: Option<Tpm>,
+    pub(crate) tpm: Option<Tpm>,
     pub(crate) on_event: OnEvent,
     // Held open: their ends tell QEMU that this daemon lives.
     pub(crate) agent: AgentLink,
@@ -345,6 +345,12 @@ impl Machine {
         self.device_state.fill(device_state)?;
         let loaded = self.monitor().load(&self.device_state);
         loaded.map_err(|error| self.process.explain(error.into()))
+    }
+
+    /// What its TPM has on this host's disk is the TPM's state from now on. To be called once the machine
+    /// has the guest's state, or begins with a new one, and its images are known to be the guest's.
+    pub fn settle_tpm(&self) -> anyhow::Result<()> {
+        self.tpm.as_ref().map_or(Ok(()), Tpm::settle)
     }
 
     /// Lets the guest of a loaded machine run; its output goes out from here on.

@@ -10,6 +10,7 @@
 //! - [`user`]: who it runs as;
 //! - [`lockstep`]: what lockstep needs of it, and the way of its log;
 //! - [`counting`]: the device state of a VM that is moved into a QEMU that counts instructions;
+//! - [`tpm_state`]: the part of it that outlives a TPM's power-off;
 //! - [`process`]: the running QEMU and its end;
 //! - [`qmp`]: its monitor: checkpoints, resumption, events;
 //! - [`pause`]: the pause of a checkpoint through the agent inside QEMU;
@@ -33,6 +34,7 @@ pub mod processor;
 pub mod programs;
 pub mod qmp;
 pub mod release;
+pub mod tpm_state;
 pub mod urgency;
 pub mod user;
 

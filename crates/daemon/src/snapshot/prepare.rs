@@ -171,6 +171,7 @@ impl Prepared {
         let run = || -> anyhow::Result<()> {
             self.former.as_ref().map_or(Ok(()), |lease| host.check_former(task.vm(), lease))?;
             host.note_active(&self.machine, generation, None, &self.directory)?;
+            self.machine.settle_tpm()?;
             let watch = Watch::begin(&self.machine, &self.filler)?;
             self.join(host, task, generation)?;
             self.machine.start_loaded()?;

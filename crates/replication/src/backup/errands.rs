@@ -17,6 +17,7 @@ use std::sync::atomic::Ordering;
 use tracing::error;
 use understudy_cluster::messages::KeepOrder;
 use understudy_disk::Mirror;
+use understudy_machine::tpm::TpmMirror;
 use understudy_memory::StillImage;
 use understudy_protocol::Epoch;
 use understudy_report::TakeoverReport;
@@ -40,6 +41,8 @@ struct Work {
     ready: Option<Readiness>,
     /// What is executed behind it.
     log: Option<Arc<Following>>,
+    /// The VM's TPM on this host's disk, if it has one.
+    tpm: Option<TpmMirror>,
     /// How long a take-over took.
     takeover: Option<TakeoverReport>,
 }
@@ -59,8 +62,14 @@ impl Session {
         commits: &Receiver<Committed>,
         mirrors: Vec<Mirror>,
     ) -> Outcome {
-        let mirrors = Some(mirrors);
-        let mut work = Work { mirrors, checkpoint: None, ready: None, log: None, takeover: None };
+        let mut work = Work {
+            mirrors: Some(mirrors),
+            checkpoint: None,
+            ready: None,
+            log: None,
+            tpm: self.machine().definition().tpm.map(|_| TpmMirror::new(&self.directory)),
+            takeover: None,
+        };
         for errand in errands {
             if let Errand::End(ending) = errand {
                 return self.outcome(ending, work.takeover);
@@ -146,7 +155,12 @@ impl Session {
         strike("apply", &self.vm);
         let image = self.keeper.image();
         let media = media_of(&epoch);
+        let number = epoch.epoch;
         let applied = self.apply_whole(epoch, image.as_deref())?;
+        if let Some(tpm) = &mut work.tpm {
+            let _awaited = self.vitals.applying.begin();
+            tpm.apply(number, &applied.checkpoint.device_state)?;
+        }
         // Pages of the epoch may refer to the medium before.
         for medium in &media {
             self.change_medium(medium, work.ready.as_mut())?;

@@ -77,6 +77,7 @@
 //! | [`succession`] | a VM goes on in another QEMU |
 //! | [`switching`] | checkpoints become lockstep, and back |
 //! | [`throttle`]| a guest that writes faster than a slow link carries |
+//! | [`tpm`]     | a guest's TPM is the same wherever it begins again |
 //! | [`unheld`]  | output that is not held |
 //! | [`vlans`]   | cards in VLANs of bridges that filter them |
 //! | [`relay`]   | what can go wrong on the wire, for the tests above |
@@ -162,6 +163,7 @@ mod switching;
 mod sync;
 mod threads;
 mod throttle;
+mod tpm;
 mod unheld;
 mod upgrade;
 mod vlans;

@@ -1,0 +1,231 @@
+//! Where a TPM's state lies in the VM's directory. There is no moment at which no file has it.
+//!
+//! While the guest runs here swtpm writes its own file, and no other counts. Two may lie beside it,
+//! and count before it, for then it is no state of the guest's, or may not be whole: what a backup
+//! has mirrored, and what swtpm's file held before its directory was made anew.
+
+use super::mirror::Mirrored;
+use anyhow::Context;
+use std::fs::{self, File};
+use std::io;
+use std::os::unix::fs::OpenOptionsExt;
+use std::path::{Path, PathBuf};
+use understudy_qemu::user::{self, User};
+
+/// The directory of swtpm's files, in the VM's.
+const DIRECTORY: &str = "tpm";
+/// What outlives a power-off, among them.
+const STATE: &str = "tpm2-00.permall";
+/// The same, kept beside that directory.
+const KEPT: &str = "tpm.kept";
+/// What a backup has mirrored.
+const MIRROR: &str = "tpm.mirror";
+
+/// Where the state may be on a host.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum TpmStateAt {
+    /// The guest ran there.
+    Own,
+    /// It was backed up there: what is swtpm's own is none of the guest's.
+    Mirror,
+}
+
+/// Whether there is a state of a VM's TPM in its directory.
+pub fn has_tpm_state(run_dir: &Path, at: TpmStateAt) -> bool {
+    let beside = mirror(run_dir).is_file() || kept(run_dir).is_file();
+    beside || (at == TpmStateAt::Own && own(run_dir).is_file())
+}
+
+pub(super) fn directory(run_dir: &Path) -> PathBuf {
+    run_dir.join(DIRECTORY)
+}
+
+pub(super) fn mirror(run_dir: &Path) -> PathBuf {
+    run_dir.join(MIRROR)
+}
+
+fn own(run_dir: &Path) -> PathBuf {
+    directory(run_dir).join(STATE)
+}
+
+fn kept(run_dir: &Path) -> PathBuf {
+    run_dir.join(KEPT)
+}
+
+/// Makes swtpm's directory anew, with the state that the VM has, or begins with; what was mirrored
+/// swtpm itself has to be told.
+pub(super) fn prepare(
+    run_dir: &Path,
+    seed: Option<&Path>,
+    user: Option<User>,
+) -> anyhow::Result<Option<Mirrored>> {
+    if let Some(mirrored) = Mirrored::read(&mirror(run_dir))? {
+        user::give_directory(&directory(run_dir), user)?;
+        return Ok(Some(mirrored));
+    }
+    keep(run_dir)?;
+    let content = match kept(run_dir).is_file() {
+        true => Some(fs::read(kept(run_dir))?),
+        false => seed.map(read_seed).transpose()?,
+    };
+    user::give_directory(&directory(run_dir), user)?;
+    // An operator who wants a new one leaves an empty file.
+    if let Some(content) = content.filter(|content| !content.is_empty()) {
+        user::give(&write(&own(run_dir), &content)?, user)?;
+        File::open(directory(run_dir))?.sync_all()?;
+    }
+    Ok(None)
+}
+
+/// Makes swtpm's directory anew for a TPM that comes with the device state. What this host has of
+/// it belongs to its former images until then.
+pub(super) fn prepare_standby(run_dir: &Path, user: Option<User>) -> anyhow::Result<()> {
+    keep(run_dir)?;
+    Ok(user::give_directory(&directory(run_dir), user)?)
+}
+
+/// Keeps what swtpm's file holds, if that is the state.
+fn keep(run_dir: &Path) -> io::Result<()> {
+    let (own, kept) = (own(run_dir), kept(run_dir));
+    if !own.is_file() || kept.is_file() || mirror(run_dir).is_file() {
+        return Ok(());
+    }
+    replace(run_dir, KEPT, &fs::read(own)?)
+}
+
+/// What swtpm has written is the state from now on.
+pub(super) fn settle(run_dir: &Path) -> anyhow::Result<()> {
+    let own = own(run_dir);
+    File::open(&own).and_then(|file| file.sync_all()).with_context(|| own.display().to_string())?;
+    File::open(directory(run_dir))?.sync_all()?;
+    remove(&mirror(run_dir))?;
+    Ok(remove(&kept(run_dir))?)
+}
+
+/// A backup has mirrored the state: what this host had before is none any more.
+pub(super) fn put_mirror(run_dir: &Path, content: &[u8]) -> io::Result<()> {
+    replace(run_dir, MIRROR, content)?;
+    remove(&kept(run_dir))
+}
+
+fn remove(file: &Path) -> io::Result<()> {
+    match fs::remove_file(file) {
+        Err(error) if error.kind() != io::ErrorKind::NotFound => Err(error),
+        _ => Ok(()),
+    }
+}
+
+/// Replaces a file as a whole; on return it is on stable storage.
+fn replace(run_dir: &Path, name: &str, content: &[u8]) -> io::Result<()> {
+    let new = run_dir.join(format!("{name}.new"));
+    write(&new, content)?;
+    fs::rename(&new, run_dir.join(name))?;
+    File::open(run_dir)?.sync_all()
+}
+
+/// Writes a file that its owner alone may read, to stable storage.
+fn write(path: &Path, content: &[u8]) -> io::Result<File> {
+    let mut options = File::options();
+    let file = options.write(true).create(true).truncate(true).mode(0o600).open(path)?;
+    io::copy(&mut &content[..], &mut &file)?;
+    file.sync_all()?;
+    Ok(file)
+}
+
+/// The state that another manager's swtpm has left in its directory.
+fn read_seed(directory: &Path) -> anyhow::Result<Vec<u8>> {
+    let file = directory.join(STATE);
+    fs::read(&file).with_context(|| format!("cannot read the TPM's state, {}", file.display()))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use understudy_protocol::Epoch;
+
+    /// The directory of a VM whose TPM has this state.
+    fn vm(content: &str) -> tempfile::TempDir {
+        let vm = tempfile::tempdir().unwrap();
+        fs::create_dir(directory(vm.path())).unwrap();
+        fs::write(own(vm.path()), content).unwrap();
+        vm
+    }
+
+    fn state(vm: &tempfile::TempDir) -> String {
+        fs::read_to_string(own(vm.path())).unwrap()
+    }
+
+    #[test]
+    fn a_tpm_is_the_same_after_a_start() {
+        let vm = vm("endorsed");
+        fs::write(directory(vm.path()).join("left"), "by swtpm").unwrap();
+        prepare(vm.path(), None, None).unwrap();
+        assert_eq!(state(&vm), "endorsed");
+        assert!(!directory(vm.path()).join("left").exists());
+        settle(vm.path()).unwrap();
+        assert!(!kept(vm.path()).exists());
+    }
+
+    /// The file was read, removed, and written again: what ended in between ended the TPM.
+    #[test]
+    fn a_start_that_fails_in_the_middle_leaves_the_tpm() {
+        let vm = vm("endorsed");
+        // It cannot be removed as a file.
+        let obstacle = directory(vm.path()).join("directory");
+        fs::create_dir(&obstacle).unwrap();
+        assert!(prepare(vm.path(), None, None).is_err());
+        // As far as it may have come.
+        let _ = fs::remove_file(own(vm.path()));
+        fs::remove_dir(&obstacle).unwrap();
+        prepare(vm.path(), None, None).unwrap();
+        assert_eq!(state(&vm), "endorsed");
+    }
+
+    #[test]
+    fn a_new_tpm_begins_with_its_seed_and_an_old_one_stays() {
+        let seed = tempfile::tempdir().unwrap();
+        fs::write(seed.path().join(STATE), "of libvirt").unwrap();
+        let new = tempfile::tempdir().unwrap();
+        prepare(new.path(), Some(seed.path()), None).unwrap();
+        assert_eq!(state(&new), "of libvirt");
+        let old = vm("endorsed");
+        prepare(old.path(), Some(seed.path()), None).unwrap();
+        assert_eq!(state(&old), "endorsed");
+    }
+
+    /// A standby's swtpm writes a file of its own, which is none of the guest's.
+    #[test]
+    fn what_a_backup_has_counts_before_what_its_swtpm_wrote() {
+        let vm = vm("of the former images");
+        prepare_standby(vm.path(), None).unwrap();
+        fs::write(own(vm.path()), "of nobody").unwrap();
+        assert!(has_tpm_state(vm.path(), TpmStateAt::Mirror), "of its former images");
+        prepare(vm.path(), None, None).unwrap();
+        assert_eq!(state(&vm), "of the former images");
+
+        let mirrored = Mirrored { epoch: Epoch(7), state: b"endorsed".to_vec() };
+        mirrored.write(vm.path()).unwrap();
+        assert!(!kept(vm.path()).exists());
+        for _ in 0..2 {
+            // However often it is begun.
+            let found = prepare(vm.path(), None, None).unwrap().unwrap();
+            assert_eq!((found.epoch, &found.state[..]), (Epoch(7), &b"endorsed"[..]));
+            assert!(!own(vm.path()).exists());
+        }
+        assert!(settle(vm.path()).is_err(), "swtpm has written nothing yet");
+        assert!(has_tpm_state(vm.path(), TpmStateAt::Mirror));
+        fs::write(own(vm.path()), "endorsed").unwrap();
+        settle(vm.path()).unwrap();
+        assert!(!has_tpm_state(vm.path(), TpmStateAt::Mirror));
+        assert!(has_tpm_state(vm.path(), TpmStateAt::Own));
+    }
+
+    #[test]
+    fn an_operator_who_leaves_an_empty_file_gets_a_new_tpm() {
+        let vm = vm("of nobody");
+        fs::write(kept(vm.path()), "").unwrap();
+        assert!(has_tpm_state(vm.path(), TpmStateAt::Mirror));
+        prepare(vm.path(), None, None).unwrap();
+        assert!(!own(vm.path()).exists());
+    }
+}

@@ -1,0 +1,83 @@
+//! A guest's TPM is the same one on whichever host it begins again.
+
+use crate::recover::lose;
+use crate::stage::{Calm, LIMIT, options, play, refusal};
+use anyhow::{Context, Result, ensure};
+use std::fs;
+use toml::Table;
+use understudy_lab::scene::VM;
+use understudy_lab::{GuestShell, Scene, SceneOptions, wait_for};
+
+/// An index that outlives a power-off, with an empty password: `TPM2_NV_DefineSpace`.
+const DEFINE: &str = "8002 0000002d 0000012a 40000001 00000009 40000009 0000 00 0000 0000 \
+                      000e 01500000 000b 02020002 0000 0008";
+/// `TPM2_NV_ReadPublic` of that index.
+const READ_PUBLIC: &str = "8001 0000000e 00000169 01500000";
+
+/// Has the TPM carry out a command; the number that it answers with, 0 if it did.
+fn tpm_says(shell: &mut GuestShell, command: &str) -> Result<String> {
+    let hex: Vec<u8> = command.bytes().filter(u8::is_ascii_hexdigit).collect();
+    let bytes = hex.chunks(2).map(|byte| format!("\\x{}", String::from_utf8_lossy(byte)));
+    let command: String = bytes.collect();
+    // The answer is the descriptor's that has sent the command.
+    let line = format!(
+        "printf '{command}' > /tmp/command; exec 3<>/dev/tpm0; cat /tmp/command >&3; \
+         dd bs=4096 count=1 <&3 2>/dev/null | hexdump -v -e '1/1 \"%02x\"'; exec 3>&-"
+    );
+    let said = shell.run(&line)?.text;
+    let code = said.trim().get(12..20).map(str::to_owned);
+    code.with_context(|| format!("the TPM says {said:?}"))
+}
+
+/// What a host has of the guest's TPM.
+fn state_of(scene: &Scene, host: &str, file: &str) -> Result<Vec<u8>> {
+    let path = scene.host(host)?.directory().join("state").join(VM).join(file);
+    fs::read(&path).with_context(|| path.display().to_string())
+}
+
+/// The backup's TPM was in memory alone: after the loss of both hosts its mirror began with another one, and a
+/// guest whose disk is locked with its own was locked out.
+#[test]
+fn a_guest_that_begins_on_its_mirror_has_its_tpm() {
+    let shape = SceneOptions { booted: false, memory_mib: 256, ..options().calm() };
+    play(shape, |scene| {
+        let mut table: Table = fs::read_to_string(scene.definition())?.parse()?;
+        table.insert("tpm".into(), "crb".into());
+        for (field, file) in [("kernel", "vmlinuz-devices"), ("initrd", "initrd-devices.gz")] {
+            let path = scene.guest_files().join(file).display().to_string();
+            table.insert(field.into(), path.into());
+        }
+        fs::write(scene.definition(), table.to_string())?;
+        scene.protected_guest("a", "b")?;
+        let mut shell = scene.shell()?;
+        ensure!(tpm_says(&mut shell, READ_PUBLIC)? != "00000000", "there is an index already");
+        let defined = tpm_says(&mut shell, DEFINE)?;
+        ensure!(defined == "00000000", "the TPM refuses: {defined}");
+        wait_for("the backup's disk to have the TPM", LIMIT, || {
+            let own = state_of(scene, "a", "tpm/tpm2-00.permall")?;
+            // Behind swtpm's header, which is another one for what it gives away.
+            Ok(state_of(scene, "b", "tpm.mirror")?.ends_with(&own[10..]).then_some(()))
+        })?;
+        lose(scene, &["a", "b"])?;
+        scene.restart("a")?;
+        scene.restart("b")?;
+        let b = scene.host("b")?;
+        let mirror = b.directory().join("state").join(VM).join("tpm.mirror");
+        let aside = mirror.with_extension("aside");
+        fs::rename(&mirror, &aside)?;
+        let (_, words) = refusal(b, &["recover", VM, "--force"])?;
+        ensure!(words.contains("another TPM") && words.contains("tpm.kept"), "{words}");
+        fs::rename(&aside, &mirror)?;
+        b.call(["recover", VM, "--force"])?;
+        scene.await_guest()?;
+        let found = tpm_says(&mut scene.shell()?, READ_PUBLIC)?;
+        ensure!(found == "00000000", "it is another TPM: {found}");
+        ensure!(!mirror.exists(), "what was mirrored would count before what the guest does now");
+        b.call(["vm", "stop", VM, "--force"])?;
+        // It is the host's own from then on.
+        b.call(["recover", VM, "--force"])?;
+        scene.await_guest()?;
+        ensure!(tpm_says(&mut scene.shell()?, READ_PUBLIC)? == "00000000", "another TPM");
+        b.call(["vm", "stop", VM, "--force"]).map(drop)
+    });
+}
