@@ -6,8 +6,13 @@
 //! starved counts as one look, since QEMU had none of it either.
 
 use crate::Machine;
+use crate::tpm::Tpm;
 use std::time::Duration;
 use understudy_threads::{Mutex, lock};
+
+/// For so long at most a TPM's work excuses QEMU, which waits for the command that runs before it saves
+/// the device state: a key of RSA takes seconds. Shorter than any time-out of a pause.
+const TPM_BOUND: Duration = Duration::from_secs(15);
 
 /// Looks within the bound: it is exceeded by a tenth at most, for a host that is not starved.
 const LOOKS: u32 = 10;
@@ -79,6 +84,8 @@ pub struct Signs<'a> {
     pub echoed: Option<bool>,
     /// Whether it waits for this host: for a disk, or for room in its log.
     pub excused: bool,
+    /// Whether its TPM has worked since the last look: it may wait for that.
+    pub tpm_works: bool,
 }
 
 /// Measures one QEMU's silence.
@@ -86,6 +93,8 @@ pub struct Signs<'a> {
 pub struct HangDetector {
     bound: Duration,
     silent: Duration,
+    /// Of the time in which nothing was answered, that in which its TPM worked.
+    in_tpm: Duration,
     answers: u64,
     /// It has answered a probe, so that one can be expected of it.
     echoes: bool,
@@ -94,7 +103,8 @@ pub struct HangDetector {
 impl HangDetector {
     /// Makes the detector of a QEMU that may be silent for so long.
     pub fn new(bound: Duration) -> HangDetector {
-        HangDetector { bound, silent: Duration::ZERO, answers: 0, echoes: false }
+        let (silent, in_tpm) = Default::default();
+        HangDetector { bound, silent, in_tpm, answers: 0, echoes: false }
     }
 
     /// The time between looks.
@@ -112,10 +122,13 @@ impl HangDetector {
             Turn::Qemus => true,
             Turn::Free => self.echoes && signs.echoed == Some(false),
         };
-        if awaited && !answered && !signs.excused {
-            self.silent += passed.min(self.interval());
+        let passed = passed.min(self.interval());
+        if !awaited || answered || signs.excused {
+            (self.silent, self.in_tpm) = Default::default();
+        } else if signs.tpm_works && self.in_tpm < TPM_BOUND {
+            self.in_tpm += passed;
         } else {
-            self.silent = Duration::ZERO;
+            self.silent += passed;
         }
         (self.silent, turn == Turn::Free && signs.echoed != Some(false))
     }
@@ -134,7 +147,8 @@ impl Machine {
         let waits_for_room = || self.log.as_ref().is_some_and(|log| log.status().is_blocked);
         // A process that was stopped waits for nothing, whatever it asked for before.
         let asks = (waits_for_disk() || waits_for_room()) && !is_stopped(self.qemu_pid());
-        self.pauser.look(detector, passed, waits || asks)
+        let tpm_works = self.tpm.as_ref().is_some_and(Tpm::works);
+        self.pauser.look(detector, passed, waits || asks, tpm_works)
     }
 }
 
@@ -164,8 +178,14 @@ mod tests {
         }
 
         fn look(&mut self, echoed: Option<bool>, excused: bool, passed: Duration) -> u128 {
-            let signs = Signs { attention: &self.attention, echoed, excused };
+            let signs = Signs { attention: &self.attention, echoed, excused, tpm_works: false };
             self.detector.look(&signs, passed).0.as_millis()
+        }
+
+        fn look_while_tpm_works(&mut self) -> u128 {
+            let attention = &self.attention;
+            let signs = Signs { attention, echoed: Some(false), excused: false, tpm_works: true };
+            self.detector.look(&signs, LOOK).0.as_millis()
         }
     }
 
@@ -203,7 +223,8 @@ mod tests {
         // A pause that begins does not hide that nothing is answered.
         let attention = std::mem::take(&mut qemu.attention);
         let pause = attention.begin();
-        let signs = Signs { attention: &attention, echoed: Some(false), excused: false };
+        let echoed = Some(false);
+        let signs = Signs { attention: &attention, echoed, excused: false, tpm_works: false };
         assert_eq!(qemu.detector.look(&signs, LOOK), (LOOK * 2, false));
         pause.answered();
         assert_eq!(qemu.detector.look(&signs, LOOK).0, Duration::ZERO);
@@ -217,5 +238,22 @@ mod tests {
         std::mem::forget(qemu.attention.begin());
         assert_eq!(qemu.look(None, false, LOOK * 300), 100, "the daemon was stopped");
         assert_eq!(qemu.look(None, true, LOOK), 0, "it waits for a disk of this host");
+    }
+
+    /// A guest that had its TPM make a key of RSA was handed over: QEMU waits for that before it saves the
+    /// device state.
+    #[test]
+    fn a_tpm_that_works_is_no_silence_within_its_bound() {
+        let mut qemu = Watched::new();
+        std::mem::forget(qemu.attention.begin());
+        for _ in 0..TPM_BOUND.as_millis() / LOOK.as_millis() {
+            assert_eq!(qemu.look_while_tpm_works(), 0);
+        }
+        assert_eq!(qemu.look_while_tpm_works(), LOOK.as_millis(), "it has worked for too long");
+        let mut qemu = Watched::new();
+        std::mem::forget(qemu.attention.begin());
+        assert_eq!(qemu.look_while_tpm_works(), 0);
+        assert_eq!(qemu.look(None, false, LOOK), 100, "it does not work, or is stopped");
+        assert_eq!(qemu.look_while_tpm_works(), 100, "what was silence stays that");
     }
 }

@@ -96,11 +96,18 @@ impl Pauser {
         self.agent.as_ref().err().map(String::as_str)
     }
 
-    /// Looks whether QEMU answers, `passed` after the last look; see [`HangDetector::look`].
-    pub fn look(&self, detector: &mut HangDetector, passed: Duration, excused: bool) -> Duration {
+    /// Looks whether QEMU answers, `passed` after the last look; see [`HangDetector::look`], and [`Signs`] for
+    /// what excuses it.
+    pub fn look(
+        &self,
+        detector: &mut HangDetector,
+        passed: Duration,
+        excused: bool,
+        tpm_works: bool,
+    ) -> Duration {
         let agent = self.agent.as_ref().ok();
         let echoed = agent.and_then(|agent| agent.echoed());
-        let signs = Signs { attention: &self.attention, echoed, excused };
+        let signs = Signs { attention: &self.attention, echoed, excused, tpm_works };
         let (silent, probe_is_due) = detector.look(&signs, passed);
         if let Some(agent) = agent.filter(|_| probe_is_due)
             && let Err(error) = agent.probe()

@@ -14,9 +14,11 @@ pub use mirror::TpmMirror;
 use crate::Plan;
 use crate::qemu_log::SWTPM_LOG;
 use anyhow::{Context, bail};
+use std::fs;
 use std::os::fd::{AsFd, AsRawFd};
 use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 use tracing::info;
 use understudy_qemu::process::Launch;
@@ -32,6 +34,8 @@ pub(crate) struct Tpm {
     process: Qemu,
     /// The VM's.
     run_dir: PathBuf,
+    /// The time that it had used at the last look, in nanoseconds.
+    used: AtomicU64,
 }
 
 impl Tpm {
@@ -74,7 +78,14 @@ impl Tpm {
             control::set_permanent(&qemus, &mirrored.state)
                 .context("swtpm does not take the state that this host has mirrored")?;
         }
-        Ok(Some((Tpm { process, run_dir: plan.run_dir.to_owned() }, qemus)))
+        let run_dir = plan.run_dir.to_owned();
+        Ok(Some((Tpm { process, run_dir, used: AtomicU64::new(0) }, qemus)))
+    }
+
+    /// Whether it has used a processor, or waited for one, since the last look.
+    pub(crate) fn works(&self) -> bool {
+        let used = used_time(self.process.pid()).unwrap_or_default();
+        self.used.swap(used, Ordering::Relaxed) != used
     }
 
     /// Brings what swtpm has written to stable storage: it is the TPM's state from then on, and other
@@ -84,9 +95,58 @@ impl Tpm {
     }
 }
 
+/// The time that a process's first thread has used a processor, or waited for one.
+fn used_time(pid: u32) -> Option<u64> {
+    let text = fs::read_to_string(format!("/proc/{pid}/schedstat")).ok()?;
+    let mut times = text.split_whitespace().map(str::parse::<u64>);
+    Some(times.next()?.ok()? + times.next()?.ok()?)
+}
+
 impl Drop for Tpm {
     fn drop(&mut self) {
         // Whatever becomes of this wait, the process is ended after it.
         let _ = self.process.wait(PATIENCE);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::process::{Child, Command};
+
+    /// Ends with the test.
+    struct Process(Child);
+
+    impl Process {
+        fn begin(script: &str) -> Process {
+            Process(Command::new("sh").args(["-c", script]).spawn().unwrap())
+        }
+
+        fn used(&self) -> u64 {
+            used_time(self.0.id()).unwrap()
+        }
+    }
+
+    impl Drop for Process {
+        fn drop(&mut self) {
+            self.0.kill().unwrap();
+            self.0.wait().unwrap();
+        }
+    }
+
+    #[test]
+    fn a_process_that_works_is_told_from_one_that_waits() {
+        let works = Process::begin("while :; do :; done");
+        let before = works.used();
+        while works.used() == before {
+            std::thread::sleep(Duration::from_millis(1));
+        }
+        let waits = Process::begin("exec sleep 1000");
+        let settled = || {
+            let before = waits.used();
+            std::thread::sleep(Duration::from_millis(20));
+            waits.used() == before
+        };
+        while !settled() {}
     }
 }
