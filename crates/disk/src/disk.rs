@@ -227,6 +227,11 @@ impl Disk {
         self.image.has_failed()
     }
 
+    /// What the first error of a request was, if there was any; QEMU may keep it from the guest.
+    pub fn first_error(&self) -> Option<String> {
+        self.withheld.first()
+    }
+
     /// Whether the guest waits for requests that failed.
     pub fn withholds_errors(&self) -> bool {
         self.withheld.is_any()

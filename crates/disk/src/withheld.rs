@@ -1,4 +1,4 @@
-//! Errors of requests that QEMU does not learn of for now.
+//! Errors of requests, and those of which QEMU does not learn for now.
 //!
 //! At an error of a disk QEMU stops the machine, and where is no part of its log: in lockstep the
 //! backup's would stop elsewhere, with log before it that it never executes. So there the request
@@ -25,6 +25,8 @@ struct State {
     /// None: QEMU learns of errors.
     told: Option<OnError>,
     answers: Vec<Answer>,
+    /// What the first error was, since QEMU tells of not every one.
+    first: Option<String>,
 }
 
 impl Withheld {
@@ -35,15 +37,17 @@ impl Withheld {
 
     /// QEMU learns of errors again, of those first that were withheld.
     pub(crate) fn end(&self) {
-        let state = mem::take(&mut *self.lock());
-        for answer in state.answers {
-            answer();
-        }
+        let mut state = self.lock();
+        state.told = None;
+        let answers = mem::take(&mut state.answers);
+        drop(state);
+        answers.into_iter().for_each(|answer| answer());
     }
 
     /// A request failed: its answer is given now, or at the end.
     pub(crate) fn answer(&self, error: &io::Error, answer: Answer) {
         let mut state = self.lock();
+        state.first.get_or_insert_with(|| error.to_string());
         let Some(told) = state.told.clone() else {
             drop(state);
             return answer();
@@ -51,6 +55,11 @@ impl Withheld {
         state.answers.push(answer);
         drop(state);
         told(error);
+    }
+
+    /// What the first error was, if there was any.
+    pub(crate) fn first(&self) -> Option<String> {
+        self.lock().first.clone()
     }
 
     /// Whether requests wait for the end.
@@ -87,6 +96,8 @@ mod tests {
         };
         fail(0);
         assert_eq!(answered.try_recv(), Ok(0), "QEMU learns of errors");
+        let first = withheld.first();
+        assert!(first.is_some(), "it is remembered, whatever QEMU makes of it");
         withheld.begin(Arc::new(move |error| told.lock().unwrap().send(error.kind()).unwrap()));
         fail(1);
         fail(2);
@@ -95,6 +106,7 @@ mod tests {
         withheld.end();
         assert_eq!(answered.try_iter().collect::<Vec<_>>(), [1, 2]);
         assert!(!withheld.is_any());
+        assert_eq!(withheld.first(), first);
         fail(3);
         assert_eq!(answered.try_recv(), Ok(3), "QEMU learns of errors again");
     }

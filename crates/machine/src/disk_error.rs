@@ -5,6 +5,7 @@ use crate::Machine;
 use std::time::{Duration, Instant};
 use tracing::warn;
 use understudy_protocol::{DISK_BOUND, DiskIndex};
+use understudy_qemu::definition::{DiskBus, DiskDefinition};
 use understudy_qemu::qmp::RunState;
 use understudy_threads::{Mutex, lock};
 
@@ -68,7 +69,9 @@ impl DiskErrors {
 impl Machine {
     /// Why the guest stands still, if an error of a disk has stopped it, and what becomes of it.
     pub fn disk_error(&self) -> Option<String> {
-        let Some(error) = self.process.disk_errors.current() else { return self.hung_disk() };
+        let Some(error) = self.process.disk_errors.current() else {
+            return self.hidden_disk_error().or_else(|| self.hung_disk());
+        };
         let failed = |disk: &&std::sync::Arc<understudy_disk::Disk>| {
             disk.has_lost_writes() && error.node == format!("disk{}", disk.index())
         };
@@ -81,6 +84,21 @@ impl Machine {
             ),
         };
         Some(format!("{error}; {then}"))
+    }
+
+    /// An error on the firmware's variables, which QEMU keeps from the guest: that goes on as if they were
+    /// on the disk. A backup's QEMU writes all of them anew.
+    pub fn hidden_disk_error(&self) -> Option<String> {
+        let definition = self.definition();
+        let variables = |(disk, _): &(&DiskDefinition, _)| disk.bus == DiskBus::Pflash;
+        let disks = self.disks();
+        let (_, disk) = definition.disks.iter().zip(&disks).find(variables)?;
+        let reason = disk.first_error()?;
+        let error = DiskError { node: format!("disk{}", disk.index()), reason };
+        Some(format!(
+            "{error}; the guest was not told, and what it has changed of its firmware's variables is \
+             lost at its next start here"
+        ))
     }
 
     /// Which disk does not answer, if one has not for too long.

@@ -4,6 +4,7 @@ use super::{Disk, Order, WriteSink, fail_in_a_test};
 use crate::image::Space;
 use std::io;
 use std::sync::Arc;
+use understudy_protocol::DiskIndex;
 use understudy_threads::MutexGuard;
 
 impl Disk {
@@ -35,6 +36,7 @@ impl Ordered<'_> {
         self.begin(offset, data.len() as u64)?;
         let write = || {
             fail_in_a_test("write-disk")?;
+            fail_one_in_a_test(self.disk.index)?;
             self.disk.image.write(offset, data)
         };
         self.change(offset, data.len() as u64, write)?;
@@ -122,4 +124,16 @@ impl Ordered<'_> {
     pub(crate) fn has_sink(&self) -> bool {
         self.order.sink.is_some()
     }
+}
+
+/// A test makes writes of one disk fail for as long as the fail point's file has its number.
+fn fail_one_in_a_test(_disk: DiskIndex) -> io::Result<()> {
+    fail::fail_point!("write-one-disk", |file| {
+        let wanted = std::fs::read_to_string(file.unwrap_or_default()).unwrap_or_default();
+        match wanted == _disk.to_string() {
+            true => Err(nix::errno::Errno::EIO.into()),
+            false => Ok(()),
+        }
+    });
+    Ok(())
 }

@@ -58,7 +58,8 @@ impl HangWatch {
         let hangs = self.detector.is_over();
         let qemu =
             hangs.then(|| format!("QEMU has not answered for {:.1} s", silent.as_secs_f64()));
-        match self.disks.look(&machine, passed).or(qemu) {
+        let disk = self.disks.look(&machine, passed).or_else(|| machine.hidden_disk_error());
+        match disk.or(qemu) {
             Some(reason) => hand_over(session, &reason, &mut self.told),
             None => self.told = false,
         }

@@ -4,7 +4,7 @@
 
 use crate::planned::reboot;
 use crate::stage::{
-    Calm, LIMIT, PACE, await_service, close, options, play, protection, prove_disk,
+    Calm, LIMIT, PACE, await_service, close, daemon, options, play, protection, prove_disk,
 };
 use anyhow::{Context, Result, ensure};
 use nix::sys::signal::{Signal, kill};
@@ -14,7 +14,7 @@ use std::io::{Read, Write};
 use std::os::unix::net::UnixStream;
 use std::path::PathBuf;
 use toml::{Table, Value};
-use understudy_lab::{GuestShell, Scene, SceneOptions};
+use understudy_lab::{GuestShell, HostOptions, Scene, SceneOptions};
 
 /// Of Debian's package ovmf.
 const CODE: &str = "/usr/share/OVMF/OVMF_CODE_4M.secboot.fd";
@@ -223,6 +223,38 @@ fn a_guest_with_uefi_scsi_and_all_that_virt_install_adds_survives() {
         read_variable(&mut shell, "before")?;
         read_variable(&mut shell, "after")?;
         prove_disk(scene, "b", acked)
+    });
+}
+
+/// QEMU tells nobody of a failed write to its flash memory: the guest went on, and what it had written of its
+/// firmware's variables was on no disk.
+#[test]
+#[cfg_attr(not(feature = "fail-points"), ignore = "needs `--features fail-points`")]
+fn a_guest_whose_variables_cannot_be_written_is_handed_over() {
+    let directory = tempfile::tempdir().expect("a directory for the test");
+    let fails = directory.path().join("fails");
+    let point = format!("write-one-disk=return({})", fails.display());
+    let environment = vec![("FAILPOINTS".to_owned(), point)];
+    let mut shape = SceneOptions { booted: false, ..options().calm() };
+    shape.daemons.insert("a".to_owned(), HostOptions { environment, ..daemon().calm() });
+    play(shape, |scene| {
+        define(scene)?;
+        scene.protected_guest("a", "b")?;
+        let mut shell = scene.shell()?;
+        shell.run(&format!("mount -t efivarfs efivarfs {EFIVARS}"))?;
+        write_variable(&mut shell, "before")?;
+        // The second one is its flash memory.
+        fs::write(&fails, "1")?;
+        write_variable(&mut shell, "after")?;
+        scene.await_live("b")?;
+        let fenced = scene.await_fenced("a")?;
+        ensure!(protection(&fenced).1.contains("disk1"), "{fenced}");
+        read_variable(&mut shell, "after")?;
+        reboot(scene, "b")?;
+        let mut shell = scene.shell()?;
+        shell.run(&format!("mount -t efivarfs efivarfs {EFIVARS}"))?;
+        read_variable(&mut shell, "before")?;
+        read_variable(&mut shell, "after")
     });
 }
 
