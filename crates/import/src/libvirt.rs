@@ -187,13 +187,14 @@ fn clock(draft: &mut Draft<'_>, clock: &Element) {
     }
 }
 
-/// Whether the guest is told that it can sleep.
+/// Whether the guest is told that it can sleep: in memory it never is.
 fn power(draft: &mut Draft<'_>, power: &Element) {
-    let chipset = if draft.vm.is_q35() { "ICH9-LPC" } else { "PIIX4_PM" };
-    for (name, property) in [("suspend-to-mem", "disable_s3"), ("suspend-to-disk", "disable_s4")] {
-        if power.child_get(name, "enabled") == "no" {
-            draft.argument("-global", format!("{chipset}.{property}=1"));
-        }
+    if let Some(sleep) = power.child("suspend-to-mem").filter(|it| it.get("enabled") == "yes") {
+        draft.changed(sleep.line, sleep.tag(), "suspend to memory is not offered to the guest");
+    }
+    if power.child_get("suspend-to-disk", "enabled") == "no" {
+        let chipset = if draft.vm.is_q35() { "ICH9-LPC" } else { "PIIX4_PM" };
+        draft.argument("-global", format!("{chipset}.disable_s4=1"));
     }
 }
 

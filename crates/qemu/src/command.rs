@@ -190,6 +190,10 @@ fn machine(args: &mut Args, vm: &VmDefinition, resources: &Resources) {
     if let Some(cpu) = cpu_model(vm, resources.accelerator) {
         args.pair("-cpu", cpu);
     }
+    // Not offered: nothing of a guest that sleeps in memory is proven to survive, and with secure boot it
+    // would wake with the firmware's memory open.
+    let chipset = if vm.is_q35() { "ICH9-LPC" } else { "PIIX4_PM" };
+    args.pair("-global", format!("{chipset}.disable_s3=1"));
     if may_count(vm, resources) {
         // Its reset waits for the vCPU's thread while it holds the lock of record and replay,
         // for which that thread waits: a reboot would never end.

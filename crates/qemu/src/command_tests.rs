@@ -88,6 +88,7 @@ fn everything_is_on_the_command_line() {
 -object memory-backend-file,id=ram,size=536870912,mem-path=/proc/self/fd/20,share=on,prealloc=off
 -m size=536870912B
 -smp 2
+-global PIIX4_PM.disable_s3=1
 -rtc base=utc
 -vga none
 -msg timestamp=on
@@ -175,6 +176,7 @@ fn a_guest_as_it_was_installed_has_its_firmware_and_its_places() {
         "-machine pc-q35-10.0,suppress-vmdesc=on,vmport=off,memory-backend=ram,pflash0=firmware,\
          pflash1=disk1,smm=on",
         "-smp 4,sockets=1,dies=1,cores=2,threads=2",
+        "-global ICH9-LPC.disable_s3=1",
         "-blockdev driver=file,node-name=firmware,read-only=on,filename=/proc/self/fd/29",
         "-global driver=cfi.pflash01,property=secure,value=on",
         "-device virtio-blk-pci,disable-modern=off,disable-legacy=on,ioeventfd=off,bus=pci.1,\
@@ -204,6 +206,7 @@ fn sata_disks_on_pc_have_a_controller() {
     (vm.machine, vm.firmware, vm.secure_boot) = ("pc".to_owned(), None, false);
     let lines = lines(&vm, &resources);
     assert!(lines.contains("-device ahci,id=sata,addr=0x1f\n"), "{lines}");
+    assert!(lines.contains("-global PIIX4_PM.disable_s3=1\n"), "{lines}");
     assert!(lines.contains("-device ide-cd,bus=sata.1,id=cdrom0\n"), "{lines}");
 }
 

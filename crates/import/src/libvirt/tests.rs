@@ -49,7 +49,7 @@ fn a_defined_guest_keeps_its_places() {
         "usb-tablet,bus=usb.0",
         "virtio-balloon-pci,id=balloon0,ioeventfd=off,bus=pci.5,addr=0x00.0x0",
         "-uuid bfea2fb7",
-        "ICH9-LPC.disable_s3=1",
+        "ICH9-LPC.disable_s4=1",
     ] {
         assert!(arguments.contains(expected), "no {expected} in {arguments}");
     }

@@ -54,8 +54,6 @@ pub(super) fn disks(args: &mut Args, vm: &VmDefinition, resources: &Resources) {
     }
     if vm.secure_boot {
         args.pair("-global", "driver=cfi.pflash01,property=secure,value=on");
-        // A sleeping guest would wake with the firmware's memory open.
-        args.pair("-global", "ICH9-LPC.disable_s3=1");
     }
     controllers(args, vm);
     let mut buses = Buses::default();

@@ -138,6 +138,10 @@ fn check_value(kind: Value, value: &str) -> Result<(), String> {
         Value::Global if value.starts_with("migration.") || value.contains("driver=migration") => {
             Err("Understudy itself controls migration".to_owned())
         }
+        Value::Global if value.contains("disable_s3") && !value.ends_with("=1") => {
+            Err("a guest that suspends to memory is not protected, so that is not offered"
+                .to_owned())
+        }
         Value::Global => Ok(()),
     }
 }
@@ -181,6 +185,7 @@ mod tests {
     fn harmless_arguments_pass() {
         let args = ["-device", "virtio-rng-pci,id=entropy", "-usb", "--uuid", "1-2", "-D", "/x"];
         assert_eq!(check(&args), Vec::<String>::new());
+        assert_eq!(check(&["-global", "ICH9-LPC.disable_s3=1"]), [""; 0], "as it is anyway");
         let args =
             ["-device", "id=e,driver=virtio-rng-pci,rng=r", "-object", "qom-type=rng-random,id=r"];
         assert_eq!(check(&args), Vec::<String>::new());
@@ -230,6 +235,8 @@ mod tests {
             (&["-object", "rng-random,id=ram"], "Understudy's own"),
             (&["-object", "rng-random,id=x,id=ram"], "Understudy's own"),
             (&["-global", "migration.send-configuration=on"], "controls migration"),
+            (&["-global", "ICH9-LPC.disable_s3=0"], "not offered"),
+            (&["-global", "driver=PIIX4_PM,property=disable_s3,value=0"], "not offered"),
         ] {
             let found = check(args);
             assert!(found.iter().any(|message| message.contains(why)), "{args:?}: {found:?}");

@@ -36,10 +36,18 @@ fn guest_says(scene: &Scene, line: &str, word: &str) -> Result<()> {
     Ok(())
 }
 
+/// The guest is not told that it can sleep in memory.
+fn prove_sleepless(scene: &Scene) -> Result<()> {
+    let said = scene.shell()?.run("dmesg | grep 'ACPI: PM: (supports'")?.text;
+    ensure!(said.contains("S5") && !said.contains("S3"), "the guest finds {said:?}");
+    Ok(())
+}
+
 #[test]
 fn a_guest_on_q35_survives() {
     survive_with("machine", "q35", |scene| {
-        guest_says(scene, "cat /sys/class/dmi/id/product_name", "Q35")
+        guest_says(scene, "cat /sys/class/dmi/id/product_name", "Q35")?;
+        prove_sleepless(scene)
     });
 }
 
@@ -47,7 +55,8 @@ fn a_guest_on_q35_survives() {
 fn a_guest_with_modern_virtio_survives() {
     // Bit 32 is the modern interface's.
     survive_with("virtio", "modern", |scene| {
-        guest_says(scene, "cut -c 33 /sys/bus/virtio/devices/virtio0/features", "1")
+        guest_says(scene, "cut -c 33 /sys/bus/virtio/devices/virtio0/features", "1")?;
+        prove_sleepless(scene)
     });
 }
 
