@@ -19,7 +19,7 @@ use tracing::{info, warn};
 use understudy_disk::{Disk, NbdServer};
 use understudy_memory::agent::AgentLink;
 use understudy_memory::{DemandPager, GuestRam, Missing, RamBlock};
-use understudy_network::{GuestsEnd, NetworkError, NextGuest, Port, Unread};
+use understudy_network::{GuestsEnd, NetworkError, NextGuest, Port, Station, Unread};
 use understudy_protocol::{CardIndex, PageIndex};
 use understudy_qemu::command::Lockstep;
 use understudy_qemu::lockstep::{self, LogChannel, LogErrand};
@@ -321,14 +321,14 @@ impl Machine {
         Ok(())
     }
 
-    /// The guest runs here: its output goes out from here on, behind `before`, which it sent
-    /// on its former host. Returns how many of those were sent.
-    pub fn open_network(&self, before: &[(CardIndex, Vec<u8>)]) -> u64 {
+    /// The guest runs here, and `stations` behind its cards: its output goes out from here on, behind
+    /// `before`, which it sent on its former host. Returns how many of those were sent.
+    pub fn open_network(&self, stations: &[Station], before: &[(CardIndex, Vec<u8>)]) -> u64 {
         let mut sent = 0;
         for port in &self.ports {
             port.go_live();
             // First of all, so that what follows finds its way back.
-            port.announce();
+            port.announce(stations);
             let own = before.iter().filter(|(card, _)| *card == port.card());
             sent += own.filter(|(_, frame)| port.resend(frame)).count() as u64;
             port.open_gate();
@@ -356,7 +356,7 @@ impl Machine {
     /// Lets the guest of a loaded machine run; its output goes out from here on.
     pub fn start_loaded(&self) -> anyhow::Result<()> {
         self.monitor().cont().map_err(|error| self.process.explain(error.into()))?;
-        self.open_network(&[]);
+        self.open_network(&[], &[]);
         Ok(())
     }
 

@@ -45,12 +45,14 @@ pub fn announcement(mac: MacAddress) -> [u8; 60] {
 pub fn announcements(mac: MacAddress, vlans: &Vlans) -> impl Iterator<Item = Vec<u8>> + '_ {
     let frame = announcement(mac);
     let untagged = (vlans.access.is_some() || vlans.is_empty()).then(|| frame.to_vec());
-    let tagged = vlans.trunk.ids().filter(|id| Some(*id) != vlans.access).take(MOST_TAGGED);
-    let tagged = tagged.map(move |id| {
-        let tag = [ETHERTYPE_VLAN.to_be_bytes(), id.to_be_bytes()].concat();
-        [&frame[..12], &tag, &frame[12..]].concat()
-    });
-    untagged.into_iter().chain(tagged)
+    let ids = vlans.trunk.ids().filter(|id| Some(*id) != vlans.access).take(MOST_TAGGED);
+    untagged.into_iter().chain(ids.map(move |id| tagged(&frame, id)))
+}
+
+/// A frame with the tag of a VLAN.
+pub(crate) fn tagged(frame: &[u8], vlan: u16) -> Vec<u8> {
+    let tag = [ETHERTYPE_VLAN.to_be_bytes(), vlan.to_be_bytes()].concat();
+    [&frame[..12], &tag, &frame[12..]].concat()
 }
 
 #[cfg(test)]

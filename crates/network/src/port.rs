@@ -12,6 +12,7 @@ use crate::next::NextGuest;
 use crate::outbound::InboundSink;
 use crate::pump::Pump;
 use crate::shared::{OutputWaiting, PortCounters, Shared};
+use crate::stations::Station;
 use crate::switch::Seat;
 use crate::tap::Tap;
 use crate::unread::{GuestsEnd, Unread};
@@ -403,11 +404,13 @@ impl Port {
         sent + self.shared.bytes_in()
     }
 
-    /// Makes the switches learn that the guest is behind this port: sends an
-    /// [`announcements`] at once and repeats it for some 800 ms in the background.
-    /// Stops by itself when the port is dropped or fenced.
-    pub fn announce(&self) {
+    /// Makes the switches learn that the guest is behind this port, and those of `stations` that
+    /// are behind its card: sends [`announcements`] at once and repeats them for some 800 ms in
+    /// the background. Stops by itself when the port is dropped or fenced.
+    pub fn announce(&self, stations: &[Station]) {
+        let behind = stations.iter().filter(|station| station.card() == self.card);
         let frames: Vec<Vec<u8>> = announcements(self.mac, &self.vlans)
+            .chain(behind.map(Station::announcement))
             .map(|frame| [&[0; HEADER_BYTES][..], &frame].concat())
             .collect();
         let sent = |frame: &Vec<u8>| self.shared.send_aside(frame);

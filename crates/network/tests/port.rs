@@ -141,7 +141,7 @@ fn nothing_leaves_a_fenced_port() {
         port.open_gate();
         qemu.send("after");
         wait_for("both frames to be dropped", || port.counters().dropped_by_buffer == 2);
-        port.announce();
+        port.announce(&[]);
         marker.send("silence");
         assert_eq!(
             watcher.next(|frame| match frame[12..14] {
@@ -168,7 +168,7 @@ fn nothing_leaves_after_the_limit_and_all_with_the_next_one() {
         qemu.send("late");
         wait_for("the frame to be taken", || port.carried_bytes() > before);
         // The announcements' echo of a host that slept is output, too.
-        port.announce();
+        port.announce(&[]);
         port.open_gate();
         marker.send("silence");
         assert_eq!(watcher.receive(), "silence");
@@ -425,7 +425,7 @@ fn bridge_learns_the_port_from_the_announcement() {
         let port = open(false);
         let watcher = Neighbour::join(1);
         assert!(!mac_in_use("br0", GUEST).unwrap());
-        port.announce();
+        port.announce(&[]);
         // At once and four repeats.
         for _ in 0..5 {
             let heard =
@@ -435,6 +435,23 @@ fn bridge_learns_the_port_from_the_announcement() {
         assert!(mac_in_use("br0", GUEST).unwrap());
         let learned = run("bridge", "fdb show br br0 dev card0");
         assert!(learned.contains(&GUEST.to_string()), "{learned}");
+    });
+}
+
+/// Containers in the guest were unreachable after a take-over until they spoke.
+#[test]
+fn bridge_learns_who_else_is_behind_the_port() {
+    in_namespace(|| {
+        let port = open(false);
+        let container = MacAddress([2, 0x42, 0xac, 0x11, 0, 2]);
+        let mut stations = Stations::new(vec![GUEST]);
+        let sent = [&PLAIN[..], &frame(container, "from within")].concat();
+        stations.sent(boot_time(), port.card(), &sent);
+        stations.sent(boot_time(), understudy_protocol::CardIndex(9), &sent);
+        port.announce(&stations.get(boot_time()));
+        assert!(mac_in_use("br0", container).unwrap() && mac_in_use("br0", GUEST).unwrap());
+        let learned = run("bridge", "fdb show br br0 dev card0");
+        assert!(learned.contains(&container.to_string()), "{learned}");
     });
 }
 

@@ -68,7 +68,7 @@ fn a_card_hears_its_own_vlan_alone_and_is_announced_there() {
         nowhere.send("of none");
         own.send("of its own");
         assert_eq!(qemu.receive(), "of its own");
-        port.announce();
+        port.announce(&[]);
         qemu.send("heard");
         assert_eq!(announced(&own)[..2], [0x80, 0x35]);
         assert_eq!(own.receive(), "heard");
@@ -88,7 +88,7 @@ fn a_card_on_a_trunk_is_announced_in_each_of_its_vlans() {
         let port = Port::open(config, Arc::new(|| {})).unwrap();
         let members = [20, 21, 22].map(|id| Neighbour::join_in(id as u8, &vlans(Some(id), "")));
         let trunk = Neighbour::join_in(1, &vlans(None, "22"));
-        port.announce();
+        port.announce(&[]);
         // A bridge takes the tag off where a port has that VLAN without.
         for member in &members {
             assert_eq!(announced(member)[..2], [0x80, 0x35]);

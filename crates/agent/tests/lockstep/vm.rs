@@ -226,7 +226,7 @@ impl Vm {
     pub fn open_network(&self) {
         self.port.open_gate();
         self.port.go_live();
-        self.port.announce();
+        self.port.announce(&[]);
     }
 
     /// The device state that a pause has saved, of this length.

@@ -264,7 +264,7 @@ impl Host {
         let machine = primary.machine();
         self.open_first_place(claim, primary.name())?;
         self.show_primary(primary);
-        machine.open_network(&[]);
+        machine.open_network(&[], &[]);
         let events = primary.events.clone();
         machine.wake(move |error| events.note(format!("its QEMU does not answer: {error:#}")))
     }

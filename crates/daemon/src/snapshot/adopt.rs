@@ -119,7 +119,7 @@ impl Host {
         known.restorings.insert(task.vm().to_owned(), restoring.clone());
         drop(known);
         let vm = self.primary(task.vm())?;
-        machine.open_network(&[]);
+        machine.open_network(&[], &[]);
         machine
             .wake(move |error| vm.events.note(format!("its QEMU does not answer: {error:#}")))?;
         restoring.go_on();

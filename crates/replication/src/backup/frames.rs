@@ -3,9 +3,11 @@
 
 use crate::clock;
 use crate::messages::{Piece, WholeEpoch};
+use std::sync::Arc;
 use tracing::debug;
 use understudy_link::link::Link;
 use understudy_machine::Machine;
+use understudy_network::{Port, Station, Stations};
 use understudy_protocol::{CardFrames, CardIndex, Carried, Kept};
 use understudy_report::{InboundReport, OutboundReport};
 use understudy_threads::{Mutex, lock};
@@ -16,6 +18,7 @@ pub struct Frames(Mutex<State>);
 struct State {
     carried: Carried,
     kept: Kept,
+    stations: Stations,
     frames: u64,
     bytes: u64,
     link: Option<Link>,
@@ -23,11 +26,17 @@ struct State {
 }
 
 impl Frames {
-    /// Nothing yet, for a guest with so many cards.
-    pub fn new(cards: usize) -> Frames {
-        let (carried, kept) = (Carried::new(cards), Kept::new(cards));
-        let state = State { carried, kept, frames: 0, bytes: 0, link: None, closed: false };
-        Frames(Mutex::new(state))
+    /// Nothing yet, for a guest with these cards.
+    pub fn new(ports: &[Arc<Port>]) -> Frames {
+        Frames(Mutex::new(State {
+            carried: Carried::new(ports.len()),
+            kept: Kept::new(ports.len()),
+            stations: Stations::new(ports.iter().map(|port| port.mac()).collect()),
+            frames: 0,
+            bytes: 0,
+            link: None,
+            closed: false,
+        }))
     }
 
     /// Keeps what comes over `link`, until its end. It replaces an earlier one.
@@ -67,11 +76,20 @@ impl Frames {
             Piece::Outbound(frames) => Some(frames),
             _ => None,
         });
-        let mut state = lock(&self.0);
+        let (now, mut state) = (clock::now(), lock(&self.0));
+        for frames in sent.clone() {
+            let card = frames.card();
+            frames.iter().for_each(|frame| state.stations.sent(now, card, frame));
+        }
         state.kept.commit(part.epoch);
-        state.carried.commit(clock::now(), part.epoch, sent);
+        state.carried.commit(now, part.epoch, sent);
         drop(state);
         part.pieces.retain(|piece| !matches!(piece, Piece::Outbound(_)));
+    }
+
+    /// Who is behind the guest's cards, by what it sent.
+    pub fn stations(&self) -> Vec<Station> {
+        lock(&self.0).stations.get(clock::now())
     }
 
     /// What this host, which owns the VM now, must send.
@@ -110,5 +128,24 @@ impl Frames {
         let (kept_frames, kept_bytes) = state.kept.size();
         let (frames, bytes, dropped) = (state.frames, state.bytes, state.kept.dropped());
         InboundReport { frames, bytes, dropped, kept_frames, kept_bytes }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use understudy_protocol::Epoch;
+
+    #[test]
+    fn a_backup_knows_who_is_behind_the_guests_card() {
+        let frames = Frames::new(&[]);
+        let mut sent = CardFrames::outbound(Epoch(3), CardIndex(0));
+        let header = [0; understudy_network::HEADER_BYTES];
+        assert!(sent.push(&[&header[..], &[0xff; 6], &[2, 0x42, 0, 0, 0, 9], &[8; 48]].concat()));
+        let pieces = vec![Piece::Outbound(sent)];
+        let mut part = WholeEpoch { epoch: Epoch(3), taken: clock::now(), bytes: 0, pieces };
+        frames.commit(&mut part);
+        let found = frames.stations();
+        assert_eq!((found.len(), found[0].card()), (1, CardIndex(0)));
     }
 }

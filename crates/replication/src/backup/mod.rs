@@ -227,7 +227,7 @@ pub fn accept(
         worked: AtomicU64::new(0),
         vitals: vitals::Vitals::default(),
         clock: takeover::Clock::default(),
-        frames: frames::Frames::new(machine.ports().len()),
+        frames: frames::Frames::new(machine.ports()),
         present: Mutex::new(Present {
             machine,
             following,

@@ -85,7 +85,7 @@ impl Session {
     /// Takes the guest's conversations up where the primary left them.
     pub(super) fn go_live(&self, from: &Checkpoint, in_lockstep: bool) -> TakeoverReport {
         let before = if in_lockstep { Vec::new() } else { self.frames.take_sent() };
-        let resent_frames = self.machine().open_network(&before);
+        let resent_frames = self.machine().open_network(&self.frames.stations(), &before);
         self.clock.reach(Stage::Live);
         let injected_frames = self.frames.inject(&self.machine());
         let lag_ms = self.following().map_or(0.0, |following| following.lag_at_failure_ms());

@@ -1,0 +1,147 @@
+//! Addresses in whose names a guest sends beside its cards' own: of bridges, macvlans and containers in
+//! it. Switches must learn of these, too, where the guest is after a take-over.
+
+use crate::announce::{announcement, tagged};
+use crate::header::ethernet;
+use crate::mac::MacAddress;
+use std::time::Duration;
+use understudy_protocol::{CardIndex, Time};
+
+/// So many of a card are remembered, those that sent last.
+pub const MOST_STATIONS: usize = 64;
+/// A switch has forgotten an address that was silent for so long (IEEE 802.1D's default), and floods.
+const REMEMBERED: Duration = Duration::from_secs(300);
+
+const ADDRESS_BYTES: usize = 6;
+
+/// An address behind a card, in the VLAN that its frames name.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Station {
+    card: CardIndex,
+    mac: MacAddress,
+    vlan: Option<u16>,
+}
+
+impl Station {
+    /// The sender of a frame with its header; none of one that no switch learns from.
+    fn of(card: CardIndex, packet: &[u8]) -> Option<Station> {
+        let frame = ethernet(packet);
+        let mac = MacAddress(*frame.get(ADDRESS_BYTES..)?.first_chunk()?);
+        let vlan = match frame.get(2 * ADDRESS_BYTES..)?.first_chunk()? {
+            [0x81, 0x00, high, low] => Some(u16::from_be_bytes([high & 0x0f, *low])),
+            _ => None,
+        };
+        let sends = !mac.is_multicast() && mac.0 != [0; ADDRESS_BYTES];
+        sends.then_some(Station { card, mac, vlan })
+    }
+
+    /// The card that it is behind.
+    pub fn card(&self) -> CardIndex {
+        self.card
+    }
+
+    /// What announces it.
+    pub(crate) fn announcement(&self) -> Vec<u8> {
+        let frame = announcement(self.mac).to_vec();
+        match self.vlan {
+            Some(vlan) => tagged(&frame, vlan),
+            None => frame,
+        }
+    }
+}
+
+/// Those of a guest that have sent of late.
+#[derive(Clone, Debug)]
+pub struct Stations {
+    /// The cards' own addresses, which are announced anyway.
+    own: Vec<MacAddress>,
+    seen: Vec<(Station, Time)>,
+}
+
+impl Stations {
+    /// None yet, of a guest whose cards have these addresses.
+    pub fn new(own: Vec<MacAddress>) -> Stations {
+        Stations { own, seen: Vec::new() }
+    }
+
+    /// The guest has sent a frame, with its header, through a card.
+    pub fn sent(&mut self, now: Time, card: CardIndex, packet: &[u8]) {
+        let Some(station) = Station::of(card, packet).filter(|it| !self.own.contains(&it.mac))
+        else {
+            return;
+        };
+        if let Some((_, last)) = self.seen.iter_mut().find(|(known, _)| *known == station) {
+            *last = now;
+            return;
+        }
+        self.seen.retain(|(_, last)| now - *last <= REMEMBERED);
+        let of_card = self.seen.iter().enumerate().filter(|(_, (it, _))| it.card == card);
+        if of_card.clone().count() >= MOST_STATIONS {
+            let oldest = of_card.min_by_key(|(_, (_, last))| *last).map(|(at, _)| at);
+            if let Some(at) = oldest {
+                self.seen.swap_remove(at);
+            }
+        }
+        self.seen.push((station, now));
+    }
+
+    /// Those that are to be announced.
+    pub fn get(&self, now: Time) -> Vec<Station> {
+        let fresh = self.seen.iter().filter(|(_, last)| now - *last <= REMEMBERED);
+        fresh.map(|(station, _)| *station).collect()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::header::HEADER_BYTES;
+
+    const CARD: CardIndex = CardIndex(0);
+    const OWN: MacAddress = MacAddress([0x52, 0x54, 0, 0, 0, 1]);
+
+    fn at(seconds: u64) -> Time {
+        Time(Duration::from_secs(seconds))
+    }
+
+    fn mac(number: u8) -> MacAddress {
+        MacAddress([2, 0x42, 0, 0, 0, number])
+    }
+
+    fn packet(from: MacAddress, tag: &[u8]) -> Vec<u8> {
+        [&[0; HEADER_BYTES][..], &[0xff; 6], &from.0, tag, &[8, 0], &[0; 46]].concat()
+    }
+
+    #[test]
+    fn whoever_is_behind_a_card_is_remembered_with_its_vlan() {
+        let mut stations = Stations::new(vec![OWN]);
+        stations.sent(at(1), CARD, &packet(OWN, &[]));
+        stations.sent(at(1), CARD, &packet(MacAddress([0xff; 6]), &[]));
+        stations.sent(at(1), CARD, &packet(MacAddress([0; 6]), &[]));
+        stations.sent(at(1), CARD, &[0; HEADER_BYTES + 10]);
+        assert_eq!(stations.get(at(1)), [], "its own, and what no switch learns");
+        stations.sent(at(1), CARD, &packet(mac(1), &[]));
+        stations.sent(at(2), CARD, &packet(mac(1), &[]));
+        stations.sent(at(2), CARD, &packet(mac(2), &[0x81, 0, 0x60, 7]));
+        let found = stations.get(at(2));
+        let frames: Vec<_> = found.iter().map(Station::announcement).collect();
+        let plain = announcement(mac(2)).to_vec();
+        assert_eq!(frames[0], announcement(mac(1)));
+        assert_eq!(frames[1], [&plain[..12], &[0x81, 0, 0, 7], &plain[12..]].concat());
+        assert_eq!(frames.len(), 2);
+    }
+
+    #[test]
+    fn so_many_are_remembered_and_for_so_long() {
+        let mut stations = Stations::new(vec![OWN]);
+        for number in 0..=MOST_STATIONS as u8 {
+            stations.sent(at(number.into()), CARD, &packet(mac(number), &[]));
+        }
+        stations.sent(at(65), CardIndex(1), &packet(mac(200), &[]));
+        let found = stations.get(at(65));
+        assert_eq!(found.len(), MOST_STATIONS + 1, "of each card");
+        assert!(!found.iter().any(|it| it.mac == mac(0)), "the one that was silent longest");
+        assert_eq!(stations.get(at(64 + 300)).len(), 2);
+        assert_eq!(stations.get(at(66 + 300)), []);
+    }
+}
