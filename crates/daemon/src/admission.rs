@@ -4,16 +4,17 @@ use crate::host::{Host, PEER_TIMEOUT, prepare_directory};
 use crate::protection::refused;
 use crate::vm::{PrimaryVm, Vm};
 use std::net::SocketAddr;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
+use tracing::{info, warn};
 use understudy_arbiter::Key;
 use understudy_arbiter::Unreachable;
-use understudy_disk::{Disk, ImageFormat};
+use understudy_disk::{Disk, DiskError, ImageFormat, Tables};
 use understudy_machine::Machine;
 use understudy_network::{NetworkError, bridge_exists, filters_vlans};
 use understudy_protocol::HostName;
 use understudy_protocol::VmName;
-use understudy_protocol::validity::may_start;
+use understudy_protocol::validity::{ImageRole, may_start};
 use understudy_protocol::wire::Kind;
 use understudy_protocol::{DiskIndex, Generation, Verdict};
 use understudy_qemu::definition::{CardDefinition, DiskDefinition, DiskFormat};
@@ -364,6 +365,23 @@ fn check_cards(definition: &VmDefinition, other: &VmDefinition) -> Result<(), Ho
     Err(HostError::new(ErrorKind::Conflict, message))
 }
 
+/// Refuses a qcow2 image whose guest could not find its disk.
+fn check_tables(path: &Path) -> Result<(), DiskError> {
+    let image = path.display();
+    match understudy_disk::check_tables(path)? {
+        Tables::Whole => {}
+        Tables::Leaks(clusters) => {
+            info!(%image, "{clusters} clusters of it are nobody's: they only take room");
+        }
+        Tables::Unchecked(why) => warn!(
+            %image,
+            "its qcow2 tables were not checked: {why}; if the guest does not find its disk, stop it, and \
+             `qemu-img check -r all` on a copy says whether they are damaged"
+        ),
+    }
+    Ok(())
+}
+
 /// Opens and locks the images of a VM's disks. An image that the VM has run on before, by its
 /// record, is of the format that it was then: what it begins with may be the guest's own.
 pub(crate) fn open_disks(
@@ -386,6 +404,10 @@ pub(crate) fn open_disks(
             return Disk::open_medium(DiskIndex(i as u16), &disk.path).map(Arc::new);
         }
         let bytes = understudy_disk::export_bytes(&disk.path, format)?;
+        let stopped = former.is_some_and(|record| record.image.role == ImageRole::Stopped);
+        if format == ImageFormat::Qcow2 && !(stopped && known(disk)) {
+            check_tables(&disk.path)?;
+        }
         Disk::open(DiskIndex(i as u16), &disk.path, bytes).map(Arc::new)
     };
     definition

@@ -108,6 +108,18 @@ pub enum DiskError {
         /// What it said.
         message: String,
     },
+    /// The tables of a qcow2 image do not fit together.
+    #[error(
+        "disk image {path} is damaged, with {errors} errors in its qcow2 tables, as a power failure of both \
+         hosts can leave it: the guest may not find its disk, and lose more with each write. Copy the image, \
+         then `qemu-img check -r all {path}`, and try again; else restore a snapshot, or a backup"
+    )]
+    DamagedTables {
+        /// The image.
+        path: PathBuf,
+        /// How many there are.
+        errors: u64,
+    },
     /// The content is of another format than the definition says.
     #[error(
         "disk image {path} is declared {declared}, but its content is {found}: the guest would not \

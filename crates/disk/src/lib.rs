@@ -40,6 +40,7 @@ mod mark;
 mod mirror;
 mod nbd;
 mod reads;
+mod tables;
 mod waits;
 mod withheld;
 
@@ -57,5 +58,6 @@ pub use mirror::{
 };
 pub use nbd::{AwaitedRead, NbdServer, Traffic};
 pub use reads::{ReadFollower, ReadRecorder, ReadSink, Reads, Span};
+pub use tables::{Tables, check_tables};
 pub use waits::WaitId;
 pub use withheld::OnError;

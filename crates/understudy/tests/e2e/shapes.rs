@@ -1,15 +1,22 @@
 //! A guest with two of everything.
 
 use crate::deaths::{await_rounds, unharmed};
+use crate::refusals::says;
 use crate::stage::{
-    Calm, LOAD_PACE, await_service, close, hand_over, options, play_protected, prove_disk,
+    Calm, LOAD_PACE, await_service, close, hand_over, options, play, play_protected, prove_disk,
+    refusal, run,
 };
 use anyhow::{Context, Result, ensure};
+use std::fs::File;
+use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 use understudy_lab::check::{check_file_system, read_file};
 use understudy_lab::scene::{ECHO_PORT, VM};
 use understudy_lab::{ChatterClient, GuestShell, Load, SceneOptions};
+
+/// QEMU's default for qcow2.
+const CLUSTER_BYTES: u64 = 64 << 10;
 
 #[test]
 fn two_vcpus_two_disks_and_two_cards_survive() {
@@ -97,6 +104,41 @@ fn sum(shell: &mut GuestShell, line: &str) -> Result<String> {
     let sum = output.text.split_whitespace().find(|word| word.len() == 32);
     let sum = sum.with_context(|| format!("no sum: {output:?}"))?;
     Ok(sum.to_owned())
+}
+
+/// The tables say of their own beginning that it is nobody's, as if power had failed at a wrong moment.
+fn damage(image: &Path) -> Result<()> {
+    let file = File::options().read(true).write(true).open(image)?;
+    let number = |at: u64| -> Result<u64> {
+        let mut bytes = [0; 8];
+        file.read_exact_at(&mut bytes, at)?;
+        Ok(u64::from_be_bytes(bytes))
+    };
+    let (first_level, counts) = (number(40)? / CLUSTER_BYTES, number(number(48)?)?);
+    Ok(file.write_all_at(&[0; 2], counts + 2 * first_level)?)
+}
+
+/// The guest was started, and did not find its disk.
+#[test]
+fn a_qcow2_disk_with_damaged_tables_is_not_started_on() {
+    let shape = SceneOptions { disks: 2, second_disk_is_qcow2: true, ..options() };
+    play(shape, |scene| {
+        scene.start_guest("a")?;
+        scene.await_guest()?;
+        let image = scene.disk("a", 1)?;
+        let a = scene.host("a")?;
+        a.call(["vm", "stop", VM, "--force"])?;
+        damage(&image)?;
+        let (_, words) = refusal(a, &["recover", VM])?;
+        says(&words, &["damaged", "qemu-img check -r all", &image.to_string_lossy()])?;
+        let definition = scene.definition().to_string_lossy().into_owned();
+        let (_, words) = refusal(a, &["vm", "start", &definition])?;
+        says(&words, &["damaged"])?;
+        run("qemu-img", &["check", "-q", "-f", "qcow2", "-r", "all", &image.to_string_lossy()])?;
+        a.call(["recover", VM])?;
+        scene.await_guest()?;
+        a.call(["vm", "stop", VM, "--force"]).map(drop)
+    });
 }
 
 /// The content of a qcow2 image, which must be sound itself.
