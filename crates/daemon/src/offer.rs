@@ -107,7 +107,8 @@ fn examine(host: &Host, offer: &Offer) -> Result<(), HostError> {
     if let Err(error) = host.capabilities.check_cpu(definition.cpu.as_deref()) {
         return refuse(error.to_string());
     }
-    if let Err(error) = host.check_cpu_needs(&CpuNeeds::of(definition, offer.accelerator)) {
+    let cpu = CpuNeeds::of(definition, offer.accelerator).with_tsc(offer.tsc);
+    if let Err(error) = host.check_cpu_needs(&cpu) {
         return refuse(error.to_string());
     }
     let paths = offer.paths.len();

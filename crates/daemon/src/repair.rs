@@ -311,7 +311,7 @@ fn step(host: &Weak<Host>, weak: &Weak<PrimaryVm>, event: RepairEvent) -> Option
 fn needs(host: &Host, vm: &PrimaryVm) -> Needs {
     let machine = vm.machine();
     let definition = machine.definition();
-    let cpu = CpuNeeds::of(definition, machine.accelerator());
+    let cpu = CpuNeeds::of(definition, machine.accelerator()).with_tsc(machine.tsc());
     let mut needs =
         Needs { memory: definition.memory.bytes(), cpu, cards: definition.cards.clone() };
     for fellow in host.wanted_fellows(vm) {

@@ -15,9 +15,9 @@ use understudy_arbiter::Arbiter;
 use understudy_protocol::repair::{Candidate, Fitness};
 use understudy_protocol::wire::Kind;
 use understudy_protocol::{HostName, VmName};
-use understudy_qemu::CpuNeeds;
 use understudy_qemu::capabilities::CapabilityError;
 use understudy_qemu::definition::CardDefinition;
+use understudy_qemu::{Capabilities, CpuNeeds};
 use understudy_replication::handshake::Purpose;
 
 /// For a host to answer: one that is down must not hold up the choice of another.
@@ -100,6 +100,7 @@ impl Host {
     /// Refuses a guest that this host's KVM or processor cannot run as it ran elsewhere.
     pub(crate) fn check_cpu_needs(&self, needs: &CpuNeeds) -> Result<(), CapabilityError> {
         self.capabilities.check_accelerator(needs.accelerator)?;
+        Capabilities::check_tsc(needs)?;
         self.capabilities.check_processor(needs)
     }
 

@@ -23,7 +23,8 @@ use understudy_network::{GuestsEnd, NetworkError, NextGuest, Port, Station, Unre
 use understudy_protocol::{CardIndex, PageIndex};
 use understudy_qemu::command::Lockstep;
 use understudy_qemu::lockstep::{self, LogChannel, LogErrand};
-use understudy_qemu::qmp::DeviceState;
+use understudy_qemu::qmp::{DeviceState, QmpError};
+use understudy_qemu::tsc::TscRate;
 use understudy_qemu::{Accelerator, Monitor, VmDefinition, build_id};
 use understudy_report::LimitsReport;
 use understudy_threads::{Mutex, MutexGuard, RwLock, RwLockReadGuard, lock, spawn};
@@ -136,6 +137,16 @@ impl Machine {
     /// What executes the guest's instructions.
     pub fn accelerator(&self) -> Accelerator {
         self.accelerator
+    }
+
+    /// The rate of the guest's time stamp counter, on KVM.
+    pub fn tsc(&self) -> Option<TscRate> {
+        let rate = (self.accelerator == Accelerator::Kvm).then(|| self.monitor().tsc_rate())?;
+        let unknown = |error: &QmpError| {
+            let vm = &self.definition.name;
+            warn!(%vm, "a backup cannot tell whether it has the guest's time stamp counter: {error}");
+        };
+        rate.inspect_err(unknown).ok().flatten()
     }
 
     /// The guest's main memory.

@@ -6,6 +6,7 @@ use crate::process::{Launch, LaunchError, Qemu};
 use crate::processor::{CpuNeeds, KvmProcessor, nesting};
 use crate::qmp::{Connection, QemuVersion, QmpError};
 use crate::release::{Release, StateLayout};
+use crate::tsc::{HostTsc, TscRate};
 use nix::sys::memfd::{MFdFlags, memfd_create};
 use qapi::qmp::{
     qom_list_types, query_commands, query_cpu_definitions, query_kvm, query_machines,
@@ -157,6 +158,20 @@ pub enum CapabilityError {
         /// What lets it.
         flag: String,
     },
+    /// The guest's clocks would go wrong here.
+    #[error(
+        "cpu: the guest's time stamp counter runs at {wanted}, this host's at {own}, and its processor \
+         cannot scale it: its clocks would go wrong here; take a host whose processor has the same rate, or can"
+    )]
+    OtherTsc {
+        /// The guest's rate.
+        wanted: TscRate,
+        /// The host's.
+        own: TscRate,
+    },
+    /// What KVM does for the guest's counter is not known.
+    #[error("cpu: KVM does not say at which rate this host's time stamp counter runs: {0}")]
+    UnknownTsc(io::Error),
     /// KVM was asked for and cannot be used at all.
     #[error("accel = \"kvm\": {0}, or use \"auto\" or \"tcg\"")]
     NoKvm(String),
@@ -249,6 +264,18 @@ impl Capabilities {
                 example: missing[0].clone(),
                 missing: missing.join(", "),
             }),
+        }
+    }
+
+    /// Refuses a guest whose time stamp counter would run at another rate here.
+    pub fn check_tsc(needs: &CpuNeeds) -> Result<(), CapabilityError> {
+        let Some(wanted) = needs.tsc.filter(|_| needs.accelerator == Accelerator::Kvm) else {
+            return Ok(());
+        };
+        let host = HostTsc::of_this_machine().map_err(CapabilityError::UnknownTsc)?;
+        match host.gives(wanted) {
+            true => Ok(()),
+            false => Err(CapabilityError::OtherTsc { wanted, own: host.rate }),
         }
     }
 

@@ -65,3 +65,20 @@ fn the_transports_are_known_by_their_members() {
     assert!(loads_from_file(&[entity(&["x"]), entity(&["socket", "exec", "rdma", "file"])]));
     assert!(!loads_from_file(&[entity(&["socket", "exec", "rdma"]), entity(&["file", "pipe"])]));
 }
+
+/// QEMU says no more than a line in its log, and the guest's clocks go wrong.
+#[test]
+fn a_guest_with_another_time_stamp_counter_is_refused() {
+    let needs = |accelerator, rate| CpuNeeds { accelerator, model: None, tsc: Some(TscRate(rate)) };
+    Capabilities::check_tsc(&needs(Accelerator::Tcg, 1)).unwrap();
+    let refused = Capabilities::check_tsc(&needs(Accelerator::Kvm, 1));
+    match HostTsc::of_this_machine() {
+        Err(_) => assert!(matches!(refused, Err(CapabilityError::UnknownTsc(_))), "{refused:?}"),
+        Ok(host) if host.gives(TscRate(1)) => refused.unwrap(),
+        Ok(host) => {
+            let words = refused.unwrap_err().to_string();
+            assert!(words.contains("1 kHz") && words.contains(&host.rate.to_string()), "{words}");
+            Capabilities::check_tsc(&needs(Accelerator::Kvm, host.rate.0)).unwrap();
+        }
+    }
+}

@@ -5,6 +5,7 @@
 //! - [`programs`]: where QEMU and the agent library are found;
 //! - [`capabilities`]: what the installed QEMU can do, and [`cache`]: what it said before;
 //! - [`processor`]: the processor that the guest sees, and whether a host has it;
+//! - [`tsc`]: the rate of its time stamp counter, and whether a host has that;
 //! - [`command`]: the command line, a pure function of definition and resources;
 //! - [`release`]: whether two of them read each other's device state;
 //! - [`user`]: who it runs as;
@@ -35,6 +36,7 @@ pub mod programs;
 pub mod qmp;
 pub mod release;
 pub mod tpm_state;
+pub mod tsc;
 pub mod urgency;
 pub mod user;
 

@@ -7,6 +7,7 @@
 use crate::capabilities::Accelerator;
 use crate::definition::VmDefinition;
 use crate::qmp::{Connection, QmpError};
+use crate::tsc::TscRate;
 use qapi::qmp::{
     CpuModelExpansionType, CpuModelInfo, query_cpu_definitions, query_cpu_model_expansion,
 };
@@ -28,13 +29,21 @@ pub struct CpuNeeds {
     pub accelerator: Accelerator,
     /// Its model, with flags, as QEMU takes it; none on TCG, where QEMU's default does.
     pub model: Option<String>,
+    /// The rate of its time stamp counter, once it has run; none on TCG.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub tsc: Option<TscRate>,
 }
 
 impl CpuNeeds {
     /// What a definition's guest needs on this accelerator.
     pub fn of(definition: &VmDefinition, accelerator: Accelerator) -> CpuNeeds {
         let model = cpu_model(definition, accelerator).map(str::to_owned);
-        CpuNeeds { accelerator, model }
+        CpuNeeds { accelerator, model, tsc: None }
+    }
+
+    /// The same of a guest that has run with a counter of this rate.
+    pub fn with_tsc(self, tsc: Option<TscRate>) -> CpuNeeds {
+        CpuNeeds { tsc, ..self }
     }
 }
 
@@ -141,7 +150,7 @@ mod tests {
 
     fn missing(model: &str) -> Vec<String> {
         let (accelerator, model) = (Accelerator::Kvm, Some(model.to_owned()));
-        processor().missing(&CpuNeeds { accelerator, model })
+        processor().missing(&CpuNeeds { accelerator, model, tsc: None })
     }
 
     #[test]

@@ -91,6 +91,8 @@ fn a_guest_survives_a_hundred_checkpoints_and_the_death_of_its_qemu() {
 
         let mut primary = Vm::start(&vm, &disk, Role::Fresh);
         assert_eq!(primary.monitor.status().unwrap(), RunState::prelaunch);
+        let rate = primary.monitor.tsc_rate().unwrap();
+        assert_eq!(rate, None, "an emulated processor has none of its own");
         primary.monitor.cont().unwrap();
         primary.await_boot();
         let mut last = primary.checkpoint();

@@ -18,6 +18,7 @@ use understudy_protocol::wire::{
 use understudy_protocol::{Count, DiskIndex, Generation, PathIndex};
 use understudy_protocol::{GroupName, HostName, VmName};
 use understudy_qemu::definition::CardDefinition;
+use understudy_qemu::tsc::TscRate;
 use understudy_qemu::{Accelerator, ClockBase, CpuNeeds, Release, VmDefinition};
 use understudy_report::{DiskReads, Mode, ProtectRequest};
 
@@ -154,6 +155,9 @@ pub struct Offer {
     pub machine_type: String,
     /// The accelerator that the primary runs.
     pub accelerator: Accelerator,
+    /// The rate of the guest's time stamp counter, on KVM.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub tsc: Option<TscRate>,
     /// The primary's QEMU.
     #[serde(flatten)]
     pub qemu: Release,

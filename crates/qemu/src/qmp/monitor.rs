@@ -5,12 +5,14 @@ use super::device_state::DeviceState;
 use super::events::Events;
 use super::ram_blocks::{self, RamBlockInfo};
 use super::sockets::{MONITORS, MonitorSockets};
+use crate::tsc::TscRate;
 #[cfg(feature = "fail-points")]
 use qapi::qmp::migrate;
 use qapi::qmp::{
     HumanReadableText, MigrationCapability, MigrationCapabilityStatus, RunState, cont,
-    migrate_incoming, migrate_set_capabilities, query_migrate, query_status, quit, stop,
-    system_powerdown, system_reset, x_query_ramblock, xen_save_devices_state,
+    migrate_incoming, migrate_set_capabilities, qom_get, query_cpus_fast, query_migrate,
+    query_status, quit, stop, system_powerdown, system_reset, x_query_ramblock,
+    xen_save_devices_state,
 };
 use qapi::{Command, Empty};
 use serde::Deserialize;
@@ -45,6 +47,12 @@ struct Migration {
 #[derive(Deserialize)]
 struct Status {
     status: RunState,
+}
+
+#[derive(Deserialize)]
+#[serde(rename_all = "kebab-case")]
+struct Cpu {
+    qom_path: String,
 }
 
 impl Monitor {
@@ -131,6 +139,20 @@ impl Monitor {
     pub fn blockers(&mut self) -> Result<Vec<String>, QmpError> {
         let migration: Migration = self.connection.execute(&query_migrate {})?;
         Ok(migration.blocked_reasons)
+    }
+
+    /// The rate of the guest's time stamp counter; none if QEMU knows none, as under TCG.
+    pub fn tsc_rate(&mut self) -> Result<Option<TscRate>, QmpError> {
+        let cpus: Vec<Cpu> = self.connection.execute(&query_cpus_fast {})?;
+        let malformed = |reason: &str| {
+            let reason = reason.to_owned();
+            QmpError::Malformed { command: query_cpus_fast::NAME, reason }
+        };
+        let first = cpus.into_iter().next().ok_or_else(|| malformed("there is no processor"))?;
+        let property = "tsc-frequency".to_owned();
+        let hertz: u64 = self.connection.execute(&qom_get { path: first.qom_path, property })?;
+        let rate = u32::try_from(hertz / 1000).map_err(|_| malformed("an impossible rate"))?;
+        Ok((rate > 0).then_some(TscRate(rate)))
     }
 
     /// The machine's RAM blocks. All of them belong to its state.

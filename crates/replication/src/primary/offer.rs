@@ -39,6 +39,7 @@ pub fn offer(
         definition: (*definition).clone(),
         machine_type: machine.machine_type().to_owned(),
         accelerator: machine.accelerator(),
+        tsc: machine.tsc(),
         qemu: plan.qemu.clone(),
         qemu_build: machine.qemu_build(),
         mode: plan.mode,
