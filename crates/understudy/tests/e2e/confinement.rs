@@ -98,6 +98,11 @@ fn capabilities(pid: u32, set: &str) -> Result<u64> {
     Ok(u64::from_str_radix(&field(pid, set)?, 16)?)
 }
 
+/// How many filters of system calls a thread has.
+fn filters(thread: u32) -> Result<u32> {
+    Ok(field(thread, "Seccomp_filters:")?.parse()?)
+}
+
 /// The numbers of what a keeper needs (linux/capability.h), and nothing else.
 fn of_a_keeper() -> u64 {
     let (chown, dac_override, fowner, kill, setgid, setuid) = (0, 1, 3, 5, 6, 7);
@@ -114,8 +119,13 @@ fn a_keeper_has_few_of_roots_rights_and_its_qemu_none() {
             let keeper = u32::try_from(kept(&scene.status(host)?)?.keeper)?;
             let qemu = check_host(scene, host).map(|_| scene.host(host)?.qemu_pid(VM))??;
             ensure!(field(keeper, "NoNewPrivs:")? == "1", "the keeper may gain privileges");
+            // Its own two; QEMU has a third one.
+            for (process, least) in [(keeper, 2), (qemu, 3)] {
+                ensure!(filters(process)? >= least, "calls of process {process} are not refused");
+            }
             for task in fs::read_dir(format!("/proc/{keeper}/task"))? {
                 let task: u32 = task?.file_name().to_string_lossy().parse()?;
+                ensure!(filters(task).unwrap_or(2) >= 2, "calls of thread {task} are not refused");
                 for set in ["CapPrm:", "CapEff:", "CapBnd:", "CapInh:", "CapAmb:"] {
                     // It may have ended since.
                     let Ok(found) = capabilities(task, set) else { continue };
