@@ -1,7 +1,7 @@
 //! What a guest that broke out of its QEMU would find: nothing.
 
 use crate::keepers::{kept, with_keepers};
-use crate::stage::{Calm, options, play_protected, prove_survival};
+use crate::stage::{Calm, options, play, play_protected, prove_survival};
 use anyhow::{Context, Result, ensure};
 use std::fs;
 use std::os::unix::fs::MetadataExt;
@@ -137,6 +137,30 @@ fn a_keeper_has_few_of_roots_rights_and_its_qemu_none() {
         }
         scene.host_mut("a")?.kill_everything()?;
         prove_survival(scene, client, "b")
+    });
+}
+
+#[test]
+#[cfg_attr(not(feature = "fail-points"), ignore = "needs `--features fail-points`")]
+fn what_a_keeper_tries_beyond_its_rights_is_refused() {
+    let tried = tempfile::NamedTempFile::new().expect("a file");
+    let mut options = with_keepers();
+    for daemon in options.daemons.values_mut() {
+        let point = format!("rights=return({})", tried.path().display());
+        daemon.environment.push(("FAILPOINTS".to_owned(), point));
+    }
+    play(options, |scene| {
+        scene.protected_guest("a", "b")?;
+        let tries = fs::read_to_string(tried.path())?;
+        for host in ["a", "b"] {
+            let keeper = kept(&scene.status(host)?)?.keeper;
+            let outcome = format!("{keeper} Err(PermissionDenied) Err(EPERM)");
+            ensure!(tries.lines().any(|line| line == outcome), "no {outcome}:\n{tries}");
+        }
+        for host in ["a", "b"] {
+            scene.host_mut(host)?.kill_everything()?;
+        }
+        Ok(())
     });
 }
 
