@@ -157,6 +157,7 @@ impl Host {
         door: Door,
     ) -> Result<Arc<Host>, HostError> {
         let host = Host::new(config, Some(Kept::new(group, door)))?;
+        keeper::rights::try_in_a_test();
         host.look_after_itself()?;
         membership::look_on(&host);
         Ok(host)

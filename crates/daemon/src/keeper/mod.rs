@@ -9,6 +9,8 @@
 //! | [`note`] | what a keeper says of itself, and its lock |
 //! | [`start`] | how the daemon starts one |
 //! | [`rights`] | what it can do on its host |
+//! | [`system_calls`] | what it cannot ask the kernel for |
+//! | [`seclusion`] | which processes it reaches |
 //! | [`order`] | what it may do about its VM first |
 //! | [`replace`] | how the daemon has one replaced by another while the guest runs |
 //! | [`legacy`] | what the one leaves to the other |
@@ -27,7 +29,9 @@ mod pass;
 pub mod places;
 mod replace;
 pub mod rights;
+pub mod seclusion;
 pub mod start;
+mod system_calls;
 mod watch;
 
 pub use pass::Passed;

@@ -1,10 +1,13 @@
-//! What a keeper can do on its host: it is root, but has few of root's capabilities, and gains none.
+//! What a keeper can do on its host: it is root, but has few of root's capabilities and of the kernel's calls, and gains
+//! none.
 
+use super::system_calls;
 use rustix::io::Errno;
 use rustix::thread::{
     CapabilitySet, CapabilitySets, capabilities, remove_capability_from_bounding_set,
     set_capabilities, set_no_new_privs,
 };
+use std::fmt::Display;
 use understudy_report::error::{ErrorKind, HostError};
 
 /// What it needs, and what for. Its QEMU, of another user, has none of them.
@@ -30,12 +33,32 @@ const NEEDED: CapabilitySet = CapabilitySet::empty()
 
 /// Gives up everything else for this process and all that it starts; before it has other threads, which would keep it.
 pub fn give_up() -> Result<(), HostError> {
-    let cannot = |error: Errno| {
-        let message = format!("a keeper cannot give up rights that it does not need: {error}");
-        HostError::new(ErrorKind::Internal, message)
-    };
     set_no_new_privs(true).map_err(cannot)?;
-    drop_beyond(NEEDED).map_err(cannot)
+    drop_beyond(NEEDED).map_err(cannot)?;
+    system_calls::give_up().map_err(cannot)
+}
+
+fn cannot(error: impl Display) -> HostError {
+    let message = format!("a keeper cannot give up rights that it does not need: {error}");
+    HostError::new(ErrorKind::Internal, message)
+}
+
+/// A test has a keeper try what it may not: to read its daemon's memory, and to make a namespace. What came of it is a
+/// line in the file that the fail point names.
+pub(crate) fn try_in_a_test() {
+    fail::fail_point!("rights", |file| {
+        use nix::sched::{CloneFlags, unshare};
+        use std::{fs::File, io::Write, process::id};
+
+        let daemon = std::os::unix::process::parent_id();
+        let memory = File::open(format!("/proc/{daemon}/mem")).map(drop);
+        let namespace = unshare(CloneFlags::CLONE_NEWUSER);
+        let line = format!("{} {:?} {namespace:?}\n", id(), memory.map_err(|it| it.kind()));
+        let opened = File::options().append(true).open(file.unwrap_or_default());
+        if let Err(error) = opened.and_then(|mut file| file.write_all(line.as_bytes())) {
+            tracing::error!("what was tried cannot be told: {error}");
+        }
+    });
 }
 
 fn drop_beyond(needed: CapabilitySet) -> Result<(), Errno> {

@@ -21,6 +21,7 @@ use understudy_daemon::config::HostConfig;
 use understudy_daemon::keeper::order::Order;
 use understudy_daemon::keeper::places::{Close, Door};
 use understudy_daemon::keeper::rights;
+use understudy_daemon::keeper::seclusion::{self, Seclusion};
 use understudy_protocol::{GroupName, VmName};
 use understudy_report::{ErrorKind, HostError};
 
@@ -41,6 +42,7 @@ pub fn run(
     // What is said to the daemon's terminal is not meant for it. Fails if it leads a session already.
     let _ = setsid();
     rights::give_up()?;
+    seclude(order.as_ref())?;
     let config = HostConfig::load(config)?;
     let runtime = Builder::new_multi_thread()
         .worker_threads(API_THREADS)
@@ -51,6 +53,21 @@ pub fn run(
     // A call that still hangs must not keep the keeper from ending.
     runtime.shutdown_background();
     ended.map(|()| Exit::Ok)
+}
+
+/// Before there are other threads, which would not be.
+fn seclude(order: Option<&Order>) -> Result<(), Failure> {
+    if matches!(order, Some(Order::Adopt)) {
+        tracing::info!(
+            "not kept from other processes: its QEMU is the last keeper's. The next start of the VM changes that"
+        );
+        return Ok(());
+    }
+    match seclusion::begin()? {
+        Seclusion::Whole => {}
+        less => tracing::warn!("{less} (`understudy doctor` says what to do)"),
+    }
+    Ok(())
 }
 
 async fn serve(

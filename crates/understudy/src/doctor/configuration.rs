@@ -9,6 +9,7 @@ use std::path::Path;
 use std::thread;
 use understudy_arbiter::etcd::Etcd;
 use understudy_daemon::config::{ArbiterConfig, EtcdConfig, HostConfig};
+use understudy_daemon::keeper::seclusion;
 use understudy_daemon::probe::{self, ProbeAnswer, ProbeError};
 use understudy_protocol::HostName;
 
@@ -18,6 +19,7 @@ pub fn checks(config: &HostConfig) -> Vec<Check> {
     checks.push(arbiter(config.arbiter.as_ref()));
     checks.extend(peers(config));
     checks.extend(watchdog(Path::new("/dev/watchdog"), config));
+    checks.extend(config.keepers.then(keepers));
     checks
 }
 
@@ -43,6 +45,18 @@ fn watchdog(device: &Path, config: &HostConfig) -> Option<Check> {
         device.display()
     );
     Some(Check::note("watchdog", "there is one, and nobody uses it", advice))
+}
+
+/// What they could do to other processes of this host.
+fn keepers() -> Check {
+    const NAME: &str = "keepers";
+    match seclusion::probe() {
+        Err(error) => Check::fail(NAME, error.message, "until then no VM starts in one"),
+        Ok(seclusion) => match seclusion.remedy() {
+            None => Check::ok(NAME, seclusion.to_string()),
+            Some(remedy) => Check::note(NAME, seclusion.to_string(), remedy),
+        },
+    }
 }
 
 fn arbiter(config: Option<&ArbiterConfig>) -> Check {
@@ -176,6 +190,14 @@ mod tests {
         stranger.join().unwrap();
         let check = &peer(&config, &literal("b"), address)[0];
         assert_eq!((check.state, check.name.as_str()), (State::Note, "peer b"), "{check:?}");
+    }
+
+    #[test]
+    fn what_keepers_could_do_to_others_is_said() {
+        let check = keepers();
+        assert_ne!(check.state, State::Fail, "{check:?}");
+        assert!(check.detail.starts_with("a keeper "), "{check:?}");
+        assert_eq!(check.advice.is_none(), check.state == State::Ok, "{check:?}");
     }
 
     #[test]

@@ -1,7 +1,7 @@
 //! What a guest that broke out of its QEMU would find: nothing.
 
 use crate::keepers::{kept, with_keepers};
-use crate::stage::{Calm, options, play_protected, prove_survival};
+use crate::stage::{Calm, options, play, play_protected, prove_survival};
 use anyhow::{Context, Result, ensure};
 use std::fs;
 use std::os::unix::fs::MetadataExt;
@@ -98,6 +98,11 @@ fn capabilities(pid: u32, set: &str) -> Result<u64> {
     Ok(u64::from_str_radix(&field(pid, set)?, 16)?)
 }
 
+/// How many filters of system calls a thread has.
+fn filters(thread: u32) -> Result<u32> {
+    Ok(field(thread, "Seccomp_filters:")?.parse()?)
+}
+
 /// The numbers of what a keeper needs (linux/capability.h), and nothing else.
 fn of_a_keeper() -> u64 {
     let (chown, dac_override, fowner, kill, setgid, setuid) = (0, 1, 3, 5, 6, 7);
@@ -114,8 +119,13 @@ fn a_keeper_has_few_of_roots_rights_and_its_qemu_none() {
             let keeper = u32::try_from(kept(&scene.status(host)?)?.keeper)?;
             let qemu = check_host(scene, host).map(|_| scene.host(host)?.qemu_pid(VM))??;
             ensure!(field(keeper, "NoNewPrivs:")? == "1", "the keeper may gain privileges");
+            // Its own two; QEMU has a third one.
+            for (process, least) in [(keeper, 2), (qemu, 3)] {
+                ensure!(filters(process)? >= least, "calls of process {process} are not refused");
+            }
             for task in fs::read_dir(format!("/proc/{keeper}/task"))? {
                 let task: u32 = task?.file_name().to_string_lossy().parse()?;
+                ensure!(filters(task).unwrap_or(2) >= 2, "calls of thread {task} are not refused");
                 for set in ["CapPrm:", "CapEff:", "CapBnd:", "CapInh:", "CapAmb:"] {
                     // It may have ended since.
                     let Ok(found) = capabilities(task, set) else { continue };
@@ -127,6 +137,30 @@ fn a_keeper_has_few_of_roots_rights_and_its_qemu_none() {
         }
         scene.host_mut("a")?.kill_everything()?;
         prove_survival(scene, client, "b")
+    });
+}
+
+#[test]
+#[cfg_attr(not(feature = "fail-points"), ignore = "needs `--features fail-points`")]
+fn what_a_keeper_tries_beyond_its_rights_is_refused() {
+    let tried = tempfile::NamedTempFile::new().expect("a file");
+    let mut options = with_keepers();
+    for daemon in options.daemons.values_mut() {
+        let point = format!("rights=return({})", tried.path().display());
+        daemon.environment.push(("FAILPOINTS".to_owned(), point));
+    }
+    play(options, |scene| {
+        scene.protected_guest("a", "b")?;
+        let tries = fs::read_to_string(tried.path())?;
+        for host in ["a", "b"] {
+            let keeper = kept(&scene.status(host)?)?.keeper;
+            let outcome = format!("{keeper} Err(PermissionDenied) Err(EPERM)");
+            ensure!(tries.lines().any(|line| line == outcome), "no {outcome}:\n{tries}");
+        }
+        for host in ["a", "b"] {
+            scene.host_mut(host)?.kill_everything()?;
+        }
+        Ok(())
     });
 }
 

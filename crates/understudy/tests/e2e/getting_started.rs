@@ -157,6 +157,7 @@ fn two_clean_hosts_protect_a_vm_in_six_commands() -> Result<()> {
         site.follow(step).with_context(|| format!("{step:?}"))?;
     }
     check_unit(&site)?;
+    check_confinement(&site.a)?;
     let client = wait_for("the guest to boot", LIMIT, || {
         Ok(RecordClient::start(&lab, (GUEST_ADDRESS, RECORDS_PORT).into(), PACE).ok())
     })?;
@@ -175,6 +176,22 @@ fn two_clean_hosts_protect_a_vm_in_six_commands() -> Result<()> {
     drop(site);
     let left = lab.leftovers()?;
     ensure!(left.is_empty(), "{left}");
+    Ok(())
+}
+
+/// What the service finds of its host, with the first process of it in view.
+fn check_confinement(host: &Installed) -> Result<()> {
+    let pid = host.call("systemctl show understudy -P MainPID")?;
+    let inside = |what: &str| {
+        let line = format!("nsenter --mount --root --target {} -- {what}", pid.trim());
+        Ok::<_, anyhow::Error>(host.command(&line).output()?.status.success())
+    };
+    ensure!(inside("test -w /proc/sys/net/ipv6/conf/all/disable_ipv6")?, "nothing is to be had");
+    for file in ["/proc/sys/kernel/core_pattern", "/proc/sysrq-trigger", "/run/systemd/system"] {
+        ensure!(!inside(&format!("test -w {file}"))?, "it can write {file}");
+    }
+    host.call("systemctl is-active understudy")?;
+    ensure!(!inside("systemctl is-active understudy")?, "it has systemd's ear");
     Ok(())
 }
 

@@ -1,6 +1,7 @@
 //! Keepers that are replaced while their guests run: by hand, by another program, and by one that dies.
 
 use crate::keepers::{Kept, begin, kept, with_keepers};
+use crate::refusals::log_of;
 use crate::snapshot::{json, store};
 use crate::stage::{
     LIMIT, await_forgotten, await_service, close, hand_over, play, protection, prove_disk,
@@ -91,6 +92,8 @@ fn an_unprotected_guests_keeper_is_replaced_and_the_next_is_one_as_any() {
         json(scene, "a", &snapshot)?;
         replace(scene)?;
         await_service(&client)?;
+        // What it must reach of a QEMU that is not its own takes this, and is said.
+        ensure!(log_of(scene, "a")?.contains("not kept from other processes"), "nothing is said");
         json(scene, "a", &snapshot)?;
         let before = answered(scene)?;
         scene.host_mut("a")?.kill_daemon()?;
